@@ -1,0 +1,7 @@
+"""Loops in JAX: differentiable, cheap in memory, and fast."""
+
+from loopkit import schedules as schedules
+from loopkit._info import LoopInfo as LoopInfo
+from loopkit._while_loop import while_loop as while_loop
+
+__version__ = "0.1.0"

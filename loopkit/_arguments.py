@@ -1,0 +1,114 @@
+"""Arguments that several loops take, checked in one place."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from loopkit import _errors, _jax
+
+Bound = int | None
+Checkpoints = Any
+
+
+def check_callable(function: str, argument: str, value: Any) -> None:
+    if not callable(value):
+        raise TypeError(
+            _errors.wrong(
+                function, argument, "must be a function", repr(value), "Pass a callable."
+            )
+        )
+
+
+def check_max_steps(function: str, max_steps: Any) -> int | None:
+    if max_steps is None:
+        return None
+    return _whole(function, "max_steps", max_steps, 0, "an int >= 0 or None (no bound)")
+
+
+def check_unroll(function: str, unroll: Any) -> int:
+    if isinstance(unroll, (bool, np.bool_)):
+        return int(unroll)
+    return _whole(function, "unroll", unroll, 1, "an int >= 1, the steps to an iteration")
+
+
+def check_checkpoints(function: str, checkpoints: Any, bound: int | None) -> Checkpoints:
+    if checkpoints is None:
+        return None
+    if isinstance(checkpoints, str):
+        if checkpoints != "all":
+            raise ValueError(
+                _errors.wrong(
+                    function,
+                    "checkpoints",
+                    'must be None, an int >= 1 or "all"',
+                    repr(checkpoints),
+                    'The only string is "all", which stores what every step\'s derivative reads.',
+                )
+            )
+        if bound is None:
+            raise ValueError(
+                _errors.wrong(
+                    function,
+                    "checkpoints",
+                    'can be "all" only if the number of steps is bounded',
+                    "checkpoints='all' with max_steps=None",
+                    "Pass `max_steps`, or leave `checkpoints` out.",
+                )
+            )
+        return "all"
+    expected = 'None, an int >= 1 (carries to keep) or "all"'
+    return _whole(function, "checkpoints", checkpoints, 1, expected)
+
+
+def _whole(function: str, argument: str, value: Any, least: int, expected: str) -> int:
+    whole = None
+    if not isinstance(value, (bool, np.bool_)):
+        try:
+            whole = operator.index(value)
+        except (TypeError, jax.errors.JAXTypeError):
+            whole = None
+    got = f"{value!r} of type {type(value).__name__}"
+    if whole is None:
+        advice = "It is part of the compiled program: pass a Python int, not a float or a traced value."
+        raise TypeError(_errors.wrong(function, argument, f"must be {expected}", got, advice))
+    if whole < least:
+        advice = f"Pass at least {least}."
+        raise ValueError(_errors.wrong(function, argument, f"must be {expected}", got, advice))
+    return whole
+
+
+def as_arrays(function: str, argument: str, tree: Any) -> Any:
+    """The tree with every leaf an array."""
+
+    def convert(path: Any, leaf: Any) -> Any:
+        try:
+            return _jax.as_array(leaf)
+        except (TypeError, ValueError):
+            advice = (
+                "Keep what is not an array out of the carry: close over it, or make it a static "
+                "field of a pytree node."
+            )
+            got = f"{leaf!r} of type {type(leaf).__name__}"
+            raise TypeError(
+                _errors.wrong(function, argument, "must be an array", got, advice, path)
+            ) from None
+
+    return jax.tree_util.tree_map_with_path(convert, tree)
+
+
+def runs_in_python() -> bool:
+    """Whether loops are to run step by step, without being compiled."""
+    return bool(jax.config.jax_disable_jit)
+
+
+def in_python(function: Callable[[], Any]) -> tuple[bool, Any]:
+    """Run a Python loop under jax.disable_jit; (False, None) where it needs abstract values."""
+    try:
+        return True, function()
+    except jax.errors.ConcretizationTypeError:
+        return False, None

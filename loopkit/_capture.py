@@ -1,0 +1,321 @@
+"""From a user's functions to a loop and its operands.
+
+Functions are traced once for each set of argument types, and what they close over becomes operands.
+A carry leaf that every step passes on unchanged becomes a constant: it is then never saved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+from loopkit import _errors, _jax
+from loopkit._arguments import as_arrays
+from loopkit._function_key import function_key
+from loopkit.engine.loop import Loop, kept, parts, spread
+from loopkit.engine.primitives import while_p
+
+
+class Names(NamedTuple):
+    """How the caller's arguments are called, for errors."""
+
+    function: str
+    """"while_loop", "scan" or "fori_loop"."""
+    body: str
+    init: str
+    predicate: str
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The two functions of a loop, and what they close over."""
+
+    loop: Loop
+    cond_consts: list
+    consts: list
+    fixed: tuple[bool, ...]
+    """Which carry leaves never change. In the loop they are constants."""
+    carry_types: list
+    """Types of all carry leaves, as the steps leave them."""
+    y_tree: Any
+
+    def run(self, init: Sequence[Any], xs: Sequence[Any]) -> tuple[list, list]:
+        """Final carry leaves and ys leaves."""
+        init = [_convert(v, t) for v, t in zip(init, self.carry_types, strict=True)]
+        fixed = kept(init, self.fixed)
+        moving = kept(init, [not f for f in self.fixed])
+        cond_fixed = fixed if self.loop.cond is not None else []
+        operands = [*self.cond_consts, *cond_fixed, *self.consts, *fixed, *moving, *xs]
+        loop = self.loop
+        if not any(map(_jax.is_tracer, operands)):
+            loop = _interned(loop)
+        outs = while_p.bind(*operands, loop=loop)
+        carry, ys = parts(outs, loop.carry_count)
+        return spread(carry, [not f for f in self.fixed], init), ys
+
+
+def _convert(value: Any, aval: Any) -> Any:
+    """An initial value in the type that the loop carries."""
+    have = jax.typeof(value)
+    if have.dtype != aval.dtype or (have.weak_type and not aval.weak_type):
+        value = lax.convert_element_type(value, aval.dtype)
+    return _jax.vary_like(value, [aval])
+
+
+# ---------------------------------------------------------------- tracing
+
+
+Step = Callable[[list, list], tuple[Any, Any]]
+"""(carry leaves, x leaves) -> (carry, y), both trees."""
+Predicate = Callable[[list], Any]
+"""carry leaves -> bool scalar"""
+
+
+def trace_loop(
+    names: Names,
+    step: Step,
+    predicate: Predicate | None,
+    init: Any,
+    x_types: Sequence[Any],
+    settings: dict[str, Any],
+) -> Traced:
+    """A loop over trees like `init`; `settings` are the fields of `Loop` that are not jaxprs."""
+    leaves, tree = jax.tree.flatten(init)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(init)]
+    types = [jax.typeof(v) for v in leaves]
+    y_tree = None
+
+    def body(*values: Any) -> list:
+        nonlocal y_tree
+        carry, x = parts(values, len(types))
+        new, y = step(carry, x)
+        new = as_arrays(names.function, names.body, new)
+        y = as_arrays(names.function, names.body, y)
+        new_leaves, new_tree = jax.tree.flatten(new)
+        if new_tree != tree:
+            differences = list(_jax.tree_differences(tree, new_tree))
+            if differences:
+                raise TypeError(
+                    _errors.carry_structure(names.function, names.body, differences, names.init)
+                )
+        y_leaves, y_tree = jax.tree.flatten(y)
+        return [*map(_stronger, new_leaves, types), *y_leaves]
+
+    # A weakly typed start takes the type of what a step returns, as in lax; so does one that
+    # differs between devices only after the first step.
+    for _ in range(4):
+        cond, cond_consts = None, []
+        if predicate is not None:
+            cond, cond_consts = _trace_predicate(names, predicate, types)
+        jaxpr, consts = _jax.trace(body, [*types, *x_types], f"{names.function}_body")
+        out = list(jaxpr.out_avals[: len(types)])
+        decided_by = [] if cond is None else list(cond.out_avals)
+        new = [_joined(a, b, decided_by) for a, b in zip(types, out, strict=True)]
+        if new == types:
+            break
+        types = new
+    differences = [
+        (path, a, b)
+        for path, a, b in zip(paths, types, out, strict=True)
+        if not _jax.same_type(a, b)
+    ]
+    if differences:
+        raise TypeError(
+            _errors.carry_types(names.function, names.body, differences, names.init)
+        )
+    _check_effects(names, jaxpr, cond)
+    return _fix(cond, cond_consts, jaxpr, consts, types, y_tree, settings)
+
+
+def _check_effects(names: Names, *jaxprs: Any) -> None:
+    effects = [e for j in jaxprs if j is not None for e in _jax.check_effects(j.effects)]
+    if effects:
+        raise NotImplementedError(
+            _errors.wrong(
+                names.function,
+                names.body,
+                "may have only side effects that a compiled loop can have",
+                ", ".join(map(str, effects)),
+                "Use jax.debug.print, jax.debug.callback or jax.experimental.io_callback.",
+            )
+        )
+
+
+def _trace_predicate(names: Names, predicate: Predicate, types: list) -> tuple[Any, list]:
+    def cond(*leaves: Any) -> list:
+        out = predicate(list(leaves))
+        flat, tree = jax.tree.flatten(out)
+        got = None
+        if not jax.tree_util.treedef_is_leaf(tree) or len(flat) != 1:
+            got = f"a {type(out).__name__} ({tree})"
+        else:
+            try:
+                flat = [_jax.as_array(flat[0])]
+                aval = jax.typeof(flat[0])
+                if aval.shape != () or aval.dtype != bool:
+                    got = _errors.short_type(aval)
+            except (TypeError, ValueError):
+                got = f"{out!r} of type {type(out).__name__}"
+        if got is not None:
+            advice = "Reduce it with .any() or .all(), or compare with a number."
+            raise TypeError(
+                _errors.wrong(
+                    names.function, names.predicate, "must return a scalar bool[]", got, advice
+                )
+            )
+        return flat
+
+    return _jax.trace(cond, types, f"{names.function}_cond")
+
+
+def _stronger(value: Any, aval: Any) -> Any:
+    """A weakly typed result in the (equal, strong) type that went in."""
+    have = jax.typeof(value)
+    if getattr(have, "weak_type", False) and not aval.weak_type and have.dtype == aval.dtype:
+        return lax.convert_element_type(value, aval.dtype)
+    return value
+
+
+def _joined(before: Any, after: Any, decided_by: list) -> Any:
+    """The type to start from, so that a step returns it."""
+    if before.shape != after.shape:
+        return before
+    if before.weak_type and (not after.weak_type or before.dtype != after.dtype):
+        dtype = _jax.promoted_dtype(before, after)
+        before = before.update(dtype=dtype, weak_type=dtype == after.dtype and after.weak_type)
+    return _jax.type_like(before, [after, *decided_by])
+
+
+def _fix(
+    cond: Any, cond_consts: list, body: Any, consts: list, types: list, y_tree: Any, settings: dict
+) -> Traced:
+    """Make constants of the carry leaves that no step changes."""
+    n, c = len(types), len(consts)
+    source = _jax.forwarded(body)
+    fixed = tuple(source[i] == c + i for i in range(n))
+    moving = [not f for f in fixed]
+    if any(fixed):
+        whole_body, whole_cond = _jax.call_jaxpr(body), cond
+        x_types = body.in_avals[c + n :]
+        const_types = body.in_avals[:c]
+
+        def fixed_body(*values: Any) -> list:
+            before, still, carry, x = parts(values, c, sum(fixed), sum(moving))
+            inputs = spread(still, fixed, spread(carry, moving, [None] * n))
+            out, y = parts(whole_body(*before, *inputs, *x), n)
+            return [*kept(out, moving), *y]
+
+        parts_of = [*const_types, *kept(types, fixed), *kept(types, moving), *x_types]
+        body, _ = _jax.trace(fixed_body, parts_of, "body")
+        if cond is not None:
+            k = len(cond_consts)
+
+            def fixed_cond(*values: Any) -> list:
+                before, still, carry = parts(values, k, sum(fixed))
+                inputs = spread(still, fixed, spread(carry, moving, [None] * n))
+                return _jax.call_jaxpr(whole_cond)(*before, *inputs)
+
+            parts_of = [*cond.in_avals[:k], *kept(types, fixed), *kept(types, moving)]
+            cond, _ = _jax.trace(fixed_cond, parts_of, "cond")
+    loop = Loop(
+        cond=cond,
+        body=body,
+        cond_const_count=0 if cond is None else len(cond.in_avals) - sum(moving),
+        const_count=c + sum(fixed),
+        carry_count=sum(moving),
+        xs_count=len(body.in_avals) - c - n,
+        **settings,
+    )
+    return Traced(loop, cond_consts, consts, fixed, types, y_tree)
+
+
+# ---------------------------------------------------------------- caches
+
+
+class _Recent(OrderedDict):
+    """The entries used last."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.size = size
+
+    def find(self, key: Any) -> Any:
+        if key in self:
+            self.move_to_end(key)
+            return self[key]
+        return None
+
+    def put(self, key: Any, value: Any) -> None:
+        self[key] = value
+        while len(self) > self.size:
+            self.popitem(last=False)
+
+
+_traced = _Recent(256)
+_loops = _Recent(256)
+
+
+def remember(functions: Sequence[Any], rest: Any, make: Callable[[], Traced]) -> Traced:
+    """`make()`, or what it returned for functions that do the same on arguments of the same types."""
+    keys, alive, mortal = [], [], []
+    for function in functions:
+        key, keep, ends = function_key(function)
+        keys.append(key)
+        alive += keep
+        mortal += ends
+    key = (*keys, rest, _jax.trace_context())
+    try:
+        found = _traced.find(key)
+    except TypeError:
+        return make()
+    if found is not None:
+        return found[0]
+    traced = make()
+    if any(map(_jax.is_tracer, [*traced.cond_consts, *traced.consts])):
+        return traced
+
+    def forget(_: Any) -> None:
+        _traced.pop(key, None)
+
+    try:
+        refs = [weakref.ref(f, forget) for f in mortal]
+    except TypeError:
+        return traced
+    _traced.put(key, (traced, alive, refs))
+    return traced
+
+
+def _interned(loop: Loop) -> Loop:
+    """A loop with the same equations that was run before, if there is one: it is compiled already."""
+
+    def find() -> Loop:
+        try:
+            cond = None if loop.cond is None else _jax.jaxpr_key(loop.cond)
+            key = (
+                cond,
+                _jax.jaxpr_key(loop.body),
+                loop.cond_const_count,
+                loop.const_count,
+                loop.carry_count,
+                loop.xs_count,
+                loop.length,
+                loop.reverse,
+                loop.checkpoints,
+                loop.unroll,
+                loop.name,
+            )
+            found = _loops.find(key)
+        except TypeError:
+            return loop
+        if found is None:
+            _loops.put(key, loop)
+            return loop
+        return found
+
+    return loop.derived("interned", find)

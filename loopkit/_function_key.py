@@ -1,0 +1,111 @@
+"""When two functions are the same function, so that a loop is not traced again.
+
+A lambda in a function body is a new object on every call. It does the same as the last one if it
+has the same code and closes over the same values; a key is made of both. Values that can change
+without changing identity give no key, and then only the very same function object is the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import numpy as np
+
+LARGEST = 1 << 20
+"""Bytes of arrays that a cached function may close over: the cache keeps them alive."""
+
+
+class _Changing(Exception):
+    """A value that can change unseen, or that must not be kept."""
+
+
+def function_key(function: Any) -> tuple[Hashable, list, list]:
+    """A key, the values that the cache keeps alive for it, and those whose death ends it."""
+    alive: list = []
+    try:
+        return _callable(function, alive, set()), alive, []
+    except _Changing:
+        return ("object", id(function)), [], [function]
+
+
+def _callable(function: Any, alive: list, seen: set) -> Hashable:
+    if isinstance(function, types.MethodType):
+        owner = _value(function.__self__, alive, seen)
+        return ("method", _function(function.__func__, alive, seen), owner)
+    if isinstance(function, functools.partial):
+        bound = _value((function.args, function.keywords), alive, seen)
+        return ("partial", _callable(function.func, alive, seen), bound)
+    if not isinstance(function, types.FunctionType):
+        return ("callable", _value(function, alive, seen))
+    return _function(function, alive, seen)
+
+
+def _function(function: Any, alive: list, seen: set) -> Hashable:
+    if id(function) in seen:
+        return ("recursive", function.__qualname__)
+    seen = seen | {id(function)}
+    code = function.__code__
+    alive.append(code)
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            cells.append(_value(cell.cell_contents, alive, seen))
+        except ValueError:
+            raise _Changing from None
+    names = _global_names(code)
+    outer = [
+        (name, _value(function.__globals__[name], alive, seen))
+        for name in sorted(names)
+        if name in function.__globals__
+    ]
+    defaults = _value((function.__defaults__, function.__kwdefaults__), alive, seen)
+    return ("function", code, tuple(cells), tuple(outer), defaults)
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _global_names(constant)
+    return names
+
+
+def _value(value: Any, alive: list, seen: set) -> Hashable:
+    leaves, tree = jax.tree.flatten(value)
+    return tree, tuple(_leaf(leaf, alive, seen) for leaf in leaves)
+
+
+def _leaf(leaf: Any, alive: list, seen: set) -> Hashable:
+    if isinstance(leaf, jax.core.Tracer):
+        raise _Changing
+    if isinstance(leaf, jax.Array):
+        alive.append(leaf)
+        if sum(getattr(a, "nbytes", 0) for a in alive if isinstance(a, jax.Array)) > LARGEST:
+            raise _Changing
+        return ("array", id(leaf))
+    if isinstance(leaf, np.ndarray):
+        if leaf.nbytes > 4096 or leaf.dtype == object:
+            raise _Changing
+        return ("numpy", leaf.shape, str(leaf.dtype), leaf.tobytes())
+    if isinstance(leaf, (bool, int, float, complex, str, bytes, np.generic, np.dtype)):
+        return (type(leaf), repr(leaf))
+    if isinstance(leaf, types.FunctionType):
+        module = leaf.__module__ or ""
+        if module.partition(".")[0] in ("jax", "jaxlib", "numpy", "equinox", "loopkit"):
+            alive.append(leaf)
+            return ("library", id(leaf))
+        return _function(leaf, alive, seen)
+    if isinstance(leaf, (types.ModuleType, type, types.BuiltinFunctionType)) or _is_library(leaf):
+        alive.append(leaf)
+        return ("identity", id(leaf))
+    raise _Changing
+
+
+def _is_library(leaf: Any) -> bool:
+    """Jitted and ufunc-like objects: called, not changed."""
+    module = type(leaf).__module__.partition(".")[0]
+    return callable(leaf) and module in ("jax", "jaxlib", "numpy")

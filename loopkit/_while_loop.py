@@ -1,0 +1,147 @@
+"""`while_loop`: as in lax, and differentiable in every mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from loopkit import _arguments
+from loopkit._capture import Names, Traced, remember, trace_loop
+from loopkit._info import LoopInfo
+
+T = TypeVar("T")
+
+NAMES = Names("while_loop", "body_fun", "init_val", "cond_fun")
+
+
+def while_loop(
+    cond_fun: Callable[[T], Any],
+    body_fun: Callable[[T], T],
+    init_val: T,
+    *,
+    max_steps: int | None = None,
+    checkpoints: Any = None,
+    unroll: int = 1,
+    throw: bool = False,
+    return_info: bool = False,
+) -> Any:
+    """Repeat `body_fun` while `cond_fun` holds; differentiable, with or without a bound.
+
+        def while_loop(cond_fun, body_fun, init_val, *, max_steps=None):
+            val, steps = init_val, 0
+            while cond_fun(val) and steps != max_steps:
+                val, steps = body_fun(val), steps + 1
+            return val
+
+    It takes the place of `jax.lax.while_loop`. Cost and memory follow the steps taken, not
+    `max_steps`.
+
+    **Arguments:**
+
+    - `cond_fun`: `T -> bool[]`.
+    - `body_fun`: `T -> T`, with the structure, shapes and dtypes of `init_val`.
+    - `init_val`: a pytree of arrays, the initial carry.
+    - `max_steps`: the most steps to take, a static int; None for no bound.
+    - `checkpoints`: what the backward pass keeps. None: a few dozen carries, about one extra
+      forward pass. An int c: at most c carries, at the price of more recomputation. "all":
+      what the derivative of every step reads, and no recomputation (needs `max_steps`).
+    - `unroll`: steps to an iteration of the compiled loop.
+    - `throw`: raise an error at run time if `max_steps` steps were not enough.
+    - `return_info`: also return a `LoopInfo`.
+
+    **Returns:**
+
+    The final carry; with `return_info`, the pair of it and a `LoopInfo(steps, stopped)`.
+
+    **Raises:**
+
+    `TypeError` if a function returns something of another structure or type than it should, or an
+    argument is of the wrong type; `ValueError` if it has a wrong value.
+
+    !!! example
+
+        ```python
+        import jax
+        import loopkit
+
+        def sqrt(a):  # Newton's iteration, as long as it takes
+            def improves(x):
+                return abs(x * x - a) > 1e-6 * a
+            return loopkit.while_loop(improves, lambda x: (x + a / x) / 2, a)
+
+        jax.grad(sqrt)(2.0)
+        ```
+
+    The backward pass is checkpointed in the manner of Griewank (1992) and Stumm & Walther (2010).
+    """
+    name = NAMES.function
+    _arguments.check_callable(name, "cond_fun", cond_fun)
+    _arguments.check_callable(name, "body_fun", body_fun)
+    max_steps = _arguments.check_max_steps(name, max_steps)
+    checkpoints = _arguments.check_checkpoints(name, checkpoints, max_steps)
+    unroll = _arguments.check_unroll(name, unroll)
+    init_val = _arguments.as_arrays(name, "init_val", init_val)
+    if _arguments.runs_in_python():
+        ran, result = _arguments.in_python(
+            lambda: _python_loop(cond_fun, body_fun, init_val, max_steps)
+        )
+        if ran:
+            return _with_info(*result, cond_fun, max_steps, throw, return_info)
+    counting = throw or return_info
+    init = (init_val, jnp.int32(0)) if counting else init_val
+    leaves, tree = jax.tree.flatten(init)
+
+    def step(carry: list, _: list) -> tuple[Any, None]:
+        if not counting:
+            return body_fun(tree.unflatten(carry)), None
+        val, steps = tree.unflatten(carry)
+        return (body_fun(val), steps + 1), None
+
+    def predicate(carry: list) -> Any:
+        val = tree.unflatten(carry)
+        return cond_fun(val[0] if counting else val)
+
+    def trace() -> Traced:
+        settings = {"length": max_steps, "checkpoints": checkpoints, "unroll": unroll, "name": name}
+        return trace_loop(NAMES, step, predicate, init, [], settings)
+
+    types = tuple(jax.typeof(v) for v in leaves)
+    weak = tuple(t.weak_type for t in types)
+    rest = (name, tree, types, weak, max_steps, checkpoints, unroll, counting)
+    traced = remember((cond_fun, body_fun), rest, trace)
+    final = tree.unflatten(traced.run(leaves, [])[0])
+    if not counting:
+        return final
+    val, steps = final
+    return _with_info(val, steps, cond_fun, max_steps, throw, return_info)
+
+
+def _python_loop(
+    cond_fun: Callable, body_fun: Callable, init_val: Any, max_steps: int | None
+) -> tuple[Any, Any]:
+    val, steps = init_val, 0
+    while steps != max_steps and cond_fun(val):
+        val, steps = body_fun(val), steps + 1
+    return val, jnp.int32(steps)
+
+
+def _with_info(
+    val: Any, steps: Any, cond_fun: Callable, max_steps: int | None, throw: bool, return_info: bool
+) -> Any:
+    if not (throw or return_info):
+        return val
+    goes_on = cond_fun(val)
+    if throw and max_steps is not None:
+        val = eqx.error_if(
+            val,
+            goes_on,
+            f"loopkit.while_loop: `max_steps` must be enough for `cond_fun` to become false, got "
+            f"{max_steps} steps after which it still holds. Raise `max_steps`.",
+        )
+    if not return_info:
+        return val
+    return val, LoopInfo(steps, jnp.logical_not(goes_on))

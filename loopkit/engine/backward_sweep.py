@@ -1,0 +1,247 @@
+"""The backward sweep: segments, newest first.
+
+Each segment is reached from the last checkpoint before it, saving more on the way where slots are
+free; it is replayed once, a row stored for each step; and the rows are reversed. No step is in a
+branch, and a slot is touched once a segment, not once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from loopkit import _jax
+from loopkit.engine import placement
+from loopkit.engine.lanes import SafeInputs
+from loopkit.engine.loop import Loop, Operands, kept, parts
+from loopkit.engine.reversal import Reversal
+from loopkit.engine.steps import is_active, read_rows, repeat, row_of, select, write_rows
+
+
+class Cotangents(NamedTuple):
+    """What flows back. Each has the linear batch axis first, if there is one."""
+
+    consts: list
+    """Summed over the steps so far."""
+    carry: list
+    """With respect to the carry before the step reversed last."""
+    xs: list
+    """Whole arrays, the rows of the steps reversed so far."""
+
+
+class Backward(NamedTuple):
+    """The sweep between two segments."""
+
+    unit: Any
+    """The segment to reverse next."""
+    slots: list
+    units: Any
+    """The unit that each slot holds, -1 where free."""
+    rows: list
+    """One for each step of a segment: carries or residuals."""
+    cts: Cotangents
+
+
+class Climb(NamedTuple):
+    """On the way from a checkpoint to the segment to reverse."""
+
+    carry: list
+    unit: Any
+    slots: list
+    units: Any
+
+
+def backward_sweep(
+    how: Reversal, operands: Operands, residuals: Sequence[Any], cts: Sequence[Any], batch: Any
+) -> list:
+    """Cotangents of the active constants, initial carry and xs.
+
+    `batch` is None or the size of a leading batch of cotangents.
+    """
+    loop, plan, active = how.loop, how.plan, how.active
+    *stacks, units, steps = residuals
+    if loop.cond is None:
+        steps = loop.length
+    ct_carry, ct_ys = parts(cts, sum(active.carry))
+    step = _StepReversal.of(how, operands, ct_ys, batch)
+    flowing = Cotangents(
+        step.zeros(kept(loop.const_types, active.consts)),
+        ct_carry,
+        step.zeros(kept(loop.xs_types if loop.xs_count else [], active.xs)),
+    )
+    if plan.keeps_all:
+        flowing = step.reverse_rows(0, steps, stacks, flowing)
+        return [*flowing.consts, *flowing.carry, *flowing.xs]
+
+    def reach(unit: Any, slots: list, units: Any) -> tuple[list, list, Any]:
+        if plan.direct:
+            return read_rows(slots, unit), slots, units
+        return _climb(how, operands, unit, slots, units)
+
+    def segment(s: Backward) -> Backward:
+        carry, slots, units = reach(s.unit, s.slots, s.units)
+        first = s.unit * plan.leaf
+        if plan.leaf == 1:
+            consts, rows = step.reverse_carry(first, carry, s.cts), s.rows
+            cts = consts
+        else:
+            count = jnp.minimum(steps - first, plan.leaf)
+            rows = step.replay(first, count, carry, s.rows)
+            cts = step.reverse_rows(first, count, rows, s.cts)
+        if not plan.direct:
+            units = placement.release(units, s.unit)
+        return Backward(s.unit - 1, slots, units, rows, cts)
+
+    rows: list = []
+    if plan.leaf > 1:
+        rows = [_jax.blank(_jax.stack_type(t, plan.leaf)) for t in how.row_types]
+    last = -(-steps // plan.leaf) - 1
+    state = Backward(jnp.asarray(last, jnp.int32), stacks, units, rows, flowing)
+    if isinstance(steps, int):
+        done = repeat(last + 1, lambda _, s: segment(s), state)
+    else:
+        done = lax.while_loop(lambda s: s.unit >= 0, segment, state)
+    return [*done.cts.consts, *done.cts.carry, *done.cts.xs]
+
+
+def _climb(
+    how: Reversal, operands: Operands, target: Any, slots: list, units: Any
+) -> tuple[list, list, Any]:
+    """The carry at the start of unit `target`, and the slots with what was saved on the way."""
+    leaf = how.plan.leaf
+
+    def advance(s: Climb) -> Climb:
+        free = (s.units < 0).sum()
+        run = placement.split(target + 1 - s.unit, free)
+        carry = how.advance(operands, s.carry, s.unit * leaf, run * leaf)
+        unit = s.unit + run
+        save = free > 0
+        slot = jnp.argmax(s.units < 0)
+        old = read_rows(s.slots, slot)
+        kept_rows = [jnp.where(save, n, o) for n, o in zip(carry, old, strict=True)]
+        units = s.units.at[slot].set(jnp.where(save, unit, s.units[slot]))
+        return Climb(carry, unit, write_rows(s.slots, kept_rows, slot), units)
+
+    slot = placement.latest(units, target)
+    start = Climb(read_rows(slots, slot), units[slot], slots, units)
+    done = lax.while_loop(lambda s: s.unit < target, advance, start)
+    return done.carry, done.slots, done.units
+
+
+@dataclass(frozen=True)
+class _StepReversal:
+    """Replaying and reversing steps, with what all of them read."""
+
+    how: Reversal
+    operands: Operands
+    hoisted: list
+    backward: Any
+    safe: SafeInputs | None
+    ct_ys: list
+    batch: Any
+
+    @staticmethod
+    def of(how: Reversal, operands: Operands, ct_ys: list, batch: Any) -> _StepReversal:
+        split, safe = how.split, None
+        consts = operands.consts
+        if how.loop.lanes:
+            safe = SafeInputs.of(how.loop, operands, how.saved)
+            consts = safe.consts
+        hoisted = list(_jax.call_jaxpr(split.hoist)(*consts))
+        backward = split.backward
+        if batch is not None:
+            count = len(backward.in_avals) - sum(how.active.outputs)
+            axes = [None] * count + [0] * sum(how.active.outputs)
+            backward, _ = _jax.batch_jaxpr(backward, _jax.axis(batch), axes, [0] * len(backward.out_avals))
+        return _StepReversal(how, operands, hoisted, backward, safe, ct_ys, batch)
+
+    def zeros(self, types: Sequence[Any]) -> list:
+        types = [t.to_tangent_aval() for t in types]
+        if self.batch is not None:
+            types = [_jax.stack_type(t, self.batch) for t in types]
+        return [_jax.zeros(t) for t in types]
+
+    def slices(self, step: Any) -> list:
+        if not self.operands.xs:
+            return []
+        return read_rows(self.operands.xs, row_of(self.how.loop, step))
+
+    def replay(self, first: Any, count: Any, carry: list, rows: list) -> list:
+        """Steps `first` to `first + count`, storing what each leaves for its reversal."""
+        if self.how.plan.store == "carries":
+            rows = write_rows(rows, carry, 0)
+
+            def step(k: Any, s: tuple[list, list]) -> tuple[list, list]:
+                carry = self.how.advance(self.operands, s[0], first + k, 1)
+                return carry, write_rows(s[1], carry, k + 1)
+
+            return repeat(count - 1, step, (carry, rows), self.how.loop.unroll)[1]
+
+        def step(k: Any, s: tuple[list, list]) -> tuple[list, list]:
+            carry, row = self.residuals(first + k, s[0])
+            return carry, write_rows(s[1], row, k)
+
+        return repeat(count, step, (carry, rows), self.how.loop.unroll)[1]
+
+    def residuals(self, step: Any, carry: list) -> tuple[list, list]:
+        """The next carry, and the row of this step."""
+        how, consts, x, mask = self.how, self.operands.consts, self.slices(step), []
+        inputs = carry
+        if self.safe is not None:
+            active = is_active(how.loop, self.operands, how.whole(carry, self.operands))
+            consts, x = self.safe.constants(active), self.safe.slices(active, x)
+            inputs, mask = self.safe.carries(active, carry), [active]
+        outs = _jax.call_jaxpr(how.forward)(*consts, *inputs, *x)
+        new, stored = parts(outs, sum(how.saved))
+        if self.safe is not None:
+            new = select(mask[0], new, carry)
+        return new, [*mask, *stored]
+
+    def reverse_carry(self, step: Any, carry: list, cts: Cotangents) -> Cotangents:
+        return self.reverse(step, self.residuals(step, carry)[1], cts)
+
+    def reverse_rows(self, first: Any, count: Any, rows: list, cts: Cotangents) -> Cotangents:
+        """Back over steps `first + count - 1` to `first`."""
+
+        def step(k: Any, cts: Cotangents) -> Cotangents:
+            k = count - 1 - k
+            row = read_rows(rows, k)
+            if self.how.plan.store == "carries":
+                return self.reverse_carry(first + k, row, cts)
+            return self.reverse(first + k, row, cts)
+
+        return repeat(count, step, cts, self.how.loop.unroll)
+
+    def reverse(self, step: Any, row: list, cts: Cotangents) -> Cotangents:
+        """Back over one step, given its residuals."""
+        how, loop, axis = self.how, self.how.loop, 0 if self.batch is None else 1
+        at = row_of(loop, step) if loop.length is not None else step
+        ct_y = [lax.dynamic_index_in_dim(c, at, axis, keepdims=False) for c in self.ct_ys]
+        consts, hoisted, x, carry = self.operands.consts, self.hoisted, self.slices(step), cts.carry
+        if how.plan.keeps_all and loop.cond is not None and self.safe is None:
+            row = row[1:]
+        if self.safe is not None:
+            active, *row = row
+            consts, x = self.safe.constants(active), self.safe.slices(active, x)
+            if self.safe.shared:
+                hoisted = list(_jax.call_jaxpr(how.split.hoist)(*consts))
+            zeros = jax.tree.map(jnp.zeros_like, (carry, ct_y))
+            carry = select(active, carry, zeros[0], axis)
+            ct_y = select(active, ct_y, zeros[1], axis)
+        outs = _jax.call_jaxpr(self.backward)(*consts, *hoisted, *x, *row, *carry, *ct_y)
+        d_consts, d_carry, d_x = parts(outs, sum(how.active.consts), sum(how.active.carry))
+        if self.safe is not None:
+            d_carry = select(active, d_carry, cts.carry, axis)
+        return Cotangents(
+            [a + b for a, b in zip(cts.consts, d_consts, strict=True)],
+            d_carry,
+            [
+                lax.dynamic_update_index_in_dim(a, b, at, axis)
+                for a, b in zip(cts.xs, d_x, strict=True)
+            ],
+        )

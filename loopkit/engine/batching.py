@@ -1,0 +1,315 @@
+"""vmap of a loop: one function for all six primitives.
+
+A batch axis that only tangents or cotangents have becomes the primitive's `batch` parameter, so that
+the trajectory is computed once for all of them. Any other batch axis goes into the loop itself: its two
+jaxprs are batched to a fixed point of which carry leaves have the axis, and the same primitive is bound
+on the batched loop.
+
+The new axis is the first of a carry leaf, unless the loop has lanes that it does not add to: then
+it comes after the lane axes, so that a mask over the lanes always broadcasts from the left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from loopkit import _jax
+from loopkit.engine.loop import Active, Loop, Operands, kept, parts, spread
+from loopkit.engine.primitives import (
+    dual_p,
+    forward_p,
+    hessian_p,
+    pullback_p,
+    pushforward_p,
+    while_p,
+)
+from loopkit.engine.dual_loop import dual_loop, dual_operands, dual_results
+from loopkit.engine.reversal import build, reversal
+from loopkit.engine.split import batch_split, split_step
+
+
+class Batched(NamedTuple):
+    """A batched loop, and where the new axis is in each operand and result (None: nowhere)."""
+
+    loop: Loop
+    operands: Operands
+    ys: list
+
+
+def batch_loop(
+    loop: Loop, axis: Any, batched: Operands, ys: Sequence[bool] | None = None
+) -> Batched:
+    """`loop` over operands of which some are batched; `ys` forces results to be."""
+    ys = [False] * loop.ys_count if ys is None else list(ys)
+    key = ("batched", axis, *map(tuple, batched), tuple(ys))
+    return loop.derived(key, lambda: _batch_loop(loop, axis, batched, ys))
+
+
+def _batch_loop(loop: Loop, axis: Any, batched: Operands, ys: list[bool]) -> Batched:
+    k = len(loop.lanes)
+    joins, carry = False, list(batched.init)
+    while True:
+        place, const_axes, x_axes = _places(loop, batched, 0 if joins else k, joins)
+        carry_axes = _at(carry, place)
+        body_axes = [*const_axes, *carry_axes, *x_axes]
+        _, flags = _jax.batch_jaxpr(loop.body, axis, body_axes, ["free"] * len(loop.body.out_avals))
+        new, out_ys = parts(flags, loop.carry_count)
+        new = [a or b for a, b in zip(carry, new, strict=True)]
+        if not joins and loop.cond is not None:
+            cond_axes = [*_at(batched.cond_consts, 0), *_at(new, place)]
+            _, (joins,) = _jax.batch_jaxpr(loop.cond, axis, cond_axes, ["free"])
+        if joins and not all(new):
+            new = [True] * len(new)
+        elif new == carry and (not joins or place == 0):
+            break
+        carry = new
+    ys = [joins or a or b for a, b in zip(ys, out_ys, strict=True)]
+    carry_axes, y_axes = _at(carry, place), _at(ys, place)
+    body, _ = _jax.batch_jaxpr(loop.body, axis, body_axes, [*carry_axes, *y_axes])
+    cond = loop.cond
+    if cond is not None:
+        cond_axes = [*_at(batched.cond_consts, 0), *carry_axes]
+        cond, _ = _jax.batch_jaxpr(cond, axis, cond_axes, [0 if joins else None])
+    new_loop = loop.replace(
+        cond=cond,
+        body=body,
+        const_lanes=_lanes(loop, loop.const_lanes, batched.consts, joins),
+        xs_lanes=_lanes(loop, loop.xs_lanes, batched.xs, joins),
+    )
+    axes = Operands(_at(batched.cond_consts, 0), const_axes, carry_axes, _stacked(x_axes))
+    return Batched(new_loop, axes, _stacked(y_axes))
+
+
+def _at(flags: Sequence[bool], place: int) -> list[int | None]:
+    return [place if f else None for f in flags]
+
+
+def _stacked(axes: Sequence[int | None]) -> list[int | None]:
+    """The axes in arrays of rows, from those in one row."""
+    return [None if a is None else a + 1 for a in axes]
+
+
+def _places(loop: Loop, batched: Operands, place: int, joins: bool) -> tuple[int, list, list]:
+    """Where the axis goes in the carry, the constants and the slices."""
+
+    def axes(flags: Sequence[bool], has_lanes: Sequence[bool]) -> list[int | None]:
+        if not loop.lanes or joins:
+            return _at(flags, 0)
+        return [
+            (place if lanes else 0) if f else None
+            for f, lanes in zip(flags, has_lanes, strict=True)
+        ]
+
+    return place, axes(batched.consts, loop.const_lanes), axes(batched.xs, loop.xs_lanes)
+
+
+def _lanes(
+    loop: Loop, has_lanes: Sequence[bool], batched: Sequence[bool], joins: bool
+) -> tuple[bool, ...]:
+    """Which leaves begin with all lane axes once the new axis is in."""
+    if not joins:
+        return tuple(has_lanes)
+    before = has_lanes if loop.lanes else [True] * len(batched)
+    return tuple(a and b for a, b in zip(before, batched, strict=True))
+
+
+def move(value: Any, source: int | None, target: int | None, size: int) -> Any:
+    """`value` with its batch axis moved, or put in."""
+    if target is None:
+        assert source is None, "a batched operand of a leaf that is not batched"
+        return value
+    if source is None:
+        shape = list(jnp.shape(value))
+        shape.insert(target, size)
+        return jnp.broadcast_to(jnp.expand_dims(value, target), shape)
+    return jnp.moveaxis(value, source, target)
+
+
+def batch_tangents(
+    loop: Loop, dual: Loop, operands: Sequence[Any], active: Active, size: int
+) -> list:
+    """The tangents that come out of the dual loop, where those that go in have a leading batch."""
+    p, _ = dual.split(operands)
+
+    def added(count: int, total: int) -> list[bool]:
+        return [False] * count + [True] * (total - count)
+
+    flags = Operands(
+        [False] * len(p.cond_consts),
+        added(loop.const_count, dual.const_count),
+        added(loop.carry_count, dual.carry_count),
+        added(loop.xs_count, dual.xs_count),
+    )
+    ys = added(loop.ys_count, dual.ys_count)
+    new, axes, y_axes = batch_loop(dual, _jax.axis(size), flags, ys)
+    moved = [
+        move(v, 0 if f else None, a, size)
+        for v, f, a in zip(p.flat, flags.flat, axes.flat, strict=True)
+    ]
+    outs = while_p.bind(*moved, loop=new)
+    _, tangents = dual_results(loop, outs, active)
+    _, places = dual_results(loop, [*axes.init, *y_axes], active)
+    return [jnp.moveaxis(t, a, 0) for t, a in zip(tangents, places, strict=True)]
+
+
+# ---------------------------------------------------------------- the rule
+
+
+def batch_loop_primitive(primitive: Any) -> Any:
+    """The rule for primitives whose operands and results are all primal."""
+
+    def rule(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple:
+        loop = params["loop"]
+        if primitive is dual_p:
+            return _batch_dual(axis, args, dims, **params)
+        flags = loop.split([d is not None for d in dims])[0]
+        new, operands, ys = batch_loop(loop, axis, flags)
+        values = [move(*vda, axis.size) for vda in zip(args, dims, operands.flat, strict=True)]
+        return while_p.bind(*values, loop=new), [*operands.init, *ys]
+
+    return rule
+
+
+def _batch_dual(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop, active: Active
+) -> tuple:
+    dual = dual_loop(loop, active)
+
+    def arrange(values: Sequence[Any]) -> list:
+        return dual_operands(loop, *parts(values, loop.operand_count), active)
+
+    rule = batch_loop_primitive(while_p)
+    outs, places = rule(axis, arrange(args), arrange(dims), loop=dual)
+    results, tangents = dual_results(loop, outs, active)
+    places, tangent_places = dual_results(loop, places, active)
+    return [*results, *tangents], [*places, *tangent_places]
+
+
+def _laid_out(loop: Loop, new: Loop, axis: Any, places: Operands, layout: Active) -> None:
+    """Make the batched loop save what the loop itself saves, in the same slots."""
+    key = ("reversal", layout)
+    if key in new.memory:
+        return
+    how = reversal(loop, layout)
+    if how.plan.keeps_all:
+        split = batch_split(how.split, loop, axis, places, layout)
+    else:
+        split = split_step(new, layout)
+    new.memory[("split", layout)] = split
+    new.memory[key] = build(new, layout, how.plan, how.saved, split)
+
+
+def _residual_axes(loop: Loop, new: Loop, axis: Any, places: Operands, layout: Active) -> list:
+    how = reversal(loop, layout)
+    if not how.plan.keeps_all:
+        return [*_stacked(kept(places.init, how.saved)), None, None]
+    split = reversal(new, layout).split
+    rows = [1 if f else None for f in split.stored_batched]
+    if loop.cond is not None:
+        rows = [1 if len(new.lanes) > len(loop.lanes) else None, *rows]
+    return [*rows, None, None]
+
+
+def _forced(loop: Loop, flags: Operands, layout: Active, force: bool) -> Operands:
+    """Flags with every active input batched, where the primitive needs that."""
+    if not force:
+        return flags
+    consts, init, xs = (
+        [f or a for f, a in zip(group, active, strict=True)]
+        for group, active in zip(flags[1:], layout[:3], strict=True)
+    )
+    return Operands(flags.cond_consts, consts, init, xs)
+
+
+def _batch_forward(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop, active: Active
+) -> tuple:
+    keeps_all = reversal(loop, active).plan.keeps_all
+    flags = _forced(loop, loop.split([d is not None for d in dims])[0], active, keeps_all)
+    new, operands, ys = _batched_for(loop, axis, flags, active if keeps_all else None, active)
+    values = [move(*vda, axis.size) for vda in zip(args, dims, operands.flat, strict=True)]
+    outs = forward_p.bind(*values, loop=new, active=active)
+    return outs, [*operands.init, *ys, *_residual_axes(loop, new, axis, operands, active)]
+
+
+def _batched_for(
+    loop: Loop, axis: Any, flags: Operands, forced: Active | None, layout: Active
+) -> Batched:
+    """A batched loop of its own for the derivative primitives, which share the layout of `loop`."""
+    ys = None if forced is None else forced.ys
+    key = ("batched for", axis, *map(tuple, flags), ys, layout)
+
+    def make() -> Batched:
+        found = batch_loop(loop, axis, flags, ys)
+        own = found._replace(loop=found.loop.replace())
+        _laid_out(loop, own.loop, axis, own.operands, layout)
+        return own
+
+    return loop.derived(key, make)
+
+
+def batch_linear(primitive: Any, ins: str, outs: str, has_residuals: bool) -> Any:
+    """The rule for a primitive with linear operands.
+
+    `ins` and `outs` say, for its linear operands and its results, whether they go with the
+    active "inputs" or the active "outputs" of the loop.
+    """
+
+    def rule(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple:
+        loop, active, batch = params["loop"], params["active"], params["batch"]
+        layout = params.get("layout", active)
+        residual_count = len(reversal(loop, layout).residual_types) if has_residuals else 0
+        values, residuals, linear = parts(args, loop.operand_count, residual_count)
+        value_dims, residual_dims, linear_dims = parts(dims, loop.operand_count, residual_count)
+        size = axis.size
+        if all(d is None for d in [*value_dims, *residual_dims]):
+            count = size if batch is None else size * batch
+            stacked = [move(v, d, 0, size) for v, d in zip(linear, linear_dims, strict=True)]
+            if batch is not None:
+                stacked = [v.reshape(count, *v.shape[2:]) for v in stacked]
+            params = dict(params, batch=count)
+            results = primitive.bind(*values, *residuals, *stacked, **params)
+            if batch is not None:
+                results = [r.reshape(size, batch, *r.shape[1:]) for r in results]
+            return results, [0] * len(results)
+
+        if has_residuals and residual_dims[-2:] != [None, None]:
+            # Lanes that were run one at a time: run them again, together.
+            forward = (axis, values, value_dims)
+            fresh, places = _batch_forward(*forward, loop=loop, active=layout)
+            residuals = fresh[loop.primal_counts[1] :]
+            residual_dims = places[loop.primal_counts[1] :]
+        # Tangents and cotangents that differ between lanes need inputs that do.
+        flags = _forced(loop, loop.split([d is not None for d in value_dims])[0], layout, True)
+        new, operands, ys = _batched_for(loop, axis, flags, layout, layout)
+        moved = [move(*v, size) for v in zip(values, value_dims, operands.flat, strict=True)]
+        if has_residuals:
+            places = _residual_axes(loop, new, axis, operands, layout)
+            moved += [move(*v, size) for v in zip(residuals, residual_dims, places, strict=True)]
+        leading = 0 if batch is None else 1
+        of = {
+            "inputs": [*operands.consts, *operands.init, *operands.xs],
+            "outputs": [*operands.init, *ys],
+        }
+
+        def linear_places(side: str) -> list[int]:
+            return [a + leading for a in kept(of[side], getattr(active, side))]
+
+        into = [p for side in ins.split() for p in linear_places(side)]
+        moved += [move(*v, size) for v in zip(linear, linear_dims, into, strict=True)]
+        results = primitive.bind(*moved, **dict(params, loop=new))
+        return results, linear_places(outs)
+
+    return rule
+
+
+_jax.register_batching(while_p, batch_loop_primitive(while_p))
+_jax.register_batching(dual_p, batch_loop_primitive(dual_p))
+_jax.register_batching(forward_p, _batch_forward)
+_jax.register_batching(pushforward_p, batch_linear(pushforward_p, "inputs", "outputs", True))
+_jax.register_batching(pullback_p, batch_linear(pullback_p, "outputs", "inputs", True))
+_jax.register_batching(hessian_p, batch_linear(hessian_p, "outputs inputs", "inputs", False))

@@ -1,0 +1,81 @@
+"""dual: a loop and its tangents, in forward mode.
+
+    operands  those of the loop, tangents of the active inputs
+    results   those of the loop, tangents of the active outputs
+    JVP       that of D, which is a loop
+    splits    into `forward`, known, and `pushforward`, linear, where only the tangents are unknown
+
+The dual body is traced when the primitive is lowered or differentiated, never before: a body that
+holds a function with a custom VJP has no JVP, and still has a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from loopkit import _jax
+from loopkit.engine import while_
+from loopkit.engine.dual_loop import dual_loop, dual_operands, dual_results
+from loopkit.engine.loop import Active, Loop, parts
+from loopkit.engine.primitives import dual_p, forward_p, pushforward_p, while_p
+
+
+def evaluate(*operands: Any, loop: Loop, active: Active) -> list:
+    primals, tangents = parts(operands, loop.operand_count)
+    inputs = dual_operands(loop, primals, tangents, active)
+    outs = while_.evaluate(*inputs, loop=dual_loop(loop, active))
+    results, tangents = dual_results(loop, outs, active)
+    return [*results, *tangents]
+
+
+def result_types(*_: Any, loop: Loop, active: Active) -> tuple[list, Any]:
+    primal, effects = while_.result_types(loop=loop)
+    return [*primal, *loop.output_types(active)], effects
+
+
+def jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop, active: Active
+) -> tuple[list, list]:
+    dual = dual_loop(loop, active)
+
+    def arrange(values: Sequence[Any]) -> list:
+        return dual_operands(loop, *parts(values, loop.operand_count), active)
+
+    outs, out_tangents = while_.jvp(arrange(primals), arrange(tangents), loop=dual)
+    results, first = dual_results(loop, outs, active)
+    second, mixed = dual_results(loop, out_tangents, active)
+    return [*results, *first], [*second, *mixed]
+
+
+def known(values: Sequence[Any], *, loop: Loop, active: Active) -> tuple:
+    """Partial evaluation with the primals known: see `_jax.register_partial_eval`."""
+    outs = forward_p.bind(*values, loop=loop, active=active)
+    results, residuals = parts(outs, loop.primal_counts[1])
+    params = {"loop": loop, "layout": active, "active": active, "batch": None}
+    return results, [*values, *residuals], pushforward_p, params
+
+
+def known_equation(eqn: Any) -> Any:
+    """For jax.checkpoint: the primal results alone, so that nothing is saved."""
+    operands, results = eqn.params["loop"].primal_counts
+    return _jax.new_equation(
+        eqn, while_p, eqn.invars[:operands], eqn.outvars[:results], {"loop": eqn.params["loop"]}
+    )
+
+
+def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """Tangents that nobody uses turn a dual back into the loop itself."""
+    loop = eqn.params["loop"]
+    operands, results = loop.primal_counts
+    if any(used[results:]):
+        return [True] * len(eqn.invars), eqn
+    plain = known_equation(eqn)
+    needed, plain = while_.dce(used[:results], plain)
+    return [*needed, *[False] * (len(eqn.invars) - operands)], plain
+
+
+_jax.define(dual_p, evaluate, result_types)
+_jax.register_jvp(dual_p, jvp)
+_jax.register_partial_eval(dual_p, known, known_equation)
+_jax.register_dce(dual_p, dce)

@@ -1,0 +1,100 @@
+"""D, the dual of a loop: the same loop over values and tangents, in one body."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from loopkit import _jax
+from loopkit.engine.loop import Active, Loop, kept, parts, spread
+
+
+def dual_loop(loop: Loop, active: Active) -> Loop:
+    """The loop whose constants, carry, xs and ys are followed by the active ones' tangents."""
+    return loop.derived(("dual", active), lambda: _dual_loop(loop, active))
+
+
+def _dual_loop(loop: Loop, active: Active) -> Loop:
+    body = _jax.call_jaxpr(loop.body)
+    tangent_counts = [sum(active.consts), sum(active.carry), sum(active.xs)]
+
+    def dual_body(*values: Any) -> list:
+        consts, t_consts, carry, t_carry, x, t_x = parts(
+            values,
+            loop.const_count,
+            tangent_counts[0],
+            loop.carry_count,
+            tangent_counts[1],
+            loop.xs_count,
+        )
+        primals = [*consts, *carry, *x]
+
+        def differentiated(*moving: Any) -> tuple[list, list]:
+            outs = body(*spread(moving, active.inputs, primals))
+            return kept(outs, active.outputs), outs
+
+        _, tangents, outs = jax.jvp(
+            differentiated,
+            kept(primals, active.inputs),
+            [*t_consts, *t_carry, *t_x],
+            has_aux=True,
+        )
+        new, y = parts(outs, loop.carry_count)
+        t_new, t_y = parts(tangents, tangent_counts[1])
+        return [*new, *t_new, *y, *t_y]
+
+    types = []
+    for group, flags in zip(
+        (loop.const_types, loop.carry_types, loop.x_types), active[:3], strict=True
+    ):
+        types += [*group, *(t.to_tangent_aval() for t in kept(group, flags))]
+    dual, closed_over = _jax.trace(dual_body, types, "dual_body")
+    assert not closed_over, "a body's jaxpr closes over nothing"
+    cond = None
+    if loop.cond is not None:
+        predicate = _jax.call_jaxpr(loop.cond)
+        used = loop.cond_const_count + loop.carry_count
+        tangents = [t.to_tangent_aval() for t in kept(loop.carry_types, active.carry)]
+        cond, _ = _jax.trace(
+            lambda *a: predicate(*a[:used]), [*loop.cond.in_avals, *tangents], "dual_cond"
+        )
+    return loop.replace(
+        cond=cond,
+        body=dual,
+        const_count=loop.const_count + tangent_counts[0],
+        carry_count=loop.carry_count + tangent_counts[1],
+        xs_count=loop.xs_count + tangent_counts[2],
+        const_lanes=_followed(loop.const_lanes, active.consts),
+        xs_lanes=_followed(loop.xs_lanes, active.xs),
+    )
+
+
+def _followed(flags: Sequence[bool], active: Sequence[bool]) -> tuple[bool, ...]:
+    return (*flags, *kept(flags, active)) if flags else ()
+
+
+def dual_operands(loop: Loop, primals: Sequence[Any], tangents: Sequence[Any], active: Active) -> list:
+    """The operands of D, from those of the loop and the active inputs' tangents."""
+    p, _ = loop.split(primals)
+    t_consts, t_carry, t_xs = parts(tangents, sum(active.consts), sum(active.carry))
+    return [*p.cond_consts, *p.consts, *t_consts, *p.init, *t_carry, *p.xs, *t_xs]
+
+
+def dual_results(loop: Loop, results: Sequence[Any], active: Active) -> tuple[list, list]:
+    """Primal results and the active outputs' tangents, from the results of D."""
+    carry, t_carry, ys, t_ys = parts(
+        results, loop.carry_count, sum(active.carry), loop.ys_count
+    )
+    return [*carry, *ys], [*t_carry, *t_ys]
+
+
+def replace_active(loop: Loop, primals: Sequence[Any], active: Active, moving: Sequence[Any]) -> list:
+    """The operands with other values for the active inputs."""
+    count = loop.cond_const_count
+    return [*primals[:count], *spread(moving, active.inputs, primals[count:])]
+
+
+def active_inputs(loop: Loop, primals: Sequence[Any], active: Active) -> list:
+    return kept(primals[loop.cond_const_count : loop.operand_count], active.inputs)

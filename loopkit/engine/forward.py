@@ -1,0 +1,66 @@
+"""forward: a loop and its checkpoints, the known half of a linearised loop.
+
+    operands  those of the loop
+    results   those of the loop, then the residuals: checkpoints, the units they start, steps taken
+    JVP       `pushforward` from its own residuals; these carry no tangent, being functions of
+              operands that the backward pass has anyway
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from loopkit import _jax
+from loopkit.engine import while_
+from loopkit.engine.activity import forward_activity
+from loopkit.engine.forward_sweep import forward_sweep
+from loopkit.engine.loop import Active, Loop, kept, parts, spread
+from loopkit.engine.primitives import dual_p, forward_p, pushforward_p, while_p
+from loopkit.engine.reversal import reversal
+
+
+def evaluate(*operands: Any, loop: Loop, active: Active) -> list:
+    with jax.named_scope(f"loopkit.{loop.name}.forward"):
+        return forward_sweep(reversal(loop, active), loop, loop.split(operands)[0])
+
+
+def result_types(*_: Any, loop: Loop, active: Active) -> tuple[list, Any]:
+    primal, effects = while_.result_types(loop=loop)
+    return [*primal, *reversal(loop, active).residual_types], effects
+
+
+def jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop, active: Active
+) -> tuple[list, list]:
+    outs = forward_p.bind(*primals, loop=loop, active=active)
+    results, residuals = parts(outs, loop.primal_counts[1])
+    moving = forward_activity(loop, while_.nonzero_tangents(loop, tangents))
+    inputs = kept(tangents[loop.cond_const_count :], moving.inputs)
+    inputs = [_jax.instantiate(t) for t in inputs]
+    if moving == active:
+        params = {"loop": loop, "layout": active, "active": active, "batch": None}
+        flowing = pushforward_p.bind(*primals, *residuals, *inputs, **params)
+    else:
+        flowing = dual_p.bind(*primals, *inputs, loop=loop, active=moving)
+        flowing = flowing[loop.primal_counts[1] :]
+    zeros = [_jax.float0_zero(t) for t in while_.result_types(loop=loop)[0]]
+    still = [_jax.float0_zero(jax.typeof(r)) for r in residuals]
+    return outs, [*spread(flowing, moving.outputs, zeros), *still]
+
+
+def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """Without its residuals, it is the loop itself."""
+    loop = eqn.params["loop"]
+    results = loop.primal_counts[1]
+    if any(used[results:]):
+        return [True] * len(eqn.invars), eqn
+    plain = _jax.new_equation(eqn, while_p, eqn.invars, eqn.outvars[:results], {"loop": loop})
+    return while_.dce(used[:results], plain)
+
+
+_jax.define(forward_p, evaluate, result_types)
+_jax.register_jvp(forward_p, jvp)
+_jax.register_dce(forward_p, dce)

@@ -1,0 +1,122 @@
+"""The forward sweep: the loop itself, saving checkpoints at the starts of segments on its way."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from loopkit import _jax
+from loopkit.engine import placement
+from loopkit.engine.lanes import SafeInputs
+from loopkit.engine.loop import Loop, Operands, kept, parts
+from loopkit.engine.reversal import Reversal
+from loopkit.engine.steps import (
+    Steps,
+    advance,
+    goes_on,
+    is_active,
+    read_rows,
+    repeat,
+    row_of,
+    select,
+    start,
+    write_rows,
+)
+
+
+class Forward(NamedTuple):
+    """The sweep at the start of a segment."""
+
+    steps: Steps
+    unit: Any
+    """The segment that is about to start."""
+    slots: list
+    """For each saved carry leaf, its checkpoints."""
+    placed: placement.Slots
+
+
+def forward_sweep(how: Reversal, loop: Loop, operands: Operands) -> list:
+    """Final carry, ys, and the residuals of the backward sweep."""
+    if how.plan.keeps_all:
+        return _store_residuals(how, loop, operands)
+    if loop.cond is None and how.plan.direct:
+        return _save_every_segment(how, loop, operands)
+    plan, first = how.plan, start(loop, operands)
+
+    def cond(s: Forward) -> Any:
+        return _goes_on(loop, operands, s.steps)
+
+    def body(s: Forward) -> Forward:
+        if plan.direct:
+            slot, run, placed = s.unit, 1, s.placed
+        else:
+            slot, run, placed = placement.place(s.placed, s.unit)
+        slots = write_rows(s.slots, kept(s.steps.carry, how.saved), slot)
+        stop = (s.unit + run) * plan.leaf
+        if loop.length is not None:
+            stop = jnp.minimum(stop, loop.length)
+        return Forward(advance(loop, operands, s.steps, stop), s.unit + run, slots, placed)
+
+    placed = placement.empty_slots(plan.slots, first.count)
+    if plan.direct:
+        units = jnp.arange(plan.slots, dtype=jnp.int32)
+        placed = placed._replace(units=units + first.count)
+    done = lax.while_loop(cond, body, Forward(first, first.count, _blank_slots(how), placed))
+    return [*done.steps.carry, *done.steps.ys, *done.slots, done.placed.units, done.steps.count]
+
+
+def _goes_on(loop: Loop, operands: Operands, steps: Steps) -> Any:
+    if loop.cond is None:
+        return steps.count < loop.length
+    go = goes_on(loop, operands, steps.carry)
+    return go if loop.length is None else go & (steps.count < loop.length)
+
+
+def _blank_slots(how: Reversal) -> list:
+    return [_jax.blank(_jax.stack_type(t, how.plan.slots)) for t in how.saved_types]
+
+
+def _save_every_segment(how: Reversal, loop: Loop, operands: Operands) -> list:
+    """The sweep where the length is known and every segment has a slot."""
+    plan = how.plan
+
+    def segment(unit: Any, state: tuple[Steps, list]) -> tuple[Steps, list]:
+        steps, slots = state
+        slots = write_rows(slots, kept(steps.carry, how.saved), unit)
+        stop = jnp.minimum((unit + 1) * plan.leaf, loop.length)
+        return advance(loop, operands, steps, stop), slots
+
+    steps, slots = repeat(plan.segments, segment, (start(loop, operands), _blank_slots(how)))
+    units = jnp.arange(plan.slots, dtype=jnp.int32)
+    return [*steps.carry, *steps.ys, *slots, units, jnp.int32(loop.length)]
+
+
+def _store_residuals(how: Reversal, loop: Loop, operands: Operands) -> list:
+    """The sweep that stores what the derivative of every step reads."""
+    safe = SafeInputs.of(loop, operands, [True] * loop.carry_count) if loop.lanes else None
+
+    def body(s: tuple[Steps, list]) -> tuple[Steps, list]:
+        steps, rows = s
+        row = row_of(loop, steps.count) if loop.xs_count or steps.ys else steps.count
+        consts, carry, x = operands.consts, steps.carry, read_rows(operands.xs, row)
+        mask = [] if loop.cond is None else [is_active(loop, operands, carry)]
+        if safe is not None:
+            (active,) = mask
+            consts, x = safe.constants(active), safe.slices(active, x)
+            carry = safe.carries(active, carry)
+        outs = _jax.call_jaxpr(how.split.forward)(*consts, *carry, *x)
+        new, y, stored = parts(outs, loop.carry_count, loop.ys_count)
+        if safe is not None:
+            new = select(active, new, steps.carry)
+            y = select(active, y, [jnp.zeros_like(v) for v in y])
+        rows = write_rows(rows, [*mask, *stored], steps.count)
+        ys = write_rows(steps.ys, y, row) if steps.ys else []
+        return Steps(steps.count + 1, new, ys), rows
+
+    rows = [_jax.blank(_jax.stack_type(t, how.plan.leaf)) for t in how.row_types]
+    steps, rows = lax.while_loop(
+        lambda s: _goes_on(loop, operands, s[0]), body, (start(loop, operands), rows)
+    )
+    return [*steps.carry, *steps.ys, *rows, jnp.zeros(0, jnp.int32) + steps.count, steps.count]

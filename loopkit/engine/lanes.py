@@ -1,0 +1,83 @@
+"""Inputs at which the derivative of a step may be evaluated in every lane.
+
+A lane that has stopped still runs the body, and nothing that comes out is used; but the body's
+derivative there may be infinite, and zero times infinity is NaN in whatever all lanes share. So
+derivatives are evaluated where the body is known to be active: a stopped lane gets its own first step
+(initial carry, first slices), and one that takes no step at all gets the first step of a lane
+that does, constants included. Where lanes read slices in common, the first slices are gone: a
+stopped lane is then given all inputs of a lane that is active now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from loopkit.engine.loop import Loop, Operands
+from loopkit.engine.steps import is_active, read_rows, row_of, select
+
+
+@dataclass(frozen=True)
+class SafeInputs:
+    """The inputs of a step for its derivative, in every lane."""
+
+    loop: Loop
+    consts: list
+    carry: list
+    """A carry at which each lane is active. Empty where slices are shared."""
+    x: list
+    """The slices that go with it."""
+    shared: bool
+    """Whether lanes read slices in common."""
+
+    @staticmethod
+    def of(loop: Loop, operands: Operands, saved: Sequence[bool]) -> SafeInputs:
+        """For a loop with lanes; of the carry, only the `saved` leaves are wanted."""
+        shared = not all(loop.xs_lanes)
+        active = is_active(loop, operands, operands.init)
+        substitute = _substitution(active)
+        consts = [
+            substitute(c) if has else c
+            for c, has in zip(operands.consts, loop.const_lanes, strict=True)
+        ]
+        if shared:
+            return SafeInputs(loop, consts, [], [], shared)
+        carry = [substitute(v) for v, keep in zip(operands.init, saved, strict=True) if keep]
+        first = row_of(loop, jnp.int32(0)) if loop.xs_count else 0
+        x = [substitute(v) for v in read_rows(operands.xs, first)]
+        return SafeInputs(loop, consts, carry, x, shared)
+
+    def constants(self, active: Any) -> list:
+        if not self.shared:
+            return self.consts
+        return _where(active, self.consts, self.loop.const_lanes)
+
+    def slices(self, active: Any, x: list) -> list:
+        if not self.shared:
+            return select(active, x, self.x)
+        return _where(active, x, self.loop.xs_lanes)
+
+    def carries(self, active: Any, carry: list) -> list:
+        if not self.shared:
+            return select(active, carry, self.carry)
+        return _where(active, carry, [True] * len(carry))
+
+
+def _substitution(active: Any) -> Any:
+    """A function that gives lanes that are not active the value of one that is."""
+    chosen = jnp.argmax(active.reshape(-1))
+
+    def substitute(value: Any) -> Any:
+        shape = value.shape[active.ndim :]
+        other = value.reshape(-1, *shape)[chosen]
+        return select(active, [value], [jnp.broadcast_to(other, value.shape)])[0]
+
+    return substitute
+
+
+def _where(active: Any, values: Sequence[Any], has_lanes: Sequence[bool]) -> list:
+    substitute = _substitution(active)
+    return [substitute(v) if has else v for v, has in zip(values, has_lanes, strict=True)]

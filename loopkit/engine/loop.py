@@ -1,0 +1,223 @@
+"""The description of a loop: what every primitive of the engine takes as its parameter.
+
+A loop has no arrays in it. Its operands are, in this order,
+
+    cond_consts, consts, init, xs
+
+and one step computes, with x the slice of each xs that belongs to the step,
+
+    active       = cond(*cond_consts, *carry)
+    *carry, *y   = body(*consts, *carry, *x)
+
+until `active` is false or `length` steps are taken. Without `cond` it takes exactly `length` steps.
+Row t of the ys is written by step t (from the end if `reverse`); rows that no step writes are zero.
+
+Under vmap with a batched predicate `active` has axes of its own, the *lanes*. All lanes step
+together until none is active, and a lane that is not keeps its carry. Every carry, and every y, then
+begins with the lane axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+from loopkit import _jax
+from loopkit._jax import Jaxpr, ShapedArray
+
+T = TypeVar("T")
+Checkpoints = Any  # None, an int, "all"
+
+
+class Operands(NamedTuple):
+    """What a loop reads, or one value for each (types, flags, axes, tangents)."""
+
+    cond_consts: list
+    consts: list
+    init: list
+    xs: list
+
+    @property
+    def flat(self) -> list:
+        return [*self.cond_consts, *self.consts, *self.init, *self.xs]
+
+
+class Active(NamedTuple):
+    """Which leaves have a tangent, or a cotangent. The carry's flags are a fixed point of the body."""
+
+    consts: tuple[bool, ...]
+    carry: tuple[bool, ...]
+    xs: tuple[bool, ...]
+    ys: tuple[bool, ...]
+
+    @property
+    def inputs(self) -> tuple[bool, ...]:
+        return self.consts + self.carry + self.xs
+
+    @property
+    def outputs(self) -> tuple[bool, ...]:
+        return self.carry + self.ys
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A loop, compared and hashed by identity. What is derived from it is kept in `memory`."""
+
+    cond: Jaxpr | None
+    body: Jaxpr
+    cond_const_count: int
+    const_count: int
+    carry_count: int
+    xs_count: int
+    length: int | None
+    reverse: bool = False
+    checkpoints: Checkpoints = None
+    unroll: int = 1
+    name: str = "while_loop"
+    const_lanes: tuple[bool, ...] = ()
+    """Which constants begin with all the lane axes."""
+    xs_lanes: tuple[bool, ...] = ()
+    """Which xs slices begin with all the lane axes."""
+    memory: dict = field(default_factory=dict, repr=False)
+
+    def derived(self, key: Any, make: Callable[[], T]) -> T:
+        """`make()`, once for each key."""
+        if key not in self.memory:
+            self.memory[key] = make()
+        return self.memory[key]
+
+    def replace(self, **changes: Any) -> Loop:
+        return replace(self, memory={}, **changes)
+
+    def split(self, operands: Sequence[Any]) -> tuple[Operands, list]:
+        """The operands of the loop, and what follows them."""
+        counts = (self.cond_const_count, self.const_count, self.carry_count, self.xs_count)
+        parts, at = [], 0
+        for count in counts:
+            parts.append(list(operands[at : at + count]))
+            at += count
+        return Operands(*parts), list(operands[at:])
+
+    @cached_property
+    def operand_count(self) -> int:
+        return self.cond_const_count + self.const_count + self.carry_count + self.xs_count
+
+    @cached_property
+    def ys_count(self) -> int:
+        return len(self.body.out_avals) - self.carry_count
+
+    @property
+    def primal_counts(self) -> tuple[int, int]:
+        """How many operands and how many results are primal."""
+        return self.operand_count, self.carry_count + self.ys_count
+
+    @cached_property
+    def lanes(self) -> tuple[int, ...]:
+        return () if self.cond is None else self.cond.out_avals[0].shape
+
+    @cached_property
+    def const_types(self) -> list[ShapedArray]:
+        return list(self.body.in_avals[: self.const_count])
+
+    @cached_property
+    def carry_types(self) -> list[ShapedArray]:
+        return list(self.body.out_avals[: self.carry_count])
+
+    @cached_property
+    def x_types(self) -> list[ShapedArray]:
+        return list(self.body.in_avals[self.const_count + self.carry_count :])
+
+    @cached_property
+    def y_types(self) -> list[ShapedArray]:
+        return list(self.body.out_avals[self.carry_count :])
+
+    @cached_property
+    def xs_types(self) -> list[ShapedArray]:
+        return [self.stack_type(x) for x in self.x_types]
+
+    @cached_property
+    def ys_types(self) -> list[ShapedArray]:
+        return [self.stack_type(y) for y in self.y_types]
+
+    def stack_type(self, aval: ShapedArray) -> ShapedArray:
+        assert self.length is not None
+        return _jax.stack_type(aval, self.length)
+
+    @cached_property
+    def effects(self) -> Any:
+        effects = self.body.effects
+        return effects if self.cond is None else effects | self.cond.effects
+
+    def without_debug_effects(self) -> Loop:
+        """The same loop, silent: for steps that are taken a second time."""
+        if not self.effects:
+            return self
+
+        def make() -> Loop:
+            cond = None if self.cond is None else _jax.without_debug_effects(self.cond)
+            return self.replace(cond=cond, body=_jax.without_debug_effects(self.body))
+
+        return self.derived("quiet", make)
+
+    def input_types(self, active: Active) -> list[ShapedArray]:
+        """Types of the active inputs' tangents."""
+        types = [*self.const_types, *self.carry_types, *self.xs_types]
+        return [t.to_tangent_aval() for t in kept(types, active.inputs)]
+
+    def output_types(self, active: Active) -> list[ShapedArray]:
+        """Types of the active outputs' tangents."""
+        types = [*self.carry_types, *self.ys_types]
+        return [t.to_tangent_aval() for t in kept(types, active.outputs)]
+
+
+def kept(values: Sequence[T], flags: Sequence[bool]) -> list[T]:
+    return [v for v, keep in zip(values, flags, strict=True) if keep]
+
+
+def spread(values: Sequence[Any], flags: Sequence[bool], default: Sequence[Any]) -> list[Any]:
+    """`values` in the flagged places, `default` in the others."""
+    it = iter(values)
+    return [next(it) if keep else d for keep, d in zip(flags, default, strict=True)]
+
+
+def parts(values: Sequence[T], *counts: int) -> list[list[T]]:
+    """`values` cut into consecutive parts of the given sizes, and the rest."""
+    out, at = [], 0
+    for count in counts:
+        out.append(list(values[at : at + count]))
+        at += count
+    out.append(list(values[at:]))
+    return out
+
+
+def prune(loop: Loop, used_carry: Sequence[bool], used_ys: Sequence[bool]) -> tuple[Loop, Operands]:
+    """The loop with only the outputs that are used and what they need, and which operands those are."""
+    carry = list(used_carry)
+    cond, used_cond_consts = loop.cond, []
+    if loop.cond is not None:
+        _, used = _jax.dce(loop.cond, [True], [False] * len(loop.cond.in_avals))
+        used_cond_consts = used[: loop.cond_const_count]
+        carry = [a or b for a, b in zip(carry, used[loop.cond_const_count :], strict=True)]
+    while True:
+        keep = [False] * loop.const_count + carry + [False] * loop.xs_count
+        body, used = _jax.dce(loop.body, [*carry, *used_ys], keep)
+        consts, needed, xs = parts(used, loop.const_count, loop.carry_count)
+        if needed == carry:
+            break
+        carry = needed
+    if loop.cond is not None:
+        cond, _ = _jax.dce(loop.cond, [True], [*used_cond_consts, *carry])
+    flags = Operands(used_cond_consts, consts, carry, xs)
+    pruned = loop.replace(
+        cond=cond,
+        body=body,
+        cond_const_count=sum(used_cond_consts),
+        const_count=sum(consts),
+        carry_count=sum(carry),
+        xs_count=sum(xs),
+        const_lanes=tuple(kept(loop.const_lanes, consts)) if loop.lanes else (),
+        xs_lanes=tuple(kept(loop.xs_lanes, xs)) if loop.lanes else (),
+    )
+    return pruned, flags

@@ -1,0 +1,115 @@
+"""pushforward: the tangents of a loop, L t, linear in t.
+
+    operands  those of the loop, residuals of `forward`, tangents of the active inputs
+    results   tangents of the active outputs
+    JVP       in t, itself; in the primals, that of D
+    transpose `pullback`
+
+The residuals are there for the transpose; run as it is, it is D, which needs none. `batch` is None
+or the size of a leading axis of the tangents, which the primals do not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from loopkit import _jax
+from loopkit.engine.activity import backward_activity
+from loopkit.engine.batching import batch_tangents
+from loopkit.engine.dual_loop import (
+    active_inputs,
+    dual_loop,
+    dual_operands,
+    dual_results,
+    replace_active,
+)
+from loopkit.engine.loop import Active, Loop, kept, parts, spread
+from loopkit.engine.primitives import forward_p, pullback_p, pushforward_p, while_p
+from loopkit.engine.reversal import covers, reversal
+
+
+def evaluate(*operands: Any, loop: Loop, layout: Active, active: Active, batch: Any) -> list:
+    primals, _, tangents = arguments(loop, layout, operands)
+    quiet = loop.without_debug_effects()
+    return run_dual(quiet, primals, tangents, active, batch)
+
+
+def run_dual(
+    loop: Loop, primals: Sequence[Any], tangents: Sequence[Any], active: Active, batch: Any
+) -> list:
+    """The active outputs' tangents, by the dual loop."""
+    inputs = dual_operands(loop, primals, tangents, active)
+    dual = dual_loop(loop, active)
+    if batch is not None:
+        return batch_tangents(loop, dual, inputs, active, batch)
+    return dual_results(loop, while_p.bind(*inputs, loop=dual), active)[1]
+
+
+def arguments(loop: Loop, layout: Active, operands: Sequence[Any]) -> list[list]:
+    """Primals, residuals and linear operands."""
+    return parts(operands, loop.operand_count, len(reversal(loop, layout).residual_types))
+
+
+def result_types(*_: Any, loop: Loop, layout: Active, active: Active, batch: Any) -> tuple:
+    types = loop.output_types(active)
+    effects = loop.without_debug_effects().effects
+    return [t if batch is None else _jax.stack_type(t, batch) for t in types], effects
+
+
+def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list, list]:
+    loop, active = params["loop"], params["active"]
+    values, residuals, linear = arguments(loop, params["layout"], primals)
+    t_values, _, t_linear = arguments(loop, params["layout"], tangents)
+    out = pushforward_p.bind(*primals, **params)
+    flowing = [_jax.float0_zero(jax.typeof(o)) for o in out]
+    if any(type(t) is not _jax.Zero for t in t_linear):
+        linear_part = [_jax.instantiate(t) for t in t_linear]
+        flowing = pushforward_p.bind(*values, *residuals, *linear_part, **params)
+    moving = active_inputs(loop, t_values, active)
+    if any(type(t) is not _jax.Zero for t in moving):
+
+        def tangents_at(*moved: Any) -> list:
+            at = replace_active(loop, values, active, moved)
+            quiet = loop.without_debug_effects()
+            return run_dual(quiet, at, linear, active, params["batch"])
+
+        at = active_inputs(loop, values, active)
+        _, second = jax.jvp(tangents_at, at, [_jax.instantiate(t) for t in moving])
+        flowing = list(map(_jax.add_tangents, flowing, second))
+    return out, flowing
+
+
+def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
+    loop, layout, active = params["loop"], params["layout"], params["active"]
+    values, residuals, linear = arguments(loop, layout, operands)
+    none = [None] * (len(values) + len(residuals))
+    carry, ys = parts(
+        spread(
+            [type(c) is not _jax.Zero for c in cts],
+            active.outputs,
+            [False] * len(active.outputs),
+        ),
+        loop.carry_count,
+    )
+    live = backward_activity(loop.without_debug_effects(), active, carry, ys)
+    if reversal(loop, layout).plan.keeps_all:
+        live = active
+    elif not covers(loop, layout, live):
+        outs = forward_p.bind(*values, loop=loop, active=live)
+        residuals, layout = outs[loop.primal_counts[1] :], live
+    reaching = kept(live.outputs, active.outputs)
+    cts = [_jax.instantiate(c) for c in kept(cts, reaching)]
+    if not any(live.inputs):
+        return [*none, *[_jax.float0_zero(l.aval) for l in linear]]
+    params = dict(params, layout=layout, active=live)
+    out = pullback_p.bind(*values, *residuals, *cts, **params)
+    zeros = [_jax.float0_zero(l.aval) for l in linear]
+    return [*none, *spread(out, kept(live.inputs, active.inputs), zeros)]
+
+
+_jax.define(pushforward_p, evaluate, result_types)
+_jax.register_jvp(pushforward_p, jvp)
+_jax.register_transpose(pushforward_p, transpose)

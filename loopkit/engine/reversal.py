@@ -1,0 +1,150 @@
+"""How a loop is reversed: its plan, and the pieces of a step that the two sweeps run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from loopkit import _jax
+from loopkit._jax import Jaxpr, ShapedArray
+from loopkit._plan import Plan, make_plan
+from loopkit.engine.loop import Active, Loop, Operands, kept, spread
+from loopkit.engine.split import Split, split_step
+from loopkit.engine.steps import is_active, read_rows, repeat, row_of, select
+
+
+@dataclass(frozen=True)
+class Reversal:
+    """How a loop is reversed in its active leaves: the plan and the pieces of a step."""
+
+    loop: Loop
+    """Silent: its steps run a second time."""
+    active: Active
+    plan: Plan
+    split: Split
+    saved: tuple[bool, ...]
+    """Which carry leaves a checkpoint holds: those that replaying reads."""
+    step: Jaxpr
+    """(consts, saved carry, x) -> saved carry"""
+    forward: Jaxpr
+    """(consts, saved carry, x) -> saved carry, stored residuals"""
+
+    @property
+    def saved_types(self) -> list[ShapedArray]:
+        return kept(self.loop.carry_types, self.saved)
+
+    @property
+    def row_types(self) -> list[ShapedArray]:
+        """What one step leaves for its reversal."""
+        if self.plan.store == "carries":
+            return self.saved_types
+        masked = self.loop.lanes or (self.plan.keeps_all and self.loop.cond is not None)
+        mask = list(self.loop.cond.out_avals) if masked else []
+        return [*mask, *self.split.stored_types]
+
+    @property
+    def residual_types(self) -> list[ShapedArray]:
+        """What the forward pass hands on: checkpoints, the units they start, the steps taken."""
+        plan, int32 = self.plan, jnp.dtype("int32")
+        types = self.row_types if plan.keeps_all else self.saved_types
+        stacks = [_jax.stack_type(t, plan.leaf if plan.keeps_all else plan.slots) for t in types]
+        scalar = _jax.ShapedArray((), int32)
+        if self.loop.cond is not None:
+            scalar = _jax.type_like(scalar, self.loop.cond.out_avals)
+        return [*stacks, _jax.stack_type(scalar, plan.slots), scalar]
+
+    def whole(self, saved: Sequence[Any], operands: Operands) -> list:
+        """A carry whose saved leaves are given; nobody reads the others."""
+        return spread(saved, self.saved, operands.init)
+
+    def advance(self, operands: Operands, carry: list, first: Any, times: Any) -> list:
+        """The saved carry leaves, `times` steps after step `first`."""
+
+        def step(k: Any, carry: list) -> list:
+            x = read_rows(operands.xs, row_of(self.loop, first + k)) if operands.xs else []
+            new = _jax.call_jaxpr(self.step)(*operands.consts, *carry, *x)
+            if not self.loop.lanes:
+                return new
+            active = is_active(self.loop, operands, self.whole(carry, operands))
+            return select(active, new, carry)
+
+        return repeat(times, step, carry, self.loop.unroll)
+
+
+def reversal(loop: Loop, layout: Active, active: Active | None = None) -> Reversal:
+    """How to reverse a loop whose forward sweep was laid out for the leaves of `layout`.
+
+    `active` may be fewer leaves; what the forward sweep saved stays as it is.
+    """
+    base = loop.derived(("reversal", layout), lambda: _planned(loop, layout))
+    if active is None or active == layout or base.plan.keeps_all:
+        return base
+    return loop.derived(
+        ("reversal", layout, active),
+        lambda: build(loop, active, base.plan, base.saved, split_step(loop, active)),
+    )
+
+
+def covers(loop: Loop, layout: Active, active: Active) -> bool:
+    """Whether what was saved for `layout` is enough to replay for `active`."""
+    saved = reversal(loop, layout).saved
+    needed = _saved_leaves(loop.without_debug_effects(), split_step(loop, active))
+    return all(s or not n for s, n in zip(saved, needed, strict=True))
+
+
+def _planned(loop: Loop, active: Active) -> Reversal:
+    split = split_step(loop, active)
+    saved = _saved_leaves(loop.without_debug_effects(), split)
+    plan = make_plan(
+        loop.checkpoints,
+        loop.length,
+        loop.cond is None,
+        sum(map(_bytes, kept(loop.carry_types, saved))),
+        sum(map(_bytes, split.stored_types)),
+    )
+    return build(loop, active, plan, saved, split)
+
+
+def build(
+    loop: Loop, active: Active, plan: Plan, saved: tuple[bool, ...], split: Split
+) -> Reversal:
+    quiet = loop.without_debug_effects()
+    keep = [True] * loop.const_count + list(saved) + [True] * loop.xs_count
+    no_ys = [False] * loop.ys_count
+    step, _ = _jax.dce(quiet.body, [*saved, *no_ys], keep)
+    stored = [True] * len(split.stored_types)
+    silent = _jax.without_debug_effects(split.forward)
+    forward, _ = _jax.dce(silent, [*saved, *no_ys, *stored], keep)
+    return Reversal(quiet, active, plan, split, saved, step, forward)
+
+
+def _saved_leaves(loop: Loop, split: Split) -> tuple[bool, ...]:
+    """The carry leaves that replaying needs: a fixed point of what the derivative reads."""
+
+    def carry_read(jaxpr: Jaxpr, outputs: Sequence[bool], before: int) -> list[bool]:
+        _, used = _jax.dce(jaxpr, outputs, [False] * len(jaxpr.in_avals))
+        return used[before : before + loop.carry_count]
+
+    results = [False] * split.results
+    stored = [True] * len(split.stored_types)
+    silent = _jax.without_debug_effects(split.forward)
+    saved = carry_read(silent, [*results, *stored], loop.const_count)
+    if loop.lanes:
+        read = carry_read(loop.cond, [True], loop.cond_const_count)
+        saved = [a or b for a, b in zip(saved, read, strict=True)]
+    while True:
+        read = carry_read(loop.body, [*saved, *[False] * loop.ys_count], loop.const_count)
+        new = [a or b for a, b in zip(saved, read, strict=True)]
+        if new == saved:
+            return tuple(saved)
+        saved = new
+
+
+def _bytes(aval: ShapedArray) -> int:
+    size = getattr(aval.dtype, "itemsize", 8)
+    return aval.size * size
+
+

@@ -1,0 +1,179 @@
+"""Taking steps: reading a slice of xs, running the body, writing a row of ys, minding the lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from loopkit import _jax
+from loopkit.engine.loop import Loop, Operands, parts
+
+
+class Steps(NamedTuple):
+    """A loop under way."""
+
+    count: Any
+    """Steps taken, int32."""
+    carry: list
+    ys: list
+    """Whole arrays, written up to `count`."""
+
+
+def row_of(loop: Loop, step: Any) -> Any:
+    """The row of xs and ys that belongs to a step."""
+    return loop.length - 1 - step if loop.reverse else step
+
+
+def read_rows(arrays: Sequence[Any], row: Any) -> list:
+    return [lax.dynamic_index_in_dim(a, row, keepdims=False) for a in arrays]
+
+
+def write_rows(arrays: Sequence[Any], values: Sequence[Any], row: Any) -> list:
+    return [
+        lax.dynamic_update_index_in_dim(a, v, row, 0) for a, v in zip(arrays, values, strict=True)
+    ]
+
+
+def spread_lanes(active: Any, value: Any, leading: int = 0) -> Any:
+    """A mask over the lanes, shaped so that it broadcasts against `value`.
+
+    `leading` axes of `value` come before its lane axes.
+    """
+    shape = (1,) * leading + active.shape + (1,) * (jnp.ndim(value) - leading - active.ndim)
+    return active.reshape(shape)
+
+
+def select(active: Any, new: Sequence[Any], old: Sequence[Any], leading: int = 0) -> list:
+    """`new` in the active lanes, `old` in the others."""
+    return [
+        jnp.where(spread_lanes(active, n, leading), n, o) for n, o in zip(new, old, strict=True)
+    ]
+
+
+def is_active(loop: Loop, operands: Operands, carry: Sequence[Any]) -> Any:
+    """The predicate: a scalar, or one a lane."""
+    assert loop.cond is not None
+    return _jax.call_jaxpr(loop.cond)(*operands.cond_consts, *carry)[0]
+
+
+def goes_on(loop: Loop, operands: Operands, carry: Sequence[Any]) -> Any:
+    """Whether any lane is active."""
+    active = is_active(loop, operands, carry)
+    return active.any() if loop.lanes else active
+
+
+def one_step(loop: Loop, operands: Operands, state: Steps) -> Steps:
+    row = row_of(loop, state.count) if loop.xs_count or state.ys else state.count
+    x = read_rows(operands.xs, row)
+    outs = _jax.call_jaxpr(loop.body)(*operands.consts, *state.carry, *x)
+    carry, y = parts(outs, loop.carry_count)
+    if loop.lanes:
+        active = is_active(loop, operands, state.carry)
+        carry = select(active, carry, state.carry)
+        y = select(active, y, [jnp.zeros_like(v) for v in y])
+    return Steps(state.count + 1, carry, write_rows(state.ys, y, row) if state.ys else [])
+
+
+def guarded_step(loop: Loop, operands: Operands, stop: Any, state: Steps) -> Steps:
+    """A step if the loop goes on; for bodies unrolled several to an iteration."""
+    go = goes_on(loop, operands, state.carry) & (state.count < stop)
+    if loop.effects:
+        return lax.cond(go, lambda s: one_step(loop, operands, s), lambda s: s, state)
+    new = one_step(loop, operands, state)
+    # A row past the end is written over itself: dynamic updates clamp.
+    ys = [jnp.where(go, n, o) for n, o in zip(new.ys, state.ys, strict=True)]
+    carry = [jnp.where(go, n, o) for n, o in zip(new.carry, state.carry, strict=True)]
+    return Steps(jnp.where(go, new.count, state.count), carry, ys)
+
+
+def start(loop: Loop, operands: Operands) -> Steps:
+    """No step taken yet. Counters vary over the devices if the predicate does."""
+    count = jnp.int32(0)
+    if loop.cond is not None:
+        count = _jax.vary_like(count, loop.cond.out_avals)
+    carry = [_jax.vary_like(v, [t]) for v, t in zip(operands.init, loop.carry_types, strict=True)]
+    return Steps(count, carry, [_jax.zeros(t) for t in loop.ys_types] if loop.ys_count else [])
+
+
+def advance(loop: Loop, operands: Operands, state: Steps, stop: Any | None) -> Steps:
+    """Steps until the predicate fails or `stop` steps have been taken in all."""
+    if loop.cond is None:
+        return repeat(
+            stop - state.count, lambda _, s: one_step(loop, operands, s), state, loop.unroll
+        )
+
+    def cond(s: Steps) -> Any:
+        go = goes_on(loop, operands, s.carry)
+        return go if stop is None else go & (s.count < stop)
+
+    def body(s: Steps) -> Steps:
+        s = one_step(loop, operands, s)
+        for _ in range(loop.unroll - 1):
+            s = guarded_step(loop, operands, jnp.iinfo(jnp.int32).max if stop is None else stop, s)
+        return s
+
+    return lax.while_loop(cond, body, state)
+
+
+def repeat(times: Any, body: Callable[[Any, Any], Any], state: Any, unroll: int = 1) -> Any:
+    """`body(i, state)` for i in range(times), `unroll` of them to an iteration.
+
+    `times` may be known or traced; the steps left over run in a loop of their own.
+    """
+    if unroll > 1:
+        whole = times // unroll
+
+        def several(k: Any, s: Any) -> Any:
+            for j in range(unroll):
+                s = body(k * unroll + j, s)
+            return s
+
+        state = repeat(whole, several, state)
+        rest = times - whole * unroll
+        if isinstance(rest, int) and rest == 0:
+            return state
+        return repeat(rest, lambda k, s: body(whole * unroll + k, s), state)
+    if isinstance(times, int) and times == 1:
+        return body(jnp.int32(0), state)
+    if isinstance(times, int) and times <= 0:
+        return state
+    zero = jnp.int32(0)
+    if not isinstance(times, int):
+        zero = _jax.vary_like(zero, [jax.typeof(times)])
+
+    def step(s: tuple) -> tuple:
+        k, inner = s
+        return k + 1, body(k, inner)
+
+    return lax.while_loop(lambda s: s[0] < times, step, (zero, state))[1]
+
+
+def evaluate(loop: Loop, operands: Operands) -> list:
+    """The results of the loop: final carry, then ys."""
+    if loop.cond is None:
+        return scan(loop, operands)
+    done = advance(loop, operands, start(loop, operands), loop.length)
+    return [*done.carry, *done.ys]
+
+
+def scan(loop: Loop, operands: Operands) -> list:
+    """A loop of known length, as lax.scan runs it."""
+
+    def body(carry: list, x: list) -> tuple[list, list]:
+        outs = _jax.call_jaxpr(loop.body)(*operands.consts, *carry, *x)
+        new, y = parts(outs, loop.carry_count)
+        return new, y
+
+    carry, ys = lax.scan(
+        body,
+        list(start(loop, operands).carry),
+        operands.xs,
+        loop.length,
+        reverse=loop.reverse,
+        unroll=max(1, min(loop.unroll, loop.length or 1)),
+    )
+    return [*carry, *ys]

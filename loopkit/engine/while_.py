@@ -1,0 +1,62 @@
+"""while: the results of a loop.
+
+    operands  cond_consts, consts, init, xs
+    results   carry, ys
+    JVP       one `dual`, in the leaves that turn out to be active
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from loopkit import _jax
+from loopkit.engine import steps
+from loopkit.engine.activity import forward_activity
+from loopkit.engine.loop import Loop, Operands, kept, parts, prune, spread
+from loopkit.engine.primitives import dual_p, while_p
+
+
+def evaluate(*operands: Any, loop: Loop) -> list:
+    with jax.named_scope(f"loopkit.{loop.name}"):
+        return steps.evaluate(loop, loop.split(operands)[0])
+
+
+def result_types(*_: Any, loop: Loop) -> tuple[list, Any]:
+    return [*loop.carry_types, *(loop.ys_types if loop.ys_count else [])], loop.effects
+
+
+def nonzero_tangents(loop: Loop, tangents: Sequence[Any]) -> Operands:
+    flags = [type(t) is not _jax.Zero for t in tangents]
+    return loop.split(flags)[0]
+
+
+def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop) -> tuple[list, list]:
+    active = forward_activity(loop, nonzero_tangents(loop, tangents))
+    count = loop.cond_const_count
+    moving = [_jax.instantiate(t) for t in kept(tangents[count:], active.inputs)]
+    outs = dual_p.bind(*primals, *moving, loop=loop, active=active)
+    results, tangents = parts(outs, loop.primal_counts[1])
+    zeros = [_jax.float0_zero(t) for t in result_types(loop=loop)[0]]
+    return results, spread(tangents, active.outputs, zeros)
+
+
+def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    loop = eqn.params["loop"]
+    if not any(used) and not _jax.has_effects(eqn):
+        return [False] * len(eqn.invars), None
+    if all(used):
+        return [True] * len(eqn.invars), eqn
+    carry, ys = parts(used, loop.carry_count)
+    pruned, needed = loop.derived(("pruned", *used), lambda: prune(loop, carry, ys))
+    invars = kept(eqn.invars, needed.flat)
+    used_results = [*needed.init, *ys]
+    outvars = kept(eqn.outvars, used_results)
+    return needed.flat, _jax.new_equation(eqn, while_p, invars, outvars, {"loop": pruned})
+
+
+_jax.define(while_p, evaluate, result_types)
+_jax.register_jvp(while_p, jvp)
+_jax.register_dce(while_p, dce)
