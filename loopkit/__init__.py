@@ -1,7 +1,9 @@
 """Loops in JAX: differentiable, cheap in memory, and fast."""
 
 from loopkit import schedules as schedules
+from loopkit._fori_loop import fori_loop as fori_loop
 from loopkit._info import LoopInfo as LoopInfo
+from loopkit._scan import scan as scan
 from loopkit._while_loop import while_loop as while_loop
 
 __version__ = "0.1.0"

@@ -30,6 +30,10 @@ def check_max_steps(function: str, max_steps: Any) -> int | None:
     return _whole(function, "max_steps", max_steps, 0, "an int >= 0 or None (no bound)")
 
 
+def check_length(function: str, length: Any) -> int:
+    return _whole(function, "length", length, 0, "an int >= 0, the number of steps")
+
+
 def check_unroll(function: str, unroll: Any) -> int:
     if isinstance(unroll, (bool, np.bool_)):
         return int(unroll)
@@ -82,8 +86,8 @@ def _whole(function: str, argument: str, value: Any, least: int, expected: str) 
     return whole
 
 
-def as_arrays(function: str, argument: str, tree: Any) -> Any:
-    """The tree with every leaf an array."""
+def as_arrays(function: str, argument: str, tree: Any, hidden: int = 0) -> Any:
+    """The tree with every leaf an array. `hidden` levels of it are not the user's."""
 
     def convert(path: Any, leaf: Any) -> Any:
         try:
@@ -95,7 +99,9 @@ def as_arrays(function: str, argument: str, tree: Any) -> Any:
             )
             got = f"{leaf!r} of type {type(leaf).__name__}"
             raise TypeError(
-                _errors.wrong(function, argument, "must be an array", got, advice, path)
+                _errors.wrong(
+                    function, argument, "must be an array", got, advice, path[hidden:]
+                )
             ) from None
 
     return jax.tree_util.tree_map_with_path(convert, tree)

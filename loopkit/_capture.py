@@ -30,6 +30,8 @@ class Names(NamedTuple):
     body: str
     init: str
     predicate: str
+    hidden: int = 1
+    """Levels of the loop's carry above the caller's."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +47,23 @@ class Traced:
     """Types of all carry leaves, as the steps leave them."""
     y_tree: Any
 
+    def converted(self, init: Sequence[Any]) -> list:
+        """Initial values in the types that the loop carries."""
+        return [_convert(v, t) for v, t in zip(init, self.carry_types, strict=True)]
+
+    def shared_loop(self, operands: Sequence[Any]) -> Loop:
+        """The loop; for concrete operands, one that may be compiled already."""
+        return self.loop if any(map(_jax.is_tracer, operands)) else _interned(self.loop)
+
     def run(self, init: Sequence[Any], xs: Sequence[Any]) -> tuple[list, list]:
         """Final carry leaves and ys leaves."""
-        init = [_convert(v, t) for v, t in zip(init, self.carry_types, strict=True)]
+        init = self.converted(init)
         fixed = kept(init, self.fixed)
         moving = kept(init, [not f for f in self.fixed])
         cond_fixed = fixed if self.loop.cond is not None else []
         operands = [*self.cond_consts, *cond_fixed, *self.consts, *fixed, *moving, *xs]
-        loop = self.loop
-        if not any(map(_jax.is_tracer, operands)):
-            loop = _interned(loop)
-        outs = while_p.bind(*operands, loop=loop)
-        carry, ys = parts(outs, loop.carry_count)
+        outs = while_p.bind(*operands, loop=self.shared_loop(operands))
+        carry, ys = parts(outs, self.loop.carry_count)
         return spread(carry, [not f for f in self.fixed], init), ys
 
 
@@ -87,7 +94,7 @@ def trace_loop(
 ) -> Traced:
     """A loop over trees like `init`; `settings` are the fields of `Loop` that are not jaxprs."""
     leaves, tree = jax.tree.flatten(init)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(init)]
+    paths = [path[names.hidden :] for path, _ in jax.tree_util.tree_leaves_with_path(init)]
     types = [jax.typeof(v) for v in leaves]
     y_tree = None
 
@@ -95,11 +102,12 @@ def trace_loop(
         nonlocal y_tree
         carry, x = parts(values, len(types))
         new, y = step(carry, x)
-        new = as_arrays(names.function, names.body, new)
+        new = as_arrays(names.function, names.body, new, names.hidden)
         y = as_arrays(names.function, names.body, y)
         new_leaves, new_tree = jax.tree.flatten(new)
         if new_tree != tree:
             differences = list(_jax.tree_differences(tree, new_tree))
+            differences = [(path[names.hidden :], *rest) for path, *rest in differences]
             if differences:
                 raise TypeError(
                     _errors.carry_structure(names.function, names.body, differences, names.init)
@@ -147,29 +155,32 @@ def _check_effects(names: Names, *jaxprs: Any) -> None:
         )
 
 
+def scalar_bool(function: str, argument: str, value: Any) -> Any:
+    """What a predicate returned, if it is one bool."""
+    flat, tree = jax.tree.flatten(value)
+    if not jax.tree_util.treedef_is_leaf(tree) or len(flat) != 1:
+        got = f"a {type(value).__name__} ({tree})"
+    else:
+        try:
+            array = _jax.as_array(value)
+            got = _errors.short_type(jax.typeof(array))
+            if array.shape == () and array.dtype == bool:
+                return array
+        except (TypeError, ValueError):
+            got = f"{value!r} of type {type(value).__name__}"
+    advice = "Reduce it with .any() or .all(), or compare with a number."
+    raise TypeError(_errors.wrong(function, argument, "must return a scalar bool[]", got, advice))
+
+
+def type_key(values: Sequence[Any]) -> tuple:
+    """The types of values, weak ones told from strong."""
+    types = tuple(jax.typeof(v) for v in values)
+    return types, tuple(t.weak_type for t in types)
+
+
 def _trace_predicate(names: Names, predicate: Predicate, types: list) -> tuple[Any, list]:
     def cond(*leaves: Any) -> list:
-        out = predicate(list(leaves))
-        flat, tree = jax.tree.flatten(out)
-        got = None
-        if not jax.tree_util.treedef_is_leaf(tree) or len(flat) != 1:
-            got = f"a {type(out).__name__} ({tree})"
-        else:
-            try:
-                flat = [_jax.as_array(flat[0])]
-                aval = jax.typeof(flat[0])
-                if aval.shape != () or aval.dtype != bool:
-                    got = _errors.short_type(aval)
-            except (TypeError, ValueError):
-                got = f"{out!r} of type {type(out).__name__}"
-        if got is not None:
-            advice = "Reduce it with .any() or .all(), or compare with a number."
-            raise TypeError(
-                _errors.wrong(
-                    names.function, names.predicate, "must return a scalar bool[]", got, advice
-                )
-            )
-        return flat
+        return [scalar_bool(names.function, names.predicate, predicate(list(leaves)))]
 
     return _jax.trace(cond, types, f"{names.function}_cond")
 

@@ -32,6 +32,9 @@ class Plan:
     keeps_all: bool = False
     """Whether the forward pass itself stores the residuals of every step."""
 
+    thinned: bool = False
+    """Whether checkpoints are thinned evenly; else the one that costs least is dropped."""
+
     @property
     def direct(self) -> bool:
         """Whether every segment has a slot of its own, so that no step is run a third time."""
@@ -68,7 +71,7 @@ def make_plan(
         return _within(checkpoints, bound, row / carry_bytes, store)
     most = max(FEW, SMALL // carry_bytes)
     if bound is None:
-        return Plan(min(most, 128), min(most, 128), store, None)
+        return Plan(min(most, 64), min(most, 64), store, None, thinned=True)
     slots = max(1, math.isqrt(max(0, bound * row // carry_bytes - 1)) + 1)
     if not exact:
         slots = min(slots, most)
@@ -76,7 +79,7 @@ def make_plan(
     leaf = max(1, -(-bound // slots))
     if not exact and leaf > 4 * most:
         leaf = most
-    return Plan(slots, leaf, store, bound)
+    return Plan(slots, leaf, store, bound, thinned=True)
 
 
 def _within(budget: int, bound: int | None, row: float, store: str) -> Plan:

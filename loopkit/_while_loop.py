@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from loopkit import _arguments
-from loopkit._capture import Names, Traced, remember, trace_loop
+from loopkit._capture import Names, remember, trace_loop, type_key
 from loopkit._info import LoopInfo
 
 T = TypeVar("T")
@@ -78,46 +78,64 @@ def while_loop(
 
     The backward pass is checkpointed in the manner of Griewank (1992) and Stumm & Walther (2010).
     """
-    name = NAMES.function
-    _arguments.check_callable(name, "cond_fun", cond_fun)
-    _arguments.check_callable(name, "body_fun", body_fun)
+    return run_while(
+        NAMES,
+        cond_fun,
+        body_fun,
+        init_val,
+        max_steps=max_steps,
+        checkpoints=checkpoints,
+        unroll=unroll,
+        throw=throw,
+        return_info=return_info,
+    )
+
+
+def run_while(
+    names: Names,
+    cond_fun: Callable,
+    body_fun: Callable,
+    init_val: Any,
+    *,
+    max_steps: Any,
+    checkpoints: Any,
+    unroll: Any,
+    throw: bool,
+    return_info: bool,
+) -> Any:
+    """`while_loop`, under the names of the function that the user called."""
+    name = names.function
+    _arguments.check_callable(name, names.predicate, cond_fun)
+    _arguments.check_callable(name, names.body, body_fun)
     max_steps = _arguments.check_max_steps(name, max_steps)
     checkpoints = _arguments.check_checkpoints(name, checkpoints, max_steps)
     unroll = _arguments.check_unroll(name, unroll)
-    init_val = _arguments.as_arrays(name, "init_val", init_val)
+    init_val = _arguments.as_arrays(name, names.init, init_val)
     if _arguments.runs_in_python():
         ran, result = _arguments.in_python(
             lambda: _python_loop(cond_fun, body_fun, init_val, max_steps)
         )
         if ran:
-            return _with_info(*result, cond_fun, max_steps, throw, return_info)
+            return _with_info(names, *result, cond_fun, max_steps, throw, return_info)
     counting = throw or return_info
-    init = (init_val, jnp.int32(0)) if counting else init_val
-    leaves, tree = jax.tree.flatten(init)
+    state = (init_val, jnp.int32(0) if counting else None)
+    leaves, tree = jax.tree.flatten(state)
 
     def step(carry: list, _: list) -> tuple[Any, None]:
-        if not counting:
-            return body_fun(tree.unflatten(carry)), None
         val, steps = tree.unflatten(carry)
-        return (body_fun(val), steps + 1), None
+        return (body_fun(val), steps + 1 if counting else None), None
 
     def predicate(carry: list) -> Any:
-        val = tree.unflatten(carry)
-        return cond_fun(val[0] if counting else val)
+        return cond_fun(tree.unflatten(carry)[0])
 
-    def trace() -> Traced:
-        settings = {"length": max_steps, "checkpoints": checkpoints, "unroll": unroll, "name": name}
-        return trace_loop(NAMES, step, predicate, init, [], settings)
-
-    types = tuple(jax.typeof(v) for v in leaves)
-    weak = tuple(t.weak_type for t in types)
-    rest = (name, tree, types, weak, max_steps, checkpoints, unroll, counting)
-    traced = remember((cond_fun, body_fun), rest, trace)
-    final = tree.unflatten(traced.run(leaves, [])[0])
-    if not counting:
-        return final
-    val, steps = final
-    return _with_info(val, steps, cond_fun, max_steps, throw, return_info)
+    settings = {"length": max_steps, "checkpoints": checkpoints, "unroll": unroll, "name": name}
+    traced = remember(
+        (cond_fun, body_fun),
+        (names, tree, type_key(leaves), *settings.values()),
+        lambda: trace_loop(names, step, predicate, state, [], settings),
+    )
+    val, steps = tree.unflatten(traced.run(leaves, [])[0])
+    return _with_info(names, val, steps, cond_fun, max_steps, throw, return_info)
 
 
 def _python_loop(
@@ -130,7 +148,13 @@ def _python_loop(
 
 
 def _with_info(
-    val: Any, steps: Any, cond_fun: Callable, max_steps: int | None, throw: bool, return_info: bool
+    names: Names,
+    val: Any,
+    steps: Any,
+    cond_fun: Callable,
+    max_steps: int | None,
+    throw: bool,
+    return_info: bool,
 ) -> Any:
     if not (throw or return_info):
         return val
@@ -139,8 +163,8 @@ def _with_info(
         val = eqx.error_if(
             val,
             goes_on,
-            f"loopkit.while_loop: `max_steps` must be enough for `cond_fun` to become false, got "
-            f"{max_steps} steps after which it still holds. Raise `max_steps`.",
+            f"loopkit.{names.function}: `max_steps` must be enough for `{names.predicate}` to "
+            f"become false, got {max_steps} steps after which it still holds. Raise `max_steps`.",
         )
     if not return_info:
         return val

@@ -41,7 +41,7 @@ class Backward(NamedTuple):
     """The segment to reverse next."""
     slots: list
     units: Any
-    """The unit that each slot holds, -1 where free."""
+    """The unit that each slot holds."""
     rows: list
     """One for each step of a segment: carries or residuals."""
     cts: Cotangents
@@ -113,19 +113,19 @@ def _climb(
     how: Reversal, operands: Operands, target: Any, slots: list, units: Any
 ) -> tuple[list, list, Any]:
     """The carry at the start of unit `target`, and the slots with what was saved on the way."""
-    leaf = how.plan.leaf
+    leaf, schedule = how.plan.leaf, placement.Schedule.of(how.plan)
 
     def advance(s: Climb) -> Climb:
-        free = (s.units < 0).sum()
-        run = placement.split(target + 1 - s.unit, free)
+        free, slot = placement.free_slots(s.units)
+        run = schedule.split(target + 1 - s.unit, free)
         carry = how.advance(operands, s.carry, s.unit * leaf, run * leaf)
         unit = s.unit + run
+        # Without a free slot, the row is written over itself.
         save = free > 0
-        slot = jnp.argmax(s.units < 0)
         old = read_rows(s.slots, slot)
-        kept_rows = [jnp.where(save, n, o) for n, o in zip(carry, old, strict=True)]
+        rows = [jnp.where(save, n, o) for n, o in zip(carry, old, strict=True)]
         units = s.units.at[slot].set(jnp.where(save, unit, s.units[slot]))
-        return Climb(carry, unit, write_rows(s.slots, kept_rows, slot), units)
+        return Climb(carry, unit, write_rows(s.slots, rows, slot), units)
 
     slot = placement.latest(units, target)
     start = Climb(read_rows(slots, slot), units[slot], slots, units)

@@ -34,7 +34,8 @@ class Forward(NamedTuple):
     """The segment that is about to start."""
     slots: list
     """For each saved carry leaf, its checkpoints."""
-    placed: placement.Slots
+    placed: placement.Slots | None
+    """None where every segment has a slot of its own."""
 
 
 def forward_sweep(how: Reversal, loop: Loop, operands: Operands) -> list:
@@ -44,27 +45,29 @@ def forward_sweep(how: Reversal, loop: Loop, operands: Operands) -> list:
     if loop.cond is None and how.plan.direct:
         return _save_every_segment(how, loop, operands)
     plan, first = how.plan, start(loop, operands)
+    schedule = None if plan.direct else placement.Schedule.of(plan)
 
     def cond(s: Forward) -> Any:
         return _goes_on(loop, operands, s.steps)
 
     def body(s: Forward) -> Forward:
-        if plan.direct:
+        if schedule is None:
             slot, run, placed = s.unit, 1, s.placed
         else:
-            slot, run, placed = placement.place(s.placed, s.unit)
+            slot, run, placed = schedule.save(s.placed)
         slots = write_rows(s.slots, kept(s.steps.carry, how.saved), slot)
         stop = (s.unit + run) * plan.leaf
         if loop.length is not None:
             stop = jnp.minimum(stop, loop.length)
         return Forward(advance(loop, operands, s.steps, stop), s.unit + run, slots, placed)
 
-    placed = placement.empty_slots(plan.slots, first.count)
-    if plan.direct:
-        units = jnp.arange(plan.slots, dtype=jnp.int32)
-        placed = placed._replace(units=units + first.count)
+    placed = None if schedule is None else schedule.start(first.count)
     done = lax.while_loop(cond, body, Forward(first, first.count, _blank_slots(how), placed))
-    return [*done.steps.carry, *done.steps.ys, *done.slots, done.placed.units, done.steps.count]
+    if schedule is None:
+        units = jnp.arange(plan.slots, dtype=jnp.int32) + 0 * first.count
+    else:
+        units = done.placed.units
+    return [*done.steps.carry, *done.steps.ys, *done.slots, units, done.steps.count]
 
 
 def _goes_on(loop: Loop, operands: Operands, steps: Steps) -> Any:

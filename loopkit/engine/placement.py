@@ -1,39 +1,80 @@
-"""Checkpoints in slots, while the length of the loop is not known.
+"""The schedules, as a compiled loop steps through them.
 
-Units are segments of the plan's `leaf` steps. A slot holds the carry at the start of its unit, or
-nothing (unit -1). The same integer arithmetic runs on Python ints and inside a compiled loop.
+A slot holds the carry at the start of a unit (a segment of the plan's `leaf` steps), or nothing.
+What to save, and where, is chosen ahead in `loopkit.schedules`; here the tables are read.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+
+from loopkit import _jax
+from loopkit._plan import Plan
+from loopkit.schedules.binomial import SplitTable, split_from, split_table
+from loopkit.schedules.online import NEVER, Mark, Table, first_mark, next_mark, record
+from loopkit.schedules.online import cheapest, thinning
+
+UNBOUNDED = 2**31 - 1
+"""Steps are counted in int32."""
 
 
 class Slots(NamedTuple):
-    """Which unit each slot holds."""
+    """A sweep's place in its schedule."""
 
     units: Any
-    """int32[slots], -1 where free."""
-    spacing: Any
-    """Units between checkpoints that are to stay."""
+    """int32[slots]: the unit that each slot holds, NEVER where it is free."""
+    mark: Mark
+    """The next save."""
 
 
-def empty_slots(slots: int, like: Any) -> Slots:
-    return Slots(jnp.full(slots, -1, jnp.int32) + like * 0, 1 + like * 0)
+@dataclass(frozen=True)
+class Schedule:
+    """The tables of a plan's forward and backward sweep."""
+
+    slots: int
+    placed: Table
+    splits: SplitTable
+
+    @staticmethod
+    def of(plan: Plan) -> Schedule:
+        bound = UNBOUNDED if plan.bound is None else plan.bound
+        return _schedule(plan.slots, max(1, -(-bound // plan.leaf)), plan.thinned)
+
+    def start(self, like: Any) -> Slots:
+        """No slot taken; integers vary over the devices as `like` does."""
+        mark = Mark(*(jnp.int32(v) for v in first_mark(self.placed)))
+        mark = Mark(*(_jax.vary_like(v, [jax.typeof(like)]) for v in mark))
+        units = _jax.vary_like(jnp.full(self.slots, NEVER, jnp.int32), [jax.typeof(like)])
+        return Slots(units, mark)
+
+    def save(self, state: Slots) -> tuple[Any, Any, Slots]:
+        """The slot to save into, the units to run until the next save, and what follows."""
+        mark = state.mark
+        table = Table(*map(jnp.asarray, self.placed))
+        return mark.slot, mark.run, Slots(record(state.units, mark, jnp), next_mark(table, mark))
+
+    def split(self, remaining: Any, free: Any) -> Any:
+        """Units to advance before saving, where `remaining` units end with the one to reverse."""
+        table = SplitTable(*map(jnp.asarray, self.splits))
+        return split_from(table, remaining, free, jnp)
 
 
-def place(slots: Slots, unit: Any) -> tuple[Any, Any, Slots]:
-    """The slot that takes `unit`, the units to run until the next checkpoint, and the new slots.
-
-    When every slot is taken, the spacing doubles: every second checkpoint may be overwritten.
-    """
-    full = ((slots.units >= 0) & (slots.units % slots.spacing == 0)).all()
-    spacing = jnp.where(full, 2 * slots.spacing, slots.spacing)
-    slot = jnp.argmax((slots.units < 0) | (slots.units % spacing != 0)).astype(jnp.int32)
-    run = spacing - unit % spacing
-    return slot, run, Slots(slots.units.at[slot].set(unit), spacing)
+@lru_cache(maxsize=256)
+def _schedule(slots: int, units: int, thinned: bool) -> Schedule:
+    units = min(units, NEVER)
+    table = (thinning if thinned else cheapest)(slots, units).table
+    splits = split_table(units, slots - 1)
+    return Schedule(
+        slots,
+        Table(*(np.asarray(column, np.int32) for column in table)),
+        SplitTable(*(np.asarray(rows, np.int32) for rows in splits)),
+    )
 
 
 def latest(units: Any, target: Any) -> Any:
@@ -42,10 +83,11 @@ def latest(units: Any, target: Any) -> Any:
 
 
 def release(units: Any, target: Any) -> Any:
-    """The slots after units from `target` on have been reversed."""
-    return jnp.where(units >= target, -1, units)
+    """The slots once the units from `target` on have been reversed."""
+    return jnp.where(units >= target, NEVER, units)
 
 
-def split(remaining: Any, free: Any) -> Any:
-    """Units to advance before saving, when `remaining` units end at the target."""
-    return jnp.where(free > 0, jnp.maximum(remaining // 2, 1), remaining - 1)
+def free_slots(units: Any) -> tuple[Any, Any]:
+    """How many slots are free, and the first of them."""
+    free = units == NEVER
+    return free.sum(dtype=jnp.int32), jnp.argmax(free).astype(jnp.int32)

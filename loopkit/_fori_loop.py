@@ -1,0 +1,137 @@
+"""`fori_loop`: as in lax, and differentiable whatever its bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from loopkit import _arguments, _errors, _jax
+from loopkit._capture import Names
+from loopkit._scan import run_scan
+from loopkit._while_loop import run_while
+
+T = TypeVar("T")
+
+NAMES = Names("fori_loop", "body_fun", "init_val", "cond_fun", hidden=2)
+"""The carry of the loop that runs is ((counter, value), ...): two levels above the user's."""
+
+
+def fori_loop(
+    lower: Any,
+    upper: Any,
+    body_fun: Callable[[Any, T], T],
+    init_val: T,
+    *,
+    unroll: int | bool | None = None,
+    max_steps: int | None = None,
+    checkpoints: Any = None,
+    return_info: bool = False,
+) -> Any:
+    """Repeat `body_fun` for the integers from `lower` to `upper`; differentiable in every mode.
+
+        def fori_loop(lower, upper, body_fun, init_val, *, max_steps=None):
+            val = init_val
+            for i in range(lower, upper)[:max_steps]:
+                val = body_fun(i, val)
+            return val
+
+    It takes the place of `jax.lax.fori_loop`. Where `lower` or `upper` is traced it is a while
+    loop, and has a gradient all the same.
+
+    **Arguments:**
+
+    - `lower`, `upper`: integers, static or traced.
+    - `body_fun`: `(int[], T) -> T`.
+    - `init_val`: a pytree of arrays.
+    - `unroll`: steps to an iteration of the compiled loop; True for all, if their number is known.
+    - `max_steps`: the most steps to take, a static int.
+    - `checkpoints`, `return_info`: as in `loopkit.while_loop`; "all" needs static bounds or
+      `max_steps`.
+
+    **Returns:**
+
+    The final value; with `return_info`, the pair of it and a `LoopInfo(steps, stopped)`.
+
+    **Raises:**
+
+    `TypeError` and `ValueError` as `loopkit.while_loop`, and if a bound is not an integer.
+
+    !!! example
+
+        ```python
+        import jax
+        import loopkit
+
+        def power(x, n):
+            return loopkit.fori_loop(0, n, lambda i, y: y * x, 1.0)
+
+        jax.jit(jax.grad(power))(2.0, 3)  # n is traced
+        ```
+    """
+    name = NAMES.function
+    _arguments.check_callable(name, "body_fun", body_fun)
+    max_steps = _arguments.check_max_steps(name, max_steps)
+    lower, upper = _bound("lower", lower), _bound("upper", upper)
+    if isinstance(lower, int) and isinstance(upper, int):
+        trips = max(0, upper - lower)
+        length = trips if max_steps is None else min(trips, max_steps)
+
+        def step(carry: tuple, _: None) -> tuple[tuple, None]:
+            i, val = carry
+            return (i + 1, body_fun(i, val)), None
+
+        (_, val), _, info = run_scan(
+            NAMES,
+            step,
+            (lower, init_val),
+            None,
+            length,
+            False,
+            1 if unroll is None else unroll,
+            False,
+            until=None,
+            checkpoints=checkpoints,
+            return_info=True,
+        )
+        info = info._replace(stopped=jnp.array(length == trips))
+        return (val, info) if return_info else val
+    if unroll is True:
+        advice = "Pass the number of steps to unroll."
+        expected = "can be True only if the bounds are static ints"
+        raise ValueError(_errors.wrong(name, "unroll", expected, "True", advice))
+    dtype = jnp.result_type(lower, upper)
+    stop = jnp.asarray(upper, dtype)
+    out = run_while(
+        NAMES,
+        lambda carry: carry[0] < stop,
+        lambda carry: (carry[0] + 1, body_fun(*carry)),
+        (jnp.asarray(lower, dtype), init_val),
+        max_steps=max_steps,
+        checkpoints=checkpoints,
+        unroll=1 if unroll is None else unroll,
+        throw=False,
+        return_info=return_info,
+    )
+    if not return_info:
+        return out[1]
+    (_, val), info = out
+    return val, info
+
+
+def _bound(argument: str, value: Any) -> Any:
+    """A Python int where the bound is known, else a scalar integer array."""
+    try:
+        array = _jax.as_array(value)
+    except (TypeError, ValueError):
+        array = None
+    got = f"{value!r} of type {type(value).__name__}"
+    if array is not None:
+        if array.shape == () and jnp.issubdtype(array.dtype, jnp.integer):
+            return array if _jax.is_tracer(array) else int(array)
+        got = _errors.short_type(jax.typeof(array))
+    raise TypeError(
+        _errors.wrong(NAMES.function, argument, "must be a scalar integer", got, "Pass an int.")
+    )

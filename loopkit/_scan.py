@@ -1,0 +1,290 @@
+"""`scan`: as in lax, checkpointed, and able to stop early."""
+
+from __future__ import annotations
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from loopkit import _arguments, _errors, _jax
+from loopkit._capture import Names, Traced, remember, scalar_bool, trace_loop, type_key
+from loopkit._info import LoopInfo
+from loopkit.engine.loop import Loop, kept, parts, spread
+
+Carry = TypeVar("Carry")
+X = TypeVar("X")
+Y = TypeVar("Y")
+
+NAMES = Names("scan", "f", "init", "until")
+
+
+def scan(
+    f: Callable[[Carry, X], tuple[Carry, Y]],
+    init: Carry,
+    xs: X | None = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    _split_transpose: bool = False,
+    *,
+    until: Callable[[Carry, Y], Any] | None = None,
+    checkpoints: Any = None,
+    return_info: bool = False,
+) -> Any:
+    """Scan `f` over the leading axis of `xs`, carrying state along.
+
+        def scan(f, init, xs, length=None, *, until=None):
+            carry, ys = init, zeros
+            for t in range(length):  # reversed(range(length)) if reverse
+                carry, ys[t] = f(carry, xs[t])
+                if until is not None and until(carry, ys[t]):
+                    break
+            return carry, ys
+
+    It takes the place of `jax.lax.scan`, with the same positional arguments. Its backward pass keeps
+    checkpoints instead of the residuals of every step.
+
+    **Arguments:**
+
+    - `f`: `(Carry, X) -> (Carry, Y)`.
+    - `init`: a pytree of arrays, the initial carry.
+    - `xs`: a pytree of arrays, scanned over along their leading axis; None for no input.
+    - `length`: steps, a static int; needed if `xs` has no leaves.
+    - `reverse`: go from the last row of `xs` and `ys` to the first.
+    - `unroll`: steps to an iteration of the compiled loop; True for all of them.
+    - `until`: `(Carry, Y) -> bool[]`. Stop after the first step for which it holds. Cost follows the
+      steps taken.
+    - `checkpoints`: what the backward pass keeps. None: about the square root of the number of
+      steps in carries, about one extra forward pass. An int c: at most c carries, at the price of
+      more recomputation. "all": what the derivative of every step reads, as lax.scan.
+    - `return_info`: also return a `LoopInfo`.
+
+    **Returns:**
+
+    The final carry and the stacked `ys`; with `return_info`, a `LoopInfo(steps, stopped)` as well.
+    Rows of `ys` that no step wrote are zero; `info.steps` says how many were.
+
+    **Raises:**
+
+    `TypeError` if `f` or `until` return something of another structure or type than they should,
+    `ValueError` if lengths disagree or an argument has a wrong value.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp
+        import loopkit
+
+        def step(total, x):
+            return total + x, total
+
+        total, before = loopkit.scan(step, 0.0, jnp.arange(5.0))
+        total, before, info = loopkit.scan(
+            step, 0.0, jnp.arange(5.0), until=lambda total, _: total > 3, return_info=True
+        )
+        ```
+
+    The backward pass is checkpointed in the manner of Griewank (1992).
+    """
+    return run_scan(
+        NAMES,
+        f,
+        init,
+        xs,
+        length,
+        reverse,
+        unroll,
+        _split_transpose,
+        until=until,
+        checkpoints=checkpoints,
+        return_info=return_info,
+    )
+
+
+def run_scan(
+    names: Names,
+    f: Callable,
+    init: Any,
+    xs: Any,
+    length: Any,
+    reverse: Any,
+    unroll: Any,
+    split_transpose: Any,
+    *,
+    until: Callable | None,
+    checkpoints: Any,
+    return_info: bool,
+) -> Any:
+    """`scan`, under the names of the function that the user called."""
+    name, reverse, stopping = names.function, bool(reverse), until is not None
+    _arguments.check_callable(name, names.body, f)
+    if until is not None:
+        _arguments.check_callable(name, names.predicate, until)
+    init = _arguments.as_arrays(name, names.init, init)
+    xs = _arguments.as_arrays(name, "xs", xs)
+    length = _length(xs, length)
+    checkpoints = _arguments.check_checkpoints(name, checkpoints, length)
+    unroll = length if unroll is True else _arguments.check_unroll(name, unroll)
+    unroll = min(max(1, unroll), max(1, length))
+    if split_transpose and (checkpoints != "all" or stopping):
+        raise ValueError(
+            _errors.wrong(
+                name,
+                "_split_transpose",
+                'can be True only if checkpoints="all", without `until`',
+                f"checkpoints={checkpoints!r}",
+                "It splits the transpose of a loop that stores every step.",
+            )
+        )
+    if _arguments.runs_in_python() and length > 0:
+        ran, result = _arguments.in_python(
+            lambda: _python_scan(f, init, xs, length, reverse, until)
+        )
+        if ran:
+            return result if return_info else result[:2]
+    # A step counter and a stop flag are carried where they are needed.
+    counting = return_info and stopping
+    state = (init, jnp.int32(0) if counting else None, jnp.array(False) if stopping else None)
+    leaves, tree = jax.tree.flatten(state)
+    x_leaves, x_tree = jax.tree.flatten(xs)
+
+    def step(carry: list, x: list) -> tuple[Any, Any]:
+        value, steps, _ = tree.unflatten(carry)
+        new, y = _pair(names, f(value, x_tree.unflatten(x)))
+        stop = None if until is None else _stop(names, until, new, y)
+        return (new, steps + 1 if counting else None, stop), y
+
+    def goes_on(carry: list) -> Any:
+        return jnp.logical_not(tree.unflatten(carry)[2])
+
+    x_types = [_jax.slice_type(jax.typeof(x)) for x in x_leaves]
+    settings = {
+        "length": length,
+        "reverse": reverse,
+        "checkpoints": checkpoints,
+        "unroll": unroll,
+        "name": name,
+    }
+    traced = remember(
+        (f, until),
+        (names, tree, type_key(leaves), x_tree, tuple(x_types), counting, *settings.values()),
+        lambda: trace_loop(
+            names, step, goes_on if stopping else None, state, x_types, settings
+        ),
+    )
+    if checkpoints == "all" and not stopping:
+        carry, ys = _run_stored(traced, leaves, x_leaves, bool(split_transpose))
+    else:
+        carry, ys = traced.run(leaves, x_leaves)
+    final, steps, stopped = tree.unflatten(carry)
+    ys = traced.y_tree.unflatten(ys)
+    if not return_info:
+        return final, ys
+    if not stopping:
+        steps, stopped = jnp.int32(length), jnp.array(False)
+    return final, ys, LoopInfo(steps, stopped)
+
+
+def _pair(names: Names, out: Any) -> tuple[Any, Any]:
+    if isinstance(out, (tuple, list)) and len(out) == 2:
+        return out[0], out[1]
+    size = f" of length {len(out)}" if isinstance(out, (tuple, list)) else ""
+    got = f"{type(out).__name__}{size}"
+    advice = "Return `carry, None` if there is nothing to stack."
+    raise TypeError(
+        _errors.wrong(names.function, names.body, "must return a pair (carry, y)", got, advice)
+    )
+
+
+def _stop(names: Names, until: Callable, carry: Any, y: Any) -> Any:
+    return scalar_bool(names.function, "until", until(carry, y))
+
+
+def _length(xs: Any, length: Any) -> int:
+    """The number of steps, on which `length` and every leaf of `xs` must agree."""
+    name = NAMES.function
+    if length is not None:
+        length = _arguments.check_length(name, length)
+    first = None
+    for path, leaf in jax.tree_util.tree_leaves_with_path(xs):
+        if leaf.ndim == 0:
+            advice = "Give it a leading axis, one row a step, or close over it."
+            got = _errors.short_type(jax.typeof(leaf))
+            raise ValueError(
+                _errors.wrong(name, "xs", "must have a leading axis to scan over", got, advice, path)
+            )
+        rows = leaf.shape[0]
+        if length is not None and rows != length:
+            advice = "Leave `length` out, or slice `xs`."
+            got = f"leading axis {rows} and length={length}"
+            raise ValueError(
+                _errors.wrong(name, "xs", "must have `length` rows", got, advice, path)
+            )
+        if first is not None and rows != first[1]:
+            advice = "Every leaf of `xs` is sliced along its leading axis, one row a step."
+            got = f"{rows} rows, and {first[1]} in `xs{jax.tree_util.keystr(first[0])}`"
+            raise ValueError(
+                _errors.wrong(name, "xs", "must have as many rows in every leaf", got, advice, path)
+            )
+        first = (path, rows)
+    if first is not None:
+        return first[1]
+    if length is None:
+        advice = "Pass `length`."
+        got = "`xs` without leaves and length=None"
+        raise ValueError(
+            _errors.wrong(name, "length", "must say how many steps to take", got, advice)
+        )
+    return length
+
+
+def _python_scan(
+    f: Callable, init: Any, xs: Any, length: int, reverse: bool, until: Callable | None
+) -> tuple[Any, Any, LoopInfo]:
+    carry, rows, stopped = init, [], False
+    order = range(length - 1, -1, -1) if reverse else range(length)
+    for t in order:
+        carry, y = f(carry, jax.tree.map(lambda x: x[t], xs))  # noqa: B023
+        rows.append(jax.tree.map(jnp.asarray, y))
+        if until is not None and until(carry, y):
+            stopped = True
+            break
+    taken = len(rows)
+    rows += [jax.tree.map(jnp.zeros_like, rows[0])] * (length - taken)
+    ys = jax.tree.map(lambda *y: jnp.stack(y), *(rows[::-1] if reverse else rows))
+    return carry, ys, LoopInfo(jnp.int32(taken), jnp.array(stopped))
+
+
+def _run_stored(
+    traced: Traced, init: list, xs: list, split_transpose: bool
+) -> tuple[list, list]:
+    """A scan that stores every step is lax.scan, of the step as it was traced."""
+    init = traced.converted(init)
+    constants = [*traced.consts, *kept(init, traced.fixed)]
+    moving = kept(init, [not f for f in traced.fixed])
+    loop = traced.shared_loop([*constants, *moving, *xs])
+    carry, ys = _stored_scan(loop, split_transpose, constants, moving, xs)
+    return spread(carry, [not f for f in traced.fixed], init), ys
+
+
+@ft.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _stored_scan(
+    loop: Loop, split_transpose: bool, constants: list, init: list, xs: list
+) -> tuple[list, list]:
+    def step(carry: list, x: list) -> tuple[list, list]:
+        outs = _jax.call_jaxpr(loop.body)(*constants, *carry, *x)
+        return tuple(parts(outs, loop.carry_count))
+
+    return lax.scan(
+        step,
+        init,
+        xs,
+        loop.length,
+        reverse=loop.reverse,
+        unroll=loop.unroll,
+        _split_transpose=split_transpose,
+    )

@@ -1,0 +1,182 @@
+"""The choices of `online.cheapest`: which checkpoint to drop, and when.
+
+Let a loop have left checkpoints at p[0] = 0 < p[1] < ... < p[k] and run to n. Reversing it from
+them costs, with p[k + 1] = n,
+
+    sum over i of advances(p[i + 1] - p[i], slots - 1 - i)
+
+since the stretch that begins at the i-th checkpoint is reversed when all later ones are gone.
+Dropping p[j] merges two stretches and gives every later one a free slot more. At each unit there
+are two choices: run on, and the last stretch grows; or drop the p[j] whose loss costs least, and
+save here. Whichever is cheaper for a loop that ends one unit later is taken, and a tie is a save.
+Between two saves only the last stretch grows, and the gain from saving grows with it, so the next
+save is found by bisection instead of by walking.
+
+Long loops would save too often: the last stretch has no free slot, and its cost is quadratic.
+Once saves come oftener than every units / (RARE * slots), beyond RICH * slots units, a checkpoint
+that is hardly missed is given up, and its slot is left free for the reversal of the last stretch.
+The saves then number slots * log(units), and the table for 2**31 units stays small.
+"""
+
+from __future__ import annotations
+
+from math import isqrt
+from typing import Any, NamedTuple
+
+import numpy as np
+
+RICH = 100
+"""Up to this many units a slot, every slot holds a checkpoint."""
+
+RARE = 16
+"""Beyond, saves nearer than units / (RARE * slots) are too frequent."""
+
+DEAR = 50
+"""A checkpoint is given up only where that costs less than the whole / DEAR."""
+
+
+class Entry(NamedTuple):
+    """At the start of `unit` save into `slot`; `cleared` is emptied (`slots`: none is)."""
+
+    unit: int
+    slot: int
+    cleared: int
+
+
+class Prices:
+    """`binomial.advances` for arrays.
+
+    For each number of free slots the optimum is piecewise linear in the length, and its slope is
+    the number of breakpoints below. The breakpoints of all rows lie in one sorted array, a row
+    each `stride`, with their partial sums.
+    """
+
+    def __init__(self, free: int, units: int):
+        """For up to `units` units and up to `free` free slots."""
+        self._stride = units + 2
+        first: list[int] = []
+        points: list[int] = []
+        sums: list[int] = []
+        for slots in range(1, free + 2):
+            first.append(len(points))
+            repetitions, point, total = 0, 1, 0
+            while point <= units and slots > 1:  # without a free slot the formula is used
+                points.append((slots - 1) * self._stride + point)
+                sums.append(total)
+                total += point
+                repetitions += 1
+                point = point * (slots + repetitions) // repetitions
+            points.append(slots * self._stride - 1)
+            sums.append(total)
+        self._first = np.array(first, np.int64)
+        self._points = np.array(points, np.int64)
+        self._sums = np.array(sums, np.int64)
+
+    def __call__(self, units: Any, free: Any) -> Any:
+        """Advances for each pair of `units` and `free`, arrays or integers alike."""
+        at = np.searchsorted(self._points, free * self._stride + units)
+        linear = units * (at - self._first[free]) - self._sums[at]
+        return np.where(free == 0, units * (units - 1) // 2, linear)
+
+
+def cheapest_saves(slots: int, units: int) -> list[Entry]:
+    """Every save of a loop of up to `units` units, in the order of time."""
+    saves = [Entry(0, 0, slots)]
+    if slots == 1:
+        return saves
+    saves += [Entry(unit, unit, slots) for unit in range(1, min(slots, units))]
+    if units <= slots:
+        return saves
+    price = Prices(slots, units + 1)
+    held = np.arange(slots)  # units, oldest first
+    slot_of = {unit: unit for unit in range(slots)}
+    while True:
+        loss = _Loss(price, held, slots)
+        last = int(held[-1])
+        due = loss.due(units - last)
+        unit = last + max(due, _least_distance(last, len(held)))
+        if unit >= units:
+            return saves
+        frequent = last > RICH * slots and due * RARE * slots < last
+        spare = loss.inner > 0 and loss.inner_loss * DEAR < last + loss.kept
+        if frequent and spare and saves[-1].cleared == slots:
+            saves[-1] = saves[-1]._replace(cleared=slot_of.pop(int(held[loss.inner])))
+            held = np.delete(held, loss.inner)
+            continue
+        dropped = loss.cheapest(unit - last)
+        slot = slot_of.pop(int(held[dropped]))
+        slot_of[unit] = slot
+        held = np.append(np.delete(held, dropped), unit)
+        saves.append(Entry(unit, slot, slots))
+
+
+def _least_distance(unit: int, held: int) -> int:
+    """How far apart saves are at least: the last stretch costs about 1 % of the whole at most.
+
+    A last stretch of g units costs at most g**2 / 2. The whole is at least `unit`, and with two
+    states held, which only spacing makes rarer, about unit**1.5.
+    """
+    if held == 2:
+        return max(1, isqrt(unit * isqrt(unit)) // 8)
+    return max(1, isqrt(unit) // 8 - 3)
+
+
+class _Loss:
+    """What is lost by dropping a checkpoint, as a function of the length of the last stretch.
+
+    inner: the cheapest drop but for the first and the last checkpoint, or 0 where there is none.
+    inner_loss: what it costs, the last stretch's free slot more not counted.
+    kept: what reversing all but the last stretch costs if none is dropped.
+    """
+
+    def __init__(self, price: Prices, held: Any, slots: int):
+        free = slots - 1 - np.arange(len(held))
+        lengths = np.diff(held)
+        kept = price(lengths, free[:-1])
+        self._price = price
+        self._free = int(free[-1])
+        self._before = int(lengths[-1])
+        self._kept_before = int(kept[-1])
+        self.kept = int(kept.sum())
+        self.inner, self.inner_loss = 0, 0
+        if len(held) > 2:
+            # dropping j merges stretches j - 1 and j; those after j gain a free slot
+            merged = price(lengths[:-1] + lengths[1:], free[:-2]) - kept[:-1] - kept[1:]
+            gains = kept - price(lengths, free[:-1] + 1)
+            gained = np.append(np.cumsum(gains[::-1])[::-1][2:], 0)
+            losses = merged - gained
+            self.inner = 1 + int(np.argmin(losses))
+            self.inner_loss = int(losses[self.inner - 1])
+
+    def _drop_inner(self, length: Any) -> Any:
+        return self.inner_loss + self._price(length, self._free + 1)
+
+    def _drop_last(self, length: Any) -> Any:
+        return self._price(self._before + length, self._free + 1) - self._kept_before
+
+    def due(self, most: int) -> int:
+        """The least length at which saving costs no more than running on, or `most`."""
+        below, step, fan = 0, 1, np.arange(1, 17)
+        while True:
+            length = np.minimum(below + step * fan, most)
+            run_on = self._price(length + 1, self._free)
+            saving = self._drop_last(length) <= run_on
+            if self.inner:
+                saving |= self._drop_inner(length) <= run_on
+            first = int(np.argmax(saving))
+            if not saving[first]:
+                below = int(length[-1])
+                step *= 16
+                if below >= most:
+                    return most
+            elif step == 1:
+                return int(length[first])
+            else:
+                below = max(below, int(length[first]) - step)
+                step //= 16
+
+    def cheapest(self, length: int) -> int:
+        """The checkpoint to drop when the last stretch is `length` units long."""
+        if not self.inner or self._drop_last(length) < self._drop_inner(length):
+            return -1
+        return self.inner

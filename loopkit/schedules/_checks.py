@@ -1,0 +1,26 @@
+"""Arguments of the schedules: integers of at least some size, or an error that says what to
+change."""
+
+from __future__ import annotations
+
+import operator
+from typing import SupportsIndex
+
+
+def integer(where: str, argument: str, value: SupportsIndex, minimum: int, advice: str) -> int:
+    """`value` as a Python int of at least `minimum`.
+
+    `where` names the function as a reader would import it, `advice` says what to change.
+    """
+    try:
+        result = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"loopkit.schedules.{where}: `{argument}` must be an integer, got {value!r} "
+            f"({type(value).__name__}); {advice}"
+        ) from None
+    if result < minimum:
+        raise ValueError(
+            f"loopkit.schedules.{where}: `{argument}` must be >= {minimum}, got {result}; {advice}"
+        )
+    return result

@@ -1,0 +1,67 @@
+"""What a schedule is made of: typed actions on one live state and numbered slots.
+
+The *live* state is the one being computed with. A schedule begins with the start of unit 0 live,
+or, where it only reverses, with nothing live. Every action prints as it is written, and names the
+unit it is about, so that a machine which executes it can check it (`loopkit.schedules.replay`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Advance:
+    """Run the units from `start` up to, not including, `stop`: the start of `stop` is live."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Save:
+    """Store the live state, the start of `unit`, in `slot`. What was there is lost."""
+
+    unit: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Make the start of `unit`, which `slot` holds, the live state. It stays stored."""
+
+    unit: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class Discard:
+    """Empty `slot`."""
+
+    slot: int
+
+
+@dataclass(frozen=True)
+class Reverse:
+    """Replay `unit` from the live state, its start, and run it backward. Nothing is live then."""
+
+    unit: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """Run `unit` and store its residuals in `slot`: the start of `unit + 1` is live."""
+
+    unit: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class ReverseRecorded:
+    """Run `unit` backward from the residuals in `slot`, without replaying it."""
+
+    unit: int
+    slot: int
+
+
+Action = Advance | Save | Restore | Discard | Reverse | Record | ReverseRecorded

@@ -1,0 +1,188 @@
+"""The offline optimum: reversing a known number of units with a fixed number of slots.
+
+Time runs in *units* (a unit is a segment of steps), states are kept in *slots*. Slots are counted
+in two ways:
+
+- `slots` counts every stored state, the one at the start included;
+- `free` counts the slots left beside the stored start, so `slots = free + 1` for a lone stretch.
+
+Only *advances* are counted: evaluations of a unit that carry a state forward. To reverse a unit,
+its stored start is replayed once more while residuals are recorded; that replay happens once a
+unit under every schedule and is left out.
+
+Everything follows from one function, `reach(s, r) = binomial(s + r, s)`: the most units that `s`
+slots reverse when no unit is advanced over more than `r` times. The optimum is convex and
+piecewise linear in the length, its slope growing by one at each `reach(s, r)`. With s = free + 1,
+
+    advances(l, free) = sum over r >= 1 of max(0, l - reach(s, r - 1))
+    split(l, free)    = sum over r >= 1 of min(max(0, l - start(r)), reach(s - 1, r - 1))
+    start(1) = 1,   start(r) = reach(s, r - 2) + reach(s - 1, r)
+
+The last two lines have no branch and no search, so a traced loop evaluates them on one row of a
+small table:
+
+    import jax.numpy as jnp
+    table = SplitTable(*(jnp.asarray(t, jnp.int32) for t in split_table(units=1000, free=7)))
+    m = split_from(table, units_left, free_slots, jnp)      # traced integers in and out
+
+Source: Griewank & Walther 2000, "Algorithm 799: revolve", ACM Transactions on Mathematical
+Software 26(1); Grimm, Pottier & Rostaing-Schmidt 1996, "Optimal time and minimum space-time
+product for reversing a certain class of programs".
+"""
+
+from __future__ import annotations
+
+from math import comb
+from typing import Any, NamedTuple, SupportsIndex
+
+from loopkit.schedules._checks import integer
+
+LARGEST = 2**31 - 1
+"""Entries of a table saturate here, so that int32 holds them."""
+
+_UNITS = "count the units to be reversed"
+_SLOTS = "count the initial state as one slot"
+_FREE = "count the slots beside the one that holds the start"
+
+
+def reach(slots: SupportsIndex, repetitions: SupportsIndex) -> int:
+    """The most units `slots` slots reverse if none is advanced over more than `repetitions` times.
+
+    >>> reach(3, 2)
+    10
+    """
+    where = "binomial.reach"
+    slots = integer(where, "slots", slots, 0, _SLOTS)
+    repetitions = integer(where, "repetitions", repetitions, 0, "count advances over one unit")
+    return comb(slots + repetitions, slots)
+
+
+def repetition_number(units: SupportsIndex, slots: SupportsIndex) -> int:
+    """The smallest r with `reach(slots, r) >= units`.
+
+    An optimal reversal advances over no unit more often.
+
+    >>> repetition_number(10, 3), repetition_number(11, 3)
+    (2, 3)
+    """
+    units = integer("binomial.repetition_number", "units", units, 0, _UNITS)
+    slots = integer("binomial.repetition_number", "slots", slots, 1, _SLOTS)
+    above = 1
+    while comb(slots + above, slots) < units:
+        above *= 2
+    below = -1
+    while above - below > 1:
+        middle = (above + below) // 2
+        if comb(slots + middle, slots) >= units:
+            above = middle
+        else:
+            below = middle
+    return above
+
+
+def advances(units: SupportsIndex, free: SupportsIndex) -> int:
+    """The fewest advances that reverse `units` units from a stored start with `free` more slots.
+
+    Arguments: `units` >= 0; `free` >= 0, the slots beside the start's.
+    Returns: unit evaluations, the `units` replays not counted. With r the repetition number and
+    s = free + 1 it is r * units - binomial(s + r, r - 1); without a free slot that is
+    units * (units - 1) / 2.
+
+    >>> advances(10, 2), advances(5, 0)
+    (15, 10)
+    """
+    units = integer("binomial.advances", "units", units, 0, _UNITS)
+    free = integer("binomial.advances", "free", free, 0, _FREE)
+    repetitions = repetition_number(units, free + 1)
+    if repetitions == 0:
+        return 0
+    return repetitions * units - comb(free + 1 + repetitions, repetitions - 1)
+
+
+def evaluations(units: SupportsIndex, slots: SupportsIndex) -> int:
+    """The fewest evaluations of a forward sweep and its reversal with `slots` slots, less replays.
+
+    The forward sweep returns the state after the last unit, and only stored states survive it.
+    The end of the sweep is then one more thing to reach and to leave behind: this is the reversal
+    of `units + 1` units from a stored start, whose first `units` advances are the forward sweep.
+    A gradient evaluates every unit `evaluations + units` times in all.
+
+    >>> evaluations(3, 3), evaluations(200, 8)      # three slots hold three states: no repetition
+    (3, 584)
+    """
+    units = integer("binomial.evaluations", "units", units, 0, _UNITS)
+    slots = integer("binomial.evaluations", "slots", slots, 1, _SLOTS)
+    return advances(units + 1, slots - 1)
+
+
+def split(units: SupportsIndex, free: SupportsIndex) -> int:
+    """How many units to advance from a stored start before saving, so that reversal is optimal.
+
+    Arguments: `units` >= 2, the length of the stretch from the stored start to the end of the unit
+    reversed next; in a forward sweep to a known end, one more than is left (see `evaluations`).
+    `free` >= 0, the slots beside the start's.
+    Returns: m with advances(units, free) == m + advances(units - m, free - 1) + advances(m, free).
+    With no free slot it is `units - 1`, the start of the last unit, reached without saving.
+    Of the optimal splits it is the smallest, which saves fewer states than the largest does.
+
+    >>> split(10, 2), split(5, 0)
+    (4, 4)
+    """
+    where = "binomial.split"
+    units = integer(where, "units", units, 2, "a stretch of one unit is replayed as it is")
+    free = integer(where, "free", free, 0, _FREE)
+    s = free + 1
+    r = repetition_number(units, s)
+    return max(1 if r == 1 else comb(s + r - 2, s), units - comb(s - 1 + r, r))
+
+
+class SplitTable(NamedTuple):
+    """What `split_from` reads: a row for each number of free slots. Any array type will do.
+
+    starts: [free + 1, columns], start(r) of the module's formula in column r - 1.
+    widths: [free + 1, columns], reach(f, r - 1), the last column unbounded, so that stretches
+        longer than the table was made for still get a split.
+    """
+
+    starts: Any
+    widths: Any
+
+
+def split_table(
+    units: SupportsIndex, free: SupportsIndex, *, columns: SupportsIndex = 256
+) -> SplitTable:
+    """The table by which `split_from` splits up to `units` units with up to `free` free slots.
+
+    Arguments: `columns`, the most columns to make. Up to reach(f + 1, columns) units with f free
+    slots the split is optimal; beyond, where some unit would be advanced over more than `columns`
+    times, it is valid and a little dearer. Row 0 is exact at every length, and 256 columns are
+    exact up to 33,153 units for f = 1 and 2.8 million for f = 2.
+    Returns: a SplitTable of tuples of Python ints, none above 2**31 - 1.
+    """
+    where = "binomial.split_table"
+    units = integer(where, "units", units, 1, _UNITS)
+    free = integer(where, "free", free, 0, _FREE)
+    columns = integer(where, "columns", columns, 1, "256 is a good number")
+    needed = 1 if free == 0 else repetition_number(units, 2)  # row 0 is linear: one column says it
+    columns = max(1, min(columns, needed))
+    starts, widths = [], []
+    for s in range(1, free + 2):
+        start = [1] + [comb(s + r - 2, s) + comb(s - 1 + r, r) for r in range(2, columns + 1)]
+        width = [comb(s - 1 + r - 1, r - 1) for r in range(1, columns)] + [LARGEST]
+        starts.append(tuple(min(LARGEST, entry) for entry in start))
+        widths.append(tuple(min(LARGEST, entry) for entry in width))
+    return SplitTable(tuple(starts), tuple(widths))
+
+
+def split_from(table: SplitTable, units: Any, free: Any, xp: Any) -> Any:
+    """`split(units, free)` on integers of any array library: one row of the table, no branch.
+
+    Arguments: `table`, a SplitTable of arrays of `xp`; `units` and `free`, integers or arrays of
+    one shape, traced or not; `xp`, numpy or jax.numpy. Lanes may differ.
+    Returns: as `split` for units >= 2, of the type of `units`. For units <= 1 it is 0, so it may
+    be evaluated once too often.
+    """
+    units = xp.asarray(units)
+    beyond = xp.expand_dims(units, -1) - table.starts[free]
+    pieces = xp.minimum(xp.maximum(beyond, 0), table.widths[free])
+    return xp.sum(pieces, axis=-1, dtype=units.dtype)

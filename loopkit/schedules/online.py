@@ -1,0 +1,208 @@
+"""Placing checkpoints while a loop of unknown length runs.
+
+A placement is a fixed program: which state to save at which unit into which slot, whatever the
+loop computes. So the choosing is done ahead, on Python integers, and a running loop only reads a
+table. The same functions step through it on Python ints, numpy ints and traced integers. A traced
+loop:
+
+    import jax.numpy as jnp
+    program = cheapest(slots=8, units=(2**31 - 1) // leaf)     # or -(-max_steps // leaf)
+    table = Table(*(jnp.asarray(column, jnp.int32) for column in program.table))
+    positions = jnp.full(8, NEVER, jnp.int32)                   # the unit each slot holds
+    mark = first_mark(table)
+    while not finished:                                         # lax.while_loop, mark in its carry
+        # save the carry into slot mark.slot, always a real one
+        positions = record(positions, mark, jnp)
+        # run mark.run units, fewer if the predicate says so, never past `units` in all
+        mark = next_mark(table, mark)
+    by_age = jnp.argsort(positions)                             # a stack of slots, empty ones last
+    top = jnp.sum(positions != NEVER) - 1
+
+A mark is acted on only if the loop goes on, so nothing is dropped for a state at which the loop
+has ended. The stretch that begins at slot `by_age[k]` is reversed with `slots - 1 - k` free slots.
+
+Two placements: `thinning` doubles the spacing whenever the slots are full; `cheapest` drops the
+checkpoint whose loss costs least. Up to reach(slots, 2) units `cheapest` is optimal, as algorithm
+I of Stumm & Walther is; up to reach(slots, 3), algorithm II's range, and beyond, where Wang, Moin
+& Iaccarino bound the repetitions, docs/schedules.md gives its distance from the optimum.
+
+Source: Stumm & Walther 2010, "New algorithms for optimal online checkpointing", SIAM Journal on
+Scientific Computing 32(2); Wang, Moin & Iaccarino 2009, "Minimal repetition dynamic checkpointing
+algorithm for unsteady adjoint calculation", SIAM Journal on Scientific Computing 31(4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, SupportsIndex
+
+from loopkit.schedules._cheapest import Entry, cheapest_saves
+from loopkit.schedules._checks import integer
+
+NEVER = 2**31 - 1
+"""The unit recorded for a slot that holds nothing; no loop counted in int32 runs as long."""
+
+_SLOTS = "count the initial state as one slot"
+_UNITS = "give a bound on the units the loop can run, or leave it out for 2**31 - 1"
+
+
+class Table(NamedTuple):
+    """The columns of a placement, one entry a save. Tuples of ints, or arrays of any library.
+
+    unit: the unit whose start is saved. The last two entries, never acted on, are the bound.
+    slot: the slot it is saved into.
+    cleared: another slot that is empty from then on, or `slots` where there is none.
+    """
+
+    unit: Any
+    slot: Any
+    cleared: Any
+
+
+class Mark(NamedTuple):
+    """At the start of `unit` save into `slot`, forget `cleared`, then run `run` units.
+
+    count: how many saves came before, the index into the table.
+    unit, slot, cleared: the table's entries.
+    run: units until the next mark.
+    """
+
+    count: Any
+    unit: Any
+    slot: Any
+    cleared: Any
+    run: Any
+
+
+def first_mark(table: Table) -> Mark:
+    """The first save: unit 0 into slot 0."""
+    unit, slot, cleared = table
+    return Mark(unit[0], unit[0], slot[0], cleared[0], unit[1] - unit[0])
+
+
+def next_mark(table: Table, mark: Mark) -> Mark:
+    """The save after `mark`: plain indexing and subtraction, so `mark` may be traced."""
+    count = mark.count + 1
+    unit, slot, cleared = table
+    return Mark(count, unit[count], slot[count], cleared[count], unit[count + 1] - unit[count])
+
+
+def record(positions: Any, mark: Mark, xp: Any) -> Any:
+    """The unit each slot holds after `mark`.
+
+    Arguments: `positions`, [slots] integers of the library `xp` (numpy or jax.numpy), NEVER where
+    a slot is empty.
+    Returns: an array like `positions`.
+    """
+    slots = xp.arange(positions.shape[-1])
+    positions = xp.where(slots == mark.cleared, NEVER, positions)
+    return xp.where(slots == mark.slot, mark.unit, positions)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A program of saves for a loop of unknown length of at most `units` units.
+
+    slots: slots, the initial state's included.
+    units: the bound it was made for.
+    table: its saves, in the order of time.
+    """
+
+    slots: int
+    units: int
+    table: Table
+
+    def __repr__(self) -> str:
+        saves = len(self.table.unit) - 2
+        return f"Placement(slots={self.slots}, units={self.units}, saves={saves})"
+
+    def marks(self, units: SupportsIndex) -> list[Mark]:
+        """The saves that a loop of `units` units performs."""
+        units = self._within("marks", units)
+        marks = []
+        mark = first_mark(self.table)
+        while mark.unit < units:
+            marks.append(mark)
+            mark = next_mark(self.table, mark)
+        return marks
+
+    def positions(self, units: SupportsIndex) -> dict[int, int]:
+        """What a loop of `units` units leaves behind: the unit held by each slot in use.
+
+        >>> thinning(4).positions(11)
+        {0: 0, 1: 4, 3: 6, 2: 8}
+        """
+        held: dict[int, int] = {}
+        for mark in self.marks(self._within("positions", units)):
+            held.pop(mark.cleared, None)
+            held.pop(mark.slot, None)
+            held[mark.slot] = mark.unit
+        return held
+
+    def _within(self, method: str, units: SupportsIndex) -> int:
+        where = f"online.Placement.{method}"
+        units = integer(where, "units", units, 0, "count the units that the loop ran")
+        if units > self.units:
+            raise ValueError(
+                f"loopkit.schedules.{where}: `units` must be <= {self.units}, the bound this "
+                f"placement was made for, got {units}; make the placement with a larger `units`"
+            )
+        return units
+
+
+def _placement(slots: int, units: int, saves: Sequence[Entry]) -> Placement:
+    bound = Entry(max(1, units), slots, slots)
+    unit, slot, cleared = zip(*saves, bound, bound, strict=True)
+    return Placement(slots, units, Table(unit, slot, cleared))
+
+
+@lru_cache(maxsize=256)
+def thinning(slots: SupportsIndex, units: SupportsIndex = NEVER) -> Placement:
+    """Save every `spacing` units; when the slots are full, double it and overwrite what is between.
+
+    Arguments: `slots` >= 1, the initial state's included; `units`, a bound on the loop's length.
+    Returns: a Placement. It saves slots / 2 states for each doubling of the length, the fewest of
+    the placements here, and its reversal is the dearest: the stretches are even, though the later
+    ones are reversed with fewer free slots.
+
+    >>> [(mark.unit, mark.slot) for mark in thinning(4).marks(11)]
+    [(0, 0), (1, 1), (2, 2), (3, 3), (4, 1), (6, 3), (8, 2)]
+    """
+    slots = integer("online.thinning", "slots", slots, 1, _SLOTS)
+    units = integer("online.thinning", "units", units, 0, _UNITS)
+    saves = [Entry(0, 0, slots)]
+    held = {0: 0}  # unit -> slot
+    between: list[int] = []  # units held, off the present spacing, oldest first
+    unit = spacing = 1
+    while slots > 1 and unit < units:
+        slot = len(held)
+        if slot == slots:
+            if not between:
+                spacing *= 2
+                between = [other for other in sorted(held) if other % spacing]
+                unit = -(-unit // spacing) * spacing
+                continue
+            slot = held.pop(between.pop(0))
+        held[unit] = slot
+        saves.append(Entry(unit, slot, slots))
+        unit += spacing
+    return _placement(slots, units, saves)
+
+
+@lru_cache(maxsize=256)
+def cheapest(slots: SupportsIndex, units: SupportsIndex = NEVER) -> Placement:
+    """Save as soon as dropping the checkpoint that is missed least beats running on.
+
+    Arguments: `slots` >= 1, the initial state's included; `units`, a bound on the loop's length.
+    Returns: a Placement. What a loop leaves behind is priced by its optimal reversal, and each
+    choice is the best for a loop that ends one unit later. It saves about a state a unit up to
+    twice the slots, then ever fewer.
+
+    >>> cheapest(4, 400)
+    Placement(slots=4, units=400, saves=58)
+    """
+    slots = integer("online.cheapest", "slots", slots, 1, _SLOTS)
+    units = integer("online.cheapest", "units", units, 0, _UNITS)
+    return _placement(slots, units, cheapest_saves(slots, units))
