@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from loopkit import _arguments, _errors, _jax
 from loopkit._capture import Names
@@ -123,15 +124,13 @@ def fori_loop(
 
 def _bound(argument: str, value: Any) -> Any:
     """A Python int where the bound is known, else a scalar integer array."""
-    try:
-        array = _jax.as_array(value)
-    except (TypeError, ValueError):
-        array = None
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        return int(value)
     got = f"{value!r} of type {type(value).__name__}"
-    if array is not None:
-        if array.shape == () and jnp.issubdtype(array.dtype, jnp.integer):
-            return array if _jax.is_tracer(array) else int(array)
-        got = _errors.short_type(jax.typeof(array))
+    if isinstance(value, (jax.Array, np.ndarray)):
+        if value.shape == () and jnp.issubdtype(value.dtype, jnp.integer):
+            return value if _jax.is_tracer(value) else int(value)
+        got = _errors.short_type(jax.typeof(value))
     raise TypeError(
         _errors.wrong(NAMES.function, argument, "must be a scalar integer", got, "Pass an int.")
     )

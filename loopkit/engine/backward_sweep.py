@@ -153,7 +153,7 @@ class _StepReversal:
             safe = SafeInputs.of(how.loop, operands, how.saved)
             consts = safe.consts
         hoisted = list(_jax.call_jaxpr(split.hoist)(*consts))
-        backward = split.backward
+        backward = how.backward
         if batch is not None:
             count = len(backward.in_avals) - sum(how.active.outputs)
             axes = [None] * count + [0] * sum(how.active.outputs)

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 
 from loopkit import _jax
+from loopkit.engine.activity import backward_activity, forward_activity
 from loopkit.engine.backward_sweep import backward_sweep
-from loopkit.engine.dual_loop import active_inputs
-from loopkit.engine.loop import Active, Loop
+from loopkit.engine.loop import Active, Loop, kept, spread
 from loopkit.engine.primitives import hessian_p, pullback_p, pushforward_p
 from loopkit.engine.pushforward import arguments
 from loopkit.engine.reversal import reversal
@@ -47,16 +47,46 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple
     if any(type(t) is not _jax.Zero for t in t_cts):
         linear = [_jax.instantiate(t) for t in t_cts]
         flowing = pullback_p.bind(*values, *residuals, *linear, **params)
-    moving = active_inputs(loop, t_values, active)
-    if any(type(t) is not _jax.Zero for t in moving):
-        u = [_jax.instantiate(t) for t in moving]
-        if params["batch"] is not None:
-            u = [jax.numpy.broadcast_to(t, (params["batch"], *t.shape)) for t in u]
-        second = hessian_p.bind(
-            *values, *cts, *u, loop=loop, active=active, batch=params["batch"]
-        )
-        flowing = list(map(_jax.add_tangents, flowing, second))
-    return out, flowing
+    second = _second_order(values, t_values, cts, loop, active, params["batch"])
+    return out, list(map(_jax.add_tangents, flowing, second))
+
+
+def _second_order(
+    values: Sequence[Any],
+    tangents: Sequence[Any],
+    cts: Sequence[Any],
+    loop: Loop,
+    active: Active,
+    batch: Any,
+) -> list:
+    """How the cotangents of the active inputs change as the operands do.
+
+    Operands may move that are not active here; the hessian is taken in both together.
+    """
+    types = loop.input_types(active)
+    if batch is not None:
+        types = [_jax.stack_type(t, batch) for t in types]
+    zeros = [_jax.Zero(t) for t in types]
+    count = loop.cond_const_count
+    moves = [type(t) is not _jax.Zero for t in tangents[count:]]
+    if not any(moves):
+        return zeros
+    nonzero = [a or b for a, b in zip(active.inputs, moves, strict=True)]
+    flags = loop.split([False] * count + nonzero)[0]
+    joint = forward_activity(loop, flags)
+    joint = backward_activity(loop, joint, active.carry, active.ys)
+    w_types = loop.output_types(joint)
+    if batch is not None:
+        w_types = [_jax.stack_type(t, batch) for t in w_types]
+    # A cotangent for every joint output: zero for those that are not active here.
+    w = spread(cts, kept(active.outputs, joint.outputs), list(map(_jax.zeros, w_types)))
+    u = [_jax.instantiate(t) for t in kept(tangents[count:], joint.inputs)]
+    if batch is not None:
+        u = [jax.numpy.broadcast_to(t, (batch, *t.shape)) for t in u]
+    out = hessian_p.bind(*values, *w, *u, loop=loop, active=joint, batch=batch)
+    of_input = dict(zip([i for i, j in enumerate(joint.inputs) if j], out, strict=True))
+    places = [i for i, a in enumerate(active.inputs) if a]
+    return [of_input.get(i, zero) for i, zero in zip(places, zeros, strict=True)]
 
 
 def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:

@@ -20,11 +20,9 @@ from loopkit import _jax
 from loopkit.engine.activity import backward_activity
 from loopkit.engine.batching import batch_tangents
 from loopkit.engine.dual_loop import (
-    active_inputs,
     dual_loop,
     dual_operands,
     dual_results,
-    replace_active,
 )
 from loopkit.engine.loop import Active, Loop, kept, parts, spread
 from loopkit.engine.primitives import forward_p, pullback_p, pushforward_p, while_p
@@ -68,18 +66,27 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple
     if any(type(t) is not _jax.Zero for t in t_linear):
         linear_part = [_jax.instantiate(t) for t in t_linear]
         flowing = pushforward_p.bind(*values, *residuals, *linear_part, **params)
-    moving = active_inputs(loop, t_values, active)
-    if any(type(t) is not _jax.Zero for t in moving):
+    moving = moving_inputs(loop, t_values)
+    if moving:
 
         def tangents_at(*moved: Any) -> list:
-            at = replace_active(loop, values, active, moved)
+            at = list(values)
+            for i, v in zip(moving, moved, strict=True):
+                at[i] = v
             quiet = loop.without_debug_effects()
             return run_dual(quiet, at, linear, active, params["batch"])
 
-        at = active_inputs(loop, values, active)
-        _, second = jax.jvp(tangents_at, at, [_jax.instantiate(t) for t in moving])
+        _, second = jax.jvp(
+            tangents_at, [values[i] for i in moving], [t_values[i] for i in moving]
+        )
         flowing = list(map(_jax.add_tangents, flowing, second))
     return out, flowing
+
+
+def moving_inputs(loop: Loop, tangents: Sequence[Any]) -> list[int]:
+    """The operands of the body that have a tangent."""
+    first = loop.cond_const_count
+    return [i for i, t in enumerate(tangents) if i >= first and type(t) is not _jax.Zero]
 
 
 def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
@@ -95,9 +102,7 @@ def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
         loop.carry_count,
     )
     live = backward_activity(loop.without_debug_effects(), active, carry, ys)
-    if reversal(loop, layout).plan.keeps_all:
-        live = active
-    elif not covers(loop, layout, live):
+    if not covers(loop, layout, live):
         outs = forward_p.bind(*values, loop=loop, active=live)
         residuals, layout = outs[loop.primal_counts[1] :], live
     reaching = kept(live.outputs, active.outputs)

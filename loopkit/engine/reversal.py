@@ -31,6 +31,8 @@ class Reversal:
     """(consts, saved carry, x) -> saved carry"""
     forward: Jaxpr
     """(consts, saved carry, x) -> saved carry, stored residuals"""
+    backward: Jaxpr
+    """(consts, hoisted, x, stored, cotangents) -> cotangents of the active consts, carry, x"""
 
     @property
     def saved_types(self) -> list[ShapedArray]:
@@ -80,17 +82,21 @@ def reversal(loop: Loop, layout: Active, active: Active | None = None) -> Revers
     `active` may be fewer leaves; what the forward sweep saved stays as it is.
     """
     base = loop.derived(("reversal", layout), lambda: _planned(loop, layout))
-    if active is None or active == layout or base.plan.keeps_all:
+    if active is None or active == layout:
         return base
+    # Stored residuals are those of the layout; others are made again, for what is needed of them.
+    split = base.split if base.plan.keeps_all else split_step(loop, active)
     return loop.derived(
-        ("reversal", layout, active),
-        lambda: build(loop, active, base.plan, base.saved, split_step(loop, active)),
+        ("reversal", layout, active), lambda: build(loop, active, base.plan, base.saved, split)
     )
 
 
 def covers(loop: Loop, layout: Active, active: Active) -> bool:
     """Whether what was saved for `layout` is enough to replay for `active`."""
-    saved = reversal(loop, layout).saved
+    how = reversal(loop, layout)
+    if how.plan.keeps_all:
+        return True
+    saved = how.saved
     needed = _saved_leaves(loop.without_debug_effects(), split_step(loop, active))
     return all(s or not n for s, n in zip(saved, needed, strict=True))
 
@@ -118,7 +124,8 @@ def build(
     stored = [True] * len(split.stored_types)
     silent = _jax.without_debug_effects(split.forward)
     forward, _ = _jax.dce(silent, [*saved, *no_ys, *stored], keep)
-    return Reversal(quiet, active, plan, split, saved, step, forward)
+    backward = split.backward(active)
+    return Reversal(quiet, active, plan, split, saved, step, forward, backward)
 
 
 def _saved_leaves(loop: Loop, split: Split) -> tuple[bool, ...]:

@@ -1,7 +1,7 @@
 """The derivative of one step, split in two: what is stored going forward, what is done going back.
 
-`jax.vjp` of the body is traced once and cut at its residuals, the values that the backward half
-reads. A residual that depends on constants alone is computed once, before the sweep ("hoisted"); one
+`jax.linearize` of the body is traced once and cut at its residuals, the values that the backward
+half reads. A residual that depends on constants alone is computed once, before the sweep ("hoisted"); one
 that is a slice of xs is read again; only the others are stored.
 
     hoist(consts)                                -> hoisted
@@ -11,7 +11,7 @@ that is a slice of xs is read again; only the others are stored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +28,12 @@ class Split:
 
     hoist: Jaxpr
     forward: Jaxpr
-    backward: Jaxpr
     results: int
     """How many outputs of `forward` are carry or y."""
+    backward: Callable[[Active], Jaxpr]
+    """The backward half, for the leaves that cotangents flow through."""
     stored_batched: tuple[bool, ...] = ()
-    """For the split of a batched loop that was made from another split: which rows have the axis."""
+    """For the split of a batched loop made from another split: which rows have the new axis."""
 
     @property
     def stored_types(self) -> list[ShapedArray]:
@@ -49,34 +50,23 @@ def _split(loop: Loop, active: Active) -> Split:
     in_types = list(body.in_avals)
     tree = None
 
-    def vjp_residuals(*values: Any) -> list:
+    def linearised(*values: Any) -> list:
         nonlocal tree
 
         def differentiated(*moving: Any) -> tuple[list, list]:
             outs = _jax.call_jaxpr(body)(*spread(moving, active.inputs, values))
             return kept(outs, active.outputs), outs
 
-        _, vjp, outs = jax.vjp(differentiated, *kept(values, active.inputs), has_aux=True)
-        residuals, tree = jax.tree.flatten(vjp)
+        inputs = kept(values, active.inputs)
+        _, pushforward, outs = jax.linearize(differentiated, *inputs, has_aux=True)
+        residuals, tree = jax.tree.flatten(pushforward)
         return [*outs, *residuals]
 
-    whole, closed_over = _jax.trace(vjp_residuals, in_types, "loop_step")
+    whole, closed_over = _jax.trace(linearised, in_types, "loop_step")
     assert not closed_over, "a body's jaxpr closes over nothing"
     n, c, total = len(body.out_avals), loop.const_count, len(whole.out_avals)
     slices = c + loop.carry_count
-    residual_types = list(whole.out_avals[n:])
-
-    def vjp_apply(*values: Any) -> list:
-        residuals, cts = parts(values, len(residual_types))
-        out = jax.tree.unflatten(tree, residuals)(cts)
-        return list(out)
-
-    ct_types = [t.to_tangent_aval() for t in kept(body.out_avals, active.outputs)]
-    apply, closed_over = _jax.trace(vjp_apply, [*residual_types, *ct_types], "loop_step_transpose")
-    assert not closed_over, "a transposed body closes over nothing"
-
-    moving = [False] * c + [True] * (len(in_types) - c)
-    varies = _jax.outputs_depending(whole, moving)
+    varies = _jax.outputs_depending(whole, [i >= c for i in range(len(in_types))])
     source = _jax.forwarded(whole)
     first = _jax.distinct_outputs(whole)
     is_x = [s is not None and s >= slices for s in source]
@@ -95,63 +85,77 @@ def _split(loop: Loop, active: Active) -> Split:
         rest = [_jax.blank(t) for t in in_types[c:]]
         return list(_jax.call_jaxpr(hoist_part)(*consts, *rest)) if hoisted else []
 
+    def make_backward(live: Active) -> Jaxpr:
+        def backward(*values: Any) -> list:
+            _, constant, x, rows, cts = parts(
+                values, c, len(hoisted), loop.xs_count, len(stored)
+            )
+            constant = dict(zip(hoisted, constant, strict=True))
+            row = {first[i]: r for i, r in zip(stored, rows, strict=True)}
+
+            def residual(i: int) -> Any:
+                if i in constant:
+                    return constant[i]
+                return x[source[i] - slices] if is_x[i] else row[first[i]]
+
+            pushforward = jax.tree.unflatten(tree, [residual(i) for i in range(n, total)])
+            return _transposed(pushforward, body, active, live)(cts)
+
+        types = [
+            *in_types[:c],
+            *(whole.out_avals[i] for i in hoisted),
+            *loop.x_types,
+            *(whole.out_avals[i] for i in stored),
+            *(t.to_tangent_aval() for t in kept(body.out_avals, live.outputs)),
+        ]
+        jaxpr, closed_over = _jax.trace(backward, types, "loop_step_transpose")
+        assert not closed_over, "a transposed body closes over nothing"
+        return jaxpr
+
     hoist_jaxpr, _ = _jax.trace(hoist, in_types[:c], "loop_constants")
+    return Split(hoist_jaxpr, forward, n, make_backward)
 
-    def backward(*values: Any) -> list:
-        consts, constant, x, rows, cts = parts(
-            values, c, len(hoisted), loop.xs_count, len(stored)
-        )
-        constant = dict(zip(hoisted, constant, strict=True))
-        row = {first[i]: r for i, r in zip(stored, rows, strict=True)}
-        residuals = []
-        for i in range(n, total):
-            if i in constant:
-                residuals.append(constant[i])
-            elif is_x[i]:
-                residuals.append(x[source[i] - slices])
-            else:
-                residuals.append(row[first[i]])
-        return _jax.call_jaxpr(apply)(*residuals, *cts)
 
-    types = [
-        *in_types[:c],
-        *(whole.out_avals[i] for i in hoisted),
-        *loop.x_types,
-        *(whole.out_avals[i] for i in stored),
-        *ct_types,
-    ]
-    backward_jaxpr, _ = _jax.trace(backward, types, "loop_step_transpose")
-    return Split(hoist_jaxpr, forward, backward_jaxpr, n)
+def _transposed(
+    pushforward: Callable, body: Jaxpr, active: Active, live: Active
+) -> Callable[[list], list]:
+    """The transpose of a step's linear part, between its live inputs and live outputs alone."""
+    types = [t.to_tangent_aval() for t in kept(body.in_avals, active.inputs)]
+    flowing = kept(live.inputs, active.inputs)
+    wanted = kept(live.outputs, active.outputs)
 
+    def restricted(*moving: Any) -> list:
+        inputs = spread(moving, flowing, [_jax.zeros(t) for t in types])
+        return kept(pushforward(*inputs), wanted)
+
+    transpose = jax.linear_transpose(restricted, *kept(types, flowing))
+    return lambda cts: list(transpose(cts))
 
 
 def batch_split(split: Split, loop: Loop, axis: Any, places: Operands, active: Active) -> Split:
     """vmap of a split, residual for residual. Every active input has the new axis."""
     slices = [None if a is None else a - 1 for a in places.xs]
-    consts = places.consts
+    consts, carry = places.consts, places.init
     hoist, hoisted = _jax.batch_jaxpr(
         split.hoist, axis, consts, ["free"] * len(split.hoist.out_avals)
     )
-    lane = next((a for a in places.init if a is not None), len(loop.lanes))
+    lane = next((a for a in carry if a is not None), len(loop.lanes))
     ys = [lane if a else "free" for a in active.ys]
-    carry = [*places.init]
-    stored_count = len(split.stored_types)
     forward, flags = _jax.batch_jaxpr(
         split.forward,
         axis,
         [*consts, *carry, *slices],
-        [*carry, *ys, *["free"] * stored_count],
+        [*carry, *ys, *["free"] * len(split.stored_types)],
     )
     stored = flags[split.results :]
-    cts = [*kept(carry, active.carry), *[lane for a in active.ys if a]]
-    outs = [*kept(consts, active.consts), *kept(carry, active.carry), *kept(slices, active.xs)]
-    backward, _ = _jax.batch_jaxpr(
-        split.backward,
-        axis,
-        [*consts, *_first(hoisted), *slices, *_first(stored), *cts],
-        outs,
-    )
-    return Split(hoist, forward, backward, split.results, tuple(stored))
+
+    def make_backward(live: Active) -> Jaxpr:
+        cts = [*kept(carry, live.carry), *[lane for a in live.ys if a]]
+        outs = [*kept(consts, live.consts), *kept(carry, live.carry), *kept(slices, live.xs)]
+        ins = [*consts, *_first(hoisted), *slices, *_first(stored), *cts]
+        return _jax.batch_jaxpr(split.backward(live), axis, ins, outs)[0]
+
+    return Split(hoist, forward, split.results, make_backward, tuple(stored))
 
 
 def _first(flags: Sequence[bool]) -> list[int | None]:
