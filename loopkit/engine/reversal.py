@@ -139,7 +139,8 @@ def _saved_leaves(loop: Loop, split: Split) -> tuple[bool, ...]:
     stored = [True] * len(split.stored_types)
     silent = _jax.without_debug_effects(split.forward)
     saved = carry_read(silent, [*results, *stored], loop.const_count)
-    if loop.lanes:
+    if loop.cond is not None:
+        # Under a vmap yet to come, each lane asks the predicate again.
         read = carry_read(loop.cond, [True], loop.cond_const_count)
         saved = [a or b for a, b in zip(saved, read, strict=True)]
     while True:

@@ -22,10 +22,10 @@ A mark is acted on only if the loop goes on, so nothing is dropped for a state a
 has ended. The stretch that begins at slot `by_age[k]` is reversed with `slots - 1 - k` free slots.
 
 Two placements: `thinning` doubles the spacing whenever the slots are full, and saves seldom;
-`cheapest` drops the checkpoint whose loss costs least. Below reach(slots, 2) units `cheapest` is
-optimal, as algorithm I of Stumm & Walther is. Below reach(slots, 3), algorithm II's range, it is
-within 5 % of the optimum, and it stays near it beyond, where Wang, Moin & Iaccarino bound the
-repetitions: docs/schedules.md has the figures.
+`cheapest` drops the checkpoint whose loss costs least. Below reach(slots, 2) units, with up to 50
+slots, `cheapest` is optimal, as algorithm I of Stumm & Walther is. Below reach(slots, 3), algorithm
+II's range, it is within 5 % of the optimum, and it stays near it beyond, where Wang, Moin &
+Iaccarino bound the repetitions: docs/schedules.md has the figures.
 
 Source: Stumm & Walther 2010, "New algorithms for optimal online checkpointing", SIAM Journal on
 Scientific Computing 32(2); Wang, Moin & Iaccarino 2009, "Minimal repetition dynamic checkpointing

@@ -1,0 +1,27 @@
+"""Double precision, four host devices, and the compiler's work counted where a test asks for it."""
+
+import os
+
+FLAGS = "--xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.monitoring
+import pytest
+
+jax.config.update("jax_enable_x64", True)
+
+
+@pytest.fixture
+def compilations():
+    """A list that grows by one with every program that XLA compiles."""
+    events = []
+
+    def listener(event: str, duration: float, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listener)

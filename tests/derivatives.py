@@ -1,0 +1,60 @@
+"""Derivatives of vector functions along fixed directions, in every order of the two modes.
+
+A pattern such as "fr" reads as it is spoken: forward over reverse. Whatever the modes, what comes
+out is again a vector function, so that patterns of any length compose.
+"""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from problems import TABLE
+
+
+def direction(like: jax.Array, seed: int) -> jax.Array:
+    return jnp.cos(jnp.arange(like.size) * 1.7 + seed).reshape(like.shape).astype(like.dtype)
+
+
+def forward(f: Callable, seed: int) -> Callable:
+    """x -> J(x) v"""
+    return lambda x: jax.jvp(f, (x,), (direction(x, seed),))[1]
+
+
+def reverse(f: Callable, seed: int) -> Callable:
+    """x -> J(x)^T w"""
+
+    def pulled_back(x):
+        y, pullback = jax.vjp(f, x)
+        return pullback(direction(y, seed))[0]
+
+    return pulled_back
+
+
+MODES = {"f": forward, "r": reverse}
+
+
+def derivative(f: Callable, pattern: str) -> Callable:
+    for seed, mode in enumerate(reversed(pattern)):
+        f = MODES[mode](f, seed)
+    return f
+
+
+@ft.cache
+def expected(name: str, pattern: str) -> np.ndarray:
+    """The derivative of a problem's reference at its own arguments."""
+    entry = TABLE[name]
+    return np.asarray(derivative(entry.flat_reference(), pattern)(entry.vector()))
+
+
+def assert_close(got: Any, wanted: Any, tol: float = 1e-10) -> None:
+    """Equal trees, of equal types, up to `tol`, NaN nowhere; keys are compared by their data."""
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
+    for g, w in pairs:
+        assert jnp.asarray(g).dtype == jnp.asarray(w).dtype
+        if jnp.issubdtype(jnp.asarray(g).dtype, jax.dtypes.prng_key):
+            g, w = jax.random.key_data(g), jax.random.key_data(w)
+        np.testing.assert_allclose(g, w, rtol=tol, atol=tol, equal_nan=False)

@@ -1,0 +1,84 @@
+"""The optimum by dynamic programming and by search: slow, and right by definition."""
+
+import heapq
+from itertools import count
+
+import numpy as np
+
+
+def advances(units, free):
+    """advances[f, l]: the fewest advances that reverse l units from a stored start, f slots free.
+
+    Advance by m, save, reverse what lies beyond with a slot less, come back for the m units.
+    """
+    table = np.zeros((free + 1, units + 1), np.int64)
+    length = np.arange(units + 1)
+    table[0] = length * (length - 1) // 2
+    for f in range(1, free + 1):
+        for l in range(2, units + 1):
+            m = np.arange(1, l)
+            table[f, l] = np.min(m + table[f - 1, l - m] + table[f, m])
+    return table
+
+
+def _cheapest_path(start, moves, finished):
+    number = count()
+    distance = {start: 0}
+    queue = [(0, 0, start)]
+    while queue:
+        so_far, _, node = heapq.heappop(queue)
+        if finished(node):
+            return so_far
+        if so_far == distance[node]:
+            for cost, other in moves(node):
+                if so_far + cost < distance.get(other, 10**9):
+                    distance[other] = so_far + cost
+                    heapq.heappush(queue, (so_far + cost, next(number), other))
+    return None
+
+
+def reversal(positions, units, slots):
+    """The fewest advances that reverse from the units stored, over everything one could do."""
+
+    def moves(node):
+        stored, live, target = node
+        for unit in stored:
+            yield 0, (stored, unit, target)
+            yield 0, (stored - {unit}, live, target)
+        if live is not None:
+            if live < target:
+                yield 1, (stored, live + 1, target)
+            if live == target:
+                yield 0, (stored, None, target - 1)
+            if len(stored) < slots:
+                yield 0, (stored | {live}, live, target)
+
+    start = (frozenset(positions), None, units - 1)
+    return _cheapest_path(start, moves, lambda node: node[2] < 0)
+
+
+def mixed(units, budget, carry_size, residual_size):
+    """The fewest evaluations of a gradient that stores states and residuals in `budget`."""
+
+    def moves(node):
+        states, residuals, live, target, swept = node
+        left = budget - carry_size * len(states) - residual_size * len(residuals)
+        for unit in states:
+            yield 0, (states, residuals, unit, target, swept)
+            yield 0, (states - {unit}, residuals, live, target, swept)
+        if swept and target in residuals:
+            yield 0, (states, residuals - {target}, None, target - 1, swept)
+        if live is None:
+            return
+        if live < units:
+            after = swept or live + 1 == units
+            yield 1, (states, residuals, live + 1, target, after)
+            if left >= residual_size:
+                yield 1, (states, residuals | {live}, live + 1, target, after)
+        if swept and live == target:
+            yield 1, (states, residuals, None, target - 1, swept)
+        if left >= carry_size:
+            yield 0, (states | {live}, residuals, live, target, swept)
+
+    start = (frozenset(), frozenset(), 0, units - 1, units == 0)
+    return _cheapest_path(start, moves, lambda node: node[3] < 0 and node[4])

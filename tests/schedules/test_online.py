@@ -1,0 +1,203 @@
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from loopkit.schedules import binomial, online
+from loopkit.schedules._cheapest import Prices
+
+PLACEMENTS = [online.thinning, online.cheapest]
+placements = pytest.mark.parametrize("place", PLACEMENTS, ids=lambda place: place.__name__)
+
+
+def evaluations(held, units, slots):
+    """A forward sweep and the reversal from what it left, each stretch reversed optimally."""
+    start = [*sorted(held.values()), units]
+    return units + sum(
+        binomial.advances(start[i + 1] - start[i], slots - 1 - i) for i in range(len(held))
+    )
+
+
+@placements
+def test_every_length_on_a_grid(place):
+    for slots in range(1, 41):
+        program = place(slots, 120)
+        for units in range(121):
+            held = program.positions(units)
+            assert len(held) <= slots
+            assert set(held) <= set(range(slots))
+            assert len(set(held.values())) == len(held)
+            assert all(0 <= unit < units for unit in held.values())
+            if units:
+                assert held[0] == 0
+            if units <= slots:
+                assert sorted(held.values()) == list(range(units))
+        # another bound is the same program, cut short
+        short = place(slots, 60)
+        assert all(short.positions(n) == program.positions(n) for n in range(61))
+
+
+@placements
+def test_marks_follow_each_other(place):
+    marks = place(5, 1000).marks(1000)
+    assert [mark.count for mark in marks] == list(range(len(marks)))
+    for mark, after in pairwise(marks):
+        assert mark.run > 0
+        assert mark.unit + mark.run == after.unit
+    assert marks[-1].unit + marks[-1].run == 1000
+    assert place(5, 0).marks(0) == []
+
+
+def test_thinning_doubles_the_spacing():
+    program = online.thinning(8)
+    for units in (9, 17, 33, 1000, 10**6, 2**31 - 2):
+        held = sorted(program.positions(units).values())
+        spacing = min(after - unit for unit, after in pairwise(held))
+        assert all(unit % spacing == 0 for unit in held)
+        assert 8 * spacing / 2 < units <= 2 * spacing * 8
+    assert len(program.table.unit) < 8 + 4 * 30
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4, 6, 10, 16])
+def test_cheapest_is_optimal_in_the_range_of_algorithm_one(slots):
+    units = min(binomial.reach(slots, 2) - 1, 150)
+    program = online.cheapest(slots, units)
+    for n in range(units + 1):
+        best = binomial.evaluations(n, slots)
+        assert evaluations(program.positions(n), n, slots) == best
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4, 5, 8, 12, 16, 24, 40])
+def test_cheapest_is_near_the_optimum(slots):
+    """Body evaluations: the replays, one a unit, included."""
+    units = 100 * slots
+    program = online.cheapest(slots, units)
+    lengths = range(1, units + 1) if slots <= 8 else range(1, units + 1, 7)
+    for n in lengths:
+        best = n + binomial.evaluations(n, slots)
+        found = n + evaluations(program.positions(n), n, slots)
+        assert best <= found <= 1.11 * best
+        if n < binomial.reach(slots, 3):
+            assert found <= 1.05 * best + 2
+        if slots >= 4:
+            assert found <= 1.05 * best
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4, 8, 16, 40])
+def test_cheapest_stays_near_the_optimum_and_saves_seldom(slots):
+    program = online.cheapest(slots)
+    ends = np.geomspace(100 * slots, 2**31 - 2, 30).astype(int).tolist()
+    worst = max(
+        evaluations(program.positions(n), n, slots) / binomial.evaluations(n, slots) for n in ends
+    )
+    assert worst <= 1.08
+    assert len(program.table.unit) < 7000
+
+
+@pytest.mark.parametrize(("slots", "spare"), [(4, 2), (6, 2), (9, 3), (16, 4), (40, 6)])
+def test_thinning_with_spare_slots_is_near_the_optimum(slots, spare):
+    program = online.thinning(slots, 100 * slots, spare=spare)
+    for n in range(1, 100 * slots, 1 + slots // 5):
+        held = program.positions(n)
+        assert len(held) <= slots - spare
+        best = n + binomial.evaluations(n, slots)
+        assert n + evaluations(held, n, slots) <= 1.25 * best + 0.01
+    assert len(program.table.unit) < 5 * slots
+    assert program.table.cleared == (slots,) * len(program.table.unit)
+
+
+def test_one_slot_runs_to_the_end():
+    for place in PLACEMENTS:
+        program = place(1)
+        assert program.positions(10**6) == {0: 0}
+        assert program.marks(10**6) == [online.Mark(0, 0, 0, 1, 2**31 - 1)]
+
+
+def test_prices_are_the_optimum():
+    price = Prices(9, 400)
+    l, free = np.meshgrid(np.arange(401), np.arange(10))
+    expected = [[binomial.advances(n, f) for n in range(401)] for f in range(10)]
+    assert price(l, free).tolist() == expected
+    long = Prices(2, 2**31)
+    for f in range(3):
+        assert long(2**31 - 1, f) == binomial.advances(2**31 - 1, f)
+
+
+@placements
+@pytest.mark.parametrize("slots", [1, 3, 8])
+def test_a_traced_loop_places_the_same(place, slots):
+    program = place(slots)
+    table = online.Table(*(jnp.asarray(column, jnp.int32) for column in program.table))
+
+    @jax.jit
+    def run(units):
+        """Which units the slots hold after `units` units, as an engine would keep them."""
+
+        def save_and_run(loop):
+            unit, mark, positions, kept = loop
+            kept = kept.at[mark.slot].set(unit)  # the carry is the unit's number
+            positions = online.record(positions, mark, jnp)
+            unit = jnp.minimum(units, unit + mark.run)
+            return unit, online.next_mark(table, mark), positions, kept
+
+        positions = jnp.full(slots, online.NEVER, jnp.int32)
+        start = (jnp.int32(0), online.first_mark(table), positions, positions)
+        *_, positions, kept = lax.while_loop(lambda loop: loop[0] < units, save_and_run, start)
+        return positions, kept
+
+    for units in (0, 1, 2, 7, 8, 9, 50, 333, 10**4, 10**7, 2**31 - 2):
+        positions, kept = run(jnp.int32(units))
+        held = {slot: unit for slot, unit in enumerate(positions.tolist()) if unit != online.NEVER}
+        assert held == program.positions(units)
+        assert all(kept[slot] == unit for slot, unit in held.items())
+
+
+def test_numpy_integers_and_the_bound():
+    program = online.cheapest(3, 10)
+    table = online.Table(*map(np.asarray, program.table))
+    mark = online.first_mark(table)
+    positions = np.full(3, online.NEVER)
+    while mark.unit < 10:
+        positions = online.record(positions, mark, np)
+        mark = online.next_mark(table, mark)
+    assert mark.run == 0
+    assert dict(enumerate(positions.tolist())) == program.positions(10)
+
+
+def test_programs_print_and_are_kept():
+    assert repr(online.cheapest(4, 400)) == "Placement(slots=4, units=400, saves=58)"
+    assert online.cheapest(4, 400) is online.cheapest(4, 400)
+    assert hash(online.thinning(4)) == hash(online.thinning(4))
+
+
+ERRORS = [
+    (lambda: online.thinning(0), "online.thinning: `slots` must be >= 1, got 0; count the initial"),
+    (lambda: online.thinning(2, -1), "online.thinning: `units` must be >= 0, got -1; give a bound"),
+    (lambda: online.thinning(2, spare=-1), "online.thinning: `spare` must be >= 0, got -1; 0 fill"),
+    (
+        lambda: online.thinning(2, spare=2),
+        "loopkit.schedules.online.thinning: `spare` must be < `slots`, which is 2, got 2; the "
+        "initial state needs a slot",
+    ),
+    (lambda: online.cheapest(0), "online.cheapest: `slots` must be >= 1, got 0; count the initial"),
+    (lambda: online.cheapest(2, -1), "online.cheapest: `units` must be >= 0, got -1; give a bound"),
+    (
+        lambda: online.cheapest(2, 10).positions(11),
+        "loopkit.schedules.online.Placement.positions: `units` must be <= 10, the bound this "
+        "placement was made for, got 11; make the placement with a larger `units`",
+    ),
+    (
+        lambda: online.cheapest(2, 10).marks(-1),
+        "online.Placement.marks: `units` must be >= 0, got -1; count the units that the loop ran",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), ERRORS)
+def test_errors(call, text):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert text in str(error.value)

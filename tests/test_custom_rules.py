@@ -1,0 +1,282 @@
+"""Functions with derivative rules of their own, or with none, in the body of a loop."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from derivatives import assert_close
+from jax import lax
+from problems import CHECKPOINTS
+
+import loopkit
+
+
+def steps(body, x, *, count=4, checkpoints=2, loop=None):
+    """x <- body(x), `count` times."""
+    return (loop or loopkit.while_loop)(
+        lambda carry: carry[0] < count,
+        lambda carry: (carry[0] + 1, body(carry[1])),
+        (0, x),
+        **({} if loop else {"checkpoints": checkpoints, "max_steps": 8}),
+    )[1]
+
+
+def unrolled(body, x, *, count=4):
+    for _ in range(count):
+        x = body(x)
+    return x
+
+
+# ---------------------------------------------------------------- custom_vjp
+
+
+@jax.custom_vjp
+def clipped(x, w):
+    """A derivative that its value does not have: the cotangent is halved and bounded."""
+    return jnp.sin(x) * w
+
+
+def clipped_fwd(x, w):
+    return clipped(x, w), (x, w)
+
+
+def clipped_bwd(saved, out_bar):
+    x, w = saved
+    return jnp.clip(jnp.cos(x) * w * out_bar / 2, -0.4, 0.4), jnp.sin(x) * out_bar * 3
+
+
+clipped.defvjp(clipped_fwd, clipped_bwd)
+
+
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+def test_gradient_of_custom_vjp(checkpoints):
+    f = lambda x, w: steps(lambda x: clipped(x, w) + x / 3, x, checkpoints=checkpoints)
+    wanted = lambda x, w: unrolled(lambda x: clipped(x, w) + x / 3, x)
+    got = jax.jit(jax.value_and_grad(f, (0, 1)))(0.7, 1.2)
+    assert_close(got, jax.value_and_grad(wanted, (0, 1))(0.7, 1.2))
+
+
+def test_custom_vjp_in_lanes():
+    ns, xs = np.asarray([2, 0, 4]), jnp.asarray([0.7, 0.2, -0.5])
+    f = lambda n, x, w: steps(lambda x: clipped(x, w) + x / 3, x, count=n)
+    got = jax.vmap(jax.grad(f, (1, 2)), (0, 0, None))(ns, xs, 1.2)
+    each = [
+        jax.grad(lambda x, w, n=n: unrolled(lambda x: clipped(x, w) + x / 3, x, count=n), (0, 1))(
+            x, 1.2
+        )
+        for n, x in zip(ns, xs, strict=True)
+    ]
+    assert_close(got, tuple(map(jnp.stack, zip(*each, strict=True))))
+    total = jax.grad(lambda w: jnp.sum(jax.vmap(f, (0, 0, None))(ns, xs, w)))(1.2)
+    assert_close(total, sum(w_bar for _, w_bar in each))
+
+
+def test_custom_vjp_in_scan_with_until():
+    def f(scan_or_not):
+        return jax.grad(scan_or_not, (0, 1))(0.7, 1.2)
+
+    def stopping(x, w):
+        body = lambda x, _: (clipped(x, w) + x / 3, x)
+        x, ys = loopkit.scan(body, x, length=6, until=lambda x, y: y < 1.0)
+        return x + jnp.sum(ys)
+
+    def one_step(x, w):
+        return clipped(x, w) + x / 3 + x
+
+    assert_close(f(stopping), f(one_step))
+
+
+def test_custom_vjp_has_no_forward_mode():
+    f = lambda x: steps(lambda x: clipped(x, 1.2), x)
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(f, (0.7,), (1.0,))
+
+
+def test_custom_vjp_is_differentiated_again():
+    """Its rule is an ordinary function: reverse over reverse differentiates that."""
+    second = lambda f: jax.grad(lambda x, w: jnp.sin(jax.grad(f)(x, w)), (0, 1))(0.4, 0.9)
+    f = lambda x, w: steps(lambda x: clipped(x, w) + x / 3, x)
+    wanted = lambda x, w: unrolled(lambda x: clipped(x, w) + x / 3, x)
+    assert_close(second(f), second(wanted))
+
+
+def test_nondiff_arguments():
+    def power(p, x):
+        return x**p
+
+    power = jax.custom_vjp(power, nondiff_argnums=(0,))
+    power.defvjp(lambda p, x: (x**p, x), lambda p, x, out_bar: (10 * p * x * out_bar,))
+    body = lambda x: power(2, x) / 3
+    assert_close(jax.grad(lambda x: steps(body, x))(0.7), jax.grad(lambda x: unrolled(body, x))(0.7))
+
+
+def test_loop_inside_custom_vjp():
+    """As an implicit function does: the loop in the primal, another in the rule."""
+
+    def halvings(a, x):
+        return loopkit.while_loop(lambda x: x * x > a, lambda x: x * 0.9, x)
+
+    @jax.custom_vjp
+    def root(a):
+        newton = lambda c: ((c[0] + a / c[0]) / 2, c[0])
+        far = lambda c: jnp.abs(c[0] - c[1]) > 1e-13 * c[0]
+        return loopkit.while_loop(far, newton, (halvings(a, 10.0), jnp.inf))[0]
+
+    root.defvjp(lambda a: (root(a), root(a)), lambda x, bar: (bar / (2 * x),))
+    assert_close(jax.jit(jax.value_and_grad(root))(2.0), (2.0**0.5, 0.125**0.5), 1e-12)
+
+
+# ---------------------------------------------------------------- custom_jvp
+
+
+@jax.custom_jvp
+def bent(x, w):
+    return jnp.sin(x) * w
+
+
+@bent.defjvp
+def bent_jvp(primals, tangents):
+    (x, w), (x_dot, w_dot) = primals, tangents
+    return bent(x, w), jnp.cos(x) * w * x_dot / 2 + 3 * jnp.sin(x) * w_dot
+
+
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+def test_custom_jvp(checkpoints):
+    f = lambda x, w: steps(lambda x: bent(x, w) + x / 3, x, checkpoints=checkpoints)
+    wanted = lambda x, w: unrolled(lambda x: bent(x, w) + x / 3, x)
+
+    def all_of(f):
+        return jax.jvp(f, (0.7, 1.2), (1.0, -0.3)), jax.grad(f, (0, 1))(0.7, 1.2)
+
+    assert_close(jax.jit(lambda: all_of(f))(), all_of(wanted))
+    assert_close(jax.jit(jax.hessian(f))(0.7, 1.2), jax.hessian(wanted)(0.7, 1.2))
+
+
+def test_relu_and_other_library_rules():
+    """jax.nn and jnp functions with custom derivatives at their kinks."""
+    body = lambda x: jax.nn.relu(x) + jax.nn.softplus(-x) / 3 + jnp.sinc(x) + jax.nn.silu(x) / 2
+    f, wanted = lambda x: steps(body, x), lambda x: unrolled(body, x)
+    x = jnp.asarray([0.0, -0.4, 0.3])
+    for take in (jax.jacfwd, jax.jacrev):
+        assert_close(jax.jit(take(f))(x), take(wanted)(x))
+
+
+# ---------------------------------------------------------------- no rule at all
+
+
+def host_cosine(x):
+    """A NumPy function; jax cannot differentiate the call."""
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(np.cos, result, x, vmap_method="broadcast_all")
+
+
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+def test_callbacks_on_values_without_gradients(checkpoints):
+    def body_with(cosine):
+        return lambda x: jnp.sin(x) * cosine(lax.stop_gradient(x)) + x / 2
+
+    f = lambda x: steps(body_with(host_cosine), x, checkpoints=checkpoints)
+    wanted = lambda x: unrolled(body_with(jnp.cos), x)
+    assert_close(jax.value_and_grad(f)(0.7), jax.value_and_grad(wanted)(0.7))
+    assert_close(jax.jvp(f, (0.7,), (1.0,)), jax.jvp(wanted, (0.7,), (1.0,)))
+    assert_close(jax.jit(jax.hessian(f))(0.7), jax.hessian(wanted)(0.7))
+
+
+def test_callbacks_in_lanes():
+    ns, xs = np.asarray([3, 0, 1]), jnp.asarray([0.7, 0.2, -0.5])
+    f = lambda n, x: steps(lambda x: x * host_cosine(lax.stop_gradient(x)), x, count=n)
+    wanted = lambda n, x: unrolled(lambda x: x * jnp.cos(lax.stop_gradient(x)), x, count=n)
+    each = [jax.grad(wanted, 1)(int(n), x) for n, x in zip(ns, xs, strict=True)]
+    assert_close(jax.vmap(jax.grad(f, 1))(ns, xs), jnp.stack(each))
+
+
+def raises_when_differentiated(kind):
+    def rule(*_):
+        raise AssertionError("differentiated")
+
+    if kind == "custom_jvp":
+        opaque = jax.custom_jvp(jnp.cos)
+        opaque.defjvp(rule)
+    else:
+        opaque = jax.custom_vjp(jnp.cos)
+        opaque.defvjp(lambda x: (jnp.cos(x), x), rule)
+    return opaque
+
+
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+@pytest.mark.parametrize("kind", ["custom_jvp", "custom_vjp"])
+def test_a_leaf_without_tangent_is_not_differentiated(kind, checkpoints):
+    """The second leaf starts from a constant and nothing differentiable enters it."""
+    opaque = raises_when_differentiated(kind)
+
+    def f(x):
+        body = lambda c: (jnp.sin(c[0]) * c[1], opaque(c[1]))
+        return steps(body, (x, 0.3), checkpoints=checkpoints)[0]
+
+    def wanted(x):
+        return unrolled(lambda c: (jnp.sin(c[0]) * c[1], jnp.cos(c[1])), (x, 0.3))[0]
+
+    assert_close(jax.grad(f)(0.7), jax.grad(wanted)(0.7))
+    assert_close(jax.jvp(f, (0.7,), (1.0,)), jax.jvp(wanted, (0.7,), (1.0,)))
+
+
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+def test_a_cotangent_nobody_needs_never_enters_the_body(checkpoints):
+    """The second leaf depends on x, but what is differentiated does not depend on it."""
+    opaque = raises_when_differentiated("custom_vjp")
+
+    def f(x):
+        body = lambda c: (jnp.sin(c[0]), opaque(c[1]) * c[0])
+        first, second = steps(body, (x, x), checkpoints=checkpoints)
+        return first, second
+
+    grad, aux = jax.grad(f, has_aux=True)(0.7)
+    assert_close(grad, jax.grad(lambda x: unrolled(jnp.sin, x))(0.7))
+    assert jnp.isfinite(aux)
+
+
+def test_the_cotangent_of_ys_nobody_needs():
+    opaque = raises_when_differentiated("custom_vjp")
+
+    def f(x):
+        carry, ys = loopkit.scan(lambda x, _: (jnp.sin(x), opaque(x)), x, length=3)
+        return carry, ys
+
+    grad, _ = jax.grad(f, has_aux=True)(0.7)
+    assert_close(grad, jax.grad(lambda x: unrolled(jnp.sin, x, count=3))(0.7))
+
+
+def test_a_cotangent_that_is_needed_does_raise():
+    opaque = raises_when_differentiated("custom_vjp")
+    with pytest.raises(AssertionError, match="differentiated"):
+        jax.grad(lambda x: steps(opaque, x))(0.7)
+
+
+# ---------------------------------------------------------------- solvers in the body
+
+
+def test_custom_root_and_linear_solve():
+    """An implicit step: each solves an equation by a loop of loopkit's own."""
+
+    def newton(f, x):
+        improve = lambda x: x - f(x) / jax.grad(f)(x)
+        return loopkit.while_loop(lambda x: jnp.abs(f(x)) > 1e-14, improve, x, max_steps=50)
+
+    def implicit_step(x, w):
+        residual = lambda y: y - x + 0.1 * w * y**3
+        return lax.custom_root(residual, x, newton, lambda g, y: y / g(1.0))
+
+    f = lambda x, w: steps(lambda x: implicit_step(x, w), x)
+
+    def wanted(x, w):
+        def explicit(x):
+            y = x
+            for _ in range(8):
+                y = y - (y - x + 0.1 * w * y**3) / (1 + 0.3 * w * y**2)
+            return y
+
+        return unrolled(explicit, x)
+
+    got = jax.jit(jax.value_and_grad(f, (0, 1)))(0.7, 1.2)
+    assert_close(got, jax.value_and_grad(wanted, (0, 1))(0.7, 1.2))
+    assert_close(jax.jvp(f, (0.7, 1.2), (1.0, 0.5)), jax.jvp(wanted, (0.7, 1.2), (1.0, 0.5)))

@@ -1,0 +1,291 @@
+"""Loops in other control flow, other control flow in loops, and jax.checkpoint on either side."""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import pytest
+from derivatives import assert_close
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from problems import CHECKPOINTS
+
+import loopkit
+
+
+def loop(x, w, checkpoints=2):
+    """Three to five steps, as x requires."""
+
+    def body(carry):
+        step, x = carry
+        return step + 1, x + w * jnp.cos(x)
+
+    cond = lambda carry: (carry[1] < 1.2) & (carry[0] < 5)
+    return loopkit.while_loop(cond, body, (0, x), checkpoints=checkpoints)[1]
+
+
+def unrolled(x, w):
+    """The same by selection, so that it can stand wherever the loop can."""
+    for _ in range(5):
+        x = jnp.where(x < 1.2, x + w * jnp.cos(x), x)
+    return x
+
+
+def stopping_scan(x, w):
+    body = lambda x, _: (x + w * jnp.cos(x), None)
+    x, _ = loopkit.scan(body, x, length=5, until=lambda x, _: x >= 1.2, checkpoints=2)
+    return x
+
+
+XS = jnp.asarray([0.4, -0.2, 0.7])
+
+
+def in_scan(loop):
+    def f(x, w):
+        x, ys = lax.scan(lambda x, y: (loop(x * y, w), x * y), x, XS)
+        return x + jnp.sum(ys)
+
+    return f
+
+
+def in_scan_as_ys(loop):
+    return lambda x, w: jnp.sum(lax.scan(lambda w, x: (w, loop(x, w)), w, XS + x)[1])
+
+
+def in_map(loop):
+    return lambda x, w: jnp.sum(lax.map(lambda y: loop(y, w), XS * x))
+
+
+def in_cond(loop):
+    other = lambda x, w: x * w
+    return lambda x, w: lax.cond(x < 0.5, loop, other, x, w) * x
+
+
+def in_switch(loop):
+    branches = [lambda x, w: x * w, loop, lambda x, w: jnp.sin(x)]
+    return lambda x, w: lax.switch(jnp.int32(x * 3), branches, x, w)
+
+
+def in_jit(loop):
+    return lambda x, w: jax.jit(lambda x: jax.jit(loop)(x, w) * x)(x)
+
+
+def in_remat(loop):
+    return lambda x, w: jnp.sin(jax.checkpoint(loop)(x, w)) * x
+
+
+def in_remat_in_scan(loop):
+    body = jax.checkpoint(lambda x, y, w: jnp.sin(loop(x * y, w)))
+    return lambda x, w: lax.scan(lambda x, y: (body(x, y, w), None), x, XS)[0]
+
+
+def in_vmap_in_scan(loop):
+    def f(x, w):
+        step = lambda xs, w: (jax.vmap(loop, (0, None))(xs, w) / 2, None)
+        return jnp.sum(lax.scan(step, XS * x, jnp.stack([w, w / 2]))[0])
+
+    return f
+
+
+def twice(loop):
+    return lambda x, w: loop(loop(x, w) / 3, loop(w, x))
+
+
+CONTEXTS = [
+    *[in_scan, in_scan_as_ys, in_map, in_cond, in_switch, in_jit],
+    *[in_remat, in_remat_in_scan, in_vmap_in_scan, twice],
+]
+
+
+def derivatives(f):
+    """Value, forward and reverse mode, and second order, as one program."""
+
+    def both(x, w):
+        _, pushed = jax.jvp(f, (x, w), (1.0, -0.7))
+        value, grads = jax.value_and_grad(f, (0, 1))(x, w)
+        curved = jax.jvp(jax.grad(f, (0, 1)), (x, w), (0.3, 1.0))[1]
+        return {"value": value, "pushed": pushed, "grads": grads, "curved": curved}
+
+    return jax.jit(both)
+
+
+@pytest.mark.parametrize("looped", [loop, stopping_scan], ids=["while_loop", "scan"])
+@pytest.mark.parametrize("context", CONTEXTS, ids=lambda context: context.__name__)
+def test_loop_inside(context, looped):
+    got = derivatives(context(looped))(0.4, 0.7)
+    assert_close(got, derivatives(context(unrolled))(0.4, 0.7))
+
+
+@pytest.mark.parametrize("context", [in_scan, in_cond, in_remat], ids=lambda f: f.__name__)
+def test_loop_inside_without_jit(context):
+    got = jax.grad(context(loop), (0, 1))(0.4, 0.7)
+    assert_close(got, jax.grad(context(unrolled), (0, 1))(0.4, 0.7))
+
+
+@pytest.mark.parametrize("context", [in_scan, in_remat_in_scan], ids=lambda f: f.__name__)
+def test_reverse_over_reverse_of_a_loop_inside(context):
+    def curved(loop):
+        f = context(loop)
+        return jax.jit(jax.grad(lambda x, w: jnp.sin(jax.grad(f)(x, w)), (0, 1)))
+
+    assert_close(curved(loop)(0.4, 0.7), curved(unrolled)(0.4, 0.7))
+
+
+def test_inside_a_while_loop_of_lax():
+    """Which has no reverse mode of its own."""
+
+    def f(loop):
+        def outer(x, w):
+            body = lambda carry: (carry[0] + 1, loop(carry[1] / 2, w))
+            return lax.while_loop(lambda carry: carry[0] < 3, body, (0, x))[1]
+
+        return lambda x, w: (outer(x, w), jax.jvp(outer, (x, w), (1.0, -0.7))[1])
+
+    assert_close(jax.jit(f(loop))(0.4, 0.7), jax.jit(f(unrolled))(0.4, 0.7))
+
+
+# ---------------------------------------------------------------- other control flow in the body
+
+
+def scan_body(x, w):
+    return lax.scan(lambda x, y: (jnp.sin(x + w * y), x), x, XS)[0]
+
+
+def map_body(x, w):
+    return x / 4 + jnp.sum(lax.map(lambda y: jnp.sin(w * y + x), XS)) / 4
+
+
+def cond_body(x, w):
+    return lax.cond(x < 0.7, lambda: jnp.sin(x + w), lambda: x * w)
+
+
+def switch_body(x, w):
+    branches = [lambda x: x * w, lambda x: jnp.sin(x) + w, lambda x: x / 2]
+    return lax.switch(jnp.int32(x * 4) % 3, branches, x)
+
+
+def fori_body(x, w):
+    return lax.fori_loop(0, 3, lambda i, x: jnp.sin(w * x) + i / 10, x)
+
+
+def jit_body(x, w):
+    return jax.jit(lambda x: jnp.sin(w * x))(x) + 0.2
+
+
+def remat_body(x, w):
+    return jax.checkpoint(lambda x, w: jnp.sin(w * x) * x + 0.3)(x, w)
+
+
+def vmap_body(x, w):
+    return jnp.sum(jax.vmap(lambda y: jnp.sin(x + w * y))(XS)) / 3
+
+
+def grad_body(x, w):
+    return x - 0.3 * jax.grad(lambda x: jnp.sin(w * x) * x)(x)
+
+
+def hessian_body(x, w):
+    return x - 0.1 * jax.hessian(lambda x: jnp.sin(w * x) * x)(x)
+
+
+def loop_body(x, w):
+    return loop(x / 2, w)
+
+
+def stopping_scan_body(x, w):
+    return stopping_scan(x / 2, w)
+
+
+def linear_solve_body(x, w):
+    matrix = jnp.asarray([[2.0, 0.5], [0.5, 1.0]]) + w * jnp.eye(2)
+    return jnp.sum(jnp.linalg.solve(matrix, jnp.stack([x, jnp.sin(x)])))
+
+
+def no_body(x, w):
+    return x
+
+
+BODIES = [
+    *[scan_body, map_body, cond_body, switch_body, fori_body, jit_body, remat_body, vmap_body],
+    *[grad_body, hessian_body, loop_body, stopping_scan_body, linear_solve_body, no_body],
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_inside_the_body(body):
+    def looped(x, w):
+        step = lambda carry: (carry[0] + 1, body(carry[1], w))
+        return loopkit.while_loop(lambda c: c[0] < 4, step, (0, x), checkpoints=2)[1]
+
+    def reference(x, w):
+        for _ in range(4):
+            x = body(x, w)
+        return x
+
+    assert_close(derivatives(looped)(0.4, 0.7), derivatives(reference)(0.4, 0.7))
+
+
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+def test_three_deep(checkpoints):
+    def nest(scan):
+        def f(x, w):
+            inner = lambda x, y: (jnp.sin(x * y + w), None)
+            middle = lambda x, y: scan(inner, x, XS * y)
+            outer = lambda x, y: scan(middle, x, XS + y)
+            return scan(outer, x, XS)[0]
+
+        return jax.jit(jax.value_and_grad(f, (0, 1)))(0.4, 0.7)
+
+    assert_close(nest(ft.partial(loopkit.scan, checkpoints=checkpoints)), nest(lax.scan))
+
+
+# ---------------------------------------------------------------- jax.checkpoint
+
+
+POLICIES = {
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "names": jax.checkpoint_policies.save_only_these_names("kept"),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("place", ["around", "inside"])
+def test_policies(place, policy):
+    matrix = jnp.asarray([[0.4, -0.3], [0.2, 0.5]])
+    wrap = ft.partial(jax.checkpoint, policy=POLICIES[policy])
+    outer, inner = (wrap, lambda f: f) if place == "around" else (lambda f: f, wrap)
+
+    def grads(loop):
+        def f(x, matrix):
+            body = lambda x: jnp.sin(checkpoint_name(matrix @ x, "kept")) + x
+            step = lambda carry: (carry[0] + 1, inner(body)(carry[1]))
+            return jnp.sum(jnp.sin(loop(lambda c: c[0] < 4, step, (0, x))[1]))
+
+        return jax.jit(jax.value_and_grad(outer(f), (0, 1)))(jnp.asarray([0.3, 0.9]), matrix)
+
+    def unrolled(cond, body, carry):
+        for _ in range(4):
+            carry = body(carry)
+        return carry
+
+    looped = ft.partial(loopkit.while_loop, checkpoints=2)
+    assert_close(grads(looped), grads(unrolled))
+
+
+def test_remat_keeps_nothing_of_the_loop():
+    """Inside jax.checkpoint the loop's own checkpoints are not saved either."""
+
+    def saved(f):
+        shapes = jax.eval_shape(lambda x: jax.vjp(f, x)[1], jnp.ones(100))
+        return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+    f = lambda x: jnp.sum(loop_of_vectors(x))
+
+    def loop_of_vectors(x):
+        step = lambda carry: (carry[0] + 1, jnp.sin(carry[1]))
+        return loopkit.while_loop(lambda c: c[0] < 9, step, (0, x), checkpoints=4)[1]
+
+    assert saved(jax.checkpoint(f)) <= 110
+    assert saved(f) >= 300

@@ -1,0 +1,106 @@
+"""Second order: forward over reverse, reverse over forward, reverse over reverse, hessians."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from derivatives import assert_close, derivative, expected
+from problems import CHECKPOINTS, PROBLEMS, Problem, named, tagged
+
+import loopkit
+
+
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+@pytest.mark.parametrize("pattern", ["fr", "rf", "rr"])
+@pytest.mark.parametrize("problem", tagged("core"), ids=lambda problem: problem.name)
+def test_second_order(problem: Problem, pattern, checkpoints):
+    got = jax.jit(derivative(problem.flat_loop(checkpoints), pattern))
+    assert_close(got(problem.vector()), expected(problem.name, pattern))
+
+
+OTHERS = [problem for problem in PROBLEMS if "core" not in problem.tags]
+
+
+@pytest.mark.parametrize("pattern", ["ff", "fr", "rf", "rr"])
+@pytest.mark.parametrize("problem", OTHERS, ids=lambda problem: problem.name)
+def test_second_order_of_every_loop(problem: Problem, pattern):
+    got = jax.jit(derivative(problem.flat_loop(2), pattern))
+    assert_close(got(problem.vector()), expected(problem.name, pattern))
+
+
+@pytest.mark.parametrize("pattern", ["fr", "rf", "rr"])
+@pytest.mark.parametrize("problem", tagged("small"), ids=lambda problem: problem.name)
+def test_second_order_without_jit(problem: Problem, pattern):
+    got = derivative(problem.flat_loop(3), pattern)
+    assert_close(got(problem.vector()), expected(problem.name, pattern))
+
+
+def outer(jacobian, inner):
+    return lambda f: jacobian(inner(f))
+
+
+HESSIANS = {
+    "hessian": jax.hessian,
+    "jacfwd of jacfwd": outer(jax.jacfwd, jax.jacfwd),
+    "jacrev of jacfwd": outer(jax.jacrev, jax.jacfwd),
+    "jacrev of jacrev": outer(jax.jacrev, jax.jacrev),
+    "jacfwd of grad": outer(jax.jacfwd, jax.grad),
+    "jacrev of grad": outer(jax.jacrev, jax.grad),
+}
+
+
+@pytest.mark.parametrize("kind", HESSIANS)
+@pytest.mark.parametrize("name", ["while_scalar", "scan_until", "while_in_while"])
+def test_hessian(name, kind):
+    (problem,) = named(name)
+    x = problem.vector()
+    reference = jax.grad(lambda x: jnp.sum(problem.flat_reference()(x) ** 2))
+    rows = [jax.jvp(reference, (x,), (e,))[1] for e in jnp.eye(x.size)]
+    loop = problem.flat_loop(3)
+    got = jax.jit(HESSIANS[kind](lambda x: jnp.sum(loop(x) ** 2)))(x)
+    assert_close(got, jnp.stack(rows))
+
+
+@pytest.mark.parametrize("argnums", [(0, 1), (2, 0), (1, 1)], ids=str)
+def test_mixed_second_derivative(argnums):
+    (problem,) = named("while_vector")
+    first, second = argnums
+
+    def mixed(f):
+        grad = jax.grad(lambda *args: jnp.sum(f(*args)), first)
+        return jax.grad(lambda *args: jnp.sum(jnp.cos(grad(*args))), second)(*problem.args)
+
+    assert_close(mixed(problem.loop(3)), mixed(problem.reference()))
+
+
+def test_linearize_of_a_gradient():
+    (problem,) = named("while_in_while")
+    x = problem.vector()
+    grad = jax.grad(lambda x: jnp.sum(problem.flat_loop(2)(x)))
+    wanted = jax.grad(lambda x: jnp.sum(problem.flat_reference()(x)))
+    _, hessian_product = jax.linearize(grad, x)
+    for e in jnp.eye(x.size):
+        assert_close(hessian_product(e), jax.jvp(wanted, (x,), (e,))[1])
+
+
+def test_gradient_of_a_gradient_step():
+    """The loop's own body takes a gradient, and the loop is differentiated."""
+
+    def losses(loop):
+        def trained(rate):
+            def body(carry):
+                step, w = carry
+                return step + 1, w - rate * jax.grad(lambda w: jnp.sum(jnp.cos(w) * w))(w)
+
+            return jnp.sum(loop(body, (0, jnp.asarray([0.3, 0.9])))[1] ** 2)
+
+        return jax.value_and_grad(trained)(0.1)
+
+    def unrolled(body, carry):
+        for _ in range(4):
+            carry = body(carry)
+        return carry
+
+    def looped(body, carry):
+        return loopkit.while_loop(lambda c: c[0] < 4, body, carry)
+
+    assert_close(losses(looped), losses(unrolled))

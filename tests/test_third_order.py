@@ -1,0 +1,56 @@
+"""Third order, in all eight patterns of the two modes."""
+
+import itertools as it
+
+import jax
+import jax.numpy as jnp
+import pytest
+from derivatives import assert_close, derivative, expected
+from problems import named
+
+PATTERNS = ["".join(modes) for modes in it.product("fr", repeat=3)]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(
+    ("name", "checkpoints"), [("while_scalar", 2), ("scan_until", None), ("fixed_point", "all")]
+)
+def test_third_order(name, checkpoints, pattern):
+    (problem,) = named(name)
+    got = jax.jit(derivative(problem.flat_loop(checkpoints), pattern))
+    assert_close(got(problem.vector()), expected(name, pattern))
+
+
+@pytest.mark.parametrize("pattern", ["ffr", "frf", "rrr"])
+@pytest.mark.parametrize("name", ["while_in_while", "leaves_change_places"])
+def test_third_order_of_longer_carries(name, pattern):
+    (problem,) = named(name)
+    got = jax.jit(derivative(problem.flat_loop(2), pattern))
+    assert_close(got(problem.vector()), expected(name, pattern))
+
+
+@pytest.mark.parametrize("pattern", ["rfr", "rrr"])
+def test_third_order_without_jit(pattern):
+    (problem,) = named("while_scalar")
+    got = derivative(problem.flat_loop(3), pattern)
+    assert_close(got(problem.vector()), expected(problem.name, pattern))
+
+
+@pytest.mark.parametrize("checkpoints", [None, 2])
+def test_fourth_order(checkpoints):
+    (problem,) = named("while_scalar")
+    got = jax.jit(derivative(problem.flat_loop(checkpoints), "rfrf"))
+    assert_close(got(problem.vector()), expected(problem.name, "rfrf"))
+
+
+def test_powers():
+    """x -> x^8 in three squarings: every derivative is known."""
+    import loopkit
+
+    f = lambda x: loopkit.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] ** 2), (0, x), checkpoints=1
+    )[1]
+    factor = 1.0
+    for order in range(4):
+        assert_close(jax.jit(f)(1.1), jnp.asarray(factor * 1.1 ** (8 - order)))
+        f, factor = jax.grad(f), factor * (8 - order)

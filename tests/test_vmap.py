@@ -1,0 +1,351 @@
+"""Batching: vmap of every derivative, every derivative of vmap, whatever part is batched."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from derivatives import assert_close, derivative, direction
+from jax import lax
+from problems import CHECKPOINTS, Problem, named
+
+import loopkit
+
+BATCHED = [
+    *named("while_scalar", "scan_until", "while_in_while", "newton_root", "scan_xs_ys"),
+    *named("carry_of_trees", "params_in_the_carry", "leaves_change_places"),
+]
+
+
+def lanes(problem: Problem, count: int = 3) -> jax.Array:
+    """Arguments of several lanes, the first the problem's own; the lanes take different steps."""
+    x = problem.vector()
+    shifts = 0.2 * jnp.arange(count)[:, None] * (1 + direction(x, 2) / 4)
+    return x * (1 + shifts)
+
+
+def one_by_one(problem: Problem, pattern: str, xs: jax.Array) -> jax.Array:
+    """The derivative of the reference, lane by lane."""
+    return jnp.stack([derivative(problem.flat_reference(x), pattern)(x) for x in xs])
+
+
+@pytest.mark.parametrize("pattern", ["", "f", "r", "fr"])
+@pytest.mark.parametrize("problem", BATCHED, ids=lambda problem: problem.name)
+def test_vmap_of_a_derivative(problem: Problem, pattern):
+    xs = lanes(problem)
+    got = jax.jit(jax.vmap(derivative(problem.flat_loop(3), pattern)))(xs)
+    assert_close(got, one_by_one(problem, pattern, xs))
+
+
+@pytest.mark.parametrize("pattern", ["rf", "rr", "rfr"])
+@pytest.mark.parametrize("name", ["while_scalar", "scan_until"])
+def test_vmap_of_a_higher_derivative(name, pattern):
+    (problem,) = named(name)
+    xs = lanes(problem)
+    got = jax.jit(jax.vmap(derivative(problem.flat_loop(3), pattern)))(xs)
+    assert_close(got, one_by_one(problem, pattern, xs))
+
+
+@pytest.mark.parametrize("pattern", ["f", "r", "fr", "rf", "rr"])
+@pytest.mark.parametrize("name", ["while_scalar", "scan_until", "while_in_while"])
+def test_derivative_of_vmap(name, pattern):
+    (problem,) = named(name)
+    xs = lanes(problem)
+    references = [problem.flat_reference(x) for x in xs]
+    batched = jax.vmap(problem.flat_loop(2))
+
+    def loop(flat):
+        return batched(flat.reshape(xs.shape)).ravel()
+
+    def reference(flat):
+        rows = flat.reshape(xs.shape)
+        return jnp.concatenate([f(row) for f, row in zip(references, rows, strict=True)])
+
+    got = jax.jit(derivative(loop, pattern))(xs.ravel())
+    assert_close(got, derivative(reference, pattern)(xs.ravel()))
+
+
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+@pytest.mark.parametrize("name", ["while_scalar", "scan_until"])
+def test_checkpoints(name, checkpoints):
+    (problem,) = named(name)
+    xs = lanes(problem, 4)
+    got = jax.jit(jax.vmap(derivative(problem.flat_loop(checkpoints), "r")))(xs)
+    assert_close(got, one_by_one(problem, "r", xs))
+
+
+@pytest.mark.parametrize("name", ["while_scalar", "scan_until"])
+def test_without_jit(name):
+    (problem,) = named(name)
+    xs = lanes(problem)
+    got = jax.vmap(derivative(problem.flat_loop(3), "r"))(xs)
+    assert_close(got, one_by_one(problem, "r", xs))
+
+
+def test_mixed_types_and_keys():
+    (problem,) = named("carry_of_mixed_types")
+    xs = lanes(problem)
+    got = jax.vmap(problem.loop())(xs[:, 0], xs[:, 1])
+    each = [problem.reference(*x)(*x) for x in xs]
+    assert_close(got, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each))
+
+
+# ---------------------------------------------------------------- what is batched
+
+
+def grow(n, x, w, checkpoints=2):
+    """x <- sin(w x) + x / 2, n times."""
+
+    def body(carry):
+        step, x = carry
+        return step + 1, jnp.sin(w * x) + x / 2
+
+    return loopkit.while_loop(lambda c: c[0] < n, body, (0, x), checkpoints=checkpoints)[1]
+
+
+def grow_in_python(n, x, w):
+    for _ in range(int(n)):
+        x = jnp.sin(w * x) + x / 2
+    return x
+
+
+NS, XS, WS = np.asarray([2, 0, 5]), np.asarray([0.3, 0.7, -0.4]), np.asarray([1.1, 0.8, 1.3])
+
+
+@pytest.mark.parametrize("in_axes", [(0, None, None), (None, 0, None), (None, None, 0), (0, 0, 0)])
+@pytest.mark.parametrize("transform", ["value", "jvp", "grad", "hessian"])
+def test_each_operand_batched_alone(transform, in_axes):
+    """The predicate's, the carry's, and the body's: in the last case the body batches the carry."""
+
+    def transformed(f):
+        def at(n, x, w):
+            g = lambda xw: f(n, *xw)
+            xw = jnp.stack([x, w])
+            match transform:
+                case "value":
+                    return g(xw)
+                case "jvp":
+                    return jax.jvp(g, (xw,), (jnp.asarray([1.0, -0.3]),))[1]
+                case "grad":
+                    return jax.grad(g)(xw)
+                case "hessian":
+                    return jax.hessian(g)(xw)
+
+        return at
+
+    args = [a if axis == 0 else a[2] for a, axis in zip((NS, XS, WS), in_axes, strict=True)]
+    got = jax.jit(jax.vmap(transformed(grow), in_axes))(*args)
+    each = [
+        transformed(grow_in_python)(*[a[k] if axis == 0 else a for a, axis in zip(args, in_axes)])
+        for k in range(3)
+    ]
+    assert_close(got, jnp.stack(each))
+
+
+@pytest.mark.parametrize("checkpoints", [None, 2])
+def test_only_the_tangent_is_batched(checkpoints):
+    directions = jnp.asarray([[1.0, 0.0], [0.3, -2.0], [0.0, 0.0]])
+
+    def pushed(f, v):
+        return jax.jvp(f, (0.3, 1.1), (v[0], v[1]))[1]
+
+    got = jax.vmap(lambda v: pushed(lambda x, w: grow(4, x, w, checkpoints), v))(directions)
+    each = [pushed(lambda x, w: grow_in_python(4, x, w), v) for v in directions]
+    assert_close(got, jnp.stack(each))
+
+
+@pytest.mark.parametrize("checkpoints", [None, 2])
+def test_only_the_cotangent_is_batched(checkpoints):
+    weights = jnp.asarray([1.0, -0.3, 0.0])
+    _, pullback = jax.vjp(lambda x, w: grow(4, x, w, checkpoints), 0.3, 1.1)
+    _, wanted = jax.vjp(lambda x, w: grow_in_python(4, x, w), 0.3, 1.1)
+    each = [jnp.stack(leaves) for leaves in zip(*[wanted(w) for w in weights], strict=True)]
+    assert_close(jax.vmap(pullback)(weights), tuple(each))
+
+
+@pytest.mark.parametrize("kind", ["jacfwd", "jacrev", "hessian"])
+def test_a_batched_direction_does_not_batch_the_primal(kind):
+    """Whatever is recomputed, is recomputed once and not for every row of the Jacobian."""
+    shapes = set()
+
+    def host(x):
+        shapes.add(np.shape(x))
+        return np.cos(x)
+
+    def body(carry):
+        step, x = carry
+        frozen = lax.stop_gradient(x[0])
+        aside = jax.pure_callback(
+            host, jax.ShapeDtypeStruct((), "float64"), frozen, vmap_method="expand_dims"
+        )
+        return step + 1, jnp.sin(x) * aside
+
+    def loop(x):
+        return loopkit.while_loop(lambda c: c[0] < 5, body, (0, x), checkpoints=2)[1]
+
+    match kind:
+        case "jacfwd":
+            jax.jacfwd(loop)(jnp.ones(3))
+        case "jacrev":
+            jax.jacrev(loop)(jnp.ones(3))
+        case "hessian":
+            jax.hessian(lambda x: jnp.sum(loop(x)))(jnp.ones(3))
+    assert shapes == {()}
+
+
+def test_untouched_outputs_stay_unbatched():
+    def loop(x, w):
+        return loopkit.while_loop(
+            lambda c: c[0] < 4, lambda c: (c[0] + 1, c[1] * w, jnp.sin(c[2])), (0, x, w)
+        )
+
+    out = jax.vmap(loop, in_axes=(0, None), out_axes=(None, 0, None))(jnp.asarray(XS), 0.5)
+    assert_close(out[1], XS * 0.5**4)
+    assert out[2].shape == ()
+
+
+# ---------------------------------------------------------------- where the axis is
+
+
+@pytest.mark.parametrize(("in_axis", "out_axis"), [(1, 0), (0, 1), (-1, -1), (2, 1)])
+def test_axes(in_axis, out_axis):
+    """Axes other than the first, of the carry and of the xs."""
+    hs = jnp.cos(jnp.arange(24.0)).reshape(3, 4, 2)
+    xs = jnp.sin(jnp.arange(15.0)).reshape(5, 3)
+
+    def batched(scan):
+        def one(h, x):
+            def loss(h, x):
+                h, ys = scan(lambda h, x: (jnp.sin(h + x), h * x), h, x)
+                return jnp.sum(h * jnp.sum(ys, 0)), ys
+
+            return jax.grad(loss, argnums=(0, 1), has_aux=True)(h, x)
+
+        moved = jnp.moveaxis(hs, 0, in_axis)
+        (h_bar, x_bar), ys = jax.vmap(one, in_axes=(in_axis, 1), out_axes=((out_axis, 0), out_axis))(
+            moved, xs
+        )
+        return h_bar, x_bar, ys
+
+    assert_close(batched(loopkit.scan), batched(lax.scan))
+
+
+def test_nested_vmap():
+    """One axis for the predicate, another for the body, and a derivative outside and between."""
+
+    def table(f):
+        return lambda w: jax.vmap(jax.vmap(f, (0, 0, None)), (None, None, 0))(NS, XS, w)
+
+    got = jax.jit(table(jax.value_and_grad(grow, argnums=(1, 2))))(WS)
+    grad = jax.value_and_grad(grow_in_python, argnums=(1, 2))
+    rows = [[grad(n, x, w) for n, x in zip(NS, XS, strict=True)] for w in WS]
+    wanted = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *row) for row in rows]
+    wanted = jax.tree.map(lambda *leaves: jnp.stack(leaves), *wanted)
+    assert_close(got, wanted)
+    outer = jax.grad(lambda w: jnp.sum(table(grow)(w)))(jnp.asarray(WS))
+    assert_close(outer, jnp.sum(wanted[1][1], axis=1))
+
+
+def test_nested_vmap_over_one_operand():
+    ws = jnp.asarray([[0.5, 1.1], [0.9, 1.2], [0.3, 0.6]])
+    got = jax.vmap(jax.vmap(jax.grad(grow, 2), (None, None, 0)), (0, 0, 0))(NS, XS, ws)
+    each = [[jax.grad(grow_in_python, 2)(n, x, w) for w in row] for n, x, row in zip(NS, XS, ws)]
+    assert_close(got, jnp.asarray(each))
+
+
+def test_no_lane_takes_a_step():
+    values, grads = jax.vmap(jax.value_and_grad(grow, 1))(np.zeros(3, int), XS, WS)
+    assert_close((values, grads), (jnp.asarray(XS), jnp.ones(3)))
+
+
+def test_one_lane():
+    got = jax.vmap(jax.grad(grow, 2))(NS[2:], XS[2:], WS[2:])
+    assert_close(got, jax.grad(grow_in_python, 2)(NS[2], XS[2], WS[2])[None])
+
+
+def test_no_lane():
+    empty = jnp.zeros(0)
+    assert jax.vmap(jax.grad(grow, 1))(jnp.zeros(0, int), empty, empty).shape == (0,)
+
+
+# ---------------------------------------------------------------- scan with until, collectives
+
+
+@pytest.mark.parametrize("transform", ["value", "grad"])
+def test_lanes_of_a_scan_stop_where_they_stop(transform):
+    """Rows past a lane's stop are zero in that lane only."""
+    xs = jnp.asarray([0.5, 0.3, 0.2, 0.6])
+    limits = jnp.asarray([0.1, 0.9, 5.0, 1.5])
+
+    def run(limit, scale):
+        return loopkit.scan(
+            lambda h, x: (h + scale * x, h * scale + x),
+            0.0,
+            xs,
+            until=lambda h, _: h > limit,
+            return_info=True,
+        )
+
+    def rows(limit, scale, steps):
+        h, ys = 0.0, []
+        for x in xs[:steps]:
+            h, y = h + scale * x, h * scale + x
+            ys.append(y)
+        return h, jnp.stack([*ys, *[jnp.zeros_like(scale)] * (4 - steps)])
+
+    steps = [1, 3, 4, 4]
+    if transform == "value":
+        h, ys, info = jax.vmap(run, (0, None))(limits, 1.0)
+        assert info.steps.tolist() == steps
+        assert info.stopped.tolist() == [True, True, False, True]
+        wanted = [rows(limit, jnp.asarray(1.0), n) for limit, n in zip(limits, steps, strict=True)]
+        assert_close((h, ys), tuple(map(jnp.stack, zip(*wanted, strict=True))))
+        return
+
+    def loss(f):
+        return lambda limit, scale, *steps: sum(map(jnp.sum, f(limit, scale, *steps)[:2]))
+
+    got = jax.vmap(jax.grad(loss(run), 1), (0, None))(limits, 1.0)
+    wanted = [
+        jax.grad(lambda s, n=n, limit=limit: loss(rows)(limit, s, n))(1.0)
+        for limit, n in zip(limits, steps, strict=True)
+    ]
+    assert_close(got, jnp.stack(wanted))
+
+
+def test_collectives_over_the_batched_axis():
+    """An unbatched predicate leaves the lanes in step, so that they may talk."""
+
+    def run(loop):
+        def one(x):
+            def body(carry):
+                step, x = carry
+                return step + 1, jnp.sin(x) + lax.pmean(x, "lanes") / 2
+
+            return loop(lambda c: c[0] < 4, body, (0, x))[1]
+
+        batched = jax.vmap(one, axis_name="lanes")
+        return jax.value_and_grad(lambda x: jnp.sum(batched(x) ** 2))(jnp.asarray(XS))
+
+    def unrolled(cond, body, carry):
+        for _ in range(4):
+            carry = body(carry)
+        return carry
+
+    assert_close(run(loopkit.while_loop), run(unrolled))
+
+
+def test_jacobians_in_lanes():
+    """vmap of jacrev: a batch of cotangents inside a batch of lanes."""
+
+    def loop(n, x):
+        return grow(n, x, jnp.asarray([1.1, 0.8]))
+
+    def unrolled(n, x):
+        return grow_in_python(n, x, jnp.asarray([1.1, 0.8]))
+
+    xs = jnp.stack([XS, WS], axis=1)
+    got = jax.jit(jax.vmap(jax.jacrev(loop, 1)))(NS, xs)
+    assert_close(got, jnp.stack([jax.jacrev(unrolled, 1)(n, x) for n, x in zip(NS, xs)]))
+    got = jax.jit(jax.vmap(jax.jacfwd(jax.jacrev(loop, 1), 1)))(NS, xs)
+    wanted = [jax.jacfwd(jax.jacrev(unrolled, 1), 1)(n, x) for n, x in zip(NS, xs)]
+    assert_close(got, jnp.stack(wanted))
