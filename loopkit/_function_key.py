@@ -75,8 +75,15 @@ def _global_names(code: types.CodeType) -> set[str]:
 
 
 def _value(value: Any, alive: list, seen: set) -> Hashable:
+    if isinstance(value, tuple):
+        return type(value), tuple(_value(v, alive, seen) for v in value)
     leaves, tree = jax.tree.flatten(value)
-    return tree, tuple(_leaf(leaf, alive, seen) for leaf in leaves)
+    if jax.tree_util.treedef_is_leaf(tree):
+        return _leaf(value, alive, seen)
+    # A list or a dict is the same only if it is the same object with the same content: a function
+    # may read it, and may write to it.
+    alive.append(value)
+    return id(value), tree, tuple(_leaf(leaf, alive, seen) for leaf in leaves)
 
 
 def _leaf(leaf: Any, alive: list, seen: set) -> Hashable:

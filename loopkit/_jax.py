@@ -24,7 +24,6 @@ from jax._src.core import (
     jaxpr_as_fun as call_jaxpr,
     typematch as same_type,
 )
-from jax._src.dtypes import result_type
 from jax._src.interpreters import ad, batching, mlir, partial_eval as pe
 from jax._src.interpreters.ad import Zero
 from jax._src.tree_util import equality_errors_pytreedef as tree_differences
@@ -78,15 +77,12 @@ def slice_type(aval: ShapedArray, axis: int = 0) -> ShapedArray:
 
 
 def zeros(aval: ShapedArray) -> jax.Array:
-    """Zeros of a type, its varying manual axes included."""
-    return ad_util.zeros_like_aval(aval)
-
-
-def blank(aval: ShapedArray) -> jax.Array:
-    """An array to be written before it is read; also of extended types such as PRNG keys."""
-    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-        return core.pvary(lax.empty(aval.shape, aval.dtype), tuple(varying(aval)))
-    return zeros(aval)
+    """Zeros of a type, its varying manual axes included; for PRNG keys, keys of zero bits."""
+    if not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        return ad_util.zeros_like_aval(aval)
+    bits = ad_util.zeros_like_aval(core.physical_aval(aval))
+    keys = jax.random.wrap_key_data(bits, impl=aval.dtype._impl.name)
+    return core.pvary(keys, tuple(varying(aval)))
 
 
 def varying(aval: ShapedArray) -> frozenset[str]:
@@ -123,8 +119,9 @@ def as_array(value: Any) -> Any:
 
 
 def promoted_dtype(a: ShapedArray, b: ShapedArray) -> Any:
-    """The dtype that two types have in common."""
-    return result_type(a, b)
+    """The dtype that two types have in common; a weak one gives way."""
+    scalars = {"b": True, "i": 0, "u": 0, "f": 0.0, "c": 0j}
+    return jnp.result_type(*(scalars[t.dtype.kind] if t.weak_type else t.dtype for t in (a, b)))
 
 
 def trace_context() -> Any:
@@ -244,6 +241,22 @@ def _parameter_effects(params: dict[str, Any]) -> Any:
     if not found or any(isinstance(e, effects_.JaxprInputEffect) for v in found for e in v.effects):
         return None
     return core.no_effects.union(*(v.effects for v in found))
+
+
+def holds_custom_vjp(jaxpr: Jaxpr) -> bool:
+    """Whether a function with a custom VJP, and so without a JVP, is called anywhere inside."""
+
+    def inside(value: Any) -> bool:
+        if hasattr(value, "eqns"):
+            return holds_custom_vjp(value)
+        if isinstance(value, tuple):
+            return any(map(inside, value))
+        return bool(getattr(value, "holds_custom_vjp", False))
+
+    return any(
+        eqn.primitive.name.startswith("custom_vjp_call") or any(map(inside, eqn.params.values()))
+        for eqn in open_jaxpr(jaxpr).eqns
+    )
 
 
 def check_effects(effects: Any) -> list[Any]:

@@ -13,6 +13,8 @@ from typing import Literal
 
 SMALL = 1 << 20
 """Bytes of checkpoints that a loop may always use: about a core's cache."""
+WIDE = 6
+"""Rows of residuals up to this many carries wide are cheaper to store than a step is to repeat."""
 FEW = 32
 """Slots that a loop may always use, however large its carry."""
 
@@ -65,7 +67,7 @@ def make_plan(
         assert bound is not None
         return Plan(0, bound, "residuals", bound, keeps_all=True)
     carry_bytes = max(carry_bytes, 1)
-    store = "residuals" if residual_bytes <= carry_bytes else "carries"
+    store = "residuals" if residual_bytes <= WIDE * carry_bytes else "carries"
     row = max(residual_bytes, 1) if store == "residuals" else carry_bytes
     if isinstance(checkpoints, int):
         return _within(checkpoints, bound, row / carry_bytes, store)

@@ -18,7 +18,7 @@ from jax import lax
 from loopkit import _jax
 from loopkit.engine import placement
 from loopkit.engine.lanes import SafeInputs
-from loopkit.engine.loop import Loop, Operands, kept, parts
+from loopkit.engine.loop import Active, Loop, Operands, kept, parts
 from loopkit.engine.reversal import Reversal
 from loopkit.engine.steps import is_active, read_rows, repeat, row_of, select, write_rows
 
@@ -68,12 +68,10 @@ def backward_sweep(
     if loop.cond is None:
         steps = loop.length
     ct_carry, ct_ys = parts(cts, sum(active.carry))
+    if loop.length == 0:
+        return [v for group in _no_cotangents(loop, active, ct_carry, batch) for v in group]
     step = _StepReversal.of(how, operands, ct_ys, batch)
-    flowing = Cotangents(
-        step.zeros(kept(loop.const_types, active.consts)),
-        ct_carry,
-        step.zeros(kept(loop.xs_types if loop.xs_count else [], active.xs)),
-    )
+    flowing = _no_cotangents(loop, active, ct_carry, batch)
     if plan.keeps_all:
         flowing = step.reverse_rows(0, steps, stacks, flowing)
         return [*flowing.consts, *flowing.carry, *flowing.xs]
@@ -99,7 +97,7 @@ def backward_sweep(
 
     rows: list = []
     if plan.leaf > 1:
-        rows = [_jax.blank(_jax.stack_type(t, plan.leaf)) for t in how.row_types]
+        rows = [_jax.zeros(_jax.stack_type(t, plan.leaf)) for t in how.row_types]
     last = -(-steps // plan.leaf) - 1
     state = Backward(jnp.asarray(last, jnp.int32), stacks, units, rows, flowing)
     if isinstance(steps, int):
@@ -107,6 +105,17 @@ def backward_sweep(
     else:
         done = lax.while_loop(lambda s: s.unit >= 0, segment, state)
     return [*done.cts.consts, *done.cts.carry, *done.cts.xs]
+
+
+def _no_cotangents(loop: Loop, active: Active, ct_carry: list, batch: int | None) -> Cotangents:
+    """The cotangents before any step is reversed."""
+
+    def zeros(types: Sequence[Any]) -> list:
+        types = [t.to_tangent_aval() for t in types]
+        return [_jax.zeros(t if batch is None else _jax.stack_type(t, batch)) for t in types]
+
+    xs_types = kept(loop.xs_types, active.xs) if loop.xs_count else []
+    return Cotangents(zeros(kept(loop.const_types, active.consts)), ct_carry, zeros(xs_types))
 
 
 def _climb(
@@ -159,12 +168,6 @@ class _StepReversal:
             axes = [None] * count + [0] * sum(how.active.outputs)
             backward, _ = _jax.batch_jaxpr(backward, _jax.axis(batch), axes, [0] * len(backward.out_avals))
         return _StepReversal(how, operands, hoisted, backward, safe, ct_ys, batch)
-
-    def zeros(self, types: Sequence[Any]) -> list:
-        types = [t.to_tangent_aval() for t in types]
-        if self.batch is not None:
-            types = [_jax.stack_type(t, self.batch) for t in types]
-        return [_jax.zeros(t) for t in types]
 
     def slices(self, step: Any) -> list:
         if not self.operands.xs:

@@ -11,12 +11,17 @@ from loopkit import _jax
 from loopkit.engine.loop import Active, Loop, kept, parts, spread
 
 
-def dual_loop(loop: Loop, active: Active) -> Loop:
-    """The loop whose constants, carry, xs and ys are followed by the active ones' tangents."""
-    return loop.derived(("dual", active), lambda: _dual_loop(loop, active))
+def dual_loop(loop: Loop, active: Active, by_transpose: bool = False) -> Loop:
+    """The loop whose constants, carry, xs and ys are followed by the active ones' tangents.
+
+    `by_transpose`: the tangents of a step are the transpose of its cotangents. Of a function with a
+    custom VJP there are no others.
+    """
+    key = ("dual", active, by_transpose)
+    return loop.derived(key, lambda: _dual_loop(loop, active, by_transpose))
 
 
-def _dual_loop(loop: Loop, active: Active) -> Loop:
+def _dual_loop(loop: Loop, active: Active, by_transpose: bool) -> Loop:
     body = _jax.call_jaxpr(loop.body)
     tangent_counts = [sum(active.consts), sum(active.carry), sum(active.xs)]
 
@@ -35,12 +40,12 @@ def _dual_loop(loop: Loop, active: Active) -> Loop:
             outs = body(*spread(moving, active.inputs, primals))
             return kept(outs, active.outputs), outs
 
-        _, tangents, outs = jax.jvp(
-            differentiated,
-            kept(primals, active.inputs),
-            [*t_consts, *t_carry, *t_x],
-            has_aux=True,
-        )
+        inputs, tangents = kept(primals, active.inputs), [*t_consts, *t_carry, *t_x]
+        if by_transpose:
+            out, pullback, outs = jax.vjp(differentiated, *inputs, has_aux=True)
+            (tangents,) = jax.linear_transpose(pullback, out)(tuple(tangents))
+        else:
+            _, tangents, outs = jax.jvp(differentiated, inputs, tangents, has_aux=True)
         new, y = parts(outs, loop.carry_count)
         t_new, t_y = parts(tangents, tangent_counts[1])
         return [*new, *t_new, *y, *t_y]

@@ -18,8 +18,8 @@ from loopkit.engine import while_
 from loopkit.engine.activity import forward_activity
 from loopkit.engine.forward_sweep import forward_sweep
 from loopkit.engine.loop import Active, Loop, kept, parts, spread
-from loopkit.engine.primitives import dual_p, forward_p, pushforward_p, while_p
-from loopkit.engine.reversal import reversal
+from loopkit.engine.primitives import forward_p, pushforward_p, while_p
+from loopkit.engine.reversal import covers, reversal
 
 
 def evaluate(*operands: Any, loop: Loop, active: Active) -> list:
@@ -40,14 +40,15 @@ def jvp(
     moving = forward_activity(loop, while_.nonzero_tangents(loop, tangents))
     inputs = kept(tangents[loop.cond_const_count :], moving.inputs)
     inputs = [_jax.instantiate(t) for t in inputs]
-    if moving == active:
-        params = {"loop": loop, "layout": active, "active": active, "batch": None}
-        flowing = pushforward_p.bind(*primals, *residuals, *inputs, **params)
-    else:
-        flowing = dual_p.bind(*primals, *inputs, loop=loop, active=moving)
-        flowing = flowing[loop.primal_counts[1] :]
+    layout = active
+    if not covers(loop, active, moving):
+        layout = moving
+        fresh = forward_p.bind(*primals, loop=loop, active=moving)
+        residuals = fresh[loop.primal_counts[1] :]
+    params = {"loop": loop, "layout": layout, "active": moving, "batch": None}
+    flowing = pushforward_p.bind(*primals, *residuals, *inputs, **params)
     zeros = [_jax.float0_zero(t) for t in while_.result_types(loop=loop)[0]]
-    still = [_jax.float0_zero(jax.typeof(r)) for r in residuals]
+    still = [_jax.float0_zero(jax.typeof(r)) for r in outs[loop.primal_counts[1] :]]
     return outs, [*spread(flowing, moving.outputs, zeros), *still]
 
 

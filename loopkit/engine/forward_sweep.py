@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -15,6 +16,7 @@ from loopkit.engine.reversal import Reversal
 from loopkit.engine.steps import (
     Steps,
     advance,
+    evaluate,
     goes_on,
     is_active,
     read_rows,
@@ -40,6 +42,9 @@ class Forward(NamedTuple):
 
 def forward_sweep(how: Reversal, loop: Loop, operands: Operands) -> list:
     """Final carry, ys, and the residuals of the backward sweep."""
+    if loop.length == 0:
+        residuals = [_jax.zeros(t) for t in how.residual_types]
+        return [*evaluate(loop, operands), *residuals]
     if how.plan.keeps_all:
         return _store_residuals(how, loop, operands)
     if loop.cond is None and how.plan.direct:
@@ -78,7 +83,7 @@ def _goes_on(loop: Loop, operands: Operands, steps: Steps) -> Any:
 
 
 def _blank_slots(how: Reversal) -> list:
-    return [_jax.blank(_jax.stack_type(t, how.plan.slots)) for t in how.saved_types]
+    return [_jax.zeros(_jax.stack_type(t, how.plan.slots)) for t in how.saved_types]
 
 
 def _save_every_segment(how: Reversal, loop: Loop, operands: Operands) -> list:
@@ -113,12 +118,12 @@ def _store_residuals(how: Reversal, loop: Loop, operands: Operands) -> list:
         new, y, stored = parts(outs, loop.carry_count, loop.ys_count)
         if safe is not None:
             new = select(active, new, steps.carry)
-            y = select(active, y, [jnp.zeros_like(v) for v in y])
+            y = select(active, y, [_jax.zeros(jax.typeof(v)) for v in y])
         rows = write_rows(rows, [*mask, *stored], steps.count)
         ys = write_rows(steps.ys, y, row) if steps.ys else []
         return Steps(steps.count + 1, new, ys), rows
 
-    rows = [_jax.blank(_jax.stack_type(t, how.plan.leaf)) for t in how.row_types]
+    rows = [_jax.zeros(_jax.stack_type(t, how.plan.leaf)) for t in how.row_types]
     steps, rows = lax.while_loop(
         lambda s: _goes_on(loop, operands, s[0]), body, (start(loop, operands), rows)
     )

@@ -68,6 +68,8 @@ class SafeInputs:
 
 def _substitution(active: Any) -> Any:
     """A function that gives lanes that are not active the value of one that is."""
+    if active.size == 0:
+        return lambda value: value
     chosen = jnp.argmax(active.reshape(-1))
 
     def substitute(value: Any) -> Any:

@@ -150,6 +150,11 @@ class Loop:
         effects = self.body.effects
         return effects if self.cond is None else effects | self.cond.effects
 
+    @cached_property
+    def holds_custom_vjp(self) -> bool:
+        """Whether a step calls a function that has a VJP and no JVP."""
+        return _jax.holds_custom_vjp(self.body)
+
     def without_debug_effects(self) -> Loop:
         """The same loop, silent: for steps that are taken a second time."""
         if not self.effects:

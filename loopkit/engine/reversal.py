@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,8 +32,14 @@ class Reversal:
     """(consts, saved carry, x) -> saved carry"""
     forward: Jaxpr
     """(consts, saved carry, x) -> saved carry, stored residuals"""
-    backward: Jaxpr
-    """(consts, hoisted, x, stored, cotangents) -> cotangents of the active consts, carry, x"""
+
+    @cached_property
+    def backward(self) -> Jaxpr:
+        """(consts, hoisted, x, stored, cotangents) -> cotangents of the active consts, carry, x
+
+        Made when it is asked for: the body may hold what must not be transposed.
+        """
+        return self.split.backward(self.active)
 
     @property
     def saved_types(self) -> list[ShapedArray]:
@@ -93,6 +100,8 @@ def reversal(loop: Loop, layout: Active, active: Active | None = None) -> Revers
 
 def covers(loop: Loop, layout: Active, active: Active) -> bool:
     """Whether what was saved for `layout` is enough to replay for `active`."""
+    if any(a and not b for a, b in zip(sum(active, ()), sum(layout, ()), strict=True)):
+        return False
     how = reversal(loop, layout)
     if how.plan.keeps_all:
         return True
@@ -124,8 +133,7 @@ def build(
     stored = [True] * len(split.stored_types)
     silent = _jax.without_debug_effects(split.forward)
     forward, _ = _jax.dce(silent, [*saved, *no_ys, *stored], keep)
-    backward = split.backward(active)
-    return Reversal(quiet, active, plan, split, saved, step, forward, backward)
+    return Reversal(quiet, active, plan, split, saved, step, forward)
 
 
 def _saved_leaves(loop: Loop, split: Split) -> tuple[bool, ...]:

@@ -82,7 +82,7 @@ def _split(loop: Loop, active: Active) -> Split:
 
     def hoist(*consts: Any) -> list:
         # Nothing hoisted depends on the carry or the slices; any value does.
-        rest = [_jax.blank(t) for t in in_types[c:]]
+        rest = [_jax.zeros(t) for t in in_types[c:]]
         return list(_jax.call_jaxpr(hoist_part)(*consts, *rest)) if hoisted else []
 
     def make_backward(live: Active) -> Jaxpr:
@@ -98,8 +98,13 @@ def _split(loop: Loop, active: Active) -> Split:
                     return constant[i]
                 return x[source[i] - slices] if is_x[i] else row[first[i]]
 
-            pushforward = jax.tree.unflatten(tree, [residual(i) for i in range(n, total)])
-            return _transposed(pushforward, body, active, live)(cts)
+            residuals = [residual(i) for i in range(n, total)]
+            transpose = jax.linear_transpose(
+                lambda *moving: _jax.call_jaxpr(linear)(*residuals, *moving), *flowing
+            )
+            return list(transpose(cts))
+
+        linear, flowing = _linear_part(tree, whole.out_avals[n:], body, active, live)
 
         types = [
             *in_types[:c],
@@ -116,20 +121,27 @@ def _split(loop: Loop, active: Active) -> Split:
     return Split(hoist_jaxpr, forward, n, make_backward)
 
 
-def _transposed(
-    pushforward: Callable, body: Jaxpr, active: Active, live: Active
-) -> Callable[[list], list]:
-    """The transpose of a step's linear part, between its live inputs and live outputs alone."""
+def _linear_part(
+    tree: Any, residual_types: Sequence[Any], body: Jaxpr, active: Active, live: Active
+) -> tuple[Jaxpr, list]:
+    """(residuals, tangents of live inputs) -> tangents of live outputs, and the types of those.
+
+    What only reaches other outputs is left out: it may be something that cannot be transposed.
+    """
+    count = len(residual_types)
     types = [t.to_tangent_aval() for t in kept(body.in_avals, active.inputs)]
-    flowing = kept(live.inputs, active.inputs)
+
+    def pushforward(*values: Any) -> list:
+        residuals, tangents = parts(values, count)
+        return list(jax.tree.unflatten(tree, residuals)(*tangents))
+
+    everything, closed_over = _jax.trace(pushforward, [*residual_types, *types], "loop_tangents")
+    assert not closed_over, "a linear part closes over nothing"
+    flows = kept(live.inputs, active.inputs)
     wanted = kept(live.outputs, active.outputs)
-
-    def restricted(*moving: Any) -> list:
-        inputs = spread(moving, flowing, [_jax.zeros(t) for t in types])
-        return kept(pushforward(*inputs), wanted)
-
-    transpose = jax.linear_transpose(restricted, *kept(types, flowing))
-    return lambda cts: list(transpose(cts))
+    linear, used = _jax.dce(everything, wanted, [*[True] * count, *flows])
+    assert used[count:] == list(flows), "a live output needs a tangent that is not live"
+    return linear, kept(types, flows)
 
 
 def batch_split(split: Split, loop: Loop, axis: Any, places: Operands, active: Active) -> Split:

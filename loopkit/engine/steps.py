@@ -74,7 +74,7 @@ def one_step(loop: Loop, operands: Operands, state: Steps) -> Steps:
     if loop.lanes:
         active = is_active(loop, operands, state.carry)
         carry = select(active, carry, state.carry)
-        y = select(active, y, [jnp.zeros_like(v) for v in y])
+        y = select(active, y, [_jax.zeros(jax.typeof(v)) for v in y])
     return Steps(state.count + 1, carry, write_rows(state.ys, y, row) if state.ys else [])
 
 
@@ -154,6 +154,9 @@ def repeat(times: Any, body: Callable[[Any, Any], Any], state: Any, unroll: int 
 
 def evaluate(loop: Loop, operands: Operands) -> list:
     """The results of the loop: final carry, then ys."""
+    if loop.length == 0:
+        first = start(loop, operands)
+        return [*first.carry, *first.ys]
     if loop.cond is None:
         return scan(loop, operands)
     done = advance(loop, operands, start(loop, operands), loop.length)
