@@ -6,9 +6,9 @@ FLAGS = "--xla_force_host_platform_device_count=4"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import jax
-import jax.monitoring
-import pytest
+import jax  # noqa: E402
+import jax.monitoring  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_enable_x64", True)
 

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from derivatives import assert_close
 from jax import lax
-from problems import CHECKPOINTS
 
 import loopkit
+from derivatives import assert_close
+from problems import CHECKPOINTS
 
 
 def steps(body, x, *, count=4, checkpoints=2, loop=None):
@@ -107,7 +107,9 @@ def test_nondiff_arguments():
     power = jax.custom_vjp(power, nondiff_argnums=(0,))
     power.defvjp(lambda p, x: (x**p, x), lambda p, x, out_bar: (10 * p * x * out_bar,))
     body = lambda x: power(2, x) / 3
-    assert_close(jax.grad(lambda x: steps(body, x))(0.7), jax.grad(lambda x: unrolled(body, x))(0.7))
+    assert_close(
+        jax.grad(lambda x: steps(body, x))(0.7), jax.grad(lambda x: unrolled(body, x))(0.7)
+    )
 
 
 def test_loop_inside_custom_vjp():

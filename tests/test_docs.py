@@ -1,4 +1,4 @@
-"""Every Python block of README.md and docs/ is executed, page by page, as a reader would type it.
+"""Every Python block of README.md, docs/ and the public docstrings is executed.
 
 The blocks of a page share one namespace and run in a fresh interpreter, in single precision, with
 warnings as errors. Where a line reads `print(...)  # text`, what it prints has to be that text;
@@ -8,17 +8,21 @@ numbers may differ in the fourth digit.
 """
 
 import ast
+import inspect
 import io
 import math
 import os
 import re
 import subprocess
 import sys
+import textwrap
 import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+import loopkit
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -36,7 +40,7 @@ def python_blocks(page: Path) -> list[Block]:
         if start is None and line.strip() == "```python":
             start = number + 1
         elif start is not None and line.strip() == "```":
-            blocks.append(Block(start, "\n".join(lines) + "\n"))
+            blocks.append(Block(start, textwrap.dedent("\n".join(lines)) + "\n"))
             lines, start = [], None
         elif start is not None:
             lines.append(line)
@@ -88,16 +92,11 @@ def run_page(page: Path) -> None:
         exec(compile(ast.fix_missing_locations(module), str(page), "exec"), namespace)
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name
-)
-def test_code_blocks_run(page, tmp_path):
-    import loopkit
-
+def run_in_fresh_interpreter(page: Path, directory: Path) -> None:
     paths = [str(Path(loopkit.__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
     outcome = subprocess.run(
         [sys.executable, __file__, str(page)],
-        cwd=tmp_path,
+        cwd=directory,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,
@@ -105,6 +104,21 @@ def test_code_blocks_run(page, tmp_path):
         check=False,
     )
     assert outcome.returncode == 0, outcome.stderr
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name
+)
+def test_code_blocks_run(page, tmp_path):
+    run_in_fresh_interpreter(page, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["while_loop", "scan", "fori_loop"])
+def test_docstring_examples_run(name, tmp_path):
+    page = tmp_path / f"{name}.md"
+    page.write_text(inspect.getdoc(getattr(loopkit, name)))
+    assert python_blocks(page)
+    run_in_fresh_interpreter(page, tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from derivatives import assert_close, direction, expected, forward
-from problems import CHECKPOINTS, PROBLEMS, Problem, named, tagged
 
 import loopkit
+from derivatives import assert_close, direction, expected, forward
+from problems import CHECKPOINTS, PROBLEMS, Problem, named, tagged
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)

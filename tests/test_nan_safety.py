@@ -1,18 +1,18 @@
 """Lanes that have stopped, and steps that are not taken, cannot put NaN or infinity anywhere.
 
-The bodies here are fine for as long as their lane runs. One step further, a value or a derivative is
-infinite, and zero times infinity is NaN.
+The bodies here are fine for as long as their lane runs. One step further, a value or a derivative
+is infinite, and zero times infinity is NaN.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from derivatives import assert_close
 from jax import lax
-from problems import CHECKPOINTS
 
 import loopkit
+from derivatives import assert_close
+from problems import CHECKPOINTS
 
 
 def root(step, n, x, w):
@@ -237,7 +237,7 @@ def test_debug_nans():
 
 
 def test_inner_loops_of_stopped_lanes():
-    """An inner loop whose number of steps depends on the lane, in an outer loop that has stopped."""
+    """The inner loop's number of steps depends on the lane, whose outer loop has stopped."""
 
     def f(n, x, w, inner):
         def body(carry):
@@ -263,9 +263,7 @@ def test_inner_loops_of_stopped_lanes():
     ns, xs = np.asarray([2.0, 0.0, 3.0]), XS[:3]
     args = jnp.stack([ns, xs, jnp.full(3, 0.4)], axis=1)
     got = jax.jit(jax.vmap(jax.grad(value)))(args)
-    wanted = [
-        jax.grad(reference)(row, int(n)) for row, n in zip(args, ns, strict=True)
-    ]
+    wanted = [jax.grad(reference)(row, int(n)) for row, n in zip(args, ns, strict=True)]
     assert_close(got, jnp.stack(wanted))
 
 

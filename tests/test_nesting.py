@@ -5,12 +5,12 @@ import functools as ft
 import jax
 import jax.numpy as jnp
 import pytest
-from derivatives import assert_close
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from problems import CHECKPOINTS
 
 import loopkit
+from derivatives import assert_close
+from problems import CHECKPOINTS
 
 
 def loop(x, w, checkpoints=2):

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from derivatives import assert_close, derivative, expected
-from problems import CHECKPOINTS, PROBLEMS, Problem, named, tagged
 
 import loopkit
+from derivatives import assert_close, derivative, expected
+from problems import CHECKPOINTS, PROBLEMS, Problem, named, tagged
 
 
 @pytest.mark.parametrize("checkpoints", CHECKPOINTS)

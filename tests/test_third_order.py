@@ -5,6 +5,7 @@ import itertools as it
 import jax
 import jax.numpy as jnp
 import pytest
+
 from derivatives import assert_close, derivative, expected
 from problems import named
 

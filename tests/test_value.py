@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+
 from derivatives import assert_close
 from problems import CHECKPOINTS, PROBLEMS, Problem, tagged
 

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from derivatives import assert_close, derivative, direction
 from jax import lax
-from problems import CHECKPOINTS, Problem, named
 
 import loopkit
+from derivatives import assert_close, derivative, direction
+from problems import CHECKPOINTS, Problem, named
 
 BATCHED = [
     *named("while_scalar", "scan_until", "while_in_while", "newton_root", "scan_xs_ys"),
@@ -134,10 +134,11 @@ def test_each_operand_batched_alone(transform, in_axes):
 
     args = [a if axis == 0 else a[2] for a, axis in zip((NS, XS, WS), in_axes, strict=True)]
     got = jax.jit(jax.vmap(transformed(grow), in_axes))(*args)
-    each = [
-        transformed(grow_in_python)(*[a[k] if axis == 0 else a for a, axis in zip(args, in_axes)])
+    rows = [
+        [args[i] if axis is None else args[i][k] for i, axis in enumerate(in_axes)]
         for k in range(3)
     ]
+    each = [transformed(grow_in_python)(*row) for row in rows]
     assert_close(got, jnp.stack(each))
 
 
@@ -221,9 +222,9 @@ def test_axes(in_axis, out_axis):
             return jax.grad(loss, argnums=(0, 1), has_aux=True)(h, x)
 
         moved = jnp.moveaxis(hs, 0, in_axis)
-        (h_bar, x_bar), ys = jax.vmap(one, in_axes=(in_axis, 1), out_axes=((out_axis, 0), out_axis))(
-            moved, xs
-        )
+        (h_bar, x_bar), ys = jax.vmap(
+            one, in_axes=(in_axis, 1), out_axes=((out_axis, 0), out_axis)
+        )(moved, xs)
         return h_bar, x_bar, ys
 
     assert_close(batched(loopkit.scan), batched(lax.scan))
@@ -248,7 +249,8 @@ def test_nested_vmap():
 def test_nested_vmap_over_one_operand():
     ws = jnp.asarray([[0.5, 1.1], [0.9, 1.2], [0.3, 0.6]])
     got = jax.vmap(jax.vmap(jax.grad(grow, 2), (None, None, 0)), (0, 0, 0))(NS, XS, ws)
-    each = [[jax.grad(grow_in_python, 2)(n, x, w) for w in row] for n, x, row in zip(NS, XS, ws)]
+    grad, rows = jax.grad(grow_in_python, 2), zip(NS, XS, ws, strict=True)
+    each = [[grad(n, x, w) for w in row] for n, x, row in rows]
     assert_close(got, jnp.asarray(each))
 
 
@@ -345,7 +347,9 @@ def test_jacobians_in_lanes():
 
     xs = jnp.stack([XS, WS], axis=1)
     got = jax.jit(jax.vmap(jax.jacrev(loop, 1)))(NS, xs)
-    assert_close(got, jnp.stack([jax.jacrev(unrolled, 1)(n, x) for n, x in zip(NS, xs)]))
+    assert_close(
+        got, jnp.stack([jax.jacrev(unrolled, 1)(n, x) for n, x in zip(NS, xs, strict=True)])
+    )
     got = jax.jit(jax.vmap(jax.jacfwd(jax.jacrev(loop, 1), 1)))(NS, xs)
-    wanted = [jax.jacfwd(jax.jacrev(unrolled, 1), 1)(n, x) for n, x in zip(NS, xs)]
+    wanted = [jax.jacfwd(jax.jacrev(unrolled, 1), 1)(n, x) for n, x in zip(NS, xs, strict=True)]
     assert_close(got, jnp.stack(wanted))

@@ -1,0 +1,103 @@
+"""The three loops under one interface: loopkit's, and Python's to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import loopkit
+
+
+class LoopkitLoops:
+    """loopkit's loops, with keyword arguments that a program does not give itself."""
+
+    def __init__(self, bound: int, checkpoints: Any = None):
+        self.checkpoints = checkpoints
+        # Saving every step needs to know how many there can be.
+        self.bound = {"max_steps": bound} if checkpoints == "all" else {}
+
+    def while_loop(self, *args, **kwargs):
+        kwargs = {**self.bound, "checkpoints": self.checkpoints, **kwargs}
+        return loopkit.while_loop(*args, **kwargs)
+
+    def scan(self, *args, **kwargs):
+        return loopkit.scan(*args, checkpoints=self.checkpoints, **kwargs)
+
+    def fori_loop(self, lower, upper, body_fun, init_val, **kwargs):
+        bound = {} if isinstance(upper, int) else self.bound
+        kwargs = {**bound, "checkpoints": self.checkpoints, **kwargs}
+        return loopkit.fori_loop(lower, upper, body_fun, init_val, **kwargs)
+
+
+class PythonLoops:
+    """The reference semantics, for concrete values.
+
+    Without `counts` predicates are read, and the steps of each loop noted in the order in which the
+    loops start. With `counts` those numbers are repeated and no predicate is read, so that the
+    values may be tracers.
+    """
+
+    def __init__(self, counts: list[int] | None = None):
+        self.replayed = None if counts is None else iter(counts)
+        self.counts: list[int] = []
+
+    def steps(self, goes_on: Callable[[int], bool]) -> Iterator[int]:
+        if self.replayed is not None:
+            yield from range(next(self.replayed))
+            return
+        place = len(self.counts)
+        self.counts.append(0)
+        while goes_on(self.counts[place]):
+            yield self.counts[place]
+            self.counts[place] += 1
+
+    def while_loop(self, cond_fun, body_fun, init_val, *, max_steps=None, return_info=False):
+        carry, taken = jax.tree.map(jnp.asarray, init_val), 0
+
+        def goes_on(step: int) -> bool:
+            return (max_steps is None or step < max_steps) and bool(cond_fun(carry))
+
+        for _ in self.steps(goes_on):
+            carry, taken = body_fun(carry), taken + 1
+        info = loopkit.LoopInfo(jnp.asarray(taken, "int32"), ~cond_fun(carry))
+        return (carry, info) if return_info else carry
+
+    def scan(self, f, init, xs=None, length=None, reverse=False, *, until=None, return_info=False):
+        carry = jax.tree.map(jnp.asarray, init)
+        length = length if length is not None else len(jax.tree.leaves(xs)[0])
+        rows: list[Any] = [None] * length
+        done = jnp.asarray(False)
+
+        def goes_on(step: int) -> bool:
+            return step < length and not done
+
+        for step in self.steps(goes_on):
+            row = length - 1 - step if reverse else step
+            carry, y = f(carry, row_of(xs, row))
+            rows[row] = y
+            done = jnp.asarray(False) if until is None else until(carry, y)
+        taken = sum(row is not None for row in rows)
+        if taken < length:
+            _, y = jax.eval_shape(f, init, row_of(xs, 0))
+            blank = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), y)
+            rows = [blank if row is None else row for row in rows]
+        ys = jax.tree.map(lambda *y: jnp.stack(y), *rows)
+        info = loopkit.LoopInfo(jnp.asarray(taken, "int32"), done)
+        return (carry, ys, info) if return_info else (carry, ys)
+
+    def fori_loop(self, lower, upper, body_fun, init_val, *, max_steps=None, return_info=False):
+        (_, carry), info = self.while_loop(
+            lambda state: state[0] < upper,
+            lambda state: (state[0] + 1, body_fun(*state)),
+            (lower, init_val),
+            max_steps=max_steps,
+            return_info=True,
+        )
+        return (carry, info) if return_info else carry
+
+
+def row_of(xs: Any, row: int) -> Any:
+    return jax.tree.map(lambda x: x[row], xs)

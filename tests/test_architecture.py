@@ -1,0 +1,154 @@
+"""The layers of the library, held in place: imports run downward, and one file opens onto jax."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "loopkit"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+LAYERS = [
+    ["loopkit"],
+    ["loopkit._while_loop", "loopkit._scan", "loopkit._fori_loop"],
+    ["loopkit._capture"],
+    ["loopkit.engine"],
+    ["loopkit._plan"],
+    ["loopkit.schedules"],
+    ["loopkit._arguments", "loopkit._function_key", "loopkit._info"],
+    ["loopkit._tree", "loopkit._errors", "loopkit._typing"],
+    ["loopkit._jax"],
+]
+"""From the top. Imports stay in a layer or go down; a package stands for its modules."""
+
+LONGEST = 350
+PRIVATE = ("jax.interpreters", "jax.extend", "jax._src", "jaxlib")
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_part_of(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def layer_of(module: str) -> int:
+    """The layer with the longest name that the module is part of."""
+    places = [
+        (len(name), depth)
+        for depth, names in enumerate(LAYERS)
+        for name in names
+        if is_part_of(module, name) and (name != "loopkit" or module == "loopkit")
+    ]
+    assert places, f"{module} is in no layer of tests/test_architecture.py"
+    return max(places)[1]
+
+
+def modules() -> set[str]:
+    return {name_of(path) for path in FILES}
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import, those inside functions too."""
+    known = modules()
+    package = name_of(path) if path.name == "__init__.py" else name_of(path).rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                ancestors = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*ancestors, *filter(None, [base])])
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                yield (
+                    node.lineno,
+                    full if full in known or not is_part_of(base, "loopkit") else base,
+                )
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_run_downward(path: Path):
+    here = layer_of(name_of(path))
+    for line, module in imports(path):
+        if is_part_of(module, "loopkit"):
+            assert layer_of(module) >= here, f"{path}:{line} imports {module} from above"
+
+
+def test_no_module_imports_itself_in_a_circle():
+    """Within a layer too."""
+    known = modules()
+    graph = {
+        name_of(path): {m for _, m in imports(path) if m in known and m != name_of(path)}
+        for path in FILES
+        if path.name != "__init__.py"
+    }
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " -> ".join([*trail, module])
+        if module in done:
+            return
+        for other in sorted(graph.get(module, ())):
+            visit(other, (*trail, module))
+        done.add(module)
+
+    for module in sorted(graph):
+        visit(module, ())
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_one_door_to_jax(path: Path):
+    for line, module in imports(path):
+        if name_of(path) != "loopkit._jax":
+            inside = any(is_part_of(module, private) for private in PRIVATE)
+            assert not inside, f"{path}:{line} imports {module}; only loopkit/_jax.py may"
+        assert not is_part_of(module, "equinox.internal"), f"{path}:{line} imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_attribute_leads_past_the_door(path: Path):
+    """`jax._src.core` written out, without an import."""
+    if name_of(path) == "loopkit._jax":
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            written = ast.unparse(node)
+            inside = any(is_part_of(written, private) for private in PRIVATE)
+            assert not inside, f"{path}:{node.lineno}: {written}"
+            assert not is_part_of(written, "eqx.internal"), f"{path}:{node.lineno}: {written}"
+
+
+def test_schedules_know_nothing_of_jax():
+    for path in FILES:
+        if is_part_of(name_of(path), "loopkit.schedules"):
+            for line, module in imports(path):
+                assert module.split(".")[0] not in {"jax", "equinox"}, f"{path}:{line}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_files_are_short(path: Path):
+    length = len(path.read_text().splitlines())
+    assert length <= LONGEST, f"{path} has {length} lines"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_nothing_is_printed(path: Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in {"print", "breakpoint"}, f"{path}:{node.lineno}"
+
+
+def test_the_package_is_names_only():
+    """loopkit/__init__.py imports and assigns, and does nothing else."""
+    body = ast.parse((PACKAGE / "__init__.py").read_text()).body
+    allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
+    docstring, *rest = body
+    assert isinstance(docstring, ast.Expr)
+    for node in rest:
+        assert isinstance(node, allowed), ast.unparse(node)

@@ -1,0 +1,350 @@
+"""Outside jit a loop is traced and compiled once. Nothing stale is used, nothing kept alive."""
+
+import contextlib
+import gc
+import sys
+import types
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import loopkit
+
+
+@contextlib.contextmanager
+def calls_of(name):
+    """A list that grows by one with every Python call of a function of this name in this file.
+
+    Counted from outside: a body that counts its calls closes over something that changes.
+    """
+    calls = []
+
+    def profile(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_name == name and code.co_filename == __file__:
+            calls.append(frame.f_lineno)
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(before)
+
+
+def body(carry):
+    step, x = carry
+    return step + 1, jnp.sin(x) * 1.5
+
+
+def goes_on(carry):
+    return carry[0] < 4
+
+
+def row_body(h, x):
+    return jnp.sin(h * x), h
+
+
+def stops(h, _):
+    return jnp.all(h > 5.0)
+
+
+def while_loop(x):
+    return loopkit.while_loop(goes_on, body, (0, x), checkpoints=2)[1]
+
+
+def while_loop_with_info(x):
+    (_, x), info = loopkit.while_loop(goes_on, body, (0, x), max_steps=9, return_info=True)
+    return x * info.steps
+
+
+def scan(x):
+    return loopkit.scan(row_body, x, jnp.ones(4), checkpoints=2)[0]
+
+
+def stopping_scan(x):
+    return loopkit.scan(row_body, x, jnp.ones(4), until=stops)[0]
+
+
+def fori_loop(x):
+    def body(i, x):
+        return jnp.sin(x) * 1.5 + i
+
+    return loopkit.fori_loop(0, 4, body, x)
+
+
+def remade(x):
+    """New function objects, of the same code over the same values, on every call."""
+    rate, table = 1.5, TABLE
+
+    def body(carry):
+        return carry[0] + 1, jnp.sin(carry[1]) * rate + table[carry[0]]
+
+    return loopkit.while_loop(lambda carry: carry[0] < 4, body, (0, x))[1]
+
+
+TABLE = jnp.arange(4.0)
+LOOPS = {
+    "while_loop": (while_loop, "body"),
+    "while_loop with info": (while_loop_with_info, "body"),
+    "predicate": (while_loop, "goes_on"),
+    "scan": (scan, "row_body"),
+    "scan with until": (stopping_scan, "row_body"),
+    "until": (stopping_scan, "stops"),
+    "fori_loop": (fori_loop, "body"),
+    "remade functions": (remade, "body"),
+}
+TRANSFORMS = {
+    "value": lambda f: f,
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (1.0,)),
+    "grad": jax.grad,
+    "hessian": jax.hessian,
+    "vmap of grad": lambda f: lambda x: jax.vmap(jax.grad(f))(jnp.stack([x, 2 * x])),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_second_call_does_not_trace(loop):
+    f, name = LOOPS[loop]
+    x = jnp.full(3 + list(LOOPS).index(loop), 0.3)  # a shape that no other test has traced
+    with calls_of(name) as calls:
+        first = f(x)
+        assert calls
+        calls.clear()
+        assert f(x).tolist() == first.tolist()
+        f(2 * x)
+    assert calls == []
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("f", [while_loop, remade], ids=lambda f: f.__name__)
+def test_the_second_derivative_does_not_trace(f, transform):
+    transformed = TRANSFORMS[transform](f)
+    transformed(jnp.asarray(0.3))
+    with calls_of("body") as calls:
+        transformed(jnp.asarray(0.7))
+    assert calls == []
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("f", [while_loop, stopping_scan, remade], ids=lambda f: f.__name__)
+def test_the_second_call_does_not_compile(f, transform, compilations):
+    transformed = TRANSFORMS[transform](f)
+    x = jnp.asarray(0.3)
+    jax.block_until_ready(transformed(x))
+    y = jax.block_until_ready(x + 0.4)
+    compilations.clear()
+    jax.block_until_ready(transformed(y))
+    assert compilations == []
+
+
+def test_closing_over_a_differentiated_value(compilations):
+    """Its body is traced again, since a tracer is new each time, but not compiled again."""
+
+    def f(w):
+        def scaled(carry):
+            return carry[0] + 1, jnp.sin(w * carry[1])
+
+        return loopkit.while_loop(lambda carry: carry[0] < 4, scaled, (0, 0.3), checkpoints=2)[1]
+
+    first = jax.grad(f)(jnp.asarray(0.7))
+    compilations.clear()
+    assert jax.grad(f)(jnp.asarray(0.7)) == first
+    assert compilations == []
+
+
+def test_a_step_is_traced_a_few_times_at_most():
+    """Deep nests must not take time exponential in their depth."""
+
+    def nest(depth):
+        def innermost(x):
+            return jnp.sin(x)
+
+        f = innermost
+        for _ in range(depth):
+            f = lambda x, f=f: loopkit.scan(lambda x, _: (f(x), None), x, length=2)[0]
+        return f
+
+    counts = []
+    for depth in (1, 4):
+        with calls_of("innermost") as calls:
+            jax.grad(nest(depth))(0.3)
+        counts.append(len(calls))
+    assert counts[1] <= 4 * counts[0]
+
+
+# ---------------------------------------------------------------- nothing stale
+
+
+def looped(body, x=1.0):
+    return float(loopkit.fori_loop(0, 2, lambda _, x: body(x), x))
+
+
+class Settings:
+    rate = 2.0
+
+
+RATE = 2.0
+
+
+def remaking(kind):
+    """A function that runs a loop over remade functions, and one that changes what they read."""
+    match kind:
+        case "cell":
+            rate = 2.0
+
+            def change():
+                nonlocal rate
+                rate = 3.0
+
+            return lambda: looped(lambda x: x * rate), change
+        case "list":
+            rates = [2.0]
+            return lambda: looped(lambda x: x * rates[0]), lambda: rates.__setitem__(0, 3.0)
+        case "growing list":
+            factors = []
+            total = lambda x: x * (2.0 + len(factors))
+            return lambda: looped(lambda x: total(x)), lambda: factors.append(lambda: None)
+        case "dict":
+            rates = {"rate": 2.0}
+            return lambda: looped(lambda x: x * rates["rate"]), lambda: rates.update(rate=3.0)
+        case "attribute":
+            settings = types.SimpleNamespace(rate=2.0)
+            return lambda: looped(lambda x: x * settings.rate), lambda: setattr(
+                settings, "rate", 3.0
+            )
+        case "attribute of a class":
+            return lambda: looped(lambda x: x * Settings.rate), lambda: setattr(
+                Settings, "rate", 3.0
+            )
+        case "attribute of a module":
+            module = types.ModuleType("settings")
+            module.rate = 2.0
+            return lambda: looped(lambda x: x * module.rate), lambda: setattr(module, "rate", 3.0)
+        case "global":
+            return lambda: looped(lambda x: x * RATE), lambda: globals().update(RATE=3.0)
+        case "numpy array":
+            rates = np.full(3, 2.0)
+            return lambda: looped(lambda x: x * rates[0]), lambda: rates.fill(3.0)
+        case "large numpy array":
+            rates = np.full(100_000, 2.0)
+            return lambda: looped(lambda x: x * rates[-1]), lambda: rates.fill(3.0)
+        case "method":
+            owner = types.SimpleNamespace(rate=2.0)
+            method = types.MethodType(lambda self, x: x * self.rate, owner)
+            return lambda: looped(lambda x: method(x)), lambda: setattr(owner, "rate", 3.0)
+        case "default":
+            scale = lambda x, rate=2.0: x * rate
+            change = lambda: setattr(scale, "__defaults__", (3.0,))
+            return lambda: looped(lambda x: scale(x)), change
+        case "type of a constant":
+            constant = [2.0]
+            return lambda: looped(lambda x: x * constant[0]), lambda: constant.__setitem__(0, 3)
+
+
+KINDS = ["cell", "list", "growing list", "dict", "attribute", "attribute of a class"]
+KINDS += ["attribute of a module", "global", "numpy array", "large numpy array", "method"]
+KINDS += ["default", "type of a constant"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_remade_functions_see_what_has_changed(kind, monkeypatch):
+    monkeypatch.setattr(Settings, "rate", 2.0)
+    monkeypatch.setitem(globals(), "RATE", 2.0)
+    run, change = remaking(kind)
+    assert run() == 4.0
+    change()
+    assert run() == 9.0
+
+
+def test_zeros_of_either_sign():
+    """Equal numbers that are not the same number."""
+    signs = [looped(lambda x, zero=zero: jnp.copysign(x, zero)) for zero in (0.0, -0.0)]
+    assert signs == [1.0, -1.0]
+
+
+def test_settings_are_not_mixed_up():
+    """The same functions, bounded or not, of different types."""
+    run = lambda x, **kwargs: loopkit.while_loop(goes_on, body, (0, x), **kwargs)[0]
+    assert [run(0.3), run(0.3, max_steps=2), run(0.3, max_steps=3), run(0.3)] == [4, 2, 3, 4]
+    grads = [
+        jax.grad(lambda x, c=c: loopkit.while_loop(goes_on, body, (0, x), checkpoints=c)[1])(0.3)
+        for c in (1, 2, None, 1)
+    ]
+    np.testing.assert_allclose(grads, grads[0], rtol=1e-12)
+    assert scan(0.3).dtype == jnp.float64
+    assert loopkit.scan(row_body, jnp.float32(0.3), jnp.ones(4, "float32"))[0].dtype == jnp.float32
+    forward, backward = (
+        loopkit.scan(row_body, 0.3, jnp.arange(4.0), reverse=reverse)[1]
+        for reverse in (False, True)
+    )
+    assert forward.tolist() != backward.tolist()
+
+
+# ---------------------------------------------------------------- nothing kept alive
+
+
+def test_functions_are_let_go():
+    class Rate:
+        value = 2.0
+
+    def run():
+        rate = Rate()
+
+        def scaled(x):
+            return x * rate.value
+
+        loopkit.while_loop(lambda x: x < 5.0, scaled, 1.0)
+        jax.grad(lambda x: loopkit.while_loop(lambda x: x < 5.0, scaled, x))(1.0)
+        return weakref.ref(rate), weakref.ref(scaled)
+
+    references = run()
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+def test_large_arrays_are_let_go():
+    alive = []
+
+    def run(size):
+        table = jnp.ones(size)
+        alive.append(weakref.ref(table))
+        return loopkit.fori_loop(0, 2, lambda i, x: x + table[i], 0.0)
+
+    for _ in range(3):
+        run(1_000_000)
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None, None]
+
+
+def test_small_arrays_do_not_pile_up():
+    """What a cache of traces keeps is bounded."""
+    alive = []
+
+    def run(k):
+        table = jnp.full(10_000, float(k))
+        alive.append(weakref.ref(table))
+        return loopkit.fori_loop(0, 2, lambda i, x: x + table[i], 0.0)
+
+    for k in range(300):
+        run(k)
+    gc.collect()
+    kept = sum(reference() is not None for reference in alive)
+    assert kept * 80_000 <= 2**24
+
+
+def test_tracers_are_let_go():
+    """A trace of a loop inside jit cannot turn up outside it."""
+
+    def f(w):
+        return loopkit.while_loop(lambda x: x < 5.0, lambda x: x * w, 1.0)
+
+    assert jax.jit(f)(2.0) == 8.0
+    assert f(2.0) == 8.0
+    assert jax.grad(f)(2.0) == 12.0
+    assert f(2.0) == 8.0
+    assert jax.vmap(f)(jnp.asarray([2.0, 3.0])).tolist() == [8.0, 9.0]
+    assert f(jnp.asarray(2.0)) == 8.0

@@ -1,0 +1,111 @@
+"""What a body reports while it runs: each step once, however often it is recomputed."""
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import loopkit
+from problems import CHECKPOINTS
+
+
+def reporting(record, n, x, checkpoints):
+    def body(carry):
+        step, x = carry
+        jax.debug.callback(record, step, x)
+        return step + 1, jnp.sin(x)
+
+    return loopkit.while_loop(
+        lambda c: c[0] < n, body, (0, x), checkpoints=checkpoints, max_steps=8
+    )[1]
+
+
+TRANSFORMS = {
+    "value": lambda f: f,
+    "jit": jax.jit,
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (1.0,)),
+    "grad": jax.grad,
+    "jit of grad": lambda f: jax.jit(jax.grad(f)),
+    "hessian": jax.hessian,
+    "remat": lambda f: lambda x: jax.jit(jax.checkpoint(f))(x),
+}
+
+
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_each_step_reports_once(transform, checkpoints):
+    """Steps that are recomputed for a gradient are silent."""
+    seen = []
+    f = lambda x: reporting(lambda step, _: seen.append(int(step)), 5, x, checkpoints)
+    jax.block_until_ready(TRANSFORMS[transform](f)(0.3))
+    jax.effects_barrier()
+    assert sorted(seen) == [0, 1, 2, 3, 4]
+
+
+def test_scan_steps_report_once():
+    seen = []
+
+    def f(x):
+        def body(x, row):
+            jax.debug.callback(lambda row: seen.append(int(row)), row)
+            return jnp.sin(x), None
+
+        return loopkit.scan(body, x, jnp.arange(6), checkpoints=2)[0]
+
+    jax.block_until_ready(jax.grad(f)(0.3))
+    jax.effects_barrier()
+    assert sorted(seen) == list(range(6))
+
+
+def test_lanes_report_each_of_their_steps():
+    seen = []
+    f = lambda x: reporting(lambda step, x: seen.append((int(step), float(x))), 3, x, 1)
+    jax.block_until_ready(jax.vmap(jax.grad(f))(jnp.asarray([0.0, 100.0])))
+    jax.effects_barrier()
+    assert sorted(step for step, _ in seen) == [0, 0, 1, 1, 2, 2]
+
+
+def test_lanes_that_stop_early_report_each_of_their_steps():
+    seen = set()
+    f = lambda n, x: reporting(lambda step, x: seen.add((int(step), float(x))), n, x, 1)
+    jax.block_until_ready(jax.vmap(f)(jnp.asarray([1, 3]), jnp.asarray([0.5, 0.25])))
+    jax.effects_barrier()
+    first, second = jnp.sin(0.25), jnp.sin(jnp.sin(0.25))
+    assert seen >= {(0, 0.5), (0, 0.25), (1, float(first)), (2, float(second))}
+
+
+def test_debug_print(capfd):
+    def f(x):
+        def body(carry):
+            step, x = carry
+            jax.debug.print("step {} at {x:.1f}", step, x=x)
+            return step + 1, 2 * x
+
+        return loopkit.while_loop(lambda c: c[0] < 2, body, (0, x), checkpoints=1)[1]
+
+    jax.block_until_ready(jax.grad(f)(1.0))
+    jax.effects_barrier()
+    lines = sorted(capfd.readouterr().out.splitlines())
+    assert lines == ["step 0 at 1.0", "step 1 at 2.0"]
+
+
+def test_callbacks_with_results():
+    """io_callback runs for each step, in the order of the steps if that is asked for."""
+    from jax.experimental import io_callback
+
+    seen = []
+
+    def record(step):
+        seen.append(int(step))
+        return np.float64(2.0)
+
+    def body(carry):
+        step, x = carry
+        factor = io_callback(record, jax.ShapeDtypeStruct((), "float64"), step, ordered=False)
+        return step + 1, x * factor
+
+    out = loopkit.while_loop(lambda c: c[0] < 3, body, (0, 1.0))
+    jax.effects_barrier()
+    assert out[1] == 8.0
+    assert seen == [0, 1, 2]

@@ -1,0 +1,119 @@
+"""Under jax's own modes and tools: disable_jit, checking_leaks, export, ahead of time."""
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import pytest
+
+import loopkit
+from derivatives import assert_close
+from problems import CHECKPOINTS
+
+
+def power(x, n, **kwargs):
+    """x^(2^n)"""
+    return loopkit.while_loop(
+        lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] * c[1]), (0, x), **kwargs
+    )[1]
+
+
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+def test_disable_jit(checkpoints):
+    def run():
+        f = lambda x: power(x, 3, max_steps=5, checkpoints=checkpoints)
+        scanned = lambda x: loopkit.scan(
+            lambda h, x: (h * x, h), x, jnp.ones(4) * 2, until=lambda h, _: h > 5.0
+        )
+        counted = lambda x: loopkit.fori_loop(0, 3, lambda i, x: x * (i + 1), x)
+        return (
+            jax.value_and_grad(f)(1.1),
+            jax.jvp(f, (1.1,), (1.0,)),
+            jax.jvp(jax.grad(f), (1.1,), (1.0,)),
+            jax.jvp(scanned, (1.1,), (1.0,)),
+            jax.vmap(jax.grad(f))(jnp.asarray([1.1, 0.9])),
+            jax.grad(counted)(1.1),
+        )
+
+    wanted = run()
+    with jax.disable_jit():
+        got = run()
+    assert_close(got, wanted)
+
+
+def test_disable_jit_runs_the_body_as_python():
+    """For a debugger: concrete values, once for each step."""
+    seen = []
+
+    def body(x):
+        seen.append(float(x))
+        return x * 2
+
+    with jax.disable_jit():
+        loopkit.while_loop(lambda x: x < 5, body, 1.0)
+        loopkit.scan(lambda x, _: (body(x), None), 1.0, length=2)
+    assert seen == [1.0, 2.0, 4.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+def test_no_tracer_leaks(checkpoints):
+    with jax.checking_leaks():
+
+        def f(x, w):
+            inner = lambda x: loopkit.scan(lambda x, _: (jnp.sin(w * x), None), x, length=2)[0]
+            return loopkit.while_loop(
+                lambda c: c[0] < 3,
+                lambda c: (c[0] + 1, inner(c[1])),
+                (0, x),
+                max_steps=5,
+                checkpoints=checkpoints,
+            )[1]
+
+        jax.jit(jax.grad(f))(0.3, 0.7)
+        jax.jit(jax.vmap(jax.hessian(f), (0, None)))(jnp.ones(2), 0.7)
+        jax.jvp(f, (0.3, 0.7), (1.0, 1.0))
+
+
+@pytest.mark.parametrize("what", ["value", "grad", "hessian", "vmap of grad"])
+def test_export(what):
+    """To StableHLO, to bytes, and back."""
+
+    def f(x):
+        body = lambda c: (c[0] + 1, jnp.sin(c[1]) * c[1] + 0.3)
+        return loopkit.while_loop(lambda c: jnp.sum(c[1]) < 2.5, body, (0, x), checkpoints=3)[1][0]
+
+    take = {
+        "value": lambda f: f,
+        "grad": jax.grad,
+        "hessian": jax.hessian,
+        "vmap of grad": lambda f: jax.vmap(jax.grad(f)),
+    }[what]
+    x = jnp.asarray([0.7, 0.9])
+    x = jnp.stack([x, x + 0.3]) if what == "vmap of grad" else x
+    compiled = jax.jit(take(f))
+    exported = jax.export.export(compiled)(jax.ShapeDtypeStruct(x.shape, x.dtype))
+    again = jax.export.deserialize(exported.serialize())
+    assert_close(again.call(x), compiled(x))
+
+
+def test_export_with_a_symbolic_batch():
+    (size,) = jax.export.symbolic_shape("b")
+    f = jax.jit(jax.vmap(jax.grad(lambda x: power(x, 3, checkpoints=1))))
+    exported = jax.export.export(f)(jax.ShapeDtypeStruct((size,), "float64"))
+    again = jax.export.deserialize(exported.serialize())
+    assert_close(again.call(jnp.asarray([1.1, 0.5, 0.2])), f(jnp.asarray([1.1, 0.5, 0.2])))
+
+
+def test_ahead_of_time():
+    compiled = jax.jit(jax.grad(lambda x: power(x, 2, checkpoints=1))).lower(1.5).compile()
+    assert_close(compiled(1.5), jnp.asarray(4 * 1.5**3))
+
+
+def test_jaxpr_can_be_printed_and_evaluated():
+    jaxpr = jax.make_jaxpr(jax.grad(lambda x: power(x, 2, checkpoints=1)))(1.5)
+    assert str(jaxpr)
+    assert_close(jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, 1.5), [jnp.asarray(4 * 1.5**3)])
+
+
+def test_donated_arguments():
+    f = jax.jit(lambda x: x + power(x, 2), donate_argnums=0)
+    assert_close(f(jnp.asarray(1.5)), jnp.asarray(1.5 + 1.5**4))

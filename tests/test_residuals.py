@@ -1,0 +1,220 @@
+"""What is kept between the forward and the backward pass, in bytes.
+
+A checkpointed loop keeps its arguments, a number of carries that does not depend on the number of
+steps, and a few scalars. `jax.lax.scan`, beside it for comparison, keeps something of every step.
+"""
+
+import re
+
+import jax
+import jax.ad_checkpoint
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import loopkit
+
+WIDTH = 256
+CARRY = 8 * WIDTH
+X = jnp.ones(WIDTH)
+SCALARS = 8 * 40
+"""Counters, flags, and the table of what is in which slot."""
+
+
+def kept(f, *args):
+    """Bytes of what jax.vjp keeps."""
+    pullback = jax.eval_shape(lambda *args: jax.vjp(f, *args)[1], *args)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
+
+
+def step(x):
+    return jnp.sin(x) * jnp.cos(x)
+
+
+def in_while(bound, checkpoints):
+    cond = lambda c: (c[0] < bound) & (c[1][0] > -9.0)
+    body = lambda c: (c[0] + 1, step(c[1]))
+    return lambda x: loopkit.while_loop(
+        cond, body, (0, x), max_steps=bound, checkpoints=checkpoints
+    )[1]
+
+
+def in_scan(length, checkpoints):
+    return lambda x: loopkit.scan(
+        lambda x, _: (step(x), None), x, length=length, checkpoints=checkpoints
+    )[0]
+
+
+def in_stopping_scan(length, checkpoints):
+    return lambda x: loopkit.scan(
+        lambda x, _: (step(x), jnp.sum(x)),
+        x,
+        length=length,
+        until=lambda x, _: x[0] < -9.0,
+        checkpoints=checkpoints,
+    )[0]
+
+
+def in_lax_scan(length):
+    return lambda x: lax.scan(lambda x, _: (step(x), None), x, length=length)[0]
+
+
+LOOPS = [in_while, in_scan, in_stopping_scan]
+
+
+@pytest.mark.parametrize("checkpoints", [1, 4, 9])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_a_number_of_checkpoints(loop, checkpoints):
+    few, many = kept(loop(100, checkpoints), X), kept(loop(10_000, checkpoints), X)
+    assert few == many
+    assert many <= (checkpoints + 1) * CARRY + SCALARS
+
+
+def test_lax_keeps_every_step():
+    assert kept(in_lax_scan(10_000), X) >= 10_000 * CARRY
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_by_default_about_the_square_root(loop):
+    assert kept(loop(10_000, None), X) <= 3 * 100 * CARRY
+
+
+def test_by_default_without_a_bound():
+    f = lambda x: loopkit.while_loop(lambda x: x[0] > 0.1, step, x)
+    assert kept(f, X) <= 200 * CARRY
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_all_keeps_what_lax_keeps(loop):
+    assert kept(loop(50, "all"), X) <= 1.1 * kept(in_lax_scan(50), X) + CARRY + SCALARS + 50 * 16
+
+
+def test_in_lanes():
+    lanes = jnp.ones((3, WIDTH))
+    f = jax.vmap(in_while(1000, 4))
+    assert kept(f, lanes) <= 3 * (5 * CARRY + SCALARS)
+    per_lane = lambda n, x: loopkit.while_loop(
+        lambda c: c[0] < n, lambda c: (c[0] + 1, step(c[1])), (0, x), checkpoints=4
+    )[1]
+    f = jax.vmap(per_lane, (0, 0))
+    assert kept(lambda x: f(jnp.asarray([1, 900, 7]), x), lanes) <= 3 * (5 * CARRY + SCALARS)
+
+
+def test_a_batched_cotangent_keeps_one_trajectory():
+    """jacrev keeps no more than one vjp does."""
+    f = in_while(1000, 4)
+    one = kept(f, X)
+    many = kept(lambda x: jax.vmap(lambda s: s * x, out_axes=1)(jnp.ones(3)).sum(1), X)
+    jaxpr = jax.make_jaxpr(lambda x, w: jax.vmap(jax.vjp(f, x)[1])(w))(X, jnp.ones((3, WIDTH)))
+    largest = max(v.aval.size * 8 for eqn in jaxpr.eqns for v in eqn.outvars)
+    assert largest <= max(one, many, 4 * CARRY)
+
+
+@pytest.mark.parametrize("lengths", [(100, 10), (10, 100)], ids=str)
+def test_nested(lengths):
+    """The inner loop's residuals are not kept for each step of the outer."""
+    outer, inner = lengths
+    f = lambda x: loopkit.scan(
+        lambda x, _: (in_while(inner, 3)(x), None), x, length=outer, checkpoints=4
+    )[0]
+    assert kept(f, X) <= 5 * CARRY + SCALARS
+
+
+def test_in_a_scan_of_lax():
+    """Each step of the outer scan keeps one loop's residuals."""
+    f = lambda x: lax.scan(lambda x, _: (in_while(1000, 2)(x), None), x, length=5)[0]
+    assert kept(f, X) <= 5 * (3 * CARRY + SCALARS) + CARRY
+
+
+@pytest.mark.parametrize("mode", ["grad", "jvp"])
+def test_derivatives_of_derivatives(mode):
+    """The dual loop is a loop like any other."""
+
+    def second(bound):
+        f = lambda x: jnp.sum(in_while(bound, 3)(x))
+        if mode == "grad":
+            return jax.grad(f)
+        return lambda x: jax.jvp(f, (x,), (jnp.ones(WIDTH),))[1]
+
+    assert kept(second(100), X) == kept(second(10_000), X) <= 14 * CARRY + 2 * SCALARS
+
+
+# ---------------------------------------------------------------- what need not be kept
+
+
+def test_constants_are_kept_once():
+    matrix = jnp.eye(WIDTH)
+
+    def f(x, matrix):
+        body = lambda c: (c[0] + 1, jnp.sin(matrix @ c[1]))
+        return loopkit.while_loop(lambda c: c[0] < 9, body, (0, x), checkpoints=4)[1]
+
+    assert kept(f, X, matrix) <= matrix.nbytes + 5 * CARRY + SCALARS
+
+
+def test_leaves_that_never_change_are_kept_once():
+    matrix = jnp.eye(WIDTH)
+
+    def f(x, matrix):
+        body = lambda c: (c[0] + 1, jnp.sin(c[2] @ c[1]), c[2])
+        return loopkit.while_loop(lambda c: c[0] < 9, body, (0, x, matrix), checkpoints=4)[1]
+
+    assert kept(f, X, matrix) <= 2 * matrix.nbytes + 5 * CARRY + SCALARS
+
+
+def test_all_does_not_store_constants_for_every_step():
+    matrix = jnp.eye(WIDTH)
+
+    def keeping(scan, **kwargs):
+        f = lambda x, matrix: scan(
+            lambda x, _: (jnp.sin(matrix @ x), None), x, length=20, **kwargs
+        )[0]
+        return kept(f, X, matrix)
+
+    assert keeping(loopkit.scan, checkpoints="all") <= 1.1 * keeping(lax.scan) + SCALARS
+
+
+def test_xs_are_kept_once():
+    xs = jnp.ones((1000, WIDTH))
+    f = lambda x, xs: loopkit.scan(lambda x, row: (jnp.sin(x * row), None), x, xs, checkpoints=4)[0]
+    assert kept(f, X, xs) <= xs.nbytes + 5 * CARRY + SCALARS
+
+
+def test_unread_leaves_are_not_kept():
+    """A large leaf that the result does not depend on."""
+
+    def f(x, large):
+        body = lambda c: (c[0] + 1, jnp.sin(c[1]), c[2] * 2)
+        return loopkit.while_loop(lambda c: c[0] < 9, body, (0, x, large), checkpoints=4)[1]
+
+    large = jnp.ones(100 * WIDTH)
+    assert kept(f, X, large) <= 2 * large.nbytes + 5 * CARRY + SCALARS
+
+
+# ---------------------------------------------------------------- as jax reports it
+
+
+def test_print_saved_residuals(capsys):
+    """No line of the report has an axis as long as the loop."""
+    f = lambda x: jnp.sum(in_scan(10_000, 4)(x))
+    jax.ad_checkpoint.print_saved_residuals(f, X)
+    report = capsys.readouterr().out
+    shapes = re.findall(r"^[a-z]+\d*\[([\d,]*)\]", report, re.MULTILINE)
+    assert shapes
+    for shape in shapes:
+        assert all(int(size) <= WIDTH for size in shape.split(",") if size), report
+
+
+@pytest.mark.parametrize("loop", [in_while, in_scan], ids=lambda loop: loop.__name__)
+def test_memory_of_the_compiled_gradient(loop):
+    """The same for 100 steps and for 10000, beside the scan of lax, which has a row for each."""
+
+    def temporary(f):
+        compiled = jax.jit(jax.grad(lambda x: jnp.sum(f(x)))).lower(X).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    few, many = temporary(loop(100, 4)), temporary(loop(10_000, 4))
+    assert many <= 1.2 * few + 16 * CARRY
+    assert many <= 200 * CARRY
+    assert temporary(loop(10_000, None)) <= 1000 * CARRY
+    assert temporary(in_lax_scan(10_000)) >= 10_000 * CARRY

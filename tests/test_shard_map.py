@@ -1,0 +1,252 @@
+"""Loops on several devices: inside jax.shard_map, around it, and over sharded arrays."""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import loopkit
+from derivatives import assert_close
+from problems import CHECKPOINTS
+
+MESH = Mesh(np.asarray(jax.devices()[:4]), ("d",))
+NS = np.asarray([3, 0, 5, 1])
+XS = np.asarray([0.3, 0.7, -0.4, 0.9])
+
+
+def loop(n, x, w, checkpoints=2):
+    body = lambda c: (c[0] + 1, jnp.sin(w * c[1]) + c[1] / 2)
+    return loopkit.while_loop(
+        lambda c: c[0] < n, body, (0, x), checkpoints=checkpoints, max_steps=6
+    )[1]
+
+
+def unrolled(n, x, w):
+    for _ in range(n):
+        x = jnp.sin(w * x) + x / 2
+    return jnp.asarray(x)
+
+
+def stopping(n, x, w):
+    body = lambda c, _: ((c[0] + 1, jnp.sin(w * c[1]) + c[1] / 2), c[1])
+    until = lambda c, _: c[0] >= n
+    return jnp.sum(loopkit.scan(body, (0, x), length=6, until=until, checkpoints=2)[1])
+
+
+def unrolled_stopping(n, x, w):
+    total = 0.0
+    for _ in range(max(n, 1)):
+        total, x = total + x, jnp.sin(w * x) + x / 2
+    return total
+
+
+LOOPS = {"while_loop": (loop, unrolled), "scan": (stopping, unrolled_stopping)}
+
+
+IN_SPECS = (P("d"), P("d"), P())
+
+
+def on_each_device(f, out_specs=None):
+    """f(n, x, w) with one n and one x to a device, and w on all."""
+
+    def local(n, x, w):
+        return jax.tree.map(jnp.atleast_1d, f(n[0], x[0], w))
+
+    specs = P("d") if out_specs is None else out_specs
+    return jax.shard_map(local, mesh=MESH, in_specs=IN_SPECS, out_specs=specs)
+
+
+def one_by_one(f):
+    each = [f(int(n), x, 0.8) for n, x in zip(NS, XS, strict=True)]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_value(name):
+    """Devices take as many steps as their own lane needs."""
+    f, wanted = LOOPS[name]
+    assert_close(jax.jit(on_each_device(f))(NS, XS, 0.8), one_by_one(wanted))
+
+
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+def test_gradient_inside(checkpoints):
+    f = jax.value_and_grad(ft.partial(loop, checkpoints=checkpoints), 1)
+    got = jax.jit(on_each_device(f))(NS, XS, 0.8)
+    assert_close(got, one_by_one(jax.value_and_grad(unrolled, 1)))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_gradient_of_a_replicated_parameter_inside(name):
+    """The cotangent of what does not vary between devices is their sum, the same on each."""
+    f, wanted = LOOPS[name]
+    got = jax.jit(on_each_device(jax.grad(f, (1, 2)), out_specs=(P("d"), P())))(NS, XS, 0.8)
+    x_bar, w_bar = one_by_one(jax.grad(wanted, (1, 2)))
+    assert_close(got, (x_bar, jnp.sum(w_bar)[None]))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("transform", ["jvp", "grad", "hessian", "reverse over reverse"])
+def test_derivative_outside(name, transform):
+    f, wanted = LOOPS[name]
+
+    def take(total):
+        match transform:
+            case "jvp":
+                return jax.jvp(total, (XS, 0.8), (np.cos(XS), 1.0))[1]
+            case "grad":
+                return jax.grad(total, (0, 1))(XS, 0.8)
+            case "hessian":
+                return jax.hessian(total, (0, 1))(XS, 0.8)
+            case "reverse over reverse":
+                return jax.grad(lambda *args: jnp.sum(jax.grad(total)(*args) ** 2), (0, 1))(XS, 0.8)
+
+    def sharded(xs, w):
+        return jnp.sum(jnp.sin(on_each_device(f)(NS, xs, w)))
+
+    def reference(xs, w):
+        return sum(jnp.sin(wanted(int(n), x, w)) for n, x in zip(NS, xs, strict=True))
+
+    assert_close(jax.jit(lambda: take(sharded))(), take(reference))
+
+
+def test_second_order_inside():
+    hessian = lambda f: jax.jacfwd(jax.grad(f, 1), 1)
+    got = jax.jit(on_each_device(hessian(loop)))(NS, XS, 0.8)
+    assert_close(got, one_by_one(hessian(unrolled)))
+
+
+def test_vmap_inside():
+    """Lanes within devices: two levels of loops that stop at different steps."""
+
+    def local(ns, xs, w):
+        values = jax.vmap(loop, (0, 0, None))(ns, xs, w)
+        grads = jax.vmap(jax.grad(loop, 1), (0, 0, None))(ns, xs, w)
+        return values, grads
+
+    sharded = jax.shard_map(local, mesh=MESH, in_specs=IN_SPECS, out_specs=P("d"))
+    ns, xs = np.concatenate([NS, NS[::-1]]), np.concatenate([XS, XS / 2])
+    each = [
+        (unrolled(n, x, 0.8), jax.grad(unrolled, 1)(n, x, 0.8)) for n, x in zip(ns, xs, strict=True)
+    ]
+    assert_close(jax.jit(sharded)(ns, xs, 0.8), tuple(map(jnp.stack, zip(*each, strict=True))))
+
+
+def test_gradient_of_a_mean_over_devices():
+    """A collective after the loop, and its transpose."""
+
+    def local(n, x, w):
+        return lax.pmean(jnp.sin(loop(n[0], x[0], w)), "d")
+
+    sharded = jax.shard_map(local, mesh=MESH, in_specs=IN_SPECS, out_specs=P())
+    got = jax.jit(jax.value_and_grad(sharded, (1, 2)))(NS, XS, 0.8)
+
+    def reference(n, xs, w):
+        return sum(jnp.sin(unrolled(n, x, w)) for n, x in zip(NS, xs, strict=True)) / 4
+
+    assert_close(got, jax.value_and_grad(reference, (1, 2))(None, jnp.asarray(XS), 0.8))
+
+
+@pytest.mark.parametrize("which", ["scan", "while_loop"])
+def test_collectives_in_the_body(which):
+    """Devices in step, since the predicate is the same on each."""
+
+    def step(x, w):
+        return jnp.sin(w * x) + lax.psum(x, "d") / 8
+
+    def local(x, w):
+        if which == "scan":
+            return loopkit.scan(lambda x, _: (step(x, w), None), x, length=4, checkpoints=2)[0]
+        body = lambda c: (c[0] + 1, step(c[1], w))
+        return loopkit.while_loop(lambda c: c[0] < 4, body, (0, x), checkpoints=2)[1]
+
+    sharded = jax.shard_map(local, mesh=MESH, in_specs=(P("d"), P()), out_specs=P("d"))
+
+    def reference(xs, w):
+        for _ in range(4):
+            xs = jnp.sin(w * xs) + jnp.sum(xs) / 8
+        return xs
+
+    def grads(f):
+        return jax.value_and_grad(lambda xs, w: jnp.sum(f(xs, w) ** 2), (0, 1))
+
+    got = jax.jit(grads(sharded))(XS, 0.8)
+    assert_close(got, grads(reference)(jnp.asarray(XS), 0.8))
+
+
+def test_a_predicate_that_is_a_collective():
+    """Every device goes on until the sum over all is large enough."""
+
+    def local(x, w):
+        body = lambda x: x * w
+        return loopkit.while_loop(lambda x: lax.psum(jnp.sum(x), "d") < 9.0, body, x, checkpoints=1)
+
+    sharded = jax.shard_map(local, mesh=MESH, in_specs=(P("d"), P()), out_specs=P("d"))
+    got = jax.jit(jax.grad(lambda xs, w: jnp.sum(sharded(xs, w)), (0, 1)))(XS, 2.0)
+    assert_close(got, (jnp.full(4, 8.0), jnp.asarray(3 * 4 * np.sum(XS))))
+
+
+def test_a_loop_that_is_the_same_everywhere_stays_so():
+    """Without varying operands its result may leave the shard_map unsharded."""
+    local = lambda w: jax.value_and_grad(lambda w: loop(4, 0.3, w))(w)
+    sharded = jax.shard_map(local, mesh=MESH, in_specs=P(), out_specs=P())
+    assert_close(jax.jit(sharded)(0.8), jax.value_and_grad(lambda w: unrolled(4, 0.3, w))(0.8))
+
+
+def test_a_carry_that_begins_the_same_everywhere():
+    """The first step makes it vary."""
+
+    def f(n, x, w):
+        body = lambda c: (c[0] + 1, c[1] * w + x)
+        return loopkit.while_loop(lambda c: c[0] < n, body, (0, 0.0))[1]
+
+    def wanted(n, x, w):
+        total = jnp.zeros(())
+        for _ in range(n):
+            total = total * w + x
+        return total
+
+    got = jax.jit(on_each_device(jax.value_and_grad(f, 1)))(NS, XS, 0.8)
+    assert_close(got, one_by_one(jax.value_and_grad(wanted, 1)))
+
+
+def test_nested_loops_inside():
+    def f(loop, n, x, w):
+        for_each = lambda x, y: (loop(n, x * y, w), None)
+        return for_each, x
+
+    def local(n, x, w):
+        body, x = f(loop, n, x, w)
+        return loopkit.scan(body, x, jnp.asarray([0.5, 1.5]), checkpoints=1)[0]
+
+    def wanted(n, x, w):
+        body, x = f(unrolled, n, x, w)
+        return body(body(x, 0.5)[0], 1.5)[0]
+
+    got = jax.jit(on_each_device(jax.value_and_grad(local, 1)))(NS, XS, 0.8)
+    assert_close(got, one_by_one(jax.value_and_grad(wanted, 1)))
+
+
+def test_sharded_arrays_without_shard_map():
+    """The compiler partitions the loop and its gradient."""
+    sharding = NamedSharding(MESH, P("d"))
+    xs = jax.device_put(np.tile(XS, 4), sharding)
+
+    def total(f):
+        return lambda xs, w: jnp.sum(jnp.sin(f(4, xs, w)))
+
+    x_bar, w_bar = jax.jit(jax.grad(total(loop), (0, 1)))(xs, 0.8)
+    assert_close((x_bar, w_bar), jax.grad(total(unrolled), (0, 1))(jnp.tile(XS, 4), 0.8))
+    assert x_bar.sharding.is_equivalent_to(sharding, 1)
+
+
+def test_lanes_over_sharded_arrays():
+    """vmap with lanes on different devices."""
+    sharding = NamedSharding(MESH, P("d"))
+    ns, xs = jax.device_put((NS, XS), sharding)
+    got = jax.jit(jax.vmap(jax.grad(loop, 1), (0, 0, None)))(ns, xs, 0.8)
+    assert_close(got, one_by_one(jax.grad(unrolled, 1)))
