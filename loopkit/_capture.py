@@ -61,7 +61,12 @@ class Traced:
         fixed = kept(init, self.fixed)
         moving = kept(init, [not f for f in self.fixed])
         cond_fixed = fixed if self.loop.cond is not None else []
-        operands = [*self.cond_consts, *cond_fixed, *self.consts, *fixed, *moving, *xs]
+        types = self.loop.const_types
+        consts = [
+            _jax.vary_like(v, [t])
+            for v, t in zip([*self.consts, *fixed], types, strict=True)
+        ]
+        operands = [*self.cond_consts, *cond_fixed, *consts, *moving, *xs]
         outs = while_p.bind(*operands, loop=self.shared_loop(operands))
         carry, ys = parts(outs, self.loop.carry_count)
         return spread(carry, [not f for f in self.fixed], init), ys
@@ -138,6 +143,10 @@ def trace_loop(
             _errors.carry_types(names.function, names.body, differences, names.init)
         )
     _check_effects(names, jaxpr, cond)
+    if cond is not None:
+        floats = [_jax.is_differentiable(t) for t in jaxpr.in_avals[: len(consts)]]
+        marked = floats + [False] * (len(jaxpr.in_avals) - len(consts))
+        jaxpr = _jax.vary_inputs(jaxpr, marked, cond.out_avals)
     return _fix(cond, cond_consts, jaxpr, consts, types, y_tree, settings)
 
 

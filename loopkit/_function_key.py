@@ -98,7 +98,7 @@ def _leaf(leaf: Any, alive: list, seen: set) -> Hashable:
         if leaf.nbytes > 4096 or leaf.dtype == object:
             raise _Changing
         return ("numpy", leaf.shape, str(leaf.dtype), leaf.tobytes())
-    if isinstance(leaf, (bool, int, float, complex, str, bytes, np.generic, np.dtype)):
+    if leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes, np.generic, np.dtype)):
         return (type(leaf), repr(leaf))
     if isinstance(leaf, types.FunctionType):
         module = leaf.__module__ or ""

@@ -23,6 +23,7 @@ from jax._src.core import (
     ShapedArray,
     jaxpr_as_fun as call_jaxpr,
     typematch as same_type,
+    typeof,
 )
 from jax._src.interpreters import ad, batching, mlir, partial_eval as pe
 from jax._src.interpreters.ad import Zero
@@ -98,9 +99,15 @@ def vary_like(value: Any, avals: Sequence[ShapedArray]) -> Any:
 
 def type_like(aval: ShapedArray, avals: Sequence[ShapedArray]) -> ShapedArray:
     """`aval`, varying over every manual axis over which one of `avals` does."""
-    axes = frozenset().union(*map(varying, avals))
-    manual = aval.manual_axis_type
-    return aval.update(manual_axis_type=manual.update(varying=manual.varying | axes))
+    for other in avals:
+        if varying(other) - varying(aval):
+            if aval.sharding.mesh.empty:
+                spec = jax.sharding.PartitionSpec(*[None] * aval.ndim)
+                aval = aval.update(sharding=other.sharding.update(spec=spec))
+            manual = aval.manual_axis_type
+            axes = manual.varying | varying(other)
+            aval = aval.update(manual_axis_type=manual.update(varying=axes))
+    return aval
 
 
 def is_differentiable(aval: ShapedArray) -> bool:
@@ -241,6 +248,58 @@ def _parameter_effects(params: dict[str, Any]) -> Any:
     if not found or any(isinstance(e, effects_.JaxprInputEffect) for v in found for e in v.effects):
         return None
     return core.no_effects.union(*(v.effects for v in found))
+
+
+def vary_inputs(jaxpr: Jaxpr, marked: Sequence[bool], like: Sequence[ShapedArray]) -> Jaxpr:
+    """A jaxpr whose marked inputs vary over the manual axes over which `like` does.
+
+    What a jaxpr makes varying inside, its transpose sums over the devices inside: in a loop, once
+    a step, which deadlocks if devices take different numbers of steps.
+    """
+    j = open_jaxpr(jaxpr)
+    types = [
+        type_like(v.aval, like) if mark else v.aval for v, mark in zip(j.invars, marked, strict=True)
+    ]
+    changed = [t != v.aval for t, v in zip(types, j.invars, strict=True)]
+    if not any(changed):
+        return jaxpr
+    new, _ = trace(lambda *values: _evaluate_varying(j, values, changed, like), types, "varying")
+    return new
+
+
+def _evaluate_varying(
+    j: Any, values: Sequence[Any], changed: Sequence[bool], like: Sequence[ShapedArray]
+) -> list:
+    env = dict(zip(j.invars, values, strict=True))
+    moved = {v for v, c in zip(j.invars, changed, strict=True) if c}
+
+    def read(v: Any) -> Any:
+        return v.val if isinstance(v, core.Literal) else env[v]
+
+    for eqn in j.eqns:
+        ins = [read(v) for v in eqn.invars]
+        touched = [not isinstance(v, core.Literal) and v in moved for v in eqn.invars]
+        inner = eqn.params.get("jaxpr")
+        if not any(touched):
+            outs = _bind(eqn, ins)
+        elif eqn.primitive is core.pvary_p:
+            outs = [vary_like(ins[0], [v.aval for v in eqn.outvars])]
+        elif eqn.primitive.name in ("jit", "pjit") and hasattr(inner, "eqns"):
+            outs = _evaluate_varying(open_jaxpr(inner), ins, touched, like)
+        else:
+            outs = _bind(eqn, [vary_like(x, like) for x in ins])
+        for v, out in zip(eqn.outvars, outs, strict=True):
+            env[v] = out
+            if typeof(out) != v.aval:
+                moved.add(v)
+    return [read(v) for v in j.outvars]
+
+
+def _bind(eqn: Any, values: Sequence[Any]) -> list:
+    found = eqn.primitive.get_bind_params(eqn.params)
+    subfuns, params = found if isinstance(found, tuple) else ([], found)
+    out = eqn.primitive.bind(*subfuns, *values, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def holds_custom_vjp(jaxpr: Jaxpr) -> bool:
