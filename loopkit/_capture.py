@@ -51,10 +51,6 @@ class Traced:
         """Initial values in the types that the loop carries."""
         return [_convert(v, t) for v, t in zip(init, self.carry_types, strict=True)]
 
-    def shared_loop(self, operands: Sequence[Any]) -> Loop:
-        """The loop; for concrete operands, one that may be compiled already."""
-        return self.loop if any(map(_jax.is_tracer, operands)) else _interned(self.loop)
-
     def run(self, init: Sequence[Any], xs: Sequence[Any]) -> tuple[list, list]:
         """Final carry leaves and ys leaves."""
         init = self.converted(init)
@@ -67,7 +63,7 @@ class Traced:
             for v, t in zip([*self.consts, *fixed], types, strict=True)
         ]
         operands = [*self.cond_consts, *cond_fixed, *consts, *moving, *xs]
-        outs = while_p.bind(*operands, loop=self.shared_loop(operands))
+        outs = while_p.bind(*operands, loop=self.loop)
         carry, ys = parts(outs, self.loop.carry_count)
         return spread(carry, [not f for f in self.fixed], init), ys
 
@@ -252,7 +248,7 @@ def _fix(
         xs_count=len(body.in_avals) - c - n,
         **settings,
     )
-    return Traced(loop, cond_consts, consts, fixed, types, y_tree)
+    return Traced(_interned(loop), cond_consts, consts, fixed, types, y_tree)
 
 
 # ---------------------------------------------------------------- caches
@@ -314,28 +310,14 @@ def remember(functions: Sequence[Any], rest: Any, make: Callable[[], Traced]) ->
 def _interned(loop: Loop) -> Loop:
     """A loop with the same equations that was run before, if there is one: it is compiled already."""
 
-    def find() -> Loop:
-        try:
-            cond = None if loop.cond is None else _jax.jaxpr_key(loop.cond)
-            key = (
-                cond,
-                _jax.jaxpr_key(loop.body),
-                loop.cond_const_count,
-                loop.const_count,
-                loop.carry_count,
-                loop.xs_count,
-                loop.length,
-                loop.reverse,
-                loop.checkpoints,
-                loop.unroll,
-                loop.name,
-            )
-            found = _loops.find(key)
-        except TypeError:
-            return loop
-        if found is None:
-            _loops.put(key, loop)
-            return loop
-        return found
-
-    return loop.derived("interned", find)
+    settings = (loop.length, loop.reverse, loop.checkpoints, loop.unroll, loop.name)
+    counts = (loop.cond_const_count, loop.const_count, loop.carry_count, loop.xs_count)
+    try:
+        cond = None if loop.cond is None else _jax.jaxpr_key(loop.cond)
+        key = (cond, _jax.jaxpr_key(loop.body), counts, settings)
+        found = _loops.find(key)
+    except TypeError:
+        return loop
+    if found is None:
+        _loops.put(key, loop)
+    return found or loop

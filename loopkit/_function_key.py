@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-LARGEST = 1 << 20
+LARGEST = 1 << 16
 """Bytes of arrays that a cached function may close over: the cache keeps them alive."""
+
+LIBRARIES = ("builtins", "jax", "jaxlib", "numpy", "math", "equinox", "optax", "loopkit")
 
 
 class _Changing(Exception):
@@ -50,28 +52,37 @@ def _function(function: Any, alive: list, seen: set) -> Hashable:
     seen = seen | {id(function)}
     code = function.__code__
     alive.append(code)
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            cells.append(_value(cell.cell_contents, alive, seen))
-        except ValueError:
-            raise _Changing from None
-    names = _global_names(code)
-    outer = [
-        (name, _value(function.__globals__[name], alive, seen))
-        for name in sorted(names)
-        if name in function.__globals__
-    ]
+    try:
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:
+        raise _Changing from None
+    names = sorted(_names(code))
+    outside = [function.__globals__.get(name) for name in names]
+    read = [_value(v, alive, seen) for v in [*cells, *outside]]
+    # Of modules and classes, what the code may look up in them.
+    read += [_attributes(v, names, alive) for v in [*cells, *outside]]
     defaults = _value((function.__defaults__, function.__kwdefaults__), alive, seen)
-    return ("function", code, tuple(cells), tuple(outer), defaults)
+    return ("function", code, tuple(read), defaults)
 
 
-def _global_names(code: types.CodeType) -> set[str]:
+def _names(code: types.CodeType) -> set[str]:
+    """The globals and attributes that some code mentions."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= _global_names(constant)
+            names |= _names(constant)
     return names
+
+
+def _attributes(owner: Any, names: Sequence[str], alive: list, depth: int = 3) -> Hashable:
+    """The values of the named attributes of a module or a class, by identity."""
+    if not isinstance(owner, (types.ModuleType, type)) or not depth or _is_library(owner):
+        return None
+    found = [(name, vars(owner)[name]) for name in names if name in vars(owner)]
+    alive += [value for _, value in found]
+    return tuple(
+        (name, id(value), _attributes(value, names, alive, depth - 1)) for name, value in found
+    )
 
 
 def _value(value: Any, alive: list, seen: set) -> Hashable:
@@ -100,19 +111,18 @@ def _leaf(leaf: Any, alive: list, seen: set) -> Hashable:
         return ("numpy", leaf.shape, str(leaf.dtype), leaf.tobytes())
     if leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes, np.generic, np.dtype)):
         return (type(leaf), repr(leaf))
-    if isinstance(leaf, types.FunctionType):
-        module = leaf.__module__ or ""
-        if module.partition(".")[0] in ("jax", "jaxlib", "numpy", "equinox", "loopkit"):
-            alive.append(leaf)
-            return ("library", id(leaf))
+    if isinstance(leaf, types.FunctionType) and not _is_library(leaf):
         return _function(leaf, alive, seen)
-    if isinstance(leaf, (types.ModuleType, type, types.BuiltinFunctionType)) or _is_library(leaf):
+    if isinstance(leaf, (types.MethodType, functools.partial)):
+        return _callable(leaf, alive, seen)
+    kinds = (types.FunctionType, types.ModuleType, types.BuiltinFunctionType, type)
+    if isinstance(leaf, kinds) or (callable(leaf) and _is_library(type(leaf))):
         alive.append(leaf)
         return ("identity", id(leaf))
     raise _Changing
 
 
-def _is_library(leaf: Any) -> bool:
-    """Jitted and ufunc-like objects: called, not changed."""
-    module = type(leaf).__module__.partition(".")[0]
-    return callable(leaf) and module in ("jax", "jaxlib", "numpy")
+def _is_library(value: Any) -> bool:
+    """Whether a module, class or function belongs to a package that does not change as it runs."""
+    name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+    return (name or "").partition(".")[0] in LIBRARIES

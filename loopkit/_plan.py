@@ -85,10 +85,15 @@ def make_plan(
 
 
 def _within(budget: int, bound: int | None, row: float, store: str) -> Plan:
-    """At most `budget` carries, rows of the leaf counted by their size in carries."""
+    """At most `budget` carries; a row of the leaf counts as `row` of them."""
     if bound is not None and budget >= bound:
         return Plan(max(bound, 1), 1, store, bound)
     if budget < 4:
         return Plan(budget, 1, store, bound)
-    leaf = max(1, int(budget // 2 / row))
+    half = budget // 2
+    if row > half:
+        row, store = 1.0, "carries"
+    leaf = int(half / row)
+    if bound is not None:
+        leaf = min(leaf, max(1, -(-bound // half)))
     return Plan(budget - math.ceil(leaf * row), leaf, store, bound)

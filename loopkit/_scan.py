@@ -266,8 +266,7 @@ def _run_stored(
     init = traced.converted(init)
     constants = [*traced.consts, *kept(init, traced.fixed)]
     moving = kept(init, [not f for f in traced.fixed])
-    loop = traced.shared_loop([*constants, *moving, *xs])
-    carry, ys = _stored_scan(loop, split_transpose, constants, moving, xs)
+    carry, ys = _stored_scan(traced.loop, split_transpose, constants, moving, xs)
     return spread(carry, [not f for f in traced.fixed], init), ys
 
 

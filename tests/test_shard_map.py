@@ -97,7 +97,9 @@ def test_derivative_outside(name, transform):
     def take(total):
         match transform:
             case "jvp":
-                return jax.jvp(total, (XS, 0.8), (np.cos(XS), 1.0))[1]
+                return jax.jvp(
+                    total, (jnp.asarray(XS), jnp.asarray(0.8)), (jnp.cos(XS), jnp.asarray(1.0))
+                )[1]
             case "grad":
                 return jax.grad(total, (0, 1))(XS, 0.8)
             case "hessian":
