@@ -1,0 +1,208 @@
+"""Timing for machines that are noisy: what is compared runs side by side.
+
+All contenders are compiled before the first is timed. Then come rounds; in each, every contender
+runs once, in turn, so that a slow spell of the machine falls on all of them alike. Times are
+medians over the rounds. A ratio is the median of the ratios within the rounds: it never divides a
+quiet moment of one by a busy moment of the other. Its quartiles are printed beside it.
+"""
+
+import gc
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+import equinox
+import jax
+import numpy as np
+
+MIN_SAMPLE_SECONDS = 1e-3  # shorter calls are repeated within a sample until it takes this long
+
+
+class Measurement(NamedTuple):
+    name: str
+    seconds: Sequence[float]  # of one call, one entry a round
+    compile_seconds: float  # tracing, lowering and compiling
+    temp_bytes: int | None  # None where the compiler does not say
+
+
+class Ratio(NamedTuple):
+    low: float  # first quartile
+    mid: float
+    high: float  # third quartile
+
+    def __str__(self) -> str:
+        return f"{self.mid:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
+    """Median and quartiles of `over / under`, round by round."""
+    low, mid, high = quantiles([a / b for a, b in zip(over, under, strict=True)], n=4)
+    return Ratio(low, mid, high)
+
+
+def temp_bytes(compiled: Any) -> int | None:
+    analysis = compiled.memory_analysis()
+    return None if analysis is None else analysis.temp_size_in_bytes
+
+
+def _sample(call: Callable[[], Any], number: int) -> float:
+    start = time.perf_counter()
+    for _ in range(number):
+        result = call()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / number
+
+
+def interleave(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of one call of each, one entry a round, the calls of a round in turn."""
+    numbers = {}
+    for name, call in calls.items():
+        jax.block_until_ready(call())
+        numbers[name] = max(1, round(MIN_SAMPLE_SECONDS / max(_sample(call, 1), 1e-9)))
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            seconds[name].append(_sample(call, numbers[name]))
+    return seconds
+
+
+def measure(
+    functions: Mapping[str, Callable[..., Any]],
+    arguments: Mapping[str, Sequence[Any]] | Sequence[Any],
+    repeats: int,
+    *,
+    rtol: float = 1e-3,
+) -> dict[str, Measurement]:
+    """Compiles every function, checks that all agree with the first, then times them interleaved.
+
+    `arguments` is one tuple for all, or a tuple for each name.
+    """
+
+    def args_of(name):
+        return arguments[name] if isinstance(arguments, Mapping) else arguments
+
+    compiled, compile_seconds = {}, {}
+    for name, function in functions.items():
+        start = time.perf_counter()
+        compiled[name] = jax.jit(function).lower(*args_of(name)).compile()
+        compile_seconds[name] = time.perf_counter() - start
+    calls = {name: (lambda c=c, n=name: c(*args_of(n))) for name, c in compiled.items()}
+
+    reference_name = next(iter(calls))
+    reference = jax.tree.leaves(calls[reference_name]())
+    for name, call in calls.items():
+        for want, got in zip(reference, jax.tree.leaves(call()), strict=True):
+            scale = float(np.max(np.abs(want))) + 1e-30
+            error = float(np.max(np.abs(np.asarray(want) - np.asarray(got)))) / scale
+            if not error <= rtol:
+                raise AssertionError(f"{name} differs from {reference_name} by {error:.1e}")
+
+    seconds = interleave(calls, repeats)
+    return {
+        name: Measurement(name, seconds[name], compile_seconds[name], temp_bytes(compiled[name]))
+        for name in calls
+    }
+
+
+def compile_times(
+    functions: Mapping[str, Callable[..., Any]], arguments: Sequence[Any], repeats: int
+) -> dict[str, dict[str, list[float]]]:
+    """Seconds to trace, to lower and to compile each function, interleaved.
+
+    JAX's caches are cleared before each.
+    """
+    parts = ("trace", "lower", "compile", "total")
+    seconds = {name: {part: [] for part in parts} for name in functions}
+    for round_number in range(repeats + 1):
+        for name, function in functions.items():
+            jax.clear_caches()
+            gc.collect()
+            start = time.perf_counter()
+            traced = jax.jit(function).trace(*arguments)
+            after_trace = time.perf_counter()
+            lowered = traced.lower()
+            after_lower = time.perf_counter()
+            lowered.compile()
+            end = time.perf_counter()
+            if round_number == 0:  # the first round also imports, and warms up the compiler
+                continue
+            for part, value in zip(
+                parts,
+                (after_trace - start, after_lower - after_trace, end - after_lower, end - start),
+                strict=True,
+            ):
+                seconds[name][part].append(value)
+    return seconds
+
+
+# --- tables --------------------------------------------------------------------------------
+
+
+def show_seconds(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def show_bytes(count: int | None) -> str:
+    if count is None:
+        return "unknown"
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count} B"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table with padded columns: readable in a terminal too."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+
+    def line(row):
+        return "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
+
+    rule = "| " + " | ".join("-" * w for w in widths) + " |"
+    return "\n".join([line(header), rule, *map(line, rows)])
+
+
+def measurement_table(results: Mapping[str, Measurement], baseline: str) -> str:
+    rows = []
+    for name, result in results.items():
+        against = ratio(result.seconds, results[baseline].seconds)
+        rows.append(
+            (
+                name,
+                show_seconds(median(result.seconds)),
+                "1.00" if name == baseline else str(against),
+                show_bytes(result.temp_bytes),
+                show_seconds(result.compile_seconds),
+            )
+        )
+    return table(("", "time", f"relative to {baseline}", "temporary memory", "to compile"), rows)
+
+
+def processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def describe_machine() -> str:
+    device = jax.devices()[0]
+    return table(
+        ("", ""),
+        [
+            ("device", f"{device.platform}, {device.device_kind}"),
+            ("processor", f"{processor()}, {os.cpu_count()} cores"),
+            ("python", platform.python_version()),
+            ("jax", jax.__version__),
+            ("equinox", equinox.__version__),
+        ],
+    )
