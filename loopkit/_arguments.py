@@ -18,9 +18,7 @@ Checkpoints = Any
 def check_callable(function: str, argument: str, value: Any) -> None:
     if not callable(value):
         raise TypeError(
-            _errors.wrong(
-                function, argument, "must be a function", repr(value), "Pass a callable."
-            )
+            _errors.wrong(function, argument, "must be a function", repr(value), "Pass a callable.")
         )
 
 
@@ -78,7 +76,9 @@ def _whole(function: str, argument: str, value: Any, least: int, expected: str) 
             whole = None
     got = f"{value!r} of type {type(value).__name__}"
     if whole is None:
-        advice = "It is part of the compiled program: pass a Python int, not a float or a traced value."
+        advice = (
+            "It is part of the compiled program: pass a Python int, not a float or a traced value."
+        )
         raise TypeError(_errors.wrong(function, argument, f"must be {expected}", got, advice))
     if whole < least:
         advice = f"Pass at least {least}."
@@ -99,9 +99,7 @@ def as_arrays(function: str, argument: str, tree: Any, hidden: int = 0) -> Any:
             )
             got = f"{leaf!r} of type {type(leaf).__name__}"
             raise TypeError(
-                _errors.wrong(
-                    function, argument, "must be an array", got, advice, path[hidden:]
-                )
+                _errors.wrong(function, argument, "must be an array", got, advice, path[hidden:])
             ) from None
 
     return jax.tree_util.tree_map_with_path(convert, tree)
@@ -109,7 +107,7 @@ def as_arrays(function: str, argument: str, tree: Any, hidden: int = 0) -> Any:
 
 def runs_in_python() -> bool:
     """Whether loops are to run step by step, without being compiled."""
-    return bool(jax.config.jax_disable_jit)
+    return _jax.jit_is_disabled()
 
 
 def in_python(function: Callable[[], Any]) -> tuple[bool, Any]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from loopkit import _errors, _jax
+from loopkit import _errors, _jax, _jaxpr
 from loopkit._arguments import as_arrays
 from loopkit._function_key import function_key
 from loopkit.engine.loop import Loop, kept, parts, spread
@@ -59,8 +59,7 @@ class Traced:
         cond_fixed = fixed if self.loop.cond is not None else []
         types = self.loop.const_types
         consts = [
-            _jax.vary_like(v, [t])
-            for v, t in zip([*self.consts, *fixed], types, strict=True)
+            _jax.vary_like(v, [t]) for v, t in zip([*self.consts, *fixed], types, strict=True)
         ]
         operands = [*self.cond_consts, *cond_fixed, *consts, *moving, *xs]
         outs = while_p.bind(*operands, loop=self.loop)
@@ -107,8 +106,10 @@ def trace_loop(
         y = as_arrays(names.function, names.body, y)
         new_leaves, new_tree = jax.tree.flatten(new)
         if new_tree != tree:
-            differences = list(_jax.tree_differences(tree, new_tree))
-            differences = [(path[names.hidden :], *rest) for path, *rest in differences]
+            differences = [
+                (path[names.hidden :], before, after, why)
+                for path, before, after, why in _jax.tree_differences(tree, new_tree)
+            ]
             if differences:
                 raise TypeError(
                     _errors.carry_structure(names.function, names.body, differences, names.init)
@@ -118,7 +119,8 @@ def trace_loop(
 
     # A weakly typed start takes the type of what a step returns, as in lax; so does one that
     # differs between devices only after the first step.
-    for _ in range(4):
+    tries = 0
+    while True:
         cond, cond_consts = None, []
         if predicate is not None:
             cond, cond_consts = _trace_predicate(names, predicate, types)
@@ -126,23 +128,21 @@ def trace_loop(
         out = list(jaxpr.out_avals[: len(types)])
         decided_by = [] if cond is None else list(cond.out_avals)
         new = [_joined(a, b, decided_by) for a, b in zip(types, out, strict=True)]
-        if new == types:
+        settled, types, tries = new == types, new, tries + 1
+        if settled or tries == 4:
             break
-        types = new
     differences = [
         (path, a, b)
         for path, a, b in zip(paths, types, out, strict=True)
         if not _jax.same_type(a, b)
     ]
     if differences:
-        raise TypeError(
-            _errors.carry_types(names.function, names.body, differences, names.init)
-        )
+        raise TypeError(_errors.carry_types(names.function, names.body, differences, names.init))
     _check_effects(names, jaxpr, cond)
     if cond is not None:
         floats = [_jax.is_differentiable(t) for t in jaxpr.in_avals[: len(consts)]]
         marked = floats + [False] * (len(jaxpr.in_avals) - len(consts))
-        jaxpr = _jax.vary_inputs(jaxpr, marked, cond.out_avals)
+        jaxpr = _jaxpr.vary_inputs(jaxpr, marked, cond.out_avals)
     return _fix(cond, cond_consts, jaxpr, consts, types, y_tree, settings)
 
 
@@ -213,7 +213,7 @@ def _fix(
 ) -> Traced:
     """Make constants of the carry leaves that no step changes."""
     n, c = len(types), len(consts)
-    source = _jax.forwarded(body)
+    source = _jaxpr.forwarded(body)
     fixed = tuple(source[i] == c + i for i in range(n))
     moving = [not f for f in fixed]
     if any(fixed):
@@ -278,7 +278,7 @@ _loops = _Recent(256)
 
 
 def remember(functions: Sequence[Any], rest: Any, make: Callable[[], Traced]) -> Traced:
-    """`make()`, or what it returned for functions that do the same on arguments of the same types."""
+    """`make()`, or what it returned for functions that do the same on the same argument types."""
     keys, alive, mortal = [], [], []
     for function in functions:
         key, keep, ends = function_key(function)
@@ -308,13 +308,12 @@ def remember(functions: Sequence[Any], rest: Any, make: Callable[[], Traced]) ->
 
 
 def _interned(loop: Loop) -> Loop:
-    """A loop with the same equations that was run before, if there is one: it is compiled already."""
-
+    """A loop with the same equations that was run before, and so compiled, if there is one."""
     settings = (loop.length, loop.reverse, loop.checkpoints, loop.unroll, loop.name)
     counts = (loop.cond_const_count, loop.const_count, loop.carry_count, loop.xs_count)
     try:
-        cond = None if loop.cond is None else _jax.jaxpr_key(loop.cond)
-        key = (cond, _jax.jaxpr_key(loop.body), counts, settings)
+        cond = None if loop.cond is None else _jaxpr.jaxpr_key(loop.cond)
+        key = (cond, _jaxpr.jaxpr_key(loop.body), counts, settings)
         found = _loops.find(key)
     except TypeError:
         return loop

@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from loopkit import _jax
+
 LARGEST = 1 << 16
 """Bytes of arrays that a cached function may close over: the cache keeps them alive."""
 
@@ -98,7 +100,7 @@ def _value(value: Any, alive: list, seen: set) -> Hashable:
 
 
 def _leaf(leaf: Any, alive: list, seen: set) -> Hashable:
-    if isinstance(leaf, jax.core.Tracer):
+    if _jax.is_tracer(leaf):
         raise _Changing
     if isinstance(leaf, jax.Array):
         alive.append(leaf)
@@ -109,7 +111,9 @@ def _leaf(leaf: Any, alive: list, seen: set) -> Hashable:
         if leaf.nbytes > 4096 or leaf.dtype == object:
             raise _Changing
         return ("numpy", leaf.shape, str(leaf.dtype), leaf.tobytes())
-    if leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes, np.generic, np.dtype)):
+    if leaf is None or isinstance(
+        leaf, (bool, int, float, complex, str, bytes, np.generic, np.dtype)
+    ):
         return (type(leaf), repr(leaf))
     if isinstance(leaf, types.FunctionType) and not _is_library(leaf):
         return _function(leaf, alive, seen)

@@ -11,12 +11,21 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-SMALL = 1 << 20
-"""Bytes of checkpoints that a loop may always use: about a core's cache."""
+from loopkit.schedules.binomial import advances
+
+SMALL = 1 << 19
+"""Bytes of checkpoints, and of rows, that a loop may use whose steps are not known: what a core's
+cache holds, and what is set to zero in no time."""
+FEW = 32
+"""Slots that such a loop may use, however large its carry."""
+MANY = 128
+"""Slots that it needs at most, however small its carry."""
 WIDE = 6
 """Rows of residuals up to this many carries wide are cheaper to store than a step is to repeat."""
-FEW = 32
-"""Slots that a loop may always use, however large its carry."""
+REACH = 100
+"""Steps to a carry of its budget for which a loop without a bound is planned."""
+OVERHEAD = 2
+"""What a segment costs beyond its steps, in steps."""
 
 
 @dataclass(frozen=True)
@@ -71,29 +80,40 @@ def make_plan(
     row = max(residual_bytes, 1) if store == "residuals" else carry_bytes
     if isinstance(checkpoints, int):
         return _within(checkpoints, bound, row / carry_bytes, store)
-    most = max(FEW, SMALL // carry_bytes)
-    if bound is None:
-        return Plan(min(most, 64), min(most, 64), store, None, thinned=True)
-    slots = max(1, math.isqrt(max(0, bound * row // carry_bytes - 1)) + 1)
-    if not exact:
-        slots = min(slots, most)
-    slots = min(slots, max(bound, 1))
-    leaf = max(1, -(-bound // slots))
-    if not exact and leaf > 4 * most:
-        leaf = most
-    return Plan(slots, leaf, store, bound, thinned=True)
+    if exact:
+        slots = min(bound, _root(bound * row / carry_bytes))
+        return Plan(max(slots, 1), max(1, -(-bound // max(slots, 1))), store, bound)
+    most = min(MANY, max(FEW, SMALL // carry_bytes))
+    rows = min(MANY, max(FEW // 4, SMALL // row))
+    if bound is not None and bound <= 16 * most * rows:
+        slots = max(1, min(bound, 2 * most, _root(bound * row / carry_bytes)))
+        return Plan(slots, max(1, -(-bound // slots)), store, bound)
+    return Plan(most, rows, store, bound, thinned=True)
+
+
+def _root(value: float) -> int:
+    """The square root, rounded up."""
+    return math.isqrt(max(0, math.ceil(value) - 1)) + 1
 
 
 def _within(budget: int, bound: int | None, row: float, store: str) -> Plan:
-    """At most `budget` carries; a row of the leaf counts as `row` of them."""
+    """At most `budget` carries; a row of the leaf counts as `row` of them.
+
+    Of the ways to share the budget between slots and rows, the one with the fewest steps to run.
+    """
     if bound is not None and budget >= bound:
         return Plan(max(bound, 1), 1, store, bound)
-    if budget < 4:
-        return Plan(budget, 1, store, bound)
-    half = budget // 2
-    if row > half:
-        row, store = 1.0, "carries"
-    leaf = int(half / row)
-    if bound is not None:
-        leaf = min(leaf, max(1, -(-bound // half)))
-    return Plan(budget - math.ceil(leaf * row), leaf, store, bound)
+    steps = bound or REACH * budget
+    best = None
+    for kind, width in {"carries": 1.0, store: row}.items():
+        for leaf in range(1, budget):
+            used = 0 if leaf == 1 else math.ceil(leaf * width)
+            if used >= budget:
+                break
+            units = -(-steps // leaf)
+            cost = leaf * advances(units, budget - used - 1) + OVERHEAD * units
+            # Rows of carries are gone through again for their residuals.
+            cost += steps if leaf > 1 and kind == "carries" else 0
+            if best is None or cost < best[0]:
+                best = cost, Plan(budget - used, leaf, kind, bound)
+    return Plan(1, 1, store, bound) if best is None else best[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools as ft
+import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -45,8 +46,8 @@ def scan(
                     break
             return carry, ys
 
-    It takes the place of `jax.lax.scan`, with the same positional arguments. Its backward pass keeps
-    checkpoints instead of the residuals of every step.
+    It takes the place of `jax.lax.scan`, with the same positional arguments. Its backward pass
+    keeps checkpoints instead of the residuals of every step.
 
     **Arguments:**
 
@@ -56,8 +57,8 @@ def scan(
     - `length`: steps, a static int; needed if `xs` has no leaves.
     - `reverse`: go from the last row of `xs` and `ys` to the first.
     - `unroll`: steps to an iteration of the compiled loop; True for all of them.
-    - `until`: `(Carry, Y) -> bool[]`. Stop after the first step for which it holds. Cost follows the
-      steps taken.
+    - `until`: `(Carry, Y) -> bool[]`. Stop after the first step for which it holds. Cost follows
+      the steps taken.
     - `checkpoints`: what the backward pass keeps. None: about the square root of the number of
       steps in carries, about one extra forward pass. An int c: at most c carries, at the price of
       more recomputation. "all": what the derivative of every step reads, as lax.scan.
@@ -172,9 +173,7 @@ def run_scan(
     traced = remember(
         (f, until),
         (names, tree, type_key(leaves), x_tree, tuple(x_types), counting, *settings.values()),
-        lambda: trace_loop(
-            names, step, goes_on if stopping else None, state, x_types, settings
-        ),
+        lambda: trace_loop(names, step, goes_on if stopping else None, state, x_types, settings),
     )
     if checkpoints == "all" and not stopping:
         carry, ys = _run_stored(traced, leaves, x_leaves, bool(split_transpose))
@@ -215,7 +214,9 @@ def _length(xs: Any, length: Any) -> int:
             advice = "Give it a leading axis, one row a step, or close over it."
             got = _errors.short_type(jax.typeof(leaf))
             raise ValueError(
-                _errors.wrong(name, "xs", "must have a leading axis to scan over", got, advice, path)
+                _errors.wrong(
+                    name, "xs", "must have a leading axis to scan over", got, advice, path
+                )
             )
         rows = leaf.shape[0]
         if length is not None and rows != length:
@@ -248,7 +249,7 @@ def _python_scan(
     carry, rows, stopped = init, [], False
     order = range(length - 1, -1, -1) if reverse else range(length)
     for t in order:
-        carry, y = f(carry, jax.tree.map(lambda x: x[t], xs))  # noqa: B023
+        carry, y = f(carry, jax.tree.map(operator.itemgetter(t), xs))
         rows.append(jax.tree.map(jnp.asarray, y))
         if until is not None and until(carry, y):
             stopped = True
@@ -259,9 +260,7 @@ def _python_scan(
     return carry, ys, LoopInfo(jnp.int32(taken), jnp.array(stopped))
 
 
-def _run_stored(
-    traced: Traced, init: list, xs: list, split_transpose: bool
-) -> tuple[list, list]:
+def _run_stored(traced: Traced, init: list, xs: list, split_transpose: bool) -> tuple[list, list]:
     """A scan that stores every step is lax.scan, of the step as it was traced."""
     init = traced.converted(init)
     constants = [*traced.consts, *kept(init, traced.fixed)]
@@ -276,7 +275,8 @@ def _stored_scan(
 ) -> tuple[list, list]:
     def step(carry: list, x: list) -> tuple[list, list]:
         outs = _jax.call_jaxpr(loop.body)(*constants, *carry, *x)
-        return tuple(parts(outs, loop.carry_count))
+        new, y = parts(outs, loop.carry_count)
+        return new, y
 
     return lax.scan(
         step,

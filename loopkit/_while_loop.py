@@ -116,7 +116,8 @@ def run_while(
             lambda: _python_loop(cond_fun, body_fun, init_val, max_steps)
         )
         if ran:
-            return _with_info(names, *result, cond_fun, max_steps, throw, return_info)
+            val, steps = result
+            return _with_info(names, val, steps, cond_fun, max_steps, throw, return_info)
     counting = throw or return_info
     state = (init_val, jnp.int32(0) if counting else None)
     leaves, tree = jax.tree.flatten(state)

@@ -19,6 +19,7 @@ LAYERS = [
     ["loopkit.schedules"],
     ["loopkit._arguments", "loopkit._function_key", "loopkit._info"],
     ["loopkit._tree", "loopkit._errors", "loopkit._typing"],
+    ["loopkit._jaxpr"],
     ["loopkit._jax"],
 ]
 """From the top. Imports stay in a layer or go down; a package stands for its modules."""

@@ -26,12 +26,11 @@ FLOATS = ["bfloat16", "float16", "float32", "float64", "complex64", "complex128"
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("checkpoints", [None, 1])
-def test_inexact_dtypes(checkpoints, dtype):
+def test_inexact_dtypes(dtype):
     x = jnp.asarray([0.5, -0.25], dtype)
 
     def f(x):
-        y = power(x, 3, checkpoints=checkpoints)
+        y = power(x, 3, checkpoints=1)
         return jnp.real(jnp.sum(y))
 
     grad = jax.grad(f)(x)

@@ -124,7 +124,7 @@ CARRIES = {
         looping(lambda c: (c[1], c[0]), (F32, I32)),
         *(r"init_val\[0\]", r"init_val\[1\]", r"float32\[3\]", r"int32\[\]"),
     ),
-    "a string returned": (looping(lambda c: ("a", c[1]), (F32, I32)), r"\[0\]", "'a'", "str"),
+    "a string returned": (looping(lambda c: ("red", c[1]), (F32, I32)), r"\[0\]", "'red'", "str"),
     "body that is no function": (looping(None, F32), "None"),
 }
 

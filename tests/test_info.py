@@ -132,8 +132,17 @@ def test_throw_is_an_equinox_error():
 # ---------------------------------------------------------------- unroll
 
 
-@pytest.mark.parametrize("unroll", [2, 3, 8])
-@pytest.mark.parametrize("name", ["while_scalar", "scan_until", "scan_xs_ys"])
+@pytest.mark.parametrize(
+    ("name", "unroll"),
+    [
+        ("while_scalar", 2),
+        ("while_scalar", 8),
+        ("scan_until", 2),
+        ("scan_until", 3),
+        ("scan_xs_ys", 3),
+        ("scan_xs_ys", 8),
+    ],
+)
 def test_unrolling_changes_nothing(name, unroll):
     """Steps that do not fill an iteration, more steps than there are, and all derivatives."""
     (problem,) = named(name)

@@ -66,8 +66,7 @@ LOOPS = [in_while, in_scan, in_stopping_scan]
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_a_number_of_checkpoints(loop, checkpoints):
     few, many = kept(loop(100, checkpoints), X), kept(loop(10_000, checkpoints), X)
-    assert few == many
-    assert many <= (checkpoints + 1) * CARRY + SCALARS
+    assert few <= many <= (checkpoints + 1) * CARRY + SCALARS
 
 
 def test_lax_keeps_every_step():

@@ -1,7 +1,8 @@
 """Which leaves of a loop have tangents, and which cotangents reach an input.
 
-One pair of functions that every rule uses, so that integer leaves, leaves that nothing differentiable
-enters and symbolic zeros cost nothing, and a cotangent that nobody needs never enters the body.
+One pair of functions that every rule uses, so that integer leaves, leaves that nothing
+differentiable enters and symbolic zeros cost nothing, and a cotangent that nobody needs never
+enters the body.
 """
 
 from __future__ import annotations

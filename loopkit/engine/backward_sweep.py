@@ -20,7 +20,7 @@ from loopkit.engine import placement
 from loopkit.engine.lanes import SafeInputs
 from loopkit.engine.loop import Active, Loop, Operands, kept, parts
 from loopkit.engine.reversal import Reversal
-from loopkit.engine.steps import is_active, read_rows, repeat, row_of, select, write_rows
+from loopkit.engine.steps import read_rows, repeat, repeat_backwards, row_of, select, write_rows
 
 
 class Cotangents(NamedTuple):
@@ -64,13 +64,14 @@ def backward_sweep(
     `batch` is None or the size of a leading batch of cotangents.
     """
     loop, plan, active = how.loop, how.plan, how.active
-    *stacks, units, steps = residuals
-    if loop.cond is None:
-        steps = loop.length
+    *stacks, units, taken = residuals
+    steps = loop.length if loop.cond is None else taken
+    if loop.lanes:
+        steps = taken.max(initial=0)
     ct_carry, ct_ys = parts(cts, sum(active.carry))
     if loop.length == 0:
         return [v for group in _no_cotangents(loop, active, ct_carry, batch) for v in group]
-    step = _StepReversal.of(how, operands, ct_ys, batch)
+    step = _StepReversal.of(how, operands, taken, ct_ys, batch)
     flowing = _no_cotangents(loop, active, ct_carry, batch)
     if plan.keeps_all:
         flowing = step.reverse_rows(0, steps, stacks, flowing)
@@ -79,14 +80,13 @@ def backward_sweep(
     def reach(unit: Any, slots: list, units: Any) -> tuple[list, list, Any]:
         if plan.direct:
             return read_rows(slots, unit), slots, units
-        return _climb(how, operands, unit, slots, units)
+        return _climb(how, operands, taken, unit, slots, units)
 
     def segment(s: Backward) -> Backward:
         carry, slots, units = reach(s.unit, s.slots, s.units)
         first = s.unit * plan.leaf
         if plan.leaf == 1:
-            consts, rows = step.reverse_carry(first, carry, s.cts), s.rows
-            cts = consts
+            rows, cts = s.rows, step.reverse_carry(first, carry, s.cts)
         else:
             count = jnp.minimum(steps - first, plan.leaf)
             rows = step.replay(first, count, carry, s.rows)
@@ -119,7 +119,7 @@ def _no_cotangents(loop: Loop, active: Active, ct_carry: list, batch: int | None
 
 
 def _climb(
-    how: Reversal, operands: Operands, target: Any, slots: list, units: Any
+    how: Reversal, operands: Operands, taken: Any, target: Any, slots: list, units: Any
 ) -> tuple[list, list, Any]:
     """The carry at the start of unit `target`, and the slots with what was saved on the way."""
     leaf, schedule = how.plan.leaf, placement.Schedule.of(how.plan)
@@ -127,7 +127,7 @@ def _climb(
     def advance(s: Climb) -> Climb:
         free, slot = placement.free_slots(s.units)
         run = schedule.split(target + 1 - s.unit, free)
-        carry = how.advance(operands, s.carry, s.unit * leaf, run * leaf)
+        carry = how.advance(operands, taken, s.carry, s.unit * leaf, run * leaf)
         unit = s.unit + run
         # Without a free slot, the row is written over itself.
         save = free > 0
@@ -148,6 +148,8 @@ class _StepReversal:
 
     how: Reversal
     operands: Operands
+    taken: Any
+    """Steps that each lane took."""
     hoisted: list
     backward: Any
     safe: SafeInputs | None
@@ -155,11 +157,11 @@ class _StepReversal:
     batch: Any
 
     @staticmethod
-    def of(how: Reversal, operands: Operands, ct_ys: list, batch: Any) -> _StepReversal:
+    def of(how: Reversal, operands: Operands, taken: Any, ct_ys: list, batch: Any) -> _StepReversal:
         split, safe = how.split, None
         consts = operands.consts
         if how.loop.lanes:
-            safe = SafeInputs.of(how.loop, operands, how.saved)
+            safe = SafeInputs.of(how.loop, operands, taken > 0, how.saved)
             consts = safe.consts
         hoisted = list(_jax.call_jaxpr(split.hoist)(*consts))
         backward = how.backward
@@ -167,7 +169,7 @@ class _StepReversal:
             count = len(backward.in_avals) - sum(how.active.outputs)
             axes = [None] * count + [0] * sum(how.active.outputs)
             backward, _ = _jax.batch_jaxpr(backward, _jax.axis(batch), axes, [0] * len(backward.out_avals))
-        return _StepReversal(how, operands, hoisted, backward, safe, ct_ys, batch)
+        return _StepReversal(how, operands, taken, hoisted, backward, safe, ct_ys, batch)
 
     def slices(self, step: Any) -> list:
         if not self.operands.xs:
@@ -180,7 +182,7 @@ class _StepReversal:
             rows = write_rows(rows, carry, 0)
 
             def step(k: Any, s: tuple[list, list]) -> tuple[list, list]:
-                carry = self.how.advance(self.operands, s[0], first + k, 1)
+                carry = self.how.advance(self.operands, self.taken, s[0], first + k, 1)
                 return carry, write_rows(s[1], carry, k + 1)
 
             return repeat(count - 1, step, (carry, rows), self.how.loop.unroll)[1]
@@ -193,17 +195,15 @@ class _StepReversal:
 
     def residuals(self, step: Any, carry: list) -> tuple[list, list]:
         """The next carry, and the row of this step."""
-        how, consts, x, mask = self.how, self.operands.consts, self.slices(step), []
-        inputs = carry
+        how, consts, x = self.how, self.operands.consts, self.slices(step)
+        inputs, active = carry, step < self.taken
         if self.safe is not None:
-            active = is_active(how.loop, self.operands, how.whole(carry, self.operands))
             consts, x = self.safe.constants(active), self.safe.slices(active, x)
-            inputs, mask = self.safe.carries(active, carry), [active]
-        outs = _jax.call_jaxpr(how.forward)(*consts, *inputs, *x)
-        new, stored = parts(outs, sum(how.saved))
+            inputs = self.safe.carries(active, carry)
+        new, stored = parts(_jax.call_jaxpr(how.forward)(*consts, *inputs, *x), sum(how.saved))
         if self.safe is not None:
-            new = select(mask[0], new, carry)
-        return new, [*mask, *stored]
+            new = select(active, new, carry)
+        return new, stored
 
     def reverse_carry(self, step: Any, carry: list, cts: Cotangents) -> Cotangents:
         return self.reverse(step, self.residuals(step, carry)[1], cts)
@@ -212,24 +212,21 @@ class _StepReversal:
         """Back over steps `first + count - 1` to `first`."""
 
         def step(k: Any, cts: Cotangents) -> Cotangents:
-            k = count - 1 - k
             row = read_rows(rows, k)
             if self.how.plan.store == "carries":
                 return self.reverse_carry(first + k, row, cts)
             return self.reverse(first + k, row, cts)
 
-        return repeat(count, step, cts, self.how.loop.unroll)
+        return repeat_backwards(count, step, cts, self.how.loop.unroll)
 
     def reverse(self, step: Any, row: list, cts: Cotangents) -> Cotangents:
         """Back over one step, given its residuals."""
         how, loop, axis = self.how, self.how.loop, 0 if self.batch is None else 1
         at = row_of(loop, step) if loop.length is not None else step
-        ct_y = [lax.dynamic_index_in_dim(c, at, axis, keepdims=False) for c in self.ct_ys]
+        ct_y = read_rows(self.ct_ys, at, axis)
         consts, hoisted, x, carry = self.operands.consts, self.hoisted, self.slices(step), cts.carry
-        if how.plan.keeps_all and loop.cond is not None and self.safe is None:
-            row = row[1:]
+        active = step < self.taken
         if self.safe is not None:
-            active, *row = row
             consts, x = self.safe.constants(active), self.safe.slices(active, x)
             if self.safe.shared:
                 hoisted = list(_jax.call_jaxpr(how.split.hoist)(*consts))
@@ -243,8 +240,5 @@ class _StepReversal:
         return Cotangents(
             [a + b for a, b in zip(cts.consts, d_consts, strict=True)],
             d_carry,
-            [
-                lax.dynamic_update_index_in_dim(a, b, at, axis)
-                for a, b in zip(cts.xs, d_x, strict=True)
-            ],
+            write_rows(cts.xs, d_x, at, axis),
         )

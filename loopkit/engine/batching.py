@@ -1,9 +1,9 @@
 """vmap of a loop: one function for all six primitives.
 
-A batch axis that only tangents or cotangents have becomes the primitive's `batch` parameter, so that
-the trajectory is computed once for all of them. Any other batch axis goes into the loop itself: its two
-jaxprs are batched to a fixed point of which carry leaves have the axis, and the same primitive is bound
-on the batched loop.
+A batch axis that only tangents or cotangents have becomes the primitive's `batch` parameter, so
+that the trajectory is computed once for all of them. Any other batch axis goes into the loop
+itself: its two jaxprs are batched to a fixed point of which carry leaves have the axis, and the
+same primitive is bound on the batched loop.
 
 The new axis is the first of a carry leaf, unless the loop has lanes that it does not add to: then
 it comes after the lane axes, so that a mask over the lanes always broadcasts from the left.
@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from loopkit import _jax
-from loopkit.engine.loop import Active, Loop, Operands, kept, parts, spread
+from loopkit.engine.dual_loop import dual_loop, dual_operands, dual_results
+from loopkit.engine.loop import Active, Loop, Operands, kept, parts
 from loopkit.engine.primitives import (
     dual_p,
     forward_p,
@@ -27,7 +27,6 @@ from loopkit.engine.primitives import (
     pushforward_p,
     while_p,
 )
-from loopkit.engine.dual_loop import dual_loop, dual_operands, dual_results
 from loopkit.engine.reversal import build, reversal
 from loopkit.engine.split import batch_split, split_step
 
@@ -180,7 +179,8 @@ def _batch_dual(
     dual = dual_loop(loop, active)
 
     def arrange(values: Sequence[Any]) -> list:
-        return dual_operands(loop, *parts(values, loop.operand_count), active)
+        primal, tangent = parts(values, loop.operand_count)
+        return dual_operands(loop, primal, tangent, active)
 
     rule = batch_loop_primitive(while_p)
     outs, places = rule(axis, arrange(args), arrange(dims), loop=dual)
@@ -204,14 +204,14 @@ def _laid_out(loop: Loop, new: Loop, axis: Any, places: Operands, layout: Active
 
 
 def _residual_axes(loop: Loop, new: Loop, axis: Any, places: Operands, layout: Active) -> list:
+    """Where the new axis is in the residuals: in each lane's steps, if it makes lanes."""
     how = reversal(loop, layout)
-    if not how.plan.keeps_all:
-        return [*_stacked(kept(places.init, how.saved)), None, None]
-    split = reversal(new, layout).split
-    rows = [1 if f else None for f in split.stored_batched]
-    if loop.cond is not None:
-        rows = [1 if len(new.lanes) > len(loop.lanes) else None, *rows]
-    return [*rows, None, None]
+    if how.plan.keeps_all:
+        batched = reversal(new, layout).split.stored_batched
+        rows: list[int | None] = [1 if f else None for f in batched]
+    else:
+        rows = _stacked(kept(places.init, how.saved))
+    return [*rows, None, 0 if len(new.lanes) > len(loop.lanes) else None]
 
 
 def _forced(loop: Loop, flags: Operands, layout: Active, force: bool) -> Operands:
@@ -277,8 +277,8 @@ def batch_linear(primitive: Any, ins: str, outs: str, has_residuals: bool) -> An
                 results = [r.reshape(size, batch, *r.shape[1:]) for r in results]
             return results, [0] * len(results)
 
-        if has_residuals and residual_dims[-2:] != [None, None]:
-            # Lanes that were run one at a time: run them again, together.
+        if has_residuals and residual_dims[-2] is not None:
+            # Lanes that were run one at a time saved at other units: run them again, together.
             forward = (axis, values, value_dims)
             fresh, places = _batch_forward(*forward, loop=loop, active=layout)
             residuals = fresh[loop.primal_counts[1] :]

@@ -40,7 +40,8 @@ def jvp(
     dual = dual_loop(loop, active)
 
     def arrange(values: Sequence[Any]) -> list:
-        return dual_operands(loop, *parts(values, loop.operand_count), active)
+        primal, tangent = parts(values, loop.operand_count)
+        return dual_operands(loop, primal, tangent, active)
 
     outs, out_tangents = while_.jvp(arrange(primals), arrange(tangents), loop=dual)
     results, first = dual_results(loop, outs, active)

@@ -43,7 +43,7 @@ def _dual_loop(loop: Loop, active: Active, by_transpose: bool) -> Loop:
         inputs, tangents = kept(primals, active.inputs), [*t_consts, *t_carry, *t_x]
         if by_transpose:
             out, pullback, outs = jax.vjp(differentiated, *inputs, has_aux=True)
-            (tangents,) = jax.linear_transpose(pullback, out)(tuple(tangents))
+            tangents = _transposed_tangents(loop.name, pullback, out, tangents)
         else:
             _, tangents, outs = jax.jvp(differentiated, inputs, tangents, has_aux=True)
         new, y = parts(outs, loop.carry_count)
@@ -76,11 +76,25 @@ def _dual_loop(loop: Loop, active: Active, by_transpose: bool) -> Loop:
     )
 
 
+def _transposed_tangents(name: str, pullback: Any, out: list, tangents: list) -> list:
+    try:
+        return list(jax.linear_transpose(pullback, out)(tuple(tangents))[0])
+    except NotImplementedError as error:
+        raise NotImplementedError(
+            f"loopkit.{name}: a second derivative through a function with a custom VJP needs its "
+            f"rule to be linear in the cotangent, got one that is not ({error}). Move what is not "
+            "linear (clipping, scaling by a norm) out of the loop's body, or give the function "
+            "a custom JVP."
+        ) from error
+
+
 def _followed(flags: Sequence[bool], active: Sequence[bool]) -> tuple[bool, ...]:
     return (*flags, *kept(flags, active)) if flags else ()
 
 
-def dual_operands(loop: Loop, primals: Sequence[Any], tangents: Sequence[Any], active: Active) -> list:
+def dual_operands(
+    loop: Loop, primals: Sequence[Any], tangents: Sequence[Any], active: Active
+) -> list:
     """The operands of D, from those of the loop and the active inputs' tangents."""
     p, _ = loop.split(primals)
     t_consts, t_carry, t_xs = parts(tangents, sum(active.consts), sum(active.carry))
@@ -89,13 +103,13 @@ def dual_operands(loop: Loop, primals: Sequence[Any], tangents: Sequence[Any], a
 
 def dual_results(loop: Loop, results: Sequence[Any], active: Active) -> tuple[list, list]:
     """Primal results and the active outputs' tangents, from the results of D."""
-    carry, t_carry, ys, t_ys = parts(
-        results, loop.carry_count, sum(active.carry), loop.ys_count
-    )
+    carry, t_carry, ys, t_ys = parts(results, loop.carry_count, sum(active.carry), loop.ys_count)
     return [*carry, *ys], [*t_carry, *t_ys]
 
 
-def replace_active(loop: Loop, primals: Sequence[Any], active: Active, moving: Sequence[Any]) -> list:
+def replace_active(
+    loop: Loop, primals: Sequence[Any], active: Active, moving: Sequence[Any]
+) -> list:
     """The operands with other values for the active inputs."""
     count = loop.cond_const_count
     return [*primals[:count], *spread(moving, active.inputs, primals[count:])]

@@ -1,9 +1,9 @@
 """forward: a loop and its checkpoints, the known half of a linearised loop.
 
-    operands  those of the loop
-    results   those of the loop, then the residuals: checkpoints, the units they start, steps taken
-    JVP       `pushforward` from its own residuals; these carry no tangent, being functions of
-              operands that the backward pass has anyway
+operands  those of the loop
+results   those of the loop, then the residuals: checkpoints, the units they start, steps taken
+JVP       `pushforward` from its own residuals; these carry no tangent, being functions of
+          operands that the backward pass has anyway
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop, active: Active
 ) -> tuple[list, list]:
     outs = forward_p.bind(*primals, loop=loop, active=active)
-    results, residuals = parts(outs, loop.primal_counts[1])
+    _, residuals = parts(outs, loop.primal_counts[1])
     moving = forward_activity(loop, while_.nonzero_tangents(loop, tangents))
     inputs = kept(tangents[loop.cond_const_count :], moving.inputs)
     inputs = [_jax.instantiate(t) for t in inputs]

@@ -72,7 +72,7 @@ def forward_sweep(how: Reversal, loop: Loop, operands: Operands) -> list:
         units = jnp.arange(plan.slots, dtype=jnp.int32) + 0 * first.count
     else:
         units = done.placed.units
-    return [*done.steps.carry, *done.steps.ys, *done.slots, units, done.steps.count]
+    return [*done.steps.carry, *done.steps.ys, *done.slots, units, done.steps.taken]
 
 
 def _goes_on(loop: Loop, operands: Operands, steps: Steps) -> Any:
@@ -103,28 +103,32 @@ def _save_every_segment(how: Reversal, loop: Loop, operands: Operands) -> list:
 
 def _store_residuals(how: Reversal, loop: Loop, operands: Operands) -> list:
     """The sweep that stores what the derivative of every step reads."""
-    safe = SafeInputs.of(loop, operands, [True] * loop.carry_count) if loop.lanes else None
+    safe = None
+    if loop.lanes:
+        active = is_active(loop, operands, operands.init)
+        safe = SafeInputs.of(loop, operands, active, [True] * loop.carry_count)
 
     def body(s: tuple[Steps, list]) -> tuple[Steps, list]:
         steps, rows = s
         row = row_of(loop, steps.count) if loop.xs_count or steps.ys else steps.count
         consts, carry, x = operands.consts, steps.carry, read_rows(operands.xs, row)
-        mask = [] if loop.cond is None else [is_active(loop, operands, carry)]
         if safe is not None:
-            (active,) = mask
+            active = is_active(loop, operands, carry)
             consts, x = safe.constants(active), safe.slices(active, x)
             carry = safe.carries(active, carry)
         outs = _jax.call_jaxpr(how.split.forward)(*consts, *carry, *x)
         new, y, stored = parts(outs, loop.carry_count, loop.ys_count)
+        lane_counts = None
         if safe is not None:
             new = select(active, new, steps.carry)
             y = select(active, y, [_jax.zeros(jax.typeof(v)) for v in y])
-        rows = write_rows(rows, [*mask, *stored], steps.count)
+            lane_counts = steps.lane_counts + active
         ys = write_rows(steps.ys, y, row) if steps.ys else []
-        return Steps(steps.count + 1, new, ys), rows
+        steps_done = Steps(steps.count + 1, new, ys, lane_counts)
+        return steps_done, write_rows(rows, stored, steps.count)
 
     rows = [_jax.zeros(_jax.stack_type(t, how.plan.leaf)) for t in how.row_types]
     steps, rows = lax.while_loop(
         lambda s: _goes_on(loop, operands, s[0]), body, (start(loop, operands), rows)
     )
-    return [*steps.carry, *steps.ys, *rows, jnp.zeros(0, jnp.int32) + steps.count, steps.count]
+    return [*steps.carry, *steps.ys, *rows, jnp.zeros(0, jnp.int32) + steps.count, steps.taken]

@@ -1,9 +1,9 @@
 """hessian: d/dtheta <w, L(theta) u>, linear in u.
 
-    operands  those of the loop, cotangents w of the active outputs, tangents u of the active inputs
-    results   cotangents of the active inputs
-    JVP       of its definition, a pullback of the dual loop
-    transpose itself in u: second derivatives commute
+operands  those of the loop, cotangents w of the active outputs, tangents u of the active inputs
+results   cotangents of the active inputs
+JVP       of its definition, a pullback of the dual loop
+transpose itself in u: second derivatives commute
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A lane that has stopped still runs the body, and nothing that comes out is used; but the body's
 derivative there may be infinite, and zero times infinity is NaN in whatever all lanes share. So
-derivatives are evaluated where the body is known to be active: a stopped lane gets its own first step
-(initial carry, first slices), and one that takes no step at all gets the first step of a lane
+derivatives are evaluated where the body is known to be active: a stopped lane gets its own first
+step (initial carry, first slices), and one that takes no step at all gets the first step of a lane
 that does, constants included. Where lanes read slices in common, the first slices are gone: a
 stopped lane is then given all inputs of a lane that is active now.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from loopkit.engine.loop import Loop, Operands
-from loopkit.engine.steps import is_active, read_rows, row_of, select
+from loopkit.engine.steps import read_rows, row_of, select
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,12 @@ class SafeInputs:
     """Whether lanes read slices in common."""
 
     @staticmethod
-    def of(loop: Loop, operands: Operands, saved: Sequence[bool]) -> SafeInputs:
-        """For a loop with lanes; of the carry, only the `saved` leaves are wanted."""
+    def of(loop: Loop, operands: Operands, active: Any, saved: Sequence[bool]) -> SafeInputs:
+        """For a loop with lanes, of which some are `active` at the start.
+
+        Of the carry, only the `saved` leaves are wanted.
+        """
         shared = not all(loop.xs_lanes)
-        active = is_active(loop, operands, operands.init)
         substitute = _substitution(active)
         consts = [
             substitute(c) if has else c

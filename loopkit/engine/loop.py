@@ -13,8 +13,8 @@ until `active` is false or `length` steps are taken. Without `cond` it takes exa
 Row t of the ys is written by step t (from the end if `reverse`); rows that no step writes are zero.
 
 Under vmap with a batched predicate `active` has axes of its own, the *lanes*. All lanes step
-together until none is active, and a lane that is not keeps its carry. Every carry, and every y, then
-begins with the lane axes.
+together until none is active, and a lane that is not keeps its carry. Every carry, and every y,
+then begins with the lane axes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-from loopkit import _jax
+from loopkit import _jax, _jaxpr
 from loopkit._jax import Jaxpr, ShapedArray
 
 T = TypeVar("T")
@@ -45,7 +45,10 @@ class Operands(NamedTuple):
 
 
 class Active(NamedTuple):
-    """Which leaves have a tangent, or a cotangent. The carry's flags are a fixed point of the body."""
+    """Which leaves have a tangent, or a cotangent.
+
+    The carry's flags are a fixed point of the body.
+    """
 
     consts: tuple[bool, ...]
     carry: tuple[bool, ...]
@@ -153,7 +156,7 @@ class Loop:
     @cached_property
     def holds_custom_vjp(self) -> bool:
         """Whether a step calls a function that has a VJP and no JVP."""
-        return _jax.holds_custom_vjp(self.body)
+        return _jaxpr.holds_custom_vjp(self.body)
 
     def without_debug_effects(self) -> Loop:
         """The same loop, silent: for steps that are taken a second time."""
@@ -161,8 +164,8 @@ class Loop:
             return self
 
         def make() -> Loop:
-            cond = None if self.cond is None else _jax.without_debug_effects(self.cond)
-            return self.replace(cond=cond, body=_jax.without_debug_effects(self.body))
+            cond = None if self.cond is None else _jaxpr.without_debug_effects(self.cond)
+            return self.replace(cond=cond, body=_jaxpr.without_debug_effects(self.body))
 
         return self.derived("quiet", make)
 
@@ -198,7 +201,7 @@ def parts(values: Sequence[T], *counts: int) -> list[list[T]]:
 
 
 def prune(loop: Loop, used_carry: Sequence[bool], used_ys: Sequence[bool]) -> tuple[Loop, Operands]:
-    """The loop with only the outputs that are used and what they need, and which operands those are."""
+    """The loop with only the outputs that are used, and which operands those need."""
     carry = list(used_carry)
     cond, used_cond_consts = loop.cond, []
     if loop.cond is not None:

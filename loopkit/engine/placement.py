@@ -73,7 +73,7 @@ def _schedule(slots: int, units: int, thinned: bool) -> Schedule:
     spare = isqrt(slots) if slots > 2 else 0
     placed = thinning(slots, units, spare=spare) if thinned else cheapest(slots, units)
     table = placed.table
-    splits = split_table(units, slots - 1)
+    splits = split_table(units, slots - 1, columns=64)
     return Schedule(
         slots,
         Table(*(np.asarray(column, np.int32) for column in table)),

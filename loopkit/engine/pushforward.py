@@ -76,9 +76,7 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple
             quiet = loop.without_debug_effects()
             return run_dual(quiet, at, linear, active, params["batch"])
 
-        _, second = jax.jvp(
-            tangents_at, [values[i] for i in moving], [t_values[i] for i in moving]
-        )
+        _, second = jax.jvp(tangents_at, [values[i] for i in moving], [t_values[i] for i in moving])
         flowing = list(map(_jax.add_tangents, flowing, second))
     return out, flowing
 

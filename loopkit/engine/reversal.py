@@ -9,12 +9,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from loopkit import _jax
+from loopkit import _jax, _jaxpr
 from loopkit._jax import Jaxpr, ShapedArray
 from loopkit._plan import Plan, make_plan
-from loopkit.engine.loop import Active, Loop, Operands, kept, spread
+from loopkit.engine.loop import Active, Loop, Operands, kept
 from loopkit.engine.split import Split, split_step
-from loopkit.engine.steps import is_active, read_rows, repeat, row_of, select
+from loopkit.engine.steps import read_rows, repeat, row_of, select
 
 
 @dataclass(frozen=True)
@@ -50,35 +50,32 @@ class Reversal:
         """What one step leaves for its reversal."""
         if self.plan.store == "carries":
             return self.saved_types
-        masked = self.loop.lanes or (self.plan.keeps_all and self.loop.cond is not None)
-        mask = list(self.loop.cond.out_avals) if masked else []
-        return [*mask, *self.split.stored_types]
+        return self.split.stored_types
 
     @property
     def residual_types(self) -> list[ShapedArray]:
-        """What the forward pass hands on: checkpoints, the units they start, the steps taken."""
+        """What the forward pass hands on: checkpoints, the units they start, the steps taken.
+
+        The steps are each lane's own.
+        """
         plan, int32 = self.plan, jnp.dtype("int32")
         types = self.row_types if plan.keeps_all else self.saved_types
         stacks = [_jax.stack_type(t, plan.leaf if plan.keeps_all else plan.slots) for t in types]
-        scalar = _jax.ShapedArray((), int32)
+        units = _jax.ShapedArray((plan.slots,), int32)
+        steps = _jax.ShapedArray(self.loop.lanes, int32)
         if self.loop.cond is not None:
-            scalar = _jax.type_like(scalar, self.loop.cond.out_avals)
-        return [*stacks, _jax.stack_type(scalar, plan.slots), scalar]
+            units, steps = (_jax.type_like(t, self.loop.cond.out_avals) for t in (units, steps))
+        return [*stacks, units, steps]
 
-    def whole(self, saved: Sequence[Any], operands: Operands) -> list:
-        """A carry whose saved leaves are given; nobody reads the others."""
-        return spread(saved, self.saved, operands.init)
-
-    def advance(self, operands: Operands, carry: list, first: Any, times: Any) -> list:
-        """The saved carry leaves, `times` steps after step `first`."""
+    def advance(
+        self, operands: Operands, steps: Any, carry: list, first: Any, times: Any
+    ) -> list:
+        """The saved carry leaves, `times` steps after step `first`; a lane takes `steps` in all."""
 
         def step(k: Any, carry: list) -> list:
             x = read_rows(operands.xs, row_of(self.loop, first + k)) if operands.xs else []
             new = _jax.call_jaxpr(self.step)(*operands.consts, *carry, *x)
-            if not self.loop.lanes:
-                return new
-            active = is_active(self.loop, operands, self.whole(carry, operands))
-            return select(active, new, carry)
+            return select(first + k < steps, new, carry) if self.loop.lanes else new
 
         return repeat(times, step, carry, self.loop.unroll)
 
@@ -131,7 +128,7 @@ def build(
     no_ys = [False] * loop.ys_count
     step, _ = _jax.dce(quiet.body, [*saved, *no_ys], keep)
     stored = [True] * len(split.stored_types)
-    silent = _jax.without_debug_effects(split.forward)
+    silent = _jaxpr.without_debug_effects(split.forward)
     forward, _ = _jax.dce(silent, [*saved, *no_ys, *stored], keep)
     return Reversal(quiet, active, plan, split, saved, step, forward)
 
@@ -145,12 +142,8 @@ def _saved_leaves(loop: Loop, split: Split) -> tuple[bool, ...]:
 
     results = [False] * split.results
     stored = [True] * len(split.stored_types)
-    silent = _jax.without_debug_effects(split.forward)
+    silent = _jaxpr.without_debug_effects(split.forward)
     saved = carry_read(silent, [*results, *stored], loop.const_count)
-    if loop.cond is not None:
-        # Under a vmap yet to come, each lane asks the predicate again.
-        read = carry_read(loop.cond, [True], loop.cond_const_count)
-        saved = [a or b for a, b in zip(saved, read, strict=True)]
     while True:
         read = carry_read(loop.body, [*saved, *[False] * loop.ys_count], loop.const_count)
         new = [a or b for a, b in zip(saved, read, strict=True)]

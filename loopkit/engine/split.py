@@ -1,8 +1,8 @@
 """The derivative of one step, split in two: what is stored going forward, what is done going back.
 
 `jax.linearize` of the body is traced once and cut at its residuals, the values that the backward
-half reads. A residual that depends on constants alone is computed once, before the sweep ("hoisted"); one
-that is a slice of xs is read again; only the others are stored.
+half reads. A residual that depends on constants alone is computed once, before the sweep
+("hoisted"); one that is a slice of xs is read again; only the others are stored.
 
     hoist(consts)                                -> hoisted
     forward(consts, carry, x)                    -> carry, y, stored
@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from loopkit import _jax
+from loopkit import _jax, _jaxpr
 from loopkit._jax import Jaxpr, ShapedArray
 from loopkit.engine.loop import Active, Loop, Operands, kept, parts, spread
 
@@ -66,14 +66,14 @@ def _split(loop: Loop, active: Active) -> Split:
     assert not closed_over, "a body's jaxpr closes over nothing"
     n, c, total = len(body.out_avals), loop.const_count, len(whole.out_avals)
     slices = c + loop.carry_count
-    varies = _jax.outputs_depending(whole, [i >= c for i in range(len(in_types))])
-    source = _jax.forwarded(whole)
-    first = _jax.distinct_outputs(whole)
-    is_x = [s is not None and s >= slices for s in source]
+    varies = _jaxpr.outputs_depending(whole, [i >= c for i in range(len(in_types))])
+    source = _jaxpr.forwarded(whole)
+    first = _jaxpr.distinct_outputs(whole)
+    slice_of = {i: s - slices for i, s in enumerate(source) if s is not None and s >= slices}
     hoisted = [i for i in range(n, total) if not varies[i]]
     groups: dict[int, int] = {}
     for i in range(n, total):
-        if varies[i] and not is_x[i]:
+        if varies[i] and i not in slice_of:
             groups.setdefault(first[i], i)
     stored = sorted(groups.values())
     everything = [True] * len(in_types)
@@ -87,16 +87,14 @@ def _split(loop: Loop, active: Active) -> Split:
 
     def make_backward(live: Active) -> Jaxpr:
         def backward(*values: Any) -> list:
-            _, constant, x, rows, cts = parts(
-                values, c, len(hoisted), loop.xs_count, len(stored)
-            )
+            _, constant, x, rows, cts = parts(values, c, len(hoisted), loop.xs_count, len(stored))
             constant = dict(zip(hoisted, constant, strict=True))
             row = {first[i]: r for i, r in zip(stored, rows, strict=True)}
 
             def residual(i: int) -> Any:
                 if i in constant:
                     return constant[i]
-                return x[source[i] - slices] if is_x[i] else row[first[i]]
+                return x[slice_of[i]] if i in slice_of else row[first[i]]
 
             residuals = [residual(i) for i in range(n, total)]
             transpose = jax.linear_transpose(

@@ -21,6 +21,13 @@ class Steps(NamedTuple):
     carry: list
     ys: list
     """Whole arrays, written up to `count`."""
+    lane_counts: Any
+    """Steps taken by each lane, int32[lanes]; None where there are no lanes."""
+
+    @property
+    def taken(self) -> Any:
+        """Steps taken: by each lane, if there are lanes."""
+        return self.count if self.lane_counts is None else self.lane_counts
 
 
 def row_of(loop: Loop, step: Any) -> Any:
@@ -28,13 +35,17 @@ def row_of(loop: Loop, step: Any) -> Any:
     return loop.length - 1 - step if loop.reverse else step
 
 
-def read_rows(arrays: Sequence[Any], row: Any) -> list:
-    return [lax.dynamic_index_in_dim(a, row, keepdims=False) for a in arrays]
-
-
-def write_rows(arrays: Sequence[Any], values: Sequence[Any], row: Any) -> list:
+def read_rows(arrays: Sequence[Any], row: Any, axis: int = 0) -> list:
     return [
-        lax.dynamic_update_index_in_dim(a, v, row, 0) for a, v in zip(arrays, values, strict=True)
+        lax.dynamic_index_in_dim(a, row, axis, keepdims=False, allow_negative_indices=False)
+        for a in arrays
+    ]
+
+
+def write_rows(arrays: Sequence[Any], values: Sequence[Any], row: Any, axis: int = 0) -> list:
+    return [
+        lax.dynamic_update_index_in_dim(a, v, row, axis, allow_negative_indices=False)
+        for a, v in zip(arrays, values, strict=True)
     ]
 
 
@@ -71,11 +82,14 @@ def one_step(loop: Loop, operands: Operands, state: Steps) -> Steps:
     x = read_rows(operands.xs, row)
     outs = _jax.call_jaxpr(loop.body)(*operands.consts, *state.carry, *x)
     carry, y = parts(outs, loop.carry_count)
+    lane_counts = None
     if loop.lanes:
         active = is_active(loop, operands, state.carry)
         carry = select(active, carry, state.carry)
         y = select(active, y, [_jax.zeros(jax.typeof(v)) for v in y])
-    return Steps(state.count + 1, carry, write_rows(state.ys, y, row) if state.ys else [])
+        lane_counts = state.lane_counts + active
+    ys = write_rows(state.ys, y, row) if state.ys else []
+    return Steps(state.count + 1, carry, ys, lane_counts)
 
 
 def guarded_step(loop: Loop, operands: Operands, stop: Any, state: Steps) -> Steps:
@@ -84,10 +98,7 @@ def guarded_step(loop: Loop, operands: Operands, stop: Any, state: Steps) -> Ste
     if loop.effects:
         return lax.cond(go, lambda s: one_step(loop, operands, s), lambda s: s, state)
     new = one_step(loop, operands, state)
-    # A row past the end is written over itself: dynamic updates clamp.
-    ys = [jnp.where(go, n, o) for n, o in zip(new.ys, state.ys, strict=True)]
-    carry = [jnp.where(go, n, o) for n, o in zip(new.carry, state.carry, strict=True)]
-    return Steps(jnp.where(go, new.count, state.count), carry, ys)
+    return jax.tree.map(lambda n, o: jnp.where(go, n, o), new, state)
 
 
 def start(loop: Loop, operands: Operands) -> Steps:
@@ -96,7 +107,9 @@ def start(loop: Loop, operands: Operands) -> Steps:
     if loop.cond is not None:
         count = _jax.vary_like(count, loop.cond.out_avals)
     carry = [_jax.vary_like(v, [t]) for v, t in zip(operands.init, loop.carry_types, strict=True)]
-    return Steps(count, carry, [_jax.zeros(t) for t in loop.ys_types] if loop.ys_count else [])
+    ys = [_jax.zeros(t) for t in loop.ys_types] if loop.ys_count else []
+    lane_counts = jnp.zeros(loop.lanes, jnp.int32) + count if loop.lanes else None
+    return Steps(count, carry, ys, lane_counts)
 
 
 def advance(loop: Loop, operands: Operands, state: Steps, stop: Any | None) -> Steps:
@@ -150,6 +163,19 @@ def repeat(times: Any, body: Callable[[Any, Any], Any], state: Any, unroll: int 
         return k + 1, body(k, inner)
 
     return lax.while_loop(lambda s: s[0] < times, step, (zero, state))[1]
+
+
+def repeat_backwards(times: Any, body: Callable[[Any, Any], Any], state: Any, unroll: int) -> Any:
+    """`body(i, state)` for i from times - 1 down to 0."""
+    if unroll > 1:
+        return repeat(times, lambda k, s: body(times - 1 - k, s), state, unroll)
+
+    def step(s: tuple) -> tuple:
+        k, inner = s
+        return k - 1, body(k, inner)
+
+    last = jnp.asarray(times - 1, jnp.int32)
+    return lax.while_loop(lambda s: s[0] >= 0, step, (last, state))[1]
 
 
 def evaluate(loop: Loop, operands: Operands) -> list:

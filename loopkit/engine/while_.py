@@ -1,8 +1,8 @@
 """while: the results of a loop.
 
-    operands  cond_consts, consts, init, xs
-    results   carry, ys
-    JVP       one `dual`, in the leaves that turn out to be active
+operands  cond_consts, consts, init, xs
+results   carry, ys
+JVP       one `dual`, in the leaves that turn out to be active
 """
 
 from __future__ import annotations

@@ -40,9 +40,15 @@ def test_integers_only(name):
     assert parts <= BELOW[name]
     others = {module.split(".")[0] for module in imported - ours}
     assert others <= {
-        "__future__", "collections", "dataclasses", "functools", "math", "numpy", "operator",
+        "__future__",
+        "collections",
+        "dataclasses",
+        "functools",
+        "math",
+        "numpy",
+        "operator",
         "typing",
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)

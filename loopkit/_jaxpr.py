@@ -1,0 +1,204 @@
+"""Reading and rewriting jaxprs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from loopkit import _jax
+from loopkit._jax import Jaxpr, ShapedArray
+
+# ---------------------------------------------------------------- what an output is
+
+
+def forwarded(jaxpr: Jaxpr) -> list[int | None]:
+    """For each output, the input that it passes on unchanged, if any."""
+    j = _jax.open_jaxpr(jaxpr)
+    place = {v: i for i, v in enumerate(j.invars)}
+    return [None if isinstance(v, _jax.Literal) else place.get(v) for v in j.outvars]
+
+
+def outputs_depending(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
+    """Which outputs depend in any way on the marked inputs."""
+    j = _jax.open_jaxpr(jaxpr)
+    reached = {v for v, marked in zip(j.invars, inputs, strict=True) if marked}
+    for eqn in j.eqns:
+        if any(not isinstance(v, _jax.Literal) and v in reached for v in eqn.invars):
+            reached.update(eqn.outvars)
+    return [not isinstance(v, _jax.Literal) and v in reached for v in j.outvars]
+
+
+def distinct_outputs(jaxpr: Jaxpr) -> list[int]:
+    """For each output, the index of the first output that is the same variable."""
+    first: dict[Any, int] = {}
+    outs = _jax.open_jaxpr(jaxpr).outvars
+    return [
+        i if isinstance(v, _jax.Literal) else first.setdefault(v, i) for i, v in enumerate(outs)
+    ]
+
+
+# ---------------------------------------------------------------- what is inside
+
+
+def holds_custom_vjp(jaxpr: Jaxpr) -> bool:
+    """Whether a function with a custom VJP, and so without a JVP, is called anywhere inside."""
+
+    def inside(value: Any) -> bool:
+        if hasattr(value, "eqns"):
+            return holds_custom_vjp(value)
+        if isinstance(value, tuple):
+            return any(map(inside, value))
+        return bool(getattr(value, "holds_custom_vjp", False))
+
+    return any(
+        eqn.primitive.name.startswith("custom_vjp_call") or any(map(inside, eqn.params.values()))
+        for eqn in _jax.open_jaxpr(jaxpr).eqns
+    )
+
+
+def jaxpr_key(jaxpr: Jaxpr) -> Any:
+    """A hashable key, equal for jaxprs that compute the same thing with the same equations."""
+    j = _jax.open_jaxpr(jaxpr)
+    names: dict[Any, int] = {}
+
+    def atom(v: Any) -> Any:
+        if isinstance(v, _jax.Literal):
+            value = v.val
+            content = value.tobytes() if hasattr(value, "tobytes") else repr(value)
+            return ("literal", content, _type_key(v.aval))
+        return names.setdefault(v, len(names))
+
+    def parameter(value: Any) -> Any:
+        if hasattr(value, "eqns"):
+            return jaxpr_key(value)
+        if isinstance(value, (tuple, list)):
+            return tuple(map(parameter, value))
+        if isinstance(value, dict):
+            return tuple((k, parameter(v)) for k, v in sorted(value.items()))
+        if isinstance(value, _jax.DebugInfo):
+            return None
+        hash(value)
+        return value
+
+    head = tuple((atom(v), _type_key(v.aval)) for v in j.invars)
+    eqns = tuple(
+        (
+            eqn.primitive,
+            tuple(map(atom, eqn.invars)),
+            tuple((atom(v), _type_key(v.aval)) for v in eqn.outvars),
+            tuple((k, parameter(v)) for k, v in sorted(eqn.params.items())),
+        )
+        for eqn in j.eqns
+    )
+    return head, eqns, tuple(map(atom, j.outvars))
+
+
+def _type_key(aval: Any) -> Any:
+    return aval, getattr(aval, "weak_type", False)
+
+
+# ---------------------------------------------------------------- the same, silent
+
+
+def without_debug_effects(jaxpr: Jaxpr) -> Jaxpr:
+    """A jaxpr that no longer prints or calls back for debugging.
+
+    Recomputation runs a step again; what a step reports must be reported once.
+    """
+    return _jax.close_jaxpr(_without_debug_effects(_jax.open_jaxpr(jaxpr)))
+
+
+def _without_debug_effects(jaxpr: Any) -> Any:
+    if not jaxpr.effects:
+        return jaxpr
+    eqns = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is _jax.debug_callback_p:
+            continue
+        if eqn.primitive.name == "debug_print":
+            continue
+        if not eqn.effects:
+            eqns.append(eqn)
+            continue
+        params = {k: _quiet_parameter(v) for k, v in eqn.params.items()}
+        inner = _parameter_effects(params)
+        effects = eqn.effects if inner is None else inner
+        eqns.append(eqn.replace(params=params, effects=effects))
+    effects = _jax.make_jaxpr_effects(jaxpr.constvars, jaxpr.invars, jaxpr.outvars, eqns)
+    return jaxpr.replace(eqns=eqns, effects=effects)
+
+
+def _quiet_parameter(value: Any) -> Any:
+    if hasattr(value, "without_debug_effects"):
+        return value.without_debug_effects()
+    if hasattr(value, "eqns"):
+        quiet = _without_debug_effects(_jax.open_jaxpr(value))
+        return quiet if type(quiet) is type(value) else _jax.close_jaxpr(quiet)
+    if isinstance(value, tuple) and any(hasattr(v, "eqns") for v in value):
+        return tuple(map(_quiet_parameter, value))
+    return value
+
+
+def _parameter_effects(params: dict[str, Any]) -> Any:
+    found = [
+        v
+        for value in params.values()
+        for v in (value if isinstance(value, tuple) else (value,))
+        if hasattr(v, "eqns") or hasattr(v, "without_debug_effects")
+    ]
+    if not found or any(isinstance(e, _jax.JaxprInputEffect) for v in found for e in v.effects):
+        return None
+    return frozenset().union(*(v.effects for v in found))
+
+
+# ---------------------------------------------------------------- the same, varying
+
+
+def vary_inputs(jaxpr: Jaxpr, marked: Sequence[bool], like: Sequence[ShapedArray]) -> Jaxpr:
+    """A jaxpr whose marked inputs vary over the manual axes over which `like` does.
+
+    What a jaxpr makes varying inside, its transpose sums over the devices inside: in a loop, once
+    a step, which deadlocks if devices take different numbers of steps.
+    """
+    j = _jax.open_jaxpr(jaxpr)
+    types = [
+        _jax.type_like(v.aval, like) if mark else v.aval
+        for v, mark in zip(j.invars, marked, strict=True)
+    ]
+    changed = [t != v.aval for t, v in zip(types, j.invars, strict=True)]
+    if not any(changed):
+        return jaxpr
+    new, _ = _jax.trace(
+        lambda *values: _evaluate_varying(j, values, changed, like), types, "varying"
+    )
+    return new
+
+
+def _evaluate_varying(
+    j: Any, values: Sequence[Any], changed: Sequence[bool], like: Sequence[ShapedArray]
+) -> list:
+    env = dict(zip(j.invars, values, strict=True))
+    moved = {v for v, c in zip(j.invars, changed, strict=True) if c}
+
+    def read(v: Any) -> Any:
+        return v.val if isinstance(v, _jax.Literal) else env[v]
+
+    for eqn in j.eqns:
+        ins = [read(v) for v in eqn.invars]
+        touched = [not isinstance(v, _jax.Literal) and v in moved for v in eqn.invars]
+        inner = eqn.params.get("jaxpr")
+        if not any(touched):
+            outs = _jax.bind_equation(eqn, ins)
+        elif eqn.primitive is _jax.pvary_p:
+            outs = [_jax.vary_like(ins[0], [v.aval for v in eqn.outvars])]
+        elif eqn.primitive.name in ("jit", "pjit") and hasattr(inner, "eqns"):
+            outs = _evaluate_varying(_jax.open_jaxpr(inner), ins, touched, like)
+        else:
+            outs = _jax.bind_equation(eqn, [_jax.vary_like(x, like) for x in ins])
+        for v, out in zip(eqn.outvars, outs, strict=True):
+            env[v] = out
+            if jax.typeof(out) != v.aval:
+                moved.add(v)
+    return [read(v) for v in j.outvars]
