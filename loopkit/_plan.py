@@ -28,6 +28,9 @@ OVERHEAD = 2
 """What a segment costs beyond its steps, in steps."""
 
 
+Store = Literal["carries", "residuals"]
+
+
 @dataclass(frozen=True)
 class Plan:
     """What the backward pass of a loop keeps."""
@@ -36,7 +39,7 @@ class Plan:
     """Carries saved at the starts of segments."""
     leaf: int
     """Steps in a segment, the unit of checkpointing."""
-    store: Literal["carries", "residuals"]
+    store: Store
     """What a row of the leaf holds for each of its steps."""
     bound: int | None
     """The most steps the loop can take; None if nothing bounds it."""
@@ -76,11 +79,12 @@ def make_plan(
         assert bound is not None
         return Plan(0, bound, "residuals", bound, keeps_all=True)
     carry_bytes = max(carry_bytes, 1)
-    store = "residuals" if residual_bytes <= WIDE * carry_bytes else "carries"
+    store: Store = "residuals" if residual_bytes <= WIDE * carry_bytes else "carries"
     row = max(residual_bytes, 1) if store == "residuals" else carry_bytes
     if isinstance(checkpoints, int):
         return _within(checkpoints, bound, row / carry_bytes, store)
     if exact:
+        assert bound is not None, "a loop that takes just so many steps has a length"
         slots = min(bound, _root(bound * row / carry_bytes))
         return Plan(max(slots, 1), max(1, -(-bound // max(slots, 1))), store, bound)
     most = min(MANY, max(FEW, SMALL // carry_bytes))
@@ -96,7 +100,7 @@ def _root(value: float) -> int:
     return math.isqrt(max(0, math.ceil(value) - 1)) + 1
 
 
-def _within(budget: int, bound: int | None, row: float, store: str) -> Plan:
+def _within(budget: int, bound: int | None, row: float, store: Store) -> Plan:
     """At most `budget` carries; a row of the leaf counts as `row` of them.
 
     Of the ways to share the budget between slots and rows, the one with the fewest steps to run.
@@ -105,7 +109,8 @@ def _within(budget: int, bound: int | None, row: float, store: str) -> Plan:
         return Plan(max(bound, 1), 1, store, bound)
     steps = bound or REACH * budget
     best = None
-    for kind, width in {"carries": 1.0, store: row}.items():
+    kinds: list[tuple[Store, float]] = [("carries", 1.0), (store, row)]
+    for kind, width in kinds:
         for leaf in range(1, budget):
             used = 0 if leaf == 1 else math.ceil(leaf * width)
             if used >= budget:

@@ -120,7 +120,9 @@ def test_custom_vjp_is_differentiated_again():
 
 def test_custom_vjp_that_is_not_linear_is_not_differentiated_again():
     f = lambda x, w: steps(lambda x: clipped(x, w) + x / 3, x)
-    with pytest.raises(NotImplementedError, match="loopkit.while_loop: .* linear in the cotangent"):
+    with pytest.raises(
+        NotImplementedError, match=r"loopkit.while_loop: .* linear in the cotangent"
+    ):
         second_derivative(f)
 
 

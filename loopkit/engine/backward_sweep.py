@@ -65,7 +65,7 @@ def backward_sweep(
     """
     loop, plan, active = how.loop, how.plan, how.active
     *stacks, units, taken = residuals
-    steps = loop.length if loop.cond is None else taken
+    steps = taken if loop.length is None or loop.cond is not None else loop.length
     if loop.lanes:
         steps = taken.max(initial=0)
     ct_carry, ct_ys = parts(cts, sum(active.carry))
@@ -168,7 +168,9 @@ class _StepReversal:
         if batch is not None:
             count = len(backward.in_avals) - sum(how.active.outputs)
             axes = [None] * count + [0] * sum(how.active.outputs)
-            backward, _ = _jax.batch_jaxpr(backward, _jax.axis(batch), axes, [0] * len(backward.out_avals))
+            backward, _ = _jax.batch_jaxpr(
+                backward, _jax.axis(batch), axes, [0] * len(backward.out_avals)
+            )
         return _StepReversal(how, operands, taken, hoisted, backward, safe, ct_ys, batch)
 
     def slices(self, step: Any) -> list:

@@ -56,9 +56,8 @@ def forward_sweep(how: Reversal, loop: Loop, operands: Operands) -> list:
         return _goes_on(loop, operands, s.steps)
 
     def body(s: Forward) -> Forward:
-        if schedule is None:
-            slot, run, placed = s.unit, 1, s.placed
-        else:
+        slot, run, placed = s.unit, 1, None
+        if schedule is not None and s.placed is not None:
             slot, run, placed = schedule.save(s.placed)
         slots = write_rows(s.slots, kept(s.steps.carry, how.saved), slot)
         stop = (s.unit + run) * plan.leaf
@@ -68,9 +67,9 @@ def forward_sweep(how: Reversal, loop: Loop, operands: Operands) -> list:
 
     placed = None if schedule is None else schedule.start(first.count)
     done = lax.while_loop(cond, body, Forward(first, first.count, _blank_slots(how), placed))
-    if schedule is None:
-        units = jnp.arange(plan.slots, dtype=jnp.int32) + 0 * first.count
-    else:
+    # Without a schedule, slot and segment have the same number.
+    units = jnp.arange(plan.slots, dtype=jnp.int32) + 0 * first.count
+    if done.placed is not None:
         units = done.placed.units
     return [*done.steps.carry, *done.steps.ys, *done.slots, units, done.steps.taken]
 
@@ -88,17 +87,18 @@ def _blank_slots(how: Reversal) -> list:
 
 def _save_every_segment(how: Reversal, loop: Loop, operands: Operands) -> list:
     """The sweep where the length is known and every segment has a slot."""
-    plan = how.plan
+    plan, length = how.plan, loop.length
+    assert length is not None, "a loop without a predicate has a length"
 
     def segment(unit: Any, state: tuple[Steps, list]) -> tuple[Steps, list]:
         steps, slots = state
         slots = write_rows(slots, kept(steps.carry, how.saved), unit)
-        stop = jnp.minimum((unit + 1) * plan.leaf, loop.length)
+        stop = jnp.minimum((unit + 1) * plan.leaf, length)
         return advance(loop, operands, steps, stop), slots
 
     steps, slots = repeat(plan.segments, segment, (start(loop, operands), _blank_slots(how)))
     units = jnp.arange(plan.slots, dtype=jnp.int32)
-    return [*steps.carry, *steps.ys, *slots, units, jnp.int32(loop.length)]
+    return [*steps.carry, *steps.ys, *slots, units, jnp.int32(length)]
 
 
 def _store_residuals(how: Reversal, loop: Loop, operands: Operands) -> list:
@@ -112,8 +112,8 @@ def _store_residuals(how: Reversal, loop: Loop, operands: Operands) -> list:
         steps, rows = s
         row = row_of(loop, steps.count) if loop.xs_count or steps.ys else steps.count
         consts, carry, x = operands.consts, steps.carry, read_rows(operands.xs, row)
+        active = None if safe is None else is_active(loop, operands, carry)
         if safe is not None:
-            active = is_active(loop, operands, carry)
             consts, x = safe.constants(active), safe.slices(active, x)
             carry = safe.carries(active, carry)
         outs = _jax.call_jaxpr(how.split.forward)(*consts, *carry, *x)

@@ -18,8 +18,16 @@ import numpy as np
 from loopkit import _jax
 from loopkit._plan import Plan
 from loopkit.schedules.binomial import SplitTable, split_from, split_table
-from loopkit.schedules.online import NEVER, Mark, Table, first_mark, next_mark, record
-from loopkit.schedules.online import cheapest, thinning
+from loopkit.schedules.online import (
+    NEVER,
+    Mark,
+    Table,
+    cheapest,
+    first_mark,
+    next_mark,
+    record,
+    thinning,
+)
 
 UNBOUNDED = 2**31 - 1
 """Steps are counted in int32."""

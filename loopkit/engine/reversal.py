@@ -67,9 +67,7 @@ class Reversal:
             units, steps = (_jax.type_like(t, self.loop.cond.out_avals) for t in (units, steps))
         return [*stacks, units, steps]
 
-    def advance(
-        self, operands: Operands, steps: Any, carry: list, first: Any, times: Any
-    ) -> list:
+    def advance(self, operands: Operands, steps: Any, carry: list, first: Any, times: Any) -> list:
         """The saved carry leaves, `times` steps after step `first`; a lane takes `steps` in all."""
 
         def step(k: Any, carry: list) -> list:
@@ -155,5 +153,3 @@ def _saved_leaves(loop: Loop, split: Split) -> tuple[bool, ...]:
 def _bytes(aval: ShapedArray) -> int:
     size = getattr(aval.dtype, "itemsize", 8)
     return aval.size * size
-
-

@@ -32,7 +32,10 @@ class Steps(NamedTuple):
 
 def row_of(loop: Loop, step: Any) -> Any:
     """The row of xs and ys that belongs to a step."""
-    return loop.length - 1 - step if loop.reverse else step
+    if not loop.reverse:
+        return step
+    assert loop.length is not None, "a loop in reverse has a length"
+    return loop.length - 1 - step
 
 
 def read_rows(arrays: Sequence[Any], row: Any, axis: int = 0) -> list:
