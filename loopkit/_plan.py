@@ -18,8 +18,10 @@ SMALL = 1 << 19
 cache holds, and what is set to zero in no time."""
 FEW = 32
 """Slots that such a loop may use, however large its carry."""
-MANY = 128
-"""Slots that it needs at most, however small its carry."""
+MANY = 1024
+"""Slots, and steps to a segment, that it needs at most, however small its carry."""
+PLACED = 128
+"""Slots at most where a schedule places the checkpoints: its tables grow with them."""
 WIDE = 6
 """Rows of residuals up to this many carries wide are cheaper to store than a step is to repeat."""
 REACH = 100
@@ -92,7 +94,7 @@ def make_plan(
     if bound is not None and bound <= 16 * most * rows:
         slots = max(1, min(bound, 2 * most, _root(bound * row / carry_bytes)))
         return Plan(slots, max(1, -(-bound // slots)), store, bound)
-    return Plan(most, rows, store, bound, thinned=True)
+    return Plan(min(most, PLACED), min(rows, PLACED), store, bound, thinned=True)
 
 
 def _root(value: float) -> int:

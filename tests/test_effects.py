@@ -109,3 +109,20 @@ def test_callbacks_with_results():
     jax.effects_barrier()
     assert out[1] == 8.0
     assert seen == [0, 1, 2]
+
+
+@pytest.mark.parametrize("unroll", [1, 2])
+@pytest.mark.parametrize("max_steps", [None, 8])
+def test_the_predicate_is_read_once_a_step(max_steps, unroll):
+    """And once more, to see that it no longer holds."""
+    seen = []
+
+    def goes_on(carry):
+        jax.debug.callback(lambda step: seen.append(int(step)), carry[0])
+        return carry[0] < 4
+
+    body = lambda carry: (carry[0] + 1, jnp.sin(carry[1]))
+    out = loopkit.while_loop(goes_on, body, (0, 0.3), max_steps=max_steps, unroll=unroll)
+    jax.block_until_ready(out)
+    jax.effects_barrier()
+    assert sorted(seen) == [0, 1, 2, 3, 4]

