@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 import loopkit
+from loopkit.engine.reversal import reversal
 
 WIDTH = 256
 CARRY = 8 * WIDTH
@@ -86,6 +87,36 @@ def test_by_default_without_a_bound():
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_all_keeps_what_lax_keeps(loop):
     assert kept(loop(50, "all"), X) <= 1.1 * kept(in_lax_scan(50), X) + CARRY + SCALARS + 50 * 16
+
+
+NESTED = lambda x: loopkit.scan(
+    lambda x, _: (in_while(10, 3)(x), None), x, length=100, checkpoints=4
+)[0]
+PLANNED = {
+    "while_loop": (in_while(1000, None), X, 1),
+    "while_loop, 6": (in_while(1000, 6), X, 1),
+    "scan": (in_scan(1000, None), X, 1),
+    "scan with until, 6": (in_stopping_scan(1000, 6), X, 1),
+    "nested": (NESTED, X, 1),
+    "vmapped": (jax.vmap(in_while(1000, 6)), jnp.ones((3, WIDTH)), 3),
+}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_what_is_kept_is_what_is_planned(name):
+    """Slots of carries, the unit in each slot, the steps taken, and the arguments: no more."""
+    f, x, lanes = PLANNED[name]
+    jaxpr = jax.make_jaxpr(lambda x: jax.tree.leaves(jax.vjp(f, x)[1]))(x)
+    (forward,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "loopkit_forward"]
+    loop, active = forward.params["loop"], forward.params["active"]
+    how = reversal(loop, active)
+    carry = sum(t.size * t.dtype.itemsize for t in how.saved_types)
+    assert carry >= lanes * CARRY
+    planned = how.plan.slots * (carry + 4) + 4 * max(1, len(loop.lanes) and lanes)
+    residuals = forward.outvars[loop.primal_counts[1] :]
+    assert sum(v.aval.size * v.aval.dtype.itemsize for v in residuals) == planned
+    arguments = sum(v.aval.size * v.aval.dtype.itemsize for v in forward.invars)
+    assert planned < kept(f, x) <= planned + arguments + SCALARS
 
 
 def test_in_lanes():
