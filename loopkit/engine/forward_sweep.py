@@ -32,8 +32,6 @@ class Forward(NamedTuple):
     """The sweep at the start of a segment."""
 
     steps: Steps
-    unit: Any
-    """The segment that is about to start."""
     slots: list
     """For each saved carry leaf, its checkpoints."""
     placed: placement.Slots | None
@@ -56,17 +54,19 @@ def forward_sweep(how: Reversal, loop: Loop, operands: Operands) -> list:
         return _goes_on(loop, operands, s.steps)
 
     def body(s: Forward) -> Forward:
-        slot, run, placed = s.unit, 1, None
-        if schedule is not None and s.placed is not None:
+        count, placed = s.steps.count, None
+        if schedule is None or s.placed is None:
+            slot, run = lax.div(count, jnp.int32(plan.leaf)), 1
+        else:
             slot, run, placed = schedule.save(s.placed)
         slots = write_rows(s.slots, kept(s.steps.carry, how.saved), slot)
-        stop = (s.unit + run) * plan.leaf
+        stop = count + run * plan.leaf
         if loop.length is not None:
-            stop = jnp.minimum(stop, loop.length)
-        return Forward(advance(loop, operands, s.steps, stop), s.unit + run, slots, placed)
+            stop = lax.min(stop, jnp.int32(loop.length))
+        return Forward(advance(loop, operands, s.steps, stop), slots, placed)
 
     placed = None if schedule is None else schedule.start(first.count)
-    done = lax.while_loop(cond, body, Forward(first, first.count, _blank_slots(how), placed))
+    done = lax.while_loop(cond, body, Forward(first, _blank_slots(how), placed))
     # Without a schedule, slot and segment have the same number.
     units = jnp.arange(plan.slots, dtype=jnp.int32) + 0 * first.count
     if done.placed is not None:
