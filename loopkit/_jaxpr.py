@@ -42,6 +42,10 @@ def distinct_outputs(jaxpr: Jaxpr) -> list[int]:
 # ---------------------------------------------------------------- what is inside
 
 
+USED_UP = ("loopkit_forward", "loopkit_pullback")
+"""Primitives that are derivatives already: of their custom rules, only the code is left."""
+
+
 def holds_custom_vjp(jaxpr: Jaxpr) -> bool:
     """Whether a function with a custom VJP, and so without a JVP, is called anywhere inside."""
 
@@ -53,7 +57,8 @@ def holds_custom_vjp(jaxpr: Jaxpr) -> bool:
         return bool(getattr(value, "holds_custom_vjp", False))
 
     return any(
-        eqn.primitive.name.startswith("custom_vjp_call") or any(map(inside, eqn.params.values()))
+        eqn.primitive.name.startswith("custom_vjp_call")
+        or (eqn.primitive.name not in USED_UP and any(map(inside, eqn.params.values())))
         for eqn in _jax.open_jaxpr(jaxpr).eqns
     )
 

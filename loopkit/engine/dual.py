@@ -19,6 +19,7 @@ from loopkit.engine import while_
 from loopkit.engine.dual_loop import dual_loop, dual_operands, dual_results
 from loopkit.engine.loop import Active, Loop, parts
 from loopkit.engine.primitives import dual_p, forward_p, pushforward_p, while_p
+from loopkit.engine.split import opened
 
 
 def evaluate(*operands: Any, loop: Loop, active: Active) -> list:
@@ -59,10 +60,10 @@ def known(values: Sequence[Any], *, loop: Loop, active: Active) -> tuple:
 
 def known_equation(eqn: Any) -> Any:
     """For jax.checkpoint: the primal results alone, so that nothing is saved."""
-    operands, results = eqn.params["loop"].primal_counts
-    return _jax.new_equation(
-        eqn, while_p, eqn.invars[:operands], eqn.outvars[:results], {"loop": eqn.params["loop"]}
-    )
+    loop = opened(eqn.params["loop"], eqn.params["active"])
+    operands, results = loop.primal_counts
+    invars, outvars = eqn.invars[:operands], eqn.outvars[:results]
+    return _jax.new_equation(eqn, while_p, invars, outvars, {"loop": loop})
 
 
 def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:

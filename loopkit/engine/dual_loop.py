@@ -11,17 +11,12 @@ from loopkit import _jax
 from loopkit.engine.loop import Active, Loop, kept, parts, spread
 
 
-def dual_loop(loop: Loop, active: Active, by_transpose: bool = False) -> Loop:
-    """The loop whose constants, carry, xs and ys are followed by the active ones' tangents.
-
-    `by_transpose`: the tangents of a step are the transpose of its cotangents. Of a function with a
-    custom VJP there are no others.
-    """
-    key = ("dual", active, by_transpose)
-    return loop.derived(key, lambda: _dual_loop(loop, active, by_transpose))
+def dual_loop(loop: Loop, active: Active) -> Loop:
+    """The loop whose constants, carry, xs and ys are followed by the active ones' tangents."""
+    return loop.derived(("dual", active), lambda: _dual_loop(loop, active))
 
 
-def _dual_loop(loop: Loop, active: Active, by_transpose: bool) -> Loop:
+def _dual_loop(loop: Loop, active: Active) -> Loop:
     body = _jax.call_jaxpr(loop.body)
     tangent_counts = [sum(active.consts), sum(active.carry), sum(active.xs)]
 
@@ -41,11 +36,7 @@ def _dual_loop(loop: Loop, active: Active, by_transpose: bool) -> Loop:
             return kept(outs, active.outputs), outs
 
         inputs, tangents = kept(primals, active.inputs), [*t_consts, *t_carry, *t_x]
-        if by_transpose:
-            out, pullback, outs = jax.vjp(differentiated, *inputs, has_aux=True)
-            tangents = _transposed_tangents(loop.name, pullback, out, tangents)
-        else:
-            _, tangents, outs = jax.jvp(differentiated, inputs, tangents, has_aux=True)
+        _, tangents, outs = jax.jvp(differentiated, inputs, tangents, has_aux=True)
         new, y = parts(outs, loop.carry_count)
         t_new, t_y = parts(tangents, tangent_counts[1])
         return [*new, *t_new, *y, *t_y]
@@ -74,18 +65,6 @@ def _dual_loop(loop: Loop, active: Active, by_transpose: bool) -> Loop:
         const_lanes=_followed(loop.const_lanes, active.consts),
         xs_lanes=_followed(loop.xs_lanes, active.xs),
     )
-
-
-def _transposed_tangents(name: str, pullback: Any, out: list, tangents: list) -> list:
-    try:
-        return list(jax.linear_transpose(pullback, out)(tuple(tangents))[0])
-    except NotImplementedError as error:
-        raise NotImplementedError(
-            f"loopkit.{name}: a second derivative through a function with a custom VJP needs its "
-            f"rule to be linear in the cotangent, got one that is not ({error}). Move what is not "
-            "linear (clipping, scaling by a norm) out of the loop's body, or give the function "
-            "a custom JVP."
-        ) from error
 
 
 def _followed(flags: Sequence[bool], active: Sequence[bool]) -> tuple[bool, ...]:

@@ -20,6 +20,7 @@ from loopkit.engine.forward_sweep import forward_sweep
 from loopkit.engine.loop import Active, Loop, kept, parts, spread
 from loopkit.engine.primitives import forward_p, pushforward_p, while_p
 from loopkit.engine.reversal import covers, reversal
+from loopkit.engine.split import opened
 
 
 def evaluate(*operands: Any, loop: Loop, active: Active) -> list:
@@ -37,15 +38,16 @@ def jvp(
 ) -> tuple[list, list]:
     outs = forward_p.bind(*primals, loop=loop, active=active)
     _, residuals = parts(outs, loop.primal_counts[1])
-    moving = forward_activity(loop, while_.nonzero_tangents(loop, tangents))
+    plain = opened(loop, active)
+    moving = forward_activity(plain, while_.nonzero_tangents(loop, tangents))
     inputs = kept(tangents[loop.cond_const_count :], moving.inputs)
     inputs = [_jax.instantiate(t) for t in inputs]
-    layout = active
-    if not covers(loop, active, moving):
-        layout = moving
-        fresh = forward_p.bind(*primals, loop=loop, active=moving)
+    source, layout = loop, active
+    if plain is not loop or not covers(loop, active, moving):
+        source, layout = plain.without_debug_effects(), moving
+        fresh = forward_p.bind(*primals, loop=source, active=moving)
         residuals = fresh[loop.primal_counts[1] :]
-    params = {"loop": loop, "layout": layout, "active": moving, "batch": None}
+    params = {"loop": source, "layout": layout, "active": moving, "batch": None}
     flowing = pushforward_p.bind(*primals, *residuals, *inputs, **params)
     zeros = [_jax.float0_zero(t) for t in while_.result_types(loop=loop)[0]]
     still = [_jax.float0_zero(jax.typeof(r)) for r in outs[loop.primal_counts[1] :]]
@@ -58,6 +60,7 @@ def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     results = loop.primal_counts[1]
     if any(used[results:]):
         return [True] * len(eqn.invars), eqn
+    loop = opened(loop, eqn.params["active"])
     plain = _jax.new_equation(eqn, while_p, eqn.invars, eqn.outvars[:results], {"loop": loop})
     return while_.dce(used[:results], plain)
 

@@ -23,6 +23,7 @@ from loopkit.engine.loop import Active, Loop, kept, spread
 from loopkit.engine.primitives import hessian_p, pullback_p, pushforward_p
 from loopkit.engine.pushforward import arguments
 from loopkit.engine.reversal import reversal
+from loopkit.engine.stored_pullback import stored_pullback
 
 
 def evaluate(*operands: Any, loop: Loop, layout: Active, active: Active, batch: Any) -> list:
@@ -43,12 +44,35 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple
     values, residuals, cts = arguments(loop, params["layout"], primals)
     t_values, _, t_cts = arguments(loop, params["layout"], tangents)
     out = pullback_p.bind(*primals, **params)
+    if loop.holds_custom_vjp:
+        # The last residual: the steps taken.
+        operands, moves = [*values, residuals[-1], *cts], [*t_values, None, *t_cts]
+        return out, _stored_tangents(operands, moves, loop, active, params["batch"])
     flowing = [_jax.float0_zero(jax.typeof(o)) for o in out]
     if any(type(t) is not _jax.Zero for t in t_cts):
         linear = [_jax.instantiate(t) for t in t_cts]
         flowing = pullback_p.bind(*values, *residuals, *linear, **params)
     second = _second_order(values, t_values, cts, loop, active, params["batch"])
     return out, list(map(_jax.add_tangents, flowing, second))
+
+
+def _stored_tangents(
+    operands: Sequence[Any], tangents: Sequence[Any], loop: Loop, active: Active, batch: Any
+) -> list:
+    """How the cotangents change, where custom rules make them."""
+    moving = [
+        i
+        for i, t in enumerate(tangents)
+        if t is not None and type(t) is not _jax.Zero and i >= loop.cond_const_count
+    ]
+
+    def at(*moved: Any) -> list:
+        values = list(operands)
+        for i, v in zip(moving, moved, strict=True):
+            values[i] = v
+        return stored_pullback(loop, active, batch, values)
+
+    return jax.jvp(at, [operands[i] for i in moving], [tangents[i] for i in moving])[1]
 
 
 def _second_order(

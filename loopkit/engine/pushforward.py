@@ -40,7 +40,7 @@ def run_dual(
 ) -> list:
     """The active outputs' tangents, by the dual loop."""
     inputs = dual_operands(loop, primals, tangents, active)
-    dual = dual_loop(loop, active, by_transpose=loop.holds_custom_vjp)
+    dual = dual_loop(loop, active)
     if batch is not None:
         return batch_tangents(loop, dual, inputs, active, batch)
     return dual_results(loop, while_p.bind(*inputs, loop=dual), active)[1]

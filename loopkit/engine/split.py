@@ -45,6 +45,24 @@ def split_step(loop: Loop, active: Active) -> Split:
     return loop.derived(("split", active), lambda: _split(loop, active))
 
 
+def opened(loop: Loop, active: Active) -> Loop:
+    """The loop whose steps are the forward half of the step's derivative.
+
+    A custom rule is for one derivative. What it computes is ordinary code, of which the next
+    derivative is taken.
+    """
+    if not loop.holds_custom_vjp:
+        return loop
+
+    def make() -> Loop:
+        forward, results = split_step(loop, active).forward, len(loop.body.out_avals)
+        wanted = [i < results for i in range(len(forward.out_avals))]
+        body, _ = _jax.dce(forward, wanted, [True] * len(forward.in_avals))
+        return loop.replace(body=body)
+
+    return loop.derived(("opened", active), make)
+
+
 def _split(loop: Loop, active: Active) -> Split:
     body = loop.body
     in_types = list(body.in_avals)

@@ -1,0 +1,195 @@
+"""The cotangents of a loop as two loops: one that stores every carry, and one that goes back.
+
+What `pullback` computes, written so that it can be differentiated as any loop can. A function with
+a custom VJP needs this: its rule is code of its own, which may be linear in nothing, and the next
+derivative is the derivative of that code. Memory grows with the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from loopkit import _errors, _jax
+from loopkit._jax import Jaxpr
+from loopkit.engine.lanes import SafeInputs
+from loopkit.engine.loop import Active, Loop, Operands, kept, parts
+from loopkit.engine.primitives import while_p
+from loopkit.engine.reversal import reversal
+from loopkit.engine.split import opened
+from loopkit.engine.steps import select
+
+
+def stored_pullback(loop: Loop, active: Active, batch: int | None, operands: Sequence[Any]) -> list:
+    """The cotangents of the active inputs.
+
+    `operands`: those of the loop, the steps that were taken, cotangents of the active outputs.
+    """
+    if loop.length is None:
+        raise NotImplementedError(
+            _errors.wrong(
+                loop.name,
+                "body_fun",
+                "may call a function with a custom VJP in a second derivative only where the "
+                "steps have a bound, since every carry is stored",
+                "a loop without one",
+                "Give max_steps, or give the function a custom JVP.",
+            )
+        )
+    key = ("stored pullback", active, batch)
+    jaxpr = loop.derived(key, lambda: _traced(loop, active, batch))
+    return list(_jax.call_jaxpr(jaxpr)(*operands))
+
+
+def _traced(loop: Loop, active: Active, batch: int | None) -> Any:
+    quiet = loop.without_debug_effects()
+    operand_types = [
+        *([] if loop.cond is None else loop.cond.in_avals[: loop.cond_const_count]),
+        *loop.const_types,
+        *loop.carry_types,
+        *(loop.xs_types if loop.xs_count else []),
+    ]
+    ct_types = loop.output_types(active)
+    if batch is not None:
+        ct_types = [_jax.stack_type(t, batch) for t in ct_types]
+    taken = reversal(loop, active).residual_types[-1]
+
+    def two_loops(*values: Any) -> list:
+        primals, (taken,), cts = parts(values, loop.operand_count, 1)
+        return _two_loops(quiet, active, batch, primals, taken, cts)
+
+    jaxpr, closed_over = _jax.trace(
+        two_loops, [*operand_types, taken, *ct_types], "loop_cotangents"
+    )
+    assert not closed_over, "a loop closes over nothing"
+    return jaxpr
+
+
+def _two_loops(
+    loop: Loop, active: Active, batch: Any, primals: Sequence[Any], taken: Any, cts: Sequence[Any]
+) -> list:
+    ct_carry, ct_ys = parts(cts, sum(active.carry))
+    d_consts = _zeros(kept(loop.const_types, active.consts), batch)
+    if not loop.length:
+        return [*d_consts, *ct_carry, *_zeros(kept(loop.xs_types, active.xs), batch)]
+    operands, _ = loop.split(primals)
+    saved = reversal(loop, active).saved
+    rows = _carries(opened(loop, active), saved, primals)
+    step, steps, axis = _Step.of(loop, active, batch, operands, taken), taken, 0
+    if loop.lanes:
+        steps = taken.max(initial=0)
+    if batch is not None:
+        axis = 1
+        ct_ys = [jnp.moveaxis(v, 1, 0) for v in ct_ys]
+    # The row of the last step taken comes first.
+    unused = (loop.length - steps) * (-1 if loop.reverse else 1)
+    xs = [*operands.xs, *rows, *ct_ys]
+    if loop.cond is not None:
+        xs = [jnp.roll(v, unused, 0) for v in xs]
+    counts = (len(d_consts), len(ct_carry), len(operands.xs), len(rows))
+
+    def back(k: Any, *values: Any) -> list:
+        d_consts, ct_carry, x, row, ct_y = parts(values, *counts)
+        more, ct_carry, d_x = step.reverse(steps - 1 - k, row, x, ct_carry, ct_y)
+        d_consts = [a + b for a, b in zip(d_consts, more, strict=True)]
+        return [k + 1, *d_consts, *ct_carry, *d_x]
+
+    start = [0 * steps, *d_consts, *ct_carry]
+    types = [jax.typeof(v) for v in start]
+    body, consts = _jax.trace(
+        back, [*types, *(_jax.slice_type(jax.typeof(x)) for x in xs)], "loop_step_back"
+    )
+    cond, cond_consts = None, []
+    if loop.cond is not None:
+        cond, cond_consts = _jax.trace(lambda k, *_: [k < steps], types, "loop_goes_back")
+    backward = loop.replace(
+        cond=cond,
+        body=body,
+        cond_const_count=len(cond_consts),
+        const_count=len(consts),
+        carry_count=len(start),
+        xs_count=len(xs),
+        reverse=not loop.reverse,
+        const_lanes=(),
+        xs_lanes=(),
+    )
+    outs = while_p.bind(*cond_consts, *consts, *start, *xs, loop=backward)
+    _, d_consts, ct_carry, d_xs = parts(outs, 1, *counts[:2])
+    if loop.cond is not None:
+        d_xs = [jnp.roll(v, -unused, 0) for v in d_xs]
+    return [*d_consts, *ct_carry, *[jnp.moveaxis(v, 0, axis) for v in d_xs]]
+
+
+def _zeros(types: Sequence[Any], batch: int | None) -> list:
+    types = [t.to_tangent_aval() for t in types]
+    return [_jax.zeros(t if batch is None else _jax.stack_type(t, batch)) for t in types]
+
+
+def _carries(loop: Loop, saved: Sequence[bool], primals: Sequence[Any]) -> list:
+    """The saved carry leaves before every step, in rows."""
+    step = _jax.call_jaxpr(loop.body)
+
+    def storing(*values: Any) -> list:
+        carry = values[loop.const_count : loop.const_count + loop.carry_count]
+        return [*step(*values)[: loop.carry_count], *kept(carry, saved)]
+
+    types = [*loop.const_types, *loop.carry_types, *loop.x_types]
+    body, _ = _jax.trace(storing, types, "loop_step_stored")
+    return while_p.bind(*primals, loop=loop.replace(body=body))[loop.carry_count :]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step back, from the carry before it."""
+
+    loop: Loop
+    taken: Any
+    consts: list
+    hoist: Jaxpr
+    hoisted: list
+    forward: Jaxpr
+    backward: Jaxpr
+    active: Active
+    safe: SafeInputs | None
+    axis: int
+    """Where the lanes are in cotangents."""
+
+    @staticmethod
+    def of(loop: Loop, active: Active, batch: Any, operands: Operands, taken: Any) -> _Step:
+        how = reversal(loop, active)
+        backward, safe, consts = how.backward, None, operands.consts
+        if loop.lanes:
+            safe = SafeInputs.of(loop, operands, taken > 0, how.saved)
+            consts = safe.consts
+        hoist = how.split.hoist
+        hoisted = list(_jax.call_jaxpr(hoist)(*consts))
+        if batch is not None:
+            linear = sum(active.outputs)
+            axes = [*[None] * (len(backward.in_avals) - linear), *[0] * linear]
+            places = [0] * len(backward.out_avals)
+            backward, _ = _jax.batch_jaxpr(backward, _jax.axis(batch), axes, places)
+        axis = 0 if batch is None else 1
+        pieces = (hoist, hoisted, how.forward, backward)
+        return _Step(loop, taken, consts, *pieces, active, safe, axis)
+
+    def reverse(self, step: Any, carry: list, x: list, ct_carry: list, ct_y: list) -> list:
+        """Cotangents of the active constants, carry and slices."""
+        consts, hoisted, before = self.consts, self.hoisted, ct_carry
+        running = step < self.taken
+        if self.safe is not None:
+            consts, x = self.safe.constants(running), self.safe.slices(running, x)
+            carry = self.safe.carries(running, carry)
+            if self.safe.shared:
+                hoisted = list(_jax.call_jaxpr(self.hoist)(*consts))
+            ct_carry = select(running, ct_carry, list(map(jnp.zeros_like, ct_carry)), self.axis)
+            ct_y = select(running, ct_y, list(map(jnp.zeros_like, ct_y)), self.axis)
+        stored = _jax.call_jaxpr(self.forward)(*consts, *carry, *x)[len(carry) :]
+        outs = _jax.call_jaxpr(self.backward)(*consts, *hoisted, *x, *stored, *ct_carry, *ct_y)
+        d_consts, d_carry, d_x = parts(outs, sum(self.active.consts), sum(self.active.carry))
+        if self.safe is not None:
+            d_carry = select(running, d_carry, before, self.axis)
+        return [d_consts, d_carry, d_x]
