@@ -33,7 +33,7 @@ from harness import (
     show_seconds,
     table,
 )
-from workloads import Workload, arguments, grad_of, jvp_of, value_of
+from workloads import Run, Workload, arguments, grad_of, jvp_of, value_of
 
 EARLY_STEPS = 10
 EARLY_BOUND = 1_000_000
@@ -68,38 +68,37 @@ class Report:
 
 
 def compare_value(report: Report, load: Workload, repeats: int) -> None:
-    loops = {
-        "lax.while_loop": run.lax_while_loop,
-        "loopkit.while_loop": run.while_loop(bounded=False),
-        "loopkit.while_loop, max_steps": run.while_loop(),
+    others = {
         "equinox while_loop": run.equinox_while_loop(),
-        "lax.scan": run.lax_scan,
-        "loopkit.scan": run.scan(),
         "equinox scan": run.equinox_scan(),
     }
-    functions = {name: value_of(loop, load, load.steps) for name, loop in loops.items()}
-    results = measure(functions, arguments(load, load.steps), repeats)
-    report.write(measurement_table(results, "lax.while_loop"))
-    report.write()
-    for mine, peer in (
-        ("loopkit.while_loop", "lax.while_loop"),
-        ("loopkit.while_loop, max_steps", "lax.while_loop"),
-        ("loopkit.scan", "lax.scan"),
-    ):
-        against = ratio(results[mine].seconds, results[peer].seconds)
-        report.target(f"value, {load.name}: {mine} over {peer}", against, 1.05)
+    against_lax(report, "value", value_of, load, repeats, others, limit=1.05)
 
 
 def compare_jvp(report: Report, load: Workload, repeats: int) -> None:
+    others = {"equinox while_loop, bounded": run.equinox_while_loop("bounded")}
+    against_lax(report, "jvp", jvp_of, load, repeats, others, limit=1.1)
+
+
+def against_lax(
+    report: Report,
+    what: str,
+    function_of: Callable[..., Callable],
+    load: Workload,
+    repeats: int,
+    others: dict[str, Run],
+    limit: float,
+) -> None:
+    """Where lax can do the same: each of loopkit's loops over its own."""
     loops = {
         "lax.while_loop": run.lax_while_loop,
         "loopkit.while_loop": run.while_loop(bounded=False),
         "loopkit.while_loop, max_steps": run.while_loop(),
         "lax.scan": run.lax_scan,
         "loopkit.scan": run.scan(),
-        "equinox while_loop, bounded": run.equinox_while_loop("bounded"),
+        **others,
     }
-    functions = {name: jvp_of(loop, load, load.steps) for name, loop in loops.items()}
+    functions = {name: function_of(loop, load, load.steps) for name, loop in loops.items()}
     results = measure(functions, arguments(load, load.steps), repeats)
     report.write(measurement_table(results, "lax.while_loop"))
     report.write()
@@ -109,7 +108,7 @@ def compare_jvp(report: Report, load: Workload, repeats: int) -> None:
         ("loopkit.scan", "lax.scan"),
     ):
         against = ratio(results[mine].seconds, results[peer].seconds)
-        report.target(f"jvp, {load.name}: {mine} over {peer}", against, 1.1)
+        report.target(f"{what}, {load.name}: {mine} over {peer}", against, limit)
 
 
 def compare_grad(report: Report, load: Workload, repeats: int) -> None:
