@@ -1,8 +1,11 @@
 """Loops in JAX: differentiable, cheap in memory, and fast."""
 
 from loopkit import schedules as schedules
+from loopkit._checkpointed import checkpointed as checkpointed
 from loopkit._fori_loop import fori_loop as fori_loop
 from loopkit._info import LoopInfo as LoopInfo
+from loopkit._lax_loops import LoopSite as LoopSite
+from loopkit._replace_lax_loops import replace_lax_loops as replace_lax_loops
 from loopkit._scan import scan as scan
 from loopkit._while_loop import while_loop as while_loop
 

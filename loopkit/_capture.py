@@ -10,7 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 from jax import lax
@@ -46,6 +46,10 @@ class Traced:
     carry_types: list
     """Types of all carry leaves, as the steps leave them."""
     y_tree: Any
+
+    @property
+    def closed_over(self) -> list:
+        return [*self.cond_consts, *self.consts]
 
     def converted(self, init: Sequence[Any]) -> list:
         """Initial values in the types that the loop carries."""
@@ -139,11 +143,7 @@ def trace_loop(
     if differences:
         raise TypeError(_errors.carry_types(names.function, names.body, differences, names.init))
     _check_effects(names, jaxpr, cond)
-    if cond is not None:
-        floats = [_jax.is_differentiable(t) for t in jaxpr.in_avals[: len(consts)]]
-        marked = floats + [False] * (len(jaxpr.in_avals) - len(consts))
-        jaxpr = _jaxpr.vary_inputs(jaxpr, marked, cond.out_avals)
-    return _fix(cond, cond_consts, jaxpr, consts, types, y_tree, settings)
+    return as_loop(cond, cond_consts, jaxpr, consts, types, y_tree, settings)
 
 
 def _check_effects(names: Names, *jaxprs: Any) -> None:
@@ -208,11 +208,15 @@ def _joined(before: Any, after: Any, decided_by: list) -> Any:
     return _jax.type_like(before, [after, *decided_by])
 
 
-def _fix(
+def as_loop(
     cond: Any, cond_consts: list, body: Any, consts: list, types: list, y_tree: Any, settings: dict
 ) -> Traced:
-    """Make constants of the carry leaves that no step changes."""
+    """A loop of two jaxprs. Carry leaves that no step changes become constants of it."""
     n, c = len(types), len(consts)
+    if cond is not None:
+        floats = [_jax.is_differentiable(t) for t in body.in_avals[:c]]
+        marked = floats + [False] * (len(body.in_avals) - c)
+        body = _jaxpr.vary_inputs(body, marked, cond.out_avals)
     source = _jaxpr.forwarded(body)
     fixed = tuple(source[i] == c + i for i in range(n))
     moving = [not f for f in fixed]
@@ -254,7 +258,19 @@ def _fix(
 # ---------------------------------------------------------------- caches
 
 
-class _Recent(OrderedDict):
+class Cached(Protocol):
+    """What tracing makes."""
+
+    @property
+    def closed_over(self) -> list:
+        """Values that the functions close over."""
+        ...
+
+
+C = TypeVar("C", bound=Cached)
+
+
+class Recent(OrderedDict):
     """The entries used last."""
 
     def __init__(self, size: int):
@@ -272,12 +288,24 @@ class _Recent(OrderedDict):
         while len(self) > self.size:
             self.popitem(last=False)
 
+    def remember(self, key: Any, make: Callable[[], C]) -> C:
+        """`make()`, or what it returned for an equal key, unless that refers to a trace."""
+        try:
+            found = self.find(key)
+        except TypeError:
+            return make()
+        if found is None:
+            found = make()
+            if not any(map(_jax.is_tracer, found.closed_over)):
+                self.put(key, found)
+        return found
 
-_traced = _Recent(256)
-_loops = _Recent(256)
+
+_traced = Recent(256)
+_loops = Recent(256)
 
 
-def remember(functions: Sequence[Any], rest: Any, make: Callable[[], Traced]) -> Traced:
+def remember(functions: Sequence[Any], rest: Any, make: Callable[[], C]) -> C:
     """`make()`, or what it returned for functions that do the same on the same argument types."""
     keys, alive, mortal = [], [], []
     for function in functions:
@@ -293,7 +321,7 @@ def remember(functions: Sequence[Any], rest: Any, make: Callable[[], Traced]) ->
     if found is not None:
         return found[0]
     traced = make()
-    if any(map(_jax.is_tracer, [*traced.cond_consts, *traced.consts])):
+    if any(map(_jax.is_tracer, traced.closed_over)):
         return traced
 
     def forget(_: Any) -> None:

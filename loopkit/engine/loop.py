@@ -169,6 +169,13 @@ class Loop:
 
         return self.derived("quiet", make)
 
+    def map_jaxprs(self, change: Callable[[Jaxpr], Jaxpr]) -> Loop:
+        """The same loop, with its two jaxprs changed."""
+        cond = None if self.cond is None else change(self.cond)
+        body = change(self.body)
+        same = cond is self.cond and body is self.body
+        return self if same else self.replace(cond=cond, body=body)
+
     def input_types(self, active: Active) -> list[ShapedArray]:
         """Types of the active inputs' tangents."""
         types = [*self.const_types, *self.carry_types, *self.xs_types]
