@@ -38,6 +38,12 @@ def check_unroll(function: str, unroll: Any) -> int:
     return _whole(function, "unroll", unroll, 1, "an int >= 1, the steps to an iteration")
 
 
+def check_truncate(function: str, truncate: Any) -> int | None:
+    if truncate is None:
+        return None
+    return _whole(function, "truncate", truncate, 1, "an int >= 1 (steps) or None")
+
+
 def check_checkpoints(function: str, checkpoints: Any, bound: int | None) -> Checkpoints:
     if checkpoints is None:
         return None

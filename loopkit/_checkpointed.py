@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from loopkit import _arguments, _jax, _jaxpr
-from loopkit._capture import Recent, remember, type_key
+from loopkit._cache import Recent, remember
+from loopkit._capture import type_key
 from loopkit._lax_loops import LoopSite, Settings
 from loopkit._replace_lax_loops import replacing, settings_of
 

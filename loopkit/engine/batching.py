@@ -78,18 +78,26 @@ def _batch_loop(loop: Loop, axis: Any, batched: Operands, ys: list[bool]) -> Bat
         body=body,
         const_lanes=_lanes(loop, loop.const_lanes, batched.consts, joins),
         xs_lanes=_lanes(loop, loop.xs_lanes, batched.xs, joins),
+        xs_axes=_shifted(loop.x_axes, x_axes),
+        ys_axes=_shifted(loop.y_axes, y_axes),
     )
-    axes = Operands(_at(batched.cond_consts, 0), const_axes, carry_axes, _stacked(x_axes))
-    return Batched(new_loop, axes, _stacked(y_axes))
+    x_places, y_places = _stacked(x_axes, loop.x_axes), _stacked(y_axes, loop.y_axes)
+    axes = Operands(_at(batched.cond_consts, 0), const_axes, carry_axes, x_places)
+    return Batched(new_loop, axes, y_places)
 
 
 def _at(flags: Sequence[bool], place: int) -> list[int | None]:
     return [place if f else None for f in flags]
 
 
-def _stacked(axes: Sequence[int | None]) -> list[int | None]:
-    """The axes in arrays of rows, from those in one row."""
-    return [None if a is None else a + 1 for a in axes]
+def _stacked(axes: Sequence[int | None], rows: Sequence[int]) -> list[int | None]:
+    """The axes in arrays of rows, from those in one row. Rows are along the axes `rows`."""
+    return [None if a is None else a + (a >= row) for a, row in zip(axes, rows, strict=True)]
+
+
+def _shifted(rows: Sequence[int], axes: Sequence[int | None]) -> tuple[int, ...]:
+    """The axes of the rows, once each row has one more axis at `axes`."""
+    return tuple(row + (a is not None and a < row) for a, row in zip(axes, rows, strict=True))
 
 
 def _places(loop: Loop, batched: Operands, place: int, joins: bool) -> tuple[int, list, list]:
@@ -210,7 +218,8 @@ def _residual_axes(loop: Loop, new: Loop, axis: Any, places: Operands, layout: A
         batched = reversal(new, layout).split.stored_batched
         rows: list[int | None] = [1 if f else None for f in batched]
     else:
-        rows = _stacked(kept(places.init, how.saved))
+        saved = kept(places.init, how.saved)
+        rows = _stacked(saved, [0] * len(saved))
     return [*rows, None, 0 if len(new.lanes) > len(loop.lanes) else None]
 
 

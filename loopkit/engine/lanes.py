@@ -49,7 +49,7 @@ class SafeInputs:
             return SafeInputs(loop, consts, [], [], shared)
         carry = [substitute(v) for v, keep in zip(operands.init, saved, strict=True) if keep]
         first = row_of(loop, jnp.int32(0)) if loop.xs_count else 0
-        x = [substitute(v) for v in read_rows(operands.xs, first)]
+        x = [substitute(v) for v in read_rows(operands.xs, first, loop.x_axes)]
         return SafeInputs(loop, consts, carry, x, shared)
 
     def constants(self, active: Any) -> list:

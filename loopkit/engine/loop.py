@@ -83,6 +83,10 @@ class Loop:
     """Which constants begin with all the lane axes."""
     xs_lanes: tuple[bool, ...] = ()
     """Which xs slices begin with all the lane axes."""
+    xs_axes: tuple[int, ...] = ()
+    """The axis of each xs along which it is sliced; empty if all are leading."""
+    ys_axes: tuple[int, ...] = ()
+    """The axis of each ys along which it is stacked; empty if all are leading."""
     memory: dict = field(default_factory=dict, repr=False)
 
     def derived(self, key: Any, make: Callable[[], T]) -> T:
@@ -138,15 +142,23 @@ class Loop:
 
     @cached_property
     def xs_types(self) -> list[ShapedArray]:
-        return [self.stack_type(x) for x in self.x_types]
+        return [self.stack_type(x, a) for x, a in zip(self.x_types, self.x_axes, strict=True)]
 
     @cached_property
     def ys_types(self) -> list[ShapedArray]:
-        return [self.stack_type(y) for y in self.y_types]
+        return [self.stack_type(y, a) for y, a in zip(self.y_types, self.y_axes, strict=True)]
 
-    def stack_type(self, aval: ShapedArray) -> ShapedArray:
+    @property
+    def x_axes(self) -> tuple[int, ...]:
+        return self.xs_axes or (0,) * self.xs_count
+
+    @property
+    def y_axes(self) -> tuple[int, ...]:
+        return self.ys_axes or (0,) * self.ys_count
+
+    def stack_type(self, aval: ShapedArray, axis: int = 0) -> ShapedArray:
         assert self.length is not None
-        return _jax.stack_type(aval, self.length)
+        return _jax.stack_type(aval, self.length, axis)
 
     @cached_property
     def effects(self) -> Any:
@@ -234,5 +246,7 @@ def prune(loop: Loop, used_carry: Sequence[bool], used_ys: Sequence[bool]) -> tu
         xs_count=sum(xs),
         const_lanes=tuple(kept(loop.const_lanes, consts)) if loop.lanes else (),
         xs_lanes=tuple(kept(loop.xs_lanes, xs)) if loop.lanes else (),
+        xs_axes=tuple(kept(loop.x_axes, xs)),
+        ys_axes=tuple(kept(loop.y_axes, used_ys)),
     )
     return pruned, flags
