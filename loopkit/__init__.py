@@ -1,6 +1,7 @@
 """Loops in JAX: differentiable, cheap in memory, and fast."""
 
 from loopkit import schedules as schedules
+from loopkit._blocked import blocked as blocked
 from loopkit._checkpointed import checkpointed as checkpointed
 from loopkit._fori_loop import fori_loop as fori_loop
 from loopkit._info import LoopInfo as LoopInfo

@@ -38,6 +38,12 @@ def check_unroll(function: str, unroll: Any) -> int:
     return _whole(function, "unroll", unroll, 1, "an int >= 1, the steps to an iteration")
 
 
+def check_block(function: str, block: Any) -> int | None:
+    if block is None:
+        return None
+    return _whole(function, "block", block, 1, "an int >= 1 (rows) or None")
+
+
 def check_truncate(function: str, truncate: Any) -> int | None:
     if truncate is None:
         return None

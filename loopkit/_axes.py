@@ -1,8 +1,8 @@
 """Along which axis each leaf of a tree is sliced or stacked, and whether in place.
 
-An array is sliced in place where it lies. Only where every step would touch many cache lines and use
-a few bytes of each is it transposed first: lines of one step are still in the cache for the next if
-there are not too many of them. Measured in docs/choosing.md.
+An array is sliced where it lies. Only where every step would touch many cache lines and use a few
+bytes of each is it transposed first: lines of one step are still in the cache for the next if there
+are not too many of them. Measured in docs/choosing.md.
 """
 
 from __future__ import annotations
@@ -40,22 +40,29 @@ class Inputs(NamedTuple):
     length: int
 
     @staticmethod
-    def of(xs: Any, in_axes: Any, length: Any) -> Inputs:
+    def of(
+        xs: Any, in_axes: Any, length: Any = None, function: str = SCAN, argument: str = "xs"
+    ) -> Inputs:
         """`xs`, and the number of steps, on which `length` and every leaf of `xs` must agree."""
         if length is not None:
-            length = _arguments.check_length(SCAN, length)
+            length = _arguments.check_length(function, length)
         leaves = jax.tree_util.tree_leaves_with_path(xs)
-        axes = leaf_axes("in_axes", in_axes, xs, "`xs`")
+        axes = leaf_axes("in_axes", in_axes, xs, f"`{argument}`", function)
         for (path, leaf), axis in zip(leaves, axes, strict=True):
             if leaf.ndim == 0 and axis is not None:
                 advice = "Give it a leading axis, one row a step, or close over it."
                 got = _errors.short_type(jax.typeof(leaf))
                 raise ValueError(
                     _errors.wrong(
-                        SCAN, "xs", "must have a leading axis to scan over", got, advice, path
+                        function,
+                        argument,
+                        "must have a leading axis to scan over",
+                        got,
+                        advice,
+                        path,
                     )
                 )
-        axes = normalised("in_axes", axes, jax.tree.map(jax.typeof, xs))
+        axes = normalised("in_axes", axes, jax.tree.map(jax.typeof, xs), function)
         first = None
         for (path, leaf), axis in zip(leaves, axes, strict=True):
             if axis is None:
@@ -65,14 +72,19 @@ class Inputs(NamedTuple):
                 advice = "Leave `length` out, or slice `xs`."
                 got = f"{called} {rows} and length={length}"
                 raise ValueError(
-                    _errors.wrong(SCAN, "xs", "must have `length` rows", got, advice, path)
+                    _errors.wrong(function, argument, "must have `length` rows", got, advice, path)
                 )
             if first is not None and rows != first[1]:
-                advice = "Every leaf of `xs` is sliced along its leading axis, one row a step."
-                got = f"{rows} rows, and {first[1]} in `xs{jax.tree_util.keystr(first[0])}`"
+                advice = "Every leaf is sliced along its own axis, one row a step."
+                got = f"{rows} rows, and {first[1]} in `{argument}{jax.tree_util.keystr(first[0])}`"
                 raise ValueError(
                     _errors.wrong(
-                        SCAN, "xs", "must have as many rows in every leaf", got, advice, path
+                        function,
+                        argument,
+                        "must have as many rows in every leaf",
+                        got,
+                        advice,
+                        path,
                     )
                 )
             first = (path, rows)
@@ -80,9 +92,9 @@ class Inputs(NamedTuple):
             length = first[1]
         if length is None:
             advice = "Pass `length`."
-            got = f"`xs` without leaves{' to scan over' if leaves else ''} and length=None"
+            got = f"`{argument}` without leaves{' to scan over' if leaves else ''} and length=None"
             raise ValueError(
-                _errors.wrong(SCAN, "length", "must say how many steps to take", got, advice)
+                _errors.wrong(function, "length", "must say how many steps to take", got, advice)
             )
         return Inputs(jax.tree.structure(xs), [leaf for _, leaf in leaves], axes, length)
 
@@ -126,6 +138,31 @@ class Inputs(NamedTuple):
             for x, a in zip(self.leaves, self.axes, strict=True)
         )
 
+    def divided(self, count: int, size: int, reverse: bool = False) -> tuple[Inputs, Inputs]:
+        """The inputs of `count` blocks of `size` rows, one step each, and those of the rows left.
+
+        The blocks are the first rows, or the last if `reverse`.
+        """
+        total, whole = self.length, count * size
+
+        def blocks(x: Any, axis: int | None) -> Any:
+            if axis is None:
+                return x
+            first = total - whole if reverse else 0
+            rows = x if whole == total else lax.slice_in_dim(x, first, first + whole, axis=axis)
+            return rows.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
+
+        def rest(x: Any, axis: int | None) -> Any:
+            if axis is None:
+                return x
+            first = 0 if reverse else whole
+            return lax.slice_in_dim(x, first, first + total - whole, axis=axis)
+
+        pairs = list(zip(self.leaves, self.axes, strict=True))
+        tree = jax.tree.structure(self.leaves)
+        head = Inputs(tree, [blocks(*p) for p in pairs], self.axes, count)
+        return head, self._replace(leaves=[rest(*p) for p in pairs], length=total - whole)
+
 
 def _filled(whole: Sequence[Any], sliced: Sequence[bool]) -> list:
     it = iter(whole)
@@ -139,7 +176,9 @@ def in_place(aval: Any, axis: int) -> int:
     return axis if run >= LINE or lines * LINE <= NEAR else 0
 
 
-def leaf_axes(argument: str, axes: Axes, tree: Any, of: str) -> list[int | None]:
+def leaf_axes(
+    argument: str, axes: Axes, tree: Any, of: str, function: str = SCAN
+) -> list[int | None]:
     """The axis of each leaf of a tree, from a prefix of it. `of` names the tree."""
     try:
         full = jax.tree.broadcast(axes, tree, is_leaf=lambda a: a is None)
@@ -147,7 +186,7 @@ def leaf_axes(argument: str, axes: Axes, tree: Any, of: str) -> list[int | None]
         got = f"{axes!r} for {jax.tree.structure(tree)}"
         advice = "Give an int or None for each leaf, or for whole subtrees."
         expected = f"must be a tree prefix of {of}"
-        raise ValueError(_errors.wrong(SCAN, argument, expected, got, advice)) from None
+        raise ValueError(_errors.wrong(function, argument, expected, got, advice)) from None
     flat = jax.tree.leaves(full, is_leaf=lambda a: a is None)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     # Where the tree has None, so has the prefix, and no leaf belongs to it.
@@ -158,12 +197,14 @@ def leaf_axes(argument: str, axes: Axes, tree: Any, of: str) -> list[int | None]
             continue
         got = f"{axis!r} of type {type(axis).__name__}"
         advice = "Pass the number of an axis, or None."
-        raise TypeError(_errors.wrong(SCAN, argument, "must have ints or None", got, advice, path))
+        raise TypeError(
+            _errors.wrong(function, argument, "must have ints or None", got, advice, path)
+        )
     return flat
 
 
 def normalised(
-    argument: str, axes: Sequence[int | None], tree: Any, extra: int = 0
+    argument: str, axes: Sequence[int | None], tree: Any, function: str = SCAN, extra: int = 0
 ) -> list[int | None]:
     """The same axes, none of them negative. `extra` axes are still to be put in."""
     new = []
@@ -174,7 +215,12 @@ def normalised(
             bounds = "it has no axes" if not rank else f"axes go from {-rank} to {rank - 1}"
             raise ValueError(
                 _errors.wrong(
-                    SCAN, argument, "must name axes that are there", got, f"Here {bounds}.", path
+                    function,
+                    argument,
+                    "must name axes that are there",
+                    got,
+                    f"Here {bounds}.",
+                    path,
                 )
             )
         new.append(axis if axis is None else int(axis) % rank)
@@ -235,3 +281,35 @@ def arranged(tree: Any, ys: Sequence[Any], types: Sequence[Any], out_axes: Axes,
         tree.unflatten(moved),
         is_leaf=lambda v: isinstance(v, Last),
     )
+
+
+# ---------------------------------------------------------------- ys in blocks
+
+
+def block_axes(out_axes: Axes) -> Axes:
+    """Where to stack blocks that are stacked along `out_axes`: just before those axes."""
+    return jax.tree.map(lambda axis: axis if axis >= 0 else axis - 1, out_axes)
+
+
+def joined(
+    function: str, head: Any, tail: Any, out_axes: Axes, reverse: bool = False, ended: Any = None
+) -> Any:
+    """ys of blocks, then those of the rows left, in the order of the rows.
+
+    `ended`: whether the loop ended before the rows left.
+    """
+    leaves, tree = jax.tree.flatten(tail)
+    axes = leaf_axes("out_axes", out_axes, tail, "what is returned", function)
+
+    def join(blocks: Any, rest: Any, axis: int | None) -> Any:
+        if axis is None:
+            return rest if ended is None else jnp.where(ended, blocks, rest)
+        rows = merged(blocks, axis % rest.ndim)
+        return lax.concatenate([rest, rows] if reverse else [rows, rest], axis % rest.ndim)
+
+    return tree.unflatten(map(join, jax.tree.leaves(head), leaves, axes))
+
+
+def merged(blocks: Any, axis: int) -> Any:
+    """One axis for the number of the block and the row in it."""
+    return blocks.reshape(*blocks.shape[:axis], -1, *blocks.shape[axis + 2 :])

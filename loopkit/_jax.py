@@ -314,7 +314,7 @@ lax_scan_p = lax_loops.scan_p
 lax_while_p = lax_loops.while_p
 
 replacing = jax.make_user_context(None)
-"""What this thread puts in the place of lax's loops, part of every cache's key; None for nothing."""
+"""What this thread puts in the place of lax's loops, part of every cache's key, or None."""
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

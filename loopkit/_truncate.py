@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopkit import _jax
-from loopkit._axes import Inputs, leaf_axes
+from loopkit._axes import SCAN, Inputs, block_axes, joined
 from loopkit._info import LoopInfo
 
 ROWS = 4
@@ -59,14 +59,14 @@ def truncated(
         carry = _cut(carry, None if until is None else info.stopped)
         return Blocks(carry, state.steps + info.steps, info.stopped), y
 
-    head, tail = _divided(inputs, count, truncate, reverse)
+    head, tail = inputs.divided(count, truncate, reverse)
     first = Blocks(init, jnp.int32(0), jnp.array(False))
     before, ys, _ = part(
         block,
         first,
         head,
         until=None if until is None else lambda state, _: state.stopped,
-        out_axes=jax.tree.map(_outer_axis, out_axes),
+        out_axes=block_axes(out_axes),
         checkpoints=outer,
     )
     stopped = None if until is None else before.stopped
@@ -79,7 +79,7 @@ def truncated(
         checkpoints=inner,
         stopped=before.stopped,
     )
-    ys = _joined(ys, rest, out_axes, reverse, stopped)
+    ys = joined(SCAN, ys, rest, out_axes, reverse, stopped)
     return carry, ys, LoopInfo(before.steps + info.steps, info.stopped)
 
 
@@ -102,47 +102,3 @@ def _cut(carry: Any, stopped: Any) -> Any:
         return still if stopped is None else jnp.where(stopped, value, still)
 
     return jax.tree.map(cut, carry)
-
-
-def _divided(inputs: Inputs, count: int, size: int, reverse: bool) -> tuple[Inputs, Inputs]:
-    """The inputs of `count` blocks, as one step each, and those of the steps left over."""
-    total, whole = inputs.length, count * size
-
-    def blocks(x: Any, axis: int | None) -> Any:
-        if axis is None:
-            return x
-        first = total - whole if reverse else 0
-        rows = lax.slice_in_dim(x, first, first + whole, axis=axis)
-        return rows.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
-
-    def rest(x: Any, axis: int | None) -> Any:
-        if axis is None:
-            return x
-        first = 0 if reverse else whole
-        return lax.slice_in_dim(x, first, first + total - whole, axis=axis)
-
-    pairs = list(zip(inputs.leaves, inputs.axes, strict=True))
-    tree = jax.tree.structure(inputs.leaves)
-    head = Inputs(tree, [blocks(*p) for p in pairs], inputs.axes, count)
-    return head, inputs._replace(leaves=[rest(*p) for p in pairs], length=total - whole)
-
-
-def _outer_axis(axis: int) -> int:
-    """Where to stack blocks that were stacked along `axis`: just before that axis."""
-    return axis if axis >= 0 else axis - 1
-
-
-def _joined(head: Any, tail: Any, out_axes: Any, reverse: bool, stopped: Any) -> Any:
-    """ys of the blocks and ys of the last of them, in the order of the rows."""
-    axes = leaf_axes("out_axes", out_axes, tail, "what `f` returns as y")
-
-    def join(blocks: Any, rest: Any, axis: int | None) -> Any:
-        if axis is None:
-            return rest if stopped is None else jnp.where(stopped, blocks, rest)
-        axis %= rest.ndim
-        shape = blocks.shape
-        rows = blocks.reshape(*shape[:axis], -1, *shape[axis + 2 :])
-        return lax.concatenate([rest, rows] if reverse else [rows, rest], axis)
-
-    leaves, tree = jax.tree.flatten(tail)
-    return tree.unflatten(map(join, jax.tree.leaves(head), leaves, axes))
