@@ -13,17 +13,9 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax._src import (
-    ad_util,
-    config,
-    core,
-    debugging,
-    dispatch,
-    linear_util,
-    source_info_util,
-    tree_util,
-)
+from jax._src import ad_util, config, core, debugging, dispatch, linear_util, tree_util
 from jax._src import effects as effects_
+from jax._src import source_info_util as source_info
 from jax._src.api_util import debug_info
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
@@ -325,13 +317,9 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
-def has_consts(jaxpr: Jaxpr) -> bool:
-    return bool(jaxpr.consts)
-
-
 def source_line(skipped: str) -> str:
     """`file:line (function)` of the code being traced, outside jax and the folder `skipped`."""
-    frames = source_info_util.user_frames(source_info_util.current().traceback)
+    frames = source_info.user_frames(source_info.current().traceback)
     for frame in frames:
         if not frame.file_name.startswith(skipped):
             return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
@@ -339,7 +327,7 @@ def source_line(skipped: str) -> str:
 
 
 def name_stack() -> str:
-    return str(source_info_util.current_name_stack())
+    return str(source_info.current_name_stack())
 
 
 def with_custom_rules(eqn: Any, within: Callable[[Callable], Callable]) -> Any:

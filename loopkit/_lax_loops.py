@@ -85,7 +85,7 @@ class LaxLoop(NamedTuple):
         types = [jax.typeof(v) for v in (*self.cond_consts, *self.consts, *self.init, *self.xs)]
         jaxprs = [self.body] if self.cond is None else [self.cond, self.body]
         return all(type(t) is _jax.ShapedArray for t in types) and not any(
-            _jax.has_consts(j) or _jax.check_effects(j.effects) for j in jaxprs
+            j.consts or _jax.check_effects(j.effects) for j in jaxprs
         )
 
     def run(self, settings: Settings) -> list:

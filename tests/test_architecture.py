@@ -12,8 +12,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [
     ["loopkit"],
+    ["loopkit._blocked"],
     ["loopkit._while_loop", "loopkit._scan", "loopkit._fori_loop"],
-    ["loopkit._checkpointed", "loopkit._blocked"],
+    ["loopkit._checkpointed"],
     ["loopkit._replace_lax_loops"],
     ["loopkit._lax_loops"],
     ["loopkit._capture", "loopkit._truncate"],

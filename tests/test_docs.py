@@ -113,7 +113,17 @@ def test_code_blocks_run(page, tmp_path):
     run_in_fresh_interpreter(page, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["while_loop", "scan", "fori_loop"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "while_loop",
+        "scan",
+        "fori_loop",
+        "checkpointed",
+        "replace_lax_loops",
+        "blocked",
+    ],
+)
 def test_docstring_examples_run(name, tmp_path):
     page = tmp_path / f"{name}.md"
     page.write_text(inspect.getdoc(getattr(loopkit, name)))
