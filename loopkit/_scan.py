@@ -127,7 +127,7 @@ def run_scan(
         _arguments.check_callable(name, names.predicate, until)
     init = _arguments.as_arrays(name, names.init, init)
     xs = _arguments.as_arrays(name, "xs", xs)
-    length = _length(xs, length)
+    length = leading_length(name, xs, length)
     checkpoints = _arguments.check_checkpoints(name, checkpoints, length)
     unroll = length if unroll is True else _arguments.check_unroll(name, unroll)
     unroll = min(max(1, unroll), max(1, length))
@@ -155,7 +155,7 @@ def run_scan(
 
     def step(carry: list, x: list) -> tuple[Any, Any]:
         value, steps, _ = tree.unflatten(carry)
-        new, y = _pair(names, f(value, x_tree.unflatten(x)))
+        new, y = pair(names, f(value, x_tree.unflatten(x)))
         stop = None if until is None else _stop(names, until, new, y)
         return (new, steps + 1 if counting else None, stop), y
 
@@ -188,7 +188,8 @@ def run_scan(
     return final, ys, LoopInfo(steps, stopped)
 
 
-def _pair(names: Names, out: Any) -> tuple[Any, Any]:
+def pair(names: Names, out: Any) -> tuple[Any, Any]:
+    """What a step returned, if it is a carry and a y."""
     if isinstance(out, (tuple, list)) and len(out) == 2:
         return out[0], out[1]
     size = f" of length {len(out)}" if isinstance(out, (tuple, list)) else ""
@@ -203,9 +204,8 @@ def _stop(names: Names, until: Callable, carry: Any, y: Any) -> Any:
     return scalar_bool(names.function, "until", until(carry, y))
 
 
-def _length(xs: Any, length: Any) -> int:
+def leading_length(name: str, xs: Any, length: Any) -> int:
     """The number of steps, on which `length` and every leaf of `xs` must agree."""
-    name = NAMES.function
     if length is not None:
         length = _arguments.check_length(name, length)
     first = None

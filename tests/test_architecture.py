@@ -12,12 +12,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [
     ["loopkit"],
-    ["loopkit._while_loop", "loopkit._scan", "loopkit._fori_loop"],
+    ["loopkit._while_loop", "loopkit._scan", "loopkit._fori_loop", "loopkit._unbounded"],
     ["loopkit._capture"],
     ["loopkit.engine"],
     ["loopkit._plan"],
     ["loopkit.schedules"],
-    ["loopkit._arguments", "loopkit._function_key", "loopkit._info"],
+    ["loopkit._arguments", "loopkit._function_key", "loopkit._info", "loopkit._exhausted"],
     ["loopkit._tree", "loopkit._errors", "loopkit._typing"],
     ["loopkit._jaxpr"],
     ["loopkit._jax"],
