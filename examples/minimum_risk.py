@@ -29,7 +29,7 @@ from decoding.model import Pronouncer
 from decoding.risk import expected_edits
 from decoding.training import BATCH, evaluate, searched, train
 
-WORDS, RATE = 48, 3e-4  # words in a batch of risk, learning rate at its highest
+WORDS, RATE = 96, 1e-3  # words in a batch of risk, learning rate at its highest
 
 
 def risk_of(model: Pronouncer, letters, ways, lengths, beam_size: int):
@@ -90,7 +90,7 @@ def draw(path: Path, before, after, risks: list[float]) -> None:
 def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pretraining", type=int, default=1800, help="steps of teacher forcing")
-    parser.add_argument("--steps", type=int, default=800, help="of minimum risk training")
+    parser.add_argument("--steps", type=int, default=1600, help="of minimum risk training")
     parser.add_argument("--words", type=int, default=2000, help="held out for evaluation")
     parser.add_argument("--beam", type=int, default=4, help="hypotheses kept in training")
     parser.add_argument("--seed", type=int, default=0)

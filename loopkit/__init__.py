@@ -3,6 +3,8 @@
 from loopkit import schedules as schedules
 from loopkit._fori_loop import fori_loop as fori_loop
 from loopkit._info import LoopInfo as LoopInfo
+from loopkit._ragged import length_buckets as length_buckets
+from loopkit._ragged import ragged_scan as ragged_scan
 from loopkit._scan import scan as scan
 from loopkit._unbounded import unbounded_scan as unbounded_scan
 from loopkit._while_loop import while_loop as while_loop

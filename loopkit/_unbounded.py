@@ -130,7 +130,7 @@ def unbounded_scan(
         expected = "an int >= 1 or None (no bound)"
         max_segments = _arguments.check_whole(name, "max_segments", max_segments, 1, expected)
     checkpoints = _arguments.check_checkpoints(name, checkpoints, segment)
-    sizes = segment_lengths(segment, _check_growth(growth), max_segments)
+    sizes = segment_lengths(segment, check_growth(name, growth), max_segments)
     if _arguments.runs_in_python() and rows != 0:
         carry, ys, info = _python_scan(f, init, xs, until, rows, sizes, progress)
     else:
@@ -298,12 +298,12 @@ def _bytes(types: Sequence[Any]) -> int:
     return sum(t.size * t.dtype.itemsize for t in types)
 
 
-def _check_growth(growth: Any) -> float:
-    name, got = NAMES.function, f"{growth!r} of type {type(growth).__name__}"
-    expected = "must be a number >= 1, how much longer each segment is than the last"
+def check_growth(function: str, growth: Any, what: str = "segment") -> float:
+    got = f"{growth!r} of type {type(growth).__name__}"
+    expected = f"must be a number >= 1, how much longer each {what} is than the last"
     if isinstance(growth, bool) or not isinstance(growth, (int, float)):
-        raise TypeError(_errors.wrong(name, "growth", expected, got, "Pass a Python number."))
+        raise TypeError(_errors.wrong(function, "growth", expected, got, "Pass a Python number."))
     if not 1 <= growth < math.inf:
-        advice = "Pass 1 for segments of one length."
-        raise ValueError(_errors.wrong(name, "growth", expected, got, advice))
+        advice = "Less than 1 would have them shrink."
+        raise ValueError(_errors.wrong(function, "growth", expected, got, advice))
     return float(growth)

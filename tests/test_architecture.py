@@ -12,7 +12,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [
     ["loopkit"],
-    ["loopkit._while_loop", "loopkit._scan", "loopkit._fori_loop", "loopkit._unbounded"],
+    ["loopkit._ragged"],
+    ["loopkit._unbounded"],
+    ["loopkit._while_loop", "loopkit._scan", "loopkit._fori_loop"],
     ["loopkit._capture"],
     ["loopkit.engine"],
     ["loopkit._plan"],
