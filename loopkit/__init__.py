@@ -6,8 +6,11 @@ from loopkit._checkpointed import checkpointed as checkpointed
 from loopkit._fori_loop import fori_loop as fori_loop
 from loopkit._info import LoopInfo as LoopInfo
 from loopkit._lax_loops import LoopSite as LoopSite
+from loopkit._ragged import length_buckets as length_buckets
+from loopkit._ragged import ragged_scan as ragged_scan
 from loopkit._replace_lax_loops import replace_lax_loops as replace_lax_loops
 from loopkit._scan import scan as scan
+from loopkit._unbounded import unbounded_scan as unbounded_scan
 from loopkit._while_loop import while_loop as while_loop
 
 __version__ = "0.1.0"

@@ -7,7 +7,7 @@ A carry leaf that every step passes on unchanged becomes a constant: it is then 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +52,10 @@ class Traced:
     def converted(self, init: Sequence[Any]) -> list:
         """Initial values in the types that the loop carries."""
         return [_convert(v, t) for v, t in zip(init, self.carry_types, strict=True)]
+
+    def of_length(self, length: int) -> Traced:
+        """The same loop with another length."""
+        return replace(self, loop=interned(self.loop.replace(length=length)))
 
     def run(self, init: Sequence[Any], xs: Sequence[Any]) -> tuple[list, list]:
         """Final carry leaves and ys leaves."""

@@ -186,7 +186,7 @@ def run_scan(
 
     def step(carry: list, x: list) -> tuple[Any, Any]:
         value, steps, _, whole, _ = tree.unflatten(carry)
-        new, y = _pair(names, f(value, inputs.join(x, whole)))
+        new, y = pair(names, f(value, inputs.join(x, whole)))
         stop = None if until is None else _stop(names, until, new, y)
         last = []
         if lasts:
@@ -231,7 +231,8 @@ def run_scan(
     return final, ys, LoopInfo(steps, stopped)
 
 
-def _pair(names: Names, out: Any) -> tuple[Any, Any]:
+def pair(names: Names, out: Any) -> tuple[Any, Any]:
+    """What a step returned, if it is a carry and a y."""
     if isinstance(out, (tuple, list)) and len(out) == 2:
         return out[0], out[1]
     size = f" of length {len(out)}" if isinstance(out, (tuple, list)) else ""
@@ -283,7 +284,7 @@ def _last_ys(f: Callable, init: Any, inputs: Inputs, out_axes: Any) -> list:
     def last(*values: Any) -> list:
         given, x = parts(values, len(leaves))
         carry, whole = tree.unflatten(given)
-        _, y = _pair(NAMES, f(carry, inputs.join(x, whole)))
+        _, y = pair(NAMES, f(carry, inputs.join(x, whole)))
         return without_last(out_axes, y)[1]
 
     types = [*map(jax.typeof, leaves), *inputs.slice_types]

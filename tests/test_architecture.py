@@ -13,6 +13,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     ["loopkit"],
     ["loopkit._blocked"],
+    ["loopkit._ragged"],
+    ["loopkit._unbounded"],
     ["loopkit._while_loop", "loopkit._scan", "loopkit._fori_loop"],
     ["loopkit._checkpointed"],
     ["loopkit._replace_lax_loops"],
@@ -22,7 +24,7 @@ LAYERS = [
     ["loopkit.engine"],
     ["loopkit._plan"],
     ["loopkit.schedules"],
-    ["loopkit._arguments", "loopkit._function_key", "loopkit._info"],
+    ["loopkit._arguments", "loopkit._function_key", "loopkit._info", "loopkit._exhausted"],
     ["loopkit._tree", "loopkit._errors", "loopkit._typing"],
     ["loopkit._jaxpr"],
     ["loopkit._jax"],
