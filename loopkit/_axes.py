@@ -1,8 +1,9 @@
 """Along which axis each leaf of a tree is sliced or stacked, and whether in place.
 
-An array is sliced where it lies. Only where every step would touch many cache lines and use a few
-bytes of each is it transposed first: lines of one step are still in the cache for the next if there
-are not too many of them. Measured in docs/choosing.md.
+An array is sliced where it lies, unless every step would use a few bytes of each of many cache
+lines: more than the first-level cache keeps for the next step. Then it is transposed first, which
+is cheap for an array that fits in the cache; one that does not fit would go through memory twice
+more, and is sliced in place all the same. Measured in docs/choosing.md.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ from loopkit.engine.loop import kept, spread
 
 LINE = 64
 """Bytes of a cache line."""
-NEAR = 1 << 22
+FEW = 16
+"""Fewer contiguous bytes than this make poor use of a line."""
+NEAR = 1 << 13
 """Bytes of cache lines that are still at hand a step later."""
+CACHED = 1 << 23
+"""Bytes of an array that is transposed within the cache."""
 
 SCAN = "scan"
 
@@ -171,9 +176,11 @@ def _filled(whole: Sequence[Any], sliced: Sequence[bool]) -> list:
 
 def in_place(aval: Any, axis: int) -> int:
     """`axis`, or 0 if an array of this type had better be transposed before it is sliced."""
-    run = math.prod(aval.shape[axis + 1 :]) * getattr(aval.dtype, "itemsize", LINE)
+    item = getattr(aval.dtype, "itemsize", LINE)
+    run = math.prod(aval.shape[axis + 1 :]) * item
     lines = math.prod(aval.shape[:axis])
-    return axis if run >= LINE or lines * LINE <= NEAR else 0
+    cached = math.prod(aval.shape) * item <= CACHED
+    return 0 if run < FEW and lines * LINE > NEAR and cached else axis
 
 
 def leaf_axes(
