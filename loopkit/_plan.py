@@ -8,7 +8,7 @@ and then reversed.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from loopkit.schedules.binomial import advances
@@ -31,6 +31,13 @@ OVERHEAD = 2
 
 
 Store = Literal["carries", "residuals"]
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """A budget in bytes."""
+
+    count: int
 
 
 @dataclass(frozen=True)
@@ -61,8 +68,11 @@ class Plan:
         return None if self.bound is None else -(-self.bound // self.leaf)
 
 
+Budget = int | str | Bytes | Plan | None
+
+
 def make_plan(
-    checkpoints: int | str | None,
+    checkpoints: Budget,
     bound: int | None,
     exact: bool,
     carry_bytes: int,
@@ -80,6 +90,8 @@ def make_plan(
     if checkpoints == "all":
         assert bound is not None
         return Plan(0, bound, "residuals", bound, keeps_all=True)
+    if isinstance(checkpoints, Plan):
+        return replace(checkpoints, bound=bound)
     carry_bytes = max(carry_bytes, 1)
     store: Store = "residuals" if residual_bytes <= WIDE * carry_bytes else "carries"
     row = max(residual_bytes, 1) if store == "residuals" else carry_bytes

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopkit import _arguments, _errors, _jax
+from loopkit._budget import check_budget
 from loopkit._capture import Names, Traced, remember, scalar_bool, trace_loop, type_key
 from loopkit._info import LoopInfo
 from loopkit.engine.loop import Loop, kept, parts, spread
@@ -34,6 +35,7 @@ def scan(
     *,
     until: Callable[[Carry, Y], Any] | None = None,
     checkpoints: Any = None,
+    memory: int | str | None = None,
     return_info: bool = False,
 ) -> Any:
     """Scan `f` over the leading axis of `xs`, carrying state along.
@@ -61,7 +63,10 @@ def scan(
       the steps taken.
     - `checkpoints`: what the backward pass keeps. None: about the square root of the number of
       steps in carries, about one extra forward pass. An int c: at most c carries, at the price of
-      more recomputation. "all": what the derivative of every step reads, as lax.scan.
+      more recomputation. "all": what the derivative of every step reads, as lax.scan. A `Plan`:
+      what it says.
+    - `memory`: the same as a budget in bytes, an int or a string such as "64 MB": what the backward
+      pass may need beyond what it needs for a single step. Give one of the two.
     - `return_info`: also return a `LoopInfo`.
 
     **Returns:**
@@ -102,6 +107,7 @@ def scan(
         _split_transpose,
         until=until,
         checkpoints=checkpoints,
+        memory=memory,
         return_info=return_info,
     )
 
@@ -118,6 +124,7 @@ def run_scan(
     *,
     until: Callable | None,
     checkpoints: Any,
+    memory: Any,
     return_info: bool,
 ) -> Any:
     """`scan`, under the names of the function that the user called."""
@@ -128,10 +135,10 @@ def run_scan(
     init = _arguments.as_arrays(name, names.init, init)
     xs = _arguments.as_arrays(name, "xs", xs)
     length = _length(xs, length)
-    checkpoints = _arguments.check_checkpoints(name, checkpoints, length)
+    budget = check_budget(name, checkpoints, memory, length)
     unroll = length if unroll is True else _arguments.check_unroll(name, unroll)
     unroll = min(max(1, unroll), max(1, length))
-    if split_transpose and (checkpoints != "all" or stopping):
+    if split_transpose and (budget != "all" or stopping):
         raise ValueError(
             _errors.wrong(
                 name,
@@ -166,7 +173,7 @@ def run_scan(
     settings = {
         "length": length,
         "reverse": reverse,
-        "checkpoints": checkpoints,
+        "checkpoints": budget,
         "unroll": unroll,
         "name": name,
     }
@@ -175,7 +182,7 @@ def run_scan(
         (names, tree, type_key(leaves), x_tree, tuple(x_types), counting, *settings.values()),
         lambda: trace_loop(names, step, goes_on if stopping else None, state, x_types, settings),
     )
-    if checkpoints == "all" and not stopping:
+    if budget == "all" and not stopping:
         carry, ys = _run_stored(traced, leaves, x_leaves, bool(split_transpose))
     else:
         carry, ys = traced.run(leaves, x_leaves)

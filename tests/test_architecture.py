@@ -13,7 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     ["loopkit"],
     ["loopkit._while_loop", "loopkit._scan", "loopkit._fori_loop"],
-    ["loopkit._capture"],
+    ["loopkit._capture", "loopkit._budget"],
     ["loopkit.engine"],
     ["loopkit._plan"],
     ["loopkit.schedules"],
