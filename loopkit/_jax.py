@@ -139,6 +139,13 @@ def dce(
     return pe.close_jaxpr(small), list(used)
 
 
+def with_outputs(jaxpr: Jaxpr, outputs: Sequence[Any], keep: Sequence[bool]) -> Jaxpr:
+    """A jaxpr that returns other variables of its own, without the equations these do not need."""
+    j = open_jaxpr(jaxpr)
+    other = j.replace(outvars=list(outputs), debug_info=j.debug_info.with_unknown_names())
+    return dce(other, [True] * len(outputs), keep)[0]
+
+
 def jvp_activity(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> list[bool]:
     """Which outputs have a tangent that is not symbolically zero."""
     return list(ad.jvp_jaxpr(jaxpr, list(nonzero), False)[1])
