@@ -64,6 +64,11 @@ class Plan:
         return self.bound is not None and self.slots * self.leaf >= self.bound
 
     @property
+    def every_carry(self) -> bool:
+        """Whether the forward pass stores the carry of every step."""
+        return self.bound is not None and self.store == "carries" and self.slots >= self.bound
+
+    @property
     def segments(self) -> int | None:
         return None if self.bound is None else -(-self.bound // self.leaf)
 
