@@ -11,6 +11,7 @@ import numpy as np
 
 from loopkit import _errors, _jax
 
+
 def check_callable(function: str, argument: str, value: Any) -> None:
     if not callable(value):
         raise TypeError(

@@ -97,9 +97,7 @@ def _save_every_segment(how: Reversal, loop: Loop, operands: Operands) -> list:
         steps, slots = state
         slots = write_rows(slots, kept(steps.carry, how.saved), unit)
         if length % plan.leaf == 0:
-            steps = repeat(
-                plan.leaf, lambda _, s: one_step(loop, operands, s), steps, loop.unroll
-            )
+            steps = repeat(plan.leaf, lambda _, s: one_step(loop, operands, s), steps, loop.unroll)
             return steps, slots
         stop = jnp.minimum((unit + 1) * plan.leaf, length)
         return advance(loop, operands, steps, stop), slots

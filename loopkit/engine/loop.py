@@ -31,7 +31,6 @@ from loopkit._plan import Budget
 T = TypeVar("T")
 
 
-
 class Operands(NamedTuple):
     """What a loop reads, or one value for each (types, flags, axes, tangents)."""
 

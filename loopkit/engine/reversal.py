@@ -11,9 +11,10 @@ import jax.numpy as jnp
 
 from loopkit import _jax, _jaxpr
 from loopkit._jax import Jaxpr, ShapedArray
-from loopkit._plan import Plan, make_plan
+from loopkit._plan import Plan, Step, make_plan
+from loopkit.engine.cost import factor_bytes, nanoseconds
 from loopkit.engine.loop import Active, Loop, Operands, kept
-from loopkit.engine.products import Products, put_off
+from loopkit.engine.products import SMALLEST, Products, put_off
 from loopkit.engine.split import Split, split_step
 from loopkit.engine.steps import read_rows, repeat, row_of, select
 
@@ -52,9 +53,7 @@ class Reversal:
             source = _jaxpr.forwarded(self.forward)[sum(self.saved) :]
             carry = range(loop.const_count, loop.const_count + sum(self.saved))
             rows = [None if s not in carry else s - loop.const_count for s in source]
-        found = put_off(
-            self.backward, sum(self.active.consts), fixed, fixed + loop.xs_count, rows
-        )
+        found = put_off(self.backward, sum(self.active.consts), fixed, fixed + loop.xs_count, rows)
         return found if any(found.put_off) else None
 
     @property
@@ -124,16 +123,25 @@ def covers(loop: Loop, layout: Active, active: Active) -> bool:
 def _planned(loop: Loop, active: Active) -> Reversal:
     split = split_step(loop, active)
     saved = _saved_leaves(loop.without_debug_effects(), split)
-    plan = make_plan(
-        loop.checkpoints,
-        loop.length,
-        loop.cond is None,
-        sum(map(_bytes, kept(loop.carry_types, saved))),
-        sum(map(_bytes, split.stored_types)),
+    quiet = build(loop, active, Plan(1), saved, split)
+    stored = len(split.stored_types)
+    made, _ = _jax.dce(
+        quiet.forward,
+        [False] * sum(saved) + [True] * stored,
+        [True] * len(quiet.forward.in_avals),
     )
+    step = Step(
+        sum(map(_bytes, quiet.saved_types)),
+        sum(map(_bytes, split.stored_types)),
+        nanoseconds(quiet.step),
+        nanoseconds(quiet.forward),
+        nanoseconds(made),
+        0 if loop.lanes else factor_bytes(quiet.forward, loop.const_count, SMALLEST),
+    )
+    plan = make_plan(loop.checkpoints, loop.length, loop.cond is None, step, loop.name)
     if plan.every_carry:
         plan = replace(plan, slots=plan.leaf * plan.segments)  # whole segments
-    return build(loop, active, plan, saved, split)
+    return replace(quiet, plan=plan)
 
 
 def build(
