@@ -38,6 +38,9 @@ CACHES = (1 << 20, 0.06), (1 << 25, 0.12), (math.inf, 1.2)
 """Up to so many bytes in use, so many nanoseconds to write and read one of them. Beyond the last
 cache, memory is new at every call, and has to be cleared by the system first."""
 
+COUNTERS = 512
+"""Bytes of step numbers and the like."""
+
 Store = Literal["carries", "residuals"]
 
 
@@ -63,6 +66,8 @@ class Step(NamedTuple):
     """Nanoseconds to make its residuals from the carry."""
     factor_bytes: int = 0
     """Of the factors of products that are put off to the end of a segment."""
+    sum_bytes: int = 0
+    """Of what is summed over the steps: the cotangents of the loop's constants."""
 
     def row_bytes(self, store: Store) -> int:
         return self.residual_bytes if store == "residuals" else self.carry_bytes
@@ -126,7 +131,14 @@ class Plan:
     @property
     def peak_bytes(self) -> int:
         """Predicted: what the gradient of the loop needs beyond that of a single step."""
-        return self.slot_bytes + self.row_bytes
+        if self.bound is not None and self.bound <= 1:
+            return 0
+        return self.slot_bytes + self.row_bytes + self.least_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """What any plan needs: the carry on its way, the sums, a few counters."""
+        return self.step.carry_bytes + self.step.sum_bytes + COUNTERS
 
     def evaluations(self, steps: int | None = None) -> tuple[int, int]:
         """Predicted runs of the body, forward and backward, for a loop of `steps` steps.
@@ -259,7 +271,7 @@ def _in_carries(budget: int, loop: Plan) -> Plan:
     bound = loop.bound
     if bound is not None and budget >= bound:
         return replace(loop, slots=max(bound, 1))
-    return _cheapest(budget * (loop.step.carry_bytes + 4), loop, "", budget)
+    return _cheapest(budget * (loop.step.carry_bytes + 4) + loop.least_bytes, loop, "", budget)
 
 
 @lru_cache(maxsize=256)
@@ -276,9 +288,9 @@ def _cheapest(count: int, loop: Plan, name: str, most: int | None = None) -> Pla
     if most is not None:
         return least
     raise ValueError(
-        f"loopkit.{name}: `memory` must be at least {least.peak_bytes} bytes, one carry, got "
-        f"{count} bytes. Pass `memory={least.peak_bytes}` or more; what is stored of a step is "
-        f"{step.carry_bytes} bytes of carry or {step.residual_bytes} bytes of residuals."
+        f"loopkit.{name}: `memory` must be at least {least.peak_bytes} bytes, got {count} "
+        f"bytes. That is a checkpoint of {step.carry_bytes} bytes, and what a gradient needs beside "
+        f"it however little is kept. Pass `memory={least.peak_bytes}` or more."
     )
 
 
@@ -292,7 +304,7 @@ def _candidates(count: int, loop: Plan, steps: int, most: int | None) -> Iterato
         for leaf in _leaves(steps, loop.exact):
             units = -(-steps // leaf)
             plan = replace(loop, slots=1, leaf=leaf, store=store)
-            left = count - plan.row_bytes
+            left = count - plan.row_bytes - loop.least_bytes
             slots = left // step.carry_bytes
             if slots < units or bound is None:
                 slots = min(left // (step.carry_bytes + 4), SPLIT if loop.exact else PLACED)

@@ -137,6 +137,7 @@ def _planned(loop: Loop, active: Active) -> Reversal:
         nanoseconds(quiet.forward),
         nanoseconds(made),
         0 if loop.lanes else factor_bytes(quiet.forward, loop.const_count, SMALLEST),
+        sum(map(_bytes, kept(loop.const_types, active.consts))),
     )
     plan = make_plan(loop.checkpoints, loop.length, loop.cond is None, step, loop.name)
     if plan.every_carry:
