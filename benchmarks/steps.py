@@ -1,12 +1,12 @@
 """The loops of the frontier: steps with inputs and outputs, from small to large carries.
 
-| name   | step                                              | carry | steps  | what bounds it         |
-| ------ | ------------------------------------------------- | ----- | ------ | ---------------------- |
-| mlp    | residual two-layer network on a 64x64 state       | 16 kB | 1000   | matrix products        |
-| vector | `x + 1e-3 * sin(p * x)` on 10,000 numbers         | 40 kB | 2000   | memory traffic         |
-| lorenz | one Runge-Kutta step of three numbers             | 12 B  | 10,000 | the overhead of a step |
-| gru    | a gated recurrent unit, batch 32, width 128, ys   | 16 kB | 1000   | weights read each step |
-| field  | explicit reaction and diffusion on a 1024x1024 grid | 4 MB | 100  | memory, far from cache |
+| name   | step                                            | carry | steps  | bound by            |
+| ------ | ----------------------------------------------- | ----- | ------ | ------------------- |
+| mlp    | residual two-layer network on a 64x64 state     | 16 kB | 1000   | matrix products     |
+| vector | `x + 1e-3 * sin(p * x)` on 10,000 numbers       | 40 kB | 2000   | memory traffic      |
+| lorenz | one Runge-Kutta step of three numbers           | 12 B  | 10,000 | overhead of a step  |
+| gru    | a gated recurrent unit, batch 32, width 128, ys | 16 kB | 1000   | weights, every step |
+| field  | reaction and diffusion on a 1024x1024 grid      | 4 MB  | 100    | memory, not cache   |
 """
 
 from collections.abc import Callable
@@ -72,7 +72,7 @@ NAMES = (*workloads.NAMES, "gru", "field")
 
 
 def gradient(run: Callable, case: Case) -> Callable:
-    """`(params, init, xs, n) -> gradients`, with `run(step, init, xs, length, n) -> (carry, ys)`."""
+    """`(params, init, xs, n) -> gradients` of `run(step, init, xs, length, n) -> (carry, ys)`."""
 
     def loss(params, init, xs, n):
         def step(carry, x):

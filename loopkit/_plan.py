@@ -1,9 +1,9 @@
 """Bytes in, plan out: how many checkpoints, how far apart, and what is stored between them.
 
 Time is cut into segments of `leaf` steps. Going forward, the carry at the start of a segment is
-saved in one of `slots`; going back, one segment at a time is reached from the last checkpoint before
-it, replayed, storing one row a step, and then reversed. With a slot for every step nothing is
-replayed; with the residuals of every step stored nothing is computed again.
+saved in one of `slots`; going back, one segment at a time is reached from the last checkpoint
+before it, replayed, storing one row a step, and then reversed. With a slot for every step nothing
+is replayed; with the residuals of every step stored nothing is computed again.
 
 Of all plans within a budget, that of least predicted time is taken. Bytes count as well as steps:
 what is written and read has a price that rises where it leaves the caches.
@@ -73,6 +73,9 @@ class Step(NamedTuple):
         return self.residual_bytes if store == "residuals" else self.carry_bytes
 
 
+UNKNOWN = Step(0, 0)
+
+
 @dataclass(frozen=True)
 class Plan:
     """What the backward pass of a loop keeps: accepted by `checkpoints`.
@@ -96,7 +99,7 @@ class Plan:
     """The most steps the loop can take; None if nothing bounds it."""
     exact: bool = False
     """Whether it takes just that many."""
-    step: Step = Step(0, 0)
+    step: Step = UNKNOWN
     """The loop's step."""
 
     @property
@@ -159,6 +162,27 @@ class Plan:
         units = -(-steps // self.leaf)
         climbed = binomial.evaluations(units, self.slots) - units
         return steps, steps + climbed * self.leaf
+
+    def __str__(self) -> str:
+        if self.keeps_all:
+            stored = "the residuals of every step"
+        elif self.every_carry:
+            stored = "the carry of every step"
+        else:
+            stored = f"{self.slots} carries"
+            if self.leaf > 1:
+                stored += f", then the {self.store} of {self.leaf} steps at a time"
+        lines = [f"stores     {stored}"]
+        if self.step is not UNKNOWN:
+            of_step = self.step.carry_bytes, self.step.residual_bytes
+            lines.append("of a step  {:,} bytes of carry, {:,} of residuals".format(*of_step))
+            lines.append(f"peak       {self.peak_bytes:,} bytes")
+        if self.bound is not None:
+            run, again = self.evaluations()
+            at_most = "" if self.exact else "at most "
+            lines.append(f"steps      {at_most}{self.bound:,}")
+            lines.append(f"runs       {run:,} forward, {again:,} backward")
+        return "\n".join(["Plan", *(f"  {line}" for line in lines)])
 
     def nanoseconds(self, steps: int) -> float:
         """Predicted time, less that of the steps' reversal proper: for comparing plans."""
@@ -289,8 +313,8 @@ def _cheapest(count: int, loop: Plan, name: str, most: int | None = None) -> Pla
         return least
     raise ValueError(
         f"loopkit.{name}: `memory` must be at least {least.peak_bytes} bytes, got {count} "
-        f"bytes. That is a checkpoint of {step.carry_bytes} bytes, and what a gradient needs beside "
-        f"it however little is kept. Pass `memory={least.peak_bytes}` or more."
+        f"bytes. That is a checkpoint of {step.carry_bytes} bytes, and what a gradient needs "
+        f"beside it however little is kept. Pass `memory={least.peak_bytes}` or more."
     )
 
 

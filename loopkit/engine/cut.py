@@ -19,14 +19,15 @@ from typing import Any
 from loopkit import _jax
 from loopkit._jax import Jaxpr
 
-CHEAP = frozenset(
-    "abs add add_any and bitcast_convert_type broadcast_in_dim ceil clamp complex concatenate conj "
-    "convert_element_type copy copy_p div dynamic_slice eq expand_dims floor ge gt imag integer_pow "
-    "iota is_finite le lt max min mul ne neg not one_minus_square or pad pvary real "
-    "reduce_precision rem reshape rev round select_n shift_left shift_right_arithmetic "
-    "shift_right_logical sign slice split sqrt square squeeze stack stop_gradient sub transpose "
-    "unstack xor".split()
-)
+_CHEAP = """
+    abs add add_any and bitcast_convert_type broadcast_in_dim ceil clamp complex concatenate conj
+    convert_element_type copy copy_p div dynamic_slice eq expand_dims floor ge gt imag integer_pow
+    iota is_finite le lt max min mul ne neg not one_minus_square or pad pvary real
+    reduce_precision rem reshape rev round select_n shift_left shift_right_arithmetic
+    shift_right_logical sign slice split sqrt square squeeze stack stop_gradient sub transpose
+    unstack xor
+"""
+CHEAP = frozenset(_CHEAP.split())
 """Primitives that are run again rather than stored."""
 
 EACH = 32

@@ -24,7 +24,8 @@ from loopkit.engine.loop import kept
 
 SMALLEST = 1 << 15
 """Bytes of a matrix below which its sum stays in the nearest cache."""
-UNARY = frozenset("transpose reshape squeeze neg convert_element_type copy copy_p".split())
+_UNARY = "transpose reshape squeeze neg convert_element_type copy copy_p"
+UNARY = frozenset(_UNARY.split())
 """Linear primitives that may come after the product."""
 
 
@@ -58,7 +59,7 @@ class Products:
 
     def sums(self, factors: Sequence[Any], rows: Sequence[Any]) -> list:
         """The outputs put off, over all steps whose factors and rows are stacked."""
-        place = {v: f for v, f in zip(self.factors, factors, strict=True)}
+        place = dict(zip(self.factors, factors, strict=True))
         place.update({v: rows[i] for v, i in self.rows.items()})
         return [_total([_evaluate(t, place) for t in terms]) for terms in self.terms]
 
@@ -124,7 +125,7 @@ def _terms(v: Any, maker: dict, still: set) -> list[Term] | None:
 def _pays(out: Any, terms: Sequence[Term], present: set) -> bool:
     """Whether the factors to keep are smaller than the sum that is not read and written."""
     new = {v for t in terms for v in t.product.invars} - present
-    return SMALLEST < _bytes(out) and sum(map(_bytes, new)) < 2 * _bytes(out)
+    return _bytes(out) > SMALLEST and sum(map(_bytes, new)) < 2 * _bytes(out)
 
 
 def _bytes(v: Any) -> int:
@@ -133,11 +134,13 @@ def _bytes(v: Any) -> int:
 
 def _evaluate(term: Term, place: dict) -> Any:
     eqn = term.product
-    (left, right), batch = eqn.params["dimension_numbers"]
+    (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     shift = lambda axes: tuple(a + 1 for a in axes)
-    numbers = (((0, *shift(left)), (0, *shift(right))), tuple(map(shift, batch)))
+    contracted = (0, *shift(left)), (0, *shift(right))
+    numbers = contracted, (shift(left_batch), shift(right_batch))
     value = lax.dot_general(
-        *(place[v] for v in eqn.invars),
+        place[eqn.invars[0]],
+        place[eqn.invars[1]],
         numbers,
         precision=eqn.params["precision"],
         preferred_element_type=eqn.params["preferred_element_type"],

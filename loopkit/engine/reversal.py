@@ -51,8 +51,8 @@ class Reversal:
         rows: list[int | None] = list(range(len(split.stored_types)))
         if self.plan.store == "carries":
             source = _jaxpr.forwarded(self.forward)[sum(self.saved) :]
-            carry = range(loop.const_count, loop.const_count + sum(self.saved))
-            rows = [None if s not in carry else s - loop.const_count for s in source]
+            place = {loop.const_count + i: i for i in range(sum(self.saved))}
+            rows = [None if s is None else place.get(s) for s in source]
         found = put_off(self.backward, sum(self.active.consts), fixed, fixed + loop.xs_count, rows)
         return found if any(found.put_off) else None
 
@@ -141,7 +141,7 @@ def _planned(loop: Loop, active: Active) -> Reversal:
     )
     plan = make_plan(loop.checkpoints, loop.length, loop.cond is None, step, loop.name)
     if plan.every_carry:
-        plan = replace(plan, slots=plan.leaf * plan.segments)  # whole segments
+        plan = replace(plan, slots=plan.leaf * (plan.segments or 0))  # whole segments
     return replace(quiet, plan=plan)
 
 
