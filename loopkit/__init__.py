@@ -1,6 +1,9 @@
 """Loops in JAX: differentiable, cheap in memory, and fast."""
 
 from loopkit import schedules as schedules
+from loopkit._explain import Explanation as Explanation
+from loopkit._explain import explain as explain
+from loopkit._explain import plan as plan
 from loopkit._fori_loop import fori_loop as fori_loop
 from loopkit._info import LoopInfo as LoopInfo
 from loopkit._plan import Plan as Plan

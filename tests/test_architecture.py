@@ -13,9 +13,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     ["loopkit"],
     ["loopkit._while_loop", "loopkit._scan", "loopkit._fori_loop"],
+    ["loopkit._explain"],
     ["loopkit._capture", "loopkit._budget"],
     ["loopkit.engine"],
+    ["loopkit._planner"],
     ["loopkit._plan"],
+    ["loopkit._plot"],
     ["loopkit.schedules"],
     ["loopkit._arguments", "loopkit._function_key", "loopkit._info"],
     ["loopkit._tree", "loopkit._errors", "loopkit._typing"],

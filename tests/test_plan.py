@@ -8,7 +8,8 @@ from jax import lax
 import loopkit
 from derivatives import assert_close
 from loopkit import Plan
-from loopkit._plan import Bytes, Step, make_plan
+from loopkit._plan import Bytes, Step
+from loopkit._planner import make_plan
 from loopkit.schedules import binomial
 
 X = jnp.linspace(0.1, 1.0, 5000)

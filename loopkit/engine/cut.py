@@ -46,6 +46,8 @@ class Cut:
     """Variables to store of each step."""
     remake: Callable[[dict], list]
     """Residuals, from an environment of constants, slices, hoisted and stored variables."""
+    uncut: int
+    """Bytes of the residuals as they are: what jax.lax.scan stores of a step."""
 
 
 def least_stored(jaxpr: Jaxpr, results: int, constants: int, slices: int) -> Cut:
@@ -105,7 +107,8 @@ def least_stored(jaxpr: Jaxpr, results: int, constants: int, slices: int) -> Cut
                 values.setdefault(v, out)
         return [read(v) for v in j.outvars[results:]]
 
-    return Cut(list(hoisted), stored, remake)
+    whole = sum(_size(v) - EACH for v in dict.fromkeys(varying) if v not in given)
+    return Cut(list(hoisted), stored, remake, whole)
 
 
 def _is_cheap(eqn: Any) -> bool:

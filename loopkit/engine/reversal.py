@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from loopkit import _jax, _jaxpr
 from loopkit._jax import Jaxpr, ShapedArray
-from loopkit._plan import Plan, Step, make_plan
+from loopkit._plan import Plan, Step
+from loopkit._planner import make_plan
 from loopkit.engine.cost import factor_bytes, nanoseconds
 from loopkit.engine.loop import Active, Loop, Operands, kept
 from loopkit.engine.products import SMALLEST, Products, put_off

@@ -33,6 +33,8 @@ class Split:
     """How many outputs of `forward` are carry or y."""
     backward: Callable[[Active], Jaxpr]
     """The backward half, for the leaves that cotangents flow through."""
+    uncut_bytes: int = 0
+    """Of all residuals of a step, as jax.lax.scan would store them."""
     stored_batched: tuple[bool, ...] = ()
     """For the split of a batched loop made from another split: which rows have the new axis."""
 
@@ -121,7 +123,7 @@ def _split(loop: Loop, active: Active) -> Split:
         return jaxpr
 
     hoist_jaxpr, _ = _jax.trace(hoist, in_types[:c], "loop_constants")
-    return Split(hoist_jaxpr, forward, n, make_backward)
+    return Split(hoist_jaxpr, forward, n, make_backward, cut.uncut)
 
 
 def _linear_part(
@@ -170,7 +172,7 @@ def batch_split(split: Split, loop: Loop, axis: Any, places: Operands, active: A
         ins = [*consts, *_first(hoisted), *slices, *_first(stored), *cts]
         return _jax.batch_jaxpr(split.backward(live), axis, ins, outs)[0]
 
-    return Split(hoist, forward, split.results, make_backward, tuple(stored))
+    return Split(hoist, forward, split.results, make_backward, stored_batched=tuple(stored))
 
 
 def _first(flags: Sequence[bool]) -> list[int | None]:
