@@ -60,6 +60,10 @@ def make(name: str, length: int | None = None) -> Case:
     if name == "field":
         init = jax.random.normal(keys[0], (1024, 1024)) / 10
         return Case(name, field_step, jnp.array([0.1, 0.01]), init, None, length or 100)
+    if name == "decay":  # stays finite however long it runs
+        init = jax.random.normal(keys[0], (256,))
+        step = lambda p, x, _: (x - 1e-3 * p * jnp.sin(x), None)
+        return Case(name, step, jnp.ones(256), init, None, length or 1000)
     load = workloads.make(name)
 
     def step(params, x, _):

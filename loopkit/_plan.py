@@ -123,7 +123,8 @@ class Plan:
     @property
     def least_bytes(self) -> int:
         """What any plan needs: the carry on its way, the sums, a few counters."""
-        return self.step.carry_bytes + self.step.sum_bytes + COUNTERS
+        counters = 0 if self.every_carry or self.keeps_all else COUNTERS
+        return self.step.carry_bytes + self.step.sum_bytes + counters
 
     def evaluations(self, steps: int | None = None) -> tuple[int, int]:
         """Predicted runs of the body, forward and backward, for a loop of `steps` steps.

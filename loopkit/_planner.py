@@ -150,7 +150,7 @@ def _candidates(count: int, loop: Plan, steps: int, most: int | None) -> Iterato
         for leaf in _leaves(steps, loop.exact):
             units = -(-steps // leaf)
             plan = replace(loop, slots=1, leaf=leaf, store=store)
-            left = count - plan.row_bytes - loop.least_bytes
+            left = count - plan.row_bytes - plan.least_bytes
             slots = left // step.carry_bytes
             if slots < units or bound is None:
                 slots = min(left // (step.carry_bytes + 4), SPLIT if loop.exact else PLACED)
