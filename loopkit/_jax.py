@@ -13,7 +13,15 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax._src import ad_util, config, core, debugging, dispatch, linear_util, tree_util
+from jax._src import (
+    ad_util,
+    config,
+    core,
+    debugging,
+    dispatch,
+    linear_util,
+    tree_util,
+)
 from jax._src import effects as effects_
 from jax._src import source_info_util as source_info
 from jax._src.api_util import debug_info
@@ -139,6 +147,13 @@ def dce(
     """The part of a jaxpr that the used outputs need, and which inputs it takes."""
     small, used = pe.dce_jaxpr(open_jaxpr(jaxpr), list(used_outputs), list(keep))
     return pe.close_jaxpr(small), list(used)
+
+
+def with_outputs(jaxpr: Jaxpr, outputs: Sequence[Any], keep: Sequence[bool]) -> Jaxpr:
+    """A jaxpr that returns other variables of its own, without the equations these do not need."""
+    j = open_jaxpr(jaxpr)
+    other = j.replace(outvars=list(outputs), debug_info=j.debug_info.with_unknown_names())
+    return dce(other, [True] * len(outputs), keep)[0]
 
 
 def jvp_activity(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> list[bool]:
@@ -317,13 +332,16 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
-def source_line(skipped: str) -> str:
-    """`file:line (function)` of the code being traced, outside jax and the folder `skipped`."""
-    frames = source_info.user_frames(source_info.current().traceback)
-    for frame in frames:
+def source_of(eqn: Any | None, skipped: str) -> tuple[str, int, str] | None:
+    """File, line and function outside jax and the folder `skipped` that made an equation.
+
+    Without an equation, those of the code being traced.
+    """
+    info = source_info.current() if eqn is None else eqn.source_info
+    for frame in source_info.user_frames(info.traceback):
         if not frame.file_name.startswith(skipped):
-            return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
-    return "unknown"
+            return frame.file_name, frame.start_line, frame.function_name
+    return None
 
 
 def name_stack() -> str:
