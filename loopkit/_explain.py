@@ -179,7 +179,7 @@ def _of_lax(eqn: Any) -> Explained:
     params, source = eqn.params, _source(eqn)
     if eqn.primitive.name == "while":
         carry = params["body_jaxpr"].in_avals[params["body_nconsts"] :]
-        size = sum(t.size * getattr(t.dtype, "itemsize", 8) for t in carry)
+        size = sum(map(_jax.byte_count, carry))
         return Explained("lax.while_loop", source, _with_bytes(Plan(0), size, 0), None)
     consts, carries = _jax.scan_counts(params)
     loop = Loop(
@@ -193,7 +193,7 @@ def _of_lax(eqn: Any) -> Explained:
         name="scan",
     )
     split = split_step(loop, _everything(loop))
-    carry = sum(t.size * getattr(t.dtype, "itemsize", 8) for t in loop.carry_types)
+    carry = sum(map(_jax.byte_count, loop.carry_types))
     bounded = Plan(0, bound=loop.length, exact=True)
     stored = split.uncut_bytes
     assert loop.length is not None

@@ -8,7 +8,8 @@ closes over has become leading arguments.
 from __future__ import annotations
 
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import Any, cast
 
 import jax
@@ -125,6 +126,23 @@ def jit_is_disabled() -> bool:
 def trace_context() -> Any:
     """What else a trace depends on: precision, x64 mode, mesh and the like."""
     return config.trace_context()
+
+
+SYMBOLIC = 16
+"""What an axis of symbolic size (jax.export) is taken to be where bytes and steps are weighed."""
+
+
+def elements(aval: Any) -> int:
+    """How many numbers a value of this type has; one, if it is no array."""
+    return volume(getattr(aval, "shape", ()))
+
+
+def volume(axes: Iterable[Any]) -> int:
+    return prod(n if isinstance(n, int) else SYMBOLIC for n in axes)
+
+
+def byte_count(aval: Any) -> int:
+    return elements(aval) * getattr(aval.dtype, "itemsize", 8)
 
 
 # ---------------------------------------------------------------- jaxprs

@@ -134,13 +134,13 @@ def _planned(loop: Loop, active: Active) -> Reversal:
         [True] * len(quiet.forward.in_avals),
     )
     step = Step(
-        sum(map(_bytes, quiet.saved_types)),
-        sum(map(_bytes, split.stored_types)),
+        sum(map(_jax.byte_count, quiet.saved_types)),
+        sum(map(_jax.byte_count, split.stored_types)),
         nanoseconds(quiet.step),
         nanoseconds(quiet.forward),
         nanoseconds(made),
         0 if loop.lanes else factor_bytes(quiet.forward, loop.const_count, SMALLEST),
-        sum(map(_bytes, kept(loop.const_types, active.consts))),
+        sum(map(_jax.byte_count, kept(loop.const_types, active.consts))),
     )
     plan = make_plan(loop.checkpoints, loop.length, loop.cond is None, step, loop.name)
     if plan.every_carry:
@@ -178,8 +178,3 @@ def _saved_leaves(loop: Loop, split: Split) -> tuple[bool, ...]:
         if new == saved:
             return tuple(saved)
         saved = new
-
-
-def _bytes(aval: ShapedArray) -> int:
-    size = getattr(aval.dtype, "itemsize", 8)
-    return aval.size * size
