@@ -98,8 +98,8 @@ def _shared(budget: Budget, count: int, truncate: int) -> tuple[Any, Any]:
             )
         )
     if isinstance(budget, Bytes):
-        outer = budget.count // 2
-        return Bytes(outer), Bytes(budget.count - outer)
+        half = Bytes(budget.count, loops=2)
+        return half, half
     if isinstance(budget, int):
         outer = min(count, max(1, budget // 2))
         return outer, max(1, budget - outer)
