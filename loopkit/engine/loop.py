@@ -79,10 +79,10 @@ class Loop:
     checkpoints: Budget = None
     unroll: int = 1
     name: str = "while_loop"
-    const_lanes: tuple[bool, ...] = ()
-    """Which constants begin with all the lane axes."""
-    xs_lanes: tuple[bool, ...] = ()
-    """Which xs slices begin with all the lane axes."""
+    const_lanes: tuple[int, ...] = ()
+    """How many of the lane axes each constant begins with."""
+    xs_lanes: tuple[int, ...] = ()
+    """How many of the lane axes each xs slice begins with."""
     xs_axes: tuple[int, ...] = ()
     """The axis of each xs along which it is sliced; empty if all are leading."""
     ys_axes: tuple[int, ...] = ()
