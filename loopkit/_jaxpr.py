@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -196,6 +196,25 @@ def map_equations(jaxpr: Jaxpr, change: Callable[[Any], Any]) -> Jaxpr:
         return new if j is value else value.replace(jaxpr=new)
 
     return inside(jaxpr)
+
+
+def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    """The equations of a jaxpr and of all those in it, as often as they are run in a pass."""
+
+    def inside(value: Any) -> Iterator[Any]:
+        if isinstance(value, tuple):
+            for v in value:
+                yield from inside(v)
+        elif hasattr(value, "map_jaxprs"):
+            found = []
+            value.map_jaxprs(lambda j: found.append(j) or j)
+            yield from inside(tuple(found))
+        elif hasattr(value, "eqns"):
+            yield from all_equations(value)
+
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
+        yield eqn
+        yield from inside(tuple(eqn.params.values()))
 
 
 # ---------------------------------------------------------------- the same, varying

@@ -188,6 +188,49 @@ def test_other_threads_keep_their_loops():
     }
 
 
+def long_loops(x):
+    """A loop that is run twice, and one with a loop inside."""
+    inner = jax.jit(lambda x: lax.scan(lambda c, _: (jnp.sin(c) * c, None), x, length=256)[0])
+    outer = lambda c, _: (inner(c), jnp.sum(c))
+    x, sums = lax.scan(outer, inner(inner(x)), length=8)
+    return jnp.sum(x) + jnp.sum(sums)
+
+
+def temporary_bytes(f, x):
+    compiled = jax.jit(jax.grad(f)).lower(x).compile()
+    return compiled.memory_analysis().temp_size_in_bytes, compiled(x)
+
+
+def test_loops_share_a_budget_in_bytes():
+    x, budget = jnp.linspace(1.0, 1.2, 1000), 1 << 20
+    stored, wanted = temporary_bytes(long_loops, x)
+    used, gradient = temporary_bytes(loopkit.checkpointed(long_loops, memory="1 MiB"), x)
+    assert_close(gradient, wanted)
+    step = 10 * x.nbytes  # of each of four loops, what it needs whatever the budget
+    assert used < budget + 4 * step < stored
+    text = str(jax.make_jaxpr(loopkit.checkpointed(long_loops, memory=budget))(x))
+    assert text.count("Bytes(count=1048576, loops=4)") == text.count("checkpoints=Bytes") > 0
+    with loopkit.replace_lax_loops(memory=budget):
+        alone, gradient = temporary_bytes(long_loops, x)
+    assert_close(gradient, wanted)
+    assert used < alone < stored
+
+
+def test_a_budget_of_its_own_is_kept():
+    def f(x):
+        x = loopkit.scan(lambda c, _: (c * x, None), x, length=9, memory=10_000)[0]
+        return lax.scan(lambda c, _: (c * x, None), x, length=9)[0]
+
+    text = str(jax.make_jaxpr(loopkit.checkpointed(f, memory=10_000))(1.0))
+    assert text.count("Bytes(count=10000, loops=1)") == 2
+
+
+def test_a_budget_too_small_says_what_would_do():
+    match = "`memory` must be at least .* for each of the loops that share it"
+    with pytest.raises(ValueError, match=match):
+        jax.grad(loopkit.checkpointed(long_loops, memory=100))(jnp.ones(1000))
+
+
 def test_loops_over_references_stay():
     def f(x):
         seen = jax.new_ref(jnp.zeros(3))
@@ -236,6 +279,8 @@ def test_transpose_of_a_linear_loop():
         ({"max_steps": -1}, "loopkit.checkpointed: `max_steps` must be"),
         ({"checkpoints": 0}, "loopkit.checkpointed: `checkpoints` must be"),
         ({"only": 3}, "loopkit.checkpointed: `only` must be a function"),
+        ({"memory": "much"}, "loopkit.checkpointed: `memory` must be"),
+        ({"memory": 9, "checkpoints": 9}, "loopkit.checkpointed: `memory` cannot be given"),
         ({"checkpoints": "all"}, 'can be "all" only if the number of steps of every loop is'),
     ],
 )
