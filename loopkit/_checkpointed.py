@@ -29,6 +29,8 @@ class Program(NamedTuple):
     jaxpr: Any
     consts: list
     out_tree: Any
+    kept: list
+    """What it returns as it is; None in the place of an array."""
 
     @property
     def closed_over(self) -> list:
@@ -54,7 +56,7 @@ def checkpointed(
 
     - `fn`: any function that JAX can trace. Arguments that are arrays, floats or complex numbers
         become abstract, as under `jax.jit`; bools, ints, strings, functions and other leaves are
-        passed to `fn` as they are.
+        passed to `fn` as they are, and returned as they are.
     - `max_steps`: the most steps of each while loop, a static int; None for no bound. A loop that
         needs more stops there.
     - `checkpoints`: what the backward pass of each loop keeps. None: about the square root of
@@ -111,20 +113,21 @@ def _call(fn: Callable, settings: Settings, programs: Recent, args: tuple, kwarg
     static = [v for v, t in zip(leaves, traced, strict=True) if not t]
 
     def trace() -> Program:
-        out_tree = None
+        out_tree, rest = None, []
 
         def flat(*values: Any) -> list:
-            nonlocal out_tree
+            nonlocal out_tree, rest
             given, kept = iter(values), iter(static)
             inputs = [next(given) if t else next(kept) for t in traced]
             args, kwargs = tree.unflatten(inputs)
             out, out_tree = jax.tree.flatten(fn(*args, **kwargs))
-            return list(map(_jax.as_array, out))
+            rest = [None if isinstance(v, jax.Array) else v for v in out]
+            return [v for v in out if isinstance(v, jax.Array)]
 
         name = getattr(fn, "__name__", "checkpointed")
         with replacing(settings):
             jaxpr, consts = _jax.trace(flat, [jax.typeof(v) for v in arrays], name)
-        return Program(_with_rules(_shared(jaxpr), settings), consts, out_tree)
+        return Program(_with_rules(_shared(jaxpr), settings), consts, out_tree, rest)
 
     types = (settings, tree, tuple(traced), type_key(arrays))
 
@@ -135,8 +138,8 @@ def _call(fn: Callable, settings: Settings, programs: Recent, args: tuple, kwarg
         return remember((fn, *functions), (*types, values), trace)
 
     program = programs.remember((*types, _typed(static), _jax.trace_context()), remembered)
-    outs = _jax.call_jaxpr(program.jaxpr)(*program.consts, *arrays)
-    return program.out_tree.unflatten(outs)
+    outs = iter(_jax.call_jaxpr(program.jaxpr)(*program.consts, *arrays))
+    return program.out_tree.unflatten(next(outs) if v is None else v for v in program.kept)
 
 
 def _typed(values: list) -> tuple:

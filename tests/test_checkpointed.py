@@ -1,15 +1,21 @@
 """The loops of lax inside functions that one cannot edit."""
 
 import threading
+from collections.abc import Callable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import loopkit
 from derivatives import assert_close, derivative
+from loopkit._replace_lax_loops import DIVERTED
 from problems import CHECKPOINTS, Problem, named, tagged
 
 
@@ -67,6 +73,66 @@ def test_loops_inside_calls_of_every_kind():
     wanted["grad inside"] = jax.grad(GROWN)(1.5)
     got = {name: jax.grad(loopkit.checkpointed(f))(1.5) for name, f in calls.items()}
     assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("around", ["checkpointed", "replace_lax_loops"])
+def test_loops_inside_shard_map(around):
+    """Each device takes steps of its own number."""
+    mesh = Mesh(np.asarray(jax.devices()[:4]), ("d",))
+    local = lambda x: jnp.atleast_1d(grows(x[0]))
+    on_devices = jax.shard_map(local, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    loss = lambda x: jnp.sum(on_devices(x))
+    x = jnp.array([1.5, 3.0, 0.1, 40.0])
+    wanted = jax.jacfwd(lambda x: jnp.stack([*map(grows, x)]).sum())(x)
+    if around == "checkpointed":
+        assert_close(jax.jit(jax.grad(loopkit.checkpointed(loss)))(x), wanted)
+    else:
+        with loopkit.replace_lax_loops():
+            assert_close(jax.jit(jax.grad(loss))(x), wanted)
+
+
+def test_steps_report_once():
+    seen = []
+
+    def f(x):
+        def body(i, y):
+            jax.debug.callback(lambda i: seen.append(int(i)), i)
+            return y * x
+
+        return lax.fori_loop(0, 4, body, x)
+
+    jax.grad(loopkit.checkpointed(f, checkpoints=2))(1.5)
+    jax.effects_barrier()
+    assert sorted(seen) == [0, 1, 2, 3]
+
+
+class Oscillator(eqx.Module):
+    stiffness: jax.Array
+    name: str
+    force: Callable = eqx.field(static=True)
+
+
+def test_pytrees_go_in_and_out():
+    @loopkit.checkpointed
+    def settle(model, state):
+        def step(state):
+            pull = model.force(model.stiffness * state["x"])
+            return state | {"x": state["x"] - 0.1 * pull, "steps": state["steps"] + 1}
+
+        end = lax.while_loop(lambda s: jnp.abs(s["x"]) > 0.5, step, state)
+        return {"model": model, "end": end}
+
+    model = Oscillator(jnp.asarray(1.3), "spring", jnp.sin)
+    out = settle(model, {"x": jnp.asarray(1.0), "steps": 0})
+    assert out["model"].name == "spring"
+    assert out["end"]["steps"].dtype == int
+
+    def end(k, settle):
+        model = Oscillator(k, "spring", jnp.sin)
+        return settle(model, {"x": jnp.asarray(1.0), "steps": 0})["end"]["x"]
+
+    k = jnp.asarray(1.3)
+    assert_close(jax.grad(end)(k, settle), jax.jacfwd(end)(k, settle.__wrapped__))
 
 
 def test_loops_inside_custom_derivatives():
@@ -186,6 +252,40 @@ def test_other_threads_keep_their_loops():
         "nested": False,
         "after": False,
     }
+
+
+def test_contexts_of_two_threads_at_once():
+    """One is left on an error while the other is inside."""
+    texts, inside, left = {}, threading.Barrier(2, timeout=60), threading.Event()
+    text = lambda: str(jax.make_jaxpr(lambda x: grows(x))(1.5))
+
+    def first():
+        try:
+            with loopkit.replace_lax_loops():
+                inside.wait()
+                raise RuntimeError
+        except RuntimeError:
+            texts["first, after"] = text()
+            left.set()
+
+    def second():
+        with loopkit.replace_lax_loops():
+            inside.wait()
+            assert left.wait(60)
+            texts["second, inside"] = text()
+        texts["second, after"] = text()
+
+    threads = [threading.Thread(target=f) for f in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {k: "loopkit" in t for k, t in texts.items()} == {
+        "first, after": False,
+        "second, inside": True,
+        "second, after": False,
+    }
+    assert all("bind" not in vars(p) for p in DIVERTED)
 
 
 def long_loops(x):
