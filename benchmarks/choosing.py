@@ -189,7 +189,7 @@ def blocks(repeats: int, rows: int = 50_000, steps: int = 100) -> None:
     """A recurrence along the rows of a large batch."""
 
     def smoothed(x):
-        step = lambda total, x: (0.9 * total + jnp.sin(x), total)
+        step = lambda total, x: (0.9 * total + x / (1 + x * x), total)
         zeros = jnp.zeros_like(x[:, 0])
         kept = {"in_axes": 1, "out_axes": 1, "checkpoints": "all"}
         _, forth = loopkit.scan(step, zeros, x, **kept)
