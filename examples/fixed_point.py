@@ -8,8 +8,8 @@ side. What the best plan pays from each cell, discounted, is the fixed point of 
 The same numbers solve a linear system, the adjoint of the fixed point; the two are compared. So are
 the time and memory of the gradient by other loops, with the same generous bound on the steps.
 
-Run `python examples/fixed_point.py`; it needs matplotlib, and some seconds. It draws the costs to go
-and the visits in fixed_point.png.
+Run `python examples/fixed_point.py`; it needs matplotlib, and some seconds. It draws the costs to
+go and the visits in fixed_point.png.
 """
 
 import argparse
