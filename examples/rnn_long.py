@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None) -> dict:
     )
     draw(args.plot, first, then, args)
     print(f"\ndrawn in {args.plot}")
-    return {"before": before, "after": after, "costs": costs}
+    return {"copied": first, "before": before, "after": after, "costs": costs}
 
 
 if __name__ == "__main__":
