@@ -11,9 +11,6 @@ import numpy as np
 
 from loopkit import _errors, _jax
 
-Bound = int | None
-Checkpoints = Any
-
 
 def check_callable(function: str, argument: str, value: Any) -> None:
     if not callable(value):
@@ -48,35 +45,6 @@ def check_truncate(function: str, truncate: Any) -> int | None:
     if truncate is None:
         return None
     return check_whole(function, "truncate", truncate, 1, "an int >= 1 (steps) or None")
-
-
-def check_checkpoints(function: str, checkpoints: Any, bound: int | None) -> Checkpoints:
-    if checkpoints is None:
-        return None
-    if isinstance(checkpoints, str):
-        if checkpoints != "all":
-            raise ValueError(
-                _errors.wrong(
-                    function,
-                    "checkpoints",
-                    'must be None, an int >= 1 or "all"',
-                    repr(checkpoints),
-                    'The only string is "all", which stores what every step\'s derivative reads.',
-                )
-            )
-        if bound is None:
-            raise ValueError(
-                _errors.wrong(
-                    function,
-                    "checkpoints",
-                    'can be "all" only if the number of steps is bounded',
-                    "checkpoints='all' with max_steps=None",
-                    "Pass `max_steps`, or leave `checkpoints` out.",
-                )
-            )
-        return "all"
-    expected = 'None, an int >= 1 (carries to keep) or "all"'
-    return check_whole(function, "checkpoints", checkpoints, 1, expected)
 
 
 def check_whole(function: str, argument: str, value: Any, least: int, expected: str) -> int:

@@ -29,6 +29,7 @@ def fori_loop(
     unroll: int | bool | None = None,
     max_steps: int | None = None,
     checkpoints: Any = None,
+    memory: int | str | None = None,
     return_info: bool = False,
 ) -> Any:
     """Repeat `body_fun` for the integers from `lower` to `upper`; differentiable in every mode.
@@ -49,8 +50,8 @@ def fori_loop(
     - `init_val`: a pytree of arrays.
     - `unroll`: steps to an iteration of the compiled loop; True for all, if their number is known.
     - `max_steps`: the most steps to take, a static int.
-    - `checkpoints`, `return_info`: as in `loopkit.while_loop`; "all" needs static bounds or
-      `max_steps`.
+    - `checkpoints`, `memory`, `return_info`: as in `loopkit.while_loop`; "all" needs static
+      bounds or `max_steps`.
 
     **Returns:**
 
@@ -95,6 +96,7 @@ def fori_loop(
             False,
             until=None,
             checkpoints=checkpoints,
+            memory=memory,
             return_info=True,
         )
         info = info._replace(stopped=jnp.array(length == trips))
@@ -112,6 +114,7 @@ def fori_loop(
         (jnp.asarray(lower, dtype), init_val),
         max_steps=max_steps,
         checkpoints=checkpoints,
+        memory=memory,
         unroll=1 if unroll is None else unroll,
         throw=False,
         return_info=return_info,

@@ -8,12 +8,21 @@ closes over has become leading arguments.
 from __future__ import annotations
 
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax._src import ad_util, config, core, debugging, dispatch, linear_util, tree_util
+from jax._src import (
+    ad_util,
+    config,
+    core,
+    debugging,
+    dispatch,
+    linear_util,
+    tree_util,
+)
 from jax._src import effects as effects_
 from jax._src import source_info_util as source_info
 from jax._src.api_util import debug_info
@@ -119,6 +128,23 @@ def trace_context() -> Any:
     return config.trace_context()
 
 
+SYMBOLIC = 16
+"""What an axis of symbolic size (jax.export) is taken to be where bytes and steps are weighed."""
+
+
+def elements(aval: Any) -> int:
+    """How many numbers a value of this type has; one, if it is no array."""
+    return volume(getattr(aval, "shape", ()))
+
+
+def volume(axes: Iterable[Any]) -> int:
+    return prod(n if isinstance(n, int) else SYMBOLIC for n in axes)
+
+
+def byte_count(aval: Any) -> int:
+    return elements(aval) * getattr(aval.dtype, "itemsize", 8)
+
+
 # ---------------------------------------------------------------- jaxprs
 
 
@@ -139,6 +165,13 @@ def dce(
     """The part of a jaxpr that the used outputs need, and which inputs it takes."""
     small, used = pe.dce_jaxpr(open_jaxpr(jaxpr), list(used_outputs), list(keep))
     return pe.close_jaxpr(small), list(used)
+
+
+def with_outputs(jaxpr: Jaxpr, outputs: Sequence[Any], keep: Sequence[bool]) -> Jaxpr:
+    """A jaxpr that returns other variables of its own, without the equations these do not need."""
+    j = open_jaxpr(jaxpr)
+    other = j.replace(outvars=list(outputs), debug_info=j.debug_info.with_unknown_names())
+    return dce(other, [True] * len(outputs), keep)[0]
 
 
 def jvp_activity(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> list[bool]:
@@ -317,13 +350,16 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
-def source_line(skipped: str) -> str:
-    """`file:line (function)` of the code being traced, outside jax and the folder `skipped`."""
-    frames = source_info.user_frames(source_info.current().traceback)
-    for frame in frames:
+def source_of(eqn: Any | None, skipped: str) -> tuple[str, int, str] | None:
+    """File, line and function outside jax and the folder `skipped` that made an equation.
+
+    Without an equation, those of the code being traced.
+    """
+    info = source_info.current() if eqn is None else eqn.source_info
+    for frame in source_info.user_frames(info.traceback):
         if not frame.file_name.startswith(skipped):
-            return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
-    return "unknown"
+            return frame.file_name, frame.start_line, frame.function_name
+    return None
 
 
 def name_stack() -> str:

@@ -74,8 +74,10 @@ class LaxLoop(NamedTuple):
     @property
     def site(self) -> LoopSite:
         size = sum(_bytes(jax.typeof(v)) for v in self.init)
-        names, source = _jax.name_stack(), _jax.source_line(PACKAGE)
-        return LoopSite(self.kind, names, source, self.length, size)
+        found, source = _jax.source_of(None, PACKAGE), "unknown"
+        if found is not None:
+            source = f"{found[0]}:{found[1]} ({found[2]})"
+        return LoopSite(self.kind, _jax.name_stack(), source, self.length, size)
 
     @property
     def replaceable(self) -> bool:

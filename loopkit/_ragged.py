@@ -18,6 +18,7 @@ from jax import lax
 
 from loopkit import _arguments, _errors, _jax
 from loopkit._axes import Inputs
+from loopkit._budget import check_budget
 from loopkit._capture import Names
 from loopkit._info import LoopInfo
 from loopkit._unbounded import Progress, check_growth, trace_segment
@@ -97,7 +98,7 @@ def ragged_scan(
     init = _arguments.as_arrays(name, "init", init)
     sequences, lengths = _check_sequences(sequences)
     batch = _arguments.check_whole(name, "batch", batch, 1, "an int >= 1, sequences to a batch")
-    checkpoints = _arguments.check_checkpoints(name, checkpoints, 1)
+    checkpoints = check_budget(name, checkpoints, None, 1)
     buckets = length_buckets(lengths, growth=growth)
 
     row = jax.tree.map(lambda x: _zeros(x, 1), sequences[0])

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from loopkit import _arguments, _jax, _lax_loops
+from loopkit._budget import check_budget
 from loopkit._lax_loops import LoopSite, Settings
 
 _lock = threading.Lock()
@@ -72,7 +73,7 @@ def replace_lax_loops(
 def settings_of(function: str, max_steps: Any, checkpoints: Any, only: Any) -> Settings:
     max_steps = _arguments.check_max_steps(function, max_steps)
     # That while loops need a bound for "all" is checked when there is one.
-    _arguments.check_checkpoints(function, checkpoints, 0)
+    check_budget(function, checkpoints, None, 0)
     if only is not None:
         _arguments.check_callable(function, "only", only)
     return Settings.of(function, max_steps, checkpoints, only)

@@ -13,6 +13,7 @@ from jax import lax
 
 from loopkit import _arguments, _errors, _jax
 from loopkit._axes import Inputs, arranged, has_none, stacks, without_last, y_axes
+from loopkit._budget import check_budget
 from loopkit._cache import interned, remember
 from loopkit._capture import Names, Traced, scalar_bool, trace_loop, type_key
 from loopkit._info import LoopInfo
@@ -40,6 +41,7 @@ def scan(
     out_axes: Any = 0,
     truncate: int | None = None,
     checkpoints: Any = None,
+    memory: int | str | None = None,
     return_info: bool = False,
 ) -> Any:
     """Scan `f` over an axis of `xs`, the leading one by default, carrying state along.
@@ -75,7 +77,10 @@ def scan(
       most `truncate` steps, and the carry once every `truncate` steps.
     - `checkpoints`: what the backward pass keeps. None: about the square root of the number of
       steps in carries, about one extra forward pass. An int c: at most c carries, at the price of
-      more recomputation. "all": what the derivative of every step reads, as lax.scan.
+      more recomputation. "all": what the derivative of every step reads, as lax.scan. A `Plan`:
+      what it says.
+    - `memory`: the same as a budget in bytes, an int or a string such as "64 MB": what the backward
+      pass may need beyond what it needs for a single step. Give one of the two.
     - `return_info`: also return a `LoopInfo`.
 
     **Returns:**
@@ -119,6 +124,7 @@ def scan(
         out_axes=out_axes,
         truncate=truncate,
         checkpoints=checkpoints,
+        memory=memory,
         return_info=return_info,
     )
 
@@ -138,6 +144,7 @@ def run_scan(
     out_axes: Any = 0,
     truncate: Any = None,
     checkpoints: Any = None,
+    memory: Any = None,
     return_info: bool = False,
     stopped: Any = False,
 ) -> Any:
@@ -153,10 +160,10 @@ def run_scan(
     xs = _arguments.as_arrays(name, "xs", xs)
     inputs = Inputs.of(xs, in_axes, length)
     length = inputs.length
-    checkpoints = _arguments.check_checkpoints(name, checkpoints, length)
+    budget = check_budget(name, checkpoints, memory, length)
     unroll = length if unroll is True else _arguments.check_unroll(name, unroll)
     unroll = min(max(1, unroll), max(1, length))
-    if split_transpose and (checkpoints != "all" or stopping):
+    if split_transpose and (budget != "all" or stopping):
         raise ValueError(
             _errors.wrong(
                 name,
@@ -169,7 +176,7 @@ def run_scan(
     truncate = _arguments.check_truncate(name, truncate)
     if truncate is not None and truncate < length:
         part = ft.partial(run_scan, names, unroll=unroll, split_transpose=False)
-        result = truncated(part, f, init, inputs, reverse, until, out_axes, truncate, checkpoints)
+        result = truncated(part, f, init, inputs, reverse, until, out_axes, truncate, budget)
         return result if return_info else result[:2]
     lasts = _last_ys(f, init, inputs, out_axes) if has_none(out_axes) else []
     if _arguments.runs_in_python() and length > 0:
@@ -205,7 +212,7 @@ def run_scan(
         "xs_axes": inputs.places,
         "length": length,
         "reverse": reverse,
-        "checkpoints": checkpoints,
+        "checkpoints": budget,
         "unroll": unroll,
         "name": name,
     }
@@ -218,7 +225,7 @@ def run_scan(
         trace,
     )
     leading = not any((*traced.loop.x_axes, *traced.loop.y_axes))
-    if checkpoints == "all" and not stopping and leading:
+    if budget == "all" and not stopping and leading:
         carry, ys = _run_stored(traced, leaves, inputs.arrays, bool(split_transpose))
     else:
         carry, ys = traced.run(leaves, inputs.arrays)

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from loopkit import _jax
+from loopkit import _errors, _jax
 from loopkit._axes import SCAN, Inputs, block_axes, joined
 from loopkit._info import LoopInfo
+from loopkit._plan import Budget, Bytes, Plan
 
 ROWS = 4
 """Rows of residuals to a carry kept, up to which a block stores the residuals of all its steps."""
@@ -39,11 +40,11 @@ def truncated(
     until: Callable | None,
     out_axes: Any,
     truncate: int,
-    checkpoints: Any,
+    budget: Budget,
 ) -> tuple[Any, Any, LoopInfo]:
     """A scan over `inputs` of more than `truncate` steps, by a `scan` that does not truncate."""
     count = -(-inputs.length // truncate) - 1
-    outer, inner = _shared(checkpoints, count, truncate)
+    outer, inner = _shared(budget, count, truncate)
 
     def part(f: Callable, init: Any, inputs: Inputs, **settings: Any) -> Any:
         axes = inputs.tree.unflatten(inputs.axes)
@@ -83,12 +84,26 @@ def truncated(
     return carry, ys, LoopInfo(before.steps + info.steps, info.stopped)
 
 
-def _shared(checkpoints: Any, count: int, truncate: int) -> tuple[Any, Any]:
+def _shared(budget: Budget, count: int, truncate: int) -> tuple[Any, Any]:
     """What the loop over blocks keeps, and what each block does."""
-    if isinstance(checkpoints, int):
-        outer = min(count, max(1, checkpoints // 2))
-        return outer, max(1, checkpoints - outer)
-    stores = checkpoints == "all" or truncate <= ROWS * count
+    if isinstance(budget, Plan):
+        raise ValueError(
+            _errors.wrong(
+                SCAN,
+                "checkpoints",
+                "cannot be a Plan together with `truncate`",
+                f"truncate={truncate}",
+                "A truncated scan is a loop over blocks, each a loop of its own, and a plan is of "
+                "one loop. Give the number of carries, or `memory`.",
+            )
+        )
+    if isinstance(budget, Bytes):
+        half = Bytes(budget.count, loops=2)
+        return half, half
+    if isinstance(budget, int):
+        outer = min(count, max(1, budget // 2))
+        return outer, max(1, budget - outer)
+    stores = budget == "all" or truncate <= ROWS * count
     return count, "all" if stores else None
 
 

@@ -22,6 +22,7 @@ from jax import lax
 
 from loopkit import _arguments, _errors, _jax
 from loopkit._axes import Inputs
+from loopkit._budget import check_budget
 from loopkit._cache import remember
 from loopkit._capture import Names, Traced, scalar_bool, trace_loop, type_key
 from loopkit._exhausted import ran_out, ran_out_after
@@ -132,7 +133,7 @@ def unbounded_scan(
     if max_segments is not None:
         expected = "an int >= 1 or None (no bound)"
         max_segments = _arguments.check_whole(name, "max_segments", max_segments, 1, expected)
-    checkpoints = _arguments.check_checkpoints(name, checkpoints, segment)
+    checkpoints = check_budget(name, checkpoints, None, segment)
     sizes = segment_lengths(segment, check_growth(name, growth), max_segments)
     if _arguments.runs_in_python() and rows != 0:
         carry, ys, info = _python_scan(f, init, xs, until, rows, sizes, progress)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from loopkit import _arguments
+from loopkit._budget import check_budget
 from loopkit._cache import remember
 from loopkit._capture import Names, trace_loop, type_key
 from loopkit._info import LoopInfo
@@ -26,6 +27,7 @@ def while_loop(
     *,
     max_steps: int | None = None,
     checkpoints: Any = None,
+    memory: int | str | None = None,
     unroll: int = 1,
     throw: bool = False,
     return_info: bool = False,
@@ -49,7 +51,10 @@ def while_loop(
     - `max_steps`: the most steps to take, a static int; None for no bound.
     - `checkpoints`: what the backward pass keeps. None: a few dozen carries, about one extra
       forward pass. An int c: at most c carries, at the price of more recomputation. "all":
-      what the derivative of every step reads, and no recomputation (needs `max_steps`).
+      what the derivative of every step reads, and no recomputation (needs `max_steps`). A
+      `Plan`: what it says.
+    - `memory`: the same as a budget in bytes, an int or a string such as "64 MB": what the backward
+      pass may need beyond what it needs for a single step. Give one of the two.
     - `unroll`: steps to an iteration of the compiled loop.
     - `throw`: raise an error at run time if `max_steps` steps were not enough.
     - `return_info`: also return a `LoopInfo`.
@@ -86,6 +91,7 @@ def while_loop(
         init_val,
         max_steps=max_steps,
         checkpoints=checkpoints,
+        memory=memory,
         unroll=unroll,
         throw=throw,
         return_info=return_info,
@@ -100,6 +106,7 @@ def run_while(
     *,
     max_steps: Any,
     checkpoints: Any,
+    memory: Any,
     unroll: Any,
     throw: bool,
     return_info: bool,
@@ -109,7 +116,7 @@ def run_while(
     _arguments.check_callable(name, names.predicate, cond_fun)
     _arguments.check_callable(name, names.body, body_fun)
     max_steps = _arguments.check_max_steps(name, max_steps)
-    checkpoints = _arguments.check_checkpoints(name, checkpoints, max_steps)
+    budget = check_budget(name, checkpoints, memory, max_steps)
     unroll = _arguments.check_unroll(name, unroll)
     init_val = _arguments.as_arrays(name, names.init, init_val)
     if _arguments.runs_in_python():
@@ -130,7 +137,7 @@ def run_while(
     def predicate(carry: list) -> Any:
         return cond_fun(tree.unflatten(carry)[0])
 
-    settings = {"length": max_steps, "checkpoints": checkpoints, "unroll": unroll, "name": name}
+    settings = {"length": max_steps, "checkpoints": budget, "unroll": unroll, "name": name}
     traced = remember(
         (cond_fun, body_fun),
         (names, tree, type_key(leaves), *settings.values()),

@@ -119,10 +119,14 @@ def test_whole_inputs_and_last_outputs():
 
 
 def test_no_residuals_past_the_truncation():
-    def residual_bytes(truncate):
+    def residual_bytes(truncate, memory=None):
         def loss(x):
             return loopkit.scan(
-                lambda h, _: (jnp.sin(h) * h, None), x, length=512, truncate=truncate
+                lambda h, _: (jnp.sin(h) * h, None),
+                x,
+                length=512,
+                truncate=truncate,
+                memory=memory,
             )[0].sum()
 
         compiled = jax.jit(jax.grad(loss)).lower(jnp.ones(1000)).compile()
@@ -130,6 +134,15 @@ def test_no_residuals_past_the_truncation():
 
     assert residual_bytes(8) < 40 * 8000
     assert residual_bytes(8) < residual_bytes(None)
+    assert residual_bytes(128, memory="1 MB") < 1_064_000
+    for memory in [9000, 0]:
+        with pytest.raises(ValueError, match=f"got {memory} bytes.*for each of the loops"):
+            residual_bytes(128, memory=memory)
+
+
+def test_a_truncated_scan_has_no_single_plan():
+    with pytest.raises(ValueError, match="`checkpoints` cannot be a Plan together with `truncate`"):
+        loopkit.scan(lambda h, _: (h, None), 0.0, length=9, truncate=3, checkpoints=loopkit.Plan(4))
 
 
 @pytest.mark.parametrize(

@@ -40,19 +40,29 @@ class Batched(NamedTuple):
 
 
 def batch_loop(
-    loop: Loop, axis: Any, batched: Operands, ys: Sequence[bool] | None = None
+    loop: Loop,
+    axis: Any,
+    batched: Operands,
+    ys: Sequence[bool] | None = None,
+    whole: bool = False,
 ) -> Batched:
-    """`loop` over operands of which some are batched; `ys` forces results to be."""
+    """`loop` over operands of which some are batched; `ys` forces results to be.
+
+    `whole`: if the axis becomes a lane, so are constants that differ between lanes already. Then a
+    lane can be given those of another (lanes.py).
+    """
     ys = [False] * loop.ys_count if ys is None else list(ys)
-    key = ("batched", axis, *map(tuple, batched), tuple(ys))
-    return loop.derived(key, lambda: _batch_loop(loop, axis, batched, ys))
+    key = ("batched", axis, *map(tuple, batched), tuple(ys), whole)
+    return loop.derived(key, lambda: _batch_loop(loop, axis, batched, ys, whole))
 
 
-def _batch_loop(loop: Loop, axis: Any, batched: Operands, ys: list[bool]) -> Batched:
+def _batch_loop(loop: Loop, axis: Any, batched: Operands, ys: list[bool], whole: bool) -> Batched:
     k = len(loop.lanes)
     joins, carry = False, list(batched.init)
     while True:
-        place, const_axes, x_axes = _places(loop, batched, 0 if joins else k, joins)
+        place = 0 if joins else k
+        const_axes = _places(loop.const_lanes, batched.consts, joins)
+        x_axes = _places(loop.xs_lanes, batched.xs, joins)
         carry_axes = _at(carry, place)
         body_axes = [*const_axes, *carry_axes, *x_axes]
         _, flags = _jax.batch_jaxpr(loop.body, axis, body_axes, ["free"] * len(loop.body.out_avals))
@@ -61,6 +71,9 @@ def _batch_loop(loop: Loop, axis: Any, batched: Operands, ys: list[bool]) -> Bat
         if not joins and loop.cond is not None:
             cond_axes = [*_at(batched.cond_consts, 0), *_at(new, place)]
             _, (joins,) = _jax.batch_jaxpr(loop.cond, axis, cond_axes, ["free"])
+            if joins and whole and loop.lanes:
+                consts = [f or n > 0 for f, n in zip(batched.consts, loop.const_lanes, strict=True)]
+                batched = batched._replace(consts=consts)
         if joins and not all(new):
             new = [True] * len(new)
         elif new == carry and (not joins or place == 0):
@@ -76,8 +89,8 @@ def _batch_loop(loop: Loop, axis: Any, batched: Operands, ys: list[bool]) -> Bat
     new_loop = loop.replace(
         cond=cond,
         body=body,
-        const_lanes=_lanes(loop, loop.const_lanes, batched.consts, joins),
-        xs_lanes=_lanes(loop, loop.xs_lanes, batched.xs, joins),
+        const_lanes=_lanes(loop.const_lanes, batched.consts, joins),
+        xs_lanes=_lanes(loop.xs_lanes, batched.xs, joins),
         xs_axes=_shifted(loop.x_axes, x_axes),
         ys_axes=_shifted(loop.y_axes, y_axes),
     )
@@ -100,28 +113,18 @@ def _shifted(rows: Sequence[int], axes: Sequence[int | None]) -> tuple[int, ...]
     return tuple(row + (a is not None and a < row) for a, row in zip(axes, rows, strict=True))
 
 
-def _places(loop: Loop, batched: Operands, place: int, joins: bool) -> tuple[int, list, list]:
-    """Where the axis goes in the carry, the constants and the slices."""
-
-    def axes(flags: Sequence[bool], has_lanes: Sequence[bool]) -> list[int | None]:
-        if not loop.lanes or joins:
-            return _at(flags, 0)
-        return [
-            (place if lanes else 0) if f else None
-            for f, lanes in zip(flags, has_lanes, strict=True)
-        ]
-
-    return place, axes(batched.consts, loop.const_lanes), axes(batched.xs, loop.xs_lanes)
+def _places(lanes: Sequence[int], batched: Sequence[bool], joins: bool) -> list[int | None]:
+    """Where the axis goes in constants or slices: behind the lane axes, or before them."""
+    lanes = lanes or [0] * len(batched)
+    return [(0 if joins else n) if f else None for f, n in zip(batched, lanes, strict=True)]
 
 
-def _lanes(
-    loop: Loop, has_lanes: Sequence[bool], batched: Sequence[bool], joins: bool
-) -> tuple[bool, ...]:
-    """Which leaves begin with all lane axes once the new axis is in."""
+def _lanes(lanes: tuple[int, ...], batched: Sequence[bool], joins: bool) -> tuple[int, ...]:
+    """How many lane axes lead in each of them, once the new axis is in."""
     if not joins:
-        return tuple(has_lanes)
-    before = has_lanes if loop.lanes else [True] * len(batched)
-    return tuple(a and b for a, b in zip(before, batched, strict=True))
+        return lanes
+    lanes = lanes or (0,) * len(batched)
+    return tuple(n + 1 if f else 0 for f, n in zip(batched, lanes, strict=True))
 
 
 def move(value: Any, source: int | None, target: int | None, size: int) -> Any:
@@ -253,7 +256,7 @@ def _batched_for(
     key = ("batched for", axis, *map(tuple, flags), ys, layout)
 
     def make() -> Batched:
-        found = batch_loop(loop, axis, flags, ys)
+        found = batch_loop(loop, axis, flags, ys, whole=True)
         own = found._replace(loop=found.loop.replace())
         _laid_out(loop, own.loop, axis, own.operands, layout)
         return own

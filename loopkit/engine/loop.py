@@ -26,9 +26,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from loopkit import _jax, _jaxpr
 from loopkit._jax import Jaxpr, ShapedArray
+from loopkit._plan import Budget
 
 T = TypeVar("T")
-Checkpoints = Any  # None, an int, "all"
 
 
 class Operands(NamedTuple):
@@ -76,13 +76,13 @@ class Loop:
     xs_count: int
     length: int | None
     reverse: bool = False
-    checkpoints: Checkpoints = None
+    checkpoints: Budget = None
     unroll: int = 1
     name: str = "while_loop"
-    const_lanes: tuple[bool, ...] = ()
-    """Which constants begin with all the lane axes."""
-    xs_lanes: tuple[bool, ...] = ()
-    """Which xs slices begin with all the lane axes."""
+    const_lanes: tuple[int, ...] = ()
+    """How many of the lane axes each constant begins with."""
+    xs_lanes: tuple[int, ...] = ()
+    """How many of the lane axes each xs slice begins with."""
     xs_axes: tuple[int, ...] = ()
     """The axis of each xs along which it is sliced; empty if all are leading."""
     ys_axes: tuple[int, ...] = ()
