@@ -309,7 +309,8 @@ def remember(functions: Sequence[Any], rest: Any, make: Callable[[], Traced]) ->
 
 def _interned(loop: Loop) -> Loop:
     """A loop with the same equations that was run before, and so compiled, if there is one."""
-    settings = (loop.length, loop.reverse, loop.checkpoints, loop.unroll, loop.name)
+    unroll = (loop.unroll, loop.auto_unroll)
+    settings = (loop.length, loop.reverse, loop.checkpoints, unroll, loop.name)
     counts = (loop.cond_const_count, loop.const_count, loop.carry_count, loop.xs_count)
     try:
         cond = None if loop.cond is None else _jaxpr.jaxpr_key(loop.cond)

@@ -16,6 +16,7 @@ from loopkit._budget import check_budget
 from loopkit._capture import Names, Traced, remember, scalar_bool, trace_loop, type_key
 from loopkit._info import LoopInfo
 from loopkit.engine.loop import Loop, kept, parts, spread
+from loopkit.engine.unrolling import settled
 
 Carry = TypeVar("Carry")
 X = TypeVar("X")
@@ -30,7 +31,7 @@ def scan(
     xs: X | None = None,
     length: int | None = None,
     reverse: bool = False,
-    unroll: int | bool = 1,
+    unroll: int | bool | str = 1,
     _split_transpose: bool = False,
     *,
     until: Callable[[Carry, Y], Any] | None = None,
@@ -58,7 +59,8 @@ def scan(
     - `xs`: a pytree of arrays, scanned over along their leading axis; None for no input.
     - `length`: steps, a static int; needed if `xs` has no leaves.
     - `reverse`: go from the last row of `xs` and `ys` to the first.
-    - `unroll`: steps to an iteration of the compiled loop; True for all of them.
+    - `unroll`: steps to an iteration of the compiled loop; True for all of them; "auto" for what
+      takes least time, compilation included, by a trial that is kept in the user's cache folder.
     - `until`: `(Carry, Y) -> bool[]`. Stop after the first step for which it holds. Cost follows
       the steps taken.
     - `checkpoints`: what the backward pass keeps. None: about the square root of the number of
@@ -136,7 +138,7 @@ def run_scan(
     xs = _arguments.as_arrays(name, "xs", xs)
     length = _length(xs, length)
     budget = check_budget(name, checkpoints, memory, length)
-    unroll = length if unroll is True else _arguments.check_unroll(name, unroll)
+    unroll, auto = (length, False) if unroll is True else _arguments.check_unroll(name, unroll)
     unroll = min(max(1, unroll), max(1, length))
     if split_transpose and (budget != "all" or stopping):
         raise ValueError(
@@ -175,6 +177,7 @@ def run_scan(
         "reverse": reverse,
         "checkpoints": budget,
         "unroll": unroll,
+        "auto_unroll": auto,
         "name": name,
     }
     traced = remember(
@@ -291,6 +294,6 @@ def _stored_scan(
         xs,
         loop.length,
         reverse=loop.reverse,
-        unroll=loop.unroll,
+        unroll=settled(loop),
         _split_transpose=split_transpose,
     )

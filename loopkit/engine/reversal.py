@@ -57,6 +57,12 @@ class Reversal:
         found = put_off(self.backward, sum(self.active.consts), fixed, fixed + loop.xs_count, rows)
         return found if any(found.put_off) else None
 
+    def unrolled(self, unroll: int) -> Reversal:
+        """The same, so many steps to an iteration."""
+        if self.loop.unroll == unroll:
+            return self
+        return replace(self, loop=self.loop.unrolled(unroll))
+
     @property
     def saved_types(self) -> list[ShapedArray]:
         return kept(self.loop.carry_types, self.saved)
