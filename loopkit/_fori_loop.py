@@ -29,7 +29,7 @@ def fori_loop(
     unroll: int | bool | str | None = None,
     max_steps: int | None = None,
     checkpoints: Any = None,
-    memory: int | str | None = None,
+    memory: int | str | dict | None = None,
     return_info: bool = False,
 ) -> Any:
     """Repeat `body_fun` for the integers from `lower` to `upper`; differentiable in every mode.

@@ -36,7 +36,7 @@ def scan(
     *,
     until: Callable[[Carry, Y], Any] | None = None,
     checkpoints: Any = None,
-    memory: int | str | None = None,
+    memory: int | str | dict | None = None,
     return_info: bool = False,
 ) -> Any:
     """Scan `f` over the leading axis of `xs`, carrying state along.
@@ -68,7 +68,8 @@ def scan(
       more recomputation. "all": what the derivative of every step reads, as lax.scan. A `Plan`:
       what it says.
     - `memory`: the same as a budget in bytes, an int or a string such as "64 MB": what the backward
-      pass may need beyond what it needs for a single step. Give one of the two.
+      pass may need beyond what it needs for a single step. A dict of two, `{"device": "64 MB",
+      "host": "4 GB"}`, keeps the checkpoints in the host's memory. Give one of the two.
     - `return_info`: also return a `LoopInfo`.
 
     **Returns:**

@@ -26,7 +26,7 @@ def while_loop(
     *,
     max_steps: int | None = None,
     checkpoints: Any = None,
-    memory: int | str | None = None,
+    memory: int | str | dict | None = None,
     unroll: int | str = 1,
     throw: bool = False,
     return_info: bool = False,
@@ -53,7 +53,8 @@ def while_loop(
       what the derivative of every step reads, and no recomputation (needs `max_steps`). A
       `Plan`: what it says.
     - `memory`: the same as a budget in bytes, an int or a string such as "64 MB": what the backward
-      pass may need beyond what it needs for a single step. Give one of the two.
+      pass may need beyond what it needs for a single step. A dict of two, `{"device": "64 MB",
+      "host": "4 GB"}`, keeps the checkpoints in the host's memory. Give one of the two.
     - `unroll`: steps to an iteration of the compiled loop; "auto" for what takes least time,
       compilation included, by a trial that is kept in the user's cache folder.
     - `throw`: raise an error at run time if `max_steps` steps were not enough.

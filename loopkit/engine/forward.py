@@ -17,6 +17,7 @@ from loopkit import _jax
 from loopkit.engine import while_
 from loopkit.engine.activity import forward_activity
 from loopkit.engine.forward_sweep import forward_sweep
+from loopkit.engine.host import check_gradients
 from loopkit.engine.loop import Active, Loop, kept, parts, spread
 from loopkit.engine.primitives import forward_p, pushforward_p, while_p
 from loopkit.engine.reversal import covers, reversal
@@ -28,6 +29,8 @@ def evaluate(*operands: Any, loop: Loop, active: Active) -> list:
     with jax.named_scope(f"loopkit.{loop.name}.forward"):
         how, unroll = reversal(loop, active), settled(loop, active)
         operands_of = loop.split(operands)[0]
+        if how.plan.host:
+            check_gradients(loop.name)
         return forward_sweep(how.unrolled(unroll), loop.unrolled(unroll), operands_of)
 
 

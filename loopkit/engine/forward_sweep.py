@@ -71,7 +71,7 @@ def forward_sweep(how: Reversal, loop: Loop, operands: Operands) -> list:
         return Forward(advance(loop, operands, s.steps, stop), slots, placed)
 
     placed = None if schedule is None else schedule.start(first.count)
-    done = lax.while_loop(cond, body, Forward(first, _blank_slots(how), placed))
+    done = lax.while_loop(cond, body, Forward(first, how.blank_stacks, placed))
     # Without a schedule, slot and segment have the same number.
     units = jnp.zeros(0, jnp.int32) + first.count
     if done.placed is not None:
@@ -84,10 +84,6 @@ def _goes_on(loop: Loop, operands: Operands, steps: Steps) -> Any:
         return steps.count < loop.length
     go = goes_on(loop, operands, steps.carry)
     return go if loop.length is None else go & (steps.count < loop.length)
-
-
-def _blank_slots(how: Reversal) -> list:
-    return [_jax.zeros(_jax.stack_type(t, how.plan.slots)) for t in how.saved_types]
 
 
 def _save_every_segment(how: Reversal, loop: Loop, operands: Operands) -> list:
@@ -104,7 +100,7 @@ def _save_every_segment(how: Reversal, loop: Loop, operands: Operands) -> list:
         stop = jnp.minimum((unit + 1) * plan.leaf, length)
         return advance(loop, operands, steps, stop), slots
 
-    steps, slots = repeat(plan.segments, segment, (start(loop, operands), _blank_slots(how)))
+    steps, slots = repeat(plan.segments, segment, (start(loop, operands), how.blank_stacks))
     return [*steps.carry, *steps.ys, *slots, jnp.zeros(0, jnp.int32), jnp.int32(length)]
 
 
@@ -118,7 +114,7 @@ def _save_every_carry(how: Reversal, loop: Loop, operands: Operands) -> list:
             return one_step(loop, operands, steps), slots
         return guarded_step(loop, operands, loop.length, steps), slots
 
-    steps, slots = _run(loop, operands, step, (start(loop, operands), _blank_slots(how)))
+    steps, slots = _run(loop, operands, step, (start(loop, operands), how.blank_stacks))
     return [*steps.carry, *steps.ys, *slots, jnp.zeros(0, jnp.int32) + steps.count, steps.taken]
 
 
@@ -177,6 +173,5 @@ def _store_residuals(how: Reversal, loop: Loop, operands: Operands) -> list:
         done = Steps(count, new, ys, lane_counts)
         return done, _write(rows, stored, steps.count, go)
 
-    rows = [_jax.zeros(_jax.stack_type(t, how.plan.leaf)) for t in how.row_types]
-    steps, rows = _run(loop, operands, step, (start(loop, operands), rows))
+    steps, rows = _run(loop, operands, step, (start(loop, operands), how.blank_stacks))
     return [*steps.carry, *steps.ys, *rows, jnp.zeros(0, jnp.int32) + steps.count, steps.taken]

@@ -39,15 +39,20 @@ def row_of(loop: Loop, step: Any) -> Any:
 
 
 def read_rows(arrays: Sequence[Any], row: Any, axis: int = 0) -> list:
+    """Rows, brought to the device from wherever they are kept."""
     return [
-        lax.dynamic_index_in_dim(a, row, axis, keepdims=False, allow_negative_indices=False)
+        _jax.placed(
+            lax.dynamic_index_in_dim(a, row, axis, keepdims=False, allow_negative_indices=False)
+        )
         for a in arrays
     ]
 
 
 def write_rows(arrays: Sequence[Any], values: Sequence[Any], row: Any, axis: int = 0) -> list:
     return [
-        lax.dynamic_update_index_in_dim(a, v, row, axis, allow_negative_indices=False)
+        lax.dynamic_update_index_in_dim(
+            a, _jax.placed(v, jax.typeof(a)), row, axis, allow_negative_indices=False
+        )
         for a, v in zip(arrays, values, strict=True)
     ]
 
