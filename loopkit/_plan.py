@@ -35,6 +35,8 @@ class Bytes:
     count: int
     host: int | None = None
     """Of checkpoints in the host's memory; None if they are kept on the device."""
+    loops: int = 1
+    """How many loops share it, in equal parts."""
 
 
 class Step(NamedTuple):

@@ -47,9 +47,10 @@ def make_plan(
         assert bound is not None, "checked with the arguments"
         return replace(loop, leaf=bound, store="residuals", keeps_all=True)
     if isinstance(budget, Bytes):
-        return _cheapest(
-            budget.count, replace(loop, host=budget.host is not None), name, budget.host
-        )
+        loops, host = budget.loops, budget.host
+        if host is not None:
+            loop, host = replace(loop, host=True), host // loops
+        return _cheapest(budget.count // loops, loop, name, host, loops=loops)
     if isinstance(budget, int):
         return _in_carries(budget, loop)
     return _default(loop)
@@ -125,7 +126,12 @@ def _in_carries(budget: int, loop: Plan) -> Plan:
 
 @lru_cache(maxsize=256)
 def _cheapest(
-    count: int, loop: Plan, name: str, host: int | None = None, most: int | None = None
+    count: int,
+    loop: Plan,
+    name: str,
+    host: int | None = None,
+    most: int | None = None,
+    loops: int = 1,
 ) -> Plan:
     """The plan of least predicted time that needs at most `count` bytes, and `most` slots.
 
@@ -146,15 +152,17 @@ def _cheapest(
     least = replace(loop, slots=1)
     if most is not None:
         return least
+    each = " for each of the loops that share it" if loops > 1 else ""
     if host is not None and host < least.host_bytes:
         raise ValueError(
-            f"loopkit.{name}: `memory` must be at least {least.host_bytes} bytes on the host, got "
-            f"{host} bytes. That is one checkpoint. Pass more for 'host'."
+            f"loopkit.{name}: `memory` must be at least {least.host_bytes * loops} bytes on the "
+            f"host, got {host * loops} bytes. That is one checkpoint{each}. Pass more for 'host'."
         )
+    needed = least.peak_bytes * loops
     raise ValueError(
-        f"loopkit.{name}: `memory` must be at least {least.peak_bytes} bytes, got {count} "
+        f"loopkit.{name}: `memory` must be at least {needed} bytes, got {count * loops} "
         f"bytes. That is a checkpoint of {step.carry_bytes} bytes, and what a gradient needs "
-        f"beside it however little is kept. Pass `memory={least.peak_bytes}` or more."
+        f"beside it however little is kept{each}. Pass `memory={needed}` or more."
     )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools as ft
-import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
@@ -12,9 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopkit import _arguments, _errors, _jax
+from loopkit._axes import Inputs, arranged, has_none, stacks, without_last, y_axes
 from loopkit._budget import check_budget
-from loopkit._capture import Names, Traced, remember, scalar_bool, trace_loop, type_key
+from loopkit._cache import interned, remember
+from loopkit._capture import Names, Traced, scalar_bool, trace_loop, type_key
 from loopkit._info import LoopInfo
+from loopkit._truncate import truncated
 from loopkit.engine.loop import Loop, kept, parts, spread
 from loopkit.engine.unrolling import settled
 
@@ -35,11 +38,14 @@ def scan(
     _split_transpose: bool = False,
     *,
     until: Callable[[Carry, Y], Any] | None = None,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    truncate: int | None = None,
     checkpoints: Any = None,
     memory: int | str | dict | None = None,
     return_info: bool = False,
 ) -> Any:
-    """Scan `f` over the leading axis of `xs`, carrying state along.
+    """Scan `f` over an axis of `xs`, the leading one by default, carrying state along.
 
         def scan(f, init, xs, length=None, *, until=None):
             carry, ys = init, zeros
@@ -56,13 +62,21 @@ def scan(
 
     - `f`: `(Carry, X) -> (Carry, Y)`.
     - `init`: a pytree of arrays, the initial carry.
-    - `xs`: a pytree of arrays, scanned over along their leading axis; None for no input.
-    - `length`: steps, a static int; needed if `xs` has no leaves.
+    - `xs`: a pytree of arrays, scanned over along `in_axes`; None for no input.
+    - `length`: steps, a static int; needed if no leaf of `xs` is scanned over.
     - `reverse`: go from the last row of `xs` and `ys` to the first.
     - `unroll`: steps to an iteration of the compiled loop; True for all of them; "auto" for what
       takes least time, compilation included, by a trial that is kept in the user's cache folder.
     - `until`: `(Carry, Y) -> bool[]`. Stop after the first step for which it holds. Cost follows
       the steps taken.
+    - `in_axes`: the axis of `xs` to scan over: an int, or a tree of ints that is a prefix of `xs`.
+      Negative axes count from the end. None: every step is given the whole array. Arrays are sliced
+      where they lie, without a transposed copy, unless that would be slower.
+    - `out_axes`: the axis of `ys` along which they are stacked: an int, or a tree of ints that is a
+      prefix of `Y`. None: the y of the last step taken, not stacked (zeros if none is taken).
+    - `truncate`: stop the gradient in the carry every so many steps, counted from the first, as
+      with `jax.lax.stop_gradient`, in every mode. The backward pass then keeps the residuals of at
+      most `truncate` steps, and the carry once every `truncate` steps.
     - `checkpoints`: what the backward pass keeps. None: about the square root of the number of
       steps in carries, about one extra forward pass. An int c: at most c carries, at the price of
       more recomputation. "all": what the derivative of every step reads, as lax.scan. A `Plan`:
@@ -109,6 +123,9 @@ def scan(
         unroll,
         _split_transpose,
         until=until,
+        in_axes=in_axes,
+        out_axes=out_axes,
+        truncate=truncate,
         checkpoints=checkpoints,
         memory=memory,
         return_info=return_info,
@@ -125,19 +142,27 @@ def run_scan(
     unroll: Any,
     split_transpose: Any,
     *,
-    until: Callable | None,
-    checkpoints: Any,
-    memory: Any,
-    return_info: bool,
+    until: Callable | None = None,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    truncate: Any = None,
+    checkpoints: Any = None,
+    memory: Any = None,
+    return_info: bool = False,
+    stopped: Any = False,
 ) -> Any:
-    """`scan`, under the names of the function that the user called."""
+    """`scan`, under the names of the function that the user called.
+
+    With `until`, it takes no step if it is `stopped` from the start.
+    """
     name, reverse, stopping = names.function, bool(reverse), until is not None
     _arguments.check_callable(name, names.body, f)
     if until is not None:
         _arguments.check_callable(name, names.predicate, until)
     init = _arguments.as_arrays(name, names.init, init)
     xs = _arguments.as_arrays(name, "xs", xs)
-    length = _length(xs, length)
+    inputs = Inputs.of(xs, in_axes, length)
+    length = inputs.length
     budget = check_budget(name, checkpoints, memory, length)
     unroll, auto = (length, False) if unroll is True else _arguments.check_unroll(name, unroll)
     unroll = min(max(1, unroll), max(1, length))
@@ -151,29 +176,44 @@ def run_scan(
                 "It splits the transpose of a loop that stores every step.",
             )
         )
+    truncate = _arguments.check_truncate(name, truncate)
+    if truncate is not None and truncate < length:
+        at_once = "auto" if auto else unroll
+        part = ft.partial(run_scan, names, unroll=at_once, split_transpose=False)
+        result = truncated(part, f, init, inputs, reverse, until, out_axes, truncate, budget)
+        return result if return_info else result[:2]
+    lasts = _last_ys(f, init, inputs, out_axes) if has_none(out_axes) else []
     if _arguments.runs_in_python() and length > 0:
         ran, result = _arguments.in_python(
-            lambda: _python_scan(f, init, xs, length, reverse, until)
+            lambda: _python_scan(f, init, inputs, out_axes, reverse, until, stopped)
         )
         if ran:
             return result if return_info else result[:2]
-    # A step counter and a stop flag are carried where they are needed.
+    # A step counter, a stop flag, whole inputs and last ys are carried where they are needed.
     counting = return_info and stopping
-    state = (init, jnp.int32(0) if counting else None, jnp.array(False) if stopping else None)
+    stop = jnp.asarray(stopped) if stopping else None
+    state = (init, jnp.int32(0) if counting else None, stop, inputs.whole, lasts)
     leaves, tree = jax.tree.flatten(state)
-    x_leaves, x_tree = jax.tree.flatten(xs)
 
     def step(carry: list, x: list) -> tuple[Any, Any]:
-        value, steps, _ = tree.unflatten(carry)
-        new, y = _pair(names, f(value, x_tree.unflatten(x)))
+        value, steps, _, whole, _ = tree.unflatten(carry)
+        new, y = pair(names, f(value, inputs.join(x, whole)))
         stop = None if until is None else _stop(names, until, new, y)
-        return (new, steps + 1 if counting else None, stop), y
+        last = []
+        if lasts:
+            y, last = without_last(out_axes, y)
+        return (new, steps + 1 if counting else None, stop, whole, last), y
 
     def goes_on(carry: list) -> Any:
         return jnp.logical_not(tree.unflatten(carry)[2])
 
-    x_types = [_jax.slice_type(jax.typeof(x)) for x in x_leaves]
+    def trace() -> Traced:
+        goes = goes_on if stopping else None
+        return _stacking(trace_loop(names, step, goes, state, x_types, settings), out_axes)
+
+    x_types = inputs.slice_types
     settings = {
+        "xs_axes": inputs.places,
         "length": length,
         "reverse": reverse,
         "checkpoints": budget,
@@ -183,15 +223,19 @@ def run_scan(
     }
     traced = remember(
         (f, until),
-        (names, tree, type_key(leaves), x_tree, tuple(x_types), counting, *settings.values()),
-        lambda: trace_loop(names, step, goes_on if stopping else None, state, x_types, settings),
+        (
+            *(names, tree, type_key(leaves), tuple(x_types), counting, *settings.values()),
+            *(inputs.tree, *inputs.axes, jax.tree.structure(out_axes), *jax.tree.leaves(out_axes)),
+        ),
+        trace,
     )
-    if budget == "all" and not stopping:
-        carry, ys = _run_stored(traced, leaves, x_leaves, bool(split_transpose))
+    leading = not any((*traced.loop.x_axes, *traced.loop.y_axes))
+    if budget == "all" and not stopping and leading:
+        carry, ys = _run_stored(traced, leaves, inputs.arrays, bool(split_transpose))
     else:
-        carry, ys = traced.run(leaves, x_leaves)
-    final, steps, stopped = tree.unflatten(carry)
-    ys = traced.y_tree.unflatten(ys)
+        carry, ys = traced.run(leaves, inputs.arrays)
+    final, steps, stopped, _, last = tree.unflatten(carry)
+    ys = arranged(traced.y_tree, ys, traced.loop.ys_types, out_axes, last)
     if not return_info:
         return final, ys
     if not stopping:
@@ -199,7 +243,8 @@ def run_scan(
     return final, ys, LoopInfo(steps, stopped)
 
 
-def _pair(names: Names, out: Any) -> tuple[Any, Any]:
+def pair(names: Names, out: Any) -> tuple[Any, Any]:
+    """What a step returned, if it is a carry and a y."""
     if isinstance(out, (tuple, list)) and len(out) == 2:
         return out[0], out[1]
     size = f" of length {len(out)}" if isinstance(out, (tuple, list)) else ""
@@ -214,61 +259,56 @@ def _stop(names: Names, until: Callable, carry: Any, y: Any) -> Any:
     return scalar_bool(names.function, "until", until(carry, y))
 
 
-def _length(xs: Any, length: Any) -> int:
-    """The number of steps, on which `length` and every leaf of `xs` must agree."""
-    name = NAMES.function
-    if length is not None:
-        length = _arguments.check_length(name, length)
-    first = None
-    for path, leaf in jax.tree_util.tree_leaves_with_path(xs):
-        if leaf.ndim == 0:
-            advice = "Give it a leading axis, one row a step, or close over it."
-            got = _errors.short_type(jax.typeof(leaf))
-            raise ValueError(
-                _errors.wrong(
-                    name, "xs", "must have a leading axis to scan over", got, advice, path
-                )
-            )
-        rows = leaf.shape[0]
-        if length is not None and rows != length:
-            advice = "Leave `length` out, or slice `xs`."
-            got = f"leading axis {rows} and length={length}"
-            raise ValueError(
-                _errors.wrong(name, "xs", "must have `length` rows", got, advice, path)
-            )
-        if first is not None and rows != first[1]:
-            advice = "Every leaf of `xs` is sliced along its leading axis, one row a step."
-            got = f"{rows} rows, and {first[1]} in `xs{jax.tree_util.keystr(first[0])}`"
-            raise ValueError(
-                _errors.wrong(name, "xs", "must have as many rows in every leaf", got, advice, path)
-            )
-        first = (path, rows)
-    if first is not None:
-        return first[1]
-    if length is None:
-        advice = "Pass `length`."
-        got = "`xs` without leaves and length=None"
-        raise ValueError(
-            _errors.wrong(name, "length", "must say how many steps to take", got, advice)
-        )
-    return length
-
-
 def _python_scan(
-    f: Callable, init: Any, xs: Any, length: int, reverse: bool, until: Callable | None
+    f: Callable,
+    init: Any,
+    inputs: Inputs,
+    out_axes: Any,
+    reverse: bool,
+    until: Callable | None,
+    stopped: Any,
 ) -> tuple[Any, Any, LoopInfo]:
-    carry, rows, stopped = init, [], False
-    order = range(length - 1, -1, -1) if reverse else range(length)
-    for t in order:
-        carry, y = f(carry, jax.tree.map(operator.itemgetter(t), xs))
+    carry, rows, stopped = init, [], bool(stopped)
+    order = range(inputs.length)
+    for t in [] if stopped else reversed(order) if reverse else order:
+        carry, y = f(carry, inputs.row(t))
         rows.append(jax.tree.map(jnp.asarray, y))
         if until is not None and until(carry, y):
             stopped = True
             break
     taken = len(rows)
-    rows += [jax.tree.map(jnp.zeros_like, rows[0])] * (length - taken)
-    ys = jax.tree.map(lambda *y: jnp.stack(y), *(rows[::-1] if reverse else rows))
+    blank = rows[0] if rows else jax.eval_shape(f, init, inputs.row(0))[1]
+    rows += [jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), blank)] * (inputs.length - taken)
+    last = jax.tree.leaves(rows[max(taken, 1) - 1])
+    columns = zip(*map(jax.tree.leaves, rows[::-1] if reverse else rows), strict=True)
+    ys = [
+        final if axis is None else jnp.stack(column, axis)
+        for final, column, axis in zip(last, columns, y_axes(out_axes, rows[0]), strict=True)
+    ]
+    ys = jax.tree.structure(rows[0]).unflatten(ys)
     return carry, ys, LoopInfo(jnp.int32(taken), jnp.array(stopped))
+
+
+def _last_ys(f: Callable, init: Any, inputs: Inputs, out_axes: Any) -> list:
+    """Zeros for the leaves of y of which only the last is wanted."""
+    leaves, tree = jax.tree.flatten((init, inputs.whole))
+
+    def last(*values: Any) -> list:
+        given, x = parts(values, len(leaves))
+        carry, whole = tree.unflatten(given)
+        _, y = pair(NAMES, f(carry, inputs.join(x, whole)))
+        return without_last(out_axes, y)[1]
+
+    types = [*map(jax.typeof, leaves), *inputs.slice_types]
+    return [_jax.zeros(t) for t in _jax.trace(last, types, "scan_ys")[0].out_avals]
+
+
+def _stacking(traced: Traced, out_axes: Any) -> Traced:
+    """The loop with its ys stacked where they will be, except those to be transposed after."""
+    _, places = stacks(traced.y_tree, traced.loop.ys_types, out_axes)
+    if not any(places):
+        return traced
+    return replace(traced, loop=interned(traced.loop.replace(ys_axes=places)))
 
 
 def _run_stored(traced: Traced, init: list, xs: list, split_transpose: bool) -> tuple[list, list]:

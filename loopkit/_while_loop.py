@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from loopkit import _arguments
 from loopkit._budget import check_budget
-from loopkit._capture import Names, remember, trace_loop, type_key
+from loopkit._cache import remember
+from loopkit._capture import Names, trace_loop, type_key
 from loopkit._info import LoopInfo
 
 T = TypeVar("T")

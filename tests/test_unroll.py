@@ -7,7 +7,7 @@ from jax.experimental import io_callback
 
 import loopkit
 from derivatives import assert_close, derivative
-from loopkit import Plan, _capture, _user_cache
+from loopkit import Plan, _cache, _user_cache
 from loopkit.engine import unrolling
 from loopkit.engine.unrolling import Trial
 from problems import named
@@ -23,7 +23,7 @@ def empty_caches(tmp_path, monkeypatch):
 
 def forget():
     """What a new process does not know."""
-    for known in (unrolling._chosen, _capture._traced, _capture._loops):
+    for known in (unrolling._chosen, _cache._traced, _cache._loops):
         known.clear()
     jax.clear_caches()
 

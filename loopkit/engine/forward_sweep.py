@@ -135,11 +135,11 @@ def _run(loop: Loop, operands: Operands, step: Callable, state: tuple[Steps, lis
     return lax.while_loop(goes_on, iteration, state)
 
 
-def _write(arrays: list, values: list, row: Any, go: Any) -> list:
+def _write(arrays: list, values: list, row: Any, go: Any, axes: Any = 0) -> list:
     """Write rows, unless `go` is false."""
     if go is not None:
-        values = select(go, values, read_rows(arrays, row))
-    return write_rows(arrays, values, row)
+        values = select(go, values, read_rows(arrays, row, axes))
+    return write_rows(arrays, values, row, axes)
 
 
 def _store_residuals(how: Reversal, loop: Loop, operands: Operands) -> list:
@@ -154,7 +154,7 @@ def _store_residuals(how: Reversal, loop: Loop, operands: Operands) -> list:
             return lax.cond(go, step, lambda s: s, s)
         steps, rows = s
         row = row_of(loop, steps.count) if loop.xs_count or steps.ys else steps.count
-        consts, carry, x = operands.consts, steps.carry, read_rows(operands.xs, row)
+        consts, carry, x = operands.consts, steps.carry, read_rows(operands.xs, row, loop.x_axes)
         active = None if safe is None else is_active(loop, operands, carry)
         if safe is not None:
             consts, x = safe.constants(active), safe.slices(active, x)
@@ -166,7 +166,7 @@ def _store_residuals(how: Reversal, loop: Loop, operands: Operands) -> list:
             new = select(active, new, steps.carry)
             y = select(active, y, [_jax.zeros(jax.typeof(v)) for v in y])
             lane_counts = steps.lane_counts + active
-        ys = _write(steps.ys, y, row, go) if steps.ys else []
+        ys = _write(steps.ys, y, row, go, loop.y_axes) if steps.ys else []
         count = steps.count + 1
         if go is not None:
             new, (count,) = select(go, new, steps.carry), select(go, [count], [steps.count])

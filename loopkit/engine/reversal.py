@@ -102,7 +102,9 @@ class Reversal:
         """The saved carry leaves, `times` steps after step `first`; a lane takes `steps` in all."""
 
         def step(k: Any, carry: list) -> list:
-            x = read_rows(operands.xs, row_of(self.loop, first + k)) if operands.xs else []
+            x = []
+            if operands.xs:
+                x = read_rows(operands.xs, row_of(self.loop, first + k), self.loop.x_axes)
             new = _jax.call_jaxpr(self.step)(*operands.consts, *carry, *x)
             return select(first + k < steps, new, carry) if self.loop.lanes else new
 

@@ -183,7 +183,7 @@ def trial_of(
         unroll=count,
         auto_unroll=False,
     )
-    xs_types = [_jax.stack_type(t, length) for t in loop.x_types]
+    xs_types = trial.xs_types if loop.xs_count else []
     types = [*cond_types[1:], *loop.const_types, *loop.carry_types, *xs_types]
 
     def value(n: Any, *operands: Any) -> list:
