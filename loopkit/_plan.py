@@ -24,6 +24,8 @@ TRANSFER = 0.1
 """Nanoseconds to bring a byte to the host and back."""
 COUNTERS = 512
 """Bytes of step numbers and the like."""
+TABLES = 384
+"""Bytes that following a schedule takes beside them."""
 
 Store = Literal["carries", "residuals"]
 
@@ -140,6 +142,8 @@ class Plan:
     def least_bytes(self) -> int:
         """What any plan needs: the carry on its way, the sums, a few counters."""
         counters = 0 if self.every_carry or self.keeps_all else COUNTERS
+        if counters and not self.direct:
+            counters += TABLES
         return self.step.carry_bytes + self.step.sum_bytes + counters
 
     def evaluations(self, steps: int | None = None) -> tuple[int, int]:
