@@ -98,6 +98,30 @@ def type_like(aval: ShapedArray, avals: Sequence[ShapedArray]) -> ShapedArray:
     return aval
 
 
+def on_host(aval: ShapedArray) -> ShapedArray:
+    """The type of a value that is kept in the host's memory."""
+    return aval.update(memory_space=jax.memory.Space.Host)
+
+
+def on_device(aval: ShapedArray) -> ShapedArray:
+    return aval.update(memory_space=jax.memory.Space.Device)
+
+
+def is_on_host(aval: Any) -> bool:
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def placed(value: Any, aval: ShapedArray | None = None) -> Any:
+    """`value` in the memory that the type says, the device's if there is none."""
+    host, here = aval is not None and is_on_host(aval), is_on_host(jax.typeof(value))
+    if isinstance(value, jax.Array) and not is_tracer(value):
+        # What a primitive returns outside jit is on the device, whatever its type says.
+        here = value.sharding.memory_kind == "pinned_host"
+    if host == here:
+        return value
+    return jax.device_put(value, jax.memory.Space.Host if host else jax.memory.Space.Device)
+
+
 def is_differentiable(aval: ShapedArray) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 

@@ -63,6 +63,23 @@ def holds_custom_vjp(jaxpr: Jaxpr) -> bool:
     )
 
 
+def holds_while_loop(jaxpr: Jaxpr) -> bool:
+    """Whether a loop is run anywhere inside that ends when its values say so."""
+
+    def inside(value: Any) -> bool:
+        if isinstance(value, tuple):
+            return any(map(inside, value))
+        if getattr(value, "cond", None) is not None:  # a loop of ours
+            return True
+        body = getattr(value, "body", value)
+        return hasattr(body, "eqns") and holds_while_loop(body)
+
+    return any(
+        eqn.primitive.name == "while" or any(map(inside, eqn.params.values()))
+        for eqn in _jax.open_jaxpr(jaxpr).eqns
+    )
+
+
 def jaxpr_key(jaxpr: Jaxpr) -> Any:
     """A hashable key, equal for jaxprs that compute the same thing with the same equations."""
     j = _jax.open_jaxpr(jaxpr)

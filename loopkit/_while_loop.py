@@ -27,8 +27,8 @@ def while_loop(
     *,
     max_steps: int | None = None,
     checkpoints: Any = None,
-    memory: int | str | None = None,
-    unroll: int = 1,
+    memory: int | str | dict | None = None,
+    unroll: int | str = 1,
     throw: bool = False,
     return_info: bool = False,
 ) -> Any:
@@ -54,8 +54,10 @@ def while_loop(
       what the derivative of every step reads, and no recomputation (needs `max_steps`). A
       `Plan`: what it says.
     - `memory`: the same as a budget in bytes, an int or a string such as "64 MB": what the backward
-      pass may need beyond what it needs for a single step. Give one of the two.
-    - `unroll`: steps to an iteration of the compiled loop.
+      pass may need beyond what it needs for a single step. A dict of two, `{"device": "64 MB",
+      "host": "4 GB"}`, keeps the checkpoints in the host's memory. Give one of the two.
+    - `unroll`: steps to an iteration of the compiled loop; "auto" for what takes least time,
+      compilation included, by a trial that is kept in the user's cache folder.
     - `throw`: raise an error at run time if `max_steps` steps were not enough.
     - `return_info`: also return a `LoopInfo`.
 
@@ -117,7 +119,7 @@ def run_while(
     _arguments.check_callable(name, names.body, body_fun)
     max_steps = _arguments.check_max_steps(name, max_steps)
     budget = check_budget(name, checkpoints, memory, max_steps)
-    unroll = _arguments.check_unroll(name, unroll)
+    unroll, auto = _arguments.check_unroll(name, unroll)
     init_val = _arguments.as_arrays(name, names.init, init_val)
     if _arguments.runs_in_python():
         ran, result = _arguments.in_python(
@@ -137,7 +139,13 @@ def run_while(
     def predicate(carry: list) -> Any:
         return cond_fun(tree.unflatten(carry)[0])
 
-    settings = {"length": max_steps, "checkpoints": budget, "unroll": unroll, "name": name}
+    settings = {
+        "length": max_steps,
+        "checkpoints": budget,
+        "unroll": unroll,
+        "auto_unroll": auto,
+        "name": name,
+    }
     traced = remember(
         (cond_fun, body_fun),
         (names, tree, type_key(leaves), *settings.values()),

@@ -28,7 +28,7 @@ LAYERS = [
     ["loopkit._plot"],
     ["loopkit.schedules"],
     ["loopkit._arguments", "loopkit._function_key", "loopkit._info", "loopkit._exhausted"],
-    ["loopkit._tree", "loopkit._errors", "loopkit._typing"],
+    ["loopkit._tree", "loopkit._errors", "loopkit._typing", "loopkit._user_cache"],
     ["loopkit._jaxpr"],
     ["loopkit._jax"],
 ]

@@ -97,6 +97,7 @@ def backward_sweep(
             count = jnp.minimum(steps - first, plan.leaf)
         if plan.every_carry:
             rows = [lax.dynamic_slice_in_dim(v, first, plan.leaf) for v in s.slots]
+            rows = list(map(_jax.placed, rows))
             return s._replace(unit=s.unit - 1, cts=step.reverse_segment(first, count, rows, s.cts))
         carry, slots, units = reach(s.unit, s.slots, s.units)
         if plan.leaf == 1:
