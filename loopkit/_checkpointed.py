@@ -42,7 +42,7 @@ def checkpointed(
     *,
     max_steps: int | None = None,
     checkpoints: Any = None,
-    memory: int | str | None = None,
+    memory: int | str | dict | None = None,
     only: Callable[[LoopSite], Any] | None = None,
 ) -> Callable:
     """`fn` with every `jax.lax` loop inside it replaced by loopkit's.
@@ -62,9 +62,9 @@ def checkpointed(
     - `checkpoints`: what the backward pass of each loop keeps. None: about the square root of
         the number of steps in carries. An int c: at most c carries. "all": what the derivative of
         every step reads (while loops then need `max_steps`). A `Plan`: what it says.
-    - `memory`: the same as a budget in bytes, an int or a string such as "64 MB", which the loops
-        of `fn` share in equal parts: what the gradient may need beyond what it needs for a single
-        step of each. Give one of the two.
+    - `memory`: the same as a budget in bytes, an int, a string such as "64 MB" or a dict of two
+        of them, as in `loopkit.scan`. The loops of `fn` share it in equal parts: it is what the
+        gradient may need beyond what it needs for a single step of each. Give one of the two.
     - `only`: `LoopSite -> bool`, called once a loop as it is traced: whether to replace it. A
         `LoopSite` has `kind`, `name_stack`, `source`, `length` and `carry_bytes`.
 
@@ -95,7 +95,7 @@ def checkpointed(
     _arguments.check_callable("checkpointed", "fn", fn)
     settings = settings_of("checkpointed", **given)
     if isinstance(settings.budget, Bytes):
-        settings = replace(settings, budget=Share(settings.budget.count))
+        settings = replace(settings, budget=Share(**vars(settings.budget)))
 
     programs = Recent(256)
 
@@ -157,7 +157,8 @@ def _shared(jaxpr: Any) -> Any:
         if not _takes_part(eqn):
             return eqn
         loop = eqn.params["loop"]
-        loop = loop.replace(checkpoints=Bytes(loop.checkpoints.count, count))
+        part = Bytes(**vars(loop.checkpoints) | {"loops": count})
+        loop = loop.replace(checkpoints=part)
         return eqn.replace(params=eqn.params | {"loop": loop})
 
     return _jaxpr.map_equations(jaxpr, with_its_part)

@@ -29,7 +29,7 @@ def replace_lax_loops(
     *,
     max_steps: int | None = None,
     checkpoints: Any = None,
-    memory: int | str | None = None,
+    memory: int | str | dict | None = None,
     only: Callable[[LoopSite], Any] | None = None,
 ) -> Iterator[None]:
     """Replace every `jax.lax` loop that is traced inside the `with` block by loopkit's.
