@@ -1,6 +1,6 @@
 """Which loop when: the tables of docs/choosing.md.
 
-python benchmarks/choosing.py [--only forms,memory,code,axes,blocks,tracing]
+python benchmarks/choosing.py [--only memory,code,axes,blocks,tracing]
 """
 
 import argparse
@@ -34,41 +34,6 @@ from loopkit import _axes
 def show(title: str, results: dict, baseline: str) -> None:
     print(f"\n### {title}\n")
     print(measurement_table(results, baseline), flush=True)
-
-
-# --- for, scan, while_loop, unrolled ---------------------------------------------------------
-
-
-def python_for(body, params, init, n, bound):
-    for _ in range(bound):
-        init = body(params, init)
-    return init
-
-
-def unrolled_scan(unroll):
-    def loop(body, params, init, n, bound):
-        step = lambda x, _: (body(params, x), None)
-        return loopkit.scan(step, init, length=bound, unroll=unroll, checkpoints="all")[0]
-
-    return loop
-
-
-def forms(repeats: int) -> None:
-    """A gradient by every way of writing the same loop."""
-    loops = {
-        "scan": run.scan(),
-        'scan, checkpoints="all"': run.scan("all"),
-        'scan, "all", unroll=8': unrolled_scan(8),
-        "while_loop": run.while_loop(bounded=False),
-        "while_loop, max_steps": run.while_loop(),
-        "Python for": python_for,
-    }
-    for name, steps in (("lorenz", 8), ("lorenz", 64), ("mlp", 64), ("lorenz", 4096)):
-        load = workloads.make(name)
-        chosen = {k: v for k, v in loops.items() if steps <= 64 or k != "Python for"}
-        functions = {k: gradient(loop, load, steps) for k, loop in chosen.items()}
-        results = measure(functions, (load.params, load.init, steps), repeats)
-        show(f"Gradient of {steps} steps of {name}", results, "scan")
 
 
 def gradient(loop, load, bound):
@@ -264,7 +229,6 @@ def tracing(repeats: int) -> None:
 
 
 SECTIONS = {
-    "forms": forms,
     "memory": memory,
     "code": code,
     "axes": axes,

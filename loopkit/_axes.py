@@ -1,9 +1,8 @@
 """Along which axis each leaf of a tree is sliced or stacked, and whether in place.
 
-An array is sliced where it lies, unless every step would use a few bytes of each of many cache
-lines: more than the first-level cache keeps for the next step. Then it is transposed first, which
-is cheap for an array that fits in the cache; one that does not would go through memory twice more,
-and is sliced in place as long as the lines of a step fit. Measured in docs/choosing.md.
+An array is sliced where it lies, unless every step would use a few bytes of each of more cache
+lines than are still at hand for the next step. Then it is transposed first. Measured in
+docs/choosing.md.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ FEW = 16
 """Fewer contiguous bytes than this make poor use of a line."""
 NEAR = 1 << 13
 """Bytes of cache lines that are still at hand a step later."""
-CACHE = 1 << 23
-"""Bytes that are at hand all the while."""
 
 SCAN = "scan"
 
@@ -178,9 +175,8 @@ def in_place(aval: Any, axis: int) -> int:
     """`axis`, or 0 if an array of this type had better be transposed before it is sliced."""
     item = getattr(aval.dtype, "itemsize", LINE)
     run = math.prod(aval.shape[axis + 1 :]) * item
-    lines = math.prod(aval.shape[:axis]) * LINE
-    fits = math.prod(aval.shape) * item <= CACHE
-    return 0 if run < FEW and lines > NEAR and (fits or lines > CACHE) else axis
+    lines = math.prod(aval.shape[:axis])
+    return 0 if run < FEW and lines * LINE > NEAR else axis
 
 
 def leaf_axes(
