@@ -142,6 +142,19 @@ def test_steps_that_cannot_be_tried(step, trials):
     assert not trials
 
 
+def test_steps_on_several_devices_are_not_tried(trials):
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.arange(8.0), jax.P("i"))
+        got = jax.jit(jax.grad(lambda x: quadratic(x, 0.01).sum()))(x)
+        shared = jax.shard_map(lambda x: quadratic(x, 0.01), out_specs=jax.P("i"))
+        value = jax.jit(shared)(x)
+    assert not trials
+    wanted = jax.grad(lambda x: quadratic(x, 0.01, unroll=1).sum())(jnp.arange(8.0))
+    assert_close(got, wanted)
+    assert_close(value, quadratic(jnp.arange(8.0), 0.01, unroll=1))
+
+
 def test_printing_steps_print_once_each(capfd):
     def step(x, _):
         jax.debug.print("at {}", x)
