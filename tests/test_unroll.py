@@ -207,3 +207,8 @@ def test_the_folder_is_the_users(platform, monkeypatch, tmp_path):
 def test_what_is_no_unroll():
     with pytest.raises(TypeError, match=r'scan: `unroll` must be an int >= 1, .* or "auto", got'):
         quadratic(1.0, 1.0, unroll="fast")
+
+
+def test_steps_without_work():
+    _, ys = jax.jit(lambda x: loopkit.scan(lambda c, x: (c, x), 0.0, x, unroll="auto"))(jnp.ones(3))
+    assert_close(ys, jnp.ones(3))

@@ -141,7 +141,7 @@ def measure(loop: Loop, active: Active | None, count: int) -> Trial:
 
 def _trial_length(loop: Loop) -> int:
     most = _expected_steps(loop)
-    return min(most, max(2 * COUNTS[-1], min(STEPS, int(TRIAL / nanoseconds(loop.body)))))
+    return min(most, max(2 * COUNTS[-1], min(STEPS, int(TRIAL / max(1.0, nanoseconds(loop.body))))))
 
 
 def trial_of(
