@@ -39,6 +39,7 @@ from decoding import beam
 from decoding.decoder import Decoder
 
 VOCAB, SIZE, WORDS, BEAM = 40, 128, 32, 5
+ROOM = 24  # tokens that every word fits in
 LASTS = (6, 20)  # tokens of the longest word among short ones, among long ones
 
 
@@ -68,7 +69,7 @@ def decoder(params, hidden, last_step) -> Decoder:
 def search_one(made: Decoder, max_length: int):
     options = {"start": 0, "end": 0, "beam_size": BEAM, "max_length": max_length}
     hypotheses, _ = beam.beam_search(made, stop="first", **options)
-    return hypotheses.scores, hypotheses.lengths
+    return hypotheses.scores, hypotheses.tokens[:, :ROOM]
 
 
 def search_of(max_length: int):
@@ -83,7 +84,8 @@ def search_of(max_length: int):
 
 def slope_of(search):
     def risk(params, hiddens, last_steps):
-        scores, lengths = search(params, hiddens, last_steps)
+        scores, tokens = search(params, hiddens, last_steps)
+        lengths = jnp.sum(tokens != 0, axis=-1)
         return jnp.sum(jax.nn.softmax(scores) * lengths) + jnp.sum(scores)
 
     return jax.grad(risk, argnums=(0, 1))
@@ -161,15 +163,20 @@ def by_python(limit: int):
         return val, cond(val)
 
     lanes = (None, 0, 0)
+
+    def finish(val):
+        return val.ended.scores, beam.backtrace(val.ended, val.history, 0)[:, :ROOM]
+
     begin = jax.jit(jax.vmap(begin, lanes))
     step = jax.jit(jax.vmap(step, (*lanes, 0)))
+    finish = jax.jit(jax.vmap(finish))
 
     def search(*args):
         val, go = begin(*args), True
         while go:
             val, goes_on = step(*args, val)
             go = bool(jnp.any(goes_on))
-        return val.ended.scores, val.ended.lengths
+        return finish(val)
 
     return search
 

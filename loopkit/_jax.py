@@ -79,6 +79,12 @@ def varying(aval: ShapedArray) -> frozenset[str]:
     return frozenset(aval.manual_axis_type.varying)
 
 
+def is_spread(aval: ShapedArray) -> bool:
+    """Whether the type says how values are laid out over devices."""
+    sharding = getattr(aval, "sharding", None)
+    return sharding is not None and not sharding.mesh.empty
+
+
 def vary_like(value: Any, avals: Sequence[ShapedArray]) -> Any:
     """`value` made to vary over every manual axis over which one of `avals` does."""
     axes = frozenset().union(*map(varying, avals)) - varying(jax.typeof(value))
