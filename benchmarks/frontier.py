@@ -185,18 +185,18 @@ def within(make, case, limit: int, base: int):
     return (None, memory) if best is None else (make(memory=best), best)
 
 
-def compare(report: Report, case, repeats: int) -> dict:
+def compare(report: Report, case, repeats: int, settings=SETTINGS) -> dict:
     runs = {
         "lax.scan": lax_scan,
         "lax.scan of jax.checkpoint": checkpointed_scan,
         "nested scans, 2 levels": nested_scans(2),
         "nested scans, 3 levels": nested_scans(3),
-        **{f"equinox, {s}": equinox(s) for s in SETTINGS},
+        **{f"equinox, {s}": equinox(s) for s in settings},
         "loopkit.scan": loopkit_scan(),
         "loopkit.scan, until": loopkit_until(),
     }
     base = of_one_step(case)
-    limits = {s: temp_bytes(compiled(equinox(s), case)) for s in SETTINGS}
+    limits = {s: temp_bytes(compiled(equinox(s), case)) for s in settings}
     names: dict = {}
     for setting, limit in limits.items():
         for kind, make in (("loopkit.scan", loopkit_scan), ("loopkit.scan, until", loopkit_until)):
@@ -275,6 +275,7 @@ def draw(path: str, results: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--loops", default=",".join(steps.NAMES))
+    parser.add_argument("--settings", default=",".join(map(str, SETTINGS)), help="of equinox")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--sizes", action="store_true", help="only compile, and compare bytes")
@@ -282,6 +283,7 @@ def main() -> None:
     parser.add_argument("--picture", metavar="FILE")
     options = parser.parse_args()
     jax.config.update("jax_platforms", {"cpu": "cpu", "gpu": "cuda"}[options.device])
+    settings = [s for s in SETTINGS if str(s) in options.settings.split(",")]
     report = Report()
     report.write(describe_machine() + "\n")
     ratios: dict = {"loopkit.scan": {}, "loopkit.scan, until": {}}
@@ -292,7 +294,7 @@ def main() -> None:
         predicted(report, case)
         if options.sizes:
             continue
-        found = compare(report, case, options.repeats)
+        found = compare(report, case, options.repeats, settings)
         results[name] = found["results"]
         if case.length >= 1000:
             defaults[name] = found["default"]

@@ -112,6 +112,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="of training")
     parser.add_argument("--length", type=int, default=1024, help="of the sequences trained on")
     parser.add_argument("--longest", type=int, default=4096, help="of those measured")
+    parser.add_argument("--halvings", type=int, default=4, help="of that length, measured too")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--plot", metavar="FILE", help="a picture of the memory")
@@ -126,7 +127,7 @@ def main() -> None:
     apart = np.max(np.abs(np.subtract(*curves.values())))
     print(f"  at most {apart:.1e} apart")
 
-    lengths = [options.longest >> k for k in (4, 3, 2, 1, 0)]
+    lengths = [options.longest >> k for k in reversed(range(options.halvings + 1))]
     memory = {name: [] for name in NAMES}
     print(f"\nOne gradient, {options.batch} sequences, {options.width} units")
     print("  length" + "".join(f"{name + ' MB':>14}" for name in NAMES) + "  less by  time")

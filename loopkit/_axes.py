@@ -2,8 +2,8 @@
 
 An array is sliced where it lies, unless every step would use a few bytes of each of many cache
 lines: more than the first-level cache keeps for the next step. Then it is transposed first, which
-is cheap for an array that fits in the cache; one that does not fit would go through memory twice
-more, and is sliced in place all the same. Measured in docs/choosing.md.
+is cheap for an array that fits in the cache; one that does not would go through memory twice more,
+and is sliced in place as long as the lines of a step fit. Measured in docs/choosing.md.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ FEW = 16
 """Fewer contiguous bytes than this make poor use of a line."""
 NEAR = 1 << 13
 """Bytes of cache lines that are still at hand a step later."""
-CACHED = 1 << 23
-"""Bytes of an array that is transposed within the cache."""
+CACHE = 1 << 23
+"""Bytes that are at hand all the while."""
 
 SCAN = "scan"
 
@@ -178,9 +178,9 @@ def in_place(aval: Any, axis: int) -> int:
     """`axis`, or 0 if an array of this type had better be transposed before it is sliced."""
     item = getattr(aval.dtype, "itemsize", LINE)
     run = math.prod(aval.shape[axis + 1 :]) * item
-    lines = math.prod(aval.shape[:axis])
-    cached = math.prod(aval.shape) * item <= CACHED
-    return 0 if run < FEW and lines * LINE > NEAR and cached else axis
+    lines = math.prod(aval.shape[:axis]) * LINE
+    fits = math.prod(aval.shape) * item <= CACHE
+    return 0 if run < FEW and lines > NEAR and (fits or lines > CACHE) else axis
 
 
 def leaf_axes(

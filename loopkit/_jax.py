@@ -8,6 +8,7 @@ closes over has become leading arguments.
 from __future__ import annotations
 
 import functools as ft
+import os
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any, cast
@@ -76,6 +77,12 @@ def zeros(aval: ShapedArray) -> jax.Array:
 def varying(aval: ShapedArray) -> frozenset[str]:
     """The manual mesh axes over which a value of this type differs between devices."""
     return frozenset(aval.manual_axis_type.varying)
+
+
+def is_spread(aval: ShapedArray) -> bool:
+    """Whether the type says how values are laid out over devices."""
+    sharding = getattr(aval, "sharding", None)
+    return sharding is not None and not sharding.mesh.empty
 
 
 def vary_like(value: Any, avals: Sequence[ShapedArray]) -> Any:
@@ -374,15 +381,26 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
+INNER = tuple(
+    os.path.join("jax", "_src", name)
+    for name in ("lax", "core.py", "source_info_util.py", "traceback_util.py")
+)
+"""Files that every loop goes through."""
+
+
 def source_of(eqn: Any | None, skipped: str) -> tuple[str, int, str] | None:
     """File, line and function outside jax and the folder `skipped` that made an equation.
 
-    Without an equation, those of the code being traced.
+    Without an equation, those of the code being traced. Of a loop inside one of jax's own, the
+    function of jax that wrote it.
     """
     info = source_info.current() if eqn is None else eqn.source_info
     for frame in source_info.user_frames(info.traceback):
         if not frame.file_name.startswith(skipped):
             return frame.file_name, frame.start_line, frame.function_name
+    for frame in [] if info.traceback is None else info.traceback.frames:
+        if not any(part in frame.file_name for part in (skipped, *INNER)):
+            return frame.file_name, frame.line_num, frame.function_name
     return None
 
 

@@ -208,6 +208,19 @@ def test_only_picks_loops():
     assert "grows" in loop.source
 
 
+def test_sites_inside_the_library_of_jax():
+    sites = []
+
+    def f(x):
+        return lax.scan(lambda c, _: (jnp.searchsorted(xs, c) + x, None), x, length=2)[0]
+
+    xs = jnp.arange(4.0)
+    jax.make_jaxpr(loopkit.checkpointed(f, only=sites.append))(1.0)
+    assert [s.kind for s in sites] == ["scan", "scan"]
+    assert "searchsorted" in sites[0].source
+    assert "test_checkpointed.py" in sites[1].source
+
+
 def test_counted_while_loops_have_a_length():
     def f(x):
         return lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, c[1] * x), (0, x))[1]

@@ -142,6 +142,19 @@ def test_steps_that_cannot_be_tried(step, trials):
     assert not trials
 
 
+def test_steps_on_several_devices_are_not_tried(trials):
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.arange(8.0), jax.P("i"))
+        got = jax.jit(jax.grad(lambda x: quadratic(x, 0.01).sum()))(x)
+        shared = jax.shard_map(lambda x: quadratic(x, 0.01), out_specs=jax.P("i"))
+        value = jax.jit(shared)(x)
+    assert not trials
+    wanted = jax.grad(lambda x: quadratic(x, 0.01, unroll=1).sum())(jnp.arange(8.0))
+    assert_close(got, wanted)
+    assert_close(value, quadratic(jnp.arange(8.0), 0.01, unroll=1))
+
+
 def test_printing_steps_print_once_each(capfd):
     def step(x, _):
         jax.debug.print("at {}", x)
@@ -194,3 +207,8 @@ def test_the_folder_is_the_users(platform, monkeypatch, tmp_path):
 def test_what_is_no_unroll():
     with pytest.raises(TypeError, match=r'scan: `unroll` must be an int >= 1, .* or "auto", got'):
         quadratic(1.0, 1.0, unroll="fast")
+
+
+def test_steps_without_work():
+    _, ys = jax.jit(lambda x: loopkit.scan(lambda c, x: (c, x), 0.0, x, unroll="auto"))(jnp.ones(3))
+    assert_close(ys, jnp.ones(3))

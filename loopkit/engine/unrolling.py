@@ -79,7 +79,7 @@ def _can_be_tried(loop: Loop) -> bool:
     never end.
     """
     types = [*loop.body.in_avals, *([] if loop.cond is None else loop.cond.in_avals)]
-    if loop.length == 0 or loop.effects or any(map(_jax.varying, types)):
+    if loop.length == 0 or loop.effects or any(map(_jax.is_spread, types)):
         return False
     if not all(isinstance(n, int) for t in types for n in getattr(t, "shape", ())):
         return False
@@ -141,7 +141,7 @@ def measure(loop: Loop, active: Active | None, count: int) -> Trial:
 
 def _trial_length(loop: Loop) -> int:
     most = _expected_steps(loop)
-    return min(most, max(2 * COUNTS[-1], min(STEPS, int(TRIAL / nanoseconds(loop.body)))))
+    return min(most, max(2 * COUNTS[-1], min(STEPS, int(TRIAL / max(1.0, nanoseconds(loop.body))))))
 
 
 def trial_of(
