@@ -42,7 +42,7 @@ def checkpointed(
     *,
     max_steps: int | None = None,
     checkpoints: Any = None,
-    memory: int | str | None = None,
+    memory: int | str | dict | None = None,
     only: Callable[[LoopSite], Any] | None = None,
 ) -> Callable:
     """`fn` with every `jax.lax` loop inside it replaced by loopkit's.
@@ -95,7 +95,7 @@ def checkpointed(
     _arguments.check_callable("checkpointed", "fn", fn)
     settings = settings_of("checkpointed", **given)
     if isinstance(settings.budget, Bytes):
-        settings = replace(settings, budget=Share(settings.budget.count))
+        settings = replace(settings, budget=Share(settings.budget.count, host=settings.budget.host))
 
     programs = Recent(256)
 
@@ -157,7 +157,8 @@ def _shared(jaxpr: Any) -> Any:
         if not _takes_part(eqn):
             return eqn
         loop = eqn.params["loop"]
-        loop = loop.replace(checkpoints=Bytes(loop.checkpoints.count, count))
+        whole = loop.checkpoints
+        loop = loop.replace(checkpoints=Bytes(whole.count, count, whole.host))
         return eqn.replace(params=eqn.params | {"loop": loop})
 
     return _jaxpr.map_equations(jaxpr, with_its_part)

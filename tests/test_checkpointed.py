@@ -322,7 +322,7 @@ def test_loops_share_a_budget_in_bytes():
     step = 10 * x.nbytes  # of each of four loops, what it needs whatever the budget
     assert used < budget + 4 * step < stored
     text = str(jax.make_jaxpr(loopkit.checkpointed(long_loops, memory=budget))(x))
-    assert text.count("Bytes(count=1048576, loops=4)") == text.count("checkpoints=Bytes") > 0
+    assert text.count("Bytes(count=1048576, loops=4") == text.count("checkpoints=Bytes") > 0
     with loopkit.replace_lax_loops(memory=budget):
         alone, gradient = temporary_bytes(long_loops, x)
     assert_close(gradient, wanted)
@@ -335,7 +335,7 @@ def test_a_budget_of_its_own_is_kept():
         return lax.scan(lambda c, _: (c * x, None), x, length=9)[0]
 
     text = str(jax.make_jaxpr(loopkit.checkpointed(f, memory=10_000))(1.0))
-    assert text.count("Bytes(count=10000, loops=1)") == 2
+    assert text.count("Bytes(count=10000, loops=1") == 2
 
 
 def test_a_budget_too_small_says_what_would_do():
