@@ -77,7 +77,7 @@ def _two_memories(function: str, memory: Mapping) -> Bytes:
             _errors.wrong(function, "memory", expected, f"the keys {sorted(memory)}", advice)
         )
     device, host = (read_bytes(function, "memory", memory[k]) for k in ("device", "host"))
-    return Bytes(device, host)
+    return Bytes(device, host=host)
 
 
 def read_bytes(function: str, argument: str, value: Any) -> int:

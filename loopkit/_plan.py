@@ -35,10 +35,10 @@ class Bytes:
     """A budget in bytes."""
 
     count: int
-    host: int | None = None
-    """Of checkpoints in the host's memory; None if they are kept on the device."""
     loops: int = 1
     """How many loops share it, in equal parts."""
+    host: int | None = None
+    """Of checkpoints in the host's memory; None if they are kept on the device."""
 
 
 class Step(NamedTuple):

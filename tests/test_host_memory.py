@@ -89,7 +89,7 @@ def test_two_budgets():
 def test_more_on_the_host_takes_no_more_runs():
     step = Step(1000, 2000, 100.0, 120.0, 60.0)
     runs = [
-        make_plan(Bytes(8000, room), 500, True, step).nanoseconds(500)
+        make_plan(Bytes(8000, host=room), 500, True, step).nanoseconds(500)
         for room in (2000, 20_000, 100_000)
     ]
     assert runs == sorted(runs, reverse=True)
@@ -129,3 +129,17 @@ def test_gradients_are_checked_once(monkeypatch):
     for size in (53, 54):
         jax.jit(jax.grad(lambda x: cubic(x, checkpoints=Plan(6, host=True))))(jnp.ones(size))
     assert len(probed) == 2  # with and without
+
+
+def test_all_loops_of_a_function_share_both_budgets():
+    def f(x):
+        for _ in range(2):
+            x = jax.lax.scan(lambda x, _: (x - 0.01 * x**3, None), x, length=60)[0]
+        return x.sum()
+
+    x = jnp.linspace(0.1, 1, 5000)
+    kept = loopkit.checkpointed(f, memory={"device": "800 kB", "host": "2 MB"})
+    plans = [found.plan for found in loopkit.explain(kept, x).loops]
+    assert [p.host for p in plans] == [True, True]
+    assert sum(p.host_bytes for p in plans) <= 2_000_000
+    assert_close(jax.grad(kept)(x), jax.grad(f)(x))
