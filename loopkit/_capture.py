@@ -17,6 +17,8 @@ from jax import lax
 
 from loopkit import _errors, _jax, _jaxpr
 from loopkit._arguments import as_arrays
+from loopkit._buffer import plain
+from loopkit._carried import Buffers
 from loopkit._function_key import function_key
 from loopkit.engine.loop import Loop, kept, parts, spread
 from loopkit.engine.primitives import while_p
@@ -91,8 +93,13 @@ def trace_loop(
     init: Any,
     x_types: Sequence[Any],
     settings: dict[str, Any],
+    buffers: Buffers | None = None,
+    flag: int | None = None,
 ) -> Traced:
-    """A loop over trees like `init`; `settings` are the fields of `Loop` that are not jaxprs."""
+    """A loop over trees like `init`; `settings` are the fields of `Loop` that are not jaxprs.
+
+    In a loop with buffers and a predicate, the leaf `flag` says whether a step is active.
+    """
     leaves, tree = jax.tree.flatten(init)
     paths = [path[names.hidden :] for path, _ in jax.tree_util.tree_leaves_with_path(init)]
     types = [jax.typeof(v) for v in leaves]
@@ -101,7 +108,12 @@ def trace_loop(
     def body(*values: Any) -> list:
         nonlocal y_tree
         carry, x = parts(values, len(types))
-        new, y = step(carry, x)
+        if buffers is None:
+            new, y = step(carry, x)
+        else:
+            seen, owners = buffers.wrapped(carry, flag)
+            new, y = step(seen, x)
+            new, y = buffers.unwrapped(new, owners, carry), plain(y)
         new = as_arrays(names.function, names.body, new, names.hidden)
         y = as_arrays(names.function, names.body, y)
         new_leaves, new_tree = jax.tree.flatten(new)
@@ -143,7 +155,8 @@ def trace_loop(
         floats = [_jax.is_differentiable(t) for t in jaxpr.in_avals[: len(consts)]]
         marked = floats + [False] * (len(jaxpr.in_avals) - len(consts))
         jaxpr = _jaxpr.vary_inputs(jaxpr, marked, cond.out_avals)
-    return _fix(cond, cond_consts, jaxpr, consts, types, y_tree, settings)
+    flags = () if buffers is None else buffers.flags
+    return _fix(cond, cond_consts, jaxpr, consts, types, y_tree, settings, flags, flag)
 
 
 def _check_effects(names: Names, *jaxprs: Any) -> None:
@@ -209,12 +222,20 @@ def _joined(before: Any, after: Any, decided_by: list) -> Any:
 
 
 def _fix(
-    cond: Any, cond_consts: list, body: Any, consts: list, types: list, y_tree: Any, settings: dict
+    cond: Any,
+    cond_consts: list,
+    body: Any,
+    consts: list,
+    types: list,
+    y_tree: Any,
+    settings: dict,
+    buffers: Sequence[bool],
+    flag: int | None,
 ) -> Traced:
     """Make constants of the carry leaves that no step changes."""
     n, c = len(types), len(consts)
     source = _jaxpr.forwarded(body)
-    fixed = tuple(source[i] == c + i for i in range(n))
+    fixed = tuple(source[i] == c + i and i != flag for i in range(n))
     moving = [not f for f in fixed]
     if any(fixed):
         whole_body, whole_cond = _jax.call_jaxpr(body), cond
@@ -246,6 +267,8 @@ def _fix(
         const_count=c + sum(fixed),
         carry_count=sum(moving),
         xs_count=len(body.in_avals) - c - n,
+        buffers=tuple(kept(buffers, moving)) if buffers else (),
+        flag=None if flag is None else sum(moving[:flag]),
         **settings,
     )
     return Traced(_interned(loop), cond_consts, consts, fixed, types, y_tree)
@@ -310,6 +333,7 @@ def remember(functions: Sequence[Any], rest: Any, make: Callable[[], Traced]) ->
 def _interned(loop: Loop) -> Loop:
     """A loop with the same equations that was run before, and so compiled, if there is one."""
     settings = (loop.length, loop.reverse, loop.checkpoints, loop.unroll, loop.name)
+    settings = (*settings, loop.buffers, loop.flag)
     counts = (loop.cond_const_count, loop.const_count, loop.carry_count, loop.xs_count)
     try:
         cond = None if loop.cond is None else _jaxpr.jaxpr_key(loop.cond)

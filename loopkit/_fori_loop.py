@@ -29,6 +29,7 @@ def fori_loop(
     unroll: int | bool | None = None,
     max_steps: int | None = None,
     checkpoints: Any = None,
+    buffers: Any = None,
     return_info: bool = False,
 ) -> Any:
     """Repeat `body_fun` for the integers from `lower` to `upper`; differentiable in every mode.
@@ -49,7 +50,7 @@ def fori_loop(
     - `init_val`: a pytree of arrays.
     - `unroll`: steps to an iteration of the compiled loop; True for all, if their number is known.
     - `max_steps`: the most steps to take, a static int.
-    - `checkpoints`, `return_info`: as in `loopkit.while_loop`; "all" needs static bounds or
+    - `checkpoints`, `buffers`, `return_info`: as in `loopkit.while_loop`; "all" needs static bounds or
       `max_steps`.
 
     **Returns:**
@@ -76,6 +77,7 @@ def fori_loop(
     _arguments.check_callable(name, "body_fun", body_fun)
     max_steps = _arguments.check_max_steps(name, max_steps)
     lower, upper = _bound("lower", lower), _bound("upper", upper)
+    inner = _of_value(buffers)
     if isinstance(lower, int) and isinstance(upper, int):
         trips = max(0, upper - lower)
         length = trips if max_steps is None else min(trips, max_steps)
@@ -95,6 +97,7 @@ def fori_loop(
             False,
             until=None,
             checkpoints=checkpoints,
+            buffers=inner,
             return_info=True,
         )
         info = info._replace(stopped=jnp.array(length == trips))
@@ -112,6 +115,7 @@ def fori_loop(
         (jnp.asarray(lower, dtype), init_val),
         max_steps=max_steps,
         checkpoints=checkpoints,
+        buffers=inner,
         unroll=1 if unroll is None else unroll,
         throw=False,
         return_info=return_info,
@@ -120,6 +124,13 @@ def fori_loop(
         return out[1]
     (_, val), info = out
     return val, info
+
+
+def _of_value(buffers: Any) -> Any:
+    """`buffers` of the value, as buffers of the carry (counter, value)."""
+    if buffers is None:
+        return None
+    return (lambda carry: buffers(carry[1])) if callable(buffers) else (False, buffers)
 
 
 def _bound(argument: str, value: Any) -> Any:

@@ -107,6 +107,11 @@ def promoted_dtype(a: ShapedArray, b: ShapedArray) -> Any:
     return jnp.result_type(*(scalars[t.dtype.kind] if t.weak_type else t.dtype for t in (a, b)))
 
 
+def same_trace(a: Any, b: Any) -> bool:
+    """Whether two values belong to the same trace, so that one may take the other's place."""
+    return getattr(a, "_trace", None) is getattr(b, "_trace", None)
+
+
 def jit_is_disabled() -> bool:
     """Whether this thread is under jax.disable_jit."""
     return config.disable_jit.value
@@ -172,6 +177,11 @@ def check_effects(effects: Any) -> list[Any]:
 
 def instantiate(tangent: Any) -> Any:
     return ad.instantiate_zeros(tangent)
+
+
+def is_linear(operand: Any) -> bool:
+    """Whether a transpose rule is asked for the cotangent of this operand."""
+    return ad.is_undefined_primal(operand)
 
 
 def float0_zero(aval: ShapedArray) -> Zero:

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from loopkit import _arguments, _errors, _jax
+from loopkit import _arguments, _carried, _errors, _jax
+from loopkit._buffer import plain
 from loopkit._capture import Names, Traced, remember, scalar_bool, trace_loop, type_key
 from loopkit._info import LoopInfo
 from loopkit.engine.loop import Loop, kept, parts, spread
@@ -34,6 +35,7 @@ def scan(
     *,
     until: Callable[[Carry, Y], Any] | None = None,
     checkpoints: Any = None,
+    buffers: Any = None,
     return_info: bool = False,
 ) -> Any:
     """Scan `f` over the leading axis of `xs`, carrying state along.
@@ -62,6 +64,9 @@ def scan(
     - `checkpoints`: what the backward pass keeps. None: about the square root of the number of
       steps in carries, about one extra forward pass. An int c: at most c carries, at the price of
       more recomputation. "all": what the derivative of every step reads, as lax.scan.
+    - `buffers`: which leaves of the carry are read and written in slices: a function of the carry
+      that returns them, or a tree of bools that matches it. In the body they are
+      `loopkit.Buffer`s, written in place, forward and backward.
     - `return_info`: also return a `LoopInfo`.
 
     **Returns:**
@@ -102,6 +107,7 @@ def scan(
         _split_transpose,
         until=until,
         checkpoints=checkpoints,
+        buffers=buffers,
         return_info=return_info,
     )
 
@@ -118,6 +124,7 @@ def run_scan(
     *,
     until: Callable | None,
     checkpoints: Any,
+    buffers: Any,
     return_info: bool,
 ) -> Any:
     """`scan`, under the names of the function that the user called."""
@@ -126,6 +133,8 @@ def run_scan(
     if until is not None:
         _arguments.check_callable(name, names.predicate, until)
     init = _arguments.as_arrays(name, names.init, init)
+    carried = _carried.find(name, buffers, init)
+    init = plain(init)
     xs = _arguments.as_arrays(name, "xs", xs)
     length = _length(xs, length)
     checkpoints = _arguments.check_checkpoints(name, checkpoints, length)
@@ -143,24 +152,26 @@ def run_scan(
         )
     if _arguments.runs_in_python() and length > 0:
         ran, result = _arguments.in_python(
-            lambda: _python_scan(f, init, xs, length, reverse, until)
+            lambda: _python_scan(carried, f, init, xs, length, reverse, until)
         )
         if ran:
-            return result if return_info else result[:2]
-    # A step counter and a stop flag are carried where they are needed.
+            carry, ys, info = result
+            carry = carried.returned(carry)
+            return (carry, ys, info) if return_info else (carry, ys)
+    # A step counter and a flag that says whether to go on are carried where they are needed.
     counting = return_info and stopping
-    state = (init, jnp.int32(0) if counting else None, jnp.array(False) if stopping else None)
+    state = (init, jnp.int32(0) if counting else None, jnp.array(True) if stopping else None)
     leaves, tree = jax.tree.flatten(state)
     x_leaves, x_tree = jax.tree.flatten(xs)
 
     def step(carry: list, x: list) -> tuple[Any, Any]:
         value, steps, _ = tree.unflatten(carry)
         new, y = _pair(names, f(value, x_tree.unflatten(x)))
-        stop = None if until is None else _stop(names, until, new, y)
-        return (new, steps + 1 if counting else None, stop), y
+        go = None if until is None else jnp.logical_not(_stop(names, until, new, y))
+        return (new, steps + 1 if counting else None, go), y
 
     def goes_on(carry: list) -> Any:
-        return jnp.logical_not(tree.unflatten(carry)[2])
+        return tree.unflatten(carry)[2]
 
     x_types = [_jax.slice_type(jax.typeof(x)) for x in x_leaves]
     settings = {
@@ -170,21 +181,29 @@ def run_scan(
         "unroll": unroll,
         "name": name,
     }
+    found = carried.followed_by(len(leaves) - len(carried.flags)) if carried.any else None
+    flag = len(leaves) - 1 if carried.any and stopping else None
+    predicate = goes_on if stopping else None
     traced = remember(
-        (f, until),
-        (names, tree, type_key(leaves), x_tree, tuple(x_types), counting, *settings.values()),
-        lambda: trace_loop(names, step, goes_on if stopping else None, state, x_types, settings),
+        (f, until) if carried.hashable else (),
+        (
+            *(names, tree, type_key(leaves), x_tree, tuple(x_types), counting, carried.flags),
+            *settings.values(),
+        ),
+        lambda: trace_loop(names, step, predicate, state, x_types, settings, found, flag),
     )
-    if checkpoints == "all" and not stopping:
+    if checkpoints == "all" and not stopping and not carried.any:
         carry, ys = _run_stored(traced, leaves, x_leaves, bool(split_transpose))
     else:
         carry, ys = traced.run(leaves, x_leaves)
-    final, steps, stopped = tree.unflatten(carry)
+    final, steps, go = tree.unflatten(carry)
+    final = carried.returned(final)
     ys = traced.y_tree.unflatten(ys)
     if not return_info:
         return final, ys
     if not stopping:
-        steps, stopped = jnp.int32(length), jnp.array(False)
+        steps, go = jnp.int32(length), jnp.array(True)
+    stopped = jnp.logical_not(go)
     return final, ys, LoopInfo(steps, stopped)
 
 
@@ -244,12 +263,17 @@ def _length(xs: Any, length: Any) -> int:
 
 
 def _python_scan(
+    carried: _carried.Buffers,
     f: Callable, init: Any, xs: Any, length: int, reverse: bool, until: Callable | None
 ) -> tuple[Any, Any, LoopInfo]:
     carry, rows, stopped = init, [], False
     order = range(length - 1, -1, -1) if reverse else range(length)
+
+    def body(x: Any, carry: Any) -> Any:
+        return f(carry, x)
+
     for t in order:
-        carry, y = f(carry, jax.tree.map(operator.itemgetter(t), xs))
+        carry, y = carried.by_hand(body)(jax.tree.map(operator.itemgetter(t), xs), carry)
         rows.append(jax.tree.map(jnp.asarray, y))
         if until is not None and until(carry, y):
             stopped = True

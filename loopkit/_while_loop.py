@@ -9,8 +9,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from loopkit import _arguments
-from loopkit._capture import Names, remember, trace_loop, type_key
+from loopkit import _arguments, _carried
+from loopkit._buffer import plain
+from loopkit._capture import Names, remember, scalar_bool, trace_loop, type_key
 from loopkit._info import LoopInfo
 
 T = TypeVar("T")
@@ -25,6 +26,7 @@ def while_loop(
     *,
     max_steps: int | None = None,
     checkpoints: Any = None,
+    buffers: Any = None,
     unroll: int = 1,
     throw: bool = False,
     return_info: bool = False,
@@ -49,6 +51,9 @@ def while_loop(
     - `checkpoints`: what the backward pass keeps. None: a few dozen carries, about one extra
       forward pass. An int c: at most c carries, at the price of more recomputation. "all":
       what the derivative of every step reads, and no recomputation (needs `max_steps`).
+    - `buffers`: which leaves of the carry are read and written in slices: a function of the carry
+      that returns them, or a tree of bools that matches it. In the body they are
+      `loopkit.Buffer`s, written in place, forward and backward.
     - `unroll`: steps to an iteration of the compiled loop.
     - `throw`: raise an error at run time if `max_steps` steps were not enough.
     - `return_info`: also return a `LoopInfo`.
@@ -85,6 +90,7 @@ def while_loop(
         init_val,
         max_steps=max_steps,
         checkpoints=checkpoints,
+        buffers=buffers,
         unroll=unroll,
         throw=throw,
         return_info=return_info,
@@ -99,6 +105,7 @@ def run_while(
     *,
     max_steps: Any,
     checkpoints: Any,
+    buffers: Any,
     unroll: Any,
     throw: bool,
     return_info: bool,
@@ -111,32 +118,49 @@ def run_while(
     checkpoints = _arguments.check_checkpoints(name, checkpoints, max_steps)
     unroll = _arguments.check_unroll(name, unroll)
     init_val = _arguments.as_arrays(name, names.init, init_val)
+    carried = _carried.find(name, buffers, init_val)
+    init_val = plain(init_val)
+
+    def finish(val: Any, steps: Any, still_holds: Any) -> Any:
+        val = carried.returned(val)
+        return _with_info(names, val, steps, still_holds, max_steps, throw, return_info)
+
     if _arguments.runs_in_python():
+        body = carried.by_hand(body_fun)
         ran, result = _arguments.in_python(
-            lambda: _python_loop(cond_fun, body_fun, init_val, max_steps)
+            lambda: _python_loop(cond_fun, body, init_val, max_steps)
         )
         if ran:
             val, steps = result
-            return _with_info(names, val, steps, cond_fun, max_steps, throw, return_info)
-    counting = throw or return_info
-    state = (init_val, jnp.int32(0) if counting else None)
+            return finish(val, steps, lambda: cond_fun(val))
+    counting, masking = throw or return_info, carried.any
+    # Where writes to buffers are to be masked, the predicate is part of the carry.
+    go = scalar_bool(name, names.predicate, cond_fun(init_val)) if masking else None
+    state = (init_val, jnp.int32(0) if counting else None, go)
     leaves, tree = jax.tree.flatten(state)
 
     def step(carry: list, _: list) -> tuple[Any, None]:
-        val, steps = tree.unflatten(carry)
-        return (body_fun(val), steps + 1 if counting else None), None
+        val, steps, _ = tree.unflatten(carry)
+        new, go = body_fun(val), None
+        if masking:
+            go = scalar_bool(name, names.predicate, cond_fun(new))
+        return (new, steps + 1 if counting else None, go), None
 
     def predicate(carry: list) -> Any:
-        return cond_fun(tree.unflatten(carry)[0])
+        val, _, go = tree.unflatten(carry)
+        return go if masking else cond_fun(val)
 
     settings = {"length": max_steps, "checkpoints": checkpoints, "unroll": unroll, "name": name}
+    hidden = len(leaves) - len(carried.flags)
+    flag = len(leaves) - 1 if masking else None
+    found = carried.followed_by(hidden) if masking else None
     traced = remember(
-        (cond_fun, body_fun),
-        (names, tree, type_key(leaves), *settings.values()),
-        lambda: trace_loop(names, step, predicate, state, [], settings),
+        (cond_fun, body_fun) if carried.hashable else (),
+        (names, tree, type_key(leaves), carried.flags, *settings.values()),
+        lambda: trace_loop(names, step, predicate, state, [], settings, found, flag),
     )
-    val, steps = tree.unflatten(traced.run(leaves, [])[0])
-    return _with_info(names, val, steps, cond_fun, max_steps, throw, return_info)
+    val, steps, go = tree.unflatten(traced.run(leaves, [])[0])
+    return finish(val, steps, lambda: go if masking else cond_fun(val))
 
 
 def _python_loop(
@@ -152,14 +176,14 @@ def _with_info(
     names: Names,
     val: Any,
     steps: Any,
-    cond_fun: Callable,
+    still_holds: Callable[[], Any],
     max_steps: int | None,
     throw: bool,
     return_info: bool,
 ) -> Any:
     if not (throw or return_info):
         return val
-    goes_on = cond_fun(val)
+    goes_on = still_holds()
     if throw and max_steps is not None:
         val = eqx.error_if(
             val,

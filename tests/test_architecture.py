@@ -14,12 +14,17 @@ LAYERS = [
     ["loopkit"],
     ["loopkit._while_loop", "loopkit._scan", "loopkit._fori_loop"],
     ["loopkit._capture"],
+    ["loopkit._carried"],
+    ["loopkit._tensor_array"],
+    ["loopkit._buffer"],
+    ["loopkit._index"],
     ["loopkit.engine"],
     ["loopkit._plan"],
     ["loopkit.schedules"],
     ["loopkit._arguments", "loopkit._function_key", "loopkit._info"],
     ["loopkit._tree", "loopkit._errors", "loopkit._typing"],
     ["loopkit._jaxpr"],
+    ["loopkit._slices"],
     ["loopkit._jax"],
 ]
 """From the top. Imports stay in a layer or go down; a package stands for its modules."""

@@ -64,6 +64,7 @@ def _dual_loop(loop: Loop, active: Active) -> Loop:
         xs_count=loop.xs_count + tangent_counts[2],
         const_lanes=_followed(loop.const_lanes, active.consts),
         xs_lanes=_followed(loop.xs_lanes, active.xs),
+        buffers=_followed(loop.buffers, active.carry),
     )
 
 

@@ -83,6 +83,13 @@ class Loop:
     """Which constants begin with all the lane axes."""
     xs_lanes: tuple[bool, ...] = ()
     """Which xs slices begin with all the lane axes."""
+    buffers: tuple[bool, ...] = ()
+    """Which carry leaves are buffers, read and written in slices. Empty if none is."""
+    flag: int | None = None
+    """For a loop with buffers and a predicate: the carry leaf that says whether a step is active.
+
+    Writes to the buffers are masked by it.
+    """
     memory: dict = field(default_factory=dict, repr=False)
 
     def derived(self, key: Any, make: Callable[[], T]) -> T:
@@ -119,6 +126,11 @@ class Loop:
     @cached_property
     def lanes(self) -> tuple[int, ...]:
         return () if self.cond is None else self.cond.out_avals[0].shape
+
+    @property
+    def is_buffer(self) -> tuple[bool, ...]:
+        """For each carry leaf, whether it is a buffer."""
+        return self.buffers or (False,) * self.carry_count
 
     @cached_property
     def const_types(self) -> list[ShapedArray]:
@@ -227,5 +239,7 @@ def prune(loop: Loop, used_carry: Sequence[bool], used_ys: Sequence[bool]) -> tu
         xs_count=sum(xs),
         const_lanes=tuple(kept(loop.const_lanes, consts)) if loop.lanes else (),
         xs_lanes=tuple(kept(loop.xs_lanes, xs)) if loop.lanes else (),
+        buffers=tuple(kept(loop.buffers, carry)) if loop.buffers else (),
+        flag=None if loop.flag is None else sum(carry[: loop.flag]),
     )
     return pruned, flags
