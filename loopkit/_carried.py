@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from loopkit import _errors, _index
 from loopkit._buffer import Buffer, Owner, plain
-from loopkit._tensor_array import TensorArray
 
 HOW = "Pass a function of the carry that returns leaves of it, or a tree of bools that matches it."
 
@@ -119,25 +118,12 @@ def _overwritten(old: Any, value: Any, owner: Owner) -> Any:
 
 
 def find(function: str, buffers: Any, init: Any) -> Buffers:
-    """The buffers among the leaves of `init`: those named, and those that are so by themselves."""
+    """The buffers among the leaves of `init`: those named, and buffers of a loop around."""
     leaves = jax.tree.leaves(init, is_leaf=is_buffer)
     outer = tuple(v._owner if is_buffer(v) else None for v in leaves)
     flags = [is_buffer(v) for v in leaves]
-    for i, array in _tensor_arrays(init):
-        flags[i] = flags[i] or array
     named = _named(function, buffers, plain(init))
     return Buffers(tuple(a or b for a, b in zip(flags, named, strict=True)), outer)
-
-
-def _tensor_arrays(init: Any) -> list[tuple[int, bool]]:
-    """Each leaf, and whether it is the data of a TensorArray."""
-    found = []
-    for node in jax.tree.leaves(
-        plain(init), is_leaf=lambda v: isinstance(v, TensorArray)
-    ):
-        count = len(jax.tree.leaves(node))
-        found += [isinstance(node, TensorArray) and i == 0 for i in range(count)]
-    return list(enumerate(found))
 
 
 def _named(function: str, buffers: Any, init: Any) -> list[bool]:

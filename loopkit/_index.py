@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from loopkit import _jax
-from loopkit._slices import Window
+from loopkit._window import Window
 
 HOW = "Index with integers, slices, None, an ellipsis, or arrays of integers."
 

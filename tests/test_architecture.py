@@ -15,7 +15,6 @@ LAYERS = [
     ["loopkit._while_loop", "loopkit._scan", "loopkit._fori_loop"],
     ["loopkit._capture"],
     ["loopkit._carried"],
-    ["loopkit._tensor_array"],
     ["loopkit._buffer"],
     ["loopkit._index"],
     ["loopkit.engine"],
@@ -25,6 +24,7 @@ LAYERS = [
     ["loopkit._tree", "loopkit._errors", "loopkit._typing"],
     ["loopkit._jaxpr"],
     ["loopkit._slices"],
+    ["loopkit._window"],
     ["loopkit._jax"],
 ]
 """From the top. Imports stay in a layer or go down; a package stands for its modules."""

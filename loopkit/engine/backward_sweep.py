@@ -173,8 +173,8 @@ class _StepReversal:
         hoisted = list(_jax.call_jaxpr(split.hoist)(*consts))
         backward = how.backward
         if batch is not None:
-            count = len(backward.in_avals) - sum(how.active.outputs)
-            axes = [None] * count + [0] * sum(how.active.outputs)
+            linear = sum(how.active.consts) + sum(how.active.outputs)
+            axes = [None] * (len(backward.in_avals) - linear) + [0] * linear
             backward, _ = _jax.batch_jaxpr(
                 backward, _jax.axis(batch), axes, [0] * len(backward.out_avals)
             )
@@ -242,12 +242,9 @@ class _StepReversal:
             zeros = jax.tree.map(jnp.zeros_like, (carry, ct_y))
             carry = select(active, carry, zeros[0], axis)
             ct_y = select(active, ct_y, zeros[1], axis)
-        outs = _jax.call_jaxpr(self.backward)(*consts, *hoisted, *x, *row, *carry, *ct_y)
+        so_far = cts.consts
+        outs = _jax.call_jaxpr(self.backward)(*consts, *hoisted, *x, *row, *so_far, *carry, *ct_y)
         d_consts, d_carry, d_x = parts(outs, sum(how.active.consts), sum(how.active.carry))
         if self.safe is not None:
             d_carry = select(active, d_carry, cts.carry, axis)
-        return Cotangents(
-            [a + b for a, b in zip(cts.consts, d_consts, strict=True)],
-            d_carry,
-            write_rows(cts.xs, d_x, at, axis),
-        )
+        return Cotangents(d_consts, d_carry, write_rows(cts.xs, d_x, at, axis))

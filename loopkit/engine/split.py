@@ -6,7 +6,11 @@ half reads. A residual that depends on constants alone is computed once, before 
 
     hoist(consts)                                -> hoisted
     forward(consts, carry, x)                    -> carry, y, stored
-    backward(consts, hoisted, x, stored, cts)    -> cotangents of the active consts, carry, x
+    backward(consts, hoisted, x, stored, so far, cts)
+                                                 -> cotangents of the active consts, carry, x
+
+Cotangents of the constants are added to those of the steps reversed so far, in place where a step
+reads slices of them.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import jax
 from loopkit import _jax, _jaxpr
 from loopkit._jax import Jaxpr, ShapedArray
 from loopkit.engine.loop import Active, Loop, Operands, kept, parts, spread
+from loopkit.engine.threaded import threaded
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,8 @@ def _split(loop: Loop, active: Active) -> Split:
 
     def make_backward(live: Active) -> Jaxpr:
         def backward(*values: Any) -> list:
-            _, constant, x, rows, cts = parts(values, c, len(hoisted), loop.xs_count, len(stored))
+            counts = (c, len(hoisted), loop.xs_count, len(stored), sum(live.consts))
+            _, constant, x, rows, so_far, cts = parts(values, *counts)
             constant = dict(zip(hoisted, constant, strict=True))
             row = {first[i]: r for i, r in zip(stored, rows, strict=True)}
 
@@ -116,9 +122,9 @@ def _split(loop: Loop, active: Active) -> Split:
 
             residuals = [residual(i) for i in range(n, total)]
             transpose = jax.linear_transpose(
-                lambda *moving: _jax.call_jaxpr(linear)(*residuals, *moving), *flowing
+                lambda *moving: threaded(linear, residuals, moving, sum(live.consts)), *flowing
             )
-            return list(transpose(cts))
+            return list(transpose([*so_far, *cts]))
 
         linear, flowing = _linear_part(tree, whole.out_avals[n:], body, active, live)
 
@@ -127,6 +133,7 @@ def _split(loop: Loop, active: Active) -> Split:
             *(whole.out_avals[i] for i in hoisted),
             *loop.x_types,
             *(whole.out_avals[i] for i in stored),
+            *(t.to_tangent_aval() for t in kept(loop.const_types, live.consts)),
             *(t.to_tangent_aval() for t in kept(body.out_avals, live.outputs)),
         ]
         jaxpr, closed_over = _jax.trace(backward, types, "loop_step_transpose")
@@ -178,7 +185,8 @@ def batch_split(split: Split, loop: Loop, axis: Any, places: Operands, active: A
     stored = flags[split.results :]
 
     def make_backward(live: Active) -> Jaxpr:
-        cts = [*kept(carry, live.carry), *[lane for a in live.ys if a]]
+        cts = [*kept(consts, live.consts), *kept(carry, live.carry)]
+        cts += [lane for a in live.ys if a]
         outs = [*kept(consts, live.consts), *kept(carry, live.carry), *kept(slices, live.xs)]
         ins = [*consts, *_first(hoisted), *slices, *_first(stored), *cts]
         return _jax.batch_jaxpr(split.backward(live), axis, ins, outs)[0]
