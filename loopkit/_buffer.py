@@ -259,7 +259,9 @@ class Ref:
         if have == want:
             return values
         kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-        rank = [next((i for i, k in enumerate(kinds) if jnp.issubdtype(d, k)), -1) for d in (have, want)]
+        rank = [
+            next((i for i, k in enumerate(kinds) if jnp.issubdtype(d, k)), -1) for d in (have, want)
+        ]
         if -1 in rank or rank[0] > rank[1]:
             raise TypeError(
                 f"loopkit.Buffer: `.at[...].{name}` must be given values of dtype {want}, that of "

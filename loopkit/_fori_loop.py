@@ -50,8 +50,8 @@ def fori_loop(
     - `init_val`: a pytree of arrays.
     - `unroll`: steps to an iteration of the compiled loop; True for all, if their number is known.
     - `max_steps`: the most steps to take, a static int.
-    - `checkpoints`, `buffers`, `return_info`: as in `loopkit.while_loop`; "all" needs static bounds or
-      `max_steps`.
+    - `checkpoints`, `buffers`, `return_info`: as in `loopkit.while_loop`; "all" needs static bounds
+      or `max_steps`.
 
     **Returns:**
 

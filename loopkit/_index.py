@@ -201,9 +201,9 @@ def _item(v: Any) -> Any:
     kind = None if isinstance(v, tuple) else v.dtype
     if kind is not None and jnp.issubdtype(kind, jnp.integer):
         return v if _jax.is_tracer(v) else np.asarray(v)
-    if kind == bool and v.ndim and not _jax.is_tracer(v):
+    if kind is not None and kind == np.dtype(bool) and v.ndim and not _jax.is_tracer(v):
         return np.asarray(v)
-    if kind == bool and v.ndim:
+    if kind is not None and kind == np.dtype(bool) and v.ndim:
         raise IndexError(
             "loopkit.Buffer: a mask used as an index must be known when the loop is traced, got a "
             f"traced bool{list(v.shape)}. Its number of rows would not be known: write with "

@@ -264,7 +264,12 @@ def _length(xs: Any, length: Any) -> int:
 
 def _python_scan(
     carried: _carried.Buffers,
-    f: Callable, init: Any, xs: Any, length: int, reverse: bool, until: Callable | None
+    f: Callable,
+    init: Any,
+    xs: Any,
+    length: int,
+    reverse: bool,
+    until: Callable | None,
 ) -> tuple[Any, Any, LoopInfo]:
     carry, rows, stopped = init, [], False
     order = range(length - 1, -1, -1) if reverse else range(length)

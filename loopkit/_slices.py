@@ -27,7 +27,6 @@ from loopkit import _jax
 from loopkit._jax import ShapedArray
 from loopkit._window import Window
 
-
 read_p = _jax.declare("loopkit_read")
 write_p = _jax.declare("loopkit_write")
 

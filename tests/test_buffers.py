@@ -117,11 +117,8 @@ XS = jnp.cos(jnp.arange(6 * 2.0)).reshape(6, 2)
 W = jnp.asarray([0.3, 0.7])
 
 
-
-
 def reference(body, n=6):
     """The same on plain arrays, without any of our rules."""
-    plain = {"pred": True}
 
     class At:
         def __init__(self, array, index=None):
@@ -213,7 +210,10 @@ def test_lanes_that_stop_apart(body, kind, checkpoints):
     f, n = looped(body, kind, checkpoints), jnp.asarray([2, 6, 4])
     ws = jnp.stack([W, W * 2, W / 2])
     grads = jax.vmap(jax.value_and_grad(f, (0, 1)), (None, 0, 0))
-    one = [jax.value_and_grad(reference(body, int(k)), (0, 1))(XS, w) for k, w in zip(n, ws)]
+    one = [
+        jax.value_and_grad(reference(body, int(k)), (0, 1))(XS, w)
+        for k, w in zip(n, ws, strict=True)
+    ]
     assert_close(jax.jit(grads)(XS, ws, n), jax.tree.map(lambda *v: jnp.stack(v), *one))
 
 
@@ -270,9 +270,9 @@ def test_buffers_that_change_places():
         return jnp.sum(a * jnp.arange(3.0) + b**2)
 
     args = (jnp.asarray([1, 4, 2]), jnp.arange(3.0), jnp.sin(jnp.arange(3.0)))
-    run = lambda use: jax.jit(
-        jax.vmap(jax.grad(lambda *a: f(*a, use), (1, 2)), (0, None, None))
-    )(*args)
+    run = lambda use: jax.jit(jax.vmap(jax.grad(lambda *a: f(*a, use), (1, 2)), (0, None, None)))(
+        *args
+    )
     assert_close(run(True), run(False))
 
 
@@ -357,9 +357,9 @@ def test_bad_writes():
     ref = Buffer(jnp.arange(3)).at[0]
     with pytest.raises(TypeError, match="values of dtype int64"):
         ref.set(1.5)
-    with pytest.raises(TypeError, match="`pred` of `.at\\[...\\].set` must be of bools"):
+    with pytest.raises(TypeError, match=r"`pred` of `.at\[...\].set` must be of bools"):
         ref.set(1, pred=1)
-    with pytest.raises(ValueError, match="`mode` of `.at\\[...\\].add` must be one of drop"):
+    with pytest.raises(ValueError, match=r"`mode` of `.at\[...\].add` must be one of drop"):
         ref.add(1, mode="wrap")
     with pytest.raises(TypeError, match="takes mode, pred, unique_indices"):
         ref.max(1, foo=1)
