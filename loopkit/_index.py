@@ -61,7 +61,7 @@ class Place:
         return jnp.broadcast_to(stacked, (*self.batch, *rest))
 
     def _stacked(self, value: Any) -> Any:
-        value = jnp.transpose(jnp.squeeze(value, self.new), np.argsort(self.order))
+        value = jnp.transpose(jnp.squeeze(value, self.new), tuple(map(int, np.argsort(self.order))))
         return jnp.expand_dims(value, self.dropped)
 
     def last_of_equals(self, shape: Sequence[int]) -> Any:
@@ -194,22 +194,21 @@ def _item(v: Any) -> Any:
         return v
     if isinstance(v, (list, tuple)):
         v = np.asarray(v, np.int32 if not len(v) else None)
-    if isinstance(v, (bool, np.bool_)):
-        v = v, None
-    elif not isinstance(v, (np.ndarray, np.generic, jax.Array)):
-        v = np.asarray(v) if isinstance(v, int) else (v, None)
-    kind = None if isinstance(v, tuple) else v.dtype
-    if kind is not None and jnp.issubdtype(kind, jnp.integer):
-        return v if _jax.is_tracer(v) else np.asarray(v)
-    if kind is not None and kind == np.dtype(bool) and v.ndim and not _jax.is_tracer(v):
-        return np.asarray(v)
-    if kind is not None and kind == np.dtype(bool) and v.ndim:
-        raise IndexError(
-            "loopkit.Buffer: a mask used as an index must be known when the loop is traced, got a "
-            f"traced bool{list(v.shape)}. Its number of rows would not be known: write with "
-            "`pred=mask`, or read the rows and use jnp.where."
-        )
-    got = f"{v[0]!r}" if isinstance(v, tuple) else f"an array of {v.dtype}"
+    if isinstance(v, int) and not isinstance(v, bool):
+        v = np.asarray(v)
+    got = repr(v)
+    if isinstance(v, (np.ndarray, np.generic, jax.Array)) and not isinstance(v, np.bool_):
+        traced, got = _jax.is_tracer(v), f"an array of {v.dtype}"
+        if jnp.issubdtype(v.dtype, jnp.integer):
+            return v if traced else np.asarray(v)
+        if v.dtype == np.dtype(bool) and v.ndim and not traced:
+            return np.asarray(v)
+        if v.dtype == np.dtype(bool) and v.ndim:
+            raise IndexError(
+                "loopkit.Buffer: a mask used as an index must be known when the loop is traced, "
+                f"got a traced bool{list(v.shape)}. Its number of rows would not be known: write "
+                "with `pred=mask`, or read the rows and use jnp.where."
+            )
     raise TypeError(f"loopkit.Buffer: an index must be of integers, got {got}. {HOW}")
 
 

@@ -32,6 +32,9 @@ pvary_p = core.pvary_p
 same_type = core.typematch
 tree_differences = tree_util.equality_errors_pytreedef
 
+KEEPS_BARRIERS = jax.__version_info__ >= (0, 11)
+"""Whether the compiler for CPUs keeps lax.optimization_barrier until it has fused operations."""
+
 Jaxpr = Any  # core.ClosedJaxpr before jax 0.11, core.Jaxpr since
 
 

@@ -63,10 +63,10 @@ def _is_single(starts: Any) -> bool:
     return math.prod(starts.shape[:-1]) == 1
 
 
-def _evaluate_read(buffer: Any, *starts: Any, window: Window, value: bool) -> list:
+def _evaluate_read(buffer: Any, *operands: Any, window: Window, value: bool) -> list:
     if not value:
         return [buffer]
-    (starts,) = starts
+    (starts,) = operands
     batch = starts.shape[:-1]
     at, inside = window.starts_in(buffer.shape, starts)
     if _is_single(starts):
@@ -144,10 +144,10 @@ def _write_one(
     return lax.dynamic_update_slice(buffer, value, point)
 
 
-def _read_types(buffer: Any, *starts: Any, window: Window, value: bool) -> tuple[list, Any]:
+def _read_types(buffer: Any, *operands: Any, window: Window, value: bool) -> tuple[list, Any]:
     if not value:
         return [buffer], set()
-    (starts,) = starts
+    (starts,) = operands
     shape = (*starts.shape[:-1], *window.sizes)
     found = _jax.type_like(ShapedArray(shape, buffer.dtype), [buffer, starts])
     return [found, buffer], set()
@@ -175,7 +175,7 @@ def _read_transpose(
         return [_jax.float0_zero(buffer.aval), *none]
     total = _jax.instantiate(cts[-1])
     if value and type(cts[0]) is not _jax.Zero:
-        total = write(total, cts[0], *starts, window, add=True)
+        total = write(total, cts[0], starts[0], window, add=True)
     return [total, *none]
 
 
@@ -202,8 +202,21 @@ def _write_transpose(
             ct_value = jnp.where(masks[0], ct_value, jnp.zeros_like(ct_value))
     if of_buffer and not add:
         kind = value.aval if of_value else jax.typeof(value)
-        ct_buffer = write(ct_buffer, _jax.zeros(kind.to_tangent_aval()), starts, window, *masks)
+        zero = _jax.zeros(kind.to_tangent_aval())
+        if of_value and window.axes and not _jax.KEEPS_BARRIERS:
+            ct_value, zero = _in_order(ct_value, zero, starts)
+        ct_buffer = write(ct_buffer, zero, starts, window, *masks)
     return [ct_buffer if of_buffer else None, ct_value, *none]
+
+
+def _in_order(found: Any, zero: Any, starts: Any) -> tuple[Any, Any]:
+    """What was read, and zeros that are there only once it has been.
+
+    The compiler reads a slice again wherever it is used, and then copies the buffer before it is
+    written; it does not look through a branch, of which it does not know which is taken.
+    """
+    known = starts.min() >= jnp.iinfo(starts.dtype).min // 2
+    return lax.cond(known, lambda x: (x, zero), lambda x: (zero, x), found)
 
 
 # ---------------------------------------------------------------- vmap

@@ -328,6 +328,25 @@ def test_forward_is_in_place(checkpoints):
     assert copies_in_loops(text, "f64[500,7]") == []
 
 
+@pytest.mark.parametrize("batch", [None, 4])
+def test_backward_is_in_place(batch):
+    """Neither the cotangents of the buffer nor those of a table that steps read are copied."""
+
+    def f(xs):
+        def body(c, _):
+            i, ys = c
+            return (i + 1, ys.at[i].set(xs[i] * jnp.sin(ys[i - 1]))), None
+
+        how = {"buffers": lambda c: c[1], "checkpoints": "all"}
+        (_, ys), _ = loopkit.scan(body, (0, jnp.ones_like(xs)), None, 500, **how)
+        return jnp.sum(ys)
+
+    shape = (500, 7) if batch is None else (batch, 500, 7)
+    gradient = jax.grad(f) if batch is None else jax.vmap(jax.grad(f))
+    text = jax.jit(gradient).lower(jnp.ones(shape)).compile().as_text()
+    assert copies_in_loops(text, f"f64[{','.join(map(str, shape))}]") == []
+
+
 # ---------------------------------------------------------------- errors
 
 
