@@ -78,6 +78,8 @@ def _evaluate_read(buffer: Any, *operands: Any, window: Window, value: bool) -> 
         zeros = _jax.zeros(jax.typeof(found))
         found = jnp.where(_over_slices(inside, window), found, zeros)
     # What is written next comes after: read twice, the buffer would have to be copied first.
+    if window.axes and not _jax.KEEPS_BARRIERS:
+        found, _ = _in_order(found, _jax.zeros(jax.typeof(found)), starts)
     return list(lax.optimization_barrier((found, buffer)))
 
 
