@@ -2,8 +2,12 @@
 
 from loopkit import schedules as schedules
 from loopkit._buffer import Buffer as Buffer
+from loopkit._explain import Explanation as Explanation
+from loopkit._explain import explain as explain
+from loopkit._explain import plan as plan
 from loopkit._fori_loop import fori_loop as fori_loop
 from loopkit._info import LoopInfo as LoopInfo
+from loopkit._plan import Plan as Plan
 from loopkit._scan import scan as scan
 from loopkit._while_loop import while_loop as while_loop
 

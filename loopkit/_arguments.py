@@ -11,9 +11,6 @@ import numpy as np
 
 from loopkit import _errors, _jax
 
-Bound = int | None
-Checkpoints = Any
-
 
 def check_callable(function: str, argument: str, value: Any) -> None:
     if not callable(value):
@@ -25,49 +22,20 @@ def check_callable(function: str, argument: str, value: Any) -> None:
 def check_max_steps(function: str, max_steps: Any) -> int | None:
     if max_steps is None:
         return None
-    return _whole(function, "max_steps", max_steps, 0, "an int >= 0 or None (no bound)")
+    return whole(function, "max_steps", max_steps, 0, "an int >= 0 or None (no bound)")
 
 
 def check_length(function: str, length: Any) -> int:
-    return _whole(function, "length", length, 0, "an int >= 0, the number of steps")
+    return whole(function, "length", length, 0, "an int >= 0, the number of steps")
 
 
 def check_unroll(function: str, unroll: Any) -> int:
     if isinstance(unroll, (bool, np.bool_)):
         return int(unroll)
-    return _whole(function, "unroll", unroll, 1, "an int >= 1, the steps to an iteration")
+    return whole(function, "unroll", unroll, 1, "an int >= 1, the steps to an iteration")
 
 
-def check_checkpoints(function: str, checkpoints: Any, bound: int | None) -> Checkpoints:
-    if checkpoints is None:
-        return None
-    if isinstance(checkpoints, str):
-        if checkpoints != "all":
-            raise ValueError(
-                _errors.wrong(
-                    function,
-                    "checkpoints",
-                    'must be None, an int >= 1 or "all"',
-                    repr(checkpoints),
-                    'The only string is "all", which stores what every step\'s derivative reads.',
-                )
-            )
-        if bound is None:
-            raise ValueError(
-                _errors.wrong(
-                    function,
-                    "checkpoints",
-                    'can be "all" only if the number of steps is bounded',
-                    "checkpoints='all' with max_steps=None",
-                    "Pass `max_steps`, or leave `checkpoints` out.",
-                )
-            )
-        return "all"
-    expected = 'None, an int >= 1 (carries to keep) or "all"'
-    return _whole(function, "checkpoints", checkpoints, 1, expected)
-
-
-def _whole(function: str, argument: str, value: Any, least: int, expected: str) -> int:
+def whole(function: str, argument: str, value: Any, least: int, expected: str) -> int:
     whole = None
     if not isinstance(value, (bool, np.bool_)):
         try:

@@ -29,6 +29,7 @@ def fori_loop(
     unroll: int | bool | None = None,
     max_steps: int | None = None,
     checkpoints: Any = None,
+    memory: int | str | None = None,
     buffers: Any = None,
     return_info: bool = False,
 ) -> Any:
@@ -50,8 +51,8 @@ def fori_loop(
     - `init_val`: a pytree of arrays.
     - `unroll`: steps to an iteration of the compiled loop; True for all, if their number is known.
     - `max_steps`: the most steps to take, a static int.
-    - `checkpoints`, `buffers`, `return_info`: as in `loopkit.while_loop`; "all" needs static bounds
-      or `max_steps`.
+    - `checkpoints`, `memory`, `buffers`, `return_info`: as in `loopkit.while_loop`; "all" needs
+      static bounds or `max_steps`.
 
     **Returns:**
 
@@ -97,6 +98,7 @@ def fori_loop(
             False,
             until=None,
             checkpoints=checkpoints,
+            memory=memory,
             buffers=inner,
             return_info=True,
         )
@@ -115,6 +117,7 @@ def fori_loop(
         (jnp.asarray(lower, dtype), init_val),
         max_steps=max_steps,
         checkpoints=checkpoints,
+        memory=memory,
         buffers=inner,
         unroll=1 if unroll is None else unroll,
         throw=False,

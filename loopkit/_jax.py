@@ -8,12 +8,22 @@ closes over has become leading arguments.
 from __future__ import annotations
 
 import functools as ft
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax._src import ad_util, config, core, debugging, dispatch, linear_util, tree_util
+from jax._src import (
+    ad_util,
+    config,
+    core,
+    debugging,
+    dispatch,
+    linear_util,
+    source_info_util,
+    tree_util,
+)
 from jax._src import effects as effects_
 from jax._src.api_util import debug_info
 from jax._src.interpreters import ad, batching, mlir
@@ -145,6 +155,13 @@ def dce(
     """The part of a jaxpr that the used outputs need, and which inputs it takes."""
     small, used = pe.dce_jaxpr(open_jaxpr(jaxpr), list(used_outputs), list(keep))
     return pe.close_jaxpr(small), list(used)
+
+
+def with_outputs(jaxpr: Jaxpr, outputs: Sequence[Any], keep: Sequence[bool]) -> Jaxpr:
+    """A jaxpr that returns other variables of its own, without the equations these do not need."""
+    j = open_jaxpr(jaxpr)
+    other = j.replace(outvars=list(outputs), debug_info=j.debug_info.with_unknown_names())
+    return dce(other, [True] * len(outputs), keep)[0]
 
 
 def jvp_activity(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> list[bool]:
@@ -286,6 +303,22 @@ def new_equation(eqn: Any, primitive: Any, invars: Any, outvars: Any, params: di
     """`eqn` with another primitive, operands and results; its source and context are kept."""
     _, effects = primitive.abstract_eval(*[v.aval for v in invars], **params)
     return pe.new_jaxpr_eqn(invars, outvars, primitive, params, effects, eqn.source_info, eqn.ctx)
+
+
+def source_line(eqn: Any, package: str) -> str:
+    """ "file:line" of the user's code that made an equation, frames of `package` left out."""
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        if not os.path.abspath(frame.file_name).startswith(package + os.sep):
+            return f"{os.path.basename(frame.file_name)}:{frame.start_line}"
+    return "?"
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many constants and how many carry leaves an equation of lax.scan has."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = map(list, eqn.params["ft_in"].update(eqn.invars).unpack())
+    return len(consts), len(carry)
 
 
 def has_effects(eqn: Any) -> bool:

@@ -1,55 +1,88 @@
-"""Bytes in, plan out: how many checkpoints, how far apart, and what is stored between them.
+"""A plan: what a loop keeps for its backward pass, and what that is predicted to cost.
 
 Time is cut into segments of `leaf` steps. Going forward, the carry at the start of a segment is
-saved in one of `slots`; going back, one segment at a time is replayed, storing one row a step,
-and then reversed.
+saved in one of `slots`; going back, one segment at a time is reached from the last checkpoint
+before it, replayed, storing one row a step, and then reversed. With a slot for every step nothing
+is replayed; with the residuals of every step stored nothing is computed again.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
-from loopkit.schedules.binomial import advances
+from loopkit.schedules import binomial
 
-SMALL = 1 << 19
-"""Bytes of checkpoints, and of rows, that a loop may use whose steps are not known: what a core's
-cache holds, and what is set to zero in no time."""
-FEW = 32
-"""Slots that such a loop may use, however large its carry."""
-MANY = 1024
-"""Slots, and steps to a segment, that it needs at most, however small its carry."""
-PLACED = 128
-"""Slots at most where a schedule places the checkpoints: its tables grow with them."""
-WIDE = 6
-"""Rows of residuals up to this many carries wide are cheaper to store than a step is to repeat."""
-REACH = 100
-"""Steps to a carry of its budget for which a loop without a bound is planned."""
-OVERHEAD = 2
-"""What a segment costs beyond its steps, in steps."""
+SEGMENT = 300.0
+"""Nanoseconds that a segment costs beyond its steps."""
+CACHES = (1 << 20, 0.06), (1 << 25, 0.12), (math.inf, 1.2)
+"""Up to so many bytes in use, so many nanoseconds to write and read one of them. Beyond the last
+cache, memory is new at every call, and has to be cleared by the system first."""
 
+COUNTERS = 512
+"""Bytes of step numbers and the like."""
 
 Store = Literal["carries", "residuals"]
 
 
 @dataclass(frozen=True)
+class Bytes:
+    """A budget in bytes."""
+
+    count: int
+
+
+class Step(NamedTuple):
+    """What planning has to know of one step of a loop."""
+
+    carry_bytes: int
+    """Of what a checkpoint holds."""
+    residual_bytes: int
+    """Of what the derivative reads, loop constants excluded."""
+    run: float = 1.0
+    """Nanoseconds to run it."""
+    record: float = 1.0
+    """Nanoseconds to run it and make its residuals."""
+    remake: float = 1.0
+    """Nanoseconds to make its residuals from the carry."""
+    factor_bytes: int = 0
+    """Of the factors of products that are put off to the end of a segment."""
+    sum_bytes: int = 0
+    """Of what is summed over the steps: the cotangents of the loop's constants."""
+
+    def row_bytes(self, store: Store) -> int:
+        return self.residual_bytes if store == "residuals" else self.carry_bytes
+
+
+UNKNOWN = Step(0, 0)
+
+
+@dataclass(frozen=True)
 class Plan:
-    """What the backward pass of a loop keeps."""
+    """What the backward pass of a loop keeps: accepted by `checkpoints`.
+
+        Plan(slots=8, leaf=16)      # 8 carries, and those of the 16 steps being reversed
+
+    The other fields are filled in for the loop that it is used for.
+    """
 
     slots: int
-    """Carries saved at the starts of segments."""
-    leaf: int
+    """Carries saved at the starts of segments; as many as steps: one for each, and no replay."""
+    leaf: int = 1
     """Steps in a segment, the unit of checkpointing."""
-    store: Store
-    """What a row of the leaf holds for each of its steps."""
-    bound: int | None
-    """The most steps the loop can take; None if nothing bounds it."""
+    store: Store = "carries"
+    """What is stored of each step of the segment at hand."""
     keeps_all: bool = False
     """Whether the forward pass itself stores the residuals of every step."""
-
     thinned: bool = False
     """Whether checkpoints are thinned evenly; else the one that costs least is dropped."""
+    bound: int | None = None
+    """The most steps the loop can take; None if nothing bounds it."""
+    exact: bool = False
+    """Whether it takes just that many."""
+    step: Step = UNKNOWN
+    """The loop's step."""
 
     @property
     def direct(self) -> bool:
@@ -57,70 +90,120 @@ class Plan:
         return self.bound is not None and self.slots * self.leaf >= self.bound
 
     @property
+    def every_carry(self) -> bool:
+        """Whether the forward pass stores the carry of every step."""
+        return self.bound is not None and self.store == "carries" and self.slots >= self.bound
+
+    @property
     def segments(self) -> int | None:
         return None if self.bound is None else -(-self.bound // self.leaf)
 
+    @property
+    def slot_bytes(self) -> int:
+        """Of what the forward pass hands on to the backward pass."""
+        if self.keeps_all:
+            return (self.bound or 0) * self.step.residual_bytes
+        return self.slots * (self.step.carry_bytes + (0 if self.direct else 4))
 
-def make_plan(
-    checkpoints: int | str | None,
-    bound: int | None,
-    exact: bool,
-    carry_bytes: int,
-    residual_bytes: int,
-) -> Plan:
-    """The plan for a loop.
+    @property
+    def row_bytes(self) -> int:
+        """Of what is stored of the segment at hand."""
+        if self.leaf == 1 or self.keeps_all:
+            return 0
+        row = 0 if self.every_carry else self.step.row_bytes(self.store)
+        return self.leaf * (row + self.step.factor_bytes)
 
-    **Arguments:**
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted: what the gradient of the loop needs beyond that of a single step."""
+        if self.bound is not None and self.bound <= 1:
+            return 0
+        return self.slot_bytes + self.row_bytes + self.least_bytes
 
-    - `checkpoints`: None, a number of carries, or "all".
-    - `bound`: the most steps; `exact` if it takes just that many.
-    - `carry_bytes`: bytes of the carry that a checkpoint holds.
-    - `residual_bytes`: bytes that one step's derivative reads, loop constants excluded.
-    """
-    if checkpoints == "all":
-        assert bound is not None
-        return Plan(0, bound, "residuals", bound, keeps_all=True)
-    carry_bytes = max(carry_bytes, 1)
-    store: Store = "residuals" if residual_bytes <= WIDE * carry_bytes else "carries"
-    row = max(residual_bytes, 1) if store == "residuals" else carry_bytes
-    if isinstance(checkpoints, int):
-        return _within(checkpoints, bound, row / carry_bytes, store)
-    if exact:
-        assert bound is not None, "a loop that takes just so many steps has a length"
-        slots = min(bound, _root(bound * row / carry_bytes))
-        return Plan(max(slots, 1), max(1, -(-bound // max(slots, 1))), store, bound)
-    most = min(MANY, max(FEW, SMALL // carry_bytes))
-    rows = min(MANY, max(FEW // 4, SMALL // row))
-    if bound is not None and bound <= 16 * most * rows:
-        slots = max(1, min(bound, 2 * most, _root(bound * row / carry_bytes)))
-        return Plan(slots, max(1, -(-bound // slots)), store, bound)
-    return Plan(min(most, PLACED), min(rows, PLACED), store, bound, thinned=True)
+    @property
+    def least_bytes(self) -> int:
+        """What any plan needs: the carry on its way, the sums, a few counters."""
+        counters = 0 if self.every_carry or self.keeps_all else COUNTERS
+        return self.step.carry_bytes + self.step.sum_bytes + counters
+
+    def evaluations(self, steps: int | None = None) -> tuple[int, int]:
+        """Predicted runs of the body, forward and backward, for a loop of `steps` steps.
+
+        The number of steps is the bound by default. Where it is not known beforehand the backward
+        count is that of the best placement, which online placement comes close to.
+        """
+        steps = self.bound if steps is None else steps
+        if steps is None:
+            raise ValueError(
+                "loopkit.Plan.evaluations: `steps` must be given for a loop without a bound, got "
+                "None. Pass the number of steps that the loop takes."
+            )
+        if self.keeps_all:
+            return steps, 0
+        if steps == 0 or self.direct:
+            return steps, steps
+        units = -(-steps // self.leaf)
+        climbed = binomial.evaluations(units, self.slots) - units
+        return steps, steps + climbed * self.leaf
+
+    @property
+    def stored(self) -> str:
+        """What is stored, in words."""
+        if self.keeps_all:
+            return "the residuals of every step"
+        if self.every_carry:
+            return "the carry of every step"
+        words = f"{self.slots} carries"
+        if self.leaf > 1:
+            words += f", then the {self.store} of {self.leaf} steps at a time"
+        return words
+
+    def __str__(self) -> str:
+        lines = [f"stores     {self.stored}"]
+        if self.step is not UNKNOWN:
+            of_step = self.step.carry_bytes, self.step.residual_bytes
+            lines.append("of a step  {:,} bytes of carry, {:,} of residuals".format(*of_step))
+            lines.append(f"peak       {self.peak_bytes:,} bytes")
+        if self.bound is not None:
+            run, again = self.evaluations()
+            at_most = "" if self.exact else "at most "
+            lines.append(f"steps      {at_most}{self.bound:,}")
+            lines.append(f"runs       {run:,} forward, {again:,} backward")
+        return "\n".join(["Plan", *(f"  {line}" for line in lines)])
+
+    def plot(self, steps: int | None = None, ax: Any = None) -> Any:
+        """Draw the schedule: the step at hand over time, and below it the bytes in use.
+
+        **Arguments:**
+
+        - `steps`: how many steps the loop takes; its bound by default.
+        - `ax`: a pair of matplotlib axes; new ones by default.
+
+        **Returns:**
+
+        The matplotlib figure. Needs matplotlib, which `pip install loopkit[plot]` brings.
+        """
+        from loopkit._plot import draw
+
+        return draw(self, steps, ax)
+
+    def nanoseconds(self, steps: int) -> float:
+        """Predicted time, less that of the steps' reversal proper: for comparing plans."""
+        step = self.step
+        in_use = self.peak_bytes
+        price = next(p for size, p in CACHES if in_use <= size)
+        if self.keeps_all:
+            return steps * (step.record + price * step.residual_bytes)
+        if self.every_carry:
+            return steps * (step.run + step.remake + price * step.carry_bytes)
+        units = -(-steps // self.leaf)
+        run, again = self.evaluations(steps)
+        row = price * step.row_bytes(self.store) if self.leaf > 1 else 0
+        replay = step.record + row
+        if self.store == "carries":
+            replay = step.run * (1 - 1 / self.leaf) + step.remake + row
+        passes = (run + again - steps) * step.run
+        return passes + steps * replay + units * (SEGMENT + price * step.carry_bytes)
 
 
-def _root(value: float) -> int:
-    """The square root, rounded up."""
-    return math.isqrt(max(0, math.ceil(value) - 1)) + 1
-
-
-def _within(budget: int, bound: int | None, row: float, store: Store) -> Plan:
-    """At most `budget` carries; a row of the leaf counts as `row` of them.
-
-    Of the ways to share the budget between slots and rows, the one with the fewest steps to run.
-    """
-    if bound is not None and budget >= bound:
-        return Plan(max(bound, 1), 1, store, bound)
-    steps = bound or REACH * budget
-    best = None
-    kinds: list[tuple[Store, float]] = [("carries", 1.0), (store, row)]
-    for kind, width in kinds:
-        for leaf in range(1, budget):
-            used = 0 if leaf == 1 else math.ceil(leaf * width)
-            if used >= budget:
-                break
-            units = -(-steps // leaf)
-            cost = leaf * advances(units, budget - used - 1) + OVERHEAD * units
-            # Rows of carries are gone through again for their residuals.
-            cost += steps if leaf > 1 and kind == "carries" else 0
-            if best is None or cost < best[0]:
-                best = cost, Plan(budget - used, leaf, kind, bound)
-    return Plan(1, 1, store, bound) if best is None else best[1]
+Budget = int | str | Bytes | Plan | None

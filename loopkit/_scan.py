@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopkit import _arguments, _carried, _errors, _jax
+from loopkit._budget import check_budget
 from loopkit._buffer import plain
 from loopkit._capture import Names, Traced, remember, scalar_bool, trace_loop, type_key
 from loopkit._info import LoopInfo
@@ -35,6 +36,7 @@ def scan(
     *,
     until: Callable[[Carry, Y], Any] | None = None,
     checkpoints: Any = None,
+    memory: int | str | None = None,
     buffers: Any = None,
     return_info: bool = False,
 ) -> Any:
@@ -63,7 +65,10 @@ def scan(
       the steps taken.
     - `checkpoints`: what the backward pass keeps. None: about the square root of the number of
       steps in carries, about one extra forward pass. An int c: at most c carries, at the price of
-      more recomputation. "all": what the derivative of every step reads, as lax.scan.
+      more recomputation. "all": what the derivative of every step reads, as lax.scan. A `Plan`:
+      what it says.
+    - `memory`: the same as a budget in bytes, an int or a string such as "64 MB": what the backward
+      pass may need beyond what it needs for a single step. Give one of the two.
     - `buffers`: which leaves of the carry are read and written in slices: a function of the carry
       that returns them, or a tree of bools that matches it. In the body they are
       `loopkit.Buffer`s, written in place, forward and backward.
@@ -107,6 +112,7 @@ def scan(
         _split_transpose,
         until=until,
         checkpoints=checkpoints,
+        memory=memory,
         buffers=buffers,
         return_info=return_info,
     )
@@ -124,6 +130,7 @@ def run_scan(
     *,
     until: Callable | None,
     checkpoints: Any,
+    memory: Any,
     buffers: Any,
     return_info: bool,
 ) -> Any:
@@ -137,10 +144,10 @@ def run_scan(
     init = plain(init)
     xs = _arguments.as_arrays(name, "xs", xs)
     length = _length(xs, length)
-    checkpoints = _arguments.check_checkpoints(name, checkpoints, length)
+    budget = check_budget(name, checkpoints, memory, length)
     unroll = length if unroll is True else _arguments.check_unroll(name, unroll)
     unroll = min(max(1, unroll), max(1, length))
-    if split_transpose and (checkpoints != "all" or stopping):
+    if split_transpose and (budget != "all" or stopping):
         raise ValueError(
             _errors.wrong(
                 name,
@@ -177,7 +184,7 @@ def run_scan(
     settings = {
         "length": length,
         "reverse": reverse,
-        "checkpoints": checkpoints,
+        "checkpoints": budget,
         "unroll": unroll,
         "name": name,
     }
@@ -192,7 +199,7 @@ def run_scan(
         ),
         lambda: trace_loop(names, step, predicate, state, x_types, settings, found, flag),
     )
-    if checkpoints == "all" and not stopping and not carried.any:
+    if budget == "all" and not stopping and not carried.any:
         carry, ys = _run_stored(traced, leaves, x_leaves, bool(split_transpose))
     else:
         carry, ys = traced.run(leaves, x_leaves)

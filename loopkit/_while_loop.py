@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from loopkit import _arguments, _carried
+from loopkit._budget import check_budget
 from loopkit._buffer import plain
 from loopkit._capture import Names, remember, scalar_bool, trace_loop, type_key
 from loopkit._info import LoopInfo
@@ -26,6 +27,7 @@ def while_loop(
     *,
     max_steps: int | None = None,
     checkpoints: Any = None,
+    memory: int | str | None = None,
     buffers: Any = None,
     unroll: int = 1,
     throw: bool = False,
@@ -50,7 +52,10 @@ def while_loop(
     - `max_steps`: the most steps to take, a static int; None for no bound.
     - `checkpoints`: what the backward pass keeps. None: a few dozen carries, about one extra
       forward pass. An int c: at most c carries, at the price of more recomputation. "all":
-      what the derivative of every step reads, and no recomputation (needs `max_steps`).
+      what the derivative of every step reads, and no recomputation (needs `max_steps`). A
+      `Plan`: what it says.
+    - `memory`: the same as a budget in bytes, an int or a string such as "64 MB": what the backward
+      pass may need beyond what it needs for a single step. Give one of the two.
     - `buffers`: which leaves of the carry are read and written in slices: a function of the carry
       that returns them, or a tree of bools that matches it. In the body they are
       `loopkit.Buffer`s, written in place, forward and backward.
@@ -90,6 +95,7 @@ def while_loop(
         init_val,
         max_steps=max_steps,
         checkpoints=checkpoints,
+        memory=memory,
         buffers=buffers,
         unroll=unroll,
         throw=throw,
@@ -105,6 +111,7 @@ def run_while(
     *,
     max_steps: Any,
     checkpoints: Any,
+    memory: Any,
     buffers: Any,
     unroll: Any,
     throw: bool,
@@ -115,7 +122,7 @@ def run_while(
     _arguments.check_callable(name, names.predicate, cond_fun)
     _arguments.check_callable(name, names.body, body_fun)
     max_steps = _arguments.check_max_steps(name, max_steps)
-    checkpoints = _arguments.check_checkpoints(name, checkpoints, max_steps)
+    budget = check_budget(name, checkpoints, memory, max_steps)
     unroll = _arguments.check_unroll(name, unroll)
     init_val = _arguments.as_arrays(name, names.init, init_val)
     carried = _carried.find(name, buffers, init_val)
@@ -150,7 +157,7 @@ def run_while(
         val, _, go = tree.unflatten(carry)
         return go if masking else cond_fun(val)
 
-    settings = {"length": max_steps, "checkpoints": checkpoints, "unroll": unroll, "name": name}
+    settings = {"length": max_steps, "checkpoints": budget, "unroll": unroll, "name": name}
     hidden = len(leaves) - len(carried.flags)
     flag = len(leaves) - 1 if masking else None
     found = carried.followed_by(hidden) if masking else None

@@ -19,6 +19,7 @@ from loopkit import _jax
 from loopkit.engine import placement
 from loopkit.engine.lanes import SafeInputs
 from loopkit.engine.loop import Active, Loop, Operands, kept, parts
+from loopkit.engine.products import Products
 from loopkit.engine.reversal import Reversal
 from loopkit.engine.steps import read_rows, repeat, repeat_backwards, row_of, select, write_rows
 
@@ -32,6 +33,8 @@ class Cotangents(NamedTuple):
     """With respect to the carry before the step reversed last."""
     xs: list
     """Whole arrays, the rows of the steps reversed so far."""
+    factors: list
+    """Of products that are put off to the end of the segment, a row for each of its steps."""
 
 
 class Backward(NamedTuple):
@@ -73,7 +76,12 @@ def backward_sweep(
         return [v for group in _no_cotangents(loop, active, ct_carry, batch) for v in group]
     step = _StepReversal.of(how, operands, taken, ct_ys, batch)
     flowing = _no_cotangents(loop, active, ct_carry, batch)
-    if plan.keeps_all:
+    if step.products is not None:
+        types = step.products.factor_types
+        flowing = flowing._replace(
+            factors=[_jax.zeros(_jax.stack_type(t, plan.leaf)) for t in types]
+        )
+    if plan.keeps_all or (plan.every_carry and step.products is None):
         flowing = step.reverse_rows(0, steps, stacks, flowing)
         return [*flowing.consts, *flowing.carry, *flowing.xs]
 
@@ -83,20 +91,25 @@ def backward_sweep(
         return _climb(how, operands, taken, unit, slots, units)
 
     def segment(s: Backward) -> Backward:
-        carry, slots, units = reach(s.unit, s.slots, s.units)
         first = s.unit * plan.leaf
+        count = plan.leaf
+        if not isinstance(steps, int) or steps % plan.leaf:
+            count = jnp.minimum(steps - first, plan.leaf)
+        if plan.every_carry:
+            rows = [lax.dynamic_slice_in_dim(v, first, plan.leaf) for v in s.slots]
+            return s._replace(unit=s.unit - 1, cts=step.reverse_segment(first, count, rows, s.cts))
+        carry, slots, units = reach(s.unit, s.slots, s.units)
         if plan.leaf == 1:
             rows, cts = s.rows, step.reverse_carry(first, carry, s.cts)
         else:
-            count = jnp.minimum(steps - first, plan.leaf)
             rows = step.replay(first, count, carry, s.rows)
-            cts = step.reverse_rows(first, count, rows, s.cts)
+            cts = step.reverse_segment(first, count, rows, s.cts)
         if not plan.direct:
             units = placement.release(units, s.unit)
         return Backward(s.unit - 1, slots, units, rows, cts)
 
     rows: list = []
-    if plan.leaf > 1:
+    if plan.leaf > 1 and not plan.every_carry:
         rows = [_jax.zeros(_jax.stack_type(t, plan.leaf)) for t in how.row_types]
     last = _ceil_div(steps, plan.leaf) - 1
     state = Backward(jnp.asarray(last, jnp.int32), stacks, units, rows, flowing)
@@ -122,7 +135,8 @@ def _no_cotangents(loop: Loop, active: Active, ct_carry: list, batch: int | None
         return [_jax.zeros(t if batch is None else _jax.stack_type(t, batch)) for t in types]
 
     xs_types = kept(loop.xs_types, active.xs) if loop.xs_count else []
-    return Cotangents(zeros(kept(loop.const_types, active.consts)), ct_carry, zeros(xs_types))
+    consts = zeros(kept(loop.const_types, active.consts))
+    return Cotangents(consts, ct_carry, zeros(xs_types), [])
 
 
 def _climb(
@@ -162,6 +176,8 @@ class _StepReversal:
     safe: SafeInputs | None
     ct_ys: list
     batch: Any
+    products: Products | None
+    """Of the backward half, those that are put off to the end of a segment."""
 
     @staticmethod
     def of(how: Reversal, operands: Operands, taken: Any, ct_ys: list, batch: Any) -> _StepReversal:
@@ -171,14 +187,17 @@ class _StepReversal:
             safe = SafeInputs.of(how.loop, operands, taken > 0, how.saved)
             consts = safe.consts
         hoisted = list(_jax.call_jaxpr(split.hoist)(*consts))
-        backward = how.backward
+        backward, products = how.backward, None
+        if batch is None and safe is None and how.plan.leaf > 1 and not how.plan.keeps_all:
+            products = how.products
+            backward = backward if products is None else products.step
         if batch is not None:
             linear = sum(how.active.consts) + sum(how.active.outputs)
             axes = [None] * (len(backward.in_avals) - linear) + [0] * linear
             backward, _ = _jax.batch_jaxpr(
                 backward, _jax.axis(batch), axes, [0] * len(backward.out_avals)
             )
-        return _StepReversal(how, operands, taken, hoisted, backward, safe, ct_ys, batch)
+        return _StepReversal(how, operands, taken, hoisted, backward, safe, ct_ys, batch, products)
 
     def slices(self, step: Any) -> list:
         if not self.operands.xs:
@@ -214,8 +233,20 @@ class _StepReversal:
             new = select(active, new, carry)
         return new, stored
 
-    def reverse_carry(self, step: Any, carry: list, cts: Cotangents) -> Cotangents:
-        return self.reverse(step, self.residuals(step, carry)[1], cts)
+    def reverse_segment(self, first: Any, count: Any, rows: list, cts: Cotangents) -> Cotangents:
+        """Back over a segment whose rows are stored; beyond its last step they are zero."""
+        cts = self.reverse_rows(first, count, rows, cts)
+        if self.products is None:
+            return cts
+        sums = iter(self.products.sums(cts.factors, rows))
+        consts = [
+            c + next(sums) if late else c
+            for c, late in zip(cts.consts, self.products.put_off, strict=False)
+        ]
+        return cts._replace(consts=consts)
+
+    def reverse_carry(self, step: Any, carry: list, cts: Cotangents, row: Any = 0) -> Cotangents:
+        return self.reverse(step, self.residuals(step, carry)[1], cts, row)
 
     def reverse_rows(self, first: Any, count: Any, rows: list, cts: Cotangents) -> Cotangents:
         """Back over steps `first + count - 1` to `first`."""
@@ -223,13 +254,13 @@ class _StepReversal:
         def step(k: Any, cts: Cotangents) -> Cotangents:
             row = read_rows(rows, k)
             if self.how.plan.store == "carries":
-                return self.reverse_carry(first + k, row, cts)
-            return self.reverse(first + k, row, cts)
+                return self.reverse_carry(first + k, row, cts, k)
+            return self.reverse(first + k, row, cts, k)
 
         return repeat_backwards(count, step, cts, self.how.loop.unroll)
 
-    def reverse(self, step: Any, row: list, cts: Cotangents) -> Cotangents:
-        """Back over one step, given its residuals."""
+    def reverse(self, step: Any, row: list, cts: Cotangents, place: Any) -> Cotangents:
+        """Back over one step, number `place` of its segment, given its residuals."""
         how, loop, axis = self.how, self.how.loop, 0 if self.batch is None else 1
         at = row_of(loop, step) if loop.length is not None else step
         ct_y = read_rows(self.ct_ys, at, axis)
@@ -242,9 +273,19 @@ class _StepReversal:
             zeros = jax.tree.map(jnp.zeros_like, (carry, ct_y))
             carry = select(active, carry, zeros[0], axis)
             ct_y = select(active, ct_y, zeros[1], axis)
-        so_far = cts.consts
-        outs = _jax.call_jaxpr(self.backward)(*consts, *hoisted, *x, *row, *so_far, *carry, *ct_y)
-        d_consts, d_carry, d_x = parts(outs, sum(how.active.consts), sum(how.active.carry))
+        flowing = [*cts.consts, *carry, *ct_y]
+        outs = _jax.call_jaxpr(self.backward)(*consts, *hoisted, *x, *row, *flowing)
+        late = [False] * sum(how.active.consts)
+        if self.products is not None:
+            late = list(self.products.put_off[: len(late)])
+        counts = len(late) - sum(late), sum(how.active.carry), sum(how.active.xs)
+        d_consts, d_carry, d_x, factors = parts(outs, *counts)
         if self.safe is not None:
             d_carry = select(active, d_carry, cts.carry, axis)
-        return Cotangents(d_consts, d_carry, write_rows(cts.xs, d_x, at, axis))
+        new = iter(d_consts)
+        return Cotangents(
+            [c if put_off else next(new) for c, put_off in zip(cts.consts, late, strict=True)],
+            d_carry,
+            write_rows(cts.xs, d_x, at, axis),
+            write_rows(cts.factors, factors, place),
+        )

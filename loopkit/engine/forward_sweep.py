@@ -19,6 +19,7 @@ from loopkit.engine.steps import (
     evaluate,
     goes_on,
     is_active,
+    one_step,
     read_rows,
     repeat,
     row_of,
@@ -45,6 +46,8 @@ def forward_sweep(how: Reversal, loop: Loop, operands: Operands) -> list:
         return [*evaluate(loop, operands), *residuals]
     if how.plan.keeps_all:
         return _store_residuals(how, loop, operands)
+    if how.plan.every_carry:
+        return _save_every_carry(how, loop, operands)
     if loop.cond is None and how.plan.direct:
         return _save_every_segment(how, loop, operands)
     plan, first = how.plan, start(loop, operands)
@@ -68,7 +71,7 @@ def forward_sweep(how: Reversal, loop: Loop, operands: Operands) -> list:
     placed = None if schedule is None else schedule.start(first.count)
     done = lax.while_loop(cond, body, Forward(first, _blank_slots(how), placed))
     # Without a schedule, slot and segment have the same number.
-    units = jnp.arange(plan.slots, dtype=jnp.int32) + 0 * first.count
+    units = jnp.zeros(0, jnp.int32) + first.count
     if done.placed is not None:
         units = done.placed.units
     return [*done.steps.carry, *done.steps.ys, *done.slots, units, done.steps.taken]
@@ -93,12 +96,30 @@ def _save_every_segment(how: Reversal, loop: Loop, operands: Operands) -> list:
     def segment(unit: Any, state: tuple[Steps, list]) -> tuple[Steps, list]:
         steps, slots = state
         slots = write_rows(slots, kept(steps.carry, how.saved), unit)
+        if length % plan.leaf == 0:
+            steps = repeat(plan.leaf, lambda _, s: one_step(loop, operands, s), steps, loop.unroll)
+            return steps, slots
         stop = jnp.minimum((unit + 1) * plan.leaf, length)
         return advance(loop, operands, steps, stop), slots
 
     steps, slots = repeat(plan.segments, segment, (start(loop, operands), _blank_slots(how)))
-    units = jnp.arange(plan.slots, dtype=jnp.int32)
-    return [*steps.carry, *steps.ys, *slots, units, jnp.int32(length)]
+    return [*steps.carry, *steps.ys, *slots, jnp.zeros(0, jnp.int32), jnp.int32(length)]
+
+
+def _save_every_carry(how: Reversal, loop: Loop, operands: Operands) -> list:
+    """The sweep where every step has a slot."""
+
+    def step(s: tuple[Steps, list]) -> tuple[Steps, list]:
+        steps, slots = s
+        slots = write_rows(slots, kept(steps.carry, how.saved), steps.count)
+        return one_step(loop, operands, steps), slots
+
+    first = start(loop, operands), _blank_slots(how)
+    if loop.cond is None:
+        steps, slots = repeat(loop.length, lambda _, s: step(s), first, loop.unroll)
+    else:
+        steps, slots = lax.while_loop(lambda s: _goes_on(loop, operands, s[0]), step, first)
+    return [*steps.carry, *steps.ys, *slots, jnp.zeros(0, jnp.int32) + steps.count, steps.taken]
 
 
 def _store_residuals(how: Reversal, loop: Loop, operands: Operands) -> list:

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from loopkit import _jax, _jaxpr
 from loopkit._jax import Jaxpr, ShapedArray
+from loopkit._plan import Budget
 
 T = TypeVar("T")
-Checkpoints = Any  # None, an int, "all"
 
 
 class Operands(NamedTuple):
@@ -76,7 +76,7 @@ class Loop:
     xs_count: int
     length: int | None
     reverse: bool = False
-    checkpoints: Checkpoints = None
+    checkpoints: Budget = None
     unroll: int = 1
     name: str = "while_loop"
     const_lanes: tuple[bool, ...] = ()

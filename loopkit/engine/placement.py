@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import numpy as np
 
 from loopkit import _jax
 from loopkit._plan import Plan
+from loopkit.schedules.actions import Restore, Save
 from loopkit.schedules.binomial import SplitTable, split_from, split_table
 from loopkit.schedules.online import (
     NEVER,
@@ -28,6 +30,7 @@ from loopkit.schedules.online import (
     record,
     thinning,
 )
+from loopkit.schedules.reversal import gradient
 
 UNBOUNDED = 2**31 - 1
 """Steps are counted in int32."""
@@ -53,7 +56,7 @@ class Schedule:
     @staticmethod
     def of(plan: Plan) -> Schedule:
         bound = UNBOUNDED if plan.bound is None else plan.bound
-        return _schedule(plan.slots, max(1, -(-bound // plan.leaf)), plan.thinned)
+        return _schedule(plan.slots, max(1, -(-bound // plan.leaf)), plan.thinned, plan.exact)
 
     def start(self, like: Any) -> Slots:
         """No slot taken; integers vary over the devices as `like` does."""
@@ -75,18 +78,29 @@ class Schedule:
 
 
 @lru_cache(maxsize=256)
-def _schedule(slots: int, units: int, thinned: bool) -> Schedule:
+def _schedule(slots: int, units: int, thinned: bool, exact: bool) -> Schedule:
     units = min(units, NEVER)
     # Spare slots keep the last stretch short; the cheapest placement takes longer to make.
     spare = isqrt(slots) if slots > 2 else 0
-    placed = thinning(slots, units, spare=spare) if thinned else cheapest(slots, units)
-    table = placed.table
+    if exact:
+        table = _best(slots, units)
+    elif thinned:
+        table = thinning(slots, units, spare=spare).table
+    else:
+        table = cheapest(slots, units).table
     splits = split_table(units, slots - 1, columns=64)
     return Schedule(
         slots,
         Table(*(np.asarray(column, np.int32) for column in table)),
         SplitTable(*(np.asarray(rows, np.int32) for rows in splits)),
     )
+
+
+def _best(slots: int, units: int) -> Table:
+    """The saves of the forward sweep where the number of units is known: a climb to their end."""
+    sweep = takewhile(lambda a: not isinstance(a, Restore), gradient(units, slots))
+    saves = [(a.unit, a.slot, slots) for a in sweep if isinstance(a, Save)]
+    return Table(*zip(*saves, (units, slots, slots), (units, slots, slots), strict=True))
 
 
 def latest(units: Any, target: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,8 +11,11 @@ import jax.numpy as jnp
 
 from loopkit import _jax, _jaxpr
 from loopkit._jax import Jaxpr, ShapedArray
-from loopkit._plan import Plan, make_plan
+from loopkit._plan import Plan, Step
+from loopkit._planner import make_plan
+from loopkit.engine.cost import factor_bytes, nanoseconds
 from loopkit.engine.loop import Active, Loop, Operands, kept
+from loopkit.engine.products import SMALLEST, Products, put_off
 from loopkit.engine.split import Split, split_step
 from loopkit.engine.steps import read_rows, repeat, row_of, select
 
@@ -41,6 +44,19 @@ class Reversal:
         """
         return self.split.backward(self.active)
 
+    @cached_property
+    def products(self) -> Products | None:
+        """Of the backward half, those worth putting off to the end of a segment."""
+        loop, split = self.loop, self.split
+        fixed = loop.const_count + len(split.hoist.out_avals)
+        rows: list[int | None] = list(range(len(split.stored_types)))
+        if self.plan.store == "carries":
+            source = _jaxpr.forwarded(self.forward)[sum(self.saved) :]
+            place = {loop.const_count + i: i for i in range(sum(self.saved))}
+            rows = [None if s is None else place.get(s) for s in source]
+        found = put_off(self.backward, sum(self.active.consts), fixed, fixed + loop.xs_count, rows)
+        return found if any(found.put_off) else None
+
     @property
     def saved_types(self) -> list[ShapedArray]:
         return kept(self.loop.carry_types, self.saved)
@@ -61,7 +77,7 @@ class Reversal:
         plan, int32 = self.plan, jnp.dtype("int32")
         types = self.row_types if plan.keeps_all else self.saved_types
         stacks = [_jax.stack_type(t, plan.leaf if plan.keeps_all else plan.slots) for t in types]
-        units = _jax.ShapedArray((plan.slots,), int32)
+        units = _jax.ShapedArray((0 if plan.direct else plan.slots,), int32)
         steps = _jax.ShapedArray(self.loop.lanes, int32)
         if self.loop.cond is not None:
             units, steps = (_jax.type_like(t, self.loop.cond.out_avals) for t in (units, steps))
@@ -108,14 +124,26 @@ def covers(loop: Loop, layout: Active, active: Active) -> bool:
 def _planned(loop: Loop, active: Active) -> Reversal:
     split = split_step(loop, active)
     saved = _saved_leaves(loop.without_debug_effects(), split)
-    plan = make_plan(
-        loop.checkpoints,
-        loop.length,
-        loop.cond is None,
-        sum(map(_bytes, kept(loop.carry_types, saved))),
-        sum(map(_bytes, split.stored_types)),
+    quiet = build(loop, active, Plan(1), saved, split)
+    stored = len(split.stored_types)
+    made, _ = _jax.dce(
+        quiet.forward,
+        [False] * sum(saved) + [True] * stored,
+        [True] * len(quiet.forward.in_avals),
     )
-    return build(loop, active, plan, saved, split)
+    step = Step(
+        sum(map(_bytes, quiet.saved_types)),
+        sum(map(_bytes, split.stored_types)),
+        nanoseconds(quiet.step),
+        nanoseconds(quiet.forward),
+        nanoseconds(made),
+        0 if loop.lanes else factor_bytes(quiet.forward, loop.const_count, SMALLEST),
+        sum(map(_bytes, kept(loop.const_types, active.consts))),
+    )
+    plan = make_plan(loop.checkpoints, loop.length, loop.cond is None, step, loop.name)
+    if plan.every_carry:
+        plan = replace(plan, slots=plan.leaf * (plan.segments or 0))  # whole segments
+    return replace(quiet, plan=plan)
 
 
 def build(

@@ -1,8 +1,8 @@
 """The derivative of one step, split in two: what is stored going forward, what is done going back.
 
 `jax.linearize` of the body is traced once and cut at its residuals, the values that the backward
-half reads. A residual that depends on constants alone is computed once, before the sweep
-("hoisted"); one that is a slice of xs is read again; only the others are stored.
+half reads, or at the least from which these follow (`cut.py`). What depends on constants alone is
+computed once, before the sweep ("hoisted"); slices of xs are read again; the rest is stored.
 
     hoist(consts)                                -> hoisted
     forward(consts, carry, x)                    -> carry, y, stored
@@ -21,8 +21,9 @@ from typing import Any
 
 import jax
 
-from loopkit import _jax, _jaxpr
+from loopkit import _jax
 from loopkit._jax import Jaxpr, ShapedArray
+from loopkit.engine.cut import least_stored
 from loopkit.engine.loop import Active, Loop, Operands, kept, parts, spread
 from loopkit.engine.threaded import threaded
 
@@ -37,6 +38,8 @@ class Split:
     """How many outputs of `forward` are carry or y."""
     backward: Callable[[Active], Jaxpr]
     """The backward half, for the leaves that cotangents flow through."""
+    uncut_bytes: int = 0
+    """Of all residuals of a step, as jax.lax.scan would store them."""
     stored_batched: tuple[bool, ...] = ()
     """For the split of a batched loop made from another split: which rows have the new axis."""
 
@@ -87,40 +90,24 @@ def _split(loop: Loop, active: Active) -> Split:
 
     whole, closed_over = _jax.trace(linearised, in_types, "loop_step")
     assert not closed_over, "a body's jaxpr closes over nothing"
-    n, c, total = len(body.out_avals), loop.const_count, len(whole.out_avals)
+    n, c = len(body.out_avals), loop.const_count
     slices = c + loop.carry_count
-    varies = _jaxpr.outputs_depending(whole, [i >= c for i in range(len(in_types))])
-    source = _jaxpr.forwarded(whole)
-    first = _jaxpr.distinct_outputs(whole)
-    slice_of = {i: s - slices for i, s in enumerate(source) if s is not None and s >= slices}
-    hoisted = [i for i in range(n, total) if not varies[i]]
-    groups: dict[int, int] = {}
-    for i in range(n, total):
-        if varies[i] and i not in slice_of:
-            groups.setdefault(first[i], i)
-    stored = sorted(groups.values())
+    cut = least_stored(whole, n, c, slices)
+    inputs = list(_jax.open_jaxpr(whole).invars)
+    results = list(_jax.open_jaxpr(whole).outvars[:n])
     everything = [True] * len(in_types)
-    hoist_part, _ = _jax.dce(whole, [i in set(hoisted) for i in range(total)], everything)
-    forward, _ = _jax.dce(whole, [i < n or i in set(stored) for i in range(total)], everything)
+    hoist_part = _jax.with_outputs(whole, cut.hoisted, everything)
+    forward = _jax.with_outputs(whole, [*results, *cut.stored], everything)
 
     def hoist(*consts: Any) -> list:
         # Nothing hoisted depends on the carry or the slices; any value does.
         rest = [_jax.zeros(t) for t in in_types[c:]]
-        return list(_jax.call_jaxpr(hoist_part)(*consts, *rest)) if hoisted else []
+        return list(_jax.call_jaxpr(hoist_part)(*consts, *rest)) if cut.hoisted else []
 
     def make_backward(live: Active) -> Jaxpr:
         def backward(*values: Any) -> list:
-            counts = (c, len(hoisted), loop.xs_count, len(stored), sum(live.consts))
-            _, constant, x, rows, so_far, cts = parts(values, *counts)
-            constant = dict(zip(hoisted, constant, strict=True))
-            row = {first[i]: r for i, r in zip(stored, rows, strict=True)}
-
-            def residual(i: int) -> Any:
-                if i in constant:
-                    return constant[i]
-                return x[slice_of[i]] if i in slice_of else row[first[i]]
-
-            residuals = [residual(i) for i in range(n, total)]
+            _, so_far, cts = parts(values, len(known), sum(live.consts))
+            residuals = cut.remake(dict(zip(known, values[: len(known)], strict=True)))
             transpose = jax.linear_transpose(
                 lambda *moving: threaded(linear, residuals, moving, sum(live.consts)), *flowing
             )
@@ -128,11 +115,12 @@ def _split(loop: Loop, active: Active) -> Split:
 
         linear, flowing = _linear_part(tree, whole.out_avals[n:], body, active, live)
 
+        known = [*inputs[:c], *cut.hoisted, *inputs[slices:], *cut.stored]
         types = [
             *in_types[:c],
-            *(whole.out_avals[i] for i in hoisted),
+            *(v.aval for v in cut.hoisted),
             *loop.x_types,
-            *(whole.out_avals[i] for i in stored),
+            *(v.aval for v in cut.stored),
             *(t.to_tangent_aval() for t in kept(loop.const_types, live.consts)),
             *(t.to_tangent_aval() for t in kept(body.out_avals, live.outputs)),
         ]
@@ -141,7 +129,7 @@ def _split(loop: Loop, active: Active) -> Split:
         return jaxpr
 
     hoist_jaxpr, _ = _jax.trace(hoist, in_types[:c], "loop_constants")
-    return Split(hoist_jaxpr, forward, n, make_backward)
+    return Split(hoist_jaxpr, forward, n, make_backward, cut.uncut)
 
 
 def _linear_part(
@@ -191,7 +179,7 @@ def batch_split(split: Split, loop: Loop, axis: Any, places: Operands, active: A
         ins = [*consts, *_first(hoisted), *slices, *_first(stored), *cts]
         return _jax.batch_jaxpr(split.backward(live), axis, ins, outs)[0]
 
-    return Split(hoist, forward, split.results, make_backward, tuple(stored))
+    return Split(hoist, forward, split.results, make_backward, stored_batched=tuple(stored))
 
 
 def _first(flags: Sequence[bool]) -> list[int | None]:

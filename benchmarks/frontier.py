@@ -1,0 +1,285 @@
+"""Time against peak temporary memory: loopkit beside equinox, jax.lax and scans nested by hand.
+
+    python benchmarks/frontier.py                              # all loops
+    python benchmarks/frontier.py --loops mlp,gru --repeats 15
+    python benchmarks/frontier.py --device gpu --markdown frontier.md --picture frontier.svg
+
+For each setting of equinox, loopkit is given as `memory` what equinox needs, by the compiler's
+account, beyond a loop of one step. Its time is then compared at equal or less memory.
+"""
+
+import argparse
+import re
+from pathlib import Path
+from statistics import geometric_mean, median
+
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import loopkit
+import steps
+from engine import Report
+from harness import describe_machine, measure, ratio, show_bytes, show_seconds, table, temp_bytes
+
+SETTINGS = 4, 8, 16, 32, 64, 128, "default", "all", "bounded"
+LIMIT, WORST = 0.55, 0.9
+TRIES = 4
+
+# --- contenders: run(step, init, xs, length, n) -> (carry, ys) -------------------------------
+
+
+def lax_scan(step, init, xs, length, n):
+    return lax.scan(step, init, xs, length)
+
+
+def checkpointed_scan(step, init, xs, length, n):
+    return lax.scan(jax.checkpoint(step), init, xs, length)
+
+
+def nested_scans(levels: int):
+    """Scans within scans, all but the innermost of `jax.checkpoint`."""
+
+    def run(step, init, xs, length, n):
+        sizes, left = [], length
+        for level in range(levels, 1, -1):
+            goal = round(left ** (1 / level))
+            size = min(
+                (k for k in range(1, left + 1) if left % k == 0), key=lambda k: abs(k - goal)
+            )
+            sizes.append(size)
+            left //= size
+        sizes.append(left)
+
+        def nest(sizes):
+            if not sizes:
+                return step
+            inner = nest(sizes[1:])
+            body = jax.checkpoint(inner) if len(sizes) > 1 else inner
+            return lambda carry, x: lax.scan(body, carry, x, sizes[0])
+
+        rows = jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), xs)
+        carry, ys = nest(sizes)(init, rows)
+        return carry, jax.tree.map(lambda y: y.reshape(length, *y.shape[levels:]), ys)
+
+    return run
+
+
+def equinox(setting):
+    """The checkpointed scan; "bounded" is a while loop, which has neither xs nor ys of its own."""
+
+    def scan(step, init, xs, length, n):
+        kept = {"default": None, "all": "all"}.get(setting, setting)
+        return eqxi.scan(step, init, xs, length, kind="checkpointed", checkpoints=kept)
+
+    def bounded(step, init, xs, length, n):
+        def body(state):
+            i, carry, total = state
+            x = jax.tree.map(lambda x: x[i], xs)
+            carry, y = step(carry, x)
+            return i + 1, carry, total if y is None else total + jnp.sum(y**2)
+
+        start = jnp.int32(0), init, jnp.float32(0)
+        _, carry, total = eqxi.while_loop(
+            lambda s: s[0] < n, body, start, max_steps=length, kind="bounded"
+        )
+        return carry, None if xs is None else jnp.sqrt(total)
+
+    return bounded if setting == "bounded" else scan
+
+
+def loopkit_scan(**options):
+    return lambda step, init, xs, length, n: loopkit.scan(step, init, xs, length, **options)
+
+
+def loopkit_until(**options):
+    """The number of steps is not known until the loop ends."""
+
+    def run(step, init, xs, length, n):
+        def counted(state, x):
+            carry, y = step(state[1], x)
+            return (state[0] + 1, carry), y
+
+        (_, carry), ys = loopkit.scan(
+            counted, (jnp.int32(0), init), xs, length, until=lambda s, _: s[0] >= n, **options
+        )
+        return carry, ys
+
+    return run
+
+
+# --- at the memory of equinox ------------------------------------------------------------------
+
+
+def arguments(case):
+    return case.params, case.init, case.xs, jnp.int32(case.length)
+
+
+def compiled(run, case):
+    return jax.jit(steps.gradient(run, case)).lower(*arguments(case)).compile()
+
+
+def of_one_step(case) -> int:
+    """Temporary bytes of a loop of one step, with as many rows of ys and of their cotangents."""
+    short = case._replace(length=1, xs=jax.tree.map(lambda x: x[:1], case.xs))
+    x = jax.tree.map(lambda x: x[0], case.xs)
+    y = jax.eval_shape(case.step, case.params, case.init, x)[1]
+    rows = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(y))
+    return temp_bytes(compiled(loopkit_scan(), short)) + 2 * (case.length - 1) * rows
+
+
+def within(make, case, limit: int, base: int):
+    """The contender whose gradient needs at most `limit` bytes, or None; and its `memory`.
+
+    What the rest of the program needs at other times leaves room for more than `limit - base`.
+    """
+    memory, best = max(limit - base, 1), None
+    for _ in range(TRIES):
+        try:
+            needed = temp_bytes(compiled(make(memory=memory), case))
+        except ValueError as error:  # less than any plan needs
+            memory = int(re.search(r"memory=(\d+)", str(error))[1])
+            continue
+        if needed <= limit and (best is None or memory > best):
+            best = memory
+        if 0.97 * limit <= needed <= limit:
+            break
+        memory = max(memory + limit - needed, 1)
+    return (None, memory) if best is None else (make(memory=best), best)
+
+
+def compare(report: Report, case, repeats: int) -> dict:
+    runs = {
+        "lax.scan": lax_scan,
+        "lax.scan of jax.checkpoint": checkpointed_scan,
+        "nested scans, 2 levels": nested_scans(2),
+        "nested scans, 3 levels": nested_scans(3),
+        **{f"equinox, {s}": equinox(s) for s in SETTINGS},
+        "loopkit.scan": loopkit_scan(),
+        "loopkit.scan, until": loopkit_until(),
+    }
+    base = of_one_step(case)
+    limits = {s: temp_bytes(compiled(equinox(s), case)) for s in SETTINGS}
+    names: dict = {}
+    for setting, limit in limits.items():
+        for kind, make in (("loopkit.scan", loopkit_scan), ("loopkit.scan, until", loopkit_until)):
+            run, memory = within(make, case, limit, base)
+            names[kind, setting] = f"{kind}, memory={show_bytes(memory)}" if run else None
+            if run:
+                runs[names[kind, setting]] = run
+    functions = {name: steps.gradient(run, case) for name, run in runs.items()}
+    results = measure(functions, arguments(case), repeats)
+    rows = []
+    for name, r in results.items():
+        against = ratio(r.seconds, results["lax.scan"].seconds)
+        rows.append((name, show_seconds(median(r.seconds)), str(against), show_bytes(r.temp_bytes)))
+    report.write(table(("", "time", "relative to lax.scan", "temporary memory"), rows) + "\n")
+    found = {}
+    rows = []
+    for (kind, setting), name in names.items():
+        peer = results[f"equinox, {setting}"]
+        if name is None:
+            rows.append((str(setting), kind, show_bytes(peer.temp_bytes), "none fits", ""))
+            continue
+        mine = results[name]
+        against = ratio(mine.seconds, peer.seconds)
+        found[kind, setting] = against.mid
+        sizes = show_bytes(peer.temp_bytes), show_bytes(mine.temp_bytes)
+        rows.append((str(setting), kind, *sizes, str(against)))
+    header = ("equinox", "loopkit", "memory, equinox", "memory, loopkit", "time over equinox")
+    report.write(table(header, rows) + "\n")
+    default, scan = results["loopkit.scan"], results["lax.scan"]
+    return {
+        "over equinox": found,
+        "default": (ratio(default.seconds, scan.seconds).mid, default.temp_bytes / scan.temp_bytes),
+        "results": results,
+    }
+
+
+def flat_cost(report: Report, repeats: int) -> None:
+    """Seconds a step, default plan, as loops grow."""
+    rows, costs = [], []
+    for length in (1_000, 10_000, 100_000):
+        case = steps.make("decay", length)
+        functions = {"scan": steps.gradient(loopkit_scan(), case)}
+        r = measure(functions, arguments(case), repeats)["scan"]
+        costs.append(median(r.seconds) / length)
+        rows.append((f"{length:,}", show_seconds(costs[-1]), show_bytes(r.temp_bytes)))
+    report.write(table(("steps", "time a step", "temporary memory"), rows) + "\n")
+    report.target("cost of a step, decay, longest over shortest", max(costs) / min(costs), 1.3)
+
+
+def draw(path: str, results: dict) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    count = len(results)
+    figure, axes = plt.subplots(
+        1, count, figsize=(4.2 * count, 4), layout="constrained", squeeze=False
+    )
+    styles = {"equinox": ("s", "tab:orange"), "loopkit": ("o", "tab:blue"), "": ("^", "0.5")}
+    for ax, (name, measured) in zip(axes[0], results.items(), strict=True):
+        base = median(measured["lax.scan"].seconds)
+        for label, r in measured.items():
+            kind = next(k for k in styles if label.startswith(k))
+            marker, color = styles[kind]
+            ax.loglog(r.temp_bytes, median(r.seconds) / base, marker, color=color, ms=5)
+        ax.axhline(1, color="0.8", lw=0.8, zorder=0)
+        ax.set(title=name, xlabel="temporary memory, bytes")
+    axes[0][0].set_ylabel("time, relative to lax.scan")
+    for kind, (marker, color) in styles.items():
+        axes[0][0].plot([], [], marker, color=color, label=kind or "lax, nested scans")
+    axes[0][0].legend()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--loops", default=",".join(steps.NAMES))
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--markdown", metavar="FILE")
+    parser.add_argument("--picture", metavar="FILE")
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", {"cpu": "cpu", "gpu": "cuda"}[options.device])
+    report = Report()
+    report.write(describe_machine() + "\n")
+    ratios: dict = {"loopkit.scan": {}, "loopkit.scan, until": {}}
+    defaults, results = {}, {}
+    for name in options.loops.split(","):
+        case = steps.make(name)
+        report.write(f"## {name}, {case.length} steps\n")
+        found = compare(report, case, options.repeats)
+        results[name] = found["results"]
+        if case.length >= 1000:
+            defaults[name] = found["default"]
+        for (kind, setting), value in found["over equinox"].items():
+            ratios[kind][name, setting] = value
+    report.write("## Cost of a step\n")
+    flat_cost(report, options.repeats)
+    report.write("\n## Targets\n")
+    for kind, values in ratios.items():
+        worst = max(values, key=values.__getitem__)
+        mean = geometric_mean(values.values())
+        report.target(f"{kind} over equinox at its memory, {len(values)} pairs, mean", mean, LIMIT)
+        where = f"{worst[0]}, {worst[1]}"
+        report.target(f"{kind} over equinox at its memory, worst ({where})", values[worst], WORST)
+        above = {k: round(v, 2) for k, v in values.items() if v > WORST}
+        report.write(f"  above {WORST}: {above}")
+    if defaults:
+        mean = geometric_mean(time for time, _ in defaults.values())
+        report.target("default plan over lax.scan, time, mean", mean, 1.0)
+        most = max(memory for _, memory in defaults.values())
+        report.target("default plan over lax.scan, memory, most", most, 0.1)
+    report.summary()
+    if options.markdown:
+        Path(options.markdown).write_text("\n".join(report.lines) + "\n")
+    if options.picture:
+        draw(options.picture, results)
+
+
+if __name__ == "__main__":
+    main()

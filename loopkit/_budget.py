@@ -1,0 +1,84 @@
+"""What may be kept for the backward pass, as users say it: `checkpoints` or `memory`."""
+
+from __future__ import annotations
+
+import operator
+import re
+from typing import Any
+
+import numpy as np
+
+from loopkit import _errors
+from loopkit._arguments import whole
+from loopkit._plan import Budget, Bytes, Plan
+
+UNITS = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+
+def check_budget(function: str, checkpoints: Any, memory: Any, bound: int | None) -> Budget:
+    """What the planner is to work with."""
+    if memory is not None:
+        if checkpoints is not None:
+            advice = "They are one budget, in bytes and in carries: leave one of them out."
+            got = f"memory={memory!r} and checkpoints={checkpoints!r}"
+            expected = "cannot be given together with `checkpoints`"
+            raise ValueError(_errors.wrong(function, "memory", expected, got, advice))
+        return Bytes(read_bytes(function, "memory", memory))
+    if checkpoints is None or isinstance(checkpoints, Plan):
+        return checkpoints
+    if isinstance(checkpoints, str):
+        if checkpoints != "all":
+            raise ValueError(
+                _errors.wrong(
+                    function,
+                    "checkpoints",
+                    'must be None, an int >= 1, "all" or a Plan',
+                    repr(checkpoints),
+                    'The only string is "all", which stores what every step\'s derivative reads. '
+                    "A budget in bytes is `memory`.",
+                )
+            )
+        if bound is None:
+            raise ValueError(
+                _errors.wrong(
+                    function,
+                    "checkpoints",
+                    'can be "all" only if the number of steps is bounded',
+                    "checkpoints='all' with max_steps=None",
+                    "Pass `max_steps`, or leave `checkpoints` out.",
+                )
+            )
+        return "all"
+    expected = 'None, an int >= 1 (carries to keep), "all" or a Plan'
+    return whole(function, "checkpoints", checkpoints, 1, expected)
+
+
+def read_bytes(function: str, argument: str, value: Any) -> int:
+    """Bytes, from an int or a string such as "64 MB" or "1.5 GiB"."""
+    expected = 'must be an int >= 0 (bytes) or a string such as "64 MB" or "1.5 GiB"'
+    got = f"{value!r} of type {type(value).__name__}"
+    advice = f"Units are {', '.join(['B', 'kB', 'MB', 'GB', 'TB', 'KiB', 'MiB', 'GiB', 'TiB'])}."
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]+)\s*", value)
+        if found is None or found[2].lower() not in UNITS:
+            raise ValueError(_errors.wrong(function, argument, expected, repr(value), advice))
+        return int(float(found[1]) * UNITS[found[2].lower()])
+    try:
+        count = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        count = None
+    if count is None:
+        raise TypeError(_errors.wrong(function, argument, expected, got, advice))
+    if count < 0:
+        raise ValueError(_errors.wrong(function, argument, expected, repr(value), advice))
+    return count

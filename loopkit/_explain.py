@@ -1,0 +1,214 @@
+"""What the loops inside a function store, and what they run again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from loopkit import _jax
+from loopkit._plan import Plan
+from loopkit.engine.activity import forward_activity
+from loopkit.engine.loop import Loop
+from loopkit.engine.reversal import reversal
+from loopkit.engine.split import split_step
+
+PACKAGE = os.path.dirname(os.path.abspath(__file__))
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One loop inside a function."""
+
+    name: str
+    """Of the function that the user called: "loopkit.scan", "lax.scan", ..."""
+    source: str
+    """"file:line" of the call."""
+    plan: Plan
+    """Of a loop of lax: that it stores every step."""
+    scan_bytes: int | None
+    """What jax.lax.scan would store in all; None if nothing bounds the loop."""
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        plan = self.plan
+        steps = "no bound" if plan.bound is None else f"{plan.bound:,}"
+        if plan.bound is not None and not plan.exact:
+            steps = f"<= {steps}"
+        if not self.name.startswith("loopkit"):
+            stored, peak, runs = "every step", "", (plan.bound, 0)
+        else:
+            stored, peak = plan.stored, _bytes(plan.peak_bytes)
+            runs = (None, None) if plan.bound is None else plan.evaluations()
+        forward, backward = ("" if r is None else f"{r:,}" for r in runs)
+        return (
+            self.name,
+            self.source,
+            steps,
+            _bytes(plan.step.carry_bytes),
+            _bytes(plan.step.residual_bytes),
+            stored,
+            peak,
+            forward,
+            backward,
+            "" if self.scan_bytes is None else _bytes(self.scan_bytes),
+        )
+
+
+HEADER = (
+    "loop",
+    "source",
+    "steps",
+    "carry",
+    "residuals",
+    "stored",
+    "peak",
+    "runs forward",
+    "backward",
+    "as lax.scan",
+)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The loops of a function, in the order in which it meets them. Prints as a table."""
+
+    loops: tuple[Explained, ...]
+
+    def __str__(self) -> str:
+        rows = [HEADER, *(loop.row for loop in self.loops)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def plot(self, steps: int | None = None) -> list[Any]:
+        """A picture of each loop of loopkit, as `Plan.plot` draws it."""
+        return [e.plan.plot(steps) for e in self.loops if e.name.startswith("loopkit")]
+
+
+def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
+    """What the loops inside `fn` store for a gradient, and how much they run again.
+
+    Nothing is run: `fn` is traced on the types of its arguments.
+
+    **Arguments:**
+
+    - `fn`: a function that calls loops, of loopkit or of lax, at any depth.
+    - `args`, `kwargs`: its arguments, or `jax.ShapeDtypeStruct`s.
+
+    **Returns:**
+
+    An `Explanation`: printed, a table with a row for each loop. Bytes are of one step under
+    `carry` and `residuals`; `peak` is what the gradient of the loop is predicted to need beyond
+    that of one step; `runs` count evaluations of the body; the last column is what `jax.lax.scan`
+    would store.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp
+        import loopkit
+
+        def loss(x):
+            step = lambda x, _: (jnp.sin(x), None)
+            return jnp.sum(loopkit.scan(step, x, length=1000)[0])
+
+        str(loopkit.explain(loss, jnp.ones(50)))
+        ```
+    """
+    jaxpr = jax.make_jaxpr(lambda *a, **k: fn(*a, **k))(*args, **kwargs)
+    seen: set[int] = set()
+    found = []
+    for eqn in _equations(jaxpr):
+        loop = eqn.params.get("loop")
+        if isinstance(loop, Loop):
+            if id(loop) not in seen:
+                seen.add(id(loop))
+                found.append(_of_loopkit(eqn, loop))
+        elif eqn.primitive.name in ("scan", "while"):
+            found.append(_of_lax(eqn))
+    return Explanation(tuple(found))
+
+
+def plan(fn: Callable, *args: Any, **kwargs: Any) -> Plan:
+    """The plan of the loop that `fn(*args, **kwargs)` runs.
+
+    It is what `checkpoints` accepts: change it with `dataclasses.replace`, and give it to the loop.
+
+    **Arguments:** as for `loopkit.explain`.
+
+    **Raises:** `ValueError` unless `fn` runs one loop of loopkit.
+    """
+    found = [e.plan for e in explain(fn, *args, **kwargs).loops if e.name.startswith("loopkit")]
+    if len(found) != 1:
+        raise ValueError(
+            f"loopkit.plan: `fn` must run one loop of loopkit, got {len(found)}. For others "
+            "there is `loopkit.explain`."
+        )
+    return found[0]
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple) else (value,):
+                if isinstance(inner, Loop):
+                    yield from _equations(inner.body)
+                elif hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                    yield from _equations(inner)
+
+
+def _of_loopkit(eqn: Any, loop: Loop) -> Explained:
+    how = reversal(loop, _everything(loop))
+    of_step = how.split.uncut_bytes
+    whole = None if loop.length is None else loop.length * of_step
+    return Explained(f"loopkit.{loop.name}", _jax.source_line(eqn, PACKAGE), how.plan, whole)
+
+
+def _of_lax(eqn: Any) -> Explained:
+    """A loop of lax, as if it were differentiated. A while loop has no gradient, and no length."""
+    params, source = eqn.params, _jax.source_line(eqn, PACKAGE)
+    if eqn.primitive.name == "while":
+        carry = params["body_jaxpr"].in_avals[params["body_nconsts"] :]
+        size = sum(t.size * getattr(t.dtype, "itemsize", 8) for t in carry)
+        return Explained("lax.while_loop", source, _with_bytes(Plan(0), size, 0), None)
+    consts, carries = _jax.scan_counts(eqn)
+    loop = Loop(
+        cond=None,
+        body=params["jaxpr"],
+        cond_const_count=0,
+        const_count=consts,
+        carry_count=carries,
+        xs_count=len(eqn.invars) - consts - carries,
+        length=params["length"],
+        name="scan",
+    )
+    split = split_step(loop, _everything(loop))
+    carry = sum(t.size * getattr(t.dtype, "itemsize", 8) for t in loop.carry_types)
+    bounded = Plan(0, bound=loop.length, exact=True)
+    stored = split.uncut_bytes
+    assert loop.length is not None
+    return Explained("lax.scan", source, _with_bytes(bounded, carry, stored), loop.length * stored)
+
+
+def _with_bytes(bare: Plan, carry: int, residuals: int) -> Plan:
+    step = bare.step._replace(carry_bytes=carry, residual_bytes=residuals)
+    return replace(bare, step=step)
+
+
+def _everything(loop: Loop) -> Any:
+    """Every operand that can have a tangent has one."""
+    types = [*loop.const_types, *loop.body.in_avals[loop.const_count :]]
+    flags = list(map(_jax.is_differentiable, types))
+    return forward_activity(loop, loop.split([False] * loop.cond_const_count + flags)[0])
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"

@@ -1,0 +1,170 @@
+"""Bytes in, plan out: how many checkpoints, how far apart, and what is stored between them.
+
+Of all plans within a budget, that of least predicted time is taken. Bytes count as well as steps:
+what is written and read has a price that rises where it leaves the caches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+from loopkit._plan import Budget, Bytes, Plan, Step, Store
+
+SMALL = 1 << 19
+"""Bytes of checkpoints, and of rows, that a loop may use whose steps are not known: what a core's
+cache holds, and what is set to zero in no time."""
+FEW = 32
+"""Slots that such a loop may use, however large its carry."""
+MANY = 1024
+"""Slots, and steps to a segment, that it needs at most, however small its carry."""
+PLACED = 128
+"""Slots at most where a schedule places the checkpoints online: its tables grow with them."""
+SPLIT = 512
+"""Slots at most where recomputation is split."""
+REACH = 100
+"""Steps to a carry of its budget for which a loop without a bound is planned."""
+
+
+def make_plan(
+    budget: Budget, bound: int | None, exact: bool, step: Step, name: str = "while_loop"
+) -> Plan:
+    """The plan for a loop.
+
+    **Arguments:**
+
+    - `budget`: None, a number of carries, "all", `Bytes`, or a Plan.
+    - `bound`: the most steps; `exact` if it takes just that many.
+    - `step`: what one step costs.
+    """
+    step = step._replace(carry_bytes=max(step.carry_bytes, 1))
+    loop = Plan(0, bound=bound, exact=exact, step=step)
+    if isinstance(budget, Plan):
+        return _adapted(budget, loop)
+    if budget == "all":
+        assert bound is not None, "checked with the arguments"
+        return replace(loop, leaf=bound, store="residuals", keeps_all=True)
+    if isinstance(budget, Bytes):
+        return _cheapest(budget.count, loop, name)
+    if isinstance(budget, int):
+        return _in_carries(budget, loop)
+    return _default(loop)
+
+
+def _adapted(plan: Plan, loop: Plan) -> Plan:
+    """A plan made elsewhere, for this loop."""
+    leaf = max(1, loop.bound or 1) if plan.keeps_all else plan.leaf
+    if plan.keeps_all and loop.bound is None:
+        raise ValueError(
+            "loopkit: `checkpoints` can be a plan that stores every step only if the number of "
+            f"steps is bounded, got {plan} and max_steps=None. Pass `max_steps`."
+        )
+    return replace(plan, leaf=leaf, bound=loop.bound, exact=loop.exact, step=loop.step)
+
+
+def _default(loop: Plan) -> Plan:
+    """One extra forward pass, and about the square root of the steps in memory."""
+    step, bound = loop.step, loop.bound
+    if loop.exact:
+        assert bound is not None, "a loop that takes just so many steps has a length"
+        candidates = [_balanced(loop, store, bound) for store in ("carries", "residuals")]
+        return min(candidates, key=lambda p: p.nanoseconds(bound))
+    store = _cheaper_store(loop)
+    row = max(step.row_bytes(store) + step.factor_bytes, 1)
+    most = min(MANY, max(FEW, SMALL // step.carry_bytes))
+    rows = min(MANY, max(FEW // 4, SMALL // row))
+    if bound is not None and bound <= 16 * most * rows:
+        return _balanced(loop, store, 2 * most)
+    return replace(loop, slots=min(most, PLACED), leaf=min(rows, PLACED), store=store, thinned=True)
+
+
+def _balanced(loop: Plan, store: Store, most: int) -> Plan:
+    """A slot for every segment, slots and rows of about the same size."""
+    step, bound = loop.step, loop.bound or 0
+    row = step.row_bytes(store) + step.factor_bytes
+    slots = max(1, min(bound, most, _root(bound * row / step.carry_bytes)))
+    leaf = max(1, -(-bound // slots))
+    if loop.exact:
+        leaf = _near_divisor(bound, leaf)
+    return replace(loop, slots=max(1, -(-bound // leaf)), leaf=leaf, store=store)
+
+
+def _near_divisor(bound: int, leaf: int) -> int:
+    """A divisor of `bound` near `leaf`: segments all of one length have a trip count."""
+    near = range(max(1, math.ceil(0.7 * leaf)), math.floor(1.4 * leaf) + 1)
+    divisors = [k for k in near if bound % k == 0]
+    return min(divisors, key=lambda k: abs(k - leaf), default=leaf)
+
+
+def _cheaper_store(loop: Plan) -> Store:
+    """What a long segment had better store."""
+    plans = [replace(loop, slots=1, leaf=16, store=s) for s in ("carries", "residuals")]
+    return min(plans, key=lambda p: p.nanoseconds(16)).store
+
+
+def _root(value: float) -> int:
+    """The square root, rounded up."""
+    return math.isqrt(max(0, math.ceil(value) - 1)) + 1
+
+
+# ---------------------------------------------------------------- within a budget
+
+
+def _in_carries(budget: int, loop: Plan) -> Plan:
+    """At most `budget` carries, of which a row of a segment is as many as it has the bytes of."""
+    bound = loop.bound
+    if bound is not None and budget >= bound:
+        return replace(loop, slots=max(bound, 1))
+    return _cheapest(budget * (loop.step.carry_bytes + 4) + loop.least_bytes, loop, "", budget)
+
+
+@lru_cache(maxsize=256)
+def _cheapest(count: int, loop: Plan, name: str, most: int | None = None) -> Plan:
+    """The plan of least predicted time that needs at most `count` bytes, and `most` slots."""
+    bound, step = loop.bound, loop.step
+    steps = bound
+    if steps is None:
+        steps = REACH * max(1, min(count // step.carry_bytes, MANY))
+    plans = [p for p in _candidates(count, loop, steps, most) if p.peak_bytes <= count]
+    if plans:
+        return min(plans, key=lambda p: p.nanoseconds(steps))
+    least = replace(loop, slots=1)
+    if most is not None:
+        return least
+    raise ValueError(
+        f"loopkit.{name}: `memory` must be at least {least.peak_bytes} bytes, got {count} "
+        f"bytes. That is a checkpoint of {step.carry_bytes} bytes, and what a gradient needs "
+        f"beside it however little is kept. Pass `memory={least.peak_bytes}` or more."
+    )
+
+
+def _candidates(count: int, loop: Plan, steps: int, most: int | None) -> Iterator[Plan]:
+    step, bound = loop.step, loop.bound
+    if bound is not None:
+        yield replace(loop, leaf=max(bound, 1), store="residuals", keeps_all=True)
+        for leaf in {1, min(16, bound)} - {0}:
+            yield replace(loop, slots=-(-bound // leaf) * leaf, leaf=leaf)
+    for store in ("carries", "residuals"):
+        for leaf in _leaves(steps, loop.exact):
+            units = -(-steps // leaf)
+            plan = replace(loop, slots=1, leaf=leaf, store=store)
+            left = count - plan.row_bytes - plan.least_bytes
+            slots = left // step.carry_bytes
+            if slots < units or bound is None:
+                slots = min(left // (step.carry_bytes + 4), SPLIT if loop.exact else PLACED)
+            slots = min(slots, units)
+            if most is not None:
+                slots = min(slots, most - (plan.row_bytes > 0))
+            if slots >= 1 and not (slots >= steps and leaf > 1):
+                yield replace(plan, slots=slots)
+
+
+def _leaves(steps: int, exact: bool) -> list[int]:
+    """Segment lengths to try."""
+    leaves, leaf = [], 1.0
+    while leaf <= min(steps, 4 * MANY):
+        leaves.append(_near_divisor(steps, int(leaf)) if exact and leaf >= 8 else int(leaf))
+        leaf = max(leaf + 1, leaf * 1.15)
+    return sorted(set(leaves))

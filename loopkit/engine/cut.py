@@ -1,0 +1,178 @@
+"""The least that must be stored for the backward half of a step.
+
+The residuals of a step are derived from one another: 1 - y**2 beside y, four stages of a
+Runge-Kutta step beside the state before it. What cheap, elementwise equations make of other values
+is made again going back; among all sets of values from which the residuals follow in this way, the
+one of fewest bytes is a minimum cut of the step's graph.
+
+Source: Chen et al. 2016 for the trade; the cut is that of a maximum flow (Ford & Fulkerson 1956).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from loopkit import _jax
+from loopkit._jax import Jaxpr
+
+_CHEAP = """
+    abs add add_any and bitcast_convert_type broadcast_in_dim ceil clamp complex concatenate conj
+    convert_element_type copy copy_p div dynamic_slice eq expand_dims floor ge gt imag integer_pow
+    iota is_finite le lt max min mul ne neg not one_minus_square or pad pvary real
+    reduce_precision rem reshape rev round select_n shift_left shift_right_arithmetic
+    shift_right_logical sign slice split sqrt square squeeze stack stop_gradient sub transpose
+    unstack xor
+"""
+CHEAP = frozenset(_CHEAP.split())
+"""Primitives that are run again rather than stored."""
+
+EACH = 32
+"""What an array costs beyond its bytes, in bytes."""
+LARGEST = 4000
+"""Equations of a step for which a cut is sought; of longer ones the residuals are stored."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What to compute once, what to store of each step, and how the rest follows."""
+
+    hoisted: list
+    """Variables that depend on constants alone."""
+    stored: list
+    """Variables to store of each step."""
+    remake: Callable[[dict], list]
+    """Residuals, from an environment of constants, slices, hoisted and stored variables."""
+    uncut: int
+    """Bytes of the residuals as they are: what jax.lax.scan stores of a step."""
+
+
+def least_stored(jaxpr: Jaxpr, results: int, constants: int, slices: int) -> Cut:
+    """How to store the outputs of a step from `results` on.
+
+    The inputs are `constants`, then the carry, then the xs from `slices` on.
+    """
+    j = _jax.open_jaxpr(jaxpr)
+    residuals = [v for v in j.outvars[results:] if not isinstance(v, _jax.Literal)]
+    maker = {v: eqn for eqn in j.eqns for v in eqn.outvars}
+    constant = set(j.invars[:constants])
+    for eqn in j.eqns:
+        if all(isinstance(v, _jax.Literal) or v in constant for v in eqn.invars):
+            constant.update(eqn.outvars)
+    given = set(j.invars[:constants]) | set(j.invars[slices:])
+    cheap = {id(eqn) for eqn in j.eqns if _is_cheap(eqn)}
+
+    def operands(v: Any) -> list | None:
+        """What `v` is made again from; None if it is not made again."""
+        eqn = maker.get(v)
+        if eqn is None or id(eqn) not in cheap:
+            return None
+        return [u for u in eqn.invars if not isinstance(u, _jax.Literal)]
+
+    varying = [v for v in residuals if v not in constant]
+    if len(j.eqns) > LARGEST:
+        stored = [v for v in dict.fromkeys(varying) if v not in given]
+    else:
+        stored = _minimum_cut(varying, operands, given | constant)
+    known = given | set(stored)
+    hoisted: dict = {}
+    needed: set = set()
+    pending = list(residuals)
+    while pending:
+        v = pending.pop()
+        if v in known or v in needed:
+            continue
+        before = operands(v)
+        if before is None:
+            assert v in constant, "a value that is not made again is stored"
+            hoisted[v] = None
+            known.add(v)
+            continue
+        needed.add(v)
+        pending += before
+    order = [eqn for eqn in j.eqns if any(v in needed for v in eqn.outvars)]
+
+    def remake(values: dict) -> list:
+        values = dict(values)
+
+        def read(v: Any) -> Any:
+            return v.val if isinstance(v, _jax.Literal) else values[v]
+
+        for eqn in order:
+            outs = _jax.bind_equation(eqn, [read(v) for v in eqn.invars])
+            for v, out in zip(eqn.outvars, outs, strict=True):
+                values.setdefault(v, out)
+        return [read(v) for v in j.outvars[results:]]
+
+    whole = sum(_size(v) - EACH for v in dict.fromkeys(varying) if v not in given)
+    return Cut(list(hoisted), stored, remake, whole)
+
+
+def _is_cheap(eqn: Any) -> bool:
+    if eqn.effects:
+        return False
+    if eqn.primitive.name in ("jit", "pjit"):
+        return all(map(_is_cheap, _jax.open_jaxpr(eqn.params["jaxpr"]).eqns))
+    return eqn.primitive.name in CHEAP
+
+
+def _size(v: Any) -> int:
+    return v.aval.size * getattr(v.aval.dtype, "itemsize", 8) + EACH
+
+
+def _minimum_cut(targets: Sequence, operands: Callable, given: set) -> list:
+    """The variables of fewest bytes from which `targets` follow, nearest to the targets."""
+    capacity: dict[Any, dict[Any, float]] = {"source": {}, "target": {}}
+
+    def edge(a: Any, b: Any, size: float) -> None:
+        capacity.setdefault(a, {})[b] = size
+        capacity.setdefault(b, {}).setdefault(a, 0)
+
+    order: dict = {}
+    pending = [v for v in targets if v not in given]
+    for v in pending:
+        edge((v, 1), "target", inf)
+    while pending:
+        v = pending.pop()
+        if v in order:
+            continue
+        order[v] = None
+        edge((v, 0), (v, 1), _size(v))
+        before = operands(v)
+        if before is None:
+            edge("source", (v, 0), inf)
+            continue
+        for u in before:
+            if u not in given:
+                edge((u, 1), (v, 0), inf)
+                pending.append(u)
+    while True:
+        before_on_path: dict = {"source": None}
+        queue = deque(["source"])
+        while queue and "target" not in before_on_path:
+            a = queue.popleft()
+            for b, left in capacity[a].items():
+                if left > 0 and b not in before_on_path:
+                    before_on_path[b] = a
+                    queue.append(b)
+        if "target" not in before_on_path:
+            break
+        path, b = [], "target"
+        while b != "source":
+            path.append((before_on_path[b], b))
+            b = before_on_path[b]
+        flow = min(capacity[a][b] for a, b in path)
+        for a, b in path:
+            capacity[a][b] -= flow
+            capacity[b][a] += flow
+    beyond, pending = {"target"}, ["target"]
+    while pending:
+        b = pending.pop()
+        for a in capacity[b]:
+            if a not in beyond and capacity[a].get(b, 0) > 0:
+                beyond.add(a)
+                pending.append(a)
+    return [v for v in reversed(order) if (v, 0) not in beyond and (v, 1) in beyond]

@@ -1,0 +1,120 @@
+"""What a function's loops are said to store, in words and in pictures."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import pytest
+from jax import lax
+
+import loopkit
+from loopkit import Plan
+from loopkit._plan import Step
+from loopkit._planner import make_plan
+from loopkit._plot import picture
+
+matplotlib.use("agg")
+X = jnp.ones(100, "float32")
+
+
+def rotate(x, _):
+    return x + 0.1 * jnp.sin(x), None
+
+
+def several(x):
+    x, _ = loopkit.scan(rotate, x, length=400)
+    x = loopkit.while_loop(lambda x: x[0] < 9, lambda x: x * 1.5, x, max_steps=50)
+    x = jax.jit(lambda x: loopkit.fori_loop(0, 7, lambda _, x: jnp.tanh(x), x))(x)
+    x, _ = lax.scan(rotate, x, length=30)
+    return lax.while_loop(lambda x: x[0] < 9, lambda x: x + 1, x)
+
+
+def test_every_loop_is_found():
+    explained = loopkit.explain(several, X)
+    names = [loop.name for loop in explained.loops]
+    assert names == [
+        "loopkit.scan",
+        "loopkit.while_loop",
+        "loopkit.fori_loop",
+        "lax.scan",
+        "lax.while_loop",
+    ]
+    assert all(loop.source.startswith("test_explain.py:") for loop in explained.loops)
+    scan, bounded, *_, of_lax, _ = explained.loops
+    assert scan.plan.bound == 400
+    assert scan.plan.exact
+    assert not bounded.plan.exact
+    assert scan.plan.step.carry_bytes == 400
+    assert of_lax.scan_bytes == 30 * 400, "cos(x) of every step"
+
+
+def test_what_lax_stores_is_what_the_compiler_stores():
+    loss = lambda x: jnp.sum(lax.scan(rotate, x, length=300)[0])
+    needed = jax.jit(jax.grad(loss)).lower(X).compile().memory_analysis().temp_size_in_bytes
+    predicted = loopkit.explain(loss, X).loops[0].scan_bytes
+    assert abs(needed - predicted) <= 0.1 * predicted
+
+
+def test_loops_within_loops_and_gradients():
+    inner = lambda x, _: (loopkit.fori_loop(0, 3, lambda _, x: jnp.sin(x), x), None)
+    loss = lambda x: jnp.sum(loopkit.scan(inner, x, length=5)[0])
+    assert len(loopkit.explain(loss, X).loops) == 2
+    assert {e.name for e in loopkit.explain(jax.grad(loss), X).loops} == {
+        "loopkit.scan",
+        "loopkit.fori_loop",
+    }
+
+
+def test_the_table():
+    text = str(loopkit.explain(several, X))
+    assert text.splitlines()[0].split()[:4] == ["loop", "source", "steps", "carry"]
+    assert "<= 50" in text
+    assert "no bound" in text
+    assert len(text.splitlines()) == 6
+
+
+def test_a_plan_is_accepted_by_the_loop():
+    run = lambda x, **options: loopkit.scan(rotate, x, length=60, **options)[0]
+    plan = loopkit.plan(lambda x: run(x, checkpoints=5), X)
+    assert plan.bound == 60
+    fewer = dataclasses.replace(plan, slots=2)
+    again = loopkit.plan(lambda x: run(x, checkpoints=fewer), X)
+    assert again == fewer
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.slots = 3
+
+
+@pytest.mark.parametrize("fn", [several, lambda x: x], ids=["several", "none"])
+def test_one_loop_has_a_plan(fn):
+    with pytest.raises(ValueError, match=r"loopkit\.plan: `fn` must run one loop of loopkit"):
+        loopkit.plan(fn, X)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(
+    "asked", [Plan(3), Plan(4, leaf=3), Plan(20, leaf=3), Plan(50), "all"], ids=str
+)
+def test_the_picture_shows_what_runs(asked, exact):
+    plan = make_plan(asked, 50, exact, Step(10, 30))
+    drawn = picture(plan, 50)
+    length = lambda kind: sum(abs(s.stop - s.start) for s in drawn.stretches if s.kind == kind)
+    assert length("forward") == length("reversed") == 50
+    if exact and plan.leaf == 1 and not plan.every_carry:
+        assert length("recomputed") == sum(plan.evaluations()) - 100
+    most = max(size for _, size in drawn.in_use)
+    assert most <= plan.slot_bytes + plan.row_bytes
+
+
+def test_plots():
+    plan = make_plan(Plan(4, leaf=5), 50, True, Step(10, 30))
+    figure = plan.plot()
+    labels = [t.get_text() for t in figure.axes[0].get_legend().get_texts()]
+    assert labels == ["forward", "recomputed", "replayed", "reversed", "carry saved"]
+    assert len(loopkit.explain(several, X).plot(steps=20)) == 3
+    matplotlib.pyplot.close("all")
+
+
+def test_a_picture_needs_a_length():
+    with pytest.raises(ValueError, match=r"loopkit\.Plan\.plot: `steps` must be given"):
+        Plan(4).plot()
