@@ -51,6 +51,11 @@ class Step(NamedTuple):
     sum_bytes: int = 0
     """Of what is summed over the steps: the cotangents of the loop's constants."""
 
+    log_bytes: int = 0
+    """Of what it displaces in buffers, where that is logged so that checkpoints leave them out."""
+    buffer_bytes: int = 0
+    """Of those buffers."""
+
     def row_bytes(self, store: Store) -> int:
         return self.residual_bytes if store == "residuals" else self.carry_bytes
 
@@ -124,7 +129,9 @@ class Plan:
     def least_bytes(self) -> int:
         """What any plan needs: the carry on its way, the sums, a few counters."""
         counters = 0 if self.every_carry or self.keeps_all else COUNTERS
-        return self.step.carry_bytes + self.step.sum_bytes + counters
+        log = 0 if self.keeps_all else (self.bound or 0) * self.step.log_bytes
+        carry = self.step.carry_bytes + self.step.buffer_bytes
+        return carry + log + self.step.sum_bytes + counters
 
     def evaluations(self, steps: int | None = None) -> tuple[int, int]:
         """Predicted runs of the body, forward and backward, for a loop of `steps` steps.
@@ -194,8 +201,9 @@ class Plan:
         price = next(p for size, p in CACHES if in_use <= size)
         if self.keeps_all:
             return steps * (step.record + price * step.residual_bytes)
+        log = steps * price * 2 * step.log_bytes
         if self.every_carry:
-            return steps * (step.run + step.remake + price * step.carry_bytes)
+            return log + steps * (step.run + step.remake + price * step.carry_bytes)
         units = -(-steps // self.leaf)
         run, again = self.evaluations(steps)
         row = price * step.row_bytes(self.store) if self.leaf > 1 else 0
@@ -203,7 +211,7 @@ class Plan:
         if self.store == "carries":
             replay = step.run * (1 - 1 / self.leaf) + step.remake + row
         passes = (run + again - steps) * step.run
-        return passes + steps * replay + units * (SEGMENT + price * step.carry_bytes)
+        return log + passes + steps * replay + units * (SEGMENT + price * step.carry_bytes)
 
 
 Budget = int | str | Bytes | Plan | None

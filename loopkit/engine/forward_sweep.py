@@ -46,6 +46,8 @@ def forward_sweep(how: Reversal, loop: Loop, operands: Operands) -> list:
         return [*evaluate(loop, operands), *residuals]
     if how.plan.keeps_all:
         return _store_residuals(how, loop, operands)
+    if how.undo is not None:
+        loop = how.undo.logged(loop)
     if how.plan.every_carry:
         return _save_every_carry(how, loop, operands)
     if loop.cond is None and how.plan.direct:
@@ -62,7 +64,7 @@ def forward_sweep(how: Reversal, loop: Loop, operands: Operands) -> list:
             slot, run = lax.div(count, jnp.int32(plan.leaf)), 1
         else:
             slot, run, placed = schedule.save(s.placed)
-        slots = write_rows(s.slots, kept(s.steps.carry, how.saved), slot)
+        slots = write_rows(s.slots, kept(s.steps.carry, how.slotted), slot)
         stop = count + run * plan.leaf
         if loop.length is not None:
             stop = lax.min(stop, jnp.int32(loop.length))
@@ -74,7 +76,14 @@ def forward_sweep(how: Reversal, loop: Loop, operands: Operands) -> list:
     units = jnp.zeros(0, jnp.int32) + first.count
     if done.placed is not None:
         units = done.placed.units
-    return [*done.steps.carry, *done.steps.ys, *done.slots, units, done.steps.taken]
+    return _results(how, done.steps, done.slots, units, done.steps.taken)
+
+
+def _results(how: Reversal, steps: Steps, slots: list, units: Any, taken: Any) -> list:
+    """Final carry, ys, and the residuals."""
+    ys, log = parts(steps.ys, how.loop.ys_count)
+    buffers = [] if how.undo is None else kept(steps.carry, how.undo.leaves)
+    return [*steps.carry, *ys, *slots, *log, *buffers, units, taken]
 
 
 def _goes_on(loop: Loop, operands: Operands, steps: Steps) -> Any:
@@ -85,7 +94,7 @@ def _goes_on(loop: Loop, operands: Operands, steps: Steps) -> Any:
 
 
 def _blank_slots(how: Reversal) -> list:
-    return [_jax.zeros(_jax.stack_type(t, how.plan.slots)) for t in how.saved_types]
+    return [_jax.zeros(_jax.stack_type(t, how.plan.slots)) for t in how.slot_types]
 
 
 def _save_every_segment(how: Reversal, loop: Loop, operands: Operands) -> list:
@@ -95,7 +104,7 @@ def _save_every_segment(how: Reversal, loop: Loop, operands: Operands) -> list:
 
     def segment(unit: Any, state: tuple[Steps, list]) -> tuple[Steps, list]:
         steps, slots = state
-        slots = write_rows(slots, kept(steps.carry, how.saved), unit)
+        slots = write_rows(slots, kept(steps.carry, how.slotted), unit)
         if length % plan.leaf == 0:
             steps = repeat(plan.leaf, lambda _, s: one_step(loop, operands, s), steps, loop.unroll)
             return steps, slots
@@ -103,7 +112,7 @@ def _save_every_segment(how: Reversal, loop: Loop, operands: Operands) -> list:
         return advance(loop, operands, steps, stop), slots
 
     steps, slots = repeat(plan.segments, segment, (start(loop, operands), _blank_slots(how)))
-    return [*steps.carry, *steps.ys, *slots, jnp.zeros(0, jnp.int32), jnp.int32(length)]
+    return _results(how, steps, slots, jnp.zeros(0, jnp.int32), jnp.int32(length))
 
 
 def _save_every_carry(how: Reversal, loop: Loop, operands: Operands) -> list:
@@ -111,7 +120,7 @@ def _save_every_carry(how: Reversal, loop: Loop, operands: Operands) -> list:
 
     def step(s: tuple[Steps, list]) -> tuple[Steps, list]:
         steps, slots = s
-        slots = write_rows(slots, kept(steps.carry, how.saved), steps.count)
+        slots = write_rows(slots, kept(steps.carry, how.slotted), steps.count)
         return one_step(loop, operands, steps), slots
 
     first = start(loop, operands), _blank_slots(how)
@@ -119,7 +128,7 @@ def _save_every_carry(how: Reversal, loop: Loop, operands: Operands) -> list:
         steps, slots = repeat(loop.length, lambda _, s: step(s), first, loop.unroll)
     else:
         steps, slots = lax.while_loop(lambda s: _goes_on(loop, operands, s[0]), step, first)
-    return [*steps.carry, *steps.ys, *slots, jnp.zeros(0, jnp.int32) + steps.count, steps.taken]
+    return _results(how, steps, slots, jnp.zeros(0, jnp.int32) + steps.count, steps.taken)
 
 
 def _store_residuals(how: Reversal, loop: Loop, operands: Operands) -> list:

@@ -68,14 +68,14 @@ def select(active: Any, new: Sequence[Any], old: Sequence[Any], leading: int = 0
     ]
 
 
-def hold(loop: Loop, active: Any, new: Sequence[Any], old: Sequence[Any]) -> list:
+def hold(active: Any, new: Sequence[Any], old: Sequence[Any], is_buffer: Sequence[bool]) -> list:
     """The carry after a step that only the active lanes take.
 
     Steps write nothing into the buffers of the others.
     """
     return [
-        n if is_buffer else select(active, [n], [o])[0]
-        for n, o, is_buffer in zip(new, old, loop.is_buffer, strict=True)
+        n if has else select(active, [n], [o])[0]
+        for n, o, has in zip(new, old, is_buffer, strict=True)
     ]
 
 
@@ -99,8 +99,9 @@ def one_step(loop: Loop, operands: Operands, state: Steps) -> Steps:
     lane_counts = None
     if loop.lanes:
         active = is_active(loop, operands, state.carry)
-        carry = hold(loop, active, carry, state.carry)
-        y = select(active, y, [_jax.zeros(jax.typeof(v)) for v in y])
+        carry = hold(active, carry, state.carry, loop.is_buffer)
+        shown = len(y) - loop.log_count
+        y[:shown] = select(active, y[:shown], [_jax.zeros(jax.typeof(v)) for v in y[:shown]])
         lane_counts = state.lane_counts + active
     ys = write_rows(state.ys, y, row) if state.ys else []
     return Steps(state.count + 1, carry, ys, lane_counts)
