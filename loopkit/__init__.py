@@ -9,6 +9,7 @@ from loopkit._fori_loop import fori_loop as fori_loop
 from loopkit._info import LoopInfo as LoopInfo
 from loopkit._plan import Plan as Plan
 from loopkit._scan import scan as scan
+from loopkit._tensor_array import TensorArray as TensorArray
 from loopkit._while_loop import while_loop as while_loop
 
 __version__ = "0.1.0"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from loopkit import _errors, _index, _jax, _slices
+from loopkit import _checks, _errors, _index, _jax, _slices
 
 MODES = ("drop", "fill", "clip", "promise_in_bounds")
 
@@ -25,6 +25,10 @@ class Owner:
     """Its number among the leaves of the carry."""
     mask: Any
     """Whether the step counts: writes in lanes that have stopped do nothing. None: it does."""
+    step: Any = None
+    """The number of the step, where reads and writes are checked."""
+    name: str = ""
+    """What errors call it."""
 
 
 @jax.tree_util.register_pytree_node_class
@@ -49,16 +53,18 @@ class Buffer:
     `Buffer(array)` makes one outside a loop, to try a body by hand.
     """
 
-    __slots__ = ("_owner", "_value")
+    __slots__ = ("_owner", "_value", "_written")
 
     def __init__(self, value: Any):
         self._value = value._value if isinstance(value, Buffer) else _jax.as_array(value)
         self._owner: Owner | None = value._owner if isinstance(value, Buffer) else None
+        self._written: Any = value._written if isinstance(value, Buffer) else None
 
     @staticmethod
-    def _of(value: Any, owner: Owner | None) -> Buffer:
+    def _of(value: Any, owner: Owner | None, written: Any = None) -> Buffer:
+        """`written`, bools for all of it, says what has been, where that is checked."""
         new = object.__new__(Buffer)
-        new._value, new._owner = value, owner
+        new._value, new._owner, new._written = value, owner, written
         return new
 
     def tree_flatten(self) -> tuple[tuple, Any]:
@@ -103,7 +109,8 @@ class Buffer:
     # ---------------------------------------------------------------- slices
 
     def __getitem__(self, index: Any) -> Any:
-        return self._read(_index.place(self.shape, index))
+        place = _index.place(self.shape, index)
+        return _checks.check_read(self, self._read(place), place, True)
 
     @property
     def at(self) -> At:
@@ -127,7 +134,11 @@ class Buffer:
         mask = ft.reduce(jnp.logical_and, masks) if masks else None
         stacked = place.inward(value)
         new = _slices.write(self._value, stacked, place.starts, place.window, mask, add)
-        return Buffer._of(new, self._owner)
+        written = self._written
+        if written is not None:
+            yes = jnp.ones(stacked.shape, bool)
+            written = _slices.write(written, yes, place.starts, place.window, mask)
+        return Buffer._of(new, self._owner, written)
 
 
 @dataclass(frozen=True)
@@ -160,7 +171,7 @@ class Ref:
         _check_keywords("get", other)
         fills = _mode("get", mode) in ("fill", "drop")
         place = _index.place(self.buffer.shape, self.index, drop=fills)
-        found = self.buffer._read(place)
+        found = _checks.check_read(self.buffer, self.buffer._read(place), place, mode is None)
         if not fills:
             return found
         _, inside = place.window.starts_in(self.buffer.shape, place.starts)
@@ -177,7 +188,8 @@ class Ref:
     def add(self, values: Any, **how: Any) -> Buffer:
         """The buffer with `values` added; where an index occurs twice, both are."""
         place, pred = self._place("add", how)
-        return self.buffer._write(place, self._cast("add", values), pred, add=True)
+        values = self._checked("add", place, pred, how, values)
+        return self.buffer._write(place, values, pred, add=True)
 
     def subtract(self, values: Any, **how: Any) -> Buffer:
         return self.add(jnp.negative(values), **how)
@@ -208,12 +220,19 @@ class Ref:
     ) -> Buffer:
         place, pred = self._place(name, how)
         if not reads:
-            return self.buffer._write(place, self._cast(name, values), pred)
+            return self.buffer._write(place, self._checked(name, place, pred, how, values), pred)
         if not place.unique:
             return self._all_at_once(name, combine, values, how, pred)
         old = self.buffer._read(place)
-        new = self._cast(name, combine(old, values))
+        new = self._checked(name, place, pred, how, combine(old, values))
         return self.buffer._write(place, new, pred)
+
+    def _checked(self, name: str, place: _index.Place, pred: Any, how: dict, values: Any) -> Any:
+        """Values to write, in the dtype of the buffer."""
+        values = self._cast(name, values)
+        if how.get("mode") is not None:
+            return values
+        return _checks.check_bounds(self.buffer, values, place, pred, f"written with .{name}")
 
     def _all_at_once(
         self, name: str, combine: Callable, values: Any, how: dict, pred: Any

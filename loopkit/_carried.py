@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from loopkit import _errors, _index
+from loopkit import _checks, _errors, _index
 from loopkit._buffer import Buffer, Owner, plain
+from loopkit._tensor_array import checked, is_tensor_array
 
 HOW = "Pass a function of the carry that returns leaves of it, or a tree of bools that matches it."
 
@@ -35,6 +36,12 @@ class Buffers:
     outer: tuple[Owner | None, ...]
     """For those that are buffers of a loop around this one: whose."""
 
+    names: tuple[str, ...] = ()
+    """What errors call each leaf."""
+    masks: int | None = None
+    """Where reads and writes are checked: the first of the leaves that say what is written, one
+    for each buffer, in order. Before it is the step."""
+
     @property
     def any(self) -> bool:
         return any(self.flags)
@@ -44,25 +51,39 @@ class Buffers:
         """Whether a trace may be used again: not where it reads what a loop around it masks by."""
         return all(owner is None or owner.mask is None for owner in self.outer)
 
-    def followed_by(self, count: int) -> Buffers:
-        """With leaves after them that are not buffers."""
-        return Buffers((*self.flags, *[False] * count), (*self.outer, *[None] * count))
+    def first_written(self, init: Any) -> list:
+        """For each buffer, where it counts as written before the loop."""
+        leaves = jax.tree.leaves(init)
+        return [_checks.first_written(v) for v, has in zip(leaves, self.flags, strict=True) if has]
+
+    def followed_by(self, count: int, checking: bool) -> Buffers:
+        """With leaves after them that are not buffers; the last are what is written, if checked."""
+        masks = len(self.flags) + count - sum(self.flags) if checking else None
+        return replace(
+            self,
+            flags=(*self.flags, *[False] * count),
+            outer=(*self.outer, *[None] * count),
+            names=(*self.names, *[""] * count),
+            masks=masks,
+        )
 
     def wrapped(self, leaves: Sequence[Any], flag: int | None) -> tuple[list, list]:
         """Leaves as a body sees them, and the owners of the buffers among them.
 
         `flag` is the leaf that says whether the step counts.
         """
-        owners = [
-            Owner(i, _both(None if flag is None else leaves[flag], outer and outer.mask))
-            if has
-            else None
-            for i, (has, outer) in enumerate(zip(self.flags, self.outer, strict=True))
-        ]
-        values = [
-            v if owner is None else Buffer._of(v, owner)
-            for v, owner in zip(leaves, owners, strict=True)
-        ]
+        step = None if self.masks is None else leaves[self.masks - 1]
+        masks = iter([] if self.masks is None else leaves[self.masks :])
+        owners: list[Owner | None] = []
+        values = []
+        for i, (v, has, outer) in enumerate(zip(leaves, self.flags, self.outer, strict=True)):
+            owner = None
+            if has:
+                mask = _both(None if flag is None else leaves[flag], outer and outer.mask)
+                owner = Owner(i, mask, step, self.names[i])
+                v = Buffer._of(v, owner, next(masks, None))
+            owners.append(owner)
+            values.append(v)
         return values, owners
 
     def unwrapped(self, tree: Any, owners: Sequence[Owner | None], before: Sequence[Any]) -> Any:
@@ -73,13 +94,18 @@ class Buffers:
         leaves, shape = jax.tree.flatten(tree, is_leaf=is_buffer)
         if len(leaves) != len(owners):
             return plain(tree)
-        out = []
+        out, masks = [], []
         for leaf, owner, old in zip(leaves, owners, before, strict=True):
+            if owner is not None and self.masks is not None:
+                written = leaf._written if is_buffer(leaf) else None
+                masks.append(jnp.ones(jnp.shape(old), bool) if written is None else written)
             value = leaf._value if is_buffer(leaf) else leaf
             kept = owner is None or (is_buffer(leaf) and leaf._owner is owner)
             if not kept and owner is not None and owner.mask is not None:
                 value = _overwritten(old, value, owner)
             out.append(value)
+        if self.masks is not None:
+            out[self.masks : self.masks + len(masks)] = masks
         return shape.unflatten(out)
 
     def by_hand(self, body: Any) -> Any:
@@ -98,9 +124,8 @@ class Buffers:
         """The final carry, where buffers of a loop around are buffers again."""
         leaves, shape = jax.tree.flatten(tree)
         outer = [*self.outer, *[None] * (len(leaves) - len(self.outer))]
-        return shape.unflatten(
-            [v if o is None else Buffer._of(v, o) for v, o in zip(leaves, outer, strict=True)]
-        )
+        values = [v if o is None else Buffer._of(v, o) for v, o in zip(leaves, outer, strict=True)]
+        return checked(shape.unflatten(values))
 
 
 def _both(a: Any, b: Any) -> Any:
@@ -117,13 +142,22 @@ def _overwritten(old: Any, value: Any, owner: Owner) -> Any:
     return buffer._write(_index.place(buffer.shape, ...), value, None)._value
 
 
-def find(function: str, buffers: Any, init: Any) -> Buffers:
-    """The buffers among the leaves of `init`: those named, and buffers of a loop around."""
-    leaves = jax.tree.leaves(init, is_leaf=is_buffer)
+def find(names: Any, buffers: Any, init: Any) -> Buffers:
+    """The buffers among the leaves of `init`, an argument of the caller's that `names` names.
+
+    Those that are named, those of a loop around, and what TensorArrays hold.
+    """
+    leaves, flags = jax.tree.leaves(init, is_leaf=is_buffer), []
     outer = tuple(v._owner if is_buffer(v) else None for v in leaves)
-    flags = [is_buffer(v) for v in leaves]
-    named = _named(function, buffers, plain(init))
-    return Buffers(tuple(a or b for a, b in zip(flags, named, strict=True)), outer)
+    for node in jax.tree.leaves(init, is_leaf=lambda v: is_buffer(v) or is_tensor_array(v)):
+        holds = is_tensor_array(node)
+        # A TensorArray's last leaf is its size.
+        flags += [True] * (len(jax.tree.leaves(node)) - 1) + [False] if holds else [is_buffer(node)]
+    named = _named(names.function, buffers, plain(init))
+    paths = jax.tree_util.tree_leaves_with_path(init, is_leaf=is_buffer)
+    shown = [path[names.hidden - 1 :] for path, _ in paths]
+    called = tuple(names.init + jax.tree_util.keystr(path) for path in shown)
+    return Buffers(tuple(a or b for a, b in zip(flags, named, strict=True)), outer, called)
 
 
 def _named(function: str, buffers: Any, init: Any) -> list[bool]:

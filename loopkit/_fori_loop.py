@@ -31,6 +31,7 @@ def fori_loop(
     checkpoints: Any = None,
     memory: int | str | None = None,
     buffers: Any = None,
+    checks: bool | None = None,
     return_info: bool = False,
 ) -> Any:
     """Repeat `body_fun` for the integers from `lower` to `upper`; differentiable in every mode.
@@ -51,8 +52,8 @@ def fori_loop(
     - `init_val`: a pytree of arrays.
     - `unroll`: steps to an iteration of the compiled loop; True for all, if their number is known.
     - `max_steps`: the most steps to take, a static int.
-    - `checkpoints`, `memory`, `buffers`, `return_info`: as in `loopkit.while_loop`; "all" needs
-      static bounds or `max_steps`.
+    - `checkpoints`, `memory`, `buffers`, `checks`, `return_info`: as in `loopkit.while_loop`;
+      "all" needs static bounds or `max_steps`.
 
     **Returns:**
 
@@ -100,6 +101,7 @@ def fori_loop(
             checkpoints=checkpoints,
             memory=memory,
             buffers=inner,
+            checks=checks,
             return_info=True,
         )
         info = info._replace(stopped=jnp.array(length == trips))
@@ -119,6 +121,7 @@ def fori_loop(
         checkpoints=checkpoints,
         memory=memory,
         buffers=inner,
+        checks=checks,
         unroll=1 if unroll is None else unroll,
         throw=False,
         return_info=return_info,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from loopkit import _arguments, _carried, _errors, _jax
+from loopkit import _arguments, _carried, _checks, _errors, _jax
 from loopkit._budget import check_budget
 from loopkit._buffer import plain
 from loopkit._capture import Names, Traced, remember, scalar_bool, trace_loop, type_key
@@ -38,6 +38,7 @@ def scan(
     checkpoints: Any = None,
     memory: int | str | None = None,
     buffers: Any = None,
+    checks: bool | None = None,
     return_info: bool = False,
 ) -> Any:
     """Scan `f` over the leading axis of `xs`, carrying state along.
@@ -72,6 +73,9 @@ def scan(
     - `buffers`: which leaves of the carry are read and written in slices: a function of the carry
       that returns them, or a tree of bools that matches it. In the body they are
       `loopkit.Buffer`s, written in place, forward and backward.
+    - `checks`: raise an error at run time where a buffer is read in a row that nothing has been
+      written to, or read or written out of bounds: the error names buffer, index and step. Slow.
+      None: as the environment variable LOOPKIT_CHECKS says.
     - `return_info`: also return a `LoopInfo`.
 
     **Returns:**
@@ -114,6 +118,7 @@ def scan(
         checkpoints=checkpoints,
         memory=memory,
         buffers=buffers,
+        checks=checks,
         return_info=return_info,
     )
 
@@ -132,6 +137,7 @@ def run_scan(
     checkpoints: Any,
     memory: Any,
     buffers: Any,
+    checks: Any,
     return_info: bool,
 ) -> Any:
     """`scan`, under the names of the function that the user called."""
@@ -140,7 +146,8 @@ def run_scan(
     if until is not None:
         _arguments.check_callable(name, names.predicate, until)
     init = _arguments.as_arrays(name, names.init, init)
-    carried = _carried.find(name, buffers, init)
+    carried = _carried.find(names, buffers, init)
+    checking = _checks.wanted(name, checks) and carried.any
     init = plain(init)
     xs = _arguments.as_arrays(name, "xs", xs)
     length = _length(xs, length)
@@ -166,19 +173,20 @@ def run_scan(
             carry = carried.returned(carry)
             return (carry, ys, info) if return_info else (carry, ys)
     # A step counter and a flag that says whether to go on are carried where they are needed.
-    counting = return_info and stopping
-    state = (init, jnp.int32(0) if counting else None, jnp.array(True) if stopping else None)
+    counting = checking or (return_info and stopping)
+    go, steps = jnp.array(True) if stopping else None, jnp.int32(0) if counting else None
+    state = (init, go, steps, carried.first_written(init) if checking else [])
     leaves, tree = jax.tree.flatten(state)
     x_leaves, x_tree = jax.tree.flatten(xs)
 
     def step(carry: list, x: list) -> tuple[Any, Any]:
-        value, steps, _ = tree.unflatten(carry)
+        value, _, steps, masks = tree.unflatten(carry)
         new, y = _pair(names, f(value, x_tree.unflatten(x)))
         go = None if until is None else jnp.logical_not(_stop(names, until, new, y))
-        return (new, steps + 1 if counting else None, go), y
+        return (new, go, steps + 1 if counting else None, masks), y
 
     def goes_on(carry: list) -> Any:
-        return tree.unflatten(carry)[2]
+        return tree.unflatten(carry)[1]
 
     x_types = [_jax.slice_type(jax.typeof(x)) for x in x_leaves]
     settings = {
@@ -188,13 +196,23 @@ def run_scan(
         "unroll": unroll,
         "name": name,
     }
-    found = carried.followed_by(len(leaves) - len(carried.flags)) if carried.any else None
-    flag = len(leaves) - 1 if carried.any and stopping else None
+    values = len(carried.flags)
+    found = carried.followed_by(len(leaves) - values, checking) if carried.any else None
+    flag = values if carried.any and stopping else None
     predicate = goes_on if stopping else None
     traced = remember(
         (f, until) if carried.hashable else (),
         (
-            *(names, tree, type_key(leaves), x_tree, tuple(x_types), counting, carried.flags),
+            *(
+                names,
+                tree,
+                type_key(leaves),
+                x_tree,
+                tuple(x_types),
+                counting,
+                carried.flags,
+                checking,
+            ),
             *settings.values(),
         ),
         lambda: trace_loop(names, step, predicate, state, x_types, settings, found, flag),
@@ -203,7 +221,7 @@ def run_scan(
         carry, ys = _run_stored(traced, leaves, x_leaves, bool(split_transpose))
     else:
         carry, ys = traced.run(leaves, x_leaves)
-    final, steps, go = tree.unflatten(carry)
+    final, go, steps, _ = tree.unflatten(carry)
     final = carried.returned(final)
     ys = traced.y_tree.unflatten(ys)
     if not return_info:

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from loopkit import _arguments, _carried
+from loopkit import _arguments, _carried, _checks
 from loopkit._budget import check_budget
 from loopkit._buffer import plain
 from loopkit._capture import Names, remember, scalar_bool, trace_loop, type_key
@@ -29,6 +29,7 @@ def while_loop(
     checkpoints: Any = None,
     memory: int | str | None = None,
     buffers: Any = None,
+    checks: bool | None = None,
     unroll: int = 1,
     throw: bool = False,
     return_info: bool = False,
@@ -59,6 +60,9 @@ def while_loop(
     - `buffers`: which leaves of the carry are read and written in slices: a function of the carry
       that returns them, or a tree of bools that matches it. In the body they are
       `loopkit.Buffer`s, written in place, forward and backward.
+    - `checks`: raise an error at run time where a buffer is read in a row that nothing has been
+      written to, or read or written out of bounds: the error names buffer, index and step. Slow.
+      None: as the environment variable LOOPKIT_CHECKS says.
     - `unroll`: steps to an iteration of the compiled loop.
     - `throw`: raise an error at run time if `max_steps` steps were not enough.
     - `return_info`: also return a `LoopInfo`.
@@ -97,6 +101,7 @@ def while_loop(
         checkpoints=checkpoints,
         memory=memory,
         buffers=buffers,
+        checks=checks,
         unroll=unroll,
         throw=throw,
         return_info=return_info,
@@ -113,6 +118,7 @@ def run_while(
     checkpoints: Any,
     memory: Any,
     buffers: Any,
+    checks: Any,
     unroll: Any,
     throw: bool,
     return_info: bool,
@@ -125,7 +131,8 @@ def run_while(
     budget = check_budget(name, checkpoints, memory, max_steps)
     unroll = _arguments.check_unroll(name, unroll)
     init_val = _arguments.as_arrays(name, names.init, init_val)
-    carried = _carried.find(name, buffers, init_val)
+    carried = _carried.find(names, buffers, init_val)
+    checking = _checks.wanted(name, checks) and carried.any
     init_val = plain(init_val)
 
     def finish(val: Any, steps: Any, still_holds: Any) -> Any:
@@ -140,33 +147,34 @@ def run_while(
         if ran:
             val, steps = result
             return finish(val, steps, lambda: cond_fun(val))
-    counting, masking = throw or return_info, carried.any
+    counting, masking = throw or return_info or checking, carried.any
     # Where writes to buffers are to be masked, the predicate is part of the carry.
     go = scalar_bool(name, names.predicate, cond_fun(init_val)) if masking else None
-    state = (init_val, jnp.int32(0) if counting else None, go)
+    masks = carried.first_written(init_val) if checking else []
+    state = (init_val, go, jnp.int32(0) if counting else None, masks)
     leaves, tree = jax.tree.flatten(state)
 
     def step(carry: list, _: list) -> tuple[Any, None]:
-        val, steps, _ = tree.unflatten(carry)
-        new, go = body_fun(val), None
+        val, go, steps, masks = tree.unflatten(carry)
+        new = body_fun(val)
         if masking:
             go = scalar_bool(name, names.predicate, cond_fun(new))
-        return (new, steps + 1 if counting else None, go), None
+        return (new, go, steps + 1 if counting else None, masks), None
 
     def predicate(carry: list) -> Any:
-        val, _, go = tree.unflatten(carry)
+        val, go, *_ = tree.unflatten(carry)
         return go if masking else cond_fun(val)
 
     settings = {"length": max_steps, "checkpoints": budget, "unroll": unroll, "name": name}
-    hidden = len(leaves) - len(carried.flags)
-    flag = len(leaves) - 1 if masking else None
-    found = carried.followed_by(hidden) if masking else None
+    values = len(carried.flags)
+    flag = values if masking else None
+    found = carried.followed_by(len(leaves) - values, checking) if masking else None
     traced = remember(
         (cond_fun, body_fun) if carried.hashable else (),
-        (names, tree, type_key(leaves), carried.flags, *settings.values()),
+        (names, tree, type_key(leaves), carried.flags, checking, *settings.values()),
         lambda: trace_loop(names, step, predicate, state, [], settings, found, flag),
     )
-    val, steps, go = tree.unflatten(traced.run(leaves, [])[0])
+    val, go, steps, _ = tree.unflatten(traced.run(leaves, [])[0])
     return finish(val, steps, lambda: go if masking else cond_fun(val))
 
 

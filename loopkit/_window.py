@@ -62,6 +62,12 @@ class Window:
             return jnp.clip(starts, 0, last), None
         return starts, ((starts >= 0) & (starts <= last)).all(-1)
 
+    def inside(self, shape: Sequence[int], starts: Any) -> Any:
+        """Whether each slice is inside."""
+        if not self.axes:
+            return jnp.ones(starts.shape[:-1], bool)
+        return replace(self, drop=True).starts_in(shape, starts)[1]
+
     def point(self, starts: Any) -> list:
         """Where a single slice starts, along every axis."""
         point: list = list(self.offsets)
