@@ -6,6 +6,9 @@ from loopkit._explain import Explanation as Explanation
 from loopkit._explain import explain as explain
 from loopkit._explain import plan as plan
 from loopkit._fori_loop import fori_loop as fori_loop
+from loopkit._in_place import InPlaceReport as InPlaceReport
+from loopkit._in_place import assert_in_place as assert_in_place
+from loopkit._in_place import in_place_report as in_place_report
 from loopkit._info import LoopInfo as LoopInfo
 from loopkit._plan import Plan as Plan
 from loopkit._scan import scan as scan

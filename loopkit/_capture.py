@@ -156,7 +156,9 @@ def trace_loop(
         marked = floats + [False] * (len(jaxpr.in_avals) - len(consts))
         jaxpr = _jaxpr.vary_inputs(jaxpr, marked, cond.out_avals)
     flags = () if buffers is None else buffers.flags
-    return _fix(cond, cond_consts, jaxpr, consts, types, y_tree, settings, flags, flag)
+    names_of = tuple(names.init + jax.tree_util.keystr(path) for path in paths)
+    named = {**settings, "leaves": names_of}
+    return _fix(cond, cond_consts, jaxpr, consts, types, y_tree, named, flags, flag)
 
 
 def _check_effects(names: Names, *jaxprs: Any) -> None:
@@ -269,7 +271,7 @@ def _fix(
         xs_count=len(body.in_avals) - c - n,
         buffers=tuple(kept(buffers, moving)) if buffers else (),
         flag=None if flag is None else sum(moving[:flag]),
-        **settings,
+        **{**settings, "leaves": tuple(kept(settings["leaves"], moving))},
     )
     return Traced(_interned(loop), cond_consts, consts, fixed, types, y_tree)
 
@@ -333,7 +335,7 @@ def remember(functions: Sequence[Any], rest: Any, make: Callable[[], Traced]) ->
 def _interned(loop: Loop) -> Loop:
     """A loop with the same equations that was run before, and so compiled, if there is one."""
     settings = (loop.length, loop.reverse, loop.checkpoints, loop.unroll, loop.name)
-    settings = (*settings, loop.buffers, loop.flag)
+    settings = (*settings, loop.buffers, loop.flag, loop.leaves)
     counts = (loop.cond_const_count, loop.const_count, loop.carry_count, loop.xs_count)
     try:
         cond = None if loop.cond is None else _jaxpr.jaxpr_key(loop.cond)

@@ -13,7 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     ["loopkit"],
     ["loopkit._while_loop", "loopkit._scan", "loopkit._fori_loop"],
-    ["loopkit._explain"],
+    ["loopkit._explain", "loopkit._in_place"],
     ["loopkit._capture", "loopkit._budget"],
     ["loopkit._carried"],
     ["loopkit._tensor_array"],
@@ -24,7 +24,7 @@ LAYERS = [
     ["loopkit._plan"],
     ["loopkit._plot"],
     ["loopkit.schedules"],
-    ["loopkit._arguments", "loopkit._function_key", "loopkit._info"],
+    ["loopkit._arguments", "loopkit._function_key", "loopkit._info", "loopkit._hlo"],
     ["loopkit._tree", "loopkit._errors", "loopkit._typing"],
     ["loopkit._jaxpr"],
     ["loopkit._slices"],

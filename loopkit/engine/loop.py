@@ -90,6 +90,8 @@ class Loop:
 
     Writes to the buffers are masked by it.
     """
+    leaves: tuple[str, ...] = ()
+    """What the caller calls the carry leaves, for reports."""
     log_count: int = 0
     """How many ys, the last ones, log what steps displace in buffers: also in stopped lanes."""
     memory: dict = field(default_factory=dict, repr=False)
