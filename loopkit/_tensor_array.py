@@ -16,7 +16,7 @@ from loopkit._buffer import Buffer
 NAME = "TensorArray"
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_pytree_with_keys_class
 class TensorArray:
     """A list of arrays, or trees of them, all of one shape and dtype.
 
@@ -93,6 +93,12 @@ class TensorArray:
         return TensorArray(leaves, tree, rows.pop())
 
     # ---------------------------------------------------------------- as a pytree
+
+    def tree_flatten_with_keys(self) -> tuple[tuple, Any]:
+        children, tree = self.tree_flatten()
+        names = [*[f"elements[{i}]" for i in range(len(children) - 1)], "size"]
+        keys = map(jax.tree_util.GetAttrKey, names)
+        return tuple(zip(keys, children, strict=True)), tree
 
     def tree_flatten(self) -> tuple[tuple, Any]:
         self._settle()

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import loopkit
+from buffer_bodies import BODIES, XS, W, looped, reference, rows_from_rows, sorting
 from derivatives import assert_close
-from loopkit import Buffer
+from loopkit import Buffer, Plan
 
 ARRAY = jnp.arange(5 * 4 * 3.0).reshape(5, 4, 3)
 TWO = jnp.asarray(2)
@@ -77,113 +78,14 @@ def test_vmap_of_every_combination(batched):
 # ---------------------------------------------------------------- in loops
 
 
-def rows_from_rows(i, rows, xs, w):
-    """Reads, overwrites, and accumulates, the same rows again and again."""
-    x = rows[i - 1] * xs[i] + jnp.sin(rows[i - 1])
-    rows = rows.at[i].set(x)
-    rows = rows.at[i - 1].multiply(x * w)
-    return rows.at[0].add(rows[i] * rows[i - 1])
+# How loops go, and what they keep: residuals, carries, one checkpoint for all.
+WAYS = [
+    *[("fori", None), ("scan", "all"), ("until", 2), ("while", Plan(1))],
+    *[("while", Plan(2, 2, "residuals")), ("scan", Plan(2, 2, "carries")), ("while", Plan(9))],
+]
 
 
-def ring(i, rows, xs, w):
-    rows = rows.at[i % 2].set(jnp.sin(rows[(i + 1) % 2]) * xs[i] + w)
-    return rows.at[2].add(rows[i % 2] ** 2)
-
-
-def smoothing(i, rows, xs, w):
-    """A Gauss-Seidel sweep: what was written in this sweep is read in it."""
-    row = i % 4 + 1
-    return rows.at[row].set(jnp.tanh(w * (rows[row - 1] + rows[row + 1]) + xs[i]))
-
-
-def sliding_window(i, rows, xs, w):
-    """A cache of three rows, all of it read in each step."""
-    rows = rows.at[i % 3].set(xs[i] * w)
-    cache = jnp.asarray(rows)[:3]
-    return rows.at[5].add(jax.nn.softmax(cache @ xs[i]) @ cache)
-
-
-def sorting(i, rows, xs, w):
-    """One exchange of neighbours, if they are out of order."""
-    j = i % 5
-    a, b = rows[j], rows[j + 1]
-    swap = a[0] > b[0]
-    rows = rows.at[j].set(b * w, pred=swap)
-    return rows.at[j + 1].set(a + xs[i] ** 2, pred=swap)
-
-
-BODIES = [rows_from_rows, ring, smoothing, sliding_window, sorting]
-XS = jnp.cos(jnp.arange(6 * 2.0)).reshape(6, 2)
-W = jnp.asarray([0.3, 0.7])
-
-
-def reference(body, n=6):
-    """The same on plain arrays, without any of our rules."""
-
-    class At:
-        def __init__(self, array, index=None):
-            self.array, self.index = array, index
-
-        def __getitem__(self, index):
-            return At(self.array, index)
-
-        def __getattr__(self, name):
-            def write(values, pred=True):
-                new = getattr(self.array.at[self.index], name)(values)
-                return Rows(jnp.where(pred, new, self.array))
-
-            return write
-
-    class Rows:
-        def __init__(self, array):
-            self.array, self.at = array, At(array)
-
-        def __getitem__(self, index):
-            return self.array[index]
-
-        def __jax_array__(self):
-            return self.array
-
-    def f(xs, w):
-        rows = Rows(jnp.cos(3.0 * jnp.arange(12.0)).reshape(6, 2) * w)
-        for i in range(1, n):
-            rows = body(i, rows, xs, w)
-        return jnp.sum(rows.array**3)
-
-    return f
-
-
-def looped(body, kind, checkpoints, unroll=1):
-    how = {"checkpoints": checkpoints, "unroll": unroll}
-
-    def step(carry, *_):
-        i, rows, xs, w = carry
-        return i + 1, body(i, rows, xs, w), xs, w
-
-    def f(xs, w, n=6):
-        rows = jnp.cos(3.0 * jnp.arange(12.0)).reshape(6, 2) * w
-        if kind == "fori":
-            one = lambda i, rows: body(i, rows, xs, w)
-            rows = loopkit.fori_loop(1, n, one, rows, buffers=True, **how)
-            return jnp.sum(rows**3)
-        init = (1, rows, xs, w)
-        if kind == "while":
-            bounded = {"max_steps": 8} if checkpoints == "all" else {}
-            named = {"buffers": lambda carry: carry[1], **bounded}
-            out = loopkit.while_loop(lambda c: c[0] < n, step, init, **named, **how)
-        else:
-            named = {"buffers": (False, True, False, False)}
-            until = (lambda c, _: c[0] >= n) if kind == "until" else None
-            pair = lambda c, x: (step(c, x), None)
-            length = 9 if kind == "until" else 5
-            out, _ = loopkit.scan(pair, init, None, length, until=until, **named, **how)
-        return jnp.sum(out[1] ** 3)
-
-    return f
-
-
-@pytest.mark.parametrize("checkpoints", [None, 2, "all"])
-@pytest.mark.parametrize("kind", ["fori", "while", "scan", "until"])
+@pytest.mark.parametrize(("kind", "checkpoints"), WAYS, ids=range(len(WAYS)))
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_gradients(body, kind, checkpoints):
     f, wanted = looped(body, kind, checkpoints), reference(body)
@@ -191,19 +93,21 @@ def test_gradients(body, kind, checkpoints):
     assert_close(got, jax.value_and_grad(wanted, (0, 1))(XS, W))
 
 
-@pytest.mark.parametrize("kind", ["while", "scan"])
+@pytest.mark.parametrize("checkpoints", [Plan(2, 2, "residuals"), Plan(1), "all"], ids=range(3))
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_other_modes(body, kind):
-    f, wanted = looped(body, kind, "all"), reference(body)
+def test_second_derivatives(body, checkpoints):
+    f, wanted = looped(body, "while", checkpoints), reference(body)
     args, along = (XS, W), (jnp.sin(XS), jnp.sin(W))
-    got = jax.jit(lambda *a: jax.jvp(f, a, along))(*args)
-    assert_close(got, jax.jvp(wanted, args, along))
-    got = jax.jit(lambda *a: jax.jvp(jax.grad(f, (0, 1)), a, along))(*args)
-    assert_close(got, jax.jvp(jax.grad(wanted, (0, 1)), args, along))
-    assert_close(jax.jit(jax.hessian(f, 1))(*args), jax.hessian(wanted, 1)(*args))
+    # Forward over reverse gives the first derivatives in both modes too.
+    along_f = lambda f: jax.jvp(jax.value_and_grad(f, (0, 1)), args, along)
+    assert_close(jax.jit(lambda: along_f(f))(), along_f(wanted))
+    if body in (rows_from_rows, sorting):
+        assert_close(jax.jit(jax.hessian(f, 1))(*args), jax.hessian(wanted, 1)(*args))
+        twice = lambda f: jax.grad(lambda w: jnp.sum(jnp.sin(jax.grad(f, 1)(XS, w))))(W)
+        assert_close(jax.jit(lambda: twice(f))(), twice(wanted))
 
 
-@pytest.mark.parametrize("checkpoints", [None, 2, "all"])
+@pytest.mark.parametrize("checkpoints", [Plan(2, 2, "residuals"), Plan(1), "all"], ids=range(3))
 @pytest.mark.parametrize("kind", ["while", "until"])
 @pytest.mark.parametrize("body", [rows_from_rows, sorting], ids=lambda body: body.__name__)
 def test_lanes_that_stop_apart(body, kind, checkpoints):
@@ -217,9 +121,28 @@ def test_lanes_that_stop_apart(body, kind, checkpoints):
     assert_close(jax.jit(grads)(XS, ws, n), jax.tree.map(lambda *v: jnp.stack(v), *one))
 
 
+@pytest.mark.parametrize("kind", ["while", "scan"])
+@pytest.mark.parametrize("checkpoints", [Plan(2, 2, "residuals"), Plan(1)], ids=range(2))
+def test_batches(kind, checkpoints):
+    """Of arguments, of cotangents alone, and of residuals that were kept one by one."""
+    f, wanted = looped(rows_from_rows, kind, checkpoints), reference(rows_from_rows)
+    ws = jnp.stack([W, W * 2, W / 2])
+    batch = lambda f: jax.vmap(jax.grad(f, (0, 1)), (None, 0))(XS, ws)
+    assert_close(jax.jit(lambda: batch(f))(), batch(wanted))
+    rows = lambda f: lambda w: jnp.sin(w) * f(XS, w)
+    assert_close(jax.jit(jax.jacrev(rows(f)))(W), jax.jacrev(rows(wanted))(W))
+
+    def kept(f):
+        """The trace of pulling back under another vmap than that of the forward pass."""
+        _, back = jax.vjp(lambda ws: jax.lax.map(lambda w: f(XS, w), ws), ws)
+        return jax.vmap(back)(jnp.eye(3))
+
+    assert_close(jax.jit(lambda: kept(f))(), kept(wanted))
+
+
 @pytest.mark.parametrize("unroll", [2, 3])
 def test_unrolled_steps_that_do_not_count_write_nothing(unroll):
-    f, wanted = looped(rows_from_rows, "while", None, unroll), reference(rows_from_rows)
+    f, wanted = looped(rows_from_rows, "while", Plan(2, 3), unroll), reference(rows_from_rows)
     assert_close(
         jax.jit(jax.value_and_grad(f, (0, 1)))(XS, W), jax.value_and_grad(wanted, (0, 1))(XS, W)
     )
@@ -303,48 +226,27 @@ def test_as_an_array():
     assert_close(jnp.asarray(buffer), ARRAY)
 
 
-def copies_in_loops(text: str, shape: str) -> list[str]:
-    """The copies of arrays of a shape, outside the entry computation."""
-    inside, found = False, []
-    for line in text.splitlines():
-        if line and not line.startswith(" ") and "{" in line:
-            inside = not line.startswith("ENTRY")
-        if inside and f" = {shape}" in line and " copy(" in line:
-            found.append(line)
-    return found
+WAYS_TO_KEEP = [None, "all", Plan(5, 100, "residuals"), Plan(5, 100, "carries")]
 
 
-@pytest.mark.parametrize("checkpoints", [None, "all"])
-def test_forward_is_in_place(checkpoints):
+@pytest.mark.parametrize("checkpoints", WAYS_TO_KEEP, ids=range(len(WAYS_TO_KEEP)))
+@pytest.mark.parametrize("batch", [None, 4])
+def test_in_place(batch, checkpoints):
+    """Neither rows, nor their cotangents, nor those of a table that steps read are copied."""
+
     def f(xs):
         def body(c, _):
             i, ys = c
-            return (i + 1, ys.at[i].set(xs[i] + ys[i - 1])), None
+            y = xs[i] * jnp.sin(ys[i - 1])
+            return (i + 1, ys.at[i].set(y).at[i // 2].multiply(y)), None
 
         how = {"buffers": lambda c: c[1], "checkpoints": checkpoints}
-        return loopkit.scan(body, (0, jnp.zeros_like(xs)), None, 500, **how)[0][1]
-
-    text = jax.jit(f).lower(jnp.ones((500, 7))).compile().as_text()
-    assert copies_in_loops(text, "f64[500,7]") == []
-
-
-@pytest.mark.parametrize("batch", [None, 4])
-def test_backward_is_in_place(batch):
-    """Neither the cotangents of the buffer nor those of a table that steps read are copied."""
-
-    def f(xs):
-        def body(c, _):
-            i, ys = c
-            return (i + 1, ys.at[i].set(xs[i] * jnp.sin(ys[i - 1]))), None
-
-        how = {"buffers": lambda c: c[1], "checkpoints": "all"}
         (_, ys), _ = loopkit.scan(body, (0, jnp.ones_like(xs)), None, 500, **how)
         return jnp.sum(ys)
 
-    shape = (500, 7) if batch is None else (batch, 500, 7)
-    gradient = jax.grad(f) if batch is None else jax.vmap(jax.grad(f))
-    text = jax.jit(gradient).lower(jnp.ones(shape)).compile().as_text()
-    assert copies_in_loops(text, f"f64[{','.join(map(str, shape))}]") == []
+    shape, mapped = ((500, 7), f) if batch is None else ((batch, 500, 7), jax.vmap(f))
+    loopkit.assert_in_place(mapped, jnp.ones(shape))
+    loopkit.assert_in_place(mapped, jnp.ones(shape), grad=True)
 
 
 # ---------------------------------------------------------------- errors

@@ -277,7 +277,10 @@ class _StepReversal:
     ) -> tuple[Cotangents, list]:
         """Back over one step, given the carry before it; and the buffers before it."""
         new, stored = self.residuals(step, carry)
-        buffers = self.rewind.step(step, self.how.apart(new)[1])
+        buffers = self.how.apart(carry)[1]
+        if self.how.rereads:
+            # They have been written to, and going on from them saves a copy.
+            buffers = self.rewind.step(step, self.how.apart(new)[1])
         return self.reverse(step, stored, cts, row), buffers
 
     def reverse_rows(

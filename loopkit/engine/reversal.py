@@ -19,6 +19,7 @@ from loopkit.engine.products import SMALLEST, Products, put_off
 from loopkit.engine.split import Split, split_step
 from loopkit.engine.steps import hold, read_rows, repeat, row_of
 from loopkit.engine.undo import Undo, find_undo
+from loopkit.engine.writes import holds_write
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,13 @@ class Reversal:
     @property
     def slot_types(self) -> list[ShapedArray]:
         return kept(self.loop.carry_types, self.slotted)
+
+    @cached_property
+    def rereads(self) -> bool:
+        """Whether a step's residuals depend on what the step itself writes to buffers."""
+        wanted = [False] * sum(self.saved) + [True] * len(self.split.stored_types)
+        made, _ = _jax.dce(self.forward, wanted, [True] * len(self.forward.in_avals))
+        return holds_write(made)
 
     def apart(self, saved: Sequence[Any]) -> tuple[list, list]:
         """Of the saved leaves, those that a slot holds, and the buffers that are brought back."""

@@ -90,6 +90,18 @@ def _trace_back(j: Any, var: Any, leaf: int, sites: Sites) -> Any:
             return None
 
 
+def holds_write(jaxpr: Any) -> bool:
+    """Whether a jaxpr writes to a buffer, loops in it included."""
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
+        if eqn.primitive is write_p or (
+            eqn.primitive is while_p and any(eqn.params["loop"].buffers)
+        ):
+            return True
+        if _is_call(eqn) and holds_write(eqn.params["jaxpr"]):
+            return True
+    return False
+
+
 def merged(a: Sites, b: Sites) -> Sites:
     out = dict(a)
     for at, site in b.items():
