@@ -22,20 +22,32 @@ def check_callable(function: str, argument: str, value: Any) -> None:
 def check_max_steps(function: str, max_steps: Any) -> int | None:
     if max_steps is None:
         return None
-    return whole(function, "max_steps", max_steps, 0, "an int >= 0 or None (no bound)")
+    return check_whole(function, "max_steps", max_steps, 0, "an int >= 0 or None (no bound)")
 
 
 def check_length(function: str, length: Any) -> int:
-    return whole(function, "length", length, 0, "an int >= 0, the number of steps")
+    return check_whole(function, "length", length, 0, "an int >= 0, the number of steps")
 
 
 def check_unroll(function: str, unroll: Any) -> int:
     if isinstance(unroll, (bool, np.bool_)):
         return int(unroll)
-    return whole(function, "unroll", unroll, 1, "an int >= 1, the steps to an iteration")
+    return check_whole(function, "unroll", unroll, 1, "an int >= 1, the steps to an iteration")
 
 
-def whole(function: str, argument: str, value: Any, least: int, expected: str) -> int:
+def check_block(function: str, block: Any) -> int | None:
+    if block is None:
+        return None
+    return check_whole(function, "block", block, 1, "an int >= 1 (rows) or None")
+
+
+def check_truncate(function: str, truncate: Any) -> int | None:
+    if truncate is None:
+        return None
+    return check_whole(function, "truncate", truncate, 1, "an int >= 1 (steps) or None")
+
+
+def check_whole(function: str, argument: str, value: Any, least: int, expected: str) -> int:
     whole = None
     if not isinstance(value, (bool, np.bool_)):
         try:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from loopkit import _errors
-from loopkit._arguments import whole
+from loopkit._arguments import check_whole
 from loopkit._plan import Budget, Bytes, Plan
 
 UNITS = {
@@ -34,7 +34,7 @@ def check_budget(function: str, checkpoints: Any, memory: Any, bound: int | None
             expected = "cannot be given together with `checkpoints`"
             raise ValueError(_errors.wrong(function, "memory", expected, got, advice))
         return Bytes(read_bytes(function, "memory", memory))
-    if checkpoints is None or isinstance(checkpoints, Plan):
+    if checkpoints is None or isinstance(checkpoints, (Plan, Bytes)):
         return checkpoints
     if isinstance(checkpoints, str):
         if checkpoints != "all":
@@ -60,7 +60,7 @@ def check_budget(function: str, checkpoints: Any, memory: Any, bound: int | None
             )
         return "all"
     expected = 'None, an int >= 1 (carries to keep), "all" or a Plan'
-    return whole(function, "checkpoints", checkpoints, 1, expected)
+    return check_whole(function, "checkpoints", checkpoints, 1, expected)
 
 
 def read_bytes(function: str, argument: str, value: Any) -> int:

@@ -1,15 +1,13 @@
 """From a user's functions to a loop and its operands.
 
-Functions are traced once for each set of argument types, and what they close over becomes operands.
+What the functions close over becomes operands.
 A carry leaf that every step passes on unchanged becomes a constant: it is then never saved.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +16,8 @@ from jax import lax
 from loopkit import _errors, _jax, _jaxpr
 from loopkit._arguments import as_arrays
 from loopkit._buffer import plain
+from loopkit._cache import interned
 from loopkit._carried import Buffers
-from loopkit._function_key import function_key
 from loopkit.engine.loop import Loop, kept, parts, spread
 from loopkit.engine.primitives import while_p
 
@@ -49,9 +47,17 @@ class Traced:
     """Types of all carry leaves, as the steps leave them."""
     y_tree: Any
 
+    @property
+    def closed_over(self) -> list:
+        return [*self.cond_consts, *self.consts]
+
     def converted(self, init: Sequence[Any]) -> list:
         """Initial values in the types that the loop carries."""
         return [_convert(v, t) for v, t in zip(init, self.carry_types, strict=True)]
+
+    def of_length(self, length: int) -> Traced:
+        """The same loop with another length."""
+        return replace(self, loop=interned(self.loop.replace(length=length)))
 
     def run(self, init: Sequence[Any], xs: Sequence[Any]) -> tuple[list, list]:
         """Final carry leaves and ys leaves."""
@@ -151,14 +157,13 @@ def trace_loop(
     if differences:
         raise TypeError(_errors.carry_types(names.function, names.body, differences, names.init))
     _check_effects(names, jaxpr, cond)
-    if cond is not None:
-        floats = [_jax.is_differentiable(t) for t in jaxpr.in_avals[: len(consts)]]
-        marked = floats + [False] * (len(jaxpr.in_avals) - len(consts))
-        jaxpr = _jaxpr.vary_inputs(jaxpr, marked, cond.out_avals)
-    flags = () if buffers is None else buffers.flags
-    names_of = tuple(names.init + jax.tree_util.keystr(path) for path in paths)
-    named = {**settings, "leaves": names_of}
-    return _fix(cond, cond_consts, jaxpr, consts, types, y_tree, named, flags, flag)
+    settings = {
+        **settings,
+        "buffers": () if buffers is None else buffers.flags,
+        "flag": flag,
+        "leaves": tuple(names.init + jax.tree_util.keystr(path) for path in paths),
+    }
+    return as_loop(cond, cond_consts, jaxpr, consts, types, y_tree, settings)
 
 
 def _check_effects(names: Names, *jaxprs: Any) -> None:
@@ -223,19 +228,26 @@ def _joined(before: Any, after: Any, decided_by: list) -> Any:
     return _jax.type_like(before, [after, *decided_by])
 
 
-def _fix(
-    cond: Any,
-    cond_consts: list,
-    body: Any,
-    consts: list,
-    types: list,
-    y_tree: Any,
-    settings: dict,
-    buffers: Sequence[bool],
-    flag: int | None,
+def _of_moving(settings: dict, moving: Sequence[bool]) -> dict:
+    """The settings that are about carry leaves."""
+    flag = settings.get("flag")
+    return {
+        "buffers": tuple(kept(settings["buffers"], moving)) if settings.get("buffers") else (),
+        "leaves": tuple(kept(settings["leaves"], moving)) if settings.get("leaves") else (),
+        "flag": None if flag is None else sum(moving[:flag]),
+    }
+
+
+def as_loop(
+    cond: Any, cond_consts: list, body: Any, consts: list, types: list, y_tree: Any, settings: dict
 ) -> Traced:
-    """Make constants of the carry leaves that no step changes."""
+    """A loop of two jaxprs. Carry leaves that no step changes become constants of it."""
     n, c = len(types), len(consts)
+    if cond is not None:
+        floats = [_jax.is_differentiable(t) for t in body.in_avals[:c]]
+        marked = floats + [False] * (len(body.in_avals) - c)
+        body = _jaxpr.vary_inputs(body, marked, cond.out_avals)
+    flag = settings.get("flag")
     source = _jaxpr.forwarded(body)
     fixed = tuple(source[i] == c + i and i != flag for i in range(n))
     moving = [not f for f in fixed]
@@ -269,80 +281,6 @@ def _fix(
         const_count=c + sum(fixed),
         carry_count=sum(moving),
         xs_count=len(body.in_avals) - c - n,
-        buffers=tuple(kept(buffers, moving)) if buffers else (),
-        flag=None if flag is None else sum(moving[:flag]),
-        **{**settings, "leaves": tuple(kept(settings["leaves"], moving))},
+        **{**settings, **_of_moving(settings, moving)},
     )
-    return Traced(_interned(loop), cond_consts, consts, fixed, types, y_tree)
-
-
-# ---------------------------------------------------------------- caches
-
-
-class _Recent(OrderedDict):
-    """The entries used last."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.size = size
-
-    def find(self, key: Any) -> Any:
-        if key in self:
-            self.move_to_end(key)
-            return self[key]
-        return None
-
-    def put(self, key: Any, value: Any) -> None:
-        self[key] = value
-        while len(self) > self.size:
-            self.popitem(last=False)
-
-
-_traced = _Recent(256)
-_loops = _Recent(256)
-
-
-def remember(functions: Sequence[Any], rest: Any, make: Callable[[], Traced]) -> Traced:
-    """`make()`, or what it returned for functions that do the same on the same argument types."""
-    keys, alive, mortal = [], [], []
-    for function in functions:
-        key, keep, ends = function_key(function)
-        keys.append(key)
-        alive += keep
-        mortal += ends
-    key = (*keys, rest, _jax.trace_context())
-    try:
-        found = _traced.find(key)
-    except TypeError:
-        return make()
-    if found is not None:
-        return found[0]
-    traced = make()
-    if any(map(_jax.is_tracer, [*traced.cond_consts, *traced.consts])):
-        return traced
-
-    def forget(_: Any) -> None:
-        _traced.pop(key, None)
-
-    try:
-        refs = [weakref.ref(f, forget) for f in mortal]
-    except TypeError:
-        return traced
-    _traced.put(key, (traced, alive, refs))
-    return traced
-
-
-def _interned(loop: Loop) -> Loop:
-    """A loop with the same equations that was run before, and so compiled, if there is one."""
-    settings = (loop.length, loop.reverse, loop.checkpoints, loop.unroll, loop.name)
-    settings = (*settings, loop.buffers, loop.flag, loop.leaves)
-    counts = (loop.cond_const_count, loop.const_count, loop.carry_count, loop.xs_count)
-    try:
-        cond = None if loop.cond is None else _jaxpr.jaxpr_key(loop.cond)
-        key = (cond, _jaxpr.jaxpr_key(loop.body), counts, settings)
-        found = _loops.find(key)
-    except TypeError:
-        return loop
-    if found is None:
-        _loops.put(key, loop)
-    return found or loop
+    return Traced(interned(loop), cond_consts, consts, fixed, types, y_tree)

@@ -38,9 +38,9 @@ class Buffers:
 
     names: tuple[str, ...] = ()
     """What errors call each leaf."""
-    masks: int | None = None
-    """Where reads and writes are checked: the first of the leaves that say what is written, one
-    for each buffer, in order. Before it is the step."""
+    step: int | None = None
+    """Where reads and writes are checked: the leaf that holds the number of the step. The last
+    leaves then say what is written, one for each buffer, in order."""
 
     @property
     def any(self) -> bool:
@@ -56,15 +56,19 @@ class Buffers:
         leaves = jax.tree.leaves(init)
         return [_checks.first_written(v) for v, has in zip(leaves, self.flags, strict=True) if has]
 
-    def followed_by(self, count: int, checking: bool) -> Buffers:
-        """With leaves after them that are not buffers; the last are what is written, if checked."""
-        masks = len(self.flags) + count - sum(self.flags) if checking else None
+    @property
+    def masks(self) -> int:
+        """Where the leaves begin that say what is written."""
+        return len(self.flags) - sum(self.flags)
+
+    def followed_by(self, count: int, step: int | None) -> Buffers:
+        """With leaves after them that are not buffers."""
         return replace(
             self,
             flags=(*self.flags, *[False] * count),
             outer=(*self.outer, *[None] * count),
             names=(*self.names, *[""] * count),
-            masks=masks,
+            step=step,
         )
 
     def wrapped(self, leaves: Sequence[Any], flag: int | None) -> tuple[list, list]:
@@ -72,8 +76,8 @@ class Buffers:
 
         `flag` is the leaf that says whether the step counts.
         """
-        step = None if self.masks is None else leaves[self.masks - 1]
-        masks = iter([] if self.masks is None else leaves[self.masks :])
+        step = None if self.step is None else leaves[self.step]
+        masks = iter([] if self.step is None else leaves[self.masks :])
         owners: list[Owner | None] = []
         values = []
         for i, (v, has, outer) in enumerate(zip(leaves, self.flags, self.outer, strict=True)):
@@ -96,7 +100,7 @@ class Buffers:
             return plain(tree)
         out, masks = [], []
         for leaf, owner, old in zip(leaves, owners, before, strict=True):
-            if owner is not None and self.masks is not None:
+            if owner is not None and self.step is not None:
                 written = leaf._written if is_buffer(leaf) else None
                 masks.append(jnp.ones(jnp.shape(old), bool) if written is None else written)
             value = leaf._value if is_buffer(leaf) else leaf
@@ -104,8 +108,8 @@ class Buffers:
             if not kept and owner is not None and owner.mask is not None:
                 value = _overwritten(old, value, owner)
             out.append(value)
-        if self.masks is not None:
-            out[self.masks : self.masks + len(masks)] = masks
+        if self.step is not None:
+            out[self.masks :] = masks
         return shape.unflatten(out)
 
     def by_hand(self, body: Any) -> Any:

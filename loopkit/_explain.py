@@ -16,7 +16,7 @@ from loopkit.engine.loop import Loop
 from loopkit.engine.reversal import reversal
 from loopkit.engine.split import split_step
 
-PACKAGE = os.path.dirname(os.path.abspath(__file__))
+PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 @dataclass(frozen=True)
@@ -162,21 +162,26 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
                     yield from _equations(inner)
 
 
+def _source(eqn: Any) -> str:
+    found = _jax.source_of(eqn, PACKAGE)
+    return "?" if found is None else f"{os.path.basename(found[0])}:{found[1]}"
+
+
 def _of_loopkit(eqn: Any, loop: Loop) -> Explained:
     how = reversal(loop, _everything(loop))
     of_step = how.split.uncut_bytes
     whole = None if loop.length is None else loop.length * of_step
-    return Explained(f"loopkit.{loop.name}", _jax.source_line(eqn, PACKAGE), how.plan, whole)
+    return Explained(f"loopkit.{loop.name}", _source(eqn), how.plan, whole)
 
 
 def _of_lax(eqn: Any) -> Explained:
     """A loop of lax, as if it were differentiated. A while loop has no gradient, and no length."""
-    params, source = eqn.params, _jax.source_line(eqn, PACKAGE)
+    params, source = eqn.params, _source(eqn)
     if eqn.primitive.name == "while":
         carry = params["body_jaxpr"].in_avals[params["body_nconsts"] :]
-        size = sum(t.size * getattr(t.dtype, "itemsize", 8) for t in carry)
+        size = sum(map(_jax.byte_count, carry))
         return Explained("lax.while_loop", source, _with_bytes(Plan(0), size, 0), None)
-    consts, carries = _jax.scan_counts(eqn)
+    consts, carries = _jax.scan_counts(params)
     loop = Loop(
         cond=None,
         body=params["jaxpr"],
@@ -188,7 +193,7 @@ def _of_lax(eqn: Any) -> Explained:
         name="scan",
     )
     split = split_step(loop, _everything(loop))
-    carry = sum(t.size * getattr(t.dtype, "itemsize", 8) for t in loop.carry_types)
+    carry = sum(map(_jax.byte_count, loop.carry_types))
     bounded = Plan(0, bound=loop.length, exact=True)
     stored = split.uncut_bytes
     assert loop.length is not None

@@ -8,8 +8,8 @@ closes over has become leading arguments.
 from __future__ import annotations
 
 import functools as ft
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import Any, cast
 
 import jax
@@ -21,13 +21,14 @@ from jax._src import (
     debugging,
     dispatch,
     linear_util,
-    source_info_util,
     tree_util,
 )
 from jax._src import effects as effects_
+from jax._src import source_info_util as source_info
 from jax._src.api_util import debug_info
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
+from jax._src.lax.control_flow import loops as lax_loops
 
 DebugInfo = core.DebugInfo
 JaxprInputEffect = effects_.JaxprInputEffect
@@ -135,6 +136,23 @@ def trace_context() -> Any:
     return config.trace_context()
 
 
+SYMBOLIC = 16
+"""What an axis of symbolic size (jax.export) is taken to be where bytes and steps are weighed."""
+
+
+def elements(aval: Any) -> int:
+    """How many numbers a value of this type has; one, if it is no array."""
+    return volume(getattr(aval, "shape", ()))
+
+
+def volume(axes: Iterable[Any]) -> int:
+    return prod(n if isinstance(n, int) else SYMBOLIC for n in axes)
+
+
+def byte_count(aval: Any) -> int:
+    return elements(aval) * getattr(aval.dtype, "itemsize", 8)
+
+
 # ---------------------------------------------------------------- jaxprs
 
 
@@ -199,9 +217,9 @@ def instantiate(tangent: Any) -> Any:
     return ad.instantiate_zeros(tangent)
 
 
-def is_linear(operand: Any) -> bool:
-    """Whether a transpose rule is asked for the cotangent of this operand."""
-    return ad.is_undefined_primal(operand)
+def is_undefined(value: Any) -> bool:
+    """Whether this is an operand in which to transpose."""
+    return isinstance(value, ad.UndefinedPrimal)
 
 
 def float0_zero(aval: ShapedArray) -> Zero:
@@ -224,9 +242,14 @@ def define(primitive: core.Primitive, evaluate: Callable, types: Callable) -> No
 
     `types(*avals, **params)` gives the result types and the effects.
     """
+
+    def evaluate_with_lax(*args: Any, **params: Any) -> Any:
+        with replacing(None):
+            return evaluate(*args, **params)
+
     primitive.def_impl(ft.partial(dispatch.apply_primitive, primitive))
     primitive.def_effectful_abstract_eval(types)
-    mlir.register_lowering(primitive, mlir.lower_fun(evaluate, multiple_results=True))
+    mlir.register_lowering(primitive, mlir.lower_fun(evaluate_with_lax, multiple_results=True))
 
 
 def register_jvp(primitive: core.Primitive, rule: Callable) -> None:
@@ -305,22 +328,6 @@ def new_equation(eqn: Any, primitive: Any, invars: Any, outvars: Any, params: di
     return pe.new_jaxpr_eqn(invars, outvars, primitive, params, effects, eqn.source_info, eqn.ctx)
 
 
-def source_line(eqn: Any, package: str) -> str:
-    """ "file:line" of the user's code that made an equation, frames of `package` left out."""
-    for frame in source_info_util.user_frames(eqn.source_info.traceback):
-        if not os.path.abspath(frame.file_name).startswith(package + os.sep):
-            return f"{os.path.basename(frame.file_name)}:{frame.start_line}"
-    return "?"
-
-
-def scan_counts(eqn: Any) -> tuple[int, int]:
-    """How many constants and how many carry leaves an equation of lax.scan has."""
-    if "num_consts" in eqn.params:
-        return eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carry, _ = map(list, eqn.params["ft_in"].update(eqn.invars).unpack())
-    return len(consts), len(carry)
-
-
 def has_effects(eqn: Any) -> bool:
     return bool(eqn.effects)
 
@@ -332,3 +339,49 @@ def axis(size: int) -> Any:
 
 def add_tangents(a: Any, b: Any) -> Any:
     return ad.add_tangents(a, b)
+
+
+# ---------------------------------------------------------------- the loops of lax
+
+lax_scan_p = lax_loops.scan_p
+lax_while_p = lax_loops.while_p
+
+replacing = jax.make_user_context(None)
+"""What this thread puts in the place of lax's loops, part of every cache's key, or None."""
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many operands of a lax scan are constants, and how many are the initial carry."""
+    if "ft_in" in params:  # since jax 0.11
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
+
+
+def source_of(eqn: Any | None, skipped: str) -> tuple[str, int, str] | None:
+    """File, line and function outside jax and the folder `skipped` that made an equation.
+
+    Without an equation, those of the code being traced.
+    """
+    info = source_info.current() if eqn is None else eqn.source_info
+    for frame in source_info.user_frames(info.traceback):
+        if not frame.file_name.startswith(skipped):
+            return frame.file_name, frame.start_line, frame.function_name
+    return None
+
+
+def name_stack() -> str:
+    return str(source_info.current_name_stack())
+
+
+def with_custom_rules(eqn: Any, within: Callable[[Callable], Callable]) -> Any:
+    """A call with a custom derivative, whose rules run as `within(rule)`; any other equation."""
+    rules = [k for k in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd") if k in eqn.params]
+    if not rules or not eqn.primitive.name.startswith("custom_"):
+        return eqn
+    params = dict(eqn.params)
+    for name in rules:
+        rule = params[name]
+        wrapped = within(rule.call_wrapped)
+        params[name] = linear_util.wrap_init(wrapped, debug_info=rule.debug_info)
+    return eqn.replace(params=params)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -161,6 +161,46 @@ def _parameter_effects(params: dict[str, Any]) -> Any:
     if not found or any(isinstance(e, _jax.JaxprInputEffect) for v in found for e in v.effects):
         return None
     return frozenset().union(*(v.effects for v in found))
+
+
+# ---------------------------------------------------------------- the same, changed here and there
+
+
+def map_equations(jaxpr: Jaxpr, change: Callable[[Any], Any]) -> Jaxpr:
+    """A jaxpr with `change(equation)` for each equation, those inside others first.
+
+    What does not change stays the same object, and what is shared stays shared.
+    """
+    done: dict[int, tuple[Any, Any]] = {}
+
+    def inside(value: Any) -> Any:
+        if isinstance(value, tuple):
+            new = [inside(v) for v in value]
+            if all(a is b for a, b in zip(new, value, strict=True)):
+                return value
+            return type(value)(*new) if hasattr(value, "_fields") else tuple(new)
+        if hasattr(value, "map_jaxprs"):
+            return value.map_jaxprs(inside)
+        if not hasattr(value, "eqns"):
+            return value
+        if id(value) not in done:
+            done[id(value)] = value, changed(value)
+        return done[id(value)][1]
+
+    def changed(value: Any) -> Any:
+        j = _jax.open_jaxpr(value)
+        eqns = []
+        for eqn in j.eqns:
+            params = {k: inside(v) for k, v in eqn.params.items()}
+            if any(params[k] is not v for k, v in eqn.params.items()):
+                eqn = eqn.replace(params=params)
+            eqns.append(change(eqn))
+        if all(a is b for a, b in zip(eqns, j.eqns, strict=True)):
+            return value
+        new = j.replace(eqns=eqns)
+        return new if j is value else value.replace(jaxpr=new)
+
+    return inside(jaxpr)
 
 
 # ---------------------------------------------------------------- the same, varying

@@ -31,6 +31,8 @@ class Bytes:
     """A budget in bytes."""
 
     count: int
+    loops: int = 1
+    """How many loops share it, in equal parts."""
 
 
 class Step(NamedTuple):

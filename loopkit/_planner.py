@@ -69,7 +69,7 @@ def make_plan(
         assert bound is not None, "checked with the arguments"
         return replace(loop, leaf=bound, store="residuals", keeps_all=True)
     if isinstance(budget, Bytes):
-        return _cheapest(budget.count, loop, name)
+        return _cheapest(budget.count // budget.loops, loop, name, loops=budget.loops)
     if isinstance(budget, int):
         return _in_carries(budget, loop)
     return _default(loop)
@@ -145,7 +145,7 @@ def _in_carries(budget: int, loop: Plan) -> Plan:
 
 
 @lru_cache(maxsize=256)
-def _cheapest(count: int, loop: Plan, name: str, most: int | None = None) -> Plan:
+def _cheapest(count: int, loop: Plan, name: str, most: int | None = None, loops: int = 1) -> Plan:
     """The plan of least predicted time that needs at most `count` bytes, and `most` slots."""
     bound, step = loop.bound, loop.step
     steps = bound
@@ -157,10 +157,12 @@ def _cheapest(count: int, loop: Plan, name: str, most: int | None = None) -> Pla
     least = replace(loop, slots=1)
     if most is not None:
         return least
+    needed = least.peak_bytes * loops
+    each = " for each of the loops that share it" if loops > 1 else ""
     raise ValueError(
-        f"loopkit.{name}: `memory` must be at least {least.peak_bytes} bytes, got {count} "
+        f"loopkit.{name}: `memory` must be at least {needed} bytes, got {count * loops} "
         f"bytes. That is a checkpoint of {step.carry_bytes} bytes, and what a gradient needs "
-        f"beside it however little is kept. Pass `memory={least.peak_bytes}` or more."
+        f"beside it however little is kept{each}. Pass `memory={needed}` or more."
     )
 
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import functools as ft
-import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from loopkit import _arguments, _carried, _checks, _errors, _jax
+from loopkit._axes import Inputs, arranged, has_none, stacks, without_last, y_axes
 from loopkit._budget import check_budget
 from loopkit._buffer import plain
-from loopkit._capture import Names, Traced, remember, scalar_bool, trace_loop, type_key
+from loopkit._cache import interned, remember
+from loopkit._capture import Names, Traced, scalar_bool, trace_loop, type_key
 from loopkit._info import LoopInfo
-from loopkit.engine.loop import Loop, kept, parts, spread
+from loopkit._stored_scan import run_stored
+from loopkit._truncate import truncated
+from loopkit.engine.loop import parts
 
 Carry = TypeVar("Carry")
 X = TypeVar("X")
@@ -35,13 +38,16 @@ def scan(
     _split_transpose: bool = False,
     *,
     until: Callable[[Carry, Y], Any] | None = None,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    truncate: int | None = None,
     checkpoints: Any = None,
     memory: int | str | None = None,
     buffers: Any = None,
     checks: bool | None = None,
     return_info: bool = False,
 ) -> Any:
-    """Scan `f` over the leading axis of `xs`, carrying state along.
+    """Scan `f` over an axis of `xs`, the leading one by default, carrying state along.
 
         def scan(f, init, xs, length=None, *, until=None):
             carry, ys = init, zeros
@@ -58,12 +64,20 @@ def scan(
 
     - `f`: `(Carry, X) -> (Carry, Y)`.
     - `init`: a pytree of arrays, the initial carry.
-    - `xs`: a pytree of arrays, scanned over along their leading axis; None for no input.
-    - `length`: steps, a static int; needed if `xs` has no leaves.
+    - `xs`: a pytree of arrays, scanned over along `in_axes`; None for no input.
+    - `length`: steps, a static int; needed if no leaf of `xs` is scanned over.
     - `reverse`: go from the last row of `xs` and `ys` to the first.
     - `unroll`: steps to an iteration of the compiled loop; True for all of them.
     - `until`: `(Carry, Y) -> bool[]`. Stop after the first step for which it holds. Cost follows
       the steps taken.
+    - `in_axes`: the axis of `xs` to scan over: an int, or a tree of ints that is a prefix of `xs`.
+      Negative axes count from the end. None: every step is given the whole array. Arrays are sliced
+      where they lie, without a transposed copy, unless that would be slower.
+    - `out_axes`: the axis of `ys` along which they are stacked: an int, or a tree of ints that is a
+      prefix of `Y`. None: the y of the last step taken, not stacked (zeros if none is taken).
+    - `truncate`: stop the gradient in the carry every so many steps, counted from the first, as
+      with `jax.lax.stop_gradient`, in every mode. The backward pass then keeps the residuals of at
+      most `truncate` steps, and the carry once every `truncate` steps.
     - `checkpoints`: what the backward pass keeps. None: about the square root of the number of
       steps in carries, about one extra forward pass. An int c: at most c carries, at the price of
       more recomputation. "all": what the derivative of every step reads, as lax.scan. A `Plan`:
@@ -115,6 +129,9 @@ def scan(
         unroll,
         _split_transpose,
         until=until,
+        in_axes=in_axes,
+        out_axes=out_axes,
+        truncate=truncate,
         checkpoints=checkpoints,
         memory=memory,
         buffers=buffers,
@@ -133,14 +150,21 @@ def run_scan(
     unroll: Any,
     split_transpose: Any,
     *,
-    until: Callable | None,
-    checkpoints: Any,
-    memory: Any,
-    buffers: Any,
-    checks: Any,
-    return_info: bool,
+    until: Callable | None = None,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    truncate: Any = None,
+    checkpoints: Any = None,
+    memory: Any = None,
+    buffers: Any = None,
+    checks: Any = None,
+    return_info: bool = False,
+    stopped: Any = False,
 ) -> Any:
-    """`scan`, under the names of the function that the user called."""
+    """`scan`, under the names of the function that the user called.
+
+    With `until`, it takes no step if it is `stopped` from the start.
+    """
     name, reverse, stopping = names.function, bool(reverse), until is not None
     _arguments.check_callable(name, names.body, f)
     if until is not None:
@@ -150,7 +174,8 @@ def run_scan(
     checking = _checks.wanted(name, checks) and carried.any
     init = plain(init)
     xs = _arguments.as_arrays(name, "xs", xs)
-    length = _length(xs, length)
+    inputs = Inputs.of(xs, in_axes, length)
+    length = inputs.length
     budget = check_budget(name, checkpoints, memory, length)
     unroll = length if unroll is True else _arguments.check_unroll(name, unroll)
     unroll = min(max(1, unroll), max(1, length))
@@ -164,32 +189,51 @@ def run_scan(
                 "It splits the transpose of a loop that stores every step.",
             )
         )
+    truncate = _arguments.check_truncate(name, truncate)
+    if truncate is not None and truncate < length:
+        part = ft.partial(run_scan, names, unroll=unroll, split_transpose=False)
+        of_block = {"buffers": buffers, "checks": checks}
+        result = truncated(
+            part, f, init, inputs, reverse, until, out_axes, truncate, budget, of_block
+        )
+        return result if return_info else result[:2]
+    lasts = _last_ys(carried, f, init, inputs, out_axes) if has_none(out_axes) else []
     if _arguments.runs_in_python() and length > 0:
         ran, result = _arguments.in_python(
-            lambda: _python_scan(carried, f, init, xs, length, reverse, until)
+            lambda: _python_scan(carried, f, init, inputs, out_axes, reverse, until, stopped)
         )
         if ran:
             carry, ys, info = result
             carry = carried.returned(carry)
             return (carry, ys, info) if return_info else (carry, ys)
-    # A step counter and a flag that says whether to go on are carried where they are needed.
+    # A step counter, a flag that says whether to go on, whole inputs and last ys are carried where
+    # they are needed.
     counting = checking or (return_info and stopping)
-    go, steps = jnp.array(True) if stopping else None, jnp.int32(0) if counting else None
-    state = (init, go, steps, carried.first_written(init) if checking else [])
+    go = jnp.logical_not(jnp.asarray(stopped)) if stopping else None
+    masks = carried.first_written(init) if checking else []
+    state = (init, go, jnp.int32(0) if counting else None, inputs.whole, lasts, masks)
     leaves, tree = jax.tree.flatten(state)
-    x_leaves, x_tree = jax.tree.flatten(xs)
 
     def step(carry: list, x: list) -> tuple[Any, Any]:
-        value, _, steps, masks = tree.unflatten(carry)
-        new, y = _pair(names, f(value, x_tree.unflatten(x)))
+        value, _, steps, whole, _, masks = tree.unflatten(carry)
+        new, y = pair(names, f(value, inputs.join(x, whole)))
         go = None if until is None else jnp.logical_not(_stop(names, until, new, y))
-        return (new, go, steps + 1 if counting else None, masks), y
+        last = []
+        if lasts:
+            y, last = without_last(out_axes, y)
+        return (new, go, steps + 1 if counting else None, whole, last, masks), y
 
     def goes_on(carry: list) -> Any:
         return tree.unflatten(carry)[1]
 
-    x_types = [_jax.slice_type(jax.typeof(x)) for x in x_leaves]
+    def trace() -> Traced:
+        goes = goes_on if stopping else None
+        traced = trace_loop(names, step, goes, state, x_types, settings, found, flag)
+        return _stacking(traced, out_axes)
+
+    x_types = inputs.slice_types
     settings = {
+        "xs_axes": inputs.places,
         "length": length,
         "reverse": reverse,
         "checkpoints": budget,
@@ -197,33 +241,26 @@ def run_scan(
         "name": name,
     }
     values = len(carried.flags)
-    found = carried.followed_by(len(leaves) - values, checking) if carried.any else None
     flag = values if carried.any and stopping else None
-    predicate = goes_on if stopping else None
+    step_leaf = values + stopping if checking else None
+    found = carried.followed_by(len(leaves) - values, step_leaf) if carried.any else None
     traced = remember(
         (f, until) if carried.hashable else (),
         (
-            *(
-                names,
-                tree,
-                type_key(leaves),
-                x_tree,
-                tuple(x_types),
-                counting,
-                carried.flags,
-                checking,
-            ),
-            *settings.values(),
+            *(names, tree, type_key(leaves), tuple(x_types), counting, *settings.values()),
+            *(inputs.tree, *inputs.axes, jax.tree.structure(out_axes), *jax.tree.leaves(out_axes)),
+            *(carried.flags, checking),
         ),
-        lambda: trace_loop(names, step, predicate, state, x_types, settings, found, flag),
+        trace,
     )
-    if budget == "all" and not stopping and not carried.any:
-        carry, ys = _run_stored(traced, leaves, x_leaves, bool(split_transpose))
+    leading = not any((*traced.loop.x_axes, *traced.loop.y_axes))
+    if budget == "all" and not stopping and leading and not carried.any:
+        carry, ys = run_stored(traced, leaves, inputs.arrays, bool(split_transpose))
     else:
-        carry, ys = traced.run(leaves, x_leaves)
-    final, go, steps, _ = tree.unflatten(carry)
+        carry, ys = traced.run(leaves, inputs.arrays)
+    final, go, steps, _, last, _ = tree.unflatten(carry)
     final = carried.returned(final)
-    ys = traced.y_tree.unflatten(ys)
+    ys = arranged(traced.y_tree, ys, traced.loop.ys_types, out_axes, last)
     if not return_info:
         return final, ys
     if not stopping:
@@ -232,7 +269,8 @@ def run_scan(
     return final, ys, LoopInfo(steps, stopped)
 
 
-def _pair(names: Names, out: Any) -> tuple[Any, Any]:
+def pair(names: Names, out: Any) -> tuple[Any, Any]:
+    """What a step returned, if it is a carry and a y."""
     if isinstance(out, (tuple, list)) and len(out) == 2:
         return out[0], out[1]
     size = f" of length {len(out)}" if isinstance(out, (tuple, list)) else ""
@@ -247,97 +285,58 @@ def _stop(names: Names, until: Callable, carry: Any, y: Any) -> Any:
     return scalar_bool(names.function, "until", until(carry, y))
 
 
-def _length(xs: Any, length: Any) -> int:
-    """The number of steps, on which `length` and every leaf of `xs` must agree."""
-    name = NAMES.function
-    if length is not None:
-        length = _arguments.check_length(name, length)
-    first = None
-    for path, leaf in jax.tree_util.tree_leaves_with_path(xs):
-        if leaf.ndim == 0:
-            advice = "Give it a leading axis, one row a step, or close over it."
-            got = _errors.short_type(jax.typeof(leaf))
-            raise ValueError(
-                _errors.wrong(
-                    name, "xs", "must have a leading axis to scan over", got, advice, path
-                )
-            )
-        rows = leaf.shape[0]
-        if length is not None and rows != length:
-            advice = "Leave `length` out, or slice `xs`."
-            got = f"leading axis {rows} and length={length}"
-            raise ValueError(
-                _errors.wrong(name, "xs", "must have `length` rows", got, advice, path)
-            )
-        if first is not None and rows != first[1]:
-            advice = "Every leaf of `xs` is sliced along its leading axis, one row a step."
-            got = f"{rows} rows, and {first[1]} in `xs{jax.tree_util.keystr(first[0])}`"
-            raise ValueError(
-                _errors.wrong(name, "xs", "must have as many rows in every leaf", got, advice, path)
-            )
-        first = (path, rows)
-    if first is not None:
-        return first[1]
-    if length is None:
-        advice = "Pass `length`."
-        got = "`xs` without leaves and length=None"
-        raise ValueError(
-            _errors.wrong(name, "length", "must say how many steps to take", got, advice)
-        )
-    return length
-
-
 def _python_scan(
     carried: _carried.Buffers,
     f: Callable,
     init: Any,
-    xs: Any,
-    length: int,
+    inputs: Inputs,
+    out_axes: Any,
     reverse: bool,
     until: Callable | None,
+    stopped: Any,
 ) -> tuple[Any, Any, LoopInfo]:
-    carry, rows, stopped = init, [], False
-    order = range(length - 1, -1, -1) if reverse else range(length)
-
-    def body(x: Any, carry: Any) -> Any:
-        return f(carry, x)
-
-    for t in order:
-        carry, y = carried.by_hand(body)(jax.tree.map(operator.itemgetter(t), xs), carry)
+    carry, rows, stopped = init, [], bool(stopped)
+    order = range(inputs.length)
+    body = carried.by_hand(lambda x, carry: f(carry, x))
+    for t in [] if stopped else reversed(order) if reverse else order:
+        carry, y = body(inputs.row(t), carry)
         rows.append(jax.tree.map(jnp.asarray, y))
         if until is not None and until(carry, y):
             stopped = True
             break
     taken = len(rows)
-    rows += [jax.tree.map(jnp.zeros_like, rows[0])] * (length - taken)
-    ys = jax.tree.map(lambda *y: jnp.stack(y), *(rows[::-1] if reverse else rows))
+    blank = rows[0] if rows else jax.eval_shape(f, init, inputs.row(0))[1]
+    rows += [jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), blank)] * (inputs.length - taken)
+    last = jax.tree.leaves(rows[max(taken, 1) - 1])
+    columns = zip(*map(jax.tree.leaves, rows[::-1] if reverse else rows), strict=True)
+    ys = [
+        final if axis is None else jnp.stack(column, axis)
+        for final, column, axis in zip(last, columns, y_axes(out_axes, rows[0]), strict=True)
+    ]
+    ys = jax.tree.structure(rows[0]).unflatten(ys)
     return carry, ys, LoopInfo(jnp.int32(taken), jnp.array(stopped))
 
 
-def _run_stored(traced: Traced, init: list, xs: list, split_transpose: bool) -> tuple[list, list]:
-    """A scan that stores every step is lax.scan, of the step as it was traced."""
-    init = traced.converted(init)
-    constants = [*traced.consts, *kept(init, traced.fixed)]
-    moving = kept(init, [not f for f in traced.fixed])
-    carry, ys = _stored_scan(traced.loop, split_transpose, constants, moving, xs)
-    return spread(carry, [not f for f in traced.fixed], init), ys
+def _last_ys(
+    carried: _carried.Buffers, f: Callable, init: Any, inputs: Inputs, out_axes: Any
+) -> list:
+    """Zeros for the leaves of y of which only the last is wanted."""
+    leaves, tree = jax.tree.flatten((init, inputs.whole))
+
+    def last(*values: Any) -> list:
+        given, x = parts(values, len(leaves))
+        carry, whole = tree.unflatten(given)
+        step = carried.by_hand(lambda x, carry: f(carry, x))
+        _, y = pair(NAMES, step(inputs.join(x, whole), carry))
+        return without_last(out_axes, y)[1]
+
+    types = [*map(jax.typeof, leaves), *inputs.slice_types]
+    return [_jax.zeros(t) for t in _jax.trace(last, types, "scan_ys")[0].out_avals]
 
 
-@ft.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _stored_scan(
-    loop: Loop, split_transpose: bool, constants: list, init: list, xs: list
-) -> tuple[list, list]:
-    def step(carry: list, x: list) -> tuple[list, list]:
-        outs = _jax.call_jaxpr(loop.body)(*constants, *carry, *x)
-        new, y = parts(outs, loop.carry_count)
-        return new, y
-
-    return lax.scan(
-        step,
-        init,
-        xs,
-        loop.length,
-        reverse=loop.reverse,
-        unroll=loop.unroll,
-        _split_transpose=split_transpose,
-    )
+def _stacking(traced: Traced, out_axes: Any) -> Traced:
+    """The loop with its ys stacked where they will be, except those to be transposed after."""
+    _, places = stacks(traced.y_tree, traced.loop.ys_types, out_axes)
+    if not any(places):
+        return traced
+    return replace(traced, loop=interned(traced.loop.replace(ys_axes=places)))

@@ -193,7 +193,7 @@ def _write_transpose(
     cts: Sequence[Any], buffer: Any, value: Any, starts: Any, *masks: Any, window: Any, add: Any
 ) -> list:
     none = [None] * (1 + len(masks))
-    of_buffer, of_value = _jax.is_linear(buffer), _jax.is_linear(value)
+    of_buffer, of_value = _jax.is_undefined(buffer), _jax.is_undefined(value)
     if type(cts[0]) is _jax.Zero:
         linear = [(of_buffer, buffer), (of_value, value)]
         return [*(_jax.float0_zero(v.aval) if has else None for has, v in linear), *none]

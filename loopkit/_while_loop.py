@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from loopkit import _arguments, _carried, _checks
 from loopkit._budget import check_budget
 from loopkit._buffer import plain
-from loopkit._capture import Names, remember, scalar_bool, trace_loop, type_key
+from loopkit._cache import remember
+from loopkit._capture import Names, scalar_bool, trace_loop, type_key
 from loopkit._info import LoopInfo
 
 T = TypeVar("T")
@@ -168,7 +169,8 @@ def run_while(
     settings = {"length": max_steps, "checkpoints": budget, "unroll": unroll, "name": name}
     values = len(carried.flags)
     flag = values if masking else None
-    found = carried.followed_by(len(leaves) - values, checking) if masking else None
+    step_leaf = values + 1 if checking else None
+    found = carried.followed_by(len(leaves) - values, step_leaf) if masking else None
     traced = remember(
         (cond_fun, body_fun) if carried.hashable else (),
         (names, tree, type_key(leaves), carried.flags, checking, *settings.values()),

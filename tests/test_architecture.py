@@ -12,19 +12,28 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [
     ["loopkit"],
+    ["loopkit._blocked"],
+    ["loopkit._ragged"],
+    ["loopkit._unbounded"],
     ["loopkit._while_loop", "loopkit._scan", "loopkit._fori_loop"],
+    ["loopkit._checkpointed"],
+    ["loopkit._replace_lax_loops"],
+    ["loopkit._lax_loops"],
     ["loopkit._explain", "loopkit._in_place"],
-    ["loopkit._capture", "loopkit._budget"],
+    ["loopkit._truncate", "loopkit._stored_scan"],
+    ["loopkit._capture"],
     ["loopkit._carried"],
     ["loopkit._tensor_array"],
     ["loopkit._buffer"],
     ["loopkit._index", "loopkit._checks"],
+    ["loopkit._axes", "loopkit._budget", "loopkit._cache"],
     ["loopkit.engine"],
     ["loopkit._planner"],
     ["loopkit._plan"],
     ["loopkit._plot"],
     ["loopkit.schedules"],
-    ["loopkit._arguments", "loopkit._function_key", "loopkit._info", "loopkit._hlo"],
+    ["loopkit._arguments", "loopkit._function_key", "loopkit._info", "loopkit._exhausted"],
+    ["loopkit._hlo"],
     ["loopkit._tree", "loopkit._errors", "loopkit._typing"],
     ["loopkit._jaxpr"],
     ["loopkit._slices"],
@@ -34,6 +43,8 @@ LAYERS = [
 """From the top. Imports stay in a layer or go down; a package stands for its modules."""
 
 LONGEST = 350
+LONGEST_DOOR = 450
+"""Lines of `_jax`, which must stay one file: nothing else may touch what JAX keeps private."""
 PRIVATE = ("jax.interpreters", "jax.extend", "jax._src", "jaxlib")
 
 
@@ -144,7 +155,8 @@ def test_schedules_know_nothing_of_jax():
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_files_are_short(path: Path):
     length = len(path.read_text().splitlines())
-    assert length <= LONGEST, f"{path} has {length} lines"
+    longest = LONGEST_DOOR if name_of(path) == "loopkit._jax" else LONGEST
+    assert length <= longest, f"{path} has {length} lines"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

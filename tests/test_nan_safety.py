@@ -145,6 +145,66 @@ def test_derivative_of_vmap(body, transform):
     assert_close(jax.jit(take(total))(parameters), take(reference)(parameters))
 
 
+@pytest.mark.parametrize("transform", ["jvp", "grad", "hessian"])
+@pytest.mark.parametrize("order", ["first inside", "second inside"])
+@pytest.mark.parametrize("sliced", [False, True])
+def test_lanes_of_two_kinds(transform, order, sliced):
+    """The predicate reads two constants, each of one vmap alone; half of the lanes take no step,
+    at which the body is infinite.
+    """
+
+    def steps_left(a, b, step):
+        return a - b - step
+
+    def body(a, b, step, x, w, row):
+        return x + row * w * jnp.sqrt(steps_left(a, b, step)) * jnp.sin(x)
+
+    rows = jnp.asarray([0.5, 1.5, 0.25, 2.0])
+
+    def f(a, b, x, w):
+        if sliced:
+            (_, x), _ = loopkit.scan(
+                lambda c, row: ((c[0] + 1, body(a, b, c[0], c[1], w, row)), None),
+                (0.0, x),
+                rows,
+                until=lambda c, _: steps_left(a, b, c[0]) <= 0,
+                checkpoints=2,
+            )
+            return x
+        return loopkit.while_loop(
+            lambda c: steps_left(a, b, c[0]) > 0,
+            lambda c: (c[0] + 1, body(a, b, c[0], c[1], w, 1.0)),
+            (0.0, x),
+            checkpoints=2,
+        )[1]
+
+    def reference(a, b, x, w):
+        steps = int(steps_left(a, b, 0))
+        for step in range(max(steps, 0)):
+            x = body(a, b, float(step), x, w, rows[step] if sliced else 1.0)
+        return jnp.asarray(x)
+
+    take = {
+        "jvp": lambda f: (
+            lambda a, b, x, w: jax.jvp(lambda x, w: f(a, b, x, w), (x, w), (0.3, 1.0))[1]
+        ),
+        "grad": lambda f: lambda a, b, x, w: jnp.stack(jax.grad(f, (2, 3))(a, b, x, w)),
+        "hessian": lambda f: lambda a, b, x, w: jax.hessian(lambda w: f(a, b, x, w))(w),
+    }[transform]
+    first, second = jnp.asarray([3.0, 0.0, 4.0]), jnp.asarray([0.0, 3.0, 5.0, 2.0])
+    if sliced:  # it takes a step at least
+        first, second = jnp.asarray([3.0, 5.0]), jnp.asarray([2.0, 1.0])
+    got = take(f)
+    axes = [(0, None, None, None), (None, 0, None, None)]
+    for ins in axes if order == "first inside" else axes[::-1]:
+        got = jax.vmap(got, ins)
+    got = jax.jit(got)(first, second, 0.4, 0.8)
+    if order == "first inside":
+        got = jnp.swapaxes(got, 0, 1)
+    wanted = [[take(reference)(a, b, 0.4, 0.8) for b in second] for a in first]
+    assert_close(got, jnp.asarray(wanted))
+
+
 @pytest.mark.parametrize("transform", ["value", "grad", "hessian"])
 def test_lanes_that_would_overflow(transform):
     """The shortest lane grows so fast that the steps of the longest would take it to infinity."""

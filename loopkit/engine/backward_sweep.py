@@ -223,7 +223,8 @@ class _StepReversal:
     def slices(self, step: Any) -> list:
         if not self.operands.xs:
             return []
-        return read_rows(self.operands.xs, row_of(self.how.loop, step))
+        loop = self.how.loop
+        return read_rows(self.operands.xs, row_of(loop, step), loop.x_axes)
 
     def replay(self, first: Any, count: Any, carry: list, rows: list) -> tuple[list, list]:
         """Steps `first` to `first + count`, storing what each leaves for its reversal.
@@ -301,7 +302,9 @@ class _StepReversal:
         """Back over one step, number `place` of its segment, given its residuals."""
         how, loop, axis = self.how, self.how.loop, 0 if self.batch is None else 1
         at = row_of(loop, step) if loop.length is not None else step
-        ct_y = read_rows(self.ct_ys, at, axis)
+        y_axes = [axis + a for a in kept(loop.y_axes, how.active.ys)]
+        x_axes = [axis + a for a in kept(loop.x_axes, how.active.xs)]
+        ct_y = read_rows(self.ct_ys, at, y_axes)
         consts, hoisted, x, carry = self.operands.consts, self.hoisted, self.slices(step), cts.carry
         active = step < self.taken
         if self.safe is not None:
@@ -324,6 +327,6 @@ class _StepReversal:
         return Cotangents(
             [c if put_off else next(new) for c, put_off in zip(cts.consts, late, strict=True)],
             d_carry,
-            write_rows(cts.xs, d_x, at, axis),
+            write_rows(cts.xs, d_x, at, x_axes),
             write_rows(cts.factors, factors, place),
         )

@@ -41,19 +41,29 @@ class Batched(NamedTuple):
 
 
 def batch_loop(
-    loop: Loop, axis: Any, batched: Operands, ys: Sequence[bool] | None = None
+    loop: Loop,
+    axis: Any,
+    batched: Operands,
+    ys: Sequence[bool] | None = None,
+    whole: bool = False,
 ) -> Batched:
-    """`loop` over operands of which some are batched; `ys` forces results to be."""
+    """`loop` over operands of which some are batched; `ys` forces results to be.
+
+    `whole`: if the axis becomes a lane, so are constants that differ between lanes already. Then a
+    lane can be given those of another (lanes.py).
+    """
     ys = [False] * loop.ys_count if ys is None else list(ys)
-    key = ("batched", axis, *map(tuple, batched), tuple(ys))
-    return loop.derived(key, lambda: _batch_loop(loop, axis, batched, ys))
+    key = ("batched", axis, *map(tuple, batched), tuple(ys), whole)
+    return loop.derived(key, lambda: _batch_loop(loop, axis, batched, ys, whole))
 
 
-def _batch_loop(loop: Loop, axis: Any, batched: Operands, ys: list[bool]) -> Batched:
+def _batch_loop(loop: Loop, axis: Any, batched: Operands, ys: list[bool], whole: bool) -> Batched:
     k = len(loop.lanes)
     joins, carry = False, list(batched.init)
     while True:
-        place, const_axes, x_axes = _places(loop, batched, 0 if joins else k, joins)
+        place = 0 if joins else k
+        const_axes = _places(loop.const_lanes, batched.consts, joins)
+        x_axes = _places(loop.xs_lanes, batched.xs, joins)
         carry_axes = _at(carry, place)
         body_axes = [*const_axes, *carry_axes, *x_axes]
         _, flags = _jax.batch_jaxpr(loop.body, axis, body_axes, ["free"] * len(loop.body.out_avals))
@@ -62,6 +72,9 @@ def _batch_loop(loop: Loop, axis: Any, batched: Operands, ys: list[bool]) -> Bat
         if not joins and loop.cond is not None:
             cond_axes = [*_at(batched.cond_consts, 0), *_at(new, place)]
             _, (joins,) = _jax.batch_jaxpr(loop.cond, axis, cond_axes, ["free"])
+            if joins and whole and loop.lanes:
+                consts = [f or n > 0 for f, n in zip(batched.consts, loop.const_lanes, strict=True)]
+                batched = batched._replace(consts=consts)
         if joins and not all(new):
             new = [True] * len(new)
         elif new == carry and (not joins or place == 0):
@@ -77,44 +90,42 @@ def _batch_loop(loop: Loop, axis: Any, batched: Operands, ys: list[bool]) -> Bat
     new_loop = loop.replace(
         cond=cond,
         body=body,
-        const_lanes=_lanes(loop, loop.const_lanes, batched.consts, joins),
-        xs_lanes=_lanes(loop, loop.xs_lanes, batched.xs, joins),
+        const_lanes=_lanes(loop.const_lanes, batched.consts, joins),
+        xs_lanes=_lanes(loop.xs_lanes, batched.xs, joins),
+        xs_axes=_shifted(loop.x_axes, x_axes),
+        ys_axes=_shifted(loop.y_axes, y_axes),
     )
-    axes = Operands(_at(batched.cond_consts, 0), const_axes, carry_axes, _stacked(x_axes))
-    return Batched(new_loop, axes, _stacked(y_axes))
+    x_places, y_places = _stacked(x_axes, loop.x_axes), _stacked(y_axes, loop.y_axes)
+    axes = Operands(_at(batched.cond_consts, 0), const_axes, carry_axes, x_places)
+    return Batched(new_loop, axes, y_places)
 
 
 def _at(flags: Sequence[bool], place: int) -> list[int | None]:
     return [place if f else None for f in flags]
 
 
-def _stacked(axes: Sequence[int | None]) -> list[int | None]:
-    """The axes in arrays of rows, from those in one row."""
-    return [None if a is None else a + 1 for a in axes]
+def _stacked(axes: Sequence[int | None], rows: Sequence[int]) -> list[int | None]:
+    """The axes in arrays of rows, from those in one row. Rows are along the axes `rows`."""
+    return [None if a is None else a + (a >= row) for a, row in zip(axes, rows, strict=True)]
 
 
-def _places(loop: Loop, batched: Operands, place: int, joins: bool) -> tuple[int, list, list]:
-    """Where the axis goes in the carry, the constants and the slices."""
-
-    def axes(flags: Sequence[bool], has_lanes: Sequence[bool]) -> list[int | None]:
-        if not loop.lanes or joins:
-            return _at(flags, 0)
-        return [
-            (place if lanes else 0) if f else None
-            for f, lanes in zip(flags, has_lanes, strict=True)
-        ]
-
-    return place, axes(batched.consts, loop.const_lanes), axes(batched.xs, loop.xs_lanes)
+def _shifted(rows: Sequence[int], axes: Sequence[int | None]) -> tuple[int, ...]:
+    """The axes of the rows, once each row has one more axis at `axes`."""
+    return tuple(row + (a is not None and a < row) for a, row in zip(axes, rows, strict=True))
 
 
-def _lanes(
-    loop: Loop, has_lanes: Sequence[bool], batched: Sequence[bool], joins: bool
-) -> tuple[bool, ...]:
-    """Which leaves begin with all lane axes once the new axis is in."""
+def _places(lanes: Sequence[int], batched: Sequence[bool], joins: bool) -> list[int | None]:
+    """Where the axis goes in constants or slices: behind the lane axes, or before them."""
+    lanes = lanes or [0] * len(batched)
+    return [(0 if joins else n) if f else None for f, n in zip(batched, lanes, strict=True)]
+
+
+def _lanes(lanes: tuple[int, ...], batched: Sequence[bool], joins: bool) -> tuple[int, ...]:
+    """How many lane axes lead in each of them, once the new axis is in."""
     if not joins:
-        return tuple(has_lanes)
-    before = has_lanes if loop.lanes else [True] * len(batched)
-    return tuple(a and b for a, b in zip(before, batched, strict=True))
+        return lanes
+    lanes = lanes or (0,) * len(batched)
+    return tuple(n + 1 if f else 0 for f, n in zip(batched, lanes, strict=True))
 
 
 def move(value: Any, source: int | None, target: int | None, size: int) -> Any:
@@ -201,7 +212,7 @@ def _laid_out(loop: Loop, axis: Any, batched: Batched, layout: Active) -> None:
     else:
         split = split_step(new, layout)
     new.memory[("split", layout)] = split
-    undo = None if how.undo is None else batch_undo(how.undo, axis, places, ys)
+    undo = None if how.undo is None else batch_undo(how.undo, loop, axis, places, ys)
     new.memory[key] = build(new, layout, how.plan, how.saved, split, undo)
 
 
@@ -212,7 +223,8 @@ def _residual_axes(loop: Loop, new: Loop, axis: Any, places: Operands, layout: A
         batched = reversal(new, layout).split.stored_batched
         rows: list[int | None] = [1 if f else None for f in batched]
     else:
-        rows = _stacked(kept(places.init, how.slotted))
+        saved = kept(places.init, how.slotted)
+        rows = _stacked(saved, [0] * len(saved))
     if how.undo is not None:
         log = reversal(new, layout).undo
         assert log is not None, "what is batched saves what it saved before"
@@ -251,7 +263,7 @@ def _batched_for(
     key = ("batched for", axis, *map(tuple, flags), ys, layout)
 
     def make() -> Batched:
-        found = batch_loop(loop, axis, flags, ys)
+        found = batch_loop(loop, axis, flags, ys, whole=True)
         own = found._replace(loop=found.loop.replace())
         _laid_out(loop, axis, own, layout)
         return own

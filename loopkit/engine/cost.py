@@ -5,7 +5,6 @@ Only ratios matter: is it cheaper to run a step again or to store what it has co
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 from loopkit import _jax
@@ -36,17 +35,16 @@ def nanoseconds(jaxpr: Jaxpr) -> float:
 
 def _equation(eqn: Any) -> float:
     name = eqn.primitive.name
-    elements = max(
-        (v.aval.size for v in (*eqn.outvars, *eqn.invars) if hasattr(v.aval, "size")), default=1
-    )
+    elements = max((_jax.elements(v.aval) for v in (*eqn.outvars, *eqn.invars)), default=1)
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        depth = prod(eqn.invars[0].aval.shape[a] for a in contracted)
-        return EQUATION + 2 * eqn.outvars[0].aval.size * depth / FLOPS
+        depth = _jax.volume(eqn.invars[0].aval.shape[a] for a in contracted)
+        return EQUATION + 2 * _jax.elements(eqn.outvars[0].aval) * depth / FLOPS
     if name == "conv_general_dilated":
         out, kernel = eqn.outvars[0].aval, eqn.invars[1].aval
         features = eqn.params["dimension_numbers"].rhs_spec[0]
-        return EQUATION + 2 * out.size * kernel.size / kernel.shape[features] / FLOPS
+        depth = _jax.elements(kernel) / _jax.volume([kernel.shape[features]])
+        return EQUATION + 2 * _jax.elements(out) * depth / FLOPS
     loop = eqn.params.get("loop")
     if loop is not None:
         return (loop.length or UNKNOWN_TRIPS) * nanoseconds(loop.body)
@@ -84,4 +82,4 @@ def factor_bytes(jaxpr: Jaxpr, consts: int, smallest: int) -> int:
 
 
 def _bytes(v: Any) -> int:
-    return v.aval.size * getattr(v.aval.dtype, "itemsize", 8)
+    return _jax.byte_count(v.aval)

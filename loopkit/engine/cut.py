@@ -120,7 +120,7 @@ def _is_cheap(eqn: Any) -> bool:
 
 
 def _size(v: Any) -> int:
-    return v.aval.size * getattr(v.aval.dtype, "itemsize", 8) + EACH
+    return _jax.byte_count(v.aval) + EACH
 
 
 def _minimum_cut(targets: Sequence, operands: Callable, given: set) -> list:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from loopkit import _jax
 from loopkit.engine.loop import Active, Loop, kept, parts, spread
+
+T = TypeVar("T")
 
 
 def dual_loop(loop: Loop, active: Active) -> Loop:
@@ -65,10 +67,13 @@ def _dual_loop(loop: Loop, active: Active) -> Loop:
         const_lanes=_followed(loop.const_lanes, active.consts),
         xs_lanes=_followed(loop.xs_lanes, active.xs),
         buffers=_followed(loop.buffers, active.carry),
+        leaves=(),
+        xs_axes=_followed(loop.x_axes, active.xs),
+        ys_axes=_followed(loop.y_axes, active.ys),
     )
 
 
-def _followed(flags: Sequence[bool], active: Sequence[bool]) -> tuple[bool, ...]:
+def _followed(flags: tuple[T, ...], active: Sequence[bool]) -> tuple[T, ...]:
     return (*flags, *kept(flags, active)) if flags else ()
 
 

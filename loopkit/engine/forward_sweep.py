@@ -141,7 +141,7 @@ def _store_residuals(how: Reversal, loop: Loop, operands: Operands) -> list:
     def body(s: tuple[Steps, list]) -> tuple[Steps, list]:
         steps, rows = s
         row = row_of(loop, steps.count) if loop.xs_count or steps.ys else steps.count
-        consts, carry, x = operands.consts, steps.carry, read_rows(operands.xs, row)
+        consts, carry, x = operands.consts, steps.carry, read_rows(operands.xs, row, loop.x_axes)
         active = None if safe is None else is_active(loop, operands, carry)
         if safe is not None:
             consts, x = safe.constants(active), safe.slices(active, x)
@@ -153,7 +153,7 @@ def _store_residuals(how: Reversal, loop: Loop, operands: Operands) -> list:
             new = select(active, new, steps.carry)
             y = select(active, y, [_jax.zeros(jax.typeof(v)) for v in y])
             lane_counts = steps.lane_counts + active
-        ys = write_rows(steps.ys, y, row) if steps.ys else []
+        ys = write_rows(steps.ys, y, row, loop.y_axes) if steps.ys else []
         steps_done = Steps(steps.count + 1, new, ys, lane_counts)
         return steps_done, write_rows(rows, stored, steps.count)
 

@@ -4,16 +4,20 @@ A lane that has stopped still runs the body, and nothing that comes out is used;
 derivative there may be infinite, and zero times infinity is NaN in whatever all lanes share. So
 derivatives are evaluated where the body is known to be active: a stopped lane gets its own first
 step (initial carry, first slices), and one that takes no step at all gets the first step of a lane
-that does, constants included. Where lanes read slices in common, the first slices are gone: a
-stopped lane is then given all inputs of a lane that is active now.
+that does, constants included. Constants may have the leading lane axes alone; so such a lane is
+looked for next to its own, and further out only where all of those take no step. Where lanes read
+slices in common, the first slices are gone: a stopped lane is then given all inputs of a lane that
+is active now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from loopkit.engine.loop import Loop, Operands
@@ -39,17 +43,14 @@ class SafeInputs:
 
         Of the carry, only the `saved` leaves are wanted.
         """
-        shared = not all(loop.xs_lanes)
+        shared = any(n < len(loop.lanes) for n in loop.xs_lanes)
         substitute = _substitution(active)
-        consts = [
-            substitute(c) if has else c
-            for c, has in zip(operands.consts, loop.const_lanes, strict=True)
-        ]
+        consts = _each(substitute, operands.consts, loop.const_lanes)
         if shared:
             return SafeInputs(loop, consts, [], [], shared)
         carry = [substitute(v) for v, keep in zip(operands.init, saved, strict=True) if keep]
         first = row_of(loop, jnp.int32(0)) if loop.xs_count else 0
-        x = [substitute(v) for v in read_rows(operands.xs, first)]
+        x = [substitute(v) for v in read_rows(operands.xs, first, loop.x_axes)]
         return SafeInputs(loop, consts, carry, x, shared)
 
     def constants(self, active: Any) -> list:
@@ -65,23 +66,37 @@ class SafeInputs:
     def carries(self, active: Any, carry: list) -> list:
         if not self.shared:
             return select(active, carry, self.carry)
-        return _where(active, carry, [True] * len(carry))
+        return _where(active, carry, [active.ndim] * len(carry))
 
 
-def _substitution(active: Any) -> Any:
-    """A function that gives lanes that are not active the value of one that is."""
+def _substitution(active: Any) -> Callable:
+    """A function that gives lanes that are not active the value of one that is.
+
+    Its second argument says how many lane axes the value begins with; all of them by default.
+    """
     if active.size == 0:
-        return lambda value: value
-    chosen = jnp.argmax(active.reshape(-1))
+        return lambda value, lanes=0: value
+    levels = []
+    for lanes in range(active.ndim, 0, -1):
+        found = active.any(tuple(range(lanes, active.ndim)))
+        pick = operator.getitem
+        for _ in range(lanes - 1):
+            pick = jax.vmap(pick)
+        levels.append((lanes, found, jnp.argmax(found, -1), pick))
 
-    def substitute(value: Any) -> Any:
-        shape = value.shape[active.ndim :]
-        other = value.reshape(-1, *shape)[chosen]
-        return select(active, [value], [jnp.broadcast_to(other, value.shape)])[0]
+    def substitute(value: Any, lanes: int = active.ndim) -> Any:
+        for level, found, chosen, pick in levels:
+            if level <= lanes:
+                other = jnp.expand_dims(pick(value, chosen), level - 1)
+                value = select(found, [value], [jnp.broadcast_to(other, value.shape)])[0]
+        return value
 
     return substitute
 
 
-def _where(active: Any, values: Sequence[Any], has_lanes: Sequence[bool]) -> list:
-    substitute = _substitution(active)
-    return [substitute(v) if has else v for v, has in zip(values, has_lanes, strict=True)]
+def _where(active: Any, values: Sequence[Any], lanes: Sequence[int]) -> list:
+    return _each(_substitution(active), values, lanes)
+
+
+def _each(substitute: Callable, values: Sequence[Any], lanes: Sequence[int]) -> list:
+    return [substitute(v, n) for v, n in zip(values, lanes, strict=True)]

@@ -79,10 +79,14 @@ class Loop:
     checkpoints: Budget = None
     unroll: int = 1
     name: str = "while_loop"
-    const_lanes: tuple[bool, ...] = ()
-    """Which constants begin with all the lane axes."""
-    xs_lanes: tuple[bool, ...] = ()
-    """Which xs slices begin with all the lane axes."""
+    const_lanes: tuple[int, ...] = ()
+    """How many of the lane axes each constant begins with."""
+    xs_lanes: tuple[int, ...] = ()
+    """How many of the lane axes each xs slice begins with."""
+    xs_axes: tuple[int, ...] = ()
+    """The axis of each xs along which it is sliced; empty if all are leading."""
+    ys_axes: tuple[int, ...] = ()
+    """The axis of each ys along which it is stacked; empty if all are leading."""
     buffers: tuple[bool, ...] = ()
     """Which carry leaves are buffers, read and written in slices. Empty if none is."""
     flag: int | None = None
@@ -154,15 +158,23 @@ class Loop:
 
     @cached_property
     def xs_types(self) -> list[ShapedArray]:
-        return [self.stack_type(x) for x in self.x_types]
+        return [self.stack_type(x, a) for x, a in zip(self.x_types, self.x_axes, strict=True)]
 
     @cached_property
     def ys_types(self) -> list[ShapedArray]:
-        return [self.stack_type(y) for y in self.y_types]
+        return [self.stack_type(y, a) for y, a in zip(self.y_types, self.y_axes, strict=True)]
 
-    def stack_type(self, aval: ShapedArray) -> ShapedArray:
+    @property
+    def x_axes(self) -> tuple[int, ...]:
+        return self.xs_axes or (0,) * self.xs_count
+
+    @property
+    def y_axes(self) -> tuple[int, ...]:
+        return self.ys_axes or (0,) * self.ys_count
+
+    def stack_type(self, aval: ShapedArray, axis: int = 0) -> ShapedArray:
         assert self.length is not None
-        return _jax.stack_type(aval, self.length)
+        return _jax.stack_type(aval, self.length, axis)
 
     @cached_property
     def effects(self) -> Any:
@@ -184,6 +196,13 @@ class Loop:
             return self.replace(cond=cond, body=_jaxpr.without_debug_effects(self.body))
 
         return self.derived("quiet", make)
+
+    def map_jaxprs(self, change: Callable[[Jaxpr], Jaxpr]) -> Loop:
+        """The same loop, with its two jaxprs changed."""
+        cond = None if self.cond is None else change(self.cond)
+        body = change(self.body)
+        same = cond is self.cond and body is self.body
+        return self if same else self.replace(cond=cond, body=body)
 
     def input_types(self, active: Active) -> list[ShapedArray]:
         """Types of the active inputs' tangents."""
@@ -244,6 +263,9 @@ def prune(loop: Loop, used_carry: Sequence[bool], used_ys: Sequence[bool]) -> tu
         const_lanes=tuple(kept(loop.const_lanes, consts)) if loop.lanes else (),
         xs_lanes=tuple(kept(loop.xs_lanes, xs)) if loop.lanes else (),
         buffers=tuple(kept(loop.buffers, carry)) if loop.buffers else (),
+        leaves=tuple(kept(loop.leaves, carry)) if loop.leaves else (),
         flag=None if loop.flag is None else sum(carry[: loop.flag]),
+        xs_axes=tuple(kept(loop.x_axes, xs)),
+        ys_axes=tuple(kept(loop.y_axes, used_ys)),
     )
     return pruned, flags

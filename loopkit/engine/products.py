@@ -132,7 +132,7 @@ def _pays(out: Any, terms: Sequence[Term], present: set) -> bool:
 
 
 def _bytes(v: Any) -> int:
-    return v.aval.size * getattr(v.aval.dtype, "itemsize", 8)
+    return _jax.byte_count(v.aval)
 
 
 def _evaluate(term: Term, place: dict) -> Any:

@@ -125,7 +125,9 @@ class Reversal:
         """The saved carry leaves, `times` steps after step `first`; a lane takes `steps` in all."""
 
         def step(k: Any, carry: list) -> list:
-            x = read_rows(operands.xs, row_of(self.loop, first + k)) if operands.xs else []
+            x = []
+            if operands.xs:
+                x = read_rows(operands.xs, row_of(self.loop, first + k), self.loop.x_axes)
             new = _jax.call_jaxpr(self.step)(*operands.consts, *carry, *x)
             if not self.loop.lanes:
                 return new
@@ -173,18 +175,18 @@ def _planned(loop: Loop, active: Active) -> Reversal:
         [True] * len(quiet.forward.in_avals),
     )
     step = Step(
-        sum(map(_bytes, quiet.slot_types)),
-        sum(map(_bytes, split.stored_types)),
+        sum(map(_jax.byte_count, quiet.slot_types)),
+        sum(map(_jax.byte_count, split.stored_types)),
         nanoseconds(quiet.step),
         nanoseconds(quiet.forward),
         nanoseconds(made),
         0 if loop.lanes else factor_bytes(quiet.forward, loop.const_count, SMALLEST),
-        sum(map(_bytes, kept(loop.const_types, active.consts))),
+        sum(map(_jax.byte_count, kept(loop.const_types, active.consts))),
     )
     undo, steps = find_undo(loop, saved), (step,)
     if undo is not None:
-        buffers = sum(map(_bytes, kept(loop.carry_types, undo.leaves)))
-        log = sum(map(_bytes, undo.log_types))
+        buffers = sum(map(_jax.byte_count, kept(loop.carry_types, undo.leaves)))
+        log = sum(map(_jax.byte_count, undo.log_types))
         left = step.carry_bytes - buffers
         logging = step._replace(carry_bytes=left, buffer_bytes=buffers, log_bytes=log)
         steps = (logging, step)
@@ -231,8 +233,3 @@ def _saved_leaves(loop: Loop, split: Split) -> tuple[bool, ...]:
         if new == saved:
             return tuple(saved)
         saved = new
-
-
-def _bytes(aval: ShapedArray) -> int:
-    size = getattr(aval.dtype, "itemsize", 8)
-    return aval.size * size

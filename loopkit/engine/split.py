@@ -157,7 +157,9 @@ def _linear_part(
 
 def batch_split(split: Split, loop: Loop, axis: Any, places: Operands, active: Active) -> Split:
     """vmap of a split, residual for residual. Every active input has the new axis."""
-    slices = [None if a is None else a - 1 for a in places.xs]
+    slices = [
+        None if a is None else a - (a > row) for a, row in zip(places.xs, loop.x_axes, strict=True)
+    ]
     consts, carry = places.consts, places.init
     hoist, hoisted = _jax.batch_jaxpr(
         split.hoist, axis, consts, ["free"] * len(split.hoist.out_avals)

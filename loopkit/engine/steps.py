@@ -38,18 +38,24 @@ def row_of(loop: Loop, step: Any) -> Any:
     return loop.length - 1 - step
 
 
-def read_rows(arrays: Sequence[Any], row: Any, axis: int = 0) -> list:
+def read_rows(arrays: Sequence[Any], row: Any, axes: Sequence[int] | int = 0) -> list:
     return [
         lax.dynamic_index_in_dim(a, row, axis, keepdims=False, allow_negative_indices=False)
-        for a in arrays
+        for a, axis in zip(arrays, _each(axes, arrays), strict=True)
     ]
 
 
-def write_rows(arrays: Sequence[Any], values: Sequence[Any], row: Any, axis: int = 0) -> list:
+def write_rows(
+    arrays: Sequence[Any], values: Sequence[Any], row: Any, axes: Sequence[int] | int = 0
+) -> list:
     return [
         lax.dynamic_update_index_in_dim(a, v, row, axis, allow_negative_indices=False)
-        for a, v in zip(arrays, values, strict=True)
+        for a, v, axis in zip(arrays, values, _each(axes, arrays), strict=True)
     ]
+
+
+def _each(axes: Sequence[int] | int, arrays: Sequence[Any]) -> Sequence[int]:
+    return [axes] * len(arrays) if isinstance(axes, int) else axes
 
 
 def spread_lanes(active: Any, value: Any, leading: int = 0) -> Any:
@@ -93,7 +99,7 @@ def goes_on(loop: Loop, operands: Operands, carry: Sequence[Any]) -> Any:
 
 def one_step(loop: Loop, operands: Operands, state: Steps) -> Steps:
     row = row_of(loop, state.count) if loop.xs_count or state.ys else state.count
-    x = read_rows(operands.xs, row)
+    x = read_rows(operands.xs, row, loop.x_axes)
     outs = _jax.call_jaxpr(loop.body)(*operands.consts, *state.carry, *x)
     carry, y = parts(outs, loop.carry_count)
     lane_counts = None
@@ -103,7 +109,7 @@ def one_step(loop: Loop, operands: Operands, state: Steps) -> Steps:
         shown = len(y) - loop.log_count
         y[:shown] = select(active, y[:shown], [_jax.zeros(jax.typeof(v)) for v in y[:shown]])
         lane_counts = state.lane_counts + active
-    ys = write_rows(state.ys, y, row) if state.ys else []
+    ys = write_rows(state.ys, y, row, loop.y_axes) if state.ys else []
     return Steps(state.count + 1, carry, ys, lane_counts)
 
 
@@ -211,7 +217,7 @@ def evaluate(loop: Loop, operands: Operands) -> list:
     if loop.length == 0:
         first = start(loop, operands)
         return [*first.carry, *first.ys]
-    if loop.cond is None:
+    if loop.cond is None and not any((*loop.x_axes, *loop.y_axes)):
         return scan(loop, operands)
     done = advance(loop, operands, start(loop, operands), loop.length)
     return [*done.carry, *done.ys]

@@ -84,13 +84,15 @@ def _two_loops(
         steps = taken.max(initial=0)
     if batch is not None:
         axis = 1
-        ct_ys = [jnp.moveaxis(v, 1, 0) for v in ct_ys]
+    x_axes, y_axes = loop.x_axes, kept(loop.y_axes, active.ys)
+    operand_xs = [jnp.moveaxis(v, a, 0) for v, a in zip(operands.xs, x_axes, strict=True)]
+    ct_ys = [jnp.moveaxis(v, a + axis, 0) for v, a in zip(ct_ys, y_axes, strict=True)]
     # The row of the last step taken comes first.
     unused = (loop.length - steps) * (-1 if loop.reverse else 1)
-    xs = [*operands.xs, *rows, *ct_ys]
+    xs = [*operand_xs, *rows, *ct_ys]
     if loop.cond is not None:
         xs = [jnp.roll(v, unused, 0) for v in xs]
-    counts = (len(d_consts), len(ct_carry), len(operands.xs), len(rows))
+    counts = (len(d_consts), len(ct_carry), len(operand_xs), len(rows))
 
     def back(k: Any, *values: Any) -> list:
         d_consts, ct_carry, x, row, ct_y = parts(values, *counts)
@@ -115,12 +117,19 @@ def _two_loops(
         reverse=not loop.reverse,
         const_lanes=(),
         xs_lanes=(),
+        xs_axes=(),
+        ys_axes=(),
+        buffers=(),
+        flag=None,
+        leaves=(),
     )
     outs = while_p.bind(*cond_consts, *consts, *start, *xs, loop=backward)
     _, d_consts, ct_carry, d_xs = parts(outs, 1, *counts[:2])
     if loop.cond is not None:
         d_xs = [jnp.roll(v, -unused, 0) for v in d_xs]
-    return [*d_consts, *ct_carry, *[jnp.moveaxis(v, 0, axis) for v in d_xs]]
+    places = [a + axis for a in kept(x_axes, active.xs)]
+    d_xs = [jnp.moveaxis(v, 0, a) for v, a in zip(d_xs, places, strict=True)]
+    return [*d_consts, *ct_carry, *d_xs]
 
 
 def _zeros(types: Sequence[Any], batch: int | None) -> list:
@@ -138,7 +147,7 @@ def _carries(loop: Loop, saved: Sequence[bool], primals: Sequence[Any]) -> list:
 
     types = [*loop.const_types, *loop.carry_types, *loop.x_types]
     body, _ = _jax.trace(storing, types, "loop_step_stored")
-    return while_p.bind(*primals, loop=loop.replace(body=body))[loop.carry_count :]
+    return while_p.bind(*primals, loop=loop.replace(body=body, ys_axes=()))[loop.carry_count :]
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Undo:
         """The loop with its log after the ys. It must be bounded."""
         return loop.derived(
             ("logged", self.leaves),
-            lambda: loop.replace(body=self.forward, log_count=len(self.log_types)),
+            lambda: with_log(loop, self.forward, len(self.log_types)),
         )
 
 
@@ -73,6 +73,11 @@ class Rewind:
         if self.undo is None:
             return buffers
         return repeat_backwards(count, lambda k, b: self.step(first + k, b), buffers, 1)
+
+
+def with_log(loop: Loop, body: Jaxpr, count: int) -> Loop:
+    """The loop with a body that returns a log after its ys, stacked along leading axes."""
+    return loop.replace(body=body, log_count=count, ys_axes=(*loop.y_axes, *[0] * count))
 
 
 def find_undo(loop: Loop, saved: Sequence[bool]) -> Undo | None:
@@ -150,7 +155,7 @@ def _logging_loop(site: Inner) -> Loop:
         return [*outs, *log]
 
     body, _ = _jax.trace(step, list(loop.body.in_avals), "loop_step_logged")
-    return loop.replace(body=body)
+    return with_log(loop, body, len(body.out_avals) - len(loop.body.out_avals))
 
 
 def _log_size(site: Any) -> int:
@@ -191,10 +196,15 @@ def _undone_inside(site: Inner, state: dict, initial: dict, log: Sequence[Any]) 
 # ---------------------------------------------------------------- vmap
 
 
-def batch_undo(undo: Undo, axis: Any, places: Operands, ys: Sequence[int | None]) -> Undo:
-    """vmap of an undo, log for log; the axes are those of the batched loop."""
+def batch_undo(
+    undo: Undo, loop: Loop, axis: Any, places: Operands, ys: Sequence[int | None]
+) -> Undo:
+    """vmap of an undo of `loop`, log for log; the axes are those of the batched loop."""
     consts, carry = places.consts, places.init
-    slices, rows = ([None if a is None else a - 1 for a in axes] for axes in (places.xs, ys))
+    slices, rows = (
+        [None if a is None else a - (a > along) for a, along in zip(axes, stacked, strict=True)]
+        for axes, stacked in ((places.xs, loop.x_axes), (ys, loop.y_axes))
+    )
     outs = [*carry, *rows, *["free"] * len(undo.log_types)]
     forward, flags = _jax.batch_jaxpr(undo.forward, axis, [*consts, *carry, *slices], outs)
     results = len(carry) + len(rows)

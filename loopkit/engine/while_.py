@@ -3,6 +3,7 @@
 operands  cond_consts, consts, init, xs
 results   carry, ys
 JVP       one `dual`, in the leaves that turn out to be active
+transpose of a loop that is linear in some operands: a pullback, at zero
 """
 
 from __future__ import annotations
@@ -43,6 +44,20 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop) -> tuple
     return results, spread(tangents, active.outputs, zeros)
 
 
+def transpose(cts: Sequence[Any], *operands: Any, loop: Loop) -> list:
+    """A rule for custom derivatives, say, may loop over tangents."""
+    quiet = loop.without_debug_effects()
+    unknown = [_jax.is_undefined(v) for v in operands]
+    reached = [type(ct) is not _jax.Zero for ct in cts]
+    types = [v.aval for v in kept(operands, unknown)]
+
+    def linear(*values: Any) -> list:
+        return kept(while_p.bind(*spread(values, unknown, operands), loop=quiet), reached)
+
+    _, pullback = jax.vjp(linear, *map(_jax.zeros, types))
+    return spread(pullback(kept(cts, reached)), unknown, [None] * len(operands))
+
+
 def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     loop = eqn.params["loop"]
     if not any(used) and not _jax.has_effects(eqn):
@@ -59,4 +74,5 @@ def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
 
 _jax.define(while_p, evaluate, result_types)
 _jax.register_jvp(while_p, jvp)
+_jax.register_transpose(while_p, transpose)
 _jax.register_dce(while_p, dce)

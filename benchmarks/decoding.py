@@ -1,0 +1,204 @@
+"""Beam search under a generous bound, and scans that grow: loopkit against its alternatives.
+
+    python benchmarks/decoding.py
+
+Three sections. `bound`: the same words, decoded with room for 24 tokens and for 2000, and the
+gradient of their risk. `peers`: that search run by other loops. `unbounded`: `unbounded_scan` of
+10,000 steps against one compiled `lax.scan` of just that length.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import loopkit
+import workloads
+from harness import (
+    describe_machine,
+    interleave,
+    measure,
+    measurement_table,
+    ratio,
+    show_seconds,
+    table,
+)
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+from decoding import beam
+from decoding.decoder import Decoder
+
+VOCAB, SIZE, WORDS, BEAM = 40, 128, 32, 5
+
+
+def parameters():
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (VOCAB, 3 * SIZE), (3 * SIZE, SIZE), (VOCAB, SIZE)
+    return [jax.random.normal(k, s) / SIZE**0.5 for k, s in zip(keys, shapes, strict=True)]
+
+
+def decoder(params, hidden, last_step) -> Decoder:
+    """A GRU whose words end at about `last_step`."""
+    tokens, recurrent, readout = params
+
+    def step(state, past, token):
+        hidden, place = state
+        gates, more = tokens[token], recurrent @ hidden
+        reset, update = jnp.split(jax.nn.sigmoid(gates[: 2 * SIZE] + more[: 2 * SIZE]), 2)
+        candidate = jnp.tanh(gates[2 * SIZE :] + reset * more[2 * SIZE :])
+        hidden = candidate + update * (hidden - candidate)
+        ending = jnp.where(place >= last_step - 3, 8.0, -8.0)
+        logits = (readout @ hidden).at[0].add(ending)
+        return (hidden, place + 1), (), jax.nn.log_softmax(logits)
+
+    return Decoder(step, (hidden, jnp.int32(0)))
+
+
+def search_of(max_length):
+    def search(params, hiddens, last_steps):
+        def one(hidden, last_step):
+            made = decoder(params, hidden, last_step)
+            options = {"start": 0, "end": 0, "beam_size": BEAM, "max_length": max_length}
+            hypotheses, _ = beam.beam_search(made, stop="first", **options)
+            return hypotheses.scores, hypotheses.lengths
+
+        return jax.vmap(one)(hiddens, last_steps)
+
+    return search
+
+
+def slope_of(search):
+    def risk(params, hiddens, last_steps):
+        scores, lengths = search(params, hiddens, last_steps)
+        return jnp.sum(jax.nn.softmax(scores) * lengths) + jnp.sum(scores)
+
+    return jax.grad(risk, argnums=(0, 1))
+
+
+def words(last: int):
+    hiddens = jax.random.normal(jax.random.key(1), (WORDS, SIZE))
+    return parameters(), hiddens, jnp.full(WORDS, last, jnp.int32) - jnp.arange(WORDS) % 4
+
+
+# --- other loops in place of loopkit.while_loop --------------------------------------------
+
+
+def info_of(steps, goes_on):
+    return loopkit.LoopInfo(steps, jnp.logical_not(goes_on))
+
+
+def by_scan(cond, body, init, *, max_steps=None, return_info=False):
+    """A fixed length, with what happens after the end discarded."""
+    if max_steps is None:  # the backtrace, which no one differentiates
+        return lax.while_loop(cond, body, init)
+
+    def step(val, _):
+        go = cond(val)
+        return jax.tree.map(lambda n, o: jnp.where(go, n, o), body(val), val), None
+
+    val, _ = lax.scan(step, init, None, length=max_steps)
+    return val, info_of(val.length, cond(val))
+
+
+def by_equinox(cond, body, init, *, max_steps=None, return_info=False):
+    if max_steps is None:
+        return lax.while_loop(cond, body, init)
+    val = eqxi.while_loop(cond, body, init, max_steps=max_steps, kind="checkpointed")
+    return val, info_of(val.length, cond(val))
+
+
+def with_loop(while_loop, function):
+    """`function`, whose beam search loops by `while_loop` while it is traced."""
+
+    def run(*args):
+        beam.loopkit = SimpleNamespace(while_loop=while_loop, LoopInfo=loopkit.LoopInfo)
+        try:
+            return function(*args)
+        finally:
+            beam.loopkit = loopkit
+
+    return run
+
+
+# --- sections -------------------------------------------------------------------------------
+
+
+def bound(repeats: int) -> None:
+    arguments = words(20)
+    for title, make, target in (
+        ("decoding", search_of, 1.2),
+        ("gradient", lambda n: slope_of(search_of(n)), 1.5),
+    ):
+        results = measure({"24": make(24), "2000": make(2000)}, arguments, repeats)
+        print(f"\n{title}, by max_length, words of at most 20 tokens\n")
+        print(measurement_table(results, "24"))
+        print(f"\ntarget: 2000 takes at most {target} of 24", flush=True)
+
+
+def peers(repeats: int, limit: int) -> None:
+    loops = {"loopkit": loopkit.while_loop, "lax.scan": by_scan, "equinox": by_equinox}
+    for last in (6, 20):
+        arguments = words(last)
+        for title, of in (("decoding", lambda f: f), ("gradient", slope_of)):
+            functions = {
+                name: with_loop(loop, of(search_of(limit))) for name, loop in loops.items()
+            }
+            print(f"\n{title}, words of at most {last} tokens, max_length={limit}\n")
+            print(measurement_table(measure(functions, arguments, repeats), "loopkit"), flush=True)
+
+
+def growing(name: str, repeats: int, steps: int) -> tuple[str, ...]:
+    """A row of the table: the loop of a workload grown, and with its length known."""
+    load = workloads.make(name)
+
+    def grown(params, init):
+        return loopkit.unbounded_scan(
+            lambda c, _: ((load.body(params, c[0]), c[1] + 1), jnp.sum(c[0])),
+            (init, jnp.int32(0)),
+            until=lambda c, _: c[1] >= steps,
+        )[1]
+
+    @jax.jit
+    def known(params, init):
+        return lax.scan(lambda x, _: (load.body(params, x), jnp.sum(x)), init, None, steps)[1]
+
+    calls = {
+        "unbounded_scan": lambda: grown(load.params, load.init),
+        "lax.scan": lambda: known(load.params, load.init),
+    }
+    seconds = interleave(calls, repeats)
+    against = ratio(seconds["unbounded_scan"], seconds["lax.scan"])
+    return name, *(show_seconds(median(s)) for s in seconds.values()), str(against)
+
+
+def unbounded(repeats: int, steps: int = 10_000) -> None:
+    rows = [growing(name, repeats, steps) for name in workloads.NAMES]
+    print(f"\n{steps} steps, outside jit, after compilation\n")
+    print(table(("", "unbounded_scan", "jitted lax.scan", "ratio"), rows))
+    print("\ntarget: at most 1.3", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="bound,peers,unbounded")
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--limit", type=int, default=200, help="max_length of the peers")
+    args = parser.parse_args()
+    only = args.only.split(",")
+    print(describe_machine())
+    if "bound" in only:
+        bound(args.repeats)
+    if "peers" in only:
+        peers(args.repeats, args.limit)
+    if "unbounded" in only:
+        unbounded(args.repeats)
+
+
+if __name__ == "__main__":
+    main()

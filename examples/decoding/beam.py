@@ -1,0 +1,182 @@
+"""Beam search that stops once it has won, and can be differentiated.
+
+The search is one `loopkit.while_loop`. It has a generous bound, for no one knows how long an output
+will be, but pays only for the steps it takes. Its scores are differentiable in the model, which
+`jax.lax.while_loop` cannot offer: the gradient of a loss of n-best lists is `jax.grad` through the
+search.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+import loopkit
+
+from .decoder import Decoder, Rows, State, with_row
+
+
+class Hypotheses(NamedTuple):
+    """The n best, best first. Where fewer than n were found, the rest have a score of -inf."""
+
+    tokens: Int[Array, "n max_length"]  # `end` closes a hypothesis and fills the rest of its row
+    lengths: Int[Array, " n"]  # tokens in each, `end` included
+    scores: Float[Array, " n"]  # log-probability / length ** length_penalty
+
+
+class Ended(NamedTuple):
+    """Hypotheses that ended, best first: where each left the beam, with which token."""
+
+    scores: Float[Array, " n"]
+    lengths: Int[Array, " n"]
+    parents: Int[Array, " n"]  # its place in the beam, before its last token
+    tokens: Int[Array, " n"]  # its last token
+
+
+class History(NamedTuple):
+    """What each step leaves behind. A row is written once, at its step."""
+
+    tokens: Int[Array, "max_length beam"]
+    parents: Int[Array, "max_length beam"]  # back-pointers: the place of what each grew out of
+    cache: Rows  # the decoder's rows: leaves with leading axes `max_length` and `beam`
+
+
+class Beam(NamedTuple):
+    """The carry of the search: `beam_size` hypotheses that may grow, and as many that ended."""
+
+    length: Int[Array, ""]  # tokens in each live hypothesis: the steps taken
+    last: Int[Array, " beam"]  # the last token of each
+    log_probs: Float[Array, " beam"]  # of each, most probable first; -inf marks an empty place
+    state: State  # the decoder's state after each: leaves with a leading axis `beam`
+    lineage: Int[Array, "beam max_length"] | None  # each one's places in the beam, at each step
+    ended: Ended
+    history: History
+
+
+def beam_search(
+    decoder: Decoder,
+    *,
+    start: int,
+    end: int,
+    beam_size: int,
+    max_length: int,
+    length_penalty: float = 0.0,
+    stop: str = "best",
+) -> tuple[Hypotheses, loopkit.LoopInfo]:
+    """Searches for the most probable outputs of a decoder, keeping the `beam_size` best prefixes.
+
+    `start` is the first token that the decoder is fed. No log-probability may be positive. A
+    hypothesis ends with the token `end`, or as it stands once it has `max_length`.
+
+    `stop` is one of
+    - "never": go on while anything can grow, in practice to `max_length`;
+    - "first": stop when `beam_size` hypotheses have ended. With a beam of 1, greedy search;
+    - "best": stop when no live hypothesis can displace an ended one. Loses nothing to "never".
+    """
+    if stop not in ("never", "first", "best"):
+        raise ValueError(f'beam_search: `stop` is "{stop}"; pass "never", "first" or "best".')
+    places = jnp.arange(beam_size, dtype=jnp.int32)
+
+    def normalise(log_probs, length):
+        return log_probs / jnp.asarray(length, log_probs.dtype) ** length_penalty
+
+    def goes_on(beam: Beam) -> Bool[Array, ""]:
+        worst_kept = beam.ended.scores[-1]
+        if stop == "best":
+            # Growing never raises a log-probability, and length ** length_penalty is monotone, so
+            # the most a hypothesis can score is to end for free: at once, or at the bound.
+            at_once = normalise(beam.log_probs, beam.length + 1)
+            at_bound = normalise(beam.log_probs, max_length)
+            return jnp.any(jnp.maximum(at_once, at_bound) > worst_kept)
+        alive = jnp.any(beam.log_probs > -jnp.inf)
+        return alive & (worst_kept == -jnp.inf) if stop == "first" else alive
+
+    def past_of(history: History, lineage: Int[Array, " max_length"]) -> Rows:
+        """The cache of one hypothesis. Rows stay where they were written; it knows where."""
+        return jax.tree.map(lambda rows: rows[jnp.arange(max_length), lineage], history.cache)
+
+    def grow(beam: Beam) -> Beam:
+        past = ()
+        if beam.lineage is not None:
+            past = jax.vmap(past_of, (None, 0))(beam.history, beam.lineage)
+        state, row, log_probs = jax.vmap(decoder.step)(beam.state, past, beam.last)
+        totals = beam.log_probs[:, None] + log_probs
+        # A hypothesis can end in one way only, so that at least half of these can go on.
+        totals, choice = jax.lax.top_k(totals.ravel(), 2 * beam_size)
+        parents, tokens = jnp.divmod(choice.astype(jnp.int32), log_probs.shape[1])
+        length = beam.length + 1
+
+        ends = (tokens == end) | (length == max_length)
+        # An end counts if it ranks within the beam; otherwise any would do, and "first" stop early.
+        ranks = jnp.arange(2 * beam_size) < beam_size
+        scores = jnp.where(ends & ranks, normalise(totals, length), -jnp.inf)
+        ended = Ended(scores, jnp.full_like(tokens, length), parents, tokens)
+        pool = jax.tree.map(lambda *pools: jnp.concatenate(pools), beam.ended, ended)
+        _, best = jax.lax.top_k(pool.scores, beam_size)
+
+        live, kept = jax.lax.top_k(jnp.where(ends, -jnp.inf, totals), beam_size)
+        parents, tokens = parents[kept], tokens[kept]
+        lineage = beam.lineage
+        if lineage is not None:
+            lineage = lineage.at[:, beam.length].set(places)[parents]
+        return Beam(
+            length=length,
+            last=tokens,
+            log_probs=live,
+            state=jax.tree.map(lambda leaf: leaf[parents], state),
+            lineage=lineage,
+            ended=jax.tree.map(lambda leaf: leaf[best], pool),
+            history=History(
+                beam.history.tokens.at[beam.length].set(tokens),
+                beam.history.parents.at[beam.length].set(parents),
+                with_row(beam.history.cache, beam.length, row),
+            ),
+        )
+
+    empty = jnp.full(beam_size, -jnp.inf, dtype=float)
+    blank = jnp.zeros(beam_size, jnp.int32)
+    blanks = jnp.zeros((max_length, beam_size), jnp.int32)
+    lineage = (
+        jnp.zeros((beam_size, max_length), jnp.int32) if jax.tree.leaves(decoder.row) else None
+    )
+    beam = Beam(
+        length=jnp.int32(0),
+        last=jnp.full_like(blank, start),
+        log_probs=empty.at[0].set(0.0),  # one hypothesis, without tokens; other places are empty
+        state=jax.tree.map(lambda x: jnp.broadcast_to(x, (beam_size, *x.shape)), decoder.state),
+        lineage=lineage,
+        ended=Ended(empty, blank, blank, blank),
+        history=History(blanks, blanks, decoder.cache(max_length, beam_size)),
+    )
+    beam, info = loopkit.while_loop(goes_on, grow, beam, max_steps=max_length, return_info=True)
+    tokens = backtrace(beam.ended, beam.history, end)
+    return Hypotheses(tokens, beam.ended.lengths, beam.ended.scores), info
+
+
+class Trace(NamedTuple):
+    """The carry of the backtrace, from the last token of each hypothesis to its first."""
+
+    step: Int[Array, ""]
+    places: Int[Array, " n"]  # of each hypothesis, before this step
+    tokens: Int[Array, "max_length n"]
+
+
+def backtrace(ended: Ended, history: History, end: int) -> Int[Array, "n max_length"]:
+    """The tokens of the hypotheses that ended, by their back-pointers."""
+
+    def follow(trace: Trace) -> Trace:
+        step, places, tokens = trace
+        is_last = step == ended.lengths - 1
+        token = jnp.where(is_last, ended.tokens, history.tokens[step, places])
+        place = jnp.where(is_last, ended.parents, history.parents[step, places])
+        within = step < ended.lengths
+        return Trace(
+            step - 1,
+            jnp.where(within, place, 0),
+            tokens.at[step].set(jnp.where(within, token, end)),
+        )
+
+    tokens = jnp.full_like(history.tokens, end)
+    trace = Trace(jnp.max(ended.lengths) - 1, jnp.zeros_like(ended.parents), tokens)
+    return loopkit.while_loop(lambda trace: trace.step >= 0, follow, trace).tokens.T

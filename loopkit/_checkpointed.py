@@ -1,0 +1,147 @@
+"""`checkpointed`: the loops inside someone else's function."""
+
+from __future__ import annotations
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from loopkit import _arguments, _jax, _jaxpr
+from loopkit._cache import Recent, remember
+from loopkit._capture import type_key
+from loopkit._lax_loops import LoopSite, Settings
+from loopkit._replace_lax_loops import replacing, settings_of
+
+
+class Program(NamedTuple):
+    """A function of arrays, traced, with its loops replaced."""
+
+    jaxpr: Any
+    consts: list
+    out_tree: Any
+
+    @property
+    def closed_over(self) -> list:
+        return self.consts
+
+
+def checkpointed(
+    fn: Callable | None = None,
+    *,
+    max_steps: int | None = None,
+    checkpoints: Any = None,
+    only: Callable[[LoopSite], Any] | None = None,
+) -> Callable:
+    """`fn` with every `jax.lax` loop inside it replaced by loopkit's.
+
+    `jax.lax.while_loop`, `scan` and `fori_loop` are replaced wherever `fn` calls them, directly or
+    through libraries, `jit`, `cond`, `jax.checkpoint`, custom derivatives, other loops, or
+    `shard_map`. The result computes the same values. It can be differentiated in every mode where
+    `fn` could not, and the backward pass of long loops fits in memory.
+
+    **Arguments:**
+
+    - `fn`: any function that JAX can trace. Arguments that are arrays, floats or complex numbers
+        become abstract, as under `jax.jit`; bools, ints, strings, functions and other leaves are
+        passed to `fn` as they are.
+    - `max_steps`: the most steps of each while loop, a static int; None for no bound. A loop that
+        needs more stops there.
+    - `checkpoints`: what the backward pass of each loop keeps. None: about the square root of
+        the number of steps in carries. An int c: at most c carries. "all": what the derivative of
+        every step reads (while loops then need `max_steps`).
+    - `only`: `LoopSite -> bool`, called once a loop as it is traced: whether to replace it. A
+        `LoopSite` has `kind`, `name_stack`, `source`, `length` and `carry_bytes`.
+
+    **Returns:**
+
+    A function with the signature of `fn`. Without `fn`, a decorator.
+
+    **Raises:**
+
+    `TypeError` if `fn` or `only` is not callable or a setting is of the wrong type; `ValueError`
+    if it has a wrong value, or if `checkpoints="all"` and a while loop has no bound.
+
+    !!! example
+
+        ```python
+        import jax
+        import loopkit
+
+        def collatz_like(x):  # jax.grad(collatz_like) raises an error
+            return jax.lax.while_loop(lambda x: x < 100.0, lambda x: x * x + x, x)
+
+        print(jax.grad(loopkit.checkpointed(collatz_like))(2.0))  # 5525
+        ```
+    """
+    if fn is None:
+        return ft.partial(checkpointed, max_steps=max_steps, checkpoints=checkpoints, only=only)
+    _arguments.check_callable("checkpointed", "fn", fn)
+    settings = settings_of("checkpointed", max_steps, checkpoints, only)
+
+    programs = Recent(256)
+
+    @ft.wraps(fn)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return _call(fn, settings, programs, args, kwargs)
+
+    return replaced
+
+
+def _call(fn: Callable, settings: Settings, programs: Recent, args: tuple, kwargs: dict) -> Any:
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    traced = [_is_traced(v) for v in leaves]
+    arrays = [_jax.as_array(v) for v, t in zip(leaves, traced, strict=True) if t]
+    static = [v for v, t in zip(leaves, traced, strict=True) if not t]
+
+    def trace() -> Program:
+        out_tree = None
+
+        def flat(*values: Any) -> list:
+            nonlocal out_tree
+            given, kept = iter(values), iter(static)
+            inputs = [next(given) if t else next(kept) for t in traced]
+            args, kwargs = tree.unflatten(inputs)
+            out, out_tree = jax.tree.flatten(fn(*args, **kwargs))
+            return list(map(_jax.as_array, out))
+
+        name = getattr(fn, "__name__", "checkpointed")
+        with replacing(settings):
+            jaxpr, consts = _jax.trace(flat, [jax.typeof(v) for v in arrays], name)
+        return Program(_with_rules(jaxpr, settings), consts, out_tree)
+
+    types = (settings, tree, tuple(traced), type_key(arrays))
+
+    def remembered() -> Program:
+        # A function made anew on every call is known by what it does.
+        functions = [v for v in static if callable(v)]
+        values = _typed([v for v in static if not callable(v)])
+        return remember((fn, *functions), (*types, values), trace)
+
+    program = programs.remember((*types, _typed(static), _jax.trace_context()), remembered)
+    outs = _jax.call_jaxpr(program.jaxpr)(*program.consts, *arrays)
+    return program.out_tree.unflatten(outs)
+
+
+def _typed(values: list) -> tuple:
+    """A key in which 1 and True differ."""
+    return tuple((type(v), v) for v in values)
+
+
+def _with_rules(jaxpr: Any, settings: Settings) -> Any:
+    """Loops in custom derivatives are replaced too; JAX traces those when it differentiates."""
+
+    def within(rule: Callable) -> Callable:
+        def run(*args: Any) -> Any:
+            with replacing(settings):
+                return rule(*args)
+
+        return run
+
+    return _jaxpr.map_equations(jaxpr, lambda eqn: _jax.with_custom_rules(eqn, within))
+
+
+def _is_traced(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, complex))

@@ -1,0 +1,193 @@
+"""scan over any axis, truncated; and batches in blocks."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import loopkit
+from derivatives import assert_close
+
+W = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3))) * 0.4
+H = jnp.full((2, 3), 0.1)
+LENGTH = 7
+
+
+def step(h, x, w):
+    h = jnp.tanh(h @ w + x)
+    return h, h * 2
+
+
+def in_python(x, w, h, axis, out_axis, reverse, steps, truncate):
+    ys = [jnp.zeros_like(h)] * LENGTH
+    for t in range(steps):
+        row = LENGTH - 1 - t if reverse else t
+        if truncate and t and t % truncate == 0:
+            h = lax.stop_gradient(h)
+        h, ys[row] = step(h, jnp.take(x, row, axis), w)
+    return h, jnp.stack(ys, out_axis)
+
+
+def inputs(axis):
+    shape = [2, 3]
+    shape.insert(axis % 3, LENGTH)
+    return jnp.asarray(np.random.default_rng(1).normal(size=shape))
+
+
+CASES = [
+    case
+    for number, case in enumerate(
+        itertools.product(
+            (0, 1, -1), (0, 1, -1), (False, True), (None, 5), (None, 2, "all"), (None, 1, 3, 4)
+        )
+    )
+    if number % 13 == 5
+]
+
+
+@pytest.mark.parametrize(("axis", "out_axis", "reverse", "stop", "checkpoints", "truncate"), CASES)
+def test_axes_and_truncation(axis, out_axis, reverse, stop, checkpoints, truncate):
+    def looped(x, w, h):
+        until = None if stop is None else lambda c, _: c[1] >= stop
+        counted = lambda c, x: ((step(c[0], x, w)[0], c[1] + 1), step(c[0], x, w)[1])
+        (h, _), ys = loopkit.scan(
+            counted,
+            (h, 0),
+            x,
+            reverse=reverse,
+            until=until,
+            in_axes=axis,
+            out_axes=out_axis,
+            truncate=truncate,
+            checkpoints=checkpoints,
+        )
+        return h, ys
+
+    def reference(x, w, h):
+        return in_python(x, w, h, axis, out_axis, reverse, stop or LENGTH, truncate)
+
+    at = inputs(axis), W, H
+    along = jax.tree.map(jnp.cos, at)
+    assert_close(jax.jvp(looped, at, along), jax.jvp(reference, at, along))
+
+    def pulled(f):
+        return lambda *at: jax.vjp(f, *at)[1](jax.tree.map(jnp.sin, reference(*at)))
+
+    got = jax.jit(lambda: jax.jvp(pulled(looped), at, along))()
+    assert_close(got, jax.jvp(pulled(reference), at, along))
+
+
+def test_axes_under_vmap():
+    xs = jnp.stack([inputs(1), inputs(1) / 2], 1)
+
+    def loss(x):
+        return jnp.sum(
+            loopkit.scan(lambda h, x: step(h, x, W), H, x, in_axes=1, out_axes=1)[1] ** 3
+        )
+
+    def reference(x):
+        return jnp.sum(in_python(x, W, H, 1, 1, False, LENGTH, None)[1] ** 3)
+
+    assert_close(jax.vmap(jax.grad(loss), 1, 1)(xs), jax.vmap(jax.grad(reference), 1, 1)(xs))
+
+
+def test_whole_inputs_and_last_outputs():
+    table = jnp.arange(4.0)
+
+    def f(total, x):
+        return total + x["row"] * x["table"].sum(), {"each": total, "last": (total * 2, None)}
+
+    axes = {"row": 0, "table": None}
+
+    def loss(xs):
+        total, ys = loopkit.scan(f, 1.0, xs, in_axes=axes, out_axes={"each": 0, "last": None})
+        assert ys["each"].shape == (3,)
+        return total + ys["last"][0] + ys["each"].sum()
+
+    def reference(xs):
+        total, each = 1.0, []
+        for row in xs["row"]:
+            each.append(total)
+            total = total + row * xs["table"].sum()
+        return total + each[-1] * 2 + sum(each)
+
+    xs = {"row": jnp.array([0.3, 0.5, 0.2]), "table": table}
+    assert_close(jax.value_and_grad(loss)(xs), jax.value_and_grad(reference)(xs))
+
+
+def test_no_residuals_past_the_truncation():
+    def residual_bytes(truncate, memory=None):
+        def loss(x):
+            return loopkit.scan(
+                lambda h, _: (jnp.sin(h) * h, None),
+                x,
+                length=512,
+                truncate=truncate,
+                memory=memory,
+            )[0].sum()
+
+        compiled = jax.jit(jax.grad(loss)).lower(jnp.ones(1000)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert residual_bytes(8) < 40 * 8000
+    assert residual_bytes(8) < residual_bytes(None)
+    assert residual_bytes(128, memory="1 MB") < 1_064_000
+    for memory in [9000, 0]:
+        with pytest.raises(ValueError, match=f"got {memory} bytes.*for each of the loops"):
+            residual_bytes(128, memory=memory)
+
+
+def test_a_truncated_scan_has_no_single_plan():
+    with pytest.raises(ValueError, match="`checkpoints` cannot be a Plan together with `truncate`"):
+        loopkit.scan(lambda h, _: (h, None), 0.0, length=9, truncate=3, checkpoints=loopkit.Plan(4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"in_axes": 3}, "loopkit.scan: `in_axes` must name axes that are there, got axis 3"),
+        ({"in_axes": 0.5}, "loopkit.scan: `in_axes` must have ints or None"),
+        ({"in_axes": (0, 0)}, "loopkit.scan: `in_axes` must be a tree prefix of `xs`"),
+        ({"out_axes": -4}, "loopkit.scan: `out_axes` must name axes that are there, got axis -4"),
+        ({"truncate": 0}, "loopkit.scan: `truncate` must be an int >= 1"),
+        ({"in_axes": None}, "`length` must say how many steps to take, got `xs` without leaves to"),
+    ],
+)
+def test_errors(settings, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        loopkit.scan(lambda h, x: (h, x), 0.0, inputs(0), **settings)
+
+
+# ---------------------------------------------------------------- blocks
+
+
+def rows(a, w):
+    return jnp.cumsum(jnp.sin(a * w), 1), {"sum": a.sum(1)}
+
+
+@pytest.mark.parametrize("block", [None, 1, 4, 7, 20])
+def test_blocked(block):
+    a, w = jnp.arange(42.0).reshape(14, 3), jnp.arange(3.0)
+    f = loopkit.blocked(rows, block=block, in_axes=(0, None))
+    assert_close(f(a, w), rows(a, w))
+
+    def grads(f):
+        def loss(a, w):
+            left, right = f(a, w)
+            return jnp.sum(left**2) + jnp.sum(right["sum"] ** 3)
+
+        return jax.grad(loss, (0, 1))(a, w)
+
+    assert_close(grads(f), grads(rows))
+    doubled = loopkit.blocked(lambda x: x * 2, block=block, in_axes=1, out_axes=-1)
+    assert_close(doubled(a.T), a.T * 2)
+
+
+def test_blocks_keep_their_rows():
+    with pytest.raises(ValueError, match=r"loopkit.blocked: `fn` must return as many rows as it"):
+        loopkit.blocked(lambda x: x.sum(0), block=4)(jnp.ones((14, 3)))
+    with pytest.raises(ValueError, match=r"loopkit.blocked: `block` must be an int >= 1"):
+        loopkit.blocked(rows, block=0)

@@ -1,0 +1,300 @@
+"""Scans that grow outside jit, against a Python loop: every mode, every size of segment."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import loopkit
+from derivatives import assert_close, derivative
+from loopkit._capture import Traced
+from loopkit._unbounded import LONGEST, segment_lengths
+from problems import inexact_vector
+
+FAST = {"segment": 2, "growth": 2.0}
+
+
+def unbounded(f, init, xs=None, *, until, **options):
+    return loopkit.unbounded_scan(f, init, xs, until=until, **FAST | options)
+
+
+def python_loop(f, init, xs=None, *, until, **_):
+    """As many steps as these values take; what comes out is differentiable in anything."""
+    length = 1000 if xs is None else len(jax.tree.leaves(xs)[0])
+    carry, ys = jax.tree.map(jnp.asarray, init), []
+    for t in range(length):
+        carry, y = f(carry, jax.tree.map(lambda x, t=t: x[t], xs))
+        ys.append(y)
+        if until(carry, y):
+            break
+    return carry, jax.tree.map(lambda *y: jnp.stack(y), *ys)
+
+
+def spiral(scan, x, **options):
+    """Takes 12 steps from (0.3, 1.15), and closes over what is differentiated."""
+    start, rate = x
+
+    def f(carry, _):
+        position, step = carry
+        position = rate * position * (1 + 0.1 * jnp.sin(3 * position))
+        return (position, step + 1), {"square": position**2, "step": step}
+
+    return scan(f, (start, 0), until=lambda carry, _: carry[0] > 1.6, **options)
+
+
+XS = jnp.cos(jnp.arange(9.0))
+
+
+def over_rows(scan, x, **options):
+    """Stops at the 6th of 9 rows, from (0.3, 0.9)."""
+
+    def f(h, x):
+        h = jnp.tanh(h + x) + 0.2
+        return h, h * x
+
+    xs = XS * x[1]
+    return scan(f, x[0], xs, until=lambda h, y: (h > 0.2) & (h < 0.3), **options)
+
+
+def to_the_last_row(scan, x, **options):
+    def f(h, row):
+        h = jnp.sin(h + row["x"][0]) * row["x"][1]
+        return h, None
+
+    xs = {"x": jnp.stack([XS * x[1], XS + x[0]], 1)}
+    return scan(f, x[0], xs, until=lambda h, y: h > 100, **options)
+
+
+PROGRAMS = {
+    "spiral": (spiral, 1.15),
+    "over_rows": (over_rows, 0.9),
+    "to_the_last_row": (to_the_last_row, 0.7),
+}
+
+
+def function(name, scan, **options):
+    program, _ = PROGRAMS[name]
+    return lambda x: inexact_vector(program(scan, x, **options))
+
+
+def point(name):
+    return jnp.array([0.3, PROGRAMS[name][1]])
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("segment", "growth"), [(1, 1), (2, 2.0), (3, 1.5), (64, 2.0)])
+def test_value(name, segment, growth):
+    got = PROGRAMS[name][0](unbounded, point(name), segment=segment, growth=growth)
+    assert_close(got, PROGRAMS[name][0](python_loop, point(name)))
+
+
+def test_the_programs_stop_where_they_say():
+    assert spiral(python_loop, point("spiral"))[1]["step"].shape == (12,)
+    assert over_rows(python_loop, point("over_rows"))[1].shape == (6,)
+
+
+@pytest.mark.parametrize("pattern", ["f", "r", "ff", "fr", "rf", "rr"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_derivatives(name, pattern):
+    got = derivative(function(name, unbounded), pattern)(point(name))
+    assert_close(got, derivative(function(name, python_loop), pattern)(point(name)))
+
+
+@pytest.mark.parametrize("checkpoints", [1, 3, "all"])
+def test_checkpoints(checkpoints):
+    for name in ("spiral", "over_rows"):
+        got = derivative(function(name, unbounded, checkpoints=checkpoints), "r")(point(name))
+        assert_close(got, derivative(function(name, python_loop), "r")(point(name)))
+
+
+def test_jacobians():
+    f, reference = function("over_rows", unbounded), function("over_rows", python_loop)
+    x = point("over_rows")
+    assert_close(jax.jacrev(f)(x), jax.jacobian(reference)(x))
+    assert_close(jax.jacfwd(f)(x), jax.jacobian(reference)(x))
+
+
+STARTS = jnp.array([[0.3, 1.15], [1.5, 1.2], [0.7, 1.3], [0.2, 1.25]])
+
+
+def test_lanes_stop_apart():
+    carry, ys, info = jax.vmap(lambda x: spiral(unbounded, x, return_info=True))(STARTS)
+    alone = [spiral(python_loop, x) for x in STARTS]
+    steps = [len(y["step"]) for _, y in alone]
+    assert len(set(steps)) == 4
+    assert info.steps.tolist() == steps
+    assert info.stopped.all()
+    assert ys["square"].shape == (4, max(steps))
+    for lane, (one_carry, one_ys) in enumerate(alone):
+        assert_close(carry[0][lane], one_carry[0])
+        assert_close(ys["square"][lane, : steps[lane]], one_ys["square"])
+        assert not np.any(ys["square"][lane, steps[lane] :])
+
+
+def test_gradients_of_lanes():
+    def loss(x, scan=unbounded):
+        carry, ys = spiral(scan, x)
+        return carry[0] ** 2 + jnp.sum(jnp.sin(ys["square"]))
+
+    wanted = jnp.stack([jax.grad(lambda x: loss(x, python_loop))(x) for x in STARTS])
+    assert_close(jax.vmap(jax.grad(loss))(STARTS), wanted)
+    assert_close(jax.grad(lambda xs: jnp.sum(jax.vmap(loss)(xs)))(STARTS), wanted)
+    nested = jax.vmap(jax.vmap(jax.grad(loss)))(STARTS.reshape(2, 2, 2))
+    assert_close(nested, wanted.reshape(2, 2, 2))
+
+
+def test_gradient_of_rows():
+    """`xs` is split once, and its gradient has all of its rows."""
+
+    def loss(xs, scan=unbounded):
+        carry, ys = scan(lambda h, x: (h + x * x, h * x), 0.3, xs, until=lambda h, _: h > 2.0)
+        return carry + jnp.sum(ys)
+
+    grad = jax.grad(loss)(XS)
+    assert_close(grad, jax.grad(lambda xs: loss(xs, python_loop))(XS))
+    assert not np.any(grad[-3:])
+    assert_close(jax.vmap(jax.grad(loss))(jnp.stack([XS, 2 * XS]))[0], grad)
+
+
+def test_info_and_bounds():
+    x = point("spiral")
+    _, _, info = spiral(unbounded, x, return_info=True)
+    assert (info.steps, info.stopped) == (12, True)
+    _, ys, info = spiral(unbounded, x, max_segments=2, return_info=True)
+    assert (info.steps, info.stopped, len(ys["step"])) == (6, False, 6)
+    _, _, info = to_the_last_row(unbounded, point("to_the_last_row"), return_info=True)
+    assert (info.steps, info.stopped) == (9, False)
+
+
+def test_no_rows_no_steps():
+    never = {"until": lambda c, y: False, "return_info": True}
+    carry, ys, info = unbounded(lambda c, x: (c + x, c), 2.0, jnp.zeros(0), **never)
+    assert (carry, ys.shape, info.steps, info.stopped) == (2.0, (0,), 0, False)
+
+
+def test_progress():
+    for disable in (False, True):
+        seen = []
+        with jax.disable_jit(disable):
+            spiral(unbounded, point("spiral"), progress=seen.append)
+        assert seen == [2, 6, 12]
+
+
+def test_without_jit():
+    for name, (program, _) in PROGRAMS.items():
+        with jax.disable_jit():
+            got = program(unbounded, point(name), return_info=True)
+        assert_close(got, program(unbounded, point(name), return_info=True))
+
+
+def test_segments_grow_to_a_cap():
+    assert list(itertools.islice(segment_lengths(64, 2.0, None), 3)) == [64, 128, 256]
+    assert list(segment_lengths(10, 1.5, 4)) == [10, 15, 22, 33]
+    assert list(segment_lengths(1000, 3.0, 4)) == [1000, 3000, LONGEST, LONGEST]
+    assert list(segment_lengths(10_000, 3.0, 2)) == [10_000, 10_000]
+
+
+def step(carry, _):
+    return (carry[0] * 1.01, carry[1] + 1), carry[0]
+
+
+def enough(carry, _):
+    return carry[1] >= 50
+
+
+def test_a_second_call_compiles_nothing(compilations):
+    def loss(x):
+        return loopkit.unbounded_scan(step, (x, 0), until=enough, segment=8)[1].sum()
+
+    jax.value_and_grad(loss)(1.0)
+    before = len(compilations)
+    jax.value_and_grad(loss)(2.0)
+    assert len(compilations) == before
+
+
+def kept_bytes(checkpoints):
+    """What the backward pass of 300 steps on 100 numbers holds."""
+    first = jnp.linspace(0.1, 0.2, 100)
+
+    def last(x):
+        until = lambda carry, _: carry[1] >= 300
+        rotate = lambda carry, _: ((jnp.sin(jnp.roll(carry[0], 1) * 1.1), carry[1] + 1), None)
+        options = {"segment": 100, "growth": 1, "checkpoints": checkpoints}
+        return loopkit.unbounded_scan(rotate, (x, 0), until=until, **options)[0][0]
+
+    return sum(x.nbytes for x in jax.tree.leaves(jax.vjp(last, first)[1]))
+
+
+def test_backward_memory_is_the_checkpoints_of_the_segments():
+    carry = 100 * 8
+    assert kept_bytes(2) < 3 * 8 * carry
+    assert kept_bytes("all") > 300 * carry
+
+
+# ---------------------------------------------------------------- errors
+
+
+def test_inside_jit_it_says_what_to_do():
+    run = jax.jit(lambda x: spiral(unbounded, x))
+    with pytest.raises(TypeError, match=r"outside jax.jit, .*Inside jit use `loopkit.scan`"):
+        run(point("spiral"))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"segment": 0}, ValueError, "`segment` must be an int >= 1, in steps, got 0"),
+        ({"segment": 2.5}, TypeError, "`segment` must be an int >= 1, in steps, got 2.5"),
+        ({"growth": 0.5}, ValueError, "`growth` must be a number >= 1, .* got 0.5"),
+        ({"growth": "2"}, TypeError, "`growth` must be a number >= 1, .* got '2'"),
+        ({"max_segments": 0}, ValueError, "`max_segments` must be an int >= 1 or None"),
+        ({"checkpoints": 0}, ValueError, "`checkpoints` must be None, an int >= 1"),
+        ({"progress": 3}, TypeError, "`progress` must be a function, got 3"),
+        ({"until": True}, TypeError, "`until` must be a function, got True"),
+        ({"until": lambda c, y: c[0]}, TypeError, r"`until` must return a scalar bool\[\]"),
+        ({"xs": jnp.float64(1.0)}, ValueError, "`xs` must have a leading axis"),
+    ],
+)
+def test_wrong_arguments(options, error, text):
+    options = {"until": enough} | options
+    with pytest.raises(error, match="loopkit.unbounded_scan: " + text):
+        loopkit.unbounded_scan(step, (1.0, 0), **options)
+
+
+def test_a_carry_of_another_type_is_named():
+    with pytest.raises(TypeError, match=r"`init\['a'\]` is .*but `f` returns"):
+        loopkit.unbounded_scan(
+            lambda c, _: ({"a": c["a"][:1]}, None), {"a": jnp.ones(2)}, until=lambda c, _: True
+        )
+
+
+def test_out_of_memory_says_what_would_fit():
+    with pytest.raises(MemoryError, match=r"after 0 steps, in a segment of 64\. .* 2.2e\+03 GB"):
+        loopkit.unbounded_scan(
+            lambda c, _: (c, jnp.zeros(1 << 38, jnp.float64)), 0.0, until=lambda c, _: False
+        )
+
+
+def test_out_of_memory_says_how_far_it_got(monkeypatch):
+    run, calls = Traced.run, []
+
+    def runs_out(self, *args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return run(self, *args)
+
+    monkeypatch.setattr(Traced, "run", runs_out)
+    with pytest.raises(MemoryError, match="out of memory after 6 steps, in a segment of 8"):
+        loopkit.unbounded_scan(step, (1.0, 0), until=enough, segment=2)
+
+
+def test_other_run_time_errors_pass(monkeypatch):
+    def fails(self, *args):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no luck")
+
+    monkeypatch.setattr(Traced, "run", fails)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no luck"):
+        loopkit.unbounded_scan(step, (1.0, 0), until=enough)
