@@ -58,6 +58,16 @@ class Step(NamedTuple):
     buffer_bytes: int = 0
     """Of those buffers."""
 
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        """What is worth storing of the segment at hand.
+
+        From stored carries, buffers are taken back a step at a time, which costs a loop a step.
+        """
+        if self.log_bytes and self.residual_bytes < self.buffer_bytes:
+            return ("residuals",)
+        return ("carries", "residuals")
+
     def row_bytes(self, store: Store) -> int:
         return self.residual_bytes if store == "residuals" else self.carry_bytes
 

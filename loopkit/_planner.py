@@ -93,7 +93,7 @@ def _default(loop: Plan) -> Plan:
         return replace(loop, leaf=max(bound, 1), store="residuals", keeps_all=True)
     if loop.exact:
         assert bound is not None, "a loop that takes just so many steps has a length"
-        candidates = [_balanced(loop, store, bound) for store in ("carries", "residuals")]
+        candidates = [_balanced(loop, store, bound) for store in step.stores]
         return min(candidates, key=lambda p: p.nanoseconds(bound))
     store = _cheaper_store(loop)
     row = max(step.row_bytes(store) + step.factor_bytes, 1)
@@ -124,7 +124,7 @@ def _near_divisor(bound: int, leaf: int) -> int:
 
 def _cheaper_store(loop: Plan) -> Store:
     """What a long segment had better store."""
-    plans = [replace(loop, slots=1, leaf=16, store=s) for s in ("carries", "residuals")]
+    plans = [replace(loop, slots=1, leaf=16, store=s) for s in loop.step.stores]
     return min(plans, key=lambda p: p.nanoseconds(16)).store
 
 
@@ -170,9 +170,9 @@ def _candidates(count: int, loop: Plan, steps: int, most: int | None) -> Iterato
     step, bound = loop.step, loop.bound
     if bound is not None:
         yield replace(loop, leaf=max(bound, 1), store="residuals", keeps_all=True)
-        for leaf in {1, min(16, bound)} - {0}:
+        for leaf in {1, min(16, bound)} - {0} if "carries" in step.stores else ():
             yield replace(loop, slots=-(-bound // leaf) * leaf, leaf=leaf)
-    for store in ("carries", "residuals"):
+    for store in step.stores:
         for leaf in _leaves(steps, loop.exact):
             units = -(-steps // leaf)
             plan = replace(loop, slots=1, leaf=leaf, store=store)

@@ -59,13 +59,7 @@ class TensorArray:
         if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 0:
             advice = "It is a shape: pass an int that is not negative."
             raise ValueError(
-                _errors.wrong(
-                    f"{NAME}.empty",
-                    "capacity",
-                    "must be a number of elements",
-                    repr(capacity),
-                    advice,
-                )
+                _wrong("empty", "capacity", "must be a number of elements", repr(capacity), advice)
             )
         leaves, tree = jax.tree.flatten(element)
         types = [v if isinstance(v, jax.ShapeDtypeStruct) else jnp.asarray(v) for v in leaves]
@@ -82,8 +76,8 @@ class TensorArray:
             shapes = ", ".join(_errors.short_type(jax.typeof(v)) for v in leaves) or "no arrays"
             advice = "Elements are its rows."
             raise ValueError(
-                _errors.wrong(
-                    f"{NAME}.from_array",
+                _wrong(
+                    "from_array",
                     "array",
                     "must have one leading axis in every leaf",
                     shapes,
@@ -115,7 +109,7 @@ class TensorArray:
     @property
     def size(self) -> Any:
         """The number of elements: an int, or an int32 where it is traced."""
-        return self._known_size() if self._is_known() else self._size
+        return int(self._size) if self._is_known() else self._size
 
     @property
     def capacity(self) -> int:
@@ -129,11 +123,11 @@ class TensorArray:
                 f"loopkit.{NAME}: `len` must be known when a program is traced, got a traced "
                 "number of elements. Use `.size`."
             )
-        return self._known_size()
+        return int(self._size)
 
     def __repr__(self) -> str:
         types = [_errors.short_type(_element_type(v)) for v in self._data]
-        size = self._known_size() if self._is_known() else "?"
+        size = int(self._size) if self._is_known() else "?"
         return f"TensorArray({size} of {', '.join(types)}, capacity {self.capacity})"
 
     # ---------------------------------------------------------------- elements
@@ -156,7 +150,7 @@ class TensorArray:
         if isinstance(at, int) and self._is_known() and at >= self.capacity:
             return self._grown(at + 1).write(at, element)
         if isinstance(at, int) and self._is_known():
-            size: Any = max(self._known_size(), at + 1)
+            size: Any = max(int(self._size), at + 1)
         else:
             size = jnp.maximum(jnp.asarray(self._size, jnp.int32), jnp.asarray(at + 1, jnp.int32))
         return self._with(at, leaves, size)
@@ -166,7 +160,7 @@ class TensorArray:
         leaves = self._leaves("append", element)
         if not self._is_known() or self._is_in_loop():
             return self._with(self._size, leaves, self._size + 1)
-        size = self._known_size()
+        size = int(self._size)
         new = TensorArray(self._data, self._tree, size + 1)
         new._stored = self._stored
         count = size - int(self._stored)
@@ -185,7 +179,7 @@ class TensorArray:
         self._settle()
         data = [jnp.asarray(v) for v in self._data]
         if self._is_known():
-            size = self._known_size()
+            size = int(self._size)
             return self._tree.unflatten([v[:size] for v in data])
         used = jnp.arange(self.capacity) < self._size
         return self._tree.unflatten(
@@ -198,20 +192,14 @@ class TensorArray:
             if len(v.shape) < 2:
                 got = f"elements {_errors.short_type(_element_type(v))}"
                 raise ValueError(
-                    _errors.wrong(
-                        f"{NAME}.concat",
-                        "self",
-                        "must have elements with an axis",
-                        got,
-                        "Use `stack`.",
-                    )
+                    _wrong("concat", "self", "must have elements with an axis", got, "Use `stack`.")
                 )
         return jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), self.stack())
 
     def unstack(self) -> list:
         """All elements, in a list; as many as there is room for where their number is not known."""
         rows = self.stack()
-        count = self._known_size() if self._is_known() else self.capacity
+        count = int(self._size) if self._is_known() else self.capacity
         return [jax.tree.map(lambda v, i=i: v[i], rows) for i in range(count)]
 
     # ---------------------------------------------------------------- within
@@ -223,9 +211,6 @@ class TensorArray:
         size = self._size
         is_array = isinstance(size, (jax.Array, np.ndarray, np.generic)) and size.ndim == 0
         return isinstance(size, int) or (is_array and not _jax.is_tracer(size))
-
-    def _known_size(self) -> int:
-        return int(self._size)
 
     def _settle(self) -> None:
         """Store what is in the tail, in twice the room if need be."""
@@ -272,17 +257,13 @@ class TensorArray:
             at = index.__index__()
             if not self._is_known():
                 return self._size + at if at < 0 else at
-            size = self._known_size()
+            size = int(self._size)
             at = size + at if at < 0 else at
             if at < 0 or (method == "read" and at >= size):
                 got = f"{index} for {size} elements"
                 raise IndexError(
-                    _errors.wrong(
-                        f"{NAME}.{method}",
-                        "index",
-                        "must be that of an element",
-                        got,
-                        "The first has index 0.",
+                    _wrong(
+                        method, "index", "must be that of an element", got, "The first has index 0."
                     )
                 )
             return at
@@ -290,8 +271,8 @@ class TensorArray:
         if not traced or index.ndim:
             got = _errors.short_type(jax.typeof(index)) if traced else repr(index)
             raise TypeError(
-                _errors.wrong(
-                    f"{NAME}.{method}",
+                _wrong(
+                    method,
                     "index",
                     "must be one integer",
                     got,
@@ -306,12 +287,8 @@ class TensorArray:
         advice = "All elements are like the one that the array was made for."
         if tree != self._tree:
             raise TypeError(
-                _errors.wrong(
-                    f"{NAME}.{method}",
-                    "element",
-                    f"must have the structure {self._tree}",
-                    str(tree),
-                    advice,
+                _wrong(
+                    method, "element", f"must have the structure {self._tree}", str(tree), advice
                 )
             )
         out = []
@@ -323,8 +300,8 @@ class TensorArray:
             lossless = jnp.promote_types(value.dtype, want.dtype) == want.dtype
             if value.shape != want.shape or not (lossless or value.weak_type):
                 raise TypeError(
-                    _errors.wrong(
-                        f"{NAME}.{method}",
+                    _wrong(
+                        method,
                         "element",
                         f"must be {_errors.short_type(want)}",
                         _errors.short_type(jax.typeof(value)),
@@ -334,6 +311,10 @@ class TensorArray:
                 )
             out.append(value.astype(want.dtype))
         return out
+
+
+def _wrong(method: str, *rest: Any) -> str:
+    return _errors.wrong(f"{NAME}.{method}", *rest)
 
 
 def _element_type(stored: Any) -> Any:

@@ -281,7 +281,7 @@ class _StepReversal:
         buffers = self.how.apart(carry)[1]
         if self.how.rereads:
             # They have been written to, and going on from them saves a copy.
-            buffers = self.rewind.step(step, self.how.apart(new)[1])
+            buffers = self.rewind.steps(step, 1, self.how.apart(new)[1])
         return self.reverse(step, stored, cts, row), buffers
 
     def reverse_rows(
@@ -291,12 +291,15 @@ class _StepReversal:
 
         def step(k: Any, s: tuple[Cotangents, list]) -> tuple[Cotangents, list]:
             (cts, buffers), row = s, read_rows(rows, k)
-            buffers = self.rewind.step(first + k, buffers)
-            if self.how.plan.store == "carries" and not self.how.plan.keeps_all:
-                return self.reverse_carry(first + k, self.how.together(row, buffers), cts, k)
-            return self.reverse(first + k, row, cts, k), buffers
+            if not repeats:
+                return self.reverse(first + k, row, cts, k), []
+            buffers = self.rewind.steps(first + k, 1, buffers)
+            return self.reverse_carry(first + k, self.how.together(row, buffers), cts, k)
 
-        return repeat_backwards(count, step, (cts, buffers), self.how.loop.unroll)
+        repeats = self.how.plan.store == "carries" and not self.how.plan.keeps_all
+        state = (cts, buffers if repeats else [])
+        cts, before = repeat_backwards(count, step, state, self.how.loop.unroll)
+        return cts, before if repeats else self.rewind.steps(first, count, buffers)
 
     def reverse(self, step: Any, row: list, cts: Cotangents, place: Any) -> Cotangents:
         """Back over one step, number `place` of its segment, given its residuals."""

@@ -15,9 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+from jax import lax
+
 from loopkit import _jax
 from loopkit._jax import Jaxpr, ShapedArray
-from loopkit._slices import read, write
+from loopkit._slices import read, read_p, write
 from loopkit.engine.loop import Loop, Operands, kept, parts
 from loopkit.engine.primitives import while_p
 from loopkit.engine.steps import read_rows, repeat_backwards, row_of
@@ -61,18 +64,20 @@ class Rewind:
     log: Sequence[Any]
     """A row for each step."""
 
-    def step(self, step: Any, buffers: list) -> list:
-        """The buffers before a step, from those after it. Those before it are left as they are."""
-        if self.undo is None:
-            return buffers
-        row = read_rows(self.log, row_of(self.loop, step))
-        return list(_jax.call_jaxpr(self.undo.back)(*self.initial, *buffers, *row))
-
     def steps(self, first: Any, count: Any, buffers: list) -> list:
-        """The buffers before step `first`, from those `count` steps later."""
-        if self.undo is None:
+        """The buffers before step `first`, from those `count` steps later, or less."""
+        undo = self.undo
+        if undo is None:
             return buffers
-        return repeat_backwards(count, lambda k, b: self.step(first + k, b), buffers, 1)
+
+        def back(k: Any, buffers: list) -> list:
+            row = read_rows(self.log, row_of(self.loop, first + k))
+            return list(_jax.call_jaxpr(undo.back)(*self.initial, *buffers, *row))
+
+        # In a loop of its own, also where it is of one step: among what else a step does, the
+        # compiler orders reads and writes so that it has to copy the buffers.
+        count = lax.optimization_barrier(jnp.asarray(count, jnp.int32))
+        return repeat_backwards(count, back, buffers, 1)
 
 
 def with_log(loop: Loop, body: Jaxpr, count: int) -> Loop:
@@ -120,6 +125,7 @@ def find_undo(loop: Loop, saved: Sequence[bool]) -> Undo | None:
 def _logging(j: Any, values: Sequence[Any], sites: Sites) -> tuple[list, list]:
     """The results of a jaxpr, and the log of what it writes."""
     env, log = dict(zip(j.invars, values, strict=True)), []
+    reads: dict[Any, tuple] = {}
 
     def value(v: Any) -> Any:
         return v.val if isinstance(v, _jax.Literal) else env[v]
@@ -129,7 +135,9 @@ def _logging(j: Any, values: Sequence[Any], sites: Sites) -> tuple[list, list]:
         if isinstance(site, Write):
             log.append(ins[2])
             if not site.fresh:
-                old, ins[0] = read(ins[0], ins[2], site.window)
+                starts, window, old = reads.get(eqn.invars[0], (None, None, None))
+                if starts is not ins[2] or window != site.window:
+                    old, ins[0] = read(ins[0], ins[2], site.window)
                 log.append(old)
             outs = _jax.bind_equation(eqn, ins)
         elif site is not None and site.loop is None:
@@ -141,6 +149,9 @@ def _logging(j: Any, values: Sequence[Any], sites: Sites) -> tuple[list, list]:
             log += more
         else:
             outs = _jax.bind_equation(eqn, ins)
+            if eqn.primitive is read_p and eqn.params["value"]:
+                # What is written next may be what was just read.
+                reads[eqn.outvars[-1]] = (ins[1], eqn.params["window"], outs[0])
         env.update(zip(eqn.outvars, outs, strict=True))
     return [value(v) for v in j.outvars], log
 
