@@ -192,7 +192,7 @@ def decode(capacity, steps, cache, query):
         weights = jax.nn.softmax(jnp.einsum("whd,hd->hw", k, q) / WIDTH**0.5)
         return i + 1, keys, values, jnp.einsum("hw,whd->hd", weights, v)
 
-    init = (jnp.int32(capacity), cache, cache, query)
+    init = (jnp.int32(capacity), *cache, query)
     how = {"buffers": lambda c: (c[1], c[2])}
     return loopkit.while_loop(lambda c: c[0] < capacity + steps, body, init, **how)[3]
 

@@ -80,6 +80,10 @@ def _evaluate_read(buffer: Any, *operands: Any, window: Window, value: bool) -> 
     # What is written next comes after: read twice, the buffer would have to be copied first.
     if window.axes and not _jax.KEEPS_BARRIERS:
         found, _ = _in_order(found, _jax.zeros(jax.typeof(found)), starts)
+    if not _is_single(starts):
+        # A gather is not done again where it is used. Held together with it, the buffer would be
+        # copied where it is read after it has been written.
+        return [lax.optimization_barrier(found), buffer]
     return list(lax.optimization_barrier((found, buffer)))
 
 
