@@ -9,6 +9,7 @@ gradient of their risk. `peers`: that search run by other loops. `unbounded`: `u
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 import loopkit
@@ -26,15 +28,19 @@ from harness import (
     measure,
     measurement_table,
     ratio,
+    show_bytes,
     show_seconds,
     table,
+    temp_bytes,
 )
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from decoding import beam
 from decoding.decoder import Decoder
 
 VOCAB, SIZE, WORDS, BEAM = 40, 128, 32, 5
+ROOM = 24  # tokens that every word fits in
+LASTS = (6, 20)  # tokens of the longest word among short ones, among long ones
 
 
 def parameters():
@@ -60,13 +66,16 @@ def decoder(params, hidden, last_step) -> Decoder:
     return Decoder(step, (hidden, jnp.int32(0)))
 
 
-def search_of(max_length):
+def search_one(made: Decoder, max_length: int):
+    options = {"start": 0, "end": 0, "beam_size": BEAM, "max_length": max_length}
+    hypotheses, _ = beam.beam_search(made, stop="first", **options)
+    return hypotheses.scores, hypotheses.tokens[:, :ROOM]
+
+
+def search_of(max_length: int):
     def search(params, hiddens, last_steps):
         def one(hidden, last_step):
-            made = decoder(params, hidden, last_step)
-            options = {"start": 0, "end": 0, "beam_size": BEAM, "max_length": max_length}
-            hypotheses, _ = beam.beam_search(made, stop="first", **options)
-            return hypotheses.scores, hypotheses.lengths
+            return search_one(decoder(params, hidden, last_step), max_length)
 
         return jax.vmap(one)(hiddens, last_steps)
 
@@ -75,7 +84,8 @@ def search_of(max_length):
 
 def slope_of(search):
     def risk(params, hiddens, last_steps):
-        scores, lengths = search(params, hiddens, last_steps)
+        scores, tokens = search(params, hiddens, last_steps)
+        lengths = jnp.sum(tokens != 0, axis=-1)
         return jnp.sum(jax.nn.softmax(scores) * lengths) + jnp.sum(scores)
 
     return jax.grad(risk, argnums=(0, 1))
@@ -126,6 +136,51 @@ def with_loop(while_loop, function):
     return run
 
 
+class Loop(Exception):
+    """What a beam search hands to its loop, taken out of it."""
+
+
+def by_python(limit: int):
+    """Jitted steps of all words, until the host sees that none goes on."""
+
+    def loop_of(params, hidden, last_step):
+        def taken_out(*loop, **_):
+            raise Loop(*loop)
+
+        try:
+            made = decoder(params, hidden, last_step)
+            with_loop(taken_out, search_one)(made, limit)
+        except Loop as loop:
+            return loop.args
+
+    def begin(params, hidden, last_step):
+        return loop_of(params, hidden, last_step)[2]
+
+    def step(params, hidden, last_step, val):
+        cond, body, _ = loop_of(params, hidden, last_step)
+        go = cond(val)
+        val = jax.tree.map(lambda new, old: jnp.where(go, new, old), body(val), val)
+        return val, cond(val)
+
+    lanes = (None, 0, 0)
+
+    def finish(val):
+        return val.ended.scores, beam.backtrace(val.ended, val.history, 0)[:, :ROOM]
+
+    begin = jax.jit(jax.vmap(begin, lanes))
+    step = jax.jit(jax.vmap(step, (*lanes, 0)))
+    finish = jax.jit(jax.vmap(finish))
+
+    def search(*args):
+        val, go = begin(*args), True
+        while go:
+            val, goes_on = step(*args, val)
+            go = bool(jnp.any(goes_on))
+        return finish(val)
+
+    return search
+
+
 # --- sections -------------------------------------------------------------------------------
 
 
@@ -142,15 +197,60 @@ def bound(repeats: int) -> None:
 
 
 def peers(repeats: int, limit: int) -> None:
-    loops = {"loopkit": loopkit.while_loop, "lax.scan": by_scan, "equinox": by_equinox}
-    for last in (6, 20):
+    """The table of docs/decoding.md."""
+    compiled = {
+        "loopkit.while_loop": loopkit.while_loop,
+        "lax.scan, fixed length": by_scan,
+        "equinox.internal.while_loop": by_equinox,
+    }
+    searches = {name: with_loop(loop, search_of(limit)) for name, loop in compiled.items()}
+    python = by_python(limit)
+    seconds: dict[str, list] = {name: [] for name in (*compiled, "Python, jitted steps")}
+    memory: dict[str, int | None] = {}
+    for last in LASTS:
         arguments = words(last)
-        for title, of in (("decoding", lambda f: f), ("gradient", slope_of)):
-            functions = {
-                name: with_loop(loop, of(search_of(limit))) for name, loop in loops.items()
-            }
-            print(f"\n{title}, words of at most {last} tokens, max_length={limit}\n")
-            print(measurement_table(measure(functions, arguments, repeats), "loopkit"), flush=True)
+        for differentiated in (False, True):
+            of = slope_of if differentiated else lambda f: f
+            calls = {name: compile_(of(f), arguments) for name, f in searches.items()}
+            if differentiated:
+                memory = {name: temp_bytes(call) for name, call in calls.items()}
+            calls["Python, jitted steps"] = of(python)
+            memory["Python, jitted steps"] = held_bytes(python, arguments)
+            check_agree(calls, arguments)
+            timed = {name: partial(call, *arguments) for name, call in calls.items()}
+            for name, samples in interleave(timed, repeats).items():
+                seconds[name].append(samples)
+    ours = seconds["loopkit.while_loop"]
+    rows = []
+    for name, columns in seconds.items():
+        cells = [show_seconds(median(column)) for column in columns]
+        if columns is not ours:
+            ratios = [ratio(column, own).mid for column, own in zip(columns, ours, strict=True)]
+            cells = [f"{cell} ({r:.2g}x)" for cell, r in zip(cells, ratios, strict=True)]
+        rows.append((name, *cells, show_bytes(memory[name])))
+    kinds = [f"{kind}, {last} tokens" for last in LASTS for kind in ("decoding", "gradient")]
+    print(f"\n{WORDS} words, beam of {BEAM}, max_length={limit}\n")
+    print(table(("", *kinds, "gradient memory"), rows), flush=True)
+
+
+def compile_(function, arguments):
+    return jax.jit(function).lower(*arguments).compile()
+
+
+def check_agree(calls, arguments) -> None:
+    first, *others = (jax.tree.leaves(call(*arguments)) for call in calls.values())
+    for other in others:
+        for want, got in zip(first, other, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * np.max(np.abs(want)))
+
+
+def held_bytes(search, arguments) -> int:
+    """Of what the backward pass of a Python loop holds: arrays that are no arguments, once each."""
+    *floats, last_steps = arguments
+    _, pull = jax.vjp(lambda *floats: search(*floats, last_steps)[0], *floats)
+    known = {id(x) for x in jax.tree.leaves(arguments)}
+    held = {id(x): x.nbytes for x in jax.tree.leaves(pull) if id(x) not in known}
+    return sum(held.values())
 
 
 def growing(name: str, repeats: int, steps: int) -> tuple[str, ...]:

@@ -129,6 +129,40 @@ def of_one_step(case) -> int:
     return temp_bytes(compiled(loopkit_scan(), short)) + 2 * (case.length - 1) * rows
 
 
+def plan_of(run, case) -> int:
+    """The predicted peak of the loop's plan."""
+
+    def loop(params, init, xs):
+        return run(lambda h, x: case.step(params, h, x), init, xs, case.length, case.length)
+
+    return loopkit.plan(loop, case.params, case.init, case.xs).peak_bytes
+
+
+def predicted(report: Report, case) -> None:
+    """What plans are predicted to need, and what the compiler then needs beyond one step."""
+    base, rows = of_one_step(case), []
+    least = None
+    try:
+        compiled(loopkit_scan(memory=1), case)
+    except ValueError as error:
+        least = int(re.search(r"memory=(\d+)", str(error))[1])
+    worst, over = 0.0, 0.0
+    budgets = {f"memory={show_bytes(k * least)}": k * least for k in (2, 5, 20)}
+    for name, memory in {"default": None, **budgets}.items():
+        for kind, make in (("scan", loopkit_scan), ("until", loopkit_until)):
+            run = make(memory=memory)
+            needed = temp_bytes(compiled(run, case)) - base
+            peak = plan_of(run, case)
+            worst = max(worst, needed / peak)
+            if memory is not None:
+                over = max(over, (needed - 64_000) / memory)
+            sizes = show_bytes(peak), show_bytes(max(needed, 0)), f"{needed / peak:.2f}"
+            rows.append((f"{kind}, {name}", *sizes))
+    report.write(table(("loopkit", "predicted peak", "of the compiler", "ratio"), rows) + "\n")
+    report.target(f"memory over the predicted peak, {case.name}, most", worst, 1.15)
+    report.target(f"memory less 64 kB over `memory`, {case.name}, most", over, 1.05)
+
+
 def within(make, case, limit: int, base: int):
     """The contender whose gradient needs at most `limit` bytes, or None; and its `memory`.
 
@@ -143,24 +177,26 @@ def within(make, case, limit: int, base: int):
             continue
         if needed <= limit and (best is None or memory > best):
             best = memory
-        if 0.97 * limit <= needed <= limit:
+        if 0 <= limit - needed <= 0.03 * memory:
             break
-        memory = max(memory + limit - needed, 1)
+        # Too much: from what the plan is predicted to need, below which another one is found.
+        start = memory if needed <= limit else min(memory, plan_of(make(memory=memory), case))
+        memory = max(start + limit - needed, 1)
     return (None, memory) if best is None else (make(memory=best), best)
 
 
-def compare(report: Report, case, repeats: int) -> dict:
+def compare(report: Report, case, repeats: int, settings=SETTINGS) -> dict:
     runs = {
         "lax.scan": lax_scan,
         "lax.scan of jax.checkpoint": checkpointed_scan,
         "nested scans, 2 levels": nested_scans(2),
         "nested scans, 3 levels": nested_scans(3),
-        **{f"equinox, {s}": equinox(s) for s in SETTINGS},
+        **{f"equinox, {s}": equinox(s) for s in settings},
         "loopkit.scan": loopkit_scan(),
         "loopkit.scan, until": loopkit_until(),
     }
     base = of_one_step(case)
-    limits = {s: temp_bytes(compiled(equinox(s), case)) for s in SETTINGS}
+    limits = {s: temp_bytes(compiled(equinox(s), case)) for s in settings}
     names: dict = {}
     for setting, limit in limits.items():
         for kind, make in (("loopkit.scan", loopkit_scan), ("loopkit.scan, until", loopkit_until)):
@@ -239,12 +275,15 @@ def draw(path: str, results: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--loops", default=",".join(steps.NAMES))
+    parser.add_argument("--settings", default=",".join(map(str, SETTINGS)), help="of equinox")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--sizes", action="store_true", help="only compile, and compare bytes")
     parser.add_argument("--markdown", metavar="FILE")
     parser.add_argument("--picture", metavar="FILE")
     options = parser.parse_args()
     jax.config.update("jax_platforms", {"cpu": "cpu", "gpu": "cuda"}[options.device])
+    settings = [s for s in SETTINGS if str(s) in options.settings.split(",")]
     report = Report()
     report.write(describe_machine() + "\n")
     ratios: dict = {"loopkit.scan": {}, "loopkit.scan, until": {}}
@@ -252,12 +291,18 @@ def main() -> None:
     for name in options.loops.split(","):
         case = steps.make(name)
         report.write(f"## {name}, {case.length} steps\n")
-        found = compare(report, case, options.repeats)
+        predicted(report, case)
+        if options.sizes:
+            continue
+        found = compare(report, case, options.repeats, settings)
         results[name] = found["results"]
         if case.length >= 1000:
             defaults[name] = found["default"]
         for (kind, setting), value in found["over equinox"].items():
             ratios[kind][name, setting] = value
+    if options.sizes:
+        report.summary()
+        return
     report.write("## Cost of a step\n")
     flat_cost(report, options.repeats)
     report.write("\n## Targets\n")

@@ -76,7 +76,7 @@ def draw(path: Path, before, after, risks: list[float]) -> None:
     window = max(1, len(risks) // 20)
     smooth = np.convolve(risks, np.ones(window) / window, mode="valid")
     left.plot(np.arange(len(smooth)) + window, smooth)
-    left.set(xlabel="steps of fine-tuning", ylabel="wrong phones a word, expected over the beam")
+    left.set(xlabel="steps of fine-tuning", ylabel="expected wrong phones a word")
     ranks = np.arange(1, len(before.phone_error_rate) + 1)
     for name, results in (("teacher forcing", before), ("and minimum risk", after)):
         right.plot(ranks, 100 * results.phone_error_rate, "o-", label=name)

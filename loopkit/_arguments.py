@@ -29,10 +29,14 @@ def check_length(function: str, length: Any) -> int:
     return check_whole(function, "length", length, 0, "an int >= 0, the number of steps")
 
 
-def check_unroll(function: str, unroll: Any) -> int:
+def check_unroll(function: str, unroll: Any) -> tuple[int, bool]:
+    """Steps to an iteration, and whether to find out how many."""
+    if isinstance(unroll, str) and unroll == "auto":
+        return 1, True
     if isinstance(unroll, (bool, np.bool_)):
-        return int(unroll)
-    return check_whole(function, "unroll", unroll, 1, "an int >= 1, the steps to an iteration")
+        return int(unroll), False
+    expected = 'an int >= 1, the steps to an iteration, or "auto"'
+    return check_whole(function, "unroll", unroll, 1, expected), False
 
 
 def check_block(function: str, block: Any) -> int | None:

@@ -1,8 +1,8 @@
 """Along which axis each leaf of a tree is sliced or stacked, and whether in place.
 
-An array is sliced where it lies. Only where every step would touch many cache lines and use a few
-bytes of each is it transposed first: lines of one step are still in the cache for the next if there
-are not too many of them. Measured in docs/choosing.md.
+An array is sliced where it lies, unless every step would use a few bytes of each of more cache
+lines than are still at hand for the next step. Then it is transposed first. Measured in
+docs/choosing.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from loopkit.engine.loop import kept, spread
 
 LINE = 64
 """Bytes of a cache line."""
-NEAR = 1 << 22
+FEW = 16
+"""Fewer contiguous bytes than this make poor use of a line."""
+NEAR = 1 << 13
 """Bytes of cache lines that are still at hand a step later."""
 
 SCAN = "scan"
@@ -171,9 +173,10 @@ def _filled(whole: Sequence[Any], sliced: Sequence[bool]) -> list:
 
 def in_place(aval: Any, axis: int) -> int:
     """`axis`, or 0 if an array of this type had better be transposed before it is sliced."""
-    run = math.prod(aval.shape[axis + 1 :]) * getattr(aval.dtype, "itemsize", LINE)
+    item = getattr(aval.dtype, "itemsize", LINE)
+    run = math.prod(aval.shape[axis + 1 :]) * item
     lines = math.prod(aval.shape[:axis])
-    return axis if run >= LINE or lines * LINE <= NEAR else 0
+    return 0 if run < FEW and lines * LINE > NEAR else axis
 
 
 def leaf_axes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ def check_budget(function: str, checkpoints: Any, memory: Any, bound: int | None
             got = f"memory={memory!r} and checkpoints={checkpoints!r}"
             expected = "cannot be given together with `checkpoints`"
             raise ValueError(_errors.wrong(function, "memory", expected, got, advice))
+        if isinstance(memory, Mapping):
+            return _two_memories(function, memory)
         return Bytes(read_bytes(function, "memory", memory))
     if checkpoints is None or isinstance(checkpoints, (Plan, Bytes)):
         return checkpoints
@@ -61,6 +64,20 @@ def check_budget(function: str, checkpoints: Any, memory: Any, bound: int | None
         return "all"
     expected = 'None, an int >= 1 (carries to keep), "all" or a Plan'
     return check_whole(function, "checkpoints", checkpoints, 1, expected)
+
+
+def _two_memories(function: str, memory: Mapping) -> Bytes:
+    """Checkpoints on the host, the rest on the device."""
+    if set(memory) != {"device", "host"}:
+        advice = (
+            'Checkpoints are then kept on the host: memory={"device": "64 MB", "host": "4 GB"}.'
+        )
+        expected = 'must have the keys "device" and "host" if it is a dict'
+        raise ValueError(
+            _errors.wrong(function, "memory", expected, f"the keys {sorted(memory)}", advice)
+        )
+    device, host = (read_bytes(function, "memory", memory[k]) for k in ("device", "host"))
+    return Bytes(device, host)
 
 
 def read_bytes(function: str, argument: str, value: Any) -> int:

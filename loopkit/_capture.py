@@ -57,7 +57,8 @@ class Traced:
 
     def of_length(self, length: int) -> Traced:
         """The same loop with another length."""
-        return replace(self, loop=interned(self.loop.replace(length=length)))
+        make = lambda: interned(self.loop.replace(length=length))
+        return replace(self, loop=self.loop.derived(("length", length), make))
 
     def run(self, init: Sequence[Any], xs: Sequence[Any]) -> tuple[list, list]:
         """Final carry leaves and ys leaves."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools as ft
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,13 @@ from loopkit import _arguments, _jax, _jaxpr
 from loopkit._cache import Recent, remember
 from loopkit._capture import type_key
 from loopkit._lax_loops import LoopSite, Settings
+from loopkit._plan import Bytes
 from loopkit._replace_lax_loops import replacing, settings_of
+from loopkit.engine.loop import Loop
+
+
+class Share(Bytes):
+    """A budget for all the loops of a function, which are still to be counted."""
 
 
 class Program(NamedTuple):
@@ -22,6 +29,8 @@ class Program(NamedTuple):
     jaxpr: Any
     consts: list
     out_tree: Any
+    kept: list
+    """What it returns as it is; None in the place of an array."""
 
     @property
     def closed_over(self) -> list:
@@ -33,6 +42,7 @@ def checkpointed(
     *,
     max_steps: int | None = None,
     checkpoints: Any = None,
+    memory: int | str | dict | None = None,
     only: Callable[[LoopSite], Any] | None = None,
 ) -> Callable:
     """`fn` with every `jax.lax` loop inside it replaced by loopkit's.
@@ -46,12 +56,15 @@ def checkpointed(
 
     - `fn`: any function that JAX can trace. Arguments that are arrays, floats or complex numbers
         become abstract, as under `jax.jit`; bools, ints, strings, functions and other leaves are
-        passed to `fn` as they are.
+        passed to `fn` as they are, and returned as they are.
     - `max_steps`: the most steps of each while loop, a static int; None for no bound. A loop that
         needs more stops there.
     - `checkpoints`: what the backward pass of each loop keeps. None: about the square root of
         the number of steps in carries. An int c: at most c carries. "all": what the derivative of
-        every step reads (while loops then need `max_steps`).
+        every step reads (while loops then need `max_steps`). A `Plan`: what it says.
+    - `memory`: the same as a budget in bytes, an int, a string such as "64 MB" or a dict of two
+        of them, as in `loopkit.scan`. The loops of `fn` share it in equal parts: it is what the
+        gradient may need beyond what it needs for a single step of each. Give one of the two.
     - `only`: `LoopSite -> bool`, called once a loop as it is traced: whether to replace it. A
         `LoopSite` has `kind`, `name_stack`, `source`, `length` and `carry_bytes`.
 
@@ -76,10 +89,13 @@ def checkpointed(
         print(jax.grad(loopkit.checkpointed(collatz_like))(2.0))  # 5525
         ```
     """
+    given = {"max_steps": max_steps, "checkpoints": checkpoints, "memory": memory, "only": only}
     if fn is None:
-        return ft.partial(checkpointed, max_steps=max_steps, checkpoints=checkpoints, only=only)
+        return ft.partial(checkpointed, **given)
     _arguments.check_callable("checkpointed", "fn", fn)
-    settings = settings_of("checkpointed", max_steps, checkpoints, only)
+    settings = settings_of("checkpointed", **given)
+    if isinstance(settings.budget, Bytes):
+        settings = replace(settings, budget=Share(**vars(settings.budget)))
 
     programs = Recent(256)
 
@@ -97,20 +113,21 @@ def _call(fn: Callable, settings: Settings, programs: Recent, args: tuple, kwarg
     static = [v for v, t in zip(leaves, traced, strict=True) if not t]
 
     def trace() -> Program:
-        out_tree = None
+        out_tree, rest = None, []
 
         def flat(*values: Any) -> list:
-            nonlocal out_tree
+            nonlocal out_tree, rest
             given, kept = iter(values), iter(static)
             inputs = [next(given) if t else next(kept) for t in traced]
             args, kwargs = tree.unflatten(inputs)
             out, out_tree = jax.tree.flatten(fn(*args, **kwargs))
-            return list(map(_jax.as_array, out))
+            rest = [None if isinstance(v, jax.Array) else v for v in out]
+            return [v for v in out if isinstance(v, jax.Array)]
 
         name = getattr(fn, "__name__", "checkpointed")
         with replacing(settings):
             jaxpr, consts = _jax.trace(flat, [jax.typeof(v) for v in arrays], name)
-        return Program(_with_rules(jaxpr, settings), consts, out_tree)
+        return Program(_with_rules(_shared(jaxpr), settings), consts, out_tree, rest)
 
     types = (settings, tree, tuple(traced), type_key(arrays))
 
@@ -121,13 +138,35 @@ def _call(fn: Callable, settings: Settings, programs: Recent, args: tuple, kwarg
         return remember((fn, *functions), (*types, values), trace)
 
     program = programs.remember((*types, _typed(static), _jax.trace_context()), remembered)
-    outs = _jax.call_jaxpr(program.jaxpr)(*program.consts, *arrays)
-    return program.out_tree.unflatten(outs)
+    outs = iter(_jax.call_jaxpr(program.jaxpr)(*program.consts, *arrays))
+    return program.out_tree.unflatten(next(outs) if v is None else v for v in program.kept)
 
 
 def _typed(values: list) -> tuple:
     """A key in which 1 and True differ."""
     return tuple((type(v), v) for v in values)
+
+
+def _shared(jaxpr: Any) -> Any:
+    """The budget of the whole function in equal parts, one for each time that a loop is run."""
+    count = sum(_takes_part(eqn) for eqn in _jaxpr.all_equations(jaxpr))
+    if not count:
+        return jaxpr
+
+    def with_its_part(eqn: Any) -> Any:
+        if not _takes_part(eqn):
+            return eqn
+        loop = eqn.params["loop"]
+        part = Bytes(**vars(loop.checkpoints) | {"loops": count})
+        loop = loop.replace(checkpoints=part)
+        return eqn.replace(params=eqn.params | {"loop": loop})
+
+    return _jaxpr.map_equations(jaxpr, with_its_part)
+
+
+def _takes_part(eqn: Any) -> bool:
+    loop = eqn.params.get("loop")
+    return isinstance(loop, Loop) and isinstance(loop.checkpoints, Share)
 
 
 def _with_rules(jaxpr: Any, settings: Settings) -> Any:

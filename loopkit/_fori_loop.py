@@ -26,10 +26,10 @@ def fori_loop(
     body_fun: Callable[[Any, T], T],
     init_val: T,
     *,
-    unroll: int | bool | None = None,
+    unroll: int | bool | str | None = None,
     max_steps: int | None = None,
     checkpoints: Any = None,
-    memory: int | str | None = None,
+    memory: int | str | dict | None = None,
     buffers: Any = None,
     checks: bool | None = None,
     return_info: bool = False,
@@ -50,7 +50,8 @@ def fori_loop(
     - `lower`, `upper`: integers, static or traced.
     - `body_fun`: `(int[], T) -> T`.
     - `init_val`: a pytree of arrays.
-    - `unroll`: steps to an iteration of the compiled loop; True for all, if their number is known.
+    - `unroll`: steps to an iteration of the compiled loop; True for all, if their number is known;
+      "auto" as in `loopkit.while_loop`.
     - `max_steps`: the most steps to take, a static int.
     - `checkpoints`, `memory`, `buffers`, `checks`, `return_info`: as in `loopkit.while_loop`;
       "all" needs static bounds or `max_steps`.

@@ -8,6 +8,7 @@ closes over has become leading arguments.
 from __future__ import annotations
 
 import functools as ft
+import os
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any, cast
@@ -81,6 +82,12 @@ def varying(aval: ShapedArray) -> frozenset[str]:
     return frozenset(aval.manual_axis_type.varying)
 
 
+def is_spread(aval: ShapedArray) -> bool:
+    """Whether the type says how values are laid out over devices."""
+    sharding = getattr(aval, "sharding", None)
+    return sharding is not None and not sharding.mesh.empty
+
+
 def vary_like(value: Any, avals: Sequence[ShapedArray]) -> Any:
     """`value` made to vary over every manual axis over which one of `avals` does."""
     axes = frozenset().union(*map(varying, avals)) - varying(jax.typeof(value))
@@ -98,6 +105,30 @@ def type_like(aval: ShapedArray, avals: Sequence[ShapedArray]) -> ShapedArray:
             axes = manual.varying | varying(other)
             aval = aval.update(manual_axis_type=manual.update(varying=axes))
     return aval
+
+
+def on_host(aval: ShapedArray) -> ShapedArray:
+    """The type of a value that is kept in the host's memory."""
+    return aval.update(memory_space=jax.memory.Space.Host)
+
+
+def on_device(aval: ShapedArray) -> ShapedArray:
+    return aval.update(memory_space=jax.memory.Space.Device)
+
+
+def is_on_host(aval: Any) -> bool:
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def placed(value: Any, aval: ShapedArray | None = None) -> Any:
+    """`value` in the memory that the type says, the device's if there is none."""
+    host, here = aval is not None and is_on_host(aval), is_on_host(jax.typeof(value))
+    if isinstance(value, jax.Array) and not is_tracer(value):
+        # What a primitive returns outside jit is on the device, whatever its type says.
+        here = value.sharding.memory_kind == "pinned_host"
+    if host == here:
+        return value
+    return jax.device_put(value, jax.memory.Space.Host if host else jax.memory.Space.Device)
 
 
 def is_differentiable(aval: ShapedArray) -> bool:
@@ -358,15 +389,26 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
+INNER = tuple(
+    os.path.join("jax", "_src", name)
+    for name in ("lax", "core.py", "source_info_util.py", "traceback_util.py")
+)
+"""Files that every loop goes through."""
+
+
 def source_of(eqn: Any | None, skipped: str) -> tuple[str, int, str] | None:
     """File, line and function outside jax and the folder `skipped` that made an equation.
 
-    Without an equation, those of the code being traced.
+    Without an equation, those of the code being traced. Of a loop inside one of jax's own, the
+    function of jax that wrote it.
     """
     info = source_info.current() if eqn is None else eqn.source_info
     for frame in source_info.user_frames(info.traceback):
         if not frame.file_name.startswith(skipped):
             return frame.file_name, frame.start_line, frame.function_name
+    for frame in [] if info.traceback is None else info.traceback.frames:
+        if not any(part in frame.file_name for part in (skipped, *INNER)):
+            return frame.file_name, frame.line_num, frame.function_name
     return None
 
 

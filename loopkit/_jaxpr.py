@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -64,6 +64,23 @@ def holds_custom_vjp(jaxpr: Jaxpr) -> bool:
     return any(
         eqn.primitive.name.startswith("custom_vjp_call")
         or (eqn.primitive.name not in USED_UP and any(map(inside, eqn.params.values())))
+        for eqn in _jax.open_jaxpr(jaxpr).eqns
+    )
+
+
+def holds_while_loop(jaxpr: Jaxpr) -> bool:
+    """Whether a loop is run anywhere inside that ends when its values say so."""
+
+    def inside(value: Any) -> bool:
+        if isinstance(value, tuple):
+            return any(map(inside, value))
+        if getattr(value, "cond", None) is not None:  # a loop of ours
+            return True
+        body = getattr(value, "body", value)
+        return hasattr(body, "eqns") and holds_while_loop(body)
+
+    return any(
+        eqn.primitive.name == "while" or any(map(inside, eqn.params.values()))
         for eqn in _jax.open_jaxpr(jaxpr).eqns
     )
 
@@ -201,6 +218,25 @@ def map_equations(jaxpr: Jaxpr, change: Callable[[Any], Any]) -> Jaxpr:
         return new if j is value else value.replace(jaxpr=new)
 
     return inside(jaxpr)
+
+
+def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    """The equations of a jaxpr and of all those in it, as often as they are run in a pass."""
+
+    def inside(value: Any) -> Iterator[Any]:
+        if isinstance(value, tuple):
+            for v in value:
+                yield from inside(v)
+        elif hasattr(value, "map_jaxprs"):
+            found = []
+            value.map_jaxprs(lambda j: found.append(j) or j)
+            yield from inside(tuple(found))
+        elif hasattr(value, "eqns"):
+            yield from all_equations(value)
+
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
+        yield eqn
+        yield from inside(tuple(eqn.params.values()))
 
 
 # ---------------------------------------------------------------- the same, varying

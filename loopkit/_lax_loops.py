@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from loopkit import _errors, _jax
 from loopkit._capture import as_loop
 from loopkit._function_key import function_key
+from loopkit._plan import Budget
 from loopkit.engine.loop import parts
 
 PACKAGE = str(Path(__file__).resolve().parent)
@@ -41,7 +42,7 @@ class Settings:
     function: str
     """What the user called, for errors."""
     max_steps: int | None
-    checkpoints: Any
+    budget: Budget
     only: Callable[[LoopSite], Any] | None = field(compare=False)
     only_key: Any = None
     """Equal for predicates that do the same: part of jit's cache keys."""
@@ -49,9 +50,9 @@ class Settings:
     """What that key refers to by identity."""
 
     @staticmethod
-    def of(function: str, max_steps: int | None, checkpoints: Any, only: Any) -> Settings:
+    def of(function: str, max_steps: int | None, budget: Budget, only: Any) -> Settings:
         key, alive, mortal = (None, [], []) if only is None else function_key(only)
-        return Settings(function, max_steps, checkpoints, only, key, (*alive, *mortal))
+        return Settings(function, max_steps, budget, only, key, (*alive, *mortal))
 
     def wants(self, site: LoopSite) -> bool:
         return self.only is None or bool(self.only(site))
@@ -94,7 +95,7 @@ class LaxLoop(NamedTuple):
         """The loop's results, computed by loopkit."""
         cond, cond_consts, length = self.cond, self.cond_consts, self.length
         if self.kind == "while_loop":
-            if length is None and settings.checkpoints == "all" and settings.max_steps is None:
+            if length is None and settings.budget == "all" and settings.max_steps is None:
                 raise ValueError(
                     _errors.wrong(
                         settings.function,
@@ -119,7 +120,7 @@ class LaxLoop(NamedTuple):
             {
                 "length": length,
                 "reverse": self.params.get("reverse", False),
-                "checkpoints": settings.checkpoints,
+                "checkpoints": settings.budget,
                 "unroll": max(1, min(self.params.get("unroll", 1), length or 1)),
                 "name": self.kind,
             },

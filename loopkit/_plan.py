@@ -20,8 +20,12 @@ CACHES = (1 << 20, 0.06), (1 << 25, 0.12), (math.inf, 1.2)
 """Up to so many bytes in use, so many nanoseconds to write and read one of them. Beyond the last
 cache, memory is new at every call, and has to be cleared by the system first."""
 
+TRANSFER = 0.1
+"""Nanoseconds to bring a byte to the host and back."""
 COUNTERS = 512
 """Bytes of step numbers and the like."""
+TABLES = 384
+"""Bytes that following a schedule takes beside them."""
 
 Store = Literal["carries", "residuals"]
 
@@ -31,6 +35,8 @@ class Bytes:
     """A budget in bytes."""
 
     count: int
+    host: int | None = None
+    """Of checkpoints in the host's memory; None if they are kept on the device."""
     loops: int = 1
     """How many loops share it, in equal parts."""
 
@@ -94,6 +100,8 @@ class Plan:
     """Whether the forward pass itself stores the residuals of every step."""
     thinned: bool = False
     """Whether checkpoints are thinned evenly; else the one that costs least is dropped."""
+    host: bool = False
+    """Whether what the forward pass saves is kept in the host's memory."""
     bound: int | None = None
     """The most steps the loop can take; None if nothing bounds it."""
     exact: bool = False
@@ -132,15 +140,25 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted: what the gradient of the loop needs beyond that of a single step."""
+        """Predicted: what the gradient of the loop needs beyond that of a single step.
+
+        Of the device's memory.
+        """
         if self.bound is not None and self.bound <= 1:
             return 0
-        return self.slot_bytes + self.row_bytes + self.least_bytes
+        return self.slot_bytes - self.host_bytes + self.row_bytes + self.least_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of checkpoints in the host's memory."""
+        return self.slot_bytes if self.host else 0
 
     @property
     def least_bytes(self) -> int:
         """What any plan needs: the carry on its way, the sums, a few counters."""
         counters = 0 if self.every_carry or self.keeps_all else COUNTERS
+        if counters and not self.direct:
+            counters += TABLES
         log = 0 if self.keeps_all else (self.bound or 0) * self.step.log_bytes
         carry = self.step.carry_bytes + self.step.buffer_bytes
         return carry + log + self.step.sum_bytes + counters
@@ -168,11 +186,12 @@ class Plan:
     @property
     def stored(self) -> str:
         """What is stored, in words."""
+        where = " on the host" if self.host else ""
         if self.keeps_all:
-            return "the residuals of every step"
+            return f"the residuals of every step{where}"
         if self.every_carry:
-            return "the carry of every step"
-        words = f"{self.slots} carries"
+            return f"the carry of every step{where}"
+        words = f"{self.slots} carries{where}"
         if self.leaf > 1:
             words += f", then the {self.store} of {self.leaf} steps at a time"
         return words
@@ -183,6 +202,8 @@ class Plan:
             of_step = self.step.carry_bytes, self.step.residual_bytes
             lines.append("of a step  {:,} bytes of carry, {:,} of residuals".format(*of_step))
             lines.append(f"peak       {self.peak_bytes:,} bytes")
+            if self.host:
+                lines.append(f"host       {self.host_bytes:,} bytes")
         if self.bound is not None:
             run, again = self.evaluations()
             at_most = "" if self.exact else "at most "
@@ -211,11 +232,12 @@ class Plan:
         step = self.step
         in_use = self.peak_bytes
         price = next(p for size, p in CACHES if in_use <= size)
+        save = TRANSFER if self.host else price
         if self.keeps_all:
-            return steps * (step.record + price * step.residual_bytes)
+            return steps * (step.record + save * step.residual_bytes)
         log = steps * price * 2 * step.log_bytes
         if self.every_carry:
-            return log + steps * (step.run + step.remake + price * step.carry_bytes)
+            return log + steps * (step.run + step.remake + save * step.carry_bytes)
         units = -(-steps // self.leaf)
         run, again = self.evaluations(steps)
         row = price * step.row_bytes(self.store) if self.leaf > 1 else 0
@@ -223,7 +245,7 @@ class Plan:
         if self.store == "carries":
             replay = step.run * (1 - 1 / self.leaf) + step.remake + row
         passes = (run + again - steps) * step.run
-        return log + passes + steps * replay + units * (SEGMENT + price * step.carry_bytes)
+        return log + passes + steps * replay + units * (SEGMENT + save * step.carry_bytes)
 
 
 Budget = int | str | Bytes | Plan | None

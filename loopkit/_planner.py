@@ -69,7 +69,10 @@ def make_plan(
         assert bound is not None, "checked with the arguments"
         return replace(loop, leaf=bound, store="residuals", keeps_all=True)
     if isinstance(budget, Bytes):
-        return _cheapest(budget.count // budget.loops, loop, name, loops=budget.loops)
+        loops, host = budget.loops, budget.host
+        if host is not None:
+            loop, host = replace(loop, host=True), host // loops
+        return _cheapest(budget.count // loops, loop, name, host, loops=loops)
     if isinstance(budget, int):
         return _in_carries(budget, loop)
     return _default(loop)
@@ -141,24 +144,45 @@ def _in_carries(budget: int, loop: Plan) -> Plan:
     bound = loop.bound
     if bound is not None and budget >= bound:
         return replace(loop, slots=max(bound, 1))
-    return _cheapest(budget * (loop.step.carry_bytes + 4) + loop.least_bytes, loop, "", budget)
+    count = budget * (loop.step.carry_bytes + 4) + loop.least_bytes
+    return _cheapest(count, loop, "", most=budget)
 
 
 @lru_cache(maxsize=256)
-def _cheapest(count: int, loop: Plan, name: str, most: int | None = None, loops: int = 1) -> Plan:
-    """The plan of least predicted time that needs at most `count` bytes, and `most` slots."""
+def _cheapest(
+    count: int,
+    loop: Plan,
+    name: str,
+    host: int | None = None,
+    most: int | None = None,
+    loops: int = 1,
+) -> Plan:
+    """The plan of least predicted time that needs at most `count` bytes, and `most` slots.
+
+    Checkpoints may be in so many bytes of the host's memory.
+    """
     bound, step = loop.bound, loop.step
     steps = bound
     if steps is None:
         steps = REACH * max(1, min(count // step.carry_bytes, MANY))
-    plans = [p for p in _candidates(count, loop, steps, most) if p.peak_bytes <= count]
+    room = count if host is None else host
+    plans = [
+        p
+        for p in _candidates(count, room, loop, steps, most)
+        if p.peak_bytes <= count and p.host_bytes <= room
+    ]
     if plans:
         return min(plans, key=lambda p: p.nanoseconds(steps))
     least = replace(loop, slots=1)
     if most is not None:
         return least
-    needed = least.peak_bytes * loops
     each = " for each of the loops that share it" if loops > 1 else ""
+    if host is not None and host < least.host_bytes:
+        raise ValueError(
+            f"loopkit.{name}: `memory` must be at least {least.host_bytes * loops} bytes on the "
+            f"host, got {host * loops} bytes. That is one checkpoint{each}. Pass more for 'host'."
+        )
+    needed = least.peak_bytes * loops
     raise ValueError(
         f"loopkit.{name}: `memory` must be at least {needed} bytes, got {count * loops} "
         f"bytes. That is a checkpoint of {step.carry_bytes} bytes, and what a gradient needs "
@@ -166,7 +190,8 @@ def _cheapest(count: int, loop: Plan, name: str, most: int | None = None, loops:
     )
 
 
-def _candidates(count: int, loop: Plan, steps: int, most: int | None) -> Iterator[Plan]:
+def _candidates(count: int, room: int, loop: Plan, steps: int, most: int | None) -> Iterator[Plan]:
+    """Plans whose checkpoints are in `room` bytes, and near `count` bytes on the device."""
     step, bound = loop.step, loop.bound
     if bound is not None:
         yield replace(loop, leaf=max(bound, 1), store="residuals", keeps_all=True)
@@ -176,7 +201,7 @@ def _candidates(count: int, loop: Plan, steps: int, most: int | None) -> Iterato
         for leaf in _leaves(steps, loop.exact):
             units = -(-steps // leaf)
             plan = replace(loop, slots=1, leaf=leaf, store=store)
-            left = count - plan.row_bytes - plan.least_bytes
+            left = room if loop.host else count - plan.row_bytes - plan.least_bytes
             slots = left // step.carry_bytes
             if slots < units or bound is None:
                 slots = min(left // (step.carry_bytes + 4), SPLIT if loop.exact else PLACED)

@@ -29,6 +29,7 @@ def replace_lax_loops(
     *,
     max_steps: int | None = None,
     checkpoints: Any = None,
+    memory: int | str | dict | None = None,
     only: Callable[[LoopSite], Any] | None = None,
 ) -> Iterator[None]:
     """Replace every `jax.lax` loop that is traced inside the `with` block by loopkit's.
@@ -44,6 +45,7 @@ def replace_lax_loops(
     **Arguments:**
 
     - `max_steps`, `checkpoints`, `only`: as in `loopkit.checkpointed`.
+    - `memory`: as there, but each loop has the whole budget: how many there are is not known.
 
     **Returns:**
 
@@ -66,17 +68,19 @@ def replace_lax_loops(
             print(jax.grad(halvings)(10.0))  # 0.0625
         ```
     """
-    with replacing(settings_of("replace_lax_loops", max_steps, checkpoints, only)):
+    with replacing(settings_of("replace_lax_loops", max_steps, checkpoints, memory, only)):
         yield
 
 
-def settings_of(function: str, max_steps: Any, checkpoints: Any, only: Any) -> Settings:
+def settings_of(
+    function: str, max_steps: Any, checkpoints: Any, memory: Any, only: Any
+) -> Settings:
     max_steps = _arguments.check_max_steps(function, max_steps)
     # That while loops need a bound for "all" is checked when there is one.
-    check_budget(function, checkpoints, None, 0)
+    budget = check_budget(function, checkpoints, memory, 0)
     if only is not None:
         _arguments.check_callable(function, "only", only)
-    return Settings.of(function, max_steps, checkpoints, only)
+    return Settings.of(function, max_steps, budget, only)
 
 
 @contextmanager
@@ -105,7 +109,7 @@ def _diverted(bind: Callable, describe: Callable) -> Callable:
         if settings is None:
             return bind(*operands, **params)
         loop = describe(operands, params)
-        stored = loop.kind == "scan" and settings.checkpoints == "all"
+        stored = loop.kind == "scan" and settings.budget == "all"
         if stored or not loop.replaceable or not settings.wants(loop.site):
             # A scan that stores every step is lax's own.
             return bind(*operands, **params)

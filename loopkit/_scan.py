@@ -34,7 +34,7 @@ def scan(
     xs: X | None = None,
     length: int | None = None,
     reverse: bool = False,
-    unroll: int | bool = 1,
+    unroll: int | bool | str = 1,
     _split_transpose: bool = False,
     *,
     until: Callable[[Carry, Y], Any] | None = None,
@@ -42,7 +42,7 @@ def scan(
     out_axes: Any = 0,
     truncate: int | None = None,
     checkpoints: Any = None,
-    memory: int | str | None = None,
+    memory: int | str | dict | None = None,
     buffers: Any = None,
     checks: bool | None = None,
     return_info: bool = False,
@@ -67,7 +67,8 @@ def scan(
     - `xs`: a pytree of arrays, scanned over along `in_axes`; None for no input.
     - `length`: steps, a static int; needed if no leaf of `xs` is scanned over.
     - `reverse`: go from the last row of `xs` and `ys` to the first.
-    - `unroll`: steps to an iteration of the compiled loop; True for all of them.
+    - `unroll`: steps to an iteration of the compiled loop; True for all of them; "auto" for what
+      takes least time, compilation included, by a trial that is kept in the user's cache folder.
     - `until`: `(Carry, Y) -> bool[]`. Stop after the first step for which it holds. Cost follows
       the steps taken.
     - `in_axes`: the axis of `xs` to scan over: an int, or a tree of ints that is a prefix of `xs`.
@@ -83,7 +84,8 @@ def scan(
       more recomputation. "all": what the derivative of every step reads, as lax.scan. A `Plan`:
       what it says.
     - `memory`: the same as a budget in bytes, an int or a string such as "64 MB": what the backward
-      pass may need beyond what it needs for a single step. Give one of the two.
+      pass may need beyond what it needs for a single step. A dict of two, `{"device": "64 MB",
+      "host": "4 GB"}`, keeps the checkpoints in the host's memory. Give one of the two.
     - `buffers`: which leaves of the carry are read and written in slices: a function of the carry
       that returns them, or a tree of bools that matches it. In the body they are
       `loopkit.Buffer`s, written in place, forward and backward.
@@ -177,7 +179,7 @@ def run_scan(
     inputs = Inputs.of(xs, in_axes, length)
     length = inputs.length
     budget = check_budget(name, checkpoints, memory, length)
-    unroll = length if unroll is True else _arguments.check_unroll(name, unroll)
+    unroll, auto = (length, False) if unroll is True else _arguments.check_unroll(name, unroll)
     unroll = min(max(1, unroll), max(1, length))
     if split_transpose and (budget != "all" or stopping):
         raise ValueError(
@@ -191,7 +193,8 @@ def run_scan(
         )
     truncate = _arguments.check_truncate(name, truncate)
     if truncate is not None and truncate < length:
-        part = ft.partial(run_scan, names, unroll=unroll, split_transpose=False)
+        at_once = "auto" if auto else unroll
+        part = ft.partial(run_scan, names, unroll=at_once, split_transpose=False)
         of_block = {"buffers": buffers, "checks": checks}
         result = truncated(
             part, f, init, inputs, reverse, until, out_axes, truncate, budget, of_block
@@ -238,6 +241,7 @@ def run_scan(
         "reverse": reverse,
         "checkpoints": budget,
         "unroll": unroll,
+        "auto_unroll": auto,
         "name": name,
     }
     values = len(carried.flags)

@@ -10,6 +10,7 @@ from jax import lax
 from loopkit import _jax
 from loopkit._capture import Traced
 from loopkit.engine.loop import Loop, kept, parts, spread
+from loopkit.engine.unrolling import settled
 
 
 def run_stored(traced: Traced, init: list, xs: list, split_transpose: bool) -> tuple[list, list]:
@@ -36,6 +37,6 @@ def _stored_scan(
         xs,
         loop.length,
         reverse=loop.reverse,
-        unroll=loop.unroll,
+        unroll=settled(loop),
         _split_transpose=split_transpose,
     )

@@ -8,6 +8,7 @@ that block alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -103,7 +104,7 @@ def _shared(budget: Budget, count: int, truncate: int) -> tuple[Any, Any]:
             )
         )
     if isinstance(budget, Bytes):
-        half = Bytes(budget.count, loops=2)
+        half = replace(budget, loops=2)
         return half, half
     if isinstance(budget, int):
         outer = min(count, max(1, budget // 2))

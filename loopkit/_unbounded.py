@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from loopkit import _arguments, _errors, _jax
@@ -161,13 +162,14 @@ def _run(
     progress: Callable | None,
 ) -> tuple[Any, Any, LoopInfo]:
     traced, tree = trace_segment(NAMES, f, init, xs, until, checkpoints)
-    carry, stopped, steps = init, jnp.array(False), jnp.int32(0)
+    carry, stopped, steps = init, np.array(False), np.int32(0)
     longest, size, chunks = 0, 0, []
     try:
         for size, left, x in _segments(jax.tree.leaves(xs), rows, sizes):
-            start = jax.tree.leaves((carry, Progress(jnp.int32(left), stopped)))
+            start = jax.tree.leaves((carry, Progress(np.int32(left), stopped)))
             leaves, ys = traced.of_length(size).run(start, x)
-            carry, (unused, stopped) = tree.unflatten(leaves)
+            carry, place = tree.unflatten(leaves)
+            unused, stopped = map(_fetched, place)
             taken = left - unused  # none in a lane that had stopped
             steps = steps + taken
             most, done = _on_host(taken, stopped)
@@ -183,7 +185,12 @@ def _run(
             raise
         widths = _bytes(traced.loop.ys_types), _bytes(traced.carry_types)
         raise MemoryError(ran_out_after(NAMES.function, longest, size, *widths)) from error
-    return carry, traced.y_tree.unflatten(ys), LoopInfo(steps, stopped)
+    return carry, traced.y_tree.unflatten(ys), LoopInfo(jnp.asarray(steps), jnp.asarray(stopped))
+
+
+def _fetched(value: Any) -> Any:
+    """On the host, where counting is cheaper, if it is known."""
+    return value if _jax.is_tracer(value) else np.asarray(value)
 
 
 def _segments(xs: list, rows: int | None, sizes: Iterator[int]) -> Iterator[tuple[int, int, list]]:

@@ -28,10 +28,10 @@ def while_loop(
     *,
     max_steps: int | None = None,
     checkpoints: Any = None,
-    memory: int | str | None = None,
+    memory: int | str | dict | None = None,
     buffers: Any = None,
     checks: bool | None = None,
-    unroll: int = 1,
+    unroll: int | str = 1,
     throw: bool = False,
     return_info: bool = False,
 ) -> Any:
@@ -57,14 +57,16 @@ def while_loop(
       what the derivative of every step reads, and no recomputation (needs `max_steps`). A
       `Plan`: what it says.
     - `memory`: the same as a budget in bytes, an int or a string such as "64 MB": what the backward
-      pass may need beyond what it needs for a single step. Give one of the two.
+      pass may need beyond what it needs for a single step. A dict of two, `{"device": "64 MB",
+      "host": "4 GB"}`, keeps the checkpoints in the host's memory. Give one of the two.
     - `buffers`: which leaves of the carry are read and written in slices: a function of the carry
       that returns them, or a tree of bools that matches it. In the body they are
       `loopkit.Buffer`s, written in place, forward and backward.
     - `checks`: raise an error at run time where a buffer is read in a row that nothing has been
       written to, or read or written out of bounds: the error names buffer, index and step. Slow.
       None: as the environment variable LOOPKIT_CHECKS says.
-    - `unroll`: steps to an iteration of the compiled loop.
+    - `unroll`: steps to an iteration of the compiled loop; "auto" for what takes least time,
+      compilation included, by a trial that is kept in the user's cache folder.
     - `throw`: raise an error at run time if `max_steps` steps were not enough.
     - `return_info`: also return a `LoopInfo`.
 
@@ -130,7 +132,7 @@ def run_while(
     _arguments.check_callable(name, names.body, body_fun)
     max_steps = _arguments.check_max_steps(name, max_steps)
     budget = check_budget(name, checkpoints, memory, max_steps)
-    unroll = _arguments.check_unroll(name, unroll)
+    unroll, auto = _arguments.check_unroll(name, unroll)
     init_val = _arguments.as_arrays(name, names.init, init_val)
     carried = _carried.find(names, buffers, init_val)
     checking = _checks.wanted(name, checks) and carried.any
@@ -166,7 +168,13 @@ def run_while(
         val, go, *_ = tree.unflatten(carry)
         return go if masking else cond_fun(val)
 
-    settings = {"length": max_steps, "checkpoints": budget, "unroll": unroll, "name": name}
+    settings = {
+        "length": max_steps,
+        "checkpoints": budget,
+        "unroll": unroll,
+        "auto_unroll": auto,
+        "name": name,
+    }
     values = len(carried.flags)
     flag = values if masking else None
     step_leaf = values + 1 if checking else None

@@ -34,7 +34,7 @@ LAYERS = [
     ["loopkit.schedules"],
     ["loopkit._arguments", "loopkit._function_key", "loopkit._info", "loopkit._exhausted"],
     ["loopkit._hlo"],
-    ["loopkit._tree", "loopkit._errors", "loopkit._typing"],
+    ["loopkit._tree", "loopkit._errors", "loopkit._typing", "loopkit._user_cache"],
     ["loopkit._jaxpr"],
     ["loopkit._slices"],
     ["loopkit._window"],

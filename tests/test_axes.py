@@ -44,7 +44,7 @@ CASES = [
             (0, 1, -1), (0, 1, -1), (False, True), (None, 5), (None, 2, "all"), (None, 1, 3, 4)
         )
     )
-    if number % 13 == 5
+    if number % 29 == 5
 ]
 
 

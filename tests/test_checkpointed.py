@@ -1,15 +1,22 @@
 """The loops of lax inside functions that one cannot edit."""
 
+import re
 import threading
+from collections.abc import Callable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import loopkit
 from derivatives import assert_close, derivative
+from loopkit._replace_lax_loops import DIVERTED
 from problems import CHECKPOINTS, Problem, named, tagged
 
 
@@ -67,6 +74,66 @@ def test_loops_inside_calls_of_every_kind():
     wanted["grad inside"] = jax.grad(GROWN)(1.5)
     got = {name: jax.grad(loopkit.checkpointed(f))(1.5) for name, f in calls.items()}
     assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("around", ["checkpointed", "replace_lax_loops"])
+def test_loops_inside_shard_map(around):
+    """Each device takes steps of its own number."""
+    mesh = Mesh(np.asarray(jax.devices()[:4]), ("d",))
+    local = lambda x: jnp.atleast_1d(grows(x[0]))
+    on_devices = jax.shard_map(local, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    loss = lambda x: jnp.sum(on_devices(x))
+    x = jnp.array([1.5, 3.0, 0.1, 40.0])
+    wanted = jax.jacfwd(lambda x: jnp.stack([*map(grows, x)]).sum())(x)
+    if around == "checkpointed":
+        assert_close(jax.jit(jax.grad(loopkit.checkpointed(loss)))(x), wanted)
+    else:
+        with loopkit.replace_lax_loops():
+            assert_close(jax.jit(jax.grad(loss))(x), wanted)
+
+
+def test_steps_report_once():
+    seen = []
+
+    def f(x):
+        def body(i, y):
+            jax.debug.callback(lambda i: seen.append(int(i)), i)
+            return y * x
+
+        return lax.fori_loop(0, 4, body, x)
+
+    jax.grad(loopkit.checkpointed(f, checkpoints=2))(1.5)
+    jax.effects_barrier()
+    assert sorted(seen) == [0, 1, 2, 3]
+
+
+class Oscillator(eqx.Module):
+    stiffness: jax.Array
+    name: str
+    force: Callable = eqx.field(static=True)
+
+
+def test_pytrees_go_in_and_out():
+    @loopkit.checkpointed
+    def settle(model, state):
+        def step(state):
+            pull = model.force(model.stiffness * state["x"])
+            return state | {"x": state["x"] - 0.1 * pull, "steps": state["steps"] + 1}
+
+        end = lax.while_loop(lambda s: jnp.abs(s["x"]) > 0.5, step, state)
+        return {"model": model, "end": end}
+
+    model = Oscillator(jnp.asarray(1.3), "spring", jnp.sin)
+    out = settle(model, {"x": jnp.asarray(1.0), "steps": 0})
+    assert out["model"].name == "spring"
+    assert out["end"]["steps"].dtype == int
+
+    def end(k, settle):
+        model = Oscillator(k, "spring", jnp.sin)
+        return settle(model, {"x": jnp.asarray(1.0), "steps": 0})["end"]["x"]
+
+    k = jnp.asarray(1.3)
+    assert_close(jax.grad(end)(k, settle), jax.jacfwd(end)(k, settle.__wrapped__))
 
 
 def test_loops_inside_custom_derivatives():
@@ -142,6 +209,19 @@ def test_only_picks_loops():
     assert "grows" in loop.source
 
 
+def test_sites_inside_the_library_of_jax():
+    sites = []
+
+    def f(x):
+        return lax.scan(lambda c, _: (jnp.searchsorted(xs, c) + x, None), x, length=2)[0]
+
+    xs = jnp.arange(4.0)
+    jax.make_jaxpr(loopkit.checkpointed(f, only=sites.append))(1.0)
+    assert [s.kind for s in sites] == ["scan", "scan"]
+    assert "searchsorted" in sites[0].source
+    assert "test_checkpointed.py" in sites[1].source
+
+
 def test_counted_while_loops_have_a_length():
     def f(x):
         return lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, c[1] * x), (0, x))[1]
@@ -186,6 +266,87 @@ def test_other_threads_keep_their_loops():
         "nested": False,
         "after": False,
     }
+
+
+def test_contexts_of_two_threads_at_once():
+    """One is left on an error while the other is inside."""
+    texts, inside, left = {}, threading.Barrier(2, timeout=60), threading.Event()
+    text = lambda: str(jax.make_jaxpr(lambda x: grows(x))(1.5))
+
+    def first():
+        try:
+            with loopkit.replace_lax_loops():
+                inside.wait()
+                raise RuntimeError
+        except RuntimeError:
+            texts["first, after"] = text()
+            left.set()
+
+    def second():
+        with loopkit.replace_lax_loops():
+            inside.wait()
+            assert left.wait(60)
+            texts["second, inside"] = text()
+        texts["second, after"] = text()
+
+    threads = [threading.Thread(target=f) for f in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {k: "loopkit" in t for k, t in texts.items()} == {
+        "first, after": False,
+        "second, inside": True,
+        "second, after": False,
+    }
+    assert all("bind" not in vars(p) for p in DIVERTED)
+
+
+def long_loops(x):
+    """A loop that is run twice, and one with a loop inside."""
+    inner = jax.jit(lambda x: lax.scan(lambda c, _: (jnp.sin(c) * c, None), x, length=256)[0])
+    outer = lambda c, _: (inner(c), jnp.sum(c))
+    x, sums = lax.scan(outer, inner(inner(x)), length=8)
+    return jnp.sum(x) + jnp.sum(sums)
+
+
+def temporary_bytes(f, x):
+    compiled = jax.jit(jax.grad(f)).lower(x).compile()
+    return compiled.memory_analysis().temp_size_in_bytes, compiled(x)
+
+
+def test_loops_share_a_budget_in_bytes():
+    x, budget = jnp.linspace(1.0, 1.2, 1000), 1 << 20
+    stored, wanted = temporary_bytes(long_loops, x)
+    used, gradient = temporary_bytes(loopkit.checkpointed(long_loops, memory="1 MiB"), x)
+    assert_close(gradient, wanted)
+    step = 10 * x.nbytes  # of each of four loops, what it needs whatever the budget
+    assert used < budget + 4 * step < stored
+    text = str(jax.make_jaxpr(loopkit.checkpointed(long_loops, memory=budget))(x))
+    shares = re.findall(r"Bytes\(count=1048576, host=None, loops=(\d)\)", text)
+    assert shares == ["4"] * text.count("checkpoints=Bytes")
+    assert shares
+    two = loopkit.checkpointed(long_loops, memory={"device": "1 MB", "host": "2 MB"})
+    assert "Bytes(count=1000000, host=2000000, loops=4)" in str(jax.make_jaxpr(two)(x))
+    with loopkit.replace_lax_loops(memory=budget):
+        alone, gradient = temporary_bytes(long_loops, x)
+    assert_close(gradient, wanted)
+    assert used < alone < stored
+
+
+def test_a_budget_of_its_own_is_kept():
+    def f(x):
+        x = loopkit.scan(lambda c, _: (c * x, None), x, length=9, memory=10_000)[0]
+        return lax.scan(lambda c, _: (c * x, None), x, length=9)[0]
+
+    text = str(jax.make_jaxpr(loopkit.checkpointed(f, memory=10_000))(1.0))
+    assert text.count("Bytes(count=10000, host=None, loops=1)") == 2
+
+
+def test_a_budget_too_small_says_what_would_do():
+    match = "`memory` must be at least .* for each of the loops that share it"
+    with pytest.raises(ValueError, match=match):
+        jax.grad(loopkit.checkpointed(long_loops, memory=100))(jnp.ones(1000))
 
 
 def test_loops_over_references_stay():
@@ -236,6 +397,8 @@ def test_transpose_of_a_linear_loop():
         ({"max_steps": -1}, "loopkit.checkpointed: `max_steps` must be"),
         ({"checkpoints": 0}, "loopkit.checkpointed: `checkpoints` must be"),
         ({"only": 3}, "loopkit.checkpointed: `only` must be a function"),
+        ({"memory": "much"}, "loopkit.checkpointed: `memory` must be"),
+        ({"memory": 9, "checkpoints": 9}, "loopkit.checkpointed: `memory` cannot be given"),
         ({"checkpoints": "all"}, 'can be "all" only if the number of steps of every loop is'),
     ],
 )

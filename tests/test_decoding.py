@@ -103,26 +103,3 @@ def test_edit_distance_is_the_textbook_one():
 
 def test_phones_are_told_without_their_stress():
     assert dictionary.load()["beam"] == [tuple(map(PHONES.index, ("B", "IY", "M")))]
-
-
-# ---------------------------------------------------------------- the programs
-
-
-def test_beam_search_runs(capsys):
-    import beam_search
-
-    out = beam_search.main(["--steps", "3", "--words", "10"])
-    assert out["beam"].exact_words.shape == (5,)
-    np.testing.assert_allclose(*out["gradient_norms"], rtol=1e-6)
-    assert "phone error rate" in capsys.readouterr().out
-
-
-def test_minimum_risk_runs(tmp_path):
-    import minimum_risk
-
-    plot = tmp_path / "risk.png"
-    options = ["--pretraining", "3", "--steps", "3", "--words", "10", "--plot", str(plot)]
-    out = minimum_risk.main(options)
-    assert len(out["risks"]) == 3
-    assert np.all(np.isfinite(out["risks"]))
-    assert plot.stat().st_size > 10_000

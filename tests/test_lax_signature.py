@@ -1,5 +1,6 @@
 """Every combination of the positional arguments of jax.lax.scan does what it does there."""
 
+import functools as ft
 import itertools
 
 import jax
@@ -15,10 +16,11 @@ XS = {
     "tree": {"a": jnp.linspace(0.1, 0.6, 6), "b": (jnp.ones((6, 2)), None)},
     "none": None,
 }
-LENGTHS = (None, 6)
 TABLE = [
     case
-    for case in itertools.product(XS, LENGTHS, (False, True), (1, 2, 4, 6, True, False))
+    for case in itertools.product(
+        XS, (None, 6), (False, True), (1, 2, 4, 6, True, False), (False, True)
+    )
     if case[0] != "none" or case[1] is not None
 ]
 
@@ -29,20 +31,32 @@ def step(carry, x):
     return {"h": new, "count": carry["count"] + 1}, (new * carry["h"], x)
 
 
-@pytest.mark.parametrize(("xs", "length", "reverse", "unroll"), TABLE, ids=str)
-def test_scan(xs, length, reverse, unroll):
-    def run(scan):
-        def f(h, xs):
-            carry, ys = scan(step, {"h": h, "count": 0}, xs, length, reverse, unroll)
-            return carry, ys
+def results(scan, xs, *settings):
+    """Value, tangent and gradient."""
 
-        def loss(h, xs):
-            carry, (y, _) = f(h, xs)
-            return carry["h"] + jnp.sum(y**2)
+    def f(h, xs):
+        return scan(step, {"h": h, "count": 0}, xs, *settings)
 
-        at = 0.4, XS[xs]
-        value = f(*at)
-        tangent = jax.jvp(loss, at, at)[1]
-        return value, tangent, jax.grad(loss, (0, 1))(*at)
+    def loss(h, xs):
+        carry, (y, _) = f(h, xs)
+        return carry["h"] + jnp.sum(y**2)
 
-    assert_close(jax.jit(lambda: run(loopkit.scan))(), jax.jit(lambda: run(lax.scan))())
+    at = 0.4, XS[xs]
+
+    def run():
+        return f(*at), jax.jvp(loss, at, at)[1], jax.grad(loss, (0, 1))(*at)
+
+    return jax.jit(run)()
+
+
+@ft.cache
+def of_lax(xs, reverse):
+    """Neither unrolling nor splitting changes them."""
+    return results(lax.scan, xs, 6, reverse)
+
+
+@pytest.mark.parametrize(("xs", "length", "reverse", "unroll", "split"), TABLE, ids=str)
+def test_scan(xs, length, reverse, unroll, split):
+    """`_split_transpose` is about a backward pass that stores every step."""
+    scan = ft.partial(loopkit.scan, checkpoints="all") if split else loopkit.scan
+    assert_close(results(scan, xs, length, reverse, unroll, split), of_lax(xs, reverse))

@@ -78,10 +78,11 @@ def test_each_stops_at_its_own_step():
 
 def test_derivatives():
     """In what is closed over and in the sequences; second order; inside jit; under vmap."""
-    ours, theirs = loss(ragged), loss(one_by_one)
+    few = {"batch": 64, "growth": 4.0}  # batches, each of which is compiled
+    ours, theirs = loss(ragged, **few), loss(one_by_one)
     grads = jax.grad(theirs, (0, 1))(0.5, FLOATS)
     assert_close(jax.jit(jax.grad(ours, (0, 1)))(0.5, FLOATS), grads)
-    assert_close(jax.grad(loss(ragged, until=lambda h, _: h > 5.0))(0.5, FLOATS), grads[0])
+    assert_close(jax.grad(loss(ragged, until=lambda h, _: h > 5.0, **few))(0.5, FLOATS), grads[0])
     slope = lambda of: lambda w: jax.jvp(lambda w: of(w, FLOATS), (w,), (1.0,))[1]
     assert_close(jax.jit(jax.grad(slope(ours)))(0.5), jax.grad(slope(theirs))(0.5), 1e-9)
     many = jax.vmap(lambda w: ours(w, FLOATS))(jnp.array([0.5, 0.7]))

@@ -37,8 +37,7 @@ class Ended(NamedTuple):
 class History(NamedTuple):
     """What each step leaves behind. A row is written once, at its step."""
 
-    tokens: Int[Array, "max_length beam"]
-    parents: Int[Array, "max_length beam"]  # back-pointers: the place of what each grew out of
+    choices: Int[Array, "max_length beam"]  # token * beam + place of what each grew out of
     cache: Rows  # the decoder's rows: leaves with leading axes `max_length` and `beam`
 
 
@@ -92,14 +91,13 @@ def beam_search(
         alive = jnp.any(beam.log_probs > -jnp.inf)
         return alive & (worst_kept == -jnp.inf) if stop == "first" else alive
 
-    def past_of(history: History, lineage: Int[Array, " max_length"]) -> Rows:
-        """The cache of one hypothesis. Rows stay where they were written; it knows where."""
-        return jax.tree.map(lambda rows: rows[jnp.arange(max_length), lineage], history.cache)
+    def past_of(beam: Beam) -> Rows:
+        """The cache of each hypothesis. Rows stay where they were written; it knows where."""
+        rows_of = lambda rows: rows[jnp.arange(max_length), beam.lineage]
+        return jax.tree.map(rows_of, beam.history.cache)
 
     def grow(beam: Beam) -> Beam:
-        past = ()
-        if beam.lineage is not None:
-            past = jax.vmap(past_of, (None, 0))(beam.history, beam.lineage)
+        past = () if beam.lineage is None else past_of(beam)
         state, row, log_probs = jax.vmap(decoder.step)(beam.state, past, beam.last)
         totals = beam.log_probs[:, None] + log_probs
         # A hypothesis can end in one way only, so that at least half of these can go on.
@@ -128,15 +126,13 @@ def beam_search(
             lineage=lineage,
             ended=jax.tree.map(lambda leaf: leaf[best], pool),
             history=History(
-                beam.history.tokens.at[beam.length].set(tokens),
-                beam.history.parents.at[beam.length].set(parents),
+                beam.history.choices.at[beam.length].set(tokens * beam_size + parents),
                 with_row(beam.history.cache, beam.length, row),
             ),
         )
 
     empty = jnp.full(beam_size, -jnp.inf, dtype=float)
     blank = jnp.zeros(beam_size, jnp.int32)
-    blanks = jnp.zeros((max_length, beam_size), jnp.int32)
     lineage = (
         jnp.zeros((beam_size, max_length), jnp.int32) if jax.tree.leaves(decoder.row) else None
     )
@@ -147,7 +143,9 @@ def beam_search(
         state=jax.tree.map(lambda x: jnp.broadcast_to(x, (beam_size, *x.shape)), decoder.state),
         lineage=lineage,
         ended=Ended(empty, blank, blank, blank),
-        history=History(blanks, blanks, decoder.cache(max_length, beam_size)),
+        history=History(
+            jnp.zeros((max_length, beam_size), jnp.int32), decoder.cache(max_length, beam_size)
+        ),
     )
     beam, info = loopkit.while_loop(goes_on, grow, beam, max_steps=max_length, return_info=True)
     tokens = backtrace(beam.ended, beam.history, end)
@@ -159,24 +157,27 @@ class Trace(NamedTuple):
 
     step: Int[Array, ""]
     places: Int[Array, " n"]  # of each hypothesis, before this step
-    tokens: Int[Array, "max_length n"]
+    tokens: Int[Array, "n max_length"]
 
 
 def backtrace(ended: Ended, history: History, end: int) -> Int[Array, "n max_length"]:
     """The tokens of the hypotheses that ended, by their back-pointers."""
 
+    max_length, beam = history.choices.shape
+
     def follow(trace: Trace) -> Trace:
         step, places, tokens = trace
         is_last = step == ended.lengths - 1
-        token = jnp.where(is_last, ended.tokens, history.tokens[step, places])
-        place = jnp.where(is_last, ended.parents, history.parents[step, places])
+        token, place = jnp.divmod(history.choices[step, places], beam)
+        token = jnp.where(is_last, ended.tokens, token)
+        place = jnp.where(is_last, ended.parents, place)
         within = step < ended.lengths
         return Trace(
             step - 1,
             jnp.where(within, place, 0),
-            tokens.at[step].set(jnp.where(within, token, end)),
+            tokens.at[:, step].set(jnp.where(within, token, end)),
         )
 
-    tokens = jnp.full_like(history.tokens, end)
+    tokens = jnp.full((len(ended.lengths), max_length), end, jnp.int32)
     trace = Trace(jnp.max(ended.lengths) - 1, jnp.zeros_like(ended.parents), tokens)
-    return loopkit.while_loop(lambda trace: trace.step >= 0, follow, trace).tokens.T
+    return loopkit.while_loop(lambda trace: trace.step >= 0, follow, trace).tokens

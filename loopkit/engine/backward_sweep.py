@@ -106,6 +106,7 @@ def backward_sweep(
             count = jnp.minimum(steps - first, plan.leaf)
         if plan.every_carry:
             rows = [lax.dynamic_slice_in_dim(v, first, plan.leaf) for v in s.slots]
+            rows = list(map(_jax.placed, rows))
             cts, buffers = step.reverse_segment(first, count, rows, s.cts, s.buffers)
             return s._replace(unit=s.unit - 1, cts=cts, buffers=buffers)
         carry, slots, units = reach(s, first + count)

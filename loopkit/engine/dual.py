@@ -19,6 +19,7 @@ from loopkit.engine import while_
 from loopkit.engine.dual_loop import dual_loop, dual_operands, dual_results
 from loopkit.engine.loop import Active, Loop, parts
 from loopkit.engine.primitives import dual_p, forward_p, pushforward_p, while_p
+from loopkit.engine.reversal import reversal
 from loopkit.engine.split import opened
 
 
@@ -54,6 +55,9 @@ def known(values: Sequence[Any], *, loop: Loop, active: Active) -> tuple:
     """Partial evaluation with the primals known: see `_jax.register_partial_eval`."""
     outs = forward_p.bind(*values, loop=loop, active=active)
     results, residuals = parts(outs, loop.primal_counts[1])
+    how = reversal(loop, active)
+    if how.plan.host:
+        residuals = list(map(_jax.placed, residuals, how.residual_types))
     params = {"loop": loop, "layout": active, "active": active, "batch": None}
     return results, [*values, *residuals], pushforward_p, params
 

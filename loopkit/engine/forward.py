@@ -17,15 +17,21 @@ from loopkit import _jax
 from loopkit.engine import while_
 from loopkit.engine.activity import forward_activity
 from loopkit.engine.forward_sweep import forward_sweep
+from loopkit.engine.host import check_gradients
 from loopkit.engine.loop import Active, Loop, kept, parts, spread
 from loopkit.engine.primitives import forward_p, pushforward_p, while_p
 from loopkit.engine.reversal import covers, reversal
 from loopkit.engine.split import opened
+from loopkit.engine.unrolling import settled
 
 
 def evaluate(*operands: Any, loop: Loop, active: Active) -> list:
     with jax.named_scope(f"loopkit.{loop.name}.forward"):
-        return forward_sweep(reversal(loop, active), loop, loop.split(operands)[0])
+        how, unroll = reversal(loop, active), settled(loop, active)
+        operands_of = loop.split(operands)[0]
+        if how.plan.host:
+            check_gradients(loop.name)
+        return forward_sweep(how.unrolled(unroll), loop.unrolled(unroll), operands_of)
 
 
 def result_types(*_: Any, loop: Loop, active: Active) -> tuple[list, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from loopkit.engine.steps import (
     advance,
     evaluate,
     goes_on,
+    guarded_step,
     is_active,
     one_step,
     read_rows,
@@ -71,7 +73,7 @@ def forward_sweep(how: Reversal, loop: Loop, operands: Operands) -> list:
         return Forward(advance(loop, operands, s.steps, stop), slots, placed)
 
     placed = None if schedule is None else schedule.start(first.count)
-    done = lax.while_loop(cond, body, Forward(first, _blank_slots(how), placed))
+    done = lax.while_loop(cond, body, Forward(first, how.blank_stacks, placed))
     # Without a schedule, slot and segment have the same number.
     units = jnp.zeros(0, jnp.int32) + first.count
     if done.placed is not None:
@@ -93,10 +95,6 @@ def _goes_on(loop: Loop, operands: Operands, steps: Steps) -> Any:
     return go if loop.length is None else go & (steps.count < loop.length)
 
 
-def _blank_slots(how: Reversal) -> list:
-    return [_jax.zeros(_jax.stack_type(t, how.plan.slots)) for t in how.slot_types]
-
-
 def _save_every_segment(how: Reversal, loop: Loop, operands: Operands) -> list:
     """The sweep where the length is known and every segment has a slot."""
     plan, length = how.plan, loop.length
@@ -111,24 +109,46 @@ def _save_every_segment(how: Reversal, loop: Loop, operands: Operands) -> list:
         stop = jnp.minimum((unit + 1) * plan.leaf, length)
         return advance(loop, operands, steps, stop), slots
 
-    steps, slots = repeat(plan.segments, segment, (start(loop, operands), _blank_slots(how)))
+    steps, slots = repeat(plan.segments, segment, (start(loop, operands), how.blank_stacks))
     return _results(how, steps, slots, jnp.zeros(0, jnp.int32), jnp.int32(length))
 
 
 def _save_every_carry(how: Reversal, loop: Loop, operands: Operands) -> list:
     """The sweep where every step has a slot."""
 
-    def step(s: tuple[Steps, list]) -> tuple[Steps, list]:
+    def step(s: tuple[Steps, list], go: Any = None) -> tuple[Steps, list]:
         steps, slots = s
-        slots = write_rows(slots, kept(steps.carry, how.slotted), steps.count)
-        return one_step(loop, operands, steps), slots
+        slots = _write(slots, kept(steps.carry, how.slotted), steps.count, go)
+        if go is None:
+            return one_step(loop, operands, steps), slots
+        return guarded_step(loop, operands, loop.length, steps), slots
 
-    first = start(loop, operands), _blank_slots(how)
-    if loop.cond is None:
-        steps, slots = repeat(loop.length, lambda _, s: step(s), first, loop.unroll)
-    else:
-        steps, slots = lax.while_loop(lambda s: _goes_on(loop, operands, s[0]), step, first)
+    steps, slots = _run(loop, operands, step, (start(loop, operands), how.blank_stacks))
     return _results(how, steps, slots, jnp.zeros(0, jnp.int32) + steps.count, steps.taken)
+
+
+def _run(loop: Loop, operands: Operands, step: Callable, state: tuple[Steps, list]) -> Any:
+    """`step(state, go)` to the end of the loop; `go` says whether it counts, None that it does."""
+    if loop.cond is None:
+        return repeat(loop.length, lambda _, s: step(s), state, loop.unroll)
+
+    def goes_on(s: tuple[Steps, list]) -> Any:
+        return _goes_on(loop, operands, s[0])
+
+    def iteration(s: tuple[Steps, list]) -> tuple[Steps, list]:
+        s = step(s)
+        for _ in range(loop.unroll - 1):
+            s = step(s, goes_on(s))
+        return s
+
+    return lax.while_loop(goes_on, iteration, state)
+
+
+def _write(arrays: list, values: list, row: Any, go: Any, axes: Any = 0) -> list:
+    """Write rows, unless `go` is false."""
+    if go is not None:
+        values = select(go, values, read_rows(arrays, row, axes))
+    return write_rows(arrays, values, row, axes)
 
 
 def _store_residuals(how: Reversal, loop: Loop, operands: Operands) -> list:
@@ -138,7 +158,9 @@ def _store_residuals(how: Reversal, loop: Loop, operands: Operands) -> list:
         active = is_active(loop, operands, operands.init)
         safe = SafeInputs.of(loop, operands, active, [True] * loop.carry_count)
 
-    def body(s: tuple[Steps, list]) -> tuple[Steps, list]:
+    def step(s: tuple[Steps, list], go: Any = None) -> tuple[Steps, list]:
+        if go is not None and loop.effects:
+            return lax.cond(go, step, lambda s: s, s)
         steps, rows = s
         row = row_of(loop, steps.count) if loop.xs_count or steps.ys else steps.count
         consts, carry, x = operands.consts, steps.carry, read_rows(operands.xs, row, loop.x_axes)
@@ -153,12 +175,12 @@ def _store_residuals(how: Reversal, loop: Loop, operands: Operands) -> list:
             new = select(active, new, steps.carry)
             y = select(active, y, [_jax.zeros(jax.typeof(v)) for v in y])
             lane_counts = steps.lane_counts + active
-        ys = write_rows(steps.ys, y, row, loop.y_axes) if steps.ys else []
-        steps_done = Steps(steps.count + 1, new, ys, lane_counts)
-        return steps_done, write_rows(rows, stored, steps.count)
+        ys = _write(steps.ys, y, row, go, loop.y_axes) if steps.ys else []
+        count = steps.count + 1
+        if go is not None:
+            new, (count,) = select(go, new, steps.carry), select(go, [count], [steps.count])
+        done = Steps(count, new, ys, lane_counts)
+        return done, _write(rows, stored, steps.count, go)
 
-    rows = [_jax.zeros(_jax.stack_type(t, how.plan.leaf)) for t in how.row_types]
-    steps, rows = lax.while_loop(
-        lambda s: _goes_on(loop, operands, s[0]), body, (start(loop, operands), rows)
-    )
+    steps, rows = _run(loop, operands, step, (start(loop, operands), how.blank_stacks))
     return [*steps.carry, *steps.ys, *rows, jnp.zeros(0, jnp.int32) + steps.count, steps.taken]

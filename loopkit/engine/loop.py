@@ -78,6 +78,9 @@ class Loop:
     reverse: bool = False
     checkpoints: Budget = None
     unroll: int = 1
+    """Steps to an iteration."""
+    auto_unroll: bool = False
+    """Whether how many is found by trying."""
     name: str = "while_loop"
     const_lanes: tuple[int, ...] = ()
     """How many of the lane axes each constant begins with."""
@@ -108,6 +111,10 @@ class Loop:
 
     def replace(self, **changes: Any) -> Loop:
         return replace(self, memory={}, **changes)
+
+    def unrolled(self, unroll: int) -> Loop:
+        """The same loop, so many steps to an iteration; what is derived from it is the same."""
+        return self if self.unroll == unroll else replace(self, unroll=unroll)
 
     def split(self, operands: Sequence[Any]) -> tuple[Operands, list]:
         """The operands of the loop, and what follows them."""

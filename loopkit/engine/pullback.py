@@ -24,11 +24,12 @@ from loopkit.engine.primitives import hessian_p, pullback_p, pushforward_p
 from loopkit.engine.pushforward import arguments
 from loopkit.engine.reversal import reversal
 from loopkit.engine.stored_pullback import stored_pullback
+from loopkit.engine.unrolling import settled
 
 
 def evaluate(*operands: Any, loop: Loop, layout: Active, active: Active, batch: Any) -> list:
     primals, residuals, cts = arguments(loop, layout, operands)
-    how = reversal(loop, layout, active)
+    how = reversal(loop, layout, active).unrolled(settled(loop, layout))
     with jax.named_scope(f"loopkit.{loop.name}.backward"):
         return backward_sweep(how, loop.split(primals)[0], residuals, cts, batch)
 

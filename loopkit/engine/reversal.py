@@ -14,6 +14,7 @@ from loopkit._jax import Jaxpr, ShapedArray
 from loopkit._plan import Plan, Step
 from loopkit._planner import best_plan
 from loopkit.engine.cost import factor_bytes, nanoseconds
+from loopkit.engine.host import check_host_memory
 from loopkit.engine.loop import Active, Loop, Operands, kept, spread
 from loopkit.engine.products import SMALLEST, Products, put_off
 from loopkit.engine.split import Split, split_step
@@ -75,6 +76,19 @@ class Reversal:
         return spread([not u for u in self.undone], self.saved, [False] * len(self.saved))
 
     @property
+    def blank_stacks(self) -> list:
+        """Where the forward pass saves, with nothing saved yet."""
+        plan, types = self.plan, self.residual_types
+        types = types[: len(self.row_types if plan.keeps_all else self.slot_types)]
+        return [_jax.placed(_jax.zeros(_jax.on_device(t)), t) for t in types]
+
+    def unrolled(self, unroll: int) -> Reversal:
+        """The same, so many steps to an iteration."""
+        if self.loop.unroll == unroll:
+            return self
+        return replace(self, loop=self.loop.unrolled(unroll))
+
+    @property
     def slot_types(self) -> list[ShapedArray]:
         return kept(self.loop.carry_types, self.slotted)
 
@@ -111,6 +125,8 @@ class Reversal:
         plan, int32 = self.plan, jnp.dtype("int32")
         types = self.row_types if plan.keeps_all else self.slot_types
         stacks = [_jax.stack_type(t, plan.leaf if plan.keeps_all else plan.slots) for t in types]
+        if plan.host:
+            stacks = list(map(_jax.on_host, stacks))
         units = _jax.ShapedArray((0 if plan.direct else plan.slots,), int32)
         steps = _jax.ShapedArray(self.loop.lanes, int32)
         if self.loop.cond is not None:
@@ -193,6 +209,8 @@ def _planned(loop: Loop, active: Active) -> Reversal:
     plan = best_plan(loop.checkpoints, loop.length, loop.cond is None, steps, loop.name)
     if plan.keeps_all or not plan.step.log_bytes:
         undo = None
+    if plan.host:
+        check_host_memory(loop.name)
     if plan.every_carry:
         plan = replace(plan, slots=plan.leaf * (plan.segments or 0))  # whole segments
     return replace(quiet, plan=plan, undo=undo)

@@ -39,8 +39,11 @@ def row_of(loop: Loop, step: Any) -> Any:
 
 
 def read_rows(arrays: Sequence[Any], row: Any, axes: Sequence[int] | int = 0) -> list:
+    """Rows, brought to the device from wherever they are kept."""
     return [
-        lax.dynamic_index_in_dim(a, row, axis, keepdims=False, allow_negative_indices=False)
+        _jax.placed(
+            lax.dynamic_index_in_dim(a, row, axis, keepdims=False, allow_negative_indices=False)
+        )
         for a, axis in zip(arrays, _each(axes, arrays), strict=True)
     ]
 
@@ -49,7 +52,9 @@ def write_rows(
     arrays: Sequence[Any], values: Sequence[Any], row: Any, axes: Sequence[int] | int = 0
 ) -> list:
     return [
-        lax.dynamic_update_index_in_dim(a, v, row, axis, allow_negative_indices=False)
+        lax.dynamic_update_index_in_dim(
+            a, _jax.placed(v, jax.typeof(a)), row, axis, allow_negative_indices=False
+        )
         for a, v, axis in zip(arrays, values, _each(axes, arrays), strict=True)
     ]
 

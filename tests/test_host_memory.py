@@ -1,0 +1,131 @@
+"""Checkpoints in the host's memory."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import loopkit
+from derivatives import assert_close, derivative
+from loopkit import Plan
+from loopkit._plan import Bytes, Step
+from loopkit._planner import make_plan
+from loopkit.engine import host
+from problems import named
+
+PLANS = {
+    "segments": Plan(100, leaf=2, host=True),
+    "few": Plan(2, leaf=2, host=True),
+    "carries": Plan(100, host=True),
+    "carries in segments": Plan(100, leaf=4, host=True),
+    "residuals": Plan(0, keeps_all=True, store="residuals", host=True),
+    "residual rows": Plan(3, leaf=2, store="residuals", host=True),
+}
+
+
+class Loops:
+    """Those of loopkit, with options."""
+
+    def __init__(self, **options):
+        self.options = options
+
+    def while_loop(self, *args, **kwargs):
+        return loopkit.while_loop(*args, **self.options, max_steps=50, **kwargs)
+
+    def scan(self, *args, **kwargs):
+        return loopkit.scan(*args, **self.options, **kwargs)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["while_scalar", "scan_until", "scan_xs_ys"])
+def test_gradients(name, plan):
+    (problem,) = named(name)
+    x = problem.vector()
+    loops = Loops(checkpoints=PLANS[plan])
+    f = derivative(problem.flat(lambda *args: problem.program(loops, *args)), "r")
+    lanes = jnp.stack([x, 1.15 * x])
+    each = [derivative(problem.flat_reference(row), "r")(row) for row in lanes]
+    assert_close(jax.jit(f)(x), each[0])
+    assert_close(jax.jit(jax.vmap(f))(lanes), jnp.stack(each))
+
+
+@pytest.mark.parametrize("pattern", ["f", "fr", "rr"])
+def test_other_derivatives(pattern):
+    (problem,) = named("scan_xs_ys")
+    x = problem.vector()
+    loops = Loops(checkpoints=PLANS["few"])
+    f = derivative(problem.flat(lambda *args: problem.program(loops, *args)), pattern)
+    assert_close(jax.jit(f)(x), derivative(problem.flat_reference(), pattern)(x))
+
+
+def cubic(x, **options):
+    return loopkit.scan(lambda x, _: (x - 0.01 * x**3, None), x, length=60, **options)[0].sum()
+
+
+def test_where_the_checkpoints_are():
+    _, pull = jax.vjp(lambda x: cubic(x, checkpoints=Plan(7, host=True)), jnp.ones(50))
+    kinds = [a.sharding.memory_kind for a in jax.tree.leaves(pull) if a.shape == (7, 50)]
+    assert kinds == ["pinned_host"]
+
+
+def test_outside_jit():
+    x = jnp.linspace(0.1, 1, 50)
+    assert_close(
+        jax.grad(lambda x: cubic(x, checkpoints=Plan(7, host=True)))(x), jax.grad(cubic)(x)
+    )
+
+
+def test_two_budgets():
+    x = jnp.linspace(0.1, 1, 5000)
+    memory = {"device": "200 kB", "host": "1.5 MB"}
+    plan = loopkit.plan(lambda x: cubic(x, memory=memory), x)
+    assert plan.host
+    assert plan.peak_bytes <= 200_000
+    assert 200_000 < plan.host_bytes <= 1_500_000
+    assert "carries on the host" in str(plan)
+    assert f"host       {plan.host_bytes:,} bytes" in str(plan)
+    assert_close(jax.grad(lambda x: cubic(x, memory=memory))(x), jax.grad(cubic)(x))
+
+
+def test_more_on_the_host_takes_no_more_runs():
+    step = Step(1000, 2000, 100.0, 120.0, 60.0)
+    runs = [
+        make_plan(Bytes(8000, room), 500, True, step).nanoseconds(500)
+        for room in (2000, 20_000, 100_000)
+    ]
+    assert runs == sorted(runs, reverse=True)
+
+
+def test_the_least_on_the_host():
+    with pytest.raises(ValueError, match=r"`memory` must be at least 804 bytes on the host"):
+        jax.grad(lambda x: cubic(x, memory={"device": "1 MB", "host": 3}))(jnp.ones(100))
+
+
+def test_what_is_no_pair_of_budgets():
+    with pytest.raises(ValueError, match=r'scan: `memory` must have the keys "device" and "host"'):
+        cubic(jnp.ones(3), memory={"device": 3})
+
+
+def test_a_device_without_host_memory(monkeypatch):
+    monkeypatch.setattr(host, "memory_kinds", lambda device: {"device"})
+    with pytest.raises(NotImplementedError, match=r"scan: checkpoints can be kept on the host"):
+        jax.grad(lambda x: cubic(x, checkpoints=Plan(6, host=True)))(jnp.ones(51))
+
+
+def test_wrong_gradients_are_noticed(monkeypatch):
+    """Before the loop's own gradient is computed."""
+    probe = host._probe
+    monkeypatch.setattr(host, "_sound", set())
+    monkeypatch.setattr(host, "_probe", lambda x, on_host: probe(x, on_host) * (1 + on_host))
+    with pytest.raises(RuntimeError, match=r"scan: checkpoints in the host's memory must"):
+        jax.jit(jax.grad(lambda x: cubic(x, checkpoints=Plan(6, host=True))))(jnp.ones(52))
+    assert not host._sound
+
+
+def test_gradients_are_checked_once(monkeypatch):
+    probed = []
+    probe = host._probe
+    monkeypatch.setattr(host, "_sound", set())
+    monkeypatch.setattr(host, "_probe", lambda *args: probed.append(args) or probe(*args))
+    for size in (53, 54):
+        jax.jit(jax.grad(lambda x: cubic(x, checkpoints=Plan(6, host=True))))(jnp.ones(size))
+    assert len(probed) == 2  # with and without

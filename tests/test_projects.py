@@ -1,0 +1,54 @@
+"""The examples of existing projects, small."""
+
+import pathlib
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import loopkit
+from derivatives import assert_close
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+
+
+def test_tridiagonal():
+    pytest.importorskip("numba")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import tridiagonal
+    draws = np.random.default_rng(0)
+    a, b, c, d = arrays = tuple(draws.random((50, 7)) for _ in range(4))
+    b += 3
+    wanted = jnp.linalg.solve(
+        jax.vmap(lambda a, b, c: jnp.diag(b) + jnp.diag(a[1:], -1) + jnp.diag(c[:-1], 1))(a, b, c),
+        d[..., None],
+    )[..., 0]
+    in_blocks = loopkit.blocked(tridiagonal.thomas, block=8)
+    losses = loopkit.blocked(tridiagonal.loss, block=8)
+    for solve in (tridiagonal.as_written, tridiagonal.thomas, in_blocks, tridiagonal.with_numpy):
+        assert_close(jnp.asarray(solve(*arrays)), wanted)
+    slopes = tridiagonal.gradient(tridiagonal.as_written)(*map(jnp.asarray, arrays))
+    for f in (in_blocks, losses):
+        assert_close(tridiagonal.gradient(f)(*map(jnp.asarray, arrays)), slopes)
+
+
+def test_replace_scan(capsys, monkeypatch, tmp_path):
+    import replace_scan
+
+    picture = tmp_path / "memory.svg"
+    sizes = "--steps 3 --length 64 --longest 256 --halvings 1 --batch 2 --width 8"
+    monkeypatch.setattr("sys.argv", ["replace_scan.py", *sizes.split(), "--plot", str(picture)])
+    replace_scan.main()
+    printed = capsys.readouterr().out
+    assert "-from jax import lax\n+import loopkit as lax\n" in printed
+    for step in range(3):
+        row = next(line for line in printed.splitlines() if line.startswith(f"  {step:4}"))
+        before, after = map(float, row.split()[1:])
+        assert abs(before - after) < 1e-4
+    *_, longest = (line.split() for line in printed.splitlines() if line.startswith("     256"))
+    assert float(longest[2]) < float(longest[1])
+    assert picture.read_text().startswith("<?xml")
