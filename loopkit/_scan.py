@@ -69,6 +69,7 @@ def scan(
     - `reverse`: go from the last row of `xs` and `ys` to the first.
     - `unroll`: steps to an iteration of the compiled loop; True for all of them; "auto" for what
       takes least time, compilation included, by a trial that is kept in the user's cache folder.
+    - `_split_transpose`: as in `jax.lax.scan`, for which every step is stored.
     - `until`: `(Carry, Y) -> bool[]`. Stop after the first step for which it holds. Cost follows
       the steps taken.
     - `in_axes`: the axis of `xs` to scan over: an int, or a tree of ints that is a prefix of `xs`.
@@ -181,20 +182,12 @@ def run_scan(
     budget = check_budget(name, checkpoints, memory, length)
     unroll, auto = (length, False) if unroll is True else _arguments.check_unroll(name, unroll)
     unroll = min(max(1, unroll), max(1, length))
-    if split_transpose and (budget != "all" or stopping):
-        raise ValueError(
-            _errors.wrong(
-                name,
-                "_split_transpose",
-                'can be True only if checkpoints="all", without `until`',
-                f"checkpoints={checkpoints!r}",
-                "It splits the transpose of a loop that stores every step.",
-            )
-        )
+    if split_transpose and budget is None:
+        budget = "all"
     truncate = _arguments.check_truncate(name, truncate)
     if truncate is not None and truncate < length:
         at_once = "auto" if auto else unroll
-        part = ft.partial(run_scan, names, unroll=at_once, split_transpose=False)
+        part = ft.partial(run_scan, names, unroll=at_once, split_transpose=split_transpose)
         of_block = {"buffers": buffers, "checks": checks}
         result = truncated(
             part, f, init, inputs, reverse, until, out_axes, truncate, budget, of_block
@@ -258,7 +251,18 @@ def run_scan(
         trace,
     )
     leading = not any((*traced.loop.x_axes, *traced.loop.y_axes))
-    if budget == "all" and not stopping and leading and not carried.any:
+    as_lax = budget == "all" and not stopping and leading and not carried.any
+    if split_transpose and (truncate is not None or not as_lax):
+        raise ValueError(
+            _errors.wrong(
+                name,
+                "_split_transpose",
+                "can be True only where every step is stored, along leading axes, as in lax.scan",
+                f"checkpoints={checkpoints!r} and other settings that lax.scan lacks",
+                "Leave it out.",
+            )
+        )
+    if as_lax:
         carry, ys = run_stored(traced, leaves, inputs.arrays, bool(split_transpose))
     else:
         carry, ys = traced.run(leaves, inputs.arrays)

@@ -190,7 +190,26 @@ def test_unroll_of_scan_and_fori_loop(unroll):
 
 def test_split_transpose_is_accepted():
     """In its place among the positional arguments of jax.lax.scan."""
-    f = lambda x: loopkit.scan(
-        lambda h, x: (1.5 * h * x, h), x, jnp.ones(3), None, False, 1, True, checkpoints="all"
-    )[0]
+    f = lambda x: loopkit.scan(lambda h, x: (1.5 * h * x, h), x, jnp.ones(3), None, False, 1, True)[
+        0
+    ]
     assert jax.grad(f)(1.0) == 1.5**3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"until": lambda h, y: h > 2},
+        {"checkpoints": 2},
+        {"memory": "1 MB"},
+        {"truncate": 2},
+        {"out_axes": -1},
+    ],
+)
+def test_split_transpose_is_for_scans_as_those_of_lax(settings):
+    def run():
+        step = lambda h, x: (1.5 * h * x, jnp.ones(2) * h)
+        return loopkit.scan(step, 1.0, jnp.ones(3), _split_transpose=True, **settings)
+
+    with pytest.raises(ValueError, match="`_split_transpose` can be True only where every step is"):
+        run()

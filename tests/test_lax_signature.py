@@ -57,6 +57,4 @@ def of_lax(xs, reverse):
 
 @pytest.mark.parametrize(("xs", "length", "reverse", "unroll", "split"), TABLE, ids=str)
 def test_scan(xs, length, reverse, unroll, split):
-    """`_split_transpose` is about a backward pass that stores every step."""
-    scan = ft.partial(loopkit.scan, checkpoints="all") if split else loopkit.scan
-    assert_close(results(scan, xs, length, reverse, unroll, split), of_lax(xs, reverse))
+    assert_close(results(loopkit.scan, xs, length, reverse, unroll, split), of_lax(xs, reverse))
