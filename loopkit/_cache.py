@@ -93,6 +93,7 @@ def interned(loop: Loop) -> Loop:
     """A loop with the same equations that was run before, and so compiled, if there is one."""
     settings = (loop.length, loop.reverse, loop.checkpoints, loop.unroll, loop.name)
     settings += (loop.auto_unroll, loop.xs_axes, loop.ys_axes)
+    settings += (loop.buffers, loop.flag, loop.leaves)
     counts = (loop.cond_const_count, loop.const_count, loop.carry_count, loop.xs_count)
     try:
         cond = None if loop.cond is None else _jaxpr.jaxpr_key(loop.cond)

@@ -15,7 +15,9 @@ from jax import lax
 
 from loopkit import _errors, _jax, _jaxpr
 from loopkit._arguments import as_arrays
+from loopkit._buffer import plain
 from loopkit._cache import interned
+from loopkit._carried import Buffers
 from loopkit.engine.loop import Loop, kept, parts, spread
 from loopkit.engine.primitives import while_p
 
@@ -98,8 +100,13 @@ def trace_loop(
     init: Any,
     x_types: Sequence[Any],
     settings: dict[str, Any],
+    buffers: Buffers | None = None,
+    flag: int | None = None,
 ) -> Traced:
-    """A loop over trees like `init`; `settings` are the fields of `Loop` that are not jaxprs."""
+    """A loop over trees like `init`; `settings` are the fields of `Loop` that are not jaxprs.
+
+    In a loop with buffers and a predicate, the leaf `flag` says whether a step is active.
+    """
     leaves, tree = jax.tree.flatten(init)
     paths = [path[names.hidden :] for path, _ in jax.tree_util.tree_leaves_with_path(init)]
     types = [jax.typeof(v) for v in leaves]
@@ -108,7 +115,12 @@ def trace_loop(
     def body(*values: Any) -> list:
         nonlocal y_tree
         carry, x = parts(values, len(types))
-        new, y = step(carry, x)
+        if buffers is None:
+            new, y = step(carry, x)
+        else:
+            seen, owners = buffers.wrapped(carry, flag)
+            new, y = step(seen, x)
+            new, y = buffers.unwrapped(new, owners, carry), plain(y)
         new = as_arrays(names.function, names.body, new, names.hidden)
         y = as_arrays(names.function, names.body, y)
         new_leaves, new_tree = jax.tree.flatten(new)
@@ -146,6 +158,12 @@ def trace_loop(
     if differences:
         raise TypeError(_errors.carry_types(names.function, names.body, differences, names.init))
     _check_effects(names, jaxpr, cond)
+    settings = {
+        **settings,
+        "buffers": () if buffers is None else buffers.flags,
+        "flag": flag,
+        "leaves": tuple(names.init + jax.tree_util.keystr(path) for path in paths),
+    }
     return as_loop(cond, cond_consts, jaxpr, consts, types, y_tree, settings)
 
 
@@ -211,6 +229,16 @@ def _joined(before: Any, after: Any, decided_by: list) -> Any:
     return _jax.type_like(before, [after, *decided_by])
 
 
+def _of_moving(settings: dict, moving: Sequence[bool]) -> dict:
+    """The settings that are about carry leaves."""
+    flag = settings.get("flag")
+    return {
+        "buffers": tuple(kept(settings["buffers"], moving)) if settings.get("buffers") else (),
+        "leaves": tuple(kept(settings["leaves"], moving)) if settings.get("leaves") else (),
+        "flag": None if flag is None else sum(moving[:flag]),
+    }
+
+
 def as_loop(
     cond: Any, cond_consts: list, body: Any, consts: list, types: list, y_tree: Any, settings: dict
 ) -> Traced:
@@ -220,8 +248,9 @@ def as_loop(
         floats = [_jax.is_differentiable(t) for t in body.in_avals[:c]]
         marked = floats + [False] * (len(body.in_avals) - c)
         body = _jaxpr.vary_inputs(body, marked, cond.out_avals)
+    flag = settings.get("flag")
     source = _jaxpr.forwarded(body)
-    fixed = tuple(source[i] == c + i for i in range(n))
+    fixed = tuple(source[i] == c + i and i != flag for i in range(n))
     moving = [not f for f in fixed]
     if any(fixed):
         whole_body, whole_cond = _jax.call_jaxpr(body), cond
@@ -253,6 +282,6 @@ def as_loop(
         const_count=c + sum(fixed),
         carry_count=sum(moving),
         xs_count=len(body.in_avals) - c - n,
-        **settings,
+        **{**settings, **_of_moving(settings, moving)},
     )
     return Traced(interned(loop), cond_consts, consts, fixed, types, y_tree)

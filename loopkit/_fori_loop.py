@@ -30,6 +30,8 @@ def fori_loop(
     max_steps: int | None = None,
     checkpoints: Any = None,
     memory: int | str | dict | None = None,
+    buffers: Any = None,
+    checks: bool | None = None,
     return_info: bool = False,
 ) -> Any:
     """Repeat `body_fun` for the integers from `lower` to `upper`; differentiable in every mode.
@@ -51,8 +53,8 @@ def fori_loop(
     - `unroll`: steps to an iteration of the compiled loop; True for all, if their number is known;
       "auto" as in `loopkit.while_loop`.
     - `max_steps`: the most steps to take, a static int.
-    - `checkpoints`, `memory`, `return_info`: as in `loopkit.while_loop`; "all" needs static
-      bounds or `max_steps`.
+    - `checkpoints`, `memory`, `buffers`, `checks`, `return_info`: as in `loopkit.while_loop`;
+      "all" needs static bounds or `max_steps`.
 
     **Returns:**
 
@@ -78,6 +80,7 @@ def fori_loop(
     _arguments.check_callable(name, "body_fun", body_fun)
     max_steps = _arguments.check_max_steps(name, max_steps)
     lower, upper = _bound("lower", lower), _bound("upper", upper)
+    inner = _of_value(buffers)
     if isinstance(lower, int) and isinstance(upper, int):
         trips = max(0, upper - lower)
         length = trips if max_steps is None else min(trips, max_steps)
@@ -98,6 +101,8 @@ def fori_loop(
             until=None,
             checkpoints=checkpoints,
             memory=memory,
+            buffers=inner,
+            checks=checks,
             return_info=True,
         )
         info = info._replace(stopped=jnp.array(length == trips))
@@ -116,6 +121,8 @@ def fori_loop(
         max_steps=max_steps,
         checkpoints=checkpoints,
         memory=memory,
+        buffers=inner,
+        checks=checks,
         unroll=1 if unroll is None else unroll,
         throw=False,
         return_info=return_info,
@@ -124,6 +131,13 @@ def fori_loop(
         return out[1]
     (_, val), info = out
     return val, info
+
+
+def _of_value(buffers: Any) -> Any:
+    """`buffers` of the value, as buffers of the carry (counter, value)."""
+    if buffers is None:
+        return None
+    return (lambda carry: buffers(carry[1])) if callable(buffers) else (False, buffers)
 
 
 def _bound(argument: str, value: Any) -> Any:

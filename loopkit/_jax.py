@@ -44,6 +44,9 @@ pvary_p = core.pvary_p
 same_type = core.typematch
 tree_differences = tree_util.equality_errors_pytreedef
 
+KEEPS_BARRIERS = jax.__version_info__ >= (0, 11)
+"""Whether the compiler for CPUs keeps lax.optimization_barrier until it has fused operations."""
+
 Jaxpr = Any  # core.ClosedJaxpr before jax 0.11, core.Jaxpr since
 
 
@@ -147,6 +150,11 @@ def promoted_dtype(a: ShapedArray, b: ShapedArray) -> Any:
     """The dtype that two types have in common; a weak one gives way."""
     scalars = {"b": True, "i": 0, "u": 0, "f": 0.0, "c": 0j}
     return jnp.result_type(*(scalars[t.dtype.kind] if t.weak_type else t.dtype for t in (a, b)))
+
+
+def same_trace(a: Any, b: Any) -> bool:
+    """Whether two values belong to the same trace, so that one may take the other's place."""
+    return getattr(a, "_trace", None) is getattr(b, "_trace", None)
 
 
 def jit_is_disabled() -> bool:

@@ -9,6 +9,7 @@ import jax
 
 from loopkit import _jax
 from loopkit._jax import Jaxpr, ShapedArray
+from loopkit._slices import read_p
 
 # ---------------------------------------------------------------- what an output is
 
@@ -16,7 +17,11 @@ from loopkit._jax import Jaxpr, ShapedArray
 def forwarded(jaxpr: Jaxpr) -> list[int | None]:
     """For each output, the input that it passes on unchanged, if any."""
     j = _jax.open_jaxpr(jaxpr)
-    place = {v: i for i, v in enumerate(j.invars)}
+    place: dict[Any, int] = {v: i for i, v in enumerate(j.invars)}
+    for eqn in j.eqns:
+        if eqn.primitive is read_p and eqn.invars[0] in place:
+            # A read passes its buffer on.
+            place[eqn.outvars[-1]] = place[eqn.invars[0]]
     return [None if isinstance(v, _jax.Literal) else place.get(v) for v in j.outvars]
 
 

@@ -59,6 +59,21 @@ class Step(NamedTuple):
     sum_bytes: int = 0
     """Of what is summed over the steps: the cotangents of the loop's constants."""
 
+    log_bytes: int = 0
+    """Of what it displaces in buffers, where that is logged so that checkpoints leave them out."""
+    buffer_bytes: int = 0
+    """Of those buffers."""
+
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        """What is worth storing of the segment at hand.
+
+        From stored carries, buffers are taken back a step at a time, which costs a loop a step.
+        """
+        if self.log_bytes and self.residual_bytes < self.buffer_bytes:
+            return ("residuals",)
+        return ("carries", "residuals")
+
     def row_bytes(self, store: Store) -> int:
         return self.residual_bytes if store == "residuals" else self.carry_bytes
 
@@ -144,7 +159,9 @@ class Plan:
         counters = 0 if self.every_carry or self.keeps_all else COUNTERS
         if counters and not self.direct:
             counters += TABLES
-        return self.step.carry_bytes + self.step.sum_bytes + counters
+        log = 0 if self.keeps_all else (self.bound or 0) * self.step.log_bytes
+        carry = self.step.carry_bytes + self.step.buffer_bytes
+        return carry + log + self.step.sum_bytes + counters
 
     def evaluations(self, steps: int | None = None) -> tuple[int, int]:
         """Predicted runs of the body, forward and backward, for a loop of `steps` steps.
@@ -218,8 +235,9 @@ class Plan:
         save = TRANSFER if self.host else price
         if self.keeps_all:
             return steps * (step.record + save * step.residual_bytes)
+        log = steps * price * 2 * step.log_bytes
         if self.every_carry:
-            return steps * (step.run + step.remake + save * step.carry_bytes)
+            return log + steps * (step.run + step.remake + save * step.carry_bytes)
         units = -(-steps // self.leaf)
         run, again = self.evaluations(steps)
         row = price * step.row_bytes(self.store) if self.leaf > 1 else 0
@@ -227,7 +245,7 @@ class Plan:
         if self.store == "carries":
             replay = step.run * (1 - 1 / self.leaf) + step.remake + row
         passes = (run + again - steps) * step.run
-        return passes + steps * replay + units * (SEGMENT + save * step.carry_bytes)
+        return log + passes + steps * replay + units * (SEGMENT + save * step.carry_bytes)
 
 
 Budget = int | str | Bytes | Plan | None

@@ -7,7 +7,7 @@ what is written and read has a price that rises where it leaves the caches.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -24,8 +24,30 @@ PLACED = 128
 """Slots at most where a schedule places the checkpoints online: its tables grow with them."""
 SPLIT = 512
 """Slots at most where recomputation is split."""
+ALIKE = 2
+"""Residuals up to this many times the log of a step are stored in its place: all of them."""
 REACH = 100
 """Steps to a carry of its budget for which a loop without a bound is planned."""
+
+
+def best_plan(
+    budget: Budget, bound: int | None, exact: bool, steps: Sequence[Step], name: str = "while_loop"
+) -> Plan:
+    """The plan for a loop whose steps can be undone or saved in several ways.
+
+    Of one plan for each, that of fewest bytes, or, within a budget of bytes, of least time.
+    """
+    plans, error = [], None
+    for step in steps:
+        try:
+            plans.append(make_plan(budget, bound, exact, step, name))
+        except ValueError as wrong:
+            error = wrong
+    if error is not None and not plans:
+        raise error
+    if isinstance(budget, Bytes):
+        return min(plans, key=lambda p: p.nanoseconds(bound or REACH))
+    return min(plans, key=lambda p: p.peak_bytes)
 
 
 def make_plan(
@@ -70,9 +92,11 @@ def _adapted(plan: Plan, loop: Plan) -> Plan:
 def _default(loop: Plan) -> Plan:
     """One extra forward pass, and about the square root of the steps in memory."""
     step, bound = loop.step, loop.bound
+    if bound is not None and step.log_bytes and step.residual_bytes <= ALIKE * step.log_bytes:
+        return replace(loop, leaf=max(bound, 1), store="residuals", keeps_all=True)
     if loop.exact:
         assert bound is not None, "a loop that takes just so many steps has a length"
-        candidates = [_balanced(loop, store, bound) for store in ("carries", "residuals")]
+        candidates = [_balanced(loop, store, bound) for store in step.stores]
         return min(candidates, key=lambda p: p.nanoseconds(bound))
     store = _cheaper_store(loop)
     row = max(step.row_bytes(store) + step.factor_bytes, 1)
@@ -103,7 +127,7 @@ def _near_divisor(bound: int, leaf: int) -> int:
 
 def _cheaper_store(loop: Plan) -> Store:
     """What a long segment had better store."""
-    plans = [replace(loop, slots=1, leaf=16, store=s) for s in ("carries", "residuals")]
+    plans = [replace(loop, slots=1, leaf=16, store=s) for s in loop.step.stores]
     return min(plans, key=lambda p: p.nanoseconds(16)).store
 
 
@@ -171,9 +195,9 @@ def _candidates(count: int, room: int, loop: Plan, steps: int, most: int | None)
     step, bound = loop.step, loop.bound
     if bound is not None:
         yield replace(loop, leaf=max(bound, 1), store="residuals", keeps_all=True)
-        for leaf in {1, min(16, bound)} - {0}:
+        for leaf in {1, min(16, bound)} - {0} if "carries" in step.stores else ():
             yield replace(loop, slots=-(-bound // leaf) * leaf, leaf=leaf)
-    for store in ("carries", "residuals"):
+    for store in step.stores:
         for leaf in _leaves(steps, loop.exact):
             units = -(-steps // leaf)
             plan = replace(loop, slots=1, leaf=leaf, store=store)

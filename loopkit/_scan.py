@@ -9,17 +9,17 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from loopkit import _arguments, _errors, _jax
+from loopkit import _arguments, _carried, _checks, _errors, _jax
 from loopkit._axes import Inputs, arranged, has_none, stacks, without_last, y_axes
 from loopkit._budget import check_budget
+from loopkit._buffer import plain
 from loopkit._cache import interned, remember
 from loopkit._capture import Names, Traced, scalar_bool, trace_loop, type_key
 from loopkit._info import LoopInfo
+from loopkit._stored_scan import run_stored
 from loopkit._truncate import truncated
-from loopkit.engine.loop import Loop, kept, parts, spread
-from loopkit.engine.unrolling import settled
+from loopkit.engine.loop import parts
 
 Carry = TypeVar("Carry")
 X = TypeVar("X")
@@ -43,6 +43,8 @@ def scan(
     truncate: int | None = None,
     checkpoints: Any = None,
     memory: int | str | dict | None = None,
+    buffers: Any = None,
+    checks: bool | None = None,
     return_info: bool = False,
 ) -> Any:
     """Scan `f` over an axis of `xs`, the leading one by default, carrying state along.
@@ -84,6 +86,12 @@ def scan(
     - `memory`: the same as a budget in bytes, an int or a string such as "64 MB": what the backward
       pass may need beyond what it needs for a single step. A dict of two, `{"device": "64 MB",
       "host": "4 GB"}`, keeps the checkpoints in the host's memory. Give one of the two.
+    - `buffers`: which leaves of the carry are read and written in slices: a function of the carry
+      that returns them, or a tree of bools that matches it. In the body they are
+      `loopkit.Buffer`s, written in place, forward and backward.
+    - `checks`: raise an error at run time where a buffer is read in a row that nothing has been
+      written to, or read or written out of bounds: the error names buffer, index and step. Slow.
+      None: as the environment variable LOOPKIT_CHECKS says.
     - `return_info`: also return a `LoopInfo`.
 
     **Returns:**
@@ -128,6 +136,8 @@ def scan(
         truncate=truncate,
         checkpoints=checkpoints,
         memory=memory,
+        buffers=buffers,
+        checks=checks,
         return_info=return_info,
     )
 
@@ -148,6 +158,8 @@ def run_scan(
     truncate: Any = None,
     checkpoints: Any = None,
     memory: Any = None,
+    buffers: Any = None,
+    checks: Any = None,
     return_info: bool = False,
     stopped: Any = False,
 ) -> Any:
@@ -160,6 +172,9 @@ def run_scan(
     if until is not None:
         _arguments.check_callable(name, names.predicate, until)
     init = _arguments.as_arrays(name, names.init, init)
+    carried = _carried.find(names, buffers, init)
+    checking = _checks.wanted(name, checks) and carried.any
+    init = plain(init)
     xs = _arguments.as_arrays(name, "xs", xs)
     inputs = Inputs.of(xs, in_axes, length)
     length = inputs.length
@@ -180,36 +195,44 @@ def run_scan(
     if truncate is not None and truncate < length:
         at_once = "auto" if auto else unroll
         part = ft.partial(run_scan, names, unroll=at_once, split_transpose=False)
-        result = truncated(part, f, init, inputs, reverse, until, out_axes, truncate, budget)
+        of_block = {"buffers": buffers, "checks": checks}
+        result = truncated(
+            part, f, init, inputs, reverse, until, out_axes, truncate, budget, of_block
+        )
         return result if return_info else result[:2]
-    lasts = _last_ys(f, init, inputs, out_axes) if has_none(out_axes) else []
+    lasts = _last_ys(carried, f, init, inputs, out_axes) if has_none(out_axes) else []
     if _arguments.runs_in_python() and length > 0:
         ran, result = _arguments.in_python(
-            lambda: _python_scan(f, init, inputs, out_axes, reverse, until, stopped)
+            lambda: _python_scan(carried, f, init, inputs, out_axes, reverse, until, stopped)
         )
         if ran:
-            return result if return_info else result[:2]
-    # A step counter, a stop flag, whole inputs and last ys are carried where they are needed.
-    counting = return_info and stopping
-    stop = jnp.asarray(stopped) if stopping else None
-    state = (init, jnp.int32(0) if counting else None, stop, inputs.whole, lasts)
+            carry, ys, info = result
+            carry = carried.returned(carry)
+            return (carry, ys, info) if return_info else (carry, ys)
+    # A step counter, a flag that says whether to go on, whole inputs and last ys are carried where
+    # they are needed.
+    counting = checking or (return_info and stopping)
+    go = jnp.logical_not(jnp.asarray(stopped)) if stopping else None
+    masks = carried.first_written(init) if checking else []
+    state = (init, go, jnp.int32(0) if counting else None, inputs.whole, lasts, masks)
     leaves, tree = jax.tree.flatten(state)
 
     def step(carry: list, x: list) -> tuple[Any, Any]:
-        value, steps, _, whole, _ = tree.unflatten(carry)
+        value, _, steps, whole, _, masks = tree.unflatten(carry)
         new, y = pair(names, f(value, inputs.join(x, whole)))
-        stop = None if until is None else _stop(names, until, new, y)
+        go = None if until is None else jnp.logical_not(_stop(names, until, new, y))
         last = []
         if lasts:
             y, last = without_last(out_axes, y)
-        return (new, steps + 1 if counting else None, stop, whole, last), y
+        return (new, go, steps + 1 if counting else None, whole, last, masks), y
 
     def goes_on(carry: list) -> Any:
-        return jnp.logical_not(tree.unflatten(carry)[2])
+        return tree.unflatten(carry)[1]
 
     def trace() -> Traced:
         goes = goes_on if stopping else None
-        return _stacking(trace_loop(names, step, goes, state, x_types, settings), out_axes)
+        traced = trace_loop(names, step, goes, state, x_types, settings, found, flag)
+        return _stacking(traced, out_axes)
 
     x_types = inputs.slice_types
     settings = {
@@ -221,25 +244,32 @@ def run_scan(
         "auto_unroll": auto,
         "name": name,
     }
+    values = len(carried.flags)
+    flag = values if carried.any and stopping else None
+    step_leaf = values + stopping if checking else None
+    found = carried.followed_by(len(leaves) - values, step_leaf) if carried.any else None
     traced = remember(
-        (f, until),
+        (f, until) if carried.hashable else (),
         (
             *(names, tree, type_key(leaves), tuple(x_types), counting, *settings.values()),
             *(inputs.tree, *inputs.axes, jax.tree.structure(out_axes), *jax.tree.leaves(out_axes)),
+            *(carried.flags, checking),
         ),
         trace,
     )
     leading = not any((*traced.loop.x_axes, *traced.loop.y_axes))
-    if budget == "all" and not stopping and leading:
-        carry, ys = _run_stored(traced, leaves, inputs.arrays, bool(split_transpose))
+    if budget == "all" and not stopping and leading and not carried.any:
+        carry, ys = run_stored(traced, leaves, inputs.arrays, bool(split_transpose))
     else:
         carry, ys = traced.run(leaves, inputs.arrays)
-    final, steps, stopped, _, last = tree.unflatten(carry)
+    final, go, steps, _, last, _ = tree.unflatten(carry)
+    final = carried.returned(final)
     ys = arranged(traced.y_tree, ys, traced.loop.ys_types, out_axes, last)
     if not return_info:
         return final, ys
     if not stopping:
-        steps, stopped = jnp.int32(length), jnp.array(False)
+        steps, go = jnp.int32(length), jnp.array(True)
+    stopped = jnp.logical_not(go)
     return final, ys, LoopInfo(steps, stopped)
 
 
@@ -260,6 +290,7 @@ def _stop(names: Names, until: Callable, carry: Any, y: Any) -> Any:
 
 
 def _python_scan(
+    carried: _carried.Buffers,
     f: Callable,
     init: Any,
     inputs: Inputs,
@@ -270,8 +301,9 @@ def _python_scan(
 ) -> tuple[Any, Any, LoopInfo]:
     carry, rows, stopped = init, [], bool(stopped)
     order = range(inputs.length)
+    body = carried.by_hand(lambda x, carry: f(carry, x))
     for t in [] if stopped else reversed(order) if reverse else order:
-        carry, y = f(carry, inputs.row(t))
+        carry, y = body(inputs.row(t), carry)
         rows.append(jax.tree.map(jnp.asarray, y))
         if until is not None and until(carry, y):
             stopped = True
@@ -289,14 +321,17 @@ def _python_scan(
     return carry, ys, LoopInfo(jnp.int32(taken), jnp.array(stopped))
 
 
-def _last_ys(f: Callable, init: Any, inputs: Inputs, out_axes: Any) -> list:
+def _last_ys(
+    carried: _carried.Buffers, f: Callable, init: Any, inputs: Inputs, out_axes: Any
+) -> list:
     """Zeros for the leaves of y of which only the last is wanted."""
     leaves, tree = jax.tree.flatten((init, inputs.whole))
 
     def last(*values: Any) -> list:
         given, x = parts(values, len(leaves))
         carry, whole = tree.unflatten(given)
-        _, y = pair(NAMES, f(carry, inputs.join(x, whole)))
+        step = carried.by_hand(lambda x, carry: f(carry, x))
+        _, y = pair(NAMES, step(inputs.join(x, whole), carry))
         return without_last(out_axes, y)[1]
 
     types = [*map(jax.typeof, leaves), *inputs.slice_types]
@@ -309,32 +344,3 @@ def _stacking(traced: Traced, out_axes: Any) -> Traced:
     if not any(places):
         return traced
     return replace(traced, loop=interned(traced.loop.replace(ys_axes=places)))
-
-
-def _run_stored(traced: Traced, init: list, xs: list, split_transpose: bool) -> tuple[list, list]:
-    """A scan that stores every step is lax.scan, of the step as it was traced."""
-    init = traced.converted(init)
-    constants = [*traced.consts, *kept(init, traced.fixed)]
-    moving = kept(init, [not f for f in traced.fixed])
-    carry, ys = _stored_scan(traced.loop, split_transpose, constants, moving, xs)
-    return spread(carry, [not f for f in traced.fixed], init), ys
-
-
-@ft.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _stored_scan(
-    loop: Loop, split_transpose: bool, constants: list, init: list, xs: list
-) -> tuple[list, list]:
-    def step(carry: list, x: list) -> tuple[list, list]:
-        outs = _jax.call_jaxpr(loop.body)(*constants, *carry, *x)
-        new, y = parts(outs, loop.carry_count)
-        return new, y
-
-    return lax.scan(
-        step,
-        init,
-        xs,
-        loop.length,
-        reverse=loop.reverse,
-        unroll=settled(loop),
-        _split_transpose=split_transpose,
-    )

@@ -42,8 +42,12 @@ def truncated(
     out_axes: Any,
     truncate: int,
     budget: Budget,
+    of_block: dict[str, Any],
 ) -> tuple[Any, Any, LoopInfo]:
-    """A scan over `inputs` of more than `truncate` steps, by a `scan` that does not truncate."""
+    """A scan over `inputs` of more than `truncate` steps, by a `scan` that does not truncate.
+
+    `of_block`: settings of the loops over the steps of a block.
+    """
     count = -(-inputs.length // truncate) - 1
     outer, inner = _shared(budget, count, truncate)
 
@@ -56,7 +60,7 @@ def truncated(
     def block(state: Blocks, x: list) -> tuple[Blocks, Any]:
         here = inputs._replace(leaves=x, length=truncate)
         carry, y, info = part(
-            f, state.carry, here, until=until, out_axes=out_axes, checkpoints=inner
+            f, state.carry, here, until=until, out_axes=out_axes, checkpoints=inner, **of_block
         )
         carry = _cut(carry, None if until is None else info.stopped)
         return Blocks(carry, state.steps + info.steps, info.stopped), y
@@ -80,6 +84,7 @@ def truncated(
         out_axes=out_axes,
         checkpoints=inner,
         stopped=before.stopped,
+        **of_block,
     )
     ys = joined(SCAN, ys, rest, out_axes, reverse, stopped)
     return carry, ys, LoopInfo(before.steps + info.steps, info.stopped)

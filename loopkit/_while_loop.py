@@ -9,10 +9,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from loopkit import _arguments
+from loopkit import _arguments, _carried, _checks
 from loopkit._budget import check_budget
+from loopkit._buffer import plain
 from loopkit._cache import remember
-from loopkit._capture import Names, trace_loop, type_key
+from loopkit._capture import Names, scalar_bool, trace_loop, type_key
 from loopkit._info import LoopInfo
 
 T = TypeVar("T")
@@ -28,6 +29,8 @@ def while_loop(
     max_steps: int | None = None,
     checkpoints: Any = None,
     memory: int | str | dict | None = None,
+    buffers: Any = None,
+    checks: bool | None = None,
     unroll: int | str = 1,
     throw: bool = False,
     return_info: bool = False,
@@ -56,6 +59,12 @@ def while_loop(
     - `memory`: the same as a budget in bytes, an int or a string such as "64 MB": what the backward
       pass may need beyond what it needs for a single step. A dict of two, `{"device": "64 MB",
       "host": "4 GB"}`, keeps the checkpoints in the host's memory. Give one of the two.
+    - `buffers`: which leaves of the carry are read and written in slices: a function of the carry
+      that returns them, or a tree of bools that matches it. In the body they are
+      `loopkit.Buffer`s, written in place, forward and backward.
+    - `checks`: raise an error at run time where a buffer is read in a row that nothing has been
+      written to, or read or written out of bounds: the error names buffer, index and step. Slow.
+      None: as the environment variable LOOPKIT_CHECKS says.
     - `unroll`: steps to an iteration of the compiled loop; "auto" for what takes least time,
       compilation included, by a trial that is kept in the user's cache folder.
     - `throw`: raise an error at run time if `max_steps` steps were not enough.
@@ -94,6 +103,8 @@ def while_loop(
         max_steps=max_steps,
         checkpoints=checkpoints,
         memory=memory,
+        buffers=buffers,
+        checks=checks,
         unroll=unroll,
         throw=throw,
         return_info=return_info,
@@ -109,6 +120,8 @@ def run_while(
     max_steps: Any,
     checkpoints: Any,
     memory: Any,
+    buffers: Any,
+    checks: Any,
     unroll: Any,
     throw: bool,
     return_info: bool,
@@ -121,23 +134,39 @@ def run_while(
     budget = check_budget(name, checkpoints, memory, max_steps)
     unroll, auto = _arguments.check_unroll(name, unroll)
     init_val = _arguments.as_arrays(name, names.init, init_val)
+    carried = _carried.find(names, buffers, init_val)
+    checking = _checks.wanted(name, checks) and carried.any
+    init_val = plain(init_val)
+
+    def finish(val: Any, steps: Any, still_holds: Any) -> Any:
+        val = carried.returned(val)
+        return _with_info(names, val, steps, still_holds, max_steps, throw, return_info)
+
     if _arguments.runs_in_python():
+        body = carried.by_hand(body_fun)
         ran, result = _arguments.in_python(
-            lambda: _python_loop(cond_fun, body_fun, init_val, max_steps)
+            lambda: _python_loop(cond_fun, body, init_val, max_steps)
         )
         if ran:
             val, steps = result
-            return _with_info(names, val, steps, cond_fun, max_steps, throw, return_info)
-    counting = throw or return_info
-    state = (init_val, jnp.int32(0) if counting else None)
+            return finish(val, steps, lambda: cond_fun(val))
+    counting, masking = throw or return_info or checking, carried.any
+    # Where writes to buffers are to be masked, the predicate is part of the carry.
+    go = scalar_bool(name, names.predicate, cond_fun(init_val)) if masking else None
+    masks = carried.first_written(init_val) if checking else []
+    state = (init_val, go, jnp.int32(0) if counting else None, masks)
     leaves, tree = jax.tree.flatten(state)
 
     def step(carry: list, _: list) -> tuple[Any, None]:
-        val, steps = tree.unflatten(carry)
-        return (body_fun(val), steps + 1 if counting else None), None
+        val, go, steps, masks = tree.unflatten(carry)
+        new = body_fun(val)
+        if masking:
+            go = scalar_bool(name, names.predicate, cond_fun(new))
+        return (new, go, steps + 1 if counting else None, masks), None
 
     def predicate(carry: list) -> Any:
-        return cond_fun(tree.unflatten(carry)[0])
+        val, go, *_ = tree.unflatten(carry)
+        return go if masking else cond_fun(val)
 
     settings = {
         "length": max_steps,
@@ -146,13 +175,17 @@ def run_while(
         "auto_unroll": auto,
         "name": name,
     }
+    values = len(carried.flags)
+    flag = values if masking else None
+    step_leaf = values + 1 if checking else None
+    found = carried.followed_by(len(leaves) - values, step_leaf) if masking else None
     traced = remember(
-        (cond_fun, body_fun),
-        (names, tree, type_key(leaves), *settings.values()),
-        lambda: trace_loop(names, step, predicate, state, [], settings),
+        (cond_fun, body_fun) if carried.hashable else (),
+        (names, tree, type_key(leaves), carried.flags, checking, *settings.values()),
+        lambda: trace_loop(names, step, predicate, state, [], settings, found, flag),
     )
-    val, steps = tree.unflatten(traced.run(leaves, [])[0])
-    return _with_info(names, val, steps, cond_fun, max_steps, throw, return_info)
+    val, go, steps, _ = tree.unflatten(traced.run(leaves, [])[0])
+    return finish(val, steps, lambda: go if masking else cond_fun(val))
 
 
 def _python_loop(
@@ -168,14 +201,14 @@ def _with_info(
     names: Names,
     val: Any,
     steps: Any,
-    cond_fun: Callable,
+    still_holds: Callable[[], Any],
     max_steps: int | None,
     throw: bool,
     return_info: bool,
 ) -> Any:
     if not (throw or return_info):
         return val
-    goes_on = cond_fun(val)
+    goes_on = still_holds()
     if throw and max_steps is not None:
         val = eqx.error_if(
             val,

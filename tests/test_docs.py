@@ -36,6 +36,7 @@ NAMES = [
     "checkpointed",
     "replace_lax_loops",
     "blocked",
+    "assert_in_place",
 ]
 NUMBER = re.compile(r"[-+]?\d+\.?\d*(?:e[-+]?\d+)?")
 

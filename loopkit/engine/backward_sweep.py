@@ -22,6 +22,7 @@ from loopkit.engine.loop import Active, Loop, Operands, kept, parts
 from loopkit.engine.products import Products
 from loopkit.engine.reversal import Reversal
 from loopkit.engine.steps import read_rows, repeat, repeat_backwards, row_of, select, write_rows
+from loopkit.engine.undo import Rewind
 
 
 class Cotangents(NamedTuple):
@@ -48,6 +49,8 @@ class Backward(NamedTuple):
     rows: list
     """One for each step of a segment: carries or residuals."""
     cts: Cotangents
+    buffers: list
+    """Those that are brought back, as they were after the segment to reverse next."""
 
 
 class Climb(NamedTuple):
@@ -67,14 +70,18 @@ def backward_sweep(
     `batch` is None or the size of a leading batch of cotangents.
     """
     loop, plan, active = how.loop, how.plan, how.active
-    *stacks, units, taken = residuals
+    *stored, units, taken = residuals
+    undo = how.undo
+    log_size, buffers_size = (0 if undo is None else len(undo.log_types)), sum(how.undone)
+    stacks, log, buffers = parts(stored, len(stored) - log_size - buffers_size, log_size)
     steps = taken if loop.length is None or loop.cond is not None else loop.length
     if loop.lanes:
         steps = taken.max(initial=0)
     ct_carry, ct_ys = parts(cts, sum(active.carry))
     if loop.length == 0:
         return [v for group in _no_cotangents(loop, active, ct_carry, batch) for v in group]
-    step = _StepReversal.of(how, operands, taken, ct_ys, batch)
+    rewind = Rewind(undo, loop, [] if undo is None else kept(operands.init, undo.leaves), log)
+    step = _StepReversal.of(how, operands, taken, ct_ys, batch, rewind)
     flowing = _no_cotangents(loop, active, ct_carry, batch)
     if step.products is not None:
         types = step.products.factor_types
@@ -82,13 +89,15 @@ def backward_sweep(
             factors=[_jax.zeros(_jax.stack_type(t, plan.leaf)) for t in types]
         )
     if plan.keeps_all or (plan.every_carry and step.products is None):
-        flowing = step.reverse_rows(0, steps, stacks, flowing)
+        flowing, _ = step.reverse_rows(0, steps, stacks, flowing, buffers)
         return [*flowing.consts, *flowing.carry, *flowing.xs]
 
-    def reach(unit: Any, slots: list, units: Any) -> tuple[list, list, Any]:
+    def reach(s: Backward, end: Any) -> tuple[list, list, Any]:
         if plan.direct:
-            return read_rows(slots, unit), slots, units
-        return _climb(how, operands, taken, unit, slots, units)
+            first = s.unit * plan.leaf
+            before = rewind.steps(first, end - first, s.buffers)
+            return how.together(read_rows(s.slots, s.unit), before), s.slots, s.units
+        return _climb(how, operands, taken, rewind, s, end)
 
     def segment(s: Backward) -> Backward:
         first = s.unit * plan.leaf
@@ -98,22 +107,24 @@ def backward_sweep(
         if plan.every_carry:
             rows = [lax.dynamic_slice_in_dim(v, first, plan.leaf) for v in s.slots]
             rows = list(map(_jax.placed, rows))
-            return s._replace(unit=s.unit - 1, cts=step.reverse_segment(first, count, rows, s.cts))
-        carry, slots, units = reach(s.unit, s.slots, s.units)
+            cts, buffers = step.reverse_segment(first, count, rows, s.cts, s.buffers)
+            return s._replace(unit=s.unit - 1, cts=cts, buffers=buffers)
+        carry, slots, units = reach(s, first + count)
         if plan.leaf == 1:
-            rows, cts = s.rows, step.reverse_carry(first, carry, s.cts)
+            rows, (cts, buffers) = s.rows, step.reverse_carry(first, carry, s.cts)
         else:
-            rows = step.replay(first, count, carry, s.rows)
-            cts = step.reverse_segment(first, count, rows, s.cts)
+            carry, rows = step.replay(first, count, carry, s.rows)
+            buffers = how.apart(carry)[1]
+            cts, buffers = step.reverse_segment(first, count, rows, s.cts, buffers)
         if not plan.direct:
             units = placement.release(units, s.unit)
-        return Backward(s.unit - 1, slots, units, rows, cts)
+        return Backward(s.unit - 1, slots, units, rows, cts, buffers)
 
     rows: list = []
     if plan.leaf > 1 and not plan.every_carry:
         rows = [_jax.zeros(_jax.stack_type(t, plan.leaf)) for t in how.row_types]
     last = _ceil_div(steps, plan.leaf) - 1
-    state = Backward(jnp.asarray(last, jnp.int32), stacks, units, rows, flowing)
+    state = Backward(jnp.asarray(last, jnp.int32), stacks, units, rows, flowing, buffers)
     if isinstance(steps, int):
         done = repeat(last + 1, lambda _, s: segment(s), state)
     else:
@@ -141,10 +152,13 @@ def _no_cotangents(loop: Loop, active: Active, ct_carry: list, batch: int | None
 
 
 def _climb(
-    how: Reversal, operands: Operands, taken: Any, target: Any, slots: list, units: Any
+    how: Reversal, operands: Operands, taken: Any, rewind: Rewind, s: Backward, end: Any
 ) -> tuple[list, list, Any]:
-    """The carry at the start of unit `target`, and the slots with what was saved on the way."""
-    leaf, schedule = how.plan.leaf, placement.Schedule.of(how.plan)
+    """The carry at the start of the segment that ends at step `end`.
+
+    And the slots, with what was saved on the way.
+    """
+    leaf, schedule, target = how.plan.leaf, placement.Schedule.of(how.plan), s.unit
 
     def advance(s: Climb) -> Climb:
         free, slot = placement.free_slots(s.units)
@@ -154,12 +168,15 @@ def _climb(
         # Without a free slot, the row is written over itself.
         save = free > 0
         old = read_rows(s.slots, slot)
-        rows = [jnp.where(save, n, o) for n, o in zip(carry, old, strict=True)]
+        rows = [jnp.where(save, n, o) for n, o in zip(how.apart(carry)[0], old, strict=True)]
         units = s.units.at[slot].set(jnp.where(save, unit, s.units[slot]))
         return Climb(carry, unit, write_rows(s.slots, rows, slot), units)
 
-    slot = placement.latest(units, target)
-    start = Climb(read_rows(slots, slot), units[slot], slots, units)
+    slot = placement.latest(s.units, target)
+    unit = s.units[slot]
+    buffers = rewind.steps(unit * leaf, end - unit * leaf, s.buffers)
+    carry = how.together(read_rows(s.slots, slot), buffers)
+    start = Climb(carry, unit, s.slots, s.units)
     done = lax.while_loop(lambda s: s.unit < target, advance, start)
     return done.carry, done.slots, done.units
 
@@ -179,9 +196,12 @@ class _StepReversal:
     batch: Any
     products: Products | None
     """Of the backward half, those that are put off to the end of a segment."""
+    rewind: Rewind
 
     @staticmethod
-    def of(how: Reversal, operands: Operands, taken: Any, ct_ys: list, batch: Any) -> _StepReversal:
+    def of(
+        how: Reversal, operands: Operands, taken: Any, ct_ys: list, batch: Any, rewind: Rewind
+    ) -> _StepReversal:
         split, safe = how.split, None
         consts = operands.consts
         if how.loop.lanes:
@@ -193,12 +213,13 @@ class _StepReversal:
             products = how.products
             backward = backward if products is None else products.step
         if batch is not None:
-            count = len(backward.in_avals) - sum(how.active.outputs)
-            axes = [None] * count + [0] * sum(how.active.outputs)
+            linear = sum(how.active.consts) + sum(how.active.outputs)
+            axes = [None] * (len(backward.in_avals) - linear) + [0] * linear
             backward, _ = _jax.batch_jaxpr(
                 backward, _jax.axis(batch), axes, [0] * len(backward.out_avals)
             )
-        return _StepReversal(how, operands, taken, hoisted, backward, safe, ct_ys, batch, products)
+        pieces = (hoisted, backward, safe, ct_ys, batch, products, rewind)
+        return _StepReversal(how, operands, taken, *pieces)
 
     def slices(self, step: Any) -> list:
         if not self.operands.xs:
@@ -206,22 +227,26 @@ class _StepReversal:
         loop = self.how.loop
         return read_rows(self.operands.xs, row_of(loop, step), loop.x_axes)
 
-    def replay(self, first: Any, count: Any, carry: list, rows: list) -> list:
-        """Steps `first` to `first + count`, storing what each leaves for its reversal."""
-        if self.how.plan.store == "carries":
-            rows = write_rows(rows, carry, 0)
+    def replay(self, first: Any, count: Any, carry: list, rows: list) -> tuple[list, list]:
+        """Steps `first` to `first + count`, storing what each leaves for its reversal.
+
+        Returned with the carry after them, or, where carries are stored, before the last of them.
+        """
+        how = self.how
+        if how.plan.store == "carries":
+            rows = write_rows(rows, how.apart(carry)[0], 0)
 
             def step(k: Any, s: tuple[list, list]) -> tuple[list, list]:
-                carry = self.how.advance(self.operands, self.taken, s[0], first + k, 1)
-                return carry, write_rows(s[1], carry, k + 1)
+                carry = how.advance(self.operands, self.taken, s[0], first + k, 1)
+                return carry, write_rows(s[1], how.apart(carry)[0], k + 1)
 
-            return repeat(count - 1, step, (carry, rows), self.how.loop.unroll)[1]
+            return repeat(count - 1, step, (carry, rows), how.loop.unroll)
 
         def step(k: Any, s: tuple[list, list]) -> tuple[list, list]:
             carry, row = self.residuals(first + k, s[0])
             return carry, write_rows(s[1], row, k)
 
-        return repeat(count, step, (carry, rows), self.how.loop.unroll)[1]
+        return repeat(count, step, (carry, rows), how.loop.unroll)
 
     def residuals(self, step: Any, carry: list) -> tuple[list, list]:
         """The next carry, and the row of this step."""
@@ -235,31 +260,47 @@ class _StepReversal:
             new = select(active, new, carry)
         return new, stored
 
-    def reverse_segment(self, first: Any, count: Any, rows: list, cts: Cotangents) -> Cotangents:
+    def reverse_segment(
+        self, first: Any, count: Any, rows: list, cts: Cotangents, buffers: list
+    ) -> tuple[Cotangents, list]:
         """Back over a segment whose rows are stored; beyond its last step they are zero."""
-        cts = self.reverse_rows(first, count, rows, cts)
+        cts, buffers = self.reverse_rows(first, count, rows, cts, buffers)
         if self.products is None:
-            return cts
+            return cts, buffers
         sums = iter(self.products.sums(cts.factors, rows))
         consts = [
             c + next(sums) if late else c
             for c, late in zip(cts.consts, self.products.put_off, strict=False)
         ]
-        return cts._replace(consts=consts)
+        return cts._replace(consts=consts), buffers
 
-    def reverse_carry(self, step: Any, carry: list, cts: Cotangents, row: Any = 0) -> Cotangents:
-        return self.reverse(step, self.residuals(step, carry)[1], cts, row)
+    def reverse_carry(
+        self, step: Any, carry: list, cts: Cotangents, row: Any = 0
+    ) -> tuple[Cotangents, list]:
+        """Back over one step, given the carry before it; and the buffers before it."""
+        new, stored = self.residuals(step, carry)
+        buffers = self.how.apart(carry)[1]
+        if self.how.rereads:
+            # They have been written to, and going on from them saves a copy.
+            buffers = self.rewind.steps(step, 1, self.how.apart(new)[1])
+        return self.reverse(step, stored, cts, row), buffers
 
-    def reverse_rows(self, first: Any, count: Any, rows: list, cts: Cotangents) -> Cotangents:
-        """Back over steps `first + count - 1` to `first`."""
+    def reverse_rows(
+        self, first: Any, count: Any, rows: list, cts: Cotangents, buffers: list
+    ) -> tuple[Cotangents, list]:
+        """Back over steps `first + count - 1` to `first`; and the buffers before them."""
 
-        def step(k: Any, cts: Cotangents) -> Cotangents:
-            row = read_rows(rows, k)
-            if self.how.plan.store == "carries":
-                return self.reverse_carry(first + k, row, cts, k)
-            return self.reverse(first + k, row, cts, k)
+        def step(k: Any, s: tuple[Cotangents, list]) -> tuple[Cotangents, list]:
+            (cts, buffers), row = s, read_rows(rows, k)
+            if not repeats:
+                return self.reverse(first + k, row, cts, k), []
+            buffers = self.rewind.steps(first + k, 1, buffers)
+            return self.reverse_carry(first + k, self.how.together(row, buffers), cts, k)
 
-        return repeat_backwards(count, step, cts, self.how.loop.unroll)
+        repeats = self.how.plan.store == "carries" and not self.how.plan.keeps_all
+        state = (cts, buffers if repeats else [])
+        cts, before = repeat_backwards(count, step, state, self.how.loop.unroll)
+        return cts, before if repeats else self.rewind.steps(first, count, buffers)
 
     def reverse(self, step: Any, row: list, cts: Cotangents, place: Any) -> Cotangents:
         """Back over one step, number `place` of its segment, given its residuals."""
@@ -277,7 +318,8 @@ class _StepReversal:
             zeros = jax.tree.map(jnp.zeros_like, (carry, ct_y))
             carry = select(active, carry, zeros[0], axis)
             ct_y = select(active, ct_y, zeros[1], axis)
-        outs = _jax.call_jaxpr(self.backward)(*consts, *hoisted, *x, *row, *carry, *ct_y)
+        flowing = [*cts.consts, *carry, *ct_y]
+        outs = _jax.call_jaxpr(self.backward)(*consts, *hoisted, *x, *row, *flowing)
         late = [False] * sum(how.active.consts)
         if self.products is not None:
             late = list(self.products.put_off[: len(late)])
@@ -287,7 +329,7 @@ class _StepReversal:
             d_carry = select(active, d_carry, cts.carry, axis)
         new = iter(d_consts)
         return Cotangents(
-            [c if put_off else c + next(new) for c, put_off in zip(cts.consts, late, strict=True)],
+            [c if put_off else next(new) for c, put_off in zip(cts.consts, late, strict=True)],
             d_carry,
             write_rows(cts.xs, d_x, at, x_axes),
             write_rows(cts.factors, factors, place),

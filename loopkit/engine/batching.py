@@ -29,6 +29,7 @@ from loopkit.engine.primitives import (
 )
 from loopkit.engine.reversal import build, reversal
 from loopkit.engine.split import batch_split, split_step
+from loopkit.engine.undo import batch_undo
 
 
 class Batched(NamedTuple):
@@ -200,9 +201,9 @@ def _batch_dual(
     return [*results, *tangents], [*places, *tangent_places]
 
 
-def _laid_out(loop: Loop, new: Loop, axis: Any, places: Operands, layout: Active) -> None:
+def _laid_out(loop: Loop, axis: Any, batched: Batched, layout: Active) -> None:
     """Make the batched loop save what the loop itself saves, in the same slots."""
-    key = ("reversal", layout)
+    (new, places, ys), key = batched, ("reversal", layout)
     if key in new.memory:
         return
     how = reversal(loop, layout)
@@ -211,7 +212,8 @@ def _laid_out(loop: Loop, new: Loop, axis: Any, places: Operands, layout: Active
     else:
         split = split_step(new, layout)
     new.memory[("split", layout)] = split
-    new.memory[key] = build(new, layout, how.plan, how.saved, split)
+    undo = None if how.undo is None else batch_undo(how.undo, loop, axis, places, ys)
+    new.memory[key] = build(new, layout, how.plan, how.saved, split, undo)
 
 
 def _residual_axes(loop: Loop, new: Loop, axis: Any, places: Operands, layout: Active) -> list:
@@ -221,8 +223,13 @@ def _residual_axes(loop: Loop, new: Loop, axis: Any, places: Operands, layout: A
         batched = reversal(new, layout).split.stored_batched
         rows: list[int | None] = [1 if f else None for f in batched]
     else:
-        saved = kept(places.init, how.saved)
+        saved = kept(places.init, how.slotted)
         rows = _stacked(saved, [0] * len(saved))
+    if how.undo is not None:
+        log = reversal(new, layout).undo
+        assert log is not None, "what is batched saves what it saved before"
+        rows += [1 if f else None for f in log.batched]
+        rows += kept(places.init, how.undo.leaves)
     return [*rows, None, 0 if len(new.lanes) > len(loop.lanes) else None]
 
 
@@ -258,7 +265,7 @@ def _batched_for(
     def make() -> Batched:
         found = batch_loop(loop, axis, flags, ys, whole=True)
         own = found._replace(loop=found.loop.replace())
-        _laid_out(loop, own.loop, axis, own.operands, layout)
+        _laid_out(loop, axis, own, layout)
         return own
 
     return loop.derived(key, make)
@@ -289,18 +296,18 @@ def batch_linear(primitive: Any, ins: str, outs: str, has_residuals: bool) -> An
                 results = [r.reshape(size, batch, *r.shape[1:]) for r in results]
             return results, [0] * len(results)
 
-        if has_residuals and residual_dims[-2] is not None:
-            # Lanes that were run one at a time saved at other units: run them again, together.
-            forward = (axis, values, value_dims)
-            fresh, places = _batch_forward(*forward, loop=loop, active=layout)
-            residuals = fresh[loop.primal_counts[1] :]
-            residual_dims = places[loop.primal_counts[1] :]
         # Tangents and cotangents that differ between lanes need inputs that do.
         flags = _forced(loop, loop.split([d is not None for d in value_dims])[0], layout, True)
         new, operands, ys = _batched_for(loop, axis, flags, layout, layout)
         moved = [move(*v, size) for v in zip(values, value_dims, operands.flat, strict=True)]
         if has_residuals:
             places = _residual_axes(loop, new, axis, operands, layout)
+            if any(d is not None and p is None for d, p in zip(residual_dims, places, strict=True)):
+                # Lanes that were run one at a time saved at other units: run them again, together.
+                forward = (axis, values, value_dims)
+                fresh, found = _batch_forward(*forward, loop=loop, active=layout)
+                residuals = fresh[loop.primal_counts[1] :]
+                residual_dims = found[loop.primal_counts[1] :]
             moved += [move(*v, size) for v in zip(residuals, residual_dims, places, strict=True)]
         leading = 0 if batch is None else 1
         of = {

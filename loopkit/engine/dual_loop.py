@@ -66,6 +66,8 @@ def _dual_loop(loop: Loop, active: Active) -> Loop:
         xs_count=loop.xs_count + tangent_counts[2],
         const_lanes=_followed(loop.const_lanes, active.consts),
         xs_lanes=_followed(loop.xs_lanes, active.xs),
+        buffers=_followed(loop.buffers, active.carry),
+        leaves=(),
         xs_axes=_followed(loop.x_axes, active.xs),
         ys_axes=_followed(loop.y_axes, active.ys),
     )

@@ -48,6 +48,8 @@ def forward_sweep(how: Reversal, loop: Loop, operands: Operands) -> list:
         return [*evaluate(loop, operands), *residuals]
     if how.plan.keeps_all:
         return _store_residuals(how, loop, operands)
+    if how.undo is not None:
+        loop = how.undo.logged(loop)
     if how.plan.every_carry:
         return _save_every_carry(how, loop, operands)
     if loop.cond is None and how.plan.direct:
@@ -64,7 +66,7 @@ def forward_sweep(how: Reversal, loop: Loop, operands: Operands) -> list:
             slot, run = lax.div(count, jnp.int32(plan.leaf)), 1
         else:
             slot, run, placed = schedule.save(s.placed)
-        slots = write_rows(s.slots, kept(s.steps.carry, how.saved), slot)
+        slots = write_rows(s.slots, kept(s.steps.carry, how.slotted), slot)
         stop = count + run * plan.leaf
         if loop.length is not None:
             stop = lax.min(stop, jnp.int32(loop.length))
@@ -76,7 +78,14 @@ def forward_sweep(how: Reversal, loop: Loop, operands: Operands) -> list:
     units = jnp.zeros(0, jnp.int32) + first.count
     if done.placed is not None:
         units = done.placed.units
-    return [*done.steps.carry, *done.steps.ys, *done.slots, units, done.steps.taken]
+    return _results(how, done.steps, done.slots, units, done.steps.taken)
+
+
+def _results(how: Reversal, steps: Steps, slots: list, units: Any, taken: Any) -> list:
+    """Final carry, ys, and the residuals."""
+    ys, log = parts(steps.ys, how.loop.ys_count)
+    buffers = [] if how.undo is None else kept(steps.carry, how.undo.leaves)
+    return [*steps.carry, *ys, *slots, *log, *buffers, units, taken]
 
 
 def _goes_on(loop: Loop, operands: Operands, steps: Steps) -> Any:
@@ -93,7 +102,7 @@ def _save_every_segment(how: Reversal, loop: Loop, operands: Operands) -> list:
 
     def segment(unit: Any, state: tuple[Steps, list]) -> tuple[Steps, list]:
         steps, slots = state
-        slots = write_rows(slots, kept(steps.carry, how.saved), unit)
+        slots = write_rows(slots, kept(steps.carry, how.slotted), unit)
         if length % plan.leaf == 0:
             steps = repeat(plan.leaf, lambda _, s: one_step(loop, operands, s), steps, loop.unroll)
             return steps, slots
@@ -101,7 +110,7 @@ def _save_every_segment(how: Reversal, loop: Loop, operands: Operands) -> list:
         return advance(loop, operands, steps, stop), slots
 
     steps, slots = repeat(plan.segments, segment, (start(loop, operands), how.blank_stacks))
-    return [*steps.carry, *steps.ys, *slots, jnp.zeros(0, jnp.int32), jnp.int32(length)]
+    return _results(how, steps, slots, jnp.zeros(0, jnp.int32), jnp.int32(length))
 
 
 def _save_every_carry(how: Reversal, loop: Loop, operands: Operands) -> list:
@@ -109,13 +118,13 @@ def _save_every_carry(how: Reversal, loop: Loop, operands: Operands) -> list:
 
     def step(s: tuple[Steps, list], go: Any = None) -> tuple[Steps, list]:
         steps, slots = s
-        slots = _write(slots, kept(steps.carry, how.saved), steps.count, go)
+        slots = _write(slots, kept(steps.carry, how.slotted), steps.count, go)
         if go is None:
             return one_step(loop, operands, steps), slots
         return guarded_step(loop, operands, loop.length, steps), slots
 
     steps, slots = _run(loop, operands, step, (start(loop, operands), how.blank_stacks))
-    return [*steps.carry, *steps.ys, *slots, jnp.zeros(0, jnp.int32) + steps.count, steps.taken]
+    return _results(how, steps, slots, jnp.zeros(0, jnp.int32) + steps.count, steps.taken)
 
 
 def _run(loop: Loop, operands: Operands, step: Callable, state: tuple[Steps, list]) -> Any:

@@ -90,6 +90,17 @@ class Loop:
     """The axis of each xs along which it is sliced; empty if all are leading."""
     ys_axes: tuple[int, ...] = ()
     """The axis of each ys along which it is stacked; empty if all are leading."""
+    buffers: tuple[bool, ...] = ()
+    """Which carry leaves are buffers, read and written in slices. Empty if none is."""
+    flag: int | None = None
+    """For a loop with buffers and a predicate: the carry leaf that says whether a step is active.
+
+    Writes to the buffers are masked by it.
+    """
+    leaves: tuple[str, ...] = ()
+    """What the caller calls the carry leaves, for reports."""
+    log_count: int = 0
+    """How many ys, the last ones, log what steps displace in buffers: also in stopped lanes."""
     memory: dict = field(default_factory=dict, repr=False)
 
     def derived(self, key: Any, make: Callable[[], T]) -> T:
@@ -130,6 +141,11 @@ class Loop:
     @cached_property
     def lanes(self) -> tuple[int, ...]:
         return () if self.cond is None else self.cond.out_avals[0].shape
+
+    @property
+    def is_buffer(self) -> tuple[bool, ...]:
+        """For each carry leaf, whether it is a buffer."""
+        return self.buffers or (False,) * self.carry_count
 
     @cached_property
     def const_types(self) -> list[ShapedArray]:
@@ -253,6 +269,9 @@ def prune(loop: Loop, used_carry: Sequence[bool], used_ys: Sequence[bool]) -> tu
         xs_count=sum(xs),
         const_lanes=tuple(kept(loop.const_lanes, consts)) if loop.lanes else (),
         xs_lanes=tuple(kept(loop.xs_lanes, xs)) if loop.lanes else (),
+        buffers=tuple(kept(loop.buffers, carry)) if loop.buffers else (),
+        leaves=tuple(kept(loop.leaves, carry)) if loop.leaves else (),
+        flag=None if loop.flag is None else sum(carry[: loop.flag]),
         xs_axes=tuple(kept(loop.x_axes, xs)),
         ys_axes=tuple(kept(loop.y_axes, used_ys)),
     )

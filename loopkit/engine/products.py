@@ -70,18 +70,19 @@ def put_off(
     """The products worth putting off among the first `consts` outputs of a backward half.
 
     Its first `fixed` inputs are the same for all steps; `rows` says, for each of its inputs from
-    `first_row` on, which row of the segment it is.
+    `first_row` on, which row of the segment it is. After the rows come the sums so far.
     """
     j = _jax.open_jaxpr(backward)
     maker = {v: eqn for eqn in j.eqns for v in eqn.outvars}
     given = dict(zip(j.invars[first_row:], rows, strict=False))
     in_rows = {v: row for v, row in given.items() if row is not None}
     still = set(j.invars[:fixed])
+    sums = set(j.invars[first_row + len(rows) :][:consts])
     chosen: list[bool] = []
     terms: list[tuple[Term, ...]] = []
     factors: dict = {}
     for out in j.outvars[:consts]:
-        found = _terms(out, maker, still)
+        found = _terms(out, maker, still, sums)
         chosen.append(bool(found) and _pays(out, found, {*in_rows, *factors}))
         if chosen[-1]:
             assert found is not None
@@ -99,10 +100,12 @@ def put_off(
     return Products(step, flags, tuple(terms), tuple(factors), in_rows)
 
 
-def _terms(v: Any, maker: dict, still: set) -> list[Term] | None:
-    """The products that `v` is a sum of, or None if it is not."""
+def _terms(v: Any, maker: dict, still: set, sums: set) -> list[Term] | None:
+    """The products that `v` adds to a sum so far, or None if it is not their sum."""
     after: list = []
     while True:
+        if not isinstance(v, _jax.Literal) and v in sums:
+            return []
         eqn = maker.get(v) if not isinstance(v, _jax.Literal) else None
         if eqn is None:
             return None
@@ -111,7 +114,7 @@ def _terms(v: Any, maker: dict, still: set) -> list[Term] | None:
             varies = [not isinstance(u, _jax.Literal) and u not in still for u in eqn.invars]
             return [Term(eqn, tuple(after[::-1]))] if all(varies) else None
         if name == "add_any":
-            parts = [_terms(u, maker, still) for u in eqn.invars]
+            parts = [_terms(u, maker, still, sums) for u in eqn.invars]
             if any(p is None for p in parts):
                 return None
             rest = tuple(after[::-1])

@@ -12,13 +12,15 @@ import jax.numpy as jnp
 from loopkit import _jax, _jaxpr
 from loopkit._jax import Jaxpr, ShapedArray
 from loopkit._plan import Plan, Step
-from loopkit._planner import make_plan
+from loopkit._planner import best_plan
 from loopkit.engine.cost import factor_bytes, nanoseconds
 from loopkit.engine.host import check_host_memory
-from loopkit.engine.loop import Active, Loop, Operands, kept
+from loopkit.engine.loop import Active, Loop, Operands, kept, spread
 from loopkit.engine.products import SMALLEST, Products, put_off
 from loopkit.engine.split import Split, split_step
-from loopkit.engine.steps import read_rows, repeat, row_of, select
+from loopkit.engine.steps import hold, read_rows, repeat, row_of
+from loopkit.engine.undo import Undo, find_undo
+from loopkit.engine.writes import holds_write
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Reversal:
     """(consts, saved carry, x) -> saved carry"""
     forward: Jaxpr
     """(consts, saved carry, x) -> saved carry, stored residuals"""
+    undo: Undo | None
+    """How to bring back the buffers that checkpoints leave out."""
 
     @cached_property
     def backward(self) -> Jaxpr:
@@ -53,15 +57,29 @@ class Reversal:
         rows: list[int | None] = list(range(len(split.stored_types)))
         if self.plan.store == "carries":
             source = _jaxpr.forwarded(self.forward)[sum(self.saved) :]
-            place = {loop.const_count + i: i for i in range(sum(self.saved))}
+            slotted = [i for i, undone in enumerate(self.undone) if not undone]
+            place = {loop.const_count + i: row for row, i in enumerate(slotted)}
             rows = [None if s is None else place.get(s) for s in source]
         found = put_off(self.backward, sum(self.active.consts), fixed, fixed + loop.xs_count, rows)
         return found if any(found.put_off) else None
 
+    @cached_property
+    def undone(self) -> list[bool]:
+        """Which of the saved leaves are brought back, and so need no slot."""
+        return (
+            [False] * sum(self.saved) if self.undo is None else kept(self.undo.leaves, self.saved)
+        )
+
+    @cached_property
+    def slotted(self) -> list[bool]:
+        """Which carry leaves a slot holds."""
+        return spread([not u for u in self.undone], self.saved, [False] * len(self.saved))
+
     @property
     def blank_stacks(self) -> list:
         """Where the forward pass saves, with nothing saved yet."""
-        *types, _, _ = self.residual_types
+        plan, types = self.plan, self.residual_types
+        types = types[: len(self.row_types if plan.keeps_all else self.slot_types)]
         return [_jax.placed(_jax.zeros(_jax.on_device(t)), t) for t in types]
 
     def unrolled(self, unroll: int) -> Reversal:
@@ -71,24 +89,41 @@ class Reversal:
         return replace(self, loop=self.loop.unrolled(unroll))
 
     @property
-    def saved_types(self) -> list[ShapedArray]:
-        return kept(self.loop.carry_types, self.saved)
+    def slot_types(self) -> list[ShapedArray]:
+        return kept(self.loop.carry_types, self.slotted)
+
+    @cached_property
+    def rereads(self) -> bool:
+        """Whether a step's residuals depend on what the step itself writes to buffers."""
+        wanted = [False] * sum(self.saved) + [True] * len(self.split.stored_types)
+        made, _ = _jax.dce(self.forward, wanted, [True] * len(self.forward.in_avals))
+        return holds_write(made)
+
+    def apart(self, saved: Sequence[Any]) -> tuple[list, list]:
+        """Of the saved leaves, those that a slot holds, and the buffers that are brought back."""
+        return kept(saved, [not u for u in self.undone]), kept(saved, self.undone)
+
+    def together(self, slot: Sequence[Any], buffers: Sequence[Any]) -> list:
+        """The saved leaves."""
+        flags = self.undone
+        return spread(buffers, flags, spread(slot, [not u for u in flags], [None] * len(flags)))
 
     @property
     def row_types(self) -> list[ShapedArray]:
         """What one step leaves for its reversal."""
         if self.plan.store == "carries":
-            return self.saved_types
+            return self.slot_types
         return self.split.stored_types
 
     @property
     def residual_types(self) -> list[ShapedArray]:
-        """What the forward pass hands on: checkpoints, the units they start, the steps taken.
+        """What the forward pass hands on.
 
-        The steps are each lane's own.
+        Checkpoints; the log of what was displaced in buffers, and those buffers at the end; the
+        units that checkpoints start; the steps taken, which are each lane's own.
         """
         plan, int32 = self.plan, jnp.dtype("int32")
-        types = self.row_types if plan.keeps_all else self.saved_types
+        types = self.row_types if plan.keeps_all else self.slot_types
         stacks = [_jax.stack_type(t, plan.leaf if plan.keeps_all else plan.slots) for t in types]
         if plan.host:
             stacks = list(map(_jax.on_host, stacks))
@@ -96,7 +131,11 @@ class Reversal:
         steps = _jax.ShapedArray(self.loop.lanes, int32)
         if self.loop.cond is not None:
             units, steps = (_jax.type_like(t, self.loop.cond.out_avals) for t in (units, steps))
-        return [*stacks, units, steps]
+        undoing = []
+        if self.undo is not None:
+            undoing = [self.loop.stack_type(t) for t in self.undo.log_types]
+            undoing += kept(self.loop.carry_types, self.undo.leaves)
+        return [*stacks, *undoing, units, steps]
 
     def advance(self, operands: Operands, steps: Any, carry: list, first: Any, times: Any) -> list:
         """The saved carry leaves, `times` steps after step `first`; a lane takes `steps` in all."""
@@ -106,7 +145,9 @@ class Reversal:
             if operands.xs:
                 x = read_rows(operands.xs, row_of(self.loop, first + k), self.loop.x_axes)
             new = _jax.call_jaxpr(self.step)(*operands.consts, *carry, *x)
-            return select(first + k < steps, new, carry) if self.loop.lanes else new
+            if not self.loop.lanes:
+                return new
+            return hold(first + k < steps, new, carry, kept(self.loop.is_buffer, self.saved))
 
         return repeat(times, step, carry, self.loop.unroll)
 
@@ -122,7 +163,8 @@ def reversal(loop: Loop, layout: Active, active: Active | None = None) -> Revers
     # Stored residuals are those of the layout; others are made again, for what is needed of them.
     split = base.split if base.plan.keeps_all else split_step(loop, active)
     return loop.derived(
-        ("reversal", layout, active), lambda: build(loop, active, base.plan, base.saved, split)
+        ("reversal", layout, active),
+        lambda: build(loop, active, base.plan, base.saved, split, base.undo),
     )
 
 
@@ -141,7 +183,7 @@ def covers(loop: Loop, layout: Active, active: Active) -> bool:
 def _planned(loop: Loop, active: Active) -> Reversal:
     split = split_step(loop, active)
     saved = _saved_leaves(loop.without_debug_effects(), split)
-    quiet = build(loop, active, Plan(1), saved, split)
+    quiet = build(loop, active, Plan(1), saved, split, None)
     stored = len(split.stored_types)
     made, _ = _jax.dce(
         quiet.forward,
@@ -149,7 +191,7 @@ def _planned(loop: Loop, active: Active) -> Reversal:
         [True] * len(quiet.forward.in_avals),
     )
     step = Step(
-        sum(map(_jax.byte_count, quiet.saved_types)),
+        sum(map(_jax.byte_count, quiet.slot_types)),
         sum(map(_jax.byte_count, split.stored_types)),
         nanoseconds(quiet.step),
         nanoseconds(quiet.forward),
@@ -157,16 +199,30 @@ def _planned(loop: Loop, active: Active) -> Reversal:
         0 if loop.lanes else factor_bytes(quiet.forward, loop.const_count, SMALLEST),
         sum(map(_jax.byte_count, kept(loop.const_types, active.consts))),
     )
-    plan = make_plan(loop.checkpoints, loop.length, loop.cond is None, step, loop.name)
+    undo, steps = find_undo(loop, saved), (step,)
+    if undo is not None:
+        buffers = sum(map(_jax.byte_count, kept(loop.carry_types, undo.leaves)))
+        log = sum(map(_jax.byte_count, undo.log_types))
+        left = step.carry_bytes - buffers
+        logging = step._replace(carry_bytes=left, buffer_bytes=buffers, log_bytes=log)
+        steps = (logging, step)
+    plan = best_plan(loop.checkpoints, loop.length, loop.cond is None, steps, loop.name)
+    if plan.keeps_all or not plan.step.log_bytes:
+        undo = None
     if plan.host:
         check_host_memory(loop.name)
     if plan.every_carry:
         plan = replace(plan, slots=plan.leaf * (plan.segments or 0))  # whole segments
-    return replace(quiet, plan=plan)
+    return replace(quiet, plan=plan, undo=undo)
 
 
 def build(
-    loop: Loop, active: Active, plan: Plan, saved: tuple[bool, ...], split: Split
+    loop: Loop,
+    active: Active,
+    plan: Plan,
+    saved: tuple[bool, ...],
+    split: Split,
+    undo: Undo | None,
 ) -> Reversal:
     quiet = loop.without_debug_effects()
     keep = [True] * loop.const_count + list(saved) + [True] * loop.xs_count
@@ -175,7 +231,7 @@ def build(
     stored = [True] * len(split.stored_types)
     silent = _jaxpr.without_debug_effects(split.forward)
     forward, _ = _jax.dce(silent, [*saved, *no_ys, *stored], keep)
-    return Reversal(quiet, active, plan, split, saved, step, forward)
+    return Reversal(quiet, active, plan, split, saved, step, forward, undo)
 
 
 def _saved_leaves(loop: Loop, split: Split) -> tuple[bool, ...]:

@@ -6,7 +6,11 @@ computed once, before the sweep ("hoisted"); slices of xs are read again; the re
 
     hoist(consts)                                -> hoisted
     forward(consts, carry, x)                    -> carry, y, stored
-    backward(consts, hoisted, x, stored, cts)    -> cotangents of the active consts, carry, x
+    backward(consts, hoisted, x, stored, so far, cts)
+                                                 -> cotangents of the active consts, carry, x
+
+Cotangents of the constants are added to those of the steps reversed so far, in place where a step
+reads slices of them.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from loopkit import _jax
 from loopkit._jax import Jaxpr, ShapedArray
 from loopkit.engine.cut import least_stored
 from loopkit.engine.loop import Active, Loop, Operands, kept, parts, spread
+from loopkit.engine.threaded import threaded
 
 
 @dataclass(frozen=True)
@@ -101,12 +106,12 @@ def _split(loop: Loop, active: Active) -> Split:
 
     def make_backward(live: Active) -> Jaxpr:
         def backward(*values: Any) -> list:
-            *_, cts = parts(values, len(known))
+            _, so_far, cts = parts(values, len(known), sum(live.consts))
             residuals = cut.remake(dict(zip(known, values[: len(known)], strict=True)))
             transpose = jax.linear_transpose(
-                lambda *moving: _jax.call_jaxpr(linear)(*residuals, *moving), *flowing
+                lambda *moving: threaded(linear, residuals, moving, sum(live.consts)), *flowing
             )
-            return list(transpose(cts))
+            return list(transpose([*so_far, *cts]))
 
         linear, flowing = _linear_part(tree, whole.out_avals[n:], body, active, live)
 
@@ -116,6 +121,7 @@ def _split(loop: Loop, active: Active) -> Split:
             *(v.aval for v in cut.hoisted),
             *loop.x_types,
             *(v.aval for v in cut.stored),
+            *(t.to_tangent_aval() for t in kept(loop.const_types, live.consts)),
             *(t.to_tangent_aval() for t in kept(body.out_avals, live.outputs)),
         ]
         jaxpr, closed_over = _jax.trace(backward, types, "loop_step_transpose")
@@ -169,7 +175,8 @@ def batch_split(split: Split, loop: Loop, axis: Any, places: Operands, active: A
     stored = flags[split.results :]
 
     def make_backward(live: Active) -> Jaxpr:
-        cts = [*kept(carry, live.carry), *[lane for a in live.ys if a]]
+        cts = [*kept(consts, live.consts), *kept(carry, live.carry)]
+        cts += [lane for a in live.ys if a]
         outs = [*kept(consts, live.consts), *kept(carry, live.carry), *kept(slices, live.xs)]
         ins = [*consts, *_first(hoisted), *slices, *_first(stored), *cts]
         return _jax.batch_jaxpr(split.backward(live), axis, ins, outs)[0]

@@ -79,6 +79,17 @@ def select(active: Any, new: Sequence[Any], old: Sequence[Any], leading: int = 0
     ]
 
 
+def hold(active: Any, new: Sequence[Any], old: Sequence[Any], is_buffer: Sequence[bool]) -> list:
+    """The carry after a step that only the active lanes take.
+
+    Steps write nothing into the buffers of the others.
+    """
+    return [
+        n if has else select(active, [n], [o])[0]
+        for n, o, has in zip(new, old, is_buffer, strict=True)
+    ]
+
+
 def is_active(loop: Loop, operands: Operands, carry: Sequence[Any]) -> Any:
     """The predicate: a scalar, or one a lane."""
     assert loop.cond is not None
@@ -99,8 +110,9 @@ def one_step(loop: Loop, operands: Operands, state: Steps) -> Steps:
     lane_counts = None
     if loop.lanes:
         active = is_active(loop, operands, state.carry)
-        carry = select(active, carry, state.carry)
-        y = select(active, y, [_jax.zeros(jax.typeof(v)) for v in y])
+        carry = hold(active, carry, state.carry, loop.is_buffer)
+        shown = len(y) - loop.log_count
+        y[:shown] = select(active, y[:shown], [_jax.zeros(jax.typeof(v)) for v in y[:shown]])
         lane_counts = state.lane_counts + active
     ys = write_rows(state.ys, y, row, loop.y_axes) if state.ys else []
     return Steps(state.count + 1, carry, ys, lane_counts)
@@ -111,8 +123,21 @@ def guarded_step(loop: Loop, operands: Operands, stop: Any, state: Steps) -> Ste
     go = goes_on(loop, operands, state.carry) & (state.count < stop)
     if loop.effects:
         return lax.cond(go, lambda s: one_step(loop, operands, s), lambda s: s, state)
-    new = one_step(loop, operands, state)
-    return jax.tree.map(lambda n, o: jnp.where(go, n, o), new, state)
+    held = state
+    if loop.flag is not None:
+        # A step that does not count writes nothing into buffers.
+        carry = list(state.carry)
+        carry[loop.flag] = carry[loop.flag] & go
+        held = state._replace(carry=carry)
+    new = one_step(loop, operands, held)
+    carry = [
+        n if is_buffer else jnp.where(go, n, o)
+        for n, o, is_buffer in zip(new.carry, state.carry, loop.is_buffer, strict=True)
+    ]
+    rest = jax.tree.map(
+        lambda n, o: jnp.where(go, n, o), new._replace(carry=[]), state._replace(carry=[])
+    )
+    return rest._replace(carry=carry)
 
 
 def start(loop: Loop, operands: Operands) -> Steps:

@@ -96,8 +96,7 @@ def _two_loops(
 
     def back(k: Any, *values: Any) -> list:
         d_consts, ct_carry, x, row, ct_y = parts(values, *counts)
-        more, ct_carry, d_x = step.reverse(steps - 1 - k, row, x, ct_carry, ct_y)
-        d_consts = [a + b for a, b in zip(d_consts, more, strict=True)]
+        d_consts, ct_carry, d_x = step.reverse(steps - 1 - k, row, x, d_consts, ct_carry, ct_y)
         return [k + 1, *d_consts, *ct_carry, *d_x]
 
     start = [0 * steps, *d_consts, *ct_carry]
@@ -120,6 +119,9 @@ def _two_loops(
         xs_lanes=(),
         xs_axes=(),
         ys_axes=(),
+        buffers=(),
+        flag=None,
+        leaves=(),
     )
     outs = while_p.bind(*cond_consts, *consts, *start, *xs, loop=backward)
     _, d_consts, ct_carry, d_xs = parts(outs, 1, *counts[:2])
@@ -174,7 +176,7 @@ class _Step:
         hoist = how.split.hoist
         hoisted = list(_jax.call_jaxpr(hoist)(*consts))
         if batch is not None:
-            linear = sum(active.outputs)
+            linear = sum(active.consts) + sum(active.outputs)
             axes = [*[None] * (len(backward.in_avals) - linear), *[0] * linear]
             places = [0] * len(backward.out_avals)
             backward, _ = _jax.batch_jaxpr(backward, _jax.axis(batch), axes, places)
@@ -182,8 +184,10 @@ class _Step:
         pieces = (hoist, hoisted, how.forward, backward)
         return _Step(loop, taken, consts, *pieces, active, safe, axis)
 
-    def reverse(self, step: Any, carry: list, x: list, ct_carry: list, ct_y: list) -> list:
-        """Cotangents of the active constants, carry and slices."""
+    def reverse(
+        self, step: Any, carry: list, x: list, d_consts: list, ct_carry: list, ct_y: list
+    ) -> list:
+        """Cotangents of the active constants, those so far included, carry and slices."""
         consts, hoisted, before = self.consts, self.hoisted, ct_carry
         running = step < self.taken
         if self.safe is not None:
@@ -194,7 +198,8 @@ class _Step:
             ct_carry = select(running, ct_carry, list(map(jnp.zeros_like, ct_carry)), self.axis)
             ct_y = select(running, ct_y, list(map(jnp.zeros_like, ct_y)), self.axis)
         stored = _jax.call_jaxpr(self.forward)(*consts, *carry, *x)[len(carry) :]
-        outs = _jax.call_jaxpr(self.backward)(*consts, *hoisted, *x, *stored, *ct_carry, *ct_y)
+        cts = [*d_consts, *ct_carry, *ct_y]
+        outs = _jax.call_jaxpr(self.backward)(*consts, *hoisted, *x, *stored, *cts)
         d_consts, d_carry, d_x = parts(outs, sum(self.active.consts), sum(self.active.carry))
         if self.safe is not None:
             d_carry = select(running, d_carry, before, self.axis)

@@ -1,0 +1,338 @@
+"""A carry leaf that is read and written in slices, in place."""
+
+from __future__ import annotations
+
+import functools as ft
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from loopkit import _checks, _errors, _index, _jax, _slices
+
+MODES = ("drop", "fill", "clip", "promise_in_bounds")
+
+
+@dataclass(frozen=True, eq=False)
+class Owner:
+    """The carry leaf that a buffer stands for, while a step is traced."""
+
+    leaf: int
+    """Its number among the leaves of the carry."""
+    mask: Any
+    """Whether the step counts: writes in lanes that have stopped do nothing. None: it does."""
+    step: Any = None
+    """The number of the step, where reads and writes are checked."""
+    name: str = ""
+    """What errors call it."""
+
+
+@jax.tree_util.register_pytree_node_class
+class Buffer:
+    """An array that a loop reads and writes in slices, in place.
+
+    In the body of a loop, the carry leaves that `buffers` names are `Buffer`s. One is read with
+    `b[i]` and written with `b.at[i].set(x)`, which returns the buffer to go on with, as
+    for arrays; indices are all that `jax.numpy` takes. Its gradient costs what the slices cost,
+    not what the buffer does.
+
+    - `b[i]`: read; `jnp.asarray(b)` reads everything.
+    - `b.at[i].set(x)`, `add`, `subtract`, `multiply`, `divide`, `power`, `min`, `max`, `apply`:
+      write, with the keyword arguments of `jax.numpy.ndarray.at`, and `pred`: a bool, or an array
+      of them that broadcasts against `b[i]`, which says what is written.
+    - `b.at[i].get(mode=..., fill_value=...)`: read.
+    - `b.shape`, `b.dtype`, `b.ndim`, `b.size`, `len(b)`.
+
+    As for arrays, reads out of bounds are moved inside and writes are dropped, unless `mode` says
+    otherwise. Where index arrays name a row twice, the last value set is kept.
+
+    `Buffer(array)` makes one outside a loop, to try a body by hand.
+    """
+
+    __slots__ = ("_owner", "_value", "_written")
+
+    def __init__(self, value: Any):
+        self._value = value._value if isinstance(value, Buffer) else _jax.as_array(value)
+        self._owner: Owner | None = value._owner if isinstance(value, Buffer) else None
+        self._written: Any = value._written if isinstance(value, Buffer) else None
+
+    @staticmethod
+    def _of(value: Any, owner: Owner | None, written: Any = None) -> Buffer:
+        """`written`, bools for all of it, says what has been, where that is checked."""
+        new = object.__new__(Buffer)
+        new._value, new._owner, new._written = value, owner, written
+        return new
+
+    def tree_flatten(self) -> tuple[tuple, Any]:
+        return (self._value,), self._owner
+
+    @classmethod
+    def tree_unflatten(cls, owner: Any, children: Sequence[Any]) -> Buffer:
+        return cls._of(children[0], owner)
+
+    # ---------------------------------------------------------------- as an array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._value.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self._value.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("loopkit.Buffer: `len` needs an axis, got a buffer of shape ().")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator:
+        return (self[i] for i in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"Buffer({_errors.short_type(jax.typeof(self._value))})"
+
+    def __jax_array__(self) -> Any:
+        return self._read(_index.place(self.shape, ...))
+
+    # ---------------------------------------------------------------- slices
+
+    def __getitem__(self, index: Any) -> Any:
+        place = _index.place(self.shape, index)
+        return _checks.check_read(self, self._read(place), place, True)
+
+    @property
+    def at(self) -> At:
+        """`b.at[i]`: what to read or write, as for arrays."""
+        return At(self)
+
+    def _read(self, place: _index.Place) -> Any:
+        found, after = _slices.read(self._value, place.starts, place.window)
+        if _jax.same_trace(after, self._value):
+            # Whatever is read or written next comes after this read.
+            self._value = after
+        return place.outward(found)
+
+    def _write(self, place: _index.Place, value: Any, pred: Any, add: bool = False) -> Buffer:
+        masks = [] if pred is None else [place.inward_mask(pred)]
+        if self._owner is not None and self._owner.mask is not None:
+            masks.append(place.inward_mask(self._owner.mask))
+        if not add:
+            last = place.last_of_equals(self.shape)
+            masks += [] if last is None else [last]
+        mask = ft.reduce(jnp.logical_and, masks) if masks else None
+        stacked = place.inward(value)
+        new = _slices.write(self._value, stacked, place.starts, place.window, mask, add)
+        written = self._written
+        if written is not None:
+            yes = jnp.ones(stacked.shape, bool)
+            written = _slices.write(written, yes, place.starts, place.window, mask)
+        return Buffer._of(new, self._owner, written)
+
+
+@dataclass(frozen=True)
+class At:
+    """`b.at`, waiting for its index."""
+
+    buffer: Buffer
+
+    def __getitem__(self, index: Any) -> Ref:
+        return Ref(self.buffer, index)
+
+
+@dataclass(frozen=True)
+class Ref:
+    """`b.at[i]`: part of a buffer."""
+
+    buffer: Buffer
+    index: Any
+
+    def get(
+        self,
+        *,
+        mode: Any = None,
+        fill_value: Any = None,
+        indices_are_sorted: bool = False,
+        unique_indices: bool = False,
+        **other: Any,
+    ) -> Any:
+        """What is there."""
+        _check_keywords("get", other)
+        fills = _mode("get", mode) in ("fill", "drop")
+        place = _index.place(self.buffer.shape, self.index, drop=fills)
+        found = _checks.check_read(self.buffer, self.buffer._read(place), place, mode is None)
+        if not fills:
+            return found
+        _, inside = place.window.starts_in(self.buffer.shape, place.starts)
+        if inside is None:
+            return found
+        inside = inside.reshape(*inside.shape, *[1] * self.buffer.ndim)
+        inside = place.outward(jnp.broadcast_to(inside, (*place.batch, *place.window.sizes)))
+        return jnp.where(inside, found, _fill_value(self.buffer.dtype, fill_value))
+
+    def set(self, values: Any, **how: Any) -> Buffer:
+        """The buffer with `values` there."""
+        return self._write("set", lambda _, x: x, values, how, reads=False)
+
+    def add(self, values: Any, **how: Any) -> Buffer:
+        """The buffer with `values` added; where an index occurs twice, both are."""
+        place, pred = self._place("add", how)
+        values = self._checked("add", place, pred, how, values)
+        return self.buffer._write(place, values, pred, add=True)
+
+    def subtract(self, values: Any, **how: Any) -> Buffer:
+        return self.add(jnp.negative(values), **how)
+
+    def multiply(self, values: Any, **how: Any) -> Buffer:
+        return self._write("multiply", jnp.multiply, values, how)
+
+    def divide(self, values: Any, **how: Any) -> Buffer:
+        return self._write("divide", jnp.divide, values, how)
+
+    def power(self, values: Any, **how: Any) -> Buffer:
+        return self._write("power", jnp.power, values, how)
+
+    def min(self, values: Any, **how: Any) -> Buffer:
+        return self._write("min", jnp.minimum, values, how)
+
+    def max(self, values: Any, **how: Any) -> Buffer:
+        return self._write("max", jnp.maximum, values, how)
+
+    def apply(self, func: Callable, **how: Any) -> Buffer:
+        """The buffer with `func` of what is there."""
+        return self._write("apply", lambda old, _: func(old), 0, how)
+
+    mul = multiply
+
+    def _write(
+        self, name: str, combine: Callable, values: Any, how: dict, reads: bool = True
+    ) -> Buffer:
+        place, pred = self._place(name, how)
+        if not reads:
+            return self.buffer._write(place, self._checked(name, place, pred, how, values), pred)
+        if not place.unique:
+            return self._all_at_once(name, combine, values, how, pred)
+        old = self.buffer._read(place)
+        new = self._checked(name, place, pred, how, combine(old, values))
+        return self.buffer._write(place, new, pred)
+
+    def _checked(self, name: str, place: _index.Place, pred: Any, how: dict, values: Any) -> Any:
+        """Values to write, in the dtype of the buffer."""
+        values = self._cast(name, values)
+        if how.get("mode") is not None:
+            return values
+        return _checks.check_bounds(self.buffer, values, place, pred, f"written with .{name}")
+
+    def _all_at_once(
+        self, name: str, combine: Callable, values: Any, how: dict, pred: Any
+    ) -> Buffer:
+        """Index arrays that may name a row twice: as jax.numpy does it, on the whole array."""
+        whole = _index.place(self.buffer.shape, ...)
+        array = self.buffer._read(whole)
+        ref = array.at[_plain(self.index)]
+        how = {k: v for k, v in how.items() if k != "pred"}
+        if name == "apply":
+            new = ref.apply(lambda old: combine(old, None), **how)
+        else:
+            if pred is not None:
+                neutral = {"multiply": 1, "divide": 1, "power": 1}
+                shape = _index.place(self.buffer.shape, self.index).shape
+                other = neutral[name] if name in neutral else ref.get()
+                values = jnp.where(pred, jnp.broadcast_to(values, shape), other)
+            new = getattr(ref, name)(values, **how)
+        return self.buffer._write(whole, new, None)
+
+    def _place(self, name: str, how: dict) -> tuple[_index.Place, Any]:
+        how = dict(how)
+        pred, mode = how.pop("pred", None), _mode(name, how.pop("mode", None))
+        unique = bool(how.pop("unique_indices", False))
+        how.pop("indices_are_sorted", None)
+        _check_keywords(name, how)
+        drops = mode in ("drop", "fill", None)
+        place = _index.place(self.buffer.shape, self.index, drop=drops, unique=unique)
+        if pred is None:
+            return place, None
+        pred = _jax.as_array(pred)
+        if pred.dtype != bool:
+            raise TypeError(
+                f"loopkit.Buffer: `pred` of `.at[...].{name}` must be of bools, got "
+                f"{_errors.short_type(jax.typeof(pred))}. Compare with a number."
+            )
+        return place, pred
+
+    def _cast(self, name: str, values: Any) -> Any:
+        """Values in the dtype of the buffer, if that loses nothing but precision."""
+        values = jnp.asarray(values)
+        have, want = values.dtype, self.buffer.dtype
+        if have == want:
+            return values
+        kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+        rank = [
+            next((i for i, k in enumerate(kinds) if jnp.issubdtype(d, k)), -1) for d in (have, want)
+        ]
+        if -1 in rank or rank[0] > rank[1]:
+            raise TypeError(
+                f"loopkit.Buffer: `.at[...].{name}` must be given values of dtype {want}, that of "
+                f"the buffer, got {have}. Cast them with .astype, or start from a buffer of {have}."
+            )
+        return lax.convert_element_type(values, want)
+
+
+def _plain(index: Any) -> Any:
+    return tuple(map(jnp.asarray, index)) if isinstance(index, list) else index
+
+
+def _mode(name: str, mode: Any) -> str | None:
+    """The name of an indexing mode."""
+    if mode is None:
+        return None
+    label = mode.lower() if isinstance(mode, str) else str(getattr(mode, "name", mode)).lower()
+    label = {"fill_or_drop": "drop"}.get(label, label)
+    if label not in MODES:
+        raise ValueError(
+            f"loopkit.Buffer: `mode` of `.at[...].{name}` must be one of {', '.join(MODES)}, got "
+            f"{mode!r}. They mean what they do in jax.numpy."
+        )
+    return label
+
+
+def _check_keywords(name: str, other: dict) -> None:
+    other.pop("wrap_negative_indices", None)
+    if other:
+        raise TypeError(
+            f"loopkit.Buffer: `.at[...].{name}` takes mode, pred, unique_indices and "
+            f"indices_are_sorted, got {', '.join(other)}. Leave the others out."
+        )
+
+
+def _fill_value(dtype: Any, fill_value: Any) -> Any:
+    """What jax.numpy reads out of bounds, in mode "fill"."""
+    if fill_value is not None:
+        return jnp.asarray(fill_value, dtype)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.asarray(jnp.nan, dtype)
+    if jnp.issubdtype(dtype, jnp.signedinteger):
+        return jnp.asarray(jnp.iinfo(dtype).min, dtype)
+    if jnp.issubdtype(dtype, jnp.unsignedinteger):
+        return jnp.asarray(jnp.iinfo(dtype).max, dtype)
+    return jnp.asarray(True, dtype)
+
+
+def plain(tree: Any) -> Any:
+    """The tree with an array for every buffer."""
+    return jax.tree.map(
+        lambda v: v._value if isinstance(v, Buffer) else v,
+        tree,
+        is_leaf=lambda v: isinstance(v, Buffer),
+    )

@@ -1,0 +1,136 @@
+"""A compiled program as text: its instructions, which of them loops repeat, where they are from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\([^=]*?\)|\S+) ([\w\-]+)\((.*)$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_CALLED = re.compile(r"\b(body|condition|calls|to_apply)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_BYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    type: str
+    """As in f32[500,7]."""
+    opcode: str
+    operands: tuple[str, ...]
+    rest: str
+    root: bool
+
+    @property
+    def bytes(self) -> int:
+        """Of an array; 0 for a tuple."""
+        found = re.fullmatch(r"(\w+)\[([\d,]*)\](\{.*\})?", self.type)
+        if found is None:
+            return 0
+        kind, shape, _ = found.groups()
+        width = _BYTES.get(kind) or int(re.sub(r"\D.*", "", kind.lstrip("sufb")) or 8) // 8
+        size = max(width, 1)
+        for n in filter(None, shape.split(",")):
+            size *= int(n)
+        return size
+
+    @property
+    def shape(self) -> str:
+        """The type without its layout."""
+        return self.type.split("{")[0]
+
+    def called(self) -> Iterator[tuple[str, str]]:
+        """(role, computation) of those it runs."""
+        yield from _CALLED.findall(self.rest)
+        for names in _BRANCHES.findall(self.rest):
+            yield from (("branch", n) for n in _OPERAND.findall(names))
+
+    @property
+    def index(self) -> int | None:
+        """Of a get-tuple-element."""
+        found = re.search(r"\bindex=(\d+)", self.rest)
+        return None if found is None else int(found[1])
+
+    @property
+    def frame(self) -> int | None:
+        found = re.search(r"stack_frame_id=(\d+)", self.rest)
+        return None if found is None else int(found[1])
+
+
+@dataclass
+class Program:
+    """The computations of a compiled program, and the stack frames they name."""
+
+    computations: dict[str, dict[str, Instruction]] = field(default_factory=dict)
+    tables: dict[str, dict[int, str]] = field(default_factory=dict)
+
+    @staticmethod
+    def parse(text: str) -> Program:
+        program, here, table = Program(), None, None
+        for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
+            found = _COMPUTATION.match(line)
+            if found:
+                here, table = program.computations.setdefault(found[2], {}), None
+            elif re.fullmatch(r"\w+", line):
+                table = program.tables.setdefault(line, {})
+            elif table is not None and re.match(r"\d+ ", line):
+                number, value = line.split(" ", 1)
+                table[int(number)] = value
+            elif here is not None:
+                found = _INSTRUCTION.match(line)
+                if found:
+                    root, name, kind, opcode, rest = found.groups()
+                    inside = rest.split(")", 1)[0]
+                    operands = tuple(_OPERAND.findall(inside))
+                    here[name] = Instruction(name, kind, opcode, operands, rest, bool(root))
+        return program
+
+    @cached_property
+    def loop_bodies(self) -> list[str]:
+        """The bodies of loops, each once."""
+        bodies = [
+            name
+            for computation in self.computations.values()
+            for i in computation.values()
+            if i.opcode == "while"
+            for role, name in i.called()
+            if role == "body"
+        ]
+        return list(dict.fromkeys(bodies))
+
+    def runs(self, body: str) -> list[str]:
+        """The computations that a loop's body runs, itself first, without those of loops in it."""
+        seen, pending = [], [body]
+        while pending:
+            name = pending.pop(0)
+            if name in seen or name not in self.computations:
+                continue
+            seen.append(name)
+            for i in self.computations[name].values():
+                if i.opcode != "while":
+                    pending += [called for _, called in i.called()]
+        return seen
+
+    def lines(self, instruction: Instruction) -> list[tuple[str, int]]:
+        """(file, line) where it is from, innermost first."""
+        out: list[tuple[str, int]] = []
+        source = re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', instruction.rest)
+        if source:
+            return [(source[1], int(source[2] or 0))]
+        frames, frame = self.tables.get("StackFrames", {}), instruction.frame
+        while frame is not None and frame in frames and len(out) < 100:
+            numbers = dict(re.findall(r"(\w+)=(\d+)", frames[frame]))
+            place = self.tables.get("FileLocations", {}).get(int(numbers["file_location_id"]), "")
+            where = dict(re.findall(r"(\w+)=(\d+)", place))
+            name = self.tables.get("FileNames", {}).get(int(where.get("file_name_id", 0)), "")
+            if name:
+                out.append((name.strip('"'), int(where.get("line", 0))))
+            parent = int(numbers.get("parent_frame_id", frame))
+            frame = None if parent == frame else parent
+        return out

@@ -1,0 +1,83 @@
+"""Which elements of a buffer a read or a write touches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Window:
+    """Which elements a read or a write touches, once the starts are known.
+
+    `starts` is an integer array `[*batch, len(axes)]`: for each of a batch of slices, where it
+    begins along `axes`. The slices are stacked in an array
+    `[*batch, *sizes]`, without dropping axes of size one. A mask has the shape of the slices, or
+    size one where it does not vary.
+    """
+
+    axes: tuple[int, ...]
+    """The axes along which starts are given."""
+    offsets: tuple[int, ...]
+    """Along the others, where every slice starts. One for each axis of the buffer."""
+    sizes: tuple[int, ...]
+    """The shape of a slice."""
+    drop: bool
+    """Whether slices out of bounds are dropped (read as zeros); else they are moved inside."""
+    wrap: bool = True
+    """Whether negative starts count from the end."""
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Window:
+        return Window((), (0,) * len(shape), tuple(shape), False)
+
+    def with_axis(self, axis: int, size: int) -> Window:
+        """The same slices of a buffer with one more axis, of which they take all."""
+        return Window(
+            tuple(a + (a >= axis) for a in self.axes),
+            (*self.offsets[:axis], 0, *self.offsets[axis:]),
+            (*self.sizes[:axis], size, *self.sizes[axis:]),
+            self.drop,
+            self.wrap,
+        )
+
+    def with_index(self, axis: int) -> Window:
+        """The same, where each slice has its own place along the new axis, given last."""
+        wider = self.with_axis(axis, 1)
+        return replace(wider, axes=(*wider.axes, axis))
+
+    def starts_in(self, shape: Sequence[int], starts: Any) -> tuple[Any, Any]:
+        """The starts along `axes`, from 0; and whether each slice is inside, None if all are."""
+        if not self.axes:
+            return starts, None
+        room = np.array([shape[a] for a in self.axes], starts.dtype)
+        last = room - np.array([self.sizes[a] for a in self.axes], starts.dtype)
+        if self.wrap:
+            starts = jnp.where(starts < 0, starts + room, starts)
+        if not self.drop:
+            return jnp.clip(starts, 0, last), None
+        return starts, ((starts >= 0) & (starts <= last)).all(-1)
+
+    def inside(self, shape: Sequence[int], starts: Any) -> Any:
+        """Whether each slice is inside."""
+        if not self.axes:
+            return jnp.ones(starts.shape[:-1], bool)
+        return replace(self, drop=True).starts_in(shape, starts)[1]
+
+    def point(self, starts: Any) -> list:
+        """Where a single slice starts, along every axis."""
+        point: list = list(self.offsets)
+        for column, axis in enumerate(self.axes):
+            point[axis] = starts[column]
+        return [jnp.asarray(p, starts.dtype) for p in point]
+
+    def every_start(self, starts: Any) -> tuple[Any, tuple[int, ...]]:
+        """Starts along `axes` and along those where slices begin after 0; and all those axes."""
+        extra = [a for a, offset in enumerate(self.offsets) if offset]
+        fixed = np.array([self.offsets[a] for a in extra], starts.dtype)
+        fixed = np.broadcast_to(fixed, (*starts.shape[:-1], len(extra)))
+        return jnp.concatenate([starts, fixed], -1), (*self.axes, *extra)

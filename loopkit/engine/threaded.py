@@ -1,0 +1,116 @@
+"""Constants that a step reads slices of, so that their cotangents are added to in place.
+
+JAX's transpose of a slice is an array of zeros with one slice set: for a table that every step
+reads a row of, as much work a step as the table is large. Here each read of a constant's tangent
+passes it on to the next, and the last is a result; the transpose is then given the cotangent so
+far, and adds to it slice by slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from loopkit import _jax
+from loopkit._jax import Jaxpr
+from loopkit._slices import read, read_p
+from loopkit._window import Window
+
+
+def threaded(jaxpr: Jaxpr, known: Sequence[Any], tangents: Sequence[Any], count: int) -> list:
+    """The first `count` tangents, read and passed on, and then what the jaxpr returns."""
+    latest = list(tangents[:count])
+    j = _jax.open_jaxpr(jaxpr)
+    constants = {v: i for i, v in enumerate(j.invars[len(known) : len(known) + count])}
+    outs = _run(j, [*known, *tangents], constants, latest)
+    return [*latest, *outs]
+
+
+def _run(j: Any, values: Sequence[Any], constants: dict[Any, int], latest: list) -> list:
+    """The results of a jaxpr; variables in `constants` stand for the latest of a constant."""
+    env = dict(zip(j.invars, values, strict=True))
+
+    def value(v: Any) -> Any:
+        if isinstance(v, _jax.Literal):
+            return v.val
+        return latest[constants[v]] if v in constants else env[v]
+
+    def constant(v: Any) -> int | None:
+        return None if isinstance(v, _jax.Literal) else constants.get(v)
+
+    for eqn in j.eqns:
+        ins = [value(v) for v in eqn.invars]
+        which = constant(eqn.invars[0]) if eqn.invars else None
+        found = None if which is None else _as_read(eqn, ins)
+        inner = eqn.params.get("jaxpr")
+        is_call = eqn.primitive.name in ("jit", "pjit") and hasattr(inner, "eqns")
+        if found is not None and which is not None:
+            outs, latest[which] = found
+            if eqn.primitive is read_p:
+                constants[eqn.outvars[-1]] = which
+        elif is_call and any(constant(v) is not None for v in eqn.invars):
+            inside = _jax.open_jaxpr(inner)
+            names = {
+                w: constants[v]
+                for v, w in zip(eqn.invars, inside.invars, strict=True)
+                if constant(v) is not None
+            }
+            outs = _run(inside, ins, names, latest)
+        else:
+            outs = _jax.bind_equation(eqn, ins)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [value(v) for v in j.outvars]
+
+
+def _as_read(eqn: Any, ins: Sequence[Any]) -> tuple[list, Any] | None:
+    """The results of an equation that reads slices of its first operand, and what follows that."""
+    params = eqn.params
+    if eqn.primitive is read_p and params["value"]:
+        found, after = read(ins[0], ins[1], params["window"])
+        return [found, after], after
+    if eqn.primitive is lax.dynamic_slice_p and len(ins) == 1 + ins[0].ndim:
+        buffer, *starts = ins
+        axes = tuple(range(buffer.ndim))
+        window = Window(axes, (0,) * buffer.ndim, params["slice_sizes"], False, wrap=False)
+        starts = jnp.stack([jnp.asarray(s, jnp.int32) for s in starts])
+        found, after = read(buffer, starts, window)
+        return [found], after
+    if eqn.primitive is lax.gather_p:
+        return _gathered(*ins, **params)
+    return None
+
+
+def _gathered(
+    buffer: Any,
+    starts: Any,
+    *,
+    dimension_numbers: Any,
+    slice_sizes: Any,
+    mode: Any,
+    fill_value: Any,
+    **_: Any,
+) -> tuple[list, Any] | None:
+    fills = mode == lax.GatherScatterMode.FILL_OR_DROP
+    if fills and fill_value != 0:
+        return None
+    numbers = dimension_numbers
+    batch = starts.ndim - 1
+    own = [
+        lax.broadcasted_iota(starts.dtype, (*starts.shape[:-1], 1), int(d))
+        for d in numbers.start_indices_batching_dims
+    ]
+    of_batch = [int(a) for a in numbers.operand_batching_dims]
+    axes = (*map(int, numbers.start_index_map), *of_batch)
+    window = Window(axes, (0,) * buffer.ndim, tuple(map(int, slice_sizes)), fills, wrap=False)
+    found, after = read(buffer, jnp.concatenate([starts, *own], -1), window)
+    gone = [*map(int, numbers.collapsed_slice_dims), *of_batch]
+    found = jnp.squeeze(found, tuple(batch + a for a in gone))
+    offsets = list(map(int, numbers.offset_dims))
+    of_slices = iter(range(batch))
+    order = [
+        batch + offsets.index(i) if i in offsets else next(of_slices) for i in range(found.ndim)
+    ]
+    return [jnp.transpose(found, order)], after

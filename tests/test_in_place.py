@@ -1,0 +1,114 @@
+"""What compiled loops copy."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import loopkit
+from loopkit._hlo import Program
+
+ROWS = jnp.ones((300, 7))
+
+
+def in_rows(xs, loop=loopkit.scan, **how):
+    def body(c, _):
+        i, ys = c
+        return (i + 1, ys.at[i].set(xs[i] * jnp.sin(ys[i - 1]))), None  # the line that copies
+
+    return loop(body, (0, xs), None, 300, **how)[0][1]
+
+
+THIS = Path(__file__).read_text().splitlines()
+LINE = next(i for i, line in enumerate(THIS, 1) if line.endswith("# the line that copies"))
+
+
+def test_report_names_leaf_and_line():
+    report = loopkit.in_place_report(in_rows, ROWS, grad=True)
+    assert not report
+    copies = [c for c in report.copies if c.source]
+    assert {c.type for c in copies} == {"f64[300,7]"}
+    assert {c.bytes for c in copies} == {300 * 7 * 8}
+    assert {c.leaf for c in copies} == {"`init[1]` of loopkit.scan"}
+    assert any(c.source == f"{__file__}:{LINE}" for c in copies)
+    assert "16,800 bytes of `init[1]` of loopkit.scan at " in str(report)
+
+
+def test_fails_with_the_report():
+    with pytest.raises(AssertionError, match=r"f64\[300,7\], 16,800 bytes of `init\[1\]`"):
+        loopkit.assert_in_place(in_rows, ROWS, grad=True)
+    report = loopkit.in_place_report(in_rows, ROWS, grad=True, min_bytes=16_801)
+    assert report
+    assert "no copy of 16,801 bytes or more" in str(report)
+
+
+def test_loops_of_lax():
+    by_lax = lambda xs: in_rows(xs, jax.lax.scan)
+    loopkit.assert_in_place(by_lax, ROWS)
+    with pytest.raises(AssertionError, match=r"`carry leaf 1` of lax.scan"):
+        loopkit.assert_in_place(by_lax, ROWS, grad=True)
+
+
+def test_buffers_are_in_place():
+    report = loopkit.assert_in_place(
+        lambda xs: in_rows(xs, buffers=lambda c: c[1]), ROWS, grad=True
+    )
+    assert report.loops > 1
+
+
+def test_arguments():
+    shape = jax.ShapeDtypeStruct((300, 7), jnp.float32)
+    mixed = lambda xs, n: (in_rows(xs, buffers=lambda c: c[1]), n + 1)
+    assert loopkit.in_place_report(mixed, shape, jnp.int32(3), grad=True)
+    with pytest.raises(TypeError, match="assert_in_place: `fn` must be a function"):
+        loopkit.assert_in_place(3)
+
+
+TEXT = """HloModule f, is_scheduled=true
+
+FileNames
+1 "/a.py"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=8 end_line=8 column=30 end_column=34}
+2 {file_name_id=1 function_name_id=1 line=9 end_line=9 column=30 end_column=34}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=1}
+
+%inner (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %copy.9 = f32[4]{0} copy(%p), metadata={op_name="x" source_file="/b.py" source_line=3}
+}
+
+%body (arg: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %arg = (s32[], /*index=1*/f32[4]{0}) parameter(0)
+  %gte = f32[4]{0} get-tuple-element(%arg), index=1
+  %fusion = f32[4]{0} fusion(%gte), kind=kLoop, calls=%inner, metadata={stack_frame_id=2}
+  ROOT %t = (s32[], f32[4]{0}) tuple(%gte, %fusion)
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %copy.1 = f32[4]{0} copy(%x)
+  ROOT %w = (s32[], f32[4]{0}) while(%copy.1), condition=%cond, body=%body
+}
+"""
+
+
+def test_parsing():
+    program = Program.parse(TEXT)
+    assert program.loop_bodies == ["body"]
+    assert program.runs("body") == ["body", "inner"]
+    copy, fusion = program.computations["inner"]["copy.9"], program.computations["body"]["fusion"]
+    assert (copy.opcode, copy.bytes, copy.operands, copy.root) == ("copy", 16, ("p",), True)
+    assert program.lines(copy) == [("/b.py", 3)]
+    assert program.lines(fusion) == [("/a.py", 9), ("/a.py", 8)]
+    assert program.computations["body"]["gte"].index == 1
+    assert program.computations["body"]["arg"].bytes == 0
+    sizes = {"pred[3]": 3, "bf16[2,2]{1,0}": 8, "c64[]": 8, "s8[5]": 5, "f8e4m3fn[4]": 4}
+    for kind, size in sizes.items():
+        made = type(copy)("x", kind, "copy", (), "", False)
+        assert made.bytes == size, kind

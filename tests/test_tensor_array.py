@@ -1,0 +1,178 @@
+"""TensorArray: a list of arrays, inside loops and outside."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import loopkit
+from derivatives import assert_close
+from loopkit import TensorArray
+
+THREE = jnp.arange(3.0)
+
+
+def filled(count, capacity=0):
+    array = TensorArray.empty(capacity, THREE)
+    for i in range(count):
+        array = array.append(THREE + i)
+    return array
+
+
+def test_grows_by_doubling():
+    array = filled(5)
+    assert (len(array), array.size, array.capacity) == (5, 5, 8)
+    assert_close(array.stack(), THREE + jnp.arange(5.0)[:, None])
+    assert_close(array.read(4), THREE + 4)
+    assert_close(array[-2], THREE + 3)
+    assert filled(5, 100).capacity == 100
+    assert repr(array) == "TensorArray(5 of float64[3], capacity 8)"
+
+
+def test_appending_copies_nothing(monkeypatch):
+    """What is appended is stored when all of it is needed, not one by one."""
+    stored = []
+    settle = TensorArray._settle
+    monkeypatch.setattr(TensorArray, "_settle", lambda self: (stored.append(1), settle(self))[1])
+    array = filled(1000)
+    assert not stored
+    assert array.stack().shape == (1000, 3)
+
+
+def test_the_old_one_stays_as_it_was():
+    array = filled(2, 2)
+    one, other = array.append(THREE * 10), array.append(THREE * 20)
+    one, third = one.append(THREE), one.write(0, THREE * 30)
+    assert_close(other.stack()[2], THREE * 20)
+    assert_close(one.stack()[2:], jnp.stack([THREE * 10, THREE]))
+    assert_close(third.stack()[::2], jnp.stack([THREE * 30, THREE * 10]))
+    assert_close(array.stack(), filled(2).stack())
+
+
+def test_write():
+    array = filled(2).write(0, THREE * 7).write(5, THREE * 9).write(-1, THREE * 8)
+    assert_close(array.stack(), jnp.stack([THREE * 7, THREE + 1, *[THREE * 0] * 3, THREE * 8]))
+    assert array.capacity == 8
+
+
+def test_trees():
+    array = TensorArray.from_array({"a": jnp.ones((3, 2)), "b": jnp.arange(3)})
+    array = array.append({"a": jnp.zeros(2), "b": 7})
+    stacked = array.stack()
+    assert_close(stacked["a"], jnp.asarray([[1.0, 1], [1, 1], [1, 1], [0, 0]]))
+    assert stacked["b"].tolist() == [0, 1, 2, 7]
+    assert [int(e["b"]) for e in array.unstack()] == [0, 1, 2, 7]
+    leaves, tree = jax.tree.flatten(array)
+    assert [v.shape for v in leaves] == [(6, 2), (6,), ()]
+    assert len(tree.unflatten(leaves)) == 4
+    spec = {"a": jax.ShapeDtypeStruct((2,), jnp.float32), "b": 0}
+    assert TensorArray.empty(2, spec).stack()["a"].dtype == jnp.float32
+
+
+def test_concat_and_back():
+    array = filled(4)
+    assert_close(array.concat(), jnp.concatenate([THREE + i for i in range(4)]))
+    assert_close(TensorArray.from_array(array.stack()).stack(), array.stack())
+
+
+@pytest.mark.parametrize("checkpoints", [None, 2, "all"])
+@pytest.mark.parametrize("kind", ["while", "scan", "fori"])
+def test_in_a_loop_it_is_a_buffer(kind, checkpoints):
+    def f(x, n):
+        def add(array):
+            assert isinstance(array._data[0], loopkit.Buffer)
+            return array.append(jnp.sin(array.read(-1)) * x)
+
+        array, how = TensorArray.empty(9, x).append(x), {"checkpoints": checkpoints}
+        if kind == "while":
+            step = lambda c: (c[0] + 1, add(c[1]))
+            init = (1, array)
+            array = loopkit.while_loop(lambda c: c[0] < n, step, init, max_steps=8, **how)[1]
+        elif kind == "fori":
+            array = loopkit.fori_loop(1, 5, lambda i, array: add(array), array, **how)
+        else:
+            array = loopkit.scan(lambda c, _: (add(c), None), array, None, 4, **how)[0]
+        return jnp.sum(array.stack() ** 2), array
+
+    def unrolled(x, n):
+        rows = [x]
+        for _ in range(1, n):
+            rows.append(jnp.sin(rows[-1]) * x)
+        return jnp.sum(jnp.stack(rows) ** 2)
+
+    (_, array), grad = jax.jit(jax.value_and_grad(f, has_aux=True))(THREE, 5)
+    assert (len(array), array.capacity) == (5, 9)
+    assert_close(grad, jax.grad(unrolled)(THREE, 5))
+    if kind == "while":
+        grads = jax.vmap(jax.grad(lambda x, n: f(x, n)[0]), (None, 0))
+        want = jnp.stack([jax.grad(unrolled)(THREE, n) for n in (2, 5)])
+        assert_close(jax.jit(grads)(THREE, jnp.asarray([2, 5])), want)
+    if kind == "scan":
+        along = lambda f: jax.jvp(jax.grad(lambda x: f(x, 5)), (THREE,), (THREE + 1,))
+        looped = lambda *a: f(*a)[0]
+        assert_close(jax.jit(lambda: along(looped))(), along(unrolled))
+        whole = 9 * 300 * 8
+        loopkit.assert_in_place(lambda x: f(x, 5)[0], jnp.ones(300), grad=True, min_bytes=whole)
+
+
+def test_under_jit():
+    @jax.jit
+    def f(array, x):
+        array = array.append(x)
+        array = array.write(array.size, x * 2)
+        return array, array.read(array.size - 1), array.stack(), len(array.unstack())
+
+    array, last, rows, count = f(filled(2, 4), THREE * 5)
+    assert len(array) == 4
+    assert count == 4
+    assert_close(last, THREE * 10)
+    assert_close(rows, array.stack())
+    partly = jax.jit(lambda a: (a.stack(), a.size))(filled(2, 4).write(3, THREE))
+    assert_close(partly[0], filled(2).write(3, THREE).stack())
+    many = jax.jit(jax.vmap(lambda a, x: a.append(x), (None, 0)))(filled(2, 4), jnp.ones((5, 3)))
+    assert many.stack().shape == (5, 4, 3)
+
+
+def test_gradient_outside_jit():
+    f = lambda x: jnp.sum(filled(3).append(x * 2).append(x).stack() ** 2)
+    assert_close(jax.grad(f)(THREE), 2 * 4 * THREE + 2 * THREE)
+
+
+PAST = "must stay within the capacity of 4, which is fixed in a loop and under jax.jit"
+
+
+def test_past_the_capacity():
+    def loop(n):
+        body = lambda c: (c[0] + 1, c[1].append(THREE))
+        return loopkit.while_loop(lambda c: c[0] < n, body, (0, TensorArray.empty(4, THREE)))[1]
+
+    assert len(jax.jit(loop)(4)) == 4
+    for f in (loop, jax.jit(loop)):
+        with pytest.raises(Exception, match=PAST):
+            jax.block_until_ready(f(5))
+    with pytest.raises(Exception, match=PAST):
+        jax.block_until_ready(jax.jit(lambda a: a.append(THREE).append(THREE))(filled(3, 4)))
+
+
+def test_errors():
+    array = filled(2)
+    with pytest.raises(ValueError, match=r"TensorArray.empty: `capacity` must be a number"):
+        TensorArray.empty(-1, THREE)
+    with pytest.raises(ValueError, match=r"from_array: `array` must have one leading axis"):
+        TensorArray.from_array({"a": jnp.ones(2), "b": jnp.ones(3)})
+    with pytest.raises(IndexError, match=r"read: `index` must be that of an element, got 2 for 2"):
+        array.read(2)
+    with pytest.raises(IndexError, match=r"write: `index` must be that of an element, got -3"):
+        array.write(-3, THREE)
+    with pytest.raises(TypeError, match=r"read: `index` must be one integer, got 1.5"):
+        array.read(1.5)
+    with pytest.raises(TypeError, match=r"append: `element` must have the structure"):
+        array.append((THREE,))
+    with pytest.raises(TypeError, match=r"append: `element` must be float64\[3\], got float64"):
+        array.append(jnp.ones(2))
+    with pytest.raises(TypeError, match=r"write: `element` must be float64\[3\], got complex128"):
+        array.write(0, THREE * 1j)
+    with pytest.raises(TypeError, match="`len` must be known when a program is traced"):
+        jax.jit(len)(array)
+    with pytest.raises(ValueError, match=r"concat: `self` must have elements with an axis"):
+        TensorArray.from_array(np.ones(3)).concat()
