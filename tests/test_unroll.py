@@ -155,6 +155,19 @@ def test_steps_on_several_devices_are_not_tried(trials):
     assert_close(value, quadratic(jnp.arange(8.0), 0.01, unroll=1))
 
 
+def test_steps_that_write_into_buffers_are_not_tried(trials):
+    def f(x):
+        step = lambda c: (c[0] + 1, c[1].at[c[0]].set(x * c[0]))
+        carry = (0, jnp.zeros(5))
+        loop = loopkit.while_loop
+        return loop(
+            lambda c: c[0] < 5, step, carry, max_steps=5, buffers=lambda c: c[1], unroll="auto"
+        )[1].sum()
+
+    assert jax.jit(jax.grad(f))(2.0) == 10
+    assert not trials
+
+
 def test_printing_steps_print_once_each(capfd):
     def step(x, _):
         jax.debug.print("at {}", x)

@@ -79,6 +79,8 @@ def _can_be_tried(loop: Loop) -> bool:
     never end.
     """
     types = [*loop.body.in_avals, *([] if loop.cond is None else loop.cond.in_avals)]
+    if any(loop.buffers):  # made-up values are no places to write to
+        return False
     if loop.length == 0 or loop.effects or any(map(_jax.is_spread, types)):
         return False
     if not all(isinstance(n, int) for t in types for n in getattr(t, "shape", ())):
