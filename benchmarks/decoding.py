@@ -119,9 +119,7 @@ def by_scan(cond, body, init, *, max_steps=None, buffers=None, return_info=False
 def by_equinox(cond, body, init, *, max_steps=None, buffers=None, return_info=False):
     if max_steps is None:
         return lax.while_loop(cond, body, init)
-    leaves = lambda val: jax.tree.leaves(buffers(val))
-    kind = {"kind": "checkpointed", "max_steps": max_steps, "buffers": leaves}
-    val = eqxi.while_loop(cond, body, init, **kind)
+    val = eqxi.while_loop(cond, body, init, max_steps=max_steps, kind="checkpointed")
     return val, info_of(val.length, cond(val))
 
 
