@@ -103,7 +103,7 @@ def info_of(steps, goes_on):
     return loopkit.LoopInfo(steps, jnp.logical_not(goes_on))
 
 
-def by_scan(cond, body, init, *, max_steps=None, return_info=False):
+def by_scan(cond, body, init, *, max_steps=None, buffers=None, return_info=False):
     """A fixed length, with what happens after the end discarded."""
     if max_steps is None:  # the backtrace, which no one differentiates
         return lax.while_loop(cond, body, init)
@@ -116,7 +116,7 @@ def by_scan(cond, body, init, *, max_steps=None, return_info=False):
     return val, info_of(val.length, cond(val))
 
 
-def by_equinox(cond, body, init, *, max_steps=None, return_info=False):
+def by_equinox(cond, body, init, *, max_steps=None, buffers=None, return_info=False):
     if max_steps is None:
         return lax.while_loop(cond, body, init)
     val = eqxi.while_loop(cond, body, init, max_steps=max_steps, kind="checkpointed")

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import loopkit
 
-from .decoder import Decoder, Rows, State, with_row
+from .decoder import Decoder, Rows, State, is_buffer, with_row
 
 
 class Hypotheses(NamedTuple):
@@ -35,7 +35,7 @@ class Ended(NamedTuple):
 
 
 class History(NamedTuple):
-    """What each step leaves behind. A row is written once, at its step."""
+    """What each step leaves behind, in buffers. A row is written once, at its step."""
 
     choices: Int[Array, "max_length beam"]  # token * beam + place of what each grew out of
     cache: Rows  # the decoder's rows: leaves with leading axes `max_length` and `beam`
@@ -94,7 +94,7 @@ def beam_search(
     def past_of(beam: Beam) -> Rows:
         """The cache of each hypothesis. Rows stay where they were written; it knows where."""
         rows_of = lambda rows: rows[jnp.arange(max_length), beam.lineage]
-        return jax.tree.map(rows_of, beam.history.cache)
+        return jax.tree.map(rows_of, beam.history.cache, is_leaf=is_buffer)
 
     def grow(beam: Beam) -> Beam:
         past = () if beam.lineage is None else past_of(beam)
@@ -147,7 +147,14 @@ def beam_search(
             jnp.zeros((max_length, beam_size), jnp.int32), decoder.cache(max_length, beam_size)
         ),
     )
-    beam, info = loopkit.while_loop(goes_on, grow, beam, max_steps=max_length, return_info=True)
+    beam, info = loopkit.while_loop(
+        goes_on,
+        grow,
+        beam,
+        max_steps=max_length,
+        buffers=lambda beam: beam.history,
+        return_info=True,
+    )
     tokens = backtrace(beam.ended, beam.history, end)
     return Hypotheses(tokens, beam.ended.lengths, beam.ended.scores), info
 
@@ -180,4 +187,7 @@ def backtrace(ended: Ended, history: History, end: int) -> Int[Array, "n max_len
 
     tokens = jnp.full((len(ended.lengths), max_length), end, jnp.int32)
     trace = Trace(jnp.max(ended.lengths) - 1, jnp.zeros_like(ended.parents), tokens)
-    return loopkit.while_loop(lambda trace: trace.step >= 0, follow, trace).tokens
+    trace = loopkit.while_loop(
+        lambda trace: trace.step >= 0, follow, trace, buffers=lambda trace: trace.tokens
+    )
+    return trace.tokens

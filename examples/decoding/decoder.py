@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
+import loopkit
+
 Token = Int[Array, ""]
 State = PyTree[Array]
 Rows = PyTree[Array]
@@ -32,6 +34,11 @@ class Decoder(NamedTuple):
         return jax.tree.map(lambda leaf: jnp.zeros((*shape, *leaf.shape), leaf.dtype), self.row)
 
 
+def is_buffer(value: Any) -> bool:
+    return isinstance(value, loopkit.Buffer)
+
+
 def with_row(cache: Rows, step: Int[Array, ""], row: Rows) -> Rows:
-    """The cache, with the row of a step written."""
-    return jax.tree.map(lambda rows, new: rows.at[step].set(new), cache, row)
+    """The cache, with the row of a step written in place."""
+    write = lambda rows, new: rows.at[step].set(new)
+    return jax.tree.map(write, cache, row, is_leaf=is_buffer)

@@ -45,6 +45,7 @@ def edit_distance(
         fill,
         Table(jnp.int32(1), distances),
         max_steps=found.size,
+        buffers=lambda table: table.distances,
     )
     return table.distances[found_length, wanted_length]
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import loopkit
 
-from .decoder import Decoder, Rows, State, Token, with_row
+from .decoder import Decoder, Rows, State, Token, is_buffer, with_row
 
 LogProbs = Float[Array, " vocab"]
 Choice = Callable[[PRNGKeyArray, LogProbs], Token]
@@ -74,7 +74,8 @@ def generate(
 
     def grow(carry: Growing, _: None) -> tuple[Growing, tuple[Token, Float[Array, ""]]]:
         length, last, state, cache = carry
-        state, row, log_probs = decoder.step(state, cache, last)
+        past = jax.tree.map(jnp.asarray, cache, is_leaf=is_buffer)
+        state, row, log_probs = decoder.step(state, past, last)
         token = choose(jax.random.fold_in(key, length), log_probs).astype(jnp.int32)
         carry = Growing(length + 1, token, state, with_row(cache, length, row))
         return carry, (token, log_probs[token])
@@ -82,7 +83,12 @@ def generate(
     last = jnp.asarray(start, jnp.int32)
     init = Growing(jnp.int32(0), last, decoder.state, decoder.cache(max_length))
     _, (tokens, log_probs), info = loopkit.scan(
-        grow, init, length=max_length, until=lambda carry, _: carry.last == end, return_info=True
+        grow,
+        init,
+        length=max_length,
+        until=lambda carry, _: carry.last == end,
+        buffers=lambda carry: carry.cache,
+        return_info=True,
     )
     tokens = jnp.where(jnp.arange(max_length) < info.steps, tokens, end)
     return Sample(tokens, info.steps, jnp.sum(log_probs)), info
