@@ -8,6 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 from pathlib import Path
 from statistics import median
 
@@ -84,7 +85,8 @@ def compare_rows(report: Report, repeats: int) -> None:
             [LONGEST_OF_MANY] if batch == 32 else []
         )
         lengths = sorted(set(lengths))
-        shape = lambda t: (t, 10, 5) if batch == 1 else (batch, t, 10, 5)
+        lanes = (batch,) if batch > 1 else ()
+        shape = lambda t, lanes=lanes: (*lanes, t, 10, 5)
         functions = {name: gradient(f, batch) for name, f in CONTENDERS.items()}
         if batch == 1:
             functions["equinox, every step"] = jax.grad(
@@ -130,23 +132,22 @@ def recurrence(xs, at, read, checkpoints=None):
     return jnp.sum(loopkit.scan(body, init, xs, **how)[0][1])
 
 
+def over_rows(xs: Any, rows: int, checkpoints: Any) -> Any:
+    return recurrence(xs, lambda i: i % rows, lambda i: (i - 1) % rows, checkpoints)
+
+
 def compare_overwriting(report: Report, repeats: int) -> None:
     """Gradients where rows are overwritten, by those where each is written once."""
     for t in (1000, 16000):
         xs = jax.random.uniform(jax.random.key(0), (t, 64))
         for checkpoints in (None, 64, "all"):
-            half = t // 2
             functions = {
-                "written once": lambda xs: recurrence(
-                    xs, lambda i: i, lambda i: i - 1, checkpoints
-                ),
-                "overwritten": lambda xs: recurrence(
-                    xs, lambda i: i % half, lambda i: (i - 1) % half, checkpoints
-                ),
+                "written once": partial(over_rows, rows=t, checkpoints=checkpoints),
+                "overwritten": partial(over_rows, rows=t // 2, checkpoints=checkpoints),
             }
             args = dict.fromkeys(functions, (xs,))
             compiled = {n: jax.jit(jax.grad(f)).lower(xs).compile() for n, f in functions.items()}
-            seconds = interleave({n: (lambda c=c: c(xs)) for n, c in compiled.items()}, repeats)
+            seconds = interleave({n: partial(c, xs) for n, c in compiled.items()}, repeats)
             against = ratio(seconds["overwritten"], seconds["written once"])
             what = (
                 f"overwriting, {t} rows, checkpoints={checkpoints!r}: time by that of writing once"
@@ -260,7 +261,7 @@ def compare_leaves(report: Report, repeats: int) -> None:
             if name != "lax.fori_loop"
         }
         grads["lax.fori_loop"] = jax.grad(
-            lambda v: sum(many_leaves(lax.fori_loop, count, steps, v))
+            lambda v, count=count: sum(many_leaves(lax.fori_loop, count, steps, v))
         )
         report.write(f"\n### {count} scalars, gradient\n")
         report.write(measurement_table(measure(grads, (init,), repeats), "packed by hand"))

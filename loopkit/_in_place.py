@@ -108,7 +108,7 @@ def in_place_report(
             return jax.vjp(of, *values)[1](cotangents)
 
         lowered = jax.jit(gradient).lower(args, cotangents)
-    return _report(lowered.compile().as_text(), names, min_bytes)
+    return _report(lowered.compile().as_text() or "", names, min_bytes)
 
 
 def assert_in_place(

@@ -267,9 +267,9 @@ class TensorArray:
                     )
                 )
             return at
-        traced = isinstance(index, jax.Array) and jnp.issubdtype(index.dtype, jnp.integer)
-        if not traced or index.ndim:
-            got = _errors.short_type(jax.typeof(index)) if traced else repr(index)
+        array = isinstance(index, jax.Array)
+        if not array or index.ndim or not jnp.issubdtype(index.dtype, jnp.integer):
+            got = _errors.short_type(jax.typeof(index)) if array else repr(index)
             raise TypeError(
                 _wrong(
                     method,

@@ -220,7 +220,7 @@ def batch_undo(
     forward, flags = _jax.batch_jaxpr(undo.forward, axis, [*consts, *carry, *slices], outs)
     results = len(carry) + len(rows)
     log = flags[results:]
-    places = kept(carry, undo.leaves)
-    ins = [*places, *places, *[0 if f else None for f in log]]
-    back, _ = _jax.batch_jaxpr(undo.back, axis, ins, places)
+    buffers = kept(carry, undo.leaves)
+    ins = [*buffers, *buffers, *[0 if f else None for f in log]]
+    back, _ = _jax.batch_jaxpr(undo.back, axis, ins, buffers)
     return Undo(undo.leaves, list(forward.out_avals[results:]), forward, back, tuple(log))
