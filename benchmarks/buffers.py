@@ -8,9 +8,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import equinox.internal as eqxi
 import jax
