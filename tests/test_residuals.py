@@ -110,7 +110,7 @@ def test_what_is_kept_is_what_is_planned(name):
     (forward,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "loopkit_forward"]
     loop, active = forward.params["loop"], forward.params["active"]
     how = reversal(loop, active)
-    carry = sum(t.size * t.dtype.itemsize for t in how.saved_types)
+    carry = sum(t.size * t.dtype.itemsize for t in how.slot_types)
     assert carry >= lanes * CARRY
     in_each = carry if how.plan.direct else carry + 4
     planned = how.plan.slots * in_each + 4 * max(1, len(loop.lanes) and lanes)
