@@ -180,6 +180,7 @@ def trial_of(
         body=body,
         cond_const_count=len(cond_types),
         carry_count=carry + len(counter),
+        leaves=(),
         length=length if bounded else None,
         checkpoints=None,
         unroll=count,
