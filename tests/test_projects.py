@@ -14,6 +14,8 @@ from derivatives import assert_close
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 
+pytestmark = pytest.mark.slow
+
 
 def test_tridiagonal():
     pytest.importorskip("numba")

@@ -15,6 +15,8 @@ from jax import lax
 import loopkit
 from derivatives import assert_close
 
+pytestmark = pytest.mark.slow
+
 
 def import_or_skip(name: str):
     """The module, or a skipped test. What it warns of when imported is its own affair."""

@@ -41,6 +41,10 @@ class Forward(NamedTuple):
     """None where every segment has a slot of its own."""
 
 
+LAST_STEP = jnp.iinfo(jnp.int32).max
+"""What a counter of steps can hold."""
+
+
 def forward_sweep(how: Reversal, loop: Loop, operands: Operands) -> list:
     """Final carry, ys, and the residuals of the backward sweep."""
     if loop.length == 0:
@@ -66,6 +70,7 @@ def forward_sweep(how: Reversal, loop: Loop, operands: Operands) -> list:
             slot, run = lax.div(count, jnp.int32(plan.leaf)), 1
         else:
             slot, run, placed = schedule.save(s.placed)
+            run = lax.min(run, lax.div(LAST_STEP - count, jnp.int32(plan.leaf)))
         slots = write_rows(s.slots, kept(s.steps.carry, how.slotted), slot)
         stop = count + run * plan.leaf
         if loop.length is not None:
