@@ -221,7 +221,7 @@ def _in_order(found: Any, zero: Any, starts: Any) -> tuple[Any, Any]:
     The compiler reads a slice again wherever it is used, and then copies the buffer before it is
     written; it does not look through a branch, of which it does not know which is taken.
     """
-    known = starts.min() >= jnp.iinfo(starts.dtype).min // 2
+    known = starts.min(initial=0) >= jnp.iinfo(starts.dtype).min // 2
     return lax.cond(known, lambda x: (x, zero), lambda x: (zero, x), found)
 
 

@@ -18,6 +18,8 @@ from decoding.beam import beam_search  # noqa: E402
 from decoding.decoder import Decoder  # noqa: E402
 from decoding.risk import expected_edits  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 VOCAB, START, END, MAX_LENGTH = 3, 2, 0, 4
 # All that can be said: words that end with END, and words of MAX_LENGTH that do not.
 WORDS = [

@@ -12,6 +12,8 @@ from buffer_bodies import BODIES, XS, W, looped, reference, rows_from_rows, sort
 from derivatives import assert_close
 from loopkit import Buffer, Plan, _jax
 
+pytestmark = pytest.mark.slow
+
 ARRAY = jnp.arange(5 * 4 * 3.0).reshape(5, 4, 3)
 TWO = jnp.asarray(2)
 INDICES = [

@@ -12,6 +12,8 @@ import loopkit
 from derivatives import assert_close, derivative
 from problems import CHECKPOINTS
 
+pytestmark = pytest.mark.slow
+
 
 @jax.custom_vjp
 def false_vjp(x):

@@ -20,6 +20,8 @@ from decoding.gru import GRUWriter  # noqa: E402
 from decoding.model import Pronouncer  # noqa: E402
 from decoding.transformer import TransformerWriter  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=[GRUWriter, TransformerWriter])
 def model(request):

@@ -12,6 +12,8 @@ from loopkit._planner import make_plan
 from loopkit.engine import host
 from problems import named
 
+pytestmark = pytest.mark.slow
+
 PLANS = {
     "segments": Plan(100, leaf=2, host=True),
     "few": Plan(2, leaf=2, host=True),

@@ -11,6 +11,8 @@ from jax import lax
 import loopkit
 from derivatives import assert_close
 
+pytestmark = pytest.mark.slow
+
 XS = {
     "array": jnp.linspace(0.1, 0.6, 6),
     "tree": {"a": jnp.linspace(0.1, 0.6, 6), "b": (jnp.ones((6, 2)), None)},

@@ -11,6 +11,8 @@ from loopkit import Plan, _jax
 from loopkit.engine.primitives import while_p
 from loopkit.engine.undo import find_undo
 
+pytestmark = pytest.mark.slow
+
 
 def the_loop(f, *args):
     """The loop in a function that has one."""

@@ -12,6 +12,8 @@ from loopkit.engine import unrolling
 from loopkit.engine.unrolling import Trial
 from problems import named
 
+pytestmark = pytest.mark.slow
+
 KEEPS_ALL = Plan(0, keeps_all=True, store="residuals")
 
 
