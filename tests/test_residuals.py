@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 import loopkit
+from loopkit import _jax
 from loopkit.engine.reversal import reversal
 
 WIDTH = 256
@@ -249,3 +250,24 @@ def test_memory_of_the_compiled_gradient(loop):
     assert many <= 200 * CARRY
     assert temporary(loop(10_000, None)) <= 1000 * CARRY
     assert temporary(in_lax_scan(10_000)) >= 10_000 * CARRY
+
+
+@pytest.mark.skipif(not _jax.KEEPS_BARRIERS, reason="this compiler drops barriers before it fuses")
+@pytest.mark.parametrize("unknown", [False, True])
+def test_a_residual_is_computed_once_going_back(unknown):
+    """The cosine is read by two kernels, in neither of which it is computed again."""
+
+    def f(p, x):
+        def body(s):
+            return s[0] + 1, s[1] + 0.1 * jnp.sin(p * s[1])
+
+        bound = None if unknown else 1000
+        plan = loopkit.Plan(slots=32, leaf=32)
+        start = jnp.int32(0), x
+        done = loopkit.while_loop(
+            lambda s: s[0] < 1000, body, start, max_steps=bound, checkpoints=plan
+        )
+        return jnp.sum(done[1])
+
+    compiled = jax.jit(jax.grad(f, (0, 1))).lower(X, X).compile()
+    assert compiled.as_text().count(" cosine(") == 1

@@ -18,11 +18,15 @@ from jax import lax
 from loopkit import _jax
 from loopkit.engine import placement
 from loopkit.engine.lanes import SafeInputs
-from loopkit.engine.loop import Active, Loop, Operands, kept, parts
+from loopkit.engine.loop import Active, Loop, Operands, kept, parts, spread
 from loopkit.engine.products import Products
 from loopkit.engine.reversal import Reversal
 from loopkit.engine.steps import read_rows, repeat, repeat_backwards, row_of, select, write_rows
 from loopkit.engine.undo import Rewind
+
+
+SMALL_ROW = 1024
+"""Bytes of a row that is copied out once, rather than sliced in each kernel that reads it."""
 
 
 class Cotangents(NamedTuple):
@@ -260,6 +264,15 @@ class _StepReversal:
             new = select(active, new, carry)
         return new, stored
 
+    def computed_once(self, stored: list) -> list:
+        """Residuals of the step at hand.
+
+        Fused with the backward half they would be computed again in each of its kernels.
+        """
+        made = [s is None for s in self.how.sources]
+        held = lax.optimization_barrier(kept(stored, made))
+        return spread(held, made, stored)
+
     def reverse_segment(
         self, first: Any, count: Any, rows: list, cts: Cotangents, buffers: list
     ) -> tuple[Cotangents, list]:
@@ -279,6 +292,7 @@ class _StepReversal:
     ) -> tuple[Cotangents, list]:
         """Back over one step, given the carry before it; and the buffers before it."""
         new, stored = self.residuals(step, carry)
+        stored = self.computed_once(stored)
         buffers = self.how.apart(carry)[1]
         if self.how.rereads:
             # They have been written to, and going on from them saves a copy.
@@ -292,12 +306,15 @@ class _StepReversal:
 
         def step(k: Any, s: tuple[Cotangents, list]) -> tuple[Cotangents, list]:
             (cts, buffers), row = s, read_rows(rows, k)
+            if small:
+                row = list(lax.optimization_barrier(row))
             if not repeats:
                 return self.reverse(first + k, row, cts, k), []
             buffers = self.rewind.steps(first + k, 1, buffers)
             return self.reverse_carry(first + k, self.how.together(row, buffers), cts, k)
 
         repeats = self.how.plan.store == "carries" and not self.how.plan.keeps_all
+        small = sum(map(_jax.byte_count, self.how.row_types)) <= SMALL_ROW
         state = (cts, buffers if repeats else [])
         cts, before = repeat_backwards(count, step, state, self.how.loop.unroll)
         return cts, before if repeats else self.rewind.steps(first, count, buffers)

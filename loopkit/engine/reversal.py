@@ -56,12 +56,16 @@ class Reversal:
         fixed = loop.const_count + len(split.hoist.out_avals)
         rows: list[int | None] = list(range(len(split.stored_types)))
         if self.plan.store == "carries":
-            source = _jaxpr.forwarded(self.forward)[sum(self.saved) :]
             slotted = [i for i, undone in enumerate(self.undone) if not undone]
             place = {loop.const_count + i: row for row, i in enumerate(slotted)}
-            rows = [None if s is None else place.get(s) for s in source]
+            rows = [None if s is None else place.get(s) for s in self.sources]
         found = put_off(self.backward, sum(self.active.consts), fixed, fixed + loop.xs_count, rows)
         return found if any(found.put_off) else None
+
+    @cached_property
+    def sources(self) -> list[int | None]:
+        """For each stored residual, which input of `forward` it is; None if it is computed."""
+        return _jaxpr.forwarded(self.forward)[sum(self.saved) :]
 
     @cached_property
     def undone(self) -> list[bool]:
