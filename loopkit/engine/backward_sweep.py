@@ -24,7 +24,6 @@ from loopkit.engine.reversal import Reversal
 from loopkit.engine.steps import read_rows, repeat, repeat_backwards, row_of, select, write_rows
 from loopkit.engine.undo import Rewind
 
-
 SMALL_ROW = 1024
 """Bytes of a row that is copied out once, rather than sliced in each kernel that reads it."""
 
