@@ -112,3 +112,20 @@ def test_parsing():
     for kind, size in sizes.items():
         made = type(copy)("x", kind, "copy", (), "", False)
         assert made.bytes == size, kind
+
+
+@pytest.mark.parametrize("unroll", [1, 3])
+@pytest.mark.parametrize("checkpoints", [None, 1000, "all"])
+def test_steps_that_do_not_count_copy_nothing(unroll, checkpoints):
+    """Of several steps to an iteration, the last may lie beyond the end."""
+
+    def f(x):
+        def body(s, _):
+            return (s[0] + 1, jnp.sin(s[1])), s[1]
+
+        until = lambda s, y: s[0] >= 337
+        how = {"unroll": unroll, "checkpoints": checkpoints}
+        return loopkit.scan(body, (0, x), None, length=1000, until=until, **how)
+
+    loopkit.assert_in_place(f, jnp.ones(7), min_bytes=7000)
+    loopkit.assert_in_place(lambda x: jnp.sum(f(x)[1]), jnp.ones(7), min_bytes=7000, grad=True)

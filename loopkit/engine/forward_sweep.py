@@ -150,10 +150,13 @@ def _run(loop: Loop, operands: Operands, step: Callable, state: tuple[Steps, lis
 
 
 def _write(arrays: list, values: list, row: Any, go: Any, axes: Any = 0) -> list:
-    """Write rows, unless `go` is false."""
-    if go is not None:
-        values = select(go, values, read_rows(arrays, row, axes))
-    return write_rows(arrays, values, row, axes)
+    """Write rows, unless `go` is false.
+
+    The compiler turns this choice between arrays into one between rows. Written as that, with the
+    old row read beside the write, it would copy the arrays.
+    """
+    written = write_rows(arrays, values, row, axes)
+    return written if go is None else select(go, written, arrays)
 
 
 def _store_residuals(how: Reversal, loop: Loop, operands: Operands) -> list:
