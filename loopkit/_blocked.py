@@ -92,19 +92,8 @@ def _in_blocks(fn: Callable, inputs: Inputs, rows: int, out_axes: Any) -> Any:
         _check_rows(out, out_axes, rows)
         return None, out
 
-    # Any setting of the loop over the blocks would be passed on here.
-    _, blocks = run_scan(
-        NAMES,
-        step,
-        None,
-        head.leaves,
-        count,
-        False,
-        1,
-        False,
-        in_axes=head.axes,
-        out_axes=block_axes(out_axes),
-    )
+    axes = block_axes(out_axes)
+    _, blocks = run_scan(NAMES, step, None, head, None, False, 1, False, out_axes=axes)
     if left:
         args, kwargs = tail.tree.unflatten(tail.leaves)
         return joined(NAME, blocks, fn(*args, **kwargs), out_axes)
@@ -116,8 +105,9 @@ def _in_blocks(fn: Callable, inputs: Inputs, rows: int, out_axes: Any) -> Any:
 
 
 def _check_rows(out: Any, out_axes: Any, rows: int) -> None:
+    out = _arguments.as_arrays(NAME, "fn", out)
     axes = leaf_axes("out_axes", out_axes, out, "what `fn` returns", NAME)
-    axes = normalised("out_axes", axes, jax.tree.map(jax.typeof, out), NAME)
+    axes = normalised("out_axes", axes, out, NAME)
     for (path, leaf), axis in zip(jax.tree_util.tree_leaves_with_path(out), axes, strict=True):
         if axis is not None and leaf.shape[axis] != rows:
             got = f"{_errors.short_type(jax.typeof(leaf))} for a block of {rows}, axis {axis}"

@@ -166,7 +166,8 @@ def run_scan(
 ) -> Any:
     """`scan`, under the names of the function that the user called.
 
-    With `until`, it takes no step if it is `stopped` from the start.
+    `xs` may be `Inputs`, with axes and length. With `until`, it takes no step if it is `stopped`
+    from the start.
     """
     name, reverse, stopping = names.function, bool(reverse), until is not None
     _arguments.check_callable(name, names.body, f)
@@ -176,8 +177,10 @@ def run_scan(
     carried = _carried.find(names, buffers, init)
     checking = _checks.wanted(name, checks) and carried.any
     init = plain(init)
-    xs = _arguments.as_arrays(name, "xs", xs)
-    inputs = Inputs.of(xs, in_axes, length)
+    if isinstance(xs, Inputs):
+        inputs = xs
+    else:
+        inputs = Inputs.of(_arguments.as_arrays(name, "xs", xs), in_axes, length)
     length = inputs.length
     budget = check_budget(name, checkpoints, memory, length)
     unroll, auto = (length, False) if unroll is True else _arguments.check_unroll(name, unroll)
@@ -213,7 +216,7 @@ def run_scan(
     def step(carry: list, x: list) -> tuple[Any, Any]:
         value, _, steps, whole, _, masks = tree.unflatten(carry)
         new, y = pair(names, f(value, inputs.join(x, whole)))
-        go = None if until is None else jnp.logical_not(_stop(names, until, new, y))
+        go = None if until is None else ~scalar_bool(name, names.predicate, until(new, y))
         last = []
         if lasts:
             y, last = without_last(out_axes, y)
@@ -287,10 +290,6 @@ def pair(names: Names, out: Any) -> tuple[Any, Any]:
     raise TypeError(
         _errors.wrong(names.function, names.body, "must return a pair (carry, y)", got, advice)
     )
-
-
-def _stop(names: Names, until: Callable, carry: Any, y: Any) -> Any:
-    return scalar_bool(names.function, "until", until(carry, y))
 
 
 def _python_scan(
