@@ -271,16 +271,18 @@ def declare(name: str) -> core.Primitive:
 def define(primitive: core.Primitive, evaluate: Callable, types: Callable) -> None:
     """Lower and run a primitive through `evaluate(*args, **params)`.
 
-    `types(*avals, **params)` gives the result types and the effects.
+    `types(*avals, **params)` gives the result types and the effects. However strict the user is
+    with promotion in what they write, step numbers and masks may be mixed.
     """
 
-    def evaluate_with_lax(*args: Any, **params: Any) -> Any:
-        with replacing(None):
+    def evaluate_as_written(*args: Any, **params: Any) -> Any:
+        lenient = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
+        with replacing(None), lenient[0], lenient[1]:
             return evaluate(*args, **params)
 
     primitive.def_impl(ft.partial(dispatch.apply_primitive, primitive))
     primitive.def_effectful_abstract_eval(types)
-    mlir.register_lowering(primitive, mlir.lower_fun(evaluate_with_lax, multiple_results=True))
+    mlir.register_lowering(primitive, mlir.lower_fun(evaluate_as_written, multiple_results=True))
 
 
 def register_jvp(primitive: core.Primitive, rule: Callable) -> None:
