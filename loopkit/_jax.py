@@ -277,7 +277,7 @@ def define(primitive: core.Primitive, evaluate: Callable, types: Callable) -> No
 
     def evaluate_as_written(*args: Any, **params: Any) -> Any:
         lenient = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
-        with replacing(None), lenient[0], lenient[1]:
+        with lenient[0], lenient[1]:
             return evaluate(*args, **params)
 
     primitive.def_impl(ft.partial(dispatch.apply_primitive, primitive))
@@ -381,6 +381,18 @@ lax_while_p = lax_loops.while_p
 
 replacing = jax.make_user_context(None)
 """What this thread puts in the place of lax's loops, part of every cache's key, or None."""
+
+_lower = mlir.lower_jaxpr_to_module
+
+
+def _lower_as_written(*args: Any, **kwargs: Any) -> Any:
+    with replacing(None):
+        return _lower(*args, **kwargs)
+
+
+def lower_as_written(on: bool) -> None:
+    """Lower programs without replacing loops: what a scan is lowered to is a while loop of lax."""
+    mlir.lower_jaxpr_to_module = _lower_as_written if on else _lower
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
