@@ -92,11 +92,13 @@ class Inputs(NamedTuple):
         if first is not None:
             length = first[1]
         if length is None:
-            advice = "Pass `length`."
             got = f"`{argument}` without leaves{' to scan over' if leaves else ''} and length=None"
-            raise ValueError(
-                _errors.wrong(function, "length", "must say how many steps to take", got, advice)
-            )
+            where, expected, advice = "length", "must say how many steps to take", "Pass `length`."
+            if function != SCAN:
+                got = "none"
+                where, expected = argument, "must have an array with rows"
+                advice = "How many rows there are is read off them."
+            raise ValueError(_errors.wrong(function, where, expected, got, advice))
         return Inputs(jax.tree.structure(xs), [leaf for _, leaf in leaves], axes, length)
 
     @property
@@ -290,7 +292,8 @@ def arranged(tree: Any, ys: Sequence[Any], types: Sequence[Any], out_axes: Axes,
 
 def block_axes(out_axes: Axes) -> Axes:
     """Where to stack blocks that are stacked along `out_axes`: just before those axes."""
-    return jax.tree.map(lambda axis: axis if axis >= 0 else axis - 1, out_axes)
+    before = lambda axis: axis - 1 if isinstance(axis, int) and axis < 0 else axis
+    return jax.tree.map(before, out_axes)
 
 
 def joined(

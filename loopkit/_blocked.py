@@ -72,8 +72,13 @@ def blocked(
     def run(*args: Any, **kwargs: Any) -> Any:
         args = _arguments.as_arrays(NAME, "args", args)
         kwargs = _arguments.as_arrays(NAME, "args", kwargs)
-        axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
-        inputs = Inputs.of((args, kwargs), (axes, 0), None, NAME, "args")
+        axes = in_axes if isinstance(in_axes, (tuple, list)) else [in_axes] * len(args)
+        if len(axes) != len(args):
+            got = f"{in_axes!r} for {len(args)} arguments"
+            advice = "Give an axis or None for each, or one for all."
+            expected = "must go with the positional arguments"
+            raise ValueError(_errors.wrong(NAME, "in_axes", expected, got, advice))
+        inputs = Inputs.of((*args, kwargs), (*axes, 0), None, NAME, "args")
         rows = block or _rows_in_cache(fn, inputs)
         if rows >= inputs.length:
             return fn(*args, **kwargs)
@@ -87,7 +92,7 @@ def _in_blocks(fn: Callable, inputs: Inputs, rows: int, out_axes: Any) -> Any:
     head, tail = inputs.divided(count, rows)
 
     def step(_: None, x: list) -> tuple[None, Any]:
-        args, kwargs = inputs.tree.unflatten(x)
+        *args, kwargs = inputs.tree.unflatten(x)
         out = fn(*args, **kwargs)
         _check_rows(out, out_axes, rows)
         return None, out
@@ -95,7 +100,7 @@ def _in_blocks(fn: Callable, inputs: Inputs, rows: int, out_axes: Any) -> Any:
     axes = block_axes(out_axes)
     _, blocks = run_scan(NAMES, step, None, head, None, False, 1, False, out_axes=axes)
     if left:
-        args, kwargs = tail.tree.unflatten(tail.leaves)
+        *args, kwargs = tail.tree.unflatten(tail.leaves)
         return joined(NAME, blocks, fn(*args, **kwargs), out_axes)
     leaves, tree = jax.tree.flatten(blocks)
     axes = leaf_axes("out_axes", out_axes, blocks, "what `fn` returns", NAME)
@@ -125,7 +130,7 @@ def _rows_in_cache(fn: Callable, inputs: Inputs) -> int:
         return inputs.length
 
     def flat(*leaves: Any) -> list:
-        args, kwargs = inputs.tree.unflatten(leaves)
+        *args, kwargs = inputs.tree.unflatten(leaves)
         return jax.tree.leaves(fn(*args, **kwargs))
 
     jaxpr, _ = _jax.trace(flat, [jax.typeof(x) for x in inputs.leaves], NAME)

@@ -217,6 +217,25 @@ def test_blocked(block):
     assert_close(doubled(a.T), a.T * 2)
 
 
+@pytest.mark.parametrize(
+    ("settings", "args", "message"),
+    [
+        ({"in_axes": None}, (H,), r"`args` must have an array with rows, got none"),
+        (
+            {"in_axes": (0, 0)},
+            (H,),
+            r"`in_axes` must go with the positional arguments, got \(0, 0\)",
+        ),
+        ({}, (H, H.T), r"`args\[1\]` must have as many rows in every leaf, got 3 rows, and 2"),
+        ({}, (H, 2.0), r"`args\[1\]` must have a leading axis to scan over"),
+        ({"out_axes": "first"}, (H,), r"`out_axes\b.* must have ints or None, got 'first'"),
+    ],
+)
+def test_what_has_no_blocks(settings, args, message):
+    with pytest.raises((TypeError, ValueError), match=r"loopkit\.blocked: " + message):
+        loopkit.blocked(lambda x, *_: x * 2, block=1, **settings)(*args)
+
+
 def test_blocks_keep_their_rows():
     with pytest.raises(ValueError, match=r"loopkit.blocked: `fn` must return as many rows as it"):
         loopkit.blocked(lambda x: x.sum(0), block=4)(jnp.ones((14, 3)))
