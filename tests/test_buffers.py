@@ -304,3 +304,11 @@ def test_bad_writes():
 def test_bad_buffers(buffers, error, text):
     with pytest.raises(error, match=f"loopkit.while_loop: `buffers` {text}"):
         loopkit.while_loop(lambda c: c[0] < 2, lambda c: c, (1, 2.0), buffers=buffers)
+
+
+def test_what_only_arrays_can_do():
+    buffer = loopkit.Buffer(jnp.ones(3))
+    with pytest.raises(TypeError, match=r"by assignment, .*`b = b.at\[i\].set\(x\)`"):
+        buffer[jnp.asarray(0)] = 1.0
+    with pytest.raises(AttributeError, match=r"loopkit\.Buffer: a buffer has no `sum`\. Read what"):
+        buffer.sum()
