@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -32,15 +33,18 @@ class Recent(OrderedDict):
         self.size = size
 
     def find(self, key: Any) -> Any:
-        if key in self:
+        # An entry may go at any time: its function has died, or another thread needs the room.
+        try:
             self.move_to_end(key)
             return self[key]
-        return None
+        except KeyError:
+            return None
 
     def put(self, key: Any, value: Any) -> None:
         self[key] = value
-        while len(self) > self.size:
-            self.popitem(last=False)
+        with contextlib.suppress(KeyError):
+            while len(self) > self.size:
+                self.popitem(last=False)
 
     def remember(self, key: Any, make: Callable[[], C]) -> C:
         """`make()`, or what it returned for an equal key, unless that refers to a trace."""
