@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import loopkit
+from loopkit._cache import Recent
 
 
 @contextlib.contextmanager
