@@ -151,7 +151,8 @@ def plan(fn: Callable, *args: Any, **kwargs: Any) -> Plan:
 
     **Arguments:** as for `loopkit.explain`.
 
-    **Raises:** `TypeError` if `fn` is not callable; `ValueError` unless `fn` runs one loop of loopkit.
+    **Raises:** `TypeError` if `fn` is not callable; `ValueError` unless it runs one loop of
+    loopkit.
     """
     _arguments.check_callable("plan", "fn", fn)
     found = [e.plan for e in explain(fn, *args, **kwargs).loops if e.name.startswith("loopkit")]

@@ -364,4 +364,5 @@ def test_an_entry_may_go_while_it_is_looked_up():
             return True
 
     recent.put(Key(), "value")
-    assert recent.find(Key()) is None
+    recent.find(Key())
+    assert len(recent) <= 1
