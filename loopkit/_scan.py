@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from loopkit import _arguments, _carried, _checks, _errors, _jax
-from loopkit._axes import Inputs, arranged, has_none, stacks, without_last, y_axes
+from loopkit._axes import Inputs, arranged, has_none, stacks, without_last
 from loopkit._budget import check_budget
 from loopkit._buffer import plain
 from loopkit._cache import interned, remember
 from loopkit._capture import Names, Traced, scalar_bool, trace_loop, type_key
+from loopkit._in_python import python_scan
 from loopkit._info import LoopInfo
 from loopkit._stored_scan import run_stored
 from loopkit._truncate import truncated
@@ -199,7 +200,7 @@ def run_scan(
     lasts = _last_ys(carried, f, init, inputs, out_axes) if has_none(out_axes) else []
     if _arguments.runs_in_python() and length > 0:
         ran, result = _arguments.in_python(
-            lambda: _python_scan(carried, f, init, inputs, out_axes, reverse, until, stopped)
+            lambda: python_scan(carried, f, init, inputs, out_axes, reverse, until, stopped)
         )
         if ran:
             carry, ys, info = result
@@ -290,38 +291,6 @@ def pair(names: Names, out: Any) -> tuple[Any, Any]:
     raise TypeError(
         _errors.wrong(names.function, names.body, "must return a pair (carry, y)", got, advice)
     )
-
-
-def _python_scan(
-    carried: _carried.Buffers,
-    f: Callable,
-    init: Any,
-    inputs: Inputs,
-    out_axes: Any,
-    reverse: bool,
-    until: Callable | None,
-    stopped: Any,
-) -> tuple[Any, Any, LoopInfo]:
-    carry, rows, stopped = init, [], bool(stopped)
-    order = range(inputs.length)
-    body = carried.by_hand(lambda x, carry: f(carry, x))
-    for t in [] if stopped else reversed(order) if reverse else order:
-        carry, y = body(inputs.row(t), carry)
-        rows.append(jax.tree.map(jnp.asarray, y))
-        if until is not None and until(carry, y):
-            stopped = True
-            break
-    taken = len(rows)
-    blank = rows[0] if rows else jax.eval_shape(f, init, inputs.row(0))[1]
-    rows += [jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), blank)] * (inputs.length - taken)
-    last = jax.tree.leaves(rows[max(taken, 1) - 1])
-    columns = zip(*map(jax.tree.leaves, rows[::-1] if reverse else rows), strict=True)
-    ys = [
-        final if axis is None else jnp.stack(column, axis)
-        for final, column, axis in zip(last, columns, y_axes(out_axes, rows[0]), strict=True)
-    ]
-    ys = jax.tree.structure(rows[0]).unflatten(ys)
-    return carry, ys, LoopInfo(jnp.int32(taken), jnp.array(stopped))
 
 
 def _last_ys(

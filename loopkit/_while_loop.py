@@ -14,6 +14,7 @@ from loopkit._budget import check_budget
 from loopkit._buffer import plain
 from loopkit._cache import remember
 from loopkit._capture import Names, scalar_bool, trace_loop, type_key
+from loopkit._in_python import python_while_loop
 from loopkit._info import LoopInfo
 
 T = TypeVar("T")
@@ -145,7 +146,7 @@ def run_while(
     if _arguments.runs_in_python():
         body = carried.by_hand(body_fun)
         ran, result = _arguments.in_python(
-            lambda: _python_loop(cond_fun, body, init_val, max_steps)
+            lambda: python_while_loop(cond_fun, body, init_val, max_steps)
         )
         if ran:
             val, steps = result
@@ -186,15 +187,6 @@ def run_while(
     )
     val, go, steps, _ = tree.unflatten(traced.run(leaves, [])[0])
     return finish(val, steps, lambda: go if masking else cond_fun(val))
-
-
-def _python_loop(
-    cond_fun: Callable, body_fun: Callable, init_val: Any, max_steps: int | None
-) -> tuple[Any, Any]:
-    val, steps = init_val, 0
-    while steps != max_steps and cond_fun(val):
-        val, steps = body_fun(val), steps + 1
-    return val, jnp.int32(steps)
 
 
 def _with_info(
