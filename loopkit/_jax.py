@@ -167,6 +167,11 @@ def trace_context() -> Any:
     return config.trace_context()
 
 
+def is_symbolic(size: Any) -> bool:
+    """Whether a size is known by name only, as in jax.export."""
+    return core.is_symbolic_dim(size)
+
+
 SYMBOLIC = 16
 """What an axis of symbolic size (jax.export) is taken to be where bytes and steps are weighed."""
 

@@ -66,7 +66,8 @@ def scan(
     - `f`: `(Carry, X) -> (Carry, Y)`.
     - `init`: a pytree of arrays, the initial carry.
     - `xs`: a pytree of arrays, scanned over along `in_axes`; None for no input.
-    - `length`: steps, a static int; needed if no leaf of `xs` is scanned over.
+    - `length`: steps, a static int; needed if no leaf of `xs` is scanned over. Where it is
+      symbolic (`jax.export`), the loop is lax's, without settings that it lacks.
     - `reverse`: go from the last row of `xs` and `ys` to the first.
     - `unroll`: steps to an iteration of the compiled loop; True for all of them; "auto" for what
       takes least time, compilation included, by a trial that is kept in the user's cache folder.
@@ -184,11 +185,18 @@ def run_scan(
         inputs = Inputs.of(_arguments.as_arrays(name, "xs", xs), in_axes, length)
     length = inputs.length
     budget = check_budget(name, checkpoints, memory, length)
+    truncate = _arguments.check_truncate(name, truncate)
+    if _jax.is_symbolic(length):
+        others = {"until": until, "truncate": truncate, "buffers": buffers, "checkpoints": budget}
+        others["unroll"] = None if unroll in (1, False) else unroll
+        _check_symbolic(name, length, others, in_axes, out_axes)
+        budget, unroll = "all", 1
     unroll, auto = (length, False) if unroll is True else _arguments.check_unroll(name, unroll)
-    unroll = min(max(1, unroll), max(1, length))
+    if not _jax.is_symbolic(length):
+        unroll = min(unroll, length)
+    unroll = max(1, unroll)
     if split_transpose and budget is None:
         budget = "all"
-    truncate = _arguments.check_truncate(name, truncate)
     if truncate is not None and truncate < length:
         at_once = "auto" if auto else unroll
         part = ft.partial(run_scan, names, unroll=at_once, split_transpose=split_transpose)
@@ -276,9 +284,23 @@ def run_scan(
     if not return_info:
         return final, ys
     if not stopping:
-        steps, go = jnp.int32(length), jnp.array(True)
+        steps, go = jnp.asarray(length, jnp.int32), jnp.array(True)
     stopped = jnp.logical_not(go)
     return final, ys, LoopInfo(steps, stopped)
+
+
+def _check_symbolic(
+    name: str, length: Any, others: dict[str, Any], in_axes: Any, out_axes: Any
+) -> None:
+    """A scan of symbolic length is one of lax, which stores every step."""
+    given = [k for k, v in others.items() if v is not None and v != "all"]
+    axes = {"in_axes": in_axes, "out_axes": out_axes}
+    given += [k for k, v in axes.items() if any(jax.tree.leaves(v)) or has_none(v)]
+    if given:
+        got = f"the symbolic {length} and {', '.join(f'`{k}`' for k in given)}"
+        advice = "Leave those out, or export a program for each length."
+        expected = "must be known for what lax.scan lacks"
+        raise ValueError(_errors.wrong(name, "length", expected, got, advice))
 
 
 def pair(names: Names, out: Any) -> tuple[Any, Any]:

@@ -116,6 +116,33 @@ def test_export_with_symbolic_features():
     assert_close(exported.call(xs), jax.grad(f)(xs))
 
 
+def test_export_with_a_symbolic_length():
+    def f(loops, xs):
+        h, ys = loops.scan(lambda h, x: (jnp.sin(h) * x + h, h), 1.0, xs)
+        return h + ys.sum() + loops.fori_loop(0, xs.shape[0], lambda i, h: h + xs[i], h)
+
+    (size,) = jax.export.symbolic_shape("n")
+    mine = lambda xs: f(loopkit, xs)
+    replaced = loopkit.checkpointed(lambda xs: f(jax.lax, xs))
+    for program in mine, replaced:
+        exported = jax.export.export(jax.jit(program))(jax.ShapeDtypeStruct((size,), "float64"))
+        again = jax.export.deserialize(exported.serialize())
+        for n in 1, 5:
+            xs = jnp.linspace(0.1, 1.0, n)
+            assert_close(again.call(xs), f(jax.lax, xs))
+
+    def scanned(xs, **settings):
+        *_, info = loopkit.scan(lambda h, x: (h * x, h), 1.0, xs, return_info=True, **settings)
+        return info.steps
+
+    exported = jax.export.export(jax.jit(scanned))(jax.ShapeDtypeStruct((size,), "float64"))
+    assert exported.call(jnp.ones(7)) == 7
+    with pytest.raises(ValueError, match=r"`length` must be known .*symbolic n and `checkpoints`"):
+        jax.export.export(jax.jit(lambda xs: scanned(xs, checkpoints=3)))(
+            jax.ShapeDtypeStruct((size,), "float64")
+        )
+
+
 def test_strict_promotion():
     """What a loop computes beside its steps is not what the user must cast."""
 
