@@ -320,7 +320,7 @@ def _mode(name: str, mode: Any) -> str | None:
 
 
 def _check_keywords(name: str, other: dict) -> None:
-    other.pop("wrap_negative_indices", None)
+    other = {k: v for k, v in other.items() if not (k == "wrap_negative_indices" and v)}
     if other:
         raise TypeError(
             f"loopkit.Buffer: `.at[...].{name}` takes mode, pred, unique_indices and "

@@ -53,8 +53,8 @@ def while_loop(
     - `body_fun`: `T -> T`, with the structure, shapes and dtypes of `init_val`.
     - `init_val`: a pytree of arrays, the initial carry.
     - `max_steps`: the most steps to take, a static int; None for no bound.
-    - `checkpoints`: what the backward pass keeps. None: a few dozen carries, about one extra
-      forward pass. An int c: at most c carries, at the price of more recomputation. "all":
+    - `checkpoints`: what the backward pass keeps. None: about the square root of `max_steps` in
+      carries, or without it 32 to 128; about one extra forward pass. An int c: at most c carries, at the price of more recomputation. "all":
       what the derivative of every step reads, and no recomputation (needs `max_steps`). A
       `Plan`: what it says.
     - `memory`: the same as a budget in bytes, an int or a string such as "64 MB": what the backward

@@ -289,6 +289,9 @@ def test_bad_writes():
         ref.add(1, mode="wrap")
     with pytest.raises(TypeError, match="takes mode, pred, unique_indices"):
         ref.max(1, foo=1)
+    with pytest.raises(TypeError, match="got wrap_negative_indices"):
+        ref.set(1, wrap_negative_indices=False)
+    assert ref.set(7, wrap_negative_indices=True)[0] == 7
     with pytest.raises(TypeError, match="`len` needs an axis"):
         len(Buffer(1.0))
 
