@@ -54,9 +54,9 @@ def while_loop(
     - `init_val`: a pytree of arrays, the initial carry.
     - `max_steps`: the most steps to take, a static int; None for no bound.
     - `checkpoints`: what the backward pass keeps. None: about the square root of `max_steps` in
-      carries, or without it 32 to 128; about one extra forward pass. An int c: at most c carries, at the price of more recomputation. "all":
-      what the derivative of every step reads, and no recomputation (needs `max_steps`). A
-      `Plan`: what it says.
+      carries, or without it 32 to 128; about one extra forward pass. An int c: at most c carries,
+      at the price of more recomputation. "all": what the derivative of every step reads, and no
+      recomputation (needs `max_steps`). A `Plan`: what it says.
     - `memory`: the same as a budget in bytes, an int or a string such as "64 MB": what the backward
       pass may need beyond what it needs for a single step. A dict of two, `{"device": "64 MB",
       "host": "4 GB"}`, keeps the checkpoints in the host's memory. Give one of the two.
