@@ -89,6 +89,11 @@ def as_arrays(function: str, argument: str, tree: Any, hidden: int = 0) -> Any:
     return jax.tree_util.tree_map_with_path(convert, tree)
 
 
+def is_traced(leaf: Any) -> bool:
+    """Whether a leaf becomes abstract where a whole function is traced; others stay as they are."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, complex))
+
+
 def runs_in_python() -> bool:
     """Whether loops are to run step by step, without being compiled."""
     return _jax.jit_is_disabled()

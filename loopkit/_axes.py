@@ -7,7 +7,6 @@ docs/choosing.md.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -64,7 +63,7 @@ class Inputs(NamedTuple):
                         path,
                     )
                 )
-        axes = normalised("in_axes", axes, jax.tree.map(jax.typeof, xs), function)
+        axes = normalised("in_axes", axes, xs, function)
         first = None
         for (path, leaf), axis in zip(leaves, axes, strict=True):
             if axis is None:
@@ -93,11 +92,13 @@ class Inputs(NamedTuple):
         if first is not None:
             length = first[1]
         if length is None:
-            advice = "Pass `length`."
             got = f"`{argument}` without leaves{' to scan over' if leaves else ''} and length=None"
-            raise ValueError(
-                _errors.wrong(function, "length", "must say how many steps to take", got, advice)
-            )
+            where, expected, advice = "length", "must say how many steps to take", "Pass `length`."
+            if function != SCAN:
+                got = "none"
+                where, expected = argument, "must have an array with rows"
+                advice = "How many rows there are is read off them."
+            raise ValueError(_errors.wrong(function, where, expected, got, advice))
         return Inputs(jax.tree.structure(xs), [leaf for _, leaf in leaves], axes, length)
 
     @property
@@ -174,8 +175,8 @@ def _filled(whole: Sequence[Any], sliced: Sequence[bool]) -> list:
 def in_place(aval: Any, axis: int) -> int:
     """`axis`, or 0 if an array of this type had better be transposed before it is sliced."""
     item = getattr(aval.dtype, "itemsize", LINE)
-    run = math.prod(aval.shape[axis + 1 :]) * item
-    lines = math.prod(aval.shape[:axis])
+    run = _jax.volume(aval.shape[axis + 1 :]) * item
+    lines = _jax.volume(aval.shape[:axis])
     return 0 if run < FEW and lines * LINE > NEAR else axis
 
 
@@ -183,18 +184,16 @@ def leaf_axes(
     argument: str, axes: Axes, tree: Any, of: str, function: str = SCAN
 ) -> list[int | None]:
     """The axis of each leaf of a tree, from a prefix of it. `of` names the tree."""
+    prefix, shape = jax.tree.flatten(axes, is_leaf=lambda a: a is None)
     try:
-        full = jax.tree.broadcast(axes, tree, is_leaf=lambda a: a is None)
+        parts = shape.flatten_up_to(tree)
     except ValueError:
         got = f"{axes!r} for {jax.tree.structure(tree)}"
         advice = "Give an int or None for each leaf, or for whole subtrees."
         expected = f"must be a tree prefix of {of}"
         raise ValueError(_errors.wrong(function, argument, expected, got, advice)) from None
-    flat = jax.tree.leaves(full, is_leaf=lambda a: a is None)
+    flat = [a for a, part in zip(prefix, parts, strict=True) for _ in jax.tree.leaves(part)]
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    # Where the tree has None, so has the prefix, and no leaf belongs to it.
-    places = jax.tree.leaves(tree, is_leaf=lambda a: a is None)
-    flat = [a for a, leaf in zip(flat, places, strict=True) if leaf is not None]
     for path, axis in zip(paths, flat, strict=True):
         if axis is None or (isinstance(axis, (int, np.integer)) and not isinstance(axis, bool)):
             continue
@@ -268,6 +267,8 @@ def stacks(tree: Any, types: Sequence[Any], out_axes: Axes) -> tuple[list[int], 
 
     `types` are those of ys stacked along the leading axis.
     """
+    if type(out_axes) is int and out_axes == 0:
+        return [0] * len(types), (0,) * len(types)
     rows = [_jax.slice_type(t) for t in types]
     axes = [a for a in y_axes(out_axes, tree.unflatten(rows)) if a is not None]
     shapes = [_jax.stack_type(r, t.shape[0], a) for r, t, a in zip(rows, types, axes, strict=True)]
@@ -291,7 +292,8 @@ def arranged(tree: Any, ys: Sequence[Any], types: Sequence[Any], out_axes: Axes,
 
 def block_axes(out_axes: Axes) -> Axes:
     """Where to stack blocks that are stacked along `out_axes`: just before those axes."""
-    return jax.tree.map(lambda axis: axis if axis >= 0 else axis - 1, out_axes)
+    before = lambda axis: axis - 1 if isinstance(axis, int) and axis < 0 else axis
+    return jax.tree.map(before, out_axes)
 
 
 def joined(

@@ -72,8 +72,13 @@ def blocked(
     def run(*args: Any, **kwargs: Any) -> Any:
         args = _arguments.as_arrays(NAME, "args", args)
         kwargs = _arguments.as_arrays(NAME, "args", kwargs)
-        axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
-        inputs = Inputs.of((args, kwargs), (axes, 0), None, NAME, "args")
+        axes = in_axes if isinstance(in_axes, (tuple, list)) else [in_axes] * len(args)
+        if len(axes) != len(args):
+            got = f"{in_axes!r} for {len(args)} arguments"
+            advice = "Give an axis or None for each, or one for all."
+            expected = "must go with the positional arguments"
+            raise ValueError(_errors.wrong(NAME, "in_axes", expected, got, advice))
+        inputs = Inputs.of((*args, kwargs), (*axes, 0), None, NAME, "args")
         rows = block or _rows_in_cache(fn, inputs)
         if rows >= inputs.length:
             return fn(*args, **kwargs)
@@ -87,26 +92,15 @@ def _in_blocks(fn: Callable, inputs: Inputs, rows: int, out_axes: Any) -> Any:
     head, tail = inputs.divided(count, rows)
 
     def step(_: None, x: list) -> tuple[None, Any]:
-        args, kwargs = inputs.tree.unflatten(x)
+        *args, kwargs = inputs.tree.unflatten(x)
         out = fn(*args, **kwargs)
         _check_rows(out, out_axes, rows)
         return None, out
 
-    # Any setting of the loop over the blocks would be passed on here.
-    _, blocks = run_scan(
-        NAMES,
-        step,
-        None,
-        head.leaves,
-        count,
-        False,
-        1,
-        False,
-        in_axes=head.axes,
-        out_axes=block_axes(out_axes),
-    )
+    axes = block_axes(out_axes)
+    _, blocks = run_scan(NAMES, step, None, head, None, False, 1, False, out_axes=axes)
     if left:
-        args, kwargs = tail.tree.unflatten(tail.leaves)
+        *args, kwargs = tail.tree.unflatten(tail.leaves)
         return joined(NAME, blocks, fn(*args, **kwargs), out_axes)
     leaves, tree = jax.tree.flatten(blocks)
     axes = leaf_axes("out_axes", out_axes, blocks, "what `fn` returns", NAME)
@@ -116,8 +110,9 @@ def _in_blocks(fn: Callable, inputs: Inputs, rows: int, out_axes: Any) -> Any:
 
 
 def _check_rows(out: Any, out_axes: Any, rows: int) -> None:
+    out = _arguments.as_arrays(NAME, "fn", out)
     axes = leaf_axes("out_axes", out_axes, out, "what `fn` returns", NAME)
-    axes = normalised("out_axes", axes, jax.tree.map(jax.typeof, out), NAME)
+    axes = normalised("out_axes", axes, out, NAME)
     for (path, leaf), axis in zip(jax.tree_util.tree_leaves_with_path(out), axes, strict=True):
         if axis is not None and leaf.shape[axis] != rows:
             got = f"{_errors.short_type(jax.typeof(leaf))} for a block of {rows}, axis {axis}"
@@ -135,7 +130,7 @@ def _rows_in_cache(fn: Callable, inputs: Inputs) -> int:
         return inputs.length
 
     def flat(*leaves: Any) -> list:
-        args, kwargs = inputs.tree.unflatten(leaves)
+        *args, kwargs = inputs.tree.unflatten(leaves)
         return jax.tree.leaves(fn(*args, **kwargs))
 
     jaxpr, _ = _jax.trace(flat, [jax.typeof(x) for x in inputs.leaves], NAME)

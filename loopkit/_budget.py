@@ -5,13 +5,13 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from loopkit import _errors
 from loopkit._arguments import check_whole
-from loopkit._plan import Budget, Bytes, Plan
+from loopkit._plan import Budget, Bytes, Plan, Store
 
 UNITS = {
     "b": 1,
@@ -37,7 +37,9 @@ def check_budget(function: str, checkpoints: Any, memory: Any, bound: int | None
         if isinstance(memory, Mapping):
             return _two_memories(function, memory)
         return Bytes(read_bytes(function, "memory", memory))
-    if checkpoints is None or isinstance(checkpoints, (Plan, Bytes)):
+    if isinstance(checkpoints, Plan):
+        return _check_plan(function, checkpoints)
+    if checkpoints is None or isinstance(checkpoints, Bytes):
         return checkpoints
     if isinstance(checkpoints, str):
         if checkpoints != "all":
@@ -64,6 +66,21 @@ def check_budget(function: str, checkpoints: Any, memory: Any, bound: int | None
         return "all"
     expected = 'None, an int >= 1 (carries to keep), "all" or a Plan'
     return check_whole(function, "checkpoints", checkpoints, 1, expected)
+
+
+def _check_plan(function: str, plan: Plan) -> Plan:
+    """A plan, which users may have made by hand."""
+    counts = {} if plan.keeps_all else {"slots": "carries to keep", "leaf": "steps to a segment"}
+    for field, what in counts.items():
+        value = getattr(plan, field)
+        check_whole(function, f"checkpoints.{field}", value, 1, f"an int >= 1, the {what}")
+    if plan.store not in get_args(Store):
+        expected = f"must be one of {', '.join(map(repr, get_args(Store)))}"
+        advice = "It says what is stored of each step of the segment at hand."
+        raise ValueError(
+            _errors.wrong(function, "checkpoints.store", expected, repr(plan.store), advice)
+        )
+    return plan
 
 
 def _two_memories(function: str, memory: Mapping) -> Bytes:

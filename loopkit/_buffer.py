@@ -112,6 +112,18 @@ class Buffer:
         place = _index.place(self.shape, index)
         return _checks.check_read(self, self._read(place), place, True)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise TypeError(
+            "loopkit.Buffer: buffers are not written to by assignment, got b[i] = x. Write "
+            "`b = b.at[i].set(x)`."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"loopkit.Buffer: a buffer has no `{name}`. Read what you need with `b[i]`; "
+            "`jnp.asarray(b)` is all of it, as an array."
+        )
+
     @property
     def at(self) -> At:
         """`b.at[i]`: what to read or write, as for arrays."""
@@ -308,7 +320,7 @@ def _mode(name: str, mode: Any) -> str | None:
 
 
 def _check_keywords(name: str, other: dict) -> None:
-    other.pop("wrap_negative_indices", None)
+    other = {k: v for k, v in other.items() if not (k == "wrap_negative_indices" and v)}
     if other:
         raise TypeError(
             f"loopkit.Buffer: `.at[...].{name}` takes mode, pred, unique_indices and "

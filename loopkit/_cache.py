@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -24,23 +23,27 @@ class Cached(Protocol):
 C = TypeVar("C", bound=Cached)
 
 
-class Recent(OrderedDict):
-    """The entries used last."""
+class Recent(dict):
+    """The entries used last, in that order.
+
+    An entry may go at any time, also while it is looked up: its function has died, or another
+    thread needs the room. An OrderedDict does not survive that.
+    """
 
     def __init__(self, size: int):
         super().__init__()
         self.size = size
 
     def find(self, key: Any) -> Any:
-        if key in self:
-            self.move_to_end(key)
-            return self[key]
-        return None
+        value = self.pop(key, None)
+        if value is not None:
+            self[key] = value
+        return value
 
     def put(self, key: Any, value: Any) -> None:
         self[key] = value
         while len(self) > self.size:
-            self.popitem(last=False)
+            self.pop(next(iter(self), None), None)
 
     def remember(self, key: Any, make: Callable[[], C]) -> C:
         """`make()`, or what it returned for an equal key, unless that refers to a trace."""

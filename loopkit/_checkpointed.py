@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from loopkit import _arguments, _jax, _jaxpr
 from loopkit._cache import Recent, remember
@@ -108,7 +107,7 @@ def checkpointed(
 
 def _call(fn: Callable, settings: Settings, programs: Recent, args: tuple, kwargs: dict) -> Any:
     leaves, tree = jax.tree.flatten((args, kwargs))
-    traced = [_is_traced(v) for v in leaves]
+    traced = [_arguments.is_traced(v) for v in leaves]
     arrays = [_jax.as_array(v) for v, t in zip(leaves, traced, strict=True) if t]
     static = [v for v, t in zip(leaves, traced, strict=True) if not t]
 
@@ -180,7 +179,3 @@ def _with_rules(jaxpr: Any, settings: Settings) -> Any:
         return run
 
     return _jaxpr.map_equations(jaxpr, lambda eqn: _jax.with_custom_rules(eqn, within))
-
-
-def _is_traced(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, complex))

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 
-from loopkit import _jax
+from loopkit import _arguments, _jax
 from loopkit._plan import Plan
 from loopkit.engine.activity import forward_activity
-from loopkit.engine.loop import Loop
+from loopkit.engine.loop import Loop, kept, spread
 from loopkit.engine.reversal import reversal
 from loopkit.engine.split import split_step
 
@@ -97,7 +97,8 @@ def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
     **Arguments:**
 
     - `fn`: a function that calls loops, of loopkit or of lax, at any depth.
-    - `args`, `kwargs`: its arguments, or `jax.ShapeDtypeStruct`s.
+    - `args`, `kwargs`: its arguments, or `jax.ShapeDtypeStruct`s. Arrays, floats and complex
+      numbers become abstract; other leaves are passed to `fn` as they are.
 
     **Returns:**
 
@@ -105,6 +106,8 @@ def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
     `carry` and `residuals`; `peak` is what the gradient of the loop is predicted to need beyond
     that of one step; `runs` count evaluations of the body; the last column is what `jax.lax.scan`
     would store.
+
+    **Raises:** `TypeError` if `fn` is not callable.
 
     !!! example
 
@@ -119,7 +122,15 @@ def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
         str(loopkit.explain(loss, jnp.ones(50)))
         ```
     """
-    jaxpr = jax.make_jaxpr(lambda *a, **k: fn(*a, **k))(*args, **kwargs)
+    _arguments.check_callable("explain", "fn", fn)
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    traced = [_arguments.is_traced(v) or isinstance(v, jax.ShapeDtypeStruct) for v in leaves]
+
+    def flat(*values: Any) -> Any:
+        args, kwargs = tree.unflatten(spread(values, traced, leaves))
+        return fn(*args, **kwargs)
+
+    jaxpr = jax.make_jaxpr(flat)(*kept(leaves, traced))
     seen: set[int] = set()
     found = []
     for eqn in _equations(jaxpr):
@@ -140,8 +151,10 @@ def plan(fn: Callable, *args: Any, **kwargs: Any) -> Plan:
 
     **Arguments:** as for `loopkit.explain`.
 
-    **Raises:** `ValueError` unless `fn` runs one loop of loopkit.
+    **Raises:** `TypeError` if `fn` is not callable; `ValueError` unless it runs one loop of
+    loopkit.
     """
+    _arguments.check_callable("plan", "fn", fn)
     found = [e.plan for e in explain(fn, *args, **kwargs).loops if e.name.startswith("loopkit")]
     if len(found) != 1:
         raise ValueError(

@@ -142,6 +142,8 @@ def _of_value(buffers: Any) -> Any:
 
 def _bound(argument: str, value: Any) -> Any:
     """A Python int where the bound is known, else a scalar integer array."""
+    if _jax.is_symbolic(value):
+        return jnp.asarray(value)
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return int(value)
     got = f"{value!r} of type {type(value).__name__}"

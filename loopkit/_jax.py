@@ -167,6 +167,11 @@ def trace_context() -> Any:
     return config.trace_context()
 
 
+def is_symbolic(size: Any) -> bool:
+    """Whether a size is known by name only, as in jax.export."""
+    return core.is_symbolic_dim(size)
+
+
 SYMBOLIC = 16
 """What an axis of symbolic size (jax.export) is taken to be where bytes and steps are weighed."""
 
@@ -271,16 +276,18 @@ def declare(name: str) -> core.Primitive:
 def define(primitive: core.Primitive, evaluate: Callable, types: Callable) -> None:
     """Lower and run a primitive through `evaluate(*args, **params)`.
 
-    `types(*avals, **params)` gives the result types and the effects.
+    `types(*avals, **params)` gives the result types and the effects. However strict the user is
+    with promotion in what they write, step numbers and masks may be mixed.
     """
 
-    def evaluate_with_lax(*args: Any, **params: Any) -> Any:
-        with replacing(None):
+    def evaluate_as_written(*args: Any, **params: Any) -> Any:
+        lenient = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
+        with lenient[0], lenient[1]:
             return evaluate(*args, **params)
 
     primitive.def_impl(ft.partial(dispatch.apply_primitive, primitive))
     primitive.def_effectful_abstract_eval(types)
-    mlir.register_lowering(primitive, mlir.lower_fun(evaluate_with_lax, multiple_results=True))
+    mlir.register_lowering(primitive, mlir.lower_fun(evaluate_as_written, multiple_results=True))
 
 
 def register_jvp(primitive: core.Primitive, rule: Callable) -> None:
@@ -379,6 +386,18 @@ lax_while_p = lax_loops.while_p
 
 replacing = jax.make_user_context(None)
 """What this thread puts in the place of lax's loops, part of every cache's key, or None."""
+
+_lower = mlir.lower_jaxpr_to_module
+
+
+def _lower_as_written(*args: Any, **kwargs: Any) -> Any:
+    with replacing(None):
+        return _lower(*args, **kwargs)
+
+
+def lower_as_written(on: bool) -> None:
+    """Lower programs without replacing loops: what a scan is lowered to is a while loop of lax."""
+    mlir.lower_jaxpr_to_module = _lower_as_written if on else _lower
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

@@ -25,25 +25,6 @@ def forwarded(jaxpr: Jaxpr) -> list[int | None]:
     return [None if isinstance(v, _jax.Literal) else place.get(v) for v in j.outvars]
 
 
-def outputs_depending(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """Which outputs depend in any way on the marked inputs."""
-    j = _jax.open_jaxpr(jaxpr)
-    reached = {v for v, marked in zip(j.invars, inputs, strict=True) if marked}
-    for eqn in j.eqns:
-        if any(not isinstance(v, _jax.Literal) and v in reached for v in eqn.invars):
-            reached.update(eqn.outvars)
-    return [not isinstance(v, _jax.Literal) and v in reached for v in j.outvars]
-
-
-def distinct_outputs(jaxpr: Jaxpr) -> list[int]:
-    """For each output, the index of the first output that is the same variable."""
-    first: dict[Any, int] = {}
-    outs = _jax.open_jaxpr(jaxpr).outvars
-    return [
-        i if isinstance(v, _jax.Literal) else first.setdefault(v, i) for i, v in enumerate(outs)
-    ]
-
-
 # ---------------------------------------------------------------- what is inside
 
 

@@ -83,8 +83,10 @@ class LaxLoop(NamedTuple):
     @property
     def replaceable(self) -> bool:
         """Whether it is over arrays alone, without references to memory, and has no effects that
-        loopkit's loops lack.
+        loopkit's loops lack, nor a length that is symbolic.
         """
+        if _jax.is_symbolic(self.length):
+            return False
         types = [jax.typeof(v) for v in (*self.cond_consts, *self.consts, *self.init, *self.xs)]
         jaxprs = [self.body] if self.cond is None else [self.cond, self.body]
         return all(type(t) is _jax.ShapedArray for t in types) and not any(
@@ -185,7 +187,9 @@ def _adds_one(jaxpr: Any, before: Any, after: Any) -> bool:
 
 def _integer(value: Any) -> int | None:
     """A scalar integer that is known now."""
-    if _jax.is_tracer(value) or not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+    if _jax.is_tracer(value) or _jax.is_symbolic(value):
+        return None
+    if not jnp.issubdtype(jnp.result_type(value), jnp.integer):
         return None
     return int(value) if jnp.shape(value) == () else None
 

@@ -80,13 +80,14 @@ def make_plan(
 
 def _adapted(plan: Plan, loop: Plan) -> Plan:
     """A plan made elsewhere, for this loop."""
-    leaf = max(1, loop.bound or 1) if plan.keeps_all else plan.leaf
     if plan.keeps_all and loop.bound is None:
         raise ValueError(
             "loopkit: `checkpoints` can be a plan that stores every step only if the number of "
             f"steps is bounded, got {plan} and max_steps=None. Pass `max_steps`."
         )
-    return replace(plan, leaf=leaf, bound=loop.bound, exact=loop.exact, step=loop.step)
+    if plan.keeps_all:
+        plan = replace(plan, leaf=max(1, loop.bound or 1), store="residuals")
+    return replace(plan, bound=loop.bound, exact=loop.exact, step=loop.step)
 
 
 def _default(loop: Plan) -> Plan:

@@ -174,6 +174,8 @@ def length_buckets(
     if growth == 1:
         advice = "Buckets of equal lengths never reach the longest sequence: pass 1.25, say."
         raise ValueError(_errors.wrong(name, "growth", "must be more than 1", "1", advice))
+    expected = "a list of ints >= 0"
+    lengths = [_arguments.check_whole(name, "lengths", n, 0, expected) for n in lengths]
     sizes = [first]
     longest = max(lengths, default=0)
     while sizes[-1] < longest:
@@ -192,8 +194,11 @@ def _check_sequences(sequences: Any) -> tuple[list, list[int]]:
         expected = "must be a list of at least one sequence"
         advice = "For rows of one array use `loopkit.scan` under `jax.vmap`."
         raise TypeError(_errors.wrong(name, "sequences", expected, got, advice))
-    sequences = [_arguments.as_arrays(name, "sequences", xs) for xs in sequences]
-    lengths = [Inputs.of(xs, 0, None, name).length for xs in sequences]
+    sequences = _arguments.as_arrays(name, "sequences", list(sequences))
+    called = [f"sequences[{place}]" for place in range(len(sequences))]
+    lengths = [
+        Inputs.of(xs, 0, None, name, c).length for xs, c in zip(sequences, called, strict=True)
+    ]
     types = [_row_types(xs) for xs in sequences]
     for place, other in enumerate(types):
         if other != types[0]:

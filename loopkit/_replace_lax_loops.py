@@ -92,6 +92,7 @@ def replacing(settings: Settings) -> Iterator[None]:
         if _users == 1:
             for primitive, describe in DIVERTED.items():
                 primitive.bind = _diverted(primitive.bind, describe)
+            _jax.lower_as_written(True)
     try:
         with _jax.replacing(settings):
             yield
@@ -101,6 +102,7 @@ def replacing(settings: Settings) -> Iterator[None]:
             if _users == 0:
                 for primitive in DIVERTED:
                     del primitive.bind
+                _jax.lower_as_written(False)
 
 
 def _diverted(bind: Callable, describe: Callable) -> Callable:

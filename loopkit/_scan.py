@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from loopkit import _arguments, _carried, _checks, _errors, _jax
-from loopkit._axes import Inputs, arranged, has_none, stacks, without_last, y_axes
+from loopkit._axes import Inputs, arranged, has_none, stacks, without_last
 from loopkit._budget import check_budget
 from loopkit._buffer import plain
 from loopkit._cache import interned, remember
 from loopkit._capture import Names, Traced, scalar_bool, trace_loop, type_key
+from loopkit._in_python import python_scan
 from loopkit._info import LoopInfo
 from loopkit._stored_scan import run_stored
 from loopkit._truncate import truncated
@@ -65,7 +66,8 @@ def scan(
     - `f`: `(Carry, X) -> (Carry, Y)`.
     - `init`: a pytree of arrays, the initial carry.
     - `xs`: a pytree of arrays, scanned over along `in_axes`; None for no input.
-    - `length`: steps, a static int; needed if no leaf of `xs` is scanned over.
+    - `length`: steps, a static int; needed if no leaf of `xs` is scanned over. Where it is
+      symbolic (`jax.export`), the loop is lax's, without settings that it lacks.
     - `reverse`: go from the last row of `xs` and `ys` to the first.
     - `unroll`: steps to an iteration of the compiled loop; True for all of them; "auto" for what
       takes least time, compilation included, by a trial that is kept in the user's cache folder.
@@ -166,7 +168,8 @@ def run_scan(
 ) -> Any:
     """`scan`, under the names of the function that the user called.
 
-    With `until`, it takes no step if it is `stopped` from the start.
+    `xs` may be `Inputs`, with axes and length. With `until`, it takes no step if it is `stopped`
+    from the start.
     """
     name, reverse, stopping = names.function, bool(reverse), until is not None
     _arguments.check_callable(name, names.body, f)
@@ -176,15 +179,24 @@ def run_scan(
     carried = _carried.find(names, buffers, init)
     checking = _checks.wanted(name, checks) and carried.any
     init = plain(init)
-    xs = _arguments.as_arrays(name, "xs", xs)
-    inputs = Inputs.of(xs, in_axes, length)
+    if isinstance(xs, Inputs):
+        inputs = xs
+    else:
+        inputs = Inputs.of(_arguments.as_arrays(name, "xs", xs), in_axes, length)
     length = inputs.length
     budget = check_budget(name, checkpoints, memory, length)
+    truncate = _arguments.check_truncate(name, truncate)
+    if _jax.is_symbolic(length):
+        others = {"until": until, "truncate": truncate, "buffers": buffers, "checkpoints": budget}
+        others["unroll"] = None if unroll in (1, False) else unroll
+        _check_symbolic(name, length, others, in_axes, out_axes)
+        budget, unroll = "all", 1
     unroll, auto = (length, False) if unroll is True else _arguments.check_unroll(name, unroll)
-    unroll = min(max(1, unroll), max(1, length))
+    if not _jax.is_symbolic(length):
+        unroll = min(unroll, length)
+    unroll = max(1, unroll)
     if split_transpose and budget is None:
         budget = "all"
-    truncate = _arguments.check_truncate(name, truncate)
     if truncate is not None and truncate < length:
         at_once = "auto" if auto else unroll
         part = ft.partial(run_scan, names, unroll=at_once, split_transpose=split_transpose)
@@ -196,7 +208,7 @@ def run_scan(
     lasts = _last_ys(carried, f, init, inputs, out_axes) if has_none(out_axes) else []
     if _arguments.runs_in_python() and length > 0:
         ran, result = _arguments.in_python(
-            lambda: _python_scan(carried, f, init, inputs, out_axes, reverse, until, stopped)
+            lambda: python_scan(carried, f, init, inputs, out_axes, reverse, until, stopped)
         )
         if ran:
             carry, ys, info = result
@@ -213,7 +225,7 @@ def run_scan(
     def step(carry: list, x: list) -> tuple[Any, Any]:
         value, _, steps, whole, _, masks = tree.unflatten(carry)
         new, y = pair(names, f(value, inputs.join(x, whole)))
-        go = None if until is None else jnp.logical_not(_stop(names, until, new, y))
+        go = None if until is None else ~scalar_bool(name, names.predicate, until(new, y))
         last = []
         if lasts:
             y, last = without_last(out_axes, y)
@@ -272,9 +284,23 @@ def run_scan(
     if not return_info:
         return final, ys
     if not stopping:
-        steps, go = jnp.int32(length), jnp.array(True)
+        steps, go = jnp.asarray(length, jnp.int32), jnp.array(True)
     stopped = jnp.logical_not(go)
     return final, ys, LoopInfo(steps, stopped)
+
+
+def _check_symbolic(
+    name: str, length: Any, others: dict[str, Any], in_axes: Any, out_axes: Any
+) -> None:
+    """A scan of symbolic length is one of lax, which stores every step."""
+    given = [k for k, v in others.items() if v is not None and v != "all"]
+    axes = {"in_axes": in_axes, "out_axes": out_axes}
+    given += [k for k, v in axes.items() if any(jax.tree.leaves(v)) or has_none(v)]
+    if given:
+        got = f"the symbolic {length} and {', '.join(f'`{k}`' for k in given)}"
+        advice = "Leave those out, or export a program for each length."
+        expected = "must be known for what lax.scan lacks"
+        raise ValueError(_errors.wrong(name, "length", expected, got, advice))
 
 
 def pair(names: Names, out: Any) -> tuple[Any, Any]:
@@ -287,42 +313,6 @@ def pair(names: Names, out: Any) -> tuple[Any, Any]:
     raise TypeError(
         _errors.wrong(names.function, names.body, "must return a pair (carry, y)", got, advice)
     )
-
-
-def _stop(names: Names, until: Callable, carry: Any, y: Any) -> Any:
-    return scalar_bool(names.function, "until", until(carry, y))
-
-
-def _python_scan(
-    carried: _carried.Buffers,
-    f: Callable,
-    init: Any,
-    inputs: Inputs,
-    out_axes: Any,
-    reverse: bool,
-    until: Callable | None,
-    stopped: Any,
-) -> tuple[Any, Any, LoopInfo]:
-    carry, rows, stopped = init, [], bool(stopped)
-    order = range(inputs.length)
-    body = carried.by_hand(lambda x, carry: f(carry, x))
-    for t in [] if stopped else reversed(order) if reverse else order:
-        carry, y = body(inputs.row(t), carry)
-        rows.append(jax.tree.map(jnp.asarray, y))
-        if until is not None and until(carry, y):
-            stopped = True
-            break
-    taken = len(rows)
-    blank = rows[0] if rows else jax.eval_shape(f, init, inputs.row(0))[1]
-    rows += [jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), blank)] * (inputs.length - taken)
-    last = jax.tree.leaves(rows[max(taken, 1) - 1])
-    columns = zip(*map(jax.tree.leaves, rows[::-1] if reverse else rows), strict=True)
-    ys = [
-        final if axis is None else jnp.stack(column, axis)
-        for final, column, axis in zip(last, columns, y_axes(out_axes, rows[0]), strict=True)
-    ]
-    ys = jax.tree.structure(rows[0]).unflatten(ys)
-    return carry, ys, LoopInfo(jnp.int32(taken), jnp.array(stopped))
 
 
 def _last_ys(

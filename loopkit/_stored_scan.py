@@ -35,7 +35,7 @@ def _stored_scan(
         step,
         init,
         xs,
-        loop.length,
+        None if xs else loop.length,  # which may be symbolic
         reverse=loop.reverse,
         unroll=settled(loop),
         _split_transpose=split_transpose,

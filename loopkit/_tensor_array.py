@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from loopkit import _errors, _jax
+from loopkit import _arguments, _errors, _jax
 from loopkit._buffer import Buffer
 
 NAME = "TensorArray"
@@ -56,12 +56,14 @@ class TensorArray:
         - `capacity`: how many, an int.
         - `element`: an array or a tree of arrays, or of `jax.ShapeDtypeStruct`s, like the elements.
         """
-        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 0:
-            advice = "It is a shape: pass an int that is not negative."
-            raise ValueError(
-                _wrong("empty", "capacity", "must be a number of elements", repr(capacity), advice)
-            )
+        expected = "an int >= 0, a number of elements"
+        capacity = _arguments.check_whole(f"{NAME}.empty", "capacity", capacity, 0, expected)
         leaves, tree = jax.tree.flatten(element)
+        if not leaves:
+            advice = "Count without a TensorArray."
+            raise ValueError(
+                _wrong("empty", "element", "must have an array in it", f"{element!r}", advice)
+            )
         types = [v if isinstance(v, jax.ShapeDtypeStruct) else jnp.asarray(v) for v in leaves]
         data = [jnp.zeros((capacity, *t.shape), t.dtype) for t in types]
         return TensorArray(data, tree, 0)
@@ -142,6 +144,9 @@ class TensorArray:
         return self._tree.unflatten([v[at] for v in self._data])
 
     __getitem__ = read
+
+    def __iter__(self) -> Iterator:
+        return iter(self.unstack())
 
     def write(self, index: Any, element: Any) -> TensorArray:
         """With another element at an index; those before it that are missing are zeros."""
@@ -297,8 +302,8 @@ class TensorArray:
         ):
             want = _element_type(stored)
             value = jnp.asarray(value)
-            lossless = jnp.promote_types(value.dtype, want.dtype) == want.dtype
-            if value.shape != want.shape or not (lossless or value.weak_type):
+            lossless = jnp.result_type(value, want.dtype) == want.dtype
+            if value.shape != want.shape or not lossless:
                 raise TypeError(
                     _wrong(
                         method,

@@ -52,10 +52,7 @@ def truncated(
     outer, inner = _shared(budget, count, truncate)
 
     def part(f: Callable, init: Any, inputs: Inputs, **settings: Any) -> Any:
-        axes = inputs.tree.unflatten(inputs.axes)
-        xs = inputs.tree.unflatten(inputs.leaves)
-        common = {"in_axes": axes, "reverse": reverse, "return_info": True}
-        return scan(f, init, xs, inputs.length, **common, **settings)
+        return scan(f, init, inputs, None, reverse=reverse, return_info=True, **settings)
 
     def block(state: Blocks, x: list) -> tuple[Blocks, Any]:
         here = inputs._replace(leaves=x, length=truncate)

@@ -14,6 +14,7 @@ from loopkit._budget import check_budget
 from loopkit._buffer import plain
 from loopkit._cache import remember
 from loopkit._capture import Names, scalar_bool, trace_loop, type_key
+from loopkit._in_python import python_while_loop
 from loopkit._info import LoopInfo
 
 T = TypeVar("T")
@@ -52,10 +53,10 @@ def while_loop(
     - `body_fun`: `T -> T`, with the structure, shapes and dtypes of `init_val`.
     - `init_val`: a pytree of arrays, the initial carry.
     - `max_steps`: the most steps to take, a static int; None for no bound.
-    - `checkpoints`: what the backward pass keeps. None: a few dozen carries, about one extra
-      forward pass. An int c: at most c carries, at the price of more recomputation. "all":
-      what the derivative of every step reads, and no recomputation (needs `max_steps`). A
-      `Plan`: what it says.
+    - `checkpoints`: what the backward pass keeps. None: about the square root of `max_steps` in
+      carries, or without it 32 to 128; about one extra forward pass. An int c: at most c carries,
+      at the price of more recomputation. "all": what the derivative of every step reads, and no
+      recomputation (needs `max_steps`). A `Plan`: what it says.
     - `memory`: the same as a budget in bytes, an int or a string such as "64 MB": what the backward
       pass may need beyond what it needs for a single step. A dict of two, `{"device": "64 MB",
       "host": "4 GB"}`, keeps the checkpoints in the host's memory. Give one of the two.
@@ -145,7 +146,7 @@ def run_while(
     if _arguments.runs_in_python():
         body = carried.by_hand(body_fun)
         ran, result = _arguments.in_python(
-            lambda: _python_loop(cond_fun, body, init_val, max_steps)
+            lambda: python_while_loop(cond_fun, body, init_val, max_steps)
         )
         if ran:
             val, steps = result
@@ -186,15 +187,6 @@ def run_while(
     )
     val, go, steps, _ = tree.unflatten(traced.run(leaves, [])[0])
     return finish(val, steps, lambda: go if masking else cond_fun(val))
-
-
-def _python_loop(
-    cond_fun: Callable, body_fun: Callable, init_val: Any, max_steps: int | None
-) -> tuple[Any, Any]:
-    val, steps = init_val, 0
-    while steps != max_steps and cond_fun(val):
-        val, steps = body_fun(val), steps + 1
-    return val, jnp.int32(steps)
 
 
 def _with_info(

@@ -21,7 +21,7 @@ LAYERS = [
     ["loopkit._lax_loops"],
     ["loopkit._explain", "loopkit._in_place"],
     ["loopkit._truncate", "loopkit._stored_scan"],
-    ["loopkit._capture"],
+    ["loopkit._capture", "loopkit._in_python"],
     ["loopkit._carried"],
     ["loopkit._tensor_array"],
     ["loopkit._buffer"],

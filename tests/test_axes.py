@@ -94,6 +94,37 @@ def test_axes_under_vmap():
     assert_close(jax.vmap(jax.grad(loss), 1, 1)(xs), jax.vmap(jax.grad(reference), 1, 1)(xs))
 
 
+@jax.tree_util.register_pytree_node_class
+class Pair:
+    """A tree that insists on what it holds, as some dataclasses do."""
+
+    def __init__(self, a, b):
+        assert isinstance(a, jax.Array)
+        assert a.shape == b.shape
+        self.a, self.b = a, b
+
+    def tree_flatten(self):
+        return (self.a, self.b), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@pytest.mark.parametrize("settings", [{}, {"truncate": 2}, {"until": lambda c, _: c.a > 9}])
+def test_trees_that_hold_nothing_but_arrays(settings):
+    step = lambda c, x: (Pair(c.a * x.a, c.b + x.b), Pair(c.a, x.b))
+    args = Pair(jnp.float64(1), jnp.float64(0)), Pair(jnp.arange(1.0, 4.0), jnp.ones(3))
+    got = loopkit.scan(step, *args, **settings)
+    assert_close(jax.tree.leaves(got), jax.tree.leaves(jax.lax.scan(step, *args)))
+
+
+def test_blocks_of_trees_that_hold_nothing_but_arrays():
+    rows = Pair(jnp.arange(5.0), jnp.ones(5))
+    got = loopkit.blocked(lambda p: Pair(p.a * 2, p.b), block=2)(rows)
+    assert_close((got.a, got.b), (rows.a * 2, rows.b))
+
+
 def test_whole_inputs_and_last_outputs():
     table = jnp.arange(4.0)
 
@@ -184,6 +215,25 @@ def test_blocked(block):
     assert_close(grads(f), grads(rows))
     doubled = loopkit.blocked(lambda x: x * 2, block=block, in_axes=1, out_axes=-1)
     assert_close(doubled(a.T), a.T * 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "args", "message"),
+    [
+        ({"in_axes": None}, (H,), r"`args` must have an array with rows, got none"),
+        (
+            {"in_axes": (0, 0)},
+            (H,),
+            r"`in_axes` must go with the positional arguments, got \(0, 0\)",
+        ),
+        ({}, (H, H.T), r"`args\[1\]` must have as many rows in every leaf, got 3 rows, and 2"),
+        ({}, (H, 2.0), r"`args\[1\]` must have a leading axis to scan over"),
+        ({"out_axes": "first"}, (H,), r"`out_axes\b.* must have ints or None, got 'first'"),
+    ],
+)
+def test_what_has_no_blocks(settings, args, message):
+    with pytest.raises((TypeError, ValueError), match=r"loopkit\.blocked: " + message):
+        loopkit.blocked(lambda x, *_: x * 2, block=1, **settings)(*args)
 
 
 def test_blocks_keep_their_rows():

@@ -289,6 +289,9 @@ def test_bad_writes():
         ref.add(1, mode="wrap")
     with pytest.raises(TypeError, match="takes mode, pred, unique_indices"):
         ref.max(1, foo=1)
+    with pytest.raises(TypeError, match="got wrap_negative_indices"):
+        ref.set(1, wrap_negative_indices=False)
+    assert ref.set(7, wrap_negative_indices=True)[0] == 7
     with pytest.raises(TypeError, match="`len` needs an axis"):
         len(Buffer(1.0))
 
@@ -304,3 +307,11 @@ def test_bad_writes():
 def test_bad_buffers(buffers, error, text):
     with pytest.raises(error, match=f"loopkit.while_loop: `buffers` {text}"):
         loopkit.while_loop(lambda c: c[0] < 2, lambda c: c, (1, 2.0), buffers=buffers)
+
+
+def test_what_only_arrays_can_do():
+    buffer = loopkit.Buffer(jnp.ones(3))
+    with pytest.raises(TypeError, match=r"by assignment, .*`b = b.at\[i\].set\(x\)`"):
+        buffer[jnp.asarray(0)] = 1.0
+    with pytest.raises(AttributeError, match=r"loopkit\.Buffer: a buffer has no `sum`\. Read what"):
+        buffer.sum()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import loopkit
+from loopkit._cache import Recent
 
 
 @contextlib.contextmanager
@@ -348,3 +349,20 @@ def test_tracers_are_let_go():
     assert f(2.0) == 8.0
     assert jax.vmap(f)(jnp.asarray([2.0, 3.0])).tolist() == [8.0, 9.0]
     assert f(jnp.asarray(2.0)) == 8.0
+
+
+def test_an_entry_may_go_while_it_is_looked_up():
+    """A function dies whenever the garbage collector runs, and takes its entry along."""
+    recent = Recent(2)
+
+    class Key:
+        def __hash__(self):
+            return 1
+
+        def __eq__(self, other):
+            recent.clear()
+            return True
+
+    recent.put(Key(), "value")
+    recent.find(Key())
+    assert len(recent) <= 1

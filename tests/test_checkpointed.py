@@ -231,6 +231,22 @@ def test_counted_while_loops_have_a_length():
     assert_close(jax.grad(loopkit.checkpointed(f, checkpoints="all"))(2.0), jnp.asarray(192.0))
 
 
+def test_what_jax_lowers_to_loops_is_left_alone():
+    """A scan is lowered to a while loop, and so are special functions: no `max_steps` of theirs."""
+    sites = []
+
+    def f(x):
+        inner = lambda x: lax.fori_loop(0, 3, lambda _, y: y * 1.1, x)
+        x = lax.fori_loop(0, 7, lambda _, x: inner(x), x)
+        return x + jax.scipy.special.gammainc(2.0, x)
+
+    wanted = jax.value_and_grad(f)(1.5)
+    with loopkit.replace_lax_loops(max_steps=2, only=lambda site: sites.append(site) or True):
+        assert_close(jax.value_and_grad(f)(1.5), wanted)
+        assert_close(jax.jit(jax.value_and_grad(f))(1.5), wanted)
+    assert {site.kind for site in sites} == {"scan"}
+
+
 def test_replacement_is_undone_also_on_error():
     compiled = jax.jit(grows)
     compiled(1.5)

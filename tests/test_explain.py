@@ -49,6 +49,21 @@ def test_every_loop_is_found():
     assert of_lax.scan_bytes == 30 * 400, "cos(x) of every step"
 
 
+def test_arguments_that_are_no_arrays():
+    def counted(x, steps, activation, *, how):
+        assert how == "twice"
+        return loopkit.fori_loop(0, steps, lambda _, x: activation(activation(x)), x)
+
+    of_types = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    for x in X, of_types:
+        plan = loopkit.plan(counted, x, 12, jax.nn.silu, how="twice")
+        assert (plan.bound, plan.exact) == (12, True)
+    for function in loopkit.explain, loopkit.plan:
+        name = function.__name__
+        with pytest.raises(TypeError, match=rf"loopkit\.{name}: `fn` must be a function, got 3"):
+            function(3)
+
+
 def test_what_lax_stores_is_what_the_compiler_stores():
     loss = lambda x: jnp.sum(lax.scan(rotate, x, length=300)[0])
     needed = jax.jit(jax.grad(loss)).lower(X).compile().memory_analysis().temp_size_in_bytes

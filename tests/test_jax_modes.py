@@ -103,6 +103,72 @@ def test_export_with_a_symbolic_batch():
     assert_close(again.call(jnp.asarray([1.1, 0.5, 0.2])), f(jnp.asarray([1.1, 0.5, 0.2])))
 
 
+def test_export_with_symbolic_features():
+    """Which decides whether an array is transposed before it is sliced."""
+    (size,) = jax.export.symbolic_shape("n")
+
+    def f(xs):
+        start = jnp.ones(xs.shape[1])
+        return loopkit.scan(lambda h, x: (jnp.sin(h) * x + h, h), start, xs)[1].sum()
+
+    exported = jax.export.export(jax.jit(jax.grad(f)))(jax.ShapeDtypeStruct((4, size), "float64"))
+    xs = jnp.linspace(0.0, 1.0, 12).reshape(4, 3)
+    assert_close(exported.call(xs), jax.grad(f)(xs))
+
+
+def test_export_with_a_symbolic_length():
+    def f(loops, xs):
+        h, ys = loops.scan(lambda h, x: (jnp.sin(h) * x + h, h), 1.0, xs)
+        return h + ys.sum() + loops.fori_loop(0, xs.shape[0], lambda i, h: h + xs[i], h)
+
+    (size,) = jax.export.symbolic_shape("n")
+    mine = lambda xs: f(loopkit, xs)
+    replaced = loopkit.checkpointed(lambda xs: f(jax.lax, xs))
+    for program in mine, replaced:
+        exported = jax.export.export(jax.jit(program))(jax.ShapeDtypeStruct((size,), "float64"))
+        again = jax.export.deserialize(exported.serialize())
+        for n in 1, 5:
+            xs = jnp.linspace(0.1, 1.0, n)
+            assert_close(again.call(xs), f(jax.lax, xs))
+
+    def scanned(xs, **settings):
+        *_, info = loopkit.scan(lambda h, x: (h * x, h), 1.0, xs, return_info=True, **settings)
+        return info.steps
+
+    exported = jax.export.export(jax.jit(scanned))(jax.ShapeDtypeStruct((size,), "float64"))
+    assert exported.call(jnp.ones(7)) == 7
+    with pytest.raises(ValueError, match=r"`length` must be known .*symbolic n and `checkpoints`"):
+        jax.export.export(jax.jit(lambda xs: scanned(xs, checkpoints=3)))(
+            jax.ShapeDtypeStruct((size,), "float64")
+        )
+
+
+def test_strict_promotion():
+    """What a loop computes beside its steps is not what the user must cast."""
+
+    def f(x):
+        def step(h, x):
+            return jnp.sin(h) * x + h, h
+
+        xs = jnp.linspace(0.2, 1.0, 14, dtype="float32").reshape(7, 2)
+        h, ys, info = loopkit.scan(
+            step, x, xs, until=lambda h, _: h.sum() > 4, checkpoints=2, return_info=True
+        )
+        table = loopkit.while_loop(
+            lambda c: (c[0] < 5) & (c[1][0, 0] < 9),
+            lambda c: (c[0] + 1, c[1].at[c[0]].set(c[1][c[0] - 1] * h)),
+            (jnp.int32(0), jnp.ones((5, 2), "float32")),
+            buffers=lambda c: c[1],
+        )[1]
+        return ys.sum() + table.sum() + info.steps.astype("float32")
+
+    take = jax.vmap(jax.grad(f))
+    x = jnp.linspace(0.3, 1.3, 6, dtype="float32").reshape(3, 2)
+    wanted = take(x)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        assert_close(take(x), wanted)
+
+
 def test_ahead_of_time():
     compiled = jax.jit(jax.grad(lambda x: power(x, 2, checkpoints=1))).lower(1.5).compile()
     assert_close(compiled(1.5), jnp.asarray(4 * 1.5**3))

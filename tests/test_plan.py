@@ -138,6 +138,28 @@ def test_a_plan_that_stores_every_step_needs_a_bound():
         )(2.0)
 
 
+@pytest.mark.parametrize(
+    ("plan", "error", "message"),
+    [
+        (Plan(0), ValueError, r"`checkpoints\.slots` must be an int >= 1, .* got 0"),
+        (Plan(2.5), TypeError, r"`checkpoints\.slots` must be .* got 2\.5 of type float"),
+        (Plan(3, leaf=-2), ValueError, r"`checkpoints\.leaf` must be an int >= 1, .* got -2"),
+        (Plan(3, store="rows"), ValueError, r"`checkpoints\.store` must be one of .* got 'rows'"),
+    ],
+)
+def test_plans_that_no_loop_can_follow(plan, error, message):
+    with pytest.raises(error, match=r"loopkit\.scan: " + message):
+        loopkit.scan(vector, X, length=3, checkpoints=plan)
+
+
+def test_a_plan_of_every_step_written_by_hand():
+    every = Plan(1, keeps_all=True)
+    gradient = lambda plan: jax.grad(
+        lambda x: jnp.sum(loopkit.scan(vector, x, length=3, checkpoints=plan)[0] ** 2)
+    )(X)
+    assert_close(gradient(every), gradient("all"))
+
+
 def test_runs_of_a_loop_without_a_bound():
     with pytest.raises(ValueError, match=r"loopkit\.Plan\.evaluations: `steps` must be given"):
         Plan(4).evaluations()

@@ -100,6 +100,12 @@ def test_buckets():
     assert loopkit.length_buckets([]) == {}
 
 
+@pytest.mark.parametrize(("lengths", "error"), [([3, -1], ValueError), ([3, 1.5], TypeError)])
+def test_lengths_that_are_none(lengths, error):
+    with pytest.raises(error, match=r"loopkit\.length_buckets: `lengths` must be a list of ints"):
+        loopkit.length_buckets(lengths)
+
+
 def test_inside_jit_a_predicate_is_an_error():
     with pytest.raises(TypeError, match=r"ragged_scan: `until` must be known between batches"):
         jax.jit(lambda w: ragged(w, SEQUENCES, until=lambda h, _: h > 0.9)[0])(0.5)
@@ -111,6 +117,8 @@ def test_inside_jit_a_predicate_is_an_error():
         ({"sequences": []}, TypeError, "`sequences` must be a list of at least one sequence"),
         ({"sequences": jnp.ones((2, 3))}, TypeError, "`sequences` must be a list"),
         ({"sequences": [jnp.ones(2), jnp.ones((2, 2))]}, ValueError, r"rows of float64\[2\]"),
+        ({"sequences": [jnp.ones(2), 3.0]}, ValueError, r"`sequences\[1\]` must have a leading"),
+        ({"sequences": [jnp.ones(2), "ab"]}, TypeError, r"`sequences\[1\]` must be an array"),
         ({"batch": 0}, ValueError, "`batch` must be an int >= 1"),
         ({"growth": 1}, ValueError, "`growth` must be more than 1"),
         ({"growth": None}, TypeError, "`growth` must be a number >= 1"),

@@ -154,10 +154,21 @@ def test_past_the_capacity():
         jax.block_until_ready(jax.jit(lambda a: a.append(THREE).append(THREE))(filled(3, 4)))
 
 
+def test_in_a_python_loop():
+    assert [float(x) for x in TensorArray.from_array(jnp.arange(3.0))] == [0, 1, 2]
+    # Under jit, as many as there is room for.
+    total = jax.jit(lambda array: sum(array))(TensorArray.empty(np.int64(4), 0.0).append(2.0))
+    assert total == 2
+
+
 def test_errors():
     array = filled(2)
-    with pytest.raises(ValueError, match=r"TensorArray.empty: `capacity` must be a number"):
+    with pytest.raises(ValueError, match=r"TensorArray.empty: `capacity` must be an int >= 0"):
         TensorArray.empty(-1, THREE)
+    with pytest.raises(ValueError, match=r"TensorArray.empty: `element` must have an array in it"):
+        TensorArray.empty(2, {})
+    with pytest.raises(TypeError, match=r"append: `element` must be int64\[\], got float64"):
+        TensorArray.empty(2, 0).append(1.7)
     with pytest.raises(ValueError, match=r"from_array: `array` must have one leading axis"):
         TensorArray.from_array({"a": jnp.ones(2), "b": jnp.ones(3)})
     with pytest.raises(IndexError, match=r"read: `index` must be that of an element, got 2 for 2"):

@@ -1,5 +1,7 @@
 """Batching: vmap of every derivative, every derivative of vmap, whatever part is batched."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -357,3 +359,21 @@ def test_jacobians_in_lanes():
     got = jax.jit(jax.vmap(jax.jacfwd(jax.jacrev(loop, 1), 1)))(NS, xs)
     wanted = [jax.jacfwd(jax.jacrev(unrolled, 1), 1)(n, x) for n, x in zip(NS, xs, strict=True)]
     assert_close(got, jnp.stack(wanted))
+
+
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+def test_a_mask_that_only_the_step_number_decides(checkpoints):
+    """One lane saves the step number alone; its batched step must not ask for the state as well."""
+
+    def last(scan, x):
+        def step(carry, _):
+            i, x = carry
+            return (i + 1, jnp.where((jnp.arange(3) + i) % 3 > 0, x * 1.5, 0.0)), None
+
+        return scan(step, (0, x), length=2)[0][1] @ jnp.arange(1.0, 4.0)
+
+    mine = functools.partial(loopkit.scan, checkpoints=checkpoints)
+    x = jnp.arange(6.0).reshape(2, 3)
+    for take in jax.grad, jax.hessian:
+        got, wanted = (jax.vmap(take(functools.partial(last, s)))(x) for s in (mine, lax.scan))
+        assert_close(got, wanted)

@@ -27,7 +27,7 @@ from loopkit.engine.primitives import (
     pushforward_p,
     while_p,
 )
-from loopkit.engine.reversal import build, reversal
+from loopkit.engine.reversal import build, can_replay, reversal
 from loopkit.engine.split import batch_split, split_step
 from loopkit.engine.undo import batch_undo
 
@@ -207,10 +207,9 @@ def _laid_out(loop: Loop, axis: Any, batched: Batched, layout: Active) -> None:
     if key in new.memory:
         return
     how = reversal(loop, layout)
-    if how.plan.keeps_all:
+    split = None if how.plan.keeps_all else split_step(new, layout)
+    if split is None or not can_replay(new, split, how.saved):
         split = batch_split(how.split, loop, axis, places, layout)
-    else:
-        split = split_step(new, layout)
     new.memory[("split", layout)] = split
     undo = None if how.undo is None else batch_undo(how.undo, loop, axis, places, ys)
     new.memory[key] = build(new, layout, how.plan, how.saved, split, undo)

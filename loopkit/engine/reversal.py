@@ -179,8 +179,12 @@ def covers(loop: Loop, layout: Active, active: Active) -> bool:
     how = reversal(loop, layout)
     if how.plan.keeps_all:
         return True
-    saved = how.saved
-    needed = _saved_leaves(loop.without_debug_effects(), split_step(loop, active))
+    return can_replay(loop, split_step(loop, active), how.saved)
+
+
+def can_replay(loop: Loop, split: Split, saved: Sequence[bool]) -> bool:
+    """Whether the residuals of a split can be made from these leaves of the carry."""
+    needed = _saved_leaves(loop.without_debug_effects(), split)
     return all(s or not n for s, n in zip(saved, needed, strict=True))
 
 

@@ -42,10 +42,6 @@ class Undo:
     batched: tuple[bool, ...] = ()
     """In the batched loop made from another: which parts of the log have the new axis."""
 
-    @property
-    def step_bytes(self) -> int:
-        return sum(t.size * t.dtype.itemsize for t in self.log_types)
-
     def logged(self, loop: Loop) -> Loop:
         """The loop with its log after the ys. It must be bounded."""
         return loop.derived(
