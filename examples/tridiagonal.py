@@ -29,21 +29,23 @@ import loopkit
 Systems = Float[Array, "systems unknowns"]
 
 
+def eliminate(last, row):
+    """Of an equation the unknown before, whose equation is `x + c * next = d`."""
+    last_c, last_d = last
+    a, b, c, d = row
+    scale = 1.0 / (b - a * last_c)
+    new = c * scale, (d - a * last_d) * scale
+    return new, new
+
+
+def substitute(last, row):
+    c, d = row
+    x = d - c * last
+    return x, x
+
+
 def as_written(a: Systems, b: Systems, c: Systems, d: Systems) -> Systems:
     """jax.lax.scan over the unknowns, which are brought to the front and back."""
-
-    def eliminate(last, row):
-        last_c, last_d = last
-        a, b, c, d = row
-        scale = 1.0 / (b - a * last_c)
-        new = c * scale, (d - a * last_d) * scale
-        return new, new
-
-    def substitute(last, row):
-        c, d = row
-        x = d - c * last
-        return x, x
-
     zeros = jnp.zeros_like(a[:, 0])
     _, (c, d) = lax.scan(eliminate, (zeros, zeros), (a.T, b.T, c.T, d.T))
     _, x = lax.scan(substitute, zeros, (c[::-1], d[::-1]))
@@ -52,19 +54,6 @@ def as_written(a: Systems, b: Systems, c: Systems, d: Systems) -> Systems:
 
 def thomas(a: Systems, b: Systems, c: Systems, d: Systems) -> Systems:
     """The same with loopkit.scan, over the unknowns as they lie."""
-
-    def eliminate(last, row):
-        last_c, last_d = last
-        a, b, c, d = row
-        scale = 1.0 / (b - a * last_c)
-        new = c * scale, (d - a * last_d) * scale
-        return new, new
-
-    def substitute(last, row):
-        c, d = row
-        x = d - c * last
-        return x, x
-
     zeros = jnp.zeros_like(a[:, 0])
     _, (c, d) = loopkit.scan(eliminate, (zeros, zeros), (a, b, c, d), in_axes=1, checkpoints="all")
     _, x = loopkit.scan(substitute, zeros, (c, d), reverse=True, out_axes=1, checkpoints="all")
