@@ -103,7 +103,7 @@ def info_of(steps, goes_on):
     return loopkit.LoopInfo(steps, jnp.logical_not(goes_on))
 
 
-def by_scan(cond, body, init, *, max_steps=None, buffers=None, return_info=False):
+def by_scan(cond, body, init, *, max_steps=None, checkpoints=None, buffers=None, return_info=False):
     """A fixed length, with what happens after the end discarded."""
     if max_steps is None:  # the backtrace, which no one differentiates
         return lax.while_loop(cond, body, init)
@@ -116,10 +116,13 @@ def by_scan(cond, body, init, *, max_steps=None, buffers=None, return_info=False
     return val, info_of(val.length, cond(val))
 
 
-def by_equinox(cond, body, init, *, max_steps=None, buffers=None, return_info=False):
+def by_equinox(
+    cond, body, init, *, max_steps=None, checkpoints=None, buffers=None, return_info=False
+):
     if max_steps is None:
         return lax.while_loop(cond, body, init)
-    val = eqxi.while_loop(cond, body, init, max_steps=max_steps, kind="checkpointed")
+    settings = {"max_steps": max_steps, "checkpoints": checkpoints}
+    val = eqxi.while_loop(cond, body, init, kind="checkpointed", **settings)
     return val, info_of(val.length, cond(val))
 
 
