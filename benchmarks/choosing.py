@@ -18,22 +18,12 @@ import contenders as run
 import harness
 import loopkit
 import workloads
-from harness import (
-    describe_machine,
-    interleave,
-    measure,
-    measurement_table,
-    ratio,
-    show_bytes,
-    show_seconds,
-    table,
-)
 from loopkit import _axes
 
 
 def show(title: str, results: dict, baseline: str) -> None:
     print(f"\n### {title}\n")
-    print(measurement_table(results, baseline), flush=True)
+    print(harness.measurement_table(results, baseline), flush=True)
 
 
 def gradient(loop, load, bound):
@@ -66,11 +56,11 @@ def memory(repeats: int) -> None:
     for name in ("mlp", "vector"):
         load = workloads.make(name)
         functions = {k: gradient(loop, load, load.steps) for k, loop in loops.items()}
-        results = measure(functions, (load.params, load.init, load.steps), repeats)
+        results = harness.measure(functions, (load.params, load.init, load.steps), repeats)
         show(f"Gradient of {load.steps} steps of {name}", results, "lax.scan")
         shorter = {"loopkit.scan": scan(), "loopkit.scan, truncate=50": scan(truncate=50)}
         functions = {k: gradient(loop, load, load.steps) for k, loop in shorter.items()}
-        results = measure(
+        results = harness.measure(
             functions, (load.params, load.init, load.steps), repeats, rtol=float("inf")
         )
         show(f"Truncated, another gradient: {name}", results, "loopkit.scan")
@@ -95,7 +85,7 @@ def code(repeats: int) -> None:
         def slope(f):
             return jax.grad(lambda p, x, n: jnp.sum(f(p, x, n) ** 2), argnums=(0, 1))
 
-        results = measure(
+        results = harness.measure(
             {k: slope(f) for k, f in functions.items()},
             (load.params, load.init, load.steps),
             repeats,
@@ -138,13 +128,15 @@ def axes(repeats: int) -> None:
                 with placed(rule):
                     compiled = jax.jit(lambda x, f=f: f(x)).lower(x).compile()
                 calls[name] = ft.partial(compiled, x)
-            seconds = interleave(calls, repeats)
+            seconds = harness.interleave(calls, repeats)
             chosen = "in place" if _axes.in_place(jax.typeof(x), 1) else "transposed"
-            times = [show_seconds(median(s)) for s in seconds.values()]
-            against = ratio(*seconds.values())
+            times = [harness.show_seconds(median(s)) for s in seconds.values()]
+            against = harness.ratio(*seconds.values())
             rows.append((f"{'x'.join(map(str, shape))}, {what}", *times, str(against), chosen))
     print("\n### Scanning the second axis\n")
-    print(table(("float32", *rules, "in place over transposed", "chosen"), rows), flush=True)
+    print(
+        harness.table(("float32", *rules, "in place over transposed", "chosen"), rows), flush=True
+    )
 
 
 # --- blocks ----------------------------------------------------------------------------------
@@ -169,9 +161,9 @@ def blocks(repeats: int, rows: int = 50_000, steps: int = 100) -> None:
             lambda row: smoothed(row[None])[0], x, batch_size=128
         ),
     }
-    show(f"{rows} rows of {steps}", measure(functions, (x,), repeats), "whole")
+    show(f"{rows} rows of {steps}", harness.measure(functions, (x,), repeats), "whole")
     slopes = {k: jax.grad(lambda x, f=f: jnp.sum(f(x) ** 2)) for k, f in functions.items()}
-    show("Its gradient", measure(slopes, (x,), repeats), "whole")
+    show("Its gradient", harness.measure(slopes, (x,), repeats), "whole")
 
 
 # --- the cost of tracing ---------------------------------------------------------------------
@@ -213,18 +205,18 @@ def tracing(repeats: int) -> None:
                 call()
                 if repeat:
                     seconds[way].append(harness.clock() - start)
-        times = [show_seconds(median(s)) for s in seconds.values()]
-        against = ratio(seconds["of checkpointed"], seconds["make_jaxpr"])
+        times = [harness.show_seconds(median(s)) for s in seconds.values()]
+        against = harness.ratio(seconds["of checkpointed"], seconds["make_jaxpr"])
         rows.append((name, *times, str(against)))
     print("\n### Tracing\n")
-    print(table(("", "make_jaxpr", "of checkpointed", "ratio"), rows))
+    print(harness.table(("", "make_jaxpr", "of checkpointed", "ratio"), rows))
 
     functions = {"as it is": plain, "checkpointed": loopkit.checkpointed(plain)}
-    results = measure(functions, arguments, repeats)
+    results = harness.measure(functions, arguments, repeats)
     show("A function without loops, compiled", results, "as it is")
     texts = [jax.jit(f).lower(*arguments).compile().cost_analysis() for f in functions.values()]
     same = texts[0]["flops"] == texts[1]["flops"]
-    kept = [show_bytes(results[name].temp_bytes) for name in functions]
+    kept = [harness.show_bytes(results[name].temp_bytes) for name in functions]
     print(f"\nthe same work: {same}; temporary memory {' and '.join(kept)}", flush=True)
 
 
@@ -245,7 +237,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.cpu:
         harness.clock = time.process_time
-    print(describe_machine())
+    print(harness.describe_machine())
     for name in options.only.split(","):
         print(f"\n## {name}")
         SECTIONS[name](options.repeats)

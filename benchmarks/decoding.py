@@ -9,6 +9,7 @@ gradient of their risk. `peers`: that search run by other loops. `unbounded`: `u
 
 import argparse
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -103,7 +104,7 @@ def info_of(steps, goes_on):
     return loopkit.LoopInfo(steps, jnp.logical_not(goes_on))
 
 
-def by_scan(cond, body, init, *, max_steps=None, buffers=None, return_info=False):
+def by_scan(cond, body, init, *, max_steps=None, checkpoints=None, buffers=None, return_info=False):
     """A fixed length, with what happens after the end discarded."""
     if max_steps is None:  # the backtrace, which no one differentiates
         return lax.while_loop(cond, body, init)
@@ -116,10 +117,13 @@ def by_scan(cond, body, init, *, max_steps=None, buffers=None, return_info=False
     return val, info_of(val.length, cond(val))
 
 
-def by_equinox(cond, body, init, *, max_steps=None, buffers=None, return_info=False):
+def by_equinox(
+    cond, body, init, *, max_steps=None, checkpoints=None, buffers=None, return_info=False
+):
     if max_steps is None:
         return lax.while_loop(cond, body, init)
-    val = eqxi.while_loop(cond, body, init, max_steps=max_steps, kind="checkpointed")
+    settings = {"max_steps": max_steps, "checkpoints": checkpoints}
+    val = eqxi.while_loop(cond, body, init, kind="checkpointed", **settings)
     return val, info_of(val.length, cond(val))
 
 
@@ -253,14 +257,15 @@ def held_bytes(search, arguments) -> int:
     return sum(held.values())
 
 
-def growing(name: str, repeats: int, steps: int) -> tuple[str, ...]:
-    """A row of the table: the loop of a workload grown, and with its length known."""
+def growing(name: str, repeats: int, steps: int) -> list[tuple[str, ...]]:
+    """Rows of the table: the loop of a workload grown, and with its length known."""
     load = workloads.make(name)
+    start = jnp.int32(0)
 
     def grown(params, init):
         return loopkit.unbounded_scan(
             lambda c, _: ((load.body(params, c[0]), c[1] + 1), jnp.sum(c[0])),
-            (init, jnp.int32(0)),
+            (init, start),
             until=lambda c, _: c[1] >= steps,
         )[1]
 
@@ -268,25 +273,48 @@ def growing(name: str, repeats: int, steps: int) -> tuple[str, ...]:
     def known(params, init):
         return lax.scan(lambda x, _: (load.body(params, x), jnp.sum(x)), init, None, steps)[1]
 
-    calls = {
-        "unbounded_scan": lambda: grown(load.params, load.init),
-        "lax.scan": lambda: known(load.params, load.init),
+    def gradient(f):
+        return jax.grad(lambda params, init: jnp.sum(f(params, init)), argnums=(0, 1))
+
+    values = {"unbounded_scan": grown, "jitted": known}
+    gradients = {
+        "unbounded_scan": gradient(grown),
+        "jitted": jax.jit(gradient(known)),
+        "of jitted": gradient(known),
     }
-    seconds = interleave(calls, repeats)
-    against = ratio(seconds["unbounded_scan"], seconds["lax.scan"])
-    return name, *(show_seconds(median(s)) for s in seconds.values()), str(against)
+    rows = []
+    for kind, functions in ("value", values), ("gradient", gradients):
+        calls = {k: partial(f, load.params, load.init) for k, f in functions.items()}
+        check_agree(calls, ())
+        seconds = interleave(calls, repeats)
+        ours = seconds.pop("unbounded_scan")
+        over = median(ours) - median(seconds["jitted"])
+        ratios = [str(ratio(ours, other)) for other in seconds.values()]
+        times = show_seconds(median(ours)), show_seconds(median(seconds["jitted"]))
+        rows.append(
+            (
+                f"{name}, {kind}",
+                *times,
+                ratios[0],
+                show_seconds(over) if over > 0 else "none",
+                *ratios[1:],
+            )
+        )
+    return [(*row, *[""] * (6 - len(row))) for row in rows]
 
 
-def unbounded(repeats: int, steps: int = 10_000) -> None:
-    rows = [growing(name, repeats, steps) for name in workloads.NAMES]
+def unbounded(repeats: int, only: Sequence[str], steps: int = 10_000) -> None:
+    rows = [row for name in only for row in growing(name, repeats, steps)]
+    header = ("", "unbounded_scan", "jitted lax.scan", "ratio", "more", "over jax.grad of jitted")
     print(f"\n{steps} steps, outside jit, after compilation\n")
-    print(table(("", "unbounded_scan", "jitted lax.scan", "ratio"), rows))
+    print(table(header, rows))
     print("\ntarget: at most 1.3", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="bound,peers,unbounded")
+    parser.add_argument("--loops", default=",".join(workloads.NAMES), help="of unbounded_scan")
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--limit", type=int, default=200, help="max_length of the peers")
     args = parser.parse_args()
@@ -297,7 +325,7 @@ def main() -> None:
     if "peers" in only:
         peers(args.repeats, args.limit)
     if "unbounded" in only:
-        unbounded(args.repeats)
+        unbounded(args.repeats, args.loops.split(","))
 
 
 if __name__ == "__main__":

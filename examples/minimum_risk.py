@@ -23,11 +23,10 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from decoding.dictionary import BLANK, all_ways, batches, load, split
-from decoding.gru import GRUWriter
+from decoding.dictionary import BLANK, all_ways
 from decoding.model import Pronouncer
 from decoding.risk import expected_edits
-from decoding.training import BATCH, evaluate, searched, train
+from decoding.training import evaluate, pretrained, searched
 
 WORDS, RATE = 96, 1e-3  # words in a batch of risk, learning rate at its highest
 
@@ -97,12 +96,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--plot", type=Path, default=Path("minimum_risk.png"))
     args = parser.parse_args(argv)
 
-    rng = np.random.default_rng(args.seed)
-    words, held_out = split(load(), args.words, rng)
-    key, key_writer = jax.random.split(jax.random.key(args.seed))
-    model = Pronouncer(GRUWriter(key=key_writer), key=key)
-    print(f"{len(words):,} words to learn from, {len(held_out)} held out.", flush=True)
-    model, _ = train(model, batches(words, BATCH, rng), args.pretraining)
+    model, _, words, held_out, rng = pretrained(args.pretraining, args.words, args.seed)
     before = evaluate(model, held_out, searched(beam_size=args.beam))
     model, risks = minimise_risk(model, all_ways(words, WORDS, rng), args.steps, args.beam)
     after = evaluate(model, held_out, searched(beam_size=args.beam))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from loopkit import _jax, _jaxpr
 from loopkit._function_key import function_key
@@ -13,6 +13,8 @@ from loopkit.engine.loop import Loop
 
 class Cached(Protocol):
     """What tracing makes."""
+
+    # Also `closing_over(values)`, the same with other values, if it can be made for others.
 
     @property
     def closed_over(self) -> list:
@@ -63,22 +65,24 @@ _loops = Recent(256)
 
 
 def remember(functions: Sequence[Any], rest: Any, make: Callable[[], C]) -> C:
-    """`make()`, or what it returned for functions that do the same on the same argument types."""
-    keys, alive, mortal = [], [], []
-    for function in functions:
-        key, keep, ends = function_key(function)
-        keys.append(key)
-        alive += keep
-        mortal += ends
-    key = (*keys, rest, _jax.trace_context())
+    """`make()`, or what it returned for functions that do the same on the same argument types.
+
+    Functions that close over tracers do the same with others of the same types.
+    """
+    tracers: list = []
+    key, alive, mortal = _key(functions, rest, tracers)
     try:
         found = _traced.find(key)
     except TypeError:
         return make()
     if found is not None:
-        return found[0]
+        return _with_tracers(found[0], tracers)
     traced = make()
-    if any(map(_jax.is_tracer, traced.closed_over)):
+    try:
+        kept = _without_tracers(traced, tracers)
+        if tracers and _key(functions, rest, [])[0] != key:
+            return traced  # it changes what it closes over
+    except _Untold:
         return traced
 
     def forget(_: Any) -> None:
@@ -88,8 +92,48 @@ def remember(functions: Sequence[Any], rest: Any, make: Callable[[], C]) -> C:
         refs = [weakref.ref(f, forget) for f in mortal]
     except TypeError:
         return traced
-    _traced.put(key, (traced, alive, refs))
+    _traced.put(key, (kept, alive, refs))
     return traced
+
+
+def _key(functions: Sequence[Any], rest: Any, tracers: list) -> tuple[Any, list, list]:
+    keys, alive, mortal = [], [], []
+    for function in functions:
+        key, keep, ends = function_key(function, tracers)
+        keys.append(key)
+        alive += keep
+        mortal += ends
+    return (*keys, rest, _jax.trace_context()), alive, mortal
+
+
+class _Untold(Exception):
+    """A tracer that came from somewhere unknown."""
+
+
+class _Place(NamedTuple):
+    """Stands for a tracer in what is kept."""
+
+    number: int
+
+
+def _without_tracers(traced: Any, tracers: list) -> Any:
+    """What was traced, with places instead of the tracers that it closes over."""
+    if not any(map(_jax.is_tracer, traced.closed_over)):
+        return traced
+    if not hasattr(traced, "closing_over"):
+        raise _Untold
+    places = {id(tracer): _Place(k) for k, tracer in enumerate(tracers)}
+    values = [places.get(id(v), v) for v in traced.closed_over]
+    if any(map(_jax.is_tracer, values)) or traced.has_custom_rules:
+        raise _Untold
+    return traced.closing_over(values)
+
+
+def _with_tracers(kept: Any, tracers: list) -> Any:
+    values = kept.closed_over
+    if not any(isinstance(v, _Place) for v in values):
+        return kept
+    return kept.closing_over([tracers[v.number] if isinstance(v, _Place) else v for v in values])
 
 
 def interned(loop: Loop) -> Loop:

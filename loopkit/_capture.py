@@ -51,6 +51,18 @@ class Traced:
     def closed_over(self) -> list:
         return [*self.cond_consts, *self.consts]
 
+    def closing_over(self, values: list) -> Traced:
+        """The same functions, over other values of the same types."""
+        cond_consts, consts = parts(values, len(self.cond_consts))
+        return replace(self, cond_consts=cond_consts, consts=consts)
+
+    @property
+    def has_custom_rules(self) -> bool:
+        """Whether there are custom derivatives in it: their rules close over values unseen."""
+        jaxprs = [self.loop.body] if self.loop.cond is None else [self.loop.cond, self.loop.body]
+        names = (eqn.primitive.name for j in jaxprs for eqn in _jaxpr.all_equations(j))
+        return any(name.startswith("custom_") for name in names)
+
     def converted(self, init: Sequence[Any]) -> list:
         """Initial values in the types that the loop carries."""
         return [_convert(v, t) for v, t in zip(init, self.carry_types, strict=True)]

@@ -22,33 +22,51 @@ LARGEST = 1 << 16
 
 LIBRARIES = ("builtins", "jax", "jaxlib", "numpy", "math", "equinox", "optax", "loopkit")
 
+LEAVES = frozenset({types.FunctionType, types.ModuleType, type, bool, int, float, str, type(None)})
+"""Types that are no trees, for speed."""
+
 
 class _Changing(Exception):
     """A value that can change unseen, or that must not be kept."""
 
 
-def function_key(function: Any) -> tuple[Hashable, list, list]:
-    """A key, the values that the cache keeps alive for it, and those whose death ends it."""
-    alive: list = []
+class Alive(list):
+    """The values that a cache keeps alive for a key."""
+
+    def __init__(self, tracers: list | None):
+        super().__init__()
+        self.tracers = tracers
+        """The tracers that the key has a place for; None if it must have none."""
+
+
+def function_key(function: Any, tracers: list | None = None) -> tuple[Hashable, list, list]:
+    """A key, the values that the cache keeps alive for it, and those whose death ends it.
+
+    The tracers that `function` closes over are added to `tracers`, in an order that is that of the
+    key. Without such a list there is no key for them.
+    """
+    alive, before = Alive(tracers), len(tracers or ())
     try:
         return _callable(function, alive, set()), alive, []
     except _Changing:
+        if tracers is not None:
+            del tracers[before:]
         return ("object", id(function)), [], [function]
 
 
-def _callable(function: Any, alive: list, seen: set) -> Hashable:
+def _callable(function: Any, alive: Alive, seen: set) -> Hashable:
     if isinstance(function, types.MethodType):
         owner = _value(function.__self__, alive, seen)
         return ("method", _function(function.__func__, alive, seen), owner)
     if isinstance(function, functools.partial):
-        bound = _value((function.args, function.keywords), alive, seen)
+        bound = _value((function.args, tuple(function.keywords.items())), alive, seen)
         return ("partial", _callable(function.func, alive, seen), bound)
     if not isinstance(function, types.FunctionType):
         return ("callable", _value(function, alive, seen))
     return _function(function, alive, seen)
 
 
-def _function(function: Any, alive: list, seen: set) -> Hashable:
+def _function(function: Any, alive: Alive, seen: set) -> Hashable:
     if id(function) in seen:
         return ("recursive", function.__qualname__)
     seen = seen | {id(function)}
@@ -76,7 +94,7 @@ def _names(code: types.CodeType) -> set[str]:
     return names
 
 
-def _attributes(owner: Any, names: Sequence[str], alive: list, depth: int = 3) -> Hashable:
+def _attributes(owner: Any, names: Sequence[str], alive: Alive, depth: int = 3) -> Hashable:
     """The values of the named attributes of a module or a class, by identity."""
     if not isinstance(owner, (types.ModuleType, type)) or not depth or _is_library(owner):
         return None
@@ -87,21 +105,26 @@ def _attributes(owner: Any, names: Sequence[str], alive: list, depth: int = 3) -
     )
 
 
-def _value(value: Any, alive: list, seen: set) -> Hashable:
+def _value(value: Any, alive: Alive, seen: set) -> Hashable:
+    if type(value) in LEAVES:
+        return _leaf(value, alive, seen)
     if isinstance(value, tuple):
         return type(value), tuple(_value(v, alive, seen) for v in value)
     leaves, tree = jax.tree.flatten(value)
     if jax.tree_util.treedef_is_leaf(tree):
         return _leaf(value, alive, seen)
+    content = tree, tuple(_leaf(leaf, alive, seen) for leaf in leaves)
+    if any(map(_jax.is_tracer, leaves)):
+        return content  # its leaves are new each time, and so is it
     # A list or a dict is the same only if it is the same object with the same content: a function
     # may read it, and may write to it.
     alive.append(value)
-    return id(value), tree, tuple(_leaf(leaf, alive, seen) for leaf in leaves)
+    return id(value), *content
 
 
-def _leaf(leaf: Any, alive: list, seen: set) -> Hashable:
+def _leaf(leaf: Any, alive: Alive, seen: set) -> Hashable:
     if _jax.is_tracer(leaf):
-        raise _Changing
+        return _place(leaf, alive.tracers)
     if isinstance(leaf, jax.Array):
         alive.append(leaf)
         if sum(getattr(a, "nbytes", 0) for a in alive if isinstance(a, jax.Array)) > LARGEST:
@@ -124,6 +147,20 @@ def _leaf(leaf: Any, alive: list, seen: set) -> Hashable:
         alive.append(leaf)
         return ("identity", id(leaf))
     raise _Changing
+
+
+def _place(tracer: Any, tracers: list | None) -> Hashable:
+    """The type of a tracer, and which of them it is."""
+    aval = jax.typeof(tracer)
+    if tracers is None or type(aval) is not _jax.ShapedArray:
+        raise _Changing
+    for place, known in enumerate(tracers):
+        if known is tracer:
+            return ("known", place)
+    tracers.append(tracer)
+    # A derivative's tracer of a single number can be asked for its value.
+    value = _jax.concrete_value(tracer) if aval.size == 1 else None
+    return ("tracer", aval, aval.weak_type, None if value is None else np.asarray(value).tobytes())
 
 
 def _is_library(value: Any) -> bool:

@@ -139,6 +139,18 @@ def is_tracer(value: Any) -> bool:
     return isinstance(value, core.Tracer)
 
 
+def concrete_value(tracer: Any) -> Any:
+    """The array that Python code may take a tracer for, as `float` does; None if there is none."""
+    return core.to_concrete_value(tracer)
+
+
+def innermost(value: Any) -> Any:
+    """What the tracers of `jax.vmap` and of derivatives stand for: a value with all of its rows."""
+    while isinstance(value, (batching.BatchTracer, ad.JVPTracer, ad.LinearizeTracer)):
+        value = value.val if isinstance(value, batching.BatchTracer) else value.primal
+    return value
+
+
 def as_array(value: Any) -> Any:
     """A JAX value as lax would see it: numpy and Python scalars become (weakly typed) arrays."""
     if isinstance(value, (core.Tracer, jax.Array)):

@@ -21,7 +21,8 @@ from loopkit._axes import Inputs
 from loopkit._budget import check_budget
 from loopkit._capture import Names
 from loopkit._info import LoopInfo
-from loopkit._unbounded import Progress, check_growth, trace_segment
+from loopkit._segments import Progress, trace_segment
+from loopkit._unbounded import check_growth
 
 Carry = TypeVar("Carry")
 X = TypeVar("X")

@@ -10,42 +10,39 @@ last row. Derivatives are those of its segments, one after another.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from loopkit import _arguments, _errors, _jax
+from loopkit import _arguments, _errors
 from loopkit._axes import Inputs
 from loopkit._budget import check_budget
-from loopkit._cache import remember
-from loopkit._capture import Names, Traced, scalar_bool, trace_loop, type_key
+from loopkit._capture import Names
 from loopkit._exhausted import ran_out, ran_out_after
 from loopkit._info import LoopInfo
 from loopkit._scan import pair
+from loopkit._segments import (
+    byte_count,
+    compiled,
+    divided,
+    is_light,
+    joined,
+    segment_lengths,
+    together,
+    trace_segment,
+)
 
 Carry = TypeVar("Carry")
 X = TypeVar("X")
 Y = TypeVar("Y")
 
 NAMES = Names("unbounded_scan", "f", "init", "until")
-
-LONGEST = 4096
-"""Steps to which segments grow."""
-
-
-class Progress(NamedTuple):
-    """Where a loop is: a part of the carry of its segments."""
-
-    left: Any
-    """Steps that the segment, or `xs`, still has."""
-    stopped: Any
-    """Whether `until` has held."""
 
 
 def unbounded_scan(
@@ -72,8 +69,9 @@ def unbounded_scan(
                     break
             return carry, jnp.stack(ys)
 
-    It runs compiled segments of growing length, and looks between them whether to go on. Memory
-    follows the steps taken. `jax.grad`, `jax.jvp` and `jax.vmap` go through it, in any order;
+    It runs compiled segments of growing length, and looks between them whether to go on, unless
+    they are light: up to 64 kB of results and checkpoints it runs them as one. Memory follows the
+    steps taken. `jax.grad`, `jax.jvp` and `jax.vmap` go through it, in any order;
     inside `jax.jit`, where shapes must be known, use `loopkit.scan` with `until` and a `length`.
 
     **Arguments:**
@@ -142,15 +140,6 @@ def unbounded_scan(
     return (carry, ys, info) if return_info else (carry, ys)
 
 
-def segment_lengths(first: int, growth: float, most: int | None) -> Iterator[int]:
-    """The lengths of the segments: first, first * growth, first * growth**2, ..., to a cap."""
-    k = 0
-    size, cap = float(first), max(first, LONGEST)
-    while k != most:
-        yield min(int(size), cap)
-        size, k = min(size * growth, cap), k + 1
-
-
 def _run(
     f: Callable,
     init: Any,
@@ -162,101 +151,42 @@ def _run(
     progress: Callable | None,
 ) -> tuple[Any, Any, LoopInfo]:
     traced, tree = trace_segment(NAMES, f, init, xs, until, checkpoints)
-    carry, stopped, steps = init, np.array(False), np.int32(0)
-    longest, size, chunks = 0, 0, []
+    if checkpoints is None and progress is None:
+        sizes = together(sizes, is_light(traced, jax.tree.leaves((init, xs))), rows)
+    carry: list = jax.tree.leaves(init)
+    steps: Any = np.int32(0)
+    stopped: Any = np.array(False)
+    closed_over, chunks, ys = traced.closed_over, [], []
+    longest = size = left = 0
     try:
-        for size, left, x in _segments(jax.tree.leaves(xs), rows, sizes):
-            start = jax.tree.leaves((carry, Progress(np.int32(left), stopped)))
-            leaves, ys = traced.of_length(size).run(start, x)
-            carry, place = tree.unflatten(leaves)
-            unused, stopped = map(_fetched, place)
-            taken = left - unused  # none in a lane that had stopped
-            steps = steps + taken
+        for size, left, x in divided(jax.tree.leaves(xs), rows, sizes):
+            run = compiled(traced, size)
+            carry, steps, stopped, taken, ys = run(
+                closed_over, carry, steps, stopped, np.int32(left), x
+            )
             most, done = _on_host(taken, stopped)
             longest += most
-            chunks.append(ys if most == size else [lax.slice_in_dim(y, 0, most) for y in ys])
+            chunks.append((ys, most))
             if progress is not None:
                 progress(longest)
             if done:
                 break
-        ys = [jnp.concatenate(parts) for parts in zip(*chunks, strict=True)]
+        ys = [joined([(ys[k], most) for ys, most in chunks]) for k in range(len(ys))]
     except jax.errors.JaxRuntimeError as error:
         if not ran_out(error):
             raise
-        widths = _bytes(traced.loop.ys_types), _bytes(traced.carry_types)
+        widths = byte_count(traced.loop.ys_types), byte_count(traced.carry_types)
         raise MemoryError(ran_out_after(NAMES.function, longest, size, *widths)) from error
-    return carry, traced.y_tree.unflatten(ys), LoopInfo(jnp.asarray(steps), jnp.asarray(stopped))
-
-
-def _fetched(value: Any) -> Any:
-    """On the host, where counting is cheaper, if it is known."""
-    return value if _jax.is_tracer(value) else np.asarray(value)
-
-
-def _segments(xs: list, rows: int | None, sizes: Iterator[int]) -> Iterator[tuple[int, int, list]]:
-    """For each segment its length, the steps it may take, and its rows of `xs`."""
-    if rows is None:
-        yield from ((size, size, []) for size in sizes)
-        return
-    lengths = []
-    while sum(lengths) < rows and (size := next(sizes, None)) is not None:
-        lengths.append(size)
-    starts = [sum(lengths[:k]) for k in range(len(lengths))]
-    steps = [min(size, rows - start) for size, start in zip(lengths, starts, strict=True)]
-    if any(map(_jax.is_tracer, xs)):
-        # The transpose of a split is a concatenation; that of a slice is as long as `xs`.
-        parts = [lax.split(x, [*steps, rows - sum(steps)])[:-1] for x in xs]
-        slices = [list(x) for x in zip(*parts, strict=True)]
-    else:
-        spans = zip(starts, steps, strict=True)
-        slices = ([lax.dynamic_slice_in_dim(x, *span) for x in xs] for span in spans)
-    if not lengths:
-        yield 0, 0, xs
-    for size, left, x in zip(lengths, steps, slices, strict=True):
-        yield size, left, [_lengthened(row, size - left) for row in x] if left < size else x
-
-
-def _lengthened(x: Any, rows: int) -> Any:
-    """With rows at the end that no step reads."""
-    return jnp.concatenate([x, jnp.broadcast_to(x[-1:], (rows, *x.shape[1:]))])
-
-
-def trace_segment(
-    names: Names, f: Callable, init: Any, xs: Any, until: Callable | None, checkpoints: Any
-) -> tuple[Traced, Any]:
-    """A loop over `(carry, Progress)`, of a length still to be set, and the tree of that carry."""
-    state = (init, Progress(jnp.int32(0), jnp.array(False)))
-    leaves, tree = jax.tree.flatten(state)
-    x_leaves, x_tree = jax.tree.flatten(xs)
-    x_types = [_jax.slice_type(jax.typeof(x)) for x in x_leaves]
-
-    def step(carry: list, x: list) -> tuple[Any, Any]:
-        value, place = tree.unflatten(carry)
-        new, y = pair(names, f(value, x_tree.unflatten(x)))
-        stop = False if until is None else scalar_bool(names.function, "until", until(new, y))
-        return (new, Progress(place.left - 1, stop)), y
-
-    def goes_on(carry: list) -> Any:
-        place = tree.unflatten(carry)[1]
-        return (place.left > 0) & ~place.stopped
-
-    settings = {"length": 1, "checkpoints": checkpoints, "name": names.function}
-    traced = remember(
-        (f, until),
-        (names, tree, type_key(leaves), x_tree, tuple(x_types), checkpoints),
-        lambda: trace_loop(names, step, goes_on, state, x_types, settings),
-    )
-    return traced, tree
+    carry, _ = tree.unflatten([*carry, left, stopped])
+    return carry, traced.y_tree.unflatten(ys), LoopInfo(steps, stopped)
 
 
 def _on_host(taken: Any, stopped: Any) -> tuple[int, bool]:
     """Most steps of any lane, and whether all have stopped, as Python values."""
-    if _jax.is_tracer(taken) or _jax.is_tracer(stopped):
-        taken, stopped = _over_lanes(taken, stopped)
-    try:
-        return int(taken), bool(stopped)
-    except jax.errors.ConcretizationTypeError:
-        pass
+    for over in (lambda *values: values, _over_lanes):
+        with contextlib.suppress(jax.errors.ConcretizationTypeError):
+            most, done = over(taken, stopped)
+            return int(most), bool(done)
     advice = (
         "Inside jit use `loopkit.scan` with `length`, the most steps, and `until`: it costs the "
         "steps it takes."
@@ -302,10 +232,6 @@ def _python_scan(
             break
     stacked = jax.tree.map(lambda *y: jnp.stack(y), *ys)
     return carry, stacked, LoopInfo(jnp.int32(len(ys)), jnp.array(stopped))
-
-
-def _bytes(types: Sequence[Any]) -> int:
-    return sum(t.size * t.dtype.itemsize for t in types)
 
 
 def check_growth(function: str, growth: Any, what: str = "segment") -> float:

@@ -15,6 +15,7 @@ LAYERS = [
     ["loopkit._blocked"],
     ["loopkit._ragged"],
     ["loopkit._unbounded"],
+    ["loopkit._segments"],
     ["loopkit._while_loop", "loopkit._scan", "loopkit._fori_loop"],
     ["loopkit._checkpointed"],
     ["loopkit._replace_lax_loops"],

@@ -9,7 +9,8 @@ import pytest
 from jax import lax
 
 import loopkit
-from derivatives import assert_close
+from derivatives import assert_close, derivative
+from problems import inexact_vector
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3))) * 0.4
 H = jnp.full((2, 3), 0.1)
@@ -234,6 +235,28 @@ def test_blocked(block):
 def test_what_has_no_blocks(settings, args, message):
     with pytest.raises((TypeError, ValueError), match=r"loopkit\.blocked: " + message):
         loopkit.blocked(lambda x, *_: x * 2, block=1, **settings)(*args)
+
+
+@pytest.mark.parametrize("pattern", ["f", "fr", "rr"])
+def test_derivatives_of_blocks(pattern):
+    a = jnp.arange(42.0).reshape(14, 3)
+
+    def smooth(a, *, scale):
+        step = lambda h, x: (jnp.sin(h + x), h * x)
+        return loopkit.scan(step, scale[:, 0], a, in_axes=1, out_axes=1)
+
+    def of(f):
+        return lambda w: inexact_vector(f(jnp.sin(a * w.sum()), scale=a * w))
+
+    w = jnp.array([0.1, 0.3, -0.2])
+    in_blocks = loopkit.blocked(smooth, block=4)
+    assert_close(derivative(of(in_blocks), pattern)(w), derivative(of(smooth), pattern)(w))
+
+
+def test_blocks_under_vmap_and_jit():
+    a = jnp.arange(84.0).reshape(2, 14, 3)
+    f = loopkit.blocked(rows, block=4, in_axes=(0, None))
+    assert_close(jax.jit(jax.vmap(f, (0, None)))(a, a[0, 0]), jax.vmap(rows, (0, None))(a, a[0, 0]))
 
 
 def test_blocks_keep_their_rows():

@@ -1,6 +1,7 @@
 """Scans that grow outside jit, against a Python loop: every mode, every size of segment."""
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,22 @@ import pytest
 
 import loopkit
 from derivatives import assert_close, derivative
-from loopkit._capture import Traced
-from loopkit._unbounded import LONGEST, segment_lengths
+from loopkit import _segments, _unbounded
+from loopkit._segments import AT_ONCE, LONGEST, segment_lengths, together
 from problems import inexact_vector
 
 FAST = {"segment": 2, "growth": 2.0}
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch):
+    """These loops are all light; here they are run in segments, unless a test says otherwise."""
+    monkeypatch.setattr(_segments, "LIGHT", 0)
+
+
+@pytest.fixture
+def as_one(monkeypatch, apart):
+    monkeypatch.undo()
 
 
 def unbounded(f, init, xs=None, *, until, **options):
@@ -102,6 +114,13 @@ def test_derivatives(name, pattern):
     assert_close(got, derivative(function(name, python_loop), pattern)(point(name)))
 
 
+@pytest.mark.parametrize("pattern", ["f", "r", "rr"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_derivatives_of_segments_run_as_one(name, pattern, as_one):
+    got = derivative(function(name, unbounded), pattern)(point(name))
+    assert_close(got, derivative(function(name, python_loop), pattern)(point(name)))
+
+
 @pytest.mark.parametrize("checkpoints", [1, 3, "all"])
 def test_checkpoints(checkpoints):
     for name in ("spiral", "over_rows"):
@@ -159,6 +178,14 @@ def test_gradient_of_rows():
 
 
 def test_info_and_bounds():
+    check_info_and_bounds()
+
+
+def test_info_and_bounds_of_segments_run_as_one(as_one):
+    check_info_and_bounds()
+
+
+def check_info_and_bounds():
     x = point("spiral")
     _, _, info = spiral(unbounded, x, return_info=True)
     assert (info.steps, info.stopped) == (12, True)
@@ -196,6 +223,39 @@ def test_segments_grow_to_a_cap():
     assert list(segment_lengths(10_000, 3.0, 2)) == [10_000, 10_000]
 
 
+def test_light_segments_are_run_as_one():
+    def sizes(first, growth, most, light, rows=None):
+        return list(together(segment_lengths(first, growth, most), lambda n: n <= light, rows))
+
+    assert sizes(2, 2.0, 5, 0) == [2, 4, 8, 16, 32]
+    assert sizes(2, 2.0, 5, 14) == [14, 16, 32]
+    assert sizes(2, 2.0, 5, 1000) == [62]
+    assert sizes(2, 2.0, 5, 1000, rows=7) == [14, 16, 32]
+    assert sizes(LONGEST, 1.0, 9, math.inf) == [AT_ONCE, AT_ONCE, LONGEST]
+
+
+def looks(f, x):
+    """How often the host looks whether to go on."""
+    counted = []
+    original = _unbounded._on_host
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_unbounded, "_on_host", lambda *v: counted.append(1) or original(*v))
+        f(x)
+    return len(counted)
+
+
+def test_what_is_light(as_one):
+    """Rows and checkpoints of all lanes count."""
+    light = lambda x: spiral(unbounded, x)
+    assert looks(light, point("spiral")) == 1
+    assert looks(jax.grad(lambda x: light(x)[0][0]), point("spiral")) == 1
+    assert looks(lambda x: spiral(unbounded, x, progress=lambda _: None), point("spiral")) == 3
+    assert looks(lambda x: spiral(unbounded, x, checkpoints=2), point("spiral")) == 3
+    lanes = jnp.broadcast_to(point("spiral"), (1000, 2))
+    assert looks(jax.vmap(light), lanes) == 3
+    assert looks(jax.vmap(jax.grad(lambda x: light(x)[0][0])), lanes) == 3
+
+
 def step(carry, _):
     return (carry[0] * 1.01, carry[1] + 1), carry[0]
 
@@ -212,6 +272,44 @@ def test_a_second_call_compiles_nothing(compilations):
     before = len(compilations)
     jax.value_and_grad(loss)(2.0)
     assert len(compilations) == before
+
+
+def test_other_lengths_compile_nothing(compilations):
+    rows = lambda last: loopkit.unbounded_scan(
+        lambda c, _: (c + 1, {"c": c}), 0, until=lambda c, _: c >= last, segment=8
+    )[1]["c"]
+    last = jnp.int32(3)
+    assert rows(last).tolist() == [0, 1, 2]
+    lengths = [jnp.int32(5), jnp.int32(30)]
+    rows(lengths[1])
+    compilations.clear()
+    assert [len(rows(n)) for n in (jnp.int32(20), lengths[0])] == [20, 5]
+    assert compilations == []
+
+
+def test_rows_stay_on_their_device():
+    device = jax.devices()[2]
+    start = jax.device_put(1.0, device)
+    carry, ys = loopkit.unbounded_scan(
+        lambda c, _: (c * 2, c), start, until=lambda c, _: c > 9, segment=3
+    )
+    assert carry.devices() == ys.devices() == {device}
+    assert ys.tolist() == [1, 2, 4, 8]
+
+
+def test_small_floats_and_keys():
+    """Rows of types that NumPy lacks."""
+
+    def f(carry, _):
+        key, x = carry
+        return (jax.random.split(key)[0], x + 1), (key, x)
+
+    start = jax.random.key(0), jnp.bfloat16(0)
+    _, (keys, xs) = unbounded(f, start, until=lambda carry, _: carry[1] >= 5)
+    assert keys.shape == (5,)
+    assert keys[0] == start[0]
+    assert xs.dtype == jnp.bfloat16
+    assert xs.tolist() == [0, 1, 2, 3, 4]
 
 
 def kept_bytes(checkpoints):
@@ -277,24 +375,25 @@ def test_out_of_memory_says_what_would_fit():
         )
 
 
-def test_out_of_memory_says_how_far_it_got(monkeypatch):
-    run, calls = Traced.run, []
+def failing_at(monkeypatch, call, text):
+    compiled, calls = _unbounded.compiled, []
 
-    def runs_out(self, *args):
+    def fails(*args):
         calls.append(1)
-        if len(calls) == 3:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-        return run(self, *args)
+        if len(calls) == call:
+            raise jax.errors.JaxRuntimeError(text)
+        return compiled(*args)
 
-    monkeypatch.setattr(Traced, "run", runs_out)
+    monkeypatch.setattr(_unbounded, "compiled", fails)
+
+
+def test_out_of_memory_says_how_far_it_got(monkeypatch):
+    failing_at(monkeypatch, 3, "RESOURCE_EXHAUSTED: Out of memory")
     with pytest.raises(MemoryError, match="out of memory after 6 steps, in a segment of 8"):
         loopkit.unbounded_scan(step, (1.0, 0), until=enough, segment=2)
 
 
 def test_other_run_time_errors_pass(monkeypatch):
-    def fails(self, *args):
-        raise jax.errors.JaxRuntimeError("INTERNAL: no luck")
-
-    monkeypatch.setattr(Traced, "run", fails)
+    failing_at(monkeypatch, 1, "INTERNAL: no luck")
     with pytest.raises(jax.errors.JaxRuntimeError, match="no luck"):
         loopkit.unbounded_scan(step, (1.0, 0), until=enough)

@@ -62,6 +62,7 @@ def beam_search(
     max_length: int,
     length_penalty: float = 0.0,
     stop: str = "best",
+    checkpoints: int | None = 16,
 ) -> tuple[Hypotheses, loopkit.LoopInfo]:
     """Searches for the most probable outputs of a decoder, keeping the `beam_size` best prefixes.
 
@@ -72,6 +73,9 @@ def beam_search(
     - "never": go on while anything can grow, in practice to `max_length`;
     - "first": stop when `beam_size` hypotheses have ended. With a beam of 1, greedy search;
     - "best": stop when no live hypothesis can displace an ended one. Loses nothing to "never".
+
+    A gradient keeps the beam at `checkpoints` of its steps, however generous the bound. None keeps
+    about the square root of the bound.
     """
     if stop not in ("never", "first", "best"):
         raise ValueError(f'beam_search: `stop` is "{stop}"; pass "never", "first" or "best".')
@@ -152,6 +156,7 @@ def beam_search(
         grow,
         beam,
         max_steps=max_length,
+        checkpoints=checkpoints,
         buffers=lambda beam: beam.history,
         return_info=True,
     )

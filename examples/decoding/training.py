@@ -11,7 +11,8 @@ import optax
 from jaxtyping import Float, Int
 from tqdm import tqdm
 
-from .dictionary import Dictionary, edits, spell, without_blanks
+from .dictionary import Dictionary, batches, edits, load, spell, split, without_blanks
+from .gru import GRUWriter
 from .model import Pronouncer
 
 BATCH, RATE = 128, 1.2e-2  # words in a batch, learning rate at its highest
@@ -50,6 +51,24 @@ def train(
         losses.append(float(loss))
         progress.set_postfix(loss=f"{np.mean(losses[-50:]):.3f}", refresh=False)
     return model, float(np.mean(losses[-50:]))
+
+
+class Pretrained(NamedTuple):
+    model: Pronouncer
+    loss: float  # the last, in nats a phone
+    words: Dictionary  # that it has learned from
+    held_out: Dictionary
+    rng: np.random.Generator
+
+
+def pretrained(steps: int, held_out: int, seed: int) -> Pretrained:
+    """A recurrent model trained by teacher forcing on all words but some."""
+    rng = np.random.default_rng(seed)
+    words, others = split(load(), held_out, rng)
+    key, key_writer = jax.random.split(jax.random.key(seed))
+    model = Pronouncer(GRUWriter(key=key_writer), key=key)
+    print(f"{len(words):,} words to learn from, {len(others)} held out.", flush=True)
+    return Pretrained(*train(model, batches(words, BATCH, rng), steps), words, others, rng)
 
 
 class Results(NamedTuple):

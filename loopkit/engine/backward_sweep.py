@@ -149,9 +149,12 @@ def _no_cotangents(loop: Loop, active: Active, ct_carry: list, batch: int | None
         types = [t.to_tangent_aval() for t in types]
         return [_jax.zeros(t if batch is None else _jax.stack_type(t, batch)) for t in types]
 
-    xs_types = kept(loop.xs_types, active.xs) if loop.xs_count else []
-    consts = zeros(kept(loop.const_types, active.consts))
-    return Cotangents(consts, ct_carry, zeros(xs_types), [])
+    xs = zeros(kept(loop.xs_types, active.xs) if loop.xs_count else [])
+    if loop.cond is None:
+        # Every row will be written. Of equal zeros XLA makes one and copies it: more memory traffic
+        # than to fill each.
+        xs = [rows + k for k, rows in enumerate(xs)]
+    return Cotangents(zeros(kept(loop.const_types, active.consts)), ct_carry, xs, [])
 
 
 def _climb(
