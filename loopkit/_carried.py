@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -112,15 +113,27 @@ class Buffers:
             out[self.masks :] = masks
         return shape.unflatten(out)
 
-    def by_hand(self, body: Any) -> Any:
-        """A function of the carry that runs outside a compiled loop, on arrays and to arrays."""
+    def by_hand(self, body: Any, init: Any = None) -> Any:
+        """`body(*before, carry) -> (carry, y)` outside a compiled loop, on arrays and to arrays.
+
+        With `init`, the initial carry, one step after another is checked.
+        """
         if not self.any:
             return body
+        masks = [] if init is None else self.first_written(init)
+        steps, count = itertools.count(), len(self.flags)
+        buffers = self.followed_by(1 + len(masks), count) if masks else self
 
-        def with_arrays(*args: Any) -> Any:
+        def with_arrays(*args: Any) -> tuple[Any, Any]:
             *before, carry = args
             leaves, tree = jax.tree.flatten(carry)
-            return plain(body(*before, tree.unflatten(self.wrapped(leaves, None)[0])))
+            leaves += [jnp.int32(next(steps)), *masks] if masks else []
+            values, owners = buffers.wrapped(leaves, None)
+            carry, y = body(*before, tree.unflatten(values[:count]))
+            if masks:
+                carry, _, *written = buffers.unwrapped((carry, *values[count:]), owners, leaves)
+                masks[:] = written
+            return plain(carry), plain(y)
 
         return with_arrays
 

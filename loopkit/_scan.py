@@ -195,8 +195,11 @@ def run_scan(
         return result if return_info else result[:2]
     lasts = _last_ys(carried, f, init, inputs, out_axes) if has_none(out_axes) else []
     if _arguments.runs_in_python() and length > 0:
+        plainly = lambda x, carry: f(carry, x)
+        body = carried.by_hand(plainly, init if checking else None)
+        quiet = carried.by_hand(plainly)
         ran, result = _arguments.in_python(
-            lambda: _python_scan(carried, f, init, inputs, out_axes, reverse, until, stopped)
+            lambda: _python_scan(body, quiet, init, inputs, out_axes, reverse, until, stopped)
         )
         if ran:
             carry, ys, info = result
@@ -294,8 +297,8 @@ def _stop(names: Names, until: Callable, carry: Any, y: Any) -> Any:
 
 
 def _python_scan(
-    carried: _carried.Buffers,
-    f: Callable,
+    body: Callable,
+    quiet: Callable,
     init: Any,
     inputs: Inputs,
     out_axes: Any,
@@ -305,7 +308,6 @@ def _python_scan(
 ) -> tuple[Any, Any, LoopInfo]:
     carry, rows, stopped = init, [], bool(stopped)
     order = range(inputs.length)
-    body = carried.by_hand(lambda x, carry: f(carry, x))
     for t in [] if stopped else reversed(order) if reverse else order:
         carry, y = body(inputs.row(t), carry)
         rows.append(jax.tree.map(jnp.asarray, y))
@@ -313,7 +315,7 @@ def _python_scan(
             stopped = True
             break
     taken = len(rows)
-    blank = rows[0] if rows else jax.eval_shape(f, init, inputs.row(0))[1]
+    blank = rows[0] if rows else jax.eval_shape(quiet, inputs.row(0), init)[1]
     rows += [jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), blank)] * (inputs.length - taken)
     last = jax.tree.leaves(rows[max(taken, 1) - 1])
     columns = zip(*map(jax.tree.leaves, rows[::-1] if reverse else rows), strict=True)
@@ -334,8 +336,8 @@ def _last_ys(
     def last(*values: Any) -> list:
         given, x = parts(values, len(leaves))
         carry, whole = tree.unflatten(given)
-        step = carried.by_hand(lambda x, carry: f(carry, x))
-        _, y = pair(NAMES, step(inputs.join(x, whole), carry))
+        step = carried.by_hand(lambda x, carry: pair(NAMES, f(carry, x)))
+        _, y = step(inputs.join(x, whole), carry)
         return without_last(out_axes, y)[1]
 
     types = [*map(jax.typeof, leaves), *inputs.slice_types]

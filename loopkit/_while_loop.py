@@ -143,9 +143,9 @@ def run_while(
         return _with_info(names, val, steps, still_holds, max_steps, throw, return_info)
 
     if _arguments.runs_in_python():
-        body = carried.by_hand(body_fun)
+        body = carried.by_hand(lambda val: (body_fun(val), None), init_val if checking else None)
         ran, result = _arguments.in_python(
-            lambda: _python_loop(cond_fun, body, init_val, max_steps)
+            lambda: _python_loop(cond_fun, lambda val: body(val)[0], init_val, max_steps)
         )
         if ran:
             val, steps = result
