@@ -177,53 +177,62 @@ def check_in_place(report: Report, repeats: int) -> None:
 
 # --- a cache of keys and values ---------------------------------------------------------------
 
-WINDOW, HEADS, WIDTH = 64, 8, 64
+WINDOW, HEADS, WIDTH, TOKENS = 64, 8, 64, 4096
 
 
-def decode(capacity, steps, cache, query):
-    """Attention over the last rows of a ring of keys and values, a step at a time."""
+def decode(capacity, steps, query, keys, values):
+    """Attention over the last rows of a ring of keys and values, a step at a time.
+
+    The rows read and written are as many whatever the capacity.
+    """
     offsets = jnp.arange(WINDOW)
 
-    def body(carry):
-        i, keys, values, q = carry
+    def body(i, carry):
+        q, keys, values = carry
         keys = keys.at[i % capacity].set(jnp.cos(q))
         values = values.at[i % capacity].set(jnp.sin(q))
         rows = (i - offsets) % capacity
         k, v = keys[rows], values[rows]
         weights = jax.nn.softmax(jnp.einsum("whd,hd->hw", k, q) / WIDTH**0.5)
-        return i + 1, keys, values, jnp.einsum("hw,whd->hd", weights, v)
+        return jnp.einsum("hw,whd->hd", weights, v), keys, values
 
-    init = (jnp.int32(capacity), *cache, query)
-    how = {"buffers": lambda c: (c[1], c[2])}
-    return loopkit.while_loop(lambda c: c[0] < capacity + steps, body, init, **how)[3]
+    init = (query, keys, values)
+    return loopkit.fori_loop(0, steps, body, init, buffers=(False, True, True))[0]
 
 
 def compare_cache(report: Report, repeats: int) -> None:
-    """Decoding 4096 steps with a cache of keys and values."""
-    steps, row = 4096, 2 * HEADS * WIDTH * 4
-    compiled = {}
-    for megabytes in (1, 8, 32, 128):
-        capacity = megabytes * 2**20 // row
-        cache = jnp.zeros((capacity, HEADS, WIDTH))
-        query = jnp.ones((HEADS, WIDTH))
-        program = jax.jit(partial(decode, capacity), static_argnums=0)
-        program = program.lower(steps, cache, query).compile()
-        short = jax.jit(partial(decode, capacity), static_argnums=0).lower(0, cache, query)
-        short = short.compile()
-        compiled[f"{megabytes} MB"] = lambda p=program, c=cache, q=query: p(c, q)
-        compiled[f"{megabytes} MB, no step"] = lambda p=short, c=cache, q=query: p(c, q)
-    seconds = interleave(compiled, repeats)
-    each = {
-        name: [
-            (a - b) / steps for a, b in zip(seconds[name], seconds[f"{name}, no step"], strict=True)
-        ]
-        for name in compiled
-        if "no step" not in name
-    }
-    for name, times in each.items():
-        report.write(f"- a cache of {name}: {1e6 * median(times):.3g} us a step")
-    for name in ("8 MB", "32 MB", "128 MB"):
-        report.target(f"a step with {name} by one with 1 MB", ratio(each[name], each["1 MB"]), 1.2)
+    """Decoding with a cache of keys and values, of several capacities."""
+    row = 2 * HEADS * WIDTH * 4
+    query = jax.random.normal(jax.random.key(0), (HEADS, WIDTH))
+    for what, steps in (("value", TOKENS), ("gradient", TOKENS // 8)):
+        compiled = {}
+        for megabytes in (2, 8, 32, 128):
+            capacity = megabytes * 2**20 // row
+            cache = jnp.zeros((capacity, HEADS, WIDTH))
+            for count in (steps, 0):
+
+                def run(query, keys, values, capacity=capacity, count=count):
+                    return jnp.sum(decode(capacity, count, query, keys, values) ** 2)
+
+                function = jax.grad(run) if what == "gradient" else run
+                args = query, cache, cache
+                program = jax.jit(function).lower(*args).compile()
+                compiled[megabytes, count] = partial(program, *args)
+        times = interleave(compiled, repeats)
+        # What a call costs besides its steps, such as a copy of the cache, is taken off.
+        each = {
+            m: [(a - b) / steps for a, b in zip(times[m, steps], times[m, 0], strict=True)]
+            for m, count in compiled
+            if count
+        }
+        report.write(f"\n### {what}, {steps} steps\n")
+        report.write("| cache | time of a step |\n| --- | --- |")
+        for m, seconds in each.items():
+            report.write(f"| {m} MB | {1e6 * median(seconds):.3g} us |")
+        report.write()
+        for m in (8, 32, 128):
+            against = ratio(each[m], each[2])
+            report.target(f"{what}: a step with a cache of {m} MB by one with 2 MB", against, 1.2)
 
 
 # --- many small leaves ------------------------------------------------------------------------

@@ -10,6 +10,8 @@ as the buffer.
 
     read   ct_b = write(ct_b', ct_x, starts, add)
     write  ct_x, ct_b' = read(ct_b'', starts);  ct_b = write(ct_b', 0, starts)
+
+A write is `fresh` where nobody asks for the cotangent of what the slices held before: ct_b = ct_b'.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def write(
     """
     masks = () if mask is None else (mask,)
     operands = _varying_together(buffer, value, starts, *masks)
-    return write_p.bind(*operands, window=window, add=add)[0]
+    return write_p.bind(*operands, window=window, add=add, fresh=False)[0]
 
 
 def _varying_together(*values: Any) -> list:
@@ -104,7 +106,7 @@ def _gather(buffer: Any, at: Any, window: Window) -> Any:
 
 
 def _evaluate_write(
-    buffer: Any, value: Any, starts: Any, *masks: Any, window: Window, add: bool
+    buffer: Any, value: Any, starts: Any, *masks: Any, window: Window, add: bool, fresh: bool
 ) -> list:
     at, inside = window.starts_in(buffer.shape, starts)
     if _is_single(starts):
@@ -159,7 +161,9 @@ def _read_types(buffer: Any, *operands: Any, window: Window, value: bool) -> tup
     return [found, buffer], set()
 
 
-def _write_types(buffer: Any, *others: Any, window: Window, add: bool) -> tuple[list, Any]:
+def _write_types(
+    buffer: Any, *others: Any, window: Window, add: bool, fresh: bool
+) -> tuple[list, Any]:
     return [_jax.type_like(buffer, others)], set()
 
 
@@ -194,7 +198,14 @@ def _write_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -
 
 
 def _write_transpose(
-    cts: Sequence[Any], buffer: Any, value: Any, starts: Any, *masks: Any, window: Any, add: Any
+    cts: Sequence[Any],
+    buffer: Any,
+    value: Any,
+    starts: Any,
+    *masks: Any,
+    window: Window,
+    add: bool,
+    fresh: bool,
 ) -> list:
     none = [None] * (1 + len(masks))
     of_buffer, of_value = _jax.is_undefined(buffer), _jax.is_undefined(value)
@@ -206,7 +217,7 @@ def _write_transpose(
         ct_value, ct_buffer = read(ct_buffer, starts, window)
         if masks:
             ct_value = jnp.where(masks[0], ct_value, jnp.zeros_like(ct_value))
-    if of_buffer and not add:
+    if of_buffer and not add and not fresh:
         kind = value.aval if of_value else jax.typeof(value)
         zero = _jax.zeros(kind.to_tangent_aval())
         if of_value and window.axes and not _jax.KEEPS_BARRIERS:
@@ -252,7 +263,9 @@ def _read_batched(axis: Any, args: Any, dims: Any, *, window: Window, value: boo
     return [jnp.squeeze(found, starts.ndim - 1 + of_buffer), buffer], [0, of_buffer]
 
 
-def _write_batched(axis: Any, args: Any, dims: Any, *, window: Window, add: bool) -> tuple:
+def _write_batched(
+    axis: Any, args: Any, dims: Any, *, window: Window, add: bool, fresh: bool
+) -> tuple:
     (buffer, value, starts, *masks), (of_buffer, of_value, of_starts, *of_masks) = args, dims
     if of_buffer is None:
         buffer, of_buffer = jnp.broadcast_to(buffer, (axis.size, *buffer.shape)), 0
@@ -270,7 +283,7 @@ def _write_batched(axis: Any, args: Any, dims: Any, *, window: Window, add: bool
             jnp.expand_dims(_moved(m, d, 0, axis.size), place)
             for m, d in zip(masks, of_masks, strict=True)
         ]
-    out = write_p.bind(buffer, value, starts, *masks, window=window, add=add)
+    out = write_p.bind(buffer, value, starts, *masks, window=window, add=add, fresh=fresh)
     return out, [of_buffer]
 
 

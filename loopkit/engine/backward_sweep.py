@@ -99,7 +99,8 @@ def backward_sweep(
         if plan.direct:
             first = s.unit * plan.leaf
             before = rewind.steps(first, end - first, s.buffers)
-            return how.together(read_rows(s.slots, s.unit), before), s.slots, s.units
+            slot = read_rows(s.slots, s.unit)
+            return how.together(operands, first, slot, before), s.slots, s.units
         return _climb(how, operands, taken, rewind, s, end)
 
     def segment(s: Backward) -> Backward:
@@ -178,7 +179,7 @@ def _climb(
     slot = placement.latest(s.units, target)
     unit = s.units[slot]
     buffers = rewind.steps(unit * leaf, end - unit * leaf, s.buffers)
-    carry = how.together(read_rows(s.slots, slot), buffers)
+    carry = how.together(operands, unit * leaf, read_rows(s.slots, slot), buffers)
     start = Climb(carry, unit, s.slots, s.units)
     done = lax.while_loop(lambda s: s.unit < target, advance, start)
     return done.carry, done.slots, done.units
@@ -230,6 +231,16 @@ class _StepReversal:
         loop = self.how.loop
         return read_rows(self.operands.xs, row_of(loop, step), loop.x_axes)
 
+    def counts(self, step: Any) -> list:
+        """The counters before a step; of lanes that have stopped, those of a step they take."""
+        how, counts = self.how, self.how.counts(self.operands, step)
+        if self.safe is None:
+            return counts
+        which = [c is not None for c in kept(counts, how.saved)]
+        flags = spread(which, how.saved, [False] * len(counts))
+        values = self.safe.carries(step < self.taken, kept(counts, flags), which)
+        return spread(values, flags, counts)
+
     def replay(self, first: Any, count: Any, carry: list, rows: list) -> tuple[list, list]:
         """Steps `first` to `first + count`, storing what each leaves for its reversal.
 
@@ -247,7 +258,7 @@ class _StepReversal:
 
         def step(k: Any, s: tuple[list, list]) -> tuple[list, list]:
             carry, row = self.residuals(first + k, s[0])
-            return carry, write_rows(s[1], row, k)
+            return carry, write_rows(s[1], how.shortened(row), k)
 
         return repeat(count, step, (carry, rows), how.loop.unroll)
 
@@ -308,14 +319,17 @@ class _StepReversal:
             if small:
                 row = list(lax.optimization_barrier(row))
             if not repeats:
+                row = how.lengthened(row, self.counts(first + k))
                 return self.reverse(first + k, row, cts, k), []
             buffers = self.rewind.steps(first + k, 1, buffers)
-            return self.reverse_carry(first + k, self.how.together(row, buffers), cts, k)
+            carry = how.together(self.operands, first + k, row, buffers)
+            return self.reverse_carry(first + k, carry, cts, k)
 
-        repeats = self.how.plan.store == "carries" and not self.how.plan.keeps_all
-        small = sum(map(_jax.byte_count, self.how.row_types)) <= SMALL_ROW
+        how = self.how
+        repeats = how.plan.store == "carries" and not how.plan.keeps_all
+        small = sum(map(_jax.byte_count, how.row_types)) <= SMALL_ROW
         state = (cts, buffers if repeats else [])
-        cts, before = repeat_backwards(count, step, state, self.how.loop.unroll)
+        cts, before = repeat_backwards(count, step, state, how.loop.unroll)
         return cts, before if repeats else self.rewind.steps(first, count, buffers)
 
     def reverse(self, step: Any, row: list, cts: Cotangents, place: Any) -> Cotangents:

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from loopkit.engine.loop import Loop, Operands
+from loopkit.engine.loop import Loop, Operands, kept
 from loopkit.engine.steps import read_rows, row_of, select
 
 
@@ -63,9 +63,11 @@ class SafeInputs:
             return select(active, x, self.x)
         return _where(active, x, self.loop.xs_lanes)
 
-    def carries(self, active: Any, carry: list) -> list:
+    def carries(self, active: Any, carry: list, which: Sequence[bool] | None = None) -> list:
+        """`which`: those of the leaves that `carry` has; None for all."""
         if not self.shared:
-            return select(active, carry, self.carry)
+            others = self.carry if which is None else kept(self.carry, which)
+            return select(active, carry, others)
         return _where(active, carry, [active.ndim] * len(carry))
 
 

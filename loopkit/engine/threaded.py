@@ -73,10 +73,13 @@ def _as_read(eqn: Any, ins: Sequence[Any]) -> tuple[list, Any] | None:
         return [found, after], after
     if eqn.primitive is lax.dynamic_slice_p and len(ins) == 1 + ins[0].ndim:
         buffer, *starts = ins
-        axes = tuple(range(buffer.ndim))
-        window = Window(axes, (0,) * buffer.ndim, params["slice_sizes"], False, wrap=False)
-        starts = jnp.stack([jnp.asarray(s, jnp.int32) for s in starts])
-        found, after = read(buffer, starts, window)
+        sizes = params["slice_sizes"]
+        # Slices that are as long as the axis start at its start.
+        axes = tuple(i for i, size in enumerate(sizes) if size != buffer.shape[i])
+        window = Window(axes, (0,) * buffer.ndim, sizes, False, wrap=False)
+        columns = [jnp.asarray(starts[i], jnp.int32) for i in axes]
+        at = jnp.stack(columns) if axes else jnp.zeros(0, jnp.int32)
+        found, after = read(buffer, at, window)
         return [found], after
     if eqn.primitive is lax.gather_p:
         return _gathered(*ins, **params)

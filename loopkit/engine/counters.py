@@ -1,0 +1,68 @@
+"""Counters: carry leaves that every step moves by the same integer.
+
+What one is before a step follows from the step's number. So it is neither saved nor stored, and
+what follows from it is made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from loopkit import _jax
+from loopkit.engine.loop import Loop
+
+PASSING = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze")
+
+Counters = tuple[int | None, ...]
+"""For each carry leaf, by how much a step moves it; None where it is no counter."""
+
+
+def find_counters(loop: Loop) -> Counters:
+    """The counters of a loop."""
+    return loop.derived("counters", lambda: _found(loop))
+
+
+def _found(loop: Loop) -> Counters:
+    j = _jax.open_jaxpr(loop.body)
+    makers = {v: eqn for eqn in j.eqns for v in eqn.outvars}
+    before = j.invars[loop.const_count : loop.const_count + loop.carry_count]
+    return tuple(
+        moved_by(out, v, makers) if jnp.issubdtype(v.aval.dtype, jnp.integer) else None
+        for out, v in zip(j.outvars, before, strict=False)
+    )
+
+
+def moved_by(after: Any, before: Any, makers: dict) -> int | None:
+    """The integer that `after` is more than `before`; None if it is not known."""
+    eqn = makers.get(after) if not isinstance(after, _jax.Literal) else None
+    while eqn is not None and eqn.primitive.name in ("convert_element_type", "copy"):
+        if eqn.invars[0].aval.dtype != before.aval.dtype:
+            return None
+        eqn = makers.get(eqn.invars[0])
+    if eqn is None or eqn.primitive.name not in ("add", "sub"):
+        return None
+    a, b = eqn.invars
+    if eqn.primitive.name == "add" and b is before:
+        a, b = b, a
+    while not isinstance(b, _jax.Literal) and b in makers:
+        maker = makers[b]
+        if maker.primitive.name not in PASSING:
+            return None
+        b = maker.invars[0]
+    if a is not before or not isinstance(b, _jax.Literal) or np.ndim(b.val):
+        return None
+    return int(b.val) if eqn.primitive.name == "add" else -int(b.val)
+
+
+def at_step(loop: Loop, init: Sequence[Any], counters: Counters, step: Any) -> list:
+    """The counters before a step, of all lanes as if none had stopped."""
+    types = loop.carry_types
+    return [
+        _jax.vary_like(v + jnp.asarray(step, v.dtype) * np.array(by).astype(v.dtype), [t])
+        for v, by, t in zip(init, counters, types, strict=True)
+        if by is not None
+    ]
