@@ -195,11 +195,10 @@ def run_scan(
         return result if return_info else result[:2]
     lasts = _last_ys(carried, f, init, inputs, out_axes) if has_none(out_axes) else []
     if _arguments.runs_in_python() and length > 0:
-        plainly = lambda x, carry: f(carry, x)
-        body = carried.by_hand(plainly, init if checking else None)
-        quiet = carried.by_hand(plainly)
+        of_x = lambda x, carry: f(carry, x)
+        body = carried.by_hand(of_x, init if checking else None), carried.by_hand(of_x)
         ran, result = _arguments.in_python(
-            lambda: _python_scan(body, quiet, init, inputs, out_axes, reverse, until, stopped)
+            lambda: _python_scan(*body, init, inputs, out_axes, reverse, until, stopped)
         )
         if ran:
             carry, ys, info = result
@@ -337,8 +336,7 @@ def _last_ys(
         given, x = parts(values, len(leaves))
         carry, whole = tree.unflatten(given)
         step = carried.by_hand(lambda x, carry: pair(NAMES, f(carry, x)))
-        _, y = step(inputs.join(x, whole), carry)
-        return without_last(out_axes, y)[1]
+        return without_last(out_axes, step(inputs.join(x, whole), carry)[1])[1]
 
     types = [*map(jax.typeof, leaves), *inputs.slice_types]
     return [_jax.zeros(t) for t in _jax.trace(last, types, "scan_ys")[0].out_avals]

@@ -71,21 +71,25 @@ def _evaluate_read(buffer: Any, *operands: Any, window: Window, value: bool) -> 
     (starts,) = operands
     batch = starts.shape[:-1]
     at, inside = window.starts_in(buffer.shape, starts)
-    if _is_single(starts):
-        found = lax.dynamic_slice(buffer, window.point(at.reshape(-1)), window.sizes)
-        found = found.reshape(*batch, *window.sizes)
+    single = _is_single(starts)
+
+    def look(buffer: Any, at: Any) -> Any:
+        if not single:
+            return _gather(buffer, at, window)
+        return lax.dynamic_slice(buffer, window.point(at.reshape(-1)), window.sizes)
+
+    # The compiler must not take a write before this read into it, and do it twice.
+    if window.axes and not _jax.KEEPS_BARRIERS:
+        nothing = lambda buffer, at: _jax.zeros(jax.typeof(look(buffer, at)))
+        found = lax.cond(_holds(starts), look, nothing, buffer, at)
     else:
-        found = _gather(buffer, at, window)
+        buffer = buffer if single else lax.optimization_barrier(buffer)
+        found = look(buffer, at)
+    found = found.reshape(*batch, *window.sizes)
     if inside is not None:
         zeros = _jax.zeros(jax.typeof(found))
         found = jnp.where(_over_slices(inside, window), found, zeros)
     # What is written next comes after: read twice, the buffer would have to be copied first.
-    if window.axes and not _jax.KEEPS_BARRIERS:
-        found, _ = _in_order(found, _jax.zeros(jax.typeof(found)), starts)
-    if not _is_single(starts):
-        # A gather is not done again where it is used. Held together with it, the buffer would be
-        # copied where it is read after it has been written.
-        return [lax.optimization_barrier(found), buffer]
     return list(lax.optimization_barrier((found, buffer)))
 
 
@@ -232,8 +236,12 @@ def _in_order(found: Any, zero: Any, starts: Any) -> tuple[Any, Any]:
     The compiler reads a slice again wherever it is used, and then copies the buffer before it is
     written; it does not look through a branch, of which it does not know which is taken.
     """
-    known = starts.min(initial=0) >= jnp.iinfo(starts.dtype).min // 2
-    return lax.cond(known, lambda x: (x, zero), lambda x: (zero, x), found)
+    return lax.cond(_holds(starts), lambda x: (x, zero), lambda x: (zero, x), found)
+
+
+def _holds(starts: Any) -> Any:
+    """True, which the compiler does not know."""
+    return starts.min(initial=0) >= jnp.iinfo(starts.dtype).min // 2
 
 
 # ---------------------------------------------------------------- vmap
