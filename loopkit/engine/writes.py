@@ -54,16 +54,21 @@ def writes_once(loop: Loop, leaf: int) -> bool:
 
 def with_fresh_writes(linear: Jaxpr, leaves: Sequence[tuple[int, int]]) -> Jaxpr:
     """`linear` with its writes to buffers marked as fresh; `leaves` are pairs (input, output)."""
-    j, fresh = _jax.open_jaxpr(linear), set()
+    j, fresh = _jax.open_jaxpr(linear), {}
     for before, after in leaves:
         sites: Sites = {}
-        if _trace_back(j, j.outvars[after], after, sites) is j.invars[before]:
-            fresh.update(id(j.eqns[at]) for at, s in sites.items() if isinstance(s, Write))
+        start, end = j.invars[before], j.outvars[after]
+        if _trace_back(j, end, after, sites) is start:
+            uses = sum(v is start for eqn in j.eqns for v in eqn.invars)
+            for at in (at for at, site in sites.items() if isinstance(site, Write)):
+                eqn = j.eqns[at]
+                alone = uses == 1 and eqn.invars[0] is start and eqn.outvars[0] is end
+                fresh[id(eqn)] = alone
 
     def marked(eqn: Any) -> Any:
         if id(eqn) not in fresh:
             return eqn
-        params = dict(eqn.params, fresh=True)
+        params = dict(eqn.params, fresh=True, alone=fresh[id(eqn)])
         return _jax.new_equation(eqn, write_p, eqn.invars, eqn.outvars, params)
 
     return _jaxpr.map_equations(linear, marked) if fresh else linear
