@@ -70,9 +70,7 @@ def _is_single(starts: Any) -> bool:
     return math.prod(starts.shape[:-1]) == 1
 
 
-def _evaluate_read(
-    buffer: Any, *operands: Any, window: Window, value: bool, held: bool
-) -> list:
+def _evaluate_read(buffer: Any, *operands: Any, window: Window, value: bool, held: bool) -> list:
     if not value:
         return [buffer]
     (starts,) = operands
@@ -283,9 +281,7 @@ def _read_batched(
     return [jnp.squeeze(found, starts.ndim - 1 + of_buffer), buffer], [0, of_buffer]
 
 
-def _write_batched(
-    axis: Any, args: Any, dims: Any, *, window: Window, **how: Any
-) -> tuple:
+def _write_batched(axis: Any, args: Any, dims: Any, *, window: Window, **how: Any) -> tuple:
     (buffer, value, starts, *masks), (of_buffer, of_value, of_starts, *of_masks) = args, dims
     if of_buffer is None:
         buffer, of_buffer = jnp.broadcast_to(buffer, (axis.size, *buffer.shape)), 0

@@ -100,7 +100,8 @@ def backward_sweep(
             first = s.unit * plan.leaf
             before = rewind.steps(first, end - first, s.buffers)
             slot = read_rows(s.slots, s.unit)
-            return how.together(operands, first, slot, before), s.slots, s.units
+            counts = how.counts(operands, first, taken)
+            return how.together(counts, slot, before), s.slots, s.units
         return _climb(how, operands, taken, rewind, s, end)
 
     def segment(s: Backward) -> Backward:
@@ -179,7 +180,8 @@ def _climb(
     slot = placement.latest(s.units, target)
     unit = s.units[slot]
     buffers = rewind.steps(unit * leaf, end - unit * leaf, s.buffers)
-    carry = how.together(operands, unit * leaf, read_rows(s.slots, slot), buffers)
+    counts = how.counts(operands, unit * leaf, taken)
+    carry = how.together(counts, read_rows(s.slots, slot), buffers)
     start = Climb(carry, unit, s.slots, s.units)
     done = lax.while_loop(lambda s: s.unit < target, advance, start)
     return done.carry, done.slots, done.units
@@ -233,13 +235,11 @@ class _StepReversal:
 
     def counts(self, step: Any) -> list:
         """The counters before a step; of lanes that have stopped, those of a step they take."""
-        how, counts = self.how, self.how.counts(self.operands, step)
+        counts = self.how.counts(self.operands, step, self.taken)
         if self.safe is None:
             return counts
-        which = [c is not None for c in kept(counts, how.saved)]
-        flags = spread(which, how.saved, [False] * len(counts))
-        values = self.safe.carries(step < self.taken, kept(counts, flags), which)
-        return spread(values, flags, counts)
+        values = self.safe.carries(step < self.taken, kept(counts, self.how.saved))
+        return spread(values, self.how.saved, counts)
 
     def replay(self, first: Any, count: Any, carry: list, rows: list) -> tuple[list, list]:
         """Steps `first` to `first + count`, storing what each leaves for its reversal.
@@ -322,7 +322,7 @@ class _StepReversal:
                 row = how.lengthened(row, self.counts(first + k))
                 return self.reverse(first + k, row, cts, k), []
             buffers = self.rewind.steps(first + k, 1, buffers)
-            carry = how.together(self.operands, first + k, row, buffers)
+            carry = how.together(how.counts(self.operands, first + k, self.taken), row, buffers)
             return self.reverse_carry(first + k, carry, cts, k)
 
         how = self.how

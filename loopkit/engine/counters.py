@@ -1,7 +1,7 @@
 """Counters: carry leaves that every step moves by the same integer.
 
 What one is before a step follows from the step's number. So it is neither saved nor stored, and
-what follows from it is made again.
+what follows from it is made again. So is the flag that says whether a step counts.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ def _found(loop: Loop) -> Counters:
     j = _jax.open_jaxpr(loop.body)
     makers = {v: eqn for eqn in j.eqns for v in eqn.outvars}
     before = j.invars[loop.const_count : loop.const_count + loop.carry_count]
-    return tuple(
+    found = [
         moved_by(out, v, makers) if jnp.issubdtype(v.aval.dtype, jnp.integer) else None
         for out, v in zip(j.outvars, before, strict=False)
-    )
+    ]
+    if loop.flag is not None:
+        found[loop.flag] = 0
+    return tuple(found)
 
 
 def moved_by(after: Any, before: Any, makers: dict) -> int | None:
@@ -58,11 +61,18 @@ def moved_by(after: Any, before: Any, makers: dict) -> int | None:
     return int(b.val) if eqn.primitive.name == "add" else -int(b.val)
 
 
-def at_step(loop: Loop, init: Sequence[Any], counters: Counters, step: Any) -> list:
-    """The counters before a step, of all lanes as if none had stopped."""
-    types = loop.carry_types
-    return [
-        _jax.vary_like(v + jnp.asarray(step, v.dtype) * np.array(by).astype(v.dtype), [t])
-        for v, by, t in zip(init, counters, types, strict=True)
-        if by is not None
-    ]
+def at_step(
+    loop: Loop, init: Sequence[Any], counters: Counters, step: Any, taken: Any
+) -> list[Any]:
+    """The counters before a step, of all lanes as if none had stopped; None for other leaves.
+
+    Lanes take so many steps.
+    """
+    out: list[Any] = [None] * len(counters)
+    for i, (v, by, kind) in enumerate(zip(init, counters, loop.carry_types, strict=True)):
+        if i == loop.flag:
+            out[i] = jnp.broadcast_to(step < taken, v.shape) if loop.lanes else jnp.array(True)
+        elif by is not None:
+            out[i] = v + jnp.asarray(step, v.dtype) * np.array(by).astype(v.dtype)
+        out[i] = None if out[i] is None else _jax.vary_like(out[i], [kind])
+    return out

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from loopkit.engine.loop import Loop, Operands, kept
+from loopkit.engine.loop import Loop, Operands, kept, spread
 from loopkit.engine.steps import read_rows, row_of, select
 
 
@@ -63,12 +63,15 @@ class SafeInputs:
             return select(active, x, self.x)
         return _where(active, x, self.loop.xs_lanes)
 
-    def carries(self, active: Any, carry: list, which: Sequence[bool] | None = None) -> list:
-        """`which`: those of the leaves that `carry` has; None for all."""
-        if not self.shared:
-            others = self.carry if which is None else kept(self.carry, which)
-            return select(active, carry, others)
-        return _where(active, carry, [active.ndim] * len(carry))
+    def carries(self, active: Any, carry: list) -> list:
+        """Of leaves that are None it says nothing."""
+        known = [v is not None for v in carry]
+        values = kept(carry, known)
+        if self.shared:
+            values = _where(active, values, [active.ndim] * len(values))
+        else:
+            values = select(active, values, kept(self.carry, known))
+        return spread(values, known, carry)
 
 
 def _substitution(active: Any) -> Callable:

@@ -41,8 +41,8 @@ def evaluate(
     how = reversal(loop, layout, active).unrolled(settled(loop, layout)).without(unread)
     with jax.named_scope(f"loopkit.{loop.name}.backward"):
         out = backward_sweep(how, loop.split(primals)[0], residuals, cts, batch)
-    zeros = [_jax.zeros(jax.typeof(v)) for v in out]
-    return [z if u else v for v, z, u in zip(out, zeros, _unread_results(active, unread), strict=True)]
+    unasked = _unread_results(active, unread)
+    return [_jax.zeros(jax.typeof(v)) if u else v for v, u in zip(out, unasked, strict=True)]
 
 
 def _unread_results(active: Active, unread: Sequence[bool]) -> list[bool]:

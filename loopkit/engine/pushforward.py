@@ -108,7 +108,8 @@ def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
     if not any(live.inputs):
         return [*none, *[_jax.float0_zero(l.aval) for l in linear]]
     # Of a tangent that is known, which is zero, nobody asks for the cotangent.
-    asked = spread(map(_jax.is_undefined, linear), active.inputs, [False] * len(active.inputs))
+    asked = [_jax.is_undefined(v) for v in linear]
+    asked = spread(asked, active.inputs, [False] * len(active.inputs))
     asked = asked[loop.const_count : loop.const_count + loop.carry_count]
     unread = tuple(l and not a for l, a in zip(live.carry, asked, strict=True))
     params = dict(params, layout=layout, active=live, unread=unread)

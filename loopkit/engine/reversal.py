@@ -127,18 +127,13 @@ class Reversal:
         """Of the saved leaves, those that a slot holds, and the buffers that are brought back."""
         return kept(saved, kept(self.slotted, self.saved)), kept(saved, self.undone)
 
-    def together(
-        self, operands: Operands, step: Any, slot: Sequence[Any], buffers: Sequence[Any]
-    ) -> list:
-        """The saved leaves before a step."""
-        leaves: list[Any] = spread(slot, self.slotted, self.counts(operands, step))
-        return spread(buffers, self.undone, kept(leaves, self.saved))
+    def together(self, counts: list, slot: Sequence[Any], buffers: Sequence[Any]) -> list:
+        """The saved leaves before a step, of which `counts` has the counters."""
+        return spread(buffers, self.undone, kept(spread(slot, self.slotted, counts), self.saved))
 
-    def counts(self, operands: Operands, step: Any) -> list:
+    def counts(self, operands: Operands, step: Any, taken: Any) -> list:
         """The carry before a step, as far as it is counters; None for the others."""
-        values = at_step(self.loop, operands.init, self.counters, step)
-        flags = [by is not None for by in self.counters]
-        return spread(values, flags, [None] * len(flags))
+        return at_step(self.loop, operands.init, self.counters, step, taken)
 
     def shortened(self, residuals: Sequence[Any]) -> list:
         """The residuals of a step that are stored."""

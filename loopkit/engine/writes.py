@@ -199,4 +199,3 @@ def _columns(j: Any, starts: Any, loop: Loop) -> list[bool]:
     if eqn is not None and stacks and len(eqn.invars) == width:
         return [counts(v) for v in eqn.invars]
     return [False] * width
-
