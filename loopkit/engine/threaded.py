@@ -106,9 +106,14 @@ def _gathered(
         for d in numbers.start_indices_batching_dims
     ]
     of_batch = [int(a) for a in numbers.operand_batching_dims]
-    axes = (*map(int, numbers.start_index_map), *of_batch)
-    window = Window(axes, (0,) * buffer.ndim, tuple(map(int, slice_sizes)), fills, wrap=False)
-    found, after = read(buffer, jnp.concatenate([starts, *own], -1), window)
+    sizes, mapped = tuple(map(int, slice_sizes)), list(map(int, numbers.start_index_map))
+    # Moved inside, slices that are as long as the axis start at its start.
+    kept = [i for i, a in enumerate(mapped) if fills or sizes[a] != buffer.shape[a]]
+    axes = (*(mapped[i] for i in kept), *of_batch)
+    window = Window(axes, (0,) * buffer.ndim, sizes, fills, wrap=False)
+    columns = [lax.slice_in_dim(starts, i, i + 1, axis=-1) for i in kept]
+    at = jnp.concatenate([starts[..., :0], *columns, *own], -1)
+    found, after = read(buffer, at, window)
     gone = [*map(int, numbers.collapsed_slice_dims), *of_batch]
     found = jnp.squeeze(found, tuple(batch + a for a in gone))
     offsets = list(map(int, numbers.offset_dims))
