@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -21,7 +20,7 @@ from loopkit.engine.lanes import SafeInputs
 from loopkit.engine.loop import Active, Loop, Operands, kept, parts, spread
 from loopkit.engine.products import Products
 from loopkit.engine.reversal import Reversal
-from loopkit.engine.steps import read_rows, repeat, repeat_backwards, row_of, select, write_rows
+from loopkit.engine.steps import hold, read_rows, repeat, repeat_backwards, row_of, write_rows
 from loopkit.engine.undo import Rewind
 
 SMALL_ROW = 1024
@@ -271,7 +270,7 @@ class _StepReversal:
             inputs = self.safe.carries(active, carry)
         new, stored = parts(_jax.call_jaxpr(how.forward)(*consts, *inputs, *x), sum(how.saved))
         if self.safe is not None:
-            new = select(active, new, carry)
+            new = hold(active, new, carry)
         return new, stored
 
     def computed_once(self, stored: list) -> list:
@@ -338,25 +337,24 @@ class _StepReversal:
         at = row_of(loop, step) if loop.length is not None else step
         y_axes = [axis + a for a in kept(loop.y_axes, how.active.ys)]
         x_axes = [axis + a for a in kept(loop.x_axes, how.active.xs)]
-        ct_y = read_rows(self.ct_ys, at, y_axes)
-        consts, hoisted, x, carry = self.operands.consts, self.hoisted, self.slices(step), cts.carry
-        active = step < self.taken
+        flowing = [*cts.carry, *read_rows(self.ct_ys, at, y_axes)]
+        buffers = kept(loop.is_buffer, how.active.carry)
+        consts, hoisted, x, active = self.operands.consts, self.hoisted, self.slices(step), None
         if self.safe is not None:
+            active = step < self.taken
             consts, x = self.safe.constants(active), self.safe.slices(active, x)
             if self.safe.shared:
                 hoisted = list(_jax.call_jaxpr(how.split.hoist)(*consts))
-            zeros = jax.tree.map(jnp.zeros_like, (carry, ct_y))
-            carry = select(active, carry, zeros[0], axis)
-            ct_y = select(active, ct_y, zeros[1], axis)
-        flowing = [*cts.consts, *carry, *ct_y]
-        outs = _jax.call_jaxpr(self.backward)(*consts, *hoisted, *x, *row, *flowing)
+            zeros = list(map(jnp.zeros_like, flowing))
+            flowing = hold(active, flowing, zeros, buffers, axis)
+        outs = _jax.call_jaxpr(self.backward)(*consts, *hoisted, *x, *row, *cts.consts, *flowing)
         late = [False] * sum(how.active.consts)
         if self.products is not None:
             late = list(self.products.put_off[: len(late)])
         counts = len(late) - sum(late), sum(how.active.carry), sum(how.active.xs)
         d_consts, d_carry, d_x, factors = parts(outs, *counts)
         if self.safe is not None:
-            d_carry = select(active, d_carry, cts.carry, axis)
+            d_carry = hold(active, d_carry, cts.carry, buffers, axis)
         new = iter(d_consts)
         return Cotangents(
             [c if put_off else next(new) for c, put_off in zip(cts.consts, late, strict=True)],
