@@ -76,7 +76,7 @@ FileLocations
 
 StackFrames
 1 {file_location_id=1 parent_frame_id=1}
-2 {file_location_id=2 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
 
 %inner (p: f32[4]) -> f32[4] {
   %p = f32[4]{0} parameter(0)
