@@ -87,7 +87,10 @@ def test_what_is_a_counter():
     assert counters(lambda i, x: (jnp.where(x > 0, i + 1, i), x + 1), one, x) == (None, None)
     assert counters(lambda i, x: (i - 1, x + 1), jnp.uint8(1), x) == (-1, None)
     assert counters(lambda i, j: (i + 1, j + i), one, jnp.ones(3, int), batched=(None, 0))[0] == 1
-    assert counters(lambda i, j: (i + 4, j + i), jnp.ones(3, jnp.int32), one, batched=(0, None))[0] == 4
+    assert (
+        counters(lambda i, j: (i + 4, j + i), jnp.ones(3, jnp.int32), one, batched=(0, None))[0]
+        == 4
+    )
     both = jnp.asarray([1, 2])
     assert counters(lambda i: (i + both,), jnp.zeros(2, int)) == (None,)
 
@@ -119,6 +122,8 @@ def test_what_replaying_reads_of_them_is_not_saved():
     loop = the_loop(looped("while", None), XS)
     active = Active((True,), (False, False, True), (), ())
     active = active._replace(consts=tuple(map(_jax.is_differentiable, loop.const_types)))
-    how = reversal(loop, active._replace(carry=tuple(map(_jax.is_differentiable, loop.carry_types))))
+    how = reversal(
+        loop, active._replace(carry=tuple(map(_jax.is_differentiable, loop.carry_types)))
+    )
     assert sum(how.saved) == 3
     assert [str(t.dtype) for t in how.slot_types] == ["float64"]

@@ -100,9 +100,11 @@ def test_in_every_transformation(body=later):
     f, wanted = looped(body, "while", None), reference(body)
     grad = jax.grad(lambda xs: f(xs, None))
     want = jax.grad(lambda xs: wanted(xs, None))
-    second = lambda grad: lambda xs: (
-        jax.jacrev(grad)(xs)[:2, 0],
-        jax.jvp(grad, (xs,), (jnp.sin(xs),))[1],
+    second = lambda grad: (
+        lambda xs: (
+            jax.jacrev(grad)(xs)[:2, 0],
+            jax.jvp(grad, (xs,), (jnp.sin(xs),))[1],
+        )
     )
     assert_close(jax.jit(second(grad))(XS), jax.jit(second(want))(XS))
     counts = jnp.asarray([6, 0, 3])
