@@ -7,6 +7,8 @@ import pytest
 import loopkit
 from derivatives import assert_close
 from loopkit import Plan, _jax
+from loopkit._plan import Step
+from loopkit._planner import best_plan
 from loopkit.engine.counters import find_counters
 from loopkit.engine.loop import Active
 from loopkit.engine.primitives import while_p
@@ -127,3 +129,15 @@ def test_what_replaying_reads_of_them_is_not_saved():
     )
     assert sum(how.saved) == 3
     assert [str(t.dtype) for t in how.slot_types] == ["float64"]
+
+
+def test_where_nothing_has_to_be_saved_no_step_is_run_to_reach_another():
+    plan = best_plan(None, 1000, False, [Step(0, 8)])
+    assert plan.every_carry
+    assert plan.slot_bytes == plan.row_bytes == 0
+    assert plan.evaluations() == (1000, 1000)
+    assert best_plan(3, 1000, True, [Step(0, 8)]).every_carry
+    assert best_plan(None, 1000, True, [Step(0, 0)]).keeps_all
+    factors = best_plan(None, 1000, True, [Step(0, 8, factor_bytes=64)])
+    assert factors.every_carry
+    assert factors.leaf == 16
