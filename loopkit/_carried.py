@@ -42,6 +42,8 @@ class Buffers:
     step: int | None = None
     """Where reads and writes are checked: the leaf that holds the number of the step. The last
     leaves then say what is written, one for each buffer, in order."""
+    checks: bool = False
+    """Whether what runs by hand is checked."""
 
     @property
     def any(self) -> bool:
@@ -113,27 +115,34 @@ class Buffers:
             out[self.masks :] = masks
         return shape.unflatten(out)
 
-    def by_hand(self, body: Any, init: Any = None) -> Any:
-        """`body(*before, carry) -> (carry, y)` outside a compiled loop, on arrays and to arrays.
+    def checked(self, checks: bool) -> Buffers:
+        """The same; what runs by hand is checked too."""
+        return replace(self, checks=checks)
 
-        With `init`, the initial carry, one step after another is checked.
+    def by_hand(self, body: Any) -> Any:
+        """A function of the carry that runs outside a compiled loop, on arrays and to arrays.
+
+        `body(carry) -> carry`, or `body(x, carry) -> (carry, y)`, called for step after step.
         """
         if not self.any:
             return body
-        masks = [] if init is None else self.first_written(init)
         steps, count = itertools.count(), len(self.flags)
-        buffers = self.followed_by(1 + len(masks), count) if masks else self
+        written: list = []
 
-        def with_arrays(*args: Any) -> tuple[Any, Any]:
+        def with_arrays(*args: Any) -> Any:
             *before, carry = args
             leaves, tree = jax.tree.flatten(carry)
-            leaves += [jnp.int32(next(steps)), *masks] if masks else []
+            step = next(steps)
+            if not self.checks:
+                return plain(body(*before, tree.unflatten(self.wrapped(leaves, None)[0])))
+            masks = written or self.first_written(carry)
+            buffers = self.followed_by(1 + len(masks), count)
+            leaves += [jnp.int32(step), *masks]
             values, owners = buffers.wrapped(leaves, None)
-            carry, y = body(*before, tree.unflatten(values[:count]))
-            if masks:
-                carry, _, *written = buffers.unwrapped((carry, *values[count:]), owners, leaves)
-                masks[:] = written
-            return plain(carry), plain(y)
+            out = body(*before, tree.unflatten(values[:count]))
+            new = out[0] if before else out
+            new, _, *written[:] = buffers.unwrapped((new, *values[count:]), owners, leaves)
+            return (plain(new), *plain(out[1:])) if before else plain(new)
 
         return with_arrays
 

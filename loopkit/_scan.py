@@ -175,6 +175,7 @@ def run_scan(
     init = _arguments.as_arrays(name, names.init, init)
     carried = _carried.find(names, buffers, init)
     checking = _checks.wanted(name, checks) and carried.any
+    carried = carried.checked(checking)
     init = plain(init)
     xs = _arguments.as_arrays(name, "xs", xs)
     inputs = Inputs.of(xs, in_axes, length)
@@ -195,10 +196,8 @@ def run_scan(
         return result if return_info else result[:2]
     lasts = _last_ys(carried, f, init, inputs, out_axes) if has_none(out_axes) else []
     if _arguments.runs_in_python() and length > 0:
-        of_x = lambda x, carry: f(carry, x)
-        body = carried.by_hand(of_x, init if checking else None), carried.by_hand(of_x)
         ran, result = _arguments.in_python(
-            lambda: _python_scan(*body, init, inputs, out_axes, reverse, until, stopped)
+            lambda: _python_scan(carried, f, init, inputs, out_axes, reverse, until, stopped)
         )
         if ran:
             carry, ys, info = result
@@ -296,8 +295,8 @@ def _stop(names: Names, until: Callable, carry: Any, y: Any) -> Any:
 
 
 def _python_scan(
-    body: Callable,
-    quiet: Callable,
+    carried: _carried.Buffers,
+    f: Callable,
     init: Any,
     inputs: Inputs,
     out_axes: Any,
@@ -307,6 +306,7 @@ def _python_scan(
 ) -> tuple[Any, Any, LoopInfo]:
     carry, rows, stopped = init, [], bool(stopped)
     order = range(inputs.length)
+    body = carried.by_hand(lambda x, carry: f(carry, x))
     for t in [] if stopped else reversed(order) if reverse else order:
         carry, y = body(inputs.row(t), carry)
         rows.append(jax.tree.map(jnp.asarray, y))
@@ -314,7 +314,7 @@ def _python_scan(
             stopped = True
             break
     taken = len(rows)
-    blank = rows[0] if rows else jax.eval_shape(quiet, inputs.row(0), init)[1]
+    blank = rows[0] if rows else jax.eval_shape(f, init, inputs.row(0))[1]
     rows += [jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), blank)] * (inputs.length - taken)
     last = jax.tree.leaves(rows[max(taken, 1) - 1])
     columns = zip(*map(jax.tree.leaves, rows[::-1] if reverse else rows), strict=True)
@@ -335,8 +335,8 @@ def _last_ys(
     def last(*values: Any) -> list:
         given, x = parts(values, len(leaves))
         carry, whole = tree.unflatten(given)
-        step = carried.by_hand(lambda x, carry: pair(NAMES, f(carry, x)))
-        return without_last(out_axes, step(inputs.join(x, whole), carry)[1])[1]
+        step = carried.by_hand(lambda x, carry: f(carry, x))
+        return without_last(out_axes, pair(NAMES, step(inputs.join(x, whole), carry))[1])[1]
 
     types = [*map(jax.typeof, leaves), *inputs.slice_types]
     return [_jax.zeros(t) for t in _jax.trace(last, types, "scan_ys")[0].out_avals]

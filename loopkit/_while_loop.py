@@ -136,6 +136,7 @@ def run_while(
     init_val = _arguments.as_arrays(name, names.init, init_val)
     carried = _carried.find(names, buffers, init_val)
     checking = _checks.wanted(name, checks) and carried.any
+    carried = carried.checked(checking)
     init_val = plain(init_val)
 
     def finish(val: Any, steps: Any, still_holds: Any) -> Any:
@@ -143,9 +144,9 @@ def run_while(
         return _with_info(names, val, steps, still_holds, max_steps, throw, return_info)
 
     if _arguments.runs_in_python():
-        body = carried.by_hand(lambda val: (body_fun(val), None), init_val if checking else None)
+        body = carried.by_hand(body_fun)
         ran, result = _arguments.in_python(
-            lambda: _python_loop(cond_fun, lambda val: body(val)[0], init_val, max_steps)
+            lambda: _python_loop(cond_fun, body, init_val, max_steps)
         )
         if ran:
             val, steps = result
