@@ -22,7 +22,8 @@ from engine import Report
 from harness import describe_machine, interleave, measure, measurement_table, ratio, temp_bytes
 
 LENGTHS = 1000, 8000, 64000
-LONGEST_OF_MANY = 16000  # rows for 32 lanes: 64000 of them are 400 MB an array
+LENGTHS_OF_MANY = 1000, 4000, 16000  # for 32 lanes: 64000 rows are 400 MB an array
+LAX = "lax.scan, stacked ys"
 
 
 def second(carry):
@@ -66,10 +67,12 @@ def loopkit_while(body, init, xs, length):
 
 
 CONTENDERS = {
-    "lax.scan, stacked ys": rows_stacked,
+    LAX: rows_stacked,
     "loopkit.scan": partial(rows_in_carry, loopkit_scan),
     "loopkit.while_loop": partial(rows_in_carry, loopkit_while),
+    "loopkit.scan, every step": partial(rows_in_carry, partial(loopkit_scan, checkpoints="all")),
     "equinox": partial(rows_in_carry, equinox_scan),
+    "equinox, every step": partial(rows_in_carry, partial(equinox_scan, checkpoints="all")),
 }
 
 
@@ -78,42 +81,34 @@ def gradient(function, batch):
     return jax.vmap(g) if batch > 1 else g
 
 
-def compare_rows(report: Report, repeats: int) -> None:
+def compare_rows(report: Report, repeats: int, batch: int = 1) -> None:
     """Gradients of rows written once."""
-    for batch in (1, 4, 32):
-        lengths = [t for t in LENGTHS if batch < 32 or t <= LONGEST_OF_MANY] + (
-            [LONGEST_OF_MANY] if batch == 32 else []
-        )
-        lengths = sorted(set(lengths))
-        lanes = (batch,) if batch > 1 else ()
-        shape = lambda t, lanes=lanes: (*lanes, t, 10, 5)
-        functions = {name: gradient(f, batch) for name, f in CONTENDERS.items()}
-        if batch == 1:
-            functions["equinox, every step"] = jax.grad(
-                partial(rows_in_carry, partial(equinox_scan, checkpoints="all"))
-            )
-        growth = {}
+    lanes = (batch,) if batch > 1 else ()
+    functions = {name: gradient(f, batch) for name, f in CONTENDERS.items()}
+    growth = {}
+    lengths = LENGTHS if batch < 32 else LENGTHS_OF_MANY
+    for t in lengths:
+        xs = jax.random.uniform(jax.random.key(0), (*lanes, t, 10, 5))
+        growth[t] = measure(functions, (xs,), repeats)
+        report.write(f"\n### {t} rows, batch of {batch}\n")
+        report.write(measurement_table(growth[t], LAX))
+    report.write()
+    first, last = growth[lengths[0]], growth[lengths[-1]]
+    limit = 1.25 * lengths[-1] / lengths[0]
+    # Long arrays are not in the caches, which costs whoever writes them.
+    of_lax = ratio(last[LAX].seconds, first[LAX].seconds).mid
+    for name in ("loopkit.scan", "loopkit.while_loop"):
+        what = f"{name}, batch {batch}, {lengths[-1]} rows by {lengths[0]}"
+        grown = ratio(last[name].seconds, first[name].seconds)
+        report.target(f"{what}: time", grown, limit)
+        report.target(f"{what}: time, by that of lax.scan", grown.mid / of_lax, 1.25)
+        memory = last[name].temp_bytes / first[name].temp_bytes
+        report.target(f"{what}: memory", memory, limit)
         for t in lengths:
-            xs = jax.random.uniform(jax.random.key(0), shape(t))
-            results = measure(functions, (xs,), repeats)
-            report.write(f"\n### {t} rows, batch of {batch}\n")
-            report.write(measurement_table(results, "lax.scan, stacked ys"))
-            growth[t] = results
-        report.write()
-        first, last = growth[lengths[0]], growth[lengths[-1]]
-        for name in ("loopkit.scan", "loopkit.while_loop"):
-            grown = ratio(last[name].seconds, first[name].seconds)
-            limit = 1.25 * lengths[-1] / lengths[0]
-            what = f"{name}, batch {batch}: time of {lengths[-1]} rows by that of {lengths[0]}"
-            report.target(what, grown, limit)
-            memory = last[name].temp_bytes / first[name].temp_bytes
-            report.target(f"{what.replace('time', 'memory')}", memory, limit)
-            for t in lengths[1:]:
-                seconds = growth[t]
-                against = ratio(seconds[name].seconds, seconds["lax.scan, stacked ys"].seconds)
-                report.target(f"{name}, batch {batch}, {t} rows, by lax.scan", against, 1.5)
-                against = ratio(seconds[name].seconds, seconds["equinox"].seconds)
-                report.target(f"{name}, batch {batch}, {t} rows, by equinox", against, 0.8)
+            at_most = {LAX: 1.5, "equinox": 0.8, "equinox, every step": 0.8}
+            for other, most in at_most.items():
+                against = ratio(growth[t][name].seconds, growth[t][other].seconds)
+                report.target(f"{name}, batch {batch}, {t} rows, by {other}", against, most)
 
 
 # --- rows that are overwritten ----------------------------------------------------------------
@@ -177,98 +172,123 @@ def check_in_place(report: Report, repeats: int) -> None:
 
 # --- a cache of keys and values ---------------------------------------------------------------
 
-WINDOW, HEADS, WIDTH = 64, 8, 64
+WINDOW, HEADS, WIDTH, TOKENS = 64, 8, 64, 4096
 
 
-def decode(capacity, steps, cache, query):
-    """Attention over the last rows of a ring of keys and values, a step at a time."""
+def decode(capacity, steps, query, keys, values):
+    """Attention over the last rows of a ring of keys and values, a step at a time.
+
+    The rows read and written are as many whatever the capacity.
+    """
     offsets = jnp.arange(WINDOW)
 
-    def body(carry):
-        i, keys, values, q = carry
+    def body(i, carry):
+        q, keys, values = carry
         keys = keys.at[i % capacity].set(jnp.cos(q))
         values = values.at[i % capacity].set(jnp.sin(q))
         rows = (i - offsets) % capacity
         k, v = keys[rows], values[rows]
         weights = jax.nn.softmax(jnp.einsum("whd,hd->hw", k, q) / WIDTH**0.5)
-        return i + 1, keys, values, jnp.einsum("hw,whd->hd", weights, v)
+        return jnp.einsum("hw,whd->hd", weights, v), keys, values
 
-    init = (jnp.int32(capacity), *cache, query)
-    how = {"buffers": lambda c: (c[1], c[2])}
-    return loopkit.while_loop(lambda c: c[0] < capacity + steps, body, init, **how)[3]
+    init = (query, keys, values)
+    return loopkit.fori_loop(0, steps, body, init, buffers=(False, True, True))[0]
 
 
 def compare_cache(report: Report, repeats: int) -> None:
-    """Decoding 4096 steps with a cache of keys and values."""
-    steps, row = 4096, 2 * HEADS * WIDTH * 4
-    compiled = {}
-    for megabytes in (1, 8, 32, 128):
-        capacity = megabytes * 2**20 // row
-        cache = jnp.zeros((capacity, HEADS, WIDTH))
-        query = jnp.ones((HEADS, WIDTH))
-        program = jax.jit(partial(decode, capacity), static_argnums=0)
-        program = program.lower(steps, cache, query).compile()
-        short = jax.jit(partial(decode, capacity), static_argnums=0).lower(0, cache, query)
-        short = short.compile()
-        compiled[f"{megabytes} MB"] = lambda p=program, c=cache, q=query: p(c, q)
-        compiled[f"{megabytes} MB, no step"] = lambda p=short, c=cache, q=query: p(c, q)
-    seconds = interleave(compiled, repeats)
-    each = {
-        name: [
-            (a - b) / steps for a, b in zip(seconds[name], seconds[f"{name}, no step"], strict=True)
-        ]
-        for name in compiled
-        if "no step" not in name
-    }
-    for name, times in each.items():
-        report.write(f"- a cache of {name}: {1e6 * median(times):.3g} us a step")
-    for name in ("8 MB", "32 MB", "128 MB"):
-        report.target(f"a step with {name} by one with 1 MB", ratio(each[name], each["1 MB"]), 1.2)
+    """Decoding with a cache of keys and values, of several capacities."""
+    row = 2 * HEADS * WIDTH * 4
+    query = jax.random.normal(jax.random.key(0), (HEADS, WIDTH))
+    steps, first = TOKENS, TOKENS // 2
+    for what in ("value", "gradient"):
+        compiled = {}
+        for megabytes in (2, 8, 32, 128):
+            capacity = megabytes * 2**20 // row
+            cache = jnp.zeros((capacity, HEADS, WIDTH))
+            for count in (steps, first):
+
+                def run(query, keys, values, capacity=capacity, count=count):
+                    return jnp.sum(decode(capacity, count, query, keys, values) ** 2)
+
+                function = jax.grad(run) if what == "gradient" else run
+                args = query, cache, cache
+                program = jax.jit(function).lower(*args).compile()
+                compiled[megabytes, count] = partial(program, *args)
+        times = interleave(compiled, repeats)
+        # Of the second half of the steps: what a call costs besides, as a copy of the cache, is
+        # taken off.
+        each = {
+            m: [
+                (a - b) / (steps - first)
+                for a, b in zip(times[m, steps], times[m, first], strict=True)
+            ]
+            for m, count in compiled
+            if count == steps
+        }
+        report.write(f"\n### {what}, {steps} steps\n")
+        report.write("| cache | time of a step |\n| --- | --- |")
+        for m, seconds in each.items():
+            report.write(f"| {m} MB | {1e6 * median(seconds):.3g} us |")
+        report.write()
+        for m in (8, 32, 128):
+            against = ratio(each[m], each[2])
+            report.target(f"{what}: a step with a cache of {m} MB by one with 2 MB", against, 1.2)
 
 
 # --- many small leaves ------------------------------------------------------------------------
 
-
-def many_leaves(loop, count, steps, init):
-    def body(i, xs):
-        return [x + jnp.sin(y) * 0.1 for x, y in zip(xs, [*xs[1:], xs[0]], strict=True)]
-
-    return loop(0, steps, body, init)
+LEAVES, STEPS = (10, 60, 240), 600
 
 
-def packed(count, steps, init):
-    def body(i, x):
-        return x + jnp.sin(jnp.roll(x, -1)) * 0.1
+def neighbours(xs):
+    """A step of a list of leaves: each moves by the two that follow it."""
+    following = zip(xs, [*xs[1:], xs[0]], [*xs[2:], *xs[:2]], strict=True)
+    return [x + 0.01 * jnp.sin(y) * z for x, y, z in following]
 
-    return list(loopkit.fori_loop(0, steps, body, jnp.stack(init)))
+
+def as_leaves(loop, init):
+    out, _ = loop(lambda xs, _: (neighbours(xs), None), init, None, STEPS)
+    return sum(jnp.sum(x**2) for x in out)
+
+
+def as_packed(loop, init):
+    """Carried as one array, taken apart and put together by each step."""
+    step = lambda xs, _: (jnp.stack(neighbours(list(xs))), None)
+    return jnp.sum(loop(step, jnp.stack(init), None, STEPS)[0] ** 2)
+
+
+def as_array(loop, init):
+    """Computed as one array."""
+    step = lambda x, _: (x + 0.01 * jnp.sin(jnp.roll(x, -1, 0)) * jnp.roll(x, -2, 0), None)
+    return jnp.sum(loop(step, jnp.stack(init), None, STEPS)[0] ** 2)
 
 
 def compare_leaves(report: Report, repeats: int) -> None:
-    """A carry of many scalars, and the same in one array."""
-    steps = 2000
-    for count in (8, 64, 256):
-        init = [jnp.float32(i) for i in range(count)]
-        functions = {
-            "packed by hand": partial(packed, count, steps),
-            "lax.fori_loop": partial(many_leaves, lax.fori_loop, count, steps),
-            "loopkit.fori_loop": partial(many_leaves, loopkit.fori_loop, count, steps),
+    """A carry of many small arrays; the same packed into one; and the same computed as one."""
+    every = partial(loopkit.scan, checkpoints="all")
+    for count in LEAVES:
+        init = [jnp.sin(jnp.arange(3.0) + i) for i in range(count)]
+        values = {
+            "lax.scan": partial(as_leaves, lax.scan),
+            "loopkit.scan": partial(as_leaves, loopkit.scan),
+            "loopkit.scan, packed": partial(as_packed, loopkit.scan),
+            "loopkit.scan, one array": partial(as_array, loopkit.scan),
         }
-        report.write(f"\n### {count} scalars, {steps} steps\n")
-        report.write(measurement_table(measure(functions, (init,), repeats), "packed by hand"))
-        grads = {
-            name: jax.grad(lambda v, f=f: sum(f(v)))
-            for name, f in functions.items()
-            if name != "lax.fori_loop"
+        stored = {
+            "loopkit.scan, all": partial(as_leaves, every),
+            "loopkit.scan, all, packed": partial(as_packed, every),
         }
-        grads["lax.fori_loop"] = jax.grad(
-            lambda v, count=count: sum(many_leaves(lax.fori_loop, count, steps, v))
-        )
-        report.write(f"\n### {count} scalars, gradient\n")
-        report.write(measurement_table(measure(grads, (init,), repeats), "packed by hand"))
+        report.write(f"\n### {count} leaves of 3 numbers, {STEPS} steps: value\n")
+        report.write(measurement_table(measure(values, (init,), repeats), "lax.scan"))
+        grads = {name: jax.grad(f) for name, f in {**values, **stored}.items()}
+        report.write(f"\n### {count} leaves: gradient\n")
+        report.write(measurement_table(measure(grads, (init,), repeats), "lax.scan"))
 
 
 SECTIONS = {
     "rows": ("Rows written to the carry", compare_rows),
+    "rows4": ("Rows written to the carry, batch of 4", partial(compare_rows, batch=4)),
+    "rows32": ("Rows written to the carry, batch of 32", partial(compare_rows, batch=32)),
     "overwriting": ("Rows that are overwritten", compare_overwriting),
     "in_place": ("Copies", check_in_place),
     "cache": ("A cache of keys and values", compare_cache),

@@ -131,6 +131,6 @@ class Program:
             name = self.tables.get("FileNames", {}).get(int(where.get("file_name_id", 0)), "")
             if name:
                 out.append((name.strip('"'), int(where.get("line", 0))))
-            parent = int(numbers.get("parent_frame_id", frame))
-            frame = None if parent == frame else parent
+            # Written as one more than it is: the parent of an outermost frame, which is 0, as 1.
+            frame = int(numbers.get("parent_frame_id", 1)) - 1
         return out

@@ -61,8 +61,11 @@ def make_plan(
     - `bound`: the most steps; `exact` if it takes just that many.
     - `step`: what one step costs.
     """
-    step = step._replace(carry_bytes=max(step.carry_bytes, 1))
     loop = Plan(0, bound=bound, exact=exact, step=step)
+    if not step.carry_bytes and bound and (budget is None or isinstance(budget, int)):
+        return _without_carry(loop, bound)
+    step = step._replace(carry_bytes=max(step.carry_bytes, 1))
+    loop = replace(loop, step=step)
     if isinstance(budget, Plan):
         return _adapted(budget, loop)
     if budget == "all":
@@ -76,6 +79,14 @@ def make_plan(
     if isinstance(budget, int):
         return _in_carries(budget, loop)
     return _default(loop)
+
+
+def _without_carry(loop: Plan, bound: int) -> Plan:
+    """Where nothing has to be saved to run a step again, no step is run to get to another."""
+    if not loop.step.residual_bytes:
+        return replace(loop, leaf=bound, store="residuals", keeps_all=True)
+    leaf = min(16, bound) if loop.step.factor_bytes else 1
+    return replace(loop, slots=-(-bound // leaf) * leaf, leaf=leaf)
 
 
 def _adapted(plan: Plan, loop: Plan) -> Plan:

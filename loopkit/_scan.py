@@ -178,6 +178,7 @@ def run_scan(
     init = _arguments.as_arrays(name, names.init, init)
     carried = _carried.find(names, buffers, init)
     checking = _checks.wanted(name, checks) and carried.any
+    carried = carried.checked(checking)
     init = plain(init)
     if isinstance(xs, Inputs):
         inputs = xs
@@ -325,8 +326,7 @@ def _last_ys(
         given, x = parts(values, len(leaves))
         carry, whole = tree.unflatten(given)
         step = carried.by_hand(lambda x, carry: f(carry, x))
-        _, y = pair(NAMES, step(inputs.join(x, whole), carry))
-        return without_last(out_axes, y)[1]
+        return without_last(out_axes, pair(NAMES, step(inputs.join(x, whole), carry))[1])[1]
 
     types = [*map(jax.typeof, leaves), *inputs.slice_types]
     return [_jax.zeros(t) for t in _jax.trace(last, types, "scan_ys")[0].out_avals]

@@ -10,6 +10,10 @@ as the buffer.
 
     read   ct_b = write(ct_b', ct_x, starts, add)
     write  ct_x, ct_b' = read(ct_b'', starts);  ct_b = write(ct_b', 0, starts)
+
+A write is `fresh` where nobody asks for the cotangent of what the slices held before: ct_b = ct_b'.
+It is `alone` if nothing else of the step touches the buffer: the cotangents read have no write to
+wait for.
 """
 
 from __future__ import annotations
@@ -31,10 +35,13 @@ read_p = _jax.declare("loopkit_read")
 write_p = _jax.declare("loopkit_write")
 
 
-def read(buffer: Any, starts: Any, window: Window) -> tuple[Any, Any]:
-    """The slices, and the buffer to go on with."""
+def read(buffer: Any, starts: Any, window: Window, held: bool = True) -> tuple[Any, Any]:
+    """The slices, and the buffer to go on with.
+
+    `held`: what is written to it next waits until they have been read.
+    """
     buffer, starts = _varying_together(buffer, starts)
-    value, buffer = read_p.bind(buffer, starts, window=window, value=True)
+    value, buffer = read_p.bind(buffer, starts, window=window, value=True, held=held)
     return value, buffer
 
 
@@ -47,7 +54,7 @@ def write(
     """
     masks = () if mask is None else (mask,)
     operands = _varying_together(buffer, value, starts, *masks)
-    return write_p.bind(*operands, window=window, add=add)[0]
+    return write_p.bind(*operands, window=window, add=add, fresh=False, alone=False)[0]
 
 
 def _varying_together(*values: Any) -> list:
@@ -63,28 +70,32 @@ def _is_single(starts: Any) -> bool:
     return math.prod(starts.shape[:-1]) == 1
 
 
-def _evaluate_read(buffer: Any, *operands: Any, window: Window, value: bool) -> list:
+def _evaluate_read(buffer: Any, *operands: Any, window: Window, value: bool, held: bool) -> list:
     if not value:
         return [buffer]
     (starts,) = operands
     batch = starts.shape[:-1]
     at, inside = window.starts_in(buffer.shape, starts)
-    if _is_single(starts):
-        found = lax.dynamic_slice(buffer, window.point(at.reshape(-1)), window.sizes)
-        found = found.reshape(*batch, *window.sizes)
+    single = _is_single(starts)
+
+    def look(buffer: Any, at: Any) -> Any:
+        if not single:
+            return _gather(buffer, at, window)
+        return lax.dynamic_slice(buffer, window.point(at.reshape(-1)), window.sizes)
+
+    # The compiler must not take a write before this read into it, and do it twice.
+    if held and window.axes and not _jax.KEEPS_BARRIERS:
+        nothing = lambda buffer, at: _jax.zeros(jax.typeof(look(buffer, at)))
+        found = lax.cond(_holds(starts), look, nothing, buffer, at)
     else:
-        found = _gather(buffer, at, window)
+        buffer = lax.optimization_barrier(buffer) if held and not single else buffer
+        found = look(buffer, at)
+    found = found.reshape(*batch, *window.sizes)
     if inside is not None:
         zeros = _jax.zeros(jax.typeof(found))
         found = jnp.where(_over_slices(inside, window), found, zeros)
     # What is written next comes after: read twice, the buffer would have to be copied first.
-    if window.axes and not _jax.KEEPS_BARRIERS:
-        found, _ = _in_order(found, _jax.zeros(jax.typeof(found)), starts)
-    if not _is_single(starts):
-        # A gather is not done again where it is used. Held together with it, the buffer would be
-        # copied where it is read after it has been written.
-        return [lax.optimization_barrier(found), buffer]
-    return list(lax.optimization_barrier((found, buffer)))
+    return list(lax.optimization_barrier((found, buffer)) if held else (found, buffer))
 
 
 def _over_slices(flags: Any, window: Window) -> Any:
@@ -104,7 +115,7 @@ def _gather(buffer: Any, at: Any, window: Window) -> Any:
 
 
 def _evaluate_write(
-    buffer: Any, value: Any, starts: Any, *masks: Any, window: Window, add: bool
+    buffer: Any, value: Any, starts: Any, *masks: Any, window: Window, add: bool, **_: Any
 ) -> list:
     at, inside = window.starts_in(buffer.shape, starts)
     if _is_single(starts):
@@ -150,7 +161,9 @@ def _write_one(
     return lax.dynamic_update_slice(buffer, value, point)
 
 
-def _read_types(buffer: Any, *operands: Any, window: Window, value: bool) -> tuple[list, Any]:
+def _read_types(
+    buffer: Any, *operands: Any, window: Window, value: bool, held: bool
+) -> tuple[list, Any]:
     if not value:
         return [buffer], set()
     (starts,) = operands
@@ -159,7 +172,9 @@ def _read_types(buffer: Any, *operands: Any, window: Window, value: bool) -> tup
     return [found, buffer], set()
 
 
-def _write_types(buffer: Any, *others: Any, window: Window, add: bool) -> tuple[list, Any]:
+def _write_types(
+    buffer: Any, *others: Any, window: Window, add: bool, **_: Any
+) -> tuple[list, Any]:
     return [_jax.type_like(buffer, others)], set()
 
 
@@ -174,7 +189,7 @@ def _read_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) ->
 
 
 def _read_transpose(
-    cts: Sequence[Any], buffer: Any, *starts: Any, window: Window, value: bool
+    cts: Sequence[Any], buffer: Any, *starts: Any, window: Window, value: bool, held: bool
 ) -> list:
     none = [None] * len(starts)
     if all(type(c) is _jax.Zero for c in cts):
@@ -194,7 +209,15 @@ def _write_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -
 
 
 def _write_transpose(
-    cts: Sequence[Any], buffer: Any, value: Any, starts: Any, *masks: Any, window: Any, add: Any
+    cts: Sequence[Any],
+    buffer: Any,
+    value: Any,
+    starts: Any,
+    *masks: Any,
+    window: Window,
+    add: bool,
+    fresh: bool,
+    alone: bool,
 ) -> list:
     none = [None] * (1 + len(masks))
     of_buffer, of_value = _jax.is_undefined(buffer), _jax.is_undefined(value)
@@ -203,10 +226,10 @@ def _write_transpose(
         return [*(_jax.float0_zero(v.aval) if has else None for has, v in linear), *none]
     ct_buffer, ct_value = cts[0], None
     if of_value:
-        ct_value, ct_buffer = read(ct_buffer, starts, window)
+        ct_value, ct_buffer = read(ct_buffer, starts, window, held=not alone)
         if masks:
             ct_value = jnp.where(masks[0], ct_value, jnp.zeros_like(ct_value))
-    if of_buffer and not add:
+    if of_buffer and not add and not fresh:
         kind = value.aval if of_value else jax.typeof(value)
         zero = _jax.zeros(kind.to_tangent_aval())
         if of_value and window.axes and not _jax.KEEPS_BARRIERS:
@@ -221,8 +244,12 @@ def _in_order(found: Any, zero: Any, starts: Any) -> tuple[Any, Any]:
     The compiler reads a slice again wherever it is used, and then copies the buffer before it is
     written; it does not look through a branch, of which it does not know which is taken.
     """
-    known = starts.min(initial=0) >= jnp.iinfo(starts.dtype).min // 2
-    return lax.cond(known, lambda x: (x, zero), lambda x: (zero, x), found)
+    return lax.cond(_holds(starts), lambda x: (x, zero), lambda x: (zero, x), found)
+
+
+def _holds(starts: Any) -> Any:
+    """True, which the compiler does not know."""
+    return starts.min(initial=0) >= jnp.iinfo(starts.dtype).min // 2
 
 
 # ---------------------------------------------------------------- vmap
@@ -235,24 +262,26 @@ def _own_places(starts: Any, size: int) -> Any:
     return jnp.concatenate([starts, jnp.broadcast_to(place, (*starts.shape[:-1], 1))], -1)
 
 
-def _read_batched(axis: Any, args: Any, dims: Any, *, window: Window, value: bool) -> tuple:
+def _read_batched(
+    axis: Any, args: Any, dims: Any, *, window: Window, value: bool, held: bool
+) -> tuple:
     if not value:
-        return read_p.bind(*args, window=window, value=False), list(dims)
+        return read_p.bind(*args, window=window, value=False, held=held), list(dims)
     (buffer, starts), (of_buffer, of_starts) = args, dims
     if of_starts is None:
         window = window.with_axis(of_buffer, axis.size)
-        out = read_p.bind(buffer, starts, window=window, value=True)
+        out = read_p.bind(buffer, starts, window=window, value=True, held=held)
         return out, [starts.ndim - 1 + of_buffer, of_buffer]
     starts = jnp.moveaxis(starts, of_starts, 0)
     if of_buffer is None:
-        return read_p.bind(buffer, starts, window=window, value=True), [0, None]
+        return read_p.bind(buffer, starts, window=window, value=True, held=held), [0, None]
     starts = _own_places(starts, axis.size)
     window = window.with_index(of_buffer)
-    found, buffer = read_p.bind(buffer, starts, window=window, value=True)
+    found, buffer = read_p.bind(buffer, starts, window=window, value=True, held=held)
     return [jnp.squeeze(found, starts.ndim - 1 + of_buffer), buffer], [0, of_buffer]
 
 
-def _write_batched(axis: Any, args: Any, dims: Any, *, window: Window, add: bool) -> tuple:
+def _write_batched(axis: Any, args: Any, dims: Any, *, window: Window, **how: Any) -> tuple:
     (buffer, value, starts, *masks), (of_buffer, of_value, of_starts, *of_masks) = args, dims
     if of_buffer is None:
         buffer, of_buffer = jnp.broadcast_to(buffer, (axis.size, *buffer.shape)), 0
@@ -270,7 +299,7 @@ def _write_batched(axis: Any, args: Any, dims: Any, *, window: Window, add: bool
             jnp.expand_dims(_moved(m, d, 0, axis.size), place)
             for m, d in zip(masks, of_masks, strict=True)
         ]
-    out = write_p.bind(buffer, value, starts, *masks, window=window, add=add)
+    out = write_p.bind(buffer, value, starts, *masks, window=window, **how)
     return out, [of_buffer]
 
 

@@ -137,6 +137,7 @@ def run_while(
     init_val = _arguments.as_arrays(name, names.init, init_val)
     carried = _carried.find(names, buffers, init_val)
     checking = _checks.wanted(name, checks) and carried.any
+    carried = carried.checked(checking)
     init_val = plain(init_val)
 
     def finish(val: Any, steps: Any, still_holds: Any) -> Any:

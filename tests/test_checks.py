@@ -57,12 +57,16 @@ def test_read_before_written(kind):
     for run in (f, jax.jit(f)):
         with pytest.raises(Exception, match=text):
             jax.block_until_ready(run(XS))
+    with jax.disable_jit(), pytest.raises(Exception, match=text):
+        f(XS)
 
 
 @pytest.mark.parametrize("kind", NAMED)
 def test_what_is_right_raises_nothing(kind):
     f, plain = filled(kind, 1, checks=True), filled(kind, 1)
     assert_close(jax.jit(jax.value_and_grad(f))(XS), jax.value_and_grad(plain)(XS))
+    with jax.disable_jit():
+        assert_close(jax.value_and_grad(f)(XS), jax.value_and_grad(plain)(XS))
 
 
 def test_gradients_are_checked_too():
@@ -74,6 +78,8 @@ def test_written_out_of_bounds():
     text = r"buffer `init_val\[1\]` is written with .set at index 6 in step 5, outside of its shape"
     with pytest.raises(Exception, match=text):
         jax.block_until_ready(jax.jit(filled("while", 1, 9, checks=True))(XS))
+    with jax.disable_jit(), pytest.raises(Exception, match=text):
+        filled("while", 1, 9, checks=True)(XS)
     assert float(filled("while", 1, 9)(XS)) == 12
 
 

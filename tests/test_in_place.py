@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import loopkit
+from loopkit import _jax
 from loopkit._hlo import Program
 
 ROWS = jnp.ones((300, 7))
@@ -57,6 +58,41 @@ def test_buffers_are_in_place():
     assert report.loops > 1
 
 
+def test_a_window_that_is_read_after_a_write():
+    """As a cache of keys: a gather must not take the write before it into itself."""
+
+    def decode(q, keys):
+        def body(i, carry):
+            q, keys = carry
+            keys = keys.at[i % 300].set(jnp.cos(q))
+            found = keys[(i - jnp.arange(9)) % 300]
+            return jax.nn.softmax(found @ q) @ found, keys
+
+        return loopkit.fori_loop(0, 700, body, (q, keys), buffers=(False, True))[0]
+
+    loopkit.assert_in_place(decode, ROWS[0], ROWS)
+    if _jax.KEEPS_BARRIERS:
+        loopkit.assert_in_place(decode, ROWS[0], ROWS, grad=True)
+
+
+def test_lanes_that_stop_apart_select_no_buffer():
+    def f(xs, n):
+        step = lambda c: (c[0] + 1, c[1].at[c[0]].set(jnp.sin(xs[c[0]])))
+        init, how = (0, jnp.zeros_like(xs)), {"max_steps": 300, "buffers": lambda c: c[1]}
+        return jnp.sum(loopkit.while_loop(lambda c: c[0] < n, step, init, **how)[1])
+
+    lanes, counts = jnp.stack([ROWS, ROWS]), jnp.asarray([7, 200])
+    gradient = jax.jit(jax.vmap(jax.grad(f)))
+    program = Program.parse(gradient.lower(lanes, counts).compile().as_text())
+    roots = {"dynamic-update-slice", "scatter", "get-tuple-element", "parameter", "bitcast"}
+    for body in program.loop_bodies:
+        for i in program.computations[body].values():
+            if i.bytes >= lanes.nbytes:
+                inner = [j for _, name in i.called() for j in program.computations[name].values()]
+                made = [j.opcode for j in inner if j.root] or [i.opcode]
+                assert set(made) <= roots, f"{i.name} makes {i.type} by {made}"
+
+
 def test_arguments():
     shape = jax.ShapeDtypeStruct((300, 7), jnp.float32)
     mixed = lambda xs, n: (in_rows(xs, buffers=lambda c: c[1]), n + 1)
@@ -76,7 +112,7 @@ FileLocations
 
 StackFrames
 1 {file_location_id=1 parent_frame_id=1}
-2 {file_location_id=2 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
 
 %inner (p: f32[4]) -> f32[4] {
   %p = f32[4]{0} parameter(0)

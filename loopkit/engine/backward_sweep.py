@@ -8,37 +8,18 @@ branch, and a slot is touched once a segment, not once a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from loopkit import _jax
 from loopkit.engine import placement
-from loopkit.engine.lanes import SafeInputs
-from loopkit.engine.loop import Active, Loop, Operands, kept, parts, spread
-from loopkit.engine.products import Products
+from loopkit.engine.loop import Active, Loop, Operands, kept, parts
 from loopkit.engine.reversal import Reversal
-from loopkit.engine.steps import read_rows, repeat, repeat_backwards, row_of, select, write_rows
+from loopkit.engine.step_reversal import Cotangents, StepReversal
+from loopkit.engine.steps import read_rows, repeat, write_rows
 from loopkit.engine.undo import Rewind
-
-SMALL_ROW = 1024
-"""Bytes of a row that is copied out once, rather than sliced in each kernel that reads it."""
-
-
-class Cotangents(NamedTuple):
-    """What flows back. Each has the linear batch axis first, if there is one."""
-
-    consts: list
-    """Summed over the steps so far."""
-    carry: list
-    """With respect to the carry before the step reversed last."""
-    xs: list
-    """Whole arrays, the rows of the steps reversed so far."""
-    factors: list
-    """Of products that are put off to the end of the segment, a row for each of its steps."""
 
 
 class Backward(NamedTuple):
@@ -84,7 +65,7 @@ def backward_sweep(
     if loop.length == 0:
         return [v for group in _no_cotangents(loop, active, ct_carry, batch) for v in group]
     rewind = Rewind(undo, loop, [] if undo is None else kept(operands.init, undo.leaves), log)
-    step = _StepReversal.of(how, operands, taken, ct_ys, batch, rewind)
+    step = StepReversal.of(how, operands, taken, ct_ys, batch, rewind)
     flowing = _no_cotangents(loop, active, ct_carry, batch)
     if step.products is not None:
         types = step.products.factor_types
@@ -99,7 +80,9 @@ def backward_sweep(
         if plan.direct:
             first = s.unit * plan.leaf
             before = rewind.steps(first, end - first, s.buffers)
-            return how.together(read_rows(s.slots, s.unit), before), s.slots, s.units
+            slot = read_rows(s.slots, s.unit)
+            counts = how.counts(operands, first, taken)
+            return how.together(counts, slot, before), s.slots, s.units
         return _climb(how, operands, taken, rewind, s, end)
 
     def segment(s: Backward) -> Backward:
@@ -181,175 +164,8 @@ def _climb(
     slot = placement.latest(s.units, target)
     unit = s.units[slot]
     buffers = rewind.steps(unit * leaf, end - unit * leaf, s.buffers)
-    carry = how.together(read_rows(s.slots, slot), buffers)
+    counts = how.counts(operands, unit * leaf, taken)
+    carry = how.together(counts, read_rows(s.slots, slot), buffers)
     start = Climb(carry, unit, s.slots, s.units)
     done = lax.while_loop(lambda s: s.unit < target, advance, start)
     return done.carry, done.slots, done.units
-
-
-@dataclass(frozen=True)
-class _StepReversal:
-    """Replaying and reversing steps, with what all of them read."""
-
-    how: Reversal
-    operands: Operands
-    taken: Any
-    """Steps that each lane took."""
-    hoisted: list
-    backward: Any
-    safe: SafeInputs | None
-    ct_ys: list
-    batch: Any
-    products: Products | None
-    """Of the backward half, those that are put off to the end of a segment."""
-    rewind: Rewind
-
-    @staticmethod
-    def of(
-        how: Reversal, operands: Operands, taken: Any, ct_ys: list, batch: Any, rewind: Rewind
-    ) -> _StepReversal:
-        split, safe = how.split, None
-        consts = operands.consts
-        if how.loop.lanes:
-            safe = SafeInputs.of(how.loop, operands, taken > 0, how.saved)
-            consts = safe.consts
-        hoisted = list(_jax.call_jaxpr(split.hoist)(*consts))
-        backward, products = how.backward, None
-        if batch is None and safe is None and how.plan.leaf > 1 and not how.plan.keeps_all:
-            products = how.products
-            backward = backward if products is None else products.step
-        if batch is not None:
-            linear = sum(how.active.consts) + sum(how.active.outputs)
-            axes = [None] * (len(backward.in_avals) - linear) + [0] * linear
-            backward, _ = _jax.batch_jaxpr(
-                backward, _jax.axis(batch), axes, [0] * len(backward.out_avals)
-            )
-        pieces = (hoisted, backward, safe, ct_ys, batch, products, rewind)
-        return _StepReversal(how, operands, taken, *pieces)
-
-    def slices(self, step: Any) -> list:
-        if not self.operands.xs:
-            return []
-        loop = self.how.loop
-        return read_rows(self.operands.xs, row_of(loop, step), loop.x_axes)
-
-    def replay(self, first: Any, count: Any, carry: list, rows: list) -> tuple[list, list]:
-        """Steps `first` to `first + count`, storing what each leaves for its reversal.
-
-        Returned with the carry after them, or, where carries are stored, before the last of them.
-        """
-        how = self.how
-        if how.plan.store == "carries":
-            rows = write_rows(rows, how.apart(carry)[0], 0)
-
-            def step(k: Any, s: tuple[list, list]) -> tuple[list, list]:
-                carry = how.advance(self.operands, self.taken, s[0], first + k, 1)
-                return carry, write_rows(s[1], how.apart(carry)[0], k + 1)
-
-            return repeat(count - 1, step, (carry, rows), how.loop.unroll)
-
-        def step(k: Any, s: tuple[list, list]) -> tuple[list, list]:
-            carry, row = self.residuals(first + k, s[0])
-            return carry, write_rows(s[1], row, k)
-
-        return repeat(count, step, (carry, rows), how.loop.unroll)
-
-    def residuals(self, step: Any, carry: list) -> tuple[list, list]:
-        """The next carry, and the row of this step."""
-        how, consts, x = self.how, self.operands.consts, self.slices(step)
-        inputs, active = carry, step < self.taken
-        if self.safe is not None:
-            consts, x = self.safe.constants(active), self.safe.slices(active, x)
-            inputs = self.safe.carries(active, carry)
-        new, stored = parts(_jax.call_jaxpr(how.forward)(*consts, *inputs, *x), sum(how.saved))
-        if self.safe is not None:
-            new = select(active, new, carry)
-        return new, stored
-
-    def computed_once(self, stored: list) -> list:
-        """Residuals of the step at hand.
-
-        Fused with the backward half they would be computed again in each of its kernels.
-        """
-        made = [s is None for s in self.how.sources]
-        held = lax.optimization_barrier(kept(stored, made))
-        return spread(held, made, stored)
-
-    def reverse_segment(
-        self, first: Any, count: Any, rows: list, cts: Cotangents, buffers: list
-    ) -> tuple[Cotangents, list]:
-        """Back over a segment whose rows are stored; beyond its last step they are zero."""
-        cts, buffers = self.reverse_rows(first, count, rows, cts, buffers)
-        if self.products is None:
-            return cts, buffers
-        sums = iter(self.products.sums(cts.factors, rows))
-        consts = [
-            c + next(sums) if late else c
-            for c, late in zip(cts.consts, self.products.put_off, strict=False)
-        ]
-        return cts._replace(consts=consts), buffers
-
-    def reverse_carry(
-        self, step: Any, carry: list, cts: Cotangents, row: Any = 0
-    ) -> tuple[Cotangents, list]:
-        """Back over one step, given the carry before it; and the buffers before it."""
-        new, stored = self.residuals(step, carry)
-        stored = self.computed_once(stored)
-        buffers = self.how.apart(carry)[1]
-        if self.how.rereads:
-            # They have been written to, and going on from them saves a copy.
-            buffers = self.rewind.steps(step, 1, self.how.apart(new)[1])
-        return self.reverse(step, stored, cts, row), buffers
-
-    def reverse_rows(
-        self, first: Any, count: Any, rows: list, cts: Cotangents, buffers: list
-    ) -> tuple[Cotangents, list]:
-        """Back over steps `first + count - 1` to `first`; and the buffers before them."""
-
-        def step(k: Any, s: tuple[Cotangents, list]) -> tuple[Cotangents, list]:
-            (cts, buffers), row = s, read_rows(rows, k)
-            if small:
-                row = list(lax.optimization_barrier(row))
-            if not repeats:
-                return self.reverse(first + k, row, cts, k), []
-            buffers = self.rewind.steps(first + k, 1, buffers)
-            return self.reverse_carry(first + k, self.how.together(row, buffers), cts, k)
-
-        repeats = self.how.plan.store == "carries" and not self.how.plan.keeps_all
-        small = sum(map(_jax.byte_count, self.how.row_types)) <= SMALL_ROW
-        state = (cts, buffers if repeats else [])
-        cts, before = repeat_backwards(count, step, state, self.how.loop.unroll)
-        return cts, before if repeats else self.rewind.steps(first, count, buffers)
-
-    def reverse(self, step: Any, row: list, cts: Cotangents, place: Any) -> Cotangents:
-        """Back over one step, number `place` of its segment, given its residuals."""
-        how, loop, axis = self.how, self.how.loop, 0 if self.batch is None else 1
-        at = row_of(loop, step) if loop.length is not None else step
-        y_axes = [axis + a for a in kept(loop.y_axes, how.active.ys)]
-        x_axes = [axis + a for a in kept(loop.x_axes, how.active.xs)]
-        ct_y = read_rows(self.ct_ys, at, y_axes)
-        consts, hoisted, x, carry = self.operands.consts, self.hoisted, self.slices(step), cts.carry
-        active = step < self.taken
-        if self.safe is not None:
-            consts, x = self.safe.constants(active), self.safe.slices(active, x)
-            if self.safe.shared:
-                hoisted = list(_jax.call_jaxpr(how.split.hoist)(*consts))
-            zeros = jax.tree.map(jnp.zeros_like, (carry, ct_y))
-            carry = select(active, carry, zeros[0], axis)
-            ct_y = select(active, ct_y, zeros[1], axis)
-        flowing = [*cts.consts, *carry, *ct_y]
-        outs = _jax.call_jaxpr(self.backward)(*consts, *hoisted, *x, *row, *flowing)
-        late = [False] * sum(how.active.consts)
-        if self.products is not None:
-            late = list(self.products.put_off[: len(late)])
-        counts = len(late) - sum(late), sum(how.active.carry), sum(how.active.xs)
-        d_consts, d_carry, d_x, factors = parts(outs, *counts)
-        if self.safe is not None:
-            d_carry = select(active, d_carry, cts.carry, axis)
-        new = iter(d_consts)
-        return Cotangents(
-            [c if put_off else next(new) for c, put_off in zip(cts.consts, late, strict=True)],
-            d_carry,
-            write_rows(cts.xs, d_x, at, x_axes),
-            write_rows(cts.factors, factors, place),
-        )

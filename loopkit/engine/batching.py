@@ -212,7 +212,7 @@ def _laid_out(loop: Loop, axis: Any, batched: Batched, layout: Active) -> None:
         split = batch_split(how.split, loop, axis, places, layout)
     new.memory[("split", layout)] = split
     undo = None if how.undo is None else batch_undo(how.undo, loop, axis, places, ys)
-    new.memory[key] = build(new, layout, how.plan, how.saved, split, undo)
+    new.memory[key] = build(new, layout, how.plan, how.saved, split, undo, how.counters)
 
 
 def _residual_axes(loop: Loop, new: Loop, axis: Any, places: Operands, layout: Active) -> list:
@@ -220,7 +220,7 @@ def _residual_axes(loop: Loop, new: Loop, axis: Any, places: Operands, layout: A
     how = reversal(loop, layout)
     if how.plan.keeps_all:
         batched = reversal(new, layout).split.stored_batched
-        rows: list[int | None] = [1 if f else None for f in batched]
+        rows: list[int | None] = [1 if f else None for f in how.shortened(batched)]
     else:
         saved = kept(places.init, how.slotted)
         rows = _stacked(saved, [0] * len(saved))

@@ -50,10 +50,13 @@ class Cut:
     """Bytes of the residuals as they are: what jax.lax.scan stores of a step."""
 
 
-def least_stored(jaxpr: Jaxpr, results: int, constants: int, slices: int) -> Cut:
+def least_stored(
+    jaxpr: Jaxpr, results: int, constants: int, slices: int, free: Sequence[bool]
+) -> Cut:
     """How to store the outputs of a step from `results` on.
 
-    The inputs are `constants`, then the carry, then the xs from `slices` on.
+    The inputs are `constants`, then the carry, then the xs from `slices` on. To store a carry leaf
+    that is `free` costs nothing.
     """
     j = _jax.open_jaxpr(jaxpr)
     residuals = [v for v in j.outvars[results:] if not isinstance(v, _jax.Literal)]
@@ -76,7 +79,8 @@ def least_stored(jaxpr: Jaxpr, results: int, constants: int, slices: int) -> Cut
     if len(j.eqns) > LARGEST:
         stored = [v for v in dict.fromkeys(varying) if v not in given]
     else:
-        stored = _minimum_cut(varying, operands, given | constant)
+        costless = {v for v, f in zip(j.invars[constants:slices], free, strict=True) if f}
+        stored = _minimum_cut(varying, operands, given | constant, costless)
     known = given | set(stored)
     hoisted: dict = {}
     needed: set = set()
@@ -123,7 +127,7 @@ def _size(v: Any) -> int:
     return _jax.byte_count(v.aval) + EACH
 
 
-def _minimum_cut(targets: Sequence, operands: Callable, given: set) -> list:
+def _minimum_cut(targets: Sequence, operands: Callable, given: set, free: set) -> list:
     """The variables of fewest bytes from which `targets` follow, nearest to the targets."""
     capacity: dict[Any, dict[Any, float]] = {"source": {}, "target": {}}
 
@@ -140,7 +144,7 @@ def _minimum_cut(targets: Sequence, operands: Callable, given: set) -> list:
         if v in order:
             continue
         order[v] = None
-        edge((v, 0), (v, 1), _size(v))
+        edge((v, 0), (v, 1), 0 if v in free else _size(v))
         before = operands(v)
         if before is None:
             edge("source", (v, 0), inf)

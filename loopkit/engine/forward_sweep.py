@@ -188,7 +188,7 @@ def _store_residuals(how: Reversal, loop: Loop, operands: Operands) -> list:
         if go is not None:
             new, (count,) = select(go, new, steps.carry), select(go, [count], [steps.count])
         done = Steps(count, new, ys, lane_counts)
-        return done, _write(rows, stored, steps.count, go)
+        return done, _write(rows, how.shortened(stored), steps.count, go)
 
     steps, rows = _run(loop, operands, step, (start(loop, operands), how.blank_stacks))
     return [*steps.carry, *steps.ys, *rows, jnp.zeros(0, jnp.int32) + steps.count, steps.taken]

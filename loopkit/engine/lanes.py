@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from loopkit.engine.loop import Loop, Operands
+from loopkit.engine.loop import Loop, Operands, kept, spread
 from loopkit.engine.steps import read_rows, row_of, select
 
 
@@ -36,6 +36,8 @@ class SafeInputs:
     """The slices that go with it."""
     shared: bool
     """Whether lanes read slices in common."""
+    flags: list[bool]
+    """Which leaf of the carry says whether a step counts."""
 
     @staticmethod
     def of(loop: Loop, operands: Operands, active: Any, saved: Sequence[bool]) -> SafeInputs:
@@ -46,12 +48,13 @@ class SafeInputs:
         shared = any(n < len(loop.lanes) for n in loop.xs_lanes)
         substitute = _substitution(active)
         consts = _each(substitute, operands.consts, loop.const_lanes)
+        flags = kept([i == loop.flag for i in range(loop.carry_count)], saved)
         if shared:
-            return SafeInputs(loop, consts, [], [], shared)
+            return SafeInputs(loop, consts, [], [], shared, flags)
         carry = [substitute(v) for v, keep in zip(operands.init, saved, strict=True) if keep]
         first = row_of(loop, jnp.int32(0)) if loop.xs_count else 0
         x = [substitute(v) for v in read_rows(operands.xs, first, loop.x_axes)]
-        return SafeInputs(loop, consts, carry, x, shared)
+        return SafeInputs(loop, consts, carry, x, shared, flags)
 
     def constants(self, active: Any) -> list:
         if not self.shared:
@@ -64,9 +67,17 @@ class SafeInputs:
         return _where(active, x, self.loop.xs_lanes)
 
     def carries(self, active: Any, carry: list) -> list:
-        if not self.shared:
-            return select(active, carry, self.carry)
-        return _where(active, carry, [active.ndim] * len(carry))
+        """Of leaves that are None it says nothing.
+
+        The flag stays as it is: nothing is written to the buffers of a lane that has stopped.
+        """
+        moved = [v is not None and not flag for v, flag in zip(carry, self.flags, strict=True)]
+        values = kept(carry, moved)
+        if self.shared:
+            values = _where(active, values, [active.ndim] * len(values))
+        else:
+            values = select(active, values, kept(self.carry, moved))
+        return spread(values, moved, carry)
 
 
 def _substitution(active: Any) -> Callable:

@@ -6,7 +6,8 @@
     transpose `pushforward`
 
 `batch` is None or the size of a leading axis of the cotangents, which the primals do not have: the
-trajectory is replayed once for all of them.
+trajectory is replayed once for all of them. `unread` says of which carry leaves nobody asks for the
+cotangent of the initial value, as of a buffer that starts with zeros; it is zeros then.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from loopkit import _jax
 from loopkit.engine.activity import backward_activity, forward_activity
@@ -27,14 +29,29 @@ from loopkit.engine.stored_pullback import stored_pullback
 from loopkit.engine.unrolling import settled
 
 
-def evaluate(*operands: Any, loop: Loop, layout: Active, active: Active, batch: Any) -> list:
+def evaluate(
+    *operands: Any,
+    loop: Loop,
+    layout: Active,
+    active: Active,
+    batch: Any,
+    unread: tuple[bool, ...],
+) -> list:
     primals, residuals, cts = arguments(loop, layout, operands)
-    how = reversal(loop, layout, active).unrolled(settled(loop, layout))
+    how = reversal(loop, layout, active).unrolled(settled(loop, layout)).without(unread)
     with jax.named_scope(f"loopkit.{loop.name}.backward"):
-        return backward_sweep(how, loop.split(primals)[0], residuals, cts, batch)
+        out = backward_sweep(how, loop.split(primals)[0], residuals, cts, batch)
+    unasked = _unread_results(active, unread)
+    return [_jax.zeros(jax.typeof(v)) if u else v for v, u in zip(out, unasked, strict=True)]
 
 
-def result_types(*_: Any, loop: Loop, layout: Active, active: Active, batch: Any) -> tuple:
+def _unread_results(active: Active, unread: Sequence[bool]) -> list[bool]:
+    """Which results are cotangents that nobody asks for."""
+    flags = [*[False] * len(active.consts), *unread, *[False] * len(active.xs)]
+    return kept(flags, active.inputs)
+
+
+def result_types(*_: Any, loop: Loop, active: Active, batch: Any, **__: Any) -> tuple:
     types = loop.input_types(active)
     effects = loop.without_debug_effects().effects
     return [t if batch is None else _jax.stack_type(t, batch) for t in types], effects
@@ -121,6 +138,8 @@ def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
     if all(type(c) is _jax.Zero for c in cts):
         return [*none, *[_jax.float0_zero(l.aval) for l in linear]]
     tangents = [_jax.instantiate(c) for c in cts]
+    unread = _unread_results(params["active"], params.pop("unread"))
+    tangents = [jnp.zeros_like(t) if u else t for t, u in zip(tangents, unread, strict=True)]
     return [*none, *pushforward_p.bind(*values, *residuals, *tangents, **params)]
 
 

@@ -107,7 +107,12 @@ def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
     cts = [_jax.instantiate(c) for c in kept(cts, reaching)]
     if not any(live.inputs):
         return [*none, *[_jax.float0_zero(l.aval) for l in linear]]
-    params = dict(params, layout=layout, active=live)
+    # Of a tangent that is known, which is zero, nobody asks for the cotangent.
+    asked = [_jax.is_undefined(v) for v in linear]
+    asked = spread(asked, active.inputs, [False] * len(active.inputs))
+    asked = asked[loop.const_count : loop.const_count + loop.carry_count]
+    unread = tuple(l and not a for l, a in zip(live.carry, asked, strict=True))
+    params = dict(params, layout=layout, active=live, unread=unread)
     out = pullback_p.bind(*values, *residuals, *cts, **params)
     zeros = [_jax.float0_zero(l.aval) for l in linear]
     return [*none, *spread(out, kept(live.inputs, active.inputs), zeros)]

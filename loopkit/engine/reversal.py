@@ -14,6 +14,7 @@ from loopkit._jax import Jaxpr, ShapedArray
 from loopkit._plan import Plan, Step
 from loopkit._planner import best_plan
 from loopkit.engine.cost import factor_bytes, nanoseconds
+from loopkit.engine.counters import Counters, at_step, find_counters
 from loopkit.engine.host import check_host_memory
 from loopkit.engine.loop import Active, Loop, Operands, kept, spread
 from loopkit.engine.products import SMALLEST, Products, put_off
@@ -40,6 +41,10 @@ class Reversal:
     """(consts, saved carry, x) -> saved carry, stored residuals"""
     undo: Undo | None
     """How to bring back the buffers that checkpoints leave out."""
+    counters: Counters
+    """Carry leaves that follow from the number of the step."""
+    unread: tuple[bool, ...] = ()
+    """Carry leaves whose initial value's cotangent nobody asks for; empty if all are wanted."""
 
     @cached_property
     def backward(self) -> Jaxpr:
@@ -47,16 +52,17 @@ class Reversal:
 
         Made when it is asked for: the body may hold what must not be transposed.
         """
-        return self.split.backward(self.active)
+        return self.split.backward(self.active, self.unread or [False] * len(self.saved))
 
     @cached_property
     def products(self) -> Products | None:
         """Of the backward half, those worth putting off to the end of a segment."""
         loop, split = self.loop, self.split
         fixed = loop.const_count + len(split.hoist.out_avals)
-        rows: list[int | None] = list(range(len(split.stored_types)))
+        number = iter(range(len(split.stored_types)))
+        rows = [None if i is not None else next(number) for i in self.counted_rows]
         if self.plan.store == "carries":
-            slotted = [i for i, undone in enumerate(self.undone) if not undone]
+            slotted = [i for i, slot in enumerate(kept(self.slotted, self.saved)) if slot]
             place = {loop.const_count + i: row for row, i in enumerate(slotted)}
             rows = [None if s is None else place.get(s) for s in self.sources]
         found = put_off(self.backward, sum(self.active.consts), fixed, fixed + loop.xs_count, rows)
@@ -77,7 +83,14 @@ class Reversal:
     @cached_property
     def slotted(self) -> list[bool]:
         """Which carry leaves a slot holds."""
-        return spread([not u for u in self.undone], self.saved, [False] * len(self.saved))
+        by_itself = [not u for u in self.undone]
+        held = spread(by_itself, self.saved, [False] * len(self.saved))
+        return [h and by is None for h, by in zip(held, self.counters, strict=True)]
+
+    @cached_property
+    def counted_rows(self) -> list[int | None]:
+        """For each residual, the counter that it is, as a number of a carry leaf."""
+        return _counted(self.loop, self.split, self.counters)
 
     @property
     def blank_stacks(self) -> list:
@@ -92,6 +105,13 @@ class Reversal:
             return self
         return replace(self, loop=self.loop.unrolled(unroll))
 
+    def without(self, unread: tuple[bool, ...]) -> Reversal:
+        """The same, where nobody asks for the cotangents of some initial values."""
+        if not any(unread):
+            return self
+        key = ("without", self.plan, self.active, unread, self.loop.unroll)
+        return self.loop.derived(key, lambda: replace(self, unread=unread))
+
     @property
     def slot_types(self) -> list[ShapedArray]:
         return kept(self.loop.carry_types, self.slotted)
@@ -105,19 +125,31 @@ class Reversal:
 
     def apart(self, saved: Sequence[Any]) -> tuple[list, list]:
         """Of the saved leaves, those that a slot holds, and the buffers that are brought back."""
-        return kept(saved, [not u for u in self.undone]), kept(saved, self.undone)
+        return kept(saved, kept(self.slotted, self.saved)), kept(saved, self.undone)
 
-    def together(self, slot: Sequence[Any], buffers: Sequence[Any]) -> list:
-        """The saved leaves."""
-        flags = self.undone
-        return spread(buffers, flags, spread(slot, [not u for u in flags], [None] * len(flags)))
+    def together(self, counts: list, slot: Sequence[Any], buffers: Sequence[Any]) -> list:
+        """The saved leaves before a step, of which `counts` has the counters."""
+        return spread(buffers, self.undone, kept(spread(slot, self.slotted, counts), self.saved))
+
+    def counts(self, operands: Operands, step: Any, taken: Any) -> list:
+        """The carry before a step, as far as it is counters; None for the others."""
+        return at_step(self.loop, operands.init, self.counters, step, taken)
+
+    def shortened(self, residuals: Sequence[Any]) -> list:
+        """The residuals of a step that are stored."""
+        return kept(residuals, [i is None for i in self.counted_rows])
+
+    def lengthened(self, row: Sequence[Any], counts: Sequence[Any]) -> list:
+        """The residuals of a step, from those that are stored and the counters."""
+        stored = iter(row)
+        return [next(stored) if i is None else counts[i] for i in self.counted_rows]
 
     @property
     def row_types(self) -> list[ShapedArray]:
         """What one step leaves for its reversal."""
         if self.plan.store == "carries":
             return self.slot_types
-        return self.split.stored_types
+        return self.shortened(self.split.stored_types)
 
     @property
     def residual_types(self) -> list[ShapedArray]:
@@ -168,7 +200,7 @@ def reversal(loop: Loop, layout: Active, active: Active | None = None) -> Revers
     split = base.split if base.plan.keeps_all else split_step(loop, active)
     return loop.derived(
         ("reversal", layout, active),
-        lambda: build(loop, active, base.plan, base.saved, split, base.undo),
+        lambda: build(loop, active, base.plan, base.saved, split, base.undo, base.counters),
     )
 
 
@@ -191,7 +223,7 @@ def can_replay(loop: Loop, split: Split, saved: Sequence[bool]) -> bool:
 def _planned(loop: Loop, active: Active) -> Reversal:
     split = split_step(loop, active)
     saved = _saved_leaves(loop.without_debug_effects(), split)
-    quiet = build(loop, active, Plan(1), saved, split, None)
+    quiet = build(loop, active, Plan(1), saved, split, None, find_counters(loop))
     stored = len(split.stored_types)
     made, _ = _jax.dce(
         quiet.forward,
@@ -200,7 +232,7 @@ def _planned(loop: Loop, active: Active) -> Reversal:
     )
     step = Step(
         sum(map(_jax.byte_count, quiet.slot_types)),
-        sum(map(_jax.byte_count, split.stored_types)),
+        sum(map(_jax.byte_count, quiet.shortened(split.stored_types))),
         nanoseconds(quiet.step),
         nanoseconds(quiet.forward),
         nanoseconds(made),
@@ -231,6 +263,7 @@ def build(
     saved: tuple[bool, ...],
     split: Split,
     undo: Undo | None,
+    counters: Counters,
 ) -> Reversal:
     quiet = loop.without_debug_effects()
     keep = [True] * loop.const_count + list(saved) + [True] * loop.xs_count
@@ -239,7 +272,17 @@ def build(
     stored = [True] * len(split.stored_types)
     silent = _jaxpr.without_debug_effects(split.forward)
     forward, _ = _jax.dce(silent, [*saved, *no_ys, *stored], keep)
-    return Reversal(quiet, active, plan, split, saved, step, forward, undo)
+    return Reversal(quiet, active, plan, split, saved, step, forward, undo, counters)
+
+
+def _counted(loop: Loop, split: Split, counters: Counters) -> list[int | None]:
+    """For each residual, the counter that it is."""
+    source = _jaxpr.forwarded(split.forward)[split.results :]
+    leaves = [None if s is None else s - loop.const_count for s in source]
+    count = loop.carry_count
+    return [
+        i if i is not None and 0 <= i < count and counters[i] is not None else None for i in leaves
+    ]
 
 
 def _saved_leaves(loop: Loop, split: Split) -> tuple[bool, ...]:

@@ -23,9 +23,11 @@ import jax
 
 from loopkit import _jax
 from loopkit._jax import Jaxpr, ShapedArray
+from loopkit.engine.counters import find_counters
 from loopkit.engine.cut import least_stored
 from loopkit.engine.loop import Active, Loop, Operands, kept, parts, spread
 from loopkit.engine.threaded import threaded
+from loopkit.engine.writes import with_fresh_writes, writes_once
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,11 @@ class Split:
     forward: Jaxpr
     results: int
     """How many outputs of `forward` are carry or y."""
-    backward: Callable[[Active], Jaxpr]
-    """The backward half, for the leaves that cotangents flow through."""
+    backward: Callable[[Active, Sequence[bool]], Jaxpr]
+    """The backward half, for the leaves that cotangents flow through.
+
+    The second argument says of which carry leaves nobody asks for the initial value's cotangent.
+    """
     uncut_bytes: int = 0
     """Of all residuals of a step, as jax.lax.scan would store them."""
     stored_batched: tuple[bool, ...] = ()
@@ -92,7 +97,8 @@ def _split(loop: Loop, active: Active) -> Split:
     assert not closed_over, "a body's jaxpr closes over nothing"
     n, c = len(body.out_avals), loop.const_count
     slices = c + loop.carry_count
-    cut = least_stored(whole, n, c, slices)
+    free = [by is not None for by in find_counters(loop)]
+    cut = least_stored(whole, n, c, slices, free)
     inputs = list(_jax.open_jaxpr(whole).invars)
     results = list(_jax.open_jaxpr(whole).outvars[:n])
     everything = [True] * len(in_types)
@@ -104,7 +110,7 @@ def _split(loop: Loop, active: Active) -> Split:
         rest = [_jax.zeros(t) for t in in_types[c:]]
         return list(_jax.call_jaxpr(hoist_part)(*consts, *rest)) if cut.hoisted else []
 
-    def make_backward(live: Active) -> Jaxpr:
+    def make_backward(live: Active, unread: Sequence[bool]) -> Jaxpr:
         def backward(*values: Any) -> list:
             _, so_far, cts = parts(values, len(known), sum(live.consts))
             residuals = cut.remake(dict(zip(known, values[: len(known)], strict=True)))
@@ -114,6 +120,11 @@ def _split(loop: Loop, active: Active) -> Split:
             return list(transpose([*so_far, *cts]))
 
         linear, flowing = _linear_part(tree, whole.out_avals[n:], body, active, live)
+        before, numbers = len(linear.in_avals) - sum(live.carry) - sum(live.xs), {}
+        for leaf in (i for i, has in enumerate(live.carry) if has):
+            numbers[leaf] = before + len(numbers), len(numbers)
+        once = [i for i in numbers if unread[i] and writes_once(loop, i)]
+        linear = with_fresh_writes(linear, [numbers[i] for i in once])
 
         known = [*inputs[:c], *cut.hoisted, *inputs[slices:], *cut.stored]
         types = [
@@ -174,12 +185,12 @@ def batch_split(split: Split, loop: Loop, axis: Any, places: Operands, active: A
     )
     stored = flags[split.results :]
 
-    def make_backward(live: Active) -> Jaxpr:
+    def make_backward(live: Active, unread: Sequence[bool]) -> Jaxpr:
         cts = [*kept(consts, live.consts), *kept(carry, live.carry)]
         cts += [lane for a in live.ys if a]
         outs = [*kept(consts, live.consts), *kept(carry, live.carry), *kept(slices, live.xs)]
         ins = [*consts, *_first(hoisted), *slices, *_first(stored), *cts]
-        return _jax.batch_jaxpr(split.backward(live), axis, ins, outs)[0]
+        return _jax.batch_jaxpr(split.backward(live, unread), axis, ins, outs)[0]
 
     return Split(hoist, forward, split.results, make_backward, stored_batched=tuple(stored))
 

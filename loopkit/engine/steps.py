@@ -79,15 +79,20 @@ def select(active: Any, new: Sequence[Any], old: Sequence[Any], leading: int = 0
     ]
 
 
-def hold(active: Any, new: Sequence[Any], old: Sequence[Any], is_buffer: Sequence[bool]) -> list:
-    """The carry after a step that only the active lanes take.
+def hold(
+    active: Any,
+    new: Sequence[Any],
+    old: Sequence[Any],
+    is_buffer: Sequence[bool] = (),
+    leading: int = 0,
+) -> list:
+    """The carry after a step that only the active lanes take, or its cotangents before one.
 
-    Steps write nothing into the buffers of the others.
+    Steps write nothing into the buffers of the others. Values that `is_buffer` leaves out are none.
     """
-    return [
-        n if has else select(active, [n], [o])[0]
-        for n, o, has in zip(new, old, is_buffer, strict=True)
-    ]
+    selected = select(active, new, old, leading)
+    flags = [*is_buffer, *[False] * (len(selected) - len(is_buffer))]
+    return [n if has else s for n, s, has in zip(new, selected, flags, strict=True)]
 
 
 def is_active(loop: Loop, operands: Operands, carry: Sequence[Any]) -> Any:

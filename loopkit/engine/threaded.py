@@ -73,10 +73,13 @@ def _as_read(eqn: Any, ins: Sequence[Any]) -> tuple[list, Any] | None:
         return [found, after], after
     if eqn.primitive is lax.dynamic_slice_p and len(ins) == 1 + ins[0].ndim:
         buffer, *starts = ins
-        axes = tuple(range(buffer.ndim))
-        window = Window(axes, (0,) * buffer.ndim, params["slice_sizes"], False, wrap=False)
-        starts = jnp.stack([jnp.asarray(s, jnp.int32) for s in starts])
-        found, after = read(buffer, starts, window)
+        sizes = params["slice_sizes"]
+        # Slices that are as long as the axis start at its start.
+        axes = tuple(i for i, size in enumerate(sizes) if size != buffer.shape[i])
+        window = Window(axes, (0,) * buffer.ndim, sizes, False, wrap=False)
+        columns = [jnp.asarray(starts[i], jnp.int32) for i in axes]
+        at = jnp.stack(columns) if axes else jnp.zeros(0, jnp.int32)
+        found, after = read(buffer, at, window)
         return [found], after
     if eqn.primitive is lax.gather_p:
         return _gathered(*ins, **params)
@@ -103,9 +106,14 @@ def _gathered(
         for d in numbers.start_indices_batching_dims
     ]
     of_batch = [int(a) for a in numbers.operand_batching_dims]
-    axes = (*map(int, numbers.start_index_map), *of_batch)
-    window = Window(axes, (0,) * buffer.ndim, tuple(map(int, slice_sizes)), fills, wrap=False)
-    found, after = read(buffer, jnp.concatenate([starts, *own], -1), window)
+    sizes, mapped = tuple(map(int, slice_sizes)), list(map(int, numbers.start_index_map))
+    # Moved inside, slices that are as long as the axis start at its start.
+    kept = [i for i, a in enumerate(mapped) if fills or sizes[a] != buffer.shape[a]]
+    axes = (*(mapped[i] for i in kept), *of_batch)
+    window = Window(axes, (0,) * buffer.ndim, sizes, fills, wrap=False)
+    columns = [lax.slice_in_dim(starts, i, i + 1, axis=-1) for i in kept]
+    at = jnp.concatenate([starts[..., :0], *columns, *own], -1)
+    found, after = read(buffer, at, window)
     gone = [*map(int, numbers.collapsed_slice_dims), *of_batch]
     found = jnp.squeeze(found, tuple(batch + a for a in gone))
     offsets = list(map(int, numbers.offset_dims))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loopkit import _jax
+from loopkit import _jax, _jaxpr
+from loopkit._jax import Jaxpr
 from loopkit._slices import read_p, write_p
 from loopkit._window import Window
+from loopkit.engine.counters import moved_by
 from loopkit.engine.loop import Loop
 from loopkit.engine.primitives import while_p
 
@@ -41,6 +44,34 @@ def find_writes(loop: Loop, leaf: int) -> Sites | None:
     if _trace_back(j, j.outvars[leaf], leaf, found) is not start:
         return None
     return _freshened(found, j, loop, leaf)
+
+
+def writes_once(loop: Loop, leaf: int) -> bool:
+    """Whether each step writes to rows of a buffer that no other step writes to, in one place."""
+    sites = find_writes(loop, leaf) if loop.length is not None else None
+    return bool(sites) and all(isinstance(s, Write) and s.fresh for s in sites.values())
+
+
+def with_fresh_writes(linear: Jaxpr, leaves: Sequence[tuple[int, int]]) -> Jaxpr:
+    """`linear` with its writes to buffers marked as fresh; `leaves` are pairs (input, output)."""
+    j, fresh = _jax.open_jaxpr(linear), {}
+    for before, after in leaves:
+        sites: Sites = {}
+        start, end = j.invars[before], j.outvars[after]
+        if _trace_back(j, end, after, sites) is start:
+            uses = sum(v is start for eqn in j.eqns for v in eqn.invars)
+            for at in (at for at, site in sites.items() if isinstance(site, Write)):
+                eqn = j.eqns[at]
+                alone = uses == 1 and eqn.invars[0] is start and eqn.outvars[0] is end
+                fresh[id(eqn)] = alone
+
+    def marked(eqn: Any) -> Any:
+        if id(eqn) not in fresh:
+            return eqn
+        params = dict(eqn.params, fresh=True, alone=fresh[id(eqn)])
+        return _jax.new_equation(eqn, write_p, eqn.invars, eqn.outvars, params)
+
+    return _jaxpr.map_equations(linear, marked) if fresh else linear
 
 
 def _is_call(eqn: Any) -> bool:
@@ -156,7 +187,7 @@ def _columns(j: Any, starts: Any, loop: Loop) -> list[bool]:
         v = source(v, ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy"))
         if isinstance(v, _jax.Literal) or v not in place or v.aval.shape != ():
             return False
-        return _advances_by_one(j.outvars[place[v]], v, makers)
+        return moved_by(j.outvars[place[v]], v, makers) in (1, -1)
 
     width = starts.aval.shape[-1]
     if starts.aval.size != width or isinstance(starts, _jax.Literal):
@@ -168,15 +199,3 @@ def _columns(j: Any, starts: Any, loop: Loop) -> list[bool]:
     if eqn is not None and stacks and len(eqn.invars) == width:
         return [counts(v) for v in eqn.invars]
     return [False] * width
-
-
-def _advances_by_one(after: Any, before: Any, makers: dict) -> bool:
-    eqn = None if isinstance(after, _jax.Literal) else makers.get(after)
-    while eqn is not None and eqn.primitive.name == "convert_element_type":
-        eqn = makers.get(eqn.invars[0])
-    if eqn is None or eqn.primitive.name not in ("add", "sub"):
-        return False
-    a, b = eqn.invars
-    if eqn.primitive.name == "add" and isinstance(a, _jax.Literal):
-        a, b = b, a
-    return a is before and isinstance(b, _jax.Literal) and abs(int(b.val)) == 1

@@ -1,0 +1,125 @@
+"""Rows that one step alone writes: their cotangents are not cleared where nobody asks for them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import loopkit
+from derivatives import assert_close
+from loopkit import Plan
+
+XS = jnp.cos(jnp.arange(12.0)).reshape(6, 2)
+FIRST = jnp.sin(jnp.arange(16.0)).reshape(8, 2)
+WAYS = [
+    *[("scan", None), ("scan", Plan(2, 2, "residuals")), ("while", "all"), ("while", Plan(1))],
+    ("while", None),
+]
+
+
+def earlier(i, rows, x):
+    return rows.at[i].set(jnp.sin(rows[i - 1]) * x)
+
+
+def later(i, rows, x):
+    """Reads what has not been written yet, of this row and of the next one."""
+    return rows.at[i].set(rows[i] * x + jnp.tanh(rows[(i + 1) % 8] * x) + rows[0])
+
+
+def masked(i, rows, x):
+    return rows.at[i].set(jnp.sin(x) + rows[i - 1], pred=jnp.asarray([True, False]) ^ (i % 2 == 0))
+
+
+def alone(i, rows, x):
+    return rows.at[i].set(x * i)
+
+
+BODIES = [earlier, later, masked, alone]
+
+
+class Table:
+    """A plain array, with `pred`."""
+
+    def __init__(self, array):
+        self.array, self.at = array, At(array)
+
+    def __getitem__(self, index):
+        return self.array[index]
+
+
+class At:
+    def __init__(self, array, index=None):
+        self.array, self.index = array, index
+
+    def __getitem__(self, index):
+        return At(self.array, index)
+
+    def set(self, value, pred=True):
+        new = jnp.where(pred, value, self.array[self.index])
+        return Table(self.array.at[self.index].set(new))
+
+
+def reference(body, n=6):
+    def f(xs, first):
+        rows = Table(jnp.zeros((8, 2)) if first is None else first)
+        for i in range(n):
+            rows = body(i + 1, rows, xs[i])
+        return jnp.sum(rows.array**3)
+
+    return f
+
+
+def looped(body, kind, plan):
+    def f(xs, first, n=6):
+        rows = jnp.zeros((8, 2)) if first is None else first
+        how = {"checkpoints": plan, "buffers": lambda c: c[1]}
+        if kind == "scan":
+            one = lambda c, x: ((c[0] + 1, body(c[0], c[1], x)), None)
+            rows = loopkit.scan(one, (1, rows), xs, **how)[0][1]
+        else:
+            one = lambda c: (c[0] + 1, body(c[0], c[1], xs[c[0] - 1]))
+            rows = loopkit.while_loop(lambda c: c[0] <= n, one, (1, rows), max_steps=7, **how)[1]
+        return jnp.sum(rows**3)
+
+    return f
+
+
+@pytest.mark.parametrize(("kind", "plan"), WAYS, ids=range(len(WAYS)))
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_gradients(body, kind, plan):
+    """Whether or not the first rows have a cotangent."""
+
+    def both(f):
+        none = jax.value_and_grad(lambda xs: f(xs, None))
+        return lambda xs, first: (none(xs), jax.grad(f, (0, 1))(xs, first))
+
+    got = jax.jit(both(looped(body, kind, plan)))(XS, FIRST)
+    assert_close(got, jax.jit(both(reference(body)))(XS, FIRST))
+
+
+def test_in_every_transformation():
+    f, wanted = looped(later, "while", None), reference(later)
+    grad = jax.grad(lambda xs: f(xs, None))
+    want = jax.grad(lambda xs: wanted(xs, None))
+    second = lambda grad: (
+        lambda xs: (
+            jax.jacrev(grad)(xs)[:2, 0],
+            jax.jvp(grad, (xs,), (jnp.sin(xs),))[1],
+        )
+    )
+    assert_close(jax.jit(second(grad))(XS), jax.jit(second(want))(XS))
+    counts = jnp.asarray([6, 0, 3])
+    lanes = jax.vmap(jax.grad(lambda xs, n: f(xs, None, n)), (None, 0))
+    each = [jax.grad(reference(later, int(n)))(XS, None) for n in counts]
+    assert_close(jax.jit(lanes)(XS, counts), jnp.stack(each))
+
+
+def writes(body, first):
+    """How many writes there are in the gradient."""
+    gradient = jax.grad(looped(body, "scan", None), 0 if first is None else (0, 1))
+    text = jax.jit(gradient).lower(XS, first).as_text()
+    return text.count("stablehlo.dynamic_update_slice")
+
+
+def test_no_more_writes_than_needed():
+    for body in BODIES:
+        assert writes(body, None) < writes(body, FIRST), body.__name__
