@@ -18,7 +18,7 @@ import contenders as run
 import harness
 import loopkit
 import workloads
-from loopkit import _axes
+from loopkit import _axes, _cache
 
 
 def show(title: str, results: dict, baseline: str) -> None:
@@ -100,10 +100,12 @@ def code(repeats: int) -> None:
 def placed(rule):
     """Inside, every array is sliced as `rule(type, axis)` says."""
     usual, _axes.in_place = _axes.in_place, rule
+    _cache._traced.clear()  # what was traced under another rule
     try:
         yield
     finally:
         _axes.in_place = usual
+        _cache._traced.clear()
 
 
 def axes(repeats: int) -> None:

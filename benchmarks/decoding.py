@@ -9,6 +9,7 @@ gradient of their risk. `peers`: that search run by other loops. `unbounded`: `u
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import harness
 import loopkit
 import workloads
 from harness import (
@@ -317,7 +319,10 @@ def main() -> None:
     parser.add_argument("--loops", default=",".join(workloads.NAMES), help="of unbounded_scan")
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--limit", type=int, default=200, help="max_length of the peers")
+    parser.add_argument("--cpu", action="store_true", help="time of all cores, not of the clock")
     args = parser.parse_args()
+    if args.cpu:
+        harness.clock = time.process_time
     only = args.only.split(",")
     print(describe_machine())
     if "bound" in only:
