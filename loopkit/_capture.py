@@ -210,6 +210,18 @@ def scalar_bool(function: str, argument: str, value: Any) -> Any:
     raise TypeError(_errors.wrong(function, argument, "must return a scalar bool[]", got, advice))
 
 
+def pair(names: Names, out: Any) -> tuple[Any, Any]:
+    """What a step returned, if it is a carry and a y."""
+    if isinstance(out, (tuple, list)) and len(out) == 2:
+        return out[0], out[1]
+    size = f" of length {len(out)}" if isinstance(out, (tuple, list)) else ""
+    got = f"{type(out).__name__}{size}"
+    advice = "Return `carry, None` if there is nothing to stack."
+    raise TypeError(
+        _errors.wrong(names.function, names.body, "must return a pair (carry, y)", got, advice)
+    )
+
+
 def type_key(values: Sequence[Any]) -> tuple:
     """The types of values, weak ones told from strong."""
     types = tuple(jax.typeof(v) for v in values)

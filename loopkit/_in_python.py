@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from loopkit._axes import Inputs, y_axes
+from loopkit._capture import Names, pair
 from loopkit._carried import Buffers
 from loopkit._info import LoopInfo
 
@@ -23,6 +24,7 @@ def python_while_loop(
 
 
 def python_scan(
+    names: Names,
     carried: Buffers,
     f: Callable,
     init: Any,
@@ -34,7 +36,7 @@ def python_scan(
 ) -> tuple[Any, Any, LoopInfo]:
     carry, rows, stopped = init, [], bool(stopped)
     order = range(inputs.length)
-    body = carried.by_hand(lambda x, carry: f(carry, x))
+    body = carried.by_hand(lambda x, carry: pair(names, f(carry, x)))
     for t in [] if stopped else reversed(order) if reverse else order:
         carry, y = body(inputs.row(t), carry)
         rows.append(jax.tree.map(jnp.asarray, y))

@@ -15,7 +15,7 @@ from loopkit._axes import Inputs, arranged, has_none, stacks, without_last
 from loopkit._budget import check_budget
 from loopkit._buffer import plain
 from loopkit._cache import interned, remember
-from loopkit._capture import Names, Traced, scalar_bool, trace_loop, type_key
+from loopkit._capture import Names, Traced, pair, scalar_bool, trace_loop, type_key
 from loopkit._in_python import python_scan
 from loopkit._info import LoopInfo
 from loopkit._stored_scan import run_stored
@@ -209,7 +209,7 @@ def run_scan(
     lasts = _last_ys(carried, f, init, inputs, out_axes) if has_none(out_axes) else []
     if _arguments.runs_in_python() and length > 0:
         ran, result = _arguments.in_python(
-            lambda: python_scan(carried, f, init, inputs, out_axes, reverse, until, stopped)
+            lambda: python_scan(names, carried, f, init, inputs, out_axes, reverse, until, stopped)
         )
         if ran:
             carry, ys, info = result
@@ -302,18 +302,6 @@ def _check_symbolic(
         advice = "Leave those out, or export a program for each length."
         expected = "must be known for what lax.scan lacks"
         raise ValueError(_errors.wrong(name, "length", expected, got, advice))
-
-
-def pair(names: Names, out: Any) -> tuple[Any, Any]:
-    """What a step returned, if it is a carry and a y."""
-    if isinstance(out, (tuple, list)) and len(out) == 2:
-        return out[0], out[1]
-    size = f" of length {len(out)}" if isinstance(out, (tuple, list)) else ""
-    got = f"{type(out).__name__}{size}"
-    advice = "Return `carry, None` if there is nothing to stack."
-    raise TypeError(
-        _errors.wrong(names.function, names.body, "must return a pair (carry, y)", got, advice)
-    )
 
 
 def _last_ys(

@@ -17,8 +17,7 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._cache import remember
-from loopkit._capture import Names, Traced, scalar_bool, trace_loop, type_key
-from loopkit._scan import pair
+from loopkit._capture import Names, Traced, pair, scalar_bool, trace_loop, type_key
 
 LONGEST = 4096
 """Steps to which segments grow."""

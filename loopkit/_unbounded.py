@@ -23,10 +23,9 @@ import numpy as np
 from loopkit import _arguments, _errors
 from loopkit._axes import Inputs
 from loopkit._budget import check_budget
-from loopkit._capture import Names
+from loopkit._capture import Names, pair
 from loopkit._exhausted import ran_out, ran_out_after
 from loopkit._info import LoopInfo
-from loopkit._scan import pair
 from loopkit._segments import (
     byte_count,
     compiled,

@@ -51,6 +51,8 @@ def test_disable_jit_runs_the_body_as_python():
     with jax.disable_jit():
         loopkit.while_loop(lambda x: x < 5, body, 1.0)
         loopkit.scan(lambda x, _: (body(x), None), 1.0, length=2)
+        with pytest.raises(TypeError, match=r"loopkit\.scan: `f` must return a pair"):
+            loopkit.scan(lambda x, _: x, 1.0, length=2)
     assert seen == [1.0, 2.0, 4.0, 1.0, 2.0]
 
 
