@@ -26,6 +26,8 @@ from harness import describe_machine, measure, ratio, show_bytes, show_seconds, 
 SETTINGS = 4, 8, 16, 32, 64, 128, "default", "all", "bounded"
 LIMIT, WORST = 0.55, 0.9
 TRIES = 4
+COUNTERS = 64
+"""Bytes that make no difference."""
 
 # --- contenders: run(step, init, xs, length, n) -> (carry, ys) -------------------------------
 
@@ -175,9 +177,9 @@ def within(make, case, limit: int, base: int):
         except ValueError as error:  # less than any plan needs
             memory = int(re.search(r"memory=(\d+)", str(error))[1])
             continue
-        if needed <= limit and (best is None or memory > best):
+        if needed <= limit + COUNTERS and (best is None or memory > best):
             best = memory
-        if 0 <= limit - needed <= 0.03 * memory:
+        if -COUNTERS <= limit - needed <= 0.03 * memory:
             break
         # Too much: from what the plan is predicted to need, below which another one is found.
         start = memory if needed <= limit else min(memory, plan_of(make(memory=memory), case))

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax._src import (
     ad_util,
+    checkify,
     config,
     core,
     debugging,
@@ -297,8 +298,18 @@ def define(primitive: core.Primitive, evaluate: Callable, types: Callable) -> No
         with lenient[0], lenient[1]:
             return evaluate(*args, **params)
 
+    def functionalized(*args: Any, **params: Any) -> Any:
+        # From jax 0.11 on the rule is given a context first.
+        error = next(i for i, a in enumerate(args) if isinstance(a, checkify.Error))
+        enabled, operands = args[error + 1], args[error + 2 :]
+        fun = ft.partial(evaluate_as_written, **params)
+        jaxpr, closed_over = trace(fun, list(map(jax.typeof, operands)), primitive.name)
+        before = (*args[:error], jaxpr, enabled, args[error])
+        return checkify.checkify_jaxpr(*before, *closed_over, *operands)
+
     primitive.def_impl(ft.partial(dispatch.apply_primitive, primitive))
     primitive.def_effectful_abstract_eval(types)
+    checkify.error_checks[primitive] = functionalized
     mlir.register_lowering(primitive, mlir.lower_fun(evaluate_as_written, multiple_results=True))
 
 

@@ -377,3 +377,22 @@ def test_a_mask_that_only_the_step_number_decides(checkpoints):
     for take in jax.grad, jax.hessian:
         got, wanted = (jax.vmap(take(functools.partial(last, s)))(x) for s in (mine, lax.scan))
         assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("checkpoints", [None, 1, 2, 8, "all"])
+@pytest.mark.parametrize("unroll", [3, 5])
+@pytest.mark.parametrize("curved", [False, True])
+def test_unrolled_steps_beyond_the_bound_do_not_count(curved, unroll, checkpoints):
+    """Eight steps, the last iteration has more; one lane stops before."""
+
+    def f(x, **how):
+        def body(c, _):
+            return (jnp.sin(c) if curved else c) * 1.5, c
+
+        return loopkit.scan(body, x, None, length=8, until=lambda c, _: c < 0.02, **how)[0]
+
+    xs = jnp.array([0.3, 0.1, 0.01])
+    for transform in (jax.grad, jax.hessian, lambda f: jax.jacfwd(f)):
+        expected = jnp.stack([transform(f)(x) for x in xs])
+        unrolled = lambda x: f(x, unroll=unroll, checkpoints=checkpoints)
+        assert_close(jax.jit(jax.vmap(transform(unrolled)))(xs), expected)

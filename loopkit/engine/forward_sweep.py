@@ -182,7 +182,7 @@ def _store_residuals(how: Reversal, loop: Loop, operands: Operands) -> list:
         if safe is not None:
             new = select(active, new, steps.carry)
             y = select(active, y, [_jax.zeros(jax.typeof(v)) for v in y])
-            lane_counts = steps.lane_counts + active
+            lane_counts = steps.lane_counts + (active if go is None else active & go)
         ys = _write(steps.ys, y, row, go, loop.y_axes) if steps.ys else []
         count = steps.count + 1
         if go is not None:
