@@ -72,6 +72,8 @@ def check_whole(function: str, argument: str, value: Any, least: int, expected: 
 
 def as_arrays(function: str, argument: str, tree: Any, hidden: int = 0) -> Any:
     """The tree with every leaf an array. `hidden` levels of it are not the user's."""
+    if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree)):
+        return tree
 
     def convert(path: Any, leaf: Any) -> Any:
         try:

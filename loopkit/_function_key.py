@@ -22,8 +22,12 @@ LARGEST = 1 << 16
 
 LIBRARIES = ("builtins", "jax", "jaxlib", "numpy", "math", "equinox", "optax", "loopkit")
 
-LEAVES = frozenset({types.FunctionType, types.ModuleType, type, bool, int, float, str, type(None)})
+NUMBERS = frozenset({bool, int, float, str, type(None)})
+OBJECTS = frozenset({types.FunctionType, types.ModuleType, type})
 """Types that are no trees, for speed."""
+
+IDENTITIES = (types.FunctionType, types.ModuleType, types.BuiltinFunctionType, type)
+"""Types of objects that a key takes for what they are, not for what they hold."""
 
 
 class _Changing(Exception):
@@ -37,6 +41,14 @@ class Alive(list):
         super().__init__()
         self.tracers = tracers
         """The tracers that the key has a place for; None if it must have none."""
+        self.array_bytes = 0
+
+    def keep(self, value: Any) -> None:
+        if isinstance(value, jax.Array) and not _jax.is_tracer(value):
+            self.array_bytes += value.nbytes
+            if self.array_bytes > LARGEST:
+                raise _Changing
+        self.append(value)
 
 
 def function_key(function: Any, tracers: list | None = None) -> tuple[Hashable, list, list]:
@@ -76,22 +88,26 @@ def _function(function: Any, alive: Alive, seen: set) -> Hashable:
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:
         raise _Changing from None
-    names = sorted(_names(code))
+    names = _names(code)
     outside = [function.__globals__.get(name) for name in names]
     read = [_value(v, alive, seen) for v in [*cells, *outside]]
     # Of modules and classes, what the code may look up in them.
-    read += [_attributes(v, names, alive) for v in [*cells, *outside]]
-    defaults = _value((function.__defaults__, function.__kwdefaults__), alive, seen)
+    owners = [v for v in [*cells, *outside] if isinstance(v, (types.ModuleType, type))]
+    read += [_attributes(v, names, alive) for v in owners]
+    defaults = function.__defaults__, function.__kwdefaults__
+    if defaults != (None, None):
+        defaults = _value(defaults, alive, seen)
     return ("function", code, tuple(read), defaults)
 
 
-def _names(code: types.CodeType) -> set[str]:
+@functools.lru_cache(1024)
+def _names(code: types.CodeType) -> tuple[str, ...]:
     """The globals and attributes that some code mentions."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= _names(constant)
-    return names
+            names.update(_names(constant))
+    return tuple(sorted(names))
 
 
 def _attributes(owner: Any, names: Sequence[str], alive: Alive, depth: int = 3) -> Hashable:
@@ -99,14 +115,18 @@ def _attributes(owner: Any, names: Sequence[str], alive: Alive, depth: int = 3) 
     if not isinstance(owner, (types.ModuleType, type)) or not depth or _is_library(owner):
         return None
     found = [(name, vars(owner)[name]) for name in names if name in vars(owner)]
-    alive += [value for _, value in found]
+    for _, value in found:
+        alive.keep(value)
     return tuple(
         (name, id(value), _attributes(value, names, alive, depth - 1)) for name, value in found
     )
 
 
 def _value(value: Any, alive: Alive, seen: set) -> Hashable:
-    if type(value) in LEAVES:
+    kind = type(value)
+    if kind in NUMBERS:
+        return kind, repr(value)
+    if kind in OBJECTS:
         return _leaf(value, alive, seen)
     if isinstance(value, tuple):
         return type(value), tuple(_value(v, alive, seen) for v in value)
@@ -123,12 +143,15 @@ def _value(value: Any, alive: Alive, seen: set) -> Hashable:
 
 
 def _leaf(leaf: Any, alive: Alive, seen: set) -> Hashable:
+    if isinstance(leaf, types.FunctionType) and not _is_library(leaf):
+        return _function(leaf, alive, seen)
+    if isinstance(leaf, IDENTITIES):
+        alive.append(leaf)
+        return ("identity", id(leaf))
     if _jax.is_tracer(leaf):
         return _place(leaf, alive.tracers)
     if isinstance(leaf, jax.Array):
-        alive.append(leaf)
-        if sum(getattr(a, "nbytes", 0) for a in alive if isinstance(a, jax.Array)) > LARGEST:
-            raise _Changing
+        alive.keep(leaf)
         return ("array", id(leaf))
     if isinstance(leaf, np.ndarray):
         if leaf.nbytes > 4096 or leaf.dtype == object:
@@ -138,12 +161,9 @@ def _leaf(leaf: Any, alive: Alive, seen: set) -> Hashable:
         leaf, (bool, int, float, complex, str, bytes, np.generic, np.dtype)
     ):
         return (type(leaf), repr(leaf))
-    if isinstance(leaf, types.FunctionType) and not _is_library(leaf):
-        return _function(leaf, alive, seen)
     if isinstance(leaf, (types.MethodType, functools.partial)):
         return _callable(leaf, alive, seen)
-    kinds = (types.FunctionType, types.ModuleType, types.BuiltinFunctionType, type)
-    if isinstance(leaf, kinds) or (callable(leaf) and _is_library(type(leaf))):
+    if callable(leaf) and _is_library(type(leaf)):
         alive.append(leaf)
         return ("identity", id(leaf))
     raise _Changing

@@ -80,7 +80,7 @@ def trace_segment(
 ) -> tuple[Traced, Any]:
     """A loop over `(carry, Progress)`, of a length still to be set, and the tree of that carry."""
     state = (init, Progress(np.int32(0), np.array(False)))
-    leaves, tree = jax.tree.flatten(state)
+    tree = jax.tree.structure(state)
     x_leaves, x_tree = jax.tree.flatten(xs)
     x_types = [_jax.slice_type(jax.typeof(x)) for x in x_leaves]
 
@@ -97,7 +97,7 @@ def trace_segment(
     settings = {"length": 1, "checkpoints": checkpoints, "name": names.function}
     traced = remember(
         (f, until),
-        (names, tree, type_key(leaves), x_tree, tuple(x_types), checkpoints),
+        (names, tree, type_key(jax.tree.leaves(init)), x_tree, tuple(x_types), checkpoints),
         lambda: trace_loop(names, step, goes_on, state, x_types, settings),
     )
     return traced, tree
@@ -170,9 +170,8 @@ def _lengthened(x: Any, rows: int) -> Any:
 def joined(chunks: list[tuple[Any, int]]) -> Any:
     """The first rows of each chunk, so many as is said beside it."""
     if all(_is_host_array(chunk) for chunk, _ in chunks):  # no program for these lengths
-        rows = np.concatenate([np.asarray(chunk)[:most] for chunk, most in chunks])
-        first = chunks[0][0]
-        return jax.device_put(rows, first.sharding if first.committed else None)
+        rows = [np.asarray(chunk)[:most] for chunk, most in chunks]
+        return _jax.put_beside(np.concatenate(rows) if len(rows) > 1 else rows[0], chunks[0][0])
     parts = [
         chunk if most == len(chunk) else lax.slice_in_dim(chunk, 0, most) for chunk, most in chunks
     ]

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from loopkit import _arguments, _errors
+from loopkit import _arguments, _errors, _jax
 from loopkit._axes import Inputs
 from loopkit._budget import check_budget
 from loopkit._capture import Names, pair
@@ -182,6 +182,8 @@ def _run(
 
 def _on_host(taken: Any, stopped: Any) -> tuple[int, bool]:
     """Most steps of any lane, and whether all have stopped, as Python values."""
+    if not (_jax.is_tracer(taken) or _jax.is_tracer(stopped)):
+        return taken.item(), stopped.item()
     for over in (lambda *values: values, _over_lanes):
         with contextlib.suppress(jax.errors.ConcretizationTypeError):
             most, done = over(taken, stopped)
