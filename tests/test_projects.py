@@ -30,11 +30,13 @@ def test_tridiagonal():
         d[..., None],
     )[..., 0]
     in_blocks = loopkit.blocked(tridiagonal.thomas, block=8)
-    losses = loopkit.blocked(tridiagonal.loss, block=8)
-    for solve in (tridiagonal.as_written, tridiagonal.thomas, in_blocks, tridiagonal.with_numpy):
+    losses = loopkit.blocked(tridiagonal.loss_of(tridiagonal.thomas), block=8)
+    by_rule = loopkit.blocked(tridiagonal.solve, block=8)
+    losses_by_rule = loopkit.blocked(tridiagonal.loss_of(tridiagonal.solve), block=8)
+    for solve in (tridiagonal.as_written, in_blocks, by_rule, tridiagonal.with_numpy):
         assert_close(jnp.asarray(solve(*arrays)), wanted)
     slopes = tridiagonal.gradient(tridiagonal.as_written)(*map(jnp.asarray, arrays))
-    for f in (in_blocks, losses):
+    for f in (in_blocks, losses, by_rule, losses_by_rule):
         assert_close(tridiagonal.gradient(f)(*map(jnp.asarray, arrays)), slopes)
 
 
