@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from loopkit import _errors, _jax, _jaxpr
@@ -248,9 +249,15 @@ def _joined(before: Any, after: Any, decided_by: list) -> Any:
     if before.shape != after.shape:
         return before
     if before.weak_type and (not after.weak_type or before.dtype != after.dtype):
-        dtype = _jax.promoted_dtype(before, after)
+        dtype = _promoted_dtype(before, after)
         before = before.update(dtype=dtype, weak_type=dtype == after.dtype and after.weak_type)
     return _jax.type_like(before, [after, *decided_by])
+
+
+def _promoted_dtype(a: Any, b: Any) -> Any:
+    """The dtype that two types have in common; a weak one gives way."""
+    scalars = {"b": True, "i": 0, "u": 0, "f": 0.0, "c": 0j}
+    return jnp.result_type(*(scalars[t.dtype.kind] if t.weak_type else t.dtype for t in (a, b)))
 
 
 def _of_moving(settings: dict, moving: Sequence[bool]) -> dict:

@@ -22,7 +22,7 @@ LARGEST = 1 << 16
 
 LIBRARIES = ("builtins", "jax", "jaxlib", "numpy", "math", "equinox", "optax", "loopkit")
 
-NUMBERS = frozenset({bool, int, float, str, type(None)})
+NUMBERS = frozenset({bool, int, float, str})
 OBJECTS = frozenset({types.FunctionType, types.ModuleType, type})
 """Types that are no trees, for speed."""
 
@@ -67,15 +67,15 @@ def function_key(function: Any, tracers: list | None = None) -> tuple[Hashable, 
 
 
 def _callable(function: Any, alive: Alive, seen: set) -> Hashable:
+    if isinstance(function, types.FunctionType):
+        return _function(function, alive, seen)
     if isinstance(function, types.MethodType):
         owner = _value(function.__self__, alive, seen)
         return ("method", _function(function.__func__, alive, seen), owner)
     if isinstance(function, functools.partial):
         bound = _value((function.args, tuple(function.keywords.items())), alive, seen)
         return ("partial", _callable(function.func, alive, seen), bound)
-    if not isinstance(function, types.FunctionType):
-        return ("callable", _value(function, alive, seen))
-    return _function(function, alive, seen)
+    return ("callable", _value(function, alive, seen))
 
 
 def _function(function: Any, alive: Alive, seen: set) -> Hashable:
@@ -90,7 +90,7 @@ def _function(function: Any, alive: Alive, seen: set) -> Hashable:
         raise _Changing from None
     names = _names(code)
     outside = [function.__globals__.get(name) for name in names]
-    read = [_value(v, alive, seen) for v in [*cells, *outside]]
+    read = [None if v is None else _value(v, alive, seen) for v in [*cells, *outside]]
     # Of modules and classes, what the code may look up in them.
     owners = [v for v in [*cells, *outside] if isinstance(v, (types.ModuleType, type))]
     read += [_attributes(v, names, alive) for v in owners]
@@ -123,10 +123,12 @@ def _attributes(owner: Any, names: Sequence[str], alive: Alive, depth: int = 3) 
 
 
 def _value(value: Any, alive: Alive, seen: set) -> Hashable:
+    if value is None:
+        return None
     kind = type(value)
     if kind in NUMBERS:
-        return kind, repr(value)
-    if kind in OBJECTS:
+        return kind, repr(value) if kind is float else value  # -0.0 is not 0.0
+    if kind in OBJECTS or isinstance(value, jax.Array):
         return _leaf(value, alive, seen)
     if isinstance(value, tuple):
         return type(value), tuple(_value(v, alive, seen) for v in value)
