@@ -158,11 +158,10 @@ def _climb(
         save = free > 0
         old = read_rows(s.slots, slot)
         rows = [jnp.where(save, n, o) for n, o in zip(how.apart(carry)[0], old, strict=True)]
-        units = s.units.at[slot].set(jnp.where(save, unit, s.units[slot]))
+        units = placement.saved(s.units, jnp.where(save, slot, -1), unit)
         return Climb(carry, unit, write_rows(s.slots, rows, slot), units)
 
-    slot = placement.latest(s.units, target)
-    unit = s.units[slot]
+    slot, unit = placement.latest(s.units, target)
     buffers = rewind.steps(unit * leaf, end - unit * leaf, s.buffers)
     counts = how.counts(operands, unit * leaf, taken)
     carry = how.together(counts, read_rows(s.slots, slot), buffers)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from loopkit import _jax
 from loopkit._plan import Plan
@@ -25,8 +26,6 @@ from loopkit.schedules.online import (
     Mark,
     Table,
     cheapest,
-    first_mark,
-    next_mark,
     record,
     thinning,
 )
@@ -35,23 +34,33 @@ from loopkit.schedules.reversal import gradient
 UNBOUNDED = 2**31 - 1
 """Steps are counted in int32."""
 
+COLUMNS = 32
+"""Of a table of splits; XLA sums so many in one kernel."""
+
 
 class Slots(NamedTuple):
     """A sweep's place in its schedule."""
 
     units: Any
     """int32[slots]: the unit that each slot holds, NEVER where it is free."""
-    mark: Mark
-    """The next save."""
+    count: Any
+    """Saves so far."""
+    save: Any
+    """int32[4], the next one: its row of the table."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The tables of a plan's forward and backward sweep."""
+    """The tables of a plan's forward and backward sweep.
+
+    A row is read at once: each number that a compiled loop carries or reads costs a kernel.
+    """
 
     slots: int
-    placed: Table
-    splits: SplitTable
+    saves: np.ndarray
+    """[saves, 4]: unit, slot, cleared, run; as in `online.Mark`."""
+    splits: np.ndarray
+    """[free slots, 2, columns]: starts and widths, as in `binomial.SplitTable`."""
 
     @staticmethod
     def of(plan: Plan) -> Schedule:
@@ -60,21 +69,25 @@ class Schedule:
 
     def start(self, like: Any) -> Slots:
         """No slot taken; integers vary over the devices as `like` does."""
-        mark = Mark(*(jnp.int32(v) for v in first_mark(self.placed)))
-        mark = Mark(*(_jax.vary_like(v, [jax.typeof(like)]) for v in mark))
-        units = _jax.vary_like(jnp.full(self.slots, NEVER, jnp.int32), [jax.typeof(like)])
-        return Slots(units, mark)
+        start = Slots(jnp.full(self.slots, NEVER, jnp.int32), jnp.int32(0), self.saves[0])
+        return Slots(*(_jax.vary_like(jnp.asarray(v), [jax.typeof(like)]) for v in start))
 
     def save(self, state: Slots) -> tuple[Any, Any, Slots]:
         """The slot to save into, the units to run until the next save, and what follows."""
-        mark = state.mark
-        table = Table(*map(jnp.asarray, self.placed))
-        return mark.slot, mark.run, Slots(record(state.units, mark, jnp), next_mark(table, mark))
+        unit, slot, cleared, run = (lax.index_in_dim(state.save, k, 0, False) for k in range(4))
+        units = record(state.units, Mark(state.count, unit, slot, cleared, run), jnp)
+        return slot, run, Slots(units, state.count + 1, _row(self.saves, state.count + 1))
 
     def split(self, remaining: Any, free: Any) -> Any:
         """Units to advance before saving, where `remaining` units end with the one to reverse."""
-        table = SplitTable(*map(jnp.asarray, self.splits))
-        return split_from(table, remaining, free, jnp)
+        starts, widths = _row(self.splits, free)
+        return split_from(SplitTable(starts[None], widths[None]), remaining, 0, jnp)
+
+
+def _row(table: np.ndarray, number: Any) -> Any:
+    return lax.dynamic_index_in_dim(
+        jnp.asarray(table), number, keepdims=False, allow_negative_indices=False
+    )
 
 
 @lru_cache(maxsize=256)
@@ -88,12 +101,10 @@ def _schedule(slots: int, units: int, thinned: bool, exact: bool) -> Schedule:
         table = thinning(slots, units, spare=spare).table
     else:
         table = cheapest(slots, units).table
-    splits = split_table(units, slots - 1, columns=64)
-    return Schedule(
-        slots,
-        Table(*(np.asarray(column, np.int32) for column in table)),
-        SplitTable(*(np.asarray(rows, np.int32) for rows in splits)),
-    )
+    splits = split_table(units, slots - 1, columns=COLUMNS)
+    unit, slot, cleared = (np.asarray(column, np.int32) for column in table)
+    saves = np.stack([unit[:-1], slot[:-1], cleared[:-1], np.diff(unit)], axis=1)
+    return Schedule(slots, saves, np.stack([np.asarray(rows, np.int32) for rows in splits], axis=1))
 
 
 def _best(slots: int, units: int) -> Table:
@@ -103,9 +114,10 @@ def _best(slots: int, units: int) -> Table:
     return Table(*zip(*saves, (units, slots, slots), (units, slots, slots), strict=True))
 
 
-def latest(units: Any, target: Any) -> Any:
-    """The slot that holds the last unit not after `target`."""
-    return jnp.argmax(jnp.where(units <= target, units, -1)).astype(jnp.int32)
+def latest(units: Any, target: Any) -> tuple[Any, Any]:
+    """The slot that holds the last unit not after `target`, and that unit."""
+    unit = jnp.max(jnp.where(units <= target, units, -1))
+    return _place(units == unit), unit
 
 
 def release(units: Any, target: Any) -> Any:
@@ -114,6 +126,20 @@ def release(units: Any, target: Any) -> Any:
 
 
 def free_slots(units: Any) -> tuple[Any, Any]:
-    """How many slots are free, and the first of them."""
+    """How many slots are free, and one of them."""
     free = units == NEVER
-    return free.sum(dtype=jnp.int32), jnp.argmax(free).astype(jnp.int32)
+    return free.sum(dtype=jnp.int32), _place(free)
+
+
+def saved(units: Any, slot: Any, unit: Any) -> Any:
+    """The slots once one of them holds `unit`; as they were if `slot` is none of them."""
+    return jnp.where(_numbers(units) == slot, unit, units)
+
+
+def _place(flags: Any) -> Any:
+    """Where the last of some flags is set; 0 if none is."""
+    return jnp.max(jnp.where(flags, _numbers(flags), 0))
+
+
+def _numbers(slots: Any) -> Any:
+    return lax.iota(jnp.int32, slots.shape[0])
