@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools as ft
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,7 @@ import numpy as np
 from jax import lax
 
 from loopkit import _checks, _errors, _index, _jax, _slices
-
-MODES = ("drop", "fill", "clip", "promise_in_bounds")
+from loopkit._modes import check_keywords, fill_value_of, mode_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,8 +180,8 @@ class Ref:
         **other: Any,
     ) -> Any:
         """What is there."""
-        _check_keywords("get", other)
-        fills = _mode("get", mode) in ("fill", "drop")
+        check_keywords("get", other)
+        fills = mode_name("get", mode) in ("fill", "drop")
         place = _index.place(self.buffer.shape, self.index, drop=fills)
         found = _checks.check_read(self.buffer, self.buffer._read(place), place, mode is None)
         if not fills:
@@ -191,7 +191,7 @@ class Ref:
             return found
         inside = inside.reshape(*inside.shape, *[1] * self.buffer.ndim)
         inside = place.outward(jnp.broadcast_to(inside, (*place.batch, *place.window.sizes)))
-        return jnp.where(inside, found, _fill_value(self.buffer.dtype, fill_value))
+        return jnp.where(inside, found, fill_value_of(self.buffer.dtype, fill_value))
 
     def set(self, values: Any, **how: Any) -> Buffer:
         """The buffer with `values` there."""
@@ -231,6 +231,7 @@ class Ref:
         self, name: str, combine: Callable, values: Any, how: dict, reads: bool = True
     ) -> Buffer:
         place, pred = self._place(name, how)
+        self._check_shape(name, "values", place, values)
         if not reads:
             return self.buffer._write(place, self._checked(name, place, pred, how, values), pred)
         if not place.unique:
@@ -241,6 +242,7 @@ class Ref:
 
     def _checked(self, name: str, place: _index.Place, pred: Any, how: dict, values: Any) -> Any:
         """Values to write, in the dtype of the buffer."""
+        self._check_shape(name, "values", place, values)
         values = self._cast(name, values)
         if how.get("mode") is not None:
             return values
@@ -267,10 +269,10 @@ class Ref:
 
     def _place(self, name: str, how: dict) -> tuple[_index.Place, Any]:
         how = dict(how)
-        pred, mode = how.pop("pred", None), _mode(name, how.pop("mode", None))
+        pred, mode = how.pop("pred", None), mode_name(name, how.pop("mode", None))
         unique = bool(how.pop("unique_indices", False))
         how.pop("indices_are_sorted", None)
-        _check_keywords(name, how)
+        check_keywords(name, how)
         drops = mode in ("drop", "fill", None)
         place = _index.place(self.buffer.shape, self.index, drop=drops, unique=unique)
         if pred is None:
@@ -281,7 +283,19 @@ class Ref:
                 f"loopkit.Buffer: `pred` of `.at[...].{name}` must be of bools, got "
                 f"{_errors.short_type(jax.typeof(pred))}. Compare with a number."
             )
+        self._check_shape(name, "`pred`", place, pred)
         return place, pred
+
+    def _check_shape(self, name: str, what: str, place: _index.Place, value: Any) -> None:
+        have, want = jnp.asarray(value).shape, place.shape
+        with contextlib.suppress(ValueError):
+            if jnp.broadcast_shapes(have, want) == want:
+                return
+        raise ValueError(
+            f"loopkit.Buffer: {what} of `.at[...].{name}` must broadcast against {list(want)}, the "
+            f"shape of what is written of {_errors.short_type(self.buffer)}, got {list(have)}. "
+            "Reshape them, or index the part of the buffer that they are for."
+        )
 
     def _cast(self, name: str, values: Any) -> Any:
         """Values in the dtype of the buffer, if that loses nothing but precision."""
@@ -303,42 +317,6 @@ class Ref:
 
 def _plain(index: Any) -> Any:
     return tuple(map(jnp.asarray, index)) if isinstance(index, list) else index
-
-
-def _mode(name: str, mode: Any) -> str | None:
-    """The name of an indexing mode."""
-    if mode is None:
-        return None
-    label = mode.lower() if isinstance(mode, str) else str(getattr(mode, "name", mode)).lower()
-    label = {"fill_or_drop": "drop"}.get(label, label)
-    if label not in MODES:
-        raise ValueError(
-            f"loopkit.Buffer: `mode` of `.at[...].{name}` must be one of {', '.join(MODES)}, got "
-            f"{mode!r}. They mean what they do in jax.numpy."
-        )
-    return label
-
-
-def _check_keywords(name: str, other: dict) -> None:
-    other = {k: v for k, v in other.items() if not (k == "wrap_negative_indices" and v)}
-    if other:
-        raise TypeError(
-            f"loopkit.Buffer: `.at[...].{name}` takes mode, pred, unique_indices and "
-            f"indices_are_sorted, got {', '.join(other)}. Leave the others out."
-        )
-
-
-def _fill_value(dtype: Any, fill_value: Any) -> Any:
-    """What jax.numpy reads out of bounds, in mode "fill"."""
-    if fill_value is not None:
-        return jnp.asarray(fill_value, dtype)
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.asarray(jnp.nan, dtype)
-    if jnp.issubdtype(dtype, jnp.signedinteger):
-        return jnp.asarray(jnp.iinfo(dtype).min, dtype)
-    if jnp.issubdtype(dtype, jnp.unsignedinteger):
-        return jnp.asarray(jnp.iinfo(dtype).max, dtype)
-    return jnp.asarray(True, dtype)
 
 
 def plain(tree: Any) -> Any:

@@ -26,7 +26,7 @@ LAYERS = [
     ["loopkit._carried"],
     ["loopkit._tensor_array"],
     ["loopkit._buffer"],
-    ["loopkit._index", "loopkit._checks"],
+    ["loopkit._index", "loopkit._checks", "loopkit._modes"],
     ["loopkit._axes", "loopkit._budget", "loopkit._cache"],
     ["loopkit.engine"],
     ["loopkit._planner"],

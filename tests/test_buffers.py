@@ -285,6 +285,11 @@ def test_bad_writes():
         ref.set(1.5)
     with pytest.raises(TypeError, match=r"`pred` of `.at\[...\].set` must be of bools"):
         ref.set(1, pred=1)
+    for wrong in (lambda r: r.set(jnp.ones(4)), lambda r: r.multiply(jnp.ones((2, 3)))):
+        with pytest.raises(ValueError, match=r"must broadcast against \[3\], the shape of what"):
+            wrong(Buffer(jnp.zeros((4, 3))).at[0])
+    with pytest.raises(ValueError, match=r"`pred` of `.at\[...\].set` must broadcast against \[\]"):
+        ref.set(1, pred=jnp.array([True, False]))
     with pytest.raises(ValueError, match=r"`mode` of `.at\[...\].add` must be one of drop"):
         ref.add(1, mode="wrap")
     with pytest.raises(TypeError, match="takes mode, pred, unique_indices"):

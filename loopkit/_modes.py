@@ -1,0 +1,45 @@
+"""What the keywords of a buffer's `.at[...]` mean: those of jax.numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+MODES = ("drop", "fill", "clip", "promise_in_bounds")
+
+
+def mode_name(name: str, mode: Any) -> str | None:
+    """The name of an indexing mode."""
+    if mode is None:
+        return None
+    label = mode.lower() if isinstance(mode, str) else str(getattr(mode, "name", mode)).lower()
+    label = {"fill_or_drop": "drop"}.get(label, label)
+    if label not in MODES:
+        raise ValueError(
+            f"loopkit.Buffer: `mode` of `.at[...].{name}` must be one of {', '.join(MODES)}, got "
+            f"{mode!r}. They mean what they do in jax.numpy."
+        )
+    return label
+
+
+def check_keywords(name: str, other: dict) -> None:
+    other = {k: v for k, v in other.items() if not (k == "wrap_negative_indices" and v)}
+    if other:
+        raise TypeError(
+            f"loopkit.Buffer: `.at[...].{name}` takes mode, pred, unique_indices and "
+            f"indices_are_sorted, got {', '.join(other)}. Leave the others out."
+        )
+
+
+def fill_value_of(dtype: Any, fill_value: Any) -> Any:
+    """What jax.numpy reads out of bounds, in mode "fill"."""
+    if fill_value is not None:
+        return jnp.asarray(fill_value, dtype)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.asarray(jnp.nan, dtype)
+    if jnp.issubdtype(dtype, jnp.signedinteger):
+        return jnp.asarray(jnp.iinfo(dtype).min, dtype)
+    if jnp.issubdtype(dtype, jnp.unsignedinteger):
+        return jnp.asarray(jnp.iinfo(dtype).max, dtype)
+    return jnp.asarray(True, dtype)
