@@ -8,10 +8,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from loopkit import _arguments, _jax, _jaxpr
 from loopkit._cache import Recent, remember
 from loopkit._capture import type_key
+from loopkit._function_key import IDENTITIES, is_library
 from loopkit._lax_loops import LoopSite, Settings
 from loopkit._plan import Bytes
 from loopkit._replace_lax_loops import replacing, settings_of
@@ -55,7 +57,9 @@ def checkpointed(
 
     - `fn`: any function that JAX can trace. Arguments that are arrays, floats or complex numbers
         become abstract, as under `jax.jit`; bools, ints, strings, functions and other leaves are
-        passed to `fn` as they are, and returned as they are.
+        passed to `fn` as they are, and returned as they are. With an object that may have changed
+        since the last call, such as the `self` of a method, `fn` is traced at every call. What `fn`
+        closes over is read when it is traced, as under `jax.jit`.
     - `max_steps`: the most steps of each while loop, a static int; None for no bound. A loop that
         needs more stops there.
     - `checkpoints`: what the backward pass of each loop keeps. None: about the square root of
@@ -136,9 +140,24 @@ def _call(fn: Callable, settings: Settings, programs: Recent, args: tuple, kwarg
         values = _typed([v for v in static if not callable(v)])
         return remember((fn, *functions), (*types, values), trace)
 
-    program = programs.remember((*types, _typed(static), _jax.trace_context()), remembered)
+    if any(map(_may_change, static)):
+        program = trace()
+    else:
+        program = programs.remember((*types, _typed(static), _jax.trace_context()), remembered)
     outs = iter(_jax.call_jaxpr(program.jaxpr)(*program.consts, *arrays))
-    return program.out_tree.unflatten(next(outs) if v is None else v for v in program.kept)
+    return program.out_tree.unflatten(
+        next(outs) if v is None else v.copy() if isinstance(v, np.ndarray) else v
+        for v in program.kept
+    )
+
+
+def _may_change(value: Any) -> bool:
+    """Whether an object, such as the `self` of a method, can change and stay equal to itself."""
+    if isinstance(value, ft.partial):
+        return any(map(_may_change, (value.func, *value.args, *value.keywords.values())))
+    if isinstance(value, IDENTITIES) or is_library(type(value)):
+        return False
+    return type(value).__hash__ is object.__hash__
 
 
 def _typed(values: list) -> tuple:

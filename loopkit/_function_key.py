@@ -112,7 +112,7 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 
 def _attributes(owner: Any, names: Sequence[str], alive: Alive, depth: int = 3) -> Hashable:
     """The values of the named attributes of a module or a class, by identity."""
-    if not isinstance(owner, (types.ModuleType, type)) or not depth or _is_library(owner):
+    if not isinstance(owner, (types.ModuleType, type)) or not depth or is_library(owner):
         return None
     found = [(name, vars(owner)[name]) for name in names if name in vars(owner)]
     for _, value in found:
@@ -145,7 +145,7 @@ def _value(value: Any, alive: Alive, seen: set) -> Hashable:
 
 
 def _leaf(leaf: Any, alive: Alive, seen: set) -> Hashable:
-    if isinstance(leaf, types.FunctionType) and not _is_library(leaf):
+    if isinstance(leaf, types.FunctionType) and not is_library(leaf):
         return _function(leaf, alive, seen)
     if isinstance(leaf, IDENTITIES):
         alive.append(leaf)
@@ -165,7 +165,7 @@ def _leaf(leaf: Any, alive: Alive, seen: set) -> Hashable:
         return (type(leaf), repr(leaf))
     if isinstance(leaf, (types.MethodType, functools.partial)):
         return _callable(leaf, alive, seen)
-    if callable(leaf) and _is_library(type(leaf)):
+    if callable(leaf) and is_library(type(leaf)):
         alive.append(leaf)
         return ("identity", id(leaf))
     raise _Changing
@@ -185,7 +185,7 @@ def _place(tracer: Any, tracers: list | None) -> Hashable:
     return ("tracer", aval, aval.weak_type, None if value is None else np.asarray(value).tobytes())
 
 
-def _is_library(value: Any) -> bool:
+def is_library(value: Any) -> bool:
     """Whether a module, class or function belongs to a package that does not change as it runs."""
     name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
     return (name or "").partition(".")[0] in LIBRARIES

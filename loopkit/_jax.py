@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax._src import (
     ad_util,
+    callback,
     checkify,
     config,
     core,
@@ -33,6 +34,7 @@ from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.control_flow import loops as lax_loops
 
 DebugInfo = core.DebugInfo
+IO_EFFECTS = callback.IOEffect, callback.OrderedIOEffect
 JaxprInputEffect = effects_.JaxprInputEffect
 Literal = core.Literal
 ShapedArray = core.ShapedArray

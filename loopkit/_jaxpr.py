@@ -111,11 +111,16 @@ def _type_key(aval: Any) -> Any:
 
 
 def without_debug_effects(jaxpr: Jaxpr) -> Jaxpr:
-    """A jaxpr that no longer prints or calls back for debugging.
+    """A jaxpr that no longer prints, nor calls what returns nothing.
 
     Recomputation runs a step again; what a step reports must be reported once.
     """
     return _jax.close_jaxpr(_without_debug_effects(_jax.open_jaxpr(jaxpr)))
+
+
+def asks_the_host(jaxpr: Jaxpr) -> bool:
+    """Whether it calls the host for values, which may be others the next time."""
+    return any(isinstance(e, _jax.IO_EFFECTS) for e in without_debug_effects(jaxpr).effects)
 
 
 def _without_debug_effects(jaxpr: Any) -> Any:
@@ -126,6 +131,8 @@ def _without_debug_effects(jaxpr: Any) -> Any:
         if eqn.primitive is _jax.debug_callback_p:
             continue
         if eqn.primitive.name == "debug_print":
+            continue
+        if eqn.primitive.name == "io_callback" and not eqn.outvars:
             continue
         if not eqn.effects:
             eqns.append(eqn)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from loopkit import _errors, _jax
+from loopkit import _errors, _jax, _jaxpr
 from loopkit._capture import as_loop
 from loopkit._function_key import function_key
 from loopkit._plan import Budget
@@ -83,14 +83,14 @@ class LaxLoop(NamedTuple):
     @property
     def replaceable(self) -> bool:
         """Whether it is over arrays alone, without references to memory, and has no effects that
-        loopkit's loops lack, nor a length that is symbolic.
+        loopkit's loops lack or should not have twice, nor a length that is symbolic.
         """
         if _jax.is_symbolic(self.length):
             return False
         types = [jax.typeof(v) for v in (*self.cond_consts, *self.consts, *self.init, *self.xs)]
         jaxprs = [self.body] if self.cond is None else [self.cond, self.body]
         return all(type(t) is _jax.ShapedArray for t in types) and not any(
-            j.consts or _jax.check_effects(j.effects) for j in jaxprs
+            j.consts or _jax.check_effects(j.effects) or _jaxpr.asks_the_host(j) for j in jaxprs
         )
 
     def run(self, settings: Settings) -> list:

@@ -3,6 +3,7 @@
 import re
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -176,6 +177,40 @@ def test_static_arguments_and_decorator():
         return {name: lax.fori_loop(0, n, lambda _, y: y * x, 1.0)}
 
     assert_close(jax.grad(lambda x: power(x, 3, name="cube")["cube"])(2.0), jnp.asarray(12.0))
+
+
+class Growth:
+    """No pytree: JAX does not see what it holds."""
+
+    def __init__(self, rate):
+        self.rate = rate
+
+    @loopkit.checkpointed
+    def until_large(self, x):
+        return lax.while_loop(lambda y: y < 100.0, lambda y: y * self.rate, x)
+
+
+def test_objects_that_change_are_read_again():
+    growth = Growth(2.0)
+    assert growth.until_large(1.5) == 192.0
+
+    def large(rate):
+        growth.rate = rate
+        return growth.until_large(1.5)
+
+    assert_close(jax.grad(large)(3.0), jnp.asarray(162.0))
+    grow = loopkit.checkpointed(lambda x, by: lax.fori_loop(0, 2, lambda _, y: by(y), x))
+    by = partial(lambda growth, y: y * growth.rate, growth)
+    growth.rate = 5.0
+    assert grow(1.0, by) == 25.0
+    growth.rate = 7.0
+    assert grow(1.0, by) == 49.0
+
+
+def test_results_that_are_no_arrays_of_jax_are_not_shared():
+    counted = loopkit.checkpointed(lambda x: (lax.fori_loop(0, 3, jnp.add, x), np.zeros(2)))
+    counted(1.0)[1][:] = 1.0
+    np.testing.assert_array_equal(counted(1.0)[1], np.zeros(2))
 
 
 def test_donated_arguments_and_keys():

@@ -5,6 +5,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.experimental import io_callback
 
 import loopkit
 from problems import CHECKPOINTS
@@ -92,8 +94,6 @@ def test_debug_print(capfd):
 
 def test_callbacks_with_results():
     """io_callback runs for each step, in the order of the steps if that is asked for."""
-    from jax.experimental import io_callback
-
     seen = []
 
     def record(step):
@@ -126,3 +126,67 @@ def test_the_predicate_is_read_once_a_step(max_steps, unroll):
     jax.block_until_ready(out)
     jax.effects_barrier()
     assert sorted(seen) == [0, 1, 2, 3, 4]
+
+
+def random_product(scan, draws):
+    """The product of numbers that the host draws anew at every step, times x**9."""
+    number = jax.ShapeDtypeStruct((), jnp.result_type(float))
+
+    def body(y, x):
+        return y * x * io_callback(lambda: np.asarray(draws.random(), number.dtype), number), None
+
+    return lambda x: scan(body, jnp.ones(()), jnp.full(9, x))[0]
+
+
+SCANS = {
+    "scan": loopkit.scan,
+    "all": lambda *args: loopkit.scan(*args, checkpoints="all"),
+    "checkpointed": lambda *args: loopkit.checkpointed(lax.scan, checkpoints=2)(*args),
+    "until": lambda *args: loopkit.scan(*args, until=lambda y, _: jnp.isnan(y)),
+}
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("scan", SCANS.values(), ids=SCANS)
+def test_a_gradient_is_that_of_what_the_host_returned(scan, around):
+    f = around(jax.value_and_grad(random_product(scan, np.random.default_rng(0))))
+    value, slope = f(1.7)
+    np.testing.assert_allclose(slope * 1.7 / 9, value, rtol=1e-6)
+
+
+@pytest.mark.parametrize("derivative", [jax.hessian, lambda f: lambda x: jax.linearize(f, x)[1](x)])
+def test_steps_that_ask_the_host_are_not_run_again(derivative):
+    f = random_product(loopkit.scan, np.random.default_rng(0))
+    with pytest.raises(NotImplementedError, match="must give the same again, got a jax"):
+        derivative(f)(1.7)
+
+
+def test_a_gradient_without_a_bound_cannot_ask_the_host():
+    number = jax.ShapeDtypeStruct((), "float64")
+
+    def f(x, **settings):
+        body = lambda y: y * x * io_callback(lambda: np.float64(2.0), number)
+        return loopkit.while_loop(lambda y: y < 20.0, body, 1.0, **settings)
+
+    with pytest.raises(NotImplementedError, match=r'with `checkpoints="all"` and a bound'):
+        jax.grad(f)(1.5)
+    assert jax.grad(lambda x: f(x, max_steps=5))(1.5) == 3 * 2**3 * 1.5**2
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+def test_what_returns_nothing_is_called_once(checkpoints, ordered):
+    seen = []
+
+    def body(carry):
+        step, x = carry
+        io_callback(lambda step: seen.append(int(step)), None, step, ordered=ordered)
+        return step + 1, jnp.sin(x)
+
+    def f(x):
+        settings = {"checkpoints": checkpoints, "max_steps": 8}
+        return loopkit.while_loop(lambda c: c[0] < 5, body, (0, x), **settings)[1]
+
+    jax.block_until_ready(jax.jit(jax.grad(f))(0.3))
+    jax.effects_barrier()
+    assert (seen if ordered else sorted(seen)) == [0, 1, 2, 3, 4]

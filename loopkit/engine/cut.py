@@ -63,7 +63,8 @@ def least_stored(
     maker = {v: eqn for eqn in j.eqns for v in eqn.outvars}
     constant = set(j.invars[:constants])
     for eqn in j.eqns:
-        if all(isinstance(v, _jax.Literal) or v in constant for v in eqn.invars):
+        known = all(isinstance(v, _jax.Literal) or v in constant for v in eqn.invars)
+        if known and not eqn.effects:
             constant.update(eqn.outvars)
     given = set(j.invars[:constants]) | set(j.invars[slices:])
     cheap = {id(eqn) for eqn in j.eqns if _is_cheap(eqn)}

@@ -23,6 +23,7 @@ from loopkit.engine.pushforward import run_dual
 def evaluate(*operands: Any, loop: Loop, active: Active, batch: Any) -> list:
     values, cts, u = parts(operands, loop.operand_count, sum(active.outputs))
     quiet = loop.without_debug_effects()
+    loop.check_repeats()
 
     def one(cts: list, u: list) -> list:
         def tangents_at(*moved: Any) -> list:

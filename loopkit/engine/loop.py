@@ -204,6 +204,22 @@ class Loop:
 
         return self.derived("quiet", make)
 
+    @cached_property
+    def asks_the_host(self) -> bool:
+        """Whether a step reads what it may not find again, so that it must not be run again."""
+        jaxprs = [self.body] if self.cond is None else [self.body, self.cond]
+        return any(map(_jaxpr.asks_the_host, jaxprs))
+
+    def check_repeats(self) -> None:
+        """Raise if the steps must not be run again."""
+        if self.asks_the_host:
+            raise NotImplementedError(
+                f"loopkit.{self.name}: steps that are run again for a derivative must give the "
+                "same again, got a jax.experimental.io_callback that returns values. "
+                'Store what they return, with `checkpoints="all"` and a bound on the steps, which '
+                "is enough for a gradient; or call jax.pure_callback, if it is pure."
+            )
+
     def map_jaxprs(self, change: Callable[[Jaxpr], Jaxpr]) -> Loop:
         """The same loop, with its two jaxprs changed."""
         cond = None if self.cond is None else change(self.cond)

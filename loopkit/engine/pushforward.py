@@ -32,6 +32,7 @@ from loopkit.engine.reversal import covers, reversal
 def evaluate(*operands: Any, loop: Loop, layout: Active, active: Active, batch: Any) -> list:
     primals, _, tangents = arguments(loop, layout, operands)
     quiet = loop.without_debug_effects()
+    loop.check_repeats()
     return run_dual(quiet, primals, tangents, active, batch)
 
 

@@ -246,7 +246,12 @@ def _planned(loop: Loop, active: Active) -> Reversal:
         left = step.carry_bytes - buffers
         logging = step._replace(carry_bytes=left, buffer_bytes=buffers, log_bytes=log)
         steps = (logging, step)
-    plan = best_plan(loop.checkpoints, loop.length, loop.cond is None, steps, loop.name)
+    checkpoints = loop.checkpoints
+    if loop.asks_the_host and checkpoints is None and loop.length is not None:
+        checkpoints = "all"
+    plan = best_plan(checkpoints, loop.length, loop.cond is None, steps, loop.name)
+    if not plan.keeps_all:
+        loop.check_repeats()
     if plan.keeps_all or not plan.step.log_bytes:
         undo = None
     if plan.host:
