@@ -202,7 +202,7 @@ def main() -> None:
     values = {
         "lax.scan, as first written": compiled(as_written),
         "loopkit.scan, in_axes": compiled(thomas),
-        "loopkit.scan, in_axes, blocked": compiled(blocked(thomas)),
+        "loopkit.scan, in_axes, blocked": compiled(blocked(solve)),
         "lax.linalg.tridiagonal_solve": compiled(with_lax_linalg),
         "NumPy": lambda: with_numpy(a, b, c, d),
         "numba, one thread": lambda: serial(a, b, c, d),
