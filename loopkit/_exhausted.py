@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import jax
+
+from loopkit import _jax
 
 
 def ran_out(error: BaseException) -> bool:
@@ -12,26 +16,40 @@ def ran_out(error: BaseException) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
 
 
-def ran_out_after(function: str, steps: int, segment: int, y_bytes: int, carry_bytes: int) -> str:
-    """How far the loop got, what it keeps, and how much of that would fit."""
-    limit = memory_limit()
-    carries = f"{limit // max(carry_bytes, 1):,} carries of {_size(carry_bytes)}"
+def ran_out_after(
+    function: str, steps: int, segment: int, y_bytes: int, carry_bytes: int, room: int
+) -> str:
+    """How far the loop got, what it keeps, and how much of that would fit into so many bytes."""
+    carries = f"{room // max(carry_bytes, 1):,} carries of {_size(carry_bytes)}"
     # The rows are in chunks, and once joined in one piece.
-    rows = f"the `ys` of {limit // max(2 * y_bytes, 1):,} steps, {_size(y_bytes)} each"
+    rows = f"the `ys` of {room // max(2 * y_bytes, 1):,} steps, {_size(y_bytes)} each"
     return (
         f"loopkit.{function}: out of memory after {steps:,} steps, in a segment of {segment:,}. "
-        f"The {_size(limit)} of the device hold {rows}, or {carries}. Return less from `f` "
-        "to be stacked, pass `max_segments` or a smaller `segment`; under differentiation pass a "
-        "small int for `checkpoints`."
+        f"The device had {_size(room)} for it: enough for {rows}, or for {carries}. Return less "
+        "from `f` to be stacked, pass `max_segments` or a smaller `segment`; under "
+        "differentiation pass a small int for `checkpoints`."
     )
 
 
-def memory_limit() -> int:
-    """Bytes that the default device may use; for the CPU, what the machine has."""
-    stats = jax.local_devices()[0].memory_stats() or {}
+def memory_left(carry: Sequence[Any]) -> int:
+    """Bytes not in use where the carry lies, on the fullest of its devices."""
+    values = map(_jax.innermost, carry)
+    arrays = [v for v in values if isinstance(v, jax.Array) and not _jax.is_tracer(v)]
+    placed = [v for v in arrays if v.committed] or arrays
+    devices = {device for array in placed for device in array.sharding.addressable_devices}
+    return min(map(_left_on, devices or jax.local_devices()[:1]))
+
+
+def _left_on(device: Any) -> int:
+    stats = memory_stats(device)
     if "bytes_limit" in stats:
-        return stats["bytes_limit"]
+        return max(stats["bytes_limit"] - stats.get("bytes_in_use", 0), 0)
+    # A CPU keeps no account: all that the machine has.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_stats(device: Any) -> dict[str, int]:
+    return device.memory_stats() or {}
 
 
 def _size(count: float) -> str:

@@ -24,7 +24,7 @@ from loopkit import _arguments, _errors, _jax
 from loopkit._axes import Inputs
 from loopkit._budget import check_budget
 from loopkit._capture import Names, pair
-from loopkit._exhausted import ran_out, ran_out_after
+from loopkit._exhausted import memory_left, ran_out, ran_out_after
 from loopkit._info import LoopInfo
 from loopkit._segments import (
     byte_count,
@@ -82,7 +82,8 @@ def unbounded_scan(
     - `until`: `(Carry, Y) -> bool[]`. Stop after the first step for which it holds.
     - `segment`: steps in the first segment.
     - `max_segments`: the most segments to run; None for no bound. A bound on the steps, for
-      loops that may not end.
+      loops that may not end. A loop that reaches it returns what it has, without an error: only
+      `LoopInfo.stopped` (False) tells.
     - `checkpoints`: what the backward pass keeps of each segment. None: about the square root of
       its steps, in carries. An int c: at most c carries. "all": what the derivative of every step
       reads.
@@ -101,7 +102,11 @@ def unbounded_scan(
 
     `TypeError` inside `jax.jit`, or if a function returns something of another structure or type
     than it should; `ValueError` if an argument has a wrong value; `MemoryError` if the device has
-    no memory left, with the steps taken until then and an estimate of how many would fit.
+    no memory left, with the steps taken until then and an estimate of how many would fit. That is
+    the forward pass, which also stores the checkpoints. A backward pass runs when this function
+    has long returned; if memory ends there, with what one segment computes again, the error is
+    JAX's own (RESOURCE_EXHAUSTED). Pass a smaller int for `checkpoints`, or a smaller `segment`
+    and `growth=1`.
 
     !!! example
 
@@ -157,6 +162,7 @@ def _run(
     stopped: Any = np.array(False)
     closed_over, chunks, ys = traced.closed_over, [], []
     longest = size = left = 0
+    room = memory_left(carry)
     try:
         for size, left, x in divided(jax.tree.leaves(xs), rows, sizes):
             run = compiled(traced, size)
@@ -175,7 +181,7 @@ def _run(
         if not ran_out(error):
             raise
         widths = byte_count(traced.loop.ys_types), byte_count(traced.carry_types)
-        raise MemoryError(ran_out_after(NAMES.function, longest, size, *widths)) from error
+        raise MemoryError(ran_out_after(NAMES.function, longest, size, *widths, room)) from error
     carry, _ = tree.unflatten([*carry, left, stopped])
     return carry, traced.y_tree.unflatten(ys), LoopInfo(steps, stopped)
 

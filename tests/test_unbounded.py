@@ -10,7 +10,7 @@ import pytest
 
 import loopkit
 from derivatives import assert_close, derivative
-from loopkit import _segments, _unbounded
+from loopkit import _exhausted, _segments, _unbounded
 from loopkit._segments import AT_ONCE, LONGEST, segment_lengths, together
 from problems import inexact_vector
 
@@ -391,6 +391,74 @@ def test_out_of_memory_says_how_far_it_got(monkeypatch):
     failing_at(monkeypatch, 3, "RESOURCE_EXHAUSTED: Out of memory")
     with pytest.raises(MemoryError, match="out of memory after 6 steps, in a segment of 8"):
         loopkit.unbounded_scan(step, (1.0, 0), until=enough, segment=2)
+
+
+@pytest.mark.parametrize("through", [lambda f: f, jax.grad, jax.vmap])
+@pytest.mark.parametrize(("in_use", "rows", "carries"), [(400, 100, 76), (2400, 0, 0)])
+def test_what_would_fit_is_counted_where_the_carry_lies(
+    monkeypatch, in_use, rows, carries, through
+):
+    """21 bytes of carry, 8 of a row, which has to fit twice: in what others leave of 2000 bytes."""
+    device = jax.devices()[2]
+    full = {"bytes_limit": 10, "bytes_in_use": 10}
+    stats = {device: {"bytes_limit": 2000, "bytes_in_use": in_use}}
+    monkeypatch.setattr(_exhausted, "memory_stats", lambda device: stats.get(device, full))
+    failing_at(monkeypatch, 2, "RESOURCE_EXHAUSTED: Out of memory")
+    start = jnp.ones(1) if through is jax.vmap else 1.0
+
+    def loss(x):
+        return loopkit.unbounded_scan(step, (x, 0), until=enough, segment=2)[0][0]
+
+    text = f"enough for the `ys` of {rows} steps, 8 bytes each, or for {carries} carries of 21 "
+    with pytest.raises(MemoryError, match=text):
+        through(loss)(jax.device_put(start, device))
+
+
+def test_what_would_fit_on_the_fullest_of_several_devices(monkeypatch):
+    left = dict(zip(jax.devices(), [30, 70, 20, 90], strict=False))
+    monkeypatch.setattr(
+        _exhausted, "memory_stats", lambda device: {"bytes_limit": left.get(device, 1000)}
+    )
+    sharding = jax.sharding.NamedSharding(
+        jax.make_mesh((2,), "a", devices=jax.devices()[:2]), jax.sharding.PartitionSpec("a")
+    )
+    assert _exhausted.memory_left([jax.device_put(jnp.zeros(4), sharding)]) == 30
+    assert _exhausted.memory_left([jax.device_put(jnp.zeros(4), jax.devices()[1])]) == 70
+    assert _exhausted.memory_left([]) == 30
+
+
+def exhausting(where):
+    """A step whose value, or whose derivative, finds no memory."""
+
+    def fail(x):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    def unlucky(x):
+        return jax.pure_callback(fail, jax.ShapeDtypeStruct((), x.dtype), x)
+
+    @jax.custom_vjp
+    def shrink(x):
+        return x * 0.9
+
+    forward, backward = (
+        (unlucky, lambda g: g) if where == "forward" else (lambda x: x * 0.9, unlucky)
+    )
+    shrink.defvjp(lambda x: (forward(x), None), lambda _, g: (backward(g),))
+    return lambda x, _: (shrink(x), x)
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "text"),
+    [
+        ("forward", MemoryError, "out of memory after 0 steps"),
+        ("backward", jax.errors.JaxRuntimeError, "RESOURCE_EXHAUSTED"),
+    ],
+)
+def test_out_of_memory_under_differentiation(where, error, text):
+    f = exhausting(where)
+    loss = lambda x: loopkit.unbounded_scan(f, x, until=lambda c, _: c < 0.1)[0]
+    with pytest.raises(error, match=text):
+        jax.block_until_ready(jax.grad(loss)(1.0))
 
 
 def test_other_run_time_errors_pass(monkeypatch):
