@@ -190,6 +190,23 @@ def test_numpyro_model_with_a_scan():
     assert_close(jax.value_and_grad(loopkit.checkpointed(log_density))(values), wanted)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own use of jax.numpy
+def test_dynamax_likelihood():
+    """That of a hidden Markov model: a scan over what was observed."""
+    models = import_or_skip("dynamax.hidden_markov_model")
+    model = models.GaussianHMM(3, 2)
+    params, _ = model.initialize(jax.random.key(0))
+    _, observed = model.sample(params, jax.random.key(1), 50)
+
+    def likelihood(params):
+        return model.marginal_log_prob(params, observed)
+
+    wanted = jax.jit(jax.value_and_grad(likelihood))(params)
+    replaced = loopkit.checkpointed(likelihood)
+    assert "loopkit_while" in str(jax.make_jaxpr(replaced)(params))
+    assert_close(jax.jit(jax.value_and_grad(replaced))(params), wanted)
+
+
 def test_blackjax_nuts():
     """One move of the no-U-turn sampler, differentiated in its step size."""
     blackjax = import_or_skip("blackjax")
