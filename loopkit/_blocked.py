@@ -11,8 +11,10 @@ from typing import Any
 
 import jax
 
-from loopkit import _arguments, _errors, _jax
+from loopkit import _arguments, _errors, _jax, _jaxpr
 from loopkit._axes import Inputs, block_axes, joined, leaf_axes, merged, normalised
+from loopkit._cache import Learnt, remember
+from loopkit._capture import type_key
 from loopkit._scan import NAMES, run_scan
 
 NAME = "blocked"
@@ -21,7 +23,11 @@ ROWS = 8
 
 
 def blocked(
-    fn: Callable, *, block: int | None = None, in_axes: Any = 0, out_axes: Any = 0
+    fn: Callable | None = None,
+    *,
+    block: int | None = None,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
 ) -> Callable:
     """`fn` of a batch, computed one block of the batch after another.
 
@@ -32,7 +38,8 @@ def blocked(
 
     A loop over a large batch reads and writes memory in every step. Over a block that fits in the
     cache it does not. `fn` must treat the rows of its batch independently; its derivatives, in
-    every mode, are computed block by block too.
+    every mode, are computed block by block too. A `jax.debug.callback` in it is called once a
+    block, also where a gradient computes the block again: it can show progress.
 
     **Arguments:**
 
@@ -46,12 +53,12 @@ def blocked(
 
     **Returns:**
 
-    A function with the signature of `fn`.
+    A function with the signature of `fn`. Without `fn`, a decorator.
 
     **Raises:**
 
     `TypeError` and `ValueError` if an argument is wrong, or a result has no row for each row of
-    its block.
+    its block, be it one block for all.
 
     !!! example
 
@@ -65,8 +72,10 @@ def blocked(
         totals = loopkit.blocked(smooth, block=256)(jnp.ones((1000, 50)))
         ```
     """
-    _arguments.check_callable(NAME, "fn", fn)
     block = _arguments.check_block(NAME, block)
+    if fn is None:
+        return ft.partial(blocked, block=block, in_axes=in_axes, out_axes=out_axes)
+    _arguments.check_callable(NAME, "fn", fn)
 
     @ft.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +90,7 @@ def blocked(
         inputs = Inputs.of((*args, kwargs), (*axes, 0), None, NAME, "args")
         rows = block or _rows_in_cache(fn, inputs)
         if rows >= inputs.length:
-            return fn(*args, **kwargs)
+            return _with_rows(fn(*args, **kwargs), out_axes, inputs.length)
         return _in_blocks(fn, inputs, rows, out_axes)
 
     return run
@@ -90,18 +99,29 @@ def blocked(
 def _in_blocks(fn: Callable, inputs: Inputs, rows: int, out_axes: Any) -> Any:
     count, left = divmod(inputs.length, rows)
     head, tail = inputs.divided(count, rows)
+    blocks = _over_blocks(fn, inputs.tree, head, rows, out_axes)
+    if not left:
+        return _merged(blocks, out_axes)
+    # One more block, so that this too is traced once and runs as one program.
+    rest, _ = tail.divided(1, left)
+    last = _merged(_over_blocks(fn, inputs.tree, rest, left, out_axes), out_axes)
+    return joined(NAME, blocks, last, out_axes)
+
+
+def _over_blocks(fn: Callable, tree: Any, blocks: Inputs, rows: int, out_axes: Any) -> Any:
+    """What `fn` returns for each block, stacked just before the batch axes."""
 
     def step(_: None, x: list) -> tuple[None, Any]:
-        *args, kwargs = inputs.tree.unflatten(x)
-        out = fn(*args, **kwargs)
-        _check_rows(out, out_axes, rows)
-        return None, out
+        *args, kwargs = tree.unflatten(x)
+        return None, _with_rows(fn(*args, **kwargs), out_axes, rows)
 
+    made_of = (fn, NAME, tree)
     axes = block_axes(out_axes)
-    _, blocks = run_scan(NAMES, step, None, head, None, False, 1, False, out_axes=axes)
-    if left:
-        *args, kwargs = tail.tree.unflatten(tail.leaves)
-        return joined(NAME, blocks, fn(*args, **kwargs), out_axes)
+    settings = {"out_axes": axes, "made_of": made_of}
+    return run_scan(NAMES, step, None, blocks, None, False, 1, False, **settings)[1]
+
+
+def _merged(blocks: Any, out_axes: Any) -> Any:
     leaves, tree = jax.tree.flatten(blocks)
     axes = leaf_axes("out_axes", out_axes, blocks, "what `fn` returns", NAME)
     return tree.unflatten(
@@ -109,7 +129,8 @@ def _in_blocks(fn: Callable, inputs: Inputs, rows: int, out_axes: Any) -> Any:
     )
 
 
-def _check_rows(out: Any, out_axes: Any, rows: int) -> None:
+def _with_rows(out: Any, out_axes: Any, rows: int) -> Any:
+    """What `fn` returned, if it has a row for each row of its block."""
     out = _arguments.as_arrays(NAME, "fn", out)
     axes = leaf_axes("out_axes", out_axes, out, "what `fn` returns", NAME)
     axes = normalised("out_axes", axes, out, NAME)
@@ -119,6 +140,7 @@ def _check_rows(out: Any, out_axes: Any, rows: int) -> None:
             advice = "Return a row for each row of the block, or set `out_axes`."
             expected = "must return as many rows as it is given"
             raise ValueError(_errors.wrong(NAME, "fn", expected, got, advice, path))
+    return out
 
 
 # ---------------------------------------------------------------- how many rows
@@ -128,15 +150,8 @@ def _rows_in_cache(fn: Callable, inputs: Inputs) -> int:
     """Rows whose working set fills half of the cache; a divisor of the batch if one is near."""
     if jax.default_backend() != "cpu":
         return inputs.length
-
-    def flat(*leaves: Any) -> list:
-        *args, kwargs = inputs.tree.unflatten(leaves)
-        return jax.tree.leaves(fn(*args, **kwargs))
-
-    jaxpr, _ = _jax.trace(flat, [jax.typeof(x) for x in inputs.leaves], NAME)
-    batched = [v for v, a in zip(inputs.leaves, inputs.axes, strict=True) if a is not None]
-    total = sum(_bytes(jax.typeof(v)) for v in batched)
-    total += sum(map(_bytes, jaxpr.out_avals)) + _loop_bytes(jaxpr)
+    key = (NAME, inputs.tree, *inputs.axes, type_key(inputs.leaves))
+    total = remember((fn,), key, lambda: Learnt(_working_set(fn, inputs))).value
     fitting = max(1, cache_bytes() // 2 * inputs.length // max(total, 1))
     if fitting >= inputs.length:
         return inputs.length
@@ -146,15 +161,29 @@ def _rows_in_cache(fn: Callable, inputs: Inputs) -> int:
     return max(1, fitting - fitting % ROWS)
 
 
+def _working_set(fn: Callable, inputs: Inputs) -> int:
+    """Bytes that `fn` and the loops in it read and write for the whole batch."""
+
+    def flat(*leaves: Any) -> list:
+        *args, kwargs = inputs.tree.unflatten(leaves)
+        return jax.tree.leaves(fn(*args, **kwargs))
+
+    types = list(map(jax.typeof, inputs.leaves))
+    jaxpr, _ = _jax.trace(flat, types, NAME)
+    total = sum(_bytes(t) for t, a in zip(types, inputs.axes, strict=True) if a is not None)
+    return total + sum(map(_bytes, jaxpr.out_avals)) + _loop_bytes(jaxpr)
+
+
 def _loop_bytes(jaxpr: Any) -> int:
-    """Bytes of what loops return, at any depth of calls: they are written to memory."""
+    """Bytes of what loops return, at any depth: they are written to memory.
+
+    Of several jaxprs in an equation, such as the branches of a conditional, the largest counts.
+    """
     total = 0
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
-        inner = eqn.params.get("jaxpr")
-        if eqn.primitive.name in ("jit", "pjit") and inner is not None:
-            total += _loop_bytes(inner)
-        elif eqn.primitive.name in ("scan", "while", "loopkit_while"):
+        if eqn.primitive.name in ("scan", "while", "loopkit_while"):
             total += sum(_bytes(v.aval) for v in eqn.outvars)
+        total += max(map(_loop_bytes, _jaxpr.jaxprs_in(eqn)), default=0)
     return total
 
 

@@ -22,6 +22,16 @@ class Cached(Protocol):
         ...
 
 
+class Learnt(NamedTuple):
+    """What a trace told that holds nothing of it: types, or a number."""
+
+    value: Any
+
+    @property
+    def closed_over(self) -> list:
+        return []
+
+
 C = TypeVar("C", bound=Cached)
 
 

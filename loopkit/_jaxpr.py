@@ -208,8 +208,8 @@ def map_equations(jaxpr: Jaxpr, change: Callable[[Any], Any]) -> Jaxpr:
     return inside(jaxpr)
 
 
-def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """The equations of a jaxpr and of all those in it, as often as they are run in a pass."""
+def jaxprs_in(eqn: Any) -> Iterator[Any]:
+    """The jaxprs that are parameters of an equation."""
 
     def inside(value: Any) -> Iterator[Any]:
         if isinstance(value, tuple):
@@ -218,13 +218,19 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
         elif hasattr(value, "map_jaxprs"):
             found = []
             value.map_jaxprs(lambda j: found.append(j) or j)
-            yield from inside(tuple(found))
+            yield from found
         elif hasattr(value, "eqns"):
-            yield from all_equations(value)
+            yield value
 
+    return inside(tuple(eqn.params.values()))
+
+
+def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    """The equations of a jaxpr and of all those in it, as often as they are run in a pass."""
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
         yield eqn
-        yield from inside(tuple(eqn.params.values()))
+        for inner in jaxprs_in(eqn):
+            yield from all_equations(inner)
 
 
 # ---------------------------------------------------------------- the same, varying

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from loopkit import _arguments, _carried, _checks, _errors, _jax
 from loopkit._axes import Inputs, arranged, has_none, stacks, without_last
 from loopkit._budget import check_budget
 from loopkit._buffer import plain
-from loopkit._cache import interned, remember
+from loopkit._cache import Learnt, interned, remember
 from loopkit._capture import Names, Traced, pair, scalar_bool, trace_loop, type_key
 from loopkit._in_python import python_scan
 from loopkit._info import LoopInfo
@@ -165,11 +165,13 @@ def run_scan(
     checks: Any = None,
     return_info: bool = False,
     stopped: Any = False,
+    made_of: tuple | None = None,
 ) -> Any:
     """`scan`, under the names of the function that the user called.
 
     `xs` may be `Inputs`, with axes and length. With `until`, it takes no step if it is `stopped`
-    from the start.
+    from the start. `made_of`: a function of the user and all else that `f`, made anew on every
+    call, depends on.
     """
     name, reverse, stopping = names.function, bool(reverse), until is not None
     _arguments.check_callable(name, names.body, f)
@@ -206,7 +208,11 @@ def run_scan(
             part, f, init, inputs, reverse, until, out_axes, truncate, budget, of_block
         )
         return result if return_info else result[:2]
-    lasts = _last_ys(carried, f, init, inputs, out_axes) if has_none(out_axes) else []
+    known_by, *rest = made_of or (f,)
+    functions = (known_by, until) if carried.hashable else ()
+    lasts = []
+    if has_none(out_axes):
+        lasts = _last_ys(names, carried, f, init, inputs, out_axes, functions, rest)
     if _arguments.runs_in_python() and length > 0:
         ran, result = _arguments.in_python(
             lambda: python_scan(names, carried, f, init, inputs, out_axes, reverse, until, stopped)
@@ -255,11 +261,11 @@ def run_scan(
     step_leaf = values + stopping if checking else None
     found = carried.followed_by(len(leaves) - values, step_leaf) if carried.any else None
     traced = remember(
-        (f, until) if carried.hashable else (),
+        functions,
         (
             *(names, tree, type_key(leaves), tuple(x_types), counting, *settings.values()),
             *(inputs.tree, *inputs.axes, jax.tree.structure(out_axes), *jax.tree.leaves(out_axes)),
-            *(carried.flags, checking),
+            *(carried.flags, checking, *rest),
         ),
         trace,
     )
@@ -305,7 +311,14 @@ def _check_symbolic(
 
 
 def _last_ys(
-    carried: _carried.Buffers, f: Callable, init: Any, inputs: Inputs, out_axes: Any
+    names: Names,
+    carried: _carried.Buffers,
+    f: Callable,
+    init: Any,
+    inputs: Inputs,
+    out_axes: Any,
+    functions: Sequence[Any],
+    rest: Sequence[Any],
 ) -> list:
     """Zeros for the leaves of y of which only the last is wanted."""
     leaves, tree = jax.tree.flatten((init, inputs.whole))
@@ -314,10 +327,16 @@ def _last_ys(
         given, x = parts(values, len(leaves))
         carry, whole = tree.unflatten(given)
         step = carried.by_hand(lambda x, carry: f(carry, x))
-        return without_last(out_axes, pair(NAMES, step(inputs.join(x, whole), carry))[1])[1]
+        return without_last(out_axes, pair(names, step(inputs.join(x, whole), carry))[1])[1]
+
+    def trace() -> Learnt:
+        return Learnt(_jax.trace(last, types, "scan_ys")[0].out_avals)
 
     types = [*map(jax.typeof, leaves), *inputs.slice_types]
-    return [_jax.zeros(t) for t in _jax.trace(last, types, "scan_ys")[0].out_avals]
+    axes = (jax.tree.structure(out_axes), *jax.tree.leaves(out_axes), *inputs.axes)
+    key = ("last", names, tree, type_key(leaves), *types, inputs.tree, axes, carried.flags, *rest)
+    found = remember(functions, key, trace) if functions else trace()
+    return [_jax.zeros(t) for t in found.value]
 
 
 def _stacking(traced: Traced, out_axes: Any) -> Traced:
