@@ -29,14 +29,28 @@ def check_length(function: str, length: Any) -> int:
     return check_whole(function, "length", length, 0, "an int >= 0, the number of steps")
 
 
-def check_unroll(function: str, unroll: Any) -> tuple[int, bool]:
-    """Steps to an iteration, and whether to find out how many."""
+def unrolls_all(unroll: Any) -> bool:
+    """Whether all steps are asked for, as in lax by True or 0."""
+    if isinstance(unroll, (bool, np.bool_)):
+        return bool(unroll)
+    return isinstance(unroll, (int, np.integer)) and unroll == 0
+
+
+def check_unroll(function: str, unroll: Any, length: int | None = None) -> tuple[int, bool]:
+    """Steps to an iteration, and whether to find out how many.
+
+    All of them can be asked for where their number is known.
+    """
     if isinstance(unroll, str) and unroll == "auto":
         return 1, True
-    if isinstance(unroll, (bool, np.bool_)):
-        return int(unroll), False
-    expected = 'an int >= 1, the steps to an iteration, or "auto"'
-    return check_whole(function, "unroll", unroll, 1, expected), False
+    if isinstance(unroll, (bool, np.bool_)) and not unroll:
+        return 1, False
+    if length is None:
+        expected = 'an int >= 1, the steps to an iteration, or "auto"'
+        return check_whole(function, "unroll", unroll, 1, expected), False
+    expected = 'an int >= 0, the steps to an iteration (0 for all), a bool, or "auto"'
+    steps = 0 if unrolls_all(unroll) else check_whole(function, "unroll", unroll, 0, expected)
+    return max(1, min(steps or length, length)), False
 
 
 def check_block(function: str, block: Any) -> int | None:

@@ -50,8 +50,8 @@ def fori_loop(
     - `lower`, `upper`: integers, static or traced.
     - `body_fun`: `(int[], T) -> T`.
     - `init_val`: a pytree of arrays.
-    - `unroll`: steps to an iteration of the compiled loop; True for all, if their number is known;
-      "auto" as in `loopkit.while_loop`.
+    - `unroll`: steps to an iteration of the compiled loop; True or 0 for all, if their number is
+      known; "auto" as in `loopkit.while_loop`.
     - `max_steps`: the most steps to take, a static int.
     - `checkpoints`, `memory`, `buffers`, `checks`, `return_info`: as in `loopkit.while_loop`;
       "all" needs static bounds or `max_steps`.
@@ -108,10 +108,10 @@ def fori_loop(
         )
         info = info._replace(stopped=jnp.array(length == trips))
         return (val, info) if return_info else val
-    if unroll is True:
+    if _arguments.unrolls_all(unroll):
         advice = "Pass the number of steps to unroll."
-        expected = "can be True only if the bounds are static ints"
-        raise ValueError(_errors.wrong(name, "unroll", expected, "True", advice))
+        expected = "can be True or 0 only if the bounds are static ints"
+        raise ValueError(_errors.wrong(name, "unroll", expected, repr(unroll), advice))
     dtype = jnp.result_type(lower, upper)
     stop = jnp.asarray(upper, dtype)
     out = run_while(

@@ -112,6 +112,7 @@ class LaxLoop(NamedTuple):
             bounds = [b for b in (length, settings.max_steps) if b is not None]
             length = min(bounds) if bounds else None
         types = self.body.in_avals[len(self.consts) : len(self.consts) + len(self.init)]
+        steps = length or 1
         traced = as_loop(
             cond,
             cond_consts,
@@ -123,7 +124,7 @@ class LaxLoop(NamedTuple):
                 "length": length,
                 "reverse": self.params.get("reverse", False),
                 "checkpoints": settings.budget,
-                "unroll": max(1, min(self.params.get("unroll", 1), length or 1)),
+                "unroll": min(self.params.get("unroll", 1) or steps, steps),  # 0: all
                 "name": self.kind,
             },
         )

@@ -69,8 +69,9 @@ def scan(
     - `length`: steps, a static int; needed if no leaf of `xs` is scanned over. Where it is
       symbolic (`jax.export`), the loop is lax's, without settings that it lacks.
     - `reverse`: go from the last row of `xs` and `ys` to the first.
-    - `unroll`: steps to an iteration of the compiled loop; True for all of them; "auto" for what
-      takes least time, compilation included, by a trial that is kept in the user's cache folder.
+    - `unroll`: steps to an iteration of the compiled loop; True or 0 for all of them; "auto" for
+      what takes least time, compilation included, by a trial that is kept in the user's cache
+      folder.
     - `_split_transpose`: as in `jax.lax.scan`, for which every step is stored.
     - `until`: `(Carry, Y) -> bool[]`. Stop after the first step for which it holds. Cost follows
       the steps taken.
@@ -191,13 +192,12 @@ def run_scan(
     truncate = _arguments.check_truncate(name, truncate)
     if _jax.is_symbolic(length):
         others = {"until": until, "truncate": truncate, "buffers": buffers, "checkpoints": budget}
-        others["unroll"] = None if unroll in (1, False) else unroll
+        at_once = _arguments.check_unroll(name, unroll, _jax.SYMBOLIC)
+        others["unroll"] = None if at_once == (1, False) else unroll
         _check_symbolic(name, length, others, in_axes, out_axes)
-        budget, unroll = "all", 1
-    unroll, auto = (length, False) if unroll is True else _arguments.check_unroll(name, unroll)
-    if not _jax.is_symbolic(length):
-        unroll = min(unroll, length)
-    unroll = max(1, unroll)
+        budget, unroll, auto = "all", 1, False
+    else:
+        unroll, auto = _arguments.check_unroll(name, unroll, length)
     if split_transpose and budget is None:
         budget = "all"
     if truncate is not None and truncate < length:

@@ -266,6 +266,7 @@ CASES = [
     *cases(TypeError, "while_loop", "init_val", INITIAL_VALUES),
     *cases(ValueError, "while_loop", "checkpoints", UNBOUNDED),
     *cases(ValueError, "while_loop", "unroll", {"no unroll": (settings(unroll=0), r"\b0\b")}),
+    *cases(TypeError, "while_loop", "unroll", {"unroll all": (settings(unroll=True), "True")}),
     *whole_numbers("while_loop", settings),
     *bounds("while_loop", settings),
     *cases(

@@ -180,7 +180,7 @@ def test_unrolled_steps_that_are_not_taken_are_not_evaluated(unroll):
     assert_close(jax.grad(f, (0, 1))(3.0, 0.5), wanted(3.0, 0.5))
 
 
-@pytest.mark.parametrize("unroll", [True, False, 1, 3, 100])
+@pytest.mark.parametrize("unroll", [True, False, 0, 1, 3, 100])
 def test_unroll_of_scan_and_fori_loop(unroll):
     f = lambda x: loopkit.scan(lambda x, _: (1.5 * x, x), x, length=4, unroll=unroll)[0]
     assert jax.grad(f)(1.0) == 1.5**4
