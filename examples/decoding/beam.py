@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import loopkit
 
-from .decoder import Decoder, Rows, State, is_buffer, with_row
+from .decoder import Decoder, Past, Rows, State, with_row
 
 
 class Hypotheses(NamedTuple):
@@ -95,14 +95,20 @@ def beam_search(
         alive = jnp.any(beam.log_probs > -jnp.inf)
         return alive & (worst_kept == -jnp.inf) if stop == "first" else alive
 
-    def past_of(beam: Beam) -> Rows:
-        """The cache of each hypothesis. Rows stay where they were written; it knows where."""
-        rows_of = lambda rows: rows[jnp.arange(max_length), beam.lineage]
-        return jax.tree.map(rows_of, beam.history.cache, is_leaf=is_buffer)
+    def step(beam: Beam) -> tuple[Rows, State, Rows, Array]:
+        """Of the decoder, for each hypothesis; and the cache that it has read."""
+
+        def of_one(state, lineage, last):
+            past = Past(beam.history.cache, beam.length, lineage)
+            out = decoder.step(state, past, last)
+            return past.cache, *out
+
+        return jax.vmap(of_one, out_axes=(None, 0, 0, 0))(beam.state, beam.lineage, beam.last)
 
     def grow(beam: Beam) -> Beam:
-        past = () if beam.lineage is None else past_of(beam)
-        state, row, log_probs = jax.vmap(decoder.step)(beam.state, past, beam.last)
+        cache, state, row, log_probs = step(beam)
+        # Written once all is read: otherwise the compiler copies the cache first.
+        row, log_probs = jax.lax.optimization_barrier((row, log_probs))
         totals = beam.log_probs[:, None] + log_probs
         # A hypothesis can end in one way only, so that at least half of these can go on.
         totals, choice = jax.lax.top_k(totals.ravel(), 2 * beam_size)
@@ -131,7 +137,7 @@ def beam_search(
             ended=jax.tree.map(lambda leaf: leaf[best], pool),
             history=History(
                 beam.history.choices.at[beam.length].set(tokens * beam_size + parents),
-                with_row(beam.history.cache, beam.length, row),
+                with_row(cache, beam.length, row),
             ),
         )
 

@@ -1,17 +1,72 @@
 """What a search may ask of a model, once the model has read its input."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 import loopkit
 
 Token = Int[Array, ""]
 State = PyTree[Array]
 Rows = PyTree[Array]
+T = TypeVar("T")
+
+BLOCK = 40  # rows of a cache that are read at once
+
+
+class Past:
+    """The rows that the steps before left behind, as one hypothesis reads them.
+
+    To read them costs what was written, not the room there is. As reads of a `loopkit.Buffer` do,
+    a fold says what comes after it: `cache` is from then on the cache to go on with.
+    """
+
+    def __init__(
+        self, cache: Rows, length: Int[Array, ""], lineage: Int[Array, " max_length"] | None = None
+    ):
+        """`length` rows are written. With a `lineage`, each has a second axis, of a beam: the
+        hypothesis's own is at the place that its lineage says."""
+        self.cache, self.length, self.lineage = cache, length, lineage
+
+    def fold(self, function: Callable[[T, Rows, Bool[Array, " n"]], T], value: T) -> T:
+        """`value = function(value, rows, own)` for n rows after another, from first to last.
+
+        Among the rows are some that are not the hypothesis's own: not written yet, or by a rival.
+        To leave them out there is cheaper than to pick the others.
+        """
+        buffers = jax.tree.leaves(self.cache, is_leaf=is_buffer)
+        if not buffers:
+            return value
+        room = len(buffers[0])
+
+        def with_block(start, cache, value):
+            steps = start + jnp.arange(min(BLOCK, room))
+            own = steps < self.length
+            rows = jax.tree.map(lambda buffer: buffer[steps], cache, is_leaf=is_buffer)
+            if self.lineage is not None:
+                beam = buffers[0].shape[1]
+                own = own[:, None] & (self.lineage[steps, None] == jnp.arange(beam))
+                rows = jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), rows)
+            return function(value, rows, own.ravel())
+
+        if room <= BLOCK:
+            return with_block(0, self.cache, value)
+
+        def next_block(carry):
+            start, cache, value = carry
+            value = with_block(start, cache, value)
+            return start + BLOCK, cache, value
+
+        _, self.cache, value = loopkit.while_loop(
+            lambda carry: carry[0] < self.length,
+            next_block,
+            (jnp.int32(0), self.cache, value),
+            max_steps=-(-room // BLOCK),
+        )
+        return value
 
 
 class Decoder(NamedTuple):
@@ -22,9 +77,8 @@ class Decoder(NamedTuple):
     for all later ones, such as keys and values: rows are written once and never move.
     """
 
-    step: Callable[[State, Rows, Token], tuple[State, Rows, Float[Array, " vocab"]]]
-    """(state, rows, token) -> (state, row, log-probabilities of the next token). `rows` are those
-    of the steps before, zeros where none is written yet."""
+    step: Callable[[State, Past, Token], tuple[State, Rows, Float[Array, " vocab"]]]
+    """(state, past, token) -> (state, row, log-probabilities of the next token)."""
     state: State
     row: Any = ()
     """A row, for its structure, shapes and dtypes."""

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import loopkit
 
-from .decoder import Decoder, Rows, State, Token, is_buffer, with_row
+from .decoder import Decoder, Past, Rows, State, Token, with_row
 
 LogProbs = Float[Array, " vocab"]
 Choice = Callable[[PRNGKeyArray, LogProbs], Token]
@@ -41,7 +41,10 @@ def nucleus(p: float) -> Choice:
     def choose(key, log_probs):
         sorted_, tokens = jax.lax.top_k(log_probs, log_probs.size)
         before = jnp.cumsum(jnp.exp(sorted_)) - jnp.exp(sorted_)
-        return tokens[jax.random.categorical(key, jnp.where(before < p, sorted_, -jnp.inf))]
+        # Where those before have p but for rounding, they are enough.
+        few = before < p - log_probs.size * jnp.finfo(before.dtype).eps
+        few = few.at[0].set(True)
+        return tokens[jax.random.categorical(key, jnp.where(few, sorted_, -jnp.inf))]
 
     return choose
 
@@ -74,10 +77,12 @@ def generate(
 
     def grow(carry: Growing, _: None) -> tuple[Growing, tuple[Token, Float[Array, ""]]]:
         length, last, state, cache = carry
-        past = jax.tree.map(jnp.asarray, cache, is_leaf=is_buffer)
+        past = Past(cache, length)
         state, row, log_probs = decoder.step(state, past, last)
+        # Written once all is read: otherwise the compiler copies the cache first.
+        row, log_probs = jax.lax.optimization_barrier((row, log_probs))
         token = choose(jax.random.fold_in(key, length), log_probs).astype(jnp.int32)
-        carry = Growing(length + 1, token, state, with_row(cache, length, row))
+        carry = Growing(length + 1, token, state, with_row(past.cache, length, row))
         return carry, (token, log_probs[token])
 
     last = jnp.asarray(start, jnp.int32)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from .dictionary import Dictionary, batches, edits, load, spell, split, without_blanks
 from .gru import GRUWriter
-from .model import Pronouncer
+from .model import Pronouncer, Writer
 
 BATCH, RATE = 128, 1.2e-2  # words in a batch, learning rate at its highest
 
@@ -61,12 +61,14 @@ class Pretrained(NamedTuple):
     rng: np.random.Generator
 
 
-def pretrained(steps: int, held_out: int, seed: int) -> Pretrained:
-    """A recurrent model trained by teacher forcing on all words but some."""
+def pretrained(
+    steps: int, held_out: int, seed: int, writer: Callable[..., Writer] = GRUWriter
+) -> Pretrained:
+    """A model trained by teacher forcing on all words but some."""
     rng = np.random.default_rng(seed)
     words, others = split(load(), held_out, rng)
     key, key_writer = jax.random.split(jax.random.key(seed))
-    model = Pronouncer(GRUWriter(key=key_writer), key=key)
+    model = Pronouncer(writer(key=key_writer), key=key)
     print(f"{len(words):,} words to learn from, {len(others)} held out.", flush=True)
     return Pretrained(*train(model, batches(words, BATCH, rng), steps), words, others, rng)
 

@@ -1,12 +1,14 @@
 """A writer that attends to what it wrote: its keys and values are cached, a row a step."""
 
+from typing import NamedTuple
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from .decoder import Decoder
-from .dictionary import MAX_LENGTH, PHONES
+from .decoder import Decoder, Past
+from .dictionary import PHONES
 from .model import SIZE, Memory
 
 HEADS = 4
@@ -40,34 +42,76 @@ class Block(eqx.Module):
         return x + self.narrow(jax.nn.gelu(self.widen(self.norms[2](x))))
 
 
-def attend(
+class Attention(NamedTuple):
+    """What a query finds in rows that it sees some at a time (Milakov and Gimelshein, 2018)."""
+
+    highest: Float[Array, " heads"]  # score so far
+    total: Float[Array, " heads"]  # of the weights, relative to that of the highest score
+    values: Float[Array, "heads width"]  # the sum of those seen, weighted
+
+    @classmethod
+    def to_nothing(cls, like: Float[Array, "heads width"]) -> "Attention":
+        heads = len(like)
+        lowest = jnp.full(heads, jnp.finfo(like.dtype).min, like.dtype)
+        return cls(lowest, jnp.zeros(heads, like.dtype), jnp.zeros_like(like))
+
+    def and_to(
+        self,
+        query: Float[Array, "heads width"],
+        keys: Float[Array, "rows heads width"],
+        values: Float[Array, "rows heads width"],
+        seen: Bool[Array, " rows"],
+    ) -> "Attention":
+        scores = jnp.einsum("hw,shw->hs", query, keys) * query.shape[1] ** -0.5
+        scores = jnp.where(seen, scores, -jnp.inf)
+        # It cancels out, so that it has no gradient.
+        highest = jax.lax.stop_gradient(jnp.maximum(self.highest, jnp.max(scores, axis=1)))
+        before, weights = jnp.exp(self.highest - highest), jnp.exp(scores - highest[:, None])
+        return Attention(
+            highest,
+            before * self.total + jnp.sum(weights, axis=1),
+            before[:, None] * self.values + jnp.einsum("hs,shw->hw", weights, values),
+        )
+
+    def found(self) -> Float[Array, "heads width"]:
+        return self.values / self.total[:, None]
+
+
+def attend_to_past(
+    past: Past,
+    layer: int,
     query: Float[Array, "heads width"],
-    keys: Float[Array, "steps heads width"],
-    values: Float[Array, "steps heads width"],
-    seen: Bool[Array, " steps"],
+    key: Float[Array, "heads width"],
+    value: Float[Array, "heads width"],
 ) -> Float[Array, "heads width"]:
-    scores = jnp.einsum("hw,shw->hs", query, keys) * query.shape[1] ** -0.5
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
-    return jnp.einsum("hs,shw->hw", weights, values)
+    """Of one query, to its own key and value and all before."""
+    itself = jnp.ones(1, bool)
+    attention = Attention.to_nothing(query).and_to(query, key[None], value[None], itself)
+    more = lambda attention, rows, own: attention.and_to(query, *rows[layer], own)
+    return past.fold(more, attention).found()
+
+
+def of_place(place: Int[Array, ""]) -> Float[Array, " size"]:
+    """Sines and cosines, of any place however far (Vaswani et al., 2017)."""
+    angles = place * 1e4 ** -jnp.linspace(0.0, 1.0, SIZE // 2)
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)]) / 3
 
 
 class TransformerWriter(eqx.Module):
     table: Float[Array, "vocab size"]
-    places: Float[Array, "max_length size"]
     blocks: list[Block]
     norm: eqx.nn.LayerNorm
     logits: eqx.nn.Linear
 
     def __init__(self, blocks: int = 2, *, key: PRNGKeyArray):
-        keys = jax.random.split(key, blocks + 3)
+        keys = jax.random.split(key, blocks + 2)
         self.table = jax.random.normal(keys[0], (len(PHONES), SIZE)) / 4
-        self.places = jax.random.normal(keys[1], (MAX_LENGTH, SIZE)) / 4
-        self.logits = eqx.nn.Linear(SIZE, len(PHONES), key=keys[2])
-        self.blocks = [Block(key=key) for key in keys[3:]]
+        self.logits = eqx.nn.Linear(SIZE, len(PHONES), key=keys[1])
+        self.blocks = [Block(key=key) for key in keys[2:]]
         self.norm = eqx.nn.LayerNorm(SIZE)
 
     def embed(self, memory: Memory, phone: Int[Array, ""], place: Int[Array, ""]):
-        return self.table[phone] + self.places[place] + memory.summary
+        return self.table[phone] + of_place(place) + memory.summary
 
     def say(self, x: Float[Array, " size"]) -> Float[Array, " vocab"]:
         return jax.nn.log_softmax(self.logits(self.norm(x)))
@@ -77,11 +121,10 @@ class TransformerWriter(eqx.Module):
 
         def step(place, past, phone):
             x, row = self.embed(memory, phone, place), []
-            for block, (keys, values) in zip(self.blocks, past, strict=True):
+            for layer, block in enumerate(self.blocks):
                 query, key, value = block.query_key_value(x)
-                seen = jnp.arange(len(keys)) <= place
-                keys, values = keys.at[place].set(key), values.at[place].set(value)
-                x = block.finish(memory, x, attend(query, keys, values, seen))
+                written = attend_to_past(past, layer, query, key, value)
+                x = block.finish(memory, x, written)
                 row.append((key, value))
             return place + 1, row, self.say(x)
 
@@ -95,6 +138,8 @@ class TransformerWriter(eqx.Module):
         seen = places[:, None] >= places
         for block in self.blocks:
             query, key, value = jnp.moveaxis(jax.vmap(block.query_key_value)(xs), 1, 0)
-            written = jax.vmap(attend, (0, None, None, 0))(query, key, value, seen)
+            nothing = Attention.to_nothing(query[0])
+            seeing = jax.vmap(nothing.and_to, (0, None, None, 0))
+            written = jax.vmap(Attention.found)(seeing(query, key, value, seen))
             xs = jax.vmap(block.finish, (None, 0, 0))(memory, xs, written)
         return jax.vmap(self.say)(xs)
