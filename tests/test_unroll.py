@@ -220,7 +220,7 @@ def test_the_folder_is_the_users(platform, monkeypatch, tmp_path):
 
 
 def test_what_is_no_unroll():
-    with pytest.raises(TypeError, match=r'scan: `unroll` must be an int >= 1, .* or "auto", got'):
+    with pytest.raises(TypeError, match=r'scan: `unroll` must be an int >= 0, .* or "auto", got'):
         quadratic(1.0, 1.0, unroll="fast")
 
 
