@@ -17,6 +17,8 @@ from jax import lax
 import loopkit
 from derivatives import assert_close
 
+pytestmark = pytest.mark.slow
+
 OPS = [
     lambda x, y, w, i: (x + w * y, y),
     lambda x, y, w, i: (jnp.sin(x), y),
