@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import loopkit
 
-from .decoder import Decoder, Past, Rows, State, with_row
+from .decoder import Decoder, Past, Rows, State, in_growing_rooms, with_row
 
 
 class Hypotheses(NamedTuple):
@@ -35,10 +35,15 @@ class Ended(NamedTuple):
 
 
 class History(NamedTuple):
-    """What each step leaves behind, in buffers. A row is written once, at its step."""
+    """What each step leaves behind."""
 
-    choices: Int[Array, "max_length beam"]  # token * beam + place of what each grew out of
-    cache: Rows  # the decoder's rows: leaves with leading axes `max_length` and `beam`
+    choices: Int[Array, "room beam"]  # token * beam + place of what each grew out of
+    lineage: Int[Array, "room beam"] | None  # places in the beam, of those before each
+    cache: Rows  # the decoder's rows: leaves with leading axes `room` and `beam`
+
+    @property
+    def written_once(self):
+        return self.choices, self.cache
 
 
 class Beam(NamedTuple):
@@ -48,7 +53,6 @@ class Beam(NamedTuple):
     last: Int[Array, " beam"]  # the last token of each
     log_probs: Float[Array, " beam"]  # of each, most probable first; -inf marks an empty place
     state: State  # the decoder's state after each: leaves with a leading axis `beam`
-    lineage: Int[Array, "beam max_length"] | None  # each one's places in the beam, at each step
     ended: Ended
     history: History
 
@@ -97,13 +101,14 @@ def beam_search(
 
     def step(beam: Beam) -> tuple[Rows, State, Rows, Array]:
         """Of the decoder, for each hypothesis; and the cache that it has read."""
+        _, lineage, cache = beam.history
 
         def of_one(state, lineage, last):
-            past = Past(beam.history.cache, beam.length, lineage)
+            past = Past(cache, beam.length, lineage)
             out = decoder.step(state, past, last)
             return past.cache, *out
 
-        return jax.vmap(of_one, out_axes=(None, 0, 0, 0))(beam.state, beam.lineage, beam.last)
+        return jax.vmap(of_one, (0, 1, 0), out_axes=(None, 0, 0, 0))(beam.state, lineage, beam.last)
 
     def grow(beam: Beam) -> Beam:
         cache, state, row, log_probs = step(beam)
@@ -125,49 +130,53 @@ def beam_search(
 
         live, kept = jax.lax.top_k(jnp.where(ends, -jnp.inf, totals), beam_size)
         parents, tokens = parents[kept], tokens[kept]
-        lineage = beam.lineage
+        choices, lineage, _ = beam.history
         if lineage is not None:
-            lineage = lineage.at[:, beam.length].set(places)[parents]
+            lineage = lineage.at[beam.length].set(places)[:, parents]
         return Beam(
             length=length,
             last=tokens,
             log_probs=live,
             state=jax.tree.map(lambda leaf: leaf[parents], state),
-            lineage=lineage,
             ended=jax.tree.map(lambda leaf: leaf[best], pool),
             history=History(
-                beam.history.choices.at[beam.length].set(tokens * beam_size + parents),
+                choices.at[beam.length].set(tokens * beam_size + parents),
+                lineage,
                 with_row(cache, beam.length, row),
             ),
         )
 
-    empty = jnp.full(beam_size, -jnp.inf, dtype=float)
-    blank = jnp.zeros(beam_size, jnp.int32)
-    lineage = (
-        jnp.zeros((beam_size, max_length), jnp.int32) if jax.tree.leaves(decoder.row) else None
-    )
-    beam = Beam(
-        length=jnp.int32(0),
-        last=jnp.full_like(blank, start),
-        log_probs=empty.at[0].set(0.0),  # one hypothesis, without tokens; other places are empty
-        state=jax.tree.map(lambda x: jnp.broadcast_to(x, (beam_size, *x.shape)), decoder.state),
-        lineage=lineage,
-        ended=Ended(empty, blank, blank, blank),
-        history=History(
-            jnp.zeros((max_length, beam_size), jnp.int32), decoder.cache(max_length, beam_size)
-        ),
-    )
-    beam, info = loopkit.while_loop(
-        goes_on,
-        grow,
-        beam,
-        max_steps=max_length,
-        checkpoints=checkpoints,
-        buffers=lambda beam: beam.history,
-        return_info=True,
-    )
-    tokens = backtrace(beam.ended, beam.history, end)
-    return Hypotheses(tokens, beam.ended.lengths, beam.ended.scores), info
+    def empty(room: int) -> Beam:
+        none = jnp.full(beam_size, -jnp.inf, dtype=float)
+        blank = jnp.zeros(beam_size, jnp.int32)
+        history = jnp.zeros((room, beam_size), jnp.int32)
+        return Beam(
+            length=jnp.int32(0),
+            last=jnp.full_like(blank, start),
+            log_probs=none.at[0].set(0.0),  # one hypothesis, without tokens; other places are empty
+            state=jax.tree.map(lambda x: jnp.broadcast_to(x, (beam_size, *x.shape)), decoder.state),
+            ended=Ended(none, blank, blank, blank),
+            history=History(
+                history,
+                history if jax.tree.leaves(decoder.row) else None,
+                decoder.cache(room, beam_size),
+            ),
+        )
+
+    def go_on(beam: Beam, steps: int):
+        beam = loopkit.while_loop(
+            goes_on,
+            grow,
+            beam,
+            max_steps=steps,
+            checkpoints=checkpoints,
+            buffers=lambda beam: beam.history.written_once,
+        )
+        tokens = backtrace(beam.ended, beam.history.choices, end, max_length)
+        found = Hypotheses(tokens, beam.ended.lengths, beam.ended.scores)
+        return beam, (found, loopkit.LoopInfo(beam.length, ~goes_on(beam)))
+
+    return in_growing_rooms(decoder, max_length, empty, go_on)
 
 
 class Trace(NamedTuple):
@@ -178,15 +187,16 @@ class Trace(NamedTuple):
     tokens: Int[Array, "n max_length"]
 
 
-def backtrace(ended: Ended, history: History, end: int) -> Int[Array, "n max_length"]:
+def backtrace(
+    ended: Ended, choices: Int[Array, "room beam"], end: int, max_length: int
+) -> Int[Array, "n max_length"]:
     """The tokens of the hypotheses that ended, by their back-pointers."""
-
-    max_length, beam = history.choices.shape
+    beam = choices.shape[1]
 
     def follow(trace: Trace) -> Trace:
         step, places, tokens = trace
         is_last = step == ended.lengths - 1
-        token, place = jnp.divmod(history.choices[step, places], beam)
+        token, place = jnp.divmod(choices[step, places], beam)
         token = jnp.where(is_last, ended.tokens, token)
         place = jnp.where(is_last, ended.parents, place)
         within = step < ended.lengths

@@ -15,6 +15,7 @@ Rows = PyTree[Array]
 T = TypeVar("T")
 
 BLOCK = 40  # rows of a cache that are read at once
+FIRST_ROOM, GROWTH = 32, 4  # in rows
 
 
 class Past:
@@ -25,7 +26,7 @@ class Past:
     """
 
     def __init__(
-        self, cache: Rows, length: Int[Array, ""], lineage: Int[Array, " max_length"] | None = None
+        self, cache: Rows, length: Int[Array, ""], lineage: Int[Array, " room"] | None = None
     ):
         """`length` rows are written. With a `lineage`, each has a second axis, of a beam: the
         hypothesis's own is at the place that its lineage says."""
@@ -96,3 +97,48 @@ def with_row(cache: Rows, step: Int[Array, ""], row: Rows) -> Rows:
     """The cache, with the row of a step written in place."""
     write = lambda rows, new: rows.at[step].set(new)
     return jax.tree.map(write, cache, row, is_leaf=is_buffer)
+
+
+def in_growing_rooms(
+    decoder: Decoder,
+    max_length: int,
+    empty: Callable[[int], T],
+    go_on: Callable[[T, int], tuple[T, tuple[Any, loopkit.LoopInfo]]],
+) -> tuple[Any, loopkit.LoopInfo]:
+    """Runs a search in little room, and what has not ended there in four times as much, and so on.
+
+    So that a cache costs what is written to it, not what might have been: its room is new memory,
+    which has to be filled, and so has that of its cotangent. Without a cache there is one room.
+
+    `empty(room)` is a carry whose `history` has room for so many steps; `go_on(carry, steps)` takes
+    at most so many, and says what was found.
+    """
+    rooms = [max_length]
+    if jax.tree.leaves(decoder.row):
+        rooms = [FIRST_ROOM]
+        while rooms[-1] < max_length:
+            rooms.append(rooms[-1] * GROWTH)
+        rooms[-1] = max_length
+
+    def search(carry: T, steps: int, larger: list[int]) -> tuple[Any, loopkit.LoopInfo]:
+        carry, found = go_on(carry, steps)
+        if not larger:
+            return found
+        room, *larger = larger
+        written = jax.tree.leaves(carry.history)[0].shape[0]
+
+        def search_on(found: Any) -> tuple[Any, loopkit.LoopInfo]:
+            # What does not depend on the loop would be made before it, needed or not.
+            zero = jnp.minimum(found[1].steps, 0)
+            zero, history = jax.lax.optimization_barrier((zero, carry.history))
+            more = lambda rows: jnp.pad(rows, [(0, room - written)] + [(0, 0)] * (rows.ndim - 1))
+            history = jax.tree.map(more, history)
+            later = carry._replace(length=carry.length + zero, history=history)
+            return search(later, room - written, larger)
+
+        # An `if` that stays one under vmap: nothing is run where no lane has to go on.
+        return loopkit.while_loop(
+            lambda found: ~found[1].stopped, search_on, found, max_steps=1, checkpoints=1
+        )
+
+    return search(empty(rooms[0]), rooms[0], rooms[1:])

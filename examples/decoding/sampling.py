@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 import loopkit
 
-from .decoder import Decoder, Past, Rows, State, Token, with_row
+from .decoder import Decoder, Past, Rows, State, Token, in_growing_rooms, with_row
 
 LogProbs = Float[Array, " vocab"]
 Choice = Callable[[PRNGKeyArray, LogProbs], Token]
@@ -55,13 +55,19 @@ class Sample(NamedTuple):
     log_prob: Float[Array, ""]
 
 
+class History(NamedTuple):
+    tokens: Int[Array, " room"]
+    cache: Rows  # the decoder's rows: leaves with a leading axis `room`
+
+
 class Growing(NamedTuple):
     """The carry: one hypothesis."""
 
     length: Int[Array, ""]
     last: Token
+    log_prob: Float[Array, ""]
     state: State
-    cache: Rows
+    history: History
 
 
 def generate(
@@ -75,25 +81,32 @@ def generate(
 ) -> tuple[Sample, loopkit.LoopInfo]:
     """Lets `choose` take one token after another, until it takes `end`."""
 
-    def grow(carry: Growing, _: None) -> tuple[Growing, tuple[Token, Float[Array, ""]]]:
-        length, last, state, cache = carry
+    def empty(room: int) -> Growing:
+        last = jnp.asarray(start, jnp.int32)
+        history = History(jnp.zeros(room, jnp.int32), decoder.cache(room))
+        return Growing(jnp.int32(0), last, jnp.zeros(()), decoder.state, history)
+
+    def goes_on(carry: Growing) -> Bool[Array, ""]:
+        return (carry.last != end) | (carry.length == 0)
+
+    def grow(carry: Growing) -> Growing:
+        length, last, total, state, (tokens, cache) = carry
         past = Past(cache, length)
         state, row, log_probs = decoder.step(state, past, last)
         # Written once all is read: otherwise the compiler copies the cache first.
         row, log_probs = jax.lax.optimization_barrier((row, log_probs))
         token = choose(jax.random.fold_in(key, length), log_probs).astype(jnp.int32)
-        carry = Growing(length + 1, token, state, with_row(past.cache, length, row))
-        return carry, (token, log_probs[token])
+        history = History(tokens.at[length].set(token), with_row(past.cache, length, row))
+        return Growing(length + 1, token, total + log_probs[token], state, history)
 
-    last = jnp.asarray(start, jnp.int32)
-    init = Growing(jnp.int32(0), last, decoder.state, decoder.cache(max_length))
-    _, (tokens, log_probs), info = loopkit.scan(
-        grow,
-        init,
-        length=max_length,
-        until=lambda carry, _: carry.last == end,
-        buffers=lambda carry: carry.cache,
-        return_info=True,
-    )
-    tokens = jnp.where(jnp.arange(max_length) < info.steps, tokens, end)
-    return Sample(tokens, info.steps, jnp.sum(log_probs)), info
+    def go_on(carry: Growing, steps: int):
+        carry = loopkit.while_loop(
+            goes_on, grow, carry, max_steps=steps, buffers=lambda carry: carry.history
+        )
+        tokens = carry.history.tokens
+        tokens = jnp.pad(tokens, (0, max_length - len(tokens)))
+        tokens = jnp.where(jnp.arange(max_length) < carry.length, tokens, end)
+        found = Sample(tokens, carry.length, carry.log_prob)
+        return carry, (found, loopkit.LoopInfo(carry.length, ~goes_on(carry)))
+
+    return in_growing_rooms(decoder, max_length, empty, go_on)
