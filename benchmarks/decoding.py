@@ -106,11 +106,7 @@ def words(last: int):
 # --- other loops in place of loopkit.while_loop --------------------------------------------
 
 
-def info_of(steps, goes_on):
-    return loopkit.LoopInfo(steps, jnp.logical_not(goes_on))
-
-
-def by_scan(cond, body, init, *, max_steps=None, checkpoints=None, buffers=None, return_info=False):
+def by_scan(cond, body, init, *, max_steps=None, checkpoints=None, buffers=None):
     """A fixed length, with what happens after the end discarded."""
     if max_steps is None:  # the backtrace, which no one differentiates
         return lax.while_loop(cond, body, init)
@@ -119,18 +115,14 @@ def by_scan(cond, body, init, *, max_steps=None, checkpoints=None, buffers=None,
         go = cond(val)
         return jax.tree.map(lambda n, o: jnp.where(go, n, o), body(val), val), None
 
-    val, _ = lax.scan(step, init, None, length=max_steps)
-    return val, info_of(val.length, cond(val))
+    return lax.scan(step, init, None, length=max_steps)[0]
 
 
-def by_equinox(
-    cond, body, init, *, max_steps=None, checkpoints=None, buffers=None, return_info=False
-):
+def by_equinox(cond, body, init, *, max_steps=None, checkpoints=None, buffers=None):
     if max_steps is None:
         return lax.while_loop(cond, body, init)
     settings = {"max_steps": max_steps, "checkpoints": checkpoints}
-    val = eqxi.while_loop(cond, body, init, kind="checkpointed", **settings)
-    return val, info_of(val.length, cond(val))
+    return eqxi.while_loop(cond, body, init, kind="checkpointed", **settings)
 
 
 def with_loop(while_loop, function):
@@ -175,7 +167,7 @@ def by_python(limit: int):
     lanes = (None, 0, 0)
 
     def finish(val):
-        return val.ended.scores, beam.backtrace(val.ended, val.history, 0)[:, :ROOM]
+        return val.ended.scores, beam.backtrace(val.ended, val.history.choices, 0, limit)[:, :ROOM]
 
     begin = jax.jit(jax.vmap(begin, lanes))
     step = jax.jit(jax.vmap(step, (*lanes, 0)))

@@ -162,7 +162,8 @@ def _run(
     stopped: Any = np.array(False)
     closed_over, chunks, ys = traced.closed_over, [], []
     longest = size = left = 0
-    room = memory_left(carry)
+    # A CPU keeps no account of what is in use, and may be asked when memory has run out.
+    room = None if jax.default_backend() == "cpu" else memory_left(carry)
     try:
         for size, left, x in divided(jax.tree.leaves(xs), rows, sizes):
             run = compiled(traced, size)
@@ -181,6 +182,7 @@ def _run(
         if not ran_out(error):
             raise
         widths = byte_count(traced.loop.ys_types), byte_count(traced.carry_types)
+        room = memory_left(carry) if room is None else room
         raise MemoryError(ran_out_after(NAMES.function, longest, size, *widths, room)) from error
     carry, _ = tree.unflatten([*carry, left, stopped])
     return carry, traced.y_tree.unflatten(ys), LoopInfo(steps, stopped)

@@ -237,6 +237,7 @@ def test_what_has_no_blocks(settings, args, message):
         loopkit.blocked(lambda x, *_: x * 2, block=1, **settings)(*args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["f", "fr", "rr"])
 def test_derivatives_of_blocks(pattern):
     a = jnp.arange(42.0).reshape(14, 3)

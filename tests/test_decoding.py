@@ -104,18 +104,18 @@ def test_attention_in_blocks_is_attention_to_all(lineages):
 
 
 def test_a_transformer_speaks_on_and_on():
-    """Far beyond a block, and the words it was trained on: with its cache, or all at once."""
+    """Far beyond a block, a room and the words it knows: with its cache, or all at once."""
     key, key_writer = jax.random.split(jax.random.key(0))
     model = Pronouncer(TransformerWriter(key=key_writer), key=key)
     bias = model.writer.logits.bias.at[BLANK].set(-1e3)
     model = eqx.tree_at(lambda model: model.writer.logits.bias, model, bias)
     decoder = model.writer.decoder(model.read(LETTERS))
-    limits = {"start": BLANK, "end": BLANK, "max_length": 100}
+    limits = {"start": BLANK, "end": BLANK, "max_length": 140}
     key = jax.random.key(1)
     sample, _ = jax.jit(lambda: sampling.generate(decoder, sampling.ancestral, key, **limits))()
-    assert sample.length == 100
+    assert sample.length == 140
     log_prob, phones = jax.jit(lambda tokens: model.log_prob(LETTERS, tokens))(sample.tokens)
-    assert phones == 100
+    assert phones == 140
     np.testing.assert_allclose(log_prob, sample.log_prob, rtol=1e-10)
 
 

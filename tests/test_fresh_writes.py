@@ -96,6 +96,7 @@ def test_gradients(body, kind, plan):
     assert_close(got, jax.jit(both(reference(body)))(XS, FIRST))
 
 
+@pytest.mark.slow
 def test_in_every_transformation():
     f, wanted = looped(later, "while", None), reference(later)
     grad = jax.grad(lambda xs: f(xs, None))

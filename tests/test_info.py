@@ -132,6 +132,7 @@ def test_throw_is_an_equinox_error():
 # ---------------------------------------------------------------- unroll
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "unroll"),
     [

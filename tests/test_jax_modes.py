@@ -145,6 +145,7 @@ def test_export_with_a_symbolic_length():
         )
 
 
+@pytest.mark.slow
 def test_strict_promotion():
     """What a loop computes beside its steps is not what the user must cast."""
 

@@ -76,6 +76,7 @@ def test_each_stops_at_its_own_step():
     assert 0 < np.sum(info.stopped) < len(LENGTHS)
 
 
+@pytest.mark.slow
 def test_derivatives():
     """In what is closed over and in the sequences; second order; inside jit; under vmap."""
     few = {"batch": 64, "growth": 4.0}  # batches, each of which is compiled

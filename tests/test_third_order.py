@@ -20,6 +20,7 @@ def test_third_order(name, checkpoints, pattern):
     assert_close(got(problem.vector()), expected(name, pattern))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["ffr", "rrr"])
 @pytest.mark.parametrize("name", ["while_in_while", "leaves_change_places"])
 def test_third_order_of_longer_carries(name, pattern):
@@ -28,6 +29,7 @@ def test_third_order_of_longer_carries(name, pattern):
     assert_close(got(problem.vector()), expected(name, pattern))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["rfr", "rrr"])
 def test_third_order_without_jit(pattern):
     (problem,) = named("while_scalar")
@@ -35,6 +37,7 @@ def test_third_order_without_jit(pattern):
     assert_close(got(problem.vector()), expected(problem.name, pattern))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [None, 2])
 def test_fourth_order(checkpoints):
     (problem,) = named("while_scalar")

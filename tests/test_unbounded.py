@@ -107,7 +107,10 @@ def test_the_programs_stop_where_they_say():
     assert over_rows(python_loop, point("over_rows"))[1].shape == (6,)
 
 
-@pytest.mark.parametrize("pattern", ["f", "r", "ff", "fr", "rf", "rr"])
+@pytest.mark.parametrize(
+    "pattern",
+    ["f", "r", "rr", *(pytest.param(p, marks=pytest.mark.slow) for p in ("ff", "fr", "rf"))],
+)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_derivatives(name, pattern):
     got = derivative(function(name, unbounded), pattern)(point(name))
@@ -128,6 +131,7 @@ def test_checkpoints(checkpoints):
         assert_close(got, derivative(function(name, python_loop), "r")(point(name)))
 
 
+@pytest.mark.slow
 def test_jacobians():
     f, reference = function("over_rows", unbounded), function("over_rows", python_loop)
     x = point("over_rows")
@@ -152,6 +156,7 @@ def test_lanes_stop_apart():
         assert not np.any(ys["square"][lane, steps[lane] :])
 
 
+@pytest.mark.slow
 def test_gradients_of_lanes():
     def loss(x, scan=unbounded):
         carry, ys = spiral(scan, x)
@@ -244,6 +249,7 @@ def looks(f, x):
     return len(counted)
 
 
+@pytest.mark.slow
 def test_what_is_light(as_one):
     """Rows and checkpoints of all lanes count."""
     light = lambda x: spiral(unbounded, x)

@@ -38,6 +38,7 @@ def test_vmap_of_a_derivative(problem: Problem, pattern):
     assert_close(got, one_by_one(problem, pattern, xs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "pattern"),
     [(name, p) for name in ("while_scalar", "scan_until") for p in ("fr", "rf", "rr", "rfr")]
@@ -342,6 +343,7 @@ def test_collectives_over_the_batched_axis():
     assert_close(run(loopkit.while_loop), run(unrolled))
 
 
+@pytest.mark.slow
 def test_jacobians_in_lanes():
     """vmap of jacrev: a batch of cotangents inside a batch of lanes."""
 
@@ -379,6 +381,7 @@ def test_a_mask_that_only_the_step_number_decides(checkpoints):
         assert_close(got, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [None, 1, 2, 8, "all"])
 @pytest.mark.parametrize("unroll", [3, 5])
 @pytest.mark.parametrize("curved", [False, True])
