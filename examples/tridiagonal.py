@@ -94,8 +94,8 @@ def solve(
 ) -> Systems:
     """`by(thomas)`, with derivatives that solve as well instead of going back through its scans.
 
-    `by=loopkit.blocked` solves in blocks, forward and backward. The matrices' gradients are products
-    of two solutions: those are taken of all systems at once.
+    `by=loopkit.blocked` solves in blocks, forward and backward. The gradients of the matrices are
+    products of two solutions, taken of all systems at once.
     """
 
     def times(x: Systems) -> Systems:

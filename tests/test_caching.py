@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import itertools
 import sys
 import types
 import weakref
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import loopkit
+from derivatives import assert_close
 from loopkit._cache import Recent
 
 
@@ -68,6 +70,15 @@ def scan(x):
     return loopkit.scan(row_body, x, jnp.ones(4), checkpoints=2)[0]
 
 
+def truncated_scan(x):
+    """Over more rows than a cache keeps alive for a function."""
+    return loopkit.scan(row_body, x, ROWS, truncate=6000)[0]
+
+
+def stopping_truncated_scan(x):
+    return loopkit.scan(row_body, x, ROWS, truncate=6000, until=stops)[0]
+
+
 def stopping_scan(x):
     return loopkit.scan(row_body, x, jnp.ones(4), until=stops)[0]
 
@@ -90,11 +101,14 @@ def remade(x):
 
 
 TABLE = jnp.arange(4.0)
+ROWS = jnp.ones(10_000)
 LOOPS = {
     "while_loop": (while_loop, "body"),
     "while_loop with info": (while_loop_with_info, "body"),
     "predicate": (while_loop, "goes_on"),
     "scan": (scan, "row_body"),
+    "truncated scan": (truncated_scan, "row_body"),
+    "truncated scan with until": (stopping_truncated_scan, "stops"),
     "scan with until": (stopping_scan, "row_body"),
     "until": (stopping_scan, "stops"),
     "fori_loop": (fori_loop, "body"),
@@ -120,6 +134,29 @@ def test_the_second_call_does_not_trace(loop):
         assert f(x).tolist() == first.tolist()
         f(2 * x)
     assert calls == []
+
+
+def test_truncated_scans_that_differ_are_not_mixed_up():
+    row, table = jnp.arange(10.0), jnp.ones(10)
+
+    def loss(h, rate, truncate, axis, reverse):
+        step = lambda h, x: (h * rate + x["row"] * x["all"].sum(), h)
+        how = {"in_axes": {"row": 0, "all": axis}, "truncate": truncate, "reverse": reverse}
+        h, ys = loopkit.scan(step, h, {"row": row, "all": table}, **how)
+        return h + ys.sum()
+
+    def in_python(h, rate, truncate, axis, reverse):
+        total = 0.0
+        for t, x in enumerate(row[::-1] if reverse else row):
+            if t and t % truncate == 0:
+                h = jax.lax.stop_gradient(h)
+            total += h
+            h = h * rate + x * (1 if axis == 0 else 10)
+        return h + total
+
+    for case in itertools.product((0.5, 0.25), (3, 4), (0, None), (False, True)):
+        got = jax.value_and_grad(loss)(1.0, *case)
+        assert_close(got, jax.value_and_grad(in_python)(1.0, *case))
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
