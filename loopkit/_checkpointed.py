@@ -30,13 +30,14 @@ class Program(NamedTuple):
     """A function of arrays, traced, with its loops replaced."""
 
     jaxpr: Any
+    """None if there is no need to run it."""
     consts: list
     out_tree: Any
     kept: list
     """What it returns as it is; None in the place of an array."""
     has_loops: bool
     has_rules: bool
-    """Whether it calls functions with derivatives of their own, in which there may be loops."""
+    """Whether it calls functions with custom derivatives, in which there may be loops."""
 
     @property
     def closed_over(self) -> list:
@@ -44,8 +45,11 @@ class Program(NamedTuple):
 
     @property
     def to_keep(self) -> Program:
-        """The same; without loops it is not run again, and only that is kept."""
-        return self if self.has_loops else self._replace(jaxpr=None, consts=[], kept=[])
+        """The same; of a function without loops, which is called as it is, no more than that."""
+        differentiated = self.has_rules and any(map(_jax.is_tracer, self.consts))
+        if self.has_loops or differentiated:
+            return self
+        return self._replace(jaxpr=None, consts=[], kept=[])
 
     def run(self, leaves: Sequence[Any]) -> Any:
         arrays = [v for v in leaves if isinstance(v, jax.Array)]
@@ -131,7 +135,7 @@ def checkpointed(
 def _call(fn: Callable, settings: Settings, programs: Recent, args: tuple, kwargs: dict) -> Any:
     leaves, tree = jax.tree.flatten((args, kwargs))
     leaves = [v if type(v) is _jax.ArrayImpl else _converted(v) for v in leaves]
-    key = (tree, _jax.trace_context(), *map(_jax.leaf_key, leaves))
+    key = (tree, _jax.trace_context(), *map(_arguments.leaf_key, leaves))
 
     def trace() -> Program:
         return _traced(fn, settings, leaves, tree)
@@ -145,11 +149,11 @@ def _call(fn: Callable, settings: Settings, programs: Recent, args: tuple, kwarg
         def remembered() -> Program:
             # A function made anew on every call is known by what it does.
             functions = [v for v in static if callable(v)]
-            types = [None if callable(v) else _jax.leaf_key(v) for v in leaves]
+            types = [None if callable(v) else _arguments.leaf_key(v) for v in leaves]
             return remember((fn, *functions), (settings, tree, *types), lambda: trace().to_keep)
 
         known = programs.remember(key, remembered)
-    if known.has_loops:
+    if known.jaxpr is not None:
         return known.run(leaves)
     # Without loops `fn` is called as it is, and reads anew what it closes over.
     args, kwargs = tree.unflatten(leaves)

@@ -29,7 +29,7 @@ from jax._src import (
 from jax._src import effects as effects_
 from jax._src import source_info_util as source_info
 from jax._src.api_util import debug_info
-from jax._src.array import ArrayImpl
+from jax._src.array import ArrayImpl as ArrayImpl
 from jax._src.interpreters import ad, batching, mlir, pxla
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.control_flow import loops as lax_loops
@@ -148,16 +148,6 @@ def put_beside(rows: Any, other: jax.Array) -> jax.Array:
 
 def is_differentiable(aval: ShapedArray) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
-def leaf_key(value: Any) -> Any:
-    """The type of an array; of anything else, type and value: 1 and True differ.
-
-    What `jax.typeof` says, which takes a microsecond an array.
-    """
-    if type(value) is ArrayImpl and type(value.sharding) is jax.sharding.SingleDeviceSharding:
-        return value.aval
-    return jax.typeof(value) if isinstance(value, jax.Array) else (type(value), value)
 
 
 def is_tracer(value: Any) -> bool:

@@ -248,6 +248,9 @@ def test_a_rule_with_a_loop_in_a_function_without():
         for g in (jax.grad, lambda h: jax.jit(jax.grad(h)), lambda h: jax.grad(jax.jit(h))):
             assert_close(g(replaced)(x), jnp.asarray(6561.0))
             assert_close(jax.grad(g(replaced))(x), jnp.asarray(8 * 3.0**7))
+    of = lambda w: loopkit.checkpointed(lambda x: f(x * w))(jnp.asarray(1.0))
+    for _ in range(2):
+        assert_close(jax.grad(jax.grad(of))(x), jnp.asarray(8 * 3.0**7))
 
 
 def test_static_arguments_and_decorator():
