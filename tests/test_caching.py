@@ -16,6 +16,7 @@ import pytest
 
 import loopkit
 from derivatives import assert_close
+from loopkit import _jax
 from loopkit._cache import Recent
 
 
@@ -70,15 +71,6 @@ def scan(x):
     return loopkit.scan(row_body, x, jnp.ones(4), checkpoints=2)[0]
 
 
-def truncated_scan(x):
-    """Over more rows than a cache keeps alive for a function."""
-    return loopkit.scan(row_body, x, ROWS, truncate=6000)[0]
-
-
-def stopping_truncated_scan(x):
-    return loopkit.scan(row_body, x, ROWS, truncate=6000, until=stops)[0]
-
-
 def stopping_scan(x):
     return loopkit.scan(row_body, x, jnp.ones(4), until=stops)[0]
 
@@ -101,14 +93,11 @@ def remade(x):
 
 
 TABLE = jnp.arange(4.0)
-ROWS = jnp.ones(10_000)
 LOOPS = {
     "while_loop": (while_loop, "body"),
     "while_loop with info": (while_loop_with_info, "body"),
     "predicate": (while_loop, "goes_on"),
     "scan": (scan, "row_body"),
-    "truncated scan": (truncated_scan, "row_body"),
-    "truncated scan with until": (stopping_truncated_scan, "stops"),
     "scan with until": (stopping_scan, "row_body"),
     "until": (stopping_scan, "stops"),
     "fori_loop": (fori_loop, "body"),
@@ -134,6 +123,25 @@ def test_the_second_call_does_not_trace(loop):
         assert f(x).tolist() == first.tolist()
         f(2 * x)
     assert calls == []
+
+
+@pytest.mark.parametrize("until", [None, stops])
+@pytest.mark.parametrize("transform", [lambda f: f, jax.grad])
+def test_a_truncated_scan_over_large_arrays_is_traced_once(until, transform, monkeypatch):
+    traces, trace = [], _jax.trace
+    monkeypatch.setattr(_jax, "trace", lambda *args: traces.append(args) or trace(*args))
+    rows = jnp.full(10_000, 0.1)  # more than a cache keeps alive for a function
+
+    def f(x, rows):
+        return loopkit.scan(row_body, x, rows, truncate=6000, until=until)[0]
+
+    transform(f)(0.3, rows)
+    assert traces
+    traces.clear()
+    wanted = transform(lambda x: f(x, 2 * rows))
+    assert transform(f)(0.3, 2 * rows) == wanted(0.3)
+    assert traces == []
+    assert transform(f)(0.3, 2 * rows) == jax.jit(wanted)(0.3)
 
 
 def test_truncated_scans_that_differ_are_not_mixed_up():
