@@ -6,7 +6,7 @@ transposing four large arrays so that the unknowns come first. Two changes make 
 `in_axes=1`, which scans the arrays where they lie, and `loopkit.blocked`, which solves some hundred
 systems after the others.
 
-Gradients follow the same blocks. That of a linear solve is another one, of the transposed system:
+The gradient of a linear solve is another one, of the transposed system, in blocks as well:
 `lax.custom_linear_solve` says so. A loss that is computed inside the blocks, one number a system,
 leaves nothing to go through memory but the arrays and their gradients.
 
@@ -89,16 +89,22 @@ def transposed(a: Systems, b: Systems, c: Systems, d: Systems) -> Systems:
     return x
 
 
-def solve(a: Systems, b: Systems, c: Systems, d: Systems) -> Systems:
-    """`thomas`, with derivatives that solve as well instead of going back through its scans."""
+def solve(
+    a: Systems, b: Systems, c: Systems, d: Systems, by: Callable = lambda solver: solver
+) -> Systems:
+    """`by(thomas)`, with derivatives that solve as well instead of going back through its scans.
+
+    `by=loopkit.blocked` solves in blocks, forward and backward. The gradients of the matrices are
+    products of two solutions, taken of all systems at once.
+    """
 
     def times(x: Systems) -> Systems:
-        zero = jnp.zeros_like(x[:, :1])
-        before, after = jnp.hstack([zero, x[:, :-1]]), jnp.hstack([x[:, 1:], zero])
-        return a * before + b * x + c * after
+        d = b * x
+        d = d.at[:, 1:].add(a[:, 1:] * x[:, :-1])
+        return d.at[:, :-1].add(c[:, :-1] * x[:, 1:])
 
     return lax.custom_linear_solve(
-        times, d, lambda _, d: thomas(a, b, c, d), lambda _, d: transposed(a, b, c, d)
+        times, d, lambda _, d: by(thomas)(a, b, c, d), lambda _, d: by(transposed)(a, b, c, d)
     )
 
 
@@ -193,6 +199,7 @@ def main() -> None:
     a[:, 0] = c[:, -1] = 0
     arrays = tuple(map(jnp.asarray, (a, b, c, d)))
     blocked = functools.partial(loopkit.blocked, block=options.block)
+    in_blocks = functools.partial(solve, by=blocked)
 
     def compiled(f):
         fast = jax.jit(f)
@@ -202,7 +209,7 @@ def main() -> None:
     values = {
         "lax.scan, as first written": compiled(as_written),
         "loopkit.scan, in_axes": compiled(thomas),
-        "loopkit.scan, in_axes, blocked": compiled(blocked(solve)),
+        "loopkit.scan, in_axes, blocked": compiled(in_blocks),
         "lax.linalg.tridiagonal_solve": compiled(with_lax_linalg),
         "NumPy": lambda: with_numpy(a, b, c, d),
         "numba, one thread": lambda: serial(a, b, c, d),
@@ -212,7 +219,7 @@ def main() -> None:
     gradients = {
         "gradient, lax.scan as first written": compiled(gradient(as_written)),
         "gradient, lax.linalg.tridiagonal_solve": compiled(gradient(with_lax_linalg)),
-        "gradient, blocked": compiled(gradient(blocked(solve))),
+        "gradient, blocked": compiled(gradient(in_blocks)),
         "gradient, loss in blocks, of the scans": compiled(gradient(blocked(loss_of(thomas)))),
         "gradient, loss in blocks": compiled(gradient(blocked(loss_of(solve)))),
     }

@@ -110,6 +110,18 @@ def is_traced(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, complex))
 
 
+def type_of(value: Any) -> Any:
+    """What `jax.typeof` says, which takes a microsecond an array."""
+    if type(value) is _jax.ArrayImpl and type(value.sharding) is jax.sharding.SingleDeviceSharding:
+        return value.aval
+    return jax.typeof(value)
+
+
+def leaf_key(value: Any) -> Any:
+    """The type of an array; of anything else, type and value: 1 and True differ."""
+    return type_of(value) if isinstance(value, jax.Array) else (type(value), value)
+
+
 def runs_in_python() -> bool:
     """Whether loops are to run step by step, without being compiled."""
     return _jax.jit_is_disabled()

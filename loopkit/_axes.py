@@ -292,7 +292,8 @@ def arranged(tree: Any, ys: Sequence[Any], types: Sequence[Any], out_axes: Axes,
 
 def block_axes(out_axes: Axes) -> Axes:
     """Where to stack blocks that are stacked along `out_axes`: just before those axes."""
-    before = lambda axis: axis - 1 if isinstance(axis, int) and axis < 0 else axis
+    numbers = (int, np.integer)
+    before = lambda axis: axis - 1 if isinstance(axis, numbers) and axis < 0 else axis
     return jax.tree.map(before, out_axes)
 
 

@@ -115,7 +115,7 @@ def _over_blocks(fn: Callable, tree: Any, blocks: Inputs, rows: int, out_axes: A
         *args, kwargs = tree.unflatten(x)
         return None, _with_rows(fn(*args, **kwargs), out_axes, rows)
 
-    made_of = (fn, NAME, tree)
+    made_of = ((fn,), NAME, tree)
     axes = block_axes(out_axes)
     settings = {"out_axes": axes, "made_of": made_of}
     return run_scan(NAMES, step, None, blocks, None, False, 1, False, **settings)[1]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopkit import _errors, _jax, _jaxpr
-from loopkit._arguments import as_arrays
+from loopkit._arguments import as_arrays, type_of
 from loopkit._buffer import plain
 from loopkit._cache import interned
 from loopkit._carried import Buffers
@@ -225,7 +225,7 @@ def pair(names: Names, out: Any) -> tuple[Any, Any]:
 
 def type_key(values: Sequence[Any]) -> tuple:
     """The types of values, weak ones told from strong."""
-    types = tuple(jax.typeof(v) for v in values)
+    types = tuple(map(type_of, values))
     return types, tuple(t.weak_type for t in types)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,12 +12,14 @@ import numpy as np
 
 from loopkit import _arguments, _jax, _jaxpr
 from loopkit._cache import Recent, remember
-from loopkit._capture import type_key
 from loopkit._function_key import IDENTITIES, is_library
 from loopkit._lax_loops import LoopSite, Settings
 from loopkit._plan import Bytes
 from loopkit._replace_lax_loops import replacing, settings_of
-from loopkit.engine.loop import Loop
+from loopkit.engine.loop import Loop, kept, spread
+
+LAX_LOOPS = ("scan", "while")
+RULES = ("custom_jvp_call", "custom_vjp_call")
 
 
 class Share(Bytes):
@@ -28,14 +30,34 @@ class Program(NamedTuple):
     """A function of arrays, traced, with its loops replaced."""
 
     jaxpr: Any
+    """None if there is no need to run it."""
     consts: list
     out_tree: Any
     kept: list
     """What it returns as it is; None in the place of an array."""
+    has_loops: bool
+    has_rules: bool
+    """Whether it calls functions with custom derivatives, in which there may be loops."""
 
     @property
     def closed_over(self) -> list:
         return self.consts
+
+    @property
+    def to_keep(self) -> Program:
+        """The same; of a function without loops, which is called as it is, no more than that."""
+        differentiated = self.has_rules and any(map(_jax.is_tracer, self.consts))
+        if self.has_loops or differentiated:
+            return self
+        return self._replace(jaxpr=None, consts=[], kept=[])
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        arrays = [v for v in leaves if isinstance(v, jax.Array)]
+        outs = iter(_jax.call_jaxpr(self.jaxpr)(*self.consts, *arrays))
+        return self.out_tree.unflatten(
+            next(outs) if v is None else v.copy() if isinstance(v, np.ndarray) else v
+            for v in self.kept
+        )
 
 
 def checkpointed(
@@ -59,7 +81,8 @@ def checkpointed(
         become abstract, as under `jax.jit`; bools, ints, strings, functions and other leaves are
         passed to `fn` as they are, and returned as they are. With an object that may have changed
         since the last call, such as the `self` of a method, `fn` is traced at every call. What `fn`
-        closes over is read when it is traced, as under `jax.jit`.
+        closes over is read when it is traced, as under `jax.jit`. A function in which tracing finds
+        no loop is called as it is from then on.
     - `max_steps`: the most steps of each while loop, a static int; None for no bound. A loop that
         needs more stops there.
     - `checkpoints`: what the backward pass of each loop keeps. None: about the square root of
@@ -111,44 +134,68 @@ def checkpointed(
 
 def _call(fn: Callable, settings: Settings, programs: Recent, args: tuple, kwargs: dict) -> Any:
     leaves, tree = jax.tree.flatten((args, kwargs))
-    traced = [_arguments.is_traced(v) for v in leaves]
-    arrays = [_jax.as_array(v) for v, t in zip(leaves, traced, strict=True) if t]
-    static = [v for v, t in zip(leaves, traced, strict=True) if not t]
+    leaves = [v if type(v) is _jax.ArrayImpl else _converted(v) for v in leaves]
+    key = (tree, _jax.trace_context(), *map(_arguments.leaf_key, leaves))
 
     def trace() -> Program:
-        out_tree, rest = None, []
+        return _traced(fn, settings, leaves, tree)
 
-        def flat(*values: Any) -> list:
-            nonlocal out_tree, rest
-            given, kept = iter(values), iter(static)
-            inputs = [next(given) if t else next(kept) for t in traced]
-            args, kwargs = tree.unflatten(inputs)
-            out, out_tree = jax.tree.flatten(fn(*args, **kwargs))
-            rest = [None if isinstance(v, jax.Array) else v for v in out]
-            return [v for v in out if isinstance(v, jax.Array)]
+    known = _found(programs, key)
+    if known is None:
+        static = [v for v in leaves if not isinstance(v, jax.Array)]
+        if any(map(_may_change, static)):
+            return trace().run(leaves)
 
-        name = getattr(fn, "__name__", "checkpointed")
-        with replacing(settings):
-            jaxpr, consts = _jax.trace(flat, [jax.typeof(v) for v in arrays], name)
-        return Program(_with_rules(_shared(jaxpr), settings), consts, out_tree, rest)
+        def remembered() -> Program:
+            # A function made anew on every call is known by what it does.
+            functions = [v for v in static if callable(v)]
+            types = [None if callable(v) else _arguments.leaf_key(v) for v in leaves]
+            return remember((fn, *functions), (settings, tree, *types), lambda: trace().to_keep)
 
-    types = (settings, tree, tuple(traced), type_key(arrays))
+        known = programs.remember(key, remembered)
+    if known.jaxpr is not None:
+        return known.run(leaves)
+    # Without loops `fn` is called as it is, and reads anew what it closes over.
+    args, kwargs = tree.unflatten(leaves)
+    if not any(map(_jax.is_tracer, leaves)):
+        return fn(*args, **kwargs)
+    if known.has_rules:
+        return trace().run(leaves)
+    with replacing(settings):
+        return fn(*args, **kwargs)
 
-    def remembered() -> Program:
-        # A function made anew on every call is known by what it does.
-        functions = [v for v in static if callable(v)]
-        values = _typed([v for v in static if not callable(v)])
-        return remember((fn, *functions), (*types, values), trace)
 
-    if any(map(_may_change, static)):
-        program = trace()
-    else:
-        program = programs.remember((*types, _typed(static), _jax.trace_context()), remembered)
-    outs = iter(_jax.call_jaxpr(program.jaxpr)(*program.consts, *arrays))
-    return program.out_tree.unflatten(
-        next(outs) if v is None else v.copy() if isinstance(v, np.ndarray) else v
-        for v in program.kept
-    )
+def _converted(leaf: Any) -> Any:
+    return _jax.as_array(leaf) if _arguments.is_traced(leaf) else leaf
+
+
+def _found(programs: Recent, key: Any) -> Program | None:
+    try:
+        return programs.find(key)
+    except TypeError:  # an argument without a hash
+        return None
+
+
+def _traced(fn: Callable, settings: Settings, leaves: list, tree: Any) -> Program:
+    out_tree, rest = None, []
+    traced = [isinstance(v, jax.Array) for v in leaves]
+
+    def flat(*values: Any) -> list:
+        nonlocal out_tree, rest
+        args, kwargs = tree.unflatten(spread(values, traced, leaves))
+        out, out_tree = jax.tree.flatten(fn(*args, **kwargs))
+        rest = [None if isinstance(v, jax.Array) else v for v in out]
+        return [v for v in out if isinstance(v, jax.Array)]
+
+    name = getattr(fn, "__name__", "checkpointed")
+    with replacing(settings):
+        types = list(map(jax.typeof, kept(leaves, traced)))
+        jaxpr, consts = _jax.trace(flat, types, name)
+    equations = list(_jaxpr.all_equations(jaxpr))
+    has_loops = any("loop" in e.params or e.primitive.name in LAX_LOOPS for e in equations)
+    has_rules = any(e.primitive.name.startswith(RULES) for e in equations)
+    jaxpr = _with_rules(_shared(jaxpr), settings)
+    return Program(jaxpr, consts, out_tree, rest, has_loops, has_rules)
 
 
 def _may_change(value: Any) -> bool:
@@ -158,11 +205,6 @@ def _may_change(value: Any) -> bool:
     if isinstance(value, IDENTITIES) or is_library(type(value)):
         return False
     return type(value).__hash__ is object.__hash__
-
-
-def _typed(values: list) -> tuple:
-    """A key in which 1 and True differ."""
-    return tuple((type(v), v) for v in values)
 
 
 def _shared(jaxpr: Any) -> Any:

@@ -104,7 +104,7 @@ def fori_loop(
             buffers=inner,
             checks=checks,
             return_info=True,
-            made_of=(body_fun, name),
+            made_of=((body_fun,), name),
         )
         info = info._replace(stopped=jnp.array(length == trips))
         return (val, info) if return_info else val

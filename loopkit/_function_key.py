@@ -45,10 +45,17 @@ class Alive(list):
 
     def keep(self, value: Any) -> None:
         if isinstance(value, jax.Array) and not _jax.is_tracer(value):
-            self.array_bytes += value.nbytes
-            if self.array_bytes > LARGEST:
-                raise _Changing
+            self.array(value)
+        else:
+            self.append(value)
+
+    def array(self, value: jax.Array) -> Hashable:
+        """The key of an array that is kept."""
+        self.array_bytes += value.size * value.dtype.itemsize
+        if self.array_bytes > LARGEST:
+            raise _Changing
         self.append(value)
+        return "array", id(value)
 
 
 def function_key(function: Any, tracers: list | None = None) -> tuple[Hashable, list, list]:
@@ -128,6 +135,8 @@ def _value(value: Any, alive: Alive, seen: set) -> Hashable:
     kind = type(value)
     if kind in NUMBERS:
         return kind, repr(value) if kind is float else value  # -0.0 is not 0.0
+    if kind is _jax.ArrayImpl:
+        return alive.array(value)
     if kind in OBJECTS or isinstance(value, jax.Array):
         return _leaf(value, alive, seen)
     if isinstance(value, tuple):
@@ -153,8 +162,7 @@ def _leaf(leaf: Any, alive: Alive, seen: set) -> Hashable:
     if _jax.is_tracer(leaf):
         return _place(leaf, alive.tracers)
     if isinstance(leaf, jax.Array):
-        alive.keep(leaf)
-        return ("array", id(leaf))
+        return alive.array(leaf)
     if isinstance(leaf, np.ndarray):
         if leaf.nbytes > 4096 or leaf.dtype == object:
             raise _Changing

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import numbers
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 
 from loopkit import _errors, _jax
 from loopkit._hlo import Instruction, Program
+from loopkit.engine.loop import kept, spread
 from loopkit.engine.primitives import while_p
 
 HERE = str(Path(__file__).resolve().parent)
@@ -68,7 +70,7 @@ def in_place_report(
     **Arguments:**
 
     - `fn`, `args`: a function of trees of arrays; of `jax.ShapeDtypeStruct`s where the values do
-      not matter.
+      not matter. What is neither array nor number, such as a string or a function, is static.
     - `grad`: look at the gradient with respect to all floating-point arguments instead.
     - `min_bytes`: copies of smaller arrays are left out.
 
@@ -86,28 +88,18 @@ def in_place_report(
                 "Pass it and its arguments, not its result.",
             )
         )
-    names = _leaf_names(_jax.open_jaxpr(jax.make_jaxpr(fn)(*args)))
-    lowered = jax.jit(fn).lower(*args)
+    fn, arrays = _of_arrays(fn, args)
+    names = _leaf_names(_jax.open_jaxpr(jax.make_jaxpr(fn)(*arrays)))
+    lowered = jax.jit(fn).lower(*arrays)
     if grad:
-        outs = jax.eval_shape(fn, *args)
-        cotangents = jax.tree.map(_cotangent_type, outs)
+        cotangents = jax.tree.map(_cotangent_type, jax.eval_shape(fn, *arrays))
 
-        def gradient(args: tuple, cotangents: Any) -> Any:
-            leaves, tree = jax.tree.flatten(args)
-            moving = [_jax.is_differentiable(jax.typeof(v)) for v in leaves]
+        def gradient(arrays: Sequence[Any], cotangents: Any) -> Any:
+            moving = [_jax.is_differentiable(jax.typeof(v)) for v in arrays]
+            of = lambda *values: fn(*spread(values, moving, arrays))
+            return jax.vjp(of, *kept(arrays, moving))[1](cotangents)
 
-            def of(*values: Any) -> Any:
-                it = iter(values)
-                return fn(
-                    *tree.unflatten(
-                        [next(it) if m else v for v, m in zip(leaves, moving, strict=True)]
-                    )
-                )
-
-            values = [v for v, m in zip(leaves, moving, strict=True) if m]
-            return jax.vjp(of, *values)[1](cotangents)
-
-        lowered = jax.jit(gradient).lower(args, cotangents)
+        lowered = jax.jit(gradient).lower(arrays, cotangents)
     return _report(lowered.compile().as_text() or "", names, min_bytes)
 
 
@@ -141,6 +133,13 @@ def assert_in_place(
     report = in_place_report(fn, *args, grad=grad, min_bytes=min_bytes)
     assert report, f"loopkit.assert_in_place: expected no copies, got {report}"
     return report
+
+
+def _of_arrays(fn: Callable, args: tuple) -> tuple[Callable, list]:
+    """`fn` of its arrays and numbers alone, and those."""
+    leaves, tree = jax.tree.flatten(args)
+    given = [hasattr(v, "dtype") or isinstance(v, numbers.Number) for v in leaves]
+    return lambda *arrays: fn(*tree.unflatten(spread(arrays, given, leaves))), kept(leaves, given)
 
 
 def _cotangent_type(out: Any) -> Any:

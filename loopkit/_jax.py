@@ -29,6 +29,7 @@ from jax._src import (
 from jax._src import effects as effects_
 from jax._src import source_info_util as source_info
 from jax._src.api_util import debug_info
+from jax._src.array import ArrayImpl as ArrayImpl
 from jax._src.interpreters import ad, batching, mlir, pxla
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.control_flow import loops as lax_loops

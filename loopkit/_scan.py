@@ -171,8 +171,8 @@ def run_scan(
     """`scan`, under the names of the function that the user called.
 
     `xs` may be `Inputs`, with axes and length. With `until`, it takes no step if it is `stopped`
-    from the start. `made_of`: a function of the user and all else that `f`, made anew on every
-    call, depends on.
+    from the start. `made_of`: the functions of the user, a tuple, and then all else, that `f`, made
+    anew on every call, depends on.
     """
     name, reverse, stopping = names.function, bool(reverse), until is not None
     _arguments.check_callable(name, names.body, f)
@@ -203,13 +203,13 @@ def run_scan(
     if truncate is not None and truncate < length:
         at_once = "auto" if auto else unroll
         part = ft.partial(run_scan, names, unroll=at_once, split_transpose=split_transpose)
-        of_block = {"buffers": buffers, "checks": checks}
+        of_block = {"buffers": buffers, "checks": checking}
         result = truncated(
             part, f, init, inputs, reverse, until, out_axes, truncate, budget, of_block
         )
         return result if return_info else result[:2]
-    known_by, *rest = made_of or (f,)
-    functions = (known_by, until) if carried.hashable else ()
+    known_by, *rest = made_of or ((f,),)
+    functions = (*known_by, until) if carried.hashable else ()
     lasts = []
     if has_none(out_axes):
         lasts = _last_ys(names, carried, f, init, inputs, out_axes, functions, rest)

@@ -54,6 +54,10 @@ def truncated(
     def part(f: Callable, init: Any, inputs: Inputs, **settings: Any) -> Any:
         return scan(f, init, inputs, None, reverse=reverse, return_info=True, **settings)
 
+    # All that a block does, but for its inputs.
+    functions = (f, until, of_block["buffers"])
+    made_of = (functions, "truncated", inner, of_block["checks"], inputs.tree, *inputs.axes)
+
     def block(state: Blocks, x: list) -> tuple[Blocks, Any]:
         here = inputs._replace(leaves=x, length=truncate)
         carry, y, info = part(
@@ -71,6 +75,7 @@ def truncated(
         until=None if until is None else lambda state, _: state.stopped,
         out_axes=block_axes(out_axes),
         checkpoints=outer,
+        made_of=made_of,
     )
     stopped = None if until is None else before.stopped
     carry, rest, info = part(

@@ -214,7 +214,7 @@ def test_blocked(block):
         return jax.grad(loss, (0, 1))(a, w)
 
     assert_close(grads(f), grads(rows))
-    doubled = loopkit.blocked(lambda x: x * 2, block=block, in_axes=1, out_axes=-1)
+    doubled = loopkit.blocked(lambda x: x * 2, block=block, in_axes=1, out_axes=np.int64(-1))
     assert_close(doubled(a.T), a.T * 2)
 
 

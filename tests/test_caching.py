@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import itertools
 import sys
 import types
 import weakref
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 
 import loopkit
+from derivatives import assert_close
+from loopkit import _jax
 from loopkit._cache import Recent
 
 
@@ -120,6 +123,48 @@ def test_the_second_call_does_not_trace(loop):
         assert f(x).tolist() == first.tolist()
         f(2 * x)
     assert calls == []
+
+
+@pytest.mark.parametrize("until", [None, stops])
+@pytest.mark.parametrize("transform", [lambda f: f, jax.grad])
+def test_a_truncated_scan_over_large_arrays_is_traced_once(until, transform, monkeypatch):
+    traces, trace = [], _jax.trace
+    monkeypatch.setattr(_jax, "trace", lambda *args: traces.append(args) or trace(*args))
+    rows = jnp.full(10_000, 0.1)  # more than a cache keeps alive for a function
+
+    def f(x, rows):
+        return loopkit.scan(row_body, x, rows, truncate=6000, until=until)[0]
+
+    transform(f)(0.3, rows)
+    assert traces
+    traces.clear()
+    wanted = transform(lambda x: f(x, 2 * rows))
+    assert transform(f)(0.3, 2 * rows) == wanted(0.3)
+    assert traces == []
+    assert transform(f)(0.3, 2 * rows) == jax.jit(wanted)(0.3)
+
+
+def test_truncated_scans_that_differ_are_not_mixed_up():
+    row, table = jnp.arange(10.0), jnp.ones(10)
+
+    def loss(h, rate, truncate, axis, reverse):
+        step = lambda h, x: (h * rate + x["row"] * x["all"].sum(), h)
+        how = {"in_axes": {"row": 0, "all": axis}, "truncate": truncate, "reverse": reverse}
+        h, ys = loopkit.scan(step, h, {"row": row, "all": table}, **how)
+        return h + ys.sum()
+
+    def in_python(h, rate, truncate, axis, reverse):
+        total = 0.0
+        for t, x in enumerate(row[::-1] if reverse else row):
+            if t and t % truncate == 0:
+                h = jax.lax.stop_gradient(h)
+            total += h
+            h = h * rate + x * (1 if axis == 0 else 10)
+        return h + total
+
+    for case in itertools.product((0.5, 0.25), (3, 4), (0, None), (False, True)):
+        got = jax.value_and_grad(loss)(1.0, *case)
+        assert_close(got, jax.value_and_grad(in_python)(1.0, *case))
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)

@@ -44,6 +44,19 @@ def test_fails_with_the_report():
     assert "no copy of 16,801 bytes or more" in str(report)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_arguments_that_are_no_arrays_are_static(grad):
+    def f(rows, how):
+        xs = rows["xs"] * how[1]
+        return how[2](in_rows(xs)) if how[0] == "copies" else how[2](xs)
+
+    rows = {"xs": jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype), "name": "a"}
+    report = loopkit.in_place_report(f, rows, ("copies", 2, jnp.sin), grad=grad)
+    assert report.loops > 0
+    assert bool(report) is not grad
+    assert loopkit.in_place_report(f, rows, ("none", 2, jnp.sin), grad=grad).loops == 0
+
+
 def test_loops_of_lax():
     by_lax = lambda xs: in_rows(xs, jax.lax.scan)
     loopkit.assert_in_place(by_lax, ROWS)
