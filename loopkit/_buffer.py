@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools as ft
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -140,11 +141,12 @@ class Buffer:
         masks = [] if pred is None else [place.inward_mask(pred)]
         if self._owner is not None and self._owner.mask is not None:
             masks.append(place.inward_mask(self._owner.mask))
-        if not add:
-            last = place.last_of_equals(self.shape)
-            masks += [] if last is None else [last]
         mask = ft.reduce(jnp.logical_and, masks) if masks else None
         stacked = place.inward(value)
+        if not add and not place.unique:
+            if mask is not None and mask.size > math.prod(place.batch):
+                place, stacked, mask = place.by_element(stacked, mask)
+            mask = place.last_of_equals(self.shape, mask)
         new = _slices.write(self._value, stacked, place.starts, place.window, mask, add)
         written = self._written
         if written is not None:

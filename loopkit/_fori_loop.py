@@ -112,13 +112,14 @@ def fori_loop(
         advice = "Pass the number of steps to unroll."
         expected = "can be True or 0 only if the bounds are static ints"
         raise ValueError(_errors.wrong(name, "unroll", expected, repr(unroll), advice))
-    dtype = jnp.result_type(lower, upper)
-    stop = jnp.asarray(upper, dtype)
+    first, stop = jnp.asarray(lower), jnp.asarray(upper)
+    if first.dtype != stop.dtype:  # a weak type is kept, as in lax
+        first, stop = (v.astype(jnp.result_type(lower, upper)) for v in (first, stop))
     out = run_while(
         NAMES,
         lambda carry: carry[0] < stop,
         lambda carry: (carry[0] + 1, body_fun(*carry)),
-        (jnp.asarray(lower, dtype), init_val),
+        (first, init_val),
         max_steps=max_steps,
         checkpoints=checkpoints,
         memory=memory,

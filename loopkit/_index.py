@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -64,24 +64,46 @@ class Place:
         value = jnp.transpose(jnp.squeeze(value, self.new), tuple(map(int, np.argsort(self.order))))
         return jnp.expand_dims(value, self.dropped)
 
-    def last_of_equals(self, shape: Sequence[int]) -> Any:
-        """A mask for the slices that no later one overwrites; None if that is all of them."""
-        if self.unique:
-            return None
-        at, _ = self.window.starts_in(shape, self.starts)
+    def last_of_equals(self, shape: Sequence[int], mask: Any) -> Any:
+        """`mask`, one flag a slice or None, without the slices that a later one writes over."""
+        at, inside = self.window.starts_in(shape, self.starts)
         room = [shape[a] for a in self.window.axes]
         strides = np.array([math.prod(room[i + 1 :]) for i in range(len(room))], at.dtype)
         place = (at * strides).sum(-1)
-        flat = place.reshape(-1)
-        if flat.size <= 64:
-            later = np.triu(np.ones((flat.size, flat.size), bool), 1)
-            last = ~((flat[:, None] == flat) & later).any(1)
-        else:
-            order = jnp.argsort(flat, stable=True)
-            ordered = flat[order]
-            ends = jnp.append(ordered[1:] != ordered[:-1], True)
-            last = jnp.zeros(flat.shape, bool).at[order].set(ends, unique_indices=True)
+        written = jnp.ones(place.shape, bool) if mask is None else mask.reshape(place.shape)
+        written = written if inside is None else written & inside
+        last = written & _last(jnp.where(written, place, -1))
         return last.reshape(*place.shape, *[1] * len(shape))
+
+    def by_element(self, value: Any, mask: Any) -> tuple[Place, Any, Any]:
+        """The same, a slice for each element, with stacked slices and their mask."""
+        window, batch = self.window, self.batch
+        rest = [a for a in range(len(window.sizes)) if a not in window.axes]
+        sizes = [window.sizes[a] for a in rest]
+        grid = np.stack(np.indices(sizes, self.starts.dtype), -1)
+        grid += np.array([window.offsets[a] for a in rest], grid.dtype)
+        stacked = (*batch, *sizes, *[1] * len(window.sizes))
+        starts = self.starts.reshape(*batch, *[1] * len(sizes), len(window.axes))
+        starts = jnp.broadcast_to(starts, (*batch, *sizes, len(window.axes)))
+        grid = jnp.broadcast_to(grid, (*batch, *grid.shape))
+        ones = Window((*window.axes, *rest), window.offsets, (1,) * len(window.sizes), window.drop)
+        place = replace(self, window=ones, starts=jnp.concatenate([starts, grid], -1))
+        mask = jnp.broadcast_to(mask, value.shape)
+        return place, value.reshape(stacked), mask.reshape(stacked)
+
+
+def _last(places: Any) -> Any:
+    """Which of some integers are not there again later."""
+    flat = places.reshape(-1)
+    if flat.size <= 64:
+        later = np.triu(np.ones((flat.size, flat.size), bool), 1)
+        last = ~((flat[:, None] == flat) & later).any(1)
+    else:
+        order = jnp.argsort(flat, stable=True)
+        ordered = flat[order]
+        ends = jnp.append(ordered[1:] != ordered[:-1], True)
+        last = jnp.zeros(flat.shape, bool).at[order].set(ends, unique_indices=True)
+    return last.reshape(places.shape)
 
 
 def place(shape: Sequence[int], index: Any, drop: bool = False, unique: bool = False) -> Place:

@@ -75,6 +75,10 @@ def _evaluate_read(buffer: Any, *operands: Any, window: Window, value: bool, hel
         return [buffer]
     (starts,) = operands
     batch = starts.shape[:-1]
+    if not window.fits(buffer.shape):
+        types = map(jax.typeof, (buffer, starts))
+        (found, _), _ = _read_types(*types, window=window, value=True, held=held)
+        return [_jax.zeros(found), buffer]
     at, inside = window.starts_in(buffer.shape, starts)
     single = _is_single(starts)
 
@@ -117,6 +121,8 @@ def _gather(buffer: Any, at: Any, window: Window) -> Any:
 def _evaluate_write(
     buffer: Any, value: Any, starts: Any, *masks: Any, window: Window, add: bool, **_: Any
 ) -> list:
+    if not window.fits(buffer.shape):
+        return [buffer]
     at, inside = window.starts_in(buffer.shape, starts)
     if _is_single(starts):
         return [_write_one(buffer, value, at, inside, masks, window, add)]

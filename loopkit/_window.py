@@ -50,6 +50,10 @@ class Window:
         wider = self.with_axis(axis, 1)
         return replace(wider, axes=(*wider.axes, axis))
 
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether a buffer has room for a slice at all."""
+        return all(size <= n for size, n in zip(self.sizes, shape, strict=True))
+
     def starts_in(self, shape: Sequence[int], starts: Any) -> tuple[Any, Any]:
         """The starts along `axes`, from 0; and whether each slice is inside, None if all are."""
         if not self.axes:

@@ -220,6 +220,39 @@ def test_the_last_of_equal_indices_is_kept():
     assert_close(got, jnp.asarray([198.0, 199, 197]))
 
 
+def test_indices_that_write_nothing_are_in_no_ones_way():
+    """Neither those out of bounds, nor those that `pred` leaves out, one by one or in part."""
+    table = Buffer(jnp.zeros((5, 5))).at[jnp.asarray([1, 0]), jnp.asarray([0, 5])]
+    assert_close(jnp.asarray(table.set(jnp.asarray([1.0, 2.0])))[1, 0], 1.0)
+    rows = jnp.asarray([0, 0, -7, 0])
+
+    def f(v, pred):
+        return jnp.asarray(Buffer(jnp.zeros((2, 3))).at[rows].set(v, pred=pred))
+
+    v = jnp.arange(1.0, 13).reshape(4, 3)
+    pred = jnp.asarray([[True], [True], [True], [False]])
+    assert_close(f(v, pred)[0], v[1])
+    part = pred.at[1].set(False) | jnp.asarray([False, False, True])
+    wanted = jnp.asarray([1.0, 2.0, 12.0])
+    assert_close(jax.jit(jax.vmap(f))(v[None], part[None])[0, 0], wanted)
+    grads = jax.grad(lambda v: jnp.sum(f(v, part)[0] * wanted))(v)
+    assert_close(grads.at[0, :2].set(0).at[3, 2].set(0), jnp.zeros((4, 3)))
+    assert_close(jnp.stack([grads[0, 0], grads[0, 1], grads[3, 2]]), wanted)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 2), (3, 0)])
+@pytest.mark.parametrize("checkpoints", [None, Plan(1), "all"], ids=range(3))
+def test_buffers_without_elements(shape, checkpoints):
+    def f(x):
+        def step(i, rows):
+            return rows.at[i].set(jnp.sin(rows[i - 1]) * x).at[jnp.stack([i, i])].add(x)
+
+        how = {"buffers": True, "checkpoints": checkpoints}
+        return 2 * x + jnp.sum(loopkit.fori_loop(0, 4, step, jnp.zeros(shape), **how))
+
+    assert_close(jax.vmap(jax.value_and_grad(f))(XS[0]), (2 * XS[0], jnp.full(2, 2.0)))
+
+
 def test_as_an_array():
     buffer = Buffer(ARRAY)
     assert (buffer.shape, buffer.ndim, buffer.size, len(buffer)) == ((5, 4, 3), 3, 60, 5)

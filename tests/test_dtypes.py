@@ -204,3 +204,12 @@ def test_key_arguments_have_float0_cotangents():
     f = lambda key, x: power(x, 2) * jax.random.uniform(key)
     key_bar, _ = jax.grad(f, argnums=(0, 1), allow_int=True)(jax.random.key(0), 1.5)
     assert key_bar.dtype == jax.dtypes.float0
+
+
+@pytest.mark.parametrize("bounds", [(0, 3), (0, np.int16(3))], ids=str)
+def test_traced_bounds_are_as_weak_as_in_lax(bounds):
+    def total(loop):
+        return jax.jit(lambda m, n: loop(m, n, lambda i, x: x + i, jnp.int16(0)))(*bounds)
+
+    got, wanted = total(loopkit.fori_loop), total(lax.fori_loop)
+    assert (jax.typeof(got), int(got)) == (jax.typeof(wanted), int(wanted))

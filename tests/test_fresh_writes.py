@@ -124,3 +124,34 @@ def writes(body, first):
 def test_no_more_writes_than_needed():
     for body in BODIES:
         assert writes(body, None) < writes(body, FIRST), body.__name__
+
+
+NARROW = {
+    "a narrow counter": (jnp.uint8, lambda i: i),
+    "a counter made narrow": (jnp.int32, lambda i: i.astype("uint8")),
+    "a fractional counter": (jnp.float32, lambda i: i.astype("int32")),
+}
+
+
+@pytest.mark.parametrize("checkpoints", [Plan(2, 100), "all"], ids=["log", "all"])
+@pytest.mark.parametrize("which", NARROW)
+def test_counters_that_start_over_write_rows_again(which, checkpoints):
+    dtype, row = NARROW[which]
+
+    def f(x, **how):
+        loop = loopkit.scan if how else jax.lax.scan
+
+        def step(c, _):
+            i, rows, s = c
+            rows = rows.at[row(i)].set(jnp.sin(s) * x)
+            by = 1.5 if dtype == jnp.float32 else 1
+            return (i + jnp.asarray(by, dtype), rows, s + rows[5] / 100 + rows[9] / 10), None
+
+        first = -3.0 if dtype == jnp.float32 else 0
+        (_, rows, s), _ = loop(
+            step, (jnp.asarray(first, dtype), jnp.ones(300) / 10, x), length=280, **how
+        )
+        return jnp.sum(rows) + s
+
+    got = jax.jit(jax.grad(lambda x: f(x, buffers=lambda c: c[1], checkpoints=checkpoints)))(0.7)
+    assert_close(got, jax.grad(f)(0.7))

@@ -294,3 +294,32 @@ def test_remat_keeps_nothing_of_the_loop():
 
     assert saved(jax.checkpoint(f)) <= 110
     assert saved(f) >= 300
+
+
+@pytest.mark.parametrize("inner", ["fori_loop", "while_loop", "checkpoint"])
+def test_the_result_of_an_inner_loop_that_nobody_asks_for(inner):
+    """What flows into it is left out, where the residuals stored are those of both results."""
+
+    def step(p, a, b):
+        once = lambda c: (jnp.sin(c[0]) * p, c[1] * c[0])
+        counted = lambda c: loopkit.fori_loop(0, 2, lambda _, c: once(c), c)
+        if inner != "while_loop":
+            return (jax.checkpoint(counted) if inner == "checkpoint" else counted)((a, b))
+        body = lambda c: (c[0] + 1, once(c[1]))
+        return loopkit.while_loop(lambda c: c[0] < 2, body, (0, (a, b)), max_steps=2)[1]
+
+    def f(p, x):
+        body = lambda c, _: (step(p, *c), c[0] * p)
+        how = {"until": lambda c, _: c[0] > 9, "checkpoints": "all"}
+        (a, _), ys = loopkit.scan(body, (x, x), length=3, **how)
+        return a + jnp.sum(ys)
+
+    def unrolled(p, x):
+        total = 0.0
+        for _ in range(3):
+            total, x = total + x * p, jnp.sin(jnp.sin(x) * p) * p
+        return x + total
+
+    gradients = jax.value_and_grad(f, (0, 1)), jax.value_and_grad(unrolled, (0, 1))
+    along = [jax.jvp(g, (0.4, 0.7), (1.0, 0.3)) for g in gradients]
+    assert_close(*along)

@@ -149,3 +149,31 @@ def test_memory_budgets_count_the_log():
         assert_close(jax.jit(grad(memory=memory))(2.0), want)
     with pytest.raises(ValueError, match="`memory` must be at least"):
         grad(memory=1000)(2.0)
+
+
+def test_batches_of_which_more_moves_than_the_gradient_is_of():
+    """The loop is run forward again, and what it logs is laid out anew."""
+
+    def f(w, x, table):
+        def step(i, carry):
+            rows, s = carry
+            rows = rows.at[i % 2].set(jnp.sin(rows[(i + 1) % 2]) * jnp.sum(s) * w)
+            return rows, jnp.tanh(s * x)
+
+        carry, n = (table(jnp.ones((3, 2)) * w), x), jnp.sum(x > 0) + 1
+        if table is loopkit.Buffer:
+            how = {"max_steps": 2, "buffers": lambda c: c[0], "checkpoints": Plan(1)}
+            rows, s = loopkit.fori_loop(0, n, step, carry, **how)
+        else:
+            once = step(0, carry)
+            carry = jax.tree.map(lambda a, b: jnp.where(n > 1, a, b), step(1, once), once)
+            rows, s = carry
+        return jnp.sum(jnp.sin(rows) * s)
+
+    args = jnp.asarray([[0.3, 0.7], [0.4, -0.2]]), jnp.asarray([[1.0, -1.2], [-0.5, -0.8]])
+
+    def along(table):
+        slope = jax.vmap(jax.grad(lambda w, x: f(w, x, table), 1))
+        return jax.jvp(slope, args, jax.tree.map(jnp.cos, args))
+
+    assert_close(jax.jit(lambda: along(loopkit.Buffer))(), along(jnp.asarray))

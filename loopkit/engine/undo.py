@@ -27,9 +27,9 @@ from loopkit.engine.steps import read_rows, repeat_backwards, row_of
 from loopkit.engine.writes import Inner, Sites, Write, find_writes, merged
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Undo:
-    """How the buffers of a loop are brought back."""
+    """How the buffers of a loop are brought back. Compared by identity."""
 
     leaves: tuple[bool, ...]
     """Which carry leaves: buffers that are not saved."""
@@ -45,7 +45,7 @@ class Undo:
     def logged(self, loop: Loop) -> Loop:
         """The loop with its log after the ys. It must be bounded."""
         return loop.derived(
-            ("logged", self.leaves),
+            ("logged", self),
             lambda: with_log(loop, self.forward, len(self.log_types)),
         )
 

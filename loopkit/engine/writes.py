@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+
 from loopkit import _jax, _jaxpr
 from loopkit._jax import Jaxpr
 from loopkit._slices import read_p, write_p
@@ -32,6 +34,9 @@ class Inner:
     sites: dict[int, Any]
     loop: Loop | None
 
+
+WIDE = 4
+"""Bytes of integers that count over all rows of a buffer without starting over."""
 
 Sites = dict[int, Any]
 """What writes to the buffers in a jaxpr: by the place of the equation, a Write or an Inner."""
@@ -177,7 +182,7 @@ def _columns(j: Any, starts: Any, loop: Loop) -> list[bool]:
             known = [isinstance(u, _jax.Literal) for u in ins]
             if name in ("add", "sub") and any(known) and not (name == "sub" and known[0]):
                 v = ins[1] if known[0] else ins[0]
-            elif name in through and len(ins) == 1:
+            elif name in through and len(ins) == 1 and v.aval.dtype.itemsize >= WIDE:
                 v = ins[0]
             else:
                 return v
@@ -186,6 +191,9 @@ def _columns(j: Any, starts: Any, loop: Loop) -> list[bool]:
     def counts(v: Any) -> bool:
         v = source(v, ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy"))
         if isinstance(v, _jax.Literal) or v not in place or v.aval.shape != ():
+            return False
+        dtype = v.aval.dtype
+        if not jnp.issubdtype(dtype, jnp.integer) or dtype.itemsize < WIDE:
             return False
         return moved_by(j.outvars[place[v]], v, makers) in (1, -1)
 
