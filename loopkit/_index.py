@@ -80,8 +80,8 @@ class Place:
         window, batch = self.window, self.batch
         rest = [a for a in range(len(window.sizes)) if a not in window.axes]
         sizes = [window.sizes[a] for a in rest]
-        grid = np.stack(np.indices(sizes, self.starts.dtype), -1)
-        grid += np.array([window.offsets[a] for a in rest], grid.dtype)
+        grid = np.moveaxis(np.indices(sizes, self.starts.dtype), 0, -1)
+        grid = grid + np.array([window.offsets[a] for a in rest], grid.dtype)
         stacked = (*batch, *sizes, *[1] * len(window.sizes))
         starts = self.starts.reshape(*batch, *[1] * len(sizes), len(window.axes))
         starts = jnp.broadcast_to(starts, (*batch, *sizes, len(window.axes)))
