@@ -137,8 +137,11 @@ def _call(fn: Callable, settings: Settings, programs: Recent, args: tuple, kwarg
     leaves = [v if type(v) is _jax.ArrayImpl else _converted(v) for v in leaves]
     key = (tree, _jax.trace_context(), *map(_arguments.leaf_key, leaves))
 
+    new: list[Program] = []
+
     def trace() -> Program:
-        return _traced(fn, settings, leaves, tree)
+        new.append(_traced(fn, settings, leaves, tree))
+        return new[0]
 
     known = _found(programs, key)
     if known is None:
@@ -159,8 +162,8 @@ def _call(fn: Callable, settings: Settings, programs: Recent, args: tuple, kwarg
     args, kwargs = tree.unflatten(leaves)
     if not any(map(_jax.is_tracer, leaves)):
         return fn(*args, **kwargs)
-    if known.has_rules:
-        return trace().run(leaves)
+    if new or known.has_rules:
+        return (new[0] if new else trace()).run(leaves)
     with replacing(settings):
         return fn(*args, **kwargs)
 

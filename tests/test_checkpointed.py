@@ -187,6 +187,9 @@ def test_a_function_without_loops_is_traced_once_and_then_called():
     replaced(1.0, "a"), replaced(np.float32(1.0), "a")
     assert all(isinstance(v, jax.Array) for _, v in calls)  # as where it is traced
     calls.clear()
+    jax.jit(replaced, static_argnums=1)(x, "c")
+    assert len(calls) == 1
+    calls.clear()
     replaced(x, "b"), replaced(jnp.ones(2), "b")
     assert len(calls) == 4  # other arguments may have it run a loop
 
