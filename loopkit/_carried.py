@@ -179,14 +179,15 @@ def find(names: Any, buffers: Any, init: Any) -> Buffers:
         holds = is_tensor_array(node)
         # A TensorArray's last leaf is its size.
         flags += [True] * (len(jax.tree.leaves(node)) - 1) + [False] if holds else [is_buffer(node)]
-    named = _named(names.function, buffers, plain(init))
+    named = _named(names, buffers, plain(init))
     paths = jax.tree_util.tree_leaves_with_path(init, is_leaf=is_buffer)
     shown = [path[names.hidden - 1 :] for path, _ in paths]
     called = tuple(names.init + jax.tree_util.keystr(path) for path in shown)
     return Buffers(tuple(a or b for a, b in zip(flags, named, strict=True)), outer, called)
 
 
-def _named(function: str, buffers: Any, init: Any) -> list[bool]:
+def _named(names: Any, buffers: Any, init: Any) -> list[bool]:
+    function = names.function
     leaves, tree = jax.tree.flatten(init)
     if buffers is None:
         return [False] * len(leaves)
@@ -215,6 +216,8 @@ def _named(function: str, buffers: Any, init: Any) -> list[bool]:
         jax.tree.map(spread, buffers, init)
     except ValueError as error:
         expected = "must be a prefix of the tree of the carry"
-        got = f"{jax.tree.structure(buffers)} for a carry of structure {tree}"
+        for _ in range(names.hidden - 1):  # what the caller put before the user's carry
+            (_, buffers), (_, init) = buffers, init
+        got = f"{jax.tree.structure(buffers)} for a carry of structure {jax.tree.structure(init)}"
         raise ValueError(_errors.wrong(function, "buffers", expected, got, HOW)) from error
     return flags

@@ -64,15 +64,18 @@ class TensorArray:
             raise ValueError(
                 _wrong("empty", "element", "must have an array in it", f"{element!r}", advice)
             )
-        types = [v if isinstance(v, jax.ShapeDtypeStruct) else jnp.asarray(v) for v in leaves]
+        is_type = lambda v: isinstance(v, jax.ShapeDtypeStruct)
+        given = jax.tree.map(lambda v: None if is_type(v) else v, element)
+        _arguments.as_arrays(f"{NAME}.empty", "element", given)
+        types = [v if is_type(v) else jnp.asarray(v) for v in leaves]
         data = [jnp.zeros((capacity, *t.shape), t.dtype) for t in types]
         return TensorArray(data, tree, 0)
 
     @staticmethod
     def from_array(array: Any) -> TensorArray:
         """The rows of an array, or of a tree of arrays with as many: the inverse of `stack`."""
+        array = _arguments.as_arrays(f"{NAME}.from_array", "array", array)
         leaves, tree = jax.tree.flatten(array)
-        leaves = [jnp.asarray(v) for v in leaves]
         rows = {v.shape[0] if v.ndim else None for v in leaves}
         if len(rows) != 1 or None in rows:
             shapes = ", ".join(_errors.short_type(jax.typeof(v)) for v in leaves) or "no arrays"
@@ -296,12 +299,11 @@ class TensorArray:
                     method, "element", f"must have the structure {self._tree}", str(tree), advice
                 )
             )
-        out = []
+        out, element = [], _arguments.as_arrays(f"{NAME}.{method}", "element", element)
         for (path, value), stored in zip(
             jax.tree_util.tree_leaves_with_path(element), self._data, strict=True
         ):
             want = _element_type(stored)
-            value = jnp.asarray(value)
             lossless = jnp.result_type(value, want.dtype) == want.dtype
             if value.shape != want.shape or not lossless:
                 raise TypeError(

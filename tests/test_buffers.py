@@ -347,6 +347,12 @@ def test_bad_buffers(buffers, error, text):
         loopkit.while_loop(lambda c: c[0] < 2, lambda c: c, (1, 2.0), buffers=buffers)
 
 
+def test_the_tree_of_buffers_is_compared_with_that_of_the_value():
+    text = r"fori_loop: `buffers` .* got PyTreeDef\(\(\*,\)\) for a carry .*\(\(\*, \*\)\)\."
+    with pytest.raises(ValueError, match=text):
+        loopkit.fori_loop(0, 2, lambda i, c: c, (1, 2.0), buffers=(True,))
+
+
 def test_what_only_arrays_can_do():
     buffer = loopkit.Buffer(jnp.ones(3))
     with pytest.raises(TypeError, match=r"by assignment, .*`b = b.at\[i\].set\(x\)`"):

@@ -167,6 +167,13 @@ def test_errors():
         TensorArray.empty(-1, THREE)
     with pytest.raises(ValueError, match=r"TensorArray.empty: `element` must have an array in it"):
         TensorArray.empty(2, {})
+    for call, where in (
+        (lambda: array.append("red"), "append: `element`"),
+        (lambda: TensorArray.empty(2, {"a": object()}), r"empty: `element\['a'\]`"),
+        (lambda: TensorArray.from_array(["red"]), r"from_array: `array\[0\]`"),
+    ):
+        with pytest.raises(TypeError, match=rf"TensorArray\.{where} must be an array, got"):
+            call()
     with pytest.raises(TypeError, match=r"append: `element` must be int64\[\], got float64"):
         TensorArray.empty(2, 0).append(1.7)
     with pytest.raises(ValueError, match=r"from_array: `array` must have one leading axis"):
