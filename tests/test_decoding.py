@@ -110,12 +110,12 @@ def test_a_transformer_speaks_on_and_on():
     bias = model.writer.logits.bias.at[BLANK].set(-1e3)
     model = eqx.tree_at(lambda model: model.writer.logits.bias, model, bias)
     decoder = model.writer.decoder(model.read(LETTERS))
-    limits = {"start": BLANK, "end": BLANK, "max_length": 140}
+    limits = {"start": BLANK, "end": BLANK, "max_length": 270}
     key = jax.random.key(1)
     sample, _ = jax.jit(lambda: sampling.generate(decoder, sampling.ancestral, key, **limits))()
-    assert sample.length == 140
+    assert sample.length == 270
     log_prob, phones = jax.jit(lambda tokens: model.log_prob(LETTERS, tokens))(sample.tokens)
-    assert phones == 140
+    assert phones == 270
     np.testing.assert_allclose(log_prob, sample.log_prob, rtol=1e-10)
 
 

@@ -113,12 +113,11 @@ def in_growing_rooms(
     `empty(room)` is a carry whose `history` has room for so many steps; `go_on(carry, steps)` takes
     at most so many, and says what was found.
     """
-    rooms = [max_length]
-    if jax.tree.leaves(decoder.row):
-        rooms = [FIRST_ROOM]
-        while rooms[-1] < max_length:
-            rooms.append(rooms[-1] * GROWTH)
-        rooms[-1] = max_length
+    rooms, room = [], FIRST_ROOM
+    while jax.tree.leaves(decoder.row) and 2 * room < max_length:
+        rooms.append(room)
+        room *= GROWTH
+    rooms.append(max_length)
 
     def search(carry: T, steps: int, larger: list[int]) -> tuple[Any, loopkit.LoopInfo]:
         carry, found = go_on(carry, steps)
