@@ -12,7 +12,7 @@ import numpy as np
 
 from loopkit import _arguments, _jax, _jaxpr
 from loopkit._cache import Recent, remember
-from loopkit._function_key import IDENTITIES, is_library
+from loopkit._function_key import IDENTITIES, function_key, is_library
 from loopkit._lax_loops import LoopSite, Settings
 from loopkit._plan import Bytes
 from loopkit._replace_lax_loops import replacing, settings_of
@@ -143,29 +143,34 @@ def _call(fn: Callable, settings: Settings, programs: Recent, args: tuple, kwarg
         new.append(_traced(fn, settings, leaves, tree))
         return new[0]
 
+    def remembered(what: str, make: Callable[[], Program]) -> Program:
+        # A function made anew on every call is known by what it does.
+        functions = [v for v in leaves if _is_static(v) and callable(v)]
+        types = [None if callable(v) else _arguments.leaf_key(v) for v in leaves]
+        return remember((fn, *functions), (what, settings, tree, *types), make)
+
     known = _found(programs, key)
     if known is None:
-        static = [v for v in leaves if not isinstance(v, jax.Array)]
-        if any(map(_may_change, static)):
+        if any(_may_change(v) for v in leaves if _is_static(v)):
             return trace().run(leaves)
-
-        def remembered() -> Program:
-            # A function made anew on every call is known by what it does.
-            functions = [v for v in static if callable(v)]
-            types = [None if callable(v) else _arguments.leaf_key(v) for v in leaves]
-            return remember((fn, *functions), (settings, tree, *types), lambda: trace().to_keep)
-
-        known = programs.remember(key, remembered)
+        known = programs.remember(key, lambda: remembered("kept", lambda: trace().to_keep))
     if known.jaxpr is not None:
         return known.run(leaves)
     # Without loops `fn` is called as it is, and reads anew what it closes over.
     args, kwargs = tree.unflatten(leaves)
     if not any(map(_jax.is_tracer, leaves)):
         return fn(*args, **kwargs)
+    if known.has_rules and not function_key(fn)[2]:
+        # All that it closes over is in its key.
+        return remembered("whole", lambda: new[0] if new else trace()).run(leaves)
     if new or known.has_rules:
         return (new[0] if new else trace()).run(leaves)
     with replacing(settings):
         return fn(*args, **kwargs)
+
+
+def _is_static(leaf: Any) -> bool:
+    return not isinstance(leaf, jax.Array)
 
 
 def _converted(leaf: Any) -> Any:

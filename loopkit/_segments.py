@@ -62,8 +62,8 @@ def is_light(traced: Traced, operands: list) -> Callable[[int], bool]:
     """Whether so many steps need little memory."""
     operands = [*operands, *traced.closed_over]
     lanes = max((_lanes(v) for v in operands if _jax.is_tracer(v)), default=1)
-    loop, rows = traced.loop, lambda: [*traced.loop.xs_types, *traced.loop.ys_types]
-    row = loop.derived("row bytes", lambda: byte_count(rows()))
+    loop = traced.loop
+    row = loop.derived("row bytes", lambda: byte_count([*loop.xs_types, *loop.ys_types]))
     carry = loop.derived("carry bytes", lambda: byte_count(loop.carry_types))
     return lambda steps: lanes * (steps * row + math.isqrt(steps) * carry) <= LIGHT
 

@@ -194,6 +194,19 @@ def test_a_function_without_loops_is_traced_once_and_then_called():
     assert len(calls) == 4  # other arguments may have it run a loop
 
 
+def test_a_function_with_a_rule_is_traced_once_for_its_gradients():
+    calls = []
+
+    def f(x):
+        calls.append(1)
+        return jax.nn.relu(x) * jnp.sin(x)
+
+    slope, x = jax.grad(loopkit.checkpointed(f)), jnp.asarray(0.5)
+    for _ in range(3):
+        assert_close(slope(x), jnp.sin(x) + x * jnp.cos(x))
+    assert len(calls) == 1
+
+
 class Scale:
     by = 2.0
 
