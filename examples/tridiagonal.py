@@ -169,15 +169,13 @@ def gradient(f: Callable) -> Callable:
     return jax.grad(total, argnums=(0, 1, 2, 3))
 
 
-def use_huge_pages() -> None:
-    """Starts the program anew with large arrays in huge pages, if the system gives them.
-
-    Each call makes its results in new memory. In pages of 4 kB, most of the time of a light
-    computation goes into having the system map and clear them one after another.
-    """
-    setting, given = "glibc.malloc.hugetlb=1", os.environ.get("GLIBC_TUNABLES", "")
-    if sys.platform == "linux" and "hugetlb" not in given:
-        os.environ["GLIBC_TUNABLES"] = f"{given}:{setting}".strip(":")
+def restart_with(settings: dict[str, str]) -> None:
+    """Starts the program anew where these settings of the environment are not made yet."""
+    missing = {k: v for k, v in settings.items() if v not in os.environ.get(k, "")}
+    if missing and sys.platform == "linux":
+        for name, value in missing.items():
+            between = ":" if name == "GLIBC_TUNABLES" else " "
+            os.environ[name] = f"{os.environ.get(name, '')}{between}{value}".strip(between)
         os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
@@ -189,8 +187,14 @@ def main() -> None:
     parser.add_argument("--block", type=int, help="systems to a block; chosen if left out")
     parser.add_argument("--small-pages", action="store_true", help="leave memory as it is")
     options = parser.parse_args()
-    if not options.small_pages:
-        use_huge_pages()
+    # Each call makes its results in new memory. In pages of 4 kB, most of the time of a light
+    # computation goes into having the system map and clear them one after another.
+    settings = {} if options.small_pages else {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    if jax.__version_info__ < (0, 12):
+        # One kernel for a whole loop that works in little memory, as newer versions have it.
+        small = "xla_cpu_small_while_loop_byte_threshold=100000000"
+        settings["XLA_FLAGS"] = f"--xla_backend_extra_options={small}"
+    restart_with(settings)
 
     draws = np.random.default_rng(0)
     shape = options.systems, options.unknowns
