@@ -46,7 +46,8 @@ class Past:
         def with_block(start, cache, value):
             steps = start + jnp.arange(min(BLOCK, room))
             own = steps < self.length
-            rows = jax.tree.map(lambda buffer: buffer[steps], cache, is_leaf=is_buffer)
+            where = slice(None) if room <= BLOCK else steps
+            rows = jax.tree.map(lambda buffer: buffer[where], cache, is_leaf=is_buffer)
             if self.lineage is not None:
                 beam = buffers[0].shape[1]
                 own = own[:, None] & (self.lineage[steps, None] == jnp.arange(beam))
