@@ -169,8 +169,26 @@ def gradient(f: Callable) -> Callable:
     return jax.grad(total, argnums=(0, 1, 2, 3))
 
 
+def settings() -> dict[str, str]:
+    """Settings of the environment, for all that is compared here alike.
+
+    The C library hands the memory of large arrays back to the system. Each call then makes its
+    results in new memory, and most of the time of a light computation goes into having the system
+    map and clear its pages one after another. Here memory once used is kept.
+    """
+    kept = ":".join(
+        f"glibc.malloc.{setting}"
+        for setting in ("arena_max=1", "mmap_max=0", "trim_threshold=10000000000")
+    )
+    if jax.__version_info__ >= (0, 12):
+        return {"GLIBC_TUNABLES": kept}
+    # One kernel for a whole loop that works in little memory, as newer versions have it.
+    small = "xla_cpu_small_while_loop_byte_threshold=100000000"
+    return {"GLIBC_TUNABLES": kept, "XLA_FLAGS": f"--xla_backend_extra_options={small}"}
+
+
 def restart_with(settings: dict[str, str]) -> None:
-    """Starts the program anew where these settings of the environment are not made yet."""
+    """Starts the program anew where these are not all set."""
     missing = {k: v for k, v in settings.items() if v not in os.environ.get(k, "")}
     if missing and sys.platform == "linux":
         for name, value in missing.items():
@@ -185,16 +203,10 @@ def main() -> None:
     parser.add_argument("--unknowns", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--block", type=int, help="systems to a block; chosen if left out")
-    parser.add_argument("--small-pages", action="store_true", help="leave memory as it is")
+    parser.add_argument("--as-it-is", action="store_true", help="leave the environment as it is")
     options = parser.parse_args()
-    # Each call makes its results in new memory. In pages of 4 kB, most of the time of a light
-    # computation goes into having the system map and clear them one after another.
-    settings = {} if options.small_pages else {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-    if jax.__version_info__ < (0, 12):
-        # One kernel for a whole loop that works in little memory, as newer versions have it.
-        small = "xla_cpu_small_while_loop_byte_threshold=100000000"
-        settings["XLA_FLAGS"] = f"--xla_backend_extra_options={small}"
-    restart_with(settings)
+    if not options.as_it_is:
+        restart_with(settings())
 
     draws = np.random.default_rng(0)
     shape = options.systems, options.unknowns
