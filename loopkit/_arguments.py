@@ -94,8 +94,7 @@ def as_arrays(function: str, argument: str, tree: Any, hidden: int = 0) -> Any:
             return _jax.as_array(leaf)
         except (TypeError, ValueError):
             advice = (
-                "Keep what is not an array out of the carry: close over it, or make it a static "
-                "field of a pytree node."
+                "Close over what is not an array, or make it a static field of a pytree node."
             )
             got = f"{leaf!r} of type {type(leaf).__name__}"
             raise TypeError(

@@ -79,6 +79,8 @@ class Explanation:
     loops: tuple[Explained, ...]
 
     def __str__(self) -> str:
+        if not self.loops:
+            return "no loops"
         rows = [HEADER, *(loop.row for loop in self.loops)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
@@ -128,7 +130,7 @@ def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
 
     def flat(*values: Any) -> Any:
         args, kwargs = tree.unflatten(spread(values, traced, leaves))
-        return fn(*args, **kwargs)
+        return list(filter(_arguments.is_traced, jax.tree.leaves(fn(*args, **kwargs))))
 
     jaxpr = jax.make_jaxpr(flat)(*kept(leaves, traced))
     seen: set[int] = set()

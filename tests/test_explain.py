@@ -49,6 +49,20 @@ def test_every_loop_is_found():
     assert of_lax.scan_bytes == 30 * 400, "cos(x) of every step"
 
 
+def test_a_function_without_loops():
+    assert str(loopkit.explain(jnp.sin, X)) == "no loops"
+    assert loopkit.explain(jnp.sin, X).plot() == []
+
+
+def test_results_that_are_no_arrays():
+    def trained(model, x):
+        return {**model, "bias": model["bias"] + lax.fori_loop(0, 3, lambda _, x: x + 1, x)}
+
+    model = {"bias": X, "activation": jax.nn.silu, "name": "dense"}
+    (loop,) = loopkit.explain(trained, model, X).loops
+    assert loop.name == "lax.scan"
+
+
 def test_arguments_that_are_no_arrays():
     def counted(x, steps, activation, *, how):
         assert how == "twice"
