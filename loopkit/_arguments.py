@@ -93,9 +93,7 @@ def as_arrays(function: str, argument: str, tree: Any, hidden: int = 0) -> Any:
         try:
             return _jax.as_array(leaf)
         except (TypeError, ValueError):
-            advice = (
-                "Close over what is not an array, or make it a static field of a pytree node."
-            )
+            advice = "Close over what is not an array, or make it a static field of a pytree node."
             got = f"{leaf!r} of type {type(leaf).__name__}"
             raise TypeError(
                 _errors.wrong(function, argument, "must be an array", got, advice, path[hidden:])
