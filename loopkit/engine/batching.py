@@ -2,21 +2,18 @@
 
 A batch axis that only tangents or cotangents have becomes the primitive's `batch` parameter, so
 that the trajectory is computed once for all of them. Any other batch axis goes into the loop
-itself: its two jaxprs are batched to a fixed point of which carry leaves have the axis, and the
-same primitive is bound on the batched loop.
-
-The new axis is the first of a carry leaf, unless the loop has lanes that it does not add to: then
-it comes after the lane axes, so that a mask over the lanes always broadcasts from the left.
+itself (batched_loop.py), and the same primitive is bound on the batched loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 
 from loopkit import _jax
+from loopkit.engine.batched_loop import Batched, batch_loop, leaves_in_rows, move, stacked
 from loopkit.engine.dual_loop import dual_loop, dual_operands, dual_results
 from loopkit.engine.loop import Active, Loop, Operands, kept, parts
 from loopkit.engine.primitives import (
@@ -30,114 +27,6 @@ from loopkit.engine.primitives import (
 from loopkit.engine.reversal import build, can_replay, reversal
 from loopkit.engine.split import batch_split, split_step
 from loopkit.engine.undo import batch_undo
-
-
-class Batched(NamedTuple):
-    """A batched loop, and where the new axis is in each operand and result (None: nowhere)."""
-
-    loop: Loop
-    operands: Operands
-    ys: list
-
-
-def batch_loop(
-    loop: Loop,
-    axis: Any,
-    batched: Operands,
-    ys: Sequence[bool] | None = None,
-    whole: bool = False,
-) -> Batched:
-    """`loop` over operands of which some are batched; `ys` forces results to be.
-
-    `whole`: if the axis becomes a lane, so are constants that differ between lanes already. Then a
-    lane can be given those of another (lanes.py).
-    """
-    ys = [False] * loop.ys_count if ys is None else list(ys)
-    key = ("batched", axis, *map(tuple, batched), tuple(ys), whole)
-    return loop.derived(key, lambda: _batch_loop(loop, axis, batched, ys, whole))
-
-
-def _batch_loop(loop: Loop, axis: Any, batched: Operands, ys: list[bool], whole: bool) -> Batched:
-    k = len(loop.lanes)
-    joins, carry = False, list(batched.init)
-    while True:
-        place = 0 if joins else k
-        const_axes = _places(loop.const_lanes, batched.consts, joins)
-        x_axes = _places(loop.xs_lanes, batched.xs, joins)
-        carry_axes = _at(carry, place)
-        body_axes = [*const_axes, *carry_axes, *x_axes]
-        _, flags = _jax.batch_jaxpr(loop.body, axis, body_axes, ["free"] * len(loop.body.out_avals))
-        new, out_ys = parts(flags, loop.carry_count)
-        new = [a or b for a, b in zip(carry, new, strict=True)]
-        if not joins and loop.cond is not None:
-            cond_axes = [*_at(batched.cond_consts, 0), *_at(new, place)]
-            _, (joins,) = _jax.batch_jaxpr(loop.cond, axis, cond_axes, ["free"])
-            if joins and whole and loop.lanes:
-                consts = [f or n > 0 for f, n in zip(batched.consts, loop.const_lanes, strict=True)]
-                batched = batched._replace(consts=consts)
-        if joins and not all(new):
-            new = [True] * len(new)
-        elif new == carry and (not joins or place == 0):
-            break
-        carry = new
-    ys = [joins or a or b for a, b in zip(ys, out_ys, strict=True)]
-    carry_axes, y_axes = _at(carry, place), _at(ys, place)
-    body, _ = _jax.batch_jaxpr(loop.body, axis, body_axes, [*carry_axes, *y_axes])
-    cond = loop.cond
-    if cond is not None:
-        cond_axes = [*_at(batched.cond_consts, 0), *carry_axes]
-        cond, _ = _jax.batch_jaxpr(cond, axis, cond_axes, [0 if joins else None])
-    new_loop = loop.replace(
-        cond=cond,
-        body=body,
-        const_lanes=_lanes(loop.const_lanes, batched.consts, joins),
-        xs_lanes=_lanes(loop.xs_lanes, batched.xs, joins),
-        xs_axes=_shifted(loop.x_axes, x_axes),
-        ys_axes=_shifted(loop.y_axes, y_axes),
-    )
-    x_places, y_places = _stacked(x_axes, loop.x_axes), _stacked(y_axes, loop.y_axes)
-    axes = Operands(_at(batched.cond_consts, 0), const_axes, carry_axes, x_places)
-    return Batched(new_loop, axes, y_places)
-
-
-def _at(flags: Sequence[bool], place: int) -> list[int | None]:
-    return [place if f else None for f in flags]
-
-
-def _stacked(axes: Sequence[int | None], rows: Sequence[int]) -> list[int | None]:
-    """The axes in arrays of rows, from those in one row. Rows are along the axes `rows`."""
-    return [None if a is None else a + (a >= row) for a, row in zip(axes, rows, strict=True)]
-
-
-def _shifted(rows: Sequence[int], axes: Sequence[int | None]) -> tuple[int, ...]:
-    """The axes of the rows, once each row has one more axis at `axes`."""
-    return tuple(row + (a is not None and a < row) for a, row in zip(axes, rows, strict=True))
-
-
-def _places(lanes: Sequence[int], batched: Sequence[bool], joins: bool) -> list[int | None]:
-    """Where the axis goes in constants or slices: behind the lane axes, or before them."""
-    lanes = lanes or [0] * len(batched)
-    return [(0 if joins else n) if f else None for f, n in zip(batched, lanes, strict=True)]
-
-
-def _lanes(lanes: tuple[int, ...], batched: Sequence[bool], joins: bool) -> tuple[int, ...]:
-    """How many lane axes lead in each of them, once the new axis is in."""
-    if not joins:
-        return lanes
-    lanes = lanes or (0,) * len(batched)
-    return tuple(n + 1 if f else 0 for f, n in zip(batched, lanes, strict=True))
-
-
-def move(value: Any, source: int | None, target: int | None, size: int) -> Any:
-    """`value` with its batch axis moved, or put in."""
-    if target is None:
-        assert source is None, "a batched operand of a leaf that is not batched"
-        return value
-    if source is None:
-        shape = list(jnp.shape(value))
-        shape.insert(target, size)
-        return jnp.broadcast_to(jnp.expand_dims(value, target), shape)
-    return jnp.moveaxis(value, source, target)
 
 
 def batch_tangents(
@@ -223,7 +112,7 @@ def _residual_axes(loop: Loop, new: Loop, axis: Any, places: Operands, layout: A
         rows: list[int | None] = [1 if f else None for f in how.shortened(batched)]
     else:
         saved = kept(places.init, how.slotted)
-        rows = _stacked(saved, [0] * len(saved))
+        rows = stacked(saved, [0] * len(saved))
     if how.undo is not None:
         log = reversal(new, layout).undo
         assert log is not None, "what is batched saves what it saved before"
@@ -247,22 +136,27 @@ def _batch_forward(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop, active: Active
 ) -> tuple:
     keeps_all = reversal(loop, active).plan.keeps_all
-    flags = _forced(loop, loop.split([d is not None for d in dims])[0], active, keeps_all)
-    new, operands, ys = _batched_for(loop, axis, flags, active if keeps_all else None, active)
+    new, operands, ys = _batched_for(loop, axis, dims, keeps_all, active)
     values = [move(*vda, axis.size) for vda in zip(args, dims, operands.flat, strict=True)]
     outs = forward_p.bind(*values, loop=new, active=active)
     return outs, [*operands.init, *ys, *_residual_axes(loop, new, axis, operands, active)]
 
 
 def _batched_for(
-    loop: Loop, axis: Any, flags: Operands, forced: Active | None, layout: Active
+    loop: Loop, axis: Any, dims: Sequence[Any], force: bool, layout: Active
 ) -> Batched:
-    """A batched loop of its own for the derivative primitives, which share the layout of `loop`."""
-    ys = None if forced is None else forced.ys
-    key = ("batched for", axis, *map(tuple, flags), ys, layout)
+    """A batched loop of its own for the derivative primitives, which share the layout of `loop`.
+
+    `dims`: where the axis is in the operands. `force`: all that is active gets it.
+    """
+    places = loop.split(dims)[0]
+    flags = _forced(loop, Operands(*([d is not None for d in p] for p in places)), layout, force)
+    ys = layout.ys if force else None
+    in_rows = leaves_in_rows(loop, axis, places.init)
+    key = ("batched for", axis, *map(tuple, flags), ys, layout, in_rows)
 
     def make() -> Batched:
-        found = batch_loop(loop, axis, flags, ys, whole=True)
+        found = batch_loop(loop, axis, flags, ys, whole=True, in_rows=in_rows)
         own = found._replace(loop=found.loop.replace())
         _laid_out(loop, axis, own, layout)
         return own
@@ -296,8 +190,7 @@ def batch_linear(primitive: Any, ins: str, outs: str, has_residuals: bool) -> An
             return results, [0] * len(results)
 
         # Tangents and cotangents that differ between lanes need inputs that do.
-        flags = _forced(loop, loop.split([d is not None for d in value_dims])[0], layout, True)
-        new, operands, ys = _batched_for(loop, axis, flags, layout, layout)
+        new, operands, ys = _batched_for(loop, axis, value_dims, True, layout)
         moved = [move(*v, size) for v in zip(values, value_dims, operands.flat, strict=True)]
         if has_residuals:
             places = _residual_axes(loop, new, axis, operands, layout)

@@ -177,7 +177,7 @@ def batch_split(split: Split, loop: Loop, axis: Any, places: Operands, active: A
     hoist, hoisted = _jax.batch_jaxpr(
         split.hoist, axis, consts, ["free"] * len(split.hoist.out_avals)
     )
-    lane = next((a for a in carry if a is not None), len(loop.lanes))
+    lane = min([len(loop.lanes), *(a for a in carry if a is not None)])
     ys = [lane if a else "free" for a in active.ys]
     forward, flags = _jax.batch_jaxpr(
         split.forward,

@@ -57,6 +57,19 @@ def writes_once(loop: Loop, leaf: int) -> bool:
     return bool(sites) and all(isinstance(s, Write) and s.fresh for s in sites.values())
 
 
+def writes_rows(loop: Loop, leaf: int) -> bool:
+    """Whether a step does nothing to a buffer but write one row of it, which no other writes."""
+    sites = find_writes(loop, leaf) if writes_once(loop, leaf) else None
+    if sites is None or len(sites) != 1:
+        return False
+    j = _jax.open_jaxpr(loop.body)
+    ((at, site),) = sites.items()
+    before, after = j.eqns[at].invars[0], j.eqns[at].outvars[0]
+    uses = sum(v is before or v is after for eqn in j.eqns for v in eqn.invars)
+    straight = before is j.invars[loop.const_count + leaf] and after is j.outvars[leaf]
+    return straight and uses == 1 and site.window.axes == (0,)
+
+
 def with_fresh_writes(linear: Jaxpr, leaves: Sequence[tuple[int, int]]) -> Jaxpr:
     """`linear` with its writes to buffers marked as fresh; `leaves` are pairs (input, output)."""
     j, fresh = _jax.open_jaxpr(linear), {}

@@ -1,0 +1,155 @@
+"""Buffers that many lanes write rows of: in derivatives the rows of a step lie together."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import loopkit
+from derivatives import assert_close
+from loopkit import Plan
+
+LANES = 9
+XS = jnp.cos(jnp.arange(LANES * 6 * 2.0)).reshape(LANES, 6, 2)
+WS = jnp.linspace(0.5, 1.5, LANES)
+WAYS = [
+    *[("scan", None), ("scan", "all"), ("scan", Plan(2, 2, "residuals")), ("while", Plan(1))],
+    *[("while", None), ("until", 2), ("fori", None)],
+]
+
+
+def step(i, xs, state, w):
+    state = jnp.sin(state * w) + xs[i]
+    return state, state * i * w
+
+
+def reference(xs, w, first=None, n=6):
+    state, rows = jnp.ones(2), jnp.zeros((8, 2)) if first is None else first
+    for i in range(n):
+        state, row = step(i, xs, state, w)
+        rows = rows.at[i + 1].set(row)
+    return rows
+
+
+def looped(kind, plan, unroll=1):
+    def f(xs, w, first=None, n=6):
+        rows = jnp.zeros((8, 2)) if first is None else first
+
+        def body(carry, x):
+            i, state, rows = carry
+            state, row = step(i, xs, state, w)
+            return (i + 1, state, rows.at[i + 1].set(row)), 2 * row
+
+        how = {"checkpoints": plan, "buffers": lambda carry: carry[-1], "unroll": unroll}
+        init = (0, jnp.ones(2), rows)
+        if kind == "scan":
+            (*_, rows), ys = loopkit.scan(body, init, None, 6, **how)
+            return rows + 0 * ys[0]
+        if kind == "until":
+            stop = lambda carry, y: carry[0] >= n
+            return loopkit.scan(body, init, None, 6, until=stop, **how)[0][-1]
+        if kind == "fori":
+            return loopkit.fori_loop(0, 6, lambda i, c: body((i, *c[1:]), None)[0], init, **how)[-1]
+        go_on = lambda carry: carry[0] < n
+        return loopkit.while_loop(go_on, lambda c: body(c, None)[0], init, max_steps=7, **how)[-1]
+
+    return f
+
+
+def cubed(f):
+    """Whose cotangents differ from row to row."""
+    return lambda *args: jnp.sum(f(*args) ** 3)
+
+
+@pytest.mark.parametrize(("kind", "plan"), WAYS, ids=range(len(WAYS)))
+def test_lanes_of_derivatives_and_derivatives_of_lanes(kind, plan):
+    f = looped(kind, plan)
+
+    def results(f):
+        g = jax.value_and_grad(cubed(f), (0, 1))
+        back = jax.grad(lambda xs, ws: jnp.sum(jax.vmap(f)(xs, ws) ** 3), (0, 1))
+        along = lambda xs, w: jax.jvp(g, (xs, w), (jnp.sin(xs), w))[1]
+        hessian = jax.hessian(cubed(f), 1)
+        return (
+            *(jax.vmap(g)(XS, WS), back(XS, WS), jax.vmap(g, (None, 0))(XS[0], WS)),
+            *(jax.vmap(along)(XS, WS), jax.vmap(hessian)(XS, WS), jax.jacrev(f, 1)(XS[0], 0.5)),
+            jax.vmap(jax.jacrev(f, 1))(XS, WS),
+        )
+
+    assert_close(jax.jit(lambda: results(f))(), results(reference))
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["scan", "while"])
+def test_rows_that_differ_from_the_start(kind, axis):
+    first = jnp.moveaxis(jnp.sin(jnp.arange(LANES * 16.0)).reshape(LANES, 8, 2), 0, axis)
+    lanes = (0, 0, axis)
+    grads = lambda f: jax.vmap(jax.grad(cubed(f), (0, 1, 2)), lanes)(XS, WS, first)
+    assert_close(jax.jit(lambda: grads(looped(kind, None)))(), grads(reference))
+    # The axis of what comes out is that of what is put in.
+    moved = lambda f: jax.vmap(jax.vmap(f, lanes, out_axes=axis), (None, 0, None))(
+        XS, WS[:, None] + jnp.arange(LANES), first
+    )
+    assert_close(jax.jit(lambda: moved(looped(kind, None)))(), moved(reference))
+
+
+@pytest.mark.parametrize("unroll", [1, 3])
+@pytest.mark.parametrize(("kind", "plan"), [("while", None), ("until", Plan(2, 2)), ("while", 2)])
+def test_lanes_that_stop_apart(kind, plan, unroll):
+    f, ns = looped(kind, plan, unroll), jnp.arange(LANES) % 7
+    got = jax.jit(jax.vmap(jax.value_and_grad(cubed(f), (0, 1)), (0, 0, None, 0)))(XS, WS, None, ns)
+    g = jax.value_and_grad(cubed(reference), (0, 1))
+    one = [g(XS[i], WS[i], None, int(n)) for i, n in enumerate(ns)]
+    assert_close(got, jax.tree.map(lambda *v: jnp.stack(v), *one))
+
+
+@pytest.mark.parametrize("outer", [(0, None), (None, 0), (0, 0)])
+@pytest.mark.parametrize(("kind", "plan"), WAYS[:5], ids=range(5))
+def test_lanes_of_lanes(kind, plan, outer):
+    """One axis comes into the loop after another: with what differs in both, or in one."""
+    xs = jnp.stack([XS, XS + 1, XS - 1] * 3)
+    ws = jnp.stack([WS, WS + 0.1, WS - 0.1] * 3)
+    args = [a if o == 0 else a[0] for a, o in zip((xs, ws), outer, strict=True)]
+    grads = lambda f: jax.vmap(jax.vmap(jax.grad(cubed(f), (0, 1))), outer)(*args)
+    assert_close(jax.jit(lambda: grads(looped(kind, plan)))(), grads(reference))
+
+
+def test_lanes_that_start_apart():
+    """Each lane writes at a row of its own."""
+
+    def f(loop, xs, w, start):
+        def body(carry, x):
+            i, rows = carry
+            return (i + 1, rows.at[i].set(jnp.sin(x * w))), None
+
+        return jnp.sum(loop(body, (start, jnp.zeros((8, 2))), xs)[0][1] ** 3)
+
+    starts = jnp.arange(LANES) % 3
+    grads = lambda loop: jax.vmap(jax.grad(lambda *a: f(loop, *a), (0, 1)))(XS, WS, starts)
+    buffered = lambda *a: loopkit.scan(*a, buffers=lambda carry: carry[1])
+    assert_close(jax.jit(lambda: grads(buffered))(), grads(lax.scan))
+
+
+def test_an_inner_loop_that_writes_rows():
+    def f(loop, inner, xs, w):
+        def body(state, x):
+            one = lambda c, _: ((c[0] + 1, c[1].at[c[0]].set(jnp.sin(state * w * c[0]))), None)
+            (_, rows), _ = inner(one, (0, jnp.zeros((4, 2))), None, 4)
+            return state + jnp.sum(rows**2, 0) * x, None
+
+        return jnp.sum(loop(body, jnp.ones(2), xs)[0] ** 2)
+
+    grads = lambda *loops: jax.vmap(jax.value_and_grad(lambda *a: f(*loops, *a), (0, 1)))(XS, WS)
+    buffered = lambda *a: loopkit.scan(*a, buffers=lambda carry: carry[1])
+    wanted = grads(lax.scan, lax.scan)
+    assert_close(jax.jit(lambda: grads(loopkit.scan, buffered))(), wanted)
+    assert_close(jax.jit(lambda: grads(lax.scan, buffered))(), wanted)
+
+
+def test_the_rows_of_a_step_lie_together():
+    f = cubed(looped("scan", None))
+    rows = f"f64[8,{LANES},2]"
+    assert rows in str(jax.make_jaxpr(jax.vmap(jax.grad(f)))(XS, WS))
+    assert rows not in str(jax.make_jaxpr(jax.vmap(jax.grad(f)))(XS[:3], WS[:3]))
+    # Values are as they are asked for: nothing is moved at the end.
+    assert rows not in str(jax.make_jaxpr(jax.vmap(looped("scan", None)))(XS, WS))
