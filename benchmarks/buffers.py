@@ -19,7 +19,15 @@ from jax import lax
 
 import loopkit
 from engine import Report
-from harness import describe_machine, interleave, measure, measurement_table, ratio, temp_bytes
+from harness import (
+    describe_machine,
+    interleave,
+    keep_memory,
+    measure,
+    measurement_table,
+    ratio,
+    temp_bytes,
+)
 
 LENGTHS = 1000, 8000, 64000
 LENGTHS_OF_MANY = 1000, 4000, 16000  # for 32 lanes: 64000 rows are 400 MB an array
@@ -301,7 +309,10 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--only", default=",".join(SECTIONS), help=", ".join(SECTIONS))
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--markdown", type=Path, metavar="FILE")
+    parser.add_argument("--as-it-is", action="store_true", help="leave the environment as it is")
     options = parser.parse_args(argv)
+    if not options.as_it_is:
+        keep_memory()
     report = Report()
     report.write(describe_machine())
     for section in options.only.split(","):

@@ -30,6 +30,7 @@ import workloads
 from harness import (
     describe_machine,
     interleave,
+    keep_memory,
     measure,
     measurement_table,
     ratio,
@@ -365,7 +366,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--limit", type=int, default=200, help="max_length of the peers")
     parser.add_argument("--cpu", action="store_true", help="time of all cores, not of the clock")
+    parser.add_argument("--as-it-is", action="store_true", help="leave the environment as it is")
     args = parser.parse_args()
+    if not args.as_it_is:
+        keep_memory()
     if args.cpu:
         harness.clock = time.process_time
     only = args.only.split(",")

@@ -9,6 +9,7 @@ quiet moment of one by a busy moment of the other. Its quartiles are printed bes
 import gc
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,9 @@ from typing import Any, NamedTuple
 import equinox
 import jax
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from environment import kept_memory, restart_with
 
 clock = time.perf_counter  # time.process_time, of all cores together, where others use them too
 MIN_SAMPLE_SECONDS = 1e-3  # shorter calls are repeated within a sample until it takes this long
@@ -186,6 +190,11 @@ def measurement_table(results: Mapping[str, Measurement], baseline: str) -> str:
     return table(("", "time", f"relative to {baseline}", "temporary memory", "to compile"), rows)
 
 
+def keep_memory() -> None:
+    """Starts the benchmark anew with memory kept from call to call, if it is not."""
+    restart_with(kept_memory())
+
+
 def processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -197,11 +206,13 @@ def processor() -> str:
 
 def describe_machine() -> str:
     device = jax.devices()[0]
+    is_kept = all(v in os.environ.get(k, "") for k, v in kept_memory().items())
     return table(
         ("", ""),
         [
             ("device", f"{device.platform}, {device.device_kind}"),
             ("processor", f"{processor()}, {os.cpu_count()} cores"),
+            ("memory of arrays", "kept" if is_kept else "as the system gives it"),
             ("python", platform.python_version()),
             ("jax", jax.__version__),
             ("equinox", equinox.__version__),

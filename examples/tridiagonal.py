@@ -15,8 +15,6 @@ Run `python examples/tridiagonal.py`; it needs numba and scipy, and a minute.
 
 import argparse
 import functools
-import os
-import sys
 import time
 from collections.abc import Callable
 from statistics import median
@@ -31,6 +29,7 @@ from scipy.linalg import solve_banded
 from tqdm import tqdm
 
 import loopkit
+from environment import kept_memory, restart_with
 
 Systems = Float[Array, "systems unknowns"]
 
@@ -170,31 +169,12 @@ def gradient(f: Callable) -> Callable:
 
 
 def settings() -> dict[str, str]:
-    """Settings of the environment, for all that is compared here alike.
-
-    The C library hands the memory of large arrays back to the system. Each call then makes its
-    results in new memory, and most of the time of a light computation goes into having the system
-    map and clear its pages one after another. Here memory once used is kept.
-    """
-    kept = ":".join(
-        f"glibc.malloc.{setting}"
-        for setting in ("arena_max=1", "mmap_max=0", "trim_threshold=10000000000")
-    )
+    """Settings of the environment, for all that is compared here alike."""
     if jax.__version_info__ >= (0, 12):
-        return {"GLIBC_TUNABLES": kept}
+        return kept_memory()
     # One kernel for a whole loop that works in little memory, as newer versions have it.
     small = "xla_cpu_small_while_loop_byte_threshold=100000000"
-    return {"GLIBC_TUNABLES": kept, "XLA_FLAGS": f"--xla_backend_extra_options={small}"}
-
-
-def restart_with(settings: dict[str, str]) -> None:
-    """Starts the program anew where these are not all set."""
-    missing = {k: v for k, v in settings.items() if v not in os.environ.get(k, "")}
-    if missing and sys.platform == "linux":
-        for name, value in missing.items():
-            between = ":" if name == "GLIBC_TUNABLES" else " "
-            os.environ[name] = f"{os.environ.get(name, '')}{between}{value}".strip(between)
-        os.execv(sys.executable, [sys.executable, *sys.argv])
+    return {**kept_memory(), "XLA_FLAGS": f"--xla_backend_extra_options={small}"}
 
 
 def main() -> None:
