@@ -6,6 +6,7 @@ would take longer than they do.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -124,6 +125,13 @@ def compiled(traced: Traced, size: int) -> Callable:
     types = traced.carry_types
     key = ("segment", size, traced.fixed, *types, *(t.weak_type for t in types))
     return traced.loop.derived(key, make)
+
+
+@functools.lru_cache(256)
+def on_device(number: int, dtype: Any) -> jax.Array:
+    """A number where compiled programs take it from, which each call would put there anew."""
+    with jax.ensure_compile_time_eval():
+        return jnp.asarray(number, dtype)
 
 
 # ---------------------------------------------------------------- rows

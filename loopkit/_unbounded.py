@@ -32,6 +32,7 @@ from loopkit._segments import (
     divided,
     is_light,
     joined,
+    on_device,
     segment_lengths,
     together,
     trace_segment,
@@ -158,8 +159,8 @@ def _run(
     if checkpoints is None and progress is None:
         sizes = together(sizes, is_light(traced, jax.tree.leaves((init, xs))), rows)
     carry: list = jax.tree.leaves(init)
-    steps: Any = np.int32(0)
-    stopped: Any = np.array(False)
+    steps: Any = on_device(0, np.int32)
+    stopped: Any = on_device(False, bool)
     closed_over, chunks, ys = traced.closed_over, [], []
     longest = size = left = 0
     # A CPU keeps no account of what is in use, and may be asked when memory has run out.
@@ -168,7 +169,7 @@ def _run(
         for size, left, x in divided(jax.tree.leaves(xs), rows, sizes):
             run = compiled(traced, size)
             carry, steps, stopped, taken, ys = run(
-                closed_over, carry, steps, stopped, np.int32(left), x
+                closed_over, carry, steps, stopped, on_device(left, np.int32), x
             )
             most, done = _on_host(taken, stopped)
             longest += most
