@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from environment import kept_memory, restart_with
 
 clock = time.perf_counter  # time.process_time, of all cores together, where others use them too
+SETTLING_SECONDS = 0.3  # for some tens of ms after compilation, calls are slower
 MIN_SAMPLE_SECONDS = 1e-3  # shorter calls are repeated within a sample until it takes this long
 
 
@@ -68,6 +69,10 @@ def interleave(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str
     for name, call in calls.items():
         jax.block_until_ready(call())
         numbers[name] = max(1, round(MIN_SAMPLE_SECONDS / max(_sample(call, 1), 1e-9)))
+    settled = clock() + SETTLING_SECONDS
+    while clock() < settled:
+        for call in calls.values():
+            jax.block_until_ready(call())
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
