@@ -91,7 +91,8 @@ class Plan:
     """
 
     slots: int
-    """Carries saved at the starts of segments; as many as steps: one for each, and no replay."""
+    """Carries saved at the starts of segments, the initial one among them; as many as steps: one
+    for each, and no replay."""
     leaf: int = 1
     """Steps in a segment, the unit of checkpointing."""
     store: Store = "carries"
@@ -124,11 +125,19 @@ class Plan:
         return None if self.bound is None else -(-self.bound // self.leaf)
 
     @property
+    def rows(self) -> int:
+        """Slots that need memory: the initial carry is at hand anyway.
+
+        Only where there is one for each step it is stored with the others, to be read with them.
+        """
+        return self.slots if self.every_carry else max(self.slots - 1, 0)
+
+    @property
     def slot_bytes(self) -> int:
         """Of what the forward pass hands on to the backward pass."""
         if self.keeps_all:
             return (self.bound or 0) * self.step.residual_bytes
-        return self.slots * (self.step.carry_bytes + (0 if self.direct else 4))
+        return self.rows * self.step.carry_bytes + (0 if self.direct else 4 * self.slots)
 
     @property
     def row_bytes(self) -> int:

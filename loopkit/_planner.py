@@ -185,9 +185,9 @@ def _cheapest(
     ]
     if plans:
         return min(plans, key=lambda p: p.nanoseconds(steps))
-    least = replace(loop, slots=1)
     if most is not None:
-        return least
+        return replace(loop, slots=1)
+    least = replace(loop, slots=_fewest(loop))
     each = " for each of the loops that share it" if loops > 1 else ""
     if host is not None and host < least.host_bytes:
         raise ValueError(
@@ -197,8 +197,8 @@ def _cheapest(
     needed = least.peak_bytes * loops
     raise ValueError(
         f"loopkit.{name}: `memory` must be at least {needed} bytes, got {count * loops} "
-        f"bytes. That is a checkpoint of {step.carry_bytes} bytes, and what a gradient needs "
-        f"beside it however little is kept{each}. Pass `memory={needed}` or more."
+        f"bytes. That is a carry of {step.carry_bytes} bytes, and what else a gradient needs "
+        f"however little is kept{each}. Pass `memory={needed}` or more."
     )
 
 
@@ -214,14 +214,20 @@ def _candidates(count: int, room: int, loop: Plan, steps: int, most: int | None)
             units = -(-steps // leaf)
             plan = replace(loop, slots=1, leaf=leaf, store=store)
             left = room if loop.host else count - plan.row_bytes - plan.least_bytes
-            slots = left // step.carry_bytes
+            slots = left // step.carry_bytes + 1
             if slots < units or bound is None:
-                slots = min(left // (step.carry_bytes + 4), SPLIT if loop.exact else PLACED)
+                slots = (left + step.carry_bytes) // (step.carry_bytes + 4)
+                slots = min(slots, SPLIT if loop.exact else PLACED)
             slots = min(slots, units)
             if most is not None:
                 slots = min(slots, most - (plan.row_bytes > 0))
-            if slots >= 1 and not (slots >= steps and leaf > 1):
+            if slots >= min(units, _fewest(loop)) and not (slots >= steps and leaf > 1):
                 yield replace(plan, slots=slots)
+
+
+def _fewest(loop: Plan) -> int:
+    """Slots, of which the first has no memory."""
+    return 2 if loop.host else 1
 
 
 def _leaves(steps: int, exact: bool) -> list[int]:

@@ -66,7 +66,8 @@ def picture(plan: Plan, steps: int) -> Picture:
                 kind = "recomputed" if swept else "forward"
                 run(kind, start * plan.leaf, min(stop * plan.leaf, steps))
             case Save(unit, slot):
-                held.add(slot)
+                if unit:  # the initial carry is there anyway
+                    held.add(slot)
                 drawn.saves.append((time, unit * plan.leaf))
                 use()
             case Restore():

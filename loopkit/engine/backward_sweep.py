@@ -18,7 +18,7 @@ from loopkit.engine import placement
 from loopkit.engine.loop import Active, Loop, Operands, kept, parts
 from loopkit.engine.reversal import Reversal
 from loopkit.engine.step_reversal import Cotangents, StepReversal
-from loopkit.engine.steps import read_rows, repeat, write_rows
+from loopkit.engine.steps import read_rows, repeat
 from loopkit.engine.undo import Rewind
 
 
@@ -80,7 +80,7 @@ def backward_sweep(
         if plan.direct:
             first = s.unit * plan.leaf
             before = rewind.steps(first, end - first, s.buffers)
-            slot = read_rows(s.slots, s.unit)
+            slot = how.load(operands, s.slots, s.unit)
             counts = how.counts(operands, first, taken)
             return how.together(counts, slot, before), s.slots, s.units
         return _climb(how, operands, taken, rewind, s, end)
@@ -155,16 +155,18 @@ def _climb(
         carry = how.advance(operands, taken, s.carry, s.unit * leaf, run * leaf)
         unit = s.unit + run
         # Without a free slot, the row is written over itself.
-        save = free > 0
-        old = read_rows(s.slots, slot)
-        rows = [jnp.where(save, n, o) for n, o in zip(how.apart(carry)[0], old, strict=True)]
+        save, slots = free > 0, s.slots
+        if how.plan.rows:
+            old = read_rows(slots, slot - 1)
+            rows = [jnp.where(save, n, o) for n, o in zip(how.apart(carry)[0], old, strict=True)]
+            slots = how.save(slots, rows, slot)
         units = placement.saved(s.units, jnp.where(save, slot, -1), unit)
-        return Climb(carry, unit, write_rows(s.slots, rows, slot), units)
+        return Climb(carry, unit, slots, units)
 
     slot, unit = placement.latest(s.units, target)
     buffers = rewind.steps(unit * leaf, end - unit * leaf, s.buffers)
     counts = how.counts(operands, unit * leaf, taken)
-    carry = how.together(counts, read_rows(s.slots, slot), buffers)
+    carry = how.together(counts, how.load(operands, s.slots, slot), buffers)
     start = Climb(carry, unit, s.slots, s.units)
     done = lax.while_loop(lambda s: s.unit < target, advance, start)
     return done.carry, done.slots, done.units

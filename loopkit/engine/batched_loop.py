@@ -149,7 +149,8 @@ def move(value: Any, source: int | None, target: int | None, size: int) -> Any:
 
 def leaves_in_rows(loop: Loop, axis: Any, dims: Sequence[int | None]) -> tuple[int, ...]:
     """Buffers in whose rows the axis goes, if it need not be moved there."""
-    if loop.lanes or axis.size < MANY:
+    # A symbolic size may be anything.
+    if loop.lanes or not isinstance(axis.size, int) or axis.size < MANY:
         return ()
     places = enumerate(zip(loop.is_buffer, dims, strict=True))
     return tuple(i for i, (b, d) in places if b and d in (None, 1) and writes_rows(loop, i))

@@ -36,7 +36,7 @@ class Forward(NamedTuple):
 
     steps: Steps
     slots: list
-    """For each saved carry leaf, its checkpoints."""
+    """For each saved carry leaf, its checkpoints after the initial one."""
     placed: placement.Slots | None
     """None where every segment has a slot of its own."""
 
@@ -71,7 +71,7 @@ def forward_sweep(how: Reversal, loop: Loop, operands: Operands) -> list:
         else:
             slot, run, placed = schedule.save(s.placed)
             run = lax.min(run, lax.div(LAST_STEP - count, jnp.int32(plan.leaf)))
-        slots = write_rows(s.slots, kept(s.steps.carry, how.slotted), slot)
+        slots = how.save(s.slots, kept(s.steps.carry, how.slotted), slot)
         stop = count + run * plan.leaf
         if loop.length is not None:
             stop = lax.min(stop, jnp.int32(loop.length))
@@ -107,7 +107,7 @@ def _save_every_segment(how: Reversal, loop: Loop, operands: Operands) -> list:
 
     def segment(unit: Any, state: tuple[Steps, list]) -> tuple[Steps, list]:
         steps, slots = state
-        slots = write_rows(slots, kept(steps.carry, how.slotted), unit)
+        slots = how.save(slots, kept(steps.carry, how.slotted), unit)
         if length % plan.leaf == 0:
             steps = repeat(plan.leaf, lambda _, s: one_step(loop, operands, s), steps, loop.unroll)
             return steps, slots

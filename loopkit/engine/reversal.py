@@ -19,7 +19,7 @@ from loopkit.engine.host import check_host_memory
 from loopkit.engine.loop import Active, Loop, Operands, kept, spread
 from loopkit.engine.products import SMALLEST, Products, put_off
 from loopkit.engine.split import Split, split_step
-from loopkit.engine.steps import hold, read_rows, repeat, row_of
+from loopkit.engine.steps import hold, read_rows, repeat, row_of, write_rows
 from loopkit.engine.undo import Undo, find_undo
 from loopkit.engine.writes import holds_write
 
@@ -160,7 +160,7 @@ class Reversal:
         """
         plan, int32 = self.plan, jnp.dtype("int32")
         types = self.row_types if plan.keeps_all else self.slot_types
-        stacks = [_jax.stack_type(t, plan.leaf if plan.keeps_all else plan.slots) for t in types]
+        stacks = [_jax.stack_type(t, plan.leaf if plan.keeps_all else plan.rows) for t in types]
         if plan.host:
             stacks = list(map(_jax.on_host, stacks))
         units = _jax.ShapedArray((0 if plan.direct else plan.slots,), int32)
@@ -172,6 +172,22 @@ class Reversal:
             undoing = [self.loop.stack_type(t) for t in self.undo.log_types]
             undoing += kept(self.loop.carry_types, self.undo.leaves)
         return [*stacks, *undoing, units, steps]
+
+    def save(self, slots: list, carry: Sequence[Any], slot: Any) -> list:
+        """The slots, with a carry in one of them.
+
+        The first slot is the initial carry, which is at hand anyway: it has no row. What would be
+        written there is put into the next, and written over.
+        """
+        return write_rows(slots, carry, slot - 1) if self.plan.rows else slots
+
+    def load(self, operands: Operands, slots: list, slot: Any) -> list:
+        """What a slot holds."""
+        first = kept(operands.init, self.slotted)
+        if not self.plan.rows:
+            return first
+        rows = zip(first, read_rows(slots, slot - 1), strict=True)
+        return [jnp.where(slot == 0, f, row) for f, row in rows]
 
     def advance(self, operands: Operands, steps: Any, carry: list, first: Any, times: Any) -> list:
         """The saved carry leaves, `times` steps after step `first`; a lane takes `steps` in all."""
