@@ -26,6 +26,8 @@ COUNTERS = 512
 """Bytes of step numbers and the like."""
 TABLES = 384
 """Bytes that following a schedule takes beside them."""
+SPARED = 16
+"""Slots up to which the first has no memory."""
 
 Store = Literal["carries", "residuals"]
 
@@ -125,12 +127,17 @@ class Plan:
         return None if self.bound is None else -(-self.bound // self.leaf)
 
     @property
-    def rows(self) -> int:
-        """Slots that need memory: the initial carry is at hand anyway.
+    def spared(self) -> int:
+        """1 if the first slot has no memory: the initial carry is at hand anyway. Else 0.
 
-        Only where there is one for each step it is stored with the others, to be read with them.
+        To choose between that and the others takes compile time, for little where they are many.
         """
-        return self.slots if self.every_carry else max(self.slots - 1, 0)
+        return int(self.slots <= SPARED and not self.every_carry)
+
+    @property
+    def rows(self) -> int:
+        """Slots that have memory."""
+        return self.slots - self.spared
 
     @property
     def slot_bytes(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from loopkit._plan import Budget, Bytes, Plan, Step, Store
+from loopkit._plan import SPARED, Budget, Bytes, Plan, Step, Store
 
 SMALL = 1 << 19
 """Bytes of checkpoints, and of rows, that a loop may use whose steps are not known: what a core's
@@ -214,9 +214,9 @@ def _candidates(count: int, room: int, loop: Plan, steps: int, most: int | None)
             units = -(-steps // leaf)
             plan = replace(loop, slots=1, leaf=leaf, store=store)
             left = room if loop.host else count - plan.row_bytes - plan.least_bytes
-            slots = left // step.carry_bytes + 1
+            slots = _slots_in(left, step.carry_bytes)
             if slots < units or bound is None:
-                slots = (left + step.carry_bytes) // (step.carry_bytes + 4)
+                slots = _slots_in(left, step.carry_bytes, place=4)
                 slots = min(slots, SPLIT if loop.exact else PLACED)
             slots = min(slots, units)
             if most is not None:
@@ -225,8 +225,14 @@ def _candidates(count: int, room: int, loop: Plan, steps: int, most: int | None)
                 yield replace(plan, slots=slots)
 
 
+def _slots_in(count: int, carry: int, place: int = 0) -> int:
+    """How many slots so many bytes are enough for, with `place` bytes each beside the carries."""
+    few = (count + carry) // (carry + place)  # of which one has no carry
+    return max(count // (carry + place), min(few, SPARED))
+
+
 def _fewest(loop: Plan) -> int:
-    """Slots, of which the first has no memory."""
+    """Slots, so that one has memory if it is to be on the host."""
     return 2 if loop.host else 1
 
 

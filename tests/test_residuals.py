@@ -107,7 +107,7 @@ PLANNED = {
 def test_what_is_kept_is_what_is_planned(name):
     """Carries, the unit in each slot, the steps taken, and the arguments: no more.
 
-    One of the arguments is the initial carry, of which there is no copy.
+    One of the arguments is the initial carry, of which there is no copy where slots are few.
     """
     f, x, lanes = PLANNED[name]
     jaxpr = jax.make_jaxpr(lambda x: jax.tree.leaves(jax.vjp(f, x)[1]))(x)
@@ -118,7 +118,7 @@ def test_what_is_kept_is_what_is_planned(name):
     assert carry >= lanes * CARRY
     slots = how.plan.slots
     places = 0 if how.plan.direct else slots
-    planned = (slots - 1) * carry + 4 * places + 4 * max(1, len(loop.lanes) and lanes)
+    planned = (slots - (slots <= 16)) * carry + 4 * places + 4 * max(1, len(loop.lanes) and lanes)
     residuals = forward.outvars[loop.primal_counts[1] :]
     assert sum(v.aval.size * v.aval.dtype.itemsize for v in residuals) == planned
     arguments = sum(v.aval.size * v.aval.dtype.itemsize for v in forward.invars)

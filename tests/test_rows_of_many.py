@@ -12,9 +12,10 @@ from loopkit import Plan
 LANES = 9
 XS = jnp.cos(jnp.arange(LANES * 6 * 2.0)).reshape(LANES, 6, 2)
 WS = jnp.linspace(0.5, 1.5, LANES)
+SLOW = [("scan", "all"), ("while", Plan(1)), ("until", 2), ("fori", None)]
 WAYS = [
-    *[("scan", None), ("scan", "all"), ("scan", Plan(2, 2, "residuals")), ("while", Plan(1))],
-    *[("while", None), ("until", 2), ("fori", None)],
+    *[("scan", None), ("scan", Plan(2, 2, "residuals")), ("while", None)],
+    *[pytest.param(*way, marks=pytest.mark.slow) for way in SLOW],
 ]
 
 
@@ -104,7 +105,7 @@ def test_lanes_that_stop_apart(kind, plan, unroll):
 
 
 @pytest.mark.parametrize("outer", [(0, None), (None, 0), (0, 0)])
-@pytest.mark.parametrize(("kind", "plan"), WAYS[:5], ids=range(5))
+@pytest.mark.parametrize(("kind", "plan"), WAYS, ids=range(len(WAYS)))
 def test_lanes_of_lanes(kind, plan, outer):
     """One axis comes into the loop after another: with what differs in both, or in one."""
     xs = jnp.stack([XS, XS + 1, XS - 1] * 3)

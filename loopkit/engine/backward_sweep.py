@@ -157,7 +157,7 @@ def _climb(
         # Without a free slot, the row is written over itself.
         save, slots = free > 0, s.slots
         if how.plan.rows:
-            old = read_rows(slots, slot - 1)
+            old = read_rows(slots, slot - how.plan.spared)
             rows = [jnp.where(save, n, o) for n, o in zip(how.apart(carry)[0], old, strict=True)]
             slots = how.save(slots, rows, slot)
         units = placement.saved(s.units, jnp.where(save, slot, -1), unit)

@@ -176,18 +176,20 @@ class Reversal:
     def save(self, slots: list, carry: Sequence[Any], slot: Any) -> list:
         """The slots, with a carry in one of them.
 
-        The first slot is the initial carry, which is at hand anyway: it has no row. What would be
-        written there is put into the next, and written over.
+        What would be written to a first slot without memory is put into the next, and written over.
         """
-        return write_rows(slots, carry, slot - 1) if self.plan.rows else slots
+        plan = self.plan
+        return write_rows(slots, carry, slot - plan.spared) if plan.rows else slots
 
     def load(self, operands: Operands, slots: list, slot: Any) -> list:
         """What a slot holds."""
-        first = kept(operands.init, self.slotted)
-        if not self.plan.rows:
+        plan, first = self.plan, kept(operands.init, self.slotted)
+        if not plan.rows:
             return first
-        rows = zip(first, read_rows(slots, slot - 1), strict=True)
-        return [jnp.where(slot == 0, f, row) for f, row in rows]
+        rows = read_rows(slots, slot - plan.spared)
+        if not plan.spared:
+            return rows
+        return [jnp.where(slot == 0, f, row) for f, row in zip(first, rows, strict=True)]
 
     def advance(self, operands: Operands, steps: Any, carry: list, first: Any, times: Any) -> list:
         """The saved carry leaves, `times` steps after step `first`; a lane takes `steps` in all."""
