@@ -66,7 +66,7 @@ def picture(plan: Plan, steps: int) -> Picture:
                 kind = "recomputed" if swept else "forward"
                 run(kind, start * plan.leaf, min(stop * plan.leaf, steps))
             case Save(unit, slot):
-                if unit:  # the initial carry is there anyway
+                if unit or not plan.spared:  # the initial carry is there anyway
                     held.add(slot)
                 drawn.saves.append((time, unit * plan.leaf))
                 use()

@@ -135,6 +135,12 @@ def test_the_picture_shows_what_runs(asked, exact):
     assert most <= plan.slot_bytes + plan.row_bytes
 
 
+@pytest.mark.parametrize(("slots", "with_memory"), [(4, 3), (20, 20)])
+def test_the_picture_shows_the_carries_that_have_memory(slots, with_memory):
+    plan = make_plan(Plan(slots), 50, True, Step(10, 30))
+    assert max(size for _, size in picture(plan, 50).in_use) == 10 * with_memory
+
+
 def test_plots():
     plan = make_plan(Plan(4, leaf=5), 50, True, Step(10, 30))
     figure = plan.plot()

@@ -36,7 +36,7 @@ class Forward(NamedTuple):
 
     steps: Steps
     slots: list
-    """For each saved carry leaf, its checkpoints after the initial one."""
+    """For each saved carry leaf, its checkpoints, as many as have memory."""
     placed: placement.Slots | None
     """None where every segment has a slot of its own."""
 
