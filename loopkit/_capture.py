@@ -19,6 +19,7 @@ from loopkit._arguments import as_arrays, type_of
 from loopkit._buffer import plain
 from loopkit._cache import interned
 from loopkit._carried import Buffers
+from loopkit.engine.flat_rows import flat_rows, merged, restored
 from loopkit.engine.loop import Loop, kept, parts, spread
 from loopkit.engine.primitives import while_p
 
@@ -47,6 +48,8 @@ class Traced:
     carry_types: list
     """Types of all carry leaves, as the steps leave them."""
     y_tree: Any
+    free: tuple[bool, ...]
+    """Which carry leaves of the loop are not buffers of a loop around it."""
 
     @property
     def closed_over(self) -> list:
@@ -83,9 +86,12 @@ class Traced:
         consts = [
             _jax.vary_like(v, [t]) for v, t in zip([*self.consts, *fixed], types, strict=True)
         ]
+        flat = flat_rows(self.loop, self.free)
+        consts, moving = merged(consts, flat.consts), merged(moving, flat.carry)
         operands = [*self.cond_consts, *cond_fixed, *consts, *moving, *xs]
-        outs = while_p.bind(*operands, loop=self.loop)
+        outs = while_p.bind(*operands, loop=flat.loop)
         carry, ys = parts(outs, self.loop.carry_count)
+        carry = restored(carry, self.loop.carry_types)
         return spread(carry, [not f for f in self.fixed], init), ys
 
 
@@ -177,7 +183,8 @@ def trace_loop(
         "flag": flag,
         "leaves": tuple(names.init + jax.tree_util.keystr(path) for path in paths),
     }
-    return as_loop(cond, cond_consts, jaxpr, consts, types, y_tree, settings)
+    outer = () if buffers is None else buffers.outer
+    return as_loop(cond, cond_consts, jaxpr, consts, types, y_tree, settings, outer)
 
 
 def _check_effects(names: Names, *jaxprs: Any) -> None:
@@ -271,9 +278,19 @@ def _of_moving(settings: dict, moving: Sequence[bool]) -> dict:
 
 
 def as_loop(
-    cond: Any, cond_consts: list, body: Any, consts: list, types: list, y_tree: Any, settings: dict
+    cond: Any,
+    cond_consts: list,
+    body: Any,
+    consts: list,
+    types: list,
+    y_tree: Any,
+    settings: dict,
+    outer: Sequence[Any] = (),
 ) -> Traced:
-    """A loop of two jaxprs. Carry leaves that no step changes become constants of it."""
+    """A loop of two jaxprs. Carry leaves that no step changes become constants of it.
+
+    `outer`: for each leaf, what it is of a loop around this one.
+    """
     n, c = len(types), len(consts)
     if cond is not None:
         floats = [_jax.is_differentiable(t) for t in body.in_avals[:c]]
@@ -315,4 +332,5 @@ def as_loop(
         xs_count=len(body.in_avals) - c - n,
         **{**settings, **_of_moving(settings, moving)},
     )
-    return Traced(interned(loop), cond_consts, consts, fixed, types, y_tree)
+    free = tuple(o is None for o in kept(outer or [None] * n, moving))
+    return Traced(interned(loop), cond_consts, consts, fixed, types, y_tree, free)

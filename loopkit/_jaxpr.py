@@ -28,6 +28,11 @@ def forwarded(jaxpr: Jaxpr) -> list[int | None]:
 # ---------------------------------------------------------------- what is inside
 
 
+def is_call(eqn: Any) -> bool:
+    """Whether an equation does nothing but evaluate a jaxpr."""
+    return eqn.primitive.name in ("jit", "pjit") and hasattr(eqn.params.get("jaxpr"), "eqns")
+
+
 USED_UP = ("loopkit_forward", "loopkit_pullback")
 """Primitives that are derivatives already: of their custom rules, only the code is left."""
 
@@ -268,13 +273,13 @@ def _evaluate_varying(
     for eqn in j.eqns:
         ins = [read(v) for v in eqn.invars]
         touched = [not isinstance(v, _jax.Literal) and v in moved for v in eqn.invars]
-        inner = eqn.params.get("jaxpr")
         if not any(touched):
             outs = _jax.bind_equation(eqn, ins)
         elif eqn.primitive is _jax.pvary_p:
             outs = [_jax.vary_like(ins[0], [v.aval for v in eqn.outvars])]
-        elif eqn.primitive.name in ("jit", "pjit") and hasattr(inner, "eqns"):
-            outs = _evaluate_varying(_jax.open_jaxpr(inner), ins, touched, like)
+        elif is_call(eqn):
+            inner = _jax.open_jaxpr(eqn.params["jaxpr"])
+            outs = _evaluate_varying(inner, ins, touched, like)
         else:
             outs = _jax.bind_equation(eqn, [_jax.vary_like(x, like) for x in ins])
         for v, out in zip(eqn.outvars, outs, strict=True):

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from loopkit import _jax
+from loopkit import _jax, _jaxpr
 from loopkit._jax import Jaxpr
 from loopkit._slices import read, read_p
 from loopkit._window import Window
@@ -45,14 +45,12 @@ def _run(j: Any, values: Sequence[Any], constants: dict[Any, int], latest: list)
         ins = [value(v) for v in eqn.invars]
         which = constant(eqn.invars[0]) if eqn.invars else None
         found = None if which is None else _as_read(eqn, ins)
-        inner = eqn.params.get("jaxpr")
-        is_call = eqn.primitive.name in ("jit", "pjit") and hasattr(inner, "eqns")
         if found is not None and which is not None:
             outs, latest[which] = found
             if eqn.primitive is read_p:
                 constants[eqn.outvars[-1]] = which
-        elif is_call and any(constant(v) is not None for v in eqn.invars):
-            inside = _jax.open_jaxpr(inner)
+        elif _jaxpr.is_call(eqn) and any(constant(v) is not None for v in eqn.invars):
+            inside = _jax.open_jaxpr(eqn.params["jaxpr"])
             names = {
                 w: constants[v]
                 for v, w in zip(eqn.invars, inside.invars, strict=True)

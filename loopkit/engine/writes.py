@@ -92,10 +92,6 @@ def with_fresh_writes(linear: Jaxpr, leaves: Sequence[tuple[int, int]]) -> Jaxpr
     return _jaxpr.map_equations(linear, marked) if fresh else linear
 
 
-def _is_call(eqn: Any) -> bool:
-    return eqn.primitive.name in ("jit", "pjit") and hasattr(eqn.params.get("jaxpr"), "eqns")
-
-
 def _trace_back(j: Any, var: Any, leaf: int, sites: Sites) -> Any:
     """The input of `j` that becomes the output `var` by reads and writes; None if none does.
 
@@ -117,7 +113,7 @@ def _trace_back(j: Any, var: Any, leaf: int, sites: Sites) -> Any:
         elif eqn.primitive is write_p:
             sites[at] = Write(leaf, eqn.params["window"], fresh=False)
             var = eqn.invars[0]
-        elif _is_call(eqn):
+        elif _jaxpr.is_call(eqn):
             called = _jax.open_jaxpr(eqn.params["jaxpr"])
             out = called.outvars[eqn.outvars.index(var)]
             start = _trace_back(called, out, leaf, inner)
@@ -146,7 +142,7 @@ def holds_write(jaxpr: Any) -> bool:
             eqn.primitive is while_p and any(eqn.params["loop"].buffers)
         ):
             return True
-        if _is_call(eqn) and holds_write(eqn.params["jaxpr"]):
+        if _jaxpr.is_call(eqn) and holds_write(eqn.params["jaxpr"]):
             return True
     return False
 
