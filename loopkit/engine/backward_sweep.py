@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -20,6 +21,9 @@ from loopkit.engine.reversal import Reversal
 from loopkit.engine.step_reversal import Cotangents, StepReversal
 from loopkit.engine.steps import read_rows, repeat
 from loopkit.engine.undo import Rewind
+
+LARGE = 1 << 20
+"""Bytes of zeros from which on filling them shows."""
 
 
 class Backward(NamedTuple):
@@ -132,12 +136,18 @@ def _no_cotangents(loop: Loop, active: Active, ct_carry: list, batch: int | None
         types = [t.to_tangent_aval() for t in types]
         return [_jax.zeros(t if batch is None else _jax.stack_type(t, batch)) for t in types]
 
+    # Of equal zeros XLA makes one and copies it: more memory traffic than to fill each.
+    consts = [
+        v
+        if _jax.byte_count(jax.typeof(v)) < LARGE
+        else v + lax.optimization_barrier(jnp.zeros((), v.dtype))
+        for v in zeros(kept(loop.const_types, active.consts))
+    ]
     xs = zeros(kept(loop.xs_types, active.xs) if loop.xs_count else [])
     if loop.cond is None:
-        # Every row will be written. Of equal zeros XLA makes one and copies it: more memory traffic
-        # than to fill each.
+        # Every row will be written.
         xs = [rows + k for k, rows in enumerate(xs)]
-    return Cotangents(zeros(kept(loop.const_types, active.consts)), ct_carry, xs, [])
+    return Cotangents(consts, ct_carry, xs, [])
 
 
 def _climb(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,12 +19,12 @@ from jax import lax
 from loopkit import _jax, _jaxpr
 from loopkit._jax import Jaxpr
 from loopkit._slices import read_p, write_p
-from loopkit._window import Window
 from loopkit.engine.loop import Loop, parts
 from loopkit.engine.primitives import while_p
 
-SHORT = 64
-"""Elements of a last axis from which on nothing is gained."""
+SHORT = 16
+"""Elements of a last axis that are enough for a vector unit. From there on reshaping what is read
+and written costs as much as it gains."""
 
 Counts = tuple[int, ...]
 """For each of several arrays, how many of its last axes are made one; 0: none."""
@@ -46,12 +46,13 @@ class Rows(NamedTuple):
     """The sizes of the axes that are one."""
 
     @property
-    def ndim(self) -> int:
-        return self.value.ndim - 1 + len(self.tail)
-
-    @property
     def lead(self) -> int:
+        """How many axes come before them."""
         return self.value.ndim - 1
+
+    def of_row(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """The sizes of slices, these axes made one."""
+        return (*sizes[: self.lead], self.value.shape[-1])
 
 
 def flat_rows(loop: Loop, free: Sequence[bool]) -> FlatRows:
@@ -79,34 +80,24 @@ def restored(values: Iterable[Any], like: Iterable[Any]) -> list:
 
 
 def _flat(loop: Loop, free: Sequence[bool]) -> FlatRows:
-    consts = tuple(_count(loop, loop.const_types[i], i) for i in range(loop.const_count))
+    consts = tuple(_count(loop, t, i) for i, t in enumerate(loop.const_types))
+    leaves = zip(loop.carry_types, loop.is_buffer, free, strict=True)
     carry = tuple(
-        _count(loop, t, loop.const_count + i, i) if has and alone else 0
-        for i, (t, has, alone) in enumerate(
-            zip(loop.carry_types, loop.is_buffer, free, strict=True)
-        )
+        _count(loop, t, loop.const_count + i) if has and alone else 0
+        for i, (t, has, alone) in enumerate(leaves)
     )
     return FlatRows(_over(loop, consts, carry), consts, carry)
 
 
-def _count(loop: Loop, kind: Any, place: int, leaf: int | None = None) -> int:
-    """How many of the last axes of an input of the body can be made one, to any use."""
+def _count(loop: Loop, kind: Any, place: int) -> int:
+    """How many of the last axes of an input of the body are to be made one."""
     shape = kind.shape
-    plain = all(isinstance(n, int) for n in shape) and not _jax.is_spread(kind)
-    if not plain or len(shape) < 3 or not jnp.issubdtype(kind.dtype, jnp.number):
+    if len(shape) < 3 or not jnp.issubdtype(kind.dtype, jnp.number) or _jax.is_spread(kind):
         return 0
-    if not 0 < shape[-1] < SHORT:
+    if any(map(_jax.is_symbolic, shape)) or not 0 < shape[-1] < SHORT:
         return 0
-    body = _jax.open_jaxpr(loop.body)
-    count, outputs = _whole_axes(body, {body.invars[place]})
-    if outputs != ([] if leaf is None else [leaf]):
-        return 0
-    if leaf is not None and loop.cond is not None:
-        cond = _jax.open_jaxpr(loop.cond)
-        of_cond, outputs = _whole_axes(cond, {cond.invars[loop.cond_const_count + leaf]})
-        count = min(count, of_cond) if not outputs else 0
+    count = min(_in_loop(loop, [place]), len(shape) - 1)
     # Ones change nothing.
-    count = min(count, len(shape) - 1)
     return count if sum(n > 1 for n in shape[len(shape) - count :]) > 1 else 0
 
 
@@ -141,10 +132,7 @@ def _flattened(jaxpr: Jaxpr, counts: Sequence[int]) -> Jaxpr:
 
 
 def _whole_axes(j: Any, arrays: set) -> tuple[int, list[int]]:
-    """How many of the last axes all uses of some inputs take whole, and which outputs they become.
-
-    0 if one is used otherwise than in slices.
-    """
+    """How many last axes all uses of some inputs take whole, and which outputs are those inputs."""
     count, arrays = max(v.aval.ndim for v in arrays), set(arrays)
     for eqn in j.eqns:
         where = [n for n, v in enumerate(eqn.invars) if _is_in(v, arrays)]
@@ -161,56 +149,69 @@ def _is_in(v: Any, arrays: set) -> bool:
 
 def _use(eqn: Any, where: list[int]) -> tuple[int, list]:
     """How many last axes an equation takes whole, and which results are the array again."""
-    name, params = eqn.primitive.name, eqn.params
-    shape = eqn.invars[where[0]].aval.shape
-    if where == [0] and eqn.primitive in (read_p, write_p):
-        window, after = params["window"], eqn.outvars[-1:]
-        whole = params.get("value") is False
-        return len(shape) if whole else _whole_of(window, shape), after
-    if where == [0] and eqn.primitive is lax.dynamic_slice_p and len(eqn.invars) == 1 + len(shape):
-        return _last(n == size for n, size in zip(shape, params["slice_sizes"], strict=True)), []
-    if where == [0] and eqn.primitive is lax.gather_p:
-        return _whole_of_gather(eqn), []
     if _jaxpr.is_call(eqn):
-        inner = _jax.open_jaxpr(params["jaxpr"])
+        inner = _jax.open_jaxpr(eqn.params["jaxpr"])
         count, outputs = _whole_axes(inner, {inner.invars[n] for n in where})
         return count, [eqn.outvars[n] for n in outputs]
     if eqn.primitive is while_p:
-        loop = params["loop"]
+        loop = eqn.params["loop"]
         inputs = [n - loop.cond_const_count for n in where]
         leaves = [n - loop.const_count for n in inputs if n >= loop.const_count]
-        if min(inputs) < 0 or max(leaves, default=0) >= loop.carry_count:
-            return 0, []
-        body = _jax.open_jaxpr(loop.body)
-        count, outputs = _whole_axes(body, {body.invars[n] for n in inputs})
-        if loop.cond is not None and leaves:
-            cond = _jax.open_jaxpr(loop.cond)
-            of_cond, gone = _whole_axes(cond, {cond.invars[loop.cond_const_count + n] for n in leaves})
-            count = 0 if gone else min(count, of_cond)
-        return (count, [eqn.outvars[n] for n in leaves]) if outputs == leaves else (0, [])
-    return 0, []
+        count = _in_loop(loop, inputs)
+        return count, [eqn.outvars[n] for n in leaves] if count else []
+    if eqn.primitive is lax.reshape_p:
+        return eqn.invars[0].aval.ndim, []
+    if where != [0]:
+        return 0, []
+    return _taken_whole(eqn), eqn.outvars[-1:] if eqn.primitive in (read_p, write_p) else []
 
 
-def _last(whole: Iterable[bool]) -> int:
+def _in_loop(loop: Loop, inputs: list[int]) -> int:
+    """How many last axes a loop takes whole of some inputs of its body, if it carries them on."""
+    leaves = [n - loop.const_count for n in inputs if n >= loop.const_count]
+    if min(inputs) < 0 or max(leaves, default=0) >= loop.carry_count:
+        return 0
+    body = _jax.open_jaxpr(loop.body)
+    count, outputs = _whole_axes(body, {body.invars[n] for n in inputs})
+    if outputs != leaves:
+        return 0
+    if loop.cond is None or not leaves:
+        return count
+    cond = _jax.open_jaxpr(loop.cond)
+    in_cond, _ = _whole_axes(cond, {cond.invars[loop.cond_const_count + n] for n in leaves})
+    return min(count, in_cond)
+
+
+def _taken_whole(eqn: Any) -> int:
+    """How many last axes of its first operand an equation takes whole; 0 unless it takes slices."""
+    shape, params = eqn.invars[0].aval.shape, eqn.params
+    most, along = len(shape), ()
+    if eqn.primitive in (read_p, write_p):
+        if params.get("value") is False:
+            return len(shape)
+        along, sizes = params["window"].axes, params["window"].sizes
+    elif eqn.primitive is lax.dynamic_slice_p and len(eqn.invars) == 1 + len(shape):
+        sizes = params["slice_sizes"]
+    elif eqn.primitive is lax.slice_p and params["strides"] is None:
+        sizes = eqn.outvars[0].aval.shape
+    elif eqn.primitive is lax.gather_p:
+        numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+        gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+        along = (*gone, *numbers.start_index_map)
+        # They must come last in the result, too.
+        offsets, ndim = numbers.offset_dims, eqn.outvars[0].aval.ndim
+        most = _last(o == ndim - len(offsets) + i for i, o in enumerate(offsets))
+    else:
+        return 0
+    sized = enumerate(zip(sizes, shape, strict=True))
+    count = min(most, _last(a not in along and n == size for a, (n, size) in sized))
+    # All of it in its own shape, beside rows in another, would be a copy.
+    return count if count < len(shape) else 0
+
+
+def _last(flags: Iterable[bool]) -> int:
     """How many flags at the end are true."""
-    return len(list(itertools.takewhile(bool, reversed(list(whole)))))
-
-
-def _whole_of(window: Window, shape: Sequence[int]) -> int:
-    sizes = zip(window.sizes, shape, strict=True)
-    return _last(a not in window.axes and n == size for a, (n, size) in enumerate(sizes))
-
-
-def _whole_of_gather(eqn: Any) -> int:
-    numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
-    sizes = eqn.params["slice_sizes"]
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    taken = {*gone, *numbers.start_index_map}
-    count = _last(a not in taken and sizes[a] == n for a, n in enumerate(shape))
-    # They come last in the result, too.
-    ndim, offsets = eqn.outvars[0].aval.ndim, numbers.offset_dims
-    at_end = _last(o == ndim - len(offsets) + i for i, o in enumerate(offsets))
-    return min(count, at_end)
+    return len(list(itertools.takewhile(bool, reversed(list(flags)))))
 
 
 # ---------------------------------------------------------------- the same on flat rows
@@ -249,17 +250,23 @@ def _on_rows(eqn: Any, ins: list) -> list:
         (after,) = write_p.bind(rows.value, *pieces, **_windowed(params, rows))
         return [Rows(after, rows.tail)]
     if eqn.primitive is lax.dynamic_slice_p:
-        starts = [*others[: rows.lead], others[rows.lead]]
-        sizes = (*params["slice_sizes"][: rows.lead], rows.value.shape[-1])
+        starts = others[: rows.lead + 1]
+        sizes = rows.of_row(params["slice_sizes"])
         return [_unmerged(lax.dynamic_slice(rows.value, starts, sizes), rows)]
-    return [_gathered(rows, *others, params)]
+    if eqn.primitive is lax.slice_p:
+        limits = rows.of_row(params["limit_indices"])
+        starts = (*params["start_indices"][: rows.lead], 0)
+        return [_unmerged(lax.slice(rows.value, starts, limits), rows)]
+    if eqn.primitive is lax.reshape_p:
+        return [rows.value.reshape(params["new_sizes"])]
+    (starts,) = others
+    return [_gathered(rows, starts, params)]
 
 
 def _windowed(params: dict, rows: Rows) -> dict:
     window = params["window"]
     offsets = (*window.offsets[: rows.lead], 0)
-    sizes = (*window.sizes[: rows.lead], rows.value.shape[-1])
-    return {**params, "window": replace(window, offsets=offsets, sizes=sizes)}
+    return {**params, "window": replace(window, offsets=offsets, sizes=rows.of_row(window.sizes))}
 
 
 def _unmerged(value: Any, rows: Rows) -> Any:
@@ -280,16 +287,10 @@ def _merged_mask(mask: Any, rows: Rows) -> Any:
 def _gathered(rows: Rows, starts: Any, params: dict) -> Any:
     numbers, count = params["dimension_numbers"], len(rows.tail)
     offsets = numbers.offset_dims[: len(numbers.offset_dims) - count + 1]
-    found = lax.gather_p.bind(
-        rows.value,
-        starts,
-        **{
-            **params,
-            "dimension_numbers": numbers._replace(offset_dims=offsets),
-            "slice_sizes": (*params["slice_sizes"][: rows.lead], rows.value.shape[-1]),
-        },
-    )
-    return _unmerged(found, rows)
+    numbers = numbers._replace(offset_dims=offsets)
+    sizes = rows.of_row(params["slice_sizes"])
+    how = {**params, "dimension_numbers": numbers, "slice_sizes": sizes}
+    return _unmerged(lax.gather_p.bind(rows.value, starts, **how), rows)
 
 
 def _loop_on_rows(loop: Loop, ins: list) -> list:
@@ -300,4 +301,5 @@ def _loop_on_rows(loop: Loop, ins: list) -> list:
     outs = while_p.bind(*(v.value if isinstance(v, Rows) else v for v in ins), loop=flat)
     leaves = ins[len(ins) - loop.xs_count - loop.carry_count :][: loop.carry_count]
     leaves = [*leaves, *[None] * (len(outs) - loop.carry_count)]
-    return [Rows(v, o.tail) if isinstance(o, Rows) else v for v, o in zip(outs, leaves)]
+    pairs = zip(outs, leaves, strict=True)
+    return [Rows(v, o.tail) if isinstance(o, Rows) else v for v, o in pairs]

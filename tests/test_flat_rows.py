@@ -1,0 +1,224 @@
+"""Buffers and tables whose rows have several short axes: they are carried as vectors."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import loopkit
+from derivatives import assert_close
+from loopkit import _jaxpr
+from loopkit.engine.flat_rows import SHORT
+
+N = 5
+XS = jnp.cos(jnp.arange(N * 6.0)).reshape(N, 3, 2)
+FIRST = jnp.sin(jnp.arange((N + 1) * 6.0)).reshape(N + 1, 3, 2)
+W = jnp.array(0.7)
+
+
+def once(i, rows, xs, w):
+    return rows.at[i].set(xs[i] * w * (i + 1))
+
+
+def from_before(i, rows, xs, w):
+    return rows.at[i + 1].set(jnp.sin(rows[i] * w) + xs[i])
+
+
+def again(i, rows, xs, w):
+    rows = rows.at[i % 2].add(rows[(i + 1) % 2] * w)
+    return rows.at[2].multiply(jnp.cos(xs[i]))
+
+
+def by_arrays(i, rows, xs, w):
+    there = jnp.stack([i, (i + 2) % (N + 1)])
+    return rows.at[there].set(rows[there] * w + xs[jnp.array([0, 3])] * xs[i])
+
+
+def by_slices(i, rows, xs, w):
+    two = lax.dynamic_slice_in_dim(xs, i, 2)
+    return rows.at[1:3].set(rows[2:4] * w + two).at[-1].add(xs[-1])
+
+
+def where_positive(i, rows, xs, w):
+    if isinstance(rows, loopkit.Buffer):
+        rows = rows.at[i].set(xs[i] * w, pred=xs[i] > 0)
+        return rows.at[i + 1].add(rows[i], pred=i > 2)
+    rows = rows.at[i].set(jnp.where(xs[i] > 0, xs[i] * w, rows[i]))
+    return rows.at[i + 1].add(jnp.where(i > 2, rows[i], 0))
+
+
+def in_a_call(i, rows, xs, w):
+    @jax.jit
+    def write(rows, xs, w):
+        return rows.at[i].set(jnp.tanh(xs[i] * w + rows[i + 1]))
+
+    return write(rows, xs, w)
+
+
+def in_a_loop(i, rows, xs, w):
+    def inner(k, rows):
+        return rows.at[k].set(rows[k + 1] * w + xs[i] * xs[k])
+
+    if isinstance(rows, loopkit.Buffer):
+        return loopkit.fori_loop(0, 3, inner, rows)
+    for k in range(3):
+        rows = inner(k, rows)
+    return rows
+
+
+FLAT = once, from_before, again, by_arrays, by_slices, where_positive, in_a_call, in_a_loop
+
+
+def of_parts(i, rows, xs, w):
+    return rows.at[i, 1].set(rows[i, 0] * w).at[i + 1].add(xs[i])
+
+
+def of_all(i, rows, xs, w):
+    return rows.at[i].set(rows[i] * w + jnp.sum(jnp.asarray(rows)) * xs[i])
+
+
+WHOLE = of_parts, of_all
+
+
+def reference(body, n=N):
+    def f(w, xs, first):
+        rows = first
+        for i in range(n):
+            rows = body(i, rows, xs, w)
+        return rows
+
+    return f
+
+
+def looped(body, kind, checkpoints):
+    def f(w, xs, first):
+        if kind == "fori":
+            step = lambda i, rows: body(i, rows, xs, w)
+            return loopkit.fori_loop(0, N, step, first, buffers=True, checkpoints=checkpoints)
+
+        def step(carry):
+            i, rows = carry
+            return i + 1, body(i, rows, xs, w)
+
+        # The predicate looks at the rows, too.
+        go_on = lambda carry: (carry[0] < N) & (jnp.sum(carry[1][carry[0]]) < 1e6)
+        how = {"max_steps": N + 2, "buffers": (False, True), "checkpoints": checkpoints}
+        return loopkit.while_loop(go_on, step, (0, first), **how)[1]
+
+    return f
+
+
+def loss(f):
+    return lambda w, xs, first: jnp.sum(jnp.sin(f(w, xs, first)))
+
+
+WIDE = jnp.linspace(0.5, 1.5, 9)
+MODES = {
+    "value": lambda f: f(W, XS, FIRST),
+    "jvp": lambda f: jax.jvp(f, (W, XS, FIRST), (W, jnp.sin(XS), jnp.cos(FIRST))),
+    "grad": lambda f: jax.grad(loss(f), (0, 1, 2))(W, XS, FIRST),
+    "hessian": lambda f: jax.hessian(loss(f), (0, 2))(W, XS, FIRST),
+    "rev over rev": lambda f: jax.grad(lambda w: jax.grad(loss(f))(w, XS, FIRST) ** 2)(W),
+    "lanes": lambda f: jax.vmap(jax.grad(loss(f), (0, 2)), (0, None, None))(WIDE, XS, FIRST),
+    "grad of lanes": lambda f: jax.grad(
+        lambda w: jnp.sum(jax.vmap(f, (0, None, None))(w, XS, FIRST) ** 3)
+    )(WIDE),
+    "lanes of all": lambda f: jax.vmap(jax.grad(loss(f), (0, 1, 2)), (0, 2, -1))(
+        WIDE[:2],
+        jnp.stack([XS, XS * 2], 2),
+        jnp.stack([FIRST, -FIRST], -1),
+    ),
+}
+SLOW = "jvp", "hessian", "rev over rev", "lanes", "grad of lanes"
+slow = lambda *values: pytest.param(*values, marks=pytest.mark.slow)
+HOW = [("while", 2), slow("fori", None), slow("while", "all")]
+
+
+@pytest.mark.parametrize("mode", [slow(m) if m in SLOW else m for m in MODES])
+@pytest.mark.parametrize(("kind", "checkpoints"), HOW)
+@pytest.mark.parametrize("body", [*FLAT, *WHOLE])
+def test_rows_are_those_of_a_python_loop(body, kind, checkpoints, mode):
+    got = jax.jit(lambda: MODES[mode](looped(body, kind, checkpoints)))()
+    for a, b in zip(
+        jax.tree.leaves(got), jax.tree.leaves(MODES[mode](reference(body))), strict=True
+    ):
+        assert_close(a, b)
+
+
+def carried(f, *args):
+    """The shapes that the outermost loops carry and read."""
+    eqns = _jaxpr.all_equations(jax.make_jaxpr(f)(*args))
+    loop = next(e.params["loop"] for e in eqns if e.primitive.name == "loopkit_while")
+    return [t.shape for t in loop.carry_types], [t.shape for t in loop.const_types]
+
+
+@pytest.mark.parametrize("kind", ["fori", "while"])
+@pytest.mark.parametrize("body", FLAT)
+def test_rows_taken_whole_are_vectors(body, kind):
+    carry, consts = carried(looped(body, kind, None), W, XS, FIRST)
+    assert (N + 1, 6) in carry
+    assert (N + 1, 3, 2) not in carry
+    assert (N, 6) in consts
+    assert (N, 3, 2) not in consts
+
+
+@pytest.mark.parametrize("body", WHOLE)
+def test_other_rows_keep_their_axes(body):
+    carry, consts = carried(looped(body, "fori", None), W, XS, FIRST)
+    assert (N + 1, 3, 2) in carry
+    assert (N, 6) in consts
+
+
+@pytest.mark.parametrize(
+    ("shape", "flat"),
+    [
+        ((4, SHORT - 1), (4 * SHORT - 4,)),
+        ((4, SHORT), (4, SHORT)),  # enough for a vector unit
+        ((3, 1), (3, 1)),  # a vector
+        ((0, 3), (0, 3)),
+        ((2, 3, 4), (24,)),
+    ],
+)
+def test_only_short_axes_are_made_one(shape, flat):
+    def f(xs):
+        return loopkit.fori_loop(0, N, lambda i, b: b.at[i].set(xs[i]), 0 * xs, buffers=True)
+
+    carry, _ = carried(f, jnp.ones((N, *shape)))
+    assert (N, *flat) in carry
+
+
+def test_elements_of_a_tensor_array_are_vectors():
+    def f(w, xs):
+        ta = loopkit.TensorArray.empty(N, jax.ShapeDtypeStruct((3, 2), XS.dtype))
+
+        def body(i, ta):
+            return ta.append(jnp.sin(xs[i] * w))
+
+        return loopkit.fori_loop(0, N, body, ta).stack()
+
+    assert (N, 6) in carried(f, W, XS)[0]
+    got = jax.grad(lambda w, xs: jnp.sum(f(w, xs) ** 2), (0, 1))(W, XS)
+    want = jax.grad(lambda w, xs: jnp.sum(jnp.sin(xs * w) ** 2), (0, 1))(W, XS)
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b)
+
+
+def test_rows_of_an_outer_loop_are_flat_in_the_loops_inside():
+    """The inner loops carry what the outer one does: no reshape stands between them."""
+    jaxpr = jax.make_jaxpr(looped(in_a_loop, "fori", None))(W, XS, FIRST)
+    loops = [e.params["loop"] for e in _jaxpr.all_equations(jaxpr) if "loop" in e.params]
+    assert len(loops) == 2
+    assert all((N + 1, 6) in [t.shape for t in loop.carry_types] for loop in loops)
+
+
+def test_integers_and_weak_types():
+    table = jnp.arange(N * 6).reshape(N, 3, 2)
+
+    def f(first):
+        body = lambda i, b: b.at[i].set(table[i] * 2)
+        return loopkit.fori_loop(0, N, body, first, buffers=True)
+
+    assert_close(f(jnp.zeros((N, 3, 2), int)), 2 * table)
+    weak = jnp.broadcast_to(jnp.asarray(1), (N, 3, 2))
+    assert_close(f(weak), 2 * table)
+    assert (N, 6) in carried(f, weak)[0]
