@@ -22,6 +22,7 @@ from loopkit._carried import Buffers
 from loopkit.engine.flat_rows import flat_rows, merged, restored
 from loopkit.engine.loop import Loop, kept, parts, spread
 from loopkit.engine.primitives import while_p
+from loopkit.engine.reads_first import reads_first
 
 
 class Names(NamedTuple):
@@ -177,6 +178,7 @@ def trace_loop(
     if differences:
         raise TypeError(_errors.carry_types(names.function, names.body, differences, names.init))
     _check_effects(names, jaxpr, cond)
+    jaxpr = jaxpr if buffers is None else reads_first(jaxpr)
     settings = {
         **settings,
         "buffers": () if buffers is None else buffers.flags,

@@ -92,7 +92,7 @@ def _evaluate_read(buffer: Any, *operands: Any, window: Window, value: bool, hel
         nothing = lambda buffer, at: _jax.zeros(jax.typeof(look(buffer, at)))
         found = lax.cond(_holds(starts), look, nothing, buffer, at)
     else:
-        buffer = lax.optimization_barrier(buffer) if held and not single else buffer
+        buffer = lax.optimization_barrier(buffer) if held else buffer
         found = look(buffer, at)
     found = found.reshape(*batch, *window.sizes)
     if inside is not None:
