@@ -255,10 +255,12 @@ def batch_jaxpr(
 
 
 def bind_equation(eqn: Any, values: Sequence[Any]) -> list:
-    """The results of an equation on other operands."""
+    """The results of an equation on other operands, in the context that it was written in."""
     found = eqn.primitive.get_bind_params(eqn.params)
     subfuns, params = found if isinstance(found, tuple) else ([], found)
-    out = eqn.primitive.bind(*subfuns, *values, **params)
+    names = source_info.current_name_stack() + eqn.source_info.name_stack
+    with source_info.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
+        out = eqn.primitive.bind(*subfuns, *values, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
@@ -275,7 +277,7 @@ def instantiate(tangent: Any) -> Any:
 
 
 def is_undefined(value: Any) -> bool:
-    """Whether this is an operand in which to transpose."""
+    """Whether to transpose in this operand."""
     return isinstance(value, ad.UndefinedPrimal)
 
 
@@ -449,8 +451,7 @@ INNER = tuple(
 def source_of(eqn: Any | None, skipped: str) -> tuple[str, int, str] | None:
     """File, line and function outside jax and the folder `skipped` that made an equation.
 
-    Without an equation, those of the code being traced. Of a loop inside one of jax's own, the
-    function of jax that wrote it.
+    Without one, of the code being traced; of a loop inside one of jax's own, jax's function.
     """
     info = source_info.current() if eqn is None else eqn.source_info
     for frame in source_info.user_frames(info.traceback):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 import loopkit
 from derivatives import assert_close
@@ -222,3 +223,19 @@ def test_integers_and_weak_types():
     weak = jnp.broadcast_to(jnp.asarray(1), (N, 3, 2))
     assert_close(f(weak), 2 * table)
     assert (N, 6) in carried(f, weak)[0]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_steps_keep_the_names_and_settings_they_were_written_with(grad):
+    def f(w, xs):
+        def body(i, rows):
+            with jax.named_scope("attention"), set_xla_metadata(part="heads"):
+                row = jnp.sin(xs[i] * w)
+            return rows.at[i].set(row)
+
+        return jnp.sum(loopkit.fori_loop(0, N, body, jnp.zeros((N, 3, 2)), buffers=True))
+
+    assert (N, 6) in carried(f, W, XS)[0]
+    lowered = jax.jit(jax.grad(f) if grad else f).lower(W, XS)
+    assert 'part = "heads"' in lowered.as_text()
+    assert "attention" in lowered.as_text(debug_info=True)
