@@ -130,7 +130,7 @@ MODES = {
         jnp.stack([FIRST, -FIRST], -1),
     ),
 }
-SLOW = "jvp", "hessian", "rev over rev", "lanes", "grad of lanes"
+SLOW = "value", "jvp", "hessian", "rev over rev", "lanes", "grad of lanes"
 slow = lambda *values: pytest.param(*values, marks=pytest.mark.slow)
 HOW = [("while", 2), slow("fori", None), slow("while", "all")]
 

@@ -70,8 +70,11 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("checkpoints", [None, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", MODES)
+slow = lambda value: pytest.param(value, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("checkpoints", [None, slow(2)])
+@pytest.mark.parametrize("mode", [m if m in ("grad", "lanes") else slow(m) for m in MODES])
 @pytest.mark.parametrize("body", BODIES)
 def test_rows_are_those_of_a_python_loop(body, mode, checkpoints):
     got = jax.jit(lambda: MODES[mode](looped(body, checkpoints)))()
