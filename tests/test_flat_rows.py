@@ -130,13 +130,16 @@ MODES = {
         jnp.stack([FIRST, -FIRST], -1),
     ),
 }
-SLOW = "value", "jvp", "hessian", "rev over rev", "lanes", "grad of lanes"
 slow = lambda *values: pytest.param(*values, marks=pytest.mark.slow)
-HOW = [("while", 2), slow("fori", None), slow("while", "all")]
+CASES = [
+    *[(mode, "while", 2) for mode in ("grad", "lanes of all")],
+    *[slow(mode, "while", 2) for mode in MODES if mode not in ("grad", "lanes of all")],
+    *[slow(mode, "fori", None) for mode in ("grad", "lanes")],
+    *[slow(mode, "while", "all") for mode in ("grad", "lanes")],
+]
 
 
-@pytest.mark.parametrize("mode", [slow(m) if m in SLOW else m for m in MODES])
-@pytest.mark.parametrize(("kind", "checkpoints"), HOW)
+@pytest.mark.parametrize(("mode", "kind", "checkpoints"), CASES)
 @pytest.mark.parametrize("body", [*FLAT, *WHOLE])
 def test_rows_are_those_of_a_python_loop(body, kind, checkpoints, mode):
     got = jax.jit(lambda: MODES[mode](looped(body, kind, checkpoints)))()
