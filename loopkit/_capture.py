@@ -185,8 +185,8 @@ def trace_loop(
         "flag": flag,
         "leaves": tuple(names.init + jax.tree_util.keystr(path) for path in paths),
     }
-    outer = () if buffers is None else buffers.outer
-    return as_loop(cond, cond_consts, jaxpr, consts, types, y_tree, settings, outer)
+    free = () if buffers is None else buffers.free
+    return as_loop(cond, cond_consts, jaxpr, consts, types, y_tree, settings, free)
 
 
 def _check_effects(names: Names, *jaxprs: Any) -> None:
@@ -287,11 +287,11 @@ def as_loop(
     types: list,
     y_tree: Any,
     settings: dict,
-    outer: Sequence[Any] = (),
+    free: Sequence[bool] = (),
 ) -> Traced:
     """A loop of two jaxprs. Carry leaves that no step changes become constants of it.
 
-    `outer`: for each leaf, what it is of a loop around this one.
+    `free`: which leaves are not buffers of a loop around this one; empty: all of them.
     """
     n, c = len(types), len(consts)
     if cond is not None:
@@ -334,5 +334,5 @@ def as_loop(
         xs_count=len(body.in_avals) - c - n,
         **{**settings, **_of_moving(settings, moving)},
     )
-    free = tuple(o is None for o in kept(outer or [None] * n, moving))
+    free = tuple(kept(free or [True] * n, moving))
     return Traced(interned(loop), cond_consts, consts, fixed, types, y_tree, free)

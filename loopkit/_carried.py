@@ -50,6 +50,11 @@ class Buffers:
         return any(self.flags)
 
     @property
+    def free(self) -> tuple[bool, ...]:
+        """Which leaves are not buffers of a loop around this one."""
+        return tuple(owner is None for owner in self.outer)
+
+    @property
     def hashable(self) -> bool:
         """Whether a trace may be used again: not where it reads what a loop around it masks by."""
         return all(owner is None or owner.mask is None for owner in self.outer)

@@ -265,7 +265,7 @@ def run_scan(
         (
             *(names, tree, type_key(leaves), tuple(x_types), counting, *settings.values()),
             *(inputs.tree, *inputs.axes, jax.tree.structure(out_axes), *jax.tree.leaves(out_axes)),
-            *(carried.flags, checking, *rest),
+            *(carried.flags, carried.free, checking, *rest),
         ),
         trace,
     )

@@ -183,7 +183,7 @@ def run_while(
     found = carried.followed_by(len(leaves) - values, step_leaf) if masking else None
     traced = remember(
         (cond_fun, body_fun) if carried.hashable else (),
-        (names, tree, type_key(leaves), carried.flags, checking, *settings.values()),
+        (names, tree, type_key(leaves), carried.flags, carried.free, checking, *settings.values()),
         lambda: trace_loop(names, step, predicate, state, [], settings, found, flag),
     )
     val, go, steps, _ = tree.unflatten(traced.run(leaves, [])[0])

@@ -191,6 +191,36 @@ def test_only_short_axes_are_made_one(shape, flat):
     assert (N, *flat) in carry
 
 
+def test_slices_are_moved_inside_as_lax_moves_them():
+    def f(xs):
+        # Beyond the start also once it has been counted from the end.
+        read = lambda i: lax.dynamic_slice_in_dim(xs, i - 2 * N + 1, 1)[0]
+        return loopkit.fori_loop(0, N, lambda i, b: b.at[i].set(read(i)), 0 * xs, buffers=True)
+
+    wanted = [lax.dynamic_slice_in_dim(XS, jnp.asarray(i - 2 * N + 1), 1)[0] for i in range(N)]
+    assert (N, 6) in carried(f, XS)[1]
+    assert_close(f(XS), jnp.stack(wanted))
+
+
+def test_the_same_step_alone_and_in_a_loop():
+    """Alone it carries flat rows; in a loop around it those of that loop, as they are."""
+    step = lambda k, rows: rows.at[k].set(2 * rows[k])
+    alone = lambda rows: loopkit.fori_loop(0, N, step, rows, buffers=True)
+
+    def inside(rows):
+        def outer(i, rows):
+            rows = loopkit.fori_loop(0, N, step, rows)
+            return rows.at[i, 0].set(1.0)  # not whole rows
+
+        return loopkit.fori_loop(0, N, outer, rows, buffers=True)
+
+    assert (N + 1, 6) in carried(alone, FIRST)[0]
+    eqns = _jaxpr.all_equations(jax.make_jaxpr(inside)(FIRST))
+    shapes = [t.shape for e in eqns if "loop" in e.params for t in e.params["loop"].carry_types]
+    assert shapes.count((N + 1, 3, 2)) == 2
+    assert (N + 1, 6) not in shapes
+
+
 def test_elements_of_a_tensor_array_are_vectors():
     def f(w, xs):
         ta = loopkit.TensorArray.empty(N, jax.ShapeDtypeStruct((3, 2), XS.dtype))

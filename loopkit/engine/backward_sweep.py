@@ -136,13 +136,13 @@ def _no_cotangents(loop: Loop, active: Active, ct_carry: list, batch: int | None
         types = [t.to_tangent_aval() for t in types]
         return [_jax.zeros(t if batch is None else _jax.stack_type(t, batch)) for t in types]
 
-    # Of equal zeros XLA makes one and copies it: more memory traffic than to fill each.
-    consts = [
-        v
-        if _jax.byte_count(jax.typeof(v)) < LARGE
-        else v + lax.optimization_barrier(jnp.zeros((), v.dtype))
-        for v in zeros(kept(loop.const_types, active.consts))
-    ]
+    def distinct(v: Any) -> Any:
+        # Of equal zeros XLA makes one and copies it: more memory traffic than to fill each.
+        if _jax.byte_count(jax.typeof(v)) < LARGE:
+            return v
+        return v + lax.optimization_barrier(jnp.zeros((), v.dtype))
+
+    consts = list(map(distinct, zeros(kept(loop.const_types, active.consts))))
     xs = zeros(kept(loop.xs_types, active.xs) if loop.xs_count else [])
     if loop.cond is None:
         # Every row will be written.

@@ -250,9 +250,11 @@ def _on_rows(eqn: Any, ins: list) -> list:
         (after,) = write_p.bind(rows.value, *pieces, **_windowed(params, rows))
         return [Rows(after, rows.tail)]
     if eqn.primitive is lax.dynamic_slice_p:
-        starts = others[: rows.lead + 1]
         sizes = rows.of_row(params["slice_sizes"])
-        return [_unmerged(lax.dynamic_slice(rows.value, starts, sizes), rows)]
+        starts = others[: rows.lead + 1]
+        # Negative starts count from the end no more: whoever wrote this has seen to it.
+        found = lax.dynamic_slice_p.bind(rows.value, *starts, slice_sizes=sizes)
+        return [_unmerged(found, rows)]
     if eqn.primitive is lax.slice_p:
         limits = rows.of_row(params["limit_indices"])
         starts = (*params["start_indices"][: rows.lead], 0)
