@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,15 @@ def check_callable(function: str, argument: str, value: Any) -> None:
         raise TypeError(
             _errors.wrong(function, argument, "must be a function", repr(value), "Pass a callable.")
         )
+
+
+def check_flag(function: str, argument: str, value: Any, expected: str = "a bool") -> bool:
+    """A bool, of Python or numpy, or 0 or 1, as a bool."""
+    if isinstance(value, (int, np.bool_, np.integer)) and value in (0, 1):
+        return bool(value)
+    got = f"{value!r} of type {type(value).__name__}"
+    advice = "It is part of the compiled program: pass True or False."
+    raise TypeError(_errors.wrong(function, argument, f"must be {expected}", got, advice))
 
 
 def check_max_steps(function: str, max_steps: Any) -> int | None:
@@ -67,21 +77,31 @@ def check_truncate(function: str, truncate: Any) -> int | None:
 
 def check_whole(function: str, argument: str, value: Any, least: int, expected: str) -> int:
     whole = None
-    if not isinstance(value, (bool, np.bool_)):
-        try:
-            whole = operator.index(value)
-        except (TypeError, jax.errors.JAXTypeError):
-            whole = None
+    with contextlib.suppress(TypeError, jax.errors.JAXTypeError):
+        whole = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    if whole is not None and whole >= least:
+        return whole
     got = f"{value!r} of type {type(value).__name__}"
     if whole is None:
         advice = (
             "It is part of the compiled program: pass a Python int, not a float or a traced value."
         )
         raise TypeError(_errors.wrong(function, argument, f"must be {expected}", got, advice))
-    if whole < least:
-        advice = f"Pass at least {least}."
-        raise ValueError(_errors.wrong(function, argument, f"must be {expected}", got, advice))
-    return whole
+    advice = f"Pass at least {least}."
+    raise ValueError(_errors.wrong(function, argument, f"must be {expected}", got, advice))
+
+
+def as_array(
+    function: str, argument: str, value: Any, path: Any = (), advice: str = "Pass numbers."
+) -> Any:
+    """An array, of whatever jax.numpy makes one of."""
+    try:
+        return _jax.as_array(value)
+    except (TypeError, ValueError):
+        got = f"{value!r} of type {type(value).__name__}"
+        raise TypeError(
+            _errors.wrong(function, argument, "must be an array", got, advice, path)
+        ) from None
 
 
 def as_arrays(function: str, argument: str, tree: Any, hidden: int = 0) -> Any:
@@ -89,17 +109,10 @@ def as_arrays(function: str, argument: str, tree: Any, hidden: int = 0) -> Any:
     if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree)):
         return tree
 
-    def convert(path: Any, leaf: Any) -> Any:
-        try:
-            return _jax.as_array(leaf)
-        except (TypeError, ValueError):
-            advice = "Close over what is not an array, or make it a static field of a pytree node."
-            got = f"{leaf!r} of type {type(leaf).__name__}"
-            raise TypeError(
-                _errors.wrong(function, argument, "must be an array", got, advice, path[hidden:])
-            ) from None
-
-    return jax.tree_util.tree_map_with_path(convert, tree)
+    advice = "Close over what is not an array, or make it a static field of a pytree node."
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: as_array(function, argument, leaf, path[hidden:], advice), tree
+    )
 
 
 def is_traced(leaf: Any) -> bool:
@@ -112,11 +125,6 @@ def type_of(value: Any) -> Any:
     if type(value) is _jax.ArrayImpl and type(value.sharding) is jax.sharding.SingleDeviceSharding:
         return value.aval
     return jax.typeof(value)
-
-
-def leaf_key(value: Any) -> Any:
-    """The type of an array; of anything else, type and value: 1 and True differ."""
-    return type_of(value) if isinstance(value, jax.Array) else (type(value), value)
 
 
 def runs_in_python() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools as ft
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -170,8 +169,10 @@ def _working_set(fn: Callable, inputs: Inputs) -> int:
 
     types = list(map(jax.typeof, inputs.leaves))
     jaxpr, _ = _jax.trace(flat, types, NAME)
-    total = sum(_bytes(t) for t, a in zip(types, inputs.axes, strict=True) if a is not None)
-    return total + sum(map(_bytes, jaxpr.out_avals)) + _loop_bytes(jaxpr)
+    total = sum(
+        _jax.byte_count(t) for t, a in zip(types, inputs.axes, strict=True) if a is not None
+    )
+    return total + sum(map(_jax.byte_count, jaxpr.out_avals)) + _loop_bytes(jaxpr)
 
 
 def _loop_bytes(jaxpr: Any) -> int:
@@ -182,13 +183,9 @@ def _loop_bytes(jaxpr: Any) -> int:
     total = 0
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
         if eqn.primitive.name in ("scan", "while", "loopkit_while"):
-            total += sum(_bytes(v.aval) for v in eqn.outvars)
+            total += sum(_jax.byte_count(v.aval) for v in eqn.outvars)
         total += max(map(_loop_bytes, _jaxpr.jaxprs_in(eqn)), default=0)
     return total
-
-
-def _bytes(aval: Any) -> int:
-    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 8)
 
 
 @ft.cache

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from loopkit import _checks, _errors, _index, _jax, _slices
-from loopkit._modes import check_keywords, fill_value_of, mode_name
+from loopkit import _arguments, _checks, _errors, _index, _jax, _slices
+from loopkit._modes import check_keywords, fill_value_of, mode_name, without_operators
+
+AT = "Buffer.at[...]."
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +35,7 @@ class Owner:
 
 
 @jax.tree_util.register_pytree_node_class
+@without_operators
 class Buffer:
     """An array that a loop reads and writes in slices, in place.
 
@@ -57,7 +60,8 @@ class Buffer:
     __slots__ = ("_owner", "_value", "_written")
 
     def __init__(self, value: Any):
-        self._value = value._value if isinstance(value, Buffer) else _jax.as_array(value)
+        is_array = not isinstance(value, Buffer)
+        self._value = _arguments.as_array("Buffer", "value", value) if is_array else value._value
         self._owner: Owner | None = value._owner if isinstance(value, Buffer) else None
         self._written: Any = value._written if isinstance(value, Buffer) else None
 
@@ -165,6 +169,7 @@ class At:
         return Ref(self.buffer, index)
 
 
+@without_operators
 @dataclass(frozen=True)
 class Ref:
     """`b.at[i]`: part of a buffer."""
@@ -183,10 +188,16 @@ class Ref:
     ) -> Any:
         """What is there."""
         check_keywords("get", other)
-        fills = mode_name("get", mode) in ("fill", "drop")
-        place = _index.place(self.buffer.shape, self.index, drop=fills)
+        if not isinstance(fill_value, (int, float, complex, type(None))):
+            _arguments.as_array(f"{AT}get", "fill_value", fill_value)
+        _arguments.check_flag(f"{AT}get", "unique_indices", unique_indices)
+        _arguments.check_flag(f"{AT}get", "indices_are_sorted", indices_are_sorted)
+        how = mode_name("get", mode)
+        # A promise changes nothing for reads.
+        how = None if how == "promise_in_bounds" else how
+        place = _index.place(self.buffer.shape, self.index, how)
         found = _checks.check_read(self.buffer, self.buffer._read(place), place, mode is None)
-        if not fills:
+        if how != "drop":
             return found
         _, inside = place.window.starts_in(self.buffer.shape, place.starts)
         if inside is None:
@@ -206,7 +217,7 @@ class Ref:
         return self.buffer._write(place, values, pred, add=True)
 
     def subtract(self, values: Any, **how: Any) -> Buffer:
-        return self.add(jnp.negative(values), **how)
+        return self.add(-_arguments.as_array(f"{AT}subtract", "values", values), **how)
 
     def multiply(self, values: Any, **how: Any) -> Buffer:
         return self._write("multiply", jnp.multiply, values, how)
@@ -225,6 +236,7 @@ class Ref:
 
     def apply(self, func: Callable, **how: Any) -> Buffer:
         """The buffer with `func` of what is there."""
+        _arguments.check_callable(f"{AT}apply", "func", func)
         return self._write("apply", lambda old, _: func(old), 0, how)
 
     mul = multiply
@@ -272,14 +284,13 @@ class Ref:
     def _place(self, name: str, how: dict) -> tuple[_index.Place, Any]:
         how = dict(how)
         pred, mode = how.pop("pred", None), mode_name(name, how.pop("mode", None))
-        unique = bool(how.pop("unique_indices", False))
-        how.pop("indices_are_sorted", None)
+        flags = "unique_indices", "indices_are_sorted"
+        unique, _ = (_arguments.check_flag(AT + name, k, how.pop(k, False)) for k in flags)
         check_keywords(name, how)
-        drops = mode in ("drop", "fill", None)
-        place = _index.place(self.buffer.shape, self.index, drop=drops, unique=unique)
+        place = _index.place(self.buffer.shape, self.index, mode or "drop", unique)
         if pred is None:
             return place, None
-        pred = _jax.as_array(pred)
+        pred = _arguments.as_array(AT + name, "pred", pred)
         if pred.dtype != bool:
             raise TypeError(
                 f"loopkit.Buffer: `pred` of `.at[...].{name}` must be of bools, got "
@@ -289,7 +300,7 @@ class Ref:
         return place, pred
 
     def _check_shape(self, name: str, what: str, place: _index.Place, value: Any) -> None:
-        have, want = jnp.asarray(value).shape, place.shape
+        have, want = _arguments.as_array(AT + name, "values", value).shape, place.shape
         with contextlib.suppress(ValueError):
             if jnp.broadcast_shapes(have, want) == want:
                 return

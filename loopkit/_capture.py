@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from loopkit import _errors, _jax, _jaxpr
@@ -19,7 +20,9 @@ from loopkit._arguments import as_arrays, type_of
 from loopkit._buffer import plain
 from loopkit._cache import interned
 from loopkit._carried import Buffers
+from loopkit._varying import all_varying
 from loopkit.engine.flat_rows import flat_rows, merged, restored
+from loopkit.engine.in_step import axes_between_lanes, in_step
 from loopkit.engine.loop import Loop, kept, parts, spread
 from loopkit.engine.primitives import while_p
 from loopkit.engine.reads_first import reads_first
@@ -47,7 +50,7 @@ class Traced:
     fixed: tuple[bool, ...]
     """Which carry leaves never change. In the loop they are constants."""
     carry_types: list
-    """Types of all carry leaves, as the steps leave them."""
+    """Types of all carry leaves, as the steps take them."""
     y_tree: Any
     free: tuple[bool, ...]
     """Which carry leaves of the loop are not buffers of a loop around it."""
@@ -61,39 +64,40 @@ class Traced:
         cond_consts, consts = parts(values, len(self.cond_consts))
         return replace(self, cond_consts=cond_consts, consts=consts)
 
-    @property
-    def has_custom_rules(self) -> bool:
-        """Whether there are custom derivatives in it: their rules close over values unseen."""
-        jaxprs = [self.loop.body] if self.loop.cond is None else [self.loop.cond, self.loop.body]
-        names = (eqn.primitive.name for j in jaxprs for eqn in _jaxpr.all_equations(j))
-        return any(name.startswith("custom_") for name in names)
-
     def converted(self, init: Sequence[Any]) -> list:
         """Initial values in the types that the loop carries."""
         return [_convert(v, t) for v, t in zip(init, self.carry_types, strict=True)]
 
     def of_length(self, length: int) -> Traced:
         """The same loop with another length."""
-        make = lambda: interned(self.loop.replace(length=length))
+        make = lambda: shared(self.loop.replace(length=length))
         return replace(self, loop=self.loop.derived(("length", length), make))
 
     def run(self, init: Sequence[Any], xs: Sequence[Any]) -> tuple[list, list]:
         """Final carry leaves and ys leaves."""
         init = self.converted(init)
         fixed = kept(init, self.fixed)
+        # A step may leave strong what it takes as weak: then so is the loop's carry.
         moving = kept(init, [not f for f in self.fixed])
+        moving = list(map(_convert, moving, self.loop.carry_types))
         cond_fixed = fixed if self.loop.cond is not None else []
-        types = self.loop.const_types
-        consts = [
-            _jax.vary_like(v, [t]) for v, t in zip([*self.consts, *fixed], types, strict=True)
-        ]
+        types = [*self.loop.cond_types, *self.loop.const_types, *(self.loop.xs_types if xs else [])]
+        values = [*self.cond_consts, *cond_fixed, *self.consts, *fixed, *xs]
+        values = [_jax.vary_like(v, [t]) for v, t in zip(values, types, strict=True)]
+        asking, consts, xs = parts(values, len(self.loop.cond_types), self.loop.const_count)
         flat = flat_rows(self.loop, self.free)
         consts, moving = merged(consts, flat.consts), merged(moving, flat.carry)
-        operands = [*self.cond_consts, *cond_fixed, *consts, *moving, *xs]
+        meshes = flat.loop.derived("meshes", lambda: _jaxpr.meshes(flat.loop.body))
+        operands = _jax.known_on(meshes, [*asking, *consts, *moving, *xs])
         outs = while_p.bind(*operands, loop=flat.loop)
         carry, ys = parts(outs, self.loop.carry_count)
         carry = restored(carry, self.loop.carry_types)
         return spread(carry, [not f for f in self.fixed], init), ys
+
+
+def shared(loop: Loop) -> Loop:
+    """The loop of the same equations that was there before, if it is known to be the same."""
+    return interned(loop.replace(lasting=True)) or loop.replace(lasting=False)
 
 
 def _convert(value: Any, aval: Any) -> Any:
@@ -154,10 +158,10 @@ def trace_loop(
                     _errors.carry_structure(names.function, names.body, differences, names.init)
                 )
         y_leaves, y_tree = jax.tree.flatten(y)
-        return [*map(_stronger, new_leaves, types), *y_leaves]
+        return [*new_leaves, *y_leaves]
 
-    # A weakly typed start takes the type of what a step returns, as in lax; so does one that
-    # differs between devices only after the first step.
+    # A weakly typed start is promoted, as in lax, where a step returns another dtype. One that
+    # differs between devices only after the first step is made to do so before.
     tries = 0
     while True:
         cond, cond_consts = None, []
@@ -245,28 +249,15 @@ def _trace_predicate(names: Names, predicate: Predicate, types: list) -> tuple[A
     return _jax.trace(cond, types, f"{names.function}_cond")
 
 
-def _stronger(value: Any, aval: Any) -> Any:
-    """A weakly typed result in the (equal, strong) type that went in."""
-    have = jax.typeof(value)
-    if getattr(have, "weak_type", False) and not aval.weak_type and have.dtype == aval.dtype:
-        return lax.convert_element_type(value, aval.dtype)
-    return value
-
-
 def _joined(before: Any, after: Any, decided_by: list) -> Any:
     """The type to start from, so that a step returns it."""
     if before.shape != after.shape:
         return before
-    if before.weak_type and (not after.weak_type or before.dtype != after.dtype):
-        dtype = _promoted_dtype(before, after)
-        before = before.update(dtype=dtype, weak_type=dtype == after.dtype and after.weak_type)
+    if before.weak_type and before.dtype != after.dtype:
+        # The result counts as strong, whatever it is: so it does in lax.
+        dtype = jnp.result_type(np.zeros((), before.dtype).item(), after.dtype)
+        before = before.update(dtype=dtype, weak_type=False)
     return _jax.type_like(before, [after, *decided_by])
-
-
-def _promoted_dtype(a: Any, b: Any) -> Any:
-    """The dtype that two types have in common; a weak one gives way."""
-    scalars = {"b": True, "i": 0, "u": 0, "f": 0.0, "c": 0j}
-    return jnp.result_type(*(scalars[t.dtype.kind] if t.weak_type else t.dtype for t in (a, b)))
 
 
 def _of_moving(settings: dict, moving: Sequence[bool]) -> dict:
@@ -293,38 +284,35 @@ def as_loop(
 
     `free`: which leaves are not buffers of a loop around this one; empty: all of them.
     """
+    if cond is not None and (axes := axes_between_lanes(body)):
+        buffers = settings.get("buffers") or [False] * len(types)
+        cond, body = in_step(cond, len(cond_consts), body, len(consts), buffers, axes)
+        consts = [*cond_consts, *consts]
     n, c = len(types), len(consts)
     if cond is not None:
-        floats = [_jax.is_differentiable(t) for t in body.in_avals[:c]]
-        marked = floats + [False] * (len(body.in_avals) - c)
-        body = _jaxpr.vary_inputs(body, marked, cond.out_avals)
+        cond, body = (all_varying(j, cond.out_avals) for j in (cond, body))
+        types = [_jax.type_like(t, cond.out_avals) for t in types]
     flag = settings.get("flag")
     source = _jaxpr.forwarded(body)
     fixed = tuple(source[i] == c + i and i != flag for i in range(n))
     moving = [not f for f in fixed]
-    if any(fixed):
-        whole_body, whole_cond = _jax.call_jaxpr(body), cond
-        x_types = body.in_avals[c + n :]
-        const_types = body.in_avals[:c]
 
-        def fixed_body(*values: Any) -> list:
-            before, still, carry, x = parts(values, c, sum(fixed), sum(moving))
+    def of_moving(jaxpr: Any, before: int, outs: int) -> Any:
+        """The jaxpr where the leaves that stay are constants, after the others."""
+
+        def run(*values: Any) -> list:
+            consts, still, carry, x = parts(values, before, sum(fixed), sum(moving))
             inputs = spread(still, fixed, spread(carry, moving, [None] * n))
-            out, y = parts(whole_body(*before, *inputs, *x), n)
-            return [*kept(out, moving), *y]
+            out, y = parts(_jax.call_jaxpr(jaxpr)(*consts, *inputs, *x), outs)
+            return [*kept(out, moving[:outs]), *y]
 
-        parts_of = [*const_types, *kept(types, fixed), *kept(types, moving), *x_types]
-        body, _ = _jax.trace(fixed_body, parts_of, "body")
-        if cond is not None:
-            k = len(cond_consts)
+        leaves = [*kept(types, fixed), *kept(types, moving)]
+        ins = [*jaxpr.in_avals[:before], *leaves, *jaxpr.in_avals[before + n :]]
+        return _jax.trace_closed(run, ins, "moving")
 
-            def fixed_cond(*values: Any) -> list:
-                before, still, carry = parts(values, k, sum(fixed))
-                inputs = spread(still, fixed, spread(carry, moving, [None] * n))
-                return _jax.call_jaxpr(whole_cond)(*before, *inputs)
-
-            parts_of = [*cond.in_avals[:k], *kept(types, fixed), *kept(types, moving)]
-            cond, _ = _jax.trace(fixed_cond, parts_of, "cond")
+    if any(fixed):
+        body = of_moving(body, c, n)
+        cond = None if cond is None else of_moving(cond, len(cond_consts), 0)
     loop = Loop(
         cond=cond,
         body=body,
@@ -335,4 +323,4 @@ def as_loop(
         **{**settings, **_of_moving(settings, moving)},
     )
     free = tuple(kept(free or [True] * n, moving))
-    return Traced(interned(loop), cond_consts, consts, fixed, types, y_tree, free)
+    return Traced(shared(loop), cond_consts, consts, fixed, types, y_tree, free)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from loopkit import _checks, _errors, _index
 from loopkit._buffer import Buffer, Owner, plain
@@ -199,23 +200,27 @@ def _named(names: Any, buffers: Any, init: Any) -> list[bool]:
     if callable(buffers):
         tokens = [_Leaf(v) for v in leaves]
         place = {id(t): i for i, t in enumerate(tokens)}
-        chosen = jax.tree.leaves(buffers(tree.unflatten(tokens)))
+        expected = "must return leaves of the carry that it is given"
+        try:
+            chosen = jax.tree.leaves(buffers(tree.unflatten(tokens)))
+        except (TypeError, AttributeError, LookupError) as error:
+            got = f"{type(error).__name__}: {error}"
+            raise TypeError(_errors.wrong(function, "buffers", expected, got, HOW)) from error
         flags = [False] * len(leaves)
         for token in chosen:
             if id(token) not in place:
                 got = f"{token!r} of type {type(token).__name__}"
-                expected = "must return leaves of the carry that it is given"
                 raise TypeError(_errors.wrong(function, "buffers", expected, got, HOW))
             flags[place[id(token)]] = True
         return flags
     flags = []
 
     def spread(flag: Any, part: Any) -> None:
-        if not isinstance(flag, bool):
+        if not isinstance(flag, (bool, np.bool_)):
             got = f"{flag!r} of type {type(flag).__name__}"
             expected = "must be a function or a tree of bools"
             raise TypeError(_errors.wrong(function, "buffers", expected, got, HOW))
-        flags.extend([flag] * len(jax.tree.leaves(part)))
+        flags.extend([bool(flag)] * len(jax.tree.leaves(part)))
 
     try:
         jax.tree.map(spread, buffers, init)

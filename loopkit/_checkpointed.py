@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools as ft
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import MethodType
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from loopkit import _arguments, _jax, _jaxpr
-from loopkit._cache import Recent, remember
-from loopkit._function_key import IDENTITIES, function_key, is_library
+from loopkit._arguments import type_of
+from loopkit._cache import interned, remember
+from loopkit._capture import shared
 from loopkit._lax_loops import LoopSite, Settings
 from loopkit._plan import Bytes
+from loopkit._program_key import Unknown, program_key
 from loopkit._replace_lax_loops import replacing, settings_of
 from loopkit.engine.loop import Loop, kept, spread
 
@@ -80,7 +83,8 @@ def checkpointed(
     - `fn`: any function that JAX can trace. Arguments that are arrays, floats or complex numbers
         become abstract, as under `jax.jit`; bools, ints, strings, functions and other leaves are
         passed to `fn` as they are, and returned as they are. With an object that may have changed
-        since the last call, such as the `self` of a method, `fn` is traced at every call. What `fn`
+        since the last call, such as the `self` of a method, `fn` is traced at every call;
+        functions are taken to be pure, and the same if they are the very same object. What `fn`
         closes over is read when it is traced, as under `jax.jit`. A function in which tracing finds
         no loop is called as it is from then on.
     - `max_steps`: the most steps of each while loop, a static int; None for no bound. A loop that
@@ -123,65 +127,51 @@ def checkpointed(
     if isinstance(settings.budget, Bytes):
         settings = replace(settings, budget=Share(**vars(settings.budget)))
 
-    programs = Recent(256)
-
     @ft.wraps(fn)
     def replaced(*args: Any, **kwargs: Any) -> Any:
-        return _call(fn, settings, programs, args, kwargs)
+        return _call(fn, settings, args, kwargs)
 
     return replaced
 
 
-def _call(fn: Callable, settings: Settings, programs: Recent, args: tuple, kwargs: dict) -> Any:
+def _call(fn: Callable, settings: Settings, args: tuple, kwargs: dict) -> Any:
     leaves, tree = jax.tree.flatten((args, kwargs))
     leaves = [v if type(v) is _jax.ArrayImpl else _converted(v) for v in leaves]
-    key = (tree, _jax.trace_context(), *map(_arguments.leaf_key, leaves))
-
     new: list[Program] = []
 
-    def trace() -> Program:
+    def traced() -> Program:
         new.append(_traced(fn, settings, leaves, tree))
-        return new[0]
+        return new[0].to_keep
 
-    def remembered(what: str, make: Callable[[], Program]) -> Program:
-        # A function made anew on every call is known by what it does.
-        functions = [v for v in leaves if _is_static(v) and callable(v)]
-        types = [None if callable(v) else _arguments.leaf_key(v) for v in leaves]
-        return remember((fn, *functions), (what, settings, tree, *types), make)
-
-    known = _found(programs, key)
-    if known is None:
-        if any(_may_change(v) for v in leaves if _is_static(v)):
-            return trace().run(leaves)
-        known = programs.remember(key, lambda: remembered("kept", lambda: trace().to_keep))
+    bound = isinstance(fn, MethodType)  # to an object that may change
+    functions = [] if bound else [fn]
+    try:
+        static = _static_key(tree, [*leaves, fn] if bound else leaves, functions)
+    except Unknown:  # an object that may change
+        return _traced(fn, settings, leaves, tree).run(leaves)
+    known = remember(functions, (settings, static), traced)
     if known.jaxpr is not None:
         return known.run(leaves)
     # Without loops `fn` is called as it is, and reads anew what it closes over.
-    args, kwargs = tree.unflatten(leaves)
     if not any(map(_jax.is_tracer, leaves)):
+        args, kwargs = tree.unflatten(leaves)
         return fn(*args, **kwargs)
-    if known.has_rules and not function_key(fn)[2]:
-        # All that it closes over is in its key.
-        return remembered("whole", lambda: new[0] if new else trace()).run(leaves)
     if new or known.has_rules:
-        return (new[0] if new else trace()).run(leaves)
+        return (new or [_traced(fn, settings, leaves, tree)])[0].run(leaves)
+    args, kwargs = tree.unflatten(leaves)
     with replacing(settings):
         return fn(*args, **kwargs)
 
 
-def _is_static(leaf: Any) -> bool:
-    return not isinstance(leaf, jax.Array)
+def _static_key(tree: Any, leaves: Sequence[Any], functions: list) -> Any:
+    """What a trace depends on beside values: types, structure, and what is no array."""
+    types = [type_of(v) if isinstance(v, jax.Array) else None for v in leaves]
+    static = [v for v in leaves if not isinstance(v, jax.Array)]
+    return (*types, program_key((tree, static), met=functions))
 
 
 def _converted(leaf: Any) -> Any:
     return _jax.as_array(leaf) if _arguments.is_traced(leaf) else leaf
-
-
-def _found(programs: Recent, key: Any) -> Program | None:
-    try:
-        return programs.find(key)
-    except TypeError:  # an argument without a hash
-        return None
 
 
 def _traced(fn: Callable, settings: Settings, leaves: list, tree: Any) -> Program:
@@ -203,16 +193,8 @@ def _traced(fn: Callable, settings: Settings, leaves: list, tree: Any) -> Progra
     has_loops = any("loop" in e.params or e.primitive.name in LAX_LOOPS for e in equations)
     has_rules = any(e.primitive.name.startswith(RULES) for e in equations)
     jaxpr = _with_rules(_shared(jaxpr), settings)
+    jaxpr = interned(jaxpr) or jaxpr
     return Program(jaxpr, consts, out_tree, rest, has_loops, has_rules)
-
-
-def _may_change(value: Any) -> bool:
-    """Whether an object, such as the `self` of a method, can change and stay equal to itself."""
-    if isinstance(value, ft.partial):
-        return any(map(_may_change, (value.func, *value.args, *value.keywords.values())))
-    if isinstance(value, IDENTITIES) or is_library(type(value)):
-        return False
-    return type(value).__hash__ is object.__hash__
 
 
 def _shared(jaxpr: Any) -> Any:
@@ -226,7 +208,7 @@ def _shared(jaxpr: Any) -> Any:
             return eqn
         loop = eqn.params["loop"]
         part = Bytes(**vars(loop.checkpoints) | {"loops": count})
-        loop = loop.replace(checkpoints=part)
+        loop = shared(loop.replace(checkpoints=part))
         return eqn.replace(params=eqn.params | {"loop": loop})
 
     return _jaxpr.map_equations(jaxpr, with_its_part)

@@ -7,7 +7,8 @@ initial buffer has in a row that is not all zeros counts as written.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from loopkit import _errors, _jax, _slices
+from loopkit import _jax, _slices
+from loopkit._arguments import check_flag
+from loopkit._heard import heard
 
 VARIABLE = "LOOPKIT_CHECKS"
 
@@ -24,12 +27,8 @@ def wanted(function: str, checks: Any) -> bool:
     """Whether to check: as the argument says, or the environment where it is None."""
     if checks is None:
         return os.environ.get(VARIABLE, "0") not in ("", "0")
-    if not isinstance(checks, (bool, np.bool_)):
-        advice = f"None is what the environment variable {VARIABLE} says."
-        raise TypeError(
-            _errors.wrong(function, "checks", "must be a bool or None", repr(checks), advice)
-        )
-    return bool(checks)
+    expected = f"a bool or None (what the environment variable {VARIABLE} says)"
+    return check_flag(function, "checks", checks, expected)
 
 
 def first_written(value: Any) -> Any:
@@ -75,43 +74,45 @@ def _raise_if(buffer: Any, value: Any, bad: Any, place: Any, text: str) -> Any:
     if owner.mask is not None:
         bad = bad & owner.mask
 
-    def say(index: tuple, step: int) -> str:
-        shown = index[0] if len(index) == 1 else index
-        return f"loopkit: buffer `{owner.name}` " + text.format(index=shown, step=step)
-
     window = place.window
     partly = [a for a, n in enumerate(buffer.shape) if window.sizes[a] != n] or [0]
     offsets = np.array(window.offsets, np.int32)
     point = jnp.broadcast_to(jnp.asarray(offsets), (*place.batch, len(offsets)))
     if window.axes:
         point = point.at[..., np.array(window.axes)].set(place.starts.astype(jnp.int32))
-    return _raising(value, bad, point[..., np.array(partly)], owner.step, say)
+    point = point[..., np.array(partly)]
+    return heard(Outside(owner.name, text), [bad, point, owner.step], value)
 
 
-def _raising(value: Any, bad: Any, point: Any, step: Any, say: Callable[[tuple, int], str]) -> Any:
-    """`value`, and an error at run time if any of `bad` holds.
+@dataclass(frozen=True)
+class Outside:
+    """What raises an error that says which slice of a buffer is bad, the first of them.
 
-    `point` has an index for each of `bad`, along its last axis; the first bad one is reported.
+    The checks: which are; where each is, along the last axis; the number of the step.
     """
 
-    def report(bad: Any, point: Any, step: Any) -> Any:
+    name: str
+    text: str
+
+    def __call__(self, checks: Sequence[Any], values: list) -> list:
+        def call(*checks: Any) -> Any:
+            out = jax.ShapeDtypeStruct(checks[2].shape, jnp.bool_)
+            return jax.pure_callback(self.report, out, *checks, vmap_method="broadcast_all")
+
+        # Called where there is something to report.
+        nothing = lambda *checks: jnp.ones(checks[2].shape, bool)
+        done = lax.cond(checks[0].any(), call, nothing, *checks).all()
+        # The values depend on the call, which would be left out otherwise.
+        return [jnp.where(done, v, _jax.zeros(jax.typeof(v))) for v in values]
+
+    def report(self, bad: Any, point: Any, step: Any) -> Any:
         bad, point, step = map(np.asarray, (bad, point, step))
-        if bad.any():
-            lanes = step.ndim
-            steps = np.broadcast_to(
-                step.reshape((*step.shape, *[1] * (bad.ndim - lanes))), bad.shape
-            )
-            points = np.broadcast_to(point, (*bad.shape, point.shape[-1]))
-            first = np.flatnonzero(bad)[0]
-            index = points.reshape(-1, points.shape[-1])[first]
-            raise IndexError(say(tuple(map(int, index)), int(steps.reshape(-1)[first])))
-        return np.ones(step.shape, bool)
-
-    def call(bad: Any, point: Any, step: Any) -> Any:
-        out = jax.ShapeDtypeStruct((), jnp.bool_)
-        return jax.pure_callback(report, out, bad, point, step, vmap_method="broadcast_all")
-
-    # Called where there is something to report.
-    done = lax.cond(bad.any(), call, lambda *_: jnp.array(True), bad, point, step)
-    # The value depends on the call, which would be left out otherwise.
-    return jnp.where(done, value, _jax.zeros(jax.typeof(value)))
+        if not bad.any():
+            return np.ones(step.shape, bool)
+        first = np.flatnonzero(bad)[0]
+        steps = step.reshape((*step.shape, *[1] * (bad.ndim - step.ndim)))
+        points = np.broadcast_to(point, (*bad.shape, point.shape[-1])).reshape(-1, point.shape[-1])
+        index = tuple(map(int, points[first]))
+        number = int(np.broadcast_to(steps, bad.shape).reshape(-1)[first])
+        text = self.text.format(index=index[0] if len(index) == 1 else index, step=number)
+        raise IndexError(f"loopkit: buffer `{self.name}` {text}")

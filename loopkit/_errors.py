@@ -58,3 +58,11 @@ def carry_structure(
         + "\n".join(lines)
         + f"\nReturn from `{argument}` the same tree as `{init}`."
     )
+
+
+def size(count: float, unit: str = "B") -> str:
+    """So many bytes; the unit is that of a few."""
+    for larger, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:,.3g} {larger}"
+    return f"{count} {unit}"

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from loopkit import _jax
+from loopkit._errors import size
 
 
 def ran_out(error: BaseException) -> bool:
@@ -20,13 +21,13 @@ def ran_out_after(
     function: str, steps: int, segment: int, y_bytes: int, carry_bytes: int, room: int
 ) -> str:
     """How far the loop got, what it keeps, and how much of that would fit into so many bytes."""
-    carries = f"{room // max(carry_bytes, 1):,} carries of {_size(carry_bytes)}"
+    carries = f"{room // max(carry_bytes, 1):,} carries of {size(carry_bytes, 'bytes')}"
     # The rows are in chunks, and once joined in one piece.
-    rows = f"the `ys` of {room // max(2 * y_bytes, 1):,} steps, {_size(y_bytes)} each"
+    rows = f"the `ys` of {room // max(2 * y_bytes, 1):,} steps, {size(y_bytes, 'bytes')} each"
     return (
         f"loopkit.{function}: out of memory after {steps:,} steps, in a segment of {segment:,}. "
-        f"The device had {_size(room)} for it: enough for {rows}, or for {carries}. Return less "
-        "from `f` to be stacked, pass `max_segments` or a smaller `segment`; under "
+        f"The device had {size(room, 'bytes')} for it: enough for {rows}, or for {carries}. "
+        "Return less from `f` to be stacked, pass `max_segments` or a smaller `segment`; under "
         "differentiation pass a small int for `checkpoints`."
     )
 
@@ -50,10 +51,3 @@ def _left_on(device: Any) -> int:
 
 def memory_stats(device: Any) -> dict[str, int]:
     return device.memory_stats() or {}
-
-
-def _size(count: float) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:,.3g} {unit}"
-    return f"{count} bytes"

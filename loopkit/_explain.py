@@ -10,8 +10,9 @@ from typing import Any
 import jax
 
 from loopkit import _arguments, _jax
+from loopkit._errors import size
 from loopkit._plan import Plan
-from loopkit.engine.activity import forward_activity
+from loopkit.engine.activity import moving_activity
 from loopkit.engine.loop import Loop, kept, spread
 from loopkit.engine.reversal import reversal
 from loopkit.engine.split import split_step
@@ -41,20 +42,20 @@ class Explained:
         if not self.name.startswith("loopkit"):
             stored, peak, runs = "every step", "", (plan.bound, 0)
         else:
-            stored, peak = plan.stored, _bytes(plan.peak_bytes)
+            stored, peak = plan.stored, size(plan.peak_bytes)
             runs = (None, None) if plan.bound is None else plan.evaluations()
         forward, backward = ("" if r is None else f"{r:,}" for r in runs)
         return (
             self.name,
             self.source,
             steps,
-            _bytes(plan.step.carry_bytes),
-            _bytes(plan.step.residual_bytes),
+            size(plan.step.carry_bytes),
+            size(plan.step.residual_bytes),
             stored,
             peak,
             forward,
             backward,
-            "" if self.scan_bytes is None else _bytes(self.scan_bytes),
+            "" if self.scan_bytes is None else size(self.scan_bytes),
         )
 
 
@@ -195,7 +196,7 @@ def _of_lax(eqn: Any) -> Explained:
     if eqn.primitive.name == "while":
         carry = params["body_jaxpr"].in_avals[params["body_nconsts"] :]
         size = sum(map(_jax.byte_count, carry))
-        return Explained("lax.while_loop", source, _with_bytes(Plan(0), size, 0), None)
+        return Explained("lax.while_loop", source, _with_bytes(Plan(1), size, 0), None)
     consts, carries = _jax.scan_counts(params)
     loop = Loop(
         cond=None,
@@ -209,7 +210,7 @@ def _of_lax(eqn: Any) -> Explained:
     )
     split = split_step(loop, _everything(loop))
     carry = sum(map(_jax.byte_count, loop.carry_types))
-    bounded = Plan(0, bound=loop.length, exact=True)
+    bounded = Plan(1, bound=loop.length, exact=True)
     stored = split.uncut_bytes
     assert loop.length is not None
     return Explained("lax.scan", source, _with_bytes(bounded, carry, stored), loop.length * stored)
@@ -224,11 +225,4 @@ def _everything(loop: Loop) -> Any:
     """Every operand that can have a tangent has one."""
     types = [*loop.const_types, *loop.body.in_avals[loop.const_count :]]
     flags = list(map(_jax.is_differentiable, types))
-    return forward_activity(loop, loop.split([False] * loop.cond_const_count + flags)[0])
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"
+    return moving_activity(loop, loop.split([False] * loop.cond_const_count + flags)[0])

@@ -17,7 +17,7 @@ from loopkit._while_loop import run_while
 T = TypeVar("T")
 
 NAMES = Names("fori_loop", "body_fun", "init_val", "cond_fun", hidden=2)
-"""The carry of the loop that runs is ((counter, value), ...): two levels above the user's."""
+"""The carry of the loop that runs is ((counters, value), ...): two levels above the user's."""
 
 
 def fori_loop(
@@ -79,6 +79,7 @@ def fori_loop(
     name = NAMES.function
     _arguments.check_callable(name, "body_fun", body_fun)
     max_steps = _arguments.check_max_steps(name, max_steps)
+    return_info = _arguments.check_flag(name, "return_info", return_info)
     lower, upper = _bound("lower", lower), _bound("upper", upper)
     inner = _of_value(buffers)
     if isinstance(lower, int) and isinstance(upper, int):
@@ -117,9 +118,9 @@ def fori_loop(
         first, stop = (v.astype(jnp.result_type(lower, upper)) for v in (first, stop))
     out = run_while(
         NAMES,
-        lambda carry: carry[0] < stop,
-        lambda carry: (carry[0] + 1, body_fun(*carry)),
-        (first, init_val),
+        lambda carry: carry[0][0] < carry[0][1],
+        lambda carry: ((carry[0][0] + 1, carry[0][1]), body_fun(carry[0][0], carry[1])),
+        ((first, stop), init_val),
         max_steps=max_steps,
         checkpoints=checkpoints,
         memory=memory,
@@ -128,6 +129,7 @@ def fori_loop(
         unroll=1 if unroll is None else unroll,
         throw=False,
         return_info=return_info,
+        made_of=(body_fun, name),
     )
     if not return_info:
         return out[1]
@@ -136,7 +138,7 @@ def fori_loop(
 
 
 def _of_value(buffers: Any) -> Any:
-    """`buffers` of the value, as buffers of the carry (counter, value)."""
+    """`buffers` of the value, as buffers of the carry (counters, value)."""
     if buffers is None:
         return None
     return (lambda carry: buffers(carry[1])) if callable(buffers) else (False, buffers)

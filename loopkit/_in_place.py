@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from loopkit import _errors, _jax
+from loopkit import _arguments, _jax
 from loopkit._hlo import Instruction, Program
 from loopkit.engine.loop import kept, spread
 from loopkit.engine.primitives import while_p
@@ -78,16 +78,10 @@ def in_place_report(
 
     An `InPlaceReport`: true if there is none, and a list of them when it is printed.
     """
-    if not callable(fn):
-        raise TypeError(
-            _errors.wrong(
-                "assert_in_place",
-                "fn",
-                "must be a function",
-                repr(fn),
-                "Pass it and its arguments, not its result.",
-            )
-        )
+    name = "assert_in_place"
+    _arguments.check_callable(name, "fn", fn)
+    grad = _arguments.check_flag(name, "grad", grad)
+    min_bytes = _arguments.check_whole(name, "min_bytes", min_bytes, 0, "an int >= 0, in bytes")
     fn, arrays = _of_arrays(fn, args)
     names = _leaf_names(_jax.open_jaxpr(jax.make_jaxpr(fn)(*arrays)))
     lowered = jax.jit(fn).lower(*arrays)

@@ -86,7 +86,9 @@ class Place:
         starts = self.starts.reshape(*batch, *[1] * len(sizes), len(window.axes))
         starts = jnp.broadcast_to(starts, (*batch, *sizes, len(window.axes)))
         grid = jnp.broadcast_to(grid, (*batch, *grid.shape))
-        ones = Window((*window.axes, *rest), window.offsets, (1,) * len(window.sizes), window.drop)
+        ndim = len(window.sizes)
+        axes, nowhere = (*window.axes, *rest), (0,) * ndim
+        ones = replace(window, axes=axes, offsets=nowhere, sizes=(1,) * ndim)
         place = replace(self, window=ones, starts=jnp.concatenate([starts, grid], -1))
         mask = jnp.broadcast_to(mask, value.shape)
         return place, value.reshape(stacked), mask.reshape(stacked)
@@ -106,15 +108,23 @@ def _last(places: Any) -> Any:
     return last.reshape(places.shape)
 
 
-def place(shape: Sequence[int], index: Any, drop: bool = False, unique: bool = False) -> Place:
+def place(shape: Sequence[int], index: Any, mode: str | None = None, unique: bool = False) -> Place:
     """Where `index` points in a buffer of this shape.
 
-    `drop` is for slices out of bounds, as in `Window`; `unique` is the caller's word that the
-    index has no duplicates.
+    `mode` is for slices out of bounds, as in `Window`; None is that of `jax.numpy` for reads.
+    `unique` is the caller's word that the index has no duplicates.
     """
-    items = _expanded(shape, index if isinstance(index, tuple) else (index,))
+    index = index if isinstance(index, tuple) else (index,)
+    items = _expanded(shape, index)
     arrays = [v for kind, v, _ in items if kind == "array"]
     has_arrays = any(np.ndim(a) for a in arrays)
+    # An index without a sign is not from the end, however large, ...
+    wrap = not arrays or any(a.dtype.kind == "i" for a in arrays)
+    if mode is None:
+        # ... but where jax.numpy reads one slice, and does not gather.
+        strided = any(isinstance(v, slice) and v.step not in (None, 1, -1) for v in index)
+        gathers = has_arrays or (strided and bool(arrays))
+        mode, wrap = ("promise_in_bounds", wrap) if gathers else ("clip", True)
     together = jnp.broadcast_shapes(*[np.shape(a) for a in arrays]) if arrays else ()
     steps = [v for kind, v, _ in items if kind == "steps"]
     batch = (*together, *map(len, steps))
@@ -149,7 +159,7 @@ def place(shape: Sequence[int], index: Any, drop: bool = False, unique: bool = F
             tokens.append(len(batch) + axis)
         elif kind == "new":
             tokens.append(None)
-    dtype = np.int32 if max(shape, default=0) < 2**31 - 1 else np.int64
+    dtype = np.int32 if all(_jax.volume([n]) < 2**31 - 1 for n in shape) else np.int64
     if columns:
         columns = [jnp.broadcast_to(c.astype(dtype), batch) for c in columns]
         starts = jnp.stack(columns, -1) if len(columns) > 1 else columns[0][..., None]
@@ -161,7 +171,7 @@ def place(shape: Sequence[int], index: Any, drop: bool = False, unique: bool = F
     rank = {axis: i for i, axis in enumerate(sorted(order))}
     rows = [(v, shape[axis]) for kind, v, axis in items if kind == "array" and np.ndim(v)]
     return Place(
-        Window(tuple(axes), tuple(offsets), tuple(sizes), drop),
+        Window(tuple(axes), tuple(offsets), tuple(sizes), mode, wrap),
         starts,
         tuple(1 if t is None else stacked[t] for t in tokens),
         dropped,
@@ -173,12 +183,8 @@ def place(shape: Sequence[int], index: Any, drop: bool = False, unique: bool = F
 
 def _expanded(shape: Sequence[int], index: tuple) -> list[tuple[str, Any, int]]:
     """(kind, value, axis) of everything in the index, boolean arrays and ellipses spelled out."""
-    index = tuple(_item(v) for v in index)
-    plain: list[Any] = []
-    for v in index:
-        is_mask = isinstance(v, np.ndarray) and v.dtype == bool
-        plain += [*np.nonzero(v)] if is_mask else [v]
-    used = sum(v is not None and v is not Ellipsis for v in plain)
+    plain = [_item(v) for v in index]
+    used = sum(v.ndim if _is_mask(v) else v is not None and v is not Ellipsis for v in plain)
     if used > len(shape):
         raise IndexError(
             f"loopkit.Buffer: an index must have at most {len(shape)} entries, one for each axis "
@@ -204,6 +210,16 @@ def _expanded(shape: Sequence[int], index: tuple) -> list[tuple[str, Any, int]]:
         elif isinstance(v, slice):
             items.append((*_slice(v, shape[axis]), axis))
             axis += 1
+        elif _is_mask(v):
+            want = tuple(shape[axis : axis + v.ndim])
+            if any(n not in (0, size) for n, size in zip(v.shape, want, strict=True)):
+                raise IndexError(
+                    f"loopkit.Buffer: a mask must have the shape {want} of the axes that it is "
+                    f"for, from axis {axis} of a buffer of shape {tuple(shape)}, got {v.shape}. "
+                    "Put it where its axes are, with `:` or an ellipsis before it."
+                )
+            items += [("array", rows, axis + i) for i, rows in enumerate(np.nonzero(v))]
+            axis += v.ndim
         else:
             items.append(("array", v, axis))
             axis += 1
@@ -232,6 +248,10 @@ def _item(v: Any) -> Any:
                 "with `pred=mask`, or read the rows and use jnp.where."
             )
     raise TypeError(f"loopkit.Buffer: an index must be of integers, got {got}. {HOW}")
+
+
+def _is_mask(v: Any) -> bool:
+    return isinstance(v, np.ndarray) and v.dtype == bool
 
 
 def _slice(v: slice, size: int) -> tuple[str, Any]:

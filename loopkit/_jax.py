@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools as ft
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
 
@@ -33,6 +34,9 @@ from jax._src.array import ArrayImpl as ArrayImpl
 from jax._src.interpreters import ad, batching, mlir, pxla
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.control_flow import loops as lax_loops
+from jax._src.literals import TypedNdArray as TypedNdArray
+from jax._src.named_sharding import UnspecifiedValue
+from jax._src.random.prng import PRNGImpl
 
 DebugInfo = core.DebugInfo
 IO_EFFECTS = callback.IOEffect, callback.OrderedIOEffect
@@ -40,13 +44,28 @@ JaxprInputEffect = effects_.JaxprInputEffect
 Literal = core.Literal
 ShapedArray = core.ShapedArray
 Zero = ad.Zero
+add_tangents = ad.add_tangents
 call_jaxpr = core.jaxpr_as_fun
 close_jaxpr = pe.close_jaxpr
 debug_callback_p = debugging.debug_callback_p
+instantiate = ad.instantiate_zeros
 make_jaxpr_effects = pe.make_jaxpr_effects
 pvary_p = core.pvary_p
 same_type = core.typematch
 tree_differences = tree_util.equality_errors_pytreedef
+
+COMPARED = (
+    core.AbstractValue,
+    core.Primitive,
+    jax.sharding.AbstractMesh,
+    jax.sharding.Mesh,
+    jax.sharding.PartitionSpec,
+    jax.sharding.Sharding,
+    PRNGImpl,
+    UnspecifiedValue,
+    *([pe.__dict__["ft"].FlatTree] if jax.__version_info__ >= (0, 11) else []),
+)
+"""Types of parameters that never change, and are equal only if they mean the same."""
 
 KEEPS_BARRIERS = jax.__version_info__ >= (0, 11)
 """Whether the compiler for CPUs keeps lax.optimization_barrier until it has fused operations."""
@@ -74,6 +93,9 @@ def slice_type(aval: ShapedArray, axis: int = 0) -> ShapedArray:
 
 def zeros(aval: ShapedArray) -> jax.Array:
     """Zeros of a type, its varying manual axes included; for PRNG keys, keys of zero bits."""
+    if is_spread(aval) and jax.sharding.get_abstract_mesh().empty:
+        with jax.sharding.use_abstract_mesh(aval.sharding.mesh):  # else the layout is dropped
+            return zeros(aval)
     if not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return ad_util.zeros_like_aval(aval)
     bits = ad_util.zeros_like_aval(core.physical_aval(aval))
@@ -135,6 +157,15 @@ def placed(value: Any, aval: ShapedArray | None = None) -> Any:
     return jax.device_put(value, jax.memory.Space.Host if host else jax.memory.Space.Device)
 
 
+def known_on(meshes: Sequence[Any], values: list) -> list:
+    """The values, laid out anyhow over the mesh: what loops name is hidden from `jax.jit`."""
+    if not meshes or not values or not jax.sharding.get_abstract_mesh().empty:
+        return values
+    anyhow = [jax.sharding.PartitionSpec.UNCONSTRAINED] * jnp.ndim(values[0])
+    sharding = jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec(*anyhow))
+    return [jax.lax.with_sharding_constraint(values[0], sharding), *values[1:]]
+
+
 @ft.lru_cache(256)
 def of_shape(aval: ShapedArray, shape: tuple[int, ...]) -> ShapedArray:
     return aval.update(shape=shape)
@@ -152,11 +183,6 @@ def is_differentiable(aval: ShapedArray) -> bool:
 
 def is_tracer(value: Any) -> bool:
     return isinstance(value, core.Tracer)
-
-
-def concrete_value(tracer: Any) -> Any:
-    """The array that Python code may take a tracer for, as `float` does; None if there is none."""
-    return core.to_concrete_value(tracer)
 
 
 def innermost(value: Any) -> Any:
@@ -224,12 +250,53 @@ def trace(fun: Callable, avals: Sequence[ShapedArray], name: str) -> tuple[Jaxpr
     return pe.close_jaxpr(pe.convert_constvars_jaxpr(jaxpr)), list(consts)
 
 
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """An array that a rule for derivatives makes, part of a program."""
+
+    value: Any
+
+
+constant_p = core.Primitive("loopkit_constant")
+constant_p.def_impl(lambda *, of: of.value)
+constant_p.def_abstract_eval(lambda *, of: core.typeof(of.value))
+mlir.register_lowering(
+    constant_p, mlir.lower_fun(lambda *, of: jnp.asarray(of.value), multiple_results=False)
+)
+
+
+def trace_closed(fun: Callable, avals: Sequence[ShapedArray], name: str) -> Jaxpr:
+    """The jaxpr of a function that closes over no tracers; arrays it makes are constants of it."""
+    jaxpr, made = trace(fun, avals, name)
+    if not made:
+        return jaxpr
+    if any(map(is_tracer, made)):
+        raise jax.errors.UnexpectedTracerError(
+            f"loopkit: what is differentiated ({name}) must not close over values of another trace "
+            "than its own, got a custom derivative whose rule does. Pass them as arguments."
+        )
+    held = list(map(Constant, made))
+    values = lambda: [constant_p.bind(of=h) for h in held]
+    return trace(lambda *args: call_jaxpr(jaxpr)(*values(), *args), avals, name)[0]
+
+
 def dce(
     jaxpr: Jaxpr, used_outputs: Sequence[bool], keep: Sequence[bool]
 ) -> tuple[Jaxpr, list[bool]]:
     """The part of a jaxpr that the used outputs need, and which inputs it takes."""
     small, used = pe.dce_jaxpr(open_jaxpr(jaxpr), list(used_outputs), list(keep))
     return pe.close_jaxpr(small), list(used)
+
+
+def used_inputs(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> list[bool]:
+    """Which inputs the used outputs need."""
+    j = open_jaxpr(jaxpr)
+    return list(pe.dce_jaxpr(j, list(used_outputs), [False] * len(jaxpr.in_avals))[1])
+
+
+def unknown_outputs(jaxpr: Jaxpr, unknown: Sequence[bool]) -> list[bool]:
+    """Which outputs depend on inputs that are not known yet."""
+    return list(pe.partial_eval_jaxpr_nounits(jaxpr, list(unknown), False)[2])
 
 
 def with_outputs(jaxpr: Jaxpr, outputs: Sequence[Any], keep: Sequence[bool]) -> Jaxpr:
@@ -239,9 +306,10 @@ def with_outputs(jaxpr: Jaxpr, outputs: Sequence[Any], keep: Sequence[bool]) -> 
     return dce(other, [True] * len(outputs), keep)[0]
 
 
-def jvp_activity(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> list[bool]:
-    """Which outputs have a tangent that is not symbolically zero."""
-    return list(ad.jvp_jaxpr(jaxpr, list(nonzero), False)[1])
+def jvp_jaxpr(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
+    """(inputs, nonzero tangents) -> (outputs, nonzero tangents), and which outputs have those."""
+    dual, moved = ad.jvp_jaxpr(jaxpr, list(nonzero), False)
+    return dual, list(moved)
 
 
 def batch_jaxpr(
@@ -251,6 +319,8 @@ def batch_jaxpr(
     free = batching.zero_if_mapped
     places = tuple(free if a == "free" else a for a in out_axes)
     batched, flags = batching.batch_jaxpr_axes(jaxpr, axis, tuple(in_axes), places)
+    if batched.consts:  # made by the rule of a custom_vmap
+        batched = trace_closed(call_jaxpr(batched), batched.in_avals, "batched")
     return batched, list(flags)
 
 
@@ -264,6 +334,12 @@ def bind_equation(eqn: Any, values: Sequence[Any]) -> list:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def vmapped_axes() -> set:
+    """The names of the axes of `jax.vmap` around what is being traced."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return set(core.get_axis_env().axis_sizes).difference(manual)
+
+
 def check_effects(effects: Any) -> list[Any]:
     """The effects that a loop cannot carry."""
     return list(effects_.control_flow_allowed_effects.filter_not_in(effects))
@@ -272,8 +348,17 @@ def check_effects(effects: Any) -> list[Any]:
 # ---------------------------------------------------------------- tangents
 
 
-def instantiate(tangent: Any) -> Any:
-    return ad.instantiate_zeros(tangent)
+def jvp_in_moving(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple:
+    """`jax.jvp` of `fun(*primals)`, in the operands whose tangents are not symbolically zero."""
+    places = [i for i, t in enumerate(tangents) if t is not None and type(t) is not Zero]
+
+    def at(*moved: Any) -> Any:
+        values = list(primals)
+        for i, v in zip(places, moved, strict=True):
+            values[i] = v
+        return fun(*values)
+
+    return jax.jvp(at, [primals[i] for i in places], [tangents[i] for i in places])
 
 
 def is_undefined(value: Any) -> bool:
@@ -296,8 +381,12 @@ def declare(name: str) -> core.Primitive:
     return primitive
 
 
-def define(primitive: core.Primitive, evaluate: Callable, types: Callable) -> None:
-    """Lower and run a primitive through `evaluate(*args, **params)`.
+def define(
+    primitive: core.Primitive, evaluate: Callable, types: Callable, run: Callable | None = None
+) -> None:
+    """Lower a primitive through `evaluate(*args, **params)`.
+
+    Outside jit it is compiled, or left to `run(compiled, evaluate, *args, **params)`.
 
     `types(*avals, **params)` gives the result types and the effects. However strict the user is
     with promotion in what they write, step numbers and masks may be mixed.
@@ -309,18 +398,44 @@ def define(primitive: core.Primitive, evaluate: Callable, types: Callable) -> No
             return evaluate(*args, **params)
 
     def functionalized(*args: Any, **params: Any) -> Any:
-        # From jax 0.11 on the rule is given a context first.
-        error = next(i for i, a in enumerate(args) if isinstance(a, checkify.Error))
-        enabled, operands = args[error + 1], args[error + 2 :]
+        context, error, enabled, operands = _checkified(args)
+        if params.get("loop") is not None:
+            # No step is taken to be thrown away, but for those of lanes: they may be anywhere.
+            loop = params["loop"] = params["loop"].unrolled(1)
+            enabled = enabled - {checkify.OOBError} if loop.lanes else enabled
         fun = ft.partial(evaluate_as_written, **params)
         jaxpr, closed_over = trace(fun, list(map(jax.typeof, operands)), primitive.name)
-        before = (*args[:error], jaxpr, enabled, args[error])
-        return checkify.checkify_jaxpr(*before, *closed_over, *operands)
+        return checkify.checkify_jaxpr(*context, jaxpr, enabled, error, *closed_over, *operands)
 
-    primitive.def_impl(ft.partial(dispatch.apply_primitive, primitive))
+    alone = ft.partial(dispatch.apply_primitive, primitive)
+    primitive.def_impl(alone if run is None else ft.partial(run, alone, evaluate_as_written))
     primitive.def_effectful_abstract_eval(types)
     checkify.error_checks[primitive] = functionalized
     mlir.register_lowering(primitive, mlir.lower_fun(evaluate_as_written, multiple_results=True))
+
+
+def _checkified(args: Any) -> tuple:
+    """What checkify calls a rule with: a context from jax 0.11 on, error, kinds and operands."""
+    at = next(i for i, a in enumerate(args) if isinstance(a, checkify.Error))
+    return args[:at], args[at], args[at + 1], args[at + 2 :]
+
+
+def register_bounds(primitive: core.Primitive, outside: Callable) -> None:
+    """`outside(*operands, **params) -> (bad, starts, axes)`: what checkify is to call an error."""
+
+    def rule(*args: Any, **params: Any) -> Any:
+        context, error, enabled, operands = _checkified(args)
+        out, shape = primitive.bind(*operands, **params), operands[0].shape
+        if checkify.OOBError in enabled and params.get("value", True) and params["window"].axes:
+            bad, starts, axes = outside(*operands, **params)
+            payload = checkify.oob_payload(bad, starts, axes, shape)
+            kind = checkify.OOBError(checkify.get_traceback(), primitive.name, shape, payload)
+            error = cast(Any, checkify).assert_func(*context, error, bad.any(), kind)
+        if params.get("add"):
+            error = cast(Any, checkify).check_nans(primitive, *context, error, enabled, out)
+        return error, out
+
+    checkify.error_checks[primitive] = rule
 
 
 def register_jvp(primitive: core.Primitive, rule: Callable) -> None:
@@ -333,11 +448,12 @@ def register_transpose(primitive: core.Primitive, rule: Callable) -> None:
 
 def register_batching(primitive: core.Primitive, rule: Callable) -> None:
     """`rule(axis_data, args, dims, **params) -> (results, dims)`, for operands some of which have
-    the axis.
+    the axis, or a loop whose steps ask for it by name.
     """
 
     def batched(axis: Any, args: Any, dims: Any, **params: Any) -> tuple:
-        if all(d is None for d in dims):
+        named = "loop" in params and axis.name in params["loop"].axis_names
+        if all(d is None for d in dims) and not named:
             results = primitive.bind(*args, **params)
             return results, [None] * len(results)
         return rule(axis, args, dims, **params)
@@ -373,24 +489,65 @@ def register_partial_eval(
         tangents = trace.default_process_primitive(linear, operands, linear_params)
         return [*map(trace.new_const, outs), *tangents]
 
-    def staged(saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> tuple:
+    def known_part(unknown: list[bool], eqn: Any) -> tuple | None:
         primals, results = eqn.params["loop"].primal_counts
-        count = len(eqn.outvars)
-        residuals = [
-            v
-            for v, there in zip(eqn.invars, instantiated, strict=True)
-            if not there and isinstance(v, core.Var)
-        ]
-        if not any(unknown):
-            return eqn, None, [False] * count, [False] * count, []
         if any(unknown[:primals]):
-            return None, eqn, [True] * count, [True] * count, residuals
-        known_part = known_equation(eqn)
-        tangents_unknown = [False] * results + [True] * (count - results)
-        return known_part, eqn, tangents_unknown, [True] * count, residuals
+            return None
+        return known_equation(eqn), [i < results for i in range(len(eqn.outvars))]
 
     pe.custom_partial_eval_rules[primitive] = eager
-    pe.partial_eval_jaxpr_custom_rules[primitive] = staged
+    pe.partial_eval_jaxpr_custom_rules[primitive] = _staged(known_part)
+
+
+def _staged(known_part: Callable) -> Callable:
+    """A rule of jax.checkpoint: all of an equation is left for later, and what is known is known.
+
+    `known_part(unknown, eqn)` is None, or the equation of that part and which results it has.
+    """
+
+    def rule(saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> tuple:
+        count = len(eqn.outvars)
+        if not any(unknown):
+            return eqn, None, [False] * count, [False] * count, []
+        pairs = zip(eqn.invars, instantiated, strict=True)
+        residuals = [v for v, there in pairs if not there and isinstance(v, core.Var)]
+        known, results = known_part(list(unknown), eqn) or (None, [False] * count)
+        return known, eqn, [not k for k in results], [True] * count, residuals
+
+    return rule
+
+
+def register_known_part(primitive: core.Primitive, part: Callable) -> None:
+    """How a primitive is evaluated in part where some of its operands are known.
+
+    `part(unknown, **params)` is None, or says which operands and which results are known, and the
+    parameters with which the primitive computes those. All of it is left for later as well.
+    """
+
+    def eager(trace: Any, *tracers: Any, **params: Any) -> list:
+        found = part([not t.is_known() for t in tracers], **params)
+        later = trace.default_process_primitive(primitive, tracers, params)
+        if found is None:
+            return later
+        operands, results, known_params = found
+        values = [t.pval.get_known() for t, k in zip(tracers, operands, strict=True) if k]
+        with core.set_current_trace(trace.parent_trace):
+            known = iter(primitive.bind(*values, **known_params))
+        return [
+            trace.new_const(next(known)) if k else t for t, k in zip(later, results, strict=True)
+        ]
+
+    def known_part(unknown: list[bool], eqn: Any) -> tuple | None:
+        found = part(unknown, **eqn.params)
+        if found is None:
+            return None
+        operands, results, known_params = found
+        invars = [v for v, k in zip(eqn.invars, operands, strict=True) if k]
+        outvars = [v for v, k in zip(eqn.outvars, results, strict=True) if k]
+        return new_equation(eqn, primitive, invars, outvars, known_params), results
+
+    pe.custom_partial_eval_rules[primitive] = eager
+    pe.partial_eval_jaxpr_custom_rules[primitive] = _staged(known_part)
 
 
 def new_equation(eqn: Any, primitive: Any, invars: Any, outvars: Any, params: dict) -> Any:
@@ -399,17 +556,9 @@ def new_equation(eqn: Any, primitive: Any, invars: Any, outvars: Any, params: di
     return pe.new_jaxpr_eqn(invars, outvars, primitive, params, effects, eqn.source_info, eqn.ctx)
 
 
-def has_effects(eqn: Any) -> bool:
-    return bool(eqn.effects)
-
-
 def axis(size: int) -> Any:
     """A batch axis without a name."""
     return batching.AxisData(core.no_axis_name, size, None, None)
-
-
-def add_tangents(a: Any, b: Any) -> Any:
-    return ad.add_tangents(a, b)
 
 
 # ---------------------------------------------------------------- the loops of lax

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +12,8 @@ import jax.numpy as jnp
 
 from loopkit import _errors, _jax, _jaxpr
 from loopkit._capture import as_loop
-from loopkit._function_key import function_key
 from loopkit._plan import Budget
+from loopkit.engine.counters import moved_by
 from loopkit.engine.loop import parts
 
 PACKAGE = str(Path(__file__).resolve().parent)
@@ -44,15 +43,8 @@ class Settings:
     max_steps: int | None
     budget: Budget
     only: Callable[[LoopSite], Any] | None = field(compare=False)
-    only_key: Any = None
-    """Equal for predicates that do the same: part of jit's cache keys."""
-    alive: tuple = field(default=(), compare=False)
-    """What that key refers to by identity."""
-
-    @staticmethod
-    def of(function: str, max_steps: int | None, budget: Budget, only: Any) -> Settings:
-        key, alive, mortal = (None, [], []) if only is None else function_key(only)
-        return Settings(function, max_steps, budget, only, key, (*alive, *mortal))
+    only_id: int
+    """Of `only`: as part of jit's cache keys, the very same predicate is the same."""
 
     def wants(self, site: LoopSite) -> bool:
         return self.only is None or bool(self.only(site))
@@ -74,7 +66,7 @@ class LaxLoop(NamedTuple):
 
     @property
     def site(self) -> LoopSite:
-        size = sum(_bytes(jax.typeof(v)) for v in self.init)
+        size = sum(_jax.byte_count(jax.typeof(v)) for v in self.init)
         found, source = _jax.source_of(None, PACKAGE), "unknown"
         if found is not None:
             source = f"{found[0]}:{found[1]} ({found[2]})"
@@ -162,7 +154,8 @@ def _known_steps(
         return None
     place = carry.index(counter)
     first = _integer(init[place])
-    if not _adds_one(step, inside[place], step.outvars[place]):
+    makers = {v: eqn for eqn in step.eqns for v in eqn.outvars}
+    if moved_by(step.outvars[place], inside[place], makers) != 1:
         return None
     if isinstance(limit, _jax.Literal):
         last = _integer(limit.val)
@@ -174,18 +167,6 @@ def _known_steps(
     return None if first is None or last is None else max(0, last - first)
 
 
-def _adds_one(jaxpr: Any, before: Any, after: Any) -> bool:
-    for eqn in jaxpr.eqns:
-        if after in eqn.outvars and eqn.primitive.name == "add":
-            others = [v for v in eqn.invars if v is not before]
-            return (
-                len(others) == 1
-                and isinstance(others[0], _jax.Literal)
-                and _integer(others[0].val) == 1
-            )
-    return False
-
-
 def _integer(value: Any) -> int | None:
     """A scalar integer that is known now."""
     if _jax.is_tracer(value) or _jax.is_symbolic(value):
@@ -193,7 +174,3 @@ def _integer(value: Any) -> int | None:
     if not jnp.issubdtype(jnp.result_type(value), jnp.integer):
         return None
     return int(value) if jnp.shape(value) == () else None
-
-
-def _bytes(aval: Any) -> int:
-    return math.prod(aval.shape) * aval.dtype.itemsize

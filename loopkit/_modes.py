@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
+
+T = TypeVar("T")
 
 MODES = ("drop", "fill", "clip", "promise_in_bounds")
 
@@ -20,16 +23,39 @@ def mode_name(name: str, mode: Any) -> str | None:
             f"loopkit.Buffer: `mode` of `.at[...].{name}` must be one of {', '.join(MODES)}, got "
             f"{mode!r}. They mean what they do in jax.numpy."
         )
-    return label
+    return "drop" if label == "fill" else label
 
 
 def check_keywords(name: str, other: dict) -> None:
-    other = {k: v for k, v in other.items() if not (k == "wrap_negative_indices" and v)}
+    other = {k: v for k, v in other.items() if not (k == "wrap_negative_indices" and v in (True,))}
     if other:
         raise TypeError(
             f"loopkit.Buffer: `.at[...].{name}` takes mode, pred, unique_indices and "
             f"indices_are_sorted, got {', '.join(other)}. Leave the others out."
         )
+
+
+OF_ONE = ("neg", "pos", "abs", "invert", "bool", "int", "float", "complex", "index", "round")
+OF_TWO = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow")
+OF_TWO += ("lshift", "rshift", "and", "xor", "or")
+OPERATORS = (*OF_ONE, "lt", "le", "eq", "ne", "gt", "ge", *OF_TWO, *(f"r{name}" for name in OF_TWO))
+
+
+def without_operators(cls: type[T]) -> type[T]:
+    """The class; its operators say what to write instead."""
+
+    def refusing(name: str) -> Callable:
+        def refuse(*_: Any) -> None:
+            raise TypeError(
+                f"loopkit.Buffer: a buffer is read and written in slices, got `{name}` of all of "
+                "it. Read first, with `b[i]`, or `b[...]` for all of it; write with `b.at[i].set`."
+            )
+
+        return refuse
+
+    for name in OPERATORS:
+        setattr(cls, f"__{name}__", refusing(f"__{name}__"))
+    return cls
 
 
 def fill_value_of(dtype: Any, fill_value: Any) -> Any:

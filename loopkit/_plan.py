@@ -8,10 +8,13 @@ is replayed; with the residuals of every step stored nothing is computed again.
 
 from __future__ import annotations
 
+import functools as ft
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
+from loopkit import _errors
+from loopkit._arguments import check_flag, check_whole
 from loopkit.schedules import binomial
 
 SEGMENT = 300.0
@@ -112,6 +115,27 @@ class Plan:
     step: Step = UNKNOWN
     """The loop's step."""
 
+    def __post_init__(self) -> None:
+        put = ft.partial(object.__setattr__, self)
+        for name in ("keeps_all", "thinned", "host", "exact"):
+            put(name, check_flag("Plan", name, getattr(self, name)))
+        if self.bound is not None:
+            expected = "an int >= 0, steps, or None"
+            put("bound", check_whole("Plan", "bound", self.bound, 0, expected))
+        few = int(not self.keeps_all and self.bound != 0)
+        for name, least, what in (("slots", few, "carries to keep"), ("leaf", 1, "steps")):
+            expected = f"an int >= {least}, {what}"
+            put(name, check_whole("Plan", name, getattr(self, name), least, expected))
+        if self.store not in get_args(Store):
+            expected = f"must be one of {', '.join(map(repr, get_args(Store)))}"
+            advice = "It says what is stored of each step of the segment at hand."
+            raise ValueError(_errors.wrong("Plan", "store", expected, repr(self.store), advice))
+        if not isinstance(self.step, Step):
+            advice = "Leave it out: it is filled in for the loop."
+            raise TypeError(
+                _errors.wrong("Plan", "step", "must be a Step", repr(self.step), advice)
+            )
+
     @property
     def direct(self) -> bool:
         """Whether every segment has a slot of its own, so that no step is run a third time."""
@@ -185,12 +209,7 @@ class Plan:
         The number of steps is the bound by default. Where it is not known beforehand the backward
         count is that of the best placement, which online placement comes close to.
         """
-        steps = self.bound if steps is None else steps
-        if steps is None:
-            raise ValueError(
-                "loopkit.Plan.evaluations: `steps` must be given for a loop without a bound, got "
-                "None. Pass the number of steps that the loop takes."
-            )
+        steps = self._steps("evaluations", steps)
         if self.keeps_all:
             return steps, 0
         if steps == 0 or self.direct:
@@ -241,11 +260,21 @@ class Plan:
         """
         from loopkit._plot import draw
 
-        return draw(self, steps, ax)
+        return draw(self, self._steps("plot", steps), ax)
+
+    def _steps(self, method: str, steps: Any) -> int:
+        """How many steps a loop takes, by default its bound."""
+        steps = self.bound if steps is None else steps
+        if steps is None:
+            raise ValueError(
+                f"loopkit.Plan.{method}: `steps` must be given for a loop without a bound, got "
+                "None. Pass the number of steps that the loop takes."
+            )
+        return check_whole(f"Plan.{method}", "steps", steps, 0, "an int >= 0, steps of the loop")
 
     def nanoseconds(self, steps: int) -> float:
         """Predicted time, less that of the steps' reversal proper: for comparing plans."""
-        step = self.step
+        step, steps = self.step, self._steps("nanoseconds", steps)
         in_use = self.peak_bytes
         price = next(p for size, p in CACHES if in_use <= size)
         save = TRANSFER if self.host else price

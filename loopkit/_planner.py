@@ -61,7 +61,7 @@ def make_plan(
     - `bound`: the most steps; `exact` if it takes just that many.
     - `step`: what one step costs.
     """
-    loop = Plan(0, bound=bound, exact=exact, step=step)
+    loop = Plan(1, bound=bound, exact=exact, step=step)
     if not step.carry_bytes and bound and (budget is None or isinstance(budget, int)):
         return _without_carry(loop, bound)
     step = step._replace(carry_bytes=max(step.carry_bytes, 1))
@@ -70,7 +70,7 @@ def make_plan(
         return _adapted(budget, loop)
     if budget == "all":
         assert bound is not None, "checked with the arguments"
-        return replace(loop, leaf=bound, store="residuals", keeps_all=True)
+        return replace(loop, leaf=max(bound, 1), store="residuals", keeps_all=True)
     if isinstance(budget, Bytes):
         loops, host = budget.loops, budget.host
         if host is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from loopkit import _errors
 from loopkit.schedules import online, reversal
 from loopkit.schedules.actions import Action, Advance, Discard, Restore, Reverse, Save
 
@@ -92,7 +93,7 @@ def _every_step(plan: Plan, steps: int) -> Picture:
     return Picture(stretches, saves, [(0, 0), (1, row), (steps, steps * row), (2 * steps, 0)])
 
 
-def draw(plan: Plan, steps: int | None, ax: Any) -> Any:
+def draw(plan: Plan, steps: int, ax: Any) -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
@@ -100,17 +101,17 @@ def draw(plan: Plan, steps: int | None, ax: Any) -> Any:
             "loopkit.Plan.plot: matplotlib must be installed to draw, and was not found. "
             "Run `pip install loopkit[plot]`."
         ) from error
-    steps = plan.bound if steps is None else steps
-    if steps is None:
-        raise ValueError(
-            "loopkit.Plan.plot: `steps` must be given for a loop without a bound, got None. Pass "
-            "the number of steps that the loop takes."
-        )
     if ax is None:
         _, ax = plt.subplots(
             2, 1, figsize=(8, 5), sharex=True, height_ratios=(3, 1), layout="constrained"
         )
-    above, below = ax
+    try:
+        above, below = ax
+    except (TypeError, ValueError):
+        advice = "Pass two axes of matplotlib, or leave it out."
+        raise TypeError(
+            _errors.wrong("Plan.plot", "ax", "must be a pair of axes", repr(ax), advice)
+        ) from None
     drawn = picture(plan, steps)
     seen: set[str] = set()
     for kind, time, start, stop in drawn.stretches:

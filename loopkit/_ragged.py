@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 import jax
@@ -100,7 +100,8 @@ def ragged_scan(
     sequences, lengths = _check_sequences(sequences)
     batch = _arguments.check_whole(name, "batch", batch, 1, "an int >= 1, sequences to a batch")
     checkpoints = check_budget(name, checkpoints, None, 1)
-    buckets = length_buckets(lengths, growth=growth)
+    return_info = _arguments.check_flag(name, "return_info", return_info)
+    buckets = length_buckets(lengths, growth=_check_growth(name, growth))
 
     row = jax.tree.map(lambda x: _zeros(x, 1), sequences[0])
     traced, tree = trace_segment(NAMES, f, init, row, until, checkpoints)
@@ -171,11 +172,12 @@ def length_buckets(
     """
     name = "length_buckets"
     first = _arguments.check_whole(name, "first", first, 1, "an int >= 1, a length")
-    growth = check_growth(name, growth, "bucket")
-    if growth == 1:
-        advice = "Buckets of equal lengths never reach the longest sequence: pass 1.25, say."
-        raise ValueError(_errors.wrong(name, "growth", "must be more than 1", "1", advice))
+    growth = _check_growth(name, growth)
     expected = "a list of ints >= 0"
+    if isinstance(lengths, (str, Mapping, Set)) or not hasattr(lengths, "__iter__"):
+        got = f"{lengths!r} of type {type(lengths).__name__}"
+        advice = "Pass the length of each sequence, in order."
+        raise TypeError(_errors.wrong(name, "lengths", f"must be {expected}", got, advice))
     lengths = [_arguments.check_whole(name, "lengths", n, 0, expected) for n in lengths]
     sizes = [first]
     longest = max(lengths, default=0)
@@ -185,6 +187,14 @@ def length_buckets(
     for place, length in enumerate(lengths):
         buckets[sizes[bisect.bisect_left(sizes, length)]].append(place)
     return {size: places for size, places in buckets.items() if places}
+
+
+def _check_growth(function: str, growth: Any) -> float:
+    growth = check_growth(function, growth, "bucket")
+    if growth == 1:
+        advice = "Buckets of equal lengths never reach the longest sequence: pass 1.25, say."
+        raise ValueError(_errors.wrong(function, "growth", "must be more than 1", "1", advice))
+    return growth
 
 
 def _check_sequences(sequences: Any) -> tuple[list, list[int]]:

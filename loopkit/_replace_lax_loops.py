@@ -80,7 +80,7 @@ def settings_of(
     budget = check_budget(function, checkpoints, memory, 0)
     if only is not None:
         _arguments.check_callable(function, "only", only)
-    return Settings.of(function, max_steps, budget, only)
+    return Settings(function, max_steps, budget, only, id(only))
 
 
 @contextmanager

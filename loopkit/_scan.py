@@ -14,8 +14,8 @@ from loopkit import _arguments, _carried, _checks, _errors, _jax
 from loopkit._axes import Inputs, arranged, has_none, stacks, without_last
 from loopkit._budget import check_budget
 from loopkit._buffer import plain
-from loopkit._cache import Learnt, interned, remember
-from loopkit._capture import Names, Traced, pair, scalar_bool, trace_loop, type_key
+from loopkit._cache import Learnt, remember
+from loopkit._capture import Names, Traced, pair, scalar_bool, shared, trace_loop, type_key
 from loopkit._in_python import python_scan
 from loopkit._info import LoopInfo
 from loopkit._stored_scan import run_stored
@@ -63,7 +63,7 @@ def scan(
 
     **Arguments:**
 
-    - `f`: `(Carry, X) -> (Carry, Y)`.
+    - `f`: `(Carry, X) -> (Carry, Y)`, pure: the very same function may be traced only once.
     - `init`: a pytree of arrays, the initial carry.
     - `xs`: a pytree of arrays, scanned over along `in_axes`; None for no input.
     - `length`: steps, a static int; needed if no leaf of `xs` is scanned over. Where it is
@@ -174,7 +174,10 @@ def run_scan(
     from the start. `made_of`: the functions of the user, a tuple, and then all else, that `f`, made
     anew on every call, depends on.
     """
-    name, reverse, stopping = names.function, bool(reverse), until is not None
+    name, stopping = names.function, until is not None
+    reverse = _arguments.check_flag(name, "reverse", reverse)
+    split_transpose = _arguments.check_flag(name, "_split_transpose", split_transpose)
+    return_info = _arguments.check_flag(name, "return_info", return_info)
     _arguments.check_callable(name, names.body, f)
     if until is not None:
         _arguments.check_callable(name, names.predicate, until)
@@ -282,7 +285,7 @@ def run_scan(
             )
         )
     if as_lax:
-        carry, ys = run_stored(traced, leaves, inputs.arrays, bool(split_transpose))
+        carry, ys = run_stored(traced, leaves, inputs.arrays, split_transpose)
     else:
         carry, ys = traced.run(leaves, inputs.arrays)
     final, go, steps, _, last, _ = tree.unflatten(carry)
@@ -335,8 +338,7 @@ def _last_ys(
     types = [*map(jax.typeof, leaves), *inputs.slice_types]
     axes = (jax.tree.structure(out_axes), *jax.tree.leaves(out_axes), *inputs.axes)
     key = ("last", names, tree, type_key(leaves), *types, inputs.tree, axes, carried.flags, *rest)
-    found = remember(functions, key, trace) if functions else trace()
-    return [_jax.zeros(t) for t in found.value]
+    return [_jax.zeros(t) for t in remember(functions, key, trace).value]
 
 
 def _stacking(traced: Traced, out_axes: Any) -> Traced:
@@ -344,4 +346,4 @@ def _stacking(traced: Traced, out_axes: Any) -> Traced:
     _, places = stacks(traced.y_tree, traced.loop.ys_types, out_axes)
     if not any(places):
         return traced
-    return replace(traced, loop=interned(traced.loop.replace(ys_axes=places)))
+    return replace(traced, loop=shared(traced.loop.replace(ys_axes=places)))

@@ -24,12 +24,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from loopkit import _jax
 from loopkit._jax import ShapedArray
-from loopkit._window import Window
+from loopkit._window import Window, outside
 
 read_p = _jax.declare("loopkit_read")
 write_p = _jax.declare("loopkit_write")
@@ -79,7 +78,7 @@ def _evaluate_read(buffer: Any, *operands: Any, window: Window, value: bool, hel
         types = map(jax.typeof, (buffer, starts))
         (found, _), _ = _read_types(*types, window=window, value=True, held=held)
         return [_jax.zeros(found), buffer]
-    at, inside = window.starts_in(buffer.shape, starts)
+    at, inside = window.starts_in(buffer.shape, starts, reads=True)
     single = _is_single(starts)
 
     def look(buffer: Any, at: Any) -> Any:
@@ -132,7 +131,7 @@ def _evaluate_write(
         if mask.shape[mask.ndim - buffer.ndim :] == (1,) * buffer.ndim:
             # A slice that is not to be written is one that is out of bounds.
             written = mask.reshape(starts.shape[:-1])
-            room = np.array([buffer.shape[a] for a in window.axes], starts.dtype)
+            room = window.along(buffer.shape, starts.dtype)
             at, outside = jnp.where(written[..., None], at, room), True
         elif add:
             value = jnp.where(mask, value, jnp.zeros_like(value))
@@ -238,24 +237,27 @@ def _write_transpose(
     if of_buffer and not add and not fresh:
         kind = value.aval if of_value else jax.typeof(value)
         zero = _jax.zeros(kind.to_tangent_aval())
-        if of_value and window.axes and not _jax.KEEPS_BARRIERS:
-            ct_value, zero = _in_order(ct_value, zero, starts)
+        if of_value:
+            ct_value, zero = in_order(ct_value, zero, starts, window)
         ct_buffer = write(ct_buffer, zero, starts, window, *masks)
     return [ct_buffer if of_buffer else None, ct_value, *none]
 
 
-def _in_order(found: Any, zero: Any, starts: Any) -> tuple[Any, Any]:
-    """What was read, and zeros that are there only once it has been.
+def in_order(found: Any, new: Any, starts: Any, window: Window) -> tuple[Any, Any]:
+    """What was read, and what is to be written there, which waits until it has been.
 
-    The compiler reads a slice again wherever it is used, and then copies the buffer before it is
-    written; it does not look through a branch, of which it does not know which is taken.
+    A compiler that drops barriers reads a slice again wherever it is used, and then copies the
+    buffer before it is written; it does not look through a branch, of which it does not know which
+    is taken.
     """
-    return lax.cond(_holds(starts), lambda x: (x, zero), lambda x: (zero, x), found)
+    if _jax.KEEPS_BARRIERS or not window.axes:
+        return found, new
+    return lax.cond(_holds(starts), lambda x, y: (x, y), lambda x, y: (y, x), found, new)
 
 
 def _holds(starts: Any) -> Any:
     """True, which the compiler does not know."""
-    return starts.min(initial=0) >= jnp.iinfo(starts.dtype).min // 2
+    return ((starts | 1) != 0).all()
 
 
 # ---------------------------------------------------------------- vmap
@@ -334,12 +336,14 @@ def _read_dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
 
 
 _jax.define(read_p, _evaluate_read, _read_types)
+_jax.register_bounds(read_p, outside)
 _jax.register_jvp(read_p, _read_jvp)
 _jax.register_transpose(read_p, _read_transpose)
 _jax.register_batching(read_p, _read_batched)
 _jax.register_dce(read_p, _read_dce)
 
 _jax.define(write_p, _evaluate_write, _write_types)
+_jax.register_bounds(write_p, outside)
 _jax.register_jvp(write_p, _write_jvp)
 _jax.register_transpose(write_p, _write_transpose)
 _jax.register_batching(write_p, _write_batched)

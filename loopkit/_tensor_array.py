@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from loopkit import _arguments, _errors, _jax
 from loopkit._buffer import Buffer
+from loopkit._heard import ErrorIf, heard
 
 NAME = "TensorArray"
 
@@ -35,15 +35,27 @@ class TensorArray:
 
     __slots__ = ("_data", "_size", "_stored", "_tail", "_tree")
 
-    def __init__(self, data: Sequence[Any], tree: Any, size: Any):
-        self._data = list(data)
-        """Arrays [capacity, ...], or Buffers, of the leaves of an element."""
-        self._tree = tree
-        self._size = size
-        self._stored = size
-        """How many elements are in `data`; later ones are in the tail."""
-        self._tail: list[list] = []
-        """Elements not stored yet. It may hold more, appended to another TensorArray."""
+    _data: list
+    """Arrays [capacity, ...], or Buffers, of the leaves of an element."""
+    _tree: Any
+    _size: Any
+    _stored: Any
+    """How many elements are in `data`; later ones are in the tail."""
+    _tail: list[list]
+    """Elements not stored yet. It may hold more, appended to another TensorArray."""
+
+    def __init__(self, *_: Any, **__: Any):
+        raise TypeError(
+            f"loopkit.{NAME}: an array must be made with `empty` or `from_array`, got a call of "
+            f"the class. Write `{NAME}.empty(capacity, element)`, or `{NAME}.from_array(rows)`."
+        )
+
+    @staticmethod
+    def _of(data: Sequence[Any], tree: Any, size: Any) -> TensorArray:
+        new = object.__new__(TensorArray)
+        new._data, new._tree, new._tail = list(data), tree, []
+        new._size = new._stored = size
+        return new
 
     # ---------------------------------------------------------------- made from
 
@@ -69,7 +81,7 @@ class TensorArray:
         _arguments.as_arrays(f"{NAME}.empty", "element", given)
         types = [v if is_type(v) else jnp.asarray(v) for v in leaves]
         data = [jnp.zeros((capacity, *t.shape), t.dtype) for t in types]
-        return TensorArray(data, tree, 0)
+        return TensorArray._of(data, tree, 0)
 
     @staticmethod
     def from_array(array: Any) -> TensorArray:
@@ -79,17 +91,9 @@ class TensorArray:
         rows = {v.shape[0] if v.ndim else None for v in leaves}
         if len(rows) != 1 or None in rows:
             shapes = ", ".join(_errors.short_type(jax.typeof(v)) for v in leaves) or "no arrays"
-            advice = "Elements are its rows."
-            raise ValueError(
-                _wrong(
-                    "from_array",
-                    "array",
-                    "must have one leading axis in every leaf",
-                    shapes,
-                    advice,
-                )
-            )
-        return TensorArray(leaves, tree, rows.pop())
+            expected, advice = "must have one leading axis in every leaf", "Elements are its rows."
+            raise ValueError(_wrong("from_array", "array", expected, shapes, advice))
+        return TensorArray._of(leaves, tree, rows.pop())
 
     # ---------------------------------------------------------------- as a pytree
 
@@ -107,7 +111,7 @@ class TensorArray:
     @classmethod
     def tree_unflatten(cls, tree: Any, children: Sequence[Any]) -> TensorArray:
         *data, size = children
-        return cls(data, tree, size)
+        return cls._of(data, tree, size)
 
     # ---------------------------------------------------------------- size
 
@@ -169,7 +173,7 @@ class TensorArray:
         if not self._is_known() or self._is_in_loop():
             return self._with(self._size, leaves, self._size + 1)
         size = int(self._size)
-        new = TensorArray(self._data, self._tree, size + 1)
+        new = TensorArray._of(self._data, self._tree, size + 1)
         new._stored = self._stored
         count = size - int(self._stored)
         # The tail is shared by those that go on from one another.
@@ -237,56 +241,46 @@ class TensorArray:
     def _grown(self, size: int) -> TensorArray:
         self._settle()
         room = _doubled(self.capacity, size)
-        return TensorArray([_with_room(v, room) for v in self._data], self._tree, self._size)
+        return TensorArray._of([_with_room(v, room) for v in self._data], self._tree, self._size)
 
     def _with(self, at: Any, leaves: list, size: Any) -> TensorArray:
         self._settle()
         data = [v.at[at].set(x) for v, x in zip(self._data, leaves, strict=True)]
-        return TensorArray(data, self._tree, size)._checked()
+        return TensorArray._of(data, self._tree, size)._checked()
 
     def _checked(self) -> TensorArray:
         """With an error at run time if it holds more than it has room for; not inside a loop."""
         if self._is_in_loop() or not self._data or isinstance(self._size, int):
             return self
         room = self._data[0].shape[0]
-        size = eqx.error_if(
-            self._size,
-            self._size > room,
+        message = (
             f"loopkit.{NAME}: `append` and `write` must stay within the capacity of {room}, "
-            "which is fixed in a loop and under jax.jit. Make the array with a larger capacity.",
+            "which is fixed in a loop and under jax.jit. Make the array with a larger capacity."
         )
-        return TensorArray(self._data, self._tree, size)
+        too_many = jnp.asarray(self._size > room)
+        size, *data = heard(ErrorIf(message), [too_many], [self._size, *self._data])
+        return TensorArray._of(data, self._tree, size)
 
     def _place(self, method: str, index: Any) -> Any:
         """An index from the start: an int if it is known."""
-        if isinstance(index, jax.Array) and not _jax.is_tracer(index) and index.ndim == 0:
-            index = index.item()
-        if hasattr(index, "__index__") and not isinstance(index, (jax.Array, bool)):
-            at = index.__index__()
+        is_array = isinstance(index, (jax.Array, np.ndarray)) and not _jax.is_tracer(index)
+        index = index.item() if is_array and not index.ndim else index
+        if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
+            at = int(index)
             if not self._is_known():
                 return self._size + at if at < 0 else at
             size = int(self._size)
             at = size + at if at < 0 else at
             if at < 0 or (method == "read" and at >= size):
-                got = f"{index} for {size} elements"
-                raise IndexError(
-                    _wrong(
-                        method, "index", "must be that of an element", got, "The first has index 0."
-                    )
-                )
+                got, advice = f"{index} for {size} elements", "The first has index 0."
+                expected = "must be that of an element"
+                raise IndexError(_wrong(method, "index", expected, got, advice))
             return at
         array = isinstance(index, jax.Array)
         if not array or index.ndim or not jnp.issubdtype(index.dtype, jnp.integer):
             got = _errors.short_type(jax.typeof(index)) if array else repr(index)
-            raise TypeError(
-                _wrong(
-                    method,
-                    "index",
-                    "must be one integer",
-                    got,
-                    "Read several elements with `stack`.",
-                )
-            )
+            advice = "Read several elements with `stack`."
+            raise TypeError(_wrong(method, "index", "must be one integer", got, advice))
         return jnp.where(index < 0, index + self._size, index)
 
     def _leaves(self, method: str, element: Any) -> list:
@@ -294,11 +288,8 @@ class TensorArray:
         tree = jax.tree.structure(element)
         advice = "All elements are like the one that the array was made for."
         if tree != self._tree:
-            raise TypeError(
-                _wrong(
-                    method, "element", f"must have the structure {self._tree}", str(tree), advice
-                )
-            )
+            expected = f"must have the structure {self._tree}"
+            raise TypeError(_wrong(method, "element", expected, str(tree), advice))
         out, element = [], _arguments.as_arrays(f"{NAME}.{method}", "element", element)
         for (path, value), stored in zip(
             jax.tree_util.tree_leaves_with_path(element), self._data, strict=True

@@ -55,8 +55,11 @@ def truncated(
         return scan(f, init, inputs, None, reverse=reverse, return_info=True, **settings)
 
     # All that a block does, but for its inputs.
-    functions = (f, until, of_block["buffers"])
-    made_of = (functions, "truncated", inner, of_block["checks"], inputs.tree, *inputs.axes)
+    chosen = of_block["buffers"]
+    by_function = callable(chosen)
+    functions = (f, until, chosen if by_function else None)
+    named = () if by_function else (jax.tree.structure(chosen), *jax.tree.leaves(chosen))
+    made_of = (functions, "truncated", inner, of_block["checks"], inputs.tree, *inputs.axes, *named)
 
     def block(state: Blocks, x: list) -> tuple[Blocks, Any]:
         here = inputs._replace(leaves=x, length=truncate)
@@ -72,7 +75,7 @@ def truncated(
         block,
         first,
         head,
-        until=None if until is None else lambda state, _: state.stopped,
+        until=None if until is None else _has_stopped,
         out_axes=block_axes(out_axes),
         checkpoints=outer,
         made_of=made_of,
@@ -90,6 +93,10 @@ def truncated(
     )
     ys = joined(SCAN, ys, rest, out_axes, reverse, stopped)
     return carry, ys, LoopInfo(before.steps + info.steps, info.stopped)
+
+
+def _has_stopped(state: Blocks, _: Any) -> Any:
+    return state.stopped
 
 
 def _shared(budget: Budget, count: int, truncate: int) -> tuple[Any, Any]:

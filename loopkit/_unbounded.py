@@ -137,6 +137,7 @@ def unbounded_scan(
         expected = "an int >= 1 or None (no bound)"
         max_segments = _arguments.check_whole(name, "max_segments", max_segments, 1, expected)
     checkpoints = check_budget(name, checkpoints, None, segment)
+    return_info = _arguments.check_flag(name, "return_info", return_info)
     sizes = segment_lengths(segment, check_growth(name, growth), max_segments)
     if _arguments.runs_in_python() and rows != 0:
         carry, ys, info = _python_scan(f, init, xs, until, rows, sizes, progress)
@@ -247,7 +248,7 @@ def _python_scan(
 def check_growth(function: str, growth: Any, what: str = "segment") -> float:
     got = f"{growth!r} of type {type(growth).__name__}"
     expected = f"must be a number >= 1, how much longer each {what} is than the last"
-    if isinstance(growth, bool) or not isinstance(growth, (int, float)):
+    if isinstance(growth, bool) or not isinstance(growth, (int, float, np.integer, np.floating)):
         raise TypeError(_errors.wrong(function, "growth", expected, got, "Pass a Python number."))
     if not 1 <= growth < math.inf:
         advice = "Less than 1 would have them shrink."

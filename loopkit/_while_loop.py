@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 
@@ -14,6 +13,7 @@ from loopkit._budget import check_budget
 from loopkit._buffer import plain
 from loopkit._cache import remember
 from loopkit._capture import Names, scalar_bool, trace_loop, type_key
+from loopkit._heard import ErrorIf, heard
 from loopkit._in_python import python_while_loop
 from loopkit._info import LoopInfo
 
@@ -50,7 +50,8 @@ def while_loop(
     **Arguments:**
 
     - `cond_fun`: `T -> bool[]`.
-    - `body_fun`: `T -> T`, with the structure, shapes and dtypes of `init_val`.
+    - `body_fun`: `T -> T`, with the structure, shapes and dtypes of `init_val`. Both are pure: the
+      very same functions may be traced only once.
     - `init_val`: a pytree of arrays, the initial carry.
     - `max_steps`: the most steps to take, a static int; None for no bound.
     - `checkpoints`: what the backward pass keeps. None: about the square root of `max_steps` in
@@ -126,14 +127,21 @@ def run_while(
     unroll: Any,
     throw: bool,
     return_info: bool,
+    made_of: tuple = (),
 ) -> Any:
-    """`while_loop`, under the names of the function that the user called."""
+    """`while_loop`, under the names of the function that the user called.
+
+    `made_of`: the function of the user, and what else, that both functions depend on if they are
+    made anew on every call.
+    """
     name = names.function
     _arguments.check_callable(name, names.predicate, cond_fun)
     _arguments.check_callable(name, names.body, body_fun)
     max_steps = _arguments.check_max_steps(name, max_steps)
     budget = check_budget(name, checkpoints, memory, max_steps)
     unroll, auto = _arguments.check_unroll(name, unroll)
+    throw = _arguments.check_flag(name, "throw", throw)
+    return_info = _arguments.check_flag(name, "return_info", return_info)
     init_val = _arguments.as_arrays(name, names.init, init_val)
     carried = _carried.find(names, buffers, init_val)
     checking = _checks.wanted(name, checks) and carried.any
@@ -182,8 +190,11 @@ def run_while(
     step_leaf = values + 1 if checking else None
     found = carried.followed_by(len(leaves) - values, step_leaf) if masking else None
     traced = remember(
-        (cond_fun, body_fun) if carried.hashable else (),
-        (names, tree, type_key(leaves), carried.flags, carried.free, checking, *settings.values()),
+        (made_of[:1] or (cond_fun, body_fun)) if carried.hashable else (),
+        (
+            *(names, tree, type_key(leaves), carried.flags, carried.free, checking),
+            *(*settings.values(), made_of[1:]),
+        ),
         lambda: trace_loop(names, step, predicate, state, [], settings, found, flag),
     )
     val, go, steps, _ = tree.unflatten(traced.run(leaves, [])[0])
@@ -202,13 +213,12 @@ def _with_info(
     if not (throw or return_info):
         return val
     goes_on = still_holds()
-    if throw and max_steps is not None:
-        val = eqx.error_if(
-            val,
-            goes_on,
-            f"loopkit.{names.function}: `max_steps` must be enough for `{names.predicate}` to "
-            f"become false, got {max_steps} steps after which it still holds. Raise `max_steps`.",
-        )
-    if not return_info:
-        return val
-    return val, LoopInfo(steps, jnp.logical_not(goes_on))
+    result = (val, LoopInfo(steps, jnp.logical_not(goes_on)))
+    result = result if return_info else val
+    if not throw or max_steps is None:
+        return result
+    message = (
+        f"loopkit.{names.function}: `max_steps` must be enough for `{names.predicate}` to "
+        f"become false, got {max_steps} steps after which it still holds. Raise `max_steps`."
+    )
+    return heard(ErrorIf(message), [jnp.asarray(goes_on)], result)

@@ -26,23 +26,24 @@ class Window:
     """Along the others, where every slice starts. One for each axis of the buffer."""
     sizes: tuple[int, ...]
     """The shape of a slice."""
-    drop: bool
-    """Whether slices out of bounds are dropped (read as zeros); else they are moved inside."""
+    mode: str
+    """Slices out of bounds: "clip" moves them inside, "drop" reads zeros and writes nothing. Where
+    it is a promise that there are none ("promise_in_bounds"), reads are moved inside and writes
+    dropped, as lax does it."""
     wrap: bool = True
     """Whether negative starts count from the end."""
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Window:
-        return Window((), (0,) * len(shape), tuple(shape), False)
+        return Window((), (0,) * len(shape), tuple(shape), "clip")
 
     def with_axis(self, axis: int, size: int) -> Window:
         """The same slices of a buffer with one more axis, of which they take all."""
-        return Window(
-            tuple(a + (a >= axis) for a in self.axes),
-            (*self.offsets[:axis], 0, *self.offsets[axis:]),
-            (*self.sizes[:axis], size, *self.sizes[axis:]),
-            self.drop,
-            self.wrap,
+        return replace(
+            self,
+            axes=tuple(a + (a >= axis) for a in self.axes),
+            offsets=(*self.offsets[:axis], 0, *self.offsets[axis:]),
+            sizes=(*self.sizes[:axis], size, *self.sizes[axis:]),
         )
 
     def with_index(self, axis: int) -> Window:
@@ -52,17 +53,27 @@ class Window:
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether a buffer has room for a slice at all."""
-        return all(size <= n for size, n in zip(self.sizes, shape, strict=True))
+        pairs = zip(self.sizes, shape, strict=True)
+        # A symbolic size may be anything.
+        return all(s <= n for s, n in pairs if isinstance(s, int) and isinstance(n, int))
 
-    def starts_in(self, shape: Sequence[int], starts: Any) -> tuple[Any, Any]:
+    def along(self, sizes: Sequence[Any], dtype: Any) -> Any:
+        """Sizes along `axes`, as an array; those that are symbolic are known as it runs."""
+        found = [sizes[a] for a in self.axes]
+        known = all(isinstance(n, int) for n in found)
+        return (
+            np.array(found, dtype) if known else jnp.stack([jnp.asarray(n, dtype) for n in found])
+        )
+
+    def starts_in(self, shape: Sequence[int], starts: Any, reads: bool = False) -> tuple[Any, Any]:
         """The starts along `axes`, from 0; and whether each slice is inside, None if all are."""
         if not self.axes:
             return starts, None
-        room = np.array([shape[a] for a in self.axes], starts.dtype)
-        last = room - np.array([self.sizes[a] for a in self.axes], starts.dtype)
+        room = self.along(shape, starts.dtype)
+        last = room - self.along(self.sizes, starts.dtype)
         if self.wrap:
             starts = jnp.where(starts < 0, starts + room, starts)
-        if not self.drop:
+        if self.mode == "clip" or (reads and self.mode != "drop"):
             return jnp.clip(starts, 0, last), None
         return starts, ((starts >= 0) & (starts <= last)).all(-1)
 
@@ -70,7 +81,7 @@ class Window:
         """Whether each slice is inside."""
         if not self.axes:
             return jnp.ones(starts.shape[:-1], bool)
-        return replace(self, drop=True).starts_in(shape, starts)[1]
+        return replace(self, mode="drop").starts_in(shape, starts)[1]
 
     def point(self, starts: Any) -> list:
         """Where a single slice starts, along every axis."""
@@ -85,3 +96,12 @@ class Window:
         fixed = np.array([self.offsets[a] for a in extra], starts.dtype)
         fixed = np.broadcast_to(fixed, (*starts.shape[:-1], len(extra)))
         return jnp.concatenate([starts, fixed], -1), (*self.axes, *extra)
+
+
+def outside(buffer: Any, *operands: Any, window: Window, **params: Any) -> tuple:
+    """Which starts are of slices that are not inside, of those that are read or written at all."""
+    starts, *masks = operands if "value" in params else operands[1:]
+    bad = ~window.inside(buffer.shape, starts)
+    if masks:
+        bad = bad & masks[0].any(tuple(range(bad.ndim, masks[0].ndim)))
+    return jnp.broadcast_to(bad[..., None], starts.shape), starts, window.axes

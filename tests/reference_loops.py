@@ -1,4 +1,4 @@
-"""The three loops under one interface: loopkit's, and Python's to compare with."""
+"""The three loops under one interface: loopkit's, and lax's and Python's to compare with."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 import loopkit
 
@@ -14,22 +15,34 @@ import loopkit
 class LoopkitLoops:
     """loopkit's loops, with keyword arguments that a program does not give itself."""
 
-    def __init__(self, bound: int, checkpoints: Any = None):
-        self.checkpoints = checkpoints
+    def __init__(self, bound: int, checkpoints: Any = None, **options: Any):
+        self.options = {"checkpoints": checkpoints, **options}
         # Saving every step needs to know how many there can be.
         self.bound = {"max_steps": bound} if checkpoints == "all" else {}
 
     def while_loop(self, *args, **kwargs):
-        kwargs = {**self.bound, "checkpoints": self.checkpoints, **kwargs}
-        return loopkit.while_loop(*args, **kwargs)
+        return loopkit.while_loop(*args, **{**self.bound, **self.options, **kwargs})
 
     def scan(self, *args, **kwargs):
-        return loopkit.scan(*args, checkpoints=self.checkpoints, **kwargs)
+        return loopkit.scan(*args, **{**self.options, **kwargs})
 
     def fori_loop(self, lower, upper, body_fun, init_val, **kwargs):
         bound = {} if isinstance(upper, int) else self.bound
-        kwargs = {**bound, "checkpoints": self.checkpoints, **kwargs}
+        kwargs = {**bound, **self.options, **kwargs}
         return loopkit.fori_loop(lower, upper, body_fun, init_val, **kwargs)
+
+
+class LaxLoops:
+    """lax's loops, where they can do what is asked; a buffer is an array."""
+
+    def while_loop(self, cond_fun, body_fun, init_val, *, buffers=None):
+        return lax.while_loop(cond_fun, body_fun, init_val)
+
+    def scan(self, f, init, xs=None, length=None, reverse=False, *, buffers=None):
+        return lax.scan(f, init, xs, length, reverse)
+
+    def fori_loop(self, lower, upper, body_fun, init_val, *, buffers=None):
+        return lax.fori_loop(lower, upper, body_fun, init_val)
 
 
 class PythonLoops:
@@ -54,7 +67,9 @@ class PythonLoops:
             yield self.counts[place]
             self.counts[place] += 1
 
-    def while_loop(self, cond_fun, body_fun, init_val, *, max_steps=None, return_info=False):
+    def while_loop(
+        self, cond_fun, body_fun, init_val, *, max_steps=None, buffers=None, return_info=False
+    ):
         carry, taken = jax.tree.map(jnp.asarray, init_val), 0
 
         def goes_on(step: int) -> bool:
@@ -65,7 +80,18 @@ class PythonLoops:
         info = loopkit.LoopInfo(jnp.asarray(taken, "int32"), ~cond_fun(carry))
         return (carry, info) if return_info else carry
 
-    def scan(self, f, init, xs=None, length=None, reverse=False, *, until=None, return_info=False):
+    def scan(
+        self,
+        f,
+        init,
+        xs=None,
+        length=None,
+        reverse=False,
+        *,
+        until=None,
+        buffers=None,
+        return_info=False,
+    ):
         carry = jax.tree.map(jnp.asarray, init)
         length = length if length is not None else len(jax.tree.leaves(xs)[0])
         rows: list[Any] = [None] * length
@@ -81,8 +107,7 @@ class PythonLoops:
             done = jnp.asarray(False) if until is None else until(carry, y)
         taken = sum(row is not None for row in rows)
         if taken < length:
-            _, y = jax.eval_shape(f, init, row_of(xs, 0))
-            blank = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), y)
+            blank = jax.tree.map(jnp.zeros_like, next(row for row in rows if row is not None))
             rows = [blank if row is None else row for row in rows]
         ys = jax.tree.map(lambda *y: jnp.stack(y), *rows)
         info = loopkit.LoopInfo(jnp.asarray(taken, "int32"), done)

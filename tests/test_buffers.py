@@ -1,6 +1,7 @@
 """Buffers against arrays: every index, every write, every transformation."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 import loopkit
 from buffer_bodies import BODIES, XS, W, looped, reference, rows_from_rows, sorting
 from derivatives import assert_close
-from loopkit import Buffer, Plan, _jax
+from loopkit import Buffer, Plan
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +27,13 @@ INDICES = [
     (slice(None, None, 2), jnp.asarray([[1, 3]]), jnp.asarray([[0], [2]])),
     (TWO, slice(0, 3), jnp.asarray([0, 1, 2])),
     (np.asarray([True, False, True, True, False]),),
+    (np.arange(20).reshape(5, 4) % 3 == 0,),
+    (slice(None), np.arange(12).reshape(4, 3) % 5 == 0),
+    (..., np.asarray([True, False, True])),
+    (TWO, None, jnp.asarray([True, False, False, True])),
+    (np.arange(60).reshape(5, 4, 3) % 7 == 0,),
+    (np.asarray([True, False, True, False, False]), slice(1, 3), jnp.asarray([0, 2])),
+    (np.zeros(0, bool),),
     (slice(None), jnp.asarray([0, -1]), None, 1),
     *((slice(1, 1),), (jnp.zeros((0,), int),), (jnp.asarray([9, -9, 1]),)),
     (slice(None, None, 2), slice(None, None, 3), slice(2, 0, -1)),
@@ -232,6 +240,8 @@ def test_indices_that_write_nothing_are_in_no_ones_way():
     v = jnp.arange(1.0, 13).reshape(4, 3)
     pred = jnp.asarray([[True], [True], [True], [False]])
     assert_close(f(v, pred)[0], v[1])
+    with_start = table.buffer.at[rows % 2, 1:4].set(v, pred=pred & jnp.asarray([True, True, False]))
+    assert_close(jnp.asarray(with_start)[:2, 1:4], jnp.stack([v[1], v[2]]).at[:, 2].set(0))
     part = pred.at[1].set(False) | jnp.asarray([False, False, True])
     wanted = jnp.asarray([1.0, 2.0, 12.0])
     assert_close(jax.jit(jax.vmap(f))(v[None], part[None])[0, 0], wanted)
@@ -274,9 +284,7 @@ def test_in_place(batch, checkpoints):
             i, ys = c
             y = xs[i] * jnp.sin(ys[i - 1])
             ys = ys.at[i].set(y)
-            # Before jax 0.11 the compiler copies where one step writes twice and logs both.
-            twice = _jax.KEEPS_BARRIERS or not isinstance(checkpoints, Plan)
-            return (i + 1, ys.at[i // 2].multiply(y) if twice else ys), None
+            return (i + 1, ys.at[i // 2].multiply(y)), None
 
         how = {"buffers": lambda c: c[1], "checkpoints": checkpoints}
         (_, ys), _ = loopkit.scan(body, (0, jnp.ones_like(xs)), None, 500, **how)
@@ -305,9 +313,62 @@ def test_bad_index(index, error, text):
         Buffer(ARRAY)[index]
 
 
+YES = np.ones((5, 4, 3), bool)
+MASKS = {
+    "too long": (YES[[0] * 6, 0, 0], "(5,)", 0, "(6,)"),
+    "too short": (YES[:4, 0, 0], "(5,)", 0, "(4,)"),
+    "nothing in it": (~YES[:4, 0, 0], "(5,)", 0, "(4,)"),
+    "one element": (YES[:1, 0, 0], "(5,)", 0, "(1,)"),
+    "of jax": (jnp.asarray(YES[:2, 0, 0]), "(5,)", 0, "(2,)"),
+    "a list": ([True, False], "(5,)", 0, "(2,)"),
+    "one axis of two": (YES[:, :3, 0], "(5, 4)", 0, "(5, 3)"),
+    "two axes swapped": (YES[:, :, 0].T, "(5, 4)", 0, "(4, 5)"),
+    "all axes": (YES[:, :, :2], "(5, 4, 3)", 0, "(5, 4, 2)"),
+    "on the wrong axis": ((slice(None), YES[:, 0, 0]), "(4,)", 1, "(5,)"),
+    "after an integer": ((TWO, YES[:, 0, 0]), "(4,)", 1, "(5,)"),
+    "after None": ((None, YES[:4, 0, 0]), "(5,)", 0, "(4,)"),
+    "after an ellipsis": ((..., YES[0, :, 0]), "(3,)", 2, "(4,)"),
+    "two axes after an ellipsis": ((..., YES[:, :, 0]), "(4, 3)", 1, "(5, 4)"),
+    "before an ellipsis": ((YES[0, 0], ...), "(5,)", 0, "(3,)"),
+    "after another mask": ((YES[..., 0], YES[0, :, 0]), "(3,)", 2, "(4,)"),
+    "beside an array": ((jnp.asarray([0, 1]), YES[:2, 0, 0]), "(4,)", 1, "(2,)"),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_masks_of_the_wrong_shape(kind):
+    index, want, axis, got = MASKS[kind]
+    if kind != "a list":  # which jax.numpy does not take at all
+        with pytest.raises(IndexError):
+            ARRAY[index]
+    text = (
+        rf"^loopkit\.Buffer: a mask must have the shape {re.escape(want)} of the axes that it is "
+        rf"for, from axis {axis} of a buffer of shape \(5, 4, 3\), got {re.escape(got)}\. Put it "
+    )
+    ref = Buffer(ARRAY).at[index]
+    uses = [lambda: Buffer(ARRAY)[index], ref.get, lambda: ref.apply(jnp.sin)]
+    names = "set", "add", "subtract", "multiply", "divide", "power", "min", "max"
+    uses += [lambda name=name: getattr(ref, name)(1.0) for name in names]
+    for use in uses:
+        with pytest.raises(IndexError, match=text):
+            use()
+    with pytest.raises(IndexError, match=text):
+        loopkit.fori_loop(0, 2, lambda _, b: b.at[index].set(1.0), ARRAY, buffers=True)
+
+
+def test_masks_of_too_many_axes():
+    for index in (YES[None], (TWO, YES[..., 0], TWO), (YES, 0), (YES[..., 0], YES[..., 0])):
+        with pytest.raises(
+            IndexError, match=r"Buffer: an index must have at most 3 entries, .*got"
+        ):
+            Buffer(ARRAY)[index]
+
+
 def test_traced_masks_and_slices():
-    with pytest.raises(IndexError, match="must be known when the loop is traced"):
-        jax.jit(lambda m: Buffer(ARRAY)[m])(jnp.ones(5, bool))
+    for mask in (jnp.ones(5, bool), jnp.ones((5, 4), bool), jnp.ones(6, bool)):
+        for use in (lambda m: Buffer(ARRAY)[m], lambda m: Buffer(ARRAY).at[m].set(1.0)):
+            with pytest.raises(IndexError, match="must be known when the loop is traced"):
+                jax.jit(use)(mask)
     with pytest.raises(IndexError, match="a slice must have static ends"):
         jax.jit(lambda i: Buffer(ARRAY)[i:])(1)
 

@@ -1,4 +1,7 @@
-"""Outside jit a loop is traced and compiled once. Nothing stale is used, nothing kept alive."""
+"""Outside jit the very same functions are traced once, and the same equations compiled once.
+
+Nothing stale is used, and nothing kept alive.
+"""
 
 import contextlib
 import functools
@@ -75,23 +78,35 @@ def stopping_scan(x):
     return loopkit.scan(row_body, x, jnp.ones(4), until=stops)[0]
 
 
-def fori_loop(x):
-    def body(i, x):
-        return jnp.sin(x) * 1.5 + i
+def counted(i, x):
+    return jnp.sin(x) * 1.5 + i
 
-    return loopkit.fori_loop(0, 4, body, x)
+
+def fori_loop(x):
+    return loopkit.fori_loop(0, 4, counted, x)
+
+
+def fori_loop_to_a_number(x):
+    return loopkit.fori_loop(0, jnp.asarray(4), counted, x)
 
 
 def remade(x):
-    """New function objects, of the same code over the same values, on every call."""
+    """New function objects on every call, which call functions with rules of their own."""
     rate, table = 1.5, TABLE
 
     def body(carry):
-        return carry[0] + 1, jnp.sin(carry[1]) * rate + table[carry[0]]
+        y = jax.nn.relu(jnp.sin(carry[1])) * rate + with_a_rule(carry[1])
+        return carry[0] + 1, y + table[carry[0]]
 
     return loopkit.while_loop(lambda carry: carry[0] < 4, body, (0, x))[1]
 
 
+@jax.custom_jvp
+def with_a_rule(x):
+    return 0.1 * x
+
+
+with_a_rule.defjvp(lambda primals, tangents: (with_a_rule(*primals), 0.1 * tangents[0]))
 TABLE = jnp.arange(4.0)
 LOOPS = {
     "while_loop": (while_loop, "body"),
@@ -100,8 +115,8 @@ LOOPS = {
     "scan": (scan, "row_body"),
     "scan with until": (stopping_scan, "row_body"),
     "until": (stopping_scan, "stops"),
-    "fori_loop": (fori_loop, "body"),
-    "remade functions": (remade, "body"),
+    "fori_loop": (fori_loop, "counted"),
+    "fori_loop to a bound of an array": (fori_loop_to_a_number, "counted"),
 }
 TRANSFORMS = {
     "value": lambda f: f,
@@ -168,7 +183,7 @@ def test_truncated_scans_that_differ_are_not_mixed_up():
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("f", [while_loop, remade], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("f", [while_loop], ids=lambda f: f.__name__)
 def test_the_second_derivative_does_not_trace(f, transform):
     transformed = TRANSFORMS[transform](f)
     transformed(jnp.asarray(0.3))
@@ -228,8 +243,8 @@ def python_closed_over(kind, w):
 
 @pytest.mark.parametrize("kind", ["cell", "two of them", "dict", "partial", "module"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_closing_over_a_differentiated_value(kind, transform):
-    """Its body is traced once, and used again with another tracer in its place."""
+def test_closing_over_a_differentiated_value(kind, transform, compilations):
+    """Its body is compiled once, and used again with another value in its place."""
     first, second = jnp.array([0.3, 0.4]), jnp.array([0.9, -0.2])
 
     def derivative(f):
@@ -243,9 +258,10 @@ def test_closing_over_a_differentiated_value(kind, transform):
         return {"grad": jax.grad, "hessian": jax.hessian}[transform](f)
 
     loop = derivative(closed_over)
-    loop(first)
-    with calls_of("body") as calls:
-        got = loop(second)
+    jax.block_until_ready(loop(first))
+    compilations.clear()
+    got = jax.block_until_ready(loop(second))
+    assert compilations == []
     if transform == "vmap of grad":
         wanted = [jax.grad(lambda w: python_closed_over(kind, w))(k * second) for k in (1, 2)]
         wanted = jnp.stack(wanted)
@@ -253,8 +269,6 @@ def test_closing_over_a_differentiated_value(kind, transform):
         wanted = derivative(python_closed_over)(second)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12)
-    # Arrays, unlike tracers, are told apart by identity: Python code may depend on them.
-    assert calls == [] or transform == "value"
 
 
 def test_a_differentiated_number_that_sets_a_shape():

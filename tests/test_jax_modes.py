@@ -186,3 +186,81 @@ def test_jaxpr_can_be_printed_and_evaluated():
 def test_donated_arguments():
     f = jax.jit(lambda x: x + power(x, 2), donate_argnums=0)
     assert_close(f(jnp.asarray(1.5)), jnp.asarray(1.5 + 1.5**4))
+
+
+def to_size(x):
+    return loopkit.fori_loop(0, x.shape[0], lambda i, c: jnp.sin(c) + x[i], 0.0)
+
+
+def to_size_bounded(x):
+    return loopkit.fori_loop(
+        0, x.shape[0], lambda i, c: jnp.sin(c) * x + x[i], x, max_steps=9, checkpoints=2
+    ).sum()
+
+
+def while_in_size(x):
+    body = lambda c: (c[0] + 1, jnp.sin(c[1]) + x[c[0]])
+    return loopkit.while_loop(lambda c: c[0] < x.shape[0], body, (0, 0.0))[1]
+
+
+def written_rows(x):
+    body = lambda i, c: c.at[i].set(jnp.sin(c[i - 1]) * x[i] + c[0])
+    return loopkit.fori_loop(1, x.shape[0], body, x, buffers=True).sum()
+
+
+def written_slices(x):
+    """Of a table, each time a part of a row, and some rows at once."""
+
+    def body(c, _):
+        i, rows = c
+        rows = rows.at[i, 1].set(jnp.sin(rows[i - 1, 0]) * x[i - 1])
+        return (i + 1, rows.at[jnp.stack([i, i - 1]), 0].add(rows[i, 1])), None
+
+    init = 1, jnp.stack([x, x + 1], 1)
+    return loopkit.scan(body, init, None, 3, buffers=lambda c: c[1])[0][1].sum()
+
+
+def of_symbolic_length(x):
+    c, ys = loopkit.scan(lambda c, x: (jnp.sin(c) + x, c * x), 0.3, x)
+    return c + ys.sum()
+
+
+def in_each_other(x):
+    inner = lambda i, c: to_size(jnp.cos(x) * c) + x[i]
+    return loopkit.fori_loop(0, x.shape[0], inner, 0.5)
+
+
+SYMBOLIC = {
+    "value": lambda f: f,
+    "grad": jax.grad,
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (jnp.cos(x),))[1],
+    "hessian": jax.hessian,
+    "vmap of grad": lambda f: lambda x: jax.vmap(jax.grad(f))(jnp.stack([x, x / 2])),
+}
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [pytest.param(t, marks=[] if t in ("grad", "jvp") else [pytest.mark.slow]) for t in SYMBOLIC],
+)
+@pytest.mark.parametrize(
+    "f",
+    [
+        to_size,
+        to_size_bounded,
+        while_in_size,
+        written_rows,
+        written_slices,
+        of_symbolic_length,
+        in_each_other,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_export_of_a_symbolic_size(f, transform):
+    (size,) = jax.export.symbolic_shape("n")
+    take = SYMBOLIC[transform](f)
+    exported = jax.export.export(jax.jit(take))(jax.ShapeDtypeStruct((size,), "float64"))
+    again = jax.export.deserialize(exported.serialize())
+    for n in (4, 7) if f is written_slices else (1, 5):
+        x = jnp.linspace(0.2, 1.1, n)
+        assert_close(again.call(x), take(x))

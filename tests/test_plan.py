@@ -1,5 +1,7 @@
 """Budgets and plans: what is asked for, what is predicted, what the compiler then needs."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -118,10 +120,10 @@ def test_the_least_budget():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"memory": 1.5}, TypeError, r"`memory` must be an int >= 0 \(bytes\) or a string"),
+        ({"memory": 1.5}, TypeError, r"`memory` must be an int >= 1 \(bytes\) or a string"),
         ({"memory": "many"}, ValueError, r"`memory` must be .* got 'many'"),
         ({"memory": "3 bags"}, ValueError, r"Units are B, kB, MB"),
-        ({"memory": -1}, ValueError, r"`memory` must be an int >= 0"),
+        ({"memory": -1}, ValueError, r"`memory` must be an int >= 1"),
         ({"memory": 10, "checkpoints": 2}, ValueError, r"`memory` cannot be given together"),
     ],
 )
@@ -139,17 +141,26 @@ def test_a_plan_that_stores_every_step_needs_a_bound():
 
 
 @pytest.mark.parametrize(
-    ("plan", "error", "message"),
+    ("fields", "error", "message"),
     [
-        (Plan(0), ValueError, r"`checkpoints\.slots` must be an int >= 1, .* got 0"),
-        (Plan(2.5), TypeError, r"`checkpoints\.slots` must be .* got 2\.5 of type float"),
-        (Plan(3, leaf=-2), ValueError, r"`checkpoints\.leaf` must be an int >= 1, .* got -2"),
-        (Plan(3, store="rows"), ValueError, r"`checkpoints\.store` must be one of .* got 'rows'"),
+        ({"slots": 0}, ValueError, r"`slots` must be an int >= 1, carries to keep, got 0"),
+        ({"slots": 2.5}, TypeError, r"`slots` must be .* got 2\.5 of type float"),
+        ({"slots": 3, "leaf": -2}, ValueError, r"`leaf` must be an int >= 1, .* got -2"),
+        ({"slots": 3, "store": "rows"}, ValueError, r"`store` must be one of .* got 'rows'"),
+        (
+            {"slots": 3, "bound": "x"},
+            TypeError,
+            r"`bound` must be an int >= 0, steps, or None, got",
+        ),
+        ({"slots": 3, "exact": 3}, TypeError, r"`exact` must be a bool, got 3 of type int"),
+        ({"slots": 3, "step": 3}, TypeError, r"`step` must be a Step, got 3\. Leave it out"),
     ],
 )
-def test_plans_that_no_loop_can_follow(plan, error, message):
-    with pytest.raises(error, match=r"loopkit\.scan: " + message):
-        loopkit.scan(vector, X, length=3, checkpoints=plan)
+def test_plans_that_no_loop_can_follow(fields, error, message):
+    with pytest.raises(error, match=r"loopkit\.Plan: " + message):
+        Plan(**fields)
+    with pytest.raises(error, match=r"loopkit\.Plan: " + message):
+        replace(Plan(1), **fields)
 
 
 def test_a_plan_of_every_step_written_by_hand():

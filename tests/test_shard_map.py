@@ -252,3 +252,212 @@ def test_lanes_over_sharded_arrays():
     ns, xs = jax.device_put((NS, XS), sharding)
     got = jax.jit(jax.vmap(jax.grad(loop, 1), (0, 0, None)))(ns, xs, 0.8)
     assert_close(got, one_by_one(jax.grad(unrolled, 1)))
+
+
+@pytest.mark.parametrize("compile", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("named", ["shard_map", "constraint"])
+def test_a_mesh_that_only_the_body_names(named, compile):
+    """`jax.jit` finds the devices of a program in its equations, and looks into no loop of ours."""
+    spread_out = NamedSharding(MESH, P("d"))
+
+    def wave(x):
+        return jnp.sin(x) + lax.psum(x, "d")
+
+    def body(x, w):
+        if named == "constraint":
+            return lax.with_sharding_constraint(jnp.sin(x) * w, spread_out), x
+        return jax.shard_map(wave, mesh=MESH, in_specs=P("d"), out_specs=P("d"))(x * w), x
+
+    def program(scan):
+        def total(x):
+            scanned = scan(body, x, jnp.arange(1.0, 4.0))
+            return jnp.sum(scanned[0]) + jnp.sum(scanned[1] ** 2)
+
+        gradient = jax.grad(total)
+        return lambda x: (total(x), gradient(x), jax.jvp(gradient, (x,), (x,))[1])
+
+    x = jnp.linspace(0.1, 0.8, 8)
+    got, wanted = compile(program(loopkit.scan))(x), compile(program(lax.scan))(x)
+    for g, w in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-10)
+        assert g.sharding.device_set == w.sharding.device_set
+
+
+def test_a_mesh_of_explicit_axes_that_only_types_and_the_body_name():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x = jax.device_put(jnp.linspace(0.1, 0.8, 8), NamedSharding(mesh, P("d")))
+    wave = jax.shard_map(
+        lambda x: jnp.sin(x) + lax.psum(x, "d"), mesh=mesh, in_specs=P("d"), out_specs=P("d")
+    )
+
+    def outcome(scan):
+        final = lambda x: scan(lambda x, _: (wave(x), None), x, length=2)[0]
+        y, pullback = jax.vjp(final, x)
+        return y, pullback(x)[0]
+
+    for got, wanted in zip(outcome(loopkit.scan), outcome(lax.scan), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-10)
+        assert jax.typeof(got) == jax.typeof(wanted)
+
+
+# ---------------------------------------------------------------- what the step of a device holds
+
+
+@jax.custom_jvp
+def ruled(x, w):
+    return jnp.sin(x * w) + w
+
+
+@ruled.defjvp
+def _(primals, tangents):
+    (x, w), (t_x, t_w) = primals, tangents
+    return ruled(x, w), jnp.cos(x * w) * (t_x * w + x * t_w) + t_w
+
+
+@jax.custom_vjp
+def ruled_backward(x, w):
+    return jnp.sin(x * w) + w * x
+
+
+ruled_backward.defvjp(
+    lambda x, w: (ruled_backward(x, w), (x, w)),
+    lambda r, ct: (ct * (jnp.cos(r[0] * r[1]) + 1) * r[1], ct * (jnp.cos(r[0] * r[1]) + 1) * r[0]),
+)
+
+
+def halved(c, w):
+    """A loop with a buffer."""
+    body = lambda i, rows: rows.at[i].set(jnp.sin(rows[i - 1] * w))
+    return loopkit.fori_loop(1, 3, body, jnp.zeros(3).at[0].set(c), buffers=True).sum()
+
+
+STEPS = {
+    "plain": lambda c, t, w: jnp.sin(w * c) + t,
+    "scan": lambda c, t, w: t + lax.scan(lambda c, k: (jnp.sin(w * c) + k * w, None), c, XS)[0],
+    "scan of loopkit": lambda c, t, w: (
+        t + loopkit.scan(lambda c, k: (jnp.sin(w * c) + k * w, None), c, XS, checkpoints=2)[0]
+    ),
+    "while_loop": lambda c, t, w: t + loop(2, c, w),
+    "fori_loop of lax": lambda c, t, w: lax.fori_loop(0, 2, lambda i, c: jnp.sin(w * c) + i, c) + t,
+    "cond": lambda c, t, w: lax.cond(t > 0.2, lambda c: jnp.sin(w * c), lambda c: c * w, c) + t,
+    "jit": lambda c, t, w: jax.jit(lambda c, w: jnp.sin(w * c) + t)(c, w),
+    "custom_jvp": lambda c, t, w: ruled(c, w) + t,
+    "custom_vjp": lambda c, t, w: ruled_backward(c, w + 0 * c) + t,
+    "checkpoint": lambda c, t, w: jax.checkpoint(lambda c: jnp.sin(w * c) + jnp.cos(w))(c) + t,
+    "solve": lambda c, t, w: jnp.linalg.solve(jnp.eye(2) * (3 + w), jnp.ones(2) * c + w)[0] + t,
+    "grad": lambda c, t, w: jax.grad(lambda c: loop(2, c, w))(c) + t * c,
+    "buffer": lambda c, t, w: halved(c, w) + t,
+    "integers": lambda c, t, w: jnp.sin(w * c) * jnp.arange(3)[jnp.int32(4 * t) % 3] + c,
+}
+VARIES = {
+    "carry": lambda x, xs, w: (x, xs, w),
+    "xs": lambda x, xs, w: (0.3, xs * x, w),
+    "constant": lambda x, xs, w: (0.3 + 0 * x, xs, w * x),
+}
+ENDS = {
+    "carry": lambda c, _: c[0] > lax.axis_index("d"),
+    "xs": lambda c, _: c[1] > 0.9,
+    "constant": lambda c, _: c[0] > 2,
+}
+
+
+def stepped(scan, step, what, x, xs, w):
+    first, xs, w = VARIES[what](x, xs, w)
+    body = lambda c, t: ((c[0] + 1, STEPS[step](c[1], t, w)), c[1] * w)
+    (_, last), ys = scan(body, (0, jnp.asarray(first)), xs, until=ENDS[what])
+    return last + ys.sum() + 0 * x
+
+
+def stepped_on(mesh, scan, step, what, check):
+    local = lambda x, xs, w: stepped(scan, step, what, x[0], xs, w)[None]
+    specs = P("d"), P(), P()
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("d"), check_vma=check)
+
+
+def masked_scan(f, init, xs, until):
+    """Step by step, those after the last masked; where types do not say what varies."""
+    carry, go, rows = jax.tree.map(jnp.asarray, init), True, []
+    for x in xs:
+        new, y = f(carry, x)
+        stop = until(new, y)
+        carry = jax.tree.map(lambda a, b, go=go: jnp.where(go, a, b), new, carry)
+        rows.append(jnp.where(go, y, jnp.zeros_like(y)))
+        go = go & ~stop
+    return carry, jnp.stack(rows)
+
+
+STEP_XS, W = jnp.asarray([0.1, 0.5, 0.2, 0.7]), jnp.asarray(0.8)
+SQUARE = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("d", "e"))
+
+
+def taken(transform, f, x):
+    total = lambda x, xs, w: jnp.sum(jnp.sin(f(x, xs, w)))
+    match transform:
+        case "jvp":
+            return jax.jvp(f, (x, STEP_XS, W), (jnp.cos(x), STEP_XS, W))
+        case "grad":
+            return jax.grad(total, (0, 1, 2))(x, STEP_XS, W)
+        case "hessian":
+            return jax.hessian(total, (0, 2))(x, STEP_XS, W)
+
+
+@pytest.mark.parametrize("checkpoints", [2, pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", VARIES)
+@pytest.mark.parametrize("step", STEPS)
+def test_until(step, what, checkpoints):
+    """One of carry, xs and constants differs between devices, which stop where theirs says."""
+    mine = lambda *args, **how: loopkit.scan(*args, checkpoints=checkpoints, **how)
+    for transform in ("grad",) if step == "custom_vjp" else ("jvp", "grad"):
+        got = jax.jit(lambda x, t=transform: taken(t, stepped_on(MESH, mine, step, what, True), x))
+        # Without the checks of JAX what varies is not told apart.
+        wanted = stepped_on(MESH, masked_scan, step, what, False)
+        assert_close(got(XS), jax.jit(lambda x, t=transform, f=wanted: taken(t, f, x))(XS))
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("mesh", [MESH, SQUARE], ids=["one axis", "two axes"])
+@pytest.mark.parametrize("transform", ["grad", pytest.param("hessian", marks=pytest.mark.slow)])
+def test_until_on_meshes(transform, mesh, check):
+    x = XS[: mesh.shape["d"]]
+    for step in ("scan", "buffer"):
+        f = stepped_on(mesh, loopkit.scan, step, "carry", check)
+        wanted = stepped_on(mesh, masked_scan, step, "carry", False)
+        got = jax.jit(lambda x, f=f: taken(transform, f, x))(x)
+        assert_close(got, jax.jit(lambda x, f=wanted: taken(transform, f, x))(x))
+
+
+def test_gradient_inside_of_until():
+    """Cotangents of what is the same everywhere are summed over the devices, once."""
+
+    def local(scan, x, xs, w):
+        f = lambda x, xs, w: stepped(scan, "scan", "carry", x, xs, w)
+        x_bar, xs_bar, w_bar = jax.grad(f, (0, 1, 2))(x[0], xs, w)
+        if scan is masked_scan:
+            xs_bar, w_bar = lax.psum((xs_bar, w_bar), "d")
+        return x_bar[None], xs_bar, w_bar
+
+    specs = P("d"), P(), P()
+    take = lambda scan, check: jax.jit(
+        jax.shard_map(
+            ft.partial(local, scan), mesh=MESH, in_specs=specs, out_specs=specs, check_vma=check
+        )
+    )(XS, STEP_XS, 0.8)
+    assert_close(take(loopkit.scan, True), take(masked_scan, False))
+
+
+def test_a_loop_of_lax_that_devices_leave_at_different_steps():
+    """Its carry need not vary where its predicate does."""
+
+    def f(loops, n, x, w):
+        body = lambda c: (c[0] + 1, jnp.sin(w * c[1]) + w * c[2], c[2])
+        return loops.while_loop(lambda c: c[0] < n, body, (0, x, 0.5 * w))[1]
+
+    replaced = loopkit.checkpointed(ft.partial(f, lax))
+    got = jax.jit(on_each_device(jax.value_and_grad(replaced, 1)))(NS, XS, 0.8)
+
+    def wanted(n, x, w):
+        for _ in range(n):
+            x = jnp.sin(w * x) + 0.5 * w * w
+        return jnp.asarray(x)
+
+    assert_close(got, one_by_one(jax.value_and_grad(wanted, 1)))

@@ -11,7 +11,7 @@ from loopkit._plan import Step
 matplotlib.use("agg")
 matplotlib.rcParams["svg.hashsalt"] = "loopkit"
 HERE = Path(__file__).parent
-LOOP = Plan(0, bound=60, exact=True, step=Step(carry_bytes=400, residual_bytes=400))
+LOOP = Plan(1, bound=60, exact=True, step=Step(carry_bytes=400, residual_bytes=400))
 PICTURES = {
     "four-checkpoints": replace(LOOP, slots=4),
     "four-and-five": replace(LOOP, slots=4, leaf=5),

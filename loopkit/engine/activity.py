@@ -2,7 +2,7 @@
 
 One pair of functions that every rule uses, so that integer leaves, leaves that nothing
 differentiable enters and symbolic zeros cost nothing, and a cotangent that nobody needs never
-enters the body.
+enters the body: no cotangent is not a cotangent of zeros, of which rules may make anything.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loopkit import _jax
-from loopkit.engine.loop import Active, Loop, Operands, parts
+from loopkit.engine.loop import Active, Loop, Operands, kept, parts, spread
 
 
 def forward_activity(loop: Loop, nonzero: Operands) -> Active:
@@ -30,7 +30,7 @@ def forward_activity(loop: Loop, nonzero: Operands) -> Active:
     def fixed_point() -> Active:
         flags = list(carry)
         while True:
-            out = _jax.jvp_activity(loop.body, [*consts, *flags, *xs])
+            _, out = _jax.jvp_jaxpr(loop.body, [*consts, *flags, *xs])
             new, ys = parts(out, loop.carry_count)
             new = [a or b for a, b in zip(flags, new, strict=True)]
             if new == flags:
@@ -43,20 +43,54 @@ def forward_activity(loop: Loop, nonzero: Operands) -> Active:
 def backward_activity(
     loop: Loop, active: Active, carry: Sequence[bool], ys: Sequence[bool]
 ) -> Active:
-    """The part of `active` that reaches one of the outputs with a cotangent."""
+    """The part of `active` whose tangents reach one of the outputs with a cotangent.
+
+    Not what the outputs depend on: a value that a step only compares with has no cotangent, which
+    is not a cotangent of zeros.
+    """
     ys = tuple(a and b for a, b in zip(active.ys, ys, strict=True))
     live = [a and b for a, b in zip(active.carry, carry, strict=True)]
-    while True:
-        keep = [False] * len(loop.body.in_avals)
-        _, used = _jax.dce(loop.body, [*live, *ys], keep)
-        consts, reaching, xs = parts(used, loop.const_count, loop.carry_count)
-        new = [l or (r and a) for l, r, a in zip(live, reaching, active.carry, strict=True)]
-        if new == live:
-            break
-        live = new
+
+    def fixed_point() -> Active:
+        flags, none = list(live), [False] * len(active.inputs)
+        step, moved = _jax.jvp_jaxpr(loop.body, active.inputs)
+        primal = [False] * len(moved)
+        while True:
+            wanted = [*primal, *kept([*flags, *ys], moved)]
+            used = _jax.used_inputs(step, wanted)
+            reaching = spread(used[len(none) :], active.inputs, none)
+            consts, new, xs = parts(reaching, loop.const_count, loop.carry_count)
+            new = [a or b for a, b in zip(flags, new, strict=True)]
+            if new == flags:
+                return Active(tuple(consts), tuple(flags), tuple(xs), ys)
+            flags = new
+
+    return loop.derived(("backward activity", active, tuple(live), ys), fixed_point)
+
+
+def moving_activity(loop: Loop, nonzero: Operands) -> Active:
+    """The leaves with a tangent, as far as they reach an output."""
+    active = forward_activity(loop, nonzero)
+    return backward_activity(loop, active, active.carry, active.ys)
+
+
+def linear_activity(loop: Loop, active: Active, nonzero: Sequence[bool]) -> Active:
+    """The part of `active` that the tangents of some of its inputs reach, and the outputs from it.
+
+    `nonzero` has a flag for each active input.
+    """
+    flags = spread(nonzero, active.inputs, [False] * len(active.inputs))
+    moving = forward_activity(loop, Operands([], *parts(flags, loop.const_count, loop.carry_count)))
+    return backward_activity(loop, moving, active.carry, active.ys)
+
+
+def cotangent_activity(loop: Loop, active: Active, nonzero: Sequence[bool]) -> Active:
+    """The part of `active` that reaches some of its outputs; a flag for each active output."""
+    flags = spread(nonzero, active.outputs, [False] * len(active.outputs))
+    return backward_activity(loop, active, *parts(flags, loop.carry_count))
+
+
+def either(a: Active, b: Active) -> Active:
     return Active(
-        tuple(a and b for a, b in zip(active.consts, consts, strict=True)),
-        tuple(live),
-        tuple(a and b for a, b in zip(active.xs, xs, strict=True)),
-        ys,
+        *(tuple(x or y for x, y in zip(*pair, strict=True)) for pair in zip(a, b, strict=True))
     )

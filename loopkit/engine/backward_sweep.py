@@ -69,7 +69,7 @@ def backward_sweep(
     if loop.length == 0:
         return [v for group in _no_cotangents(loop, active, ct_carry, batch) for v in group]
     rewind = Rewind(undo, loop, [] if undo is None else kept(operands.init, undo.leaves), log)
-    step = StepReversal.of(how, operands, taken, ct_ys, batch, rewind)
+    step = StepReversal.of(how, operands, taken, batch, ct_ys, rewind)
     flowing = _no_cotangents(loop, active, ct_carry, batch)
     if step.products is not None:
         types = step.products.factor_types

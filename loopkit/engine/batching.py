@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from loopkit import _jax
+from loopkit.engine.activity import either
 from loopkit.engine.batched_loop import Batched, batch_loop, leaves_in_rows, move, stacked
 from loopkit.engine.dual_loop import dual_loop, dual_operands, dual_results
 from loopkit.engine.loop import Active, Loop, Operands, kept, parts
@@ -168,17 +169,20 @@ def batch_linear(primitive: Any, ins: str, outs: str, has_residuals: bool) -> An
     """The rule for a primitive with linear operands.
 
     `ins` and `outs` say, for its linear operands and its results, whether they go with the
-    active "inputs" or the active "outputs" of the loop.
+    active "inputs" or the active "outputs" of the loop; operands, with those of `moving` if there
+    is such a parameter.
     """
 
     def rule(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple:
         loop, active, batch = params["loop"], params["active"], params["batch"]
-        layout = params.get("layout", active)
+        moving = params.get("moving", active)
+        layout = params.get("layout", active if moving is active else either(active, moving))
         residual_count = len(reversal(loop, layout).residual_types) if has_residuals else 0
         values, residuals, linear = parts(args, loop.operand_count, residual_count)
         value_dims, residual_dims, linear_dims = parts(dims, loop.operand_count, residual_count)
         size = axis.size
-        if all(d is None for d in [*value_dims, *residual_dims]):
+        same = all(d is None for d in [*value_dims, *residual_dims])
+        if same and axis.name not in loop.axis_names:
             count = size if batch is None else size * batch
             stacked = [move(v, d, 0, size) for v, d in zip(linear, linear_dims, strict=True)]
             if batch is not None:
@@ -207,13 +211,13 @@ def batch_linear(primitive: Any, ins: str, outs: str, has_residuals: bool) -> An
             "outputs": [*operands.init, *ys],
         }
 
-        def linear_places(side: str) -> list[int]:
-            return [a + leading for a in kept(of[side], getattr(active, side))]
+        def linear_places(side: str, leaves: Active) -> list[int]:
+            return [a + leading for a in kept(of[side], getattr(leaves, side))]
 
-        into = [p for side in ins.split() for p in linear_places(side)]
+        into = [p for side in ins.split() for p in linear_places(side, moving)]
         moved += [move(*v, size) for v in zip(linear, linear_dims, into, strict=True)]
         results = primitive.bind(*moved, **dict(params, loop=new))
-        return results, linear_places(outs)
+        return results, linear_places(outs, active)
 
     return rule
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from loopkit import _jax
+from loopkit import _jax, _jaxpr
 from loopkit._jax import Jaxpr
 
 FLOPS = 100.0
@@ -48,7 +48,7 @@ def _equation(eqn: Any) -> float:
     loop = eqn.params.get("loop")
     if loop is not None:
         return (loop.length or UNKNOWN_TRIPS) * nanoseconds(loop.body)
-    inner = [v for value in eqn.params.values() for v in _jaxprs(value)]
+    inner = list(_jaxpr.jaxprs_in(eqn))
     if inner:
         costs = list(map(nanoseconds, inner))
         if name == "cond":
@@ -56,12 +56,6 @@ def _equation(eqn: Any) -> float:
         trips = {"scan": eqn.params.get("length"), "while": UNKNOWN_TRIPS}.get(name, 1)
         return sum(costs) * (trips or 1)
     return EQUATION + elements * PER_ELEMENT.get(name, ELEMENT)
-
-
-def _jaxprs(value: Any) -> list:
-    if hasattr(value, "eqns"):
-        return [value]
-    return [v for v in value if hasattr(v, "eqns")] if isinstance(value, tuple) else []
 
 
 def factor_bytes(jaxpr: Jaxpr, consts: int, smallest: int) -> int:
@@ -73,13 +67,9 @@ def factor_bytes(jaxpr: Jaxpr, consts: int, smallest: int) -> int:
         if eqn.primitive.name == "dot_general" and any(
             v in matrices for v in eqn.invars if not isinstance(v, _jax.Literal)
         ):
-            size = max(_bytes(v) for v in eqn.invars if v in matrices)
-            if size > smallest and _bytes(eqn.outvars[0]) < 2 * size:
-                total += _bytes(eqn.outvars[0])
+            size = max(_jax.byte_count(v.aval) for v in eqn.invars if v in matrices)
+            if size > smallest and _jax.byte_count(eqn.outvars[0].aval) < 2 * size:
+                total += _jax.byte_count(eqn.outvars[0].aval)
                 other = [v for v in eqn.invars if v not in matrices]
-                total += sum(_bytes(v) for v in other if v in j.invars[consts:])
+                total += sum(_jax.byte_count(v.aval) for v in other if v in j.invars[consts:])
     return total
-
-
-def _bytes(v: Any) -> int:
-    return _jax.byte_count(v.aval)

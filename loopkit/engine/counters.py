@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from loopkit import _jax
+from loopkit import _jax, _jaxpr
 from loopkit.engine.loop import Loop
 
 PASSING = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze")
@@ -34,7 +34,8 @@ def _found(loop: Loop) -> Counters:
         moved_by(out, v, makers) if jnp.issubdtype(v.aval.dtype, jnp.integer) else None
         for out, v in zip(j.outvars, before, strict=False)
     ]
-    if loop.flag is not None:
+    # Of lanes that go on together, each has a flag of its own.
+    if loop.flag is not None and _jaxpr.forwarded(loop.cond) == [loop.cond_const_count + loop.flag]:
         found[loop.flag] = 0
     return tuple(found)
 
@@ -70,7 +71,7 @@ def at_step(
     """
     out: list[Any] = [None] * len(counters)
     for i, (v, by, kind) in enumerate(zip(init, counters, loop.carry_types, strict=True)):
-        if i == loop.flag:
+        if i == loop.flag and by is not None:
             out[i] = jnp.broadcast_to(step < taken, v.shape) if loop.lanes else jnp.array(True)
         elif by is not None:
             out[i] = v + jnp.asarray(step, v.dtype) * np.array(by).astype(v.dtype)

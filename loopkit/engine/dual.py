@@ -16,9 +16,10 @@ from typing import Any
 
 from loopkit import _jax
 from loopkit.engine import while_
+from loopkit.engine.activity import cotangent_activity
 from loopkit.engine.dual_loop import dual_loop, dual_operands, dual_results
-from loopkit.engine.loop import Active, Loop, parts
-from loopkit.engine.primitives import dual_p, forward_p, pushforward_p, while_p
+from loopkit.engine.loop import Active, Loop, kept, parts
+from loopkit.engine.primitives import define, dual_p, forward_p, pushforward_p, while_p
 from loopkit.engine.reversal import reversal
 from loopkit.engine.split import opened
 
@@ -71,17 +72,22 @@ def known_equation(eqn: Any) -> Any:
 
 
 def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
-    """Tangents that nobody uses turn a dual back into the loop itself."""
-    loop = eqn.params["loop"]
+    """Without tangents that nobody uses; without any, it is the loop itself."""
+    loop, active = eqn.params["loop"], eqn.params["active"]
     operands, results = loop.primal_counts
     if any(used[results:]):
-        return [True] * len(eqn.invars), eqn
+        live = cotangent_activity(loop, active, used[results:])
+        ins = [True] * operands + kept(live.inputs, active.inputs)
+        outs = [True] * results + kept(live.outputs, active.outputs)
+        invars, outvars = kept(eqn.invars, ins), kept(eqn.outvars, outs)
+        params = {"loop": loop, "active": live}
+        return ins, _jax.new_equation(eqn, dual_p, invars, outvars, params)
     plain = known_equation(eqn)
     needed, plain = while_.dce(used[:results], plain)
     return [*needed, *[False] * (len(eqn.invars) - operands)], plain
 
 
-_jax.define(dual_p, evaluate, result_types)
+define(dual_p, evaluate, result_types)
 _jax.register_jvp(dual_p, jvp)
 _jax.register_partial_eval(dual_p, known, known_equation)
 _jax.register_dce(dual_p, dce)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -15,10 +15,16 @@ T = TypeVar("T")
 
 def dual_loop(loop: Loop, active: Active) -> Loop:
     """The loop whose constants, carry, xs and ys are followed by the active ones' tangents."""
-    return loop.derived(("dual", active), lambda: _dual_loop(loop, active))
+    trace = lambda *of: (_jax.trace_closed(*of), [])
+    return loop.derived(("dual", active), lambda: _dual_loop(loop, active, trace)[0])
 
 
-def _dual_loop(loop: Loop, active: Active) -> Loop:
+def open_dual(loop: Loop, active: Active) -> tuple[Loop, list]:
+    """D, whose first constants are what the rules of a step close over, and those."""
+    return _dual_loop(loop, active, _jax.trace)
+
+
+def _dual_loop(loop: Loop, active: Active, trace: Callable) -> tuple[Loop, list]:
     body = _jax.call_jaxpr(loop.body)
     tangent_counts = [sum(active.consts), sum(active.carry), sum(active.xs)]
 
@@ -48,29 +54,30 @@ def _dual_loop(loop: Loop, active: Active) -> Loop:
         (loop.const_types, loop.carry_types, loop.x_types), active[:3], strict=True
     ):
         types += [*group, *(t.to_tangent_aval() for t in kept(group, flags))]
-    dual, closed_over = _jax.trace(dual_body, types, "dual_body")
-    assert not closed_over, "a body's jaxpr closes over nothing"
+    dual, closed_over = trace(dual_body, types, "dual_body")
     cond = None
     if loop.cond is not None:
         predicate = _jax.call_jaxpr(loop.cond)
         used = loop.cond_const_count + loop.carry_count
         tangents = [t.to_tangent_aval() for t in kept(loop.carry_types, active.carry)]
-        cond, _ = _jax.trace(
+        cond = _jax.trace_closed(
             lambda *a: predicate(*a[:used]), [*loop.cond.in_avals, *tangents], "dual_cond"
         )
-    return loop.replace(
+    lanes = _followed(loop.const_lanes, active.consts)
+    new = loop.replace(
         cond=cond,
         body=dual,
-        const_count=loop.const_count + tangent_counts[0],
+        const_count=len(closed_over) + loop.const_count + tangent_counts[0],
         carry_count=loop.carry_count + tangent_counts[1],
         xs_count=loop.xs_count + tangent_counts[2],
-        const_lanes=_followed(loop.const_lanes, active.consts),
+        const_lanes=(*[0] * len(closed_over), *lanes) if lanes else (),
         xs_lanes=_followed(loop.xs_lanes, active.xs),
         buffers=_followed(loop.buffers, active.carry),
         leaves=(),
         xs_axes=_followed(loop.x_axes, active.xs),
         ys_axes=_followed(loop.y_axes, active.ys),
     )
+    return new, closed_over
 
 
 def _followed(flags: tuple[T, ...], active: Sequence[bool]) -> tuple[T, ...]:

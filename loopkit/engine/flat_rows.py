@@ -125,7 +125,7 @@ def _flattened(jaxpr: Jaxpr, counts: Sequence[int]) -> Jaxpr:
         ]
         return [v.value if isinstance(v, Rows) else v for v in _run(j, ins)]
 
-    return _jax.trace(run, types, "flat_rows")[0]
+    return _jax.trace_closed(run, types, "flat_rows")
 
 
 # ---------------------------------------------------------------- which axes are taken whole
@@ -219,19 +219,12 @@ def _last(flags: Iterable[bool]) -> int:
 
 def _run(j: Any, values: Sequence[Any]) -> list:
     """The results of a jaxpr, some of whose values are `Rows`."""
-    env = dict(zip(j.invars, values, strict=True))
 
-    def value(v: Any) -> Any:
-        return v.val if isinstance(v, _jax.Literal) else env[v]
+    def rule(eqn: Any, ins: list) -> list:
+        on_rows = any(isinstance(v, Rows) for v in ins)
+        return _on_rows(eqn, ins) if on_rows else _jax.bind_equation(eqn, ins)
 
-    for eqn in j.eqns:
-        ins = list(map(value, eqn.invars))
-        if any(isinstance(v, Rows) for v in ins):
-            outs = _on_rows(eqn, ins)
-        else:
-            outs = _jax.bind_equation(eqn, ins)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return list(map(value, j.outvars))
+    return _jaxpr.interpret(j, values, rule)
 
 
 def _on_rows(eqn: Any, ins: list) -> list:

@@ -15,11 +15,11 @@ import jax
 
 from loopkit import _jax
 from loopkit.engine import while_
-from loopkit.engine.activity import forward_activity
+from loopkit.engine.activity import moving_activity
 from loopkit.engine.forward_sweep import forward_sweep
 from loopkit.engine.host import check_gradients
 from loopkit.engine.loop import Active, Loop, kept, parts, spread
-from loopkit.engine.primitives import forward_p, pushforward_p, while_p
+from loopkit.engine.primitives import define, forward_p, pushforward_p, while_p
 from loopkit.engine.reversal import covers, reversal
 from loopkit.engine.split import opened
 from loopkit.engine.unrolling import settled
@@ -31,7 +31,9 @@ def evaluate(*operands: Any, loop: Loop, active: Active) -> list:
         operands_of = loop.split(operands)[0]
         if how.plan.host:
             check_gradients(loop.name)
-        return forward_sweep(how.unrolled(unroll), loop.unrolled(unroll), operands_of)
+        outs = forward_sweep(how.unrolled(unroll), loop.unrolled(unroll), operands_of)
+        last = zip(outs[-2:], how.residual_types[-2:], strict=True)
+        return [*outs[:-2], *(_jax.vary_like(v, [t]) for v, t in last)]
 
 
 def result_types(*_: Any, loop: Loop, active: Active) -> tuple[list, Any]:
@@ -45,7 +47,7 @@ def jvp(
     outs = forward_p.bind(*primals, loop=loop, active=active)
     _, residuals = parts(outs, loop.primal_counts[1])
     plain = opened(loop, active)
-    moving = forward_activity(plain, while_.nonzero_tangents(loop, tangents))
+    moving = moving_activity(plain, while_.nonzero_tangents(loop, tangents))
     inputs = kept(tangents[loop.cond_const_count :], moving.inputs)
     inputs = [_jax.instantiate(t) for t in inputs]
     source, layout = loop, active
@@ -71,6 +73,6 @@ def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     return while_.dce(used[:results], plain)
 
 
-_jax.define(forward_p, evaluate, result_types)
+define(forward_p, evaluate, result_types)
 _jax.register_jvp(forward_p, jvp)
 _jax.register_dce(forward_p, dce)

@@ -68,7 +68,7 @@ def check_gradients(name: str) -> None:
 
 def _probe(x: Any, host: bool) -> Any:
     """A loop that saves, recomputes and overwrites checkpoints."""
-    body, _ = _jax.trace(lambda x: [x + 0.3 * jnp.sin(5 * x)], [jax.typeof(x)], "probe")
+    body = _jax.trace_closed(lambda x: [x + 0.3 * jnp.sin(5 * x)], [jax.typeof(x)], "probe")
     plan = Plan(3, leaf=2, host=host)
     loop = Loop(None, body, 0, 0, 1, 0, length=23, checkpoints=plan, name="probe")
     return jnp.sum(while_p.bind(x, loop=loop)[0] ** 2)

@@ -101,7 +101,9 @@ class Loop:
     """What the caller calls the carry leaves, for reports."""
     log_count: int = 0
     """How many ys, the last ones, log what steps displace in buffers: also in stopped lanes."""
-    memory: dict = field(default_factory=dict, repr=False)
+    lasting: bool = field(default=False, compare=False)
+    """Whether another loop of the same equations is this very loop, and so compiled once."""
+    memory: dict = field(default_factory=dict, repr=False, compare=False)
 
     def derived(self, key: Any, make: Callable[[], T]) -> T:
         """`make()`, once for each key."""
@@ -148,6 +150,11 @@ class Loop:
         return self.buffers or (False,) * self.carry_count
 
     @cached_property
+    def cond_types(self) -> list[ShapedArray]:
+        """Types of the constants of the predicate."""
+        return [] if self.cond is None else list(self.cond.in_avals[: self.cond_const_count])
+
+    @cached_property
     def const_types(self) -> list[ShapedArray]:
         return list(self.body.in_avals[: self.const_count])
 
@@ -187,6 +194,12 @@ class Loop:
     def effects(self) -> Any:
         effects = self.body.effects
         return effects if self.cond is None else effects | self.cond.effects
+
+    @cached_property
+    def axis_names(self) -> set:
+        """The named axes that steps speak along."""
+        names = _jaxpr.axis_names(self.body)
+        return names if self.cond is None else names | _jaxpr.axis_names(self.cond)
 
     @cached_property
     def holds_custom_vjp(self) -> bool:
@@ -263,7 +276,7 @@ def prune(loop: Loop, used_carry: Sequence[bool], used_ys: Sequence[bool]) -> tu
     carry = list(used_carry)
     cond, used_cond_consts = loop.cond, []
     if loop.cond is not None:
-        _, used = _jax.dce(loop.cond, [True], [False] * len(loop.cond.in_avals))
+        used = _jax.used_inputs(loop.cond, [True])
         used_cond_consts = used[: loop.cond_const_count]
         carry = [a or b for a, b in zip(carry, used[loop.cond_const_count :], strict=True)]
     while True:

@@ -15,7 +15,14 @@ D is a loop itself, so derivatives of any order are the same six on a longer car
 
 from __future__ import annotations
 
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
 from loopkit import _jax
+from loopkit._cache import interned
 
 while_p = _jax.declare("loopkit_while")
 dual_p = _jax.declare("loopkit_dual")
@@ -23,3 +30,25 @@ forward_p = _jax.declare("loopkit_forward")
 pushforward_p = _jax.declare("loopkit_pushforward")
 pullback_p = _jax.declare("loopkit_pullback")
 hessian_p = _jax.declare("loopkit_hessian")
+
+
+def define(primitive: Any, evaluate: Callable, types: Callable) -> None:
+    """As `_jax.define`; what has the same equations is compiled once, also outside jit."""
+    _jax.define(primitive, evaluate, types, _run)
+
+
+def _run(compiled: Callable, evaluate: Callable, *operands: Any, **params: Any) -> Any:
+    if params["loop"].lasting:
+        return compiled(*operands, **params)
+    # A loop with rules for derivatives is equal to no other; what it computes may be.
+    types = list(map(jax.typeof, operands))
+    jaxpr, closed_over = _jax.trace(lambda *values: evaluate(*values, **params), types, "loop")
+    same = interned(jaxpr, results_only=True)
+    if same is None:
+        return compiled(*operands, **params)
+    return _evaluated(same, *closed_over, *operands)
+
+
+@ft.partial(jax.jit, static_argnums=0)
+def _evaluated(jaxpr: Any, *values: Any) -> list:
+    return list(_jax.call_jaxpr(jaxpr)(*values))

@@ -128,11 +128,8 @@ def _terms(v: Any, maker: dict, still: set, sums: set) -> list[Term] | None:
 def _pays(out: Any, terms: Sequence[Term], present: set) -> bool:
     """Whether the factors to keep are smaller than the sum that is not read and written."""
     new = {v for t in terms for v in t.product.invars} - present
-    return _bytes(out) > SMALLEST and sum(map(_bytes, new)) < 2 * _bytes(out)
-
-
-def _bytes(v: Any) -> int:
-    return _jax.byte_count(v.aval)
+    size = _jax.byte_count(out.aval)
+    return size > SMALLEST and sum(_jax.byte_count(v.aval) for v in new) < 2 * size
 
 
 def _evaluate(term: Term, place: dict) -> Any:

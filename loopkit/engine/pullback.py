@@ -19,11 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from loopkit import _jax
-from loopkit.engine.activity import backward_activity, forward_activity
+from loopkit.engine.activity import cotangent_activity, linear_activity
 from loopkit.engine.backward_sweep import backward_sweep
+from loopkit.engine.hessian import second_order
 from loopkit.engine.loop import Active, Loop, kept, spread
-from loopkit.engine.primitives import hessian_p, pullback_p, pushforward_p
-from loopkit.engine.pushforward import arguments
+from loopkit.engine.primitives import define, pullback_p
+from loopkit.engine.pushforward import arguments, of_tangents
 from loopkit.engine.reversal import reversal
 from loopkit.engine.stored_pullback import stored_pullback
 from loopkit.engine.unrolling import settled
@@ -65,32 +66,23 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple
     if loop.holds_custom_vjp:
         # The last residual: the steps taken.
         operands, moves = [*values, residuals[-1], *cts], [*t_values, None, *t_cts]
-        return out, _stored_tangents(operands, moves, loop, active, params["batch"])
-    flowing = [_jax.float0_zero(jax.typeof(o)) for o in out]
-    if any(type(t) is not _jax.Zero for t in t_cts):
-        linear = [_jax.instantiate(t) for t in t_cts]
-        flowing = pullback_p.bind(*values, *residuals, *linear, **params)
+        stored = lambda *at: stored_pullback(loop, active, params["batch"], at)
+        return out, _jax.jvp_in_moving(stored, operands, moves)[1]
+    flowing = _of_cotangents([*values, *residuals], t_cts, params)
     second = _second_order(values, t_values, cts, loop, active, params["batch"])
     return out, list(map(_jax.add_tangents, flowing, second))
 
 
-def _stored_tangents(
-    operands: Sequence[Any], tangents: Sequence[Any], loop: Loop, active: Active, batch: Any
-) -> list:
-    """How the cotangents change, where custom rules make them."""
-    moving = [
-        i
-        for i, t in enumerate(tangents)
-        if t is not None and type(t) is not _jax.Zero and i >= loop.cond_const_count
-    ]
-
-    def at(*moved: Any) -> list:
-        values = list(operands)
-        for i, v in zip(moving, moved, strict=True):
-            values[i] = v
-        return stored_pullback(loop, active, batch, values)
-
-    return jax.jvp(at, [operands[i] for i in moving], [tangents[i] for i in moving])[1]
+def _of_cotangents(known: Sequence[Any], cts: Sequence[Any], params: dict[str, Any]) -> list:
+    """L^T w for cotangents of which some are symbolically zero, and so are results of no others."""
+    loop, active = params["loop"], params["active"]
+    live = cotangent_activity(loop, active, [type(c) is not _jax.Zero for c in cts])
+    zeros = [_jax.float0_zero(t) for t in result_types(**params)[0]]
+    if not any(live.inputs):
+        return zeros
+    linear = [_jax.instantiate(c) for c in kept(cts, kept(live.outputs, active.outputs))]
+    out = pullback_p.bind(*known, *linear, **dict(params, active=live))
+    return spread(out, kept(live.inputs, active.inputs), zeros)
 
 
 def _second_order(
@@ -101,48 +93,46 @@ def _second_order(
     active: Active,
     batch: Any,
 ) -> list:
-    """How the cotangents of the active inputs change as the operands do.
-
-    Operands may move that are not active here; the hessian is taken in both together.
-    """
-    types = loop.input_types(active)
+    """How the cotangents of the active inputs change as the operands do."""
+    tangents = tangents[loop.cond_const_count :]
     if batch is not None:
-        types = [_jax.stack_type(t, batch) for t in types]
-    zeros = [_jax.Zero(t) for t in types]
-    count = loop.cond_const_count
-    moves = [type(t) is not _jax.Zero for t in tangents[count:]]
-    if not any(moves):
-        return zeros
-    nonzero = [a or b for a, b in zip(active.inputs, moves, strict=True)]
-    flags = loop.split([False] * count + nonzero)[0]
-    joint = forward_activity(loop, flags)
-    joint = backward_activity(loop, joint, active.carry, active.ys)
-    w_types = loop.output_types(joint)
-    if batch is not None:
-        w_types = [_jax.stack_type(t, batch) for t in w_types]
-    # A cotangent for every joint output: zero for those that are not active here.
-    w = spread(cts, kept(active.outputs, joint.outputs), list(map(_jax.zeros, w_types)))
-    u = [_jax.instantiate(t) for t in kept(tangents[count:], joint.inputs)]
-    if batch is not None:
-        u = [jax.numpy.broadcast_to(t, (batch, *t.shape)) for t in u]
-    out = hessian_p.bind(*values, *w, *u, loop=loop, active=joint, batch=batch)
-    of_input = dict(zip([i for i, j in enumerate(joint.inputs) if j], out, strict=True))
-    places = [i for i, a in enumerate(active.inputs) if a]
-    return [of_input.get(i, zero) for i, zero in zip(places, zeros, strict=True)]
+        tangents = [
+            t if type(t) is _jax.Zero else jnp.broadcast_to(t, (batch, *t.shape)) for t in tangents
+        ]
+    return second_order(loop, values, cts, active, tangents, active, batch)
 
 
 def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
     loop = params["loop"]
     values, residuals, linear = arguments(loop, params["layout"], operands)
     none = [None] * (len(values) + len(residuals))
-    if all(type(c) is _jax.Zero for c in cts):
-        return [*none, *[_jax.float0_zero(l.aval) for l in linear]]
-    tangents = [_jax.instantiate(c) for c in cts]
     unread = _unread_results(params["active"], params.pop("unread"))
-    tangents = [jnp.zeros_like(t) if u else t for t, u in zip(tangents, unread, strict=True)]
-    return [*none, *pushforward_p.bind(*values, *residuals, *tangents, **params)]
+    tangents = [
+        _jax.float0_zero(t) if u else c
+        for t, u, c in zip(loop.input_types(params["active"]), unread, cts, strict=True)
+    ]
+    out = of_tangents([*values, *residuals], tangents, params)
+    asked = map(_jax.is_undefined, linear)
+    return [*none, *(t if a else None for t, a in zip(out, asked, strict=True))]
 
 
-_jax.define(pullback_p, evaluate, result_types)
+def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """Without the cotangents from which none of the used results follows."""
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    active = eqn.params["active"]
+    needed = linear_activity(eqn.params["loop"], active, used)
+    found = kept(needed.inputs, active.inputs)
+    if any(u and not f for u, f in zip(used, found, strict=True)):
+        return [True] * len(eqn.invars), eqn
+    reaching = kept(needed.outputs, active.outputs)
+    ins = [True] * (len(eqn.invars) - len(reaching)) + reaching
+    params = dict(eqn.params, active=needed)
+    invars, outvars = kept(eqn.invars, ins), kept(eqn.outvars, found)
+    return ins, _jax.new_equation(eqn, pullback_p, invars, outvars, params)
+
+
+define(pullback_p, evaluate, result_types)
 _jax.register_jvp(pullback_p, jvp)
 _jax.register_transpose(pullback_p, transpose)
+_jax.register_dce(pullback_p, dce)

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 
 from loopkit import _jax
-from loopkit.engine.activity import backward_activity
+from loopkit.engine import while_
+from loopkit.engine.activity import cotangent_activity, linear_activity
 from loopkit.engine.batching import batch_tangents
 from loopkit.engine.dual_loop import (
     dual_loop,
@@ -25,7 +26,7 @@ from loopkit.engine.dual_loop import (
     dual_results,
 )
 from loopkit.engine.loop import Active, Loop, kept, parts, spread
-from loopkit.engine.primitives import forward_p, pullback_p, pushforward_p, while_p
+from loopkit.engine.primitives import define, forward_p, pullback_p, pushforward_p, while_p
 from loopkit.engine.reversal import covers, reversal
 
 
@@ -63,44 +64,40 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple
     values, residuals, linear = arguments(loop, params["layout"], primals)
     t_values, _, t_linear = arguments(loop, params["layout"], tangents)
     out = pushforward_p.bind(*primals, **params)
-    flowing = [_jax.float0_zero(jax.typeof(o)) for o in out]
-    if any(type(t) is not _jax.Zero for t in t_linear):
-        linear_part = [_jax.instantiate(t) for t in t_linear]
-        flowing = pushforward_p.bind(*values, *residuals, *linear_part, **params)
-    moving = moving_inputs(loop, t_values)
-    if moving:
-
-        def tangents_at(*moved: Any) -> list:
-            at = list(values)
-            for i, v in zip(moving, moved, strict=True):
-                at[i] = v
-            quiet = loop.without_debug_effects()
-            return run_dual(quiet, at, linear, active, params["batch"])
-
-        _, second = jax.jvp(tangents_at, [values[i] for i in moving], [t_values[i] for i in moving])
-        flowing = list(map(_jax.add_tangents, flowing, second))
-    return out, flowing
+    flowing = of_tangents([*values, *residuals], t_linear, params)
+    if all(type(t) is _jax.Zero for t in t_values[loop.cond_const_count :]):
+        return out, flowing
+    quiet = loop.without_debug_effects()
+    if params["batch"] is None:
+        dual = dual_loop(quiet, active)
+        still = [_jax.float0_zero(jax.typeof(t)) for t in linear]
+        at = dual_operands(quiet, values, linear, active)
+        moves = dual_operands(quiet, t_values, still, active)
+        second = dual_results(quiet, while_.jvp(at, moves, loop=dual)[1], active)[1]
+    else:
+        tangents_at = lambda *at: run_dual(quiet, at, linear, active, params["batch"])
+        second = _jax.jvp_in_moving(tangents_at, values, t_values)[1]
+    return out, list(map(_jax.add_tangents, flowing, second))
 
 
-def moving_inputs(loop: Loop, tangents: Sequence[Any]) -> list[int]:
-    """The operands of the body that have a tangent."""
-    first = loop.cond_const_count
-    return [i for i, t in enumerate(tangents) if i >= first and type(t) is not _jax.Zero]
+def of_tangents(known: Sequence[Any], tangents: Sequence[Any], params: dict[str, Any]) -> list:
+    """L t for tangents of which some are symbolically zero, and so are results that others make."""
+    loop, active = params["loop"], params["active"]
+    moving = linear_activity(loop, active, [type(t) is not _jax.Zero for t in tangents])
+    inputs = [_jax.instantiate(t) for t in kept(tangents, kept(moving.inputs, active.inputs))]
+    types, _ = result_types(**params)
+    zeros = [_jax.float0_zero(t) for t in types]
+    if not inputs:
+        return zeros
+    out = pushforward_p.bind(*known, *inputs, **dict(params, active=moving))
+    return spread(out, kept(moving.outputs, active.outputs), zeros)
 
 
 def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
     loop, layout, active = params["loop"], params["layout"], params["active"]
     values, residuals, linear = arguments(loop, layout, operands)
     none = [None] * (len(values) + len(residuals))
-    carry, ys = parts(
-        spread(
-            [type(c) is not _jax.Zero for c in cts],
-            active.outputs,
-            [False] * len(active.outputs),
-        ),
-        loop.carry_count,
-    )
-    live = backward_activity(loop.without_debug_effects(), active, carry, ys)
+    live = cotangent_activity(loop, active, [type(c) is not _jax.Zero for c in cts])
     if not covers(loop, layout, live):
         outs = forward_p.bind(*values, loop=loop, active=live)
         residuals, layout = outs[loop.primal_counts[1] :], live
@@ -119,6 +116,20 @@ def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
     return [*none, *spread(out, kept(live.inputs, active.inputs), zeros)]
 
 
-_jax.define(pushforward_p, evaluate, result_types)
+def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """Without the tangents that reach none of the used results."""
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    active = eqn.params["active"]
+    live = cotangent_activity(eqn.params["loop"], active, used)
+    reaching = kept(live.inputs, active.inputs)
+    ins = [True] * (len(eqn.invars) - len(reaching)) + reaching
+    outvars = kept(eqn.outvars, kept(live.outputs, active.outputs))
+    params = dict(eqn.params, active=live)
+    return ins, _jax.new_equation(eqn, pushforward_p, kept(eqn.invars, ins), outvars, params)
+
+
+define(pushforward_p, evaluate, result_types)
 _jax.register_jvp(pushforward_p, jvp)
 _jax.register_transpose(pushforward_p, transpose)
+_jax.register_dce(pushforward_p, dce)

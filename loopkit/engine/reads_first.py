@@ -51,7 +51,7 @@ def _needed(eqns: Sequence[Any], read: Any) -> list | None:
     for eqn in reversed(eqns):
         if operands.isdisjoint(eqn.outvars):
             continue
-        if eqn is write or _jax.has_effects(eqn):
+        if eqn is write or eqn.effects:
             return None
         found.append(eqn)
         operands.update(_variables(eqn))

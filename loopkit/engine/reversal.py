@@ -165,8 +165,8 @@ class Reversal:
             stacks = list(map(_jax.on_host, stacks))
         units = _jax.ShapedArray((0 if plan.direct else plan.slots,), int32)
         steps = _jax.ShapedArray(self.loop.lanes, int32)
-        if self.loop.cond is not None:
-            units, steps = (_jax.type_like(t, self.loop.cond.out_avals) for t in (units, steps))
+        decide = _in_common(self.loop.body) if self.loop.cond is None else self.loop.cond.out_avals
+        units, steps = (_jax.type_like(t, decide) for t in (units, steps))
         undoing = []
         if self.undo is not None:
             undoing = [self.loop.stack_type(t) for t in self.undo.log_types]
@@ -298,6 +298,13 @@ def build(
     return Reversal(quiet, active, plan, split, saved, step, forward, undo, counters)
 
 
+def _in_common(jaxpr: Jaxpr) -> list:
+    """A type that varies between devices as far as all inputs do."""
+    fewest = sorted(jaxpr.in_avals, key=lambda t: len(_jax.varying(t)))[:1]
+    axes = [_jax.varying(t) for t in fewest]
+    return [t for t in fewest if all(axes[0] <= _jax.varying(v) for v in jaxpr.in_avals)]
+
+
 def _counted(loop: Loop, split: Split, counters: Counters) -> list[int | None]:
     """For each residual, the counter that it is."""
     source = _jaxpr.forwarded(split.forward)[split.results :]
@@ -312,7 +319,7 @@ def _saved_leaves(loop: Loop, split: Split) -> tuple[bool, ...]:
     """The carry leaves that replaying needs: a fixed point of what the derivative reads."""
 
     def carry_read(jaxpr: Jaxpr, outputs: Sequence[bool], before: int) -> list[bool]:
-        _, used = _jax.dce(jaxpr, outputs, [False] * len(jaxpr.in_avals))
+        used = _jax.used_inputs(jaxpr, outputs)
         return used[before : before + loop.carry_count]
 
     results = [False] * split.results

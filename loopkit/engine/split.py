@@ -93,8 +93,7 @@ def _split(loop: Loop, active: Active) -> Split:
         residuals, tree = jax.tree.flatten(pushforward)
         return [*outs, *residuals]
 
-    whole, closed_over = _jax.trace(linearised, in_types, "loop_step")
-    assert not closed_over, "a body's jaxpr closes over nothing"
+    whole = _jax.trace_closed(linearised, in_types, "loop_step")
     n, c = len(body.out_avals), loop.const_count
     slices = c + loop.carry_count
     free = [by is not None for by in find_counters(loop)]
@@ -135,11 +134,9 @@ def _split(loop: Loop, active: Active) -> Split:
             *(t.to_tangent_aval() for t in kept(loop.const_types, live.consts)),
             *(t.to_tangent_aval() for t in kept(body.out_avals, live.outputs)),
         ]
-        jaxpr, closed_over = _jax.trace(backward, types, "loop_step_transpose")
-        assert not closed_over, "a transposed body closes over nothing"
-        return jaxpr
+        return _jax.trace_closed(backward, types, "loop_step_transpose")
 
-    hoist_jaxpr, _ = _jax.trace(hoist, in_types[:c], "loop_constants")
+    hoist_jaxpr = _jax.trace_closed(hoist, in_types[:c], "loop_constants")
     return Split(hoist_jaxpr, forward, n, make_backward, cut.uncut)
 
 
@@ -161,8 +158,7 @@ def _linear_part(
         return list(jax.tree.unflatten(tree, residuals)(*tangents))
 
     inputs = [*residual_types, *kept(types, flows)]
-    everything, closed_over = _jax.trace(pushforward, inputs, "loop_tangents")
-    assert not closed_over, "a linear part closes over nothing"
+    everything = _jax.trace_closed(pushforward, inputs, "loop_tangents")
     wanted = kept(live.outputs, active.outputs)
     linear, _ = _jax.dce(everything, wanted, [True] * len(inputs))
     return linear, kept(types, flows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,16 +45,23 @@ class StepReversal:
     hoisted: list
     backward: Any
     safe: SafeInputs | None
-    ct_ys: list
+    ct_ys: Sequence[Any]
     batch: Any
     products: Products | None
     """Of the backward half, those that are put off to the end of a segment."""
-    rewind: Rewind
+    rewind: Any
+    """A Rewind; None where steps are given one by one."""
 
     @staticmethod
     def of(
-        how: Reversal, operands: Operands, taken: Any, ct_ys: list, batch: Any, rewind: Rewind
+        how: Reversal,
+        operands: Operands,
+        taken: Any,
+        batch: Any,
+        ct_ys: Sequence[Any] = (),
+        rewind: Rewind | None = None,
     ) -> StepReversal:
+        """For the sweep of a plan; or, without what is rewound, for steps given one by one."""
         split, safe = how.split, None
         consts = operands.consts
         if how.loop.lanes:
@@ -61,7 +69,8 @@ class StepReversal:
             consts = safe.consts
         hoisted = list(_jax.call_jaxpr(split.hoist)(*consts))
         backward, products = how.backward, None
-        if batch is None and safe is None and how.plan.leaf > 1 and not how.plan.keeps_all:
+        segments = rewind is not None and how.plan.leaf > 1 and not how.plan.keeps_all
+        if batch is None and safe is None and segments:
             products = how.products
             backward = backward if products is None else products.step
         if batch is not None:
@@ -108,9 +117,9 @@ class StepReversal:
 
         return repeat(count, step, (carry, rows), how.loop.unroll)
 
-    def residuals(self, step: Any, carry: list) -> tuple[list, list]:
+    def residuals(self, step: Any, carry: list, x: list | None = None) -> tuple[list, list]:
         """The next carry, and the row of this step."""
-        how, consts, x = self.how, self.operands.consts, self.slices(step)
+        how, consts, x = self.how, self.operands.consts, self.slices(step) if x is None else x
         inputs, active = carry, step < self.taken
         if self.safe is not None:
             consts, x = self.safe.constants(active), self.safe.slices(active, x)
@@ -185,23 +194,11 @@ class StepReversal:
         y_axes = [axis + a for a in kept(loop.y_axes, how.active.ys)]
         x_axes = [axis + a for a in kept(loop.x_axes, how.active.xs)]
         flowing = [*cts.carry, *read_rows(self.ct_ys, at, y_axes)]
-        buffers = kept(loop.is_buffer, how.active.carry)
-        consts, hoisted, x, active = self.operands.consts, self.hoisted, self.slices(step), None
-        if self.safe is not None:
-            active = step < self.taken
-            consts, x = self.safe.constants(active), self.safe.slices(active, x)
-            if self.safe.shared:
-                hoisted = list(_jax.call_jaxpr(how.split.hoist)(*consts))
-            zeros = list(map(jnp.zeros_like, flowing))
-            flowing = hold(active, flowing, zeros, buffers, axis)
-        outs = _jax.call_jaxpr(self.backward)(*consts, *hoisted, *x, *row, *cts.consts, *flowing)
+        outs = self.back(step, self.slices(step), row, cts.consts, flowing)
+        d_consts, d_carry, d_x, factors = outs
         late = [False] * sum(how.active.consts)
         if self.products is not None:
             late = list(self.products.put_off[: len(late)])
-        counts = len(late) - sum(late), sum(how.active.carry), sum(how.active.xs)
-        d_consts, d_carry, d_x, factors = parts(outs, *counts)
-        if self.safe is not None:
-            d_carry = hold(active, d_carry, cts.carry, buffers, axis)
         new = iter(d_consts)
         return Cotangents(
             [c if put_off else next(new) for c, put_off in zip(cts.consts, late, strict=True)],
@@ -209,3 +206,23 @@ class StepReversal:
             write_rows(cts.xs, d_x, at, x_axes),
             write_rows(cts.factors, factors, place),
         )
+
+    def back(self, step: Any, x: list, row: list, so_far: list, flowing: list) -> list[list]:
+        """Cotangents of constants, with those so far, of the carry and of slices; and factors."""
+        active, axis = self.how.active, 0 if self.batch is None else 1
+        buffers = kept(self.how.loop.is_buffer, active.carry)
+        consts, hoisted, before, running = self.operands.consts, self.hoisted, flowing, None
+        if self.safe is not None:
+            running = step < self.taken
+            consts, x = self.safe.constants(running), self.safe.slices(running, x)
+            if self.safe.shared:
+                hoisted = list(_jax.call_jaxpr(self.how.split.hoist)(*consts))
+            zeros = list(map(jnp.zeros_like, flowing))
+            flowing = hold(running, flowing, zeros, buffers, axis)
+        outs = _jax.call_jaxpr(self.backward)(*consts, *hoisted, *x, *row, *so_far, *flowing)
+        late = 0 if self.products is None else sum(self.products.put_off[: len(so_far)])
+        counts = len(so_far) - late, sum(active.carry), sum(active.xs)
+        d_consts, d_carry, d_x, factors = parts(outs, *counts)
+        if self.safe is not None:
+            d_carry = hold(running, d_carry, before[: len(d_carry)], buffers, axis)
+        return [d_consts, d_carry, d_x, factors]

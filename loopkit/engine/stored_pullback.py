@@ -8,20 +8,17 @@ derivative is the derivative of that code. Memory grows with the length.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from loopkit import _errors, _jax
-from loopkit._jax import Jaxpr
-from loopkit.engine.lanes import SafeInputs
-from loopkit.engine.loop import Active, Loop, Operands, kept, parts
+from loopkit.engine.loop import Active, Loop, kept, parts
 from loopkit.engine.primitives import while_p
 from loopkit.engine.reversal import reversal
 from loopkit.engine.split import opened
-from loopkit.engine.steps import select
+from loopkit.engine.step_reversal import StepReversal
 
 
 def stored_pullback(loop: Loop, active: Active, batch: int | None, operands: Sequence[Any]) -> list:
@@ -62,10 +59,7 @@ def _traced(loop: Loop, active: Active, batch: int | None) -> Any:
         primals, (taken,), cts = parts(values, loop.operand_count, 1)
         return _two_loops(quiet, active, batch, primals, taken, cts)
 
-    jaxpr, closed_over = _jax.trace(
-        two_loops, [*operand_types, taken, *ct_types], "loop_cotangents"
-    )
-    assert not closed_over, "a loop closes over nothing"
+    jaxpr = _jax.trace_closed(two_loops, [*operand_types, taken, *ct_types], "loop_cotangents")
     return jaxpr
 
 
@@ -77,9 +71,9 @@ def _two_loops(
     if not loop.length:
         return [*d_consts, *ct_carry, *_zeros(kept(loop.xs_types, active.xs), batch)]
     operands, _ = loop.split(primals)
-    saved = reversal(loop, active).saved
-    rows = _carries(opened(loop, active), saved, primals)
-    step, steps, axis = _Step.of(loop, active, batch, operands, taken), taken, 0
+    how = reversal(loop, active)
+    rows = _carries(opened(loop, active), how.saved, primals)
+    step, steps, axis = StepReversal.of(how, operands, taken, batch), taken, 0
     if loop.lanes:
         steps = taken.max(initial=0)
     if batch is not None:
@@ -96,7 +90,9 @@ def _two_loops(
 
     def back(k: Any, *values: Any) -> list:
         d_consts, ct_carry, x, row, ct_y = parts(values, *counts)
-        d_consts, ct_carry, d_x = step.reverse(steps - 1 - k, row, x, d_consts, ct_carry, ct_y)
+        at, flowing = steps - 1 - k, [*ct_carry, *ct_y]
+        stored = step.residuals(at, row, x)[1]
+        d_consts, ct_carry, d_x, _ = step.back(at, x, stored, d_consts, flowing)
         return [k + 1, *d_consts, *ct_carry, *d_x]
 
     start = [0 * steps, *d_consts, *ct_carry]
@@ -107,22 +103,9 @@ def _two_loops(
     cond, cond_consts = None, []
     if loop.cond is not None:
         cond, cond_consts = _jax.trace(lambda k, *_: [k < steps], types, "loop_goes_back")
-    backward = loop.replace(
-        cond=cond,
-        body=body,
-        cond_const_count=len(cond_consts),
-        const_count=len(consts),
-        carry_count=len(start),
-        xs_count=len(xs),
-        reverse=not loop.reverse,
-        const_lanes=(),
-        xs_lanes=(),
-        xs_axes=(),
-        ys_axes=(),
-        buffers=(),
-        flag=None,
-        leaves=(),
-    )
+    counted = len(cond_consts), len(consts), len(start), len(xs)
+    how = loop.checkpoints, loop.unroll, loop.auto_unroll, loop.name
+    backward = Loop(cond, body, *counted, loop.length, not loop.reverse, *how)
     outs = while_p.bind(*cond_consts, *consts, *start, *xs, loop=backward)
     _, d_consts, ct_carry, d_xs = parts(outs, 1, *counts[:2])
     if loop.cond is not None:
@@ -146,61 +129,5 @@ def _carries(loop: Loop, saved: Sequence[bool], primals: Sequence[Any]) -> list:
         return [*step(*values)[: loop.carry_count], *kept(carry, saved)]
 
     types = [*loop.const_types, *loop.carry_types, *loop.x_types]
-    body, _ = _jax.trace(storing, types, "loop_step_stored")
+    body = _jax.trace_closed(storing, types, "loop_step_stored")
     return while_p.bind(*primals, loop=loop.replace(body=body, ys_axes=()))[loop.carry_count :]
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One step back, from the carry before it."""
-
-    loop: Loop
-    taken: Any
-    consts: list
-    hoist: Jaxpr
-    hoisted: list
-    forward: Jaxpr
-    backward: Jaxpr
-    active: Active
-    safe: SafeInputs | None
-    axis: int
-    """Where the lanes are in cotangents."""
-
-    @staticmethod
-    def of(loop: Loop, active: Active, batch: Any, operands: Operands, taken: Any) -> _Step:
-        how = reversal(loop, active)
-        backward, safe, consts = how.backward, None, operands.consts
-        if loop.lanes:
-            safe = SafeInputs.of(loop, operands, taken > 0, how.saved)
-            consts = safe.consts
-        hoist = how.split.hoist
-        hoisted = list(_jax.call_jaxpr(hoist)(*consts))
-        if batch is not None:
-            linear = sum(active.consts) + sum(active.outputs)
-            axes = [*[None] * (len(backward.in_avals) - linear), *[0] * linear]
-            places = [0] * len(backward.out_avals)
-            backward, _ = _jax.batch_jaxpr(backward, _jax.axis(batch), axes, places)
-        axis = 0 if batch is None else 1
-        pieces = (hoist, hoisted, how.forward, backward)
-        return _Step(loop, taken, consts, *pieces, active, safe, axis)
-
-    def reverse(
-        self, step: Any, carry: list, x: list, d_consts: list, ct_carry: list, ct_y: list
-    ) -> list:
-        """Cotangents of the active constants, those so far included, carry and slices."""
-        consts, hoisted, before = self.consts, self.hoisted, ct_carry
-        running = step < self.taken
-        if self.safe is not None:
-            consts, x = self.safe.constants(running), self.safe.slices(running, x)
-            carry = self.safe.carries(running, carry)
-            if self.safe.shared:
-                hoisted = list(_jax.call_jaxpr(self.hoist)(*consts))
-            ct_carry = select(running, ct_carry, list(map(jnp.zeros_like, ct_carry)), self.axis)
-            ct_y = select(running, ct_y, list(map(jnp.zeros_like, ct_y)), self.axis)
-        stored = _jax.call_jaxpr(self.forward)(*consts, *carry, *x)[len(carry) :]
-        cts = [*d_consts, *ct_carry, *ct_y]
-        outs = _jax.call_jaxpr(self.backward)(*consts, *hoisted, *x, *stored, *cts)
-        d_consts, d_carry, d_x = parts(outs, sum(self.active.consts), sum(self.active.carry))
-        if self.safe is not None:
-            d_carry = select(running, d_carry, before, self.axis)
-        return [d_consts, d_carry, d_x]

@@ -31,36 +31,28 @@ def threaded(jaxpr: Jaxpr, known: Sequence[Any], tangents: Sequence[Any], count:
 
 def _run(j: Any, values: Sequence[Any], constants: dict[Any, int], latest: list) -> list:
     """The results of a jaxpr; variables in `constants` stand for the latest of a constant."""
-    env = dict(zip(j.invars, values, strict=True))
-
-    def value(v: Any) -> Any:
-        if isinstance(v, _jax.Literal):
-            return v.val
-        return latest[constants[v]] if v in constants else env[v]
 
     def constant(v: Any) -> int | None:
         return None if isinstance(v, _jax.Literal) else constants.get(v)
 
-    for eqn in j.eqns:
-        ins = [value(v) for v in eqn.invars]
-        which = constant(eqn.invars[0]) if eqn.invars else None
-        found = None if which is None else _as_read(eqn, ins)
-        if found is not None and which is not None:
-            outs, latest[which] = found
+    def rule(eqn: Any, ins: list) -> list:
+        which = list(map(constant, eqn.invars))
+        ins = [v if w is None else latest[w] for v, w in zip(ins, which, strict=True)]
+        first = which[0] if which else None
+        found = None if first is None else _as_read(eqn, ins)
+        if found is not None and first is not None:
+            outs, latest[first] = found
             if eqn.primitive is read_p:
-                constants[eqn.outvars[-1]] = which
-        elif _jaxpr.is_call(eqn) and any(constant(v) is not None for v in eqn.invars):
+                constants[eqn.outvars[-1]] = first
+            return outs
+        if _jaxpr.is_call(eqn) and any(w is not None for w in which):
             inside = _jax.open_jaxpr(eqn.params["jaxpr"])
-            names = {
-                w: constants[v]
-                for v, w in zip(eqn.invars, inside.invars, strict=True)
-                if constant(v) is not None
-            }
-            outs = _run(inside, ins, names, latest)
-        else:
-            outs = _jax.bind_equation(eqn, ins)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [value(v) for v in j.outvars]
+            names = {v: w for v, w in zip(inside.invars, which, strict=True) if w is not None}
+            return _run(inside, ins, names, latest)
+        return _jax.bind_equation(eqn, ins)
+
+    outs = zip(j.outvars, _jaxpr.interpret(j, values, rule), strict=True)
+    return [v if (w := constant(u)) is None else latest[w] for u, v in outs]
 
 
 def _as_read(eqn: Any, ins: Sequence[Any]) -> tuple[list, Any] | None:
@@ -74,14 +66,18 @@ def _as_read(eqn: Any, ins: Sequence[Any]) -> tuple[list, Any] | None:
         sizes = params["slice_sizes"]
         # Slices that are as long as the axis start at its start.
         axes = tuple(i for i, size in enumerate(sizes) if size != buffer.shape[i])
-        window = Window(axes, (0,) * buffer.ndim, sizes, False, wrap=False)
-        columns = [jnp.asarray(starts[i], jnp.int32) for i in axes]
-        at = jnp.stack(columns) if axes else jnp.zeros(0, jnp.int32)
-        found, after = read(buffer, at, window)
+        window = Window(axes, (0,) * buffer.ndim, sizes, "clip", wrap=False)
+        at = jnp.stack([starts[i] for i in axes]) if axes else jnp.zeros(0, jnp.int32)
+        found, after = read(buffer, _wide(at), window)
         return [found], after
     if eqn.primitive is lax.gather_p:
         return _gathered(*ins, **params)
     return None
+
+
+def _wide(starts: Any) -> Any:
+    """Starts of a type that has room for every size."""
+    return starts if starts.dtype.itemsize >= 4 else starts.astype(jnp.int32)
 
 
 def _gathered(
@@ -94,21 +90,21 @@ def _gathered(
     fill_value: Any,
     **_: Any,
 ) -> tuple[list, Any] | None:
-    fills = mode == lax.GatherScatterMode.FILL_OR_DROP
-    if fills and fill_value != 0:
+    label = "drop" if mode == lax.GatherScatterMode.FILL_OR_DROP else mode.name.lower()
+    if label == "drop" and fill_value != 0:
         return None
-    numbers = dimension_numbers
+    numbers, starts = dimension_numbers, _wide(starts)
     batch = starts.ndim - 1
     own = [
         lax.broadcasted_iota(starts.dtype, (*starts.shape[:-1], 1), int(d))
         for d in numbers.start_indices_batching_dims
     ]
     of_batch = [int(a) for a in numbers.operand_batching_dims]
-    sizes, mapped = tuple(map(int, slice_sizes)), list(map(int, numbers.start_index_map))
-    # Moved inside, slices that are as long as the axis start at its start.
-    kept = [i for i, a in enumerate(mapped) if fills or sizes[a] != buffer.shape[a]]
+    sizes, mapped = tuple(slice_sizes), list(map(int, numbers.start_index_map))
+    # Where cotangents are moved inside too, slices that are as long as the axis start at its start.
+    kept = [i for i, a in enumerate(mapped) if label != "clip" or sizes[a] != buffer.shape[a]]
     axes = (*(mapped[i] for i in kept), *of_batch)
-    window = Window(axes, (0,) * buffer.ndim, sizes, fills, wrap=False)
+    window = Window(axes, (0,) * buffer.ndim, sizes, label, wrap=False)
     columns = [lax.slice_in_dim(starts, i, i + 1, axis=-1) for i in kept]
     at = jnp.concatenate([starts[..., :0], *columns, *own], -1)
     found, after = read(buffer, at, window)

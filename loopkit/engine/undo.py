@@ -11,6 +11,7 @@ may write to them if they take a fixed number of steps. Others are saved as any 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +19,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from loopkit import _jax
+from loopkit import _jax, _jaxpr
 from loopkit._jax import Jaxpr, ShapedArray
-from loopkit._slices import read, read_p, write
+from loopkit._slices import in_order, read, read_p, write
 from loopkit.engine.loop import Loop, Operands, kept, parts
 from loopkit.engine.primitives import while_p
 from loopkit.engine.steps import read_rows, repeat_backwards, row_of
@@ -98,8 +99,7 @@ def find_undo(loop: Loop, saved: Sequence[bool]) -> Undo | None:
         outs, log = _logging(j, values, sites)
         return [*outs, *log]
 
-    logging, closed_over = _jax.trace(forward, list(loop.body.in_avals), "loop_step_logged")
-    assert not closed_over, "a body's jaxpr closes over nothing"
+    logging = _jax.trace_closed(forward, list(loop.body.in_avals), "loop_step_logged")
     log_types = list(logging.out_avals[count:])
     numbers = [i for i, f in enumerate(flags) if f]
     types = kept(loop.carry_types, flags)
@@ -110,8 +110,7 @@ def find_undo(loop: Loop, saved: Sequence[bool]) -> Undo | None:
         state = _undone(sites, state, dict(zip(numbers, initial, strict=True)), log)
         return [state[i] for i in numbers]
 
-    undoing, closed_over = _jax.trace(back, [*types, *types, *log_types], "loop_step_undone")
-    assert not closed_over, "a log closes over nothing"
+    undoing = _jax.trace_closed(back, [*types, *types, *log_types], "loop_step_undone")
     return Undo(flags, log_types, logging, undoing)
 
 
@@ -120,36 +119,36 @@ def find_undo(loop: Loop, saved: Sequence[bool]) -> Undo | None:
 
 def _logging(j: Any, values: Sequence[Any], sites: Sites) -> tuple[list, list]:
     """The results of a jaxpr, and the log of what it writes."""
-    env, log = dict(zip(j.invars, values, strict=True)), []
+    log: list = []
     reads: dict[Any, tuple] = {}
+    numbers = itertools.count()
 
-    def value(v: Any) -> Any:
-        return v.val if isinstance(v, _jax.Literal) else env[v]
-
-    for at, eqn in enumerate(j.eqns):
-        ins, site = [value(v) for v in eqn.invars], sites.get(at)
+    def rule(eqn: Any, ins: list) -> list:
+        site = sites.get(next(numbers))
         if isinstance(site, Write):
             log.append(ins[2])
             if not site.fresh:
                 starts, window, old = reads.get(eqn.invars[0], (None, None, None))
                 if starts is not ins[2] or window != site.window:
                     old, ins[0] = read(ins[0], ins[2], site.window)
+                    old, ins[1] = in_order(old, ins[1], ins[2], site.window)
                 log.append(old)
-            outs = _jax.bind_equation(eqn, ins)
         elif site is not None and site.loop is None:
             outs, more = _logging(_jax.open_jaxpr(eqn.params["jaxpr"]), ins, site.sites)
-            log += more
+            log.extend(more)
+            return outs
         elif site is not None:
             outs = while_p.bind(*ins, loop=_logging_loop(site))
             outs, more = parts(outs, len(eqn.outvars))
-            log += more
-        else:
-            outs = _jax.bind_equation(eqn, ins)
-            if eqn.primitive is read_p and eqn.params["value"]:
-                # What is written next may be what was just read.
-                reads[eqn.outvars[-1]] = (ins[1], eqn.params["window"], outs[0])
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [value(v) for v in j.outvars], log
+            log.extend(more)
+            return outs
+        outs = _jax.bind_equation(eqn, ins)
+        if eqn.primitive is read_p and eqn.params["value"]:
+            # What is written next may be what was just read.
+            reads[eqn.outvars[-1]] = (ins[1], eqn.params["window"], outs[0])
+        return outs
+
+    return _jaxpr.interpret(j, values, rule), log
 
 
 def _logging_loop(site: Inner) -> Loop:
@@ -161,7 +160,7 @@ def _logging_loop(site: Inner) -> Loop:
         outs, log = _logging(j, values, site.sites)
         return [*outs, *log]
 
-    body, _ = _jax.trace(step, list(loop.body.in_avals), "loop_step_logged")
+    body = _jax.trace_closed(step, list(loop.body.in_avals), "loop_step_logged")
     return with_log(loop, body, len(body.out_avals) - len(loop.body.out_avals))
 
 

@@ -171,9 +171,9 @@ def trial_of(
             new, y = parts(_jax.call_jaxpr(loop.body)(*before, *x), carry)
             return [*new, taken + 1, *y]
 
-        cond, _ = _jax.trace(goes_on, [*cond_types, *loop.carry_types, *counter], "trial_cond")
+        cond = _jax.trace_closed(goes_on, [*cond_types, *loop.carry_types, *counter], "trial_cond")
         inputs = [*loop.const_types, *loop.carry_types, *counter, *loop.x_types]
-        body, _ = _jax.trace(step, inputs, "trial_body")
+        body = _jax.trace_closed(step, inputs, "trial_body")
     bounded = loop.length is not None
     trial = loop.replace(
         cond=cond,

@@ -15,9 +15,10 @@ import jax
 
 from loopkit import _jax
 from loopkit.engine import steps
-from loopkit.engine.activity import forward_activity
+from loopkit.engine.activity import moving_activity
+from loopkit.engine.dual_loop import dual_operands, dual_results, open_dual
 from loopkit.engine.loop import Loop, Operands, kept, parts, prune, spread
-from loopkit.engine.primitives import dual_p, while_p
+from loopkit.engine.primitives import define, dual_p, while_p
 from loopkit.engine.unrolling import settled
 
 
@@ -36,11 +37,18 @@ def nonzero_tangents(loop: Loop, tangents: Sequence[Any]) -> Operands:
 
 
 def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop) -> tuple[list, list]:
-    active = forward_activity(loop, nonzero_tangents(loop, tangents))
+    active = moving_activity(loop, nonzero_tangents(loop, tangents))
     count = loop.cond_const_count
     moving = [_jax.instantiate(t) for t in kept(tangents[count:], active.inputs)]
-    outs = dual_p.bind(*primals, *moving, loop=loop, active=active)
-    results, tangents = parts(outs, loop.primal_counts[1])
+    if any(map(_jax.is_tracer, _jax.jvp_jaxpr(loop.body, active.inputs)[0].consts)):
+        # Rules in it close over values of a trace, which become operands.
+        dual, closed_over = open_dual(loop, active)
+        inputs = dual_operands(loop, primals, moving, active)
+        outs = while_p.bind(*inputs[:count], *closed_over, *inputs[count:], loop=dual)
+        results, tangents = dual_results(loop, outs, active)
+    else:
+        outs = dual_p.bind(*primals, *moving, loop=loop, active=active)
+        results, tangents = parts(outs, loop.primal_counts[1])
     zeros = [_jax.float0_zero(t) for t in result_types(loop=loop)[0]]
     return results, spread(tangents, active.outputs, zeros)
 
@@ -59,9 +67,30 @@ def transpose(cts: Sequence[Any], *operands: Any, loop: Loop) -> list:
     return spread(pullback(kept(cts, reached)), unknown, [None] * len(operands))
 
 
+def known_part(unknown: list[bool], loop: Loop) -> tuple | None:
+    """What is known where some operands are not: a rule may loop over primals and tangents."""
+    flags, carry = loop.split(unknown)[0], list(loop.split(unknown)[0].init)
+    while True:
+        out = _jax.unknown_outputs(loop.body, [*flags.consts, *carry, *flags.xs])
+        new, ys = parts([not u for u in out], loop.carry_count)
+        new = [u or not k for u, k in zip(carry, new, strict=True)]
+        if new == carry:
+            break
+        carry = new
+    goes = (
+        [] if loop.cond is None else _jax.unknown_outputs(loop.cond, [*flags.cond_consts, *carry])
+    )
+    if (all(carry) and not any(ys)) or any(goes) or loop.asks_the_host:
+        return None
+    pruned, needed = prune(loop.without_debug_effects(), [not u for u in carry], ys)
+    if any(n and u for n, u in zip(needed.flat, unknown, strict=True)):
+        return None
+    return needed.flat, [*needed.init, *ys], {"loop": pruned}
+
+
 def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     loop = eqn.params["loop"]
-    if not any(used) and not _jax.has_effects(eqn):
+    if not any(used) and not eqn.effects:
         return [False] * len(eqn.invars), None
     if all(used):
         return [True] * len(eqn.invars), eqn
@@ -73,7 +102,8 @@ def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     return needed.flat, _jax.new_equation(eqn, while_p, invars, outvars, {"loop": pruned})
 
 
-_jax.define(while_p, evaluate, result_types)
+define(while_p, evaluate, result_types)
 _jax.register_jvp(while_p, jvp)
 _jax.register_transpose(while_p, transpose)
 _jax.register_dce(while_p, dce)
+_jax.register_known_part(while_p, known_part)

@@ -166,7 +166,7 @@ def _freshened(sites: Sites, j: Any, loop: Loop, leaf: int) -> Sites:
     if len(sites) != 1:
         return sites
     ((at, site),) = sites.items()
-    if not isinstance(site, Write) or not site.window.drop:
+    if not isinstance(site, Write) or site.window.mode != "drop":
         return sites
     eqn, shape = j.eqns[at], loop.carry_types[leaf].shape
     columns = _columns(j, eqn.invars[2], loop)

@@ -13,12 +13,14 @@ def integer(where: str, argument: str, value: SupportsIndex, minimum: int, advic
     `where` names the function as a reader would import it, `advice` says what to change.
     """
     try:
-        result = operator.index(value)
+        result = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
+        result = None
+    if result is None:
         raise TypeError(
             f"loopkit.schedules.{where}: `{argument}` must be an integer, got {value!r} "
             f"({type(value).__name__}); {advice}"
-        ) from None
+        )
     if result < minimum:
         raise ValueError(
             f"loopkit.schedules.{where}: `{argument}` must be >= {minimum}, got {result}; {advice}"

@@ -1,0 +1,94 @@
+"""Errors at run time that hang on whatever is used of a result: its value or a derivative of it.
+
+    heard   (checks, values) -> values
+
+The compiler leaves out what nobody uses, an error too. So tangents and cotangents go through the
+same checks as the values whose they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from loopkit import _jax
+
+heard_p = _jax.declare("loopkit_heard")
+
+
+@dataclass(frozen=True)
+class ErrorIf:
+    """What raises an equinox error if its check holds, in any lane."""
+
+    message: str
+
+    def __call__(self, checks: Sequence[Any], values: list) -> list:
+        return eqx.error_if(values, checks[0].any(), self.message)
+
+
+def heard(raising: Callable[[Sequence, list], list], checks: Sequence[Any], values: Any) -> Any:
+    """A tree of values, and an error if the checks say so.
+
+    `raising(checks, values)`, hashable, gives the values with an error at run time; under vmap all
+    checks have the axis in front.
+    """
+    leaves, tree = jax.tree.flatten(values)
+    if not any(map(_jax.is_tracer, (*checks, *leaves))):
+        return tree.unflatten(raising(checks, leaves))
+    return tree.unflatten(_bind(raising, list(checks), list(map(jnp.asarray, leaves))))
+
+
+def _bind(raising: Callable, checks: Sequence[Any], values: Sequence[Any]) -> list:
+    """Of symbolic zeros there is nothing to hear."""
+    some = [v for v in values if type(v) is not _jax.Zero]
+    out = iter(heard_p.bind(*checks, *some, raising=raising, count=len(checks)) if some else [])
+    return [v if type(v) is _jax.Zero else next(out) for v in values]
+
+
+def _evaluate(*operands: Any, raising: Callable, count: int) -> list:
+    return raising(operands[:count], list(operands[count:]))
+
+
+def _types(*types: Any, raising: Callable, count: int) -> tuple[list, Any]:
+    return [_jax.type_like(t, types[:count]) for t in types[count:]], set()
+
+
+def _jvp(primals: Any, tangents: Any, *, raising: Callable, count: int) -> tuple[list, list]:
+    checks = primals[:count]
+    return _bind(raising, checks, primals[count:]), _bind(raising, checks, tangents[count:])
+
+
+def _transpose(cts: Any, *operands: Any, raising: Callable, count: int) -> list:
+    return [*[None] * count, *_bind(raising, operands[:count], cts)]
+
+
+def _batched(axis: Any, args: Any, dims: Any, *, raising: Callable, count: int) -> tuple:
+    checks = list(args[:count])
+    if any(d is not None for d in dims[:count]):
+        for k, (check, dim) in enumerate(zip(checks, dims, strict=False)):
+            if dim is None:
+                checks[k] = jnp.broadcast_to(check, (axis.size, *check.shape))
+            else:
+                checks[k] = jnp.moveaxis(check, dim, 0)
+    return _bind(raising, checks, args[count:]), dims[count:]
+
+
+def _dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    needed = [*[any(used)] * eqn.params["count"], *used]
+    if all(used) or not any(used):
+        return needed, eqn if any(used) else None
+    invars = [v for v, need in zip(eqn.invars, needed, strict=True) if need]
+    outvars = [v for v, use in zip(eqn.outvars, used, strict=True) if use]
+    return needed, _jax.new_equation(eqn, heard_p, invars, outvars, eqn.params)
+
+
+_jax.define(heard_p, _evaluate, _types)
+_jax.register_jvp(heard_p, _jvp)
+_jax.register_transpose(heard_p, _transpose)
+_jax.register_batching(heard_p, _batched)
+_jax.register_dce(heard_p, _dce)

@@ -1,0 +1,159 @@
+"""When two programs are the same: keys of jaxprs, complete by construction.
+
+A key says all that its program depends on: equations, the contexts they were written in, constants
+by content or identity. Whatever it does not know how to say is `Unknown`, and equal to nothing.
+What is known by identity is alive as long as the program that the key was made of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import types
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import numpy as np
+
+from loopkit import _jax, _jaxpr
+
+SMALL = 4096
+"""Bytes of a constant up to which it is its own key; of a larger one it is a digest."""
+
+
+class Unknown(Exception):
+    """Something of which nobody can say what it is equal to."""
+
+
+RULES = {
+    "custom_jvp_call": {"jvp_jaxpr_fun"},
+    "custom_vjp_call": {"fwd_jaxpr_thunk", "bwd", "out_trees"},
+    "checkpoint": {"policy"},
+    "remat2": {"policy"},
+}
+"""What derivatives read of an equation, and its results do not depend on."""
+
+
+FUNCTIONS = ("builtins", "functools", "jax", "jaxlib", "numpy")
+"""Where the types of functions are from that hold nothing that changes."""
+
+
+def program_key(program: Any, results_only: bool = False, met: list | None = None) -> Hashable:
+    """The key of a jaxpr, or of whatever else makes one; raises Unknown.
+
+    `results_only`: of what it computes, and not of its derivatives. `met`: where to put the
+    functions met, which the key has places for.
+    """
+
+    def key(value: Any) -> Hashable:
+        kind = type(value)
+        if value is None or kind in (bool, int, str, bytes):
+            return kind, value
+        if kind in (float, complex):
+            return kind, repr(value)  # -0.0 is not 0.0, and NaN is NaN
+        if kind in (tuple, list):
+            return kind, tuple(map(key, value))
+        if kind is dict:
+            return kind, tuple((key(k), key(v)) for k, v in value.items())
+        if kind is jax.tree_util.PyTreeDef:
+            return key(value.node_data()), tuple(map(key, value.children()))
+        if isinstance(value, (type, np.dtype, enum.Enum, *_jax.COMPARED)):
+            return kind, value
+        if hasattr(value, "eqns") and met is None:
+            return nested(value)
+        if kind in (set, frozenset):
+            return kind, frozenset(map(key, value))
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return kind, tuple(map(key, value))
+        if isinstance(value, (np.ndarray, np.generic, _jax.TypedNdArray)):
+            return array(np.asarray(value))
+        if isinstance(value, jax.Array) and met is None and not _jax.is_tracer(value):
+            return kind, id(value)
+        if isinstance(value, functools.partial):
+            return kind, key(value.func), key(value.args), key(value.keywords)
+        if isinstance(value, types.MethodType):
+            return kind, key(value.__func__), key(value.__self__)
+        if met is not None and callable(value) and _root(kind) in FUNCTIONS:
+            met.append(value)
+            return kind
+        if dataclasses.is_dataclass(value) and _root(kind) == "loopkit":
+            fields = [getattr(value, f.name) for f in dataclasses.fields(value) if f.compare]
+            outermost = value is program
+            return kind, tuple(
+                whole(v) if outermost and hasattr(v, "eqns") else key(v) for v in fields
+            )
+        raise Unknown
+
+    def array(value: np.ndarray) -> Hashable:
+        if value.dtype.hasobject:
+            raise Unknown
+        content = value.tobytes()
+        if len(content) > SMALL:
+            content = hashlib.blake2b(content).digest()
+        return value.dtype, value.shape, content
+
+    def nested(jaxpr: Any) -> Hashable:
+        """Of a jaxpr in a parameter: the very same jaxpr, at least, is the same."""
+        try:
+            return whole(jaxpr)
+        except Unknown:
+            return id(jaxpr), tuple(map(key, _constants(jaxpr)))
+
+    def whole(jaxpr: Any) -> Hashable:
+        j = _jax.open_jaxpr(jaxpr)
+        names: dict[Any, int] = {}
+
+        def atom(v: Any) -> Hashable:
+            if isinstance(v, _jax.Literal):
+                value = v.val
+                known = isinstance(value, jax.Array)
+                return typed(v.aval), key(value) if known else array(np.asarray(value))
+            return names.setdefault(v, len(names))
+
+        def parameters(eqn: Any) -> Hashable:
+            without = RULES.get(eqn.primitive.name, ()) if results_only else ()
+            return tuple((k, key(v)) for k, v in eqn.params.items() if k not in without)
+
+        head = tuple((atom(v), typed(v.aval)) for v in (*j.constvars, *j.invars))
+        eqns = tuple(
+            (
+                eqn.primitive,
+                tuple(map(atom, eqn.invars)),
+                tuple((atom(v), typed(v.aval)) for v in eqn.outvars),
+                parameters(eqn),
+                context(eqn.ctx),
+                str(eqn.source_info.name_stack),
+            )
+            for eqn in j.eqns
+        )
+        return head, tuple(map(key, _own_constants(jaxpr))), eqns, tuple(map(atom, j.outvars))
+
+    def context(ctx: Any) -> Hashable:
+        if id(ctx) not in contexts:
+            names = set(type(ctx).__slots__) - {"__weakref__", "configs"}
+            contexts[id(ctx)] = tuple(key(getattr(ctx, n)) for n in sorted(names))
+        return contexts[id(ctx)]
+
+    contexts: dict[int, Hashable] = {}
+    return whole(program) if hasattr(program, "eqns") else key(program)
+
+
+def _root(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def typed(aval: Any) -> Hashable:
+    return aval, getattr(aval, "weak_type", False)
+
+
+def _own_constants(jaxpr: Any) -> list:
+    return list(getattr(jaxpr, "consts", ()))
+
+
+def _constants(jaxpr: Any) -> list:
+    """The constants of a jaxpr and of all in it, which may have been written to."""
+    inside = (j for eqn in _jaxpr.all_equations(jaxpr) for j in _jaxpr.jaxprs_in(eqn))
+    return [c for j in (jaxpr, *inside) for c in _own_constants(j)]

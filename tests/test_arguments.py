@@ -1,0 +1,434 @@
+"""Every argument of every public function, given what it cannot be: each is refused by name."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import loopkit
+from loopkit.schedules import binomial, mixed
+
+X = jnp.arange(3.0)
+SEQUENCES = [jnp.ones(2), jnp.ones(5)]
+
+
+def step(carry, _):
+    return carry, carry
+
+
+def scan(**how):
+    return loopkit.scan(step, 1.0, X, **how)
+
+
+def steps(**how):
+    return loopkit.scan(step, 1.0, None, **{"length": 3, **how})
+
+
+def while_loop(**how):
+    return loopkit.while_loop(lambda x: x < 3, lambda x: x + 1, 0.0, **{"max_steps": 9, **how})
+
+
+def fori_loop(**how):
+    return loopkit.fori_loop(0, 3, lambda _, x: x, 1.0, **how)
+
+
+def fori_loop_to(**how):
+    return jax.jit(lambda n: loopkit.fori_loop(0, n, lambda _, x: x, 1.0, **how))(3)
+
+
+def unbounded_scan(**how):
+    return loopkit.unbounded_scan(lambda c, _: (c + 1, c), 0.0, until=lambda c, _: c > 3, **how)
+
+
+def ragged_scan(**how):
+    return loopkit.ragged_scan(step, 1.0, SEQUENCES, **how)
+
+
+def blocked(**how):
+    return loopkit.blocked(lambda x: x * 2, **how)(X)
+
+
+def checkpointed(**how):
+    return loopkit.checkpointed(lambda x: x * 2, **how)(1.0)
+
+
+def replace_lax_loops(**how):
+    with loopkit.replace_lax_loops(**how):
+        return None
+
+
+def assert_in_place(**how):
+    return loopkit.assert_in_place(jnp.sin, X, **how)
+
+
+def plan(**how):
+    return loopkit.Plan(**{"slots": 2, **how})
+
+
+def evaluations(**how):
+    return loopkit.Plan(2).evaluations(**how)
+
+
+def length_buckets(**how):
+    return loopkit.length_buckets(**{"lengths": [3, 4], **how})
+
+
+def empty(**how):
+    return loopkit.TensorArray.empty(**{"capacity": 3, "element": 1.0, **how})
+
+
+def set_to(**how):
+    return loopkit.Buffer(X).at[0].set(1.0, **how)
+
+
+def get(**how):
+    return loopkit.Buffer(X).at[0].get(**how)
+
+
+ALL_LOOPS = scan, while_loop, fori_loop, fori_loop_to
+REPLACING = checkpointed, replace_lax_loops
+NAMES = {
+    steps: "scan",
+    fori_loop_to: "fori_loop",
+    plan: "Plan",
+    evaluations: "Plan.evaluations",
+    empty: "TensorArray.empty",
+    set_to: "Buffer.at[...].set",
+    get: "Buffer.at[...].get",
+}
+
+FLAGS = [
+    *((loop, "return_info") for loop in (*ALL_LOOPS, unbounded_scan, ragged_scan)),
+    *((loop, "checks") for loop in ALL_LOOPS),
+    *((scan, "reverse"), (scan, "_split_transpose"), (while_loop, "throw")),
+    *((plan, flag) for flag in ("keeps_all", "thinned", "host", "exact")),
+    *((use, flag) for use in (set_to, get) for flag in ("unique_indices", "indices_are_sorted")),
+    (assert_in_place, "grad"),
+]
+NO_FLAGS = ["no", "", 2, -1, 0.0, 1.0, math.nan, [], jnp.asarray(True), np.ones(1, bool)]
+
+COUNTS = [
+    *((loop, "max_steps", 0) for loop in (*ALL_LOOPS[1:], *REPLACING)),
+    *((loop, "unroll", 1) for loop in (while_loop, fori_loop_to)),
+    *((loop, "unroll", 0) for loop in (scan, fori_loop)),
+    *((loop, "checkpoints", 1) for loop in (*ALL_LOOPS, unbounded_scan, ragged_scan, *REPLACING)),
+    *((loop, "memory", 1) for loop in (*ALL_LOOPS, *REPLACING)),
+    *((steps, "length", 0), (scan, "truncate", 1), (blocked, "block", 1)),
+    *(
+        (unbounded_scan, "segment", 1),
+        (unbounded_scan, "max_segments", 1),
+        (ragged_scan, "batch", 1),
+    ),
+    *((plan, "slots", 1), (plan, "leaf", 1), (plan, "bound", 0), (evaluations, "steps", 0)),
+    *((length_buckets, "first", 1), (empty, "capacity", 0), (assert_in_place, "min_bytes", 0)),
+]
+NO_COUNTS = [2.5, 2.0, math.nan, [2], np.float32(2), np.arange(2)]
+
+
+def refused(call, argument, value, *errors):
+    name = NAMES.get(call, call.__name__)
+    with pytest.raises(errors or (TypeError, ValueError)) as caught:
+        call(**{argument: value})
+    message = str(caught.value)
+    assert re.match(rf"loopkit\.{re.escape(name)}: `{argument}", message), message
+    assert ", got " in message
+    assert message.rsplit(". ", 1)[-1].endswith("."), message
+
+
+def by_name(case):
+    return "-".join(getattr(v, "__name__", str(v)) for v in case)
+
+
+@pytest.mark.parametrize("case", FLAGS, ids=by_name)
+def test_flags(case):
+    call, argument = case
+    for value in NO_FLAGS:
+        refused(call, argument, value, TypeError)
+    if argument != "checks":
+        refused(call, argument, None, TypeError)
+    for value in (np.False_, 0, np.int64(0)):
+        call(**{argument: value})
+
+
+def test_flags_of_numpy_say_the_same():
+    for yes in (np.True_, 1, np.int32(1)):
+        want = loopkit.scan(lambda c, x: (c + x, c), 0.0, X, reverse=True)
+        got = loopkit.scan(lambda c, x: (c + x, c), 0.0, X, reverse=yes)
+        np.testing.assert_array_equal(got[1], want[1])
+        assert len(scan(return_info=yes)) == 3
+        assert len(while_loop(return_info=yes)) == 2
+        assert plan(keeps_all=yes) == plan(keeps_all=True)
+        assert type(plan(exact=yes).exact) is bool
+
+
+@pytest.mark.parametrize("case", COUNTS, ids=by_name)
+def test_counts(case):
+    call, argument, least = case
+    for value in NO_COUNTS:
+        refused(call, argument, value, TypeError)
+    if argument != "unroll":
+        for value in (True, np.True_):
+            refused(call, argument, value, TypeError)
+    for value in {-1, np.int64(-3), least - 1}:
+        refused(call, argument, value, ValueError)
+    refused(call, argument, "x")
+    if argument != "memory":
+        for value in (np.int64(max(least, 1)), np.uint8(3)):
+            call(**{argument: value})
+
+
+def test_counts_that_are_traced():
+    for call, argument, _ in COUNTS:
+        if argument not in ("checks", "min_bytes"):
+            with pytest.raises(TypeError, match=f"`{argument}"):
+                jax.jit(lambda n, call=call, argument=argument: call(**{argument: n}))(2)
+
+
+@pytest.mark.parametrize(
+    "memory", [0, "0 B", "0.0 MB", "0.4 B", "-1 MB", "3", "MB", "1 XB", "", " "]
+)
+def test_memory_that_is_none(memory):
+    for call in (*ALL_LOOPS, *REPLACING):
+        refused(call, "memory", memory, ValueError)
+        refused(call, "memory", {"device": memory, "host": "1 MB"}, ValueError)
+        refused(call, "memory", {"device": "1 MB", "host": memory}, ValueError)
+
+
+def test_memory_of_the_wrong_keys():
+    for memory in (
+        {},
+        {"device": 9},
+        {"host": 9},
+        {"device": 9, "host": 9, 1: 9},
+        {"gpu": 1, 2: 3},
+    ):
+        refused(scan, "memory", memory, ValueError)
+
+
+def test_growth():
+    for call in (unbounded_scan, ragged_scan, length_buckets):
+        for value in ("2", None, True, 1j, [2]):
+            refused(call, "growth", value, TypeError)
+        for value in (0, -1, 0.5, math.nan, math.inf):
+            refused(call, "growth", value, ValueError)
+        for value in (2, 1.5, np.float32(1.5), np.int64(2)):
+            call(growth=value)
+    unbounded_scan(growth=1)
+    for call in (ragged_scan, length_buckets):
+        refused(call, "growth", 1, ValueError)
+
+
+def test_lengths():
+    for value in (
+        None,
+        3,
+        "34",
+        {3: 1},
+        {3, 4},
+        [True],
+        [1.5],
+        ["3"],
+        np.ones(2),
+        np.ones((2, 2), int),
+    ):
+        refused(length_buckets, "lengths", value, TypeError)
+    refused(length_buckets, "lengths", [3, -1], ValueError)
+    text = (
+        "loopkit.length_buckets: `lengths` must be a list of ints >= 0, got None of type NoneType. "
+        "Pass the length of each sequence, in order."
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+        loopkit.length_buckets(None)
+    for value in ((3, 4), np.array([3, 4]), jnp.array([3, 4]), iter([3, 4]), range(3, 5)):
+        assert loopkit.length_buckets(value) == {8: [0, 1]}
+
+
+@pytest.mark.parametrize("argument", ["in_axes", "out_axes"])
+def test_axes(argument):
+    for call in (scan, blocked):
+        for value in ("0", 0.0, True, np.True_, math.nan):
+            refused(call, argument, value, TypeError)
+        for value in (7, -7):
+            refused(call, argument, value, ValueError)
+        call(**{argument: np.int64(0)})
+
+
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        *((unbounded_scan, "progress"), (scan, "until"), (ragged_scan, "until")),
+        *((checkpointed, "only"), (replace_lax_loops, "only")),
+    ],
+    ids=lambda v: getattr(v, "__name__", v),
+)
+def test_functions(call, argument):
+    for value in ("x", 1, True, [], X):
+        refused(call, argument, value, TypeError)
+
+
+@pytest.mark.parametrize(
+    "function", ["explain", "plan", "assert_in_place", "checkpointed", "blocked"]
+)
+def test_functions_that_are_none(function):
+    for value in ("x", 1, X):
+        with pytest.raises(TypeError, match=rf"loopkit\.{function}: `fn` must be a function, got "):
+            getattr(loopkit, function)(value)
+
+
+def test_fields_of_a_plan():
+    for value in ("rows", 3, None, True):
+        refused(plan, "store", value, ValueError)
+    for value in (3, None, (1, 2)):
+        refused(plan, "step", value, TypeError)
+    assert loopkit.Plan(0, keeps_all=True).slots == 0
+    refused(plan, "slots", None, TypeError)
+    refused(plan, "leaf", None, TypeError)
+    assert plan(slots=0, bound=0).evaluations() == (0, 0)
+    kept = plan(slots=0, bound=0)
+    with pytest.raises(ValueError, match=r"loopkit\.Plan: `slots` must be an int >= 1, carries"):
+        jax.grad(lambda x: loopkit.scan(step, x, None, 3, checkpoints=kept)[0])(1.0)
+    numpy = loopkit.Plan(np.int64(3), leaf=np.int8(2), bound=np.uint8(9))
+    assert numpy == loopkit.Plan(3, leaf=2, bound=9)
+    assert {type(n) for n in (numpy.slots, numpy.leaf, numpy.bound)} == {int}
+    assert plan(bound=None).bound is None
+
+
+def test_drawing_a_plan():
+    pytest.importorskip("matplotlib").use("agg")
+    drawn = loopkit.Plan(2, bound=3)
+    for value in ("3", 1.5, True):
+        with pytest.raises(TypeError, match=r"loopkit\.Plan\.plot: `steps` must be an int >= 0"):
+            drawn.plot(value)
+    with pytest.raises(ValueError, match=r"loopkit\.Plan\.plot: `steps` must be an int >= 0"):
+        drawn.plot(-1)
+    for value in (3, "x", [1, 2, 3]):
+        with pytest.raises(TypeError, match=r"Plan\.plot: `ax` must be a pair of axes, got .*Pass"):
+            drawn.plot(ax=value)
+
+
+def test_a_tensor_array_is_not_made_by_its_class():
+    for given in ((), ([1], 2, 3), (X,)):
+        with pytest.raises(TypeError, match=r"TensorArray: an array must be made with `empty` or "):
+            loopkit.TensorArray(*given)
+    array = loopkit.TensorArray.from_array(X)
+    for index in (None, "0", 1.0, True, np.True_, np.arange(1), [0], jnp.arange(2), slice(2)):
+        for use in (array.read, lambda i: array.write(i, 1.0)):
+            with pytest.raises(TypeError, match=r"TensorArray\.\w+: `index` must be one integer"):
+                use(index)
+    for index in (0, np.int8(0), jnp.int32(0), np.array(0)):
+        assert float(array[index]) == 0
+    for element in ("x", None, {}, [object()]):
+        with pytest.raises((TypeError, ValueError), match=r"TensorArray\.empty: `element"):
+            empty(element=element)
+
+
+def test_integers_of_schedules():
+    for call in (binomial.evaluations, binomial.advances):
+        for value in (True, False, 1.5, "1", None, math.nan):
+            with pytest.raises(TypeError, match=r"`units` must be an integer, got"):
+                call(value, 2)
+        with pytest.raises(ValueError, match=r"`units` must be >= "):
+            call(-1, 2)
+    with pytest.raises(TypeError, match=r"mixed\.evaluations: `carry_size` must be an integer"):
+        mixed.evaluations(3, 4, True, 1)
+    assert binomial.evaluations(np.int64(3), np.uint8(3)) == 3
+
+
+# ---------------------------------------------------------------- buffers
+
+
+OPERATIONS = {
+    "add": lambda b: b + 1,
+    "right add": lambda b: 1 + b,
+    "in place": lambda b: exec("b += 1", {"b": b}),
+    "product": lambda b: b @ b,
+    "array": lambda b: b * X,
+    "power": lambda b: 2**b,
+    "negative": lambda b: -b,
+    "absolute": abs,
+    "float": float,
+    "int": int,
+    "bool": bool,
+    "if": lambda b: 1 if b else 0,
+    "equal": lambda b: b == 1,
+    "not equal": lambda b: b != 1,
+    "less": lambda b: b < 1,
+    "range": range,
+    "round": round,
+    "invert": lambda b: ~b,
+    "and": lambda b: b & True,
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operators_of_buffers(operation):
+    text = r"Buffer: a buffer is read and written in slices, got `__\w+__` of all of it\. Read"
+    for b in (loopkit.Buffer(X), loopkit.Buffer(X).at[0]):
+        with pytest.raises(TypeError, match=text):
+            OPERATIONS[operation](b)
+
+    def body(_, b):
+        OPERATIONS[operation](b)
+        return b
+
+    with pytest.raises(TypeError, match=text):
+        loopkit.fori_loop(0, 2, body, X, buffers=True)
+
+
+def test_values_that_are_no_arrays():
+    ref = loopkit.Buffer(X).at[0]
+    names = "set", "add", "subtract", "multiply", "divide", "power", "min", "max"
+    for name in names:
+        for value in (None, "x", object()):
+            text = rf"Buffer\.at\[...\]\.{name}: `values` must be an array, got .*Pass numbers\."
+            with pytest.raises(TypeError, match=text):
+                getattr(ref, name)(value)
+    with pytest.raises(TypeError, match=r"Buffer\.at\[...\]\.apply: `func` must be a function"):
+        ref.apply(3)
+    with pytest.raises(TypeError, match=r"Buffer\.at\[...\]\.set: `pred` must be an array, got"):
+        ref.set(1.0, pred="x")
+    with pytest.raises(TypeError, match=r"Buffer\.at\[...\]\.get: `fill_value` must be an array"):
+        ref.get(mode="fill", fill_value="x")
+    with pytest.raises(TypeError, match="got wrap_negative_indices"):
+        ref.get(wrap_negative_indices="yes")
+    for value in (None, "x", object()):
+        with pytest.raises(
+            TypeError, match=r"Buffer: `value` must be an array, got .*Pass numbers"
+        ):
+            loopkit.Buffer(value)
+    assert float(ref.subtract([1.0][0])[0]) == -1
+    np.testing.assert_array_equal(loopkit.Buffer(X).at[:].subtract([1.0, 2.0, 3.0])[:], -1)
+
+
+@pytest.mark.parametrize(
+    "buffers",
+    [
+        *(lambda c: c + 1, lambda c: c[1] + 1, lambda c: c[5], lambda c: c.x, lambda c: c["x"]),
+        *(lambda: 1, lambda c: 3, lambda c: jnp.sin(c[1])),
+    ],
+)
+def test_functions_that_return_no_leaves(buffers):
+    text = r"`buffers` must return leaves of the carry that it is given, got .*Pass a function of"
+    with pytest.raises(TypeError, match=rf"loopkit\.while_loop: {text}"):
+        loopkit.while_loop(lambda c: c[0] < 2, lambda c: c, (1, 2.0), buffers=buffers)
+    with pytest.raises(TypeError, match=rf"loopkit\.fori_loop: {text}"):
+        loopkit.fori_loop(0, 2, lambda _, c: c, (1, 2.0), buffers=buffers)
+
+
+def test_flags_of_buffers():
+    for wrong in ("x", 1, 2.0, (False, "x")):
+        with pytest.raises(
+            TypeError, match=r"`buffers` must be a function or a tree of bools, got"
+        ):
+            loopkit.fori_loop(0, 2, lambda _, c: c, (1.0, X), buffers=wrong)
+    seen = []
+
+    def body(_, c):
+        seen.append(tuple(isinstance(v, loopkit.Buffer) for v in c))
+        return c
+
+    loopkit.fori_loop(0, 2, body, (1.0, X), buffers=(np.False_, np.True_))
+    assert set(seen) == {(False, True)}
