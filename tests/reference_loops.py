@@ -94,7 +94,7 @@ class PythonLoops:
     ):
         carry = jax.tree.map(jnp.asarray, init)
         length = length if length is not None else len(jax.tree.leaves(xs)[0])
-        rows: list[Any] = [None] * length
+        rows: dict[int, Any] = {}
         done = jnp.asarray(False)
 
         def goes_on(step: int) -> bool:
@@ -105,12 +105,9 @@ class PythonLoops:
             carry, y = f(carry, row_of(xs, row))
             rows[row] = y
             done = jnp.asarray(False) if until is None else until(carry, y)
-        taken = sum(row is not None for row in rows)
-        if taken < length:
-            blank = jax.tree.map(jnp.zeros_like, next(row for row in rows if row is not None))
-            rows = [blank if row is None else row for row in rows]
-        ys = jax.tree.map(lambda *y: jnp.stack(y), *rows)
-        info = loopkit.LoopInfo(jnp.asarray(taken, "int32"), done)
+        blank = jax.tree.map(jnp.zeros_like, next(iter(rows.values())))
+        ys = jax.tree.map(lambda *y: jnp.stack(y), *(rows.get(row, blank) for row in range(length)))
+        info = loopkit.LoopInfo(jnp.asarray(len(rows), "int32"), done)
         return (carry, ys, info) if return_info else (carry, ys)
 
     def fori_loop(self, lower, upper, body_fun, init_val, *, max_steps=None, return_info=False):
