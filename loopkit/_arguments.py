@@ -15,8 +15,8 @@ from loopkit import _errors, _jax
 
 def check_callable(function: str, argument: str, value: Any) -> None:
     if not callable(value):
-        raise TypeError(
-            _errors.wrong(function, argument, "must be a function", repr(value), "Pass a callable.")
+        raise _errors.wrong_type(
+            function, argument, "must be a function", repr(value), "Pass a callable."
         )
 
 
@@ -24,9 +24,9 @@ def check_flag(function: str, argument: str, value: Any, expected: str = "a bool
     """A bool, of Python or numpy, or 0 or 1, as a bool."""
     if isinstance(value, (int, np.bool_, np.integer)) and value in (0, 1):
         return bool(value)
-    got = f"{value!r} of type {type(value).__name__}"
+    got = _errors.shown(value)
     advice = "It is part of the compiled program: pass True or False."
-    raise TypeError(_errors.wrong(function, argument, f"must be {expected}", got, advice))
+    raise _errors.wrong_type(function, argument, f"must be {expected}", got, advice)
 
 
 def check_max_steps(function: str, max_steps: Any) -> int | None:
@@ -81,14 +81,14 @@ def check_whole(function: str, argument: str, value: Any, least: int, expected: 
         whole = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
     if whole is not None and whole >= least:
         return whole
-    got = f"{value!r} of type {type(value).__name__}"
+    got = _errors.shown(value)
     if whole is None:
         advice = (
             "It is part of the compiled program: pass a Python int, not a float or a traced value."
         )
-        raise TypeError(_errors.wrong(function, argument, f"must be {expected}", got, advice))
+        raise _errors.wrong_type(function, argument, f"must be {expected}", got, advice)
     advice = f"Pass at least {least}."
-    raise ValueError(_errors.wrong(function, argument, f"must be {expected}", got, advice))
+    raise _errors.wrong_value(function, argument, f"must be {expected}", got, advice)
 
 
 def as_array(
@@ -98,9 +98,9 @@ def as_array(
     try:
         return _jax.as_array(value)
     except (TypeError, ValueError):
-        got = f"{value!r} of type {type(value).__name__}"
-        raise TypeError(
-            _errors.wrong(function, argument, "must be an array", got, advice, path)
+        got = _errors.shown(value)
+        raise _errors.wrong_type(
+            function, argument, "must be an array", got, advice, path
         ) from None
 
 

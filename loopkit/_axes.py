@@ -53,15 +53,8 @@ class Inputs(NamedTuple):
             if leaf.ndim == 0 and axis is not None:
                 advice = "Give it a leading axis, one row a step, or close over it."
                 got = _errors.short_type(jax.typeof(leaf))
-                raise ValueError(
-                    _errors.wrong(
-                        function,
-                        argument,
-                        "must have a leading axis to scan over",
-                        got,
-                        advice,
-                        path,
-                    )
+                raise _errors.wrong_value(
+                    function, argument, "must have a leading axis to scan over", got, advice, path
                 )
         axes = normalised("in_axes", axes, xs, function)
         first = None
@@ -72,21 +65,14 @@ class Inputs(NamedTuple):
             if length is not None and rows != length:
                 advice = "Leave `length` out, or slice `xs`."
                 got = f"{called} {rows} and length={length}"
-                raise ValueError(
-                    _errors.wrong(function, argument, "must have `length` rows", got, advice, path)
+                raise _errors.wrong_value(
+                    function, argument, "must have `length` rows", got, advice, path
                 )
             if first is not None and rows != first[1]:
                 advice = "Every leaf is sliced along its own axis, one row a step."
                 got = f"{rows} rows, and {first[1]} in `{argument}{jax.tree_util.keystr(first[0])}`"
-                raise ValueError(
-                    _errors.wrong(
-                        function,
-                        argument,
-                        "must have as many rows in every leaf",
-                        got,
-                        advice,
-                        path,
-                    )
+                raise _errors.wrong_value(
+                    function, argument, "must have as many rows in every leaf", got, advice, path
                 )
             first = (path, rows)
         if first is not None:
@@ -98,7 +84,7 @@ class Inputs(NamedTuple):
                 got = "none"
                 where, expected = argument, "must have an array with rows"
                 advice = "How many rows there are is read off them."
-            raise ValueError(_errors.wrong(function, where, expected, got, advice))
+            raise _errors.wrong_value(function, where, expected, got, advice)
         return Inputs(jax.tree.structure(xs), [leaf for _, leaf in leaves], axes, length)
 
     @property
@@ -191,17 +177,15 @@ def leaf_axes(
         got = f"{axes!r} for {jax.tree.structure(tree)}"
         advice = "Give an int or None for each leaf, or for whole subtrees."
         expected = f"must be a tree prefix of {of}"
-        raise ValueError(_errors.wrong(function, argument, expected, got, advice)) from None
+        raise _errors.wrong_value(function, argument, expected, got, advice) from None
     flat = [a for a, part in zip(prefix, parts, strict=True) for _ in jax.tree.leaves(part)]
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     for path, axis in zip(paths, flat, strict=True):
         if axis is None or (isinstance(axis, (int, np.integer)) and not isinstance(axis, bool)):
             continue
-        got = f"{axis!r} of type {type(axis).__name__}"
+        got = _errors.shown(axis)
         advice = "Pass the number of an axis, or None."
-        raise TypeError(
-            _errors.wrong(function, argument, "must have ints or None", got, advice, path)
-        )
+        raise _errors.wrong_type(function, argument, "must have ints or None", got, advice, path)
     return flat
 
 
@@ -215,15 +199,8 @@ def normalised(
         if axis is not None and not -rank <= axis < rank:
             got = f"axis {axis} for {_errors.short_type(leaf)}"
             bounds = "it has no axes" if not rank else f"axes go from {-rank} to {rank - 1}"
-            raise ValueError(
-                _errors.wrong(
-                    function,
-                    argument,
-                    "must name axes that are there",
-                    got,
-                    f"Here {bounds}.",
-                    path,
-                )
+            raise _errors.wrong_value(
+                function, argument, "must name axes that are there", got, f"Here {bounds}.", path
             )
         new.append(axis if axis is None else int(axis) % rank)
     return new

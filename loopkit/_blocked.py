@@ -22,11 +22,7 @@ ROWS = 8
 
 
 def blocked(
-    fn: Callable | None = None,
-    *,
-    block: int | None = None,
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    fn: Callable | None = None, *, block: int | None = None, in_axes: Any = 0, out_axes: Any = 0
 ) -> Callable:
     """`fn` of a batch, computed one block of the batch after another.
 
@@ -85,7 +81,7 @@ def blocked(
             got = f"{in_axes!r} for {len(args)} arguments"
             advice = "Give an axis or None for each, or one for all."
             expected = "must go with the positional arguments"
-            raise ValueError(_errors.wrong(NAME, "in_axes", expected, got, advice))
+            raise _errors.wrong_value(NAME, "in_axes", expected, got, advice)
         inputs = Inputs.of((*args, kwargs), (*axes, 0), None, NAME, "args")
         rows = block or _rows_in_cache(fn, inputs)
         if rows >= inputs.length:
@@ -138,7 +134,7 @@ def _with_rows(out: Any, out_axes: Any, rows: int) -> Any:
             got = f"{_errors.short_type(jax.typeof(leaf))} for a block of {rows}, axis {axis}"
             advice = "Return a row for each row of the block, or set `out_axes`."
             expected = "must return as many rows as it is given"
-            raise ValueError(_errors.wrong(NAME, "fn", expected, got, advice, path))
+            raise _errors.wrong_value(NAME, "fn", expected, got, advice, path)
     return out
 
 

@@ -30,7 +30,7 @@ def check_budget(function: str, checkpoints: Any, memory: Any, bound: int | None
             advice = "They are one budget, in bytes and in carries: leave one of them out."
             got = f"memory={memory!r} and checkpoints={checkpoints!r}"
             expected = "cannot be given together with `checkpoints`"
-            raise ValueError(_errors.wrong(function, "memory", expected, got, advice))
+            raise _errors.wrong_value(function, "memory", expected, got, advice)
         if isinstance(memory, Mapping):
             return _two_memories(function, memory)
         return Bytes(read_bytes(function, "memory", memory))
@@ -38,25 +38,21 @@ def check_budget(function: str, checkpoints: Any, memory: Any, bound: int | None
         return checkpoints
     if isinstance(checkpoints, str):
         if checkpoints != "all":
-            raise ValueError(
-                _errors.wrong(
-                    function,
-                    "checkpoints",
-                    'must be None, an int >= 1, "all" or a Plan',
-                    repr(checkpoints),
-                    'The only string is "all", which stores what every step\'s derivative reads. '
-                    "A budget in bytes is `memory`.",
-                )
+            raise _errors.wrong_value(
+                function,
+                "checkpoints",
+                'must be None, an int >= 1, "all" or a Plan',
+                repr(checkpoints),
+                'The only string is "all", which stores what every step\'s derivative reads. '
+                "A budget in bytes is `memory`.",
             )
         if bound is None:
-            raise ValueError(
-                _errors.wrong(
-                    function,
-                    "checkpoints",
-                    'can be "all" only if the number of steps is bounded',
-                    "checkpoints='all' with max_steps=None",
-                    "Pass `max_steps`, or leave `checkpoints` out.",
-                )
+            raise _errors.wrong_value(
+                function,
+                "checkpoints",
+                'can be "all" only if the number of steps is bounded',
+                "checkpoints='all' with max_steps=None",
+                "Pass `max_steps`, or leave `checkpoints` out.",
             )
         return "all"
     expected = 'None, an int >= 1 (carries to keep), "all" or a Plan'
@@ -70,9 +66,7 @@ def _two_memories(function: str, memory: Mapping) -> Bytes:
             'Checkpoints are then kept on the host: memory={"device": "64 MB", "host": "4 GB"}.'
         )
         expected = 'must have the keys "device" and "host" if it is a dict'
-        raise ValueError(
-            _errors.wrong(function, "memory", expected, f"the keys {list(memory)}", advice)
-        )
+        raise _errors.wrong_value(function, "memory", expected, f"the keys {list(memory)}", advice)
     device, host = (read_bytes(function, "memory", memory[k]) for k in ("device", "host"))
     return Bytes(device, host=host)
 
@@ -87,7 +81,5 @@ def read_bytes(function: str, argument: str, value: Any) -> int:
     count = int(float(found[1]) * unit) if found and unit else 0
     if count < 1:
         advice = "Units are B, kB, MB, GB, TB, KiB, MiB, GiB, TiB."
-        raise ValueError(
-            _errors.wrong(function, argument, f"must be {expected}", repr(value), advice)
-        )
+        raise _errors.wrong_value(function, argument, f"must be {expected}", repr(value), advice)
     return count

@@ -196,14 +196,13 @@ def trace_loop(
 def _check_effects(names: Names, *jaxprs: Any) -> None:
     effects = [e for j in jaxprs if j is not None for e in _jax.check_effects(j.effects)]
     if effects:
-        raise NotImplementedError(
-            _errors.wrong(
-                names.function,
-                names.body,
-                "may have only side effects that a compiled loop can have",
-                ", ".join(map(str, effects)),
-                "Use jax.debug.print, jax.debug.callback or jax.experimental.io_callback.",
-            )
+        raise _errors.wrong(
+            NotImplementedError,
+            names.function,
+            names.body,
+            "may have only side effects that a compiled loop can have",
+            ", ".join(map(str, effects)),
+            "Use jax.debug.print, jax.debug.callback or jax.experimental.io_callback.",
         )
 
 
@@ -219,9 +218,9 @@ def scalar_bool(function: str, argument: str, value: Any) -> Any:
             if array.shape == () and array.dtype == bool:
                 return array
         except (TypeError, ValueError):
-            got = f"{value!r} of type {type(value).__name__}"
+            got = _errors.shown(value)
     advice = "Reduce it with .any() or .all(), or compare with a number."
-    raise TypeError(_errors.wrong(function, argument, "must return a scalar bool[]", got, advice))
+    raise _errors.wrong_type(function, argument, "must return a scalar bool[]", got, advice)
 
 
 def pair(names: Names, out: Any) -> tuple[Any, Any]:
@@ -231,8 +230,8 @@ def pair(names: Names, out: Any) -> tuple[Any, Any]:
     size = f" of length {len(out)}" if isinstance(out, (tuple, list)) else ""
     got = f"{type(out).__name__}{size}"
     advice = "Return `carry, None` if there is nothing to stack."
-    raise TypeError(
-        _errors.wrong(names.function, names.body, "must return a pair (carry, y)", got, advice)
+    raise _errors.wrong_type(
+        names.function, names.body, "must return a pair (carry, y)", got, advice
     )
 
 

@@ -205,21 +205,21 @@ def _named(names: Any, buffers: Any, init: Any) -> list[bool]:
             chosen = jax.tree.leaves(buffers(tree.unflatten(tokens)))
         except (TypeError, AttributeError, LookupError) as error:
             got = f"{type(error).__name__}: {error}"
-            raise TypeError(_errors.wrong(function, "buffers", expected, got, HOW)) from error
+            raise _errors.wrong_type(function, "buffers", expected, got, HOW) from error
         flags = [False] * len(leaves)
         for token in chosen:
             if id(token) not in place:
-                got = f"{token!r} of type {type(token).__name__}"
-                raise TypeError(_errors.wrong(function, "buffers", expected, got, HOW))
+                got = _errors.shown(token)
+                raise _errors.wrong_type(function, "buffers", expected, got, HOW)
             flags[place[id(token)]] = True
         return flags
     flags = []
 
     def spread(flag: Any, part: Any) -> None:
         if not isinstance(flag, (bool, np.bool_)):
-            got = f"{flag!r} of type {type(flag).__name__}"
+            got = _errors.shown(flag)
             expected = "must be a function or a tree of bools"
-            raise TypeError(_errors.wrong(function, "buffers", expected, got, HOW))
+            raise _errors.wrong_type(function, "buffers", expected, got, HOW)
         flags.extend([bool(flag)] * len(jax.tree.leaves(part)))
 
     try:
@@ -229,5 +229,5 @@ def _named(names: Any, buffers: Any, init: Any) -> list[bool]:
         for _ in range(names.hidden - 1):  # what the caller put before the user's carry
             (_, buffers), (_, init) = buffers, init
         got = f"{jax.tree.structure(buffers)} for a carry of structure {jax.tree.structure(init)}"
-        raise ValueError(_errors.wrong(function, "buffers", expected, got, HOW)) from error
+        raise _errors.wrong_value(function, "buffers", expected, got, HOW) from error
     return flags

@@ -12,11 +12,24 @@ from typing import Any
 from jax.tree_util import keystr
 
 
+def wrong_value(function: str, argument: str, *what: Any) -> ValueError:
+    return ValueError(wrong(function, argument, *what))
+
+
+def wrong_type(function: str, argument: str, *what: Any) -> TypeError:
+    return TypeError(wrong(function, argument, *what))
+
+
 def wrong(
     function: str, argument: str, expected: str, got: str, advice: str, path: Any = ()
 ) -> str:
     """One message, for any argument."""
     return f"loopkit.{function}: `{argument}{keystr(path)}` {expected}, got {got}. {advice}"
+
+
+def shown(value: Any) -> str:
+    """A value that is not what it should be."""
+    return f"{value!r} of type {type(value).__name__}"
 
 
 def short_type(aval: Any) -> str:

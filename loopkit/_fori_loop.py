@@ -112,7 +112,7 @@ def fori_loop(
     if _arguments.unrolls_all(unroll):
         advice = "Pass the number of steps to unroll."
         expected = "can be True or 0 only if the bounds are static ints"
-        raise ValueError(_errors.wrong(name, "unroll", expected, repr(unroll), advice))
+        raise _errors.wrong_value(name, "unroll", expected, repr(unroll), advice)
     first, stop = jnp.asarray(lower), jnp.asarray(upper)
     if first.dtype != stop.dtype:  # a weak type is kept, as in lax
         first, stop = (v.astype(jnp.result_type(lower, upper)) for v in (first, stop))
@@ -150,11 +150,11 @@ def _bound(argument: str, value: Any) -> Any:
         return jnp.asarray(value)
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return int(value)
-    got = f"{value!r} of type {type(value).__name__}"
+    got = _errors.shown(value)
     if isinstance(value, (jax.Array, np.ndarray)):
         if value.shape == () and jnp.issubdtype(value.dtype, jnp.integer):
             return value if _jax.is_tracer(value) else int(value)
         got = _errors.short_type(jax.typeof(value))
-    raise TypeError(
-        _errors.wrong(NAMES.function, argument, "must be a scalar integer", got, "Pass an int.")
+    raise _errors.wrong_type(
+        NAMES.function, argument, "must be a scalar integer", got, "Pass an int."
     )

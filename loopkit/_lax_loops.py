@@ -90,14 +90,12 @@ class LaxLoop(NamedTuple):
         cond, cond_consts, length = self.cond, self.cond_consts, self.length
         if self.kind == "while_loop":
             if length is None and settings.budget == "all" and settings.max_steps is None:
-                raise ValueError(
-                    _errors.wrong(
-                        settings.function,
-                        "checkpoints",
-                        'can be "all" only if the number of steps of every loop is bounded',
-                        f"a while_loop without a bound at {self.site.source}",
-                        "Pass `max_steps`, or leave that loop out with `only`.",
-                    )
+                raise _errors.wrong_value(
+                    settings.function,
+                    "checkpoints",
+                    'can be "all" only if the number of steps of every loop is bounded',
+                    f"a while_loop without a bound at {self.site.source}",
+                    "Pass `max_steps`, or leave that loop out with `only`.",
                 )
             if length is not None:
                 cond, cond_consts = None, []

@@ -129,12 +129,10 @@ class Plan:
         if self.store not in get_args(Store):
             expected = f"must be one of {', '.join(map(repr, get_args(Store)))}"
             advice = "It says what is stored of each step of the segment at hand."
-            raise ValueError(_errors.wrong("Plan", "store", expected, repr(self.store), advice))
+            raise _errors.wrong_value("Plan", "store", expected, repr(self.store), advice)
         if not isinstance(self.step, Step):
             advice = "Leave it out: it is filled in for the loop."
-            raise TypeError(
-                _errors.wrong("Plan", "step", "must be a Step", repr(self.step), advice)
-            )
+            raise _errors.wrong_type("Plan", "step", "must be a Step", repr(self.step), advice)
 
     @property
     def direct(self) -> bool:

@@ -109,8 +109,8 @@ def draw(plan: Plan, steps: int, ax: Any) -> Any:
         above, below = ax
     except (TypeError, ValueError):
         advice = "Pass two axes of matplotlib, or leave it out."
-        raise TypeError(
-            _errors.wrong("Plan.plot", "ax", "must be a pair of axes", repr(ax), advice)
+        raise _errors.wrong_type(
+            "Plan.plot", "ax", "must be a pair of axes", repr(ax), advice
         ) from None
     drawn = picture(plan, steps)
     seen: set[str] = set()

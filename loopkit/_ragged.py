@@ -175,9 +175,9 @@ def length_buckets(
     growth = _check_growth(name, growth)
     expected = "a list of ints >= 0"
     if isinstance(lengths, (str, Mapping, Set)) or not hasattr(lengths, "__iter__"):
-        got = f"{lengths!r} of type {type(lengths).__name__}"
+        got = _errors.shown(lengths)
         advice = "Pass the length of each sequence, in order."
-        raise TypeError(_errors.wrong(name, "lengths", f"must be {expected}", got, advice))
+        raise _errors.wrong_type(name, "lengths", f"must be {expected}", got, advice)
     lengths = [_arguments.check_whole(name, "lengths", n, 0, expected) for n in lengths]
     sizes = [first]
     longest = max(lengths, default=0)
@@ -193,7 +193,7 @@ def _check_growth(function: str, growth: Any) -> float:
     growth = check_growth(function, growth, "bucket")
     if growth == 1:
         advice = "Buckets of equal lengths never reach the longest sequence: pass 1.25, say."
-        raise ValueError(_errors.wrong(function, "growth", "must be more than 1", "1", advice))
+        raise _errors.wrong_value(function, "growth", "must be more than 1", "1", advice)
     return growth
 
 
@@ -204,7 +204,7 @@ def _check_sequences(sequences: Any) -> tuple[list, list[int]]:
         got = "none" if isinstance(sequences, (list, tuple)) else type(sequences).__name__
         expected = "must be a list of at least one sequence"
         advice = "For rows of one array use `loopkit.scan` under `jax.vmap`."
-        raise TypeError(_errors.wrong(name, "sequences", expected, got, advice))
+        raise _errors.wrong_type(name, "sequences", expected, got, advice)
     sequences = _arguments.as_arrays(name, "sequences", list(sequences))
     called = [f"sequences[{place}]" for place in range(len(sequences))]
     lengths = [
@@ -216,7 +216,7 @@ def _check_sequences(sequences: Any) -> tuple[list, list[int]]:
             expected = "must all be like the first, but for their lengths"
             got = f"rows of {_shown(other)} at {place} and of {_shown(types[0])} at 0"
             advice = "Cast or reshape them."
-            raise ValueError(_errors.wrong(name, "sequences", expected, got, advice))
+            raise _errors.wrong_value(name, "sequences", expected, got, advice)
     return sequences, lengths
 
 
@@ -260,4 +260,4 @@ def _on_host(steps: Any) -> list[int]:
     advice = "Inside jit, and under vmap, leave it out, or scan padded arrays with `loopkit.scan`."
     got = "a predicate that is traced"
     expected = "must be known between batches, for it decides how many `ys` there are"
-    raise TypeError(_errors.wrong(NAMES.function, "until", expected, got, advice))
+    raise _errors.wrong_type(NAMES.function, "until", expected, got, advice)

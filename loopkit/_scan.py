@@ -275,14 +275,12 @@ def run_scan(
     leading = not any((*traced.loop.x_axes, *traced.loop.y_axes))
     as_lax = budget == "all" and not stopping and leading and not carried.any
     if split_transpose and (truncate is not None or not as_lax):
-        raise ValueError(
-            _errors.wrong(
-                name,
-                "_split_transpose",
-                "can be True only where every step is stored, along leading axes, as in lax.scan",
-                f"checkpoints={checkpoints!r} and other settings that lax.scan lacks",
-                "Leave it out.",
-            )
+        raise _errors.wrong_value(
+            name,
+            "_split_transpose",
+            "can be True only where every step is stored, along leading axes, as in lax.scan",
+            f"checkpoints={checkpoints!r} and other settings that lax.scan lacks",
+            "Leave it out.",
         )
     if as_lax:
         carry, ys = run_stored(traced, leaves, inputs.arrays, split_transpose)
@@ -310,7 +308,7 @@ def _check_symbolic(
         got = f"the symbolic {length} and {', '.join(f'`{k}`' for k in given)}"
         advice = "Leave those out, or export a program for each length."
         expected = "must be known for what lax.scan lacks"
-        raise ValueError(_errors.wrong(name, "length", expected, got, advice))
+        raise _errors.wrong_value(name, "length", expected, got, advice)
 
 
 def _last_ys(

@@ -73,8 +73,8 @@ class TensorArray:
         leaves, tree = jax.tree.flatten(element)
         if not leaves:
             advice = "Count without a TensorArray."
-            raise ValueError(
-                _wrong("empty", "element", "must have an array in it", f"{element!r}", advice)
+            raise _wrong(
+                ValueError, "empty", "element", "must have an array in it", f"{element!r}", advice
             )
         is_type = lambda v: isinstance(v, jax.ShapeDtypeStruct)
         given = jax.tree.map(lambda v: None if is_type(v) else v, element)
@@ -92,7 +92,7 @@ class TensorArray:
         if len(rows) != 1 or None in rows:
             shapes = ", ".join(_errors.short_type(jax.typeof(v)) for v in leaves) or "no arrays"
             expected, advice = "must have one leading axis in every leaf", "Elements are its rows."
-            raise ValueError(_wrong("from_array", "array", expected, shapes, advice))
+            raise _wrong(ValueError, "from_array", "array", expected, shapes, advice)
         return TensorArray._of(leaves, tree, rows.pop())
 
     # ---------------------------------------------------------------- as a pytree
@@ -203,8 +203,13 @@ class TensorArray:
         for v in self._data:
             if len(v.shape) < 2:
                 got = f"elements {_errors.short_type(_element_type(v))}"
-                raise ValueError(
-                    _wrong("concat", "self", "must have elements with an axis", got, "Use `stack`.")
+                raise _wrong(
+                    ValueError,
+                    "concat",
+                    "self",
+                    "must have elements with an axis",
+                    got,
+                    "Use `stack`.",
                 )
         return jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), self.stack())
 
@@ -274,13 +279,13 @@ class TensorArray:
             if at < 0 or (method == "read" and at >= size):
                 got, advice = f"{index} for {size} elements", "The first has index 0."
                 expected = "must be that of an element"
-                raise IndexError(_wrong(method, "index", expected, got, advice))
+                raise _wrong(IndexError, method, "index", expected, got, advice)
             return at
         array = isinstance(index, jax.Array)
         if not array or index.ndim or not jnp.issubdtype(index.dtype, jnp.integer):
             got = _errors.short_type(jax.typeof(index)) if array else repr(index)
             advice = "Read several elements with `stack`."
-            raise TypeError(_wrong(method, "index", "must be one integer", got, advice))
+            raise _wrong(TypeError, method, "index", "must be one integer", got, advice)
         return jnp.where(index < 0, index + self._size, index)
 
     def _leaves(self, method: str, element: Any) -> list:
@@ -289,7 +294,7 @@ class TensorArray:
         advice = "All elements are like the one that the array was made for."
         if tree != self._tree:
             expected = f"must have the structure {self._tree}"
-            raise TypeError(_wrong(method, "element", expected, str(tree), advice))
+            raise _wrong(TypeError, method, "element", expected, str(tree), advice)
         out, element = [], _arguments.as_arrays(f"{NAME}.{method}", "element", element)
         for (path, value), stored in zip(
             jax.tree_util.tree_leaves_with_path(element), self._data, strict=True
@@ -297,22 +302,21 @@ class TensorArray:
             want = _element_type(stored)
             lossless = jnp.result_type(value, want.dtype) == want.dtype
             if value.shape != want.shape or not lossless:
-                raise TypeError(
-                    _wrong(
-                        method,
-                        "element",
-                        f"must be {_errors.short_type(want)}",
-                        _errors.short_type(jax.typeof(value)),
-                        advice,
-                        path,
-                    )
+                raise _wrong(
+                    TypeError,
+                    method,
+                    "element",
+                    f"must be {_errors.short_type(want)}",
+                    _errors.short_type(jax.typeof(value)),
+                    advice,
+                    path,
                 )
             out.append(value.astype(want.dtype))
         return out
 
 
-def _wrong(method: str, *rest: Any) -> str:
-    return _errors.wrong(f"{NAME}.{method}", *rest)
+def _wrong(kind: Any, method: str, *rest: Any) -> Exception:
+    return _errors.wrong(kind, f"{NAME}.{method}", *rest)
 
 
 def _element_type(stored: Any) -> Any:

@@ -102,15 +102,13 @@ def _has_stopped(state: Blocks, _: Any) -> Any:
 def _shared(budget: Budget, count: int, truncate: int) -> tuple[Any, Any]:
     """What the loop over blocks keeps, and what each block does."""
     if isinstance(budget, Plan):
-        raise ValueError(
-            _errors.wrong(
-                SCAN,
-                "checkpoints",
-                "cannot be a Plan together with `truncate`",
-                f"truncate={truncate}",
-                "A truncated scan is a loop over blocks, each a loop of its own, and a plan is of "
-                "one loop. Give the number of carries, or `memory`.",
-            )
+        raise _errors.wrong_value(
+            SCAN,
+            "checkpoints",
+            "cannot be a Plan together with `truncate`",
+            f"truncate={truncate}",
+            "A truncated scan is a loop over blocks, each a loop of its own, and a plan is of "
+            "one loop. Give the number of carries, or `memory`.",
         )
     if isinstance(budget, Bytes):
         half = replace(budget, loops=2)

@@ -204,7 +204,7 @@ def _on_host(taken: Any, stopped: Any) -> tuple[int, bool]:
     )
     got = "a predicate that is traced"
     expected = "must be known between segments, outside jax.jit"
-    raise TypeError(_errors.wrong(NAMES.function, "until", expected, got, advice))
+    raise _errors.wrong_type(NAMES.function, "until", expected, got, advice)
 
 
 @jax.custom_batching.custom_vmap
@@ -246,11 +246,11 @@ def _python_scan(
 
 
 def check_growth(function: str, growth: Any, what: str = "segment") -> float:
-    got = f"{growth!r} of type {type(growth).__name__}"
+    got = _errors.shown(growth)
     expected = f"must be a number >= 1, how much longer each {what} is than the last"
     if isinstance(growth, bool) or not isinstance(growth, (int, float, np.integer, np.floating)):
-        raise TypeError(_errors.wrong(function, "growth", expected, got, "Pass a Python number."))
+        raise _errors.wrong_type(function, "growth", expected, got, "Pass a Python number.")
     if not 1 <= growth < math.inf:
         advice = "Less than 1 would have them shrink."
-        raise ValueError(_errors.wrong(function, "growth", expected, got, advice))
+        raise _errors.wrong_value(function, "growth", expected, got, advice)
     return float(growth)

@@ -53,12 +53,7 @@ def batch_loop(
 
 
 def _batch_loop(
-    loop: Loop,
-    axis: Any,
-    batched: Operands,
-    ys: list[bool],
-    whole: bool,
-    in_rows: Sequence[int],
+    loop: Loop, axis: Any, batched: Operands, ys: list[bool], whole: bool, in_rows: Sequence[int]
 ) -> Batched:
     k = len(loop.lanes)
     joins, carry = False, list(batched.init)

@@ -21,14 +21,7 @@ from loopkit import _jax
 from loopkit._plan import Plan
 from loopkit.schedules.actions import Restore, Save
 from loopkit.schedules.binomial import SplitTable, split_from, split_table
-from loopkit.schedules.online import (
-    NEVER,
-    Mark,
-    Table,
-    cheapest,
-    record,
-    thinning,
-)
+from loopkit.schedules.online import NEVER, Mark, Table, cheapest, record, thinning
 from loopkit.schedules.reversal import gradient
 
 UNBOUNDED = 2**31 - 1

@@ -92,9 +92,7 @@ def put_off(
     flags = (*chosen, *[False] * (len(j.outvars) - consts))
     used = {v for group in terms for t in group for v in t.product.invars}
     step = _jax.with_outputs(
-        backward,
-        [*kept(j.outvars, [not f for f in flags]), *factors],
-        [True] * len(j.invars),
+        backward, [*kept(j.outvars, [not f for f in flags]), *factors], [True] * len(j.invars)
     )
     in_rows = {v: i for v, i in in_rows.items() if v in used}
     return Products(step, flags, tuple(terms), tuple(factors), in_rows)

@@ -31,12 +31,7 @@ from loopkit.engine.unrolling import settled
 
 
 def evaluate(
-    *operands: Any,
-    loop: Loop,
-    layout: Active,
-    active: Active,
-    batch: Any,
-    unread: tuple[bool, ...],
+    *operands: Any, loop: Loop, layout: Active, active: Active, batch: Any, unread: tuple[bool, ...]
 ) -> list:
     primals, residuals, cts = arguments(loop, layout, operands)
     how = reversal(loop, layout, active).unrolled(settled(loop, layout)).without(unread)

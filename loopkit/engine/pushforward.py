@@ -20,11 +20,7 @@ from loopkit import _jax
 from loopkit.engine import while_
 from loopkit.engine.activity import cotangent_activity, linear_activity
 from loopkit.engine.batching import batch_tangents
-from loopkit.engine.dual_loop import (
-    dual_loop,
-    dual_operands,
-    dual_results,
-)
+from loopkit.engine.dual_loop import dual_loop, dual_operands, dual_results
 from loopkit.engine.loop import Active, Loop, kept, parts, spread
 from loopkit.engine.primitives import define, forward_p, pullback_p, pushforward_p, while_p
 from loopkit.engine.reversal import covers, reversal

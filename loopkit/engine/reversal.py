@@ -244,9 +244,7 @@ def _planned(loop: Loop, active: Active) -> Reversal:
     quiet = build(loop, active, Plan(1), saved, split, None, find_counters(loop))
     stored = len(split.stored_types)
     made, _ = _jax.dce(
-        quiet.forward,
-        [False] * sum(saved) + [True] * stored,
-        [True] * len(quiet.forward.in_avals),
+        quiet.forward, [False] * sum(saved) + [True] * stored, [True] * len(quiet.forward.in_avals)
     )
     step = Step(
         sum(map(_jax.byte_count, quiet.slot_types)),

@@ -27,15 +27,14 @@ def stored_pullback(loop: Loop, active: Active, batch: int | None, operands: Seq
     `operands`: those of the loop, the steps that were taken, cotangents of the active outputs.
     """
     if loop.length is None:
-        raise NotImplementedError(
-            _errors.wrong(
-                loop.name,
-                "body_fun",
-                "may call a function with a custom VJP in a second derivative only where the "
-                "steps have a bound, since every carry is stored",
-                "a loop without one",
-                "Give max_steps, or give the function a custom JVP.",
-            )
+        raise _errors.wrong(
+            NotImplementedError,
+            loop.name,
+            "body_fun",
+            "may call a function with a custom VJP in a second derivative only where the "
+            "steps have a bound, since every carry is stored",
+            "a loop without one",
+            "Give max_steps, or give the function a custom JVP.",
         )
     key = ("stored pullback", active, batch)
     jaxpr = loop.derived(key, lambda: _traced(loop, active, batch))

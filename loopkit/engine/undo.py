@@ -46,8 +46,7 @@ class Undo:
     def logged(self, loop: Loop) -> Loop:
         """The loop with its log after the ys. It must be bounded."""
         return loop.derived(
-            ("logged", self),
-            lambda: with_log(loop, self.forward, len(self.log_types)),
+            ("logged", self), lambda: with_log(loop, self.forward, len(self.log_types))
         )
 
 
