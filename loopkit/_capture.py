@@ -23,7 +23,7 @@ from loopkit._carried import Buffers
 from loopkit._varying import all_varying
 from loopkit.engine.flat_rows import flat_rows, merged, restored
 from loopkit.engine.in_step import axes_between_lanes, in_step
-from loopkit.engine.loop import Loop, kept, parts, spread
+from loopkit.engine.loop import CarryLeaf, Const, Input, Loop, Output, kept, parts, spread
 from loopkit.engine.primitives import while_p
 from loopkit.engine.reads_first import reads_first
 
@@ -183,26 +183,24 @@ def trace_loop(
         raise TypeError(_errors.carry_types(names.function, names.body, differences, names.init))
     _check_effects(names, jaxpr, cond)
     jaxpr = jaxpr if buffers is None else reads_first(jaxpr)
-    settings = {
-        **settings,
-        "buffers": () if buffers is None else buffers.flags,
-        "flag": flag,
-        "leaves": tuple(names.init + jax.tree_util.keystr(path) for path in paths),
-    }
+    flags = [False] * len(paths) if buffers is None else buffers.flags
+    carry = [
+        CarryLeaf(names.init + jax.tree_util.keystr(path), has, i == flag)
+        for i, (path, has) in enumerate(zip(paths, flags, strict=True))
+    ]
     free = () if buffers is None else buffers.free
-    return as_loop(cond, cond_consts, jaxpr, consts, types, y_tree, settings, free)
+    return as_loop(cond, cond_consts, jaxpr, consts, carry, types, y_tree, settings, free)
 
 
 def _check_effects(names: Names, *jaxprs: Any) -> None:
     effects = [e for j in jaxprs if j is not None for e in _jax.check_effects(j.effects)]
     if effects:
-        raise _errors.wrong(
-            NotImplementedError,
-            names.function,
-            names.body,
-            "may have only side effects that a compiled loop can have",
-            ", ".join(map(str, effects)),
-            "Use jax.debug.print, jax.debug.callback or jax.experimental.io_callback.",
+        expected = "may have only side effects that a compiled loop can have"
+        advice = "Use jax.debug.print, jax.debug.callback or jax.experimental.io_callback."
+        raise NotImplementedError(
+            _errors.wrong(
+                names.function, names.body, expected, ", ".join(map(str, effects)), advice
+            )
         )
 
 
@@ -259,21 +257,12 @@ def _joined(before: Any, after: Any, decided_by: list) -> Any:
     return _jax.type_like(before, [after, *decided_by])
 
 
-def _of_moving(settings: dict, moving: Sequence[bool]) -> dict:
-    """The settings that are about carry leaves."""
-    flag = settings.get("flag")
-    return {
-        "buffers": tuple(kept(settings["buffers"], moving)) if settings.get("buffers") else (),
-        "leaves": tuple(kept(settings["leaves"], moving)) if settings.get("leaves") else (),
-        "flag": None if flag is None else sum(moving[:flag]),
-    }
-
-
 def as_loop(
     cond: Any,
     cond_consts: list,
     body: Any,
     consts: list,
+    carry: Sequence[CarryLeaf],
     types: list,
     y_tree: Any,
     settings: dict,
@@ -281,19 +270,19 @@ def as_loop(
 ) -> Traced:
     """A loop of two jaxprs. Carry leaves that no step changes become constants of it.
 
-    `free`: which leaves are not buffers of a loop around this one; empty: all of them.
+    `settings`: other fields of the loop. `free`: which leaves are not buffers of a loop around this
+    one; empty: all of them.
     """
     if cond is not None and (axes := axes_between_lanes(body)):
-        buffers = settings.get("buffers") or [False] * len(types)
+        buffers = [leaf.buffer for leaf in carry]
         cond, body = in_step(cond, len(cond_consts), body, len(consts), buffers, axes)
         consts = [*cond_consts, *consts]
     n, c = len(types), len(consts)
     if cond is not None:
         cond, body = (all_varying(j, cond.out_avals) for j in (cond, body))
         types = [_jax.type_like(t, cond.out_avals) for t in types]
-    flag = settings.get("flag")
     source = _jaxpr.forwarded(body)
-    fixed = tuple(source[i] == c + i and i != flag for i in range(n))
+    fixed = tuple(source[i] == c + i and not leaf.flag for i, leaf in enumerate(carry))
     moving = [not f for f in fixed]
 
     def of_moving(jaxpr: Any, before: int, outs: int) -> Any:
@@ -312,14 +301,16 @@ def as_loop(
     if any(fixed):
         body = of_moving(body, c, n)
         cond = None if cond is None else of_moving(cond, len(cond_consts), 0)
+    xs, ys = len(body.in_avals) - c - n, len(body.out_avals) - sum(moving)
+    settings = {"xs": (Input(),) * xs, **settings}
     loop = Loop(
         cond=cond,
         body=body,
         cond_const_count=0 if cond is None else len(cond.in_avals) - sum(moving),
-        const_count=c + sum(fixed),
-        carry_count=sum(moving),
-        xs_count=len(body.in_avals) - c - n,
-        **{**settings, **_of_moving(settings, moving)},
+        consts=(Const(),) * (c + sum(fixed)),
+        carry=tuple(kept(carry, moving)),
+        ys=(Output(),) * ys,
+        **settings,
     )
     free = tuple(kept(free or [True] * n, moving))
     return Traced(shared(loop), cond_consts, consts, fixed, types, y_tree, free)

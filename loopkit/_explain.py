@@ -13,7 +13,7 @@ from loopkit import _arguments, _jax
 from loopkit._errors import size
 from loopkit._plan import Plan
 from loopkit.engine.activity import moving_activity
-from loopkit.engine.loop import Loop, kept, spread
+from loopkit.engine.loop import CarryLeaf, Const, Input, Loop, Output, kept, spread
 from loopkit.engine.reversal import reversal
 from loopkit.engine.split import split_step
 
@@ -198,16 +198,9 @@ def _of_lax(eqn: Any) -> Explained:
         size = sum(map(_jax.byte_count, carry))
         return Explained("lax.while_loop", source, _with_bytes(Plan(1), size, 0), None)
     consts, carries = _jax.scan_counts(params)
-    loop = Loop(
-        cond=None,
-        body=params["jaxpr"],
-        cond_const_count=0,
-        const_count=consts,
-        carry_count=carries,
-        xs_count=len(eqn.invars) - consts - carries,
-        length=params["length"],
-        name="scan",
-    )
+    xs, ys = len(eqn.invars) - consts - carries, len(eqn.outvars) - carries
+    records = (Const(),) * consts, (CarryLeaf(),) * carries, (Input(),) * xs, (Output(),) * ys
+    loop = Loop(None, params["jaxpr"], 0, *records, params["length"], name="scan")
     split = split_step(loop, _everything(loop))
     carry = sum(map(_jax.byte_count, loop.carry_types))
     bounded = Plan(1, bound=loop.length, exact=True)

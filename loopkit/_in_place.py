@@ -160,9 +160,8 @@ def _carries(jaxpr: Any) -> Iterator[tuple[str, str, Any]]:
         name, params = eqn.primitive.name, eqn.params
         if eqn.primitive is while_p:
             loop = params["loop"]
-            leaves = loop.leaves or [f"carry leaf {i}" for i in range(loop.carry_count)]
-            for leaf, aval in zip(leaves, loop.carry_types, strict=False):
-                yield f"loopkit.{loop.name}", leaf, aval
+            for i, (leaf, aval) in enumerate(zip(loop.carry, loop.carry_types, strict=True)):
+                yield f"loopkit.{loop.name}", leaf.name or f"carry leaf {i}", aval
             yield from _carries(_jax.open_jaxpr(loop.body))
         if name == "scan":
             # A carry leaf goes in as it comes out; a y is one row of what comes out.

@@ -14,7 +14,7 @@ from loopkit import _errors, _jax, _jaxpr
 from loopkit._capture import as_loop
 from loopkit._plan import Budget
 from loopkit.engine.counters import moved_by
-from loopkit.engine.loop import parts
+from loopkit.engine.loop import CarryLeaf, parts
 
 PACKAGE = str(Path(__file__).resolve().parent)
 
@@ -108,6 +108,7 @@ class LaxLoop(NamedTuple):
             cond_consts,
             self.body,
             self.consts,
+            [CarryLeaf()] * len(types),
             list(types),
             None,
             {

@@ -20,7 +20,7 @@ from loopkit._in_python import python_scan
 from loopkit._info import LoopInfo
 from loopkit._stored_scan import run_stored
 from loopkit._truncate import truncated
-from loopkit.engine.loop import parts
+from loopkit.engine.loop import Input, Output, parts
 
 Carry = TypeVar("Carry")
 X = TypeVar("X")
@@ -251,7 +251,7 @@ def run_scan(
 
     x_types = inputs.slice_types
     settings = {
-        "xs_axes": inputs.places,
+        "xs": tuple(map(Input, inputs.places)),
         "length": length,
         "reverse": reverse,
         "checkpoints": budget,
@@ -344,4 +344,4 @@ def _stacking(traced: Traced, out_axes: Any) -> Traced:
     _, places = stacks(traced.y_tree, traced.loop.ys_types, out_axes)
     if not any(places):
         return traced
-    return replace(traced, loop=shared(traced.loop.replace(ys_axes=places)))
+    return replace(traced, loop=shared(traced.loop.replace(ys=tuple(map(Output, places)))))

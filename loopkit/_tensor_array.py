@@ -315,8 +315,8 @@ class TensorArray:
         return out
 
 
-def _wrong(kind: Any, method: str, *rest: Any) -> Exception:
-    return _errors.wrong(kind, f"{NAME}.{method}", *rest)
+def _wrong(kind: type[Exception], method: str, *rest: Any) -> Exception:
+    return kind(_errors.wrong(f"{NAME}.{method}", *rest))
 
 
 def _element_type(stored: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from loopkit import _jax
-from loopkit.engine.loop import Loop, Operands, parts
+from loopkit.engine.loop import Input, Loop, Operands, parts
 from loopkit.engine.writes import writes_rows
 
 MANY = 8
@@ -92,10 +92,17 @@ def _batch_loop(
     new_loop = loop.replace(
         cond=cond,
         body=body,
-        const_lanes=_lanes(loop.const_lanes, batched.consts, joins),
-        xs_lanes=_lanes(loop.xs_lanes, batched.xs, joins),
-        xs_axes=_shifted(loop.x_axes, x_axes),
-        ys_axes=_shifted(loop.y_axes, y_axes),
+        consts=tuple(
+            c._replace(lanes=_lanes(c.lanes, b, joins))
+            for c, b in zip(loop.consts, batched.consts, strict=True)
+        ),
+        xs=tuple(
+            Input(_shifted(x.axis, a), _lanes(x.lanes, b, joins))
+            for x, a, b in zip(loop.xs, x_axes, batched.xs, strict=True)
+        ),
+        ys=tuple(
+            y._replace(axis=_shifted(y.axis, a)) for y, a in zip(loop.ys, y_axes, strict=True)
+        ),
     )
     x_places, y_places = stacked(x_axes, loop.x_axes), stacked(y_axes, loop.y_axes)
     axes = Operands(_at(batched.cond_consts, 0), const_axes, carry_axes, x_places)
@@ -111,23 +118,19 @@ def stacked(axes: Sequence[int | None], rows: Sequence[int]) -> list[int | None]
     return [None if a is None else a + (a >= row) for a, row in zip(axes, rows, strict=True)]
 
 
-def _shifted(rows: Sequence[int], axes: Sequence[int | None]) -> tuple[int, ...]:
-    """The axes of the rows, once each row has one more axis at `axes`."""
-    return tuple(row + (a is not None and a < row) for a, row in zip(axes, rows, strict=True))
+def _shifted(row: int, axis: int | None) -> int:
+    """The axis of the rows, once each row has one more axis."""
+    return row + (axis is not None and axis < row)
 
 
 def _places(lanes: Sequence[int], batched: Sequence[bool], joins: bool) -> list[int | None]:
     """Where the axis goes in constants or slices: behind the lane axes, or before them."""
-    lanes = lanes or [0] * len(batched)
     return [(0 if joins else n) if f else None for f, n in zip(batched, lanes, strict=True)]
 
 
-def _lanes(lanes: tuple[int, ...], batched: Sequence[bool], joins: bool) -> tuple[int, ...]:
-    """How many lane axes lead in each of them, once the new axis is in."""
-    if not joins:
-        return lanes
-    lanes = lanes or (0,) * len(batched)
-    return tuple(n + 1 if f else 0 for f, n in zip(batched, lanes, strict=True))
+def _lanes(lanes: int, batched: bool, joins: bool) -> int:
+    """How many lane axes lead in an array, once the new axis is in."""
+    return lanes if not joins else lanes + 1 if batched else 0
 
 
 def move(value: Any, source: int | None, target: int | None, size: int) -> Any:

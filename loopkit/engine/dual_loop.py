@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
 from loopkit import _jax
-from loopkit.engine.loop import Active, Loop, kept, parts, spread
-
-T = TypeVar("T")
+from loopkit.engine.loop import Active, CarryLeaf, Const, Loop, kept, parts, spread
 
 
 def dual_loop(loop: Loop, active: Active) -> Loop:
@@ -63,25 +61,16 @@ def _dual_loop(loop: Loop, active: Active, trace: Callable) -> tuple[Loop, list]
         cond = _jax.trace_closed(
             lambda *a: predicate(*a[:used]), [*loop.cond.in_avals, *tangents], "dual_cond"
         )
-    lanes = _followed(loop.const_lanes, active.consts)
+    tangents = (CarryLeaf(buffer=leaf.buffer) for leaf in kept(loop.carry, active.carry))
     new = loop.replace(
         cond=cond,
         body=dual,
-        const_count=len(closed_over) + loop.const_count + tangent_counts[0],
-        carry_count=loop.carry_count + tangent_counts[1],
-        xs_count=loop.xs_count + tangent_counts[2],
-        const_lanes=(*[0] * len(closed_over), *lanes) if lanes else (),
-        xs_lanes=_followed(loop.xs_lanes, active.xs),
-        buffers=_followed(loop.buffers, active.carry),
-        leaves=(),
-        xs_axes=_followed(loop.x_axes, active.xs),
-        ys_axes=_followed(loop.y_axes, active.ys),
+        consts=(*[Const()] * len(closed_over), *loop.consts, *kept(loop.consts, active.consts)),
+        carry=(*loop.carry, *tangents),
+        xs=(*loop.xs, *kept(loop.xs, active.xs)),
+        ys=(*loop.ys, *kept(loop.ys, active.ys)),
     )
     return new, closed_over
-
-
-def _followed(flags: tuple[T, ...], active: Sequence[bool]) -> tuple[T, ...]:
-    return (*flags, *kept(flags, active)) if flags else ()
 
 
 def dual_operands(

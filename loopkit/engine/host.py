@@ -15,7 +15,7 @@ import numpy as np
 
 from loopkit import _jax
 from loopkit._plan import Plan
-from loopkit.engine.loop import Loop
+from loopkit.engine.loop import CarryLeaf, Loop
 from loopkit.engine.primitives import while_p
 
 KIND = "pinned_host"
@@ -70,5 +70,5 @@ def _probe(x: Any, host: bool) -> Any:
     """A loop that saves, recomputes and overwrites checkpoints."""
     body = _jax.trace_closed(lambda x: [x + 0.3 * jnp.sin(5 * x)], [jax.typeof(x)], "probe")
     plan = Plan(3, leaf=2, host=host)
-    loop = Loop(None, body, 0, 0, 1, 0, length=23, checkpoints=plan, name="probe")
+    loop = Loop(None, body, 0, (), (CarryLeaf(),), (), (), 23, checkpoints=plan, name="probe")
     return jnp.sum(while_p.bind(x, loop=loop)[0] ** 2)

@@ -64,6 +64,40 @@ class Active(NamedTuple):
         return self.carry + self.ys
 
 
+class Const(NamedTuple):
+    """A constant of the steps."""
+
+    lanes: int = 0
+    """How many of the lane axes it begins with."""
+
+
+class CarryLeaf(NamedTuple):
+    name: str = ""
+    """What the caller calls it, for reports."""
+    buffer: bool = False
+    """Whether it is read and written in slices."""
+    flag: bool = False
+    """Whether it says if a step is active, and so masks the writes to buffers."""
+
+
+class Input(NamedTuple):
+    """One of the xs."""
+
+    axis: int = 0
+    """Along which it is sliced."""
+    lanes: int = 0
+    """How many of the lane axes a slice begins with."""
+
+
+class Output(NamedTuple):
+    """One of the ys."""
+
+    axis: int = 0
+    """Along which it is stacked."""
+    log: bool = False
+    """Whether it says what a step displaces in buffers: also in stopped lanes. Logs come last."""
+
+
 @dataclass(frozen=True, eq=False)
 class Loop:
     """A loop, compared and hashed by identity. What is derived from it is kept in `memory`."""
@@ -71,9 +105,10 @@ class Loop:
     cond: Jaxpr | None
     body: Jaxpr
     cond_const_count: int
-    const_count: int
-    carry_count: int
-    xs_count: int
+    consts: tuple[Const, ...]
+    carry: tuple[CarryLeaf, ...]
+    xs: tuple[Input, ...]
+    ys: tuple[Output, ...]
     length: int | None
     reverse: bool = False
     checkpoints: Budget = None
@@ -82,28 +117,16 @@ class Loop:
     auto_unroll: bool = False
     """Whether how many is found by trying."""
     name: str = "while_loop"
-    const_lanes: tuple[int, ...] = ()
-    """How many of the lane axes each constant begins with."""
-    xs_lanes: tuple[int, ...] = ()
-    """How many of the lane axes each xs slice begins with."""
-    xs_axes: tuple[int, ...] = ()
-    """The axis of each xs along which it is sliced; empty if all are leading."""
-    ys_axes: tuple[int, ...] = ()
-    """The axis of each ys along which it is stacked; empty if all are leading."""
-    buffers: tuple[bool, ...] = ()
-    """Which carry leaves are buffers, read and written in slices. Empty if none is."""
-    flag: int | None = None
-    """For a loop with buffers and a predicate: the carry leaf that says whether a step is active.
-
-    Writes to the buffers are masked by it.
-    """
-    leaves: tuple[str, ...] = ()
-    """What the caller calls the carry leaves, for reports."""
-    log_count: int = 0
-    """How many ys, the last ones, log what steps displace in buffers: also in stopped lanes."""
     lasting: bool = field(default=False, compare=False)
     """Whether another loop of the same equations is this very loop, and so compiled once."""
     memory: dict = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        ins, outs = len(self.body.in_avals), len(self.body.out_avals)
+        assert ins == self.const_count + self.carry_count + self.xs_count, "a record for each input"
+        assert outs == self.carry_count + self.ys_count, "a record for each output"
+        taken = self.cond_const_count + self.carry_count
+        assert self.cond is None or len(self.cond.in_avals) == taken, "a predicate of the carry"
 
     def derived(self, key: Any, make: Callable[[], T]) -> T:
         """`make()`, once for each key."""
@@ -121,19 +144,28 @@ class Loop:
     def split(self, operands: Sequence[Any]) -> tuple[Operands, list]:
         """The operands of the loop, and what follows them."""
         counts = (self.cond_const_count, self.const_count, self.carry_count, self.xs_count)
-        parts, at = [], 0
-        for count in counts:
-            parts.append(list(operands[at : at + count]))
-            at += count
-        return Operands(*parts), list(operands[at:])
+        *of_loop, rest = parts(operands, *counts)
+        return Operands(*of_loop), rest
+
+    @cached_property
+    def const_count(self) -> int:
+        return len(self.consts)
+
+    @cached_property
+    def carry_count(self) -> int:
+        return len(self.carry)
+
+    @cached_property
+    def xs_count(self) -> int:
+        return len(self.xs)
+
+    @cached_property
+    def ys_count(self) -> int:
+        return len(self.ys)
 
     @cached_property
     def operand_count(self) -> int:
         return self.cond_const_count + self.const_count + self.carry_count + self.xs_count
-
-    @cached_property
-    def ys_count(self) -> int:
-        return len(self.body.out_avals) - self.carry_count
 
     @property
     def primal_counts(self) -> tuple[int, int]:
@@ -144,10 +176,15 @@ class Loop:
     def lanes(self) -> tuple[int, ...]:
         return () if self.cond is None else self.cond.out_avals[0].shape
 
-    @property
+    @cached_property
     def is_buffer(self) -> tuple[bool, ...]:
         """For each carry leaf, whether it is a buffer."""
-        return self.buffers or (False,) * self.carry_count
+        return tuple(leaf.buffer for leaf in self.carry)
+
+    @cached_property
+    def flag(self) -> int | None:
+        """The carry leaf that says whether a step is active, if one does."""
+        return next((i for i, leaf in enumerate(self.carry) if leaf.flag), None)
 
     @cached_property
     def cond_types(self) -> list[ShapedArray]:
@@ -178,13 +215,21 @@ class Loop:
     def ys_types(self) -> list[ShapedArray]:
         return [self.stack_type(y, a) for y, a in zip(self.y_types, self.y_axes, strict=True)]
 
-    @property
+    @cached_property
     def x_axes(self) -> tuple[int, ...]:
-        return self.xs_axes or (0,) * self.xs_count
+        return tuple(x.axis for x in self.xs)
 
-    @property
+    @cached_property
     def y_axes(self) -> tuple[int, ...]:
-        return self.ys_axes or (0,) * self.ys_count
+        return tuple(y.axis for y in self.ys)
+
+    @cached_property
+    def const_lanes(self) -> tuple[int, ...]:
+        return tuple(c.lanes for c in self.consts)
+
+    @cached_property
+    def xs_lanes(self) -> tuple[int, ...]:
+        return tuple(x.lanes for x in self.xs)
 
     def stack_type(self, aval: ShapedArray, axis: int = 0) -> ShapedArray:
         assert self.length is not None
@@ -293,15 +338,9 @@ def prune(loop: Loop, used_carry: Sequence[bool], used_ys: Sequence[bool]) -> tu
         cond=cond,
         body=body,
         cond_const_count=sum(used_cond_consts),
-        const_count=sum(consts),
-        carry_count=sum(carry),
-        xs_count=sum(xs),
-        const_lanes=tuple(kept(loop.const_lanes, consts)) if loop.lanes else (),
-        xs_lanes=tuple(kept(loop.xs_lanes, xs)) if loop.lanes else (),
-        buffers=tuple(kept(loop.buffers, carry)) if loop.buffers else (),
-        leaves=tuple(kept(loop.leaves, carry)) if loop.leaves else (),
-        flag=None if loop.flag is None else sum(carry[: loop.flag]),
-        xs_axes=tuple(kept(loop.x_axes, xs)),
-        ys_axes=tuple(kept(loop.y_axes, used_ys)),
+        consts=tuple(kept(loop.consts, consts)),
+        carry=tuple(kept(loop.carry, carry)),
+        xs=tuple(kept(loop.xs, xs)),
+        ys=tuple(kept(loop.ys, used_ys)),
     )
     return pruned, flags

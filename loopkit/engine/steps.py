@@ -116,7 +116,7 @@ def one_step(loop: Loop, operands: Operands, state: Steps) -> Steps:
     if loop.lanes:
         active = is_active(loop, operands, state.carry)
         carry = hold(active, carry, state.carry, loop.is_buffer)
-        shown = len(y) - loop.log_count
+        shown = sum(not out.log for out in loop.ys)
         y[:shown] = select(active, y[:shown], [_jax.zeros(jax.typeof(v)) for v in y[:shown]])
         lane_counts = state.lane_counts + active
     ys = write_rows(state.ys, y, row, loop.y_axes) if state.ys else []

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from loopkit import _errors, _jax
-from loopkit.engine.loop import Active, Loop, kept, parts
+from loopkit.engine.loop import Active, CarryLeaf, Const, Input, Loop, Output, kept, parts
 from loopkit.engine.primitives import while_p
 from loopkit.engine.reversal import reversal
 from loopkit.engine.split import opened
@@ -27,14 +27,13 @@ def stored_pullback(loop: Loop, active: Active, batch: int | None, operands: Seq
     `operands`: those of the loop, the steps that were taken, cotangents of the active outputs.
     """
     if loop.length is None:
-        raise _errors.wrong(
-            NotImplementedError,
-            loop.name,
-            "body_fun",
-            "may call a function with a custom VJP in a second derivative only where the "
-            "steps have a bound, since every carry is stored",
-            "a loop without one",
-            "Give max_steps, or give the function a custom JVP.",
+        expected = (
+            "may call a function with a custom VJP in a second derivative only where the steps "
+            "have a bound, since every carry is stored"
+        )
+        advice = "Give max_steps, or give the function a custom JVP."
+        raise NotImplementedError(
+            _errors.wrong(loop.name, "body_fun", expected, "a loop without one", advice)
         )
     key = ("stored pullback", active, batch)
     jaxpr = loop.derived(key, lambda: _traced(loop, active, batch))
@@ -102,9 +101,16 @@ def _two_loops(
     cond, cond_consts = None, []
     if loop.cond is not None:
         cond, cond_consts = _jax.trace(lambda k, *_: [k < steps], types, "loop_goes_back")
-    counted = len(cond_consts), len(consts), len(start), len(xs)
-    how = loop.checkpoints, loop.unroll, loop.auto_unroll, loop.name
-    backward = Loop(cond, body, *counted, loop.length, not loop.reverse, *how)
+    backward = loop.replace(
+        cond=cond,
+        body=body,
+        cond_const_count=len(cond_consts),
+        consts=(Const(),) * len(consts),
+        carry=(CarryLeaf(),) * len(start),
+        xs=(Input(),) * len(xs),
+        ys=(Output(),) * (len(body.out_avals) - len(start)),
+        reverse=not loop.reverse,
+    )
     outs = while_p.bind(*cond_consts, *consts, *start, *xs, loop=backward)
     _, d_consts, ct_carry, d_xs = parts(outs, 1, *counts[:2])
     if loop.cond is not None:
@@ -129,4 +135,5 @@ def _carries(loop: Loop, saved: Sequence[bool], primals: Sequence[Any]) -> list:
 
     types = [*loop.const_types, *loop.carry_types, *loop.x_types]
     body = _jax.trace_closed(storing, types, "loop_step_stored")
-    return while_p.bind(*primals, loop=loop.replace(body=body, ys_axes=()))[loop.carry_count :]
+    storing_loop = loop.replace(body=body, ys=(Output(),) * sum(saved))
+    return while_p.bind(*primals, loop=storing_loop)[loop.carry_count :]

@@ -22,7 +22,7 @@ from jax import lax
 from loopkit import _jax, _jaxpr
 from loopkit._jax import Jaxpr, ShapedArray
 from loopkit._slices import in_order, read, read_p, write
-from loopkit.engine.loop import Loop, Operands, kept, parts
+from loopkit.engine.loop import Loop, Operands, Output, kept, parts
 from loopkit.engine.primitives import while_p
 from loopkit.engine.steps import read_rows, repeat_backwards, row_of
 from loopkit.engine.writes import Inner, Sites, Write, find_writes, merged
@@ -78,15 +78,15 @@ class Rewind:
 
 def with_log(loop: Loop, body: Jaxpr, count: int) -> Loop:
     """The loop with a body that returns a log after its ys, stacked along leading axes."""
-    return loop.replace(body=body, log_count=count, ys_axes=(*loop.y_axes, *[0] * count))
+    return loop.replace(body=body, ys=(*loop.ys, *[Output(log=True)] * count))
 
 
 def find_undo(loop: Loop, saved: Sequence[bool]) -> Undo | None:
     """How to do without saving buffers among the `saved` carry leaves; None if none can be."""
-    if loop.length is None or not loop.buffers:
+    if loop.length is None or not any(loop.is_buffer):
         return None
     j, sites, leaves = _jax.open_jaxpr(loop.body), {}, []
-    for leaf, (is_buffer, keep) in enumerate(zip(loop.buffers, saved, strict=True)):
+    for leaf, (is_buffer, keep) in enumerate(zip(loop.is_buffer, saved, strict=True)):
         found = find_writes(loop, leaf) if is_buffer and keep else None
         leaves.append(found is not None)
         sites = merged(sites, found or {})

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from loopkit import _jax, _jaxpr, _user_cache
 from loopkit.engine.cost import nanoseconds
-from loopkit.engine.loop import Active, Loop, kept, parts, spread
+from loopkit.engine.loop import Active, CarryLeaf, Loop, kept, parts, spread
 from loopkit.engine.primitives import while_p
 
 COUNTS = 1, 2, 4, 8, 16
@@ -79,7 +79,7 @@ def _can_be_tried(loop: Loop) -> bool:
     never end.
     """
     types = [*loop.body.in_avals, *([] if loop.cond is None else loop.cond.in_avals)]
-    if any(loop.buffers):  # made-up values are no places to write to
+    if any(loop.is_buffer):  # made-up values are no places to write to
         return False
     if loop.length == 0 or loop.effects or any(map(_jax.is_spread, types)):
         return False
@@ -179,8 +179,7 @@ def trial_of(
         cond=cond,
         body=body,
         cond_const_count=len(cond_types),
-        carry_count=carry + len(counter),
-        leaves=(),
+        carry=(*loop.carry, *[CarryLeaf()] * len(counter)),
         length=length if bounded else None,
         checkpoints=None,
         unroll=count,

@@ -139,7 +139,7 @@ def holds_write(jaxpr: Any) -> bool:
     """Whether a jaxpr writes to a buffer, loops in it included."""
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
         if eqn.primitive is write_p or (
-            eqn.primitive is while_p and any(eqn.params["loop"].buffers)
+            eqn.primitive is while_p and any(eqn.params["loop"].is_buffer)
         ):
             return True
         if _jaxpr.is_call(eqn) and holds_write(eqn.params["jaxpr"]):
