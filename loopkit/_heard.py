@@ -87,8 +87,5 @@ def _dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     return needed, _jax.new_equation(eqn, heard_p, invars, outvars, eqn.params)
 
 
-_jax.define(heard_p, _evaluate, _types)
-_jax.register_jvp(heard_p, _jvp)
-_jax.register_transpose(heard_p, _transpose)
+_jax.define(heard_p, _evaluate, _types, jvp=_jvp, transpose=_transpose, dce=_dce)
 _jax.register_batching(heard_p, _batched)
-_jax.register_dce(heard_p, _dce)

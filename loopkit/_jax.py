@@ -86,6 +86,11 @@ def stack_type(aval: ShapedArray, size: int, axis: int = 0) -> ShapedArray:
     return cast(ShapedArray, core.unmapped_aval(size, axis, aval))
 
 
+def stack_types(avals: Sequence[ShapedArray], size: int | None) -> list[ShapedArray]:
+    """The types, with a leading axis of this size if there is one."""
+    return [t if size is None else stack_type(t, size) for t in avals]
+
+
 def slice_type(aval: ShapedArray, axis: int = 0) -> ShapedArray:
     """The type of one slice along `axis`."""
     return cast(ShapedArray, core.mapped_aval(aval.shape[axis], axis, aval))
@@ -361,6 +366,11 @@ def jvp_in_moving(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any]
     return jax.jvp(at, [primals[i] for i in places], [tangents[i] for i in places])
 
 
+def nonzero(tangents: Sequence[Any]) -> list[bool]:
+    """Which are not symbolically zero."""
+    return [type(t) is not Zero for t in tangents]
+
+
 def is_undefined(value: Any) -> bool:
     """Whether to transpose in this operand."""
     return isinstance(value, ad.UndefinedPrimal)
@@ -382,14 +392,22 @@ def declare(name: str) -> core.Primitive:
 
 
 def define(
-    primitive: core.Primitive, evaluate: Callable, types: Callable, run: Callable | None = None
+    primitive: core.Primitive,
+    evaluate: Callable,
+    types: Callable,
+    *,
+    jvp: Callable,
+    transpose: Callable | None = None,
+    dce: Callable | None = None,
+    run: Callable | None = None,
 ) -> None:
     """Lower a primitive through `evaluate(*args, **params)`.
 
     Outside jit it is compiled, or left to `run(compiled, evaluate, *args, **params)`.
 
     `types(*avals, **params)` gives the result types and the effects. However strict the user is
-    with promotion in what they write, step numbers and masks may be mixed.
+    with promotion in what they write, step numbers and masks may be mixed. `dce(used, equation)`
+    says which operands are used, and gives the equation that is left, or None.
     """
 
     def evaluate_as_written(*args: Any, **params: Any) -> Any:
@@ -412,6 +430,12 @@ def define(
     primitive.def_effectful_abstract_eval(types)
     checkify.error_checks[primitive] = functionalized
     mlir.register_lowering(primitive, mlir.lower_fun(evaluate_as_written, multiple_results=True))
+    ad.primitive_jvps[primitive] = jvp
+    if transpose is not None:
+        ad.primitive_transposes[primitive] = transpose
+    if dce is not None:
+        # The newest release says between the two which inputs are live.
+        pe.dce_rules[primitive] = lambda used, *rest: dce(list(used), rest[-1])
 
 
 def _checkified(args: Any) -> tuple:
@@ -438,14 +462,6 @@ def register_bounds(primitive: core.Primitive, outside: Callable) -> None:
     checkify.error_checks[primitive] = rule
 
 
-def register_jvp(primitive: core.Primitive, rule: Callable) -> None:
-    ad.primitive_jvps[primitive] = rule
-
-
-def register_transpose(primitive: core.Primitive, rule: Callable) -> None:
-    ad.primitive_transposes[primitive] = rule
-
-
 def register_batching(primitive: core.Primitive, rule: Callable) -> None:
     """`rule(axis_data, args, dims, **params) -> (results, dims)`, for operands some of which have
     the axis, or a loop whose steps ask for it by name.
@@ -459,12 +475,6 @@ def register_batching(primitive: core.Primitive, rule: Callable) -> None:
         return rule(axis, args, dims, **params)
 
     batching.fancy_primitive_batchers[primitive] = batched
-
-
-def register_dce(primitive: core.Primitive, rule: Callable) -> None:
-    """`rule(used_outputs, eqn) -> (used_inputs, equation or None)`."""
-    # The newest release says between the two which inputs are live.
-    pe.dce_rules[primitive] = lambda used, *rest: rule(list(used), rest[-1])
 
 
 def register_partial_eval(

@@ -335,15 +335,11 @@ def _read_dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     return [True, False], passing
 
 
-_jax.define(read_p, _evaluate_read, _read_types)
+of_read = {"jvp": _read_jvp, "transpose": _read_transpose, "dce": _read_dce}
+_jax.define(read_p, _evaluate_read, _read_types, **of_read)
 _jax.register_bounds(read_p, outside)
-_jax.register_jvp(read_p, _read_jvp)
-_jax.register_transpose(read_p, _read_transpose)
 _jax.register_batching(read_p, _read_batched)
-_jax.register_dce(read_p, _read_dce)
 
-_jax.define(write_p, _evaluate_write, _write_types)
+_jax.define(write_p, _evaluate_write, _write_types, jvp=_write_jvp, transpose=_write_transpose)
 _jax.register_bounds(write_p, outside)
-_jax.register_jvp(write_p, _write_jvp)
-_jax.register_transpose(write_p, _write_transpose)
 _jax.register_batching(write_p, _write_batched)

@@ -134,7 +134,7 @@ def _no_cotangents(loop: Loop, active: Active, ct_carry: list, batch: int | None
 
     def zeros(types: Sequence[Any]) -> list:
         types = [t.to_tangent_aval() for t in types]
-        return [_jax.zeros(t if batch is None else _jax.stack_type(t, batch)) for t in types]
+        return list(map(_jax.zeros, _jax.stack_types(types, batch)))
 
     def distinct(v: Any) -> Any:
         # Of equal zeros XLA makes one and copies it: more memory traffic than to fill each.

@@ -87,7 +87,5 @@ def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     return [*needed, *[False] * (len(eqn.invars) - operands)], plain
 
 
-define(dual_p, evaluate, result_types)
-_jax.register_jvp(dual_p, jvp)
+define(dual_p, evaluate, result_types, jvp=jvp, dce=dce)
 _jax.register_partial_eval(dual_p, known, known_equation)
-_jax.register_dce(dual_p, dce)

@@ -73,6 +73,4 @@ def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     return while_.dce(used[:results], plain)
 
 
-define(forward_p, evaluate, result_types)
-_jax.register_jvp(forward_p, jvp)
-_jax.register_dce(forward_p, dce)
+define(forward_p, evaluate, result_types, jvp=jvp, dce=dce)

@@ -17,6 +17,7 @@ import jax
 from loopkit import _jax
 from loopkit.engine.activity import backward_activity, forward_activity
 from loopkit.engine.dual_loop import active_inputs, dual_loop, replace_active
+from loopkit.engine.linear import stacked_types
 from loopkit.engine.loop import Active, Loop, Operands, kept, parts, spread
 from loopkit.engine.primitives import define, hessian_p
 from loopkit.engine.pushforward import run_dual
@@ -39,9 +40,7 @@ def evaluate(*operands: Any, loop: Loop, active: Active, moving: Active, batch: 
 
 
 def result_types(*_: Any, loop: Loop, active: Active, batch: Any, **__: Any) -> tuple[list, Any]:
-    types = loop.input_types(active)
-    effects = loop.without_debug_effects().effects
-    return [t if batch is None else _jax.stack_type(t, batch) for t in types], effects
+    return stacked_types(loop, loop.input_types(active), batch)
 
 
 def second_order(
@@ -58,9 +57,9 @@ def second_order(
     `cts` are those of the outputs that `given` has; `tangents`, u, are one for each input.
     """
     types = [*loop.const_types, *loop.carry_types, *loop.xs_types]
-    zeros = [_jax.float0_zero(t) for t in result_types(loop=loop, active=wanted, batch=batch)[0]]
-    nonzero = [type(t) is not _jax.Zero for t in tangents]
-    moving = forward_activity(loop, loop.split([False] * loop.cond_const_count + nonzero)[0])
+    zeros = list(map(_jax.float0_zero, _jax.stack_types(loop.input_types(wanted), batch)))
+    flags = [False] * loop.cond_const_count + _jax.nonzero(tangents)
+    moving = forward_activity(loop, loop.split(flags)[0])
     moving = backward_activity(loop, moving, given.carry, given.ys)
     reached = _reached(loop, moving, wanted)
     if not any(reached.inputs):
@@ -69,17 +68,11 @@ def second_order(
     w = spread(cts, given.outputs, list(map(_jax.float0_zero, out_types)))
     linear = [*kept(w, moving.outputs), *kept(tangents, moving.inputs)]
     of = [*kept(out_types, moving.outputs), *kept(types, moving.inputs)]
-    linear = [_filled(v, t, batch) for v, t in zip(linear, of, strict=True)]
+    of = _jax.stack_types([t.to_tangent_aval() for t in of], batch)
+    linear = [_jax.zeros(t) if type(v) is _jax.Zero else v for v, t in zip(linear, of, strict=True)]
     params = {"loop": loop, "active": reached, "moving": moving, "batch": batch}
     out = hessian_p.bind(*values, *linear, **params)
     return spread(out, kept(reached.inputs, wanted.inputs), zeros)
-
-
-def _filled(value: Any, aval: Any, batch: int | None) -> Any:
-    if type(value) is not _jax.Zero:
-        return value
-    aval = aval.to_tangent_aval()
-    return _jax.zeros(aval if batch is None else _jax.stack_type(aval, batch))
 
 
 def _reached(loop: Loop, moving: Active, wanted: Active) -> Active:
@@ -119,6 +112,4 @@ def transpose(
     ]
 
 
-define(hessian_p, evaluate, result_types)
-_jax.register_jvp(hessian_p, jvp)
-_jax.register_transpose(hessian_p, transpose)
+define(hessian_p, evaluate, result_types, jvp=jvp, transpose=transpose)

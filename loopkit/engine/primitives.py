@@ -32,11 +32,6 @@ pullback_p = _jax.declare("loopkit_pullback")
 hessian_p = _jax.declare("loopkit_hessian")
 
 
-def define(primitive: Any, evaluate: Callable, types: Callable) -> None:
-    """As `_jax.define`; what has the same equations is compiled once, also outside jit."""
-    _jax.define(primitive, evaluate, types, _run)
-
-
 def _run(compiled: Callable, evaluate: Callable, *operands: Any, **params: Any) -> Any:
     if params["loop"].lasting:
         return compiled(*operands, **params)
@@ -52,3 +47,7 @@ def _run(compiled: Callable, evaluate: Callable, *operands: Any, **params: Any) 
 @ft.partial(jax.jit, static_argnums=0)
 def _evaluated(jaxpr: Any, *values: Any) -> list:
     return list(_jax.call_jaxpr(jaxpr)(*values))
+
+
+define = ft.partial(_jax.define, run=_run)
+"""As in `_jax`; what has the same equations is compiled once, also outside jit."""

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from loopkit import _jax
-from loopkit.engine.activity import cotangent_activity, linear_activity
 from loopkit.engine.backward_sweep import backward_sweep
 from loopkit.engine.hessian import second_order
-from loopkit.engine.loop import Active, Loop, kept, spread
+from loopkit.engine.linear import BACKWARD, FORWARD
+from loopkit.engine.loop import Active, Loop, kept
 from loopkit.engine.primitives import define, pullback_p
-from loopkit.engine.pushforward import arguments, of_tangents
+from loopkit.engine.pushforward import arguments
 from loopkit.engine.reversal import reversal
 from loopkit.engine.stored_pullback import stored_pullback
 from loopkit.engine.unrolling import settled
@@ -47,12 +47,6 @@ def _unread_results(active: Active, unread: Sequence[bool]) -> list[bool]:
     return kept(flags, active.inputs)
 
 
-def result_types(*_: Any, loop: Loop, active: Active, batch: Any, **__: Any) -> tuple:
-    types = loop.input_types(active)
-    effects = loop.without_debug_effects().effects
-    return [t if batch is None else _jax.stack_type(t, batch) for t in types], effects
-
-
 def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list, list]:
     loop, active = params["loop"], params["active"]
     values, residuals, cts = arguments(loop, params["layout"], primals)
@@ -63,21 +57,9 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple
         operands, moves = [*values, residuals[-1], *cts], [*t_values, None, *t_cts]
         stored = lambda *at: stored_pullback(loop, active, params["batch"], at)
         return out, _jax.jvp_in_moving(stored, operands, moves)[1]
-    flowing = _of_cotangents([*values, *residuals], t_cts, params)
+    flowing = BACKWARD.of([*values, *residuals], t_cts, params)
     second = _second_order(values, t_values, cts, loop, active, params["batch"])
     return out, list(map(_jax.add_tangents, flowing, second))
-
-
-def _of_cotangents(known: Sequence[Any], cts: Sequence[Any], params: dict[str, Any]) -> list:
-    """L^T w for cotangents of which some are symbolically zero, and so are results of no others."""
-    loop, active = params["loop"], params["active"]
-    live = cotangent_activity(loop, active, [type(c) is not _jax.Zero for c in cts])
-    zeros = [_jax.float0_zero(t) for t in result_types(**params)[0]]
-    if not any(live.inputs):
-        return zeros
-    linear = [_jax.instantiate(c) for c in kept(cts, kept(live.outputs, active.outputs))]
-    out = pullback_p.bind(*known, *linear, **dict(params, active=live))
-    return spread(out, kept(live.inputs, active.inputs), zeros)
 
 
 def _second_order(
@@ -106,28 +88,9 @@ def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
         _jax.float0_zero(t) if u else c
         for t, u, c in zip(loop.input_types(params["active"]), unread, cts, strict=True)
     ]
-    out = of_tangents([*values, *residuals], tangents, params)
+    out = FORWARD.of([*values, *residuals], tangents, params)
     asked = map(_jax.is_undefined, linear)
     return [*none, *(t if a else None for t, a in zip(out, asked, strict=True))]
 
 
-def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
-    """Without the cotangents from which none of the used results follows."""
-    if not any(used):
-        return [False] * len(eqn.invars), None
-    active = eqn.params["active"]
-    needed = linear_activity(eqn.params["loop"], active, used)
-    found = kept(needed.inputs, active.inputs)
-    if any(u and not f for u, f in zip(used, found, strict=True)):
-        return [True] * len(eqn.invars), eqn
-    reaching = kept(needed.outputs, active.outputs)
-    ins = [True] * (len(eqn.invars) - len(reaching)) + reaching
-    params = dict(eqn.params, active=needed)
-    invars, outvars = kept(eqn.invars, ins), kept(eqn.outvars, found)
-    return ins, _jax.new_equation(eqn, pullback_p, invars, outvars, params)
-
-
-define(pullback_p, evaluate, result_types)
-_jax.register_jvp(pullback_p, jvp)
-_jax.register_transpose(pullback_p, transpose)
-_jax.register_dce(pullback_p, dce)
+define(pullback_p, evaluate, BACKWARD.types, jvp=jvp, transpose=transpose, dce=BACKWARD.dce)

@@ -18,9 +18,10 @@ import jax
 
 from loopkit import _jax
 from loopkit.engine import while_
-from loopkit.engine.activity import cotangent_activity, linear_activity
+from loopkit.engine.activity import cotangent_activity
 from loopkit.engine.batching import batch_tangents
 from loopkit.engine.dual_loop import dual_loop, dual_operands, dual_results
+from loopkit.engine.linear import FORWARD
 from loopkit.engine.loop import Active, Loop, kept, parts, spread
 from loopkit.engine.primitives import define, forward_p, pullback_p, pushforward_p, while_p
 from loopkit.engine.reversal import covers, reversal
@@ -49,19 +50,13 @@ def arguments(loop: Loop, layout: Active, operands: Sequence[Any]) -> list[list]
     return parts(operands, loop.operand_count, len(reversal(loop, layout).residual_types))
 
 
-def result_types(*_: Any, loop: Loop, layout: Active, active: Active, batch: Any) -> tuple:
-    types = loop.output_types(active)
-    effects = loop.without_debug_effects().effects
-    return [t if batch is None else _jax.stack_type(t, batch) for t in types], effects
-
-
 def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list, list]:
     loop, active = params["loop"], params["active"]
     values, residuals, linear = arguments(loop, params["layout"], primals)
     t_values, _, t_linear = arguments(loop, params["layout"], tangents)
     out = pushforward_p.bind(*primals, **params)
-    flowing = of_tangents([*values, *residuals], t_linear, params)
-    if all(type(t) is _jax.Zero for t in t_values[loop.cond_const_count :]):
+    flowing = FORWARD.of([*values, *residuals], t_linear, params)
+    if not any(_jax.nonzero(t_values[loop.cond_const_count :])):
         return out, flowing
     quiet = loop.without_debug_effects()
     if params["batch"] is None:
@@ -76,24 +71,11 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple
     return out, list(map(_jax.add_tangents, flowing, second))
 
 
-def of_tangents(known: Sequence[Any], tangents: Sequence[Any], params: dict[str, Any]) -> list:
-    """L t for tangents of which some are symbolically zero, and so are results that others make."""
-    loop, active = params["loop"], params["active"]
-    moving = linear_activity(loop, active, [type(t) is not _jax.Zero for t in tangents])
-    inputs = [_jax.instantiate(t) for t in kept(tangents, kept(moving.inputs, active.inputs))]
-    types, _ = result_types(**params)
-    zeros = [_jax.float0_zero(t) for t in types]
-    if not inputs:
-        return zeros
-    out = pushforward_p.bind(*known, *inputs, **dict(params, active=moving))
-    return spread(out, kept(moving.outputs, active.outputs), zeros)
-
-
 def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
     loop, layout, active = params["loop"], params["layout"], params["active"]
     values, residuals, linear = arguments(loop, layout, operands)
     none = [None] * (len(values) + len(residuals))
-    live = cotangent_activity(loop, active, [type(c) is not _jax.Zero for c in cts])
+    live = cotangent_activity(loop, active, _jax.nonzero(cts))
     if not covers(loop, layout, live):
         outs = forward_p.bind(*values, loop=loop, active=live)
         residuals, layout = outs[loop.primal_counts[1] :], live
@@ -112,20 +94,4 @@ def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
     return [*none, *spread(out, kept(live.inputs, active.inputs), zeros)]
 
 
-def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
-    """Without the tangents that reach none of the used results."""
-    if not any(used):
-        return [False] * len(eqn.invars), None
-    active = eqn.params["active"]
-    live = cotangent_activity(eqn.params["loop"], active, used)
-    reaching = kept(live.inputs, active.inputs)
-    ins = [True] * (len(eqn.invars) - len(reaching)) + reaching
-    outvars = kept(eqn.outvars, kept(live.outputs, active.outputs))
-    params = dict(eqn.params, active=live)
-    return ins, _jax.new_equation(eqn, pushforward_p, kept(eqn.invars, ins), outvars, params)
-
-
-define(pushforward_p, evaluate, result_types)
-_jax.register_jvp(pushforward_p, jvp)
-_jax.register_transpose(pushforward_p, transpose)
-_jax.register_dce(pushforward_p, dce)
+define(pushforward_p, evaluate, FORWARD.types, jvp=jvp, transpose=transpose, dce=FORWARD.dce)

@@ -48,17 +48,14 @@ def _traced(loop: Loop, active: Active, batch: int | None) -> Any:
         *loop.carry_types,
         *(loop.xs_types if loop.xs_count else []),
     ]
-    ct_types = loop.output_types(active)
-    if batch is not None:
-        ct_types = [_jax.stack_type(t, batch) for t in ct_types]
+    ct_types = _jax.stack_types(loop.output_types(active), batch)
     taken = reversal(loop, active).residual_types[-1]
 
     def two_loops(*values: Any) -> list:
         primals, (taken,), cts = parts(values, loop.operand_count, 1)
         return _two_loops(quiet, active, batch, primals, taken, cts)
 
-    jaxpr = _jax.trace_closed(two_loops, [*operand_types, taken, *ct_types], "loop_cotangents")
-    return jaxpr
+    return _jax.trace_closed(two_loops, [*operand_types, taken, *ct_types], "loop_cotangents")
 
 
 def _two_loops(
@@ -121,8 +118,7 @@ def _two_loops(
 
 
 def _zeros(types: Sequence[Any], batch: int | None) -> list:
-    types = [t.to_tangent_aval() for t in types]
-    return [_jax.zeros(t if batch is None else _jax.stack_type(t, batch)) for t in types]
+    return list(map(_jax.zeros, _jax.stack_types([t.to_tangent_aval() for t in types], batch)))
 
 
 def _carries(loop: Loop, saved: Sequence[bool], primals: Sequence[Any]) -> list:

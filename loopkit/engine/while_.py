@@ -32,8 +32,7 @@ def result_types(*_: Any, loop: Loop) -> tuple[list, Any]:
 
 
 def nonzero_tangents(loop: Loop, tangents: Sequence[Any]) -> Operands:
-    flags = [type(t) is not _jax.Zero for t in tangents]
-    return loop.split(flags)[0]
+    return loop.split(_jax.nonzero(tangents))[0]
 
 
 def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop) -> tuple[list, list]:
@@ -57,7 +56,7 @@ def transpose(cts: Sequence[Any], *operands: Any, loop: Loop) -> list:
     """A rule for custom derivatives, say, may loop over tangents."""
     quiet = loop.without_debug_effects()
     unknown = [_jax.is_undefined(v) for v in operands]
-    reached = [type(ct) is not _jax.Zero for ct in cts]
+    reached = _jax.nonzero(cts)
     types = [v.aval for v in kept(operands, unknown)]
 
     def linear(*values: Any) -> list:
@@ -102,8 +101,5 @@ def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     return needed.flat, _jax.new_equation(eqn, while_p, invars, outvars, {"loop": pruned})
 
 
-define(while_p, evaluate, result_types)
-_jax.register_jvp(while_p, jvp)
-_jax.register_transpose(while_p, transpose)
-_jax.register_dce(while_p, dce)
+define(while_p, evaluate, result_types, jvp=jvp, transpose=transpose, dce=dce)
 _jax.register_known_part(while_p, known_part)
