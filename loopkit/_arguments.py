@@ -29,14 +29,17 @@ def check_flag(function: str, argument: str, value: Any, expected: str = "a bool
     raise _errors.wrong_type(function, argument, f"must be {expected}", got, advice)
 
 
-def check_max_steps(function: str, max_steps: Any) -> int | None:
-    if max_steps is None:
-        return None
-    return check_whole(function, "max_steps", max_steps, 0, "an int >= 0 or None (no bound)")
+BOUNDS = {
+    "max_steps": (0, "an int >= 0 or None (no bound)"),
+    "truncate": (1, "an int >= 1 (steps) or None"),
+    "block": (1, "an int >= 1 (rows) or None"),
+    "max_segments": (1, "an int >= 1 or None (no bound)"),
+}
 
 
-def check_length(function: str, length: Any) -> int:
-    return check_whole(function, "length", length, 0, "an int >= 0, the number of steps")
+def check_bound(function: str, argument: str, value: Any) -> int | None:
+    """One of `BOUNDS`: an int, or None."""
+    return None if value is None else check_whole(function, argument, value, *BOUNDS[argument])
 
 
 def unrolls_all(unroll: Any) -> bool:
@@ -61,18 +64,6 @@ def check_unroll(function: str, unroll: Any, length: int | None = None) -> tuple
     expected = 'an int >= 0, the steps to an iteration (0 for all), a bool, or "auto"'
     steps = 0 if unrolls_all(unroll) else check_whole(function, "unroll", unroll, 0, expected)
     return max(1, min(steps or length, length)), False
-
-
-def check_block(function: str, block: Any) -> int | None:
-    if block is None:
-        return None
-    return check_whole(function, "block", block, 1, "an int >= 1 (rows) or None")
-
-
-def check_truncate(function: str, truncate: Any) -> int | None:
-    if truncate is None:
-        return None
-    return check_whole(function, "truncate", truncate, 1, "an int >= 1 (steps) or None")
 
 
 def check_whole(function: str, argument: str, value: Any, least: int, expected: str) -> int:
@@ -125,11 +116,6 @@ def type_of(value: Any) -> Any:
     if type(value) is _jax.ArrayImpl and type(value.sharding) is jax.sharding.SingleDeviceSharding:
         return value.aval
     return jax.typeof(value)
-
-
-def runs_in_python() -> bool:
-    """Whether loops are to run step by step, without being compiled."""
-    return _jax.jit_is_disabled()
 
 
 def in_python(function: Callable[[], Any]) -> tuple[bool, Any]:

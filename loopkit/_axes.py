@@ -7,6 +7,7 @@ docs/choosing.md.
 
 from __future__ import annotations
 
+import functools as ft
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -46,16 +47,16 @@ class Inputs(NamedTuple):
     ) -> Inputs:
         """`xs`, and the number of steps, on which `length` and every leaf of `xs` must agree."""
         if length is not None:
-            length = _arguments.check_length(function, length)
+            expected = "an int >= 0, the number of steps"
+            length = _arguments.check_whole(function, "length", length, 0, expected)
         leaves = jax.tree_util.tree_leaves_with_path(xs)
         axes = leaf_axes("in_axes", in_axes, xs, f"`{argument}`", function)
+        wrong = ft.partial(_errors.wrong_value, function, argument)
         for (path, leaf), axis in zip(leaves, axes, strict=True):
             if leaf.ndim == 0 and axis is not None:
                 advice = "Give it a leading axis, one row a step, or close over it."
                 got = _errors.short_type(jax.typeof(leaf))
-                raise _errors.wrong_value(
-                    function, argument, "must have a leading axis to scan over", got, advice, path
-                )
+                raise wrong("must have a leading axis to scan over", got, advice, path)
         axes = normalised("in_axes", axes, xs, function)
         first = None
         for (path, leaf), axis in zip(leaves, axes, strict=True):
@@ -65,15 +66,11 @@ class Inputs(NamedTuple):
             if length is not None and rows != length:
                 advice = "Leave `length` out, or slice `xs`."
                 got = f"{called} {rows} and length={length}"
-                raise _errors.wrong_value(
-                    function, argument, "must have `length` rows", got, advice, path
-                )
+                raise wrong("must have `length` rows", got, advice, path)
             if first is not None and rows != first[1]:
                 advice = "Every leaf is sliced along its own axis, one row a step."
                 got = f"{rows} rows, and {first[1]} in `{argument}{jax.tree_util.keystr(first[0])}`"
-                raise _errors.wrong_value(
-                    function, argument, "must have as many rows in every leaf", got, advice, path
-                )
+                raise wrong("must have as many rows in every leaf", got, advice, path)
             first = (path, rows)
         if first is not None:
             length = first[1]
@@ -93,7 +90,7 @@ class Inputs(NamedTuple):
 
     @property
     def whole(self) -> list:
-        return [x for x, a in zip(self.leaves, self.axes, strict=True) if a is None]
+        return kept(self.leaves, [not s for s in self.sliced])
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -118,7 +115,8 @@ class Inputs(NamedTuple):
 
     def join(self, slices: Sequence[Any], whole: Sequence[Any]) -> Any:
         """What a step is given."""
-        return self.tree.unflatten(spread(slices, self.sliced, _filled(whole, self.sliced)))
+        every, given = [None] * len(self.axes), [not s for s in self.sliced]
+        return self.tree.unflatten(spread(slices, self.sliced, spread(whole, given, every)))
 
     def row(self, t: int) -> Any:
         """The same, from the arrays as they are, for a step known by its number."""
@@ -151,11 +149,6 @@ class Inputs(NamedTuple):
         tree = jax.tree.structure(self.leaves)
         head = Inputs(tree, [blocks(*p) for p in pairs], self.axes, count)
         return head, self._replace(leaves=[rest(*p) for p in pairs], length=total - whole)
-
-
-def _filled(whole: Sequence[Any], sliced: Sequence[bool]) -> list:
-    it = iter(whole)
-    return [None if s else next(it) for s in sliced]
 
 
 def in_place(aval: Any, axis: int) -> int:

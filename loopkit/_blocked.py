@@ -14,6 +14,7 @@ from loopkit import _arguments, _errors, _jax, _jaxpr
 from loopkit._axes import Inputs, block_axes, joined, leaf_axes, merged, normalised
 from loopkit._cache import Learnt, remember
 from loopkit._capture import type_key
+from loopkit._request import Asked
 from loopkit._scan import NAMES, run_scan
 
 NAME = "blocked"
@@ -67,7 +68,7 @@ def blocked(
         totals = loopkit.blocked(smooth, block=256)(jnp.ones((1000, 50)))
         ```
     """
-    block = _arguments.check_block(NAME, block)
+    block = _arguments.check_bound(NAME, "block", block)
     if fn is None:
         return ft.partial(blocked, block=block, in_axes=in_axes, out_axes=out_axes)
     _arguments.check_callable(NAME, "fn", fn)
@@ -110,10 +111,8 @@ def _over_blocks(fn: Callable, tree: Any, blocks: Inputs, rows: int, out_axes: A
         *args, kwargs = tree.unflatten(x)
         return None, _with_rows(fn(*args, **kwargs), out_axes, rows)
 
-    made_of = ((fn,), NAME, tree)
-    axes = block_axes(out_axes)
-    settings = {"out_axes": axes, "made_of": made_of}
-    return run_scan(NAMES, step, None, blocks, None, False, 1, False, **settings)[1]
+    made_of, axes = ((fn,), NAME, tree), block_axes(out_axes)
+    return run_scan(NAMES, step, None, blocks, Asked(), made_of, out_axes=axes)[1]
 
 
 def _merged(blocks: Any, out_axes: Any) -> Any:

@@ -268,7 +268,8 @@ class Ref:
         """Index arrays that may name a row twice: as jax.numpy does it, on the whole array."""
         whole = _index.place(self.buffer.shape, ...)
         array = self.buffer._read(whole)
-        ref = array.at[_plain(self.index)]
+        index = self.index
+        ref = array.at[tuple(map(jnp.asarray, index)) if isinstance(index, list) else index]
         how = {k: v for k, v in how.items() if k != "pred"}
         if name == "apply":
             new = ref.apply(lambda old: combine(old, None), **how)
@@ -326,10 +327,6 @@ class Ref:
                 f"the buffer, got {have}. Cast them with .astype, or start from a buffer of {have}."
             )
         return lax.convert_element_type(values, want)
-
-
-def _plain(index: Any) -> Any:
-    return tuple(map(jnp.asarray, index)) if isinstance(index, list) else index
 
 
 def plain(tree: Any) -> Any:

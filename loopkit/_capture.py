@@ -134,7 +134,7 @@ def trace_loop(
     leaves, tree = jax.tree.flatten(init)
     paths = [path[names.hidden :] for path, _ in jax.tree_util.tree_leaves_with_path(init)]
     types = [jax.typeof(v) for v in leaves]
-    y_tree = None
+    y_tree, names_of = None, (names.function, names.predicate)
 
     def body(*values: Any) -> list:
         nonlocal y_tree
@@ -166,7 +166,8 @@ def trace_loop(
     while True:
         cond, cond_consts = None, []
         if predicate is not None:
-            cond, cond_consts = _trace_predicate(names, predicate, types)
+            asks = lambda *leaves: [scalar_bool(*names_of, predicate(list(leaves)))]
+            cond, cond_consts = _jax.trace(asks, types, f"{names.function}_cond")
         jaxpr, consts = _jax.trace(body, [*types, *x_types], f"{names.function}_body")
         out = list(jaxpr.out_avals[: len(types)])
         decided_by = [] if cond is None else list(cond.out_avals)
@@ -237,13 +238,6 @@ def type_key(values: Sequence[Any]) -> tuple:
     """The types of values, weak ones told from strong."""
     types = tuple(map(type_of, values))
     return types, tuple(t.weak_type for t in types)
-
-
-def _trace_predicate(names: Names, predicate: Predicate, types: list) -> tuple[Any, list]:
-    def cond(*leaves: Any) -> list:
-        return [scalar_bool(names.function, names.predicate, predicate(list(leaves)))]
-
-    return _jax.trace(cond, types, f"{names.function}_cond")
 
 
 def _joined(before: Any, after: Any, decided_by: list) -> Any:

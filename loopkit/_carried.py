@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools as ft
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -92,7 +93,9 @@ class Buffers:
         for i, (v, has, outer) in enumerate(zip(leaves, self.flags, self.outer, strict=True)):
             owner = None
             if has:
-                mask = _both(None if flag is None else leaves[flag], outer and outer.mask)
+                masks_of = [*([] if flag is None else [leaves[flag]]), outer and outer.mask]
+                some = [m for m in masks_of if m is not None]
+                mask = ft.reduce(jnp.logical_and, some) if some else None
                 owner = Owner(i, mask, step, self.names[i])
                 v = Buffer._of(v, owner, next(masks, None))
             owners.append(owner)
@@ -158,12 +161,6 @@ class Buffers:
         outer = [*self.outer, *[None] * (len(leaves) - len(self.outer))]
         values = [v if o is None else Buffer._of(v, o) for v, o in zip(leaves, outer, strict=True)]
         return checked(shape.unflatten(values))
-
-
-def _both(a: Any, b: Any) -> Any:
-    if a is None or b is None:
-        return b if a is None else a
-    return jnp.logical_and(a, b)
 
 
 def _overwritten(old: Any, value: Any, owner: Owner) -> Any:

@@ -136,7 +136,7 @@ def checkpointed(
 
 def _call(fn: Callable, settings: Settings, args: tuple, kwargs: dict) -> Any:
     leaves, tree = jax.tree.flatten((args, kwargs))
-    leaves = [v if type(v) is _jax.ArrayImpl else _converted(v) for v in leaves]
+    leaves = [_jax.as_array(v) if _arguments.is_traced(v) else v for v in leaves]
     new: list[Program] = []
 
     def traced() -> Program:
@@ -146,10 +146,12 @@ def _call(fn: Callable, settings: Settings, args: tuple, kwargs: dict) -> Any:
     bound = isinstance(fn, MethodType)  # to an object that may change
     functions = [] if bound else [fn]
     try:
-        static = _static_key(tree, [*leaves, fn] if bound else leaves, functions)
+        types = [type_of(v) if isinstance(v, jax.Array) else None for v in leaves]
+        static = [v for v in [*leaves, *[fn] * bound] if not isinstance(v, jax.Array)]
+        key = (settings, *types, program_key((tree, static), met=functions))
     except Unknown:  # an object that may change
         return _traced(fn, settings, leaves, tree).run(leaves)
-    known = remember(functions, (settings, static), traced)
+    known = remember(functions, key, traced)
     if known.jaxpr is not None:
         return known.run(leaves)
     # Without loops `fn` is called as it is, and reads anew what it closes over.
@@ -161,17 +163,6 @@ def _call(fn: Callable, settings: Settings, args: tuple, kwargs: dict) -> Any:
     args, kwargs = tree.unflatten(leaves)
     with replacing(settings):
         return fn(*args, **kwargs)
-
-
-def _static_key(tree: Any, leaves: Sequence[Any], functions: list) -> Any:
-    """What a trace depends on beside values: types, structure, and what is no array."""
-    types = [type_of(v) if isinstance(v, jax.Array) else None for v in leaves]
-    static = [v for v in leaves if not isinstance(v, jax.Array)]
-    return (*types, program_key((tree, static), met=functions))
-
-
-def _converted(leaf: Any) -> Any:
-    return _jax.as_array(leaf) if _arguments.is_traced(leaf) else leaf
 
 
 def _traced(fn: Callable, settings: Settings, leaves: list, tree: Any) -> Program:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
-from loopkit import _arguments, _jax
+from loopkit import _arguments, _jax, _jaxpr
 from loopkit._errors import size
 from loopkit._plan import Plan
 from loopkit.engine.activity import moving_activity
@@ -136,7 +136,7 @@ def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
     jaxpr = jax.make_jaxpr(flat)(*kept(leaves, traced))
     seen: set[int] = set()
     found = []
-    for eqn in _equations(jaxpr):
+    for eqn in _jaxpr.all_equations(jaxpr):
         loop = eqn.params.get("loop")
         if isinstance(loop, Loop):
             if id(loop) not in seen:
@@ -165,17 +165,6 @@ def plan(fn: Callable, *args: Any, **kwargs: Any) -> Plan:
             "there is `loopkit.explain`."
         )
     return found[0]
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    for eqn in _jax.open_jaxpr(jaxpr).eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple) else (value,):
-                if isinstance(inner, Loop):
-                    yield from _equations(inner.body)
-                elif hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    yield from _equations(inner)
 
 
 def _source(eqn: Any) -> str:

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from loopkit import _arguments, _errors, _jax
+from loopkit._axes import Inputs
 from loopkit._capture import Names
+from loopkit._request import Asked
 from loopkit._scan import run_scan
 from loopkit._while_loop import run_while
 
@@ -78,10 +80,11 @@ def fori_loop(
     """
     name = NAMES.function
     _arguments.check_callable(name, "body_fun", body_fun)
-    max_steps = _arguments.check_max_steps(name, max_steps)
+    max_steps = _arguments.check_bound(name, "max_steps", max_steps)
     return_info = _arguments.check_flag(name, "return_info", return_info)
     lower, upper = _bound("lower", lower), _bound("upper", upper)
-    inner = _of_value(buffers)
+    several, made_of = 1 if unroll is None else unroll, ((body_fun,), name)
+    asked = Asked(several, checkpoints, memory, _of_value(buffers), checks, return_info)
     if isinstance(lower, int) and isinstance(upper, int):
         trips = max(0, upper - lower)
         length = trips if max_steps is None else min(trips, max_steps)
@@ -90,23 +93,8 @@ def fori_loop(
             i, val = carry
             return (i + 1, body_fun(i, val)), None
 
-        (_, val), _, info = run_scan(
-            NAMES,
-            step,
-            (lower, init_val),
-            None,
-            length,
-            False,
-            1 if unroll is None else unroll,
-            False,
-            until=None,
-            checkpoints=checkpoints,
-            memory=memory,
-            buffers=inner,
-            checks=checks,
-            return_info=True,
-            made_of=((body_fun,), name),
-        )
+        inputs, asked = Inputs.of(None, 0, length), asked._replace(return_info=True)
+        (_, val), _, info = run_scan(NAMES, step, (lower, init_val), inputs, asked, made_of)
         info = info._replace(stopped=jnp.array(length == trips))
         return (val, info) if return_info else val
     if _arguments.unrolls_all(unroll):
@@ -116,25 +104,18 @@ def fori_loop(
     first, stop = jnp.asarray(lower), jnp.asarray(upper)
     if first.dtype != stop.dtype:  # a weak type is kept, as in lax
         first, stop = (v.astype(jnp.result_type(lower, upper)) for v in (first, stop))
-    out = run_while(
-        NAMES,
-        lambda carry: carry[0][0] < carry[0][1],
-        lambda carry: ((carry[0][0] + 1, carry[0][1]), body_fun(carry[0][0], carry[1])),
-        ((first, stop), init_val),
-        max_steps=max_steps,
-        checkpoints=checkpoints,
-        memory=memory,
-        buffers=inner,
-        checks=checks,
-        unroll=1 if unroll is None else unroll,
-        throw=False,
-        return_info=return_info,
-        made_of=(body_fun, name),
-    )
-    if not return_info:
-        return out[1]
-    (_, val), info = out
-    return val, info
+
+    def goes_on(carry: tuple) -> Any:
+        (i, stop), _ = carry
+        return i < stop
+
+    def count(carry: tuple) -> tuple:
+        (i, stop), val = carry
+        return (i + 1, stop), body_fun(i, val)
+
+    start = ((first, stop), init_val)
+    out = run_while(NAMES, goes_on, count, start, max_steps, asked, made_of=made_of)
+    return (out[0][1], out[1]) if return_info else out[1]
 
 
 def _of_value(buffers: Any) -> Any:

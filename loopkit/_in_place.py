@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from loopkit import _arguments, _jax
+from loopkit import _arguments, _jax, _jaxpr
 from loopkit._hlo import Instruction, Program
 from loopkit.engine.loop import kept, spread
 from loopkit.engine.primitives import while_p
@@ -83,7 +83,7 @@ def in_place_report(
     grad = _arguments.check_flag(name, "grad", grad)
     min_bytes = _arguments.check_whole(name, "min_bytes", min_bytes, 0, "an int >= 0, in bytes")
     fn, arrays = _of_arrays(fn, args)
-    names = _leaf_names(_jax.open_jaxpr(jax.make_jaxpr(fn)(*arrays)))
+    names = _leaf_names(jax.make_jaxpr(fn)(*arrays))
     lowered = jax.jit(fn).lower(*arrays)
     if grad:
         cotangents = jax.tree.map(_cotangent_type, jax.eval_shape(fn, *arrays))
@@ -156,13 +156,12 @@ def _leaf_names(jaxpr: Any) -> dict[str, list[str]]:
 
 
 def _carries(jaxpr: Any) -> Iterator[tuple[str, str, Any]]:
-    for eqn in jaxpr.eqns:
+    for eqn in _jaxpr.all_equations(jaxpr):
         name, params = eqn.primitive.name, eqn.params
         if eqn.primitive is while_p:
             loop = params["loop"]
             for i, (leaf, aval) in enumerate(zip(loop.carry, loop.carry_types, strict=True)):
                 yield f"loopkit.{loop.name}", leaf.name or f"carry leaf {i}", aval
-            yield from _carries(_jax.open_jaxpr(loop.body))
         if name == "scan":
             # A carry leaf goes in as it comes out; a y is one row of what comes out.
             body = _jax.open_jaxpr(params["jaxpr"])
@@ -172,11 +171,6 @@ def _carries(jaxpr: Any) -> Iterator[tuple[str, str, Any]]:
         if name == "while":
             for i, v in enumerate(eqn.outvars):
                 yield "lax.while_loop", f"carry leaf {i}", v.aval
-        for value in params.values():
-            for inner in value if isinstance(value, (tuple, list)) else [value]:
-                opened = getattr(inner, "jaxpr", inner)
-                if hasattr(opened, "eqns"):
-                    yield from _carries(opened)
 
 
 def _hlo_type(aval: Any) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from loopkit import _jax, _jaxpr
+from loopkit import _jax
 
 SMALL = 4096
 """Bytes of a constant up to which it is its own key; of a larger one it is a digest."""
@@ -63,7 +63,7 @@ def program_key(program: Any, results_only: bool = False, met: list | None = Non
         if isinstance(value, (type, np.dtype, enum.Enum, *_jax.COMPARED)):
             return kind, value
         if hasattr(value, "eqns") and met is None:
-            return nested(value)
+            return whole(value)
         if kind in (set, frozenset):
             return kind, frozenset(map(key, value))
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -81,10 +81,7 @@ def program_key(program: Any, results_only: bool = False, met: list | None = Non
             return kind
         if dataclasses.is_dataclass(value) and _root(kind) == "loopkit":
             fields = [getattr(value, f.name) for f in dataclasses.fields(value) if f.compare]
-            outermost = value is program
-            return kind, tuple(
-                whole(v) if outermost and hasattr(v, "eqns") else key(v) for v in fields
-            )
+            return kind, tuple(map(key, fields))
         raise Unknown
 
     def array(value: np.ndarray) -> Hashable:
@@ -94,13 +91,6 @@ def program_key(program: Any, results_only: bool = False, met: list | None = Non
         if len(content) > SMALL:
             content = hashlib.blake2b(content).digest()
         return value.dtype, value.shape, content
-
-    def nested(jaxpr: Any) -> Hashable:
-        """Of a jaxpr in a parameter: the very same jaxpr, at least, is the same."""
-        try:
-            return whole(jaxpr)
-        except Unknown:
-            return id(jaxpr), tuple(map(key, _constants(jaxpr)))
 
     def whole(jaxpr: Any) -> Hashable:
         j = _jax.open_jaxpr(jaxpr)
@@ -129,7 +119,12 @@ def program_key(program: Any, results_only: bool = False, met: list | None = Non
             )
             for eqn in j.eqns
         )
-        return head, tuple(map(key, _own_constants(jaxpr))), eqns, tuple(map(atom, j.outvars))
+        return (
+            head,
+            tuple(map(key, getattr(jaxpr, "consts", ()))),
+            eqns,
+            tuple(map(atom, j.outvars)),
+        )
 
     def context(ctx: Any) -> Hashable:
         if id(ctx) not in contexts:
@@ -147,13 +142,3 @@ def _root(kind: type) -> str:
 
 def typed(aval: Any) -> Hashable:
     return aval, getattr(aval, "weak_type", False)
-
-
-def _own_constants(jaxpr: Any) -> list:
-    return list(getattr(jaxpr, "consts", ()))
-
-
-def _constants(jaxpr: Any) -> list:
-    """The constants of a jaxpr and of all in it, which may have been written to."""
-    inside = (j for eqn in _jaxpr.all_equations(jaxpr) for j in _jaxpr.jaxprs_in(eqn))
-    return [c for j in (jaxpr, *inside) for c in _own_constants(j)]

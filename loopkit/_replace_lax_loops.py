@@ -75,7 +75,7 @@ def replace_lax_loops(
 def settings_of(
     function: str, max_steps: Any, checkpoints: Any, memory: Any, only: Any
 ) -> Settings:
-    max_steps = _arguments.check_max_steps(function, max_steps)
+    max_steps = _arguments.check_bound(function, "max_steps", max_steps)
     # That while loops need a bound for "all" is checked when there is one.
     budget = check_budget(function, checkpoints, memory, 0)
     if only is not None:

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import functools as ft
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 
-from loopkit import _arguments, _carried, _checks, _errors, _jax
-from loopkit._axes import Inputs, arranged, has_none, stacks, without_last
-from loopkit._budget import check_budget
-from loopkit._buffer import plain
-from loopkit._cache import Learnt, remember
-from loopkit._capture import Names, Traced, pair, scalar_bool, shared, trace_loop, type_key
-from loopkit._in_python import python_scan
-from loopkit._info import LoopInfo
-from loopkit._stored_scan import run_stored
+from loopkit import _arguments, _errors, _jax
+from loopkit._axes import Inputs, has_none
+from loopkit._capture import Names
+from loopkit._request import Asked, Request, Scan
+from loopkit._run_scan import run
 from loopkit._truncate import truncated
-from loopkit.engine.loop import Input, Output, parts
 
 Carry = TypeVar("Carry")
 X = TypeVar("X")
@@ -129,20 +121,13 @@ def scan(
         NAMES,
         f,
         init,
-        xs,
-        length,
-        reverse,
-        unroll,
-        _split_transpose,
+        Inputs.of(_arguments.as_arrays(NAMES.function, "xs", xs), in_axes, length),
+        Asked(unroll, checkpoints, memory, buffers, checks, return_info),
         until=until,
-        in_axes=in_axes,
         out_axes=out_axes,
+        reverse=reverse,
+        split_transpose=_split_transpose,
         truncate=truncate,
-        checkpoints=checkpoints,
-        memory=memory,
-        buffers=buffers,
-        checks=checks,
-        return_info=return_info,
     )
 
 
@@ -150,198 +135,65 @@ def run_scan(
     names: Names,
     f: Callable,
     init: Any,
-    xs: Any,
-    length: Any,
-    reverse: Any,
-    unroll: Any,
-    split_transpose: Any,
+    inputs: Inputs,
+    asked: Asked,
+    made_of: tuple | None = None,
     *,
     until: Callable | None = None,
-    in_axes: Any = 0,
     out_axes: Any = 0,
+    reverse: Any = False,
+    split_transpose: Any = False,
     truncate: Any = None,
-    checkpoints: Any = None,
-    memory: Any = None,
-    buffers: Any = None,
-    checks: Any = None,
-    return_info: bool = False,
-    stopped: Any = False,
-    made_of: tuple | None = None,
 ) -> Any:
     """`scan`, under the names of the function that the user called.
 
-    `xs` may be `Inputs`, with axes and length. With `until`, it takes no step if it is `stopped`
-    from the start. `made_of`: the functions of the user, a tuple, and then all else, that `f`, made
-    anew on every call, depends on.
+    `made_of`: the functions of the user, a tuple, and then all else, that `f` depends on if it is
+    made anew on every call.
     """
-    name, stopping = names.function, until is not None
+    name, length = names.function, inputs.length
     reverse = _arguments.check_flag(name, "reverse", reverse)
     split_transpose = _arguments.check_flag(name, "_split_transpose", split_transpose)
-    return_info = _arguments.check_flag(name, "return_info", return_info)
     _arguments.check_callable(name, names.body, f)
     if until is not None:
         _arguments.check_callable(name, names.predicate, until)
-    init = _arguments.as_arrays(name, names.init, init)
-    carried = _carried.find(names, buffers, init)
-    checking = _checks.wanted(name, checks) and carried.any
-    carried = carried.checked(checking)
-    init = plain(init)
-    if isinstance(xs, Inputs):
-        inputs = xs
-    else:
-        inputs = Inputs.of(_arguments.as_arrays(name, "xs", xs), in_axes, length)
-    length = inputs.length
-    budget = check_budget(name, checkpoints, memory, length)
-    truncate = _arguments.check_truncate(name, truncate)
-    if _jax.is_symbolic(length):
-        others = {"until": until, "truncate": truncate, "buffers": buffers, "checkpoints": budget}
-        at_once = _arguments.check_unroll(name, unroll, _jax.SYMBOLIC)
-        others["unroll"] = None if at_once == (1, False) else unroll
-        _check_symbolic(name, length, others, in_axes, out_axes)
-        budget, unroll, auto = "all", 1, False
-    else:
-        unroll, auto = _arguments.check_unroll(name, unroll, length)
-    if split_transpose and budget is None:
-        budget = "all"
-    if truncate is not None and truncate < length:
-        at_once = "auto" if auto else unroll
-        part = ft.partial(run_scan, names, unroll=at_once, split_transpose=split_transpose)
-        of_block = {"buffers": buffers, "checks": checking}
-        result = truncated(
-            part, f, init, inputs, reverse, until, out_axes, truncate, budget, of_block
-        )
-        return result if return_info else result[:2]
-    known_by, *rest = made_of or ((f,),)
-    functions = (*known_by, until) if carried.hashable else ()
-    lasts = []
-    if has_none(out_axes):
-        lasts = _last_ys(names, carried, f, init, inputs, out_axes, functions, rest)
-    if _arguments.runs_in_python() and length > 0:
-        ran, result = _arguments.in_python(
-            lambda: python_scan(names, carried, f, init, inputs, out_axes, reverse, until, stopped)
-        )
-        if ran:
-            carry, ys, info = result
-            carry = carried.returned(carry)
-            return (carry, ys, info) if return_info else (carry, ys)
-    # A step counter, a flag that says whether to go on, whole inputs and last ys are carried where
-    # they are needed.
-    counting = checking or (return_info and stopping)
-    go = jnp.logical_not(jnp.asarray(stopped)) if stopping else None
-    masks = carried.first_written(init) if checking else []
-    state = (init, go, jnp.int32(0) if counting else None, inputs.whole, lasts, masks)
-    leaves, tree = jax.tree.flatten(state)
-
-    def step(carry: list, x: list) -> tuple[Any, Any]:
-        value, _, steps, whole, _, masks = tree.unflatten(carry)
-        new, y = pair(names, f(value, inputs.join(x, whole)))
-        go = None if until is None else ~scalar_bool(name, names.predicate, until(new, y))
-        last = []
-        if lasts:
-            y, last = without_last(out_axes, y)
-        return (new, go, steps + 1 if counting else None, whole, last, masks), y
-
-    def goes_on(carry: list) -> Any:
-        return tree.unflatten(carry)[1]
-
-    def trace() -> Traced:
-        goes = goes_on if stopping else None
-        traced = trace_loop(names, step, goes, state, x_types, settings, found, flag)
-        return _stacking(traced, out_axes)
-
-    x_types = inputs.slice_types
-    settings = {
-        "xs": tuple(map(Input, inputs.places)),
-        "length": length,
-        "reverse": reverse,
-        "checkpoints": budget,
-        "unroll": unroll,
-        "auto_unroll": auto,
-        "name": name,
-    }
-    values = len(carried.flags)
-    flag = values if carried.any and stopping else None
-    step_leaf = values + stopping if checking else None
-    found = carried.followed_by(len(leaves) - values, step_leaf) if carried.any else None
-    traced = remember(
-        functions,
-        (
-            *(names, tree, type_key(leaves), tuple(x_types), counting, *settings.values()),
-            *(inputs.tree, *inputs.axes, jax.tree.structure(out_axes), *jax.tree.leaves(out_axes)),
-            *(carried.flags, carried.free, checking, *rest),
-        ),
-        trace,
+    truncate = _arguments.check_bound(name, "truncate", truncate)
+    symbolic = _jax.is_symbolic(length)
+    functions, *rest = made_of or ((f,),)
+    made_of = ((*functions, until), *rest)
+    trips = _jax.SYMBOLIC if symbolic else length
+    fields = vars(Request.of(names, init, length, asked, made_of, trips))
+    if symbolic:
+        _check_symbolic(fields, until, truncate, inputs.axes, out_axes)
+        fields |= {"budget": "all", "unroll": 1, "auto_unroll": False}
+    if split_transpose and fields["budget"] is None:
+        fields |= {"budget": "all"}
+    scan = Scan(
+        **fields,
+        f=f,
+        until=until,
+        inputs=inputs,
+        out_axes=out_axes,
+        reverse=reverse,
+        split_transpose=split_transpose,
+        truncate=truncate,
     )
-    leading = not any((*traced.loop.x_axes, *traced.loop.y_axes))
-    as_lax = budget == "all" and not stopping and leading and not carried.any
-    if split_transpose and (truncate is not None or not as_lax):
-        raise _errors.wrong_value(
-            name,
-            "_split_transpose",
-            "can be True only where every step is stored, along leading axes, as in lax.scan",
-            f"checkpoints={checkpoints!r} and other settings that lax.scan lacks",
-            "Leave it out.",
-        )
-    if as_lax:
-        carry, ys = run_stored(traced, leaves, inputs.arrays, split_transpose)
-    else:
-        carry, ys = traced.run(leaves, inputs.arrays)
-    final, go, steps, _, last, _ = tree.unflatten(carry)
-    final = carried.returned(final)
-    ys = arranged(traced.y_tree, ys, traced.loop.ys_types, out_axes, last)
-    if not return_info:
-        return final, ys
-    if not stopping:
-        steps, go = jnp.asarray(length, jnp.int32), jnp.array(True)
-    stopped = jnp.logical_not(go)
-    return final, ys, LoopInfo(steps, stopped)
+    cut = truncate is not None and truncate < length
+    result = truncated(scan) if cut else run(scan)
+    return result if scan.return_info else result[:2]
 
 
 def _check_symbolic(
-    name: str, length: Any, others: dict[str, Any], in_axes: Any, out_axes: Any
+    fields: dict[str, Any], until: Any, truncate: Any, in_axes: Any, out_axes: Any
 ) -> None:
     """A scan of symbolic length is one of lax, which stores every step."""
+    others = {"until": until, "truncate": truncate, "buffers": fields["buffers"]}
+    others["checkpoints"] = fields["budget"]
+    others["unroll"] = fields["auto_unroll"] or (fields["unroll"] != 1 and fields["unroll"]) or None
     given = [k for k, v in others.items() if v is not None and v != "all"]
     axes = {"in_axes": in_axes, "out_axes": out_axes}
     given += [k for k, v in axes.items() if any(jax.tree.leaves(v)) or has_none(v)]
     if given:
-        got = f"the symbolic {length} and {', '.join(f'`{k}`' for k in given)}"
+        got = f"the symbolic {fields['length']} and {', '.join(f'`{k}`' for k in given)}"
         advice = "Leave those out, or export a program for each length."
         expected = "must be known for what lax.scan lacks"
-        raise _errors.wrong_value(name, "length", expected, got, advice)
-
-
-def _last_ys(
-    names: Names,
-    carried: _carried.Buffers,
-    f: Callable,
-    init: Any,
-    inputs: Inputs,
-    out_axes: Any,
-    functions: Sequence[Any],
-    rest: Sequence[Any],
-) -> list:
-    """Zeros for the leaves of y of which only the last is wanted."""
-    leaves, tree = jax.tree.flatten((init, inputs.whole))
-
-    def last(*values: Any) -> list:
-        given, x = parts(values, len(leaves))
-        carry, whole = tree.unflatten(given)
-        step = carried.by_hand(lambda x, carry: f(carry, x))
-        return without_last(out_axes, pair(names, step(inputs.join(x, whole), carry))[1])[1]
-
-    def trace() -> Learnt:
-        return Learnt(_jax.trace(last, types, "scan_ys")[0].out_avals)
-
-    types = [*map(jax.typeof, leaves), *inputs.slice_types]
-    axes = (jax.tree.structure(out_axes), *jax.tree.leaves(out_axes), *inputs.axes)
-    key = ("last", names, tree, type_key(leaves), *types, inputs.tree, axes, carried.flags, *rest)
-    return [_jax.zeros(t) for t in remember(functions, key, trace).value]
-
-
-def _stacking(traced: Traced, out_axes: Any) -> Traced:
-    """The loop with its ys stacked where they will be, except those to be transposed after."""
-    _, places = stacks(traced.y_tree, traced.loop.ys_types, out_axes)
-    if not any(places):
-        return traced
-    return replace(traced, loop=shared(traced.loop.replace(ys=tuple(map(Output, places)))))
+        raise _errors.wrong_value(fields["names"].function, "length", expected, got, advice)

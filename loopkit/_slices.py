@@ -95,15 +95,10 @@ def _evaluate_read(buffer: Any, *operands: Any, window: Window, value: bool, hel
         found = look(buffer, at)
     found = found.reshape(*batch, *window.sizes)
     if inside is not None:
-        zeros = _jax.zeros(jax.typeof(found))
-        found = jnp.where(_over_slices(inside, window), found, zeros)
+        inside = inside.reshape(*inside.shape, *[1] * len(window.sizes))
+        found = jnp.where(inside, found, _jax.zeros(jax.typeof(found)))
     # What is written next comes after: read twice, the buffer would have to be copied first.
     return list(lax.optimization_barrier((found, buffer)) if held else (found, buffer))
-
-
-def _over_slices(flags: Any, window: Window) -> Any:
-    """One flag a slice, shaped like a mask."""
-    return flags.reshape(*flags.shape, *[1] * len(window.sizes))
 
 
 def _gather(buffer: Any, at: Any, window: Window) -> Any:

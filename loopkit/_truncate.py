@@ -7,7 +7,6 @@ that block alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,6 +18,8 @@ from loopkit import _errors, _jax
 from loopkit._axes import SCAN, Inputs, block_axes, joined
 from loopkit._info import LoopInfo
 from loopkit._plan import Budget, Bytes, Plan
+from loopkit._request import Scan
+from loopkit._run_scan import run
 
 ROWS = 4
 """Rows of residuals to a carry kept, up to which a block stores the residuals of all its steps."""
@@ -32,71 +33,52 @@ class Blocks(NamedTuple):
     stopped: Any
 
 
-def truncated(
-    scan: Callable,
-    f: Callable,
-    init: Any,
-    inputs: Inputs,
-    reverse: bool,
-    until: Callable | None,
-    out_axes: Any,
-    truncate: int,
-    budget: Budget,
-    of_block: dict[str, Any],
-) -> tuple[Any, Any, LoopInfo]:
-    """A scan over `inputs` of more than `truncate` steps, by a `scan` that does not truncate.
+def truncated(scan: Scan) -> tuple[Any, Any, LoopInfo]:
+    """A scan of more than `truncate` steps."""
+    inputs, until, out_axes = scan.inputs, scan.until, scan.out_axes
+    assert scan.truncate is not None, "asked for"
+    truncate, count = scan.truncate, -(-inputs.length // scan.truncate) - 1
+    outer, inner = _shared(scan.budget, count, truncate)
 
-    `of_block`: settings of the loops over the steps of a block.
-    """
-    count = -(-inputs.length // truncate) - 1
-    outer, inner = _shared(budget, count, truncate)
-
-    def part(f: Callable, init: Any, inputs: Inputs, **settings: Any) -> Any:
-        return scan(f, init, inputs, None, reverse=reverse, return_info=True, **settings)
-
-    # All that a block does, but for its inputs.
-    chosen = of_block["buffers"]
-    by_function = callable(chosen)
-    functions = (f, until, chosen if by_function else None)
-    named = () if by_function else (jax.tree.structure(chosen), *jax.tree.leaves(chosen))
-    made_of = (functions, "truncated", inner, of_block["checks"], inputs.tree, *inputs.axes, *named)
+    def of_block(init: Any, inputs: Inputs, stopped: Any = False) -> Scan:
+        return scan.over(
+            init,
+            scan.buffers,
+            inputs=inputs,
+            length=inputs.length,
+            budget=inner,
+            stopped=stopped,
+            return_info=True,
+        )
 
     def block(state: Blocks, x: list) -> tuple[Blocks, Any]:
         here = inputs._replace(leaves=x, length=truncate)
-        carry, y, info = part(
-            f, state.carry, here, until=until, out_axes=out_axes, checkpoints=inner, **of_block
-        )
+        carry, y, info = run(of_block(state.carry, here))
+        assert info is not None, "asked for"
         carry = _cut(carry, None if until is None else info.stopped)
         return Blocks(carry, state.steps + info.steps, info.stopped), y
 
-    head, tail = inputs.divided(count, truncate, reverse)
-    first = Blocks(init, jnp.int32(0), jnp.array(False))
-    before, ys, _ = part(
-        block,
-        first,
-        head,
-        until=None if until is None else _has_stopped,
+    head, tail = inputs.divided(count, truncate, scan.reverse)
+    # All that a block does, but for its inputs.
+    made_of = ("truncated", inner, scan.checking, scan.carried.flags, inputs.tree, *inputs.axes)
+    blocks = scan.over(
+        Blocks(scan.init, jnp.int32(0), jnp.array(False)),
+        None,
+        f=block,
+        until=None if until is None else lambda state, _: state.stopped,
+        inputs=head,
+        length=count,
         out_axes=block_axes(out_axes),
-        checkpoints=outer,
-        made_of=made_of,
+        budget=outer,
+        checking=False,
+        rest=(*scan.rest, *made_of),
     )
+    before, ys, _ = run(blocks)
     stopped = None if until is None else before.stopped
-    carry, rest, info = part(
-        f,
-        _cut(before.carry, stopped),
-        tail,
-        until=until,
-        out_axes=out_axes,
-        checkpoints=inner,
-        stopped=before.stopped,
-        **of_block,
-    )
-    ys = joined(SCAN, ys, rest, out_axes, reverse, stopped)
-    return carry, ys, LoopInfo(before.steps + info.steps, info.stopped)
-
-
-def _has_stopped(state: Blocks, _: Any) -> Any:
-    return state.stopped
+    carry, rest, info = run(of_block(_cut(before.carry, stopped), tail, before.stopped))
+    assert info is not None, "asked for"
+    ys = joined(SCAN, ys, rest, out_axes, scan.reverse, stopped)
+    return scan.carried.returned(carry), ys, LoopInfo(before.steps + info.steps, info.stopped)
 
 
 def _shared(budget: Budget, count: int, truncate: int) -> tuple[Any, Any]:

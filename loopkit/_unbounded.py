@@ -133,13 +133,11 @@ def unbounded_scan(
     xs = _arguments.as_arrays(name, "xs", xs)
     rows = Inputs.of(xs, 0, None, name).length if jax.tree.leaves(xs) else None
     segment = _arguments.check_whole(name, "segment", segment, 1, "an int >= 1, in steps")
-    if max_segments is not None:
-        expected = "an int >= 1 or None (no bound)"
-        max_segments = _arguments.check_whole(name, "max_segments", max_segments, 1, expected)
+    max_segments = _arguments.check_bound(name, "max_segments", max_segments)
     checkpoints = check_budget(name, checkpoints, None, segment)
     return_info = _arguments.check_flag(name, "return_info", return_info)
     sizes = segment_lengths(segment, check_growth(name, growth), max_segments)
-    if _arguments.runs_in_python() and rows != 0:
+    if _jax.jit_is_disabled() and rows != 0:
         carry, ys, info = _python_scan(f, init, xs, until, rows, sizes, progress)
     else:
         carry, ys, info = _run(f, init, xs, until, rows, sizes, checkpoints, progress)

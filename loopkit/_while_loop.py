@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 
-from loopkit import _arguments, _carried, _checks
-from loopkit._budget import check_budget
-from loopkit._buffer import plain
-from loopkit._cache import remember
-from loopkit._capture import Names, scalar_bool, trace_loop, type_key
+from loopkit import _arguments, _jax
+from loopkit._capture import Names, scalar_bool
 from loopkit._heard import ErrorIf, heard
 from loopkit._in_python import python_while_loop
 from loopkit._info import LoopInfo
+from loopkit._request import Asked, Hidden, Request
 
 T = TypeVar("T")
 
@@ -97,20 +94,9 @@ def while_loop(
 
     The backward pass is checkpointed in the manner of Griewank (1992) and Stumm & Walther (2010).
     """
-    return run_while(
-        NAMES,
-        cond_fun,
-        body_fun,
-        init_val,
-        max_steps=max_steps,
-        checkpoints=checkpoints,
-        memory=memory,
-        buffers=buffers,
-        checks=checks,
-        unroll=unroll,
-        throw=throw,
-        return_info=return_info,
-    )
+    asked = Asked(unroll, checkpoints, memory, buffers, checks, return_info)
+    throw = _arguments.check_flag(NAMES.function, "throw", throw)
+    return run_while(NAMES, cond_fun, body_fun, init_val, max_steps, asked, throw)
 
 
 def run_while(
@@ -118,41 +104,28 @@ def run_while(
     cond_fun: Callable,
     body_fun: Callable,
     init_val: Any,
-    *,
     max_steps: Any,
-    checkpoints: Any,
-    memory: Any,
-    buffers: Any,
-    checks: Any,
-    unroll: Any,
-    throw: bool,
-    return_info: bool,
-    made_of: tuple = (),
+    asked: Asked,
+    throw: bool = False,
+    made_of: tuple | None = None,
 ) -> Any:
     """`while_loop`, under the names of the function that the user called.
 
-    `made_of`: the function of the user, and what else, that both functions depend on if they are
-    made anew on every call.
+    `made_of`: the functions of the user, a tuple, and what else both functions depend on if they
+    are made anew on every call.
     """
     name = names.function
     _arguments.check_callable(name, names.predicate, cond_fun)
     _arguments.check_callable(name, names.body, body_fun)
-    max_steps = _arguments.check_max_steps(name, max_steps)
-    budget = check_budget(name, checkpoints, memory, max_steps)
-    unroll, auto = _arguments.check_unroll(name, unroll)
-    throw = _arguments.check_flag(name, "throw", throw)
-    return_info = _arguments.check_flag(name, "return_info", return_info)
-    init_val = _arguments.as_arrays(name, names.init, init_val)
-    carried = _carried.find(names, buffers, init_val)
-    checking = _checks.wanted(name, checks) and carried.any
-    carried = carried.checked(checking)
-    init_val = plain(init_val)
+    max_steps = _arguments.check_bound(name, "max_steps", max_steps)
+    made_of = made_of or ((cond_fun, body_fun),)
+    request = Request.of(names, init_val, max_steps, asked, made_of)
+    carried, init_val = request.carried, request.init
 
     def finish(val: Any, steps: Any, still_holds: Any) -> Any:
-        val = carried.returned(val)
-        return _with_info(names, val, steps, still_holds, max_steps, throw, return_info)
+        return _with_info(request, throw, carried.returned(val), steps, still_holds)
 
-    if _arguments.runs_in_python():
+    if _jax.jit_is_disabled():
         body = carried.by_hand(body_fun)
         ran, result = _arguments.in_python(
             lambda: python_while_loop(cond_fun, body, init_val, max_steps)
@@ -160,65 +133,37 @@ def run_while(
         if ran:
             val, steps = result
             return finish(val, steps, lambda: cond_fun(val))
-    counting, masking = throw or return_info or checking, carried.any
+    counting, masking = throw or request.return_info or request.checking, carried.any
     # Where writes to buffers are to be masked, the predicate is part of the carry.
     go = scalar_bool(name, names.predicate, cond_fun(init_val)) if masking else None
-    masks = carried.first_written(init_val) if checking else []
-    state = (init_val, go, jnp.int32(0) if counting else None, masks)
-    leaves, tree = jax.tree.flatten(state)
 
-    def step(carry: list, _: list) -> tuple[Any, None]:
-        val, go, steps, masks = tree.unflatten(carry)
-        new = body_fun(val)
+    def step(val: Any, hidden: Hidden, _: list) -> tuple:
+        new, go = body_fun(val), None
         if masking:
             go = scalar_bool(name, names.predicate, cond_fun(new))
-        return (new, go, steps + 1 if counting else None, masks), None
+        return (new, hidden._replace(go=go, steps=hidden.steps + 1 if counting else None)), None
 
-    def predicate(carry: list) -> Any:
-        val, go, *_ = tree.unflatten(carry)
-        return go if masking else cond_fun(val)
+    def goes_on(val: Any, hidden: Hidden) -> Any:
+        return hidden.go if masking else cond_fun(val)
 
-    settings = {
-        "length": max_steps,
-        "checkpoints": budget,
-        "unroll": unroll,
-        "auto_unroll": auto,
-        "name": name,
-    }
-    values = len(carried.flags)
-    flag = values if masking else None
-    step_leaf = values + 1 if checking else None
-    found = carried.followed_by(len(leaves) - values, step_leaf) if masking else None
-    traced = remember(
-        (made_of[:1] or (cond_fun, body_fun)) if carried.hashable else (),
-        (
-            *(names, tree, type_key(leaves), carried.flags, carried.free, checking),
-            *(*settings.values(), made_of[1:]),
-        ),
-        lambda: trace_loop(names, step, predicate, state, [], settings, found, flag),
-    )
-    val, go, steps, _ = tree.unflatten(traced.run(leaves, [])[0])
-    return finish(val, steps, lambda: go if masking else cond_fun(val))
+    hidden = request.hidden(go, jnp.int32(0) if counting else None)
+    traced, leaves, tree = request.traced(step, goes_on, hidden, [], {}, ())
+    val, hidden = tree.unflatten(traced.run(leaves, [])[0])
+    return finish(val, hidden.steps, lambda: goes_on(val, hidden))
 
 
 def _with_info(
-    names: Names,
-    val: Any,
-    steps: Any,
-    still_holds: Callable[[], Any],
-    max_steps: int | None,
-    throw: bool,
-    return_info: bool,
+    request: Request, throw: bool, val: Any, steps: Any, still_holds: Callable[[], Any]
 ) -> Any:
-    if not (throw or return_info):
+    if not (throw or request.return_info):
         return val
     goes_on = still_holds()
-    result = (val, LoopInfo(steps, jnp.logical_not(goes_on)))
-    result = result if return_info else val
-    if not throw or max_steps is None:
+    result = (val, LoopInfo(steps, jnp.logical_not(goes_on))) if request.return_info else val
+    if not throw or request.length is None:
         return result
+    names = request.names
     message = (
         f"loopkit.{names.function}: `max_steps` must be enough for `{names.predicate}` to "
-        f"become false, got {max_steps} steps after which it still holds. Raise `max_steps`."
+        f"become false, got {request.length} steps after which it still holds. Raise `max_steps`."
     )
     return heard(ErrorIf(message), [jnp.asarray(goes_on)], result)

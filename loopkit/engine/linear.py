@@ -66,6 +66,6 @@ def stacked_types(loop: Loop, types: Sequence[Any], batch: int | None) -> tuple[
     return _jax.stack_types(types, batch), loop.without_debug_effects().effects
 
 
-_ways = linear_activity, cotangent_activity
-FORWARD = Linear(pushforward_p, "inputs", "outputs", *_ways, Loop.output_types)
-BACKWARD = Linear(pullback_p, "outputs", "inputs", *_ways[::-1], Loop.input_types)
+by_tangents, by_cotangents = linear_activity, cotangent_activity
+FORWARD = Linear(pushforward_p, "inputs", "outputs", by_tangents, by_cotangents, Loop.output_types)
+BACKWARD = Linear(pullback_p, "outputs", "inputs", by_cotangents, by_tangents, Loop.input_types)

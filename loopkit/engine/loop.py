@@ -235,16 +235,18 @@ class Loop:
         assert self.length is not None
         return _jax.stack_type(aval, self.length, axis)
 
+    @property
+    def jaxprs(self) -> list[Jaxpr]:
+        return [self.body] if self.cond is None else [self.body, self.cond]
+
     @cached_property
     def effects(self) -> Any:
-        effects = self.body.effects
-        return effects if self.cond is None else effects | self.cond.effects
+        return frozenset().union(*(j.effects for j in self.jaxprs))
 
     @cached_property
     def axis_names(self) -> set:
         """The named axes that steps speak along."""
-        names = _jaxpr.axis_names(self.body)
-        return names if self.cond is None else names | _jaxpr.axis_names(self.cond)
+        return set().union(*map(_jaxpr.axis_names, self.jaxprs))
 
     @cached_property
     def holds_custom_vjp(self) -> bool:
@@ -255,18 +257,12 @@ class Loop:
         """The same loop, silent: for steps that are taken a second time."""
         if not self.effects:
             return self
-
-        def make() -> Loop:
-            cond = None if self.cond is None else _jaxpr.without_debug_effects(self.cond)
-            return self.replace(cond=cond, body=_jaxpr.without_debug_effects(self.body))
-
-        return self.derived("quiet", make)
+        return self.derived("quiet", lambda: self.map_jaxprs(_jaxpr.without_debug_effects))
 
     @cached_property
     def asks_the_host(self) -> bool:
         """Whether a step reads what it may not find again, so that it must not be run again."""
-        jaxprs = [self.body] if self.cond is None else [self.body, self.cond]
-        return any(map(_jaxpr.asks_the_host, jaxprs))
+        return any(map(_jaxpr.asks_the_host, self.jaxprs))
 
     def check_repeats(self) -> None:
         """Raise if the steps must not be run again."""

@@ -12,6 +12,8 @@ A factor that is a row of the segment anyway is not kept twice.
 
 from __future__ import annotations
 
+import functools as ft
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -61,7 +63,9 @@ class Products:
         """The outputs put off, over all steps whose factors and rows are stacked."""
         place = dict(zip(self.factors, factors, strict=True))
         place.update({v: rows[i] for v, i in self.rows.items()})
-        return [_total([_evaluate(t, place) for t in terms]) for terms in self.terms]
+        return [
+            ft.reduce(operator.add, [_evaluate(t, place) for t in terms]) for terms in self.terms
+        ]
 
 
 def put_off(
@@ -146,10 +150,3 @@ def _evaluate(term: Term, place: dict) -> Any:
     for after in term.after:
         (value,) = _jax.bind_equation(after, [value])
     return value
-
-
-def _total(values: list) -> Any:
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    return total

@@ -233,8 +233,8 @@ def evaluate(loop: Loop, operands: Operands) -> list:
     return [*done.carry, *done.ys]
 
 
-def scan(loop: Loop, operands: Operands) -> list:
-    """A loop of known length, as lax.scan runs it."""
+def scan(loop: Loop, operands: Operands, split_transpose: bool = False) -> list:
+    """A loop of known length, which may be symbolic, as lax.scan runs it."""
 
     def body(carry: list, x: list) -> tuple[list, list]:
         outs = _jax.call_jaxpr(loop.body)(*operands.consts, *carry, *x)
@@ -245,8 +245,9 @@ def scan(loop: Loop, operands: Operands) -> list:
         body,
         list(start(loop, operands).carry),
         operands.xs,
-        loop.length,
+        None if operands.xs else loop.length,
         reverse=loop.reverse,
-        unroll=max(1, min(loop.unroll, loop.length or 1)),
+        unroll=loop.unroll,
+        _split_transpose=split_transpose,
     )
     return [*carry, *ys]

@@ -78,7 +78,7 @@ def _can_be_tried(loop: Loop) -> bool:
     It can not if it has side effects, speaks with other devices, or holds a loop that may then
     never end.
     """
-    types = [*loop.body.in_avals, *([] if loop.cond is None else loop.cond.in_avals)]
+    types = [t for j in loop.jaxprs for t in j.in_avals]
     if any(loop.is_buffer):  # made-up values are no places to write to
         return False
     if loop.length == 0 or loop.effects or any(map(_jax.is_spread, types)):
@@ -89,8 +89,7 @@ def _can_be_tried(loop: Loop) -> bool:
     rows = sum(map(_jax.byte_count, [*loop.x_types, *loop.y_types]))
     if trips * rows + sum(map(_jax.byte_count, types)) > LARGEST:
         return False
-    jaxprs = [loop.body] if loop.cond is None else [loop.body, loop.cond]
-    return not any(map(_jaxpr.holds_while_loop, jaxprs))
+    return not any(map(_jaxpr.holds_while_loop, loop.jaxprs))
 
 
 def _key(loop: Loop, active: Active | None, steps: int) -> str:
