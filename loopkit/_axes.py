@@ -203,9 +203,6 @@ def has_none(axes: Axes) -> bool:
     return any(a is None for a in jax.tree.leaves(axes, is_leaf=lambda a: a is None))
 
 
-# ---------------------------------------------------------------- ys
-
-
 @jax.tree_util.register_pytree_node_class
 class Last:
     """The place of a y of which only the last is wanted."""
@@ -255,9 +252,6 @@ def arranged(tree: Any, ys: Sequence[Any], types: Sequence[Any], out_axes: Axes,
         tree.unflatten(moved),
         is_leaf=lambda v: isinstance(v, Last),
     )
-
-
-# ---------------------------------------------------------------- ys in blocks
 
 
 def block_axes(out_axes: Axes) -> Axes:

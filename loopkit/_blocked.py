@@ -12,7 +12,7 @@ import jax
 
 from loopkit import _arguments, _errors, _jax, _jaxpr
 from loopkit._axes import Inputs, block_axes, joined, leaf_axes, merged, normalised
-from loopkit._cache import Learnt, remember
+from loopkit._cache import remember
 from loopkit._capture import type_key
 from loopkit._request import Asked
 from loopkit._scan import NAMES, run_scan
@@ -137,15 +137,12 @@ def _with_rows(out: Any, out_axes: Any, rows: int) -> Any:
     return out
 
 
-# ---------------------------------------------------------------- how many rows
-
-
 def _rows_in_cache(fn: Callable, inputs: Inputs) -> int:
     """Rows whose working set fills half of the cache; a divisor of the batch if one is near."""
     if jax.default_backend() != "cpu":
         return inputs.length
     key = (NAME, inputs.tree, *inputs.axes, type_key(inputs.leaves))
-    total = remember((fn,), key, lambda: Learnt(_working_set(fn, inputs))).value
+    total = remember((fn,), key, lambda: _working_set(fn, inputs))
     fitting = max(1, cache_bytes() // 2 * inputs.length // max(total, 1))
     if fitting >= inputs.length:
         return inputs.length

@@ -5,33 +5,12 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from loopkit import _jax
 from loopkit._program_key import Unknown, program_key
 
-
-class Cached(Protocol):
-    """What tracing makes."""
-
-    @property
-    def closed_over(self) -> list:
-        """Values that the functions close over."""
-        ...
-
-
-class Learnt(NamedTuple):
-    """What a trace told that holds nothing of it: types, or a number."""
-
-    value: Any
-
-    @property
-    def closed_over(self) -> list:
-        return []
-
-
 T = TypeVar("T")
-C = TypeVar("C", bound=Cached)
 
 
 class Recent(dict):
@@ -68,11 +47,11 @@ class _Known(NamedTuple):
     found: Any
 
 
-def remember(functions: Sequence[Any], rest: Any, make: Callable[[], C]) -> C:
+def remember(functions: Sequence[Any], rest: Any, make: Callable[[], T]) -> T:
     """`make()`, or what it returned for the very same functions under the same conditions.
 
     As in jax.lax, functions are taken to be pure. None is none; without any, and where they close
-    over tracers, it is made anew.
+    over tracers, which what is made says, it is made anew.
     """
     functions = [f for f in functions if f is not None]
     if not functions:
@@ -87,7 +66,7 @@ def remember(functions: Sequence[Any], rest: Any, make: Callable[[], C]) -> C:
     ):
         return known.found
     made = make()
-    if any(map(_jax.is_tracer, made.closed_over)):
+    if any(map(_jax.is_tracer, getattr(made, "closed_over", ()))):
         return made
 
     def forget(_: Any) -> None:

@@ -108,9 +108,6 @@ def _convert(value: Any, aval: Any) -> Any:
     return _jax.vary_like(value, [aval])
 
 
-# ---------------------------------------------------------------- tracing
-
-
 Step = Callable[[list, list], tuple[Any, Any]]
 """(carry leaves, x leaves) -> (carry, y), both trees."""
 Predicate = Callable[[list], Any]

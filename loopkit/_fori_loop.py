@@ -83,8 +83,10 @@ def fori_loop(
     max_steps = _arguments.check_bound(name, "max_steps", max_steps)
     return_info = _arguments.check_flag(name, "return_info", return_info)
     lower, upper = _bound("lower", lower), _bound("upper", upper)
-    several, made_of = 1 if unroll is None else unroll, ((body_fun,), name)
-    asked = Asked(several, checkpoints, memory, _of_value(buffers), checks, return_info)
+    several, made_of, inner = 1 if unroll is None else unroll, ((body_fun,), name), buffers
+    if buffers is not None:  # of the value, in the carry (counters, value)
+        inner = (lambda carry: buffers(carry[1])) if callable(buffers) else (False, buffers)
+    asked = Asked(several, checkpoints, memory, inner, checks, return_info)
     if isinstance(lower, int) and isinstance(upper, int):
         trips = max(0, upper - lower)
         length = trips if max_steps is None else min(trips, max_steps)
@@ -116,13 +118,6 @@ def fori_loop(
     start = ((first, stop), init_val)
     out = run_while(NAMES, goes_on, count, start, max_steps, asked, made_of=made_of)
     return (out[0][1], out[1]) if return_info else out[1]
-
-
-def _of_value(buffers: Any) -> Any:
-    """`buffers` of the value, as buffers of the carry (counters, value)."""
-    if buffers is None:
-        return None
-    return (lambda carry: buffers(carry[1])) if callable(buffers) else (False, buffers)
 
 
 def _bound(argument: str, value: Any) -> Any:

@@ -141,9 +141,6 @@ def _cotangent_type(out: Any) -> Any:
     return jax.ShapeDtypeStruct(out.shape, dtype)
 
 
-# ---------------------------------------------------------------- names of leaves
-
-
 def _leaf_names(jaxpr: Any) -> dict[str, list[str]]:
     """The carry leaves of the loops in a jaxpr, by their type."""
     names: dict[str, list[str]] = {}
@@ -179,9 +176,6 @@ def _hlo_type(aval: Any) -> str:
     name = "pred" if kind == "pred" else f"{kind}{8 * dtype.itemsize}" if kind else str(dtype)
     name = {"bfloat16": "bf16"}.get(str(dtype), name)
     return f"{name}[{','.join(map(str, aval.shape))}]"
-
-
-# ---------------------------------------------------------------- copies
 
 
 def _report(text: str, names: dict[str, list[str]], min_bytes: int) -> InPlaceReport:

@@ -11,8 +11,6 @@ from loopkit import _jax
 from loopkit._jax import Jaxpr
 from loopkit._slices import read_p
 
-# ---------------------------------------------------------------- what an output is
-
 
 def forwarded(jaxpr: Jaxpr) -> list[int | None]:
     """For each output, the input that it passes on unchanged, if any."""
@@ -23,9 +21,6 @@ def forwarded(jaxpr: Jaxpr) -> list[int | None]:
             # A read passes its buffer on.
             place[eqn.outvars[-1]] = place[eqn.invars[0]]
     return [None if isinstance(v, _jax.Literal) else place.get(v) for v in j.outvars]
-
-
-# ---------------------------------------------------------------- what is inside
 
 
 def is_call(eqn: Any) -> bool:
@@ -63,9 +58,6 @@ def interpret(j: Any, values: Sequence[Any], rule: Callable[[Any, list], Sequenc
     return list(map(read, j.outvars))
 
 
-# ---------------------------------------------------------------- the same, silent
-
-
 def without_debug_effects(jaxpr: Jaxpr) -> Jaxpr:
     """A jaxpr that no longer prints, nor calls what returns nothing.
 
@@ -83,9 +75,6 @@ def without_debug_effects(jaxpr: Jaxpr) -> Jaxpr:
 def asks_the_host(jaxpr: Jaxpr) -> bool:
     """Whether it calls the host for values, which may be others the next time."""
     return any(isinstance(e, _jax.IO_EFFECTS) for e in without_debug_effects(jaxpr).effects)
-
-
-# ---------------------------------------------------------------- the same, changed here and there
 
 
 def map_equations(jaxpr: Jaxpr, change: Callable[[Any], Any]) -> Jaxpr:

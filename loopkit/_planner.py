@@ -148,9 +148,6 @@ def _root(value: float) -> int:
     return math.isqrt(max(0, math.ceil(value) - 1)) + 1
 
 
-# ---------------------------------------------------------------- within a budget
-
-
 def _in_carries(budget: int, loop: Plan) -> Plan:
     """At most `budget` carries, of which a row of a segment is as many as it has the bytes of."""
     bound = loop.bound

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from loopkit import _arguments, _errors, _jax
 from loopkit._axes import arranged, has_none, stacks, without_last
-from loopkit._cache import Learnt, remember
+from loopkit._cache import remember
 from loopkit._capture import Traced, pair, scalar_bool, shared, type_key
 from loopkit._in_python import python_scan
 from loopkit._info import LoopInfo
@@ -84,13 +84,11 @@ def _last_ys(scan: Scan, rest: Sequence[Any]) -> list:
         step = carried.by_hand(lambda x, carry: scan.f(carry, x))
         return without_last(scan.out_axes, pair(names, step(inputs.join(x, whole), carry))[1])[1]
 
-    def trace() -> Learnt:
-        return Learnt(_jax.trace(last, types, "scan_ys")[0].out_avals)
-
     types = [*map(jax.typeof, leaves), *inputs.slice_types]
     key = ("last", names, tree, type_key(leaves), *types, carried.flags, *scan.rest, *rest)
     functions = scan.functions if carried.hashable else ()
-    return [_jax.zeros(t) for t in remember(functions, key, trace).value]
+    trace = lambda: _jax.trace(last, types, "scan_ys")[0].out_avals
+    return list(map(_jax.zeros, remember(functions, key, trace)))
 
 
 def _stacking(traced: Traced, out_axes: Any) -> Traced:

@@ -74,9 +74,6 @@ def _lanes(tracer: Any) -> int:
     return jax.typeof(_jax.innermost(tracer)).size // max(tracer.size, 1)
 
 
-# ---------------------------------------------------------------- programs
-
-
 def trace_segment(
     names: Names, f: Callable, init: Any, xs: Any, until: Callable | None, checkpoints: Any
 ) -> tuple[Traced, Any]:
@@ -132,9 +129,6 @@ def on_device(number: int, dtype: Any) -> jax.Array:
     """A number where compiled programs take it from, which each call would put there anew."""
     with jax.ensure_compile_time_eval():
         return jnp.asarray(number, dtype)
-
-
-# ---------------------------------------------------------------- rows
 
 
 def divided(xs: list, rows: int | None, sizes: Iterator[int]) -> Iterator[tuple[int, int, list]]:

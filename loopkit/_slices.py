@@ -62,9 +62,6 @@ def _varying_together(*values: Any) -> list:
     return [_jax.vary_like(v, types) for v in values]
 
 
-# ---------------------------------------------------------------- what they compute
-
-
 def _is_single(starts: Any) -> bool:
     return math.prod(starts.shape[:-1]) == 1
 
@@ -178,9 +175,6 @@ def _write_types(
     return [_jax.type_like(buffer, others)], set()
 
 
-# ---------------------------------------------------------------- derivatives
-
-
 def _read_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple:
     out = read_p.bind(*primals, **params)
     if type(tangents[0]) is _jax.Zero:
@@ -255,9 +249,6 @@ def _holds(starts: Any) -> Any:
     return ((starts | 1) != 0).all()
 
 
-# ---------------------------------------------------------------- vmap
-
-
 def _own_places(starts: Any, size: int) -> Any:
     """Starts with a leading batch, each with its own place along a batch axis of the buffer."""
     place = jnp.arange(size, dtype=starts.dtype)
@@ -314,9 +305,6 @@ def _moved(value: Any, source: int | None, target: int, size: int) -> Any:
     shape = list(value.shape)
     shape[target] = size
     return jnp.broadcast_to(value, shape)
-
-
-# ---------------------------------------------------------------- dead code
 
 
 def _read_dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:

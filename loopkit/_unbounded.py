@@ -14,7 +14,7 @@ import contextlib
 import math
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -137,24 +137,30 @@ def unbounded_scan(
     checkpoints = check_budget(name, checkpoints, None, segment)
     return_info = _arguments.check_flag(name, "return_info", return_info)
     sizes = segment_lengths(segment, check_growth(name, growth), max_segments)
-    if _jax.jit_is_disabled() and rows != 0:
-        carry, ys, info = _python_scan(f, init, xs, until, rows, sizes, progress)
-    else:
-        carry, ys, info = _run(f, init, xs, until, rows, sizes, checkpoints, progress)
-    return (carry, ys, info) if return_info else (carry, ys)
+    run = _python_scan if _jax.jit_is_disabled() and rows != 0 else _run
+    result = run(Growing(f, init, xs, until, rows, sizes, checkpoints, progress))
+    return result if return_info else result[:2]
 
 
-def _run(
-    f: Callable,
-    init: Any,
-    xs: Any,
-    until: Callable,
-    rows: int | None,
-    sizes: Iterator[int],
-    checkpoints: Any,
-    progress: Callable | None,
-) -> tuple[Any, Any, LoopInfo]:
-    traced, tree = trace_segment(NAMES, f, init, xs, until, checkpoints)
+class Growing(NamedTuple):
+    """A scan as it was asked for."""
+
+    f: Callable
+    init: Any
+    xs: Any
+    until: Callable
+    rows: int | None
+    """Of `xs`, if it has any."""
+    sizes: Iterator[int]
+    """Steps of the segments."""
+    checkpoints: Any
+    progress: Callable | None
+
+
+def _run(scan: Growing) -> tuple[Any, Any, LoopInfo]:
+    init, xs, rows, sizes, progress = scan.init, scan.xs, scan.rows, scan.sizes, scan.progress
+    checkpoints = scan.checkpoints
+    traced, tree = trace_segment(NAMES, scan.f, init, xs, scan.until, checkpoints)
     if checkpoints is None and progress is None:
         sizes = together(sizes, is_light(traced, jax.tree.leaves((init, xs))), rows)
     carry: list = jax.tree.leaves(init)
@@ -217,26 +223,18 @@ def _(size: int, batched: Any, taken: Any, stopped: Any) -> tuple:
     return _over_lanes(taken, stopped), (False, False)
 
 
-def _python_scan(
-    f: Callable,
-    init: Any,
-    xs: Any,
-    until: Callable,
-    rows: int | None,
-    sizes: Iterator[int],
-    progress: Callable | None,
-) -> tuple[Any, Any, LoopInfo]:
+def _python_scan(scan: Growing) -> tuple[Any, Any, LoopInfo]:
     """Step by step, under jax.disable_jit."""
-    carry, ys, stopped = init, [], False
-    for size in sizes:
+    carry, ys, stopped, rows = scan.init, [], False, scan.rows
+    for size in scan.sizes:
         for t in range(len(ys), len(ys) + size if rows is None else min(len(ys) + size, rows)):
-            carry, y = pair(NAMES, f(carry, jax.tree.map(operator.itemgetter(t), xs)))
+            carry, y = pair(NAMES, scan.f(carry, jax.tree.map(operator.itemgetter(t), scan.xs)))
             ys.append(jax.tree.map(jnp.asarray, y))
-            stopped = bool(until(carry, y))
+            stopped = bool(scan.until(carry, y))
             if stopped:
                 break
-        if progress is not None:
-            progress(len(ys))
+        if scan.progress is not None:
+            scan.progress(len(ys))
         if stopped or len(ys) == rows:
             break
     stacked = jax.tree.map(lambda *y: jnp.stack(y), *ys)

@@ -33,10 +33,6 @@ class Window:
     wrap: bool = True
     """Whether negative starts count from the end."""
 
-    @staticmethod
-    def whole(shape: Sequence[int]) -> Window:
-        return Window((), (0,) * len(shape), tuple(shape), "clip")
-
     def with_axis(self, axis: int, size: int) -> Window:
         """The same slices of a buffer with one more axis, of which they take all."""
         return replace(

@@ -57,35 +57,18 @@ def batch_tangents(
     return [jnp.moveaxis(t, a, 0) for t, a in zip(tangents, places, strict=True)]
 
 
-# ---------------------------------------------------------------- the rule
-
-
-def batch_loop_primitive(primitive: Any) -> Any:
-    """The rule for primitives whose operands and results are all primal."""
-
-    def rule(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple:
-        loop = params["loop"]
-        if primitive is dual_p:
-            return _batch_dual(axis, args, dims, **params)
-        flags = loop.split([d is not None for d in dims])[0]
-        new, operands, ys = batch_loop(loop, axis, flags)
-        values = [move(*vda, axis.size) for vda in zip(args, dims, operands.flat, strict=True)]
-        return while_p.bind(*values, loop=new), [*operands.init, *ys]
-
-    return rule
+def _batch_while(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop) -> tuple:
+    flags = loop.split([d is not None for d in dims])[0]
+    new, operands, ys = batch_loop(loop, axis, flags)
+    values = [move(*vda, axis.size) for vda in zip(args, dims, operands.flat, strict=True)]
+    return while_p.bind(*values, loop=new), [*operands.init, *ys]
 
 
 def _batch_dual(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop, active: Active
 ) -> tuple:
-    dual = dual_loop(loop, active)
-
-    def arrange(values: Sequence[Any]) -> list:
-        primal, tangent = parts(values, loop.operand_count)
-        return dual_operands(loop, primal, tangent, active)
-
-    rule = batch_loop_primitive(while_p)
-    outs, places = rule(axis, arrange(args), arrange(dims), loop=dual)
+    args, dims = (dual_operands(loop, values, active) for values in (args, dims))
+    outs, places = _batch_while(axis, args, dims, loop=dual_loop(loop, active))
     results, tangents = dual_results(loop, outs, active)
     places, tangent_places = dual_results(loop, places, active)
     return [*results, *tangents], [*places, *tangent_places]
@@ -222,8 +205,8 @@ def batch_linear(primitive: Any, ins: str, outs: str, has_residuals: bool) -> An
     return rule
 
 
-_jax.register_batching(while_p, batch_loop_primitive(while_p))
-_jax.register_batching(dual_p, batch_loop_primitive(dual_p))
+_jax.register_batching(while_p, _batch_while)
+_jax.register_batching(dual_p, _batch_dual)
 _jax.register_batching(forward_p, _batch_forward)
 _jax.register_batching(pushforward_p, batch_linear(pushforward_p, "inputs", "outputs", True))
 _jax.register_batching(pullback_p, batch_linear(pullback_p, "outputs", "inputs", True))

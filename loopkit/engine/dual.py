@@ -25,8 +25,7 @@ from loopkit.engine.split import opened
 
 
 def evaluate(*operands: Any, loop: Loop, active: Active) -> list:
-    primals, tangents = parts(operands, loop.operand_count)
-    inputs = dual_operands(loop, primals, tangents, active)
+    inputs = dual_operands(loop, operands, active)
     outs = while_.evaluate(*inputs, loop=dual_loop(loop, active))
     results, tangents = dual_results(loop, outs, active)
     return [*results, *tangents]
@@ -40,13 +39,8 @@ def result_types(*_: Any, loop: Loop, active: Active) -> tuple[list, Any]:
 def jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop, active: Active
 ) -> tuple[list, list]:
-    dual = dual_loop(loop, active)
-
-    def arrange(values: Sequence[Any]) -> list:
-        primal, tangent = parts(values, loop.operand_count)
-        return dual_operands(loop, primal, tangent, active)
-
-    outs, out_tangents = while_.jvp(arrange(primals), arrange(tangents), loop=dual)
+    at, moves = (dual_operands(loop, values, active) for values in (primals, tangents))
+    outs, out_tangents = while_.jvp(at, moves, loop=dual_loop(loop, active))
     results, first = dual_results(loop, outs, active)
     second, mixed = dual_results(loop, out_tangents, active)
     return [*results, *first], [*second, *mixed]

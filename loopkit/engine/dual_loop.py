@@ -73,11 +73,9 @@ def _dual_loop(loop: Loop, active: Active, trace: Callable) -> tuple[Loop, list]
     return new, closed_over
 
 
-def dual_operands(
-    loop: Loop, primals: Sequence[Any], tangents: Sequence[Any], active: Active
-) -> list:
-    """The operands of D, from those of the loop and the active inputs' tangents."""
-    p, _ = loop.split(primals)
+def dual_operands(loop: Loop, values: Sequence[Any], active: Active) -> list:
+    """The operands of D, from those of the loop, followed by the active inputs' tangents."""
+    p, tangents = loop.split(values)
     t_consts, t_carry, t_xs = parts(tangents, sum(active.consts), sum(active.carry))
     return [*p.cond_consts, *p.consts, *t_consts, *p.init, *t_carry, *p.xs, *t_xs]
 

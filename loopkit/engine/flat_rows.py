@@ -128,9 +128,6 @@ def _flattened(jaxpr: Jaxpr, counts: Sequence[int]) -> Jaxpr:
     return _jax.trace_closed(run, types, "flat_rows")
 
 
-# ---------------------------------------------------------------- which axes are taken whole
-
-
 def _whole_axes(j: Any, arrays: set) -> tuple[int, list[int]]:
     """How many last axes all uses of some inputs take whole, and which outputs are those inputs."""
     count, arrays = max(v.aval.ndim for v in arrays), set(arrays)
@@ -212,9 +209,6 @@ def _taken_whole(eqn: Any) -> int:
 def _last(flags: Iterable[bool]) -> int:
     """How many flags at the end are true."""
     return len(list(itertools.takewhile(bool, reversed(list(flags)))))
-
-
-# ---------------------------------------------------------------- the same on flat rows
 
 
 def _run(j: Any, values: Sequence[Any]) -> list:

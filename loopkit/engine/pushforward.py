@@ -38,7 +38,7 @@ def run_dual(
     loop: Loop, primals: Sequence[Any], tangents: Sequence[Any], active: Active, batch: Any
 ) -> list:
     """The active outputs' tangents, by the dual loop."""
-    inputs = dual_operands(loop, primals, tangents, active)
+    inputs = dual_operands(loop, [*primals, *tangents], active)
     dual = dual_loop(loop, active)
     if batch is not None:
         return batch_tangents(loop, dual, inputs, active, batch)
@@ -62,8 +62,8 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple
     if params["batch"] is None:
         dual = dual_loop(quiet, active)
         still = [_jax.float0_zero(jax.typeof(t)) for t in linear]
-        at = dual_operands(quiet, values, linear, active)
-        moves = dual_operands(quiet, t_values, still, active)
+        at = dual_operands(quiet, [*values, *linear], active)
+        moves = dual_operands(quiet, [*t_values, *still], active)
         second = dual_results(quiet, while_.jvp(at, moves, loop=dual)[1], active)[1]
     else:
         tangents_at = lambda *at: run_dual(quiet, at, linear, active, params["batch"])

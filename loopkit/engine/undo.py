@@ -113,9 +113,6 @@ def find_undo(loop: Loop, saved: Sequence[bool]) -> Undo | None:
     return Undo(flags, log_types, logging, undoing)
 
 
-# ---------------------------------------------------------------- logging and undoing
-
-
 def _logging(j: Any, values: Sequence[Any], sites: Sites) -> tuple[list, list]:
     """The results of a jaxpr, and the log of what it writes."""
     log: list = []
@@ -196,9 +193,6 @@ def _undone_inside(site: Inner, state: dict, initial: dict, log: Sequence[Any]) 
         return _undone(site.sites, state, initial, read_rows(log, row_of(inner, step)))
 
     return repeat_backwards(loop.length, back, state, 1)
-
-
-# ---------------------------------------------------------------- vmap
 
 
 def batch_undo(

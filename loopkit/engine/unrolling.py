@@ -120,9 +120,6 @@ def _try_all(loop: Loop, active: Active | None, steps: int) -> dict[str, Any]:
     return {"unroll": best, "seconds": {str(count): cost for count, cost in costs.items()}}
 
 
-# ---------------------------------------------------------------- one trial
-
-
 def measure(loop: Loop, active: Active | None, count: int) -> Trial:
     """Compile and time the loop with `count` steps to an iteration."""
     length = _trial_length(loop)

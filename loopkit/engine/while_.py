@@ -42,7 +42,7 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop) -> tuple
     if any(map(_jax.is_tracer, _jax.jvp_jaxpr(loop.body, active.inputs)[0].consts)):
         # Rules in it close over values of a trace, which become operands.
         dual, closed_over = open_dual(loop, active)
-        inputs = dual_operands(loop, primals, moving, active)
+        inputs = dual_operands(loop, [*primals, *moving], active)
         outs = while_p.bind(*inputs[:count], *closed_over, *inputs[count:], loop=dual)
         results, tangents = dual_results(loop, outs, active)
     else:

@@ -158,9 +158,6 @@ def merged(a: Sites, b: Sites) -> Sites:
     return out
 
 
-# ---------------------------------------------------------------- rows that are written once
-
-
 def _freshened(sites: Sites, j: Any, loop: Loop, leaf: int) -> Sites:
     """The sites of a buffer, where one that writes to another row each step is marked."""
     if len(sites) != 1:
