@@ -118,9 +118,7 @@ def type_of(value: Any) -> Any:
     return jax.typeof(value)
 
 
-def in_python(function: Callable[[], Any]) -> tuple[bool, Any]:
-    """Run a Python loop under jax.disable_jit; (False, None) where it needs abstract values."""
-    try:
-        return True, function()
-    except jax.errors.ConcretizationTypeError:
-        return False, None
+def in_python(function: Callable[[], Any]) -> Any:
+    """What a Python loop gives under jax.disable_jit; None where it needs abstract values."""
+    with contextlib.suppress(jax.errors.ConcretizationTypeError):
+        return function() if _jax.jit_is_disabled() else None

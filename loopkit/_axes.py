@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools as ft
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -203,16 +204,10 @@ def has_none(axes: Axes) -> bool:
     return any(a is None for a in jax.tree.leaves(axes, is_leaf=lambda a: a is None))
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_static
+@dataclass(frozen=True)
 class Last:
     """The place of a y of which only the last is wanted."""
-
-    def tree_flatten(self) -> tuple[tuple, None]:
-        return (), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, __: tuple) -> Last:
-        return cls()
 
 
 def y_axes(out_axes: Axes, y: Any) -> list[int | None]:

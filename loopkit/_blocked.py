@@ -164,7 +164,7 @@ def _working_set(fn: Callable, inputs: Inputs) -> int:
     total = sum(
         _jax.byte_count(t) for t, a in zip(types, inputs.axes, strict=True) if a is not None
     )
-    return total + sum(map(_jax.byte_count, jaxpr.out_avals)) + _loop_bytes(jaxpr)
+    return total + _jax.byte_count(*jaxpr.out_avals) + _loop_bytes(jaxpr)
 
 
 def _loop_bytes(jaxpr: Any) -> int:

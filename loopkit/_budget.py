@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools as ft
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -37,23 +38,17 @@ def check_budget(function: str, checkpoints: Any, memory: Any, bound: int | None
     if checkpoints is None or isinstance(checkpoints, (Bytes, Plan)):
         return checkpoints
     if isinstance(checkpoints, str):
+        wrong = ft.partial(_errors.wrong_value, function, "checkpoints")
         if checkpoints != "all":
-            raise _errors.wrong_value(
-                function,
-                "checkpoints",
-                'must be None, an int >= 1, "all" or a Plan',
-                repr(checkpoints),
+            advice = (
                 'The only string is "all", which stores what every step\'s derivative reads. '
-                "A budget in bytes is `memory`.",
+                "A budget in bytes is `memory`."
             )
+            raise wrong('must be None, an int >= 1, "all" or a Plan', repr(checkpoints), advice)
         if bound is None:
-            raise _errors.wrong_value(
-                function,
-                "checkpoints",
-                'can be "all" only if the number of steps is bounded',
-                "checkpoints='all' with max_steps=None",
-                "Pass `max_steps`, or leave `checkpoints` out.",
-            )
+            expected = 'can be "all" only if the number of steps is bounded'
+            advice = "Pass `max_steps`, or leave `checkpoints` out."
+            raise wrong(expected, "checkpoints='all' with max_steps=None", advice)
         return "all"
     expected = 'None, an int >= 1 (carries to keep), "all" or a Plan'
     return check_whole(function, "checkpoints", checkpoints, 1, expected)

@@ -184,14 +184,14 @@ def _of_lax(eqn: Any) -> Explained:
     params, source = eqn.params, _source(eqn)
     if eqn.primitive.name == "while":
         carry = params["body_jaxpr"].in_avals[params["body_nconsts"] :]
-        size = sum(map(_jax.byte_count, carry))
+        size = _jax.byte_count(*carry)
         return Explained("lax.while_loop", source, _with_bytes(Plan(1), size, 0), None)
     consts, carries = _jax.scan_counts(params)
     xs, ys = len(eqn.invars) - consts - carries, len(eqn.outvars) - carries
     records = (Const(),) * consts, (CarryLeaf(),) * carries, (Input(),) * xs, (Output(),) * ys
     loop = Loop(None, params["jaxpr"], 0, *records, params["length"], name="scan")
     split = split_step(loop, _everything(loop))
-    carry = sum(map(_jax.byte_count, loop.carry_types))
+    carry = _jax.byte_count(*loop.carry_types)
     bounded = Plan(1, bound=loop.length, exact=True)
     stored = split.uncut_bytes
     assert loop.length is not None

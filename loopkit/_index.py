@@ -131,7 +131,9 @@ def place(shape: Sequence[int], index: Any, mode: str | None = None, unique: boo
     axes, columns = [], []
     offsets, sizes = [0] * len(shape), list(shape)
     tokens: list[Any] = []  # the axes of the result, as numbers of axes of the stacked slices
-    front = _separated([kind for kind, _, _ in items])
+    # Where something is between integers and arrays, numpy puts their axes first.
+    places = [i for i, (kind, _, _) in enumerate(items) if kind == "array"]
+    front = bool(places) and places[-1] - places[0] + 1 > len(places)
     placed, step = False, 0
     for kind, v, axis in items:
         if kind == "array":
@@ -265,12 +267,6 @@ def _slice(v: slice, size: int) -> tuple[str, Any]:
     if step == 1:
         return "slice", (start, max(0, stop - start))
     return "steps", np.arange(start, stop, step, dtype=np.int32)
-
-
-def _separated(kinds: Sequence[str]) -> bool:
-    """Whether integers and arrays have something between them: numpy then puts theirs first."""
-    places = [i for i, kind in enumerate(kinds) if kind == "array"]
-    return bool(places) and places[-1] - places[0] + 1 > len(places)
 
 
 def _known_start(v: Any, size: int) -> int | None:

@@ -237,8 +237,8 @@ def volume(axes: Iterable[Any]) -> int:
     return prod(n if isinstance(n, int) else SYMBOLIC for n in axes)
 
 
-def byte_count(aval: Any) -> int:
-    return elements(aval) * getattr(aval.dtype, "itemsize", 8)
+def byte_count(*avals: Any) -> int:
+    return sum(elements(t) * getattr(t.dtype, "itemsize", 8) for t in avals)
 
 
 # ---------------------------------------------------------------- jaxprs

@@ -50,8 +50,11 @@ def holds_while_loop(jaxpr: Jaxpr) -> bool:
 
 
 def interpret(j: Any, values: Sequence[Any], rule: Callable[[Any, list], Sequence[Any]]) -> list:
-    """The results of an open jaxpr, those of each equation by `rule(equation, operands)`."""
-    env = dict(zip(j.invars, values, strict=True))
+    """The results of an open jaxpr, those of each equation by `rule(equation, operands)`.
+
+    Constants come first among the values.
+    """
+    env = dict(zip((*j.constvars, *j.invars), values, strict=True))
     read = lambda v: v.val if isinstance(v, _jax.Literal) else env[v]
     for eqn in j.eqns:
         env.update(zip(eqn.outvars, rule(eqn, list(map(read, eqn.invars))), strict=True))

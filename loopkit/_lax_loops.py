@@ -90,36 +90,25 @@ class LaxLoop(NamedTuple):
         cond, cond_consts, length = self.cond, self.cond_consts, self.length
         if self.kind == "while_loop":
             if length is None and settings.budget == "all" and settings.max_steps is None:
-                raise _errors.wrong_value(
-                    settings.function,
-                    "checkpoints",
-                    'can be "all" only if the number of steps of every loop is bounded',
-                    f"a while_loop without a bound at {self.site.source}",
-                    "Pass `max_steps`, or leave that loop out with `only`.",
-                )
+                expected = 'can be "all" only if the number of steps of every loop is bounded'
+                got = f"a while_loop without a bound at {self.site.source}"
+                advice = "Pass `max_steps`, or leave that loop out with `only`."
+                raise _errors.wrong_value(settings.function, "checkpoints", expected, got, advice)
             if length is not None:
                 cond, cond_consts = None, []
             bounds = [b for b in (length, settings.max_steps) if b is not None]
             length = min(bounds) if bounds else None
-        types = self.body.in_avals[len(self.consts) : len(self.consts) + len(self.init)]
-        steps = length or 1
-        traced = as_loop(
-            cond,
-            cond_consts,
-            self.body,
-            self.consts,
-            [CarryLeaf()] * len(types),
-            list(types),
-            None,
-            {
-                "length": length,
-                "reverse": self.params.get("reverse", False),
-                "checkpoints": settings.budget,
-                "unroll": min(self.params.get("unroll", 1) or steps, steps),  # 0: all
-                "name": self.kind,
-            },
-        )
-        carry, ys = traced.run(self.init, self.xs)
+        _, types, _ = parts(self.body.in_avals, len(self.consts), len(self.init))
+        steps, carry = length or 1, [CarryLeaf()] * len(types)
+        fields = {
+            "length": length,
+            "reverse": self.params.get("reverse", False),
+            "checkpoints": settings.budget,
+            "unroll": min(self.params.get("unroll", 1) or steps, steps),  # 0: all
+            "name": self.kind,
+        }
+        loop = as_loop(cond, cond_consts, self.body, self.consts, carry, types, None, fields)
+        carry, ys = loop.run(self.init, self.xs)
         return [*carry, *ys]
 
 

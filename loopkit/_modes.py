@@ -60,12 +60,9 @@ def without_operators(cls: type[T]) -> type[T]:
 
 def fill_value_of(dtype: Any, fill_value: Any) -> Any:
     """What jax.numpy reads out of bounds, in mode "fill"."""
-    if fill_value is not None:
-        return jnp.asarray(fill_value, dtype)
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.asarray(jnp.nan, dtype)
-    if jnp.issubdtype(dtype, jnp.signedinteger):
-        return jnp.asarray(jnp.iinfo(dtype).min, dtype)
-    if jnp.issubdtype(dtype, jnp.unsignedinteger):
-        return jnp.asarray(jnp.iinfo(dtype).max, dtype)
-    return jnp.asarray(True, dtype)
+    if fill_value is None and jnp.issubdtype(dtype, jnp.inexact):
+        fill_value = jnp.nan
+    elif fill_value is None and jnp.issubdtype(dtype, jnp.integer):
+        unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
+        fill_value = jnp.iinfo(dtype).max if unsigned else jnp.iinfo(dtype).min
+    return jnp.asarray(True if fill_value is None else fill_value, dtype)

@@ -27,11 +27,10 @@ def run(scan: Scan) -> tuple[Any, Any, LoopInfo | None]:
     of_axes = (jax.tree.structure(out_axes), *jax.tree.leaves(out_axes))
     rest = (inputs.tree, *inputs.axes, *of_axes)
     last = _last_ys(scan, rest) if has_none(out_axes) else []
-    if _jax.jit_is_disabled() and inputs.length > 0:
-        ran, result = _arguments.in_python(lambda: python_scan(scan))
-        if ran:
-            carry, ys, info = result
-            return carried.returned(carry), ys, info
+    ran = _arguments.in_python(lambda: python_scan(scan)) if inputs.length != 0 else None
+    if ran is not None:
+        carry, ys, info = ran
+        return carried.returned(carry), ys, info
     counting = scan.checking or (scan.return_info and stopping)
     go = jnp.logical_not(jnp.asarray(scan.stopped)) if stopping else None
 

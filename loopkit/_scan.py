@@ -167,16 +167,8 @@ def run_scan(
         fields |= {"budget": "all", "unroll": 1, "auto_unroll": False}
     if split_transpose and fields["budget"] is None:
         fields |= {"budget": "all"}
-    scan = Scan(
-        **fields,
-        f=f,
-        until=until,
-        inputs=inputs,
-        out_axes=out_axes,
-        reverse=reverse,
-        split_transpose=split_transpose,
-        truncate=truncate,
-    )
+    fields |= {"reverse": reverse, "split_transpose": split_transpose, "truncate": truncate}
+    scan = Scan(**fields, f=f, until=until, inputs=inputs, out_axes=out_axes)
     cut = truncate is not None and truncate < length
     result = truncated(scan) if cut else run(scan)
     return result if scan.return_info else result[:2]

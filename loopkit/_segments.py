@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -64,8 +64,8 @@ def is_light(traced: Traced, operands: list) -> Callable[[int], bool]:
     operands = [*operands, *traced.closed_over]
     lanes = max((_lanes(v) for v in operands if _jax.is_tracer(v)), default=1)
     loop = traced.loop
-    row = loop.derived("row bytes", lambda: byte_count([*loop.xs_types, *loop.ys_types]))
-    carry = loop.derived("carry bytes", lambda: byte_count(loop.carry_types))
+    row = loop.derived("row bytes", lambda: _jax.byte_count(*loop.xs_types, *loop.ys_types))
+    carry = loop.derived("carry bytes", lambda: _jax.byte_count(*loop.carry_types))
     return lambda steps: lanes * (steps * row + math.isqrt(steps) * carry) <= LIGHT
 
 
@@ -162,12 +162,8 @@ def _sliced(x: Any, start: int, count: int) -> Any:
 
 def _lengthened(x: Any, rows: int) -> Any:
     """With rows at the end that no step reads."""
-    join, spread = (
-        (np.concatenate, np.broadcast_to)
-        if isinstance(x, np.ndarray)
-        else (jnp.concatenate, jnp.broadcast_to)
-    )
-    return join([x, spread(x[-1:], (rows, *x.shape[1:]))])
+    made = np if isinstance(x, np.ndarray) else jnp
+    return made.concatenate([x, made.broadcast_to(x[-1:], (rows, *x.shape[1:]))])
 
 
 def joined(chunks: list[tuple[Any, int]]) -> Any:
@@ -189,7 +185,3 @@ def _is_host_array(value: Any) -> bool:
         and isinstance(value.sharding, jax.sharding.SingleDeviceSharding)
         and next(iter(value.devices())).platform == "cpu"
     )
-
-
-def byte_count(types: Sequence[Any]) -> int:
-    return sum(t.size * t.dtype.itemsize for t in types)

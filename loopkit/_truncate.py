@@ -84,14 +84,12 @@ def truncated(scan: Scan) -> tuple[Any, Any, LoopInfo]:
 def _shared(budget: Budget, count: int, truncate: int) -> tuple[Any, Any]:
     """What the loop over blocks keeps, and what each block does."""
     if isinstance(budget, Plan):
-        raise _errors.wrong_value(
-            SCAN,
-            "checkpoints",
-            "cannot be a Plan together with `truncate`",
-            f"truncate={truncate}",
-            "A truncated scan is a loop over blocks, each a loop of its own, and a plan is of "
-            "one loop. Give the number of carries, or `memory`.",
+        advice = (
+            "A truncated scan is a loop over blocks, each a loop of its own, and a plan is of one "
+            "loop. Give the number of carries, or `memory`."
         )
+        expected, got = "cannot be a Plan together with `truncate`", f"truncate={truncate}"
+        raise _errors.wrong_value(SCAN, "checkpoints", expected, got, advice)
     if isinstance(budget, Bytes):
         half = replace(budget, loops=2)
         return half, half

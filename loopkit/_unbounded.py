@@ -27,7 +27,6 @@ from loopkit._capture import Names, pair
 from loopkit._exhausted import memory_left, ran_out, ran_out_after
 from loopkit._info import LoopInfo
 from loopkit._segments import (
-    byte_count,
     compiled,
     divided,
     is_light,
@@ -187,7 +186,7 @@ def _run(scan: Growing) -> tuple[Any, Any, LoopInfo]:
     except jax.errors.JaxRuntimeError as error:
         if not ran_out(error):
             raise
-        widths = byte_count(traced.loop.ys_types), byte_count(traced.carry_types)
+        widths = _jax.byte_count(*traced.loop.ys_types), _jax.byte_count(*traced.carry_types)
         room = memory_left(carry) if room is None else room
         raise MemoryError(ran_out_after(NAMES.function, longest, size, *widths, room)) from error
     carry, _ = tree.unflatten([*carry, left, stopped])

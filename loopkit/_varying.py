@@ -70,21 +70,17 @@ class _Varying:
         return found
 
     def run(self, j: Any, values: Sequence[Any]) -> list:
-        env = dict(zip((*j.constvars, *j.invars), values, strict=True))
-        read = lambda v: v.val if isinstance(v, _jax.Literal) else env[v]
-        same = lambda v: isinstance(v, _jax.Literal) or jax.typeof(env[v]) == v.aval
-        for eqn in j.eqns:
-            ins = list(map(read, eqn.invars))
-            if all(map(same, eqn.invars)):
-                outs = _jax.bind_equation(eqn, ins)
-            elif eqn.primitive is _jax.pvary_p:
-                outs = [_jax.vary_like(ins[0], [v.aval for v in eqn.outvars])]
-            elif _jaxpr.is_call(eqn):
-                outs = self.run(_jax.open_jaxpr(eqn.params["jaxpr"]), ins)
-            else:
-                if eqn.primitive.name in HOLDING or "loop" in eqn.params:
-                    params = {k: self.inside(v) for k, v in eqn.params.items()}
-                    eqn = _jax.with_custom_rules(eqn.replace(params=params), self.rule)
-                outs = _jax.bind_equation(eqn, [_jax.vary_like(x, self.like) for x in ins])
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [_jax.vary_like(read(v), self.like) for v in j.outvars]
+        def rule(eqn: Any, ins: list) -> Sequence[Any]:
+            pairs = zip(eqn.invars, ins, strict=True)
+            if all(isinstance(v, _jax.Literal) or jax.typeof(x) == v.aval for v, x in pairs):
+                return _jax.bind_equation(eqn, ins)
+            if eqn.primitive is _jax.pvary_p:
+                return [_jax.vary_like(ins[0], [v.aval for v in eqn.outvars])]
+            if _jaxpr.is_call(eqn):
+                return self.run(_jax.open_jaxpr(eqn.params["jaxpr"]), ins)
+            if eqn.primitive.name in HOLDING or "loop" in eqn.params:
+                params = {k: self.inside(v) for k, v in eqn.params.items()}
+                eqn = _jax.with_custom_rules(eqn.replace(params=params), self.rule)
+            return _jax.bind_equation(eqn, [_jax.vary_like(x, self.like) for x in ins])
+
+        return [_jax.vary_like(v, self.like) for v in _jaxpr.interpret(j, values, rule)]

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
-from loopkit import _arguments, _jax
+from loopkit import _arguments
 from loopkit._capture import Names, scalar_bool
 from loopkit._heard import ErrorIf, heard
 from loopkit._in_python import python_while_loop
@@ -122,17 +122,10 @@ def run_while(
     request = Request.of(names, init_val, max_steps, asked, made_of)
     carried, init_val = request.carried, request.init
 
-    def finish(val: Any, steps: Any, still_holds: Any) -> Any:
-        return _with_info(request, throw, carried.returned(val), steps, still_holds)
-
-    if _jax.jit_is_disabled():
-        body = carried.by_hand(body_fun)
-        ran, result = _arguments.in_python(
-            lambda: python_while_loop(cond_fun, body, init_val, max_steps)
-        )
-        if ran:
-            val, steps = result
-            return finish(val, steps, lambda: cond_fun(val))
+    run = lambda: python_while_loop(cond_fun, carried.by_hand(body_fun), init_val, max_steps)
+    if (ran := _arguments.in_python(run)) is not None:
+        val, steps = ran
+        return _finished(request, throw, val, steps, lambda: cond_fun(val))
     counting, masking = throw or request.return_info or request.checking, carried.any
     # Where writes to buffers are to be masked, the predicate is part of the carry.
     go = scalar_bool(name, names.predicate, cond_fun(init_val)) if masking else None
@@ -149,12 +142,14 @@ def run_while(
     hidden = request.hidden(go, jnp.int32(0) if counting else None)
     traced, leaves, tree = request.traced(step, goes_on, hidden, [], {}, ())
     val, hidden = tree.unflatten(traced.run(leaves, [])[0])
-    return finish(val, hidden.steps, lambda: goes_on(val, hidden))
+    return _finished(request, throw, val, hidden.steps, lambda: goes_on(val, hidden))
 
 
-def _with_info(
+def _finished(
     request: Request, throw: bool, val: Any, steps: Any, still_holds: Callable[[], Any]
 ) -> Any:
+    """What the caller is given."""
+    val = request.carried.returned(val)
     if not (throw or request.return_info):
         return val
     goes_on = still_holds()

@@ -17,7 +17,7 @@ import jax
 from loopkit import _jax
 from loopkit.engine.activity import backward_activity, forward_activity
 from loopkit.engine.dual_loop import active_inputs, dual_loop, replace_active
-from loopkit.engine.linear import stacked_types
+from loopkit.engine.linear import BACKWARD
 from loopkit.engine.loop import Active, Loop, Operands, kept, parts, spread
 from loopkit.engine.primitives import define, hessian_p
 from loopkit.engine.pushforward import run_dual
@@ -37,10 +37,6 @@ def evaluate(*operands: Any, loop: Loop, active: Active, moving: Active, batch: 
         return list(pull(cts))
 
     return one(cts, u) if batch is None else jax.vmap(one)(cts, u)
-
-
-def result_types(*_: Any, loop: Loop, active: Active, batch: Any, **__: Any) -> tuple[list, Any]:
-    return stacked_types(loop, loop.input_types(active), batch)
 
 
 def second_order(
@@ -112,4 +108,4 @@ def transpose(
     ]
 
 
-define(hessian_p, evaluate, result_types, jvp=jvp, transpose=transpose)
+define(hessian_p, evaluate, BACKWARD.types, jvp=jvp, transpose=transpose)

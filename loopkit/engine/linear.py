@@ -30,7 +30,9 @@ class Linear:
     out_types: Callable[[Loop, Active], list]
 
     def types(self, *_: Any, loop: Loop, active: Active, batch: Any, **__: Any) -> tuple[list, Any]:
-        return stacked_types(loop, self.out_types(loop, active), batch)
+        """Result types, of values with a leading batch, if there is one; and the effects."""
+        types = _jax.stack_types(self.out_types(loop, active), batch)
+        return types, loop.without_debug_effects().effects
 
     def of(self, known: Sequence[Any], values: Sequence[Any], params: dict[str, Any]) -> list:
         """The map of values of which some are symbolically zero."""
@@ -59,11 +61,6 @@ class Linear:
         invars, outvars = kept(eqn.invars, ins), kept(eqn.outvars, found)
         params = dict(eqn.params, active=live)
         return ins, _jax.new_equation(eqn, self.primitive, invars, outvars, params)
-
-
-def stacked_types(loop: Loop, types: Sequence[Any], batch: int | None) -> tuple[list, Any]:
-    """Result types of a derivative, whose values have a leading batch, if there is one."""
-    return _jax.stack_types(types, batch), loop.without_debug_effects().effects
 
 
 by_tangents, by_cotangents = linear_activity, cotangent_activity

@@ -90,7 +90,10 @@ class Reversal:
     @cached_property
     def counted_rows(self) -> list[int | None]:
         """For each residual, the counter that it is, as a number of a carry leaf."""
-        return _counted(self.loop, self.split, self.counters)
+        first = self.loop.const_count
+        counter = {first + i: i for i, by in enumerate(self.counters) if by is not None}
+        source = _jaxpr.forwarded(self.split.forward)[self.split.results :]
+        return [None if s is None else counter.get(s) for s in source]
 
     @property
     def blank_stacks(self) -> list:
@@ -247,18 +250,18 @@ def _planned(loop: Loop, active: Active) -> Reversal:
         quiet.forward, [False] * sum(saved) + [True] * stored, [True] * len(quiet.forward.in_avals)
     )
     step = Step(
-        sum(map(_jax.byte_count, quiet.slot_types)),
-        sum(map(_jax.byte_count, quiet.shortened(split.stored_types))),
+        _jax.byte_count(*quiet.slot_types),
+        _jax.byte_count(*quiet.shortened(split.stored_types)),
         nanoseconds(quiet.step),
         nanoseconds(quiet.forward),
         nanoseconds(made),
         0 if loop.lanes else factor_bytes(quiet.forward, loop.const_count, SMALLEST),
-        sum(map(_jax.byte_count, kept(loop.const_types, active.consts))),
+        _jax.byte_count(*kept(loop.const_types, active.consts)),
     )
     undo, steps = find_undo(loop, saved), (step,)
     if undo is not None:
-        buffers = sum(map(_jax.byte_count, kept(loop.carry_types, undo.leaves)))
-        log = sum(map(_jax.byte_count, undo.log_types))
+        buffers = _jax.byte_count(*kept(loop.carry_types, undo.leaves))
+        log = _jax.byte_count(*undo.log_types)
         left = step.carry_bytes - buffers
         logging = step._replace(carry_bytes=left, buffer_bytes=buffers, log_bytes=log)
         steps = (logging, step)
@@ -301,16 +304,6 @@ def _in_common(jaxpr: Jaxpr) -> list:
     fewest = sorted(jaxpr.in_avals, key=lambda t: len(_jax.varying(t)))[:1]
     axes = [_jax.varying(t) for t in fewest]
     return [t for t in fewest if all(axes[0] <= _jax.varying(v) for v in jaxpr.in_avals)]
-
-
-def _counted(loop: Loop, split: Split, counters: Counters) -> list[int | None]:
-    """For each residual, the counter that it is."""
-    source = _jaxpr.forwarded(split.forward)[split.results :]
-    leaves = [None if s is None else s - loop.const_count for s in source]
-    count = loop.carry_count
-    return [
-        i if i is not None and 0 <= i < count and counters[i] is not None else None for i in leaves
-    ]
 
 
 def _saved_leaves(loop: Loop, split: Split) -> tuple[bool, ...]:

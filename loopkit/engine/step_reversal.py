@@ -182,7 +182,7 @@ class StepReversal:
 
         how = self.how
         repeats = how.plan.store == "carries" and not how.plan.keeps_all
-        small = sum(map(_jax.byte_count, how.row_types)) <= SMALL_ROW
+        small = _jax.byte_count(*how.row_types) <= SMALL_ROW
         state = (cts, buffers if repeats else [])
         cts, before = repeat_backwards(count, step, state, how.loop.unroll)
         return cts, before if repeats else self.rewind.steps(first, count, buffers)

@@ -86,8 +86,8 @@ def _can_be_tried(loop: Loop) -> bool:
     if not all(isinstance(n, int) for t in types for n in getattr(t, "shape", ())):
         return False
     trips = _trial_length(loop)
-    rows = sum(map(_jax.byte_count, [*loop.x_types, *loop.y_types]))
-    if trips * rows + sum(map(_jax.byte_count, types)) > LARGEST:
+    rows = _jax.byte_count(*loop.x_types, *loop.y_types)
+    if trips * rows + _jax.byte_count(*types) > LARGEST:
         return False
     return not any(map(_jaxpr.holds_while_loop, loop.jaxprs))
 
