@@ -122,14 +122,9 @@ class Request:
         if self.carried.any:
             number = values + (hidden.go is not None) if self.checking else None
             carried = self.carried.followed_by(len(leaves) - values, number)
-        settings = {
-            "length": self.length,
-            "checkpoints": self.budget,
-            "unroll": self.unroll,
-            "auto_unroll": self.auto_unroll,
-            "name": self.names.function,
-            **settings,
-        }
+        settings = {"length": self.length, "checkpoints": self.budget, **settings}
+        settings |= {"unroll": self.unroll, "auto_unroll": self.auto_unroll}
+        settings["name"] = self.names.function
 
         def take(carry: list, x: list) -> tuple:
             value, hidden = tree.unflatten(carry)
