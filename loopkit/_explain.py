@@ -59,18 +59,8 @@ class Explained:
         )
 
 
-HEADER = (
-    "loop",
-    "source",
-    "steps",
-    "carry",
-    "residuals",
-    "stored",
-    "peak",
-    "runs forward",
-    "backward",
-    "as lax.scan",
-)
+HEADER = ("loop", "source", "steps", "carry", "residuals", "stored", "peak")
+HEADER += ("runs forward", "backward", "as lax.scan")
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,11 @@ call_jaxpr = core.jaxpr_as_fun
 close_jaxpr = pe.close_jaxpr
 debug_callback_p = debugging.debug_callback_p
 instantiate = ad.instantiate_zeros
+is_symbolic = core.is_symbolic_dim
 make_jaxpr_effects = pe.make_jaxpr_effects
 pvary_p = core.pvary_p
 same_type = core.typematch
+trace_context = config.trace_context
 tree_differences = tree_util.equality_errors_pytreedef
 
 COMPARED = (
@@ -212,16 +214,6 @@ def same_trace(a: Any, b: Any) -> bool:
 def jit_is_disabled() -> bool:
     """Whether this thread is under jax.disable_jit."""
     return config.disable_jit.value
-
-
-def trace_context() -> Any:
-    """What else a trace depends on: precision, x64 mode, mesh and the like."""
-    return config.trace_context()
-
-
-def is_symbolic(size: Any) -> bool:
-    """Whether a size is known by name only, as in jax.export."""
-    return core.is_symbolic_dim(size)
 
 
 SYMBOLIC = 16

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from loopkit._plan import SPARED, Budget, Bytes, Plan, Step, Store
 
@@ -159,12 +160,7 @@ def _in_carries(budget: int, loop: Plan) -> Plan:
 
 @lru_cache(maxsize=256)
 def _cheapest(
-    count: int,
-    loop: Plan,
-    name: str,
-    host: int | None = None,
-    most: int | None = None,
-    loops: int = 1,
+    count: int, loop: Plan, name: str, host: Any = None, most: Any = None, loops: int = 1
 ) -> Plan:
     """The plan of least predicted time that needs at most `count` bytes, and `most` slots.
 

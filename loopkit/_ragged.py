@@ -214,7 +214,7 @@ def _check_sequences(sequences: Any) -> tuple[list, list[int]]:
     for place, other in enumerate(types):
         if other != types[0]:
             expected = "must all be like the first, but for their lengths"
-            got = f"rows of {_shown(other)} at {place} and of {_shown(types[0])} at 0"
+            got = f"rows of {', '.join(other[0])} at {place} and of {', '.join(types[0][0])} at 0"
             advice = "Cast or reshape them."
             raise _errors.wrong_value(name, "sequences", expected, got, advice)
     return sequences, lengths
@@ -222,11 +222,7 @@ def _check_sequences(sequences: Any) -> tuple[list, list[int]]:
 
 def _row_types(xs: Any) -> tuple:
     leaves, tree = jax.tree.flatten(xs)
-    return tree, tuple((x.shape[1:], x.dtype) for x in leaves)
-
-
-def _shown(types: tuple) -> str:
-    return ", ".join(f"{dtype}[{','.join(map(str, shape))}]" for shape, dtype in types[1])
+    return [f"{x.dtype}[{','.join(map(str, x.shape[1:]))}]" for x in leaves], tree
 
 
 def _zeros(x: Any, rows: int) -> Any:

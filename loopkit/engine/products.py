@@ -26,7 +26,8 @@ from loopkit.engine.loop import kept
 
 SMALLEST = 1 << 15
 """Bytes of a matrix below which its sum stays in the nearest cache."""
-UNARY = frozenset(["transpose", "reshape", "squeeze", "neg", "convert_element_type", "copy", "copy_p"])
+_UNARY = "transpose reshape squeeze neg convert_element_type copy copy_p"
+UNARY = frozenset(_UNARY.split())
 """Linear primitives that may come after the product."""
 
 

@@ -58,19 +58,15 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple
         stored = lambda *at: stored_pullback(loop, active, params["batch"], at)
         return out, _jax.jvp_in_moving(stored, operands, moves)[1]
     flowing = BACKWARD.of([*values, *residuals], t_cts, params)
-    second = _second_order(values, t_values, cts, loop, active, params["batch"])
+    second = _second_order(values, t_values, cts, params)
     return out, list(map(_jax.add_tangents, flowing, second))
 
 
 def _second_order(
-    values: Sequence[Any],
-    tangents: Sequence[Any],
-    cts: Sequence[Any],
-    loop: Loop,
-    active: Active,
-    batch: Any,
+    values: Sequence[Any], tangents: Sequence[Any], cts: Sequence[Any], params: dict[str, Any]
 ) -> list:
     """How the cotangents of the active inputs change as the operands do."""
+    loop, active, batch = params["loop"], params["active"], params["batch"]
     tangents = tangents[loop.cond_const_count :]
     if batch is not None:
         tangents = [

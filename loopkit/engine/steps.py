@@ -80,11 +80,7 @@ def select(active: Any, new: Sequence[Any], old: Sequence[Any], leading: int = 0
 
 
 def hold(
-    active: Any,
-    new: Sequence[Any],
-    old: Sequence[Any],
-    is_buffer: Sequence[bool] = (),
-    leading: int = 0,
+    active: Any, new: Sequence, old: Sequence, is_buffer: Sequence[bool] = (), leading: int = 0
 ) -> list:
     """The carry after a step that only the active lanes take, or its cotangents before one.
 

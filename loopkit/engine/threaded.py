@@ -80,27 +80,20 @@ def _wide(starts: Any) -> Any:
     return starts if starts.dtype.itemsize >= 4 else starts.astype(jnp.int32)
 
 
-def _gathered(
-    buffer: Any,
-    starts: Any,
-    *,
-    dimension_numbers: Any,
-    slice_sizes: Any,
-    mode: Any,
-    fill_value: Any,
-    **_: Any,
-) -> tuple[list, Any] | None:
+def _gathered(buffer: Any, starts: Any, **params: Any) -> tuple[list, Any] | None:
+    mode, fill_value = params["mode"], params["fill_value"]
+    numbers, sizes = params["dimension_numbers"], tuple(params["slice_sizes"])
     label = "drop" if mode == lax.GatherScatterMode.FILL_OR_DROP else mode.name.lower()
     if label == "drop" and fill_value != 0:
         return None
-    numbers, starts = dimension_numbers, _wide(starts)
+    starts = _wide(starts)
     batch = starts.ndim - 1
     own = [
         lax.broadcasted_iota(starts.dtype, (*starts.shape[:-1], 1), int(d))
         for d in numbers.start_indices_batching_dims
     ]
     of_batch = [int(a) for a in numbers.operand_batching_dims]
-    sizes, mapped = tuple(slice_sizes), list(map(int, numbers.start_index_map))
+    mapped = list(map(int, numbers.start_index_map))
     # Where cotangents are moved inside too, slices that are as long as the axis start at its start.
     kept = [i for i, a in enumerate(mapped) if label != "clip" or sizes[a] != buffer.shape[a]]
     axes = (*(mapped[i] for i in kept), *of_batch)
