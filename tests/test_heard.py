@@ -97,14 +97,15 @@ def test_throw_where_one_part_is_used(part, lanes):
 
 
 def test_zeros_stay_symbolic():
-    """What is only compared with gets no derivative from a check: it would be NaN behind a root."""
+    """What has no derivative gets none from a check: zeros would be NaN before a root at 0."""
 
     def f(x):
-        step = lambda c: (jnp.where(c[0] < c[1], 2.0, 1.5) * c[0], c[1] * 0.9)
-        init = (x, jnp.sqrt(x - 1.0))
-        return loopkit.while_loop(lambda c: c[0] < 50.0, step, init, max_steps=10, throw=True)[0]
+        step = lambda c: (1.5 * c[0], 0.9 * c[1])
+        y, z = loopkit.while_loop(lambda c: c[0] < 50.0, step, (x, 0.0), max_steps=10, throw=True)
+        return y + jnp.sqrt(z)
 
     assert_close(jax.grad(f)(1.0), jnp.asarray(1.5**10))
+    assert_close(jax.jvp(f, (1.0,), (1.0,))[1], jnp.asarray(1.5**10))
 
 
 def test_what_is_no_part_of_a_derivative_is_not_heard():
