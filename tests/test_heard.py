@@ -1,5 +1,8 @@
 """Errors at run time are heard where only a derivative is used, or a part of the result."""
 
+import functools as ft
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -50,20 +53,29 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("f", [value, with_w], ids=lambda f: f.__name__)
-def test_throw(f, transform):
+def in_python(x, w):
+    for _ in range(3):
+        x = jnp.where(x < 50.0, jnp.sin(x) + w * x, x)
+    return x
+
+
+def thrown():
+    """Each transformation of one of the two is quick."""
+    both = enumerate([value, with_w])
+    for (k, transform), (j, f) in itertools.product(enumerate(TRANSFORMS), both):
+        marks = pytest.mark.slow if (k + k // len(DERIVATIVES) + j) % 2 else ()
+        yield pytest.param(transform, f, marks=marks, id=f"{transform}-{f.__name__}")
+
+
+@pytest.mark.parametrize(("transform", "f"), list(thrown()))
+def test_throw(transform, f):
     take = TRANSFORMS[transform]
+    run = jax.jit(take(f))
     with pytest.raises(Exception, match="`max_steps` must be enough for `cond_fun`"):
-        jax.block_until_ready(jax.jit(take(f))(1.0))
-    enough = lambda x: f(x, max_steps=90)
-    bounded = lambda x: loopkit.while_loop(
-        lambda c: c < 50.0,
-        lambda c: jnp.sin(c) + (SCALE if f is value else SCALE * x) * c,
-        x if f is value else 1.0,
-        max_steps=90,
-    )
-    assert_close(jax.jit(take(enough))(1.0), jax.jit(take(bounded))(1.0))
+        jax.block_until_ready(run(1.0))
+    # From here, or with a w as large, three steps are enough.
+    reference = lambda x: in_python(x, SCALE) if f is value else in_python(1.0, SCALE * x)
+    assert_close(run(15.0), take(reference)(15.0))
 
 
 PARTS = {
@@ -85,15 +97,20 @@ def test_throw_where_one_part_is_used(part, lanes):
 
 
 def test_zeros_stay_symbolic():
-    """What has no derivative gets none from a check."""
+    """What has no derivative gets none from a check: zeros would be NaN before a root at 0."""
 
-    def f(x, n):
-        out = long(1.0, max_steps=n)[1]
-        return out + x
+    def f(x):
+        step = lambda c: (1.5 * c[0], 0.9 * c[1])
+        y, z = loopkit.while_loop(lambda c: c[0] < 50.0, step, (x, 0.0), max_steps=10, throw=True)
+        return y + jnp.sqrt(z)
 
-    text = str(jax.make_jaxpr(jax.grad(f), static_argnums=1)(1.0, 90))
-    assert "loopkit_heard" not in text.replace(" ", "").split("add")[-1]
-    assert jax.jit(jax.grad(f), static_argnums=1)(1.0, 3) == 1.0
+    assert_close(jax.grad(f)(1.0), jnp.asarray(1.5**10))
+    assert_close(jax.jvp(f, (1.0,), (1.0,))[1], jnp.asarray(1.5**10))
+
+
+def test_what_is_no_part_of_a_derivative_is_not_heard():
+    f = lambda x: value(1.0) + x
+    assert jax.jit(jax.grad(f))(1.0) == 1.0
 
 
 def test_one_lane_is_enough():
@@ -132,27 +149,41 @@ OF_ROWS = {
 }
 
 
-SLOW = ("hessian", "vmap of grad", "vjp")
+UNWRITTEN = {"back": 0}, 0, r"is read at index \d in step \d, where nothing has been"
+OUTSIDE = {"last": 8}, 2, r"at index [67] in step [56], outside of its shape"
+
+
+def of_rows():
+    """Each way to differentiate, of linear rows or of others; slowly of the other of the two."""
+    for t, transform in enumerate(OF_ROWS):
+        for k, marks in enumerate([(), pytest.mark.slow]):
+            linear = (t + k) % 2 == 0
+            if linear and transform == "hessian":
+                continue  # zero: nothing is read
+            checkpoints = ["all", None, 1][(t + k) % 3]
+            wrong = (UNWRITTEN, OUTSIDE)[(t // 2 + k) % 2]
+            name = f"{transform}-{linear}-{checkpoints}-{next(iter(wrong[0]))}"
+            yield pytest.param(transform, linear, checkpoints, *wrong, marks=marks, id=name)
+
+
+@ft.cache
+def unchecked(transform, linear):
+    return OF_ROWS[transform](lambda xs: rows(xs, linear=linear))(XS)
 
 
 @pytest.mark.parametrize(
-    "transform",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in OF_ROWS],
+    ("transform", "linear", "checkpoints", "wrong", "more", "text"), list(of_rows())
 )
-@pytest.mark.parametrize("linear", [False, True])
-@pytest.mark.parametrize("checkpoints", ["all", None, 1])
-def test_buffers(transform, linear, checkpoints):
+def test_buffers(transform, linear, checkpoints, wrong, more, text):
     """Also where the derivative does not read the value that was read."""
-    if linear and transform == "hessian":
-        return  # zero: nothing is read
-    take = OF_ROWS[transform]
-    f = lambda xs, **how: rows(xs, linear=linear, checkpoints=checkpoints, **how)
-    checked = lambda **how: jax.jit(take(lambda xs: f(xs, checks=True, **how)))
-    with pytest.raises(Exception, match=r"is read at index \d in step \d, where nothing has been"):
-        jax.block_until_ready(checked(back=0)(XS))
-    with pytest.raises(Exception, match=r"at index [67] in step [56], outside of its shape"):
-        jax.block_until_ready(checked(last=8)(jnp.pad(XS, (0, 2))))
-    assert_close(checked()(XS), take(f)(XS))
+
+    def checked(**how):
+        f = lambda xs: rows(xs, linear=linear, checkpoints=checkpoints, checks=True, **how)
+        return jax.jit(OF_ROWS[transform](f))
+
+    with pytest.raises(Exception, match=text):
+        jax.block_until_ready(checked(**wrong)(jnp.pad(XS, (0, more))))
+    assert_close(checked()(XS), unchecked(transform, linear))
 
 
 @pytest.mark.parametrize("transform", ["value", "tangent", "grad", "linearize"])

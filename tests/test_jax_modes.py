@@ -239,23 +239,28 @@ SYMBOLIC = {
 }
 
 
-@pytest.mark.parametrize(
-    "transform",
-    [pytest.param(t, marks=[] if t in ("grad", "jvp") else [pytest.mark.slow]) for t in SYMBOLIC],
-)
-@pytest.mark.parametrize(
-    "f",
-    [
-        to_size,
-        to_size_bounded,
-        while_in_size,
-        written_rows,
-        written_slices,
-        of_symbolic_length,
-        in_each_other,
-    ],
-    ids=lambda f: f.__name__,
-)
+OF_A_SIZE = [
+    to_size,
+    to_size_bounded,
+    while_in_size,
+    written_slices,
+    written_rows,
+    of_symbolic_length,
+    in_each_other,
+]
+
+
+def of_a_size():
+    """Each program by a gradient or a tangent; slowly by two of the other transformations."""
+    for k, f in enumerate(OF_A_SIZE):
+        first, later = ["grad", "jvp"], ["value", "hessian", "vmap of grad"]
+        names = [first[k % 2], later[k % 3], first[k % 2 - 1] if k % 3 else later[k % 3 - 1]]
+        for j, name in enumerate(names):
+            marks = pytest.mark.slow if j else ()
+            yield pytest.param(f, name, marks=marks, id=f"{f.__name__}-{name}")
+
+
+@pytest.mark.parametrize(("f", "transform"), list(of_a_size()))
 def test_export_of_a_symbolic_size(f, transform):
     (size,) = jax.export.symbolic_shape("n")
     take = SYMBOLIC[transform](f)

@@ -1,5 +1,7 @@
 """Loops under `jax.vmap` with an axis name that their steps ask for."""
 
+import functools as ft
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -175,7 +177,7 @@ def nested(f):
 def two_names(f):
     """Steps ask for both."""
     both = lambda x, w: f(x * (1 + lax.axis_index("outer")), w)
-    return jax.vmap(lambda w: over_lanes(both)(XS, w), axis_name="outer")(jnp.asarray([0.8, 0.5]))
+    return jax.vmap(lambda w: over_lanes(both)(XS, w), axis_name="outer")(jnp.asarray([0.8, 0.9]))
 
 
 TRANSFORMS = {
@@ -197,38 +199,43 @@ TRANSFORMS = {
 }
 
 
-FIRST = ("value of the same", "jvp", "gradient of a sum", "gradient in each", "cotangents that")
+FIRST = ["value of the same", "jvp", "gradient of a sum", "gradient in each"]
+FIRST += ["cotangents that differ"]
+LATER = [name for name in TRANSFORMS if name not in FIRST]
 
 
-@pytest.mark.parametrize(
-    "transform",
-    [
-        pytest.param(name, marks=[] if name.startswith(FIRST) else [pytest.mark.slow])
-        for name in TRANSFORMS
-    ],
-)
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
+def taking_turns():
+    """Each program with some of the first transformations; slowly with all, and half of others."""
+    for k, program in enumerate(PROGRAMS):
+        names = [*np.roll(FIRST, 2 * k), *np.roll(LATER, 3 * k)[: len(LATER) // 2]]
+        for j, name in enumerate(names):
+            marks = () if j < 2 else pytest.mark.slow
+            yield pytest.param(program, str(name), marks=marks, id=f"{program.__name__}-{name}")
+
+
+@pytest.mark.parametrize(("program", "transform"), list(taking_turns()))
 def test_as_with_lax(program, transform):
     take = TRANSFORMS[transform]
     mine = lambda x, w: program(loopkit, x, w, checkpoints=2)
-    lax_s = lambda x, w: program(Masked, x, w)
-    assert_close(take(mine), take(lax_s))
+    assert_close(take(mine), take(lambda x, w: program(Masked, x, w)))
+
+
+@ft.cache
+def summed_gradient(program):
+    return TRANSFORMS["gradient of a sum"](lambda x, w: program(Masked, x, w))
 
 
 @pytest.mark.parametrize("how", [{"checkpoints": "all", "max_steps": 9}, {"unroll": 3}, {}])
 @pytest.mark.parametrize("program", [in_predicate, mean_of_stopped_lanes, permuted])
 def test_however_it_is_run(program, how):
-    take = TRANSFORMS["gradient of a sum"]
-    got = take(lambda x, w: program(loopkit, x, w, **how))
-    assert_close(got, take(lambda x, w: program(Masked, x, w)))
+    got = TRANSFORMS["gradient of a sum"](lambda x, w: program(loopkit, x, w, **how))
+    assert_close(got, summed_gradient(program))
 
 
 def test_in_loops_of_lax():
     mine = lambda x, w: mean_of_stopped_lanes(lax, x, w)
     got = TRANSFORMS["gradient of a sum"](loopkit.checkpointed(mine))
-    assert_close(
-        got, TRANSFORMS["gradient of a sum"](lambda x, w: mean_of_stopped_lanes(Masked, x, w))
-    )
+    assert_close(got, summed_gradient(mean_of_stopped_lanes))
 
 
 def test_the_name_of_a_mesh_axis_too():

@@ -190,7 +190,7 @@ WITHOUT = {
     "a custom VJP": {"jvp"},
     "the rule of a custom VJP": {"jvp"},
     "what the rule of a custom VJP reads": {"jvp"},
-    "the rule of a custom vmap": {"grad", "hessian"},
+    "the rule of a custom vmap": {"grad", "jitted grad", "hessian"},
 }
 """Modes that JAX does not have of them."""
 
@@ -224,39 +224,47 @@ def foreign(loops, step, x):
     return loop(x) if loops is lax else loopkit.checkpointed(loop)(x)
 
 
-RUNS = [scan, bare, stored, inside, foreign]
+RUNS = [bare, stored, inside, foreign]
 
 MODES = {
     "value": lambda f: f,
     "grad": jax.grad,
+    "jitted grad": lambda f: jax.jit(jax.grad(f)),
     "jvp": lambda f: lambda x: jax.jvp(f, (x,), (1.0,)),
     "hessian": lambda f: jax.jacrev(jax.grad(f)),
     "vmap": lambda f: lambda x: jax.vmap(f)(x[None]),
 }
 
 
-SLOW = [pytest.param(r, marks=pytest.mark.slow) for r in RUNS[1:]]
+def cases():
+    """Each place in half of the modes by a scan, and in each of the others by another loop; these
+    take turns."""
+    for k, place in enumerate(PLACES):
+        modes = [m for m in MODES if m not in WITHOUT.get(place, ())]
+        modes = modes[k % len(modes) :] + modes[: k % len(modes)]
+        half = (len(modes) + 1) // 2
+        yield pytest.param(place, scan, modes[:half], id=f"{place}-scan")
+        for j, mode in enumerate(modes[half:]):
+            run = RUNS[(k + j) % len(RUNS)]
+            name = f"{place}-{run.__name__}-{mode}"
+            yield pytest.param(place, run, [mode], marks=pytest.mark.slow, id=name)
 
 
-@pytest.mark.parametrize("run", [scan, *SLOW])
-@pytest.mark.parametrize("place", PLACES)
-def test_one_after_the_other(place, run):
+@pytest.mark.parametrize(("place", "run", "modes"), list(cases()))
+def test_one_after_the_other(place, run, modes):
     x = jnp.asarray(0.5)
     # lax.while_loop has no gradient; a loop of two steps has.
     right = fori_loop if run is bare else run
-    # Of loops other than a scan, what a call makes of the program that the last one left.
-    often = run is scan
-    for mode in sorted((set(MODES) if often else {"grad"}) - WITHOUT.get(place, set())):
-        for outer in (lambda f: f, jax.jit)[: 1 + (often and mode == "grad")]:
 
-            def result(loops, run, v, transform=MODES[mode], outer=outer):
-                step = PLACES[place](v)
-                return outer(transform(lambda x: run(loops, step, x)))(x)
+    def result(loops, run, v, mode):
+        step = PLACES[place](v)
+        return MODES[mode](lambda x: run(loops, step, x))(x)
 
-            for v in (2.0, 3.0):
-                got, wanted = result(loopkit, run, v), result(lax, right, v)
-                for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-                    np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=f"{mode} {v}")
+    for mode in modes:
+        for v in (2.0, 3.0):
+            got, wanted = result(loopkit, run, v, mode), result(lax, right, v, mode)
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=f"{mode} {v}")
 
 
 def test_random_numbers_are_drawn_anew():
@@ -297,10 +305,13 @@ def test_the_very_same_function_is_pure_as_in_lax():
 
 def test_a_function_that_died_is_not_taken_for_another():
     """Python gives a new function the place of one that is gone."""
-    for v in range(300):
+    places = set()
+    for v in range(30):
         body = eval(f"lambda c, _: (c + {v}, None)")
+        places.add(id(body))
         assert loopkit.scan(body, 0.0, None, 2)[0] == 2.0 * v
         del body
+    assert len(places) < 30
 
 
 def test_lanes_are_part_of_a_loop():

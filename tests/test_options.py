@@ -186,7 +186,7 @@ def test_numbers_of_small_programs(name, option):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "option"), turn(PROGRAMS, 2))
+@pytest.mark.parametrize(("name", "option"), turn(PROGRAMS, 1))
 def test_numbers_of_programs(name, option):
     check(name, option)
 
@@ -197,12 +197,12 @@ def test_numbers_of_the_table(name, option):
     check(name, option)
 
 
-@pytest.mark.parametrize("name", ["no_step", "few_bits"])
+@pytest.mark.parametrize("name", ["no_step", pytest.param("few_bits", marks=pytest.mark.slow)])
 def test_numbers_without_jit(name):
     check(name, "2 carries", compiled=False)
 
 
 def test_options_and_programs_are_all_met():
-    pairs = [*turn(QUICK, 2, start=1), *turn(PROGRAMS, 2), *turn(OF_TABLE, 1, start=2)]
+    pairs = [*turn(QUICK, 2, start=1), *turn(PROGRAMS, 1), *turn(OF_TABLE, 1, start=2)]
     names, options = map(set, zip(*pairs, strict=True))
     assert (names, options) == (set(ALL), set(OPTIONS))

@@ -1,6 +1,7 @@
 """Loops on several devices: inside jax.shard_map, around it, and over sharded arrays."""
 
 import functools as ft
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -401,17 +402,25 @@ def taken(transform, f, x):
             return jax.hessian(total, (0, 2))(x, STEP_XS, W)
 
 
-@pytest.mark.parametrize("checkpoints", [2, pytest.param("all", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("what", VARIES)
-@pytest.mark.parametrize("step", STEPS)
-def test_until(step, what, checkpoints):
+def until_cases():
+    """Each step with each of what varies: of three, one gradient and one tangent are quick."""
+    for (k, step), (w, what) in itertools.product(enumerate(STEPS), enumerate(VARIES)):
+        turn = (k + w) % len(VARIES)
+        forward = "grad" if step == "custom_vjp" else "jvp"  # which it does not have
+        quick = [("grad", 2)] if turn == 0 else [(forward, 2)] if turn == 1 else []
+        slow = [(forward if turn == 0 else "grad", "all")]
+        yield from (pytest.param(step, what, *how) for how in quick)
+        yield from (pytest.param(step, what, *how, marks=pytest.mark.slow) for how in slow)
+
+
+@pytest.mark.parametrize(("step", "what", "transform", "checkpoints"), list(until_cases()))
+def test_until(step, what, transform, checkpoints):
     """One of carry, xs and constants differs between devices, which stop where theirs says."""
     mine = lambda *args, **how: loopkit.scan(*args, checkpoints=checkpoints, **how)
-    for transform in ("grad",) if step == "custom_vjp" else ("jvp", "grad"):
-        got = jax.jit(lambda x, t=transform: taken(t, stepped_on(MESH, mine, step, what, True), x))
-        # Without the checks of JAX what varies is not told apart.
-        wanted = stepped_on(MESH, masked_scan, step, what, False)
-        assert_close(got(XS), jax.jit(lambda x, t=transform, f=wanted: taken(t, f, x))(XS))
+    got = jax.jit(lambda x: taken(transform, stepped_on(MESH, mine, step, what, True), x))
+    # Without the checks of JAX what varies is not told apart.
+    wanted = stepped_on(MESH, masked_scan, step, what, False)
+    assert_close(got(XS), jax.jit(lambda x: taken(transform, wanted, x))(XS))
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -419,11 +428,12 @@ def test_until(step, what, checkpoints):
 @pytest.mark.parametrize("transform", ["grad", pytest.param("hessian", marks=pytest.mark.slow)])
 def test_until_on_meshes(transform, mesh, check):
     x = XS[: mesh.shape["d"]]
-    for step in ("scan", "buffer"):
-        f = stepped_on(mesh, loopkit.scan, step, "carry", check)
-        wanted = stepped_on(mesh, masked_scan, step, "carry", False)
-        got = jax.jit(lambda x, f=f: taken(transform, f, x))(x)
-        assert_close(got, jax.jit(lambda x, f=wanted: taken(transform, f, x))(x))
+    # The other step has the other transformation.
+    step = ("scan", "buffer")[((mesh is MESH) + check + (transform == "grad")) % 2]
+    f = stepped_on(mesh, loopkit.scan, step, "carry", check)
+    wanted = stepped_on(mesh, masked_scan, step, "carry", False)
+    got = jax.jit(lambda x: taken(transform, f, x))(x)
+    assert_close(got, jax.jit(lambda x: taken(transform, wanted, x))(x))
 
 
 def test_gradient_inside_of_until():

@@ -5,6 +5,8 @@ infinite, zeros in its place would be NaN; behind a rule that is not linear, a f
 Each loop is compared with the same steps in Python.
 """
 
+import functools as ft
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -132,16 +134,20 @@ MODES = {
 WAYS = ["constant", "xs", "carry", "moved"]
 
 
-def crossed(loops, often):
-    """Each loop with each way in; those of a few are run often."""
-    slow = lambda loop, way: () if loop in often or way == "constant" else pytest.mark.slow
-    return [pytest.param(l, w, marks=slow(l, w)) for l in loops for w in WAYS]
+def crossed(loops, often, modes):
+    """Each loop with each way in; the modes are dealt out to the ways, from another one on for
+    each loop. Those of a few loops are run often."""
+    cases = []
+    for k, loop in enumerate(loops):
+        hands = np.array_split(np.roll(modes, -k), len(WAYS))[::-1]
+        for way, some in zip(WAYS, hands, strict=True):
+            slow = () if loop in often or way == "constant" else pytest.mark.slow
+            cases.append(pytest.param(loop, way, some, marks=slow, id=f"{loop}-{way}"))
+    return cases
 
 
 OFTEN = {"scan", "while"}
-FEW = ["grad", "hessian", "grad of grad", "vmap of grad"]
-STRAIGHT = crossed(LOOPS, OFTEN)
-NESTED = crossed(NESTS, ())
+REVERSE = ["grad", "jitted grad", "hessian", "grad of grad", "vmap of grad"]
 
 
 def agree(f, g, modes):
@@ -152,24 +158,24 @@ def agree(f, g, modes):
         np.testing.assert_allclose(got, wanted, rtol=1e-10, err_msg=name)
 
 
-@pytest.mark.parametrize(("loop", "way"), STRAIGHT)
-def test_compared_with(loop, way):
+@pytest.mark.parametrize(("loop", "way", "modes"), crossed(LOOPS, OFTEN, list(MODES)))
+def test_compared_with(loop, way, modes):
     f = lambda x: compared_with(way, jnp.sqrt(x - 1.0), x, LOOPS[loop])
     g = lambda x: compared_with(way, lax.stop_gradient(jnp.sqrt(x - 1.0)), x, python_of)
     # Every carry has a tangent in forward mode, as in lax, and in Python.
     forward = {"jvp", "grad of jvp"} if way == "moved" else set()
-    agree(f, g, [m for m in (MODES if loop in OFTEN else FEW) if m not in forward])
+    agree(f, g, [m for m in modes if m not in forward])
 
 
 def python_of(step, c, consts, xs):
     return in_python(step, c, consts, unstacked(xs))
 
 
-@pytest.mark.parametrize(("nest", "way"), NESTED)
-def test_compared_with_in_a_nest(nest, way):
+@pytest.mark.parametrize(("nest", "way", "modes"), crossed(NESTS, (), 2 * REVERSE))
+def test_compared_with_in_a_nest(nest, way, modes):
     f = lambda x: compared_with(way, jnp.sqrt(x - 1.0), x, NESTS[nest])
     g = lambda x: compared_with(way, lax.stop_gradient(jnp.sqrt(x - 1.0)), x, python_nested)
-    agree(f, g, ["grad", "jitted grad", "hessian", "grad of grad", "vmap of grad"])
+    agree(f, g, modes)
 
 
 @jax.custom_vjp
@@ -180,12 +186,15 @@ def hook(v):
 hook.defvjp(lambda v: (v, None), lambda _, ct: (ct + 1.0,))
 
 
-@pytest.mark.parametrize(("loop", "way"), STRAIGHT)
-def test_rules_before_a_loop_hear_of_cotangents_only(loop, way):
+FIRST_ORDER = ["grad", "vmap of grad", "jitted grad", "vmap over cotangents"]
+
+
+@pytest.mark.parametrize(("loop", "way", "modes"), crossed(LOOPS, OFTEN, FIRST_ORDER))
+def test_rules_before_a_loop_hear_of_cotangents_only(loop, way, modes):
     """A custom VJP that is not linear makes something of zeros, and is not asked without any."""
     f = lambda x: compared_with(way, 0.1 * hook(x), x, LOOPS[loop])
     g = lambda x: compared_with(way, lax.stop_gradient(0.1 * x), x, python_of)
-    agree(f, g, ["grad", "jitted grad", "vmap of grad"])
+    agree(f, g, modes)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -193,7 +202,7 @@ def test_what_cannot_be_reversed_may_stand_before_a_loop(loop):
     halved = lambda x: lax.while_loop(lambda v: v > 0.1, lambda v: v / 2, x)
     f = lambda x: compared_with("constant", halved(x), x, LOOPS[loop])
     g = lambda x: compared_with("constant", lax.stop_gradient(halved(x)), x, python_of)
-    agree(f, g, ["grad", "jitted grad", "grad of grad"])
+    agree(f, g, np.roll(["grad", "jitted grad", "grad of grad"], list(LOOPS).index(loop))[:2])
 
 
 WITHOUT_A_DERIVATIVE = {
@@ -205,6 +214,9 @@ WITHOUT_A_DERIVATIVE = {
 }
 
 
+THREE = ["scan", "while", "scan, every step stored"]
+
+
 @jax.custom_jvp
 def flat(x):
     return jnp.cos(x)
@@ -214,7 +226,7 @@ flat.defjvp(lambda p, t: (flat(*p), jnp.zeros_like(p[0])))
 
 
 @pytest.mark.parametrize("kind", WITHOUT_A_DERIVATIVE)
-@pytest.mark.parametrize("loop", ["scan", "while", "scan, every step stored"])
+@pytest.mark.parametrize("loop", THREE)
 def test_values_used_without_a_derivative(loop, kind):
     use = WITHOUT_A_DERIVATIVE[kind]
 
@@ -227,7 +239,8 @@ def test_values_used_without_a_derivative(loop, kind):
 
     f = value(LOOPS[loop], lambda x: jnp.sqrt(x - 1.0))
     g = value(python_of, lambda x: lax.stop_gradient(jnp.sqrt(x - 1.0)))
-    agree(f, g, ["grad", "jitted grad", "hessian", "grad of grad"])
+    turn = 2 * THREE.index(loop) + list(WITHOUT_A_DERIVATIVE).index(kind)
+    agree(f, g, np.roll(REVERSE, turn)[:1])
 
 
 @pytest.mark.parametrize("checkpoints", [None, 1, "all"])
@@ -269,7 +282,10 @@ def test_fewer_leaves_keep_their_places():
         return f
 
     v = jnp.array([0.3, 0.7, 1.1])
-    for how in ({}, {"checkpoints": 1}, {"checkpoints": "all"}):
-        ours = value(lambda *a, how=how: loopkit.scan(*a, **how))
-        for mode in (jax.hessian, lambda f: jax.jacrev(jax.grad(f))):
-            assert_close(mode(ours)(v), mode(value(lax.scan))(v))
+    second = jax.jit(
+        lambda run: (jax.hessian(value(run))(v), jax.jacrev(jax.grad(value(run)))(v)),
+        static_argnums=0,
+    )
+    wanted = second(lax.scan)
+    for checkpoints in (None, 1, "all"):
+        assert_close(second(ft.partial(loopkit.scan, checkpoints=checkpoints)), wanted)

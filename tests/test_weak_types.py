@@ -1,7 +1,5 @@
 """Types of results, weak ones told from strong, against lax, wherever it takes the loop."""
 
-import itertools
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -119,13 +117,14 @@ def test_types_are_those_of_lax(init, x64):
 
     with jax.enable_x64(x64):
         start = INITS[init]()
-        for name, body in BODIES.items():
-            for (kind, ys), length in itertools.product(YS.items(), (0, 3)):
+        for k, (name, body) in enumerate(BODIES.items()):
+            for j, (kind, ys) in enumerate(YS.items()):
+                length = (0, 3)[(k + j + x64) % 2]  # the other where `x64` is the other
                 run = lambda loops, b=body, y=ys, n=length: scanning(loops, b, start, y, n)
                 compare(run, name, kind, length)
             for kind, loop in LOOPS.items():
                 compare(lambda loops, b=body, loop=loop: loop(loops, b, start), name, kind)
-    assert taken >= 40
+    assert taken >= 25
 
 
 # ---------------------------------------------------------------- results
