@@ -337,13 +337,14 @@ PARTS = 5
 
 
 def cases():
-    """Sources with all else as it comes, or with up to two things that are not; each with a part of
-    the reads or writes, which take turns."""
+    """Sources with all else as it comes, or with up to two things that are not, which take turns;
+    each with a part of the reads or writes, which take turns too."""
     axes = SOURCES, KINDS, TRANSFORMED, range(len(CHECKPOINTS))
     for at in itertools.product(*(range(len(axis)) for axis in axes)):
         source, kind, mode, k = (list(axis)[i] for axis, i in zip(axes, at, strict=True))
         other = sum(i != 0 for i in at[1:])
-        if other <= 2 and (source != "slices" or kind == "scan"):
+        its_turn = {0: True, 1: sum(at) % 2, 2: sum(at[1:]) % len(SOURCES) == at[0]}
+        if its_turn.get(other) and (source != "slices" or kind == "scan"):
             # Constants and buffers together have each read.
             quick = kind in OFTEN.get(source, ()) and (mode, k) == ("grad", 0)
             marks = () if quick else pytest.mark.slow
