@@ -18,7 +18,8 @@ import contenders as run
 import harness
 import loopkit
 import workloads
-from loopkit import _axes, _cache
+from loopkit._programs import cache
+from loopkit._tracing import axes as _axes
 
 
 def show(title: str, results: dict, baseline: str) -> None:
@@ -100,12 +101,12 @@ def code(repeats: int) -> None:
 def placed(rule):
     """Inside, every array is sliced as `rule(type, axis)` says."""
     usual, _axes.in_place = _axes.in_place, rule
-    _cache._traced.clear()  # what was traced under another rule
+    cache._traced.clear()  # what was traced under another rule
     try:
         yield
     finally:
         _axes.in_place = usual
-        _cache._traced.clear()
+        cache._traced.clear()
 
 
 def axes(repeats: int) -> None:

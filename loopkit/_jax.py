@@ -69,6 +69,9 @@ COMPARED = (
 )
 """Types of parameters that never change, and are equal only if they mean the same."""
 
+PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+"""The folder of this library: what users wrote is outside."""
+
 KEEPS_BARRIERS = jax.__version_info__ >= (0, 11)
 """Whether the compiler for CPUs keeps lax.optimization_barrier until it has fused operations."""
 
@@ -599,17 +602,17 @@ INNER = tuple(
 """Files that every loop goes through."""
 
 
-def source_of(eqn: Any | None, skipped: str) -> tuple[str, int, str] | None:
-    """File, line and function outside jax and the folder `skipped` that made an equation.
+def source_of(eqn: Any | None) -> tuple[str, int, str] | None:
+    """File, line and function outside jax and loopkit that made an equation.
 
     Without one, of the code being traced; of a loop inside one of jax's own, jax's function.
     """
     info = source_info.current() if eqn is None else eqn.source_info
     for frame in source_info.user_frames(info.traceback):
-        if not frame.file_name.startswith(skipped):
+        if not frame.file_name.startswith(PACKAGE):
             return frame.file_name, frame.start_line, frame.function_name
     for frame in [] if info.traceback is None else info.traceback.frames:
-        if not any(part in frame.file_name for part in (skipped, *INNER)):
+        if not any(part in frame.file_name for part in (PACKAGE, *INNER)):
             return frame.file_name, frame.line_num, frame.function_name
     return None
 

@@ -10,44 +10,29 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "loopkit"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
+ROOMS = """
+loopkit
+_reports _foreign
+_loops
+_tracing
+_engine.rules
+_engine.sweeps
+_engine.derivative
+_engine.trials
+_engine.passes
+_engine.facts
+_engine
+_programs _plans schedules
+_jaxprs
+_buffers
+_arguments
+_jax
+"""
+"""From the top: imports stay in a room or go down. Files within a room form no circle."""
 LAYERS = [
-    ["loopkit"],
-    ["loopkit._blocked"],
-    ["loopkit._ragged"],
-    ["loopkit._unbounded"],
-    ["loopkit._segments"],
-    ["loopkit._while_loop", "loopkit._scan", "loopkit._fori_loop"],
-    ["loopkit._checkpointed"],
-    ["loopkit._replace_lax_loops"],
-    ["loopkit._lax_loops"],
-    ["loopkit._explain", "loopkit._in_place"],
-    ["loopkit._truncate"],
-    ["loopkit._run_scan"],
-    ["loopkit._stored_scan", "loopkit._in_python"],
-    ["loopkit._request"],
-    ["loopkit._capture"],
-    ["loopkit._carried"],
-    ["loopkit._tensor_array"],
-    ["loopkit._buffer"],
-    ["loopkit._index", "loopkit._checks", "loopkit._modes"],
-    ["loopkit._axes", "loopkit._budget"],
-    ["loopkit.engine"],
-    ["loopkit._planner"],
-    ["loopkit._plan"],
-    ["loopkit._plot"],
-    ["loopkit.schedules"],
-    ["loopkit._arguments", "loopkit._info", "loopkit._exhausted"],
-    ["loopkit._cache"],
-    ["loopkit._program_key"],
-    ["loopkit._hlo"],
-    ["loopkit._tree", "loopkit._errors", "loopkit._typing", "loopkit._user_cache"],
-    ["loopkit._varying"],
-    ["loopkit._jaxpr"],
-    ["loopkit._slices"],
-    ["loopkit._window", "loopkit._heard"],
-    ["loopkit._jax"],
+    ["loopkit" if name == "loopkit" else f"loopkit.{name}" for name in line.split()]
+    for line in ROOMS.strip().splitlines()
 ]
-"""From the top. Imports stay in a layer or go down; a package stands for its modules."""
 
 LONGEST = 350
 LONGEST_DOOR = 640

@@ -290,9 +290,9 @@ def test_fields_of_a_plan():
     kept = plan(slots=0, bound=0)
     with pytest.raises(ValueError, match=r"loopkit\.Plan: `slots` must be an int >= 1, carries"):
         jax.grad(lambda x: loopkit.scan(step, x, None, 3, checkpoints=kept)[0])(1.0)
-    numpy = loopkit.Plan(np.int64(3), leaf=np.int8(2), bound=np.uint8(9))
-    assert numpy == loopkit.Plan(3, leaf=2, bound=9)
-    assert {type(n) for n in (numpy.slots, numpy.leaf, numpy.bound)} == {int}
+    numpy = loopkit.Plan(np.int64(3), segment=np.int8(2), bound=np.uint8(9))
+    assert numpy == loopkit.Plan(3, segment=2, bound=9)
+    assert {type(n) for n in (numpy.slots, numpy.segment, numpy.bound)} == {int}
     assert plan(bound=None).bound is None
 
 

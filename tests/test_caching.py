@@ -20,7 +20,7 @@ import pytest
 import loopkit
 from derivatives import assert_close
 from loopkit import _jax
-from loopkit._cache import Recent
+from loopkit._programs.cache import Recent
 
 
 @contextlib.contextmanager

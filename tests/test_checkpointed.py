@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import loopkit
 from derivatives import assert_close, derivative
-from loopkit._replace_lax_loops import DIVERTED
+from loopkit._foreign.replace import DIVERTED
 from problems import CHECKPOINTS, Problem, named, tagged
 
 

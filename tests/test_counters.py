@@ -7,12 +7,12 @@ import pytest
 import loopkit
 from derivatives import assert_close
 from loopkit import Plan, _jax
-from loopkit._plan import Step
-from loopkit._planner import best_plan
-from loopkit.engine.counters import find_counters
-from loopkit.engine.loop import Active
-from loopkit.engine.primitives import while_p
-from loopkit.engine.reversal import reversal
+from loopkit._engine.derivative.reversal import reversal
+from loopkit._engine.facts.counters import find_counters
+from loopkit._engine.loop import Active
+from loopkit._engine.primitives import while_p
+from loopkit._plans.plan import Step
+from loopkit._plans.planner import best_plan
 
 XS = jnp.cos(jnp.arange(24.0)).reshape(12, 2)
 PLANS = [None, "all", Plan(1), Plan(2, 3, "residuals"), Plan(3, 2, "carries")]
@@ -140,4 +140,4 @@ def test_where_nothing_has_to_be_saved_no_step_is_run_to_reach_another():
     assert best_plan(None, 1000, True, [Step(0, 0)]).keeps_all
     factors = best_plan(None, 1000, True, [Step(0, 8, factor_bytes=64)])
     assert factors.every_carry
-    assert factors.leaf == 16
+    assert factors.segment == 16

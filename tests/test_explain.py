@@ -10,9 +10,9 @@ from jax import lax
 
 import loopkit
 from loopkit import Plan
-from loopkit._plan import Step
-from loopkit._planner import make_plan
-from loopkit._plot import picture
+from loopkit._plans.plan import Step
+from loopkit._plans.planner import make_plan
+from loopkit._plans.plot import picture
 
 matplotlib.use("agg")
 X = jnp.ones(100, "float32")
@@ -122,14 +122,14 @@ def test_one_loop_has_a_plan(fn):
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize(
-    "asked", [Plan(3), Plan(4, leaf=3), Plan(20, leaf=3), Plan(50), "all"], ids=str
+    "asked", [Plan(3), Plan(4, segment=3), Plan(20, segment=3), Plan(50), "all"], ids=str
 )
 def test_the_picture_shows_what_runs(asked, exact):
     plan = make_plan(asked, 50, exact, Step(10, 30))
     drawn = picture(plan, 50)
     length = lambda kind: sum(abs(s.stop - s.start) for s in drawn.stretches if s.kind == kind)
     assert length("forward") == length("reversed") == 50
-    if exact and plan.leaf == 1 and not plan.every_carry:
+    if exact and plan.segment == 1 and not plan.every_carry:
         assert length("recomputed") == sum(plan.evaluations()) - 100
     most = max(size for _, size in drawn.in_use)
     assert most <= plan.slot_bytes + plan.row_bytes
@@ -142,7 +142,7 @@ def test_the_picture_shows_the_carries_that_have_memory(slots, with_memory):
 
 
 def test_plots():
-    plan = make_plan(Plan(4, leaf=5), 50, True, Step(10, 30))
+    plan = make_plan(Plan(4, segment=5), 50, True, Step(10, 30))
     figure = plan.plot()
     labels = [t.get_text() for t in figure.axes[0].get_legend().get_texts()]
     assert labels == ["forward", "recomputed", "replayed", "reversed", "carry saved"]

@@ -8,8 +8,8 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 import loopkit
 from derivatives import assert_close
-from loopkit import _jaxpr
-from loopkit.engine.flat_rows import SHORT
+from loopkit._engine.passes.flat_rows import SHORT
+from loopkit._jaxprs import equations
 
 N = 5
 XS = jnp.cos(jnp.arange(N * 6.0)).reshape(N, 3, 2)
@@ -151,7 +151,7 @@ def test_rows_are_those_of_a_python_loop(body, kind, checkpoints, mode):
 
 def carried(f, *args):
     """The shapes that the outermost loops carry and read."""
-    eqns = _jaxpr.all_equations(jax.make_jaxpr(f)(*args))
+    eqns = equations.all_equations(jax.make_jaxpr(f)(*args))
     loop = next(e.params["loop"] for e in eqns if e.primitive.name == "loopkit_while")
     return [t.shape for t in loop.carry_types], [t.shape for t in loop.const_types]
 
@@ -215,7 +215,7 @@ def test_the_same_step_alone_and_in_a_loop():
         return loopkit.fori_loop(0, N, outer, rows, buffers=True)
 
     assert (N + 1, 6) in carried(alone, FIRST)[0]
-    eqns = _jaxpr.all_equations(jax.make_jaxpr(inside)(FIRST))
+    eqns = equations.all_equations(jax.make_jaxpr(inside)(FIRST))
     shapes = [t.shape for e in eqns if "loop" in e.params for t in e.params["loop"].carry_types]
     assert shapes.count((N + 1, 3, 2)) == 2
     assert (N + 1, 6) not in shapes
@@ -240,7 +240,7 @@ def test_elements_of_a_tensor_array_are_vectors():
 def test_rows_of_an_outer_loop_are_flat_in_the_loops_inside():
     """The inner loops carry what the outer one does: no reshape stands between them."""
     jaxpr = jax.make_jaxpr(looped(in_a_loop, "fori", None))(W, XS, FIRST)
-    loops = [e.params["loop"] for e in _jaxpr.all_equations(jaxpr) if "loop" in e.params]
+    loops = [e.params["loop"] for e in equations.all_equations(jaxpr) if "loop" in e.params]
     assert len(loops) == 2
     assert all((N + 1, 6) in [t.shape for t in loop.carry_types] for loop in loops)
 

@@ -7,20 +7,20 @@ import pytest
 import loopkit
 from derivatives import assert_close, derivative
 from loopkit import Plan
-from loopkit._plan import Bytes, Step
-from loopkit._planner import make_plan
-from loopkit.engine import host
+from loopkit._engine.trials import host_memory
+from loopkit._plans.plan import Bytes, Step
+from loopkit._plans.planner import make_plan
 from problems import named
 
 pytestmark = pytest.mark.slow
 
 PLANS = {
-    "segments": Plan(100, leaf=2, host=True),
-    "few": Plan(2, leaf=2, host=True),
+    "segments": Plan(100, segment=2, host=True),
+    "few": Plan(2, segment=2, host=True),
     "carries": Plan(100, host=True),
-    "carries in segments": Plan(100, leaf=4, host=True),
+    "carries in segments": Plan(100, segment=4, host=True),
     "residuals": Plan(0, keeps_all=True, store="residuals", host=True),
-    "residual rows": Plan(3, leaf=2, store="residuals", host=True),
+    "residual rows": Plan(3, segment=2, store="residuals", host=True),
 }
 
 
@@ -109,26 +109,26 @@ def test_what_is_no_pair_of_budgets():
 
 
 def test_a_device_without_host_memory(monkeypatch):
-    monkeypatch.setattr(host, "memory_kinds", lambda device: {"device"})
+    monkeypatch.setattr(host_memory, "memory_kinds", lambda device: {"device"})
     with pytest.raises(NotImplementedError, match=r"scan: checkpoints can be kept on the host"):
         jax.grad(lambda x: cubic(x, checkpoints=Plan(6, host=True)))(jnp.ones(51))
 
 
 def test_wrong_gradients_are_noticed(monkeypatch):
     """Before the loop's own gradient is computed."""
-    probe = host._probe
-    monkeypatch.setattr(host, "_sound", set())
-    monkeypatch.setattr(host, "_probe", lambda x, on_host: probe(x, on_host) * (1 + on_host))
+    probe = host_memory._probe
+    monkeypatch.setattr(host_memory, "_sound", set())
+    monkeypatch.setattr(host_memory, "_probe", lambda x, on_host: probe(x, on_host) * (1 + on_host))
     with pytest.raises(RuntimeError, match=r"scan: checkpoints in the host's memory must"):
         jax.jit(jax.grad(lambda x: cubic(x, checkpoints=Plan(6, host=True))))(jnp.ones(52))
-    assert not host._sound
+    assert not host_memory._sound
 
 
 def test_gradients_are_checked_once(monkeypatch):
     probed = []
-    probe = host._probe
-    monkeypatch.setattr(host, "_sound", set())
-    monkeypatch.setattr(host, "_probe", lambda *args: probed.append(args) or probe(*args))
+    probe = host_memory._probe
+    monkeypatch.setattr(host_memory, "_sound", set())
+    monkeypatch.setattr(host_memory, "_probe", lambda *args: probed.append(args) or probe(*args))
     for size in (53, 54):
         jax.jit(jax.grad(lambda x: cubic(x, checkpoints=Plan(6, host=True))))(jnp.ones(size))
     assert len(probed) == 2  # with and without

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import loopkit
-from loopkit._hlo import Program
+from loopkit._reports.hlo import Program
 
 ROWS = jnp.ones((300, 7))
 

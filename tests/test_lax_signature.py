@@ -11,7 +11,7 @@ from jax import lax
 
 import loopkit
 from derivatives import assert_close
-from loopkit import _jaxpr
+from loopkit._jaxprs import equations
 
 pytestmark = pytest.mark.slow
 
@@ -73,7 +73,7 @@ def test_scan(xs, length, reverse, unroll, split):
 
 def unrolled_by(f, *args):
     """Steps to an iteration of the loops of loopkit in a function."""
-    found = _jaxpr.all_equations(jax.make_jaxpr(f)(*args))
+    found = equations.all_equations(jax.make_jaxpr(f)(*args))
     return [eqn.params["loop"].unroll for eqn in found if eqn.primitive.name == "loopkit_while"]
 
 

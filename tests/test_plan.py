@@ -10,8 +10,8 @@ from jax import lax
 import loopkit
 from derivatives import assert_close
 from loopkit import Plan
-from loopkit._plan import Bytes, Step
-from loopkit._planner import make_plan
+from loopkit._plans.plan import Bytes, Step
+from loopkit._plans.planner import make_plan
 from loopkit.schedules import binomial
 
 X = jnp.linspace(0.1, 1.0, 5000)
@@ -52,9 +52,9 @@ def test_the_result_does_not_depend_on_the_budget():
     want = gradient(lax.scan, network, jnp.ones((7, 96)), 13)(jnp.ones((7, 96)))
     plans = [
         Plan(13),
-        Plan(13, leaf=4),
-        Plan(4, leaf=4),
-        Plan(3, leaf=2, store="residuals"),
+        Plan(13, segment=4),
+        Plan(4, segment=4),
+        Plan(3, segment=2, store="residuals"),
         Plan(2),
         Plan(1),
         Plan(0, keeps_all=True, store="residuals"),
@@ -69,7 +69,7 @@ def test_the_result_does_not_depend_on_the_budget():
 @pytest.mark.parametrize("slots", [3, 20])
 def test_gradients_of_large_matrices(leaf, store, slots):
     """Their products are put off to the end of a segment."""
-    plan = Plan(slots, leaf=leaf, store=store)
+    plan = Plan(slots, segment=leaf, store=store)
     x = jnp.linspace(-1, 1, 4 * 96).reshape(4, 96)
     xs = jnp.linspace(0, 1, 11 * 4 * 96).reshape(11, 4, 96)
 
@@ -177,5 +177,5 @@ def test_runs_of_a_loop_without_a_bound():
 
 
 def test_printed():
-    assert "8 carries, then the carries of 4 steps at a time" in str(Plan(8, leaf=4))
+    assert "8 carries, then the carries of 4 steps at a time" in str(Plan(8, segment=4))
     assert "runs       60 forward" in str(make_plan(Plan(5), 60, True, Step(8, 8)))

@@ -7,9 +7,10 @@ from jax.experimental import io_callback
 
 import loopkit
 from derivatives import assert_close
-from loopkit import _jax, _jaxpr
-from loopkit._slices import read_p, write_p
-from loopkit.engine.reads_first import reads_first
+from loopkit import _jax
+from loopkit._buffers.slices import read_p, write_p
+from loopkit._jaxprs import equations
+from loopkit._jaxprs.reads_first import reads_first
 
 N = 6
 XS = jnp.sin(3 * jnp.arange(N * 2.0)).reshape(N, 2)
@@ -83,7 +84,7 @@ def test_rows_are_those_of_a_python_loop(body, mode, checkpoints):
 
 def order(body):
     """What the steps of the innermost loop do to its buffer, in turn."""
-    eqns = list(_jaxpr.all_equations(jax.make_jaxpr(looped(body))(0.7, XS)))
+    eqns = list(equations.all_equations(jax.make_jaxpr(looped(body))(0.7, XS)))
     loop = [e.params["loop"] for e in eqns if e.primitive.name == "loopkit_while"][-1]
     names = {read_p: "read", write_p: "write"}
     found = _jax.open_jaxpr(loop.body).eqns

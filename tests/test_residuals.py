@@ -14,7 +14,7 @@ from jax import lax
 
 import loopkit
 from loopkit import _jax
-from loopkit.engine.reversal import reversal
+from loopkit._engine.derivative.reversal import reversal
 
 WIDTH = 256
 CARRY = 8 * WIDTH
@@ -266,7 +266,7 @@ def test_a_residual_is_computed_once_going_back(unknown):
             return s[0] + 1, s[1] + 0.1 * jnp.sin(p * s[1])
 
         bound = None if unknown else 1000
-        plan = loopkit.Plan(slots=32, leaf=32)
+        plan = loopkit.Plan(slots=32, segment=32)
         start = jnp.int32(0), x
         done = loopkit.while_loop(
             lambda s: s[0] < 1000, body, start, max_steps=bound, checkpoints=plan

@@ -10,8 +10,9 @@ import pytest
 
 import loopkit
 from derivatives import assert_close, derivative
-from loopkit import _exhausted, _segments, _unbounded
-from loopkit._segments import AT_ONCE, LONGEST, segment_lengths, together
+from loopkit._loops import exhausted, growing
+from loopkit._loops import unbounded as _unbounded
+from loopkit._loops.growing import AT_ONCE, LONGEST, segment_lengths, together
 from problems import inexact_vector
 
 FAST = {"segment": 2, "growth": 2.0}
@@ -20,7 +21,7 @@ FAST = {"segment": 2, "growth": 2.0}
 @pytest.fixture(autouse=True)
 def apart(monkeypatch):
     """These loops are all light; here they are run in segments, unless a test says otherwise."""
-    monkeypatch.setattr(_segments, "LIGHT", 0)
+    monkeypatch.setattr(growing, "LIGHT", 0)
 
 
 @pytest.fixture
@@ -408,7 +409,7 @@ def test_what_would_fit_is_counted_where_the_carry_lies(
     device = jax.devices()[2]
     full = {"bytes_limit": 10, "bytes_in_use": 10}
     stats = {device: {"bytes_limit": 2000, "bytes_in_use": in_use}}
-    monkeypatch.setattr(_exhausted, "memory_stats", lambda device: stats.get(device, full))
+    monkeypatch.setattr(exhausted, "memory_stats", lambda device: stats.get(device, full))
     failing_at(monkeypatch, 2, "RESOURCE_EXHAUSTED: Out of memory")
     start = jnp.ones(1) if through is jax.vmap else 1.0
 
@@ -423,14 +424,14 @@ def test_what_would_fit_is_counted_where_the_carry_lies(
 def test_what_would_fit_on_the_fullest_of_several_devices(monkeypatch):
     left = dict(zip(jax.devices(), [30, 70, 20, 90], strict=False))
     monkeypatch.setattr(
-        _exhausted, "memory_stats", lambda device: {"bytes_limit": left.get(device, 1000)}
+        exhausted, "memory_stats", lambda device: {"bytes_limit": left.get(device, 1000)}
     )
     sharding = jax.sharding.NamedSharding(
         jax.make_mesh((2,), "a", devices=jax.devices()[:2]), jax.sharding.PartitionSpec("a")
     )
-    assert _exhausted.memory_left([jax.device_put(jnp.zeros(4), sharding)]) == 30
-    assert _exhausted.memory_left([jax.device_put(jnp.zeros(4), jax.devices()[1])]) == 70
-    assert _exhausted.memory_left([]) == 30
+    assert exhausted.memory_left([jax.device_put(jnp.zeros(4), sharding)]) == 30
+    assert exhausted.memory_left([jax.device_put(jnp.zeros(4), jax.devices()[1])]) == 70
+    assert exhausted.memory_left([]) == 30
 
 
 def exhausting(where):

@@ -8,8 +8,8 @@ import loopkit
 from buffer_bodies import BODIES, XS, W, looped, ring, rows_from_rows, viterbi
 from derivatives import assert_close
 from loopkit import Plan, _jax
-from loopkit.engine.primitives import while_p
-from loopkit.engine.undo import find_undo
+from loopkit._engine.derivative.write_log import find_undo
+from loopkit._engine.primitives import while_p
 
 pytestmark = pytest.mark.slow
 

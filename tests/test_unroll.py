@@ -7,9 +7,10 @@ from jax.experimental import io_callback
 
 import loopkit
 from derivatives import assert_close, derivative
-from loopkit import Plan, _cache, _user_cache
-from loopkit.engine import unrolling
-from loopkit.engine.unrolling import Trial
+from loopkit import Plan
+from loopkit._engine.trials import unrolling, user_cache
+from loopkit._engine.trials.unrolling import Trial
+from loopkit._programs import cache
 from problems import named
 
 pytestmark = pytest.mark.slow
@@ -25,7 +26,7 @@ def empty_caches(tmp_path, monkeypatch):
 
 def forget():
     """What a new process does not know."""
-    for known in (unrolling._chosen, _cache._traced, _cache._loops):
+    for known in (unrolling._chosen, cache._traced, cache._loops):
         known.clear()
     jax.clear_caches()
 
@@ -48,7 +49,7 @@ def quadratic(x, factor, unroll="auto", steps=300):
     return loopkit.scan(step, x, length=steps, unroll=unroll)[0]
 
 
-@pytest.mark.parametrize("checkpoints", [Plan(100), Plan(4, leaf=4), KEEPS_ALL])
+@pytest.mark.parametrize("checkpoints", [Plan(100), Plan(4, segment=4), KEEPS_ALL])
 @pytest.mark.parametrize("name", ["while_scalar", "scan_until", "scan_xs_ys"])
 def test_derivatives_with_every_way_of_storing(name, checkpoints):
     (problem,) = named(name)
@@ -87,19 +88,19 @@ def test_kept_between_processes(trials):
         jax.jit(lambda *args: quadratic(*args) + 1)(0.1, 0.3)
 
     jax.jit(quadratic)(0.1, 0.3)
-    (file,) = _user_cache.folder().glob("unroll-*.json")
+    (file,) = user_cache.folder().glob("unroll-*.json")
     in_another_process()
     assert not trials
     file.write_text("half a file")
     in_another_process()
     assert trials
-    assert _user_cache.load(file.stem)["unroll"] == 4
+    assert user_cache.load(file.stem)["unroll"] == 4
 
 
 def test_what_is_kept_says_what_each_count_took(trials):
     jax.jit(quadratic)(0.1, 0.4)
-    (file,) = _user_cache.folder().glob("unroll-*.json")
-    kept = _user_cache.load(file.stem)
+    (file,) = user_cache.folder().glob("unroll-*.json")
+    kept = user_cache.load(file.stem)
     assert kept["unroll"] == 4
     assert kept["seconds"]["1"] == pytest.approx(0.01 + 300 * unrolling.USES * 8e-6)
 
@@ -199,7 +200,7 @@ def test_a_real_trial(name, gradient):
     lanes = jnp.stack([x, 1.15 * x])
     each = [derivative(problem.flat_reference(row), pattern)(row) for row in lanes]
     assert_close(jax.jit(jax.vmap(derivative(f, pattern)))(lanes), jnp.stack(each))
-    assert list(_user_cache.folder().glob("unroll-*.json"))
+    assert list(user_cache.folder().glob("unroll-*.json"))
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch, trials):
@@ -211,10 +212,10 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch, trials):
 @pytest.mark.parametrize("platform", ["linux", "darwin", "win32"])
 def test_the_folder_is_the_users(platform, monkeypatch, tmp_path):
     monkeypatch.delenv("LOOPKIT_CACHE_DIR")
-    monkeypatch.setattr(_user_cache.sys, "platform", platform)
+    monkeypatch.setattr(user_cache.sys, "platform", platform)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path))
-    found = _user_cache.folder()
+    found = user_cache.folder()
     assert found.name == "loopkit"
     assert found.parent == tmp_path or platform == "darwin"
 

@@ -1,0 +1,123 @@
+"""Arguments that several loops take, checked in one place."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from loopkit import _jax
+from loopkit._arguments import errors
+
+
+def check_callable(function: str, argument: str, value: Any) -> None:
+    if not callable(value):
+        raise errors.wrong_type(
+            function, argument, "must be a function", repr(value), "Pass a callable."
+        )
+
+
+def check_flag(function: str, argument: str, value: Any, expected: str = "a bool") -> bool:
+    """A bool, of Python or numpy, or 0 or 1, as a bool."""
+    if isinstance(value, (int, np.bool_, np.integer)) and value in (0, 1):
+        return bool(value)
+    got = errors.shown(value)
+    advice = "It is part of the compiled program: pass True or False."
+    raise errors.wrong_type(function, argument, f"must be {expected}", got, advice)
+
+
+BOUNDS = {
+    "max_steps": (0, "an int >= 0 or None (no bound)"),
+    "truncate": (1, "an int >= 1 (steps) or None"),
+    "block": (1, "an int >= 1 (rows) or None"),
+    "max_segments": (1, "an int >= 1 or None (no bound)"),
+}
+
+
+def check_bound(function: str, argument: str, value: Any) -> int | None:
+    """One of `BOUNDS`: an int, or None."""
+    return None if value is None else check_whole(function, argument, value, *BOUNDS[argument])
+
+
+def unrolls_all(unroll: Any) -> bool:
+    """Whether all steps are asked for, as in lax by True or 0."""
+    if isinstance(unroll, (bool, np.bool_)):
+        return bool(unroll)
+    return isinstance(unroll, (int, np.integer)) and unroll == 0
+
+
+def check_unroll(function: str, unroll: Any, length: int | None = None) -> tuple[int, bool]:
+    """Steps to an iteration, and whether to find out how many.
+
+    All of them can be asked for where their number is known.
+    """
+    if isinstance(unroll, str) and unroll == "auto":
+        return 1, True
+    if isinstance(unroll, (bool, np.bool_)) and not unroll:
+        return 1, False
+    if length is None:
+        expected = 'an int >= 1, the steps to an iteration, or "auto"'
+        return check_whole(function, "unroll", unroll, 1, expected), False
+    expected = 'an int >= 0, the steps to an iteration (0 for all), a bool, or "auto"'
+    steps = 0 if unrolls_all(unroll) else check_whole(function, "unroll", unroll, 0, expected)
+    return max(1, min(steps or length, length)), False
+
+
+def check_whole(function: str, argument: str, value: Any, least: int, expected: str) -> int:
+    whole = None
+    with contextlib.suppress(TypeError, jax.errors.JAXTypeError):
+        whole = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    if whole is not None and whole >= least:
+        return whole
+    got = errors.shown(value)
+    if whole is None:
+        advice = (
+            "It is part of the compiled program: pass a Python int, not a float or a traced value."
+        )
+        raise errors.wrong_type(function, argument, f"must be {expected}", got, advice)
+    advice = f"Pass at least {least}."
+    raise errors.wrong_value(function, argument, f"must be {expected}", got, advice)
+
+
+def as_array(
+    function: str, argument: str, value: Any, path: Any = (), advice: str = "Pass numbers."
+) -> Any:
+    """An array, of whatever jax.numpy makes one of."""
+    try:
+        return _jax.as_array(value)
+    except (TypeError, ValueError):
+        got = errors.shown(value)
+        raise errors.wrong_type(function, argument, "must be an array", got, advice, path) from None
+
+
+def as_arrays(function: str, argument: str, tree: Any, hidden: int = 0) -> Any:
+    """The tree with every leaf an array. `hidden` levels of it are not the user's."""
+    if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree)):
+        return tree
+
+    advice = "Close over what is not an array, or make it a static field of a pytree node."
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: as_array(function, argument, leaf, path[hidden:], advice), tree
+    )
+
+
+def is_traced(leaf: Any) -> bool:
+    """Whether a leaf becomes abstract where a whole function is traced; others stay as they are."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, complex))
+
+
+def type_of(value: Any) -> Any:
+    """What `jax.typeof` says, which takes a microsecond an array."""
+    if type(value) is _jax.ArrayImpl and type(value.sharding) is jax.sharding.SingleDeviceSharding:
+        return value.aval
+    return jax.typeof(value)
+
+
+def in_python(function: Callable[[], Any]) -> Any:
+    """What a Python loop gives under jax.disable_jit; None where it needs abstract values."""
+    with contextlib.suppress(jax.errors.ConcretizationTypeError):
+        return function() if _jax.jit_is_disabled() else None

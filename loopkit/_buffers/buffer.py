@@ -1,0 +1,344 @@
+"""A carry leaf that is read and written in slices, in place."""
+
+from __future__ import annotations
+
+import contextlib
+import functools as ft
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from loopkit import _jax
+from loopkit._arguments import errors, validate
+from loopkit._buffers import indexing, run_time_checks, slices
+from loopkit._buffers.keywords import check_keywords, fill_value_of, mode_name, without_operators
+
+AT = "Buffer.at[...]."
+
+
+@dataclass(frozen=True, eq=False)
+class Owner:
+    """The carry leaf that a buffer stands for, while a step is traced."""
+
+    leaf: int
+    """Its number among the leaves of the carry."""
+    mask: Any
+    """Whether the step counts: writes in lanes that have stopped do nothing. None: it does."""
+    step: Any = None
+    """The number of the step, where reads and writes are checked."""
+    name: str = ""
+    """What errors call it."""
+
+
+@jax.tree_util.register_pytree_node_class
+@without_operators
+class Buffer:
+    """An array that a loop reads and writes in slices, in place.
+
+    In the body of a loop, the carry leaves that `buffers` names are `Buffer`s. One is read with
+    `b[i]` and written with `b.at[i].set(x)`, which returns the buffer to go on with, as
+    for arrays; indices are all that `jax.numpy` takes. Its gradient costs what the slices cost,
+    not what the buffer does.
+
+    - `b[i]`: read; `jnp.asarray(b)` reads everything.
+    - `b.at[i].set(x)`, `add`, `subtract`, `multiply`, `divide`, `power`, `min`, `max`, `apply`:
+      write, with the keyword arguments of `jax.numpy.ndarray.at`, and `pred`: a bool, or an array
+      of them that broadcasts against `b[i]`, which says what is written.
+    - `b.at[i].get(mode=..., fill_value=...)`: read.
+    - `b.shape`, `b.dtype`, `b.ndim`, `b.size`, `len(b)`.
+
+    As for arrays, reads out of bounds are moved inside and writes are dropped, unless `mode` says
+    otherwise. Where index arrays name a row twice, the last value set is kept.
+
+    `Buffer(array)` makes one outside a loop, to try a body by hand.
+    """
+
+    __slots__ = ("_owner", "_value", "_written")
+
+    def __init__(self, value: Any):
+        is_array = not isinstance(value, Buffer)
+        self._value = validate.as_array("Buffer", "value", value) if is_array else value._value
+        self._owner: Owner | None = value._owner if isinstance(value, Buffer) else None
+        self._written: Any = value._written if isinstance(value, Buffer) else None
+
+    @staticmethod
+    def _of(value: Any, owner: Owner | None, written: Any = None) -> Buffer:
+        """`written`, bools for all of it, says what has been, where that is checked."""
+        new = object.__new__(Buffer)
+        new._value, new._owner, new._written = value, owner, written
+        return new
+
+    def tree_flatten(self) -> tuple[tuple, Any]:
+        return (self._value,), self._owner
+
+    @classmethod
+    def tree_unflatten(cls, owner: Any, children: Sequence[Any]) -> Buffer:
+        return cls._of(children[0], owner)
+
+    # ---------------------------------------------------------------- as an array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._value.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self._value.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("loopkit.Buffer: `len` needs an axis, got a buffer of shape ().")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator:
+        return (self[i] for i in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"Buffer({errors.short_type(jax.typeof(self._value))})"
+
+    def __jax_array__(self) -> Any:
+        return self._read(indexing.place(self.shape, ...))
+
+    # ---------------------------------------------------------------- slices
+
+    def __getitem__(self, index: Any) -> Any:
+        place = indexing.place(self.shape, index)
+        return run_time_checks.check_read(self, self._read(place), place, True)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise TypeError(
+            "loopkit.Buffer: buffers are not written to by assignment, got b[i] = x. Write "
+            "`b = b.at[i].set(x)`."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"loopkit.Buffer: a buffer has no `{name}`. Read what you need with `b[i]`; "
+            "`jnp.asarray(b)` is all of it, as an array."
+        )
+
+    @property
+    def at(self) -> At:
+        """`b.at[i]`: what to read or write, as for arrays."""
+        return At(self)
+
+    def _read(self, place: indexing.Place) -> Any:
+        found, after = slices.read(self._value, place.starts, place.window)
+        if _jax.same_trace(after, self._value):
+            # Whatever is read or written next comes after this read.
+            self._value = after
+        return place.outward(found)
+
+    def _write(self, place: indexing.Place, value: Any, pred: Any, add: bool = False) -> Buffer:
+        masks = [] if pred is None else [place.inward_mask(pred)]
+        if self._owner is not None and self._owner.mask is not None:
+            masks.append(place.inward_mask(self._owner.mask))
+        mask = ft.reduce(jnp.logical_and, masks) if masks else None
+        stacked = place.inward(value)
+        if not add and not place.unique:
+            if mask is not None and mask.size > math.prod(place.batch):
+                place, stacked, mask = place.by_element(stacked, mask)
+            mask = place.last_of_equals(self.shape, mask)
+        new = slices.write(self._value, stacked, place.starts, place.window, mask, add)
+        written = self._written
+        if written is not None:
+            yes = jnp.ones(stacked.shape, bool)
+            written = slices.write(written, yes, place.starts, place.window, mask)
+        return Buffer._of(new, self._owner, written)
+
+
+@dataclass(frozen=True)
+class At:
+    """`b.at`, waiting for its index."""
+
+    buffer: Buffer
+
+    def __getitem__(self, index: Any) -> Ref:
+        return Ref(self.buffer, index)
+
+
+@without_operators
+@dataclass(frozen=True)
+class Ref:
+    """`b.at[i]`: part of a buffer."""
+
+    buffer: Buffer
+    index: Any
+
+    def get(
+        self,
+        *,
+        mode: Any = None,
+        fill_value: Any = None,
+        indices_are_sorted: bool = False,
+        unique_indices: bool = False,
+        **other: Any,
+    ) -> Any:
+        """What is there."""
+        check_keywords("get", other)
+        if not isinstance(fill_value, (int, float, complex, type(None))):
+            validate.as_array(f"{AT}get", "fill_value", fill_value)
+        validate.check_flag(f"{AT}get", "unique_indices", unique_indices)
+        validate.check_flag(f"{AT}get", "indices_are_sorted", indices_are_sorted)
+        how = mode_name("get", mode)
+        # A promise changes nothing for reads.
+        how = None if how == "promise_in_bounds" else how
+        place = indexing.place(self.buffer.shape, self.index, how)
+        found = run_time_checks.check_read(
+            self.buffer, self.buffer._read(place), place, mode is None
+        )
+        if how != "drop":
+            return found
+        _, inside = place.window.starts_in(self.buffer.shape, place.starts)
+        if inside is None:
+            return found
+        inside = inside.reshape(*inside.shape, *[1] * self.buffer.ndim)
+        inside = place.outward(jnp.broadcast_to(inside, (*place.batch, *place.window.sizes)))
+        return jnp.where(inside, found, fill_value_of(self.buffer.dtype, fill_value))
+
+    def set(self, values: Any, **how: Any) -> Buffer:
+        """The buffer with `values` there."""
+        return self._write("set", lambda _, x: x, values, how, reads=False)
+
+    def add(self, values: Any, **how: Any) -> Buffer:
+        """The buffer with `values` added; where an index occurs twice, both are."""
+        place, pred = self._place("add", how)
+        values = self._checked("add", place, pred, how, values)
+        return self.buffer._write(place, values, pred, add=True)
+
+    def subtract(self, values: Any, **how: Any) -> Buffer:
+        return self.add(-validate.as_array(f"{AT}subtract", "values", values), **how)
+
+    def multiply(self, values: Any, **how: Any) -> Buffer:
+        return self._write("multiply", jnp.multiply, values, how)
+
+    def divide(self, values: Any, **how: Any) -> Buffer:
+        return self._write("divide", jnp.divide, values, how)
+
+    def power(self, values: Any, **how: Any) -> Buffer:
+        return self._write("power", jnp.power, values, how)
+
+    def min(self, values: Any, **how: Any) -> Buffer:
+        return self._write("min", jnp.minimum, values, how)
+
+    def max(self, values: Any, **how: Any) -> Buffer:
+        return self._write("max", jnp.maximum, values, how)
+
+    def apply(self, func: Callable, **how: Any) -> Buffer:
+        """The buffer with `func` of what is there."""
+        validate.check_callable(f"{AT}apply", "func", func)
+        return self._write("apply", lambda old, _: func(old), 0, how)
+
+    mul = multiply
+
+    def _write(
+        self, name: str, combine: Callable, values: Any, how: dict, reads: bool = True
+    ) -> Buffer:
+        place, pred = self._place(name, how)
+        self._check_shape(name, "values", place, values)
+        if not reads:
+            return self.buffer._write(place, self._checked(name, place, pred, how, values), pred)
+        if not place.unique:
+            return self._all_at_once(name, combine, values, how, pred)
+        old = self.buffer._read(place)
+        new = self._checked(name, place, pred, how, combine(old, values))
+        return self.buffer._write(place, new, pred)
+
+    def _checked(self, name: str, place: indexing.Place, pred: Any, how: dict, values: Any) -> Any:
+        """Values to write, in the dtype of the buffer."""
+        self._check_shape(name, "values", place, values)
+        values = self._cast(name, values)
+        if how.get("mode") is not None:
+            return values
+        return run_time_checks.check_bounds(
+            self.buffer, values, place, pred, f"written with .{name}"
+        )
+
+    def _all_at_once(
+        self, name: str, combine: Callable, values: Any, how: dict, pred: Any
+    ) -> Buffer:
+        """Index arrays that may name a row twice: as jax.numpy does it, on the whole array."""
+        whole = indexing.place(self.buffer.shape, ...)
+        array = self.buffer._read(whole)
+        index = self.index
+        ref = array.at[tuple(map(jnp.asarray, index)) if isinstance(index, list) else index]
+        how = {k: v for k, v in how.items() if k != "pred"}
+        if name == "apply":
+            new = ref.apply(lambda old: combine(old, None), **how)
+        else:
+            if pred is not None:
+                neutral = {"multiply": 1, "divide": 1, "power": 1}
+                shape = indexing.place(self.buffer.shape, self.index).shape
+                other = neutral[name] if name in neutral else ref.get()
+                values = jnp.where(pred, jnp.broadcast_to(values, shape), other)
+            new = getattr(ref, name)(values, **how)
+        return self.buffer._write(whole, new, None)
+
+    def _place(self, name: str, how: dict) -> tuple[indexing.Place, Any]:
+        how = dict(how)
+        pred, mode = how.pop("pred", None), mode_name(name, how.pop("mode", None))
+        flags = "unique_indices", "indices_are_sorted"
+        unique, _ = (validate.check_flag(AT + name, k, how.pop(k, False)) for k in flags)
+        check_keywords(name, how)
+        place = indexing.place(self.buffer.shape, self.index, mode or "drop", unique)
+        if pred is None:
+            return place, None
+        pred = validate.as_array(AT + name, "pred", pred)
+        if pred.dtype != bool:
+            raise TypeError(
+                f"loopkit.Buffer: `pred` of `.at[...].{name}` must be of bools, got "
+                f"{errors.short_type(jax.typeof(pred))}. Compare with a number."
+            )
+        self._check_shape(name, "`pred`", place, pred)
+        return place, pred
+
+    def _check_shape(self, name: str, what: str, place: indexing.Place, value: Any) -> None:
+        have, want = validate.as_array(AT + name, "values", value).shape, place.shape
+        with contextlib.suppress(ValueError):
+            if jnp.broadcast_shapes(have, want) == want:
+                return
+        raise ValueError(
+            f"loopkit.Buffer: {what} of `.at[...].{name}` must broadcast against {list(want)}, the "
+            f"shape of what is written of {errors.short_type(self.buffer)}, got {list(have)}. "
+            "Reshape them, or index the part of the buffer that they are for."
+        )
+
+    def _cast(self, name: str, values: Any) -> Any:
+        """Values in the dtype of the buffer, if that loses nothing but precision."""
+        values = jnp.asarray(values)
+        have, want = values.dtype, self.buffer.dtype
+        if have == want:
+            return values
+        kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+        rank = [
+            next((i for i, k in enumerate(kinds) if jnp.issubdtype(d, k)), -1) for d in (have, want)
+        ]
+        if -1 in rank or rank[0] > rank[1]:
+            raise TypeError(
+                f"loopkit.Buffer: `.at[...].{name}` must be given values of dtype {want}, that of "
+                f"the buffer, got {have}. Cast them with .astype, or start from a buffer of {have}."
+            )
+        return lax.convert_element_type(values, want)
+
+
+def plain(tree: Any) -> Any:
+    """The tree with an array for every buffer."""
+    return jax.tree.map(
+        lambda v: v._value if isinstance(v, Buffer) else v,
+        tree,
+        is_leaf=lambda v: isinstance(v, Buffer),
+    )

@@ -1,0 +1,285 @@
+"""What stands between the brackets of `b[...]`, as a window with starts and a layout.
+
+Indexing follows numpy: `b[i, :, None, rows]` with integers, slices, ellipses, None and arrays of
+integers, in any mixture.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from loopkit import _jax
+from loopkit._buffers.window import Window
+
+HOW = "Index with integers, slices, None, an ellipsis, or arrays of integers."
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an index points, and how what is there is laid out."""
+
+    window: Window
+    starts: Any
+    shape: tuple[int, ...]
+    """The shape of what the index selects."""
+    dropped: tuple[int, ...]
+    """Axes of the stacked slices, all of size one, that the result does not have."""
+    order: tuple[int, ...]
+    """The order of the others in the result."""
+    new: tuple[int, ...]
+    """Axes of the result that come from None."""
+    unique: bool
+    """Whether no two slices are the same."""
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        return tuple(self.starts.shape[:-1])
+
+    def outward(self, slices: Any) -> Any:
+        """What the index selects, from stacked slices."""
+        found = jnp.transpose(jnp.squeeze(slices, self.dropped), self.order)
+        return jnp.expand_dims(found, self.new)
+
+    def inward(self, value: Any) -> Any:
+        """Stacked slices, from a value for all that the index selects."""
+        return self._stacked(jnp.broadcast_to(value, self.shape))
+
+    def inward_mask(self, mask: Any) -> Any:
+        """A mask for the stacked slices, from one that broadcasts against what is selected."""
+        if jnp.ndim(mask) > len(self.shape):
+            jnp.broadcast_to(mask, self.shape)
+        mask = jnp.reshape(mask, (*[1] * (len(self.shape) - jnp.ndim(mask)), *jnp.shape(mask)))
+        stacked = self._stacked(mask)
+        rest = stacked.shape[len(self.batch) :]
+        return jnp.broadcast_to(stacked, (*self.batch, *rest))
+
+    def _stacked(self, value: Any) -> Any:
+        value = jnp.transpose(jnp.squeeze(value, self.new), tuple(map(int, np.argsort(self.order))))
+        return jnp.expand_dims(value, self.dropped)
+
+    def last_of_equals(self, shape: Sequence[int], mask: Any) -> Any:
+        """`mask`, one flag a slice or None, without the slices that a later one writes over."""
+        at, inside = self.window.starts_in(shape, self.starts)
+        room = [shape[a] for a in self.window.axes]
+        strides = np.array([math.prod(room[i + 1 :]) for i in range(len(room))], at.dtype)
+        place = (at * strides).sum(-1)
+        written = jnp.ones(place.shape, bool) if mask is None else mask.reshape(place.shape)
+        written = written if inside is None else written & inside
+        last = written & _last(jnp.where(written, place, -1))
+        return last.reshape(*place.shape, *[1] * len(shape))
+
+    def by_element(self, value: Any, mask: Any) -> tuple[Place, Any, Any]:
+        """The same, a slice for each element, with stacked slices and their mask."""
+        window, batch = self.window, self.batch
+        rest = [a for a in range(len(window.sizes)) if a not in window.axes]
+        sizes = [window.sizes[a] for a in rest]
+        grid = np.moveaxis(np.indices(sizes, self.starts.dtype), 0, -1)
+        grid = grid + np.array([window.offsets[a] for a in rest], grid.dtype)
+        stacked = (*batch, *sizes, *[1] * len(window.sizes))
+        starts = self.starts.reshape(*batch, *[1] * len(sizes), len(window.axes))
+        starts = jnp.broadcast_to(starts, (*batch, *sizes, len(window.axes)))
+        grid = jnp.broadcast_to(grid, (*batch, *grid.shape))
+        ndim = len(window.sizes)
+        axes, nowhere = (*window.axes, *rest), (0,) * ndim
+        ones = replace(window, axes=axes, offsets=nowhere, sizes=(1,) * ndim)
+        place = replace(self, window=ones, starts=jnp.concatenate([starts, grid], -1))
+        mask = jnp.broadcast_to(mask, value.shape)
+        return place, value.reshape(stacked), mask.reshape(stacked)
+
+
+def _last(places: Any) -> Any:
+    """Which of some integers are not there again later."""
+    flat = places.reshape(-1)
+    if flat.size <= 64:
+        later = np.triu(np.ones((flat.size, flat.size), bool), 1)
+        last = ~((flat[:, None] == flat) & later).any(1)
+    else:
+        order = jnp.argsort(flat, stable=True)
+        ordered = flat[order]
+        ends = jnp.append(ordered[1:] != ordered[:-1], True)
+        last = jnp.zeros(flat.shape, bool).at[order].set(ends, unique_indices=True)
+    return last.reshape(places.shape)
+
+
+def place(shape: Sequence[int], index: Any, mode: str | None = None, unique: bool = False) -> Place:
+    """Where `index` points in a buffer of this shape.
+
+    `mode` is for slices out of bounds, as in `Window`; None is that of `jax.numpy` for reads.
+    `unique` is the caller's word that the index has no duplicates.
+    """
+    index = index if isinstance(index, tuple) else (index,)
+    items = _expanded(shape, index)
+    arrays = [v for kind, v, _ in items if kind == "array"]
+    has_arrays = any(np.ndim(a) for a in arrays)
+    # An index without a sign is not from the end, however large, ...
+    wrap = not arrays or any(a.dtype.kind == "i" for a in arrays)
+    if mode is None:
+        # ... but where jax.numpy reads one slice, and does not gather.
+        strided = any(isinstance(v, slice) and v.step not in (None, 1, -1) for v in index)
+        gathers = has_arrays or (strided and bool(arrays))
+        mode, wrap = ("promise_in_bounds", wrap) if gathers else ("clip", True)
+    together = jnp.broadcast_shapes(*[np.shape(a) for a in arrays]) if arrays else ()
+    steps = [v for kind, v, _ in items if kind == "steps"]
+    batch = (*together, *map(len, steps))
+    axes, columns = [], []
+    offsets, sizes = [0] * len(shape), list(shape)
+    tokens: list[Any] = []  # the axes of the result, as numbers of axes of the stacked slices
+    # Where something is between integers and arrays, numpy puts their axes first.
+    places = [i for i, (kind, _, _) in enumerate(items) if kind == "array"]
+    front = bool(places) and places[-1] - places[0] + 1 > len(places)
+    placed, step = False, 0
+    for kind, v, axis in items:
+        if kind == "array":
+            if has_arrays and not placed:
+                block = list(range(len(together)))
+                tokens = block + tokens if front else tokens + block
+                placed = True
+            sizes[axis] = 1
+            fixed = _known_start(v, shape[axis])
+            if fixed is not None:
+                offsets[axis] = fixed
+                continue
+            axes.append(axis)
+            v = jnp.asarray(v)
+            columns.append(v.reshape(*np.shape(v), *[1] * len(steps)))
+        elif kind == "steps":
+            dims = len(together) + step
+            axes.append(axis)
+            after = len(steps) - step - 1
+            columns.append(jnp.asarray(v).reshape(len(v), *[1] * after))
+            sizes[axis], step = 1, step + 1
+            tokens.append(dims)
+        elif kind == "slice":
+            offsets[axis], sizes[axis] = v
+            tokens.append(len(batch) + axis)
+        elif kind == "new":
+            tokens.append(None)
+    dtype = np.int32 if all(_jax.volume([n]) < 2**31 - 1 for n in shape) else np.int64
+    if columns:
+        columns = [jnp.broadcast_to(c.astype(dtype), batch) for c in columns]
+        starts = jnp.stack(columns, -1) if len(columns) > 1 else columns[0][..., None]
+    else:
+        starts = np.zeros((0,), dtype)
+    order = [t for t in tokens if t is not None]
+    stacked = (*batch, *sizes)
+    dropped = tuple(i for i in range(len(stacked)) if i not in order)
+    rank = {axis: i for i, axis in enumerate(sorted(order))}
+    rows = [(v, shape[axis]) for kind, v, axis in items if kind == "array" and np.ndim(v)]
+    return Place(
+        Window(tuple(axes), tuple(offsets), tuple(sizes), mode, wrap),
+        starts,
+        tuple(1 if t is None else stacked[t] for t in tokens),
+        dropped,
+        tuple(rank[i] for i in order),
+        tuple(i for i, t in enumerate(tokens) if t is None),
+        unique or not has_arrays or _all_differ(rows),
+    )
+
+
+def _expanded(shape: Sequence[int], index: tuple) -> list[tuple[str, Any, int]]:
+    """(kind, value, axis) of everything in the index, boolean arrays and ellipses spelled out."""
+    plain = [_item(v) for v in index]
+    used = sum(v.ndim if _is_mask(v) else v is not None and v is not Ellipsis for v in plain)
+    if used > len(shape):
+        raise IndexError(
+            f"loopkit.Buffer: an index must have at most {len(shape)} entries, one for each axis "
+            f"of a buffer of shape {tuple(shape)}, got {used}. {HOW}"
+        )
+    ellipses = [i for i, v in enumerate(plain) if v is Ellipsis]
+    if len(ellipses) > 1:
+        raise IndexError(
+            f"loopkit.Buffer: an index must have at most one ellipsis, got {len(ellipses)}. {HOW}"
+        )
+    if not ellipses:
+        plain.append(Ellipsis)
+    items: list[tuple[str, Any, int]] = []
+    axis = 0
+    for v in plain:
+        if v is None:
+            items.append(("new", None, -1))
+        elif v is Ellipsis:
+            items.append(("ellipsis", None, -1))
+            for _ in range(len(shape) - used):
+                items.append(("slice", (0, shape[axis]), axis))
+                axis += 1
+        elif isinstance(v, slice):
+            items.append((*_slice(v, shape[axis]), axis))
+            axis += 1
+        elif _is_mask(v):
+            want = tuple(shape[axis : axis + v.ndim])
+            if any(n not in (0, size) for n, size in zip(v.shape, want, strict=True)):
+                raise IndexError(
+                    f"loopkit.Buffer: a mask must have the shape {want} of the axes that it is "
+                    f"for, from axis {axis} of a buffer of shape {tuple(shape)}, got {v.shape}. "
+                    "Put it where its axes are, with `:` or an ellipsis before it."
+                )
+            items += [("array", rows, axis + i) for i, rows in enumerate(np.nonzero(v))]
+            axis += v.ndim
+        else:
+            items.append(("array", v, axis))
+            axis += 1
+    return items
+
+
+def _item(v: Any) -> Any:
+    """One entry of an index: None, an ellipsis, a slice, or an array of integers or bools."""
+    if v is None or v is Ellipsis or isinstance(v, slice):
+        return v
+    if isinstance(v, (list, tuple)):
+        v = np.asarray(v, np.int32 if not len(v) else None)
+    if isinstance(v, int) and not isinstance(v, bool):
+        v = np.asarray(v)
+    got = repr(v)
+    if isinstance(v, (np.ndarray, np.generic, jax.Array)) and not isinstance(v, np.bool_):
+        traced, got = _jax.is_tracer(v), f"an array of {v.dtype}"
+        if jnp.issubdtype(v.dtype, jnp.integer):
+            return v if traced else np.asarray(v)
+        if v.dtype == np.dtype(bool) and v.ndim and not traced:
+            return np.asarray(v)
+        if v.dtype == np.dtype(bool) and v.ndim:
+            raise IndexError(
+                "loopkit.Buffer: a mask used as an index must be known when the loop is traced, "
+                f"got a traced bool{list(v.shape)}. Its number of rows would not be known: write "
+                "with `pred=mask`, or read the rows and use jnp.where."
+            )
+    raise TypeError(f"loopkit.Buffer: an index must be of integers, got {got}. {HOW}")
+
+
+def _is_mask(v: Any) -> bool:
+    return isinstance(v, np.ndarray) and v.dtype == bool
+
+
+def _slice(v: slice, size: int) -> tuple[str, Any]:
+    try:
+        start, stop, step = v.indices(size)
+    except (TypeError, jax.errors.JAXTypeError):
+        raise IndexError(
+            f"loopkit.Buffer: a slice must have static ends, got {v}. Its length would not be "
+            "known: index with `start + jnp.arange(length)`."
+        ) from None
+    if step == 1:
+        return "slice", (start, max(0, stop - start))
+    return "steps", np.arange(start, stop, step, dtype=np.int32)
+
+
+def _known_start(v: Any, size: int) -> int | None:
+    """Where a known integer points, if that is inside."""
+    if _jax.is_tracer(v) or np.ndim(v):
+        return None
+    start = int(v) + size if int(v) < 0 else int(v)
+    return start if 0 <= start < size else None
+
+
+def _all_differ(rows: Sequence[tuple[Any, int]]) -> bool:
+    """Whether index arrays, for axes of these sizes, are known and point nowhere twice."""
+    if any(_jax.is_tracer(a) or (a < 0).any() or (a >= size).any() for a, size in rows):
+        return False
+    points = np.stack([a.reshape(-1) for a in np.broadcast_arrays(*(a for a, _ in rows))], -1)
+    return len(np.unique(points, axis=0)) == len(points)

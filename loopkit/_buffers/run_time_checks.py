@@ -1,0 +1,119 @@
+"""Run-time checks of what a loop reads and writes, for finding mistakes. They are slow.
+
+Beside each buffer the loop carries an array of bools that says what has been written. What the
+initial buffer has in a row that is not all zeros counts as written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from loopkit import _jax
+from loopkit._arguments.heard import heard
+from loopkit._arguments.validate import check_flag
+from loopkit._buffers import slices
+
+VARIABLE = "LOOPKIT_CHECKS"
+
+
+def wanted(function: str, checks: Any) -> bool:
+    """Whether to check: as the argument says, or the environment where it is None."""
+    if checks is None:
+        return os.environ.get(VARIABLE, "0") not in ("", "0")
+    expected = f"a bool or None (what the environment variable {VARIABLE} says)"
+    return check_flag(function, "checks", checks, expected)
+
+
+def first_written(value: Any) -> Any:
+    """What counts as written in an initial buffer."""
+    filled = value != jnp.zeros((), value.dtype)
+    rows = filled.any(tuple(range(1, filled.ndim)), keepdims=True) if filled.ndim else filled
+    return jnp.broadcast_to(rows, filled.shape)
+
+
+def check_read(buffer: Any, found: Any, place: Any, bounds: bool) -> Any:
+    """What was read, with an error at run time if it was not to be."""
+    if buffer._written is None:
+        return found
+    if bounds:
+        found = check_bounds(buffer, found, place, None, "read")
+    written, _ = slices.read(buffer._written, place.starts, place.window)
+    inside = place.window.inside(buffer.shape, place.starts)
+    bad = ~written.all(tuple(range(len(place.batch), written.ndim))) & inside
+    text = (
+        "is read at index {index} in step {step}, where nothing has been written. Write first, or "
+        "start from a buffer that has what is to be read: rows of zeros count as empty."
+    )
+    return _raise_if(buffer, found, bad, place, text)
+
+
+def check_bounds(buffer: Any, value: Any, place: Any, pred: Any, verb: str) -> Any:
+    """`value`, with an error at run time if slices that are read or written are not inside."""
+    if buffer._written is None:
+        return value
+    bad = ~place.window.inside(buffer.shape, place.starts)
+    if pred is not None:
+        mask = place.inward_mask(pred)
+        bad = bad & mask.any(tuple(range(len(place.batch), mask.ndim)))
+    text = (
+        f"is {verb} at index {{index}} in step {{step}}, outside of its shape {buffer.shape}. Pass "
+        "`mode` to `.at[...].get` or `.at[...].set` if that is meant."
+    )
+    return _raise_if(buffer, value, bad, place, text)
+
+
+def _raise_if(buffer: Any, value: Any, bad: Any, place: Any, text: str) -> Any:
+    owner = buffer._owner
+    if owner.mask is not None:
+        bad = bad & owner.mask
+
+    window = place.window
+    partly = [a for a, n in enumerate(buffer.shape) if window.sizes[a] != n] or [0]
+    offsets = np.array(window.offsets, np.int32)
+    point = jnp.broadcast_to(jnp.asarray(offsets), (*place.batch, len(offsets)))
+    if window.axes:
+        point = point.at[..., np.array(window.axes)].set(place.starts.astype(jnp.int32))
+    point = point[..., np.array(partly)]
+    return heard(Outside(owner.name, text), [bad, point, owner.step], value)
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What raises an error that says which slice of a buffer is bad, the first of them.
+
+    The checks: which are; where each is, along the last axis; the number of the step.
+    """
+
+    name: str
+    text: str
+
+    def __call__(self, checks: Sequence[Any], values: list) -> list:
+        def call(*checks: Any) -> Any:
+            out = jax.ShapeDtypeStruct(checks[2].shape, jnp.bool_)
+            return jax.pure_callback(self.report, out, *checks, vmap_method="broadcast_all")
+
+        # Called where there is something to report.
+        nothing = lambda *checks: jnp.ones(checks[2].shape, bool)
+        done = lax.cond(checks[0].any(), call, nothing, *checks).all()
+        # The values depend on the call, which would be left out otherwise.
+        return [jnp.where(done, v, _jax.zeros(jax.typeof(v))) for v in values]
+
+    def report(self, bad: Any, point: Any, step: Any) -> Any:
+        bad, point, step = map(np.asarray, (bad, point, step))
+        if not bad.any():
+            return np.ones(step.shape, bool)
+        first = np.flatnonzero(bad)[0]
+        steps = step.reshape((*step.shape, *[1] * (bad.ndim - step.ndim)))
+        points = np.broadcast_to(point, (*bad.shape, point.shape[-1])).reshape(-1, point.shape[-1])
+        index = tuple(map(int, points[first]))
+        number = int(np.broadcast_to(steps, bad.shape).reshape(-1)[first])
+        text = self.text.format(index=index[0] if len(index) == 1 else index, step=number)
+        raise IndexError(f"loopkit: buffer `{self.name}` {text}")

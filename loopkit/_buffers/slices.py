@@ -1,0 +1,328 @@
+"""Two primitives: slices read out of a buffer, and slices written into it, in place.
+
+    read   (b, starts)             -> x, b
+    write  (b, x, starts[, mask])  -> b'
+
+A read passes its buffer on. What reads or writes next takes the buffer from there, so that the
+transpose of a chain of reads and writes is one buffer of cotangents that is handed from each to
+the one before, and added to in place: JAX's own transpose of a slice is an array of zeros as large
+as the buffer.
+
+    read   ct_b = write(ct_b', ct_x, starts, add)
+    write  ct_x, ct_b' = read(ct_b'', starts);  ct_b = write(ct_b', 0, starts)
+
+A write is `fresh` where nobody asks for the cotangent of what the slices held before: ct_b = ct_b'.
+It is `alone` if nothing else of the step touches the buffer: the cotangents read have no write to
+wait for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from loopkit import _jax
+from loopkit._buffers.window import Window, outside
+from loopkit._jax import ShapedArray
+
+read_p = _jax.declare("loopkit_read")
+write_p = _jax.declare("loopkit_write")
+
+
+def read(buffer: Any, starts: Any, window: Window, held: bool = True) -> tuple[Any, Any]:
+    """The slices, and the buffer to go on with.
+
+    `held`: what is written to it next waits until they have been read.
+    """
+    buffer, starts = _varying_together(buffer, starts)
+    value, buffer = read_p.bind(buffer, starts, window=window, value=True, held=held)
+    return value, buffer
+
+
+def write(
+    buffer: Any, value: Any, starts: Any, window: Window, mask: Any = None, add: bool = False
+) -> Any:
+    """The buffer with the slices set to `value`, or `value` added to them.
+
+    Where the mask is false nothing is written. Slices that are set do not overlap.
+    """
+    masks = () if mask is None else (mask,)
+    operands = _varying_together(buffer, value, starts, *masks)
+    return write_p.bind(*operands, window=window, add=add, fresh=False, alone=False)[0]
+
+
+def _varying_together(*values: Any) -> list:
+    """Values that differ between the same devices, so that no rule has to say it later."""
+    types = [jax.typeof(v) for v in values]
+    return [_jax.vary_like(v, types) for v in values]
+
+
+def _is_single(starts: Any) -> bool:
+    return math.prod(starts.shape[:-1]) == 1
+
+
+def _evaluate_read(buffer: Any, *operands: Any, window: Window, value: bool, held: bool) -> list:
+    if not value:
+        return [buffer]
+    (starts,) = operands
+    batch = starts.shape[:-1]
+    if not window.fits(buffer.shape):
+        types = map(jax.typeof, (buffer, starts))
+        (found, _), _ = _read_types(*types, window=window, value=True, held=held)
+        return [_jax.zeros(found), buffer]
+    at, inside = window.starts_in(buffer.shape, starts, reads=True)
+    single = _is_single(starts)
+
+    def look(buffer: Any, at: Any) -> Any:
+        if not single:
+            return _gather(buffer, at, window)
+        return lax.dynamic_slice(buffer, window.point(at.reshape(-1)), window.sizes)
+
+    # The compiler must not take a write before this read into it, and do it twice.
+    if held and window.axes and not _jax.KEEPS_BARRIERS:
+        nothing = lambda buffer, at: _jax.zeros(jax.typeof(look(buffer, at)))
+        found = lax.cond(_holds(starts), look, nothing, buffer, at)
+    else:
+        buffer = lax.optimization_barrier(buffer) if held else buffer
+        found = look(buffer, at)
+    found = found.reshape(*batch, *window.sizes)
+    if inside is not None:
+        inside = inside.reshape(*inside.shape, *[1] * len(window.sizes))
+        found = jnp.where(inside, found, _jax.zeros(jax.typeof(found)))
+    # What is written next comes after: read twice, the buffer would have to be copied first.
+    return list(lax.optimization_barrier((found, buffer)) if held else (found, buffer))
+
+
+def _gather(buffer: Any, at: Any, window: Window) -> Any:
+    at, axes = window.every_start(at)
+    batch = at.ndim - 1
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(batch, batch + buffer.ndim)),
+        collapsed_slice_dims=(),
+        start_index_map=axes,
+    )
+    return lax.gather(buffer, at, numbers, window.sizes, mode="clip")
+
+
+def _evaluate_write(
+    buffer: Any, value: Any, starts: Any, *masks: Any, window: Window, add: bool, **_: Any
+) -> list:
+    if not window.fits(buffer.shape):
+        return [buffer]
+    at, inside = window.starts_in(buffer.shape, starts)
+    if _is_single(starts):
+        return [_write_one(buffer, value, at, inside, masks, window, add)]
+    outside = inside is not None
+    if masks:
+        mask = masks[0]
+        if mask.shape[mask.ndim - buffer.ndim :] == (1,) * buffer.ndim:
+            # A slice that is not to be written is one that is out of bounds.
+            written = mask.reshape(starts.shape[:-1])
+            room = window.along(buffer.shape, starts.dtype)
+            at, outside = jnp.where(written[..., None], at, room), True
+        elif add:
+            value = jnp.where(mask, value, jnp.zeros_like(value))
+        else:
+            value = jnp.where(mask, value, _gather(buffer, at, window))
+    at, axes = window.every_start(at)
+    batch = at.ndim - 1
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(batch, batch + buffer.ndim)),
+        inserted_window_dims=(),
+        scatter_dims_to_operand_dims=axes,
+    )
+    scatter = lax.scatter_add if add else lax.scatter
+    mode = "drop" if outside else "clip"
+    return [scatter(buffer, at, value, numbers, unique_indices=not add, mode=mode)]
+
+
+def _write_one(
+    buffer: Any, value: Any, at: Any, inside: Any, masks: Any, window: Window, add: bool
+) -> Any:
+    batch = len(at.shape) - 1
+    point = window.point(at.reshape(-1))
+    value = value.reshape(window.sizes)
+    keep = None if inside is None else inside.reshape((1,) * len(window.sizes))
+    if masks:
+        mask = masks[0].reshape(masks[0].shape[batch:])
+        keep = mask if keep is None else keep & mask
+    if add or keep is not None:
+        old = lax.dynamic_slice(buffer, point, window.sizes)
+        value = old + value if add else value
+        value = value if keep is None else jnp.where(keep, value, old)
+    return lax.dynamic_update_slice(buffer, value, point)
+
+
+def _read_types(
+    buffer: Any, *operands: Any, window: Window, value: bool, held: bool
+) -> tuple[list, Any]:
+    if not value:
+        return [buffer], set()
+    (starts,) = operands
+    shape = (*starts.shape[:-1], *window.sizes)
+    found = _jax.type_like(ShapedArray(shape, buffer.dtype), [buffer, starts])
+    return [found, buffer], set()
+
+
+def _write_types(
+    buffer: Any, *others: Any, window: Window, add: bool, **_: Any
+) -> tuple[list, Any]:
+    return [_jax.type_like(buffer, others)], set()
+
+
+def _read_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple:
+    out = read_p.bind(*primals, **params)
+    if type(tangents[0]) is _jax.Zero:
+        return out, [_jax.float0_zero(jax.typeof(o)) for o in out]
+    return out, read_p.bind(tangents[0], *primals[1:], **params)
+
+
+def _read_transpose(
+    cts: Sequence[Any], buffer: Any, *starts: Any, window: Window, value: bool, held: bool
+) -> list:
+    none = [None] * len(starts)
+    if all(type(c) is _jax.Zero for c in cts):
+        return [_jax.float0_zero(buffer.aval), *none]
+    total = _jax.instantiate(cts[-1])
+    if value and type(cts[0]) is not _jax.Zero:
+        total = write(total, cts[0], starts[0], window, add=True)
+    return [total, *none]
+
+
+def _write_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple:
+    out = write_p.bind(*primals, **params)
+    if all(type(t) is _jax.Zero for t in tangents[:2]):
+        return out, [_jax.float0_zero(jax.typeof(out[0]))]
+    linear = [_jax.instantiate(t) for t in tangents[:2]]
+    return out, write_p.bind(*linear, *primals[2:], **params)
+
+
+def _write_transpose(
+    cts: Sequence[Any],
+    buffer: Any,
+    value: Any,
+    starts: Any,
+    *masks: Any,
+    window: Window,
+    add: bool,
+    fresh: bool,
+    alone: bool,
+) -> list:
+    none = [None] * (1 + len(masks))
+    of_buffer, of_value = _jax.is_undefined(buffer), _jax.is_undefined(value)
+    if type(cts[0]) is _jax.Zero:
+        linear = [(of_buffer, buffer), (of_value, value)]
+        return [*(_jax.float0_zero(v.aval) if has else None for has, v in linear), *none]
+    ct_buffer, ct_value = cts[0], None
+    if of_value:
+        ct_value, ct_buffer = read(ct_buffer, starts, window, held=not alone)
+        if masks:
+            ct_value = jnp.where(masks[0], ct_value, jnp.zeros_like(ct_value))
+    if of_buffer and not add and not fresh:
+        kind = value.aval if of_value else jax.typeof(value)
+        zero = _jax.zeros(kind.to_tangent_aval())
+        if of_value:
+            ct_value, zero = in_order(ct_value, zero, starts, window)
+        ct_buffer = write(ct_buffer, zero, starts, window, *masks)
+    return [ct_buffer if of_buffer else None, ct_value, *none]
+
+
+def in_order(found: Any, new: Any, starts: Any, window: Window) -> tuple[Any, Any]:
+    """What was read, and what is to be written there, which waits until it has been.
+
+    A compiler that drops barriers reads a slice again wherever it is used, and then copies the
+    buffer before it is written; it does not look through a branch, of which it does not know which
+    is taken.
+    """
+    if _jax.KEEPS_BARRIERS or not window.axes:
+        return found, new
+    return lax.cond(_holds(starts), lambda x, y: (x, y), lambda x, y: (y, x), found, new)
+
+
+def _holds(starts: Any) -> Any:
+    """True, which the compiler does not know."""
+    return ((starts | 1) != 0).all()
+
+
+def _own_places(starts: Any, size: int) -> Any:
+    """Starts with a leading batch, each with its own place along a batch axis of the buffer."""
+    place = jnp.arange(size, dtype=starts.dtype)
+    place = place.reshape(size, *[1] * (starts.ndim - 1))
+    return jnp.concatenate([starts, jnp.broadcast_to(place, (*starts.shape[:-1], 1))], -1)
+
+
+def _read_batched(
+    axis: Any, args: Any, dims: Any, *, window: Window, value: bool, held: bool
+) -> tuple:
+    if not value:
+        return read_p.bind(*args, window=window, value=False, held=held), list(dims)
+    (buffer, starts), (of_buffer, of_starts) = args, dims
+    if of_starts is None:
+        window = window.with_axis(of_buffer, axis.size)
+        out = read_p.bind(buffer, starts, window=window, value=True, held=held)
+        return out, [starts.ndim - 1 + of_buffer, of_buffer]
+    starts = jnp.moveaxis(starts, of_starts, 0)
+    if of_buffer is None:
+        return read_p.bind(buffer, starts, window=window, value=True, held=held), [0, None]
+    starts = _own_places(starts, axis.size)
+    window = window.with_index(of_buffer)
+    found, buffer = read_p.bind(buffer, starts, window=window, value=True, held=held)
+    return [jnp.squeeze(found, starts.ndim - 1 + of_buffer), buffer], [0, of_buffer]
+
+
+def _write_batched(axis: Any, args: Any, dims: Any, *, window: Window, **how: Any) -> tuple:
+    (buffer, value, starts, *masks), (of_buffer, of_value, of_starts, *of_masks) = args, dims
+    if of_buffer is None:
+        buffer, of_buffer = jnp.broadcast_to(buffer, (axis.size, *buffer.shape)), 0
+    if of_starts is None:
+        batch = starts.ndim - 1
+        place, window = batch + of_buffer, window.with_axis(of_buffer, axis.size)
+        value = _moved(value, of_value, place, axis.size)
+        # A mask need not be as large as what it masks.
+        masks = [_moved(m, d, place, 1) for m, d in zip(masks, of_masks, strict=True)]
+    else:
+        starts = _own_places(jnp.moveaxis(starts, of_starts, 0), axis.size)
+        place, window = starts.ndim - 1 + of_buffer, window.with_index(of_buffer)
+        value = jnp.expand_dims(_moved(value, of_value, 0, axis.size), place)
+        masks = [
+            jnp.expand_dims(_moved(m, d, 0, axis.size), place)
+            for m, d in zip(masks, of_masks, strict=True)
+        ]
+    out = write_p.bind(buffer, value, starts, *masks, window=window, **how)
+    return out, [of_buffer]
+
+
+def _moved(value: Any, source: int | None, target: int, size: int) -> Any:
+    """`value` with its batch axis moved, or put in."""
+    if source is not None:
+        return jnp.moveaxis(value, source, target)
+    value = jnp.expand_dims(value, target)
+    shape = list(value.shape)
+    shape[target] = size
+    return jnp.broadcast_to(value, shape)
+
+
+def _read_dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """A read whose value nobody uses only passes its buffer on."""
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    if used[0] or not eqn.params["value"]:
+        return [True] * len(eqn.invars), eqn
+    params = dict(eqn.params, value=False)
+    passing = _jax.new_equation(eqn, read_p, eqn.invars[:1], eqn.outvars[1:], params)
+    return [True, False], passing
+
+
+of_read = {"jvp": _read_jvp, "transpose": _read_transpose, "dce": _read_dce}
+_jax.define(read_p, _evaluate_read, _read_types, **of_read)
+_jax.register_bounds(read_p, outside)
+_jax.register_batching(read_p, _read_batched)
+
+_jax.define(write_p, _evaluate_write, _write_types, jvp=_write_jvp, transpose=_write_transpose)
+_jax.register_bounds(write_p, outside)
+_jax.register_batching(write_p, _write_batched)

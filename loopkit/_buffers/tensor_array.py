@@ -1,0 +1,346 @@
+"""A growing list of arrays of one type: a buffer, and how much of it is in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from loopkit import _jax
+from loopkit._arguments import errors, validate
+from loopkit._arguments.heard import ErrorIf, heard
+from loopkit._buffers.buffer import Buffer
+
+NAME = "TensorArray"
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class TensorArray:
+    """A list of arrays, or trees of them, all of one shape and dtype.
+
+        outputs = loopkit.TensorArray.empty(100, jnp.zeros(3))
+        outputs = outputs.append(x)    # as outputs.write(len(outputs), x)
+        outputs.stack()                # an array [1, 3]
+
+    Methods return the array to go on with; the old one stays as it was. It is a pytree. In the
+    carry of a loop it is a buffer without being named: each step costs what it writes and reads,
+    forward and backward.
+
+    Outside `jax.jit` it grows as it is appended to, and n appends cost O(n). Where the number of
+    elements is not known, in a loop or under `jax.jit`, the capacity is fixed: to append past it is
+    an error at run time, in a loop when the loop ends.
+    """
+
+    __slots__ = ("_data", "_size", "_stored", "_tail", "_tree")
+
+    _data: list
+    """Arrays [capacity, ...], or Buffers, of the leaves of an element."""
+    _tree: Any
+    _size: Any
+    _stored: Any
+    """How many elements are in `data`; later ones are in the tail."""
+    _tail: list[list]
+    """Elements not stored yet. It may hold more, appended to another TensorArray."""
+
+    def __init__(self, *_: Any, **__: Any):
+        raise TypeError(
+            f"loopkit.{NAME}: an array must be made with `empty` or `from_array`, got a call of "
+            f"the class. Write `{NAME}.empty(capacity, element)`, or `{NAME}.from_array(rows)`."
+        )
+
+    @staticmethod
+    def _of(data: Sequence[Any], tree: Any, size: Any) -> TensorArray:
+        new = object.__new__(TensorArray)
+        new._data, new._tree, new._tail = list(data), tree, []
+        new._size = new._stored = size
+        return new
+
+    # ---------------------------------------------------------------- made from
+
+    @staticmethod
+    def empty(capacity: int, element: Any) -> TensorArray:
+        """Without elements, and room for some.
+
+        **Arguments:**
+
+        - `capacity`: how many, an int.
+        - `element`: an array or a tree of arrays, or of `jax.ShapeDtypeStruct`s, like the elements.
+        """
+        expected = "an int >= 0, a number of elements"
+        capacity = validate.check_whole(f"{NAME}.empty", "capacity", capacity, 0, expected)
+        leaves, tree = jax.tree.flatten(element)
+        if not leaves:
+            advice = "Count without a TensorArray."
+            raise _wrong(
+                ValueError, "empty", "element", "must have an array in it", f"{element!r}", advice
+            )
+        is_type = lambda v: isinstance(v, jax.ShapeDtypeStruct)
+        given = jax.tree.map(lambda v: None if is_type(v) else v, element)
+        validate.as_arrays(f"{NAME}.empty", "element", given)
+        types = [v if is_type(v) else jnp.asarray(v) for v in leaves]
+        data = [jnp.zeros((capacity, *t.shape), t.dtype) for t in types]
+        return TensorArray._of(data, tree, 0)
+
+    @staticmethod
+    def from_array(array: Any) -> TensorArray:
+        """The rows of an array, or of a tree of arrays with as many: the inverse of `stack`."""
+        array = validate.as_arrays(f"{NAME}.from_array", "array", array)
+        leaves, tree = jax.tree.flatten(array)
+        rows = {v.shape[0] if v.ndim else None for v in leaves}
+        if len(rows) != 1 or None in rows:
+            shapes = ", ".join(errors.short_type(jax.typeof(v)) for v in leaves) or "no arrays"
+            expected, advice = "must have one leading axis in every leaf", "Elements are its rows."
+            raise _wrong(ValueError, "from_array", "array", expected, shapes, advice)
+        return TensorArray._of(leaves, tree, rows.pop())
+
+    # ---------------------------------------------------------------- as a pytree
+
+    def tree_flatten_with_keys(self) -> tuple[tuple, Any]:
+        children, tree = self.tree_flatten()
+        names = [*[f"elements[{i}]" for i in range(len(children) - 1)], "size"]
+        keys = map(jax.tree_util.GetAttrKey, names)
+        return tuple(zip(keys, children, strict=True)), tree
+
+    def tree_flatten(self) -> tuple[tuple, Any]:
+        self._settle()
+        size = self._size
+        return (*self._data, jnp.int32(size) if isinstance(size, int) else size), self._tree
+
+    @classmethod
+    def tree_unflatten(cls, tree: Any, children: Sequence[Any]) -> TensorArray:
+        *data, size = children
+        return cls._of(data, tree, size)
+
+    # ---------------------------------------------------------------- size
+
+    @property
+    def size(self) -> Any:
+        """The number of elements: an int, or an int32 where it is traced."""
+        return int(self._size) if self._is_known() else self._size
+
+    @property
+    def capacity(self) -> int:
+        """How many elements there is room for."""
+        self._settle()
+        return self._data[0].shape[0] if self._data else 0
+
+    def __len__(self) -> int:
+        if not self._is_known():
+            raise TypeError(
+                f"loopkit.{NAME}: `len` must be known when a program is traced, got a traced "
+                "number of elements. Use `.size`."
+            )
+        return int(self._size)
+
+    def __repr__(self) -> str:
+        types = [errors.short_type(_element_type(v)) for v in self._data]
+        size = int(self._size) if self._is_known() else "?"
+        return f"TensorArray({size} of {', '.join(types)}, capacity {self.capacity})"
+
+    # ---------------------------------------------------------------- elements
+
+    def read(self, index: Any) -> Any:
+        """The element at an index. Negative ones count from the end."""
+        at = self._place("read", index)
+        first = self._stored
+        if self._tail and isinstance(at, int) and isinstance(first, int) and at >= first:
+            return self._tree.unflatten(self._tail[at - first])
+        self._settle()
+        return self._tree.unflatten([v[at] for v in self._data])
+
+    __getitem__ = read
+
+    def __iter__(self) -> Iterator:
+        return iter(self.unstack())
+
+    def write(self, index: Any, element: Any) -> TensorArray:
+        """With another element at an index; those before it that are missing are zeros."""
+        leaves = self._leaves("write", element)
+        at = self._place("write", index)
+        if isinstance(at, int) and self._is_known() and at >= self.capacity:
+            return self._grown(at + 1).write(at, element)
+        if isinstance(at, int) and self._is_known():
+            size: Any = max(int(self._size), at + 1)
+        else:
+            size = jnp.maximum(jnp.asarray(self._size, jnp.int32), jnp.asarray(at + 1, jnp.int32))
+        return self._with(at, leaves, size)
+
+    def append(self, element: Any) -> TensorArray:
+        """With one more element."""
+        leaves = self._leaves("append", element)
+        if not self._is_known() or self._is_in_loop():
+            return self._with(self._size, leaves, self._size + 1)
+        size = int(self._size)
+        new = TensorArray._of(self._data, self._tree, size + 1)
+        new._stored = self._stored
+        count = size - int(self._stored)
+        # The tail is shared by those that go on from one another.
+        new._tail = self._tail if count == len(self._tail) else self._tail[:count]
+        new._tail.append(leaves)
+        return new
+
+    # ---------------------------------------------------------------- all elements
+
+    def stack(self) -> Any:
+        """All elements along a new leading axis.
+
+        Where their number is not known there are `capacity` rows, zeros past the last element.
+        """
+        self._settle()
+        data = [jnp.asarray(v) for v in self._data]
+        if self._is_known():
+            size = int(self._size)
+            return self._tree.unflatten([v[:size] for v in data])
+        used = jnp.arange(self.capacity) < self._size
+        return self._tree.unflatten(
+            [jnp.where(used.reshape(-1, *[1] * (v.ndim - 1)), v, jnp.zeros_like(v)) for v in data]
+        )
+
+    def concat(self) -> Any:
+        """All elements, one after the other along their leading axis."""
+        for v in self._data:
+            if len(v.shape) < 2:
+                got = f"elements {errors.short_type(_element_type(v))}"
+                raise _wrong(
+                    ValueError,
+                    "concat",
+                    "self",
+                    "must have elements with an axis",
+                    got,
+                    "Use `stack`.",
+                )
+        return jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), self.stack())
+
+    def unstack(self) -> list:
+        """All elements, in a list; as many as there is room for where their number is not known."""
+        rows = self.stack()
+        count = int(self._size) if self._is_known() else self.capacity
+        return [jax.tree.map(lambda v, i=i: v[i], rows) for i in range(count)]
+
+    # ---------------------------------------------------------------- within
+
+    def _is_in_loop(self) -> bool:
+        return any(isinstance(v, Buffer) for v in self._data)
+
+    def _is_known(self) -> bool:
+        size = self._size
+        is_array = isinstance(size, (jax.Array, np.ndarray, np.generic)) and size.ndim == 0
+        return isinstance(size, int) or (is_array and not _jax.is_tracer(size))
+
+    def _settle(self) -> None:
+        """Store what is in the tail, in twice the room if need be."""
+        count = self._size - self._stored if self._tail else 0
+        if not count:
+            return
+        rows = zip(*self._tail[:count], strict=True)
+        room = _doubled(self._data[0].shape[0], self._size)
+        first = self._stored
+        self._data = [
+            _with_room(v, room).at[first : self._size].set(jnp.stack(new))
+            for v, new in zip(self._data, rows, strict=True)
+        ]
+        self._stored, self._tail = self._size, []
+
+    def _grown(self, size: int) -> TensorArray:
+        self._settle()
+        room = _doubled(self.capacity, size)
+        return TensorArray._of([_with_room(v, room) for v in self._data], self._tree, self._size)
+
+    def _with(self, at: Any, leaves: list, size: Any) -> TensorArray:
+        self._settle()
+        data = [v.at[at].set(x) for v, x in zip(self._data, leaves, strict=True)]
+        return TensorArray._of(data, self._tree, size)._checked()
+
+    def _checked(self) -> TensorArray:
+        """With an error at run time if it holds more than it has room for; not inside a loop."""
+        if self._is_in_loop() or not self._data or isinstance(self._size, int):
+            return self
+        room = self._data[0].shape[0]
+        message = (
+            f"loopkit.{NAME}: `append` and `write` must stay within the capacity of {room}, "
+            "which is fixed in a loop and under jax.jit. Make the array with a larger capacity."
+        )
+        too_many = jnp.asarray(self._size > room)
+        size, *data = heard(ErrorIf(message), [too_many], [self._size, *self._data])
+        return TensorArray._of(data, self._tree, size)
+
+    def _place(self, method: str, index: Any) -> Any:
+        """An index from the start: an int if it is known."""
+        is_array = isinstance(index, (jax.Array, np.ndarray)) and not _jax.is_tracer(index)
+        index = index.item() if is_array and not index.ndim else index
+        if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
+            at = int(index)
+            if not self._is_known():
+                return self._size + at if at < 0 else at
+            size = int(self._size)
+            at = size + at if at < 0 else at
+            if at < 0 or (method == "read" and at >= size):
+                got, advice = f"{index} for {size} elements", "The first has index 0."
+                expected = "must be that of an element"
+                raise _wrong(IndexError, method, "index", expected, got, advice)
+            return at
+        array = isinstance(index, jax.Array)
+        if not array or index.ndim or not jnp.issubdtype(index.dtype, jnp.integer):
+            got = errors.short_type(jax.typeof(index)) if array else repr(index)
+            advice = "Read several elements with `stack`."
+            raise _wrong(TypeError, method, "index", "must be one integer", got, advice)
+        return jnp.where(index < 0, index + self._size, index)
+
+    def _leaves(self, method: str, element: Any) -> list:
+        """The leaves of an element, in the types that are stored."""
+        tree = jax.tree.structure(element)
+        advice = "All elements are like the one that the array was made for."
+        if tree != self._tree:
+            expected = f"must have the structure {self._tree}"
+            raise _wrong(TypeError, method, "element", expected, str(tree), advice)
+        out, element = [], validate.as_arrays(f"{NAME}.{method}", "element", element)
+        for (path, value), stored in zip(
+            jax.tree_util.tree_leaves_with_path(element), self._data, strict=True
+        ):
+            want = _element_type(stored)
+            lossless = jnp.result_type(value, want.dtype) == want.dtype
+            if value.shape != want.shape or not lossless:
+                raise _wrong(
+                    TypeError,
+                    method,
+                    "element",
+                    f"must be {errors.short_type(want)}",
+                    errors.short_type(jax.typeof(value)),
+                    advice,
+                    path,
+                )
+            out.append(value.astype(want.dtype))
+        return out
+
+
+def _wrong(kind: type[Exception], method: str, *rest: Any) -> Exception:
+    return kind(errors.wrong(f"{NAME}.{method}", *rest))
+
+
+def _element_type(stored: Any) -> Any:
+    return jax.ShapeDtypeStruct(stored.shape[1:], stored.dtype)
+
+
+def _doubled(room: int, size: int) -> int:
+    while room < size:
+        room = max(2 * room, 1)
+    return room
+
+
+def _with_room(value: Any, room: int) -> Any:
+    more = room - value.shape[0]
+    return value if more <= 0 else jnp.pad(value, [(0, more), *[(0, 0)] * (value.ndim - 1)])
+
+
+def is_tensor_array(value: Any) -> bool:
+    return isinstance(value, TensorArray)
+
+
+def checked(tree: Any) -> Any:
+    """The tree, its TensorArrays checked not to hold more than they have room for."""
+    return jax.tree.map(
+        lambda v: v._checked() if is_tensor_array(v) else v, tree, is_leaf=is_tensor_array
+    )

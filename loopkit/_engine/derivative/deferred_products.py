@@ -1,0 +1,152 @@
+"""Gradients of matrices, one product a segment instead of one a step.
+
+The cotangent of a weight matrix is a sum over the steps of products of two factors, in most loops
+x_t and the cotangent of x_t W. Adding each product to the sum as it arises reads and writes the
+whole matrix every step. Where the factors are smaller than the matrix they are kept instead, and
+multiplied at the end of a segment, the axis of the steps being one more to contract:
+
+    sum_t  dot(a_t, b_t)  =  dot(a, b),  contracted over t as well
+
+A factor that is a row of the segment anyway is not kept twice.
+"""
+
+from __future__ import annotations
+
+import functools as ft
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jax import lax
+
+from loopkit import _jax
+from loopkit._engine.loop import kept
+from loopkit._jax import Jaxpr, ShapedArray
+
+SMALLEST = 1 << 15
+"""Bytes of a matrix below which its sum stays in the nearest cache."""
+_UNARY = "transpose reshape squeeze neg convert_element_type copy copy_p"
+UNARY = frozenset(_UNARY.split())
+"""Linear primitives that may come after the product."""
+
+
+class Term(NamedTuple):
+    """A product, and what is done with it."""
+
+    product: Any
+    """The equation of the product."""
+    after: tuple
+    """Equations that follow, the first one first."""
+
+
+@dataclass(frozen=True)
+class Products:
+    """The backward half of a step, its products put off."""
+
+    step: Jaxpr
+    """As the backward half, but for the outputs put off, then the factors."""
+    put_off: tuple[bool, ...]
+    """Which outputs of the backward half are left to `sums`."""
+    terms: tuple[tuple[Term, ...], ...]
+    """Of each output that is put off."""
+    factors: tuple[Any, ...]
+    """Variables that are kept for each step."""
+    rows: dict
+    """Variables that are rows of the segment: which of them."""
+
+    @property
+    def factor_types(self) -> list[ShapedArray]:
+        return [v.aval for v in self.factors]
+
+    def sums(self, factors: Sequence[Any], rows: Sequence[Any]) -> list:
+        """The outputs put off, over all steps whose factors and rows are stacked."""
+        place = dict(zip(self.factors, factors, strict=True))
+        place.update({v: rows[i] for v, i in self.rows.items()})
+        return [
+            ft.reduce(operator.add, [_evaluate(t, place) for t in terms]) for terms in self.terms
+        ]
+
+
+def put_off(
+    backward: Jaxpr, consts: int, fixed: int, first_row: int, rows: Sequence[int | None]
+) -> Products:
+    """The products worth putting off among the first `consts` outputs of a backward half.
+
+    Its first `fixed` inputs are the same for all steps; `rows` says, for each of its inputs from
+    `first_row` on, which row of the segment it is. After the rows come the sums so far.
+    """
+    j = _jax.open_jaxpr(backward)
+    maker = {v: eqn for eqn in j.eqns for v in eqn.outvars}
+    given = dict(zip(j.invars[first_row:], rows, strict=False))
+    in_rows = {v: row for v, row in given.items() if row is not None}
+    still = set(j.invars[:fixed])
+    sums = set(j.invars[first_row + len(rows) :][:consts])
+    chosen: list[bool] = []
+    terms: list[tuple[Term, ...]] = []
+    factors: dict = {}
+    for out in j.outvars[:consts]:
+        found = _terms(out, maker, still, sums)
+        chosen.append(bool(found) and _pays(out, found, {*in_rows, *factors}))
+        if chosen[-1]:
+            assert found is not None
+            terms.append(tuple(found))
+            for v in (v for t in found for v in t.product.invars if v not in in_rows):
+                factors[v] = None
+    flags = (*chosen, *[False] * (len(j.outvars) - consts))
+    used = {v for group in terms for t in group for v in t.product.invars}
+    step = _jax.with_outputs(
+        backward, [*kept(j.outvars, [not f for f in flags]), *factors], [True] * len(j.invars)
+    )
+    in_rows = {v: i for v, i in in_rows.items() if v in used}
+    return Products(step, flags, tuple(terms), tuple(factors), in_rows)
+
+
+def _terms(v: Any, maker: dict, still: set, sums: set) -> list[Term] | None:
+    """The products that `v` adds to a sum so far, or None if it is not their sum."""
+    after: list = []
+    while True:
+        if not isinstance(v, _jax.Literal) and v in sums:
+            return []
+        eqn = maker.get(v) if not isinstance(v, _jax.Literal) else None
+        if eqn is None:
+            return None
+        name = eqn.primitive.name
+        if name == "dot_general":
+            varies = [not isinstance(u, _jax.Literal) and u not in still for u in eqn.invars]
+            return [Term(eqn, tuple(after[::-1]))] if all(varies) else None
+        if name == "add_any":
+            parts = [_terms(u, maker, still, sums) for u in eqn.invars]
+            if any(p is None for p in parts):
+                return None
+            rest = tuple(after[::-1])
+            return [Term(t.product, (*t.after, *rest)) for p in parts if p for t in p]
+        if name not in UNARY:
+            return None
+        after.append(eqn)
+        v = eqn.invars[0]
+
+
+def _pays(out: Any, terms: Sequence[Term], present: set) -> bool:
+    """Whether the factors to keep are smaller than the sum that is not read and written."""
+    new = {v for t in terms for v in t.product.invars} - present
+    size = _jax.byte_count(out.aval)
+    return size > SMALLEST and sum(_jax.byte_count(v.aval) for v in new) < 2 * size
+
+
+def _evaluate(term: Term, place: dict) -> Any:
+    eqn = term.product
+    (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    shift = lambda axes: tuple(a + 1 for a in axes)
+    contracted = (0, *shift(left)), (0, *shift(right))
+    numbers = contracted, (shift(left_batch), shift(right_batch))
+    value = lax.dot_general(
+        place[eqn.invars[0]],
+        place[eqn.invars[1]],
+        numbers,
+        precision=eqn.params["precision"],
+        preferred_element_type=eqn.params["preferred_element_type"],
+    )
+    for after in term.after:
+        (value,) = _jax.bind_equation(after, [value])
+    return value

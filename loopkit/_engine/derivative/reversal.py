@@ -1,0 +1,326 @@
+"""How a loop is reversed: its plan, and the pieces of a step that the two sweeps run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+
+from loopkit import _jax
+from loopkit._engine.derivative.deferred_products import SMALLEST, Products, put_off
+from loopkit._engine.derivative.split import Split, split_step
+from loopkit._engine.derivative.write_log import Undo, find_undo
+from loopkit._engine.facts.counters import Counters, at_step, find_counters
+from loopkit._engine.facts.write_sites import holds_write
+from loopkit._engine.loop import Active, Loop, Operands, kept, spread
+from loopkit._engine.steps import hold, read_rows, repeat, row_of, write_rows
+from loopkit._engine.trials.host_memory import check_host_memory
+from loopkit._jax import Jaxpr, ShapedArray
+from loopkit._jaxprs import equations
+from loopkit._jaxprs.cost import factor_bytes, nanoseconds
+from loopkit._plans.plan import Plan, Step
+from loopkit._plans.planner import best_plan
+
+
+@dataclass(frozen=True)
+class Reversal:
+    """How a loop is reversed in its active leaves: the plan and the pieces of a step."""
+
+    loop: Loop
+    """Silent: its steps run a second time."""
+    active: Active
+    plan: Plan
+    split: Split
+    saved: tuple[bool, ...]
+    """Which carry leaves a checkpoint holds: those that replaying reads."""
+    step: Jaxpr
+    """(consts, saved carry, x) -> saved carry"""
+    forward: Jaxpr
+    """(consts, saved carry, x) -> saved carry, stored residuals"""
+    undo: Undo | None
+    """How to bring back the buffers that checkpoints leave out."""
+    counters: Counters
+    """Carry leaves that follow from the number of the step."""
+    unread: tuple[bool, ...] = ()
+    """Carry leaves whose initial value's cotangent nobody asks for; empty if all are wanted."""
+
+    @cached_property
+    def backward(self) -> Jaxpr:
+        """(consts, hoisted, x, stored, cotangents) -> cotangents of the active consts, carry, x
+
+        Made when it is asked for: the body may hold what must not be transposed.
+        """
+        return self.split.backward(self.active, self.unread or [False] * len(self.saved))
+
+    @cached_property
+    def products(self) -> Products | None:
+        """Of the backward half, those worth putting off to the end of a segment."""
+        loop, split = self.loop, self.split
+        fixed = loop.const_count + len(split.hoist.out_avals)
+        number = iter(range(len(split.stored_types)))
+        rows = [None if i is not None else next(number) for i in self.counted_rows]
+        if self.plan.store == "carries":
+            slotted = [i for i, slot in enumerate(kept(self.slotted, self.saved)) if slot]
+            place = {loop.const_count + i: row for row, i in enumerate(slotted)}
+            rows = [None if s is None else place.get(s) for s in self.sources]
+        found = put_off(self.backward, sum(self.active.consts), fixed, fixed + loop.xs_count, rows)
+        return found if any(found.put_off) else None
+
+    @cached_property
+    def sources(self) -> list[int | None]:
+        """For each stored residual, which input of `forward` it is; None if it is computed."""
+        return equations.forwarded(self.forward)[sum(self.saved) :]
+
+    @cached_property
+    def undone(self) -> list[bool]:
+        """Which of the saved leaves are brought back, and so need no slot."""
+        return (
+            [False] * sum(self.saved) if self.undo is None else kept(self.undo.leaves, self.saved)
+        )
+
+    @cached_property
+    def slotted(self) -> list[bool]:
+        """Which carry leaves a slot holds."""
+        by_itself = [not u for u in self.undone]
+        held = spread(by_itself, self.saved, [False] * len(self.saved))
+        return [h and by is None for h, by in zip(held, self.counters, strict=True)]
+
+    @cached_property
+    def counted_rows(self) -> list[int | None]:
+        """For each residual, the counter that it is, as a number of a carry leaf."""
+        first = self.loop.const_count
+        counter = {first + i: i for i, by in enumerate(self.counters) if by is not None}
+        source = equations.forwarded(self.split.forward)[self.split.results :]
+        return [None if s is None else counter.get(s) for s in source]
+
+    @property
+    def blank_stacks(self) -> list:
+        """Where the forward pass saves, with nothing saved yet."""
+        plan, types = self.plan, self.residual_types
+        types = types[: len(self.row_types if plan.keeps_all else self.slot_types)]
+        return [_jax.placed(_jax.zeros(_jax.on_device(t)), t) for t in types]
+
+    def unrolled(self, unroll: int) -> Reversal:
+        """The same, so many steps to an iteration."""
+        if self.loop.unroll == unroll:
+            return self
+        return replace(self, loop=self.loop.unrolled(unroll))
+
+    def without(self, unread: tuple[bool, ...]) -> Reversal:
+        """The same, where nobody asks for the cotangents of some initial values."""
+        if not any(unread):
+            return self
+        key = ("without", self.plan, self.active, unread, self.loop.unroll)
+        return self.loop.derived(key, lambda: replace(self, unread=unread))
+
+    @property
+    def slot_types(self) -> list[ShapedArray]:
+        return kept(self.loop.carry_types, self.slotted)
+
+    @cached_property
+    def rereads(self) -> bool:
+        """Whether a step's residuals depend on what the step itself writes to buffers."""
+        wanted = [False] * sum(self.saved) + [True] * len(self.split.stored_types)
+        made, _ = _jax.dce(self.forward, wanted, [True] * len(self.forward.in_avals))
+        return holds_write(made)
+
+    def apart(self, saved: Sequence[Any]) -> tuple[list, list]:
+        """Of the saved leaves, those that a slot holds, and the buffers that are brought back."""
+        return kept(saved, kept(self.slotted, self.saved)), kept(saved, self.undone)
+
+    def together(self, counts: list, slot: Sequence[Any], buffers: Sequence[Any]) -> list:
+        """The saved leaves before a step, of which `counts` has the counters."""
+        return spread(buffers, self.undone, kept(spread(slot, self.slotted, counts), self.saved))
+
+    def counts(self, operands: Operands, step: Any, taken: Any) -> list:
+        """The carry before a step, as far as it is counters; None for the others."""
+        return at_step(self.loop, operands.init, self.counters, step, taken)
+
+    def shortened(self, residuals: Sequence[Any]) -> list:
+        """The residuals of a step that are stored."""
+        return kept(residuals, [i is None for i in self.counted_rows])
+
+    def lengthened(self, row: Sequence[Any], counts: Sequence[Any]) -> list:
+        """The residuals of a step, from those that are stored and the counters."""
+        stored = iter(row)
+        return [next(stored) if i is None else counts[i] for i in self.counted_rows]
+
+    @property
+    def row_types(self) -> list[ShapedArray]:
+        """What one step leaves for its reversal."""
+        if self.plan.store == "carries":
+            return self.slot_types
+        return self.shortened(self.split.stored_types)
+
+    @property
+    def residual_types(self) -> list[ShapedArray]:
+        """What the forward pass hands on.
+
+        Checkpoints; the log of what was displaced in buffers, and those buffers at the end; the
+        units that checkpoints start; the steps taken, which are each lane's own.
+        """
+        plan, int32 = self.plan, jnp.dtype("int32")
+        types = self.row_types if plan.keeps_all else self.slot_types
+        stacks = [_jax.stack_type(t, plan.segment if plan.keeps_all else plan.rows) for t in types]
+        if plan.host:
+            stacks = list(map(_jax.on_host, stacks))
+        units = _jax.ShapedArray((0 if plan.direct else plan.slots,), int32)
+        steps = _jax.ShapedArray(self.loop.lanes, int32)
+        decide = _in_common(self.loop.body) if self.loop.cond is None else self.loop.cond.out_avals
+        units, steps = (_jax.type_like(t, decide) for t in (units, steps))
+        undoing = []
+        if self.undo is not None:
+            undoing = [self.loop.stack_type(t) for t in self.undo.log_types]
+            undoing += kept(self.loop.carry_types, self.undo.leaves)
+        return [*stacks, *undoing, units, steps]
+
+    def save(self, slots: list, carry: Sequence[Any], slot: Any) -> list:
+        """The slots, with a carry in one of them.
+
+        What would be written to a first slot without memory is put into the next, and written over.
+        """
+        plan = self.plan
+        return write_rows(slots, carry, slot - plan.spared) if plan.rows else slots
+
+    def load(self, operands: Operands, slots: list, slot: Any) -> list:
+        """What a slot holds."""
+        plan, first = self.plan, kept(operands.init, self.slotted)
+        if not plan.rows:
+            return first
+        rows = read_rows(slots, slot - plan.spared)
+        if not plan.spared:
+            return rows
+        return [jnp.where(slot == 0, f, row) for f, row in zip(first, rows, strict=True)]
+
+    def advance(self, operands: Operands, steps: Any, carry: list, first: Any, times: Any) -> list:
+        """The saved carry leaves, `times` steps after step `first`; a lane takes `steps` in all."""
+
+        def step(k: Any, carry: list) -> list:
+            x = []
+            if operands.xs:
+                x = read_rows(operands.xs, row_of(self.loop, first + k), self.loop.x_axes)
+            new = _jax.call_jaxpr(self.step)(*operands.consts, *carry, *x)
+            if not self.loop.lanes:
+                return new
+            return hold(first + k < steps, new, carry, kept(self.loop.is_buffer, self.saved))
+
+        return repeat(times, step, carry, self.loop.unroll)
+
+
+def reversal(loop: Loop, layout: Active, active: Active | None = None) -> Reversal:
+    """How to reverse a loop whose forward sweep was laid out for the leaves of `layout`.
+
+    `active` may be fewer leaves; what the forward sweep saved stays as it is.
+    """
+    base = loop.derived(("reversal", layout), lambda: _planned(loop, layout))
+    if active is None or active == layout:
+        return base
+    # Stored residuals are those of the layout; others are made again, for what is needed of them.
+    split = base.split if base.plan.keeps_all else split_step(loop, active)
+    return loop.derived(
+        ("reversal", layout, active),
+        lambda: build(loop, active, base.plan, base.saved, split, base.undo, base.counters),
+    )
+
+
+def covers(loop: Loop, layout: Active, active: Active) -> bool:
+    """Whether what was saved for `layout` is enough to replay for `active`."""
+    if any(a and not b for a, b in zip(sum(active, ()), sum(layout, ()), strict=True)):
+        return False
+    how = reversal(loop, layout)
+    if how.plan.keeps_all:
+        return True
+    return can_replay(loop, split_step(loop, active), how.saved)
+
+
+def can_replay(loop: Loop, split: Split, saved: Sequence[bool]) -> bool:
+    """Whether the residuals of a split can be made from these leaves of the carry."""
+    needed = _saved_leaves(loop.without_debug_effects(), split)
+    return all(s or not n for s, n in zip(saved, needed, strict=True))
+
+
+def _planned(loop: Loop, active: Active) -> Reversal:
+    split = split_step(loop, active)
+    saved = _saved_leaves(loop.without_debug_effects(), split)
+    quiet = build(loop, active, Plan(1), saved, split, None, find_counters(loop))
+    stored = len(split.stored_types)
+    made, _ = _jax.dce(
+        quiet.forward, [False] * sum(saved) + [True] * stored, [True] * len(quiet.forward.in_avals)
+    )
+    step = Step(
+        _jax.byte_count(*quiet.slot_types),
+        _jax.byte_count(*quiet.shortened(split.stored_types)),
+        nanoseconds(quiet.step),
+        nanoseconds(quiet.forward),
+        nanoseconds(made),
+        0 if loop.lanes else factor_bytes(quiet.forward, loop.const_count, SMALLEST),
+        _jax.byte_count(*kept(loop.const_types, active.consts)),
+    )
+    undo, steps = find_undo(loop, saved), (step,)
+    if undo is not None:
+        buffers = _jax.byte_count(*kept(loop.carry_types, undo.leaves))
+        log = _jax.byte_count(*undo.log_types)
+        left = step.carry_bytes - buffers
+        logging = step._replace(carry_bytes=left, buffer_bytes=buffers, log_bytes=log)
+        steps = (logging, step)
+    checkpoints = loop.checkpoints
+    if loop.asks_the_host and checkpoints is None and loop.length is not None:
+        checkpoints = "all"
+    plan = best_plan(checkpoints, loop.length, loop.cond is None, steps, loop.name)
+    if not plan.keeps_all:
+        loop.check_repeats()
+    if plan.keeps_all or not plan.step.log_bytes:
+        undo = None
+    if plan.host:
+        check_host_memory(loop.name)
+    if plan.every_carry:
+        plan = replace(plan, slots=plan.segment * (plan.segments or 0))  # whole segments
+    return replace(quiet, plan=plan, undo=undo)
+
+
+def build(
+    loop: Loop,
+    active: Active,
+    plan: Plan,
+    saved: tuple[bool, ...],
+    split: Split,
+    undo: Undo | None,
+    counters: Counters,
+) -> Reversal:
+    quiet = loop.without_debug_effects()
+    keep = [True] * loop.const_count + list(saved) + [True] * loop.xs_count
+    no_ys = [False] * loop.ys_count
+    step, _ = _jax.dce(quiet.body, [*saved, *no_ys], keep)
+    stored = [True] * len(split.stored_types)
+    silent = equations.without_debug_effects(split.forward)
+    forward, _ = _jax.dce(silent, [*saved, *no_ys, *stored], keep)
+    return Reversal(quiet, active, plan, split, saved, step, forward, undo, counters)
+
+
+def _in_common(jaxpr: Jaxpr) -> list:
+    """A type that varies between devices as far as all inputs do."""
+    fewest = sorted(jaxpr.in_avals, key=lambda t: len(_jax.varying(t)))[:1]
+    axes = [_jax.varying(t) for t in fewest]
+    return [t for t in fewest if all(axes[0] <= _jax.varying(v) for v in jaxpr.in_avals)]
+
+
+def _saved_leaves(loop: Loop, split: Split) -> tuple[bool, ...]:
+    """The carry leaves that replaying needs: a fixed point of what the derivative reads."""
+
+    def carry_read(jaxpr: Jaxpr, outputs: Sequence[bool], before: int) -> list[bool]:
+        used = _jax.used_inputs(jaxpr, outputs)
+        return used[before : before + loop.carry_count]
+
+    results = [False] * split.results
+    stored = [True] * len(split.stored_types)
+    silent = equations.without_debug_effects(split.forward)
+    saved = carry_read(silent, [*results, *stored], loop.const_count)
+    while True:
+        read = carry_read(loop.body, [*saved, *[False] * loop.ys_count], loop.const_count)
+        new = [a or b for a, b in zip(saved, read, strict=True)]
+        if new == saved:
+            return tuple(saved)
+        saved = new

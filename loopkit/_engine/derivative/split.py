@@ -1,0 +1,197 @@
+"""The derivative of one step, split in two: what is stored going forward, what is done going back.
+
+`jax.linearize` of the body is traced once and cut at its residuals, the values that the backward
+half reads, or at the least from which these follow (`cut.py`). What depends on constants alone is
+computed once, before the sweep ("hoisted"); slices of xs are read again; the rest is stored.
+
+    hoist(consts)                                -> hoisted
+    forward(consts, carry, x)                    -> carry, y, stored
+    backward(consts, hoisted, x, stored, so far, cts)
+                                                 -> cotangents of the active consts, carry, x
+
+Cotangents of the constants are added to those of the steps reversed so far, in place where a step
+reads slices of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from loopkit import _jax
+from loopkit._engine.facts.counters import find_counters
+from loopkit._engine.facts.write_sites import with_fresh_writes, writes_once
+from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
+from loopkit._jax import Jaxpr, ShapedArray
+from loopkit._jaxprs.min_cut import least_stored
+from loopkit._jaxprs.slice_cotangents import threaded
+
+
+@dataclass(frozen=True)
+class Split:
+    """The two halves of a step's derivative. See the module."""
+
+    hoist: Jaxpr
+    forward: Jaxpr
+    results: int
+    """How many outputs of `forward` are carry or y."""
+    backward: Callable[[Active, Sequence[bool]], Jaxpr]
+    """The backward half, for the leaves that cotangents flow through.
+
+    The second argument says of which carry leaves nobody asks for the initial value's cotangent.
+    """
+    uncut_bytes: int = 0
+    """Of all residuals of a step, as jax.lax.scan would store them."""
+    stored_batched: tuple[bool, ...] = ()
+    """For the split of a batched loop made from another split: which rows have the new axis."""
+
+    @property
+    def stored_types(self) -> list[ShapedArray]:
+        return list(self.forward.out_avals[self.results :])
+
+
+def split_step(loop: Loop, active: Active) -> Split:
+    """The halves of the derivative of the body in its active inputs and outputs."""
+    return loop.derived(("split", active), lambda: _split(loop, active))
+
+
+def opened(loop: Loop, active: Active) -> Loop:
+    """The loop whose steps are the forward half of the step's derivative.
+
+    A custom rule is for one derivative. What it computes is ordinary code, of which the next
+    derivative is taken.
+    """
+    if not loop.holds_custom_vjp:
+        return loop
+
+    def make() -> Loop:
+        forward, results = split_step(loop, active).forward, len(loop.body.out_avals)
+        wanted = [i < results for i in range(len(forward.out_avals))]
+        body, _ = _jax.dce(forward, wanted, [True] * len(forward.in_avals))
+        return loop.replace(body=body)
+
+    return loop.derived(("opened", active), make)
+
+
+def _split(loop: Loop, active: Active) -> Split:
+    body = loop.body
+    in_types = list(body.in_avals)
+    tree = None
+
+    def linearised(*values: Any) -> list:
+        nonlocal tree
+
+        def differentiated(*moving: Any) -> tuple[list, list]:
+            outs = _jax.call_jaxpr(body)(*spread(moving, active.inputs, values))
+            return kept(outs, active.outputs), outs
+
+        inputs = kept(values, active.inputs)
+        _, pushforward, outs = jax.linearize(differentiated, *inputs, has_aux=True)
+        residuals, tree = jax.tree.flatten(pushforward)
+        return [*outs, *residuals]
+
+    whole = _jax.trace_closed(linearised, in_types, "loop_step")
+    n, c = len(body.out_avals), loop.const_count
+    slices = c + loop.carry_count
+    free = [by is not None for by in find_counters(loop)]
+    cut = least_stored(whole, n, c, slices, free)
+    inputs = list(_jax.open_jaxpr(whole).invars)
+    results = list(_jax.open_jaxpr(whole).outvars[:n])
+    everything = [True] * len(in_types)
+    hoist_part = _jax.with_outputs(whole, cut.hoisted, everything)
+    forward = _jax.with_outputs(whole, [*results, *cut.stored], everything)
+
+    def hoist(*consts: Any) -> list:
+        # Nothing hoisted depends on the carry or the slices; any value does.
+        rest = [_jax.zeros(t) for t in in_types[c:]]
+        return list(_jax.call_jaxpr(hoist_part)(*consts, *rest)) if cut.hoisted else []
+
+    def make_backward(live: Active, unread: Sequence[bool]) -> Jaxpr:
+        def backward(*values: Any) -> list:
+            _, so_far, cts = parts(values, len(known), sum(live.consts))
+            residuals = cut.remake(dict(zip(known, values[: len(known)], strict=True)))
+            transpose = jax.linear_transpose(
+                lambda *moving: threaded(linear, residuals, moving, sum(live.consts)), *flowing
+            )
+            return list(transpose([*so_far, *cts]))
+
+        linear, flowing = _linear_part(tree, whole.out_avals[n:], body, active, live)
+        before, numbers = len(linear.in_avals) - sum(live.carry) - sum(live.xs), {}
+        for leaf in (i for i, has in enumerate(live.carry) if has):
+            numbers[leaf] = before + len(numbers), len(numbers)
+        once = [i for i in numbers if unread[i] and writes_once(loop, i)]
+        linear = with_fresh_writes(linear, [numbers[i] for i in once])
+
+        known = [*inputs[:c], *cut.hoisted, *inputs[slices:], *cut.stored]
+        types = [
+            *in_types[:c],
+            *(v.aval for v in cut.hoisted),
+            *loop.x_types,
+            *(v.aval for v in cut.stored),
+            *(t.to_tangent_aval() for t in kept(loop.const_types, live.consts)),
+            *(t.to_tangent_aval() for t in kept(body.out_avals, live.outputs)),
+        ]
+        return _jax.trace_closed(backward, types, "loop_step_transpose")
+
+    hoist_jaxpr = _jax.trace_closed(hoist, in_types[:c], "loop_constants")
+    return Split(hoist_jaxpr, forward, n, make_backward, cut.uncut)
+
+
+def _linear_part(
+    tree: Any, residual_types: Sequence[Any], body: Jaxpr, active: Active, live: Active
+) -> tuple[Jaxpr, list]:
+    """(residuals, tangents of live inputs) -> tangents of live outputs, and the types of those.
+
+    What only reaches other outputs is left out: it may be something that cannot be transposed.
+    """
+    count = len(residual_types)
+    flows = kept(live.inputs, active.inputs)
+    types = [t.to_tangent_aval() for t in kept(body.in_avals, active.inputs)]
+
+    def pushforward(*values: Any) -> list:
+        residuals, flowing = parts(values, count)
+        # An inner loop may read the others nevertheless, for results of its own that are not live.
+        tangents = spread(flowing, flows, list(map(_jax.zeros, types)))
+        return list(jax.tree.unflatten(tree, residuals)(*tangents))
+
+    inputs = [*residual_types, *kept(types, flows)]
+    everything = _jax.trace_closed(pushforward, inputs, "loop_tangents")
+    wanted = kept(live.outputs, active.outputs)
+    linear, _ = _jax.dce(everything, wanted, [True] * len(inputs))
+    return linear, kept(types, flows)
+
+
+def batch_split(split: Split, loop: Loop, axis: Any, places: Operands, active: Active) -> Split:
+    """vmap of a split, residual for residual. Every active input has the new axis."""
+    slices = [
+        None if a is None else a - (a > row) for a, row in zip(places.xs, loop.x_axes, strict=True)
+    ]
+    consts, carry = places.consts, places.init
+    hoist, hoisted = _jax.batch_jaxpr(
+        split.hoist, axis, consts, ["free"] * len(split.hoist.out_avals)
+    )
+    lane = min([len(loop.lanes), *(a for a in carry if a is not None)])
+    ys = [lane if a else "free" for a in active.ys]
+    forward, flags = _jax.batch_jaxpr(
+        split.forward,
+        axis,
+        [*consts, *carry, *slices],
+        [*carry, *ys, *["free"] * len(split.stored_types)],
+    )
+    stored = flags[split.results :]
+
+    def make_backward(live: Active, unread: Sequence[bool]) -> Jaxpr:
+        cts = [*kept(consts, live.consts), *kept(carry, live.carry)]
+        cts += [lane for a in live.ys if a]
+        outs = [*kept(consts, live.consts), *kept(carry, live.carry), *kept(slices, live.xs)]
+        ins = [*consts, *_first(hoisted), *slices, *_first(stored), *cts]
+        return _jax.batch_jaxpr(split.backward(live, unread), axis, ins, outs)[0]
+
+    return Split(hoist, forward, split.results, make_backward, stored_batched=tuple(stored))
+
+
+def _first(flags: Sequence[bool]) -> list[int | None]:
+    return [0 if f else None for f in flags]

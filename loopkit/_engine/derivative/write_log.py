@@ -1,0 +1,215 @@
+"""Buffers are not copied into checkpoints: going back, what steps wrote is taken out again.
+
+Going forward, each write leaves in a log where it wrote and what it displaced, which is as large
+as what is written, not as the buffer. Going back, the log is played backwards, so that the buffer
+is as it was before any step that is replayed. Nothing displaced is logged where a row is provably
+written once: there the initial buffer has it.
+
+This is for buffers that a step reads from and writes to, in loops of known bounds; inner loops
+may write to them if they take a fixed number of steps. Others are saved as any carry.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from loopkit import _jax
+from loopkit._buffers.slices import in_order, read, read_p, write
+from loopkit._engine.facts.write_sites import Inner, Sites, Write, find_writes, merged
+from loopkit._engine.loop import Loop, Operands, Output, kept, parts
+from loopkit._engine.primitives import while_p
+from loopkit._engine.steps import read_rows, repeat_backwards, row_of
+from loopkit._jax import Jaxpr, ShapedArray
+from loopkit._jaxprs import equations
+
+
+@dataclass(frozen=True, eq=False)
+class Undo:
+    """How the buffers of a loop are brought back. Compared by identity."""
+
+    leaves: tuple[bool, ...]
+    """Which carry leaves: buffers that are not saved."""
+    log_types: list[ShapedArray]
+    """What one step logs."""
+    forward: Jaxpr
+    """(consts, carry, x) -> carry, y, log"""
+    back: Jaxpr
+    """(initial buffers, buffers after a step, its log) -> buffers before it"""
+    batched: tuple[bool, ...] = ()
+    """In the batched loop made from another: which parts of the log have the new axis."""
+
+    def logged(self, loop: Loop) -> Loop:
+        """The loop with its log after the ys. It must be bounded."""
+        return loop.derived(
+            ("logged", self), lambda: with_log(loop, self.forward, len(self.log_types))
+        )
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """The buffers of a loop that has run, on their way back. Without an undo there are none."""
+
+    undo: Undo | None
+    loop: Loop
+    initial: list
+    log: Sequence[Any]
+    """A row for each step."""
+
+    def steps(self, first: Any, count: Any, buffers: list) -> list:
+        """The buffers before step `first`, from those `count` steps later, or less."""
+        undo = self.undo
+        if undo is None:
+            return buffers
+
+        def back(k: Any, buffers: list) -> list:
+            row = read_rows(self.log, row_of(self.loop, first + k))
+            return list(_jax.call_jaxpr(undo.back)(*self.initial, *buffers, *row))
+
+        # In a loop of its own, also where it is of one step: among what else a step does, the
+        # compiler orders reads and writes so that it has to copy the buffers.
+        count = lax.optimization_barrier(jnp.asarray(count, jnp.int32))
+        return repeat_backwards(count, back, buffers, 1)
+
+
+def with_log(loop: Loop, body: Jaxpr, count: int) -> Loop:
+    """The loop with a body that returns a log after its ys, stacked along leading axes."""
+    return loop.replace(body=body, ys=(*loop.ys, *[Output(log=True)] * count))
+
+
+def find_undo(loop: Loop, saved: Sequence[bool]) -> Undo | None:
+    """How to do without saving buffers among the `saved` carry leaves; None if none can be."""
+    if loop.length is None or not any(loop.is_buffer):
+        return None
+    j, sites, leaves = _jax.open_jaxpr(loop.body), {}, []
+    for leaf, (is_buffer, keep) in enumerate(zip(loop.is_buffer, saved, strict=True)):
+        found = find_writes(loop, leaf) if is_buffer and keep else None
+        leaves.append(found is not None)
+        sites = merged(sites, found or {})
+    if not any(leaves):
+        return None
+    flags, count = tuple(leaves), len(loop.body.out_avals)
+
+    def forward(*values: Any) -> list:
+        outs, log = _logging(j, values, sites)
+        return [*outs, *log]
+
+    logging = _jax.trace_closed(forward, list(loop.body.in_avals), "loop_step_logged")
+    log_types = list(logging.out_avals[count:])
+    numbers = [i for i, f in enumerate(flags) if f]
+    types = kept(loop.carry_types, flags)
+
+    def back(*values: Any) -> list:
+        initial, buffers, log = parts(values, len(numbers), len(numbers))
+        state = dict(zip(numbers, buffers, strict=True))
+        state = _undone(sites, state, dict(zip(numbers, initial, strict=True)), log)
+        return [state[i] for i in numbers]
+
+    undoing = _jax.trace_closed(back, [*types, *types, *log_types], "loop_step_undone")
+    return Undo(flags, log_types, logging, undoing)
+
+
+def _logging(j: Any, values: Sequence[Any], sites: Sites) -> tuple[list, list]:
+    """The results of a jaxpr, and the log of what it writes."""
+    log: list = []
+    reads: dict[Any, tuple] = {}
+    numbers = itertools.count()
+
+    def rule(eqn: Any, ins: list) -> list:
+        site = sites.get(next(numbers))
+        if isinstance(site, Write):
+            log.append(ins[2])
+            if not site.fresh:
+                starts, window, old = reads.get(eqn.invars[0], (None, None, None))
+                if starts is not ins[2] or window != site.window:
+                    old, ins[0] = read(ins[0], ins[2], site.window)
+                    old, ins[1] = in_order(old, ins[1], ins[2], site.window)
+                log.append(old)
+        elif site is not None and site.loop is None:
+            outs, more = _logging(_jax.open_jaxpr(eqn.params["jaxpr"]), ins, site.sites)
+            log.extend(more)
+            return outs
+        elif site is not None:
+            outs = while_p.bind(*ins, loop=_logging_loop(site))
+            outs, more = parts(outs, len(eqn.outvars))
+            log.extend(more)
+            return outs
+        outs = _jax.bind_equation(eqn, ins)
+        if eqn.primitive is read_p and eqn.params["value"]:
+            # What is written next may be what was just read.
+            reads[eqn.outvars[-1]] = (ins[1], eqn.params["window"], outs[0])
+        return outs
+
+    return equations.interpret(j, values, rule), log
+
+
+def _logging_loop(site: Inner) -> Loop:
+    loop = site.loop
+    assert loop is not None, "a call is not a loop"
+    j = _jax.open_jaxpr(loop.body)
+
+    def step(*values: Any) -> list:
+        outs, log = _logging(j, values, site.sites)
+        return [*outs, *log]
+
+    body = _jax.trace_closed(step, list(loop.body.in_avals), "loop_step_logged")
+    return with_log(loop, body, len(body.out_avals) - len(loop.body.out_avals))
+
+
+def _log_size(site: Any) -> int:
+    if isinstance(site, Write):
+        return 1 if site.fresh else 2
+    return sum(map(_log_size, site.sites.values()))
+
+
+def _undone(sites: Sites, state: dict, initial: dict, log: Sequence[Any]) -> dict:
+    """The buffers before the equations at the sites, last first."""
+    order = sorted(sites)
+    *logs, _ = parts(log, *[_log_size(sites[at]) for at in order])
+    for at, rows in reversed(list(zip(order, logs, strict=True))):
+        site = sites[at]
+        if isinstance(site, Inner):
+            state = _undone_inside(site, state, initial, rows)
+            continue
+        starts = rows[0]
+        old = read(initial[site.leaf], starts, site.window)[0] if site.fresh else rows[1]
+        state = {**state, site.leaf: write(state[site.leaf], old, starts, site.window)}
+    return state
+
+
+def _undone_inside(site: Inner, state: dict, initial: dict, log: Sequence[Any]) -> dict:
+    loop = site.loop
+    if loop is None:
+        return _undone(site.sites, state, initial, log)
+    if not loop.length:
+        return state
+    inner = loop
+
+    def back(step: Any, state: dict) -> dict:
+        return _undone(site.sites, state, initial, read_rows(log, row_of(inner, step)))
+
+    return repeat_backwards(loop.length, back, state, 1)
+
+
+def batch_undo(
+    undo: Undo, loop: Loop, axis: Any, places: Operands, ys: Sequence[int | None]
+) -> Undo:
+    """vmap of an undo of `loop`, log for log; the axes are those of the batched loop."""
+    consts, carry = places.consts, places.init
+    slices, rows = (
+        [None if a is None else a - (a > along) for a, along in zip(axes, stacked, strict=True)]
+        for axes, stacked in ((places.xs, loop.x_axes), (ys, loop.y_axes))
+    )
+    outs = [*carry, *rows, *["free"] * len(undo.log_types)]
+    forward, flags = _jax.batch_jaxpr(undo.forward, axis, [*consts, *carry, *slices], outs)
+    results = len(carry) + len(rows)
+    log = flags[results:]
+    buffers = kept(carry, undo.leaves)
+    ins = [*buffers, *buffers, *[0 if f else None for f in log]]
+    back, _ = _jax.batch_jaxpr(undo.back, axis, ins, buffers)
+    return Undo(undo.leaves, list(forward.out_avals[results:]), forward, back, tuple(log))

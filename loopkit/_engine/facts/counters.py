@@ -1,0 +1,82 @@
+"""Counters: carry leaves that every step moves by the same integer.
+
+What one is before a step follows from the step's number. So it is neither saved nor stored, and
+what follows from it is made again. So is the flag that says whether a step counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from loopkit import _jax
+from loopkit._engine.loop import Loop
+from loopkit._jaxprs import equations
+
+PASSING = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze")
+
+Counters = tuple[int | None, ...]
+"""For each carry leaf, by how much a step moves it; None where it is no counter."""
+
+
+def find_counters(loop: Loop) -> Counters:
+    """The counters of a loop."""
+    return loop.derived("counters", lambda: _found(loop))
+
+
+def _found(loop: Loop) -> Counters:
+    j = _jax.open_jaxpr(loop.body)
+    makers = {v: eqn for eqn in j.eqns for v in eqn.outvars}
+    before = j.invars[loop.const_count : loop.const_count + loop.carry_count]
+    found = [
+        moved_by(out, v, makers) if jnp.issubdtype(v.aval.dtype, jnp.integer) else None
+        for out, v in zip(j.outvars, before, strict=False)
+    ]
+    # Of lanes that go on together, each has a flag of its own.
+    if loop.flag is not None and equations.forwarded(loop.cond) == [
+        loop.cond_const_count + loop.flag
+    ]:
+        found[loop.flag] = 0
+    return tuple(found)
+
+
+def moved_by(after: Any, before: Any, makers: dict) -> int | None:
+    """The integer that `after` is more than `before`; None if it is not known."""
+    eqn = makers.get(after) if not isinstance(after, _jax.Literal) else None
+    while eqn is not None and eqn.primitive.name in ("convert_element_type", "copy"):
+        if eqn.invars[0].aval.dtype != before.aval.dtype:
+            return None
+        eqn = makers.get(eqn.invars[0])
+    if eqn is None or eqn.primitive.name not in ("add", "sub"):
+        return None
+    a, b = eqn.invars
+    if eqn.primitive.name == "add" and b is before:
+        a, b = b, a
+    while not isinstance(b, _jax.Literal) and b in makers:
+        maker = makers[b]
+        if maker.primitive.name not in PASSING:
+            return None
+        b = maker.invars[0]
+    if a is not before or not isinstance(b, _jax.Literal) or np.ndim(b.val):
+        return None
+    return int(b.val) if eqn.primitive.name == "add" else -int(b.val)
+
+
+def at_step(
+    loop: Loop, init: Sequence[Any], counters: Counters, step: Any, taken: Any
+) -> list[Any]:
+    """The counters before a step, of all lanes as if none had stopped; None for other leaves.
+
+    Lanes take so many steps.
+    """
+    out: list[Any] = [None] * len(counters)
+    for i, (v, by, kind) in enumerate(zip(init, counters, loop.carry_types, strict=True)):
+        if i == loop.flag and by is not None:
+            out[i] = jnp.broadcast_to(step < taken, v.shape) if loop.lanes else jnp.array(True)
+        elif by is not None:
+            out[i] = v + jnp.asarray(step, v.dtype) * np.array(by).astype(v.dtype)
+        out[i] = None if out[i] is None else _jax.vary_like(out[i], [kind])
+    return out

@@ -1,0 +1,343 @@
+"""The description of a loop: what every primitive of the engine takes as its parameter.
+
+A loop has no arrays in it. Its operands are, in this order,
+
+    cond_consts, consts, init, xs
+
+and one step computes, with x the slice of each xs that belongs to the step,
+
+    active       = cond(*cond_consts, *carry)
+    *carry, *y   = body(*consts, *carry, *x)
+
+until `active` is false or `length` steps are taken. Without `cond` it takes exactly `length` steps.
+Row t of the ys is written by step t (from the end if `reverse`); rows that no step writes are zero.
+
+Under vmap with a batched predicate `active` has axes of its own, the *lanes*. All lanes step
+together until none is active, and a lane that is not keeps its carry. Every carry, and every y,
+then begins with the lane axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+from loopkit import _jax
+from loopkit._jax import Jaxpr, ShapedArray
+from loopkit._jaxprs import equations
+from loopkit._plans.plan import Budget
+
+T = TypeVar("T")
+
+
+class Operands(NamedTuple):
+    """What a loop reads, or one value for each (types, flags, axes, tangents)."""
+
+    cond_consts: list
+    consts: list
+    init: list
+    xs: list
+
+    @property
+    def flat(self) -> list:
+        return [*self.cond_consts, *self.consts, *self.init, *self.xs]
+
+
+class Active(NamedTuple):
+    """Which leaves have a tangent, or a cotangent.
+
+    The carry's flags are a fixed point of the body.
+    """
+
+    consts: tuple[bool, ...]
+    carry: tuple[bool, ...]
+    xs: tuple[bool, ...]
+    ys: tuple[bool, ...]
+
+    @property
+    def inputs(self) -> tuple[bool, ...]:
+        return self.consts + self.carry + self.xs
+
+    @property
+    def outputs(self) -> tuple[bool, ...]:
+        return self.carry + self.ys
+
+
+class Const(NamedTuple):
+    """A constant of the steps."""
+
+    lanes: int = 0
+    """How many of the lane axes it begins with."""
+
+
+class CarryLeaf(NamedTuple):
+    name: str = ""
+    """What the caller calls it, for reports."""
+    buffer: bool = False
+    """Whether it is read and written in slices."""
+    flag: bool = False
+    """Whether it says if a step is active, and so masks the writes to buffers."""
+
+
+class Input(NamedTuple):
+    """One of the xs."""
+
+    axis: int = 0
+    """Along which it is sliced."""
+    lanes: int = 0
+    """How many of the lane axes a slice begins with."""
+
+
+class Output(NamedTuple):
+    """One of the ys."""
+
+    axis: int = 0
+    """Along which it is stacked."""
+    log: bool = False
+    """Whether it says what a step displaces in buffers: also in stopped lanes. Logs come last."""
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A loop, compared and hashed by identity. What is derived from it is kept in `memory`."""
+
+    cond: Jaxpr | None
+    body: Jaxpr
+    cond_const_count: int
+    consts: tuple[Const, ...]
+    carry: tuple[CarryLeaf, ...]
+    xs: tuple[Input, ...]
+    ys: tuple[Output, ...]
+    length: int | None
+    reverse: bool = False
+    checkpoints: Budget = None
+    unroll: int = 1
+    """Steps to an iteration."""
+    auto_unroll: bool = False
+    """Whether how many is found by trying."""
+    name: str = "while_loop"
+    lasting: bool = field(default=False, compare=False)
+    """Whether another loop of the same equations is this very loop, and so compiled once."""
+    memory: dict = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        ins, outs = len(self.body.in_avals), len(self.body.out_avals)
+        assert ins == self.const_count + self.carry_count + self.xs_count, "a record for each input"
+        assert outs == self.carry_count + self.ys_count, "a record for each output"
+        taken = self.cond_const_count + self.carry_count
+        assert self.cond is None or len(self.cond.in_avals) == taken, "a predicate of the carry"
+
+    def derived(self, key: Any, make: Callable[[], T]) -> T:
+        """`make()`, once for each key."""
+        if key not in self.memory:
+            self.memory[key] = make()
+        return self.memory[key]
+
+    def replace(self, **changes: Any) -> Loop:
+        return replace(self, memory={}, **changes)
+
+    def unrolled(self, unroll: int) -> Loop:
+        """The same loop, so many steps to an iteration; what is derived from it is the same."""
+        return self if self.unroll == unroll else replace(self, unroll=unroll)
+
+    def split(self, operands: Sequence[Any]) -> tuple[Operands, list]:
+        """The operands of the loop, and what follows them."""
+        counts = (self.cond_const_count, self.const_count, self.carry_count, self.xs_count)
+        *of_loop, rest = parts(operands, *counts)
+        return Operands(*of_loop), rest
+
+    @cached_property
+    def const_count(self) -> int:
+        return len(self.consts)
+
+    @cached_property
+    def carry_count(self) -> int:
+        return len(self.carry)
+
+    @cached_property
+    def xs_count(self) -> int:
+        return len(self.xs)
+
+    @cached_property
+    def ys_count(self) -> int:
+        return len(self.ys)
+
+    @cached_property
+    def operand_count(self) -> int:
+        return self.cond_const_count + self.const_count + self.carry_count + self.xs_count
+
+    @property
+    def primal_counts(self) -> tuple[int, int]:
+        """How many operands and how many results are primal."""
+        return self.operand_count, self.carry_count + self.ys_count
+
+    @cached_property
+    def lanes(self) -> tuple[int, ...]:
+        return () if self.cond is None else self.cond.out_avals[0].shape
+
+    @cached_property
+    def is_buffer(self) -> tuple[bool, ...]:
+        """For each carry leaf, whether it is a buffer."""
+        return tuple(leaf.buffer for leaf in self.carry)
+
+    @cached_property
+    def flag(self) -> int | None:
+        """The carry leaf that says whether a step is active, if one does."""
+        return next((i for i, leaf in enumerate(self.carry) if leaf.flag), None)
+
+    @cached_property
+    def cond_types(self) -> list[ShapedArray]:
+        """Types of the constants of the predicate."""
+        return [] if self.cond is None else list(self.cond.in_avals[: self.cond_const_count])
+
+    @cached_property
+    def const_types(self) -> list[ShapedArray]:
+        return list(self.body.in_avals[: self.const_count])
+
+    @cached_property
+    def carry_types(self) -> list[ShapedArray]:
+        return list(self.body.out_avals[: self.carry_count])
+
+    @cached_property
+    def x_types(self) -> list[ShapedArray]:
+        return list(self.body.in_avals[self.const_count + self.carry_count :])
+
+    @cached_property
+    def y_types(self) -> list[ShapedArray]:
+        return list(self.body.out_avals[self.carry_count :])
+
+    @cached_property
+    def xs_types(self) -> list[ShapedArray]:
+        return [self.stack_type(x, a) for x, a in zip(self.x_types, self.x_axes, strict=True)]
+
+    @cached_property
+    def ys_types(self) -> list[ShapedArray]:
+        return [self.stack_type(y, a) for y, a in zip(self.y_types, self.y_axes, strict=True)]
+
+    @cached_property
+    def x_axes(self) -> tuple[int, ...]:
+        return tuple(x.axis for x in self.xs)
+
+    @cached_property
+    def y_axes(self) -> tuple[int, ...]:
+        return tuple(y.axis for y in self.ys)
+
+    @cached_property
+    def const_lanes(self) -> tuple[int, ...]:
+        return tuple(c.lanes for c in self.consts)
+
+    @cached_property
+    def xs_lanes(self) -> tuple[int, ...]:
+        return tuple(x.lanes for x in self.xs)
+
+    def stack_type(self, aval: ShapedArray, axis: int = 0) -> ShapedArray:
+        assert self.length is not None
+        return _jax.stack_type(aval, self.length, axis)
+
+    @property
+    def jaxprs(self) -> list[Jaxpr]:
+        return [self.body] if self.cond is None else [self.body, self.cond]
+
+    @cached_property
+    def effects(self) -> Any:
+        return frozenset().union(*(j.effects for j in self.jaxprs))
+
+    @cached_property
+    def axis_names(self) -> set:
+        """The named axes that steps speak along."""
+        return set().union(*map(equations.axis_names, self.jaxprs))
+
+    @cached_property
+    def holds_custom_vjp(self) -> bool:
+        """Whether a step calls a function that has a VJP and no JVP."""
+        return equations.holds_custom_vjp(self.body)
+
+    def without_debug_effects(self) -> Loop:
+        """The same loop, silent: for steps that are taken a second time."""
+        if not self.effects:
+            return self
+        return self.derived("quiet", lambda: self.map_jaxprs(equations.without_debug_effects))
+
+    @cached_property
+    def asks_the_host(self) -> bool:
+        """Whether a step reads what it may not find again, so that it must not be run again."""
+        return any(map(equations.asks_the_host, self.jaxprs))
+
+    def check_repeats(self) -> None:
+        """Raise if the steps must not be run again."""
+        if self.asks_the_host:
+            raise NotImplementedError(
+                f"loopkit.{self.name}: steps that are run again for a derivative must give the "
+                "same again, got a jax.experimental.io_callback that returns values. "
+                'Store what they return, with `checkpoints="all"` and a bound on the steps, which '
+                "is enough for a gradient; or call jax.pure_callback, if it is pure."
+            )
+
+    def map_jaxprs(self, change: Callable[[Jaxpr], Jaxpr]) -> Loop:
+        """The same loop, with its two jaxprs changed."""
+        cond = None if self.cond is None else change(self.cond)
+        body = change(self.body)
+        same = cond is self.cond and body is self.body
+        return self if same else self.replace(cond=cond, body=body)
+
+    def input_types(self, active: Active) -> list[ShapedArray]:
+        """Types of the active inputs' tangents."""
+        types = [*self.const_types, *self.carry_types, *self.xs_types]
+        return [t.to_tangent_aval() for t in kept(types, active.inputs)]
+
+    def output_types(self, active: Active) -> list[ShapedArray]:
+        """Types of the active outputs' tangents."""
+        types = [*self.carry_types, *self.ys_types]
+        return [t.to_tangent_aval() for t in kept(types, active.outputs)]
+
+
+def kept(values: Sequence[T], flags: Sequence[bool]) -> list[T]:
+    return [v for v, keep in zip(values, flags, strict=True) if keep]
+
+
+def spread(values: Sequence[Any], flags: Sequence[bool], default: Sequence[Any]) -> list[Any]:
+    """`values` in the flagged places, `default` in the others."""
+    it = iter(values)
+    return [next(it) if keep else d for keep, d in zip(flags, default, strict=True)]
+
+
+def parts(values: Sequence[T], *counts: int) -> list[list[T]]:
+    """`values` cut into consecutive parts of the given sizes, and the rest."""
+    out, at = [], 0
+    for count in counts:
+        out.append(list(values[at : at + count]))
+        at += count
+    out.append(list(values[at:]))
+    return out
+
+
+def prune(loop: Loop, used_carry: Sequence[bool], used_ys: Sequence[bool]) -> tuple[Loop, Operands]:
+    """The loop with only the outputs that are used, and which operands those need."""
+    carry = list(used_carry)
+    cond, used_cond_consts = loop.cond, []
+    if loop.cond is not None:
+        used = _jax.used_inputs(loop.cond, [True])
+        used_cond_consts = used[: loop.cond_const_count]
+        carry = [a or b for a, b in zip(carry, used[loop.cond_const_count :], strict=True)]
+    while True:
+        keep = [False] * loop.const_count + carry + [False] * loop.xs_count
+        body, used = _jax.dce(loop.body, [*carry, *used_ys], keep)
+        consts, needed, xs = parts(used, loop.const_count, loop.carry_count)
+        if needed == carry:
+            break
+        carry = needed
+    if loop.cond is not None:
+        cond, _ = _jax.dce(loop.cond, [True], [*used_cond_consts, *carry])
+    flags = Operands(used_cond_consts, consts, carry, xs)
+    pruned = loop.replace(
+        cond=cond,
+        body=body,
+        cond_const_count=sum(used_cond_consts),
+        consts=tuple(kept(loop.consts, consts)),
+        carry=tuple(kept(loop.carry, carry)),
+        xs=tuple(kept(loop.xs, xs)),
+        ys=tuple(kept(loop.ys, used_ys)),
+    )
+    return pruned, flags

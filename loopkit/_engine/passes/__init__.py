@@ -1,0 +1,1 @@
+"""Loops made of loops: the same results by other steps."""

@@ -1,0 +1,154 @@
+"""A loop with one more axis: vmap of its jaxprs.
+
+The two jaxprs are batched to a fixed point of which carry leaves have the axis.
+
+The new axis is the first of a carry leaf, unless the loop has lanes that it does not add to: then
+it comes after the lane axes, so that a mask over the lanes always broadcasts from the left.
+
+For derivatives it is the second of a buffer that steps do nothing but write rows to. What a step
+writes then lies together, not in as many places as the axis is long, as the ys of a scan do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from loopkit import _jax
+from loopkit._engine.facts.write_sites import writes_rows
+from loopkit._engine.loop import Input, Loop, Operands, parts
+
+MANY = 8
+"""Lanes of which rows are laid together. Of fewer, processors read ahead in each."""
+
+
+class Batched(NamedTuple):
+    """A batched loop, and where the new axis is in each operand and result (None: nowhere)."""
+
+    loop: Loop
+    operands: Operands
+    ys: list
+
+
+def batch_loop(
+    loop: Loop,
+    axis: Any,
+    batched: Operands,
+    ys: Sequence[bool] | None = None,
+    whole: bool = False,
+    in_rows: Sequence[int] = (),
+) -> Batched:
+    """`loop` over operands of which some are batched; `ys` forces results to be.
+
+    `whole`: if the axis becomes a lane, so are constants that differ between lanes already. Then a
+    lane can be given those of another (lanes.py).
+
+    `in_rows`: carry leaves, buffers, in whose rows the axis is to lie, unless it becomes a lane.
+    """
+    ys = [False] * loop.ys_count if ys is None else list(ys)
+    key = ("batched", axis, *map(tuple, batched), tuple(ys), whole, tuple(in_rows))
+    return loop.derived(key, lambda: _batch_loop(loop, axis, batched, ys, whole, in_rows))
+
+
+def _batch_loop(
+    loop: Loop, axis: Any, batched: Operands, ys: list[bool], whole: bool, in_rows: Sequence[int]
+) -> Batched:
+    k = len(loop.lanes)
+    joins, carry = False, list(batched.init)
+
+    def carry_at(flags: Sequence[bool]) -> list[int | None]:
+        places = [place + (not joins and i in in_rows) for i in range(loop.carry_count)]
+        return [a if f else None for a, f in zip(places, flags, strict=True)]
+
+    while True:
+        place = 0 if joins else k
+        const_axes = _places(loop.const_lanes, batched.consts, joins)
+        x_axes = _places(loop.xs_lanes, batched.xs, joins)
+        carry_axes = carry_at(carry)
+        body_axes = [*const_axes, *carry_axes, *x_axes]
+        _, flags = _jax.batch_jaxpr(loop.body, axis, body_axes, ["free"] * len(loop.body.out_avals))
+        new, out_ys = parts(flags, loop.carry_count)
+        new = [a or b for a, b in zip(carry, new, strict=True)]
+        if not joins and loop.cond is not None:
+            cond_axes = [*_at(batched.cond_consts, 0), *carry_at(new)]
+            _, (joins,) = _jax.batch_jaxpr(loop.cond, axis, cond_axes, ["free"])
+            if joins and whole and loop.lanes:
+                consts = [f or n > 0 for f, n in zip(batched.consts, loop.const_lanes, strict=True)]
+                batched = batched._replace(consts=consts)
+        if joins and not all(new):
+            new = [True] * len(new)
+        elif new == carry and (not joins or place == 0):
+            break
+        carry = new
+    ys = [joins or a or b for a, b in zip(ys, out_ys, strict=True)]
+    carry_axes, y_axes = carry_at(carry), _at(ys, place)
+    body, _ = _jax.batch_jaxpr(loop.body, axis, body_axes, [*carry_axes, *y_axes])
+    cond = loop.cond
+    if cond is not None:
+        cond_axes = [*_at(batched.cond_consts, 0), *carry_axes]
+        cond, _ = _jax.batch_jaxpr(cond, axis, cond_axes, [0 if joins else None])
+    new_loop = loop.replace(
+        cond=cond,
+        body=body,
+        consts=tuple(
+            c._replace(lanes=_lanes(c.lanes, b, joins))
+            for c, b in zip(loop.consts, batched.consts, strict=True)
+        ),
+        xs=tuple(
+            Input(_shifted(x.axis, a), _lanes(x.lanes, b, joins))
+            for x, a, b in zip(loop.xs, x_axes, batched.xs, strict=True)
+        ),
+        ys=tuple(
+            y._replace(axis=_shifted(y.axis, a)) for y, a in zip(loop.ys, y_axes, strict=True)
+        ),
+    )
+    x_places, y_places = stacked(x_axes, loop.x_axes), stacked(y_axes, loop.y_axes)
+    axes = Operands(_at(batched.cond_consts, 0), const_axes, carry_axes, x_places)
+    return Batched(new_loop, axes, y_places)
+
+
+def _at(flags: Sequence[bool], place: int) -> list[int | None]:
+    return [place if f else None for f in flags]
+
+
+def stacked(axes: Sequence[int | None], rows: Sequence[int]) -> list[int | None]:
+    """The axes in arrays of rows, from those in one row. Rows are along the axes `rows`."""
+    return [None if a is None else a + (a >= row) for a, row in zip(axes, rows, strict=True)]
+
+
+def _shifted(row: int, axis: int | None) -> int:
+    """The axis of the rows, once each row has one more axis."""
+    return row + (axis is not None and axis < row)
+
+
+def _places(lanes: Sequence[int], batched: Sequence[bool], joins: bool) -> list[int | None]:
+    """Where the axis goes in constants or slices: behind the lane axes, or before them."""
+    return [(0 if joins else n) if f else None for f, n in zip(batched, lanes, strict=True)]
+
+
+def _lanes(lanes: int, batched: bool, joins: bool) -> int:
+    """How many lane axes lead in an array, once the new axis is in."""
+    return lanes if not joins else lanes + 1 if batched else 0
+
+
+def move(value: Any, source: int | None, target: int | None, size: int) -> Any:
+    """`value` with its batch axis moved, or put in."""
+    if target is None:
+        assert source is None, "a batched operand of a leaf that is not batched"
+        return value
+    if source is None:
+        shape = list(jnp.shape(value))
+        shape.insert(target, size)
+        return jnp.broadcast_to(jnp.expand_dims(value, target), shape)
+    return jnp.moveaxis(value, source, target)
+
+
+def leaves_in_rows(loop: Loop, axis: Any, dims: Sequence[int | None]) -> tuple[int, ...]:
+    """Buffers in whose rows the axis goes, if it need not be moved there."""
+    # A symbolic size may be anything.
+    if loop.lanes or not isinstance(axis.size, int) or axis.size < MANY:
+        return ()
+    places = enumerate(zip(loop.is_buffer, dims, strict=True))
+    return tuple(i for i, (b, d) in places if b and d in (None, 1) and writes_rows(loop, i))

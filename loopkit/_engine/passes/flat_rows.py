@@ -1,0 +1,295 @@
+"""Rows of several short axes, carried as vectors.
+
+Compilers turn a row of shape [10, 5] into ten runs of five numbers, each too short for a vector
+unit, and one of shape [50] into one run. So the last axes of a buffer that every read and write
+takes whole are made one, outside the loop, where that is free; in a step only what is read and
+written is reshaped. The same for constants that steps read slices of.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from loopkit import _jax
+from loopkit._buffers.slices import read_p, write_p
+from loopkit._engine.loop import Loop, parts
+from loopkit._engine.primitives import while_p
+from loopkit._jax import Jaxpr
+from loopkit._jaxprs import equations
+
+SHORT = 16
+"""Elements of a last axis that are enough for a vector unit. From there on reshaping what is read
+and written costs as much as it gains."""
+
+Counts = tuple[int, ...]
+"""For each of several arrays, how many of its last axes are made one; 0: none."""
+
+
+class FlatRows(NamedTuple):
+    """A loop over arrays with flat rows, and which those are."""
+
+    loop: Loop
+    consts: Counts
+    carry: Counts
+
+
+class Rows(NamedTuple):
+    """Stands for an array whose last axes are one, while a jaxpr is evaluated."""
+
+    value: Any
+    tail: tuple[int, ...]
+    """The sizes of the axes that are one."""
+
+    @property
+    def lead(self) -> int:
+        """How many axes come before them."""
+        return self.value.ndim - 1
+
+    def of_row(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """The sizes of slices, these axes made one."""
+        return (*sizes[: self.lead], self.value.shape[-1])
+
+
+def flat_rows(loop: Loop, free: Sequence[bool]) -> FlatRows:
+    """The loop over flat rows. `free`: carry leaves that are not buffers of a loop around it."""
+    return loop.derived(("flat rows", tuple(free)), lambda: _flat(loop, free))
+
+
+def merged(values: Iterable[Any], counts: Counts) -> list:
+    """The arrays, their last axes made one."""
+    pairs = zip(values, counts, strict=True)
+    return [v.reshape(_merged(v.shape, n)) if n else v for v, n in pairs]
+
+
+def _merged(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """The shape with its last axes made one."""
+    return (*shape[:-count], _jax.volume(shape[-count:])) if count else shape
+
+
+def restored(values: Iterable[Any], like: Iterable[Any]) -> list:
+    """The arrays, in the shapes of others."""
+    return [
+        v if jnp.shape(v) == t.shape else v.reshape(t.shape)
+        for v, t in zip(values, like, strict=True)
+    ]
+
+
+def _flat(loop: Loop, free: Sequence[bool]) -> FlatRows:
+    consts = tuple(_count(loop, t, i) for i, t in enumerate(loop.const_types))
+    leaves = zip(loop.carry_types, loop.is_buffer, free, strict=True)
+    carry = tuple(
+        _count(loop, t, loop.const_count + i) if has and alone else 0
+        for i, (t, has, alone) in enumerate(leaves)
+    )
+    return FlatRows(_over(loop, consts, carry), consts, carry)
+
+
+def _count(loop: Loop, kind: Any, place: int) -> int:
+    """How many of the last axes of an input of the body are to be made one."""
+    shape = kind.shape
+    if len(shape) < 3 or not jnp.issubdtype(kind.dtype, jnp.number) or _jax.is_spread(kind):
+        return 0
+    if any(map(_jax.is_symbolic, shape)) or not 0 < shape[-1] < SHORT:
+        return 0
+    count = min(_in_loop(loop, [place]), len(shape) - 1)
+    # Ones change nothing.
+    return count if sum(n > 1 for n in shape[len(shape) - count :]) > 1 else 0
+
+
+def _over(loop: Loop, consts: Counts, carry: Counts) -> Loop:
+    """The loop, where some constants and carry leaves have flat rows."""
+    if not any(consts) and not any(carry):
+        return loop
+    body = _flattened(loop.body, [*consts, *carry, *[0] * loop.xs_count])
+    cond = loop.cond
+    if cond is not None:
+        cond = _flattened(cond, [*[0] * loop.cond_const_count, *carry])
+    return loop.replace(cond=cond, body=body)
+
+
+def _flattened(jaxpr: Jaxpr, counts: Sequence[int]) -> Jaxpr:
+    j = _jax.open_jaxpr(jaxpr)
+    types = [v.aval for v in j.invars]
+    shapes = [t.shape for t in types]
+    types = [_jax.of_shape(t, _merged(t.shape, n)) for t, n in zip(types, counts, strict=True)]
+
+    def run(*values: Any) -> list:
+        ins = [
+            Rows(v, shape[-n:]) if n else v
+            for v, shape, n in zip(values, shapes, counts, strict=True)
+        ]
+        return [v.value if isinstance(v, Rows) else v for v in _run(j, ins)]
+
+    return _jax.trace_closed(run, types, "flat_rows")
+
+
+def _whole_axes(j: Any, arrays: set) -> tuple[int, list[int]]:
+    """How many last axes all uses of some inputs take whole, and which outputs are those inputs."""
+    count, arrays = max(v.aval.ndim for v in arrays), set(arrays)
+    for eqn in j.eqns:
+        where = [n for n, v in enumerate(eqn.invars) if _is_in(v, arrays)]
+        if where:
+            found, after = _use(eqn, where)
+            count = min(count, found)
+            arrays.update(after)
+    return count, [n for n, v in enumerate(j.outvars) if _is_in(v, arrays)]
+
+
+def _is_in(v: Any, arrays: set) -> bool:
+    return not isinstance(v, _jax.Literal) and v in arrays
+
+
+def _use(eqn: Any, where: list[int]) -> tuple[int, list]:
+    """How many last axes an equation takes whole, and which results are the array again."""
+    if equations.is_call(eqn):
+        inner = _jax.open_jaxpr(eqn.params["jaxpr"])
+        count, outputs = _whole_axes(inner, {inner.invars[n] for n in where})
+        return count, [eqn.outvars[n] for n in outputs]
+    if eqn.primitive is while_p:
+        loop = eqn.params["loop"]
+        inputs = [n - loop.cond_const_count for n in where]
+        leaves = [n - loop.const_count for n in inputs if n >= loop.const_count]
+        count = _in_loop(loop, inputs)
+        return count, [eqn.outvars[n] for n in leaves] if count else []
+    if eqn.primitive is lax.reshape_p:
+        return eqn.invars[0].aval.ndim, []
+    if where != [0]:
+        return 0, []
+    return _taken_whole(eqn), eqn.outvars[-1:] if eqn.primitive in (read_p, write_p) else []
+
+
+def _in_loop(loop: Loop, inputs: list[int]) -> int:
+    """How many last axes a loop takes whole of some inputs of its body, if it carries them on."""
+    leaves = [n - loop.const_count for n in inputs if n >= loop.const_count]
+    if min(inputs) < 0 or max(leaves, default=0) >= loop.carry_count:
+        return 0
+    body = _jax.open_jaxpr(loop.body)
+    count, outputs = _whole_axes(body, {body.invars[n] for n in inputs})
+    if outputs != leaves:
+        return 0
+    if loop.cond is None or not leaves:
+        return count
+    cond = _jax.open_jaxpr(loop.cond)
+    in_cond, _ = _whole_axes(cond, {cond.invars[loop.cond_const_count + n] for n in leaves})
+    return min(count, in_cond)
+
+
+def _taken_whole(eqn: Any) -> int:
+    """How many last axes of its first operand an equation takes whole; 0 unless it takes slices."""
+    shape, params = eqn.invars[0].aval.shape, eqn.params
+    most, along = len(shape), ()
+    if eqn.primitive in (read_p, write_p):
+        if params.get("value") is False:
+            return len(shape)
+        along, sizes = params["window"].axes, params["window"].sizes
+    elif eqn.primitive is lax.dynamic_slice_p and len(eqn.invars) == 1 + len(shape):
+        sizes = params["slice_sizes"]
+    elif eqn.primitive is lax.slice_p and params["strides"] is None:
+        sizes = eqn.outvars[0].aval.shape
+    elif eqn.primitive is lax.gather_p:
+        numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+        gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+        along = (*gone, *numbers.start_index_map)
+        # They must come last in the result, too.
+        offsets, ndim = numbers.offset_dims, eqn.outvars[0].aval.ndim
+        most = _last(o == ndim - len(offsets) + i for i, o in enumerate(offsets))
+    else:
+        return 0
+    sized = enumerate(zip(sizes, shape, strict=True))
+    count = min(most, _last(a not in along and n == size for a, (n, size) in sized))
+    # All of it in its own shape, beside rows in another, would be a copy.
+    return count if count < len(shape) else 0
+
+
+def _last(flags: Iterable[bool]) -> int:
+    """How many flags at the end are true."""
+    return len(list(itertools.takewhile(bool, reversed(list(flags)))))
+
+
+def _run(j: Any, values: Sequence[Any]) -> list:
+    """The results of a jaxpr, some of whose values are `Rows`."""
+
+    def rule(eqn: Any, ins: list) -> list:
+        on_rows = any(isinstance(v, Rows) for v in ins)
+        return _on_rows(eqn, ins) if on_rows else _jax.bind_equation(eqn, ins)
+
+    return equations.interpret(j, values, rule)
+
+
+def _on_rows(eqn: Any, ins: list) -> list:
+    params = eqn.params
+    if equations.is_call(eqn):
+        return _run(_jax.open_jaxpr(params["jaxpr"]), ins)
+    if eqn.primitive is while_p:
+        return _loop_on_rows(params["loop"], ins)
+    rows, *others = ins
+    if eqn.primitive is read_p:
+        *found, after = read_p.bind(rows.value, *others, **_windowed(params, rows))
+        return [*(_unmerged(v, rows) for v in found), Rows(after, rows.tail)]
+    if eqn.primitive is write_p:
+        new, starts, *masks = others
+        pieces = [_merged_end(new, rows), starts, *(_merged_mask(m, rows) for m in masks)]
+        (after,) = write_p.bind(rows.value, *pieces, **_windowed(params, rows))
+        return [Rows(after, rows.tail)]
+    if eqn.primitive is lax.dynamic_slice_p:
+        sizes = rows.of_row(params["slice_sizes"])
+        starts = others[: rows.lead + 1]
+        # Negative starts count from the end no more: whoever wrote this has seen to it.
+        found = lax.dynamic_slice_p.bind(rows.value, *starts, slice_sizes=sizes)
+        return [_unmerged(found, rows)]
+    if eqn.primitive is lax.slice_p:
+        limits = rows.of_row(params["limit_indices"])
+        starts = (*params["start_indices"][: rows.lead], 0)
+        return [_unmerged(lax.slice(rows.value, starts, limits), rows)]
+    if eqn.primitive is lax.reshape_p:
+        return [rows.value.reshape(params["new_sizes"])]
+    (starts,) = others
+    return [_gathered(rows, starts, params)]
+
+
+def _windowed(params: dict, rows: Rows) -> dict:
+    window = params["window"]
+    offsets = (*window.offsets[: rows.lead], 0)
+    return {**params, "window": replace(window, offsets=offsets, sizes=rows.of_row(window.sizes))}
+
+
+def _unmerged(value: Any, rows: Rows) -> Any:
+    return value.reshape(*value.shape[:-1], *rows.tail)
+
+
+def _merged_end(value: Any, rows: Rows) -> Any:
+    return value.reshape(*value.shape[: -len(rows.tail)], rows.value.shape[-1])
+
+
+def _merged_mask(mask: Any, rows: Rows) -> Any:
+    count = len(rows.tail)
+    if mask.shape[-count:] == (1,) * count:
+        return mask.reshape(*mask.shape[:-count], 1)
+    return _merged_end(jnp.broadcast_to(mask, (*mask.shape[:-count], *rows.tail)), rows)
+
+
+def _gathered(rows: Rows, starts: Any, params: dict) -> Any:
+    numbers, count = params["dimension_numbers"], len(rows.tail)
+    offsets = numbers.offset_dims[: len(numbers.offset_dims) - count + 1]
+    numbers = numbers._replace(offset_dims=offsets)
+    sizes = rows.of_row(params["slice_sizes"])
+    how = {**params, "dimension_numbers": numbers, "slice_sizes": sizes}
+    return _unmerged(lax.gather_p.bind(rows.value, starts, **how), rows)
+
+
+def _loop_on_rows(loop: Loop, ins: list) -> list:
+    counts = [len(v.tail) if isinstance(v, Rows) else 0 for v in ins]
+    _, consts, carry, _ = parts(counts, loop.cond_const_count, loop.const_count, loop.carry_count)
+    key = ("on rows", *consts, "carry", *carry)
+    flat = loop.derived(key, lambda: _over(loop, tuple(consts), tuple(carry)))
+    outs = while_p.bind(*(v.value if isinstance(v, Rows) else v for v in ins), loop=flat)
+    leaves = ins[len(ins) - loop.xs_count - loop.carry_count :][: loop.carry_count]
+    leaves = [*leaves, *[None] * (len(outs) - loop.carry_count)]
+    pairs = zip(outs, leaves, strict=True)
+    return [Rows(v, o.tail) if isinstance(o, Rows) else v for v, o in pairs]

@@ -1,0 +1,53 @@
+"""The six primitives, by name. Each has a file: what it computes and how it is transformed.
+
+With y = f(theta) for a loop, theta its constants, initial carry and xs, L its Jacobian and D its
+dual loop (the same loop over values and tangents):
+
+    while        f(theta)
+    dual         f(theta), L t              forward mode: one loop
+    forward      f(theta), checkpoints      the known half of `dual`
+    pushforward  L t                        the linear half; transpose: pullback
+    pullback     L^T w, from checkpoints    transpose: pushforward
+    hessian      d/dtheta <w, L u>          its own transpose in u
+
+D is a loop itself, so derivatives of any order are the same six on a longer carry.
+"""
+
+from __future__ import annotations
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from loopkit import _jax
+from loopkit._programs.cache import interned
+
+while_p = _jax.declare("loopkit_while")
+dual_p = _jax.declare("loopkit_dual")
+forward_p = _jax.declare("loopkit_forward")
+pushforward_p = _jax.declare("loopkit_pushforward")
+pullback_p = _jax.declare("loopkit_pullback")
+hessian_p = _jax.declare("loopkit_hessian")
+
+
+def _run(compiled: Callable, evaluate: Callable, *operands: Any, **params: Any) -> Any:
+    if params["loop"].lasting:
+        return compiled(*operands, **params)
+    # A loop with rules for derivatives is equal to no other; what it computes may be.
+    types = list(map(jax.typeof, operands))
+    jaxpr, closed_over = _jax.trace(lambda *values: evaluate(*values, **params), types, "loop")
+    same = interned(jaxpr, results_only=True)
+    if same is None:
+        return compiled(*operands, **params)
+    return _evaluated(same, *closed_over, *operands)
+
+
+@ft.partial(jax.jit, static_argnums=0)
+def _evaluated(jaxpr: Any, *values: Any) -> list:
+    return list(_jax.call_jaxpr(jaxpr)(*values))
+
+
+define = ft.partial(_jax.define, run=_run)
+"""As in `_jax`; what has the same equations is compiled once, also outside jit."""

@@ -1,0 +1,85 @@
+"""dual: a loop and its tangents, in forward mode.
+
+    operands  those of the loop, tangents of the active inputs
+    results   those of the loop, tangents of the active outputs
+    JVP       that of D, which is a loop
+    splits    into `forward`, known, and `pushforward`, linear, where only the tangents are unknown
+
+The dual body is traced when the primitive is lowered or differentiated, never before: a body that
+holds a function with a custom VJP has no JVP, and still has a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from loopkit import _jax
+from loopkit._engine.derivative.reversal import reversal
+from loopkit._engine.derivative.split import opened
+from loopkit._engine.facts.activity import cotangent_activity
+from loopkit._engine.loop import Active, Loop, kept, parts
+from loopkit._engine.primitives import define, dual_p, forward_p, pushforward_p, while_p
+from loopkit._engine.rules import while_
+from loopkit._engine.rules.dual_loop import dual_loop, dual_operands, dual_results
+
+
+def evaluate(*operands: Any, loop: Loop, active: Active) -> list:
+    inputs = dual_operands(loop, operands, active)
+    outs = while_.evaluate(*inputs, loop=dual_loop(loop, active))
+    results, tangents = dual_results(loop, outs, active)
+    return [*results, *tangents]
+
+
+def result_types(*_: Any, loop: Loop, active: Active) -> tuple[list, Any]:
+    primal, effects = while_.result_types(loop=loop)
+    return [*primal, *loop.output_types(active)], effects
+
+
+def jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop, active: Active
+) -> tuple[list, list]:
+    at, moves = (dual_operands(loop, values, active) for values in (primals, tangents))
+    outs, out_tangents = while_.jvp(at, moves, loop=dual_loop(loop, active))
+    results, first = dual_results(loop, outs, active)
+    second, mixed = dual_results(loop, out_tangents, active)
+    return [*results, *first], [*second, *mixed]
+
+
+def known(values: Sequence[Any], *, loop: Loop, active: Active) -> tuple:
+    """Partial evaluation with the primals known: see `_jax.register_partial_eval`."""
+    outs = forward_p.bind(*values, loop=loop, active=active)
+    results, residuals = parts(outs, loop.primal_counts[1])
+    how = reversal(loop, active)
+    if how.plan.host:
+        residuals = list(map(_jax.placed, residuals, how.residual_types))
+    params = {"loop": loop, "layout": active, "active": active, "batch": None}
+    return results, [*values, *residuals], pushforward_p, params
+
+
+def known_equation(eqn: Any) -> Any:
+    """For jax.checkpoint: the primal results alone, so that nothing is saved."""
+    loop = opened(eqn.params["loop"], eqn.params["active"])
+    operands, results = loop.primal_counts
+    invars, outvars = eqn.invars[:operands], eqn.outvars[:results]
+    return _jax.new_equation(eqn, while_p, invars, outvars, {"loop": loop})
+
+
+def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """Without tangents that nobody uses; without any, it is the loop itself."""
+    loop, active = eqn.params["loop"], eqn.params["active"]
+    operands, results = loop.primal_counts
+    if any(used[results:]):
+        live = cotangent_activity(loop, active, used[results:])
+        ins = [True] * operands + kept(live.inputs, active.inputs)
+        outs = [True] * results + kept(live.outputs, active.outputs)
+        invars, outvars = kept(eqn.invars, ins), kept(eqn.outvars, outs)
+        params = {"loop": loop, "active": live}
+        return ins, _jax.new_equation(eqn, dual_p, invars, outvars, params)
+    plain = known_equation(eqn)
+    needed, plain = while_.dce(used[:results], plain)
+    return [*needed, *[False] * (len(eqn.invars) - operands)], plain
+
+
+define(dual_p, evaluate, result_types, jvp=jvp, dce=dce)
+_jax.register_partial_eval(dual_p, known, known_equation)

@@ -1,0 +1,98 @@
+"""D, the dual of a loop: the same loop over values and tangents, in one body."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from loopkit import _jax
+from loopkit._engine.loop import Active, CarryLeaf, Const, Loop, kept, parts, spread
+
+
+def dual_loop(loop: Loop, active: Active) -> Loop:
+    """The loop whose constants, carry, xs and ys are followed by the active ones' tangents."""
+    trace = lambda *of: (_jax.trace_closed(*of), [])
+    return loop.derived(("dual", active), lambda: _dual_loop(loop, active, trace)[0])
+
+
+def open_dual(loop: Loop, active: Active) -> tuple[Loop, list]:
+    """D, whose first constants are what the rules of a step close over, and those."""
+    return _dual_loop(loop, active, _jax.trace)
+
+
+def _dual_loop(loop: Loop, active: Active, trace: Callable) -> tuple[Loop, list]:
+    body = _jax.call_jaxpr(loop.body)
+    tangent_counts = [sum(active.consts), sum(active.carry), sum(active.xs)]
+
+    def dual_body(*values: Any) -> list:
+        consts, t_consts, carry, t_carry, x, t_x = parts(
+            values,
+            loop.const_count,
+            tangent_counts[0],
+            loop.carry_count,
+            tangent_counts[1],
+            loop.xs_count,
+        )
+        primals = [*consts, *carry, *x]
+
+        def differentiated(*moving: Any) -> tuple[list, list]:
+            outs = body(*spread(moving, active.inputs, primals))
+            return kept(outs, active.outputs), outs
+
+        inputs, tangents = kept(primals, active.inputs), [*t_consts, *t_carry, *t_x]
+        _, tangents, outs = jax.jvp(differentiated, inputs, tangents, has_aux=True)
+        new, y = parts(outs, loop.carry_count)
+        t_new, t_y = parts(tangents, tangent_counts[1])
+        return [*new, *t_new, *y, *t_y]
+
+    types = []
+    for group, flags in zip(
+        (loop.const_types, loop.carry_types, loop.x_types), active[:3], strict=True
+    ):
+        types += [*group, *(t.to_tangent_aval() for t in kept(group, flags))]
+    dual, closed_over = trace(dual_body, types, "dual_body")
+    cond = None
+    if loop.cond is not None:
+        predicate = _jax.call_jaxpr(loop.cond)
+        used = loop.cond_const_count + loop.carry_count
+        tangents = [t.to_tangent_aval() for t in kept(loop.carry_types, active.carry)]
+        cond = _jax.trace_closed(
+            lambda *a: predicate(*a[:used]), [*loop.cond.in_avals, *tangents], "dual_cond"
+        )
+    tangents = (CarryLeaf(buffer=leaf.buffer) for leaf in kept(loop.carry, active.carry))
+    new = loop.replace(
+        cond=cond,
+        body=dual,
+        consts=(*[Const()] * len(closed_over), *loop.consts, *kept(loop.consts, active.consts)),
+        carry=(*loop.carry, *tangents),
+        xs=(*loop.xs, *kept(loop.xs, active.xs)),
+        ys=(*loop.ys, *kept(loop.ys, active.ys)),
+    )
+    return new, closed_over
+
+
+def dual_operands(loop: Loop, values: Sequence[Any], active: Active) -> list:
+    """The operands of D, from those of the loop, followed by the active inputs' tangents."""
+    p, tangents = loop.split(values)
+    t_consts, t_carry, t_xs = parts(tangents, sum(active.consts), sum(active.carry))
+    return [*p.cond_consts, *p.consts, *t_consts, *p.init, *t_carry, *p.xs, *t_xs]
+
+
+def dual_results(loop: Loop, results: Sequence[Any], active: Active) -> tuple[list, list]:
+    """Primal results and the active outputs' tangents, from the results of D."""
+    carry, t_carry, ys, t_ys = parts(results, loop.carry_count, sum(active.carry), loop.ys_count)
+    return [*carry, *ys], [*t_carry, *t_ys]
+
+
+def replace_active(
+    loop: Loop, primals: Sequence[Any], active: Active, moving: Sequence[Any]
+) -> list:
+    """The operands with other values for the active inputs."""
+    count = loop.cond_const_count
+    return [*primals[:count], *spread(moving, active.inputs, primals[count:])]
+
+
+def active_inputs(loop: Loop, primals: Sequence[Any], active: Active) -> list:
+    return kept(primals[loop.cond_const_count : loop.operand_count], active.inputs)

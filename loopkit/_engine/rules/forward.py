@@ -1,0 +1,76 @@
+"""forward: a loop and its checkpoints, the known half of a linearised loop.
+
+operands  those of the loop
+results   those of the loop, then the residuals: checkpoints, the units they start, steps taken
+JVP       `pushforward` from its own residuals; these carry no tangent, being functions of
+          operands that the backward pass has anyway
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from loopkit import _jax
+from loopkit._engine.derivative.reversal import covers, reversal
+from loopkit._engine.derivative.split import opened
+from loopkit._engine.facts.activity import moving_activity
+from loopkit._engine.loop import Active, Loop, kept, parts, spread
+from loopkit._engine.primitives import define, forward_p, pushforward_p, while_p
+from loopkit._engine.rules import while_
+from loopkit._engine.sweeps.forward import forward_sweep
+from loopkit._engine.trials.host_memory import check_gradients
+from loopkit._engine.trials.unrolling import settled
+
+
+def evaluate(*operands: Any, loop: Loop, active: Active) -> list:
+    with jax.named_scope(f"loopkit.{loop.name}.forward"):
+        how, unroll = reversal(loop, active), settled(loop, active)
+        operands_of = loop.split(operands)[0]
+        if how.plan.host:
+            check_gradients(loop.name)
+        outs = forward_sweep(how.unrolled(unroll), loop.unrolled(unroll), operands_of)
+        last = zip(outs[-2:], how.residual_types[-2:], strict=True)
+        return [*outs[:-2], *(_jax.vary_like(v, [t]) for v, t in last)]
+
+
+def result_types(*_: Any, loop: Loop, active: Active) -> tuple[list, Any]:
+    primal, effects = while_.result_types(loop=loop)
+    return [*primal, *reversal(loop, active).residual_types], effects
+
+
+def jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop, active: Active
+) -> tuple[list, list]:
+    outs = forward_p.bind(*primals, loop=loop, active=active)
+    _, residuals = parts(outs, loop.primal_counts[1])
+    plain = opened(loop, active)
+    moving = moving_activity(plain, while_.nonzero_tangents(loop, tangents))
+    inputs = kept(tangents[loop.cond_const_count :], moving.inputs)
+    inputs = [_jax.instantiate(t) for t in inputs]
+    source, layout = loop, active
+    if plain is not loop or not covers(loop, active, moving):
+        source, layout = plain.without_debug_effects(), moving
+        fresh = forward_p.bind(*primals, loop=source, active=moving)
+        residuals = fresh[loop.primal_counts[1] :]
+    params = {"loop": source, "layout": layout, "active": moving, "batch": None}
+    flowing = pushforward_p.bind(*primals, *residuals, *inputs, **params)
+    zeros = [_jax.float0_zero(t) for t in while_.result_types(loop=loop)[0]]
+    still = [_jax.float0_zero(jax.typeof(r)) for r in outs[loop.primal_counts[1] :]]
+    return outs, [*spread(flowing, moving.outputs, zeros), *still]
+
+
+def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """Without its residuals, it is the loop itself."""
+    loop = eqn.params["loop"]
+    results = loop.primal_counts[1]
+    if any(used[results:]):
+        return [True] * len(eqn.invars), eqn
+    loop = opened(loop, eqn.params["active"])
+    plain = _jax.new_equation(eqn, while_p, eqn.invars, eqn.outvars[:results], {"loop": loop})
+    return while_.dce(used[:results], plain)
+
+
+define(forward_p, evaluate, result_types, jvp=jvp, dce=dce)

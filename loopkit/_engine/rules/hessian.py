@@ -1,0 +1,111 @@
+"""hessian: d/dtheta <w, L(theta) u>, linear in u.
+
+operands  those of the loop, cotangents w of the outputs that `moving` has, tangents u of its inputs
+results   cotangents of the active inputs
+JVP       of its definition, a pullback of the dual loop
+transpose itself in u, with the two kinds of inputs exchanged: second derivatives commute
+"""
+
+from __future__ import annotations
+
+import functools as ft
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from loopkit import _jax
+from loopkit._engine.facts.activity import backward_activity, forward_activity
+from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
+from loopkit._engine.primitives import define, hessian_p
+from loopkit._engine.rules.dual_loop import active_inputs, dual_loop, replace_active
+from loopkit._engine.rules.linear import BACKWARD
+from loopkit._engine.rules.pushforward import run_dual
+
+
+def evaluate(*operands: Any, loop: Loop, active: Active, moving: Active, batch: Any) -> list:
+    values, cts, u = parts(operands, loop.operand_count, sum(moving.outputs))
+    quiet = loop.without_debug_effects()
+    loop.check_repeats()
+
+    def one(cts: list, u: list) -> list:
+        def tangents_at(*moved: Any) -> list:
+            at = replace_active(quiet, values, active, moved)
+            return run_dual(quiet, at, u, moving, None)
+
+        _, pull = jax.vjp(tangents_at, *active_inputs(quiet, values, active))
+        return list(pull(cts))
+
+    return one(cts, u) if batch is None else jax.vmap(one)(cts, u)
+
+
+def second_order(
+    loop: Loop,
+    values: Sequence[Any],
+    cts: Sequence[Any],
+    given: Active,
+    tangents: Sequence[Any],
+    wanted: Active,
+    batch: Any,
+) -> list:
+    """d/dtheta <w, L u> in the wanted inputs, symbolically zero where u moves nothing.
+
+    `cts` are those of the outputs that `given` has; `tangents`, u, are one for each input.
+    """
+    types = [*loop.const_types, *loop.carry_types, *loop.xs_types]
+    zeros = list(map(_jax.float0_zero, _jax.stack_types(loop.input_types(wanted), batch)))
+    flags = [False] * loop.cond_const_count + _jax.nonzero(tangents)
+    moving = forward_activity(loop, loop.split(flags)[0])
+    moving = backward_activity(loop, moving, given.carry, given.ys)
+    reached = _reached(loop, moving, wanted)
+    if not any(reached.inputs):
+        return zeros
+    out_types = [*loop.carry_types, *(loop.ys_types if loop.ys_count else [])]
+    w = spread(cts, given.outputs, list(map(_jax.float0_zero, out_types)))
+    linear = [*kept(w, moving.outputs), *kept(tangents, moving.inputs)]
+    of = [*kept(out_types, moving.outputs), *kept(types, moving.inputs)]
+    of = _jax.stack_types([t.to_tangent_aval() for t in of], batch)
+    linear = [_jax.zeros(t) if type(v) is _jax.Zero else v for v, t in zip(linear, of, strict=True)]
+    params = {"loop": loop, "active": reached, "moving": moving, "batch": batch}
+    out = hessian_p.bind(*values, *linear, **params)
+    return spread(out, kept(reached.inputs, wanted.inputs), zeros)
+
+
+def _reached(loop: Loop, moving: Active, wanted: Active) -> Active:
+    """The wanted inputs on which the tangents of the moving ones depend."""
+    dual = dual_loop(loop.without_debug_effects(), moving)
+
+    def beside(flags: Sequence[bool], tangents: Sequence[bool], of: bool) -> list[bool]:
+        return [*flags, *[of] * sum(tangents)]
+
+    flags = [beside(w, m, False) for w, m in zip(wanted[:3], moving[:3], strict=True)]
+    active = forward_activity(dual, Operands([], *flags))
+    carry = beside([False] * loop.carry_count, moving.carry, True)
+    ys = beside([False] * loop.ys_count, moving.ys, True)
+    live = backward_activity(dual, active, carry, ys)
+    consts, carry, xs = (
+        tuple(w and a for w, a in zip(group, found, strict=False))
+        for group, found in zip(wanted[:3], live[:3], strict=True)
+    )
+    return Active(consts, carry, xs, wanted.ys)
+
+
+def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list, list]:
+    return _jax.jvp_in_moving(ft.partial(evaluate, **params), primals, tangents)
+
+
+def transpose(
+    cts: Sequence[Any], *operands: Any, loop: Loop, active: Active, moving: Active, batch: Any
+) -> list:
+    values, w, linear = parts(operands, loop.operand_count, sum(moving.outputs))
+    zeros = [_jax.float0_zero(t) for t in [*loop.const_types, *loop.carry_types, *loop.xs_types]]
+    tangents = spread(cts, active.inputs, zeros)
+    out = second_order(loop, values, w, moving, tangents, moving, batch)
+    asked = map(_jax.is_undefined, linear)
+    return [
+        *[None] * (len(values) + len(w)),
+        *(t if a else None for t, a in zip(out, asked, strict=True)),
+    ]
+
+
+define(hessian_p, evaluate, BACKWARD.types, jvp=jvp, transpose=transpose)

@@ -1,0 +1,92 @@
+"""pullback: the cotangents of a loop, L^T w, linear in w.
+
+    operands  those of the loop, residuals of `forward`, cotangents of the active outputs
+    results   cotangents of the active inputs
+    JVP       in w, itself; in the primals, `hessian`
+    transpose `pushforward`
+
+`batch` is None or the size of a leading axis of the cotangents, which the primals do not have: the
+trajectory is replayed once for all of them. `unread` says of which carry leaves nobody asks for the
+cotangent of the initial value, as of a buffer that starts with zeros; it is zeros then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from loopkit import _jax
+from loopkit._engine.derivative.reversal import reversal
+from loopkit._engine.loop import Active, Loop, kept
+from loopkit._engine.primitives import define, pullback_p
+from loopkit._engine.rules.hessian import second_order
+from loopkit._engine.rules.linear import BACKWARD, FORWARD
+from loopkit._engine.rules.pushforward import arguments
+from loopkit._engine.rules.two_loops import stored_pullback
+from loopkit._engine.sweeps.backward import backward_sweep
+from loopkit._engine.trials.unrolling import settled
+
+
+def evaluate(
+    *operands: Any, loop: Loop, layout: Active, active: Active, batch: Any, unread: tuple[bool, ...]
+) -> list:
+    primals, residuals, cts = arguments(loop, layout, operands)
+    how = reversal(loop, layout, active).unrolled(settled(loop, layout)).without(unread)
+    with jax.named_scope(f"loopkit.{loop.name}.backward"):
+        out = backward_sweep(how, loop.split(primals)[0], residuals, cts, batch)
+    unasked = _unread_results(active, unread)
+    return [_jax.zeros(jax.typeof(v)) if u else v for v, u in zip(out, unasked, strict=True)]
+
+
+def _unread_results(active: Active, unread: Sequence[bool]) -> list[bool]:
+    """Which results are cotangents that nobody asks for."""
+    flags = [*[False] * len(active.consts), *unread, *[False] * len(active.xs)]
+    return kept(flags, active.inputs)
+
+
+def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list, list]:
+    loop, active = params["loop"], params["active"]
+    values, residuals, cts = arguments(loop, params["layout"], primals)
+    t_values, _, t_cts = arguments(loop, params["layout"], tangents)
+    out = pullback_p.bind(*primals, **params)
+    if loop.holds_custom_vjp:
+        # The last residual: the steps taken.
+        operands, moves = [*values, residuals[-1], *cts], [*t_values, None, *t_cts]
+        stored = lambda *at: stored_pullback(loop, active, params["batch"], at)
+        return out, _jax.jvp_in_moving(stored, operands, moves)[1]
+    flowing = BACKWARD.of([*values, *residuals], t_cts, params)
+    second = _second_order(values, t_values, cts, params)
+    return out, list(map(_jax.add_tangents, flowing, second))
+
+
+def _second_order(
+    values: Sequence[Any], tangents: Sequence[Any], cts: Sequence[Any], params: dict[str, Any]
+) -> list:
+    """How the cotangents of the active inputs change as the operands do."""
+    loop, active, batch = params["loop"], params["active"], params["batch"]
+    tangents = tangents[loop.cond_const_count :]
+    if batch is not None:
+        tangents = [
+            t if type(t) is _jax.Zero else jnp.broadcast_to(t, (batch, *t.shape)) for t in tangents
+        ]
+    return second_order(loop, values, cts, active, tangents, active, batch)
+
+
+def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
+    loop = params["loop"]
+    values, residuals, linear = arguments(loop, params["layout"], operands)
+    none = [None] * (len(values) + len(residuals))
+    unread = _unread_results(params["active"], params.pop("unread"))
+    tangents = [
+        _jax.float0_zero(t) if u else c
+        for t, u, c in zip(loop.input_types(params["active"]), unread, cts, strict=True)
+    ]
+    out = FORWARD.of([*values, *residuals], tangents, params)
+    asked = map(_jax.is_undefined, linear)
+    return [*none, *(t if a else None for t, a in zip(out, asked, strict=True))]
+
+
+define(pullback_p, evaluate, BACKWARD.types, jvp=jvp, transpose=transpose, dce=BACKWARD.dce)

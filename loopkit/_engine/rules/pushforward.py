@@ -1,0 +1,97 @@
+"""pushforward: the tangents of a loop, L t, linear in t.
+
+    operands  those of the loop, residuals of `forward`, tangents of the active inputs
+    results   tangents of the active outputs
+    JVP       in t, itself; in the primals, that of D
+    transpose `pullback`
+
+The residuals are there for the transpose; run as it is, it is D, which needs none. `batch` is None
+or the size of a leading axis of the tangents, which the primals do not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from loopkit import _jax
+from loopkit._engine.derivative.reversal import covers, reversal
+from loopkit._engine.facts.activity import cotangent_activity
+from loopkit._engine.loop import Active, Loop, kept, parts, spread
+from loopkit._engine.primitives import define, forward_p, pullback_p, pushforward_p, while_p
+from loopkit._engine.rules import while_
+from loopkit._engine.rules.dual_loop import dual_loop, dual_operands, dual_results
+from loopkit._engine.rules.linear import FORWARD
+from loopkit._engine.rules.vmap import batch_tangents
+
+
+def evaluate(*operands: Any, loop: Loop, layout: Active, active: Active, batch: Any) -> list:
+    primals, _, tangents = arguments(loop, layout, operands)
+    quiet = loop.without_debug_effects()
+    loop.check_repeats()
+    return run_dual(quiet, primals, tangents, active, batch)
+
+
+def run_dual(
+    loop: Loop, primals: Sequence[Any], tangents: Sequence[Any], active: Active, batch: Any
+) -> list:
+    """The active outputs' tangents, by the dual loop."""
+    inputs = dual_operands(loop, [*primals, *tangents], active)
+    dual = dual_loop(loop, active)
+    if batch is not None:
+        return batch_tangents(loop, dual, inputs, active, batch)
+    return dual_results(loop, while_p.bind(*inputs, loop=dual), active)[1]
+
+
+def arguments(loop: Loop, layout: Active, operands: Sequence[Any]) -> list[list]:
+    """Primals, residuals and linear operands."""
+    return parts(operands, loop.operand_count, len(reversal(loop, layout).residual_types))
+
+
+def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list, list]:
+    loop, active = params["loop"], params["active"]
+    values, residuals, linear = arguments(loop, params["layout"], primals)
+    t_values, _, t_linear = arguments(loop, params["layout"], tangents)
+    out = pushforward_p.bind(*primals, **params)
+    flowing = FORWARD.of([*values, *residuals], t_linear, params)
+    if not any(_jax.nonzero(t_values[loop.cond_const_count :])):
+        return out, flowing
+    quiet = loop.without_debug_effects()
+    if params["batch"] is None:
+        dual = dual_loop(quiet, active)
+        still = [_jax.float0_zero(jax.typeof(t)) for t in linear]
+        at = dual_operands(quiet, [*values, *linear], active)
+        moves = dual_operands(quiet, [*t_values, *still], active)
+        second = dual_results(quiet, while_.jvp(at, moves, loop=dual)[1], active)[1]
+    else:
+        tangents_at = lambda *at: run_dual(quiet, at, linear, active, params["batch"])
+        second = _jax.jvp_in_moving(tangents_at, values, t_values)[1]
+    return out, list(map(_jax.add_tangents, flowing, second))
+
+
+def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
+    loop, layout, active = params["loop"], params["layout"], params["active"]
+    values, residuals, linear = arguments(loop, layout, operands)
+    none = [None] * (len(values) + len(residuals))
+    live = cotangent_activity(loop, active, _jax.nonzero(cts))
+    if not covers(loop, layout, live):
+        outs = forward_p.bind(*values, loop=loop, active=live)
+        residuals, layout = outs[loop.primal_counts[1] :], live
+    reaching = kept(live.outputs, active.outputs)
+    cts = [_jax.instantiate(c) for c in kept(cts, reaching)]
+    if not any(live.inputs):
+        return [*none, *[_jax.float0_zero(l.aval) for l in linear]]
+    # Of a tangent that is known, which is zero, nobody asks for the cotangent.
+    asked = [_jax.is_undefined(v) for v in linear]
+    asked = spread(asked, active.inputs, [False] * len(active.inputs))
+    asked = asked[loop.const_count : loop.const_count + loop.carry_count]
+    unread = tuple(l and not a for l, a in zip(live.carry, asked, strict=True))
+    params = dict(params, layout=layout, active=live, unread=unread)
+    out = pullback_p.bind(*values, *residuals, *cts, **params)
+    zeros = [_jax.float0_zero(l.aval) for l in linear]
+    return [*none, *spread(out, kept(live.inputs, active.inputs), zeros)]
+
+
+define(pushforward_p, evaluate, FORWARD.types, jvp=jvp, transpose=transpose, dce=FORWARD.dce)

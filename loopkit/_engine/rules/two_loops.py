@@ -1,0 +1,136 @@
+"""The cotangents of a loop as two loops: one that stores every carry, and one that goes back.
+
+What `pullback` computes, written so that it can be differentiated as any loop can. A function with
+a custom VJP needs this: its rule is code of its own, which may be linear in nothing, and the next
+derivative is the derivative of that code. Memory grows with the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from loopkit import _jax
+from loopkit._arguments import errors
+from loopkit._engine.derivative.reversal import reversal
+from loopkit._engine.derivative.split import opened
+from loopkit._engine.loop import Active, CarryLeaf, Const, Input, Loop, Output, kept, parts
+from loopkit._engine.primitives import while_p
+from loopkit._engine.sweeps.step import StepReversal
+
+
+def stored_pullback(loop: Loop, active: Active, batch: int | None, operands: Sequence[Any]) -> list:
+    """The cotangents of the active inputs.
+
+    `operands`: those of the loop, the steps that were taken, cotangents of the active outputs.
+    """
+    if loop.length is None:
+        expected = (
+            "may call a function with a custom VJP in a second derivative only where the steps "
+            "have a bound, since every carry is stored"
+        )
+        advice = "Give max_steps, or give the function a custom JVP."
+        raise NotImplementedError(
+            errors.wrong(loop.name, "body_fun", expected, "a loop without one", advice)
+        )
+    key = ("stored pullback", active, batch)
+    jaxpr = loop.derived(key, lambda: _traced(loop, active, batch))
+    return list(_jax.call_jaxpr(jaxpr)(*operands))
+
+
+def _traced(loop: Loop, active: Active, batch: int | None) -> Any:
+    quiet = loop.without_debug_effects()
+    operand_types = [
+        *([] if loop.cond is None else loop.cond.in_avals[: loop.cond_const_count]),
+        *loop.const_types,
+        *loop.carry_types,
+        *(loop.xs_types if loop.xs_count else []),
+    ]
+    ct_types = _jax.stack_types(loop.output_types(active), batch)
+    taken = reversal(loop, active).residual_types[-1]
+
+    def two_loops(*values: Any) -> list:
+        primals, (taken,), cts = parts(values, loop.operand_count, 1)
+        return _two_loops(quiet, active, batch, primals, taken, cts)
+
+    return _jax.trace_closed(two_loops, [*operand_types, taken, *ct_types], "loop_cotangents")
+
+
+def _two_loops(
+    loop: Loop, active: Active, batch: Any, primals: Sequence[Any], taken: Any, cts: Sequence[Any]
+) -> list:
+    ct_carry, ct_ys = parts(cts, sum(active.carry))
+    d_consts = _zeros(kept(loop.const_types, active.consts), batch)
+    if not loop.length:
+        return [*d_consts, *ct_carry, *_zeros(kept(loop.xs_types, active.xs), batch)]
+    operands, _ = loop.split(primals)
+    how = reversal(loop, active)
+    rows = _carries(opened(loop, active), how.saved, primals)
+    step, steps, axis = StepReversal.of(how, operands, taken, batch), taken, 0
+    if loop.lanes:
+        steps = taken.max(initial=0)
+    if batch is not None:
+        axis = 1
+    x_axes, y_axes = loop.x_axes, kept(loop.y_axes, active.ys)
+    operand_xs = [jnp.moveaxis(v, a, 0) for v, a in zip(operands.xs, x_axes, strict=True)]
+    ct_ys = [jnp.moveaxis(v, a + axis, 0) for v, a in zip(ct_ys, y_axes, strict=True)]
+    # The row of the last step taken comes first.
+    unused = (loop.length - steps) * (-1 if loop.reverse else 1)
+    xs = [*operand_xs, *rows, *ct_ys]
+    if loop.cond is not None:
+        xs = [jnp.roll(v, unused, 0) for v in xs]
+    counts = (len(d_consts), len(ct_carry), len(operand_xs), len(rows))
+
+    def back(k: Any, *values: Any) -> list:
+        d_consts, ct_carry, x, row, ct_y = parts(values, *counts)
+        at, flowing = steps - 1 - k, [*ct_carry, *ct_y]
+        stored = step.residuals(at, row, x)[1]
+        d_consts, ct_carry, d_x, _ = step.back(at, x, stored, d_consts, flowing)
+        return [k + 1, *d_consts, *ct_carry, *d_x]
+
+    start = [0 * steps, *d_consts, *ct_carry]
+    types = [jax.typeof(v) for v in start]
+    body, consts = _jax.trace(
+        back, [*types, *(_jax.slice_type(jax.typeof(x)) for x in xs)], "loop_step_back"
+    )
+    cond, cond_consts = None, []
+    if loop.cond is not None:
+        cond, cond_consts = _jax.trace(lambda k, *_: [k < steps], types, "loop_goes_back")
+    backward = loop.replace(
+        cond=cond,
+        body=body,
+        cond_const_count=len(cond_consts),
+        consts=(Const(),) * len(consts),
+        carry=(CarryLeaf(),) * len(start),
+        xs=(Input(),) * len(xs),
+        ys=(Output(),) * (len(body.out_avals) - len(start)),
+        reverse=not loop.reverse,
+    )
+    outs = while_p.bind(*cond_consts, *consts, *start, *xs, loop=backward)
+    _, d_consts, ct_carry, d_xs = parts(outs, 1, *counts[:2])
+    if loop.cond is not None:
+        d_xs = [jnp.roll(v, -unused, 0) for v in d_xs]
+    places = [a + axis for a in kept(x_axes, active.xs)]
+    d_xs = [jnp.moveaxis(v, 0, a) for v, a in zip(d_xs, places, strict=True)]
+    return [*d_consts, *ct_carry, *d_xs]
+
+
+def _zeros(types: Sequence[Any], batch: int | None) -> list:
+    return list(map(_jax.zeros, _jax.stack_types([t.to_tangent_aval() for t in types], batch)))
+
+
+def _carries(loop: Loop, saved: Sequence[bool], primals: Sequence[Any]) -> list:
+    """The saved carry leaves before every step, in rows."""
+    step = _jax.call_jaxpr(loop.body)
+
+    def storing(*values: Any) -> list:
+        carry = values[loop.const_count : loop.const_count + loop.carry_count]
+        return [*step(*values)[: loop.carry_count], *kept(carry, saved)]
+
+    types = [*loop.const_types, *loop.carry_types, *loop.x_types]
+    body = _jax.trace_closed(storing, types, "loop_step_stored")
+    storing_loop = loop.replace(body=body, ys=(Output(),) * sum(saved))
+    return while_p.bind(*primals, loop=storing_loop)[loop.carry_count :]

@@ -1,0 +1,213 @@
+"""vmap of a loop: one function for all six primitives.
+
+A batch axis that only tangents or cotangents have becomes the primitive's `batch` parameter, so
+that the trajectory is computed once for all of them. Any other batch axis goes into the loop
+itself (batched_loop.py), and the same primitive is bound on the batched loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from loopkit import _jax
+from loopkit._engine.derivative.reversal import build, can_replay, reversal
+from loopkit._engine.derivative.split import batch_split, split_step
+from loopkit._engine.derivative.write_log import batch_undo
+from loopkit._engine.facts.activity import either
+from loopkit._engine.loop import Active, Loop, Operands, kept, parts
+from loopkit._engine.passes.batched_loop import Batched, batch_loop, leaves_in_rows, move, stacked
+from loopkit._engine.primitives import (
+    dual_p,
+    forward_p,
+    hessian_p,
+    pullback_p,
+    pushforward_p,
+    while_p,
+)
+from loopkit._engine.rules.dual_loop import dual_loop, dual_operands, dual_results
+
+
+def batch_tangents(
+    loop: Loop, dual: Loop, operands: Sequence[Any], active: Active, size: int
+) -> list:
+    """The tangents that come out of the dual loop, where those that go in have a leading batch."""
+    p, _ = dual.split(operands)
+
+    def added(count: int, total: int) -> list[bool]:
+        return [False] * count + [True] * (total - count)
+
+    flags = Operands(
+        [False] * len(p.cond_consts),
+        added(loop.const_count, dual.const_count),
+        added(loop.carry_count, dual.carry_count),
+        added(loop.xs_count, dual.xs_count),
+    )
+    ys = added(loop.ys_count, dual.ys_count)
+    new, axes, y_axes = batch_loop(dual, _jax.axis(size), flags, ys)
+    moved = [
+        move(v, 0 if f else None, a, size)
+        for v, f, a in zip(p.flat, flags.flat, axes.flat, strict=True)
+    ]
+    outs = while_p.bind(*moved, loop=new)
+    _, tangents = dual_results(loop, outs, active)
+    _, places = dual_results(loop, [*axes.init, *y_axes], active)
+    return [jnp.moveaxis(t, a, 0) for t, a in zip(tangents, places, strict=True)]
+
+
+def _batch_while(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop) -> tuple:
+    flags = loop.split([d is not None for d in dims])[0]
+    new, operands, ys = batch_loop(loop, axis, flags)
+    values = [move(*vda, axis.size) for vda in zip(args, dims, operands.flat, strict=True)]
+    return while_p.bind(*values, loop=new), [*operands.init, *ys]
+
+
+def _batch_dual(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop, active: Active
+) -> tuple:
+    args, dims = (dual_operands(loop, values, active) for values in (args, dims))
+    outs, places = _batch_while(axis, args, dims, loop=dual_loop(loop, active))
+    results, tangents = dual_results(loop, outs, active)
+    places, tangent_places = dual_results(loop, places, active)
+    return [*results, *tangents], [*places, *tangent_places]
+
+
+def _laid_out(loop: Loop, axis: Any, batched: Batched, layout: Active) -> None:
+    """Make the batched loop save what the loop itself saves, in the same slots."""
+    (new, places, ys), key = batched, ("reversal", layout)
+    if key in new.memory:
+        return
+    how = reversal(loop, layout)
+    split = None if how.plan.keeps_all else split_step(new, layout)
+    if split is None or not can_replay(new, split, how.saved):
+        split = batch_split(how.split, loop, axis, places, layout)
+    new.memory[("split", layout)] = split
+    undo = None if how.undo is None else batch_undo(how.undo, loop, axis, places, ys)
+    new.memory[key] = build(new, layout, how.plan, how.saved, split, undo, how.counters)
+
+
+def _residual_axes(loop: Loop, new: Loop, axis: Any, places: Operands, layout: Active) -> list:
+    """Where the new axis is in the residuals: in each lane's steps, if it makes lanes."""
+    how = reversal(loop, layout)
+    if how.plan.keeps_all:
+        batched = reversal(new, layout).split.stored_batched
+        rows: list[int | None] = [1 if f else None for f in how.shortened(batched)]
+    else:
+        saved = kept(places.init, how.slotted)
+        rows = stacked(saved, [0] * len(saved))
+    if how.undo is not None:
+        log = reversal(new, layout).undo
+        assert log is not None, "what is batched saves what it saved before"
+        rows += [1 if f else None for f in log.batched]
+        rows += kept(places.init, how.undo.leaves)
+    return [*rows, None, 0 if len(new.lanes) > len(loop.lanes) else None]
+
+
+def _forced(loop: Loop, flags: Operands, layout: Active, force: bool) -> Operands:
+    """Flags with every active input batched, where the primitive needs that."""
+    if not force:
+        return flags
+    consts, init, xs = (
+        [f or a for f, a in zip(group, active, strict=True)]
+        for group, active in zip(flags[1:], layout[:3], strict=True)
+    )
+    return Operands(flags.cond_consts, consts, init, xs)
+
+
+def _batch_forward(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop, active: Active
+) -> tuple:
+    keeps_all = reversal(loop, active).plan.keeps_all
+    new, operands, ys = _batched_for(loop, axis, dims, keeps_all, active)
+    values = [move(*vda, axis.size) for vda in zip(args, dims, operands.flat, strict=True)]
+    outs = forward_p.bind(*values, loop=new, active=active)
+    return outs, [*operands.init, *ys, *_residual_axes(loop, new, axis, operands, active)]
+
+
+def _batched_for(
+    loop: Loop, axis: Any, dims: Sequence[Any], force: bool, layout: Active
+) -> Batched:
+    """A batched loop of its own for the derivative primitives, which share the layout of `loop`.
+
+    `dims`: where the axis is in the operands. `force`: all that is active gets it.
+    """
+    places = loop.split(dims)[0]
+    flags = _forced(loop, Operands(*([d is not None for d in p] for p in places)), layout, force)
+    ys = layout.ys if force else None
+    in_rows = leaves_in_rows(loop, axis, places.init)
+    key = ("batched for", axis, *map(tuple, flags), ys, layout, in_rows)
+
+    def make() -> Batched:
+        found = batch_loop(loop, axis, flags, ys, whole=True, in_rows=in_rows)
+        own = found._replace(loop=found.loop.replace())
+        _laid_out(loop, axis, own, layout)
+        return own
+
+    return loop.derived(key, make)
+
+
+def batch_linear(primitive: Any, ins: str, outs: str, has_residuals: bool) -> Any:
+    """The rule for a primitive with linear operands.
+
+    `ins` and `outs` say, for its linear operands and its results, whether they go with the
+    active "inputs" or the active "outputs" of the loop; operands, with those of `moving` if there
+    is such a parameter.
+    """
+
+    def rule(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple:
+        loop, active, batch = params["loop"], params["active"], params["batch"]
+        moving = params.get("moving", active)
+        layout = params.get("layout", active if moving is active else either(active, moving))
+        residual_count = len(reversal(loop, layout).residual_types) if has_residuals else 0
+        values, residuals, linear = parts(args, loop.operand_count, residual_count)
+        value_dims, residual_dims, linear_dims = parts(dims, loop.operand_count, residual_count)
+        size = axis.size
+        same = all(d is None for d in [*value_dims, *residual_dims])
+        if same and axis.name not in loop.axis_names:
+            count = size if batch is None else size * batch
+            stacked = [move(v, d, 0, size) for v, d in zip(linear, linear_dims, strict=True)]
+            if batch is not None:
+                stacked = [v.reshape(count, *v.shape[2:]) for v in stacked]
+            params = dict(params, batch=count)
+            results = primitive.bind(*values, *residuals, *stacked, **params)
+            if batch is not None:
+                results = [r.reshape(size, batch, *r.shape[1:]) for r in results]
+            return results, [0] * len(results)
+
+        # Tangents and cotangents that differ between lanes need inputs that do.
+        new, operands, ys = _batched_for(loop, axis, value_dims, True, layout)
+        moved = [move(*v, size) for v in zip(values, value_dims, operands.flat, strict=True)]
+        if has_residuals:
+            places = _residual_axes(loop, new, axis, operands, layout)
+            if any(d is not None and p is None for d, p in zip(residual_dims, places, strict=True)):
+                # Lanes that were run one at a time saved at other units: run them again, together.
+                forward = (axis, values, value_dims)
+                fresh, found = _batch_forward(*forward, loop=loop, active=layout)
+                residuals = fresh[loop.primal_counts[1] :]
+                residual_dims = found[loop.primal_counts[1] :]
+            moved += [move(*v, size) for v in zip(residuals, residual_dims, places, strict=True)]
+        leading = 0 if batch is None else 1
+        of = {
+            "inputs": [*operands.consts, *operands.init, *operands.xs],
+            "outputs": [*operands.init, *ys],
+        }
+
+        def linear_places(side: str, leaves: Active) -> list[int]:
+            return [a + leading for a in kept(of[side], getattr(leaves, side))]
+
+        into = [p for side in ins.split() for p in linear_places(side, moving)]
+        moved += [move(*v, size) for v in zip(linear, linear_dims, into, strict=True)]
+        results = primitive.bind(*moved, **dict(params, loop=new))
+        return results, linear_places(outs, active)
+
+    return rule
+
+
+_jax.register_batching(while_p, _batch_while)
+_jax.register_batching(dual_p, _batch_dual)
+_jax.register_batching(forward_p, _batch_forward)
+_jax.register_batching(pushforward_p, batch_linear(pushforward_p, "inputs", "outputs", True))
+_jax.register_batching(pullback_p, batch_linear(pullback_p, "outputs", "inputs", True))
+_jax.register_batching(hessian_p, batch_linear(hessian_p, "outputs inputs", "inputs", False))

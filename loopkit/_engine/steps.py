@@ -1,0 +1,249 @@
+"""Taking steps: reading a slice of xs, running the body, writing a row of ys, minding the lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from loopkit import _jax
+from loopkit._engine.loop import Loop, Operands, parts
+
+
+class Steps(NamedTuple):
+    """A loop under way."""
+
+    count: Any
+    """Steps taken, int32."""
+    carry: list
+    ys: list
+    """Whole arrays, written up to `count`."""
+    lane_counts: Any
+    """Steps taken by each lane, int32[lanes]; None where there are no lanes."""
+
+    @property
+    def taken(self) -> Any:
+        """Steps taken: by each lane, if there are lanes."""
+        return self.count if self.lane_counts is None else self.lane_counts
+
+
+def row_of(loop: Loop, step: Any) -> Any:
+    """The row of xs and ys that belongs to a step."""
+    if not loop.reverse:
+        return step
+    assert loop.length is not None, "a loop in reverse has a length"
+    return loop.length - 1 - step
+
+
+def read_rows(arrays: Sequence[Any], row: Any, axes: Sequence[int] | int = 0) -> list:
+    """Rows, brought to the device from wherever they are kept."""
+    return [
+        _jax.placed(
+            lax.dynamic_index_in_dim(a, row, axis, keepdims=False, allow_negative_indices=False)
+        )
+        for a, axis in zip(arrays, _each(axes, arrays), strict=True)
+    ]
+
+
+def write_rows(
+    arrays: Sequence[Any], values: Sequence[Any], row: Any, axes: Sequence[int] | int = 0
+) -> list:
+    return [
+        lax.dynamic_update_index_in_dim(
+            a, _jax.placed(v, jax.typeof(a)), row, axis, allow_negative_indices=False
+        )
+        for a, v, axis in zip(arrays, values, _each(axes, arrays), strict=True)
+    ]
+
+
+def _each(axes: Sequence[int] | int, arrays: Sequence[Any]) -> Sequence[int]:
+    return [axes] * len(arrays) if isinstance(axes, int) else axes
+
+
+def spread_lanes(active: Any, value: Any, leading: int = 0) -> Any:
+    """A mask over the lanes, shaped so that it broadcasts against `value`.
+
+    `leading` axes of `value` come before its lane axes.
+    """
+    shape = (1,) * leading + active.shape + (1,) * (jnp.ndim(value) - leading - active.ndim)
+    return active.reshape(shape)
+
+
+def select(active: Any, new: Sequence[Any], old: Sequence[Any], leading: int = 0) -> list:
+    """`new` in the active lanes, `old` in the others."""
+    return [
+        jnp.where(spread_lanes(active, n, leading), n, o) for n, o in zip(new, old, strict=True)
+    ]
+
+
+def hold(
+    active: Any, new: Sequence, old: Sequence, is_buffer: Sequence[bool] = (), leading: int = 0
+) -> list:
+    """The carry after a step that only the active lanes take, or its cotangents before one.
+
+    Steps write nothing into the buffers of the others. Values that `is_buffer` leaves out are none.
+    """
+    selected = select(active, new, old, leading)
+    flags = [*is_buffer, *[False] * (len(selected) - len(is_buffer))]
+    return [n if has else s for n, s, has in zip(new, selected, flags, strict=True)]
+
+
+def is_active(loop: Loop, operands: Operands, carry: Sequence[Any]) -> Any:
+    """The predicate: a scalar, or one a lane."""
+    assert loop.cond is not None
+    return _jax.call_jaxpr(loop.cond)(*operands.cond_consts, *carry)[0]
+
+
+def goes_on(loop: Loop, operands: Operands, carry: Sequence[Any]) -> Any:
+    """Whether any lane is active."""
+    active = is_active(loop, operands, carry)
+    return active.any() if loop.lanes else active
+
+
+def one_step(loop: Loop, operands: Operands, state: Steps) -> Steps:
+    row = row_of(loop, state.count) if loop.xs_count or state.ys else state.count
+    x = read_rows(operands.xs, row, loop.x_axes)
+    outs = _jax.call_jaxpr(loop.body)(*operands.consts, *state.carry, *x)
+    carry, y = parts(outs, loop.carry_count)
+    lane_counts = None
+    if loop.lanes:
+        active = is_active(loop, operands, state.carry)
+        carry = hold(active, carry, state.carry, loop.is_buffer)
+        shown = sum(not out.log for out in loop.ys)
+        y[:shown] = select(active, y[:shown], [_jax.zeros(jax.typeof(v)) for v in y[:shown]])
+        lane_counts = state.lane_counts + active
+    ys = write_rows(state.ys, y, row, loop.y_axes) if state.ys else []
+    return Steps(state.count + 1, carry, ys, lane_counts)
+
+
+def guarded_step(loop: Loop, operands: Operands, stop: Any, state: Steps) -> Steps:
+    """A step if the loop goes on; for bodies unrolled several to an iteration."""
+    go = goes_on(loop, operands, state.carry) & (state.count < stop)
+    if loop.effects:
+        return lax.cond(go, lambda s: one_step(loop, operands, s), lambda s: s, state)
+    held = state
+    if loop.flag is not None:
+        # A step that does not count writes nothing into buffers.
+        carry = list(state.carry)
+        carry[loop.flag] = carry[loop.flag] & go
+        held = state._replace(carry=carry)
+    new = one_step(loop, operands, held)
+    carry = [
+        n if is_buffer else jnp.where(go, n, o)
+        for n, o, is_buffer in zip(new.carry, state.carry, loop.is_buffer, strict=True)
+    ]
+    rest = jax.tree.map(
+        lambda n, o: jnp.where(go, n, o), new._replace(carry=[]), state._replace(carry=[])
+    )
+    return rest._replace(carry=carry)
+
+
+def start(loop: Loop, operands: Operands) -> Steps:
+    """No step taken yet. Counters vary over the devices if the predicate does."""
+    count = jnp.int32(0)
+    if loop.cond is not None:
+        count = _jax.vary_like(count, loop.cond.out_avals)
+    carry = [_jax.vary_like(v, [t]) for v, t in zip(operands.init, loop.carry_types, strict=True)]
+    ys = [_jax.zeros(t) for t in loop.ys_types] if loop.ys_count else []
+    lane_counts = jnp.zeros(loop.lanes, jnp.int32) + count if loop.lanes else None
+    return Steps(count, carry, ys, lane_counts)
+
+
+def advance(loop: Loop, operands: Operands, state: Steps, stop: Any | None) -> Steps:
+    """Steps until the predicate fails or `stop` steps have been taken in all."""
+    if loop.cond is None:
+        return repeat(
+            stop - state.count, lambda _, s: one_step(loop, operands, s), state, loop.unroll
+        )
+
+    def cond(s: Steps) -> Any:
+        go = goes_on(loop, operands, s.carry)
+        return go if stop is None else go & (s.count < stop)
+
+    def body(s: Steps) -> Steps:
+        s = one_step(loop, operands, s)
+        for _ in range(loop.unroll - 1):
+            s = guarded_step(loop, operands, jnp.iinfo(jnp.int32).max if stop is None else stop, s)
+        return s
+
+    return lax.while_loop(cond, body, state)
+
+
+def repeat(times: Any, body: Callable[[Any, Any], Any], state: Any, unroll: int = 1) -> Any:
+    """`body(i, state)` for i in range(times), `unroll` of them to an iteration.
+
+    `times` may be known or traced; the steps left over run in a loop of their own.
+    """
+    if unroll > 1:
+        whole = times // unroll
+
+        def several(k: Any, s: Any) -> Any:
+            for j in range(unroll):
+                s = body(k * unroll + j, s)
+            return s
+
+        state = repeat(whole, several, state)
+        rest = times - whole * unroll
+        if isinstance(rest, int) and rest == 0:
+            return state
+        return repeat(rest, lambda k, s: body(whole * unroll + k, s), state)
+    if isinstance(times, int) and times == 1:
+        return body(jnp.int32(0), state)
+    if isinstance(times, int) and times <= 0:
+        return state
+    zero = jnp.int32(0)
+    if not isinstance(times, int):
+        zero = _jax.vary_like(zero, [jax.typeof(times)])
+
+    def step(s: tuple) -> tuple:
+        k, inner = s
+        return k + 1, body(k, inner)
+
+    return lax.while_loop(lambda s: s[0] < times, step, (zero, state))[1]
+
+
+def repeat_backwards(times: Any, body: Callable[[Any, Any], Any], state: Any, unroll: int) -> Any:
+    """`body(i, state)` for i from times - 1 down to 0."""
+    if unroll > 1:
+        return repeat(times, lambda k, s: body(times - 1 - k, s), state, unroll)
+
+    def step(s: tuple) -> tuple:
+        k, inner = s
+        return k - 1, body(k, inner)
+
+    last = jnp.asarray(times - 1, jnp.int32)
+    return lax.while_loop(lambda s: s[0] >= 0, step, (last, state))[1]
+
+
+def evaluate(loop: Loop, operands: Operands) -> list:
+    """The results of the loop: final carry, then ys."""
+    if loop.length == 0:
+        first = start(loop, operands)
+        return [*first.carry, *first.ys]
+    if loop.cond is None and not any((*loop.x_axes, *loop.y_axes)):
+        return scan(loop, operands)
+    done = advance(loop, operands, start(loop, operands), loop.length)
+    return [*done.carry, *done.ys]
+
+
+def scan(loop: Loop, operands: Operands, split_transpose: bool = False) -> list:
+    """A loop of known length, which may be symbolic, as lax.scan runs it."""
+
+    def body(carry: list, x: list) -> tuple[list, list]:
+        outs = _jax.call_jaxpr(loop.body)(*operands.consts, *carry, *x)
+        new, y = parts(outs, loop.carry_count)
+        return new, y
+
+    carry, ys = lax.scan(
+        body,
+        list(start(loop, operands).carry),
+        operands.xs,
+        None if operands.xs else loop.length,
+        reverse=loop.reverse,
+        unroll=loop.unroll,
+        _split_transpose=split_transpose,
+    )
+    return [*carry, *ys]

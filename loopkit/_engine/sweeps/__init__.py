@@ -1,0 +1,1 @@
+"""The forward and the backward sweep of a loop under differentiation."""

@@ -1,0 +1,113 @@
+"""Inputs at which the derivative of a step may be evaluated in every lane.
+
+A lane that has stopped still runs the body, and nothing that comes out is used; but the body's
+derivative there may be infinite, and zero times infinity is NaN in whatever all lanes share. So
+derivatives are evaluated where the body is known to be active: a stopped lane gets its own first
+step (initial carry, first slices), and one that takes no step at all gets the first step of a lane
+that does, constants included. Constants may have the leading lane axes alone; so such a lane is
+looked for next to its own, and further out only where all of those take no step. Where lanes read
+slices in common, the first slices are gone: a stopped lane is then given all inputs of a lane that
+is active now.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from loopkit._engine.loop import Loop, Operands, kept, spread
+from loopkit._engine.steps import read_rows, row_of, select
+
+
+@dataclass(frozen=True)
+class SafeInputs:
+    """The inputs of a step for its derivative, in every lane."""
+
+    loop: Loop
+    consts: list
+    carry: list
+    """A carry at which each lane is active. Empty where slices are shared."""
+    x: list
+    """The slices that go with it."""
+    shared: bool
+    """Whether lanes read slices in common."""
+    flags: list[bool]
+    """Which leaf of the carry says whether a step counts."""
+
+    @staticmethod
+    def of(loop: Loop, operands: Operands, active: Any, saved: Sequence[bool]) -> SafeInputs:
+        """For a loop with lanes, of which some are `active` at the start.
+
+        Of the carry, only the `saved` leaves are wanted.
+        """
+        shared = any(n < len(loop.lanes) for n in loop.xs_lanes)
+        substitute = _substitution(active)
+        consts = _each(substitute, operands.consts, loop.const_lanes)
+        flags = kept([i == loop.flag for i in range(loop.carry_count)], saved)
+        if shared:
+            return SafeInputs(loop, consts, [], [], shared, flags)
+        carry = [substitute(v) for v, keep in zip(operands.init, saved, strict=True) if keep]
+        first = row_of(loop, jnp.int32(0)) if loop.xs_count else 0
+        x = [substitute(v) for v in read_rows(operands.xs, first, loop.x_axes)]
+        return SafeInputs(loop, consts, carry, x, shared, flags)
+
+    def constants(self, active: Any) -> list:
+        if not self.shared:
+            return self.consts
+        return _where(active, self.consts, self.loop.const_lanes)
+
+    def slices(self, active: Any, x: list) -> list:
+        if not self.shared:
+            return select(active, x, self.x)
+        return _where(active, x, self.loop.xs_lanes)
+
+    def carries(self, active: Any, carry: list) -> list:
+        """Of leaves that are None it says nothing.
+
+        The flag stays as it is: nothing is written to the buffers of a lane that has stopped.
+        """
+        moved = [v is not None and not flag for v, flag in zip(carry, self.flags, strict=True)]
+        values = kept(carry, moved)
+        if self.shared:
+            values = _where(active, values, [active.ndim] * len(values))
+        else:
+            values = select(active, values, kept(self.carry, moved))
+        return spread(values, moved, carry)
+
+
+def _substitution(active: Any) -> Callable:
+    """A function that gives lanes that are not active the value of one that is.
+
+    Its second argument says how many lane axes the value begins with; all of them by default.
+    """
+    if active.size == 0:
+        return lambda value, lanes=0: value
+    levels = []
+    for lanes in range(active.ndim, 0, -1):
+        found = active.any(tuple(range(lanes, active.ndim)))
+        pick = operator.getitem
+        for _ in range(lanes - 1):
+            pick = jax.vmap(pick)
+        levels.append((lanes, found, jnp.argmax(found, -1), pick))
+
+    def substitute(value: Any, lanes: int = active.ndim) -> Any:
+        for level, found, chosen, pick in levels:
+            if level <= lanes:
+                other = jnp.expand_dims(pick(value, chosen), level - 1)
+                value = select(found, [value], [jnp.broadcast_to(other, value.shape)])[0]
+        return value
+
+    return substitute
+
+
+def _where(active: Any, values: Sequence[Any], lanes: Sequence[int]) -> list:
+    return _each(_substitution(active), values, lanes)
+
+
+def _each(substitute: Callable, values: Sequence[Any], lanes: Sequence[int]) -> list:
+    return [substitute(v, n) for v, n in zip(values, lanes, strict=True)]

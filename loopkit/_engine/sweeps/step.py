@@ -1,0 +1,228 @@
+"""Replaying steps and reversing them: what the backward sweep does within a segment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from loopkit import _jax
+from loopkit._engine.derivative.deferred_products import Products
+from loopkit._engine.derivative.reversal import Reversal
+from loopkit._engine.derivative.write_log import Rewind
+from loopkit._engine.loop import Operands, kept, parts, spread
+from loopkit._engine.steps import hold, read_rows, repeat, repeat_backwards, row_of, write_rows
+from loopkit._engine.sweeps.lanes import SafeInputs
+
+SMALL_ROW = 1024
+"""Bytes of a row that is copied out once, rather than sliced in each kernel that reads it."""
+
+
+class Cotangents(NamedTuple):
+    """What flows back. Each has the linear batch axis first, if there is one."""
+
+    consts: list
+    """Summed over the steps so far."""
+    carry: list
+    """With respect to the carry before the step reversed last."""
+    xs: list
+    """Whole arrays, the rows of the steps reversed so far."""
+    factors: list
+    """Of products that are put off to the end of the segment, a row for each of its steps."""
+
+
+@dataclass(frozen=True)
+class StepReversal:
+    """Replaying and reversing steps, with what all of them read."""
+
+    how: Reversal
+    operands: Operands
+    taken: Any
+    """Steps that each lane took."""
+    hoisted: list
+    backward: Any
+    safe: SafeInputs | None
+    ct_ys: Sequence[Any]
+    batch: Any
+    products: Products | None
+    """Of the backward half, those that are put off to the end of a segment."""
+    rewind: Any
+    """A Rewind; None where steps are given one by one."""
+
+    @staticmethod
+    def of(
+        how: Reversal,
+        operands: Operands,
+        taken: Any,
+        batch: Any,
+        ct_ys: Sequence[Any] = (),
+        rewind: Rewind | None = None,
+    ) -> StepReversal:
+        """For the sweep of a plan; or, without what is rewound, for steps given one by one."""
+        split, safe = how.split, None
+        consts = operands.consts
+        if how.loop.lanes:
+            safe = SafeInputs.of(how.loop, operands, taken > 0, how.saved)
+            consts = safe.consts
+        hoisted = list(_jax.call_jaxpr(split.hoist)(*consts))
+        backward, products = how.backward, None
+        segments = rewind is not None and how.plan.segment > 1 and not how.plan.keeps_all
+        if batch is None and safe is None and segments:
+            products = how.products
+            backward = backward if products is None else products.step
+        if batch is not None:
+            linear = sum(how.active.consts) + sum(how.active.outputs)
+            axes = [None] * (len(backward.in_avals) - linear) + [0] * linear
+            backward, _ = _jax.batch_jaxpr(
+                backward, _jax.axis(batch), axes, [0] * len(backward.out_avals)
+            )
+        pieces = (hoisted, backward, safe, ct_ys, batch, products, rewind)
+        return StepReversal(how, operands, taken, *pieces)
+
+    def slices(self, step: Any) -> list:
+        if not self.operands.xs:
+            return []
+        loop = self.how.loop
+        return read_rows(self.operands.xs, row_of(loop, step), loop.x_axes)
+
+    def counts(self, step: Any) -> list:
+        """The counters before a step; of lanes that have stopped, those of a step they take."""
+        counts = self.how.counts(self.operands, step, self.taken)
+        if self.safe is None:
+            return counts
+        values = self.safe.carries(step < self.taken, kept(counts, self.how.saved))
+        return spread(values, self.how.saved, counts)
+
+    def replay(self, first: Any, count: Any, carry: list, rows: list) -> tuple[list, list]:
+        """Steps `first` to `first + count`, storing what each leaves for its reversal.
+
+        Returned with the carry after them, or, where carries are stored, before the last of them.
+        """
+        how = self.how
+        if how.plan.store == "carries":
+            rows = write_rows(rows, how.apart(carry)[0], 0)
+
+            def step(k: Any, s: tuple[list, list]) -> tuple[list, list]:
+                carry = how.advance(self.operands, self.taken, s[0], first + k, 1)
+                return carry, write_rows(s[1], how.apart(carry)[0], k + 1)
+
+            return repeat(count - 1, step, (carry, rows), how.loop.unroll)
+
+        def step(k: Any, s: tuple[list, list]) -> tuple[list, list]:
+            carry, row = self.residuals(first + k, s[0])
+            return carry, write_rows(s[1], how.shortened(row), k)
+
+        return repeat(count, step, (carry, rows), how.loop.unroll)
+
+    def residuals(self, step: Any, carry: list, x: list | None = None) -> tuple[list, list]:
+        """The next carry, and the row of this step."""
+        how, consts, x = self.how, self.operands.consts, self.slices(step) if x is None else x
+        inputs, active = carry, step < self.taken
+        if self.safe is not None:
+            consts, x = self.safe.constants(active), self.safe.slices(active, x)
+            inputs = self.safe.carries(active, carry)
+        new, stored = parts(_jax.call_jaxpr(how.forward)(*consts, *inputs, *x), sum(how.saved))
+        if self.safe is not None:
+            new = hold(active, new, carry)
+        return new, stored
+
+    def computed_once(self, stored: list) -> list:
+        """Residuals of the step at hand.
+
+        Fused with the backward half they would be computed again in each of its kernels.
+        """
+        made = [s is None for s in self.how.sources]
+        held = lax.optimization_barrier(kept(stored, made))
+        return spread(held, made, stored)
+
+    def reverse_segment(
+        self, first: Any, count: Any, rows: list, cts: Cotangents, buffers: list
+    ) -> tuple[Cotangents, list]:
+        """Back over a segment whose rows are stored; beyond its last step they are zero."""
+        cts, buffers = self.reverse_rows(first, count, rows, cts, buffers)
+        if self.products is None:
+            return cts, buffers
+        sums = iter(self.products.sums(cts.factors, rows))
+        consts = [
+            c + next(sums) if late else c
+            for c, late in zip(cts.consts, self.products.put_off, strict=False)
+        ]
+        return cts._replace(consts=consts), buffers
+
+    def reverse_carry(
+        self, step: Any, carry: list, cts: Cotangents, row: Any = 0
+    ) -> tuple[Cotangents, list]:
+        """Back over one step, given the carry before it; and the buffers before it."""
+        new, stored = self.residuals(step, carry)
+        stored = self.computed_once(stored)
+        buffers = self.how.apart(carry)[1]
+        if self.how.rereads:
+            # They have been written to, and going on from them saves a copy.
+            buffers = self.rewind.steps(step, 1, self.how.apart(new)[1])
+        return self.reverse(step, stored, cts, row), buffers
+
+    def reverse_rows(
+        self, first: Any, count: Any, rows: list, cts: Cotangents, buffers: list
+    ) -> tuple[Cotangents, list]:
+        """Back over steps `first + count - 1` to `first`; and the buffers before them."""
+
+        def step(k: Any, s: tuple[Cotangents, list]) -> tuple[Cotangents, list]:
+            (cts, buffers), row = s, read_rows(rows, k)
+            if small:
+                row = list(lax.optimization_barrier(row))
+            if not repeats:
+                row = how.lengthened(row, self.counts(first + k))
+                return self.reverse(first + k, row, cts, k), []
+            buffers = self.rewind.steps(first + k, 1, buffers)
+            carry = how.together(how.counts(self.operands, first + k, self.taken), row, buffers)
+            return self.reverse_carry(first + k, carry, cts, k)
+
+        how = self.how
+        repeats = how.plan.store == "carries" and not how.plan.keeps_all
+        small = _jax.byte_count(*how.row_types) <= SMALL_ROW
+        state = (cts, buffers if repeats else [])
+        cts, before = repeat_backwards(count, step, state, how.loop.unroll)
+        return cts, before if repeats else self.rewind.steps(first, count, buffers)
+
+    def reverse(self, step: Any, row: list, cts: Cotangents, place: Any) -> Cotangents:
+        """Back over one step, number `place` of its segment, given its residuals."""
+        how, loop, axis = self.how, self.how.loop, 0 if self.batch is None else 1
+        at = row_of(loop, step) if loop.length is not None else step
+        y_axes = [axis + a for a in kept(loop.y_axes, how.active.ys)]
+        x_axes = [axis + a for a in kept(loop.x_axes, how.active.xs)]
+        flowing = [*cts.carry, *read_rows(self.ct_ys, at, y_axes)]
+        outs = self.back(step, self.slices(step), row, cts.consts, flowing)
+        d_consts, d_carry, d_x, factors = outs
+        late = [False] * sum(how.active.consts)
+        if self.products is not None:
+            late = list(self.products.put_off[: len(late)])
+        new = iter(d_consts)
+        return Cotangents(
+            [c if put_off else next(new) for c, put_off in zip(cts.consts, late, strict=True)],
+            d_carry,
+            write_rows(cts.xs, d_x, at, x_axes),
+            write_rows(cts.factors, factors, place),
+        )
+
+    def back(self, step: Any, x: list, row: list, so_far: list, flowing: list) -> list[list]:
+        """Cotangents of constants, with those so far, of the carry and of slices; and factors."""
+        active, axis = self.how.active, 0 if self.batch is None else 1
+        buffers = kept(self.how.loop.is_buffer, active.carry)
+        consts, hoisted, before, running = self.operands.consts, self.hoisted, flowing, None
+        if self.safe is not None:
+            running = step < self.taken
+            consts, x = self.safe.constants(running), self.safe.slices(running, x)
+            if self.safe.shared:
+                hoisted = list(_jax.call_jaxpr(self.how.split.hoist)(*consts))
+            zeros = list(map(jnp.zeros_like, flowing))
+            flowing = hold(running, flowing, zeros, buffers, axis)
+        outs = _jax.call_jaxpr(self.backward)(*consts, *hoisted, *x, *row, *so_far, *flowing)
+        late = 0 if self.products is None else sum(self.products.put_off[: len(so_far)])
+        counts = len(so_far) - late, sum(active.carry), sum(active.xs)
+        d_consts, d_carry, d_x, factors = parts(outs, *counts)
+        if self.safe is not None:
+            d_carry = hold(running, d_carry, before[: len(d_carry)], buffers, axis)
+        return [d_consts, d_carry, d_x, factors]

@@ -1,0 +1,138 @@
+"""The schedules, as a compiled loop steps through them.
+
+A slot holds the carry at the start of a unit (a segment of the plan's `leaf` steps), or nothing.
+What to save, and where, is chosen ahead in `loopkit.schedules`; here the tables are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import takewhile
+from math import isqrt
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from loopkit import _jax
+from loopkit._plans.plan import Plan
+from loopkit.schedules.actions import Restore, Save
+from loopkit.schedules.binomial import SplitTable, split_from, split_table
+from loopkit.schedules.online import NEVER, Mark, Table, cheapest, record, thinning
+from loopkit.schedules.reversal import gradient
+
+UNBOUNDED = 2**31 - 1
+"""Steps are counted in int32."""
+
+COLUMNS = 32
+"""Of a table of splits; XLA sums so many in one kernel."""
+
+
+class Slots(NamedTuple):
+    """A sweep's place in its schedule."""
+
+    units: Any
+    """int32[slots]: the unit that each slot holds, NEVER where it is free."""
+    count: Any
+    """Saves so far."""
+    save: Any
+    """int32[4], the next one: its row of the table."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The tables of a plan's forward and backward sweep.
+
+    A row is read at once: each number that a compiled loop carries or reads costs a kernel.
+    """
+
+    slots: int
+    saves: np.ndarray
+    """[saves, 4]: unit, slot, cleared, run; as in `online.Mark`."""
+    splits: np.ndarray
+    """[free slots, 2, columns]: starts and widths, as in `binomial.SplitTable`."""
+
+    @staticmethod
+    def of(plan: Plan) -> Schedule:
+        bound = UNBOUNDED if plan.bound is None else plan.bound
+        return _schedule(plan.slots, max(1, -(-bound // plan.segment)), plan.thinned, plan.exact)
+
+    def start(self, like: Any) -> Slots:
+        """No slot taken; integers vary over the devices as `like` does."""
+        start = Slots(jnp.full(self.slots, NEVER, jnp.int32), jnp.int32(0), self.saves[0])
+        return Slots(*(_jax.vary_like(jnp.asarray(v), [jax.typeof(like)]) for v in start))
+
+    def save(self, state: Slots) -> tuple[Any, Any, Slots]:
+        """The slot to save into, the units to run until the next save, and what follows."""
+        unit, slot, cleared, run = (lax.index_in_dim(state.save, k, 0, False) for k in range(4))
+        units = record(state.units, Mark(state.count, unit, slot, cleared, run), jnp)
+        return slot, run, Slots(units, state.count + 1, _row(self.saves, state.count + 1))
+
+    def split(self, remaining: Any, free: Any) -> Any:
+        """Units to advance before saving, where `remaining` units end with the one to reverse."""
+        starts, widths = _row(self.splits, free)
+        return split_from(SplitTable(starts[None], widths[None]), remaining, 0, jnp)
+
+
+def _row(table: np.ndarray, number: Any) -> Any:
+    return lax.dynamic_index_in_dim(
+        jnp.asarray(table), number, keepdims=False, allow_negative_indices=False
+    )
+
+
+@lru_cache(maxsize=256)
+def _schedule(slots: int, units: int, thinned: bool, exact: bool) -> Schedule:
+    units = min(units, NEVER)
+    # Spare slots keep the last stretch short; the cheapest placement takes longer to make.
+    spare = isqrt(slots) if slots > 2 else 0
+    if exact:
+        table = _best(slots, units)
+    elif thinned:
+        table = thinning(slots, units, spare=spare).table
+    else:
+        table = cheapest(slots, units).table
+    splits = split_table(units, slots - 1, columns=COLUMNS)
+    unit, slot, cleared = (np.asarray(column, np.int32) for column in table)
+    saves = np.stack([unit[:-1], slot[:-1], cleared[:-1], np.diff(unit)], axis=1)
+    return Schedule(slots, saves, np.stack([np.asarray(rows, np.int32) for rows in splits], axis=1))
+
+
+def _best(slots: int, units: int) -> Table:
+    """The saves of the forward sweep where the number of units is known: a climb to their end."""
+    sweep = takewhile(lambda a: not isinstance(a, Restore), gradient(units, slots))
+    saves = [(a.unit, a.slot, slots) for a in sweep if isinstance(a, Save)]
+    return Table(*zip(*saves, (units, slots, slots), (units, slots, slots), strict=True))
+
+
+def latest(units: Any, target: Any) -> tuple[Any, Any]:
+    """The slot that holds the last unit not after `target`, and that unit."""
+    unit = jnp.max(jnp.where(units <= target, units, -1))
+    return _place(units == unit), unit
+
+
+def release(units: Any, target: Any) -> Any:
+    """The slots once the units from `target` on have been reversed."""
+    return jnp.where(units >= target, NEVER, units)
+
+
+def free_slots(units: Any) -> tuple[Any, Any]:
+    """How many slots are free, and one of them."""
+    free = units == NEVER
+    return free.sum(dtype=jnp.int32), _place(free)
+
+
+def saved(units: Any, slot: Any, unit: Any) -> Any:
+    """The slots once one of them holds `unit`; as they were if `slot` is none of them."""
+    return jnp.where(_numbers(units) == slot, unit, units)
+
+
+def _place(flags: Any) -> Any:
+    """Where the last of some flags is set; 0 if none is."""
+    return jnp.max(jnp.where(flags, _numbers(flags), 0))
+
+
+def _numbers(slots: Any) -> Any:
+    return lax.iota(jnp.int32, slots.shape[0])

@@ -1,0 +1,1 @@
+"""What is found out by running something, once for each machine."""

@@ -1,0 +1,1 @@
+"""Loops of lax, in code that one cannot edit, as loopkit's."""

@@ -1,0 +1,225 @@
+"""`checkpointed`: the loops inside someone else's function."""
+
+from __future__ import annotations
+
+import functools as ft
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import MethodType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from loopkit import _jax
+from loopkit._arguments import validate
+from loopkit._arguments.validate import type_of
+from loopkit._engine.loop import Loop, kept, spread
+from loopkit._foreign.lax_loop import LoopSite, Settings
+from loopkit._foreign.replace import replacing, settings_of
+from loopkit._jaxprs import equations
+from loopkit._plans.plan import Bytes
+from loopkit._programs.cache import interned, remember
+from loopkit._programs.key import Unknown, program_key
+from loopkit._tracing.trace import shared
+
+LAX_LOOPS = ("scan", "while")
+RULES = ("custom_jvp_call", "custom_vjp_call")
+
+
+class Share(Bytes):
+    """A budget for all the loops of a function, which are still to be counted."""
+
+
+class Program(NamedTuple):
+    """A function of arrays, traced, with its loops replaced."""
+
+    jaxpr: Any
+    """None if there is no need to run it."""
+    consts: list
+    out_tree: Any
+    kept: list
+    """What it returns as it is; None in the place of an array."""
+    has_loops: bool
+    has_rules: bool
+    """Whether it calls functions with custom derivatives, in which there may be loops."""
+
+    @property
+    def closed_over(self) -> list:
+        return self.consts
+
+    @property
+    def to_keep(self) -> Program:
+        """The same; of a function without loops, which is called as it is, no more than that."""
+        differentiated = self.has_rules and any(map(_jax.is_tracer, self.consts))
+        if self.has_loops or differentiated:
+            return self
+        return self._replace(jaxpr=None, consts=[], kept=[])
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        arrays = [v for v in leaves if isinstance(v, jax.Array)]
+        outs = iter(_jax.call_jaxpr(self.jaxpr)(*self.consts, *arrays))
+        return self.out_tree.unflatten(
+            next(outs) if v is None else v.copy() if isinstance(v, np.ndarray) else v
+            for v in self.kept
+        )
+
+
+def checkpointed(
+    fn: Callable | None = None,
+    *,
+    max_steps: int | None = None,
+    checkpoints: Any = None,
+    memory: int | str | dict | None = None,
+    only: Callable[[LoopSite], Any] | None = None,
+) -> Callable:
+    """`fn` with every `jax.lax` loop inside it replaced by loopkit's.
+
+    `jax.lax.while_loop`, `scan` and `fori_loop` are replaced wherever `fn` calls them, directly or
+    through libraries, `jit`, `cond`, `jax.checkpoint`, custom derivatives, other loops, or
+    `shard_map`. The result computes the same values. It can be differentiated in every mode where
+    `fn` could not, and the backward pass of long loops fits in memory.
+
+    **Arguments:**
+
+    - `fn`: any function that JAX can trace. Arguments that are arrays, floats or complex numbers
+        become abstract, as under `jax.jit`; bools, ints, strings, functions and other leaves are
+        passed to `fn` as they are, and returned as they are. With an object that may have changed
+        since the last call, such as the `self` of a method, `fn` is traced at every call;
+        functions are taken to be pure, and the same if they are the very same object. What `fn`
+        closes over is read when it is traced, as under `jax.jit`. A function in which tracing finds
+        no loop is called as it is from then on.
+    - `max_steps`: the most steps of each while loop, a static int; None for no bound. A loop that
+        needs more stops there.
+    - `checkpoints`: what the backward pass of each loop keeps. None: about the square root of
+        the number of steps in carries. An int c: at most c carries. "all": what the derivative of
+        every step reads (while loops then need `max_steps`). A `Plan`: what it says.
+    - `memory`: the same as a budget in bytes, an int, a string such as "64 MB" or a dict of two
+        of them, as in `loopkit.scan`. The loops of `fn` share it in equal parts: it is what the
+        gradient may need beyond what it needs for a single step of each. Give one of the two.
+    - `only`: `LoopSite -> bool`, called once a loop as it is traced: whether to replace it. A
+        `LoopSite` has `kind`, `name_stack`, `source`, `length` and `carry_bytes`.
+
+    **Returns:**
+
+    A function with the signature of `fn`. Without `fn`, a decorator.
+
+    **Raises:**
+
+    `TypeError` if `fn` or `only` is not callable or a setting is of the wrong type; `ValueError`
+    if it has a wrong value, or if `checkpoints="all"` and a while loop has no bound.
+
+    !!! example
+
+        ```python
+        import jax
+        import loopkit
+
+        def collatz_like(x):  # jax.grad(collatz_like) raises an error
+            return jax.lax.while_loop(lambda x: x < 100.0, lambda x: x * x + x, x)
+
+        print(jax.grad(loopkit.checkpointed(collatz_like))(2.0))  # 5525
+        ```
+    """
+    given = {"max_steps": max_steps, "checkpoints": checkpoints, "memory": memory, "only": only}
+    if fn is None:
+        return ft.partial(checkpointed, **given)
+    validate.check_callable("checkpointed", "fn", fn)
+    settings = settings_of("checkpointed", **given)
+    if isinstance(settings.budget, Bytes):
+        settings = replace(settings, budget=Share(**vars(settings.budget)))
+
+    @ft.wraps(fn)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return _call(fn, settings, args, kwargs)
+
+    return replaced
+
+
+def _call(fn: Callable, settings: Settings, args: tuple, kwargs: dict) -> Any:
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    leaves = [_jax.as_array(v) if validate.is_traced(v) else v for v in leaves]
+    new: list[Program] = []
+
+    def traced() -> Program:
+        new.append(_traced(fn, settings, leaves, tree))
+        return new[0].to_keep
+
+    bound = isinstance(fn, MethodType)  # to an object that may change
+    functions = [] if bound else [fn]
+    try:
+        types = [type_of(v) if isinstance(v, jax.Array) else None for v in leaves]
+        static = [v for v in [*leaves, *[fn] * bound] if not isinstance(v, jax.Array)]
+        key = (settings, *types, program_key((tree, static), met=functions))
+    except Unknown:  # an object that may change
+        return _traced(fn, settings, leaves, tree).run(leaves)
+    known = remember(functions, key, traced)
+    if known.jaxpr is not None:
+        return known.run(leaves)
+    # Without loops `fn` is called as it is, and reads anew what it closes over.
+    if not any(map(_jax.is_tracer, leaves)):
+        args, kwargs = tree.unflatten(leaves)
+        return fn(*args, **kwargs)
+    if new or known.has_rules:
+        return (new or [_traced(fn, settings, leaves, tree)])[0].run(leaves)
+    args, kwargs = tree.unflatten(leaves)
+    with replacing(settings):
+        return fn(*args, **kwargs)
+
+
+def _traced(fn: Callable, settings: Settings, leaves: list, tree: Any) -> Program:
+    out_tree, rest = None, []
+    traced = [isinstance(v, jax.Array) for v in leaves]
+
+    def flat(*values: Any) -> list:
+        nonlocal out_tree, rest
+        args, kwargs = tree.unflatten(spread(values, traced, leaves))
+        out, out_tree = jax.tree.flatten(fn(*args, **kwargs))
+        rest = [None if isinstance(v, jax.Array) else v for v in out]
+        return [v for v in out if isinstance(v, jax.Array)]
+
+    name = getattr(fn, "__name__", "checkpointed")
+    with replacing(settings):
+        types = list(map(jax.typeof, kept(leaves, traced)))
+        jaxpr, consts = _jax.trace(flat, types, name)
+    found = list(equations.all_equations(jaxpr))
+    has_loops = any("loop" in e.params or e.primitive.name in LAX_LOOPS for e in found)
+    has_rules = any(e.primitive.name.startswith(RULES) for e in found)
+    jaxpr = _with_rules(_shared(jaxpr), settings)
+    jaxpr = interned(jaxpr) or jaxpr
+    return Program(jaxpr, consts, out_tree, rest, has_loops, has_rules)
+
+
+def _shared(jaxpr: Any) -> Any:
+    """The budget of the whole function in equal parts, one for each time that a loop is run."""
+    count = sum(_takes_part(eqn) for eqn in equations.all_equations(jaxpr))
+    if not count:
+        return jaxpr
+
+    def with_its_part(eqn: Any) -> Any:
+        if not _takes_part(eqn):
+            return eqn
+        loop = eqn.params["loop"]
+        part = Bytes(**vars(loop.checkpoints) | {"loops": count})
+        loop = shared(loop.replace(checkpoints=part))
+        return eqn.replace(params=eqn.params | {"loop": loop})
+
+    return equations.map_equations(jaxpr, with_its_part)
+
+
+def _takes_part(eqn: Any) -> bool:
+    loop = eqn.params.get("loop")
+    return isinstance(loop, Loop) and isinstance(loop.checkpoints, Share)
+
+
+def _with_rules(jaxpr: Any, settings: Settings) -> Any:
+    """Loops in custom derivatives are replaced too; JAX traces those when it differentiates."""
+
+    def within(rule: Callable) -> Callable:
+        def run(*args: Any) -> Any:
+            with replacing(settings):
+                return rule(*args)
+
+        return run
+
+    return equations.map_equations(jaxpr, lambda eqn: _jax.with_custom_rules(eqn, within))

@@ -1,0 +1,163 @@
+"""A loop of lax, as it was written: what it is, and loopkit's loop in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from loopkit import _jax
+from loopkit._arguments import errors
+from loopkit._engine.facts.counters import moved_by
+from loopkit._engine.loop import CarryLeaf, parts
+from loopkit._jaxprs import equations
+from loopkit._plans.plan import Budget
+from loopkit._tracing.trace import as_loop
+
+
+class LoopSite(NamedTuple):
+    """A loop of lax, as `only` is asked about it."""
+
+    kind: str
+    """"scan" or "while_loop". A fori_loop is a scan if lax knows its bounds."""
+    name_stack: str
+    """The `jax.named_scope`s around it, up to the innermost `jit`, separated by slashes."""
+    source: str
+    """`file:line (function)` of the call that wrote it, outside JAX itself."""
+    length: int | None
+    """Its steps, if they are known; else None."""
+    carry_bytes: int
+    """Bytes of its carry."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How loops of lax are replaced."""
+
+    function: str
+    """What the user called, for errors."""
+    max_steps: int | None
+    budget: Budget
+    only: Callable[[LoopSite], Any] | None = field(compare=False)
+    only_id: int
+    """Of `only`: as part of jit's cache keys, the very same predicate is the same."""
+
+    def wants(self, site: LoopSite) -> bool:
+        return self.only is None or bool(self.only(site))
+
+
+class LaxLoop(NamedTuple):
+    """The operands of a loop of lax, sorted."""
+
+    kind: str
+    cond: Any
+    """None for a scan."""
+    cond_consts: list
+    body: Any
+    consts: list
+    init: list
+    xs: list
+    length: int | None
+    params: dict[str, Any]
+
+    @property
+    def site(self) -> LoopSite:
+        size = sum(_jax.byte_count(jax.typeof(v)) for v in self.init)
+        found, source = _jax.source_of(None), "unknown"
+        if found is not None:
+            source = f"{found[0]}:{found[1]} ({found[2]})"
+        return LoopSite(self.kind, _jax.name_stack(), source, self.length, size)
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether it is over arrays alone, without references to memory, and has no effects that
+        loopkit's loops lack or should not have twice, nor a length that is symbolic.
+        """
+        if _jax.is_symbolic(self.length):
+            return False
+        types = [jax.typeof(v) for v in (*self.cond_consts, *self.consts, *self.init, *self.xs)]
+        jaxprs = [self.body] if self.cond is None else [self.cond, self.body]
+        return all(type(t) is _jax.ShapedArray for t in types) and not any(
+            j.consts or _jax.check_effects(j.effects) or equations.asks_the_host(j) for j in jaxprs
+        )
+
+    def run(self, settings: Settings) -> list:
+        """The loop's results, computed by loopkit."""
+        cond, cond_consts, length = self.cond, self.cond_consts, self.length
+        if self.kind == "while_loop":
+            if length is None and settings.budget == "all" and settings.max_steps is None:
+                expected = 'can be "all" only if the number of steps of every loop is bounded'
+                got = f"a while_loop without a bound at {self.site.source}"
+                advice = "Pass `max_steps`, or leave that loop out with `only`."
+                raise errors.wrong_value(settings.function, "checkpoints", expected, got, advice)
+            if length is not None:
+                cond, cond_consts = None, []
+            bounds = [b for b in (length, settings.max_steps) if b is not None]
+            length = min(bounds) if bounds else None
+        _, types, _ = parts(self.body.in_avals, len(self.consts), len(self.init))
+        steps, carry = length or 1, [CarryLeaf()] * len(types)
+        fields = {
+            "length": length,
+            "reverse": self.params.get("reverse", False),
+            "checkpoints": settings.budget,
+            "unroll": min(self.params.get("unroll", 1) or steps, steps),  # 0: all
+            "name": self.kind,
+        }
+        loop = as_loop(cond, cond_consts, self.body, self.consts, carry, types, None, fields)
+        carry, ys = loop.run(self.init, self.xs)
+        return [*carry, *ys]
+
+
+def scan(operands: Sequence[Any], params: dict[str, Any]) -> LaxLoop:
+    consts, init, xs = parts(operands, *_jax.scan_counts(params))
+    return LaxLoop("scan", None, [], params["jaxpr"], consts, init, xs, params["length"], params)
+
+
+def while_loop(operands: Sequence[Any], params: dict[str, Any]) -> LaxLoop:
+    cond, body = params["cond_jaxpr"], params["body_jaxpr"]
+    counts = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, consts, init = parts(operands, *counts)
+    length = _known_steps(cond, cond_consts, body, len(consts), init)
+    return LaxLoop("while_loop", cond, cond_consts, body, consts, init, [], length, params)
+
+
+def _known_steps(
+    cond: Any, cond_consts: list, body: Any, const_count: int, init: list
+) -> int | None:
+    """The steps of a loop that counts one by one between two known integers."""
+    test, step = _jax.open_jaxpr(cond), _jax.open_jaxpr(body)
+    if len(test.eqns) != 1 or test.outvars[0] not in test.eqns[0].outvars:
+        return None
+    eqn = test.eqns[0]
+    if eqn.primitive.name not in ("lt", "gt"):
+        return None
+    counter, limit = eqn.invars if eqn.primitive.name == "lt" else eqn.invars[::-1]
+    carry = test.invars[len(cond_consts) :]
+    inside = step.invars[const_count:]
+    if counter not in carry:
+        return None
+    place = carry.index(counter)
+    first = _integer(init[place])
+    makers = {v: eqn for eqn in step.eqns for v in eqn.outvars}
+    if moved_by(step.outvars[place], inside[place], makers) != 1:
+        return None
+    if isinstance(limit, _jax.Literal):
+        last = _integer(limit.val)
+    elif limit in carry:
+        other = carry.index(limit)
+        last = _integer(init[other]) if step.outvars[other] is inside[other] else None
+    else:
+        last = _integer(cond_consts[test.invars.index(limit)])
+    return None if first is None or last is None else max(0, last - first)
+
+
+def _integer(value: Any) -> int | None:
+    """A scalar integer that is known now."""
+    if _jax.is_tracer(value) or _jax.is_symbolic(value):
+        return None
+    if not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+        return None
+    return int(value) if jnp.shape(value) == () else None

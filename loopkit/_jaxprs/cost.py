@@ -1,0 +1,76 @@
+"""What a step costs: nanoseconds of an ordinary processor, estimated from its equations.
+
+Only ratios matter: is it cheaper to run a step again or to store what it has computed?
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loopkit import _jax
+from loopkit._jax import Jaxpr
+from loopkit._jaxprs import equations
+
+FLOPS = 100.0
+"""Of a matrix product, in a nanosecond."""
+EQUATION = 0.3
+"""Nanoseconds that any equation takes."""
+_SLOWER = {
+    "sin cos tan asin acos atan atan2 sinh cosh": 1.5,
+    "pow erf_inv digamma lgamma igamma igammac bessel_i0e": 2.0,
+    "exp exp2 log log1p expm1 tanh logistic erf erfc cbrt": 0.3,
+    "gather scatter scatter_add scatter-add sort cumsum top_k threefry2x32 random_bits": 2.0,
+    "div rem sqrt rsqrt concatenate": 0.1,
+}
+PER_ELEMENT = {name: cost for names, cost in _SLOWER.items() for name in names.split()}
+"""Nanoseconds to an element of the result."""
+ELEMENT = 0.04
+"""Nanoseconds to an element where nothing else is said."""
+UNKNOWN_TRIPS = 10
+"""Steps that an inner loop is taken to run if its equations do not say."""
+
+
+def nanoseconds(jaxpr: Jaxpr) -> float:
+    return sum(map(_equation, _jax.open_jaxpr(jaxpr).eqns))
+
+
+def _equation(eqn: Any) -> float:
+    name = eqn.primitive.name
+    elements = max((_jax.elements(v.aval) for v in (*eqn.outvars, *eqn.invars)), default=1)
+    if name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        depth = _jax.volume(eqn.invars[0].aval.shape[a] for a in contracted)
+        return EQUATION + 2 * _jax.elements(eqn.outvars[0].aval) * depth / FLOPS
+    if name == "conv_general_dilated":
+        out, kernel = eqn.outvars[0].aval, eqn.invars[1].aval
+        features = eqn.params["dimension_numbers"].rhs_spec[0]
+        depth = _jax.elements(kernel) / _jax.volume([kernel.shape[features]])
+        return EQUATION + 2 * _jax.elements(out) * depth / FLOPS
+    loop = eqn.params.get("loop")
+    if loop is not None:
+        return (loop.length or UNKNOWN_TRIPS) * nanoseconds(loop.body)
+    inner = list(equations.jaxprs_in(eqn))
+    if inner:
+        costs = list(map(nanoseconds, inner))
+        if name == "cond":
+            return max(costs)
+        trips = {"scan": eqn.params.get("length"), "while": UNKNOWN_TRIPS}.get(name, 1)
+        return sum(costs) * (trips or 1)
+    return EQUATION + elements * PER_ELEMENT.get(name, ELEMENT)
+
+
+def factor_bytes(jaxpr: Jaxpr, consts: int, smallest: int) -> int:
+    """Of the cotangents that multiply into the gradients of large matrices among the constants."""
+    j = _jax.open_jaxpr(jaxpr)
+    matrices = {v for v in j.invars[:consts] if _jax.is_differentiable(v.aval)}
+    total = 0
+    for eqn in j.eqns:
+        if eqn.primitive.name == "dot_general" and any(
+            v in matrices for v in eqn.invars if not isinstance(v, _jax.Literal)
+        ):
+            size = max(_jax.byte_count(v.aval) for v in eqn.invars if v in matrices)
+            if size > smallest and _jax.byte_count(eqn.outvars[0].aval) < 2 * size:
+                total += _jax.byte_count(eqn.outvars[0].aval)
+                other = [v for v in eqn.invars if v not in matrices]
+                total += sum(_jax.byte_count(v.aval) for v in other if v in j.invars[consts:])
+    return total

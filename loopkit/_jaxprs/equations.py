@@ -1,0 +1,172 @@
+"""Reading and rewriting jaxprs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from loopkit import _jax
+from loopkit._buffers.slices import read_p
+from loopkit._jax import Jaxpr
+
+
+def forwarded(jaxpr: Jaxpr) -> list[int | None]:
+    """For each output, the input that it passes on unchanged, if any."""
+    j = _jax.open_jaxpr(jaxpr)
+    place: dict[Any, int] = {v: i for i, v in enumerate(j.invars)}
+    for eqn in j.eqns:
+        if eqn.primitive is read_p and eqn.invars[0] in place:
+            # A read passes its buffer on.
+            place[eqn.outvars[-1]] = place[eqn.invars[0]]
+    return [None if isinstance(v, _jax.Literal) else place.get(v) for v in j.outvars]
+
+
+def is_call(eqn: Any) -> bool:
+    """Whether an equation does nothing but evaluate a jaxpr."""
+    return eqn.primitive.name in ("jit", "pjit") and hasattr(eqn.params.get("jaxpr"), "eqns")
+
+
+USED_UP = ("loopkit_forward", "loopkit_pullback")
+"""Primitives that are derivatives already: of their custom rules, only the code is left."""
+
+
+def holds_custom_vjp(jaxpr: Jaxpr) -> bool:
+    """Whether a function with a custom VJP, and so without a JVP, is called anywhere inside."""
+    return any(
+        eqn.primitive.name.startswith("custom_vjp_call")
+        or (eqn.primitive.name not in USED_UP and any(map(holds_custom_vjp, jaxprs_in(eqn))))
+        for eqn in _jax.open_jaxpr(jaxpr).eqns
+    )
+
+
+def holds_while_loop(jaxpr: Jaxpr) -> bool:
+    """Whether a loop is run anywhere inside that ends when its values say so."""
+    return any(
+        eqn.primitive.name == "while" or getattr(eqn.params.get("loop"), "cond", None) is not None
+        for eqn in all_equations(jaxpr)
+    )
+
+
+def interpret(j: Any, values: Sequence[Any], rule: Callable[[Any, list], Sequence[Any]]) -> list:
+    """The results of an open jaxpr, those of each equation by `rule(equation, operands)`.
+
+    Constants come first among the values.
+    """
+    env = dict(zip((*j.constvars, *j.invars), values, strict=True))
+    read = lambda v: v.val if isinstance(v, _jax.Literal) else env[v]
+    for eqn in j.eqns:
+        env.update(zip(eqn.outvars, rule(eqn, list(map(read, eqn.invars))), strict=True))
+    return list(map(read, j.outvars))
+
+
+def without_debug_effects(jaxpr: Jaxpr) -> Jaxpr:
+    """A jaxpr that no longer prints, nor calls what returns nothing.
+
+    Recomputation runs a step again; what a step reports must be reported once.
+    """
+
+    def quiet(eqn: Any) -> Any:
+        reports = eqn.primitive is _jax.debug_callback_p or eqn.primitive.name == "debug_print"
+        reports = reports or (eqn.primitive.name == "io_callback" and not eqn.outvars)
+        return None if reports else eqn
+
+    return map_equations(jaxpr, quiet) if jaxpr.effects else jaxpr
+
+
+def asks_the_host(jaxpr: Jaxpr) -> bool:
+    """Whether it calls the host for values, which may be others the next time."""
+    return any(isinstance(e, _jax.IO_EFFECTS) for e in without_debug_effects(jaxpr).effects)
+
+
+def map_equations(jaxpr: Jaxpr, change: Callable[[Any], Any]) -> Jaxpr:
+    """A jaxpr with `change(equation)` for each equation, those inside others first; None for none.
+
+    What does not change stays the same object, and what is shared stays shared.
+    """
+    done: dict[int, tuple[Any, Any]] = {}
+
+    def inside(value: Any) -> Any:
+        if isinstance(value, tuple):
+            new = [inside(v) for v in value]
+            if all(a is b for a, b in zip(new, value, strict=True)):
+                return value
+            return type(value)(*new) if hasattr(value, "_fields") else tuple(new)
+        if hasattr(value, "map_jaxprs"):
+            return value.map_jaxprs(inside)
+        if not hasattr(value, "eqns"):
+            return value
+        if id(value) not in done:
+            done[id(value)] = value, changed(value)
+        return done[id(value)][1]
+
+    def changed(value: Any) -> Any:
+        j = _jax.open_jaxpr(value)
+        eqns = []
+        for eqn in j.eqns:
+            params = {k: inside(v) for k, v in eqn.params.items()}
+            if any(params[k] is not v for k, v in eqn.params.items()):
+                eqn = eqn.replace(params=params)
+                eqn = eqn.replace(effects=_effects_inside(eqn))
+            eqns.append(change(eqn))
+        if all(a is b for a, b in zip(eqns, j.eqns, strict=True)):
+            return value
+        eqns = [eqn for eqn in eqns if eqn is not None]
+        effects = j.effects and _jax.make_jaxpr_effects(j.constvars, j.invars, j.outvars, eqns)
+        new = j.replace(eqns=eqns, effects=effects)
+        return new if j is value else value.replace(jaxpr=new)
+
+    return inside(jaxpr)
+
+
+def _effects_inside(eqn: Any) -> Any:
+    """The effects of an equation whose jaxprs have changed."""
+    found = list(jaxprs_in(eqn)) if eqn.effects else []
+    if not found or any(isinstance(e, _jax.JaxprInputEffect) for j in found for e in j.effects):
+        return eqn.effects
+    return frozenset().union(*(j.effects for j in found))
+
+
+def jaxprs_in(eqn: Any) -> Iterator[Any]:
+    """The jaxprs that are parameters of an equation."""
+
+    def inside(value: Any) -> Iterator[Any]:
+        if isinstance(value, tuple):
+            for v in value:
+                yield from inside(v)
+        elif hasattr(value, "map_jaxprs"):
+            found = []
+            value.map_jaxprs(lambda j: found.append(j) or j)
+            yield from found
+        elif hasattr(value, "eqns"):
+            yield value
+
+    return inside(tuple(eqn.params.values()))
+
+
+def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    """The equations of a jaxpr and of all those in it, as often as they are run in a pass."""
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
+        yield eqn
+        for inner in jaxprs_in(eqn):
+            yield from all_equations(inner)
+
+
+def meshes(jaxpr: Jaxpr) -> list:
+    """The meshes that equations name themselves, and types do not."""
+    named = lambda p: (p.get("mesh"), getattr(p.get("sharding"), "mesh", None))
+    found = (mesh for eqn in all_equations(jaxpr) for mesh in named(eqn.params))
+    found = (mesh for mesh in found if isinstance(mesh, jax.sharding.Mesh))
+    return [mesh for mesh in found if jax.sharding.AxisType.Explicit not in mesh.axis_types]
+
+
+def axis_names(jaxpr: Jaxpr, others: bool = False) -> set:
+    """The axes of `jax.vmap` and of meshes that equations name; not all say so by an effect.
+
+    `others`: only where they read what others along the axis have.
+    """
+    eqns = [e for e in all_equations(jaxpr) if not (others and e.primitive.name == "axis_index")]
+    found = (eqn.params.get(key) for eqn in eqns for key in ("axes", "axis_name"))
+    names = (name for v in found for name in (v if isinstance(v, (tuple, list)) else [v]))
+    return {name for name in names if name is not None and not isinstance(name, int)}

@@ -1,0 +1,66 @@
+"""Reads of a buffer as it was before a write are made before it.
+
+    b.at[i].set(b[j]).at[j].set(b[i])
+
+reads b[i] after b has been written to, so that a compiler would keep a copy of all of b. The read
+does not depend on the write: it is moved before it, and the write goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from loopkit import _jax
+from loopkit._buffers.slices import read_p, write_p
+from loopkit._jax import Jaxpr
+
+
+def reads_first(jaxpr: Jaxpr) -> Jaxpr:
+    """A jaxpr in which reads of a buffer come before the write to it, wherever they can."""
+    j = _jax.open_jaxpr(jaxpr)
+    eqns, moved = list(j.eqns), None
+    while (new := _one_moved(eqns)) is not None:
+        eqns = moved = new
+    return jaxpr if moved is None else _jax.close_jaxpr(j.replace(eqns=moved))
+
+
+def _one_moved(eqns: Sequence[Any]) -> list | None:
+    """The equations with one read moved before a write; None if there is none to move."""
+    for at, write in enumerate(eqns):
+        if write.primitive is not write_p:
+            continue
+        for place in range(at + 1, len(eqns)):
+            read = eqns[place]
+            if read.primitive is read_p and read.invars[0] is write.invars[0]:
+                needed = _needed(eqns[at:place], read)
+                if needed is not None:
+                    first = [*needed, read, _on(write, read.outvars[-1])]
+                    done = {id(eqn) for eqn in (*needed, read, write)}
+                    rest = [eqn for eqn in eqns[at:] if id(eqn) not in done]
+                    return [*eqns[:at], *first, *rest]
+    return None
+
+
+def _needed(eqns: Sequence[Any], read: Any) -> list | None:
+    """What makes the operands of a read, of a write and what follows it; None if it is the write.
+
+    Or if it has effects, whose order has to stay.
+    """
+    write, found, operands = eqns[0], [], set(_variables(read))
+    for eqn in reversed(eqns):
+        if operands.isdisjoint(eqn.outvars):
+            continue
+        if eqn is write or eqn.effects:
+            return None
+        found.append(eqn)
+        operands.update(_variables(eqn))
+    return found[::-1]
+
+
+def _variables(eqn: Any) -> list:
+    return [v for v in eqn.invars if not isinstance(v, _jax.Literal)]
+
+
+def _on(write: Any, buffer: Any) -> Any:
+    return write.replace(invars=[buffer, *write.invars[1:]])

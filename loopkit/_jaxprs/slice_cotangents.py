@@ -1,0 +1,112 @@
+"""Constants that a step reads slices of, so that their cotangents are added to in place.
+
+JAX's transpose of a slice is an array of zeros with one slice set: for a table that every step
+reads a row of, as much work a step as the table is large. Here each read of a constant's tangent
+passes it on to the next, and the last is a result; the transpose is then given the cotangent so
+far, and adds to it slice by slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from loopkit import _jax
+from loopkit._buffers.slices import read, read_p
+from loopkit._buffers.window import Window
+from loopkit._jax import Jaxpr
+from loopkit._jaxprs import equations
+
+
+def threaded(jaxpr: Jaxpr, known: Sequence[Any], tangents: Sequence[Any], count: int) -> list:
+    """The first `count` tangents, read and passed on, and then what the jaxpr returns."""
+    latest = list(tangents[:count])
+    j = _jax.open_jaxpr(jaxpr)
+    constants = {v: i for i, v in enumerate(j.invars[len(known) : len(known) + count])}
+    outs = _run(j, [*known, *tangents], constants, latest)
+    return [*latest, *outs]
+
+
+def _run(j: Any, values: Sequence[Any], constants: dict[Any, int], latest: list) -> list:
+    """The results of a jaxpr; variables in `constants` stand for the latest of a constant."""
+
+    def constant(v: Any) -> int | None:
+        return None if isinstance(v, _jax.Literal) else constants.get(v)
+
+    def rule(eqn: Any, ins: list) -> list:
+        which = list(map(constant, eqn.invars))
+        ins = [v if w is None else latest[w] for v, w in zip(ins, which, strict=True)]
+        first = which[0] if which else None
+        found = None if first is None else _as_read(eqn, ins)
+        if found is not None and first is not None:
+            outs, latest[first] = found
+            if eqn.primitive is read_p:
+                constants[eqn.outvars[-1]] = first
+            return outs
+        if equations.is_call(eqn) and any(w is not None for w in which):
+            inside = _jax.open_jaxpr(eqn.params["jaxpr"])
+            names = {v: w for v, w in zip(inside.invars, which, strict=True) if w is not None}
+            return _run(inside, ins, names, latest)
+        return _jax.bind_equation(eqn, ins)
+
+    outs = zip(j.outvars, equations.interpret(j, values, rule), strict=True)
+    return [v if (w := constant(u)) is None else latest[w] for u, v in outs]
+
+
+def _as_read(eqn: Any, ins: Sequence[Any]) -> tuple[list, Any] | None:
+    """The results of an equation that reads slices of its first operand, and what follows that."""
+    params = eqn.params
+    if eqn.primitive is read_p and params["value"]:
+        found, after = read(ins[0], ins[1], params["window"])
+        return [found, after], after
+    if eqn.primitive is lax.dynamic_slice_p and len(ins) == 1 + ins[0].ndim:
+        buffer, *starts = ins
+        sizes = params["slice_sizes"]
+        # Slices that are as long as the axis start at its start.
+        axes = tuple(i for i, size in enumerate(sizes) if size != buffer.shape[i])
+        window = Window(axes, (0,) * buffer.ndim, sizes, "clip", wrap=False)
+        at = jnp.stack([starts[i] for i in axes]) if axes else jnp.zeros(0, jnp.int32)
+        found, after = read(buffer, _wide(at), window)
+        return [found], after
+    if eqn.primitive is lax.gather_p:
+        return _gathered(*ins, **params)
+    return None
+
+
+def _wide(starts: Any) -> Any:
+    """Starts of a type that has room for every size."""
+    return starts if starts.dtype.itemsize >= 4 else starts.astype(jnp.int32)
+
+
+def _gathered(buffer: Any, starts: Any, **params: Any) -> tuple[list, Any] | None:
+    mode, fill_value = params["mode"], params["fill_value"]
+    numbers, sizes = params["dimension_numbers"], tuple(params["slice_sizes"])
+    label = "drop" if mode == lax.GatherScatterMode.FILL_OR_DROP else mode.name.lower()
+    if label == "drop" and fill_value != 0:
+        return None
+    starts = _wide(starts)
+    batch = starts.ndim - 1
+    own = [
+        lax.broadcasted_iota(starts.dtype, (*starts.shape[:-1], 1), int(d))
+        for d in numbers.start_indices_batching_dims
+    ]
+    of_batch = [int(a) for a in numbers.operand_batching_dims]
+    mapped = list(map(int, numbers.start_index_map))
+    # Where cotangents are moved inside too, slices that are as long as the axis start at its start.
+    kept = [i for i, a in enumerate(mapped) if label != "clip" or sizes[a] != buffer.shape[a]]
+    axes = (*(mapped[i] for i in kept), *of_batch)
+    window = Window(axes, (0,) * buffer.ndim, sizes, label, wrap=False)
+    columns = [lax.slice_in_dim(starts, i, i + 1, axis=-1) for i in kept]
+    at = jnp.concatenate([starts[..., :0], *columns, *own], -1)
+    found, after = read(buffer, at, window)
+    gone = [*map(int, numbers.collapsed_slice_dims), *of_batch]
+    found = jnp.squeeze(found, tuple(batch + a for a in gone))
+    offsets = list(map(int, numbers.offset_dims))
+    of_slices = iter(range(batch))
+    order = [
+        batch + offsets.index(i) if i in offsets else next(of_slices) for i in range(found.ndim)
+    ]
+    return [jnp.transpose(found, order)], after

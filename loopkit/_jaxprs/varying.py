@@ -1,0 +1,87 @@
+"""Jaxprs of which everything varies between the devices of `jax.shard_map`.
+
+What a jaxpr makes varying inside, its transpose sums over the devices inside: in a loop, once a
+step, which deadlocks if devices take different numbers of steps. And devices that are at steps of
+their own read and write rows of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from loopkit import _jax
+from loopkit._jax import Jaxpr, ShapedArray
+from loopkit._jaxprs import equations
+
+HOLDING = (
+    *("scan", "while", "cond", "checkpoint", "remat2", "closed_call", "core_call"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_linear_solve"),
+)
+"""Primitives whose jaxprs are of their operands; those of scatter, say, combine two scalars."""
+
+
+def all_varying(jaxpr: Jaxpr, like: Sequence[ShapedArray]) -> Jaxpr:
+    """A jaxpr whose inputs and outputs vary over the manual axes over which one of `like` does."""
+    return jaxpr if not any(map(_jax.varying, like)) else _Varying(like).jaxpr(jaxpr)
+
+
+class _Varying:
+    def __init__(self, like: Sequence[ShapedArray]):
+        self.like = like
+        self.done: dict[int, tuple[Any, Any]] = {}
+
+    def once(self, value: Any, make: Callable[[], Any]) -> Any:
+        if id(value) not in self.done:
+            self.done[id(value)] = value, make()
+        return self.done[id(value)][1]
+
+    def jaxpr(self, value: Any) -> Any:
+        j = _jax.open_jaxpr(value)
+        types = [_jax.type_like(v.aval, self.like) for v in j.invars]
+        run = lambda *values: self.run(j, [*value.consts, *values] if j.constvars else values)
+        new = _jax.trace_closed(run, types, "varying")
+        return new if type(new) is type(value) else _jax.open_jaxpr(new)
+
+    def inside(self, value: Any) -> Any:
+        """A parameter of an equation."""
+        if hasattr(value, "map_jaxprs"):
+            return self.once(value, lambda: value.map_jaxprs(self.inside))
+        if isinstance(value, tuple):
+            new = map(self.inside, value)
+            return type(value)(*new) if hasattr(value, "_fields") else tuple(new)
+        return self.once(value, lambda: self.jaxpr(value)) if hasattr(value, "eqns") else value
+
+    def rule(self, rule: Callable) -> Callable:
+        """A custom rule, if it gives a jaxpr, the values of its constants, and more."""
+
+        def found(*args: Any) -> Any:
+            out = rule(*args)
+            if not (isinstance(out, tuple) and out and hasattr(out[0], "eqns")):
+                return out
+            j, consts, *rest = out
+            types = [_jax.type_like(v.aval, self.like) for v in j.invars]
+            new, closed_over = _jax.trace(lambda *v: self.run(j, [*consts, *v]), types, "rule")
+            new, k = _jax.open_jaxpr(new), len(closed_over)
+            new = new.replace(constvars=new.invars[:k], invars=new.invars[k:])
+            return new, closed_over, *rest
+
+        return found
+
+    def run(self, j: Any, values: Sequence[Any]) -> list:
+        def rule(eqn: Any, ins: list) -> Sequence[Any]:
+            pairs = zip(eqn.invars, ins, strict=True)
+            if all(isinstance(v, _jax.Literal) or jax.typeof(x) == v.aval for v, x in pairs):
+                return _jax.bind_equation(eqn, ins)
+            if eqn.primitive is _jax.pvary_p:
+                return [_jax.vary_like(ins[0], [v.aval for v in eqn.outvars])]
+            if equations.is_call(eqn):
+                return self.run(_jax.open_jaxpr(eqn.params["jaxpr"]), ins)
+            if eqn.primitive.name in HOLDING or "loop" in eqn.params:
+                params = {k: self.inside(v) for k, v in eqn.params.items()}
+                eqn = _jax.with_custom_rules(eqn.replace(params=params), self.rule)
+            return _jax.bind_equation(eqn, [_jax.vary_like(x, self.like) for x in ins])
+
+        return [_jax.vary_like(v, self.like) for v in equations.interpret(j, values, rule)]

@@ -1,0 +1,198 @@
+"""`blocked`: a batch in blocks whose working set stays in the processor's cache."""
+
+from __future__ import annotations
+
+import functools as ft
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from loopkit import _jax
+from loopkit._arguments import errors, validate
+from loopkit._jaxprs import equations
+from loopkit._loops.request import Asked
+from loopkit._loops.scan import NAMES, run_scan
+from loopkit._programs.cache import remember
+from loopkit._tracing.axes import Inputs, block_axes, joined, leaf_axes, merged, normalised
+from loopkit._tracing.trace import type_key
+
+NAME = "blocked"
+ROWS = 8
+"""Blocks of a multiple of this many rows fill the vector registers."""
+
+
+def blocked(
+    fn: Callable | None = None, *, block: int | None = None, in_axes: Any = 0, out_axes: Any = 0
+) -> Callable:
+    """`fn` of a batch, computed one block of the batch after another.
+
+        def blocked(fn, *, block):
+            def run(x):
+                return concatenate([fn(x[i : i + block]) for i in range(0, len(x), block)])
+            return run
+
+    A loop over a large batch reads and writes memory in every step. Over a block that fits in the
+    cache it does not. `fn` must treat the rows of its batch independently; its derivatives, in
+    every mode, are computed block by block too. A `jax.debug.callback` in it is called once a
+    block, also where a gradient computes the block again: it can show progress.
+
+    **Arguments:**
+
+    - `fn`: a function of arrays with a batch axis, any pytrees of them, to such arrays.
+    - `block`: rows to a block, a static int. None: as many as fit in half of the second-level
+      cache, by the bytes that `fn` and the loops in it read and write for a row; on other devices
+      than CPUs, all. What is left over is a smaller block.
+    - `in_axes`, `out_axes`: the batch axes of the positional arguments and of the results, as in
+      `jax.vmap`. An argument with None is given whole to every block; a result with None is that
+      of the last block. Keyword arguments have their batch axis first.
+
+    **Returns:**
+
+    A function with the signature of `fn`. Without `fn`, a decorator.
+
+    **Raises:**
+
+    `TypeError` and `ValueError` if an argument is wrong, or a result has no row for each row of
+    its block, be it one block for all.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp
+        import loopkit
+
+        def smooth(rows):
+            return loopkit.scan(lambda y, x: (0.9 * y + x, y), rows[:, 0], rows, in_axes=1)[0]
+
+        totals = loopkit.blocked(smooth, block=256)(jnp.ones((1000, 50)))
+        ```
+    """
+    block = validate.check_bound(NAME, "block", block)
+    if fn is None:
+        return ft.partial(blocked, block=block, in_axes=in_axes, out_axes=out_axes)
+    validate.check_callable(NAME, "fn", fn)
+
+    @ft.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args = validate.as_arrays(NAME, "args", args)
+        kwargs = validate.as_arrays(NAME, "args", kwargs)
+        axes = in_axes if isinstance(in_axes, (tuple, list)) else [in_axes] * len(args)
+        if len(axes) != len(args):
+            got = f"{in_axes!r} for {len(args)} arguments"
+            advice = "Give an axis or None for each, or one for all."
+            expected = "must go with the positional arguments"
+            raise errors.wrong_value(NAME, "in_axes", expected, got, advice)
+        inputs = Inputs.of((*args, kwargs), (*axes, 0), None, NAME, "args")
+        rows = block or _rows_in_cache(fn, inputs)
+        if rows >= inputs.length:
+            return _with_rows(fn(*args, **kwargs), out_axes, inputs.length)
+        return _in_blocks(fn, inputs, rows, out_axes)
+
+    return run
+
+
+def _in_blocks(fn: Callable, inputs: Inputs, rows: int, out_axes: Any) -> Any:
+    count, left = divmod(inputs.length, rows)
+    head, tail = inputs.divided(count, rows)
+    blocks = _over_blocks(fn, inputs.tree, head, rows, out_axes)
+    if not left:
+        return _merged(blocks, out_axes)
+    # One more block, so that this too is traced once and runs as one program.
+    rest, _ = tail.divided(1, left)
+    last = _merged(_over_blocks(fn, inputs.tree, rest, left, out_axes), out_axes)
+    return joined(NAME, blocks, last, out_axes)
+
+
+def _over_blocks(fn: Callable, tree: Any, blocks: Inputs, rows: int, out_axes: Any) -> Any:
+    """What `fn` returns for each block, stacked just before the batch axes."""
+
+    def step(_: None, x: list) -> tuple[None, Any]:
+        *args, kwargs = tree.unflatten(x)
+        return None, _with_rows(fn(*args, **kwargs), out_axes, rows)
+
+    made_of, axes = ((fn,), NAME, tree), block_axes(out_axes)
+    return run_scan(NAMES, step, None, blocks, Asked(), made_of, out_axes=axes)[1]
+
+
+def _merged(blocks: Any, out_axes: Any) -> Any:
+    leaves, tree = jax.tree.flatten(blocks)
+    axes = leaf_axes("out_axes", out_axes, blocks, "what `fn` returns", NAME)
+    return tree.unflatten(
+        x if a is None else merged(x, a % (x.ndim - 1)) for x, a in zip(leaves, axes, strict=True)
+    )
+
+
+def _with_rows(out: Any, out_axes: Any, rows: int) -> Any:
+    """What `fn` returned, if it has a row for each row of its block."""
+    out = validate.as_arrays(NAME, "fn", out)
+    axes = leaf_axes("out_axes", out_axes, out, "what `fn` returns", NAME)
+    axes = normalised("out_axes", axes, out, NAME)
+    for (path, leaf), axis in zip(jax.tree_util.tree_leaves_with_path(out), axes, strict=True):
+        if axis is not None and leaf.shape[axis] != rows:
+            got = f"{errors.short_type(jax.typeof(leaf))} for a block of {rows}, axis {axis}"
+            advice = "Return a row for each row of the block, or set `out_axes`."
+            expected = "must return as many rows as it is given"
+            raise errors.wrong_value(NAME, "fn", expected, got, advice, path)
+    return out
+
+
+def _rows_in_cache(fn: Callable, inputs: Inputs) -> int:
+    """Rows whose working set fills half of the cache; a divisor of the batch if one is near."""
+    if jax.default_backend() != "cpu":
+        return inputs.length
+    key = (NAME, inputs.tree, *inputs.axes, type_key(inputs.leaves))
+    total = remember((fn,), key, lambda: _working_set(fn, inputs))
+    fitting = max(1, cache_bytes() // 2 * inputs.length // max(total, 1))
+    if fitting >= inputs.length:
+        return inputs.length
+    for rows in range(fitting, fitting // 2, -1):
+        if inputs.length % rows == 0:
+            return rows
+    return max(1, fitting - fitting % ROWS)
+
+
+def _working_set(fn: Callable, inputs: Inputs) -> int:
+    """Bytes that `fn` and the loops in it read and write for the whole batch."""
+
+    def flat(*leaves: Any) -> list:
+        *args, kwargs = inputs.tree.unflatten(leaves)
+        return jax.tree.leaves(fn(*args, **kwargs))
+
+    types = list(map(jax.typeof, inputs.leaves))
+    jaxpr, _ = _jax.trace(flat, types, NAME)
+    total = sum(
+        _jax.byte_count(t) for t, a in zip(types, inputs.axes, strict=True) if a is not None
+    )
+    return total + _jax.byte_count(*jaxpr.out_avals) + _loop_bytes(jaxpr)
+
+
+def _loop_bytes(jaxpr: Any) -> int:
+    """Bytes of what loops return, at any depth: they are written to memory.
+
+    Of several jaxprs in an equation, such as the branches of a conditional, the largest counts.
+    """
+    total = 0
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
+        if eqn.primitive.name in ("scan", "while", "loopkit_while"):
+            total += sum(_jax.byte_count(v.aval) for v in eqn.outvars)
+        total += max(map(_loop_bytes, equations.jaxprs_in(eqn)), default=0)
+    return total
+
+
+@ft.cache
+def cache_bytes() -> int:
+    """Bytes of a core's second-level cache; 1 MiB where the system does not say."""
+    path = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
+    units = {"K": 1 << 10, "M": 1 << 20}
+    try:
+        text = path.read_text().strip()
+        return int(text[:-1]) * units[text[-1]]
+    except (OSError, ValueError, KeyError):
+        pass
+    try:
+        return os.sysconf("SC_LEVEL2_CACHE_SIZE") or 1 << 20
+    except (AttributeError, OSError, ValueError):
+        return 1 << 20

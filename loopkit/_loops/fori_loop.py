@@ -1,0 +1,137 @@
+"""`fori_loop`: as in lax, and differentiable whatever its bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from loopkit import _jax
+from loopkit._arguments import errors, validate
+from loopkit._loops.request import Asked
+from loopkit._loops.scan import run_scan
+from loopkit._loops.while_loop import run_while
+from loopkit._tracing.axes import Inputs
+from loopkit._tracing.trace import Names
+
+T = TypeVar("T")
+
+NAMES = Names("fori_loop", "body_fun", "init_val", "cond_fun", hidden=2)
+"""The carry of the loop that runs is ((counters, value), ...): two levels above the user's."""
+
+
+def fori_loop(
+    lower: Any,
+    upper: Any,
+    body_fun: Callable[[Any, T], T],
+    init_val: T,
+    *,
+    unroll: int | bool | str | None = None,
+    max_steps: int | None = None,
+    checkpoints: Any = None,
+    memory: int | str | dict | None = None,
+    buffers: Any = None,
+    checks: bool | None = None,
+    return_info: bool = False,
+) -> Any:
+    """Repeat `body_fun` for the integers from `lower` to `upper`; differentiable in every mode.
+
+        def fori_loop(lower, upper, body_fun, init_val, *, max_steps=None):
+            val = init_val
+            for i in range(lower, upper)[:max_steps]:
+                val = body_fun(i, val)
+            return val
+
+    It takes the place of `jax.lax.fori_loop`. Where `lower` or `upper` is traced it is a while
+    loop, and has a gradient all the same.
+
+    **Arguments:**
+
+    - `lower`, `upper`: integers, static or traced.
+    - `body_fun`: `(int[], T) -> T`.
+    - `init_val`: a pytree of arrays.
+    - `unroll`: steps to an iteration of the compiled loop; True or 0 for all, if their number is
+      known; "auto" as in `loopkit.while_loop`.
+    - `max_steps`: the most steps to take, a static int.
+    - `checkpoints`, `memory`, `buffers`, `checks`, `return_info`: as in `loopkit.while_loop`;
+      "all" needs static bounds or `max_steps`.
+
+    **Returns:**
+
+    The final value; with `return_info`, the pair of it and a `LoopInfo(steps, stopped)`.
+
+    **Raises:**
+
+    `TypeError` and `ValueError` as `loopkit.while_loop`, and if a bound is not an integer.
+
+    !!! example
+
+        ```python
+        import jax
+        import loopkit
+
+        def power(x, n):
+            return loopkit.fori_loop(0, n, lambda i, y: y * x, 1.0)
+
+        jax.jit(jax.grad(power))(2.0, 3)  # n is traced
+        ```
+    """
+    name = NAMES.function
+    validate.check_callable(name, "body_fun", body_fun)
+    max_steps = validate.check_bound(name, "max_steps", max_steps)
+    return_info = validate.check_flag(name, "return_info", return_info)
+    lower, upper = _bound("lower", lower), _bound("upper", upper)
+    several, made_of, inner = 1 if unroll is None else unroll, ((body_fun,), name), buffers
+    if buffers is not None:  # of the value, in the carry (counters, value)
+        inner = (lambda carry: buffers(carry[1])) if callable(buffers) else (False, buffers)
+    asked = Asked(several, checkpoints, memory, inner, checks, return_info)
+    if isinstance(lower, int) and isinstance(upper, int):
+        trips = max(0, upper - lower)
+        length = trips if max_steps is None else min(trips, max_steps)
+
+        def step(carry: tuple, _: None) -> tuple[tuple, None]:
+            i, val = carry
+            return (i + 1, body_fun(i, val)), None
+
+        inputs, asked = Inputs.of(None, 0, length), asked._replace(return_info=True)
+        (_, val), _, info = run_scan(NAMES, step, (lower, init_val), inputs, asked, made_of)
+        info = info._replace(stopped=jnp.array(length == trips))
+        return (val, info) if return_info else val
+    if validate.unrolls_all(unroll):
+        advice = "Pass the number of steps to unroll."
+        expected = "can be True or 0 only if the bounds are static ints"
+        raise errors.wrong_value(name, "unroll", expected, repr(unroll), advice)
+    first, stop = jnp.asarray(lower), jnp.asarray(upper)
+    if first.dtype != stop.dtype:  # a weak type is kept, as in lax
+        first, stop = (v.astype(jnp.result_type(lower, upper)) for v in (first, stop))
+
+    def goes_on(carry: tuple) -> Any:
+        (i, stop), _ = carry
+        return i < stop
+
+    def count(carry: tuple) -> tuple:
+        (i, stop), val = carry
+        return (i + 1, stop), body_fun(i, val)
+
+    start = ((first, stop), init_val)
+    out = run_while(NAMES, goes_on, count, start, max_steps, asked, made_of=made_of)
+    return (out[0][1], out[1]) if return_info else out[1]
+
+
+def _bound(argument: str, value: Any) -> Any:
+    """A Python int where the bound is known, else a scalar integer array."""
+    if _jax.is_symbolic(value):
+        return jnp.asarray(value)
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        return int(value)
+    got = errors.shown(value)
+    if isinstance(value, (jax.Array, np.ndarray)):
+        if value.shape == () and jnp.issubdtype(value.dtype, jnp.integer):
+            return value if _jax.is_tracer(value) else int(value)
+        got = errors.short_type(jax.typeof(value))
+    raise errors.wrong_type(
+        NAMES.function, argument, "must be a scalar integer", got, "Pass an int."
+    )

@@ -1,0 +1,187 @@
+"""Segments of a loop that grows: their lengths, their programs, the rows they read and write.
+
+Segments that together need next to no memory are run as one: to look between them, on the host,
+would take longer than they do.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from loopkit import _jax
+from loopkit._programs.cache import remember
+from loopkit._tracing.trace import Names, Traced, pair, scalar_bool, trace_loop, type_key
+
+LONGEST = 4096
+"""Steps to which segments grow."""
+
+LIGHT = 1 << 16
+"""Bytes of rows and checkpoints that are made room for without a look whether they are needed."""
+
+AT_ONCE = 4 * LONGEST
+"""Steps of segments that are run as one."""
+
+
+class Progress(NamedTuple):
+    """Where a loop is: a part of the carry of its segments."""
+
+    left: Any
+    """Steps that the segment, or `xs`, still has."""
+    stopped: Any
+    """Whether `until` has held."""
+
+
+def segment_lengths(first: int, growth: float, most: int | None) -> Iterator[int]:
+    """The lengths of the segments: first, first * growth, first * growth**2, ..., to a cap."""
+    k = 0
+    size, cap = float(first), max(first, LONGEST)
+    while k != most:
+        yield min(int(size), cap)
+        size, k = min(size * growth, cap), k + 1
+
+
+def together(sizes: Iterator[int], light: Callable[[int], bool], rows: int | None) -> Iterator[int]:
+    """The lengths of segments, those added up that are light together and have rows to read."""
+    total, left = 0, math.inf if rows is None else rows
+    for size in sizes:
+        if total and not (total < left and total + size <= AT_ONCE and light(total + size)):
+            yield total
+            total, left = 0, left - total
+        total += size
+    yield total
+
+
+def is_light(traced: Traced, operands: list) -> Callable[[int], bool]:
+    """Whether so many steps need little memory."""
+    operands = [*operands, *traced.closed_over]
+    lanes = max((_lanes(v) for v in operands if _jax.is_tracer(v)), default=1)
+    loop = traced.loop
+    row = loop.derived("row bytes", lambda: _jax.byte_count(*loop.xs_types, *loop.ys_types))
+    carry = loop.derived("carry bytes", lambda: _jax.byte_count(*loop.carry_types))
+    return lambda steps: lanes * (steps * row + math.isqrt(steps) * carry) <= LIGHT
+
+
+def _lanes(tracer: Any) -> int:
+    """How many values `jax.vmap` has put into one."""
+    return jax.typeof(_jax.innermost(tracer)).size // max(tracer.size, 1)
+
+
+def trace_segment(
+    names: Names, f: Callable, init: Any, xs: Any, until: Callable | None, checkpoints: Any
+) -> tuple[Traced, Any]:
+    """A loop over `(carry, Progress)`, of a length still to be set, and the tree of that carry."""
+    state = (init, Progress(np.int32(0), np.array(False)))
+    tree = jax.tree.structure(state)
+    x_leaves, x_tree = jax.tree.flatten(xs)
+    x_types = [_jax.slice_type(jax.typeof(x)) for x in x_leaves]
+
+    def step(carry: list, x: list) -> tuple[Any, Any]:
+        value, place = tree.unflatten(carry)
+        new, y = pair(names, f(value, x_tree.unflatten(x)))
+        stop = False if until is None else scalar_bool(names.function, "until", until(new, y))
+        return (new, Progress(place.left - 1, stop)), y
+
+    def goes_on(carry: list) -> Any:
+        place = tree.unflatten(carry)[1]
+        return (place.left > 0) & ~place.stopped
+
+    settings = {"length": 1, "checkpoints": checkpoints, "name": names.function}
+    traced = remember(
+        (f, until),
+        (names, tree, type_key(jax.tree.leaves(init)), x_tree, tuple(x_types), checkpoints),
+        lambda: trace_loop(names, step, goes_on, state, x_types, settings),
+    )
+    return traced, tree
+
+
+def compiled(traced: Traced, size: int) -> Callable:
+    """A segment as one program, which JAX also differentiates only once."""
+
+    def make() -> Callable:
+        segment = traced.of_length(size).closing_over([None] * len(traced.closed_over))
+
+        def run(
+            closed_over: list, carry: list, steps: Any, stopped: Any, left: Any, x: list
+        ) -> tuple:
+            start = [*carry, *Progress(left, stopped)]
+            leaves, ys = segment.closing_over(closed_over).run(start, x)
+            *carry, unused, stopped = leaves
+            taken = left - unused  # none in a lane that had stopped
+            return carry, steps + taken, stopped, taken, ys
+
+        return jax.jit(run)
+
+    types = traced.carry_types
+    key = ("segment", size, traced.fixed, *types, *(t.weak_type for t in types))
+    return traced.loop.derived(key, make)
+
+
+@functools.lru_cache(256)
+def on_device(number: int, dtype: Any) -> jax.Array:
+    """A number where compiled programs take it from, which each call would put there anew."""
+    with jax.ensure_compile_time_eval():
+        return jnp.asarray(number, dtype)
+
+
+def divided(xs: list, rows: int | None, sizes: Iterator[int]) -> Iterator[tuple[int, int, list]]:
+    """For each segment its length, the steps it may take, and its rows of `xs`."""
+    if rows is None:
+        yield from ((size, size, []) for size in sizes)
+        return
+    lengths = []
+    while sum(lengths) < rows and (size := next(sizes, None)) is not None:
+        lengths.append(size)
+    starts = [sum(lengths[:k]) for k in range(len(lengths))]
+    steps = [min(size, rows - start) for size, start in zip(lengths, starts, strict=True)]
+    if any(map(_jax.is_tracer, xs)):
+        # The transpose of a split is a concatenation; that of a slice is as long as `xs`.
+        parts = [lax.split(x, [*steps, rows - sum(steps)])[:-1] for x in xs]
+        slices = [list(x) for x in zip(*parts, strict=True)]
+    else:
+        spans = zip(starts, steps, strict=True)
+        slices = ([_sliced(x, *span) for x in xs] for span in spans)
+    if not lengths:
+        yield 0, 0, xs
+    for size, left, x in zip(lengths, steps, slices, strict=True):
+        yield size, left, [_lengthened(row, size - left) for row in x] if left < size else x
+
+
+def _sliced(x: Any, start: int, count: int) -> Any:
+    if _is_host_array(x) and not x.committed:
+        return np.asarray(x)[start : start + count]
+    return lax.dynamic_slice_in_dim(x, start, count)
+
+
+def _lengthened(x: Any, rows: int) -> Any:
+    """With rows at the end that no step reads."""
+    made = np if isinstance(x, np.ndarray) else jnp
+    return made.concatenate([x, made.broadcast_to(x[-1:], (rows, *x.shape[1:]))])
+
+
+def joined(chunks: list[tuple[Any, int]]) -> Any:
+    """The first rows of each chunk, so many as is said beside it."""
+    if all(_is_host_array(chunk) for chunk, _ in chunks):  # no program for these lengths
+        rows = [np.asarray(chunk)[:most] for chunk, most in chunks]
+        return _jax.put_beside(np.concatenate(rows) if len(rows) > 1 else rows[0], chunks[0][0])
+    parts = [
+        chunk if most == len(chunk) else lax.slice_in_dim(chunk, 0, most) for chunk, most in chunks
+    ]
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def _is_host_array(value: Any) -> bool:
+    """Whether the host reads the array where it lies."""
+    return (
+        not _jax.is_tracer(value)
+        and isinstance(value.dtype, np.dtype)
+        and isinstance(value.sharding, jax.sharding.SingleDeviceSharding)
+        and next(iter(value.devices())).platform == "cpu"
+    )

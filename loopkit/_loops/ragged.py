@@ -1,0 +1,260 @@
+"""`ragged_scan`: sequences of many lengths, scanned in batches of nearly one length.
+
+A batch is padded to the length of its bucket, and each of its lanes stops at its own end. Buckets
+are few, so that few programs are compiled; and narrow, so that little of a batch is padding.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from loopkit import _jax
+from loopkit._arguments import errors, validate
+from loopkit._loops.growing import Progress, trace_segment
+from loopkit._loops.info import LoopInfo
+from loopkit._loops.unbounded import check_growth
+from loopkit._plans.budget import check_budget
+from loopkit._tracing.axes import Inputs
+from loopkit._tracing.trace import Names
+
+Carry = TypeVar("Carry")
+X = TypeVar("X")
+Y = TypeVar("Y")
+
+NAMES = Names("ragged_scan", "f", "init", "until")
+
+
+def ragged_scan(
+    f: Callable[[Carry, X], tuple[Carry, Y]],
+    init: Carry,
+    sequences: Sequence[X],
+    *,
+    until: Callable[[Carry, Y], Any] | None = None,
+    batch: int = 64,
+    growth: float = 1.25,
+    checkpoints: Any = None,
+    return_info: bool = False,
+) -> Any:
+    """Scan each of a list of sequences, of whatever lengths, in batches.
+
+        def ragged_scan(f, init, sequences, *, until=None):
+            results = [loopkit.scan(f, init, xs, until=until) for xs in sequences]
+            carries, ys = zip(*results)
+            return jnp.stack(carries), list(ys)  # without the rows past a stop
+
+    Sequences of similar lengths go together: padded to the length of their bucket, under
+    `jax.vmap`. No step is taken in the padding. `jax.grad` and `jax.jvp` go through it, also in
+    what the sequences hold; `jax.jit` and `jax.vmap` do where no `until` is given.
+
+    **Arguments:**
+
+    - `f`: `(Carry, X) -> (Carry, Y)`, a step of one sequence.
+    - `init`: a pytree of arrays, the initial carry, the same for all sequences.
+    - `sequences`: a list of pytrees of arrays, each scanned over along its leading axis. They
+      differ in its length only.
+    - `until`: `(Carry, Y) -> bool[]`. A sequence stops after the first step for which it holds.
+    - `batch`: the most sequences to a batch.
+    - `growth`: how many times longer each bucket is than the one before: see
+      `loopkit.length_buckets`.
+    - `checkpoints`: what the backward pass keeps of each batch, as in `loopkit.scan`.
+    - `return_info`: also return a `LoopInfo`, with an entry for each sequence.
+
+    **Returns:**
+
+    The final carries, stacked along a new leading axis in the order of the sequences, and a list
+    of `ys`, each with as many rows as steps were taken; with `return_info`, a
+    `LoopInfo(steps, stopped)` as well.
+
+    **Raises:**
+
+    `TypeError` and `ValueError` as `loopkit.scan`, and if the sequences differ in more than
+    length.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp
+        import loopkit
+
+        def step(total, x):
+            return total + x, total + x
+
+        sequences = [jnp.ones(3), jnp.ones(50), jnp.ones(4)]
+        totals, sums = loopkit.ragged_scan(step, 0.0, sequences)
+        print(totals)  # [ 3. 50. 4.]
+        print([len(s) for s in sums])  # [3, 50, 4]
+        ```
+    """
+    name = NAMES.function
+    validate.check_callable(name, "f", f)
+    if until is not None:
+        validate.check_callable(name, "until", until)
+    init = validate.as_arrays(name, "init", init)
+    sequences, lengths = _check_sequences(sequences)
+    batch = validate.check_whole(name, "batch", batch, 1, "an int >= 1, sequences to a batch")
+    checkpoints = check_budget(name, checkpoints, None, 1)
+    return_info = validate.check_flag(name, "return_info", return_info)
+    buckets = length_buckets(lengths, growth=_check_growth(name, growth))
+
+    row = jax.tree.map(lambda x: _zeros(x, 1), sequences[0])
+    traced, tree = trace_segment(NAMES, f, init, row, until, checkpoints)
+    order, carries, taken, stopped, ys = [], [], [], [], [[] for _ in sequences]
+    for size, places in buckets.items():
+        for begin in range(0, len(places), batch):
+            some = places[begin : begin + batch]
+            # Lanes without steps, so that batches have few sizes.
+            lanes = 1 << (len(some) - 1).bit_length()
+            left = jnp.array([lengths[i] for i in some] + [0] * (lanes - len(some)), jnp.int32)
+            rows = [jax.tree.leaves(sequences[i]) for i in some]
+            xs = [_stacked(leaf, lanes, size) for leaf in zip(*rows, strict=True)]
+            loop = traced.of_length(size)
+
+            def run(left: Any, x: list, loop: Any = loop) -> tuple[list, list]:
+                return loop.run(jax.tree.leaves((init, Progress(left, jnp.array(False)))), x)
+
+            leaves, y = jax.vmap(run)(left, xs)
+            carry, (unused, stop) = tree.unflatten([leaf[: len(some)] for leaf in leaves])
+            steps = (left[: len(some)] - unused) if until is not None else left[: len(some)]
+            known = _on_host(steps) if until is not None else [lengths[i] for i in some]
+            for lane, (i, n) in enumerate(zip(some, known, strict=True)):
+                ys[i] = [_row(leaf, lane, n) for leaf in y]
+            order += some
+            carries.append(carry)
+            taken.append(steps)
+            stopped.append(stop)
+    back = np.argsort(order)
+    carry, steps, stop = (
+        jax.tree.map(lambda *parts: jnp.concatenate(parts)[back], *parts)
+        for parts in (carries, taken, stopped)
+    )
+    ys = [traced.y_tree.unflatten(y) for y in ys]
+    return (carry, ys, LoopInfo(steps, stop)) if return_info else (carry, ys)
+
+
+def length_buckets(
+    lengths: Sequence[int], *, growth: float = 1.25, first: int = 8
+) -> dict[int, list[int]]:
+    """Group sequences by length, such that little is padding and few lengths are left.
+
+    Buckets hold sequences of at most `first`, then of at most `first * growth`, and so on: no
+    sequence longer than `first` is padded to more than `growth` times its length, and their number
+    grows with the logarithm of the longest.
+
+    **Arguments:**
+
+    - `lengths`: the length of each sequence.
+    - `growth`: how many times longer each bucket is than the one before, more than 1.
+    - `first`: the length of the first bucket.
+
+    **Returns:**
+
+    A dict from the length of each bucket that is not empty, shortest first, to the places in
+    `lengths` of its sequences.
+
+    **Raises:**
+
+    `TypeError` or `ValueError` if an argument is of another type or value.
+
+    !!! example
+
+        ```python
+        import loopkit
+
+        print(loopkit.length_buckets([3, 50, 4, 49, 20]))  # {8: [0, 2], 22: [4], 51: [1, 3]}
+        ```
+    """
+    name = "length_buckets"
+    first = validate.check_whole(name, "first", first, 1, "an int >= 1, a length")
+    growth = _check_growth(name, growth)
+    expected = "a list of ints >= 0"
+    if isinstance(lengths, (str, Mapping, Set)) or not hasattr(lengths, "__iter__"):
+        got = errors.shown(lengths)
+        advice = "Pass the length of each sequence, in order."
+        raise errors.wrong_type(name, "lengths", f"must be {expected}", got, advice)
+    lengths = [validate.check_whole(name, "lengths", n, 0, expected) for n in lengths]
+    sizes = [first]
+    longest = max(lengths, default=0)
+    while sizes[-1] < longest:
+        sizes.append(max(sizes[-1] + 1, math.floor(sizes[-1] * growth)))
+    buckets: dict[int, list[int]] = {size: [] for size in sizes}
+    for place, length in enumerate(lengths):
+        buckets[sizes[bisect.bisect_left(sizes, length)]].append(place)
+    return {size: places for size, places in buckets.items() if places}
+
+
+def _check_growth(function: str, growth: Any) -> float:
+    growth = check_growth(function, growth, "bucket")
+    if growth == 1:
+        advice = "Buckets of equal lengths never reach the longest sequence: pass 1.25, say."
+        raise errors.wrong_value(function, "growth", "must be more than 1", "1", advice)
+    return growth
+
+
+def _check_sequences(sequences: Any) -> tuple[list, list[int]]:
+    """The sequences as arrays, and their lengths."""
+    name = NAMES.function
+    if not isinstance(sequences, (list, tuple)) or not sequences:
+        got = "none" if isinstance(sequences, (list, tuple)) else type(sequences).__name__
+        expected = "must be a list of at least one sequence"
+        advice = "For rows of one array use `loopkit.scan` under `jax.vmap`."
+        raise errors.wrong_type(name, "sequences", expected, got, advice)
+    sequences = validate.as_arrays(name, "sequences", list(sequences))
+    called = [f"sequences[{place}]" for place in range(len(sequences))]
+    lengths = [
+        Inputs.of(xs, 0, None, name, c).length for xs, c in zip(sequences, called, strict=True)
+    ]
+    types = [_row_types(xs) for xs in sequences]
+    for place, other in enumerate(types):
+        if other != types[0]:
+            expected = "must all be like the first, but for their lengths"
+            got = f"rows of {', '.join(other[0])} at {place} and of {', '.join(types[0][0])} at 0"
+            advice = "Cast or reshape them."
+            raise errors.wrong_value(name, "sequences", expected, got, advice)
+    return sequences, lengths
+
+
+def _row_types(xs: Any) -> tuple:
+    leaves, tree = jax.tree.flatten(xs)
+    return [f"{x.dtype}[{','.join(map(str, x.shape[1:]))}]" for x in leaves], tree
+
+
+def _zeros(x: Any, rows: int) -> Any:
+    return _jax.zeros(_jax.stack_type(_jax.slice_type(jax.typeof(x)), rows))
+
+
+def _stacked(sequences: Sequence[Any], lanes: int, size: int) -> Any:
+    """An array of lanes, each a sequence with rows after its end that no step reads."""
+    padding = [sequences[0][:0]] * (lanes - len(sequences))
+    sequences = [*sequences, *padding]
+    concrete = not any(map(_jax.is_tracer, sequences))
+    if concrete and isinstance(sequences[0].dtype, np.dtype):  # on the host, nothing is compiled
+        stacked = np.zeros((lanes, size, *sequences[0].shape[1:]), sequences[0].dtype)
+        for row, xs in zip(stacked, sequences, strict=True):
+            row[: len(xs)] = xs
+        return jnp.asarray(stacked)
+    rows = [jnp.concatenate([xs, _zeros(xs, size - len(xs))]) for xs in sequences]
+    return jnp.stack(rows)
+
+
+def _row(leaf: Any, lane: int, steps: int) -> Any:
+    sizes = (1, steps, *leaf.shape[2:])
+    return lax.dynamic_slice(leaf, (lane, *[0] * (leaf.ndim - 1)), sizes)[0]
+
+
+def _on_host(steps: Any) -> list[int]:
+    try:
+        return [int(n) for n in np.asarray(steps)]
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+        pass
+    advice = "Inside jit, and under vmap, leave it out, or scan padded arrays with `loopkit.scan`."
+    got = "a predicate that is traced"
+    expected = "must be known between batches, for it decides how many `ys` there are"
+    raise errors.wrong_type(NAMES.function, "until", expected, got, advice)

@@ -1,0 +1,159 @@
+"""What is asked of a loop, its arguments checked once, and the loop that is traced for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+
+from loopkit._arguments import validate
+from loopkit._buffers import run_time_checks
+from loopkit._buffers.buffer import plain
+from loopkit._plans.budget import check_budget
+from loopkit._plans.plan import Budget
+from loopkit._programs.cache import remember
+from loopkit._tracing import carry_buffers
+from loopkit._tracing.axes import Inputs
+from loopkit._tracing.trace import Names, Traced, trace_loop, type_key
+
+R = TypeVar("R", bound="Request")
+
+
+class Asked(NamedTuple):
+    """The settings that all loops take, as they are given."""
+
+    unroll: Any = 1
+    checkpoints: Any = None
+    memory: Any = None
+    buffers: Any = None
+    checks: Any = None
+    return_info: Any = False
+
+
+class Hidden(NamedTuple):
+    """What a loop carries beside the caller's carry, where it is needed."""
+
+    go: Any = None
+    """Whether to take a step."""
+    steps: Any = None
+    """How many were taken."""
+    whole: Sequence[Any] = ()
+    """Inputs that every step is given whole."""
+    last: Sequence[Any] = ()
+    """What ys are of which only the last is wanted."""
+    written: Sequence[Any] = ()
+    """Where buffers are checked: for each, which of its elements have been written."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A loop as it was asked for. Nothing in it has to be checked again."""
+
+    names: Names
+    init: Any
+    """Arrays, the initial carry."""
+    length: Any
+    """The most steps; None for no bound."""
+    budget: Budget
+    unroll: int
+    auto_unroll: bool
+    buffers: Any
+    """As given: which of them there are depends on the carry."""
+    carried: carry_buffers.Buffers
+    checking: bool
+    return_info: bool
+    functions: tuple
+    """The caller's, on which all hangs that is traced; not those made anew on every call."""
+    rest: tuple
+    """What else it hangs on, besides types and settings."""
+
+    @staticmethod
+    def of(
+        names: Names, init: Any, length: Any, asked: Asked, made_of: tuple, trips: Any = None
+    ) -> Request:
+        """`made_of`: the functions, a tuple, and the rest. `trips`: the steps, if all are taken."""
+        name, (functions, *rest) = names.function, made_of
+        unroll, auto = validate.check_unroll(name, asked.unroll, trips)
+        return_info = validate.check_flag(name, "return_info", asked.return_info)
+        init = validate.as_arrays(name, names.init, init)
+        carried = carry_buffers.find(names, asked.buffers, init)
+        checking = run_time_checks.wanted(name, asked.checks) and carried.any
+        return Request(
+            names=names,
+            init=plain(init),
+            length=length,
+            budget=check_budget(name, asked.checkpoints, asked.memory, length),
+            unroll=unroll,
+            auto_unroll=auto,
+            buffers=asked.buffers,
+            carried=carried.checked(checking),
+            checking=checking,
+            return_info=return_info,
+            functions=functions,
+            rest=tuple(rest),
+        )
+
+    def over(self: R, init: Any, buffers: Any, **changes: Any) -> R:
+        """The same of another carry."""
+        carried = carry_buffers.find(self.names, buffers, init).checked(self.checking)
+        return replace(self, init=plain(init), buffers=buffers, carried=carried, **changes)
+
+    def hidden(self, go: Any, steps: Any, whole: Any = (), last: Any = ()) -> Hidden:
+        written = self.carried.first_written(self.init) if self.checking else []
+        return Hidden(go, steps, whole, last, written)
+
+    def traced(
+        self,
+        step: Callable[[Any, Hidden, list], tuple],
+        goes_on: Callable[[Any, Hidden], Any] | None,
+        hidden: Hidden,
+        x_types: Sequence[Any],
+        settings: dict[str, Any],
+        rest: Sequence[Any],
+    ) -> tuple[Traced, list, Any]:
+        """The loop of `step(carry, hidden, x) -> (carry, hidden), y`, its initial carry, the tree.
+
+        `settings`: fields of `Loop` beside those that all loops have.
+        """
+        state = (self.init, hidden)
+        leaves, tree = jax.tree.flatten(state)
+        values, carried = len(self.carried.flags), None
+        flag = values if self.carried.any and hidden.go is not None else None
+        if self.carried.any:
+            number = values + (hidden.go is not None) if self.checking else None
+            carried = self.carried.followed_by(len(leaves) - values, number)
+        settings = {"length": self.length, "checkpoints": self.budget, **settings}
+        settings |= {"unroll": self.unroll, "auto_unroll": self.auto_unroll}
+        settings["name"] = self.names.function
+
+        def take(carry: list, x: list) -> tuple:
+            value, hidden = tree.unflatten(carry)
+            return step(value, hidden, x)
+
+        asks = None if goes_on is None else lambda carry: goes_on(*tree.unflatten(carry))
+        key = (
+            *(self.names, tree, type_key(leaves), tuple(x_types), *settings.values()),
+            *(self.carried.flags, self.carried.free, self.checking, *self.rest, *rest),
+        )
+        traced = remember(
+            self.functions if self.carried.hashable else (),
+            key,
+            lambda: trace_loop(self.names, take, asks, state, x_types, settings, carried, flag),
+        )
+        return traced, leaves, tree
+
+
+@dataclass(frozen=True)
+class Scan(Request):
+    """A scan. With `until`, it takes no step if it is `stopped` from the start."""
+
+    f: Callable
+    until: Callable | None
+    inputs: Inputs
+    out_axes: Any
+    reverse: bool
+    split_transpose: bool
+    truncate: int | None
+    stopped: Any = False

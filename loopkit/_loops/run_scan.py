@@ -1,0 +1,100 @@
+"""A scan as it runs: step by step in Python, as that of lax, or as a loop of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from loopkit import _jax
+from loopkit._arguments import errors, validate
+from loopkit._engine.loop import Input, Output, parts
+from loopkit._loops.in_python import python_scan
+from loopkit._loops.info import LoopInfo
+from loopkit._loops.lax_scan import run_stored
+from loopkit._loops.request import Hidden, Scan
+from loopkit._programs.cache import remember
+from loopkit._tracing.axes import arranged, has_none, stacks, without_last
+from loopkit._tracing.trace import Traced, pair, scalar_bool, shared, type_key
+
+
+def run(scan: Scan) -> tuple[Any, Any, LoopInfo | None]:
+    """Final carry, ys, and, if it is wanted, how far the scan got."""
+    names, carried, inputs, out_axes = scan.names, scan.carried, scan.inputs, scan.out_axes
+    stopping = scan.until is not None
+    of_axes = (jax.tree.structure(out_axes), *jax.tree.leaves(out_axes))
+    rest = (inputs.tree, *inputs.axes, *of_axes)
+    last = _last_ys(scan, rest) if has_none(out_axes) else []
+    ran = validate.in_python(lambda: python_scan(scan)) if inputs.length != 0 else None
+    if ran is not None:
+        carry, ys, info = ran
+        return carried.returned(carry), ys, info
+    counting = scan.checking or (scan.return_info and stopping)
+    go = jnp.logical_not(jnp.asarray(scan.stopped)) if stopping else None
+
+    def step(value: Any, hidden: Hidden, x: list) -> tuple[Any, Any]:
+        new, y = pair(names, scan.f(value, inputs.join(x, hidden.whole)))
+        go, last = None, []
+        if scan.until is not None:
+            go = ~scalar_bool(names.function, names.predicate, scan.until(new, y))
+        if hidden.last:
+            y, last = without_last(out_axes, y)
+        steps = hidden.steps + 1 if counting else None
+        return (new, hidden._replace(go=go, steps=steps, last=last)), y
+
+    def goes_on(_: Any, hidden: Hidden) -> Any:
+        return hidden.go
+
+    settings = {"reverse": scan.reverse, "xs": tuple(map(Input, inputs.places))}
+    hidden = scan.hidden(go, jnp.int32(0) if counting else None, inputs.whole, last)
+    asks = goes_on if stopping else None
+    traced, leaves, tree = scan.traced(step, asks, hidden, inputs.slice_types, settings, rest)
+    traced = _stacking(traced, out_axes)
+    leading = not any((*traced.loop.x_axes, *traced.loop.y_axes))
+    as_lax = scan.budget == "all" and not stopping and leading and not carried.any
+    if scan.split_transpose and (scan.truncate is not None or not as_lax):
+        expected = "can be True only where every step is stored, along leading axes, as in lax.scan"
+        got = f"checkpoints={scan.budget!r} and other settings that lax.scan lacks"
+        name = names.function
+        raise errors.wrong_value(name, "_split_transpose", expected, got, "Leave it out.")
+    if as_lax:
+        carry, ys = run_stored(traced, leaves, inputs.arrays, scan.split_transpose)
+    else:
+        carry, ys = traced.run(leaves, inputs.arrays)
+    final, hidden = tree.unflatten(carry)
+    ys = arranged(traced.y_tree, ys, traced.loop.ys_types, out_axes, hidden.last)
+    info = None
+    if scan.return_info:
+        steps = hidden.steps if stopping else jnp.asarray(inputs.length, jnp.int32)
+        info = LoopInfo(steps, jnp.logical_not(hidden.go) if stopping else jnp.array(False))
+    return carried.returned(final), ys, info
+
+
+def _last_ys(scan: Scan, rest: Sequence[Any]) -> list:
+    """Zeros for the leaves of y of which only the last is wanted."""
+    inputs, carried, names = scan.inputs, scan.carried, scan.names
+    leaves, tree = jax.tree.flatten((scan.init, inputs.whole))
+
+    def last(*values: Any) -> list:
+        given, x = parts(values, len(leaves))
+        carry, whole = tree.unflatten(given)
+        step = carried.by_hand(lambda x, carry: scan.f(carry, x))
+        return without_last(scan.out_axes, pair(names, step(inputs.join(x, whole), carry))[1])[1]
+
+    types = [*map(jax.typeof, leaves), *inputs.slice_types]
+    key = ("last", names, tree, type_key(leaves), *types, carried.flags, *scan.rest, *rest)
+    functions = scan.functions if carried.hashable else ()
+    trace = lambda: _jax.trace(last, types, "scan_ys")[0].out_avals
+    return list(map(_jax.zeros, remember(functions, key, trace)))
+
+
+def _stacking(traced: Traced, out_axes: Any) -> Traced:
+    """The loop with its ys stacked where they will be, except those to be transposed after."""
+    _, places = stacks(traced.y_tree, traced.loop.ys_types, out_axes)
+    if not any(places):
+        return traced
+    make = lambda: shared(traced.loop.replace(ys=tuple(map(Output, places))))
+    return replace(traced, loop=traced.loop.derived(("ys", places), make))

@@ -1,0 +1,192 @@
+"""`scan`: as in lax, checkpointed, and able to stop early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from loopkit import _jax
+from loopkit._arguments import errors, validate
+from loopkit._loops.request import Asked, Request, Scan
+from loopkit._loops.run_scan import run
+from loopkit._loops.truncate import truncated
+from loopkit._tracing.axes import Inputs, has_none
+from loopkit._tracing.trace import Names
+
+Carry = TypeVar("Carry")
+X = TypeVar("X")
+Y = TypeVar("Y")
+
+NAMES = Names("scan", "f", "init", "until")
+
+
+def scan(
+    f: Callable[[Carry, X], tuple[Carry, Y]],
+    init: Carry,
+    xs: X | None = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool | str = 1,
+    _split_transpose: bool = False,
+    *,
+    until: Callable[[Carry, Y], Any] | None = None,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    truncate: int | None = None,
+    checkpoints: Any = None,
+    memory: int | str | dict | None = None,
+    buffers: Any = None,
+    checks: bool | None = None,
+    return_info: bool = False,
+) -> Any:
+    """Scan `f` over an axis of `xs`, the leading one by default, carrying state along.
+
+        def scan(f, init, xs, length=None, *, until=None):
+            carry, ys = init, zeros
+            for t in range(length):  # reversed(range(length)) if reverse
+                carry, ys[t] = f(carry, xs[t])
+                if until is not None and until(carry, ys[t]):
+                    break
+            return carry, ys
+
+    It takes the place of `jax.lax.scan`, with the same positional arguments. Its backward pass
+    keeps checkpoints instead of the residuals of every step.
+
+    **Arguments:**
+
+    - `f`: `(Carry, X) -> (Carry, Y)`, pure: the very same function may be traced only once.
+    - `init`: a pytree of arrays, the initial carry.
+    - `xs`: a pytree of arrays, scanned over along `in_axes`; None for no input.
+    - `length`: steps, a static int; needed if no leaf of `xs` is scanned over. Where it is
+      symbolic (`jax.export`), the loop is lax's, without settings that it lacks.
+    - `reverse`: go from the last row of `xs` and `ys` to the first.
+    - `unroll`: steps to an iteration of the compiled loop; True or 0 for all of them; "auto" for
+      what takes least time, compilation included, by a trial that is kept in the user's cache
+      folder.
+    - `_split_transpose`: as in `jax.lax.scan`, for which every step is stored.
+    - `until`: `(Carry, Y) -> bool[]`. Stop after the first step for which it holds. Cost follows
+      the steps taken.
+    - `in_axes`: the axis of `xs` to scan over: an int, or a tree of ints that is a prefix of `xs`.
+      Negative axes count from the end. None: every step is given the whole array. Arrays are sliced
+      where they lie, without a transposed copy, unless that would be slower.
+    - `out_axes`: the axis of `ys` along which they are stacked: an int, or a tree of ints that is a
+      prefix of `Y`. None: the y of the last step taken, not stacked (zeros if none is taken).
+    - `truncate`: stop the gradient in the carry every so many steps, counted from the first, as
+      with `jax.lax.stop_gradient`, in every mode. The backward pass then keeps the residuals of at
+      most `truncate` steps, and the carry once every `truncate` steps.
+    - `checkpoints`: what the backward pass keeps. None: about the square root of the number of
+      steps in carries, about one extra forward pass. An int c: at most c carries, at the price of
+      more recomputation. "all": what the derivative of every step reads, as lax.scan. A `Plan`:
+      what it says.
+    - `memory`: the same as a budget in bytes, an int or a string such as "64 MB": what the backward
+      pass may need beyond what it needs for a single step. A dict of two, `{"device": "64 MB",
+      "host": "4 GB"}`, keeps the checkpoints in the host's memory. Give one of the two.
+    - `buffers`: which leaves of the carry are read and written in slices: a function of the carry
+      that returns them, or a tree of bools that matches it. In the body they are
+      `loopkit.Buffer`s, written in place, forward and backward.
+    - `checks`: raise an error at run time where a buffer is read in a row that nothing has been
+      written to, or read or written out of bounds: the error names buffer, index and step. Slow.
+      None: as the environment variable LOOPKIT_CHECKS says.
+    - `return_info`: also return a `LoopInfo`.
+
+    **Returns:**
+
+    The final carry and the stacked `ys`; with `return_info`, a `LoopInfo(steps, stopped)` as well.
+    Rows of `ys` that no step wrote are zero; `info.steps` says how many were.
+
+    **Raises:**
+
+    `TypeError` if `f` or `until` return something of another structure or type than they should,
+    `ValueError` if lengths disagree or an argument has a wrong value.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp
+        import loopkit
+
+        def step(total, x):
+            return total + x, total
+
+        total, before = loopkit.scan(step, 0.0, jnp.arange(5.0))
+        total, before, info = loopkit.scan(
+            step, 0.0, jnp.arange(5.0), until=lambda total, _: total > 3, return_info=True
+        )
+        ```
+
+    The backward pass is checkpointed in the manner of Griewank (1992).
+    """
+    return run_scan(
+        NAMES,
+        f,
+        init,
+        Inputs.of(validate.as_arrays(NAMES.function, "xs", xs), in_axes, length),
+        Asked(unroll, checkpoints, memory, buffers, checks, return_info),
+        until=until,
+        out_axes=out_axes,
+        reverse=reverse,
+        split_transpose=_split_transpose,
+        truncate=truncate,
+    )
+
+
+def run_scan(
+    names: Names,
+    f: Callable,
+    init: Any,
+    inputs: Inputs,
+    asked: Asked,
+    made_of: tuple | None = None,
+    *,
+    until: Callable | None = None,
+    out_axes: Any = 0,
+    reverse: Any = False,
+    split_transpose: Any = False,
+    truncate: Any = None,
+) -> Any:
+    """`scan`, under the names of the function that the user called.
+
+    `made_of`: the functions of the user, a tuple, and then all else, that `f` depends on if it is
+    made anew on every call.
+    """
+    name, length = names.function, inputs.length
+    reverse = validate.check_flag(name, "reverse", reverse)
+    split_transpose = validate.check_flag(name, "_split_transpose", split_transpose)
+    validate.check_callable(name, names.body, f)
+    if until is not None:
+        validate.check_callable(name, names.predicate, until)
+    truncate = validate.check_bound(name, "truncate", truncate)
+    symbolic = _jax.is_symbolic(length)
+    functions, *rest = made_of or ((f,),)
+    made_of = ((*functions, until), *rest)
+    trips = _jax.SYMBOLIC if symbolic else length
+    fields = vars(Request.of(names, init, length, asked, made_of, trips))
+    if symbolic:
+        _check_symbolic(fields, until, truncate, inputs.axes, out_axes)
+        fields |= {"budget": "all", "unroll": 1, "auto_unroll": False}
+    if split_transpose and fields["budget"] is None:
+        fields |= {"budget": "all"}
+    fields |= {"reverse": reverse, "split_transpose": split_transpose, "truncate": truncate}
+    scan = Scan(**fields, f=f, until=until, inputs=inputs, out_axes=out_axes)
+    cut = truncate is not None and truncate < length
+    result = truncated(scan) if cut else run(scan)
+    return result if scan.return_info else result[:2]
+
+
+def _check_symbolic(
+    fields: dict[str, Any], until: Any, truncate: Any, in_axes: Any, out_axes: Any
+) -> None:
+    """A scan of symbolic length is one of lax, which stores every step."""
+    others = {"until": until, "truncate": truncate, "buffers": fields["buffers"]}
+    others["checkpoints"] = fields["budget"]
+    others["unroll"] = fields["auto_unroll"] or (fields["unroll"] != 1 and fields["unroll"]) or None
+    given = [k for k, v in others.items() if v is not None and v != "all"]
+    axes = {"in_axes": in_axes, "out_axes": out_axes}
+    given += [k for k, v in axes.items() if any(jax.tree.leaves(v)) or has_none(v)]
+    if given:
+        got = f"the symbolic {fields['length']} and {', '.join(f'`{k}`' for k in given)}"
+        advice = "Leave those out, or export a program for each length."
+        expected = "must be known for what lax.scan lacks"
+        raise errors.wrong_value(fields["names"].function, "length", expected, got, advice)

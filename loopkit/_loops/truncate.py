@@ -1,0 +1,113 @@
+"""Truncated backpropagation through time: blocks of steps, and no gradient between them.
+
+All blocks but the last are steps of an outer loop, whose carry is stopped after each. The last
+runs on its own, so that the gradient of the final carry, which reaches no further back, reverses
+that block alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from loopkit import _jax
+from loopkit._arguments import errors
+from loopkit._loops.info import LoopInfo
+from loopkit._loops.request import Scan
+from loopkit._loops.run_scan import run
+from loopkit._plans.plan import Budget, Bytes, Plan
+from loopkit._tracing.axes import SCAN, Inputs, block_axes, joined
+
+ROWS = 4
+"""Rows of residuals to a carry kept, up to which a block stores the residuals of all its steps."""
+
+
+class Blocks(NamedTuple):
+    """The carry of the outer loop."""
+
+    carry: Any
+    steps: Any
+    stopped: Any
+
+
+def truncated(scan: Scan) -> tuple[Any, Any, LoopInfo]:
+    """A scan of more than `truncate` steps."""
+    inputs, until, out_axes = scan.inputs, scan.until, scan.out_axes
+    assert scan.truncate is not None, "asked for"
+    truncate, count = scan.truncate, -(-inputs.length // scan.truncate) - 1
+    outer, inner = _shared(scan.budget, count, truncate)
+
+    def of_block(init: Any, inputs: Inputs, stopped: Any = False) -> Scan:
+        return scan.over(
+            init,
+            scan.buffers,
+            inputs=inputs,
+            length=inputs.length,
+            budget=inner,
+            stopped=stopped,
+            return_info=True,
+        )
+
+    def block(state: Blocks, x: list) -> tuple[Blocks, Any]:
+        here = inputs._replace(leaves=x, length=truncate)
+        carry, y, info = run(of_block(state.carry, here))
+        assert info is not None, "asked for"
+        carry = _cut(carry, None if until is None else info.stopped)
+        return Blocks(carry, state.steps + info.steps, info.stopped), y
+
+    head, tail = inputs.divided(count, truncate, scan.reverse)
+    # All that a block does, but for its inputs.
+    made_of = ("truncated", inner, scan.checking, scan.carried.flags, inputs.tree, *inputs.axes)
+    blocks = scan.over(
+        Blocks(scan.init, jnp.int32(0), jnp.array(False)),
+        None,
+        f=block,
+        until=None if until is None else lambda state, _: state.stopped,
+        inputs=head,
+        length=count,
+        out_axes=block_axes(out_axes),
+        budget=outer,
+        checking=False,
+        rest=(*scan.rest, *made_of),
+    )
+    before, ys, _ = run(blocks)
+    stopped = None if until is None else before.stopped
+    carry, rest, info = run(of_block(_cut(before.carry, stopped), tail, before.stopped))
+    assert info is not None, "asked for"
+    ys = joined(SCAN, ys, rest, out_axes, scan.reverse, stopped)
+    return scan.carried.returned(carry), ys, LoopInfo(before.steps + info.steps, info.stopped)
+
+
+def _shared(budget: Budget, count: int, truncate: int) -> tuple[Any, Any]:
+    """What the loop over blocks keeps, and what each block does."""
+    if isinstance(budget, Plan):
+        advice = (
+            "A truncated scan is a loop over blocks, each a loop of its own, and a plan is of one "
+            "loop. Give the number of carries, or `memory`."
+        )
+        expected, got = "cannot be a Plan together with `truncate`", f"truncate={truncate}"
+        raise errors.wrong_value(SCAN, "checkpoints", expected, got, advice)
+    if isinstance(budget, Bytes):
+        half = replace(budget, loops=2)
+        return half, half
+    if isinstance(budget, int):
+        outer = min(count, max(1, budget // 2))
+        return outer, max(1, budget - outer)
+    stores = budget == "all" or truncate <= ROWS * count
+    return count, "all" if stores else None
+
+
+def _cut(carry: Any, stopped: Any) -> Any:
+    """The carry without its gradient, but for a loop that has ended in it."""
+
+    def cut(value: Any) -> Any:
+        if not _jax.is_differentiable(jax.typeof(value)):
+            return value
+        still = lax.stop_gradient(value)
+        return still if stopped is None else jnp.where(stopped, value, still)
+
+    return jax.tree.map(cut, carry)

@@ -1,0 +1,252 @@
+"""`unbounded_scan`: a scan that grows, outside jit, until it has seen enough.
+
+XLA must know how many rows the results have; nobody knows how many steps this loop takes. So it
+runs in segments of a known length, each a compiled loop, and between two of them looks, on the
+host, whether to go on. The lengths grow geometrically, so that few programs are ever compiled.
+
+A segment is a loop of the engine, with a predicate: it stops after the last step, not after its
+last row. Derivatives are those of its segments, one after another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from loopkit import _jax
+from loopkit._arguments import errors, validate
+from loopkit._loops.exhausted import memory_left, ran_out, ran_out_after
+from loopkit._loops.growing import (
+    compiled,
+    divided,
+    is_light,
+    joined,
+    on_device,
+    segment_lengths,
+    together,
+    trace_segment,
+)
+from loopkit._loops.info import LoopInfo
+from loopkit._plans.budget import check_budget
+from loopkit._tracing.axes import Inputs
+from loopkit._tracing.trace import Names, pair
+
+Carry = TypeVar("Carry")
+X = TypeVar("X")
+Y = TypeVar("Y")
+
+NAMES = Names("unbounded_scan", "f", "init", "until")
+
+
+def unbounded_scan(
+    f: Callable[[Carry, X], tuple[Carry, Y]],
+    init: Carry,
+    xs: X | None = None,
+    *,
+    until: Callable[[Carry, Y], Any],
+    segment: int = 64,
+    max_segments: int | None = None,
+    checkpoints: Any = None,
+    growth: float = 2.0,
+    progress: Callable[[int], Any] | None = None,
+    return_info: bool = False,
+) -> Any:
+    """Scan until `until` holds, however long that takes; outside `jax.jit`.
+
+        def unbounded_scan(f, init, xs=None, *, until):
+            carry, ys = init, []
+            for x in xs or itertools.repeat(None):
+                carry, y = f(carry, x)
+                ys.append(y)
+                if until(carry, y):
+                    break
+            return carry, jnp.stack(ys)
+
+    It runs compiled segments of growing length, and looks between them whether to go on, unless
+    they are light: up to 64 kB of results and checkpoints it runs them as one. Memory follows the
+    steps taken. `jax.grad`, `jax.jvp` and `jax.vmap` go through it, in any order;
+    inside `jax.jit`, where shapes must be known, use `loopkit.scan` with `until` and a `length`.
+
+    **Arguments:**
+
+    - `f`: `(Carry, X) -> (Carry, Y)`.
+    - `init`: a pytree of arrays, the initial carry.
+    - `xs`: a pytree of arrays, scanned over along their leading axis; the loop also ends after
+      their last row. None for no input.
+    - `until`: `(Carry, Y) -> bool[]`. Stop after the first step for which it holds.
+    - `segment`: steps in the first segment.
+    - `max_segments`: the most segments to run; None for no bound. A bound on the steps, for
+      loops that may not end. A loop that reaches it returns what it has, without an error: only
+      `LoopInfo.stopped` (False) tells.
+    - `checkpoints`: what the backward pass keeps of each segment. None: about the square root of
+      its steps, in carries. An int c: at most c carries. "all": what the derivative of every step
+      reads.
+    - `growth`: how many times longer each segment is than the one before, at least 1. No segment
+      is longer than 4096 steps, unless the first is.
+    - `progress`: called after each segment with the number of steps taken so far, an int.
+    - `return_info`: also return a `LoopInfo`.
+
+    **Returns:**
+
+    The final carry and the `ys`, with as many rows as steps were taken; with `return_info`, a
+    `LoopInfo(steps, stopped)` as well. Under `jax.vmap` there are as many rows as the longest lane
+    took steps, and a lane's rows past its own stop are zero.
+
+    **Raises:**
+
+    `TypeError` inside `jax.jit`, or if a function returns something of another structure or type
+    than it should; `ValueError` if an argument has a wrong value; `MemoryError` if the device has
+    no memory left, with the steps taken until then and an estimate of how many would fit. That is
+    the forward pass, which also stores the checkpoints. A backward pass runs when this function
+    has long returned; if memory ends there, with what one segment computes again, the error is
+    JAX's own (RESOURCE_EXHAUSTED). Pass a smaller int for `checkpoints`, or a smaller `segment`
+    and `growth=1`.
+
+    !!! example
+
+        ```python
+        import jax
+        import loopkit
+
+        def halve(rate):  # how long it takes is nobody's guess
+            def step(x, _):
+                return x * rate, x
+            _, xs = loopkit.unbounded_scan(step, 1.0, until=lambda x, _: x < 0.5)
+            return xs.sum()
+
+        halve(0.999), jax.grad(halve)(0.999)
+        ```
+    """
+    name = NAMES.function
+    validate.check_callable(name, "f", f)
+    validate.check_callable(name, "until", until)
+    if progress is not None:
+        validate.check_callable(name, "progress", progress)
+    init = validate.as_arrays(name, "init", init)
+    xs = validate.as_arrays(name, "xs", xs)
+    rows = Inputs.of(xs, 0, None, name).length if jax.tree.leaves(xs) else None
+    segment = validate.check_whole(name, "segment", segment, 1, "an int >= 1, in steps")
+    max_segments = validate.check_bound(name, "max_segments", max_segments)
+    checkpoints = check_budget(name, checkpoints, None, segment)
+    return_info = validate.check_flag(name, "return_info", return_info)
+    sizes = segment_lengths(segment, check_growth(name, growth), max_segments)
+    run = _python_scan if _jax.jit_is_disabled() and rows != 0 else _run
+    result = run(Growing(f, init, xs, until, rows, sizes, checkpoints, progress))
+    return result if return_info else result[:2]
+
+
+class Growing(NamedTuple):
+    """A scan as it was asked for."""
+
+    f: Callable
+    init: Any
+    xs: Any
+    until: Callable
+    rows: int | None
+    """Of `xs`, if it has any."""
+    sizes: Iterator[int]
+    """Steps of the segments."""
+    checkpoints: Any
+    progress: Callable | None
+
+
+def _run(scan: Growing) -> tuple[Any, Any, LoopInfo]:
+    init, xs, rows, sizes, progress = scan.init, scan.xs, scan.rows, scan.sizes, scan.progress
+    checkpoints = scan.checkpoints
+    traced, tree = trace_segment(NAMES, scan.f, init, xs, scan.until, checkpoints)
+    if checkpoints is None and progress is None:
+        sizes = together(sizes, is_light(traced, jax.tree.leaves((init, xs))), rows)
+    carry: list = jax.tree.leaves(init)
+    steps: Any = on_device(0, np.int32)
+    stopped: Any = on_device(False, bool)
+    closed_over, chunks, ys = traced.closed_over, [], []
+    longest = size = left = 0
+    # A CPU keeps no account of what is in use, and may be asked when memory has run out.
+    room = None if jax.default_backend() == "cpu" else memory_left(carry)
+    try:
+        for size, left, x in divided(jax.tree.leaves(xs), rows, sizes):
+            run = compiled(traced, size)
+            carry, steps, stopped, taken, ys = run(
+                closed_over, carry, steps, stopped, on_device(left, np.int32), x
+            )
+            most, done = _on_host(taken, stopped)
+            longest += most
+            chunks.append((ys, most))
+            if progress is not None:
+                progress(longest)
+            if done:
+                break
+        ys = [joined([(ys[k], most) for ys, most in chunks]) for k in range(len(ys))]
+    except jax.errors.JaxRuntimeError as error:
+        if not ran_out(error):
+            raise
+        widths = _jax.byte_count(*traced.loop.ys_types), _jax.byte_count(*traced.carry_types)
+        room = memory_left(carry) if room is None else room
+        raise MemoryError(ran_out_after(NAMES.function, longest, size, *widths, room)) from error
+    carry, _ = tree.unflatten([*carry, left, stopped])
+    return carry, traced.y_tree.unflatten(ys), LoopInfo(steps, stopped)
+
+
+def _on_host(taken: Any, stopped: Any) -> tuple[int, bool]:
+    """Most steps of any lane, and whether all have stopped, as Python values."""
+    if not (_jax.is_tracer(taken) or _jax.is_tracer(stopped)):
+        return taken.item(), stopped.item()
+    for over in (lambda *values: values, _over_lanes):
+        with contextlib.suppress(jax.errors.ConcretizationTypeError):
+            most, done = over(taken, stopped)
+            return int(most), bool(done)
+    advice = (
+        "Inside jit use `loopkit.scan` with `length`, the most steps, and `until`: it costs the "
+        "steps it takes."
+    )
+    got = "a predicate that is traced"
+    expected = "must be known between segments, outside jax.jit"
+    raise errors.wrong_type(NAMES.function, "until", expected, got, advice)
+
+
+@jax.custom_batching.custom_vmap
+def _over_lanes(taken: Any, stopped: Any) -> tuple[Any, Any]:
+    return taken, stopped
+
+
+@_over_lanes.def_vmap
+def _(size: int, batched: Any, taken: Any, stopped: Any) -> tuple:
+    taken = taken.max(0) if batched[0] else taken
+    stopped = stopped.all(0) if batched[1] else stopped
+    return _over_lanes(taken, stopped), (False, False)
+
+
+def _python_scan(scan: Growing) -> tuple[Any, Any, LoopInfo]:
+    """Step by step, under jax.disable_jit."""
+    carry, ys, stopped, rows = scan.init, [], False, scan.rows
+    for size in scan.sizes:
+        for t in range(len(ys), len(ys) + size if rows is None else min(len(ys) + size, rows)):
+            carry, y = pair(NAMES, scan.f(carry, jax.tree.map(operator.itemgetter(t), scan.xs)))
+            ys.append(jax.tree.map(jnp.asarray, y))
+            stopped = bool(scan.until(carry, y))
+            if stopped:
+                break
+        if scan.progress is not None:
+            scan.progress(len(ys))
+        if stopped or len(ys) == rows:
+            break
+    stacked = jax.tree.map(lambda *y: jnp.stack(y), *ys)
+    return carry, stacked, LoopInfo(jnp.int32(len(ys)), jnp.array(stopped))
+
+
+def check_growth(function: str, growth: Any, what: str = "segment") -> float:
+    got = errors.shown(growth)
+    expected = f"must be a number >= 1, how much longer each {what} is than the last"
+    if isinstance(growth, bool) or not isinstance(growth, (int, float, np.integer, np.floating)):
+        raise errors.wrong_type(function, "growth", expected, got, "Pass a Python number.")
+    if not 1 <= growth < math.inf:
+        advice = "Less than 1 would have them shrink."
+        raise errors.wrong_value(function, "growth", expected, got, advice)
+    return float(growth)

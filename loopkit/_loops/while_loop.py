@@ -1,0 +1,164 @@
+"""`while_loop`: as in lax, and differentiable in every mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+
+from loopkit._arguments import validate
+from loopkit._arguments.heard import ErrorIf, heard
+from loopkit._loops.in_python import python_while_loop
+from loopkit._loops.info import LoopInfo
+from loopkit._loops.request import Asked, Hidden, Request
+from loopkit._tracing.trace import Names, scalar_bool
+
+T = TypeVar("T")
+
+NAMES = Names("while_loop", "body_fun", "init_val", "cond_fun")
+
+
+def while_loop(
+    cond_fun: Callable[[T], Any],
+    body_fun: Callable[[T], T],
+    init_val: T,
+    *,
+    max_steps: int | None = None,
+    checkpoints: Any = None,
+    memory: int | str | dict | None = None,
+    buffers: Any = None,
+    checks: bool | None = None,
+    unroll: int | str = 1,
+    throw: bool = False,
+    return_info: bool = False,
+) -> Any:
+    """Repeat `body_fun` while `cond_fun` holds; differentiable, with or without a bound.
+
+        def while_loop(cond_fun, body_fun, init_val, *, max_steps=None):
+            val, steps = init_val, 0
+            while cond_fun(val) and steps != max_steps:
+                val, steps = body_fun(val), steps + 1
+            return val
+
+    It takes the place of `jax.lax.while_loop`. Cost and memory follow the steps taken, not
+    `max_steps`.
+
+    **Arguments:**
+
+    - `cond_fun`: `T -> bool[]`.
+    - `body_fun`: `T -> T`, with the structure, shapes and dtypes of `init_val`. Both are pure: the
+      very same functions may be traced only once.
+    - `init_val`: a pytree of arrays, the initial carry.
+    - `max_steps`: the most steps to take, a static int; None for no bound.
+    - `checkpoints`: what the backward pass keeps. None: about the square root of `max_steps` in
+      carries, or without it 32 to 128; about one extra forward pass. An int c: at most c carries,
+      at the price of more recomputation. "all": what the derivative of every step reads, and no
+      recomputation (needs `max_steps`). A `Plan`: what it says.
+    - `memory`: the same as a budget in bytes, an int or a string such as "64 MB": what the backward
+      pass may need beyond what it needs for a single step. A dict of two, `{"device": "64 MB",
+      "host": "4 GB"}`, keeps the checkpoints in the host's memory. Give one of the two.
+    - `buffers`: which leaves of the carry are read and written in slices: a function of the carry
+      that returns them, or a tree of bools that matches it. In the body they are
+      `loopkit.Buffer`s, written in place, forward and backward.
+    - `checks`: raise an error at run time where a buffer is read in a row that nothing has been
+      written to, or read or written out of bounds: the error names buffer, index and step. Slow.
+      None: as the environment variable LOOPKIT_CHECKS says.
+    - `unroll`: steps to an iteration of the compiled loop; "auto" for what takes least time,
+      compilation included, by a trial that is kept in the user's cache folder.
+    - `throw`: raise an error at run time if `max_steps` steps were not enough.
+    - `return_info`: also return a `LoopInfo`.
+
+    **Returns:**
+
+    The final carry; with `return_info`, the pair of it and a `LoopInfo(steps, stopped)`.
+
+    **Raises:**
+
+    `TypeError` if a function returns something of another structure or type than it should, or an
+    argument is of the wrong type; `ValueError` if it has a wrong value.
+
+    !!! example
+
+        ```python
+        import jax
+        import loopkit
+
+        def sqrt(a):  # Newton's iteration, as long as it takes
+            def improves(x):
+                return abs(x * x - a) > 1e-6 * a
+            return loopkit.while_loop(improves, lambda x: (x + a / x) / 2, a)
+
+        jax.grad(sqrt)(2.0)
+        ```
+
+    The backward pass is checkpointed in the manner of Griewank (1992) and Stumm & Walther (2010).
+    """
+    asked = Asked(unroll, checkpoints, memory, buffers, checks, return_info)
+    throw = validate.check_flag(NAMES.function, "throw", throw)
+    return run_while(NAMES, cond_fun, body_fun, init_val, max_steps, asked, throw)
+
+
+def run_while(
+    names: Names,
+    cond_fun: Callable,
+    body_fun: Callable,
+    init_val: Any,
+    max_steps: Any,
+    asked: Asked,
+    throw: bool = False,
+    made_of: tuple | None = None,
+) -> Any:
+    """`while_loop`, under the names of the function that the user called.
+
+    `made_of`: the functions of the user, a tuple, and what else both functions depend on if they
+    are made anew on every call.
+    """
+    name = names.function
+    validate.check_callable(name, names.predicate, cond_fun)
+    validate.check_callable(name, names.body, body_fun)
+    max_steps = validate.check_bound(name, "max_steps", max_steps)
+    made_of = made_of or ((cond_fun, body_fun),)
+    request = Request.of(names, init_val, max_steps, asked, made_of)
+    carried, init_val = request.carried, request.init
+
+    run = lambda: python_while_loop(cond_fun, carried.by_hand(body_fun), init_val, max_steps)
+    if (ran := validate.in_python(run)) is not None:
+        val, steps = ran
+        return _finished(request, throw, val, steps, lambda: cond_fun(val))
+    counting, masking = throw or request.return_info or request.checking, carried.any
+    # Where writes to buffers are to be masked, the predicate is part of the carry.
+    go = scalar_bool(name, names.predicate, cond_fun(init_val)) if masking else None
+
+    def step(val: Any, hidden: Hidden, _: list) -> tuple:
+        new, go = body_fun(val), None
+        if masking:
+            go = scalar_bool(name, names.predicate, cond_fun(new))
+        return (new, hidden._replace(go=go, steps=hidden.steps + 1 if counting else None)), None
+
+    def goes_on(val: Any, hidden: Hidden) -> Any:
+        return hidden.go if masking else cond_fun(val)
+
+    hidden = request.hidden(go, jnp.int32(0) if counting else None)
+    traced, leaves, tree = request.traced(step, goes_on, hidden, [], {}, ())
+    val, hidden = tree.unflatten(traced.run(leaves, [])[0])
+    return _finished(request, throw, val, hidden.steps, lambda: goes_on(val, hidden))
+
+
+def _finished(
+    request: Request, throw: bool, val: Any, steps: Any, still_holds: Callable[[], Any]
+) -> Any:
+    """What the caller is given."""
+    val = request.carried.returned(val)
+    if not (throw or request.return_info):
+        return val
+    goes_on = still_holds()
+    result = (val, LoopInfo(steps, jnp.logical_not(goes_on))) if request.return_info else val
+    if not throw or request.length is None:
+        return result
+    names = request.names
+    message = (
+        f"loopkit.{names.function}: `max_steps` must be enough for `{names.predicate}` to "
+        f"become false, got {request.length} steps after which it still holds. Raise `max_steps`."
+    )
+    return heard(ErrorIf(message), [jnp.asarray(goes_on)], result)

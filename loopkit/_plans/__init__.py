@@ -1,0 +1,1 @@
+"""Plans: what a backward pass keeps, from a budget."""

@@ -1,0 +1,80 @@
+"""What may be kept for the backward pass, as users say it: `checkpoints` or `memory`."""
+
+from __future__ import annotations
+
+import functools as ft
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from loopkit._arguments import errors
+from loopkit._arguments.validate import check_whole
+from loopkit._plans.plan import Budget, Bytes, Plan
+
+UNITS = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+
+def check_budget(function: str, checkpoints: Any, memory: Any, bound: int | None) -> Budget:
+    """What the planner is to work with."""
+    if memory is not None:
+        if checkpoints is not None:
+            advice = "They are one budget, in bytes and in carries: leave one of them out."
+            got = f"memory={memory!r} and checkpoints={checkpoints!r}"
+            expected = "cannot be given together with `checkpoints`"
+            raise errors.wrong_value(function, "memory", expected, got, advice)
+        if isinstance(memory, Mapping):
+            return _two_memories(function, memory)
+        return Bytes(read_bytes(function, "memory", memory))
+    if checkpoints is None or isinstance(checkpoints, (Bytes, Plan)):
+        return checkpoints
+    if isinstance(checkpoints, str):
+        wrong = ft.partial(errors.wrong_value, function, "checkpoints")
+        if checkpoints != "all":
+            advice = (
+                'The only string is "all", which stores what every step\'s derivative reads. '
+                "A budget in bytes is `memory`."
+            )
+            raise wrong('must be None, an int >= 1, "all" or a Plan', repr(checkpoints), advice)
+        if bound is None:
+            expected = 'can be "all" only if the number of steps is bounded'
+            advice = "Pass `max_steps`, or leave `checkpoints` out."
+            raise wrong(expected, "checkpoints='all' with max_steps=None", advice)
+        return "all"
+    expected = 'None, an int >= 1 (carries to keep), "all" or a Plan'
+    return check_whole(function, "checkpoints", checkpoints, 1, expected)
+
+
+def _two_memories(function: str, memory: Mapping) -> Bytes:
+    """Checkpoints on the host, the rest on the device."""
+    if set(memory) != {"device", "host"}:
+        advice = (
+            'Checkpoints are then kept on the host: memory={"device": "64 MB", "host": "4 GB"}.'
+        )
+        expected = 'must have the keys "device" and "host" if it is a dict'
+        raise errors.wrong_value(function, "memory", expected, f"the keys {list(memory)}", advice)
+    device, host = (read_bytes(function, "memory", memory[k]) for k in ("device", "host"))
+    return Bytes(device, host=host)
+
+
+def read_bytes(function: str, argument: str, value: Any) -> int:
+    """Bytes, from an int or a string such as "64 MB" or "1.5 GiB"."""
+    expected = 'an int >= 1 (bytes) or a string such as "64 MB" or "1.5 GiB"'
+    if not isinstance(value, str):
+        return check_whole(function, argument, value, 1, expected)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]+)\s*", value)
+    unit = UNITS.get(found[2].lower(), 0) if found else 0
+    count = int(float(found[1]) * unit) if found and unit else 0
+    if count < 1:
+        advice = "Units are B, kB, MB, GB, TB, KiB, MiB, GiB, TiB."
+        raise errors.wrong_value(function, argument, f"must be {expected}", repr(value), advice)
+    return count

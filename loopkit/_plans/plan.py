@@ -1,0 +1,294 @@
+"""A plan: what a loop keeps for its backward pass, and what that is predicted to cost.
+
+Time is cut into segments of `segment` steps. Going forward, the carry at the start of a segment is
+saved in one of `slots`; going back, one segment at a time is reached from the last checkpoint
+before it, replayed, storing one row a step, and then reversed. With a slot for every step nothing
+is replayed; with the residuals of every step stored nothing is computed again.
+"""
+
+from __future__ import annotations
+
+import functools as ft
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+from loopkit._arguments import errors
+from loopkit._arguments.validate import check_flag, check_whole
+from loopkit.schedules import binomial
+
+SEGMENT = 300.0
+"""Nanoseconds that a segment costs beyond its steps."""
+CACHES = (1 << 20, 0.06), (1 << 25, 0.12), (math.inf, 1.2)
+"""Up to so many bytes in use, so many nanoseconds to write and read one of them. Beyond the last
+cache, memory is new at every call, and has to be cleared by the system first."""
+
+TRANSFER = 0.1
+"""Nanoseconds to bring a byte to the host and back."""
+COUNTERS = 512
+"""Bytes of step numbers and the like."""
+TABLES = 384
+"""Bytes that following a schedule takes beside them."""
+SPARED = 16
+"""Slots up to which the first has no memory."""
+
+Store = Literal["carries", "residuals"]
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """A budget in bytes."""
+
+    count: int
+    loops: int = 1
+    """How many loops share it, in equal parts."""
+    host: int | None = None
+    """Of checkpoints in the host's memory; None if they are kept on the device."""
+
+
+class Step(NamedTuple):
+    """What planning has to know of one step of a loop."""
+
+    carry_bytes: int
+    """Of what a checkpoint holds."""
+    residual_bytes: int
+    """Of what the derivative reads, loop constants excluded."""
+    run: float = 1.0
+    """Nanoseconds to run it."""
+    record: float = 1.0
+    """Nanoseconds to run it and make its residuals."""
+    remake: float = 1.0
+    """Nanoseconds to make its residuals from the carry."""
+    factor_bytes: int = 0
+    """Of the factors of products that are put off to the end of a segment."""
+    sum_bytes: int = 0
+    """Of what is summed over the steps: the cotangents of the loop's constants."""
+
+    log_bytes: int = 0
+    """Of what it displaces in buffers, where that is logged so that checkpoints leave them out."""
+    buffer_bytes: int = 0
+    """Of those buffers."""
+
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        """What is worth storing of the segment at hand.
+
+        From stored carries, buffers are taken back a step at a time, which costs a loop a step.
+        """
+        if self.log_bytes and self.residual_bytes < self.buffer_bytes:
+            return ("residuals",)
+        return ("carries", "residuals")
+
+    def row_bytes(self, store: Store) -> int:
+        return self.residual_bytes if store == "residuals" else self.carry_bytes
+
+
+UNKNOWN = Step(0, 0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the backward pass of a loop keeps: accepted by `checkpoints`.
+
+        Plan(slots=8, segment=16)      # 8 carries, and those of the 16 steps being reversed
+
+    The other fields are filled in for the loop that it is used for.
+    """
+
+    slots: int
+    """Carries saved at the starts of segments, the initial one among them; as many as steps: one
+    for each, and no replay."""
+    segment: int = 1
+    """Steps in a segment, the unit of checkpointing."""
+    store: Store = "carries"
+    """What is stored of each step of the segment at hand."""
+    keeps_all: bool = False
+    """Whether the forward pass itself stores the residuals of every step."""
+    thinned: bool = False
+    """Whether checkpoints are thinned evenly; else the one that costs least is dropped."""
+    host: bool = False
+    """Whether what the forward pass saves is kept in the host's memory."""
+    bound: int | None = None
+    """The most steps the loop can take; None if nothing bounds it."""
+    exact: bool = False
+    """Whether it takes just that many."""
+    step: Step = UNKNOWN
+    """The loop's step."""
+
+    def __post_init__(self) -> None:
+        put = ft.partial(object.__setattr__, self)
+        for name in ("keeps_all", "thinned", "host", "exact"):
+            put(name, check_flag("Plan", name, getattr(self, name)))
+        if self.bound is not None:
+            expected = "an int >= 0, steps, or None"
+            put("bound", check_whole("Plan", "bound", self.bound, 0, expected))
+        few = int(not self.keeps_all and self.bound != 0)
+        for name, least, what in (("slots", few, "carries to keep"), ("segment", 1, "steps")):
+            expected = f"an int >= {least}, {what}"
+            put(name, check_whole("Plan", name, getattr(self, name), least, expected))
+        if self.store not in get_args(Store):
+            expected = f"must be one of {', '.join(map(repr, get_args(Store)))}"
+            advice = "It says what is stored of each step of the segment at hand."
+            raise errors.wrong_value("Plan", "store", expected, repr(self.store), advice)
+        if not isinstance(self.step, Step):
+            advice = "Leave it out: it is filled in for the loop."
+            raise errors.wrong_type("Plan", "step", "must be a Step", repr(self.step), advice)
+
+    @property
+    def direct(self) -> bool:
+        """Whether every segment has a slot of its own, so that no step is run a third time."""
+        return self.bound is not None and self.slots * self.segment >= self.bound
+
+    @property
+    def every_carry(self) -> bool:
+        """Whether the forward pass stores the carry of every step."""
+        return self.bound is not None and self.store == "carries" and self.slots >= self.bound
+
+    @property
+    def segments(self) -> int | None:
+        return None if self.bound is None else -(-self.bound // self.segment)
+
+    @property
+    def spared(self) -> int:
+        """1 if the first slot has no memory: the initial carry is at hand anyway. Else 0.
+
+        To choose between that and the others takes compile time, for little where they are many.
+        """
+        return int(self.slots <= SPARED and not self.every_carry)
+
+    @property
+    def rows(self) -> int:
+        """Slots that have memory."""
+        return self.slots - self.spared
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of what the forward pass hands on to the backward pass."""
+        if self.keeps_all:
+            return (self.bound or 0) * self.step.residual_bytes
+        return self.rows * self.step.carry_bytes + (0 if self.direct else 4 * self.slots)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of what is stored of the segment at hand."""
+        if self.segment == 1 or self.keeps_all:
+            return 0
+        row = 0 if self.every_carry else self.step.row_bytes(self.store)
+        return self.segment * (row + self.step.factor_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted: what the gradient of the loop needs beyond that of a single step.
+
+        Of the device's memory.
+        """
+        if self.bound is not None and self.bound <= 1:
+            return 0
+        return self.slot_bytes - self.host_bytes + self.row_bytes + self.least_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of checkpoints in the host's memory."""
+        return self.slot_bytes if self.host else 0
+
+    @property
+    def least_bytes(self) -> int:
+        """What any plan needs: the carry on its way, the sums, a few counters."""
+        counters = 0 if self.every_carry or self.keeps_all else COUNTERS
+        if counters and not self.direct:
+            counters += TABLES
+        log = 0 if self.keeps_all else (self.bound or 0) * self.step.log_bytes
+        carry = self.step.carry_bytes + self.step.buffer_bytes
+        return carry + log + self.step.sum_bytes + counters
+
+    def evaluations(self, steps: int | None = None) -> tuple[int, int]:
+        """Predicted runs of the body, forward and backward, for a loop of `steps` steps.
+
+        The number of steps is the bound by default. Where it is not known beforehand the backward
+        count is that of the best placement, which online placement comes close to.
+        """
+        steps = self._steps("evaluations", steps)
+        if self.keeps_all:
+            return steps, 0
+        if steps == 0 or self.direct:
+            return steps, steps
+        units = -(-steps // self.segment)
+        climbed = binomial.evaluations(units, self.slots) - units
+        return steps, steps + climbed * self.segment
+
+    @property
+    def stored(self) -> str:
+        """What is stored, in words."""
+        where = " on the host" if self.host else ""
+        if self.keeps_all:
+            return f"the residuals of every step{where}"
+        if self.every_carry:
+            return f"the carry of every step{where}"
+        words = f"{self.slots} carries{where}"
+        if self.segment > 1:
+            words += f", then the {self.store} of {self.segment} steps at a time"
+        return words
+
+    def __str__(self) -> str:
+        lines = [f"stores     {self.stored}"]
+        if self.step is not UNKNOWN:
+            of_step = self.step.carry_bytes, self.step.residual_bytes
+            lines.append("of a step  {:,} bytes of carry, {:,} of residuals".format(*of_step))
+            lines.append(f"peak       {self.peak_bytes:,} bytes")
+            if self.host:
+                lines.append(f"host       {self.host_bytes:,} bytes")
+        if self.bound is not None:
+            run, again = self.evaluations()
+            at_most = "" if self.exact else "at most "
+            lines.append(f"steps      {at_most}{self.bound:,}")
+            lines.append(f"runs       {run:,} forward, {again:,} backward")
+        return "\n".join(["Plan", *(f"  {line}" for line in lines)])
+
+    def plot(self, steps: int | None = None, ax: Any = None) -> Any:
+        """Draw the schedule: the step at hand over time, and below it the bytes in use.
+
+        **Arguments:**
+
+        - `steps`: how many steps the loop takes; its bound by default.
+        - `ax`: a pair of matplotlib axes; new ones by default.
+
+        **Returns:**
+
+        The matplotlib figure. Needs matplotlib, which `pip install loopkit[plot]` brings.
+        """
+        from loopkit._plans.plot import draw
+
+        return draw(self, self._steps("plot", steps), ax)
+
+    def _steps(self, method: str, steps: Any) -> int:
+        """How many steps a loop takes, by default its bound."""
+        steps = self.bound if steps is None else steps
+        if steps is None:
+            raise ValueError(
+                f"loopkit.Plan.{method}: `steps` must be given for a loop without a bound, got "
+                "None. Pass the number of steps that the loop takes."
+            )
+        return check_whole(f"Plan.{method}", "steps", steps, 0, "an int >= 0, steps of the loop")
+
+    def nanoseconds(self, steps: int) -> float:
+        """Predicted time, less that of the steps' reversal proper: for comparing plans."""
+        step, steps = self.step, self._steps("nanoseconds", steps)
+        in_use = self.peak_bytes
+        price = next(p for size, p in CACHES if in_use <= size)
+        save = TRANSFER if self.host else price
+        if self.keeps_all:
+            return steps * (step.record + save * step.residual_bytes)
+        log = steps * price * 2 * step.log_bytes
+        if self.every_carry:
+            return log + steps * (step.run + step.remake + save * step.carry_bytes)
+        units = -(-steps // self.segment)
+        run, again = self.evaluations(steps)
+        row = price * step.row_bytes(self.store) if self.segment > 1 else 0
+        replay = step.record + row
+        if self.store == "carries":
+            replay = step.run * (1 - 1 / self.segment) + step.remake + row
+        passes = (run + again - steps) * step.run
+        return log + passes + steps * replay + units * (SEGMENT + save * step.carry_bytes)
+
+
+Budget = int | str | Bytes | Plan | None

@@ -1,0 +1,242 @@
+"""Bytes in, plan out: how many checkpoints, how far apart, and what is stored between them.
+
+Of all plans within a budget, that of least predicted time is taken. Bytes count as well as steps:
+what is written and read has a price that rises where it leaves the caches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from loopkit._plans.plan import SPARED, Budget, Bytes, Plan, Step, Store
+
+SMALL = 1 << 19
+"""Bytes of checkpoints, and of rows, that a loop may use whose steps are not known: what a core's
+cache holds, and what is set to zero in no time."""
+FEW = 32
+"""Slots that such a loop may use, however large its carry."""
+MANY = 1024
+"""Slots, and steps to a segment, that it needs at most, however small its carry."""
+PLACED = 128
+"""Slots at most where a schedule places the checkpoints online: its tables grow with them."""
+SPLIT = 512
+"""Slots at most where recomputation is split."""
+ALIKE = 2
+"""Residuals up to this many times the log of a step are stored in its place: all of them."""
+REACH = 100
+"""Steps to a carry of its budget for which a loop without a bound is planned."""
+
+
+def best_plan(
+    budget: Budget, bound: int | None, exact: bool, steps: Sequence[Step], name: str = "while_loop"
+) -> Plan:
+    """The plan for a loop whose steps can be undone or saved in several ways.
+
+    Of one plan for each, that of fewest bytes, or, within a budget of bytes, of least time.
+    """
+    plans, error = [], None
+    for step in steps:
+        try:
+            plans.append(make_plan(budget, bound, exact, step, name))
+        except ValueError as wrong:
+            error = wrong
+    if error is not None and not plans:
+        raise error
+    if isinstance(budget, Bytes):
+        return min(plans, key=lambda p: p.nanoseconds(bound or REACH))
+    return min(plans, key=lambda p: p.peak_bytes)
+
+
+def make_plan(
+    budget: Budget, bound: int | None, exact: bool, step: Step, name: str = "while_loop"
+) -> Plan:
+    """The plan for a loop.
+
+    **Arguments:**
+
+    - `budget`: None, a number of carries, "all", `Bytes`, or a Plan.
+    - `bound`: the most steps; `exact` if it takes just that many.
+    - `step`: what one step costs.
+    """
+    loop = Plan(1, bound=bound, exact=exact, step=step)
+    if not step.carry_bytes and bound and (budget is None or isinstance(budget, int)):
+        return _without_carry(loop, bound)
+    step = step._replace(carry_bytes=max(step.carry_bytes, 1))
+    loop = replace(loop, step=step)
+    if isinstance(budget, Plan):
+        return _adapted(budget, loop)
+    if budget == "all":
+        assert bound is not None, "checked with the arguments"
+        return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
+    if isinstance(budget, Bytes):
+        loops, host = budget.loops, budget.host
+        if host is not None:
+            loop, host = replace(loop, host=True), host // loops
+        return _cheapest(budget.count // loops, loop, name, host, loops=loops)
+    if isinstance(budget, int):
+        return _in_carries(budget, loop)
+    return _default(loop)
+
+
+def _without_carry(loop: Plan, bound: int) -> Plan:
+    """Where nothing has to be saved to run a step again, no step is run to get to another."""
+    if not loop.step.residual_bytes:
+        return replace(loop, segment=bound, store="residuals", keeps_all=True)
+    segment = min(16, bound) if loop.step.factor_bytes else 1
+    return replace(loop, slots=-(-bound // segment) * segment, segment=segment)
+
+
+def _adapted(plan: Plan, loop: Plan) -> Plan:
+    """A plan made elsewhere, for this loop."""
+    if plan.keeps_all and loop.bound is None:
+        raise ValueError(
+            "loopkit: `checkpoints` can be a plan that stores every step only if the number of "
+            f"steps is bounded, got {plan} and max_steps=None. Pass `max_steps`."
+        )
+    if plan.keeps_all:
+        plan = replace(plan, segment=max(1, loop.bound or 1), store="residuals")
+    return replace(plan, bound=loop.bound, exact=loop.exact, step=loop.step)
+
+
+def _default(loop: Plan) -> Plan:
+    """One extra forward pass, and about the square root of the steps in memory."""
+    step, bound = loop.step, loop.bound
+    if bound is not None and step.log_bytes and step.residual_bytes <= ALIKE * step.log_bytes:
+        return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
+    if loop.exact:
+        assert bound is not None, "a loop that takes just so many steps has a length"
+        candidates = [_balanced(loop, store, bound) for store in step.stores]
+        return min(candidates, key=lambda p: p.nanoseconds(bound))
+    store = _cheaper_store(loop)
+    row = max(step.row_bytes(store) + step.factor_bytes, 1)
+    most = min(MANY, max(FEW, SMALL // step.carry_bytes))
+    rows = min(MANY, max(FEW // 4, SMALL // row))
+    if bound is not None and bound <= 16 * most * rows:
+        return _balanced(loop, store, 2 * most)
+    return replace(
+        loop, slots=min(most, PLACED), segment=min(rows, PLACED), store=store, thinned=True
+    )
+
+
+def _balanced(loop: Plan, store: Store, most: int) -> Plan:
+    """A slot for every segment, slots and rows of about the same size."""
+    step, bound = loop.step, loop.bound or 0
+    row = step.row_bytes(store) + step.factor_bytes
+    slots = max(1, min(bound, most, _root(bound * row / step.carry_bytes)))
+    segment = max(1, -(-bound // slots))
+    if loop.exact:
+        segment = _near_divisor(bound, segment)
+    return replace(loop, slots=max(1, -(-bound // segment)), segment=segment, store=store)
+
+
+def _near_divisor(bound: int, segment: int) -> int:
+    """A divisor of `bound` near `segment`: segments all of one length have a trip count."""
+    near = range(max(1, math.ceil(0.7 * segment)), math.floor(1.4 * segment) + 1)
+    divisors = [k for k in near if bound % k == 0]
+    return min(divisors, key=lambda k: abs(k - segment), default=segment)
+
+
+def _cheaper_store(loop: Plan) -> Store:
+    """What a long segment had better store."""
+    plans = [replace(loop, slots=1, segment=16, store=s) for s in loop.step.stores]
+    return min(plans, key=lambda p: p.nanoseconds(16)).store
+
+
+def _root(value: float) -> int:
+    """The square root, rounded up."""
+    return math.isqrt(max(0, math.ceil(value) - 1)) + 1
+
+
+def _in_carries(budget: int, loop: Plan) -> Plan:
+    """At most `budget` carries, of which a row of a segment is as many as it has the bytes of."""
+    bound = loop.bound
+    if bound is not None and budget >= bound:
+        return replace(loop, slots=max(bound, 1))
+    count = budget * (loop.step.carry_bytes + 4) + loop.least_bytes
+    return _cheapest(count, loop, "", most=budget)
+
+
+@lru_cache(maxsize=256)
+def _cheapest(
+    count: int, loop: Plan, name: str, host: Any = None, most: Any = None, loops: int = 1
+) -> Plan:
+    """The plan of least predicted time that needs at most `count` bytes, and `most` slots.
+
+    Checkpoints may be in so many bytes of the host's memory.
+    """
+    bound, step = loop.bound, loop.step
+    steps = bound
+    if steps is None:
+        steps = REACH * max(1, min(count // step.carry_bytes, MANY))
+    room = count if host is None else host
+    plans = [
+        p
+        for p in _candidates(count, room, loop, steps, most)
+        if p.peak_bytes <= count and p.host_bytes <= room
+    ]
+    if plans:
+        return min(plans, key=lambda p: p.nanoseconds(steps))
+    if most is not None:
+        return replace(loop, slots=1)
+    least = replace(loop, slots=_fewest(loop))
+    each = " for each of the loops that share it" if loops > 1 else ""
+    if host is not None and host < least.host_bytes:
+        raise ValueError(
+            f"loopkit.{name}: `memory` must be at least {least.host_bytes * loops} bytes on the "
+            f"host, got {host * loops} bytes. That is one checkpoint{each}. Pass more for 'host'."
+        )
+    needed = least.peak_bytes * loops
+    raise ValueError(
+        f"loopkit.{name}: `memory` must be at least {needed} bytes, got {count * loops} "
+        f"bytes. That is a carry of {step.carry_bytes} bytes, and what else a gradient needs "
+        f"however little is kept{each}. Pass `memory={needed}` or more."
+    )
+
+
+def _candidates(count: int, room: int, loop: Plan, steps: int, most: int | None) -> Iterator[Plan]:
+    """Plans whose checkpoints are in `room` bytes, and near `count` bytes on the device."""
+    step, bound = loop.step, loop.bound
+    if bound is not None:
+        yield replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
+        for segment in {1, min(16, bound)} - {0} if "carries" in step.stores else ():
+            yield replace(loop, slots=-(-bound // segment) * segment, segment=segment)
+    for store in step.stores:
+        for segment in _leaves(steps, loop.exact):
+            units = -(-steps // segment)
+            plan = replace(loop, slots=1, segment=segment, store=store)
+            left = room if loop.host else count - plan.row_bytes - plan.least_bytes
+            slots = _slots_in(left, step.carry_bytes)
+            if slots < units or bound is None:
+                slots = _slots_in(left, step.carry_bytes, place=4)
+                slots = min(slots, SPLIT if loop.exact else PLACED)
+            slots = min(slots, units)
+            if most is not None:
+                slots = min(slots, most - (plan.row_bytes > 0))
+            if slots >= min(units, _fewest(loop)) and not (slots >= steps and segment > 1):
+                yield replace(plan, slots=slots)
+
+
+def _slots_in(count: int, carry: int, place: int = 0) -> int:
+    """How many slots so many bytes are enough for, with `place` bytes each beside the carries."""
+    few = (count + carry) // (carry + place)  # of which one has no carry
+    return max(count // (carry + place), min(few, SPARED))
+
+
+def _fewest(loop: Plan) -> int:
+    """Slots, so that one has memory if it is to be on the host."""
+    return 2 if loop.host else 1
+
+
+def _leaves(steps: int, exact: bool) -> list[int]:
+    """Segment lengths to try."""
+    leaves, segment = [], 1.0
+    while segment <= min(steps, 4 * MANY):
+        leaves.append(
+            _near_divisor(steps, int(segment)) if exact and segment >= 8 else int(segment)
+        )
+        segment = max(segment + 1, segment * 1.15)
+    return sorted(set(leaves))

@@ -1,0 +1,131 @@
+"""A picture of a plan: which step is at hand when, and what is stored meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from loopkit._arguments import errors
+from loopkit.schedules import online, reversal
+from loopkit.schedules.actions import Action, Advance, Discard, Restore, Reverse, Save
+
+Plan = Any
+"""A `loopkit.Plan`, which imports this file."""
+
+KINDS = {
+    "forward": ("-", "tab:blue"),
+    "recomputed": ("-", "tab:orange"),
+    "replayed": (":", "tab:orange"),
+    "reversed": ("-", "tab:red"),
+}
+"""Line style and colour."""
+
+
+class Stretch(NamedTuple):
+    """Steps run or reversed one after another."""
+
+    kind: str
+    time: int
+    """Steps run and reversed before."""
+    start: int
+    stop: int
+
+
+class Picture(NamedTuple):
+    """What is drawn, in steps and bytes."""
+
+    stretches: list[Stretch]
+    saves: list[tuple[int, int]]
+    """(time, step) of every checkpoint."""
+    in_use: list[tuple[int, int]]
+    """(time, bytes from then on)"""
+
+
+def picture(plan: Plan, steps: int) -> Picture:
+    """The schedule of a loop of `steps` steps."""
+    if plan.keeps_all or plan.every_carry:
+        return _every_step(plan, steps)
+    units = -(-steps // plan.segment)
+    if plan.direct or plan.exact:
+        actions: Iterable[Action] = reversal.gradient(units, plan.slots)
+    else:
+        actions = reversal.online_gradient(online.cheapest(plan.slots, units), units)
+    drawn = Picture([], [], [(0, 0)])
+    time, held, swept = 0, set(), False
+
+    def run(kind: str, start: int, stop: int) -> None:
+        nonlocal time
+        drawn.stretches.append(Stretch(kind, time, start, stop))
+        time += abs(stop - start)
+
+    def use(rows: int = 0) -> None:
+        drawn.in_use.append((time, len(held) * plan.step.carry_bytes + rows))
+
+    for action in actions:
+        match action:
+            case Advance(start, stop):
+                kind = "recomputed" if swept else "forward"
+                run(kind, start * plan.segment, min(stop * plan.segment, steps))
+            case Save(unit, slot):
+                if unit or not plan.spared:  # the initial carry is there anyway
+                    held.add(slot)
+                drawn.saves.append((time, unit * plan.segment))
+                use()
+            case Restore():
+                swept = True
+            case Discard(slot):
+                held.discard(slot)
+                use()
+            case Reverse(unit):
+                first, last = unit * plan.segment, min((unit + 1) * plan.segment, steps)
+                use(plan.row_bytes)
+                if plan.segment > 1:
+                    run("replayed", first, last)
+                run("reversed", last, first)
+                use()
+    return drawn
+
+
+def _every_step(plan: Plan, steps: int) -> Picture:
+    row = plan.step.residual_bytes if plan.keeps_all else plan.step.carry_bytes
+    stretches = [Stretch("forward", 0, 0, steps), Stretch("reversed", steps, steps, 0)]
+    saves = [] if plan.keeps_all else [(t, t) for t in range(steps)]
+    return Picture(stretches, saves, [(0, 0), (1, row), (steps, steps * row), (2 * steps, 0)])
+
+
+def draw(plan: Plan, steps: int, ax: Any) -> Any:
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError(
+            "loopkit.Plan.plot: matplotlib must be installed to draw, and was not found. "
+            "Run `pip install loopkit[plot]`."
+        ) from error
+    if ax is None:
+        _, ax = plt.subplots(
+            2, 1, figsize=(8, 5), sharex=True, height_ratios=(3, 1), layout="constrained"
+        )
+    try:
+        above, below = ax
+    except (TypeError, ValueError):
+        advice = "Pass two axes of matplotlib, or leave it out."
+        raise errors.wrong_type(
+            "Plan.plot", "ax", "must be a pair of axes", repr(ax), advice
+        ) from None
+    drawn = picture(plan, steps)
+    seen: set[str] = set()
+    for kind, time, start, stop in drawn.stretches:
+        style, colour = KINDS[kind]
+        label = None if kind in seen else kind
+        seen.add(kind)
+        end = time + abs(stop - start)
+        above.plot([time, end], [start, stop], style, color=colour, lw=1.5, label=label)
+    if drawn.saves:
+        above.plot(*zip(*drawn.saves, strict=True), "k.", ms=4, label="carry saved")
+    above.set(ylabel="step")
+    above.legend(fontsize="small", loc="upper right")
+    times, sizes = zip(*drawn.in_use, strict=True)
+    below.step(times, sizes, where="post", color="0.3")
+    below.fill_between(times, sizes, step="post", color="0.85")
+    below.set(xlabel="steps run and reversed", ylabel="bytes stored", ylim=(0, None))
+    return above.figure

@@ -1,0 +1,1 @@
+"""Programs that are known already: the very same functions, or the same equations."""

@@ -1,0 +1,200 @@
+"""What the loops inside a function store, and what they run again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from loopkit import _jax
+from loopkit._arguments import validate
+from loopkit._arguments.errors import size
+from loopkit._engine.derivative.reversal import reversal
+from loopkit._engine.derivative.split import split_step
+from loopkit._engine.facts.activity import moving_activity
+from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, kept, spread
+from loopkit._jaxprs import equations
+from loopkit._plans.plan import Plan
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One loop inside a function."""
+
+    name: str
+    """Of the function that the user called: "loopkit.scan", "lax.scan", ..."""
+    source: str
+    """"file:line" of the call."""
+    plan: Plan
+    """Of a loop of lax: that it stores every step."""
+    scan_bytes: int | None
+    """What jax.lax.scan would store in all; None if nothing bounds the loop."""
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        plan = self.plan
+        steps = "no bound" if plan.bound is None else f"{plan.bound:,}"
+        if plan.bound is not None and not plan.exact:
+            steps = f"<= {steps}"
+        if not self.name.startswith("loopkit"):
+            stored, peak, runs = "every step", "", (plan.bound, 0)
+        else:
+            stored, peak = plan.stored, size(plan.peak_bytes)
+            runs = (None, None) if plan.bound is None else plan.evaluations()
+        forward, backward = ("" if r is None else f"{r:,}" for r in runs)
+        return (
+            self.name,
+            self.source,
+            steps,
+            size(plan.step.carry_bytes),
+            size(plan.step.residual_bytes),
+            stored,
+            peak,
+            forward,
+            backward,
+            "" if self.scan_bytes is None else size(self.scan_bytes),
+        )
+
+
+HEADER = ("loop", "source", "steps", "carry", "residuals", "stored", "peak")
+HEADER += ("runs forward", "backward", "as lax.scan")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The loops of a function, in the order in which it meets them. Prints as a table."""
+
+    loops: tuple[Explained, ...]
+
+    def __str__(self) -> str:
+        if not self.loops:
+            return "no loops"
+        rows = [HEADER, *(loop.row for loop in self.loops)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def plot(self, steps: int | None = None) -> list[Any]:
+        """A picture of each loop of loopkit, as `Plan.plot` draws it."""
+        return [e.plan.plot(steps) for e in self.loops if e.name.startswith("loopkit")]
+
+
+def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
+    """What the loops inside `fn` store for a gradient, and how much they run again.
+
+    Nothing is run: `fn` is traced on the types of its arguments.
+
+    **Arguments:**
+
+    - `fn`: a function that calls loops, of loopkit or of lax, at any depth.
+    - `args`, `kwargs`: its arguments, or `jax.ShapeDtypeStruct`s. Arrays, floats and complex
+      numbers become abstract; other leaves are passed to `fn` as they are.
+
+    **Returns:**
+
+    An `Explanation`: printed, a table with a row for each loop. Bytes are of one step under
+    `carry` and `residuals`; `peak` is what the gradient of the loop is predicted to need beyond
+    that of one step; `runs` count evaluations of the body; the last column is what `jax.lax.scan`
+    would store.
+
+    **Raises:** `TypeError` if `fn` is not callable.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp
+        import loopkit
+
+        def loss(x):
+            step = lambda x, _: (jnp.sin(x), None)
+            return jnp.sum(loopkit.scan(step, x, length=1000)[0])
+
+        str(loopkit.explain(loss, jnp.ones(50)))
+        ```
+    """
+    validate.check_callable("explain", "fn", fn)
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    traced = [validate.is_traced(v) or isinstance(v, jax.ShapeDtypeStruct) for v in leaves]
+
+    def flat(*values: Any) -> Any:
+        args, kwargs = tree.unflatten(spread(values, traced, leaves))
+        return list(filter(validate.is_traced, jax.tree.leaves(fn(*args, **kwargs))))
+
+    jaxpr = jax.make_jaxpr(flat)(*kept(leaves, traced))
+    seen: set[int] = set()
+    found = []
+    for eqn in equations.all_equations(jaxpr):
+        loop = eqn.params.get("loop")
+        if isinstance(loop, Loop):
+            if id(loop) not in seen:
+                seen.add(id(loop))
+                found.append(_of_loopkit(eqn, loop))
+        elif eqn.primitive.name in ("scan", "while"):
+            found.append(_of_lax(eqn))
+    return Explanation(tuple(found))
+
+
+def plan(fn: Callable, *args: Any, **kwargs: Any) -> Plan:
+    """The plan of the loop that `fn(*args, **kwargs)` runs.
+
+    It is what `checkpoints` accepts: change it with `dataclasses.replace`, and give it to the loop.
+
+    **Arguments:** as for `loopkit.explain`.
+
+    **Raises:** `TypeError` if `fn` is not callable; `ValueError` unless it runs one loop of
+    loopkit.
+    """
+    validate.check_callable("plan", "fn", fn)
+    found = [e.plan for e in explain(fn, *args, **kwargs).loops if e.name.startswith("loopkit")]
+    if len(found) != 1:
+        raise ValueError(
+            f"loopkit.plan: `fn` must run one loop of loopkit, got {len(found)}. For others "
+            "there is `loopkit.explain`."
+        )
+    return found[0]
+
+
+def _source(eqn: Any) -> str:
+    found = _jax.source_of(eqn)
+    return "?" if found is None else f"{os.path.basename(found[0])}:{found[1]}"
+
+
+def _of_loopkit(eqn: Any, loop: Loop) -> Explained:
+    how = reversal(loop, _everything(loop))
+    of_step = how.split.uncut_bytes
+    whole = None if loop.length is None else loop.length * of_step
+    return Explained(f"loopkit.{loop.name}", _source(eqn), how.plan, whole)
+
+
+def _of_lax(eqn: Any) -> Explained:
+    """A loop of lax, as if it were differentiated. A while loop has no gradient, and no length."""
+    params, source = eqn.params, _source(eqn)
+    if eqn.primitive.name == "while":
+        carry = params["body_jaxpr"].in_avals[params["body_nconsts"] :]
+        size = _jax.byte_count(*carry)
+        return Explained("lax.while_loop", source, _with_bytes(Plan(1), size, 0), None)
+    consts, carries = _jax.scan_counts(params)
+    xs, ys = len(eqn.invars) - consts - carries, len(eqn.outvars) - carries
+    records = (Const(),) * consts, (CarryLeaf(),) * carries, (Input(),) * xs, (Output(),) * ys
+    loop = Loop(None, params["jaxpr"], 0, *records, params["length"], name="scan")
+    split = split_step(loop, _everything(loop))
+    carry = _jax.byte_count(*loop.carry_types)
+    bounded = Plan(1, bound=loop.length, exact=True)
+    stored = split.uncut_bytes
+    assert loop.length is not None
+    return Explained("lax.scan", source, _with_bytes(bounded, carry, stored), loop.length * stored)
+
+
+def _with_bytes(bare: Plan, carry: int, residuals: int) -> Plan:
+    step = bare.step._replace(carry_bytes=carry, residual_bytes=residuals)
+    return replace(bare, step=step)
+
+
+def _everything(loop: Loop) -> Any:
+    """Every operand that can have a tangent has one."""
+    types = [*loop.const_types, *loop.body.in_avals[loop.const_count :]]
+    flags = list(map(_jax.is_differentiable, types))
+    return moving_activity(loop, loop.split([False] * loop.cond_const_count + flags)[0])

@@ -1,0 +1,218 @@
+"""Whether compiled loops copy what they carry."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from loopkit import _jax
+from loopkit._arguments import validate
+from loopkit._engine.loop import kept, spread
+from loopkit._engine.primitives import while_p
+from loopkit._jaxprs import equations
+from loopkit._reports.hlo import Instruction, Program
+
+_KINDS = {"b": "pred", "i": "s", "u": "u", "f": "f", "c": "c"}
+
+
+@dataclass(frozen=True)
+class Copy:
+    """An array that every step of a compiled loop copies."""
+
+    type: str
+    """As the compiler writes it: f32[500,7]."""
+    bytes: int
+    leaf: str
+    """The leaves of a carry that have this type; empty if none has."""
+    element: int | None
+    """Which element of the compiled loop's carry it belongs to, if that can be told."""
+    source: str
+    """file:line, or "" if the compiler does not say."""
+    instruction: str
+
+    def __str__(self) -> str:
+        of = f" of {self.leaf}" if self.leaf else ""
+        at = f" at {self.source}" if self.source else ""
+        return f"{self.type}, {self.bytes:,} bytes{of}{at} ({self.instruction})"
+
+
+@dataclass(frozen=True)
+class InPlaceReport:
+    """What the loops of a compiled program copy in each of their steps. It prints as a list."""
+
+    copies: tuple[Copy, ...]
+    loops: int
+    """How many loops there are in the compiled program."""
+    min_bytes: int
+
+    def __bool__(self) -> bool:
+        """Whether everything is in place."""
+        return not self.copies
+
+    def __str__(self) -> str:
+        looked = f"{self.loops} compiled loop{'s' * (self.loops != 1)}"
+        if not self.copies:
+            return f"in place: {looked}, no copy of {self.min_bytes:,} bytes or more in a step"
+        lines = [f"  {c}" for c in self.copies]
+        return "\n".join([f"{len(lines)} in the steps of {looked}:", *lines])
+
+
+def in_place_report(
+    fn: Callable, *args: Any, grad: bool = False, min_bytes: int = 1024
+) -> InPlaceReport:
+    """The copies that the compiled loops of `fn(*args)` make in every step.
+
+    **Arguments:**
+
+    - `fn`, `args`: a function of trees of arrays; of `jax.ShapeDtypeStruct`s where the values do
+      not matter. What is neither array nor number, such as a string or a function, is static.
+    - `grad`: look at the gradient with respect to all floating-point arguments instead.
+    - `min_bytes`: copies of smaller arrays are left out.
+
+    **Returns:**
+
+    An `InPlaceReport`: true if there is none, and a list of them when it is printed.
+    """
+    name = "assert_in_place"
+    validate.check_callable(name, "fn", fn)
+    grad = validate.check_flag(name, "grad", grad)
+    min_bytes = validate.check_whole(name, "min_bytes", min_bytes, 0, "an int >= 0, in bytes")
+    fn, arrays = _of_arrays(fn, args)
+    names = _leaf_names(jax.make_jaxpr(fn)(*arrays))
+    lowered = jax.jit(fn).lower(*arrays)
+    if grad:
+        cotangents = jax.tree.map(_cotangent_type, jax.eval_shape(fn, *arrays))
+
+        def gradient(arrays: Sequence[Any], cotangents: Any) -> Any:
+            moving = [_jax.is_differentiable(jax.typeof(v)) for v in arrays]
+            of = lambda *values: fn(*spread(values, moving, arrays))
+            return jax.vjp(of, *kept(arrays, moving))[1](cotangents)
+
+        lowered = jax.jit(gradient).lower(arrays, cotangents)
+    return _report(lowered.compile().as_text() or "", names, min_bytes)
+
+
+def assert_in_place(
+    fn: Callable, *args: Any, grad: bool = False, min_bytes: int = 1024
+) -> InPlaceReport:
+    """Fail if a compiled loop of `fn(*args)` copies an array of its carry in every step.
+
+    Arguments and result are those of `in_place_report`. `jax.jit` compiles `fn` for the default
+    device, and nothing is run.
+
+    **Raises:**
+
+    `AssertionError`, with a list of the copies: type, bytes, the carry leaves of that type, source
+    line.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp
+        import loopkit
+
+        def sums(xs):
+            def step(i, ys):
+                return ys.at[i].set(xs[i] + ys[i - 1])
+            return loopkit.fori_loop(1, len(xs), step, xs, buffers=True)
+
+        loopkit.assert_in_place(sums, jnp.ones((1000, 3)))
+        ```
+    """
+    report = in_place_report(fn, *args, grad=grad, min_bytes=min_bytes)
+    assert report, f"loopkit.assert_in_place: expected no copies, got {report}"
+    return report
+
+
+def _of_arrays(fn: Callable, args: tuple) -> tuple[Callable, list]:
+    """`fn` of its arrays and numbers alone, and those."""
+    leaves, tree = jax.tree.flatten(args)
+    given = [hasattr(v, "dtype") or isinstance(v, numbers.Number) for v in leaves]
+    return lambda *arrays: fn(*tree.unflatten(spread(arrays, given, leaves))), kept(leaves, given)
+
+
+def _cotangent_type(out: Any) -> Any:
+    dtype = out.dtype if jnp.issubdtype(out.dtype, jnp.inexact) else jax.dtypes.float0
+    return jax.ShapeDtypeStruct(out.shape, dtype)
+
+
+def _leaf_names(jaxpr: Any) -> dict[str, list[str]]:
+    """The carry leaves of the loops in a jaxpr, by their type."""
+    names: dict[str, list[str]] = {}
+    for loop, leaf, aval in _carries(jaxpr):
+        found = names.setdefault(_hlo_type(aval), [])
+        text = f"`{leaf}` of {loop}"
+        if text not in found:
+            found.append(text)
+    return names
+
+
+def _carries(jaxpr: Any) -> Iterator[tuple[str, str, Any]]:
+    for eqn in equations.all_equations(jaxpr):
+        name, params = eqn.primitive.name, eqn.params
+        if eqn.primitive is while_p:
+            loop = params["loop"]
+            for i, (leaf, aval) in enumerate(zip(loop.carry, loop.carry_types, strict=True)):
+                yield f"loopkit.{loop.name}", leaf.name or f"carry leaf {i}", aval
+        if name == "scan":
+            # A carry leaf goes in as it comes out; a y is one row of what comes out.
+            body = _jax.open_jaxpr(params["jaxpr"])
+            for i, (inside, v) in enumerate(zip(body.outvars, eqn.outvars, strict=True)):
+                if inside.aval.shape == v.aval.shape:
+                    yield "lax.scan", f"carry leaf {i}", v.aval
+        if name == "while":
+            for i, v in enumerate(eqn.outvars):
+                yield "lax.while_loop", f"carry leaf {i}", v.aval
+
+
+def _hlo_type(aval: Any) -> str:
+    dtype = aval.dtype
+    kind = _KINDS.get(getattr(dtype, "kind", ""), "")
+    name = "pred" if kind == "pred" else f"{kind}{8 * dtype.itemsize}" if kind else str(dtype)
+    name = {"bfloat16": "bf16"}.get(str(dtype), name)
+    return f"{name}[{','.join(map(str, aval.shape))}]"
+
+
+def _report(text: str, names: dict[str, list[str]], min_bytes: int) -> InPlaceReport:
+    program = Program.parse(text)
+    copies = []
+    for body in program.loop_bodies:
+        for computation in program.runs(body):
+            instructions = program.computations[computation]
+            for i in instructions.values():
+                if i.opcode in ("copy", "copy-start") and i.bytes >= min_bytes:
+                    leaf = " or ".join(names.get(i.shape, []))
+                    element = _element(instructions, i) if computation == body else None
+                    source = _source(program, instructions, i)
+                    copies.append(Copy(i.shape, i.bytes, leaf, element, source, i.name))
+    return InPlaceReport(tuple(copies), len(program.loop_bodies), min_bytes)
+
+
+def _element(instructions: dict[str, Instruction], copy: Instruction) -> int | None:
+    """Which element of the loop's carry a copy is made of, or becomes."""
+    at = copy
+    while at.opcode in ("copy", "bitcast") and at.operands and at.operands[0] in instructions:
+        at = instructions[at.operands[0]]
+    if at.opcode == "get-tuple-element":
+        return at.index
+    for i in instructions.values():
+        if i.root and i.opcode == "tuple" and copy.name in i.operands:
+            return i.operands.index(copy.name)
+    return None
+
+
+def _source(program: Program, instructions: dict[str, Instruction], copy: Instruction) -> str:
+    """The line of the user's that a copy is for: its own, or that of what is copied or uses it."""
+    near = [copy, *(instructions[o] for o in copy.operands if o in instructions)]
+    near += [i for i in instructions.values() if copy.name in i.operands]
+    best: list[tuple[str, int]] = []
+    for i in near:
+        lines = [(f, n) for f, n in program.lines(i) if not f.startswith(_jax.PACKAGE)]
+        if len(lines) > len(best):
+            best = lines
+    return "{}:{}".format(*best[0]) if best else ""

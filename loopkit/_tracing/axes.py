@@ -1,0 +1,281 @@
+"""Along which axis each leaf of a tree is sliced or stacked, and whether in place.
+
+An array is sliced where it lies, unless every step would use a few bytes of each of more cache
+lines than are still at hand for the next step. Then it is transposed first. Measured in
+docs/choosing.md.
+"""
+
+from __future__ import annotations
+
+import functools as ft
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from loopkit import _jax
+from loopkit._arguments import errors, validate
+from loopkit._engine.loop import kept, spread
+
+LINE = 64
+"""Bytes of a cache line."""
+FEW = 16
+"""Fewer contiguous bytes than this make poor use of a line."""
+NEAR = 1 << 13
+"""Bytes of cache lines that are still at hand a step later."""
+
+SCAN = "scan"
+
+Axes = Any
+"""A tree prefix of ints and Nones."""
+
+
+class Inputs(NamedTuple):
+    """`xs`, leaf by leaf."""
+
+    tree: Any
+    leaves: list
+    axes: list[int | None]
+    """Where each leaf is sliced; None where it is passed whole."""
+    length: int
+
+    @staticmethod
+    def of(
+        xs: Any, in_axes: Any, length: Any = None, function: str = SCAN, argument: str = "xs"
+    ) -> Inputs:
+        """`xs`, and the number of steps, on which `length` and every leaf of `xs` must agree."""
+        if length is not None:
+            expected = "an int >= 0, the number of steps"
+            length = validate.check_whole(function, "length", length, 0, expected)
+        leaves = jax.tree_util.tree_leaves_with_path(xs)
+        axes = leaf_axes("in_axes", in_axes, xs, f"`{argument}`", function)
+        wrong = ft.partial(errors.wrong_value, function, argument)
+        for (path, leaf), axis in zip(leaves, axes, strict=True):
+            if leaf.ndim == 0 and axis is not None:
+                advice = "Give it a leading axis, one row a step, or close over it."
+                got = errors.short_type(jax.typeof(leaf))
+                raise wrong("must have a leading axis to scan over", got, advice, path)
+        axes = normalised("in_axes", axes, xs, function)
+        first = None
+        for (path, leaf), axis in zip(leaves, axes, strict=True):
+            if axis is None:
+                continue
+            rows, called = leaf.shape[axis], f"axis {axis}" if axis else "leading axis"
+            if length is not None and rows != length:
+                advice = "Leave `length` out, or slice `xs`."
+                got = f"{called} {rows} and length={length}"
+                raise wrong("must have `length` rows", got, advice, path)
+            if first is not None and rows != first[1]:
+                advice = "Every leaf is sliced along its own axis, one row a step."
+                got = f"{rows} rows, and {first[1]} in `{argument}{jax.tree_util.keystr(first[0])}`"
+                raise wrong("must have as many rows in every leaf", got, advice, path)
+            first = (path, rows)
+        if first is not None:
+            length = first[1]
+        if length is None:
+            got = f"`{argument}` without leaves{' to scan over' if leaves else ''} and length=None"
+            where, expected, advice = "length", "must say how many steps to take", "Pass `length`."
+            if function != SCAN:
+                got = "none"
+                where, expected = argument, "must have an array with rows"
+                advice = "How many rows there are is read off them."
+            raise errors.wrong_value(function, where, expected, got, advice)
+        return Inputs(jax.tree.structure(xs), [leaf for _, leaf in leaves], axes, length)
+
+    @property
+    def sliced(self) -> list[bool]:
+        return [a is not None for a in self.axes]
+
+    @property
+    def whole(self) -> list:
+        return kept(self.leaves, [not s for s in self.sliced])
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where the sliced arrays are sliced, once those that gain from it are transposed."""
+        return tuple(
+            in_place(jax.typeof(x), a)
+            for x, a in zip(self.leaves, self.axes, strict=True)
+            if a is not None
+        )
+
+    @property
+    def arrays(self) -> list:
+        axes = [a for a in self.axes if a is not None]
+        arrays = zip(kept(self.leaves, self.sliced), axes, self.places, strict=True)
+        return [x if a == place else jnp.moveaxis(x, a, place) for x, a, place in arrays]
+
+    @property
+    def slice_types(self) -> list:
+        axes = [a for a in self.axes if a is not None]
+        types = map(jax.typeof, kept(self.leaves, self.sliced))
+        return [_jax.slice_type(t, a) for t, a in zip(types, axes, strict=True)]
+
+    def join(self, slices: Sequence[Any], whole: Sequence[Any]) -> Any:
+        """What a step is given."""
+        every, given = [None] * len(self.axes), [not s for s in self.sliced]
+        return self.tree.unflatten(spread(slices, self.sliced, spread(whole, given, every)))
+
+    def row(self, t: int) -> Any:
+        """The same, from the arrays as they are, for a step known by its number."""
+        return self.tree.unflatten(
+            x if a is None else lax.index_in_dim(x, t, a, keepdims=False)
+            for x, a in zip(self.leaves, self.axes, strict=True)
+        )
+
+    def divided(self, count: int, size: int, reverse: bool = False) -> tuple[Inputs, Inputs]:
+        """The inputs of `count` blocks of `size` rows, one step each, and those of the rows left.
+
+        The blocks are the first rows, or the last if `reverse`.
+        """
+        total, whole = self.length, count * size
+
+        def blocks(x: Any, axis: int | None) -> Any:
+            if axis is None:
+                return x
+            first = total - whole if reverse else 0
+            rows = x if whole == total else lax.slice_in_dim(x, first, first + whole, axis=axis)
+            return rows.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
+
+        def rest(x: Any, axis: int | None) -> Any:
+            if axis is None:
+                return x
+            first = 0 if reverse else whole
+            return lax.slice_in_dim(x, first, first + total - whole, axis=axis)
+
+        pairs = list(zip(self.leaves, self.axes, strict=True))
+        tree = jax.tree.structure(self.leaves)
+        head = Inputs(tree, [blocks(*p) for p in pairs], self.axes, count)
+        return head, self._replace(leaves=[rest(*p) for p in pairs], length=total - whole)
+
+
+def in_place(aval: Any, axis: int) -> int:
+    """`axis`, or 0 if an array of this type had better be transposed before it is sliced."""
+    item = getattr(aval.dtype, "itemsize", LINE)
+    run = _jax.volume(aval.shape[axis + 1 :]) * item
+    lines = _jax.volume(aval.shape[:axis])
+    return 0 if run < FEW and lines * LINE > NEAR else axis
+
+
+def leaf_axes(
+    argument: str, axes: Axes, tree: Any, of: str, function: str = SCAN
+) -> list[int | None]:
+    """The axis of each leaf of a tree, from a prefix of it. `of` names the tree."""
+    prefix, shape = jax.tree.flatten(axes, is_leaf=lambda a: a is None)
+    try:
+        parts = shape.flatten_up_to(tree)
+    except ValueError:
+        got = f"{axes!r} for {jax.tree.structure(tree)}"
+        advice = "Give an int or None for each leaf, or for whole subtrees."
+        expected = f"must be a tree prefix of {of}"
+        raise errors.wrong_value(function, argument, expected, got, advice) from None
+    flat = [a for a, part in zip(prefix, parts, strict=True) for _ in jax.tree.leaves(part)]
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    for path, axis in zip(paths, flat, strict=True):
+        if axis is None or (isinstance(axis, (int, np.integer)) and not isinstance(axis, bool)):
+            continue
+        got = errors.shown(axis)
+        advice = "Pass the number of an axis, or None."
+        raise errors.wrong_type(function, argument, "must have ints or None", got, advice, path)
+    return flat
+
+
+def normalised(
+    argument: str, axes: Sequence[int | None], tree: Any, function: str = SCAN, extra: int = 0
+) -> list[int | None]:
+    """The same axes, none of them negative. `extra` axes are still to be put in."""
+    new = []
+    for (path, leaf), axis in zip(jax.tree_util.tree_leaves_with_path(tree), axes, strict=True):
+        rank = len(leaf.shape) + extra
+        if axis is not None and not -rank <= axis < rank:
+            got = f"axis {axis} for {errors.short_type(leaf)}"
+            bounds = "it has no axes" if not rank else f"axes go from {-rank} to {rank - 1}"
+            raise errors.wrong_value(
+                function, argument, "must name axes that are there", got, f"Here {bounds}.", path
+            )
+        new.append(axis if axis is None else int(axis) % rank)
+    return new
+
+
+def has_none(axes: Axes) -> bool:
+    return any(a is None for a in jax.tree.leaves(axes, is_leaf=lambda a: a is None))
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Last:
+    """The place of a y of which only the last is wanted."""
+
+
+def y_axes(out_axes: Axes, y: Any) -> list[int | None]:
+    """Where each leaf of y is stacked, None for not at all. `y` may be a tree of types."""
+    axes = leaf_axes("out_axes", out_axes, y, "what `f` returns as y")
+    return normalised("out_axes", axes, y, extra=1)
+
+
+def without_last(out_axes: Axes, y: Any) -> tuple[Any, list]:
+    """y without the leaves that are not stacked, and those leaves."""
+    leaves, tree = jax.tree.flatten(jax.tree.map(_jax.as_array, y))
+    stacked = [a is not None for a in y_axes(out_axes, tree.unflatten(leaves))]
+    rest = tree.unflatten(v if s else Last() for v, s in zip(leaves, stacked, strict=True))
+    return rest, [v for v, s in zip(leaves, stacked, strict=True) if not s]
+
+
+def stacks(tree: Any, types: Sequence[Any], out_axes: Axes) -> tuple[list[int], tuple[int, ...]]:
+    """For each leaf of ys, the axis asked for, and the one along which rows are written.
+
+    `types` are those of ys stacked along the leading axis.
+    """
+    if type(out_axes) is int and out_axes == 0:
+        return [0] * len(types), (0,) * len(types)
+    rows = [_jax.slice_type(t) for t in types]
+    axes = [a for a in y_axes(out_axes, tree.unflatten(rows)) if a is not None]
+    shapes = [_jax.stack_type(r, t.shape[0], a) for r, t, a in zip(rows, types, axes, strict=True)]
+    return axes, tuple(in_place(t, a) for t, a in zip(shapes, axes, strict=True))
+
+
+def arranged(tree: Any, ys: Sequence[Any], types: Sequence[Any], out_axes: Axes, last: Any) -> Any:
+    """ys as the caller asked for them."""
+    axes, places = stacks(tree, types, out_axes)
+    moved = [jnp.moveaxis(y, p, a) for y, p, a in zip(ys, places, axes, strict=True)]
+    rest = iter(last)
+    return jax.tree.map(
+        lambda v: next(rest) if isinstance(v, Last) else v,
+        tree.unflatten(moved),
+        is_leaf=lambda v: isinstance(v, Last),
+    )
+
+
+def block_axes(out_axes: Axes) -> Axes:
+    """Where to stack blocks that are stacked along `out_axes`: just before those axes."""
+    numbers = (int, np.integer)
+    before = lambda axis: axis - 1 if isinstance(axis, numbers) and axis < 0 else axis
+    return jax.tree.map(before, out_axes)
+
+
+def joined(
+    function: str, head: Any, tail: Any, out_axes: Axes, reverse: bool = False, ended: Any = None
+) -> Any:
+    """ys of blocks, then those of the rows left, in the order of the rows.
+
+    `ended`: whether the loop ended before the rows left.
+    """
+    leaves, tree = jax.tree.flatten(tail)
+    axes = leaf_axes("out_axes", out_axes, tail, "what is returned", function)
+
+    def join(blocks: Any, rest: Any, axis: int | None) -> Any:
+        if axis is None:
+            return rest if ended is None else jnp.where(ended, blocks, rest)
+        rows = merged(blocks, axis % rest.ndim)
+        return lax.concatenate([rest, rows] if reverse else [rows, rest], axis % rest.ndim)
+
+    return tree.unflatten(map(join, jax.tree.leaves(head), leaves, axes))
+
+
+def merged(blocks: Any, axis: int) -> Any:
+    """One axis for the number of the block and the row in it."""
+    return blocks.reshape(*blocks.shape[:axis], -1, *blocks.shape[axis + 2 :])

@@ -1,0 +1,235 @@
+"""Which leaves of a carry are buffers, and how a body sees them."""
+
+from __future__ import annotations
+
+import functools as ft
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from loopkit._arguments import errors
+from loopkit._buffers import indexing, run_time_checks
+from loopkit._buffers.buffer import Buffer, Owner, plain
+from loopkit._buffers.tensor_array import checked, is_tensor_array
+
+HOW = "Pass a function of the carry that returns leaves of it, or a tree of bools that matches it."
+
+
+class _Leaf:
+    """Stands for a leaf of the carry while `buffers` is asked about it."""
+
+    def __init__(self, value: Any):
+        self.shape, self.dtype = jnp.shape(value), jnp.result_type(value)
+
+
+def is_buffer(value: Any) -> bool:
+    return isinstance(value, Buffer)
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """The buffers of a loop."""
+
+    flags: tuple[bool, ...]
+    """Which leaves of the carry are buffers."""
+    outer: tuple[Owner | None, ...]
+    """For those that are buffers of a loop around this one: whose."""
+
+    names: tuple[str, ...] = ()
+    """What errors call each leaf."""
+    step: int | None = None
+    """Where reads and writes are checked: the leaf that holds the number of the step. The last
+    leaves then say what is written, one for each buffer, in order."""
+    checks: bool = False
+    """Whether what runs by hand is checked."""
+
+    @property
+    def any(self) -> bool:
+        return any(self.flags)
+
+    @property
+    def free(self) -> tuple[bool, ...]:
+        """Which leaves are not buffers of a loop around this one."""
+        return tuple(owner is None for owner in self.outer)
+
+    @property
+    def hashable(self) -> bool:
+        """Whether a trace may be used again: not where it reads what a loop around it masks by."""
+        return all(owner is None or owner.mask is None for owner in self.outer)
+
+    def first_written(self, init: Any) -> list:
+        """For each buffer, where it counts as written before the loop."""
+        leaves = jax.tree.leaves(init)
+        return [
+            run_time_checks.first_written(v)
+            for v, has in zip(leaves, self.flags, strict=True)
+            if has
+        ]
+
+    @property
+    def masks(self) -> int:
+        """Where the leaves begin that say what is written."""
+        return len(self.flags) - sum(self.flags)
+
+    def followed_by(self, count: int, step: int | None) -> Buffers:
+        """With leaves after them that are not buffers."""
+        return replace(
+            self,
+            flags=(*self.flags, *[False] * count),
+            outer=(*self.outer, *[None] * count),
+            names=(*self.names, *[""] * count),
+            step=step,
+        )
+
+    def wrapped(self, leaves: Sequence[Any], flag: int | None) -> tuple[list, list]:
+        """Leaves as a body sees them, and the owners of the buffers among them.
+
+        `flag` is the leaf that says whether the step counts.
+        """
+        step = None if self.step is None else leaves[self.step]
+        masks = iter([] if self.step is None else leaves[self.masks :])
+        owners: list[Owner | None] = []
+        values = []
+        for i, (v, has, outer) in enumerate(zip(leaves, self.flags, self.outer, strict=True)):
+            owner = None
+            if has:
+                masks_of = [*([] if flag is None else [leaves[flag]]), outer and outer.mask]
+                some = [m for m in masks_of if m is not None]
+                mask = ft.reduce(jnp.logical_and, some) if some else None
+                owner = Owner(i, mask, step, self.names[i])
+                v = Buffer._of(v, owner, next(masks, None))
+            owners.append(owner)
+            values.append(v)
+        return values, owners
+
+    def unwrapped(self, tree: Any, owners: Sequence[Owner | None], before: Sequence[Any]) -> Any:
+        """What a body returned, with arrays for buffers.
+
+        Anything but the buffer itself in a buffer's place is written over all of it.
+        """
+        leaves, shape = jax.tree.flatten(tree, is_leaf=is_buffer)
+        if len(leaves) != len(owners):
+            return plain(tree)
+        out, masks = [], []
+        for leaf, owner, old in zip(leaves, owners, before, strict=True):
+            if owner is not None and self.step is not None:
+                written = leaf._written if is_buffer(leaf) else None
+                masks.append(jnp.ones(jnp.shape(old), bool) if written is None else written)
+            value = leaf._value if is_buffer(leaf) else leaf
+            kept = owner is None or (is_buffer(leaf) and leaf._owner is owner)
+            if not kept and owner is not None and owner.mask is not None:
+                value = _overwritten(old, value, owner)
+            out.append(value)
+        if self.step is not None:
+            out[self.masks :] = masks
+        return shape.unflatten(out)
+
+    def checked(self, checks: bool) -> Buffers:
+        """The same; what runs by hand is checked too."""
+        return replace(self, checks=checks)
+
+    def by_hand(self, body: Any) -> Any:
+        """A function of the carry that runs outside a compiled loop, on arrays and to arrays.
+
+        `body(carry) -> carry`, or `body(x, carry) -> (carry, y)`, called for step after step.
+        """
+        if not self.any:
+            return body
+        steps, count = itertools.count(), len(self.flags)
+        written: list = []
+
+        def with_arrays(*args: Any) -> Any:
+            *before, carry = args
+            leaves, tree = jax.tree.flatten(carry)
+            step = next(steps)
+            if not self.checks:
+                return plain(body(*before, tree.unflatten(self.wrapped(leaves, None)[0])))
+            masks = written or self.first_written(carry)
+            buffers = self.followed_by(1 + len(masks), count)
+            leaves += [jnp.int32(step), *masks]
+            values, owners = buffers.wrapped(leaves, None)
+            out = body(*before, tree.unflatten(values[:count]))
+            new = out[0] if before else out
+            new, _, *written[:] = buffers.unwrapped((new, *values[count:]), owners, leaves)
+            return (plain(new), *plain(out[1:])) if before else plain(new)
+
+        return with_arrays
+
+    def returned(self, tree: Any) -> Any:
+        """The final carry, where buffers of a loop around are buffers again."""
+        leaves, shape = jax.tree.flatten(tree)
+        outer = [*self.outer, *[None] * (len(leaves) - len(self.outer))]
+        values = [v if o is None else Buffer._of(v, o) for v, o in zip(leaves, outer, strict=True)]
+        return checked(shape.unflatten(values))
+
+
+def _overwritten(old: Any, value: Any, owner: Owner) -> Any:
+    value = jnp.asarray(value)
+    buffer = Buffer._of(old, owner)
+    if value.shape != buffer.shape or value.dtype != buffer.dtype:
+        return value  # the carry's types are compared later, with a message of their own
+    return buffer._write(indexing.place(buffer.shape, ...), value, None)._value
+
+
+def find(names: Any, buffers: Any, init: Any) -> Buffers:
+    """The buffers among the leaves of `init`, an argument of the caller's that `names` names.
+
+    Those that are named, those of a loop around, and what TensorArrays hold.
+    """
+    leaves, flags = jax.tree.leaves(init, is_leaf=is_buffer), []
+    outer = tuple(v._owner if is_buffer(v) else None for v in leaves)
+    for node in jax.tree.leaves(init, is_leaf=lambda v: is_buffer(v) or is_tensor_array(v)):
+        holds = is_tensor_array(node)
+        # A TensorArray's last leaf is its size.
+        flags += [True] * (len(jax.tree.leaves(node)) - 1) + [False] if holds else [is_buffer(node)]
+    named = _named(names, buffers, plain(init))
+    paths = jax.tree_util.tree_leaves_with_path(init, is_leaf=is_buffer)
+    shown = [path[names.hidden - 1 :] for path, _ in paths]
+    called = tuple(names.init + jax.tree_util.keystr(path) for path in shown)
+    return Buffers(tuple(a or b for a, b in zip(flags, named, strict=True)), outer, called)
+
+
+def _named(names: Any, buffers: Any, init: Any) -> list[bool]:
+    function = names.function
+    leaves, tree = jax.tree.flatten(init)
+    if buffers is None:
+        return [False] * len(leaves)
+    if callable(buffers):
+        tokens = [_Leaf(v) for v in leaves]
+        place = {id(t): i for i, t in enumerate(tokens)}
+        expected = "must return leaves of the carry that it is given"
+        try:
+            chosen = jax.tree.leaves(buffers(tree.unflatten(tokens)))
+        except (TypeError, AttributeError, LookupError) as error:
+            got = f"{type(error).__name__}: {error}"
+            raise errors.wrong_type(function, "buffers", expected, got, HOW) from error
+        flags = [False] * len(leaves)
+        for token in chosen:
+            if id(token) not in place:
+                got = errors.shown(token)
+                raise errors.wrong_type(function, "buffers", expected, got, HOW)
+            flags[place[id(token)]] = True
+        return flags
+    flags = []
+
+    def spread(flag: Any, part: Any) -> None:
+        if not isinstance(flag, (bool, np.bool_)):
+            got = errors.shown(flag)
+            expected = "must be a function or a tree of bools"
+            raise errors.wrong_type(function, "buffers", expected, got, HOW)
+        flags.extend([bool(flag)] * len(jax.tree.leaves(part)))
+
+    try:
+        jax.tree.map(spread, buffers, init)
+    except ValueError as error:
+        expected = "must be a prefix of the tree of the carry"
+        for _ in range(names.hidden - 1):  # what the caller put before the user's carry
+            (_, buffers), (_, init) = buffers, init
+        got = f"{jax.tree.structure(buffers)} for a carry of structure {jax.tree.structure(init)}"
+        raise errors.wrong_value(function, "buffers", expected, got, HOW) from error
+    return flags

@@ -1,0 +1,307 @@
+"""From a user's functions to a loop and its operands.
+
+What the functions close over becomes operands.
+A carry leaf that every step passes on unchanged becomes a constant: it is then never saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from loopkit import _jax
+from loopkit._arguments import errors
+from loopkit._arguments.validate import as_arrays, type_of
+from loopkit._buffers.buffer import plain
+from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, kept, parts, spread
+from loopkit._engine.passes.flat_rows import flat_rows, merged, restored
+from loopkit._engine.passes.in_step import axes_between_lanes, in_step
+from loopkit._engine.primitives import while_p
+from loopkit._jaxprs import equations
+from loopkit._jaxprs.reads_first import reads_first
+from loopkit._jaxprs.varying import all_varying
+from loopkit._programs.cache import interned
+from loopkit._tracing.carry_buffers import Buffers
+
+
+class Names(NamedTuple):
+    """How the caller's arguments are called, for errors."""
+
+    function: str
+    """"while_loop", "scan" or "fori_loop"."""
+    body: str
+    init: str
+    predicate: str
+    hidden: int = 1
+    """Levels of the loop's carry above the caller's."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The two functions of a loop, and what they close over."""
+
+    loop: Loop
+    cond_consts: list
+    consts: list
+    fixed: tuple[bool, ...]
+    """Which carry leaves never change. In the loop they are constants."""
+    carry_types: list
+    """Types of all carry leaves, as the steps take them."""
+    y_tree: Any
+    free: tuple[bool, ...]
+    """Which carry leaves of the loop are not buffers of a loop around it."""
+
+    @property
+    def closed_over(self) -> list:
+        return [*self.cond_consts, *self.consts]
+
+    def closing_over(self, values: list) -> Traced:
+        """The same functions, over other values of the same types."""
+        cond_consts, consts = parts(values, len(self.cond_consts))
+        return replace(self, cond_consts=cond_consts, consts=consts)
+
+    def converted(self, init: Sequence[Any]) -> list:
+        """Initial values in the types that the loop carries."""
+        return [_convert(v, t) for v, t in zip(init, self.carry_types, strict=True)]
+
+    def of_length(self, length: int) -> Traced:
+        """The same loop with another length."""
+        make = lambda: shared(self.loop.replace(length=length))
+        return replace(self, loop=self.loop.derived(("length", length), make))
+
+    def run(self, init: Sequence[Any], xs: Sequence[Any]) -> tuple[list, list]:
+        """Final carry leaves and ys leaves."""
+        init = self.converted(init)
+        fixed = kept(init, self.fixed)
+        # A step may leave strong what it takes as weak: then so is the loop's carry.
+        moving = kept(init, [not f for f in self.fixed])
+        moving = list(map(_convert, moving, self.loop.carry_types))
+        cond_fixed = fixed if self.loop.cond is not None else []
+        types = [*self.loop.cond_types, *self.loop.const_types, *(self.loop.xs_types if xs else [])]
+        values = [*self.cond_consts, *cond_fixed, *self.consts, *fixed, *xs]
+        values = [_jax.vary_like(v, [t]) for v, t in zip(values, types, strict=True)]
+        asking, consts, xs = parts(values, len(self.loop.cond_types), self.loop.const_count)
+        flat = flat_rows(self.loop, self.free)
+        consts, moving = merged(consts, flat.consts), merged(moving, flat.carry)
+        meshes = flat.loop.derived("meshes", lambda: equations.meshes(flat.loop.body))
+        operands = _jax.known_on(meshes, [*asking, *consts, *moving, *xs])
+        outs = while_p.bind(*operands, loop=flat.loop)
+        carry, ys = parts(outs, self.loop.carry_count)
+        carry = restored(carry, self.loop.carry_types)
+        return spread(carry, [not f for f in self.fixed], init), ys
+
+
+def shared(loop: Loop) -> Loop:
+    """The loop of the same equations that was there before, if it is known to be the same."""
+    return interned(loop.replace(lasting=True)) or loop.replace(lasting=False)
+
+
+def _convert(value: Any, aval: Any) -> Any:
+    """An initial value in the type that the loop carries."""
+    have = jax.typeof(value)
+    if have.dtype != aval.dtype or (have.weak_type and not aval.weak_type):
+        value = lax.convert_element_type(value, aval.dtype)
+    return _jax.vary_like(value, [aval])
+
+
+Step = Callable[[list, list], tuple[Any, Any]]
+"""(carry leaves, x leaves) -> (carry, y), both trees."""
+Predicate = Callable[[list], Any]
+"""carry leaves -> bool scalar"""
+
+
+def trace_loop(
+    names: Names,
+    step: Step,
+    predicate: Predicate | None,
+    init: Any,
+    x_types: Sequence[Any],
+    settings: dict[str, Any],
+    buffers: Buffers | None = None,
+    flag: int | None = None,
+) -> Traced:
+    """A loop over trees like `init`; `settings` are the fields of `Loop` that are not jaxprs.
+
+    In a loop with buffers and a predicate, the leaf `flag` says whether a step is active.
+    """
+    leaves, tree = jax.tree.flatten(init)
+    paths = [path[names.hidden :] for path, _ in jax.tree_util.tree_leaves_with_path(init)]
+    types = [jax.typeof(v) for v in leaves]
+    y_tree, names_of = None, (names.function, names.predicate)
+
+    def body(*values: Any) -> list:
+        nonlocal y_tree
+        carry, x = parts(values, len(types))
+        if buffers is None:
+            new, y = step(carry, x)
+        else:
+            seen, owners = buffers.wrapped(carry, flag)
+            new, y = step(seen, x)
+            new, y = buffers.unwrapped(new, owners, carry), plain(y)
+        new = as_arrays(names.function, names.body, new, names.hidden)
+        y = as_arrays(names.function, names.body, y)
+        new_leaves, new_tree = jax.tree.flatten(new)
+        if new_tree != tree:
+            differences = [
+                (path[names.hidden :], before, after, why)
+                for path, before, after, why in _jax.tree_differences(tree, new_tree)
+            ]
+            if differences:
+                raise TypeError(
+                    errors.carry_structure(names.function, names.body, differences, names.init)
+                )
+        y_leaves, y_tree = jax.tree.flatten(y)
+        return [*new_leaves, *y_leaves]
+
+    # A weakly typed start is promoted, as in lax, where a step returns another dtype. One that
+    # differs between devices only after the first step is made to do so before.
+    tries = 0
+    while True:
+        cond, cond_consts = None, []
+        if predicate is not None:
+            asks = lambda *leaves: [scalar_bool(*names_of, predicate(list(leaves)))]
+            cond, cond_consts = _jax.trace(asks, types, f"{names.function}_cond")
+        jaxpr, consts = _jax.trace(body, [*types, *x_types], f"{names.function}_body")
+        out = list(jaxpr.out_avals[: len(types)])
+        decided_by = [] if cond is None else list(cond.out_avals)
+        new = [_joined(a, b, decided_by) for a, b in zip(types, out, strict=True)]
+        settled, types, tries = new == types, new, tries + 1
+        if settled or tries == 4:
+            break
+    differences = [
+        (path, a, b)
+        for path, a, b in zip(paths, types, out, strict=True)
+        if not _jax.same_type(a, b)
+    ]
+    if differences:
+        raise TypeError(errors.carry_types(names.function, names.body, differences, names.init))
+    _check_effects(names, jaxpr, cond)
+    jaxpr = jaxpr if buffers is None else reads_first(jaxpr)
+    flags = [False] * len(paths) if buffers is None else buffers.flags
+    carry = [
+        CarryLeaf(names.init + jax.tree_util.keystr(path), has, i == flag)
+        for i, (path, has) in enumerate(zip(paths, flags, strict=True))
+    ]
+    free = () if buffers is None else buffers.free
+    return as_loop(cond, cond_consts, jaxpr, consts, carry, types, y_tree, settings, free)
+
+
+def _check_effects(names: Names, *jaxprs: Any) -> None:
+    effects = [e for j in jaxprs if j is not None for e in _jax.check_effects(j.effects)]
+    if effects:
+        expected = "may have only side effects that a compiled loop can have"
+        advice = "Use jax.debug.print, jax.debug.callback or jax.experimental.io_callback."
+        raise NotImplementedError(
+            errors.wrong(names.function, names.body, expected, ", ".join(map(str, effects)), advice)
+        )
+
+
+def scalar_bool(function: str, argument: str, value: Any) -> Any:
+    """What a predicate returned, if it is one bool."""
+    flat, tree = jax.tree.flatten(value)
+    if not jax.tree_util.treedef_is_leaf(tree) or len(flat) != 1:
+        got = f"a {type(value).__name__} ({tree})"
+    else:
+        try:
+            array = _jax.as_array(value)
+            got = errors.short_type(jax.typeof(array))
+            if array.shape == () and array.dtype == bool:
+                return array
+        except (TypeError, ValueError):
+            got = errors.shown(value)
+    advice = "Reduce it with .any() or .all(), or compare with a number."
+    raise errors.wrong_type(function, argument, "must return a scalar bool[]", got, advice)
+
+
+def pair(names: Names, out: Any) -> tuple[Any, Any]:
+    """What a step returned, if it is a carry and a y."""
+    if isinstance(out, (tuple, list)) and len(out) == 2:
+        return out[0], out[1]
+    size = f" of length {len(out)}" if isinstance(out, (tuple, list)) else ""
+    got = f"{type(out).__name__}{size}"
+    advice = "Return `carry, None` if there is nothing to stack."
+    raise errors.wrong_type(
+        names.function, names.body, "must return a pair (carry, y)", got, advice
+    )
+
+
+def type_key(values: Sequence[Any]) -> tuple:
+    """The types of values, weak ones told from strong."""
+    types = tuple(map(type_of, values))
+    return types, tuple(t.weak_type for t in types)
+
+
+def _joined(before: Any, after: Any, decided_by: list) -> Any:
+    """The type to start from, so that a step returns it."""
+    if before.shape != after.shape:
+        return before
+    if before.weak_type and before.dtype != after.dtype:
+        # The result counts as strong, whatever it is: so it does in lax.
+        dtype = jnp.result_type(np.zeros((), before.dtype).item(), after.dtype)
+        before = before.update(dtype=dtype, weak_type=False)
+    return _jax.type_like(before, [after, *decided_by])
+
+
+def as_loop(
+    cond: Any,
+    cond_consts: list,
+    body: Any,
+    consts: list,
+    carry: Sequence[CarryLeaf],
+    types: list,
+    y_tree: Any,
+    settings: dict,
+    free: Sequence[bool] = (),
+) -> Traced:
+    """A loop of two jaxprs. Carry leaves that no step changes become constants of it.
+
+    `settings`: other fields of the loop. `free`: which leaves are not buffers of a loop around this
+    one; empty: all of them.
+    """
+    if cond is not None and (axes := axes_between_lanes(body)):
+        buffers = [leaf.buffer for leaf in carry]
+        cond, body = in_step(cond, len(cond_consts), body, len(consts), buffers, axes)
+        consts = [*cond_consts, *consts]
+    n, c = len(types), len(consts)
+    if cond is not None:
+        cond, body = (all_varying(j, cond.out_avals) for j in (cond, body))
+        types = [_jax.type_like(t, cond.out_avals) for t in types]
+    source = equations.forwarded(body)
+    fixed = tuple(source[i] == c + i and not leaf.flag for i, leaf in enumerate(carry))
+    moving = [not f for f in fixed]
+
+    def of_moving(jaxpr: Any, before: int, outs: int) -> Any:
+        """The jaxpr where the leaves that stay are constants, after the others."""
+
+        def run(*values: Any) -> list:
+            consts, still, carry, x = parts(values, before, sum(fixed), sum(moving))
+            inputs = spread(still, fixed, spread(carry, moving, [None] * n))
+            out, y = parts(_jax.call_jaxpr(jaxpr)(*consts, *inputs, *x), outs)
+            return [*kept(out, moving[:outs]), *y]
+
+        leaves = [*kept(types, fixed), *kept(types, moving)]
+        ins = [*jaxpr.in_avals[:before], *leaves, *jaxpr.in_avals[before + n :]]
+        return _jax.trace_closed(run, ins, "moving")
+
+    if any(fixed):
+        body = of_moving(body, c, n)
+        cond = None if cond is None else of_moving(cond, len(cond_consts), 0)
+    xs, ys = len(body.in_avals) - c - n, len(body.out_avals) - sum(moving)
+    settings = {"xs": (Input(),) * xs, **settings}
+    loop = Loop(
+        cond=cond,
+        body=body,
+        cond_const_count=0 if cond is None else len(cond.in_avals) - sum(moving),
+        consts=(Const(),) * (c + sum(fixed)),
+        carry=tuple(kept(carry, moving)),
+        ys=(Output(),) * ys,
+        **settings,
+    )
+    free = tuple(kept(free or [True] * n, moving))
+    return Traced(shared(loop), cond_consts, consts, fixed, types, y_tree, free)
