@@ -28,7 +28,6 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._buffers.window import Window, outside
-from loopkit._jax import ShapedArray
 
 read_p = _jax.declare("loopkit_read")
 write_p = _jax.declare("loopkit_write")
@@ -165,7 +164,7 @@ def _read_types(
         return [buffer], set()
     (starts,) = operands
     shape = (*starts.shape[:-1], *window.sizes)
-    found = _jax.type_like(ShapedArray(shape, buffer.dtype), [buffer, starts])
+    found = _jax.type_like(_jax.ShapedArray(shape, buffer.dtype), [buffer, starts])
     return [found, buffer], set()
 
 

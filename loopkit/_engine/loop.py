@@ -25,7 +25,6 @@ from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from loopkit import _jax
-from loopkit._jax import Jaxpr, ShapedArray
 from loopkit._jaxprs import equations
 from loopkit._plans.plan import Budget
 
@@ -103,8 +102,8 @@ class Output(NamedTuple):
 class Loop:
     """A loop, compared and hashed by identity. What is derived from it is kept in `memory`."""
 
-    cond: Jaxpr | None
-    body: Jaxpr
+    cond: _jax.Jaxpr | None
+    body: _jax.Jaxpr
     cond_const_count: int
     consts: tuple[Const, ...]
     carry: tuple[CarryLeaf, ...]
@@ -188,32 +187,32 @@ class Loop:
         return next((i for i, leaf in enumerate(self.carry) if leaf.flag), None)
 
     @cached_property
-    def cond_types(self) -> list[ShapedArray]:
+    def cond_types(self) -> list[_jax.ShapedArray]:
         """Types of the constants of the predicate."""
         return [] if self.cond is None else list(self.cond.in_avals[: self.cond_const_count])
 
     @cached_property
-    def const_types(self) -> list[ShapedArray]:
+    def const_types(self) -> list[_jax.ShapedArray]:
         return list(self.body.in_avals[: self.const_count])
 
     @cached_property
-    def carry_types(self) -> list[ShapedArray]:
+    def carry_types(self) -> list[_jax.ShapedArray]:
         return list(self.body.out_avals[: self.carry_count])
 
     @cached_property
-    def x_types(self) -> list[ShapedArray]:
+    def x_types(self) -> list[_jax.ShapedArray]:
         return list(self.body.in_avals[self.const_count + self.carry_count :])
 
     @cached_property
-    def y_types(self) -> list[ShapedArray]:
+    def y_types(self) -> list[_jax.ShapedArray]:
         return list(self.body.out_avals[self.carry_count :])
 
     @cached_property
-    def xs_types(self) -> list[ShapedArray]:
+    def xs_types(self) -> list[_jax.ShapedArray]:
         return [self.stack_type(x, a) for x, a in zip(self.x_types, self.x_axes, strict=True)]
 
     @cached_property
-    def ys_types(self) -> list[ShapedArray]:
+    def ys_types(self) -> list[_jax.ShapedArray]:
         return [self.stack_type(y, a) for y, a in zip(self.y_types, self.y_axes, strict=True)]
 
     @cached_property
@@ -232,12 +231,12 @@ class Loop:
     def xs_lanes(self) -> tuple[int, ...]:
         return tuple(x.lanes for x in self.xs)
 
-    def stack_type(self, aval: ShapedArray, axis: int = 0) -> ShapedArray:
+    def stack_type(self, aval: _jax.ShapedArray, axis: int = 0) -> _jax.ShapedArray:
         assert self.length is not None
         return _jax.stack_type(aval, self.length, axis)
 
     @property
-    def jaxprs(self) -> list[Jaxpr]:
+    def jaxprs(self) -> list[_jax.Jaxpr]:
         return [self.body] if self.cond is None else [self.body, self.cond]
 
     @cached_property
@@ -275,19 +274,19 @@ class Loop:
                 "is enough for a gradient; or call jax.pure_callback, if it is pure."
             )
 
-    def map_jaxprs(self, change: Callable[[Jaxpr], Jaxpr]) -> Loop:
+    def map_jaxprs(self, change: Callable[[_jax.Jaxpr], _jax.Jaxpr]) -> Loop:
         """The same loop, with its two jaxprs changed."""
         cond = None if self.cond is None else change(self.cond)
         body = change(self.body)
         same = cond is self.cond and body is self.body
         return self if same else self.replace(cond=cond, body=body)
 
-    def input_types(self, active: Active) -> list[ShapedArray]:
+    def input_types(self, active: Active) -> list[_jax.ShapedArray]:
         """Types of the active inputs' tangents."""
         types = [*self.const_types, *self.carry_types, *self.xs_types]
         return [t.to_tangent_aval() for t in kept(types, active.inputs)]
 
-    def output_types(self, active: Active) -> list[ShapedArray]:
+    def output_types(self, active: Active) -> list[_jax.ShapedArray]:
         """Types of the active outputs' tangents."""
         types = [*self.carry_types, *self.ys_types]
         return [t.to_tangent_aval() for t in kept(types, active.outputs)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from loopkit import _jax
-from loopkit._jax import Jaxpr
 from loopkit._jaxprs import equations
 
 FLOPS = 100.0
@@ -30,7 +29,7 @@ UNKNOWN_TRIPS = 10
 """Steps that an inner loop is taken to run if its equations do not say."""
 
 
-def nanoseconds(jaxpr: Jaxpr) -> float:
+def nanoseconds(jaxpr: _jax.Jaxpr) -> float:
     return sum(map(_equation, _jax.open_jaxpr(jaxpr).eqns))
 
 
@@ -59,7 +58,7 @@ def _equation(eqn: Any) -> float:
     return EQUATION + elements * PER_ELEMENT.get(name, ELEMENT)
 
 
-def factor_bytes(jaxpr: Jaxpr, consts: int, smallest: int) -> int:
+def factor_bytes(jaxpr: _jax.Jaxpr, consts: int, smallest: int) -> int:
     """Of the cotangents that multiply into the gradients of large matrices among the constants."""
     j = _jax.open_jaxpr(jaxpr)
     matrices = {v for v in j.invars[:consts] if _jax.is_differentiable(v.aval)}

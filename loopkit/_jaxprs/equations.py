@@ -9,10 +9,9 @@ import jax
 
 from loopkit import _jax
 from loopkit._buffers.slices import read_p
-from loopkit._jax import Jaxpr
 
 
-def forwarded(jaxpr: Jaxpr) -> list[int | None]:
+def forwarded(jaxpr: _jax.Jaxpr) -> list[int | None]:
     """For each output, the input that it passes on unchanged, if any."""
     j = _jax.open_jaxpr(jaxpr)
     place: dict[Any, int] = {v: i for i, v in enumerate(j.invars)}
@@ -32,7 +31,7 @@ USED_UP = ("loopkit_forward", "loopkit_pullback")
 """Primitives that are derivatives already: of their custom rules, only the code is left."""
 
 
-def holds_custom_vjp(jaxpr: Jaxpr) -> bool:
+def holds_custom_vjp(jaxpr: _jax.Jaxpr) -> bool:
     """Whether a function with a custom VJP, and so without a JVP, is called anywhere inside."""
     return any(
         eqn.primitive.name.startswith("custom_vjp_call")
@@ -41,7 +40,7 @@ def holds_custom_vjp(jaxpr: Jaxpr) -> bool:
     )
 
 
-def holds_while_loop(jaxpr: Jaxpr) -> bool:
+def holds_while_loop(jaxpr: _jax.Jaxpr) -> bool:
     """Whether a loop is run anywhere inside that ends when its values say so."""
     return any(
         eqn.primitive.name == "while" or getattr(eqn.params.get("loop"), "cond", None) is not None
@@ -61,7 +60,7 @@ def interpret(j: Any, values: Sequence[Any], rule: Callable[[Any, list], Sequenc
     return list(map(read, j.outvars))
 
 
-def without_debug_effects(jaxpr: Jaxpr) -> Jaxpr:
+def without_debug_effects(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """A jaxpr that no longer prints, nor calls what returns nothing.
 
     Recomputation runs a step again; what a step reports must be reported once.
@@ -75,12 +74,12 @@ def without_debug_effects(jaxpr: Jaxpr) -> Jaxpr:
     return map_equations(jaxpr, quiet) if jaxpr.effects else jaxpr
 
 
-def asks_the_host(jaxpr: Jaxpr) -> bool:
+def asks_the_host(jaxpr: _jax.Jaxpr) -> bool:
     """Whether it calls the host for values, which may be others the next time."""
     return any(isinstance(e, _jax.IO_EFFECTS) for e in without_debug_effects(jaxpr).effects)
 
 
-def map_equations(jaxpr: Jaxpr, change: Callable[[Any], Any]) -> Jaxpr:
+def map_equations(jaxpr: _jax.Jaxpr, change: Callable[[Any], Any]) -> _jax.Jaxpr:
     """A jaxpr with `change(equation)` for each equation, those inside others first; None for none.
 
     What does not change stays the same object, and what is shared stays shared.
@@ -145,7 +144,7 @@ def jaxprs_in(eqn: Any) -> Iterator[Any]:
     return inside(tuple(eqn.params.values()))
 
 
-def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
+def all_equations(jaxpr: _jax.Jaxpr) -> Iterator[Any]:
     """The equations of a jaxpr and of all those in it, as often as they are run in a pass."""
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
         yield eqn
@@ -153,7 +152,7 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
             yield from all_equations(inner)
 
 
-def meshes(jaxpr: Jaxpr) -> list:
+def meshes(jaxpr: _jax.Jaxpr) -> list:
     """The meshes that equations name themselves, and types do not."""
     named = lambda p: (p.get("mesh"), getattr(p.get("sharding"), "mesh", None))
     found = (mesh for eqn in all_equations(jaxpr) for mesh in named(eqn.params))
@@ -161,7 +160,7 @@ def meshes(jaxpr: Jaxpr) -> list:
     return [mesh for mesh in found if jax.sharding.AxisType.Explicit not in mesh.axis_types]
 
 
-def axis_names(jaxpr: Jaxpr, others: bool = False) -> set:
+def axis_names(jaxpr: _jax.Jaxpr, others: bool = False) -> set:
     """The axes of `jax.vmap` and of meshes that equations name; not all say so by an effect.
 
     `others`: only where they read what others along the axis have.

@@ -17,7 +17,6 @@ from math import inf
 from typing import Any
 
 from loopkit import _jax
-from loopkit._jax import Jaxpr
 
 _CHEAP = """
     abs add add_any and bitcast_convert_type broadcast_in_dim ceil clamp complex concatenate conj
@@ -51,7 +50,7 @@ class Cut:
 
 
 def least_stored(
-    jaxpr: Jaxpr, results: int, constants: int, slices: int, free: Sequence[bool]
+    jaxpr: _jax.Jaxpr, results: int, constants: int, slices: int, free: Sequence[bool]
 ) -> Cut:
     """How to store the outputs of a step from `results` on.
 

@@ -13,10 +13,9 @@ from typing import Any
 
 from loopkit import _jax
 from loopkit._buffers.slices import read_p, write_p
-from loopkit._jax import Jaxpr
 
 
-def reads_first(jaxpr: Jaxpr) -> Jaxpr:
+def reads_first(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """A jaxpr in which reads of a buffer come before the write to it, wherever they can."""
     j = _jax.open_jaxpr(jaxpr)
     eqns, moved = list(j.eqns), None
@@ -35,7 +34,8 @@ def _one_moved(eqns: Sequence[Any]) -> list | None:
             if read.primitive is read_p and read.invars[0] is write.invars[0]:
                 needed = _needed(eqns[at:place], read)
                 if needed is not None:
-                    first = [*needed, read, _on(write, read.outvars[-1])]
+                    onward = write.replace(invars=[read.outvars[-1], *write.invars[1:]])
+                    first = [*needed, read, onward]
                     done = {id(eqn) for eqn in (*needed, read, write)}
                     rest = [eqn for eqn in eqns[at:] if id(eqn) not in done]
                     return [*eqns[:at], *first, *rest]
@@ -60,7 +60,3 @@ def _needed(eqns: Sequence[Any], read: Any) -> list | None:
 
 def _variables(eqn: Any) -> list:
     return [v for v in eqn.invars if not isinstance(v, _jax.Literal)]
-
-
-def _on(write: Any, buffer: Any) -> Any:
-    return write.replace(invars=[buffer, *write.invars[1:]])

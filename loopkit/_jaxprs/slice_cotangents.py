@@ -17,11 +17,10 @@ from jax import lax
 from loopkit import _jax
 from loopkit._buffers.slices import read, read_p
 from loopkit._buffers.window import Window
-from loopkit._jax import Jaxpr
 from loopkit._jaxprs import equations
 
 
-def threaded(jaxpr: Jaxpr, known: Sequence[Any], tangents: Sequence[Any], count: int) -> list:
+def threaded(jaxpr: _jax.Jaxpr, known: Sequence[Any], tangents: Sequence[Any], count: int) -> list:
     """The first `count` tangents, read and passed on, and then what the jaxpr returns."""
     latest = list(tangents[:count])
     j = _jax.open_jaxpr(jaxpr)

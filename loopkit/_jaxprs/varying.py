@@ -13,7 +13,6 @@ from typing import Any
 import jax
 
 from loopkit import _jax
-from loopkit._jax import Jaxpr, ShapedArray
 from loopkit._jaxprs import equations
 
 HOLDING = (
@@ -23,13 +22,13 @@ HOLDING = (
 """Primitives whose jaxprs are of their operands; those of scatter, say, combine two scalars."""
 
 
-def all_varying(jaxpr: Jaxpr, like: Sequence[ShapedArray]) -> Jaxpr:
+def all_varying(jaxpr: _jax.Jaxpr, like: Sequence[_jax.ShapedArray]) -> _jax.Jaxpr:
     """A jaxpr whose inputs and outputs vary over the manual axes over which one of `like` does."""
     return jaxpr if not any(map(_jax.varying, like)) else _Varying(like).jaxpr(jaxpr)
 
 
 class _Varying:
-    def __init__(self, like: Sequence[ShapedArray]):
+    def __init__(self, like: Sequence[_jax.ShapedArray]):
         self.like = like
         self.done: dict[int, tuple[Any, Any]] = {}
 

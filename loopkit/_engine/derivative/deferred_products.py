@@ -22,7 +22,6 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._engine.loop import kept
-from loopkit._jax import Jaxpr, ShapedArray
 
 SMALLEST = 1 << 15
 """Bytes of a matrix below which its sum stays in the nearest cache."""
@@ -44,7 +43,7 @@ class Term(NamedTuple):
 class Products:
     """The backward half of a step, its products put off."""
 
-    step: Jaxpr
+    step: _jax.Jaxpr
     """As the backward half, but for the outputs put off, then the factors."""
     put_off: tuple[bool, ...]
     """Which outputs of the backward half are left to `sums`."""
@@ -56,7 +55,7 @@ class Products:
     """Variables that are rows of the segment: which of them."""
 
     @property
-    def factor_types(self) -> list[ShapedArray]:
+    def factor_types(self) -> list[_jax.ShapedArray]:
         return [v.aval for v in self.factors]
 
     def sums(self, factors: Sequence[Any], rows: Sequence[Any]) -> list:
@@ -69,7 +68,7 @@ class Products:
 
 
 def put_off(
-    backward: Jaxpr, consts: int, fixed: int, first_row: int, rows: Sequence[int | None]
+    backward: _jax.Jaxpr, consts: int, fixed: int, first_row: int, rows: Sequence[int | None]
 ) -> Products:
     """The products worth putting off among the first `consts` outputs of a backward half.
 

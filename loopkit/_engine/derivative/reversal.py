@@ -18,7 +18,6 @@ from loopkit._engine.facts.write_sites import holds_write
 from loopkit._engine.loop import Active, Loop, Operands, kept, spread
 from loopkit._engine.steps import hold, read_rows, repeat, row_of, write_rows
 from loopkit._engine.trials.host_memory import check_host_memory
-from loopkit._jax import Jaxpr, ShapedArray
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import factor_bytes, nanoseconds
 from loopkit._plans.plan import Plan, Step
@@ -36,9 +35,9 @@ class Reversal:
     split: Split
     saved: tuple[bool, ...]
     """Which carry leaves a checkpoint holds: those that replaying reads."""
-    step: Jaxpr
+    step: _jax.Jaxpr
     """(consts, saved carry, x) -> saved carry"""
-    forward: Jaxpr
+    forward: _jax.Jaxpr
     """(consts, saved carry, x) -> saved carry, stored residuals"""
     undo: Undo | None
     """How to bring back the buffers that checkpoints leave out."""
@@ -48,7 +47,7 @@ class Reversal:
     """Carry leaves whose initial value's cotangent nobody asks for; empty if all are wanted."""
 
     @cached_property
-    def backward(self) -> Jaxpr:
+    def backward(self) -> _jax.Jaxpr:
         """(consts, hoisted, x, stored, cotangents) -> cotangents of the active consts, carry, x
 
         Made when it is asked for: the body may hold what must not be transposed.
@@ -117,7 +116,7 @@ class Reversal:
         return self.loop.derived(key, lambda: replace(self, unread=unread))
 
     @property
-    def slot_types(self) -> list[ShapedArray]:
+    def slot_types(self) -> list[_jax.ShapedArray]:
         return kept(self.loop.carry_types, self.slotted)
 
     @cached_property
@@ -149,14 +148,14 @@ class Reversal:
         return [next(stored) if i is None else counts[i] for i in self.counted_rows]
 
     @property
-    def row_types(self) -> list[ShapedArray]:
+    def row_types(self) -> list[_jax.ShapedArray]:
         """What one step leaves for its reversal."""
         if self.plan.store == "carries":
             return self.slot_types
         return self.shortened(self.split.stored_types)
 
     @property
-    def residual_types(self) -> list[ShapedArray]:
+    def residual_types(self) -> list[_jax.ShapedArray]:
         """What the forward pass hands on.
 
         Checkpoints; the log of what was displaced in buffers, and those buffers at the end; the
@@ -300,7 +299,7 @@ def build(
     return Reversal(quiet, active, plan, split, saved, step, forward, undo, counters)
 
 
-def _in_common(jaxpr: Jaxpr) -> list:
+def _in_common(jaxpr: _jax.Jaxpr) -> list:
     """A type that varies between devices as far as all inputs do."""
     fewest = sorted(jaxpr.in_avals, key=lambda t: len(_jax.varying(t)))[:1]
     axes = [_jax.varying(t) for t in fewest]
@@ -310,7 +309,7 @@ def _in_common(jaxpr: Jaxpr) -> list:
 def _saved_leaves(loop: Loop, split: Split) -> tuple[bool, ...]:
     """The carry leaves that replaying needs: a fixed point of what the derivative reads."""
 
-    def carry_read(jaxpr: Jaxpr, outputs: Sequence[bool], before: int) -> list[bool]:
+    def carry_read(jaxpr: _jax.Jaxpr, outputs: Sequence[bool], before: int) -> list[bool]:
         used = _jax.used_inputs(jaxpr, outputs)
         return used[before : before + loop.carry_count]
 

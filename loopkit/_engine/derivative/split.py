@@ -25,7 +25,6 @@ from loopkit import _jax
 from loopkit._engine.facts.counters import find_counters
 from loopkit._engine.facts.write_sites import with_fresh_writes, writes_once
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
-from loopkit._jax import Jaxpr, ShapedArray
 from loopkit._jaxprs.min_cut import least_stored
 from loopkit._jaxprs.slice_cotangents import threaded
 
@@ -34,11 +33,11 @@ from loopkit._jaxprs.slice_cotangents import threaded
 class Split:
     """The two halves of a step's derivative. See the module."""
 
-    hoist: Jaxpr
-    forward: Jaxpr
+    hoist: _jax.Jaxpr
+    forward: _jax.Jaxpr
     results: int
     """How many outputs of `forward` are carry or y."""
-    backward: Callable[[Active, Sequence[bool]], Jaxpr]
+    backward: Callable[[Active, Sequence[bool]], _jax.Jaxpr]
     """The backward half, for the leaves that cotangents flow through.
 
     The second argument says of which carry leaves nobody asks for the initial value's cotangent.
@@ -49,7 +48,7 @@ class Split:
     """For the split of a batched loop made from another split: which rows have the new axis."""
 
     @property
-    def stored_types(self) -> list[ShapedArray]:
+    def stored_types(self) -> list[_jax.ShapedArray]:
         return list(self.forward.out_avals[self.results :])
 
 
@@ -109,7 +108,7 @@ def _split(loop: Loop, active: Active) -> Split:
         rest = [_jax.zeros(t) for t in in_types[c:]]
         return list(_jax.call_jaxpr(hoist_part)(*consts, *rest)) if cut.hoisted else []
 
-    def make_backward(live: Active, unread: Sequence[bool]) -> Jaxpr:
+    def make_backward(live: Active, unread: Sequence[bool]) -> _jax.Jaxpr:
         def backward(*values: Any) -> list:
             _, so_far, cts = parts(values, len(known), sum(live.consts))
             residuals = cut.remake(dict(zip(known, values[: len(known)], strict=True)))
@@ -141,8 +140,8 @@ def _split(loop: Loop, active: Active) -> Split:
 
 
 def _linear_part(
-    tree: Any, residual_types: Sequence[Any], body: Jaxpr, active: Active, live: Active
-) -> tuple[Jaxpr, list]:
+    tree: Any, residual_types: Sequence[Any], body: _jax.Jaxpr, active: Active, live: Active
+) -> tuple[_jax.Jaxpr, list]:
     """(residuals, tangents of live inputs) -> tangents of live outputs, and the types of those.
 
     What only reaches other outputs is left out: it may be something that cannot be transposed.
@@ -183,7 +182,7 @@ def batch_split(split: Split, loop: Loop, axis: Any, places: Operands, active: A
     )
     stored = flags[split.results :]
 
-    def make_backward(live: Active, unread: Sequence[bool]) -> Jaxpr:
+    def make_backward(live: Active, unread: Sequence[bool]) -> _jax.Jaxpr:
         cts = [*kept(consts, live.consts), *kept(carry, live.carry)]
         cts += [lane for a in live.ys if a]
         outs = [*kept(consts, live.consts), *kept(carry, live.carry), *kept(slices, live.xs)]

@@ -25,7 +25,6 @@ from loopkit._engine.facts.write_sites import Inner, Sites, Write, find_writes, 
 from loopkit._engine.loop import Loop, Operands, Output, kept, parts
 from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import read_rows, repeat_backwards, row_of
-from loopkit._jax import Jaxpr, ShapedArray
 from loopkit._jaxprs import equations
 
 
@@ -35,11 +34,11 @@ class Undo:
 
     leaves: tuple[bool, ...]
     """Which carry leaves: buffers that are not saved."""
-    log_types: list[ShapedArray]
+    log_types: list[_jax.ShapedArray]
     """What one step logs."""
-    forward: Jaxpr
+    forward: _jax.Jaxpr
     """(consts, carry, x) -> carry, y, log"""
-    back: Jaxpr
+    back: _jax.Jaxpr
     """(initial buffers, buffers after a step, its log) -> buffers before it"""
     batched: tuple[bool, ...] = ()
     """In the batched loop made from another: which parts of the log have the new axis."""
@@ -77,7 +76,7 @@ class Rewind:
         return repeat_backwards(count, back, buffers, 1)
 
 
-def with_log(loop: Loop, body: Jaxpr, count: int) -> Loop:
+def with_log(loop: Loop, body: _jax.Jaxpr, count: int) -> Loop:
     """The loop with a body that returns a log after its ys, stacked along leading axes."""
     return loop.replace(body=body, ys=(*loop.ys, *[Output(log=True)] * count))
 

@@ -14,7 +14,6 @@ from loopkit._buffers.window import Window
 from loopkit._engine.facts.counters import moved_by
 from loopkit._engine.loop import Loop
 from loopkit._engine.primitives import while_p
-from loopkit._jax import Jaxpr
 from loopkit._jaxprs import equations
 
 
@@ -71,7 +70,7 @@ def writes_rows(loop: Loop, leaf: int) -> bool:
     return straight and uses == 1 and site.window.axes == (0,)
 
 
-def with_fresh_writes(linear: Jaxpr, leaves: Sequence[tuple[int, int]]) -> Jaxpr:
+def with_fresh_writes(linear: _jax.Jaxpr, leaves: Sequence[tuple[int, int]]) -> _jax.Jaxpr:
     """`linear` with its writes to buffers marked as fresh; `leaves` are pairs (input, output)."""
     j, fresh = _jax.open_jaxpr(linear), {}
     for before, after in leaves:

@@ -20,7 +20,6 @@ from loopkit import _jax
 from loopkit._buffers.slices import read_p, write_p
 from loopkit._engine.loop import Loop, parts
 from loopkit._engine.primitives import while_p
-from loopkit._jax import Jaxpr
 from loopkit._jaxprs import equations
 
 SHORT = 16
@@ -113,7 +112,7 @@ def _over(loop: Loop, consts: Counts, carry: Counts) -> Loop:
     return loop.replace(cond=cond, body=body)
 
 
-def _flattened(jaxpr: Jaxpr, counts: Sequence[int]) -> Jaxpr:
+def _flattened(jaxpr: _jax.Jaxpr, counts: Sequence[int]) -> _jax.Jaxpr:
     j = _jax.open_jaxpr(jaxpr)
     types = [v.aval for v in j.invars]
     shapes = [t.shape for t in types]

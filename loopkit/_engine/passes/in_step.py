@@ -15,19 +15,18 @@ from jax import lax
 from loopkit import _jax
 from loopkit._engine.loop import parts
 from loopkit._engine.steps import hold, select
-from loopkit._jax import Jaxpr
 from loopkit._jaxprs import equations
 
 
-def axes_between_lanes(body: Jaxpr) -> tuple:
+def axes_between_lanes(body: _jax.Jaxpr) -> tuple:
     """The axes of `jax.vmap` along which a step reads what others have."""
     axes = _jax.vmapped_axes()
     return tuple(axes & equations.axis_names(body, others=True)) if axes else ()
 
 
 def in_step(
-    cond: Jaxpr, k: int, body: Jaxpr, c: int, buffers: Sequence[bool], axes: tuple
-) -> tuple[Jaxpr, Jaxpr]:
+    cond: _jax.Jaxpr, k: int, body: _jax.Jaxpr, c: int, buffers: Sequence[bool], axes: tuple
+) -> tuple[_jax.Jaxpr, _jax.Jaxpr]:
     """Predicate and body of the lanes together; the body takes the predicate's constants first.
 
     `k` and `c`: how many constants they have. Writes to `buffers` are masked already.

@@ -105,17 +105,6 @@ def _residual_axes(loop: Loop, new: Loop, axis: Any, places: Operands, layout: A
     return [*rows, None, 0 if len(new.lanes) > len(loop.lanes) else None]
 
 
-def _forced(loop: Loop, flags: Operands, layout: Active, force: bool) -> Operands:
-    """Flags with every active input batched, where the primitive needs that."""
-    if not force:
-        return flags
-    consts, init, xs = (
-        [f or a for f, a in zip(group, active, strict=True)]
-        for group, active in zip(flags[1:], layout[:3], strict=True)
-    )
-    return Operands(flags.cond_consts, consts, init, xs)
-
-
 def _batch_forward(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop, active: Active
 ) -> tuple:
@@ -134,8 +123,11 @@ def _batched_for(
     `dims`: where the axis is in the operands. `force`: all that is active gets it.
     """
     places = loop.split(dims)[0]
-    flags = _forced(loop, Operands(*([d is not None for d in p] for p in places)), layout, force)
-    ys = layout.ys if force else None
+    flags, ys = Operands(*([d is not None for d in p] for p in places)), None
+    if force:
+        pairs = zip(flags[1:], layout[:3], strict=True)
+        forced = ([f or a for f, a in zip(*pair, strict=True)] for pair in pairs)
+        flags, ys = Operands(flags.cond_consts, *forced), layout.ys
     in_rows = leaves_in_rows(loop, axis, places.init)
     key = ("batched for", axis, *map(tuple, flags), ys, layout, in_rows)
 

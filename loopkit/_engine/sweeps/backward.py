@@ -113,20 +113,16 @@ def backward_sweep(
     rows: list = []
     if plan.segment > 1 and not plan.every_carry:
         rows = [_jax.zeros(_jax.stack_type(t, plan.segment)) for t in how.row_types]
-    last = _ceil_div(steps, plan.segment) - 1
+    if isinstance(steps, int):
+        last = -(-steps // plan.segment) - 1
+    else:  # traced steps are not negative: no sign to mind
+        last = lax.div(steps + (plan.segment - 1), jnp.int32(plan.segment)) - 1
     state = Backward(jnp.asarray(last, jnp.int32), stacks, units, rows, flowing, buffers)
     if isinstance(steps, int):
         done = repeat(last + 1, lambda _, s: segment(s), state)
     else:
         done = lax.while_loop(lambda s: s.unit >= 0, segment, state)
     return [*done.cts.consts, *done.cts.carry, *done.cts.xs]
-
-
-def _ceil_div(steps: Any, leaf: int) -> Any:
-    """Segments that hold so many steps. Traced steps are not negative: no sign to mind."""
-    if isinstance(steps, int):
-        return -(-steps // leaf)
-    return lax.div(steps + (leaf - 1), jnp.int32(leaf))
 
 
 def _no_cotangents(loop: Loop, active: Active, ct_carry: list, batch: int | None) -> Cotangents:
