@@ -306,6 +306,14 @@ def with_outputs(jaxpr: Jaxpr, outputs: Sequence[Any], keep: Sequence[bool]) -> 
     return dce(other, [True] * len(outputs), keep)[0]
 
 
+def rearranged(jaxpr: Jaxpr, inputs: Sequence[int], outputs: Sequence[int]) -> Jaxpr:
+    """The same equations, with the inputs in another order and some of the outputs."""
+    j = open_jaxpr(jaxpr)
+    invars, outvars = [j.invars[i] for i in inputs], [j.outvars[i] for i in outputs]
+    info = j.debug_info.with_unknown_names()
+    return pe.close_jaxpr(j.replace(invars=invars, outvars=outvars, debug_info=info))
+
+
 def jvp_jaxpr(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
     """(inputs, nonzero tangents) -> (outputs, nonzero tangents), and which outputs have those."""
     dual, moved = ad.jvp_jaxpr(jaxpr, list(nonzero), False)

@@ -122,7 +122,7 @@ COUNTS = [
         (unbounded_scan, "max_segments", 1),
         (ragged_scan, "batch", 1),
     ),
-    *((plan, "slots", 1), (plan, "leaf", 1), (plan, "bound", 0), (evaluations, "steps", 0)),
+    *((plan, "slots", 1), (plan, "segment", 1), (plan, "bound", 0), (evaluations, "steps", 0)),
     *((length_buckets, "first", 1), (empty, "capacity", 0), (assert_in_place, "min_bytes", 0)),
 ]
 NO_COUNTS = [2.5, 2.0, math.nan, [2], np.float32(2), np.arange(2)]
@@ -285,7 +285,7 @@ def test_fields_of_a_plan():
         refused(plan, "step", value, TypeError)
     assert loopkit.Plan(0, keeps_all=True).slots == 0
     refused(plan, "slots", None, TypeError)
-    refused(plan, "leaf", None, TypeError)
+    refused(plan, "segment", None, TypeError)
     assert plan(slots=0, bound=0).evaluations() == (0, 0)
     kept = plan(slots=0, bound=0)
     with pytest.raises(ValueError, match=r"loopkit\.Plan: `slots` must be an int >= 1, carries"):

@@ -64,7 +64,7 @@ def test_the_result_does_not_depend_on_the_budget():
         assert_close(got(jnp.ones((7, 96))), want)
 
 
-@pytest.mark.parametrize("leaf", [1, 4, 5])
+@pytest.mark.parametrize("segment", [1, 4, 5])
 @pytest.mark.parametrize("store", ["carries", "residuals"])
 @pytest.mark.parametrize("slots", [3, 20])
 def test_gradients_of_large_matrices(leaf, store, slots):
@@ -145,7 +145,7 @@ def test_a_plan_that_stores_every_step_needs_a_bound():
     [
         ({"slots": 0}, ValueError, r"`slots` must be an int >= 1, carries to keep, got 0"),
         ({"slots": 2.5}, TypeError, r"`slots` must be .* got 2\.5 of type float"),
-        ({"slots": 3, "leaf": -2}, ValueError, r"`leaf` must be an int >= 1, .* got -2"),
+        ({"slots": 3, "segment": -2}, ValueError, r"`segment` must be an int >= 1, .* got -2"),
         ({"slots": 3, "store": "rows"}, ValueError, r"`store` must be one of .* got 'rows'"),
         (
             {"slots": 3, "bound": "x"},

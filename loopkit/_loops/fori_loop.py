@@ -127,11 +127,10 @@ def _bound(argument: str, value: Any) -> Any:
         return jnp.asarray(value)
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return int(value)
-    got = errors.shown(value)
-    if isinstance(value, (jax.Array, np.ndarray)):
-        if value.shape == () and jnp.issubdtype(value.dtype, jnp.integer):
-            return value if _jax.is_tracer(value) else int(value)
-        got = errors.short_type(jax.typeof(value))
+    is_array = isinstance(value, (jax.Array, np.ndarray))
+    if is_array and value.shape == () and jnp.issubdtype(value.dtype, jnp.integer):
+        return value if _jax.is_tracer(value) else int(value)
+    got = errors.short_type(jax.typeof(value)) if is_array else errors.shown(value)
     raise errors.wrong_type(
         NAMES.function, argument, "must be a scalar integer", got, "Pass an int."
     )

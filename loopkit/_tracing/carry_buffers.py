@@ -181,11 +181,15 @@ def find(names: Any, buffers: Any, init: Any) -> Buffers:
 
     Those that are named, those of a loop around, and what TensorArrays hold.
     """
-    leaves, flags = jax.tree.leaves(init, is_leaf=is_buffer), []
+    owns = lambda v: is_buffer(v) or is_tensor_array(v)
+    nodes, leaves = jax.tree.leaves(init, is_leaf=owns), jax.tree.leaves(init, is_leaf=is_buffer)
     outer = tuple(v._owner if is_buffer(v) else None for v in leaves)
-    for node in jax.tree.leaves(init, is_leaf=lambda v: is_buffer(v) or is_tensor_array(v)):
-        holds = is_tensor_array(node)
+    if buffers is None and not any(map(owns, nodes)):
+        return Buffers((False,) * len(leaves), outer)
+    flags = []
+    for node in nodes:
         # A TensorArray's last leaf is its size.
+        holds = is_tensor_array(node)
         flags += [True] * (len(jax.tree.leaves(node)) - 1) + [False] if holds else [is_buffer(node)]
     named = _named(names, buffers, plain(init))
     paths = jax.tree_util.tree_leaves_with_path(init, is_leaf=is_buffer)

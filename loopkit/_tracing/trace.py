@@ -204,6 +204,8 @@ def _check_effects(names: Names, *jaxprs: Any) -> None:
 
 def scalar_bool(function: str, argument: str, value: Any) -> Any:
     """What a predicate returned, if it is one bool."""
+    if _jax.is_tracer(value) and value.shape == () and value.dtype == bool:
+        return value
     flat, tree = jax.tree.flatten(value)
     if not jax.tree_util.treedef_is_leaf(tree) or len(flat) != 1:
         got = f"a {type(value).__name__} ({tree})"
@@ -275,23 +277,13 @@ def as_loop(
     source = equations.forwarded(body)
     fixed = tuple(source[i] == c + i and not leaf.flag for i, leaf in enumerate(carry))
     moving = [not f for f in fixed]
-
-    def of_moving(jaxpr: Any, before: int, outs: int) -> Any:
-        """The jaxpr where the leaves that stay are constants, after the others."""
-
-        def run(*values: Any) -> list:
-            consts, still, carry, x = parts(values, before, sum(fixed), sum(moving))
-            inputs = spread(still, fixed, spread(carry, moving, [None] * n))
-            out, y = parts(_jax.call_jaxpr(jaxpr)(*consts, *inputs, *x), outs)
-            return [*kept(out, moving[:outs]), *y]
-
-        leaves = [*kept(types, fixed), *kept(types, moving)]
-        ins = [*jaxpr.in_avals[:before], *leaves, *jaxpr.in_avals[before + n :]]
-        return _jax.trace_closed(run, ins, "moving")
-
-    if any(fixed):
-        body = of_moving(body, c, n)
-        cond = None if cond is None else of_moving(cond, len(cond_consts), 0)
+    if any(fixed):  # the leaves that stay become constants, after the others
+        order, k = sorted(range(n), key=moving.__getitem__), len(cond_consts)
+        outs = [i for i in range(len(body.out_avals)) if i >= n or moving[i]]
+        leaves, xs = [c + i for i in order], range(c + n, len(body.in_avals))
+        body = _jax.rearranged(body, [*range(c), *leaves, *xs], outs)
+        if cond is not None:
+            cond = _jax.rearranged(cond, [*range(k), *(k + i for i in order)], [0])
     xs, ys = len(body.in_avals) - c - n, len(body.out_avals) - sum(moving)
     settings = {"xs": (Input(),) * xs, **settings}
     loop = Loop(
