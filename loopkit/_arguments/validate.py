@@ -25,8 +25,7 @@ def check_flag(function: str, argument: str, value: Any, expected: str = "a bool
     """A bool, of Python or numpy, or 0 or 1, as a bool."""
     if isinstance(value, (int, np.bool_, np.integer)) and value in (0, 1):
         return bool(value)
-    got = errors.shown(value)
-    advice = "It is part of the compiled program: pass True or False."
+    got, advice = errors.shown(value), "It is part of the compiled program: pass True or False."
     raise errors.wrong_type(function, argument, f"must be {expected}", got, advice)
 
 

@@ -139,6 +139,7 @@ def checkpointed(
 def _call(fn: Callable, settings: Settings, args: tuple, kwargs: dict) -> Any:
     leaves, tree = jax.tree.flatten((args, kwargs))
     leaves = [_jax.as_array(v) if validate.is_traced(v) else v for v in leaves]
+    types = [type_of(v) if isinstance(v, jax.Array) else None for v in leaves]
     new: list[Program] = []
 
     def traced() -> Program:
@@ -148,23 +149,28 @@ def _call(fn: Callable, settings: Settings, args: tuple, kwargs: dict) -> Any:
     bound = isinstance(fn, MethodType)  # to an object that may change
     functions = [] if bound else [fn]
     try:
-        types = [type_of(v) if isinstance(v, jax.Array) else None for v in leaves]
         static = [v for v in [*leaves, *[fn] * bound] if not isinstance(v, jax.Array)]
-        key = (settings, *types, program_key((tree, static), met=functions))
+        of_arrays = tree == _of_arrays(len(leaves)) and not static
+        key = (settings, *types, of_arrays or program_key((tree, static), met=functions))
     except Unknown:  # an object that may change
         return _traced(fn, settings, leaves, tree).run(leaves)
     known = remember(functions, key, traced)
     if known.jaxpr is not None:
         return known.run(leaves)
     # Without loops `fn` is called as it is, and reads anew what it closes over.
+    args, kwargs = tree.unflatten(leaves)
     if not any(map(_jax.is_tracer, leaves)):
-        args, kwargs = tree.unflatten(leaves)
         return fn(*args, **kwargs)
     if new or known.has_rules:
         return (new or [_traced(fn, settings, leaves, tree)])[0].run(leaves)
-    args, kwargs = tree.unflatten(leaves)
     with replacing(settings):
         return fn(*args, **kwargs)
+
+
+@ft.lru_cache(64)
+def _of_arrays(count: int) -> Any:
+    """The tree of so many positional arrays."""
+    return jax.tree.structure(((0,) * count, {}))
 
 
 def _traced(fn: Callable, settings: Settings, leaves: list, tree: Any) -> Program:

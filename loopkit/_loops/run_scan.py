@@ -21,8 +21,8 @@ from loopkit._tracing.axes import arranged, has_none, stacks, without_last
 from loopkit._tracing.trace import Traced, pair, scalar_bool, shared, type_key
 
 
-def run(scan: Scan) -> tuple[Any, Any, LoopInfo | None]:
-    """Final carry, ys, and, if it is wanted, how far the scan got."""
+def run(scan: Scan) -> tuple[Any, Any, Any]:
+    """Final carry, ys, and, if it is wanted, a LoopInfo."""
     names, carried, inputs, out_axes = scan.names, scan.carried, scan.inputs, scan.out_axes
     stopping = scan.until is not None
     of_axes = (jax.tree.structure(out_axes), *jax.tree.leaves(out_axes))
@@ -58,8 +58,7 @@ def run(scan: Scan) -> tuple[Any, Any, LoopInfo | None]:
     if scan.split_transpose and (scan.truncate is not None or not as_lax):
         expected = "can be True only where every step is stored, along leading axes, as in lax.scan"
         got = f"checkpoints={scan.budget!r} and other settings that lax.scan lacks"
-        name = names.function
-        raise errors.wrong_value(name, "_split_transpose", expected, got, "Leave it out.")
+        raise errors.wrong_value(names.function, "_split_transpose", expected, got, "Leave it out.")
     if as_lax:
         carry, ys = run_stored(traced, leaves, inputs.arrays, scan.split_transpose)
     else:

@@ -55,7 +55,6 @@ def truncated(scan: Scan) -> tuple[Any, Any, LoopInfo]:
     def block(state: Blocks, x: list) -> tuple[Blocks, Any]:
         here = inputs._replace(leaves=x, length=truncate)
         carry, y, info = run(of_block(state.carry, here))
-        assert info is not None, "asked for"
         carry = _cut(carry, None if until is None else info.stopped)
         return Blocks(carry, state.steps + info.steps, info.stopped), y
 
@@ -77,7 +76,6 @@ def truncated(scan: Scan) -> tuple[Any, Any, LoopInfo]:
     before, ys, _ = run(blocks)
     stopped = None if until is None else before.stopped
     carry, rest, info = run(of_block(_cut(before.carry, stopped), tail, before.stopped))
-    assert info is not None, "asked for"
     ys = joined(SCAN, ys, rest, out_axes, scan.reverse, stopped)
     return scan.carried.returned(carry), ys, LoopInfo(before.steps + info.steps, info.stopped)
 

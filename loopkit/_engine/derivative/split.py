@@ -25,6 +25,7 @@ from loopkit import _jax
 from loopkit._engine.facts.counters import find_counters
 from loopkit._engine.facts.write_sites import with_fresh_writes, writes_once
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
+from loopkit._engine.passes.batched_loop import places_at
 from loopkit._jaxprs.min_cut import least_stored
 from loopkit._jaxprs.slice_cotangents import threaded
 
@@ -186,11 +187,7 @@ def batch_split(split: Split, loop: Loop, axis: Any, places: Operands, active: A
         cts = [*kept(consts, live.consts), *kept(carry, live.carry)]
         cts += [lane for a in live.ys if a]
         outs = [*kept(consts, live.consts), *kept(carry, live.carry), *kept(slices, live.xs)]
-        ins = [*consts, *_first(hoisted), *slices, *_first(stored), *cts]
+        ins = [*consts, *places_at(hoisted, 0), *slices, *places_at(stored, 0), *cts]
         return _jax.batch_jaxpr(split.backward(live, unread), axis, ins, outs)[0]
 
     return Split(hoist, forward, split.results, make_backward, stored_batched=tuple(stored))
-
-
-def _first(flags: Sequence[bool]) -> list[int | None]:
-    return [0 if f else None for f in flags]

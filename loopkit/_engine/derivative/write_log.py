@@ -23,6 +23,7 @@ from loopkit import _jax
 from loopkit._buffers.slices import in_order, read, read_p, write
 from loopkit._engine.facts.write_sites import Inner, Sites, Write, find_writes, merged
 from loopkit._engine.loop import Loop, Operands, Output, kept, parts
+from loopkit._engine.passes.batched_loop import places_at
 from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import read_rows, repeat_backwards, row_of
 from loopkit._jaxprs import equations
@@ -209,6 +210,6 @@ def batch_undo(
     results = len(carry) + len(rows)
     log = flags[results:]
     buffers = kept(carry, undo.leaves)
-    ins = [*buffers, *buffers, *[0 if f else None for f in log]]
+    ins = [*buffers, *buffers, *places_at(log, 0)]
     back, _ = _jax.batch_jaxpr(undo.back, axis, ins, buffers)
     return Undo(undo.leaves, list(forward.out_avals[results:]), forward, back, tuple(log))

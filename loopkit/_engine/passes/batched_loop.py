@@ -72,7 +72,7 @@ def _batch_loop(
         new, out_ys = parts(flags, loop.carry_count)
         new = [a or b for a, b in zip(carry, new, strict=True)]
         if not joins and loop.cond is not None:
-            cond_axes = [*_at(batched.cond_consts, 0), *carry_at(new)]
+            cond_axes = [*places_at(batched.cond_consts, 0), *carry_at(new)]
             _, (joins,) = _jax.batch_jaxpr(loop.cond, axis, cond_axes, ["free"])
             if joins and whole and loop.lanes:
                 consts = [f or n > 0 for f, n in zip(batched.consts, loop.const_lanes, strict=True)]
@@ -83,11 +83,11 @@ def _batch_loop(
             break
         carry = new
     ys = [joins or a or b for a, b in zip(ys, out_ys, strict=True)]
-    carry_axes, y_axes = carry_at(carry), _at(ys, place)
+    carry_axes, y_axes = carry_at(carry), places_at(ys, place)
     body, _ = _jax.batch_jaxpr(loop.body, axis, body_axes, [*carry_axes, *y_axes])
     cond = loop.cond
     if cond is not None:
-        cond_axes = [*_at(batched.cond_consts, 0), *carry_axes]
+        cond_axes = [*places_at(batched.cond_consts, 0), *carry_axes]
         cond, _ = _jax.batch_jaxpr(cond, axis, cond_axes, [0 if joins else None])
     new_loop = loop.replace(
         cond=cond,
@@ -105,11 +105,11 @@ def _batch_loop(
         ),
     )
     x_places, y_places = stacked(x_axes, loop.x_axes), stacked(y_axes, loop.y_axes)
-    axes = Operands(_at(batched.cond_consts, 0), const_axes, carry_axes, x_places)
+    axes = Operands(places_at(batched.cond_consts, 0), const_axes, carry_axes, x_places)
     return Batched(new_loop, axes, y_places)
 
 
-def _at(flags: Sequence[bool], place: int) -> list[int | None]:
+def places_at(flags: Sequence[bool], place: int) -> list[int | None]:
     return [place if f else None for f in flags]
 
 
