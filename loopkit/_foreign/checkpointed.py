@@ -138,20 +138,20 @@ def checkpointed(
 
 def _call(fn: Callable, settings: Settings, args: tuple, kwargs: dict) -> Any:
     leaves, tree = jax.tree.flatten((args, kwargs))
-    leaves = [_jax.as_array(v) if validate.is_traced(v) else v for v in leaves]
+    if any(type(v) is not _jax.ArrayImpl for v in leaves):
+        leaves = [_jax.as_array(v) if validate.is_traced(v) else v for v in leaves]
     types = [type_of(v) if isinstance(v, jax.Array) else None for v in leaves]
-    new: list[Program] = []
+    bound = isinstance(fn, MethodType)  # to an object that may change
+    functions, new = [] if bound else [fn], []
 
     def traced() -> Program:
         new.append(_traced(fn, settings, leaves, tree))
         return new[0].to_keep
 
-    bound = isinstance(fn, MethodType)  # to an object that may change
-    functions = [] if bound else [fn]
+    static = [v for v, t in zip(leaves, types, strict=True) if t is None] + [fn] * bound
     try:
-        static = [v for v in [*leaves, *[fn] * bound] if not isinstance(v, jax.Array)]
-        of_arrays = tree == _of_arrays(len(leaves)) and not static
-        key = (settings, *types, of_arrays or program_key((tree, static), met=functions))
+        exact = _is_plain(tree) and not static
+        key = (settings, *types, tree if exact else program_key((tree, static), met=functions))
     except Unknown:  # an object that may change
         return _traced(fn, settings, leaves, tree).run(leaves)
     known = remember(functions, key, traced)
@@ -167,10 +167,12 @@ def _call(fn: Callable, settings: Settings, args: tuple, kwargs: dict) -> Any:
         return fn(*args, **kwargs)
 
 
-@ft.lru_cache(64)
-def _of_arrays(count: int) -> Any:
-    """The tree of so many positional arrays."""
-    return jax.tree.structure(((0,) * count, {}))
+@ft.lru_cache(256)
+def _is_plain(tree: Any) -> bool:
+    """Whether whatever equals this tree is the same."""
+    kind, keys = tree.node_data() or (tuple, ())
+    known = kind in (tuple, list) or (kind is dict and all(type(k) is str for k in keys))
+    return known and all(map(_is_plain, tree.children()))
 
 
 def _traced(fn: Callable, settings: Settings, leaves: list, tree: Any) -> Program:

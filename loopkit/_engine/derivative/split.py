@@ -25,7 +25,7 @@ from loopkit import _jax
 from loopkit._engine.facts.counters import find_counters
 from loopkit._engine.facts.write_sites import with_fresh_writes, writes_once
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
-from loopkit._engine.passes.batched_loop import places_at
+from loopkit._engine.passes.batched_loop import in_row, places_at
 from loopkit._jaxprs.min_cut import least_stored
 from loopkit._jaxprs.slice_cotangents import threaded
 
@@ -166,9 +166,7 @@ def _linear_part(
 
 def batch_split(split: Split, loop: Loop, axis: Any, places: Operands, active: Active) -> Split:
     """vmap of a split, residual for residual. Every active input has the new axis."""
-    slices = [
-        None if a is None else a - (a > row) for a, row in zip(places.xs, loop.x_axes, strict=True)
-    ]
+    slices = in_row(places.xs, loop.x_axes)
     consts, carry = places.consts, places.init
     hoist, hoisted = _jax.batch_jaxpr(
         split.hoist, axis, consts, ["free"] * len(split.hoist.out_avals)

@@ -23,7 +23,7 @@ from loopkit import _jax
 from loopkit._buffers.slices import in_order, read, read_p, write
 from loopkit._engine.facts.write_sites import Inner, Sites, Write, find_writes, merged
 from loopkit._engine.loop import Loop, Operands, Output, kept, parts
-from loopkit._engine.passes.batched_loop import places_at
+from loopkit._engine.passes.batched_loop import in_row, places_at
 from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import read_rows, repeat_backwards, row_of
 from loopkit._jaxprs import equations
@@ -201,10 +201,7 @@ def batch_undo(
 ) -> Undo:
     """vmap of an undo of `loop`, log for log; the axes are those of the batched loop."""
     consts, carry = places.consts, places.init
-    slices, rows = (
-        [None if a is None else a - (a > along) for a, along in zip(axes, stacked, strict=True)]
-        for axes, stacked in ((places.xs, loop.x_axes), (ys, loop.y_axes))
-    )
+    slices, rows = in_row(places.xs, loop.x_axes), in_row(ys, loop.y_axes)
     outs = [*carry, *rows, *["free"] * len(undo.log_types)]
     forward, flags = _jax.batch_jaxpr(undo.forward, axis, [*consts, *carry, *slices], outs)
     results = len(carry) + len(rows)

@@ -118,6 +118,11 @@ def stacked(axes: Sequence[int | None], rows: Sequence[int]) -> list[int | None]
     return [None if a is None else a + (a >= row) for a, row in zip(axes, rows, strict=True)]
 
 
+def in_row(axes: Sequence[int | None], rows: Sequence[int]) -> list[int | None]:
+    """The axes in one row, from those in the arrays."""
+    return [None if a is None else a - (a > row) for a, row in zip(axes, rows, strict=True)]
+
+
 def _shifted(row: int, axis: int | None) -> int:
     """The axis of the rows, once each row has one more axis."""
     return row + (axis is not None and axis < row)
