@@ -353,9 +353,6 @@ def check_effects(effects: Any) -> list[Any]:
     return list(effects_.control_flow_allowed_effects.filter_not_in(effects))
 
 
-# ---------------------------------------------------------------- tangents
-
-
 def jvp_in_moving(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple:
     """`jax.jvp` of `fun(*primals)`, in the operands whose tangents are not symbolically zero."""
     places = [i for i, t in enumerate(tangents) if t is not None and type(t) is not Zero]

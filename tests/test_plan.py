@@ -67,9 +67,9 @@ def test_the_result_does_not_depend_on_the_budget():
 @pytest.mark.parametrize("segment", [1, 4, 5])
 @pytest.mark.parametrize("store", ["carries", "residuals"])
 @pytest.mark.parametrize("slots", [3, 20])
-def test_gradients_of_large_matrices(leaf, store, slots):
+def test_gradients_of_large_matrices(segment, store, slots):
     """Their products are put off to the end of a segment."""
-    plan = Plan(slots, segment=leaf, store=store)
+    plan = Plan(slots, segment=segment, store=store)
     x = jnp.linspace(-1, 1, 4 * 96).reshape(4, 96)
     xs = jnp.linspace(0, 1, 11 * 4 * 96).reshape(11, 4, 96)
 
