@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import loopkit
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "loopkit"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -37,6 +39,12 @@ LAYERS = [
 LONGEST = 350
 LONGEST_DOOR = 640
 """Lines of `_jax`, which must stay one file: nothing else may touch what JAX keeps private."""
+LONGEST_FUNCTION = 60
+"""Lines of a function without its docstring."""
+MOST_PARAMETERS = 10
+"""Of a function that users do not call."""
+MOST_UNPACKED = 5
+"""Names that a tuple is unpacked to by position."""
 PRIVATE = ("jax.interpreters", "jax.extend", "jax._src", "jaxlib")
 
 
@@ -149,6 +157,21 @@ def test_files_are_short(path: Path):
     length = len(path.read_text().splitlines())
     longest = LONGEST_DOOR if name_of(path) == "loopkit._jax" else LONGEST
     assert length <= longest, f"{path} has {length} lines"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_functions_can_be_taken_in(path: Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+            lines = node.body[-1].end_lineno - first.lineno + node.body[0].lineno - node.lineno
+            assert lines < LONGEST_FUNCTION, f"{path}: {node.name} has {lines + 1} lines"
+            count = len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
+            public = hasattr(loopkit, node.name)
+            assert public or count <= MOST_PARAMETERS, f"{path}: {node.name} takes {count}"
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+            count = len(node.targets[0].elts)
+            assert count <= MOST_UNPACKED, f"{path}:{node.lineno} unpacks {count}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -118,13 +118,7 @@ def place(shape: Sequence[int], index: Any, mode: str | None = None, unique: boo
     items = _expanded(shape, index)
     arrays = [v for kind, v, _ in items if kind == "array"]
     has_arrays = any(np.ndim(a) for a in arrays)
-    # An index without a sign is not from the end, however large, ...
-    wrap = not arrays or any(a.dtype.kind == "i" for a in arrays)
-    if mode is None:
-        # ... but where jax.numpy reads one slice, and does not gather.
-        strided = any(isinstance(v, slice) and v.step not in (None, 1, -1) for v in index)
-        gathers = has_arrays or (strided and bool(arrays))
-        mode, wrap = ("promise_in_bounds", wrap) if gathers else ("clip", True)
+    mode, wrap = _mode(mode, index, arrays, has_arrays)
     together = jnp.broadcast_shapes(*[np.shape(a) for a in arrays]) if arrays else ()
     steps = [v for kind, v, _ in items if kind == "steps"]
     batch = (*together, *map(len, steps))
@@ -150,12 +144,10 @@ def place(shape: Sequence[int], index: Any, mode: str | None = None, unique: boo
             v = jnp.asarray(v)
             columns.append(v.reshape(*np.shape(v), *[1] * len(steps)))
         elif kind == "steps":
-            dims = len(together) + step
             axes.append(axis)
-            after = len(steps) - step - 1
-            columns.append(jnp.asarray(v).reshape(len(v), *[1] * after))
+            columns.append(jnp.asarray(v).reshape(len(v), *[1] * (len(steps) - step - 1)))
+            tokens.append(len(together) + step)
             sizes[axis], step = 1, step + 1
-            tokens.append(dims)
         elif kind == "slice":
             offsets[axis], sizes[axis] = v
             tokens.append(len(batch) + axis)
@@ -181,6 +173,18 @@ def place(shape: Sequence[int], index: Any, mode: str | None = None, unique: boo
         tuple(i for i, t in enumerate(tokens) if t is None),
         unique or not has_arrays or _all_differ(rows),
     )
+
+
+def _mode(mode: str | None, index: tuple, arrays: list, has_arrays: bool) -> tuple[str, bool]:
+    """What is done with slices out of bounds, and whether negative starts are from the end."""
+    # An index without a sign is not from the end, however large, ...
+    wrap = not arrays or any(a.dtype.kind == "i" for a in arrays)
+    if mode is not None:
+        return mode, wrap
+    # ... but where jax.numpy reads one slice, and does not gather.
+    strided = any(isinstance(v, slice) and v.step not in (None, 1, -1) for v in index)
+    gathers = has_arrays or (strided and bool(arrays))
+    return ("promise_in_bounds", wrap) if gathers else ("clip", True)
 
 
 def _expanded(shape: Sequence[int], index: tuple) -> list[tuple[str, Any, int]]:

@@ -113,8 +113,8 @@ def _over_blocks(fn: Callable, tree: Any, blocks: Inputs, rows: int, out_axes: A
         *args, kwargs = tree.unflatten(x)
         return None, _with_rows(fn(*args, **kwargs), out_axes, rows)
 
-    made_of, axes = ((fn,), NAME, tree), block_axes(out_axes)
-    return run_scan(NAMES, step, None, blocks, Asked(), made_of, out_axes=axes)[1]
+    asked, axes = Asked(made_of=((fn,), NAME, tree)), block_axes(out_axes)
+    return run_scan(NAMES, step, None, blocks, asked, out_axes=axes)[1]
 
 
 def _merged(blocks: Any, out_axes: Any) -> Any:

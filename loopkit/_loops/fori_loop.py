@@ -87,7 +87,7 @@ def fori_loop(
     several, made_of, inner = 1 if unroll is None else unroll, ((body_fun,), name), buffers
     if buffers is not None:  # of the value, in the carry (counters, value)
         inner = (lambda carry: buffers(carry[1])) if callable(buffers) else (False, buffers)
-    asked = Asked(several, checkpoints, memory, inner, checks, return_info)
+    asked = Asked(several, checkpoints, memory, inner, checks, return_info, made_of)
     if isinstance(lower, int) and isinstance(upper, int):
         trips = max(0, upper - lower)
         length = trips if max_steps is None else min(trips, max_steps)
@@ -97,7 +97,7 @@ def fori_loop(
             return (i + 1, body_fun(i, val)), None
 
         inputs, asked = Inputs.of(None, 0, length), asked._replace(return_info=True)
-        (_, val), _, info = run_scan(NAMES, step, (lower, init_val), inputs, asked, made_of)
+        (_, val), _, info = run_scan(NAMES, step, (lower, init_val), inputs, asked)
         info = info._replace(stopped=jnp.array(length == trips))
         return (val, info) if return_info else val
     if validate.unrolls_all(unroll):
@@ -117,7 +117,7 @@ def fori_loop(
         return (i + 1, stop), body_fun(i, val)
 
     start = ((first, stop), init_val)
-    out = run_while(NAMES, goes_on, count, start, max_steps, asked, made_of=made_of)
+    out = run_while(NAMES, goes_on, count, start, max_steps, asked)
     return (out[0][1], out[1]) if return_info else out[1]
 
 

@@ -30,6 +30,9 @@ class Asked(NamedTuple):
     buffers: Any = None
     checks: Any = None
     return_info: Any = False
+    made_of: tuple | None = None
+    """The functions of the user, a tuple, and what else those of the loop depend on, where they are
+    made anew on every call. None: they are the user's."""
 
 
 class Hidden(NamedTuple):
@@ -71,10 +74,10 @@ class Request:
 
     @staticmethod
     def of(
-        names: Names, init: Any, length: Any, asked: Asked, made_of: tuple, trips: Any = None
+        names: Names, init: Any, length: Any, asked: Asked, own: tuple, trips: Any = None
     ) -> Request:
-        """`made_of`: the functions, a tuple, and the rest. `trips`: the steps, if all are taken."""
-        name, (functions, *rest) = names.function, made_of
+        """`own`: the functions of the loop. `trips`: its steps, if all are taken."""
+        name, (functions, *rest) = names.function, asked.made_of or (own,)
         unroll, auto = validate.check_unroll(name, asked.unroll, trips)
         return_info = validate.check_flag(name, "return_info", asked.return_info)
         init = validate.as_arrays(name, names.init, init)

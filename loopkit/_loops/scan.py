@@ -138,7 +138,6 @@ def run_scan(
     init: Any,
     inputs: Inputs,
     asked: Asked,
-    made_of: tuple | None = None,
     *,
     until: Callable | None = None,
     out_axes: Any = 0,
@@ -146,11 +145,7 @@ def run_scan(
     split_transpose: Any = False,
     truncate: Any = None,
 ) -> Any:
-    """`scan`, under the names of the function that the user called.
-
-    `made_of`: the functions of the user, a tuple, and then all else, that `f` depends on if it is
-    made anew on every call.
-    """
+    """`scan`, under the names of the function that the user called."""
     name, length = names.function, inputs.length
     reverse = validate.check_flag(name, "reverse", reverse)
     split_transpose = validate.check_flag(name, "_split_transpose", split_transpose)
@@ -159,10 +154,8 @@ def run_scan(
         validate.check_callable(name, names.predicate, until)
     truncate = validate.check_bound(name, "truncate", truncate)
     symbolic = _jax.is_symbolic(length)
-    functions, *rest = made_of or ((f,),)
-    made_of = ((*functions, until), *rest)
     trips = _jax.SYMBOLIC if symbolic else length
-    fields = vars(Request.of(names, init, length, asked, made_of, trips))
+    fields = vars(Request.of(names, init, length, asked, (f, until), trips))
     if symbolic:
         _check_symbolic(fields, until, truncate, inputs.axes, out_axes)
         fields |= {"budget": "all", "unroll": 1, "auto_unroll": False}

@@ -107,19 +107,13 @@ def run_while(
     max_steps: Any,
     asked: Asked,
     throw: bool = False,
-    made_of: tuple | None = None,
 ) -> Any:
-    """`while_loop`, under the names of the function that the user called.
-
-    `made_of`: the functions of the user, a tuple, and what else both functions depend on if they
-    are made anew on every call.
-    """
+    """`while_loop`, under the names of the function that the user called."""
     name = names.function
     validate.check_callable(name, names.predicate, cond_fun)
     validate.check_callable(name, names.body, body_fun)
     max_steps = validate.check_bound(name, "max_steps", max_steps)
-    made_of = made_of or ((cond_fun, body_fun),)
-    request = Request.of(names, init_val, max_steps, asked, made_of)
+    request = Request.of(names, init_val, max_steps, asked, (cond_fun, body_fun))
     carried, init_val = request.carried, request.init
 
     run = lambda: python_while_loop(cond_fun, carried.by_hand(body_fun), init_val, max_steps)

@@ -47,65 +47,63 @@ def program_key(program: Any, results_only: bool = False, met: list | None = Non
     `results_only`: of what it computes, and not of its derivatives. `met`: where to put the
     functions met, which the key has places for.
     """
+    return _Keys(results_only, met).of(program)
 
-    def key(value: Any) -> Hashable:
-        kind = type(value)
+
+class _Keys:
+    def __init__(self, results_only: bool, met: list | None):
+        self.results_only, self.met = results_only, met
+        self.contexts: dict[int, Hashable] = {}
+
+    def of(self, value: Any) -> Hashable:
+        kind, of, met = type(value), self.of, self.met
         if value is None or kind in (bool, int, str, bytes):
             return kind, value
         if kind in (float, complex):
             return kind, repr(value)  # -0.0 is not 0.0, and NaN is NaN
         if kind in (tuple, list):
-            return kind, tuple(map(key, value))
+            return kind, tuple(map(of, value))
         if kind is dict:
-            return kind, tuple((key(k), key(v)) for k, v in value.items())
+            return kind, tuple((of(k), of(v)) for k, v in value.items())
         if kind is jax.tree_util.PyTreeDef:
-            return key(value.node_data()), tuple(map(key, value.children()))
+            return of(value.node_data()), tuple(map(of, value.children()))
         if isinstance(value, (type, np.dtype, enum.Enum, *_jax.COMPARED)):
             return kind, value
         if hasattr(value, "eqns") and met is None:
-            return whole(value)
+            return self.jaxpr(value)
         if kind in (set, frozenset):
-            return kind, frozenset(map(key, value))
+            return kind, frozenset(map(of, value))
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return kind, tuple(map(key, value))
+            return kind, tuple(map(of, value))
         if isinstance(value, (np.ndarray, np.generic, _jax.TypedNdArray)):
-            return array(np.asarray(value))
+            return _content(np.asarray(value))
         if isinstance(value, jax.Array) and met is None and not _jax.is_tracer(value):
             return kind, id(value)
         if isinstance(value, functools.partial):
-            return kind, key(value.func), key(value.args), key(value.keywords)
+            return kind, of(value.func), of(value.args), of(value.keywords)
         if isinstance(value, types.MethodType):
-            return kind, key(value.__func__), key(value.__self__)
+            return kind, of(value.__func__), of(value.__self__)
         if met is not None and callable(value) and _root(kind) in FUNCTIONS:
             met.append(value)
             return kind
         if dataclasses.is_dataclass(value) and _root(kind) == "loopkit":
-            fields = [getattr(value, f.name) for f in dataclasses.fields(value) if f.compare]
-            return kind, tuple(map(key, fields))
+            fields = (getattr(value, f.name) for f in dataclasses.fields(value) if f.compare)
+            return kind, tuple(map(of, fields))
         raise Unknown
 
-    def array(value: np.ndarray) -> Hashable:
-        if value.dtype.hasobject:
-            raise Unknown
-        content = value.tobytes()
-        if len(content) > SMALL:
-            content = hashlib.blake2b(content).digest()
-        return value.dtype, value.shape, content
-
-    def whole(jaxpr: Any) -> Hashable:
+    def jaxpr(self, jaxpr: Any) -> Hashable:
         j = _jax.open_jaxpr(jaxpr)
         names: dict[Any, int] = {}
 
         def atom(v: Any) -> Hashable:
-            if isinstance(v, _jax.Literal):
-                value = v.val
-                known = isinstance(value, jax.Array)
-                return typed(v.aval), key(value) if known else array(np.asarray(value))
-            return names.setdefault(v, len(names))
+            if not isinstance(v, _jax.Literal):
+                return names.setdefault(v, len(names))
+            known = isinstance(v.val, jax.Array)
+            return typed(v.aval), self.of(v.val) if known else _content(np.asarray(v.val))
 
         def parameters(eqn: Any) -> Hashable:
-            without = RULES.get(eqn.primitive.name, ()) if results_only else ()
-            return tuple((k, key(v)) for k, v in eqn.params.items() if k not in without)
+            without = RULES.get(eqn.primitive.name, ()) if self.results_only else ()
+            return tuple((k, self.of(v)) for k, v in eqn.params.items() if k not in without)
 
         head = tuple((atom(v), typed(v.aval)) for v in (*j.constvars, *j.invars))
         eqns = tuple(
@@ -114,26 +112,28 @@ def program_key(program: Any, results_only: bool = False, met: list | None = Non
                 tuple(map(atom, eqn.invars)),
                 tuple((atom(v), typed(v.aval)) for v in eqn.outvars),
                 parameters(eqn),
-                context(eqn.ctx),
+                self.context(eqn.ctx),
                 str(eqn.source_info.name_stack),
             )
             for eqn in j.eqns
         )
-        return (
-            head,
-            tuple(map(key, getattr(jaxpr, "consts", ()))),
-            eqns,
-            tuple(map(atom, j.outvars)),
-        )
+        consts = tuple(map(self.of, getattr(jaxpr, "consts", ())))
+        return head, consts, eqns, tuple(map(atom, j.outvars))
 
-    def context(ctx: Any) -> Hashable:
-        if id(ctx) not in contexts:
+    def context(self, ctx: Any) -> Hashable:
+        if id(ctx) not in self.contexts:
             names = set(type(ctx).__slots__) - {"__weakref__", "configs"}
-            contexts[id(ctx)] = tuple(key(getattr(ctx, n)) for n in sorted(names))
-        return contexts[id(ctx)]
+            self.contexts[id(ctx)] = tuple(self.of(getattr(ctx, n)) for n in sorted(names))
+        return self.contexts[id(ctx)]
 
-    contexts: dict[int, Hashable] = {}
-    return whole(program) if hasattr(program, "eqns") else key(program)
+
+def _content(value: np.ndarray) -> Hashable:
+    if value.dtype.hasobject:
+        raise Unknown
+    content = value.tobytes()
+    if len(content) > SMALL:
+        content = hashlib.blake2b(content).digest()
+    return value.dtype, value.shape, content
 
 
 def _root(kind: type) -> str:

@@ -6,7 +6,7 @@ A carry leaf that every step passes on unchanged becomes a constant: it is then 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -148,14 +148,7 @@ def trace_loop(
         y = as_arrays(names.function, names.body, y)
         new_leaves, new_tree = jax.tree.flatten(new)
         if new_tree != tree:
-            differences = [
-                (path[names.hidden :], before, after, why)
-                for path, before, after, why in _jax.tree_differences(tree, new_tree)
-            ]
-            if differences:
-                raise TypeError(
-                    errors.carry_structure(names.function, names.body, differences, names.init)
-                )
+            _check_structure(names, tree, new_tree)
         y_leaves, y_tree = jax.tree.flatten(y)
         return [*new_leaves, *y_leaves]
 
@@ -174,13 +167,7 @@ def trace_loop(
         settled, types, tries = new == types, new, tries + 1
         if settled or tries == 4:
             break
-    differences = [
-        (path, a, b)
-        for path, a, b in zip(paths, types, out, strict=True)
-        if not _jax.same_type(a, b)
-    ]
-    if differences:
-        raise TypeError(errors.carry_types(names.function, names.body, differences, names.init))
+    _check_types(names, zip(paths, types, out, strict=True))
     _check_effects(names, jaxpr, cond)
     jaxpr = jaxpr if buffers is None else reads_first(jaxpr)
     flags = [False] * len(paths) if buffers is None else buffers.flags
@@ -190,6 +177,19 @@ def trace_loop(
     ]
     free = () if buffers is None else buffers.free
     return as_loop(cond, cond_consts, jaxpr, consts, carry, types, y_tree, settings, free)
+
+
+def _check_types(names: Names, carry: Iterable[tuple[Any, Any, Any]]) -> None:
+    differences = [(path, a, b) for path, a, b in carry if not _jax.same_type(a, b)]
+    if differences:
+        raise TypeError(errors.carry_types(names.function, names.body, differences, names.init))
+
+
+def _check_structure(names: Names, before: Any, after: Any) -> None:
+    found = _jax.tree_differences(before, after)
+    differences = [(path[names.hidden :], a, b, why) for path, a, b, why in found]
+    if differences:
+        raise TypeError(errors.carry_structure(names.function, names.body, differences, names.init))
 
 
 def _check_effects(names: Names, *jaxprs: Any) -> None:

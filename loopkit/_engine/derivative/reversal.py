@@ -15,7 +15,7 @@ from loopkit._engine.derivative.split import Split, split_step
 from loopkit._engine.derivative.write_log import Undo, find_undo
 from loopkit._engine.facts.counters import Counters, at_step, find_counters
 from loopkit._engine.facts.write_sites import holds_write
-from loopkit._engine.loop import Active, Loop, Operands, kept, spread
+from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
 from loopkit._engine.steps import hold, read_rows, repeat, row_of, write_rows
 from loopkit._engine.trials.host_memory import check_host_memory
 from loopkit._jaxprs import equations
@@ -175,6 +175,11 @@ class Reversal:
             undoing = [self.loop.stack_type(t) for t in self.undo.log_types]
             undoing += kept(self.loop.carry_types, self.undo.leaves)
         return [*stacks, *undoing, units, steps]
+
+    def unpacked(self, residuals: Sequence[Any]) -> list[list]:
+        """Checkpoints, log, buffers at the end, and the two last of the `residual_types`."""
+        log, buffers = 0 if self.undo is None else len(self.undo.log_types), sum(self.undone)
+        return parts(residuals, len(residuals) - log - buffers - 2, log, buffers)
 
     def save(self, slots: list, carry: Sequence[Any], slot: Any) -> list:
         """The slots, with a carry in one of them.

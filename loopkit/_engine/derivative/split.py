@@ -95,12 +95,10 @@ def _split(loop: Loop, active: Active) -> Split:
 
     whole = _jax.trace_closed(linearised, in_types, "loop_step")
     n, c = len(body.out_avals), loop.const_count
-    slices = c + loop.carry_count
-    free = [by is not None for by in find_counters(loop)]
+    slices, free = c + loop.carry_count, [by is not None for by in find_counters(loop)]
     cut = least_stored(whole, n, c, slices, free)
-    inputs = list(_jax.open_jaxpr(whole).invars)
-    results = list(_jax.open_jaxpr(whole).outvars[:n])
-    everything = [True] * len(in_types)
+    inputs, everything = list(_jax.open_jaxpr(whole).invars), [True] * len(in_types)
+    results = _jax.open_jaxpr(whole).outvars[:n]
     hoist_part = _jax.with_outputs(whole, cut.hoisted, everything)
     forward = _jax.with_outputs(whole, [*results, *cut.stored], everything)
 

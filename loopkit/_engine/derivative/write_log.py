@@ -61,6 +61,10 @@ class Rewind:
     log: Sequence[Any]
     """A row for each step."""
 
+    @staticmethod
+    def of(undo: Undo | None, loop: Loop, operands: Operands, log: Sequence[Any]) -> Rewind:
+        return Rewind(undo, loop, [] if undo is None else kept(operands.init, undo.leaves), log)
+
     def steps(self, first: Any, count: Any, buffers: list) -> list:
         """The buffers before step `first`, from those `count` steps later, or less."""
         undo = self.undo

@@ -24,27 +24,22 @@ def open_dual(loop: Loop, active: Active) -> tuple[Loop, list]:
 
 def _dual_loop(loop: Loop, active: Active, trace: Callable) -> tuple[Loop, list]:
     body = _jax.call_jaxpr(loop.body)
-    tangent_counts = [sum(active.consts), sum(active.carry), sum(active.xs)]
+    counts = loop.const_count, loop.carry_count, loop.xs_count
+    both = [n + sum(flags) for n, flags in zip(counts, active[:3], strict=True)]
 
     def dual_body(*values: Any) -> list:
-        consts, t_consts, carry, t_carry, x, t_x = parts(
-            values,
-            loop.const_count,
-            tangent_counts[0],
-            loop.carry_count,
-            tangent_counts[1],
-            loop.xs_count,
-        )
-        primals = [*consts, *carry, *x]
+        groups = parts(values, *both[:2])
+        pairs = [parts(group, n) for group, n in zip(groups, counts, strict=True)]
+        primals, moving = ([v for pair in pairs for v in pair[k]] for k in (0, 1))
 
         def differentiated(*moving: Any) -> tuple[list, list]:
             outs = body(*spread(moving, active.inputs, primals))
             return kept(outs, active.outputs), outs
 
-        inputs, tangents = kept(primals, active.inputs), [*t_consts, *t_carry, *t_x]
-        _, tangents, outs = jax.jvp(differentiated, inputs, tangents, has_aux=True)
+        inputs = kept(primals, active.inputs)
+        _, tangents, outs = jax.jvp(differentiated, inputs, moving, has_aux=True)
         new, y = parts(outs, loop.carry_count)
-        t_new, t_y = parts(tangents, tangent_counts[1])
+        t_new, t_y = parts(tangents, sum(active.carry))
         return [*new, *t_new, *y, *t_y]
 
     types = []

@@ -58,45 +58,36 @@ def backward_sweep(
     `batch` is None or the size of a leading batch of cotangents.
     """
     loop, plan, active = how.loop, how.plan, how.active
-    *stored, units, taken = residuals
-    undo = how.undo
-    log_size, buffers_size = (0 if undo is None else len(undo.log_types)), sum(how.undone)
-    stacks, log, buffers = parts(stored, len(stored) - log_size - buffers_size, log_size)
+    stacks, log, buffers, (units, taken) = how.unpacked(residuals)
     steps = taken if loop.length is None or loop.cond is not None else loop.length
-    if loop.lanes:
-        steps = taken.max(initial=0)
+    steps = taken.max(initial=0) if loop.lanes else steps
     ct_carry, ct_ys = parts(cts, sum(active.carry))
-    if loop.length == 0:
-        return [v for group in _no_cotangents(loop, active, ct_carry, batch) for v in group]
-    rewind = Rewind(undo, loop, [] if undo is None else kept(operands.init, undo.leaves), log)
-    step = StepReversal.of(how, operands, taken, batch, ct_ys, rewind)
     flowing = _no_cotangents(loop, active, ct_carry, batch)
+    if loop.length == 0:
+        return [v for group in flowing for v in group]
+    rewind = Rewind.of(how.undo, loop, operands, log)
+    step = StepReversal.of(how, operands, taken, batch, ct_ys, rewind)
     if step.products is not None:
-        types = step.products.factor_types
-        flowing = flowing._replace(
-            factors=[_jax.zeros(_jax.stack_type(t, plan.segment)) for t in types]
-        )
+        types = _jax.stack_types(step.products.factor_types, plan.segment)
+        flowing = flowing._replace(factors=list(map(_jax.zeros, types)))
     if plan.keeps_all or (plan.every_carry and step.products is None):
         flowing, _ = step.reverse_rows(0, steps, stacks, flowing, buffers)
         return [*flowing.consts, *flowing.carry, *flowing.xs]
 
     def reach(s: Backward, end: Any) -> tuple[list, list, Any]:
-        if plan.direct:
-            first = s.unit * plan.segment
-            before = rewind.steps(first, end - first, s.buffers)
-            slot = how.load(operands, s.slots, s.unit)
-            counts = how.counts(operands, first, taken)
-            return how.together(counts, slot, before), s.slots, s.units
-        return _climb(how, operands, taken, rewind, s, end)
+        if not plan.direct:
+            return _climb(how, operands, taken, rewind, s, end)
+        first, slot = s.unit * plan.segment, how.load(operands, s.slots, s.unit)
+        before = rewind.steps(first, end - first, s.buffers)
+        return how.together(how.counts(operands, first, taken), slot, before), s.slots, s.units
 
     def segment(s: Backward) -> Backward:
         first = s.unit * plan.segment
-        count = plan.segment
-        if not isinstance(steps, int) or steps % plan.segment:
-            count = jnp.minimum(steps - first, plan.segment)
+        even = isinstance(steps, int) and not steps % plan.segment
+        count = plan.segment if even else jnp.minimum(steps - first, plan.segment)
         if plan.every_carry:
-            rows = [lax.dynamic_slice_in_dim(v, first, plan.segment) for v in s.slots]
-            rows = list(map(_jax.placed, rows))
+            slices = (lax.dynamic_slice_in_dim(v, first, plan.segment) for v in s.slots)
+            rows = list(map(_jax.placed, slices))
             cts, buffers = step.reverse_segment(first, count, rows, s.cts, s.buffers)
             return s._replace(unit=s.unit - 1, cts=cts, buffers=buffers)
         carry, slots, units = reach(s, first + count)
@@ -112,7 +103,7 @@ def backward_sweep(
 
     rows: list = []
     if plan.segment > 1 and not plan.every_carry:
-        rows = [_jax.zeros(_jax.stack_type(t, plan.segment)) for t in how.row_types]
+        rows = list(map(_jax.zeros, _jax.stack_types(how.row_types, plan.segment)))
     if isinstance(steps, int):
         last = -(-steps // plan.segment) - 1
     else:  # traced steps are not negative: no sign to mind
