@@ -197,6 +197,21 @@ def test_numbers_of_the_table(name, option):
     check(name, option)
 
 
+EVERY = [(n, o) for n in ALL for o in OPTIONS if not ("replaced" in o and n in OURS)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "option"), EVERY)
+def test_value_and_gradient_under_every_option(name, option):
+    problem = ALL[name]
+    program = with_options(problem, **OPTIONS[option])
+    gradient = derivative(problem.flat(program), "r")
+    value = lambda x: program(*ravel_pytree(problem.args)[1](x))
+    got = jax.jit(lambda x: (value(x), gradient(x)))(problem.vector())
+    (numbers, derivatives), _ = reference(name)
+    assert_same(got, (numbers, derivatives["r"]), name in LAX)
+
+
 @pytest.mark.parametrize("name", ["no_step", pytest.param("few_bits", marks=pytest.mark.slow)])
 def test_numbers_without_jit(name):
     check(name, "2 carries", compiled=False)
