@@ -555,3 +555,12 @@ def test_transpose_of_a_linear_loop():
 def test_errors(settings, message):
     with pytest.raises((TypeError, ValueError), match=message):
         loopkit.checkpointed(grows, **settings)(1.5)
+
+
+def test_leaves_that_stay_come_back_as_arrays():
+    def f(x):
+        step = lambda s: (s[0] + 1.5, *s[1:])
+        _, limit, scale = jax.lax.while_loop(lambda s: s[0] < s[1], step, (x, 4, np.float32(2)))
+        return x * limit.astype("float64") * scale.astype("float64")
+
+    np.testing.assert_allclose(jax.grad(loopkit.checkpointed(f))(0.5), 8.0)

@@ -107,7 +107,7 @@ class LaxLoop(NamedTuple):
             "name": self.kind,
         }
         loop = as_loop(cond, cond_consts, self.body, self.consts, carry, types, None, fields)
-        carry, ys = loop.run(self.init, self.xs)
+        carry, ys = loop.run(list(map(_jax.as_array, self.init)), self.xs)
         return [*carry, *ys]
 
 
