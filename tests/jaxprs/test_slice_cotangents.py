@@ -98,7 +98,7 @@ def several_reads(at, table, v):
 def in_calls(at, table, v):
     inner = jax.jit(lambda table, i: lax.dynamic_slice(table, (i, 0), (1, 3)))
     outer = jax.jit(lambda v, i, table: inner(table, i) + inner(table, i + 1) * 2.0 + v)
-    return [outer(v, at[2], table), table[0, 0]]
+    return [outer(v, at[2], table), lax.dynamic_slice(table, (at[1], 0), (1, 6))]
 
 
 def two_constants(at, table, v):
