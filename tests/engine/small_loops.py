@@ -63,15 +63,22 @@ def make_loop(
     return loop, Operands(*values, xs)
 
 
+def compiled(jaxpr):
+    return None if jaxpr is None else jax.jit(_jax.call_jaxpr(jaxpr))
+
+
+def is_active(asks, cond_consts, carry):
+    return np.array(True) if asks is None else np.asarray(asks(*cond_consts, *carry)[0])
+
+
 def run(loop, operands):
     """The results of a loop, step by step: final carry, then ys."""
-    body = jax.jit(_jax.call_jaxpr(loop.body))
-    asks = None if loop.cond is None else jax.jit(_jax.call_jaxpr(loop.cond))
+    body, asks = loop.derived("test jits", lambda: list(map(compiled, (loop.body, loop.cond))))
     carry = list(map(np.array, operands.init))
     ys = [np.zeros(t.shape, t.dtype) for t in loop.ys_types] if loop.ys_count else []
     step = 0
     while loop.length is None or step < loop.length:
-        active = np.array(True) if asks is None else np.asarray(asks(*operands.cond_consts, *carry)[0])
+        active = is_active(asks, operands.cond_consts, carry)
         if not active.any():
             break
         row = loop.length - 1 - step if loop.reverse else step
