@@ -71,6 +71,11 @@ def is_active(asks, cond_consts, carry):
     return np.array(True) if asks is None else np.asarray(asks(*cond_consts, *carry)[0])
 
 
+def where(active, new, old):
+    """`new` in the active lanes; they are the first axes."""
+    return np.where(active.reshape(active.shape + (1,) * (new.ndim - active.ndim)), new, old)
+
+
 def run(loop, operands):
     """The results of a loop, step by step: final carry, then ys."""
     body, asks = loop.derived("test jits", lambda: list(map(compiled, (loop.body, loop.cond))))
@@ -85,10 +90,9 @@ def run(loop, operands):
         x = [v.take(row, axis) for v, axis in zip(operands.xs, loop.x_axes, strict=True)]
         outs = map(np.asarray, body(*operands.consts, *carry, *x))
         new, y = parts(list(outs), loop.carry_count)
-        lanes = lambda v: active.reshape(active.shape + (1,) * (v.ndim - active.ndim))
         if active.ndim:
-            new = [np.where(lanes(n), n, o) for n, o in zip(new, carry, strict=True)]
-            y = [np.where(lanes(v), v, np.zeros_like(v)) for v in y]
+            new = [where(active, n, o) for n, o in zip(new, carry, strict=True)]
+            y = [where(active, v, np.zeros_like(v)) for v in y]
         for stack, v, axis in zip(ys, y, loop.y_axes, strict=True):
             np.moveaxis(stack, axis, 0)[row] = v
         carry, step = new, step + 1

@@ -215,7 +215,7 @@ def test_zeros_that_a_rule_makes_are_tangents():
 
 
 def test_found_once():
-    loop, operands = loop_of(chain)
+    loop, _ = loop_of(chain)
     flags = Operands([], [True], [False, True, False], [False])
     first = activity.forward_activity(loop, flags)
     assert activity.forward_activity(loop, flags) is first

@@ -1,4 +1,4 @@
-"""A loop with one more axis: against the same loop run once for each lane, and where the axis is."""
+"""A loop with one more axis: against the same loop run lane by lane, and where the axis is."""
 
 import functools as ft
 
@@ -135,7 +135,7 @@ def test_against_every_lane(make):
 
 
 def test_what_does_not_depend_on_the_axis_does_not_have_it():
-    loop, operands = scan()
+    loop, _ = scan()
     none = Operands([], [False], [False, False], [False, False])
     same = batch_loop(loop, _jax.axis(LANES), none)
     assert same.operands.init == [None, None]
