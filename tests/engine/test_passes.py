@@ -221,13 +221,13 @@ def test_lanes_go_on_together():
 def test_what_is_not_held():
     """Leaves that no step changes, and buffers, into which a stopped lane writes nothing."""
     cond, body, _, held = speaking()
-    names = lambda jaxpr: [eqn.primitive.name for eqn in equations.all_equations(jaxpr)]
-    chosen = lambda jaxpr: names(jaxpr).count("select_n")
-    # n, h and y.
-    assert chosen(held) == 3
-    buffers = [False, True, False]
-    _, other = in_lanes(lambda: in_step(cond, 1, body, 1, buffers, (AXIS,)))
-    assert chosen(other) == 2
+    assert equations.forwarded(held)[:3] == [None, None, 4]
+    _, other = in_lanes(lambda: in_step(cond, 1, body, 1, [False, True, False], (AXIS,)))
+    step = lambda jaxpr: jax.vmap(_jax.call_jaxpr(jaxpr), axis_name=AXIS)
+    stopped, h = np.zeros(LANES), np.arange(1.0, 4.0)
+    operands = [stopped, stopped, np.zeros(LANES, int), h, h, stopped + 0.5]
+    assert_same(jax.jit(step(held))(*operands)[1:2], [h])
+    assert_same(jax.jit(step(other))(*operands)[:2], [np.zeros(LANES, int), h + 0.5])
 
 
 def test_which_lanes_speak():
