@@ -71,6 +71,10 @@ def part_of_a_row(table, n, rows):
     return write(rows, old + table.sum(), jnp.stack([n, n - 1]), PART)
 
 
+def part_written(table, n, rows):
+    return write(rows, jnp.full((1, 1, 2), table.ndim), jnp.stack([n, n - 1]), PART)
+
+
 def all_of_the_table(table, n, rows):
     """The table is used in its own shape."""
     return write(rows, (table * 2.0).sum(0, keepdims=True), n[None], ROW)
@@ -84,6 +88,7 @@ FLAT = [
     (reshaped, (2,), (0, 2)),
     (called, (2,), (0, 2)),
     (part_of_a_row, (0,), (0, 0)),
+    (part_written, (2,), (0, 0)),
     (all_of_the_table, (0,), (0, 2)),
 ]
 

@@ -184,6 +184,31 @@ def test_what_is_filled_with_a_number_is_left_to_jax():
     assert not any(e.primitive in (read_p, write_p) for e in equations.all_equations(jaxpr))
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int16"])
+def test_more_rows_than_an_index_can_count(dtype):
+    large = _jax.ShapedArray((300, 2), jnp.dtype("float64"))
+    at = jnp.array([100, 7, 101], dtype)
+
+    def program(at, table):
+        return [
+            lax.dynamic_slice(table, (at[0], at[1]), (3, 1)),
+            table.at[at].get(mode="clip"),
+            table.at[at].get(mode="fill", fill_value=0),
+        ]
+
+    linear = _jax.trace_closed(program, [jax.typeof(at), large], "linear")
+    cts = [numbered(t, i) for i, t in enumerate(linear.out_avals)]
+
+    @jax.jit
+    def both(at, so_far, cts):
+        ours = jax.linear_transpose(lambda t: threaded(linear, [at], [t], 1), large)
+        of_jax = jax.linear_transpose(lambda t: _jax.call_jaxpr(linear)(at, t), large)
+        return ours([so_far, *cts])[0], of_jax(cts)[0] + so_far
+
+    got, wanted = both(at, numbered(large, 9), cts)
+    assert_close(got, wanted, 1e-14)
+
+
 def test_only_the_first_tangents_are_constants():
     got, wanted, jaxpr = transposes(two_constants, AT, count=1)
     assert_close(got, wanted, 1e-14)
