@@ -72,7 +72,7 @@ def part_of_a_row(table, n, rows):
 
 
 def part_written(table, n, rows):
-    return write(rows, jnp.full((1, 1, 2), table.ndim), jnp.stack([n, n - 1]), PART)
+    return write(rows, jnp.full((1, 1, 2), 0.5), jnp.stack([n, n - 1]), PART)
 
 
 def all_of_the_table(table, n, rows):
