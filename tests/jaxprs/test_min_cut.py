@@ -1,0 +1,242 @@
+"""The least to store of a step: against every set of variables from which its residuals follow."""
+
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from loopkit import _jax
+from loopkit._jaxprs import min_cut
+
+SCALAR, VECTOR = (_jax.ShapedArray(shape, jnp.dtype("float64")) for shape in ((), (3,)))
+
+
+@dataclass(eq=False)
+class Variable:
+    aval: _jax.ShapedArray
+    operands: list | None = None
+    """What it is made again from; None if it is not."""
+    given: bool = False
+    free: bool = False
+
+
+@dataclass
+class Known:
+    """What is known of the variables of a jaxpr."""
+
+    variables: dict = field(default_factory=dict)
+    constants: set = field(default_factory=set)
+    """Variables that depend on constants alone."""
+
+
+def follow(target, known):
+    if target in known or target.given:
+        return True
+    return target.operands is not None and all(follow(v, known) for v in target.operands)
+
+
+def cost(chosen):
+    return sum(0 if v.free else min_cut.EACH + _jax.byte_count(v.aval) for v in chosen)
+
+
+def made_again(targets, chosen):
+    """The variables computed on the way from the chosen ones to the targets."""
+    found, pending = set(), list(targets)
+    while pending:
+        v = pending.pop()
+        if v not in found and v not in chosen and not v.given:
+            found.add(v)
+            pending += v.operands
+    return found
+
+
+def every_way(variables, targets):
+    """All sets of variables from which the targets follow."""
+    some = [v for v in variables if not v.given]
+    for flags in itertools.product([False, True], repeat=len(some)):
+        chosen = {v for v, f in zip(some, flags, strict=True) if f}
+        if all(follow(v, chosen) for v in targets):
+            yield chosen
+
+
+def random_graph(rng):
+    variables = []
+    for _ in range(rng.randint(1, 8)):
+        v = Variable(_jax.ShapedArray((rng.choice([0, 1, 5, 20]),), jnp.dtype("float64")))
+        kind = rng.random()
+        if kind < 0.65 and variables:
+            v.operands = rng.choices(variables, k=rng.randint(1, 3))
+        elif kind < 0.7:
+            v.operands = []
+        elif kind < 0.8:
+            v.given = True
+        else:
+            v.free = rng.random() < 0.4
+        variables.append(v)
+    return variables, rng.choices(variables, k=rng.randint(1, 4))
+
+
+def test_the_cut_is_the_cheapest_of_all_sets():
+    rng = random.Random(3)
+    for _ in range(300):
+        variables, targets = random_graph(rng)
+        given = {v for v in variables if v.given}
+        free = {v for v in variables if v.free}
+        stored = min_cut._minimum_cut(targets, lambda v: v.operands, given, free)
+        assert len(set(stored)) == len(stored)
+        assert all(follow(v, set(stored)) for v in targets)
+        ways = list(every_way(variables, targets))
+        least = min(map(cost, ways))
+        assert cost(stored) == least
+        fewest = min(len(made_again(targets, way)) for way in ways if cost(way) == least)
+        assert len(made_again(targets, set(stored))) == fewest
+
+
+CONSTANTS, CARRY, XS = [SCALAR], [VECTOR, SCALAR], [VECTOR]
+TYPES = [*CONSTANTS, *CARRY, *XS]
+
+
+def random_step(rng):
+    """(constants, carry, x) -> a result, residuals; and which variable each value is."""
+    program = []
+    count = len(TYPES)
+    for _ in range(rng.randint(2, 5)):
+        name = rng.choice(["add", "mul", "sin", "sum", "tripled"])
+        program.append((name, rng.randrange(count), rng.randrange(count)))
+        count += 1
+    residuals = rng.choices(range(count), k=rng.randint(1, 4))
+
+    def run(*values):
+        values = list(values)
+        for name, i, j in program:
+            a, b = values[i], values[j]
+            if name == "sum":
+                values.append(a.sum())
+            elif name == "tripled":
+                values.append(a if a.ndim else jnp.broadcast_to(a, (3,)))
+            else:
+                values.append({"add": a + b, "mul": a * b, "sin": jnp.sin(a)}[name])
+        return [values[-1], *(values[i] for i in residuals), 2.0]
+
+    return _jax.trace_closed(run, TYPES, "step")
+
+
+def described(jaxpr, free):
+    """The variables of a jaxpr of `random_step`, as the brute force sees them."""
+    found = Known()
+    for i, v in enumerate(jaxpr.invars):
+        is_constant = i < len(CONSTANTS)
+        is_slice = i >= len(CONSTANTS) + len(CARRY)
+        leaf = i - len(CONSTANTS)
+        costless = not is_constant and not is_slice and free[leaf]
+        found.variables[v] = Variable(v.aval, None, is_constant or is_slice, costless)
+        if is_constant:
+            found.constants.add(v)
+    for eqn in jaxpr.eqns:
+        operands = [v for v in eqn.invars if not isinstance(v, _jax.Literal)]
+        (out,) = eqn.outvars
+        again = eqn.primitive.name not in ("sin", "reduce_sum")
+        once = all(v in found.constants for v in operands)
+        ins = [found.variables[v] for v in operands] if again else None
+        found.variables[out] = Variable(out.aval, ins, given=once)
+        if once:
+            found.constants.add(out)
+    return found
+
+
+def values_of(jaxpr, inputs):
+    """All values of a jaxpr of `random_step`, with numpy."""
+    values = dict(zip(jaxpr.invars, inputs, strict=True))
+    read = lambda v: v.val if isinstance(v, _jax.Literal) else values[v]
+    for eqn in jaxpr.eqns:
+        ins = list(map(read, eqn.invars))
+        match eqn.primitive.name:
+            case "add":
+                value = ins[0] + ins[1]
+            case "mul":
+                value = ins[0] * ins[1]
+            case "sin":
+                value = np.sin(ins[0])
+            case "reduce_sum":
+                value = np.sum(ins[0])
+            case "broadcast_in_dim":
+                value = np.broadcast_to(ins[0], eqn.params["shape"])
+        values[eqn.outvars[0]] = value
+    return values, list(map(read, jaxpr.outvars))
+
+
+INPUTS = [np.float64(0.7), np.array([0.3, -0.4, 1.2]), np.float64(1.1), np.array([2.0, 0.5, -0.1])]
+
+
+def test_random_steps():
+    rng = random.Random(5)
+    for _ in range(40):
+        step, free = random_step(rng), [rng.random() < 0.3 for _ in CARRY]
+        jaxpr = _jax.open_jaxpr(step)
+        cut = min_cut.least_stored(step, 1, len(CONSTANTS), len(TYPES) - len(XS), free)
+        known = described(jaxpr, free)
+        targets = [v for v in jaxpr.outvars[1:] if not isinstance(v, _jax.Literal)]
+        stored = {known.variables[v] for v in cut.stored}
+        wanted = [known.variables[v] for v in targets]
+        assert cost(stored) == min(map(cost, every_way(known.variables.values(), wanted)))
+        assert known.constants.issuperset(cut.hoisted)
+        as_they_are = {v for v in targets if not known.variables[v].given}
+        assert cut.uncut == sum(_jax.byte_count(v.aval) for v in as_they_are)
+
+        values, outs = values_of(jaxpr, INPUTS)
+        ready = [*jaxpr.invars[: len(CONSTANTS)], *jaxpr.invars[len(TYPES) - len(XS) :]]
+        found = cut.remake({v: values[v] for v in (*ready, *cut.hoisted, *cut.stored)})
+        for got, expected in zip(found, outs[1:], strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-14)
+
+
+def kept_of(fun, types, constants=0, carry=1):
+    """What is hoisted and what is stored of a step whose residuals are all that `fun` returns."""
+    step = _jax.trace_closed(fun, types, "step")
+    cut = min_cut.least_stored(step, 0, constants, constants + carry, [False] * carry)
+    makers = {v: eqn.primitive.name for eqn in _jax.open_jaxpr(step).eqns for v in eqn.outvars}
+    name = lambda v: makers.get(v, "input")
+    return list(map(name, cut.hoisted)), list(map(name, cut.stored))
+
+
+def of_tanh(h):
+    y = jnp.tanh(h)
+    return [y, 1 - y**2]
+
+
+def of_one_row(h):
+    """Three numbers to store rather than nine that are made of them."""
+    return [h[:, None] + jnp.ones((3, 3)), h[:, None] * 2.0 + jnp.zeros((3, 3))]
+
+
+def of_expensive_equations(h):
+    y = jnp.exp(h)
+    return [y, jnp.sin(y)]
+
+
+@pytest.mark.parametrize(
+    ("fun", "stored"),
+    [(of_tanh, ["tanh"]), (of_one_row, ["input"]), (of_expensive_equations, ["exp", "sin"])],
+)
+def test_what_is_stored_of_a_step(fun, stored):
+    assert kept_of(fun, [VECTOR]) == ([], stored)
+
+
+def test_what_constants_make_is_computed_once():
+    def fun(w, h):
+        s = jnp.sin(w)
+        return [s * h, s, h]
+
+    assert kept_of(fun, [SCALAR, VECTOR], constants=1) == (["sin"], ["input"])
+
+
+def test_of_very_long_steps_the_residuals_are_stored(monkeypatch):
+    def fun(x):
+        return [x * 2.0, x * 3.0, x]
+
+    assert kept_of(fun, [VECTOR]) == ([], ["input"])
+    monkeypatch.setattr(min_cut, "LARGEST", 1)
+    assert kept_of(fun, [VECTOR]) == ([], ["mul", "mul", "input"])
