@@ -4,6 +4,7 @@ import functools as ft
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -323,3 +324,42 @@ def test_the_result_of_an_inner_loop_that_nobody_asks_for(inner):
     gradients = jax.value_and_grad(f, (0, 1)), jax.value_and_grad(unrolled, (0, 1))
     along = [jax.jvp(g, (0.4, 0.7), (1.0, 0.3)) for g in gradients]
     assert_close(*along)
+
+
+TWO = np.array([1.0, 2.0])
+"""Of a jitted function that closes over it, it is a constant."""
+
+
+def table_of_a_call(loops, x):
+    table = jnp.ones((5, 3, 2)) * x
+    step = jax.jit(lambda table, i, h: h + table[i] * TWO)
+    return loops.fori_loop(0, 3, lambda i, h: step(table, i, h), jnp.zeros((3, 2)))
+
+
+def buffer_of_a_call(loops, x):
+    step = jax.jit(lambda b, i: b.at[i].set(jnp.sin(b[i] * TWO)))
+    how = {} if loops is lax else {"buffers": True}
+    return loops.fori_loop(0, 3, lambda i, b: step(b, i), jnp.ones((5, 2)) * x, **how)
+
+
+def devices_of_a_call(loops, x):
+    step = jax.jit(lambda h: 0.5 * h + TWO)
+    mesh, spec = jax.sharding.Mesh(jax.devices()[:2], "d"), jax.sharding.PartitionSpec("d")
+
+    @ft.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
+    def run(h):
+        if loops is lax:  # has no gradient
+            return lax.fori_loop(0, 3, lambda _, h: step(h), h)
+        goes_on = lambda s: s[0] + 0 * s[1].sum() < 3  # on each device for itself
+        return loops.while_loop(goes_on, lambda s: (s[0] + 1, step(s[1])), (0, h))[1]
+
+    return jax.jit(run)(jnp.ones((2, 2)) * x)
+
+
+@pytest.mark.parametrize("program", [table_of_a_call, buffer_of_a_call, devices_of_a_call])
+def test_calls_with_arrays_of_their_own(program):
+    def both(loops):
+        return jax.value_and_grad(lambda x: jnp.sum(jnp.sin(program(loops, x))))(0.3)
+
+    for got, wanted in zip(both(loopkit), both(lax), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-12)

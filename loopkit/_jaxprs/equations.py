@@ -27,6 +27,12 @@ def is_call(eqn: Any) -> bool:
     return eqn.primitive.name in ("jit", "pjit") and hasattr(eqn.params.get("jaxpr"), "eqns")
 
 
+def called(eqn: Any, ins: Sequence[Any]) -> tuple[Any, list]:
+    """The open jaxpr of a call, and its operands: arrays of numpy may be constants of it."""
+    jaxpr = eqn.params["jaxpr"]
+    return _jax.open_jaxpr(jaxpr), [*getattr(jaxpr, "consts", ()), *ins]
+
+
 USED_UP = ("loopkit_forward", "loopkit_pullback")
 """Primitives that are derivatives already: of their custom rules, only the code is left."""
 

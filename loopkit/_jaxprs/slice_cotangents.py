@@ -46,7 +46,7 @@ def _run(j: Any, values: Sequence[Any], constants: dict[Any, int], latest: list)
                 constants[eqn.outvars[-1]] = first
             return outs
         if equations.is_call(eqn) and any(w is not None for w in which):
-            inside = _jax.open_jaxpr(eqn.params["jaxpr"])
+            inside, ins = equations.called(eqn, ins)
             names = {v: w for v, w in zip(inside.invars, which, strict=True) if w is not None}
             return _run(inside, ins, names, latest)
         return _jax.bind_equation(eqn, ins)

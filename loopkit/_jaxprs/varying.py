@@ -77,7 +77,7 @@ class _Varying:
             if eqn.primitive is _jax.pvary_p:
                 return [_jax.vary_like(ins[0], [v.aval for v in eqn.outvars])]
             if equations.is_call(eqn):
-                return self.run(_jax.open_jaxpr(eqn.params["jaxpr"]), ins)
+                return self.run(*equations.called(eqn, ins))
             if eqn.primitive.name in HOLDING or "loop" in eqn.params:
                 params = {k: self.inside(v) for k, v in eqn.params.items()}
                 eqn = _jax.with_custom_rules(eqn.replace(params=params), self.rule)

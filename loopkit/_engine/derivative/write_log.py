@@ -135,7 +135,7 @@ def _logging(j: Any, values: Sequence[Any], sites: Sites) -> tuple[list, list]:
                     old, ins[1] = in_order(old, ins[1], ins[2], site.window)
                 log.append(old)
         elif site is not None and site.loop is None:
-            outs, more = _logging(_jax.open_jaxpr(eqn.params["jaxpr"]), ins, site.sites)
+            outs, more = _logging(*equations.called(eqn, ins), site.sites)
             log.extend(more)
             return outs
         elif site is not None:

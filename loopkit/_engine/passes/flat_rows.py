@@ -224,7 +224,7 @@ def _run(j: Any, values: Sequence[Any]) -> list:
 def _on_rows(eqn: Any, ins: list) -> list:
     params = eqn.params
     if equations.is_call(eqn):
-        return _run(_jax.open_jaxpr(params["jaxpr"]), ins)
+        return _run(*equations.called(eqn, ins))
     if eqn.primitive is while_p:
         return _loop_on_rows(params["loop"], ins)
     rows, *others = ins
