@@ -343,17 +343,18 @@ def buffer_of_a_call(loops, x):
 
 
 def devices_of_a_call(loops, x):
-    step = jax.jit(lambda h: 0.5 * h + TWO)
-    mesh, spec = jax.sharding.Mesh(jax.devices()[:2], "d"), jax.sharding.PartitionSpec("d")
+    step = jax.jit(lambda w: w * TWO)
+    mesh, P = jax.sharding.Mesh(jax.devices()[:2], "d"), jax.sharding.PartitionSpec
 
-    @ft.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
-    def run(h):
+    @ft.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
+    def run(w, h):
         if loops is lax:  # has no gradient
-            return lax.fori_loop(0, 3, lambda _, h: step(h), h)
+            return lax.fori_loop(0, 3, lambda _, h: 0.5 * h + step(w), h)
         goes_on = lambda s: s[0] + 0 * s[1].sum() < 3  # on each device for itself
-        return loops.while_loop(goes_on, lambda s: (s[0] + 1, step(s[1])), (0, h))[1]
+        body = lambda s: (s[0] + 1, 0.5 * s[1] + step(w))
+        return loops.while_loop(goes_on, body, (0.0, h))[1]
 
-    return jax.jit(run)(jnp.ones((2, 2)) * x)
+    return jax.jit(run)(x, jnp.ones((2, 2)))
 
 
 @pytest.mark.parametrize("program", [table_of_a_call, buffer_of_a_call, devices_of_a_call])
