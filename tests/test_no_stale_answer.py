@@ -5,6 +5,7 @@ in every mode, and lax runs them too.
 """
 
 import functools
+import itertools
 import types
 
 import equinox as eqx
@@ -352,3 +353,62 @@ def test_checkpointed_sees_what_its_arguments_hold():
     assert (
         loopkit.checkpointed(lambda x, n: lax.fori_loop(0, 1, lambda _, y: y, x) + n)(1, True) == 2
     )
+
+
+def settled(c, x):
+    """The very same function for all settings."""
+    c = 0.8 * c + 0.1 * jnp.sin(c) + (0.3 if x is None else x.sum())
+    return c, c * jnp.arange(1.0, 3.0)
+
+
+def is_large(c, _):
+    return c > 1.6
+
+
+def by_hand(c, xs, length, truncate, reverse, until, axis, out):
+    ys = [jnp.zeros(2)] * length
+    for k, t in enumerate(range(length)[:: -1 if reverse else 1]):
+        c = lax.stop_gradient(c) if truncate and k and k % truncate == 0 else c
+        c, ys[t] = settled(c, None if xs is None else jnp.take(xs, t, axis))
+        last = ys[t]
+        if until and until(c, ys[t]):
+            break
+    return c, last if out is None else jnp.stack(ys, out)
+
+
+def by_scan(c, xs, length, truncate, reverse, until, axis, out):
+    how = {"truncate": truncate, "until": until, "in_axes": axis, "out_axes": out}
+    return loopkit.scan(settled, c, xs, length, reverse, **how)
+
+
+SETTINGS = {
+    "length": [12, 16],
+    "truncate": [None, 3, 4],
+    "reverse": [False, True],
+    "until": [None, is_large],
+    "axis": [0, 1],
+    "out": [0, 1, None],
+    "xs": [False, True],
+}
+EVERY_SETTING = [dict(zip(SETTINGS, v, strict=True)) for v in itertools.product(*SETTINGS.values())]
+
+
+FEW = {"reverse": False, "until": None, "axis": 0, "out": 0}
+SOME = [how for how in EVERY_SETTING if how.items() >= FEW.items()]
+
+
+@pytest.mark.parametrize(
+    "settings", [SOME, pytest.param(EVERY_SETTING[::5], marks=pytest.mark.slow)]
+)
+def test_the_very_same_function_under_other_settings(settings):
+    for how in settings:
+        length, has_xs = how["length"], how["xs"]
+        rows = jnp.cos(jnp.arange(2.0 * length)).reshape(length, 2)
+        xs = None if not has_xs else rows.T if how["axis"] else rows
+        found = []
+        for scan in (by_scan, by_hand):
+            run = lambda c, scan=scan, how=how, xs=xs: scan(c, **{**how, "xs": xs})
+            total = lambda c, run=run: sum(jnp.sum(v**2) for v in run(c))
+            found.append((*run(jnp.float64(0.2)), jax.grad(total)(0.2)))
+        for got, wanted in zip(*found, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-11, err_msg=str(how))

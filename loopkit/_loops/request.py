@@ -138,7 +138,7 @@ class Request:
         asks = None if goes_on is None else lambda carry: goes_on(*tree.unflatten(carry))
         key = (
             *(self.names, tree, type_key(leaves), tuple(x_types), *settings.values()),
-            *(self.carried.flags, self.carried.free, self.checking, *self.rest, *rest),
+            *(self.carried.flags, self.carried.free, self.checking, self.rest, tuple(rest)),
         )
         traced = remember(
             self.functions if self.carried.hashable else (),

@@ -84,7 +84,7 @@ def _last_ys(scan: Scan, rest: Sequence[Any]) -> list:
         return without_last(scan.out_axes, pair(names, step(inputs.join(x, whole), carry))[1])[1]
 
     types = [*map(jax.typeof, leaves), *inputs.slice_types]
-    key = ("last", names, tree, type_key(leaves), *types, carried.flags, *scan.rest, *rest)
+    key = ("last", names, tree, type_key(leaves), *types, carried.flags, scan.rest, tuple(rest))
     functions = scan.functions if carried.hashable else ()
     trace = lambda: _jax.trace(last, types, "scan_ys")[0].out_avals
     return list(map(_jax.zeros, remember(functions, key, trace)))

@@ -60,7 +60,8 @@ def truncated(scan: Scan) -> tuple[Any, Any, LoopInfo]:
 
     head, tail = inputs.divided(count, truncate, scan.reverse)
     # All that a block does, but for its inputs.
-    made_of = ("truncated", inner, scan.checking, scan.carried.flags, inputs.tree, *inputs.axes)
+    of_inputs = truncate, inputs.tree, *inputs.axes
+    made_of = ("truncated", of_inputs, inner, scan.checking, scan.carried.flags)
     blocks = scan.over(
         Blocks(scan.init, jnp.int32(0), jnp.array(False)),
         None,
