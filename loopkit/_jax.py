@@ -396,16 +396,14 @@ def define(
     evaluate: Callable,
     types: Callable,
     *,
-    jvp: Callable,
+    jvp: Callable | None = None,
     transpose: Callable | None = None,
     dce: Callable | None = None,
     run: Callable | None = None,
-) -> None:
-    """Lower a primitive through `evaluate(*args, **params)`.
+) -> Callable:
+    """Lower a primitive through `evaluate(*args, **params)`, which is returned as it is run.
 
-    Outside jit it is compiled, or left to `run(compiled, evaluate, *args, **params)`.
-
-    `types(*avals, **params)` gives the result types and the effects. However strict the user is
+    Outside jit it is compiled, or left to `run(compiled, evaluate, *args, **params)`. `types(*avals, **params)` gives the result types and the effects. However strict the user is
     with promotion in what they write, step numbers and masks may be mixed. `dce(used, equation)`
     says which operands are used, and gives the equation that is left, or None.
     """
@@ -430,12 +428,14 @@ def define(
     primitive.def_effectful_abstract_eval(types)
     checkify.error_checks[primitive] = functionalized
     mlir.register_lowering(primitive, mlir.lower_fun(evaluate_as_written, multiple_results=True))
-    ad.primitive_jvps[primitive] = jvp
+    if jvp is not None:
+        ad.primitive_jvps[primitive] = jvp
     if transpose is not None:
         ad.primitive_transposes[primitive] = transpose
     if dce is not None:
         # The newest release says between the two which inputs are live.
         pe.dce_rules[primitive] = lambda used, *rest: dce(list(used), rest[-1])
+    return evaluate_as_written
 
 
 def _checkified(args: Any) -> tuple:

@@ -26,7 +26,7 @@ def empty_caches(tmp_path, monkeypatch):
 
 def forget():
     """What a new process does not know."""
-    for known in (unrolling._chosen, cache._traced, cache._loops):
+    for known in (unrolling._chosen, cache._traced, cache._programs):
         known.clear()
     jax.clear_caches()
 

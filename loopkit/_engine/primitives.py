@@ -22,6 +22,7 @@ from typing import Any
 import jax
 
 from loopkit import _jax
+from loopkit._jaxprs import equations
 from loopkit._programs.cache import interned
 
 while_p = _jax.declare("loopkit_while")
@@ -32,16 +33,39 @@ pullback_p = _jax.declare("loopkit_pullback")
 hessian_p = _jax.declare("loopkit_hessian")
 
 
+_evaluated_p = _jax.declare("loopkit_evaluated")
+_evaluations: dict[Any, Callable] = {}
+
+
+def define(primitive: Any, evaluate: Callable, types: Callable, **rules: Callable) -> None:
+    """As in `_jax`; what has the same equations is compiled once, also outside jit."""
+    _evaluations[primitive] = _jax.define(primitive, evaluate, types, run=_run, **rules)
+
+
 def _run(compiled: Callable, evaluate: Callable, *operands: Any, **params: Any) -> Any:
     if params["loop"].lasting:
         return compiled(*operands, **params)
     # A loop with rules for derivatives is equal to no other; what it computes may be.
     types = list(map(jax.typeof, operands))
     jaxpr, closed_over = _jax.trace(lambda *values: evaluate(*values, **params), types, "loop")
-    same = interned(jaxpr, results_only=True)
+    same = interned(_values(jaxpr), results_only=True)
     if same is None:
         return compiled(*operands, **params)
     return _evaluated(same, *closed_over, *operands)
+
+
+def _values(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    """A jaxpr in which derivatives of loops are what computes them: it hangs on no rule."""
+
+    def change(eqn: Any) -> Any:
+        if eqn.primitive is while_p or eqn.primitive not in _evaluations:
+            return eqn
+        evaluate = ft.partial(_evaluations[eqn.primitive], **eqn.params)
+        inner = _jax.trace_closed(lambda *v: evaluate(*v), [v.aval for v in eqn.invars], "loop")
+        params = {"jaxpr": _values(inner)}
+        return _jax.new_equation(eqn, _evaluated_p, eqn.invars, eqn.outvars, params)
+
+    return equations.map_equations(jaxpr, change)
 
 
 @ft.partial(jax.jit, static_argnums=0)
@@ -49,5 +73,8 @@ def _evaluated(jaxpr: Any, *values: Any) -> list:
     return list(_jax.call_jaxpr(jaxpr)(*values))
 
 
-define = ft.partial(_jax.define, run=_run)
-"""As in `_jax`; what has the same equations is compiled once, also outside jit."""
+_jax.define(
+    _evaluated_p,
+    lambda *values, jaxpr: list(_jax.call_jaxpr(jaxpr)(*values)),
+    lambda *_, jaxpr: (list(jaxpr.out_avals), jaxpr.effects),
+)

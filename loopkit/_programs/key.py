@@ -34,7 +34,8 @@ RULES = {
     "checkpoint": {"policy"},
     "remat2": {"policy"},
 }
-"""What derivatives read of an equation, and its results do not depend on."""
+"""What derivatives read of an equation, and its results do not depend on. Those of an equation
+that is the derivative of a loop do, wherever in it they are."""
 
 
 FUNCTIONS = ("builtins", "functools", "jax", "jaxlib", "numpy")
@@ -102,8 +103,11 @@ class _Keys:
             return typed(v.aval), self.of(v.val) if known else _content(np.asarray(v.val))
 
         def parameters(eqn: Any) -> Hashable:
-            without = RULES.get(eqn.primitive.name, ()) if self.results_only else ()
-            return tuple((k, self.of(v)) for k, v in eqn.params.items() if k not in without)
+            name, params = eqn.primitive.name, eqn.params.items()
+            if "loop" in eqn.params and name != "loopkit_while":
+                return tuple((k, _Keys(False, None).of(v)) for k, v in params)
+            without = RULES.get(name, ()) if self.results_only else ()
+            return tuple((k, self.of(v)) for k, v in params if k not in without)
 
         head = tuple((atom(v), typed(v.aval)) for v in (*j.constvars, *j.invars))
         eqns = tuple(

@@ -129,8 +129,8 @@ def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
     for eqn in equations.all_equations(jaxpr):
         loop = eqn.params.get("loop")
         if isinstance(loop, Loop):
-            if id(loop) not in seen:
-                seen.add(id(loop))
+            if id(eqn) not in seen:
+                seen.add(id(eqn))
                 found.append(_of_loopkit(eqn, loop))
         elif eqn.primitive.name in ("scan", "while"):
             found.append(_of_lax(eqn))
