@@ -403,8 +403,9 @@ def define(
 ) -> Callable:
     """Lower a primitive through `evaluate(*args, **params)`, which is returned as it is run.
 
-    Outside jit it is compiled, or left to `run(compiled, evaluate, *args, **params)`. `types(*avals, **params)` gives the result types and the effects. However strict the user is
-    with promotion in what they write, step numbers and masks may be mixed. `dce(used, equation)`
+    Outside jit it is compiled, or left to `run(compiled, evaluate, *args, **params)`. However
+    strict the user is with promotion in what they write, step numbers and masks may be mixed.
+    `types(*avals, **params)` gives result types and effects. `dce(used, equation)`
     says which operands are used, and gives the equation that is left, or None.
     """
 

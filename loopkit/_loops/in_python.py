@@ -1,8 +1,7 @@
-"""Loops as Python runs them, under `jax.disable_jit`: for a debugger, and for print."""
+"""Scans as Python runs them, under `jax.disable_jit`: for a debugger, and for print."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,15 +11,6 @@ from loopkit._loops.info import LoopInfo
 from loopkit._loops.request import Scan
 from loopkit._tracing.axes import y_axes
 from loopkit._tracing.trace import pair
-
-
-def python_while_loop(
-    cond_fun: Callable, body_fun: Callable, init_val: Any, max_steps: int | None
-) -> tuple[Any, Any]:
-    val, steps = init_val, 0
-    while steps != max_steps and cond_fun(val):
-        val, steps = body_fun(val), steps + 1
-    return val, jnp.int32(steps)
 
 
 def python_scan(scan: Scan) -> tuple[Any, Any, LoopInfo]:

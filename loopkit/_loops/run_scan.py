@@ -25,8 +25,7 @@ def run(scan: Scan) -> tuple[Any, Any, Any]:
     """Final carry, ys, and, if it is wanted, a LoopInfo."""
     names, carried, inputs, out_axes = scan.names, scan.carried, scan.inputs, scan.out_axes
     stopping = scan.until is not None
-    of_axes = (jax.tree.structure(out_axes), *jax.tree.leaves(out_axes))
-    rest = (inputs.tree, *inputs.axes, *of_axes)
+    rest = inputs.tree, *inputs.axes, jax.tree.structure(out_axes), *jax.tree.leaves(out_axes)
     last = _last_ys(scan, rest) if has_none(out_axes) else []
     ran = validate.in_python(lambda: python_scan(scan)) if inputs.length != 0 else None
     if ran is not None:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from loopkit._arguments import validate
 from loopkit._arguments.heard import ErrorIf, heard
-from loopkit._loops.in_python import python_while_loop
 from loopkit._loops.info import LoopInfo
 from loopkit._loops.request import Asked, Hidden, Request
 from loopkit._tracing.trace import Names, scalar_bool
@@ -116,8 +115,13 @@ def run_while(
     request = Request.of(names, init_val, max_steps, asked, (cond_fun, body_fun))
     carried, init_val = request.carried, request.init
 
-    run = lambda: python_while_loop(cond_fun, carried.by_hand(body_fun), init_val, max_steps)
-    if (ran := validate.in_python(run)) is not None:
+    def in_python() -> tuple[Any, Any]:
+        body, val, steps = carried.by_hand(body_fun), init_val, 0
+        while steps != max_steps and cond_fun(val):
+            val, steps = body(val), steps + 1
+        return val, jnp.int32(steps)
+
+    if (ran := validate.in_python(in_python)) is not None:
         val, steps = ran
         return _finished(request, throw, val, steps, lambda: cond_fun(val))
     counting, masking = throw or request.return_info or request.checking, carried.any

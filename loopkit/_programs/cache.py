@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from loopkit import _jax
 from loopkit._programs.key import Unknown, program_key
@@ -42,11 +42,6 @@ _traced = Recent(256)
 _programs = Recent(256)
 
 
-class _Known(NamedTuple):
-    functions: tuple[weakref.ref, ...]
-    found: Any
-
-
 def remember(functions: Sequence[Any], rest: Any, make: Callable[[], T]) -> T:
     """`make()`, or what it returned for the very same functions under the same conditions.
 
@@ -61,10 +56,8 @@ def remember(functions: Sequence[Any], rest: Any, make: Callable[[], T]) -> T:
         known = _traced.find(key)
     except TypeError:
         return make()
-    if known is not None and all(
-        ref() is f for ref, f in zip(known.functions, functions, strict=True)
-    ):
-        return known.found
+    if known is not None and all(ref() is f for ref, f in zip(known[0], functions, strict=True)):
+        return known[1]
     made = make()
     if any(map(_jax.is_tracer, getattr(made, "closed_over", ()))):
         return made
@@ -73,7 +66,7 @@ def remember(functions: Sequence[Any], rest: Any, make: Callable[[], T]) -> T:
         _traced.pop(key, None)
 
     with contextlib.suppress(TypeError):  # not everything that can be called can be referred to
-        _traced.put(key, _Known(tuple(weakref.ref(f, forget) for f in functions), made))
+        _traced.put(key, (tuple(weakref.ref(f, forget) for f in functions), made))
     return made
 
 

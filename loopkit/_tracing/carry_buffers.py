@@ -20,13 +20,6 @@ from loopkit._buffers.tensor_array import checked, is_tensor_array
 HOW = "Pass a function of the carry that returns leaves of it, or a tree of bools that matches it."
 
 
-class _Leaf:
-    """Stands for a leaf of the carry while `buffers` is asked about it."""
-
-    def __init__(self, value: Any):
-        self.shape, self.dtype = jnp.shape(value), jnp.result_type(value)
-
-
 def is_buffer(value: Any) -> bool:
     return isinstance(value, Buffer)
 
@@ -204,7 +197,7 @@ def _named(names: Any, buffers: Any, init: Any) -> list[bool]:
     if buffers is None:
         return [False] * len(leaves)
     if callable(buffers):
-        tokens = [_Leaf(v) for v in leaves]
+        tokens = [jax.ShapeDtypeStruct(jnp.shape(v), jnp.result_type(v)) for v in leaves]
         place = {id(t): i for i, t in enumerate(tokens)}
         expected = "must return leaves of the carry that it is given"
         try:

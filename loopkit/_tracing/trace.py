@@ -110,16 +110,10 @@ def _convert(value: Any, aval: Any) -> Any:
     return _jax.vary_like(value, [aval])
 
 
-Step = Callable[[list, list], tuple[Any, Any]]
-"""(carry leaves, x leaves) -> (carry, y), both trees."""
-Predicate = Callable[[list], Any]
-"""carry leaves -> bool scalar"""
-
-
 def trace_loop(
     names: Names,
-    step: Step,
-    predicate: Predicate | None,
+    step: Callable[[list, list], tuple[Any, Any]],
+    predicate: Callable[[list], Any] | None,
     init: Any,
     x_types: Sequence[Any],
     settings: dict[str, Any],
@@ -128,6 +122,7 @@ def trace_loop(
 ) -> Traced:
     """A loop over trees like `init`; `settings` are the fields of `Loop` that are not jaxprs.
 
+    `step`: carry leaves and x leaves to trees, carry and y. `predicate`: carry leaves to a bool.
     In a loop with buffers and a predicate, the leaf `flag` says whether a step is active.
     """
     leaves, tree = jax.tree.flatten(init)
