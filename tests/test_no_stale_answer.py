@@ -239,7 +239,7 @@ MODES = {
 
 def cases():
     """Each place in half of the modes by a scan, and in each of the others by another loop; these
-    take turns."""
+    take turns. When asked for, all of them."""
     for k, place in enumerate(PLACES):
         modes = [m for m in MODES if m not in WITHOUT.get(place, ())]
         modes = modes[k % len(modes) :] + modes[: k % len(modes)]
@@ -249,6 +249,9 @@ def cases():
             run = RUNS[(k + j) % len(RUNS)]
             name = f"{place}-{run.__name__}-{mode}"
             yield pytest.param(place, run, [mode], marks=pytest.mark.slow, id=name)
+        for run in (scan, *RUNS):
+            marks, name = pytest.mark.exhaustive, f"{place}-{run.__name__}-every mode"
+            yield pytest.param(place, run, modes, marks=marks, id=name)
 
 
 @pytest.mark.parametrize(("place", "run", "modes"), list(cases()))
