@@ -139,6 +139,8 @@ HOW = {
     "all stored": {"checkpoints": "all"},
 }
 OF_LAX = "reverse", "unroll"
+LENGTHS = (False, 3), (True, 3), (True, 1), (False, 0)
+"""With and without `x64`."""
 PROMOTED = ("int", "a half"), ("three", "bfloat16"), ("module", "float32"), ("float", "strong one")
 PROMOTED += ("weak integers", "bfloat16"), ("float", "only a literal")
 
@@ -162,7 +164,7 @@ def test_results_are_those_of_lax(init, body, how):
         loop = lambda: scanning(loops, BODIES[body], INITS[init](), YS["promoted"], length, **how)
         return loop(), jax.jit(loop)()
 
-    for x64, length in ((False, 3), (True, 3), (False, 0), (True, 1)):
+    for x64, length in LENGTHS[list(HOW).index(how) % 2 :: 2]:  # in turn
         with jax.enable_x64(x64):
             assert_same(run(loopkit, HOW[how], length), run(lax, for_lax(HOW[how]), length))
 
@@ -171,7 +173,7 @@ def test_results_are_those_of_lax(init, body, how):
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize(("init", "body"), PROMOTED)
 def test_results_of_other_loops(init, body, loop):
-    for x64, length in ((False, 3), (True, 3), (False, 0), (True, 1)):
+    for x64, length in LENGTHS[PROMOTED.index((init, body)) % 2 :: 2]:
         with jax.enable_x64(x64):
             run = lambda loops, n=length: LOOPS[loop](loops, BODIES[body], INITS[init](), n)
             assert_same(run(loopkit), run(lax))
