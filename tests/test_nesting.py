@@ -364,3 +364,20 @@ def test_calls_with_arrays_of_their_own(program):
 
     for got, wanted in zip(both(loopkit), both(lax), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("nest", ["loop", "gradient"])
+def test_second_derivatives_of_rules_in_nests_outside_jit(nest):
+    def f(loops, w, x):
+        step = lambda c, _: (c * w + jax.nn.relu(c), c)
+        run = lambda c: loops.scan(step, c, None, 3)[0]
+        slope = lambda c: c - 0.1 * jax.grad(run)(c)
+        return loops.scan(lambda c, _: ((run if nest == "loop" else slope)(c), None), x, None, 2)[0]
+
+    def derivatives(loops):
+        at = lambda w, x: f(loops, w, x)
+        mixed = jax.grad(lambda x: jax.grad(at)(0.7, x))(0.3)
+        return mixed, *jax.tree.leaves(jax.hessian(at, (0, 1))(0.7, 0.3))
+
+    for got, wanted in zip(derivatives(loopkit), derivatives(lax), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-12)

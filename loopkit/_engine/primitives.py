@@ -56,16 +56,17 @@ def _run(compiled: Callable, evaluate: Callable, *operands: Any, **params: Any) 
 
 def _values(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """A jaxpr in which derivatives of loops are what computes them: it hangs on no rule."""
+    derives = lambda eqn: eqn.primitive in _evaluations and eqn.primitive is not while_p
 
     def change(eqn: Any) -> Any:
-        if eqn.primitive is while_p or eqn.primitive not in _evaluations:
+        if not derives(eqn):
             return eqn
-        evaluate = ft.partial(_evaluations[eqn.primitive], **eqn.params)
-        inner = _jax.trace_closed(lambda *v: evaluate(*v), [v.aval for v in eqn.invars], "loop")
-        params = {"jaxpr": _values(inner)}
-        return _jax.new_equation(eqn, _evaluated_p, eqn.invars, eqn.outvars, params)
+        evaluate = lambda *v: _evaluations[eqn.primitive](*v, **eqn.params)
+        inner = _jax.trace_closed(evaluate, [v.aval for v in eqn.invars], "loop")
+        values = {"jaxpr": _values(inner)}
+        return _jax.new_equation(eqn, _evaluated_p, eqn.invars, eqn.outvars, values)
 
-    return equations.map_equations(jaxpr, change)
+    return equations.map_equations(jaxpr, change, derives)
 
 
 @ft.partial(jax.jit, static_argnums=0)

@@ -85,10 +85,11 @@ def asks_the_host(jaxpr: _jax.Jaxpr) -> bool:
     return any(isinstance(e, _jax.IO_EFFECTS) for e in without_debug_effects(jaxpr).effects)
 
 
-def map_equations(jaxpr: _jax.Jaxpr, change: Callable[[Any], Any]) -> _jax.Jaxpr:
+def map_equations(jaxpr: Any, change: Callable, as_it_is: Callable | None = None) -> _jax.Jaxpr:
     """A jaxpr with `change(equation)` for each equation, those inside others first; None for none.
 
-    What does not change stays the same object, and what is shared stays shared.
+    What does not change stays the same object, and what is shared stays shared. Of which equations
+    the inside is left to `change`, `as_it_is` says.
     """
     done: dict[int, tuple[Any, Any]] = {}
 
@@ -110,7 +111,8 @@ def map_equations(jaxpr: _jax.Jaxpr, change: Callable[[Any], Any]) -> _jax.Jaxpr
         j = _jax.open_jaxpr(value)
         eqns = []
         for eqn in j.eqns:
-            params = {k: inside(v) for k, v in eqn.params.items()}
+            left = as_it_is is not None and as_it_is(eqn)
+            params = eqn.params if left else {k: inside(v) for k, v in eqn.params.items()}
             if any(params[k] is not v for k, v in eqn.params.items()):
                 eqn = eqn.replace(params=params)
                 eqn = eqn.replace(effects=_effects_inside(eqn))

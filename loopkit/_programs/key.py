@@ -105,7 +105,7 @@ class _Keys:
         def parameters(eqn: Any) -> Hashable:
             name, params = eqn.primitive.name, eqn.params.items()
             if "loop" in eqn.params and name != "loopkit_while":
-                return tuple((k, _Keys(False, None).of(v)) for k, v in params)
+                return _Keys(False, None).of(eqn.params)
             without = RULES.get(name, ()) if self.results_only else ()
             return tuple((k, self.of(v)) for k, v in params if k not in without)
 
