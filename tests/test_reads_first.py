@@ -9,8 +9,8 @@ import loopkit
 from derivatives import assert_close
 from loopkit import _jax
 from loopkit._buffers.slices import read_p, write_p
+from loopkit._engine.passes.reads_first import read_before_written
 from loopkit._jaxprs import equations
-from loopkit._jaxprs.reads_first import reads_first
 
 N = 6
 XS = jnp.sin(3 * jnp.arange(N * 2.0)).reshape(N, 2)
@@ -131,7 +131,7 @@ def test_what_asks_the_host_stays_in_its_place_unless_it_is_pure(call, done):
 
 def test_other_jaxprs_stay_the_same():
     jaxpr = _jax.trace(lambda x: [x + 1], [jax.typeof(XS)], "step")[0]
-    assert reads_first(jaxpr) is jaxpr
+    assert read_before_written(jaxpr) is jaxpr
 
 
 @NEWEST

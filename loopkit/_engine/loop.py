@@ -78,6 +78,8 @@ class CarryLeaf(NamedTuple):
     """Whether it is read and written in slices."""
     flag: bool = False
     """Whether it says if a step is active, and so masks the writes to buffers."""
+    outer: bool = False
+    """Whether it is a buffer of a loop around this one, too."""
 
 
 class Input(NamedTuple):
@@ -310,33 +312,3 @@ def parts(values: Sequence[T], *counts: int) -> list[list[T]]:
         at += count
     out.append(list(values[at:]))
     return out
-
-
-def prune(loop: Loop, used_carry: Sequence[bool], used_ys: Sequence[bool]) -> tuple[Loop, Operands]:
-    """The loop with only the outputs that are used, and which operands those need."""
-    carry = list(used_carry)
-    cond, used_cond_consts = loop.cond, []
-    if loop.cond is not None:
-        used = _jax.used_inputs(loop.cond, [True])
-        used_cond_consts = used[: loop.cond_const_count]
-        carry = [a or b for a, b in zip(carry, used[loop.cond_const_count :], strict=True)]
-    while True:
-        keep = [False] * loop.const_count + carry + [False] * loop.xs_count
-        body, used = _jax.dce(loop.body, [*carry, *used_ys], keep)
-        consts, needed, xs = parts(used, loop.const_count, loop.carry_count)
-        if needed == carry:
-            break
-        carry = needed
-    if loop.cond is not None:
-        cond, _ = _jax.dce(loop.cond, [True], [*used_cond_consts, *carry])
-    flags = Operands(used_cond_consts, consts, carry, xs)
-    pruned = loop.replace(
-        cond=cond,
-        body=body,
-        cond_const_count=sum(used_cond_consts),
-        consts=tuple(kept(loop.consts, consts)),
-        carry=tuple(kept(loop.carry, carry)),
-        xs=tuple(kept(loop.xs, xs)),
-        ys=tuple(kept(loop.ys, used_ys)),
-    )
-    return pruned, flags

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from loopkit import _jax
+from loopkit._engine.passes import ready
 from loopkit._programs.cache import remember
 from loopkit._tracing.trace import Names, Traced, pair, scalar_bool, trace_loop, type_key
 
@@ -63,7 +64,7 @@ def is_light(traced: Traced, operands: list) -> Callable[[int], bool]:
     """Whether so many steps need little memory."""
     operands = [*operands, *traced.closed_over]
     lanes = max((_lanes(v) for v in operands if _jax.is_tracer(v)), default=1)
-    loop = traced.loop
+    loop, _ = ready(traced.loop)
     row = loop.derived("row bytes", lambda: _jax.byte_count(*loop.xs_types, *loop.ys_types))
     carry = loop.derived("carry bytes", lambda: _jax.byte_count(*loop.carry_types))
     return lambda steps: lanes * (steps * row + math.isqrt(steps) * carry) <= LIGHT
@@ -120,7 +121,7 @@ def compiled(traced: Traced, size: int) -> Callable:
         return jax.jit(run)
 
     types = traced.carry_types
-    key = ("segment", size, traced.fixed, *types, *(t.weak_type for t in types))
+    key = ("segment", size, *types, *(t.weak_type for t in types))
     return traced.loop.derived(key, make)
 
 

@@ -1,8 +1,4 @@
-"""From a user's functions to a loop and its operands.
-
-What the functions close over becomes operands.
-A carry leaf that every step passes on unchanged becomes a constant: it is then never saved.
-"""
+"""From a user's functions to a loop and its operands: what they close over becomes operands."""
 
 from __future__ import annotations
 
@@ -19,13 +15,11 @@ from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._arguments.validate import as_arrays, type_of
 from loopkit._buffers.buffer import plain
-from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, kept, parts, spread
-from loopkit._engine.passes.flat_rows import flat_rows, merged, restored
-from loopkit._engine.passes.in_step import axes_between_lanes, in_step
+from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, parts
+from loopkit._engine.passes import ready
+from loopkit._engine.passes.rewritten import run
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
-from loopkit._jaxprs.reads_first import reads_first
-from loopkit._jaxprs.varying import all_varying
 from loopkit._programs.cache import interned
 from loopkit._tracing.carry_buffers import Buffers
 
@@ -47,15 +41,12 @@ class Traced:
     """The two functions of a loop, and what they close over."""
 
     loop: Loop
+    """As it is written."""
     cond_consts: list
     consts: list
-    fixed: tuple[bool, ...]
-    """Which carry leaves never change. In the loop they are constants."""
     carry_types: list
-    """Types of all carry leaves, as the steps take them."""
+    """Types of the carry leaves, as the steps take them."""
     y_tree: Any
-    free: tuple[bool, ...]
-    """Which carry leaves of the loop are not buffers of a loop around it."""
 
     @property
     def closed_over(self) -> list:
@@ -68,33 +59,22 @@ class Traced:
 
     def converted(self, init: Sequence[Any]) -> list:
         """Initial values in the types that the loop carries."""
-        return [_convert(v, t) for v, t in zip(init, self.carry_types, strict=True)]
+        # A step may leave strong what it takes as weak: then so is the loop's carry.
+        types = zip(self.carry_types, self.loop.carry_types, strict=True)
+        return [_convert(_convert(v, a), b) for v, (a, b) in zip(init, types, strict=True)]
 
     def of_length(self, length: int) -> Traced:
         """The same loop with another length."""
         make = lambda: shared(self.loop.replace(length=length))
         return replace(self, loop=self.loop.derived(("length", length), make))
 
-    def run(self, init: Sequence[Any], xs: Sequence[Any]) -> tuple[list, list]:
-        """Final carry leaves and ys leaves."""
-        init = self.converted(init)
-        fixed = kept(init, self.fixed)
-        # A step may leave strong what it takes as weak: then so is the loop's carry.
-        moving = kept(init, [not f for f in self.fixed])
-        moving = list(map(_convert, moving, self.loop.carry_types))
-        cond_fixed = fixed if self.loop.cond is not None else []
-        types = [*self.loop.cond_types, *self.loop.const_types, *(self.loop.xs_types if xs else [])]
-        values = [*self.cond_consts, *cond_fixed, *self.consts, *fixed, *xs]
-        values = [_jax.vary_like(v, [t]) for v, t in zip(values, types, strict=True)]
-        asking, consts, xs = parts(values, len(self.loop.cond_types), self.loop.const_count)
-        flat = flat_rows(self.loop, self.free)
-        consts, moving = merged(consts, flat.consts), merged(moving, flat.carry)
-        meshes = flat.loop.derived("meshes", lambda: equations.meshes(flat.loop.body))
-        operands = _jax.known_on(meshes, [*asking, *consts, *moving, *xs])
-        outs = while_p.bind(*operands, loop=flat.loop)
-        carry, ys = parts(outs, self.loop.carry_count)
-        carry = restored(carry, self.loop.carry_types)
-        return spread(carry, [not f for f in self.fixed], init), ys
+    def run(self, init: Sequence[Any], xs: Sequence[Any], bind: Callable = while_p.bind) -> tuple:
+        """Final carry leaves and ys leaves. `bind` runs the loop as it is in the end."""
+        loop, passes = ready(self.loop)
+        meshes = loop.derived("meshes", lambda: equations.meshes(loop.body))
+        bound = lambda *operands: bind(*_jax.known_on(meshes, list(operands)), loop=loop)
+        operands = [*self.cond_consts, *self.consts, *self.converted(init), *xs]
+        return (*parts(run(bound, passes, operands), len(init)),)
 
 
 def shared(loop: Loop) -> Loop:
@@ -164,14 +144,14 @@ def trace_loop(
             break
     _check_types(names, zip(paths, types, out, strict=True))
     _check_effects(names, jaxpr, cond)
-    jaxpr = jaxpr if buffers is None else reads_first(jaxpr)
-    flags = [False] * len(paths) if buffers is None else buffers.flags
+    of_leaf = [(False, None)] * len(paths)
+    if buffers is not None:
+        of_leaf = list(zip(buffers.flags, buffers.outer, strict=True))
     carry = [
-        CarryLeaf(names.init + jax.tree_util.keystr(path), has, i == flag)
-        for i, (path, has) in enumerate(zip(paths, flags, strict=True))
+        CarryLeaf(names.init + jax.tree_util.keystr(path), has, i == flag, owner is not None)
+        for i, (path, (has, owner)) in enumerate(zip(paths, of_leaf, strict=True))
     ]
-    free = () if buffers is None else buffers.free
-    return as_loop(cond, cond_consts, jaxpr, consts, carry, types, y_tree, settings, free)
+    return as_loop(cond, cond_consts, jaxpr, consts, carry, types, y_tree, settings)
 
 
 def _check_types(names: Names, carry: Iterable[tuple[Any, Any, Any]]) -> None:
@@ -254,41 +234,17 @@ def as_loop(
     types: list,
     y_tree: Any,
     settings: dict,
-    free: Sequence[bool] = (),
 ) -> Traced:
-    """A loop of two jaxprs. Carry leaves that no step changes become constants of it.
-
-    `settings`: other fields of the loop. `free`: which leaves are not buffers of a loop around this
-    one; empty: all of them.
-    """
-    if cond is not None and (axes := axes_between_lanes(body)):
-        buffers = [leaf.buffer for leaf in carry]
-        cond, body = in_step(cond, len(cond_consts), body, len(consts), buffers, axes)
-        consts = [*cond_consts, *consts]
+    """A loop of two jaxprs. `settings`: other fields of it."""
     n, c = len(types), len(consts)
-    if cond is not None:
-        cond, body = (all_varying(j, cond.out_avals) for j in (cond, body))
-        types = [_jax.type_like(t, cond.out_avals) for t in types]
-    source = equations.forwarded(body)
-    fixed = tuple(source[i] == c + i and not leaf.flag for i, leaf in enumerate(carry))
-    moving = [not f for f in fixed]
-    if any(fixed):  # the leaves that stay become constants, after the others
-        order, k = sorted(range(n), key=moving.__getitem__), len(cond_consts)
-        outs = [i for i in range(len(body.out_avals)) if i >= n or moving[i]]
-        leaves, xs = [c + i for i in order], range(c + n, len(body.in_avals))
-        body = _jax.rearranged(body, [*range(c), *leaves, *xs], outs)
-        if cond is not None:
-            cond = _jax.rearranged(cond, [*range(k), *(k + i for i in order)], [0])
-    xs, ys = len(body.in_avals) - c - n, len(body.out_avals) - sum(moving)
-    settings = {"xs": (Input(),) * xs, **settings}
+    settings = {"xs": (Input(),) * (len(body.in_avals) - c - n), **settings}
     loop = Loop(
         cond=cond,
         body=body,
-        cond_const_count=0 if cond is None else len(cond.in_avals) - sum(moving),
-        consts=(Const(),) * (c + sum(fixed)),
-        carry=tuple(kept(carry, moving)),
-        ys=(Output(),) * ys,
+        cond_const_count=len(cond_consts),
+        consts=(Const(),) * c,
+        carry=tuple(carry),
+        ys=(Output(),) * (len(body.out_avals) - n),
         **settings,
     )
-    free = tuple(kept(free or [True] * n, moving))
-    return Traced(shared(loop), cond_consts, consts, fixed, types, y_tree, free)
+    return Traced(shared(loop), cond_consts, consts, types, y_tree)

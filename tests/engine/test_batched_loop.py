@@ -105,7 +105,7 @@ def together(places, lanes):
 
 
 def lane_results(batched, results, lane):
-    places = [*batched.operands.init, *batched.ys]
+    places = batched.results
     pairs = zip(results, places, strict=True)
     return [v if place is None else v.take(lane, place) for v, place in pairs]
 
@@ -127,9 +127,9 @@ def test_against_every_lane(make):
     for flags in choices(operands):
         batched = batch_loop(loop, _jax.axis(LANES), flags)
         lanes = lanes_of(operands, flags)
-        for places, marks in zip(batched.operands[:2], flags[:2], strict=True):
+        for places, marks in zip(batched.axes[:2], flags[:2], strict=True):
             assert [p is not None for p in places] == marks
-        results = run(batched.loop, together(batched.operands, lanes))
+        results = run(batched.loop, together(batched.axes, lanes))
         for lane, own in enumerate(lanes):
             assert_same(lane_results(batched, results, lane), run(loop, own))
 
@@ -138,14 +138,14 @@ def test_what_does_not_depend_on_the_axis_does_not_have_it():
     loop, _ = scan()
     none = Operands([], [False], [False, False], [False, False])
     same = batch_loop(loop, _jax.axis(LANES), none)
-    assert same.operands.init == [None, None]
+    assert same.axes.init == [None, None]
     assert same.ys == [None, None]
     # The counter has nothing to do with what is batched.
     batched = batch_loop(loop, _jax.axis(LANES), none._replace(xs=[True, False]))
-    assert batched.operands == Operands([], [None], [0, None], [1, None])
+    assert batched.axes == Operands([], [None], [0, None], [1, None])
     assert batched.ys == [1, None]
     last = batch_loop(loop, _jax.axis(LANES), none._replace(xs=[False, True]))
-    assert last.operands.init == [None, None]
+    assert last.axes.init == [None, None]
     assert last.ys == [1, None]
 
 
@@ -154,7 +154,7 @@ def test_results_may_be_forced():
     flags = Operands([], [False], [False, False], [False, False])
     batched = batch_loop(loop, _jax.axis(LANES), flags, ys=[False, True])
     assert batched.ys == [None, 1]
-    results = run(batched.loop, together(batched.operands, [operands] * LANES))
+    results = run(batched.loop, together(batched.axes, [operands] * LANES))
     for lane in range(LANES):
         assert_same(lane_results(batched, results, lane), run(loop, operands))
 
@@ -165,7 +165,7 @@ def test_records_of_rows_along_other_axes():
     # The axis is the first of a slice, and so before the rows.
     assert batched.loop.xs == (Input(2), Input(2))
     assert batched.loop.y_axes == (3, 2)
-    assert batched.operands.xs == [0, 0]
+    assert batched.axes.xs == [0, 0]
     assert batched.ys == [0, 0]
     assert batched.loop.xs_types[0].shape == (LANES, 3, LENGTH, 2)
     assert batched.loop.ys_types[0].shape == (LANES, 2, 2, LENGTH)
@@ -176,10 +176,10 @@ def test_a_predicate_of_its_own_makes_an_axis_a_lane():
     flags = Operands([False], [True], [False] * 4, [False])
     batched = batch_loop(loop, _jax.axis(LANES), flags)
     assert batched.loop.lanes == (LANES,)
-    assert batched.operands.init == [0, 0, 0, 0]
+    assert batched.axes.init == [0, 0, 0, 0]
     assert batched.loop.const_lanes == (1,)
     assert batched.loop.xs_lanes == (0,)
-    assert batched.operands.xs == [None]
+    assert batched.axes.xs == [None]
     assert batched.ys == [1, 1]
     given = batch_loop(loop, _jax.axis(LANES), flags._replace(consts=[False], xs=[True]))
     assert given.loop.xs_lanes == (1,)
@@ -188,7 +188,7 @@ def test_a_predicate_of_its_own_makes_an_axis_a_lane():
     flags = Operands([False], [True], [False, True], [])
     batched = batch_loop(loop, _jax.axis(LANES), flags)
     assert batched.loop.lanes == ()
-    assert batched.operands.init == [None, 0]
+    assert batched.axes.init == [None, 0]
 
 
 NESTED = [
@@ -210,8 +210,8 @@ def test_two_axes(make, first, second, whole):
     once = batch_loop(loop, _jax.axis(LANES), first)
     twice = batch_loop(once.loop, _jax.axis(2), second, whole=whole)
     outer = [lanes_of(own, first) for own in lanes_of(operands, second, 2)]
-    halves = [together(once.operands, lanes) for lanes in outer]
-    results = run(twice.loop, together(twice.operands, halves))
+    halves = [together(once.axes, lanes) for lanes in outer]
+    results = run(twice.loop, together(twice.axes, halves))
     for lane, lanes in enumerate(outer):
         half = lane_results(twice, results, lane)
         for inner, own in enumerate(lanes):
@@ -227,10 +227,10 @@ def test_lanes_of_two_axes():
     free = Operands([False], [False], [False, False, False, True], [False])
     behind = batch_loop(once.loop, _jax.axis(2), free)
     assert behind.loop.lanes == (LANES,)
-    assert behind.operands.init == [None, None, None, 1]
+    assert behind.axes.init == [None, None, None, 1]
     joined = batch_loop(once.loop, _jax.axis(2), flags._replace(xs=[False]))
     assert joined.loop.lanes == (2, LANES)
-    assert joined.operands.init == [0, 0, 0, 0]
+    assert joined.axes.init == [0, 0, 0, 0]
     assert joined.loop.xs_lanes == (0,)
 
 
@@ -243,7 +243,7 @@ def test_whole_constants():
     assert batch_loop(once.loop, _jax.axis(2), flags).loop.const_lanes == (0,)
     whole = batch_loop(once.loop, _jax.axis(2), flags, whole=True)
     assert whole.loop.const_lanes == (2,)
-    assert whole.operands.consts == [0]
+    assert whole.axes.consts == [0]
 
 
 def table_loop(reads):
@@ -267,14 +267,14 @@ def test_an_axis_in_the_rows_of_a_buffer(reads):
     loop, operands = table_loop(reads)
     flags = Operands([], [], [False, True], [True])
     batched = batch_loop(loop, _jax.axis(LANES), flags, in_rows=[1])
-    assert batched.operands.init == [None, 1]
+    assert batched.axes.init == [None, 1]
     assert batched.loop.carry_types[1].shape == (4, LANES, 2)
     assert batched.loop.is_buffer == (False, True)
     lanes = lanes_of(operands, flags)
-    results = run(batched.loop, together(batched.operands, lanes))
+    results = run(batched.loop, together(batched.axes, lanes))
     for lane, own in enumerate(lanes):
         assert_same(lane_results(batched, results, lane), run(loop, own))
-    assert batch_loop(loop, _jax.axis(LANES), flags).operands.init == [None, 0]
+    assert batch_loop(loop, _jax.axis(LANES), flags).axes.init == [None, 0]
 
 
 def test_which_buffers_have_it_in_their_rows():

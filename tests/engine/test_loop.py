@@ -17,16 +17,14 @@ from loopkit._engine.loop import (
     Output,
     kept,
     parts,
-    prune,
     spread,
 )
-from loopkit._engine.rules.dual_loop import (
+from loopkit._engine.passes.dual_loop import (
     active_inputs,
     dual_loop,
-    dual_operands,
-    dual_results,
     replace_active,
 )
+from loopkit._engine.passes.prune import prune
 
 from .small_loops import assert_same, make_loop, run
 
@@ -147,10 +145,6 @@ def test_parts_and_flags():
 # ---------------------------------------------------------------- prune
 
 
-def pruned_operands(operands, flags):
-    return Operands(*(kept(v, f) for v, f in zip(operands, flags, strict=True)))
-
-
 ALL = [True] * 3
 
 
@@ -170,7 +164,8 @@ ALL = [True] * 3
 )
 def test_prune(make, carry, ys, consts, leaves, xs):
     loop, operands = make()
-    small, flags = prune(loop, list(map(bool, carry)), list(map(bool, ys)))
+    pruned = prune(loop, [*map(bool, carry), *map(bool, ys)])
+    small, flags = pruned.loop, loop.split(pruned.operands)[0]
     wanted = [consts, leaves, xs]
     assert [list(map(int, f)) for f in flags[1:]] == wanted
     assert flags.cond_consts == ([False, True] if make is until else [])
@@ -180,10 +175,9 @@ def test_prune(make, carry, ys, consts, leaves, xs):
     assert small.xs == tuple(kept(loop.xs, xs))
     assert small.ys == tuple(kept(loop.ys, ys))
     of_all = run(loop, operands)
-    got = run(small, pruned_operands(operands, flags))
-    assert_same(
-        got, [*kept(of_all[: loop.carry_count], leaves), *kept(of_all[loop.carry_count :], ys)]
-    )
+    got = pruned.back(run(small, small.split(pruned.into(operands.flat))[0]))
+    assert [v is not None for v in got] == list(map(bool, [*leaves, *ys]))
+    assert_same(*(kept(v, pruned.results) for v in (got, of_all)))
 
 
 # ---------------------------------------------------------------- the dual loop
@@ -228,16 +222,17 @@ NONZERO = [
 def test_the_dual_loop(nonzero):
     loop, operands = scan()
     active = forward_activity(loop, nonzero)
-    dual = dual_loop(loop, active)
-    assert dual_loop(loop, active) is dual
+    rewritten = dual_loop(loop, active)
+    assert dual_loop(loop, active) is rewritten
+    dual = rewritten.loop
     assert dual.carry[:3] == loop.carry
     assert dual.consts == (*loop.consts, *kept(loop.consts, active.consts))
     assert dual.xs == (*loop.xs, *kept(loop.xs, active.xs))
     assert dual.ys == (*loop.ys, *kept(loop.ys, active.ys))
     inputs = [*operands.consts, *operands.init, *operands.xs]
     tangents = tangents_like(inputs, active.inputs)
-    values, _ = dual.split(dual_operands(loop, [*operands.flat, *tangents], active))
-    results, moved = dual_results(loop, run(dual, values), active)
+    values, _ = dual.split(rewritten.into([*operands.flat, *tangents]))
+    results, moved = parts(rewritten.back(run(dual, values)), loop.carry_count + loop.ys_count)
     wanted, of_wanted = jvp_step_by_step(loop, operands, active, tangents)
     assert_same(results, wanted)
     assert_same(moved, of_wanted)
@@ -246,13 +241,14 @@ def test_the_dual_loop(nonzero):
 def test_the_dual_of_a_loop_with_a_predicate():
     loop, operands = until()
     active = Active((True, True), (True, True, False), (False,), (True, False))
-    dual = dual_loop(loop, active)
+    rewritten = dual_loop(loop, active)
+    dual = rewritten.loop
     assert dual.cond_const_count == loop.cond_const_count
     assert len(dual.cond.in_avals) == loop.cond_const_count + 5
     inputs = [*operands.consts, *operands.init, *operands.xs]
     tangents = tangents_like(inputs, active.inputs)
-    values, _ = dual.split(dual_operands(loop, [*operands.flat, *tangents], active))
-    results, moved = dual_results(loop, run(dual, values), active)
+    values, _ = dual.split(rewritten.into([*operands.flat, *tangents]))
+    results, moved = parts(rewritten.back(run(dual, values)), loop.carry_count + loop.ys_count)
     assert_same(results, run(loop, operands))
     rows = [np.asarray(v) for v in jvp_step_by_step(loop, operands, active, tangents)[1]]
     assert_same([*moved[:2], moved[2][:3]], rows)
@@ -264,7 +260,7 @@ def test_duals_of_buffers_are_buffers():
         return [carry[0] * 2.0, carry[1] + 1.0], []
 
     loop, _ = make_loop(body, [], [0.5, np.ones(3)], length=2, buffers=[1])
-    dual = dual_loop(loop, Active((), (True, True), (), ()))
+    dual = dual_loop(loop, Active((), (True, True), (), ())).loop
     assert dual.is_buffer == (False, True, False, True)
     assert [leaf.name for leaf in dual.carry] == ["carry 0", "carry 1", "", ""]
 

@@ -11,7 +11,9 @@ from jax import lax
 from loopkit import _jax
 from loopkit._buffers.slices import read, write
 from loopkit._buffers.window import Window
-from loopkit._engine.passes.flat_rows import SHORT, flat_rows, merged, restored
+from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output
+from loopkit._engine.passes import PASSES, ready, rewritten
+from loopkit._engine.passes.flat_rows import SHORT, flat_rows
 from loopkit._engine.passes.in_step import axes_between_lanes, in_step
 from loopkit._jaxprs import equations
 
@@ -107,23 +109,20 @@ def loop_over_rows(step, shape=SHAPE, buffers=(1,)):
 )
 def test_flat_rows(step, consts, carry):
     loop, operands = loop_over_rows(step)
-    flat = flat_rows(loop, [True, True])
-    assert flat_rows(loop, [True, True]) is flat
-    assert (flat.consts, flat.carry) == (consts, carry)
-    flatter = operands._replace(
-        consts=merged(operands.consts, flat.consts), init=merged(operands.init, flat.carry)
-    )
+    flat = flat_rows(loop)
+    if not any(consts) and not any(carry):
+        assert flat is loop
+        return
+    flatter, _ = flat.loop.split(flat.into(operands.flat))
     for values, counts in ((flatter.consts, consts), (flatter.init[1:], carry[1:])):
         assert [v.shape for v in values] == [(5, 6) if n else SHAPE for n in counts]
     assert flat.loop.carry == loop.carry
-    results = run(flat.loop, flatter)
-    final = restored(results[:2], loop.carry_types)
-    assert_same([*final, *results[2:]], run(loop, operands))
+    assert_same(flat.back(run(flat.loop, flatter)), run(loop, operands))
 
 
 def test_no_step_reshapes_a_buffer():
     loop, _ = loop_over_rows(called)
-    flat = flat_rows(loop, [True, True])
+    flat = flat_rows(loop)
     whole = [
         eqn.primitive.name
         for eqn in equations.all_equations(flat.loop.body)
@@ -136,35 +135,26 @@ def test_no_step_reshapes_a_buffer():
 def test_what_has_no_flat_rows():
     loop, _ = loop_over_rows(next_row)
     # Of a buffer of a loop around it, that loop decides.
-    other = flat_rows(loop, [True, False])
-    assert other.carry == (0, 0)
-    assert other.consts == (2,)
+    inner = loop.replace(carry=(loop.carry[0], loop.carry[1]._replace(outer=True)))
+    other = flat_rows(inner).loop
+    assert [t.shape for t in other.carry_types[1:]] == [SHAPE]
+    assert [t.shape for t in other.const_types] == [(5, 6)]
     none, _ = loop_over_rows(all_of_the_table, buffers=())
-    assert flat_rows(none, [True, True]).loop is none
+    assert flat_rows(none) is none
     long = (5, 3, SHORT)
     window = Window((0,), (0, 0, 0), (1, 3, SHORT), "drop")
     step = lambda table, n, rows: write(rows, table[1:2], n[None], window)
     loop, _ = loop_over_rows(step, shape=long)
-    assert flat_rows(loop, [True, True]).loop is loop
+    assert flat_rows(loop) is loop
     loop, _ = loop_over_rows(lambda table, n, rows: rows + table, shape=SHAPE)
-    assert flat_rows(loop, [True, True]).loop is loop
+    assert flat_rows(loop) is loop
 
 
 def test_axes_of_size_one_are_left():
     window = Window((0,), (0, 0, 0), (1, 1, 6), "drop")
     step = lambda table, n, rows: write(rows, table[:1], n[None], window)
     loop, _ = loop_over_rows(step, shape=(5, 1, 6))
-    assert flat_rows(loop, [True, True]).carry == (0, 0)
-
-
-def test_merged_and_restored():
-    values = [numbers(SHAPE), numbers((4,))]
-    flat = merged(values, (2, 0))
-    assert [v.shape for v in flat] == [(5, 6), (4,)]
-    assert flat[1] is values[1]
-    back = restored(flat, types_of(values))
-    assert_same(back, values)
-    assert merged([np.zeros(SHAPE)], (3,))[0].shape == (30,)
+    assert flat_rows(loop) is loop
 
 
 # ---------------------------------------------------------------- lanes in step
@@ -195,16 +185,18 @@ def speaking():
     def made():
         cond = _jax.trace_closed(asks, [scalar, integer, scalar, scalar], "asks")
         body = _jax.trace_closed(step, [scalar, integer, scalar, scalar, scalar], "step")
-        assert axes_between_lanes(body) == (AXIS,)
-        none = [False] * 3
-        return cond, body, *in_step(cond, 1, body, 1, none, (AXIS,))
+        leaves = (CarryLeaf(),) * 3
+        loop = Loop(cond, body, 1, (Const(),), leaves, (Input(),), (Output(),), length=8)
+        assert axes_between_lanes(loop) == (AXIS,)
+        return loop, in_step(loop)
 
     return in_lanes(made)
 
 
 def test_lanes_go_on_together():
     """Those that have stopped stay as they are, are read by the others, and return no y."""
-    _, _, any_goes_on, held = speaking()
+    new = speaking()[1].loop
+    any_goes_on, held = new.cond, new.body
     limit, w, fixed = np.array([1.0, 2.0, 4.0]), 0.3, np.arange(3.0)
     n, h, xs = np.zeros(LANES, int), np.array([0.6, 0.3, 0.2]), 0.1 * np.arange(1.0, 9.0)
     over = lambda jaxpr, axes: jax.jit(jax.vmap(_jax.call_jaxpr(jaxpr), axes, axis_name=AXIS))
@@ -225,9 +217,11 @@ def test_lanes_go_on_together():
 
 def test_what_is_not_held():
     """Leaves that no step changes, and buffers, into which a stopped lane writes nothing."""
-    cond, body, _, held = speaking()
+    loop, together = speaking()
+    held = together.loop.body
     assert equations.forwarded(held)[:3] == [None, None, 4]
-    _, other = in_lanes(lambda: in_step(cond, 1, body, 1, [False, True, False], (AXIS,)))
+    carry = [CarryLeaf(), CarryLeaf(buffer=True), CarryLeaf()]
+    other = in_lanes(lambda: in_step(loop.replace(carry=tuple(carry)))).loop.body
     step = lambda jaxpr: jax.vmap(_jax.call_jaxpr(jaxpr), axis_name=AXIS)
     stopped, h = np.zeros(LANES), np.arange(1.0, 4.0)
     operands = [stopped, stopped, np.zeros(LANES, int), h, h, stopped + 0.5]
@@ -237,9 +231,69 @@ def test_what_is_not_held():
 
 def test_which_lanes_speak():
     number = types_of([0.0])
-    traced = lambda fun: _jax.trace_closed(lambda x: [fun(x)], number, "step")
-    between = lambda fun: in_lanes(lambda: axes_between_lanes(traced(fun)))
+    asks = _jax.trace_closed(lambda x: [x < 1], number, "asks")
+
+    def traced(fun, cond=asks):
+        body = _jax.trace_closed(lambda x: [fun(x)], number, "step")
+        return Loop(cond, body, 0, (), (CarryLeaf(),), (), (), 3)
+
+    between = lambda fun, cond=asks: in_lanes(lambda: axes_between_lanes(traced(fun, cond)))
     assert between(lambda x: lax.psum(x, AXIS)) == (AXIS,)
     assert between(lambda x: x + lax.axis_index(AXIS)) == ()
     assert between(lambda x: jnp.sin(x)) == ()
+    assert between(lambda x: lax.psum(x, AXIS), None) == ()
     assert axes_between_lanes(traced(jnp.sin)) == ()
+
+
+# ---------------------------------------------------------------- all of them
+
+
+@ft.cache
+def of_all_kinds():
+    """Leaves that stay, among them a table; a buffer read after it is written; xs, ys, a flag."""
+
+    def body(consts, carry, x):
+        (w,), (n, table, _, rows, scale, h) = consts, carry
+        old, rows = read(rows, n[None], ROW)
+        rows = write(rows, old * w + table[n], n[None], ROW)
+        before, rows = read(rows, (n + 1)[None], ROW)
+        h = jnp.sin(h * scale + before.sum() + x[0])
+        return [n + 1, table, h < 0.9, rows, scale, h], [h * x[1], n]
+
+    cond = lambda consts, carry: carry[2] & (carry[5] * carry[4] < consts[0])
+    init = [0, numbers(SHAPE), True, numbers(SHAPE, seed=2), 0.7, 0.1]
+    xs = [numbers((4,)), numbers((2, 4)).T]
+    more = {"cond": cond, "cond_consts": [5.0], "buffers": [3]}
+    loop, operands = make_loop(body, [0.4], init, xs, **more)
+    carry = [leaf._replace(flag=i == 2) for i, leaf in enumerate(loop.carry)]
+    return loop.replace(carry=tuple(carry)), operands
+
+
+def followed(loop, operands, passes):
+    values = operands.flat
+    bind = lambda *values: run(loop, loop.split(values)[0])
+    return rewritten.run(bind, passes, values)
+
+
+@pytest.mark.parametrize("rewrite", PASSES)
+def test_a_pass_changes_no_result(rewrite):
+    loop, operands = of_all_kinds()
+    new = rewrite(loop)
+    passes = [new] if isinstance(new, rewritten.Rewritten) else []
+    last = new.loop if passes else new
+    assert_same(followed(last, operands, passes), run(loop, operands))
+    again = rewrite(last)
+    assert again is last, "what it is for is done"
+
+
+def test_all_passes_in_turn():
+    loop, operands = of_all_kinds()
+    last, passes = ready(loop)
+    assert ready(loop)[0] is last
+    assert_same(followed(last, operands, passes), run(loop, operands))
+    # Names and flags go with their leaves; what stays is a constant, of flat rows.
+    assert [leaf.name for leaf in last.carry] == ["carry 0", "carry 2", "carry 3", "carry 5"]
+    assert [(leaf.buffer, leaf.flag) for leaf in last.carry][1:3] == [(False, True), (True, False)]
+    assert [t.shape for t in last.const_types] == [(), (5, 6), ()]
+    assert [t.shape for t in last.carry_types] == [(), (), (5, 6), ()]
+    assert len(passes) == 2

@@ -10,8 +10,8 @@ import loopkit
 from loopkit import _jax
 from loopkit._buffers.slices import read
 from loopkit._buffers.window import Window
+from loopkit._engine.passes.varying import all_varying
 from loopkit._jaxprs import equations
-from loopkit._jaxprs.varying import all_varying
 
 FLOAT = _jax.ShapedArray((), jnp.dtype("float64"))
 ROWS = _jax.ShapedArray((4, 2), jnp.dtype("float64"))

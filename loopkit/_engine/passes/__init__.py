@@ -1,1 +1,38 @@
-"""Loops made of loops: the same results by other steps."""
+"""Loops made of loops: the same results by other steps. Every loop takes those in `PASSES`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from loopkit._engine.loop import Loop
+from loopkit._engine.passes.flat_rows import flat_rows
+from loopkit._engine.passes.in_step import axes_between_lanes, in_step
+from loopkit._engine.passes.reads_first import reads_first
+from loopkit._engine.passes.rewritten import Rewritten
+from loopkit._engine.passes.still_leaves import still_leaves
+from loopkit._engine.passes.varying import varying
+
+PASSES: Sequence[Callable[[Loop], Loop | Rewritten]] = (
+    reads_first,  # while a step is as it was written: what follows may call it
+    in_step,  # makes another predicate
+    varying,  # all that the predicate decides varies as it does
+    still_leaves,  # of what is left, every later part works on all
+    flat_rows,  # after that, since tables that were carried are constants then
+)
+"""In this order. A pass that leaves operands and results as they are returns just the loop."""
+
+
+def ready(loop: Loop) -> tuple[Loop, tuple[Rewritten, ...]]:
+    """The loop as it runs, and what was done to it."""
+
+    def make() -> tuple[Loop, tuple[Rewritten, ...]]:
+        last, done = loop, []
+        for rewrite in PASSES:
+            new = rewrite(last)
+            if isinstance(new, Rewritten):
+                done.append(new)
+                new = new.loop
+            last = new
+        return last, tuple(done)
+
+    return loop.derived(("ready", axes_between_lanes(loop)), make)

@@ -12,24 +12,33 @@ writes then lies together, not in as many places as the axis is long, as the ys 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 
 from loopkit import _jax
 from loopkit._engine.facts.write_sites import writes_rows
 from loopkit._engine.loop import Input, Loop, Operands, parts
+from loopkit._engine.passes.rewritten import Rewritten
 
 MANY = 8
 """Lanes of which rows are laid together. Of fewer, processors read ahead in each."""
 
 
-class Batched(NamedTuple):
-    """A batched loop, and where the new axis is in each operand and result (None: nowhere)."""
+@dataclass(frozen=True)
+class Batched(Rewritten):
+    """A batched loop. The other's operands and results are pairs here: a value, and where it has
+    the new axis (None: nowhere).
+    """
 
-    loop: Loop
-    operands: Operands
+    axes: Operands
+    """Where the batched loop's operands have it."""
     ys: list
+
+    @property
+    def results(self) -> list:
+        return [*self.axes.init, *self.ys]
 
 
 def batch_loop(
@@ -106,7 +115,14 @@ def _batch_loop(
     )
     x_places, y_places = stacked(x_axes, loop.x_axes), stacked(y_axes, loop.y_axes)
     axes = Operands(places_at(batched.cond_consts, 0), const_axes, carry_axes, x_places)
-    return Batched(new_loop, axes, y_places)
+    return _rewritten(new_loop, axis, axes, y_places)
+
+
+def _rewritten(loop: Loop, axis: Any, axes: Operands, ys: list) -> Batched:
+    pairs = lambda values, places: list(zip(values, places, strict=True))
+    into = lambda given: [move(v, d, a, axis.size) for (v, d), a in pairs(given, axes.flat)]
+    back = lambda results, _=(): pairs(results, [*axes.init, *ys])
+    return Batched(loop, into, back, axes, ys)
 
 
 def places_at(flags: Sequence[bool], place: int) -> list[int | None]:

@@ -19,6 +19,7 @@ from jax import lax
 from loopkit import _jax
 from loopkit._buffers.slices import read_p, write_p
 from loopkit._engine.loop import Loop, parts
+from loopkit._engine.passes.rewritten import Rewritten
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
 
@@ -28,14 +29,6 @@ and written costs as much as it gains."""
 
 Counts = tuple[int, ...]
 """For each of several arrays, how many of its last axes are made one; 0: none."""
-
-
-class FlatRows(NamedTuple):
-    """A loop over arrays with flat rows, and which those are."""
-
-    loop: Loop
-    consts: Counts
-    carry: Counts
 
 
 class Rows(NamedTuple):
@@ -55,38 +48,34 @@ class Rows(NamedTuple):
         return (*sizes[: self.lead], self.value.shape[-1])
 
 
-def flat_rows(loop: Loop, free: Sequence[bool]) -> FlatRows:
-    """The loop over flat rows. `free`: carry leaves that are not buffers of a loop around it."""
-    return loop.derived(("flat rows", tuple(free)), lambda: _flat(loop, free))
+def flat_rows(loop: Loop) -> Loop | Rewritten:
+    """The loop over flat rows."""
+    consts = tuple(_count(loop, t, i) for i, t in enumerate(loop.const_types))
+    leaves = zip(loop.carry_types, loop.carry, strict=True)
+    # Of a buffer of a loop around it, that loop decides.
+    carry = tuple(
+        _count(loop, t, loop.const_count + i) if leaf.buffer and not leaf.outer else 0
+        for i, (t, leaf) in enumerate(leaves)
+    )
+    if not any(consts) and not any(carry):
+        return loop
+    counts = [*[0] * loop.cond_const_count, *consts, *carry, *[0] * loop.xs_count]
 
+    def into(operands: Sequence[Any]) -> list:
+        pairs = zip(operands, counts, strict=True)
+        return [v.reshape(_merged(v.shape, n)) if n else v for v, n in pairs]
 
-def merged(values: Iterable[Any], counts: Counts) -> list:
-    """The arrays, their last axes made one."""
-    pairs = zip(values, counts, strict=True)
-    return [v.reshape(_merged(v.shape, n)) if n else v for v, n in pairs]
+    def back(results: Sequence[Any], _: Any = ()) -> list:
+        final, ys = parts(results, loop.carry_count)
+        triples = zip(final, carry, loop.carry_types, strict=True)
+        return [*(v.reshape(t.shape) if n else v for v, n, t in triples), *ys]
+
+    return Rewritten(_over(loop, consts, carry), into, back)
 
 
 def _merged(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
     """The shape with its last axes made one."""
     return (*shape[:-count], _jax.volume(shape[-count:])) if count else shape
-
-
-def restored(values: Iterable[Any], like: Iterable[Any]) -> list:
-    """The arrays, in the shapes of others."""
-    return [
-        v if jnp.shape(v) == t.shape else v.reshape(t.shape)
-        for v, t in zip(values, like, strict=True)
-    ]
-
-
-def _flat(loop: Loop, free: Sequence[bool]) -> FlatRows:
-    consts = tuple(_count(loop, t, i) for i, t in enumerate(loop.const_types))
-    leaves = zip(loop.carry_types, loop.is_buffer, free, strict=True)
-    carry = tuple(
-        _count(loop, t, loop.const_count + i) if has and alone else 0
-        for i, (t, has, alone) in enumerate(leaves)
-    )
-    return FlatRows(_over(loop, consts, carry), consts, carry)
 
 
 def _count(loop: Loop, kind: Any, place: int) -> int:
@@ -103,8 +92,6 @@ def _count(loop: Loop, kind: Any, place: int) -> int:
 
 def _over(loop: Loop, consts: Counts, carry: Counts) -> Loop:
     """The loop, where some constants and carry leaves have flat rows."""
-    if not any(consts) and not any(carry):
-        return loop
     body = _flattened(loop.body, [*consts, *carry, *[0] * loop.xs_count])
     cond = loop.cond
     if cond is not None:

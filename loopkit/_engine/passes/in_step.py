@@ -6,34 +6,34 @@ loop go on together while one of them does, and its step keeps those that have s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from loopkit import _jax
-from loopkit._engine.loop import parts
+from loopkit._engine.loop import Const, Loop, parts
+from loopkit._engine.passes.rewritten import Rewritten
 from loopkit._engine.steps import hold, select
 from loopkit._jaxprs import equations
 
 
-def axes_between_lanes(body: _jax.Jaxpr) -> tuple:
+def axes_between_lanes(loop: Loop) -> tuple:
     """The axes of `jax.vmap` along which a step reads what others have."""
-    axes = _jax.vmapped_axes()
-    return tuple(axes & equations.axis_names(body, others=True)) if axes else ()
+    axes = _jax.vmapped_axes() if loop.axis_names and loop.cond is not None else set()
+    return tuple(axes & equations.axis_names(loop.body, others=True)) if axes else ()
 
 
-def in_step(
-    cond: _jax.Jaxpr, k: int, body: _jax.Jaxpr, c: int, buffers: Sequence[bool], axes: tuple
-) -> tuple[_jax.Jaxpr, _jax.Jaxpr]:
-    """Predicate and body of the lanes together; the body takes the predicate's constants first.
-
-    `k` and `c`: how many constants they have. Writes to `buffers` are masked already.
-    """
-    asks, steps, n = _jax.call_jaxpr(cond), _jax.call_jaxpr(body), len(buffers)
+def in_step(loop: Loop) -> Loop | Rewritten:
+    """The loop of the lanes together, whose body takes the predicate's constants first."""
+    axes, cond, body = axes_between_lanes(loop), loop.cond, loop.body
+    if cond is None or not axes:
+        return loop
+    k, c, n = loop.cond_const_count, loop.const_count, loop.carry_count
+    asks, steps = _jax.call_jaxpr(cond), _jax.call_jaxpr(body)
+    # Writes to buffers are masked already.
     source = equations.forwarded(body)
-    same = [b or source[i] == c + i for i, b in enumerate(buffers)]
+    same = [leaf.buffer or source[i] == c + i for i, leaf in enumerate(loop.carry)]
 
     def any_goes_on(*values: Any) -> list:
         return [lax.psum(asks(*values)[0].astype(int), axes) > 0]
@@ -45,5 +45,10 @@ def in_step(
         return [*hold(active, new, carry, same), *select(active, y, list(map(jnp.zeros_like, y)))]
 
     types = [*cond.in_avals[:k], *body.in_avals]
-    together, _ = _jax.trace(any_goes_on, cond.in_avals, "any_lane")
-    return together, _jax.trace(held, types, "lanes_in_step")[0]
+    new = loop.replace(
+        cond=_jax.trace(any_goes_on, cond.in_avals, "any_lane")[0],
+        body=_jax.trace(held, types, "lanes_in_step")[0],
+        consts=(Const(),) * k + loop.consts,
+    )
+    into = lambda operands: [*operands[:k], *operands]
+    return Rewritten(new, into, lambda results, _=(): list(results))

@@ -19,16 +19,14 @@ from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.derivative.split import opened
 from loopkit._engine.facts.activity import cotangent_activity
 from loopkit._engine.loop import Active, Loop, kept, parts
+from loopkit._engine.passes.dual_loop import dual_loop
 from loopkit._engine.primitives import define, dual_p, forward_p, pushforward_p, while_p
 from loopkit._engine.rules import while_
-from loopkit._engine.rules.dual_loop import dual_loop, dual_operands, dual_results
 
 
 def evaluate(*operands: Any, loop: Loop, active: Active) -> list:
-    inputs = dual_operands(loop, operands, active)
-    outs = while_.evaluate(*inputs, loop=dual_loop(loop, active))
-    results, tangents = dual_results(loop, outs, active)
-    return [*results, *tangents]
+    dual = dual_loop(loop, active)
+    return dual.back(while_.evaluate(*dual.into(operands), loop=dual.loop))
 
 
 def result_types(*_: Any, loop: Loop, active: Active) -> tuple[list, Any]:
@@ -39,11 +37,9 @@ def result_types(*_: Any, loop: Loop, active: Active) -> tuple[list, Any]:
 def jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop, active: Active
 ) -> tuple[list, list]:
-    at, moves = (dual_operands(loop, values, active) for values in (primals, tangents))
-    outs, out_tangents = while_.jvp(at, moves, loop=dual_loop(loop, active))
-    results, first = dual_results(loop, outs, active)
-    second, mixed = dual_results(loop, out_tangents, active)
-    return [*results, *first], [*second, *mixed]
+    dual = dual_loop(loop, active)
+    outs, moved = while_.jvp(dual.into(primals), dual.into(tangents), loop=dual.loop)
+    return dual.back(outs), dual.back(moved)
 
 
 def known(values: Sequence[Any], *, loop: Loop, active: Active) -> tuple:

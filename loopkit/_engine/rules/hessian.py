@@ -17,8 +17,8 @@ import jax
 from loopkit import _jax
 from loopkit._engine.facts.activity import backward_activity, forward_activity
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
+from loopkit._engine.passes.dual_loop import active_inputs, dual_loop, replace_active
 from loopkit._engine.primitives import define, hessian_p
-from loopkit._engine.rules.dual_loop import active_inputs, dual_loop, replace_active
 from loopkit._engine.rules.linear import BACKWARD
 from loopkit._engine.rules.pushforward import run_dual
 
@@ -73,7 +73,7 @@ def second_order(
 
 def _reached(loop: Loop, moving: Active, wanted: Active) -> Active:
     """The wanted inputs on which the tangents of the moving ones depend."""
-    dual = dual_loop(loop.without_debug_effects(), moving)
+    dual = dual_loop(loop.without_debug_effects(), moving).loop
 
     def beside(flags: Sequence[bool], tangents: Sequence[bool], of: bool) -> list[bool]:
         return [*flags, *[of] * sum(tangents)]

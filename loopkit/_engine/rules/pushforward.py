@@ -20,9 +20,9 @@ from loopkit import _jax
 from loopkit._engine.derivative.reversal import covers, reversal
 from loopkit._engine.facts.activity import cotangent_activity
 from loopkit._engine.loop import Active, Loop, kept, parts, spread
+from loopkit._engine.passes.dual_loop import dual_loop
 from loopkit._engine.primitives import define, forward_p, pullback_p, pushforward_p, while_p
 from loopkit._engine.rules import while_
-from loopkit._engine.rules.dual_loop import dual_loop, dual_operands, dual_results
 from loopkit._engine.rules.linear import FORWARD
 from loopkit._engine.rules.vmap import batch_tangents
 
@@ -38,11 +38,11 @@ def run_dual(
     loop: Loop, primals: Sequence[Any], tangents: Sequence[Any], active: Active, batch: Any
 ) -> list:
     """The active outputs' tangents, by the dual loop."""
-    inputs = dual_operands(loop, [*primals, *tangents], active)
-    dual = dual_loop(loop, active)
+    dual, operands = dual_loop(loop, active), [*primals, *tangents]
     if batch is not None:
-        return batch_tangents(loop, dual, inputs, active, batch)
-    return dual_results(loop, while_p.bind(*inputs, loop=dual), active)[1]
+        return batch_tangents(loop, dual, operands, batch)
+    outs = dual.back(while_p.bind(*dual.into(operands), loop=dual.loop))
+    return outs[loop.primal_counts[1] :]
 
 
 def arguments(loop: Loop, layout: Active, operands: Sequence[Any]) -> list[list]:
@@ -62,9 +62,8 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple
     if params["batch"] is None:
         dual = dual_loop(quiet, active)
         still = [_jax.float0_zero(jax.typeof(t)) for t in linear]
-        at = dual_operands(quiet, [*values, *linear], active)
-        moves = dual_operands(quiet, [*t_values, *still], active)
-        second = dual_results(quiet, while_.jvp(at, moves, loop=dual)[1], active)[1]
+        at, moves = dual.into([*values, *linear]), dual.into([*t_values, *still])
+        second = dual.back(while_.jvp(at, moves, loop=dual.loop)[1])[loop.primal_counts[1] :]
     else:
         tangents_at = lambda *at: run_dual(quiet, at, linear, active, params["batch"])
         second = _jax.jvp_in_moving(tangents_at, values, t_values)[1]

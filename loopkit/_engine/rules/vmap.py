@@ -8,6 +8,7 @@ itself (batched_loop.py), and the same primitive is bound on the batched loop.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from loopkit._engine.derivative.write_log import batch_undo
 from loopkit._engine.facts.activity import either
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts
 from loopkit._engine.passes.batched_loop import Batched, batch_loop, leaves_in_rows, move, stacked
+from loopkit._engine.passes.dual_loop import dual_loop
+from loopkit._engine.passes.rewritten import Rewritten
 from loopkit._engine.primitives import (
     dual_p,
     forward_p,
@@ -27,56 +30,37 @@ from loopkit._engine.primitives import (
     pushforward_p,
     while_p,
 )
-from loopkit._engine.rules.dual_loop import dual_loop, dual_operands, dual_results
 
 
-def batch_tangents(
-    loop: Loop, dual: Loop, operands: Sequence[Any], active: Active, size: int
-) -> list:
+def batch_tangents(loop: Loop, dual: Rewritten, operands: Sequence[Any], size: int) -> list:
     """The tangents that come out of the dual loop, where those that go in have a leading batch."""
-    p, _ = dual.split(operands)
-
-    def added(count: int, total: int) -> list[bool]:
-        return [False] * count + [True] * (total - count)
-
-    flags = Operands(
-        [False] * len(p.cond_consts),
-        added(loop.const_count, dual.const_count),
-        added(loop.carry_count, dual.carry_count),
-        added(loop.xs_count, dual.xs_count),
-    )
-    ys = added(loop.ys_count, dual.ys_count)
-    new, axes, y_axes = batch_loop(dual, _jax.axis(size), flags, ys)
-    moved = [
-        move(v, 0 if f else None, a, size)
-        for v, f, a in zip(p.flat, flags.flat, axes.flat, strict=True)
-    ]
-    outs = while_p.bind(*moved, loop=new)
-    _, tangents = dual_results(loop, outs, active)
-    _, places = dual_results(loop, [*axes.init, *y_axes], active)
-    return [jnp.moveaxis(t, a, 0) for t, a in zip(tangents, places, strict=True)]
+    count, results = loop.operand_count, loop.primal_counts[1]
+    dims = dual.into([None] * count + [0] * (len(operands) - count))
+    flags = dual.loop.split([d is not None for d in dims])[0]
+    ys = [False] * loop.ys_count + [True] * (dual.loop.ys_count - loop.ys_count)
+    batched = batch_loop(dual.loop, _jax.axis(size), flags, ys)
+    moved = batched.into(zip(dual.into(operands), dims, strict=True))
+    found = dual.back(batched.back(while_p.bind(*moved, loop=batched.loop)))
+    return [jnp.moveaxis(t, a, 0) for t, a in found[results:]]
 
 
 def _batch_while(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop) -> tuple:
-    flags = loop.split([d is not None for d in dims])[0]
-    new, operands, ys = batch_loop(loop, axis, flags)
-    values = [move(*vda, axis.size) for vda in zip(args, dims, operands.flat, strict=True)]
-    return while_p.bind(*values, loop=new), [*operands.init, *ys]
+    batched = batch_loop(loop, axis, loop.split([d is not None for d in dims])[0])
+    values = batched.into(zip(args, dims, strict=True))
+    return while_p.bind(*values, loop=batched.loop), batched.results
 
 
 def _batch_dual(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop, active: Active
 ) -> tuple:
-    args, dims = (dual_operands(loop, values, active) for values in (args, dims))
-    outs, places = _batch_while(axis, args, dims, loop=dual_loop(loop, active))
-    results, tangents = dual_results(loop, outs, active)
-    places, tangent_places = dual_results(loop, places, active)
-    return [*results, *tangents], [*places, *tangent_places]
+    dual = dual_loop(loop, active)
+    outs, places = _batch_while(axis, dual.into(args), dual.into(dims), loop=dual.loop)
+    return dual.back(outs), dual.back(places)
 
 
 def _laid_out(loop: Loop, axis: Any, batched: Batched, layout: Active) -> None:
     """Make the batched loop save what the loop itself saves, in the same slots."""
-    (new, places, ys), key = batched, ("reversal", layout)
+    new, places, ys, key = batched.loop, batched.axes, batched.ys, ("reversal", layout)
     if key in new.memory:
         return
     how = reversal(loop, layout)
@@ -88,12 +72,12 @@ def _laid_out(loop: Loop, axis: Any, batched: Batched, layout: Active) -> None:
     new.memory[key] = build(new, layout, how.plan, how.saved, split, undo, how.counters)
 
 
-def _residual_axes(loop: Loop, new: Loop, axis: Any, places: Operands, layout: Active) -> list:
+def _residual_axes(loop: Loop, batched: Batched, layout: Active) -> list:
     """Where the new axis is in the residuals: in each lane's steps, if it makes lanes."""
-    how = reversal(loop, layout)
+    how, new, places = reversal(loop, layout), batched.loop, batched.axes
     if how.plan.keeps_all:
-        batched = reversal(new, layout).split.stored_batched
-        rows: list[int | None] = [1 if f else None for f in how.shortened(batched)]
+        stored = reversal(new, layout).split.stored_batched
+        rows: list[int | None] = [1 if f else None for f in how.shortened(stored)]
     else:
         saved = kept(places.init, how.slotted)
         rows = stacked(saved, [0] * len(saved))
@@ -109,10 +93,10 @@ def _batch_forward(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop, active: Active
 ) -> tuple:
     keeps_all = reversal(loop, active).plan.keeps_all
-    new, operands, ys = _batched_for(loop, axis, dims, keeps_all, active)
-    values = [move(*vda, axis.size) for vda in zip(args, dims, operands.flat, strict=True)]
-    outs = forward_p.bind(*values, loop=new, active=active)
-    return outs, [*operands.init, *ys, *_residual_axes(loop, new, axis, operands, active)]
+    batched = _batched_for(loop, axis, dims, keeps_all, active)
+    values = batched.into(zip(args, dims, strict=True))
+    outs = forward_p.bind(*values, loop=batched.loop, active=active)
+    return outs, [*batched.results, *_residual_axes(loop, batched, active)]
 
 
 def _batched_for(
@@ -133,7 +117,7 @@ def _batched_for(
 
     def make() -> Batched:
         found = batch_loop(loop, axis, flags, ys, whole=True, in_rows=in_rows)
-        own = found._replace(loop=found.loop.replace())
+        own = replace(found, loop=found.loop.replace())
         _laid_out(loop, axis, own, layout)
         return own
 
@@ -169,10 +153,10 @@ def batch_linear(primitive: Any, ins: str, outs: str, has_residuals: bool) -> An
             return results, [0] * len(results)
 
         # Tangents and cotangents that differ between lanes need inputs that do.
-        new, operands, ys = _batched_for(loop, axis, value_dims, True, layout)
-        moved = [move(*v, size) for v in zip(values, value_dims, operands.flat, strict=True)]
+        batched = _batched_for(loop, axis, value_dims, True, layout)
+        operands, moved = batched.axes, batched.into(zip(values, value_dims, strict=True))
         if has_residuals:
-            places = _residual_axes(loop, new, axis, operands, layout)
+            places = _residual_axes(loop, batched, layout)
             if any(d is not None and p is None for d, p in zip(residual_dims, places, strict=True)):
                 # Lanes that were run one at a time saved at other units: run them again, together.
                 forward = (axis, values, value_dims)
@@ -183,7 +167,7 @@ def batch_linear(primitive: Any, ins: str, outs: str, has_residuals: bool) -> An
         leading = 0 if batch is None else 1
         of = {
             "inputs": [*operands.consts, *operands.init, *operands.xs],
-            "outputs": [*operands.init, *ys],
+            "outputs": batched.results,
         }
 
         def linear_places(side: str, leaves: Active) -> list[int]:
@@ -191,7 +175,7 @@ def batch_linear(primitive: Any, ins: str, outs: str, has_residuals: bool) -> An
 
         into = [p for side in ins.split() for p in linear_places(side, moving)]
         moved += [move(*v, size) for v in zip(linear, linear_dims, into, strict=True)]
-        results = primitive.bind(*moved, **dict(params, loop=new))
+        results = primitive.bind(*moved, **dict(params, loop=batched.loop))
         return results, linear_places(outs, active)
 
     return rule

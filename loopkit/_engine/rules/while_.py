@@ -16,9 +16,10 @@ import jax
 from loopkit import _jax
 from loopkit._engine import steps
 from loopkit._engine.facts.activity import moving_activity
-from loopkit._engine.loop import Loop, Operands, kept, parts, prune, spread
+from loopkit._engine.loop import Loop, Operands, kept, parts, spread
+from loopkit._engine.passes.dual_loop import open_dual
+from loopkit._engine.passes.prune import prune
 from loopkit._engine.primitives import define, dual_p, while_p
-from loopkit._engine.rules.dual_loop import dual_operands, dual_results, open_dual
 from loopkit._engine.trials.unrolling import settled
 
 
@@ -37,17 +38,15 @@ def nonzero_tangents(loop: Loop, tangents: Sequence[Any]) -> Operands:
 
 def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop) -> tuple[list, list]:
     active = moving_activity(loop, nonzero_tangents(loop, tangents))
-    count = loop.cond_const_count
-    moving = [_jax.instantiate(t) for t in kept(tangents[count:], active.inputs)]
+    moving = kept(tangents[loop.cond_const_count :], active.inputs)
+    moving = [_jax.instantiate(t) for t in moving]
     if any(map(_jax.is_tracer, _jax.jvp_jaxpr(loop.body, active.inputs)[0].consts)):
         # Rules in it close over values of a trace, which become operands.
-        dual, closed_over = open_dual(loop, active)
-        inputs = dual_operands(loop, [*primals, *moving], active)
-        outs = while_p.bind(*inputs[:count], *closed_over, *inputs[count:], loop=dual)
-        results, tangents = dual_results(loop, outs, active)
+        dual = open_dual(loop, active)
+        outs = dual.back(while_p.bind(*dual.into([*primals, *moving]), loop=dual.loop))
     else:
         outs = dual_p.bind(*primals, *moving, loop=loop, active=active)
-        results, tangents = parts(outs, loop.primal_counts[1])
+    results, tangents = parts(outs, loop.primal_counts[1])
     zeros = [_jax.float0_zero(t) for t in result_types(loop=loop)[0]]
     return results, spread(tangents, active.outputs, zeros)
 
@@ -81,10 +80,10 @@ def known_part(unknown: list[bool], loop: Loop) -> tuple | None:
     )
     if (all(carry) and not any(ys)) or any(goes) or loop.asks_the_host:
         return None
-    pruned, needed = prune(loop.without_debug_effects(), [not u for u in carry], ys)
-    if any(n and u for n, u in zip(needed.flat, unknown, strict=True)):
+    pruned = prune(loop.without_debug_effects(), [*(not u for u in carry), *ys])
+    if any(pruned.into(unknown)):
         return None
-    return needed.flat, [*needed.init, *ys], {"loop": pruned}
+    return pruned.operands, pruned.results, {"loop": pruned.loop}
 
 
 def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
@@ -93,12 +92,10 @@ def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
         return [False] * len(eqn.invars), None
     if all(used):
         return [True] * len(eqn.invars), eqn
-    carry, ys = parts(used, loop.carry_count)
-    pruned, needed = loop.derived(("pruned", *used), lambda: prune(loop, carry, ys))
-    invars = kept(eqn.invars, needed.flat)
-    used_results = [*needed.init, *ys]
-    outvars = kept(eqn.outvars, used_results)
-    return needed.flat, _jax.new_equation(eqn, while_p, invars, outvars, {"loop": pruned})
+    pruned = prune(loop, used)
+    invars, outvars = pruned.into(eqn.invars), kept(eqn.outvars, pruned.results)
+    new = _jax.new_equation(eqn, while_p, invars, outvars, {"loop": pruned.loop})
+    return pruned.operands, new
 
 
 define(while_p, evaluate, result_types, jvp=jvp, transpose=transpose, dce=dce)

@@ -13,9 +13,16 @@ from typing import Any
 
 from loopkit import _jax
 from loopkit._buffers.slices import read_p, write_p
+from loopkit._engine.loop import Loop
 
 
-def reads_first(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+def reads_first(loop: Loop) -> Loop:
+    """The loop whose steps read buffers before they write to them, wherever they can."""
+    body = read_before_written(loop.body) if any(loop.is_buffer) else loop.body
+    return loop if body is loop.body else loop.replace(body=body)
+
+
+def read_before_written(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """A jaxpr in which reads of a buffer come before the write to it, wherever they can."""
     j = _jax.open_jaxpr(jaxpr)
     eqns, moved = list(j.eqns), None

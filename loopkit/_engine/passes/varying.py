@@ -1,8 +1,8 @@
-"""Jaxprs of which everything varies between the devices of `jax.shard_map`.
+"""Loops of which everything varies between the devices of `jax.shard_map`.
 
-What a jaxpr makes varying inside, its transpose sums over the devices inside: in a loop, once a
-step, which deadlocks if devices take different numbers of steps. And devices that are at steps of
-their own read and write rows of their own.
+What a step makes varying, its transpose sums over the devices in the loop: once a step, which
+deadlocks if devices take different numbers of steps. And devices that are at steps of their own
+read and write rows of their own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 import jax
 
 from loopkit import _jax
+from loopkit._engine.loop import Loop
+from loopkit._engine.passes.rewritten import Rewritten
 from loopkit._jaxprs import equations
 
 HOLDING = (
@@ -20,6 +22,20 @@ HOLDING = (
     *("custom_jvp_call", "custom_vjp_call", "custom_linear_solve"),
 )
 """Primitives whose jaxprs are of their operands; those of scatter, say, combine two scalars."""
+
+
+def varying(loop: Loop) -> Loop | Rewritten:
+    """The loop all of which varies as its predicate does."""
+    cond = loop.cond
+    if cond is None or not any(map(_jax.varying, cond.out_avals)):
+        return loop
+    new = loop.map_jaxprs(lambda j: all_varying(j, cond.out_avals))
+    types = [*new.cond_types, *new.const_types, *new.carry_types, *(new.xs_types if new.xs else [])]
+
+    def into(operands: Sequence[Any]) -> list:
+        return [_jax.vary_like(v, [t]) for v, t in zip(operands, types, strict=True)]
+
+    return Rewritten(new, into, lambda results, _=(): list(results))
 
 
 def all_varying(jaxpr: _jax.Jaxpr, like: Sequence[_jax.ShapedArray]) -> _jax.Jaxpr:

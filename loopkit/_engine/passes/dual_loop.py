@@ -9,20 +9,20 @@ import jax
 
 from loopkit import _jax
 from loopkit._engine.loop import Active, CarryLeaf, Const, Loop, kept, parts, spread
+from loopkit._engine.passes.rewritten import Rewritten
 
 
-def dual_loop(loop: Loop, active: Active) -> Loop:
-    """The loop whose constants, carry, xs and ys are followed by the active ones' tangents."""
+def dual_loop(loop: Loop, active: Active) -> Rewritten:
+    """D, of the loop's operands and the active inputs' tangents.
+
+    Its results are those of the loop and the active outputs' tangents.
+    """
     trace = lambda *of: (_jax.trace_closed(*of), [])
-    return loop.derived(("dual", active), lambda: _dual_loop(loop, active, trace)[0])
+    return loop.derived(("dual", active), lambda: open_dual(loop, active, trace))
 
 
-def open_dual(loop: Loop, active: Active) -> tuple[Loop, list]:
-    """D, whose first constants are what the rules of a step close over, and those."""
-    return _dual_loop(loop, active, _jax.trace)
-
-
-def _dual_loop(loop: Loop, active: Active, trace: Callable) -> tuple[Loop, list]:
+def open_dual(loop: Loop, active: Active, trace: Callable = _jax.trace) -> Rewritten:
+    """D, whose first constants are what the rules of a step close over."""
     body = _jax.call_jaxpr(loop.body)
     counts = loop.const_count, loop.carry_count, loop.xs_count
     both = [n + sum(flags) for n, flags in zip(counts, active[:3], strict=True)]
@@ -65,20 +65,19 @@ def _dual_loop(loop: Loop, active: Active, trace: Callable) -> tuple[Loop, list]
         xs=(*loop.xs, *kept(loop.xs, active.xs)),
         ys=(*loop.ys, *kept(loop.ys, active.ys)),
     )
-    return new, closed_over
 
+    def into(operands: Sequence[Any]) -> list:
+        p, tangents = loop.split(operands)
+        t_consts, t_carry, t_xs = parts(tangents, sum(active.consts), sum(active.carry))
+        given = [*closed_over, *p.consts, *t_consts]
+        return [*p.cond_consts, *given, *p.init, *t_carry, *p.xs, *t_xs]
 
-def dual_operands(loop: Loop, values: Sequence[Any], active: Active) -> list:
-    """The operands of D, from those of the loop, followed by the active inputs' tangents."""
-    p, tangents = loop.split(values)
-    t_consts, t_carry, t_xs = parts(tangents, sum(active.consts), sum(active.carry))
-    return [*p.cond_consts, *p.consts, *t_consts, *p.init, *t_carry, *p.xs, *t_xs]
+    def back(results: Sequence[Any], _: Any = ()) -> list:
+        counts = loop.carry_count, sum(active.carry), loop.ys_count
+        carry, t_carry, ys, t_ys = parts(results, *counts)
+        return [*carry, *ys, *t_carry, *t_ys]
 
-
-def dual_results(loop: Loop, results: Sequence[Any], active: Active) -> tuple[list, list]:
-    """Primal results and the active outputs' tangents, from the results of D."""
-    carry, t_carry, ys, t_ys = parts(results, loop.carry_count, sum(active.carry), loop.ys_count)
-    return [*carry, *ys], [*t_carry, *t_ys]
+    return Rewritten(new, into, back)
 
 
 def replace_active(
