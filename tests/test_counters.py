@@ -133,11 +133,11 @@ def test_what_replaying_reads_of_them_is_not_saved():
 
 def test_where_nothing_has_to_be_saved_no_step_is_run_to_reach_another():
     plan = best_plan(None, 1000, False, [Step(0, 8)])
-    assert plan.every_carry
+    assert plan.strategy == "every carry"
     assert plan.slot_bytes == plan.row_bytes == 0
     assert plan.evaluations() == (1000, 1000)
-    assert best_plan(3, 1000, True, [Step(0, 8)]).every_carry
+    assert best_plan(3, 1000, True, [Step(0, 8)]).strategy == "every carry"
     assert best_plan(None, 1000, True, [Step(0, 0)]).keeps_all
     factors = best_plan(None, 1000, True, [Step(0, 8, factor_bytes=64)])
-    assert factors.every_carry
+    assert factors.strategy == "every carry"
     assert factors.segment == 16

@@ -117,7 +117,7 @@ def test_what_is_kept_is_what_is_planned(name):
     carry = sum(t.size * t.dtype.itemsize for t in how.slot_types)
     assert carry >= lanes * CARRY
     slots = how.plan.slots
-    places = 0 if how.plan.direct else slots
+    places = slots if how.plan.strategy == "schedule" else 0
     planned = (slots - (slots <= 16)) * carry + 4 * places + 4 * max(1, len(loop.lanes) and lanes)
     residuals = forward.outvars[loop.primal_counts[1] :]
     assert sum(v.aval.size * v.aval.dtype.itemsize for v in residuals) == planned

@@ -33,6 +33,8 @@ SPARED = 16
 """Slots up to which the first has no memory."""
 
 Store = Literal["carries", "residuals"]
+Strategy = Literal["every residual", "every carry", "every segment", "schedule"]
+"""Of every step, or of the first of every segment; "schedule": in the slots that there are."""
 
 
 @dataclass(frozen=True)
@@ -135,14 +137,14 @@ class Plan:
             raise errors.wrong_type("Plan", "step", "must be a Step", repr(self.step), advice)
 
     @property
-    def direct(self) -> bool:
-        """Whether every segment has a slot of its own, so that no step is run a third time."""
-        return self.bound is not None and self.slots * self.segment >= self.bound
-
-    @property
-    def every_carry(self) -> bool:
-        """Whether the forward pass stores the carry of every step."""
-        return self.bound is not None and self.store == "carries" and self.slots >= self.bound
+    def strategy(self) -> Strategy:
+        """What the forward pass saves, which decides how both passes go."""
+        if self.keeps_all:
+            return "every residual"
+        if self.bound is None or self.slots * self.segment < self.bound:
+            return "schedule"
+        carries = self.store == "carries" and self.slots >= self.bound
+        return "every carry" if carries else "every segment"
 
     @property
     def segments(self) -> int | None:
@@ -154,7 +156,7 @@ class Plan:
 
         To choose between that and the others takes compile time, for little where they are many.
         """
-        return int(self.slots <= SPARED and not self.every_carry)
+        return int(self.slots <= SPARED and self.strategy != "every carry")
 
     @property
     def rows(self) -> int:
@@ -164,16 +166,17 @@ class Plan:
     @property
     def slot_bytes(self) -> int:
         """Of what the forward pass hands on to the backward pass."""
-        if self.keeps_all:
+        if self.strategy == "every residual":
             return (self.bound or 0) * self.step.residual_bytes
-        return self.rows * self.step.carry_bytes + (0 if self.direct else 4 * self.slots)
+        units = 4 * self.slots if self.strategy == "schedule" else 0
+        return self.rows * self.step.carry_bytes + units
 
     @property
     def row_bytes(self) -> int:
         """Of what is stored of the segment at hand."""
-        if self.segment == 1 or self.keeps_all:
+        if self.segment == 1 or self.strategy == "every residual":
             return 0
-        row = 0 if self.every_carry else self.step.row_bytes(self.store)
+        row = 0 if self.strategy == "every carry" else self.step.row_bytes(self.store)
         return self.segment * (row + self.step.factor_bytes)
 
     @property
@@ -194,12 +197,11 @@ class Plan:
     @property
     def least_bytes(self) -> int:
         """What any plan needs: the carry on its way, the sums, a few counters."""
-        counters = 0 if self.every_carry or self.keeps_all else COUNTERS
-        if counters and not self.direct:
-            counters += TABLES
-        log = 0 if self.keeps_all else (self.bound or 0) * self.step.log_bytes
+        counters = {"every segment": COUNTERS, "schedule": COUNTERS + TABLES}
+        log = (self.bound or 0) * self.step.log_bytes
+        log = 0 if self.strategy == "every residual" else log
         carry = self.step.carry_bytes + self.step.buffer_bytes
-        return carry + log + self.step.sum_bytes + counters
+        return carry + log + self.step.sum_bytes + counters.get(self.strategy, 0)
 
     def evaluations(self, steps: int | None = None) -> tuple[int, int]:
         """Predicted runs of the body, forward and backward, for a loop of `steps` steps.
@@ -208,9 +210,9 @@ class Plan:
         count is that of the best placement, which online placement comes close to.
         """
         steps = self._steps("evaluations", steps)
-        if self.keeps_all:
+        if self.strategy == "every residual":
             return steps, 0
-        if steps == 0 or self.direct:
+        if steps == 0 or self.strategy != "schedule":
             return steps, steps
         units = -(-steps // self.segment)
         climbed = binomial.evaluations(units, self.slots) - units
@@ -220,9 +222,9 @@ class Plan:
     def stored(self) -> str:
         """What is stored, in words."""
         where = " on the host" if self.host else ""
-        if self.keeps_all:
+        if self.strategy == "every residual":
             return f"the residuals of every step{where}"
-        if self.every_carry:
+        if self.strategy == "every carry":
             return f"the carry of every step{where}"
         words = f"{self.slots} carries{where}"
         if self.segment > 1:
@@ -276,10 +278,10 @@ class Plan:
         in_use = self.peak_bytes
         price = next(p for size, p in CACHES if in_use <= size)
         save = TRANSFER if self.host else price
-        if self.keeps_all:
+        if self.strategy == "every residual":
             return steps * (step.record + save * step.residual_bytes)
         log = steps * price * 2 * step.log_bytes
-        if self.every_carry:
+        if self.strategy == "every carry":
             return log + steps * (step.run + step.remake + save * step.carry_bytes)
         units = -(-steps // self.segment)
         run, again = self.evaluations(steps)

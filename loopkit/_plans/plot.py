@@ -43,10 +43,10 @@ class Picture(NamedTuple):
 
 def picture(plan: Plan, steps: int) -> Picture:
     """The schedule of a loop of `steps` steps."""
-    if plan.keeps_all or plan.every_carry:
+    if plan.strategy in ("every residual", "every carry"):
         return _every_step(plan, steps)
     units = -(-steps // plan.segment)
-    if plan.direct or plan.exact:
+    if plan.strategy == "every segment" or plan.exact:
         actions: Iterable[Action] = reversal.gradient(units, plan.slots)
     else:
         actions = reversal.online_gradient(online.cheapest(plan.slots, units), units)
@@ -87,9 +87,10 @@ def picture(plan: Plan, steps: int) -> Picture:
 
 
 def _every_step(plan: Plan, steps: int) -> Picture:
-    row = plan.step.residual_bytes if plan.keeps_all else plan.step.carry_bytes
+    carries = plan.strategy == "every carry"
+    row = plan.step.carry_bytes if carries else plan.step.residual_bytes
     stretches = [Stretch("forward", 0, 0, steps), Stretch("reversed", steps, steps, 0)]
-    saves = [] if plan.keeps_all else [(t, t) for t in range(steps)]
+    saves = [(t, t) for t in range(steps)] if carries else []
     return Picture(stretches, saves, [(0, 0), (1, row), (steps, steps * row), (2 * steps, 0)])
 
 

@@ -7,16 +7,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import jax.numpy as jnp
-
 from loopkit import _jax
 from loopkit._engine.derivative.deferred_products import SMALLEST, Products, put_off
 from loopkit._engine.derivative.split import Split, split_step
 from loopkit._engine.derivative.write_log import Undo, find_undo
 from loopkit._engine.facts.counters import Counters, at_step, find_counters
 from loopkit._engine.facts.write_sites import holds_write
-from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
-from loopkit._engine.steps import hold, read_rows, repeat, row_of, write_rows
+from loopkit._engine.loop import Active, Loop, Operands, kept, spread
+from loopkit._engine.steps import hold, read_rows, repeat, row_of
 from loopkit._engine.trials.host_memory import check_host_memory
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import factor_bytes, nanoseconds
@@ -56,7 +54,9 @@ class Reversal:
 
     @cached_property
     def products(self) -> Products | None:
-        """Of the backward half, those worth putting off to the end of a segment."""
+        """Of the backward half, those worth putting off to the end of a segment of rows."""
+        if self.plan.segment == 1 or self.plan.keeps_all:
+            return None
         loop, split = self.loop, self.split
         fixed = loop.const_count + len(split.hoist.out_avals)
         number = iter(range(len(split.stored_types)))
@@ -94,13 +94,6 @@ class Reversal:
         counter = {first + i: i for i, by in enumerate(self.counters) if by is not None}
         source = equations.forwarded(self.split.forward)[self.split.results :]
         return [None if s is None else counter.get(s) for s in source]
-
-    @property
-    def blank_stacks(self) -> list:
-        """Where the forward pass saves, with nothing saved yet."""
-        plan, types = self.plan, self.residual_types
-        types = types[: len(self.row_types if plan.keeps_all else self.slot_types)]
-        return [_jax.placed(_jax.zeros(_jax.on_device(t)), t) for t in types]
 
     def unrolled(self, unroll: int) -> Reversal:
         """The same, so many steps to an iteration."""
@@ -153,51 +146,6 @@ class Reversal:
         if self.plan.store == "carries":
             return self.slot_types
         return self.shortened(self.split.stored_types)
-
-    @property
-    def residual_types(self) -> list[_jax.ShapedArray]:
-        """What the forward pass hands on.
-
-        Checkpoints; the log of what was displaced in buffers, and those buffers at the end; the
-        units that checkpoints start; the steps taken, which are each lane's own.
-        """
-        plan, int32 = self.plan, jnp.dtype("int32")
-        types = self.row_types if plan.keeps_all else self.slot_types
-        stacks = [_jax.stack_type(t, plan.segment if plan.keeps_all else plan.rows) for t in types]
-        if plan.host:
-            stacks = list(map(_jax.on_host, stacks))
-        units = _jax.ShapedArray((0 if plan.direct else plan.slots,), int32)
-        steps = _jax.ShapedArray(self.loop.lanes, int32)
-        decide = _in_common(self.loop.body) if self.loop.cond is None else self.loop.cond.out_avals
-        units, steps = (_jax.type_like(t, decide) for t in (units, steps))
-        undoing = []
-        if self.undo is not None:
-            undoing = [self.loop.stack_type(t) for t in self.undo.log_types]
-            undoing += kept(self.loop.carry_types, self.undo.leaves)
-        return [*stacks, *undoing, units, steps]
-
-    def unpacked(self, residuals: Sequence[Any]) -> list[list]:
-        """Checkpoints, log, buffers at the end, and the two last of the `residual_types`."""
-        log, buffers = 0 if self.undo is None else len(self.undo.log_types), sum(self.undone)
-        return parts(residuals, len(residuals) - log - buffers - 2, log, buffers)
-
-    def save(self, slots: list, carry: Sequence[Any], slot: Any) -> list:
-        """The slots, with a carry in one of them.
-
-        What would be written to a first slot without memory is put into the next, and written over.
-        """
-        plan = self.plan
-        return write_rows(slots, carry, slot - plan.spared) if plan.rows else slots
-
-    def load(self, operands: Operands, slots: list, slot: Any) -> list:
-        """What a slot holds."""
-        plan, first = self.plan, kept(operands.init, self.slotted)
-        if not plan.rows:
-            return first
-        rows = read_rows(slots, slot - plan.spared)
-        if not plan.spared:
-            return rows
-        return [jnp.where(slot == 0, f, row) for f, row in zip(first, rows, strict=True)]
 
     def advance(self, operands: Operands, steps: Any, carry: list, first: Any, times: Any) -> list:
         """The saved carry leaves, `times` steps after step `first`; a lane takes `steps` in all."""
@@ -280,7 +228,7 @@ def _planned(loop: Loop, active: Active) -> Reversal:
         undo = None
     if plan.host:
         check_host_memory(loop.name)
-    if plan.every_carry:
+    if plan.strategy == "every carry":
         plan = replace(plan, slots=plan.segment * (plan.segments or 0))  # whole segments
     return replace(quiet, plan=plan, undo=undo)
 
@@ -302,13 +250,6 @@ def build(
     silent = equations.without_debug_effects(split.forward)
     forward, _ = _jax.dce(silent, [*saved, *no_ys, *stored], keep)
     return Reversal(quiet, active, plan, split, saved, step, forward, undo, counters)
-
-
-def _in_common(jaxpr: _jax.Jaxpr) -> list:
-    """A type that varies between devices as far as all inputs do."""
-    fewest = sorted(jaxpr.in_avals, key=lambda t: len(_jax.varying(t)))[:1]
-    axes = [_jax.varying(t) for t in fewest]
-    return [t for t in fewest if all(axes[0] <= _jax.varying(v) for v in jaxpr.in_avals)]
 
 
 def _saved_leaves(loop: Loop, split: Split) -> tuple[bool, ...]:

@@ -22,6 +22,7 @@ from loopkit._engine.loop import Active, Loop, kept, parts
 from loopkit._engine.passes.dual_loop import dual_loop
 from loopkit._engine.primitives import define, dual_p, forward_p, pushforward_p, while_p
 from loopkit._engine.rules import while_
+from loopkit._engine.sweeps import sweeps
 
 
 def evaluate(*operands: Any, loop: Loop, active: Active) -> list:
@@ -46,9 +47,9 @@ def known(values: Sequence[Any], *, loop: Loop, active: Active) -> tuple:
     """Partial evaluation with the primals known: see `_jax.register_partial_eval`."""
     outs = forward_p.bind(*values, loop=loop, active=active)
     results, residuals = parts(outs, loop.primal_counts[1])
-    how = reversal(loop, active)
-    if how.plan.host:
-        residuals = list(map(_jax.placed, residuals, how.residual_types))
+    both = sweeps(reversal(loop, active))
+    if both.how.plan.host:
+        residuals = list(map(_jax.placed, residuals, both.residual_types))
     params = {"loop": loop, "layout": active, "active": active, "batch": None}
     return results, [*values, *residuals], pushforward_p, params
 

@@ -20,7 +20,7 @@ from loopkit._engine.facts.activity import moving_activity
 from loopkit._engine.loop import Active, Loop, kept, parts, spread
 from loopkit._engine.primitives import define, forward_p, pushforward_p, while_p
 from loopkit._engine.rules import while_
-from loopkit._engine.sweeps.forward import forward_sweep
+from loopkit._engine.sweeps import sweeps
 from loopkit._engine.trials.host_memory import check_gradients
 from loopkit._engine.trials.unrolling import settled
 
@@ -28,17 +28,17 @@ from loopkit._engine.trials.unrolling import settled
 def evaluate(*operands: Any, loop: Loop, active: Active) -> list:
     with jax.named_scope(f"loopkit.{loop.name}.forward"):
         how, unroll = reversal(loop, active), settled(loop, active)
-        operands_of = loop.split(operands)[0]
         if how.plan.host:
             check_gradients(loop.name)
-        outs = forward_sweep(how.unrolled(unroll), loop.unrolled(unroll), operands_of)
-        last = zip(outs[-2:], how.residual_types[-2:], strict=True)
+        both = sweeps(how.unrolled(unroll))
+        outs = both.forward(loop.unrolled(unroll), loop.split(operands)[0])
+        last = zip(outs[-2:], both.residual_types[-2:], strict=True)
         return [*outs[:-2], *(_jax.vary_like(v, [t]) for v, t in last)]
 
 
 def result_types(*_: Any, loop: Loop, active: Active) -> tuple[list, Any]:
     primal, effects = while_.result_types(loop=loop)
-    return [*primal, *reversal(loop, active).residual_types], effects
+    return [*primal, *sweeps(reversal(loop, active)).residual_types], effects
 
 
 def jvp(

@@ -26,7 +26,7 @@ from loopkit._engine.rules.hessian import second_order
 from loopkit._engine.rules.linear import BACKWARD, FORWARD
 from loopkit._engine.rules.pushforward import arguments
 from loopkit._engine.rules.two_loops import stored_pullback
-from loopkit._engine.sweeps.backward import backward_sweep
+from loopkit._engine.sweeps import sweeps
 from loopkit._engine.trials.unrolling import settled
 
 
@@ -36,7 +36,7 @@ def evaluate(
     primals, residuals, cts = arguments(loop, layout, operands)
     how = reversal(loop, layout, active).unrolled(settled(loop, layout)).without(unread)
     with jax.named_scope(f"loopkit.{loop.name}.backward"):
-        out = backward_sweep(how, loop.split(primals)[0], residuals, cts, batch)
+        out = sweeps(how).backward(loop.split(primals)[0], residuals, cts, batch)
     unasked = _unread_results(active, unread)
     return [_jax.zeros(jax.typeof(v)) if u else v for v, u in zip(out, unasked, strict=True)]
 

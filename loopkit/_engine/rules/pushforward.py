@@ -25,6 +25,7 @@ from loopkit._engine.primitives import define, forward_p, pullback_p, pushforwar
 from loopkit._engine.rules import while_
 from loopkit._engine.rules.linear import FORWARD
 from loopkit._engine.rules.vmap import batch_tangents
+from loopkit._engine.sweeps import sweeps
 
 
 def evaluate(*operands: Any, loop: Loop, layout: Active, active: Active, batch: Any) -> list:
@@ -47,7 +48,7 @@ def run_dual(
 
 def arguments(loop: Loop, layout: Active, operands: Sequence[Any]) -> list[list]:
     """Primals, residuals and linear operands."""
-    return parts(operands, loop.operand_count, len(reversal(loop, layout).residual_types))
+    return parts(operands, loop.operand_count, len(sweeps(reversal(loop, layout)).residual_types))
 
 
 def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list, list]:

@@ -19,6 +19,7 @@ from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.derivative.split import opened
 from loopkit._engine.loop import Active, CarryLeaf, Const, Input, Loop, Output, kept, parts
 from loopkit._engine.primitives import while_p
+from loopkit._engine.sweeps import sweeps
 from loopkit._engine.sweeps.step import StepReversal
 
 
@@ -50,7 +51,7 @@ def _traced(loop: Loop, active: Active, batch: int | None) -> Any:
         *(loop.xs_types if loop.xs_count else []),
     ]
     ct_types = _jax.stack_types(loop.output_types(active), batch)
-    taken = reversal(loop, active).residual_types[-1]
+    taken = sweeps(reversal(loop, active)).residual_types[-1]
 
     def two_loops(*values: Any) -> list:
         primals, (taken,), cts = parts(values, loop.operand_count, 1)

@@ -19,7 +19,7 @@ from loopkit._engine.derivative.split import batch_split, split_step
 from loopkit._engine.derivative.write_log import batch_undo
 from loopkit._engine.facts.activity import either
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts
-from loopkit._engine.passes.batched_loop import Batched, batch_loop, leaves_in_rows, move, stacked
+from loopkit._engine.passes.batched_loop import Batched, batch_loop, leaves_in_rows, move
 from loopkit._engine.passes.dual_loop import dual_loop
 from loopkit._engine.passes.rewritten import Rewritten
 from loopkit._engine.primitives import (
@@ -30,6 +30,7 @@ from loopkit._engine.primitives import (
     pushforward_p,
     while_p,
 )
+from loopkit._engine.sweeps import sweeps
 
 
 def batch_tangents(loop: Loop, dual: Rewritten, operands: Sequence[Any], size: int) -> list:
@@ -73,20 +74,9 @@ def _laid_out(loop: Loop, axis: Any, batched: Batched, layout: Active) -> None:
 
 
 def _residual_axes(loop: Loop, batched: Batched, layout: Active) -> list:
-    """Where the new axis is in the residuals: in each lane's steps, if it makes lanes."""
-    how, new, places = reversal(loop, layout), batched.loop, batched.axes
-    if how.plan.keeps_all:
-        stored = reversal(new, layout).split.stored_batched
-        rows: list[int | None] = [1 if f else None for f in how.shortened(stored)]
-    else:
-        saved = kept(places.init, how.slotted)
-        rows = stacked(saved, [0] * len(saved))
-    if how.undo is not None:
-        log = reversal(new, layout).undo
-        assert log is not None, "what is batched saves what it saved before"
-        rows += [1 if f else None for f in log.batched]
-        rows += kept(places.init, how.undo.leaves)
-    return [*rows, None, 0 if len(new.lanes) > len(loop.lanes) else None]
+    """Where the new axis is in the residuals."""
+    both = sweeps(reversal(loop, layout))
+    return both.residual_axes(reversal(batched.loop, layout), batched.axes.init)
 
 
 def _batch_forward(
@@ -136,7 +126,7 @@ def batch_linear(primitive: Any, ins: str, outs: str, has_residuals: bool) -> An
         loop, active, batch = params["loop"], params["active"], params["batch"]
         moving = params.get("moving", active)
         layout = params.get("layout", active if moving is active else either(active, moving))
-        residual_count = len(reversal(loop, layout).residual_types) if has_residuals else 0
+        residual_count = len(sweeps(reversal(loop, layout)).residual_types) if has_residuals else 0
         values, residuals, linear = parts(args, loop.operand_count, residual_count)
         value_dims, residual_dims, linear_dims = parts(dims, loop.operand_count, residual_count)
         size = axis.size

@@ -69,8 +69,7 @@ class StepReversal:
             consts = safe.consts
         hoisted = list(_jax.call_jaxpr(split.hoist)(*consts))
         backward, products = how.backward, None
-        segments = rewind is not None and how.plan.segment > 1 and not how.plan.keeps_all
-        if batch is None and safe is None and segments:
+        if batch is None and safe is None and rewind is not None:
             products = how.products
             backward = backward if products is None else products.step
         if batch is not None:
@@ -181,7 +180,7 @@ class StepReversal:
             return self.reverse_carry(first + k, carry, cts, k)
 
         how = self.how
-        repeats = how.plan.store == "carries" and not how.plan.keeps_all
+        repeats = how.plan.store == "carries"
         small = _jax.byte_count(*how.row_types) <= SMALL_ROW
         state = (cts, buffers if repeats else [])
         cts, before = repeat_backwards(count, step, state, how.loop.unroll)

@@ -1,0 +1,62 @@
+"""The residuals of every step: going back, nothing is computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from loopkit import _jax
+from loopkit._engine.derivative.reversal import Reversal
+from loopkit._engine.loop import Loop, Operands, parts
+from loopkit._engine.steps import Steps, is_active, read_rows, row_of, select, start
+from loopkit._engine.sweeps.lanes import SafeInputs
+from loopkit._engine.sweeps.step import Cotangents, StepReversal
+from loopkit._engine.sweeps.strategy import Forward, Handed, Strategy, run_steps, write_if
+
+
+class EveryResidual(Strategy):
+    @property
+    def stack_types(self) -> list[_jax.ShapedArray]:
+        return _jax.stack_types(self.how.row_types, self.how.plan.segment)
+
+    def stack_axes(self, batched: Reversal, carry: Sequence[int | None]) -> list[int | None]:
+        return [1 if f else None for f in self.how.shortened(batched.split.stored_batched)]
+
+    def run(self, loop: Loop, operands: Operands) -> Forward:
+        how, safe = self.how, None
+        if loop.lanes:
+            active = is_active(loop, operands, operands.init)
+            safe = SafeInputs.of(loop, operands, active, [True] * loop.carry_count)
+
+        def step(s: tuple[Steps, list], go: Any = None) -> tuple[Steps, list]:
+            if go is not None and loop.effects:
+                return lax.cond(go, step, lambda s: s, s)
+            steps, rows = s
+            row = row_of(loop, steps.count) if loop.xs_count or steps.ys else steps.count
+            consts, carry = operands.consts, steps.carry
+            x = read_rows(operands.xs, row, loop.x_axes)
+            active = None if safe is None else is_active(loop, operands, carry)
+            if safe is not None:
+                consts, x = safe.constants(active), safe.slices(active, x)
+                carry = safe.carries(active, carry)
+            outs = _jax.call_jaxpr(how.split.forward)(*consts, *carry, *x)
+            new, y, stored = parts(outs, loop.carry_count, loop.ys_count)
+            lane_counts = None
+            if safe is not None:
+                new = select(active, new, steps.carry)
+                y = select(active, y, [_jax.zeros(jax.typeof(v)) for v in y])
+                lane_counts = steps.lane_counts + (active if go is None else active & go)
+            ys = write_if(go, steps.ys, y, row, loop.y_axes) if steps.ys else []
+            count = steps.count + 1
+            if go is not None:
+                new, (count,) = select(go, new, steps.carry), select(go, [count], [steps.count])
+            done = Steps(count, new, ys, lane_counts)
+            return done, write_if(go, rows, how.shortened(stored), steps.count)
+
+        return run_steps(loop, operands, step, (start(loop, operands), self.blank_stacks))
+
+    def reverse(self, step: StepReversal, given: Handed, cts: Cotangents) -> Cotangents:
+        return step.reverse_rows(0, given.steps, given.stacks, cts, given.buffers)[0]

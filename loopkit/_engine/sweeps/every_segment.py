@@ -1,0 +1,93 @@
+"""The carry at the start of every segment: going back, a segment is run again from its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from loopkit import _jax
+from loopkit._engine.loop import Loop, Operands, kept
+from loopkit._engine.steps import Steps, advance, one_step, read_rows, repeat, start, write_rows
+from loopkit._engine.sweeps.step import StepReversal
+from loopkit._engine.sweeps.strategy import Backward, Forward, Strategy, is_under_way
+
+
+class EverySegment(Strategy):
+    def run(self, loop: Loop, operands: Operands) -> Forward:
+        length, state = self.how.plan.segment, (start(loop, operands), self.blank_stacks)
+
+        def known(unit: Any, state: tuple[Steps, list]) -> tuple[Steps, list]:
+            steps, slots = state
+            assert loop.length is not None, "a loop without a predicate has a length"
+            slots = self.save(slots, kept(steps.carry, self.how.slotted), unit)
+            if loop.length % length == 0:
+                step = lambda _, s: one_step(loop, operands, s)
+                return repeat(length, step, steps, loop.unroll), slots
+            stop = jnp.minimum((unit + 1) * length, loop.length)
+            return advance(loop, operands, steps, stop), slots
+
+        def segment(state: tuple[Steps, list]) -> tuple[Steps, list]:
+            return self.segment(loop, operands, *state, lax.div(state[0].count, jnp.int32(length)))
+
+        if loop.cond is None:
+            return Forward(*repeat(self.how.plan.segments, known, state))
+        another = lambda s: is_under_way(loop, operands, s[0])
+        return Forward(*lax.while_loop(another, segment, state))
+
+    def segment(
+        self, loop: Loop, operands: Operands, steps: Steps, slots: list, slot: Any, units: Any = 1
+    ) -> tuple[Steps, list]:
+        """Save the carry, and run so many segments."""
+        slots = self.save(slots, kept(steps.carry, self.how.slotted), slot)
+        stop = steps.count + units * self.how.plan.segment
+        if loop.length is not None:
+            stop = lax.min(stop, jnp.int32(loop.length))
+        return advance(loop, operands, steps, stop), slots
+
+    @property
+    def blank_rows(self) -> list:
+        segment = self.how.plan.segment
+        types = _jax.stack_types(self.how.row_types, segment) if segment > 1 else []
+        return list(map(_jax.zeros, types))
+
+    def reverse_segment(self, step: StepReversal, first: Any, count: Any, s: Backward) -> Backward:
+        carry, s = self.reach(step, first, first + count, s)
+        if self.how.plan.segment == 1:
+            cts, buffers = step.reverse_carry(first, carry, s.cts)
+            return s._replace(cts=cts, buffers=buffers)
+        carry, rows = step.replay(first, count, carry, s.rows)
+        buffers = self.how.apart(carry)[1]
+        cts, buffers = step.reverse_segment(first, count, rows, s.cts, buffers)
+        return s._replace(rows=rows, cts=cts, buffers=buffers)
+
+    def reach(self, step: StepReversal, first: Any, end: Any, s: Backward) -> tuple[list, Backward]:
+        """The carry before step `first`, where a segment begins that ends at step `end`."""
+        return self.loaded(step, s.unit, first, end, s), s
+
+    def loaded(self, step: StepReversal, slot: Any, first: Any, end: Any, s: Backward) -> list:
+        """The carry before step `first`, of a slot, and of buffers as they were at step `end`."""
+        held = self.load(step.operands, s.stacks, slot)
+        before = step.rewind.steps(first, end - first, s.buffers)
+        counts = self.how.counts(step.operands, first, step.taken)
+        return self.how.together(counts, held, before)
+
+    def save(self, slots: list, carry: Sequence[Any], slot: Any) -> list:
+        """The slots, with a carry in one of them.
+
+        What would be written to a first slot without memory is put into the next, and written over.
+        """
+        plan = self.how.plan
+        return write_rows(slots, carry, slot - plan.spared) if plan.rows else slots
+
+    def load(self, operands: Operands, slots: list, slot: Any) -> list:
+        """What a slot holds."""
+        plan, first = self.how.plan, kept(operands.init, self.how.slotted)
+        if not plan.rows:
+            return first
+        rows = read_rows(slots, slot - plan.spared)
+        if not plan.spared:
+            return rows
+        return [jnp.where(slot == 0, f, row) for f, row in zip(first, rows, strict=True)]

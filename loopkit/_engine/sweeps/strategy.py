@@ -1,0 +1,252 @@
+"""The frame of every strategy: what the forward sweep hands on to the backward sweep, and how.
+
+Time is cut into segments. Going back, newest first, a segment is reached from what was saved, a row
+is stored for each of its steps, and the rows are reversed. No step is in a branch, and what is
+saved is touched once a segment, not once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from loopkit import _jax
+from loopkit._engine.derivative.reversal import Reversal
+from loopkit._engine.derivative.write_log import Rewind
+from loopkit._engine.loop import Loop, Operands, kept, parts
+from loopkit._engine.passes.batched_loop import stacked
+from loopkit._engine.steps import Steps, evaluate, goes_on, repeat, select, write_rows
+from loopkit._engine.sweeps.step import Cotangents, StepReversal
+
+LARGE = 1 << 20
+"""Bytes of zeros from which on filling them shows."""
+
+
+class Forward(NamedTuple):
+    """Where the forward sweep has ended."""
+
+    steps: Steps
+    stacks: list
+    units: Any = None
+    """The unit that each slot holds; None where slot and unit have the same number."""
+
+
+class Handed(NamedTuple):
+    """What the backward sweep begins with."""
+
+    stacks: list
+    buffers: list
+    """Those that are brought back, as they were in the end."""
+    units: Any
+    steps: Any
+    """How many to reverse: an int if it is known."""
+
+
+class Backward(NamedTuple):
+    """The backward sweep between two segments."""
+
+    unit: Any
+    """The segment to reverse next."""
+    stacks: list
+    units: Any
+    rows: list
+    """One for each step of a segment: carries or residuals."""
+    cts: Cotangents
+    buffers: list
+    """Those that are brought back, as they were after the segment to reverse next."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A way to keep what a plan keeps. Those there are have a file each."""
+
+    how: Reversal
+
+    @property
+    def stack_types(self) -> list[_jax.ShapedArray]:
+        """Where checkpoints are saved."""
+        return _jax.stack_types(self.how.slot_types, self.how.plan.rows)
+
+    @property
+    def unit_count(self) -> int:
+        """For how many slots it is noted which unit they hold."""
+        return 0
+
+    def stack_axes(self, batched: Reversal, carry: Sequence[int | None]) -> list[int | None]:
+        """Where the axis of the batched loop is in what is saved, and it is so in its carry."""
+        saved = kept(carry, self.how.slotted)
+        return stacked(saved, [0] * len(saved))
+
+    def run(self, loop: Loop, operands: Operands) -> Forward:
+        """The loop, and what is saved of it."""
+        raise NotImplementedError
+
+    def reverse_segment(self, step: StepReversal, first: Any, count: Any, s: Backward) -> Backward:
+        """Back over the segment of `count` steps that begins with step `first`."""
+        raise NotImplementedError
+
+    @property
+    def residual_types(self) -> list[_jax.ShapedArray]:
+        """What the forward sweep hands on.
+
+        Checkpoints; the log of what was displaced in buffers, and those buffers at the end; the
+        units that checkpoints start; the steps taken, which are each lane's own.
+        """
+        how, loop, int32 = self.how, self.how.loop, jnp.dtype("int32")
+        stacks = self.stack_types
+        if how.plan.host:
+            stacks = list(map(_jax.on_host, stacks))
+        counts = _jax.ShapedArray((self.unit_count,), int32), _jax.ShapedArray(loop.lanes, int32)
+        decide = _in_common(loop.body) if loop.cond is None else loop.cond.out_avals
+        undoing = []
+        if how.undo is not None:
+            undoing = [loop.stack_type(t) for t in how.undo.log_types]
+            undoing += kept(loop.carry_types, how.undo.leaves)
+        return [*stacks, *undoing, *(_jax.type_like(t, decide) for t in counts)]
+
+    def residual_axes(self, batched: Reversal, carry: Sequence[int | None]) -> list[int | None]:
+        """Where the axis of the batched loop is in the residuals, and it is so in its carry."""
+        how, axes = self.how, self.stack_axes(batched, carry)
+        if how.undo is not None:
+            assert batched.undo is not None, "what is batched saves what it saved before"
+            axes += [1 if f else None for f in batched.undo.batched]
+            axes += kept(carry, how.undo.leaves)
+        # Each lane has steps of its own, if the axis makes lanes.
+        return [*axes, None, 0 if len(batched.loop.lanes) > len(how.loop.lanes) else None]
+
+    @property
+    def blank_stacks(self) -> list:
+        """Where the forward sweep saves, with nothing saved yet."""
+        types = self.residual_types[: len(self.stack_types)]
+        return [_jax.placed(_jax.zeros(_jax.on_device(t)), t) for t in types]
+
+    def forward(self, loop: Loop, operands: Operands) -> list:
+        """Final carry, ys, and the residuals."""
+        how = self.how
+        if loop.length == 0:
+            return [*evaluate(loop, operands), *map(_jax.zeros, self.residual_types)]
+        done = self.run(loop if how.undo is None else how.undo.logged(loop), operands)
+        steps, units = done.steps, done.units
+        ys, log = parts(steps.ys, how.loop.ys_count)
+        buffers = [] if how.undo is None else kept(steps.carry, how.undo.leaves)
+        taken = jnp.int32(loop.length) if loop.cond is None else steps.taken
+        if units is None:
+            units = jnp.zeros(0, jnp.int32) + (0 if loop.cond is None else steps.count)
+        return [*steps.carry, *ys, *done.stacks, *log, *buffers, units, taken]
+
+    def backward(
+        self, operands: Operands, residuals: Sequence[Any], cts: Sequence[Any], batch: Any
+    ) -> list:
+        """Cotangents of the active constants, initial carry and xs.
+
+        `batch` is None or the size of a leading batch of cotangents.
+        """
+        how, loop, active = self.how, self.how.loop, self.how.active
+        logged = 0 if how.undo is None else len(how.undo.log_types)
+        counts = len(self.stack_types), logged, sum(how.undone)
+        stacks, log, buffers, (units, taken) = parts(residuals, *counts)
+        steps = taken if loop.length is None or loop.cond is not None else loop.length
+        steps = taken.max(initial=0) if loop.lanes else steps
+        ct_carry, ct_ys = parts(cts, sum(active.carry))
+        flowing = _no_cotangents(how, ct_carry, batch)
+        if loop.length != 0:
+            rewind = Rewind.of(how.undo, loop, operands, log)
+            step = StepReversal.of(how, operands, taken, batch, ct_ys, rewind)
+            if step.products is not None:
+                types = _jax.stack_types(step.products.factor_types, how.plan.segment)
+                flowing = flowing._replace(factors=list(map(_jax.zeros, types)))
+            flowing = self.reverse(step, Handed(stacks, buffers, units, steps), flowing)
+        return [*flowing.consts, *flowing.carry, *flowing.xs]
+
+    def reverse(self, step: StepReversal, given: Handed, cts: Cotangents) -> Cotangents:
+        """Back over all steps."""
+        length, steps = self.how.plan.segment, given.steps
+
+        def segment(s: Backward) -> Backward:
+            first = s.unit * length
+            even = isinstance(steps, int) and not steps % length
+            count = length if even else jnp.minimum(steps - first, length)
+            return self.reverse_segment(step, first, count, s)._replace(unit=s.unit - 1)
+
+        if isinstance(steps, int):
+            last = -(-steps // length) - 1
+        else:  # traced steps are not negative: no sign to mind
+            last = lax.div(steps + (length - 1), jnp.int32(length)) - 1
+        unit = jnp.asarray(last, jnp.int32)
+        state = Backward(unit, given.stacks, given.units, self.blank_rows, cts, given.buffers)
+        if isinstance(steps, int):
+            return repeat(last + 1, lambda _, s: segment(s), state).cts
+        return lax.while_loop(lambda s: s.unit >= 0, segment, state).cts
+
+    @property
+    def blank_rows(self) -> list:
+        """Where the steps of a segment are stored."""
+        return []
+
+
+def run_steps(loop: Loop, operands: Operands, step: Callable, state: tuple[Steps, list]) -> Forward:
+    """`step(state, go)` to the end of the loop; `go` says whether it counts, None that it does."""
+    if loop.cond is None:
+        return Forward(*repeat(loop.length, lambda _, s: step(s), state, loop.unroll))
+
+    def another(s: tuple[Steps, list]) -> Any:
+        return is_under_way(loop, operands, s[0])
+
+    def iteration(s: tuple[Steps, list]) -> tuple[Steps, list]:
+        s = step(s)
+        for _ in range(loop.unroll - 1):
+            s = step(s, another(s))
+        return s
+
+    return Forward(*lax.while_loop(another, iteration, state))
+
+
+def is_under_way(loop: Loop, operands: Operands, steps: Steps) -> Any:
+    if loop.cond is None:
+        return steps.count < loop.length
+    go = goes_on(loop, operands, steps.carry)
+    return go if loop.length is None else go & (steps.count < loop.length)
+
+
+def write_if(go: Any, arrays: list, values: list, row: Any, axes: Any = 0) -> list:
+    """Write rows, unless `go` is false.
+
+    The compiler turns this choice between arrays into one between rows. Written as that, with the
+    old row read beside the write, it would copy the arrays.
+    """
+    written = write_rows(arrays, values, row, axes)
+    return written if go is None else select(go, written, arrays)
+
+
+def _no_cotangents(how: Reversal, ct_carry: list, batch: int | None) -> Cotangents:
+    """The cotangents before any step is reversed."""
+    loop, active = how.loop, how.active
+
+    def zeros(types: Sequence[Any]) -> list:
+        types = [t.to_tangent_aval() for t in types]
+        return list(map(_jax.zeros, _jax.stack_types(types, batch)))
+
+    def distinct(v: Any) -> Any:
+        # Of equal zeros XLA makes one and copies it: more memory traffic than to fill each.
+        if _jax.byte_count(jax.typeof(v)) < LARGE:
+            return v
+        return v + lax.optimization_barrier(jnp.zeros((), v.dtype))
+
+    consts = list(map(distinct, zeros(kept(loop.const_types, active.consts))))
+    xs = zeros(kept(loop.xs_types, active.xs) if loop.xs_count else [])
+    if loop.cond is None:
+        # Every row will be written.
+        xs = [rows + k for k, rows in enumerate(xs)]
+    return Cotangents(consts, ct_carry, xs, [])
+
+
+def _in_common(jaxpr: _jax.Jaxpr) -> list:
+    """A type that varies between devices as far as all inputs do."""
+    fewest = sorted(jaxpr.in_avals, key=lambda t: len(_jax.varying(t)))[:1]
+    axes = [_jax.varying(t) for t in fewest]
+    return [t for t in fewest if all(axes[0] <= _jax.varying(v) for v in jaxpr.in_avals)]
