@@ -283,15 +283,22 @@ class Loop:
         same = cond is self.cond and body is self.body
         return self if same else self.replace(cond=cond, body=body)
 
+    @property
+    def operand_types(self) -> list[_jax.ShapedArray]:
+        return Operands(self.cond_types, self.const_types, self.carry_types, self.xs_types).flat
+
+    @property
+    def result_types(self) -> list[_jax.ShapedArray]:
+        return [*self.carry_types, *self.ys_types]
+
     def input_types(self, active: Active) -> list[_jax.ShapedArray]:
         """Types of the active inputs' tangents."""
-        types = [*self.const_types, *self.carry_types, *self.xs_types]
+        types = self.operand_types[self.cond_const_count :]
         return [t.to_tangent_aval() for t in kept(types, active.inputs)]
 
     def output_types(self, active: Active) -> list[_jax.ShapedArray]:
         """Types of the active outputs' tangents."""
-        types = [*self.carry_types, *self.ys_types]
-        return [t.to_tangent_aval() for t in kept(types, active.outputs)]
+        return [t.to_tangent_aval() for t in kept(self.result_types, active.outputs)]
 
 
 def kept(values: Sequence[T], flags: Sequence[bool]) -> list[T]:

@@ -147,7 +147,7 @@ def start(loop: Loop, operands: Operands) -> Steps:
     if loop.cond is not None:
         count = _jax.vary_like(count, loop.cond.out_avals)
     carry = [_jax.vary_like(v, [t]) for v, t in zip(operands.init, loop.carry_types, strict=True)]
-    ys = [_jax.zeros(t) for t in loop.ys_types] if loop.ys_count else []
+    ys = list(map(_jax.zeros, loop.ys_types))
     lane_counts = jnp.zeros(loop.lanes, jnp.int32) + count if loop.lanes else None
     return Steps(count, carry, ys, lane_counts)
 

@@ -30,10 +30,9 @@ def varying(loop: Loop) -> Loop | Rewritten:
     if cond is None or not any(map(_jax.varying, cond.out_avals)):
         return loop
     new = loop.map_jaxprs(lambda j: all_varying(j, cond.out_avals))
-    types = [*new.cond_types, *new.const_types, *new.carry_types, *(new.xs_types if new.xs else [])]
 
     def into(operands: Sequence[Any]) -> list:
-        return [_jax.vary_like(v, [t]) for v, t in zip(operands, types, strict=True)]
+        return [_jax.vary_like(v, [t]) for v, t in zip(operands, new.operand_types, strict=True)]
 
     return Rewritten(new, into, lambda results, _=(): list(results))
 

@@ -31,8 +31,7 @@ def evaluate(*operands: Any, loop: Loop, active: Active) -> list:
 
 
 def result_types(*_: Any, loop: Loop, active: Active) -> tuple[list, Any]:
-    primal, effects = while_.result_types(loop=loop)
-    return [*primal, *loop.output_types(active)], effects
+    return [*loop.result_types, *loop.output_types(active)], loop.effects
 
 
 def jvp(

@@ -37,8 +37,7 @@ def evaluate(*operands: Any, loop: Loop, active: Active) -> list:
 
 
 def result_types(*_: Any, loop: Loop, active: Active) -> tuple[list, Any]:
-    primal, effects = while_.result_types(loop=loop)
-    return [*primal, *sweeps(reversal(loop, active)).residual_types], effects
+    return [*loop.result_types, *sweeps(reversal(loop, active)).residual_types], loop.effects
 
 
 def jvp(
@@ -57,7 +56,7 @@ def jvp(
         residuals = fresh[loop.primal_counts[1] :]
     params = {"loop": source, "layout": layout, "active": moving, "batch": None}
     flowing = pushforward_p.bind(*primals, *residuals, *inputs, **params)
-    zeros = [_jax.float0_zero(t) for t in while_.result_types(loop=loop)[0]]
+    zeros = list(map(_jax.float0_zero, loop.result_types))
     still = [_jax.float0_zero(jax.typeof(r)) for r in outs[loop.primal_counts[1] :]]
     return outs, [*spread(flowing, moving.outputs, zeros), *still]
 

@@ -52,7 +52,6 @@ def second_order(
 
     `cts` are those of the outputs that `given` has; `tangents`, u, are one for each input.
     """
-    types = [*loop.const_types, *loop.carry_types, *loop.xs_types]
     zeros = list(map(_jax.float0_zero, _jax.stack_types(loop.input_types(wanted), batch)))
     flags = [False] * loop.cond_const_count + _jax.nonzero(tangents)
     moving = forward_activity(loop, loop.split(flags)[0])
@@ -60,11 +59,9 @@ def second_order(
     reached = _reached(loop, moving, wanted)
     if not any(reached.inputs):
         return zeros
-    out_types = [*loop.carry_types, *(loop.ys_types if loop.ys_count else [])]
-    w = spread(cts, given.outputs, list(map(_jax.float0_zero, out_types)))
+    w = spread(cts, given.outputs, list(map(_jax.float0_zero, loop.result_types)))
     linear = [*kept(w, moving.outputs), *kept(tangents, moving.inputs)]
-    of = [*kept(out_types, moving.outputs), *kept(types, moving.inputs)]
-    of = _jax.stack_types([t.to_tangent_aval() for t in of], batch)
+    of = _jax.stack_types([*loop.output_types(moving), *loop.input_types(moving)], batch)
     linear = [_jax.zeros(t) if type(v) is _jax.Zero else v for v, t in zip(linear, of, strict=True)]
     params = {"loop": loop, "active": reached, "moving": moving, "batch": batch}
     out = hessian_p.bind(*values, *linear, **params)
@@ -98,8 +95,8 @@ def transpose(
     cts: Sequence[Any], *operands: Any, loop: Loop, active: Active, moving: Active, batch: Any
 ) -> list:
     values, w, linear = parts(operands, loop.operand_count, sum(moving.outputs))
-    zeros = [_jax.float0_zero(t) for t in [*loop.const_types, *loop.carry_types, *loop.xs_types]]
-    tangents = spread(cts, active.inputs, zeros)
+    zeros = map(_jax.float0_zero, loop.operand_types[loop.cond_const_count :])
+    tangents = spread(cts, active.inputs, list(zeros))
     out = second_order(loop, values, w, moving, tangents, moving, batch)
     asked = map(_jax.is_undefined, linear)
     return [

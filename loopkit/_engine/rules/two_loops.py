@@ -44,12 +44,6 @@ def stored_pullback(loop: Loop, active: Active, batch: int | None, operands: Seq
 
 def _traced(loop: Loop, active: Active, batch: int | None) -> Any:
     quiet = loop.without_debug_effects()
-    operand_types = [
-        *([] if loop.cond is None else loop.cond.in_avals[: loop.cond_const_count]),
-        *loop.const_types,
-        *loop.carry_types,
-        *(loop.xs_types if loop.xs_count else []),
-    ]
     ct_types = _jax.stack_types(loop.output_types(active), batch)
     taken = sweeps(reversal(loop, active)).residual_types[-1]
 
@@ -57,7 +51,7 @@ def _traced(loop: Loop, active: Active, batch: int | None) -> Any:
         primals, (taken,), cts = parts(values, loop.operand_count, 1)
         return _two_loops(quiet, active, batch, primals, taken, cts)
 
-    return _jax.trace_closed(two_loops, [*operand_types, taken, *ct_types], "loop_cotangents")
+    return _jax.trace_closed(two_loops, [*loop.operand_types, taken, *ct_types], "loop_cotangents")
 
 
 def _two_loops(
@@ -131,7 +125,6 @@ def _carries(loop: Loop, saved: Sequence[bool], primals: Sequence[Any]) -> list:
         carry = values[loop.const_count : loop.const_count + loop.carry_count]
         return [*step(*values)[: loop.carry_count], *kept(carry, saved)]
 
-    types = [*loop.const_types, *loop.carry_types, *loop.x_types]
-    body = _jax.trace_closed(storing, types, "loop_step_stored")
+    body = _jax.trace_closed(storing, loop.body.in_avals, "loop_step_stored")
     storing_loop = loop.replace(body=body, ys=(Output(),) * sum(saved))
     return while_p.bind(*primals, loop=storing_loop)[loop.carry_count :]

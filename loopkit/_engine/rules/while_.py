@@ -29,7 +29,7 @@ def evaluate(*operands: Any, loop: Loop) -> list:
 
 
 def result_types(*_: Any, loop: Loop) -> tuple[list, Any]:
-    return [*loop.carry_types, *(loop.ys_types if loop.ys_count else [])], loop.effects
+    return loop.result_types, loop.effects
 
 
 def nonzero_tangents(loop: Loop, tangents: Sequence[Any]) -> Operands:
@@ -47,7 +47,7 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop) -> tuple
     else:
         outs = dual_p.bind(*primals, *moving, loop=loop, active=active)
     results, tangents = parts(outs, loop.primal_counts[1])
-    zeros = [_jax.float0_zero(t) for t in result_types(loop=loop)[0]]
+    zeros = list(map(_jax.float0_zero, loop.result_types))
     return results, spread(tangents, active.outputs, zeros)
 
 

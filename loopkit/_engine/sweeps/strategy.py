@@ -238,7 +238,7 @@ def _no_cotangents(how: Reversal, ct_carry: list, batch: int | None) -> Cotangen
         return v + lax.optimization_barrier(jnp.zeros((), v.dtype))
 
     consts = list(map(distinct, zeros(kept(loop.const_types, active.consts))))
-    xs = zeros(kept(loop.xs_types, active.xs) if loop.xs_count else [])
+    xs = zeros(kept(loop.xs_types, active.xs))
     if loop.cond is None:
         # Every row will be written.
         xs = [rows + k for k, rows in enumerate(xs)]

@@ -183,8 +183,7 @@ def trial_of(
         unroll=count,
         auto_unroll=False,
     )
-    xs_types = trial.xs_types if loop.xs_count else []
-    types = [*cond_types[1:], *loop.const_types, *loop.carry_types, *xs_types]
+    types = [*cond_types[1:], *loop.const_types, *loop.carry_types, *trial.xs_types]
 
     def value(n: Any, *operands: Any) -> list:
         if loop.cond is None:
