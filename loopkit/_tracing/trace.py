@@ -45,7 +45,7 @@ class Traced:
     cond_consts: list
     consts: list
     carry_types: list
-    """Types of the carry leaves, as the steps take them."""
+    """Types of the carry leaves before the first step."""
     y_tree: Any
 
     @property
@@ -59,9 +59,7 @@ class Traced:
 
     def converted(self, init: Sequence[Any]) -> list:
         """Initial values in the types that the loop carries."""
-        # A step may leave strong what it takes as weak: then so is the loop's carry.
-        types = zip(self.carry_types, self.loop.carry_types, strict=True)
-        return [_convert(_convert(v, a), b) for v, (a, b) in zip(init, types, strict=True)]
+        return [_convert(v, t) for v, t in zip(init, self.carry_types, strict=True)]
 
     def of_length(self, length: int) -> Traced:
         """The same loop with another length."""
@@ -247,4 +245,7 @@ def as_loop(
         ys=(Output(),) * (len(body.out_avals) - n),
         **settings,
     )
+    # A step may leave strong what it takes as weak: then it is so from the beginning.
+    pairs = zip(types, loop.carry_types, strict=True)
+    types = [a.update(weak_type=a.weak_type and b.weak_type) for a, b in pairs]
     return Traced(shared(loop), cond_consts, consts, types, y_tree)
