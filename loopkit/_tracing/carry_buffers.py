@@ -17,6 +17,9 @@ from loopkit._buffers import indexing, run_time_checks
 from loopkit._buffers.buffer import Buffer, Owner, plain
 from loopkit._buffers.tensor_array import checked, is_tensor_array
 
+NONE = object()
+"""The `buffers` of a loop that takes none: what holds them is then a tree like any other."""
+
 HOW = "Pass a function of the carry that returns leaves of it, or a tree of bools that matches it."
 
 
@@ -124,7 +127,7 @@ class Buffers:
 
     def checked(self, checks: bool) -> Buffers:
         """The same; what runs by hand is checked too."""
-        return replace(self, checks=checks)
+        return replace(self, checks=True) if checks else self
 
     def by_hand(self, body: Any) -> Any:
         """A function of the carry that runs outside a compiled loop, on arrays and to arrays.
@@ -174,6 +177,9 @@ def find(names: Any, buffers: Any, init: Any) -> Buffers:
 
     Those that are named, those of a loop around, and what TensorArrays hold.
     """
+    if buffers is NONE:
+        count = len(jax.tree.leaves(init))
+        return Buffers((False,) * count, (None,) * count)
     owns = lambda v: is_buffer(v) or is_tensor_array(v)
     nodes, leaves = jax.tree.leaves(init, is_leaf=owns), jax.tree.leaves(init, is_leaf=is_buffer)
     outer = tuple(v._owner if is_buffer(v) else None for v in leaves)
