@@ -65,7 +65,7 @@ def factor_bytes(jaxpr: _jax.Jaxpr, consts: int, smallest: int) -> int:
     total = 0
     for eqn in j.eqns:
         if eqn.primitive.name == "dot_general" and any(
-            v in matrices for v in eqn.invars if not isinstance(v, _jax.Literal)
+            v in matrices for v in equations.variables(eqn)
         ):
             size = max(_jax.byte_count(v.aval) for v in eqn.invars if v in matrices)
             if size > smallest and _jax.byte_count(eqn.outvars[0].aval) < 2 * size:
