@@ -48,7 +48,7 @@ def _equation(eqn: Any) -> float:
     loop = eqn.params.get("loop")
     if loop is not None:
         return (loop.length or UNKNOWN_TRIPS) * nanoseconds(loop.body)
-    inner = list(equations.jaxprs_in(eqn))
+    inner = equations.jaxprs_in(eqn)
     if inner:
         costs = list(map(nanoseconds, inner))
         if name == "cond":

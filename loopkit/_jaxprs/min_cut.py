@@ -100,14 +100,14 @@ def least_stored(
     def remake(values: dict) -> list:
         return equations.run(order, dict(values), j.outvars[results:])
 
-    whole = sum(_size(v) - EACH for v in dict.fromkeys(varying) if v not in given)
+    whole = _jax.byte_count(*(v.aval for v in dict.fromkeys(varying) if v not in given))
     return Cut(list(hoisted), stored, remake, whole)
 
 
 def _is_cheap(eqn: Any) -> bool:
     if eqn.effects:
         return False
-    if eqn.primitive.name in ("jit", "pjit"):
+    if equations.is_call(eqn):
         return all(map(_is_cheap, _jax.open_jaxpr(eqn.params["jaxpr"]).eqns))
     return eqn.primitive.name in CHEAP
 

@@ -101,8 +101,7 @@ def ragged_scan(
     inputs = _check_sequences(sequences)
     batch = validate.check_whole(name, "batch", batch, 1, "an int >= 1, sequences to a batch")
     asked = Asked(checkpoints=checkpoints, buffers=NONE, return_info=return_info)
-    own = {"f": f, "until": until, "inputs": inputs[0]}
-    scan = Growing.of(NAMES, init, 1, asked, (f, until), **own)
+    scan = Growing.of(NAMES, init, 1, asked, (f, until), f=f, until=until, inputs=inputs[0])
     lengths = [x.length for x in inputs]
     buckets = length_buckets(lengths, growth=_check_growth(name, growth))
 

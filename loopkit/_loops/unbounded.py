@@ -132,14 +132,12 @@ def unbounded_scan(
     if progress is not None:
         validate.check_callable(name, "progress", progress)
     xs = validate.as_arrays(name, "xs", xs)
-    tree = jax.tree.structure(xs)
-    endless = Inputs(tree, [], [], sys.maxsize)
-    inputs = Inputs.of(xs, 0, None, name) if tree.num_leaves else endless
+    endless = Inputs(jax.tree.structure(xs), [], [], sys.maxsize)
+    inputs = Inputs.of(xs, 0, None, name) if jax.tree.leaves(xs) else endless
     segment = validate.check_whole(name, "segment", segment, 1, "an int >= 1, in steps")
     max_segments = validate.check_bound(name, "max_segments", max_segments)
     asked = Asked(checkpoints=checkpoints, buffers=NONE, return_info=return_info)
-    own = {"f": f, "until": until, "inputs": inputs}
-    scan = Growing.of(NAMES, init, 1, asked, (f, until), **own)
+    scan = Growing.of(NAMES, init, 1, asked, (f, until), f=f, until=until, inputs=inputs)
     sizes = segment_lengths(segment, check_growth(name, growth), max_segments)
     run = _python_scan if _jax.jit_is_disabled() and inputs.length else _run
     result = run(scan, sizes, progress)

@@ -97,17 +97,9 @@ def _trace_back(j: Any, var: Any, leaf: int, sites: Sites) -> Any:
 
     Fills in the sites of the writes.
     """
-    makers = {v: (at, eqn) for at, eqn in enumerate(j.eqns) for v in eqn.outvars}
-    inputs = set(j.invars)
-    while True:
-        if isinstance(var, _jax.Literal):
-            return None
-        if var in inputs:
-            return var
-        if var not in makers:
-            return None
-        at, eqn = makers[var]
-        inner: Sites = {}
+    maker, places = equations.maker_of(j), {id(eqn): at for at, eqn in enumerate(j.eqns)}
+    while (eqn := maker(var)) is not None:
+        at, inner = places[id(eqn)], {}
         if eqn.primitive is read_p and var is eqn.outvars[-1]:
             var = eqn.invars[0]
         elif eqn.primitive is write_p:
@@ -133,18 +125,17 @@ def _trace_back(j: Any, var: Any, leaf: int, sites: Sites) -> Any:
             var = eqn.invars[loop.cond_const_count + loop.const_count + place]
         else:
             return None
+    return var if var in j.invars else None
 
 
 def holds_write(jaxpr: Any) -> bool:
     """Whether a jaxpr writes to a buffer, loops in it included."""
-    for eqn in _jax.open_jaxpr(jaxpr).eqns:
-        if eqn.primitive is write_p or (
-            eqn.primitive is while_p and any(eqn.params["loop"].is_buffer)
-        ):
-            return True
-        if equations.is_call(eqn) and holds_write(eqn.params["jaxpr"]):
-            return True
-    return False
+    return any(
+        eqn.primitive is write_p
+        or (eqn.primitive is while_p and any(eqn.params["loop"].is_buffer))
+        or (equations.is_call(eqn) and holds_write(eqn.params["jaxpr"]))
+        for eqn in _jax.open_jaxpr(jaxpr).eqns
+    )
 
 
 def merged(a: Sites, b: Sites) -> Sites:
