@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -230,7 +231,7 @@ def test_segments_grow_to_a_cap():
 
 
 def test_light_segments_are_run_as_one():
-    def sizes(first, growth, most, light, rows=None):
+    def sizes(first, growth, most, light, rows=sys.maxsize):
         return list(together(segment_lengths(first, growth, most), lambda n: n <= light, rows))
 
     assert sizes(2, 2.0, 5, 0) == [2, 4, 8, 16, 32]

@@ -281,9 +281,8 @@ class Ref:
             new = ref.apply(lambda old: combine(old, None), **how)
         else:
             if pred is not None:
-                neutral = {"multiply": 1, "divide": 1, "power": 1}
                 shape = indexing.place(self.buffer.shape, self.index).shape
-                other = neutral[name] if name in neutral else ref.get()
+                other = 1 if name in ("multiply", "divide", "power") else ref.get()
                 values = jnp.where(pred, jnp.broadcast_to(values, shape), other)
             new = getattr(ref, name)(values, **how)
         return self.buffer._write(whole, new, None)
@@ -335,10 +334,10 @@ class Ref:
         return lax.convert_element_type(values, want)
 
 
+def is_buffer(value: Any) -> bool:
+    return isinstance(value, Buffer)
+
+
 def plain(tree: Any) -> Any:
     """The tree with an array for every buffer."""
-    return jax.tree.map(
-        lambda v: v._value if isinstance(v, Buffer) else v,
-        tree,
-        is_leaf=lambda v: isinstance(v, Buffer),
-    )
+    return jax.tree.map(lambda v: v._value if is_buffer(v) else v, tree, is_leaf=is_buffer)

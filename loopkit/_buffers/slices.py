@@ -168,9 +168,7 @@ def _read_types(
     return [found, buffer], set()
 
 
-def _write_types(
-    buffer: Any, *others: Any, window: Window, add: bool, **_: Any
-) -> tuple[list, Any]:
+def _write_types(buffer: Any, *others: Any, **_: Any) -> tuple[list, Any]:
     return [_jax.type_like(buffer, others)], set()
 
 

@@ -73,10 +73,8 @@ class TensorArray:
         capacity = validate.check_whole(f"{NAME}.empty", "capacity", capacity, 0, expected)
         leaves, tree = jax.tree.flatten(element)
         if not leaves:
-            advice = "Count without a TensorArray."
-            raise _wrong(
-                ValueError, "empty", "element", "must have an array in it", f"{element!r}", advice
-            )
+            expected, advice = "must have an array in it", "Count without a TensorArray."
+            raise _wrong(ValueError, "empty", "element", expected, f"{element!r}", advice)
         is_type = lambda v: isinstance(v, jax.ShapeDtypeStruct)
         given = jax.tree.map(lambda v: None if is_type(v) else v, element)
         validate.as_arrays(f"{NAME}.empty", "element", given)
@@ -204,14 +202,8 @@ class TensorArray:
         for v in self._data:
             if len(v.shape) < 2:
                 got = f"elements {errors.short_type(_element_type(v))}"
-                raise _wrong(
-                    ValueError,
-                    "concat",
-                    "self",
-                    "must have elements with an axis",
-                    got,
-                    "Use `stack`.",
-                )
+                expected = "must have elements with an axis"
+                raise _wrong(ValueError, "concat", "self", expected, got, "Use `stack`.")
         return jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), self.stack())
 
     def unstack(self) -> list:
@@ -303,15 +295,9 @@ class TensorArray:
             want = _element_type(stored)
             lossless = jnp.result_type(value, want.dtype) == want.dtype
             if value.shape != want.shape or not lossless:
-                raise _wrong(
-                    TypeError,
-                    method,
-                    "element",
-                    f"must be {errors.short_type(want)}",
-                    errors.short_type(jax.typeof(value)),
-                    advice,
-                    path,
-                )
+                expected = f"must be {errors.short_type(want)}"
+                got = errors.short_type(jax.typeof(value))
+                raise _wrong(TypeError, method, "element", expected, got, advice, path)
             out.append(value.astype(want.dtype))
         return out
 

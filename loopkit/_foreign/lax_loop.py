@@ -141,8 +141,7 @@ def _known_steps(
         return None
     place = carry.index(counter)
     first = _integer(init[place])
-    makers = {v: eqn for eqn in step.eqns for v in eqn.outvars}
-    if moved_by(step.outvars[place], inside[place], makers) != 1:
+    if moved_by(step.outvars[place], inside[place], equations.maker_of(step)) != 1:
         return None
     if isinstance(limit, _jax.Literal):
         last = _integer(limit.val)

@@ -48,7 +48,7 @@ def _equation(eqn: Any) -> float:
     loop = eqn.params.get("loop")
     if loop is not None:
         return (loop.length or UNKNOWN_TRIPS) * nanoseconds(loop.body)
-    inner = list(equations.jaxprs_in(eqn))
+    inner = equations.jaxprs_in(eqn)
     if inner:
         costs = list(map(nanoseconds, inner))
         if name == "cond":
@@ -65,7 +65,7 @@ def factor_bytes(jaxpr: _jax.Jaxpr, consts: int, smallest: int) -> int:
     total = 0
     for eqn in j.eqns:
         if eqn.primitive.name == "dot_general" and any(
-            v in matrices for v in eqn.invars if not isinstance(v, _jax.Literal)
+            v in matrices for v in equations.variables(eqn)
         ):
             size = max(_jax.byte_count(v.aval) for v in eqn.invars if v in matrices)
             if size > smallest and _jax.byte_count(eqn.outvars[0].aval) < 2 * size:

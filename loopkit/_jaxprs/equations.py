@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools as ft
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,17 @@ def forwarded(jaxpr: _jax.Jaxpr) -> list[int | None]:
             # A read passes its buffer on.
             place[eqn.outvars[-1]] = place[eqn.invars[0]]
     return [None if isinstance(v, _jax.Literal) else place.get(v) for v in j.outvars]
+
+
+def variables(eqn: Any) -> list:
+    """What an equation reads, but for literals."""
+    return [v for v in eqn.invars if not isinstance(v, _jax.Literal)]
+
+
+def maker_of(j: Any) -> Callable[[Any], Any]:
+    """The equation that makes a variable of an open jaxpr; None for inputs and literals."""
+    makers = {v: eqn for eqn in j.eqns for v in eqn.outvars}
+    return lambda v: None if isinstance(v, _jax.Literal) else makers.get(v)
 
 
 def is_call(eqn: Any) -> bool:
@@ -60,10 +72,21 @@ def interpret(j: Any, values: Sequence[Any], rule: Callable[[Any, list], Sequenc
     Constants come first among the values.
     """
     env = dict(zip((*j.constvars, *j.invars), values, strict=True))
+    return run(j.eqns, env, j.outvars, rule)
+
+
+def run(
+    eqns: Iterable[Any],
+    env: dict,
+    outs: Sequence[Any],
+    rule: Callable[[Any, list], Sequence[Any]] = _jax.bind_equation,
+) -> list:
+    """What equations make of the variables in `env`, where it does not have that already."""
     read = lambda v: v.val if isinstance(v, _jax.Literal) else env[v]
-    for eqn in j.eqns:
-        env.update(zip(eqn.outvars, rule(eqn, list(map(read, eqn.invars))), strict=True))
-    return list(map(read, j.outvars))
+    for eqn in eqns:
+        made = rule(eqn, list(map(read, eqn.invars)))
+        env |= {v: x for v, x in zip(eqn.outvars, made, strict=True) if v not in env}
+    return list(map(read, outs))
 
 
 def without_debug_effects(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
@@ -91,28 +114,16 @@ def map_equations(jaxpr: Any, change: Callable, as_it_is: Callable | None = None
     What does not change stays the same object, and what is shared stays shared. Of which equations
     the inside is left to `change`, `as_it_is` says.
     """
-    done: dict[int, tuple[Any, Any]] = {}
 
-    def inside(value: Any) -> Any:
-        if isinstance(value, tuple):
-            new = [inside(v) for v in value]
-            if all(a is b for a, b in zip(new, value, strict=True)):
-                return value
-            return type(value)(*new) if hasattr(value, "_fields") else tuple(new)
-        if hasattr(value, "map_jaxprs"):
-            return value.map_jaxprs(inside)
-        if not hasattr(value, "eqns"):
-            return value
-        if id(value) not in done:
-            done[id(value)] = value, changed(value)
-        return done[id(value)][1]
-
+    @ft.cache
     def changed(value: Any) -> Any:
+        if hasattr(value, "map_jaxprs"):
+            return value.map_jaxprs(changed)
         j = _jax.open_jaxpr(value)
         eqns = []
         for eqn in j.eqns:
             left = as_it_is is not None and as_it_is(eqn)
-            params = eqn.params if left else {k: inside(v) for k, v in eqn.params.items()}
+            params = eqn.params if left else with_jaxprs(eqn.params, changed)
             if any(params[k] is not v for k, v in eqn.params.items()):
                 eqn = eqn.replace(params=params)
                 eqn = eqn.replace(effects=_effects_inside(eqn))
@@ -124,32 +135,42 @@ def map_equations(jaxpr: Any, change: Callable, as_it_is: Callable | None = None
         new = j.replace(eqns=eqns, effects=effects)
         return new if j is value else value.replace(jaxpr=new)
 
-    return inside(jaxpr)
+    return changed(jaxpr)
 
 
 def _effects_inside(eqn: Any) -> Any:
     """The effects of an equation whose jaxprs have changed."""
-    found = list(jaxprs_in(eqn)) if eqn.effects else []
+    found = jaxprs_in(eqn) if eqn.effects else []
     if not found or any(isinstance(e, _jax.JaxprInputEffect) for j in found for e in j.effects):
         return eqn.effects
     return frozenset().union(*(j.effects for j in found))
 
 
-def jaxprs_in(eqn: Any) -> Iterator[Any]:
-    """The jaxprs that are parameters of an equation."""
+def with_jaxprs(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Parameters of an equation, with `change(value)` for each jaxpr and each loop among them."""
 
-    def inside(value: Any) -> Iterator[Any]:
+    def inside(value: Any) -> Any:
         if isinstance(value, tuple):
-            for v in value:
-                yield from inside(v)
-        elif hasattr(value, "map_jaxprs"):
-            found = []
-            value.map_jaxprs(lambda j: found.append(j) or j)
-            yield from found
-        elif hasattr(value, "eqns"):
-            yield value
+            new = [inside(v) for v in value]
+            if all(a is b for a, b in zip(new, value, strict=True)):
+                return value
+            return type(value)(*new) if hasattr(value, "_fields") else tuple(new)
+        holds = hasattr(value, "eqns") or hasattr(value, "map_jaxprs")
+        return change(value) if holds else value
 
-    return inside(tuple(eqn.params.values()))
+    return {k: inside(v) for k, v in params.items()}
+
+
+def jaxprs_in(eqn: Any) -> list:
+    """The jaxprs that are parameters of an equation."""
+    found: list = []
+
+    def find(value: Any) -> Any:
+        value.map_jaxprs(find) if hasattr(value, "map_jaxprs") else found.append(value)
+        return value
+
+    with_jaxprs(eqn.params, find)
+    return found
 
 
 def all_equations(jaxpr: _jax.Jaxpr) -> Iterator[Any]:

@@ -17,6 +17,7 @@ from math import inf
 from typing import Any
 
 from loopkit import _jax
+from loopkit._jaxprs import equations
 
 _CHEAP = """
     abs add add_any and bitcast_convert_type broadcast_in_dim ceil clamp complex concatenate conj
@@ -59,21 +60,18 @@ def least_stored(
     """
     j = _jax.open_jaxpr(jaxpr)
     residuals = [v for v in j.outvars[results:] if not isinstance(v, _jax.Literal)]
-    maker = {v: eqn for eqn in j.eqns for v in eqn.outvars}
+    maker = equations.maker_of(j)
     constant = set(j.invars[:constants])
     for eqn in j.eqns:
-        known = all(isinstance(v, _jax.Literal) or v in constant for v in eqn.invars)
-        if known and not eqn.effects:
+        if constant.issuperset(equations.variables(eqn)) and not eqn.effects:
             constant.update(eqn.outvars)
     given = set(j.invars[:constants]) | set(j.invars[slices:])
     cheap = {id(eqn) for eqn in j.eqns if _is_cheap(eqn)}
 
     def operands(v: Any) -> list | None:
         """What `v` is made again from; None if it is not made again."""
-        eqn = maker.get(v)
-        if eqn is None or id(eqn) not in cheap:
-            return None
-        return [u for u in eqn.invars if not isinstance(u, _jax.Literal)]
+        eqn = maker(v)
+        return None if eqn is None or id(eqn) not in cheap else equations.variables(eqn)
 
     varying = [v for v in residuals if v not in constant]
     if len(j.eqns) > LARGEST:
@@ -100,25 +98,16 @@ def least_stored(
     order = [eqn for eqn in j.eqns if any(v in needed for v in eqn.outvars)]
 
     def remake(values: dict) -> list:
-        values = dict(values)
+        return equations.run(order, dict(values), j.outvars[results:])
 
-        def read(v: Any) -> Any:
-            return v.val if isinstance(v, _jax.Literal) else values[v]
-
-        for eqn in order:
-            outs = _jax.bind_equation(eqn, [read(v) for v in eqn.invars])
-            for v, out in zip(eqn.outvars, outs, strict=True):
-                values.setdefault(v, out)
-        return [read(v) for v in j.outvars[results:]]
-
-    whole = sum(_size(v) - EACH for v in dict.fromkeys(varying) if v not in given)
+    whole = _jax.byte_count(*(v.aval for v in dict.fromkeys(varying) if v not in given))
     return Cut(list(hoisted), stored, remake, whole)
 
 
 def _is_cheap(eqn: Any) -> bool:
     if eqn.effects:
         return False
-    if eqn.primitive.name in ("jit", "pjit"):
+    if equations.is_call(eqn):
         return all(map(_is_cheap, _jax.open_jaxpr(eqn.params["jaxpr"]).eqns))
     return eqn.primitive.name in CHEAP
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._engine.passes import ready
-from loopkit._programs.cache import remember
-from loopkit._tracing.trace import Names, Traced, pair, scalar_bool, trace_loop, type_key
+from loopkit._loops.request import Hidden, Stepped
+from loopkit._tracing.trace import Traced
 
 LONGEST = 4096
 """Steps to which segments grow."""
@@ -31,13 +31,25 @@ AT_ONCE = 4 * LONGEST
 """Steps of segments that are run as one."""
 
 
-class Progress(NamedTuple):
-    """Where a loop is: a part of the carry of its segments."""
+class Growing(Stepped):
+    """A scan in segments. How many steps of one are to be taken is said by `Hidden.left`."""
 
-    left: Any
-    """Steps that the segment, or `xs`, still has."""
-    stopped: Any
-    """Whether `until` has held."""
+    def segment(self) -> tuple[Traced, Any]:
+        """A segment, its length still to be set, and the tree of what it carries."""
+
+        def step(value: Any, hidden: Hidden, x: list) -> tuple[Any, Any]:
+            new, y, go = self.step(value, self.inputs.join(x, ()))
+            return (new, hidden._replace(go=go, left=hidden.left - 1)), y
+
+        def goes_on(_: Any, hidden: Hidden) -> Any:
+            some = hidden.left > 0
+            return some if hidden.go is None else some & hidden.go
+
+        asked = None if self.until is None else on_device(True, bool)
+        hidden = Hidden(go=asked, left=on_device(0, np.int32))
+        types, rest = self.inputs.slice_types, (self.inputs.tree,)
+        traced, _, tree = self.traced(step, goes_on, hidden, types, {}, rest)
+        return traced, tree
 
 
 def segment_lengths(first: int, growth: float, most: int | None) -> Iterator[int]:
@@ -49,9 +61,9 @@ def segment_lengths(first: int, growth: float, most: int | None) -> Iterator[int
         size, k = min(size * growth, cap), k + 1
 
 
-def together(sizes: Iterator[int], light: Callable[[int], bool], rows: int | None) -> Iterator[int]:
+def together(sizes: Iterator[int], light: Callable[[int], bool], rows: int) -> Iterator[int]:
     """The lengths of segments, those added up that are light together and have rows to read."""
-    total, left = 0, math.inf if rows is None else rows
+    total, left = 0, rows
     for size in sizes:
         if total and not (total < left and total + size <= AT_ONCE and light(total + size)):
             yield total
@@ -75,34 +87,6 @@ def _lanes(tracer: Any) -> int:
     return jax.typeof(_jax.innermost(tracer)).size // max(tracer.size, 1)
 
 
-def trace_segment(
-    names: Names, f: Callable, init: Any, xs: Any, until: Callable | None, checkpoints: Any
-) -> tuple[Traced, Any]:
-    """A loop over `(carry, Progress)`, of a length still to be set, and the tree of that carry."""
-    state = (init, Progress(np.int32(0), np.array(False)))
-    tree = jax.tree.structure(state)
-    x_leaves, x_tree = jax.tree.flatten(xs)
-    x_types = [_jax.slice_type(jax.typeof(x)) for x in x_leaves]
-
-    def step(carry: list, x: list) -> tuple[Any, Any]:
-        value, place = tree.unflatten(carry)
-        new, y = pair(names, f(value, x_tree.unflatten(x)))
-        stop = False if until is None else scalar_bool(names.function, "until", until(new, y))
-        return (new, Progress(place.left - 1, stop)), y
-
-    def goes_on(carry: list) -> Any:
-        place = tree.unflatten(carry)[1]
-        return (place.left > 0) & ~place.stopped
-
-    settings = {"length": 1, "checkpoints": checkpoints, "name": names.function}
-    traced = remember(
-        (f, until),
-        (names, tree, type_key(jax.tree.leaves(init)), x_tree, tuple(x_types), checkpoints),
-        lambda: trace_loop(names, step, goes_on, state, x_types, settings),
-    )
-    return traced, tree
-
-
 def compiled(traced: Traced, size: int) -> Callable:
     """A segment as one program, which JAX also differentiates only once."""
 
@@ -112,11 +96,10 @@ def compiled(traced: Traced, size: int) -> Callable:
         def run(
             closed_over: list, carry: list, steps: Any, stopped: Any, left: Any, x: list
         ) -> tuple:
-            start = [*carry, *Progress(left, stopped)]
-            leaves, ys = segment.closing_over(closed_over).run(start, x)
-            *carry, unused, stopped = leaves
+            leaves, ys = segment.closing_over(closed_over).run([*carry, ~stopped, left], x)
+            *carry, go, unused = leaves
             taken = left - unused  # none in a lane that had stopped
-            return carry, steps + taken, stopped, taken, ys
+            return carry, steps + taken, ~go, taken, ys
 
         return jax.jit(run)
 
@@ -132,9 +115,9 @@ def on_device(number: int, dtype: Any) -> jax.Array:
         return jnp.asarray(number, dtype)
 
 
-def divided(xs: list, rows: int | None, sizes: Iterator[int]) -> Iterator[tuple[int, int, list]]:
+def divided(xs: list, rows: int, sizes: Iterator[int]) -> Iterator[tuple[int, int, list]]:
     """For each segment its length, the steps it may take, and its rows of `xs`."""
-    if rows is None:
+    if not xs:
         yield from ((size, size, []) for size in sizes)
         return
     lengths = []

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from loopkit._loops.info import LoopInfo
-from loopkit._loops.request import Scan
+from loopkit._loops.request import Scan, Stepped
 from loopkit._tracing.axes import y_axes
 from loopkit._tracing.trace import pair
 
 
+def python_steps(scan: Stepped, carry: Any, order: Iterable[int], ys: list) -> tuple[Any, bool]:
+    """The carry after steps of these numbers, whose y is put to `ys`, and whether to stop there."""
+    body = scan.carried.by_hand(lambda x, carry: pair(scan.names, scan.f(carry, x)))
+    for t in order:
+        carry, y = body(scan.inputs.row(t), carry)
+        ys.append(jax.tree.map(jnp.asarray, y))
+        if scan.until is not None and scan.until(carry, y):
+            return carry, True
+    return carry, False
+
+
 def python_scan(scan: Scan) -> tuple[Any, Any, LoopInfo]:
     carry, rows, stopped = scan.init, [], bool(scan.stopped)
-    f, inputs, reverse = scan.f, scan.inputs, scan.reverse
+    inputs, reverse = scan.inputs, scan.reverse
     order = range(inputs.length)
-    body = scan.carried.by_hand(lambda x, carry: pair(scan.names, f(carry, x)))
-    for t in [] if stopped else reversed(order) if reverse else order:
-        carry, y = body(inputs.row(t), carry)
-        rows.append(jax.tree.map(jnp.asarray, y))
-        if scan.until is not None and scan.until(carry, y):
-            stopped = True
-            break
+    if not stopped:
+        carry, stopped = python_steps(scan, carry, reversed(order) if reverse else order, rows)
     taken = len(rows)
-    blank = rows[0] if rows else jax.eval_shape(f, scan.init, inputs.row(0))[1]
+    blank = rows[0] if rows else jax.eval_shape(scan.f, scan.init, inputs.row(0))[1]
     rows += [jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), blank)] * (inputs.length - taken)
     last = jax.tree.leaves(rows[max(taken, 1) - 1])
     columns = zip(*map(jax.tree.leaves, rows[::-1] if reverse else rows), strict=True)

@@ -18,11 +18,12 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
-from loopkit._loops.growing import Progress, trace_segment
+from loopkit._loops.growing import Growing
 from loopkit._loops.info import LoopInfo
+from loopkit._loops.request import Asked, Hidden
 from loopkit._loops.unbounded import check_growth
-from loopkit._plans.budget import check_budget
 from loopkit._tracing.axes import Inputs
+from loopkit._tracing.carry_buffers import NONE
 from loopkit._tracing.trace import Names
 
 Carry = TypeVar("Carry")
@@ -97,46 +98,47 @@ def ragged_scan(
     validate.check_callable(name, "f", f)
     if until is not None:
         validate.check_callable(name, "until", until)
-    init = validate.as_arrays(name, "init", init)
-    sequences, lengths = _check_sequences(sequences)
+    inputs = _check_sequences(sequences)
     batch = validate.check_whole(name, "batch", batch, 1, "an int >= 1, sequences to a batch")
-    checkpoints = check_budget(name, checkpoints, None, 1)
-    return_info = validate.check_flag(name, "return_info", return_info)
+    asked = Asked(checkpoints=checkpoints, buffers=NONE, return_info=return_info)
+    scan = Growing.of(NAMES, init, 1, asked, (f, until), f=f, until=until, inputs=inputs[0])
+    lengths = [x.length for x in inputs]
     buckets = length_buckets(lengths, growth=_check_growth(name, growth))
 
-    row = jax.tree.map(lambda x: _zeros(x, 1), sequences[0])
-    traced, tree = trace_segment(NAMES, f, init, row, until, checkpoints)
-    order, carries, taken, stopped, ys = [], [], [], [], [[] for _ in sequences]
+    traced, tree = scan.segment()
+    go = None if until is None else jnp.array(True)
+    order, carries, taken, going, ys = [], [], [], [], [[] for _ in inputs]
     for size, places in buckets.items():
         for begin in range(0, len(places), batch):
             some = places[begin : begin + batch]
             # Lanes without steps, so that batches have few sizes.
             lanes = 1 << (len(some) - 1).bit_length()
             left = jnp.array([lengths[i] for i in some] + [0] * (lanes - len(some)), jnp.int32)
-            rows = [jax.tree.leaves(sequences[i]) for i in some]
-            xs = [_stacked(leaf, lanes, size) for leaf in zip(*rows, strict=True)]
+            xs = zip(*(inputs[i].leaves for i in some), strict=True)
             loop = traced.of_length(size)
 
             def run(left: Any, x: list, loop: Any = loop) -> tuple[list, list]:
-                return loop.run(jax.tree.leaves((init, Progress(left, jnp.array(False)))), x)
+                return loop.run(jax.tree.leaves((scan.init, Hidden(go=go, left=left))), x)
 
-            leaves, y = jax.vmap(run)(left, xs)
-            carry, (unused, stop) = tree.unflatten([leaf[: len(some)] for leaf in leaves])
-            steps = (left[: len(some)] - unused) if until is not None else left[: len(some)]
+            leaves, y = jax.vmap(run)(left, [_stacked(leaf, lanes, size) for leaf in xs])
+            carry, after = tree.unflatten([leaf[: len(some)] for leaf in leaves])
+            steps = (left[: len(some)] - after.left) if until is not None else left[: len(some)]
             known = _on_host(steps) if until is not None else [lengths[i] for i in some]
             for lane, (i, n) in enumerate(zip(some, known, strict=True)):
                 ys[i] = [_row(leaf, lane, n) for leaf in y]
             order += some
             carries.append(carry)
             taken.append(steps)
-            stopped.append(stop)
+            going.append(after.go)
     back = np.argsort(order)
-    carry, steps, stop = (
+    carry, steps, go = (
         jax.tree.map(lambda *parts: jnp.concatenate(parts)[back], *parts)
-        for parts in (carries, taken, stopped)
+        for parts in (carries, taken, going)
     )
     ys = [traced.y_tree.unflatten(y) for y in ys]
-    return (carry, ys, LoopInfo(steps, stop)) if return_info else (carry, ys)
+    if not scan.return_info:
+        return carry, ys
+    return carry, ys, LoopInfo(steps, jnp.zeros(steps.shape, bool) if go is None else ~go)
 
 
 def length_buckets(
@@ -198,8 +200,8 @@ def _check_growth(function: str, growth: Any) -> float:
     return growth
 
 
-def _check_sequences(sequences: Any) -> tuple[list, list[int]]:
-    """The sequences as arrays, and their lengths."""
+def _check_sequences(sequences: Any) -> list[Inputs]:
+    """The sequences as arrays, of rows of one type."""
     name = NAMES.function
     if not isinstance(sequences, (list, tuple)) or not sequences:
         got = "none" if isinstance(sequences, (list, tuple)) else type(sequences).__name__
@@ -208,22 +210,19 @@ def _check_sequences(sequences: Any) -> tuple[list, list[int]]:
         raise errors.wrong_type(name, "sequences", expected, got, advice)
     sequences = validate.as_arrays(name, "sequences", list(sequences))
     called = [f"sequences[{place}]" for place in range(len(sequences))]
-    lengths = [
-        Inputs.of(xs, 0, None, name, c).length for xs, c in zip(sequences, called, strict=True)
-    ]
-    types = [_row_types(xs) for xs in sequences]
+    inputs = [Inputs.of(xs, 0, None, name, c) for xs, c in zip(sequences, called, strict=True)]
+    types = [_row_types(xs) for xs in inputs]
     for place, other in enumerate(types):
         if other != types[0]:
             expected = "must all be like the first, but for their lengths"
             got = f"rows of {', '.join(other[0])} at {place} and of {', '.join(types[0][0])} at 0"
             advice = "Cast or reshape them."
             raise errors.wrong_value(name, "sequences", expected, got, advice)
-    return sequences, lengths
+    return inputs
 
 
-def _row_types(xs: Any) -> tuple:
-    leaves, tree = jax.tree.flatten(xs)
-    return [f"{x.dtype}[{','.join(map(str, x.shape[1:]))}]" for x in leaves], tree
+def _row_types(xs: Inputs) -> tuple:
+    return [f"{x.dtype}[{','.join(map(str, x.shape[1:]))}]" for x in xs.leaves], xs.tree
 
 
 def _zeros(x: Any, rows: int) -> Any:

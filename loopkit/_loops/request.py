@@ -16,7 +16,7 @@ from loopkit._plans.plan import Budget
 from loopkit._programs.cache import remember
 from loopkit._tracing import carry_buffers
 from loopkit._tracing.axes import Inputs
-from loopkit._tracing.trace import Names, Traced, trace_loop, type_key
+from loopkit._tracing.trace import Names, Traced, pair, scalar_bool, trace_loop, type_key
 
 R = TypeVar("R", bound="Request")
 
@@ -42,6 +42,8 @@ class Hidden(NamedTuple):
     """Whether to take a step."""
     steps: Any = None
     """How many were taken."""
+    left: Any = None
+    """How many may still be, where the length of the loop does not say."""
     whole: Sequence[Any] = ()
     """Inputs that every step is given whole."""
     last: Sequence[Any] = ()
@@ -72,20 +74,30 @@ class Request:
     rest: tuple
     """What else it hangs on, besides types and settings."""
 
-    @staticmethod
+    @classmethod
     def of(
-        names: Names, init: Any, length: Any, asked: Asked, own: tuple, trips: Any = None
-    ) -> Request:
-        """`own`: the functions of the loop. `trips`: its steps, if all are taken."""
+        cls: type[R],
+        names: Names,
+        init: Any,
+        length: Any,
+        asked: Asked,
+        own: tuple,
+        trips: Any = None,
+        **more: Any,
+    ) -> R:
+        """`own`: the functions of the loop. `trips`: its steps, if all are taken.
+
+        `more`: what a request for this kind of loop has beside the others, checked.
+        """
         name, (functions, *rest) = names.function, asked.made_of or (own,)
         unroll, auto = validate.check_unroll(name, asked.unroll, trips)
         return_info = validate.check_flag(name, "return_info", asked.return_info)
         init = validate.as_arrays(name, names.init, init)
         carried = carry_buffers.find(names, asked.buffers, init)
         checking = run_time_checks.wanted(name, asked.checks) and carried.any
-        return Request(
+        return cls(
             names=names,
-            init=plain(init),
+            init=plain(init) if carried.any else init,
             length=length,
             budget=check_budget(name, asked.checkpoints, asked.memory, length),
             unroll=unroll,
@@ -96,6 +108,7 @@ class Request:
             return_info=return_info,
             functions=functions,
             rest=tuple(rest),
+            **more,
         )
 
     def over(self: R, init: Any, buffers: Any, **changes: Any) -> R:
@@ -105,7 +118,7 @@ class Request:
 
     def hidden(self, go: Any, steps: Any, whole: Any = (), last: Any = ()) -> Hidden:
         written = self.carried.first_written(self.init) if self.checking else []
-        return Hidden(go, steps, whole, last, written)
+        return Hidden(go, steps, None, whole, last, written)
 
     def traced(
         self,
@@ -149,12 +162,26 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Scan(Request):
-    """A scan. With `until`, it takes no step if it is `stopped` from the start."""
+class Stepped(Request):
+    """A loop of steps `f(carry, x)`, to the last row or the first after which `until` holds."""
 
     f: Callable
     until: Callable | None
     inputs: Inputs
+
+    def step(self, carry: Any, x: Any) -> tuple[Any, Any, Any]:
+        """The next carry, y, and whether to go on; None for that without `until`."""
+        new, y = pair(self.names, self.f(carry, x))
+        if self.until is None:
+            return new, y, None
+        stop = self.until(new, y)
+        return new, y, ~scalar_bool(self.names.function, self.names.predicate, stop)
+
+
+@dataclass(frozen=True)
+class Scan(Stepped):
+    """A scan. With `until`, it takes no step if it is `stopped` from the start."""
+
     out_axes: Any
     reverse: bool
     split_transpose: bool

@@ -18,7 +18,7 @@ from loopkit._loops.lax_scan import run_stored
 from loopkit._loops.request import Hidden, Scan
 from loopkit._programs.cache import remember
 from loopkit._tracing.axes import arranged, has_none, stacks, without_last
-from loopkit._tracing.trace import Traced, pair, scalar_bool, shared, type_key
+from loopkit._tracing.trace import Traced, pair, shared, type_key
 
 
 def run(scan: Scan) -> tuple[Any, Any, Any]:
@@ -35,12 +35,8 @@ def run(scan: Scan) -> tuple[Any, Any, Any]:
     go = jnp.logical_not(jnp.asarray(scan.stopped)) if stopping else None
 
     def step(value: Any, hidden: Hidden, x: list) -> tuple[Any, Any]:
-        new, y = pair(names, scan.f(value, inputs.join(x, hidden.whole)))
-        go, last = None, []
-        if scan.until is not None:
-            go = ~scalar_bool(names.function, names.predicate, scan.until(new, y))
-        if hidden.last:
-            y, last = without_last(out_axes, y)
+        new, y, go = scan.step(value, inputs.join(x, hidden.whole))
+        y, last = without_last(out_axes, y) if hidden.last else (y, [])
         steps = hidden.steps + 1 if counting else None
         return (new, hidden._replace(go=go, steps=steps, last=last)), y
 

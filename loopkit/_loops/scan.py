@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
-from loopkit._loops.request import Asked, Request, Scan
+from loopkit._loops.request import Asked, Scan
 from loopkit._loops.run_scan import run
 from loopkit._loops.truncate import truncated
 from loopkit._tracing.axes import Inputs, has_none
@@ -155,31 +156,29 @@ def run_scan(
     truncate = validate.check_bound(name, "truncate", truncate)
     symbolic = _jax.is_symbolic(length)
     trips = _jax.SYMBOLIC if symbolic else length
-    fields = vars(Request.of(names, init, length, asked, (f, until), trips))
+    own = {"f": f, "until": until, "inputs": inputs, "out_axes": out_axes}
+    own |= {"reverse": reverse, "split_transpose": split_transpose, "truncate": truncate}
+    scan = Scan.of(names, init, length, asked, (f, until), trips, **own)
     if symbolic:
-        _check_symbolic(fields, until, truncate, inputs.axes, out_axes)
-        fields |= {"budget": "all", "unroll": 1, "auto_unroll": False}
-    if split_transpose and fields["budget"] is None:
-        fields |= {"budget": "all"}
-    fields |= {"reverse": reverse, "split_transpose": split_transpose, "truncate": truncate}
-    scan = Scan(**fields, f=f, until=until, inputs=inputs, out_axes=out_axes)
+        _check_symbolic(scan)
+        scan = replace(scan, budget="all", unroll=1, auto_unroll=False)
+    if split_transpose and scan.budget is None:
+        scan = replace(scan, budget="all")
     cut = truncate is not None and truncate < length
     result = truncated(scan) if cut else run(scan)
     return result if scan.return_info else result[:2]
 
 
-def _check_symbolic(
-    fields: dict[str, Any], until: Any, truncate: Any, in_axes: Any, out_axes: Any
-) -> None:
+def _check_symbolic(scan: Scan) -> None:
     """A scan of symbolic length is one of lax, which stores every step."""
-    others = {"until": until, "truncate": truncate, "buffers": fields["buffers"]}
-    others["checkpoints"] = fields["budget"]
-    others["unroll"] = fields["auto_unroll"] or (fields["unroll"] != 1 and fields["unroll"]) or None
+    others = {"until": scan.until, "truncate": scan.truncate, "buffers": scan.buffers}
+    others["checkpoints"] = scan.budget
+    others["unroll"] = scan.auto_unroll or (scan.unroll != 1 and scan.unroll) or None
     given = [k for k, v in others.items() if v is not None and v != "all"]
-    axes = {"in_axes": in_axes, "out_axes": out_axes}
+    axes = {"in_axes": scan.inputs.axes, "out_axes": scan.out_axes}
     given += [k for k, v in axes.items() if any(jax.tree.leaves(v)) or has_none(v)]
     if given:
-        got = f"the symbolic {fields['length']} and {', '.join(f'`{k}`' for k in given)}"
+        got = f"the symbolic {scan.length} and {', '.join(f'`{k}`' for k in given)}"
         advice = "Leave those out, or export a program for each length."
         expected = "must be known for what lax.scan lacks"
-        raise errors.wrong_value(fields["names"].function, "length", expected, got, advice)
+        raise errors.wrong_value(scan.names.function, "length", expected, got, advice)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._loops.exhausted import memory_left, ran_out, ran_out_after
 from loopkit._loops.growing import (
+    Growing,
     compiled,
     divided,
     is_light,
@@ -31,12 +32,13 @@ from loopkit._loops.growing import (
     on_device,
     segment_lengths,
     together,
-    trace_segment,
 )
+from loopkit._loops.in_python import python_steps
 from loopkit._loops.info import LoopInfo
-from loopkit._plans.budget import check_budget
+from loopkit._loops.request import Asked
 from loopkit._tracing.axes import Inputs
-from loopkit._tracing.trace import Names, pair
+from loopkit._tracing.carry_buffers import NONE
+from loopkit._tracing.trace import Names
 
 Carry = TypeVar("Carry")
 X = TypeVar("X")
@@ -129,49 +131,34 @@ def unbounded_scan(
     validate.check_callable(name, "until", until)
     if progress is not None:
         validate.check_callable(name, "progress", progress)
-    init = validate.as_arrays(name, "init", init)
     xs = validate.as_arrays(name, "xs", xs)
-    rows = Inputs.of(xs, 0, None, name).length if jax.tree.leaves(xs) else None
+    endless = Inputs(jax.tree.structure(xs), [], [], sys.maxsize)
+    inputs = Inputs.of(xs, 0, None, name) if jax.tree.leaves(xs) else endless
     segment = validate.check_whole(name, "segment", segment, 1, "an int >= 1, in steps")
     max_segments = validate.check_bound(name, "max_segments", max_segments)
-    checkpoints = check_budget(name, checkpoints, None, segment)
-    return_info = validate.check_flag(name, "return_info", return_info)
+    asked = Asked(checkpoints=checkpoints, buffers=NONE, return_info=return_info)
+    scan = Growing.of(NAMES, init, 1, asked, (f, until), f=f, until=until, inputs=inputs)
     sizes = segment_lengths(segment, check_growth(name, growth), max_segments)
-    run = _python_scan if _jax.jit_is_disabled() and rows != 0 else _run
-    result = run(Growing(f, init, xs, until, rows, sizes, checkpoints, progress))
-    return result if return_info else result[:2]
+    run = _python_scan if _jax.jit_is_disabled() and inputs.length else _run
+    result = run(scan, sizes, progress)
+    return result if scan.return_info else result[:2]
 
 
-class Growing(NamedTuple):
-    """A scan as it was asked for."""
-
-    f: Callable
-    init: Any
-    xs: Any
-    until: Callable
-    rows: int | None
-    """Of `xs`, if it has any."""
-    sizes: Iterator[int]
-    """Steps of the segments."""
-    checkpoints: Any
-    progress: Callable | None
-
-
-def _run(scan: Growing) -> tuple[Any, Any, LoopInfo]:
-    init, xs, rows, sizes, progress = scan.init, scan.xs, scan.rows, scan.sizes, scan.progress
-    checkpoints = scan.checkpoints
-    traced, tree = trace_segment(NAMES, scan.f, init, xs, scan.until, checkpoints)
-    if checkpoints is None and progress is None:
-        sizes = together(sizes, is_light(traced, jax.tree.leaves((init, xs))), rows)
-    carry: list = jax.tree.leaves(init)
+def _run(
+    scan: Growing, sizes: Iterator[int], progress: Callable | None
+) -> tuple[Any, Any, LoopInfo]:
+    (traced, _), (carry, tree) = scan.segment(), jax.tree.flatten(scan.init)
+    xs, rows = scan.inputs.leaves, scan.inputs.length
+    if scan.budget is None and progress is None:
+        sizes = together(sizes, is_light(traced, [*carry, *xs]), rows)
     steps: Any = on_device(0, np.int32)
     stopped: Any = on_device(False, bool)
     closed_over, chunks, ys = traced.closed_over, [], []
-    longest = size = left = 0
+    longest = size = 0
     # A CPU keeps no account of what is in use, and may be asked when memory has run out.
     room = None if jax.default_backend() == "cpu" else memory_left(carry)
     try:
-        for size, left, x in divided(jax.tree.leaves(xs), rows, sizes):
+        for size, left, x in divided(xs, rows, sizes):
             run = compiled(traced, size)
             carry, steps, stopped, taken, ys = run(
                 closed_over, carry, steps, stopped, on_device(left, np.int32), x
@@ -190,8 +177,7 @@ def _run(scan: Growing) -> tuple[Any, Any, LoopInfo]:
         widths = _jax.byte_count(*traced.loop.ys_types), _jax.byte_count(*traced.carry_types)
         room = memory_left(carry) if room is None else room
         raise MemoryError(ran_out_after(NAMES.function, longest, size, *widths, room)) from error
-    carry, _ = tree.unflatten([*carry, left, stopped])
-    return carry, traced.y_tree.unflatten(ys), LoopInfo(steps, stopped)
+    return tree.unflatten(carry), traced.y_tree.unflatten(ys), LoopInfo(steps, stopped)
 
 
 def _on_host(taken: Any, stopped: Any) -> tuple[int, bool]:
@@ -223,18 +209,16 @@ def _(size: int, batched: Any, taken: Any, stopped: Any) -> tuple:
     return _over_lanes(taken, stopped), (False, False)
 
 
-def _python_scan(scan: Growing) -> tuple[Any, Any, LoopInfo]:
+def _python_scan(
+    scan: Growing, sizes: Iterator[int], progress: Callable | None
+) -> tuple[Any, Any, LoopInfo]:
     """Step by step, under jax.disable_jit."""
-    carry, ys, stopped, rows = scan.init, [], False, scan.rows
-    for size in scan.sizes:
-        for t in range(len(ys), len(ys) + size if rows is None else min(len(ys) + size, rows)):
-            carry, y = pair(NAMES, scan.f(carry, jax.tree.map(operator.itemgetter(t), scan.xs)))
-            ys.append(jax.tree.map(jnp.asarray, y))
-            stopped = bool(scan.until(carry, y))
-            if stopped:
-                break
-        if scan.progress is not None:
-            scan.progress(len(ys))
+    carry, ys, stopped, rows = scan.init, [], False, scan.inputs.length
+    for size in sizes:
+        order = range(len(ys), min(len(ys) + size, rows))
+        carry, stopped = python_steps(scan, carry, order, ys)
+        if progress is not None:
+            progress(len(ys))
         if stopped or len(ys) == rows:
             break
     stacked = jax.tree.map(lambda *y: jnp.stack(y), *ys)

@@ -11,17 +11,8 @@ from loopkit._arguments import errors
 from loopkit._arguments.validate import check_whole
 from loopkit._plans.plan import Budget, Bytes, Plan
 
-UNITS = {
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def check_budget(function: str, checkpoints: Any, memory: Any, bound: int | None) -> Budget:

@@ -8,7 +8,7 @@ docs/choosing.md.
 from __future__ import annotations
 
 import functools as ft
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
-from loopkit._engine.loop import kept, spread
 
 LINE = 64
 """Bytes of a cache line."""
@@ -87,38 +86,32 @@ class Inputs(NamedTuple):
         return Inputs(jax.tree.structure(xs), [leaf for _, leaf in leaves], axes, length)
 
     @property
-    def sliced(self) -> list[bool]:
-        return [a is not None for a in self.axes]
+    def sliced(self) -> list[tuple[Any, int]]:
+        """The leaves that are, and along which axis."""
+        return [(x, a) for x, a in zip(self.leaves, self.axes, strict=True) if a is not None]
 
     @property
     def whole(self) -> list:
-        return kept(self.leaves, [not s for s in self.sliced])
+        return [x for x, a in zip(self.leaves, self.axes, strict=True) if a is None]
 
     @property
     def places(self) -> tuple[int, ...]:
         """Where the sliced arrays are sliced, once those that gain from it are transposed."""
-        return tuple(
-            in_place(jax.typeof(x), a)
-            for x, a in zip(self.leaves, self.axes, strict=True)
-            if a is not None
-        )
+        return tuple(in_place(jax.typeof(x), a) for x, a in self.sliced)
 
     @property
     def arrays(self) -> list:
-        axes = [a for a in self.axes if a is not None]
-        arrays = zip(kept(self.leaves, self.sliced), axes, self.places, strict=True)
-        return [x if a == place else jnp.moveaxis(x, a, place) for x, a, place in arrays]
+        pairs = zip(self.sliced, self.places, strict=True)
+        return [x if a == place else jnp.moveaxis(x, a, place) for (x, a), place in pairs]
 
     @property
     def slice_types(self) -> list:
-        axes = [a for a in self.axes if a is not None]
-        types = map(jax.typeof, kept(self.leaves, self.sliced))
-        return [_jax.slice_type(t, a) for t, a in zip(types, axes, strict=True)]
+        return [_jax.slice_type(jax.typeof(x), a) for x, a in self.sliced]
 
     def join(self, slices: Sequence[Any], whole: Sequence[Any]) -> Any:
         """What a step is given."""
-        every, given = [None] * len(self.axes), [not s for s in self.sliced]
-        return self.tree.unflatten(spread(slices, self.sliced, spread(whole, given, every)))
+        of_slices, of_whole = iter(slices), iter(whole)
+        return self.tree.unflatten(next(of_whole if a is None else of_slices) for a in self.axes)
 
     def row(self, t: int) -> Any:
         """The same, from the arrays as they are, for a step known by its number."""
@@ -134,23 +127,21 @@ class Inputs(NamedTuple):
         """
         total, whole = self.length, count * size
 
-        def blocks(x: Any, axis: int | None) -> Any:
-            if axis is None:
-                return x
+        def blocks(x: Any, axis: int) -> Any:
             first = total - whole if reverse else 0
             rows = x if whole == total else lax.slice_in_dim(x, first, first + whole, axis=axis)
             return rows.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
 
-        def rest(x: Any, axis: int | None) -> Any:
-            if axis is None:
-                return x
+        def rest(x: Any, axis: int) -> Any:
             first = 0 if reverse else whole
             return lax.slice_in_dim(x, first, first + total - whole, axis=axis)
 
-        pairs = list(zip(self.leaves, self.axes, strict=True))
-        tree = jax.tree.structure(self.leaves)
-        head = Inputs(tree, [blocks(*p) for p in pairs], self.axes, count)
-        return head, self._replace(leaves=[rest(*p) for p in pairs], length=total - whole)
+        def each(part: Callable[[Any, int], Any]) -> list:
+            pairs = zip(self.leaves, self.axes, strict=True)
+            return [x if a is None else part(x, a) for x, a in pairs]
+
+        head = Inputs(jax.tree.structure(self.leaves), each(blocks), self.axes, count)
+        return head, self._replace(leaves=each(rest), length=total - whole)
 
 
 def in_place(aval: Any, axis: int) -> int:
@@ -220,9 +211,9 @@ def y_axes(out_axes: Axes, y: Any) -> list[int | None]:
 def without_last(out_axes: Axes, y: Any) -> tuple[Any, list]:
     """y without the leaves that are not stacked, and those leaves."""
     leaves, tree = jax.tree.flatten(jax.tree.map(_jax.as_array, y))
-    stacked = [a is not None for a in y_axes(out_axes, tree.unflatten(leaves))]
-    rest = tree.unflatten(v if s else Last() for v, s in zip(leaves, stacked, strict=True))
-    return rest, [v for v, s in zip(leaves, stacked, strict=True) if not s]
+    pairs = list(zip(leaves, y_axes(out_axes, tree.unflatten(leaves)), strict=True))
+    rest = tree.unflatten(Last() if a is None else v for v, a in pairs)
+    return rest, [v for v, a in pairs if a is None]
 
 
 def stacks(tree: Any, types: Sequence[Any], out_axes: Axes) -> tuple[list[int], tuple[int, ...]]:

@@ -14,14 +14,14 @@ import numpy as np
 
 from loopkit._arguments import errors
 from loopkit._buffers import indexing, run_time_checks
-from loopkit._buffers.buffer import Buffer, Owner, plain
+from loopkit._buffers.buffer import Buffer, Owner, is_buffer, plain
 from loopkit._buffers.tensor_array import checked, is_tensor_array
+from loopkit._engine.loop import kept
+
+NONE = object()
+"""The `buffers` of a loop that takes none: what holds them is then a tree like any other."""
 
 HOW = "Pass a function of the carry that returns leaves of it, or a tree of bools that matches it."
-
-
-def is_buffer(value: Any) -> bool:
-    return isinstance(value, Buffer)
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,7 @@ class Buffers:
 
     def first_written(self, init: Any) -> list:
         """For each buffer, where it counts as written before the loop."""
-        leaves = jax.tree.leaves(init)
-        return [
-            run_time_checks.first_written(v)
-            for v, has in zip(leaves, self.flags, strict=True)
-            if has
-        ]
+        return list(map(run_time_checks.first_written, kept(jax.tree.leaves(init), self.flags)))
 
     @property
     def masks(self) -> int:
@@ -114,8 +109,8 @@ class Buffers:
                 written = leaf._written if is_buffer(leaf) else None
                 masks.append(jnp.ones(jnp.shape(old), bool) if written is None else written)
             value = leaf._value if is_buffer(leaf) else leaf
-            kept = owner is None or (is_buffer(leaf) and leaf._owner is owner)
-            if not kept and owner is not None and owner.mask is not None:
+            itself = is_buffer(leaf) and leaf._owner is owner
+            if owner is not None and owner.mask is not None and not itself:
                 value = _overwritten(old, value, owner)
             out.append(value)
         if self.step is not None:
@@ -124,7 +119,7 @@ class Buffers:
 
     def checked(self, checks: bool) -> Buffers:
         """The same; what runs by hand is checked too."""
-        return replace(self, checks=checks)
+        return replace(self, checks=True) if checks else self
 
     def by_hand(self, body: Any) -> Any:
         """A function of the carry that runs outside a compiled loop, on arrays and to arrays.
@@ -174,6 +169,9 @@ def find(names: Any, buffers: Any, init: Any) -> Buffers:
 
     Those that are named, those of a loop around, and what TensorArrays hold.
     """
+    if buffers is NONE:
+        count = len(jax.tree.leaves(init))
+        return Buffers((False,) * count, (None,) * count)
     owns = lambda v: is_buffer(v) or is_tensor_array(v)
     nodes, leaves = jax.tree.leaves(init, is_leaf=owns), jax.tree.leaves(init, is_leaf=is_buffer)
     outer = tuple(v._owner if is_buffer(v) else None for v in leaves)
@@ -194,8 +192,9 @@ def find(names: Any, buffers: Any, init: Any) -> Buffers:
 def _named(names: Any, buffers: Any, init: Any) -> list[bool]:
     function = names.function
     leaves, tree = jax.tree.flatten(init)
+    flags = [False] * len(leaves)
     if buffers is None:
-        return [False] * len(leaves)
+        return flags
     if callable(buffers):
         tokens = [jax.ShapeDtypeStruct(jnp.shape(v), jnp.result_type(v)) for v in leaves]
         place = {id(t): i for i, t in enumerate(tokens)}
@@ -205,7 +204,6 @@ def _named(names: Any, buffers: Any, init: Any) -> list[bool]:
         except (TypeError, AttributeError, LookupError) as error:
             got = f"{type(error).__name__}: {error}"
             raise errors.wrong_type(function, "buffers", expected, got, HOW) from error
-        flags = [False] * len(leaves)
         for token in chosen:
             if id(token) not in place:
                 got = errors.shown(token)

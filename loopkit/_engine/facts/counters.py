@@ -6,7 +6,7 @@ what follows from it is made again. So is the flag that says whether a step coun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,10 +29,10 @@ def find_counters(loop: Loop) -> Counters:
 
 def _found(loop: Loop) -> Counters:
     j = _jax.open_jaxpr(loop.body)
-    makers = {v: eqn for eqn in j.eqns for v in eqn.outvars}
+    maker = equations.maker_of(j)
     before = j.invars[loop.const_count : loop.const_count + loop.carry_count]
     found = [
-        moved_by(out, v, makers) if jnp.issubdtype(v.aval.dtype, jnp.integer) else None
+        moved_by(out, v, maker) if jnp.issubdtype(v.aval.dtype, jnp.integer) else None
         for out, v in zip(j.outvars, before, strict=False)
     ]
     # Of lanes that go on together, each has a flag of its own.
@@ -43,23 +43,22 @@ def _found(loop: Loop) -> Counters:
     return tuple(found)
 
 
-def moved_by(after: Any, before: Any, makers: dict) -> int | None:
+def moved_by(after: Any, before: Any, maker: Callable[[Any], Any]) -> int | None:
     """The integer that `after` is more than `before`; None if it is not known."""
-    eqn = makers.get(after) if not isinstance(after, _jax.Literal) else None
+    eqn = maker(after)
     while eqn is not None and eqn.primitive.name in ("convert_element_type", "copy"):
         if eqn.invars[0].aval.dtype != before.aval.dtype:
             return None
-        eqn = makers.get(eqn.invars[0])
+        eqn = maker(eqn.invars[0])
     if eqn is None or eqn.primitive.name not in ("add", "sub"):
         return None
     a, b = eqn.invars
     if eqn.primitive.name == "add" and b is before:
         a, b = b, a
-    while not isinstance(b, _jax.Literal) and b in makers:
-        maker = makers[b]
-        if maker.primitive.name not in PASSING:
+    while (source := maker(b)) is not None:
+        if source.primitive.name not in PASSING:
             return None
-        b = maker.invars[0]
+        b = source.invars[0]
     if a is not before or not isinstance(b, _jax.Literal) or np.ndim(b.val):
         return None
     return int(b.val) if eqn.primitive.name == "add" else -int(b.val)

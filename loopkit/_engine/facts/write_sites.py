@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from loopkit import _jax
 from loopkit._buffers.slices import read_p, write_p
 from loopkit._buffers.window import Window
-from loopkit._engine.facts.counters import moved_by
+from loopkit._engine.facts.counters import PASSING, moved_by
 from loopkit._engine.loop import Loop
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
@@ -97,17 +97,9 @@ def _trace_back(j: Any, var: Any, leaf: int, sites: Sites) -> Any:
 
     Fills in the sites of the writes.
     """
-    makers = {v: (at, eqn) for at, eqn in enumerate(j.eqns) for v in eqn.outvars}
-    inputs = set(j.invars)
-    while True:
-        if isinstance(var, _jax.Literal):
-            return None
-        if var in inputs:
-            return var
-        if var not in makers:
-            return None
-        at, eqn = makers[var]
-        inner: Sites = {}
+    maker, places = equations.maker_of(j), {id(eqn): at for at, eqn in enumerate(j.eqns)}
+    while (eqn := maker(var)) is not None:
+        at, inner = places[id(eqn)], {}
         if eqn.primitive is read_p and var is eqn.outvars[-1]:
             var = eqn.invars[0]
         elif eqn.primitive is write_p:
@@ -133,18 +125,17 @@ def _trace_back(j: Any, var: Any, leaf: int, sites: Sites) -> Any:
             var = eqn.invars[loop.cond_const_count + loop.const_count + place]
         else:
             return None
+    return var if var in j.invars else None
 
 
 def holds_write(jaxpr: Any) -> bool:
     """Whether a jaxpr writes to a buffer, loops in it included."""
-    for eqn in _jax.open_jaxpr(jaxpr).eqns:
-        if eqn.primitive is write_p or (
-            eqn.primitive is while_p and any(eqn.params["loop"].is_buffer)
-        ):
-            return True
-        if equations.is_call(eqn) and holds_write(eqn.params["jaxpr"]):
-            return True
-    return False
+    return any(
+        eqn.primitive is write_p
+        or (eqn.primitive is while_p and any(eqn.params["loop"].is_buffer))
+        or (equations.is_call(eqn) and holds_write(eqn.params["jaxpr"]))
+        for eqn in _jax.open_jaxpr(jaxpr).eqns
+    )
 
 
 def merged(a: Sites, b: Sites) -> Sites:
@@ -176,39 +167,38 @@ def _freshened(sites: Sites, j: Any, loop: Loop, leaf: int) -> Sites:
 
 def _columns(j: Any, starts: Any, loop: Loop) -> list[bool]:
     """For each column of the starts of a single slice, whether it is a counter of steps."""
-    makers = {v: eqn for eqn in j.eqns for v in eqn.outvars}
+    maker = equations.maker_of(j)
     carry = j.invars[loop.const_count : loop.const_count + loop.carry_count]
     place = {v: i for i, v in enumerate(carry)}
 
-    def source(v: Any, through: tuple[str, ...]) -> Any:
+    def source(v: Any) -> Any:
         """Where a value comes from, up to a constant that is added to it."""
-        while not isinstance(v, _jax.Literal) and v in makers:
-            eqn = makers[v]
+        while (eqn := maker(v)) is not None:
             name, ins = eqn.primitive.name, eqn.invars
             known = [isinstance(u, _jax.Literal) for u in ins]
             if name in ("add", "sub") and any(known) and not (name == "sub" and known[0]):
                 v = ins[1] if known[0] else ins[0]
-            elif name in through and len(ins) == 1 and v.aval.dtype.itemsize >= WIDE:
+            elif name in PASSING and len(ins) == 1 and v.aval.dtype.itemsize >= WIDE:
                 v = ins[0]
             else:
                 return v
         return v
 
     def counts(v: Any) -> bool:
-        v = source(v, ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy"))
+        v = source(v)
         if isinstance(v, _jax.Literal) or v not in place or v.aval.shape != ():
             return False
         dtype = v.aval.dtype
         if not jnp.issubdtype(dtype, jnp.integer) or dtype.itemsize < WIDE:
             return False
-        return moved_by(j.outvars[place[v]], v, makers) in (1, -1)
+        return moved_by(j.outvars[place[v]], v, maker) in (1, -1)
 
     width = starts.aval.shape[-1]
     if starts.aval.size != width or isinstance(starts, _jax.Literal):
         return [False] * width
     if width == 1:
         return [counts(starts)]
-    eqn = makers.get(starts)
+    eqn = maker(starts)
     stacks = eqn is not None and eqn.primitive.name in ("concatenate", "stack")
     if eqn is not None and stacks and len(eqn.invars) == width:
         return [counts(v) for v in eqn.invars]

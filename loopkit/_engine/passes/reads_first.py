@@ -14,6 +14,7 @@ from typing import Any
 from loopkit import _jax
 from loopkit._buffers.slices import read_p, write_p
 from loopkit._engine.loop import Loop
+from loopkit._jaxprs.equations import variables
 
 
 def reads_first(loop: Loop) -> Loop:
@@ -54,16 +55,12 @@ def _needed(eqns: Sequence[Any], read: Any) -> list | None:
 
     Or if it has effects, whose order has to stay.
     """
-    write, found, operands = eqns[0], [], set(_variables(read))
+    write, found, operands = eqns[0], [], set(variables(read))
     for eqn in reversed(eqns):
         if operands.isdisjoint(eqn.outvars):
             continue
         if eqn is write or eqn.effects:
             return None
         found.append(eqn)
-        operands.update(_variables(eqn))
+        operands.update(variables(eqn))
     return found[::-1]
-
-
-def _variables(eqn: Any) -> list:
-    return [v for v in eqn.invars if not isinstance(v, _jax.Literal)]

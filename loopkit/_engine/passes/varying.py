@@ -7,6 +7,7 @@ read and write rows of their own.
 
 from __future__ import annotations
 
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,12 +46,7 @@ def all_varying(jaxpr: _jax.Jaxpr, like: Sequence[_jax.ShapedArray]) -> _jax.Jax
 class _Varying:
     def __init__(self, like: Sequence[_jax.ShapedArray]):
         self.like = like
-        self.done: dict[int, tuple[Any, Any]] = {}
-
-    def once(self, value: Any, make: Callable[[], Any]) -> Any:
-        if id(value) not in self.done:
-            self.done[id(value)] = value, make()
-        return self.done[id(value)][1]
+        self.inside = ft.cache(self._inside)
 
     def jaxpr(self, value: Any) -> Any:
         j = _jax.open_jaxpr(value)
@@ -59,14 +55,10 @@ class _Varying:
         new = _jax.trace_closed(run, types, "varying")
         return new if type(new) is type(value) else _jax.open_jaxpr(new)
 
-    def inside(self, value: Any) -> Any:
-        """A parameter of an equation."""
-        if hasattr(value, "map_jaxprs"):
-            return self.once(value, lambda: value.map_jaxprs(self.inside))
-        if isinstance(value, tuple):
-            new = map(self.inside, value)
-            return type(value)(*new) if hasattr(value, "_fields") else tuple(new)
-        return self.once(value, lambda: self.jaxpr(value)) if hasattr(value, "eqns") else value
+    def _inside(self, value: Any) -> Any:
+        """A jaxpr or a loop in an equation."""
+        loops = hasattr(value, "map_jaxprs")
+        return value.map_jaxprs(self.inside) if loops else self.jaxpr(value)
 
     def rule(self, rule: Callable) -> Callable:
         """A custom rule, if it gives a jaxpr, the values of its constants, and more."""
@@ -94,7 +86,7 @@ class _Varying:
             if equations.is_call(eqn):
                 return self.run(*equations.called(eqn, ins))
             if eqn.primitive.name in HOLDING or "loop" in eqn.params:
-                params = {k: self.inside(v) for k, v in eqn.params.items()}
+                params = equations.with_jaxprs(eqn.params, self.inside)
                 eqn = _jax.with_custom_rules(eqn.replace(params=params), self.rule)
             return _jax.bind_equation(eqn, [_jax.vary_like(x, self.like) for x in ins])
 
