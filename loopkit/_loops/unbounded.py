@@ -14,7 +14,7 @@ import contextlib
 import math
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -34,30 +34,40 @@ from loopkit._loops.growing import (
     trace_segment,
 )
 from loopkit._loops.info import LoopInfo
+from loopkit._loops.keywords import No, UnboundedKw, Yes
 from loopkit._plans.budget import check_budget
 from loopkit._tracing.axes import Inputs
 from loopkit._tracing.trace import Names, pair
-
-Carry = TypeVar("Carry")
-X = TypeVar("X")
-Y = TypeVar("Y")
+from loopkit._types import C, Checkpoints, Like, Step, Until, X, Y
 
 NAMES = Names("unbounded_scan", "f", "init", "until")
 
 
+@overload
 def unbounded_scan(
-    f: Callable[[Carry, X], tuple[Carry, Y]],
-    init: Carry,
-    xs: X | None = None,
+    f: Step[C, X, Y], init: Like[C], xs: Like[X] = ..., **kw: Unpack[UnboundedKw[C, Y, No]]
+) -> tuple[C, Y]: ...
+@overload
+def unbounded_scan(
+    f: Step[C, X, Y], init: Like[C], xs: Like[X] = ..., **kw: Unpack[UnboundedKw[C, Y, Yes]]
+) -> tuple[C, Y, LoopInfo]: ...
+@overload
+def unbounded_scan(
+    f: Step[C, X, Y], init: Like[C], xs: Like[X] = ..., **kw: Unpack[UnboundedKw[C, Y, bool]]
+) -> tuple[C, Y] | tuple[C, Y, LoopInfo]: ...
+def unbounded_scan(
+    f: Step[C, X, Y],
+    init: Like[C],
+    xs: Like[X] = None,
     *,
-    until: Callable[[Carry, Y], Any],
+    until: Until[C, Y],
     segment: int = 64,
     max_segments: int | None = None,
-    checkpoints: Any = None,
+    checkpoints: Checkpoints = None,
     growth: float = 2.0,
     progress: Callable[[int], Any] | None = None,
     return_info: bool = False,
-) -> Any:
+) -> tuple[C, Y] | tuple[C, Y, LoopInfo]:
     """Scan until `until` holds, however long that takes; outside `jax.jit`.
 
         def unbounded_scan(f, init, xs=None, *, until):
@@ -134,11 +144,11 @@ def unbounded_scan(
     rows = Inputs.of(xs, 0, None, name).length if jax.tree.leaves(xs) else None
     segment = validate.check_whole(name, "segment", segment, 1, "an int >= 1, in steps")
     max_segments = validate.check_bound(name, "max_segments", max_segments)
-    checkpoints = check_budget(name, checkpoints, None, segment)
+    budget = check_budget(name, checkpoints, None, segment)
     return_info = validate.check_flag(name, "return_info", return_info)
     sizes = segment_lengths(segment, check_growth(name, growth), max_segments)
     run = _python_scan if _jax.jit_is_disabled() and rows != 0 else _run
-    result = run(Growing(f, init, xs, until, rows, sizes, checkpoints, progress))
+    result = run(Growing(f, init, xs, until, rows, sizes, budget, progress))
     return result if return_info else result[:2]
 
 
