@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from loopkit._engine.loop import CarryLeaf, parts
 from loopkit._jaxprs import equations
 from loopkit._plans.plan import Budget
 from loopkit._tracing.trace import as_loop
+from loopkit._types import Checkpoints, Memory
 
 
 class LoopSite(NamedTuple):
@@ -31,6 +32,15 @@ class LoopSite(NamedTuple):
     """Its steps, if they are known; else None."""
     carry_bytes: int
     """Bytes of its carry."""
+
+
+class ReplaceKw(TypedDict, total=False):
+    """How loops of lax are to be replaced."""
+
+    max_steps: int | None
+    checkpoints: Checkpoints
+    memory: Memory
+    only: Callable[[LoopSite], Any] | None
 
 
 @dataclass(frozen=True)
