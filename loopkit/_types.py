@@ -12,7 +12,7 @@ from typing import TypeAlias as Alias
 import numpy as np
 from jaxtyping import Array, Bool
 
-from loopkit._buffers.buffer import Integer
+from loopkit._buffers.types import Integer
 from loopkit._plans.plan import Plan
 
 T = TypeVar("T")

@@ -5,39 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools as ft
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Never, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Never, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, ArrayLike, Bool, Int
+from jaxtyping import Array, ArrayLike
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._buffers import indexing, run_time_checks, slices
 from loopkit._buffers.keywords import check_keywords, fill_value_of, mode_name, without_operators
+from loopkit._buffers.types import How, Index, WriteKw
 
 AT = "Buffer.at[...]."
-
-How: TypeAlias = Mapping[str, Any]
-Integer: TypeAlias = int | np.integer[Any] | Int[Array, ""]
-Many: TypeAlias = tuple[Any, ...] | list[Any] | np.ndarray[Any, Any] | Int[Array, "*slices"]
-Index: TypeAlias = Integer | slice | EllipsisType | Many | None
-"""What stands between brackets: as for arrays, but for arrays of bools."""
-
-
-class WriteKw(TypedDict, total=False):
-    """How to write."""
-
-    pred: bool | np.bool_ | np.ndarray[Any, Any] | Bool[Array, "*slice"] | None
-    mode: Any
-    unique_indices: bool
-    indices_are_sorted: bool
-    wrap_negative_indices: bool
 
 
 @dataclass(frozen=True, eq=False)

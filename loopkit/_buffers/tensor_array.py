@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, Generic, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +13,10 @@ from jaxtyping import Array, ArrayLike, Int32
 from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._arguments.heard import ErrorIf, heard
-from loopkit._buffers.buffer import Buffer, Integer
+from loopkit._buffers.buffer import Buffer
+from loopkit._buffers.types import ArrayType, E, Integer, Tree
 
 NAME = "TensorArray"
-
-E = TypeVar("E")
-"""An element: an array or a tree of arrays."""
-Tree: TypeAlias = tuple[Any, ...] | list[Any] | dict[Any, Any]
-"""What may hold numbers or types in the place of arrays."""
-
-
-class ArrayType(Protocol):
-    """A `jax.ShapeDtypeStruct`, whose attributes checkers do not know."""
-
-    shape: Any
-    dtype: Any
 
 
 @jax.tree_util.register_pytree_with_keys_class
