@@ -1,6 +1,6 @@
 """What the types in the signatures of public functions are called.
 
-`C` is a carry, `X` and `Y` are what a step is given of `xs` and adds to `ys`.
+`T` and `C` are carries, `X` and `Y` rows of `xs` and of `ys`: any pytrees of arrays.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar, Union
 from typing import TypeAlias as Alias
 
 import numpy as np
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
-from loopkit._buffers.types import Integer
 from loopkit._plans.plan import Plan
 
 T = TypeVar("T")
@@ -28,16 +27,18 @@ Like: Alias = Union[  # noqa: UP007  # a bare type variable has no `|` that chec
 functions say what `T` is. So `0.0` may start a carry that is a `jax.Array`."""
 Bit: Alias = bool | np.bool_ | Bool[Array, ""]
 """One bool."""
-Bound: Alias = Integer
+Bound: Alias = int | np.integer[Any] | Int[Array, ""]
 """One integer, static or traced."""
 Predicate: Alias = Callable[[T], Bit]
 """Whether to go on."""
 Body: Alias = Callable[[T], T]
+"""A step of a while loop."""
 Indexed: Alias = Callable[[Any, T], T]
 """A body that is also given the number of the step."""
 Step: Alias = Callable[[C, X], tuple[C, Y]]
+"""A step of a scan: from the carry and a row of `xs`, the next carry and a row of `ys`."""
 Until: Alias = Callable[[C, Y], Bit]
-"""Whether to stop."""
+"""Whether to stop after a step, by the carry and the row of `ys` that it returned."""
 Checkpoints: Alias = int | Literal["all"] | Plan | None
 """How many carries the backward pass keeps, or a plan that says what."""
 Memory: Alias = int | str | Mapping[str, int | str] | None

@@ -14,6 +14,7 @@ E = TypeVar("E")
 Tree: TypeAlias = tuple[Any, ...] | list[Any] | dict[Any, Any]
 """What may hold numbers or types in the place of arrays."""
 Integer: TypeAlias = int | np.integer[Any] | Int[Array, ""]
+"""One integer."""
 Many: TypeAlias = tuple[Any, ...] | list[Any] | np.ndarray[Any, Any] | Int[Array, "*slices"]
 Index: TypeAlias = Integer | slice | EllipsisType | Many | None
 """What stands between brackets: as for arrays, but for arrays of bools."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,8 @@ from loopkit._types import Checkpoints, Memory
 class LoopSite(NamedTuple):
     """A loop of lax, as `only` is asked about it."""
 
-    kind: str
-    """"scan" or "while_loop". A fori_loop is a scan if lax knows its bounds."""
+    kind: Literal["scan", "while_loop"]
+    """A fori_loop is a scan if lax knows its bounds."""
     name_stack: str
     """The `jax.named_scope`s around it, up to the innermost `jit`, separated by slashes."""
     source: str
@@ -62,7 +62,7 @@ class Settings:
 class LaxLoop(NamedTuple):
     """The operands of a loop of lax, sorted."""
 
-    kind: str
+    kind: Literal["scan", "while_loop"]
     cond: Any
     """None for a scan."""
     cond_consts: list

@@ -41,7 +41,7 @@ def fori_loop(
 @overload
 def fori_loop(
     lower: Bound, upper: Bound, body_fun: Indexed[T], init_val: Like[T], **kw: Unpack[ForiKw[bool]]
-) -> T | tuple[T, LoopInfo]: ...
+) -> Any: ...
 def fori_loop(
     lower: Bound,
     upper: Bound,

@@ -10,6 +10,7 @@ from loopkit._types import Axes, C, Checkpoints, Memory, Unroll, Until, Y
 Info = TypeVar("Info", bound=bool)
 Yes: TypeAlias = Literal[True]
 No: TypeAlias = Literal[False]
+# With a bool all is `Any`. Code without types matches each overload, and would get a union as well.
 
 
 class Kw(TypedDict, Generic[Info], total=False):

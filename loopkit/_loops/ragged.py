@@ -44,7 +44,7 @@ def ragged_scan(
     init: Like[C],
     sequences: Sequence[Like[X]],
     **kw: Unpack[RaggedKw[C, Y, bool]],
-) -> tuple[C, list[Y]] | tuple[C, list[Y], LoopInfo]: ...
+) -> Any: ...
 def ragged_scan(
     f: Step[C, X, Y],
     init: Like[C],

@@ -39,7 +39,7 @@ def scan(
 @overload
 def scan(
     f: Step[C, X, Y], init: Like[C], xs: Like[X] = ..., *lax: Any, **kw: Unpack[ScanKw[C, Y, bool]]
-) -> tuple[C, Y] | tuple[C, Y, LoopInfo]: ...
+) -> Any: ...
 def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax takes by position
     f: Step[C, X, Y],
     init: Like[C],

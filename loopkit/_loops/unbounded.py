@@ -54,7 +54,7 @@ def unbounded_scan(
 @overload
 def unbounded_scan(
     f: Step[C, X, Y], init: Like[C], xs: Like[X] = ..., **kw: Unpack[UnboundedKw[C, Y, bool]]
-) -> tuple[C, Y] | tuple[C, Y, LoopInfo]: ...
+) -> Any: ...
 def unbounded_scan(
     f: Step[C, X, Y],
     init: Like[C],

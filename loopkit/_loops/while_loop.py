@@ -36,7 +36,7 @@ def while_loop(
 @overload
 def while_loop(
     cond_fun: Predicate[T], body_fun: Body[T], init_val: Like[T], **kw: Unpack[WhileKw[bool]]
-) -> T | tuple[T, LoopInfo]: ...
+) -> Any: ...
 def while_loop(
     cond_fun: Predicate[T],
     body_fun: Body[T],

@@ -71,7 +71,7 @@ assert_type(loopkit.scan(lambda x, _: (halve(x), None), ones, None, 3), tuple[Ar
 loopkit.scan(lambda c, x: (newton(c), {"x": c.x + x}), state, rows, 5, True, 2)[1]["x"].sum()
 assert_type(loopkit.scan(lambda _, x: (None, x), None, rows), tuple[None, Array])
 
-# With `return_info`: a tuple, and without knowing it, either.
+# With `return_info`: a tuple, and without knowing it, anything.
 assert_type(
     loopkit.while_loop(lambda x: x > 1, halve, 10.0, return_info=True), tuple[Array, LoopInfo]
 )
@@ -81,14 +81,22 @@ assert_type(loopkit.fori_loop(0, 3, lambda _, x: halve(x), ones, return_info=Tru
 
 
 def either(return_info: bool) -> None:
-    found = loopkit.while_loop(lambda x: x > 1, halve, 10.0, return_info=return_info)
-    assert_type(found, Array | tuple[Array, LoopInfo])
-    results = loopkit.scan(add, 0.0, rows, return_info=return_info)
-    assert_type(results, tuple[Array, Array] | tuple[Array, Array, LoopInfo])
+    loopkit.while_loop(lambda x: x > 1, halve, ones[0], return_info=return_info)
+    for _ in loopkit.scan(add, 0.0, rows, return_info=return_info):
+        pass
+
+
+def untyped(x, step):  # type: ignore
+    last, rows, info = loopkit.scan(step, x, None, 3, return_info=True)
+    assert_type(info, LoopInfo)
+    last, rows = loopkit.scan(step, x, rows, until=lambda h, _: h.sum() > 4)
+    last, info = loopkit.while_loop(lambda x: x.sum() > 1, lambda x: x / 2, last, return_info=True)
+    return loopkit.fori_loop(0, 3, lambda i, x: x * i, last).sum() + info.steps
 
 
 either(True)
 either(False)
+untyped(ones, lambda h, _: (h / 2, h))
 steps = loopkit.scan(add, 0.0, rows, until=lambda total, _: total > 3, return_info=True)[2].steps
 assert_type(steps, Array)
 

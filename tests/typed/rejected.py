@@ -42,10 +42,10 @@ def settings() -> None:
     loopkit.blocked(halve, blocks=3)  # type: ignore
 
 
-def results(return_info: bool) -> None:
+def results() -> None:
     loopkit.while_loop(lambda x: x > 1, halve, 10.0).steps.sum()  # type: ignore
     _, _, _ = loopkit.scan(add, 0.0, ones)  # type: ignore
-    loopkit.scan(add, 0.0, ones, return_info=return_info)[2]  # type: ignore
+    loopkit.scan(add, 0.0, ones, return_info=False)[2]  # type: ignore
     loopkit.checkpointed(halve)(ones, 2)  # type: ignore
     loopkit.blocked(block=2)(halve)("ones")  # type: ignore
 
