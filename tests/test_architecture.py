@@ -24,6 +24,7 @@ _engine.trials
 _engine.passes
 _engine.facts
 _engine
+_types
 _programs _plans schedules
 _jaxprs
 _buffers

@@ -7,17 +7,19 @@ import functools as ft
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Never, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, ArrayLike
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._buffers import indexing, run_time_checks, slices
 from loopkit._buffers.keywords import check_keywords, fill_value_of, mode_name, without_operators
+from loopkit._buffers.types import How, Index, WriteKw
 
 AT = "Buffer.at[...]."
 
@@ -61,7 +63,7 @@ class Buffer:
 
     __slots__ = ("_owner", "_value", "_written")
 
-    def __init__(self, value: Any):
+    def __init__(self, value: ArrayLike | Buffer):
         is_array = not isinstance(value, Buffer)
         self._value = validate.as_array("Buffer", "value", value) if is_array else value._value
         self._owner: Owner | None = value._owner if isinstance(value, Buffer) else None
@@ -74,7 +76,7 @@ class Buffer:
         new._value, new._owner, new._written = value, owner, written
         return new
 
-    def tree_flatten(self) -> tuple[tuple, Any]:
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
         return (self._value,), self._owner
 
     @classmethod
@@ -88,7 +90,7 @@ class Buffer:
         return tuple(self._value.shape)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype[Any]:
         return self._value.dtype
 
     @property
@@ -104,32 +106,34 @@ class Buffer:
             raise TypeError("loopkit.Buffer: `len` needs an axis, got a buffer of shape ().")
         return self.shape[0]
 
-    def __iter__(self) -> Iterator:
+    def __iter__(self) -> Iterator[Array]:
         return (self[i] for i in range(len(self)))
 
     def __repr__(self) -> str:
         return f"Buffer({errors.short_type(jax.typeof(self._value))})"
 
-    def __jax_array__(self) -> Any:
+    def __jax_array__(self) -> Array:
         return self._read(indexing.place(self.shape, ...))
 
     # ---------------------------------------------------------------- slices
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Index) -> Array:
         place = indexing.place(self.shape, index)
         return run_time_checks.check_read(self, self._read(place), place, True)
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: Index, value: Never) -> None:
         raise TypeError(
             "loopkit.Buffer: buffers are not written to by assignment, got b[i] = x. Write "
             "`b = b.at[i].set(x)`."
         )
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"loopkit.Buffer: a buffer has no `{name}`. Read what you need with `b[i]`; "
-            "`jnp.asarray(b)` is all of it, as an array."
-        )
+    if not TYPE_CHECKING:  # which know by themselves what a buffer lacks
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"loopkit.Buffer: a buffer has no `{name}`. Read what you need with `b[i]`; "
+                "`jnp.asarray(b)` is all of it, as an array."
+            )
 
     @property
     def at(self) -> At:
@@ -167,7 +171,7 @@ class At:
 
     buffer: Buffer
 
-    def __getitem__(self, index: Any) -> Ref:
+    def __getitem__(self, index: Index) -> Ref:
         return Ref(self.buffer, index)
 
 
@@ -177,17 +181,17 @@ class Ref:
     """`b.at[i]`: part of a buffer."""
 
     buffer: Buffer
-    index: Any
+    index: Index
 
     def get(
         self,
         *,
         mode: Any = None,
-        fill_value: Any = None,
+        fill_value: ArrayLike | None = None,
         indices_are_sorted: bool = False,
         unique_indices: bool = False,
         **other: Any,
-    ) -> Any:
+    ) -> Array:
         """What is there."""
         check_keywords("get", other)
         if not isinstance(fill_value, (int, float, complex, type(None))):
@@ -210,35 +214,35 @@ class Ref:
         inside = place.outward(jnp.broadcast_to(inside, (*place.batch, *place.window.sizes)))
         return jnp.where(inside, found, fill_value_of(self.buffer.dtype, fill_value))
 
-    def set(self, values: Any, **how: Any) -> Buffer:
+    def set(self, values: ArrayLike, **how: Unpack[WriteKw]) -> Buffer:
         """The buffer with `values` there."""
         return self._write("set", lambda _, x: x, values, how, reads=False)
 
-    def add(self, values: Any, **how: Any) -> Buffer:
+    def add(self, values: ArrayLike, **how: Unpack[WriteKw]) -> Buffer:
         """The buffer with `values` added; where an index occurs twice, both are."""
         place, pred = self._place("add", how)
         values = self._checked("add", place, pred, how, values)
         return self.buffer._write(place, values, pred, add=True)
 
-    def subtract(self, values: Any, **how: Any) -> Buffer:
+    def subtract(self, values: ArrayLike, **how: Unpack[WriteKw]) -> Buffer:
         return self.add(-validate.as_array(f"{AT}subtract", "values", values), **how)
 
-    def multiply(self, values: Any, **how: Any) -> Buffer:
+    def multiply(self, values: ArrayLike, **how: Unpack[WriteKw]) -> Buffer:
         return self._write("multiply", jnp.multiply, values, how)
 
-    def divide(self, values: Any, **how: Any) -> Buffer:
+    def divide(self, values: ArrayLike, **how: Unpack[WriteKw]) -> Buffer:
         return self._write("divide", jnp.divide, values, how)
 
-    def power(self, values: Any, **how: Any) -> Buffer:
+    def power(self, values: ArrayLike, **how: Unpack[WriteKw]) -> Buffer:
         return self._write("power", jnp.power, values, how)
 
-    def min(self, values: Any, **how: Any) -> Buffer:
+    def min(self, values: ArrayLike, **how: Unpack[WriteKw]) -> Buffer:
         return self._write("min", jnp.minimum, values, how)
 
-    def max(self, values: Any, **how: Any) -> Buffer:
+    def max(self, values: ArrayLike, **how: Unpack[WriteKw]) -> Buffer:
         return self._write("max", jnp.maximum, values, how)
 
-    def apply(self, func: Callable, **how: Any) -> Buffer:
+    def apply(self, func: Callable[[Array], ArrayLike], **how: Unpack[WriteKw]) -> Buffer:
         """The buffer with `func` of what is there."""
         validate.check_callable(f"{AT}apply", "func", func)
         return self._write("apply", lambda old, _: func(old), 0, how)
@@ -246,7 +250,7 @@ class Ref:
     mul = multiply
 
     def _write(
-        self, name: str, combine: Callable, values: Any, how: dict, reads: bool = True
+        self, name: str, combine: Callable[..., Any], values: Any, how: How, reads: bool = True
     ) -> Buffer:
         place, pred = self._place(name, how)
         self._check_shape(name, "values", place, values)
@@ -258,7 +262,7 @@ class Ref:
         new = self._checked(name, place, pred, how, combine(old, values))
         return self.buffer._write(place, new, pred)
 
-    def _checked(self, name: str, place: indexing.Place, pred: Any, how: dict, values: Any) -> Any:
+    def _checked(self, name: str, place: indexing.Place, pred: Any, how: How, values: Any) -> Any:
         """Values to write, in the dtype of the buffer."""
         self._check_shape(name, "values", place, values)
         values = self._cast(name, values)
@@ -269,7 +273,7 @@ class Ref:
         )
 
     def _all_at_once(
-        self, name: str, combine: Callable, values: Any, how: dict, pred: Any
+        self, name: str, combine: Callable[..., Any], values: Any, how: How, pred: Any
     ) -> Buffer:
         """Index arrays that may name a row twice: as jax.numpy does it, on the whole array."""
         whole = indexing.place(self.buffer.shape, ...)
@@ -287,7 +291,7 @@ class Ref:
             new = getattr(ref, name)(values, **how)
         return self.buffer._write(whole, new, None)
 
-    def _place(self, name: str, how: dict) -> tuple[indexing.Place, Any]:
+    def _place(self, name: str, how: How) -> tuple[indexing.Place, Any]:
         how = dict(how)
         pred, mode = how.pop("pred", None), mode_name(name, how.pop("mode", None))
         flags = "unique_indices", "indices_are_sorted"

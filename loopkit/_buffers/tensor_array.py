@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, ArrayLike, Int32
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._arguments.heard import ErrorIf, heard
 from loopkit._buffers.buffer import Buffer
+from loopkit._buffers.types import ArrayType, E, Integer, Tree
 
 NAME = "TensorArray"
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class TensorArray:
+class TensorArray(Generic[E]):
     """A list of arrays, or trees of them, all of one shape and dtype.
 
         outputs = loopkit.TensorArray.empty(100, jnp.zeros(3))
@@ -36,13 +38,13 @@ class TensorArray:
 
     __slots__ = ("_data", "_size", "_stored", "_tail", "_tree")
 
-    _data: list
+    _data: list[Any]
     """Arrays [capacity, ...], or Buffers, of the leaves of an element."""
     _tree: Any
     _size: Any
     _stored: Any
     """How many elements are in `data`; later ones are in the tail."""
-    _tail: list[list]
+    _tail: list[list[Any]]
     """Elements not stored yet. It may hold more, appended to another TensorArray."""
 
     def __init__(self, *_: Any, **__: Any):
@@ -52,7 +54,7 @@ class TensorArray:
         )
 
     @staticmethod
-    def _of(data: Sequence[Any], tree: Any, size: Any) -> TensorArray:
+    def _of(data: Sequence[Any], tree: Any, size: Any) -> TensorArray[Any]:
         new = object.__new__(TensorArray)
         new._data, new._tree, new._tail = list(data), tree, []
         new._size = new._stored = size
@@ -60,8 +62,17 @@ class TensorArray:
 
     # ---------------------------------------------------------------- made from
 
+    @overload
     @staticmethod
-    def empty(capacity: int, element: Any) -> TensorArray:
+    def empty(capacity: int, element: ArrayLike | ArrayType) -> TensorArray[Array]: ...
+    @overload
+    @staticmethod
+    def empty(capacity: int, element: Tree) -> TensorArray[Any]: ...
+    @overload
+    @staticmethod
+    def empty(capacity: int, element: E) -> TensorArray[E]: ...
+    @staticmethod
+    def empty(capacity: int, element: Any) -> TensorArray[Any]:
         """Without elements, and room for some.
 
         **Arguments:**
@@ -82,8 +93,14 @@ class TensorArray:
         data = [jnp.zeros((capacity, *t.shape), t.dtype) for t in types]
         return TensorArray._of(data, tree, 0)
 
+    @overload
     @staticmethod
-    def from_array(array: Any) -> TensorArray:
+    def from_array(array: ArrayLike) -> TensorArray[Array]: ...
+    @overload
+    @staticmethod
+    def from_array(array: E) -> TensorArray[E]: ...
+    @staticmethod
+    def from_array(array: Any) -> TensorArray[Any]:
         """The rows of an array, or of a tree of arrays with as many: the inverse of `stack`."""
         array = validate.as_arrays(f"{NAME}.from_array", "array", array)
         leaves, tree = jax.tree.flatten(array)
@@ -96,26 +113,26 @@ class TensorArray:
 
     # ---------------------------------------------------------------- as a pytree
 
-    def tree_flatten_with_keys(self) -> tuple[tuple, Any]:
+    def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], Any]:
         children, tree = self.tree_flatten()
         names = [*[f"elements[{i}]" for i in range(len(children) - 1)], "size"]
         keys = map(jax.tree_util.GetAttrKey, names)
         return tuple(zip(keys, children, strict=True)), tree
 
-    def tree_flatten(self) -> tuple[tuple, Any]:
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
         self._settle()
         size = self._size
         return (*self._data, jnp.int32(size) if isinstance(size, int) else size), self._tree
 
     @classmethod
-    def tree_unflatten(cls, tree: Any, children: Sequence[Any]) -> TensorArray:
+    def tree_unflatten(cls, tree: Any, children: Sequence[Any]) -> TensorArray[E]:
         *data, size = children
         return cls._of(data, tree, size)
 
     # ---------------------------------------------------------------- size
 
     @property
-    def size(self) -> Any:
+    def size(self) -> int | Int32[Array, ""]:
         """The number of elements: an int, or an int32 where it is traced."""
         return int(self._size) if self._is_known() else self._size
 
@@ -140,7 +157,7 @@ class TensorArray:
 
     # ---------------------------------------------------------------- elements
 
-    def read(self, index: Any) -> Any:
+    def read(self, index: Integer) -> E:
         """The element at an index. Negative ones count from the end."""
         at = self._place("read", index)
         first = self._stored
@@ -151,10 +168,10 @@ class TensorArray:
 
     __getitem__ = read
 
-    def __iter__(self) -> Iterator:
+    def __iter__(self) -> Iterator[E]:
         return iter(self.unstack())
 
-    def write(self, index: Any, element: Any) -> TensorArray:
+    def write(self, index: Integer, element: E | ArrayLike | Tree) -> TensorArray[E]:
         """With another element at an index; those before it that are missing are zeros."""
         leaves = self._leaves("write", element)
         at = self._place("write", index)
@@ -166,7 +183,7 @@ class TensorArray:
             size = jnp.maximum(jnp.asarray(self._size, jnp.int32), jnp.asarray(at + 1, jnp.int32))
         return self._with(at, leaves, size)
 
-    def append(self, element: Any) -> TensorArray:
+    def append(self, element: E | ArrayLike | Tree) -> TensorArray[E]:
         """With one more element."""
         leaves = self._leaves("append", element)
         if not self._is_known() or self._is_in_loop():
@@ -182,7 +199,7 @@ class TensorArray:
 
     # ---------------------------------------------------------------- all elements
 
-    def stack(self) -> Any:
+    def stack(self) -> E:
         """All elements along a new leading axis.
 
         Where their number is not known there are `capacity` rows, zeros past the last element.
@@ -197,7 +214,7 @@ class TensorArray:
             [jnp.where(used.reshape(-1, *[1] * (v.ndim - 1)), v, jnp.zeros_like(v)) for v in data]
         )
 
-    def concat(self) -> Any:
+    def concat(self) -> E:
         """All elements, one after the other along their leading axis."""
         for v in self._data:
             if len(v.shape) < 2:
@@ -206,7 +223,7 @@ class TensorArray:
                 raise _wrong(ValueError, "concat", "self", expected, got, "Use `stack`.")
         return jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), self.stack())
 
-    def unstack(self) -> list:
+    def unstack(self) -> list[E]:
         """All elements, in a list; as many as there is room for where their number is not known."""
         rows = self.stack()
         count = int(self._size) if self._is_known() else self.capacity
@@ -236,17 +253,17 @@ class TensorArray:
         ]
         self._stored, self._tail = self._size, []
 
-    def _grown(self, size: int) -> TensorArray:
+    def _grown(self, size: int) -> TensorArray[E]:
         self._settle()
         room = _doubled(self.capacity, size)
         return TensorArray._of([_with_room(v, room) for v in self._data], self._tree, self._size)
 
-    def _with(self, at: Any, leaves: list, size: Any) -> TensorArray:
+    def _with(self, at: Any, leaves: list[Any], size: Any) -> TensorArray[E]:
         self._settle()
         data = [v.at[at].set(x) for v, x in zip(self._data, leaves, strict=True)]
         return TensorArray._of(data, self._tree, size)._checked()
 
-    def _checked(self) -> TensorArray:
+    def _checked(self) -> TensorArray[E]:
         """With an error at run time if it holds more than it has room for; not inside a loop."""
         if self._is_in_loop() or not self._data or isinstance(self._size, int):
             return self
@@ -281,7 +298,7 @@ class TensorArray:
             raise _wrong(TypeError, method, "index", "must be one integer", got, advice)
         return jnp.where(index < 0, index + self._size, index)
 
-    def _leaves(self, method: str, element: Any) -> list:
+    def _leaves(self, method: str, element: Any) -> list[Any]:
         """The leaves of an element, in the types that are stored."""
         tree = jax.tree.structure(element)
         advice = "All elements are like the one that the array was made for."

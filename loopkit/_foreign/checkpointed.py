@@ -6,7 +6,7 @@ import functools as ft
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack, overload
 
 import jax
 import numpy as np
@@ -15,13 +15,14 @@ from loopkit import _jax
 from loopkit._arguments import validate
 from loopkit._arguments.validate import type_of
 from loopkit._engine.loop import Loop, kept, spread
-from loopkit._foreign.lax_loop import LoopSite, Settings
+from loopkit._foreign.lax_loop import LoopSite, ReplaceKw, Settings
 from loopkit._foreign.replace import replacing, settings_of
 from loopkit._jaxprs import equations
 from loopkit._plans.plan import Bytes
 from loopkit._programs.cache import interned, remember
 from loopkit._programs.key import Unknown, program_key
 from loopkit._tracing.trace import shared
+from loopkit._types import Checkpoints, Decorator, Memory, P, R
 
 LAX_LOOPS = ("scan", "while")
 RULES = ("custom_jvp_call", "custom_vjp_call")
@@ -65,14 +66,18 @@ class Program(NamedTuple):
         )
 
 
+@overload
+def checkpointed(fn: Callable[P, R], **kw: Unpack[ReplaceKw]) -> Callable[P, R]: ...
+@overload
+def checkpointed(fn: None = None, **kw: Unpack[ReplaceKw]) -> Decorator: ...
 def checkpointed(
-    fn: Callable | None = None,
+    fn: Callable[P, R] | None = None,
     *,
     max_steps: int | None = None,
-    checkpoints: Any = None,
-    memory: int | str | dict | None = None,
+    checkpoints: Checkpoints = None,
+    memory: Memory = None,
     only: Callable[[LoopSite], Any] | None = None,
-) -> Callable:
+) -> Callable[P, R] | Decorator:
     """`fn` with every `jax.lax` loop inside it replaced by loopkit's.
 
     `jax.lax.while_loop`, `scan` and `fori_loop` are replaced wherever `fn` calls them, directly or
@@ -123,14 +128,15 @@ def checkpointed(
     """
     given = {"max_steps": max_steps, "checkpoints": checkpoints, "memory": memory, "only": only}
     if fn is None:
-        return ft.partial(checkpointed, **given)
+        decorator: Any = ft.partial(checkpointed, **given)
+        return decorator
     validate.check_callable("checkpointed", "fn", fn)
     settings = settings_of("checkpointed", **given)
     if isinstance(settings.budget, Bytes):
         settings = replace(settings, budget=Share(**vars(settings.budget)))
 
     @ft.wraps(fn)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
+    def replaced(*args: P.args, **kwargs: P.kwargs) -> R:
         return _call(fn, settings, args, kwargs)
 
     return replaced

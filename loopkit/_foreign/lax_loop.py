@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,14 @@ from loopkit._engine.loop import CarryLeaf, parts
 from loopkit._jaxprs import equations
 from loopkit._plans.plan import Budget
 from loopkit._tracing.trace import as_loop
+from loopkit._types import Checkpoints, Memory
 
 
 class LoopSite(NamedTuple):
     """A loop of lax, as `only` is asked about it."""
 
-    kind: str
-    """"scan" or "while_loop". A fori_loop is a scan if lax knows its bounds."""
+    kind: Literal["scan", "while_loop"]
+    """A fori_loop is a scan if lax knows its bounds."""
     name_stack: str
     """The `jax.named_scope`s around it, up to the innermost `jit`, separated by slashes."""
     source: str
@@ -31,6 +32,15 @@ class LoopSite(NamedTuple):
     """Its steps, if they are known; else None."""
     carry_bytes: int
     """Bytes of its carry."""
+
+
+class ReplaceKw(TypedDict, total=False):
+    """How loops of lax are to be replaced."""
+
+    max_steps: int | None
+    checkpoints: Checkpoints
+    memory: Memory
+    only: Callable[[LoopSite], Any] | None
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,7 @@ class Settings:
 class LaxLoop(NamedTuple):
     """The operands of a loop of lax, sorted."""
 
-    kind: str
+    kind: Literal["scan", "while_loop"]
     cond: Any
     """None for a scan."""
     cond_consts: list

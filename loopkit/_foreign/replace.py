@@ -9,7 +9,7 @@ of JAX's caches: what `jit` traced outside is traced anew inside, and not used o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from loopkit._arguments import validate
 from loopkit._foreign import lax_loop
 from loopkit._foreign.lax_loop import LoopSite, Settings
 from loopkit._plans.budget import check_budget
+from loopkit._types import Checkpoints, Memory
 
 _lock = threading.Lock()
 _users = 0
@@ -30,10 +31,10 @@ DIVERTED = {_jax.lax_scan_p: lax_loop.scan, _jax.lax_while_p: lax_loop.while_loo
 def replace_lax_loops(
     *,
     max_steps: int | None = None,
-    checkpoints: Any = None,
-    memory: int | str | dict | None = None,
+    checkpoints: Checkpoints = None,
+    memory: Memory = None,
     only: Callable[[LoopSite], Any] | None = None,
-) -> Iterator[None]:
+) -> Generator[None, None, None]:
     """Replace every `jax.lax` loop that is traced inside the `with` block by loopkit's.
 
         with loopkit.replace_lax_loops():
@@ -86,7 +87,7 @@ def settings_of(
 
 
 @contextmanager
-def replacing(settings: Settings) -> Iterator[None]:
+def replacing(settings: Settings) -> Generator[None, None, None]:
     """Loops of lax that this thread traces inside are replaced."""
     global _users
     with _lock:

@@ -6,7 +6,7 @@ import functools as ft
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import jax
 
@@ -18,15 +18,28 @@ from loopkit._loops.scan import NAMES, run_scan
 from loopkit._programs.cache import remember
 from loopkit._tracing.axes import Inputs, block_axes, joined, leaf_axes, merged, normalised
 from loopkit._tracing.trace import type_key
+from loopkit._types import Axes, Decorator, P, R
 
 NAME = "blocked"
 ROWS = 8
 """Blocks of a multiple of this many rows fill the vector registers."""
 
 
+@overload
 def blocked(
-    fn: Callable | None = None, *, block: int | None = None, in_axes: Any = 0, out_axes: Any = 0
-) -> Callable:
+    fn: Callable[P, R], *, block: int | None = None, in_axes: Axes = 0, out_axes: Axes = 0
+) -> Callable[P, R]: ...
+@overload
+def blocked(
+    fn: None = None, *, block: int | None = None, in_axes: Axes = 0, out_axes: Axes = 0
+) -> Decorator: ...
+def blocked(
+    fn: Callable[P, R] | None = None,
+    *,
+    block: int | None = None,
+    in_axes: Axes = 0,
+    out_axes: Axes = 0,
+) -> Callable[P, R] | Decorator:
     """`fn` of a batch, computed one block of the batch after another.
 
         def blocked(fn, *, block):
@@ -76,7 +89,7 @@ def blocked(
     validate.check_callable(NAME, "fn", fn)
 
     @ft.wraps(fn)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
         args = validate.as_arrays(NAME, "args", args)
         kwargs = validate.as_arrays(NAME, "args", kwargs)
         axes = in_axes if isinstance(in_axes, (tuple, list)) else [in_axes] * len(args)

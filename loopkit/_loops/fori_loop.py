@@ -2,41 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
+from loopkit._loops.info import LoopInfo
+from loopkit._loops.keywords import ForiKw, No, Yes
 from loopkit._loops.request import Asked
 from loopkit._loops.scan import run_scan
 from loopkit._loops.while_loop import run_while
 from loopkit._tracing.axes import Inputs
 from loopkit._tracing.trace import Names
-
-T = TypeVar("T")
+from loopkit._types import Bound, BufferSpec, Checkpoints, Indexed, Like, Memory, T, Unroll
 
 NAMES = Names("fori_loop", "body_fun", "init_val", "cond_fun", hidden=2)
 """The carry of the loop that runs is ((counters, value), ...): two levels above the user's."""
 
 
+@overload
+def fori_loop(*args: Any, buffers: BufferSpec, **kw: Any) -> Any: ...
+@overload
 def fori_loop(
-    lower: Any,
-    upper: Any,
-    body_fun: Callable[[Any, T], T],
-    init_val: T,
+    lower: Bound, upper: Bound, body_fun: Indexed[Array], init_val: float, **kw: Unpack[ForiKw[No]]
+) -> Array: ...
+@overload
+def fori_loop(
+    lower: Bound, upper: Bound, body_fun: Indexed[T], init_val: Like[T], **kw: Unpack[ForiKw[No]]
+) -> T: ...
+@overload
+def fori_loop(
+    lower: Bound, upper: Bound, body_fun: Indexed[T], init_val: Like[T], **kw: Unpack[ForiKw[Yes]]
+) -> tuple[T, LoopInfo]: ...
+@overload
+def fori_loop(
+    lower: Bound, upper: Bound, body_fun: Indexed[T], init_val: Like[T], **kw: Unpack[ForiKw[bool]]
+) -> Any: ...
+def fori_loop(
+    lower: Bound,
+    upper: Bound,
+    body_fun: Indexed[T],
+    init_val: Like[T],
     *,
-    unroll: int | bool | str | None = None,
+    unroll: Unroll | None = None,
     max_steps: int | None = None,
-    checkpoints: Any = None,
-    memory: int | str | dict | None = None,
-    buffers: Any = None,
+    checkpoints: Checkpoints = None,
+    memory: Memory = None,
+    buffers: BufferSpec | None = None,
     checks: bool | None = None,
     return_info: bool = False,
-) -> Any:
+) -> T | tuple[T, LoopInfo]:
     """Repeat `body_fun` for the integers from `lower` to `upper`; differentiable in every mode.
 
         def fori_loop(lower, upper, body_fun, init_val, *, max_steps=None):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,30 +20,43 @@ from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._loops.growing import Growing
 from loopkit._loops.info import LoopInfo
+from loopkit._loops.keywords import No, RaggedKw, Yes
 from loopkit._loops.request import Asked, Hidden
 from loopkit._loops.unbounded import check_growth
 from loopkit._tracing.axes import Inputs
 from loopkit._tracing.carry_buffers import NONE
 from loopkit._tracing.trace import Names
-
-Carry = TypeVar("Carry")
-X = TypeVar("X")
-Y = TypeVar("Y")
+from loopkit._types import C, Checkpoints, Like, Step, Until, X, Y
 
 NAMES = Names("ragged_scan", "f", "init", "until")
 
 
+@overload
 def ragged_scan(
-    f: Callable[[Carry, X], tuple[Carry, Y]],
-    init: Carry,
-    sequences: Sequence[X],
+    f: Step[C, X, Y], init: Like[C], sequences: Sequence[Like[X]], **kw: Unpack[RaggedKw[C, Y, No]]
+) -> tuple[C, list[Y]]: ...
+@overload
+def ragged_scan(
+    f: Step[C, X, Y], init: Like[C], sequences: Sequence[Like[X]], **kw: Unpack[RaggedKw[C, Y, Yes]]
+) -> tuple[C, list[Y], LoopInfo]: ...
+@overload
+def ragged_scan(
+    f: Step[C, X, Y],
+    init: Like[C],
+    sequences: Sequence[Like[X]],
+    **kw: Unpack[RaggedKw[C, Y, bool]],
+) -> Any: ...
+def ragged_scan(
+    f: Step[C, X, Y],
+    init: Like[C],
+    sequences: Sequence[Like[X]],
     *,
-    until: Callable[[Carry, Y], Any] | None = None,
+    until: Until[C, Y] | None = None,
     batch: int = 64,
     growth: float = 1.25,
-    checkpoints: Any = None,
+    checkpoints: Checkpoints = None,
     return_info: bool = False,
-) -> Any:
+) -> tuple[C, list[Y]] | tuple[C, list[Y], LoopInfo]:
     """Scan each of a list of sequences, of whatever lengths, in batches.
 
         def ragged_scan(f, init, sequences, *, until=None):

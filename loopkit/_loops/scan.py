@@ -4,44 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Unpack, overload
 
 import jax
+from jaxtyping import Array
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
+from loopkit._loops.info import LoopInfo
+from loopkit._loops.keywords import No, ScanKw, Yes
 from loopkit._loops.request import Asked, Scan
 from loopkit._loops.run_scan import run
 from loopkit._loops.truncate import truncated
 from loopkit._tracing.axes import Inputs, has_none
 from loopkit._tracing.trace import Names
-
-Carry = TypeVar("Carry")
-X = TypeVar("X")
-Y = TypeVar("Y")
+from loopkit._types import Axes, BufferSpec, C, Checkpoints, Like, Memory, Step, Unroll, Until, X, Y
 
 NAMES = Names("scan", "f", "init", "until")
 
 
+@overload
+def scan(*args: Any, buffers: BufferSpec, **kw: Any) -> Any: ...
+@overload
 def scan(
-    f: Callable[[Carry, X], tuple[Carry, Y]],
-    init: Carry,
-    xs: X | None = None,
+    f: Step[Array, X, Y], init: float, xs: Like[X] = ..., **kw: Unpack[ScanKw[Array, Y, No]]
+) -> tuple[Array, Y]: ...
+@overload
+def scan(
+    f: Step[C, X, Y], init: Like[C], xs: Like[X] = ..., *lax: Any, **kw: Unpack[ScanKw[C, Y, No]]
+) -> tuple[C, Y]: ...
+@overload
+def scan(
+    f: Step[C, X, Y], init: Like[C], xs: Like[X] = ..., *lax: Any, **kw: Unpack[ScanKw[C, Y, Yes]]
+) -> tuple[C, Y, LoopInfo]: ...
+@overload
+def scan(
+    f: Step[C, X, Y], init: Like[C], xs: Like[X] = ..., *lax: Any, **kw: Unpack[ScanKw[C, Y, bool]]
+) -> Any: ...
+def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax takes by position
+    f: Step[C, X, Y],
+    init: Like[C],
+    xs: Like[X] = None,
     length: int | None = None,
     reverse: bool = False,
-    unroll: int | bool | str = 1,
+    unroll: Unroll = 1,
     _split_transpose: bool = False,
     *,
-    until: Callable[[Carry, Y], Any] | None = None,
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    until: Until[C, Y] | None = None,
+    in_axes: Axes = 0,
+    out_axes: Axes = 0,
     truncate: int | None = None,
-    checkpoints: Any = None,
-    memory: int | str | dict | None = None,
-    buffers: Any = None,
+    checkpoints: Checkpoints = None,
+    memory: Memory = None,
+    buffers: BufferSpec | None = None,
     checks: bool | None = None,
     return_info: bool = False,
-) -> Any:
+) -> tuple[C, Y] | tuple[C, Y, LoopInfo]:
     """Scan `f` over an axis of `xs`, the leading one by default, carrying state along.
 
         def scan(f, init, xs, length=None, *, until=None):

@@ -14,7 +14,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -35,31 +35,41 @@ from loopkit._loops.growing import (
 )
 from loopkit._loops.in_python import python_steps
 from loopkit._loops.info import LoopInfo
+from loopkit._loops.keywords import No, UnboundedKw, Yes
 from loopkit._loops.request import Asked
 from loopkit._tracing.axes import Inputs
 from loopkit._tracing.carry_buffers import NONE
 from loopkit._tracing.trace import Names
-
-Carry = TypeVar("Carry")
-X = TypeVar("X")
-Y = TypeVar("Y")
+from loopkit._types import C, Checkpoints, Like, Step, Until, X, Y
 
 NAMES = Names("unbounded_scan", "f", "init", "until")
 
 
+@overload
 def unbounded_scan(
-    f: Callable[[Carry, X], tuple[Carry, Y]],
-    init: Carry,
-    xs: X | None = None,
+    f: Step[C, X, Y], init: Like[C], xs: Like[X] = ..., **kw: Unpack[UnboundedKw[C, Y, No]]
+) -> tuple[C, Y]: ...
+@overload
+def unbounded_scan(
+    f: Step[C, X, Y], init: Like[C], xs: Like[X] = ..., **kw: Unpack[UnboundedKw[C, Y, Yes]]
+) -> tuple[C, Y, LoopInfo]: ...
+@overload
+def unbounded_scan(
+    f: Step[C, X, Y], init: Like[C], xs: Like[X] = ..., **kw: Unpack[UnboundedKw[C, Y, bool]]
+) -> Any: ...
+def unbounded_scan(
+    f: Step[C, X, Y],
+    init: Like[C],
+    xs: Like[X] = None,
     *,
-    until: Callable[[Carry, Y], Any],
+    until: Until[C, Y],
     segment: int = 64,
     max_segments: int | None = None,
-    checkpoints: Any = None,
+    checkpoints: Checkpoints = None,
     growth: float = 2.0,
     progress: Callable[[int], Any] | None = None,
     return_info: bool = False,
-) -> Any:
+) -> tuple[C, Y] | tuple[C, Y, LoopInfo]:
     """Scan until `until` holds, however long that takes; outside `jax.jit`.
 
         def unbounded_scan(f, init, xs=None, *, until):

@@ -3,35 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Unpack, overload
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from loopkit._arguments import validate
 from loopkit._arguments.heard import ErrorIf, heard
 from loopkit._loops.info import LoopInfo
+from loopkit._loops.keywords import No, WhileKw, Yes
 from loopkit._loops.request import Asked, Hidden, Request
 from loopkit._tracing.trace import Names, scalar_bool
-
-T = TypeVar("T")
+from loopkit._types import Body, BufferSpec, Checkpoints, Like, Memory, Predicate, T, Unroll
 
 NAMES = Names("while_loop", "body_fun", "init_val", "cond_fun")
 
 
+@overload
+def while_loop(*args: Any, buffers: BufferSpec, **kw: Any) -> Any: ...
+@overload
 def while_loop(
-    cond_fun: Callable[[T], Any],
-    body_fun: Callable[[T], T],
-    init_val: T,
+    cond_fun: Predicate[Array], body_fun: Body[Array], init_val: float, **kw: Unpack[WhileKw[No]]
+) -> Array: ...
+@overload
+def while_loop(
+    cond_fun: Predicate[T], body_fun: Body[T], init_val: Like[T], **kw: Unpack[WhileKw[No]]
+) -> T: ...
+@overload
+def while_loop(
+    cond_fun: Predicate[T], body_fun: Body[T], init_val: Like[T], **kw: Unpack[WhileKw[Yes]]
+) -> tuple[T, LoopInfo]: ...
+@overload
+def while_loop(
+    cond_fun: Predicate[T], body_fun: Body[T], init_val: Like[T], **kw: Unpack[WhileKw[bool]]
+) -> Any: ...
+def while_loop(
+    cond_fun: Predicate[T],
+    body_fun: Body[T],
+    init_val: Like[T],
     *,
     max_steps: int | None = None,
-    checkpoints: Any = None,
-    memory: int | str | dict | None = None,
-    buffers: Any = None,
+    checkpoints: Checkpoints = None,
+    memory: Memory = None,
+    buffers: BufferSpec | None = None,
     checks: bool | None = None,
-    unroll: int | str = 1,
+    unroll: Unroll = 1,
     throw: bool = False,
     return_info: bool = False,
-) -> Any:
+) -> T | tuple[T, LoopInfo]:
     """Repeat `body_fun` while `cond_fun` holds; differentiable, with or without a bound.
 
         def while_loop(cond_fun, body_fun, init_val, *, max_steps=None):

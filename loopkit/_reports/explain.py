@@ -45,18 +45,9 @@ class Explained:
             stored, peak = plan.stored, size(plan.peak_bytes)
             runs = (None, None) if plan.bound is None else plan.evaluations()
         forward, backward = ("" if r is None else f"{r:,}" for r in runs)
-        return (
-            self.name,
-            self.source,
-            steps,
-            size(plan.step.carry_bytes),
-            size(plan.step.residual_bytes),
-            stored,
-            peak,
-            forward,
-            backward,
-            "" if self.scan_bytes is None else size(self.scan_bytes),
-        )
+        of_step = size(plan.step.carry_bytes), size(plan.step.residual_bytes)
+        as_scan = "" if self.scan_bytes is None else size(self.scan_bytes)
+        return (self.name, self.source, steps, *of_step, stored, peak, forward, backward, as_scan)
 
 
 HEADER = ("loop", "source", "steps", "carry", "residuals", "stored", "peak")
@@ -82,7 +73,7 @@ class Explanation:
         return [e.plan.plot(steps) for e in self.loops if e.name.startswith("loopkit")]
 
 
-def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """What the loops inside `fn` store for a gradient, and how much they run again.
 
     Nothing is run: `fn` is traced on the types of its arguments.
@@ -137,7 +128,7 @@ def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
     return Explanation(tuple(found))
 
 
-def plan(fn: Callable, *args: Any, **kwargs: Any) -> Plan:
+def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     """The plan of the loop that `fn(*args, **kwargs)` runs.
 
     It is what `checkpoints` accepts: change it with `dataclasses.replace`, and give it to the loop.

@@ -63,7 +63,7 @@ class InPlaceReport:
 
 
 def in_place_report(
-    fn: Callable, *args: Any, grad: bool = False, min_bytes: int = 1024
+    fn: Callable[..., Any], *args: Any, grad: bool = False, min_bytes: int = 1024
 ) -> InPlaceReport:
     """The copies that the compiled loops of `fn(*args)` make in every step.
 
@@ -98,7 +98,7 @@ def in_place_report(
 
 
 def assert_in_place(
-    fn: Callable, *args: Any, grad: bool = False, min_bytes: int = 1024
+    fn: Callable[..., Any], *args: Any, grad: bool = False, min_bytes: int = 1024
 ) -> InPlaceReport:
     """Fail if a compiled loop of `fn(*args)` copies an array of its carry in every step.
 
@@ -129,7 +129,7 @@ def assert_in_place(
     return report
 
 
-def _of_arrays(fn: Callable, args: tuple) -> tuple[Callable, list]:
+def _of_arrays(fn: Callable[..., Any], args: tuple) -> tuple[Callable, list]:
     """`fn` of its arrays and numbers alone, and those."""
     leaves, tree = jax.tree.flatten(args)
     given = [hasattr(v, "dtype") or isinstance(v, numbers.Number) for v in leaves]

@@ -1,0 +1,60 @@
+"""The keywords of loops, for their overloads. `Info`: whether a `LoopInfo` is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, Literal, Required, TypeAlias, TypedDict, TypeVar
+
+from loopkit._types import Axes, C, Checkpoints, Memory, Unroll, Until, Y
+
+Info = TypeVar("Info", bound=bool)
+Yes: TypeAlias = Literal[True]
+No: TypeAlias = Literal[False]
+# With a bool all is `Any`. Code without types matches each overload, and would get a union as well.
+
+
+class Kw(TypedDict, Generic[Info], total=False):
+    checkpoints: Checkpoints
+    return_info: Info
+
+
+class LoopKw(Kw[Info], total=False):
+    memory: Memory
+    buffers: Any  # a BufferSpec has an overload of its own; other trees of bools end here
+    checks: bool | None
+
+
+class WhileKw(LoopKw[Info], total=False):
+    max_steps: int | None
+    unroll: Unroll
+    throw: bool
+
+
+class ForiKw(LoopKw[Info], total=False):
+    max_steps: int | None
+    unroll: Unroll | None
+
+
+class ScanKw(LoopKw[Info], Generic[C, Y, Info], total=False):
+    length: int | None
+    reverse: bool
+    unroll: Unroll
+    _split_transpose: bool
+    until: Until[C, Y] | None
+    in_axes: Axes
+    out_axes: Axes
+    truncate: int | None
+
+
+class UnboundedKw(Kw[Info], Generic[C, Y, Info], total=False):
+    until: Required[Until[C, Y]]
+    segment: int
+    max_segments: int | None
+    growth: float
+    progress: Callable[[int], Any] | None
+
+
+class RaggedKw(Kw[Info], Generic[C, Y, Info], total=False):
+    until: Until[C, Y] | None
+    batch: int
+    growth: float

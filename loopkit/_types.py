@@ -1,0 +1,57 @@
+"""What the types in the signatures of public functions are called.
+
+`T` and `C` are carries, `X` and `Y` rows of `xs` and of `ys`: any pytrees of arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, Union
+from typing import TypeAlias as Alias
+
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from loopkit._plans.plan import Plan
+
+T = TypeVar("T")
+C = TypeVar("C")
+X = TypeVar("X")
+Y = TypeVar("Y")
+R = TypeVar("R")
+P = ParamSpec("P")
+Like: Alias = Union[  # noqa: UP007  # a bare type variable has no `|` that checkers read
+    T, complex, np.generic, np.ndarray[Any, Any], tuple[Any, ...], list[Any], dict[Any, Any], None
+]
+"""A `T`, or numbers, NumPy arrays and containers of them, which become one as the loop begins: its
+functions say what `T` is. So `0.0` may start a carry that is a `jax.Array`."""
+Bit: Alias = bool | np.bool_ | Bool[Array, ""]
+"""One bool."""
+Bound: Alias = int | np.integer[Any] | Int[Array, ""]
+"""One integer, static or traced."""
+Predicate: Alias = Callable[[T], Bit]
+"""Whether to go on."""
+Body: Alias = Callable[[T], T]
+"""A step of a while loop."""
+Indexed: Alias = Callable[[Any, T], T]
+"""A body that is also given the number of the step."""
+Step: Alias = Callable[[C, X], tuple[C, Y]]
+"""A step of a scan: from the carry and a row of `xs`, the next carry and a row of `ys`."""
+Until: Alias = Callable[[C, Y], Bit]
+"""Whether to stop after a step, by the carry and the row of `ys` that it returned."""
+Checkpoints: Alias = int | Literal["all"] | Plan | None
+"""How many carries the backward pass keeps, or a plan that says what."""
+Memory: Alias = int | str | Mapping[str, int | str] | None
+"""Bytes, as an int or as in "64 MB"; or those of `"device"` and `"host"`."""
+Unroll: Alias = int | Literal["auto"]
+"""Steps to an iteration; a bool as in lax."""
+Axes: Alias = Any
+"""An axis, None, or a tree of those that is a prefix of the arrays' tree."""
+BufferSpec: Alias = Callable[[Any], Any] | bool | tuple[Any, ...] | list[Any] | dict[Any, Any]
+"""A function of the carry that returns leaves of it, or a tree of bools."""
+
+
+class Decorator(Protocol):
+    """What keeps the signature of a function."""
+
+    def __call__(self, fn: Callable[P, R], /) -> Callable[P, R]: ...

@@ -1,0 +1,78 @@
+"""What users' type checkers see: programs that are checked by pyright and mypy, and run."""
+
+import importlib.util
+import inspect
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jax import lax
+
+import loopkit
+from loopkit._foreign.lax_loop import ReplaceKw
+from loopkit._loops import keywords
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAMS = sorted(path for path in (ROOT / "tests/typed").glob("*.py") if path.stem != "rejected")
+KEYWORDS = {
+    "while_loop": keywords.WhileKw,
+    "fori_loop": keywords.ForiKw,
+    "scan": keywords.ScanKw,
+    "unbounded_scan": keywords.UnboundedKw,
+    "ragged_scan": keywords.RaggedKw,
+    "checkpointed": ReplaceKw,
+    "replace_lax_loops": ReplaceKw,
+}
+CHECKS = {
+    "pyright": ("pyright", "--pythonpath", sys.executable),
+    "mypy": ("mypy", "--python-executable", sys.executable, "--cache-dir", os.devnull),
+}
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_programs_run(path):
+    runpy.run_path(str(path))
+
+
+def run_checker(name, *args, **options):
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed: pip install '.[dev]'")
+    run = [sys.executable, "-m", *args]
+    outcome = subprocess.run(run, capture_output=True, text=True, check=False, **options)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHECKS)
+def test_checkers_agree(name):
+    run_checker(name, *CHECKS[name], cwd=ROOT)
+
+
+@pytest.mark.slow
+def test_every_public_type_is_known(tmp_path):
+    verify = *CHECKS["pyright"], "--verifytypes", "loopkit", "--ignoreexternal"
+    run_checker("pyright", *verify, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_overloads_take_every_keyword(name):
+    parameters = inspect.signature(getattr(loopkit, name)).parameters.values()
+    own = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    if name == "scan":  # what lax takes by position too
+        own |= {"length", "reverse", "unroll", "_split_transpose"}
+    assert set(KEYWORDS[name].__annotations__) == own
+
+
+def test_signatures_are_those_that_run():
+    """Not those of overloads."""
+    assert list(inspect.signature(loopkit.scan).parameters)[:7] == list(
+        inspect.signature(lax.scan).parameters
+    )
+    assert str(inspect.signature(loopkit.while_loop)).endswith("'T | tuple[T, LoopInfo]'")
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (ROOT / "loopkit/py.typed").exists()
