@@ -1,7 +1,6 @@
 """Scans that grow outside jit, against a Python loop: every mode, every size of segment."""
 
 import itertools
-import math
 import sys
 
 import jax
@@ -232,13 +231,13 @@ def test_segments_grow_to_a_cap():
 
 def test_light_segments_are_run_as_one():
     def sizes(first, growth, most, light, rows=sys.maxsize):
-        return list(together(segment_lengths(first, growth, most), lambda n: n <= light, rows))
+        return list(together(segment_lengths(first, growth, most), light, rows))
 
     assert sizes(2, 2.0, 5, 0) == [2, 4, 8, 16, 32]
     assert sizes(2, 2.0, 5, 14) == [14, 16, 32]
     assert sizes(2, 2.0, 5, 1000) == [62]
     assert sizes(2, 2.0, 5, 1000, rows=7) == [14, 16, 32]
-    assert sizes(LONGEST, 1.0, 9, math.inf) == [AT_ONCE, AT_ONCE, LONGEST]
+    assert sizes(LONGEST, 1.0, 9, AT_ONCE) == [AT_ONCE, AT_ONCE, LONGEST]
 
 
 def looks(f, x):

@@ -67,6 +67,8 @@ def check_unroll(function: str, unroll: Any, length: int | None = None) -> tuple
 
 
 def check_whole(function: str, argument: str, value: Any, least: int, expected: str) -> int:
+    if type(value) is int and value >= least:
+        return value
     whole = None
     with contextlib.suppress(TypeError, jax.errors.JAXTypeError):
         whole = None if isinstance(value, (bool, np.bool_)) else operator.index(value)

@@ -24,12 +24,12 @@ from loopkit._buffers import slices
 VARIABLE = "LOOPKIT_CHECKS"
 
 
-def wanted(function: str, checks: Any) -> bool:
-    """Whether to check: as the argument says, or the environment where it is None."""
+def wanted(function: str, checks: Any, some: bool) -> bool:
+    """Whether to check, if there are `some` buffers. Where it is None, the environment says."""
     if checks is None:
-        return os.environ.get(VARIABLE, "0") not in ("", "0")
+        return some and os.environ.get(VARIABLE, "0") not in ("", "0")
     expected = f"a bool or None (what the environment variable {VARIABLE} says)"
-    return check_flag(function, "checks", checks, expected)
+    return check_flag(function, "checks", checks, expected) and some
 
 
 def first_written(value: Any) -> Any:

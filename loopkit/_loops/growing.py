@@ -6,7 +6,9 @@ would take longer than they do.
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -54,32 +56,36 @@ class Growing(Stepped):
 
 def segment_lengths(first: int, growth: float, most: int | None) -> Iterator[int]:
     """The lengths of the segments: first, first * growth, first * growth**2, ..., to a cap."""
-    k = 0
     size, cap = float(first), max(first, LONGEST)
-    while k != most:
-        yield min(int(size), cap)
-        size, k = min(size * growth, cap), k + 1
+    for _ in itertools.count() if most is None else range(most):
+        yield int(size) if size < cap else cap
+        size *= growth
 
 
-def together(sizes: Iterator[int], light: Callable[[int], bool], rows: int) -> Iterator[int]:
-    """The lengths of segments, those added up that are light together and have rows to read."""
+def together(sizes: Iterator[int], light: int, rows: int) -> Iterator[int]:
+    """The lengths of segments, added up to `light` steps as long as they have rows to read."""
     total, left = 0, rows
     for size in sizes:
-        if total and not (total < left and total + size <= AT_ONCE and light(total + size)):
+        if total and (total >= left or total + size > light):
             yield total
             total, left = 0, left - total
         total += size
     yield total
 
 
-def is_light(traced: Traced, operands: list) -> Callable[[int], bool]:
-    """Whether so many steps need little memory."""
+def light_steps(traced: Traced, operands: list) -> int:
+    """How many steps at most need little memory."""
     operands = [*operands, *traced.closed_over]
     lanes = max((_lanes(v) for v in operands if _jax.is_tracer(v)), default=1)
     loop, _ = ready(traced.loop)
-    row = loop.derived("row bytes", lambda: _jax.byte_count(*loop.xs_types, *loop.ys_types))
-    carry = loop.derived("carry bytes", lambda: _jax.byte_count(*loop.carry_types))
-    return lambda steps: lanes * (steps * row + math.isqrt(steps) * carry) <= LIGHT
+
+    def find() -> int:
+        row = _jax.byte_count(*loop.xs_types, *loop.ys_types)
+        carry = _jax.byte_count(*loop.carry_types)
+        needed = lambda steps: lanes * (steps * row + math.isqrt(steps) * carry)
+        return bisect.bisect_right(range(AT_ONCE + 1), LIGHT, key=needed) - 1
+
+    return loop.derived(("light steps", lanes, LIGHT), find)
 
 
 def _lanes(tracer: Any) -> int:

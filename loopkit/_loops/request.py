@@ -94,7 +94,7 @@ class Request:
         return_info = validate.check_flag(name, "return_info", asked.return_info)
         init = validate.as_arrays(name, names.init, init)
         carried = carry_buffers.find(names, asked.buffers, init)
-        checking = run_time_checks.wanted(name, asked.checks) and carried.any
+        checking = run_time_checks.wanted(name, asked.checks, carried.any)
         return cls(
             names=names,
             init=plain(init) if carried.any else init,
@@ -135,30 +135,29 @@ class Request:
         """
         state = (self.init, hidden)
         leaves, tree = jax.tree.flatten(state)
-        values, carried = len(self.carried.flags), None
-        flag = values if self.carried.any and hidden.go is not None else None
+        carried = flag = None
+        key = self.names, tree, type_key(leaves), tuple(x_types), tuple(settings.values())
+        key += self.length, self.budget, self.unroll, self.auto_unroll, self.rest, tuple(rest)
         if self.carried.any:
-            number = values + (hidden.go is not None) if self.checking else None
+            values, masked = len(self.carried.flags), hidden.go is not None
+            flag = values if masked else None
+            number = values + masked if self.checking else None
             carried = self.carried.followed_by(len(leaves) - values, number)
-        settings = {"length": self.length, "checkpoints": self.budget, **settings}
-        settings |= {"unroll": self.unroll, "auto_unroll": self.auto_unroll}
-        settings["name"] = self.names.function
+            key += self.carried.flags, self.carried.free, self.checking
 
         def take(carry: list, x: list) -> tuple:
             value, hidden = tree.unflatten(carry)
             return step(value, hidden, x)
 
         asks = None if goes_on is None else lambda carry: goes_on(*tree.unflatten(carry))
-        key = (
-            *(self.names, tree, type_key(leaves), tuple(x_types), *settings.values()),
-            *(self.carried.flags, self.carried.free, self.checking, self.rest, tuple(rest)),
-        )
-        traced = remember(
-            self.functions if self.carried.hashable else (),
-            key,
-            lambda: trace_loop(self.names, take, asks, state, x_types, settings, carried, flag),
-        )
-        return traced, leaves, tree
+
+        def make() -> Traced:
+            fields = {"length": self.length, "checkpoints": self.budget, "unroll": self.unroll}
+            fields |= {"auto_unroll": self.auto_unroll, "name": self.names.function, **settings}
+            return trace_loop(self.names, take, asks, state, x_types, fields, carried, flag)
+
+        functions = self.functions if carried is None or carried.hashable else ()
+        return remember(functions, key, make), leaves, tree
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from loopkit._loops.growing import (
     Growing,
     compiled,
     divided,
-    is_light,
     joined,
+    light_steps,
     on_device,
     segment_lengths,
     together,
@@ -160,7 +160,7 @@ def _run(
     (traced, _), (carry, tree) = scan.segment(), jax.tree.flatten(scan.init)
     xs, rows = scan.inputs.leaves, scan.inputs.length
     if scan.budget is None and progress is None:
-        sizes = together(sizes, is_light(traced, [*carry, *xs]), rows)
+        sizes = together(sizes, light_steps(traced, [*carry, *xs]), rows)
     steps: Any = on_device(0, np.int32)
     stopped: Any = on_device(False, bool)
     closed_over, chunks, ys = traced.closed_over, [], []
@@ -236,11 +236,13 @@ def _python_scan(
 
 
 def check_growth(function: str, growth: Any, what: str = "segment") -> float:
+    numbers = int, float, np.integer, np.floating
+    is_number = isinstance(growth, numbers) and not isinstance(growth, bool)
+    if is_number and 1 <= growth < math.inf:
+        return float(growth)
     got = errors.shown(growth)
     expected = f"must be a number >= 1, how much longer each {what} is than the last"
-    if isinstance(growth, bool) or not isinstance(growth, (int, float, np.integer, np.floating)):
+    if not is_number:
         raise errors.wrong_type(function, "growth", expected, got, "Pass a Python number.")
-    if not 1 <= growth < math.inf:
-        advice = "Less than 1 would have them shrink."
-        raise errors.wrong_value(function, "growth", expected, got, advice)
-    return float(growth)
+    advice = "Less than 1 would have them shrink."
+    raise errors.wrong_value(function, "growth", expected, got, advice)

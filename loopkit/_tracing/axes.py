@@ -106,7 +106,8 @@ class Inputs(NamedTuple):
 
     @property
     def slice_types(self) -> list:
-        return [_jax.slice_type(jax.typeof(x), a) for x, a in self.sliced]
+        context = _jax.trace_context()
+        return [_slice_type(validate.type_of(x), a, context) for x, a in self.sliced]
 
     def join(self, slices: Sequence[Any], whole: Sequence[Any]) -> Any:
         """What a step is given."""
@@ -142,6 +143,12 @@ class Inputs(NamedTuple):
 
         head = Inputs(jax.tree.structure(self.leaves), each(blocks), self.axes, count)
         return head, self._replace(leaves=each(rest), length=total - whole)
+
+
+@ft.lru_cache(1024)
+def _slice_type(aval: Any, axis: int, _: Any) -> Any:
+    """As `_jax.slice_type`, which takes longer than all else that an array costs each call."""
+    return _jax.slice_type(aval, axis)
 
 
 def in_place(aval: Any, axis: int) -> int:

@@ -164,19 +164,23 @@ def _overwritten(old: Any, value: Any, owner: Owner) -> Any:
     return buffer._write(indexing.place(buffer.shape, ...), value, None)._value
 
 
+@ft.cache
+def _without_buffers(count: int) -> Buffers:
+    return Buffers((False,) * count, (None,) * count)
+
+
 def find(names: Any, buffers: Any, init: Any) -> Buffers:
     """The buffers among the leaves of `init`, an argument of the caller's that `names` names.
 
     Those that are named, those of a loop around, and what TensorArrays hold.
     """
     if buffers is NONE:
-        count = len(jax.tree.leaves(init))
-        return Buffers((False,) * count, (None,) * count)
+        return _without_buffers(len(jax.tree.leaves(init)))
     owns = lambda v: is_buffer(v) or is_tensor_array(v)
     nodes, leaves = jax.tree.leaves(init, is_leaf=owns), jax.tree.leaves(init, is_leaf=is_buffer)
     outer = tuple(v._owner if is_buffer(v) else None for v in leaves)
     if buffers is None and not any(map(owns, nodes)):
-        return Buffers((False,) * len(leaves), outer)
+        return _without_buffers(len(leaves))
     flags = []
     for node in nodes:
         # A TensorArray's last leaf is its size.

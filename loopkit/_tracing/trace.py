@@ -209,7 +209,7 @@ def pair(names: Names, out: Any) -> tuple[Any, Any]:
 def type_key(values: Sequence[Any]) -> tuple:
     """The types of values, weak ones told from strong."""
     types = tuple(map(type_of, values))
-    return types, tuple(t.weak_type for t in types)
+    return types, tuple([t.weak_type for t in types])
 
 
 def _joined(before: Any, after: Any, decided_by: list) -> Any:

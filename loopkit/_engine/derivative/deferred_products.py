@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools as ft
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._engine.loop import kept
+from loopkit._jaxprs import equations
 
 SMALLEST = 1 << 15
 """Bytes of a matrix below which its sum stays in the nearest cache."""
@@ -76,7 +77,7 @@ def put_off(
     `first_row` on, which row of the segment it is. After the rows come the sums so far.
     """
     j = _jax.open_jaxpr(backward)
-    maker = {v: eqn for eqn in j.eqns for v in eqn.outvars}
+    maker = equations.maker_of(j)
     given = dict(zip(j.invars[first_row:], rows, strict=False))
     in_rows = {v: row for v, row in given.items() if row is not None}
     still = set(j.invars[:fixed])
@@ -101,13 +102,13 @@ def put_off(
     return Products(step, flags, tuple(terms), tuple(factors), in_rows)
 
 
-def _terms(v: Any, maker: dict, still: set, sums: set) -> list[Term] | None:
+def _terms(v: Any, maker: Callable[[Any], Any], still: set, sums: set) -> list[Term] | None:
     """The products that `v` adds to a sum so far, or None if it is not their sum."""
     after: list = []
     while True:
         if not isinstance(v, _jax.Literal) and v in sums:
             return []
-        eqn = maker.get(v) if not isinstance(v, _jax.Literal) else None
+        eqn = maker(v)
         if eqn is None:
             return None
         name = eqn.primitive.name
