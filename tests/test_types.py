@@ -53,8 +53,11 @@ def test_checkers_agree(name):
 
 @pytest.mark.slow
 def test_every_public_type_is_known(tmp_path):
-    verify = *CHECKS["pyright"], "--verifytypes", "loopkit", "--ignoreexternal"
-    run_checker("pyright", *verify, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    # Here pyright asks the `python` on PATH where packages are.
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+    env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+    verify = "pyright", "--verifytypes", "loopkit", "--ignoreexternal"
+    run_checker("pyright", *verify, cwd=tmp_path, env=env)
 
 
 @pytest.mark.parametrize("name", KEYWORDS)
