@@ -19,22 +19,14 @@ import loopkit
 from derivatives import assert_close, derivative
 from loopkit._foreign.replace import DIVERTED
 from problems import CHECKPOINTS, Problem, named, tagged
-
-
-class LaxLoops:
-    """The loops of lax, for programs that ask for nothing else."""
-
-    while_loop = staticmethod(lax.while_loop)
-    scan = staticmethod(lax.scan)
-    fori_loop = staticmethod(lax.fori_loop)
-
+from reference_loops import LaxLoops
 
 PLAIN = named("while_scalar", "while_vector", "scan_xs_ys", "scan_reverse", "while_in_while")
 PLAIN += named("fori_traced_bound", "carry_of_mixed_types", "params_in_the_carry")
 
 
 def with_lax(problem: Problem):
-    return problem.flat(lambda *args: problem.program(LaxLoops, *args))
+    return problem.flat(problem.through(LaxLoops()))
 
 
 @pytest.mark.parametrize("checkpoints", CHECKPOINTS)

@@ -106,9 +106,8 @@ def lanes_of(problem):
 def with_options(problem, replaced=None, **options):
     """The function under test: of the arguments, and of the gradient in two lanes."""
     if replaced is None:
-        loops = Loops(problem.bound, **options)
-        return lambda *args: problem.program(loops, *args)
-    return loopkit.checkpointed(lambda *args: problem.program(LaxLoops(), *args), **replaced)
+        return problem.through(Loops(problem.bound, **options))
+    return loopkit.checkpointed(problem.through(LaxLoops()), **replaced)
 
 
 def everything(program, problem):
@@ -122,8 +121,8 @@ def reference(name):
     """lax's numbers where it has them, else those of a Python loop."""
     problem, x = ALL[name], ALL[name].vector()
     if name in LAX:
-        lax_program = lambda *args: problem.program(LaxLoops(), *args)
-        return jax.jit(everything(lax_program, problem))(x, lanes_of(problem))
+        by_lax = everything(problem.through(LaxLoops()), problem)
+        return jax.jit(by_lax)(x, lanes_of(problem))
     at = lambda x: problem.reference(*ravel_pytree(problem.args)[1](x))
     numbers = jax.jit(measured(at(x), problem))(x)
     lanes = [jax.jit(derivative(problem.flat(at(x)), "r"))(x) for x in lanes_of(problem)]
