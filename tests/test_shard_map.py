@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import kinds
 import loopkit
 from derivatives import assert_close
 from problems import CHECKPOINTS
@@ -154,18 +155,13 @@ def test_gradient_of_a_mean_over_devices():
     assert_close(got, jax.value_and_grad(reference, (1, 2))(None, jnp.asarray(XS), 0.8))
 
 
-@pytest.mark.parametrize("which", ["scan", "while_loop"])
-def test_collectives_in_the_body(which):
+@pytest.mark.parametrize("kind", kinds.KINDS)
+def test_collectives_in_the_body(kind):
     """Devices in step, since the predicate is the same on each."""
 
-    def step(x, w):
-        return jnp.sin(w * x) + lax.psum(x, "d") / 8
-
     def local(x, w):
-        if which == "scan":
-            return loopkit.scan(lambda x, _: (step(x, w), None), x, length=4, checkpoints=2)[0]
-        body = lambda c: (c[0] + 1, step(c[1], w))
-        return loopkit.while_loop(lambda c: c[0] < 4, body, (0, x), checkpoints=2)[1]
+        step = lambda _, x: jnp.sin(w * x) + lax.psum(x, "d") / 8
+        return kinds.loop(kind, step, x, 4, checkpoints=2)
 
     sharded = jax.shard_map(local, mesh=MESH, in_specs=(P("d"), P()), out_specs=P("d"))
 

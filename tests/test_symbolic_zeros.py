@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import kinds
 import loopkit
 from derivatives import assert_close
 
@@ -30,16 +31,11 @@ def by_scan(step, c, consts, xs, **how):
 
 
 def by_while(step, c, consts, xs, **how):
-    def body(state):
-        i, c = state
-        return i + 1, step(c, consts, jax.tree.map(lambda x: x[i], xs))
-
-    return loopkit.while_loop(lambda s: s[0] < STEPS, body, (0, c), **how)[1]
+    return kinds.loop("while", lambda _, c, x: step(c, consts, x), c, STEPS, xs=xs, **how)
 
 
 def by_fori(step, c, consts, xs, stop=STEPS, **how):
-    body = lambda i, c: step(c, consts, jax.tree.map(lambda x: x[i], xs))
-    return loopkit.fori_loop(0, stop, body, c, **how)
+    return kinds.loop("fori", lambda _, c, x: step(c, consts, x), c, stop, xs=xs, **how)
 
 
 def by_buffer(step, c, consts, xs):
@@ -86,8 +82,8 @@ LOOPS = {
     "scan with until": lambda *a: by_scan(*a, until=lambda c, _: c["y"] > 1e9),
     "truncated, never": lambda *a: by_scan(*a, truncate=STEPS),
     "while": by_while,
-    "while, bounded": lambda *a: by_while(*a, max_steps=9),
-    "while, every step stored": lambda *a: by_while(*a, max_steps=9, checkpoints="all"),
+    "while, bounded": lambda *a: by_while(*a, most=9),
+    "while, every step stored": lambda *a: by_while(*a, most=9, checkpoints="all"),
     "fori": by_fori,
     "fori to a traced bound": lambda step, c, consts, xs: by_fori(
         step, c, consts, xs, stop=jnp.int32(STEPS + 0 * c["y"])

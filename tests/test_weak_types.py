@@ -1,5 +1,7 @@
 """Types of results, weak ones told from strong, against lax, wherever it takes the loop."""
 
+import functools as ft
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import kinds
 import loopkit
 
 
@@ -84,20 +87,16 @@ def scanning(loops, body, init, ys, length=3, **how):
     return loops.scan(lambda c, x: (body(c), ys(c, x)), init, xs, **how)
 
 
-def counting(loops, body, init, length=3, **how):
-    return loops.fori_loop(0, length, lambda _, c: body(c), init, **how)
+def counting(kind, loops, body, init, length=3):
+    return kinds.loop(kind, lambda _, c: body(c), init, length, loops=loops)
 
 
 def counting_to(loops, body, init, length=3):
-    return jax.jit(lambda n: counting(loops, body, init, n))(length)
+    return jax.jit(lambda n: counting("fori", loops, body, init, n))(length)
 
 
-def while_below(loops, body, init, length=3, **how):
-    step = lambda c: (c[0] + 1, body(c[1]))
-    return loops.while_loop(lambda c: c[0] < length, step, (0, init), **how)
-
-
-LOOPS = {"fori_loop": counting, "fori_loop, traced": counting_to, "while_loop": while_below}
+LOOPS = {kind: ft.partial(counting, kind) for kind in ("fori", "while")}
+LOOPS |= {"fori to a traced bound": counting_to}
 
 
 @pytest.mark.parametrize("x64", [False, True])
