@@ -12,6 +12,7 @@ from jax import lax
 import kinds
 import loopkit
 from loopkit import Plan
+from tolerances import DERIVATIVES
 
 ROWS, WIDE = 5, 3
 TABLE = jnp.sin(jnp.arange(ROWS * WIDE * 1.0) * 1.3 + 0.5).reshape(ROWS, WIDE)
@@ -312,7 +313,7 @@ def assert_same(got, want):
     assert jax.tree.structure(got) == jax.tree.structure(want)
     wrong = []
     for (path, g), w in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        if g.dtype != w.dtype or not np.allclose(g, w, 1e-9, 1e-9, equal_nan=True):
+        if g.dtype != w.dtype or not np.allclose(g, w, DERIVATIVES, DERIVATIVES, equal_nan=True):
             wrong.append(jax.tree_util.keystr(path))
     assert not wrong
 

@@ -15,6 +15,7 @@ import kinds
 import loopkit
 from derivatives import assert_close
 from problems import CHECKPOINTS
+from tolerances import assert_near
 
 MESH = Mesh(np.asarray(jax.devices()[:4]), ("d",))
 NS = np.asarray([3, 0, 5, 1])
@@ -276,7 +277,7 @@ def test_a_mesh_that_only_the_body_names(named, compile):
     x = jnp.linspace(0.1, 0.8, 8)
     got, wanted = compile(program(loopkit.scan))(x), compile(program(lax.scan))(x)
     for g, w in zip(got, wanted, strict=True):
-        np.testing.assert_allclose(g, w, rtol=1e-10)
+        assert_near(g, w)
         assert g.sharding.device_set == w.sharding.device_set
 
 
@@ -293,7 +294,7 @@ def test_a_mesh_of_explicit_axes_that_only_types_and_the_body_name():
         return y, pullback(x)[0]
 
     for got, wanted in zip(outcome(loopkit.scan), outcome(lax.scan), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-10)
+        assert_near(got, wanted)
         assert jax.typeof(got) == jax.typeof(wanted)
 
 

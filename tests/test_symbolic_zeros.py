@@ -16,6 +16,7 @@ from jax import lax
 import kinds
 import loopkit
 from derivatives import assert_close
+from tolerances import assert_near
 
 STEPS = 3
 
@@ -151,7 +152,7 @@ def agree(f, g, modes):
     for name in modes:
         got, wanted = MODES[name](f)(x), MODES[name](g)(x)
         assert np.isfinite(wanted), name
-        np.testing.assert_allclose(got, wanted, rtol=1e-10, err_msg=name)
+        assert_near(got, wanted, what=name)
 
 
 @pytest.mark.parametrize(("loop", "way", "modes"), crossed(LOOPS, OFTEN, list(MODES)))
