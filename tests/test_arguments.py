@@ -487,3 +487,15 @@ def test_no_argument_is_left_out(name):
     parameters = inspect.signature(FUNCTIONS[name]).parameters.values()
     arguments = {p.name for p in parameters if p.kind not in passed_on}
     assert not arguments - {argument for function, argument in refusals() if function == name}
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if hasattr(jax.lax, name)])
+def test_the_arguments_of_lax_come_first(name):
+    """With the same names, and the same values where they are left out."""
+
+    def described(function):
+        parameters = inspect.signature(function).parameters.values()
+        return [(p.name, p.kind, p.default) for p in parameters]
+
+    of_lax = described(getattr(jax.lax, name))
+    assert described(FUNCTIONS[name])[: len(of_lax)] == of_lax
