@@ -22,6 +22,7 @@ from derivatives import assert_close
 from loopkit import _jax
 from loopkit._programs.cache import Recent
 from tolerances import assert_near
+from turns import in_turn
 
 
 @contextlib.contextmanager
@@ -243,8 +244,10 @@ def python_closed_over(kind, w):
         return closed_over(kind, w)
 
 
-@pytest.mark.parametrize("kind", ["cell", "two of them", "dict", "partial", "module"])
-@pytest.mark.parametrize("transform", TRANSFORMS)
+PLACES = ["cell", "two of them", "dict", "partial", "module"]
+
+
+@pytest.mark.parametrize(("kind", "transform"), in_turn(PLACES, TRANSFORMS))
 def test_closing_over_a_differentiated_value(kind, transform, compilations):
     """Its body is compiled once, and used again with another value in its place."""
     first, second = jnp.array([0.3, 0.4]), jnp.array([0.9, -0.2])

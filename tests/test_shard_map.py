@@ -16,6 +16,7 @@ import loopkit
 from derivatives import assert_close
 from problems import CHECKPOINTS
 from tolerances import assert_near
+from turns import in_turn
 
 MESH = Mesh(np.asarray(jax.devices()[:4]), ("d",))
 NS = np.asarray([3, 0, 5, 1])
@@ -420,10 +421,13 @@ def test_until(step, what, transform, checkpoints):
     assert_close(got(XS), jax.jit(lambda x: taken(transform, wanted, x))(XS))
 
 
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("mesh", [MESH, SQUARE], ids=["one axis", "two axes"])
+MESHES = {"one axis": MESH, "two axes": SQUARE}
+
+
+@pytest.mark.parametrize(("mesh", "check"), in_turn(MESHES, [True, False]))
 @pytest.mark.parametrize("transform", ["grad", pytest.param("hessian", marks=pytest.mark.slow)])
 def test_until_on_meshes(transform, mesh, check):
+    mesh = MESHES[mesh]
     x = XS[: mesh.shape["d"]]
     # The other step has the other transformation.
     step = ("scan", "buffer")[((mesh is MESH) + check + (transform == "grad")) % 2]

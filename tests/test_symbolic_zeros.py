@@ -17,6 +17,7 @@ import kinds
 import loopkit
 from derivatives import assert_close
 from tolerances import assert_near
+from turns import in_turn
 
 STEPS = 3
 
@@ -194,7 +195,7 @@ def test_rules_before_a_loop_hear_of_cotangents_only(loop, way, modes):
     agree(f, g, modes)
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", in_turn(LOOPS))
 def test_what_cannot_be_reversed_may_stand_before_a_loop(loop):
     halved = lambda x: lax.while_loop(lambda v: v > 0.1, lambda v: v / 2, x)
     f = lambda x: compared_with("constant", halved(x), x, LOOPS[loop])
@@ -222,8 +223,7 @@ def flat(x):
 flat.defjvp(lambda p, t: (flat(*p), jnp.zeros_like(p[0])))
 
 
-@pytest.mark.parametrize("kind", WITHOUT_A_DERIVATIVE)
-@pytest.mark.parametrize("loop", THREE)
+@pytest.mark.parametrize(("loop", "kind"), in_turn(THREE, WITHOUT_A_DERIVATIVE))
 def test_values_used_without_a_derivative(loop, kind):
     use = WITHOUT_A_DERIVATIVE[kind]
 
