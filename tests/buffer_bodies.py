@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-import loopkit
+from kinds import loop
 
 XS = jnp.cos(jnp.arange(6 * 2.0)).reshape(6, 2)
 W = jnp.asarray([0.3, 0.7])
@@ -106,28 +106,16 @@ def reference(body, n=6):
 
 def looped(body, kind, checkpoints, unroll=1, max_steps=8):
     """The same by a loop of loopkit, over a buffer."""
-    how = {"checkpoints": checkpoints, "unroll": unroll}
-
-    def step(carry, *_):
-        i, rows, xs, w = carry
-        return i + 1, body(i, rows, xs, w), xs, w
+    how = {"start": 1, "most": max_steps, "checkpoints": checkpoints, "unroll": unroll}
 
     def f(xs, w, n=6):
         rows = first_rows(w)
-        if kind == "fori":
-            one = lambda i, rows: body(i, rows, xs, w)
-            rows = loopkit.fori_loop(1, n, one, rows, buffers=True, **how)
-            return jnp.sum(rows[:6] ** 3)
-        init = (1, rows, xs, w)
-        if kind == "while":
-            named = {"buffers": lambda carry: carry[1], "max_steps": max_steps}
-            out = loopkit.while_loop(lambda c: c[0] < n, step, init, **named, **how)
+        if kind == "fori":  # closes over what the others carry
+            rows = loop(kind, lambda i, r: body(i, r, xs, w), rows, n, buffers=True, **how)
         else:
-            named = {"buffers": (False, True, False, False)}
-            until = (lambda c, _: c[0] >= n) if kind == "until" else None
-            pair = lambda c, x: (step(c, x), None)
-            length = 9 if kind == "until" else 5
-            out, _ = loopkit.scan(pair, init, None, length, until=until, **named, **how)
-        return jnp.sum(out[1][:6] ** 3)
+            step = lambda i, carry: (body(i, *carry), *carry[1:])
+            named = (True, False, False) if kind == "scan" else lambda carry: carry[0]
+            rows = loop(kind, step, (rows, xs, w), n, buffers=named, **how)[0]
+        return jnp.sum(rows[:6] ** 3)
 
     return f

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from problems import TABLE
+from tolerances import DERIVATIVES
 
 
 def direction(like: jax.Array, seed: int) -> jax.Array:
@@ -50,7 +51,7 @@ def expected(name: str, pattern: str) -> np.ndarray:
     return np.asarray(derivative(entry.flat_reference(), pattern)(entry.vector()))
 
 
-def assert_close(got: Any, wanted: Any, tol: float = 1e-10) -> None:
+def assert_close(got: Any, wanted: Any, tol: float = DERIVATIVES) -> None:
     """Equal trees, of equal types, up to `tol`, NaN nowhere; keys are compared by their data."""
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)

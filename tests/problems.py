@@ -34,14 +34,17 @@ class Problem:
     """More steps than any of its loops takes."""
     tags: frozenset[str] = frozenset()
 
-    def loop(self, checkpoints: Any = None) -> Callable:
-        loops = LoopkitLoops(self.bound, checkpoints)
+    def loop(self, checkpoints: Any = None, **options: Any) -> Callable:
+        return self.through(LoopkitLoops(self.bound, checkpoints, **options))
+
+    def through(self, loops: Any) -> Callable:
         return lambda *args: self.program(loops, *args)
 
     def reference(self, *args: Any) -> Callable:
         """The program near `args` (its own by default), where it takes as many steps as there."""
         recording = PythonLoops()
         self.program(recording, *(args or self.args))
+        # A fresh one for each call: it goes through its counts.
         return lambda *args: self.program(PythonLoops(recording.counts), *args)
 
     def vector(self) -> jax.Array:
@@ -53,8 +56,8 @@ class Problem:
         unravel = ravel_pytree(self.args)[1]
         return lambda x: inexact_vector(fun(*unravel(x)))
 
-    def flat_loop(self, checkpoints: Any = None) -> Callable:
-        return self.flat(self.loop(checkpoints))
+    def flat_loop(self, checkpoints: Any = None, **options: Any) -> Callable:
+        return self.flat(self.loop(checkpoints, **options))
 
     def flat_reference(self, x: jax.Array | None = None) -> Callable:
         args = () if x is None else ravel_pytree(self.args)[1](x)

@@ -15,10 +15,13 @@ import loopkit
 class LoopkitLoops:
     """loopkit's loops, with keyword arguments that a program does not give itself."""
 
-    def __init__(self, bound: int, checkpoints: Any = None, **options: Any):
+    def __init__(
+        self, bound: int, checkpoints: Any = None, max_steps: int | None = None, **options: Any
+    ):
         self.options = {"checkpoints": checkpoints, **options}
-        # Saving every step needs to know how many there can be.
-        self.bound = {"max_steps": bound} if checkpoints == "all" else {}
+        if checkpoints == "all" and max_steps is None:
+            max_steps = bound  # saving every step needs to know how many there can be
+        self.bound = {} if max_steps is None else {"max_steps": max_steps}
 
     def while_loop(self, *args, **kwargs):
         return loopkit.while_loop(*args, **{**self.bound, **self.options, **kwargs})

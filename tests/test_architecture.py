@@ -1,6 +1,7 @@
 """The layers of the library, held in place: imports run downward, and one file opens onto jax."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import loopkit
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "loopkit"
+PACKAGE, TESTS = ROOT / "loopkit", ROOT / "tests"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 ROOMS = """
@@ -122,6 +123,35 @@ def test_no_module_imports_itself_in_a_circle():
 
     for module in sorted(graph):
         visit(module, ())
+
+
+def test_no_file_is_left_over():
+    """Each is reached from `import loopkit`: what tests alone import is of no use."""
+    known = modules()
+    graph = {name_of(path): {m for _, m in imports(path)} & known for path in FILES}
+    reached, found = set(), {"loopkit"}
+    while found:
+        reached |= found
+        ways = {m for module in found for m in graph[module]}
+        found = {m for way in ways for m in known if is_part_of(way, m)} - reached
+    assert sorted(known - reached) == []
+
+
+def test_every_room_has_its_tests():
+    """tests/README.md names them, and each test."""
+    text = (TESTS / "README.md").read_text()
+    rows = re.findall(r"^\| `(\S+?)/?` \| (.*) \|$", text, re.MULTILINE)
+    tests = {room: re.findall(r"`([\w/]+)`", row) for room, row in rows}
+    paths = (path.relative_to(TESTS).with_suffix("") for path in TESTS.rglob("test_*.py"))
+    there = {name for path in paths for name in (str(path), f"{path.parent}/") if name != "./"}
+    assert set(tests) == {room.replace(".", "/") for room in ROOMS.split()} - {"loopkit"}
+    for room, names in tests.items():
+        assert names, f"no test of {room}"
+        assert set(names) <= there, room
+    named = set(re.findall(r"`([\w/]+)`", text))
+    assert not {
+        name for name in there if name not in named and f"{name.rpartition('/')[0]}/" not in named
+    }
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

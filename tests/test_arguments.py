@@ -1,5 +1,6 @@
 """Every argument of every public function, given what it cannot be: each is refused by name."""
 
+import inspect
 import math
 import re
 
@@ -10,6 +11,8 @@ import pytest
 
 import loopkit
 from loopkit.schedules import binomial, mixed
+from public_names import FUNCTIONS
+from test_errors import CASES
 
 X = jnp.arange(3.0)
 SEQUENCES = [jnp.ones(2), jnp.ones(5)]
@@ -40,11 +43,12 @@ def fori_loop_to(**how):
 
 
 def unbounded_scan(**how):
-    return loopkit.unbounded_scan(lambda c, _: (c + 1, c), 0.0, until=lambda c, _: c > 3, **how)
+    given = {"f": lambda c, _: (c + 1, c), "init": 0.0, "until": lambda c, _: c > 3}
+    return loopkit.unbounded_scan(**{**given, **how})
 
 
 def ragged_scan(**how):
-    return loopkit.ragged_scan(step, 1.0, SEQUENCES, **how)
+    return loopkit.ragged_scan(**{"f": step, "init": 1.0, "sequences": SEQUENCES, **how})
 
 
 def blocked(**how):
@@ -62,6 +66,10 @@ def replace_lax_loops(**how):
 
 def assert_in_place(**how):
     return loopkit.assert_in_place(jnp.sin, X, **how)
+
+
+def in_place_report(**how):
+    return loopkit.in_place_report(jnp.sin, X, **how)
 
 
 def plan(**how):
@@ -90,9 +98,11 @@ def get(**how):
 
 ALL_LOOPS = scan, while_loop, fori_loop, fori_loop_to
 REPLACING = checkpointed, replace_lax_loops
+REPORTING = assert_in_place, in_place_report
 NAMES = {
     steps: "scan",
     fori_loop_to: "fori_loop",
+    in_place_report: "assert_in_place",
     plan: "Plan",
     evaluations: "Plan.evaluations",
     empty: "TensorArray.empty",
@@ -106,7 +116,7 @@ FLAGS = [
     *((scan, "reverse"), (scan, "_split_transpose"), (while_loop, "throw")),
     *((plan, flag) for flag in ("keeps_all", "thinned", "host", "exact")),
     *((use, flag) for use in (set_to, get) for flag in ("unique_indices", "indices_are_sorted")),
-    (assert_in_place, "grad"),
+    *((report, "grad") for report in REPORTING),
 ]
 NO_FLAGS = ["no", "", 2, -1, 0.0, 1.0, math.nan, [], jnp.asarray(True), np.ones(1, bool)]
 
@@ -123,7 +133,8 @@ COUNTS = [
         (ragged_scan, "batch", 1),
     ),
     *((plan, "slots", 1), (plan, "segment", 1), (plan, "bound", 0), (evaluations, "steps", 0)),
-    *((length_buckets, "first", 1), (empty, "capacity", 0), (assert_in_place, "min_bytes", 0)),
+    *((length_buckets, "first", 1), (empty, "capacity", 0)),
+    *((report, "min_bytes", 0) for report in REPORTING),
 ]
 NO_COUNTS = [2.5, 2.0, math.nan, [2], np.float32(2), np.arange(2)]
 
@@ -208,8 +219,11 @@ def test_memory_of_the_wrong_keys():
         refused(scan, "memory", memory, ValueError)
 
 
+GROWING = unbounded_scan, ragged_scan, length_buckets
+
+
 def test_growth():
-    for call in (unbounded_scan, ragged_scan, length_buckets):
+    for call in GROWING:
         for value in ("2", None, True, 1j, [2]):
             refused(call, "growth", value, TypeError)
         for value in (0, -1, 0.5, math.nan, math.inf):
@@ -246,36 +260,52 @@ def test_lengths():
         assert loopkit.length_buckets(value) == {8: [0, 1]}
 
 
-@pytest.mark.parametrize("argument", ["in_axes", "out_axes"])
-def test_axes(argument):
-    for call in (scan, blocked):
-        for value in ("0", 0.0, True, np.True_, math.nan):
-            refused(call, argument, value, TypeError)
-        for value in (7, -7):
-            refused(call, argument, value, ValueError)
-        call(**{argument: np.int64(0)})
+AXES = [(call, argument) for call in (scan, blocked) for argument in ("in_axes", "out_axes")]
 
 
-@pytest.mark.parametrize(
-    ("call", "argument"),
-    [
-        *((unbounded_scan, "progress"), (scan, "until"), (ragged_scan, "until")),
-        *((checkpointed, "only"), (replace_lax_loops, "only")),
-    ],
-    ids=lambda v: getattr(v, "__name__", v),
-)
-def test_functions(call, argument):
-    for value in ("x", 1, True, [], X):
+@pytest.mark.parametrize("case", AXES, ids=by_name)
+def test_axes(case):
+    call, argument = case
+    for value in ("0", 0.0, True, np.True_, math.nan):
         refused(call, argument, value, TypeError)
+    for value in (7, -7):
+        refused(call, argument, value, ValueError)
+    call(**{argument: np.int64(0)})
 
 
-@pytest.mark.parametrize(
-    "function", ["explain", "plan", "assert_in_place", "checkpointed", "blocked"]
-)
+CALLED = [
+    *((unbounded_scan, "progress"), (scan, "until"), (ragged_scan, "until")),
+    *((unbounded_scan, "until"), (unbounded_scan, "f"), (ragged_scan, "f")),
+    *((checkpointed, "only"), (replace_lax_loops, "only")),
+]
+
+
+@pytest.mark.parametrize("case", CALLED, ids=by_name)
+def test_functions(case):
+    for value in ("x", 1, True, [], X):
+        refused(*case, value, TypeError)
+
+
+OF_FUNCTIONS = [name for name, f in FUNCTIONS.items() if "fn" in inspect.signature(f).parameters]
+
+
+@pytest.mark.parametrize("function", OF_FUNCTIONS)
 def test_functions_that_are_none(function):
+    name = NAMES[in_place_report] if function == "in_place_report" else function
     for value in ("x", 1, X):
-        with pytest.raises(TypeError, match=rf"loopkit\.{function}: `fn` must be a function, got "):
-            getattr(loopkit, function)(value)
+        with pytest.raises(TypeError, match=rf"loopkit\.{name}: `fn` must be a function, got "):
+            FUNCTIONS[function](value)
+
+
+ARRAYS = [(unbounded_scan, "init"), (unbounded_scan, "xs"), (ragged_scan, "init")]
+ARRAYS += [(ragged_scan, "sequences")]
+
+
+@pytest.mark.parametrize("case", ARRAYS, ids=by_name)
+def test_trees_of_arrays(case):
+    for value in ("x", ["x"], {"a": ["x"]}, [object()]):
+        with pytest.raises(TypeError, match=rf"loopkit\.{case[0].__name__}: `{case[1]}.* got "):
+            case[0](**{case[1]: value})
 
 
 def test_fields_of_a_plan():
@@ -419,11 +449,13 @@ def test_functions_that_return_no_leaves(buffers):
 
 
 def test_flags_of_buffers():
-    for wrong in ("x", 1, 2.0, (False, "x")):
-        with pytest.raises(
-            TypeError, match=r"`buffers` must be a function or a tree of bools, got"
-        ):
-            loopkit.fori_loop(0, 2, lambda _, c: c, (1.0, X), buffers=wrong)
+    for call in ALL_LOOPS:
+        for wrong in ("x", 1, 2.0):
+            refused(call, "buffers", wrong, TypeError)
+    with pytest.raises(
+        TypeError, match=r"`buffers` must be a function or a tree of bools, got 'x'"
+    ):
+        loopkit.fori_loop(0, 2, lambda _, c: c, (1.0, X), buffers=(False, "x"))
     seen = []
 
     def body(_, c):
@@ -432,3 +464,38 @@ def test_flags_of_buffers():
 
     loopkit.fori_loop(0, 2, body, (1.0, X), buffers=(np.False_, np.True_))
     assert set(seen) == {(False, True)}
+
+
+# ---------------------------------------------------------------- all of them
+
+
+def refusals():
+    """(function, argument): what is given wrong values here, and in test_errors."""
+    for call, argument, *_ in (*FLAGS, *COUNTS, *AXES, *CALLED, *ARRAYS):
+        yield NAMES.get(call, call.__name__), argument
+        yield call.__name__, argument
+    yield from ((call.__name__, "growth") for call in GROWING)
+    yield from ((call.__name__, "buffers") for call in ALL_LOOPS)
+    yield from ((name, "fn") for name in OF_FUNCTIONS)
+    yield "length_buckets", "lengths"
+    yield from ((case.function, case.argument) for case in CASES)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_no_argument_is_left_out(name):
+    passed_on = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    parameters = inspect.signature(FUNCTIONS[name]).parameters.values()
+    arguments = {p.name for p in parameters if p.kind not in passed_on}
+    assert not arguments - {argument for function, argument in refusals() if function == name}
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if hasattr(jax.lax, name)])
+def test_the_arguments_of_lax_come_first(name):
+    """With the same names, and the same values where they are left out."""
+
+    def described(function):
+        parameters = inspect.signature(function).parameters.values()
+        return [(p.name, p.kind, p.default) for p in parameters]
+
+    of_lax = described(getattr(jax.lax, name))
+    assert described(FUNCTIONS[name])[: len(of_lax)] == of_lax

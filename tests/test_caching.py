@@ -21,6 +21,8 @@ import loopkit
 from derivatives import assert_close
 from loopkit import _jax
 from loopkit._programs.cache import Recent
+from tolerances import assert_near
+from turns import in_turn
 
 
 @contextlib.contextmanager
@@ -242,8 +244,10 @@ def python_closed_over(kind, w):
         return closed_over(kind, w)
 
 
-@pytest.mark.parametrize("kind", ["cell", "two of them", "dict", "partial", "module"])
-@pytest.mark.parametrize("transform", TRANSFORMS)
+PLACES = ["cell", "two of them", "dict", "partial", "module"]
+
+
+@pytest.mark.parametrize(("kind", "transform"), in_turn(PLACES, TRANSFORMS))
 def test_closing_over_a_differentiated_value(kind, transform, compilations):
     """Its body is compiled once, and used again with another value in its place."""
     first, second = jnp.array([0.3, 0.4]), jnp.array([0.9, -0.2])
@@ -269,7 +273,7 @@ def test_closing_over_a_differentiated_value(kind, transform, compilations):
     else:
         wanted = derivative(python_closed_over)(second)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-12)
+        assert_near(a, b)
 
 
 def test_a_differentiated_number_that_sets_a_shape():
@@ -437,7 +441,7 @@ def test_settings_are_not_mixed_up():
         jax.grad(lambda x, c=c: loopkit.while_loop(goes_on, body, (0, x), checkpoints=c)[1])(0.3)
         for c in (1, 2, None, 1)
     ]
-    np.testing.assert_allclose(grads, grads[0], rtol=1e-12)
+    assert_near(grads, [grads[0]] * len(grads))
     assert scan(0.3).dtype == jnp.float64
     assert loopkit.scan(row_body, jnp.float32(0.3), jnp.ones(4, "float32"))[0].dtype == jnp.float32
     forward, backward = (

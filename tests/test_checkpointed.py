@@ -16,43 +16,34 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import loopkit
-from derivatives import assert_close, derivative
+from derivatives import assert_close, derivative, expected
 from loopkit._foreign.replace import DIVERTED
 from problems import CHECKPOINTS, Problem, named, tagged
-
-
-class LaxLoops:
-    """The loops of lax, for programs that ask for nothing else."""
-
-    while_loop = staticmethod(lax.while_loop)
-    scan = staticmethod(lax.scan)
-    fori_loop = staticmethod(lax.fori_loop)
-
+from reference_loops import LaxLoops
+from turns import in_turn
 
 PLAIN = named("while_scalar", "while_vector", "scan_xs_ys", "scan_reverse", "while_in_while")
 PLAIN += named("fori_traced_bound", "carry_of_mixed_types", "params_in_the_carry")
 
 
 def with_lax(problem: Problem):
-    return problem.flat(lambda *args: problem.program(LaxLoops, *args))
+    return problem.flat(problem.through(LaxLoops()))
 
 
-@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
-@pytest.mark.parametrize("problem", PLAIN, ids=lambda problem: problem.name)
+@pytest.mark.parametrize(("problem", "checkpoints"), in_turn(PLAIN, CHECKPOINTS))
 def test_checkpointed_differentiates_in_reverse(problem: Problem, checkpoints):
     settings = {"checkpoints": checkpoints, "max_steps": problem.bound}
     f = loopkit.checkpointed(with_lax(problem), **settings)
     x = problem.vector()
-    assert_close(f(x), problem.flat_reference()(x))
-    wanted = derivative(problem.flat_reference(), "r")(x)
-    assert_close(jax.jit(derivative(f, "r"))(x), wanted)
+    assert_close(f(x), expected(problem.name, ""))
+    assert_close(jax.jit(derivative(f, "r"))(x), expected(problem.name, "r"))
 
 
 @pytest.mark.parametrize("pattern", ["f", "fr", "rf", "rr"])
 @pytest.mark.parametrize("problem", tagged("small")[:1], ids=lambda problem: problem.name)
 def test_checkpointed_in_other_modes(problem: Problem, pattern):
     x, f = problem.vector(), loopkit.checkpointed(with_lax(problem))
-    assert_close(derivative(f, pattern)(x), derivative(problem.flat_reference(), pattern)(x))
+    assert_close(derivative(f, pattern)(x), expected(problem.name, pattern))
 
 
 def grows(x):

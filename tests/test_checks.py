@@ -6,54 +6,30 @@ import pytest
 
 import loopkit
 from derivatives import assert_close
+from kinds import KINDS, loop
 
 XS = jnp.ones((6, 2))
 
 
 def filled(kind, back, n=5, **how):
-    """Rows from the rows `back` before them."""
+    """Row i from the one `back(i)` before it."""
 
     def f(xs):
-        def body(c, *_):
-            i, ys = c
-            return i + 1, ys.at[i].set(xs[i] * ys[i - back])
-
-        ys, init = jnp.zeros_like(xs).at[0].set(xs[0]), {"buffers": lambda c: c[1]}
-        if kind == "while":
-            out = loopkit.while_loop(lambda c: c[0] < n, body, (1, ys), **init, **how)[1]
-        elif kind == "fori":
-            step = lambda i, ys: body((i, ys))[1]
-            out = loopkit.fori_loop(1, n, step, ys, buffers=True, **how)
-        else:
-            out = loopkit.scan(lambda c, _: (body(c), None), (1, ys), None, n - 1, **init, **how)
-            out = out[0][1]
-        return jnp.sum(out)
+        body = lambda i, ys: ys.at[i].set(xs[i] * ys[i - back(i)])
+        ys = jnp.zeros_like(xs).at[0].set(xs[0])
+        return jnp.sum(loop(kind, body, ys, n, start=1, buffers=True, **how))
 
     return f
 
 
-NAMED = {"while": r"init_val\[1\]", "fori": "init_val", "scan": r"init\[1\]"}
+NAMED = {"fori": "init_val", "scan": r"init\[1\]", "until": r"init\[1\]", "while": r"init_val\[1\]"}
+SAME, LAST = lambda i: 0, lambda i: 1
 
 
-@pytest.mark.parametrize("kind", NAMED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_read_before_written(kind):
     text = f"buffer `{NAMED[kind]}` is read at index 2 in step 1, where nothing has been written"
-    late = lambda i: jnp.where(i == 2, 0, 1)
-
-    def f(xs):
-        def body(i, ys):
-            return ys.at[i].set(xs[i] * ys[i - late(i)])
-
-        ys = jnp.zeros_like(xs).at[0].set(xs[0])
-        one = lambda c, *_: (c[0] + 1, body(*c))
-        if kind == "while":
-            how = {"buffers": lambda c: c[1], "checks": True}
-            return loopkit.while_loop(lambda c: c[0] < 5, one, (1, ys), **how)[1]
-        if kind == "fori":
-            return loopkit.fori_loop(1, 5, body, ys, buffers=True, checks=True)
-        how = {"buffers": lambda c: c[1], "checks": True}
-        return loopkit.scan(lambda c, _: (one(c), None), (1, ys), None, 4, **how)[0][1]
-
+    f = filled(kind, lambda i: jnp.where(i == 2, 0, 1), checks=True)
     for run in (f, jax.jit(f)):
         with pytest.raises(Exception, match=text):
             jax.block_until_ready(run(XS))
@@ -61,9 +37,9 @@ def test_read_before_written(kind):
         f(XS)
 
 
-@pytest.mark.parametrize("kind", NAMED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_right_raises_nothing(kind):
-    f, plain = filled(kind, 1, checks=True), filled(kind, 1)
+    f, plain = filled(kind, LAST, checks=True), filled(kind, LAST)
     assert_close(jax.jit(jax.value_and_grad(f))(XS), jax.value_and_grad(plain)(XS))
     with jax.disable_jit():
         assert_close(jax.value_and_grad(f)(XS), jax.value_and_grad(plain)(XS))
@@ -71,16 +47,16 @@ def test_what_is_right_raises_nothing(kind):
 
 def test_gradients_are_checked_too():
     with pytest.raises(Exception, match="is read at index 1 in step 0"):
-        jax.block_until_ready(jax.jit(jax.grad(filled("while", 0, checks=True)))(XS))
+        jax.block_until_ready(jax.jit(jax.grad(filled("while", SAME, checks=True)))(XS))
 
 
 def test_written_out_of_bounds():
     text = r"buffer `init_val\[1\]` is written with .set at index 6 in step 5, outside of its shape"
     with pytest.raises(Exception, match=text):
-        jax.block_until_ready(jax.jit(filled("while", 1, 9, checks=True))(XS))
+        jax.block_until_ready(jax.jit(filled("while", LAST, 9, checks=True))(XS))
     with jax.disable_jit(), pytest.raises(Exception, match=text):
-        filled("while", 1, 9, checks=True)(XS)
-    assert float(filled("while", 1, 9)(XS)) == 12
+        filled("while", LAST, 9, checks=True)(XS)
+    assert float(filled("while", LAST, 9)(XS)) == 12
 
 
 def test_read_out_of_bounds():
@@ -119,12 +95,12 @@ def test_lanes_that_have_stopped_are_not_checked():
 def test_the_environment_variable(monkeypatch):
     monkeypatch.setenv("LOOPKIT_CHECKS", "1")
     with pytest.raises(Exception, match="is read at index 1 in step 0"):
-        jax.block_until_ready(filled("fori", 0)(XS))
-    assert float(filled("fori", 0, checks=False)(XS)) == 2
+        jax.block_until_ready(filled("fori", SAME)(XS))
+    assert float(filled("fori", SAME, checks=False)(XS)) == 2
     monkeypatch.setenv("LOOPKIT_CHECKS", "0")
-    assert float(filled("fori", 0)(XS)) == 2
+    assert float(filled("fori", SAME)(XS)) == 2
 
 
 def test_bad_argument():
     with pytest.raises(TypeError, match=r"while_loop: `checks` must be a bool or None"):
-        filled("while", 1, checks="yes")(XS)
+        filled("while", LAST, checks="yes")(XS)

@@ -6,6 +6,7 @@ import pytest
 
 import loopkit
 from derivatives import assert_close
+from kinds import KINDS, loop
 from loopkit import Plan, _jax
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.counters import find_counters
@@ -33,25 +34,15 @@ def by_hand(xs, start, n):
 
 def looped(kind, plan):
     def f(xs, start=2, n=7):
-        init = start, 40, xs[0]
-        how = {"checkpoints": plan}
-        if kind == "scan":
-            body = lambda c, _: (step(*c, xs), None)
-            (i, _, x), _ = loopkit.scan(body, init, None, 7, **how)
-        elif kind == "until":
-            body = lambda c, _: (step(*c, xs), c[2])
-            until = lambda c, _: c[0] >= start + n
-            (i, _, x), _ = loopkit.scan(body, init, None, 9, until=until, **how)
-        else:
-            go = lambda c: c[0] < start + n
-            i, _, x = loopkit.while_loop(go, lambda c: step(*c, xs), init, max_steps=9, **how)
+        one, init = lambda _, carry: step(*carry, xs), (start, 40, xs[0])
+        i, _, x = loop(kind, one, init, n, most=9, checkpoints=plan)
         return jnp.sum(x**2) * i
 
     return f
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("kind", ["scan", "until", "while"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients(kind, plan):
     f = looped(kind, plan)
     assert_close(jax.jit(jax.value_and_grad(f))(XS), jax.value_and_grad(by_hand)(XS, 2, 7))
@@ -121,12 +112,9 @@ def test_nothing_is_kept_of_a_counter():
 
 
 def test_what_replaying_reads_of_them_is_not_saved():
-    loop = the_loop(looped("while", None), XS)
-    active = Active((True,), (False, False, True), (), ())
-    active = active._replace(consts=tuple(map(_jax.is_differentiable, loop.const_types)))
-    how = reversal(
-        loop, active._replace(carry=tuple(map(_jax.is_differentiable, loop.carry_types)))
-    )
+    found = the_loop(looped("while", None), XS)
+    of_float = lambda types: tuple(map(_jax.is_differentiable, types))
+    how = reversal(found, Active(of_float(found.const_types), of_float(found.carry_types), (), ()))
     assert sum(how.saved) == 3
     assert [str(t.dtype) for t in how.slot_types] == ["float64"]
 

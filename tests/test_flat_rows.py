@@ -8,6 +8,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 import loopkit
 from derivatives import assert_close
+from kinds import loop
 from loopkit._engine.passes.flat_rows import SHORT
 from loopkit._jaxprs import equations
 
@@ -93,18 +94,10 @@ def reference(body, n=N):
 
 def looped(body, kind, checkpoints):
     def f(w, xs, first):
-        if kind == "fori":
-            step = lambda i, rows: body(i, rows, xs, w)
-            return loopkit.fori_loop(0, N, step, first, buffers=True, checkpoints=checkpoints)
-
-        def step(carry):
-            i, rows = carry
-            return i + 1, body(i, rows, xs, w)
-
-        # The predicate looks at the rows, too.
-        go_on = lambda carry: (carry[0] < N) & (jnp.sum(carry[1][carry[0]]) < 1e6)
-        how = {"max_steps": N + 2, "buffers": (False, True), "checkpoints": checkpoints}
-        return loopkit.while_loop(go_on, step, (0, first), **how)[1]
+        step = lambda i, rows: body(i, rows, xs, w)
+        below = lambda i, rows: jnp.sum(rows[i]) < 1e6  # the predicate looks at the rows, too
+        how = {"buffers": True, "checkpoints": checkpoints}
+        return loop(kind, step, first, N, most=N + 2, also=below, **how)
 
     return f
 

@@ -6,6 +6,7 @@ import pytest
 
 import loopkit
 from derivatives import assert_close
+from kinds import loop
 from loopkit import Plan
 
 XS = jnp.cos(jnp.arange(12.0)).reshape(6, 2)
@@ -71,14 +72,8 @@ def reference(body, n=6):
 def looped(body, kind, plan):
     def f(xs, first, n=6):
         rows = jnp.zeros((8, 2)) if first is None else first
-        how = {"checkpoints": plan, "buffers": lambda c: c[1]}
-        if kind == "scan":
-            one = lambda c, x: ((c[0] + 1, body(c[0], c[1], x)), None)
-            rows = loopkit.scan(one, (1, rows), xs, **how)[0][1]
-        else:
-            one = lambda c: (c[0] + 1, body(c[0], c[1], xs[c[0] - 1]))
-            rows = loopkit.while_loop(lambda c: c[0] <= n, one, (1, rows), max_steps=7, **how)[1]
-        return jnp.sum(rows**3)
+        how = {"start": 1, "most": 7, "xs": xs, "buffers": True, "checkpoints": plan}
+        return jnp.sum(loop(kind, body, rows, n + 1, **how) ** 3)
 
     return f
 

@@ -24,26 +24,12 @@ PLANS = {
 }
 
 
-class Loops:
-    """Those of loopkit, with options."""
-
-    def __init__(self, **options):
-        self.options = options
-
-    def while_loop(self, *args, **kwargs):
-        return loopkit.while_loop(*args, **self.options, max_steps=50, **kwargs)
-
-    def scan(self, *args, **kwargs):
-        return loopkit.scan(*args, **self.options, **kwargs)
-
-
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ["while_scalar", "scan_until", "scan_xs_ys"])
 def test_gradients(name, plan):
     (problem,) = named(name)
     x = problem.vector()
-    loops = Loops(checkpoints=PLANS[plan])
-    f = derivative(problem.flat(lambda *args: problem.program(loops, *args)), "r")
+    f = derivative(problem.flat_loop(PLANS[plan], max_steps=50), "r")
     lanes = jnp.stack([x, 1.15 * x])
     each = [derivative(problem.flat_reference(row), "r")(row) for row in lanes]
     assert_close(jax.jit(f)(x), each[0])
@@ -54,8 +40,7 @@ def test_gradients(name, plan):
 def test_other_derivatives(pattern):
     (problem,) = named("scan_xs_ys")
     x = problem.vector()
-    loops = Loops(checkpoints=PLANS["few"])
-    f = derivative(problem.flat(lambda *args: problem.program(loops, *args)), pattern)
+    f = derivative(problem.flat_loop(PLANS["few"]), pattern)
     assert_close(jax.jit(f)(x), derivative(problem.flat_reference(), pattern)(x))
 
 

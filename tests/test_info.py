@@ -144,15 +144,7 @@ def test_unrolling_changes_nothing(name, unroll):
     """Steps that do not fill an iteration, more steps than there are, and all derivatives."""
     (problem,) = named(name)
     x = problem.vector()
-
-    class Unrolled:
-        def while_loop(self, *args, **kwargs):
-            return loopkit.while_loop(*args, unroll=unroll, checkpoints=2, **kwargs)
-
-        def scan(self, *args, **kwargs):
-            return loopkit.scan(*args, unroll=unroll, checkpoints=2, **kwargs)
-
-    f = problem.flat(lambda *args: problem.program(Unrolled(), *args))
+    f = problem.flat_loop(2, unroll=unroll)
     for pattern in ("", "f", "r", "fr"):
         wanted = derivative(problem.flat_reference(), pattern)(x)
         assert_close(jax.jit(derivative(f, pattern))(x), wanted)

@@ -13,6 +13,7 @@ from jax import lax
 import loopkit
 from derivatives import assert_close
 from problems import CHECKPOINTS
+from turns import in_turn
 
 
 def root(step, n, x, w):
@@ -95,8 +96,10 @@ def check_lanes(body, transform, checkpoints, bound=None):
     assert_close(got, one_by_one(body, transform, 0.8))
 
 
-@pytest.mark.parametrize("transform", ["value", "jvp", "linearize", "grad", "hessian"])
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+EACH = ["value", "jvp", "linearize", "grad", "hessian"]
+
+
+@pytest.mark.parametrize(("body", "transform"), in_turn(BODIES, EACH))
 def test_lanes(body, transform):
     check_lanes(body, transform, None)
 
@@ -106,8 +109,7 @@ def test_lanes_in_other_orders(transform):
     check_lanes(root, transform, 2)
 
 
-@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
-@pytest.mark.parametrize("transform", ["grad", "hessian"])
+@pytest.mark.parametrize(("transform", "checkpoints"), in_turn(["grad", "hessian"], CHECKPOINTS))
 def test_lanes_with_checkpoints(transform, checkpoints):
     check_lanes(root, transform, checkpoints, bound=6)
 
@@ -145,9 +147,12 @@ def test_derivative_of_vmap(body, transform):
     assert_close(jax.jit(take(total))(parameters), take(reference)(parameters))
 
 
-@pytest.mark.parametrize("transform", ["jvp", "grad", "hessian"])
-@pytest.mark.parametrize("order", ["first inside", "second inside"])
-@pytest.mark.parametrize("sliced", [False, True])
+ORDERS = ["first inside", "second inside"]
+
+
+@pytest.mark.parametrize(
+    ("sliced", "order", "transform"), in_turn([False, True], ORDERS, ["jvp", "grad", "hessian"])
+)
 def test_lanes_of_two_kinds(transform, order, sliced):
     """The predicate reads two constants, each of one vmap alone; half of the lanes take no step,
     at which the body is infinite.
@@ -221,14 +226,17 @@ def test_lanes_that_would_overflow(transform):
         "grad": [p * x ** (p - 1) for x, p in zip(xs, powers, strict=True)],
         "hessian": [p * (p - 1) * x ** (p - 2) for x, p in zip(xs, powers, strict=True)],
     }[transform]
+    # A power of 2**17 makes as many times as much of a rounding of x.
     np.testing.assert_allclose(got, jnp.stack(wanted), rtol=1e-8)
 
 
 # ---------------------------------------------------------------- without lanes
 
 
-@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
-@pytest.mark.parametrize("transform", ["value", "jvp", "grad", "hessian"])
+FEW = ["value", "jvp", "grad", "hessian"]
+
+
+@pytest.mark.parametrize(("transform", "checkpoints"), in_turn(FEW, CHECKPOINTS))
 def test_no_step_beyond_the_last(transform, checkpoints):
     """One lane: no step is evaluated that the loop does not take, up to the bound or otherwise."""
     f = lambda args: loop(root, *args, checkpoints, 8)
@@ -237,8 +245,7 @@ def test_no_step_beyond_the_last(transform, checkpoints):
     assert_close(got, wanted)
 
 
-@pytest.mark.parametrize("transform", ["value", "jvp", "grad", "hessian"])
-@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+@pytest.mark.parametrize(("checkpoints", "transform"), in_turn(CHECKPOINTS, FEW))
 def test_scan_with_until(checkpoints, transform):
     """No row is evaluated past the stop, in one lane or several."""
 

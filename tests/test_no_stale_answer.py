@@ -16,6 +16,7 @@ import pytest
 from jax import lax
 
 import loopkit
+from tolerances import assert_near
 
 RATE = 2.0
 
@@ -267,8 +268,7 @@ def test_one_after_the_other(place, run, modes):
     for mode in modes:
         for v in (2.0, 3.0):
             got, wanted = result(loopkit, run, v, mode), result(lax, right, v, mode)
-            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-                np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=f"{mode} {v}")
+            assert_near(got, wanted, what=f"{mode} {v}")
 
 
 def test_random_numbers_are_drawn_anew():
@@ -413,5 +413,4 @@ def test_the_very_same_function_under_other_settings(settings):
             run = lambda c, scan=scan, how=how, xs=xs: scan(c, **{**how, "xs": xs})
             total = lambda c, run=run: sum(jnp.sum(v**2) for v in run(c))
             found.append((*run(jnp.float64(0.2)), jax.grad(total)(0.2)))
-        for got, wanted in zip(*found, strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=1e-11, err_msg=str(how))
+        assert_near(*found, what=str(how))

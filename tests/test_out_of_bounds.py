@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from jax import lax
 
+import kinds
 import loopkit
 from loopkit import Plan
+from tolerances import DERIVATIVES
 
 ROWS, WIDE = 5, 3
 TABLE = jnp.sin(jnp.arange(ROWS * WIDE * 1.0) * 1.3 + 0.5).reshape(ROWS, WIDE)
@@ -167,8 +169,8 @@ def scanned(step, c, loop, **how):
     return loop.scan(step, c, AT, **how)
 
 
-def counted(step, c, loop, **how):
-    """The same by a fori_loop: what it reads is added up."""
+def summed(kind, step, c, loop, **how):
+    """The same by another loop: what it reads is added up."""
 
     def body(k, state):
         c, total = state
@@ -178,25 +180,12 @@ def counted(step, c, loop, **how):
     y = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), jax.eval_shape(step, c, AT[0])[1])
     if "buffers" in how:
         how["buffers"] = lambda state, inner=how["buffers"]: inner(state[0])
-    return loop.fori_loop(0, len(AT), body, (c, y), **how)
+    if loop is lax:  # of which a while_loop has no gradient
+        return kinds.loop("fori", body, (c, y), len(AT), loops=lax)
+    return kinds.loop(kind, body, (c, y), len(AT), most=12, **how)
 
 
-def whiled(step, c, loop, **how):
-    def body(state):
-        k, c, total = state
-        c, y = step(c, AT[k])
-        return k + 1, c, jax.tree.map(jnp.add, total, y)
-
-    if loop is lax:
-        return counted(step, c, lax)
-    y = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), jax.eval_shape(step, c, AT[0])[1])
-    if "buffers" in how:
-        how["buffers"] = lambda state, inner=how["buffers"]: inner(state[1])
-    out = loop.while_loop(lambda s: s[0] < len(AT), body, (0, c, y), max_steps=12, **how)
-    return out[1:]
-
-
-LOOPS = {"scan": scanned, "fori_loop": counted, "while_loop": whiled}
+LOOPS = {kind: ft.partial(summed, kind) for kind in ("fori", "while")} | {"scan": scanned}
 
 
 @ft.cache
@@ -324,15 +313,15 @@ def assert_same(got, want):
     assert jax.tree.structure(got) == jax.tree.structure(want)
     wrong = []
     for (path, g), w in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        if g.dtype != w.dtype or not np.allclose(g, w, 1e-9, 1e-9, equal_nan=True):
+        if g.dtype != w.dtype or not np.allclose(g, w, DERIVATIVES, DERIVATIVES, equal_nan=True):
             wrong.append(jax.tree_util.keystr(path))
     assert not wrong
 
 
 CHECKPOINTS = [None, 1, 2, "all", Plan(2, 2, "residuals"), Plan(2, 2, "carries")]
-KINDS = ["scan", "fori_loop", "while_loop"]
+KINDS = ["scan", "fori", "while"]
 TRANSFORMED = ["grad", "value", "jvp", "forward over reverse", "reverse over reverse", "lanes"]
-OFTEN = {"constants": KINDS, "buffers": KINDS, "written buffers": ["scan", "while_loop"]}
+OFTEN = {"constants": KINDS, "buffers": KINDS, "written buffers": ["scan", "while"]}
 PARTS = 5
 
 

@@ -85,7 +85,7 @@ def test_derivatives():
     assert_close(jax.jit(jax.grad(ours, (0, 1)))(0.5, FLOATS), grads)
     assert_close(jax.grad(loss(ragged, until=lambda h, _: h > 5.0, **few))(0.5, FLOATS), grads[0])
     slope = lambda of: lambda w: jax.jvp(lambda w: of(w, FLOATS), (w,), (1.0,))[1]
-    assert_close(jax.jit(jax.grad(slope(ours)))(0.5), jax.grad(slope(theirs))(0.5), 1e-9)
+    assert_close(jax.jit(jax.grad(slope(ours)))(0.5), jax.grad(slope(theirs))(0.5))
     many = jax.vmap(lambda w: ours(w, FLOATS))(jnp.array([0.5, 0.7]))
     assert_close(many, jnp.stack([theirs(0.5, FLOATS), theirs(0.7, FLOATS)]))
 

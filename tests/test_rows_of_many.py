@@ -7,6 +7,7 @@ from jax import lax
 
 import loopkit
 from derivatives import assert_close
+from kinds import loop
 from loopkit import Plan
 
 LANES = 9
@@ -36,23 +37,12 @@ def looped(kind, plan, unroll=1):
     def f(xs, w, first=None, n=6):
         rows = jnp.zeros((8, 2)) if first is None else first
 
-        def body(carry, x):
-            i, state, rows = carry
-            state, row = step(i, xs, state, w)
-            return (i + 1, state, rows.at[i + 1].set(row)), 2 * row
+        def body(i, carry):
+            state, row = step(i, xs, carry[0], w)
+            return state, carry[1].at[i + 1].set(row)
 
-        how = {"checkpoints": plan, "buffers": lambda carry: carry[-1], "unroll": unroll}
-        init = (0, jnp.ones(2), rows)
-        if kind == "scan":
-            (*_, rows), ys = loopkit.scan(body, init, None, 6, **how)
-            return rows + 0 * ys[0]
-        if kind == "until":
-            stop = lambda carry, y: carry[0] >= n
-            return loopkit.scan(body, init, None, 6, until=stop, **how)[0][-1]
-        if kind == "fori":
-            return loopkit.fori_loop(0, 6, lambda i, c: body((i, *c[1:]), None)[0], init, **how)[-1]
-        go_on = lambda carry: carry[0] < n
-        return loopkit.while_loop(go_on, lambda c: body(c, None)[0], init, max_steps=7, **how)[-1]
+        how = {"checkpoints": plan, "buffers": lambda carry: carry[1], "unroll": unroll}
+        return loop(kind, body, (jnp.ones(2), rows), n, most=7, **how)[1]
 
     return f
 
@@ -116,29 +106,31 @@ def test_lanes_of_lanes(kind, plan, outer):
 
 
 def test_lanes_that_start_apart():
-    """Each lane writes at a row of its own."""
+    """Each lane writes at a row of its own, and puts rows out besides."""
 
-    def f(loop, xs, w, start):
+    def f(scan, xs, w, start):
         def body(carry, x):
             i, rows = carry
-            return (i + 1, rows.at[i].set(jnp.sin(x * w))), None
+            row = jnp.sin(x * w)
+            return (i + 1, rows.at[i].set(row)), row * rows[i - 1]
 
-        return jnp.sum(loop(body, (start, jnp.zeros((8, 2))), xs)[0][1] ** 3)
+        (_, rows), ys = scan(body, (start, jnp.zeros((8, 2))), xs)
+        return jnp.sum(rows**3) + jnp.sum(ys**2)
 
     starts = jnp.arange(LANES) % 3
-    grads = lambda loop: jax.vmap(jax.grad(lambda *a: f(loop, *a), (0, 1)))(XS, WS, starts)
+    grads = lambda scan: jax.vmap(jax.grad(lambda *a: f(scan, *a), (0, 1)))(XS, WS, starts)
     buffered = lambda *a: loopkit.scan(*a, buffers=lambda carry: carry[1])
     assert_close(jax.jit(lambda: grads(buffered))(), grads(lax.scan))
 
 
 def test_an_inner_loop_that_writes_rows():
-    def f(loop, inner, xs, w):
+    def f(outer, inner, xs, w):
         def body(state, x):
             one = lambda c, _: ((c[0] + 1, c[1].at[c[0]].set(jnp.sin(state * w * c[0]))), None)
             (_, rows), _ = inner(one, (0, jnp.zeros((4, 2))), None, 4)
             return state + jnp.sum(rows**2, 0) * x, None
 
-        return jnp.sum(loop(body, jnp.ones(2), xs)[0] ** 2)
+        return jnp.sum(outer(body, jnp.ones(2), xs)[0] ** 2)
 
     grads = lambda *loops: jax.vmap(jax.value_and_grad(lambda *a: f(*loops, *a), (0, 1)))(XS, WS)
     buffered = lambda *a: loopkit.scan(*a, buffers=lambda carry: carry[1])

@@ -7,21 +7,21 @@ import pytest
 import loopkit
 from derivatives import assert_close, derivative, expected
 from problems import CHECKPOINTS, PROBLEMS, Problem, named, tagged
+from turns import in_turn
 
 MAIN = named("while_scalar", "scan_until", "while_in_while")
 OTHERS = [problem for problem in PROBLEMS if problem not in MAIN]
 
 
-@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
-@pytest.mark.parametrize("pattern", ["fr", "rf", "rr"])
-@pytest.mark.parametrize("problem", MAIN, ids=lambda problem: problem.name)
+@pytest.mark.parametrize(
+    ("problem", "pattern", "checkpoints"), in_turn(MAIN, ["fr", "rf", "rr"], CHECKPOINTS)
+)
 def test_second_order(problem: Problem, pattern, checkpoints):
     got = jax.jit(derivative(problem.flat_loop(checkpoints), pattern))
     assert_close(got(problem.vector()), expected(problem.name, pattern))
 
 
-@pytest.mark.parametrize("pattern", ["fr", "rr"])
-@pytest.mark.parametrize("problem", OTHERS, ids=lambda problem: problem.name)
+@pytest.mark.parametrize(("problem", "pattern"), in_turn(OTHERS, ["fr", "rr"]))
 def test_second_order_of_every_loop(problem: Problem, pattern):
     got = jax.jit(derivative(problem.flat_loop(2), pattern))
     assert_close(got(problem.vector()), expected(problem.name, pattern))

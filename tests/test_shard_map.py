@@ -11,9 +11,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import kinds
 import loopkit
 from derivatives import assert_close
 from problems import CHECKPOINTS
+from tolerances import assert_near
+from turns import in_turn
 
 MESH = Mesh(np.asarray(jax.devices()[:4]), ("d",))
 NS = np.asarray([3, 0, 5, 1])
@@ -154,18 +157,13 @@ def test_gradient_of_a_mean_over_devices():
     assert_close(got, jax.value_and_grad(reference, (1, 2))(None, jnp.asarray(XS), 0.8))
 
 
-@pytest.mark.parametrize("which", ["scan", "while_loop"])
-def test_collectives_in_the_body(which):
+@pytest.mark.parametrize("kind", kinds.KINDS)
+def test_collectives_in_the_body(kind):
     """Devices in step, since the predicate is the same on each."""
 
-    def step(x, w):
-        return jnp.sin(w * x) + lax.psum(x, "d") / 8
-
     def local(x, w):
-        if which == "scan":
-            return loopkit.scan(lambda x, _: (step(x, w), None), x, length=4, checkpoints=2)[0]
-        body = lambda c: (c[0] + 1, step(c[1], w))
-        return loopkit.while_loop(lambda c: c[0] < 4, body, (0, x), checkpoints=2)[1]
+        step = lambda _, x: jnp.sin(w * x) + lax.psum(x, "d") / 8
+        return kinds.loop(kind, step, x, 4, checkpoints=2)
 
     sharded = jax.shard_map(local, mesh=MESH, in_specs=(P("d"), P()), out_specs=P("d"))
 
@@ -280,7 +278,7 @@ def test_a_mesh_that_only_the_body_names(named, compile):
     x = jnp.linspace(0.1, 0.8, 8)
     got, wanted = compile(program(loopkit.scan))(x), compile(program(lax.scan))(x)
     for g, w in zip(got, wanted, strict=True):
-        np.testing.assert_allclose(g, w, rtol=1e-10)
+        assert_near(g, w)
         assert g.sharding.device_set == w.sharding.device_set
 
 
@@ -297,7 +295,7 @@ def test_a_mesh_of_explicit_axes_that_only_types_and_the_body_name():
         return y, pullback(x)[0]
 
     for got, wanted in zip(outcome(loopkit.scan), outcome(lax.scan), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-10)
+        assert_near(got, wanted)
         assert jax.typeof(got) == jax.typeof(wanted)
 
 
@@ -423,10 +421,13 @@ def test_until(step, what, transform, checkpoints):
     assert_close(got(XS), jax.jit(lambda x: taken(transform, wanted, x))(XS))
 
 
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("mesh", [MESH, SQUARE], ids=["one axis", "two axes"])
+MESHES = {"one axis": MESH, "two axes": SQUARE}
+
+
+@pytest.mark.parametrize(("mesh", "check"), in_turn(MESHES, [True, False]))
 @pytest.mark.parametrize("transform", ["grad", pytest.param("hessian", marks=pytest.mark.slow)])
 def test_until_on_meshes(transform, mesh, check):
+    mesh = MESHES[mesh]
     x = XS[: mesh.shape["d"]]
     # The other step has the other transformation.
     step = ("scan", "buffer")[((mesh is MESH) + check + (transform == "grad")) % 2]

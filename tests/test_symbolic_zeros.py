@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 from jax import lax
 
+import kinds
 import loopkit
 from derivatives import assert_close
+from tolerances import assert_near
+from turns import in_turn
 
 STEPS = 3
 
@@ -30,16 +33,11 @@ def by_scan(step, c, consts, xs, **how):
 
 
 def by_while(step, c, consts, xs, **how):
-    def body(state):
-        i, c = state
-        return i + 1, step(c, consts, jax.tree.map(lambda x: x[i], xs))
-
-    return loopkit.while_loop(lambda s: s[0] < STEPS, body, (0, c), **how)[1]
+    return kinds.loop("while", lambda _, c, x: step(c, consts, x), c, STEPS, xs=xs, **how)
 
 
 def by_fori(step, c, consts, xs, stop=STEPS, **how):
-    body = lambda i, c: step(c, consts, jax.tree.map(lambda x: x[i], xs))
-    return loopkit.fori_loop(0, stop, body, c, **how)
+    return kinds.loop("fori", lambda _, c, x: step(c, consts, x), c, stop, xs=xs, **how)
 
 
 def by_buffer(step, c, consts, xs):
@@ -86,8 +84,8 @@ LOOPS = {
     "scan with until": lambda *a: by_scan(*a, until=lambda c, _: c["y"] > 1e9),
     "truncated, never": lambda *a: by_scan(*a, truncate=STEPS),
     "while": by_while,
-    "while, bounded": lambda *a: by_while(*a, max_steps=9),
-    "while, every step stored": lambda *a: by_while(*a, max_steps=9, checkpoints="all"),
+    "while, bounded": lambda *a: by_while(*a, most=9),
+    "while, every step stored": lambda *a: by_while(*a, most=9, checkpoints="all"),
     "fori": by_fori,
     "fori to a traced bound": lambda step, c, consts, xs: by_fori(
         step, c, consts, xs, stop=jnp.int32(STEPS + 0 * c["y"])
@@ -155,7 +153,7 @@ def agree(f, g, modes):
     for name in modes:
         got, wanted = MODES[name](f)(x), MODES[name](g)(x)
         assert np.isfinite(wanted), name
-        np.testing.assert_allclose(got, wanted, rtol=1e-10, err_msg=name)
+        assert_near(got, wanted, what=name)
 
 
 @pytest.mark.parametrize(("loop", "way", "modes"), crossed(LOOPS, OFTEN, list(MODES)))
@@ -197,7 +195,7 @@ def test_rules_before_a_loop_hear_of_cotangents_only(loop, way, modes):
     agree(f, g, modes)
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", in_turn(LOOPS))
 def test_what_cannot_be_reversed_may_stand_before_a_loop(loop):
     halved = lambda x: lax.while_loop(lambda v: v > 0.1, lambda v: v / 2, x)
     f = lambda x: compared_with("constant", halved(x), x, LOOPS[loop])
@@ -225,8 +223,7 @@ def flat(x):
 flat.defjvp(lambda p, t: (flat(*p), jnp.zeros_like(p[0])))
 
 
-@pytest.mark.parametrize("kind", WITHOUT_A_DERIVATIVE)
-@pytest.mark.parametrize("loop", THREE)
+@pytest.mark.parametrize(("loop", "kind"), in_turn(THREE, WITHOUT_A_DERIVATIVE))
 def test_values_used_without_a_derivative(loop, kind):
     use = WITHOUT_A_DERIVATIVE[kind]
 

@@ -7,6 +7,7 @@ import pytest
 
 import loopkit
 from derivatives import assert_close
+from kinds import KINDS, loop
 from loopkit import TensorArray
 
 THREE = jnp.arange(3.0)
@@ -76,7 +77,7 @@ def test_concat_and_back():
 
 
 @pytest.mark.parametrize("checkpoints", [None, 2, "all"])
-@pytest.mark.parametrize("kind", ["while", "scan", "fori"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_in_a_loop_it_is_a_buffer(kind, checkpoints):
     def f(x, n):
         def add(array):
@@ -84,14 +85,8 @@ def test_in_a_loop_it_is_a_buffer(kind, checkpoints):
             return array.append(jnp.sin(array.read(-1)) * x)
 
         array, how = TensorArray.empty(9, x).append(x), {"checkpoints": checkpoints}
-        if kind == "while":
-            step = lambda c: (c[0] + 1, add(c[1]))
-            init = (1, array)
-            array = loopkit.while_loop(lambda c: c[0] < n, step, init, max_steps=8, **how)[1]
-        elif kind == "fori":
-            array = loopkit.fori_loop(1, 5, lambda i, array: add(array), array, **how)
-        else:
-            array = loopkit.scan(lambda c, _: (add(c), None), array, None, 4, **how)[0]
+        n = 5 if kind in ("fori", "scan") else n  # a number that is known
+        array = loop(kind, lambda _, array: add(array), array, n, start=1, most=8, **how)
         return jnp.sum(array.stack() ** 2), array
 
     def unrolled(x, n):
@@ -103,7 +98,7 @@ def test_in_a_loop_it_is_a_buffer(kind, checkpoints):
     (_, array), grad = jax.jit(jax.value_and_grad(f, has_aux=True))(THREE, 5)
     assert (len(array), array.capacity) == (5, 9)
     assert_close(grad, jax.grad(unrolled)(THREE, 5))
-    if kind == "while":
+    if kind in ("until", "while"):
         grads = jax.vmap(jax.grad(lambda x, n: f(x, n)[0]), (None, 0))
         want = jnp.stack([jax.grad(unrolled)(THREE, n) for n in (2, 5)])
         assert_close(jax.jit(grads)(THREE, jnp.asarray([2, 5])), want)

@@ -54,17 +54,7 @@ def quadratic(x, factor, unroll="auto", steps=300):
 def test_derivatives_with_every_way_of_storing(name, checkpoints):
     (problem,) = named(name)
     x = problem.vector()
-    options = {"unroll": 3, "checkpoints": checkpoints}
-
-    class Unrolled:
-        def while_loop(self, *args, **kwargs):
-            return loopkit.while_loop(*args, **options, max_steps=100, **kwargs)
-
-        def scan(self, *args, **kwargs):
-            return loopkit.scan(*args, **options, **kwargs)
-
-    f = problem.flat(lambda *args: problem.program(Unrolled(), *args))
-    got = derivative(f, "r")
+    got = derivative(problem.flat_loop(checkpoints, max_steps=100, unroll=3), "r")
     lanes = jnp.stack([x, 1.15 * x])
     each = [derivative(problem.flat_reference(row), "r")(row) for row in lanes]
     assert_close(jax.jit(got)(x), each[0])
@@ -186,15 +176,7 @@ def test_printing_steps_print_once_each(capfd):
 def test_a_real_trial(name, gradient):
     """All lanes of it, in a traced function, with the file to show for it."""
     (problem,) = named(name)
-
-    class Unrolled:
-        def while_loop(self, *args, **kwargs):
-            return loopkit.while_loop(*args, unroll="auto", **kwargs)
-
-        def scan(self, *args, **kwargs):
-            return loopkit.scan(*args, unroll="auto", **kwargs)
-
-    f = problem.flat(lambda *args: problem.program(Unrolled(), *args))
+    f = problem.flat_loop(unroll="auto")
     pattern = "r" if gradient else ""
     x = problem.vector()
     lanes = jnp.stack([x, 1.15 * x])

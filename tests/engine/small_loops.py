@@ -5,6 +5,7 @@ import numpy as np
 
 from loopkit import _jax
 from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Operands, Output, parts
+from tolerances import RELATIVE
 
 
 def types_of(values):
@@ -99,7 +100,7 @@ def run(loop, operands):
     return [*carry, *ys]
 
 
-def assert_same(got, wanted, tol=1e-12):
+def assert_same(got, wanted, tol=RELATIVE["float64"]):
     for g, w in zip(got, wanted, strict=True):
         assert np.asarray(g).dtype == np.asarray(w).dtype
         np.testing.assert_allclose(g, w, rtol=tol, atol=tol)

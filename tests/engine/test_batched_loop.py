@@ -171,6 +171,21 @@ def test_records_of_rows_along_other_axes():
     assert batched.loop.ys_types[0].shape == (LANES, 2, 2, LENGTH)
 
 
+def test_records_keep_what_an_axis_does_not_change():
+    """Names, buffers, the flag of a step, and which rows are a log."""
+    loop, _ = until()
+    facts = {"carry": {"name": "h", "buffer": True, "flag": True}, "ys": {"log": True}}
+    for leaves, changes in facts.items():
+        for i in range(len(getattr(loop, leaves))):
+            records = list(getattr(loop, leaves))
+            records[i] = records[i]._replace(**changes)
+            one = loop.replace(**{leaves: tuple(records)})
+            flags = Operands([False], [True], [False] * 4, [False])
+            found = getattr(batch_loop(one, _jax.axis(LANES), flags).loop, leaves)
+            kept = [[getattr(r, fact) for fact in changes] for r in found]
+            assert kept == [[getattr(r, fact) for fact in changes] for r in records]
+
+
 def test_a_predicate_of_its_own_makes_an_axis_a_lane():
     loop, _ = until()
     flags = Operands([False], [True], [False] * 4, [False])

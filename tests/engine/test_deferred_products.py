@@ -12,6 +12,7 @@ from loopkit._engine.derivative.split import split_step
 from loopkit._engine.facts.activity import forward_activity
 from loopkit._engine.loop import Operands, kept, parts
 from loopkit._jaxprs import equations
+from tolerances import assert_near
 
 from .small_loops import make_loop
 
@@ -131,10 +132,10 @@ def test_the_sums_of_all_steps(body, shape):
     assert [f.shape[1:] for f in factors] == [t.shape for t in found.factor_types]
     stacked = [np.stack(row) for row in zip(*rows, strict=True)]
     (late,) = found.sums(list(map(jnp.asarray, factors)), list(map(jnp.asarray, stacked)))
-    np.testing.assert_allclose(got[0] + late, wanted[0], rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(got[1], wanted[1], rtol=1e-12)
-    np.testing.assert_allclose(own, last, rtol=1e-12)
-    np.testing.assert_allclose(own_d_xs, d_xs, rtol=1e-12)
+    assert_near(got[0] + late, wanted[0], atol=1e-12)
+    assert_near(got[1], wanted[1])
+    assert_near(own, last)
+    assert_near(own_d_xs, d_xs)
     # No product as large as the matrix is left in a step, nor is one added.
     large = [e.primitive.name for e in equations.all_equations(found.step) if is_matrix(e)]
     assert not {"dot_general", "add_any"} & set(large)
@@ -214,7 +215,7 @@ def test_batched_products():
     assert found.put_off == (True, False)
     rows, cts = numbers(STEPS, 2, 4), numbers(STEPS, 2, 5, seed=1)
     (got,) = found.sums([jnp.asarray(cts)], [jnp.asarray(rows)])
-    np.testing.assert_allclose(got, np.einsum("tbi,tbj->jbi", rows, cts), rtol=1e-12)
+    assert_near(got, np.einsum("tbi,tbj->jbi", rows, cts))
 
 
 def test_the_step_keeps_what_is_not_put_off():

@@ -10,6 +10,7 @@ import pytest
 
 from loopkit import _jax
 from loopkit._jaxprs import min_cut
+from tolerances import SAME_OPERATIONS
 
 SCALAR, VECTOR = (_jax.ShapedArray(shape, jnp.dtype("float64")) for shape in ((), (3,)))
 
@@ -190,7 +191,7 @@ def test_random_steps():
         ready = [*jaxpr.invars[: len(CONSTANTS)], *jaxpr.invars[len(TYPES) - len(XS) :]]
         found = cut.remake({v: values[v] for v in (*ready, *cut.hoisted, *cut.stored)})
         for got, expected in zip(found, outs[1:], strict=True):
-            np.testing.assert_allclose(got, expected, rtol=1e-14)
+            np.testing.assert_allclose(got, expected, rtol=SAME_OPERATIONS)
 
 
 def kept_of(fun, types, constants=0, carry=1):

@@ -15,6 +15,7 @@ from loopkit._buffers.slices import read, read_p, write_p
 from loopkit._buffers.window import Window
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.slice_cotangents import threaded
+from tolerances import SAME_OPERATIONS
 
 TABLE = _jax.ShapedArray((7, 6), jnp.dtype("float64"))
 VECTOR = _jax.ShapedArray((3,), jnp.dtype("float64"))
@@ -161,7 +162,7 @@ def as_large_as_the_table(jaxpr):
 def test_as_jax_has_them(program):
     at = AT if program not in (rows, points, columns, several_reads, in_calls) else INSIDE
     got, wanted, jaxpr = transposes(program, at)
-    assert_close(got, wanted, 1e-14)
+    assert_close(got, wanted, SAME_OPERATIONS)
     # The cotangents that come in are handed on; slices are added to them.
     assert as_large_as_the_table(jaxpr) <= {"loopkit_read", "loopkit_write"}
 
@@ -171,7 +172,7 @@ def test_what_is_no_read_is_left_to_jax():
         return [table @ jnp.ones(6), table[2] + v.sum()]
 
     got, wanted, jaxpr = transposes(program, AT)
-    assert_close(got, wanted, 1e-14)
+    assert_close(got, wanted, SAME_OPERATIONS)
     assert as_large_as_the_table(jaxpr) - {"loopkit_read", "loopkit_write"}
 
 
@@ -180,7 +181,7 @@ def test_what_is_filled_with_a_number_is_left_to_jax():
         return [table.at[at].get(mode="fill", fill_value=np.nan)]
 
     got, wanted, jaxpr = transposes(program, AT)
-    assert_close(got, wanted, 1e-14)
+    assert_close(got, wanted, SAME_OPERATIONS)
     assert not any(e.primitive in (read_p, write_p) for e in equations.all_equations(jaxpr))
 
 
@@ -206,12 +207,12 @@ def test_more_rows_than_an_index_can_count(dtype):
         return ours([so_far, *cts])[0], of_jax(cts)[0] + so_far
 
     got, wanted = both(at, numbered(large, 9), cts)
-    assert_close(got, wanted, 1e-14)
+    assert_close(got, wanted, SAME_OPERATIONS)
 
 
 def test_only_the_first_tangents_are_constants():
     got, wanted, jaxpr = transposes(two_constants, AT, count=1)
-    assert_close(got, wanted, 1e-14)
+    assert_close(got, wanted, SAME_OPERATIONS)
     written = [e.invars[0].aval for e in jaxpr.eqns if e.primitive is write_p]
     assert [t.shape for t in written] == [TABLE.shape]
 
