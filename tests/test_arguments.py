@@ -102,7 +102,6 @@ REPORTING = assert_in_place, in_place_report
 NAMES = {
     steps: "scan",
     fori_loop_to: "fori_loop",
-    in_place_report: "assert_in_place",
     plan: "Plan",
     evaluations: "Plan.evaluations",
     empty: "TensorArray.empty",
@@ -291,9 +290,8 @@ OF_FUNCTIONS = [name for name, f in FUNCTIONS.items() if "fn" in inspect.signatu
 
 @pytest.mark.parametrize("function", OF_FUNCTIONS)
 def test_functions_that_are_none(function):
-    name = NAMES[in_place_report] if function == "in_place_report" else function
     for value in ("x", 1, X):
-        with pytest.raises(TypeError, match=rf"loopkit\.{name}: `fn` must be a function, got "):
+        with pytest.raises(TypeError, match=rf"loopkit\.{function}: `fn` must be a function, got "):
             FUNCTIONS[function](value)
 
 

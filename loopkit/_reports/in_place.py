@@ -77,8 +77,21 @@ def in_place_report(
     **Returns:**
 
     An `InPlaceReport`: true if there is none, and a list of them when it is printed.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp
+        import loopkit
+
+        double = lambda xs: loopkit.fori_loop(0, 9, lambda i, ys: ys.at[i].multiply(2), xs)
+        print(loopkit.in_place_report(double, jnp.ones((1000, 3))))
+        ```
     """
-    name = "assert_in_place"
+    return _looked_at("in_place_report", fn, args, grad, min_bytes)
+
+
+def _looked_at(name: str, fn: Any, args: tuple, grad: Any, min_bytes: Any) -> InPlaceReport:
     validate.check_callable(name, "fn", fn)
     grad = validate.check_flag(name, "grad", grad)
     min_bytes = validate.check_whole(name, "min_bytes", min_bytes, 0, "an int >= 0, in bytes")
@@ -124,7 +137,7 @@ def assert_in_place(
         loopkit.assert_in_place(sums, jnp.ones((1000, 3)))
         ```
     """
-    report = in_place_report(fn, *args, grad=grad, min_bytes=min_bytes)
+    report = _looked_at("assert_in_place", fn, args, grad, min_bytes)
     assert report, f"loopkit.assert_in_place: expected no copies, got {report}"
     return report
 
