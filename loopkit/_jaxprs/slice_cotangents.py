@@ -20,7 +20,7 @@ from loopkit._buffers.window import Window
 from loopkit._jaxprs import equations
 
 
-def threaded(jaxpr: _jax.Jaxpr, known: Sequence[Any], tangents: Sequence[Any], count: int) -> list:
+def passed_on(jaxpr: _jax.Jaxpr, known: Sequence[Any], tangents: Sequence[Any], count: int) -> list:
     """The first `count` tangents, read and passed on, and then what the jaxpr returns."""
     latest = list(tangents[:count])
     j = _jax.open_jaxpr(jaxpr)

@@ -14,7 +14,7 @@ from loopkit import _jax
 from loopkit._buffers.slices import read, read_p, write_p
 from loopkit._buffers.window import Window
 from loopkit._jaxprs import equations
-from loopkit._jaxprs.slice_cotangents import threaded
+from loopkit._jaxprs.slice_cotangents import passed_on
 from tolerances import SAME_OPERATIONS
 
 TABLE = _jax.ShapedArray((7, 6), jnp.dtype("float64"))
@@ -131,7 +131,7 @@ def transposes(program, at, count=2):
     so_far = [numbered(t, 10 + i) for i, t in enumerate(types[:count])]
 
     def ours(at, so_far, cts):
-        run = lambda *moving: threaded(linear, [at], moving, count)
+        run = lambda *moving: passed_on(linear, [at], moving, count)
         return jax.linear_transpose(run, *types)([*so_far, *cts])
 
     def of_jax(at, so_far, cts):
@@ -202,7 +202,7 @@ def test_more_rows_than_an_index_can_count(dtype):
 
     @jax.jit
     def both(at, so_far, cts):
-        ours = jax.linear_transpose(lambda t: threaded(linear, [at], [t], 1), large)
+        ours = jax.linear_transpose(lambda t: passed_on(linear, [at], [t], 1), large)
         of_jax = jax.linear_transpose(lambda t: _jax.call_jaxpr(linear)(at, t), large)
         return ours([so_far, *cts])[0], of_jax(cts)[0] + so_far
 
@@ -224,7 +224,7 @@ def test_a_read_hands_on_what_the_next_one_reads():
         [TABLE],
         "linear",
     )
-    jaxpr = jax.make_jaxpr(lambda table: threaded(linear, [], [table], 1))(numbered(TABLE, 0))
+    jaxpr = jax.make_jaxpr(lambda table: passed_on(linear, [], [table], 1))(numbered(TABLE, 0))
     reads = [eqn for eqn in jaxpr.eqns if eqn.primitive is read_p]
     (table,) = jaxpr.jaxpr.invars
     passed_on = [table, *(eqn.outvars[-1] for eqn in reads)]

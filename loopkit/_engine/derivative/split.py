@@ -1,7 +1,7 @@
 """The derivative of one step, split in two: what is stored going forward, what is done going back.
 
 `jax.linearize` of the body is traced once and cut at its residuals, the values that the backward
-half reads, or at the least from which these follow (`cut.py`). What depends on constants alone is
+half reads, or at the least from which these follow (`min_cut.py`). What depends on constants alone is
 computed once, before the sweep ("hoisted"); slices of xs are read again; the rest is stored.
 
     hoist(consts)                                -> hoisted
@@ -27,7 +27,7 @@ from loopkit._engine.facts.write_sites import with_fresh_writes, writes_once
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
 from loopkit._engine.passes.batched_loop import in_row, places_at
 from loopkit._jaxprs.min_cut import least_stored
-from loopkit._jaxprs.slice_cotangents import threaded
+from loopkit._jaxprs.slice_cotangents import passed_on
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _split(loop: Loop, active: Active) -> Split:
             _, so_far, cts = parts(values, len(known), sum(live.consts))
             residuals = cut.remake(dict(zip(known, values[: len(known)], strict=True)))
             transpose = jax.linear_transpose(
-                lambda *moving: threaded(linear, residuals, moving, sum(live.consts)), *flowing
+                lambda *moving: passed_on(linear, residuals, moving, sum(live.consts)), *flowing
             )
             return list(transpose([*so_far, *cts]))
 
