@@ -227,6 +227,6 @@ def test_a_read_hands_on_what_the_next_one_reads():
     jaxpr = jax.make_jaxpr(lambda table: passed_on(linear, [], [table], 1))(numbered(TABLE, 0))
     reads = [eqn for eqn in jaxpr.eqns if eqn.primitive is read_p]
     (table,) = jaxpr.jaxpr.invars
-    passed_on = [table, *(eqn.outvars[-1] for eqn in reads)]
-    assert [eqn.invars[0] for eqn in reads] == passed_on[:-1]
-    assert jaxpr.jaxpr.outvars[0] is passed_on[-1]
+    tables = [table, *(eqn.outvars[-1] for eqn in reads)]
+    assert [eqn.invars[0] for eqn in reads] == tables[:-1]
+    assert jaxpr.jaxpr.outvars[0] is tables[-1]

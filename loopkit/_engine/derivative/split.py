@@ -1,8 +1,8 @@
 """The derivative of one step, split in two: what is stored going forward, what is done going back.
 
 `jax.linearize` of the body is traced once and cut at its residuals, the values that the backward
-half reads, or at the least from which these follow (`min_cut.py`). What depends on constants alone is
-computed once, before the sweep ("hoisted"); slices of xs are read again; the rest is stored.
+half reads, or at the least from which these follow (`min_cut.py`). What depends on constants alone
+is computed once, before the sweep ("hoisted"); slices of xs are read again; the rest is stored.
 
     hoist(consts)                                -> hoisted
     forward(consts, carry, x)                    -> carry, y, stored
