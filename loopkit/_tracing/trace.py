@@ -45,7 +45,9 @@ class Traced:
     cond_consts: list
     consts: list
     carry_types: list
-    """Types of the carry leaves before the first step."""
+    """Types of the carry leaves, as the steps take them."""
+    init_types: list
+    """The same; a step may leave strong what it takes as weak: then it is so from the beginning."""
     y_tree: Any
 
     @property
@@ -57,21 +59,19 @@ class Traced:
         cond_consts, consts = parts(values, len(self.cond_consts))
         return replace(self, cond_consts=cond_consts, consts=consts)
 
-    def converted(self, init: Sequence[Any]) -> list:
-        """Initial values in the types that the loop carries."""
-        return [_convert(v, t) for v, t in zip(init, self.carry_types, strict=True)]
-
     def of_length(self, length: int) -> Traced:
         """The same loop with another length."""
         make = lambda: shared(self.loop.replace(length=length))
         return replace(self, loop=self.loop.derived(("length", length), make))
 
-    def run(self, init: Sequence[Any], xs: Sequence[Any], bind: Callable = while_p.bind) -> tuple:
-        """Final carry leaves and ys leaves. `bind` runs the loop as it is in the end."""
+    def run(self, init: Sequence[Any], xs: Sequence[Any], scan: Callable | None = None) -> tuple:
+        """Final carry leaves and ys leaves; of a `scan` that traces the steps again, if given."""
+        types, bind = (self.init_types, while_p.bind) if scan is None else (self.carry_types, scan)
         loop, passes = ready(self.loop)
         meshes = loop.derived("meshes", lambda: equations.meshes(loop.body))
         bound = lambda *operands: bind(*_jax.known_on(meshes, list(operands)), loop=loop)
-        operands = [*self.cond_consts, *self.consts, *self.converted(init), *xs]
+        first = [_convert(v, t) for v, t in zip(init, types, strict=True)]
+        operands = [*self.cond_consts, *self.consts, *first, *xs]
         return (*parts(run(bound, passes, operands), len(init)),)
 
 
@@ -245,7 +245,6 @@ def as_loop(
         ys=(Output(),) * (len(body.out_avals) - n),
         **settings,
     )
-    # A step may leave strong what it takes as weak: then it is so from the beginning.
     pairs = zip(types, loop.carry_types, strict=True)
-    types = [a.update(weak_type=a.weak_type and b.weak_type) for a, b in pairs]
-    return Traced(shared(loop), cond_consts, consts, types, y_tree)
+    first = [a.update(weak_type=a.weak_type and b.weak_type) for a, b in pairs]
+    return Traced(shared(loop), cond_consts, consts, types, first, y_tree)
