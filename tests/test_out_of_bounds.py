@@ -336,7 +336,8 @@ def cases():
         if its_turn.get(other) and (source != "slices" or kind == "scan"):
             # Constants and buffers together have each read.
             quick = kind in OFTEN.get(source, ()) and (mode, k) == ("grad", 0)
-            marks = () if quick else pytest.mark.exhaustive if other == 2 else pytest.mark.slow
+            seldom = other == 2 or sum(at) % 4 == 3
+            marks = () if quick else pytest.mark.exhaustive if seldom else pytest.mark.slow
             yield pytest.param(source, kind, mode, k, sum(at) % PARTS, marks=marks)
 
 
