@@ -15,6 +15,7 @@ from loopkit._engine.sweeps.strategy import (
     Forward,
     Handed,
     Strategy,
+    reverse_segments,
     run_steps,
     write_if,
 )
@@ -32,13 +33,14 @@ class EveryCarry(Strategy):
         return run_steps(loop, operands, step, (start(loop, operands), self.blank_stacks))
 
     def reverse(self, step: StepReversal, given: Handed, cts: Cotangents) -> Cotangents:
-        if step.products is not None:  # they are summed once a segment
-            return super().reverse(step, given, cts)
-        return step.reverse_rows(0, given.steps, given.stacks, cts, given.buffers)[0]
+        if step.products is None:
+            return step.reverse_rows(0, given.steps, given.stacks, cts, given.buffers)[0]
+        length = self.how.plan.segment
 
-    def reverse_segment(self, step: StepReversal, first: Any, count: Any, s: Backward) -> Backward:
-        segment = self.how.plan.segment
-        slices = (lax.dynamic_slice_in_dim(v, first, segment) for v in s.stacks)
-        rows = list(map(_jax.placed, slices))
-        cts, buffers = step.reverse_segment(first, count, rows, s.cts, s.buffers)
-        return s._replace(cts=cts, buffers=buffers)
+        def segment(first: Any, count: Any, s: Backward) -> Backward:
+            slices = (lax.dynamic_slice_in_dim(v, first, length) for v in s.stacks)
+            rows = list(map(_jax.placed, slices))
+            cts, buffers = step.reverse_segment(first, count, rows, s.cts, s.buffers)
+            return s._replace(cts=cts, buffers=buffers)
+
+        return reverse_segments(segment, length, given, cts)  # products are summed once in each

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools as ft
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,15 @@ from jax import lax
 from loopkit import _jax
 from loopkit._engine.loop import Loop, Operands, kept
 from loopkit._engine.steps import Steps, advance, one_step, read_rows, repeat, start, write_rows
-from loopkit._engine.sweeps.step import StepReversal
-from loopkit._engine.sweeps.strategy import Backward, Forward, Strategy, is_under_way
+from loopkit._engine.sweeps.step import Cotangents, StepReversal
+from loopkit._engine.sweeps.strategy import (
+    Backward,
+    Forward,
+    Handed,
+    Strategy,
+    is_under_way,
+    reverse_segments,
+)
 
 
 class EverySegment(Strategy):
@@ -47,13 +55,13 @@ class EverySegment(Strategy):
             stop = lax.min(stop, jnp.int32(loop.length))
         return advance(loop, operands, steps, stop), slots
 
-    @property
-    def blank_rows(self) -> list:
-        segment = self.how.plan.segment
-        types = _jax.stack_types(self.how.row_types, segment) if segment > 1 else []
-        return list(map(_jax.zeros, types))
+    def reverse(self, step: StepReversal, given: Handed, cts: Cotangents) -> Cotangents:
+        length, segment = self.how.plan.segment, ft.partial(self.reverse_segment, step)
+        types = _jax.stack_types(self.how.row_types, length) if length > 1 else []
+        return reverse_segments(segment, length, given, cts, list(map(_jax.zeros, types)))
 
     def reverse_segment(self, step: StepReversal, first: Any, count: Any, s: Backward) -> Backward:
+        """Back over the segment of `count` steps that begins with step `first`."""
         carry, s = self.reach(step, first, first + count, s)
         if self.how.plan.segment == 1:
             cts, buffers = step.reverse_carry(first, carry, s.cts)

@@ -7,6 +7,7 @@ saved is touched once a segment, not once a step.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -62,7 +63,7 @@ class Backward(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Strategy:
+class Strategy(abc.ABC):
     """A way to keep what a plan keeps. Those there are have a file each."""
 
     how: Reversal
@@ -82,13 +83,13 @@ class Strategy:
         saved = kept(carry, self.how.slotted)
         return stacked(saved, [0] * len(saved))
 
+    @abc.abstractmethod
     def run(self, loop: Loop, operands: Operands) -> Forward:
         """The loop, and what is saved of it."""
-        raise NotImplementedError
 
-    def reverse_segment(self, step: StepReversal, first: Any, count: Any, s: Backward) -> Backward:
-        """Back over the segment of `count` steps that begins with step `first`."""
-        raise NotImplementedError
+    @abc.abstractmethod
+    def reverse(self, step: StepReversal, given: Handed, cts: Cotangents) -> Cotangents:
+        """Back over all steps."""
 
     @property
     def residual_types(self) -> list[_jax.ShapedArray]:
@@ -163,30 +164,35 @@ class Strategy:
             flowing = self.reverse(step, Handed(stacks, buffers, units, steps), flowing)
         return [*flowing.consts, *flowing.carry, *flowing.xs]
 
-    def reverse(self, step: StepReversal, given: Handed, cts: Cotangents) -> Cotangents:
-        """Back over all steps."""
-        length, steps = self.how.plan.segment, given.steps
 
-        def segment(s: Backward) -> Backward:
-            first = s.unit * length
-            even = isinstance(steps, int) and not steps % length
-            count = length if even else jnp.minimum(steps - first, length)
-            return self.reverse_segment(step, first, count, s)._replace(unit=s.unit - 1)
+def reverse_segments(
+    reverse: Callable[[Any, Any, Backward], Backward],
+    length: int,
+    given: Handed,
+    cts: Cotangents,
+    rows: Sequence[Any] = (),
+) -> Cotangents:
+    """Back over all segments of `length` steps by `reverse(first step, how many, state)`.
 
-        if isinstance(steps, int):
-            last = -(-steps // length) - 1
-        else:  # traced steps are not negative: no sign to mind
-            last = lax.div(steps + (length - 1), jnp.int32(length)) - 1
-        unit = jnp.asarray(last, jnp.int32)
-        state = Backward(unit, given.stacks, given.units, self.blank_rows, cts, given.buffers)
-        if isinstance(steps, int):
-            return repeat(last + 1, lambda _, s: segment(s), state).cts
-        return lax.while_loop(lambda s: s.unit >= 0, segment, state).cts
+    `rows`: where the steps of a segment are stored.
+    """
+    steps = given.steps
 
-    @property
-    def blank_rows(self) -> list:
-        """Where the steps of a segment are stored."""
-        return []
+    def segment(s: Backward) -> Backward:
+        first = s.unit * length
+        even = isinstance(steps, int) and not steps % length
+        count = length if even else jnp.minimum(steps - first, length)
+        return reverse(first, count, s)._replace(unit=s.unit - 1)
+
+    if isinstance(steps, int):
+        last = -(-steps // length) - 1
+    else:  # traced steps are not negative: no sign to mind
+        last = lax.div(steps + (length - 1), jnp.int32(length)) - 1
+    unit = jnp.asarray(last, jnp.int32)
+    state = Backward(unit, given.stacks, given.units, list(rows), cts, given.buffers)
+    if isinstance(steps, int):
+        return repeat(last + 1, lambda _, s: segment(s), state).cts
+    return lax.while_loop(lambda s: s.unit >= 0, segment, state).cts
 
 
 def run_steps(loop: Loop, operands: Operands, step: Callable, state: tuple[Steps, list]) -> Forward:
