@@ -57,6 +57,27 @@ def test_reads_and_writes_are_those_of_arrays(index):
     assert_near(got, ARRAY.at[index].apply(jnp.sin))
 
 
+@pytest.mark.parametrize("mode", [None, "clip"])
+def test_apply_heeds_pred_where_a_row_is_named_twice(mode):
+    rows, pred = [0, 2, 0, -1, 9, 2], np.asarray([True, False, True, True, True, True])
+    wanted = ARRAY
+    for row, yes in zip(rows, pred, strict=True):
+        wanted = wanted.at[row].apply(jnp.sin, mode=mode) if yes else wanted
+    pred = pred[:, None, None]
+    for index in (rows, np.asarray(rows), jnp.asarray(rows)):
+        got = Buffer(ARRAY).at[index].apply(jnp.sin, pred=pred, mode=mode)
+        assert_near(jnp.asarray(got), wanted)
+
+
+def test_a_list_is_an_array_of_rows():
+    """In every write: also where it names a row twice."""
+    for rows in ([1, 2], [1, 1], [[1, 0], [0, 1]]):
+        for name in ("multiply", "divide", "power", "min", "max"):
+            got = getattr(Buffer(ARRAY).at[rows], name)(3.0)
+            wanted = getattr(ARRAY.at[np.asarray(rows)], name)(3.0)
+            assert_near(jnp.asarray(got), wanted)
+
+
 @pytest.mark.parametrize("batched", list(itertools.product([0, None], repeat=3)), ids=str)
 def test_vmap_of_every_combination(batched):
     """Batched and unbatched buffers, indices and predicates, and their derivatives."""

@@ -66,8 +66,8 @@ class Buffer:
     def __init__(self, value: ArrayLike | Buffer):
         is_array = not isinstance(value, Buffer)
         self._value = validate.as_array("Buffer", "value", value) if is_array else value._value
-        self._owner: Owner | None = value._owner if isinstance(value, Buffer) else None
-        self._written: Any = value._written if isinstance(value, Buffer) else None
+        self._owner: Owner | None = None if is_array else value._owner
+        self._written: Any = None if is_array else value._written
 
     @staticmethod
     def _of(value: Any, owner: Owner | None, written: Any = None) -> Buffer:
@@ -99,7 +99,7 @@ class Buffer:
 
     @property
     def size(self) -> int:
-        return int(np.prod(self.shape))
+        return math.prod(self.shape)
 
     def __len__(self) -> int:
         if not self.shape:
@@ -202,9 +202,8 @@ class Ref:
         # A promise changes nothing for reads.
         how = None if how == "promise_in_bounds" else how
         place = indexing.place(self.buffer.shape, self.index, how)
-        found = run_time_checks.check_read(
-            self.buffer, self.buffer._read(place), place, mode is None
-        )
+        found = self.buffer._read(place)
+        found = run_time_checks.check_read(self.buffer, found, place, mode is None)
         if how != "drop":
             return found
         _, inside = place.window.starts_in(self.buffer.shape, place.starts)
@@ -216,13 +215,11 @@ class Ref:
 
     def set(self, values: ArrayLike, **how: Unpack[WriteKw]) -> Buffer:
         """The buffer with `values` there."""
-        return self._write("set", lambda _, x: x, values, how, reads=False)
+        return self._put("set", values, how)
 
     def add(self, values: ArrayLike, **how: Unpack[WriteKw]) -> Buffer:
         """The buffer with `values` added; where an index occurs twice, both are."""
-        place, pred = self._place("add", how)
-        values = self._checked("add", place, pred, how, values)
-        return self.buffer._write(place, values, pred, add=True)
+        return self._put("add", values, how, add=True)
 
     def subtract(self, values: ArrayLike, **how: Unpack[WriteKw]) -> Buffer:
         return self.add(-validate.as_array(f"{AT}subtract", "values", values), **how)
@@ -249,13 +246,13 @@ class Ref:
 
     mul = multiply
 
-    def _write(
-        self, name: str, combine: Callable[..., Any], values: Any, how: How, reads: bool = True
-    ) -> Buffer:
+    def _put(self, name: str, values: Any, how: How, add: bool = False) -> Buffer:
+        place, pred = self._place(name, how)
+        return self.buffer._write(place, self._checked(name, place, pred, how, values), pred, add)
+
+    def _write(self, name: str, combine: Callable[..., Any], values: Any, how: How) -> Buffer:
         place, pred = self._place(name, how)
         self._check_shape(name, "values", place, values)
-        if not reads:
-            return self.buffer._write(place, self._checked(name, place, pred, how, values), pred)
         if not place.unique:
             return self._all_at_once(name, combine, values, how, pred)
         old = self.buffer._read(place)
@@ -268,9 +265,8 @@ class Ref:
         values = self._cast(name, values)
         if how.get("mode") is not None:
             return values
-        return run_time_checks.check_bounds(
-            self.buffer, values, place, pred, f"written with .{name}"
-        )
+        verb = f"written with .{name}"
+        return run_time_checks.check_bounds(self.buffer, values, place, pred, verb)
 
     def _all_at_once(
         self, name: str, combine: Callable[..., Any], values: Any, how: How, pred: Any
@@ -278,10 +274,15 @@ class Ref:
         """Index arrays that may name a row twice: as jax.numpy does it, on the whole array."""
         whole = indexing.place(self.buffer.shape, ...)
         array = self.buffer._read(whole)
-        index = self.index
-        ref = array.at[tuple(map(jnp.asarray, index)) if isinstance(index, list) else index]
-        how = {k: v for k, v in how.items() if k != "pred"}
-        if name == "apply":
+        index = np.asarray(self.index) if isinstance(self.index, list) else self.index
+        ref, how = array.at[index], {k: v for k, v in how.items() if k != "pred"}
+        if name == "apply" and pred is not None:
+            # Element by element; those that are not to be written are out of bounds.
+            numbers = jnp.arange(array.size).reshape(array.shape).at[index]
+            numbers = numbers.get(mode=how.get("mode") or "fill", fill_value=array.size)
+            ref = array.reshape(-1).at[jnp.where(pred, numbers, array.size)]
+            new = ref.apply(lambda old: combine(old, None)).reshape(array.shape)
+        elif name == "apply":
             new = ref.apply(lambda old: combine(old, None), **how)
         else:
             if pred is not None:
