@@ -16,29 +16,21 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax._src import (
-    ad_util,
-    callback,
-    checkify,
-    config,
-    core,
-    debugging,
-    dispatch,
-    linear_util,
-    tree_util,
-)
+from jax._src import callback, checkify, config, core, dispatch, linear_util
 from jax._src import effects as effects_
 from jax._src import source_info_util as source_info
 from jax._src.api_util import debug_info
 from jax._src.array import ArrayImpl as ArrayImpl
+from jax._src.debugging import debug_callback_p as debug_callback_p
 from jax._src.interpreters import ad, batching, mlir, pxla
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.control_flow import loops as lax_loops
 from jax._src.literals import TypedNdArray as TypedNdArray
 from jax._src.named_sharding import UnspecifiedValue
 from jax._src.random.prng import PRNGImpl
+from jax._src.tree_util import broadcast_prefix as broadcast_prefix
+from jax._src.tree_util import equality_errors_pytreedef as equality_errors_pytreedef
 
-DebugInfo = core.DebugInfo
 IO_EFFECTS = callback.IOEffect, callback.OrderedIOEffect
 JaxprInputEffect = effects_.JaxprInputEffect
 Literal = core.Literal
@@ -47,14 +39,13 @@ Zero = ad.Zero
 add_tangents = ad.add_tangents
 call_jaxpr = core.jaxpr_as_fun
 close_jaxpr = pe.close_jaxpr
-debug_callback_p = debugging.debug_callback_p
 instantiate = ad.instantiate_zeros
 is_symbolic = core.is_symbolic_dim
+is_undefined = ad.is_undefined_primal
 make_jaxpr_effects = pe.make_jaxpr_effects
 pvary_p = core.pvary_p
 same_type = core.typematch
 trace_context = config.trace_context
-tree_differences = tree_util.equality_errors_pytreedef
 
 COMPARED = (
     core.AbstractValue,
@@ -107,8 +98,8 @@ def zeros(aval: ShapedArray) -> jax.Array:
         with jax.sharding.use_abstract_mesh(aval.sharding.mesh):  # else the layout is dropped
             return zeros(aval)
     if not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-        return ad_util.zeros_like_aval(aval)
-    bits = ad_util.zeros_like_aval(core.physical_aval(aval))
+        return ad.zeros_like_aval(aval)
+    bits = ad.zeros_like_aval(core.physical_aval(aval))
     keys = jax.random.wrap_key_data(bits, impl=aval.dtype._impl.name)
     return core.pvary(keys, tuple(varying(aval)))
 
@@ -290,8 +281,7 @@ def dce(
 
 def used_inputs(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> list[bool]:
     """Which inputs the used outputs need."""
-    j = open_jaxpr(jaxpr)
-    return list(pe.dce_jaxpr(j, list(used_outputs), [False] * len(jaxpr.in_avals))[1])
+    return dce(jaxpr, used_outputs, [False] * len(jaxpr.in_avals))[1]
 
 
 def unknown_outputs(jaxpr: Jaxpr, unknown: Sequence[bool]) -> list[bool]:
@@ -356,24 +346,14 @@ def check_effects(effects: Any) -> list[Any]:
 def jvp_in_moving(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple:
     """`jax.jvp` of `fun(*primals)`, in the operands whose tangents are not symbolically zero."""
     places = [i for i, t in enumerate(tangents) if t is not None and type(t) is not Zero]
-
-    def at(*moved: Any) -> Any:
-        values = list(primals)
-        for i, v in zip(places, moved, strict=True):
-            values[i] = v
-        return fun(*values)
-
+    known = dict(enumerate(primals))
+    at = lambda *moved: fun(*(known | dict(zip(places, moved, strict=True))).values())
     return jax.jvp(at, [primals[i] for i in places], [tangents[i] for i in places])
 
 
 def nonzero(tangents: Sequence[Any]) -> list[bool]:
     """Which are not symbolically zero."""
     return [type(t) is not Zero for t in tangents]
-
-
-def is_undefined(value: Any) -> bool:
-    """Whether to transpose in this operand."""
-    return isinstance(value, ad.UndefinedPrimal)
 
 
 def float0_zero(aval: ShapedArray) -> Zero:

@@ -6,7 +6,6 @@ given, and what to change.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from jax.tree_util import keystr
@@ -40,37 +39,12 @@ def short_type(aval: Any) -> str:
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]{weak}{varying}"
 
 
-def carry_types(
-    function: str, argument: str, differences: Sequence[tuple[Any, Any, Any]], init: str
-) -> str:
-    """The carry that comes out of a step is of another type than the one that went in."""
-    lines = [
-        f"  `{init}{keystr(path)}` is {short_type(before)}, "
-        f"but `{argument}` returns {short_type(after)}"
-        for path, before, after in differences
-    ]
-    return (
-        f"loopkit.{function}: `{argument}` must return a carry of the types of `{init}`, got\n"
-        + "\n".join(lines)
-        + f"\nCast in `{argument}` (for instance with .astype), or start from an `{init}` of the "
-        "type that a step returns."
-    )
-
-
-def carry_structure(
-    function: str, argument: str, differences: Sequence[tuple[Any, str, str, str]], init: str
-) -> str:
-    """The carry that comes out of a step is another tree than the one that went in."""
-    lines = [
-        f"  at `{init}{keystr(tuple(path))}`: expected {before}, got {after}, so {why}"
-        for path, before, after, why in differences
-    ]
-    return (
-        f"loopkit.{function}: `{argument}` must return a carry of the structure of `{init}`, "
-        "but they differ:\n"
-        + "\n".join(lines)
-        + f"\nReturn from `{argument}` the same tree as `{init}`."
-    )
+def wrong_carry(
+    function: str, argument: str, expected: str, differences: list[str], advice: str
+) -> TypeError:
+    """What comes out of a step is not like what went in."""
+    lines = "\n  ".join([f"must return a carry of the {expected}", *differences])
+    return TypeError(f"loopkit.{function}: `{argument}` {lines}\n{advice}")
 
 
 def size(count: float, unit: str = "B") -> str:

@@ -50,10 +50,6 @@ def _bind(raising: Callable, checks: Sequence[Any], values: Sequence[Any]) -> li
     return [v if type(v) is _jax.Zero else next(out) for v in values]
 
 
-def _evaluate(*operands: Any, raising: Callable, count: int) -> list:
-    return raising(operands[:count], list(operands[count:]))
-
-
 def _types(*types: Any, raising: Callable, count: int) -> tuple[list, Any]:
     return [_jax.type_like(t, types[:count]) for t in types[count:]], set()
 
@@ -70,11 +66,9 @@ def _transpose(cts: Any, *operands: Any, raising: Callable, count: int) -> list:
 def _batched(axis: Any, args: Any, dims: Any, *, raising: Callable, count: int) -> tuple:
     checks = list(args[:count])
     if any(d is not None for d in dims[:count]):
-        for k, (check, dim) in enumerate(zip(checks, dims, strict=False)):
-            if dim is None:
-                checks[k] = jnp.broadcast_to(check, (axis.size, *check.shape))
-            else:
-                checks[k] = jnp.moveaxis(check, dim, 0)
+        each = lambda check: jnp.broadcast_to(check, (axis.size, *check.shape))
+        pairs = zip(checks, dims[:count], strict=True)
+        checks = [each(c) if d is None else jnp.moveaxis(c, d, 0) for c, d in pairs]
     return _bind(raising, checks, args[count:]), dims[count:]
 
 
@@ -87,5 +81,6 @@ def _dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     return needed, _jax.new_equation(eqn, heard_p, invars, outvars, eqn.params)
 
 
-_jax.define(heard_p, _evaluate, _types, jvp=_jvp, transpose=_transpose, dce=_dce)
+evaluate = lambda *operands, raising, count: raising(operands[:count], list(operands[count:]))
+_jax.define(heard_p, evaluate, _types, jvp=_jvp, transpose=_transpose, dce=_dce)
 _jax.register_batching(heard_p, _batched)

@@ -13,19 +13,20 @@ import numpy as np
 from loopkit import _jax
 from loopkit._arguments import errors
 
+STATIC = "It is part of the compiled program: pass "
+
 
 def check_callable(function: str, argument: str, value: Any) -> None:
     if not callable(value):
-        raise errors.wrong_type(
-            function, argument, "must be a function", repr(value), "Pass a callable."
-        )
+        expected, advice = "must be a function", "Pass a callable."
+        raise errors.wrong_type(function, argument, expected, repr(value), advice)
 
 
 def check_flag(function: str, argument: str, value: Any, expected: str = "a bool") -> bool:
     """A bool, of Python or numpy, or 0 or 1, as a bool."""
     if isinstance(value, (int, np.bool_, np.integer)) and value in (0, 1):
         return bool(value)
-    got, advice = errors.shown(value), "It is part of the compiled program: pass True or False."
+    got, advice = errors.shown(value), f"{STATIC}True or False."
     raise errors.wrong_type(function, argument, f"must be {expected}", got, advice)
 
 
@@ -74,14 +75,10 @@ def check_whole(function: str, argument: str, value: Any, least: int, expected: 
         whole = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
     if whole is not None and whole >= least:
         return whole
-    got = errors.shown(value)
+    wrong, advice = errors.wrong_value, f"Pass at least {least}."
     if whole is None:
-        advice = (
-            "It is part of the compiled program: pass a Python int, not a float or a traced value."
-        )
-        raise errors.wrong_type(function, argument, f"must be {expected}", got, advice)
-    advice = f"Pass at least {least}."
-    raise errors.wrong_value(function, argument, f"must be {expected}", got, advice)
+        wrong, advice = errors.wrong_type, f"{STATIC}a Python int, not a float or a traced value."
+    raise wrong(function, argument, f"must be {expected}", errors.shown(value), advice)
 
 
 def as_array(

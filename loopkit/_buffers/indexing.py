@@ -162,14 +162,13 @@ def place(shape: Sequence[int], index: Any, mode: str | None = None, unique: boo
     order = [t for t in tokens if t is not None]
     stacked = (*batch, *sizes)
     dropped = tuple(i for i in range(len(stacked)) if i not in order)
-    rank = {axis: i for i, axis in enumerate(sorted(order))}
     rows = [(v, shape[axis]) for kind, v, axis in items if kind == "array" and np.ndim(v)]
     return Place(
         Window(tuple(axes), tuple(offsets), tuple(sizes), mode, wrap),
         starts,
         tuple(1 if t is None else stacked[t] for t in tokens),
         dropped,
-        tuple(rank[i] for i in order),
+        tuple(map(sorted(order).index, order)),
         tuple(i for i, t in enumerate(tokens) if t is None),
         unique or not has_arrays or _all_differ(rows),
     )
@@ -209,10 +208,10 @@ def _expanded(shape: Sequence[int], index: tuple) -> list[tuple[str, Any, int]]:
         if v is None:
             items.append(("new", None, -1))
         elif v is Ellipsis:
-            items.append(("ellipsis", None, -1))
-            for _ in range(len(shape) - used):
-                items.append(("slice", (0, shape[axis]), axis))
-                axis += 1
+            end = axis + len(shape) - used
+            items += [("ellipsis", None, -1)]
+            items += [("slice", (0, shape[a]), a) for a in range(axis, end)]
+            axis = end
         elif isinstance(v, slice):
             items.append((*_slice(v, shape[axis]), axis))
             axis += 1
@@ -242,17 +241,16 @@ def _item(v: Any) -> Any:
         v = np.asarray(v)
     got = repr(v)
     if isinstance(v, (np.ndarray, np.generic, jax.Array)) and not isinstance(v, np.bool_):
-        traced, got = _jax.is_tracer(v), f"an array of {v.dtype}"
-        if jnp.issubdtype(v.dtype, jnp.integer):
-            return v if traced else np.asarray(v)
-        if v.dtype == np.dtype(bool) and v.ndim and not traced:
-            return np.asarray(v)
-        if v.dtype == np.dtype(bool) and v.ndim:
+        traced, is_mask = _jax.is_tracer(v), v.dtype == np.dtype(bool) and v.ndim
+        got = f"an array of {v.dtype}"
+        if is_mask and traced:
             raise IndexError(
                 "loopkit.Buffer: a mask used as an index must be known when the loop is traced, "
                 f"got a traced bool{list(v.shape)}. Its number of rows would not be known: write "
                 "with `pred=mask`, or read the rows and use jnp.where."
             )
+        if is_mask or jnp.issubdtype(v.dtype, jnp.integer):
+            return v if traced else np.asarray(v)
     raise TypeError(f"loopkit.Buffer: an index must be of integers, got {got}. {HOW}")
 
 

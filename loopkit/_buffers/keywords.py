@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
@@ -44,17 +43,14 @@ OPERATORS = (*OF_ONE, "lt", "le", "eq", "ne", "gt", "ge", *OF_TWO, *(f"r{name}" 
 def without_operators(cls: type[T]) -> type[T]:
     """The class; its operators say what to write instead."""
 
-    def refusing(name: str) -> Callable:
-        def refuse(*_: Any) -> None:
-            raise TypeError(
-                f"loopkit.Buffer: a buffer is read and written in slices, got `{name}` of all of "
-                "it. Read first, with `b[i]`, or `b[...]` for all of it; write with `b.at[i].set`."
-            )
-
-        return refuse
+    def refuse(name: str) -> None:
+        raise TypeError(
+            f"loopkit.Buffer: a buffer is read and written in slices, got `{name}` of all of it. "
+            "Read first, with `b[i]`, or `b[...]` for all of it; write with `b.at[i].set`."
+        )
 
     for name in OPERATORS:
-        setattr(cls, f"__{name}__", refusing(f"__{name}__"))
+        setattr(cls, f"__{name}__", lambda *_, name=f"__{name}__": refuse(name))
     return cls
 
 

@@ -110,10 +110,9 @@ class Outside:
         bad, point, step = map(np.asarray, (bad, point, step))
         if not bad.any():
             return np.ones(step.shape, bool)
-        first = np.flatnonzero(bad)[0]
+        first = tuple(np.argwhere(bad)[0])
+        index = tuple(map(int, np.broadcast_to(point, (*bad.shape, point.shape[-1]))[first]))
         steps = step.reshape((*step.shape, *[1] * (bad.ndim - step.ndim)))
-        points = np.broadcast_to(point, (*bad.shape, point.shape[-1])).reshape(-1, point.shape[-1])
-        index = tuple(map(int, points[first]))
-        number = int(np.broadcast_to(steps, bad.shape).reshape(-1)[first])
+        number = int(np.broadcast_to(steps, bad.shape)[first])
         text = self.text.format(index=index[0] if len(index) == 1 else index, step=number)
         raise IndexError(f"loopkit: buffer `{self.name}` {text}")

@@ -69,16 +69,14 @@ def _evaluate_read(buffer: Any, *operands: Any, window: Window, value: bool, hel
     if not value:
         return [buffer]
     (starts,) = operands
-    batch = starts.shape[:-1]
     if not window.fits(buffer.shape):
         types = map(jax.typeof, (buffer, starts))
-        (found, _), _ = _read_types(*types, window=window, value=True, held=held)
+        (found, _), _ = _read_types(*types, window=window, value=True)
         return [_jax.zeros(found), buffer]
     at, inside = window.starts_in(buffer.shape, starts, reads=True)
-    single = _is_single(starts)
 
     def look(buffer: Any, at: Any) -> Any:
-        if not single:
+        if not _is_single(starts):
             return _gather(buffer, at, window)
         return lax.dynamic_slice(buffer, window.point(at.reshape(-1)), window.sizes)
 
@@ -89,7 +87,7 @@ def _evaluate_read(buffer: Any, *operands: Any, window: Window, value: bool, hel
     else:
         buffer = lax.optimization_barrier(buffer) if held else buffer
         found = look(buffer, at)
-    found = found.reshape(*batch, *window.sizes)
+    found = found.reshape(*starts.shape[:-1], *window.sizes)
     if inside is not None:
         inside = inside.reshape(*inside.shape, *[1] * len(window.sizes))
         found = jnp.where(inside, found, _jax.zeros(jax.typeof(found)))
@@ -143,12 +141,10 @@ def _evaluate_write(
 def _write_one(
     buffer: Any, value: Any, at: Any, inside: Any, masks: Any, window: Window, add: bool
 ) -> Any:
-    batch = len(at.shape) - 1
-    point = window.point(at.reshape(-1))
-    value = value.reshape(window.sizes)
+    point, value = window.point(at.reshape(-1)), value.reshape(window.sizes)
     keep = None if inside is None else inside.reshape((1,) * len(window.sizes))
     if masks:
-        mask = masks[0].reshape(masks[0].shape[batch:])
+        mask = masks[0].reshape(masks[0].shape[at.ndim - 1 :])
         keep = mask if keep is None else keep & mask
     if add or keep is not None:
         old = lax.dynamic_slice(buffer, point, window.sizes)
@@ -157,14 +153,11 @@ def _write_one(
     return lax.dynamic_update_slice(buffer, value, point)
 
 
-def _read_types(
-    buffer: Any, *operands: Any, window: Window, value: bool, held: bool
-) -> tuple[list, Any]:
+def _read_types(buffer: Any, *starts: Any, window: Window, value: bool, **_: Any) -> tuple:
     if not value:
         return [buffer], set()
-    (starts,) = operands
-    shape = (*starts.shape[:-1], *window.sizes)
-    found = _jax.type_like(_jax.ShapedArray(shape, buffer.dtype), [buffer, starts])
+    shape = (*starts[0].shape[:-1], *window.sizes)
+    found = _jax.type_like(_jax.ShapedArray(shape, buffer.dtype), [buffer, *starts])
     return [found, buffer], set()
 
 
@@ -179,14 +172,12 @@ def _read_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) ->
     return out, read_p.bind(tangents[0], *primals[1:], **params)
 
 
-def _read_transpose(
-    cts: Sequence[Any], buffer: Any, *starts: Any, window: Window, value: bool, held: bool
-) -> list:
+def _read_transpose(cts: Any, buffer: Any, *starts: Any, window: Window, **how: bool) -> list:
     none = [None] * len(starts)
     if all(type(c) is _jax.Zero for c in cts):
         return [_jax.float0_zero(buffer.aval), *none]
     total = _jax.instantiate(cts[-1])
-    if value and type(cts[0]) is not _jax.Zero:
+    if how["value"] and type(cts[0]) is not _jax.Zero:
         total = write(total, cts[0], starts[0], window, add=True)
     return [total, *none]
 
@@ -200,15 +191,7 @@ def _write_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -
 
 
 def _write_transpose(
-    cts: Sequence[Any],
-    buffer: Any,
-    value: Any,
-    starts: Any,
-    *masks: Any,
-    window: Window,
-    add: bool,
-    fresh: bool,
-    alone: bool,
+    cts: Any, buffer: Any, value: Any, starts: Any, *masks: Any, window: Window, **how: bool
 ) -> list:
     none = [None] * (1 + len(masks))
     of_buffer, of_value = _jax.is_undefined(buffer), _jax.is_undefined(value)
@@ -217,10 +200,10 @@ def _write_transpose(
         return [*(_jax.float0_zero(v.aval) if has else None for has, v in linear), *none]
     ct_buffer, ct_value = cts[0], None
     if of_value:
-        ct_value, ct_buffer = read(ct_buffer, starts, window, held=not alone)
+        ct_value, ct_buffer = read(ct_buffer, starts, window, held=not how["alone"])
         if masks:
             ct_value = jnp.where(masks[0], ct_value, jnp.zeros_like(ct_value))
-    if of_buffer and not add and not fresh:
+    if of_buffer and not how["add"] and not how["fresh"]:
         kind = value.aval if of_value else jax.typeof(value)
         zero = _jax.zeros(kind.to_tangent_aval())
         if of_value:
@@ -248,27 +231,24 @@ def _holds(starts: Any) -> Any:
 
 def _own_places(starts: Any, size: int) -> Any:
     """Starts with a leading batch, each with its own place along a batch axis of the buffer."""
-    place = jnp.arange(size, dtype=starts.dtype)
-    place = place.reshape(size, *[1] * (starts.ndim - 1))
+    place = jnp.arange(size, dtype=starts.dtype).reshape(size, *[1] * (starts.ndim - 1))
     return jnp.concatenate([starts, jnp.broadcast_to(place, (*starts.shape[:-1], 1))], -1)
 
 
-def _read_batched(
-    axis: Any, args: Any, dims: Any, *, window: Window, value: bool, held: bool
-) -> tuple:
-    if not value:
-        return read_p.bind(*args, window=window, value=False, held=held), list(dims)
+def _read_batched(axis: Any, args: Any, dims: Any, *, window: Window, **how: bool) -> tuple:
+    if not how["value"]:
+        return read_p.bind(*args, window=window, **how), list(dims)
     (buffer, starts), (of_buffer, of_starts) = args, dims
     if of_starts is None:
         window = window.with_axis(of_buffer, axis.size)
-        out = read_p.bind(buffer, starts, window=window, value=True, held=held)
+        out = read_p.bind(buffer, starts, window=window, **how)
         return out, [starts.ndim - 1 + of_buffer, of_buffer]
     starts = jnp.moveaxis(starts, of_starts, 0)
     if of_buffer is None:
-        return read_p.bind(buffer, starts, window=window, value=True, held=held), [0, None]
+        return read_p.bind(buffer, starts, window=window, **how), [0, None]
     starts = _own_places(starts, axis.size)
     window = window.with_index(of_buffer)
-    found, buffer = read_p.bind(buffer, starts, window=window, value=True, held=held)
+    found, buffer = read_p.bind(buffer, starts, window=window, **how)
     return [jnp.squeeze(found, starts.ndim - 1 + of_buffer), buffer], [0, of_buffer]
 
 
@@ -298,10 +278,8 @@ def _moved(value: Any, source: int | None, target: int, size: int) -> Any:
     """`value` with its batch axis moved, or put in."""
     if source is not None:
         return jnp.moveaxis(value, source, target)
-    value = jnp.expand_dims(value, target)
-    shape = list(value.shape)
-    shape[target] = size
-    return jnp.broadcast_to(value, shape)
+    value, shape = jnp.expand_dims(value, target), value.shape
+    return jnp.broadcast_to(value, (*shape[:target], size, *shape[target:]))
 
 
 def _read_dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
@@ -317,9 +295,7 @@ def _read_dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
 
 of_read = {"jvp": _read_jvp, "transpose": _read_transpose, "dce": _read_dce}
 _jax.define(read_p, _evaluate_read, _read_types, **of_read)
-_jax.register_bounds(read_p, outside)
-_jax.register_batching(read_p, _read_batched)
-
 _jax.define(write_p, _evaluate_write, _write_types, jvp=_write_jvp, transpose=_write_transpose)
-_jax.register_bounds(write_p, outside)
-_jax.register_batching(write_p, _write_batched)
+for primitive, batched in ((read_p, _read_batched), (write_p, _write_batched)):
+    _jax.register_bounds(primitive, outside)
+    _jax.register_batching(primitive, batched)

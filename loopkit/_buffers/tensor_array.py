@@ -8,10 +8,12 @@ from typing import Any, Generic, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import tree_leaves_with_path
 from jaxtyping import Array, ArrayLike, Int32
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
+from loopkit._arguments.errors import short_type
 from loopkit._arguments.heard import ErrorIf, heard
 from loopkit._buffers.buffer import Buffer
 from loopkit._buffers.types import ArrayType, E, Integer, Tree
@@ -90,8 +92,7 @@ class TensorArray(Generic[E]):
         given = jax.tree.map(lambda v: None if is_type(v) else v, element)
         validate.as_arrays(f"{NAME}.empty", "element", given)
         types = [v if is_type(v) else jnp.asarray(v) for v in leaves]
-        data = [jnp.zeros((capacity, *t.shape), t.dtype) for t in types]
-        return TensorArray._of(data, tree, 0)
+        return TensorArray._of([jnp.zeros((capacity, *t.shape), t.dtype) for t in types], tree, 0)
 
     @overload
     @staticmethod
@@ -102,11 +103,10 @@ class TensorArray(Generic[E]):
     @staticmethod
     def from_array(array: Any) -> TensorArray[Any]:
         """The rows of an array, or of a tree of arrays with as many: the inverse of `stack`."""
-        array = validate.as_arrays(f"{NAME}.from_array", "array", array)
-        leaves, tree = jax.tree.flatten(array)
+        leaves, tree = jax.tree.flatten(validate.as_arrays(f"{NAME}.from_array", "array", array))
         rows = {v.shape[0] if v.ndim else None for v in leaves}
         if len(rows) != 1 or None in rows:
-            shapes = ", ".join(errors.short_type(jax.typeof(v)) for v in leaves) or "no arrays"
+            shapes = ", ".join(short_type(jax.typeof(v)) for v in leaves) or "no arrays"
             expected, advice = "must have one leading axis in every leaf", "Elements are its rows."
             raise _wrong(ValueError, "from_array", "array", expected, shapes, advice)
         return TensorArray._of(leaves, tree, rows.pop())
@@ -151,7 +151,7 @@ class TensorArray(Generic[E]):
         return int(self._size)
 
     def __repr__(self) -> str:
-        types = [errors.short_type(_element_type(v)) for v in self._data]
+        types = [short_type(_element_type(v)) for v in self._data]
         size = int(self._size) if self._is_known() else "?"
         return f"TensorArray({size} of {', '.join(types)}, capacity {self.capacity})"
 
@@ -176,7 +176,9 @@ class TensorArray(Generic[E]):
         leaves = self._leaves("write", element)
         at = self._place("write", index)
         if isinstance(at, int) and self._is_known() and at >= self.capacity:
-            return self._grown(at + 1).write(at, element)
+            room = _doubled(self.capacity, at + 1)
+            more = [_with_room(v, room) for v in self._data]
+            return TensorArray._of(more, self._tree, self._size).write(at, element)
         if isinstance(at, int) and self._is_known():
             size: Any = max(int(self._size), at + 1)
         else:
@@ -207,8 +209,7 @@ class TensorArray(Generic[E]):
         self._settle()
         data = [jnp.asarray(v) for v in self._data]
         if self._is_known():
-            size = int(self._size)
-            return self._tree.unflatten([v[:size] for v in data])
+            return self._tree.unflatten([v[: self.size] for v in data])
         used = jnp.arange(self.capacity) < self._size
         return self._tree.unflatten(
             [jnp.where(used.reshape(-1, *[1] * (v.ndim - 1)), v, jnp.zeros_like(v)) for v in data]
@@ -216,10 +217,9 @@ class TensorArray(Generic[E]):
 
     def concat(self) -> E:
         """All elements, one after the other along their leading axis."""
-        for v in self._data:
-            if len(v.shape) < 2:
-                got = f"elements {errors.short_type(_element_type(v))}"
-                expected = "must have elements with an axis"
+        for kind in map(_element_type, self._data):
+            if not kind.shape:
+                expected, got = "must have elements with an axis", f"elements {short_type(kind)}"
                 raise _wrong(ValueError, "concat", "self", expected, got, "Use `stack`.")
         return jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), self.stack())
 
@@ -253,11 +253,6 @@ class TensorArray(Generic[E]):
         ]
         self._stored, self._tail = self._size, []
 
-    def _grown(self, size: int) -> TensorArray[E]:
-        self._settle()
-        room = _doubled(self.capacity, size)
-        return TensorArray._of([_with_room(v, room) for v in self._data], self._tree, self._size)
-
     def _with(self, at: Any, leaves: list[Any], size: Any) -> TensorArray[E]:
         self._settle()
         data = [v.at[at].set(x) for v, x in zip(self._data, leaves, strict=True)]
@@ -281,19 +276,15 @@ class TensorArray(Generic[E]):
         is_array = isinstance(index, (jax.Array, np.ndarray)) and not _jax.is_tracer(index)
         index = index.item() if is_array and not index.ndim else index
         if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
-            at = int(index)
-            if not self._is_known():
-                return self._size + at if at < 0 else at
-            size = int(self._size)
-            at = size + at if at < 0 else at
-            if at < 0 or (method == "read" and at >= size):
-                got, advice = f"{index} for {size} elements", "The first has index 0."
+            at = int(index) if index >= 0 else self.size + int(index)
+            if self._is_known() and (at < 0 or (method == "read" and at >= self.size)):
+                got, advice = f"{index} for {self.size} elements", "The first has index 0."
                 expected = "must be that of an element"
                 raise _wrong(IndexError, method, "index", expected, got, advice)
             return at
-        array = isinstance(index, jax.Array)
-        if not array or index.ndim or not jnp.issubdtype(index.dtype, jnp.integer):
-            got = errors.short_type(jax.typeof(index)) if array else repr(index)
+        is_array = isinstance(index, jax.Array)
+        if not is_array or index.ndim or not jnp.issubdtype(index.dtype, jnp.integer):
+            got = short_type(jax.typeof(index)) if is_array else repr(index)
             advice = "Read several elements with `stack`."
             raise _wrong(TypeError, method, "index", "must be one integer", got, advice)
         return jnp.where(index < 0, index + self._size, index)
@@ -305,18 +296,14 @@ class TensorArray(Generic[E]):
         if tree != self._tree:
             expected = f"must have the structure {self._tree}"
             raise _wrong(TypeError, method, "element", expected, str(tree), advice)
-        out, element = [], validate.as_arrays(f"{NAME}.{method}", "element", element)
-        for (path, value), stored in zip(
-            jax.tree_util.tree_leaves_with_path(element), self._data, strict=True
-        ):
-            want = _element_type(stored)
+        leaves = tree_leaves_with_path(validate.as_arrays(f"{NAME}.{method}", "element", element))
+        types = list(map(_element_type, self._data))
+        for (path, value), want in zip(leaves, types, strict=True):
             lossless = jnp.result_type(value, want.dtype) == want.dtype
             if value.shape != want.shape or not lossless:
-                expected = f"must be {errors.short_type(want)}"
-                got = errors.short_type(jax.typeof(value))
+                expected, got = f"must be {short_type(want)}", short_type(jax.typeof(value))
                 raise _wrong(TypeError, method, "element", expected, got, advice, path)
-            out.append(value.astype(want.dtype))
-        return out
+        return [v.astype(want.dtype) for (_, v), want in zip(leaves, types, strict=True)]
 
 
 def _wrong(kind: type[Exception], method: str, *rest: Any) -> Exception:

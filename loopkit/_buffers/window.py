@@ -14,10 +14,9 @@ import numpy as np
 class Window:
     """Which elements a read or a write touches, once the starts are known.
 
-    `starts` is an integer array `[*batch, len(axes)]`: for each of a batch of slices, where it
-    begins along `axes`. The slices are stacked in an array
-    `[*batch, *sizes]`, without dropping axes of size one. A mask has the shape of the slices, or
-    size one where it does not vary.
+    `starts`, integers `[*batch, len(axes)]`, says where each of a batch of slices begins along
+    `axes`. The slices are stacked in an array `[*batch, *sizes]`, without dropping axes of size
+    one. A mask has the shape of the slices, or size one where it does not vary.
     """
 
     axes: tuple[int, ...]
@@ -56,10 +55,9 @@ class Window:
     def along(self, sizes: Sequence[Any], dtype: Any) -> Any:
         """Sizes along `axes`, as an array; those that are symbolic are known as it runs."""
         found = [sizes[a] for a in self.axes]
-        known = all(isinstance(n, int) for n in found)
-        return (
-            np.array(found, dtype) if known else jnp.stack([jnp.asarray(n, dtype) for n in found])
-        )
+        if all(isinstance(n, int) for n in found):
+            return np.array(found, dtype)
+        return jnp.stack([jnp.asarray(n, dtype) for n in found])
 
     def starts_in(self, shape: Sequence[int], starts: Any, reads: bool = False) -> tuple[Any, Any]:
         """The starts along `axes`, from 0; and whether each slice is inside, None if all are."""

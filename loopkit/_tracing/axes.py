@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
@@ -50,7 +51,7 @@ class Inputs(NamedTuple):
         if length is not None:
             expected = "an int >= 0, the number of steps"
             length = validate.check_whole(function, "length", length, 0, expected)
-        leaves = jax.tree_util.tree_leaves_with_path(xs)
+        leaves = tree_leaves_with_path(xs)
         axes = leaf_axes("in_axes", in_axes, xs, f"`{argument}`", function)
         wrong = ft.partial(errors.wrong_value, function, argument)
         for (path, leaf), axis in zip(leaves, axes, strict=True):
@@ -70,7 +71,7 @@ class Inputs(NamedTuple):
                 raise wrong("must have `length` rows", got, advice, path)
             if first is not None and rows != first[1]:
                 advice = "Every leaf is sliced along its own axis, one row a step."
-                got = f"{rows} rows, and {first[1]} in `{argument}{jax.tree_util.keystr(first[0])}`"
+                got = f"{rows} rows, and {first[1]} in `{argument}{keystr(first[0])}`"
                 raise wrong("must have as many rows in every leaf", got, advice, path)
             first = (path, rows)
         if first is not None:
@@ -172,7 +173,7 @@ def leaf_axes(
         expected = f"must be a tree prefix of {of}"
         raise errors.wrong_value(function, argument, expected, got, advice) from None
     flat = [a for a, part in zip(prefix, parts, strict=True) for _ in jax.tree.leaves(part)]
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    paths = [path for path, _ in tree_leaves_with_path(tree)]
     for path, axis in zip(paths, flat, strict=True):
         if axis is None or (isinstance(axis, (int, np.integer)) and not isinstance(axis, bool)):
             continue
@@ -187,7 +188,7 @@ def normalised(
 ) -> list[int | None]:
     """The same axes, none of them negative. `extra` axes are still to be put in."""
     new = []
-    for (path, leaf), axis in zip(jax.tree_util.tree_leaves_with_path(tree), axes, strict=True):
+    for (path, leaf), axis in zip(tree_leaves_with_path(tree), axes, strict=True):
         rank = len(leaf.shape) + extra
         if axis is not None and not -rank <= axis < rank:
             got = f"axis {axis} for {errors.short_type(leaf)}"

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from loopkit._arguments import errors
 from loopkit._buffers import indexing, run_time_checks
@@ -187,9 +188,9 @@ def find(names: Any, buffers: Any, init: Any) -> Buffers:
         holds = is_tensor_array(node)
         flags += [True] * (len(jax.tree.leaves(node)) - 1) + [False] if holds else [is_buffer(node)]
     named = _named(names, buffers, plain(init))
-    paths = jax.tree_util.tree_leaves_with_path(init, is_leaf=is_buffer)
+    paths = tree_leaves_with_path(init, is_leaf=is_buffer)
     shown = [path[names.hidden - 1 :] for path, _ in paths]
-    called = tuple(names.init + jax.tree_util.keystr(path) for path in shown)
+    called = tuple(names.init + keystr(path) for path in shown)
     return Buffers(tuple(a or b for a, b in zip(flags, named, strict=True)), outer, called)
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import keystr
 
 from loopkit import _jax
 from loopkit._arguments import errors
@@ -146,23 +147,36 @@ def trace_loop(
     if buffers is not None:
         of_leaf = list(zip(buffers.flags, buffers.outer, strict=True))
     carry = [
-        CarryLeaf(names.init + jax.tree_util.keystr(path), has, i == flag, owner is not None)
+        CarryLeaf(names.init + keystr(path), has, i == flag, owner is not None)
         for i, (path, (has, owner)) in enumerate(zip(paths, of_leaf, strict=True))
     ]
     return as_loop(cond, cond_consts, jaxpr, consts, carry, types, y_tree, settings)
 
 
 def _check_types(names: Names, carry: Iterable[tuple[Any, Any, Any]]) -> None:
-    differences = [(path, a, b) for path, a, b in carry if not _jax.same_type(a, b)]
+    function, body, init, *_ = names
+    differences = [
+        f"`{init}{keystr(path)}` is {errors.short_type(before)}, "
+        f"but `{body}` returns {errors.short_type(after)}"
+        for path, before, after in carry
+        if not _jax.same_type(before, after)
+    ]
     if differences:
-        raise TypeError(errors.carry_types(names.function, names.body, differences, names.init))
+        advice = f"or start from an `{init}` of the type that a step returns."
+        advice = f"Cast in `{body}` (for instance with .astype), {advice}"
+        raise errors.wrong_carry(function, body, f"types of `{init}`, got", differences, advice)
 
 
 def _check_structure(names: Names, before: Any, after: Any) -> None:
-    found = _jax.tree_differences(before, after)
-    differences = [(path[names.hidden :], a, b, why) for path, a, b, why in found]
+    function, body, init, *_ = names
+    differences = [
+        f"at `{init}{keystr(tuple(path[names.hidden :]))}`: expected {a}, got {b}, so {why}"
+        for path, a, b, why in _jax.equality_errors_pytreedef(before, after)
+    ]
     if differences:
-        raise TypeError(errors.carry_structure(names.function, names.body, differences, names.init))
+        expected = f"structure of `{init}`, but they differ:"
+        advice = f"Return from `{body}` the same tree as `{init}`."
+        raise errors.wrong_carry(function, body, expected, differences, advice)
 
 
 def _check_effects(names: Names, *jaxprs: Any) -> None:
@@ -177,17 +191,14 @@ def _check_effects(names: Names, *jaxprs: Any) -> None:
 
 def scalar_bool(function: str, argument: str, value: Any) -> Any:
     """What a predicate returned, if it is one bool."""
-    if _jax.is_tracer(value) and value.shape == () and value.dtype == bool:
-        return value
-    flat, tree = jax.tree.flatten(value)
-    if not jax.tree_util.treedef_is_leaf(tree) or len(flat) != 1:
-        got = f"a {type(value).__name__} ({tree})"
+    if not jax.tree_util.all_leaves([value]):
+        got = f"a {type(value).__name__} ({jax.tree.structure(value)})"
     else:
         try:
             array = _jax.as_array(value)
-            got = errors.short_type(jax.typeof(array))
             if array.shape == () and array.dtype == bool:
                 return array
+            got = errors.short_type(jax.typeof(array))
         except (TypeError, ValueError):
             got = errors.shown(value)
     advice = "Reduce it with .any() or .all(), or compare with a number."
@@ -196,14 +207,13 @@ def scalar_bool(function: str, argument: str, value: Any) -> Any:
 
 def pair(names: Names, out: Any) -> tuple[Any, Any]:
     """What a step returned, if it is a carry and a y."""
-    if isinstance(out, (tuple, list)) and len(out) == 2:
+    is_sequence = isinstance(out, (tuple, list))
+    if is_sequence and len(out) == 2:
         return out[0], out[1]
-    size = f" of length {len(out)}" if isinstance(out, (tuple, list)) else ""
-    got = f"{type(out).__name__}{size}"
+    got = type(out).__name__ + (f" of length {len(out)}" if is_sequence else "")
+    expected = "must return a pair (carry, y)"
     advice = "Return `carry, None` if there is nothing to stack."
-    raise errors.wrong_type(
-        names.function, names.body, "must return a pair (carry, y)", got, advice
-    )
+    raise errors.wrong_type(names.function, names.body, expected, got, advice)
 
 
 def type_key(values: Sequence[Any]) -> tuple:
