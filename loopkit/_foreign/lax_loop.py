@@ -116,7 +116,7 @@ class LaxLoop(NamedTuple):
             "unroll": min(self.params.get("unroll", 1) or steps, steps),  # 0: all
             "name": self.kind,
         }
-        loop = as_loop(cond, cond_consts, self.body, self.consts, carry, types, None, fields)
+        loop = as_loop(cond, cond_consts, self.body, self.consts, carry, types, fields)
         carry, ys = loop.run(list(map(_jax.as_array, self.init)), self.xs)
         return [*carry, *ys]
 

@@ -35,7 +35,6 @@ def nanoseconds(jaxpr: _jax.Jaxpr) -> float:
 
 def _equation(eqn: Any) -> float:
     name = eqn.primitive.name
-    elements = max((_jax.elements(v.aval) for v in (*eqn.outvars, *eqn.invars)), default=1)
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         depth = _jax.volume(eqn.invars[0].aval.shape[a] for a in contracted)
@@ -55,6 +54,7 @@ def _equation(eqn: Any) -> float:
             return max(costs)
         trips = {"scan": eqn.params.get("length"), "while": UNKNOWN_TRIPS}.get(name, 1)
         return sum(costs) * (trips or 1)
+    elements = max((_jax.elements(v.aval) for v in (*eqn.outvars, *eqn.invars)), default=1)
     return EQUATION + elements * PER_ELEMENT.get(name, ELEMENT)
 
 
@@ -62,14 +62,10 @@ def factor_bytes(jaxpr: _jax.Jaxpr, consts: int, smallest: int) -> int:
     """Of the cotangents that multiply into the gradients of large matrices among the constants."""
     j = _jax.open_jaxpr(jaxpr)
     matrices = {v for v in j.invars[:consts] if _jax.is_differentiable(v.aval)}
-    total = 0
-    for eqn in j.eqns:
-        if eqn.primitive.name == "dot_general" and any(
-            v in matrices for v in equations.variables(eqn)
-        ):
-            size = max(_jax.byte_count(v.aval) for v in eqn.invars if v in matrices)
-            if size > smallest and _jax.byte_count(eqn.outvars[0].aval) < 2 * size:
-                total += _jax.byte_count(eqn.outvars[0].aval)
-                other = [v for v in eqn.invars if v not in matrices]
-                total += sum(_jax.byte_count(v.aval) for v in other if v in j.invars[consts:])
+    others, total = set(j.invars[consts:]), 0
+    for eqn in (eqn for eqn in j.eqns if eqn.primitive.name == "dot_general"):
+        reads, out = equations.variables(eqn), _jax.byte_count(eqn.outvars[0].aval)
+        size = max((_jax.byte_count(v.aval) for v in reads if v in matrices), default=0)
+        if size > smallest and out < 2 * size:
+            total += out + sum(_jax.byte_count(v.aval) for v in reads if v in others)
     return total

@@ -79,29 +79,27 @@ def least_stored(
     else:
         costless = {v for v, f in zip(j.invars[constants:slices], free, strict=True) if f}
         stored = _minimum_cut(varying, operands, given | constant, costless)
-    known = given | set(stored)
-    hoisted: dict = {}
-    needed: set = set()
+    met, needed, hoisted = given | set(stored), set(), []
     pending = list(residuals)
     while pending:
         v = pending.pop()
-        if v in known or v in needed:
+        if v in met:
             continue
+        met.add(v)
         before = operands(v)
         if before is None:
             assert v in constant, "a value that is not made again is stored"
-            hoisted[v] = None
-            known.add(v)
-            continue
-        needed.add(v)
-        pending += before
+            hoisted.append(v)
+        else:
+            needed.add(v)
+            pending += before
     order = [eqn for eqn in j.eqns if any(v in needed for v in eqn.outvars)]
 
     def remake(values: dict) -> list:
         return equations.run(order, dict(values), j.outvars[results:])
 
     whole = _jax.byte_count(*(v.aval for v in dict.fromkeys(varying) if v not in given))
-    return Cut(list(hoisted), stored, remake, whole)
+    return Cut(hoisted, stored, remake, whole)
 
 
 def _is_cheap(eqn: Any) -> bool:
@@ -110,10 +108,6 @@ def _is_cheap(eqn: Any) -> bool:
     if equations.is_call(eqn):
         return all(map(_is_cheap, _jax.open_jaxpr(eqn.params["jaxpr"]).eqns))
     return eqn.primitive.name in CHEAP
-
-
-def _size(v: Any) -> int:
-    return _jax.byte_count(v.aval) + EACH
 
 
 def _minimum_cut(targets: Sequence, operands: Callable, given: set, free: set) -> list:
@@ -133,12 +127,11 @@ def _minimum_cut(targets: Sequence, operands: Callable, given: set, free: set) -
         if v in order:
             continue
         order[v] = None
-        edge((v, 0), (v, 1), 0 if v in free else _size(v))
+        edge((v, 0), (v, 1), 0 if v in free else _jax.byte_count(v.aval) + EACH)
         before = operands(v)
         if before is None:
             edge("source", (v, 0), inf)
-            continue
-        for u in before:
+        for u in before or ():
             if u not in given:
                 edge((u, 1), (v, 0), inf)
                 pending.append(u)

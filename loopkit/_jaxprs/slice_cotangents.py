@@ -22,8 +22,7 @@ from loopkit._jaxprs import equations
 
 def passed_on(jaxpr: _jax.Jaxpr, known: Sequence[Any], tangents: Sequence[Any], count: int) -> list:
     """The first `count` tangents, read and passed on, and then what the jaxpr returns."""
-    latest = list(tangents[:count])
-    j = _jax.open_jaxpr(jaxpr)
+    j, latest = _jax.open_jaxpr(jaxpr), list(tangents[:count])
     constants = {v: i for i, v in enumerate(j.invars[len(known) : len(known) + count])}
     outs = _run(j, [*known, *tangents], constants, latest)
     return [*latest, *outs]
@@ -39,8 +38,7 @@ def _run(j: Any, values: Sequence[Any], constants: dict[Any, int], latest: list)
         which = list(map(constant, eqn.invars))
         ins = [v if w is None else latest[w] for v, w in zip(ins, which, strict=True)]
         first = which[0] if which else None
-        found = None if first is None else _as_read(eqn, ins)
-        if found is not None and first is not None:
+        if first is not None and (found := _as_read(eqn, ins)) is not None:
             outs, latest[first] = found
             if eqn.primitive is read_p:
                 constants[eqn.outvars[-1]] = first

@@ -155,8 +155,7 @@ def _source(eqn: Any) -> str:
 
 def _of_loopkit(eqn: Any, loop: Loop) -> Explained:
     how = reversal(loop, _everything(loop))
-    of_step = how.split.uncut_bytes
-    whole = None if loop.length is None else loop.length * of_step
+    whole = None if loop.length is None else loop.length * how.split.uncut_bytes
     return Explained(f"loopkit.{loop.name}", _source(eqn), how.plan, whole)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -35,10 +36,7 @@ class Instruction:
             return 0
         kind, shape, _ = found.groups()
         width = _BYTES.get(kind) or int(re.sub(r"\D.*", "", kind.lstrip("sufb")) or 8) // 8
-        size = max(width, 1)
-        for n in filter(None, shape.split(",")):
-            size *= int(n)
-        return size
+        return math.prod(map(int, filter(None, shape.split(","))), start=max(width, 1))
 
     @property
     def shape(self) -> str:
@@ -51,16 +49,15 @@ class Instruction:
         for names in _BRANCHES.findall(self.rest):
             yield from (("branch", n) for n in _OPERAND.findall(names))
 
-    @property
-    def index(self) -> int | None:
-        """Of a get-tuple-element."""
-        found = re.search(r"\bindex=(\d+)", self.rest)
+    def number(self, key: str) -> int | None:
+        """Of an attribute."""
+        found = re.search(rf"\b{key}=(\d+)", self.rest)
         return None if found is None else int(found[1])
 
     @property
-    def frame(self) -> int | None:
-        found = re.search(r"stack_frame_id=(\d+)", self.rest)
-        return None if found is None else int(found[1])
+    def index(self) -> int | None:
+        """Of a get-tuple-element."""
+        return self.number("index")
 
 
 @dataclass
@@ -74,56 +71,44 @@ class Program:
     def parse(text: str) -> Program:
         program, here, table = Program(), None, None
         for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
-            found = _COMPUTATION.match(line)
-            if found:
+            if found := _COMPUTATION.match(line):
                 here, table = program.computations.setdefault(found[2], {}), None
             elif re.fullmatch(r"\w+", line):
                 table = program.tables.setdefault(line, {})
             elif table is not None and re.match(r"\d+ ", line):
                 number, value = line.split(" ", 1)
                 table[int(number)] = value
-            elif here is not None:
-                found = _INSTRUCTION.match(line)
-                if found:
-                    root, name, kind, opcode, rest = found.groups()
-                    inside = rest.split(")", 1)[0]
-                    operands = tuple(_OPERAND.findall(inside))
-                    here[name] = Instruction(name, kind, opcode, operands, rest, bool(root))
+            elif here is not None and (found := _INSTRUCTION.match(line)):
+                root, name, kind, opcode, rest = found.groups()
+                operands = tuple(_OPERAND.findall(rest.split(")", 1)[0]))
+                here[name] = Instruction(name, kind, opcode, operands, rest, bool(root))
         return program
 
     @cached_property
     def loop_bodies(self) -> list[str]:
         """The bodies of loops, each once."""
-        bodies = [
-            name
-            for computation in self.computations.values()
-            for i in computation.values()
-            if i.opcode == "while"
-            for role, name in i.called()
-            if role == "body"
-        ]
-        return list(dict.fromkeys(bodies))
+        instructions = (i for c in self.computations.values() for i in c.values())
+        called = (run for i in instructions if i.opcode == "while" for run in i.called())
+        return list(dict.fromkeys(name for role, name in called if role == "body"))
 
     def runs(self, body: str) -> list[str]:
         """The computations that a loop's body runs, itself first, without those of loops in it."""
-        seen, pending = [], [body]
+        found, pending = [], [body]
         while pending:
             name = pending.pop(0)
-            if name in seen or name not in self.computations:
-                continue
-            seen.append(name)
-            for i in self.computations[name].values():
-                if i.opcode != "while":
-                    pending += [called for _, called in i.called()]
-        return seen
+            if name not in found and name in self.computations:
+                found.append(name)
+                inner = [i for i in self.computations[name].values() if i.opcode != "while"]
+                pending += [called for i in inner for _, called in i.called()]
+        return found
 
     def lines(self, instruction: Instruction) -> list[tuple[str, int]]:
         """(file, line) where it is from, innermost first."""
-        out: list[tuple[str, int]] = []
         source = re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', instruction.rest)
         if source:
             return [(source[1], int(source[2] or 0))]
-        frames, frame = self.tables.get("StackFrames", {}), instruction.frame
+        out: list[tuple[str, int]] = []
+        frames, frame = self.tables.get("StackFrames", {}), instruction.number("stack_frame_id")
         while frame is not None and frame in frames and len(out) < 100:
             numbers = dict(re.findall(r"(\w+)=(\d+)", frames[frame]))
             place = self.tables.get("FileLocations", {}).get(int(numbers["file_location_id"]), "")

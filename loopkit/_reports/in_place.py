@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from loopkit import _jax
 from loopkit._arguments import validate
@@ -17,7 +16,7 @@ from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
 from loopkit._reports.hlo import Instruction, Program
 
-_KINDS = {"b": "pred", "i": "s", "u": "u", "f": "f", "c": "c"}
+_KINDS = {"i": "s", "u": "u", "f": "f", "c": "c"}
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,9 @@ def _looked_at(name: str, fn: Any, args: tuple, grad: Any, min_bytes: Any) -> In
     names = _leaf_names(jax.make_jaxpr(fn)(*arrays))
     lowered = jax.jit(fn).lower(*arrays)
     if grad:
-        cotangents = jax.tree.map(_cotangent_type, jax.eval_shape(fn, *arrays))
+        dtype = lambda out: out.dtype if _jax.is_differentiable(out) else jax.dtypes.float0
+        type_of = lambda out: jax.ShapeDtypeStruct(out.shape, dtype(out))
+        cotangents = jax.tree.map(type_of, jax.eval_shape(fn, *arrays))
 
         def gradient(arrays: Sequence[Any], cotangents: Any) -> Any:
             moving = [_jax.is_differentiable(jax.typeof(v)) for v in arrays]
@@ -149,19 +150,11 @@ def _of_arrays(fn: Callable[..., Any], args: tuple) -> tuple[Callable, list]:
     return lambda *arrays: fn(*tree.unflatten(spread(arrays, given, leaves))), kept(leaves, given)
 
 
-def _cotangent_type(out: Any) -> Any:
-    dtype = out.dtype if jnp.issubdtype(out.dtype, jnp.inexact) else jax.dtypes.float0
-    return jax.ShapeDtypeStruct(out.shape, dtype)
-
-
-def _leaf_names(jaxpr: Any) -> dict[str, list[str]]:
-    """The carry leaves of the loops in a jaxpr, by their type."""
-    names: dict[str, list[str]] = {}
+def _leaf_names(jaxpr: Any) -> dict[str, dict[str, None]]:
+    """The carry leaves of the loops in a jaxpr, each once, by their type."""
+    names: dict[str, dict[str, None]] = {}
     for loop, leaf, aval in _carries(jaxpr):
-        found = names.setdefault(_hlo_type(aval), [])
-        text = f"`{leaf}` of {loop}"
-        if text not in found:
-            found.append(text)
+        names.setdefault(_hlo_type(aval), {})[f"`{leaf}` of {loop}"] = None
     return names
 
 
@@ -185,13 +178,13 @@ def _carries(jaxpr: Any) -> Iterator[tuple[str, str, Any]]:
 
 def _hlo_type(aval: Any) -> str:
     dtype = aval.dtype
-    kind = _KINDS.get(getattr(dtype, "kind", ""), "")
-    name = "pred" if kind == "pred" else f"{kind}{8 * dtype.itemsize}" if kind else str(dtype)
-    name = {"bfloat16": "bf16"}.get(str(dtype), name)
+    kind = _KINDS.get(getattr(dtype, "kind", ""))
+    name = f"{kind}{8 * dtype.itemsize}" if kind else str(dtype)
+    name = {"bfloat16": "bf16", "bool": "pred"}.get(str(dtype), name)
     return f"{name}[{','.join(map(str, aval.shape))}]"
 
 
-def _report(text: str, names: dict[str, list[str]], min_bytes: int) -> InPlaceReport:
+def _report(text: str, names: dict[str, dict[str, None]], min_bytes: int) -> InPlaceReport:
     program = Program.parse(text)
     copies = []
     for body in program.loop_bodies:
@@ -199,7 +192,7 @@ def _report(text: str, names: dict[str, list[str]], min_bytes: int) -> InPlaceRe
             instructions = program.computations[computation]
             for i in instructions.values():
                 if i.opcode in ("copy", "copy-start") and i.bytes >= min_bytes:
-                    leaf = " or ".join(names.get(i.shape, []))
+                    leaf = " or ".join(names.get(i.shape, ()))
                     element = _element(instructions, i) if computation == body else None
                     source = _source(program, instructions, i)
                     copies.append(Copy(i.shape, i.bytes, leaf, element, source, i.name))
@@ -213,19 +206,14 @@ def _element(instructions: dict[str, Instruction], copy: Instruction) -> int | N
         at = instructions[at.operands[0]]
     if at.opcode == "get-tuple-element":
         return at.index
-    for i in instructions.values():
-        if i.root and i.opcode == "tuple" and copy.name in i.operands:
-            return i.operands.index(copy.name)
-    return None
+    results = (i.operands for i in instructions.values() if i.root and i.opcode == "tuple")
+    return next((o.index(copy.name) for o in results if copy.name in o), None)
 
 
 def _source(program: Program, instructions: dict[str, Instruction], copy: Instruction) -> str:
     """The line of the user's that a copy is for: its own, or that of what is copied or uses it."""
     near = [copy, *(instructions[o] for o in copy.operands if o in instructions)]
     near += [i for i in instructions.values() if copy.name in i.operands]
-    best: list[tuple[str, int]] = []
-    for i in near:
-        lines = [(f, n) for f, n in program.lines(i) if not f.startswith(_jax.PACKAGE)]
-        if len(lines) > len(best):
-            best = lines
+    found = ([x for x in program.lines(i) if not x[0].startswith(_jax.PACKAGE)] for i in near)
+    best = max(found, key=len)
     return "{}:{}".format(*best[0]) if best else ""

@@ -20,6 +20,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
+from loopkit._arguments.errors import short_type
 
 LINE = 64
 """Bytes of a cache line."""
@@ -57,8 +58,8 @@ class Inputs(NamedTuple):
         for (path, leaf), axis in zip(leaves, axes, strict=True):
             if leaf.ndim == 0 and axis is not None:
                 advice = "Give it a leading axis, one row a step, or close over it."
-                got = errors.short_type(jax.typeof(leaf))
-                raise wrong("must have a leading axis to scan over", got, advice, path)
+                expected = "must have a leading axis to scan over"
+                raise wrong(expected, short_type(jax.typeof(leaf)), advice, path)
         axes = normalised("in_axes", axes, xs, function)
         first = None
         for (path, leaf), axis in zip(leaves, axes, strict=True):
@@ -164,22 +165,18 @@ def leaf_axes(
     argument: str, axes: Axes, tree: Any, of: str, function: str = SCAN
 ) -> list[int | None]:
     """The axis of each leaf of a tree, from a prefix of it. `of` names the tree."""
-    prefix, shape = jax.tree.flatten(axes, is_leaf=lambda a: a is None)
     try:
-        parts = shape.flatten_up_to(tree)
+        flat = _jax.broadcast_prefix(axes, tree, is_leaf=lambda a: a is None)
     except ValueError:
         got = f"{axes!r} for {jax.tree.structure(tree)}"
         advice = "Give an int or None for each leaf, or for whole subtrees."
         expected = f"must be a tree prefix of {of}"
         raise errors.wrong_value(function, argument, expected, got, advice) from None
-    flat = [a for a, part in zip(prefix, parts, strict=True) for _ in jax.tree.leaves(part)]
-    paths = [path for path, _ in tree_leaves_with_path(tree)]
-    for path, axis in zip(paths, flat, strict=True):
-        if axis is None or (isinstance(axis, (int, np.integer)) and not isinstance(axis, bool)):
-            continue
-        got = errors.shown(axis)
-        advice = "Pass the number of an axis, or None."
-        raise errors.wrong_type(function, argument, "must have ints or None", got, advice, path)
+    for (path, _), axis in zip(tree_leaves_with_path(tree), flat, strict=True):
+        if isinstance(axis, bool) or not isinstance(axis, (int, np.integer, type(None))):
+            expected, advice = "must have ints or None", "Pass the number of an axis, or None."
+            got = errors.shown(axis)
+            raise errors.wrong_type(function, argument, expected, got, advice, path)
     return flat
 
 
@@ -191,11 +188,9 @@ def normalised(
     for (path, leaf), axis in zip(tree_leaves_with_path(tree), axes, strict=True):
         rank = len(leaf.shape) + extra
         if axis is not None and not -rank <= axis < rank:
-            got = f"axis {axis} for {errors.short_type(leaf)}"
+            expected, got = "must name axes that are there", f"axis {axis} for {short_type(leaf)}"
             bounds = "it has no axes" if not rank else f"axes go from {-rank} to {rank - 1}"
-            raise errors.wrong_value(
-                function, argument, "must name axes that are there", got, f"Here {bounds}.", path
-            )
+            raise errors.wrong_value(function, argument, expected, got, f"Here {bounds}.", path)
         new.append(axis if axis is None else int(axis) % rank)
     return new
 
@@ -241,12 +236,9 @@ def arranged(tree: Any, ys: Sequence[Any], types: Sequence[Any], out_axes: Axes,
     """ys as the caller asked for them."""
     axes, places = stacks(tree, types, out_axes)
     moved = [jnp.moveaxis(y, p, a) for y, p, a in zip(ys, places, axes, strict=True)]
-    rest = iter(last)
-    return jax.tree.map(
-        lambda v: next(rest) if isinstance(v, Last) else v,
-        tree.unflatten(moved),
-        is_leaf=lambda v: isinstance(v, Last),
-    )
+    rest, is_last = iter(last), lambda v: isinstance(v, Last)
+    fill = lambda v: next(rest) if is_last(v) else v
+    return jax.tree.map(fill, tree.unflatten(moved), is_leaf=is_last)
 
 
 def block_axes(out_axes: Axes) -> Axes:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._buffers import indexing, run_time_checks
 from loopkit._buffers.buffer import Buffer, Owner, is_buffer, plain
@@ -135,12 +136,11 @@ class Buffers:
         def with_arrays(*args: Any) -> Any:
             *before, carry = args
             leaves, tree = jax.tree.flatten(carry)
-            step = next(steps)
             if not self.checks:
                 return plain(body(*before, tree.unflatten(self.wrapped(leaves, None)[0])))
             masks = written or self.first_written(carry)
             buffers = self.followed_by(1 + len(masks), count)
-            leaves += [jnp.int32(step), *masks]
+            leaves += [jnp.int32(next(steps)), *masks]
             values, owners = buffers.wrapped(leaves, None)
             out = body(*before, tree.unflatten(values[:count]))
             new = out[0] if before else out
@@ -189,47 +189,38 @@ def find(names: Any, buffers: Any, init: Any) -> Buffers:
         flags += [True] * (len(jax.tree.leaves(node)) - 1) + [False] if holds else [is_buffer(node)]
     named = _named(names, buffers, plain(init))
     paths = tree_leaves_with_path(init, is_leaf=is_buffer)
-    shown = [path[names.hidden - 1 :] for path, _ in paths]
-    called = tuple(names.init + keystr(path) for path in shown)
+    called = tuple(names.init + keystr(path[names.hidden - 1 :]) for path, _ in paths)
     return Buffers(tuple(a or b for a, b in zip(flags, named, strict=True)), outer, called)
 
 
 def _named(names: Any, buffers: Any, init: Any) -> list[bool]:
     function = names.function
     leaves, tree = jax.tree.flatten(init)
-    flags = [False] * len(leaves)
     if buffers is None:
-        return flags
+        return [False] * len(leaves)
     if callable(buffers):
         tokens = [jax.ShapeDtypeStruct(jnp.shape(v), jnp.result_type(v)) for v in leaves]
-        place = {id(t): i for i, t in enumerate(tokens)}
         expected = "must return leaves of the carry that it is given"
         try:
             chosen = jax.tree.leaves(buffers(tree.unflatten(tokens)))
         except (TypeError, AttributeError, LookupError) as error:
             got = f"{type(error).__name__}: {error}"
             raise errors.wrong_type(function, "buffers", expected, got, HOW) from error
-        for token in chosen:
-            if id(token) not in place:
-                got = errors.shown(token)
-                raise errors.wrong_type(function, "buffers", expected, got, HOW)
-            flags[place[id(token)]] = True
-        return flags
-    flags = []
-
-    def spread(flag: Any, part: Any) -> None:
-        if not isinstance(flag, (bool, np.bool_)):
-            got = errors.shown(flag)
-            expected = "must be a function or a tree of bools"
-            raise errors.wrong_type(function, "buffers", expected, got, HOW)
-        flags.extend([bool(flag)] * len(jax.tree.leaves(part)))
-
+        known, named = set(map(id, tokens)), set(map(id, chosen))
+        others = [v for v in chosen if id(v) not in known]
+        if others:
+            raise errors.wrong_type(function, "buffers", expected, errors.shown(others[0]), HOW)
+        return [id(t) in named for t in tokens]
     try:
-        jax.tree.map(spread, buffers, init)
+        flags = _jax.broadcast_prefix(buffers, init)
     except ValueError as error:
         expected = "must be a prefix of the tree of the carry"
         for _ in range(names.hidden - 1):  # what the caller put before the user's carry
             (_, buffers), (_, init) = buffers, init
         got = f"{jax.tree.structure(buffers)} for a carry of structure {jax.tree.structure(init)}"
         raise errors.wrong_value(function, "buffers", expected, got, HOW) from error
-    return flags
+    for flag in jax.tree.leaves(buffers):
+        if not isinstance(flag, (bool, np.bool_)):
+            expected = "must be a function or a tree of bools"
+            raise errors.wrong_type(function, "buffers", expected, errors.shown(flag), HOW)
+    return list(map(bool, flags))

@@ -49,7 +49,7 @@ class Traced:
     """Types of the carry leaves, as the steps take them."""
     init_types: list
     """The same; a step may leave strong what it takes as weak: then it is so from the beginning."""
-    y_tree: Any
+    y_tree: Any = None
 
     @property
     def closed_over(self) -> list:
@@ -150,7 +150,8 @@ def trace_loop(
         CarryLeaf(names.init + keystr(path), has, i == flag, owner is not None)
         for i, (path, (has, owner)) in enumerate(zip(paths, of_leaf, strict=True))
     ]
-    return as_loop(cond, cond_consts, jaxpr, consts, carry, types, y_tree, settings)
+    loop = as_loop(cond, cond_consts, jaxpr, consts, carry, types, settings)
+    return replace(loop, y_tree=y_tree)
 
 
 def _check_types(names: Names, carry: Iterable[tuple[Any, Any, Any]]) -> None:
@@ -234,27 +235,13 @@ def _joined(before: Any, after: Any, decided_by: list) -> Any:
 
 
 def as_loop(
-    cond: Any,
-    cond_consts: list,
-    body: Any,
-    consts: list,
-    carry: Sequence[CarryLeaf],
-    types: list,
-    y_tree: Any,
-    settings: dict,
+    cond: Any, cond_consts: list, body: Any, consts: list, carry: list, types: list, settings: dict
 ) -> Traced:
     """A loop of two jaxprs. `settings`: other fields of it."""
     n, c = len(types), len(consts)
     settings = {"xs": (Input(),) * (len(body.in_avals) - c - n), **settings}
-    loop = Loop(
-        cond=cond,
-        body=body,
-        cond_const_count=len(cond_consts),
-        consts=(Const(),) * c,
-        carry=tuple(carry),
-        ys=(Output(),) * (len(body.out_avals) - n),
-        **settings,
-    )
+    ys, constants = (Output(),) * (len(body.out_avals) - n), (Const(),) * c
+    loop = Loop(cond, body, len(cond_consts), constants, tuple(carry), ys=ys, **settings)
     pairs = zip(types, loop.carry_types, strict=True)
     first = [a.update(weak_type=a.weak_type and b.weak_type) for a, b in pairs]
-    return Traced(shared(loop), cond_consts, consts, types, first, y_tree)
+    return Traced(shared(loop), cond_consts, consts, types, first)
