@@ -282,9 +282,9 @@ class TensorArray(Generic[E]):
                 expected = "must be that of an element"
                 raise _wrong(IndexError, method, "index", expected, got, advice)
             return at
-        is_array = isinstance(index, jax.Array)
-        if not is_array or index.ndim or not jnp.issubdtype(index.dtype, jnp.integer):
-            got = short_type(jax.typeof(index)) if is_array else repr(index)
+        array = isinstance(index, jax.Array)
+        if not array or index.ndim or not jnp.issubdtype(index.dtype, jnp.integer):
+            got = short_type(jax.typeof(index)) if array else repr(index)
             advice = "Read several elements with `stack`."
             raise _wrong(TypeError, method, "index", "must be one integer", got, advice)
         return jnp.where(index < 0, index + self._size, index)

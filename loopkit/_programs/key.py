@@ -62,7 +62,7 @@ class _Keys:
             return kind, value
         if kind in (float, complex):
             return kind, repr(value)  # -0.0 is not 0.0, and NaN is NaN
-        if kind in (tuple, list) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        if kind in (tuple, list):
             return kind, tuple(map(of, value))
         if kind is dict:
             return kind, tuple((of(k), of(v)) for k, v in value.items())
@@ -74,6 +74,8 @@ class _Keys:
             return self.jaxpr(value)
         if kind in (set, frozenset):
             return kind, frozenset(map(of, value))
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return kind, tuple(map(of, value))
         if isinstance(value, (np.ndarray, np.generic, _jax.TypedNdArray)):
             return _content(np.asarray(value))
         if isinstance(value, jax.Array) and met is None and not _jax.is_tracer(value):
