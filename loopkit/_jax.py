@@ -149,7 +149,7 @@ def is_on_host(aval: Any) -> bool:
 
 def placed(value: Any, aval: ShapedArray | None = None) -> Any:
     """`value` in the memory that the type says, the device's if there is none."""
-    host, here = aval is not None and is_on_host(aval), is_on_host(jax.typeof(value))
+    host, here = is_on_host(aval), is_on_host(jax.typeof(value))
     if isinstance(value, jax.Array) and not is_tracer(value):
         # What a primitive returns outside jit is on the device, whatever its type says.
         here = value.sharding.memory_kind == "pinned_host"
@@ -486,12 +486,11 @@ def register_partial_eval(
             return None
         return known_equation(eqn), [i < results for i in range(len(eqn.outvars))]
 
-    pe.custom_partial_eval_rules[primitive] = eager
-    pe.partial_eval_jaxpr_custom_rules[primitive] = _staged(known_part)
+    _register_partial_eval(primitive, eager, known_part)
 
 
-def _staged(known_part: Callable) -> Callable:
-    """A rule of jax.checkpoint: all of an equation is left for later, and what is known is known.
+def _register_partial_eval(primitive: Any, eager: Callable, known_part: Callable) -> None:
+    """Under jax.checkpoint all of an equation is left for later, and what is known is known.
 
     `known_part(unknown, eqn)` is None, or the equation of that part and which results it has.
     """
@@ -505,7 +504,8 @@ def _staged(known_part: Callable) -> Callable:
         known, results = known_part(list(unknown), eqn) or (None, [False] * count)
         return known, eqn, [not k for k in results], [True] * count, residuals
 
-    return rule
+    pe.custom_partial_eval_rules[primitive] = eager
+    pe.partial_eval_jaxpr_custom_rules[primitive] = rule
 
 
 def register_known_part(primitive: core.Primitive, part: Callable) -> None:
@@ -537,8 +537,7 @@ def register_known_part(primitive: core.Primitive, part: Callable) -> None:
         outvars = [v for v, k in zip(eqn.outvars, results, strict=True) if k]
         return new_equation(eqn, primitive, invars, outvars, known_params), results
 
-    pe.custom_partial_eval_rules[primitive] = eager
-    pe.partial_eval_jaxpr_custom_rules[primitive] = _staged(known_part)
+    _register_partial_eval(primitive, eager, known_part)
 
 
 def new_equation(eqn: Any, primitive: Any, invars: Any, outvars: Any, params: dict) -> Any:

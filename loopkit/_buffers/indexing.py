@@ -53,8 +53,6 @@ class Place:
 
     def inward_mask(self, mask: Any) -> Any:
         """A mask for the stacked slices, from one that broadcasts against what is selected."""
-        if jnp.ndim(mask) > len(self.shape):
-            jnp.broadcast_to(mask, self.shape)
         mask = jnp.reshape(mask, (*[1] * (len(self.shape) - jnp.ndim(mask)), *jnp.shape(mask)))
         stacked = self._stacked(mask)
         rest = stacked.shape[len(self.batch) :]
@@ -77,21 +75,18 @@ class Place:
 
     def by_element(self, value: Any, mask: Any) -> tuple[Place, Any, Any]:
         """The same, a slice for each element, with stacked slices and their mask."""
-        window, batch = self.window, self.batch
-        rest = [a for a in range(len(window.sizes)) if a not in window.axes]
+        window, batch, ndim = self.window, self.batch, len(self.window.sizes)
+        rest = [a for a in range(ndim) if a not in window.axes]
         sizes = [window.sizes[a] for a in rest]
         grid = np.moveaxis(np.indices(sizes, self.starts.dtype), 0, -1)
         grid = grid + np.array([window.offsets[a] for a in rest], grid.dtype)
-        stacked = (*batch, *sizes, *[1] * len(window.sizes))
         starts = self.starts.reshape(*batch, *[1] * len(sizes), len(window.axes))
         starts = jnp.broadcast_to(starts, (*batch, *sizes, len(window.axes)))
         grid = jnp.broadcast_to(grid, (*batch, *grid.shape))
-        ndim = len(window.sizes)
-        axes, nowhere = (*window.axes, *rest), (0,) * ndim
-        ones = replace(window, axes=axes, offsets=nowhere, sizes=(1,) * ndim)
+        axes, stacked = (*window.axes, *rest), (*batch, *sizes, *[1] * ndim)
+        ones = replace(window, axes=axes, offsets=(0,) * ndim, sizes=(1,) * ndim)
         place = replace(self, window=ones, starts=jnp.concatenate([starts, grid], -1))
-        mask = jnp.broadcast_to(mask, value.shape)
-        return place, value.reshape(stacked), mask.reshape(stacked)
+        return place, value.reshape(stacked), jnp.broadcast_to(mask, value.shape).reshape(stacked)
 
 
 def _last(places: Any) -> Any:
@@ -141,8 +136,7 @@ def place(shape: Sequence[int], index: Any, mode: str | None = None, unique: boo
                 offsets[axis] = fixed
                 continue
             axes.append(axis)
-            v = jnp.asarray(v)
-            columns.append(v.reshape(*np.shape(v), *[1] * len(steps)))
+            columns.append(jnp.asarray(v).reshape(*np.shape(v), *[1] * len(steps)))
         elif kind == "steps":
             axes.append(axis)
             columns.append(jnp.asarray(v).reshape(len(v), *[1] * (len(steps) - step - 1)))
@@ -203,18 +197,15 @@ def _expanded(shape: Sequence[int], index: tuple) -> list[tuple[str, Any, int]]:
     if not ellipses:
         plain.append(Ellipsis)
     items: list[tuple[str, Any, int]] = []
-    axis = 0
     for v in plain:
+        axis = sum(of >= 0 for _, _, of in items)
         if v is None:
             items.append(("new", None, -1))
         elif v is Ellipsis:
-            end = axis + len(shape) - used
-            items += [("ellipsis", None, -1)]
-            items += [("slice", (0, shape[a]), a) for a in range(axis, end)]
-            axis = end
+            rest = range(axis, axis + len(shape) - used)
+            items += [("ellipsis", None, -1), *(("slice", (0, shape[a]), a) for a in rest)]
         elif isinstance(v, slice):
             items.append((*_slice(v, shape[axis]), axis))
-            axis += 1
         elif _is_mask(v):
             want = tuple(shape[axis : axis + v.ndim])
             if any(n not in (0, size) for n, size in zip(v.shape, want, strict=True)):
@@ -224,10 +215,8 @@ def _expanded(shape: Sequence[int], index: tuple) -> list[tuple[str, Any, int]]:
                     "Put it where its axes are, with `:` or an ellipsis before it."
                 )
             items += [("array", rows, axis + i) for i, rows in enumerate(np.nonzero(v))]
-            axis += v.ndim
         else:
             items.append(("array", v, axis))
-            axis += 1
     return items
 
 

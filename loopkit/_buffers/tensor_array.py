@@ -175,15 +175,14 @@ class TensorArray(Generic[E]):
         """With another element at an index; those before it that are missing are zeros."""
         leaves = self._leaves("write", element)
         at = self._place("write", index)
-        if isinstance(at, int) and self._is_known() and at >= self.capacity:
+        if not isinstance(at, int) or not self._is_known():
+            size = jnp.maximum(jnp.asarray(self._size, jnp.int32), jnp.asarray(at + 1, jnp.int32))
+            return self._with(at, leaves, size)
+        if at >= self.capacity:
             room = _doubled(self.capacity, at + 1)
             more = [_with_room(v, room) for v in self._data]
             return TensorArray._of(more, self._tree, self._size).write(at, element)
-        if isinstance(at, int) and self._is_known():
-            size: Any = max(int(self._size), at + 1)
-        else:
-            size = jnp.maximum(jnp.asarray(self._size, jnp.int32), jnp.asarray(at + 1, jnp.int32))
-        return self._with(at, leaves, size)
+        return self._with(at, leaves, max(int(self._size), at + 1))
 
     def append(self, element: E | ArrayLike | Tree) -> TensorArray[E]:
         """With one more element."""

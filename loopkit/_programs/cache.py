@@ -59,14 +59,10 @@ def remember(functions: Sequence[Any], rest: Any, make: Callable[[], T]) -> T:
     if known is not None and all(ref() is f for ref, f in zip(known[0], functions, strict=True)):
         return known[1]
     made = make()
-    if any(map(_jax.is_tracer, getattr(made, "closed_over", ()))):
-        return made
-
-    def forget(_: Any) -> None:
-        _traced.pop(key, None)
-
-    with contextlib.suppress(TypeError):  # not everything that can be called can be referred to
-        _traced.put(key, (tuple(weakref.ref(f, forget) for f in functions), made))
+    if not any(map(_jax.is_tracer, getattr(made, "closed_over", ()))):
+        forget = lambda _: _traced.pop(key, None)
+        with contextlib.suppress(TypeError):  # not all that can be called can be referred to
+            _traced.put(key, (tuple(weakref.ref(f, forget) for f in functions), made))
     return made
 
 

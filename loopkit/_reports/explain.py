@@ -169,13 +169,12 @@ def _of_lax(eqn: Any) -> Explained:
     consts, carries = _jax.scan_counts(params)
     xs, ys = len(eqn.invars) - consts - carries, len(eqn.outvars) - carries
     records = (Const(),) * consts, (CarryLeaf(),) * carries, (Input(),) * xs, (Output(),) * ys
-    loop = Loop(None, params["jaxpr"], 0, *records, params["length"], name="scan")
-    split = split_step(loop, _everything(loop))
-    carry = _jax.byte_count(*loop.carry_types)
-    bounded = Plan(1, bound=loop.length, exact=True)
-    stored = split.uncut_bytes
-    assert loop.length is not None
-    return Explained("lax.scan", source, _with_bytes(bounded, carry, stored), loop.length * stored)
+    length = params["length"]
+    loop = Loop(None, params["jaxpr"], 0, *records, length, name="scan")
+    stored = split_step(loop, _everything(loop)).uncut_bytes
+    bounded = Plan(1, bound=length, exact=True)
+    plan = _with_bytes(bounded, _jax.byte_count(*loop.carry_types), stored)
+    return Explained("lax.scan", source, plan, length * stored)
 
 
 def _with_bytes(bare: Plan, carry: int, residuals: int) -> Plan:

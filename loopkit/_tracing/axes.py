@@ -78,13 +78,12 @@ class Inputs(NamedTuple):
         if first is not None:
             length = first[1]
         if length is None:
-            got = f"`{argument}` without leaves{' to scan over' if leaves else ''} and length=None"
-            where, expected, advice = "length", "must say how many steps to take", "Pass `length`."
             if function != SCAN:
-                got = "none"
-                where, expected = argument, "must have an array with rows"
                 advice = "How many rows there are is read off them."
-            raise errors.wrong_value(function, where, expected, got, advice)
+                raise wrong("must have an array with rows", "none", advice)
+            got = f"`{argument}` without leaves{' to scan over' if leaves else ''} and length=None"
+            expected = "must say how many steps to take"
+            raise errors.wrong_value(function, "length", expected, got, "Pass `length`.")
         return Inputs(jax.tree.structure(xs), [leaf for _, leaf in leaves], axes, length)
 
     @property
@@ -118,33 +117,28 @@ class Inputs(NamedTuple):
 
     def row(self, t: int) -> Any:
         """The same, from the arrays as they are, for a step known by its number."""
-        return self.tree.unflatten(
-            x if a is None else lax.index_in_dim(x, t, a, keepdims=False)
-            for x, a in zip(self.leaves, self.axes, strict=True)
-        )
+        rows = [lax.index_in_dim(x, t, a, keepdims=False) for x, a in self.sliced]
+        return self.join(rows, self.whole)
 
     def divided(self, count: int, size: int, reverse: bool = False) -> tuple[Inputs, Inputs]:
         """The inputs of `count` blocks of `size` rows, one step each, and those of the rows left.
 
         The blocks are the first rows, or the last if `reverse`.
         """
-        total, whole = self.length, count * size
+        whole, left = count * size, self.length - count * size
+        first, after = (left, 0) if reverse else (0, whole)
 
         def blocks(x: Any, axis: int) -> Any:
-            first = total - whole if reverse else 0
-            rows = x if whole == total else lax.slice_in_dim(x, first, first + whole, axis=axis)
+            rows = lax.slice_in_dim(x, first, first + whole, axis=axis) if left else x
             return rows.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
-
-        def rest(x: Any, axis: int) -> Any:
-            first = 0 if reverse else whole
-            return lax.slice_in_dim(x, first, first + total - whole, axis=axis)
 
         def each(part: Callable[[Any, int], Any]) -> list:
             pairs = zip(self.leaves, self.axes, strict=True)
             return [x if a is None else part(x, a) for x, a in pairs]
 
         head = Inputs(jax.tree.structure(self.leaves), each(blocks), self.axes, count)
-        return head, self._replace(leaves=each(rest), length=total - whole)
+        rest = each(lambda x, axis: lax.slice_in_dim(x, after, after + left, axis=axis))
+        return head, self._replace(leaves=rest, length=left)
 
 
 @ft.lru_cache(1024)
@@ -243,8 +237,7 @@ def arranged(tree: Any, ys: Sequence[Any], types: Sequence[Any], out_axes: Axes,
 
 def block_axes(out_axes: Axes) -> Axes:
     """Where to stack blocks that are stacked along `out_axes`: just before those axes."""
-    numbers = (int, np.integer)
-    before = lambda axis: axis - 1 if isinstance(axis, numbers) and axis < 0 else axis
+    before = lambda axis: axis - 1 if isinstance(axis, (int, np.integer)) and axis < 0 else axis
     return jax.tree.map(before, out_axes)
 
 
