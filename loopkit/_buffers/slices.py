@@ -257,19 +257,15 @@ def _write_batched(axis: Any, args: Any, dims: Any, *, window: Window, **how: An
     if of_buffer is None:
         buffer, of_buffer = jnp.broadcast_to(buffer, (axis.size, *buffer.shape)), 0
     if of_starts is None:
-        batch = starts.ndim - 1
-        place, window = batch + of_buffer, window.with_axis(of_buffer, axis.size)
+        place, window = starts.ndim - 1 + of_buffer, window.with_axis(of_buffer, axis.size)
         value = _moved(value, of_value, place, axis.size)
         # A mask need not be as large as what it masks.
         masks = [_moved(m, d, place, 1) for m, d in zip(masks, of_masks, strict=True)]
     else:
         starts = _own_places(jnp.moveaxis(starts, of_starts, 0), axis.size)
         place, window = starts.ndim - 1 + of_buffer, window.with_index(of_buffer)
-        value = jnp.expand_dims(_moved(value, of_value, 0, axis.size), place)
-        masks = [
-            jnp.expand_dims(_moved(m, d, 0, axis.size), place)
-            for m, d in zip(masks, of_masks, strict=True)
-        ]
+        each = lambda v, d: jnp.expand_dims(_moved(v, d, 0, axis.size), place)
+        value, masks = each(value, of_value), list(map(each, masks, of_masks))
     out = write_p.bind(buffer, value, starts, *masks, window=window, **how)
     return out, [of_buffer]
 

@@ -245,9 +245,8 @@ class TensorArray(Generic[E]):
             return
         rows = zip(*self._tail[:count], strict=True)
         room = _doubled(self._data[0].shape[0], self._size)
-        first = self._stored
         self._data = [
-            _with_room(v, room).at[first : self._size].set(jnp.stack(new))
+            _with_room(v, room).at[self._stored : self._size].set(jnp.stack(new))
             for v, new in zip(self._data, rows, strict=True)
         ]
         self._stored, self._tail = self._size, []

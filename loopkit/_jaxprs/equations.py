@@ -90,10 +90,7 @@ def run(
 
 
 def without_debug_effects(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """A jaxpr that no longer prints, nor calls what returns nothing.
-
-    Recomputation runs a step again; what a step reports must be reported once.
-    """
+    """A jaxpr that neither prints nor calls what returns nothing, for steps that are run again."""
 
     def quiet(eqn: Any) -> Any:
         reports = eqn.primitive is _jax.debug_callback_p or eqn.primitive.name == "debug_print"

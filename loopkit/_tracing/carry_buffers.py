@@ -152,8 +152,8 @@ class Buffers:
     def returned(self, tree: Any) -> Any:
         """The final carry, where buffers of a loop around are buffers again."""
         leaves, shape = jax.tree.flatten(tree)
-        outer = [*self.outer, *[None] * (len(leaves) - len(self.outer))]
-        values = [v if o is None else Buffer._of(v, o) for v, o in zip(leaves, outer, strict=True)]
+        pairs = itertools.zip_longest(leaves, self.outer)
+        values = [v if owner is None else Buffer._of(v, owner) for v, owner in pairs]
         return checked(shape.unflatten(values))
 
 

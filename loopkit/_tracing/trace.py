@@ -185,9 +185,8 @@ def _check_effects(names: Names, *jaxprs: Any) -> None:
     if effects:
         expected = "may have only side effects that a compiled loop can have"
         advice = "Use jax.debug.print, jax.debug.callback or jax.experimental.io_callback."
-        raise NotImplementedError(
-            errors.wrong(names.function, names.body, expected, ", ".join(map(str, effects)), advice)
-        )
+        got = ", ".join(map(str, effects))
+        raise NotImplementedError(errors.wrong(names.function, names.body, expected, got, advice))
 
 
 def scalar_bool(function: str, argument: str, value: Any) -> Any:
