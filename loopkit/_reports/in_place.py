@@ -94,17 +94,20 @@ def _looked_at(name: str, fn: Any, args: tuple, grad: Any, min_bytes: Any) -> In
     validate.check_callable(name, "fn", fn)
     grad = validate.check_flag(name, "grad", grad)
     min_bytes = validate.check_whole(name, "min_bytes", min_bytes, 0, "an int >= 0, in bytes")
-    fn, arrays = _of_arrays(fn, args)
-    names = _leaf_names(jax.make_jaxpr(fn)(*arrays))
-    lowered = jax.jit(fn).lower(*arrays)
+    leaves, tree = jax.tree.flatten(args)
+    given = [hasattr(v, "dtype") or isinstance(v, numbers.Number) for v in leaves]
+    of_arrays = lambda *arrays: fn(*tree.unflatten(spread(arrays, given, leaves)))
+    arrays = kept(leaves, given)
+    names = _leaf_names(jax.make_jaxpr(of_arrays)(*arrays))
+    lowered = jax.jit(of_arrays).lower(*arrays)
     if grad:
         dtype = lambda out: out.dtype if _jax.is_differentiable(out) else jax.dtypes.float0
         type_of = lambda out: jax.ShapeDtypeStruct(out.shape, dtype(out))
-        cotangents = jax.tree.map(type_of, jax.eval_shape(fn, *arrays))
+        cotangents = jax.tree.map(type_of, jax.eval_shape(of_arrays, *arrays))
 
         def gradient(arrays: Sequence[Any], cotangents: Any) -> Any:
             moving = [_jax.is_differentiable(jax.typeof(v)) for v in arrays]
-            of = lambda *values: fn(*spread(values, moving, arrays))
+            of = lambda *values: of_arrays(*spread(values, moving, arrays))
             return jax.vjp(of, *kept(arrays, moving))[1](cotangents)
 
         lowered = jax.jit(gradient).lower(arrays, cotangents)
@@ -141,13 +144,6 @@ def assert_in_place(
     report = _looked_at("assert_in_place", fn, args, grad, min_bytes)
     assert report, f"loopkit.assert_in_place: expected no copies, got {report}"
     return report
-
-
-def _of_arrays(fn: Callable[..., Any], args: tuple) -> tuple[Callable, list]:
-    """`fn` of its arrays and numbers alone, and those."""
-    leaves, tree = jax.tree.flatten(args)
-    given = [hasattr(v, "dtype") or isinstance(v, numbers.Number) for v in leaves]
-    return lambda *arrays: fn(*tree.unflatten(spread(arrays, given, leaves))), kept(leaves, given)
 
 
 def _leaf_names(jaxpr: Any) -> dict[str, dict[str, None]]:
