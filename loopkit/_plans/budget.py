@@ -23,9 +23,17 @@ def check_budget(function: str, checkpoints: Any, memory: Any, bound: int | None
             got = f"memory={memory!r} and checkpoints={checkpoints!r}"
             expected = "cannot be given together with `checkpoints`"
             raise errors.wrong_value(function, "memory", expected, got, advice)
-        if isinstance(memory, Mapping):
-            return _two_memories(function, memory)
-        return Bytes(read_bytes(function, "memory", memory))
+        if not isinstance(memory, Mapping):
+            return Bytes(read_bytes(function, memory))
+        if set(memory) != {"device", "host"}:
+            got = f"the keys {list(memory)}"
+            expected = 'must have the keys "device" and "host" if it is a dict'
+            advice = (
+                'Checkpoints are then kept on the host: memory={"device": "64 MB", "host": "4 GB"}.'
+            )
+            raise errors.wrong_value(function, "memory", expected, got, advice)
+        device, host = (read_bytes(function, memory[k]) for k in ("device", "host"))
+        return Bytes(device, host=host)
     if checkpoints is None or isinstance(checkpoints, (Bytes, Plan)):
         return checkpoints
     if isinstance(checkpoints, str):
@@ -45,27 +53,14 @@ def check_budget(function: str, checkpoints: Any, memory: Any, bound: int | None
     return check_whole(function, "checkpoints", checkpoints, 1, expected)
 
 
-def _two_memories(function: str, memory: Mapping) -> Bytes:
-    """Checkpoints on the host, the rest on the device."""
-    if set(memory) != {"device", "host"}:
-        advice = (
-            'Checkpoints are then kept on the host: memory={"device": "64 MB", "host": "4 GB"}.'
-        )
-        expected = 'must have the keys "device" and "host" if it is a dict'
-        raise errors.wrong_value(function, "memory", expected, f"the keys {list(memory)}", advice)
-    device, host = (read_bytes(function, "memory", memory[k]) for k in ("device", "host"))
-    return Bytes(device, host=host)
-
-
-def read_bytes(function: str, argument: str, value: Any) -> int:
+def read_bytes(function: str, value: Any) -> int:
     """Bytes, from an int or a string such as "64 MB" or "1.5 GiB"."""
     expected = 'an int >= 1 (bytes) or a string such as "64 MB" or "1.5 GiB"'
     if not isinstance(value, str):
-        return check_whole(function, argument, value, 1, expected)
+        return check_whole(function, "memory", value, 1, expected)
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]+)\s*", value)
-    unit = UNITS.get(found[2].lower(), 0) if found else 0
-    count = int(float(found[1]) * unit) if found and unit else 0
+    count = int(float(found[1]) * UNITS.get(found[2].lower(), 0)) if found else 0
     if count < 1:
         advice = "Units are B, kB, MB, GB, TB, KiB, MiB, GiB, TiB."
-        raise errors.wrong_value(function, argument, f"must be {expected}", repr(value), advice)
+        raise errors.wrong_value(function, "memory", f"must be {expected}", repr(value), advice)
     return count

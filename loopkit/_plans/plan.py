@@ -198,8 +198,7 @@ class Plan:
     def least_bytes(self) -> int:
         """What any plan needs: the carry on its way, the sums, a few counters."""
         counters = {"every segment": COUNTERS, "schedule": COUNTERS + TABLES}
-        log = (self.bound or 0) * self.step.log_bytes
-        log = 0 if self.strategy == "every residual" else log
+        log = 0 if self.keeps_all else (self.bound or 0) * self.step.log_bytes
         carry = self.step.carry_bytes + self.step.buffer_bytes
         return carry + log + self.step.sum_bytes + counters.get(self.strategy, 0)
 
@@ -222,10 +221,9 @@ class Plan:
     def stored(self) -> str:
         """What is stored, in words."""
         where = " on the host" if self.host else ""
-        if self.strategy == "every residual":
-            return f"the residuals of every step{where}"
-        if self.strategy == "every carry":
-            return f"the carry of every step{where}"
+        if self.strategy in ("every residual", "every carry"):
+            what = "residuals" if self.keeps_all else "carry"
+            return f"the {what} of every step{where}"
         words = f"{self.slots} carries{where}"
         if self.segment > 1:
             words += f", then the {self.store} of {self.segment} steps at a time"

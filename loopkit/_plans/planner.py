@@ -54,14 +54,7 @@ def best_plan(
 def make_plan(
     budget: Budget, bound: int | None, exact: bool, step: Step, name: str = "while_loop"
 ) -> Plan:
-    """The plan for a loop.
-
-    **Arguments:**
-
-    - `budget`: None, a number of carries, "all", `Bytes`, or a Plan.
-    - `bound`: the most steps; `exact` if it takes just that many.
-    - `step`: what one step costs.
-    """
+    """The plan for a loop of `bound` steps at most; `exact` if it takes just that many."""
     loop = Plan(1, bound=bound, exact=exact, step=step)
     if not step.carry_bytes and bound and (budget is None or isinstance(budget, int)):
         return _without_carry(loop, bound)
@@ -168,8 +161,7 @@ def _cheapest(
 
     Checkpoints may be in so many bytes of the host's memory.
     """
-    bound, step = loop.bound, loop.step
-    steps = bound
+    step, steps = loop.step, loop.bound
     if steps is None:
         steps = REACH * max(1, min(count // step.carry_bytes, MANY))
     room = count if host is None else host
@@ -182,7 +174,7 @@ def _cheapest(
         return min(plans, key=lambda p: p.nanoseconds(steps))
     if most is not None:
         return replace(loop, slots=1)
-    least = replace(loop, slots=_fewest(loop))
+    least = replace(loop, slots=1 + loop.host)  # on the host, one that has memory
     each = " for each of the loops that share it" if loops > 1 else ""
     if host is not None and host < least.host_bytes:
         raise ValueError(
@@ -216,7 +208,7 @@ def _candidates(count: int, room: int, loop: Plan, steps: int, most: int | None)
             slots = min(slots, units)
             if most is not None:
                 slots = min(slots, most - (plan.row_bytes > 0))
-            if slots >= min(units, _fewest(loop)) and not (slots >= steps and segment > 1):
+            if slots >= min(units, 1 + loop.host) and not (slots >= steps and segment > 1):
                 yield replace(plan, slots=slots)
 
 
@@ -226,17 +218,11 @@ def _slots_in(count: int, carry: int, place: int = 0) -> int:
     return max(count // (carry + place), min(few, SPARED))
 
 
-def _fewest(loop: Plan) -> int:
-    """Slots, so that one has memory if it is to be on the host."""
-    return 2 if loop.host else 1
-
-
 def _leaves(steps: int, exact: bool) -> list[int]:
     """Segment lengths to try."""
-    leaves, segment = [], 1.0
+    leaves, segment = set(), 1.0
     while segment <= min(steps, 4 * MANY):
-        leaves.append(
-            _near_divisor(steps, int(segment)) if exact and segment >= 8 else int(segment)
-        )
+        near = exact and segment >= 8
+        leaves.add(_near_divisor(steps, int(segment)) if near else int(segment))
         segment = max(segment + 1, segment * 1.15)
-    return sorted(set(leaves))
+    return sorted(leaves)

@@ -54,9 +54,7 @@ class Prices:
     def __init__(self, free: int, units: int):
         """For up to `units` units and up to `free` free slots."""
         self._stride = units + 2
-        first: list[int] = []
-        points: list[int] = []
-        sums: list[int] = []
+        first, points, sums = [], [], []
         for slots in range(1, free + 2):
             first.append(len(points))
             repetitions, point, total = 0, 1, 0
@@ -68,9 +66,9 @@ class Prices:
                 point = point * (slots + repetitions) // repetitions
             points.append(slots * self._stride - 1)
             sums.append(total)
-        self._first = np.array(first, np.int64)
-        self._points = np.array(points, np.int64)
-        self._sums = np.array(sums, np.int64)
+        self._first, self._points, self._sums = (
+            np.array(column, np.int64) for column in (first, points, sums)
+        )
 
     def __call__(self, units: Any, free: Any) -> Any:
         """Advances for each pair of `units` and `free`, arrays or integers alike."""

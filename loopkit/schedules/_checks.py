@@ -1,13 +1,21 @@
-"""Arguments of the schedules: integers of at least some size, or an error that says what to
-change."""
+"""Arguments of the schedules: integers of at least some size, or an error with advice."""
 
 from __future__ import annotations
 
 import operator
-from typing import SupportsIndex
+from typing import SupportsIndex, TypeAlias
+
+Whole: TypeAlias = SupportsIndex
+"""A Python int, or what can be one without loss: integers of numpy."""
+
+UNITS = "count the units to be reversed"
+SLOTS = "count the initial state as one slot"
+CARRY = "give the size of a state"
+RESIDUALS = "give the size of a unit's residuals"
+BUDGET = "give a total size"
 
 
-def integer(where: str, argument: str, value: SupportsIndex, minimum: int, advice: str) -> int:
+def integer(where: str, argument: str, value: Whole, minimum: int, advice: str) -> int:
     """`value` as a Python int of at least `minimum`.
 
     `where` names the function as a reader would import it, `advice` says what to change.

@@ -19,19 +19,17 @@ class Advance:
 
 
 @dataclass(frozen=True)
-class Save:
+class _OfSlot:
+    unit: int
+    slot: int
+
+
+class Save(_OfSlot):
     """Store the live state, the start of `unit`, in `slot`. What was there is lost."""
 
-    unit: int
-    slot: int
 
-
-@dataclass(frozen=True)
-class Restore:
+class Restore(_OfSlot):
     """Make the start of `unit`, which `slot` holds, the live state. It stays stored."""
-
-    unit: int
-    slot: int
 
 
 @dataclass(frozen=True)
@@ -48,20 +46,12 @@ class Reverse:
     unit: int
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(_OfSlot):
     """Run `unit` and store its residuals in `slot`: the start of `unit + 1` is live."""
 
-    unit: int
-    slot: int
 
-
-@dataclass(frozen=True)
-class ReverseRecorded:
+class ReverseRecorded(_OfSlot):
     """Run `unit` backward from the residuals in `slot`, without replaying it."""
-
-    unit: int
-    slot: int
 
 
 Action = Advance | Save | Restore | Discard | Reverse | Record | ReverseRecorded

@@ -33,31 +33,29 @@ product for reversing a certain class of programs".
 from __future__ import annotations
 
 from math import comb
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple
 
-from loopkit.schedules._checks import integer
+from loopkit.schedules._checks import SLOTS, UNITS, Whole, integer
 
 LARGEST = 2**31 - 1
 """Entries of a table saturate here, so that int32 holds them."""
 
-_UNITS = "count the units to be reversed"
-_SLOTS = "count the initial state as one slot"
 _FREE = "count the slots beside the one that holds the start"
 
 
-def reach(slots: SupportsIndex, repetitions: SupportsIndex) -> int:
+def reach(slots: Whole, repetitions: Whole) -> int:
     """The most units `slots` slots reverse if none is advanced over more than `repetitions` times.
 
     >>> reach(3, 2)
     10
     """
     where = "binomial.reach"
-    slots = integer(where, "slots", slots, 0, _SLOTS)
+    slots = integer(where, "slots", slots, 0, SLOTS)
     repetitions = integer(where, "repetitions", repetitions, 0, "count advances over one unit")
     return comb(slots + repetitions, slots)
 
 
-def repetition_number(units: SupportsIndex, slots: SupportsIndex) -> int:
+def repetition_number(units: Whole, slots: Whole) -> int:
     """The smallest r with `reach(slots, r) >= units`.
 
     An optimal reversal advances over no unit more often.
@@ -65,8 +63,8 @@ def repetition_number(units: SupportsIndex, slots: SupportsIndex) -> int:
     >>> repetition_number(10, 3), repetition_number(11, 3)
     (2, 3)
     """
-    units = integer("binomial.repetition_number", "units", units, 0, _UNITS)
-    slots = integer("binomial.repetition_number", "slots", slots, 1, _SLOTS)
+    units = integer("binomial.repetition_number", "units", units, 0, UNITS)
+    slots = integer("binomial.repetition_number", "slots", slots, 1, SLOTS)
     above = 1
     while comb(slots + above, slots) < units:
         above *= 2
@@ -80,7 +78,7 @@ def repetition_number(units: SupportsIndex, slots: SupportsIndex) -> int:
     return above
 
 
-def advances(units: SupportsIndex, free: SupportsIndex) -> int:
+def advances(units: Whole, free: Whole) -> int:
     """The fewest advances that reverse `units` units from a stored start with `free` more slots.
 
     Arguments: `units` >= 0; `free` >= 0, the slots beside the start's.
@@ -91,7 +89,7 @@ def advances(units: SupportsIndex, free: SupportsIndex) -> int:
     >>> advances(10, 2), advances(5, 0)
     (15, 10)
     """
-    units = integer("binomial.advances", "units", units, 0, _UNITS)
+    units = integer("binomial.advances", "units", units, 0, UNITS)
     free = integer("binomial.advances", "free", free, 0, _FREE)
     repetitions = repetition_number(units, free + 1)
     if repetitions == 0:
@@ -99,7 +97,7 @@ def advances(units: SupportsIndex, free: SupportsIndex) -> int:
     return repetitions * units - comb(free + 1 + repetitions, repetitions - 1)
 
 
-def evaluations(units: SupportsIndex, slots: SupportsIndex) -> int:
+def evaluations(units: Whole, slots: Whole) -> int:
     """The fewest evaluations of a forward sweep and its reversal with `slots` slots, less replays.
 
     The forward sweep returns the state after the last unit, and only stored states survive it.
@@ -110,12 +108,12 @@ def evaluations(units: SupportsIndex, slots: SupportsIndex) -> int:
     >>> evaluations(3, 3), evaluations(200, 8)      # three slots hold three states: no repetition
     (3, 584)
     """
-    units = integer("binomial.evaluations", "units", units, 0, _UNITS)
-    slots = integer("binomial.evaluations", "slots", slots, 1, _SLOTS)
+    units = integer("binomial.evaluations", "units", units, 0, UNITS)
+    slots = integer("binomial.evaluations", "slots", slots, 1, SLOTS)
     return advances(units + 1, slots - 1)
 
 
-def split(units: SupportsIndex, free: SupportsIndex) -> int:
+def split(units: Whole, free: Whole) -> int:
     """How many units to advance from a stored start before saving, so that reversal is optimal.
 
     Arguments: `units` >= 2, the length of the stretch from the stored start to the end of the unit
@@ -148,9 +146,7 @@ class SplitTable(NamedTuple):
     widths: Any
 
 
-def split_table(
-    units: SupportsIndex, free: SupportsIndex, *, columns: SupportsIndex = 256
-) -> SplitTable:
+def split_table(units: Whole, free: Whole, *, columns: Whole = 256) -> SplitTable:
     """The table by which `split_from` splits up to `units` units with up to `free` free slots.
 
     Arguments: `columns`, the most columns to make. Up to reach(f + 1, columns) units with f free
@@ -160,18 +156,17 @@ def split_table(
     Returns: a SplitTable of tuples of Python ints, none above 2**31 - 1.
     """
     where = "binomial.split_table"
-    units = integer(where, "units", units, 1, _UNITS)
+    units = integer(where, "units", units, 1, UNITS)
     free = integer(where, "free", free, 0, _FREE)
     columns = integer(where, "columns", columns, 1, "256 is a good number")
     needed = 1 if free == 0 else repetition_number(units, 2)  # row 0 is linear: one column says it
     columns = max(1, min(columns, needed))
-    starts, widths = [], []
+    rows = []
     for s in range(1, free + 2):
         start = [1] + [comb(s + r - 2, s) + comb(s - 1 + r, r) for r in range(2, columns + 1)]
         width = [comb(s - 1 + r - 1, r - 1) for r in range(1, columns)] + [LARGEST]
-        starts.append(tuple(min(LARGEST, entry) for entry in start))
-        widths.append(tuple(min(LARGEST, entry) for entry in width))
-    return SplitTable(tuple(starts), tuple(widths))
+        rows.append([tuple(min(LARGEST, entry) for entry in row) for row in (start, width)])
+    return SplitTable(*zip(*rows, strict=True))
 
 
 def split_from(table: SplitTable, units: Any, free: Any, xp: Any) -> Any:

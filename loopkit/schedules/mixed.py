@@ -32,11 +32,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 from math import gcd
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 
-from loopkit.schedules._checks import integer
+from loopkit.schedules._checks import BUDGET, CARRY, RESIDUALS, UNITS, Whole, integer
 from loopkit.schedules.actions import (
     Action,
     Advance,
@@ -48,16 +48,10 @@ from loopkit.schedules.actions import (
     Save,
 )
 
-_RESIDUALS = "give the size of a unit's residuals"
 _IMPOSSIBLE = 2**60
 
 
-def evaluations(
-    units: SupportsIndex,
-    budget: SupportsIndex,
-    carry_size: SupportsIndex,
-    residual_size: SupportsIndex,
-) -> int:
+def evaluations(units: Whole, budget: Whole, carry_size: Whole, residual_size: Whole) -> int:
     """The fewest unit evaluations of a gradient, forward sweep, recomputation and replays together.
 
     Arguments: `units` >= 0; `budget`, the sizes of all that is stored at a time; `carry_size` and
@@ -67,15 +61,11 @@ def evaluations(
     >>> evaluations(10, 4, 1, 2), evaluations(10, 4, 1, 1), evaluations(10, 10, 1, 1)
     (22, 18, 10)
     """
-    problem = _problem("evaluations", units, budget, carry_size, residual_size)
-    return _Optimum.of(*problem).evaluations
+    return _optimum("evaluations", units, budget, carry_size, residual_size).evaluations
 
 
 def gradient(
-    units: SupportsIndex,
-    budget: SupportsIndex,
-    carry_size: SupportsIndex,
-    residual_size: SupportsIndex,
+    units: Whole, budget: Whole, carry_size: Whole, residual_size: Whole
 ) -> Iterator[Action]:
     """The schedule that takes `evaluations(...)` evaluations. Arguments as there.
 
@@ -95,22 +85,17 @@ def gradient(
     ReverseRecorded(unit=0, slot=0)
     Discard(slot=0)
     """
-    problem = _problem("gradient", units, budget, carry_size, residual_size)
-    return _Optimum.of(*problem).gradient()
+    return _optimum("gradient", units, budget, carry_size, residual_size).gradient()
 
 
-def _problem(
-    function: str,
-    units: SupportsIndex,
-    budget: SupportsIndex,
-    carry_size: SupportsIndex,
-    residual_size: SupportsIndex,
-) -> tuple[int, int, int, int]:
+def _optimum(
+    function: str, units: Whole, budget: Whole, carry_size: Whole, residual_size: Whole
+) -> _Optimum:
     where = f"mixed.{function}"
-    units = integer(where, "units", units, 0, "count the units to be reversed")
-    budget = integer(where, "budget", budget, 0, "give a total size")
-    carry_size = integer(where, "carry_size", carry_size, 1, "give the size of a state")
-    residual_size = integer(where, "residual_size", residual_size, 1, _RESIDUALS)
+    units = integer(where, "units", units, 0, UNITS)
+    budget = integer(where, "budget", budget, 0, BUDGET)
+    carry_size = integer(where, "carry_size", carry_size, 1, CARRY)
+    residual_size = integer(where, "residual_size", residual_size, 1, RESIDUALS)
     needed = min(carry_size, units * residual_size)
     if budget < needed:
         raise ValueError(
@@ -119,16 +104,12 @@ def _problem(
         )
     measure = gcd(carry_size, residual_size)
     most = units * max(carry_size, residual_size)  # more is never used
-    return units, min(budget, most) // measure, carry_size // measure, residual_size // measure
+    sizes = min(budget, most), carry_size, residual_size
+    return _solved(units, *(size // measure for size in sizes))
 
 
 class _Optimum:
     """The tables e (`_middle`) and f (`_sweep`) of the module, [budget + 1, units + 1]."""
-
-    @staticmethod
-    @lru_cache(maxsize=16)
-    def of(units: int, budget: int, carry_size: int, residual_size: int) -> _Optimum:
-        return _Optimum(units, budget, carry_size, residual_size)
 
     def __init__(self, units: int, budget: int, carry_size: int, residual_size: int):
         self._units, self._budget = units, budget
@@ -207,3 +188,6 @@ class _Optimum:
         longest = length if sweep else length - 1
         costs = self._save(ahead, length, longest, budget, budget)
         return 1 + int(np.argmin(costs))
+
+
+_solved = lru_cache(maxsize=16)(_Optimum)

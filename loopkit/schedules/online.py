@@ -37,16 +37,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple
 
 from loopkit.schedules._cheapest import Entry, cheapest_saves
-from loopkit.schedules._checks import integer
+from loopkit.schedules._checks import SLOTS, Whole, integer
 
 NEVER = 2**31 - 1
 """The unit recorded for a slot that holds nothing; no loop counted in int32 runs as long."""
 
-_SLOTS = "count the initial state as one slot"
-_UNITS = "give a bound on the units the loop can run, or leave it out for 2**31 - 1"
+_BOUND = "give a bound on the units the loop can run, or leave it out for 2**31 - 1"
 
 
 class Table(NamedTuple):
@@ -119,7 +118,7 @@ class Placement:
         saves = len(self.table.unit) - 2
         return f"Placement(slots={self.slots}, units={self.units}, saves={saves})"
 
-    def marks(self, units: SupportsIndex) -> list[Mark]:
+    def marks(self, units: Whole) -> list[Mark]:
         """The saves that a loop of `units` units performs."""
         units = self._within("marks", units)
         marks = []
@@ -129,7 +128,7 @@ class Placement:
             mark = next_mark(self.table, mark)
         return marks
 
-    def positions(self, units: SupportsIndex) -> dict[int, int]:
+    def positions(self, units: Whole) -> dict[int, int]:
         """What a loop of `units` units leaves behind: the unit held by each slot in use.
 
         >>> thinning(4).positions(11)
@@ -142,7 +141,7 @@ class Placement:
             held[mark.slot] = mark.unit
         return held
 
-    def _within(self, method: str, units: SupportsIndex) -> int:
+    def _within(self, method: str, units: Whole) -> int:
         where = f"online.Placement.{method}"
         units = integer(where, "units", units, 0, "count the units that the loop ran")
         if units > self.units:
@@ -160,9 +159,7 @@ def _placement(slots: int, units: int, saves: Sequence[Entry]) -> Placement:
 
 
 @lru_cache(maxsize=256)
-def thinning(
-    slots: SupportsIndex, units: SupportsIndex = NEVER, *, spare: SupportsIndex = 0
-) -> Placement:
+def thinning(slots: Whole, units: Whole = NEVER, *, spare: Whole = 0) -> Placement:
     """Save every `spacing` units; when the slots are full, double it and overwrite what is between.
 
     Arguments: `slots` >= 1, the initial state's included; `units`, a bound on the loop's length;
@@ -176,8 +173,8 @@ def thinning(
     >>> [(mark.unit, mark.slot) for mark in thinning(4).marks(11)]
     [(0, 0), (1, 1), (2, 2), (3, 3), (4, 1), (6, 3), (8, 2)]
     """
-    slots = integer("online.thinning", "slots", slots, 1, _SLOTS)
-    units = integer("online.thinning", "units", units, 0, _UNITS)
+    slots = integer("online.thinning", "slots", slots, 1, SLOTS)
+    units = integer("online.thinning", "units", units, 0, _BOUND)
     spare = integer("online.thinning", "spare", spare, 0, "0 fills all slots")
     if spare >= slots:
         raise ValueError(
@@ -204,7 +201,7 @@ def thinning(
 
 
 @lru_cache(maxsize=256)
-def cheapest(slots: SupportsIndex, units: SupportsIndex = NEVER) -> Placement:
+def cheapest(slots: Whole, units: Whole = NEVER) -> Placement:
     """Save as soon as dropping the checkpoint that is missed least beats running on.
 
     Arguments: `slots` >= 1, the initial state's included; `units`, a bound on the loop's length.
@@ -215,6 +212,6 @@ def cheapest(slots: SupportsIndex, units: SupportsIndex = NEVER) -> Placement:
     >>> cheapest(4, 400)
     Placement(slots=4, units=400, saves=58)
     """
-    slots = integer("online.cheapest", "slots", slots, 1, _SLOTS)
-    units = integer("online.cheapest", "units", units, 0, _UNITS)
+    slots = integer("online.cheapest", "slots", slots, 1, SLOTS)
+    units = integer("online.cheapest", "units", units, 0, _BOUND)
     return _placement(slots, units, cheapest_saves(slots, units))

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Never, SupportsIndex
+from typing import Never
 
-from loopkit.schedules._checks import integer
+from loopkit.schedules._checks import BUDGET, CARRY, RESIDUALS, UNITS, Whole, integer
 from loopkit.schedules.actions import (
     Action,
     Advance,
@@ -22,8 +22,6 @@ from loopkit.schedules.actions import (
     ReverseRecorded,
     Save,
 )
-
-_RESIDUALS = "give the size of a unit's residuals"
 
 
 @dataclass(frozen=True)
@@ -53,13 +51,13 @@ class Cost:
 
 def replay(
     actions: Iterable[Action],
-    units: SupportsIndex,
+    units: Whole,
     *,
-    slots: SupportsIndex | None = None,
+    slots: Whole | None = None,
     positions: Mapping[int, int] | None = None,
-    budget: SupportsIndex | None = None,
-    carry_size: SupportsIndex = 1,
-    residual_size: SupportsIndex = 1,
+    budget: Whole | None = None,
+    carry_size: Whole = 1,
+    residual_size: Whole = 1,
 ) -> Cost:
     """Execute `actions`, a schedule that reverses `units` units, and return what it cost.
 
@@ -71,15 +69,15 @@ def replay(
     """
     where = "replay.replay"
     machine = _Machine(
-        units=integer(where, "units", units, 0, "count the units to be reversed"),
+        units=integer(where, "units", units, 0, UNITS),
         slots=None if slots is None else integer(where, "slots", slots, 0, "count the slots"),
-        budget=None if budget is None else integer(where, "budget", budget, 0, "give a total size"),
-        carry_size=integer(where, "carry_size", carry_size, 0, "give the size of a state"),
-        residual_size=integer(where, "residual_size", residual_size, 0, _RESIDUALS),
+        budget=None if budget is None else integer(where, "budget", budget, 0, BUDGET),
+        carry_size=integer(where, "carry_size", carry_size, 0, CARRY),
+        residual_size=integer(where, "residual_size", residual_size, 0, RESIDUALS),
     )
     if positions is not None:
         machine.live = None
-        machine.states.update(positions)
+        machine.held = {slot: Save(unit, slot) for slot, unit in positions.items()}
         machine.measure("what `positions` holds")
     for number, action in enumerate(actions):
         machine.execute(f"action {number}, {action!r}", action)
@@ -87,7 +85,7 @@ def replay(
 
 
 class _Machine:
-    """live: the unit whose start is live. states, residuals: the unit each slot in use is about."""
+    """live: the unit whose start is live. held: for each slot in use, the action that filled it."""
 
     def __init__(
         self, units: int, slots: int | None, budget: int | None, carry_size: int, residual_size: int
@@ -95,8 +93,7 @@ class _Machine:
         self.slots, self.budget = slots, budget
         self.carry_size, self.residual_size = carry_size, residual_size
         self.live: int | None = 0
-        self.states: dict[int, int] = {}
-        self.residuals: dict[int, int] = {}
+        self.held: dict[int, Save | Record] = {}
         self.next = units - 1  # to be reversed
         self.advances = self.replays = self.saves = self.restores = 0
         self.peak_slots = self.peak_size = 0
@@ -112,38 +109,28 @@ class _Machine:
                     self.fail(what, f"must end after {start}, where it begins")
                 self.advances += stop - start
                 self.live = stop
-            case Save(unit, slot):
+            case Save(unit, slot) | Record(unit, slot):
                 self.require_live(what, unit)
-                self.residuals.pop(slot, None)
-                self.states[slot] = unit
+                self.held[slot] = action
                 self.saves += 1
                 self.measure(what)
+                if isinstance(action, Record):
+                    self.advances += 1
+                    self.live = unit + 1
             case Restore(unit, slot):
-                if self.states.get(slot) != unit:
-                    self.fail(what, f"slot {slot} holds {self.content(slot)}")
+                self.require_held(what, Save(unit, slot))
                 self.restores += 1
                 self.live = unit
             case Discard(slot):
-                if slot not in self.states and slot not in self.residuals:
+                if self.held.pop(slot, None) is None:
                     self.fail(what, f"slot {slot} is empty already")
-                self.states.pop(slot, None)
-                self.residuals.pop(slot, None)
             case Reverse(unit):
                 self.require_live(what, unit)
                 self.require_next(what, unit)
                 self.replays += 1
                 self.live = None
-            case Record(unit, slot):
-                self.require_live(what, unit)
-                self.states.pop(slot, None)
-                self.residuals[slot] = unit
-                self.advances += 1
-                self.saves += 1
-                self.live = unit + 1
-                self.measure(what)
             case ReverseRecorded(unit, slot):
-                if self.residuals.get(slot) != unit:
-                    self.fail(what, f"slot {slot} holds {self.content(slot)}")
+                self.require_held(what, Record(unit, slot))
                 self.require_next(what, unit)
                 self.live = None
 
@@ -158,23 +145,23 @@ class _Machine:
             self.fail(what, f"reverses unit {unit}, but {due}")
         self.next -= 1
 
-    def content(self, slot: int) -> str:
-        if slot in self.states:
-            return f"the start of unit {self.states[slot]}"
-        if slot in self.residuals:
-            return f"the residuals of unit {self.residuals[slot]}"
-        return "nothing"
+    def require_held(self, what: str, stored: Save | Record) -> None:
+        there = self.held.get(stored.slot)
+        if there != stored:
+            part = "start" if isinstance(there, Save) else "residuals"
+            content = "nothing" if there is None else f"the {part} of unit {there.unit}"
+            self.fail(what, f"slot {stored.slot} holds {content}")
 
     def measure(self, what: str) -> None:
-        used = self.states.keys() | self.residuals.keys()
-        size = self.carry_size * len(self.states) + self.residual_size * len(self.residuals)
+        states = sum(isinstance(stored, Save) for stored in self.held.values())
+        size = self.carry_size * states + self.residual_size * (len(self.held) - states)
         if self.slots is not None:
-            outside = [slot for slot in used if not 0 <= slot < self.slots]
+            outside = [slot for slot in self.held if not 0 <= slot < self.slots]
             if outside:
                 self.fail(what, f"uses slot {outside[0]}, but there are {self.slots} slots")
         if self.budget is not None and size > self.budget:
             self.fail(what, f"stores {size} in all, but the budget is {self.budget}")
-        self.peak_slots = max(self.peak_slots, len(used))
+        self.peak_slots = max(self.peak_slots, len(self.held))
         self.peak_size = max(self.peak_size, size)
 
     def finish(self) -> Cost:

@@ -17,18 +17,14 @@ are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import SupportsIndex
 
 from loopkit.schedules import binomial
-from loopkit.schedules._checks import integer
+from loopkit.schedules._checks import SLOTS, UNITS, Whole, integer
 from loopkit.schedules.actions import Action, Advance, Discard, Restore, Reverse, Save
 from loopkit.schedules.online import Placement
 
-_UNITS = "count the units to be reversed"
-_SLOTS = "count the initial state as one slot"
 
-
-def gradient(units: SupportsIndex, slots: SupportsIndex) -> Iterator[Action]:
+def gradient(units: Whole, slots: Whole) -> Iterator[Action]:
     """The optimal schedule for a loop of known length: forward sweep, then reversal.
 
     Arguments: `units` >= 0; `slots` >= 1, the initial state's included.
@@ -49,12 +45,12 @@ def gradient(units: SupportsIndex, slots: SupportsIndex) -> Iterator[Action]:
     Reverse(unit=0)
     Discard(slot=0)
     """
-    units = integer("reversal.gradient", "units", units, 0, _UNITS)
-    slots = integer("reversal.gradient", "slots", slots, 1, _SLOTS)
-    return _gradient(units, slots)
+    units = integer("reversal.gradient", "units", units, 0, UNITS)
+    slots = integer("reversal.gradient", "slots", slots, 1, SLOTS)
+    return _gradient(units, _Stack({}, slots))
 
 
-def online_gradient(placement: Placement, units: SupportsIndex) -> Iterator[Action]:
+def online_gradient(placement: Placement, units: Whole) -> Iterator[Action]:
     """The schedule of a loop that placed its checkpoints by `placement` and ended after `units`.
 
     Returns: actions that begin with the start of unit 0 live. The checkpoints left behind are
@@ -64,9 +60,7 @@ def online_gradient(placement: Placement, units: SupportsIndex) -> Iterator[Acti
     return _online_gradient(placement, int(units), positions)
 
 
-def reverse(
-    positions: Mapping[int, int], units: SupportsIndex, slots: SupportsIndex
-) -> Iterator[Action]:
+def reverse(positions: Mapping[int, int], units: Whole, slots: Whole) -> Iterator[Action]:
     """Reverse `units` units from the checkpoints in `positions`.
 
     Arguments: `positions`, for each slot in use the unit whose start it holds, in any order, with
@@ -89,10 +83,10 @@ def reverse(
     Discard(slot=0)
     """
     units, slots = _check("reverse", positions, units, slots)
-    return _reverse(dict(positions), units, slots)
+    return _Stack(positions, slots).reverse(units)
 
 
-def advances(positions: Mapping[int, int], units: SupportsIndex, slots: SupportsIndex) -> int:
+def advances(positions: Mapping[int, int], units: Whole, slots: Whole) -> int:
     """How many advances `reverse(positions, units, slots)` takes; the replays are not counted.
 
     >>> advances({0: 0, 1: 2}, 4, 2)
@@ -106,11 +100,7 @@ def advances(positions: Mapping[int, int], units: SupportsIndex, slots: Supports
 
 
 def kept(
-    positions: Mapping[int, int],
-    units: SupportsIndex,
-    slots: SupportsIndex,
-    *,
-    give_up: SupportsIndex = 16,
+    positions: Mapping[int, int], units: Whole, slots: Whole, *, give_up: Whole = 16
 ) -> dict[int, int]:
     """The checkpoints worth keeping: those of `positions` from which reversal is cheapest.
 
@@ -155,11 +145,11 @@ def kept(
 
 
 def _check(
-    function: str, positions: Mapping[int, int], units: SupportsIndex, slots: SupportsIndex
+    function: str, positions: Mapping[int, int], units: Whole, slots: Whole
 ) -> tuple[int, int]:
     where = f"reversal.{function}"
-    units = integer(where, "units", units, 0, _UNITS)
-    slots = integer(where, "slots", slots, 1, _SLOTS)
+    units = integer(where, "units", units, 0, UNITS)
+    slots = integer(where, "slots", slots, 1, SLOTS)
     prefix = f"loopkit.schedules.{where}: `positions` must"
     for slot, unit in positions.items():
         if not 0 <= slot < slots:
@@ -172,15 +162,11 @@ def _check(
                 f"{prefix} hold units 0 to {units - 1}, got unit {unit} in slot {slot}; leave out "
                 "a state at which nothing is reversed"
             )
+    got = f"got units {sorted(positions.values())}"
     if units and 0 not in positions.values():
-        raise ValueError(
-            f"{prefix} hold unit 0, got units {sorted(positions.values())}; keep the initial state"
-        )
+        raise ValueError(f"{prefix} hold unit 0, {got}; keep the initial state")
     if len(set(positions.values())) != len(positions):
-        raise ValueError(
-            f"{prefix} hold each unit once, got units {sorted(positions.values())}; leave out the "
-            "second copy"
-        )
+        raise ValueError(f"{prefix} hold each unit once, {got}; leave out the second copy")
     return units, slots
 
 
@@ -218,13 +204,11 @@ class _Stack:
                 yield Discard(slot)
 
 
-def _gradient(units: int, slots: int) -> Iterator[Action]:
-    if units == 0:
-        return
-    stack = _Stack({}, slots)
-    yield stack.save(0)
-    yield from stack.climb(0, units)
-    yield from stack.reverse(units)
+def _gradient(units: int, stack: _Stack) -> Iterator[Action]:
+    if units:
+        yield stack.save(0)
+        yield from stack.climb(0, units)
+        yield from stack.reverse(units)
 
 
 def _online_gradient(
@@ -235,8 +219,4 @@ def _online_gradient(
         if mark.cleared != placement.slots:
             yield Discard(mark.cleared)
         yield Advance(mark.unit, min(units, mark.unit + mark.run))
-    yield from _reverse(positions, units, placement.slots)
-
-
-def _reverse(positions: Mapping[int, int], units: int, slots: int) -> Iterator[Action]:
-    yield from _Stack(positions, slots).reverse(units)
+    yield from _Stack(positions, placement.slots).reverse(units)
