@@ -14,7 +14,7 @@ import numpy as np
 from loopkit import _jax
 from loopkit._arguments import validate
 from loopkit._arguments.validate import type_of
-from loopkit._engine.loop import Loop, kept, spread
+from loopkit._engine.loop import kept, spread
 from loopkit._foreign.lax_loop import LoopSite, ReplaceKw, Settings
 from loopkit._foreign.replace import replacing, settings_of
 from loopkit._jaxprs import equations
@@ -23,9 +23,6 @@ from loopkit._programs.cache import interned, remember
 from loopkit._programs.key import Unknown, program_key
 from loopkit._tracing.trace import shared
 from loopkit._types import Checkpoints, Decorator, Memory, P, R
-
-LAX_LOOPS = ("scan", "while")
-RULES = ("custom_jvp_call", "custom_vjp_call")
 
 
 class Share(Bytes):
@@ -37,7 +34,7 @@ class Program(NamedTuple):
 
     jaxpr: Any
     """None if there is no need to run it."""
-    consts: list
+    closed_over: list
     out_tree: Any
     kept: list
     """What it returns as it is; None in the place of an array."""
@@ -46,20 +43,16 @@ class Program(NamedTuple):
     """Whether it calls functions with custom derivatives, in which there may be loops."""
 
     @property
-    def closed_over(self) -> list:
-        return self.consts
-
-    @property
     def to_keep(self) -> Program:
         """The same; of a function without loops, which is called as it is, no more than that."""
-        differentiated = self.has_rules and any(map(_jax.is_tracer, self.consts))
+        differentiated = self.has_rules and any(map(_jax.is_tracer, self.closed_over))
         if self.has_loops or differentiated:
             return self
-        return self._replace(jaxpr=None, consts=[], kept=[])
+        return self._replace(jaxpr=None, closed_over=[], kept=[])
 
     def run(self, leaves: Sequence[Any]) -> Any:
         arrays = [v for v in leaves if isinstance(v, jax.Array)]
-        outs = iter(_jax.call_jaxpr(self.jaxpr)(*self.consts, *arrays))
+        outs = iter(_jax.call_jaxpr(self.jaxpr)(*self.closed_over, *arrays))
         return self.out_tree.unflatten(
             next(outs) if v is None else v.copy() if isinstance(v, np.ndarray) else v
             for v in self.kept
@@ -96,12 +89,10 @@ def checkpointed(
         no loop is called as it is from then on.
     - `max_steps`: the most steps of each while loop, a static int; None for no bound. A loop that
         needs more stops there.
-    - `checkpoints`: what the backward pass of each loop keeps. None: about the square root of
-        the number of steps in carries. An int c: at most c carries. "all": what the derivative of
-        every step reads (while loops then need `max_steps`). A `Plan`: what it says.
-    - `memory`: the same as a budget in bytes, an int, a string such as "64 MB" or a dict of two
-        of them, as in `loopkit.scan`. The loops of `fn` share it in equal parts: it is what the
-        gradient may need beyond what it needs for a single step of each. Give one of the two.
+    - `checkpoints`: what the backward pass of each loop keeps, as in `loopkit.while_loop`. With
+        "all", while loops need `max_steps`.
+    - `memory`: the same as a budget in bytes, as there. The loops of `fn` share it in equal parts:
+        it is what the gradient may need beyond what it needs for a single step of each.
     - `only`: `LoopSite -> bool`, called once a loop as it is traced: whether to replace it. A
         `LoopSite` has `kind`, `name_stack`, `source`, `length` and `carry_bytes`.
 
@@ -197,8 +188,9 @@ def _traced(fn: Callable, settings: Settings, leaves: list, tree: Any) -> Progra
         types = list(map(jax.typeof, kept(leaves, traced)))
         jaxpr, consts = _jax.trace(flat, types, name)
     found = list(equations.all_equations(jaxpr))
-    has_loops = any("loop" in e.params or e.primitive.name in LAX_LOOPS for e in found)
-    has_rules = any(e.primitive.name.startswith(RULES) for e in found)
+    has_loops = any("loop" in e.params or e.primitive.name in ("scan", "while") for e in found)
+    rules = "custom_jvp_call", "custom_vjp_call"
+    has_rules = any(e.primitive.name.startswith(rules) for e in found)
     jaxpr = _with_rules(_shared(jaxpr), settings)
     jaxpr = interned(jaxpr) or jaxpr
     return Program(jaxpr, consts, out_tree, rest, has_loops, has_rules)
@@ -214,16 +206,14 @@ def _shared(jaxpr: Any) -> Any:
         if not _takes_part(eqn):
             return eqn
         loop = eqn.params["loop"]
-        part = Bytes(**vars(loop.checkpoints) | {"loops": count})
-        loop = shared(loop.replace(checkpoints=part))
-        return eqn.replace(params=eqn.params | {"loop": loop})
+        part = Bytes(loop.checkpoints.count, count, loop.checkpoints.host)
+        return eqn.replace(params=eqn.params | {"loop": shared(loop.replace(checkpoints=part))})
 
     return equations.map_equations(jaxpr, with_its_part)
 
 
 def _takes_part(eqn: Any) -> bool:
-    loop = eqn.params.get("loop")
-    return isinstance(loop, Loop) and isinstance(loop.checkpoints, Share)
+    return isinstance(getattr(eqn.params.get("loop"), "checkpoints", None), Share)
 
 
 def _with_rules(jaxpr: Any, settings: Settings) -> Any:

@@ -55,9 +55,6 @@ class Settings:
     only_id: int
     """Of `only`: as part of jit's cache keys, the very same predicate is the same."""
 
-    def wants(self, site: LoopSite) -> bool:
-        return self.only is None or bool(self.only(site))
-
 
 class LaxLoop(NamedTuple):
     """The operands of a loop of lax, sorted."""
@@ -75,10 +72,9 @@ class LaxLoop(NamedTuple):
 
     @property
     def site(self) -> LoopSite:
-        size = sum(_jax.byte_count(jax.typeof(v)) for v in self.init)
-        found, source = _jax.source_of(None), "unknown"
-        if found is not None:
-            source = f"{found[0]}:{found[1]} ({found[2]})"
+        found = _jax.source_of(None)
+        source = "{}:{} ({})".format(*found) if found else "unknown"
+        size = _jax.byte_count(*map(jax.typeof, self.init))
         return LoopSite(self.kind, _jax.name_stack(), source, self.length, size)
 
     @property
@@ -139,10 +135,8 @@ def _known_steps(
 ) -> int | None:
     """The steps of a loop that counts one by one between two known integers."""
     test, step = _jax.open_jaxpr(cond), _jax.open_jaxpr(body)
-    if len(test.eqns) != 1 or test.outvars[0] not in test.eqns[0].outvars:
-        return None
-    eqn = test.eqns[0]
-    if eqn.primitive.name not in ("lt", "gt"):
+    eqn = equations.maker_of(test)(test.outvars[0])
+    if eqn is None or len(test.eqns) != 1 or eqn.primitive.name not in ("lt", "gt"):
         return None
     counter, limit = eqn.invars if eqn.primitive.name == "lt" else eqn.invars[::-1]
     carry = test.invars[len(cond_consts) :]

@@ -113,10 +113,10 @@ def _diverted(bind: Callable, describe: Callable) -> Callable:
         settings = _jax.replacing.value
         if settings is None:
             return bind(*operands, **params)
-        loop = describe(operands, params)
+        loop, only = describe(operands, params), settings.only
+        # A scan that stores every step is lax's own.
         stored = loop.kind == "scan" and settings.budget == "all"
-        if stored or not loop.replaceable or not settings.wants(loop.site):
-            # A scan that stores every step is lax's own.
+        if stored or not loop.replaceable or not (only is None or only(loop.site)):
             return bind(*operands, **params)
         return loop.run(settings)
 
