@@ -126,21 +126,18 @@ def while_loop(operands: Sequence[Any], params: dict[str, Any]) -> LaxLoop:
     cond, body = params["cond_jaxpr"], params["body_jaxpr"]
     counts = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, consts, init = parts(operands, *counts)
-    length = _known_steps(cond, cond_consts, body, len(consts), init)
-    return LaxLoop("while_loop", cond, cond_consts, body, consts, init, [], length, params)
+    loop = LaxLoop("while_loop", cond, cond_consts, body, consts, init, [], None, params)
+    return loop._replace(length=_known_steps(loop))
 
 
-def _known_steps(
-    cond: Any, cond_consts: list, body: Any, const_count: int, init: list
-) -> int | None:
-    """The steps of a loop that counts one by one between two known integers."""
-    test, step = _jax.open_jaxpr(cond), _jax.open_jaxpr(body)
+def _known_steps(loop: LaxLoop) -> int | None:
+    """The steps of a while loop that counts one by one between two known integers."""
+    test, step, init = _jax.open_jaxpr(loop.cond), _jax.open_jaxpr(loop.body), loop.init
     eqn = equations.maker_of(test)(test.outvars[0])
     if eqn is None or len(test.eqns) != 1 or eqn.primitive.name not in ("lt", "gt"):
         return None
     counter, limit = eqn.invars if eqn.primitive.name == "lt" else eqn.invars[::-1]
-    carry = test.invars[len(cond_consts) :]
-    inside = step.invars[const_count:]
+    carry, inside = test.invars[len(loop.cond_consts) :], step.invars[len(loop.consts) :]
     if counter not in carry:
         return None
     place = carry.index(counter)
@@ -153,7 +150,7 @@ def _known_steps(
         other = carry.index(limit)
         last = _integer(init[other]) if step.outvars[other] is inside[other] else None
     else:
-        last = _integer(cond_consts[test.invars.index(limit)])
+        last = _integer(loop.cond_consts[test.invars.index(limit)])
     return None if first is None or last is None else max(0, last - first)
 
 
@@ -161,6 +158,5 @@ def _integer(value: Any) -> int | None:
     """A scalar integer that is known now."""
     if _jax.is_tracer(value) or _jax.is_symbolic(value):
         return None
-    if not jnp.issubdtype(jnp.result_type(value), jnp.integer):
-        return None
-    return int(value) if jnp.shape(value) == () else None
+    known = jnp.shape(value) == () and jnp.issubdtype(jnp.result_type(value), jnp.integer)
+    return int(value) if known else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools as ft
 import os
 from collections.abc import Callable
@@ -161,10 +162,8 @@ def _rows_in_cache(fn: Callable, inputs: Inputs) -> int:
     fitting = max(1, cache_bytes() // 2 * inputs.length // max(total, 1))
     if fitting >= inputs.length:
         return inputs.length
-    for rows in range(fitting, fitting // 2, -1):
-        if inputs.length % rows == 0:
-            return rows
-    return max(1, fitting - fitting % ROWS)
+    divisors = (n for n in range(fitting, fitting // 2, -1) if inputs.length % n == 0)
+    return next(divisors, max(1, fitting - fitting % ROWS))
 
 
 def _working_set(fn: Callable, inputs: Inputs) -> int:
@@ -174,12 +173,9 @@ def _working_set(fn: Callable, inputs: Inputs) -> int:
         *args, kwargs = inputs.tree.unflatten(leaves)
         return jax.tree.leaves(fn(*args, **kwargs))
 
-    types = list(map(jax.typeof, inputs.leaves))
-    jaxpr, _ = _jax.trace(flat, types, NAME)
-    total = sum(
-        _jax.byte_count(t) for t, a in zip(types, inputs.axes, strict=True) if a is not None
-    )
-    return total + _jax.byte_count(*jaxpr.out_avals) + _loop_bytes(jaxpr)
+    jaxpr, _ = _jax.trace(flat, list(map(jax.typeof, inputs.leaves)), NAME)
+    read = [jax.typeof(x) for x, _ in inputs.sliced]
+    return _jax.byte_count(*read, *jaxpr.out_avals) + _loop_bytes(jaxpr)
 
 
 def _loop_bytes(jaxpr: Any) -> int:
@@ -190,7 +186,7 @@ def _loop_bytes(jaxpr: Any) -> int:
     total = 0
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
         if eqn.primitive.name in ("scan", "while", "loopkit_while"):
-            total += sum(_jax.byte_count(v.aval) for v in eqn.outvars)
+            total += _jax.byte_count(*(v.aval for v in eqn.outvars))
         total += max(map(_loop_bytes, equations.jaxprs_in(eqn)), default=0)
     return total
 
@@ -200,12 +196,9 @@ def cache_bytes() -> int:
     """Bytes of a core's second-level cache; 1 MiB where the system does not say."""
     path = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
     units = {"K": 1 << 10, "M": 1 << 20}
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError):
         text = path.read_text().strip()
         return int(text[:-1]) * units[text[-1]]
-    except (OSError, ValueError, KeyError):
-        pass
-    try:
+    with contextlib.suppress(AttributeError, OSError, ValueError):
         return os.sysconf("SC_LEVEL2_CACHE_SIZE") or 1 << 20
-    except (AttributeError, OSError, ValueError):
-        return 1 << 20
+    return 1 << 20

@@ -7,6 +7,7 @@ are few, so that few programs are compiled; and narrow, so that little of a batc
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Unpack, overload
@@ -222,8 +223,7 @@ def _check_sequences(sequences: Any) -> list[Inputs]:
         advice = "For rows of one array use `loopkit.scan` under `jax.vmap`."
         raise errors.wrong_type(name, "sequences", expected, got, advice)
     sequences = validate.as_arrays(name, "sequences", list(sequences))
-    called = [f"sequences[{place}]" for place in range(len(sequences))]
-    inputs = [Inputs.of(xs, 0, None, name, c) for xs, c in zip(sequences, called, strict=True)]
+    inputs = [Inputs.of(xs, 0, None, name, f"sequences[{i}]") for i, xs in enumerate(sequences)]
     types = [_row_types(xs) for xs in inputs]
     for place, other in enumerate(types):
         if other != types[0]:
@@ -244,16 +244,15 @@ def _zeros(x: Any, rows: int) -> Any:
 
 def _stacked(sequences: Sequence[Any], lanes: int, size: int) -> Any:
     """An array of lanes, each a sequence with rows after its end that no step reads."""
-    padding = [sequences[0][:0]] * (lanes - len(sequences))
-    sequences = [*sequences, *padding]
+    first = sequences[0]
+    sequences = [*sequences, *[first[:0]] * (lanes - len(sequences))]
     concrete = not any(map(_jax.is_tracer, sequences))
-    if concrete and isinstance(sequences[0].dtype, np.dtype):  # on the host, nothing is compiled
-        stacked = np.zeros((lanes, size, *sequences[0].shape[1:]), sequences[0].dtype)
+    if concrete and isinstance(first.dtype, np.dtype):  # on the host, nothing is compiled
+        stacked = np.zeros((lanes, size, *first.shape[1:]), first.dtype)
         for row, xs in zip(stacked, sequences, strict=True):
             row[: len(xs)] = xs
         return jnp.asarray(stacked)
-    rows = [jnp.concatenate([xs, _zeros(xs, size - len(xs))]) for xs in sequences]
-    return jnp.stack(rows)
+    return jnp.stack([jnp.concatenate([xs, _zeros(xs, size - len(xs))]) for xs in sequences])
 
 
 def _row(leaf: Any, lane: int, steps: int) -> Any:
@@ -262,10 +261,9 @@ def _row(leaf: Any, lane: int, steps: int) -> Any:
 
 
 def _on_host(steps: Any) -> list[int]:
-    try:
-        return [int(n) for n in np.asarray(steps)]
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
-        pass
+    traced = jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError
+    with contextlib.suppress(*traced):
+        return np.asarray(steps).tolist()
     advice = "Inside jit, and under vmap, leave it out, or scan padded arrays with `loopkit.scan`."
     got = "a predicate that is traced"
     expected = "must be known between batches, for it decides how many `ys` there are"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self
 
 import jax
 
@@ -17,8 +17,6 @@ from loopkit._programs.cache import remember
 from loopkit._tracing import carry_buffers
 from loopkit._tracing.axes import Inputs
 from loopkit._tracing.trace import Names, Traced, pair, scalar_bool, trace_loop, type_key
-
-R = TypeVar("R", bound="Request")
 
 
 class Asked(NamedTuple):
@@ -76,7 +74,7 @@ class Request:
 
     @classmethod
     def of(
-        cls: type[R],
+        cls,
         names: Names,
         init: Any,
         length: Any,
@@ -84,7 +82,7 @@ class Request:
         own: tuple,
         trips: Any = None,
         **more: Any,
-    ) -> R:
+    ) -> Self:
         """`own`: the functions of the loop. `trips`: its steps, if all are taken.
 
         `more`: what a request for this kind of loop has beside the others, checked.
@@ -110,11 +108,6 @@ class Request:
             rest=tuple(rest),
             **more,
         )
-
-    def over(self: R, init: Any, buffers: Any, **changes: Any) -> R:
-        """The same of another carry."""
-        carried = carry_buffers.find(self.names, buffers, init).checked(self.checking)
-        return replace(self, init=plain(init), buffers=buffers, carried=carried, **changes)
 
     def hidden(self, go: Any, steps: Any, whole: Any = (), last: Any = ()) -> Hidden:
         written = self.carried.first_written(self.init) if self.checking else []
@@ -165,8 +158,8 @@ class Stepped(Request):
     """A loop of steps `f(carry, x)`, to the last row or the first after which `until` holds."""
 
     f: Callable
-    until: Callable | None
     inputs: Inputs
+    until: Callable | None = None
 
     def step(self, carry: Any, x: Any) -> tuple[Any, Any, Any]:
         """The next carry, y, and whether to go on; None for that without `until`."""
@@ -181,8 +174,14 @@ class Stepped(Request):
 class Scan(Stepped):
     """A scan. With `until`, it takes no step if it is `stopped` from the start."""
 
-    out_axes: Any
-    reverse: bool
-    split_transpose: bool
-    truncate: int | None
+    out_axes: Any = 0
+    reverse: bool = False
+    split_transpose: bool = False
+    truncate: int | None = None
     stopped: Any = False
+
+    def over(self, init: Any, buffers: Any, inputs: Inputs, **changes: Any) -> Scan:
+        """The same of another carry and other inputs."""
+        carried = carry_buffers.find(self.names, buffers, init).checked(self.checking)
+        changes |= {"carried": carried, "inputs": inputs, "length": inputs.length}
+        return replace(self, init=plain(init), buffers=buffers, **changes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools as ft
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,10 +12,11 @@ import jax.numpy as jnp
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
-from loopkit._engine.loop import Input, Output, parts
+from loopkit._engine import steps as engine_steps
+from loopkit._engine.loop import Input, Loop, Output, parts
+from loopkit._engine.trials.unrolling import settled
 from loopkit._loops.in_python import python_scan
 from loopkit._loops.info import LoopInfo
-from loopkit._loops.lax_scan import run_stored
 from loopkit._loops.request import Hidden, Scan
 from loopkit._programs.cache import remember
 from loopkit._tracing.axes import arranged, has_none, stacks, without_last
@@ -40,12 +42,9 @@ def run(scan: Scan) -> tuple[Any, Any, Any]:
         steps = hidden.steps + 1 if counting else None
         return (new, hidden._replace(go=go, steps=steps, last=last)), y
 
-    def goes_on(_: Any, hidden: Hidden) -> Any:
-        return hidden.go
-
     settings = {"reverse": scan.reverse, "xs": tuple(map(Input, inputs.places))}
     hidden = scan.hidden(go, jnp.int32(0) if counting else None, inputs.whole, last)
-    asks = goes_on if stopping else None
+    asks = (lambda _, hidden: hidden.go) if stopping else None
     traced, leaves, tree = scan.traced(step, asks, hidden, inputs.slice_types, settings, rest)
     traced = _stacking(traced, out_axes)
     leading = not any((*traced.loop.x_axes, *traced.loop.y_axes))
@@ -54,10 +53,8 @@ def run(scan: Scan) -> tuple[Any, Any, Any]:
         expected = "can be True only where every step is stored, along leading axes, as in lax.scan"
         got = f"checkpoints={scan.budget!r} and other settings that lax.scan lacks"
         raise errors.wrong_value(names.function, "_split_transpose", expected, got, "Leave it out.")
-    if as_lax:
-        carry, ys = run_stored(traced, leaves, inputs.arrays, scan.split_transpose)
-    else:
-        carry, ys = traced.run(leaves, inputs.arrays)
+    stored = ft.partial(_stored_scan, split_transpose=scan.split_transpose) if as_lax else None
+    carry, ys = traced.run(leaves, inputs.arrays, stored)
     final, hidden = tree.unflatten(carry)
     ys = arranged(traced.y_tree, ys, traced.loop.ys_types, out_axes, hidden.last)
     info = None
@@ -65,6 +62,13 @@ def run(scan: Scan) -> tuple[Any, Any, Any]:
         steps = hidden.steps if stopping else jnp.asarray(inputs.length, jnp.int32)
         info = LoopInfo(steps, jnp.logical_not(hidden.go) if stopping else jnp.array(False))
     return carried.returned(final), ys, info
+
+
+@ft.partial(jax.jit, static_argnames=("loop", "split_transpose"), inline=True)
+def _stored_scan(*operands: Any, loop: Loop, split_transpose: bool) -> list:
+    """A scan that stores the residuals of every step: that of lax, of the step as it was traced."""
+    unrolled = loop.unrolled(settled(loop))
+    return engine_steps.scan(unrolled, loop.split(operands)[0], split_transpose)
 
 
 def _last_ys(scan: Scan, rest: Sequence[Any]) -> list:

@@ -81,9 +81,8 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
     - `length`: steps, a static int; needed if no leaf of `xs` is scanned over. Where it is
       symbolic (`jax.export`), the loop is lax's, without settings that it lacks.
     - `reverse`: go from the last row of `xs` and `ys` to the first.
-    - `unroll`: steps to an iteration of the compiled loop; True or 0 for all of them; "auto" for
-      what takes least time, compilation included, by a trial that is kept in the user's cache
-      folder.
+    - `unroll`: steps to an iteration of the compiled loop; True or 0 for all of them; "auto" as in
+      `loopkit.while_loop`.
     - `_split_transpose`: as in `jax.lax.scan`, for which every step is stored.
     - `until`: `(Carry, Y) -> bool[]`. Stop after the first step for which it holds. Cost follows
       the steps taken.
@@ -99,16 +98,8 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
       steps in carries, about one extra forward pass. An int c: at most c carries, at the price of
       more recomputation. "all": what the derivative of every step reads, as lax.scan. A `Plan`:
       what it says.
-    - `memory`: the same as a budget in bytes, an int or a string such as "64 MB": what the backward
-      pass may need beyond what it needs for a single step. A dict of two, `{"device": "64 MB",
-      "host": "4 GB"}`, keeps the checkpoints in the host's memory. Give one of the two.
-    - `buffers`: which leaves of the carry are read and written in slices: a function of the carry
-      that returns them, or a tree of bools that matches it. In the body they are
-      `loopkit.Buffer`s, written in place, forward and backward.
-    - `checks`: raise an error at run time where a buffer is read in a row that nothing has been
-      written to, or read or written out of bounds: the error names buffer, index and step. Slow.
-      None: as the environment variable LOOPKIT_CHECKS says.
-    - `return_info`: also return a `LoopInfo`.
+    - `memory`: the same as a budget in bytes, such as "64 MB", as in `loopkit.while_loop`.
+    - `buffers`, `checks`, `return_info`: as in `loopkit.while_loop`.
 
     **Returns:**
 
@@ -137,52 +128,31 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
 
     The backward pass is checkpointed in the manner of Griewank (1992).
     """
-    return run_scan(
-        NAMES,
-        f,
-        init,
-        Inputs.of(validate.as_arrays(NAMES.function, "xs", xs), in_axes, length),
-        Asked(unroll, checkpoints, memory, buffers, checks, return_info),
-        until=until,
-        out_axes=out_axes,
-        reverse=reverse,
-        split_transpose=_split_transpose,
-        truncate=truncate,
-    )
-
-
-def run_scan(
-    names: Names,
-    f: Callable,
-    init: Any,
-    inputs: Inputs,
-    asked: Asked,
-    *,
-    until: Callable | None = None,
-    out_axes: Any = 0,
-    reverse: Any = False,
-    split_transpose: Any = False,
-    truncate: Any = None,
-) -> Any:
-    """`scan`, under the names of the function that the user called."""
-    name, length = names.function, inputs.length
+    name = NAMES.function
+    inputs = Inputs.of(validate.as_arrays(name, "xs", xs), in_axes, length)
+    asked = Asked(unroll, checkpoints, memory, buffers, checks, return_info)
     reverse = validate.check_flag(name, "reverse", reverse)
-    split_transpose = validate.check_flag(name, "_split_transpose", split_transpose)
-    validate.check_callable(name, names.body, f)
+    split = validate.check_flag(name, "_split_transpose", _split_transpose)
+    validate.check_callable(name, "f", f)
     if until is not None:
-        validate.check_callable(name, names.predicate, until)
+        validate.check_callable(name, "until", until)
     truncate = validate.check_bound(name, "truncate", truncate)
-    symbolic = _jax.is_symbolic(length)
+    own = {"until": until, "out_axes": out_axes, "reverse": reverse, "split_transpose": split}
+    return run_scan(NAMES, f, init, inputs, asked, truncate=truncate, **own)
+
+
+def run_scan(names: Names, f: Callable, init: Any, inputs: Inputs, asked: Asked, **own: Any) -> Any:
+    """`scan`, under the names of the function that the user called. `own`: fields of `Scan`."""
+    length, symbolic = inputs.length, _jax.is_symbolic(inputs.length)
     trips = _jax.SYMBOLIC if symbolic else length
-    own = {"f": f, "until": until, "inputs": inputs, "out_axes": out_axes}
-    own |= {"reverse": reverse, "split_transpose": split_transpose, "truncate": truncate}
-    scan = Scan.of(names, init, length, asked, (f, until), trips, **own)
+    functions = f, own.get("until")
+    scan = Scan.of(names, init, length, asked, functions, trips, f=f, inputs=inputs, **own)
     if symbolic:
         _check_symbolic(scan)
         scan = replace(scan, budget="all", unroll=1, auto_unroll=False)
-    if split_transpose and scan.budget is None:
+    if scan.split_transpose and scan.budget is None:
         scan = replace(scan, budget="all")
-    cut = truncate is not None and truncate < length
+    cut = scan.truncate is not None and scan.truncate < length
     result = truncated(scan) if cut else run(scan)
     return result if scan.return_info else result[:2]
 

@@ -43,13 +43,7 @@ def truncated(scan: Scan) -> tuple[Any, Any, LoopInfo]:
 
     def of_block(init: Any, inputs: Inputs, stopped: Any = False) -> Scan:
         return scan.over(
-            init,
-            scan.buffers,
-            inputs=inputs,
-            length=inputs.length,
-            budget=inner,
-            stopped=stopped,
-            return_info=True,
+            init, scan.buffers, inputs, budget=inner, stopped=stopped, return_info=True
         )
 
     def block(state: Blocks, x: list) -> tuple[Blocks, Any]:
@@ -65,10 +59,9 @@ def truncated(scan: Scan) -> tuple[Any, Any, LoopInfo]:
     blocks = scan.over(
         Blocks(scan.init, jnp.int32(0), jnp.array(False)),
         None,
+        head,
         f=block,
         until=None if until is None else lambda state, _: state.stopped,
-        inputs=head,
-        length=count,
         out_axes=block_axes(out_axes),
         budget=outer,
         checking=False,

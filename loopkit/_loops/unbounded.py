@@ -97,9 +97,7 @@ def unbounded_scan(
     - `max_segments`: the most segments to run; None for no bound. A bound on the steps, for
       loops that may not end. A loop that reaches it returns what it has, without an error: only
       `LoopInfo.stopped` (False) tells.
-    - `checkpoints`: what the backward pass keeps of each segment. None: about the square root of
-      its steps, in carries. An int c: at most c carries. "all": what the derivative of every step
-      reads.
+    - `checkpoints`: what the backward pass keeps of each segment, as in `loopkit.scan`.
     - `growth`: how many times longer each segment is than the one before, at least 1. No segment
       is longer than 4096 steps, unless the first is.
     - `progress`: called after each segment with the number of steps taken so far, an int.
@@ -161,8 +159,7 @@ def _run(
     xs, rows = scan.inputs.leaves, scan.inputs.length
     if scan.budget is None and progress is None:
         sizes = together(sizes, light_steps(traced, [*carry, *xs]), rows)
-    steps: Any = on_device(0, np.int32)
-    stopped: Any = on_device(False, bool)
+    steps, stopped = on_device(0, np.int32), on_device(False, bool)
     closed_over, chunks, ys = traced.closed_over, [], []
     longest = size = 0
     # A CPU keeps no account of what is in use, and may be asked when memory has run out.
@@ -236,13 +233,11 @@ def _python_scan(
 
 
 def check_growth(function: str, growth: Any, what: str = "segment") -> float:
-    numbers = int, float, np.integer, np.floating
-    is_number = isinstance(growth, numbers) and not isinstance(growth, bool)
-    if is_number and 1 <= growth < math.inf:
-        return float(growth)
     got = errors.shown(growth)
     expected = f"must be a number >= 1, how much longer each {what} is than the last"
-    if not is_number:
+    if isinstance(growth, bool) or not isinstance(growth, (int, float, np.integer, np.floating)):
         raise errors.wrong_type(function, "growth", expected, got, "Pass a Python number.")
-    advice = "Less than 1 would have them shrink."
-    raise errors.wrong_value(function, "growth", expected, got, advice)
+    if not 1 <= growth < math.inf:
+        advice = "Less than 1 would have them shrink."
+        raise errors.wrong_value(function, "growth", expected, got, advice)
+    return float(growth)

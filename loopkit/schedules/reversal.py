@@ -113,8 +113,6 @@ def kept(
     """
     units, slots = _check("kept", positions, units, slots)
     give_up = integer("reversal.kept", "give_up", give_up, 0, "0 keeps every checkpoint")
-    if not positions:
-        return {}
     by_age = sorted((unit, slot) for slot, unit in positions.items())
     starts = [unit for unit, _ in by_age] + [units]
     most = min(give_up, len(positions) - 1)
