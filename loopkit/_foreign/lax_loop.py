@@ -101,8 +101,7 @@ class LaxLoop(NamedTuple):
                 raise errors.wrong_value(settings.function, "checkpoints", expected, got, advice)
             if length is not None:
                 cond, cond_consts = None, []
-            bounds = [b for b in (length, settings.max_steps) if b is not None]
-            length = min(bounds) if bounds else None
+            length = min((b for b in (length, settings.max_steps) if b is not None), default=None)
         _, types, _ = parts(self.body.in_avals, len(self.consts), len(self.init))
         steps, carry = length or 1, [CarryLeaf()] * len(types)
         fields = {

@@ -17,16 +17,14 @@ def ran_out(error: BaseException) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
 
 
-def ran_out_after(
-    function: str, steps: int, segment: int, y_bytes: int, carry_bytes: int, room: int
-) -> str:
+def ran_out_after(steps: int, segment: int, y_bytes: int, carry_bytes: int, room: int) -> str:
     """How far the loop got, what it keeps, and how much of that would fit into so many bytes."""
     carries = f"{room // max(carry_bytes, 1):,} carries of {size(carry_bytes, 'bytes')}"
     # The rows are in chunks, and once joined in one piece.
     rows = f"the `ys` of {room // max(2 * y_bytes, 1):,} steps, {size(y_bytes, 'bytes')} each"
     return (
-        f"loopkit.{function}: out of memory after {steps:,} steps, in a segment of {segment:,}. "
-        f"The device had {size(room, 'bytes')} for it: enough for {rows}, or for {carries}. "
+        f"loopkit.unbounded_scan: out of memory after {steps:,} steps, in a segment of {segment:,}."
+        f" The device had {size(room, 'bytes')} for it: enough for {rows}, or for {carries}. "
         "Return less from `f` to be stacked, pass `max_segments` or a smaller `segment`; under "
         "differentiation pass a small int for `checkpoints`."
     )

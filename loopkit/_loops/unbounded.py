@@ -183,7 +183,7 @@ def _run(
             raise
         widths = _jax.byte_count(*traced.loop.ys_types), _jax.byte_count(*traced.carry_types)
         room = memory_left(carry) if room is None else room
-        raise MemoryError(ran_out_after(NAMES.function, longest, size, *widths, room)) from error
+        raise MemoryError(ran_out_after(longest, size, *widths, room)) from error
     return tree.unflatten(carry), traced.y_tree.unflatten(ys), LoopInfo(steps, stopped)
 
 

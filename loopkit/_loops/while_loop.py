@@ -148,9 +148,8 @@ def run_while(
     go = scalar_bool(name, names.predicate, cond_fun(init_val)) if masking else None
 
     def step(val: Any, hidden: Hidden, _: list) -> tuple:
-        new, go = body_fun(val), None
-        if masking:
-            go = scalar_bool(name, names.predicate, cond_fun(new))
+        new = body_fun(val)
+        go = scalar_bool(name, names.predicate, cond_fun(new)) if masking else None
         return (new, hidden._replace(go=go, steps=hidden.steps + 1 if counting else None)), None
 
     def goes_on(val: Any, hidden: Hidden) -> Any:

@@ -181,10 +181,7 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted: what the gradient of the loop needs beyond that of a single step.
-
-        Of the device's memory.
-        """
+        """Predicted: what the gradient needs of the device beyond that of a single step."""
         if self.bound is not None and self.bound <= 1:
             return 0
         return self.slot_bytes - self.host_bytes + self.row_bytes + self.least_bytes

@@ -121,8 +121,7 @@ class Placement:
     def marks(self, units: Whole) -> list[Mark]:
         """The saves that a loop of `units` units performs."""
         units = self._within("marks", units)
-        marks = []
-        mark = first_mark(self.table)
+        marks, mark = [], first_mark(self.table)
         while mark.unit < units:
             marks.append(mark)
             mark = next_mark(self.table, mark)

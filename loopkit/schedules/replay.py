@@ -155,10 +155,9 @@ class _Machine:
     def measure(self, what: str) -> None:
         states = sum(isinstance(stored, Save) for stored in self.held.values())
         size = self.carry_size * states + self.residual_size * (len(self.held) - states)
-        if self.slots is not None:
-            outside = [slot for slot in self.held if not 0 <= slot < self.slots]
-            if outside:
-                self.fail(what, f"uses slot {outside[0]}, but there are {self.slots} slots")
+        for slot in self.held:
+            if self.slots is not None and not 0 <= slot < self.slots:
+                self.fail(what, f"uses slot {slot}, but there are {self.slots} slots")
         if self.budget is not None and size > self.budget:
             self.fail(what, f"stores {size} in all, but the budget is {self.budget}")
         self.peak_slots = max(self.peak_slots, len(self.held))
