@@ -121,7 +121,7 @@ def ragged_scan(
 
     traced, tree = scan.segment()
     go = None if until is None else jnp.array(True)
-    order, carries, taken, going, ys = [], [], [], [], [[] for _ in inputs]
+    order, results, ys = [], [], []
     for size, places in buckets.items():
         for begin in range(0, len(places), batch):
             some = places[begin : begin + batch]
@@ -138,18 +138,13 @@ def ragged_scan(
             carry, after = tree.unflatten([leaf[: len(some)] for leaf in leaves])
             steps = (left[: len(some)] - after.left) if until is not None else left[: len(some)]
             known = _on_host(steps) if until is not None else [lengths[i] for i in some]
-            for lane, (i, n) in enumerate(zip(some, known, strict=True)):
-                ys[i] = [_row(leaf, lane, n) for leaf in y]
+            rows = ([_row(leaf, lane, n) for leaf in y] for lane, n in enumerate(known))
+            ys += map(traced.y_tree.unflatten, rows)
             order += some
-            carries.append(carry)
-            taken.append(steps)
-            going.append(after.go)
+            results.append((carry, steps, after.go))
     back = np.argsort(order)
-    carry, steps, go = (
-        jax.tree.map(lambda *parts: jnp.concatenate(parts)[back], *parts)
-        for parts in (carries, taken, going)
-    )
-    ys = [traced.y_tree.unflatten(y) for y in ys]
+    carry, steps, go = jax.tree.map(lambda *parts: jnp.concatenate(parts)[back], *results)
+    ys = [ys[place] for place in back]
     if not scan.return_info:
         return carry, ys
     return carry, ys, LoopInfo(steps, jnp.zeros(steps.shape, bool) if go is None else ~go)
@@ -196,8 +191,7 @@ def length_buckets(
         advice = "Pass the length of each sequence, in order."
         raise errors.wrong_type(name, "lengths", f"must be {expected}", got, advice)
     lengths = [validate.check_whole(name, "lengths", n, 0, expected) for n in lengths]
-    sizes = [first]
-    longest = max(lengths, default=0)
+    sizes, longest = [first], max(lengths, default=0)
     while sizes[-1] < longest:
         sizes.append(max(sizes[-1] + 1, math.floor(sizes[-1] * growth)))
     buckets: dict[int, list[int]] = {size: [] for size in sizes}
