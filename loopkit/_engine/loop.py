@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 from loopkit import _jax
@@ -313,9 +314,18 @@ def spread(values: Sequence[Any], flags: Sequence[bool], default: Sequence[Any])
 
 def parts(values: Sequence[T], *counts: int) -> list[list[T]]:
     """`values` cut into consecutive parts of the given sizes, and the rest."""
-    out, at = [], 0
-    for count in counts:
-        out.append(list(values[at : at + count]))
-        at += count
-    out.append(list(values[at:]))
-    return out
+    left = iter(values)
+    return [*(list(islice(left, count)) for count in counts), list(left)]
+
+
+def fixed_point(
+    flags: Sequence[bool], step: Callable[[list[bool]], Sequence[Any]]
+) -> tuple[list[bool], *tuple[Any, ...]]:
+    """The least flags, with these, to which `step(flags)` adds none; and what else that finds."""
+    now = list(flags)
+    while True:
+        more, *found = step(now)
+        new = [a or b for a, b in zip(now, more, strict=True)]
+        if new == now:
+            return now, *found
+        now = new

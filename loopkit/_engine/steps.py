@@ -12,6 +12,9 @@ from jax import lax
 from loopkit import _jax
 from loopkit._engine.loop import Loop, Operands, parts
 
+LAST_STEP = jnp.iinfo(jnp.int32).max
+"""What a counter of steps can hold."""
+
 
 class Steps(NamedTuple):
     """A loop under way."""
@@ -36,6 +39,11 @@ def row_of(loop: Loop, step: Any) -> Any:
         return step
     assert loop.length is not None, "a loop in reverse has a length"
     return loop.length - 1 - step
+
+
+def read_slices(loop: Loop, operands: Operands, step: Any) -> list:
+    """The slices of xs that belong to a step."""
+    return read_rows(operands.xs, row_of(loop, step), loop.x_axes) if operands.xs else []
 
 
 def read_rows(arrays: Sequence[Any], row: Any, axes: Sequence[int] | int = 0) -> list:
@@ -97,10 +105,13 @@ def is_active(loop: Loop, operands: Operands, carry: Sequence[Any]) -> Any:
     return _jax.call_jaxpr(loop.cond)(*operands.cond_consts, *carry)[0]
 
 
-def goes_on(loop: Loop, operands: Operands, carry: Sequence[Any]) -> Any:
-    """Whether any lane is active."""
-    active = is_active(loop, operands, carry)
-    return active.any() if loop.lanes else active
+def goes_on(loop: Loop, operands: Operands, state: Steps, stop: Any | None) -> Any:
+    """Whether any lane is active, and fewer than `stop` steps have been taken."""
+    if loop.cond is None:
+        return state.count < stop
+    active = is_active(loop, operands, state.carry)
+    go = active.any() if loop.lanes else active
+    return go if stop is None else go & (state.count < stop)
 
 
 def one_step(loop: Loop, operands: Operands, state: Steps) -> Steps:
@@ -121,7 +132,7 @@ def one_step(loop: Loop, operands: Operands, state: Steps) -> Steps:
 
 def guarded_step(loop: Loop, operands: Operands, stop: Any, state: Steps) -> Steps:
     """A step if the loop goes on; for bodies unrolled several to an iteration."""
-    go = goes_on(loop, operands, state.carry) & (state.count < stop)
+    go = goes_on(loop, operands, state, stop)
     if loop.effects:
         return lax.cond(go, lambda s: one_step(loop, operands, s), lambda s: s, state)
     held = state
@@ -143,9 +154,7 @@ def guarded_step(loop: Loop, operands: Operands, stop: Any, state: Steps) -> Ste
 
 def start(loop: Loop, operands: Operands) -> Steps:
     """No step taken yet. Counters vary over the devices if the predicate does."""
-    count = jnp.int32(0)
-    if loop.cond is not None:
-        count = _jax.vary_like(count, loop.cond.out_avals)
+    count = _jax.vary_like(jnp.int32(0), [] if loop.cond is None else loop.cond.out_avals)
     carry = [_jax.vary_like(v, [t]) for v, t in zip(operands.init, loop.carry_types, strict=True)]
     ys = list(map(_jax.zeros, loop.ys_types))
     lane_counts = jnp.zeros(loop.lanes, jnp.int32) + count if loop.lanes else None
@@ -159,17 +168,13 @@ def advance(loop: Loop, operands: Operands, state: Steps, stop: Any | None) -> S
             stop - state.count, lambda _, s: one_step(loop, operands, s), state, loop.unroll
         )
 
-    def cond(s: Steps) -> Any:
-        go = goes_on(loop, operands, s.carry)
-        return go if stop is None else go & (s.count < stop)
-
     def body(s: Steps) -> Steps:
         s = one_step(loop, operands, s)
         for _ in range(loop.unroll - 1):
-            s = guarded_step(loop, operands, jnp.iinfo(jnp.int32).max if stop is None else stop, s)
+            s = guarded_step(loop, operands, LAST_STEP if stop is None else stop, s)
         return s
 
-    return lax.while_loop(cond, body, state)
+    return lax.while_loop(lambda s: goes_on(loop, operands, s, stop), body, state)
 
 
 def repeat(times: Any, body: Callable[[Any, Any], Any], state: Any, unroll: int = 1) -> Any:
@@ -186,17 +191,12 @@ def repeat(times: Any, body: Callable[[Any, Any], Any], state: Any, unroll: int 
             return s
 
         state = repeat(whole, several, state)
-        rest = times - whole * unroll
-        if isinstance(rest, int) and rest == 0:
-            return state
-        return repeat(rest, lambda k, s: body(whole * unroll + k, s), state)
+        return repeat(times - whole * unroll, lambda k, s: body(whole * unroll + k, s), state)
     if isinstance(times, int) and times == 1:
         return body(jnp.int32(0), state)
     if isinstance(times, int) and times <= 0:
         return state
-    zero = jnp.int32(0)
-    if not isinstance(times, int):
-        zero = _jax.vary_like(zero, [jax.typeof(times)])
+    zero = _jax.vary_like(jnp.int32(0), [jax.typeof(times)])
 
     def step(s: tuple) -> tuple:
         k, inner = s

@@ -13,8 +13,8 @@ from loopkit._engine.derivative.split import Split, split_step
 from loopkit._engine.derivative.write_log import Undo, find_undo
 from loopkit._engine.facts.counters import Counters, at_step, find_counters
 from loopkit._engine.facts.write_sites import holds_write
-from loopkit._engine.loop import Active, Loop, Operands, kept, spread
-from loopkit._engine.steps import hold, read_rows, repeat, row_of
+from loopkit._engine.loop import Active, Loop, Operands, fixed_point, kept, parts, spread
+from loopkit._engine.steps import hold, read_slices, repeat
 from loopkit._engine.trials.host_memory import check_host_memory
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import factor_bytes, nanoseconds
@@ -76,9 +76,8 @@ class Reversal:
     @cached_property
     def undone(self) -> list[bool]:
         """Which of the saved leaves are brought back, and so need no slot."""
-        return (
-            [False] * sum(self.saved) if self.undo is None else kept(self.undo.leaves, self.saved)
-        )
+        none = [False] * sum(self.saved)
+        return none if self.undo is None else kept(self.undo.leaves, self.saved)
 
     @cached_property
     def slotted(self) -> list[bool]:
@@ -151,9 +150,7 @@ class Reversal:
         """The saved carry leaves, `times` steps after step `first`; a lane takes `steps` in all."""
 
         def step(k: Any, carry: list) -> list:
-            x = []
-            if operands.xs:
-                x = read_rows(operands.xs, row_of(self.loop, first + k), self.loop.x_axes)
+            x = read_slices(self.loop, operands, first + k) if operands.xs else []
             new = _jax.call_jaxpr(self.step)(*operands.consts, *carry, *x)
             if not self.loop.lanes:
                 return new
@@ -255,17 +252,10 @@ def build(
 def _saved_leaves(loop: Loop, split: Split) -> tuple[bool, ...]:
     """The carry leaves that replaying needs: a fixed point of what the derivative reads."""
 
-    def carry_read(jaxpr: _jax.Jaxpr, outputs: Sequence[bool], before: int) -> list[bool]:
-        used = _jax.used_inputs(jaxpr, outputs)
-        return used[before : before + loop.carry_count]
+    def carry_read(jaxpr: _jax.Jaxpr, outputs: Sequence[bool]) -> list[bool]:
+        return parts(_jax.used_inputs(jaxpr, outputs), loop.const_count, loop.carry_count)[1]
 
-    results = [False] * split.results
-    stored = [True] * len(split.stored_types)
-    silent = equations.without_debug_effects(split.forward)
-    saved = carry_read(silent, [*results, *stored], loop.const_count)
-    while True:
-        read = carry_read(loop.body, [*saved, *[False] * loop.ys_count], loop.const_count)
-        new = [a or b for a, b in zip(saved, read, strict=True)]
-        if new == saved:
-            return tuple(saved)
-        saved = new
+    silent, stored = equations.without_debug_effects(split.forward), len(split.stored_types)
+    saved = carry_read(silent, [False] * split.results + [True] * stored)
+    no_ys = [False] * loop.ys_count
+    return tuple(fixed_point(saved, lambda flags: [carry_read(loop.body, flags + no_ys)])[0])

@@ -46,34 +46,20 @@ class Undo:
 
     def logged(self, loop: Loop) -> Loop:
         """The loop with its log after the ys. It must be bounded."""
-        return loop.derived(
-            ("logged", self), lambda: with_log(loop, self.forward, len(self.log_types))
-        )
+        return loop.derived(("logged", self), lambda: with_log(loop, self.forward))
 
+    def rewound(
+        self, loop: Loop, init: list, log: Sequence[Any], first: Any, count: Any, buffers: list
+    ) -> list:
+        """The buffers before step `first`, from those `count` steps later, or less.
 
-@dataclass(frozen=True)
-class Rewind:
-    """The buffers of a loop that has run, on their way back. Without an undo there are none."""
-
-    undo: Undo | None
-    loop: Loop
-    initial: list
-    log: Sequence[Any]
-    """A row for each step."""
-
-    @staticmethod
-    def of(undo: Undo | None, loop: Loop, operands: Operands, log: Sequence[Any]) -> Rewind:
-        return Rewind(undo, loop, [] if undo is None else kept(operands.init, undo.leaves), log)
-
-    def steps(self, first: Any, count: Any, buffers: list) -> list:
-        """The buffers before step `first`, from those `count` steps later, or less."""
-        undo = self.undo
-        if undo is None:
-            return buffers
+        `log`: a row for each step of a loop that has run.
+        """
+        initial = kept(init, self.leaves)
 
         def back(k: Any, buffers: list) -> list:
-            row = read_rows(self.log, row_of(self.loop, first + k))
-            return list(_jax.call_jaxpr(undo.back)(*self.initial, *buffers, *row))
+            row = read_rows(log, row_of(loop, first + k))
+            return list(_jax.call_jaxpr(self.back)(*initial, *buffers, *row))
 
         # In a loop of its own, also where it is of one step: among what else a step does, the
         # compiler orders reads and writes so that it has to copy the buffers.
@@ -81,8 +67,9 @@ class Rewind:
         return repeat_backwards(count, back, buffers, 1)
 
 
-def with_log(loop: Loop, body: _jax.Jaxpr, count: int) -> Loop:
+def with_log(loop: Loop, body: _jax.Jaxpr) -> Loop:
     """The loop with a body that returns a log after its ys, stacked along leading axes."""
+    count = len(body.out_avals) - len(loop.body.out_avals)
     return loop.replace(body=body, ys=(*loop.ys, *[Output(log=True)] * count))
 
 
@@ -90,21 +77,15 @@ def find_undo(loop: Loop, saved: Sequence[bool]) -> Undo | None:
     """How to do without saving buffers among the `saved` carry leaves; None if none can be."""
     if loop.length is None or not any(loop.is_buffer):
         return None
-    j, sites, leaves = _jax.open_jaxpr(loop.body), {}, []
+    sites, leaves = {}, []
     for leaf, (is_buffer, keep) in enumerate(zip(loop.is_buffer, saved, strict=True)):
         found = find_writes(loop, leaf) if is_buffer and keep else None
         leaves.append(found is not None)
         sites = merged(sites, found or {})
     if not any(leaves):
         return None
-    flags, count = tuple(leaves), len(loop.body.out_avals)
-
-    def forward(*values: Any) -> list:
-        outs, log = _logging(j, values, sites)
-        return [*outs, *log]
-
-    logging = _jax.trace_closed(forward, list(loop.body.in_avals), "loop_step_logged")
-    log_types = list(logging.out_avals[count:])
+    flags, logging = tuple(leaves), _logged(loop.body, sites)
+    log_types = list(logging.out_avals[len(loop.body.out_avals) :])
     numbers = [i for i, f in enumerate(flags) if f]
     types = kept(loop.carry_types, flags)
 
@@ -118,8 +99,14 @@ def find_undo(loop: Loop, saved: Sequence[bool]) -> Undo | None:
     return Undo(flags, log_types, logging, undoing)
 
 
-def _logging(j: Any, values: Sequence[Any], sites: Sites) -> tuple[list, list]:
-    """The results of a jaxpr, and the log of what it writes."""
+def _logged(body: _jax.Jaxpr, sites: Sites) -> _jax.Jaxpr:
+    """A step that returns its log after its results."""
+    step = lambda *values: _logging(_jax.open_jaxpr(body), values, sites)
+    return _jax.trace_closed(step, body.in_avals, "loop_step_logged")
+
+
+def _logging(j: Any, values: Sequence[Any], sites: Sites) -> list:
+    """The results of a jaxpr, then the log of what it writes."""
     log: list = []
     reads: dict[Any, tuple] = {}
     numbers = itertools.count()
@@ -134,12 +121,12 @@ def _logging(j: Any, values: Sequence[Any], sites: Sites) -> tuple[list, list]:
                     old, ins[0] = read(ins[0], ins[2], site.window)
                     old, ins[1] = in_order(old, ins[1], ins[2], site.window)
                 log.append(old)
-        elif site is not None and site.loop is None:
-            outs, more = _logging(*equations.called(eqn, ins), site.sites)
-            log.extend(more)
-            return outs
         elif site is not None:
-            outs = while_p.bind(*ins, loop=_logging_loop(site))
+            if site.loop is None:
+                outs = _logging(*equations.called(eqn, ins), site.sites)
+            else:
+                loop = with_log(site.loop, _logged(site.loop.body, site.sites))
+                outs = while_p.bind(*ins, loop=loop)
             outs, more = parts(outs, len(eqn.outvars))
             log.extend(more)
             return outs
@@ -149,20 +136,7 @@ def _logging(j: Any, values: Sequence[Any], sites: Sites) -> tuple[list, list]:
             reads[eqn.outvars[-1]] = (ins[1], eqn.params["window"], outs[0])
         return outs
 
-    return equations.interpret(j, values, rule), log
-
-
-def _logging_loop(site: Inner) -> Loop:
-    loop = site.loop
-    assert loop is not None, "a call is not a loop"
-    j = _jax.open_jaxpr(loop.body)
-
-    def step(*values: Any) -> list:
-        outs, log = _logging(j, values, site.sites)
-        return [*outs, *log]
-
-    body = _jax.trace_closed(step, list(loop.body.in_avals), "loop_step_logged")
-    return with_log(loop, body, len(body.out_avals) - len(loop.body.out_avals))
+    return [*equations.interpret(j, values, rule), *log]
 
 
 def _log_size(site: Any) -> int:
@@ -192,10 +166,9 @@ def _undone_inside(site: Inner, state: dict, initial: dict, log: Sequence[Any]) 
         return _undone(site.sites, state, initial, log)
     if not loop.length:
         return state
-    inner = loop
 
     def back(step: Any, state: dict) -> dict:
-        return _undone(site.sites, state, initial, read_rows(log, row_of(inner, step)))
+        return _undone(site.sites, state, initial, read_rows(log, row_of(loop, step)))
 
     return repeat_backwards(loop.length, back, state, 1)
 

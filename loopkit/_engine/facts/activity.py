@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loopkit import _jax
-from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
+from loopkit._engine.loop import Active, Loop, Operands, fixed_point, kept, parts, spread
 
 
 def forward_activity(loop: Loop, nonzero: Operands) -> Active:
@@ -18,26 +18,20 @@ def forward_activity(loop: Loop, nonzero: Operands) -> Active:
 
     A carry leaf is active if its initial value is, or if a step makes it so: the least fixed point.
     """
-    differentiable = [
-        [n and _jax.is_differentiable(t) for n, t in zip(flags, types, strict=True)]
-        for flags, types in zip(
-            nonzero[1:], (loop.const_types, loop.carry_types, loop.x_types), strict=True
-        )
-    ]
-    consts, carry, xs = differentiable
-    key = ("forward activity", tuple(consts), tuple(carry), tuple(xs))
+    types = loop.const_types, loop.carry_types, loop.x_types
+    consts, carry, xs = (
+        tuple(n and _jax.is_differentiable(t) for n, t in zip(*pair, strict=True))
+        for pair in zip(nonzero[1:], types, strict=True)
+    )
 
-    def fixed_point() -> Active:
-        flags = list(carry)
-        while True:
-            _, out = _jax.jvp_jaxpr(loop.body, [*consts, *flags, *xs])
-            new, ys = parts(out, loop.carry_count)
-            new = [a or b for a, b in zip(flags, new, strict=True)]
-            if new == flags:
-                return Active(tuple(consts), tuple(flags), tuple(xs), tuple(ys))
-            flags = new
+    def moved(flags: list[bool]) -> list[list[bool]]:
+        return parts(_jax.jvp_jaxpr(loop.body, [*consts, *flags, *xs])[1], loop.carry_count)
 
-    return loop.derived(key, fixed_point)
+    def found() -> Active:
+        flags, ys = fixed_point(carry, moved)
+        return Active(consts, tuple(flags), xs, tuple(ys))
+
+    return loop.derived(("forward activity", consts, carry, xs), found)
 
 
 def backward_activity(
@@ -49,23 +43,22 @@ def backward_activity(
     is not a cotangent of zeros.
     """
     ys = tuple(a and b for a, b in zip(active.ys, ys, strict=True))
-    live = [a and b for a, b in zip(active.carry, carry, strict=True)]
+    live = tuple(a and b for a, b in zip(active.carry, carry, strict=True))
 
-    def fixed_point() -> Active:
-        flags, none = list(live), [False] * len(active.inputs)
+    def found() -> Active:
+        none = [False] * len(active.inputs)
         step, moved = _jax.jvp_jaxpr(loop.body, active.inputs)
-        primal = [False] * len(moved)
-        while True:
-            wanted = [*primal, *kept([*flags, *ys], moved)]
-            used = _jax.used_inputs(step, wanted)
-            reaching = spread(used[len(none) :], active.inputs, none)
-            consts, new, xs = parts(reaching, loop.const_count, loop.carry_count)
-            new = [a or b for a, b in zip(flags, new, strict=True)]
-            if new == flags:
-                return Active(tuple(consts), tuple(flags), tuple(xs), ys)
-            flags = new
 
-    return loop.derived(("backward activity", active, tuple(live), ys), fixed_point)
+        def reaching(flags: list[bool]) -> list[list[bool]]:
+            used = _jax.used_inputs(step, [*[False] * len(moved), *kept([*flags, *ys], moved)])
+            inputs = spread(used[len(none) :], active.inputs, none)
+            consts, carry, xs = parts(inputs, loop.const_count, loop.carry_count)
+            return [carry, consts, xs]
+
+        flags, consts, xs = fixed_point(live, reaching)
+        return Active(tuple(consts), tuple(flags), tuple(xs), ys)
+
+    return loop.derived(("backward activity", active, live, ys), found)
 
 
 def moving_activity(loop: Loop, nonzero: Operands) -> Active:

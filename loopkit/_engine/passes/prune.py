@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loopkit import _jax
-from loopkit._engine.loop import Loop, Operands, kept, parts, spread
+from loopkit._engine.loop import Loop, Operands, fixed_point, kept, parts, spread
 from loopkit._engine.passes.rewritten import Rewritten
 
 
@@ -30,13 +30,14 @@ def _prune(loop: Loop, used: Sequence[bool]) -> Pruned:
         asked = _jax.used_inputs(loop.cond, [True])
         used_cond_consts = asked[: loop.cond_const_count]
         carry = [a or b for a, b in zip(carry, asked[loop.cond_const_count :], strict=True)]
-    while True:
+
+    def needed(carry: list[bool]) -> tuple:
         keep = [False] * loop.const_count + carry + [False] * loop.xs_count
-        body, needed = _jax.dce(loop.body, [*carry, *used_ys], keep)
-        consts, new, xs = parts(needed, loop.const_count, loop.carry_count)
-        if new == carry:
-            break
-        carry = new
+        body, inputs = _jax.dce(loop.body, [*carry, *used_ys], keep)
+        consts, new, xs = parts(inputs, loop.const_count, loop.carry_count)
+        return new, body, consts, xs
+
+    carry, body, consts, xs = fixed_point(carry, needed)
     if loop.cond is not None:
         cond, _ = _jax.dce(loop.cond, [True], [*used_cond_consts, *carry])
     operands, results = Operands(used_cond_consts, consts, carry, xs).flat, [*carry, *used_ys]

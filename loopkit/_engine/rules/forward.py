@@ -46,9 +46,8 @@ def jvp(
     outs = forward_p.bind(*primals, loop=loop, active=active)
     _, residuals = parts(outs, loop.primal_counts[1])
     plain = opened(loop, active)
-    moving = moving_activity(plain, while_.nonzero_tangents(loop, tangents))
-    inputs = kept(tangents[loop.cond_const_count :], moving.inputs)
-    inputs = [_jax.instantiate(t) for t in inputs]
+    moving = moving_activity(plain, loop.split(_jax.nonzero(tangents))[0])
+    inputs = list(map(_jax.instantiate, kept(tangents[loop.cond_const_count :], moving.inputs)))
     source, layout = loop, active
     if plain is not loop or not covers(loop, active, moving):
         source, layout = plain.without_debug_effects(), moving

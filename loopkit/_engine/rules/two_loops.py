@@ -7,6 +7,7 @@ derivative is the derivative of that code. Memory grows with the length.
 
 from __future__ import annotations
 
+import functools as ft
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from loopkit._engine.derivative.split import opened
 from loopkit._engine.loop import Active, CarryLeaf, Const, Input, Loop, Output, kept, parts
 from loopkit._engine.primitives import while_p
 from loopkit._engine.sweeps import sweeps
-from loopkit._engine.sweeps.step import StepReversal
+from loopkit._engine.sweeps.step import StepReversal, zero_cotangents
 
 
 def stored_pullback(loop: Loop, active: Active, batch: int | None, operands: Sequence[Any]) -> list:
@@ -47,28 +48,21 @@ def _traced(loop: Loop, active: Active, batch: int | None) -> Any:
     ct_types = _jax.stack_types(loop.output_types(active), batch)
     taken = sweeps(reversal(loop, active)).residual_types[-1]
 
-    def two_loops(*values: Any) -> list:
-        primals, (taken,), cts = parts(values, loop.operand_count, 1)
-        return _two_loops(quiet, active, batch, primals, taken, cts)
-
+    two_loops = ft.partial(_two_loops, quiet, active, batch)
     return _jax.trace_closed(two_loops, [*loop.operand_types, taken, *ct_types], "loop_cotangents")
 
 
-def _two_loops(
-    loop: Loop, active: Active, batch: Any, primals: Sequence[Any], taken: Any, cts: Sequence[Any]
-) -> list:
-    ct_carry, ct_ys = parts(cts, sum(active.carry))
-    d_consts = _zeros(kept(loop.const_types, active.consts), batch)
+def _two_loops(loop: Loop, active: Active, batch: int | None, *values: Any) -> list:
+    primals, (taken,), ct_carry, ct_ys = parts(values, loop.operand_count, 1, sum(active.carry))
+    d_consts = zero_cotangents(kept(loop.const_types, active.consts), batch)
     if not loop.length:
-        return [*d_consts, *ct_carry, *_zeros(kept(loop.xs_types, active.xs), batch)]
+        d_xs = zero_cotangents(kept(loop.xs_types, active.xs), batch)
+        return [*d_consts, *ct_carry, *d_xs]
     operands, _ = loop.split(primals)
     how = reversal(loop, active)
     rows = _carries(opened(loop, active), how.saved, primals)
-    step, steps, axis = StepReversal.of(how, operands, taken, batch), taken, 0
-    if loop.lanes:
-        steps = taken.max(initial=0)
-    if batch is not None:
-        axis = 1
+    step, axis = StepReversal(how, operands, taken, batch), 0 if batch is None else 1
+    steps = taken.max(initial=0) if loop.lanes else taken
     x_axes, y_axes = loop.x_axes, kept(loop.y_axes, active.ys)
     operand_xs = [jnp.moveaxis(v, a, 0) for v, a in zip(operands.xs, x_axes, strict=True)]
     ct_ys = [jnp.moveaxis(v, a + axis, 0) for v, a in zip(ct_ys, y_axes, strict=True)]
@@ -111,10 +105,6 @@ def _two_loops(
     places = [a + axis for a in kept(x_axes, active.xs)]
     d_xs = [jnp.moveaxis(v, 0, a) for v, a in zip(d_xs, places, strict=True)]
     return [*d_consts, *ct_carry, *d_xs]
-
-
-def _zeros(types: Sequence[Any], batch: int | None) -> list:
-    return list(map(_jax.zeros, _jax.stack_types([t.to_tangent_aval() for t in types], batch)))
 
 
 def _carries(loop: Loop, saved: Sequence[bool], primals: Sequence[Any]) -> list:

@@ -16,7 +16,7 @@ import jax
 from loopkit import _jax
 from loopkit._engine import steps
 from loopkit._engine.facts.activity import moving_activity
-from loopkit._engine.loop import Loop, Operands, kept, parts, spread
+from loopkit._engine.loop import Loop, fixed_point, kept, parts, spread
 from loopkit._engine.passes.dual_loop import open_dual
 from loopkit._engine.passes.prune import prune
 from loopkit._engine.primitives import define, dual_p, while_p
@@ -32,14 +32,9 @@ def result_types(*_: Any, loop: Loop) -> tuple[list, Any]:
     return loop.result_types, loop.effects
 
 
-def nonzero_tangents(loop: Loop, tangents: Sequence[Any]) -> Operands:
-    return loop.split(_jax.nonzero(tangents))[0]
-
-
 def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop) -> tuple[list, list]:
-    active = moving_activity(loop, nonzero_tangents(loop, tangents))
-    moving = kept(tangents[loop.cond_const_count :], active.inputs)
-    moving = [_jax.instantiate(t) for t in moving]
+    active = moving_activity(loop, loop.split(_jax.nonzero(tangents))[0])
+    moving = list(map(_jax.instantiate, kept(tangents[loop.cond_const_count :], active.inputs)))
     if any(map(_jax.is_tracer, _jax.jvp_jaxpr(loop.body, active.inputs)[0].consts)):
         # Rules in it close over values of a trace, which become operands.
         dual = open_dual(loop, active)
@@ -67,20 +62,18 @@ def transpose(cts: Sequence[Any], *operands: Any, loop: Loop) -> list:
 
 def known_part(unknown: list[bool], loop: Loop) -> tuple | None:
     """What is known where some operands are not: a rule may loop over primals and tangents."""
-    flags, carry = loop.split(unknown)[0], list(loop.split(unknown)[0].init)
-    while True:
+    flags, goes = loop.split(unknown)[0], []
+
+    def reached(carry: list[bool]) -> list[list[bool]]:
         out = _jax.unknown_outputs(loop.body, [*flags.consts, *carry, *flags.xs])
-        new, ys = parts([not u for u in out], loop.carry_count)
-        new = [u or not k for u, k in zip(carry, new, strict=True)]
-        if new == carry:
-            break
-        carry = new
-    goes = (
-        [] if loop.cond is None else _jax.unknown_outputs(loop.cond, [*flags.cond_consts, *carry])
-    )
-    if (all(carry) and not any(ys)) or any(goes) or loop.asks_the_host:
+        return parts(out, loop.carry_count)
+
+    carry, ys = fixed_point(flags.init, reached)
+    if loop.cond is not None:
+        goes = _jax.unknown_outputs(loop.cond, [*flags.cond_consts, *carry])
+    if all([*carry, *ys]) or any(goes) or loop.asks_the_host:
         return None
-    pruned = prune(loop.without_debug_effects(), [*(not u for u in carry), *ys])
+    pruned = prune(loop.without_debug_effects(), [not u for u in (*carry, *ys)])
     if any(pruned.into(unknown)):
         return None
     return pruned.operands, pruned.results, {"loop": pruned.loop}

@@ -8,33 +8,26 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._engine.loop import Loop, Operands, kept
-from loopkit._engine.steps import Steps, guarded_step, one_step, start
+from loopkit._engine.steps import guarded_step, one_step
+from loopkit._engine.sweeps import strategy
 from loopkit._engine.sweeps.step import Cotangents, StepReversal
-from loopkit._engine.sweeps.strategy import (
-    Backward,
-    Forward,
-    Handed,
-    Strategy,
-    reverse_segments,
-    run_steps,
-    write_if,
-)
+from loopkit._engine.sweeps.strategy import Backward, Saving, Strategy
 
 
 class EveryCarry(Strategy):
-    def run(self, loop: Loop, operands: Operands) -> Forward:
-        def step(s: tuple[Steps, list], go: Any = None) -> tuple[Steps, list]:
+    def run(self, loop: Loop, operands: Operands, state: Saving) -> Saving:
+        def step(s: Saving, go: Any = None) -> Saving:
             steps, slots = s
-            slots = write_if(go, slots, kept(steps.carry, self.how.slotted), steps.count)
+            slots = strategy.write_if(go, slots, kept(steps.carry, self.how.slotted), steps.count)
             if go is None:
                 return one_step(loop, operands, steps), slots
             return guarded_step(loop, operands, loop.length, steps), slots
 
-        return run_steps(loop, operands, step, (start(loop, operands), self.blank_stacks))
+        return strategy.run_steps(loop, operands, step, state)
 
-    def reverse(self, step: StepReversal, given: Handed, cts: Cotangents) -> Cotangents:
+    def reverse(self, step: StepReversal, steps: Any, s: Backward) -> Cotangents:
         if step.products is None:
-            return step.reverse_rows(0, given.steps, given.stacks, cts, given.buffers)[0]
+            return super().reverse(step, steps, s)
         length = self.how.plan.segment
 
         def segment(first: Any, count: Any, s: Backward) -> Backward:
@@ -43,4 +36,5 @@ class EveryCarry(Strategy):
             cts, buffers = step.reverse_segment(first, count, rows, s.cts, s.buffers)
             return s._replace(cts=cts, buffers=buffers)
 
-        return reverse_segments(segment, length, given, cts)  # products are summed once in each
+        # Products are summed once in each.
+        return strategy.reverse_segments(segment, length, steps, s)

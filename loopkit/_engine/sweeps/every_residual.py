@@ -11,10 +11,9 @@ from jax import lax
 from loopkit import _jax
 from loopkit._engine.derivative.reversal import Reversal
 from loopkit._engine.loop import Loop, Operands, parts
-from loopkit._engine.steps import Steps, is_active, read_rows, row_of, select, start
+from loopkit._engine.steps import Steps, is_active, read_rows, row_of, select
 from loopkit._engine.sweeps.lanes import SafeInputs
-from loopkit._engine.sweeps.step import Cotangents, StepReversal
-from loopkit._engine.sweeps.strategy import Forward, Handed, Strategy, run_steps, write_if
+from loopkit._engine.sweeps.strategy import Saving, Strategy, run_steps, write_if
 
 
 class EveryResidual(Strategy):
@@ -25,13 +24,13 @@ class EveryResidual(Strategy):
     def stack_axes(self, batched: Reversal, carry: Sequence[int | None]) -> list[int | None]:
         return [1 if f else None for f in self.how.shortened(batched.split.stored_batched)]
 
-    def run(self, loop: Loop, operands: Operands) -> Forward:
+    def run(self, loop: Loop, operands: Operands, state: Saving) -> Saving:
         how, safe = self.how, None
         if loop.lanes:
             active = is_active(loop, operands, operands.init)
             safe = SafeInputs.of(loop, operands, active, [True] * loop.carry_count)
 
-        def step(s: tuple[Steps, list], go: Any = None) -> tuple[Steps, list]:
+        def step(s: Saving, go: Any = None) -> Saving:
             if go is not None and loop.effects:
                 return lax.cond(go, step, lambda s: s, s)
             steps, rows = s
@@ -40,7 +39,7 @@ class EveryResidual(Strategy):
             x = read_rows(operands.xs, row, loop.x_axes)
             active = None if safe is None else is_active(loop, operands, carry)
             if safe is not None:
-                consts, x = safe.constants(active), safe.slices(active, x)
+                consts, x = safe.apart_from_carry(active, x)
                 carry = safe.carries(active, carry)
             outs = _jax.call_jaxpr(how.split.forward)(*consts, *carry, *x)
             new, y, stored = parts(outs, loop.carry_count, loop.ys_count)
@@ -56,7 +55,4 @@ class EveryResidual(Strategy):
             done = Steps(count, new, ys, lane_counts)
             return done, write_if(go, rows, how.shortened(stored), steps.count)
 
-        return run_steps(loop, operands, step, (start(loop, operands), self.blank_stacks))
-
-    def reverse(self, step: StepReversal, given: Handed, cts: Cotangents) -> Cotangents:
-        return step.reverse_rows(0, given.steps, given.stacks, cts, given.buffers)[0]
+        return run_steps(loop, operands, step, state)

@@ -11,23 +11,16 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._engine.loop import Loop, Operands, kept
-from loopkit._engine.steps import Steps, advance, one_step, read_rows, repeat, start, write_rows
+from loopkit._engine.steps import Steps, advance, goes_on, one_step, read_rows, repeat, write_rows
 from loopkit._engine.sweeps.step import Cotangents, StepReversal
-from loopkit._engine.sweeps.strategy import (
-    Backward,
-    Forward,
-    Handed,
-    Strategy,
-    is_under_way,
-    reverse_segments,
-)
+from loopkit._engine.sweeps.strategy import Backward, Saving, Strategy, reverse_segments
 
 
 class EverySegment(Strategy):
-    def run(self, loop: Loop, operands: Operands) -> Forward:
-        length, state = self.how.plan.segment, (start(loop, operands), self.blank_stacks)
+    def run(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
+        length = self.how.plan.segment
 
-        def known(unit: Any, state: tuple[Steps, list]) -> tuple[Steps, list]:
+        def known(unit: Any, state: Saving) -> Saving:
             steps, slots = state
             assert loop.length is not None, "a loop without a predicate has a length"
             slots = self.save(slots, kept(steps.carry, self.how.slotted), unit)
@@ -37,17 +30,17 @@ class EverySegment(Strategy):
             stop = jnp.minimum((unit + 1) * length, loop.length)
             return advance(loop, operands, steps, stop), slots
 
-        def segment(state: tuple[Steps, list]) -> tuple[Steps, list]:
+        def segment(state: Saving) -> Saving:
             return self.segment(loop, operands, *state, lax.div(state[0].count, jnp.int32(length)))
 
         if loop.cond is None:
-            return Forward(*repeat(self.how.plan.segments, known, state))
-        another = lambda s: is_under_way(loop, operands, s[0])
-        return Forward(*lax.while_loop(another, segment, state))
+            return repeat(self.how.plan.segments, known, state)
+        another = lambda s: goes_on(loop, operands, s[0], loop.length)
+        return lax.while_loop(another, segment, state)
 
     def segment(
         self, loop: Loop, operands: Operands, steps: Steps, slots: list, slot: Any, units: Any = 1
-    ) -> tuple[Steps, list]:
+    ) -> Saving:
         """Save the carry, and run so many segments."""
         slots = self.save(slots, kept(steps.carry, self.how.slotted), slot)
         stop = steps.count + units * self.how.plan.segment
@@ -55,10 +48,11 @@ class EverySegment(Strategy):
             stop = lax.min(stop, jnp.int32(loop.length))
         return advance(loop, operands, steps, stop), slots
 
-    def reverse(self, step: StepReversal, given: Handed, cts: Cotangents) -> Cotangents:
+    def reverse(self, step: StepReversal, steps: Any, s: Backward) -> Cotangents:
         length, segment = self.how.plan.segment, ft.partial(self.reverse_segment, step)
         types = _jax.stack_types(self.how.row_types, length) if length > 1 else []
-        return reverse_segments(segment, length, given, cts, list(map(_jax.zeros, types)))
+        s = s._replace(rows=list(map(_jax.zeros, types)))
+        return reverse_segments(segment, length, steps, s)
 
     def reverse_segment(self, step: StepReversal, first: Any, count: Any, s: Backward) -> Backward:
         """Back over the segment of `count` steps that begins with step `first`."""
@@ -78,7 +72,7 @@ class EverySegment(Strategy):
     def loaded(self, step: StepReversal, slot: Any, first: Any, end: Any, s: Backward) -> list:
         """The carry before step `first`, of a slot, and of buffers as they were at step `end`."""
         held = self.load(step.operands, s.stacks, slot)
-        before = step.rewind.steps(first, end - first, s.buffers)
+        before = step.rewind(first, end - first, s.buffers)
         counts = self.how.counts(step.operands, first, step.taken)
         return self.how.together(counts, held, before)
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from loopkit._engine.loop import Loop, Operands, kept, spread
-from loopkit._engine.steps import read_rows, row_of, select
+from loopkit._engine.steps import read_slices, select
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,16 @@ class SafeInputs:
         flags = kept([i == loop.flag for i in range(loop.carry_count)], saved)
         if shared:
             return SafeInputs(loop, consts, [], [], shared, flags)
-        carry = [substitute(v) for v, keep in zip(operands.init, saved, strict=True) if keep]
-        first = row_of(loop, jnp.int32(0)) if loop.xs_count else 0
-        x = [substitute(v) for v in read_rows(operands.xs, first, loop.x_axes)]
+        carry = list(map(substitute, kept(operands.init, saved)))
+        x = list(map(substitute, read_slices(loop, operands, jnp.int32(0))))
         return SafeInputs(loop, consts, carry, x, shared, flags)
 
-    def constants(self, active: Any) -> list:
+    def apart_from_carry(self, active: Any, x: list) -> tuple[list, list]:
+        """Constants and slices."""
         if not self.shared:
-            return self.consts
-        return _where(active, self.consts, self.loop.const_lanes)
-
-    def slices(self, active: Any, x: list) -> list:
-        if not self.shared:
-            return select(active, x, self.x)
-        return _where(active, x, self.loop.xs_lanes)
+            return self.consts, select(active, x, self.x)
+        consts = _where(active, self.consts, self.loop.const_lanes)
+        return consts, _where(active, x, self.loop.xs_lanes)
 
     def carries(self, active: Any, carry: list) -> list:
         """Of leaves that are None it says nothing.
@@ -85,10 +81,8 @@ def _substitution(active: Any) -> Callable:
 
     Its second argument says how many lane axes the value begins with; all of them by default.
     """
-    if active.size == 0:
-        return lambda value, lanes=0: value
     levels = []
-    for lanes in range(active.ndim, 0, -1):
+    for lanes in range(active.ndim if active.size else 0, 0, -1):
         found = active.any(tuple(range(lanes, active.ndim)))
         pick = operator.getitem
         for _ in range(lanes - 1):

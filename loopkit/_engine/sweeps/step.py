@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,9 +11,16 @@ from jax import lax
 from loopkit import _jax
 from loopkit._engine.derivative.deferred_products import Products
 from loopkit._engine.derivative.reversal import Reversal
-from loopkit._engine.derivative.write_log import Rewind
 from loopkit._engine.loop import Operands, kept, parts, spread
-from loopkit._engine.steps import hold, read_rows, repeat, repeat_backwards, row_of, write_rows
+from loopkit._engine.steps import (
+    hold,
+    read_rows,
+    read_slices,
+    repeat,
+    repeat_backwards,
+    row_of,
+    write_rows,
+)
 from loopkit._engine.sweeps.lanes import SafeInputs
 
 SMALL_ROW = 1024
@@ -34,58 +40,54 @@ class Cotangents(NamedTuple):
     """Of products that are put off to the end of the segment, a row for each of its steps."""
 
 
-@dataclass(frozen=True)
+def zero_cotangents(types: Sequence[Any], batch: int | None) -> list:
+    tangents = [t.to_tangent_aval() for t in types]
+    return list(map(_jax.zeros, _jax.stack_types(tangents, batch)))
+
+
 class StepReversal:
     """Replaying and reversing steps, with what all of them read."""
 
-    how: Reversal
-    operands: Operands
-    taken: Any
-    """Steps that each lane took."""
-    hoisted: list
-    backward: Any
-    safe: SafeInputs | None
-    ct_ys: Sequence[Any]
-    batch: Any
-    products: Products | None
-    """Of the backward half, those that are put off to the end of a segment."""
-    rewind: Any
-    """A Rewind; None where steps are given one by one."""
-
-    @staticmethod
-    def of(
+    def __init__(
+        self,
         how: Reversal,
         operands: Operands,
         taken: Any,
         batch: Any,
         ct_ys: Sequence[Any] = (),
-        rewind: Rewind | None = None,
-    ) -> StepReversal:
-        """For the sweep of a plan; or, without what is rewound, for steps given one by one."""
-        split, safe = how.split, None
+        log: Any = None,
+    ):
+        """For the sweep of a plan; or, without the log of what steps displaced, step by step.
+
+        `taken`: steps that each lane took.
+        """
+        self.how, self.operands, self.taken, self.batch = how, operands, taken, batch
+        self.ct_ys, self.log = ct_ys, log
+        self.safe: SafeInputs | None = None
+        self.products: Products | None = None
         consts = operands.consts
         if how.loop.lanes:
-            safe = SafeInputs.of(how.loop, operands, taken > 0, how.saved)
-            consts = safe.consts
-        hoisted = list(_jax.call_jaxpr(split.hoist)(*consts))
-        backward, products = how.backward, None
-        if batch is None and safe is None and rewind is not None:
-            products = how.products
-            backward = backward if products is None else products.step
+            self.safe = SafeInputs.of(how.loop, operands, taken > 0, how.saved)
+            consts = self.safe.consts
+        self.hoisted = list(_jax.call_jaxpr(how.split.hoist)(*consts))
+        self.backward, self.late = how.backward, [False] * sum(how.active.consts)
+        if batch is None and self.safe is None and log is not None and how.products is not None:
+            self.products, self.backward = how.products, how.products.step
+            self.late = list(how.products.put_off[: len(self.late)])
         if batch is not None:
             linear = sum(how.active.consts) + sum(how.active.outputs)
-            axes = [None] * (len(backward.in_avals) - linear) + [0] * linear
-            backward, _ = _jax.batch_jaxpr(
-                backward, _jax.axis(batch), axes, [0] * len(backward.out_avals)
+            types = self.backward.in_avals, self.backward.out_avals
+            axes = [None] * (len(types[0]) - linear) + [0] * linear
+            self.backward, _ = _jax.batch_jaxpr(
+                self.backward, _jax.axis(batch), axes, [0] * len(types[1])
             )
-        pieces = (hoisted, backward, safe, ct_ys, batch, products, rewind)
-        return StepReversal(how, operands, taken, *pieces)
 
-    def slices(self, step: Any) -> list:
-        if not self.operands.xs:
-            return []
-        loop = self.how.loop
-        return read_rows(self.operands.xs, row_of(loop, step), loop.x_axes)
+    def rewind(self, first: Any, count: Any, buffers: list) -> list:
+        """The buffers before step `first`, from those `count` steps later, or less."""
+        loop, undo = self.how.loop, self.how.undo
+        if undo is None:
+            return buffers
+        return undo.rewound(loop, self.operands.init, self.log, first, count, buffers)
 
     def counts(self, step: Any) -> list:
         """The counters before a step; of lanes that have stopped, those of a step they take."""
@@ -118,10 +120,11 @@ class StepReversal:
 
     def residuals(self, step: Any, carry: list, x: list | None = None) -> tuple[list, list]:
         """The next carry, and the row of this step."""
-        how, consts, x = self.how, self.operands.consts, self.slices(step) if x is None else x
-        inputs, active = carry, step < self.taken
+        how, consts, inputs = self.how, self.operands.consts, carry
+        x = read_slices(how.loop, self.operands, step) if x is None else x
+        active = step < self.taken
         if self.safe is not None:
-            consts, x = self.safe.constants(active), self.safe.slices(active, x)
+            consts, x = self.safe.apart_from_carry(active, x)
             inputs = self.safe.carries(active, carry)
         new, stored = parts(_jax.call_jaxpr(how.forward)(*consts, *inputs, *x), sum(how.saved))
         if self.safe is not None:
@@ -145,11 +148,8 @@ class StepReversal:
         if self.products is None:
             return cts, buffers
         sums = iter(self.products.sums(cts.factors, rows))
-        consts = [
-            c + next(sums) if late else c
-            for c, late in zip(cts.consts, self.products.put_off, strict=False)
-        ]
-        return cts._replace(consts=consts), buffers
+        pairs = zip(cts.consts, self.late, strict=True)
+        return cts._replace(consts=[c + next(sums) if late else c for c, late in pairs]), buffers
 
     def reverse_carry(
         self, step: Any, carry: list, cts: Cotangents, row: Any = 0
@@ -160,7 +160,7 @@ class StepReversal:
         buffers = self.how.apart(carry)[1]
         if self.how.rereads:
             # They have been written to, and going on from them saves a copy.
-            buffers = self.rewind.steps(step, 1, self.how.apart(new)[1])
+            buffers = self.rewind(step, 1, self.how.apart(new)[1])
         return self.reverse(step, stored, cts, row), buffers
 
     def reverse_rows(
@@ -175,7 +175,7 @@ class StepReversal:
             if not repeats:
                 row = how.lengthened(row, self.counts(first + k))
                 return self.reverse(first + k, row, cts, k), []
-            buffers = self.rewind.steps(first + k, 1, buffers)
+            buffers = self.rewind(first + k, 1, buffers)
             carry = how.together(how.counts(self.operands, first + k, self.taken), row, buffers)
             return self.reverse_carry(first + k, carry, cts, k)
 
@@ -184,23 +184,19 @@ class StepReversal:
         small = _jax.byte_count(*how.row_types) <= SMALL_ROW
         state = (cts, buffers if repeats else [])
         cts, before = repeat_backwards(count, step, state, how.loop.unroll)
-        return cts, before if repeats else self.rewind.steps(first, count, buffers)
+        return cts, before if repeats else self.rewind(first, count, buffers)
 
     def reverse(self, step: Any, row: list, cts: Cotangents, place: Any) -> Cotangents:
         """Back over one step, number `place` of its segment, given its residuals."""
         how, loop, axis = self.how, self.how.loop, 0 if self.batch is None else 1
-        at = row_of(loop, step) if loop.length is not None else step
+        at = row_of(loop, step)
         y_axes = [axis + a for a in kept(loop.y_axes, how.active.ys)]
         x_axes = [axis + a for a in kept(loop.x_axes, how.active.xs)]
         flowing = [*cts.carry, *read_rows(self.ct_ys, at, y_axes)]
-        outs = self.back(step, self.slices(step), row, cts.consts, flowing)
-        d_consts, d_carry, d_x, factors = outs
-        late = [False] * sum(how.active.consts)
-        if self.products is not None:
-            late = list(self.products.put_off[: len(late)])
-        new = iter(d_consts)
+        x = read_slices(loop, self.operands, step)
+        d_consts, d_carry, d_x, factors = self.back(step, x, row, cts.consts, flowing)
         return Cotangents(
-            [c if put_off else next(new) for c, put_off in zip(cts.consts, late, strict=True)],
+            spread(d_consts, [not late for late in self.late], cts.consts),
             d_carry,
             write_rows(cts.xs, d_x, at, x_axes),
             write_rows(cts.factors, factors, place),
@@ -213,14 +209,13 @@ class StepReversal:
         consts, hoisted, before, running = self.operands.consts, self.hoisted, flowing, None
         if self.safe is not None:
             running = step < self.taken
-            consts, x = self.safe.constants(running), self.safe.slices(running, x)
+            consts, x = self.safe.apart_from_carry(running, x)
             if self.safe.shared:
                 hoisted = list(_jax.call_jaxpr(self.how.split.hoist)(*consts))
             zeros = list(map(jnp.zeros_like, flowing))
             flowing = hold(running, flowing, zeros, buffers, axis)
         outs = _jax.call_jaxpr(self.backward)(*consts, *hoisted, *x, *row, *so_far, *flowing)
-        late = 0 if self.products is None else sum(self.products.put_off[: len(so_far)])
-        counts = len(so_far) - late, sum(active.carry), sum(active.xs)
+        counts = len(so_far) - sum(self.late), sum(active.carry), sum(active.xs)
         d_consts, d_carry, d_x, factors = parts(outs, *counts)
         if self.safe is not None:
             d_carry = hold(running, d_carry, before[: len(d_carry)], buffers, axis)

@@ -18,34 +18,17 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._engine.derivative.reversal import Reversal
-from loopkit._engine.derivative.write_log import Rewind
 from loopkit._engine.loop import Loop, Operands, kept, parts
 from loopkit._engine.passes.batched_loop import stacked
-from loopkit._engine.steps import Steps, evaluate, goes_on, repeat, select, write_rows
-from loopkit._engine.sweeps.step import Cotangents, StepReversal
+from loopkit._engine.steps import Steps, evaluate, goes_on, repeat, select, start, write_rows
+from loopkit._engine.sweeps.step import Cotangents, StepReversal, zero_cotangents
 
 LARGE = 1 << 20
 """Bytes of zeros from which on filling them shows."""
 
 
-class Forward(NamedTuple):
-    """Where the forward sweep has ended."""
-
-    steps: Steps
-    stacks: list
-    units: Any = None
-    """The unit that each slot holds; None where slot and unit have the same number."""
-
-
-class Handed(NamedTuple):
-    """What the backward sweep begins with."""
-
-    stacks: list
-    buffers: list
-    """Those that are brought back, as they were in the end."""
-    units: Any
-    steps: Any
-    """How many to reverse: an int if it is known."""
+Saving = tuple[Steps, list]
+"""The forward sweep: the loop under way, and what is saved of it."""
 
 
 class Backward(NamedTuple):
@@ -55,6 +38,7 @@ class Backward(NamedTuple):
     """The segment to reverse next."""
     stacks: list
     units: Any
+    """The unit that each slot holds; none where slot and unit have the same number."""
     rows: list
     """One for each step of a segment: carries or residuals."""
     cts: Cotangents
@@ -84,12 +68,18 @@ class Strategy(abc.ABC):
         return stacked(saved, [0] * len(saved))
 
     @abc.abstractmethod
-    def run(self, loop: Loop, operands: Operands) -> Forward:
-        """The loop, and what is saved of it."""
+    def run(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
+        """The loop from its start to its end, and what is saved of it; the units of slots, if any.
 
-    @abc.abstractmethod
-    def reverse(self, step: StepReversal, given: Handed, cts: Cotangents) -> Cotangents:
-        """Back over all steps."""
+        `state`: no step taken, and nothing saved yet.
+        """
+
+    def reverse(self, step: StepReversal, steps: Any, s: Backward) -> Cotangents:
+        """Back over so many steps, an int if it is known: here, over a row for each that is saved.
+
+        `s`: all of what the forward sweep handed on, before the last segment is chosen.
+        """
+        return step.reverse_rows(0, steps, s.stacks, s.cts, s.buffers)[0]
 
     @property
     def residual_types(self) -> list[_jax.ShapedArray]:
@@ -131,14 +121,16 @@ class Strategy(abc.ABC):
         how = self.how
         if loop.length == 0:
             return [*evaluate(loop, operands), *map(_jax.zeros, self.residual_types)]
-        done = self.run(loop if how.undo is None else how.undo.logged(loop), operands)
-        steps, units = done.steps, done.units
+        logged = loop if how.undo is None else how.undo.logged(loop)
+        steps, stacks, *units = self.run(
+            logged, operands, (start(logged, operands), self.blank_stacks)
+        )
         ys, log = parts(steps.ys, how.loop.ys_count)
         buffers = [] if how.undo is None else kept(steps.carry, how.undo.leaves)
         taken = jnp.int32(loop.length) if loop.cond is None else steps.taken
-        if units is None:
-            units = jnp.zeros(0, jnp.int32) + (0 if loop.cond is None else steps.count)
-        return [*steps.carry, *ys, *done.stacks, *log, *buffers, units, taken]
+        if not units:
+            units = [jnp.zeros(0, jnp.int32) + (0 if loop.cond is None else steps.count)]
+        return [*steps.carry, *ys, *stacks, *log, *buffers, *units, taken]
 
     def backward(
         self, operands: Operands, residuals: Sequence[Any], cts: Sequence[Any], batch: Any
@@ -156,27 +148,18 @@ class Strategy(abc.ABC):
         ct_carry, ct_ys = parts(cts, sum(active.carry))
         flowing = _no_cotangents(how, ct_carry, batch)
         if loop.length != 0:
-            rewind = Rewind.of(how.undo, loop, operands, log)
-            step = StepReversal.of(how, operands, taken, batch, ct_ys, rewind)
+            step = StepReversal(how, operands, taken, batch, ct_ys, log)
             if step.products is not None:
                 types = _jax.stack_types(step.products.factor_types, how.plan.segment)
                 flowing = flowing._replace(factors=list(map(_jax.zeros, types)))
-            flowing = self.reverse(step, Handed(stacks, buffers, units, steps), flowing)
+            flowing = self.reverse(step, steps, Backward(0, stacks, units, [], flowing, buffers))
         return [*flowing.consts, *flowing.carry, *flowing.xs]
 
 
 def reverse_segments(
-    reverse: Callable[[Any, Any, Backward], Backward],
-    length: int,
-    given: Handed,
-    cts: Cotangents,
-    rows: Sequence[Any] = (),
+    reverse: Callable[[Any, Any, Backward], Backward], length: int, steps: Any, state: Backward
 ) -> Cotangents:
-    """Back over all segments of `length` steps by `reverse(first step, how many, state)`.
-
-    `rows`: where the steps of a segment are stored.
-    """
-    steps = given.steps
+    """Back over all segments of `length` steps by `reverse(first step, how many, state)`."""
 
     def segment(s: Backward) -> Backward:
         first = s.unit * length
@@ -188,35 +171,25 @@ def reverse_segments(
         last = -(-steps // length) - 1
     else:  # traced steps are not negative: no sign to mind
         last = lax.div(steps + (length - 1), jnp.int32(length)) - 1
-    unit = jnp.asarray(last, jnp.int32)
-    state = Backward(unit, given.stacks, given.units, list(rows), cts, given.buffers)
+    state = state._replace(unit=jnp.asarray(last, jnp.int32))
     if isinstance(steps, int):
         return repeat(last + 1, lambda _, s: segment(s), state).cts
     return lax.while_loop(lambda s: s.unit >= 0, segment, state).cts
 
 
-def run_steps(loop: Loop, operands: Operands, step: Callable, state: tuple[Steps, list]) -> Forward:
+def run_steps(loop: Loop, operands: Operands, step: Callable, state: Saving) -> Saving:
     """`step(state, go)` to the end of the loop; `go` says whether it counts, None that it does."""
     if loop.cond is None:
-        return Forward(*repeat(loop.length, lambda _, s: step(s), state, loop.unroll))
+        return repeat(loop.length, lambda _, s: step(s), state, loop.unroll)
+    another = lambda s: goes_on(loop, operands, s[0], loop.length)
 
-    def another(s: tuple[Steps, list]) -> Any:
-        return is_under_way(loop, operands, s[0])
-
-    def iteration(s: tuple[Steps, list]) -> tuple[Steps, list]:
+    def iteration(s: Saving) -> Saving:
         s = step(s)
         for _ in range(loop.unroll - 1):
             s = step(s, another(s))
         return s
 
-    return Forward(*lax.while_loop(another, iteration, state))
-
-
-def is_under_way(loop: Loop, operands: Operands, steps: Steps) -> Any:
-    if loop.cond is None:
-        return steps.count < loop.length
-    go = goes_on(loop, operands, steps.carry)
-    return go if loop.length is None else go & (steps.count < loop.length)
+    return lax.while_loop(another, iteration, state)
 
 
 def write_if(go: Any, arrays: list, values: list, row: Any, axes: Any = 0) -> list:
@@ -233,22 +206,18 @@ def _no_cotangents(how: Reversal, ct_carry: list, batch: int | None) -> Cotangen
     """The cotangents before any step is reversed."""
     loop, active = how.loop, how.active
 
-    def zeros(types: Sequence[Any]) -> list:
-        types = [t.to_tangent_aval() for t in types]
-        return list(map(_jax.zeros, _jax.stack_types(types, batch)))
-
     def distinct(v: Any) -> Any:
         # Of equal zeros XLA makes one and copies it: more memory traffic than to fill each.
         if _jax.byte_count(jax.typeof(v)) < LARGE:
             return v
         return v + lax.optimization_barrier(jnp.zeros((), v.dtype))
 
-    consts = list(map(distinct, zeros(kept(loop.const_types, active.consts))))
-    xs = zeros(kept(loop.xs_types, active.xs))
+    consts = zero_cotangents(kept(loop.const_types, active.consts), batch)
+    xs = zero_cotangents(kept(loop.xs_types, active.xs), batch)
     if loop.cond is None:
         # Every row will be written.
         xs = [rows + k for k, rows in enumerate(xs)]
-    return Cotangents(consts, ct_carry, xs, [])
+    return Cotangents(list(map(distinct, consts)), ct_carry, xs, [])
 
 
 def _in_common(jaxpr: _jax.Jaxpr) -> list:

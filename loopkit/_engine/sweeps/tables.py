@@ -18,14 +18,12 @@ import numpy as np
 from jax import lax
 
 from loopkit import _jax
+from loopkit._engine.steps import LAST_STEP
 from loopkit._plans.plan import Plan
 from loopkit.schedules.actions import Restore, Save
 from loopkit.schedules.binomial import SplitTable, split_from, split_table
 from loopkit.schedules.online import NEVER, Mark, Table, cheapest, record, thinning
 from loopkit.schedules.reversal import gradient
-
-UNBOUNDED = 2**31 - 1
-"""Steps are counted in int32."""
 
 COLUMNS = 32
 """Of a table of splits; XLA sums so many in one kernel."""
@@ -57,7 +55,7 @@ class Schedule:
 
     @staticmethod
     def of(plan: Plan) -> Schedule:
-        bound = UNBOUNDED if plan.bound is None else plan.bound
+        bound = LAST_STEP if plan.bound is None else plan.bound
         return _schedule(plan.slots, max(1, -(-bound // plan.segment)), plan.thinned, plan.exact)
 
     def start(self, like: Any) -> Slots:
@@ -111,11 +109,6 @@ def latest(units: Any, target: Any) -> tuple[Any, Any]:
     """The slot that holds the last unit not after `target`, and that unit."""
     unit = jnp.max(jnp.where(units <= target, units, -1))
     return _place(units == unit), unit
-
-
-def release(units: Any, target: Any) -> Any:
-    """The slots once the units from `target` on have been reversed."""
-    return jnp.where(units >= target, NEVER, units)
 
 
 def free_slots(units: Any) -> tuple[Any, Any]:
