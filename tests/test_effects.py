@@ -93,6 +93,21 @@ def test_debug_print(capfd):
     assert lines == ["step 0 at 1.0", "step 1 at 2.0"]
 
 
+def test_what_is_computed_once_prints_nothing(capfd):
+    """A value of the constants alone that the derivative reads, beside a step that prints."""
+
+    def f(w, x):
+        def body(x, _):
+            jax.debug.print("at {x:.1f}", x=x)
+            return jnp.sin(w) * x, None
+
+        return loopkit.scan(body, x, None, length=2, checkpoints=2)[0]
+
+    jax.block_until_ready(jax.grad(f, (0, 1))(np.arcsin(0.5), 1.0))
+    jax.effects_barrier()
+    assert sorted(capfd.readouterr().out.splitlines()) == ["at 0.5", "at 1.0"]
+
+
 def test_callbacks_with_results():
     """io_callback runs for each step, in the order of the steps if that is asked for."""
     seen = []

@@ -97,32 +97,27 @@ def _split(loop: Loop, active: Active) -> Split:
     n, c = len(body.out_avals), loop.const_count
     slices, free = c + loop.carry_count, [by is not None for by in find_counters(loop)]
     cut = least_stored(whole, n, c, slices, free)
-    inputs, everything = list(_jax.open_jaxpr(whole).invars), [True] * len(in_types)
-    results = _jax.open_jaxpr(whole).outvars[:n]
-    hoist_part = _jax.with_outputs(whole, cut.hoisted, everything)
-    forward = _jax.with_outputs(whole, [*results, *cut.stored], everything)
-
-    def hoist(*consts: Any) -> list:
-        # Nothing hoisted depends on the carry or the slices; any value does.
-        rest = [_jax.zeros(t) for t in in_types[c:]]
-        return list(_jax.call_jaxpr(hoist_part)(*consts, *rest)) if cut.hoisted else []
+    j = _jax.open_jaxpr(whole)
+    inputs, results = list(j.invars), j.outvars[:n]
+    forward = _jax.with_outputs(whole, [*results, *cut.stored], [True] * len(inputs))
+    # Nothing hoisted depends on the carry, the slices or effects.
+    silent = j.replace(eqns=[eqn for eqn in j.eqns if not eqn.effects])
+    hoist = _jax.with_outputs(silent, cut.hoisted, [True] * c + [False] * (len(inputs) - c))
 
     def make_backward(live: Active, unread: Sequence[bool]) -> _jax.Jaxpr:
         def backward(*values: Any) -> list:
-            _, so_far, cts = parts(values, len(known), sum(live.consts))
-            residuals = cut.remake(dict(zip(known, values[: len(known)], strict=True)))
+            given, so_far, cts = parts(values, len(known), sum(live.consts))
+            residuals = cut.remake(dict(zip(known, given, strict=True)))
             transpose = jax.linear_transpose(
                 lambda *moving: passed_on(linear, residuals, moving, sum(live.consts)), *flowing
             )
             return list(transpose([*so_far, *cts]))
 
         linear, flowing = _linear_part(tree, whole.out_avals[n:], body, active, live)
-        before, numbers = len(linear.in_avals) - sum(live.carry) - sum(live.xs), {}
-        for leaf in (i for i, has in enumerate(live.carry) if has):
-            numbers[leaf] = before + len(numbers), len(numbers)
-        once = [i for i in numbers if unread[i] and writes_once(loop, i)]
-        linear = with_fresh_writes(linear, [numbers[i] for i in once])
-
+        before = len(linear.in_avals) - sum(live.carry) - sum(live.xs)
+        numbers = enumerate(i for i, has in enumerate(live.carry) if has)
+        once = [(before + k, k) for k, i in numbers if unread[i] and writes_once(loop, i)]
+        linear = with_fresh_writes(linear, once)
         known = [*inputs[:c], *cut.hoisted, *inputs[slices:], *cut.stored]
         types = [
             *in_types[:c],
@@ -134,8 +129,7 @@ def _split(loop: Loop, active: Active) -> Split:
         ]
         return _jax.trace_closed(backward, types, "loop_step_transpose")
 
-    hoist_jaxpr = _jax.trace_closed(hoist, in_types[:c], "loop_constants")
-    return Split(hoist_jaxpr, forward, n, make_backward, cut.uncut)
+    return Split(hoist, forward, n, make_backward, cut.uncut)
 
 
 def _linear_part(
