@@ -16,9 +16,7 @@ import functools as ft
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-from jax import lax
+from typing import Any
 
 from loopkit import _jax
 from loopkit._engine.loop import kept
@@ -26,18 +24,11 @@ from loopkit._jaxprs import equations
 
 SMALLEST = 1 << 15
 """Bytes of a matrix below which its sum stays in the nearest cache."""
-_UNARY = "transpose reshape squeeze neg convert_element_type copy copy_p"
-UNARY = frozenset(_UNARY.split())
+UNARY = ("transpose", "reshape", "squeeze", "neg", "convert_element_type", "copy", "copy_p")
 """Linear primitives that may come after the product."""
 
-
-class Term(NamedTuple):
-    """A product, and what is done with it."""
-
-    product: Any
-    """The equation of the product."""
-    after: tuple
-    """Equations that follow, the first one first."""
+Term = tuple[Any, ...]
+"""The equation of a product, and those that follow it, the first one first."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +77,14 @@ def put_off(
     terms: list[tuple[Term, ...]] = []
     factors: dict = {}
     for out in j.outvars[:consts]:
-        found = _terms(out, maker, still, sums)
-        chosen.append(bool(found) and _pays(out, found, {*in_rows, *factors}))
-        if chosen[-1]:
-            assert found is not None
+        found = _terms(out, maker, still, sums) or []
+        worth = bool(found) and _pays(out, found, {*in_rows, *factors})
+        chosen.append(worth)
+        if worth:
             terms.append(tuple(found))
-            for v in (v for t in found for v in t.product.invars if v not in in_rows):
-                factors[v] = None
+            factors |= dict.fromkeys(v for v in _factors(found) if v not in in_rows)
     flags = (*chosen, *[False] * (len(j.outvars) - consts))
-    used = {v for group in terms for t in group for v in t.product.invars}
+    used = {v for group in terms for v in _factors(group)}
     step = _jax.with_outputs(
         backward, [*kept(j.outvars, [not f for f in flags]), *factors], [True] * len(j.invars)
     )
@@ -114,39 +104,37 @@ def _terms(v: Any, maker: Callable[[Any], Any], still: set, sums: set) -> list[T
         name = eqn.primitive.name
         if name == "dot_general":
             varies = [not isinstance(u, _jax.Literal) and u not in still for u in eqn.invars]
-            return [Term(eqn, tuple(after[::-1]))] if all(varies) else None
+            return [(eqn, *after[::-1])] if all(varies) else None
         if name == "add_any":
             parts = [_terms(u, maker, still, sums) for u in eqn.invars]
             if any(p is None for p in parts):
                 return None
-            rest = tuple(after[::-1])
-            return [Term(t.product, (*t.after, *rest)) for p in parts if p for t in p]
+            return [(*term, *after[::-1]) for p in parts if p for term in p]
         if name not in UNARY:
             return None
         after.append(eqn)
         v = eqn.invars[0]
 
 
+def _factors(terms: Sequence[Term]) -> list:
+    return [v for product, *_ in terms for v in product.invars]
+
+
 def _pays(out: Any, terms: Sequence[Term], present: set) -> bool:
     """Whether the factors to keep are smaller than the sum that is not read and written."""
-    new = {v for t in terms for v in t.product.invars} - present
+    new = set(_factors(terms)) - present
     size = _jax.byte_count(out.aval)
     return size > SMALLEST and sum(_jax.byte_count(v.aval) for v in new) < 2 * size
 
 
 def _evaluate(term: Term, place: dict) -> Any:
-    eqn = term.product
-    (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    product, *after = term
+    (left, right), (left_batch, right_batch) = product.params["dimension_numbers"]
     shift = lambda axes: tuple(a + 1 for a in axes)
     contracted = (0, *shift(left)), (0, *shift(right))
     numbers = contracted, (shift(left_batch), shift(right_batch))
-    value = lax.dot_general(
-        place[eqn.invars[0]],
-        place[eqn.invars[1]],
-        numbers,
-        precision=eqn.params["precision"],
-        preferred_element_type=eqn.params["preferred_element_type"],
-    )
-    for after in term.after:
-        (value,) = _jax.bind_equation(after, [value])
+    product = product.replace(params={**product.params, "dimension_numbers": numbers})
+    (value,) = _jax.bind_equation(product, [place[v] for v in product.invars])
+    for eqn in after:
+        (value,) = _jax.bind_equation(eqn, [value])
     return value

@@ -193,13 +193,8 @@ def _columns(j: Any, starts: Any, loop: Loop) -> list[bool]:
             return False
         return moved_by(j.outvars[place[v]], v, maker) in (1, -1)
 
-    width = starts.aval.shape[-1]
-    if starts.aval.size != width or isinstance(starts, _jax.Literal):
-        return [False] * width
-    if width == 1:
-        return [counts(starts)]
-    eqn = maker(starts)
-    stacks = eqn is not None and eqn.primitive.name in ("concatenate", "stack")
-    if eqn is not None and stacks and len(eqn.invars) == width:
-        return [counts(v) for v in eqn.invars]
-    return [False] * width
+    width, columns, eqn = starts.aval.shape[-1], [starts], maker(starts)
+    if width > 1 and eqn is not None and eqn.primitive.name in ("concatenate", "stack"):
+        columns = eqn.invars
+    single = starts.aval.size == width == len(columns)
+    return list(map(counts, columns)) if single else [False] * width

@@ -85,7 +85,7 @@ def _count(loop: Loop, kind: Any, place: int) -> int:
         return 0
     if any(map(_jax.is_symbolic, shape)) or not 0 < shape[-1] < SHORT:
         return 0
-    count = min(_in_loop(loop, [place]), len(shape) - 1)
+    count = min(_in_loop(loop, [place])[0], len(shape) - 1)
     # Ones change nothing.
     return count if sum(n > 1 for n in shape[len(shape) - count :]) > 1 else 0
 
@@ -101,15 +101,12 @@ def _over(loop: Loop, consts: Counts, carry: Counts) -> Loop:
 
 def _flattened(jaxpr: _jax.Jaxpr, counts: Sequence[int]) -> _jax.Jaxpr:
     j = _jax.open_jaxpr(jaxpr)
-    types = [v.aval for v in j.invars]
-    shapes = [t.shape for t in types]
-    types = [_jax.of_shape(t, _merged(t.shape, n)) for t, n in zip(types, counts, strict=True)]
+    pairs = [(v.aval, n) for v, n in zip(j.invars, counts, strict=True)]
+    types = [_jax.of_shape(t, _merged(t.shape, n)) for t, n in pairs]
 
     def run(*values: Any) -> list:
-        ins = [
-            Rows(v, shape[-n:]) if n else v
-            for v, shape, n in zip(values, shapes, counts, strict=True)
-        ]
+        triples = zip(values, pairs, strict=True)
+        ins = [Rows(v, t.shape[-n:]) if n else v for v, (t, n) in triples]
         return [v.value if isinstance(v, Rows) else v for v in _run(j, ins)]
 
     return _jax.trace_closed(run, types, "flat_rows")
@@ -139,10 +136,8 @@ def _use(eqn: Any, where: list[int]) -> tuple[int, list]:
         return count, [eqn.outvars[n] for n in outputs]
     if eqn.primitive is while_p:
         loop = eqn.params["loop"]
-        inputs = [n - loop.cond_const_count for n in where]
-        leaves = [n - loop.const_count for n in inputs if n >= loop.const_count]
-        count = _in_loop(loop, inputs)
-        return count, [eqn.outvars[n] for n in leaves] if count else []
+        count, leaves = _in_loop(loop, [n - loop.cond_const_count for n in where])
+        return count, [eqn.outvars[n] for n in leaves]
     if eqn.primitive is lax.reshape_p:
         return eqn.invars[0].aval.ndim, []
     if where != [0]:
@@ -150,20 +145,23 @@ def _use(eqn: Any, where: list[int]) -> tuple[int, list]:
     return _taken_whole(eqn), eqn.outvars[-1:] if eqn.primitive in (read_p, write_p) else []
 
 
-def _in_loop(loop: Loop, inputs: list[int]) -> int:
-    """How many last axes a loop takes whole of some inputs of its body, if it carries them on."""
+def _in_loop(loop: Loop, inputs: list[int]) -> tuple[int, list[int]]:
+    """How many last axes a loop takes whole of some inputs of its body, if it carries them on.
+
+    And which leaves of the carry they are.
+    """
     leaves = [n - loop.const_count for n in inputs if n >= loop.const_count]
     if min(inputs) < 0 or max(leaves, default=0) >= loop.carry_count:
-        return 0
+        return 0, []
     body = _jax.open_jaxpr(loop.body)
     count, outputs = _whole_axes(body, {body.invars[n] for n in inputs})
     if outputs != leaves:
-        return 0
-    if loop.cond is None or not leaves:
-        return count
-    cond = _jax.open_jaxpr(loop.cond)
-    in_cond, _ = _whole_axes(cond, {cond.invars[loop.cond_const_count + n] for n in leaves})
-    return min(count, in_cond)
+        return 0, []
+    if loop.cond is not None and leaves:
+        cond = _jax.open_jaxpr(loop.cond)
+        in_cond, _ = _whole_axes(cond, {cond.invars[loop.cond_const_count + n] for n in leaves})
+        count = min(count, in_cond)
+    return count, leaves
 
 
 def _taken_whole(eqn: Any) -> int:
@@ -270,12 +268,9 @@ def _gathered(rows: Rows, starts: Any, params: dict) -> Any:
 
 
 def _loop_on_rows(loop: Loop, ins: list) -> list:
-    counts = [len(v.tail) if isinstance(v, Rows) else 0 for v in ins]
-    _, consts, carry, _ = parts(counts, loop.cond_const_count, loop.const_count, loop.carry_count)
-    key = ("on rows", *consts, "carry", *carry)
-    flat = loop.derived(key, lambda: _over(loop, tuple(consts), tuple(carry)))
+    tails = loop.split([v.tail if isinstance(v, Rows) else () for v in ins])[0]
+    consts, carry = (tuple(map(len, group)) for group in (tails.consts, tails.init))
+    flat = loop.derived(("on rows", consts, carry), lambda: _over(loop, consts, carry))
     outs = while_p.bind(*(v.value if isinstance(v, Rows) else v for v in ins), loop=flat)
-    leaves = ins[len(ins) - loop.xs_count - loop.carry_count :][: loop.carry_count]
-    leaves = [*leaves, *[None] * (len(outs) - loop.carry_count)]
-    pairs = zip(outs, leaves, strict=True)
-    return [Rows(v, o.tail) if isinstance(o, Rows) else v for v, o in pairs]
+    pairs = zip(outs, [*tails.init, *[()] * loop.ys_count], strict=True)
+    return [Rows(v, tail) if tail else v for v, tail in pairs]

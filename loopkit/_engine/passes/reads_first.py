@@ -43,10 +43,9 @@ def _one_moved(eqns: Sequence[Any]) -> list | None:
                 needed = _needed(eqns[at:place], read)
                 if needed is not None:
                     onward = write.replace(invars=[read.outvars[-1], *write.invars[1:]])
-                    first = [*needed, read, onward]
                     done = {id(eqn) for eqn in (*needed, read, write)}
                     rest = [eqn for eqn in eqns[at:] if id(eqn) not in done]
-                    return [*eqns[:at], *first, *rest]
+                    return [*eqns[:at], *needed, read, onward, *rest]
     return None
 
 

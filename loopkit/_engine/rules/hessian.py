@@ -19,7 +19,7 @@ from loopkit._engine.facts.activity import backward_activity, forward_activity
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
 from loopkit._engine.passes.dual_loop import active_inputs, dual_loop, replace_active
 from loopkit._engine.primitives import define, hessian_p
-from loopkit._engine.rules.linear import BACKWARD
+from loopkit._engine.rules.linear import BACKWARD, asked
 from loopkit._engine.rules.pushforward import run_dual
 
 
@@ -94,15 +94,11 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple
 def transpose(
     cts: Sequence[Any], *operands: Any, loop: Loop, active: Active, moving: Active, batch: Any
 ) -> list:
-    values, w, linear = parts(operands, loop.operand_count, sum(moving.outputs))
+    values, w, _ = parts(operands, loop.operand_count, sum(moving.outputs))
     zeros = map(_jax.float0_zero, loop.operand_types[loop.cond_const_count :])
     tangents = spread(cts, active.inputs, list(zeros))
     out = second_order(loop, values, w, moving, tangents, moving, batch)
-    asked = map(_jax.is_undefined, linear)
-    return [
-        *[None] * (len(values) + len(w)),
-        *(t if a else None for t, a in zip(out, asked, strict=True)),
-    ]
+    return asked(out, operands)
 
 
 define(hessian_p, evaluate, BACKWARD.types, jvp=jvp, transpose=transpose)

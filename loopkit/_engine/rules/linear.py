@@ -63,6 +63,12 @@ class Linear:
         return ins, _jax.new_equation(eqn, self.primitive, invars, outvars, params)
 
 
+def asked(cts: Sequence[Any], operands: Sequence[Any]) -> list:
+    """What `transpose` returns: cotangents of the last operands, as far as they are asked for."""
+    cts = [*[None] * (len(operands) - len(cts)), *cts]
+    return [ct if _jax.is_undefined(v) else None for ct, v in zip(cts, operands, strict=True)]
+
+
 by_tangents, by_cotangents = linear_activity, cotangent_activity
 FORWARD = Linear(pushforward_p, "inputs", "outputs", by_tangents, by_cotangents, Loop.output_types)
 BACKWARD = Linear(pullback_p, "outputs", "inputs", by_cotangents, by_tangents, Loop.input_types)

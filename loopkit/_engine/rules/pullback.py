@@ -23,7 +23,7 @@ from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.loop import Active, Loop, kept
 from loopkit._engine.primitives import define, pullback_p
 from loopkit._engine.rules.hessian import second_order
-from loopkit._engine.rules.linear import BACKWARD, FORWARD
+from loopkit._engine.rules.linear import BACKWARD, FORWARD, asked
 from loopkit._engine.rules.pushforward import arguments
 from loopkit._engine.rules.two_loops import stored_pullback
 from loopkit._engine.sweeps import sweeps
@@ -48,45 +48,33 @@ def _unread_results(active: Active, unread: Sequence[bool]) -> list[bool]:
 
 
 def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list, list]:
-    loop, active = params["loop"], params["active"]
+    loop, active, batch = params["loop"], params["active"], params["batch"]
     values, residuals, cts = arguments(loop, params["layout"], primals)
     t_values, _, t_cts = arguments(loop, params["layout"], tangents)
     out = pullback_p.bind(*primals, **params)
     if loop.holds_custom_vjp:
         # The last residual: the steps taken.
         operands, moves = [*values, residuals[-1], *cts], [*t_values, None, *t_cts]
-        stored = lambda *at: stored_pullback(loop, active, params["batch"], at)
+        stored = lambda *at: stored_pullback(loop, active, batch, at)
         return out, _jax.jvp_in_moving(stored, operands, moves)[1]
     flowing = BACKWARD.of([*values, *residuals], t_cts, params)
-    second = _second_order(values, t_values, cts, params)
-    return out, list(map(_jax.add_tangents, flowing, second))
-
-
-def _second_order(
-    values: Sequence[Any], tangents: Sequence[Any], cts: Sequence[Any], params: dict[str, Any]
-) -> list:
-    """How the cotangents of the active inputs change as the operands do."""
-    loop, active, batch = params["loop"], params["active"], params["batch"]
-    tangents = tangents[loop.cond_const_count :]
+    moves = t_values[loop.cond_const_count :]
     if batch is not None:
-        tangents = [
-            t if type(t) is _jax.Zero else jnp.broadcast_to(t, (batch, *t.shape)) for t in tangents
-        ]
-    return second_order(loop, values, cts, active, tangents, active, batch)
+        repeated = lambda t: jnp.broadcast_to(t, (batch, *t.shape))
+        moves = [t if type(t) is _jax.Zero else repeated(t) for t in moves]
+    second = second_order(loop, values, cts, active, moves, active, batch)
+    return out, list(map(_jax.add_tangents, flowing, second))
 
 
 def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
     loop = params["loop"]
-    values, residuals, linear = arguments(loop, params["layout"], operands)
-    none = [None] * (len(values) + len(residuals))
+    values, residuals, _ = arguments(loop, params["layout"], operands)
     unread = _unread_results(params["active"], params.pop("unread"))
     tangents = [
         _jax.float0_zero(t) if u else c
         for t, u, c in zip(loop.input_types(params["active"]), unread, cts, strict=True)
     ]
-    out = FORWARD.of([*values, *residuals], tangents, params)
-    asked = map(_jax.is_undefined, linear)
-    return [*none, *(t if a else None for t, a in zip(out, asked, strict=True))]
+    return asked(FORWARD.of([*values, *residuals], tangents, params), operands)
 
 
 define(pullback_p, evaluate, BACKWARD.types, jvp=jvp, transpose=transpose, dce=BACKWARD.dce)

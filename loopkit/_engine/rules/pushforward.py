@@ -23,7 +23,7 @@ from loopkit._engine.loop import Active, Loop, kept, parts, spread
 from loopkit._engine.passes.dual_loop import dual_loop
 from loopkit._engine.primitives import define, forward_p, pullback_p, pushforward_p, while_p
 from loopkit._engine.rules import while_
-from loopkit._engine.rules.linear import FORWARD
+from loopkit._engine.rules.linear import FORWARD, asked
 from loopkit._engine.rules.vmap import batch_tangents
 from loopkit._engine.sweeps import sweeps
 
@@ -74,7 +74,7 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple
 def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
     loop, layout, active = params["loop"], params["layout"], params["active"]
     values, residuals, linear = arguments(loop, layout, operands)
-    none = [None] * (len(values) + len(residuals))
+    zeros = [_jax.float0_zero(l.aval) for l in linear]
     live = cotangent_activity(loop, active, _jax.nonzero(cts))
     if not covers(loop, layout, live):
         outs = forward_p.bind(*values, loop=loop, active=live)
@@ -82,16 +82,15 @@ def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
     reaching = kept(live.outputs, active.outputs)
     cts = [_jax.instantiate(c) for c in kept(cts, reaching)]
     if not any(live.inputs):
-        return [*none, *[_jax.float0_zero(l.aval) for l in linear]]
+        return asked(zeros, operands)
     # Of a tangent that is known, which is zero, nobody asks for the cotangent.
-    asked = [_jax.is_undefined(v) for v in linear]
-    asked = spread(asked, active.inputs, [False] * len(active.inputs))
-    asked = asked[loop.const_count : loop.const_count + loop.carry_count]
-    unread = tuple(l and not a for l, a in zip(live.carry, asked, strict=True))
+    flags = [_jax.is_undefined(v) for v in linear]
+    flags = spread(flags, active.inputs, [False] * len(active.inputs))
+    _, wanted, _ = parts(flags, loop.const_count, loop.carry_count)
+    unread = tuple(l and not a for l, a in zip(live.carry, wanted, strict=True))
     params = dict(params, layout=layout, active=live, unread=unread)
     out = pullback_p.bind(*values, *residuals, *cts, **params)
-    zeros = [_jax.float0_zero(l.aval) for l in linear]
-    return [*none, *spread(out, kept(live.inputs, active.inputs), zeros)]
+    return asked(spread(out, kept(live.inputs, active.inputs), zeros), operands)
 
 
 define(pushforward_p, evaluate, FORWARD.types, jvp=jvp, transpose=transpose, dce=FORWARD.dce)

@@ -61,16 +61,15 @@ def _batch_dual(
 
 def _laid_out(loop: Loop, axis: Any, batched: Batched, layout: Active) -> None:
     """Make the batched loop save what the loop itself saves, in the same slots."""
-    new, places, ys, key = batched.loop, batched.axes, batched.ys, ("reversal", layout)
-    if key in new.memory:
-        return
+    new, places, ys = batched.loop, batched.axes, batched.ys
     how = reversal(loop, layout)
     split = None if how.plan.keeps_all else split_step(new, layout)
     if split is None or not can_replay(new, split, how.saved):
         split = batch_split(how.split, loop, axis, places, layout)
     new.memory[("split", layout)] = split
     undo = None if how.undo is None else batch_undo(how.undo, loop, axis, places, ys)
-    new.memory[key] = build(new, layout, how.plan, how.saved, split, undo, how.counters)
+    made = build(new, layout, how.plan, how.saved, split, undo, how.counters)
+    new.memory[("reversal", layout)] = made
 
 
 def _residual_axes(loop: Loop, batched: Batched, layout: Active) -> list:
@@ -114,7 +113,7 @@ def _batched_for(
     return loop.derived(key, make)
 
 
-def batch_linear(primitive: Any, ins: str, outs: str, has_residuals: bool) -> Any:
+def batch_linear(primitive: Any, ins: str, outs: str) -> Any:
     """The rule for a primitive with linear operands.
 
     `ins` and `outs` say, for its linear operands and its results, whether they go with the
@@ -125,7 +124,7 @@ def batch_linear(primitive: Any, ins: str, outs: str, has_residuals: bool) -> An
     def rule(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple:
         loop, active, batch = params["loop"], params["active"], params["batch"]
         moving = params.get("moving", active)
-        layout = params.get("layout", active if moving is active else either(active, moving))
+        has_residuals, layout = "layout" in params, params.get("layout", either(active, moving))
         residual_count = len(sweeps(reversal(loop, layout)).residual_types) if has_residuals else 0
         values, residuals, linear = parts(args, loop.operand_count, residual_count)
         value_dims, residual_dims, linear_dims = parts(dims, loop.operand_count, residual_count)
@@ -144,7 +143,7 @@ def batch_linear(primitive: Any, ins: str, outs: str, has_residuals: bool) -> An
 
         # Tangents and cotangents that differ between lanes need inputs that do.
         batched = _batched_for(loop, axis, value_dims, True, layout)
-        operands, moved = batched.axes, batched.into(zip(values, value_dims, strict=True))
+        moved = batched.into(zip(values, value_dims, strict=True))
         if has_residuals:
             places = _residual_axes(loop, batched, layout)
             if any(d is not None and p is None for d, p in zip(residual_dims, places, strict=True)):
@@ -155,10 +154,7 @@ def batch_linear(primitive: Any, ins: str, outs: str, has_residuals: bool) -> An
                 residual_dims = found[loop.primal_counts[1] :]
             moved += [move(*v, size) for v in zip(residuals, residual_dims, places, strict=True)]
         leading = 0 if batch is None else 1
-        of = {
-            "inputs": [*operands.consts, *operands.init, *operands.xs],
-            "outputs": batched.results,
-        }
+        of = {"inputs": batched.axes.flat[loop.cond_const_count :], "outputs": batched.results}
 
         def linear_places(side: str, leaves: Active) -> list[int]:
             return [a + leading for a in kept(of[side], getattr(leaves, side))]
@@ -174,6 +170,6 @@ def batch_linear(primitive: Any, ins: str, outs: str, has_residuals: bool) -> An
 _jax.register_batching(while_p, _batch_while)
 _jax.register_batching(dual_p, _batch_dual)
 _jax.register_batching(forward_p, _batch_forward)
-_jax.register_batching(pushforward_p, batch_linear(pushforward_p, "inputs", "outputs", True))
-_jax.register_batching(pullback_p, batch_linear(pullback_p, "outputs", "inputs", True))
-_jax.register_batching(hessian_p, batch_linear(hessian_p, "outputs inputs", "inputs", False))
+_jax.register_batching(pushforward_p, batch_linear(pushforward_p, "inputs", "outputs"))
+_jax.register_batching(pullback_p, batch_linear(pullback_p, "outputs", "inputs"))
+_jax.register_batching(hessian_p, batch_linear(hessian_p, "outputs inputs", "inputs"))

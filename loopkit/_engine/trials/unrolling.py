@@ -99,21 +99,17 @@ def _key(loop: Loop, active: Active | None, steps: int) -> str:
     device = jax.devices()[0]
     text = f"{loop.body}\n{loop.cond}\n{loop.xs_count} {loop.lanes} {loop.reverse} {active}"
     text += f"\n{steps}\n{_jax.trace_context()}"
-    text = re.sub(r" at 0x[0-9a-f]+", "", text)
     where = f"{device.platform} {device.device_kind} {jax.__version__}"
-    return user_cache.digest(text, where)
+    return user_cache.digest(re.sub(r" at 0x[0-9a-f]+", "", text), where)
 
 
 def _try_all(loop: Loop, active: Active | None, steps: int) -> dict[str, Any]:
     """The count of least time for `USES` runs of `steps` steps, and what each count took."""
-    run = USES * steps
     costs: dict[int, float] = {}
     least = float("inf")
-    for count in COUNTS:
-        if count > steps:
-            break
+    for count in (count for count in COUNTS if count <= steps):
         trial = measure(loop, active, count)
-        costs[count] = trial.to_compile + run * trial.a_step
+        costs[count] = trial.to_compile + USES * steps * trial.a_step
         # The next takes about twice as long to compile: steps cannot save more than all their time.
         least = min(costs.values())
         if 2 * trial.to_compile > least or min(list(costs.values())[-2:]) > NOISE * least:
@@ -152,12 +148,10 @@ def trial_of(
     A predicate is evaluated, and has no say.
     """
     consts, carry = loop.const_count, loop.carry_count
-    cond, cond_types = None, []
-    body, counter = loop.body, []
+    cond, body, counter = None, loop.body, []
     if loop.cond is not None:
         counter = [_jax.ShapedArray(loop.lanes, jnp.dtype("int32"))]  # the last of the carry
-        own = list(loop.cond.in_avals[: loop.cond_const_count])
-        cond_types = [_jax.ShapedArray((), jnp.dtype("int32")), *own]
+        most = _jax.ShapedArray((), jnp.dtype("int32"))
 
         def goes_on(n: Any, *values: Any) -> list:  # never because of the predicate
             *asking, taken = values
@@ -169,21 +163,21 @@ def trial_of(
             new, y = parts(_jax.call_jaxpr(loop.body)(*before, *x), carry)
             return [*new, taken + 1, *y]
 
-        cond = _jax.trace_closed(goes_on, [*cond_types, *loop.carry_types, *counter], "trial_cond")
+        read = [most, *loop.cond_types, *loop.carry_types, *counter]
+        cond = _jax.trace_closed(goes_on, read, "trial_cond")
         inputs = [*loop.const_types, *loop.carry_types, *counter, *loop.x_types]
         body = _jax.trace_closed(step, inputs, "trial_body")
-    bounded = loop.length is not None
     trial = loop.replace(
         cond=cond,
         body=body,
-        cond_const_count=len(cond_types),
+        cond_const_count=loop.cond_const_count + len(counter),
         carry=(*loop.carry, *[CarryLeaf()] * len(counter)),
-        length=length if bounded else None,
+        length=None if loop.length is None else length,
         checkpoints=None,
         unroll=count,
         auto_unroll=False,
     )
-    types = [*cond_types[1:], *loop.const_types, *loop.carry_types, *trial.xs_types]
+    types = [*loop.cond_types, *loop.const_types, *loop.carry_types, *trial.xs_types]
 
     def value(n: Any, *operands: Any) -> list:
         if loop.cond is None:
