@@ -74,17 +74,20 @@ class Reversal:
         return equations.forwarded(self.forward)[sum(self.saved) :]
 
     @cached_property
-    def undone(self) -> list[bool]:
+    def undone(self) -> tuple[bool, ...]:
         """Which of the saved leaves are brought back, and so need no slot."""
-        none = [False] * sum(self.saved)
-        return none if self.undo is None else kept(self.undo.leaves, self.saved)
+        return (False,) * len(self.saved) if self.undo is None else self.undo.leaves
+
+    @property
+    def log_types(self) -> list[_jax.ShapedArray]:
+        """What one step logs to bring them back."""
+        return [] if self.undo is None else self.undo.log_types
 
     @cached_property
     def slotted(self) -> list[bool]:
         """Which carry leaves a slot holds."""
-        by_itself = [not u for u in self.undone]
-        held = spread(by_itself, self.saved, [False] * len(self.saved))
-        return [h and by is None for h, by in zip(held, self.counters, strict=True)]
+        leaves = zip(self.saved, self.undone, self.counters, strict=True)
+        return [saved and not undone and by is None for saved, undone, by in leaves]
 
     @cached_property
     def counted_rows(self) -> list[int | None]:
@@ -112,19 +115,24 @@ class Reversal:
         return kept(self.loop.carry_types, self.slotted)
 
     @cached_property
+    def remaking(self) -> _jax.Jaxpr:
+        """(consts, saved carry, x) -> stored residuals"""
+        wanted = [False] * sum(self.saved) + [True] * len(self.split.stored_types)
+        return _jax.dce(self.forward, wanted, [True] * len(self.forward.in_avals))[0]
+
+    @cached_property
     def rereads(self) -> bool:
         """Whether a step's residuals depend on what the step itself writes to buffers."""
-        wanted = [False] * sum(self.saved) + [True] * len(self.split.stored_types)
-        made, _ = _jax.dce(self.forward, wanted, [True] * len(self.forward.in_avals))
-        return holds_write(made)
+        return holds_write(self.remaking)
 
     def apart(self, saved: Sequence[Any]) -> tuple[list, list]:
         """Of the saved leaves, those that a slot holds, and the buffers that are brought back."""
-        return kept(saved, kept(self.slotted, self.saved)), kept(saved, self.undone)
+        in_slots, undone = kept(self.slotted, self.saved), kept(self.undone, self.saved)
+        return kept(saved, in_slots), kept(saved, undone)
 
     def together(self, counts: list, slot: Sequence[Any], buffers: Sequence[Any]) -> list:
         """The saved leaves before a step, of which `counts` has the counters."""
-        return spread(buffers, self.undone, kept(spread(slot, self.slotted, counts), self.saved))
+        return kept(spread(buffers, self.undone, spread(slot, self.slotted, counts)), self.saved)
 
     def counts(self, operands: Operands, step: Any, taken: Any) -> list:
         """The carry before a step, as far as it is counters; None for the others."""
@@ -195,16 +203,12 @@ def _planned(loop: Loop, active: Active) -> Reversal:
     split = split_step(loop, active)
     saved = _saved_leaves(loop.without_debug_effects(), split)
     quiet = build(loop, active, Plan(1), saved, split, None, find_counters(loop))
-    stored = len(split.stored_types)
-    made, _ = _jax.dce(
-        quiet.forward, [False] * sum(saved) + [True] * stored, [True] * len(quiet.forward.in_avals)
-    )
     step = Step(
         _jax.byte_count(*quiet.slot_types),
         _jax.byte_count(*quiet.shortened(split.stored_types)),
         nanoseconds(quiet.step),
         nanoseconds(quiet.forward),
-        nanoseconds(made),
+        nanoseconds(quiet.remaking),
         0 if loop.lanes else factor_bytes(quiet.forward, loop.const_count, SMALLEST),
         _jax.byte_count(*kept(loop.const_types, active.consts)),
     )

@@ -60,7 +60,7 @@ def writes_once(loop: Loop, leaf: int) -> bool:
 def writes_rows(loop: Loop, leaf: int) -> bool:
     """Whether a step does nothing to a buffer but write one row of it, which no other writes."""
     sites = find_writes(loop, leaf) if writes_once(loop, leaf) else None
-    if sites is None or len(sites) != 1:
+    if sites is None:
         return False
     j = _jax.open_jaxpr(loop.body)
     ((at, site),) = sites.items()

@@ -94,19 +94,15 @@ class Strategy(abc.ABC):
             stacks = list(map(_jax.on_host, stacks))
         counts = _jax.ShapedArray((self.unit_count,), int32), _jax.ShapedArray(loop.lanes, int32)
         decide = _in_common(loop.body) if loop.cond is None else loop.cond.out_avals
-        undoing = []
-        if how.undo is not None:
-            undoing = [loop.stack_type(t) for t in how.undo.log_types]
-            undoing += kept(loop.carry_types, how.undo.leaves)
+        undoing = [*map(loop.stack_type, how.log_types), *kept(loop.carry_types, how.undone)]
         return [*stacks, *undoing, *(_jax.type_like(t, decide) for t in counts)]
 
     def residual_axes(self, batched: Reversal, carry: Sequence[int | None]) -> list[int | None]:
         """Where the axis of the batched loop is in the residuals, and it is so in its carry."""
         how, axes = self.how, self.stack_axes(batched, carry)
-        if how.undo is not None:
-            assert batched.undo is not None, "what is batched saves what it saved before"
+        if batched.undo is not None:
             axes += [1 if f else None for f in batched.undo.batched]
-            axes += kept(carry, how.undo.leaves)
+        axes += kept(carry, how.undone)
         # Each lane has steps of its own, if the axis makes lanes.
         return [*axes, None, 0 if len(batched.loop.lanes) > len(how.loop.lanes) else None]
 
@@ -121,12 +117,11 @@ class Strategy(abc.ABC):
         how = self.how
         if loop.length == 0:
             return [*evaluate(loop, operands), *map(_jax.zeros, self.residual_types)]
-        logged = loop if how.undo is None else how.undo.logged(loop)
-        steps, stacks, *units = self.run(
-            logged, operands, (start(logged, operands), self.blank_stacks)
-        )
+        loop = loop if how.undo is None else how.undo.logged(loop)
+        first = start(loop, operands), self.blank_stacks
+        steps, stacks, *units = self.run(loop, operands, first)
         ys, log = parts(steps.ys, how.loop.ys_count)
-        buffers = [] if how.undo is None else kept(steps.carry, how.undo.leaves)
+        buffers = kept(steps.carry, how.undone)
         taken = jnp.int32(loop.length) if loop.cond is None else steps.taken
         if not units:
             units = [jnp.zeros(0, jnp.int32) + (0 if loop.cond is None else steps.count)]
@@ -140,8 +135,7 @@ class Strategy(abc.ABC):
         `batch` is None or the size of a leading batch of cotangents.
         """
         how, loop, active = self.how, self.how.loop, self.how.active
-        logged = 0 if how.undo is None else len(how.undo.log_types)
-        counts = len(self.stack_types), logged, sum(how.undone)
+        counts = len(self.stack_types), len(how.log_types), sum(how.undone)
         stacks, log, buffers, (units, taken) = parts(residuals, *counts)
         steps = taken if loop.length is None or loop.cond is not None else loop.length
         steps = taken.max(initial=0) if loop.lanes else steps
