@@ -281,7 +281,8 @@ def dce(
 
 def used_inputs(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> list[bool]:
     """Which inputs the used outputs need."""
-    return dce(jaxpr, used_outputs, [False] * len(jaxpr.in_avals))[1]
+    keep = [False] * len(jaxpr.in_avals)
+    return list(pe.dce_jaxpr(open_jaxpr(jaxpr), list(used_outputs), keep)[1])
 
 
 def unknown_outputs(jaxpr: Jaxpr, unknown: Sequence[bool]) -> list[bool]:
