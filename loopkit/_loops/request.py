@@ -50,9 +50,9 @@ class Hidden(NamedTuple):
     """Where buffers are checked: for each, which of its elements have been written."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # frozen, it would take microseconds longer to make, at every call
 class Request:
-    """A loop as it was asked for. Nothing in it has to be checked again."""
+    """A loop as it was asked for. Nothing in it has to be checked again, or is changed."""
 
     names: Names
     init: Any
@@ -153,7 +153,7 @@ class Request:
         return remember(functions, key, make), leaves, tree
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Stepped(Request):
     """A loop of steps `f(carry, x)`, to the last row or the first after which `until` holds."""
 
@@ -170,7 +170,7 @@ class Stepped(Request):
         return new, y, ~scalar_bool(self.names.function, self.names.predicate, stop)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Scan(Stepped):
     """A scan. With `until`, it takes no step if it is `stopped` from the start."""
 
