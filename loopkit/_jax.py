@@ -193,6 +193,14 @@ def innermost(value: Any) -> Any:
     return value
 
 
+def known(value: Any) -> Any:
+    """A value that is no tracer, or that a tracer is known to stand for; else None."""
+    if is_tracer(value):
+        value = getattr(value, "val", None)
+        return value.val if isinstance(value, Literal) else None
+    return None if is_symbolic(value) else value
+
+
 def as_array(value: Any) -> Any:
     """A JAX value as lax would see it: numpy and Python scalars become (weakly typed) arrays."""
     if isinstance(value, (core.Tracer, jax.Array)):

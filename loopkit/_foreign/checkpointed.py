@@ -187,6 +187,8 @@ def _traced(fn: Callable, settings: Settings, leaves: list, tree: Any) -> Progra
     with replacing(settings):
         types = list(map(jax.typeof, kept(leaves, traced)))
         jaxpr, consts = _jax.trace(flat, types, name)
+    # What loops compute and nobody uses, JAX would leave out of its own.
+    jaxpr, _ = _jax.dce(jaxpr, [True] * len(jaxpr.out_avals), [True] * len(jaxpr.in_avals))
     found = list(equations.all_equations(jaxpr))
     has_loops = any("loop" in e.params or e.primitive.name in ("scan", "while") for e in found)
     rules = "custom_jvp_call", "custom_vjp_call"

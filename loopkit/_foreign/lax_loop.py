@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import jax
-import jax.numpy as jnp
 
 from loopkit import _jax
 from loopkit._arguments import errors
-from loopkit._engine.facts.counters import moved_by
 from loopkit._engine.loop import CarryLeaf, parts
+from loopkit._foreign.bounds import Bound, bound_of
 from loopkit._jaxprs import equations
 from loopkit._plans.plan import Budget
 from loopkit._tracing.trace import as_loop
@@ -67,8 +66,13 @@ class LaxLoop(NamedTuple):
     consts: list
     init: list
     xs: list
-    length: int | None
+    bound: Bound | None
     params: dict[str, Any]
+
+    @property
+    def length(self) -> int | None:
+        """Its steps, if they are known."""
+        return self.bound.steps if self.bound is not None and self.bound.exact else None
 
     @property
     def site(self) -> LoopSite:
@@ -94,14 +98,17 @@ class LaxLoop(NamedTuple):
         """The loop's results, computed by loopkit."""
         cond, cond_consts, length = self.cond, self.cond_consts, self.length
         if self.kind == "while_loop":
-            if length is None and settings.budget == "all" and settings.max_steps is None:
+            bounds = [
+                b for b in (self.bound and self.bound.steps, settings.max_steps) if b is not None
+            ]
+            if not bounds and settings.budget == "all":
                 expected = 'can be "all" only if the number of steps of every loop is bounded'
                 got = f"a while_loop without a bound at {self.site.source}"
                 advice = "Pass `max_steps`, or leave that loop out with `only`."
                 raise errors.wrong_value(settings.function, "checkpoints", expected, got, advice)
             if length is not None:
                 cond, cond_consts = None, []
-            length = min((b for b in (length, settings.max_steps) if b is not None), default=None)
+            length = min(bounds) if bounds else None
         _, types, _ = parts(self.body.in_avals, len(self.consts), len(self.init))
         steps, carry = length or 1, [CarryLeaf()] * len(types)
         fields = {
@@ -118,44 +125,13 @@ class LaxLoop(NamedTuple):
 
 def scan(operands: Sequence[Any], params: dict[str, Any]) -> LaxLoop:
     consts, init, xs = parts(operands, *_jax.scan_counts(params))
-    return LaxLoop("scan", None, [], params["jaxpr"], consts, init, xs, params["length"], params)
+    bound = Bound(params["length"], exact=True)
+    return LaxLoop("scan", None, [], params["jaxpr"], consts, init, xs, bound, params)
 
 
 def while_loop(operands: Sequence[Any], params: dict[str, Any]) -> LaxLoop:
     cond, body = params["cond_jaxpr"], params["body_jaxpr"]
     counts = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, consts, init = parts(operands, *counts)
-    loop = LaxLoop("while_loop", cond, cond_consts, body, consts, init, [], None, params)
-    return loop._replace(length=_known_steps(loop))
-
-
-def _known_steps(loop: LaxLoop) -> int | None:
-    """The steps of a while loop that counts one by one between two known integers."""
-    test, step, init = _jax.open_jaxpr(loop.cond), _jax.open_jaxpr(loop.body), loop.init
-    eqn = equations.maker_of(test)(test.outvars[0])
-    if eqn is None or len(test.eqns) != 1 or eqn.primitive.name not in ("lt", "gt"):
-        return None
-    counter, limit = eqn.invars if eqn.primitive.name == "lt" else eqn.invars[::-1]
-    carry, inside = test.invars[len(loop.cond_consts) :], step.invars[len(loop.consts) :]
-    if counter not in carry:
-        return None
-    place = carry.index(counter)
-    first = _integer(init[place])
-    if moved_by(step.outvars[place], inside[place], equations.maker_of(step)) != 1:
-        return None
-    if isinstance(limit, _jax.Literal):
-        last = _integer(limit.val)
-    elif limit in carry:
-        other = carry.index(limit)
-        last = _integer(init[other]) if step.outvars[other] is inside[other] else None
-    else:
-        last = _integer(loop.cond_consts[test.invars.index(limit)])
-    return None if first is None or last is None else max(0, last - first)
-
-
-def _integer(value: Any) -> int | None:
-    """A scalar integer that is known now."""
-    if _jax.is_tracer(value) or _jax.is_symbolic(value):
-        return None
-    known = jnp.shape(value) == () and jnp.issubdtype(jnp.result_type(value), jnp.integer)
-    return int(value) if known else None
+    bound = bound_of(cond, cond_consts, body, len(consts), init)
+    return LaxLoop("while_loop", cond, cond_consts, body, consts, init, [], bound, params)

@@ -1,0 +1,130 @@
+"""The bound that the predicate of a replaced while loop has, and that none is guessed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import loopkit
+from derivatives import assert_close
+from loopkit._foreign import lax_loop
+
+TABLE = {
+    "a counter": (lambda i, x: i < 10, 1, 0, (10, True)),
+    "from elsewhere": (lambda i, x: i < 10, 1, 4, (6, True)),
+    "beyond already": (lambda i, x: i < 10, 1, 14, (0, True)),
+    "up to and with": (lambda i, x: i <= 10, 1, 0, (11, True)),
+    "the limit first": (lambda i, x: jnp.asarray(10) > i, 1, 0, (10, True)),
+    "downwards": (lambda i, x: i > 3, -1, 10, (7, True)),
+    "downwards, with": (lambda i, x: i >= 3, -1, 10, (8, True)),
+    "and something else": (lambda i, x: (x < 1e3) & (i < 10), 1, 0, (10, False)),
+    "of two counters' tests": (lambda i, x: (i < 10) & (x < 1e3) & (i < 8), 1, 0, (8, False)),
+    "in another integer": (lambda i, x: i.astype(jnp.int64) < 10, 1, 0, (10, True)),
+    "or something else": (lambda i, x: (x < 1e3) | (i < 10), 1, 0, None),
+    "not": (lambda i, x: ~(i > 9), 1, 0, None),
+    "the other way": (lambda i, x: (i < 10) & (x < 1e3), -1, 0, None),
+    "two at a time": (lambda i, x: (i < 10) & (x < 1e3), 2, 0, None),
+    "as a float": (lambda i, x: (i * 1.0 < 10.0) & (x < 1e3), 1, 0, None),
+    "more than can be counted": (lambda i, x: (i < 2**40) & (x < 1e3), 1, 0, None),
+    "a test of equality": (lambda i, x: (i != 10) & (x < 1e3), 1, 0, None),
+    "through a narrower integer": (
+        lambda i, x: (i.astype(jnp.int8) < 10) & (x < 1e3),
+        1,
+        0,
+        None,
+    ),
+}
+
+
+def bounds_of(f, *args):
+    found = []
+    bound_of = lax_loop.bound_of
+
+    def noted(*args):
+        found.append(bound_of(*args))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lax_loop, "bound_of", noted)
+        jax.make_jaxpr(loopkit.checkpointed(lambda *args: f(*args)))(*args)
+    return [found and tuple(found) for found in found]
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_bounds(case):
+    test, by, first, wanted = TABLE[case]
+
+    def f(x):
+        start = jnp.asarray(first, jnp.int64), x
+        return lax.while_loop(lambda c: test(*c), lambda c: (c[0] + by, c[1] * 1.5), start)[1]
+
+    x = jnp.asarray(1.5)
+    assert bounds_of(f, x) == [wanted]
+    assert_close(loopkit.checkpointed(f)(x), f(x))
+    assert_close(jax.grad(loopkit.checkpointed(f))(x), f(x) / x)
+
+
+def test_limits():
+    def to(limit, first=0, moved=False):
+        def f(x, n):
+            top = n if limit is None else jnp.asarray(limit)
+            step = lambda c: (c[0] + 1, c[1] * 1.5, c[2] - 1 if moved else c[2])
+            test = lambda c: (c[0] < c[2]) & (c[1] < 1e3)
+            return lax.while_loop(test, step, (jnp.asarray(first), x, top))[1]
+
+        return f
+
+    x, n = jnp.asarray(1.5), jnp.asarray(7)
+    assert bounds_of(to(7), x, n) == [(7, False)]
+    assert bounds_of(to(None), x, n) == [None]  # an argument
+    assert bounds_of(to(7, moved=True), x, n) == [None]
+    closed = lambda x: lax.while_loop(
+        lambda c: (c[0] < np.int64(9)) & (c[1] < 1e3), lambda c: (c[0] + 1, c[1] * 1.5), (0, x)
+    )[1]
+    assert bounds_of(closed, x) == [(9, False)]
+    unknown = lambda x, n: lax.while_loop(
+        lambda c: (c[0] < 9) & (c[1] < 1e3), lambda c: (c[0] + 1, c[1] * 1.5), (n, x)
+    )[1]
+    assert bounds_of(unknown, x, n) == [None]
+    sometimes = lambda x: lax.while_loop(
+        lambda c: (c[0] < 9) & (c[1] < 1e3),
+        lambda c: (jnp.where(c[1] > 2, c[0] + 1, c[0]), c[1] * 1.5),
+        (0, x),
+    )[1]
+    assert bounds_of(sometimes, x) == [None]
+
+
+def test_all_is_kept_where_the_predicate_says_how_much():
+    def f(x):
+        test = lambda c: (c[0] < 20) & (c[1] < 100.0)
+        return lax.while_loop(test, lambda c: (c[0] + 1, c[1] * x), (0, x))[1]
+
+    x = jnp.asarray(1.5)
+    assert_close(jax.grad(loopkit.checkpointed(f, checkpoints="all"))(x), 12 * x**11)
+    endless = lambda x: lax.while_loop(lambda y: y < 100.0, lambda y: y * x, x)
+    with pytest.raises(ValueError, match='can be "all" only if the number of steps of every loop'):
+        loopkit.checkpointed(endless, checkpoints="all")(x)
+
+
+def test_a_smaller_max_steps_counts():
+    def f(x):
+        test = lambda c: (c[0] < 20) & (c[1] < 100.0)
+        return lax.while_loop(test, lambda c: (c[0] + 1, c[1] * x), (0, x))[1]
+
+    assert_close(loopkit.checkpointed(f, max_steps=3)(jnp.asarray(1.5)), jnp.asarray(1.5**4))
+
+
+def test_lanes_keep_their_own_tests():
+    """What each lane tests bounds that lane alone."""
+
+    def f(x, limit):
+        test = lambda c: (c[0] < 6) & (c[1] < limit)
+        return lax.while_loop(test, lambda c: (c[0] + 1, c[1] * 1.5), (0, x))[1]
+
+    xs, limits = jnp.asarray([1.0, 1.5, 30.0]), jnp.asarray([1e6, 4.0, 7.0])
+    both = lambda f: jax.vmap(jax.value_and_grad(f))(xs, limits)
+    assert_close(
+        both(loopkit.checkpointed(f)),
+        (jnp.vectorize(f)(xs, limits), jnp.asarray([1.5**6, 2.25 * 1.5, 1.0])),
+    )
