@@ -134,12 +134,17 @@ def compiled(run, case):
 
 
 def of_one_step(case) -> int:
-    """Temporary bytes of a loop of one step, with as many rows of ys and of their cotangents."""
+    """Temporary bytes of a loop of one step, with as many rows of ys and of their cotangents.
+
+    And with the sums of the parameters' cotangents, which one step writes where they are returned.
+    """
     short = case._replace(length=1, xs=jax.tree.map(lambda x: x[:1], case.xs))
     x = jax.tree.map(lambda x: x[0], case.xs)
     y = jax.eval_shape(case.step, case.params, case.init, x)[1]
-    rows = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(y))
-    return temp_bytes(compiled(loopkit_scan(), short)) + 2 * (case.length - 1) * rows
+    rows, sums = (
+        sum(v.size * v.dtype.itemsize for v in jax.tree.leaves(t)) for t in (y, case.params)
+    )
+    return temp_bytes(compiled(loopkit_scan(), short)) + 2 * (case.length - 1) * rows + sums
 
 
 def plan_of(run, case) -> int:

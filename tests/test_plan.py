@@ -103,13 +103,58 @@ def test_predicted_runs_are_the_optimum(slots):
     assert sum(plan.evaluations()) == binomial.evaluations(60, slots) + 60
 
 
-def test_more_memory_takes_no_more_runs():
-    step = Step(1000, 2000, 100.0, 120.0, 60.0)
-    runs = [
-        make_plan(Bytes(count), 500, True, step).nanoseconds(500)
-        for count in (4000, 10_000, 40_000, 200_000)
-    ]
-    assert runs == sorted(runs, reverse=True)
+MONOTONE = {
+    "small matrices": Step(160, 1056, 840.0, 890.0, 880.0, carry_arrays=2, residual_arrays=33),
+    "a vector": Step(40_000, 80_000, 16e3, 31e3, 15e3, carry_arrays=1, residual_arrays=2),
+    "a network": Step(16_384, 49_152, 24e3, 24e3, 13e3, carry_arrays=1, residual_arrays=3),
+    "three numbers": Step(12, 12, 51.0, 51.0, 0.1, carry_arrays=3, residual_arrays=3),
+    "residuals are few": Step(4000, 8, 900.0, 910.0, 900.0, carry_arrays=1, residual_arrays=1),
+    "a large state": Step(10**6, 9 * 10**6, 2e6, 3e6, 1e6, carry_arrays=9, residual_arrays=40),
+}
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("bound", [2, 7, 97, 1000, 4096])
+@pytest.mark.parametrize("name", MONOTONE)
+def test_more_memory_is_never_slower(name, bound, exact):
+    """Nor than the default, where that fits."""
+    step, last = MONOTONE[name], None
+    default = make_plan(None, bound, exact, step)
+    for count in (int(300 * 1.5**k) for k in range(50)):
+        try:
+            plan = make_plan(Bytes(count), bound, exact, step)
+        except ValueError:
+            assert last is None
+            continue
+        time = plan.nanoseconds(bound)
+        assert plan.peak_bytes <= count
+        assert last is None or time <= last
+        assert count < default.peak_bytes or time <= default.nanoseconds(bound)
+        last = time
+    assert last is not None
+
+
+def test_a_table_that_the_body_reads_is_not_counted():
+    """Nor is its cotangent: a single step has both."""
+    table = jnp.ones((10_000, 5))
+
+    def loss(table):
+        step = lambda c: (c[0] + 1, jnp.sin(c[1] + table[c[0]]))
+        start = (0, jnp.ones(5))
+        limits = {"max_steps": 10_000, "memory": 9000}
+        return jnp.sum(loopkit.while_loop(lambda c: c[0] < 9000, step, start, **limits)[1])
+
+    compiled = jax.jit(jax.grad(loss)).lower(table).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 3 * table.nbytes
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_small_loops_keep_everything_or_nothing(exact):
+    """To checkpoint some of a few bytes gains nothing, and takes longer to compile."""
+    assert make_plan(None, 7, exact, Step(100, 25)).keeps_all
+    whole = make_plan(None, 7, exact, Step(400, 600))
+    assert (whole.slots, whole.segment, whole.slot_bytes) == (1, 7, 0)
+    assert make_plan(None, 1000, exact, Step(400, 600)).slots > 1
 
 
 def test_the_least_budget():

@@ -25,6 +25,13 @@ PER_ELEMENT = {name: cost for names, cost in _SLOWER.items() for name in names.s
 """Nanoseconds to an element of the result."""
 ELEMENT = 0.04
 """Nanoseconds to an element where nothing else is said."""
+_SLICED = {
+    "dynamic_slice gather slice loopkit_read": lambda eqn: eqn.outvars[0],
+    "dynamic_update_slice loopkit_write": lambda eqn: eqn.invars[1],
+    "scatter scatter_add scatter-add": lambda eqn: eqn.invars[2],
+}
+SLICED = {name: of for names, of in _SLICED.items() for name in names.split()}
+"""Primitives that touch a part of an array: which of their variables is as large as that."""
 UNKNOWN_TRIPS = 10
 """Steps that an inner loop is taken to run if its equations do not say."""
 
@@ -33,7 +40,17 @@ def nanoseconds(jaxpr: _jax.Jaxpr) -> float:
     return sum(map(_equation, _jax.open_jaxpr(jaxpr).eqns))
 
 
+def loop_nanoseconds(loop: Any) -> float:
+    """Of a loop of the engine; one that ends by itself may do so before its bound."""
+    trips = loop.length
+    if loop.cond is not None:
+        trips = UNKNOWN_TRIPS if trips is None else min(trips, UNKNOWN_TRIPS)
+    return trips * nanoseconds(loop.body)
+
+
 def _equation(eqn: Any) -> float:
+    if "nanoseconds" in eqn.params:
+        return eqn.params["nanoseconds"]
     name = eqn.primitive.name
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
@@ -46,7 +63,7 @@ def _equation(eqn: Any) -> float:
         return EQUATION + 2 * _jax.elements(out) * depth / FLOPS
     loop = eqn.params.get("loop")
     if loop is not None:
-        return (loop.length or UNKNOWN_TRIPS) * nanoseconds(loop.body)
+        return loop_nanoseconds(loop)
     inner = equations.jaxprs_in(eqn)
     if inner:
         costs = list(map(nanoseconds, inner))
@@ -54,7 +71,8 @@ def _equation(eqn: Any) -> float:
             return max(costs)
         trips = {"scan": eqn.params.get("length"), "while": UNKNOWN_TRIPS}.get(name, 1)
         return sum(costs) * (trips or 1)
-    elements = max((_jax.elements(v.aval) for v in (*eqn.outvars, *eqn.invars)), default=1)
+    touched = [SLICED[name](eqn)] if name in SLICED else [*eqn.outvars, *eqn.invars]
+    elements = max((_jax.elements(v.aval) for v in touched), default=1)
     return EQUATION + elements * PER_ELEMENT.get(name, ELEMENT)
 
 

@@ -23,6 +23,8 @@ CACHES = (1 << 20, 0.06), (1 << 25, 0.12), (math.inf, 1.2)
 """Up to so many bytes in use, so many nanoseconds to write and read one of them. Beyond the last
 cache, memory is new at every call, and has to be cleared by the system first."""
 
+ARRAY = 200.0
+"""Nanoseconds to write an array and to read it again, however small it is."""
 TRANSFER = 0.1
 """Nanoseconds to bring a byte to the host and back."""
 COUNTERS = 512
@@ -63,13 +65,15 @@ class Step(NamedTuple):
     """Nanoseconds to make its residuals from the carry."""
     factor_bytes: int = 0
     """Of the factors of products that are put off to the end of a segment."""
-    sum_bytes: int = 0
-    """Of what is summed over the steps: the cotangents of the loop's constants."""
-
     log_bytes: int = 0
     """Of what it displaces in buffers, where that is logged so that checkpoints leave them out."""
     buffer_bytes: int = 0
     """Of those buffers."""
+
+    carry_arrays: int = 0
+    """How many arrays a checkpoint is."""
+    residual_arrays: int = 0
+    """How many the residuals are."""
 
     @property
     def stores(self) -> tuple[Store, ...]:
@@ -83,6 +87,9 @@ class Step(NamedTuple):
 
     def row_bytes(self, store: Store) -> int:
         return self.residual_bytes if store == "residuals" else self.carry_bytes
+
+    def row_arrays(self, store: Store) -> int:
+        return self.residual_arrays if store == "residuals" else self.carry_arrays
 
 
 UNKNOWN = Step(0, 0)
@@ -197,7 +204,7 @@ class Plan:
         counters = {"every segment": COUNTERS, "schedule": COUNTERS + TABLES}
         log = 0 if self.keeps_all else (self.bound or 0) * self.step.log_bytes
         carry = self.step.carry_bytes + self.step.buffer_bytes
-        return carry + log + self.step.sum_bytes + counters.get(self.strategy, 0)
+        return carry + log + counters.get(self.strategy, 0)
 
     def evaluations(self, steps: int | None = None) -> tuple[int, int]:
         """Predicted runs of the body, forward and backward, for a loop of `steps` steps.
@@ -274,18 +281,21 @@ class Plan:
         price = next(p for size, p in CACHES if in_use <= size)
         save = TRANSFER if self.host else price
         if self.strategy == "every residual":
-            return steps * (step.record + save * step.residual_bytes)
+            row = ARRAY * step.residual_arrays + save * step.residual_bytes
+            return steps * (step.record + row)
+        slot = ARRAY * step.carry_arrays + save * step.carry_bytes
         log = steps * price * 2 * step.log_bytes
         if self.strategy == "every carry":
-            return log + steps * (step.run + step.remake + save * step.carry_bytes)
+            return log + steps * (step.run + step.remake + slot)
         units = -(-steps // self.segment)
         run, again = self.evaluations(steps)
-        row = price * step.row_bytes(self.store) if self.segment > 1 else 0
+        row = ARRAY * step.row_arrays(self.store) + price * step.row_bytes(self.store)
+        row = row if self.segment > 1 else 0
         replay = step.record + row
         if self.store == "carries":
             replay = step.run * (1 - 1 / self.segment) + step.remake + row
         passes = (run + again - steps) * step.run
-        return log + passes + steps * replay + units * (SEGMENT + save * step.carry_bytes)
+        return log + passes + steps * replay + units * (SEGMENT + slot)
 
 
 Budget = int | str | Bytes | Plan | None

@@ -12,13 +12,19 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from loopkit._plans.plan import SPARED, Budget, Bytes, Plan, Step, Store
+from loopkit._plans.plan import CACHES, SPARED, Budget, Bytes, Plan, Step, Store
 
+KEPT = 1 << 10
+"""Bytes of all residuals of a loop up to which it keeps them: to checkpoint gains nothing."""
+REPLAYED = 1 << 13
+"""Bytes up to which it is run again as a whole, and keeps nothing."""
 SMALL = 1 << 19
 """Bytes of checkpoints, and of rows, that a loop may use whose steps are not known: what a core's
 cache holds, and what is set to zero in no time."""
 FEW = 32
 """Slots that such a loop may use, however large its carry."""
+ROWS = 1 << 14
+"""Bytes of rows that it uses where it does not have to use more."""
 MANY = 1024
 """Slots, and steps to a segment, that it needs at most, however small its carry."""
 PLACED = 128
@@ -100,6 +106,10 @@ def _default(loop: Plan) -> Plan:
     step, bound = loop.step, loop.bound
     if bound is not None and step.log_bytes and step.residual_bytes <= ALIKE * step.log_bytes:
         return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
+    if bound is not None and bound * step.residual_bytes <= KEPT:
+        return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
+    if bound is not None and bound * (step.residual_bytes + step.factor_bytes) <= REPLAYED:
+        return replace(loop, slots=1, segment=bound, store="residuals")
     if loop.exact:
         assert bound is not None, "a loop that takes just so many steps has a length"
         candidates = [_balanced(loop, store, bound) for store in step.stores]
@@ -110,8 +120,9 @@ def _default(loop: Plan) -> Plan:
     rows = min(MANY, max(FEW // 4, SMALL // row))
     if bound is not None and bound <= 16 * most * rows:
         return _balanced(loop, store, 2 * most)
+    few = max(16, ROWS // row)
     return replace(
-        loop, slots=min(most, PLACED), segment=min(rows, PLACED), store=store, thinned=True
+        loop, slots=min(most, PLACED), segment=min(rows, PLACED, few), store=store, thinned=True
     )
 
 
@@ -165,13 +176,13 @@ def _cheapest(
     if steps is None:
         steps = REACH * max(1, min(count // step.carry_bytes, MANY))
     room = count if host is None else host
-    plans = [
-        p
-        for p in _candidates(count, room, loop, steps, most)
-        if p.peak_bytes <= count and p.host_bytes <= room
-    ]
+    # More slots than fit in a cache are not always better than those that do.
+    sizes = {min(count, size) for size, _ in CACHES}
+    plans = [p for size in sizes for p in _candidates(int(size), room, loop, steps, most)]
+    plans += [_default(loop)] if most is None and host is None else []
+    plans = [p for p in plans if p.peak_bytes <= count and p.host_bytes <= room]
     if plans:
-        return min(plans, key=lambda p: p.nanoseconds(steps))
+        return min(plans, key=lambda p: (p.nanoseconds(steps), p.peak_bytes))
     if most is not None:
         return replace(loop, slots=1)
     least = replace(loop, slots=1 + loop.host)  # on the host, one that has memory
@@ -208,8 +219,11 @@ def _candidates(count: int, room: int, loop: Plan, steps: int, most: int | None)
             slots = min(slots, units)
             if most is not None:
                 slots = min(slots, most - (plan.row_bytes > 0))
-            if slots >= min(units, 1 + loop.host) and not (slots >= steps and segment > 1):
-                yield replace(plan, slots=slots)
+            least = min(units, 1 + loop.host)
+            # To save one of a few carries may cost more than to compute it again.
+            for some in {*range(least, slots if units <= FEW else 0), slots}:
+                if some >= least and not (some >= steps and segment > 1):
+                    yield replace(plan, slots=some)
 
 
 def _slots_in(count: int, carry: int, place: int = 0) -> int:
