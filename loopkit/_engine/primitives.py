@@ -33,8 +33,14 @@ pullback_p = _jax.declare("loopkit_pullback")
 hessian_p = _jax.declare("loopkit_hessian")
 
 
-_evaluated_p = _jax.declare("loopkit_evaluated")
+evaluated_p = _jax.declare("loopkit_evaluated")
+"""What computes a loop, or its derivative, and has no derivative itself."""
 _evaluations: dict[Any, Callable] = {}
+READS: dict[Any, Callable] = {}
+"""`(**params)`: which operands the transpose of a primitive reads as it runs, from the first on."""
+RUNS_WITH: dict[Any, Callable] = {}
+"""`(used, **params)`: which operands a primitive needs where it is only run, for the used results,
+and a function of those that returns the results; None if it needs all."""
 
 
 def define(primitive: Any, evaluate: Callable, types: Callable, **rules: Callable) -> None:
@@ -64,7 +70,7 @@ def _values(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
         evaluate = lambda *v: _evaluations[eqn.primitive](*v, **eqn.params)
         inner = _jax.trace_closed(evaluate, [v.aval for v in eqn.invars], "loop")
         values = {"jaxpr": _values(inner)}
-        return _jax.new_equation(eqn, _evaluated_p, eqn.invars, eqn.outvars, values)
+        return _jax.new_equation(eqn, evaluated_p, eqn.invars, eqn.outvars, values)
 
     return equations.map_equations(jaxpr, change, derives)
 
@@ -75,7 +81,7 @@ def _evaluated(jaxpr: Any, *values: Any) -> list:
 
 
 _jax.define(
-    _evaluated_p,
-    lambda *values, jaxpr: list(_jax.call_jaxpr(jaxpr)(*values)),
-    lambda *_, jaxpr: (list(jaxpr.out_avals), jaxpr.effects),
+    evaluated_p,
+    lambda *values, jaxpr, **_: list(_jax.call_jaxpr(jaxpr)(*values)),
+    lambda *_, jaxpr, **__: (list(jaxpr.out_avals), jaxpr.effects),
 )

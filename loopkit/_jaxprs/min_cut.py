@@ -44,6 +44,8 @@ class Cut:
     """Variables that depend on constants alone."""
     stored: list
     """Variables to store of each step."""
+    given: set
+    """The constants and the slices that the residuals are made of."""
     remake: Callable[[dict], list]
     """Residuals, from an environment of constants, slices, hoisted and stored variables."""
     uncut: int
@@ -79,10 +81,11 @@ def least_stored(
     else:
         costless = {v for v, f in zip(j.invars[constants:slices], free, strict=True) if f}
         stored = _minimum_cut(varying, operands, given | constant, costless)
-    met, needed, hoisted = given | set(stored), set(), []
+    met, needed, hoisted, read = given | set(stored), set(), [], set()
     pending = list(residuals)
     while pending:
         v = pending.pop()
+        read.add(v)
         if v in met:
             continue
         met.add(v)
@@ -99,7 +102,7 @@ def least_stored(
         return equations.run(order, dict(values), j.outvars[results:])
 
     whole = _jax.byte_count(*(v.aval for v in dict.fromkeys(varying) if v not in given))
-    return Cut(hoisted, stored, remake, whole)
+    return Cut(hoisted, stored, read & given, remake, whole)
 
 
 def _is_cheap(eqn: Any) -> bool:

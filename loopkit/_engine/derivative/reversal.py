@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import or_
 from typing import Any
 
 from loopkit import _jax
@@ -14,6 +15,8 @@ from loopkit._engine.derivative.write_log import Undo, find_undo
 from loopkit._engine.facts.counters import Counters, at_step, find_counters
 from loopkit._engine.facts.write_sites import holds_write
 from loopkit._engine.loop import Active, Loop, Operands, fixed_point, kept, parts, spread
+from loopkit._engine.passes.lean import to_run
+from loopkit._engine.passes.prune import Pruned, prune
 from loopkit._engine.steps import hold, read_slices, repeat
 from loopkit._engine.trials.host_memory import check_host_memory
 from loopkit._jaxprs import equations
@@ -51,6 +54,20 @@ class Reversal:
         Made when it is asked for: the body may hold what must not be transposed.
         """
         return self.split.backward(self.active, self.unread or [False] * len(self.saved))
+
+    @cached_property
+    def reads(self) -> list[bool]:
+        """Which operands of the loop going back reads."""
+        loop, again = self.loop, not self.plan.keeps_all
+        consts, xs, _ = parts(self.split.reads, loop.const_count, loop.xs_count)
+        carry = [by is not None for by in self.counters]
+        if again or loop.lanes:
+            carry = list(map(or_, carry, self.saved))
+        if again:
+            used = _jax.used_inputs(self.forward, [True] * len(self.forward.out_avals))
+            of_step = parts(used, loop.const_count, sum(self.saved))
+            consts, xs = list(map(or_, consts, of_step[0])), list(map(or_, xs, of_step[2]))
+        return [*[False] * loop.cond_const_count, *consts, *carry, *xs]
 
     @cached_property
     def products(self) -> Products | None:
@@ -109,6 +126,32 @@ class Reversal:
             return self
         key = ("without", self.plan, self.active, unread, self.loop.unroll)
         return self.loop.derived(key, lambda: replace(self, unread=unread))
+
+    def wanting(self, wanted: Sequence[bool]) -> Pruned:
+        """The loop that saves what this one does, and has only the wanted results."""
+        if self.undo is not None:  # what is displaced is logged by all there is
+            return prune(self.loop, [True] * len(wanted))
+        carry, ys, _ = parts(wanted, self.loop.carry_count, self.loop.ys_count)
+        carry = list(map(or_, carry, self.saved))
+        if self.plan.keeps_all:
+            stored = [False] * self.split.results + [True] * len(self.split.stored_types)
+            read = _jax.used_inputs(self.split.forward, stored)
+            carry = list(map(or_, carry, read[self.loop.const_count :]))
+        return prune(self.loop, [*carry, *ys])
+
+    def pruned(self, pruned: Pruned) -> Reversal:
+        """How that loop is run, and what it saves."""
+        split, (_, consts, carry, xs) = self.split, self.loop.split(pruned.operands)[0]
+        outs = [*pruned.results, *[True] * len(split.stored_types)]
+        forward, _ = _jax.dce(split.forward, outs, [*consts, *carry, *xs])
+        forward = to_run(forward)
+        return replace(
+            self,
+            loop=pruned.loop,
+            split=replace(split, forward=forward, results=sum(pruned.results)),
+            saved=tuple(kept(self.saved, carry)),
+            counters=tuple(kept(self.counters, carry)),
+        )
 
     @property
     def slot_types(self) -> list[_jax.ShapedArray]:
@@ -176,21 +219,18 @@ def reversal(loop: Loop, layout: Active, active: Active | None = None) -> Revers
     if active is None or active == layout:
         return base
     # Stored residuals are those of the layout; others are made again, for what is needed of them.
-    split = base.split if base.plan.keeps_all else split_step(loop, active)
+    split = base.split
+    if not base.plan.keeps_all and can_replay(loop, split_step(loop, active), base.saved):
+        split = split_step(loop, active)
     return loop.derived(
         ("reversal", layout, active),
         lambda: build(loop, active, base.plan, base.saved, split, base.undo, base.counters),
     )
 
 
-def covers(loop: Loop, layout: Active, active: Active) -> bool:
-    """Whether what was saved for `layout` is enough to replay for `active`."""
-    if any(a and not b for a, b in zip(sum(active, ()), sum(layout, ()), strict=True)):
-        return False
-    how = reversal(loop, layout)
-    if how.plan.keeps_all:
-        return True
-    return can_replay(loop, split_step(loop, active), how.saved)
+def covers(layout: Active, active: Active) -> bool:
+    """Whether what was saved for `layout` is enough to go back for `active`."""
+    return all(b or not a for a, b in zip(sum(active, ()), sum(layout, ()), strict=True))
 
 
 def can_replay(loop: Loop, split: Split, saved: Sequence[bool]) -> bool:
@@ -210,7 +250,8 @@ def _planned(loop: Loop, active: Active) -> Reversal:
         nanoseconds(quiet.forward),
         nanoseconds(quiet.remaking),
         0 if loop.lanes else factor_bytes(quiet.forward, loop.const_count, SMALLEST),
-        _jax.byte_count(*kept(loop.const_types, active.consts)),
+        carry_arrays=len(quiet.slot_types),
+        residual_arrays=len(quiet.shortened(split.stored_types)),
     )
     undo, steps = find_undo(loop, saved), (step,)
     if undo is not None:
@@ -248,9 +289,19 @@ def build(
     no_ys = [False] * loop.ys_count
     step, _ = _jax.dce(quiet.body, [*saved, *no_ys], keep)
     stored = [True] * len(split.stored_types)
-    silent = equations.without_debug_effects(split.forward)
-    forward, _ = _jax.dce(silent, [*saved, *no_ys, *stored], keep)
+    forward, _ = _jax.dce(
+        _again(loop, split, [*saved, *no_ys]), [True] * (sum(saved) + len(stored)), keep
+    )
     return Reversal(quiet, active, plan, split, saved, step, forward, undo, counters)
+
+
+def _again(loop: Loop, split: Split, results: Sequence[bool]) -> _jax.Jaxpr:
+    """The forward half of a step, as it is run again: some of its results, and what is stored."""
+    wanted = [*results, *[True] * len(split.stored_types)]
+    forward, _ = _jax.dce(split.forward, wanted, [True] * len(split.forward.in_avals))
+    silent = equations.without_debug_effects(forward)
+    # The next derivative of a rule is that of this code.
+    return silent if loop.holds_custom_vjp else to_run(silent)
 
 
 def _saved_leaves(loop: Loop, split: Split) -> tuple[bool, ...]:
@@ -259,7 +310,8 @@ def _saved_leaves(loop: Loop, split: Split) -> tuple[bool, ...]:
     def carry_read(jaxpr: _jax.Jaxpr, outputs: Sequence[bool]) -> list[bool]:
         return parts(_jax.used_inputs(jaxpr, outputs), loop.const_count, loop.carry_count)[1]
 
-    silent, stored = equations.without_debug_effects(split.forward), len(split.stored_types)
-    saved = carry_read(silent, [False] * split.results + [True] * stored)
+    saved = carry_read(
+        _again(loop, split, [False] * split.results), [True] * len(split.stored_types)
+    )
     no_ys = [False] * loop.ys_count
     return tuple(fixed_point(saved, lambda flags: [carry_read(loop.body, flags + no_ys)])[0])

@@ -26,6 +26,7 @@ from loopkit._engine.facts.counters import find_counters
 from loopkit._engine.facts.write_sites import with_fresh_writes, writes_once
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
 from loopkit._engine.passes.batched_loop import in_row, places_at
+from loopkit._engine.passes.lean import to_transpose
 from loopkit._jaxprs.min_cut import least_stored
 from loopkit._jaxprs.slice_cotangents import passed_on
 
@@ -45,6 +46,8 @@ class Split:
     """
     uncut_bytes: int = 0
     """Of all residuals of a step, as jax.lax.scan would store them."""
+    reads: tuple[bool, ...] = ()
+    """Which constants, and after them which xs, the backward half reads."""
     stored_batched: tuple[bool, ...] = ()
     """For the split of a batched loop made from another split: which rows have the new axis."""
 
@@ -93,8 +96,11 @@ def _split(loop: Loop, active: Active) -> Split:
         residuals, tree = jax.tree.flatten(pushforward)
         return [*outs, *residuals]
 
-    whole = _jax.trace_closed(linearised, in_types, "loop_step")
     n, c = len(body.out_avals), loop.const_count
+    whole = _jax.trace_closed(linearised, in_types, "loop_step")
+    tangents, used = _tangents(loop, tree, whole.out_avals[n:], active)
+    outs = _jax.open_jaxpr(whole).outvars
+    whole = _jax.with_outputs(whole, [*outs[:n], *kept(outs[n:], used)], [True] * len(in_types))
     slices, free = c + loop.carry_count, [by is not None for by in find_counters(loop)]
     cut = least_stored(whole, n, c, slices, free)
     j = _jax.open_jaxpr(whole)
@@ -113,7 +119,7 @@ def _split(loop: Loop, active: Active) -> Split:
             )
             return list(transpose([*so_far, *cts]))
 
-        linear, flowing = _linear_part(tree, whole.out_avals[n:], body, active, live)
+        linear, flowing = _linear_part(tangents, active, live)
         before = len(linear.in_avals) - sum(live.carry) - sum(live.xs)
         numbers = enumerate(i for i, has in enumerate(live.carry) if has)
         once = [(before + k, k) for k, i in numbers if unread[i] and writes_once(loop, i)]
@@ -129,30 +135,53 @@ def _split(loop: Loop, active: Active) -> Split:
         ]
         return _jax.trace_closed(backward, types, "loop_step_transpose")
 
-    return Split(hoist, forward, n, make_backward, cut.uncut)
+    hoisting = _jax.used_inputs(hoist, [True] * len(cut.hoisted))
+    given = [v in cut.given for v in (*inputs[:c], *inputs[slices:])]
+    reads = (*(a or b for a, b in zip(given, hoisting, strict=False)), *given[c:])
+    return Split(hoist, forward, n, make_backward, cut.uncut, reads)
 
 
-def _linear_part(
-    tree: Any, residual_types: Sequence[Any], body: _jax.Jaxpr, active: Active, live: Active
-) -> tuple[_jax.Jaxpr, list]:
+def _tangents(
+    loop: Loop, tree: Any, residual_types: Sequence[Any], active: Active
+) -> tuple[_jax.Jaxpr, list[bool]]:
+    """(residuals, tangents of active inputs) -> tangents of active outputs
+
+    And which residuals are read at all: those that it takes.
+    """
+
+    def pushforward(*values: Any) -> list:
+        residuals, flowing = parts(values, len(residual_types))
+        return list(jax.tree.unflatten(tree, residuals)(*flowing))
+
+    types = [t.to_tangent_aval() for t in kept(loop.body.in_avals, active.inputs)]
+    linear = _jax.trace_closed(pushforward, [*residual_types, *types], "loop_tangents")
+    if not loop.holds_custom_vjp:  # else the next derivative is that of this code
+        linear = to_transpose(linear)
+    moving = [True] * sum(active.inputs)
+    keep = [*[False] * len(residual_types), *moving]
+    linear, used = _jax.dce(linear, [True] * len(linear.out_avals), keep)
+    return linear, used[: len(residual_types)]
+
+
+def _linear_part(tangents: _jax.Jaxpr, active: Active, live: Active) -> tuple[_jax.Jaxpr, list]:
     """(residuals, tangents of live inputs) -> tangents of live outputs, and the types of those.
 
     What only reaches other outputs is left out: it may be something that cannot be transposed.
     """
-    count = len(residual_types)
-    flows = kept(live.inputs, active.inputs)
-    types = [t.to_tangent_aval() for t in kept(body.in_avals, active.inputs)]
+    count = len(tangents.in_avals) - sum(active.inputs)
+    flows, types = kept(live.inputs, active.inputs), tangents.in_avals[count:]
+    inputs = [*tangents.in_avals[:count], *kept(types, flows)]
 
-    def pushforward(*values: Any) -> list:
+    def of_live(*values: Any) -> list:
         residuals, flowing = parts(values, count)
         # An inner loop may read the others nevertheless, for results of its own that are not live.
-        tangents = spread(flowing, flows, list(map(_jax.zeros, types)))
-        return list(jax.tree.unflatten(tree, residuals)(*tangents))
+        moving = spread(flowing, flows, list(map(_jax.zeros, types)))
+        return _jax.call_jaxpr(tangents)(*residuals, *moving)
 
-    inputs = [*residual_types, *kept(types, flows)]
-    everything = _jax.trace_closed(pushforward, inputs, "loop_tangents")
+    if not all(flows):
+        tangents = _jax.trace_closed(of_live, inputs, "loop_tangents")
     wanted = kept(live.outputs, active.outputs)
-    linear, _ = _jax.dce(everything, wanted, [True] * len(inputs))
+    linear, _ = _jax.dce(tangents, wanted, [True] * len(inputs))
     return linear, kept(types, flows)
 
 
@@ -180,4 +209,5 @@ def batch_split(split: Split, loop: Loop, axis: Any, places: Operands, active: A
         ins = [*consts, *places_at(hoisted, 0), *slices, *places_at(stored, 0), *cts]
         return _jax.batch_jaxpr(split.backward(live, unread), axis, ins, outs)[0]
 
-    return Split(hoist, forward, split.results, make_backward, stored_batched=tuple(stored))
+    batched = {"reads": split.reads, "stored_batched": tuple(stored)}
+    return Split(hoist, forward, split.results, make_backward, **batched)

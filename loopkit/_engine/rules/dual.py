@@ -49,7 +49,7 @@ def known(values: Sequence[Any], *, loop: Loop, active: Active) -> tuple:
     both = sweeps(reversal(loop, active))
     if both.how.plan.host:
         residuals = list(map(_jax.placed, residuals, both.residual_types))
-    params = {"loop": loop, "layout": active, "active": active, "batch": None}
+    params = {"loop": loop, "layout": active, "active": active, "batch": None, "lean": False}
     return results, [*values, *residuals], pushforward_p, params
 
 

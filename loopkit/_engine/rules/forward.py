@@ -14,11 +14,11 @@ from typing import Any
 import jax
 
 from loopkit import _jax
-from loopkit._engine.derivative.reversal import covers, reversal
+from loopkit._engine.derivative.reversal import Reversal, covers, reversal
 from loopkit._engine.derivative.split import opened
 from loopkit._engine.facts.activity import moving_activity
 from loopkit._engine.loop import Active, Loop, kept, parts, spread
-from loopkit._engine.primitives import define, forward_p, pushforward_p, while_p
+from loopkit._engine.primitives import RUNS_WITH, define, forward_p, pushforward_p, while_p
 from loopkit._engine.rules import while_
 from loopkit._engine.sweeps import sweeps
 from loopkit._engine.trials.host_memory import check_gradients
@@ -26,14 +26,37 @@ from loopkit._engine.trials.unrolling import settled
 
 
 def evaluate(*operands: Any, loop: Loop, active: Active) -> list:
+    return _swept(loop, active, reversal(loop, active), loop, operands)
+
+
+def _swept(loop: Loop, active: Active, how: Reversal, run: Loop, operands: Sequence[Any]) -> list:
+    """The forward sweep of `run`, which is the loop or what is needed of it."""
     with jax.named_scope(f"loopkit.{loop.name}.forward"):
-        how, unroll = reversal(loop, active), settled(loop, active)
+        unroll = settled(loop, active)
         if how.plan.host:
             check_gradients(loop.name)
         both = sweeps(how.unrolled(unroll))
-        outs = both.forward(loop.unrolled(unroll), loop.split(operands)[0])
+        outs = both.forward(run.unrolled(unroll), run.split(operands)[0])
         last = zip(outs[-2:], both.residual_types[-2:], strict=True)
         return [*outs[:-2], *(_jax.vary_like(v, [t]) for v, t in last)]
+
+
+def runs_with(used: list[bool], *, loop: Loop, active: Active) -> tuple[list[bool], Any] | None:
+    """Without what neither the used results nor the residuals need.
+
+    Such as a buffer that steps only write to, where they are run again.
+    """
+    results, how = loop.primal_counts[1], reversal(loop, active)
+    few = how.wanting(used[:results])
+    if all(few.operands):
+        return None
+
+    def run(*operands: Any) -> list:
+        outs = _swept(loop, active, how.pruned(few), few.loop, operands)
+        found, residuals = parts(outs, few.loop.primal_counts[1])
+        return kept([*few.back(found), *residuals], used)
+
+    return few.operands, run
 
 
 def result_types(*_: Any, loop: Loop, active: Active) -> tuple[list, Any]:
@@ -49,11 +72,11 @@ def jvp(
     moving = moving_activity(plain, loop.split(_jax.nonzero(tangents))[0])
     inputs = list(map(_jax.instantiate, kept(tangents[loop.cond_const_count :], moving.inputs)))
     source, layout = loop, active
-    if plain is not loop or not covers(loop, active, moving):
+    if plain is not loop or not covers(active, moving):
         source, layout = plain.without_debug_effects(), moving
         fresh = forward_p.bind(*primals, loop=source, active=moving)
         residuals = fresh[loop.primal_counts[1] :]
-    params = {"loop": source, "layout": layout, "active": moving, "batch": None}
+    params = {"loop": source, "layout": layout, "active": moving, "batch": None, "lean": False}
     flowing = pushforward_p.bind(*primals, *residuals, *inputs, **params)
     zeros = list(map(_jax.float0_zero, loop.result_types))
     still = [_jax.float0_zero(jax.typeof(r)) for r in outs[loop.primal_counts[1] :]]
@@ -72,3 +95,4 @@ def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
 
 
 define(forward_p, evaluate, result_types, jvp=jvp, dce=dce)
+RUNS_WITH[forward_p] = runs_with

@@ -7,7 +7,8 @@
 
 `batch` is None or the size of a leading axis of the cotangents, which the primals do not have: the
 trajectory is replayed once for all of them. `unread` says of which carry leaves nobody asks for the
-cotangent of the initial value, as of a buffer that starts with zeros; it is zeros then.
+cotangent of the initial value, as of a buffer that starts with zeros; it is zeros then. If it is
+`lean`, operands that it does not read are zeros: it has no derivative.
 """
 
 from __future__ import annotations
@@ -31,7 +32,13 @@ from loopkit._engine.trials.unrolling import settled
 
 
 def evaluate(
-    *operands: Any, loop: Loop, layout: Active, active: Active, batch: Any, unread: tuple[bool, ...]
+    *operands: Any,
+    loop: Loop,
+    layout: Active,
+    active: Active,
+    batch: Any,
+    unread: tuple[bool, ...],
+    lean: bool,
 ) -> list:
     primals, residuals, cts = arguments(loop, layout, operands)
     how = reversal(loop, layout, active).unrolled(settled(loop, layout)).without(unread)
@@ -49,6 +56,7 @@ def _unread_results(active: Active, unread: Sequence[bool]) -> list[bool]:
 
 def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list, list]:
     loop, active, batch = params["loop"], params["active"], params["batch"]
+    assert not params["lean"], "what it reads is not there"
     values, residuals, cts = arguments(loop, params["layout"], primals)
     t_values, _, t_cts = arguments(loop, params["layout"], tangents)
     out = pullback_p.bind(*primals, **params)

@@ -6,7 +6,8 @@
     transpose `pullback`
 
 The residuals are there for the transpose; run as it is, it is D, which needs none. `batch` is None
-or the size of a leading axis of the tangents, which the primals do not have.
+or the size of a leading axis of the tangents, which the primals do not have. If it is `lean`, it is
+there to be transposed alone: operands that its transpose does not read are zeros.
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ from typing import Any
 import jax
 
 from loopkit import _jax
-from loopkit._engine.derivative.reversal import covers, reversal
+from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.activity import cotangent_activity
 from loopkit._engine.loop import Active, Loop, kept, parts, spread
 from loopkit._engine.passes.dual_loop import dual_loop
-from loopkit._engine.primitives import define, forward_p, pullback_p, pushforward_p, while_p
+from loopkit._engine.primitives import READS, define, pullback_p, pushforward_p, while_p
 from loopkit._engine.rules import while_
 from loopkit._engine.rules.linear import FORWARD, asked
 from loopkit._engine.rules.vmap import batch_tangents
 from loopkit._engine.sweeps import sweeps
 
 
-def evaluate(*operands: Any, loop: Loop, layout: Active, active: Active, batch: Any) -> list:
+def evaluate(
+    *operands: Any, loop: Loop, layout: Active, active: Active, batch: Any, lean: bool
+) -> list:
+    assert not lean, "what it reads is not there"
     primals, _, tangents = arguments(loop, layout, operands)
     quiet = loop.without_debug_effects()
     loop.check_repeats()
@@ -53,6 +57,7 @@ def arguments(loop: Loop, layout: Active, operands: Sequence[Any]) -> list[list]
 
 def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list, list]:
     loop, active = params["loop"], params["active"]
+    assert not params["lean"], "what it reads is not there"
     values, residuals, linear = arguments(loop, params["layout"], primals)
     t_values, _, t_linear = arguments(loop, params["layout"], tangents)
     out = pushforward_p.bind(*primals, **params)
@@ -76,9 +81,6 @@ def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
     values, residuals, linear = arguments(loop, layout, operands)
     zeros = [_jax.float0_zero(l.aval) for l in linear]
     live = cotangent_activity(loop, active, _jax.nonzero(cts))
-    if not covers(loop, layout, live):
-        outs = forward_p.bind(*values, loop=loop, active=live)
-        residuals, layout = outs[loop.primal_counts[1] :], live
     reaching = kept(live.outputs, active.outputs)
     cts = [_jax.instantiate(c) for c in kept(cts, reaching)]
     if not any(live.inputs):
@@ -93,4 +95,10 @@ def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
     return asked(spread(out, kept(live.inputs, active.inputs), zeros), operands)
 
 
+def reads(*, loop: Loop, layout: Active, active: Active, **_: Any) -> list[bool]:
+    """Which operands of the loop its pullback reads."""
+    return reversal(loop, layout, active).reads
+
+
 define(pushforward_p, evaluate, FORWARD.types, jvp=jvp, transpose=transpose, dce=FORWARD.dce)
+READS[pushforward_p] = reads

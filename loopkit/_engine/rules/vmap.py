@@ -18,7 +18,7 @@ from loopkit._engine.derivative.reversal import build, can_replay, reversal
 from loopkit._engine.derivative.split import batch_split, split_step
 from loopkit._engine.derivative.write_log import batch_undo
 from loopkit._engine.facts.activity import either
-from loopkit._engine.loop import Active, Loop, Operands, kept, parts
+from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
 from loopkit._engine.passes.batched_loop import Batched, batch_loop, leaves_in_rows, move
 from loopkit._engine.passes.dual_loop import dual_loop
 from loopkit._engine.passes.rewritten import Rewritten
@@ -146,7 +146,20 @@ def batch_linear(primitive: Any, ins: str, outs: str) -> Any:
         moved = batched.into(zip(values, value_dims, strict=True))
         if has_residuals:
             places = _residual_axes(loop, batched, layout)
-            if any(d is not None and p is None for d, p in zip(residual_dims, places, strict=True)):
+            pairs = zip(residual_dims, places, strict=True)
+            apart = any(d is not None and p is None for d, p in pairs)
+            if apart and params["lean"]:
+                # What was saved depends on operands that are not there: these vary, too.
+                read = reversal(loop, layout, active).reads
+                lost = [d is None and not r for d, r in zip(value_dims, read, strict=True)]
+                assert any(lost), "what is saved depends on the operands"
+                zeros = map(_jax.zeros, _jax.stack_types(kept(loop.operand_types, lost), size))
+                values = spread(list(zeros), lost, values)
+                value_dims = spread([0] * sum(lost), lost, value_dims)
+                full, dims = [*values, *residuals, *linear], [*value_dims, *residual_dims]
+                dims += linear_dims
+                return rule(axis, full, dims, **params)
+            if apart:
                 # Lanes that were run one at a time saved at other units: run them again, together.
                 forward = (axis, values, value_dims)
                 fresh, found = _batch_forward(*forward, loop=loop, active=layout)

@@ -1,0 +1,91 @@
+"""Loops in a step, without what nobody uses of them: nothing else than the numbers must stay."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import loopkit
+from derivatives import assert_close
+from loopkit._engine.rules import vmap
+
+KEYS = jnp.array([[3, 0, 7, 1, 40, 2], [0, 0, 1, 5, 9, 33]])
+STEPS = 7
+
+
+def inner(x, key, w, settings):
+    """Steps of which each reads a bit of a key that has no derivative."""
+
+    def body(c):
+        i, x, key = c
+        return i + 1, jnp.where(key % 2 == 0, jnp.sin(x * w), x * w * x + 0.1), key // 2
+
+    if settings is None:
+        c = (0, x, key)
+        for _ in range(STEPS):
+            go, new = c[2] > 0, body(c)
+            c = jax.tree.map(lambda n, o, go=go: jnp.where(go, n, o), new, c)
+        return c[1]
+    start = (0, x, key)
+    return loopkit.while_loop(lambda c: c[2] > 0, body, start, max_steps=STEPS, **settings)[1]
+
+
+def outer(x, keys, w, settings, how):
+    step = lambda c: (c[0] + 1, inner(c[1], keys[c[0]], w, settings) * 1.1)
+    n = len(keys)
+    if settings is None:
+        c = (0, x)
+        for _ in range(n):
+            c = step(c)
+        return c[1] ** 2
+    return loopkit.while_loop(lambda c: c[0] < n, step, (0, x), max_steps=n, **how)[1] ** 2
+
+
+@pytest.mark.parametrize("how", [{"checkpoints": "all"}, {"checkpoints": 2}], ids=str)
+@pytest.mark.parametrize("settings", [{"checkpoints": "all"}, {"checkpoints": 2}], ids=str)
+def test_lanes_of_what_is_not_read(settings, how):
+    """What is stored of the inner loop depends on a key that the way back does not read."""
+    x, w = jnp.asarray(0.3), jnp.asarray(0.9)
+    gradient = lambda *of: lambda x, keys, w: jax.grad(outer, (0, 2))(x, keys, w, *of)
+    lanes = lambda *of: jax.jit(jax.vmap(gradient(*of), (None, 0, None)))(x, KEYS, w)
+    assert_close(lanes(settings, how), lanes(None, None))
+
+
+def test_lanes_that_are_run_on_what_is_there(monkeypatch):
+    """The same, where the lanes of what is stored have to be found out from what is stored."""
+    seen = []
+    spread = vmap.spread
+    monkeypatch.setattr(vmap, "spread", lambda *args: seen.append(args) or spread(*args))
+    all_of_them = {"checkpoints": "all"}
+    test_lanes_of_what_is_not_read(all_of_them, all_of_them)
+    assert seen
+
+
+@pytest.mark.parametrize("rows", [100, 10_000])
+@pytest.mark.parametrize("checkpoints", [None, 3])
+def test_a_buffer_that_an_inner_loop_writes_to(rows, checkpoints):
+    """It is neither in the checkpoints nor in the residuals of a step."""
+
+    def outer(x, loops):
+        def step(c):
+            count, x, out = c
+            x = jnp.sin(x) * 1.1
+            stop = count + 2
+
+            def write(c):
+                count, out = c
+                return count + 1, out.at[count].set(x * count)
+
+            count, out = loops.while_loop(lambda c: c[0] < stop, write, (count, out))
+            return count, x, out
+
+        start = (0, x, jnp.zeros(rows))
+        return jnp.sum(loops.while_loop(lambda c: c[0] < 50, step, start)[2] ** 2)
+
+    f = loopkit.checkpointed(lambda x: outer(x, jax.lax), checkpoints=checkpoints)
+    x = jnp.asarray(0.7)
+    compiled = jax.jit(jax.grad(f)).lower(x).compile()
+    wanted = jax.jit(jax.jacfwd(lambda x: outer(x, jax.lax)))(x)
+    np.testing.assert_allclose(compiled(x), wanted, rtol=1e-12)
+    # The array, its cotangent, and copies of each; not one for each checkpoint.
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 8 * rows + 20_000
