@@ -81,7 +81,7 @@ class Step(NamedTuple):
 
         From stored carries, buffers are taken back a step at a time, which costs a loop a step.
         """
-        if self.log_bytes and self.residual_bytes < self.buffer_bytes:
+        if self.buffer_bytes and self.residual_bytes < self.buffer_bytes:
             return ("residuals",)
         return ("carries", "residuals")
 

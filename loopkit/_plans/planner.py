@@ -62,6 +62,9 @@ def make_plan(
 ) -> Plan:
     """The plan for a loop of `bound` steps at most; `exact` if it takes just that many."""
     loop = Plan(1, bound=bound, exact=exact, step=step)
+    if budget is None and bound and bound * step.residual_bytes <= step.buffer_bytes:
+        # No more than one of the buffers that would be brought back from their last state.
+        return replace(loop, segment=bound, store="residuals", keeps_all=True)
     if not step.carry_bytes and bound and (budget is None or isinstance(budget, int)):
         return _without_carry(loop, bound)
     step = step._replace(carry_bytes=max(step.carry_bytes, 1))

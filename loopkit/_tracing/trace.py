@@ -16,6 +16,7 @@ from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._arguments.validate import as_arrays, type_of
 from loopkit._buffers.buffer import plain
+from loopkit._engine.facts.least import with_least
 from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, parts
 from loopkit._engine.passes import ready
 from loopkit._engine.passes.rewritten import run
@@ -68,7 +69,8 @@ class Traced:
     def run(self, init: Sequence[Any], xs: Sequence[Any], scan: Callable | None = None) -> tuple:
         """Final carry leaves and ys leaves; of a `scan` that traces the steps again, if given."""
         types, bind = (self.init_types, while_p.bind) if scan is None else (self.carry_types, scan)
-        loop, passes = ready(self.loop)
+        loop = with_least(self.loop, init) if any(self.loop.is_buffer) else self.loop
+        loop, passes = ready(loop)
         meshes = loop.derived("meshes", lambda: equations.meshes(loop.body))
         bound = lambda *operands: bind(*_jax.known_on(meshes, list(operands)), loop=loop)
         first = [_convert(v, t) for v, t in zip(init, types, strict=True)]

@@ -165,8 +165,13 @@ class Reversal:
 
     @cached_property
     def rereads(self) -> bool:
-        """Whether a step's residuals depend on what the step itself writes to buffers."""
-        return holds_write(self.remaking)
+        """Whether a step's residuals depend on what the step itself writes to buffers.
+
+        But for an inner loop that goes back from the buffer as it leaves it, and needs that.
+        """
+        buffers = kept(self.loop.carry_types, self.undone)
+        left = any(_jax.same_type(t, b) for t in self.split.stored_types for b in buffers)
+        return not left and holds_write(self.remaking)
 
     def apart(self, saved: Sequence[Any]) -> tuple[list, list]:
         """Of the saved leaves, those that a slot holds, and the buffers that are brought back."""
@@ -266,7 +271,7 @@ def _planned(loop: Loop, active: Active) -> Reversal:
     plan = best_plan(checkpoints, loop.length, loop.cond is None, steps, loop.name)
     if not plan.keeps_all:
         loop.check_repeats()
-    if plan.keeps_all or not plan.step.log_bytes:
+    if plan.keeps_all or not plan.step.buffer_bytes:
         undo = None
     if plan.host:
         check_host_memory(loop.name)

@@ -3,16 +3,17 @@
 Going forward, each write leaves in a log where it wrote and what it displaced, which is as large
 as what is written, not as the buffer. Going back, the log is played backwards, so that the buffer
 is as it was before any step that is replayed. Nothing displaced is logged where a row is provably
-written once: there the initial buffer has it.
+written once: there the initial buffer has it; nor where it was written, if a counter says that. An
+inner loop that ends when it likes logs where its rows begin and end.
 
-This is for buffers that a step reads from and writes to, in loops of known bounds; inner loops
-may write to them if they take a fixed number of steps. Others are saved as any carry.
+This is for buffers that a step reads from and writes to. A log needs a bound on the steps, and so
+do rows that an inner loop writes more than once. Others are saved as any carry.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,15 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._buffers.slices import in_order, read, read_p, write
-from loopkit._engine.facts.write_sites import Inner, Sites, Write, find_writes, merged
+from loopkit._engine.facts.write_sites import Inner, Sites, Span, Write, find_writes, merged
 from loopkit._engine.loop import Loop, Operands, Output, kept, parts
 from loopkit._engine.passes.batched_loop import in_row, places_at
 from loopkit._engine.primitives import while_p
-from loopkit._engine.steps import read_rows, repeat_backwards, row_of
+from loopkit._engine.steps import read_rows, repeat, repeat_backwards, row_of
 from loopkit._jaxprs import equations
+
+largest_p = _jax.declare("loopkit_largest")
+"""The largest of some integers, of all lanes in common: a loop to there has one predicate."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,12 +39,14 @@ class Undo:
 
     leaves: tuple[bool, ...]
     """Which carry leaves: buffers that are not saved."""
+    counted: tuple[bool, ...]
+    """Which carry leaves say where a step wrote: counters."""
     log_types: list[_jax.ShapedArray]
     """What one step logs."""
     forward: _jax.Jaxpr
     """(consts, carry, x) -> carry, y, log"""
     back: _jax.Jaxpr
-    """(initial buffers, buffers after a step, its log) -> buffers before it"""
+    """(initial buffers, counters before a step, buffers after it, its log) -> buffers before it"""
     batched: tuple[bool, ...] = ()
     """In the batched loop made from another: which parts of the log have the new axis."""
 
@@ -49,17 +55,25 @@ class Undo:
         return loop.derived(("logged", self), lambda: with_log(loop, self.forward))
 
     def rewound(
-        self, loop: Loop, init: list, log: Sequence[Any], first: Any, count: Any, buffers: list
+        self,
+        loop: Loop,
+        init: list,
+        log: Sequence[Any],
+        counts: Callable[[Any], list],
+        first: Any,
+        count: Any,
+        buffers: list,
     ) -> list:
         """The buffers before step `first`, from those `count` steps later, or less.
 
-        `log`: a row for each step of a loop that has run.
+        `log`: a row for each step of a loop that has run; `counts`: the counters before a step.
         """
         initial = kept(init, self.leaves)
 
         def back(k: Any, buffers: list) -> list:
-            row = read_rows(log, row_of(loop, first + k))
-            return list(_jax.call_jaxpr(self.back)(*initial, *buffers, *row))
+            row = read_rows(log, row_of(loop, first + k)) if log else []
+            at = kept(counts(first + k), self.counted)
+            return list(_jax.call_jaxpr(self.back)(*initial, *at, *buffers, *row))
 
         # In a loop of its own, also where it is of one step: among what else a step does, the
         # compiler orders reads and writes so that it has to copy the buffers.
@@ -75,11 +89,11 @@ def with_log(loop: Loop, body: _jax.Jaxpr) -> Loop:
 
 def find_undo(loop: Loop, saved: Sequence[bool]) -> Undo | None:
     """How to do without saving buffers among the `saved` carry leaves; None if none can be."""
-    if loop.length is None or not any(loop.is_buffer):
-        return None
     sites, leaves = {}, []
     for leaf, (is_buffer, keep) in enumerate(zip(loop.is_buffer, saved, strict=True)):
         found = find_writes(loop, leaf) if is_buffer and keep else None
+        if found and loop.length is None and any(map(_log_size, found.values())):
+            found = None  # there is no room for a log
         leaves.append(found is not None)
         sites = merged(sites, found or {})
     if not any(leaves):
@@ -87,16 +101,21 @@ def find_undo(loop: Loop, saved: Sequence[bool]) -> Undo | None:
     flags, logging = tuple(leaves), _logged(loop.body, sites)
     log_types = list(logging.out_avals[len(loop.body.out_avals) :])
     numbers = [i for i, f in enumerate(flags) if f]
-    types = kept(loop.carry_types, flags)
+    told = {i for site in sites.values() if isinstance(site, Write) for i in site.told_by}
+    counted = tuple(i in told for i in range(loop.carry_count))
 
     def back(*values: Any) -> list:
-        initial, buffers, log = parts(values, len(numbers), len(numbers))
+        initial, at, buffers, log = parts(values, len(numbers), len(told), len(numbers))
         state = dict(zip(numbers, buffers, strict=True))
-        state = _undone(sites, state, dict(zip(numbers, initial, strict=True)), log)
+        first = dict(zip(numbers, initial, strict=True))
+        counts = dict(zip(sorted(told), at, strict=True))
+        state = _undone(sites, state, first, counts, log)
         return [state[i] for i in numbers]
 
-    undoing = _jax.trace_closed(back, [*types, *types, *log_types], "loop_step_undone")
-    return Undo(flags, log_types, logging, undoing)
+    types = kept(loop.carry_types, flags)
+    inputs = [*types, *kept(loop.carry_types, counted), *types, *log_types]
+    undoing = _jax.trace_closed(back, inputs, "loop_step_undone")
+    return Undo(flags, counted, log_types, logging, undoing)
 
 
 def _logged(body: _jax.Jaxpr, sites: Sites) -> _jax.Jaxpr:
@@ -113,7 +132,7 @@ def _logging(j: Any, values: Sequence[Any], sites: Sites) -> list:
 
     def rule(eqn: Any, ins: list) -> list:
         site = sites.get(next(numbers))
-        if isinstance(site, Write):
+        if isinstance(site, Write) and site.starts is None:
             log.append(ins[2])
             if not site.fresh:
                 starts, window, old = reads.get(eqn.invars[0], (None, None, None))
@@ -121,14 +140,18 @@ def _logging(j: Any, values: Sequence[Any], sites: Sites) -> list:
                     old, ins[0] = read(ins[0], ins[2], site.window)
                     old, ins[1] = in_order(old, ins[1], ins[2], site.window)
                 log.append(old)
-        elif site is not None:
-            if site.loop is None:
+        elif isinstance(site, Inner):
+            if not site.sites:
+                outs = _jax.bind_equation(eqn, ins)
+            elif site.loop is None:
                 outs = _logging(*equations.called(eqn, ins), site.sites)
             else:
                 loop = with_log(site.loop, _logged(site.loop.body, site.sites))
                 outs = while_p.bind(*ins, loop=loop)
             outs, more = parts(outs, len(eqn.outvars))
             log.extend(more)
+            for span in site.spans:
+                log.extend([ins[span.before], outs[span.after]])
             return outs
         outs = _jax.bind_equation(eqn, ins)
         if eqn.primitive is read_p and eqn.params["value"]:
@@ -141,20 +164,26 @@ def _logging(j: Any, values: Sequence[Any], sites: Sites) -> list:
 
 def _log_size(site: Any) -> int:
     if isinstance(site, Write):
-        return 1 if site.fresh else 2
-    return sum(map(_log_size, site.sites.values()))
+        return 0 if site.starts is not None else 1 if site.fresh else 2
+    return sum(map(_log_size, site.sites.values())) + 2 * len(site.spans)
 
 
-def _undone(sites: Sites, state: dict, initial: dict, log: Sequence[Any]) -> dict:
+def _undone(sites: Sites, state: dict, initial: dict, counts: dict, log: Sequence[Any]) -> dict:
     """The buffers before the equations at the sites, last first."""
     order = sorted(sites)
     *logs, _ = parts(log, *[_log_size(sites[at]) for at in order])
     for at, rows in reversed(list(zip(order, logs, strict=True))):
         site = sites[at]
         if isinstance(site, Inner):
-            state = _undone_inside(site, state, initial, rows)
+            inside, *ends = parts(rows, *[len(rows) - 2 * len(site.spans)], *[2] * len(site.spans))
+            state = _undone_inside(site, state, initial, inside)
+            for span, (first, last) in zip(site.spans, ends, strict=False):
+                state = _restored(span, state, initial, first, last)
             continue
-        starts = rows[0]
+        if site.starts is None:
+            starts = rows[0]
+        else:
+            (starts,) = _jax.call_jaxpr(site.starts)(*(counts[i] for i in site.told_by))
         old = read(initial[site.leaf], starts, site.window)[0] if site.fresh else rows[1]
         state = {**state, site.leaf: write(state[site.leaf], old, starts, site.window)}
     return state
@@ -163,14 +192,26 @@ def _undone(sites: Sites, state: dict, initial: dict, log: Sequence[Any]) -> dic
 def _undone_inside(site: Inner, state: dict, initial: dict, log: Sequence[Any]) -> dict:
     loop = site.loop
     if loop is None:
-        return _undone(site.sites, state, initial, log)
-    if not loop.length:
+        return _undone(site.sites, state, initial, {}, log)
+    if not loop.length or not site.sites:
         return state
 
     def back(step: Any, state: dict) -> dict:
-        return _undone(site.sites, state, initial, read_rows(log, row_of(loop, step)))
+        return _undone(site.sites, state, initial, {}, read_rows(log, row_of(loop, step)))
 
     return repeat_backwards(loop.length, back, state, 1)
+
+
+def _restored(span: Span, state: dict, initial: dict, first: Any, last: Any) -> dict:
+    """The buffer without the rows of a span; rows beyond it have not been written yet."""
+
+    def back(k: Any, buffer: Any) -> Any:
+        (starts,) = _jax.call_jaxpr(span.starts)(first + k.astype(first.dtype))
+        old, _ = read(initial[span.leaf], starts, span.window)
+        return write(buffer, old, starts, span.window)
+
+    (count,) = largest_p.bind((last - first).astype(jnp.int32))
+    return {**state, span.leaf: repeat(count, back, state[span.leaf])}
 
 
 def batch_undo(
@@ -183,7 +224,16 @@ def batch_undo(
     forward, flags = _jax.batch_jaxpr(undo.forward, axis, [*consts, *carry, *slices], outs)
     results = len(carry) + len(rows)
     log = flags[results:]
-    buffers = kept(carry, undo.leaves)
-    ins = [*buffers, *buffers, *places_at(log, 0)]
+    buffers, counts = kept(carry, undo.leaves), kept(carry, undo.counted)
+    ins = [*buffers, *counts, *buffers, *places_at(log, 0)]
     back, _ = _jax.batch_jaxpr(undo.back, axis, ins, buffers)
-    return Undo(undo.leaves, list(forward.out_avals[results:]), forward, back, tuple(log))
+    log_types = list(forward.out_avals[results:])
+    return Undo(undo.leaves, undo.counted, log_types, forward, back, tuple(log))
+
+
+_jax.define(
+    largest_p,
+    lambda v: [v.max(initial=0)],
+    lambda v: ([_jax.type_like(_jax.ShapedArray((), v.dtype), [v])], set()),
+)
+_jax.register_batching(largest_p, lambda axis, args, dims: (largest_p.bind(*args), [None]))

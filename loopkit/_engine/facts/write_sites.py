@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from loopkit import _jax
 from loopkit._buffers.slices import read_p, write_p
 from loopkit._buffers.window import Window
-from loopkit._engine.facts.counters import PASSING, moved_by
-from loopkit._engine.loop import Loop
+from loopkit._engine.facts.counters import PASSING, find_counters, moved_by
+from loopkit._engine.loop import Loop, parts
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
 
@@ -25,6 +26,26 @@ class Write:
     window: Window
     fresh: bool
     """Whether no other write of the loop is to the same rows."""
+    starts: _jax.Jaxpr | None = None
+    """Where it writes, if counters of the steps say that."""
+    told_by: tuple[int, ...] = ()
+    """These counters, as numbers of carry leaves."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows that an equation writes one after the other, and that nothing else of the loop writes."""
+
+    leaf: int
+    window: Window
+    before: int
+    """Which operand of the equation says where it begins."""
+    after: int
+    """Which result says where it ends."""
+    offset: int
+    """How far from there a row is."""
+    starts: _jax.Jaxpr
+    """(where it is) -> starts of the slice that is written"""
 
 
 @dataclass(frozen=True)
@@ -33,6 +54,8 @@ class Inner:
 
     sites: dict[int, Any]
     loop: Loop | None
+    spans: tuple[Span, ...] = ()
+    """Of other buffers than those of the sites."""
 
 
 WIDE = 4
@@ -53,7 +76,7 @@ def find_writes(loop: Loop, leaf: int) -> Sites | None:
 
 def writes_once(loop: Loop, leaf: int) -> bool:
     """Whether each step writes to rows of a buffer that no other step writes to, in one place."""
-    sites = find_writes(loop, leaf) if loop.length is not None else None
+    sites = find_writes(loop, leaf)
     return bool(sites) and all(isinstance(s, Write) and s.fresh for s in sites.values())
 
 
@@ -113,7 +136,7 @@ def _trace_back(j: Any, var: Any, leaf: int, sites: Sites) -> Any:
                 return None
             sites[at] = Inner(inner, None)
             var = eqn.invars[called.invars.index(start)]
-        elif eqn.primitive is while_p and eqn.params["loop"].cond is None:
+        elif eqn.primitive is while_p:
             loop, place = eqn.params["loop"], eqn.outvars.index(var)
             if place >= loop.carry_count:
                 return None
@@ -130,12 +153,7 @@ def _trace_back(j: Any, var: Any, leaf: int, sites: Sites) -> Any:
 
 def holds_write(jaxpr: Any) -> bool:
     """Whether a jaxpr writes to a buffer, loops in it included."""
-    return any(
-        eqn.primitive is write_p
-        or (eqn.primitive is while_p and any(eqn.params["loop"].is_buffer))
-        or (equations.is_call(eqn) and holds_write(eqn.params["jaxpr"]))
-        for eqn in _jax.open_jaxpr(jaxpr).eqns
-    )
+    return any(eqn.primitive is write_p for eqn in equations.all_equations(jaxpr))
 
 
 def merged(a: Sites, b: Sites) -> Sites:
@@ -143,58 +161,165 @@ def merged(a: Sites, b: Sites) -> Sites:
     for at, site in b.items():
         if at in out:
             assert isinstance(site, Inner), "an equation writes to one buffer"
-            out[at] = Inner(merged(out[at].sites, site.sites), site.loop)
+            sites = merged(out[at].sites, site.sites)
+            out[at] = Inner(sites, site.loop, out[at].spans + site.spans)
         else:
             out[at] = site
     return out
 
 
-def _freshened(sites: Sites, j: Any, loop: Loop, leaf: int) -> Sites:
-    """The sites of a buffer, where one that writes to another row each step is marked."""
-    if len(sites) != 1:
-        return sites
-    ((at, site),) = sites.items()
-    if not isinstance(site, Write) or site.window.mode != "drop":
-        return sites
-    eqn, shape = j.eqns[at], loop.carry_types[leaf].shape
-    columns = _columns(j, eqn.invars[2], loop)
-    for axis, counts in zip(site.window.axes, columns, strict=True):
-        # Consecutive rows, no more of them than there are: also where they wrap around.
-        if counts and site.window.sizes[axis] == 1 and (loop.length or 0) <= shape[axis]:
-            return {at: Write(leaf, site.window, fresh=True)}
-    return sites
+def _freshened(sites: Sites, j: Any, loop: Loop, leaf: int) -> Sites | None:
+    """The sites of a buffer, where one that writes to another row each step is marked.
+
+    None if not even what is displaced could be logged.
+    """
+    if len(sites) == 1:
+        ((at, site),) = sites.items()
+        if isinstance(site, Write) and _is_fresh(site, j, j.eqns[at], loop):
+            return {at: _told(replace(site, fresh=True), j.eqns[at], loop)}
+        if isinstance(site, Inner) and (span := _span(j, at, site, leaf, loop)) is not None:
+            return {at: Inner({}, site.loop, (span,))}
+    return None if _ends_by_itself(sites) else sites
 
 
-def _columns(j: Any, starts: Any, loop: Loop) -> list[bool]:
-    """For each column of the starts of a single slice, whether it is a counter of steps."""
+def _ends_by_itself(sites: Sites) -> bool:
+    """Whether what writes is in a loop whose steps are not known."""
+    inside = [s for s in sites.values() if isinstance(s, Inner)]
+    return any(
+        (s.loop is not None and s.loop.cond is not None) or _ends_by_itself(s.sites) for s in inside
+    )
+
+
+def _is_fresh(site: Write, j: Any, eqn: Any, loop: Loop) -> bool:
+    """Whether a single write is to consecutive rows, and comes to none of them again."""
+    if site.window.mode != "drop":
+        return False
+    shape, carry = eqn.invars[0].aval.shape, j.invars[loop.const_count :]
+    maker = equations.maker_of(j)
+    columns = counted_columns(j, eqn.invars[2], loop)
+    for axis, column in zip(site.window.axes, columns, strict=True):
+        if column is None or site.window.sizes[axis] != 1:
+            continue
+        leaf, offset = column
+        if loop.length is not None and loop.length <= shape[axis]:
+            return True  # also where they wrap around
+        up = moved_by(j.outvars[leaf], carry[leaf], maker) == 1
+        if up and _stays_above(site.window, loop.carry[leaf].least, offset):
+            return True
+    return False
+
+
+def _told(site: Write, eqn: Any, loop: Loop) -> Write:
+    """The site, with where it writes, if that follows from the number of the step."""
+    starts = _jax.with_outputs(loop.body, [eqn.invars[2]], [True] * len(loop.body.in_avals))
+    used = _jax.used_inputs(starts, [True])
+    consts, carry, xs = parts(used, loop.const_count, loop.carry_count)
+    counts = [by is not None for by in find_counters(loop)]
+    if any(consts) or any(xs) or any(u and not c for u, c in zip(carry, counts, strict=True)):
+        return site
+    starts, _ = _jax.dce(starts, [True], used)
+    return replace(site, starts=starts, told_by=tuple(i for i, u in enumerate(carry) if u))
+
+
+def _stays_above(window: Window, least: int | None, offset: int) -> bool:
+    """Whether no start of a counter that goes up is one from the end."""
+    return not window.wrap or (least is not None and least + offset >= 0)
+
+
+def _span(j: Any, at: int, site: Inner, leaf: int, loop: Loop) -> Span | None:
+    """The rows that an equation with others inside writes, if it writes them once."""
+    eqn, carry = j.eqns[at], j.invars[loop.const_count : loop.const_count + loop.carry_count]
+    found = _span_of(eqn, site, leaf)
+    if found is None or eqn.invars[found.before] not in carry:
+        return None
+    counter = carry.index(eqn.invars[found.before])
+    if j.outvars[counter] is not eqn.outvars[found.after]:
+        return None
+    least = loop.carry[counter].least
+    return found if _stays_above(found.window, least, found.offset) else None
+
+
+def _span_of(eqn: Any, site: Inner, leaf: int) -> Span | None:
+    """The same, within the equation: a counter that it takes and returns goes from row to row."""
+    if len(site.sites) != 1:
+        return None
+    ((at, inner),) = site.sites.items()
+    loop = site.loop
+    j = _jax.open_jaxpr(eqn.params["jaxpr"] if loop is None else loop.body)
+    if isinstance(inner, Write):
+        return None if loop is None else _span_of_steps(j, at, inner, leaf, loop)
+    found = _span_of(j.eqns[at], inner, leaf)
+    if found is None:
+        return None
+    before, after = j.eqns[at].invars[found.before], j.eqns[at].outvars[found.after]
+    if before not in j.invars or after not in j.outvars:
+        return None
+    place, result = j.invars.index(before), j.outvars.index(after)
+    if loop is None:
+        return replace(found, before=place, after=result)
+    if place - loop.const_count != result or result >= loop.carry_count:
+        return None
+    return replace(found, before=loop.cond_const_count + place, after=result)
+
+
+def _span_of_steps(j: Any, at: int, site: Write, leaf: int, loop: Loop) -> Span | None:
+    """What the steps of a loop write, a row each."""
+    carry, starts = j.invars[loop.const_count :], j.eqns[at].invars[2]
+    for axis, column in zip(site.window.axes, counted_columns(j, starts, loop), strict=True):
+        if column is None or site.window.sizes[axis] != 1 or site.window.mode != "drop":
+            continue
+        counter, offset = column
+        place = loop.const_count + counter
+        if moved_by(j.outvars[counter], carry[counter], equations.maker_of(j)) != 1:
+            continue
+        made = _jax.with_outputs(loop.body, [starts], [True] * len(j.invars))
+        used = _jax.used_inputs(made, [True])
+        if [i for i, u in enumerate(used) if u] == [place]:
+            made, _ = _jax.dce(made, [True], [i == place for i in range(len(used))])
+            before = loop.cond_const_count + place
+            return Span(leaf, site.window, before, counter, offset, made)
+    return None
+
+
+def counted_columns(j: Any, starts: Any, loop: Loop) -> list[tuple[int, int] | None]:
+    """For each column of the starts of a single slice, the counter that it is.
+
+    As the number of a carry leaf, and what is added to it; None if it is none.
+    """
     maker = equations.maker_of(j)
     carry = j.invars[loop.const_count : loop.const_count + loop.carry_count]
     place = {v: i for i, v in enumerate(carry)}
 
-    def source(v: Any) -> Any:
-        """Where a value comes from, up to a constant that is added to it."""
-        while (eqn := maker(v)) is not None:
-            name, ins = eqn.primitive.name, eqn.invars
-            known = [isinstance(u, _jax.Literal) for u in ins]
-            if name in ("add", "sub") and any(known) and not (name == "sub" and known[0]):
-                v = ins[1] if known[0] else ins[0]
-            elif name in PASSING and len(ins) == 1 and v.aval.dtype.itemsize >= WIDE:
-                v = ins[0]
-            else:
-                return v
-        return v
-
-    def counts(v: Any) -> bool:
-        v = source(v)
+    def counter(v: Any) -> tuple[int, int] | None:
+        v, offset = _source(v, maker)
         if isinstance(v, _jax.Literal) or v not in place or v.aval.shape != ():
-            return False
+            return None
         dtype = v.aval.dtype
         if not jnp.issubdtype(dtype, jnp.integer) or dtype.itemsize < WIDE:
-            return False
-        return moved_by(j.outvars[place[v]], v, maker) in (1, -1)
+            return None
+        moves = moved_by(j.outvars[place[v]], v, maker)
+        return (place[v], offset) if moves in (1, -1) else None
 
     width, columns, eqn = starts.aval.shape[-1], [starts], maker(starts)
     if width > 1 and eqn is not None and eqn.primitive.name in ("concatenate", "stack"):
         columns = eqn.invars
     single = starts.aval.size == width == len(columns)
-    return list(map(counts, columns)) if single else [False] * width
+    return list(map(counter, columns)) if single else [None] * width
+
+
+def _source(v: Any, maker: Any) -> tuple[Any, int]:
+    """Where a value comes from, and the constant that is added to it."""
+    offset = 0
+    while (eqn := maker(v)) is not None:
+        name, ins = eqn.primitive.name, eqn.invars
+        known = [isinstance(u, _jax.Literal) for u in ins]
+        if name in ("add", "sub") and any(known) and not (name == "sub" and known[0]):
+            v, by = (ins[1], ins[0]) if known[0] else ins
+            if np.ndim(by.val):
+                return None, 0
+            offset += int(by.val) if name == "add" else -int(by.val)
+        elif name in PASSING and len(ins) == 1 and v.aval.dtype.itemsize >= WIDE:
+            v = ins[0]
+        else:
+            break
+    return v, offset

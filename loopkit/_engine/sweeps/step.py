@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools as ft
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -87,7 +88,8 @@ class StepReversal:
         loop, undo = self.how.loop, self.how.undo
         if undo is None:
             return buffers
-        return undo.rewound(loop, self.operands.init, self.log, first, count, buffers)
+        counts = ft.partial(self.how.counts, self.operands, taken=self.taken)
+        return undo.rewound(loop, self.operands.init, self.log, counts, first, count, buffers)
 
     def counts(self, step: Any) -> list:
         """The counters before a step; of lanes that have stopped, those of a step they take."""
