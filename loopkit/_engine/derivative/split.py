@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -209,5 +210,5 @@ def batch_split(split: Split, loop: Loop, axis: Any, places: Operands, active: A
         ins = [*consts, *places_at(hoisted, 0), *slices, *places_at(stored, 0), *cts]
         return _jax.batch_jaxpr(split.backward(live, unread), axis, ins, outs)[0]
 
-    batched = {"reads": split.reads, "stored_batched": tuple(stored)}
-    return Split(hoist, forward, split.results, make_backward, **batched)
+    make = partial(Split, reads=split.reads, stored_batched=tuple(stored))
+    return make(hoist, forward, split.results, make_backward)

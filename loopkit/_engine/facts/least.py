@@ -72,7 +72,8 @@ def _followed(jaxpr: Any, ins: Sequence[Least]) -> tuple[Any, list[Least]]:
 
 
 def _after(eqn: Any, ins: list[Least]) -> tuple[Any, list[Least]]:
-    name, nothing = eqn.primitive.name, [None] * len(eqn.outvars)
+    name = eqn.primitive.name
+    nothing: list[Least] = [None] * len(eqn.outvars)
     if eqn.primitive is while_p:
         loop = eqn.params["loop"]
         loop = _starting_from(loop, loop.split(ins)[0].init)

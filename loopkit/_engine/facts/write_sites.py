@@ -34,7 +34,7 @@ class Write:
 
 @dataclass(frozen=True)
 class Span:
-    """Rows that an equation writes one after the other, and that nothing else of the loop writes."""
+    """Rows that an equation writes one after the other, and nothing else in the loop writes."""
 
     leaf: int
     window: Window

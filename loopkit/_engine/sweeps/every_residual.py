@@ -11,7 +11,7 @@ from jax import lax
 from loopkit import _jax
 from loopkit._engine.derivative.reversal import Reversal
 from loopkit._engine.loop import Loop, Operands, parts
-from loopkit._engine.steps import Steps, is_active, read_rows, row_of, select
+from loopkit._engine.steps import Steps, hold, is_active, read_rows, row_of, select
 from loopkit._engine.sweeps.lanes import SafeInputs
 from loopkit._engine.sweeps.strategy import Saving, Strategy, run_steps, write_if
 
@@ -28,7 +28,8 @@ class EveryResidual(Strategy):
         how, safe = self.how, None
         if loop.lanes:
             active = is_active(loop, operands, operands.init)
-            safe = SafeInputs.of(loop, operands, active, [True] * loop.carry_count)
+            every = [True] * loop.carry_count
+            safe = SafeInputs.of(loop, operands, active, every, how.split.forward)
 
         def step(s: Saving, go: Any = None) -> Saving:
             if go is not None and loop.effects:
@@ -38,14 +39,15 @@ class EveryResidual(Strategy):
             consts, carry = operands.consts, steps.carry
             x = read_rows(operands.xs, row, loop.x_axes)
             active = None if safe is None else is_active(loop, operands, carry)
-            if safe is not None:
+            if safe is None:
+                outs = _jax.call_jaxpr(how.split.forward)(*consts, *carry, *x)
+            else:
                 consts, x = safe.apart_from_carry(active, x)
-                carry = safe.carries(active, carry)
-            outs = _jax.call_jaxpr(how.split.forward)(*consts, *carry, *x)
+                outs = safe.call(how.split.forward, active, consts, safe.carries(active, carry), x)
             new, y, stored = parts(outs, loop.carry_count, loop.ys_count)
             lane_counts = None
             if safe is not None:
-                new = select(active, new, steps.carry)
+                new = hold(active, new, steps.carry, safe.buffers)
                 y = select(active, y, [_jax.zeros(jax.typeof(v)) for v in y])
                 lane_counts = steps.lane_counts + (active if go is None else active & go)
             ys = write_if(go, steps.ys, y, row, loop.y_axes) if steps.ys else []

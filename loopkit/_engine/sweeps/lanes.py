@@ -20,8 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from loopkit import _jax
 from loopkit._engine.loop import Loop, Operands, kept, spread
 from loopkit._engine.steps import read_slices, select
+from loopkit._engine.sweeps import lane_reads
+from loopkit._engine.sweeps.lane_reads import is_sliced
 
 
 @dataclass(frozen=True)
@@ -38,22 +41,34 @@ class SafeInputs:
     """Whether lanes read slices in common."""
     flags: list[bool]
     """Which leaf of the carry says whether a step counts."""
+    buffers: list[bool]
+    """Which leaves are chosen of as they are read, slice by slice."""
 
     @staticmethod
-    def of(loop: Loop, operands: Operands, active: Any, saved: Sequence[bool]) -> SafeInputs:
+    def of(
+        loop: Loop, operands: Operands, active: Any, saved: Sequence[bool], step: _jax.Jaxpr
+    ) -> SafeInputs:
         """For a loop with lanes, of which some are `active` at the start.
 
-        Of the carry, only the `saved` leaves are wanted.
+        `step` takes the constants, of the carry the `saved` leaves, and the slices.
         """
         shared = any(n < len(loop.lanes) for n in loop.xs_lanes)
         substitute = _substitution(active)
         consts = _each(substitute, operands.consts, loop.const_lanes)
         flags = kept([i == loop.flag for i in range(loop.carry_count)], saved)
         if shared:
-            return SafeInputs(loop, consts, [], [], shared, flags)
+            return SafeInputs(loop, consts, [], [], shared, flags, [False] * len(flags))
+        buffers = enumerate(kept(loop.is_buffer, saved), loop.const_count)
+        buffers = [has and is_sliced(step, i) for i, has in buffers]
         carry = list(map(substitute, kept(operands.init, saved)))
         x = list(map(substitute, read_slices(loop, operands, jnp.int32(0))))
-        return SafeInputs(loop, consts, carry, x, shared, flags)
+        return SafeInputs(loop, consts, carry, x, shared, flags, buffers)
+
+    def call(self, step: _jax.Jaxpr, active: Any, consts: list, carry: list, x: list) -> list:
+        """The results of a step at inputs that these functions gave."""
+        first = enumerate(zip(self.buffers, self.carry, strict=False), len(consts))
+        places = {i: v for i, (has, v) in first if has}
+        return lane_reads.call(step, [*consts, *carry, *x], places, active)
 
     def apart_from_carry(self, active: Any, x: list) -> tuple[list, list]:
         """Constants and slices."""
@@ -67,7 +82,8 @@ class SafeInputs:
 
         The flag stays as it is: nothing is written to the buffers of a lane that has stopped.
         """
-        moved = [v is not None and not flag for v, flag in zip(carry, self.flags, strict=True)]
+        triples = zip(carry, self.flags, self.buffers, strict=True)
+        moved = [v is not None and not flag and not buffer for v, flag, buffer in triples]
         values = kept(carry, moved)
         if self.shared:
             values = _where(active, values, [active.ndim] * len(values))

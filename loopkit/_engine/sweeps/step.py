@@ -68,7 +68,7 @@ class StepReversal:
         self.products: Products | None = None
         consts = operands.consts
         if how.loop.lanes:
-            self.safe = SafeInputs.of(how.loop, operands, taken > 0, how.saved)
+            self.safe = SafeInputs.of(how.loop, operands, taken > 0, how.saved, how.forward)
             consts = self.safe.consts
         self.hoisted = list(_jax.call_jaxpr(how.split.hoist)(*consts))
         self.backward, self.late = how.backward, [False] * sum(how.active.consts)
@@ -128,9 +128,10 @@ class StepReversal:
         if self.safe is not None:
             consts, x = self.safe.apart_from_carry(active, x)
             inputs = self.safe.carries(active, carry)
+            outs = self.safe.call(how.forward, active, consts, inputs, x)
+            new, stored = parts(outs, sum(how.saved))
+            return hold(active, new, carry, self.safe.buffers), stored
         new, stored = parts(_jax.call_jaxpr(how.forward)(*consts, *inputs, *x), sum(how.saved))
-        if self.safe is not None:
-            new = hold(active, new, carry)
         return new, stored
 
     def computed_once(self, stored: list) -> list:
