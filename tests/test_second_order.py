@@ -116,3 +116,14 @@ def test_gradient_of_a_gradient_step():
         return loopkit.while_loop(lambda c: c[0] < 4, body, carry)
 
     assert_close(losses(looped), losses(unrolled))
+
+
+def test_the_jacobian_of_a_jacobian_in_reverse():
+    def final(scan):
+        step = lambda w: lambda x, _: (jnp.sin(x * w), None)
+        return lambda w: jnp.sin(scan(step(w), jnp.asarray([0.3, 0.4]), None, 3)[0])
+
+    ours, own, w = final(loopkit.scan), final(jax.lax.scan), jnp.asarray([1.0, 0.7])
+    assert_close(jax.jacrev(jax.jacrev(ours))(w), jax.jacrev(jax.jacrev(own))(w))
+    norm = lambda f: jax.grad(lambda w: jnp.sum(jax.jacrev(f)(w) ** 2))(w)
+    assert_close(norm(ours), norm(own))

@@ -56,6 +56,7 @@ def test_lanes_that_are_run_on_what_is_there(monkeypatch):
     seen = []
     spread = vmap.spread
     monkeypatch.setattr(vmap, "spread", lambda *args: seen.append(args) or spread(*args))
+    monkeypatch.setitem(globals(), "STEPS", STEPS + 1)  # loops that were not batched before
     all_of_them = {"checkpoints": "all"}
     test_lanes_of_what_is_not_read(all_of_them, all_of_them)
     assert seen
@@ -89,3 +90,58 @@ def test_a_buffer_that_an_inner_loop_writes_to(rows, checkpoints):
     np.testing.assert_allclose(compiled(x), wanted, rtol=1e-12)
     # The array, its cotangent, and copies of each; not one for each checkpoint.
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * 8 * rows + 20_000
+
+
+def test_what_only_residuals_need_is_kept():
+    """The inner loop keeps a product with `w`, which no result that is used needs."""
+
+    def nested(scan):
+        def f(w):
+            def step(total, z):
+                inner = lambda c, _: ((c[0] + 0.1, c[1] + jnp.exp(c[0] * w)), None)
+                return total + scan(inner, (z, 0.0), None, length=5)[0][1], None
+
+            return scan(step, 0.0, jnp.ones(7))[0]
+
+        return f
+
+    wanted = jax.grad(nested(jax.lax.scan))(0.7)
+    assert_close(jax.grad(nested(loopkit.scan))(0.7), wanted)
+    assert_close(jax.grad(loopkit.checkpointed(nested(jax.lax.scan)))(0.7), wanted)
+
+
+def test_a_derivative_in_fewer_inputs_than_it_was_linearised_in():
+    def f(a, b):
+        def step(c, _):
+            total, b = c
+            x = jax.lax.fori_loop(0, 3, lambda _, x: jnp.sin(x * a), a)
+            return (total + x + jnp.sin(b), jnp.cos(b)), None
+
+        return jax.lax.scan(step, (0.0, b), None, 5)[0][0]
+
+    of = lambda f: jax.linearize(f, 0.3, 0.4)[1]
+    ours, own = of(loopkit.checkpointed(f)), of(f)
+    wanted = own(0.0, 1.0)
+    assert_close(jax.grad(lambda t: ours(0.0, t))(1.0), wanted)
+    assert_close(jax.jacrev(lambda t: ours(0.0, t))(1.0), wanted)
+    along = lambda f: lambda b: jax.linearize(f, 0.3, b)[1](0.0, b)
+    assert_close(jax.grad(along(loopkit.checkpointed(f)))(0.4), jax.grad(along(f))(0.4))
+
+
+def test_a_loop_that_logs_takes_all_its_inputs():
+    def h(w, scan, **how):
+        def step(c, z):
+            def inner(c, unread):
+                x, rows, i, total = c
+                q = rows[(i * 3 + 1) % 16]
+                rows = rows.at[(i * 5) % 16].set(jnp.tanh(q * w + x))
+                return (jnp.sin(x + q), rows, i + 1, total + jnp.sin(q)), None
+
+            init = (jnp.ones(2) * z, jnp.ones((16, 2)) * c[1], 0, jnp.zeros(2))
+            x, rows, _, total = scan(inner, init, jnp.arange(30.0), **how)[0]
+            return (c[0] + total.sum() + rows.sum(), jnp.sin(c[1] + x.sum())), None
+
+        return scan(step, (0.0, w), jnp.linspace(0.1, 1.0, 7))[0][0]
+
+    ours = lambda w: h(w, loopkit.scan, checkpoints=4, buffers=lambda c: c[1])
+    assert_close(jax.grad(ours)(0.7), jax.grad(lambda w: h(w, jax.lax.scan))(0.7))

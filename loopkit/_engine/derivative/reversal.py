@@ -129,15 +129,13 @@ class Reversal:
 
     def wanting(self, wanted: Sequence[bool]) -> Pruned:
         """The loop that saves what this one does, and has only the wanted results."""
-        if self.undo is not None:  # what is displaced is logged by all there is
-            return prune(self.loop, [True] * len(wanted))
+        assert self.undo is None, "what is displaced is logged by all there is"
         carry, ys, _ = parts(wanted, self.loop.carry_count, self.loop.ys_count)
-        carry = list(map(or_, carry, self.saved))
+        read = [False] * len(self.loop.body.in_avals)
         if self.plan.keeps_all:
             stored = [False] * self.split.results + [True] * len(self.split.stored_types)
             read = _jax.used_inputs(self.split.forward, stored)
-            carry = list(map(or_, carry, read[self.loop.const_count :]))
-        return prune(self.loop, [*carry, *ys])
+        return prune(self.loop, [*map(or_, carry, self.saved), *ys], read)
 
     def pruned(self, pruned: Pruned) -> Reversal:
         """How that loop is run, and what it saves."""

@@ -28,6 +28,8 @@ from loopkit._engine.facts.write_sites import with_fresh_writes, writes_once
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
 from loopkit._engine.passes.batched_loop import in_row, places_at
 from loopkit._engine.passes.lean import to_transpose
+from loopkit._engine.primitives import READS
+from loopkit._jaxprs import equations
 from loopkit._jaxprs.min_cut import least_stored
 from loopkit._jaxprs.slice_cotangents import passed_on
 
@@ -172,18 +174,60 @@ def _linear_part(tangents: _jax.Jaxpr, active: Active, live: Active) -> tuple[_j
     count = len(tangents.in_avals) - sum(active.inputs)
     flows, types = kept(live.inputs, active.inputs), tangents.in_avals[count:]
     inputs = [*tangents.in_avals[:count], *kept(types, flows)]
-
-    def of_live(*values: Any) -> list:
-        residuals, flowing = parts(values, count)
-        # An inner loop may read the others nevertheless, for results of its own that are not live.
-        moving = spread(flowing, flows, list(map(_jax.zeros, types)))
-        return _jax.call_jaxpr(tangents)(*residuals, *moving)
-
     if not all(flows):
-        tangents = _jax.trace_closed(of_live, inputs, "loop_tangents")
+        tangents = _where_it_flows(tangents, count, flows)
     wanted = kept(live.outputs, active.outputs)
     linear, _ = _jax.dce(tangents, wanted, [True] * len(inputs))
     return linear, kept(types, flows)
+
+
+def _where_it_flows(tangents: _jax.Jaxpr, count: int, flows: Sequence[bool]) -> _jax.Jaxpr:
+    """(residuals, some tangents) -> tangents, where the other tangents are zero.
+
+    What only these reach is zero, and not computed. A loop that is there to be transposed cannot be
+    run; and one that others reach, too, may read these for results that are of no use.
+    """
+    j = _jax.open_jaxpr(tangents)
+
+    def flowing(*values: Any) -> list:
+        residuals, moving = parts(values, count)
+        still = {v for v, has in zip(j.invars[count:], flows, strict=True) if not has}
+        live = set(j.invars[count:]) - still
+        types = tangents.in_avals[count:]
+        every = spread(moving, flows, list(map(_jax.zeros, types)))
+        return _flowing(j, [*residuals, *every], still, live)
+
+    types = tangents.in_avals
+    inputs = [*types[:count], *kept(types[count:], flows)]
+    return _jax.trace_closed(flowing, inputs, "loop_tangents")
+
+
+def _flowing(j: Any, values: Sequence[Any], still: set, live: set) -> list:
+    """The results of a linear jaxpr. Adds to the variables that are zero, and that are not."""
+
+    def rule(eqn: Any, ins: list) -> Any:
+        of = lambda kind: [i for i, v in enumerate(eqn.invars) if _is_in(v, kind)]
+        if equations.is_call(eqn) and of(still):
+            inside, ins = equations.called(eqn, ins)
+            within = [{inside.invars[i] for i in of(kind)} for kind in (still, live)]
+            outs = _flowing(inside, ins, *within)
+            for kind, found in zip((still, live), within, strict=True):
+                pairs = zip(eqn.outvars, inside.outvars, strict=True)
+                kind.update(o for o, v in pairs if _is_in(v, found))
+            return outs
+        linear = len(eqn.outvars) == 1 or eqn.primitive in READS
+        if of(live):
+            live.update(eqn.outvars)
+        elif of(still) and linear:
+            still.update(eqn.outvars)
+            return [_jax.zeros(v.aval) for v in eqn.outvars]
+        return _jax.bind_equation(eqn, ins)
+
+    return equations.interpret(j, values, rule)
+
+
+def _is_in(v: Any, kind: set) -> bool:
+    return not isinstance(v, _jax.Literal) and v in kind
 
 
 def batch_split(split: Split, loop: Loop, axis: Any, places: Operands, active: Active) -> Split:

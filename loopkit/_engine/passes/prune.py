@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import or_
 
 from loopkit import _jax
 from loopkit._engine.loop import Loop, Operands, fixed_point, kept, parts, spread
@@ -18,12 +19,18 @@ class Pruned(Rewritten):
     results: list[bool]
 
 
-def prune(loop: Loop, used: Sequence[bool]) -> Pruned:
-    """The loop with only the results that are used, and what those need."""
-    return loop.derived(("pruned", *used), lambda: _prune(loop, used))
+def prune(loop: Loop, used: Sequence[bool], inputs: Sequence[bool] = ()) -> Pruned:
+    """The loop with only the results that are used, and what those need.
+
+    `inputs`: of a step; those that are needed besides.
+    """
+    key = ("pruned", tuple(used), tuple(inputs))
+    return loop.derived(key, lambda: _prune(loop, used, inputs))
 
 
-def _prune(loop: Loop, used: Sequence[bool]) -> Pruned:
+def _prune(loop: Loop, used: Sequence[bool], inputs: Sequence[bool]) -> Pruned:
+    inputs = inputs or [False] * len(loop.body.in_avals)
+    consts, also, xs = parts(inputs, loop.const_count, loop.carry_count)
     carry, used_ys = parts(used, loop.carry_count)
     cond, used_cond_consts = loop.cond, []
     if loop.cond is not None:
@@ -31,11 +38,13 @@ def _prune(loop: Loop, used: Sequence[bool]) -> Pruned:
         used_cond_consts = asked[: loop.cond_const_count]
         carry = [a or b for a, b in zip(carry, asked[loop.cond_const_count :], strict=True)]
 
+    carry = list(map(or_, carry, also))
+
     def needed(carry: list[bool]) -> tuple:
-        keep = [False] * loop.const_count + carry + [False] * loop.xs_count
+        keep = [*consts, *carry, *xs]
         body, inputs = _jax.dce(loop.body, [*carry, *used_ys], keep)
-        consts, new, xs = parts(inputs, loop.const_count, loop.carry_count)
-        return new, body, consts, xs
+        used = parts(inputs, loop.const_count, loop.carry_count)
+        return used[1], body, used[0], used[2]
 
     carry, body, consts, xs = fixed_point(carry, needed)
     if loop.cond is not None:

@@ -47,8 +47,8 @@ def runs_with(used: list[bool], *, loop: Loop, active: Active) -> tuple[list[boo
     Such as a buffer that steps only write to, where they are run again.
     """
     results, how = loop.primal_counts[1], reversal(loop, active)
-    few = how.wanting(used[:results])
-    if all(few.operands):
+    few = None if how.undo is not None else how.wanting(used[:results])
+    if few is None or all(few.operands):
         return None
 
     def run(*operands: Any) -> list:

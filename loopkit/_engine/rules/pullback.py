@@ -78,10 +78,8 @@ def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
     loop = params["loop"]
     values, residuals, _ = arguments(loop, params["layout"], operands)
     unread = _unread_results(params["active"], params.pop("unread"))
-    tangents = [
-        _jax.float0_zero(t) if u else c
-        for t, u, c in zip(loop.input_types(params["active"]), unread, cts, strict=True)
-    ]
+    types = BACKWARD.types(**params)[0]
+    tangents = [_jax.float0_zero(t) if u else c for t, u, c in zip(types, unread, cts, strict=True)]
     return asked(FORWARD.of([*values, *residuals], tangents, params), operands)
 
 

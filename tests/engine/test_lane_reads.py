@@ -1,0 +1,91 @@
+"""Lanes that have stopped read what they began with, slice by slice."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import loopkit
+from buffer_bodies import BODIES, W, first_rows
+from derivatives import assert_close
+from loopkit._engine.sweeps import lanes
+
+STOPS = jnp.asarray([[1, 5, 3], [4, 0, 2]])
+
+
+def total(body, checkpoints):
+    def run(xs, w, stop):
+        step = lambda c: (c[0] + 1, body(c[0] + 1, c[1], xs, w))
+        how = {"buffers": lambda c: c[1], "max_steps": 6, "checkpoints": checkpoints}
+        rows = loopkit.while_loop(lambda c: c[0] < stop, step, (0, first_rows(w)), **how)[1]
+        return jnp.sum(jnp.cos(rows))
+
+    return run
+
+
+def gradients(body, checkpoints):
+    run, xs = total(body, checkpoints), jnp.sin(jnp.arange(24.0)).reshape(2, 6, 2) + 1.2
+    both = lambda f: jax.vmap(jax.vmap(f, (None, None, 0)), (0, None, 0))
+    of_lanes = jax.jit(both(jax.grad(run, (0, 1))))(xs, W, STOPS)
+    of_sum = jax.jit(jax.grad(lambda xs, w: both(run)(xs, w, STOPS).sum(), (0, 1)))(xs, W)
+    return of_lanes, of_sum
+
+
+def between_buffers(body, checkpoints, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(lanes, "is_sliced", lambda *_: False)
+        return gradients(body, checkpoints)
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_as_if_buffers_were_chosen(body, monkeypatch):
+    wanted = between_buffers(body, None, monkeypatch)
+    assert_close(gradients(body, None), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoints", [3, "all"])
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_with_other_checkpoints(body, checkpoints, monkeypatch):
+    wanted = between_buffers(body, checkpoints, monkeypatch)
+    assert_close(gradients(body, checkpoints), wanted)
+
+
+@pytest.mark.parametrize("checkpoints", [None, 2, "all"])
+def test_rows_without_a_derivative_are_not_read(checkpoints):
+    """Where a lane stops, the next row is zero, and the square root has no derivative there."""
+
+    def loss(x, stop):
+        rows = jnp.zeros((40, 2)).at[:4].set(x)
+        body = lambda c: (c[0] + 1, c[1].at[0].add(jnp.sqrt(c[1][c[0]])))
+        how = {"buffers": lambda c: c[1], "max_steps": 9, "checkpoints": checkpoints}
+        return jnp.sum(loopkit.while_loop(lambda c: c[0] < stop, body, (1, rows), **how)[1])
+
+    xs, stops = jnp.arange(1.0, 17.0).reshape(2, 4, 2), jnp.asarray([4, 2])
+    every = lambda xs: jax.vmap(loss)(xs, stops).sum()
+    wanted = 1 + jnp.where((jnp.arange(4) > 0) & (jnp.arange(4) < stops[:, None]), 1.0, 0.0)[
+        ..., None
+    ] / (2 * jnp.sqrt(xs))
+    assert_close(jax.jit(jax.grad(every))(xs), wanted)
+
+
+def test_no_step_chooses_between_buffers(monkeypatch):
+    def loss(x):
+        def one(stop):
+            body = lambda c: (c[0] + 1, c[1].at[c[0]].set(jnp.sin(c[1][c[0] - 1] * x)))
+            init = (1, jnp.ones((500, 3)) * x)
+            how = {"buffers": lambda c: c[1], "max_steps": 499}
+            return jnp.sum(loopkit.while_loop(lambda c: c[0] < stop, body, init, **how)[1])
+
+        return jax.vmap(one)(jnp.asarray([200, 499])).sum()
+
+    def choices():
+        compiled = jax.jit(jax.grad(lambda x: loss(x))).lower(jnp.ones(3)).compile()
+        return len(re.findall(r"= f64\[2,500,3\]\S* select\(", compiled.as_text()))
+
+    once = choices()
+    with monkeypatch.context() as patched:
+        patched.setattr(lanes, "is_sliced", lambda *_: False)
+        assert choices() > once
+    assert once <= 1, "before the first step, for lanes that take none"
