@@ -104,6 +104,73 @@ def zeros(aval: ShapedArray) -> jax.Array:
     return core.pvary(keys, tuple(varying(aval)))
 
 
+def blank(aval: ShapedArray) -> jax.Array:
+    """An array whose elements are written before they are read.
+
+    On a CPU its memory is taken as it is found, so that what is never written costs nothing.
+    """
+    laid_out = is_spread(aval) or bool(varying(aval))
+    known_size = all(isinstance(n, int) for n in aval.shape)
+    if laid_out or not known_size or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        return zeros(aval)
+    return blank_p.bind(jnp.int32(0), shape=aval.shape, dtype=aval.dtype)
+
+
+filled = jax.make_user_context(False)
+"""Whether blank arrays are filled with zeros, part of every cache's key."""
+
+blank_p = core.Primitive("loopkit_blank")
+blank_p.def_impl(lambda _, **of: ad.zeros_like_aval(ShapedArray(**of)))
+blank_p.def_abstract_eval(lambda _, **of: ShapedArray(**of))
+
+
+def looks_for_nans() -> bool:
+    """Whether all that a program returns is read, what was never written included."""
+    return config.debug_nans.value or config.debug_infs.value
+
+
+def _filled_where_it_shows(run: Callable, *args: Any, **params: Any) -> Any:
+    if not looks_for_nans():
+        return run(*args, **params)
+    with filled(True):
+        return run(*args, **params)
+
+
+def _lower_zeros(ctx: Any, _: Any, **of: Any) -> Any:
+    fill = lambda _: ad.zeros_like_aval(ShapedArray(**of))
+    return mlir.lower_fun(fill, multiple_results=False)(ctx, _)
+
+
+def _lower_blank(ctx: Any, operand: Any, **of: Any) -> Any:
+    module = ctx.module_context
+    alone = getattr(module.axis_context, "num_devices", 0) == 1
+    kept = module.lowering_parameters.for_export
+    if filled.value or looks_for_nans() or kept or not alone or not _leaves_as_found():
+        return _lower_zeros(ctx, operand, **of)
+    # With a side effect it stays in the loop that it is in: outside, it would have to be copied.
+    return jax.ffi.ffi_lowering(UNTOUCHED, has_side_effect=True)(ctx, operand)
+
+
+UNTOUCHED = "dce_sink"
+"""A call that jaxlib has for CPUs, and that does nothing."""
+
+
+@ft.cache
+def _leaves_as_found() -> bool:
+    """Whether there is such a call, and it may have a result."""
+    call = jax.ffi.ffi_call(UNTOUCHED, jax.ShapeDtypeStruct((1,), jnp.int32))
+    try:
+        with jax.ensure_compile_time_eval():
+            jax.block_until_ready(jax.jit(call).lower(jnp.int32(0)).compile()(jnp.int32(0)))
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+mlir.register_lowering(blank_p, _lower_zeros)
+mlir.register_lowering(blank_p, _lower_blank, platform="cpu")
+
+
 def varying(aval: ShapedArray) -> frozenset[str]:
     """The manual mesh axes over which a value of this type differs between devices."""
     return frozenset(aval.manual_axis_type.varying)
@@ -414,7 +481,8 @@ def define(
         return checkify.checkify_jaxpr(*context, jaxpr, enabled, error, *closed_over, *operands)
 
     alone = ft.partial(dispatch.apply_primitive, primitive)
-    primitive.def_impl(alone if run is None else ft.partial(run, alone, evaluate_as_written))
+    outside = alone if run is None else ft.partial(run, alone, evaluate_as_written)
+    primitive.def_impl(ft.partial(_filled_where_it_shows, outside))
     primitive.def_effectful_abstract_eval(types)
     checkify.error_checks[primitive] = functionalized
     mlir.register_lowering(primitive, mlir.lower_fun(evaluate_as_written, multiple_results=True))

@@ -14,6 +14,7 @@ from loopkit._engine.loop import Loop, Operands, parts
 from loopkit._engine.steps import Steps, hold, is_active, read_rows, row_of, select
 from loopkit._engine.sweeps.lanes import SafeInputs
 from loopkit._engine.sweeps.strategy import Saving, Strategy, run_steps, write_if
+from loopkit._engine.trials.room import check_room
 
 
 class EveryResidual(Strategy):
@@ -23,6 +24,15 @@ class EveryResidual(Strategy):
 
     def stack_axes(self, batched: Reversal, carry: Sequence[int | None]) -> list[int | None]:
         return [1 if f else None for f in self.how.shortened(batched.split.stored_batched)]
+
+    @property
+    def blank_stacks(self) -> list:
+        """A row is written before it is read: the cost follows the steps taken, not their bound."""
+        how = self.how
+        if how.plan.host:
+            return super().blank_stacks
+        check_room(how.loop.name, how.plan.segment, _jax.byte_count(*how.row_types))
+        return list(map(_jax.blank, self.stack_types))
 
     def run(self, loop: Loop, operands: Operands, state: Saving) -> Saving:
         how, safe = self.how, None

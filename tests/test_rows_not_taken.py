@@ -1,0 +1,137 @@
+"""`checkpoints="all"` makes room for the bound, and touches what the steps need."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import pytest
+
+import loopkit
+from derivatives import assert_close, derivative, expected
+from loopkit import _jax
+from problems import PROBLEMS, Problem
+from turns import in_turn
+
+TURNS = in_turn(PROBLEMS, ["r", "fr", "rr"], of=3, often=lambda _, pattern: pattern == "r")
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Memory holds NaN, and the largest integers, until something is written to it."""
+
+    def blank(aval):
+        if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+            return _jax.zeros(aval)
+        kind = aval.dtype
+        worst = jnp.nan if jnp.issubdtype(kind, jnp.inexact) else True
+        worst = jnp.iinfo(kind).max if jnp.issubdtype(kind, jnp.integer) else worst
+        return _jax.vary_like(jnp.full(aval.shape, worst, kind), [aval])
+
+    jax.clear_caches()
+    monkeypatch.setattr(_jax, "blank", blank)
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(("problem", "pattern"), TURNS)
+def test_what_is_not_written_is_not_read(problem: Problem, pattern, poisoned):
+    got = jax.jit(derivative(problem.flat_loop("all"), pattern))(problem.vector())
+    assert_close(got, expected(problem.name, pattern))
+
+
+def gradient(bound, size=512):
+    def loss(x, n):
+        step = lambda c: (c[0] + 1, 1.01 * jnp.sin(c[1]) + 0.1)
+        start, limits = (0, x), {"max_steps": bound, "checkpoints": "all"}
+        return jnp.sum(loopkit.while_loop(lambda c: c[0] < n, step, start, **limits)[1])
+
+    return jax.jit(jax.grad(loss)), jnp.linspace(0.1, 1.0, size)
+
+
+@pytest.mark.parametrize("transform", ["plain", "lanes", "second order"])
+def test_lanes_that_stop_apart(transform, poisoned):
+    def loss(x, n, **options):
+        step = lambda c: (c[0] + 1, jnp.sqrt(n - c[0]) * jnp.sin(c[1]))
+        return loopkit.while_loop(lambda c: c[0] < n, step, (0.0, x), **options)[1] ** 2
+
+    def found(**options):
+        f = lambda x, n: loss(x, n, **options)
+        if transform == "plain":
+            return jax.jit(jax.grad(f))(0.7, 5.0)
+        g = jax.grad(f) if transform == "lanes" else jax.grad(jax.grad(f))
+        return jax.jit(jax.vmap(g))(jnp.array([0.3, 0.7, 1.1]), jnp.array([0.0, 5.0, 3.0]))
+
+    assert_close(found(max_steps=20, checkpoints="all"), found(max_steps=5, checkpoints=2))
+
+
+SCRIPT = """
+import resource, test_rows_not_taken
+gradient, x = test_rows_not_taken.gradient(1_000_000)
+small = test_rows_not_taken.gradient(540)[0]
+small(x, 540).block_until_ready()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+gradient(x, 540).block_until_ready()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads how much memory was touched as on Linux")
+def test_memory_follows_the_steps_taken():
+    """540 of a million steps: room for gigabytes, of which megabytes are touched."""
+    function, x = gradient(1_000_000)
+    memory = function.lower(x, 540).compile().memory_analysis()
+    assert memory.temp_size_in_bytes > 10**9
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) < 10**5, "kilobytes"
+
+
+def made_blank(function, *args):
+    return "dce_sink" in jax.jit(function).lower(*args).as_text()
+
+
+def test_where_memory_is_not_taken_as_it_is_found():
+    """Where all that comes out is read, or the program is for another machine, it is filled."""
+    function, x = gradient(1000)
+    assert made_blank(function, x, 7)
+    with jax.debug_nans(True):
+        assert not made_blank(gradient(1001)[0], x, 7)
+    exported = jax.export.export(function)(x, jax.ShapeDtypeStruct((), int))
+    again = jax.export.deserialize(exported.serialize())
+    assert_close(again.call(x, 7), function(x, 7))
+
+
+def test_debug_nans_after_the_loop_was_compiled():
+    """Outside jit all rows come out, those of steps not taken among them."""
+    loss = lambda x: loopkit.while_loop(
+        lambda x: x < 4.0, lambda x: x * x, x, max_steps=5000, checkpoints="all"
+    )
+    for checked in (False, True):
+        for _ in range(20):
+            (jnp.full(5000, 1.0) * jnp.nan).delete()
+            with jax.debug_nans(checked):
+                assert_close(jax.grad(loss)(1.5), jnp.asarray(4 * 1.5**3))
+
+
+def test_a_bound_that_there_is_no_room_for():
+    function, x = gradient(2**31 - 1, 10**5)
+    message = (
+        r"loopkit\.while_loop: `checkpoints` can be \"all\" only where there is room for "
+        r"2,147,483,647 steps of 800,000 bytes, .* got .* of memory\. Lower `max_steps`"
+    )
+    with pytest.raises(ValueError, match=message):
+        function(x, 3)
+
+
+def test_room_on_an_accelerator(monkeypatch):
+    class Device:
+        memory_stats = staticmethod(lambda: {"bytes_limit": 1000})
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device])
+    function, x = gradient(1000, 4)
+    with pytest.raises(ValueError, match=r"steps of 32 bytes, which are 32 kB, got"):
+        function(x, 3)
