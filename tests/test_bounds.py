@@ -1,4 +1,4 @@
-"""The bound that the predicate of a replaced while loop has, and that none is guessed."""
+"""The bound that the predicate of a while loop has, and that none is guessed."""
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,70 @@ def test_bounds(case):
     assert bounds_of(f, x) == [wanted]
     assert_close(loopkit.checkpointed(f)(x), f(x))
     assert_close(jax.grad(loopkit.checkpointed(f))(x), f(x) / x)
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_bounds_of_own_loops(case):
+    test, by, first, wanted = TABLE[case]
+
+    def f(x, loops=loopkit):
+        start = jnp.asarray(first, jnp.int64), x
+        return loops.while_loop(lambda c: test(*c), lambda c: (c[0] + by, c[1] * 1.5), start)[1]
+
+    x = jnp.asarray(1.5)
+    if wanted != (0, True):  # of no steps there is no plan
+        plan = loopkit.plan(f, x)
+        assert (plan.bound, plan.exact) == (wanted or (None, False))
+    assert_close(f(x), f(x, lax))
+    assert_close(jax.grad(f)(x), f(x, lax) / x)
+    assert_close(jax.jit(jax.grad(f))(x), f(x, lax) / x)
+
+
+def test_the_very_same_functions_from_several_starts(compilations):
+    """What is known of a start is not part of what is kept of the functions."""
+    test = lambda c: (c[0] < c[1]) & (c[2] < 1e3)
+    step = lambda c: (c[0] + 1, c[1], c[2] * 1.01)
+
+    def f(x, first, last):
+        return loopkit.while_loop(test, step, (first, last, x))[2]
+
+    for first, last in [(0, 40), (0, 33), (5, 40), (39, 40), (40, 40), (50, 40), (0, 64)]:
+        assert_close(f(2.0, first, last), jnp.asarray(2.0 * 1.01 ** max(0, last - first)))
+        assert_close(jax.grad(f)(2.0, first, last), jnp.asarray(1.01 ** max(0, last - first)))
+    compilations.clear()
+    for last in range(34, 64):  # as many steps as have been run, up to the next power of two
+        jax.grad(f)(2.0, 0, last)
+    assert compilations == []
+
+
+def test_own_bound_and_that_of_the_predicate():
+    def whole(x, limit=20, **options):
+        test = lambda c: (c[0] < limit) & (c[1] < 100.0)
+        return loopkit.while_loop(test, lambda c: (c[0] + 1, c[1] * x), (0, x), **options)
+
+    f = lambda x, **options: whole(x, **options)[1]
+    x = jnp.asarray(1.5)
+    bound = lambda **options: loopkit.plan(lambda x: f(x, **options), x).bound
+    assert [bound(max_steps=n) for n in (None, 7, 20, 1000)] == [20, 7, 20, 20]
+    assert_close(jax.grad(lambda x: f(x, max_steps=3))(x), 4 * x**3)
+    _, info = whole(x, limit=5, return_info=True)
+    assert (info.steps, info.stopped) == (5, True)
+    with pytest.raises(Exception, match="`max_steps` must be enough"):
+        f(x, max_steps=3, throw=True)
+    f(x, limit=3, max_steps=3, throw=True)
+
+
+def test_everything_is_kept_without_max_steps():
+    def f(x):
+        test = lambda c: (c[0] < 20) & (c[1] < 100.0)
+        return loopkit.while_loop(test, lambda c: (c[0] + 1, c[1] * x), (0, x), checkpoints="all")[
+            1
+        ]
+
+    x = jnp.asarray(1.5)
+    assert loopkit.plan(f, x).keeps_all
+    assert_close(jax.grad(f)(x), 12 * x**11)
+    assert_close(jax.jit(jax.vmap(jax.grad(f)))(x[None]), 12 * x[None] ** 11)
 
 
 def test_limits():

@@ -258,7 +258,8 @@ def bounds(function: str, call: Callable) -> list[Case]:
     ]
 
 
-UNBOUNDED = {"all without a bound": (settings(checkpoints="all"), "all", "`max_steps`")}
+endless = lambda: loopkit.while_loop(lambda x: x < 3.0, lambda x: 2 * x, 1.0, checkpoints="all")
+UNBOUNDED = {"all without a bound": (endless, "all", "`max_steps`")}
 
 CASES = [
     *cases(TypeError, "while_loop", "body_fun", CARRIES),

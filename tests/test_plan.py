@@ -1,17 +1,20 @@
 """Budgets and plans: what is asked for, what is predicted, what the compiler then needs."""
 
+import re
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax import lax
 
 import loopkit
 from derivatives import assert_close
 from loopkit import Plan
 from loopkit._plans.plan import Bytes, Step
-from loopkit._plans.planner import make_plan
+from loopkit._plans.planner import TooLittle, best_plan, make_plan
 from loopkit.schedules import binomial
 
 X = jnp.linspace(0.1, 1.0, 5000)
@@ -157,7 +160,46 @@ def test_small_loops_keep_everything_or_nothing(exact):
     assert make_plan(None, 1000, exact, Step(400, 600)).slots > 1
 
 
-def test_the_least_budget():
+@given(
+    carry=st.integers(0, 10**5),
+    residuals=st.integers(0, 10**6),
+    factors=st.sampled_from([0, 0, 300]),
+    buffers=st.sampled_from([(0, 0), (0, 0), (40, 10**4), (3000, 3000)]),
+    bound=st.none() | st.integers(1, 10**4),
+    exact=st.booleans(),
+    loops=st.sampled_from([1, 2]),
+    share=st.floats(0, 1.5),
+)
+@settings(max_examples=200, deadline=None)
+def test_the_least_budget(carry, residuals, factors, buffers, bound, exact, loops, share):
+    """None is refused that one slot would do for; the least that is named does, and no less."""
+    step = Step(carry, residuals, 50.0, 80.0, 60.0, factors, *buffers, 2, 5)
+    exact = exact and bound is not None
+    planned = lambda count: make_plan(Bytes(count, loops=loops), bound, exact, step)
+    alone = replace(Plan(1), bound=bound, exact=exact, step=step._replace(carry_bytes=carry or 1))
+    count = max(1, int(share * loops * alone.peak_bytes))
+    try:
+        assert planned(count).peak_bytes <= count // loops
+    except TooLittle as refused:
+        least = int(re.search(r"must be at least (\d+) bytes", str(refused))[1])
+        assert count < least <= loops * alone.peak_bytes
+        assert planned(least).peak_bytes <= least // loops
+        with pytest.raises(TooLittle):
+            planned(least - loops)
+
+
+def test_the_least_of_several_ways():
+    """Where a step can be undone or saved, the error names what the cheaper of both needs."""
+    saved = Step(10_000, 20_000, 50.0, 80.0, 60.0)
+    undone = saved._replace(carry_bytes=100, buffer_bytes=9_900, log_bytes=500)
+    for steps in ((undone, saved), (saved, undone)):
+        with pytest.raises(TooLittle) as refused:
+            best_plan(Bytes(100), 1000, True, steps)
+        assert refused.value.needed < 12_000
+        best_plan(Bytes(refused.value.needed), 1000, True, steps)
+
+
+def test_the_least_budget_of_a_loop():
     with pytest.raises(ValueError, match=r"loopkit\.scan: `memory` must be at least \d+ bytes"):
         gradient(loopkit.scan, vector, X, 30, memory=100)(X)
 

@@ -10,8 +10,8 @@ import jax
 
 from loopkit import _jax
 from loopkit._arguments import errors
+from loopkit._engine.facts.bounds import Bound, bound_of, limits_of
 from loopkit._engine.loop import CarryLeaf, parts
-from loopkit._foreign.bounds import Bound, bound_of
 from loopkit._jaxprs import equations
 from loopkit._plans.plan import Budget
 from loopkit._tracing.trace import as_loop
@@ -133,5 +133,6 @@ def while_loop(operands: Sequence[Any], params: dict[str, Any]) -> LaxLoop:
     cond, body = params["cond_jaxpr"], params["body_jaxpr"]
     counts = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, consts, init = parts(operands, *counts)
-    bound = bound_of(cond, cond_consts, body, len(consts), init)
+    limits = limits_of(cond, len(cond_consts), body, len(consts))
+    bound = bound_of(limits, [*cond_consts, *init])
     return LaxLoop("while_loop", cond, cond_consts, body, consts, init, [], bound, params)

@@ -79,8 +79,7 @@ def settings_of(
     function: str, max_steps: Any, checkpoints: Any, memory: Any, only: Any
 ) -> Settings:
     max_steps = validate.check_bound(function, "max_steps", max_steps)
-    # That while loops need a bound for "all" is checked when there is one.
-    budget = check_budget(function, checkpoints, memory, 0)
+    budget = check_budget(function, checkpoints, memory)
     if only is not None:
         validate.check_callable(function, "only", only)
     return Settings(function, max_steps, budget, only, id(only))

@@ -97,7 +97,7 @@ class Request:
             names=names,
             init=plain(init) if carried.any else init,
             length=length,
-            budget=check_budget(name, asked.checkpoints, asked.memory, length),
+            budget=check_budget(name, asked.checkpoints, asked.memory),
             unroll=unroll,
             auto_unroll=auto,
             buffers=asked.buffers,

@@ -8,7 +8,7 @@ from typing import Any, Unpack, overload
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from loopkit._arguments import validate
+from loopkit._arguments import errors, validate
 from loopkit._arguments.heard import ErrorIf, heard
 from loopkit._loops.info import LoopInfo
 from loopkit._loops.keywords import No, WhileKw, Yes
@@ -157,6 +157,12 @@ def run_while(
 
     hidden = request.hidden(go, jnp.int32(0) if counting else None)
     traced, leaves, tree = request.traced(step, goes_on, hidden, [], {}, ())
+    traced = traced.bounded(leaves)
+    if request.budget == "all" and traced.loop.length is None:
+        expected = 'can be "all" only if the number of steps is bounded'
+        got, advice = "checkpoints='all' with max_steps=None", "or leave `checkpoints` out."
+        advice = f"Pass `max_steps`, compare a counter in `{names.predicate}`, {advice}"
+        raise errors.wrong_value(name, "checkpoints", expected, got, advice)
     val, hidden = tree.unflatten(traced.run(leaves, [])[0])
     return _finished(request, throw, val, hidden.steps, lambda: goes_on(val, hidden))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools as ft
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +14,7 @@ UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
-def check_budget(function: str, checkpoints: Any, memory: Any, bound: int | None) -> Budget:
+def check_budget(function: str, checkpoints: Any, memory: Any) -> Budget:
     """What the planner is to work with."""
     if memory is not None:
         if checkpoints is not None:
@@ -37,17 +36,14 @@ def check_budget(function: str, checkpoints: Any, memory: Any, bound: int | None
     if checkpoints is None or isinstance(checkpoints, (Bytes, Plan)):
         return checkpoints
     if isinstance(checkpoints, str):
-        wrong = ft.partial(errors.wrong_value, function, "checkpoints")
         if checkpoints != "all":
             advice = (
                 'The only string is "all", which stores what every step\'s derivative reads. '
                 "A budget in bytes is `memory`."
             )
-            raise wrong('must be None, an int >= 1, "all" or a Plan', repr(checkpoints), advice)
-        if bound is None:
-            expected = 'can be "all" only if the number of steps is bounded'
-            advice = "Pass `max_steps`, or leave `checkpoints` out."
-            raise wrong(expected, "checkpoints='all' with max_steps=None", advice)
+            expected = 'must be None, an int >= 1, "all" or a Plan'
+            got = repr(checkpoints)
+            raise errors.wrong_value(function, "checkpoints", expected, got, advice)
         return "all"
     expected = 'None, an int >= 1 (carries to keep), "all" or a Plan'
     return check_whole(function, "checkpoints", checkpoints, 1, expected)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from loopkit._plans.plan import CACHES, SPARED, Budget, Bytes, Plan, Step, Store
+from loopkit._plans.plan import CACHES, SPARED, TABLES, Budget, Bytes, Plan, Step, Store
 
 KEPT = 1 << 10
 """Bytes of all residuals of a loop up to which it keeps them: to checkpoint gains nothing."""
@@ -37,6 +37,14 @@ REACH = 100
 """Steps to a carry of its budget for which a loop without a bound is planned."""
 
 
+class TooLittle(ValueError):
+    """No plan needs as few bytes as there may be."""
+
+    def __init__(self, message: str, needed: int):
+        super().__init__(message)
+        self.needed = needed
+
+
 def best_plan(
     budget: Budget, bound: int | None, exact: bool, steps: Sequence[Step], name: str = "while_loop"
 ) -> Plan:
@@ -44,14 +52,14 @@ def best_plan(
 
     Of one plan for each, that of fewest bytes, or, within a budget of bytes, of least time.
     """
-    plans, error = [], None
+    plans, refused = [], []
     for step in steps:
         try:
             plans.append(make_plan(budget, bound, exact, step, name))
-        except ValueError as wrong:
-            error = wrong
-    if error is not None and not plans:
-        raise error
+        except TooLittle as error:
+            refused.append(error)
+    if not plans:
+        raise min(refused, key=lambda error: error.needed)
     if isinstance(budget, Bytes):
         return min(plans, key=lambda p: p.nanoseconds(bound or REACH))
     return min(plans, key=lambda p: p.peak_bytes)
@@ -72,7 +80,7 @@ def make_plan(
     if isinstance(budget, Plan):
         return _adapted(budget, loop)
     if budget == "all":
-        assert bound is not None, "checked with the arguments"
+        assert bound is not None, "checked where the loop is made"
         return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
     if isinstance(budget, Bytes):
         loops, host = budget.loops, budget.host
@@ -182,24 +190,53 @@ def _cheapest(
     # More slots than fit in a cache are not always better than those that do.
     sizes = {min(count, size) for size, _ in CACHES}
     plans = [p for size in sizes for p in _candidates(int(size), room, loop, steps, most)]
-    plans += [_default(loop)] if most is None and host is None else []
+    small = list(_smallest(loop)) if most is None else []
+    small += [_default(loop)] if most is None and host is None else []
+    plans += small
     plans = [p for p in plans if p.peak_bytes <= count and p.host_bytes <= room]
     if plans:
         return min(plans, key=lambda p: (p.nanoseconds(steps), p.peak_bytes))
     if most is not None:
         return replace(loop, slots=1)
-    least = replace(loop, slots=1 + loop.host)  # on the host, one that has memory
+    raise _refusal(small, count, host, loops, name)
+
+
+def _smallest(loop: Plan) -> Iterator[Plan]:
+    """Plans of which one needs the fewest bytes."""
+    bound, few = loop.bound, 1 + loop.host  # on the host, one that has memory
+    yield replace(loop, slots=few)
+    if bound is None:
+        return
+    yield replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
+    # With a slot for every segment there are no tables, which may be more than small carries.
+    segments = {-(-bound // slots) for slots in range(1, 1 + min(SPARED, bound))}
+    for segment in segments.union(_leaves(bound, loop.exact)):
+        slots = max(few, -(-bound // segment))
+        if segment == 1 or slots * loop.step.carry_bytes <= 2 * TABLES:
+            for store in loop.step.stores:
+                yield replace(loop, slots=slots, segment=segment, store=store)
+
+
+def _refusal(
+    plans: Sequence[Plan], count: int, host: int | None, loops: int, name: str
+) -> TooLittle:
+    """What to say where none of these plans fits."""
     each = " for each of the loops that share it" if loops > 1 else ""
-    if host is not None and host < least.host_bytes:
-        raise ValueError(
-            f"loopkit.{name}: `memory` must be at least {least.host_bytes * loops} bytes on the "
-            f"host, got {host * loops} bytes. That is one checkpoint{each}. Pass more for 'host'."
+    fewest = min(p.host_bytes for p in plans)
+    if host is not None and host < fewest:
+        return TooLittle(
+            f"loopkit.{name}: `memory` must be at least {fewest * loops} bytes on the "
+            f"host, got {host * loops} bytes. That is one checkpoint{each}. Pass more for 'host'.",
+            fewest,
         )
+    fit = [p for p in plans if host is None or p.host_bytes <= host]
+    least = min(fit, key=lambda p: p.peak_bytes)
     needed = least.peak_bytes * loops
-    raise ValueError(
+    return TooLittle(
         f"loopkit.{name}: `memory` must be at least {needed} bytes, got {count * loops} "
-        f"bytes. That is a carry of {step.carry_bytes} bytes, and what else a gradient needs "
-        f"however little is kept{each}. Pass `memory={needed}` or more."
+        f"bytes. That is a carry of {least.step.carry_bytes} bytes, and what else a gradient needs "
+        f"however little is kept{each}. Pass `memory={needed}` or more.",
+        needed,
     )
 
 

@@ -16,11 +16,13 @@ from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._arguments.validate import as_arrays, type_of
 from loopkit._buffers.buffer import plain
+from loopkit._engine.facts.bounds import bound_of, limits_of
 from loopkit._engine.facts.least import with_least
 from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, parts
 from loopkit._engine.passes import ready
 from loopkit._engine.passes.rewritten import run
 from loopkit._engine.primitives import while_p
+from loopkit._engine.steps import LAST_STEP
 from loopkit._jaxprs import equations
 from loopkit._programs.cache import interned
 from loopkit._tracing.carry_buffers import Buffers
@@ -65,6 +67,26 @@ class Traced:
         """The same loop with another length."""
         make = lambda: shared(self.loop.replace(length=length))
         return replace(self, loop=self.loop.derived(("length", length), make))
+
+    def bounded(self, init: Sequence[Any]) -> Traced:
+        """The same loop, with the bound that its predicate has where it starts from here."""
+        loop, most = self.loop, LAST_STEP if self.loop.length is None else self.loop.length
+        if loop.cond is None:
+            return self
+        counts = loop.cond_const_count, loop.body, loop.const_count
+        limits = loop.derived("limits", lambda: limits_of(loop.cond, *counts))
+        bound = bound_of(limits, [*self.cond_consts, *init]) if limits.found else None
+        if bound is None or bound.steps > most:
+            return self
+        values = map(_jax.innermost, (*self.closed_over, *init))
+        if not any(map(_jax.is_tracer, values)):
+            # Outside jit there is a program for each bound: a few will do.
+            return self.of_length(min(most, 1 << max(0, bound.steps - 1).bit_length()))
+        if not bound.exact:
+            return self.of_length(bound.steps)
+        every = {"cond": None, "cond_const_count": 0, "length": bound.steps}
+        make = lambda: shared(loop.replace(**every))
+        return replace(self, loop=loop.derived(("exact", bound.steps), make), cond_consts=[])
 
     def run(self, init: Sequence[Any], xs: Sequence[Any], scan: Callable | None = None) -> tuple:
         """Final carry leaves and ys leaves; of a `scan` that traces the steps again, if given."""
