@@ -15,6 +15,13 @@ from loopkit._engine.sweeps.strategy import Backward, Saving, Strategy
 
 
 class EveryCarry(Strategy):
+    @property
+    def blank_stacks(self) -> list:
+        if self.how.plan.segment == 1 or self.how.plan.host:
+            return super().blank_stacks
+        # Where products are put off, rows are read a segment at a time.
+        return list(map(_jax.zeros, self.stack_types))
+
     def run(self, loop: Loop, operands: Operands, state: Saving) -> Saving:
         def step(s: Saving, go: Any = None) -> Saving:
             steps, slots = s

@@ -27,12 +27,10 @@ class EveryResidual(Strategy):
 
     @property
     def blank_stacks(self) -> list:
-        """A row is written before it is read: the cost follows the steps taken, not their bound."""
         how = self.how
-        if how.plan.host:
-            return super().blank_stacks
-        check_room(how.loop.name, how.plan.segment, _jax.byte_count(*how.row_types))
-        return list(map(_jax.blank, self.stack_types))
+        if not how.plan.host:
+            check_room(how.loop.name, how.plan.segment, _jax.byte_count(*how.row_types))
+        return super().blank_stacks
 
     def run(self, loop: Loop, operands: Operands, state: Saving) -> Saving:
         how, safe = self.how, None

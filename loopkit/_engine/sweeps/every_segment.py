@@ -51,7 +51,9 @@ class EverySegment(Strategy):
     def reverse(self, step: StepReversal, steps: Any, s: Backward) -> Cotangents:
         length, segment = self.how.plan.segment, ft.partial(self.reverse_segment, step)
         types = _jax.stack_types(self.how.row_types, length) if length > 1 else []
-        s = s._replace(rows=list(map(_jax.zeros, types)))
+        # Products that are put off read whole segments, taken or not.
+        empty = _jax.blank if step.products is None else _jax.zeros
+        s = s._replace(rows=list(map(empty, types)))
         return reverse_segments(segment, length, steps, s)
 
     def reverse_segment(self, step: StepReversal, first: Any, count: Any, s: Backward) -> Backward:

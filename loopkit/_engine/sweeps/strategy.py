@@ -108,7 +108,12 @@ class Strategy(abc.ABC):
 
     @property
     def blank_stacks(self) -> list:
-        """Where the forward sweep saves, with nothing saved yet."""
+        """Where the forward sweep saves, with nothing saved yet.
+
+        What is read has been written before: what this costs follows the steps taken.
+        """
+        if not self.how.plan.host:
+            return list(map(_jax.blank, self.stack_types))
         types = self.residual_types[: len(self.stack_types)]
         return [_jax.placed(_jax.zeros(_jax.on_device(t)), t) for t in types]
 
