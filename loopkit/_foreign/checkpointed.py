@@ -90,7 +90,7 @@ def checkpointed(
     - `max_steps`: the most steps of each while loop, a static int; None for no bound. A loop that
         needs more stops there.
     - `checkpoints`: what the backward pass of each loop keeps, as in `loopkit.while_loop`. With
-        "all", while loops need `max_steps`.
+        "all", while loops need a bound: `max_steps`, or their own.
     - `memory`: the same as a budget in bytes, as there. The loops of `fn` share it in equal parts:
         it is what the gradient may need beyond what it needs for a single step of each.
     - `only`: `LoopSite -> bool`, called once a loop as it is traced: whether to replace it. A

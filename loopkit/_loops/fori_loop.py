@@ -76,7 +76,7 @@ def fori_loop(
       known; "auto" as in `loopkit.while_loop`.
     - `max_steps`: the most steps to take, a static int.
     - `checkpoints`, `memory`, `buffers`, `checks`, `return_info`: as in `loopkit.while_loop`;
-      "all" needs static bounds or `max_steps`.
+      "all" needs static bounds, or `max_steps` where `lower` or `upper` is traced.
 
     **Returns:**
 

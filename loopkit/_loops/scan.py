@@ -95,9 +95,9 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
       with `jax.lax.stop_gradient`, in every mode. The backward pass then keeps the residuals of at
       most `truncate` steps, and the carry once every `truncate` steps.
     - `checkpoints`: what the backward pass keeps. None: about the square root of the number of
-      steps in carries, about one extra forward pass. An int c: at most c carries, at the price of
-      more recomputation. "all": what the derivative of every step reads, as lax.scan. A `Plan`:
-      what it says.
+      steps in carries, about one extra forward pass; all residuals if they have 1 kB at most. An
+      int c: at most c carries, at the price of more recomputation. "all": what the derivative of
+      every step reads, as lax.scan. A `Plan`: what it says.
     - `memory`: the same as a budget in bytes, such as "64 MB", as in `loopkit.while_loop`.
     - `buffers`, `checks`, `return_info`: as in `loopkit.while_loop`.
 

@@ -59,8 +59,7 @@ def while_loop(
                 val, steps = body_fun(val), steps + 1
             return val
 
-    It takes the place of `jax.lax.while_loop`. Cost and memory follow the steps taken, not
-    `max_steps`.
+    It takes the place of `jax.lax.while_loop`. Its cost follows the steps taken, not `max_steps`.
 
     **Arguments:**
 
@@ -68,14 +67,18 @@ def while_loop(
     - `body_fun`: `T -> T`, with the structure, shapes and dtypes of `init_val`. Both are pure: the
       very same functions may be traced only once.
     - `init_val`: a pytree of arrays, the initial carry.
-    - `max_steps`: the most steps to take, a static int; None for no bound.
-    - `checkpoints`: what the backward pass keeps. None: about the square root of `max_steps` in
-      carries, or without it 32 to 128; about one extra forward pass. An int c: at most c carries,
-      at the price of more recomputation. "all": what the derivative of every step reads, and no
-      recomputation (needs `max_steps`). A `Plan`: what it says.
+    - `max_steps`: the most steps to take, a static int; None for no bound but that of `cond_fun`.
+      That has one where it compares, perhaps among other tests, a counter of the carry whose first
+      value is a number, and to which each step adds one, with a number.
+    - `checkpoints`: what the backward pass keeps. None: about the square root of the bound in
+      carries, or without one 32 to 128, at about one extra forward pass; all residuals if they have
+      1 kB at most. An int c: at most c carries, at the price of more recomputation. "all": what the
+      derivative of every step reads, and no recomputation; it needs a bound, and room for as many
+      steps, of which a CPU touches what is taken. A `Plan`: what it says.
     - `memory`: the same as a budget in bytes, an int or a string such as "64 MB": what the backward
-      pass may need beyond what it needs for a single step. A dict of two, `{"device": "64 MB",
-      "host": "4 GB"}`, keeps the checkpoints in the host's memory. Give one of the two.
+      pass may need beyond what it needs for a single step, which has the gradient of what the body
+      closes over. A dict of two, `{"device": "64 MB", "host": "4 GB"}`, keeps the checkpoints in
+      the host's memory. Give one of the two.
     - `buffers`: which leaves of the carry are read and written in slices: a function of the carry
       that returns them, or a tree of bools that matches it. In the body they are
       `loopkit.Buffer`s, written in place, forward and backward.

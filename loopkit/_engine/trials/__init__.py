@@ -1,1 +1,1 @@
-"""What is found out by running something, once for each machine."""
+"""What is found out on the machine at hand, mostly by running something, once."""
