@@ -11,12 +11,12 @@ import pytest
 
 import loopkit
 from derivatives import assert_close, derivative, expected
-from loopkit import _jax
+from loopkit import Plan, _jax
 from problems import PROBLEMS, Problem
 from turns import in_turn
 
 KEPT = ["all", None, 1, 3, 9]
-TURNS = in_turn(PROBLEMS, ["r", "fr", "rr"], KEPT, of=5)
+TURNS = in_turn(PROBLEMS, ["r", "fr", "rr"], KEPT, of=15)
 
 
 @pytest.fixture
@@ -43,11 +43,39 @@ def test_what_is_not_written_is_not_read(problem: Problem, pattern, checkpoints,
     assert_close(got, expected(problem.name, pattern))
 
 
-def gradient(bound, size=512):
-    def loss(x, n):
+@pytest.mark.parametrize(
+    "plan", [Plan(3, 4), Plan(12, 4), Plan(3, 4, "residuals"), Plan(12)], ids=str
+)
+def test_products_that_are_put_off_read_whole_segments(plan, poisoned):
+    """Seven of eleven steps, in segments of four."""
+    w, h = jnp.eye(96) * 0.9 + 0.01, jnp.linspace(-1.0, 1.0, 4 * 96).reshape(4, 96)
+
+    def loss(w, n, **options):
+        step = lambda c: (c[0] + 1, jnp.tanh(c[1] @ w))
+        return jnp.sum(loopkit.while_loop(lambda c: c[0] < n, step, (0, h), **options)[1] ** 2)
+
+    def unrolled(w):
+        end = h
+        for _ in range(7):
+            end = jnp.tanh(end @ w)
+        return jnp.sum(end**2)
+
+    found = jax.jit(jax.grad(lambda w, n: loss(w, n, max_steps=11, checkpoints=plan)))
+    assert_close(found(w, 7), jax.grad(unrolled)(w))
+
+
+def gradient(bound, size=512, outer=None):
+    """Of a loop that takes n steps; `outer`: inside another of so many."""
+
+    def loop(x, n):
         step = lambda c: (c[0] + 1, 1.01 * jnp.sin(c[1]) + 0.1)
         start, limits = (0, x), {"max_steps": bound, "checkpoints": "all"}
-        return jnp.sum(loopkit.while_loop(lambda c: c[0] < n, step, start, **limits)[1])
+        return loopkit.while_loop(lambda c: c[0] < n, step, start, **limits)[1]
+
+    def loss(x, n):
+        if outer is None:
+            return jnp.sum(loop(x, n))
+        return jnp.sum(loopkit.scan(lambda x, _: (loop(x, n), None), x, None, outer)[0])
 
     return jax.jit(jax.grad(loss)), jnp.linspace(0.1, 1.0, size)
 
@@ -70,8 +98,8 @@ def test_lanes_that_stop_apart(transform, poisoned):
 
 SCRIPT = """
 import resource, test_rows_not_taken
-gradient, x = test_rows_not_taken.gradient(1_000_000)
-small = test_rows_not_taken.gradient(540)[0]
+gradient, x = test_rows_not_taken.gradient(1_000_000, outer=OUTER)
+small = test_rows_not_taken.gradient(540, outer=OUTER)[0]
 small(x, 540).block_until_ready()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 gradient(x, 540).block_until_ready()
@@ -80,13 +108,15 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads how much memory was touched as on Linux")
-def test_memory_follows_the_steps_taken():
+@pytest.mark.parametrize("outer", [None, 5])
+def test_memory_follows_the_steps_taken(outer):
     """540 of a million steps: room for gigabytes, of which megabytes are touched."""
-    function, x = gradient(1_000_000)
+    function, x = gradient(1_000_000, outer=outer)
     memory = function.lower(x, 540).compile().memory_analysis()
     assert memory.temp_size_in_bytes > 10**9
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ran = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True)
+    script = SCRIPT.replace("OUTER", str(outer))
+    ran = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert int(ran.stdout) < 10**5, "kilobytes"
 
@@ -101,6 +131,10 @@ def test_where_memory_is_not_taken_as_it_is_found():
     assert made_blank(function, x, 7)
     with jax.debug_nans(True):
         assert not made_blank(gradient(1001)[0], x, 7)
+    mesh = jax.make_mesh((2,), ("rows",), devices=jax.devices()[:2])
+    spread = jax.device_put(x, jax.NamedSharding(mesh, jax.P("rows")))
+    assert not made_blank(gradient(1002)[0], spread, 7)
+    assert_close(gradient(1002)[0](spread, 7), function(x, 7))
     exported = jax.export.export(function)(x, jax.ShapeDtypeStruct((), int))
     again = jax.export.deserialize(exported.serialize())
     assert_close(again.call(x, 7), function(x, 7))
