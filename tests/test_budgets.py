@@ -57,15 +57,15 @@ def test_more_memory_runs_fewer_steps(name):
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in PROGRAMS]
 )
 def test_budgets_are_kept(name):
-    """Beyond what the least one needs, the compiler needs no more than there is more of it."""
+    """Up to a carry: in the least plan, the one it begins with may be that on its way."""
     loss, args, steps = PROGRAMS[name]
 
     def needed(**options):
         function = jax.jit(jax.grad(lambda *a: loss(*a, steps, **options)))
         return function.lower(*args).compile().memory_analysis().temp_size_in_bytes
 
-    lowest = least(name)
+    lowest, carry = least(name), outer(name).step.carry_bytes
     base = needed(memory=lowest) - lowest
     for factor in RANGE[1:]:
         budget = int(factor * lowest)
-        assert needed(memory=budget) - base <= 1.02 * budget + SLACK
+        assert needed(memory=budget) - base <= 1.02 * budget + carry + SLACK

@@ -44,7 +44,7 @@ def test_what_is_not_written_is_not_read(problem: Problem, pattern, checkpoints,
 
 
 @pytest.mark.parametrize(
-    "plan", [Plan(3, 4), Plan(12, 4), Plan(3, 4, "residuals"), Plan(12)], ids=str
+    "plan", [Plan(3, 4), Plan(12, 4), Plan(3, 4, "residuals"), Plan(12)], ids=range(4)
 )
 def test_products_that_are_put_off_read_whole_segments(plan, poisoned):
     """Seven of eleven steps, in segments of four."""
