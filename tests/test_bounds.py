@@ -116,6 +116,23 @@ def test_own_bound_and_that_of_the_predicate():
     f(x, limit=3, max_steps=3, throw=True)
 
 
+@pytest.mark.parametrize("loops", [loopkit, lax], ids=["own", "replaced"])
+def test_a_predicate_that_prints(loops, capfd):
+    """It is asked before each step, and after the last."""
+
+    def f(x):
+        def test(c):
+            jax.debug.print("asked {}", c[0])
+            return c[0] < 3
+
+        return loops.while_loop(test, lambda c: (c[0] + 1, c[1] * x), (0, x))[1]
+
+    how = loopkit.checkpointed(f) if loops is lax else f
+    assert_close(jax.jit(how)(jnp.asarray(2.0)), jnp.asarray(16.0))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("asked") == 4
+
+
 def test_everything_is_kept_without_max_steps():
     def f(x):
         test = lambda c: (c[0] < 20) & (c[1] < 100.0)

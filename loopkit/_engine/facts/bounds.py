@@ -44,7 +44,7 @@ class Limits(NamedTuple):
 
     found: tuple[Limit, ...]
     alone: bool
-    """Whether the predicate asks for nothing else."""
+    """Whether the predicate asks for nothing else, and does nothing else."""
 
 
 class Bound(NamedTuple):
@@ -83,7 +83,8 @@ def limits_of(cond: Any, cond_const_count: int, body: Any, const_count: int) -> 
         if eqn is not None and eqn.primitive.name in MIRRORED:
             (a, b), name = eqn.invars, eqn.primitive.name
             found += [limit(name, a, b), limit(MIRRORED[name], b, a)]
-    return Limits(tuple(f for f in found if f is not None), len(tests) == 1)
+    alone = len(tests) == 1 and not test.effects
+    return Limits(tuple(f for f in found if f is not None), alone)
 
 
 def bound_of(limits: Limits, operands: Sequence[Any]) -> Bound | None:
