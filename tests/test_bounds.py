@@ -109,6 +109,8 @@ def test_own_bound_and_that_of_the_predicate():
     bound = lambda **options: loopkit.plan(lambda x: f(x, **options), x).bound
     assert [bound(max_steps=n) for n in (None, 7, 20, 1000)] == [20, 7, 20, 20]
     assert_close(jax.grad(lambda x: f(x, max_steps=3))(x), 4 * x**3)
+    far = lambda x: f(x, limit=2**31 - 1, memory="1 MB")
+    assert loopkit.plan(far, x).bound is None, "no plan would heed it"
     _, info = whole(x, limit=5, return_info=True)
     assert (info.steps, info.stopped) == (5, True)
     with pytest.raises(Exception, match="`max_steps` must be enough"):

@@ -27,6 +27,9 @@ from loopkit._jaxprs import equations
 from loopkit._programs.cache import interned
 from loopkit._tracing.carry_buffers import Buffers
 
+PLANNED = 1 << 24
+"""Steps beyond which plans take a bound for none, and its schedule would take seconds to make."""
+
 
 class Names(NamedTuple):
     """How the caller's arguments are called, for errors."""
@@ -77,6 +80,8 @@ class Traced:
         limits = loop.derived("limits", lambda: limits_of(loop.cond, *counts))
         bound = bound_of(limits, [*self.cond_consts, *init]) if limits.found else None
         if bound is None or bound.steps > most:
+            return self
+        if bound.steps > PLANNED and not bound.exact and loop.checkpoints != "all":
             return self
         values = map(_jax.innermost, (*self.closed_over, *init))
         if not any(map(_jax.is_tracer, values)):
