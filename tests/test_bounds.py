@@ -211,3 +211,32 @@ def test_lanes_keep_their_own_tests():
         both(loopkit.checkpointed(f)),
         (jnp.vectorize(f)(xs, limits), jnp.asarray([1.5**6, 2.25 * 1.5, 1.0])),
     )
+
+
+COUNTERS = {
+    "uint8 downwards": ("uint8", 5, -1, lambda i: i >= 0),
+    "uint32 downwards": ("uint32", 5, -1, lambda i: i >= 0),
+    "uint8 as int32": ("uint8", 5, -1, lambda i: i.astype("int32") >= 0),
+    "int8 up to all it holds": ("int8", 0, 1, lambda i: i <= 127),
+    "uint8 up to all it holds": ("uint8", 0, 1, lambda i: i <= 255),
+    "int8 below more than it holds": ("int8", 0, 1, lambda i: i.astype("int32") < 300),
+    "int8 down to all it holds": ("int8", 5, -1, lambda i: i >= -128),
+    "int32 up to all it holds": ("int32", 2**31 - 5, 1, lambda i: i <= 2**31 - 1),
+    "uint8 until 255": ("uint8", 250, 1, lambda i: i < 255),
+    "int8 until -128": ("int8", -120, -1, lambda i: i > -128),
+}
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_a_counter_that_wraps_around_is_no_bound(name):
+    dtype, first, by, test = COUNTERS[name]
+
+    def f(x, while_loop):
+        step = lambda c: (c[0] + jnp.asarray(by).astype(dtype), c[1] + 1)
+        start = jnp.asarray(first, dtype), x
+        return while_loop(lambda c: test(c[0]) & (c[1] < 500), step, start)[1]
+
+    wanted = f(0.0, lax.while_loop)
+    assert f(0.0, loopkit.while_loop) == wanted
+    assert jax.jit(lambda x: f(x, loopkit.while_loop))(0.0) == wanted
+    assert loopkit.checkpointed(lambda x: f(x, lax.while_loop))(0.0) == wanted

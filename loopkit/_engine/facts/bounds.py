@@ -37,6 +37,19 @@ class Limit(NamedTuple):
     """None if it is an operand, too."""
     operand: int
     """Which of them."""
+    dtype: Any
+    """Of the counter."""
+
+    def steps(self, operands: Sequence[Any]) -> int | None:
+        """How many it allows; None if that is not known, or if it is no limit."""
+        first = _integer(operands[self.counter])
+        last = _integer(operands[self.operand]) if self.limit is None else self.limit
+        if first is None or last is None:
+            return None
+        failing, holds = last + self.by * self.beyond, jnp.iinfo(self.dtype)
+        if not holds.min <= failing <= holds.max:
+            return None  # the counter wraps around, and never gets there
+        return max(0, self.by * (failing - first))
 
 
 class Limits(NamedTuple):
@@ -70,13 +83,13 @@ def limits_of(cond: Any, cond_const_count: int, body: Any, const_count: int) -> 
         i, by = place[counter], 1 if name in UPWARDS else -1
         if moved_by(after[i], inside[i], made) != by:
             return None
-        beyond = (UPWARDS | DOWNWARDS)[name]
+        beyond, dtype = (UPWARDS | DOWNWARDS)[name], counter.aval.dtype
         if isinstance(stop, _jax.Literal):
             number = _integer(stop.val)
-            return None if number is None else Limit(i, by, beyond, number, -1)
+            return None if number is None else Limit(i, by, beyond, number, -1, dtype)
         j = place.get(stop, -1)
         # What no step changes.
-        return Limit(i, by, beyond, None, j) if j >= 0 and after[j] is inside[j] else None
+        return Limit(i, by, beyond, None, j, dtype) if j >= 0 and after[j] is inside[j] else None
 
     tests, found = _conjuncts(test.outvars[0], maker), []
     for eqn in tests:
@@ -89,13 +102,8 @@ def limits_of(cond: Any, cond_const_count: int, body: Any, const_count: int) -> 
 
 def bound_of(limits: Limits, operands: Sequence[Any]) -> Bound | None:
     """The bound that they are together, for these operands of the predicate; None if not known."""
-    bounds = []
-    for counter, by, beyond, limit, operand in limits.found:
-        first = _integer(operands[counter])
-        last = _integer(operands[operand]) if limit is None else limit
-        if first is not None and last is not None:
-            bounds.append(max(0, by * (last - first) + beyond))
-    bounds = [n for n in bounds if n <= LAST_STEP]
+    found = (limit.steps(operands) for limit in limits.found)
+    bounds = [n for n in found if n is not None and n <= LAST_STEP]
     return Bound(min(bounds), limits.alone) if bounds else None
 
 
