@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools as ft
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
@@ -644,6 +646,40 @@ def _lower_as_written(*args: Any, **kwargs: Any) -> Any:
         return _lower(*args, **kwargs)
 
 
+def trace_bodies_within(context: Callable | None) -> None:
+    """Have lax trace the functions of a loop within `context(kind, carry types, length)`."""
+
+    def trace_to_jaxpr(fun: Any, avals: Any, *rest: Any, **params: Any) -> Any:
+        trace, caller = ft.partial(pe.trace_to_jaxpr, fun, avals, *rest, **params), sys._getframe(2)
+        kind = caller.f_code.co_name
+        if context is None or kind not in ("scan", "while_loop"):
+            return trace()
+        (carry, *_), _ = avals.unflatten()
+        with context(kind, jax.tree.leaves(carry), caller.f_locals.get("length")):
+            return trace()
+
+    other = SimpleNamespace(**{**vars(pe), "trace_to_jaxpr": trace_to_jaxpr})
+    cast(Any, lax_loops).pe = pe if context is None else other
+
+
+def is_settled() -> bool:
+    """Whether the loop that is being bound is one of this library's own, or what a rule of lax's
+    makes of another loop: nobody wrote it.
+    """
+    frame: Any = sys._getframe(1)
+    while (code := frame.f_code).co_filename.endswith(MACHINERY):
+        derived = code.co_name.startswith(("_scan", "_while")) or code.co_name == "tangent_fun"
+        if derived and not code.co_name.endswith(("discharge_rule", "lojax")):
+            return True
+        frame = frame.f_back
+    return code.co_filename.startswith(os.path.join(PACKAGE, "_engine"))
+
+
+def steps_of(params: dict[str, Any]) -> Jaxpr:
+    """The body of a loop of lax."""
+    return params["jaxpr"] if "jaxpr" in params else params["body_jaxpr"]
+
+
 def lower_as_written(on: bool) -> None:
     """Lower programs without replacing loops: what a scan is lowered to is a while loop of lax."""
     mlir.lower_jaxpr_to_module = _lower_as_written if on else _lower
@@ -662,6 +698,16 @@ INNER = tuple(
     for name in ("lax", "core.py", "source_info_util.py", "traceback_util.py")
 )
 """Files that every loop goes through."""
+_IN_JAX = "core linear_util traceback_util api_util pjit profiler util".split()
+_TRACING = "ad batching partial_eval remat mlir pxla".split()
+MACHINERY = (
+    *(os.path.join("jax", "_src", f"{name}.py") for name in _IN_JAX),
+    *(os.path.join("jax", "_src", "interpreters", f"{name}.py") for name in _TRACING),
+    *(os.path.join("control_flow", name) for name in ("loops.py", "common.py")),
+    *(os.path.join("loopkit", name) for name in ("_jax.py", os.path.join("_foreign", "replace.py"))),
+    "contextlib.py",
+)
+"""Files of what stands between a loop that someone calls, or a rule makes, and its primitive."""
 
 
 def source_of(eqn: Any | None) -> tuple[str, int, str] | None:
@@ -677,6 +723,12 @@ def source_of(eqn: Any | None) -> tuple[str, int, str] | None:
         if not any(part in frame.file_name for part in (PACKAGE, *INNER)):
             return frame.file_name, frame.line_num, frame.function_name
     return None
+
+
+def source() -> str:
+    """`file:line (function)` of the code being traced, outside jax and loopkit."""
+    found = source_of(None)
+    return "{}:{} ({})".format(*found) if found else "unknown"
 
 
 def name_stack() -> str:

@@ -16,7 +16,7 @@ from loopkit._arguments import validate
 from loopkit._arguments.validate import type_of
 from loopkit._engine.loop import kept, spread
 from loopkit._foreign.lax_loop import LoopSite, ReplaceKw, Settings
-from loopkit._foreign.replace import replacing, settings_of
+from loopkit._foreign.replace import replacing, settings_of, with_rules
 from loopkit._jaxprs import equations
 from loopkit._plans.plan import Bytes
 from loopkit._programs.cache import interned, remember
@@ -70,6 +70,7 @@ def checkpointed(
     checkpoints: Checkpoints = None,
     memory: Memory = None,
     only: Callable[[LoopSite], Any] | None = None,
+    outermost: bool = False,
 ) -> Callable[P, R] | Decorator:
     """`fn` with every `jax.lax` loop inside it replaced by loopkit's.
 
@@ -94,7 +95,12 @@ def checkpointed(
     - `memory`: the same as a budget in bytes, as there. The loops of `fn` share it in equal parts:
         it is what the gradient may need beyond what it needs for a single step of each.
     - `only`: `LoopSite -> bool`, called once a loop as it is traced: whether to replace it. A
-        `LoopSite` has `kind`, `name_stack`, `source`, `length` and `carry_bytes`.
+        `LoopSite` has `kind`, `name_stack`, `source`, `length`, `carry_bytes`, `depth` (of loops
+        around it) and `outer` (the `LoopSite` of the innermost of these, or None). A function
+        that is called in two places, in other loops, is asked about in each.
+    - `outermost`: whether scans that stand in another loop stay lax's, so that a step of the loop
+        around stores what they compute. While loops are replaced wherever they stand, since lax's
+        have no gradient in reverse mode.
 
     **Returns:**
 
@@ -117,7 +123,8 @@ def checkpointed(
         print(jax.grad(loopkit.checkpointed(collatz_like))(2.0))  # 5525
         ```
     """
-    given = {"max_steps": max_steps, "checkpoints": checkpoints, "memory": memory, "only": only}
+    given = {"max_steps": max_steps, "checkpoints": checkpoints, "memory": memory}
+    given |= {"only": only, "outermost": outermost}
     if fn is None:
         decorator: Any = ft.partial(checkpointed, **given)
         return decorator
@@ -193,7 +200,7 @@ def _traced(fn: Callable, settings: Settings, leaves: list, tree: Any) -> Progra
     has_loops = any("loop" in e.params or e.primitive.name in ("scan", "while") for e in found)
     rules = "custom_jvp_call", "custom_vjp_call"
     has_rules = any(e.primitive.name.startswith(rules) for e in found)
-    jaxpr = _with_rules(_shared(jaxpr), settings)
+    jaxpr = with_rules(_shared(jaxpr), settings)
     jaxpr = interned(jaxpr) or jaxpr
     return Program(jaxpr, consts, out_tree, rest, has_loops, has_rules)
 
@@ -216,16 +223,3 @@ def _shared(jaxpr: Any) -> Any:
 
 def _takes_part(eqn: Any) -> bool:
     return isinstance(getattr(eqn.params.get("loop"), "checkpoints", None), Share)
-
-
-def _with_rules(jaxpr: Any, settings: Settings) -> Any:
-    """Loops in custom derivatives are replaced too; JAX traces those when it differentiates."""
-
-    def within(rule: Callable) -> Callable:
-        def run(*args: Any) -> Any:
-            with replacing(settings):
-                return rule(*args)
-
-        return run
-
-    return equations.map_equations(jaxpr, lambda eqn: _jax.with_custom_rules(eqn, within))

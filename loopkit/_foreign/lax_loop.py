@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict
 
@@ -31,6 +31,11 @@ class LoopSite(NamedTuple):
     """Its steps, if they are known; else None."""
     carry_bytes: int
     """Bytes of its carry."""
+    depth: int = 0
+    """How many loops of lax it stands in."""
+    outer: LoopSite | None = None
+    """The innermost of those, as it is where its steps are traced: a while loop has no `length`
+    yet, and `carry_bytes` are of all that it is called with."""
 
 
 class ReplaceKw(TypedDict, total=False):
@@ -40,6 +45,7 @@ class ReplaceKw(TypedDict, total=False):
     checkpoints: Checkpoints
     memory: Memory
     only: Callable[[LoopSite], Any] | None
+    outermost: bool
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,21 @@ class Settings:
     only: Callable[[LoopSite], Any] | None = field(compare=False)
     only_id: int
     """Of `only`: as part of jit's cache keys, the very same predicate is the same."""
+    outermost: bool
+    outer: LoopSite | None = None
+    """The loop of lax whose steps are being traced, where anybody asks."""
+
+    @property
+    def asks_where(self) -> bool:
+        """Whether it matters which loops a loop stands in."""
+        return self.outermost or self.only is not None
+
+    def replaces(self, loop: LaxLoop) -> bool:
+        if not loop.replaceable or (loop.kind == "scan" and self.budget == "all"):
+            return False  # a scan that stores every step is lax's own
+        if self.outermost and loop.kind == "scan" and self.outer is not None:
+            return False
+        return self.only is None or bool(self.only(loop.site(self.outer)))
 
 
 class LaxLoop(NamedTuple):
@@ -74,12 +95,8 @@ class LaxLoop(NamedTuple):
         """Its steps, if they are known."""
         return self.bound.steps if self.bound is not None and self.bound.exact else None
 
-    @property
-    def site(self) -> LoopSite:
-        found = _jax.source_of(None)
-        source = "{}:{} ({})".format(*found) if found else "unknown"
-        size = _jax.byte_count(*map(jax.typeof, self.init))
-        return LoopSite(self.kind, _jax.name_stack(), source, self.length, size)
+    def site(self, outer: LoopSite | None) -> LoopSite:
+        return site_of(self.kind, self.length, map(jax.typeof, self.init), outer)
 
     @property
     def replaceable(self) -> bool:
@@ -103,7 +120,7 @@ class LaxLoop(NamedTuple):
             ]
             if not bounds and settings.budget == "all":
                 expected = 'can be "all" only if the number of steps of every loop is bounded'
-                got = f"a while_loop without a bound at {self.site.source}"
+                got = f"a while_loop without a bound at {_jax.source()}"
                 advice = "Pass `max_steps`, or leave that loop out with `only`."
                 raise errors.wrong_value(settings.function, "checkpoints", expected, got, advice)
             if length is not None:
@@ -121,6 +138,17 @@ class LaxLoop(NamedTuple):
         loop = as_loop(cond, cond_consts, self.body, self.consts, carry, types, fields)
         carry, ys = loop.run(list(map(_jax.as_array, self.init)), self.xs)
         return [*carry, *ys]
+
+
+def site_of(
+    kind: Literal["scan", "while_loop"],
+    length: int | None,
+    carry: Iterable[Any],
+    outer: LoopSite | None,
+) -> LoopSite:
+    """The loop that is being called, of these types of its carry."""
+    depth, size = 0 if outer is None else outer.depth + 1, _jax.byte_count(*carry)
+    return LoopSite(kind, _jax.name_stack(), _jax.source(), length, size, depth, outer)
 
 
 def scan(operands: Sequence[Any], params: dict[str, Any]) -> LaxLoop:

@@ -9,20 +9,26 @@ of JAX's caches: what `jit` traced outside is traced anew inside, and not used o
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from loopkit import _jax
 from loopkit._arguments import validate
 from loopkit._foreign import lax_loop
-from loopkit._foreign.lax_loop import LoopSite, Settings
+from loopkit._foreign.lax_loop import LoopSite, Settings, site_of
+from loopkit._jaxprs import equations
 from loopkit._plans.budget import check_budget
 from loopkit._types import Checkpoints, Memory
 
 _lock = threading.Lock()
 _users = 0
 """Threads, and nested contexts of them, for which the primitives are diverted."""
+
+_left: weakref.WeakKeyDictionary[Any, Settings] = weakref.WeakKeyDictionary()
+"""Steps of loops that were left to lax, and how it was decided: what lax makes of them is too."""
 
 DIVERTED = {_jax.lax_scan_p: lax_loop.scan, _jax.lax_while_p: lax_loop.while_loop}
 
@@ -34,6 +40,7 @@ def replace_lax_loops(
     checkpoints: Checkpoints = None,
     memory: Memory = None,
     only: Callable[[LoopSite], Any] | None = None,
+    outermost: bool = False,
 ) -> Generator[None, None, None]:
     """Replace every `jax.lax` loop that is traced inside the `with` block by loopkit's.
 
@@ -47,7 +54,7 @@ def replace_lax_loops(
 
     **Arguments:**
 
-    - `max_steps`, `checkpoints`, `only`: as in `loopkit.checkpointed`.
+    - `max_steps`, `checkpoints`, `only`, `outermost`: as in `loopkit.checkpointed`.
     - `memory`: as there, but each loop has the whole budget: how many there are is not known.
 
     **Returns:**
@@ -71,18 +78,20 @@ def replace_lax_loops(
             print(jax.grad(halvings)(10.0))  # 0.0625
         ```
     """
-    with replacing(settings_of("replace_lax_loops", max_steps, checkpoints, memory, only)):
+    settings = settings_of("replace_lax_loops", max_steps, checkpoints, memory, only, outermost)
+    with replacing(settings):
         yield
 
 
 def settings_of(
-    function: str, max_steps: Any, checkpoints: Any, memory: Any, only: Any
+    function: str, max_steps: Any, checkpoints: Any, memory: Any, only: Any, outermost: Any
 ) -> Settings:
     max_steps = validate.check_bound(function, "max_steps", max_steps)
     budget = check_budget(function, checkpoints, memory)
     if only is not None:
         validate.check_callable(function, "only", only)
-    return Settings(function, max_steps, budget, only, id(only))
+    outermost = validate.check_flag(function, "outermost", outermost)
+    return Settings(function, max_steps, budget, only, id(only), outermost)
 
 
 @contextmanager
@@ -95,6 +104,7 @@ def replacing(settings: Settings) -> Generator[None, None, None]:
             for primitive, describe in DIVERTED.items():
                 primitive.bind = _diverted(primitive.bind, describe)
             _jax.lower_as_written(True)
+            _jax.trace_bodies_within(_inside)
     try:
         with _jax.replacing(settings):
             yield
@@ -105,6 +115,16 @@ def replacing(settings: Settings) -> Generator[None, None, None]:
                 for primitive in DIVERTED:
                     del primitive.bind
                 _jax.lower_as_written(False)
+                _jax.trace_bodies_within(None)
+
+
+def _inside(kind: Any, carry: Any, length: Any) -> Any:
+    """The context in which the steps of a loop of lax are traced."""
+    settings = _jax.replacing.value
+    if settings is None or not settings.asks_where:
+        return nullcontext()
+    outer = site_of(kind, length, carry, settings.outer)
+    return _jax.replacing(replace(settings, outer=outer))
 
 
 def _diverted(bind: Callable, describe: Callable) -> Callable:
@@ -112,11 +132,33 @@ def _diverted(bind: Callable, describe: Callable) -> Callable:
         settings = _jax.replacing.value
         if settings is None:
             return bind(*operands, **params)
-        loop, only = describe(operands, params), settings.only
-        # A scan that stores every step is lax's own.
-        stored = loop.kind == "scan" and settings.budget == "all"
-        if stored or not loop.replaceable or not (only is None or only(loop.site)):
-            return bind(*operands, **params)
-        return loop.run(settings)
+        steps, decided = _jax.steps_of(params), replace(settings, outer=None)
+        if not _jax.is_settled() and _left.get(steps) != decided:
+            loop = describe(operands, params)
+            if settings.asks_where:
+                inside = replace(settings, outer=loop.site(settings.outer))
+                params = {k: _within(v, inside) for k, v in params.items()}
+                loop = describe(operands, params)
+            if settings.replaces(loop):
+                return loop.run(settings)
+        _left[_jax.steps_of(params)] = decided
+        return bind(*operands, **params)
 
     return diverted
+
+
+def _within(param: Any, settings: Settings) -> Any:
+    return with_rules(param, settings) if hasattr(param, "eqns") else param
+
+
+def with_rules(jaxpr: Any, settings: Settings) -> Any:
+    """Loops in custom derivatives are replaced too; JAX traces those when it differentiates."""
+
+    def within(rule: Callable) -> Callable:
+        def run(*args: Any) -> Any:
+            with replacing(settings):
+                return rule(*args)
+
+        return run
+
+    return equations.map_equations(jaxpr, lambda eqn: _jax.with_custom_rules(eqn, within))
