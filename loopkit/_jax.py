@@ -698,14 +698,17 @@ INNER = tuple(
     for name in ("lax", "core.py", "source_info_util.py", "traceback_util.py")
 )
 """Files that every loop goes through."""
-_IN_JAX = "core linear_util traceback_util api_util pjit profiler util".split()
-_TRACING = "ad batching partial_eval remat mlir pxla".split()
-MACHINERY = (
-    *(os.path.join("jax", "_src", f"{name}.py") for name in _IN_JAX),
-    *(os.path.join("jax", "_src", "interpreters", f"{name}.py") for name in _TRACING),
-    *(os.path.join("control_flow", name) for name in ("loops.py", "common.py")),
-    *(os.path.join("loopkit", name) for name in ("_jax.py", os.path.join("_foreign", "replace.py"))),
-    "contextlib.py",
+_BETWEEN = {
+    "jax/_src": ("core", "linear_util", "traceback_util", "api_util", "pjit", "profiler", "util"),
+    "interpreters": ("ad", "batching", "partial_eval", "remat", "mlir", "pxla"),
+    "control_flow": ("loops", "common"),
+    "loopkit": ("_jax", "_foreign/replace"),
+    "": ("contextlib",),
+}
+MACHINERY = tuple(
+    os.path.join(*folder.split("/"), *f"{name}.py".split("/"))
+    for folder, names in _BETWEEN.items()
+    for name in names
 )
 """Files of what stands between a loop that someone calls, or a rule makes, and its primitive."""
 
