@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from types import MethodType
-from typing import Any, NamedTuple, Unpack, overload
+from typing import Any, Unpack, overload
 
 import jax
-import numpy as np
 
 from loopkit import _jax
 from loopkit._arguments import validate
 from loopkit._arguments.validate import type_of
 from loopkit._engine.loop import kept, spread
 from loopkit._foreign.lax_loop import LoopSite, ReplaceKw, Settings
+from loopkit._foreign.program import Program
 from loopkit._foreign.replace import replacing, settings_of, with_rules
 from loopkit._jaxprs import equations
 from loopkit._plans.plan import Bytes
@@ -27,36 +27,6 @@ from loopkit._types import Checkpoints, Decorator, Memory, P, R
 
 class Share(Bytes):
     """A budget for all the loops of a function, which are still to be counted."""
-
-
-class Program(NamedTuple):
-    """A function of arrays, traced, with its loops replaced."""
-
-    jaxpr: Any
-    """None if there is no need to run it."""
-    closed_over: list
-    out_tree: Any
-    kept: list
-    """What it returns as it is; None in the place of an array."""
-    has_loops: bool
-    has_rules: bool
-    """Whether it calls functions with custom derivatives, in which there may be loops."""
-
-    @property
-    def to_keep(self) -> Program:
-        """The same; of a function without loops, which is called as it is, no more than that."""
-        differentiated = self.has_rules and any(map(_jax.is_tracer, self.closed_over))
-        if self.has_loops or differentiated:
-            return self
-        return self._replace(jaxpr=None, closed_over=[], kept=[])
-
-    def run(self, leaves: Sequence[Any]) -> Any:
-        arrays = [v for v in leaves if isinstance(v, jax.Array)]
-        outs = iter(_jax.call_jaxpr(self.jaxpr)(*self.closed_over, *arrays))
-        return self.out_tree.unflatten(
-            next(outs) if v is None else v.copy() if isinstance(v, np.ndarray) else v
-            for v in self.kept
-        )
 
 
 @overload
@@ -160,7 +130,7 @@ def _call(fn: Callable, settings: Settings, args: tuple, kwargs: dict) -> Any:
         return _traced(fn, settings, leaves, tree).run(leaves)
     known = remember(functions, key, traced)
     if known.jaxpr is not None:
-        return known.run(leaves)
+        return known.run(leaves, again=not new)
     # Without loops `fn` is called as it is, and reads anew what it closes over.
     args, kwargs = tree.unflatten(leaves)
     if not any(map(_jax.is_tracer, leaves)):
@@ -201,8 +171,9 @@ def _traced(fn: Callable, settings: Settings, leaves: list, tree: Any) -> Progra
     rules = "custom_jvp_call", "custom_vjp_call"
     has_rules = any(e.primitive.name.startswith(rules) for e in found)
     jaxpr = with_rules(_shared(jaxpr), settings)
-    jaxpr = interned(jaxpr) or jaxpr
-    return Program(jaxpr, consts, out_tree, rest, has_loops, has_rules)
+    same = interned(jaxpr)
+    known = same is not None
+    return Program(same or jaxpr, consts, out_tree, rest, has_loops, has_rules, known)
 
 
 def _shared(jaxpr: Any) -> Any:
