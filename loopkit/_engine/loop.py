@@ -122,6 +122,8 @@ class Loop:
     auto_unroll: bool = False
     """Whether how many is found by trying."""
     name: str = "while_loop"
+    replaced_by: str = ""
+    """The function of this library that put it in the place of a loop of lax, if one did."""
     lasting: bool = field(default=False, compare=False)
     """Whether another loop of the same equations is this very loop, and so compiled once."""
     memory: dict = field(default_factory=dict, repr=False, compare=False)

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 
 from loopkit import _jax
+from loopkit._engine.named_errors import naming_the_loop
 from loopkit._jaxprs import equations
 from loopkit._programs.cache import interned
 
@@ -45,6 +46,8 @@ and a function of those that returns the results; None if it needs all."""
 
 def define(primitive: Any, evaluate: Callable, types: Callable, **rules: Callable) -> None:
     """As in `_jax`; what has the same equations is compiled once, also outside jit."""
+    evaluate, types = naming_the_loop(evaluate), naming_the_loop(types)
+    rules |= {k: naming_the_loop(rules[k]) for k in ("jvp", "transpose") if k in rules}
     _evaluations[primitive] = _jax.define(primitive, evaluate, types, run=_run, **rules)
 
 

@@ -108,7 +108,11 @@ class LaxLoop(NamedTuple):
         types = [jax.typeof(v) for v in (*self.cond_consts, *self.consts, *self.init, *self.xs)]
         jaxprs = [self.body] if self.cond is None else [self.cond, self.body]
         return all(type(t) is _jax.ShapedArray for t in types) and not any(
-            j.consts or _jax.check_effects(j.effects) or equations.asks_the_host(j) for j in jaxprs
+            j.consts
+            or _jax.check_effects(j.effects)
+            or equations.asks_the_host(j)
+            or _makes_references(j)
+            for j in jaxprs
         )
 
     def run(self, settings: Settings) -> list:
@@ -120,7 +124,7 @@ class LaxLoop(NamedTuple):
             ]
             if not bounds and settings.budget == "all":
                 expected = 'can be "all" only if the number of steps of every loop is bounded'
-                got = f"a while_loop without a bound at {_jax.source()}"
+                got = f"no bound in the while_loop at {_jax.source()}"
                 advice = "Pass `max_steps`, or leave that loop out with `only`."
                 raise errors.wrong_value(settings.function, "checkpoints", expected, got, advice)
             if length is not None:
@@ -134,10 +138,17 @@ class LaxLoop(NamedTuple):
             "checkpoints": settings.budget,
             "unroll": min(self.params.get("unroll", 1) or steps, steps),  # 0: all
             "name": self.kind,
+            "replaced_by": settings.function,
         }
         loop = as_loop(cond, cond_consts, self.body, self.consts, carry, types, fields)
         carry, ys = loop.run(list(map(_jax.as_array, self.init)), self.xs)
         return [*carry, *ys]
+
+
+def _makes_references(jaxpr: Any) -> bool:
+    """Whether a step has references to memory of its own: JAX takes them out of its own loops."""
+    found = (v.aval for eqn in equations.all_equations(jaxpr) for v in eqn.outvars)
+    return any(hasattr(aval, "inner_aval") for aval in found)
 
 
 def site_of(

@@ -1,0 +1,317 @@
+"""What cannot be differentiated in someone else's loop: the error says where it is, and what to do.
+
+Each program works, or raises an error that names the line of the loop, in the code of whoever wrote
+it, what in it is the matter, and the way out; of the same type as the error of the loop unrolled.
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+
+import loopkit
+from derivatives import assert_close
+
+
+def scanned(step, x):
+    return lax.scan(lambda c, _: (step(c), None), x, length=3)[0]
+
+
+def until(step, x):
+    more = lambda s: (step(s[0]), s[1] + 1.0 + 0 * jnp.abs(s[0]).astype(float))
+    return lax.while_loop(lambda s: s[1] < 3.0, more, (x, 0.0))[0]
+
+
+LOOPS = {"scan": scanned, "while_loop": until}
+
+
+@jax.custom_vjp
+def with_vjp(x):
+    return jnp.sin(x)
+
+
+with_vjp.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (ct * jnp.cos(x),))
+
+
+@jax.custom_vjp
+def raising(x):
+    return x * 1.0
+
+
+def raises(_, ct):
+    raise RuntimeError("the author of this rule says no")
+
+
+raising.defvjp(lambda x: (x * 1.0, None), raises)
+
+
+@jax.custom_vjp
+def wrong(x):
+    return x * 1.0
+
+
+wrong.defvjp(lambda x: (x * 1.0, None), lambda _, ct: (ct.reshape(3),))
+TYPE = jax.ShapeDtypeStruct((), "float64")
+
+
+def solved(x, **how):
+    of = lambda matvec, b: lax.while_loop(lambda z: z < b, lambda z: z + 1.0, 0.0 * b)
+    return lax.custom_linear_solve(lambda v: v * x, x, of, **how)
+
+
+def schur(x):
+    return lax.linalg.schur(jnp.eye(2) * x)[0].sum()
+
+
+def eigenvectors(x):
+    return jnp.linalg.eig(jnp.array([[1.0, 2.0], [3.0, 4.0]]) * x)[1].real.sum()
+
+
+GRAD, FORWARD = jax.grad, lambda f: lambda x: jax.jvp(f, (x,), (x,))[1]
+SECOND = lambda f: jax.grad(jax.grad(f))
+NO_RULE = r"Differentiation rule for '{}' not implemented"
+
+
+class Refused(NamedTuple):
+    step: Callable
+    error: type[Exception]
+    says: str
+    """What is the matter."""
+    how: Callable = GRAD
+    advice: str = r"jax\.custom_jvp.*jax\.lax\.stop_gradient.*`only`"
+    kinds: tuple[str, ...] = ("scan", "while_loop")
+
+
+REFUSED = {
+    "schur": Refused(schur, NotImplementedError, NO_RULE.format("schur")),
+    "schur, forward": Refused(schur, NotImplementedError, NO_RULE.format("schur"), FORWARD),
+    "in a cond": Refused(
+        lambda x: lax.cond(x > 9, jnp.sin, schur, x), NotImplementedError, NO_RULE.format("schur")
+    ),
+    "in jit": Refused(jax.jit(schur), NotImplementedError, NO_RULE.format("schur")),
+    "hessenberg": Refused(
+        lambda x: lax.linalg.hessenberg(jnp.eye(2) * x)[0].sum(),
+        *(NotImplementedError, NO_RULE.format("hessenberg")),
+    ),
+    "eigenvectors": Refused(eigenvectors, NotImplementedError, "non-symmetric eigenvectors"),
+    "second derivative without a rule": Refused(
+        lambda x: jax.scipy.special.gammainc(x, x),
+        *(NotImplementedError, NO_RULE.format("igamma_grad_a"), SECOND),
+    ),
+    "a reduction by a function": Refused(
+        lambda x: lax.reduce_window(
+            jnp.stack([x, x]), 0.0, lambda a, b: a + b * b, (2,), (1,), "VALID"
+        ).sum(),
+        *(ValueError, "Linearization failed"),
+    ),
+    "a rule that raises in JAX": Refused(
+        lambda x: jax.scipy.special.betainc(x, 2.0, 0.5), ValueError, "Betainc gradient"
+    ),
+    "pure_callback": Refused(
+        lambda x: jax.pure_callback(np.asarray, TYPE, x), ValueError, "Pure callbacks do not"
+    ),
+    "io_callback": Refused(
+        lambda x: (io_callback(lambda v: None, None, x), x * 2)[1], ValueError, "IO callbacks do"
+    ),
+    "ffi": Refused(
+        lambda x: jax.ffi.ffi_call("nobody", TYPE)(x), ValueError, "FFI call to `nobody` cannot be"
+    ),
+    "custom_linear_solve without a transpose": Refused(
+        solved, TypeError, "transpose_solve required"
+    ),
+    "custom_vjp, forward": Refused(
+        with_vjp, TypeError, r"\(jvp\) to a custom_vjp function", jax.jacfwd
+    ),
+    "custom_vjp, second derivative": Refused(
+        with_vjp,
+        *(NotImplementedError, "custom VJP in a second derivative only where", SECOND),
+        *(r"max_steps.*custom JVP.*`only`", ("while_loop",)),
+    ),
+}
+
+
+def line_of(f, text="lax."):
+    """Where a function of this file calls it."""
+    lines, first = inspect.getsourcelines(f)
+    at = next(first + i for i, line in enumerate(lines) if text in line)
+    return rf"\S+test_foreign_errors\.py:{at} \({f.__name__}\)"
+
+
+def error_of(call):
+    with pytest.raises(Exception) as caught:
+        call()
+    return caught.value
+
+
+def causes(error):
+    while (error := error.__cause__) is not None:
+        yield error
+
+
+CASES = [(name, kind) for name, case in REFUSED.items() for kind in case.kinds]
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["", "jit"])
+@pytest.mark.parametrize("by", ["checkpointed", "replace_lax_loops"])
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_what_cannot_be_differentiated(name, kind, by, jitted):
+    case, loop = REFUSED[name], LOOPS[kind]
+
+    def call():
+        f = lambda x: loop(case.step, x)
+        f = loopkit.checkpointed(f) if by == "checkpointed" else f
+        derivative = case.how(f)
+        return (jax.jit(derivative) if jitted else derivative)(0.7)
+
+    if by == "checkpointed":
+        error = error_of(call)
+    else:
+        with loopkit.replace_lax_loops():
+            error = error_of(call)
+    assert type(error) is case.error
+    place = f"in the {kind} at {line_of(loop)}"
+    pattern = rf"^loopkit\.{by}: {place}: .*{case.says}.*\. .*{case.advice}\.$"
+    assert re.search(pattern, str(error)), str(error)
+    assert any(type(e) is case.error and re.search(case.says, str(e)) for e in causes(error))
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+@pytest.mark.parametrize(("step", "type_"), [(raising, RuntimeError), (wrong, TypeError)])
+def test_errors_of_others_stay_what_they_are(kind, step, type_):
+    """What a rule of someone else raises is theirs, and is said to be in the loop besides."""
+    error = error_of(lambda: jax.grad(loopkit.checkpointed(lambda x: LOOPS[kind](step, x)))(0.7))
+    assert type(error) is type_
+    assert "loopkit" not in str(error)
+    place = f"loopkit.checkpointed: this is in the {kind} at {line_of(LOOPS[kind])}."
+    notes = [note for note in error.__notes__ if "loopkit" in note]
+    assert re.fullmatch(place, "".join(notes))
+
+
+def test_the_innermost_loop_is_named():
+    f = lambda x: scanned(lambda x: until(lambda x: schur(x), x), x)
+    text = str(error_of(lambda: jax.grad(loopkit.checkpointed(f))(0.7)))
+    assert re.search(rf"in the while_loop at {line_of(until)}: its steps", text)
+    assert text.count("loopkit.checkpointed") == 1
+
+
+def test_loops_of_ones_own_say_what_jax_says():
+    f = lambda x: loopkit.scan(lambda c, _: (schur(c), None), x, length=3)[0]
+    with pytest.raises(NotImplementedError, match=r"^Differentiation rule for 'schur'"):
+        jax.grad(f)(0.7)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_only_is_a_way_out(loop):
+    """The loop whose derivative nobody needs."""
+    step = lambda x: schur(x)
+    f = lambda x: scanned(jnp.sin, x) + lax.stop_gradient(LOOPS[loop](step, lax.stop_gradient(x)))
+    x = jnp.asarray(0.7)
+    wanted = jax.grad(lambda x: scanned(jnp.sin, x))(x)
+    for only in (None, lambda site: site.source.endswith("(scanned)") and loop != "scan"):
+        assert_close(jax.grad(loopkit.checkpointed(f, only=only))(x), wanted)
+
+
+def test_a_budget_too_small_names_the_loop():
+    f = lambda x: scanned(lambda x: jnp.sin(x) * x, x).sum()
+    error = error_of(lambda: jax.grad(loopkit.checkpointed(f, memory="100 B"))(jnp.ones(1000)))
+    assert type(error) is ValueError
+    place = rf"in the scan at {line_of(scanned)}: `memory` must be at least .* got 100"
+    assert re.match(rf"loopkit\.checkpointed: {place}.*`only`\.$", str(error))
+
+
+def test_host_memory_that_is_missing_names_the_loop(monkeypatch):
+    kinds = "loopkit._engine.trials.host_memory.memory_kinds"
+    monkeypatch.setattr(kinds, lambda device: {"unpinned_host"})
+    f = lambda x: scanned(lambda x: jnp.sin(x) * x, x).sum()
+    memory: Any = {"device": "20 kB", "host": "1 GB"}
+    how = loopkit.checkpointed(lambda x: lax.scan(big, x, length=200)[0].sum(), memory=memory)
+    big = lambda x, _: (jnp.sin(x) * x, None)
+    error = error_of(lambda: jax.grad(how)(jnp.ones(300)))
+    assert type(error) is NotImplementedError
+    assert re.match(r"loopkit\.checkpointed: in the scan at \S+test_foreign_errors.*", str(error))
+    assert re.search("host only on a device .*host=False.*`only`", str(error))
+    assert f(jnp.ones(3)).shape == ()
+
+
+def test_all_without_a_bound_names_the_loop():
+    f = lambda x: until(jnp.sin, x)
+    error = error_of(lambda: loopkit.checkpointed(f, checkpoints="all")(0.7))
+    assert type(error) is ValueError
+    match = rf'`checkpoints` can be "all" only .* at {line_of(until)}. Pass `max_steps`'
+    assert re.search(match, str(error))
+    settings: Any = {"checkpoints": "all", "max_steps": 4}
+    assert_close(jax.grad(loopkit.checkpointed(f, **settings))(0.7), jax.jacfwd(f)(0.7))
+
+
+def with_reference(x):
+    ref = jax.new_ref(x)
+    ref[...] = ref[...] * 2
+    return ref[...]
+
+
+def with_integers(x):
+    body = lambda c: (c[0] * 1.5, c[1] + 1, ~c[2], jax.random.split(c[3])[0], c[4] ^ 3)
+    start = x, 0, jnp.asarray(True), jax.random.key(0), jnp.uint8(7)
+    out = lax.while_loop(lambda c: (c[1] < 4) & (c[0] < 9), body, start)
+    return out[0] * out[1] + jax.random.normal(out[3]) * out[0] + out[4]
+
+
+def with_root(x):
+    newton = lambda f, z: lax.fori_loop(0, 20, lambda _, z: z - f(z) / (3 * z * z), z)
+    step = lambda x: lax.custom_root(lambda z: z**3 - x, x, newton, lambda g, y: y / g(1.0))
+    return scanned(step, x)
+
+
+WORK = {
+    "references of a step's own": lambda x: scanned(with_reference, x),
+    "integers, bools, keys": with_integers,
+    "a while loop over integers alone": lambda x: x * lax.while_loop(lambda i: i < 9, abs, 9),
+    "custom_root": with_root,
+    "custom_linear_solve": lambda x: scanned(
+        lambda x: lax.custom_linear_solve(
+            lambda v: v * x, x * x, lambda _, b: b / x, lambda _, b: b / x
+        ),
+        x,
+    ),
+    "custom_vjp": lambda x: scanned(with_vjp, x),
+    "reduce by a product": lambda x: scanned(
+        lambda x: lax.reduce(jnp.stack([x, x]), 1.0, lax.mul, (0,)), x
+    ),
+    "bits": lambda x: scanned(
+        lambda x: lax.bitcast_convert_type(lax.bitcast_convert_type(x, "int64"), "float64") + x, x
+    ),
+    "no steps": lambda x: lax.scan(lambda c, _: (c * 2, c), x, length=0)[0],
+    "no elements": lambda x: scanned(lambda c: c * x, jnp.zeros((0, 2))).sum() + x,
+    "complex": lambda x: jnp.abs(scanned(lambda c: c * (1 + 2j), x + 0j)),
+    "half precision": lambda x: scanned(jnp.sin, x.astype("bfloat16")).astype(float),
+    "an ordered report": lambda x: scanned(
+        lambda x: (jax.debug.callback(lambda v: None, x, ordered=True), x * 2)[1], x
+    ),
+    "stop_gradient": lambda x: x * scanned(lambda x: schur(x), lax.stop_gradient(x)),
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_what_works(name):
+    f, x = WORK[name], jnp.asarray(0.7)
+    unrolled = jax.grad(f)(x) if name != "integers, bools, keys" else jax.jacfwd(f)(x)
+    for how in (lambda g: g, jax.jit):
+        assert_close(how(jax.grad(loopkit.checkpointed(f)))(x), unrolled)
+    with loopkit.replace_lax_loops():
+        assert_close(jax.grad(f)(x), unrolled)
+
+
+def test_integers_have_no_derivative_here_either():
+    f = loopkit.checkpointed(lambda n: lax.fori_loop(0, 3, lambda _, n: n * 2, n))
+    with pytest.raises(TypeError, match="grad requires real- or complex-valued inputs"):
+        jax.grad(f)(3)
+    value, pullback = jax.vjp(f, 3)
+    (slope,) = pullback(np.zeros((), jax.dtypes.float0))
+    assert (value, slope.dtype) == (24, jax.dtypes.float0)
