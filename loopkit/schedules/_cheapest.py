@@ -20,6 +20,7 @@ The saves then number slots * log(units), and the table for 2**31 units stays sm
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ class Entry(NamedTuple):
 
 
 class Prices:
-    """`binomial.advances` for arrays.
+    """`binomial.advances` for arrays, and `of` for one pair of integers, many at a time.
 
     For each number of free slots the optimum is piecewise linear in the length, and its slope is
     the number of breakpoints below. The breakpoints of all rows lie in one sorted array, a row
@@ -66,8 +67,9 @@ class Prices:
                 point = point * (slots + repetitions) // repetitions
             points.append(slots * self._stride - 1)
             sums.append(total)
+        self._lists = first, points, sums
         self._first, self._points, self._sums = (
-            np.array(column, np.int64) for column in (first, points, sums)
+            np.array(column, np.int64) for column in self._lists
         )
 
     def __call__(self, units: Any, free: Any) -> Any:
@@ -75,6 +77,14 @@ class Prices:
         at = np.searchsorted(self._points, free * self._stride + units)
         linear = units * (at - self._first[free]) - self._sums[at]
         return np.where(free == 0, units * (units - 1) // 2, linear)
+
+    def of(self, units: int, free: int) -> int:
+        """The same for integers, in a tenth of the time."""
+        if free == 0:
+            return units * (units - 1) // 2
+        first, points, sums = self._lists
+        at = bisect_left(points, free * self._stride + units)
+        return units * (at - first[free]) - sums[at]
 
 
 def cheapest_saves(slots: int, units: int) -> list[Entry]:
@@ -86,11 +96,11 @@ def cheapest_saves(slots: int, units: int) -> list[Entry]:
     if units <= slots:
         return saves
     price = Prices(slots, units + 1)
-    held = np.arange(slots)  # units, oldest first
+    held = list(range(slots))  # units, oldest first
     slot_of = {unit: unit for unit in range(slots)}
     while True:
         loss = _Loss(price, held, slots)
-        last = int(held[-1])
+        last = held[-1]
         due = loss.due(units - last)
         unit = last + max(due, _least_distance(last, len(held)))
         if unit >= units:
@@ -98,13 +108,11 @@ def cheapest_saves(slots: int, units: int) -> list[Entry]:
         frequent = last > RICH * slots and due * RARE * slots < last
         spare = loss.inner > 0 and loss.inner_loss * DEAR < last + loss.kept
         if frequent and spare and saves[-1].cleared == slots:
-            saves[-1] = saves[-1]._replace(cleared=slot_of.pop(int(held[loss.inner])))
-            held = np.delete(held, loss.inner)
+            saves[-1] = saves[-1]._replace(cleared=slot_of.pop(held.pop(loss.inner)))
             continue
-        dropped = loss.cheapest(unit - last)
-        slot = slot_of.pop(int(held[dropped]))
+        slot = slot_of.pop(held.pop(loss.cheapest(unit - last)))
         slot_of[unit] = slot
-        held = np.append(np.delete(held, dropped), unit)
+        held.append(unit)
         saves.append(Entry(unit, slot, slots))
 
 
@@ -127,51 +135,52 @@ class _Loss:
     kept: what reversing all but the last stretch costs if none is dropped.
     """
 
-    def __init__(self, price: Prices, held: Any, slots: int):
-        free = slots - 1 - np.arange(len(held))
+    def __init__(self, price: Prices, held: list[int], slots: int):
+        count = len(held) - 1
+        free = slots - 1 - np.arange(count)
         lengths = np.diff(held)
-        kept = price(lengths, free[:-1])
-        self._price = price
-        self._free = int(free[-1])
+        # as they are; with one free slot more; two merged
+        of = np.concatenate([lengths, lengths, lengths[:-1] + lengths[1:]])
+        prices = price(of, np.concatenate([free, free + 1, free[:-1]]))
+        kept, freer, both = prices[:count], prices[count : 2 * count], prices[2 * count :]
+        self._price = price.of
+        self._free = slots - 1 - count
         self._before = int(lengths[-1])
         self._kept_before = int(kept[-1])
         self.kept = int(kept.sum())
         self.inner, self.inner_loss = 0, 0
-        if len(held) > 2:
+        if count > 1:
             # dropping j merges stretches j - 1 and j; those after j gain a free slot
-            merged = price(lengths[:-1] + lengths[1:], free[:-2]) - kept[:-1] - kept[1:]
-            gains = kept - price(lengths, free[:-1] + 1)
-            gained = np.append(np.cumsum(gains[::-1])[::-1][2:], 0)
-            losses = merged - gained
-            self.inner = 1 + int(np.argmin(losses))
+            merged = both - kept[:-1] - kept[1:]
+            gained = (kept - freer)[::-1].cumsum()[::-1]
+            losses = merged
+            losses[:-1] -= gained[2:]
+            self.inner = 1 + int(losses.argmin())
             self.inner_loss = int(losses[self.inner - 1])
 
-    def _drop_inner(self, length: Any) -> Any:
+    def _drop_inner(self, length: int) -> int:
         return self.inner_loss + self._price(length, self._free + 1)
 
-    def _drop_last(self, length: Any) -> Any:
+    def _drop_last(self, length: int) -> int:
         return self._price(self._before + length, self._free + 1) - self._kept_before
+
+    def _saves(self, length: int) -> bool:
+        """Whether saving costs no more than running on, where the last stretch is that long."""
+        run_on = self._price(length + 1, self._free)
+        return self._drop_last(length) <= run_on or (
+            self.inner > 0 and self._drop_inner(length) <= run_on
+        )
 
     def due(self, most: int) -> int:
         """The least length at which saving costs no more than running on, or `most`."""
-        below, step, fan = 0, 1, np.arange(1, 17)
-        while True:
-            length = np.minimum(below + step * fan, most)
-            run_on = self._price(length + 1, self._free)
-            saving = self._drop_last(length) <= run_on
-            if self.inner:
-                saving |= self._drop_inner(length) <= run_on
-            first = int(np.argmax(saving))
-            if not saving[first]:
-                below = int(length[-1])
-                step *= 16
-                if below >= most:
-                    return most
-            elif step == 1:
-                return int(length[first])
-            else:
-                below = max(below, int(length[first]) - step)
-                step //= 16
+        below, above = 0, 1
+        while above < most and not self._saves(above):
+            below, above = above, 2 * above
+        above = min(above, most)
+        while above - below > 1:
+            middle = (below + above) // 2
+            below, above = (below, middle) if self._saves(middle) else (middle, above)
+        return above
 
     def cheapest(self, length: int) -> int:
         """The checkpoint to drop when the last stretch is `length` units long."""
