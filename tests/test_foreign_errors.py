@@ -194,6 +194,25 @@ def test_errors_of_others_stay_what_they_are(kind, step, type_):
     assert re.fullmatch(place, "".join(notes))
 
 
+@pytest.mark.parametrize("kind", [AssertionError, KeyError, jax.errors.JaxRuntimeError])
+def test_nobody_sees_what_is_wrong_inside(kind, monkeypatch):
+    """Types of JAX stay as they are; errors of the library itself do not."""
+
+    def fails(*_):
+        raise kind("inside")
+
+    monkeypatch.setattr(fails, "__code__", fails.__code__.replace(co_filename=loopkit.__file__))
+    monkeypatch.setattr("loopkit._engine.derivative.reversal.best_plan", fails)
+    error = error_of(lambda: jax.grad(loopkit.checkpointed(lambda x: scanned(jnp.sin, x)))(0.7))
+    place = f"in the scan at {line_of(scanned)}"
+    if kind is not jax.errors.JaxRuntimeError:
+        assert type(error) is NotImplementedError
+        assert re.match(rf"loopkit\.checkpointed: {place}: .*inside.*`only`", str(error))
+    else:
+        assert type(error) is kind
+        assert any(re.search(place, note) for note in error.__notes__)
+
+
 def test_the_innermost_loop_is_named():
     f = lambda x: scanned(lambda x: until(lambda x: schur(x), x), x)
     text = str(error_of(lambda: jax.grad(loopkit.checkpointed(f))(0.7)))

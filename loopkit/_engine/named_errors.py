@@ -18,6 +18,12 @@ ADVICE = (
     "or leave the loop out with `only`."
 )
 
+KINDS: dict[type, type[Exception]] = {
+    kind: kind for kind in (NotImplementedError, TypeError, ValueError, RuntimeError)
+}
+KINDS |= dict.fromkeys((AssertionError, AttributeError, IndexError, KeyError), NotImplementedError)
+"""Errors that are said anew, and as what: jax's own types have more to them than a text."""
+
 
 def naming_the_loop(rule: Callable) -> Callable:
     """A rule of a primitive that has a loop: its errors say which, if the loop was one of lax.
@@ -33,16 +39,13 @@ def naming_the_loop(rule: Callable) -> Callable:
             loop = params["loop"]
             if not loop.replaced_by or _is_named(error):
                 raise
-            if not _jax.is_raised_within(error):
+            kind = KINDS.get(type(error))
+            if kind is None or not _jax.is_raised_within(error):
                 error.add_note(f"loopkit.{loop.replaced_by}: this is in {_place(loop)}.")
                 raise
-            kind = next((k for k in _KINDS if isinstance(error, k)), NotImplementedError)
             raise kind(_message(loop, error)) from error
 
     return named
-
-
-_KINDS = NotImplementedError, TypeError, ValueError, RuntimeError
 
 
 def _is_named(error: Exception) -> bool:

@@ -46,7 +46,8 @@ and a function of those that returns the results; None if it needs all."""
 
 def define(primitive: Any, evaluate: Callable, types: Callable, **rules: Callable) -> None:
     """As in `_jax`; what has the same equations is compiled once, also outside jit."""
-    evaluate, types = naming_the_loop(evaluate), naming_the_loop(types)
+    if primitive is not while_p:  # all others are derivatives
+        evaluate, types = naming_the_loop(evaluate), naming_the_loop(types)
     rules |= {k: naming_the_loop(rules[k]) for k in ("jvp", "transpose") if k in rules}
     _evaluations[primitive] = _jax.define(primitive, evaluate, types, run=_run, **rules)
 
