@@ -1,0 +1,34 @@
+"""A gradient through loops of a library, its own way and through `checkpointed`."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+import loopkit
+
+
+class Program(NamedTuple):
+    """Gradients that have to agree: the first is what the others are compared with."""
+
+    own: dict[str, Callable]
+    """As the library gives them: its adjoint, `jax.lax`, or forward mode if it has neither."""
+    ours: dict[str, Callable]
+    """Through `checkpointed`, by setting."""
+    at: Any
+    tolerance: float = 1e-12
+    """Of the largest number of a leaf; more only where a comment says why."""
+
+
+def reverse(loss: Callable) -> dict[str, Callable]:
+    return {"own": jax.grad(loss)}
+
+
+def forward(loss: Callable) -> dict[str, Callable]:
+    return {"own, forward mode": jax.jacfwd(loss)}
+
+
+def through(loss: Callable, *settings: dict) -> dict[str, Callable]:
+    """The gradient of a loss through `checkpointed`, by default and with other settings."""
+    name = lambda how: ", ".join(f"{k}={v!r}" for k, v in how.items()) or "default"
+    return {name(how): jax.grad(loopkit.checkpointed(loss, **how)) for how in ({}, *settings)}
