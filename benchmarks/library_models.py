@@ -139,7 +139,7 @@ ARM = """
 
 
 def steps_of_mjx(bodies: str, iterations: int, how: Callable, *settings: dict) -> Program:
-    """100 steps of what falls: a ball on the floor, or an arm to the limit of its joint."""
+    """The gradient in the forces on what falls: a ball on the floor, or an arm to its limit."""
     import mujoco
     from mujoco import mjx
 
@@ -151,12 +151,15 @@ def steps_of_mjx(bodies: str, iterations: int, how: Callable, *settings: dict) -
         </mujoco>""")
     )
 
-    def loss(speed):
-        step = lambda data, _: (mjx.step(model, data), None)
-        data, _ = jax.lax.scan(step, mjx.make_data(model).replace(qvel=speed), length=100)
-        return jnp.sum(data.qpos**2)
+    def loss(forces):
+        def step(data, force):
+            data = mjx.step(model, data.replace(qfrc_applied=force))
+            return data, data.qpos
 
-    return Program(how(loss), through(loss, *settings), jnp.linspace(0.1, 0.7, model.nv))
+        return jnp.mean(jax.lax.scan(step, mjx.make_data(model), forces)[1] ** 2)
+
+    forces = 0.1 * jax.random.normal(jax.random.key(0), (100, model.nv))
+    return Program(how(loss), through(loss, *settings), forces)
 
 
 def tokamak_of_torax() -> Program:

@@ -7,7 +7,6 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import loopkit
 from library_program import Program, forward, reverse, through
@@ -51,13 +50,14 @@ def of_diffrax(loss: Callable, at: Any, *settings: dict, **more: Any) -> Program
     return Program(own, through(ours, *settings), at, **more)
 
 
-def takes(steps: list[int], rate: float, ends: Any, **how: Any) -> None:
+def takes(steps: list[int], ends: list[float], error: float) -> None:
     """Raises an error unless the solves up to these ends take just these numbers of steps."""
     import diffrax
 
-    stats = lambda t1: solved(diffrax.ForwardMode(), rate, t1=t1, **how).stats["num_steps"]
+    stats = lambda t1: solved(diffrax.ForwardMode(), 1.1, t1=t1, error=error).stats["num_steps"]
     found = [int(n) for n in jax.jit(jax.vmap(stats))(jnp.asarray(ends))]
-    assert found == steps, f"{found} steps, not {steps}"
+    if found != steps:
+        raise AssertionError(f"{found} steps, not {steps}")
 
 
 ALL = {"checkpoints": "all"}
@@ -71,14 +71,10 @@ def points(count: int) -> Program:
     return of_diffrax(loss, 1.1, ALL)
 
 
-def adaptive(t1: float, error: float, *settings: dict) -> Program:
+def adaptive(steps: int, t1: float, error: float, *settings: dict) -> Program:
+    takes([steps], [t1], error)
     loss = lambda adjoint, rate: jnp.sum(solved(adjoint, rate, t1=t1, error=error).ys)
-    return of_diffrax(loss, 1.1, *settings)
-
-
-def adaptive_540() -> Program:
-    takes([540], 1.1, [114.14], error=1e-6)
-    return adaptive(114.14, 1e-6, ALL, {"memory": "4 kB"})
+    return of_diffrax(loss, 1.1, ALL, *settings)
 
 
 def stiff() -> Program:
@@ -95,18 +91,14 @@ def stiff() -> Program:
     return of_diffrax(lambda adjoint, k: jnp.sum(solved(adjoint, k, **how).ys ** 2), 0.04, ALL)
 
 
-def lanes(ends: Any, error: float, *settings: dict) -> Program:
+def lanes(steps: list[int], ends: list[float], error: float) -> Program:
+    takes(steps, ends, error)
+
     def loss(adjoint, rate):
         solve = lambda t1: solved(adjoint, rate, t1=t1, error=error).ys
-        return jnp.sum(jax.vmap(solve)(jnp.asarray(ends)))
+        return jnp.sum(jax.vmap(solve)(jnp.geomspace(*ends, 64)))
 
-    return of_diffrax(loss, 1.1, *settings)
-
-
-def lanes_94_to_1984() -> Program:
-    ends = np.geomspace(18.2635498046875, 419.61669921875, 64)
-    takes([94, 1984], 1.1, ends[[0, -1]], error=1e-6)
-    return lanes(ends, 1e-6, ALL, {"memory": "4 MB"})
+    return of_diffrax(loss, 1.1, ALL, {"memory": "4 MB"})
 
 
 def dense() -> Program:
@@ -116,7 +108,7 @@ def dense() -> Program:
         found = solved(adjoint, rate, saveat=diffrax.SaveAt(dense=True), max_steps=2048)
         return jnp.sum(jax.vmap(found.evaluate)(jnp.linspace(0.0, 140.0, 100)) ** 2)
 
-    return of_diffrax(loss, 1.1, ALL)
+    return of_diffrax(loss, 1.1, ALL | {"max_steps": 2048})
 
 
 # --- optimistix ------------------------------------------------------------------------------
@@ -258,11 +250,10 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "diffrax: Tsit5, 200 points": partial(points, 200),
     "diffrax: Tsit5, 5000 points": partial(points, 5000),
     "diffrax: Tsit5, 20000 points": partial(points, 20000),
-    "diffrax: Tsit5, 1480 steps": partial(adaptive, 140.0, 1e-8, ALL),
-    "diffrax: Tsit5, 540 steps": adaptive_540,
+    "diffrax: Tsit5, 1468 steps": partial(adaptive, 1468, 140.0, 1e-8),
+    "diffrax: Tsit5, 540 steps": partial(adaptive, 540, 114.14, 1e-6, {"memory": "4 kB"}),
     "diffrax: Kvaerno5, stiff": stiff,
-    "diffrax: 64 lanes": partial(lanes, np.geomspace(10.0, 400.0, 64), 1e-8, ALL),
-    "diffrax: 64 lanes of 94 to 1984 steps": lanes_94_to_1984,
+    "diffrax: 64 lanes of 94 to 1984 steps": partial(lanes, [94, 1984], [18.26355, 419.6167], 1e-6),
     "diffrax: dense": dense,
     "optimistix: root, Newton": root,
     "optimistix: fixed point": fixed_point,

@@ -127,6 +127,57 @@ def test_diffrax_with_loops_of_lax():
     assert_gains_a_gradient(solved, 1.3)
 
 
+@pytest.mark.parametrize("points", [5, 40])
+def test_diffrax_lanes_against_its_own_checkpoints(points):
+    """Solves of different lengths side by side; what they save is written in a loop in the loop."""
+    diffrax = import_or_skip("diffrax")
+
+    def solved(adjoint, k):
+        def solve(end):
+            return diffrax.diffeqsolve(
+                diffrax.ODETerm(lambda t, y, k: jnp.stack([y[1], -k * jnp.sin(y[0])])),
+                diffrax.Tsit5(),
+                t0=0.0,
+                t1=end,
+                dt0=0.1,
+                y0=jnp.array([1.0, 0.5]),
+                args=k,
+                saveat=diffrax.SaveAt(ts=jnp.linspace(end / points, end, points)),
+                stepsize_controller=diffrax.PIDController(rtol=1e-6, atol=1e-6),
+                adjoint=adjoint,
+                max_steps=200,
+            ).ys
+
+        return jnp.sum(jax.vmap(solve)(jnp.array([0.5, 2.0, 8.0])) ** 2)
+
+    wanted = jax.jit(jax.grad(lambda k: solved(diffrax.RecursiveCheckpointAdjoint(), k)))(1.3)
+    replaced = loopkit.checkpointed(lambda k: solved(diffrax.ForwardMode(), k))
+    np.testing.assert_allclose(jax.jit(jax.grad(replaced))(1.3), wanted, rtol=1e-12)
+
+
+# ---------------------------------------------------------------- optimistix
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoints": 4}, {"checkpoints": "all"}])
+def test_optimistix_iterates(options):
+    """An adjoint is given the loop to iterate with: here one of loopkit's."""
+    optimistix = import_or_skip("optimistix")
+
+    class Checkpointed(optimistix.AbstractAdjoint):
+        def apply(self, primal_fn, rewrite_fn, inputs, tags):
+            return primal_fn((*inputs, lambda *a, **kw: loopkit.while_loop(*a, **kw, **options)))
+
+    def found(adjoint, a):
+        solver = optimistix.Newton(rtol=1e-12, atol=1e-12)
+        away = lambda y, a: y**3 + a * y - 1.0
+        return jnp.sum(optimistix.root_find(away, solver, jnp.ones(3), a, adjoint=adjoint).value)
+
+    a = jnp.array([0.5, 1.0, 2.0])
+    gradient = lambda adjoint: jax.jit(jax.grad(lambda a: found(adjoint, a)))(a)
+    wanted = gradient(optimistix.RecursiveCheckpointAdjoint())
+    np.testing.assert_allclose(gradient(Checkpointed()), wanted, rtol=1e-12)
+
+
 # ---------------------------------------------------------------- flax
 
 
