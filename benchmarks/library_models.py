@@ -86,7 +86,7 @@ def rnn_of_linen() -> Program:
     layer = nn.RNN(nn.GRUCell(32, param_dtype=float, dtype=float))
     loss = lambda weights: jnp.mean(layer.apply(weights, sequences) ** 2)
     weights = layer.init(jax.random.key(1), sequences)
-    return Program(reverse(loss), through(loss, {"memory": "1 MB"}), weights)
+    return Program(reverse(loss), through(loss), weights)
 
 
 def rnn_of_nnx() -> Program:
@@ -100,7 +100,7 @@ def rnn_of_nnx() -> Program:
     def loss(weights):
         return jnp.mean(nnx.merge(graph, weights, rest)(sequences, initial_carry=start) ** 2)
 
-    return Program(reverse(loss), through(loss, {"memory": "1 MB"}), weights)
+    return Program(reverse(loss), through(loss), weights)
 
 
 # --- simulators ------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def voltage_of_jaxley() -> Program:
 
     nested = jax.grad(partial(loss, checkpoint_lengths=[32, 32]))
     own = reverse(loss) | {"own, checkpoint_lengths=[32, 32]": nested}
-    return Program(own, through(loss, {"memory": "256 kB"}), parameters)
+    return Program(own, through(loss), parameters)
 
 
 BALL = """
@@ -138,7 +138,7 @@ ARM = """
 """
 
 
-def steps_of_mjx(bodies: str, iterations: int, how: Callable, *settings: dict) -> Program:
+def steps_of_mjx(bodies: str, iterations: int, how: Callable) -> Program:
     """The gradient in the forces on what falls: a ball on the floor, or an arm to its limit."""
     import mujoco
     from mujoco import mjx
@@ -159,7 +159,7 @@ def steps_of_mjx(bodies: str, iterations: int, how: Callable, *settings: dict) -
         return jnp.mean(jax.lax.scan(step, mjx.make_data(model), forces)[1] ** 2)
 
     forces = 0.1 * jax.random.normal(jax.random.key(0), (100, model.nv))
-    return Program(how(loss), through(loss, *settings), forces)
+    return Program(how(loss), through(loss), forces)
 
 
 def tokamak_of_torax() -> Program:
