@@ -112,7 +112,8 @@ def voltage_of_jaxley() -> Program:
 
     cell = jaxley.Cell(jaxley.Branch(jaxley.Compartment(), ncomp=4), parents=[-1, 0, 0])
     cell.insert(HH())
-    cell.branch(0).comp(0).stimulate(jaxley.step_current(1.0, 5.0, 0.2, 0.025, 25.0))
+    current = jaxley.step_current(1.0, 5.0, 0.2, 0.025, 25.0)
+    cell.branch(0).comp(0).stimulate(current, verbose=False)
     cell.branch(2).comp(3).record(verbose=False)
     cell.make_trainable("HH_gNa", verbose=False)
     parameters = cell.get_parameters()
