@@ -141,7 +141,7 @@ def test_diffrax_lanes_against_its_own_checkpoints():
                 dt0=0.1,
                 y0=jnp.array([1.0, 0.5]),
                 args=k,
-                saveat=diffrax.SaveAt(ts=jnp.linspace(end / 40, end, 40)),
+                saveat=diffrax.SaveAt(ts=jnp.linspace(end / 5, end, 5)),
                 stepsize_controller=diffrax.PIDController(rtol=1e-6, atol=1e-6),
                 adjoint=adjoint,
                 max_steps=200,
