@@ -22,6 +22,7 @@ UPWARDS = {"lt": 0, "le": 1}
 DOWNWARDS = {"gt": 0, "ge": 1}
 """Comparisons of a counter with a limit, and how many steps they allow beyond their distance."""
 MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
+NEGATED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
 
 
 class Limit(NamedTuple):
@@ -92,9 +93,10 @@ def limits_of(cond: Any, cond_const_count: int, body: Any, const_count: int) -> 
         return Limit(i, by, beyond, None, j, dtype) if j >= 0 and after[j] is inside[j] else None
 
     tests, found = _conjuncts(test.outvars[0], maker), []
-    for eqn in tests:
+    for eqn, holds in tests:
         if eqn is not None and eqn.primitive.name in MIRRORED:
             (a, b), name = eqn.invars, eqn.primitive.name
+            name = name if holds else NEGATED[name]
             found += [limit(name, a, b), limit(MIRRORED[name], b, a)]
     alone = len(tests) == 1 and not test.effects
     return Limits(tuple(f for f in found if f is not None), alone)
@@ -107,12 +109,15 @@ def bound_of(limits: Limits, operands: Sequence[Any]) -> Bound | None:
     return Bound(min(bounds), limits.alone) if bounds else None
 
 
-def _conjuncts(v: Any, maker: Callable[[Any], Any]) -> list:
-    """The equations of what has to hold for `v` to."""
+def _conjuncts(v: Any, maker: Callable[[Any], Any], holds: bool = True) -> list:
+    """The equations of what has to hold, or not to, for `v` to hold, or not to."""
     eqn = maker(_source(v, maker))
-    if eqn is not None and eqn.primitive.name == "and":
-        return [found for u in eqn.invars for found in _conjuncts(u, maker)]
-    return [eqn]
+    if eqn is not None and v.aval.dtype == bool:
+        if eqn.primitive.name == "not":
+            return _conjuncts(eqn.invars[0], maker, not holds)
+        if eqn.primitive.name == ("and" if holds else "or"):
+            return [found for u in eqn.invars for found in _conjuncts(u, maker, holds)]
+    return [(eqn, holds)]
 
 
 def _source(v: Any, maker: Callable[[Any], Any]) -> Any:
