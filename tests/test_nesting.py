@@ -295,7 +295,7 @@ def test_remat_keeps_nothing_of_the_loop():
         return loopkit.while_loop(lambda c: c[0] < 9, step, (0, x), checkpoints=4)[1]
 
     assert saved(jax.checkpoint(f)) <= 110
-    assert saved(f) >= 300
+    assert saved(f) >= 200
 
 
 @pytest.mark.parametrize("inner", ["fori_loop", "while_loop", "checkpoint"])

@@ -17,7 +17,7 @@ from loopkit._plans.plan import CACHES, SPARED, TABLES, Budget, Bytes, Plan, Ste
 KEPT = 1 << 10
 """Bytes of all residuals of a loop up to which it keeps them: to checkpoint gains nothing."""
 REPLAYED = 1 << 13
-"""Bytes up to which it is run again as a whole, and keeps nothing."""
+"""Bytes up to which it is run again as a whole, and keeps nothing; of carries, keeps all."""
 SMALL = 1 << 19
 """Bytes of checkpoints, and of rows, that a loop may use whose steps are not known: what a core's
 cache holds, and what is set to zero in no time."""
@@ -59,7 +59,7 @@ def best_plan(
         except TooLittle as error:
             refused.append(error)
     if not plans:
-        raise min(refused, key=lambda error: error.needed)
+        raise ValueError(*min(refused, key=lambda error: error.needed).args)
     if isinstance(budget, Bytes):
         return min(plans, key=lambda p: p.nanoseconds(bound or REACH))
     return min(plans, key=lambda p: p.peak_bytes)
@@ -121,6 +121,9 @@ def _default(loop: Plan) -> Plan:
         return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
     if bound is not None and bound * (step.residual_bytes + step.factor_bytes) <= REPLAYED:
         return replace(loop, slots=1, segment=bound, store="residuals")
+    if bound is not None and bound * step.carry_bytes <= REPLAYED and not step.factor_bytes:
+        # A segment of several steps would be run to its end, besides: one more copy to compile.
+        return replace(loop, slots=bound)
     if loop.exact:
         assert bound is not None, "a loop that takes just so many steps has a length"
         candidates = [_balanced(loop, store, bound) for store in step.stores]

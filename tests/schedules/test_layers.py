@@ -41,6 +41,7 @@ def test_integers_only(name):
     others = {module.split(".")[0] for module in imported - ours}
     assert others <= {
         "__future__",
+        "bisect",
         "collections",
         "dataclasses",
         "functools",
