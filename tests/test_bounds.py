@@ -29,7 +29,11 @@ TABLE = {
     "not yet, and not done": (lambda i, x: (x < 1e3) & ~(i >= 10), 1, 0, (10, False)),
     "not downwards": (lambda i, x: ~(i <= 3) & (x < 1e3), -1, 10, (7, False)),
     "the other way": (lambda i, x: (i < 10) & (x < 1e3), -1, 0, None),
-    "two at a time": (lambda i, x: (i < 10) & (x < 1e3), 2, 0, None),
+    "two at a time": (lambda i, x: (i < 10) & (x < 1e3), 2, 0, (5, False)),
+    "three at a time": (lambda i, x: i < 10, 3, 0, (4, True)),
+    "three at a time, with": (lambda i, x: i <= 9, 3, 0, (4, True)),
+    "three at a time downwards": (lambda i, x: i > 0, -3, 10, (4, True)),
+    "three at a time, beyond already": (lambda i, x: i < 10, 3, 17, (0, True)),
     "as a float": (lambda i, x: (i * 1.0 < 10.0) & (x < 1e3), 1, 0, None),
     "more than can be counted": (lambda i, x: (i < 2**40) & (x < 1e3), 1, 0, None),
     "a test of equality": (lambda i, x: (i != 10) & (x < 1e3), 1, 0, None),
@@ -229,6 +233,8 @@ COUNTERS = {
     "int32 up to all it holds": ("int32", 2**31 - 5, 1, lambda i: i <= 2**31 - 1),
     "uint8 until 255": ("uint8", 250, 1, lambda i: i < 255),
     "int8 until -128": ("int8", -120, -1, lambda i: i > -128),
+    "int8 over its end": ("int8", 100, 20, lambda i: i < 127),
+    "uint8 over its start": ("uint8", 100, -30, lambda i: i > 5),
 }
 
 
@@ -245,3 +251,17 @@ def test_a_counter_that_wraps_around_is_no_bound(name):
     assert f(0.0, loopkit.while_loop) == wanted
     assert jax.jit(lambda x: f(x, loopkit.while_loop))(0.0) == wanted
     assert loopkit.checkpointed(lambda x: f(x, lax.while_loop))(0.0) == wanted
+
+
+def test_a_counter_of_an_inner_loop():
+    """As in solvers that look every ten iterations whether they have converged."""
+
+    def f(x, start=0):
+        def ten(c):
+            step = lambda c, _: ((c[0] + 1, c[1] * 1.01), None)
+            return lax.scan(step, c, None, 10)[0]
+
+        return lax.while_loop(lambda c: (c[0] < 95) & (c[1] < 1e3), ten, (start, x))[1]
+
+    assert bounds_of(f, 1.0) == [(10, False)]
+    assert_close(jax.grad(loopkit.checkpointed(f, checkpoints="all"))(1.0), jax.jacfwd(f)(1.0))

@@ -1,6 +1,7 @@
 """How many steps a while loop can take, as far as its predicate says it.
 
 i < 10 and improves        10 - i steps at most, if i is known and each step adds one
+not (i >= 10 or done)      the same
 i < 10                     just that many
 """
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 
 from loopkit import _jax
 from loopkit._engine.facts.counters import moved_by
+from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import LAST_STEP
 from loopkit._jaxprs import equations
 
@@ -31,9 +33,9 @@ class Limit(NamedTuple):
     counter: int
     """Which operand of the predicate it is."""
     by: int
-    """1 or -1: what each step adds to it."""
+    """What each step adds to it."""
     beyond: int
-    """Steps at the limit itself."""
+    """1 if it may take a step at the limit itself, else 0."""
     limit: int | None
     """None if it is an operand, too."""
     operand: int
@@ -47,10 +49,14 @@ class Limit(NamedTuple):
         last = _integer(operands[self.operand]) if self.limit is None else self.limit
         if first is None or last is None:
             return None
-        failing, holds = last + self.by * self.beyond, jnp.iinfo(self.dtype)
-        if not holds.min <= failing <= holds.max:
-            return None  # the counter wraps around, and never gets there
-        return max(0, self.by * (failing - first))
+        way, holds = 1 if self.by > 0 else -1, jnp.iinfo(self.dtype)
+        failing = last + way * self.beyond
+        steps = max(0, -(way * (first - failing) // abs(self.by)))
+        if not holds.min <= min(failing, first + steps * self.by):
+            return None  # the counter wraps around, and may never get there
+        if not max(failing, first + steps * self.by) <= holds.max:
+            return None
+        return steps
 
 
 class Limits(NamedTuple):
@@ -81,8 +87,9 @@ def limits_of(cond: Any, cond_const_count: int, body: Any, const_count: int) -> 
         counter, stop = _source(counter, maker), _source(stop, maker)
         if isinstance(counter, _jax.Literal) or place.get(counter, -1) < cond_const_count:
             return None
-        i, by = place[counter], 1 if name in UPWARDS else -1
-        if moved_by(after[i], inside[i], made) != by:
+        i = place[counter]
+        by = _moved_by(after[i], inside[i], made)
+        if not by or (by > 0) != (name in UPWARDS):
             return None
         beyond, dtype = (UPWARDS | DOWNWARDS)[name], counter.aval.dtype
         if isinstance(stop, _jax.Literal):
@@ -107,6 +114,33 @@ def bound_of(limits: Limits, operands: Sequence[Any]) -> Bound | None:
     found = (limit.steps(operands) for limit in limits.found)
     bounds = [n for n in found if n is not None and n <= LAST_STEP]
     return Bound(min(bounds), limits.alone) if bounds else None
+
+
+def _moved_by(after: Any, before: Any, maker: Callable[[Any], Any]) -> int | None:
+    """What a step adds to a counter, inner loops of known length included."""
+    eqn = maker(after)
+    if eqn is None or (found := _steps_in(eqn)) is None:
+        return moved_by(after, before, maker)
+    body, consts, carry, length = found
+    place = eqn.outvars.index(after)
+    if place >= carry or eqn.invars[consts + place] is not before:
+        return None
+    j = _jax.open_jaxpr(body)
+    by = _moved_by(j.outvars[place], j.invars[consts + place], equations.maker_of(j))
+    return None if by is None else by * length
+
+
+def _steps_in(eqn: Any) -> tuple[Any, int, int, int] | None:
+    """Of a loop that takes just so many: its body, how many constants and carries, and how many."""
+    params = eqn.params
+    if eqn.primitive is _jax.lax_scan_p:
+        found = params["jaxpr"], *_jax.scan_counts(params), params["length"]
+    elif eqn.primitive is while_p and params["loop"].cond is None:
+        loop = params["loop"]
+        found = loop.body, loop.const_count, loop.carry_count, loop.length
+    else:
+        return None
+    return found if isinstance(found[-1], int) else None
 
 
 def _conjuncts(v: Any, maker: Callable[[Any], Any], holds: bool = True) -> list:
