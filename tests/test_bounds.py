@@ -265,3 +265,15 @@ def test_a_counter_of_an_inner_loop():
 
     assert bounds_of(f, 1.0) == [(10, False)]
     assert_close(jax.grad(loopkit.checkpointed(f, checkpoints="all"))(1.0), jax.jacfwd(f)(1.0))
+
+
+def test_a_counter_of_floats_is_none():
+    """It starts from an integer, and is promoted by what is added to it."""
+    n = jnp.int32(10)
+    assert loopkit.while_loop(lambda c: c < n, lambda c: c + 1.5, 0) == 10.5
+    pair = loopkit.while_loop(lambda c: c[0] < c[1], lambda c: (c[0] + 1.5, c[1]), (0, 10))
+    assert pair[0] == 10.5
+    f = lambda x: lax.while_loop(
+        lambda c: (c[0] < n) & (c[1] < 9), lambda c: (c[0] + 1.5, c[1] + 1), x
+    )
+    assert loopkit.checkpointed(f)((0.0, 0))[0] == f((0.0, 0))[0]

@@ -164,7 +164,9 @@ def run_while(
     if request.budget == "all" and traced.loop.length is None:
         expected = 'can be "all" only if the number of steps is bounded'
         got, advice = "checkpoints='all' with max_steps=None", "or leave `checkpoints` out."
-        advice = f"Pass `max_steps`, compare a counter in `{names.predicate}`, {advice}"
+        if not masking:
+            advice = f"compare a counter with a number in `{names.predicate}`, {advice}"
+        advice = f"Pass `max_steps`, {advice}"
         raise errors.wrong_value(name, "checkpoints", expected, got, advice)
     val, hidden = tree.unflatten(traced.run(leaves, [])[0])
     return _finished(request, throw, val, hidden.steps, lambda: goes_on(val, hidden))

@@ -88,6 +88,8 @@ def limits_of(cond: Any, cond_const_count: int, body: Any, const_count: int) -> 
         if isinstance(counter, _jax.Literal) or place.get(counter, -1) < cond_const_count:
             return None
         i = place[counter]
+        if not jnp.issubdtype(inside[i].aval.dtype, jnp.integer):
+            return None
         by = _moved_by(after[i], inside[i], made)
         if not by or (by > 0) != (name in UPWARDS):
             return None
@@ -158,7 +160,8 @@ def _source(v: Any, maker: Callable[[Any], Any]) -> Any:
     """Where a bool or an integer comes from, through what does not change it."""
     while (eqn := maker(v)) is not None and eqn.primitive.name in SAME:
         have, want = eqn.invars[0].aval.dtype, v.aval.dtype
-        if have != want and not (jnp.issubdtype(have, jnp.integer) and jnp.can_cast(have, want)):
+        integers = jnp.issubdtype(have, jnp.integer) and jnp.issubdtype(want, jnp.integer)
+        if have != want and not (integers and jnp.can_cast(have, want)):
             return v
         v = eqn.invars[0]
     return v

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from loopkit import _jax
-from loopkit._engine.facts.counters import PASSING
+from loopkit._engine.facts.counters import PASSING, find_counters
 from loopkit._engine.loop import Loop
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
@@ -23,15 +23,32 @@ Least = int | None
 """None where nothing is known."""
 
 
+FEW = 8
+"""The largest number that is told from larger ones: for each there is a program of its own."""
+FAR = 1 << 30
+"""A counter that starts below this does not come to the largest integer of 4 bytes."""
+WIDE = 4
+"""Bytes of integers that count over all rows of a buffer without starting over."""
+
+
 def with_least(loop: Loop, init: Sequence[Any]) -> Loop:
-    """The loop, knowing where it starts; inner ones, too."""
-    return _starting_from(loop, tuple(_least_of(_jax.known(v)) for v in init))
+    """The loop, knowing where its counters of rows start; inner ones, too."""
+    inside = equations.holds_while_loop(loop.body)
+    if not any(loop.is_buffer) or (loop.cond is None and not inside):
+        return loop  # else the number of steps is known, and says whether a row is written twice
+    counts = [by == 1 or inside for by in find_counters(loop)]
+    pairs = zip(init, counts, strict=True)
+    return _starting_from(loop, tuple(_least_of(_jax.known(v)) if c else None for v, c in pairs))
 
 
 def _least_of(value: Any) -> Least:
-    if value is None or jnp.ndim(value) or not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+    if value is None or jnp.ndim(value) or not _is_wide(jnp.result_type(value)):
         return None
-    return int(value)
+    return min(int(value), FEW) if 0 <= int(value) < FAR else None
+
+
+def _is_wide(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize >= WIDE
 
 
 def _starting_from(loop: Loop, least: Sequence[Least]) -> Loop:
@@ -90,22 +107,18 @@ def _after(eqn: Any, ins: list[Least]) -> tuple[Any, list[Least]]:
         if any(a is not b for a, b in zip(branches, eqn.params["branches"], strict=True)):
             eqn = eqn.replace(params=dict(eqn.params, branches=tuple(branches)))
         return eqn, list(map(_smallest, zip(*outs, strict=True)))
-    if len(eqn.outvars) != 1 or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer):
+    if len(eqn.outvars) != 1 or not _is_wide(eqn.outvars[0].aval.dtype):
         return eqn, nothing
     if name == "add":
-        # By one at a time it takes as long as a counter of steps can count to overflow.
-        pairs = zip(eqn.invars, ins[::-1], strict=True)
-        sums = [n + int(v.val) for v, n in pairs if n is not None and _is_small(v)]
-        return eqn, [max(sums, default=None)]
-    if name == "max":
-        return eqn, [max((n for n in ins if n is not None), default=None)]
-    if name == "min":
+        # More, by no more than a counter of steps can count.
+        other = [n for v, n in zip(eqn.invars, ins[::-1], strict=True) if _is_small(v)]
+        return eqn, other[:1] or nothing
+    if name in ("max", "min"):
         return eqn, [_smallest(ins)]
     if name == "select_n":
         return eqn, [_smallest(ins[1:])]
     if name in PASSING and len(ins) == 1:
-        wide = eqn.outvars[0].aval.dtype.itemsize >= min(4, eqn.invars[0].aval.dtype.itemsize)
-        return eqn, ins if wide else nothing
+        return eqn, ins
     return eqn, nothing
 
 
@@ -115,4 +128,5 @@ def _smallest(values: Sequence[Least]) -> Least:
 
 
 def _is_small(v: Any) -> bool:
+    """Whether it is 0 or 1, as what is added to a counter of rows."""
     return isinstance(v, _jax.Literal) and np.ndim(v.val) == 0 and int(v.val) in (0, 1)

@@ -13,6 +13,7 @@ from loopkit import _jax
 from loopkit._buffers.slices import read_p, write_p
 from loopkit._buffers.window import Window
 from loopkit._engine.facts.counters import PASSING, find_counters, moved_by
+from loopkit._engine.facts.least import FAR, WIDE
 from loopkit._engine.loop import Loop, parts
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
@@ -57,9 +58,6 @@ class Inner:
     spans: tuple[Span, ...] = ()
     """Of other buffers than those of the sites."""
 
-
-WIDE = 4
-"""Bytes of integers that count over all rows of a buffer without starting over."""
 
 Sites = dict[int, Any]
 """What writes to the buffers in a jaxpr: by the place of the equation, a Write or an Inner."""
@@ -223,7 +221,7 @@ def _told(site: Write, eqn: Any, loop: Loop) -> Write:
 
 def _stays_above(window: Window, least: int | None, offset: int) -> bool:
     """Whether no start of a counter that goes up is one from the end."""
-    return not window.wrap or (least is not None and least + offset >= 0)
+    return not window.wrap or (least is not None and 0 <= least + offset < FAR)
 
 
 def _span(j: Any, at: int, site: Inner, leaf: int, loop: Loop) -> Span | None:
