@@ -15,8 +15,7 @@ from loopkit import Plan, _jax
 from problems import PROBLEMS, Problem
 from turns import in_turn
 
-KEPT = ["all", None, 1, 3, 9]
-TURNS = in_turn(PROBLEMS, ["r", "fr", "rr"], KEPT, of=15)
+TURNS = in_turn(PROBLEMS, ["r", "rr"], ["all", None, 3], of=6)
 
 
 @pytest.fixture

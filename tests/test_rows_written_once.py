@@ -177,14 +177,20 @@ def test_gradients(program):
     assert_close(got, derivatives(Plain, program, ["r"]))
 
 
+KEPT = [None, 3, Plan(2, 2, "residuals"), Plan(2, 3, "carries")]
+CASES = [
+    pytest.param(program, bound, KEPT[(i + j) % 4], id=f"{program.__name__}-{bound}-{(i + j) % 4}")
+    for i, program in enumerate(PROGRAMS)
+    for j, bound in enumerate((None, 2 * N))
+]
+
+
 @pytest.mark.slow
-@bounded_or_not
-@every_program
-def test_derivatives(program, bound):
-    patterns = ["r", "fr", "rf", "rr"]
-    wanted = derivatives(Plain, program, patterns)
-    for checkpoints in (None, 3, Plan(2, 2, "residuals"), Plan(2, 3, "carries")):
-        assert_close(derivatives(Loops(checkpoints, bound), program, patterns), wanted)
+@pytest.mark.parametrize(("program", "bound", "checkpoints"), CASES)
+def test_derivatives(program, bound, checkpoints):
+    patterns = ["r", "fr", "rr"]
+    got = derivatives(Loops(checkpoints, bound), program, patterns)
+    assert_close(got, derivatives(Plain, program, patterns))
 
 
 @pytest.mark.slow

@@ -44,8 +44,7 @@ def test_as_if_buffers_were_chosen(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpoints", [None, 3, "all"])
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize(("body", "checkpoints"), list(zip(BODIES, [3, "all"] * 4, strict=False)))
 def test_as_if_buffers_were_chosen_whatever_is_kept(body, checkpoints, monkeypatch):
     wanted = between_buffers(body, checkpoints, monkeypatch)
     assert_close(gradients(body, checkpoints), wanted)
