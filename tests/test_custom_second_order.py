@@ -213,7 +213,7 @@ def test_a_loop_in_a_loop():
 def test_without_a_bound():
     def f(x):
         return loopkit.while_loop(
-            lambda c: c[0] < 3, lambda c: (c[0] + 1, clipped_vjp(c[1])), (0, x)
+            lambda c: c[0] < 3, lambda c: (c[0] + 1, clipped_vjp(c[1])), (0.0, x)
         )[1]
 
     assert_close(
