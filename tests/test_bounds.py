@@ -91,6 +91,41 @@ def test_bounds_of_own_loops(case):
     assert_close(jax.jit(jax.grad(f))(x), f(x, lax) / x)
 
 
+@pytest.mark.parametrize("case", TABLE)
+def test_bounds_of_own_loops_with_buffers(case):
+    """Their predicate is asked after each step, and never the only thing that says how many."""
+    test, by, first, wanted = TABLE[case]
+
+    def f(x, loops=loopkit, **how):
+        start = jnp.asarray(first, jnp.int64), x, jnp.ones(3) * x
+        step = lambda c: (c[0] + by, c[1] * 1.5, c[2].at[c[0] % 3].multiply(c[1]))
+        _, y, z = loops.while_loop(lambda c: test(*c[:2]), step, start, **how)
+        return jnp.log(y) + jnp.log(z).sum()
+
+    with_buffer = lambda x: f(x, buffers=(False, False, True))
+    x = jnp.asarray(1.5)
+    plan = loopkit.plan(with_buffer, x)
+    assert (plan.bound, plan.exact) == (max(1, wanted[0]) if wanted else None, False)
+    assert_close(with_buffer(x), f(x, lax))
+    assert_close(jax.jit(jax.grad(with_buffer))(x), jax.jit(jax.jacfwd(lambda x: f(x, lax)))(x))
+
+
+def test_a_limit_that_is_a_result_of_the_step():
+    """What a step returns is not what it was given."""
+
+    def f(x, **how):
+        def step(c):
+            i, n, swapped, b = c
+            return i + 1, swapped, n, b.at[i].set(b[i - 1] * x)
+
+        start = 0, 3, 7, jnp.ones(8) * x
+        return loopkit.while_loop(lambda c: c[0] < c[1], step, start, **how)[3].sum()
+
+    with_buffer = lambda x: f(x, buffers=lambda c: c[3])
+    assert loopkit.plan(with_buffer, 0.5).bound is None
+    assert_close(jax.grad(with_buffer)(0.5), jax.grad(f)(0.5))
+
+
 def test_the_very_same_functions_from_several_starts(compilations):
     """What is known of a start is not part of what is kept of the functions."""
     test = lambda c: (c[0] < c[1]) & (c[2] < 1e3)

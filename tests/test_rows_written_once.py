@@ -143,7 +143,7 @@ def now_and_then(loops, x, stop):
         return k + 1, i, b
 
     init = (0, 1, rows(x))
-    return loops.while_loop(lambda c: c[0] < N, body, init, buffers=lambda c: c[2])[2]
+    return loops.while_loop(lambda c: c[0] < stop + 2, body, init, buffers=lambda c: c[2])[2]
 
 
 PROGRAMS = [
@@ -166,9 +166,12 @@ bounded_or_not = pytest.mark.parametrize("bound", [None, 2 * N])
 
 
 def derivatives(loops, program, patterns):
-    return jax.jit(
-        lambda x: [derivative(lambda x: program(loops, x, 7), modes)(x) for modes in patterns]
-    )(X)
+    def every(x, stop):
+        return [derivative(lambda x: program(loops, x, stop), modes)(x) for modes in patterns]
+
+    if loops is Plain:
+        return jax.jit(lambda x: every(x, 7))(X)
+    return jax.jit(every)(X, 7)  # where `stop` is not known, the predicate has no bound
 
 
 @every_program
@@ -230,7 +233,7 @@ LOGS = {
 def test_nothing_is_logged_that_a_counter_says(name):
     (program,) = (p for p in PROGRAMS if p.__name__ == name)
     for bound, wanted in zip((None, 2 * N), LOGS[name], strict=True):
-        loop = the_loop(lambda x, b=bound: program(Loops(3, b), x, 7), X)
+        loop = the_loop(lambda x, stop, b=bound: program(Loops(3, b), x, stop), X, 7)
         undo = find_undo(loop, [True] * loop.carry_count)
         assert (None if undo is None else [str(t.dtype) for t in undo.log_types]) == wanted
 
@@ -242,7 +245,7 @@ def test_memory_without_a_bound_is_that_of_few_buffers():
             return i + 1, b.at[i].set(jnp.sin(b[i - 1] * x))
 
         init = (1, jnp.ones((2000, 50)) * x)
-        out = loopkit.while_loop(lambda c: c[0] < 2000, body, init, buffers=lambda c: c[1])
+        out = loopkit.while_loop(lambda c: c[0] < 2000.0, body, init, buffers=lambda c: c[1])
         return jnp.sum(out[1])
 
     compiled = jax.jit(jax.grad(loss)).lower(jnp.ones(50)).compile()
@@ -333,7 +336,8 @@ def test_few_programs_for_loops_that_start_elsewhere(compilations):
     def from_row(i, other):
         body = lambda c: (c[0] + 1, c[1].at[c[0]].set(1.0), c[2] + 0)
         init = (jnp.int64(i), jnp.zeros(40), jnp.int64(other))
-        out = loopkit.while_loop(lambda c: c[0] < 30, body, init, buffers=(False, True, False))
+        goes_on = lambda c: c[0] < 30.0  # which bounds no integer
+        out = loopkit.while_loop(goes_on, body, init, buffers=(False, True, False))
         return np.asarray(out[1])
 
     from_row(0, 0), from_row(20, 0)

@@ -163,9 +163,8 @@ def run_while(
     traced = traced.bounded(leaves)
     if request.budget == "all" and traced.loop.length is None:
         expected = 'can be "all" only if the number of steps is bounded'
-        got, advice = "checkpoints='all' with max_steps=None", "or leave `checkpoints` out."
-        if not masking:
-            advice = f"compare a counter with a number in `{names.predicate}`, {advice}"
+        got = "checkpoints='all' with max_steps=None"
+        advice = f"compare a counter with a number in `{names.predicate}`, or leave it out."
         advice = f"Pass `max_steps`, {advice}"
         raise errors.wrong_value(name, "checkpoints", expected, got, advice)
     val, hidden = tree.unflatten(traced.run(leaves, [])[0])

@@ -16,7 +16,7 @@ from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._arguments.validate import as_arrays, type_of
 from loopkit._buffers.buffer import plain
-from loopkit._engine.facts.bounds import bound_of, limits_of
+from loopkit._engine.facts.bounds import bound_of, limits_of, limits_of_flag
 from loopkit._engine.facts.least import with_least
 from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, parts
 from loopkit._engine.passes import ready
@@ -77,8 +77,10 @@ class Traced:
         if loop.cond is None:
             return self
         counts = loop.cond_const_count, loop.body, loop.const_count
-        limits = loop.derived("limits", lambda: limits_of(loop.cond, *counts))
-        bound = bound_of(limits, [*self.cond_consts, *init]) if limits.found else None
+        asks = limits_of_flag if loop.flag is not None else lambda _: limits_of(loop.cond, *counts)
+        limits = loop.derived("limits", lambda: asks(loop))
+        consts = self.cond_consts if loop.flag is None else self.consts
+        bound = bound_of(limits, [*consts, *init]) if limits.found else None
         if bound is None or bound.steps > most:
             return self
         if bound.steps > PLANNED and not bound.exact and loop.checkpoints != "all":

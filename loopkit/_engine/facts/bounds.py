@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from loopkit import _jax
 from loopkit._engine.facts.counters import moved_by
+from loopkit._engine.loop import Loop
 from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import LAST_STEP
 from loopkit._jaxprs import equations
@@ -65,6 +66,8 @@ class Limits(NamedTuple):
     found: tuple[Limit, ...]
     alone: bool
     """Whether the predicate asks for nothing else, and does nothing else."""
+    anyway: int = 0
+    """Steps that may be taken whatever they say."""
 
 
 class Bound(NamedTuple):
@@ -76,16 +79,38 @@ class Bound(NamedTuple):
 
 
 def limits_of(cond: Any, cond_const_count: int, body: Any, const_count: int) -> Limits:
-    """The limits that a predicate sets to counters of the body."""
+    """The limits that a predicate sets to counters of the body; operands are its own."""
     test, step = _jax.open_jaxpr(cond), _jax.open_jaxpr(body)
-    maker, made = equations.maker_of(test), equations.maker_of(step)
-    inside = [None] * cond_const_count + step.invars[const_count:]
-    after = [None] * cond_const_count + step.outvars
     place = {v: i for i, v in enumerate(test.invars)}
+    return _limits(test, test.outvars[0], place, cond_const_count, step, const_count)
+
+
+def limits_of_flag(loop: Loop) -> Limits:
+    """The same of a loop whose steps say whether there is another; operands are the body's."""
+    assert loop.flag is not None, "there is a leaf that says so"
+    j = _jax.open_jaxpr(loop.body)
+    place = {v: i for i, v in enumerate(j.invars[: loop.const_count])}
+    carry = enumerate(j.outvars[: loop.carry_count], loop.const_count)
+    place |= {v: i for i, v in carry if not isinstance(v, _jax.Literal)}
+    flag = j.outvars[loop.flag]
+    limits = _limits(j, flag, place, loop.const_count, j, loop.const_count)
+    return limits._replace(alone=False, anyway=1)
+
+
+def _limits(
+    test: Any, holds: Any, place: dict[Any, int], const_count: int, step: Any, step_consts: int
+) -> Limits:
+    """`holds`: the variable of `test` that is asked for; `place`: which operand a variable is.
+
+    Operands are as many constants, and the carry.
+    """
+    maker, made = equations.maker_of(test), equations.maker_of(step)
+    inside = [None] * const_count + step.invars[step_consts:]
+    after = [None] * const_count + step.outvars
 
     def limit(name: str, counter: Any, stop: Any) -> Limit | None:
-        counter, stop = _source(counter, maker), _source(stop, maker)
-        if isinstance(counter, _jax.Literal) or place.get(counter, -1) < cond_const_count:
+        counter, stop = _source(counter, maker, place), _source(stop, maker, place)
+        if isinstance(counter, _jax.Literal) or place.get(counter, -1) < const_count:
             return None
         i = place[counter]
         if not jnp.issubdtype(inside[i].aval.dtype, jnp.integer):
@@ -101,11 +126,11 @@ def limits_of(cond: Any, cond_const_count: int, body: Any, const_count: int) -> 
         # What no step changes.
         return Limit(i, by, beyond, None, j, dtype) if j >= 0 and after[j] is inside[j] else None
 
-    tests, found = _conjuncts(test.outvars[0], maker), []
-    for eqn, holds in tests:
+    tests, found = _conjuncts(holds, maker), []
+    for eqn, true in tests:
         if eqn is not None and eqn.primitive.name in MIRRORED:
             (a, b), name = eqn.invars, eqn.primitive.name
-            name = name if holds else NEGATED[name]
+            name = name if true else NEGATED[name]
             found += [limit(name, a, b), limit(MIRRORED[name], b, a)]
     alone = len(tests) == 1 and not test.effects
     return Limits(tuple(f for f in found if f is not None), alone)
@@ -115,7 +140,7 @@ def bound_of(limits: Limits, operands: Sequence[Any]) -> Bound | None:
     """The bound that they are together, for these operands of the predicate; None if not known."""
     found = (limit.steps(operands) for limit in limits.found)
     bounds = [n for n in found if n is not None and n <= LAST_STEP]
-    return Bound(min(bounds), limits.alone) if bounds else None
+    return Bound(max(min(bounds), limits.anyway), limits.alone) if bounds else None
 
 
 def _moved_by(after: Any, before: Any, maker: Callable[[Any], Any]) -> int | None:
@@ -145,20 +170,20 @@ def _steps_in(eqn: Any) -> tuple[Any, int, int, int] | None:
     return found if isinstance(found[-1], int) else None
 
 
-def _conjuncts(v: Any, maker: Callable[[Any], Any], holds: bool = True) -> list:
+def _conjuncts(v: Any, maker: Callable[[Any], Any], true: bool = True) -> list:
     """The equations of what has to hold, or not to, for `v` to hold, or not to."""
-    eqn = maker(_source(v, maker))
+    eqn = maker(_source(v, maker, {}))
     if eqn is not None and v.aval.dtype == bool:
         if eqn.primitive.name == "not":
-            return _conjuncts(eqn.invars[0], maker, not holds)
-        if eqn.primitive.name == ("and" if holds else "or"):
-            return [found for u in eqn.invars for found in _conjuncts(u, maker, holds)]
-    return [(eqn, holds)]
+            return _conjuncts(eqn.invars[0], maker, not true)
+        if eqn.primitive.name == ("and" if true else "or"):
+            return [found for u in eqn.invars for found in _conjuncts(u, maker, true)]
+    return [(eqn, true)]
 
 
-def _source(v: Any, maker: Callable[[Any], Any]) -> Any:
-    """Where a bool or an integer comes from, through what does not change it."""
-    while (eqn := maker(v)) is not None and eqn.primitive.name in SAME:
+def _source(v: Any, maker: Callable[[Any], Any], place: dict[Any, int]) -> Any:
+    """Where a bool or an integer comes from, through what does not change it; an operand at most."""
+    while (eqn := maker(v)) is not None and v not in place and eqn.primitive.name in SAME:
         have, want = eqn.invars[0].aval.dtype, v.aval.dtype
         integers = jnp.issubdtype(have, jnp.integer) and jnp.issubdtype(want, jnp.integer)
         if have != want and not (integers and jnp.can_cast(have, want)):
