@@ -34,6 +34,15 @@ def maker_of(j: Any) -> Callable[[Any], Any]:
     return lambda v: None if isinstance(v, _jax.Literal) else makers.get(v)
 
 
+def following_from(j: Any, known: Iterable[Any]) -> set:
+    """The variables of an open jaxpr that depend on nothing but some of them, these included."""
+    found = set(known)
+    for eqn in j.eqns:
+        if found.issuperset(variables(eqn)) and not eqn.effects:
+            found.update(eqn.outvars)
+    return found
+
+
 def is_call(eqn: Any) -> bool:
     """Whether an equation does nothing but evaluate a jaxpr."""
     return eqn.primitive.name in ("jit", "pjit") and hasattr(eqn.params.get("jaxpr"), "eqns")

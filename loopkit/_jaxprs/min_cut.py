@@ -11,7 +11,7 @@ Source: Chen et al. 2016 for the trade; the cut is that of a maximum flow (Ford 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -53,22 +53,26 @@ class Cut:
 
 
 def least_stored(
-    jaxpr: _jax.Jaxpr, results: int, constants: int, slices: int, free: Sequence[bool]
+    jaxpr: _jax.Jaxpr,
+    results: int,
+    constants: int,
+    slices: int,
+    free: Sequence[bool],
+    again: Container[int] = (),
 ) -> Cut:
     """How to store the outputs of a step from `results` on.
 
     The inputs are `constants`, then the carry, then the xs from `slices` on. To store a carry leaf
-    that is `free` costs nothing.
+    that is `free` costs nothing. Equations whose ids are in `again` are run again, whatever they
+    cost, unless they depend on constants alone.
     """
     j = _jax.open_jaxpr(jaxpr)
     residuals = [v for v in j.outvars[results:] if not isinstance(v, _jax.Literal)]
     maker = equations.maker_of(j)
-    constant = set(j.invars[:constants])
-    for eqn in j.eqns:
-        if constant.issuperset(equations.variables(eqn)) and not eqn.effects:
-            constant.update(eqn.outvars)
+    constant = equations.following_from(j, j.invars[:constants])
     given = set(j.invars[:constants]) | set(j.invars[slices:])
-    cheap = {id(eqn) for eqn in j.eqns if _is_cheap(eqn)}
+    repeated = [eqn for eqn in j.eqns if id(eqn) in again and eqn.outvars[0] not in constant]
+    cheap = {id(eqn) for eqn in (*filter(_is_cheap, j.eqns), *repeated)}
 
     def operands(v: Any) -> list | None:
         """What `v` is made again from; None if it is not made again."""
@@ -76,11 +80,12 @@ def least_stored(
         return None if eqn is None or id(eqn) not in cheap else equations.variables(eqn)
 
     varying = [v for v in residuals if v not in constant]
-    if len(j.eqns) > LARGEST:
+    if len(j.eqns) > LARGEST and not repeated:
         stored = [v for v in dict.fromkeys(varying) if v not in given]
     else:
-        costless = {v for v, f in zip(j.invars[constants:slices], free, strict=True) if f}
-        stored = _minimum_cut(varying, operands, given | constant, costless)
+        costs = {v: 0 for v, f in zip(j.invars[constants:slices], free, strict=True) if f}
+        costs |= {v: inf for eqn in repeated for v in eqn.outvars}
+        stored = _minimum_cut(varying, operands, given | constant, costs)
     met, needed, hoisted, read = given | set(stored), set(), [], set()
     pending = list(residuals)
     while pending:
@@ -113,8 +118,11 @@ def _is_cheap(eqn: Any) -> bool:
     return eqn.primitive.name in CHEAP
 
 
-def _minimum_cut(targets: Sequence, operands: Callable, given: set, free: set) -> list:
-    """The variables of fewest bytes from which `targets` follow, nearest to the targets."""
+def _minimum_cut(targets: Sequence, operands: Callable, given: set, costs: dict) -> list:
+    """The variables of fewest bytes from which `targets` follow, nearest to the targets.
+
+    `costs`: of those that cost something else.
+    """
     capacity: dict[Any, dict[Any, float]] = {"source": {}, "target": {}}
 
     def edge(a: Any, b: Any, size: float) -> None:
@@ -130,7 +138,7 @@ def _minimum_cut(targets: Sequence, operands: Callable, given: set, free: set) -
         if v in order:
             continue
         order[v] = None
-        edge((v, 0), (v, 1), 0 if v in free else _jax.byte_count(v.aval) + EACH)
+        edge((v, 0), (v, 1), costs.get(v, _jax.byte_count(v.aval) + EACH))
         before = operands(v)
         if before is None:
             edge("source", (v, 0), inf)

@@ -86,7 +86,7 @@ def test_the_cut_is_the_cheapest_of_all_sets():
         variables, targets = random_graph(rng)
         given = {v for v in variables if v.given}
         free = {v for v in variables if v.free}
-        stored = min_cut._minimum_cut(targets, lambda v: v.operands, given, free)
+        stored = min_cut._minimum_cut(targets, lambda v: v.operands, given, dict.fromkeys(free, 0))
         assert len(set(stored)) == len(stored)
         assert all(follow(v, set(stored)) for v in targets)
         ways = list(every_way(variables, targets))

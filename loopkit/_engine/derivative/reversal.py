@@ -53,7 +53,8 @@ class Reversal:
 
         Made when it is asked for: the body may hold what must not be transposed.
         """
-        return self.split.backward(self.active, self.unread or [False] * len(self.saved))
+        back = self.split.backward(self.active, self.unread or [False] * len(self.saved))
+        return back if self.loop.holds_custom_vjp else to_run(back)
 
     @cached_property
     def reads(self) -> list[bool]:

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 
 from loopkit import _jax
+from loopkit._engine.derivative import rerun
 from loopkit._engine.facts.counters import find_counters
 from loopkit._engine.facts.write_sites import with_fresh_writes, writes_once
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
@@ -100,12 +101,12 @@ def _split(loop: Loop, active: Active) -> Split:
         return [*outs, *residuals]
 
     n, c = len(body.out_avals), loop.const_count
-    whole = _jax.trace_closed(linearised, in_types, "loop_step")
+    whole = rerun.apart(loop, _jax.trace_closed(linearised, in_types, "loop_step"))
     tangents, used = _tangents(loop, tree, whole.out_avals[n:], active)
     outs = _jax.open_jaxpr(whole).outvars
     whole = _jax.with_outputs(whole, [*outs[:n], *kept(outs[n:], used)], [True] * len(in_types))
     slices, free = c + loop.carry_count, [by is not None for by in find_counters(loop)]
-    cut = least_stored(whole, n, c, slices, free)
+    cut = least_stored(whole, n, c, slices, free, rerun.found(loop, whole))
     j = _jax.open_jaxpr(whole)
     inputs, results = list(j.invars), j.outvars[:n]
     forward = _jax.with_outputs(whole, [*results, *cut.stored], [True] * len(inputs))

@@ -182,7 +182,7 @@ def _conjuncts(v: Any, maker: Callable[[Any], Any], true: bool = True) -> list:
 
 
 def _source(v: Any, maker: Callable[[Any], Any], place: dict[Any, int]) -> Any:
-    """Where a bool or an integer comes from, through what does not change it; an operand at most."""
+    """Where a bool or an integer comes from, through what does not change it, or which operand."""
     while (eqn := maker(v)) is not None and v not in place and eqn.primitive.name in SAME:
         have, want = eqn.invars[0].aval.dtype, v.aval.dtype
         integers = jnp.issubdtype(have, jnp.integer) and jnp.issubdtype(want, jnp.integer)

@@ -1,0 +1,121 @@
+"""Inner loops that are run again where the residuals of every step are kept: which, and rightly."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+
+import loopkit
+from derivatives import assert_close
+from loopkit._engine.derivative.rerun import FEW, ROOM
+
+ROWS = ROOM // 8 + 1
+X = jnp.asarray([0.4, 0.9])
+
+
+def squared(y):
+    return y * y
+
+
+@jax.custom_vjp
+def by_rule(y):
+    return y * y
+
+
+by_rule.defvjp(lambda y: (y * y, y), lambda y, ct: (2 * y * ct,))
+
+
+def of_the_host(y):
+    kind = jax.ShapeDtypeStruct((), y.dtype)
+    return y * io_callback(np.asarray, kind, jax.lax.stop_gradient(y))
+
+
+class Unrolled:
+    """As many steps as any loop here takes, of which those count that are taken."""
+
+    @staticmethod
+    def while_loop(goes_on, step, init, **_):
+        for _ in range(4):
+            go, new = goes_on(init), step(init)
+            init = jax.tree.map(lambda n, o, go=go: jnp.where(go, n, o), new, init)
+        return init
+
+
+def program(loops, x, bound=ROWS, square=squared, start=lambda y, x: y, **how):
+    """Each step runs a loop of a few steps, of which there could be many."""
+
+    def halved(y):
+        step = lambda c: (c[0] + 1, c[1] * (0.4 + 0.1 * jnp.sin(square(c[1]) * x[1])))
+        goes_on = lambda c: (c[0] < bound) & (c[1] > 0.2)
+        return loops.while_loop(goes_on, step, (0, y), **how)[1]
+
+    def step(c):
+        i, y, total = c
+        end = halved(start(y, x))
+        return i + 1, 0.3 + end * x[1] * i, total + jnp.cos(3 * end) * y
+
+    goes_on = lambda c: (c[0] < 3) & (c[2] < 1e3)
+    c = loops.while_loop(goes_on, step, (0, x[0], x[0] * 0), checkpoints="all")
+    return c[2] + c[1]
+
+
+def row_bytes(**how):
+    """What the loop around keeps of a step."""
+    every = {"checkpoints": "all"} | how
+    loops = loopkit.explain(lambda x: program(loopkit, x, **every), X).loops
+    (around,) = (loop.plan for loop in loops if loop.plan.bound == 3)
+    return around.step.residual_bytes
+
+
+def test_rows_have_no_room_for_what_might_be():
+    assert row_bytes() == row_bytes(bound=10 * ROWS) < 100
+
+
+def test_what_is_kept():
+    """Few steps, small rooms, and what cannot, or need not, be run again."""
+    assert row_bytes(bound=FEW) >= 8 * FEW
+    assert row_bytes(bound=ROOM // 32) >= ROOM // 4
+    assert row_bytes(square=by_rule) >= 8 * ROWS
+    assert row_bytes(square=of_the_host) >= 8 * ROWS
+
+
+def test_what_depends_on_constants_alone_is_run_once():
+    """Nothing of it is kept with a step, however many it might take."""
+    of_constants = lambda y, x: x[0] + 1
+    assert row_bytes(start=of_constants) < 100
+    grad = jax.grad(lambda loops, x: program(loops, x, start=of_constants, checkpoints="all"), 1)
+    assert_close(jax.jit(grad, static_argnums=0)(loopkit, X), grad(Unrolled, X))
+
+
+DERIVATIVES = {
+    "vjp": jax.grad,
+    "reverse over reverse": lambda f: jax.grad(lambda x: jnp.sum(jnp.sin(jax.grad(f)(x)))),
+    "forward over reverse": lambda f: jax.jacfwd(jax.grad(f)),
+    "reverse over forward": lambda f: jax.jacrev(jax.jacfwd(f)),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_derivatives(name):
+    derived = lambda loops: jax.jit(
+        DERIVATIVES[name](lambda x: program(loops, x, checkpoints="all"))
+    )
+    assert_close(derived(loopkit)(X), derived(Unrolled)(X))
+
+
+@pytest.mark.parametrize("start", [lambda y, x: y, lambda y, x: x[0]], ids=["carry", "constant"])
+def test_lanes_that_stop_apart(start):
+    xs = jnp.stack([X, 2 * X, X[::-1], 0.1 * X])
+    how = {"start": start, "checkpoints": "all"}
+    total = lambda loops: lambda xs: jax.vmap(lambda x: program(loops, x, **how))(xs).sum()
+    each = lambda loops: jax.vmap(jax.grad(lambda x: program(loops, x, **how)))
+    wanted = jax.jit(each(Unrolled))(xs)
+    assert_close(jax.jit(each(loopkit))(xs), wanted)
+    assert_close(jax.jit(jax.grad(total(loopkit)))(xs), wanted)
+
+
+@pytest.mark.parametrize("square", [by_rule, squared], ids=["rule", "none"])
+def test_outside_jit(square):
+    grad = jax.grad(lambda x: program(loopkit, x, square=square, checkpoints="all"))
+    assert_close(grad(X), jax.grad(lambda x: program(Unrolled, x))(X))
