@@ -206,16 +206,11 @@ def repeat(times: Any, body: Callable[[Any, Any], Any], state: Any, unroll: int 
 
 
 def repeat_backwards(times: Any, body: Callable[[Any, Any], Any], state: Any, unroll: int) -> Any:
-    """`body(i, state)` for i from times - 1 down to 0."""
-    if unroll > 1:
-        return repeat(times, lambda k, s: body(times - 1 - k, s), state, unroll)
+    """`body(i, state)` for i from times - 1 down to 0.
 
-    def step(s: tuple) -> tuple:
-        k, inner = s
-        return k - 1, body(k, inner)
-
-    last = jnp.asarray(times - 1, jnp.int32)
-    return lax.while_loop(lambda s: s[0] >= 0, step, (last, state))[1]
+    Counted upwards: of a long loop that counts down, compilers do not see how long it is.
+    """
+    return repeat(times, lambda k, s: body(times - 1 - k, s), state, unroll)
 
 
 def evaluate(loop: Loop, operands: Operands) -> list:

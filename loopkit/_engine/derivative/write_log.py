@@ -75,9 +75,6 @@ class Undo:
             at = kept(counts(first + k), self.counted)
             return list(_jax.call_jaxpr(self.back)(*initial, *at, *buffers, *row))
 
-        # In a loop of its own, also where it is of one step: among what else a step does, the
-        # compiler orders reads and writes so that it has to copy the buffers.
-        count = lax.optimization_barrier(jnp.asarray(count, jnp.int32))
         return repeat_backwards(count, back, buffers, 1)
 
 
