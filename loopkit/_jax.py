@@ -488,7 +488,9 @@ def define(
     primitive.def_impl(ft.partial(_filled_where_it_shows, outside))
     primitive.def_effectful_abstract_eval(types)
     checkify.error_checks[primitive] = functionalized
-    mlir.register_lowering(primitive, mlir.lower_fun(evaluate_as_written, multiple_results=True))
+    lower = mlir.lower_fun(evaluate_as_written, multiple_results=True)
+    mlir.register_lowering(primitive, lower)
+    mlir.register_lowering(primitive, ft.partial(_lower_where_hosts_wait, lower), platform="gpu")
     if jvp is not None:
         ad.primitive_jvps[primitive] = jvp
     if transpose is not None:
@@ -497,6 +499,16 @@ def define(
         # The newest release says between the two which inputs are live.
         pe.dce_rules[primitive] = lambda used, *rest: dce(list(used), rest[-1])
     return evaluate_as_written
+
+
+host_waits = jax.make_user_context(False)
+"""Whether loops are for a GPU: of one that goes round it is not known how often, the host has to
+wait for the predicate each time. Part of every cache's key."""
+
+
+def _lower_where_hosts_wait(lower: Callable, *args: Any, **params: Any) -> Any:
+    with host_waits(True):
+        return lower(*args, **params)
 
 
 def _checkified(args: Any) -> tuple:

@@ -177,11 +177,23 @@ def advance(loop: Loop, operands: Operands, state: Steps, stop: Any | None) -> S
     return lax.while_loop(lambda s: goes_on(loop, operands, s, stop), body, state)
 
 
-def repeat(times: Any, body: Callable[[Any, Any], Any], state: Any, unroll: int = 1) -> Any:
+def repeat(
+    times: Any, body: Callable[[Any, Any], Any], state: Any, unroll: int = 1, part: int = 1
+) -> Any:
     """`body(i, state)` for i in range(times), `unroll` of them to an iteration.
 
-    `times` may be known or traced; the steps left over run in a loop of their own.
+    `times` may be known or traced; the steps left over run in a loop of their own. If it is traced,
+    `part` of them may run in a loop of known length.
     """
+    if part > 1 and not isinstance(times, int):
+        whole = quotient(times, part)
+
+        def known(k: Any, s: Any) -> Any:
+            return repeat(part, lambda j, s: body(k * part + j, s), s, unroll)
+
+        state = repeat(whole, known, state)
+        rest = lambda k, s: body(whole * part + k, s)
+        return repeat(times - whole * part, rest, state, unroll)
     if unroll > 1:
         whole = times // unroll
 
@@ -205,12 +217,19 @@ def repeat(times: Any, body: Callable[[Any, Any], Any], state: Any, unroll: int 
     return lax.while_loop(lambda s: s[0] < times, step, (zero, state))[1]
 
 
-def repeat_backwards(times: Any, body: Callable[[Any, Any], Any], state: Any, unroll: int) -> Any:
+def quotient(count: Any, by: int) -> Any:
+    """`count // by`, of a count that may be traced: it is not negative, so there is no sign to mind."""
+    return lax.div(count, jnp.int32(by)) if _jax.is_tracer(count) else count // by
+
+
+def repeat_backwards(
+    times: Any, body: Callable[[Any, Any], Any], state: Any, unroll: int = 1, part: int = 1
+) -> Any:
     """`body(i, state)` for i from times - 1 down to 0.
 
     Counted upwards: of a long loop that counts down, compilers do not see how long it is.
     """
-    return repeat(times, lambda k, s: body(times - 1 - k, s), state, unroll)
+    return repeat(times, lambda k, s: body(times - 1 - k, s), state, unroll, part)
 
 
 def evaluate(loop: Loop, operands: Operands) -> list:

@@ -75,7 +75,7 @@ class Undo:
             at = kept(counts(first + k), self.counted)
             return list(_jax.call_jaxpr(self.back)(*initial, *at, *buffers, *row))
 
-        return repeat_backwards(count, back, buffers, 1)
+        return repeat_backwards(count, back, buffers)
 
 
 def with_log(loop: Loop, body: _jax.Jaxpr) -> Loop:
@@ -196,7 +196,7 @@ def _undone_inside(site: Inner, state: dict, initial: dict, log: Sequence[Any]) 
     def back(step: Any, state: dict) -> dict:
         return _undone(site.sites, state, initial, {}, read_rows(log, row_of(loop, step)))
 
-    return repeat_backwards(loop.length, back, state, 1)
+    return repeat_backwards(loop.length, back, state)
 
 
 def _restored(span: Span, state: dict, initial: dict, first: Any, last: Any) -> dict:

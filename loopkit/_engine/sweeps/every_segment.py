@@ -20,19 +20,23 @@ class EverySegment(Strategy):
     def run(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
         length = self.how.plan.segment
 
-        def known(unit: Any, state: Saving) -> Saving:
+        def known(unit: Any, state: Saving, count: Any = length) -> Saving:
             steps, slots = state
             assert loop.length is not None, "a loop without a predicate has a length"
             slots = self.save(slots, kept(steps.carry, self.how.slotted), unit)
-            if loop.length % length == 0:
-                step = lambda _, s: one_step(loop, operands, s)
-                return repeat(length, step, steps, loop.unroll), slots
-            stop = jnp.minimum((unit + 1) * length, loop.length)
-            return advance(loop, operands, steps, stop), slots
+            if loop.length % length and not _jax.host_waits.value:
+                count = jnp.minimum((unit + 1) * length, loop.length) - steps.count
+            step = lambda _, s: one_step(loop, operands, s)
+            return repeat(count, step, steps, loop.unroll), slots
 
         def segment(state: Saving) -> Saving:
             return self.segment(loop, operands, *state, lax.div(state[0].count, jnp.int32(length)))
 
+        if loop.cond is None and _jax.host_waits.value:
+            assert loop.length is not None, "a loop without a predicate has a length"
+            whole, rest = divmod(loop.length, length)
+            state = repeat(whole, known, state)
+            return known(jnp.int32(whole), state, rest) if rest else state
         if loop.cond is None:
             return repeat(self.how.plan.segments, known, state)
         another = lambda s: goes_on(loop, operands, s[0], loop.length)

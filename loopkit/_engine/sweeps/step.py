@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools as ft
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -167,12 +167,22 @@ class StepReversal:
         return self.reverse(step, stored, cts, row), buffers
 
     def reverse_rows(
-        self, first: Any, count: Any, rows: list, cts: Cotangents, buffers: list
+        self,
+        first: Any,
+        count: Any,
+        rows: list | Callable[[Any], list],
+        cts: Cotangents,
+        buffers: list,
+        part: int = 1,
     ) -> tuple[Cotangents, list]:
-        """Back over steps `first + count - 1` to `first`; and the buffers before them."""
+        """Back over steps `first + count - 1` to `first`; and the buffers before them.
+
+        `rows`: arrays, or a function of the number of a row. `part`: as in `repeat`.
+        """
+        read = rows if callable(rows) else lambda k: read_rows(rows, k)
 
         def step(k: Any, s: tuple[Cotangents, list]) -> tuple[Cotangents, list]:
-            (cts, buffers), row = s, read_rows(rows, k)
+            (cts, buffers), row = s, read(k)
             if small:
                 row = list(lax.optimization_barrier(row))
             if not repeats:
@@ -186,7 +196,7 @@ class StepReversal:
         repeats = how.plan.store == "carries"
         small = _jax.byte_count(*how.row_types) <= SMALL_ROW
         state = (cts, buffers if repeats else [])
-        cts, before = repeat_backwards(count, step, state, how.loop.unroll)
+        cts, before = repeat_backwards(count, step, state, how.loop.unroll, part)
         return cts, before if repeats else self.rewind(first, count, buffers)
 
     def reverse(self, step: Any, row: list, cts: Cotangents, place: Any) -> Cotangents:

@@ -20,11 +20,23 @@ from loopkit import _jax
 from loopkit._engine.derivative.reversal import Reversal
 from loopkit._engine.loop import Loop, Operands, kept, parts
 from loopkit._engine.passes.batched_loop import stacked
-from loopkit._engine.steps import Steps, evaluate, goes_on, repeat, select, start, write_rows
+from loopkit._engine.steps import (
+    Steps,
+    evaluate,
+    goes_on,
+    quotient,
+    repeat,
+    repeat_backwards,
+    select,
+    start,
+    write_rows,
+)
 from loopkit._engine.sweeps.step import Cotangents, StepReversal, zero_cotangents
 
 LARGE = 1 << 20
 """Bytes of zeros from which on filling them shows."""
+PART = 32
+"""Steps that are reversed without a wait of the host, where it has to count them."""
 
 
 Saving = tuple[Steps, list]
@@ -79,7 +91,8 @@ class Strategy(abc.ABC):
 
         `s`: all of what the forward sweep handed on, before the last segment is chosen.
         """
-        return step.reverse_rows(0, steps, s.stacks, s.cts, s.buffers)[0]
+        part = PART if _jax.host_waits.value else 1
+        return step.reverse_rows(0, steps, s.stacks, s.cts, s.buffers, part)[0]
 
     @property
     def residual_types(self) -> list[_jax.ShapedArray]:
@@ -159,21 +172,38 @@ def reverse_segments(
     reverse: Callable[[Any, Any, Backward], Backward], length: int, steps: Any, state: Backward
 ) -> Cotangents:
     """Back over all segments of `length` steps by `reverse(first step, how many, state)`."""
+    known = isinstance(steps, int)
+    even = known and not steps % length
+    if _jax.host_waits.value and length > 1 and not even:
+        return _reverse_apart(reverse, length, steps, state)
 
     def segment(s: Backward) -> Backward:
         first = s.unit * length
-        even = isinstance(steps, int) and not steps % length
         count = length if even else jnp.minimum(steps - first, length)
         return reverse(first, count, s)._replace(unit=s.unit - 1)
 
-    if isinstance(steps, int):
+    if known:
         last = -(-steps // length) - 1
     else:  # traced steps are not negative: no sign to mind
         last = lax.div(steps + (length - 1), jnp.int32(length)) - 1
     state = state._replace(unit=jnp.asarray(last, jnp.int32))
-    if isinstance(steps, int):
+    if known:
         return repeat(last + 1, lambda _, s: segment(s), state).cts
     return lax.while_loop(lambda s: s.unit >= 0, segment, state).cts
+
+
+def _reverse_apart(reverse: Callable, length: int, steps: Any, state: Backward) -> Cotangents:
+    """The same, the last segment for itself: loops over steps of the others have a known length."""
+
+    def segment(unit: Any, count: Any, s: Backward) -> Backward:
+        return reverse(unit * length, count, s._replace(unit=unit))._replace(unit=s.unit)
+
+    whole = quotient(steps, length)
+    rest = steps - whole * length
+    some = min(rest, 1) if isinstance(rest, int) else jnp.minimum(rest, 1)
+    state = state._replace(unit=jnp.int32(0))
+    state = repeat(some, lambda _, s: segment(whole, rest, s), state)
+    return repeat_backwards(whole, lambda unit, s: segment(unit, length, s), state).cts
 
 
 def run_steps(loop: Loop, operands: Operands, step: Callable, state: Saving) -> Saving:
