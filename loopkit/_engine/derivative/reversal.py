@@ -23,6 +23,7 @@ from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import factor_bytes, nanoseconds
 from loopkit._plans.plan import Plan, Step
 from loopkit._plans.planner import best_plan
+from loopkit._plans.waits import for_waiting_hosts
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Reversal:
     """Carry leaves that follow from the number of the step."""
     unread: tuple[bool, ...] = ()
     """Carry leaves whose initial value's cotangent nobody asks for; empty if all are wanted."""
+    laid: Plan | None = None
+    """The plan that says how what is saved is laid out, where another is followed."""
 
     @cached_property
     def backward(self) -> _jax.Jaxpr:
@@ -73,7 +76,7 @@ class Reversal:
     @cached_property
     def products(self) -> Products | None:
         """Of the backward half, those worth putting off to the end of a segment of rows."""
-        if self.plan.segment == 1 or self.plan.keeps_all:
+        if self.plan.segment == 1 or self.plan.keeps_all or self.laid is not None:
             return None
         loop, split = self.loop, self.split
         fixed = loop.const_count + len(split.hoist.out_avals)
@@ -120,6 +123,11 @@ class Reversal:
         if self.loop.unroll == unroll:
             return self
         return replace(self, loop=self.loop.unrolled(unroll))
+
+    def for_waiting_hosts(self) -> Reversal:
+        """The same, where each iteration of a loop of unknown length has a price."""
+        plan = for_waiting_hosts(self.plan)
+        return self if plan == self.plan else replace(self, plan=plan, laid=self.plan)
 
     def without(self, unread: tuple[bool, ...]) -> Reversal:
         """The same, where nobody asks for the cotangents of some initial values."""

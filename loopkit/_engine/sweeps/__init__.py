@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from loopkit import _jax
 from loopkit._engine.derivative.reversal import Reversal
 from loopkit._engine.sweeps.every_carry import EveryCarry
 from loopkit._engine.sweeps.every_residual import EveryResidual
 from loopkit._engine.sweeps.every_segment import EverySegment
+from loopkit._engine.sweeps.in_units import InUnits
 from loopkit._engine.sweeps.scheduled import Scheduled
 from loopkit._engine.sweeps.strategy import Strategy
 
@@ -17,6 +19,13 @@ STRATEGIES: dict[str, type[Strategy]] = {
 }
 
 
+LARGE = 1 << 23
+"""Bytes of a carry that are written in less time than a host waits."""
+
+
 def sweeps(how: Reversal) -> Strategy:
-    """Those of a plan."""
-    return STRATEGIES[how.plan.strategy](how)
+    """Those of a plan, on the device at hand."""
+    strategy = STRATEGIES[how.plan.strategy]
+    if strategy is Scheduled and _jax.host_waits.value and how.plan.step.carry_bytes <= LARGE:
+        return InUnits(how.for_waiting_hosts())
+    return strategy(how)

@@ -87,12 +87,12 @@ class EverySegment(Strategy):
 
         What would be written to a first slot without memory is put into the next, and written over.
         """
-        plan = self.how.plan
+        plan = self.laid
         return write_rows(slots, carry, slot - plan.spared) if plan.rows else slots
 
     def load(self, operands: Operands, slots: list, slot: Any) -> list:
         """What a slot holds."""
-        plan, first = self.how.plan, kept(operands.init, self.how.slotted)
+        plan, first = self.laid, kept(operands.init, self.how.slotted)
         if not plan.rows:
             return first
         rows = read_rows(slots, slot - plan.spared)

@@ -23,7 +23,7 @@ from loopkit.schedules.online import NEVER
 class Scheduled(EverySegment):
     @property
     def unit_count(self) -> int:
-        return self.how.plan.slots
+        return self.laid.slots
 
     def run(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
         length, schedule = self.how.plan.segment, tables.Schedule.of(self.how.plan)
@@ -40,7 +40,10 @@ class Scheduled(EverySegment):
         return steps, slots, placed.units
 
     def reverse_segment(self, step: StepReversal, first: Any, count: Any, s: Backward) -> Backward:
-        s = super().reverse_segment(step, first, count, s)
+        return self.freed(super().reverse_segment(step, first, count, s))
+
+    def freed(self, s: Backward) -> Backward:
+        """Without the checkpoint of the segment that was reversed, if there was one."""
         return s._replace(units=jnp.where(s.units >= s.unit, NEVER, s.units))
 
     def reach(self, step: StepReversal, first: Any, end: Any, s: Backward) -> tuple[list, Backward]:

@@ -32,6 +32,7 @@ from loopkit._engine.steps import (
     write_rows,
 )
 from loopkit._engine.sweeps.step import Cotangents, StepReversal, zero_cotangents
+from loopkit._plans.plan import Plan
 
 LARGE = 1 << 20
 """Bytes of zeros from which on filling them shows."""
@@ -65,9 +66,14 @@ class Strategy(abc.ABC):
     how: Reversal
 
     @property
+    def laid(self) -> Plan:
+        """The plan that says how what is saved is laid out."""
+        return self.how.laid or self.how.plan
+
+    @property
     def stack_types(self) -> list[_jax.ShapedArray]:
         """Where checkpoints are saved."""
-        return _jax.stack_types(self.how.slot_types, self.how.plan.rows)
+        return _jax.stack_types(self.how.slot_types, self.laid.rows)
 
     @property
     def unit_count(self) -> int:

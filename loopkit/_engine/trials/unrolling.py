@@ -4,6 +4,9 @@ More steps to an iteration cost less bookkeeping and take longer to compile; whi
 the step and on the device. The step is compiled 1, 2, 4, 8 and 16 times to an iteration and timed
 on made-up values, for the value or for the gradient, whichever is wanted. What takes the least
 time in all, compilation included, is kept for the process and in the user's cache folder.
+
+For a GPU nothing is timed: what an iteration costs there beside its steps is known beforehand, a
+launch for its counter and, where the predicate is evaluated on the device, a wait of the host.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from loopkit._engine.primitives import while_p
 from loopkit._engine.trials import user_cache
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import nanoseconds
+from loopkit._plans.waits import LAUNCH, WAIT
 
 COUNTS = 1, 2, 4, 8, 16
 """Steps to an iteration that are tried."""
@@ -37,6 +41,9 @@ ROUNDS = 7
 NOISE = 1.05
 """More steps to an iteration have to be better than fewer by this factor."""
 
+COMPILE = 0.02
+"""Seconds to compile an equation for a GPU."""
+
 _chosen: dict[str, int] = {}
 
 
@@ -51,7 +58,26 @@ def settled(loop: Loop, active: Active | None = None) -> int:
     """Steps to an iteration: of the loop, or of its gradient in the leaves of `active`."""
     if not loop.auto_unroll:
         return loop.unroll
-    return loop.derived(("unroll", active), lambda: _choose(loop.without_debug_effects(), active))
+    choose = _counted if _jax.host_waits.value else _choose
+    key = ("unroll", active, choose)
+    return loop.derived(key, lambda: choose(loop.without_debug_effects(), active))
+
+
+def _counted(loop: Loop, active: Active | None) -> int:
+    """By launches and waits; what holds a step that does not count costs a launch a leaf."""
+    if not _can_be_tried(loop):
+        return 1
+    steps, asks = _expected_steps(loop), loop.cond is not None
+    equation_count = sum(1 for _ in equations.all_equations(loop.body))
+    copies = 1 if active is None else 3  # run, run again, reversed
+
+    def seconds(count: int) -> float:
+        held = (1 - 1 / count) * loop.carry_count * LAUNCH if asks else 0
+        iteration = (LAUNCH + asks * WAIT) / count
+        to_compile = COMPILE * equation_count * copies * count
+        return to_compile + USES * steps * 1e-9 * (held + iteration)
+
+    return min((count for count in COUNTS if count <= steps), key=seconds, default=1)
 
 
 def _choose(loop: Loop, active: Active | None) -> int:

@@ -1,0 +1,62 @@
+"""A schedule for GPUs: few waits of the host, at the price of a few more steps.
+
+A GPU runs what the host has launched. Of a loop whose length is not known when it is compiled, the
+host reads the predicate before each iteration, and waits for it. To get from a kept carry to another
+takes such a wait for each segment. Where a plan keeps carries alone, some of the slots may hold the
+rows of a longer segment instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+Plan = Any
+"""A `loopkit.Plan`, which imports this file."""
+
+LAUNCH = 2500.0
+"""Nanoseconds to launch a kernel."""
+STEP = 2 * LAUNCH
+"""To launch those of a small step."""
+FASTER = 30.0
+"""A GPU runs a large step in so much less time than is predicted for a CPU."""
+WAIT = 10_000.0
+"""Nanoseconds until the host has read a predicate, and the device runs again."""
+MORE = 1.1
+"""Runs of a step at most, relative to those with as many carries and segments of one step."""
+REACH = 100
+"""Steps to a slot for which a loop without a bound is planned."""
+
+
+@lru_cache(maxsize=256)
+def for_waiting_hosts(plan: Plan) -> Plan:
+    """The plan itself, or one for longer segments whose carries and rows need no more memory."""
+    if plan.strategy != "schedule" or plan.segment > 1 or plan.host:
+        return plan
+    plans = [plan]
+    for segment in range(2, plan.rows + 2):
+        slots = plan.rows + plan.spared - (segment - 1)
+        if slots > 0:
+            plans.append(replace(plan, slots=slots, segment=segment, store="carries"))
+    steps = REACH * plan.slots if plan.bound is None else plan.bound
+    most = MORE * _runs(plan, steps)
+    return min((p for p in plans if _runs(p, steps) <= most), key=lambda p: _nanoseconds(p, steps))
+
+
+def _runs(plan: Plan, steps: int) -> float:
+    """Of a step, forward and backward, until each is reversed."""
+    replayed = steps * (1 - 1 / plan.segment)
+    return sum(plan.evaluations(steps)) + replayed
+
+
+def waits(plan: Plan, steps: int) -> int:
+    """Of the host, going back: one for each segment run to get to another, and one to see the end."""
+    units = -(-steps // plan.segment)
+    forward, again = plan.evaluations(steps)
+    return (again - forward) // plan.segment + units
+
+
+def _nanoseconds(plan: Plan, steps: int) -> float:
+    step = max(STEP, plan.step.run / FASTER)
+    return _runs(plan, steps) * step + waits(plan, steps) * WAIT
