@@ -218,7 +218,7 @@ def repeat(
 
 
 def quotient(count: Any, by: int) -> Any:
-    """`count // by`, of a count that may be traced: it is not negative, so there is no sign to mind."""
+    """`count // by`. A count is not negative: if it is traced, there is no sign to mind."""
     return lax.div(count, jnp.int32(by)) if _jax.is_tracer(count) else count // by
 
 

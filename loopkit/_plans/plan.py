@@ -154,6 +154,17 @@ class Plan:
         return "every carry" if carries else "every segment"
 
     @property
+    def on_gpu(self) -> Plan:
+        """The plan that is followed on a GPU, in the same memory.
+
+        To get from a kept carry to another the host waits there, once a segment. Longer segments
+        may be worth a few more runs of the step.
+        """
+        from loopkit._plans.waits import for_waiting_hosts
+
+        return for_waiting_hosts(self)
+
+    @property
     def segments(self) -> int | None:
         return None if self.bound is None else -(-self.bound // self.segment)
 
@@ -246,6 +257,11 @@ class Plan:
             at_most = "" if self.exact else "at most "
             lines.append(f"steps      {at_most}{self.bound:,}")
             lines.append(f"runs       {run:,} forward, {again:,} backward")
+        if self.on_gpu != self:
+            lines.append(f"on a GPU   {self.on_gpu.stored}")
+            if self.bound is not None:
+                run, again = self.on_gpu.evaluations()
+                lines.append(f"           {run:,} forward, {again:,} backward")
         return "\n".join(["Plan", *(f"  {line}" for line in lines)])
 
     def plot(self, steps: int | None = None, ax: Any = None) -> Any:

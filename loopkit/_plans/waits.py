@@ -1,9 +1,9 @@
 """A schedule for GPUs: few waits of the host, at the price of a few more steps.
 
 A GPU runs what the host has launched. Of a loop whose length is not known when it is compiled, the
-host reads the predicate before each iteration, and waits for it. To get from a kept carry to another
-takes such a wait for each segment. Where a plan keeps carries alone, some of the slots may hold the
-rows of a longer segment instead.
+host reads the predicate before each iteration, and waits for it. To get from a kept carry to
+another takes such a wait for each segment. Where a plan keeps carries alone, some of the slots may
+hold the rows of a longer segment instead.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _runs(plan: Plan, steps: int) -> float:
 
 
 def waits(plan: Plan, steps: int) -> int:
-    """Of the host, going back: one for each segment run to get to another, and one to see the end."""
+    """Of the host, going back: for each segment run to get to another, and for its end."""
     units = -(-steps // plan.segment)
     forward, again = plan.evaluations(steps)
     return (again - forward) // plan.segment + units

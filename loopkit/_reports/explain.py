@@ -49,6 +49,17 @@ class Explained:
         as_scan = "" if self.scan_bytes is None else size(self.scan_bytes)
         return (self.name, self.source, steps, *of_step, stored, peak, forward, backward, as_scan)
 
+    @property
+    def on_gpu(self) -> list[str]:
+        """What is different on a GPU."""
+        plan = self.plan.on_gpu
+        if plan == self.plan or not self.name.startswith("loopkit"):
+            return []
+        runs = ""
+        if plan.bound is not None:
+            runs = ", {:,} runs forward, {:,} backward".format(*plan.evaluations())
+        return [f"on a GPU, {self.source}: {plan.stored}{runs}"]
+
 
 HEADER = ("loop", "source", "steps", "carry", "residuals", "stored", "peak")
 HEADER += ("runs forward", "backward", "as lax.scan")
@@ -66,6 +77,7 @@ class Explanation:
         rows = [HEADER, *(loop.row for loop in self.loops)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
+        lines += [line for loop in self.loops for line in loop.on_gpu]
         return "\n".join(line.rstrip() for line in lines)
 
     def plot(self, steps: int | None = None) -> list[Any]:
@@ -89,7 +101,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     An `Explanation`: printed, a table with a row for each loop. Bytes are of one step under
     `carry` and `residuals`; `peak` is what the gradient of the loop is predicted to need beyond
     that of one step; `runs` count evaluations of the body; the last column is what `jax.lax.scan`
-    would store.
+    would store. A line below says which plan a loop follows on a GPU, if it is another.
 
     **Raises:** `TypeError` if `fn` is not callable.
 

@@ -10,6 +10,7 @@ from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.activity import forward_activity
 from loopkit._engine.loop import kept, parts, spread
 from loopkit._engine.sweeps import STRATEGIES, sweeps
+from loopkit._engine.sweeps.in_units import InUnits
 
 from .small_loops import assert_same, make_loop, run
 
@@ -45,6 +46,7 @@ PLANS = [
     ("every segment", Plan(3, segment=3)),
     ("every segment", Plan(4, segment=2, store="residuals")),
     ("schedule", Plan(2)),
+    ("schedule", Plan(4)),
     ("schedule", Plan(1, segment=2, store="residuals")),
     ("schedule", Plan(3, thinned=True)),
 ]
@@ -69,9 +71,11 @@ def unrolled_vjp(loop, given, active, steps, cts):
     return jax.jit(lambda values, cts: jax.vjp(unrolled, *values)[1](cts))(moving, cts)
 
 
+@pytest.mark.parametrize("on_gpu", [(False, False), (True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("make", [known, decided])
 @pytest.mark.parametrize(("name", "plan"), PLANS, ids=lambda v: str(v).replace("\n", ""))
-def test_what_is_saved_is_enough(make, name, plan):
+def test_what_is_saved_is_enough(make, name, plan, on_gpu):
+    """Also where loops go one way as on a GPU, and the other way as elsewhere."""
     loop, given = make(checkpoints=plan)
     nonzero = loop.split([False] * loop.cond_const_count + [True, True, True, False, True, True])[0]
     active = forward_activity(loop, nonzero)
@@ -79,9 +83,15 @@ def test_what_is_saved_is_enough(make, name, plan):
     both = sweeps(how)
     assert how.plan.strategy == name
     assert type(both) is STRATEGIES[name]
+    with _jax.host_waits(on_gpu[0]):
+        there = sweeps(how)
+    with _jax.host_waits(on_gpu[1]):
+        back = sweeps(how)
+    assert (type(there) is InUnits) == (name == "schedule" and on_gpu[0])
     values = list(map(jnp.asarray, given.flat))
-    forward = jax.jit(lambda values: both.forward(loop, loop.split(values)[0]))
-    results, residuals = parts(forward(values), loop.carry_count + loop.ys_count)
+    forward = jax.jit(lambda values: there.forward(loop, loop.split(values)[0]))
+    with _jax.host_waits(on_gpu[0]):
+        results, residuals = parts(forward(values), loop.carry_count + loop.ys_count)
     assert_same(results, run(loop, given))
     wanted = [(t.shape, t.dtype) for t in both.residual_types]
     assert [(v.shape, v.dtype) for v in residuals] == wanted
@@ -89,12 +99,14 @@ def test_what_is_saved_is_enough(make, name, plan):
         (t.shape, t.dtype) for t in both.stack_types
     ]
     cts = [jnp.cos(jnp.arange(t.size) + 0.5).reshape(t.shape) for t in loop.output_types(active)]
-    backward = jax.jit(lambda v, r, w: both.backward(loop.split(v)[0], r, w, None))
+    backward = jax.jit(lambda v, r, w: back.backward(loop.split(v)[0], r, w, None))
     steps = 5 if loop.cond is not None else LENGTH
     wanted = unrolled_vjp(loop, given, active, steps, cts)
-    assert_same(backward(values, residuals, cts), wanted)
-    several = jax.jit(lambda v, r, w: both.backward(loop.split(v)[0], r, w, 2))
-    of_two = several(values, residuals, [jnp.stack([w, -2.0 * w]) for w in cts])
+    with _jax.host_waits(on_gpu[1]):
+        assert_same(backward(values, residuals, cts), wanted)
+    several = jax.jit(lambda v, r, w: back.backward(loop.split(v)[0], r, w, 2))
+    with _jax.host_waits(on_gpu[1]):
+        of_two = several(values, residuals, [jnp.stack([w, -2.0 * w]) for w in cts])
     assert_same([v[0] for v in of_two], wanted)
     assert_same([v[1] for v in of_two], [-2.0 * v for v in wanted])
 

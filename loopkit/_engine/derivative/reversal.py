@@ -23,7 +23,6 @@ from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import factor_bytes, nanoseconds
 from loopkit._plans.plan import Plan, Step
 from loopkit._plans.planner import best_plan
-from loopkit._plans.waits import for_waiting_hosts
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ class Reversal:
 
     def for_waiting_hosts(self) -> Reversal:
         """The same, where each iteration of a loop of unknown length has a price."""
-        plan = for_waiting_hosts(self.plan)
+        plan = self.plan.on_gpu
         return self if plan == self.plan else replace(self, plan=plan, laid=self.plan)
 
     def without(self, unread: tuple[bool, ...]) -> Reversal:

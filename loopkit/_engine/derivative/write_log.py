@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
 from loopkit import _jax
 from loopkit._buffers.slices import in_order, read, read_p, write
