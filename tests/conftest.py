@@ -13,6 +13,14 @@ import pytest  # noqa: E402
 jax.config.update("jax_enable_x64", True)
 
 
+def pytest_addoption(parser):
+    """Of the random programs in `trials/`."""
+    parser.addoption("--loops", default="loopkit", help="loopkit, checkpointed, lax or equinox")
+    parser.addoption("--trials", default=5000, type=int, help="how many programs")
+    parser.addoption("--trials-seed", default=1000, type=int, help="of the first piece")
+    parser.addoption("--trials-record", default=None, help="a file: pieces that it has are done")
+
+
 @pytest.fixture
 def compilations():
     """A list that grows by one with every program that XLA compiles."""

@@ -1,0 +1,1 @@
+"""Random programs with loops in them, compared with the same programs in Python."""

@@ -1,0 +1,110 @@
+"""Buffers and lists in a step: reads and writes of all kinds, at random places."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trials.draws import FLOAT, INT, Type
+from trials.values import index, integer, predicate, rows_index, value
+from trials.writer import Variable, Writer
+
+ROWS = 4
+ROOM = 64
+"""Of a list: more than is ever appended."""
+
+
+def new_buffer(w: Writer) -> Variable:
+    """An array that the next loop carries as a buffer."""
+    shape = w.d.choice(((ROWS,), (ROWS, 3), (ROWS, 2, 3), (ROWS, 3, 3)))
+    kind = (INT if w.d.chance(10) else w.some_float()).of(shape)
+    w.d.note("buffer")
+    w.tags.add("buffers")
+    text = value(w, kind) if w.d.chance(60) else f"jnp.zeros({shape}, '{kind.dtype}')"
+    made = w.let(text, kind)
+    return replace(made, buffer="new buffer")
+
+
+def empty_list(w: Writer) -> Variable:
+    """A TensorArray, of scalars or rows."""
+    element = FLOAT.of(w.d.choice(((), (3,))))
+    w.d.note("TensorArray")
+    w.tags.add("list")
+    like = f"jnp.zeros({element.shape})"
+    made = w.let(f"loopkit.TensorArray.empty({ROOM}, {like})", element, "new list", "b")
+    w.variables.pop()  # it is a value of the loop's, not of what stands around it
+    return replace(made, type=element.of((ROOM, *element.shape)))
+
+
+def store(w: Writer) -> None:
+    """A line that reads or writes one of them."""
+    b = w.pick(w.buffers())
+    if b.buffer == "list":
+        list_line(w, b)
+    elif w.d.chance(45):
+        read(w, b)
+    else:
+        written(w, b, write_text(w, b))
+
+
+def written(w: Writer, b: Variable, text: str) -> None:
+    if w.d.chance(15):
+        w.d.note("write under cond")
+        text = f"lax.cond({predicate(w)}, lambda: {text}, lambda: {b.name})"
+    new = w.let(text, b.type, b.buffer, "b")
+    w.variables[-1] = replace(new, origin=b.origin or b.name)
+    if not w.d.chance(15):  # else it may be read as it was, too
+        w.variables = [v for v in w.variables if v.name != b.name]
+
+
+def read(w: Writer, b: Variable) -> None:
+    row = b.type.of(b.type.shape[1:])
+    way = w.d.weighted({"row": 6, "mode": 2, "rows": 2, "slice": 1, "part": 2, "all": 1})
+    w.d.note(f"buffer read: {way}")
+    at = index(w, ROWS)
+    if way == "row":
+        w.let(f"{b.name}[{at}]", row)
+    elif way == "mode":
+        mode = w.d.choice(("mode='clip'", "mode='fill', fill_value=2"))
+        w.let(f"{b.name}.at[{at}].get({mode})", row)
+    elif way == "rows":
+        w.let(f"{b.name}[{rows_index(w, ROWS)}].sum(0)", row)
+    elif way == "slice":
+        w.let(f"{b.name}[1:3].sum(0)", row)
+    elif way == "part" and row.shape:
+        w.let(f"{b.name}[{at}, ..., {w.d.number(0, 2)}]", row.of(row.shape[:-1]))
+    else:
+        w.let(f"jnp.asarray({b.name}).sum(0)", row)
+
+
+def write_text(w: Writer, b: Variable) -> str:
+    row = b.type.of(b.type.shape[1:])
+    at, x = index(w, ROWS), value(w, row)
+    how = w.d.weighted({"set": 6, "add": 4, "multiply": 2, "subtract": 1, "max": 1, "power": 0})
+    if b.type.rough or b.type.kind != "float":
+        how = "set" if how == "max" else how
+    way = w.d.weighted({"row": 6, "pred": 3, "rows": 2, "part": 2, "mode": 2, "apply": 1})
+    w.d.note(f"buffer write: {how} {way}")
+    if way == "pred":
+        return f"write({b.name}, '{how}', {at}, {x}, {predicate(w)})"
+    if way == "rows" and how in ("set", "add"):
+        return f"{b.name}.at[{rows_index(w, ROWS)}].{how}({x})"
+    if way == "part" and row.shape:
+        part = value(w, row.of(row.shape[:-1]))
+        return f"{b.name}.at[{at}, ..., {w.d.number(0, 2)}].{how}({part})"
+    if way == "mode":
+        return f"{b.name}.at[{at}].{how}({x}, mode='{w.d.choice(('drop', 'clip'))}')"
+    if way == "apply" and b.type.kind == "float":
+        return f"{b.name}.at[{at}].apply(jnp.sin)"
+    return f"{b.name}.at[{at}].{how}({x})"
+
+
+def list_line(w: Writer, b: Variable) -> None:
+    element = Type("float64", b.type.shape[1:])
+    way = w.d.weighted({"append": 5, "write": 3, "read": 4})
+    w.d.note(f"TensorArray: {way}")
+    if way == "append":
+        written(w, b, f"{b.name}.append({value(w, element)})")
+    elif way == "write":
+        written(w, b, f"{b.name}.write({integer(w)} % 5, {value(w, element)})")
+    else:
+        w.let(f"{b.name}.read({integer(w)} % 5)", element)

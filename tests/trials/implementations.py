@@ -1,0 +1,83 @@
+"""Whose loops a program runs: what they are called there, and what they cannot do by contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import equinox.internal as eqxi
+from jax import lax
+
+import loopkit
+from trials.programs import Program
+from trials.transformations import DERIVATIVES, REVERSE
+
+OWN = frozenset(
+    {"until", "axes", "truncate", "list", "max_steps", "return_info", "infinite slope"}
+)
+"""What loopkit's loops can do, and lax's cannot."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    name: str
+    loops: Any
+    lacks: frozenset[str] = frozenset()
+    wrap: Callable[[Callable], Callable] = lambda program: program
+
+    def function(self, program: Program) -> Callable:
+        return self.wrap(program.function({"loops": self.loops}))
+
+    def cannot(self, program: Program, pattern: str, outside: str) -> str | None:
+        """What of it this implementation does not promise."""
+        for tag in sorted(program.tags & self.lacks):
+            return tag
+        letters = [letter for letter in pattern if letter in DERIVATIVES]
+        if self.name != "loopkit" and outside == "disable_jit":
+            return "no step without jit"
+        if self.name == "lax" and "while" in program.tags and set(letters) & set(REVERSE):
+            return "reverse mode of while loops"
+        if self.name != "loopkit" and "s" in pattern:
+            return "carries that become varying"
+        if self.name == "equinox" and (letters[1:] or set(letters) - set(REVERSE)):
+            return "other modes than one reverse"
+        return None
+
+
+class LaxLoops:
+    """Buffers are arrays, and options that change no number are left out."""
+
+    def while_loop(self, goes_on, body, init, **_):
+        return lax.while_loop(goes_on, body, init)
+
+    def fori_loop(self, lower, upper, body, init, **_):
+        return lax.fori_loop(lower, upper, body, init)
+
+    def scan(self, f, init, xs, length, reverse=False, **_):
+        return lax.scan(f, init, xs, length, reverse)
+
+
+class EquinoxLoops:
+    """Of `equinox.internal`, checkpointed."""
+
+    def while_loop(self, goes_on, body, init, max_steps=None, **_):
+        return eqxi.while_loop(goes_on, body, init, max_steps=max_steps, kind="checkpointed", checkpoints=3)  # fmt: skip
+
+    def fori_loop(self, lower, upper, body, init, **_):
+        step = lambda c: (c[0] + 1, body(c[0], c[1]))
+        return self.while_loop(lambda c: c[0] < upper, step, (lower, init))[1]
+
+    def scan(self, f, init, xs, length, **_):
+        return eqxi.scan(f, init, xs, length, kind="checkpointed")
+
+
+IMPLEMENTATIONS = {
+    entry.name: entry
+    for entry in (
+        Implementation("loopkit", loopkit),
+        Implementation("lax", LaxLoops(), OWN),
+        Implementation("equinox", EquinoxLoops(), OWN | {"reverse", "buffers"}),
+        Implementation("checkpointed", LaxLoops(), OWN, loopkit.checkpointed),
+    )
+}

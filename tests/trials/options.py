@@ -1,0 +1,65 @@
+"""What may be asked of a loop: by every option that changes no number, and by those that do."""
+
+from __future__ import annotations
+
+from trials.writer import Writer
+
+KEEPS = (
+    {},
+    {"checkpoints": "'all'"},
+    {"checkpoints": "1"},
+    {"checkpoints": "2"},
+    {"checkpoints": "3"},
+    {"checkpoints": "loopkit.Plan(slots=2, segment=2)"},
+    {"checkpoints": "loopkit.Plan(slots=4)"},
+    {"checkpoints": "loopkit.Plan(slots=1, segment=3, store='residuals')"},
+    {"checkpoints": "loopkit.Plan(slots=3, thinned=True)"},
+    {"checkpoints": "loopkit.Plan(slots=8, segment=2, store='residuals')"},
+    {"memory": "'100 kB'"},
+    {"memory": "20_000"},
+)
+"""What the backward pass keeps: no number changes by it."""
+
+
+def kept(w: Writer, bound: bool, plan: bool = True) -> dict[str, str]:
+    """`bound`: whether the steps have one; `plan`: whether a plan is of this very loop."""
+    if "options" not in w.allowed:
+        return {}
+    how = w.d.choice(KEEPS)
+    text = "".join(how.values())
+    if ("all" in text and not bound) or ("Plan" in text and not plan):
+        return {}
+    w.d.note(f"option: {'default' if not how else ' '.join(f'{k}={v}' for k, v in how.items())}")
+    return dict(how)
+
+
+def unrolled(w: Writer, whole: bool) -> dict[str, str]:
+    """`whole`: whether all steps can be one iteration."""
+    if not w.may("options", 40):
+        return {}
+    how = w.d.choice(("2", "3", "True") if whole else ("2", "3"))
+    w.d.note(f"option: unroll={how}")
+    return {"unroll": how}
+
+
+def bounded(w: Writer) -> dict[str, str]:
+    """`max_steps` of a loop of at most 4: none, more, fewer."""
+    if not w.may("max_steps", 60):
+        return {}
+    most = w.d.choice(("6", "4", "2", "1", "9", "0"))
+    w.d.note(f"max_steps={most}")
+    if int(most) < 4:
+        w.tags.add("max_steps")
+    return {"max_steps": most}
+
+
+def flag(w: Writer, name: str, percent: int, tag: str = "") -> dict[str, str]:
+    if not w.may("options", percent):
+        return {}
+    w.d.note(f"option: {name}")
+    w.tags.update([tag] if tag else [])
+    return {name: "True"}
+
+
+def text_of(options: dict[str, str]) -> str:
+    return "".join(f", {k}={v}" for k, v in options.items())

@@ -1,0 +1,80 @@
+"""What was run, and how often each construct was in it: one line of JSON a piece.
+
+    python -m trials.records FILE...    # in tests/: counts by construct and transformation
+
+A piece is a hundred programs or fewer that one seed draws. A piece that stands in the record is not run again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from trials.compare import Trial
+
+
+class Piece:
+    """The counts of one piece."""
+
+    def __init__(self, implementation: str, seed: int, programs: int):
+        self.key = {"loops": implementation, "seed": seed, "programs": programs}
+        self.key["jax"] = jax.__version__
+        self.outcomes: Counter[str] = Counter()
+        self.constructs: Counter[str] = Counter()
+        """In how many of the programs that were compared."""
+
+    def took(self, trial: Trial, outcome: str) -> None:
+        self.outcomes[outcome] += 1
+        if outcome.startswith("left out"):
+            return
+        self.constructs.update(set(trial.program.counts))
+        self.constructs[f"transformations: {trial.pattern or 'none'}"] += 1
+        self.constructs[f"outside: {trial.outside}"] += 1
+        self.constructs["outside: optimized"] += trial.optimized
+        self.constructs.update(f"letter: {letter}" for letter in set(trial.pattern))
+
+    def is_in(self, record: Path | None) -> bool:
+        return any(self.key == {k: line[k] for k in self.key} for line in lines_of(record))
+
+    def written_to(self, record: Path | None) -> None:
+        if record is not None:
+            line = self.key | {"outcomes": self.outcomes, "constructs": self.constructs}
+            with record.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def lines_of(record: Path | None) -> list[dict[str, Any]]:
+    if record is None or not record.exists():
+        return []
+    return [json.loads(line) for line in record.read_text().splitlines()]
+
+
+def summary(records: list[Path]) -> str:
+    """Counts over all lines of some files, as tables of Markdown."""
+    lines = [line for record in records for line in lines_of(record)]
+    parts = []
+    for who in sorted({(line["loops"], line["jax"]) for line in lines}):
+        own = [line for line in lines if (line["loops"], line["jax"]) == who]
+        outcomes, constructs = Counter[str](), Counter[str]()
+        for line in own:
+            outcomes.update(line["outcomes"])
+            constructs.update(line["constructs"])
+        seeds = sorted(line["seed"] for line in own)
+        title = f"{who[0]}, jax {who[1]}: {sum(outcomes.values())} programs, "
+        title += f"seeds {seeds[0]} to {seeds[-1]}"
+        parts += [f"## {title}", table("outcome", outcomes), table("construct", constructs)]
+    return "\n\n".join(parts)
+
+
+def table(what: str, counts: Counter[str]) -> str:
+    rows = [f"| {name} | {count:,} |" for name, count in sorted(counts.items())]
+    return "\n".join([f"| {what} | programs |", "| --- | --- |", *rows])
+
+
+if __name__ == "__main__":
+    print(summary([Path(name) for name in sys.argv[1:]]))

@@ -1,0 +1,99 @@
+"""Random programs, what is done to them at random, and the reference: do they agree?
+
+`pytest -m trials` runs many, with `--trials`, `--trials-seed`, `--trials-record` and `--loops` as
+docs/testing.md says; a few are part of every run.
+"""
+
+from pathlib import Path
+
+import hypothesis as hyp
+import hypothesis.strategies as st
+import jax
+import pytest
+
+from trials.compare import IllConditioned, Trial, compare
+from trials.draws import Draws
+from trials.implementations import IMPLEMENTATIONS
+from trials.printed import printed
+from trials.programs import draw_program
+from trials.records import Piece
+from trials.transformations import draw_outside, draw_pattern
+
+PIECE = 50
+"""Programs to a seed."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "piece" in metafunc.fixturenames:
+        few = metafunc.function is test_a_few
+        given = metafunc.config.getoption
+        count = 300 if few else given("--trials")
+        first = 0 if few else given("--trials-seed")
+        sizes = [min(PIECE, count - done) for done in range(0, count, PIECE)]
+        who = given("--loops")
+        pieces = [pytest.param((who, first + at, size), id=f"{who}-{first + at}-{size}") for at, size in enumerate(sizes)]  # fmt: skip
+        metafunc.parametrize("piece", pieces)
+
+
+@st.composite
+def trials(draw) -> Trial:
+    d = Draws(draw)
+    program = draw_program(d)
+    pattern = draw_pattern(d, program)
+    outside = draw_outside(d, program, pattern)
+    return Trial(program, pattern, outside, optimized=d.chance(10))
+
+
+def run_piece(name: str, seed: int, programs: int, record: Path | None) -> None:
+    implementation, piece = IMPLEMENTATIONS[name], Piece(name, seed, programs)
+    if piece.is_in(record):
+        return
+
+    @hyp.seed(seed)
+    @hyp.settings(
+        max_examples=programs,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(hyp.HealthCheck),
+        phases=[hyp.Phase.generate, hyp.Phase.shrink],
+    )
+    @hyp.given(trials())
+    def run(trial):
+        piece.took(trial, outcome(trial, implementation))
+
+    run()
+    piece.written_to(record)
+
+
+def outcome(trial, implementation) -> str:
+    """What became of it; an error that shows the program, if it is not as it should be."""
+    lacks = implementation.cannot(trial.program, trial.pattern, trial.outside)
+    if lacks:
+        return f"left out: {lacks}"
+    try:
+        compare(trial, trial.through(implementation))
+    except IllConditioned:
+        return "compared in part: ill-conditioned"
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}\n\n{printed(trial)}"
+        raise AssertionError(text).with_traceback(error.__traceback__) from None
+    return "compared"
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    """No program is run again."""
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.slow
+def test_a_few(piece):
+    run_piece(*piece, None)
+
+
+@pytest.mark.trials
+def test_many(piece, request):
+    record = request.config.getoption("--trials-record")
+    run_piece(*piece, None if record is None else Path(record))

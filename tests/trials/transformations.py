@@ -1,0 +1,178 @@
+"""What is done to a program, in any order: each letter makes a function of (x, others) of another.
+
+x is an array of float64, in which derivatives are taken; `others` a dict of arrays for which there
+are none. Those that change no number are the identity of the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from trials.draws import Draws
+from trials.programs import Program
+
+
+def direction(like: Any, seed: int) -> Any:
+    return jnp.cos(jnp.arange(like.size) * 1.7 + seed).reshape(like.shape)
+
+
+def vector(outputs: Any) -> Any:
+    """All inexact numbers of a tree, in one vector of float64."""
+    parts = []
+    for leaf in jax.tree.leaves(outputs):
+        if jnp.iscomplexobj(leaf):
+            parts += [leaf.real, leaf.imag]
+        elif jnp.issubdtype(leaf.dtype, jnp.inexact):
+            parts.append(leaf)
+    return jnp.concatenate([part.ravel().astype("float64") for part in parts])
+
+
+def forward(g: Callable, seed: int) -> Callable:
+    """J(x) v"""
+    return lambda x, o: jax.jvp(lambda x: g(x, o), (x,), (direction(x, seed),))[1]
+
+
+def linearized(g: Callable, seed: int) -> Callable:
+    """J(x) v, in two parts."""
+    return lambda x, o: jax.linearize(lambda x: g(x, o), x)[1](direction(x, seed))
+
+
+def reverse(g: Callable, seed: int) -> Callable:
+    """J(x)^T w"""
+
+    def pulled_back(x, o):
+        y, pullback = jax.vjp(lambda x: g(x, o), x)
+        return pullback(direction(y, seed))[0]
+
+    return pulled_back
+
+
+def jacobian_forward(g: Callable, seed: int) -> Callable:
+    return lambda x, o: jax.jacfwd(lambda x: g(x, o))(x)
+
+
+def jacobian_reverse(g: Callable, seed: int) -> Callable:
+    return lambda x, o: jax.jacrev(lambda x: g(x, o))(x)
+
+
+def lanes(g: Callable, seed: int) -> Callable:
+    return jax.vmap(g)
+
+
+def lanes_in_step(g: Callable, seed: int) -> Callable:
+    """Others in common: where loops end by them they end together."""
+    return lambda x, o: jax.vmap(g, (0, None))(x, {k: v[0] for k, v in o.items()})
+
+
+def lanes_of_one(g: Callable, seed: int) -> Callable:
+    """Floats in common, but for what lanes differ in."""
+    return lambda x, o: jax.vmap(g, (None, 0))(x[0], o)
+
+
+def shards(g: Callable, seed: int) -> Callable:
+    """A lane on each device."""
+
+    def on_device(x, o):
+        return g(x[0], {k: v[0] for k, v in o.items()})[None]
+
+    def run(x, o):
+        mesh = Mesh(np.array(jax.devices()[: x.shape[0]]), ("d",))
+        how = {"mesh": mesh, "in_specs": PartitionSpec("d"), "out_specs": PartitionSpec("d")}
+        try:
+            return jax.shard_map(on_device, **how)(x, o)
+        except TypeError as error:  # JAX asks for casts where a constant meets what varies
+            if "manual axis" not in str(error) and "varying over" not in str(error):
+                raise
+            return jax.shard_map(on_device, **how, check_vma=False)(x, o)
+
+    return run
+
+
+def jitted(g: Callable, seed: int) -> Callable:
+    return jax.jit(g)
+
+
+def rematerialized(g: Callable, seed: int) -> Callable:
+    return jax.checkpoint(g)
+
+
+LETTERS: dict[str, Callable] = {
+    "f": forward,
+    "l": linearized,
+    "r": reverse,
+    "F": jacobian_forward,
+    "R": jacobian_reverse,
+    "v": lanes,
+    "w": lanes_in_step,
+    "u": lanes_of_one,
+    "s": shards,
+    "j": jitted,
+    "c": rematerialized,
+}
+LANES = "vwus"
+DERIVATIVES = "flrFR"
+REVERSE = "rR"
+
+
+def through(g: Callable, pattern: str) -> Callable:
+    """`g` through the letters, the first one first."""
+    for seed, letter in enumerate(pattern):
+        g = LETTERS[letter](g, seed)
+    return g
+
+
+def draw_pattern(d: Draws, program: Program) -> str:
+    """One that the program can go through by what JAX promises."""
+    tags = program.tags
+    order = d.weighted({1: 50, 2: 32, 0: 8, 3: 10})
+    if {"custom_vjp", "no bound"} <= tags:
+        order = min(order, 1)
+    letters = []
+    for at in range(order):
+        some = {"r": 5, "f": 3, "l": 1} | ({"R": 1, "F": 1} if order < 3 and at == 0 else {})
+        if "custom_vjp" in tags and at == 0:
+            some = {"r": 4, "R": 1}
+        letters.append(d.weighted(some))
+    if d.chance(55):
+        ways = {"v": 5, "u": 3, "w": 2, "s": 2}
+        if "bad branch" in tags:
+            ways = {"s": 2}  # under vmap both branches are taken, by JAX's own word
+        if "callback" in tags:
+            ways = {k: n for k, n in ways.items() if k != "s"}
+        if ways:
+            letters.insert(d.number(0, len(letters)), d.weighted(ways))
+    for letter in "cj":
+        if d.chance(15):
+            letters.insert(d.number(0, len(letters)), letter)
+    return "".join(letters)
+
+
+OUTSIDE = {"jit": 88, "donation": 5, "export": 4, "disable_jit": 3}
+
+
+def draw_outside(d: Draws, program: Program, pattern: str) -> str:
+    way = d.weighted(OUTSIDE)
+    if way == "export" and ("callback" in program.tags or "s" in pattern):
+        return "jit"
+    if way == "disable_jit" and ("list" in program.tags or set(pattern) & set("sjF")):
+        return "jit"
+    return way
+
+
+def run(function: Callable, x: Any, others: Any, way: str) -> Any:
+    """Of arrays; as a whole in one of several ways."""
+    if way == "disable_jit":
+        with jax.disable_jit():
+            return function(x, others)
+    if way == "export":
+        exported = jax.export.export(jax.jit(function))(x, others)
+        return jax.export.deserialize(exported.serialize()).call(x, others)
+    if way == "donation":
+        return jax.jit(function, donate_argnums=0)(jnp.array(x), others)
+    return jax.jit(function)(x, others)

@@ -1,0 +1,100 @@
+"""The text of a program as it grows: lines, names, what is in scope where."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from trials.draws import FLOAT, NARROW, Draws, Type
+
+
+@dataclass(frozen=True)
+class Variable:
+    name: str
+    type: Type
+    buffer: str = ""
+    """"buffer" or "list" where it is one in a step; "new ..." before the loop."""
+    origin: str = ""
+    """Of a buffer that was written to: the one that the step was given."""
+
+
+class Writer:
+    """Text, and choices. Values of a scope stay visible in the functions inside it: closures."""
+
+    def __init__(self, draws: Draws, allowed: frozenset[str], dtypes: tuple[str, ...]):
+        self.d = draws
+        self.allowed = allowed
+        """Of the constructs that are drawn or not for a whole program, those that are."""
+        self.dtypes = dtypes
+        """Of its floats."""
+        self.tags: set[str] = set()
+        """What a transformation or an implementation has to know of it."""
+        self.lines: list[str] = []
+        self.variables: list[Variable] = []
+        self.indent, self.names = 1, 0
+        self.depth = 0
+        """Of loops around."""
+        self.trips = 1
+        """Of a step at hand, at most: it is unrolled so many times."""
+        self.limit: str | None = None
+        """Of the counter of the loop around, if it has one."""
+        self.lanes = False
+        """Whether inside a vmap of the program's own."""
+
+    def name(self, prefix: str = "v") -> str:
+        self.names += 1
+        return f"{prefix}{self.names}"
+
+    def line(self, text: str) -> None:
+        self.lines.append("    " * self.indent + text)
+
+    def let(self, text: str, kind: Type, buffer: str = "", prefix: str = "v") -> Variable:
+        variable = Variable(self.name(prefix), kind, buffer)
+        self.line(f"{variable.name} = {text}")
+        self.variables.append(variable)
+        return variable
+
+    def add(self, name: str, kind: Type, buffer: str = "") -> Variable:
+        self.variables.append(Variable(name, kind, buffer))
+        return self.variables[-1]
+
+    @contextlib.contextmanager
+    def function(self, head: str) -> Iterator[None]:
+        """`def head:`, with a scope of its own."""
+        self.line(f"def {head}:")
+        outer = self.variables
+        self.variables = list(outer)
+        self.indent += 1
+        yield
+        self.indent -= 1
+        self.variables = outer
+
+    @contextlib.contextmanager
+    def hiding(self) -> Iterator[None]:
+        """What is added meanwhile is out of scope afterwards."""
+        outer = self.variables
+        self.variables = list(outer)
+        yield
+        self.variables = outer
+
+    def having(self, test: Callable[[Variable], bool]) -> list[Variable]:
+        """Variables, the latest first."""
+        return [v for v in reversed(self.variables) if not v.buffer and test(v)]
+
+    def buffers(self) -> list[Variable]:
+        return [v for v in reversed(self.variables) if v.buffer]
+
+    def pick(self, found: list[Variable]) -> Variable:
+        """One of them, the latest more often."""
+        if len(found) > 4 and not self.d.chance(40):
+            found = found[:4]
+        return self.d.choice(found)
+
+    def may(self, construct: str, percent: int) -> bool:
+        return construct in self.allowed and self.d.chance(percent)
+
+    def some_float(self, shapes: tuple = ((), (3,), (2, 3), (3, 3), (2,))) -> Type:
+        dtype = self.d.choice(self.dtypes)
+        rough = dtype in NARROW or (len(self.dtypes) > 1 and self.d.chance(50))
+        return replace(FLOAT, dtype=dtype, rough=rough).of(self.d.choice(shapes))
