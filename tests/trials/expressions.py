@@ -105,6 +105,14 @@ def product(w: Writer, t: Type) -> str | None:
     return f"{value(w, t)} @ {value(w, matrix)} / 3" if t.shape == (2, 3) else None
 
 
+@construct("large product", 1)
+def large_product(w: Writer, t: Type) -> str | None:
+    """With a matrix of which a gradient had better be added up at the end."""
+    if t.shape != (3,) or t.dtype != "float64":
+        return None
+    return f"from_many(jnp.tanh(to_many({value(w, t)}) @ large({value(w, t)}) / 9))"
+
+
 @construct("gather", 4)
 def gather(w: Writer, t: Type) -> str | None:
     """Rows of something larger, with a mode where an index may be out of bounds."""
@@ -292,7 +300,7 @@ def whole_number(w: Writer, t: Type) -> str:
     if t.shape:
         return f"{a} + 1"
     some = w.d.choice(
-        ("{a} + 1", "({a} * 3 + 1) % 5", "jnp.argmax({v})", "jnp.sum({v} > 0.1)", "whole({s}, 4)",
+        ("{a} + 1", "{a} - 1", "({a} * 3 + 1) % 5", "jnp.argmax({v})", "jnp.sum({v} > 0.1)", "whole({s}, 4)",
          "jnp.where({p}, {a}, {a} + 2)", "({a} ^ 1)", "lax.while_loop(lambda n: n < 3, lambda n: n + 1, {a})")
     )  # fmt: skip
     if "while" in some:

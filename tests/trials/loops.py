@@ -202,13 +202,17 @@ def while_loop(w: Writer) -> None:
     with w.function(f"{goes_on}(c)"):
         now = unpacked(w, carry, "c")
         i = now[carry.counter].name
-        form = w.d.choice(("{i} < {n}", "~({i} >= {n})", "jnp.logical_and({i} < {n}, {p})", "({i} < {n}) & ~{q}"))
+        form = w.d.choice(("{i} < {n}", "~({i} >= {n})", "{n} > {i}", "{i} <= {n} - 1", "jnp.logical_and({i} < {n}, {p})", "({i} < {n}) & ~{q}"))
         p, q = predicate(w), f"({scalar(w)} > 2.5)"
         w.line(f"return {form.format(i=i, n=limit, p=p, q=q)}")
     with within(w, most), w.function(f"{body}(c)"):
         w.limit = limit
         add = "1.0" if by_floats else "1"
-        w.line(f"return {step(w, carry, 'c', lambda i: f'{i} + {add}')}")
+        count = f"{{}} + {add}"
+        if w.d.chance(10):
+            w.d.note("a counter that an inner loop moves")
+            count = "loops.fori_loop(0, 2, lambda _, i: i + 1, {})"
+        w.line(f"return {step(w, carry, 'c', count.format)}")
     bound = options.bounded(w)
     how = bound | options.kept(w, bool(bound)) | options.unrolled(w, False) | carry.named()
     if not bound:
@@ -241,11 +245,15 @@ def finished(w: Writer, carry: Carry, call: str, how: dict[str, str]) -> None:
     """The call, and what it returns by name."""
     how |= options.flag(w, "return_info", 20, "return_info")
     out = w.name("out")
-    w.line(f"{out} = {call.replace("@", options.text_of(how))}")
+    w.line(f"{out} = {call.replace('@', options.text_of(how))}")
     if "return_info" in how:
         told(w, f"{out}[1]")
         w.line(f"{out} = {out}[0]")
     ended(w, carry, out)
+    if w.may("again", 30):
+        w.d.note("the same steps again")
+        other = dict(how) | ({"max_steps": "1"} if "max_steps" in how else {})
+        finished(w, carry, call, other)
 
 
 def told(w: Writer, info: str) -> None:
@@ -301,14 +309,26 @@ def scan(w: Writer) -> None:
     out_axes = stacked_along(w, ys, how)
     how |= {} if out_axes is None else {"out_axes": y_tree.text([str(a) for a in out_axes])}
     how |= options.flag(w, "return_info", 20, "return_info")
-    out, rows = w.name("out"), w.name("ys")
-    info = ", info" if "return_info" in how else ""
-    call = f"loops.scan({body}, {carry.init}, {xs[0]}, {most}{options.text_of(how)})"
-    w.line(f"{out}, {rows}{info} = {call}")
+    call = f"loops.scan({body}, {carry.init}, {xs[0]}, {most}@)"
+    stacks = [(t, axis) for t, axis in zip(ys, out_axes or [0] * len(ys), strict=True)]
+    scanned(w, carry, call, how, (y_tree, stacks, most))
+    if w.may("again", 30):
+        w.d.note("the same steps again")
+        other = how | {"reverse": str("reverse" not in how)} | options.unrolled(w, True)
+        w.tags.add("reverse")
+        scanned(w, carry, call, other, (y_tree, stacks, most))
+
+
+def scanned(w: Writer, carry: Carry, call: str, how: dict[str, str], rows: tuple) -> None:
+    """The call of a scan, and what it returns by name. `rows`: the tree and types of ys."""
+    out, ys, info = w.name("out"), w.name("ys"), "info" if "return_info" in how else ""
+    text = call.replace("@", options.text_of(how))
+    w.line(f"{', '.join([out, ys, *([info] if info else [])])} = {text}")
     if info:
-        told(w, "info")
+        told(w, info)
     ended(w, carry, out)
-    for path, t, axis in zip(y_tree.paths(rows), ys, out_axes or [0] * len(ys), strict=False):
+    tree, stacks, most = rows
+    for path, (t, axis) in zip(tree.paths(ys), stacks, strict=False):
         w.let(path, t if axis is None else t.of(with_rows(t, most, axis)))
 
 

@@ -23,7 +23,7 @@ from trials.prelude import PRELUDE
 from trials.writer import Writer
 
 LOOP_CONSTRUCTS = frozenset(
-    {"options", "max_steps", "nests", "buffer", "list", "odd types", "axes", "truncate", "until", "lanes"}
+    {"options", "max_steps", "nests", "buffer", "list", "odd types", "axes", "truncate", "until", "lanes", "again"}
 )
 INTEGER_ARGUMENTS = {"n": INT, "m": INT, "flag": BOOL, "key": KEY}
 

@@ -185,6 +185,7 @@ class PythonLoops:
             types = self.decisions.undecided(lambda: jax.eval_shape(f, carry, tree.unflatten(row)))[1]
             y = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype) if not is_key(t) else t, types)
         else:
+            rows = {row: arrays(y) for row, y in rows.items()}
             y = next(iter(rows.values()))
         out_axes = per_leaf(how.get("out_axes", 0), y)
         y_leaves, y_tree = jax.tree.flatten(y)

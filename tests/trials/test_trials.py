@@ -12,12 +12,11 @@ import jax
 import pytest
 
 from trials.compare import IllConditioned, Trial, compare
+from trials.drawn import draw_trial
 from trials.draws import Draws
 from trials.implementations import IMPLEMENTATIONS
 from trials.printed import printed
-from trials.programs import draw_program
 from trials.records import Piece
-from trials.transformations import draw_outside, draw_pattern
 
 PIECE = 50
 """Programs to a seed."""
@@ -37,11 +36,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @st.composite
 def trials(draw) -> Trial:
-    d = Draws(draw)
-    program = draw_program(d)
-    pattern = draw_pattern(d, program)
-    outside = draw_outside(d, program, pattern)
-    return Trial(program, pattern, outside, optimized=d.chance(10))
+    return draw_trial(Draws(draw))
 
 
 def run_piece(name: str, seed: int, programs: int, record: Path | None) -> None:
@@ -62,7 +57,12 @@ def run_piece(name: str, seed: int, programs: int, record: Path | None) -> None:
     def run(trial):
         piece.took(trial, outcome(trial, implementation))
 
-    run()
+    try:
+        run()
+    except AssertionError as error:
+        if record is not None:  # to be looked at while others run
+            record.with_suffix(f".{name}-{seed}.txt").write_text(str(error))
+        raise
     piece.written_to(record)
 
 

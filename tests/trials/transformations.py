@@ -19,7 +19,9 @@ from trials.programs import Program
 
 
 def direction(like: Any, seed: int) -> Any:
-    return jnp.cos(jnp.arange(like.size) * 1.7 + seed).reshape(like.shape)
+    made = jnp.cos(jnp.arange(like.size) * 1.7 + seed).reshape(like.shape)
+    varying = tuple(jax.typeof(like).vma)  # between devices
+    return jax.lax.pcast(made, varying, to="varying") if varying else made
 
 
 def vector(outputs: Any) -> Any:

@@ -1,0 +1,65 @@
+"""Programs until one fails, in one process and without making it smaller.
+
+    python -m trials.hunt PROGRAMS SEED    # in tests/
+
+Says which; the exit status is 1 then. No hypothesis: what is drawn here is uniform.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+FLAGS = "--xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # noqa: E402
+
+from trials.compare import IllConditioned, Trial, compare  # noqa: E402
+from trials.draws import Draws  # noqa: E402
+from trials.drawn import draw_trial  # noqa: E402
+from trials.implementations import IMPLEMENTATIONS, Implementation  # noqa: E402
+from trials.printed import printed  # noqa: E402
+
+
+class Uniform(Draws):
+    def __init__(self, seed: int):
+        super().__init__(None)
+        self.random = random.Random(seed)
+
+    def number(self, low: int, high: int) -> int:
+        return self.random.randint(low, high)
+
+
+def failure(trial: Trial, implementation: Implementation) -> str:
+    """What is wrong, in one line; nothing if nothing is."""
+    if implementation.cannot(trial.program, trial.pattern, trial.outside):
+        return ""
+    try:
+        compare(trial, trial.through(implementation))
+    except IllConditioned:
+        return ""
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return ""
+
+
+def main(programs: int, seed: int, name: str = "loopkit") -> int:
+    jax.config.update("jax_enable_x64", True)
+    for number in range(programs):
+        trial = draw_trial(Uniform(seed * 1_000_000 + number))
+        said = failure(trial, IMPLEMENTATIONS[name])
+        if said:
+            if "--print" in sys.argv:
+                print(printed(trial))
+            print(f"program {number}, {trial}: {said}"[:500])
+            return 1
+        if number % 50 == 49:
+            jax.clear_caches()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
