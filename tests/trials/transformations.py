@@ -20,7 +20,7 @@ from trials.programs import Program
 
 def direction(like: Any, seed: int) -> Any:
     made = jnp.cos(jnp.arange(like.size) * 1.7 + seed).reshape(like.shape)
-    varying = tuple(jax.typeof(like).vma)  # between devices
+    varying = tuple(jax.typeof(like).manual_axis_type.varying)  # between devices
     return jax.lax.pcast(made, varying, to="varying") if varying else made
 
 
