@@ -22,6 +22,7 @@ from trials.implementations import Implementation
 from trials.programs import Program
 from trials.transformations import LANES, run, through, vector
 
+LANE_COUNT = 2
 MOVED = 1e-9
 ROUNDINGS = {True: 2000.0, False: 16.0}
 """So many as large as the type's, all in the same direction: with all bits, with few."""
@@ -52,7 +53,7 @@ class Trial:
         return next((letter for letter in self.pattern if letter in LANES), "")
 
     def arguments(self) -> tuple[Any, Any]:
-        x, others = self.program.arguments(3 if self.lanes else 1)
+        x, others = self.program.arguments(LANE_COUNT if self.lanes else 1)
         return (x, others) if self.lanes else (x[0], {k: v[0] for k, v in others.items()})
 
     def through(self, implementation: Implementation) -> Results:

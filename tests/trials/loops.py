@@ -15,7 +15,7 @@ from trials.values import integer, predicate, scalar, value
 from trials.writer import Variable, Writer
 
 DEEPEST = 3
-MOST_TRIPS = 24
+MOST_TRIPS = 12
 """Of the innermost step."""
 
 
