@@ -46,7 +46,7 @@ FLOAT, INT, BOOL, KEY = Type(), Type("int32"), Type("bool"), Type("key")
 
 
 class Draws:
-    """Choices of hypothesis. The first of several is what it shrinks to; no chance is taken then."""
+    """Choices of hypothesis. It shrinks to the first of several, and to no chance taken."""
 
     def __init__(self, draw: Any):
         self.draw = draw

@@ -41,7 +41,13 @@ def expression(w: Writer, kind: Type) -> str:
 def arithmetic(w: Writer, t: Type) -> str:
     a, b = value(w, t), value(w, t)
     return w.d.choice(
-        (f"{a} + {b} / 2", f"{a} * {b} / 2", f"{a} - 0.5 * {b}", f"{a} / (1 + {b} * {b})", f"{a} * 0.7")
+        (
+            f"{a} + {b} / 2",
+            f"{a} * {b} / 2",
+            f"{a} - 0.5 * {b}",
+            f"{a} / (1 + {b} * {b})",
+            f"{a} * 0.7",
+        )
     )
 
 
@@ -81,12 +87,19 @@ def where(w: Writer, t: Type) -> str:
 def reduction(w: Writer, t: Type) -> str | None:
     if t.shape == ():
         a = value(w, t.of(w.d.choice(((3,), (2, 3), (3, 3)))))
-        some = ["jnp.sum({}) / 3", "jnp.mean({})", "jnp.prod(jnp.cos({}))", "jnp.linalg.norm(1 + {} ** 2) / 3"]
+        some = [
+            "jnp.sum({}) / 3",
+            "jnp.mean({})",
+            "jnp.prod(jnp.cos({}))",
+            "jnp.linalg.norm(1 + {} ** 2) / 3",
+        ]
         some += [] if t.rough else ["jnp.max({})", "jnp.min({})"]
         return w.d.choice(some).format(a)
     if t.shape == (3,):
         a = value(w, t.of((w.d.choice((2, 3)), 3)))
-        return w.d.choice((f"jnp.sum({a}, 0) / 2", f"jnp.mean({a}, axis=0)", f"jnp.cumsum({value(w, t)}) / 2"))
+        return w.d.choice(
+            (f"jnp.sum({a}, 0) / 2", f"jnp.mean({a}, axis=0)", f"jnp.cumsum({value(w, t)}) / 2")
+        )
     return f"jnp.cumsum({value(w, t)}, axis=0) / 2" if w.d.chance(50) else None
 
 
@@ -97,7 +110,9 @@ def product(w: Writer, t: Type) -> str | None:
         return f"{value(w, vector)} @ {value(w, vector)} / 3"
     if t.shape == (3,):
         a, x = value(w, matrix), value(w, vector)
-        return w.d.choice((f"{a} @ {x} / 3", f"{x} @ {a} / 3", f"jnp.cross({x}, {value(w, vector)}) / 2"))
+        return w.d.choice(
+            (f"{a} @ {x} / 3", f"{x} @ {a} / 3", f"jnp.cross({x}, {value(w, vector)}) / 2")
+        )
     if t.shape == (3, 3):
         if w.d.chance(50):
             return f"jnp.outer({value(w, vector)}, {value(w, vector)}) / 2"
@@ -145,7 +160,9 @@ def dynamic_slice(w: Writer, t: Type) -> str | None:
         return None
     a = value(w, t)
     if w.d.chance(50):
-        return f"lax.dynamic_update_slice({a}, jnp.reshape({value(w, t.of(()))}, 1), ({integer(w)},))"
+        return (
+            f"lax.dynamic_update_slice({a}, jnp.reshape({value(w, t.of(()))}, 1), ({integer(w)},))"
+        )
     return f"jnp.tile(lax.dynamic_slice({a}, ({integer(w)},), (1,)), 3)"
 
 
@@ -168,7 +185,9 @@ def rearrangement(w: Writer, t: Type) -> str | None:
         return f"{a}.T"
     if t.shape == (3,):
         s = value(w, t.of(()))
-        return w.d.choice((f"{a}[::-1]", f"jnp.roll({a}, 1)", f"jnp.concatenate([{a}[1:], {s}[None]])"))
+        return w.d.choice(
+            (f"{a}[::-1]", f"jnp.roll({a}, 1)", f"jnp.concatenate([{a}[1:], {s}[None]])")
+        )
     return f"jnp.flip({a}, 0)"
 
 
@@ -257,7 +276,8 @@ def callback(w: Writer, t: Type) -> str:
 
 @construct("random numbers", 2)
 def random_numbers(w: Writer, t: Type) -> str:
-    draw = f"jax.random.normal(jax.random.fold_in({value(w, KEY)}, {integer(w)}), {t.shape}, 'float64')"
+    key = f"jax.random.fold_in({value(w, KEY)}, {integer(w)})"
+    draw = f"jax.random.normal({key}, {t.shape}, 'float64')"
     return f"{value(w, t)} + ({draw} / 9).astype('{t.dtype}')"
 
 
@@ -300,9 +320,18 @@ def whole_number(w: Writer, t: Type) -> str:
     if t.shape:
         return f"{a} + 1"
     some = w.d.choice(
-        ("{a} + 1", "{a} - 1", "({a} * 3 + 1) % 5", "jnp.argmax({v})", "jnp.sum({v} > 0.1)", "whole({s}, 4)",
-         "jnp.where({p}, {a}, {a} + 2)", "({a} ^ 1)", "lax.while_loop(lambda n: n < 3, lambda n: n + 1, {a})")
-    )  # fmt: skip
+        (
+            "{a} + 1",
+            "{a} - 1",
+            "({a} * 3 + 1) % 5",
+            "jnp.argmax({v})",
+            "jnp.sum({v} > 0.1)",
+            "whole({s}, 4)",
+            "jnp.where({p}, {a}, {a} + 2)",
+            "({a} ^ 1)",
+            "lax.while_loop(lambda n: n < 3, lambda n: n + 1, {a})",
+        )
+    )
     if "while" in some:
         w.d.note("lax.while_loop inside, of integers")
     text = some.format(a=a, v=value(w, FLOAT.of((3,))), s=scalar(w), p=predicate(w))
@@ -312,7 +341,9 @@ def whole_number(w: Writer, t: Type) -> str:
 def truth(w: Writer, t: Type) -> str:
     if t.shape:
         return f"~{value(w, t)}"
-    return w.d.choice((predicate(w), f"~jnp.asarray({predicate(w)})", f"({predicate(w)} ^ {value(w, t)})"))
+    return w.d.choice(
+        (predicate(w), f"~jnp.asarray({predicate(w)})", f"({predicate(w)} ^ {value(w, t)})")
+    )
 
 
 def new_key(w: Writer, t: Type) -> str:
@@ -322,4 +353,3 @@ def new_key(w: Writer, t: Type) -> str:
 OTHERS = {"complex": complex_number, "int": whole_number, "bool": truth, "key": new_key}
 FREE = frozenset(FLOATS) - {"arithmetic", "function"} | {"custom_vjp"}
 """Constructs that a program has or has not: of those drawn there are more then."""
-

@@ -1,25 +1,30 @@
 """Programs until one fails, in one process and without making it smaller.
 
-    python -m trials.hunt PROGRAMS SEED    # in tests/
+    python -m trials.hunt PROGRAMS SEED [FOLDER]    # in tests/
 
-Says which; the exit status is 1 then. No hypothesis: what is drawn here is uniform.
+Says which; the exit status is 1 then. No hypothesis: what is drawn here is uniform. What is
+expected of each program is kept in the folder, and taken from there the next time.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import sys
+from pathlib import Path
+from typing import Any
 
 FLAGS = "--xla_force_host_platform_device_count=4"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 
 from trials.compare import IllConditioned, Trial, compare  # noqa: E402
-from trials.draws import Draws  # noqa: E402
 from trials.drawn import draw_trial  # noqa: E402
+from trials.draws import Draws  # noqa: E402
 from trials.implementations import IMPLEMENTATIONS, Implementation  # noqa: E402
 from trials.printed import printed  # noqa: E402
 
@@ -33,12 +38,22 @@ class Uniform(Draws):
         return self.random.randint(low, high)
 
 
-def failure(trial: Trial, implementation: Implementation) -> str:
+def expected(trial: Trial, path: Path | None) -> Any:
+    if path is not None and path.exists():
+        return pickle.loads(path.read_bytes())
+    found = trial.expected()
+    if path is not None:
+        as_numpy = jax.tree.map(np.asarray, found)
+        path.write_bytes(pickle.dumps(as_numpy))
+    return found
+
+
+def failure(trial: Trial, implementation: Implementation, path: Path | None = None) -> str:
     """What is wrong, in one line; nothing if nothing is."""
     if implementation.cannot(trial.program, trial.pattern, trial.outside):
         return ""
     try:
-        compare(trial, trial.through(implementation))
+        compare(trial, trial.through(implementation), expected(trial, path))
     except IllConditioned:
         return ""
     except Exception as error:
@@ -46,15 +61,14 @@ def failure(trial: Trial, implementation: Implementation) -> str:
     return ""
 
 
-def main(programs: int, seed: int, name: str = "loopkit") -> int:
+def main(programs: int, seed: int, folder: str | None = None) -> int:
     jax.config.update("jax_enable_x64", True)
     for number in range(programs):
         trial = draw_trial(Uniform(seed * 1_000_000 + number))
-        said = failure(trial, IMPLEMENTATIONS[name])
+        path = None if folder is None else Path(folder) / f"{seed}-{number}.pickle"
+        said = failure(trial, IMPLEMENTATIONS["loopkit"], path)
         if said:
-            if "--print" in sys.argv:
-                print(printed(trial))
-            print(f"program {number}, {trial}: {said}"[:500])
+            print(f"{printed(trial)}\n\nprogram {number}, {trial}: {said[:500]}")
             return 1
         if number % 50 == 49:
             jax.clear_caches()
@@ -62,4 +76,4 @@ def main(programs: int, seed: int, name: str = "loopkit") -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:4]))

@@ -13,9 +13,7 @@ import loopkit
 from trials.programs import Program
 from trials.transformations import DERIVATIVES, REVERSE
 
-OWN = frozenset(
-    {"until", "axes", "truncate", "list", "max_steps", "return_info", "infinite slope"}
-)
+OWN = frozenset({"until", "axes", "truncate", "list", "max_steps", "return_info", "infinite slope"})
 """What loopkit's loops can do, and lax's cannot."""
 
 
@@ -62,7 +60,9 @@ class EquinoxLoops:
     """Of `equinox.internal`, checkpointed."""
 
     def while_loop(self, goes_on, body, init, max_steps=None, **_):
-        return eqxi.while_loop(goes_on, body, init, max_steps=max_steps, kind="checkpointed", checkpoints=3)  # fmt: skip
+        return eqxi.while_loop(
+            goes_on, body, init, max_steps=max_steps, kind="checkpointed", checkpoints=3
+        )
 
     def fori_loop(self, lower, upper, body, init, **_):
         step = lambda c: (c[0] + 1, body(c[0], c[1]))

@@ -16,16 +16,47 @@ import jax.numpy as jnp
 import numpy as np
 
 RULES: dict[str, Callable] = {
-    "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "neg": np.negative,
-    "sin": np.sin, "cos": np.cos, "tan": np.tan, "tanh": np.tanh, "atan": np.arctan,
-    "atan2": np.arctan2, "exp": np.exp, "log": np.log, "log1p": np.log1p, "sqrt": np.sqrt,
-    "pow": np.power, "max": np.maximum, "min": np.minimum, "abs": np.abs, "sign": np.sign,
-    "floor": np.floor, "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
-    "gt": np.greater, "ge": np.greater_equal, "rem": np.fmod, "is_finite": np.isfinite,
-    "real": np.real, "imag": np.imag, "conj": lambda x, **_: np.conj(x), "copy": np.array,
-    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
-    "square": np.square, "copy_p": np.array, "stop_gradient": np.array,
-}  # fmt: skip
+    "add": np.add,
+    "add_any": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "neg": np.negative,
+    "sin": np.sin,
+    "cos": np.cos,
+    "tan": np.tan,
+    "tanh": np.tanh,
+    "atan": np.arctan,
+    "atan2": np.arctan2,
+    "exp": np.exp,
+    "log": np.log,
+    "log1p": np.log1p,
+    "sqrt": np.sqrt,
+    "pow": np.power,
+    "max": np.maximum,
+    "min": np.minimum,
+    "abs": np.abs,
+    "sign": np.sign,
+    "floor": np.floor,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "rem": np.fmod,
+    "is_finite": np.isfinite,
+    "real": np.real,
+    "imag": np.imag,
+    "conj": lambda x, **_: np.conj(x),
+    "copy": np.array,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.invert,
+    "square": np.square,
+    "copy_p": np.array,
+    "stop_gradient": np.array,
+}
 """Of each operation, by its name. Operands have one dtype, as in JAX."""
 INLINED = "jit", "pjit", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2", "closed_call"
 
@@ -146,11 +177,34 @@ def iota(*, dtype, shape, dimension, **_):
 
 @rule
 def pad(x, value, *, padding_config):
-    padded = [low + n + high + max(0, n - 1) * gap for n, (low, high, gap) in zip(x.shape, padding_config, strict=True)]  # fmt: skip
-    full = [max(0, low) + max(0, n - 1) * (gap + 1) + min(n, 1) for n, (low, _, gap) in zip(x.shape, padding_config, strict=True)]  # fmt: skip
-    room = np.full([max(f, p + max(0, -low)) for f, p, (low, _, _) in zip(full, padded, padding_config, strict=True)], value, x.dtype)  # fmt: skip
-    room[tuple(slice(max(0, low), max(0, low) + max(0, n - 1) * (gap + 1) + min(n, 1), gap + 1) for n, (low, _, gap) in zip(x.shape, padding_config, strict=True))] = x  # fmt: skip
-    return room[tuple(slice(max(0, -low), max(0, -low) + p) for p, (low, _, _) in zip(padded, padding_config, strict=True))]  # fmt: skip
+    padded = [
+        low + n + high + max(0, n - 1) * gap
+        for n, (low, high, gap) in zip(x.shape, padding_config, strict=True)
+    ]
+    full = [
+        max(0, low) + max(0, n - 1) * (gap + 1) + min(n, 1)
+        for n, (low, _, gap) in zip(x.shape, padding_config, strict=True)
+    ]
+    room = np.full(
+        [
+            max(f, p + max(0, -low))
+            for f, p, (low, _, _) in zip(full, padded, padding_config, strict=True)
+        ],
+        value,
+        x.dtype,
+    )
+    room[
+        tuple(
+            slice(max(0, low), max(0, low) + max(0, n - 1) * (gap + 1) + min(n, 1), gap + 1)
+            for n, (low, _, gap) in zip(x.shape, padding_config, strict=True)
+        )
+    ] = x
+    return room[
+        tuple(
+            slice(max(0, -low), max(0, -low) + p)
+            for p, (low, _, _) in zip(padded, padding_config, strict=True)
+        )
+    ]
 
 
 @rule
@@ -175,7 +229,14 @@ def reduction(name: str, function: Callable) -> None:
     RULES[name] = lambda x, *, axes, **_: function(x, axis=tuple(axes))
 
 
-for _name, _function in {"sum": np.sum, "max": np.max, "min": np.min, "prod": np.prod, "and": np.all, "or": np.any}.items():  # fmt: skip
+for _name, _function in {
+    "sum": np.sum,
+    "max": np.max,
+    "min": np.min,
+    "prod": np.prod,
+    "and": np.all,
+    "or": np.any,
+}.items():
     reduction(f"reduce_{_name}", _function)
 
 
@@ -211,7 +272,11 @@ def dot_general(x, y, *, dimension_numbers, **_):
 
 @rule
 def sort(*xs, dimension, num_keys, **_):
-    order = np.lexsort(xs[:num_keys][::-1], axis=dimension) if num_keys > 1 else np.argsort(xs[0], dimension, kind="stable")  # fmt: skip
+    order = (
+        np.lexsort(xs[:num_keys][::-1], axis=dimension)
+        if num_keys > 1
+        else np.argsort(xs[0], dimension, kind="stable")
+    )
     return [np.take_along_axis(x, order, dimension) for x in xs]
 
 
@@ -226,7 +291,9 @@ def applied(primitive: Any, inputs: list[Any], params: dict[str, Any]) -> list[A
         outs = primitive.bind(*inputs, **params)
         outs = outs if primitive.multiple_results else [outs]
         return [out if is_key(out) else np.asarray(out) for out in outs]
-    names = {} if isinstance(own, np.ufunc) or own in (np.real, np.imag, np.array, np.abs) else params
+    names = (
+        {} if isinstance(own, np.ufunc) or own in (np.real, np.imag, np.array, np.abs) else params
+    )
     with np.errstate(all="ignore"):
         outs = own(*map(np.asarray, inputs), **names)
     return list(outs) if primitive.multiple_results else [outs]

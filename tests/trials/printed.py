@@ -50,7 +50,9 @@ def called_parts(body: str) -> str:
 
 def named(part: str) -> str:
     """What a definition is of: a rule is of the function that it belongs to."""
-    found = re.match(r"@?(\w+)\.def", part) or re.search(r"^(?:class |def )?(\w+)\b(?!\.)(?= =|\(|:)", part, re.MULTILINE)  # fmt: skip
+    found = re.match(r"@?(\w+)\.def", part) or re.search(
+        r"^(?:class |def )?(\w+)\b(?!\.)(?= =|\(|:)", part, re.MULTILINE
+    )
     assert found is not None, part
     return found[1]
 

@@ -18,12 +18,25 @@ from jax import lax
 import loopkit
 from trials.draws import BOOL, EPS, FLOAT, INT, KEY, NARROW, Draws, Type
 from trials.expressions import FREE, expression
-from trials.loops import loop, statements
+from trials.loops import loop
 from trials.prelude import PRELUDE
+from trials.steps import statements
 from trials.writer import Writer
 
 LOOP_CONSTRUCTS = frozenset(
-    {"options", "max_steps", "nests", "buffer", "list", "odd types", "axes", "truncate", "until", "lanes", "again"}
+    {
+        "options",
+        "max_steps",
+        "nests",
+        "buffer",
+        "list",
+        "odd types",
+        "axes",
+        "truncate",
+        "until",
+        "lanes",
+        "again",
+    }
 )
 INTEGER_ARGUMENTS = {"n": INT, "m": INT, "flag": BOOL, "key": KEY}
 
@@ -102,7 +115,7 @@ def draw_program(d: Draws) -> Program:
     """Of the constructs that can be left out, half are: then there are more of the others."""
     allowed = frozenset(name for name in sorted(FREE | LOOP_CONSTRUCTS) if d.chance(50))
     dtypes = ("float64",) if not d.chance(20) else ("float64", d.choice(NARROW))
-    w = Writer(d, allowed, dtypes)
+    w = Writer(d, allowed, dtypes, loop)
     floats = [w.some_float() for _ in range(d.number(1, 3))]
     if "odd types" in allowed and d.chance(30):
         floats.append(Type("complex128", d.choice(((), (3,)))))

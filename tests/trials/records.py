@@ -2,7 +2,7 @@
 
     python -m trials.records FILE...    # in tests/: counts by construct and transformation
 
-A piece is a hundred programs or fewer that one seed draws. A piece that stands in the record is not run again.
+A piece is what one seed draws. A piece that stands in the record is not run again.
 """
 
 from __future__ import annotations

@@ -102,7 +102,9 @@ def row_of(array: Any, axis: int | None, row: int) -> Any:
 def per_leaf(axes: Any, tree: Any) -> list[Any]:
     """Axes that are a prefix of a tree, for each of its leaves."""
     none = lambda v: v is None
-    spread = jax.tree.map(lambda a, part: [a] * len(jax.tree.leaves(part)), axes, tree, is_leaf=none)
+    spread = jax.tree.map(
+        lambda a, part: [a] * len(jax.tree.leaves(part)), axes, tree, is_leaf=none
+    )
     whole = lambda v: isinstance(v, list) and all(a is None or isinstance(a, int) for a in v)
     return [a for part in jax.tree.leaves(spread, is_leaf=whole) for a in part]
 
@@ -145,7 +147,14 @@ class PythonLoops:
         return carry
 
     def fori_loop(
-        self, lower: Any, upper: Any, body: Callable, init: Any, *, max_steps: Any = None, **how: Any
+        self,
+        lower: Any,
+        upper: Any,
+        body: Callable,
+        init: Any,
+        *,
+        max_steps: Any = None,
+        **how: Any,
     ) -> Any:
         carry, known = arrays(init), isinstance(lower, int) and isinstance(upper, int)
         trips = upper - lower if known else self.decisions.decide(jnp.asarray(upper) - lower)
@@ -182,7 +191,9 @@ class PythonLoops:
         """The rows that were written; zeros in the place of others."""
         if not rows:
             row = [row_type(x, a) for x, a in zip(leaves, axes, strict=True)]
-            types = self.decisions.undecided(lambda: jax.eval_shape(f, carry, tree.unflatten(row)))[1]
+            types = self.decisions.undecided(lambda: jax.eval_shape(f, carry, tree.unflatten(row)))[
+                1
+            ]
             y = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype) if not is_key(t) else t, types)
         else:
             rows = {row: arrays(y) for row, y in rows.items()}

@@ -30,7 +30,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         first = 0 if few else given("--trials-seed")
         sizes = [min(PIECE, count - done) for done in range(0, count, PIECE)]
         who = given("--loops")
-        pieces = [pytest.param((who, first + at, size), id=f"{who}-{first + at}-{size}") for at, size in enumerate(sizes)]  # fmt: skip
+        pieces = [
+            pytest.param((who, first + at, size), id=f"{who}-{first + at}-{size}")
+            for at, size in enumerate(sizes)
+        ]
         metafunc.parametrize("piece", pieces)
 
 

@@ -71,7 +71,9 @@ def integer(w: Writer) -> str:
 
 def index(w: Writer, rows: int) -> str:
     """Of a row: out of bounds at times."""
-    way = w.d.weighted({"plain": 5, "wrapped": 4, "fixed": 2, "shifted": 2, "negative": 1, "data": 2})
+    way = w.d.weighted(
+        {"plain": 5, "wrapped": 4, "fixed": 2, "shifted": 2, "negative": 1, "data": 2}
+    )
     w.d.note(f"index: {way}")
     at = integer(w)
     if way == "fixed":
@@ -105,5 +107,3 @@ def predicate(w: Writer) -> str:
     if way == "and":
         return f"(({scalar(w)} < 1.1) & ({integer(w)} < 2))"
     return f"({scalar(w)} > {scalar(w)})" if w.d.chance(30) else f"({scalar(w)} > {w.d.constant()})"
-
-

@@ -22,8 +22,12 @@ class Variable:
 class Writer:
     """Text, and choices. Values of a scope stay visible in the functions inside it: closures."""
 
-    def __init__(self, draws: Draws, allowed: frozenset[str], dtypes: tuple[str, ...]):
+    def __init__(
+        self, draws: Draws, allowed: frozenset[str], dtypes: tuple[str, ...], loop: Callable
+    ):
         self.d = draws
+        self.loop = loop
+        """Writes a loop, of whatever kind: steps have loops in them, too."""
         self.allowed = allowed
         """Of the constructs that are drawn or not for a whole program, those that are."""
         self.dtypes = dtypes

@@ -1,0 +1,145 @@
+"""Scans: inputs, outputs, and their axes."""
+
+from __future__ import annotations
+
+from trials import options
+from trials.draws import FLOAT, Type
+from trials.expressions import expression
+from trials.steps import (
+    Carry,
+    draw_carry,
+    ended,
+    leaf_type,
+    most_trips,
+    step,
+    told,
+    unpacked,
+    within,
+)
+from trials.trees import Tree, draw_tree
+from trials.values import predicate, value
+from trials.writer import Writer
+
+
+def scan(w: Writer) -> None:
+    most = w.d.number(0, most_trips(w))
+    carry = draw_carry(w)
+    xs, axes = inputs(w, most)
+    body, y_tree, ys = w.name("body"), Tree(), []
+    with within(w, most), w.function(f"{body}(c, x)"):
+        for (_, t, tree_path), axis in zip(xs[1], axes, strict=True):
+            w.let(tree_path, t if axis is not None else t.of(with_rows(t, most, 0)))
+        new = step(w, carry, "c")
+        ys = [leaf_type(w) for _ in range(w.d.number(0, 2))]
+        if w.allowed & {"until", "axes"}:  # of keys there are no zeros
+            ys = [t if t.kind != "key" else FLOAT for t in ys]
+        values = [w.let(expression(w, t), t).name for t in ys]
+        y_tree = draw_tree(w.d, len(ys)) if ys else Tree()
+        w.line(f"return {new}, {y_tree.text(values) if ys else None}")
+    how = scan_options(w, carry, most, axes, xs)
+    out_axes = stacked_along(w, ys, how)
+    how |= {} if out_axes is None else {"out_axes": y_tree.text([str(a) for a in out_axes])}
+    how |= options.flag(w, "return_info", 20, "return_info")
+    call = f"loops.scan({body}, {carry.init}, {xs[0]}, {most}@)"
+    stacks = [(t, axis) for t, axis in zip(ys, out_axes or [0] * len(ys), strict=True)]
+    scanned(w, carry, call, how, (y_tree, stacks, most))
+    if w.may("again", 30):
+        w.d.note("the same steps again")
+        other = how | {"reverse": str("reverse" not in how)} | options.unrolled(w, True)
+        w.tags.add("reverse")
+        scanned(w, carry, call, other, (y_tree, stacks, most))
+
+
+def scanned(w: Writer, carry: Carry, call: str, how: dict[str, str], rows: tuple) -> None:
+    """The call of a scan, and what it returns by name. `rows`: the tree and types of ys."""
+    out, ys, info = w.name("out"), w.name("ys"), "info" if "return_info" in how else ""
+    text = call.replace("@", options.text_of(how))
+    w.line(f"{', '.join([out, ys, *([info] if info else [])])} = {text}")
+    if info:
+        told(w, info)
+    ended(w, carry, out)
+    tree, stacks, most = rows
+    for path, (t, axis) in zip(tree.paths(ys), stacks, strict=False):
+        w.let(path, t if axis is None else t.of(with_rows(t, most, axis)))
+
+
+def with_rows(t: Type, rows: int, axis: int) -> tuple[int, ...]:
+    shape = list(t.shape)
+    shape.insert(axis % (len(shape) + 1), rows)
+    return tuple(shape)
+
+
+def inputs(w: Writer, most: int) -> tuple:
+    """(text, leaves of (array, type of a row, path)), and the axis of each."""
+    leaves, axes = [], []
+    for _ in range(w.d.number(0, 2)):
+        t = leaf_type(w)
+        t = t if 0 not in t.shape and t.kind != "bool" else FLOAT
+        axis = 0
+        if t.shape and w.may("axes", 60):
+            axis = w.d.choice((1, -1, None))
+        made = f"rows({most}, {value(w, t)}, {axis or 0})"
+        name = w.let(made, t.of(with_rows(t, most, axis or 0))).name
+        leaves.append((name, t))
+        axes.append(axis)
+    if not leaves:
+        return ("None", []), []
+    tree = draw_tree(w.d, len(leaves))
+    paths = tree.paths("x")
+    full = [(name, t, path) for (name, t), path in zip(leaves, paths, strict=True)]
+    text = tree.text([name for name, _ in leaves])
+    return (text, full, tree), axes
+
+
+def scan_options(w: Writer, carry: Carry, most: int, axes: list, xs: tuple) -> dict[str, str]:
+    how: dict[str, str] = {}
+    if any(a != 0 for a in axes):
+        w.tags.add("axes")
+        w.d.note("option: in_axes")
+        how["in_axes"] = xs[2].text([str(a) for a in axes])
+    if w.may("options", 25):
+        w.d.note("option: reverse")
+        w.tags.add("reverse")
+        how["reverse"] = "True"
+    if most > 1 and w.may("truncate", 60):
+        w.d.note("option: truncate")
+        w.tags.add("truncate")
+        how["truncate"] = str(w.d.number(1, most))
+    if w.may("until", 60):
+        w.d.note("option: until")
+        w.tags.add("until")
+        stop = w.name("stop")
+        with w.function(f"{stop}(c, y)"):
+            unpacked(w, carry, "c")
+            w.line(f"return {predicate(w)}")
+        how["until"] = stop
+    how |= options.kept(w, True, "truncate" not in how) | options.unrolled(w, True)
+    asked = {"checkpoints", "memory", "until", "truncate", "in_axes"} & set(how)
+    if not asked and "axes" not in w.allowed and not any(v.buffer for v in carry.initial):
+        how |= options.flag(w, "_split_transpose", 20)
+    return how | carry.named()
+
+
+def stacked_along(w: Writer, ys: list[Type], how: dict[str, str]) -> list | None:
+    if not ys or not w.may("axes", 60):
+        return None
+    w.tags.add("axes")
+    w.d.note("option: out_axes")
+    last = ("None",) if "truncate" not in how or "until" not in how else ()
+    return [w.d.choice((0, *([1, -1] if t.shape else []), *(None for _ in last))) for t in ys]
+
+
+def lax_scan(w: Writer) -> None:
+    """One of lax, which nobody is asked to replace."""
+    allowed, w.allowed = w.allowed, w.allowed - {"buffer", "list"}
+    before, w.variables = w.variables, [v for v in w.variables if not v.buffer]
+    most = w.d.number(0, most_trips(w))
+    carry = draw_carry(w)
+    body = w.name("body")
+    with within(w, most), w.function(f"{body}(c, _)"):
+        w.line(f"return {step(w, carry, 'c')}, None")
+    w.allowed = allowed
+    w.variables = [*before, *(v for v in w.variables if v not in before)]
+    out = w.name("out")
+    w.line(f"{out}, _ = lax.scan({body}, {carry.init}, None, {most})")
+    ended(w, carry, out)

@@ -1,0 +1,174 @@
+"""Steps: carries of random trees, and what a step does with what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from trials.buffers import empty_list, new_buffer, store
+from trials.draws import BOOL, FLOAT, INT, INTEGERS, KEY, Type
+from trials.expressions import expression
+from trials.trees import Tree, draw_tree
+from trials.values import value
+from trials.writer import Variable, Writer
+
+DEEPEST = 3
+MOST_TRIPS = 12
+"""Of the innermost step."""
+
+
+@dataclass
+class Carry:
+    """What goes from step to step: variables before the loop, and where each stands in its tree."""
+
+    initial: list[Variable]
+    tree: Tree
+    counter: int | None = None
+    """Which leaf counts, if one does."""
+
+    @property
+    def init(self) -> str:
+        return self.tree.text([v.name for v in self.initial])
+
+    def named(self) -> dict[str, str]:
+        """The argument that says which leaves are buffers; not of those of a loop around."""
+        paths = self.tree.paths("c")
+        own = [p for p, v in zip(paths, self.initial, strict=True) if v.buffer == "new buffer"]
+        return {"buffers": f"lambda c: [{', '.join(own)}]"} if own else {}
+
+
+def leaf_type(w: Writer) -> Type:
+    """Of a value that a loop carries, reads or returns."""
+    way = w.d.weighted({"float": 12, "int": 2, "other": 4})
+    if way == "int":
+        return replace(INT, dtype=w.d.choice(INTEGERS))
+    if way == "float" or "odd types" not in w.allowed:
+        return w.some_float()
+    return w.d.choice(
+        (
+            BOOL,
+            KEY,
+            FLOAT.of((0,)),
+            FLOAT.of((0, 3)),
+            Type("complex128"),
+            Type("complex128", (3,)),
+            Type("complex64", (), True),
+        )
+    )
+
+
+def draw_carry(w: Writer, counter: str | None = None) -> Carry:
+    """`counter`: how one of the leaves begins."""
+    initial = [w.let(value(w, t), t) for t in (leaf_type(w) for _ in range(w.d.number(1, 3)))]
+    if w.may("buffer", 50):
+        initial.append(new_buffer(w))
+    if w.may("list", 25):
+        initial.append(empty_list(w))
+    outer = [v for v in w.buffers() if v not in initial]
+    if outer and w.d.chance(50):
+        w.d.note("buffer of a loop around")
+        initial.append(w.pick(outer))
+    at = None
+    if counter is not None:
+        at = w.d.number(0, len(initial))
+        kind = FLOAT if "." in counter else INT
+        initial.insert(at, Variable(counter, kind))
+    return Carry(initial, draw_tree(w.d, len(initial)), at)
+
+
+def unpacked(w: Writer, carry: Carry, base: str) -> list[Variable]:
+    """Its leaves, by name, in the function at hand."""
+    found = []
+    for path, v in zip(carry.tree.paths(base), carry.initial, strict=True):
+        mark = v.buffer.removeprefix("new ") if v.buffer else ""
+        found.append(w.let(path, v.type, mark, "b" if mark else "v"))
+    return found
+
+
+def statements(w: Writer, most: int) -> None:
+    """Some lines of a step; not all of what they compute is used."""
+    for _ in range(most):
+        if not w.d.chance(75):
+            return
+        if w.depth < DEEPEST and w.trips * 2 <= MOST_TRIPS and w.may("nests", 25):
+            w.loop(w)
+        elif w.buffers() and w.d.chance(60):
+            store(w)
+        else:
+            kind = leaf_type(w) if w.d.chance(25) else w.some_float()
+            w.let(expression(w, kind), kind)
+
+
+def next_leaf(w: Writer, old: Variable, now: list[Variable]) -> str:
+    """What a leaf of the carry becomes."""
+    if old.buffer:
+        latest = [v for v in w.buffers() if v.name == old.name or v.origin == old.name]
+        return latest[0].name
+    way = w.d.weighted({"new": 8, "sum": 3, "kept": 2, "swapped": 1})
+    if way == "kept":
+        w.d.note("leaf that never changes")
+        return old.name
+    if way == "sum" and old.type.inexact:
+        return f"{old.name} + {value(w, old.type)} * 0.3"
+    if way == "swapped":
+        same = [v for v in now if v.type.fits(old.type) and v is not old and not v.buffer]
+        if same:
+            w.d.note("leaves that change places")
+            return w.d.choice(same).name
+    return expression(w, old.type)
+
+
+def step(w: Writer, carry: Carry, base: str, count: Callable[[str], str] | None = None) -> str:
+    """The lines of a step; the tree that the carry becomes."""
+    now = unpacked(w, carry, base)
+    if carry.counter is not None:
+        before_end(w, now[carry.counter])
+    statements(w, 4)
+    after = [next_leaf(w, v, now) for v in now]
+    if carry.counter is not None and count is not None:
+        after[carry.counter] = count(now[carry.counter].name)
+    return carry.tree.text(after)
+
+
+def before_end(w: Writer, counter: Variable, limit: str | None = None) -> None:
+    """How far it is to the end, where that is known to be no less than 0 while the loop runs."""
+    limit = limit or w.limit
+    if limit is not None and "infinite slope beyond the last step" in w.allowed:
+        w.let(f"jnp.asarray({limit} - {counter.name}, 'float64')", FLOAT, prefix="left")
+
+
+def within(w: Writer, most: int) -> ExitStack:
+    """Where a step is written: one loop deeper."""
+    stack = ExitStack()
+    before = w.depth, w.trips, w.limit
+    w.depth, w.trips = w.depth + 1, w.trips * max(1, most)
+    w.d.note(f"loops {w.depth} deep")
+
+    def leave() -> None:
+        w.depth, w.trips, w.limit = before
+
+    stack.callback(leave)
+    return stack
+
+
+def most_trips(w: Writer) -> int:
+    return max(1, min(4, MOST_TRIPS // w.trips, 4 if w.depth == 0 else 3))
+
+
+def told(w: Writer, info: str) -> None:
+    w.let(f"{info}.steps", INT)
+    w.let(f"{info}.stopped", BOOL)
+
+
+def ended(w: Writer, carry: Carry, out: str) -> None:
+    """The carry after a loop: what was a buffer is an array, but in a loop that carries it too."""
+    for path, v in zip(carry.tree.paths(out), carry.initial, strict=True):
+        if v.buffer in ("buffer", "list"):  # of the loop around
+            found = w.let(path, v.type, v.buffer, "b")
+            w.variables[-1] = replace(found, origin=v.origin or v.name)
+        elif v.buffer == "new list":
+            w.let(f"{path}.stack()", v.type)
+            w.let(f"{path}.size", INT)
+        else:
+            w.let(path, v.type)
