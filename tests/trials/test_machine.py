@@ -1,0 +1,84 @@
+"""The machine itself: does it see a loop that is wrong, and does it print what runs?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.custom_derivatives import linear_call
+
+import loopkit
+from trials import in_numpy
+from trials.drawn import draw_trial
+from trials.hunt import Uniform, failure
+from trials.implementations import OWN, Implementation, LaxLoops
+from trials.printed import printed
+from trials.relations import Related, holds
+from trials.transformations import LETTERS, vector
+
+
+class OneStepShort(LaxLoops):
+    """Of loops with a counter, the last step is left out."""
+
+    def fori_loop(self, lower, upper, body, init, **_):
+        return lax.fori_loop(lower, upper - 1, body, init)
+
+
+class NoTangents(LaxLoops):
+    """Right values, and no derivative of what a scan starts from."""
+
+    def scan(self, f, init, xs, length, reverse=False, **_):
+        inexact = lambda v: jnp.issubdtype(jnp.asarray(v).dtype, jnp.inexact)
+        init = jax.tree.map(lambda v: lax.stop_gradient(v) if inexact(v) else v, init)
+        return lax.scan(f, init, xs, length, reverse)
+
+
+def first_failure(implementation: Implementation, programs: int) -> str:
+    trials = (draw_trial(Uniform(number)) for number in range(programs))
+    return next(filter(None, (failure(t, implementation) for t in trials)), "")
+
+
+@pytest.mark.parametrize("wrong", [OneStepShort, NoTangents])
+def test_a_wrong_loop_is_seen(wrong):
+    said = first_failure(Implementation("lax", wrong(), OWN), 200)
+    assert said.startswith("AssertionError"), said
+
+
+def test_a_program_is_printed_so_that_it_runs():
+    trial = next(
+        t for t in map(draw_trial, map(Uniform, range(200))) if t.pattern == "r" and t.lanes == ""
+    )
+    text, names = printed(trial).rpartition("print(")[0], {}
+    exec(text, names)
+    got = jax.jit(names["g"])(names["x"], names["others"])
+    wanted, _ = trial.expected()
+    np.testing.assert_allclose(got, wanted.derived, rtol=1e-10, atol=1e-10)
+
+
+def test_the_reference_is_what_jax_computes():
+    """Its operations are NumPy's: they agree with the compiled program."""
+    trial = next(t for t in map(draw_trial, map(Uniform, range(300))) if t.pattern == "f")
+    f = trial.program.of_vector(trial.program.function({"loops": loopkit}))
+    x, others = trial.arguments()
+    closed = jax.make_jaxpr(lambda x: vector(f(x, others)))(x)
+    alone = in_numpy.evaluate(closed, x)[0]
+    np.testing.assert_allclose(alone, jax.jit(lambda x: vector(f(x, others)))(x), rtol=1e-12)
+
+
+def test_every_letter_is_drawn():
+    patterns = {letter for n in range(400) for letter in draw_trial(Uniform(n)).pattern}
+    assert patterns == set(LETTERS)
+
+
+def test_a_relation_that_does_not_hold_is_seen():
+    """A transpose that is not the transpose."""
+    doubled = lambda v: linear_call(lambda _, x: x, lambda _, ct: 2 * ct, (), v)
+    inexact = lambda v: jnp.issubdtype(v.dtype, jnp.inexact)
+    double = lambda tree: jax.tree.map(lambda v: doubled(v) if inexact(v) else v, tree)
+    wrap = lambda program: lambda *args: double(program(*args))
+    right, wrong = (Implementation("lax", LaxLoops(), OWN, w) for w in (lambda p: p, wrap))
+    trials = map(draw_trial, map(Uniform, range(300)))
+    able = [t for t in trials if not right.cannot(t.program, t.pattern, "jit") and "r" in t.pattern]
+    related = Related(able[0].program, "adjoint")
+    assert holds(related, right)
+    assert not holds(related, wrong)
