@@ -472,3 +472,28 @@ def test_a_loop_of_lax_that_devices_leave_at_different_steps():
         return jnp.asarray(x)
 
     assert_close(got, one_by_one(jax.value_and_grad(wanted, 1)))
+
+
+def listed(x, room):
+    """All that a loop came by, in a list."""
+    start = x, loopkit.TensorArray.empty(room, jnp.zeros(()))
+    body = lambda _, c: (jnp.sin(c[0]), c[1].append(c[0]))
+    return jnp.sum(loopkit.fori_loop(0, 3, body, start)[1].stack())
+
+
+def raising(x, bound):
+    return loopkit.while_loop(lambda v: v < 3, lambda v: v * 1.5, x, max_steps=bound, throw=True)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.grad], ids=["value", "gradient"])
+@pytest.mark.parametrize(("f", "enough", "says"), [(listed, 3, "capacity"), (raising, 9, "max_st")])
+def test_errors_at_run_time(f, enough, says, transform):
+    """What raises them is the same on all devices; what they hang on is not."""
+    xs = jnp.array([0.3, 0.5, 0.7, 0.9])
+    local = lambda bound: lambda x: transform(lambda x: f(x, bound))(x[0])[None]
+    on_each = lambda bound: jax.jit(
+        jax.shard_map(local(bound), mesh=MESH, in_specs=P("d"), out_specs=P("d"))
+    )
+    assert_close(on_each(enough)(xs), jnp.stack([transform(lambda x: f(x, enough))(x) for x in xs]))
+    with pytest.raises(Exception, match=says):
+        jax.block_until_ready(on_each(2)(xs))

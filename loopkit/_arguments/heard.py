@@ -28,7 +28,13 @@ class ErrorIf:
     message: str
 
     def __call__(self, checks: Sequence[Any], values: list) -> list:
-        return eqx.error_if(values, checks[0].any(), self.message)
+        failed, types = checks[0].any(), list(map(jax.typeof, values))
+        if not any(map(_jax.varying, types)):
+            return eqx.error_if(values, failed, self.message)
+        # What the host returns does not vary between devices.
+        same = [_jax.zeros(_jax.ShapedArray(t.shape, t.dtype)) for t in types]
+        raised = eqx.error_if(same, failed, self.message)
+        return [jnp.where(failed, r, v) for r, v in zip(raised, values, strict=True)]
 
 
 def heard(raising: Callable[[Sequence, list], list], checks: Sequence[Any], values: Any) -> Any:
