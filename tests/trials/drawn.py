@@ -5,11 +5,12 @@ from __future__ import annotations
 from trials.compare import Trial
 from trials.draws import Draws
 from trials.programs import draw_program
-from trials.transformations import draw_outside, draw_pattern
+from trials.transformations import DERIVATIVES, draw_outside, draw_pattern
 
 
 def draw_trial(d: Draws) -> Trial:
     program = draw_program(d)
     pattern = draw_pattern(d, program)
     outside = draw_outside(d, program, pattern)
-    return Trial(program, pattern, outside, optimized=d.chance(10))
+    differentiated = bool(set(pattern) & set(DERIVATIVES))
+    return Trial(program, pattern, outside, d.chance(10), not differentiated or d.chance(40))
