@@ -1,0 +1,287 @@
+"""The programs that are compiled for accelerators: gradients of loops, by lax, equinox, loopkit."""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import contenders as run
+import loopkit
+import workloads
+from workloads import Run, Workload, grad_of
+
+_HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Case:
+    """A gradient to compile."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: Sequence[Any]
+    steps: int
+    large: int | None = None
+    """Bytes of what no step should copy: the carry, or the buffer in it."""
+
+
+def bytes_of(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+# --- loops that carry an array ----------------------------------------------------------------
+
+
+def layer() -> Workload:
+    """1000 steps of `tanh(w @ x)` on 256 numbers."""
+    key_w, key_x = jax.random.split(jax.random.key(0))
+    w = jax.random.normal(key_w, (256, 256)) / 16
+    step = lambda w, x: jnp.tanh(w @ x)
+    return Workload("layer", step, w, jax.random.normal(key_x, (256,)), 1000)
+
+
+def scan(**how: Any) -> Run:
+    """By `loopkit.scan` with these options."""
+
+    def loop(body, params, init, n, bound):
+        return loopkit.scan(lambda x, _: (body(params, x), None), init, None, bound, **how)[0]
+
+    return loop
+
+
+def while_loop(bounded: bool = True, **how: Any) -> Run:
+    """By `loopkit.while_loop` with these options, and `max_steps` if it is bounded."""
+
+    def loop(body, params, init, n, bound):
+        step = lambda s: (s[0] + 1, body(params, s[1]))
+        most = bound if bounded else None
+        return loopkit.while_loop(lambda s: s[0] < n, step, (0, init), max_steps=most, **how)[1]
+
+    return loop
+
+
+LOOPS: dict[str, Run] = {
+    "lax.scan": run.lax_scan,
+    "two lax scans by hand": run.nested_scans,
+    "equinox scan": run.equinox_scan(),
+    'equinox scan, "all"': run.equinox_scan("all"),
+    "equinox scan, 8": run.equinox_scan(8),
+    "equinox while_loop, max_steps": run.equinox_while_loop(),
+    "equinox while_loop, max_steps, 8": run.equinox_while_loop(checkpoints=8),
+    "loopkit.scan": scan(),
+    'loopkit.scan, "all"': scan(checkpoints="all"),
+    "loopkit.scan, 8": scan(checkpoints=8),
+    "loopkit.while_loop, max_steps": while_loop(),
+    "loopkit.while_loop, max_steps, 8": while_loop(checkpoints=8),
+    "loopkit.while_loop": while_loop(bounded=False),
+}
+"""By what each takes: the number of checkpoints, or `"all"`, if it is not the default."""
+
+UNROLLED: dict[str, Run] = {
+    f"{name}, unroll={unroll}": make(unroll=unroll)
+    for name, make in {
+        "loopkit.scan": scan,
+        'loopkit.scan, "all"': partial(scan, checkpoints="all"),
+        "loopkit.while_loop, max_steps": while_loop,
+    }.items()
+    for unroll in (1, 4, 16)
+}
+
+
+def of_workload(load: Workload, loops: dict[str, Run] | None = None) -> list[Case]:
+    """The gradient of a workload by each loop."""
+    arguments = workloads.arguments(load, load.steps)
+    return [
+        Case(name, grad_of(loop, load, load.steps), arguments, load.steps, bytes_of(load.init))
+        for name, loop in (loops or LOOPS).items()
+    ]
+
+
+# --- loops that write rows ----------------------------------------------------------------------
+
+ROWS = 2000
+
+
+def rows_in_carry(loop: Callable[..., Any], x: Any, w: Any) -> Any:
+    """2000 rows in the carry, each made of the one before."""
+
+    def body(carry, _):
+        i, rows = carry
+        return (i + 1, rows.at[i].set(jnp.tanh(w * rows[i - 1]))), None
+
+    rows = jnp.zeros((ROWS, *x.shape)).at[0].set(x)
+    return jnp.sum(loop(body, (1, rows), ROWS - 1)[1] ** 2)
+
+
+def rows_stacked(x: Any, w: Any) -> Any:
+    """The same rows as outputs of a scan, which puts them one upon the other."""
+
+    def body(row, _):
+        row = jnp.tanh(w * row)
+        return row, row
+
+    return jnp.sum(lax.scan(body, x, None, ROWS - 1)[1] ** 2) + jnp.sum(x**2)
+
+
+def second(carry: Any) -> Any:
+    return carry[1]
+
+
+def lax_rows(body, init, length):
+    return lax.scan(body, init, None, length)[0]
+
+
+def loopkit_rows(body, init, length, **how):
+    return loopkit.scan(body, init, None, length, buffers=second, **how)[0]
+
+
+def loopkit_rows_while(body, init, length, **how):
+    step = lambda carry: body(carry, None)[0]
+    how = {"max_steps": length, "buffers": second, **how}
+    return loopkit.while_loop(lambda carry: carry[0] <= length, step, init, **how)
+
+
+def equinox_rows(body, init, length, checkpoints=None):
+    how = {"kind": "checkpointed", "checkpoints": checkpoints, "buffers": second}
+    return eqxi.scan(body, init, None, length, **how)[0]
+
+
+BUFFERS: dict[str, Callable[..., Any]] = {
+    "lax, stacked outputs": rows_stacked,
+    "lax, `.at[i].set` in the carry": partial(rows_in_carry, lax_rows),
+    "equinox scan": partial(rows_in_carry, equinox_rows),
+    'equinox scan, "all"': partial(rows_in_carry, partial(equinox_rows, checkpoints="all")),
+    "loopkit.scan": partial(rows_in_carry, loopkit_rows),
+    'loopkit.scan, "all"': partial(rows_in_carry, partial(loopkit_rows, checkpoints="all")),
+    "loopkit.while_loop, max_steps": partial(rows_in_carry, loopkit_rows_while),
+}
+
+
+def of_rows(shape: tuple[int, ...]) -> list[Case]:
+    """The gradient of 2000 rows of a shape, by each loop."""
+    arguments = jnp.full(shape, 0.5), jnp.ones(shape)
+    large = ROWS * bytes_of(arguments[0])
+    return [
+        Case(name, jax.grad(f, argnums=(0, 1)), arguments, ROWS - 1, large)
+        for name, f in BUFFERS.items()
+    ]
+
+
+# --- beam search --------------------------------------------------------------------------------
+
+
+def of_decoding() -> list[Case]:
+    """The gradient of the risk of a beam search, `decoding.py`'s, of words of unknown length."""
+    decoding = _of_this_folder("decoding")
+    count, longest = 8, 20
+    params, hiddens, _ = decoding.words(longest)
+    lasts = jnp.full(count, longest, jnp.int32) - jnp.arange(count) % 4
+    arguments = params, hiddens[:count], lasts
+    loops = {
+        "lax.scan of the bound": decoding.by_scan,
+        "equinox while_loop, max_steps": decoding.by_equinox,
+        "loopkit.while_loop, max_steps": loopkit.while_loop,
+    }
+    return [
+        Case(
+            name,
+            decoding.slope_of(decoding.with_loop(loop, decoding.search_of(200))),
+            arguments,
+            longest,
+        )
+        for name, loop in loops.items()
+    ]
+
+
+def _of_this_folder(name: str) -> Any:
+    """A module of that name: the examples have one, too."""
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", _HERE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- a carry that is kept on the host -------------------------------------------------------------
+
+MEGABYTES = 4
+DEVICE, HOST = "256 MB", "1 GB"
+
+
+def large_carry(x: Any, **how: Any) -> Any:
+    """1000 steps of 4 MB."""
+    step = lambda x, _: (x + 1e-3 * jnp.sin(x), None)
+    return jnp.sum(loopkit.scan(step, x, None, 1000, **how)[0])
+
+
+def of_host() -> list[Case]:
+    """The gradient of a loop that keeps its checkpoints on the device, or on the host."""
+    x = jax.ShapeDtypeStruct((MEGABYTES, 1000, 250), jnp.float32)
+    ways = {
+        f'`memory={{"device": "{DEVICE}", "host": "{HOST}"}}`': {
+            "memory": {"device": DEVICE, "host": HOST}
+        },
+        f'`memory="{DEVICE}"`': {"memory": DEVICE},
+        "default": {},
+        '`checkpoints="all"`': {"checkpoints": "all"},
+    }
+    return [
+        Case(name, jax.grad(partial(large_carry, **how)), [x], 1000) for name, how in ways.items()
+    ]
+
+
+# --- several devices ------------------------------------------------------------------------------
+
+
+def batch_of_rows(scan: Callable[..., Any], w: Any, x: Any, **how: Any) -> Any:
+    """Each row by itself; the weights are everybody's."""
+    return jnp.sum(scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, 100, **how)[0] ** 2)
+
+
+def parts_of_carry(scan: Callable[..., Any], p: Any, x: Any, **how: Any) -> Any:
+    """A carry of which each device has a part; one number is everybody's."""
+    step = lambda x, _: (x + 1e-3 * jnp.sin(p * x), None)
+    return jnp.sum(scan(step, x, None, 100, **how)[0] ** 2)
+
+
+def shardings(case: Case, devices: Sequence[Any]) -> list[NamedSharding]:
+    """The first argument on each device, the second spread over them."""
+    mesh = Mesh(np.asarray(devices), ("d",))
+    return [NamedSharding(mesh, P()), NamedSharding(mesh, P("d"))]
+
+
+def of_devices() -> list[Case]:
+    """Gradients in the parameters and in the carry."""
+    number, weights = jax.ShapeDtypeStruct((), jnp.float32), jnp.zeros((128, 128))
+    host = {"memory": {"device": "400 kB", "host": "4 MB"}}
+    ways = {
+        "lax.scan": (lax.scan, {}),
+        "two lax scans by hand": (two_scans, {}),
+        "loopkit.scan": (loopkit.scan, {}),
+        "loopkit.scan, 8": (loopkit.scan, {"checkpoints": 8}),
+        'loopkit.scan, "all"': (loopkit.scan, {"checkpoints": "all"}),
+        "loopkit.scan, on the host": (loopkit.scan, host),
+    }
+    return [
+        Case(f"{what}, {name}", jax.grad(partial(f, scan, **how), (0, 1)), arguments, 100)
+        for what, f, arguments in (
+            ("rows of a batch", batch_of_rows, (weights, jnp.zeros((64, 128)))),
+            ("parts of a carry", parts_of_carry, (number, jnp.zeros((512, 64)))),
+        )
+        for name, (scan, how) in ways.items()
+    ]
+
+
+def two_scans(step: Callable[..., Any], x: Any, xs: None, length: int) -> Any:
+    """A scan of scans of ten steps, each of which is run again."""
+    inner = jax.checkpoint(lambda x, _: lax.scan(step, x, None, 10))
+    return lax.scan(inner, x, None, length // 10)
