@@ -1,5 +1,6 @@
 """Buffers against arrays: every index, every write, every transformation."""
 
+import functools as ft
 import itertools
 import re
 
@@ -117,26 +118,39 @@ WAYS = [
 ]
 
 
+def first_order(f):
+    return jax.value_and_grad(f, (0, 1))(XS, W)
+
+
+def second_order(f):
+    """Forward over reverse gives the first derivatives in both modes too."""
+    return jax.jvp(jax.value_and_grad(f, (0, 1)), (XS, W), (jnp.sin(XS), jnp.sin(W)))
+
+
+def in_other_orders(f):
+    twice = jax.grad(lambda w: jnp.sum(jnp.sin(jax.grad(f, 1)(XS, w))))
+    return jax.hessian(f, 1)(XS, W), twice(W)
+
+
+@ft.cache
+def expected(body, derivatives):
+    return derivatives(reference(body))
+
+
 @pytest.mark.parametrize(("kind", "checkpoints"), WAYS, ids=range(len(WAYS)))
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_gradients(body, kind, checkpoints):
-    f, wanted = looped(body, kind, checkpoints), reference(body)
-    got = jax.jit(jax.value_and_grad(f, (0, 1)))(XS, W)
-    assert_close(got, jax.value_and_grad(wanted, (0, 1))(XS, W))
+    f = looped(body, kind, checkpoints)
+    assert_close(jax.jit(lambda: first_order(f))(), expected(body, first_order))
 
 
 @pytest.mark.parametrize("checkpoints", [Plan(2, 2, "residuals"), Plan(1), "all"], ids=range(3))
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_second_derivatives(body, checkpoints):
-    f, wanted = looped(body, "while", checkpoints), reference(body)
-    args, along = (XS, W), (jnp.sin(XS), jnp.sin(W))
-    # Forward over reverse gives the first derivatives in both modes too.
-    along_f = lambda f: jax.jvp(jax.value_and_grad(f, (0, 1)), args, along)
-    assert_close(jax.jit(lambda: along_f(f))(), along_f(wanted))
+    f = looped(body, "while", checkpoints)
+    assert_close(jax.jit(lambda: second_order(f))(), expected(body, second_order))
     if body in (rows_from_rows, sorting):
-        assert_close(jax.jit(jax.hessian(f, 1))(*args), jax.hessian(wanted, 1)(*args))
-        twice = lambda f: jax.grad(lambda w: jnp.sum(jnp.sin(jax.grad(f, 1)(XS, w))))(W)
-        assert_close(jax.jit(lambda: twice(f))(), twice(wanted))
+        assert_close(jax.jit(lambda: in_other_orders(f))(), expected(body, in_other_orders))
 
 
 @pytest.mark.parametrize("checkpoints", [Plan(2, 2, "residuals"), Plan(1), "all"], ids=range(3))

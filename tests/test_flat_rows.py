@@ -1,5 +1,7 @@
 """Buffers and tables whose rows have several short axes: they are carried as vectors."""
 
+import functools as ft
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -123,22 +125,33 @@ MODES = {
         jnp.stack([FIRST, -FIRST], -1),
     ),
 }
-slow = lambda *values: pytest.param(*values, marks=pytest.mark.slow)
-CASES = [
-    *[(mode, "while", 2) for mode in ("grad", "lanes of all")],
-    *[slow(mode, "while", 2) for mode in MODES if mode not in ("grad", "lanes of all")],
-    *[slow(mode, "fori", None) for mode in ("grad", "lanes")],
-    *[slow(mode, "while", "all") for mode in ("grad", "lanes")],
+OTHER_WAYS = [
+    *[(mode, "while", 2) for mode in MODES if mode not in ("grad", "lanes of all")],
+    *[(mode, "fori", None) for mode in ("grad", "lanes")],
+    *[(mode, "while", "all") for mode in ("grad", "lanes")],
 ]
 
 
-@pytest.mark.parametrize(("mode", "kind", "checkpoints"), CASES)
-@pytest.mark.parametrize("body", [*FLAT, *WHOLE])
-def test_rows_are_those_of_a_python_loop(body, kind, checkpoints, mode):
+def cases():
+    """Each body with one of two modes; slowly with the other, and by half of the other ways."""
+    for k, body in enumerate([*FLAT, *WHOLE]):
+        both = [(mode, "while", 2) for mode in ("grad", "lanes of all")]
+        yield pytest.param(body, *both[k % 2])
+        for way in (both[1 - k % 2], *OTHER_WAYS[k % 2 :: 2]):
+            yield pytest.param(body, *way, marks=pytest.mark.slow)
+        for way in OTHER_WAYS[1 - k % 2 :: 2]:
+            yield pytest.param(body, *way, marks=pytest.mark.exhaustive)
+
+
+@ft.cache
+def expected(body, mode):
+    return MODES[mode](reference(body))
+
+
+@pytest.mark.parametrize(("body", "mode", "kind", "checkpoints"), list(cases()))
+def test_rows_are_those_of_a_python_loop(body, mode, kind, checkpoints):
     got = jax.jit(lambda: MODES[mode](looped(body, kind, checkpoints)))()
-    for a, b in zip(
-        jax.tree.leaves(got), jax.tree.leaves(MODES[mode](reference(body))), strict=True
-    ):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected(body, mode)), strict=True):
         assert_close(a, b)
 
 

@@ -8,6 +8,7 @@ import pytest
 import loopkit
 from derivatives import assert_close
 from problems import CHECKPOINTS
+from turns import in_turn
 
 
 def power(x, n, **kwargs):
@@ -56,7 +57,7 @@ def test_disable_jit_runs_the_body_as_python():
     assert seen == [1.0, 2.0, 4.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+@pytest.mark.parametrize("checkpoints", in_turn(CHECKPOINTS))
 def test_no_tracer_leaks(checkpoints):
     with jax.checking_leaks():
 

@@ -118,11 +118,13 @@ def test_lanes_with_checkpoints(transform, checkpoints):
     ("body", "transform"),
     [
         (root, "jvp"),
-        (root, "grad"),
-        (root, "hessian"),
         (root, "reverse over reverse"),
         (reciprocal, "grad"),
-        (reciprocal, "hessian"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((root, "grad"), (root, "hessian"))
+        ),
+        pytest.param(reciprocal, "hessian", marks=pytest.mark.slow),
     ],
 )
 def test_derivative_of_vmap(body, transform):

@@ -1,5 +1,6 @@
 """Budgets and plans: what is asked for, what is predicted, what the compiler then needs."""
 
+import functools as ft
 import re
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from loopkit import Plan
 from loopkit._plans.plan import Bytes, Step
 from loopkit._plans.planner import TooLittle, best_plan, make_plan
 from loopkit.schedules import binomial
+from turns import in_turn
 
 X = jnp.linspace(0.1, 1.0, 5000)
 MATRIX = jnp.eye(96) * 0.9 + 0.01
@@ -67,29 +69,31 @@ def test_the_result_does_not_depend_on_the_budget():
         assert_close(got(jnp.ones((7, 96))), want)
 
 
-@pytest.mark.parametrize("segment", [1, 4, 5])
-@pytest.mark.parametrize("store", ["carries", "residuals"])
-@pytest.mark.parametrize("slots", [3, 20])
-def test_gradients_of_large_matrices(segment, store, slots):
-    """Their products are put off to the end of a segment."""
-    plan = Plan(slots, segment=segment, store=store)
+@ft.cache
+def gradients_of_matrices(loop, plan=None):
     x = jnp.linspace(-1, 1, 4 * 96).reshape(4, 96)
     xs = jnp.linspace(0, 1, 11 * 4 * 96).reshape(11, 4, 96)
 
-    def grads(loop, **options):
-        def loss(w, v, x, n):
-            def step(carry, x):
-                i, h = carry
-                return (i + 1, jnp.tanh(h @ w + x @ v + h @ w.T)), jnp.sum(h)
+    def loss(w, v, x, n):
+        def step(carry, x):
+            i, h = carry
+            return (i + 1, jnp.tanh(h @ w + x @ v + h @ w.T)), jnp.sum(h)
 
-            if loop is loopkit.scan:
-                options["until"] = lambda c, _: c[0] >= n
-            (_, h), ys = loop(step, (0, x), xs, 11, **options)
-            return jnp.sum(h**2) + jnp.sum(ys)
+        until = lambda c, _: c[0] >= n
+        how = {"until": until, "checkpoints": plan} if loop is loopkit.scan else {}
+        (_, h), ys = loop(step, (0, x), xs, 11, **how)
+        return jnp.sum(h**2) + jnp.sum(ys)
 
-        return jax.jit(jax.grad(loss, (0, 1, 2)))(MATRIX, MATRIX - 0.3, x, 11)
+    return jax.jit(jax.grad(loss, (0, 1, 2)))(MATRIX, MATRIX - 0.3, x, 11)
 
-    assert_close(grads(loopkit.scan, checkpoints=plan), grads(lax.scan))
+
+@pytest.mark.parametrize(
+    ("segment", "store", "slots"), in_turn([1, 4, 5], ["carries", "residuals"], [3, 20])
+)
+def test_gradients_of_large_matrices(segment, store, slots):
+    """Their products are put off to the end of a segment."""
+    got = gradients_of_matrices(loopkit.scan, Plan(slots, segment=segment, store=store))
+    assert_close(got, gradients_of_matrices(lax.scan))
 
 
 def test_predicted_peak():

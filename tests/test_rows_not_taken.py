@@ -10,57 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import loopkit
-from derivatives import assert_close, derivative, expected
-from loopkit import Plan, _jax
-from problems import PROBLEMS, Problem
-from turns import in_turn
-
-TURNS = in_turn(PROBLEMS, ["r", "rr"], ["all", None, 3], of=6)
-
-
-@pytest.fixture
-def poisoned(monkeypatch):
-    """Memory holds NaN, and the largest integers, until something is written to it."""
-
-    def blank(aval):
-        if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-            return _jax.zeros(aval)
-        kind = aval.dtype
-        worst = jnp.nan if jnp.issubdtype(kind, jnp.inexact) else True
-        worst = jnp.iinfo(kind).max if jnp.issubdtype(kind, jnp.integer) else worst
-        return _jax.vary_like(jnp.full(aval.shape, worst, kind), [aval])
-
-    jax.clear_caches()
-    monkeypatch.setattr(_jax, "blank", blank)
-    yield
-    jax.clear_caches()
-
-
-@pytest.mark.parametrize(("problem", "pattern", "checkpoints"), TURNS)
-def test_what_is_not_written_is_not_read(problem: Problem, pattern, checkpoints, poisoned):
-    got = jax.jit(derivative(problem.flat_loop(checkpoints), pattern))(problem.vector())
-    assert_close(got, expected(problem.name, pattern))
-
-
-@pytest.mark.parametrize(
-    "plan", [Plan(3, 4), Plan(12, 4), Plan(3, 4, "residuals"), Plan(12)], ids=range(4)
-)
-def test_products_that_are_put_off_read_whole_segments(plan, poisoned):
-    """Seven of eleven steps, in segments of four."""
-    w, h = jnp.eye(96) * 0.9 + 0.01, jnp.linspace(-1.0, 1.0, 4 * 96).reshape(4, 96)
-
-    def loss(w, n, **options):
-        step = lambda c: (c[0] + 1, jnp.tanh(c[1] @ w))
-        return jnp.sum(loopkit.while_loop(lambda c: c[0] < n, step, (0, h), **options)[1] ** 2)
-
-    def unrolled(w):
-        end = h
-        for _ in range(7):
-            end = jnp.tanh(end @ w)
-        return jnp.sum(end**2)
-
-    found = jax.jit(jax.grad(lambda w, n: loss(w, n, max_steps=11, checkpoints=plan)))
-    assert_close(found(w, 7), jax.grad(unrolled)(w))
+from derivatives import assert_close
 
 
 def gradient(bound, size=512, outer=None):
@@ -77,22 +27,6 @@ def gradient(bound, size=512, outer=None):
         return jnp.sum(loopkit.scan(lambda x, _: (loop(x, n), None), x, None, outer)[0])
 
     return jax.jit(jax.grad(loss)), jnp.linspace(0.1, 1.0, size)
-
-
-@pytest.mark.parametrize("transform", ["plain", "lanes", "second order"])
-def test_lanes_that_stop_apart(transform, poisoned):
-    def loss(x, n, **options):
-        step = lambda c: (c[0] + 1, jnp.sqrt(n - c[0]) * jnp.sin(c[1]))
-        return loopkit.while_loop(lambda c: c[0] < n, step, (0.0, x), **options)[1] ** 2
-
-    def found(**options):
-        f = lambda x, n: loss(x, n, **options)
-        if transform == "plain":
-            return jax.jit(jax.grad(f))(0.7, 5.0)
-        g = jax.grad(f) if transform == "lanes" else jax.grad(jax.grad(f))
-        return jax.jit(jax.vmap(g))(jnp.array([0.3, 0.7, 1.1]), jnp.array([0.0, 5.0, 3.0]))
-
-    assert_close(found(max_steps=20, checkpoints="all"), found(max_steps=5, checkpoints=2))
 
 
 SCRIPT = """

@@ -1,5 +1,7 @@
 """Buffers that many lanes write rows of: in derivatives the rows of a step lie together."""
 
+import functools as ft
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,6 +11,7 @@ import loopkit
 from derivatives import assert_close
 from kinds import loop
 from loopkit import Plan
+from turns import in_turn
 
 LANES = 9
 XS = jnp.cos(jnp.arange(LANES * 6 * 2.0)).reshape(LANES, 6, 2)
@@ -52,57 +55,75 @@ def cubed(f):
     return lambda *args: jnp.sum(f(*args) ** 3)
 
 
+def derivatives(f):
+    g = jax.value_and_grad(cubed(f), (0, 1))
+    back = jax.grad(lambda xs, ws: jnp.sum(jax.vmap(f)(xs, ws) ** 3), (0, 1))
+    along = lambda xs, w: jax.jvp(g, (xs, w), (jnp.sin(xs), w))[1]
+    hessian = jax.hessian(cubed(f), 1)
+    return (
+        *(jax.vmap(g)(XS, WS), back(XS, WS), jax.vmap(g, (None, 0))(XS[0], WS)),
+        *(jax.vmap(along)(XS, WS), jax.vmap(hessian)(XS, WS), jax.jacrev(f, 1)(XS[0], 0.5)),
+        jax.vmap(jax.jacrev(f, 1))(XS, WS),
+    )
+
+
+@ft.cache
+def of_reference(results, *args):
+    return results(reference, *args)
+
+
 @pytest.mark.parametrize(("kind", "plan"), WAYS, ids=range(len(WAYS)))
 def test_lanes_of_derivatives_and_derivatives_of_lanes(kind, plan):
-    f = looped(kind, plan)
-
-    def results(f):
-        g = jax.value_and_grad(cubed(f), (0, 1))
-        back = jax.grad(lambda xs, ws: jnp.sum(jax.vmap(f)(xs, ws) ** 3), (0, 1))
-        along = lambda xs, w: jax.jvp(g, (xs, w), (jnp.sin(xs), w))[1]
-        hessian = jax.hessian(cubed(f), 1)
-        return (
-            *(jax.vmap(g)(XS, WS), back(XS, WS), jax.vmap(g, (None, 0))(XS[0], WS)),
-            *(jax.vmap(along)(XS, WS), jax.vmap(hessian)(XS, WS), jax.jacrev(f, 1)(XS[0], 0.5)),
-            jax.vmap(jax.jacrev(f, 1))(XS, WS),
-        )
-
-    assert_close(jax.jit(lambda: results(f))(), results(reference))
+    got = jax.jit(lambda: derivatives(looped(kind, plan)))()
+    assert_close(got, of_reference(derivatives))
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2])
-@pytest.mark.parametrize("kind", ["scan", "while"])
-def test_rows_that_differ_from_the_start(kind, axis):
+def from_the_start(f, axis):
     first = jnp.moveaxis(jnp.sin(jnp.arange(LANES * 16.0)).reshape(LANES, 8, 2), 0, axis)
-    lanes = (0, 0, axis)
-    grads = lambda f: jax.vmap(jax.grad(cubed(f), (0, 1, 2)), lanes)(XS, WS, first)
-    assert_close(jax.jit(lambda: grads(looped(kind, None)))(), grads(reference))
+    lanes, ws = (0, 0, axis), WS[:, None] + jnp.arange(LANES)
+    grads = jax.vmap(jax.grad(cubed(f), (0, 1, 2)), lanes)(XS, WS, first)
     # The axis of what comes out is that of what is put in.
-    moved = lambda f: jax.vmap(jax.vmap(f, lanes, out_axes=axis), (None, 0, None))(
-        XS, WS[:, None] + jnp.arange(LANES), first
-    )
-    assert_close(jax.jit(lambda: moved(looped(kind, None)))(), moved(reference))
+    return grads, jax.vmap(jax.vmap(f, lanes, out_axes=axis), (None, 0, None))(XS, ws, first)
 
 
-@pytest.mark.parametrize("unroll", [1, 3])
-@pytest.mark.parametrize(("kind", "plan"), [("while", None), ("until", Plan(2, 2)), ("while", 2)])
-def test_lanes_that_stop_apart(kind, plan, unroll):
-    f, ns = looped(kind, plan, unroll), jnp.arange(LANES) % 7
-    got = jax.jit(jax.vmap(jax.value_and_grad(cubed(f), (0, 1)), (0, 0, None, 0)))(XS, WS, None, ns)
-    g = jax.value_and_grad(cubed(reference), (0, 1))
-    one = [g(XS[i], WS[i], None, int(n)) for i, n in enumerate(ns)]
-    assert_close(got, jax.tree.map(lambda *v: jnp.stack(v), *one))
+@pytest.mark.parametrize(("kind", "axis"), in_turn(["scan", "while"], [0, 1, 2]))
+def test_rows_that_differ_from_the_start(kind, axis):
+    got = jax.jit(lambda: from_the_start(looped(kind, None), axis))()
+    assert_close(got, of_reference(from_the_start, axis))
+
+
+COUNTS = jnp.arange(LANES) % 7
+
+
+def one_by_one(f):
+    g = jax.value_and_grad(cubed(f), (0, 1))
+    each = [g(XS[i], WS[i], None, int(n)) for i, n in enumerate(COUNTS)]
+    return jax.tree.map(lambda *v: jnp.stack(v), *each)
+
+
+APART = {"while": ("while", None), "until": ("until", Plan(2, 2)), "two": ("while", 2)}
+
+
+@pytest.mark.parametrize(("way", "unroll"), in_turn(APART, [1, 3]))
+def test_lanes_that_stop_apart(way, unroll):
+    g = jax.value_and_grad(cubed(looped(*APART[way], unroll)), (0, 1))
+    got = jax.jit(jax.vmap(g, (0, 0, None, 0)))(XS, WS, None, COUNTS)
+    assert_close(got, of_reference(one_by_one))
+
+
+def in_lanes_of_lanes(f, outer):
+    xs = jnp.stack([XS, XS + 1, XS - 1] * 3)
+    ws = jnp.stack([WS, WS + 0.1, WS - 0.1] * 3)
+    args = [a if o == 0 else a[0] for a, o in zip((xs, ws), outer, strict=True)]
+    return jax.vmap(jax.vmap(jax.grad(cubed(f), (0, 1))), outer)(*args)
 
 
 @pytest.mark.parametrize("outer", [(0, None), (None, 0), (0, 0)])
 @pytest.mark.parametrize(("kind", "plan"), WAYS, ids=range(len(WAYS)))
 def test_lanes_of_lanes(kind, plan, outer):
     """One axis comes into the loop after another: with what differs in both, or in one."""
-    xs = jnp.stack([XS, XS + 1, XS - 1] * 3)
-    ws = jnp.stack([WS, WS + 0.1, WS - 0.1] * 3)
-    args = [a if o == 0 else a[0] for a, o in zip((xs, ws), outer, strict=True)]
-    grads = lambda f: jax.vmap(jax.vmap(jax.grad(cubed(f), (0, 1))), outer)(*args)
-    assert_close(jax.jit(lambda: grads(looped(kind, plan)))(), grads(reference))
+    got = jax.jit(lambda: in_lanes_of_lanes(looped(kind, plan), outer))()
+    assert_close(got, of_reference(in_lanes_of_lanes, outer))
 
 
 def test_lanes_that_start_apart():

@@ -14,7 +14,7 @@ OTHERS = [problem for problem in PROBLEMS if problem not in MAIN]
 
 
 @pytest.mark.parametrize(
-    ("problem", "pattern", "checkpoints"), in_turn(MAIN, ["fr", "rf", "rr"], CHECKPOINTS)
+    ("problem", "pattern", "checkpoints"), in_turn(MAIN, ["fr", "rf", "rr"], CHECKPOINTS, of=3)
 )
 def test_second_order(problem: Problem, pattern, checkpoints):
     got = jax.jit(derivative(problem.flat_loop(checkpoints), pattern))

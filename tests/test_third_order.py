@@ -8,16 +8,18 @@ import pytest
 
 from derivatives import assert_close, derivative, expected
 from problems import named
+from turns import in_turn
 
 PATTERNS = ["".join(modes) for modes in it.product("fr", repeat=3)]
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize(("name", "checkpoints"), [("while_scalar", 2), ("scan_until", None)])
-def test_third_order(name, checkpoints, pattern):
-    (problem,) = named(name)
+@pytest.mark.parametrize(
+    ("problem", "pattern"), in_turn(named("while_scalar", "scan_until"), PATTERNS)
+)
+def test_third_order(problem, pattern):
+    checkpoints = 2 if problem.name == "while_scalar" else None
     got = jax.jit(derivative(problem.flat_loop(checkpoints), pattern))
-    assert_close(got(problem.vector()), expected(name, pattern))
+    assert_close(got(problem.vector()), expected(problem.name, pattern))
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Scans that grow outside jit, against a Python loop: every mode, every size of segment."""
 
+import functools as ft
 import itertools
 import sys
 
@@ -14,6 +15,7 @@ from loopkit._loops import exhausted, growing
 from loopkit._loops import unbounded as _unbounded
 from loopkit._loops.growing import AT_ONCE, LONGEST, segment_lengths, together
 from problems import inexact_vector
+from turns import in_turn
 
 FAST = {"segment": 2, "growth": 2.0}
 
@@ -96,6 +98,11 @@ def point(name):
     return jnp.array([0.3, PROGRAMS[name][1]])
 
 
+@ft.cache
+def expected(name, pattern):
+    return derivative(function(name, python_loop), pattern)(point(name))
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize(("segment", "growth"), [(1, 1), (2, 2.0), (3, 1.5), (64, 2.0)])
 def test_value(name, segment, growth):
@@ -109,27 +116,24 @@ def test_the_programs_stop_where_they_say():
 
 
 @pytest.mark.parametrize(
-    "pattern",
-    ["f", "r", "rr", *(pytest.param(p, marks=pytest.mark.slow) for p in ("ff", "fr", "rf"))],
+    ("name", "pattern"), in_turn(PROGRAMS, ["f", "r", "rr", "ff", "fr", "rf"], of=3)
 )
-@pytest.mark.parametrize("name", PROGRAMS)
 def test_derivatives(name, pattern):
     got = derivative(function(name, unbounded), pattern)(point(name))
-    assert_close(got, derivative(function(name, python_loop), pattern)(point(name)))
+    assert_close(got, expected(name, pattern))
 
 
-@pytest.mark.parametrize("pattern", ["f", "r", "rr"])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("name", "pattern"), in_turn(PROGRAMS, ["r", "rr", "f"], of=3))
 def test_derivatives_of_segments_run_as_one(name, pattern, as_one):
     got = derivative(function(name, unbounded), pattern)(point(name))
-    assert_close(got, derivative(function(name, python_loop), pattern)(point(name)))
+    assert_close(got, expected(name, pattern))
 
 
 @pytest.mark.parametrize("checkpoints", [1, 3, "all"])
 def test_checkpoints(checkpoints):
     for name in ("spiral", "over_rows"):
         got = derivative(function(name, unbounded, checkpoints=checkpoints), "r")(point(name))
-        assert_close(got, derivative(function(name, python_loop), "r")(point(name)))
+        assert_close(got, expected(name, "r"))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from derivatives import assert_close, direction, expected, reverse
 from problems import CHECKPOINTS, PROBLEMS, Problem, named, tagged
 from turns import in_turn
 
-TURNS = in_turn(PROBLEMS, CHECKPOINTS, of=3, often=lambda _, checkpoints: checkpoints is None)
+TURNS = in_turn(PROBLEMS, CHECKPOINTS, of=3)
 
 
 @pytest.mark.parametrize(("problem", "checkpoints"), TURNS)
@@ -19,8 +19,7 @@ def test_vjp(problem: Problem, checkpoints):
     assert_close(pulled(problem.vector()), expected(problem.name, "r"))
 
 
-@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
-@pytest.mark.parametrize("problem", tagged("core"), ids=lambda problem: problem.name)
+@pytest.mark.parametrize(("problem", "checkpoints"), in_turn(tagged("core"), CHECKPOINTS))
 def test_vjp_without_jit(problem: Problem, checkpoints):
     x = problem.vector()
     y, pullback = jax.vjp(problem.flat_loop(checkpoints), x)

@@ -7,15 +7,21 @@ from typing import Any
 import pytest
 
 
-def in_turn(*axes: Iterable, of: int = 2, often: Callable = lambda *_: False) -> list:
+def in_turn(
+    *axes: Iterable, of: int = 2, slow: int | None = None, often: Callable = lambda *_: False
+) -> list:
     """Every combination, for `parametrize`: one in `of` is quick, and all that are `often(...)`.
 
-    Each value is in a quick one, if another axis has as many as `of`.
+    Of the others, `slow` in `of` are slow (all of them by default), and the rest exhaustive. Each
+    value is in a quick one, if another axis has as many as `of`; each pair of values of two axes,
+    if a third has as many.
     """
     cases = []
     for numbered in itertools.product(*map(enumerate, axes)):
         at, values = zip(*numbered, strict=True)
-        marks = () if sum(at) % of == 0 or often(*values) else pytest.mark.slow
+        turn = sum(at) % of
+        late = pytest.mark.slow if slow is None or turn <= slow else pytest.mark.exhaustive
+        marks = () if turn == 0 or often(*values) else late
         cases.append(pytest.param(*values, marks=marks, id="-".join(map(name_of, values))))
     return cases
 

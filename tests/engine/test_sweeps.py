@@ -68,7 +68,7 @@ def unrolled_vjp(loop, given, active, steps, cts):
         return kept([*carry, *ys], active.outputs)
 
     moving = list(map(jnp.asarray, kept(inputs, active.inputs)))
-    return jax.jit(lambda values, cts: jax.vjp(unrolled, *values)[1](cts))(moving, cts)
+    return jax.vjp(unrolled, *moving)[1](cts)
 
 
 @pytest.mark.parametrize("on_gpu", [(False, False), (True, True), (True, False), (False, True)])
