@@ -11,6 +11,7 @@ from jax import lax
 import loopkit
 from derivatives import assert_close, derivative, direction
 from problems import CHECKPOINTS, Problem, named
+from turns import in_turn
 
 BATCHED = [
     *named("while_scalar", "scan_until", "while_in_while", "newton_root", "scan_xs_ys"),
@@ -30,8 +31,7 @@ def one_by_one(problem: Problem, pattern: str, xs: jax.Array) -> jax.Array:
     return jnp.stack([derivative(problem.flat_reference(x), pattern)(x) for x in xs])
 
 
-@pytest.mark.parametrize("pattern", ["", "f", "r"])
-@pytest.mark.parametrize("problem", BATCHED, ids=lambda problem: problem.name)
+@pytest.mark.parametrize(("problem", "pattern"), in_turn(BATCHED, ["", "f", "r"]))
 def test_vmap_of_a_derivative(problem: Problem, pattern):
     xs = lanes(problem)
     got = jax.jit(jax.vmap(derivative(problem.flat_loop(3), pattern)))(xs)
@@ -73,10 +73,10 @@ def test_derivative_of_vmap(name, pattern):
     assert_close(got, derivative(reference, pattern)(xs.ravel()))
 
 
-@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
-@pytest.mark.parametrize("name", ["while_scalar", "scan_until"])
-def test_checkpoints(name, checkpoints):
-    (problem,) = named(name)
+@pytest.mark.parametrize(
+    ("problem", "checkpoints"), in_turn(named("while_scalar", "scan_until"), CHECKPOINTS)
+)
+def test_checkpoints(problem: Problem, checkpoints):
     xs = lanes(problem, 4)
     got = jax.jit(jax.vmap(derivative(problem.flat_loop(checkpoints), "r")))(xs)
     assert_close(got, one_by_one(problem, "r", xs))
@@ -363,7 +363,7 @@ def test_jacobians_in_lanes():
     assert_close(got, jnp.stack(wanted))
 
 
-@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+@pytest.mark.parametrize("checkpoints", in_turn(CHECKPOINTS))
 def test_a_mask_that_only_the_step_number_decides(checkpoints):
     """One lane saves the step number alone; its batched step must not ask for the state as well."""
 

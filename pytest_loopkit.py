@@ -1,0 +1,63 @@
+"""A plugin of pytest: `pytest -p pytest_loopkit --loopkit-replaces` runs each test inside
+`loopkit.replace_lax_loops`.
+
+It is a module of its own, which pytest loads for those alone who ask for it: importing `loopkit`
+imports JAX, and a project's `conftest.py` may have to set JAX's environment first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+REPLACED = "loops of lax replaced"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("loopkit").addoption(
+        "--loopkit-replaces",
+        action="store_true",
+        help="run each test, with its fixtures, inside loopkit.replace_lax_loops()",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("loopkit_replaces"):
+        config.pluginmanager.register(Replacing(), "loopkit-replaces")
+
+
+class Replacing:
+    """Counts the loops, too: a suite in which none is replaced says nothing about loopkit."""
+
+    def __init__(self) -> None:
+        self.in_this_test = 0
+        self.of_each_test: list[int] = []
+        self.only = self.count  # one object: what was traced under it is not traced again
+
+    def count(self, site: Any) -> bool:
+        self.in_this_test += 1
+        return True
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self) -> Generator[None, Any, Any]:
+        import loopkit
+
+        self.in_this_test = 0
+        with loopkit.replace_lax_loops(only=self.only):
+            return (yield)
+
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+        item.user_properties.append((REPLACED, self.in_this_test))  # reports take it along
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "teardown":
+            self.of_each_test += [n for name, n in report.user_properties if name == REPLACED]
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        tests = sum(count > 0 for count in self.of_each_test)
+        terminalreporter.write_line(
+            f"loopkit replaced {sum(self.of_each_test)} loops of lax, in {tests} of "
+            f"{len(self.of_each_test)} tests"
+        )
