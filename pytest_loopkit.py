@@ -33,7 +33,7 @@ class Replacing:
 
     def __init__(self) -> None:
         self.in_this_test = 0
-        self.of_each_test: list[int] = []
+        self.of_each_test: list[Any] = []
         self.only = self.count  # one object: what was traced under it is not traced again
 
     def count(self, site: Any) -> bool:

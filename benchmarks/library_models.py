@@ -124,7 +124,7 @@ def voltage_of_jaxley() -> Program:
 
     nested = jax.grad(partial(loss, checkpoint_lengths=[32, 32]))
     own = reverse(loss) | {"own, checkpoint_lengths=[32, 32]": nested}
-    return Program(own, through(loss), parameters)
+    return Program(own, through(loss), parameters, loss=loss)
 
 
 BALL = """
@@ -139,7 +139,9 @@ ARM = """
 """
 
 
-def steps_of_mjx(bodies: str, iterations: int, how: Callable) -> Program:
+def steps_of_mjx(
+    bodies: str, iterations: int, how: Callable, steps: int = 100, solver: str = "Newton"
+) -> Program:
     """The gradient in the forces on what falls: a ball on the floor, or an arm to its limit."""
     import mujoco
     from mujoco import mjx
@@ -147,7 +149,7 @@ def steps_of_mjx(bodies: str, iterations: int, how: Callable) -> Program:
     model = mjx.put_model(
         mujoco.MjModel.from_xml_string(f"""
         <mujoco>
-          <option timestep="0.005" iterations="{iterations}" ls_iterations="8"/>
+          <option timestep="0.005" solver="{solver}" iterations="{iterations}" ls_iterations="8"/>
           <worldbody>{bodies}</worldbody>
         </mujoco>""")
     )
@@ -159,7 +161,7 @@ def steps_of_mjx(bodies: str, iterations: int, how: Callable) -> Program:
 
         return jnp.mean(jax.lax.scan(step, mjx.make_data(model), forces)[1] ** 2)
 
-    forces = 0.1 * jax.random.normal(jax.random.key(0), (100, model.nv))
+    forces = 0.1 * jax.random.normal(jax.random.key(0), (steps, model.nv))
     return Program(how(loss), through(loss), forces)
 
 
@@ -175,7 +177,7 @@ def tokamak_of_torax() -> Program:
         states, _, last = torax.experimental.run_loop_jit(step, 10, provider)
         return jnp.mean(states.core_profiles.T_e.value[last])
 
-    return Program(reverse(loss), through(loss), jnp.asarray(1.0))
+    return Program(reverse(loss), through(loss), jnp.asarray(1.0), loss=loss)
 
 
 PROGRAMS: dict[str, Callable[[], Program]] = {

@@ -18,6 +18,8 @@ class Program(NamedTuple):
     at: Any
     tolerance: float = 1e-12
     """Of the largest number of a leaf; more only where a comment says why."""
+    loss: Callable | None = None
+    """What is differentiated, for tests that ask forward mode, too."""
 
 
 def reverse(loss: Callable) -> dict[str, Callable]:

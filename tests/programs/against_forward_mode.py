@@ -1,0 +1,80 @@
+"""How programs of other libraries are checked: by forward mode of the same program as it is.
+
+`lax.while_loop` has forward mode, of any order, so what it says is independent of loopkit. The
+directional derivatives of the program with its loops replaced have to agree, in double precision,
+whichever way they are taken.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import loopkit
+
+
+def import_or_skip(name: str) -> Any:
+    """The module, or a skipped test. What they warn of when imported is their own affair."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip(name, exc_type=ImportError)
+
+
+def direction(like: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.cos(1.7 * jnp.arange(jnp.size(x))).reshape(x.shape), like)
+
+
+def dot(a: Any, b: Any) -> jax.Array:
+    return sum(jnp.vdot(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def slope(f: Callable, v: Any) -> Callable:
+    return lambda x: jax.jvp(f, (x,), (v,))[1]
+
+
+def expected(loss: Callable, at: Any, order: int) -> dict[str, jax.Array]:
+    """Value, slope, and curvature of the program as it is, along one direction."""
+    v = direction(at)
+    names = ["value", "first", "second"][: order + 1]
+
+    def by_forward_mode(x):
+        found, f = [], loss
+        for _ in names:
+            found.append(f(x))
+            f = slope(f, v)
+        return dict(zip(names, found, strict=True))
+
+    return jax.jit(by_forward_mode)(at)
+
+
+def found(loss: Callable, at: Any, order: int, **how: Any) -> dict[str, dict[str, jax.Array]]:
+    """The same through `checkpointed`, in every order of the two modes that ends in a number."""
+    f, v = loopkit.checkpointed(loss, **how), direction(at)
+    pulled = lambda f: lambda x: dot(jax.grad(f)(x), v)
+
+    def all_ways(x):
+        value, gradient = jax.value_and_grad(f)(x)
+        ways = {"value": {"r": value}, "first": {"f": slope(f, v)(x), "r": dot(gradient, v)}}
+        second = {"fr": slope(pulled(f), v)(x), "rr": pulled(pulled(f))(x)}
+        return ways | {"second": second} if order == 2 else ways
+
+    return jax.jit(all_ways)(at)
+
+
+def assert_agrees(
+    loss: Callable, at: Any, order: int = 2, rtol: float = 1e-9, **how: Any
+) -> dict[str, jax.Array]:
+    """rtol: of the number; steps whose sizes depend on the last digits make more of these.
+
+    Returns what forward mode gives.
+    """
+    wanted = expected(loss, at, order)
+    assert all(np.isfinite(number) for number in wanted.values()), wanted
+    for name, ways in found(loss, at, order, **how).items():
+        for way, number in ways.items():
+            np.testing.assert_allclose(number, wanted[name], rtol, err_msg=f"{name}, {way}")
+    return wanted

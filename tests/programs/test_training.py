@@ -1,0 +1,59 @@
+"""flax NNX and Equinox: training loops, differentiated in the rate of learning and in the data."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from .against_forward_mode import assert_agrees, import_or_skip
+
+pytestmark = [pytest.mark.programs, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+XS = jnp.sin(jnp.arange(24.0)).reshape(8, 3)
+YS = jnp.cos(jnp.arange(8.0))
+
+
+def trained(loss, weights, settings):
+    """The loss after some steps of Adam."""
+    optax = import_or_skip("optax")
+    rate, scale = settings
+    optimiser = optax.adam(rate)
+
+    def step(carry, row):
+        weights, state = carry
+        x, y = row
+        updates, state = optimiser.update(jax.grad(loss)(weights, x, scale * y), state)
+        return (optax.apply_updates(weights, updates), state), None
+
+    (weights, _), _ = jax.lax.scan(step, (weights, optimiser.init(weights)), (XS, YS))
+    return jax.vmap(loss, (None, 0, 0))(weights, XS, YS).mean()
+
+
+def with_nnx(settings):
+    nnx = import_or_skip("flax.nnx")
+
+    class Network(nnx.Module):
+        def __init__(self, rngs):
+            how = {"rngs": rngs, "param_dtype": float, "dtype": float}
+            self.first, self.last = nnx.Linear(3, 4, **how), nnx.Linear(4, 1, **how)
+
+        def __call__(self, x):
+            return self.last(jnp.tanh(self.first(x)))[0]
+
+    graph, weights = nnx.split(Network(nnx.Rngs(0)))
+    loss = lambda weights, x, y: (nnx.merge(graph, weights)(x) - y) ** 2
+    return trained(loss, weights, settings)
+
+
+def with_equinox(settings):
+    import equinox as eqx
+
+    network = eqx.nn.MLP(3, "scalar", 4, 1, activation=jnp.tanh, key=jax.random.key(0))
+    weights, rest = eqx.partition(network, eqx.is_inexact_array)
+    loss = lambda weights, x, y: (eqx.combine(weights, rest)(x) - y) ** 2
+    return trained(loss, weights, settings)
+
+
+@pytest.mark.parametrize("checkpoints", [None, "all"])
+@pytest.mark.parametrize("train", [with_nnx, with_equinox], ids=lambda train: train.__name__)
+def test_derivatives(train, checkpoints):
+    assert_agrees(train, jnp.array([0.05, 1.3]), checkpoints=checkpoints)
