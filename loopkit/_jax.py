@@ -144,11 +144,15 @@ def _lower_zeros(ctx: Any, _: Any, **of: Any) -> Any:
     return mlir.lower_fun(fill, multiple_results=False)(ctx, _)
 
 
-def _lower_blank(ctx: Any, operand: Any, **of: Any) -> Any:
+def _is_filled(ctx: Any) -> bool:
     module = ctx.module_context
     alone = getattr(module.axis_context, "num_devices", 0) == 1
     kept = module.lowering_parameters.for_export
-    if filled.value or looks_for_nans() or kept or not alone or not _leaves_as_found():
+    return filled.value or looks_for_nans() or kept or not alone
+
+
+def _lower_blank(ctx: Any, operand: Any, **of: Any) -> Any:
+    if _is_filled(ctx) or not _leaves_as_found():
         return _lower_zeros(ctx, operand, **of)
     # With a side effect it stays in the loop that it is in: outside, it would have to be copied.
     return jax.ffi.ffi_lowering(UNTOUCHED, has_side_effect=True)(ctx, operand)
@@ -170,7 +174,15 @@ def _leaves_as_found() -> bool:
     return True
 
 
+def _lower_empty(ctx: Any, operand: Any, **of: Any) -> Any:
+    if _is_filled(ctx):
+        return _lower_zeros(ctx, operand, **of)
+    return mlir.lower_fun(lambda _: jax.lax.empty(**of), multiple_results=False)(ctx, operand)
+
+
 mlir.register_lowering(blank_p, _lower_zeros)
+mlir.register_lowering(blank_p, _lower_empty, platform="gpu")
+mlir.register_lowering(blank_p, _lower_empty, platform="tpu")
 mlir.register_lowering(blank_p, _lower_blank, platform="cpu")
 
 
@@ -488,7 +500,7 @@ def define(
     primitive.def_impl(ft.partial(_filled_where_it_shows, outside))
     primitive.def_effectful_abstract_eval(types)
     checkify.error_checks[primitive] = functionalized
-    lower = mlir.lower_fun(evaluate_as_written, multiple_results=True)
+    lower = _lowering(evaluate_as_written)
     mlir.register_lowering(primitive, lower)
     mlir.register_lowering(primitive, ft.partial(_lower_where_hosts_wait, lower), platform="gpu")
     if jvp is not None:
@@ -509,6 +521,21 @@ wait for the predicate each time. Part of every cache's key."""
 def _lower_where_hosts_wait(lower: Callable, *args: Any, **params: Any) -> Any:
     with host_waits(True):
         return lower(*args, **params)
+
+
+def _lowering(evaluate: Callable) -> Callable:
+    """A rule that lowers what a function does, with the memory that it names.
+
+    JAX looks for such names in the equations that a program is made of, not in what they become, and
+    drops them all where it finds none.
+    """
+    lower = mlir.lower_fun(evaluate, multiple_results=True)
+
+    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
+        ctx.module_context = ctx.module_context.replace(all_default_mem_kind=False)
+        return lower(ctx, *operands, **params)
+
+    return rule
 
 
 def _checkified(args: Any) -> tuple:
