@@ -41,9 +41,11 @@ def test_what_is_not_written_is_not_read(problem: Problem, pattern, checkpoints)
     assert_close(got, expected(problem.name, pattern))
 
 
-@pytest.mark.parametrize(
-    "plan", [Plan(3, 4), Plan(12, 4), Plan(3, 4, "residuals"), Plan(12)], ids=range(4)
-)
+PUT_OFF = Plan(3, 4), Plan(12, 4), Plan(3, 4, "residuals"), Plan(12)
+PUT_OFF += Plan(3, 4, host=True), Plan(12, 4, host=True)
+
+
+@pytest.mark.parametrize("plan", PUT_OFF, ids=range(6))
 def test_products_that_are_put_off_read_whole_segments(plan):
     """Seven of eleven steps, in segments of four."""
     w, h = jnp.eye(96) * 0.9 + 0.01, jnp.linspace(-1.0, 1.0, 4 * 96).reshape(4, 96)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from loopkit import _jax
 from loopkit._engine.loop import Loop, Operands, kept
-from loopkit._engine.steps import guarded_step, one_step
+from loopkit._engine.steps import guarded_step, one_step, select
 from loopkit._engine.sweeps import strategy
 from loopkit._engine.sweeps.step import Cotangents, StepReversal
 from loopkit._engine.sweeps.strategy import Backward, Saving, Strategy
@@ -40,6 +41,9 @@ class EveryCarry(Strategy):
         def segment(first: Any, count: Any, s: Backward) -> Backward:
             slices = (lax.dynamic_slice_in_dim(v, first, length) for v in s.stacks)
             rows = list(map(_jax.placed, slices))
+            if self.how.plan.host:  # filling them there would go through the device's memory
+                taken = jnp.arange(length) < count
+                rows = select(taken, rows, list(map(jnp.zeros_like, rows)))
             cts, buffers = step.reverse_segment(first, count, rows, s.cts, s.buffers)
             return s._replace(cts=cts, buffers=buffers)
 
