@@ -8,6 +8,7 @@ closes over has become leading arguments.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools as ft
 import os
 import sys
@@ -19,7 +20,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax._src import callback, checkify, config, core, dispatch, linear_util
+from jax._src import ad_util, callback, checkify, config, core, dispatch, linear_util
 from jax._src import effects as effects_
 from jax._src import source_info_util as source_info
 from jax._src.api_util import debug_info
@@ -238,6 +239,35 @@ def placed(value: Any, aval: ShapedArray | None = None) -> Any:
     if host == here:
         return value
     return jax.device_put(value, jax.memory.Space.Host if host else jax.memory.Space.Device)
+
+
+def named_on_host(value: Any) -> Any:
+    """A value of the host's memory, with an equation that says so, where JAX looks for one.
+
+    Without any, it has a program return it in the device's memory, whatever its type.
+    """
+    if is_tracer(value) and is_on_host(jax.typeof(value)):
+        return jax.device_put(value, jax.memory.Space.Host)
+    return value
+
+
+def _unwritten_on_host(empty: Callable) -> Callable:
+    """What JAX makes of a type before it is written to; of the host's memory, really there.
+
+    JAX gives it the type alone, and compilers refuse to copy from the host's memory to such an
+    array: the stacked results of a scan, and what a branch that is not taken would have saved.
+    """
+
+    def made(*of: Any) -> Any:
+        array = empty(*of)
+        aval = jax.typeof(array)
+        return placed(blank(on_device(aval)), aval) if is_on_host(aval) else array
+
+    return made
+
+
+cast(Any, lax_loops)._empty_array = _unwritten_on_host(cast(Any, lax_loops)._empty_array)
+ad_util.aval_empty_likers[ShapedArray] = _unwritten_on_host(ad_util.aval_empty_likers[ShapedArray])
 
 
 def known_on(meshes: Sequence[Any], values: list) -> list:
@@ -495,7 +525,11 @@ def define(
         jaxpr, closed_over = trace(fun, list(map(jax.typeof, operands)), primitive.name)
         return checkify.checkify_jaxpr(*context, jaxpr, enabled, error, *closed_over, *operands)
 
-    alone = ft.partial(dispatch.apply_primitive, primitive)
+    def alone(*operands: Any, **params: Any) -> Any:
+        if any(map(is_on_host, types(*map(jax.typeof, operands), **params)[0])):
+            return _named_results(primitive, tuple(params.items()), *operands)
+        return dispatch.apply_primitive(primitive, *operands, **params)
+
     outside = alone if run is None else ft.partial(run, alone, evaluate_as_written)
     primitive.def_impl(ft.partial(_filled_where_it_shows, outside))
     primitive.def_effectful_abstract_eval(types)
@@ -523,6 +557,12 @@ def _lower_where_hosts_wait(lower: Callable, *args: Any, **params: Any) -> Any:
         return lower(*args, **params)
 
 
+@ft.partial(jax.jit, static_argnums=(0, 1))
+def _named_results(primitive: core.Primitive, params: tuple, *operands: Any) -> list:
+    """What a primitive returns, in the memory that its types say, also outside jit."""
+    return list(map(named_on_host, primitive.bind(*operands, **dict(params))))
+
+
 def _lowering(evaluate: Callable) -> Callable:
     """A rule that lowers what a function does, with the memory that it names.
 
@@ -533,9 +573,32 @@ def _lowering(evaluate: Callable) -> Callable:
 
     def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
         ctx.module_context = ctx.module_context.replace(all_default_mem_kind=False)
-        return lower(ctx, *operands, **params)
+        token = _targets.set(tuple(ctx.platforms or ctx.module_context.platforms))
+        try:
+            return lower(ctx, *operands, **params)
+        finally:
+            _targets.reset(token)
 
     return rule
+
+
+_targets: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar("targets")
+"""The platforms that a program is being lowered for."""
+
+
+def target_device() -> Any:
+    """A device of this process like the one that the program being lowered is for, if it has one.
+
+    Where none is being lowered, the default device.
+    """
+    platforms = _targets.get(None)
+    if platforms is None:
+        default = jax.config.jax_default_device
+        return default if isinstance(default, jax.Device) else jax.local_devices()[0]
+    for platform in platforms:
+        with contextlib.suppress(RuntimeError):  # no such devices here
+            return jax.local_devices(backend=platform)[0]
+    return None
 
 
 def _checkified(args: Any) -> tuple:

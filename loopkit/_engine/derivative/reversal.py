@@ -18,7 +18,6 @@ from loopkit._engine.loop import Active, Loop, Operands, fixed_point, kept, part
 from loopkit._engine.passes.lean import to_run
 from loopkit._engine.passes.prune import Pruned, prune
 from loopkit._engine.steps import hold, read_slices, repeat
-from loopkit._engine.trials.host_memory import check_host_memory
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import factor_bytes, nanoseconds
 from loopkit._plans.plan import Plan, Step
@@ -279,8 +278,6 @@ def _planned(loop: Loop, active: Active) -> Reversal:
         loop.check_repeats()
     if plan.keeps_all or not plan.step.buffer_bytes:
         undo = None
-    if plan.host:
-        check_host_memory(loop.name)
     if plan.strategy == "every carry":
         plan = replace(plan, slots=plan.segment * (plan.segments or 0))  # whole segments
     return replace(quiet, plan=plan, undo=undo)

@@ -49,6 +49,7 @@ def known(values: Sequence[Any], *, loop: Loop, active: Active) -> tuple:
     both = sweeps(reversal(loop, active))
     if both.how.plan.host:
         residuals = list(map(_jax.placed, residuals, both.residual_types))
+        residuals = list(map(_jax.named_on_host, residuals))
     params = {"loop": loop, "layout": active, "active": active, "batch": None, "lean": False}
     return results, [*values, *residuals], pushforward_p, params
 

@@ -21,7 +21,7 @@ from loopkit._engine.loop import Active, Loop, kept, parts, spread
 from loopkit._engine.primitives import RUNS_WITH, define, forward_p, pushforward_p, while_p
 from loopkit._engine.rules import while_
 from loopkit._engine.sweeps import sweeps
-from loopkit._engine.trials.host_memory import check_gradients
+from loopkit._engine.trials.host_memory import check_host_memory
 from loopkit._engine.trials.unrolling import settled
 
 
@@ -34,7 +34,7 @@ def _swept(loop: Loop, active: Active, how: Reversal, run: Loop, operands: Seque
     with jax.named_scope(f"loopkit.{loop.name}.forward"):
         unroll = settled(loop, active)
         if how.plan.host:
-            check_gradients(loop.name)
+            check_host_memory(loop.name)
         both = sweeps(how.unrolled(unroll))
         outs = both.forward(run.unrolled(unroll), run.split(operands)[0])
         last = zip(outs[-2:], both.residual_types[-2:], strict=True)

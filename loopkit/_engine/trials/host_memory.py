@@ -1,8 +1,9 @@
-"""Checkpoints in the host's memory: does a device have it, and do they come back as they were?
+"""Checkpoints in the host's memory: are they there, and do they come back as they were?
 
-Compilers have moved buffers between memories wrongly, and a wrong gradient says nothing. So before
-the first loop of a process that keeps its checkpoints on the host, a small gradient is computed
-both ways on the device and compared.
+Compilers have moved buffers between memories wrongly, and a wrong gradient says nothing; nor does a
+right one that was kept on the device after all. So before the first loop of a process that keeps
+its checkpoints on the host, a small gradient is computed both ways on the device and compared, and
+the compiler is asked how much of it is on the host.
 """
 
 from __future__ import annotations
@@ -19,20 +20,41 @@ from loopkit._engine.primitives import while_p
 from loopkit._plans.plan import Plan
 
 KIND = "pinned_host"
+SIZE = 256
+"""Numbers in the carry of the small loop."""
+ADVICE = "Give `memory` as one number, or a plan with host=False."
 
 _sound: set[Any] = set()
 """Devices on which gradients have come out right."""
 
 
 def check_host_memory(name: str) -> None:
+    """Raise unless checkpoints can be kept on the host. Looks once for each device.
+
+    A program for a machine of another kind than this one is not looked at.
+    """
+    device = _jax.target_device()
+    if device is None or device in _sound:
+        return
+    check_kinds(name, device)
+    _sound.add(device)  # the gradients below are of loops that come here too
+    try:
+        programs = [compiled(device, host) for host in (False, True)]
+        check_placed(name, device, programs[1])
+        check_same(name, device, programs)
+    except BaseException:
+        _sound.discard(device)
+        raise
+
+
+def check_kinds(name: str, device: Any) -> None:
     """Raise unless the device has memory of the host."""
-    device = jax.devices()[0]
     kinds = memory_kinds(device)
     if KIND not in kinds:
         raise NotImplementedError(
-            f"loopkit.{name}: checkpoints can be kept on the host only on a device that has memory "
-            f"of the kind {KIND!r}, got {device.device_kind} with {', '.join(sorted(kinds))}. "
-            "Give `memory` as one number, or a plan with host=False."
+            f"loopkit.{name}: `memory`, or a plan with host=True, can keep checkpoints on the host "
+            f"only with a device that has memory of the kind {KIND!r}, got {device.device_kind} "
+            f"with {', '.join(sorted(kinds))}. {ADVICE}"
         )
 
 
@@ -40,30 +62,41 @@ def memory_kinds(device: Any) -> set[str]:
     return {memory.kind for memory in device.addressable_memories()}
 
 
-def check_gradients(name: str) -> None:
-    """Raise if a gradient depends on where its checkpoints are. Looks once for each device."""
-    device = jax.devices()[0]
-    if device in _sound:
+def compiled(device: Any, host: bool) -> Any:
+    """The gradient of a small loop, for a device, which need not be of this machine."""
+    place = jax.sharding.SingleDeviceSharding(device)
+    gradient = jax.grad(lambda x: _probe(x, host))
+    function = jax.jit(gradient, in_shardings=place, out_shardings=place)
+    return function.lower(jax.ShapeDtypeStruct((SIZE,), jnp.float32)).compile()
+
+
+def check_placed(name: str, device: Any, program: Any) -> None:
+    """Raise unless the compiler says that something of a program is on the host.
+
+    A CPU is its own host: there is one memory, and nothing to be seen.
+    """
+    if device.platform == "cpu":
         return
-    _sound.add(device)  # the gradients below are of loops that come here too
-    try:
-        with jax.ensure_compile_time_eval():
-            x = jnp.linspace(0.1, 0.9, 256, dtype=jnp.float32)
-        found = []
-        for host in (False, True):
-            gradient = jax.jit(jax.grad(lambda x, host=host: _probe(x, host)))
-            found.append(np.asarray(gradient.lower(x).compile()(x)))
-        here, there = found
-        if not np.allclose(here, there, rtol=1e-4):
-            raise RuntimeError(
-                f"loopkit.{name}: checkpoints in the host's memory must come back as they were, "
-                f"got gradients that differ by {np.max(np.abs(here - there)):.1e} on "
-                f"{device.device_kind} with jax {jax.__version__}. Give `memory` as one number, or "
-                "a plan with host=False."
-            )
-    except BaseException:
-        _sound.discard(device)
-        raise
+    found = getattr(program.memory_analysis(), "host_temp_size_in_bytes", None)
+    if not found:
+        raise RuntimeError(
+            f"loopkit.{name}: `memory`, or a plan with host=True, must have checkpoints put in the "
+            f"host's memory, got {found} bytes there, by the compiler's account, on "
+            f"{device.device_kind} with jax {jax.__version__}. {ADVICE}"
+        )
+
+
+def check_same(name: str, device: Any, programs: list) -> None:
+    """Raise if a gradient depends on where its checkpoints are."""
+    with jax.ensure_compile_time_eval():
+        x = jax.device_put(np.linspace(0.1, 0.9, SIZE, dtype=np.float32), device)
+    here, there = (np.asarray(program(x)) for program in programs)
+    if not np.allclose(here, there, rtol=1e-4):
+        raise RuntimeError(
+            f"loopkit.{name}: checkpoints in the host's memory must come back as they were, "
+            f"got gradients that differ by {np.max(np.abs(here - there)):.1e} on "
+            f"{device.device_kind} with jax {jax.__version__}. {ADVICE}"
+        )
 
 
 def _probe(x: Any, host: bool) -> Any:
