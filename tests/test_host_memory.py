@@ -1,5 +1,7 @@
 """Checkpoints in the host's memory."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -86,6 +88,16 @@ def test_more_on_the_host_takes_no_more_runs():
 def test_the_least_on_the_host():
     with pytest.raises(ValueError, match=r"`memory` must be at least 808 bytes on the host"):
         jax.grad(lambda x: cubic(x, memory={"device": "10 kB", "host": 3}))(jnp.ones(100))
+
+
+def test_the_least_on_the_device():
+    """What is refused says what would do, and that does."""
+    kept = lambda least: jax.grad(lambda x: cubic(x, memory={"device": least, "host": "1 MB"}))
+    with pytest.raises(ValueError, match=r"`memory` must be at least \d+ bytes on the dev") as error:
+        kept(500)(jnp.ones(100))
+    (least,) = re.findall(r"Pass (\d+) or more for 'device'", str(error.value))
+    assert 500 < int(least) < 5000
+    assert_close(kept(int(least))(jnp.ones(100)), jax.grad(cubic)(jnp.ones(100)))
 
 
 def test_what_is_no_pair_of_budgets():

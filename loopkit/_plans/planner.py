@@ -235,10 +235,13 @@ def _refusal(
     fit = [p for p in plans if host is None or p.host_bytes <= host]
     least = min(fit, key=lambda p: p.peak_bytes)
     needed = least.peak_bytes * loops
+    where, advice = "", f"`memory={needed}` or more"
+    if host is not None:
+        where, advice = " on the device", f"{needed} or more for 'device'"
     return TooLittle(
-        f"loopkit.{name}: `memory` must be at least {needed} bytes, got {count * loops} "
+        f"loopkit.{name}: `memory` must be at least {needed} bytes{where}, got {count * loops} "
         f"bytes. That is a carry of {least.step.carry_bytes} bytes, and what else a gradient needs "
-        f"however little is kept{each}. Pass `memory={needed}` or more.",
+        f"however little is kept{each}. Pass {advice}.",
         needed,
     )
 
