@@ -146,10 +146,13 @@ def _lower_zeros(ctx: Any, _: Any, **of: Any) -> Any:
 
 
 def _is_filled(ctx: Any) -> bool:
-    module = ctx.module_context
-    alone = getattr(module.axis_context, "num_devices", 0) == 1
-    kept = module.lowering_parameters.for_export
-    return filled.value or looks_for_nans() or kept or not alone
+    kept = ctx.module_context.lowering_parameters.for_export
+    return filled.value or looks_for_nans() or kept or not _is_alone(ctx)
+
+
+def _is_alone(ctx: Any) -> bool:
+    """Whether a program is for a single device."""
+    return getattr(ctx.module_context.axis_context, "num_devices", 0) == 1
 
 
 def _lower_blank(ctx: Any, operand: Any, **of: Any) -> Any:
@@ -447,10 +450,17 @@ def bind_equation(eqn: Any, values: Sequence[Any]) -> list:
     """The results of an equation on other operands, in the context that it was written in."""
     found = eqn.primitive.get_bind_params(eqn.params)
     subfuns, params = found if isinstance(found, tuple) else ([], found)
-    names = source_info.current_name_stack() + eqn.source_info.name_stack
-    with source_info.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
+    with context_of(eqn):
         out = eqn.primitive.bind(*subfuns, *values, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+@contextlib.contextmanager
+def context_of(eqn: Any) -> Any:
+    """What an equation was written in, for what takes its place."""
+    names = source_info.current_name_stack() + eqn.source_info.name_stack
+    with source_info.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
+        yield
 
 
 def vmapped_axes() -> set:
@@ -501,13 +511,15 @@ def define(
     transpose: Callable | None = None,
     dce: Callable | None = None,
     run: Callable | None = None,
+    on: dict[str, Callable] | None = None,
 ) -> Callable:
     """Lower a primitive through `evaluate(*args, **params)`, which is returned as it is run.
 
     Outside jit it is compiled, or left to `run(compiled, evaluate, *args, **params)`. However
     strict the user is with promotion in what they write, step numbers and masks may be mixed.
     `types(*avals, **params)` gives result types and effects. `dce(used, equation)`
-    says which operands are used, and gives the equation that is left, or None.
+    says which operands are used, and gives the equation that is left, or None. For a platform in
+    `on`, `on[platform](evaluate)` is lowered instead, if the program is for a single device.
     """
 
     def evaluate_as_written(*args: Any, **params: Any) -> Any:
@@ -534,9 +546,10 @@ def define(
     primitive.def_impl(ft.partial(_filled_where_it_shows, outside))
     primitive.def_effectful_abstract_eval(types)
     checkify.error_checks[primitive] = functionalized
-    lower = _lowering(evaluate_as_written)
-    mlir.register_lowering(primitive, lower)
-    mlir.register_lowering(primitive, ft.partial(_lower_where_hosts_wait, lower), platform="gpu")
+    for platform in (None, "gpu"):
+        lower_by(primitive, evaluate_as_written, platform=platform)
+    for platform, change in (on or {}).items():
+        lower_by(primitive, evaluate_as_written, change(evaluate_as_written), platform)
     if jvp is not None:
         ad.primitive_jvps[primitive] = jvp
     if transpose is not None:
@@ -552,34 +565,37 @@ host_waits = jax.make_user_context(False)
 wait for the predicate each time. Part of every cache's key."""
 
 
-def _lower_where_hosts_wait(lower: Callable, *args: Any, **params: Any) -> Any:
-    with host_waits(True):
-        return lower(*args, **params)
-
-
 @ft.partial(jax.jit, static_argnums=(0, 1))
 def _named_results(primitive: core.Primitive, params: tuple, *operands: Any) -> list:
     """What a primitive returns, in the memory that its types say, also outside jit."""
     return list(map(named_on_host, primitive.bind(*operands, **dict(params))))
 
 
-def _lowering(evaluate: Callable) -> Callable:
-    """A rule that lowers what a function does, with the memory that it names.
+def lower_by(
+    primitive: core.Primitive,
+    evaluate: Callable,
+    alone: Callable | None = None,
+    platform: str | None = None,
+) -> None:
+    """Lower what a function does, with the memory that it names; on a single device, `alone`.
 
-    JAX looks for such names in the equations that a program is made of, not in what they become, and
-    drops them all where it finds none.
+    JAX looks for such names in the equations that a program is made of, not in what they become,
+    and drops them all where it finds none.
     """
-    lower = mlir.lower_fun(evaluate, multiple_results=True)
+    spread, alone = (
+        mlir.lower_fun(f, multiple_results=True) for f in (evaluate, alone or evaluate)
+    )
 
     def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
         ctx.module_context = ctx.module_context.replace(all_default_mem_kind=False)
         token = _targets.set(tuple(ctx.platforms or ctx.module_context.platforms))
         try:
-            return lower(ctx, *operands, **params)
+            with host_waits(platform == "gpu"):
+                return (alone if _is_alone(ctx) else spread)(ctx, *operands, **params)
         finally:
             _targets.reset(token)
 
-    return rule
+    mlir.register_lowering(primitive, rule, platform=platform)
 
 
 _targets: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar("targets")

@@ -14,7 +14,7 @@ from loopkit._plans.plan import Bytes, Step
 from loopkit._plans.planner import make_plan
 from problems import named
 
-#pytestmark = pytest.mark.slow
+# pytestmark = pytest.mark.slow
 
 PLANS = {
     "segments": Plan(100, segment=2, host=True),
@@ -93,7 +93,9 @@ def test_the_least_on_the_host():
 def test_the_least_on_the_device():
     """What is refused says what would do, and that does."""
     kept = lambda least: jax.grad(lambda x: cubic(x, memory={"device": least, "host": "1 MB"}))
-    with pytest.raises(ValueError, match=r"`memory` must be at least \d+ bytes on the dev") as error:
+    with pytest.raises(
+        ValueError, match=r"`memory` must be at least \d+ bytes on the dev"
+    ) as error:
         kept(500)(jnp.ones(100))
     (least,) = re.findall(r"Pass (\d+) or more for 'device'", str(error.value))
     assert 500 < int(least) < 5000
@@ -108,8 +110,13 @@ def test_what_is_no_pair_of_budgets():
 def test_a_device_without_host_memory(monkeypatch):
     monkeypatch.setattr(host_memory, "memory_kinds", lambda device: {"device"})
     monkeypatch.setattr(host_memory, "_sound", set())
-    for options in ({"checkpoints": Plan(6, host=True)}, {"memory": {"device": 10**5, "host": 10**6}}):
-        with pytest.raises(NotImplementedError, match=r"scan: `memory`, or a plan .* got cpu with dev"):
+    for options in (
+        {"checkpoints": Plan(6, host=True)},
+        {"memory": {"device": 10**5, "host": 10**6}},
+    ):
+        with pytest.raises(
+            NotImplementedError, match=r"scan: `memory`, or a plan .* got cpu with dev"
+        ):
             jax.grad(lambda x, options=options: cubic(x, **options))(jnp.ones(51))
 
 

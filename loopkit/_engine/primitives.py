@@ -44,7 +44,7 @@ RUNS_WITH: dict[Any, Callable] = {}
 and a function of those that returns the results; None if it needs all."""
 
 
-def define(primitive: Any, evaluate: Callable, types: Callable, **rules: Callable) -> None:
+def define(primitive: Any, evaluate: Callable, types: Callable, **rules: Any) -> None:
     """As in `_jax`; what has the same equations is compiled once, also outside jit."""
     if primitive is not while_p:  # all others are derivatives
         evaluate, types = naming_the_loop(evaluate), naming_the_loop(types)

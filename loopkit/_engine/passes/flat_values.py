@@ -1,0 +1,388 @@
+"""Rows of short axes as vectors, where a compiler pads short axes: while a program is lowered.
+
+A TPU keeps arrays in tiles of 8 by 128 numbers: rows of [10, 5] stacked to [T, 10, 5] take twenty
+times the memory that they need, and [T, 50] two and a half times. But to make a vector of a row,
+and a row of a vector, is an operation of its own there. So rows that steps read and write as
+vectors stay vectors in between, as far as elementwise equations go, and so do what loops carry and
+what they stack.
+
+Whether that is worth it is counted: changes of shape inside loops, with it and without it. Where
+it takes more of them, it is done for the memory alone, if that is much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from loopkit import _jax
+from loopkit._engine.loop import parts
+from loopkit._engine.passes.flat_rows import SHORT
+from loopkit._jaxprs import equations
+from loopkit._jaxprs.cost import PER_ELEMENT
+
+LONGEST = 4096
+"""Numbers of a row."""
+LANES, SUBLANES = 128, 8
+"""Of a tile."""
+MUCH = 1 << 27
+"""Bytes of padding that are worth changes of shape: they leave the memory that is fast."""
+_ELEMENTWISE = """
+    abs add add_any and ceil clamp convert_element_type copy copy_p div eq floor ge gt imag
+    integer_pow is_finite le lt max min mul ne neg nextafter not one_minus_square or real rem round
+    rsqrt select_n sign sqrt square stop_gradient sub xor
+"""
+SLOW = {"gather", "scatter", "scatter_add", "scatter-add", "sort", "cumsum", "top_k", "concatenate"}
+ELEMENTWISE = frozenset(_ELEMENTWISE.split()) | (PER_ELEMENT.keys() - SLOW) - {
+    "threefry2x32",
+    "random_bits",
+}
+
+
+class Flat(NamedTuple):
+    """Stands for an array whose last axes are one, while a jaxpr is evaluated."""
+
+    value: Any
+    """A row, [n]; or rows, [T, n]."""
+    shape: tuple[int, ...]
+    """As it is written."""
+    leaf: Any = None
+    """Of which stack that a loop carries it is a state."""
+
+
+class Changes:
+    """What is found out while a jaxpr is evaluated."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Changes of shape, those in loops alone."""
+        self.depth = 0
+        self.saved = 0
+        """Bytes."""
+        self.lost: list = []
+        """Stacks that are used as a whole."""
+        self.made: dict[tuple[int, bool], tuple[Any, Any]] = {}
+
+    def once(self, value: Any, flat: bool, make: Callable[[], Any]) -> Any:
+        """`make()`, counted once for each value."""
+        key = (id(value), flat)
+        if key not in self.made:
+            self.count += self.depth > 0
+            self.made[key] = make(), value  # which lives as long as its id is a key
+        return self.made[key][0]
+
+    def plain(self, value: Any) -> Any:
+        """A value in its own shape."""
+        if not isinstance(value, Flat):
+            return value
+        if value.value.ndim > 1:
+            self.lost.append(value.leaf)
+        made = self.once(value.value, False, lambda: value.value.reshape(value.shape))
+        return made.reshape(value.shape)  # the same row may have axes of one besides
+
+    def flat(self, value: Any) -> Any:
+        """A row as a vector."""
+        if isinstance(value, Flat):
+            return value.value
+        return self.once(value, True, lambda: value.reshape(-1))
+
+
+def of_vectors(evaluate: Callable) -> Callable:
+    """A function of arrays that returns a list, its rows of short axes computed as vectors."""
+
+    def evaluated(*operands: Any, **params: Any) -> list:
+        types = list(map(jax.typeof, operands))
+        jaxpr, closed = _jax.trace(lambda *v: evaluate(*v, **params), types, "loop")
+        run = lambda *values: _run_flat(jaxpr, values, Changes())
+        if not _has_short_rows(jaxpr):
+            return list(_jax.call_jaxpr(jaxpr)(*closed, *operands))
+        found = Changes()
+        _jax.trace(lambda *v: _run_flat(jaxpr, v, found), jaxpr.in_avals, "loop")
+        if found.count > _reshapes(jaxpr) and found.saved < MUCH:
+            return list(_jax.call_jaxpr(jaxpr)(*closed, *operands))
+        return run(*closed, *operands)
+
+    return evaluated
+
+
+ON = {"tpu": of_vectors}
+"""Where that is done."""
+
+
+def padded_bytes(shape: Sequence[int], itemsize: int) -> int:
+    """Of an array as a TPU keeps it, the better of its last two axes in the lanes."""
+    if len(shape) < 2:
+        return _jax.volume(shape) * itemsize
+    *lead, a, b = shape
+    tile = lambda n, size: -(-n // size) * size
+    least = min(tile(a, SUBLANES) * tile(b, LANES), tile(b, SUBLANES) * tile(a, LANES))
+    return _jax.volume(lead) * least * itemsize
+
+
+def _is_short(shape: Sequence[int]) -> bool:
+    """Whether an array is a row of several axes, the last of them short."""
+    if len(shape) < 2 or not all(isinstance(n, int) for n in shape):
+        return False
+    return 0 < shape[-1] < SHORT and sum(n > 1 for n in shape) > 1
+
+
+def _is_row(aval: Any) -> bool:
+    shape = getattr(aval, "shape", ())
+    return _is_short(shape) and _jax.volume(shape) <= LONGEST and _is_plain(aval)
+
+
+def _is_stack(aval: Any) -> bool:
+    shape = getattr(aval, "shape", ())
+    return len(shape) > 2 and _is_row(_jax.of_shape(aval, shape[1:])) and shape[0] > 1
+
+
+def _is_plain(aval: Any) -> bool:
+    kind = aval.dtype
+    number = jnp.issubdtype(kind, jnp.number) or jnp.issubdtype(kind, jnp.bool_)
+    return (
+        number
+        and not aval.weak_type
+        and not (_jax.is_spread(aval) or _jax.varying(aval) or _jax.is_on_host(aval))
+    )
+
+
+def _has_short_rows(jaxpr: Any) -> bool:
+    """Whether a loop stacks rows of short axes, or makes such rows of vectors."""
+    loops = [e for e in equations.all_equations(jaxpr) if e.primitive is _jax.lax_while_p]
+    stacks = any(_is_stack(v.aval) for eqn in loops for v in eqn.invars)
+    return stacks or bool(_reshapes(jaxpr))
+
+
+def _reshapes(jaxpr: Any, inside: bool = False) -> int:
+    """Changes of shape in loops, as they are written."""
+    count = 0
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
+        if equations.is_call(eqn):
+            count += _reshapes(eqn.params["jaxpr"], inside)
+        elif eqn.primitive is _jax.lax_while_p:
+            count += _reshapes(eqn.params["body_jaxpr"], True)
+        elif inside and eqn.primitive is lax.reshape_p:
+            before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+            count += _is_row(before) != _is_row(after)
+    return count
+
+
+def _run_flat(jaxpr: Any, values: Sequence[Any], found: Changes) -> list:
+    outs = _run(_jax.open_jaxpr(jaxpr), values, found)
+    return list(map(found.plain, outs))
+
+
+def _run(j: Any, values: Sequence[Any], found: Changes) -> list:
+    """The results of a jaxpr, some of whose values are `Flat`."""
+
+    def rule(eqn: Any, ins: list) -> Sequence[Any]:
+        if equations.is_call(eqn):
+            return _run(*equations.called(eqn, ins), found)
+        if eqn.primitive is _jax.lax_while_p:
+            return _loop(eqn, ins, found)
+        made = _flat_results(eqn, ins, found)
+        if made is not None:
+            return made
+        return _jax.bind_equation(eqn, list(map(found.plain, ins)))
+
+    return equations.interpret(j, values, rule)
+
+
+def _flat_results(eqn: Any, ins: list, found: Changes) -> Sequence[Any] | None:
+    """The results of an equation on vectors, if it can be evaluated on them."""
+    flats = [isinstance(v, Flat) for v in ins]
+    out = eqn.outvars[0].aval if eqn.outvars else None
+    if eqn.primitive is _jax.blank_p and _is_stack(out):
+        return [_blank_rows(eqn, ins, out)]
+    if eqn.primitive in (lax.reshape_p, lax.squeeze_p, lax.broadcast_in_dim_p):
+        return _in_shape(eqn, ins, out)
+    if not any(flats):
+        return None
+    if eqn.primitive is lax.optimization_barrier_p:
+        held = lax.optimization_barrier(
+            [v.value if f else v for v, f in zip(ins, flats, strict=True)]
+        )
+        return [Flat(h, *v[1:]) if f else h for h, v, f in zip(held, ins, flats, strict=True)]
+    if eqn.primitive is lax.dynamic_slice_p and flats == [True] + [False] * (len(ins) - 1):
+        return _slice(eqn, ins)
+    if eqn.primitive is lax.dynamic_update_slice_p and flats[0]:
+        return _update(ins, found)
+    if eqn.primitive.name.startswith("reduce_") and len(ins) == 1:
+        return _reduced(eqn, ins[0])
+    if eqn.primitive.name in ELEMENTWISE and len(eqn.outvars) == 1:
+        return _elementwise(eqn, ins, out, found)
+    return None
+
+
+def _blank_rows(eqn: Any, ins: list, out: Any) -> Flat:
+    shape = out.shape[0], _jax.volume(out.shape[1:])
+    return Flat(eqn.primitive.bind(*ins, **dict(eqn.params, shape=shape)), out.shape)
+
+
+def _in_shape(eqn: Any, ins: list, out: Any) -> Sequence[Any] | None:
+    """A vector in another shape is the same vector."""
+    (value,), shape = ins[:1], tuple(out.shape)
+    if isinstance(value, Flat):
+        if value.value.ndim > 1 or _jax.volume(value.shape) != _jax.volume(shape):
+            return None
+        return [Flat(value.value, shape) if _is_row(out) else value.value.reshape(shape)]
+    if not _is_row(out) or _is_row(eqn.invars[0].aval) or len(ins) > 1:
+        return None
+    elements = jnp.size(value)
+    if elements == 1:
+        return [Flat(jnp.broadcast_to(jnp.reshape(value, ()), _jax.volume(shape)), shape)]
+    return [Flat(value.reshape(-1), shape)] if elements == _jax.volume(shape) else None
+
+
+def _slice(eqn: Any, ins: list) -> Sequence[Any] | None:
+    stack, *starts = ins
+    sizes = eqn.params["slice_sizes"]
+    if stack.value.ndim == 1 or tuple(sizes[1:]) != stack.shape[1:] or sizes[0] != 1:
+        return None
+    zero = jnp.zeros_like(starts[0])
+    row = lax.dynamic_slice_p.bind(
+        stack.value, starts[0], zero, slice_sizes=(1, stack.value.shape[-1])
+    )
+    return [Flat(row.reshape(-1), tuple(sizes))]
+
+
+def _update(ins: list, found: Changes) -> Sequence[Any] | None:
+    stack, new, *starts = ins
+    shape = new.shape if isinstance(new, Flat) else jnp.shape(new)
+    if stack.value.ndim == 1 or shape != (1, *stack.shape[1:]):
+        return None
+    row = found.flat(new).reshape(1, -1)
+    zero = jnp.zeros_like(starts[0])
+    return [Flat(lax.dynamic_update_slice_p.bind(stack.value, row, starts[0], zero), *stack[1:])]
+
+
+def _reduced(eqn: Any, row: Flat) -> Sequence[Any] | None:
+    """Over all axes, it does not matter how many there are."""
+    if row.value.ndim > 1 or len(eqn.params.get("axes", ())) != len(row.shape):
+        return None
+    return [eqn.primitive.bind(row.value, **dict(eqn.params, axes=(0,)))]
+
+
+def _elementwise(eqn: Any, ins: list, out: Any, found: Changes) -> Sequence[Any] | None:
+    shapes = {v.shape if isinstance(v, Flat) else jnp.shape(v) for v in ins} - {()}
+    rows = [v.value.ndim == 1 for v in ins if isinstance(v, Flat)]
+    scalar = lambda v: not isinstance(v, Flat) and jnp.ndim(v) == 0
+    if shapes != {tuple(out.shape)} or len(set(rows)) > 1:
+        return None
+    if not rows[0] and not all(isinstance(v, Flat) or scalar(v) for v in ins):
+        return None
+    values = [v if scalar(v) else found.flat(v) for v in ins]
+    (made,) = _jax.bind_equation(eqn, values)
+    leaf = next((v.leaf for v in ins if isinstance(v, Flat)), None)
+    return [Flat(made, tuple(out.shape), leaf)]
+
+
+# ---------------------------------------------------------------- loops
+
+
+def _loop(eqn: Any, ins: list, found: Changes) -> list:
+    """A loop that carries vectors for rows, and for stacks rows of them, where that works out."""
+    asked, values = parts(ins, eqn.params["cond_nconsts"])
+    asked = list(map(found.plain, asked))
+    types = [v.aval for v in eqn.invars[len(asked) :]]
+    best, ways = _best(eqn, asked, types)
+    found.count += best.count
+    held = [_held(v, way, found) for v, way in zip(values, ways, strict=True)]
+    fixed, init = parts(held, eqn.params["body_nconsts"])
+    known = _wrapped(fixed, types[: len(fixed)], ways[: len(fixed)])
+    shapes, carried = types[len(fixed) :], ways[len(fixed) :]
+    found.saved += sum(_saved(t) for t, way in zip(types, ways, strict=True) if way == "stack")
+
+    def wrapped(carry: Sequence[Any]) -> list:
+        return _wrapped(carry, shapes, carried)
+
+    def body(carry: list) -> list:
+        of_step = Changes()
+        outs = _inside(eqn.params["body_jaxpr"], [*known, *wrapped(carry)], of_step)
+        return [_returned(v, way, of_step) for v, way in zip(outs, carried, strict=True)]
+
+    def goes_on(carry: list) -> Any:
+        of_step = Changes()
+        outs = _inside(eqn.params["cond_jaxpr"], [*asked, *wrapped(carry)], of_step)
+        return of_step.plain(outs[0])
+
+    with _jax.context_of(eqn):
+        return wrapped(lax.while_loop(goes_on, body, init))
+
+
+def _inside(jaxpr: Any, values: list, found: Changes) -> list:
+    return _run(_jax.open_jaxpr(jaxpr), [*getattr(jaxpr, "consts", ()), *values], found)
+
+
+def _best(eqn: Any, asked: list, types: Sequence[Any]) -> tuple[Changes, list]:
+    """In which way to hold what a loop reads and carries, and what a step then takes."""
+    stacks = ["stack" if _is_stack(t) else None for t in types]
+    rows = [
+        "row" if way is None and _is_row(t) else way for way, t in zip(stacks, types, strict=True)
+    ]
+    tries = [_settled(eqn, asked, types, ways) for ways in (rows, stacks)]
+    return min(tries, key=lambda found: found[0].count)
+
+
+def _settled(eqn: Any, asked: list, types: Sequence[Any], ways: list) -> tuple[Changes, list]:
+    """Without the stacks that a step uses as a whole."""
+    while True:
+        found, ways, tried = *_tried(eqn, asked, types, ways), ways
+        if ways == tried:
+            return found, ways
+
+
+def _tried(eqn: Any, asked: list, types: Sequence[Any], ways: list) -> tuple[Changes, list]:
+    """What a step takes, and which of the ways work out."""
+    found, failed, fixed = Changes(), set(), eqn.params["body_nconsts"]
+    found.depth = 1
+
+    def step(*values: Any) -> list:
+        held = _wrapped(values, types, ways)
+        leaves = {id(v.leaf): i for i, v in enumerate(held) if isinstance(v, Flat)}
+        outs = _inside(eqn.params["body_jaxpr"], held, found)
+        for i, (v, way) in enumerate(zip(outs, ways[fixed:], strict=True), fixed):
+            if way == "stack" and not (isinstance(v, Flat) and v.value.ndim == 2):
+                failed.add(i)
+        goes = _inside(eqn.params["cond_jaxpr"], [*asked, *held[fixed:]], found)
+        list(map(found.plain, goes))
+        failed.update(leaves[id(leaf)] for leaf in found.lost if id(leaf) in leaves)
+        made = zip(outs, ways[fixed:], strict=True)
+        return [found.plain(v) if way is None else found.flat(v) for v, way in made]
+
+    _jax.trace(step, [_type(t, way) for t, way in zip(types, ways, strict=True)], "loop_step")
+    return found, [None if i in failed else way for i, way in enumerate(ways)]
+
+
+def _type(aval: Any, way: str | None) -> Any:
+    if way is None:
+        return aval
+    lead = aval.shape[:1] if way == "stack" else ()
+    return _jax.of_shape(aval, (*lead, _jax.volume(aval.shape[len(lead) :])))
+
+
+def _wrapped(values: Sequence[Any], types: Sequence[Any], ways: Sequence[str | None]) -> list:
+    triples = zip(values, types, ways, strict=True)
+    return [v if way is None else Flat(v, tuple(t.shape), object()) for v, t, way in triples]
+
+
+def _held(value: Any, way: str | None, found: Changes) -> Any:
+    """What a loop begins with."""
+    if way is None:
+        return found.plain(value)
+    if way == "stack" and not isinstance(value, Flat):
+        return found.once(value, True, lambda: value.reshape(len(value), -1))
+    return found.flat(value)
+
+
+def _returned(value: Any, way: str | None, found: Changes) -> Any:
+    return found.plain(value) if way is None else found.flat(value)
+
+
+def _saved(aval: Any) -> int:
+    flat = _type(aval, "stack").shape
+    return padded_bytes(aval.shape, aval.dtype.itemsize) - padded_bytes(flat, aval.dtype.itemsize)
