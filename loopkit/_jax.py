@@ -111,21 +111,30 @@ def zeros(aval: ShapedArray) -> jax.Array:
 def blank(aval: ShapedArray) -> jax.Array:
     """An array whose elements are written before they are read.
 
-    On a CPU its memory is taken as it is found, so that what is never written costs nothing.
+    Its memory is taken as it is found, so that what is never written costs no time; on a CPU, no
+    memory either.
     """
     laid_out = is_spread(aval) or bool(varying(aval))
     known_size = all(isinstance(n, int) for n in aval.shape)
     if laid_out or not known_size or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return zeros(aval)
-    return blank_p.bind(jnp.int32(0), shape=aval.shape, dtype=aval.dtype)
+    return blank_p.bind(jnp.int32(0), shape=aval.shape, dtype=aval.dtype, host=False)
+
+
+def blank_on_host(aval: ShapedArray) -> jax.Array:
+    """The same in the host's memory. Compilers make zeros on the device, and may then move them."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        return placed(zeros(on_device(aval)), aval)
+    made = blank_p.bind(jnp.int32(0), shape=aval.shape, dtype=aval.dtype, host=True)
+    return placed(vary_like(made, [aval]), aval)
 
 
 filled = jax.make_user_context(False)
 """Whether blank arrays are filled with zeros, part of every cache's key."""
 
 blank_p = core.Primitive("loopkit_blank")
-blank_p.def_impl(lambda _, **of: ad.zeros_like_aval(ShapedArray(**of)))
-blank_p.def_abstract_eval(lambda _, **of: ShapedArray(**of))
+blank_p.def_impl(lambda _, shape, dtype, host: ad.zeros_like_aval(ShapedArray(shape, dtype)))
+blank_p.def_abstract_eval(lambda _, shape, dtype, host: ShapedArray(shape, dtype))
 
 
 def looks_for_nans() -> bool:
@@ -141,18 +150,36 @@ def _filled_where_it_shows(run: Callable, *args: Any, **params: Any) -> Any:
 
 
 def _lower_zeros(ctx: Any, _: Any, **of: Any) -> Any:
-    fill = lambda _: ad.zeros_like_aval(ShapedArray(**of))
+    fill = lambda _: ad.zeros_like_aval(ShapedArray(of["shape"], of["dtype"]))
     return mlir.lower_fun(fill, multiple_results=False)(ctx, _)
 
 
-def _is_filled(ctx: Any) -> bool:
+def _is_filled(ctx: Any, alone: bool = True) -> bool:
+    """Whether memory is not taken as it is found; `alone`: only in a program for one device."""
     kept = ctx.module_context.lowering_parameters.for_export
-    return filled.value or looks_for_nans() or kept or not _is_alone(ctx)
+    return filled.value or looks_for_nans() or kept or (alone and not _is_alone(ctx))
 
 
 def _is_alone(ctx: Any) -> bool:
     """Whether a program is for a single device."""
     return getattr(ctx.module_context.axis_context, "num_devices", 0) == 1
+
+
+def _is_divided(ctx: Any) -> bool:
+    """Whether a program says itself what each device does, if there are several."""
+    context = ctx.module_context.axis_context
+    named = getattr(getattr(context, "mesh", None), "axis_names", None)
+    return _is_alone(ctx) or (named is not None and set(named) == set(context.manual_axes))
+
+
+def check_spread_on_host() -> None:
+    if jax.__version_info__ < (0, 12):
+        raise NotImplementedError(
+            "loopkit: `memory`, or a plan with host=True, can keep checkpoints on the host in a "
+            "program that the compiler divides between several devices only with jax 0.12 or "
+            f"newer, got jax {jax.__version__}, which makes room for them on the devices first. "
+            "Divide it by `jax.shard_map`, or give `memory` as one number."
+        )
 
 
 def _lower_blank(ctx: Any, operand: Any, **of: Any) -> Any:
@@ -179,9 +206,12 @@ def _leaves_as_found() -> bool:
 
 
 def _lower_empty(ctx: Any, operand: Any, **of: Any) -> Any:
-    if _is_filled(ctx):
+    if of["host"] and not _is_divided(ctx):
+        check_spread_on_host()
+    if _is_filled(ctx, alone=not (of["host"] and _is_divided(ctx))):
         return _lower_zeros(ctx, operand, **of)
-    return mlir.lower_fun(lambda _: jax.lax.empty(**of), multiple_results=False)(ctx, operand)
+    make = lambda _: jax.lax.empty(of["shape"], of["dtype"])
+    return mlir.lower_fun(make, multiple_results=False)(ctx, operand)
 
 
 mlir.register_lowering(blank_p, _lower_zeros)
@@ -264,7 +294,7 @@ def _unwritten_on_host(empty: Callable) -> Callable:
     def made(*of: Any) -> Any:
         array = empty(*of)
         aval = jax.typeof(array)
-        return placed(blank(on_device(aval)), aval) if is_on_host(aval) else array
+        return blank_on_host(aval) if is_on_host(aval) else array
 
     return made
 

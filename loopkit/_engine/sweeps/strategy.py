@@ -134,7 +134,7 @@ class Strategy(abc.ABC):
         if not self.how.plan.host:
             return list(map(_jax.blank, self.stack_types))
         types = self.residual_types[: len(self.stack_types)]
-        return [_jax.placed(_jax.blank(_jax.on_device(t)), t) for t in types]
+        return list(map(_jax.blank_on_host, types))
 
     def forward(self, loop: Loop, operands: Operands) -> list:
         """Final carry, ys, and the residuals."""
