@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from loopkit._arguments import errors
 from loopkit._arguments.validate import check_flag, check_whole
+from loopkit._plans.waits import for_waiting_hosts
 from loopkit.schedules import binomial
 
 SEGMENT = 300.0
@@ -160,8 +161,6 @@ class Plan:
         To get from a kept carry to another the host waits there, once a segment. Longer segments
         may be worth a few more runs of the step.
         """
-        from loopkit._plans.waits import for_waiting_hosts
-
         return for_waiting_hosts(self)
 
     @property
