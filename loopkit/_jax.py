@@ -620,7 +620,7 @@ def lower_by(
         ctx.module_context = ctx.module_context.replace(all_default_mem_kind=False)
         token = _targets.set(tuple(ctx.platforms or ctx.module_context.platforms))
         try:
-            with host_waits(platform == "gpu"):
+            with host_waits(True) if platform == "gpu" else contextlib.nullcontext():
                 return (alone if _is_alone(ctx) else spread)(ctx, *operands, **params)
         finally:
             _targets.reset(token)
