@@ -569,7 +569,7 @@ def define(
 
     def alone(*operands: Any, **params: Any) -> Any:
         if any(map(is_on_host, types(*map(jax.typeof, operands), **params)[0])):
-            return _named_results(primitive, tuple(params.items()), *operands)
+            return named_results(primitive, tuple(params.items()), *operands)
         return dispatch.apply_primitive(primitive, *operands, **params)
 
     outside = alone if run is None else ft.partial(run, alone, evaluate_as_written)
@@ -596,7 +596,7 @@ wait for the predicate each time. Part of every cache's key."""
 
 
 @ft.partial(jax.jit, static_argnums=(0, 1))
-def _named_results(primitive: core.Primitive, params: tuple, *operands: Any) -> list:
+def named_results(primitive: core.Primitive, params: tuple, *operands: Any) -> list:
     """What a primitive returns, in the memory that its types say, also outside jit."""
     return list(map(named_on_host, primitive.bind(*operands, **dict(params))))
 

@@ -261,10 +261,17 @@ def _update(ins: list, found: Changes) -> Sequence[Any] | None:
 
 
 def _reduced(eqn: Any, row: Flat) -> Sequence[Any] | None:
-    """Over all axes, it does not matter how many there are."""
-    if row.value.ndim > 1 or len(eqn.params.get("axes", ())) != len(row.shape):
+    """Over all axes, it does not matter how many there are; over axes of one, nothing is done."""
+    axes = eqn.params.get("axes", ())
+    if row.value.ndim > 1:
         return None
-    return [eqn.primitive.bind(row.value, **dict(eqn.params, axes=(0,)))]
+    if len(axes) == len(row.shape):
+        return [eqn.primitive.bind(row.value, **dict(eqn.params, axes=(0,)))]
+    out = eqn.outvars[0].aval
+    same = eqn.primitive in (lax.reduce_sum_p, lax.reduce_max_p, lax.reduce_min_p)
+    if same and all(row.shape[a] == 1 for a in axes) and _is_row(out):
+        return [Flat(row.value, tuple(out.shape))]
+    return None
 
 
 def _elementwise(eqn: Any, ins: list, out: Any, found: Changes) -> Sequence[Any] | None:
@@ -320,24 +327,23 @@ def _inside(jaxpr: Any, values: list, found: Changes) -> list:
 
 def _best(eqn: Any, asked: list, types: Sequence[Any]) -> tuple[Changes, list]:
     """In which way to hold what a loop reads and carries, and what a step then takes."""
-    stacks = ["stack" if _is_stack(t) else None for t in types]
-    rows = [
-        "row" if way is None and _is_row(t) else way for way, t in zip(stacks, types, strict=True)
-    ]
-    tries = [_settled(eqn, asked, types, ways) for ways in (rows, stacks)]
+    tries = [_settled(eqn, asked, types, others) for others in ("row", None)]
     return min(tries, key=lambda found: found[0].count)
 
 
-def _settled(eqn: Any, asked: list, types: Sequence[Any], ways: list) -> tuple[Changes, list]:
-    """Without the stacks that a step uses as a whole."""
+def _settled(eqn: Any, asked: list, types: Sequence[Any], other: str | None) -> tuple:
+    """Stacks where that works out, and the `other` way for rows."""
+    others = [other if _is_row(t) else None for t in types]
+    ways = ["stack" if _is_stack(t) else way for t, way in zip(types, others, strict=True)]
     while True:
-        found, ways, tried = *_tried(eqn, asked, types, ways), ways
-        if ways == tried:
+        found, failed = _tried(eqn, asked, types, ways)
+        if not failed:
             return found, ways
+        ways = [others[i] if i in failed else way for i, way in enumerate(ways)]
 
 
-def _tried(eqn: Any, asked: list, types: Sequence[Any], ways: list) -> tuple[Changes, list]:
-    """What a step takes, and which of the ways work out."""
+def _tried(eqn: Any, asked: list, types: Sequence[Any], ways: list) -> tuple[Changes, set[int]]:
+    """What a step takes, and which stacks it uses as a whole."""
     found, failed, fixed = Changes(), set(), eqn.params["body_nconsts"]
     found.depth = 1
 
@@ -351,11 +357,10 @@ def _tried(eqn: Any, asked: list, types: Sequence[Any], ways: list) -> tuple[Cha
         goes = _inside(eqn.params["cond_jaxpr"], [*asked, *held[fixed:]], found)
         list(map(found.plain, goes))
         failed.update(leaves[id(leaf)] for leaf in found.lost if id(leaf) in leaves)
-        made = zip(outs, ways[fixed:], strict=True)
-        return [found.plain(v) if way is None else found.flat(v) for v, way in made]
+        return [_returned(v, way, found) for v, way in zip(outs, ways[fixed:], strict=True)]
 
     _jax.trace(step, [_type(t, way) for t, way in zip(types, ways, strict=True)], "loop_step")
-    return found, [None if i in failed else way for i, way in enumerate(ways)]
+    return found, failed
 
 
 def _type(aval: Any, way: str | None) -> Any:
