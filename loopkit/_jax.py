@@ -541,15 +541,15 @@ def define(
     transpose: Callable | None = None,
     dce: Callable | None = None,
     run: Callable | None = None,
-    on: dict[str, Callable] | None = None,
+    on_tpu: Callable | None = None,
 ) -> Callable:
     """Lower a primitive through `evaluate(*args, **params)`, which is returned as it is run.
 
     Outside jit it is compiled, or left to `run(compiled, evaluate, *args, **params)`. However
     strict the user is with promotion in what they write, step numbers and masks may be mixed.
     `types(*avals, **params)` gives result types and effects. `dce(used, equation)`
-    says which operands are used, and gives the equation that is left, or None. For a platform in
-    `on`, `on[platform](evaluate)` is lowered instead, if the program is for a single device.
+    says which operands are used, and gives the equation that is left, or None. For a single TPU,
+    `on_tpu(evaluate)` is lowered.
     """
 
     def evaluate_as_written(*args: Any, **params: Any) -> Any:
@@ -578,8 +578,8 @@ def define(
     checkify.error_checks[primitive] = functionalized
     for platform in (None, "gpu"):
         lower_by(primitive, evaluate_as_written, platform=platform)
-    for platform, change in (on or {}).items():
-        lower_by(primitive, evaluate_as_written, change(evaluate_as_written), platform)
+    if on_tpu is not None:
+        lower_by(primitive, evaluate_as_written, on_tpu(evaluate_as_written), "tpu")
     if jvp is not None:
         ad.primitive_jvps[primitive] = jvp
     if transpose is not None:
@@ -639,7 +639,7 @@ def target_device() -> Any:
     """
     platforms = _targets.get(None)
     if platforms is None:
-        default = jax.config.jax_default_device
+        default = config.default_device.value
         return default if isinstance(default, jax.Device) else jax.local_devices()[0]
     for platform in platforms:
         with contextlib.suppress(RuntimeError):  # no such devices here

@@ -39,7 +39,7 @@ LAYERS = [
 ]
 
 LONGEST = 350
-LONGEST_DOOR = 940
+LONGEST_DOOR = 960
 """Lines of `_jax`, which must stay one file: nothing else may touch what JAX keeps private."""
 LONGEST_FUNCTION = 60
 """Lines of a function without its docstring."""

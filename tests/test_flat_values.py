@@ -8,7 +8,8 @@ from jax import lax
 import loopkit
 from derivatives import assert_close, derivative, expected
 from loopkit import _jax
-from loopkit._engine.passes.flat_values import MUCH, of_vectors, padded_bytes
+from loopkit._engine.passes.flat_values import MUCH, of_vectors
+from loopkit._engine.passes.tiles import padded_bytes
 from loopkit._engine.primitives import _evaluations, dual_p, forward_p, pullback_p, while_p
 from problems import PROBLEMS, Problem
 from test_flat_rows import FLAT, MODES, looped, reference
@@ -70,7 +71,16 @@ def in_loops(x, n, **options):
     return jnp.sum(x * ys.sum(0))
 
 
-BODIES = elementwise, mixed, in_loops
+def with_rules(x, n, **options):
+    """Steps that call functions with derivatives of their own."""
+
+    def step(x, _):
+        return jax.nn.softplus(jax.nn.relu(x) - 0.3 * jax.nn.silu(x)) * n * 0.1, None
+
+    return jnp.sum(loopkit.scan(step, x, None, T, **options)[0] ** 2)
+
+
+BODIES = elementwise, mixed, in_loops, with_rules
 
 
 @pytest.mark.parametrize("how", ["grad", "lanes", "second order", "unrolled"])

@@ -21,26 +21,22 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._engine.loop import parts
-from loopkit._engine.passes.flat_rows import SHORT
+from loopkit._engine.passes.tiles import is_row, is_stack, padded_bytes
 from loopkit._jaxprs import equations
-from loopkit._jaxprs.cost import PER_ELEMENT
 
-LONGEST = 4096
-"""Numbers of a row."""
-LANES, SUBLANES = 128, 8
-"""Of a tile."""
 MUCH = 1 << 27
 """Bytes of padding that are worth changes of shape: they leave the memory that is fast."""
-_ELEMENTWISE = """
+_CHEAP = """
     abs add add_any and ceil clamp convert_element_type copy copy_p div eq floor ge gt imag
     integer_pow is_finite le lt max min mul ne neg nextafter not one_minus_square or real rem round
     rsqrt select_n sign sqrt square stop_gradient sub xor
 """
-SLOW = {"gather", "scatter", "scatter_add", "scatter-add", "sort", "cumsum", "top_k", "concatenate"}
-ELEMENTWISE = frozenset(_ELEMENTWISE.split()) | (PER_ELEMENT.keys() - SLOW) - {
-    "threefry2x32",
-    "random_bits",
-}
+_COSTLY = """
+    acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1
+    lgamma log log1p logistic pow sin sinh tan tanh
+"""
+ELEMENTWISE = frozenset((_CHEAP + _COSTLY).split())
+"""Primitives of which an element of the result hangs on those in the same place."""
 
 
 class Flat(NamedTuple):
@@ -65,11 +61,11 @@ class Changes:
         """Bytes."""
         self.lost: list = []
         """Stacks that are used as a whole."""
-        self.made: dict[tuple[int, bool], tuple[Any, Any]] = {}
+        self.made: dict[tuple[int, int], tuple[Any, Any]] = {}
 
-    def once(self, value: Any, flat: bool, make: Callable[[], Any]) -> Any:
-        """`make()`, counted once for each value."""
-        key = (id(value), flat)
+    def once(self, value: Any, axes: int, make: Callable[[], Any]) -> Any:
+        """`make()`, counted once for each value and number of axes; 0: as it is written."""
+        key = (id(value), axes)
         if key not in self.made:
             self.count += self.depth > 0
             self.made[key] = make(), value  # which lives as long as its id is a key
@@ -81,14 +77,15 @@ class Changes:
             return value
         if value.value.ndim > 1:
             self.lost.append(value.leaf)
-        made = self.once(value.value, False, lambda: value.value.reshape(value.shape))
+        made = self.once(value.value, 0, lambda: value.value.reshape(value.shape))
         return made.reshape(value.shape)  # the same row may have axes of one besides
 
-    def flat(self, value: Any) -> Any:
-        """A row as a vector."""
-        if isinstance(value, Flat):
-            return value.value
-        return self.once(value, True, lambda: value.reshape(-1))
+    def flat(self, value: Any, shape: tuple[int, ...] = (-1,)) -> Any:
+        """A row as a vector; or, in that shape, rows as vectors."""
+        array = value.value if isinstance(value, Flat) else value
+        if isinstance(value, Flat) and array.ndim == len(shape):
+            return array
+        return self.once(array, len(shape), lambda: array.reshape(shape))
 
 
 def of_vectors(evaluate: Callable) -> Callable:
@@ -109,51 +106,10 @@ def of_vectors(evaluate: Callable) -> Callable:
     return evaluated
 
 
-ON = {"tpu": of_vectors}
-"""Where that is done."""
-
-
-def padded_bytes(shape: Sequence[int], itemsize: int) -> int:
-    """Of an array as a TPU keeps it, the better of its last two axes in the lanes."""
-    if len(shape) < 2:
-        return _jax.volume(shape) * itemsize
-    *lead, a, b = shape
-    tile = lambda n, size: -(-n // size) * size
-    least = min(tile(a, SUBLANES) * tile(b, LANES), tile(b, SUBLANES) * tile(a, LANES))
-    return _jax.volume(lead) * least * itemsize
-
-
-def _is_short(shape: Sequence[int]) -> bool:
-    """Whether an array is a row of several axes, the last of them short."""
-    if len(shape) < 2 or not all(isinstance(n, int) for n in shape):
-        return False
-    return 0 < shape[-1] < SHORT and sum(n > 1 for n in shape) > 1
-
-
-def _is_row(aval: Any) -> bool:
-    shape = getattr(aval, "shape", ())
-    return _is_short(shape) and _jax.volume(shape) <= LONGEST and _is_plain(aval)
-
-
-def _is_stack(aval: Any) -> bool:
-    shape = getattr(aval, "shape", ())
-    return len(shape) > 2 and _is_row(_jax.of_shape(aval, shape[1:])) and shape[0] > 1
-
-
-def _is_plain(aval: Any) -> bool:
-    kind = aval.dtype
-    number = jnp.issubdtype(kind, jnp.number) or jnp.issubdtype(kind, jnp.bool_)
-    return (
-        number
-        and not aval.weak_type
-        and not (_jax.is_spread(aval) or _jax.varying(aval) or _jax.is_on_host(aval))
-    )
-
-
 def _has_short_rows(jaxpr: Any) -> bool:
     """Whether a loop stacks rows of short axes, or makes such rows of vectors."""
     loops = [e for e in equations.all_equations(jaxpr) if e.primitive is _jax.lax_while_p]
-    stacks = any(_is_stack(v.aval) for eqn in loops for v in eqn.invars)
+    stacks = any(is_stack(v.aval) for eqn in loops for v in eqn.invars)
     return stacks or bool(_reshapes(jaxpr))
 
 
@@ -167,7 +123,7 @@ def _reshapes(jaxpr: Any, inside: bool = False) -> int:
             count += _reshapes(eqn.params["body_jaxpr"], True)
         elif inside and eqn.primitive is lax.reshape_p:
             before, after = eqn.invars[0].aval, eqn.outvars[0].aval
-            count += _is_row(before) != _is_row(after)
+            count += is_row(before) != is_row(after)
     return count
 
 
@@ -184,6 +140,8 @@ def _run(j: Any, values: Sequence[Any], found: Changes) -> list:
             return _run(*equations.called(eqn, ins), found)
         if eqn.primitive is _jax.lax_while_p:
             return _loop(eqn, ins, found)
+        if eqn.primitive.name.startswith("custom_") and "call_jaxpr" in eqn.params:
+            return _inside(eqn.params["call_jaxpr"], ins, found)  # of no derivative any more
         made = _flat_results(eqn, ins, found)
         if made is not None:
             return made
@@ -196,7 +154,7 @@ def _flat_results(eqn: Any, ins: list, found: Changes) -> Sequence[Any] | None:
     """The results of an equation on vectors, if it can be evaluated on them."""
     flats = [isinstance(v, Flat) for v in ins]
     out = eqn.outvars[0].aval if eqn.outvars else None
-    if eqn.primitive is _jax.blank_p and _is_stack(out):
+    if eqn.primitive is _jax.blank_p and is_stack(out):
         return [_blank_rows(eqn, ins, out)]
     if eqn.primitive in (lax.reshape_p, lax.squeeze_p, lax.broadcast_in_dim_p):
         return _in_shape(eqn, ins, out)
@@ -226,11 +184,13 @@ def _blank_rows(eqn: Any, ins: list, out: Any) -> Flat:
 def _in_shape(eqn: Any, ins: list, out: Any) -> Sequence[Any] | None:
     """A vector in another shape is the same vector."""
     (value,), shape = ins[:1], tuple(out.shape)
+    if eqn.primitive is lax.reshape_p and eqn.params["dimensions"] is not None:
+        return None
     if isinstance(value, Flat):
         if value.value.ndim > 1 or _jax.volume(value.shape) != _jax.volume(shape):
             return None
-        return [Flat(value.value, shape) if _is_row(out) else value.value.reshape(shape)]
-    if not _is_row(out) or _is_row(eqn.invars[0].aval) or len(ins) > 1:
+        return [Flat(value.value, shape) if is_row(out) else value.value.reshape(shape)]
+    if not is_row(out) or is_row(eqn.invars[0].aval) or len(ins) > 1:
         return None
     elements = jnp.size(value)
     if elements == 1:
@@ -269,23 +229,24 @@ def _reduced(eqn: Any, row: Flat) -> Sequence[Any] | None:
         return [eqn.primitive.bind(row.value, **dict(eqn.params, axes=(0,)))]
     out = eqn.outvars[0].aval
     same = eqn.primitive in (lax.reduce_sum_p, lax.reduce_max_p, lax.reduce_min_p)
-    if same and all(row.shape[a] == 1 for a in axes) and _is_row(out):
+    if same and all(row.shape[a] == 1 for a in axes) and is_row(out):
         return [Flat(row.value, tuple(out.shape))]
     return None
 
 
 def _elementwise(eqn: Any, ins: list, out: Any, found: Changes) -> Sequence[Any] | None:
     shapes = {v.shape if isinstance(v, Flat) else jnp.shape(v) for v in ins} - {()}
-    rows = [v.value.ndim == 1 for v in ins if isinstance(v, Flat)]
+    if shapes != {tuple(out.shape)}:
+        return None
+    flats = [v for v in ins if isinstance(v, Flat)]
+    most = max(flats, key=lambda v: v.value.ndim)  # a stack, if there is one
+    shape = (-1,) if most.value.ndim == 1 else most.value.shape
     scalar = lambda v: not isinstance(v, Flat) and jnp.ndim(v) == 0
-    if shapes != {tuple(out.shape)} or len(set(rows)) > 1:
+    if len(shape) > 1 and not all(isinstance(v, Flat) or scalar(v) for v in ins):
         return None
-    if not rows[0] and not all(isinstance(v, Flat) or scalar(v) for v in ins):
-        return None
-    values = [v if scalar(v) else found.flat(v) for v in ins]
+    values = [v if scalar(v) else found.flat(v, shape) for v in ins]
     (made,) = _jax.bind_equation(eqn, values)
-    leaf = next((v.leaf for v in ins if isinstance(v, Flat)), None)
-    return [Flat(made, tuple(out.shape), leaf)]
+    return [Flat(made, tuple(out.shape), most.leaf)]
 
 
 # ---------------------------------------------------------------- loops
@@ -310,7 +271,7 @@ def _loop(eqn: Any, ins: list, found: Changes) -> list:
     def body(carry: list) -> list:
         of_step = Changes()
         outs = _inside(eqn.params["body_jaxpr"], [*known, *wrapped(carry)], of_step)
-        return [_returned(v, way, of_step) for v, way in zip(outs, carried, strict=True)]
+        return [_held(v, way, of_step) for v, way in zip(outs, carried, strict=True)]
 
     def goes_on(carry: list) -> Any:
         of_step = Changes()
@@ -333,8 +294,8 @@ def _best(eqn: Any, asked: list, types: Sequence[Any]) -> tuple[Changes, list]:
 
 def _settled(eqn: Any, asked: list, types: Sequence[Any], other: str | None) -> tuple:
     """Stacks where that works out, and the `other` way for rows."""
-    others = [other if _is_row(t) else None for t in types]
-    ways = ["stack" if _is_stack(t) else way for t, way in zip(types, others, strict=True)]
+    others = [other if is_row(t) else None for t in types]
+    ways = ["stack" if is_stack(t) else way for t, way in zip(types, others, strict=True)]
     while True:
         found, failed = _tried(eqn, asked, types, ways)
         if not failed:
@@ -357,7 +318,7 @@ def _tried(eqn: Any, asked: list, types: Sequence[Any], ways: list) -> tuple[Cha
         goes = _inside(eqn.params["cond_jaxpr"], [*asked, *held[fixed:]], found)
         list(map(found.plain, goes))
         failed.update(leaves[id(leaf)] for leaf in found.lost if id(leaf) in leaves)
-        return [_returned(v, way, found) for v, way in zip(outs, ways[fixed:], strict=True)]
+        return [_held(v, way, found) for v, way in zip(outs, ways[fixed:], strict=True)]
 
     _jax.trace(step, [_type(t, way) for t, way in zip(types, ways, strict=True)], "loop_step")
     return found, failed
@@ -376,16 +337,10 @@ def _wrapped(values: Sequence[Any], types: Sequence[Any], ways: Sequence[str | N
 
 
 def _held(value: Any, way: str | None, found: Changes) -> Any:
-    """What a loop begins with."""
+    """What a loop begins with, or goes on with."""
     if way is None:
         return found.plain(value)
-    if way == "stack" and not isinstance(value, Flat):
-        return found.once(value, True, lambda: value.reshape(len(value), -1))
-    return found.flat(value)
-
-
-def _returned(value: Any, way: str | None, found: Changes) -> Any:
-    return found.plain(value) if way is None else found.flat(value)
+    return found.flat(value, (value.shape[0], -1) if way == "stack" else (-1,))
 
 
 def _saved(aval: Any) -> int:

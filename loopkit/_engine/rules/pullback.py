@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from loopkit import _jax
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.loop import Active, Loop, kept
-from loopkit._engine.passes.flat_values import ON
+from loopkit._engine.passes.flat_values import of_vectors
 from loopkit._engine.primitives import define, pullback_p
 from loopkit._engine.rules.hessian import second_order
 from loopkit._engine.rules.linear import BACKWARD, FORWARD, asked
@@ -84,4 +84,12 @@ def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
     return asked(FORWARD.of([*values, *residuals], tangents, params), operands)
 
 
-define(pullback_p, evaluate, BACKWARD.types, jvp=jvp, transpose=transpose, dce=BACKWARD.dce, on=ON)
+define(
+    pullback_p,
+    evaluate,
+    BACKWARD.types,
+    jvp=jvp,
+    transpose=transpose,
+    dce=BACKWARD.dce,
+    on_tpu=of_vectors,
+)

@@ -18,7 +18,7 @@ from loopkit._engine import steps
 from loopkit._engine.facts.activity import moving_activity
 from loopkit._engine.loop import Loop, fixed_point, kept, parts, spread
 from loopkit._engine.passes.dual_loop import open_dual
-from loopkit._engine.passes.flat_values import ON
+from loopkit._engine.passes.flat_values import of_vectors
 from loopkit._engine.passes.prune import prune
 from loopkit._engine.primitives import define, dual_p, while_p
 from loopkit._engine.trials.unrolling import settled
@@ -92,5 +92,5 @@ def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     return pruned.operands, new
 
 
-define(while_p, evaluate, result_types, jvp=jvp, transpose=transpose, dce=dce, on=ON)
+define(while_p, evaluate, result_types, jvp=jvp, transpose=transpose, dce=dce, on_tpu=of_vectors)
 _jax.register_known_part(while_p, known_part)

@@ -1,0 +1,49 @@
+"""What a TPU keeps in tiles of 8 by 128 numbers: which arrays these are wasted on, and how much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from loopkit import _jax
+from loopkit._engine.passes.flat_rows import SHORT
+
+LANES, SUBLANES = 128, 8
+"""Of a tile."""
+LONGEST = 4096
+"""Numbers of a row that may be a vector."""
+
+
+def is_row(aval: Any) -> bool:
+    """Whether it is a small array of several axes, the last of them short."""
+    shape = getattr(aval, "shape", ())
+    if len(shape) < 2 or not all(isinstance(n, int) for n in shape):
+        return False
+    short = 0 < shape[-1] < SHORT and sum(n > 1 for n in shape) > 1
+    return short and _jax.volume(shape) <= LONGEST and _is_plain(aval)
+
+
+def is_stack(aval: Any) -> bool:
+    """Whether it is several such rows."""
+    shape = getattr(aval, "shape", ())
+    return len(shape) > 2 and shape[0] != 1 and is_row(_jax.of_shape(aval, shape[1:]))
+
+
+def _is_plain(aval: Any) -> bool:
+    """Whether it is of numbers, and nothing but its shape matters."""
+    kind = aval.dtype
+    number = jnp.issubdtype(kind, jnp.number) or jnp.issubdtype(kind, jnp.bool_)
+    placed = _jax.is_spread(aval) or bool(_jax.varying(aval)) or _jax.is_on_host(aval)
+    return number and not aval.weak_type and not placed
+
+
+def padded_bytes(shape: Sequence[int], itemsize: int) -> int:
+    """Of an array in tiles, the better of its last two axes in the lanes."""
+    if len(shape) < 2:
+        return _jax.volume(shape) * itemsize
+    *lead, a, b = shape
+    tile = lambda n, size: -(-n // size) * size
+    least = min(tile(a, SUBLANES) * tile(b, LANES), tile(b, SUBLANES) * tile(a, LANES))
+    return _jax.volume(lead) * least * itemsize
