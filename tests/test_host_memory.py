@@ -1,6 +1,7 @@
 """Checkpoints in the host's memory."""
 
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +9,13 @@ import pytest
 
 import loopkit
 from derivatives import assert_close, derivative
-from loopkit import Plan
+from loopkit import Plan, _jax
 from loopkit._engine.trials import host_memory
 from loopkit._plans.plan import Bytes, Step
 from loopkit._plans.planner import make_plan
 from problems import named
 
-# pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow
 
 PLANS = {
     "segments": Plan(100, segment=2, host=True),
@@ -127,6 +128,39 @@ def test_wrong_gradients_are_noticed(monkeypatch):
     monkeypatch.setattr(host_memory, "_probe", lambda x, on_host: probe(x, on_host) * (1 + on_host))
     with pytest.raises(RuntimeError, match=r"scan: checkpoints in the host's memory must"):
         jax.jit(jax.grad(lambda x: cubic(x, checkpoints=Plan(6, host=True))))(jnp.ones(52))
+    assert not host_memory._sound
+
+
+@pytest.mark.parametrize("account", [0, None])
+def test_it_is_noticed_where_nothing_is_on_the_host(account):
+    """By the compiler's account, as where it does not say."""
+    device = SimpleNamespace(platform="gpu", device_kind="some card")
+    memory = SimpleNamespace(host_temp_size_in_bytes=account)
+    program = SimpleNamespace(memory_analysis=lambda: memory)
+    with pytest.raises(
+        RuntimeError, match=rf"scan: `memory`, .* got {account} bytes there"
+    ):
+        host_memory.check_placed("scan", device, program)
+    memory.host_temp_size_in_bytes = 2048
+    host_memory.check_placed("scan", device, program)
+
+
+def test_a_release_that_makes_room_on_the_devices(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    with pytest.raises(
+        NotImplementedError, match=r"`memory`, .* divides .* jax 0.12 or newer"
+    ):
+        _jax.check_spread_on_host()
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    _jax.check_spread_on_host()
+
+
+def test_a_program_for_another_machine_is_not_looked_at(monkeypatch):
+    """None of its devices is here to run anything."""
+    monkeypatch.setattr(host_memory, "_sound", set())
+    gradient = jax.jit(jax.grad(lambda x: cubic(x, checkpoints=Plan(6, host=True))))
+    text = gradient.trace(jnp.ones(56)).lower(lowering_platforms=("tpu",)).as_text()
+    assert "annotate_device_placement" in text
     assert not host_memory._sound
 
 
