@@ -22,13 +22,14 @@ def is_row(aval: Any) -> bool:
     if len(shape) < 2 or not all(isinstance(n, int) for n in shape):
         return False
     short = 0 < shape[-1] < SHORT and sum(n > 1 for n in shape) > 1
-    return short and _jax.volume(shape) <= LONGEST and _is_plain(aval)
+    return short and 0 < _jax.volume(shape) <= LONGEST and _is_plain(aval)
 
 
 def is_stack(aval: Any) -> bool:
     """Whether it is several such rows."""
     shape = getattr(aval, "shape", ())
-    return len(shape) > 2 and shape[0] != 1 and is_row(_jax.of_shape(aval, shape[1:]))
+    several = len(shape) > 2 and isinstance(shape[0], int) and shape[0] > 1
+    return several and is_row(_jax.of_shape(aval, shape[1:]))
 
 
 def _is_plain(aval: Any) -> bool:
