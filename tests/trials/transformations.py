@@ -160,7 +160,7 @@ OUTSIDE = {"jit": 88, "donation": 5, "export": 4, "disable_jit": 3}
 
 def draw_outside(d: Draws, program: Program, pattern: str) -> str:
     way = d.weighted(OUTSIDE)
-    if way == "export" and ("callback" in program.tags or "s" in pattern):
+    if way == "export" and (program.tags & {"callback", "list"} or "s" in pattern):
         return "jit"
     if way == "disable_jit" and ("list" in program.tags or set(pattern) & set("sjF")):
         return "jit"
