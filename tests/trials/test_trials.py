@@ -17,6 +17,7 @@ from trials.draws import Draws
 from trials.implementations import IMPLEMENTATIONS
 from trials.printed import printed
 from trials.records import Piece
+from trials.relations import draw_kept, draw_related
 
 PIECE = 50
 """Programs to a seed."""
@@ -42,20 +43,21 @@ def trials(draw) -> Trial:
     return draw_trial(Draws(draw))
 
 
+def settings(seed: int, programs: int):
+    """How hypothesis draws the programs of a piece."""
+    quiet = {"deadline": None, "database": None, "report_multiple_bugs": False}
+    phases = [hyp.Phase.generate, hyp.Phase.shrink]
+    checks = {"suppress_health_check": list(hyp.HealthCheck), "phases": phases}
+    drawn = hyp.settings(max_examples=programs, **quiet, **checks)
+    return lambda test: hyp.seed(seed)(drawn(test))
+
+
 def run_piece(name: str, seed: int, programs: int, record: Path | None) -> None:
     implementation, piece = IMPLEMENTATIONS[name], Piece(name, seed, programs)
     if piece.is_in(record):
         return
 
-    @hyp.seed(seed)
-    @hyp.settings(
-        max_examples=programs,
-        deadline=None,
-        database=None,
-        report_multiple_bugs=False,
-        suppress_health_check=list(hyp.HealthCheck),
-        phases=[hyp.Phase.generate, hyp.Phase.shrink],
-    )
+    @settings(seed, programs)
     @hyp.given(trials())
     def run(trial):
         piece.took(trial, outcome(trial, implementation))
@@ -100,3 +102,24 @@ def test_a_few(piece):
 def test_many(piece, request):
     record = request.config.getoption("--trials-record")
     run_piece(*piece, None if record is None else Path(record))
+
+
+@st.composite
+def related(draw):
+    d = Draws(draw)
+    return draw_kept(d) if d.chance(30) else draw_related(d)
+
+
+@pytest.mark.trials
+def test_relations(piece):
+    """One of them for ten programs that are compared with the reference."""
+    name, seed, programs = piece
+    if name != "loopkit":
+        pytest.skip("their derivatives and options are not all there")
+
+    @settings(seed, max(1, programs // 10))
+    @hyp.given(related())
+    def run(program):
+        assert program.holds(IMPLEMENTATIONS[name]) is not False, program.program.body
+
+    run()
