@@ -69,7 +69,7 @@ def arguments_of(trial: Trial) -> str:
             at += size
         names.append(f"{leaf}.astype('{t.dtype}')")
     names += ["o['n']", "o['m']", "o['flag']", "jax.random.key(o['key'])"]
-    return f"    return vector(program({', '.join(names)}))"
+    return f"    return vector(jax.tree.map(jnp.asarray, program({', '.join(names)})))"
 
 
 HEADER = """\

@@ -17,10 +17,11 @@ from jax import lax
 
 import loopkit
 from trials.draws import BOOL, EPS, FLOAT, INT, KEY, NARROW, Draws, Type
-from trials.expressions import FREE, expression
+from trials.expressions import FREE
 from trials.loops import loop
 from trials.prelude import PRELUDE
 from trials.steps import statements
+from trials.values import scalar
 from trials.writer import Writer
 
 LOOP_CONSTRUCTS = frozenset(
@@ -96,7 +97,8 @@ class Program:
                     at += size
                 arguments.append(leaf if wide else leaf.astype(t.dtype))
             key = jax.random.key(others["key"])
-            return program(*arguments, *[others[k] for k in ("n", "m", "flag")], key)
+            outs = program(*arguments, *[others[k] for k in ("n", "m", "flag")], key)
+            return jax.tree.map(jnp.asarray, outs)
 
         return run
 
@@ -133,9 +135,9 @@ def draw_program(d: Draws) -> Program:
 
 
 def results(w: Writer, start: int) -> list[str]:
-    """The latest few values, a float among them at least."""
+    """The latest few values, and a number that hangs on all that the loops made."""
     made = [v for v in w.variables[start:] if not v.buffer and v.type.kind != "key"]
-    latest = [v.name for v in made[-4:]]
-    if not any(v.type.inexact and 0 not in v.type.shape for v in made[-4:]):
-        latest.append(w.let(expression(w, FLOAT), FLOAT).name)
-    return latest
+    floats = [v.name for v in made if v.type.kind == "float" and 0 not in v.type.shape]
+    terms = [f"jnp.sum(jnp.sin({name}))" for name in floats[-6:]] or [scalar(w)]
+    total = w.let(f"jnp.asarray({' + '.join(terms)}, 'float64')", FLOAT).name
+    return [*(v.name for v in made[-4:]), f"{total} * {total} / {len(terms)}"]

@@ -28,7 +28,8 @@ def scan(w: Writer) -> None:
     body, y_tree, ys = w.name("body"), Tree(), []
     with within(w, most), w.function(f"{body}(c, x)"):
         for (_, t, tree_path), axis in zip(xs[1], axes, strict=True):
-            w.let(tree_path, t if axis is not None else t.of(with_rows(t, most, 0)))
+            row = t if axis is not None else t.of(with_rows(t, most, 0))
+            w.let(tree_path, row, moving=t.inexact)
         new = step(w, carry, "c")
         ys = [leaf_type(w) for _ in range(w.d.number(0, 2))]
         if w.allowed & {"until", "axes"}:  # of keys there are no zeros
@@ -60,7 +61,8 @@ def scanned(w: Writer, carry: Carry, call: str, how: dict[str, str], rows: tuple
     ended(w, carry, out)
     tree, stacks, most = rows
     for path, (t, axis) in zip(tree.paths(ys), stacks, strict=False):
-        w.let(path, t if axis is None else t.of(with_rows(t, most, axis)))
+        kind = t if axis is None else t.of(with_rows(t, most, axis))
+        w.let(path, kind, moving=t.inexact)
 
 
 def with_rows(t: Type, rows: int, axis: int) -> tuple[int, ...]:

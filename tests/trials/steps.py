@@ -82,7 +82,8 @@ def unpacked(w: Writer, carry: Carry, base: str) -> list[Variable]:
     found = []
     for path, v in zip(carry.tree.paths(base), carry.initial, strict=True):
         mark = v.buffer.removeprefix("new ") if v.buffer else ""
-        found.append(w.let(path, v.type, mark, "b" if mark else "v"))
+        moving = v.moving or v.type.kind == "float"
+        found.append(w.let(path, v.type, mark, "b" if mark else "v", moving))
     return found
 
 
@@ -165,10 +166,10 @@ def ended(w: Writer, carry: Carry, out: str) -> None:
     """The carry after a loop: what was a buffer is an array, but in a loop that carries it too."""
     for path, v in zip(carry.tree.paths(out), carry.initial, strict=True):
         if v.buffer in ("buffer", "list"):  # of the loop around
-            found = w.let(path, v.type, v.buffer, "b")
+            found = w.let(path, v.type, v.buffer, "b", True)
             w.variables[-1] = replace(found, origin=v.origin or v.name)
         elif v.buffer == "new list":
-            w.let(f"{path}.stack()", v.type)
+            w.let(f"{path}.stack()", v.type, moving=True)
             w.let(f"{path}.size", INT)
         else:
-            w.let(path, v.type)
+            w.let(path, v.type, moving=v.type.inexact)

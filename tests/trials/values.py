@@ -11,7 +11,8 @@ from trials.writer import Writer
 def value(w: Writer, kind: Type) -> str:
     """What is at hand; simplest first."""
     same = w.having(lambda v: v.type.fits(kind))
-    if same and w.d.chance(92):
+    still = kind.inexact and not any(v.moving for v in same)
+    if same and not w.d.chance(50 if still else 8):
         return w.pick(same).name
     if kind.kind == "key":
         return f"jax.random.key({w.d.number(0, 9)})"
@@ -40,7 +41,8 @@ def converted(w: Writer, kind: Type) -> str:
     full = lambda v: v.type.shape and 0 not in v.type.shape
     arrays = w.having(lambda v: v.type.kind == kind.kind and full(v) and ok(v))
     ways = {"cast": 3 * bool(casts), "scalar": 3 * bool(scalars and kind.shape)}
-    ways |= {"array": 3 * bool(arrays and not kind.shape), "constant": 1}
+    ways |= {"array": 3 * bool(arrays and not kind.shape), "constant": 0}
+    ways["constant"] = 1 if not any(ways.values()) or w.d.chance(5) else 0
     way = w.d.weighted(ways)
     if way == "cast":
         w.d.note("cast")

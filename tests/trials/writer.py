@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,8 @@ class Variable:
     """"buffer" or "list" where it is one in a step; "new ..." before the loop."""
     origin: str = ""
     """Of a buffer that was written to: the one that the step was given."""
+    moving: bool = True
+    """Whether it may hang on an argument that is differentiated: a constant has no derivative."""
 
 
 class Writer:
@@ -53,8 +56,19 @@ class Writer:
     def line(self, text: str) -> None:
         self.lines.append("    " * self.indent + text)
 
-    def let(self, text: str, kind: Type, buffer: str = "", prefix: str = "v") -> Variable:
-        variable = Variable(self.name(prefix), kind, buffer)
+    def let(
+        self,
+        text: str,
+        kind: Type,
+        buffer: str = "",
+        prefix: str = "v",
+        moving: bool | None = None,
+    ) -> Variable:
+        """`moving`: if it does not follow from what the text names."""
+        if moving is None:
+            named = set(re.findall(r"[a-z]+\d+", text))
+            moving = any(v.moving and v.name in named for v in self.variables)
+        variable = Variable(self.name(prefix), kind, buffer, moving=moving)
         self.line(f"{variable.name} = {text}")
         self.variables.append(variable)
         return variable
@@ -90,7 +104,10 @@ class Writer:
         return [v for v in reversed(self.variables) if v.buffer]
 
     def pick(self, found: list[Variable]) -> Variable:
-        """One of them, the latest more often."""
+        """One of them, the latest more often, and what moves."""
+        moving = [v for v in found if v.moving]
+        if moving and not self.d.chance(15):
+            found = moving
         if len(found) > 4 and not self.d.chance(40):
             found = found[:4]
         return self.d.choice(found)
