@@ -40,15 +40,10 @@ def expression(w: Writer, kind: Type) -> str:
 @construct("arithmetic", 8)
 def arithmetic(w: Writer, t: Type) -> str:
     a, b = value(w, t), value(w, t)
-    return w.d.choice(
-        (
-            f"{a} + {b} / 2",
-            f"{a} * {b} / 2",
-            f"{a} - 0.5 * {b}",
-            f"{a} / (1 + {b} * {b})",
-            f"{a} * 0.7",
-        )
-    )
+    if t.dtype == "float64" and w.d.chance(12):
+        return f"{a} * jnp.cos({integer(w)})"
+    ways = "{a} + {b} / 2", "{a} * {b} / 2", "{a} - 0.5 * {b}", "{a} / (1 + {b} * {b})", "{a} * 0.7"
+    return w.d.choice(ways).format(a=a, b=b)
 
 
 @construct("function", 6)

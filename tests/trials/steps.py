@@ -106,6 +106,9 @@ def next_leaf(w: Writer, old: Variable, now: list[Variable]) -> str:
     if old.buffer:
         latest = [v for v in w.buffers() if v.name == old.name or v.origin == old.name]
         return latest[0].name
+    if old.type.kind == "int" and w.d.chance(60):
+        w.d.note("another counter")
+        return f"{old.name} {w.d.choice(('+', '-'))} {w.d.choice((1, 2))}"
     way = w.d.weighted({"new": 8, "sum": 3, "kept": 2, "swapped": 1})
     if way == "kept":
         w.d.note("leaf that never changes")

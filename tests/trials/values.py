@@ -40,7 +40,7 @@ def converted(w: Writer, kind: Type) -> str:
     scalars = w.having(lambda v: v.type.shape == () and v.type.kind == kind.kind and ok(v))
     full = lambda v: v.type.shape and 0 not in v.type.shape
     arrays = w.having(lambda v: v.type.kind == kind.kind and full(v) and ok(v))
-    ways = {"cast": 3 * bool(casts), "scalar": 3 * bool(scalars and kind.shape)}
+    ways = {"cast": 4 * bool(casts), "scalar": 3 * bool(scalars and kind.shape)}
     ways |= {"array": 3 * bool(arrays and not kind.shape), "constant": 0}
     ways["constant"] = 1 if not any(ways.values()) or w.d.chance(5) else 0
     way = w.d.weighted(ways)
