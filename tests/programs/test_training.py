@@ -2,7 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+
+import loopkit
 
 from .against_forward_mode import assert_agrees, import_or_skip
 
@@ -12,11 +15,11 @@ XS = jnp.sin(jnp.arange(24.0)).reshape(8, 3)
 YS = jnp.cos(jnp.arange(8.0))
 
 
-def trained(loss, weights, settings):
+def trained(loss, weights, settings, eps_root=1e-8):
     """The loss after some steps of Adam."""
     optax = import_or_skip("optax")
     rate, scale = settings
-    optimiser = optax.adam(rate)
+    optimiser = optax.adam(rate, eps_root=eps_root)
 
     def step(carry, row):
         weights, state = carry
@@ -57,3 +60,19 @@ def with_equinox(settings):
 @pytest.mark.parametrize("train", [with_nnx, with_equinox], ids=lambda train: train.__name__)
 def test_derivatives(train, checkpoints):
     assert_agrees(train, jnp.array([0.05, 1.3]), checkpoints=checkpoints)
+
+
+def test_a_nan_of_the_programs_own():
+    """Adam takes a root of the mean square of a gradient, which has no slope at zero."""
+
+    def without_eps_root(settings):
+        loss = lambda weight, x, y: (weight * x[0] - y) ** 2  # the first x[0] is 0
+        return trained(loss, jnp.asarray(0.3), settings, eps_root=0.0)
+
+    settings = jnp.array([0.05, 1.3])
+    assert jnp.isnan(jax.jvp(jnp.sqrt, (0.0,), (0.0,))[1])
+    by_scale = jax.jvp(without_eps_root, (settings,), (jnp.array([0.0, 1.0]),))[1]
+    own = jax.grad(without_eps_root)(settings)
+    assert jnp.isnan(jnp.stack([by_scale, own[1]])).all()
+    ours = jax.grad(loopkit.checkpointed(without_eps_root))(settings)
+    np.testing.assert_allclose(ours, own, rtol=1e-12)  # NaN where that is, and nowhere else
