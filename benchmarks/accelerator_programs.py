@@ -213,19 +213,20 @@ def _of_this_folder(name: str) -> Any:
 
 # --- a carry that is kept on the host -------------------------------------------------------------
 
-MEGABYTES = 4
 DEVICE, HOST = "256 MB", "1 GB"
 
 
-def large_carry(x: Any, **how: Any) -> Any:
-    """1000 steps of 4 MB."""
+LARGE = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+
+
+def large_carry(x: Any, steps: int = 1000, **how: Any) -> Any:
+    """Steps of 4 MB."""
     step = lambda x, _: (x + 1e-3 * jnp.sin(x), None)
-    return jnp.sum(loopkit.scan(step, x, None, 1000, **how)[0])
+    return jnp.sum(loopkit.scan(step, x, None, steps, **how)[0])
 
 
 def of_host() -> list[Case]:
     """The gradient of a loop that keeps its checkpoints on the device, or on the host."""
-    x = jax.ShapeDtypeStruct((MEGABYTES, 1000, 250), jnp.float32)
     ways = {
         f'`memory={{"device": "{DEVICE}", "host": "{HOST}"}}`': {
             "memory": {"device": DEVICE, "host": HOST}
@@ -235,7 +236,8 @@ def of_host() -> list[Case]:
         '`checkpoints="all"`': {"checkpoints": "all"},
     }
     return [
-        Case(name, jax.grad(partial(large_carry, **how)), [x], 1000) for name, how in ways.items()
+        Case(name, jax.grad(partial(large_carry, **how)), [LARGE], 1000)
+        for name, how in ways.items()
     ]
 
 
