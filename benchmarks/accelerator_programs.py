@@ -87,6 +87,8 @@ LOOPS: dict[str, Run] = {
 }
 """By what each takes: the number of checkpoints, or `"all"`, if it is not the default."""
 
+WITHOUT_COUNTS = {name: loop for name, loop in LOOPS.items() if not name.endswith(", 8")}
+
 UNROLLED: dict[str, Run] = {
     f"{name}, unroll={unroll}": make(unroll=unroll)
     for name, make in {

@@ -13,6 +13,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,6 +70,10 @@ def what_devices_exchange(case: Case, target: str) -> tuple[str, ...]:
     return case.name, at_the_end, in_loops
 
 
+def of_engine(name: str) -> list[Case]:
+    return programs.of_workload(workloads.make(name), programs.WITHOUT_COUNTS)
+
+
 class Section(NamedTuple):
     """Gradients that are compared."""
 
@@ -89,7 +94,7 @@ SECTIONS = {
     "rows": Section("2000 rows of 8x128, written to the carry", lambda: programs.of_rows((8, 128))),
     "short": Section("2000 rows of 10x5", lambda: programs.of_rows((10, 5))),
     **{
-        name: Section(title, lambda name=name: programs.of_workload(workloads.make(name)))
+        name: Section(title, partial(of_engine, name))
         for name, title in {
             "mlp": "1000 steps of a network on 64x64 numbers",
             "vector": "2000 steps of 10,000 numbers",

@@ -161,12 +161,14 @@ class Executions:
         if number is None:
             raise ValueError(f"the compiler made {name}: which branch is taken was not counted")
         branches = [branch for role, branch in instruction.called() if role == "branch"]
-        branches += _BRANCH.findall(instruction.rest)
-        places = self._places(instruction, branches)
+        places = [*range(len(branches))]
+        if not branches:  # one of two by a predicate, which a compiler made of their index
+            branches = _BRANCH.findall(instruction.rest)
+            places = self._places(instruction, branches)
         return {b: int(self.counts[number + n]) for b, n in zip(branches, places, strict=True)}
 
     def _places(self, conditional: Any, branches: Sequence[str]) -> list[int]:
-        """Which branch of JAX's each is: compilers negate predicates. JAX names what is in them."""
+        """Which branch of JAX's each of two is: JAX names what is in them."""
         path = re.escape(_source(conditional))
         known: dict[str, int] = {}
         for branch in branches:

@@ -14,7 +14,7 @@ import pytest
 
 import loopkit
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import accelerator_programs as programs
 import ahead_of_time
 from ahead_of_time import TARGETS, compiled
