@@ -21,7 +21,7 @@ import equinox
 import jax
 
 import accelerator_programs as programs
-import ahead_of_time  # before what uses JAX
+import ahead_of_time
 import workloads
 from accelerator_programs import Case
 from ahead_of_time import TARGETS

@@ -4,7 +4,7 @@
 
 brings both compilers, which need no driver. Nothing can be run, but what the compilers say is
 exact: which loops know their trip count, what is copied, what a step launches, where the bytes are.
-Import it before JAX is first used.
+Import it before a device of JAX's is asked for.
 """
 
 import os
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 for name, value in {
-    "JAX_PLATFORMS": "cpu",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",  # with the next three, nobody is asked which TPU this is
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -38,6 +37,9 @@ from jax.sharding import SingleDeviceSharding  # noqa: E402
 
 import iterations  # noqa: E402
 from loopkit._reports.hlo import Program  # noqa: E402
+
+if not jax.config.jax_platforms:  # or the plugin of a GPU looks for one, and fails
+    jax.config.update("jax_platforms", "cpu")
 
 TARGETS = {"gpu": "H100", "tpu": "TPU v5e"}
 _CARD = Path(__file__).with_name("h100_sxm.txtpb")

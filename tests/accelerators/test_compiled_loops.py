@@ -150,7 +150,7 @@ def test_devices_exchange_a_sum_of_cotangents_and_nothing_else(target, what, way
     found = case(programs.of_devices(), f"{what}, {loop}")
     shardings = programs.shardings(found, ahead_of_time.devices(target))
     program = compiled(target, found.function, *found.arguments, shardings=shardings)
-    # Compilers before JAX 0.11 take a sum over devices out of one loop, not out of two: it is made
+    # The compilers of JAX 0.10 take a sum over devices out of one loop, not out of two: it is made
     # once a segment, unless the engine has put it off.
     in_segments = jax.__version_info__ < (0, 11) and way == "default" and what != "rows of a batch"
     assert collectives(program) == {("all-reduce", in_segments): 1}
