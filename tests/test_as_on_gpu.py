@@ -34,8 +34,7 @@ def chaotic(x, length, checkpoints):
 
 
 @pytest.mark.parametrize("there", [False, True])
-@pytest.mark.parametrize("checkpoints", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("length", [9, 20, 23, 100])
+@pytest.mark.parametrize(("length", "checkpoints"), [(9, 3), (20, 8), (23, 1), (100, 2), (100, 8)])
 def test_what_is_saved_elsewhere(length, checkpoints, there):
     """A gradient whose two sweeps run on devices of two kinds."""
     x = jnp.linspace(0.3, 0.6, 3)
