@@ -7,7 +7,7 @@ from jax.experimental import io_callback
 
 import loopkit
 from derivatives import assert_close, derivative
-from loopkit import Plan
+from loopkit import Plan, _jax
 from loopkit._engine.trials import unrolling, user_cache
 from loopkit._engine.trials.unrolling import Trial
 from loopkit._programs import cache
@@ -210,3 +210,52 @@ def test_what_is_no_unroll():
 def test_steps_without_work():
     _, ys = jax.jit(lambda x: loopkit.scan(lambda c, x: (c, x), 0.0, x, unroll="auto"))(jnp.ones(3))
     assert_close(ys, jnp.ones(3))
+
+
+def steps_to_an_iteration(f, *args):
+    """For a GPU, of a loop whose step has one sine."""
+    with _jax.host_waits(True):
+        return jax.jit(f).lower(*args).as_text().count("stablehlo.sine")
+
+
+def worked(x, work):
+    x = jnp.sin(x)
+    for k in range(work):
+        x = x * k + 1
+    return x
+
+
+def known(x, work):
+    return loopkit.fori_loop(0, 1000, lambda _, x: worked(x, work), x, unroll="auto")
+
+
+def counting(x, work, say=False):
+    def step(c):
+        if say:
+            jax.debug.print("at {}", c[0])
+        return c[0] + 1, worked(c[1], work)
+
+    return loopkit.while_loop(lambda c: abs(c[1]) < 1000, step, (0, x), unroll="auto")[1]
+
+
+def test_for_a_gpu_launches_and_waits_are_counted(trials):
+    of_known, of_counting = (
+        [steps_to_an_iteration(lambda x, f=f, n=n: f(x, n), 0.5) for n in (1, 10, 300)]
+        for f in (known, counting)
+    )
+    assert of_known[0] > of_known[1] > of_known[2] == 1, "what takes long to compile is short"
+    assert of_counting[1] > of_known[1], "a wait is longer than a launch"
+    assert not trials
+
+
+def test_for_a_gpu_steps_with_side_effects_are_not_guarded(trials):
+    assert steps_to_an_iteration(lambda x: counting(x, 1, say=True), 0.5) == 1
+    assert not trials
+
+
+@pytest.mark.parametrize("name", ["while_scalar", "scan_until", "scan_xs_ys"])
+def test_for_a_gpu_the_numbers_stay(name, trials):
+    (problem,) = named(name)
+    with _jax.host_waits(True):
+        got = jax.jit(derivative(problem.flat_loop(unroll="auto"), "r"))(problem.vector())
+    assert_close(got, derivative(problem.flat_reference(), "r")(problem.vector()))

@@ -58,16 +58,16 @@ def settled(loop: Loop, active: Active | None = None) -> int:
     """Steps to an iteration: of the loop, or of its gradient in the leaves of `active`."""
     if not loop.auto_unroll:
         return loop.unroll
-    choose = _counted if _jax.host_waits.value else _choose
-    key = ("unroll", active, choose)
-    return loop.derived(key, lambda: choose(loop.without_debug_effects(), active))
+    if _jax.host_waits.value:
+        return loop.derived(("unroll on a GPU", active), lambda: _counted(loop, active))
+    return loop.derived(("unroll", active), lambda: _choose(loop.without_debug_effects(), active))
 
 
 def _counted(loop: Loop, active: Active | None) -> int:
     """By launches and waits; what holds a step that does not count costs a launch a leaf."""
-    if not _can_be_tried(loop):
-        return 1
     steps, asks = _expected_steps(loop), loop.cond is not None
+    if (asks and loop.effects) or not _can_be_tried(loop.without_debug_effects()):
+        return 1
     equation_count = sum(1 for _ in equations.all_equations(loop.body))
     copies = 1 if active is None else 3  # run, run again, reversed
 
