@@ -137,9 +137,7 @@ def test_it_is_noticed_where_nothing_is_on_the_host(account):
     device = SimpleNamespace(platform="gpu", device_kind="some card")
     memory = SimpleNamespace(host_temp_size_in_bytes=account)
     program = SimpleNamespace(memory_analysis=lambda: memory)
-    with pytest.raises(
-        RuntimeError, match=rf"scan: `memory`, .* got {account} bytes there"
-    ):
+    with pytest.raises(RuntimeError, match=rf"scan: `memory`, .* got {account} bytes there"):
         host_memory.check_placed("scan", device, program)
     memory.host_temp_size_in_bytes = 2048
     host_memory.check_placed("scan", device, program)
@@ -147,9 +145,7 @@ def test_it_is_noticed_where_nothing_is_on_the_host(account):
 
 def test_a_release_that_makes_room_on_the_devices(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-    with pytest.raises(
-        NotImplementedError, match=r"`memory`, .* divides .* jax 0.12 or newer"
-    ):
+    with pytest.raises(NotImplementedError, match=r"`memory`, .* divides .* jax 0.12 or newer"):
         _jax.check_spread_on_host()
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
     _jax.check_spread_on_host()
