@@ -6,8 +6,8 @@ and a row of a vector, is an operation of its own there. So rows that steps read
 vectors stay vectors in between, as far as elementwise equations go, and so do what loops carry and
 what they stack.
 
-Whether that is worth it is counted: changes of shape inside loops, with it and without it. Where
-it takes more of them, it is done for the memory alone, if that is much.
+Changes of shape inside loops are counted, with it and without it. Where it takes more of them, it
+is done for the memory alone, if that is much.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._engine.loop import parts
-from loopkit._engine.passes.tiles import is_row, is_stack, padded_bytes
+from loopkit._engine.passes.tiles import is_row, is_stack, saved_bytes
 from loopkit._jaxprs import equations
 
 MUCH = 1 << 27
@@ -94,16 +94,21 @@ def of_vectors(evaluate: Callable) -> Callable:
     def evaluated(*operands: Any, **params: Any) -> list:
         types = list(map(jax.typeof, operands))
         jaxpr, closed = _jax.trace(lambda *v: evaluate(*v, **params), types, "loop")
-        run = lambda *values: _run_flat(jaxpr, values, Changes())
-        if not _has_short_rows(jaxpr):
-            return list(_jax.call_jaxpr(jaxpr)(*closed, *operands))
-        found = Changes()
-        _jax.trace(lambda *v: _run_flat(jaxpr, v, found), jaxpr.in_avals, "loop")
-        if found.count > _reshapes(jaxpr) and found.saved < MUCH:
-            return list(_jax.call_jaxpr(jaxpr)(*closed, *operands))
-        return run(*closed, *operands)
+        values = [*closed, *operands]
+        if _pays(jaxpr):
+            return _run_flat(jaxpr, values, Changes())
+        return list(_jax.call_jaxpr(jaxpr)(*values))
 
     return evaluated
+
+
+def _pays(jaxpr: Any) -> bool:
+    """Whether vectors spare changes of shape, or much memory."""
+    if not _has_short_rows(jaxpr):
+        return False
+    found = Changes()
+    _jax.trace(lambda *v: _run_flat(jaxpr, v, found), jaxpr.in_avals, "loop")
+    return found.count <= _reshapes(jaxpr) or found.saved >= MUCH
 
 
 def _has_short_rows(jaxpr: Any) -> bool:
@@ -155,7 +160,8 @@ def _flat_results(eqn: Any, ins: list, found: Changes) -> Sequence[Any] | None:
     flats = [isinstance(v, Flat) for v in ins]
     out = eqn.outvars[0].aval if eqn.outvars else None
     if eqn.primitive is _jax.blank_p and is_stack(out):
-        return [_blank_rows(eqn, ins, out)]
+        shape = out.shape[0], _jax.volume(out.shape[1:])
+        return [Flat(eqn.primitive.bind(*ins, **dict(eqn.params, shape=shape)), out.shape)]
     if eqn.primitive in (lax.reshape_p, lax.squeeze_p, lax.broadcast_in_dim_p):
         return _in_shape(eqn, ins, out)
     if not any(flats):
@@ -174,11 +180,6 @@ def _flat_results(eqn: Any, ins: list, found: Changes) -> Sequence[Any] | None:
     if eqn.primitive.name in ELEMENTWISE and len(eqn.outvars) == 1:
         return _elementwise(eqn, ins, out, found)
     return None
-
-
-def _blank_rows(eqn: Any, ins: list, out: Any) -> Flat:
-    shape = out.shape[0], _jax.volume(out.shape[1:])
-    return Flat(eqn.primitive.bind(*ins, **dict(eqn.params, shape=shape)), out.shape)
 
 
 def _in_shape(eqn: Any, ins: list, out: Any) -> Sequence[Any] | None:
@@ -238,8 +239,8 @@ def _elementwise(eqn: Any, ins: list, out: Any, found: Changes) -> Sequence[Any]
     shapes = {v.shape if isinstance(v, Flat) else jnp.shape(v) for v in ins} - {()}
     if shapes != {tuple(out.shape)}:
         return None
-    flats = [v for v in ins if isinstance(v, Flat)]
-    most = max(flats, key=lambda v: v.value.ndim)  # a stack, if there is one
+    # A stack, if there is one.
+    most = max((v for v in ins if isinstance(v, Flat)), key=lambda v: v.value.ndim)
     shape = (-1,) if most.value.ndim == 1 else most.value.shape
     scalar = lambda v: not isinstance(v, Flat) and jnp.ndim(v) == 0
     if len(shape) > 1 and not all(isinstance(v, Flat) or scalar(v) for v in ins):
@@ -255,15 +256,14 @@ def _elementwise(eqn: Any, ins: list, out: Any, found: Changes) -> Sequence[Any]
 def _loop(eqn: Any, ins: list, found: Changes) -> list:
     """A loop that carries vectors for rows, and for stacks rows of them, where that works out."""
     asked, values = parts(ins, eqn.params["cond_nconsts"])
-    asked = list(map(found.plain, asked))
-    types = [v.aval for v in eqn.invars[len(asked) :]]
+    asked, types = list(map(found.plain, asked)), [v.aval for v in eqn.invars[len(asked) :]]
     best, ways = _best(eqn, asked, types)
     found.count += best.count
     held = [_held(v, way, found) for v, way in zip(values, ways, strict=True)]
     fixed, init = parts(held, eqn.params["body_nconsts"])
     known = _wrapped(fixed, types[: len(fixed)], ways[: len(fixed)])
     shapes, carried = types[len(fixed) :], ways[len(fixed) :]
-    found.saved += sum(_saved(t) for t, way in zip(types, ways, strict=True) if way == "stack")
+    found.saved += sum(saved_bytes(t) for t, way in zip(types, ways, strict=True) if way == "stack")
 
     def wrapped(carry: Sequence[Any]) -> list:
         return _wrapped(carry, shapes, carried)
@@ -288,18 +288,23 @@ def _inside(jaxpr: Any, values: list, found: Changes) -> list:
 
 def _best(eqn: Any, asked: list, types: Sequence[Any]) -> tuple[Changes, list]:
     """In which way to hold what a loop reads and carries, and what a step then takes."""
-    tries = [_settled(eqn, asked, types, others) for others in ("row", None)]
+    stacks = ["stack" if is_stack(t) else None for t in types]
+    rows = ["row" if is_row(t) else None for t in types]
+    orders = [(stacks, rows), (stacks, [None] * len(rows))]
+    if any(s and r for s, r in zip(stacks, rows, strict=True)):  # [2, 5, 5] may be either
+        orders.append((rows, stacks))
+    tries = [_settled(eqn, asked, types, *order) for order in orders]
     return min(tries, key=lambda found: found[0].count)
 
 
-def _settled(eqn: Any, asked: list, types: Sequence[Any], other: str | None) -> tuple:
-    """Stacks where that works out, and the `other` way for rows."""
-    others = [other if is_row(t) else None for t in types]
-    ways = ["stack" if is_stack(t) else way for t, way in zip(types, others, strict=True)]
+def _settled(eqn: Any, asked: list, types: Sequence[Any], first: list, second: list) -> tuple:
+    """One way if there is one, and else the other; less the stacks that a step uses as a whole."""
+    ways = [a or b for a, b in zip(first, second, strict=True)]
     while True:
         found, failed = _tried(eqn, asked, types, ways)
         if not failed:
             return found, ways
+        others = [b if a == "stack" else None for a, b in zip(first, second, strict=True)]
         ways = [others[i] if i in failed else way for i, way in enumerate(ways)]
 
 
@@ -341,8 +346,3 @@ def _held(value: Any, way: str | None, found: Changes) -> Any:
     if way is None:
         return found.plain(value)
     return found.flat(value, (value.shape[0], -1) if way == "stack" else (-1,))
-
-
-def _saved(aval: Any) -> int:
-    flat = _type(aval, "stack").shape
-    return padded_bytes(aval.shape, aval.dtype.itemsize) - padded_bytes(flat, aval.dtype.itemsize)

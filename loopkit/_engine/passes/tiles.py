@@ -48,3 +48,9 @@ def padded_bytes(shape: Sequence[int], itemsize: int) -> int:
     tile = lambda n, size: -(-n // size) * size
     least = min(tile(a, SUBLANES) * tile(b, LANES), tile(b, SUBLANES) * tile(a, LANES))
     return _jax.volume(lead) * least * itemsize
+
+
+def saved_bytes(aval: Any) -> int:
+    """By rows that are vectors."""
+    flat, size = (aval.shape[0], _jax.volume(aval.shape[1:])), aval.dtype.itemsize
+    return padded_bytes(aval.shape, size) - padded_bytes(flat, size)
