@@ -304,10 +304,20 @@ def evaluate(closed: Any, *args: Any) -> list[Any]:
     return interpreted(closed.jaxpr, closed.consts, args)
 
 
+def used(jaxpr: Any) -> list[Any]:
+    """The equations that the results hang on; others may be of what cannot be computed."""
+    needed, found = {v for v in jaxpr.outvars if not hasattr(v, "val")}, []
+    for eqn in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            found.append(eqn)
+            needed.update(v for v in eqn.invars if not hasattr(v, "val"))
+    return found[::-1]
+
+
 def interpreted(jaxpr: Any, consts: Any, args: Any) -> list[Any]:
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     read = lambda v: v.val if hasattr(v, "val") else known[v]
-    for eqn in jaxpr.eqns:
+    for eqn in used(jaxpr):
         inputs, params = [read(v) for v in eqn.invars], eqn.params
         inner = params.get("jaxpr") or params.get("call_jaxpr")
         if eqn.primitive.name in INLINED and inner is not None:
