@@ -90,7 +90,7 @@ def thrice(x, w):
 
 
 thrice.defvjp(
-    lambda x, w: (thrice(x, w), (x, w)), lambda r, ct: (3 * ct * jnp.cos(r[0]), ct * r[1])
+    lambda x, w: (jnp.sin(x) * w, (x, w)), lambda r, ct: (3 * ct * jnp.cos(r[0]), ct * r[1])
 )
 
 
@@ -107,7 +107,7 @@ def scaled(n, x):
     return x * jnp.tanh(x) / n
 
 
-scaled.defvjp(lambda n, x: (scaled(n, x), x), lambda n, x, ct: (n * ct * x,))
+scaled.defvjp(lambda n, x: (x * jnp.tanh(x) / n, x), lambda n, x, ct: (n * ct * x,))
 
 
 def host_half(x):

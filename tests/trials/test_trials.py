@@ -19,7 +19,7 @@ from trials.printed import printed
 from trials.records import Piece
 from trials.relations import draw_kept, draw_related
 
-PIECE = 50
+PIECE = 25
 """Programs to a seed."""
 
 

@@ -138,8 +138,8 @@ def draw_pattern(d: Draws, program: Program) -> str:
     letters = []
     for at in range(order):
         some = {"r": 5, "f": 3, "l": 1} | ({"R": 1, "F": 1} if order < 3 and at == 0 else {})
-        if "custom_vjp" in tags:  # that calls itself: linear maps of it are computed in part
-            some = {"r": 4, "R": 1} if at == 0 else {"r": 5, "f": 3}
+        if "custom_vjp" in tags and at == 0:
+            some = {"r": 4, "R": 1}
         letters.append(d.weighted(some))
     if d.chance(55):
         ways = {"v": 5, "u": 3, "w": 2, "s": 2}
