@@ -1,17 +1,20 @@
 """Programs until one fails, in one process and without making it smaller.
 
-    python -m trials.hunt PROGRAMS SEED [FOLDER]    # in tests/
+    python -m trials.hunt PROGRAMS SEED [FOLDER [CONSTRUCT...]]    # in tests/
 
 Says which; the exit status is 1 then. No hypothesis: what is drawn here is uniform. What is
-expected of each program is kept in the folder, and taken from there the next time.
+expected of each program is kept in the folder, and taken from there the next time. With constructs,
+by the names that `records.py` prints, only programs that have all of them are run.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from trials.drawn import draw_trial  # noqa: E402
 from trials.draws import Draws  # noqa: E402
 from trials.implementations import IMPLEMENTATIONS, Implementation  # noqa: E402
 from trials.printed import printed  # noqa: E402
+from trials.records import constructs_of  # noqa: E402
 
 
 class Uniform(Draws):
@@ -61,10 +65,17 @@ def failure(trial: Trial, implementation: Implementation, path: Path | None = No
     return ""
 
 
-def main(programs: int, seed: int, folder: str | None = None) -> int:
-    jax.config.update("jax_enable_x64", True)
-    for number in range(programs):
+def chosen(seed: int, constructs: set[str]) -> Iterator[tuple[int, Trial]]:
+    """Numbers and trials, of those that have all of some constructs."""
+    for number in range(1_000_000):
         trial = draw_trial(Uniform(seed * 1_000_000 + number))
+        if constructs <= constructs_of(trial):
+            yield number, trial
+
+
+def main(programs: int, seed: int, folder: str | None = None, *constructs: str) -> int:
+    jax.config.update("jax_enable_x64", True)
+    for number, trial in itertools.islice(chosen(seed, set(constructs)), programs):
         path = None if folder is None else Path(folder) / f"{seed}-{number}.pickle"
         said = failure(trial, IMPLEMENTATIONS["loopkit"], path)
         if said:
@@ -76,4 +87,4 @@ def main(programs: int, seed: int, folder: str | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:4]))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]))

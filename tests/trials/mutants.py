@@ -28,6 +28,8 @@ class Mutant(NamedTuple):
     old: str
     """Text that is there once."""
     new: str
+    constructs: tuple[str, ...] = ()
+    """What a program has to have, to show it: others are not run."""
 
 
 def mutants() -> list[Mutant]:
@@ -37,7 +39,7 @@ def mutants() -> list[Mutant]:
     for block in re.split(r"^= ", text, flags=re.MULTILINE)[1:]:
         name, file, *lines = block.strip("\n").splitlines()
         old, new = ("\n".join(v[2:] for v in lines if v[0] == sign) for sign in "-+")
-        found.append(Mutant(name, file, old, new))
+        found.append(Mutant(name, file, old, new, tuple(v[2:] for v in lines if v[0] == "?")))
     return found
 
 
@@ -57,6 +59,7 @@ def killed(mutant: Mutant | None, programs: int, seed: int, expected: str) -> st
             applied(mutant, package)
         paths = os.pathsep.join([folder, str(TESTS)])
         command = [sys.executable, "-m", "trials.hunt", str(programs), str(seed), expected]
+        command += () if mutant is None else mutant.constructs
         environment = os.environ | {"PYTHONPATH": paths}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
     if done.returncode == 0:

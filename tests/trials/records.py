@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from trials.compare import Trial
+from trials.transformations import DERIVATIVES
 
 
 class Piece:
@@ -32,11 +33,7 @@ class Piece:
         self.outcomes[outcome] += 1
         if outcome.startswith("left out"):
             return
-        self.constructs.update(set(trial.program.counts))
-        self.constructs[f"transformations: {trial.pattern or 'none'}"] += 1
-        self.constructs[f"outside: {trial.outside}"] += 1
-        self.constructs["outside: optimized"] += trial.optimized
-        self.constructs.update(f"letter: {letter}" for letter in set(trial.pattern))
+        self.constructs.update(constructs_of(trial))
 
     def is_in(self, record: Path | None) -> bool:
         return any(self.key == {k: line[k] for k in self.key} for line in lines_of(record))
@@ -46,6 +43,14 @@ class Piece:
             line = self.key | {"outcomes": self.outcomes, "constructs": self.constructs}
             with record.open("a") as file:
                 file.write(json.dumps(line) + "\n")
+
+
+def constructs_of(trial: Trial) -> set[str]:
+    """What a program has in it, and what is done to it."""
+    of_pattern = {f"letter: {letter}" for letter in trial.pattern}
+    orders = sum(letter in DERIVATIVES for letter in trial.pattern)
+    outside = {f"outside: {trial.outside}"} | ({"outside: optimized"} if trial.optimized else set())
+    return {*trial.program.counts, *of_pattern, *outside, f"derivatives of order {orders}"}
 
 
 def lines_of(record: Path | None) -> list[dict[str, Any]]:
