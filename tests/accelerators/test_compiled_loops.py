@@ -5,9 +5,10 @@ figures are those of `benchmarks/accelerators.py`, in single precision.
 """
 
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
+import equinox
 import jax
 import jax.numpy as jnp
 import pytest
@@ -61,8 +62,32 @@ def scanned(w, x, xs, **how):
     return jnp.sum(carry) + jnp.sum(ys**2)
 
 
+def along(w, x, xs, **how):
+    """Inputs and outputs along the second axis."""
+    return scanned(w, x, xs.reshape(4, STEPS), in_axes=1, out_axes=1, **how)
+
+
 def counted(w, x, xs, **how):
     return jnp.sum(loopkit.fori_loop(0, STEPS, lambda i, c: jnp.tanh(w @ c + xs[i]), x, **how))
+
+
+def rows(w, x, xs, **how):
+    """Each made of the one before."""
+
+    def step(i, rows):
+        return rows.at[i].set(jnp.tanh(w @ rows[i - 1] + xs[i]))
+
+    start = jnp.zeros((STEPS, 4)).at[0].set(x)
+    return jnp.sum(loopkit.fori_loop(1, STEPS, step, start, buffers=True, **how) ** 2)
+
+
+def rows_from_the_end(w, x, xs, **how):
+    def step(i, rows):
+        i = STEPS - 2 - i
+        return rows.at[i].set(jnp.tanh(w @ rows[i + 1] + xs[i]))
+
+    start = jnp.zeros((STEPS, 4)).at[-1].set(x)
+    return jnp.sum(loopkit.fori_loop(0, STEPS - 1, step, start, buffers=True, **how) ** 2)
 
 
 def overwritten(w, x, xs, **how):
@@ -71,6 +96,16 @@ def overwritten(w, x, xs, **how):
 
     start = jnp.ones((7, 4)) * x
     return jnp.sum(loopkit.fori_loop(0, STEPS, step, start, buffers=True, **how) ** 2)
+
+
+def tensor_array(w, x, xs, **how):
+    def step(i, carry):
+        c, ys = carry
+        c = jnp.tanh(w @ c + xs[i])
+        return c, ys.write(i, c)
+
+    init = (x, loopkit.TensorArray.empty(STEPS, x))
+    return jnp.sum(loopkit.fori_loop(0, STEPS, step, init, **how)[1].stack() ** 2)
 
 
 def lanes(w, x, xs, **how):
@@ -82,11 +117,17 @@ def nested(w, x, xs, **how):
     return jnp.sum(loopkit.scan(lambda c, x: (inner(c, x), None), x, xs, **how)[0])
 
 
+KNOWN = [scanned, along, counted, rows, rows_from_the_end, overwritten, tensor_array, lanes, nested]
 WAYS = {"default": {}, "all": {"checkpoints": "all"}}
 
 
 def gradient(f, **how):
     return jax.grad(lambda *args: f(*args, **how), argnums=(0, 1, 2))
+
+
+def second_derivative(f):
+    first = gradient(f)
+    return gradient(lambda *args: sum(jnp.sum(x**2) for x in first(*args)))
 
 
 def assert_known(function):
@@ -95,20 +136,29 @@ def assert_known(function):
     assert unknown(program) == []
 
 
-@pytest.mark.parametrize(
-    ("f", "way"),
-    [
-        *((scanned, "all"), (counted, "all"), (lanes, "default"), (lanes, "all")),
-        *((overwritten, "default"), (nested, "all")),
-    ],
-    ids=lambda x: getattr(x, "__name__", x),
-)
+@pytest.fixture
+def silent(monkeypatch):
+    """No errors at run time, since JAX compiles what raises them only where there is a GPU."""
+    monkeypatch.setattr(equinox, "error_if", lambda values, *_: values)
+
+
+@pytest.mark.usefixtures("silent")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("f", KNOWN, ids=lambda f: f.__name__)
 def test_loops_of_known_length_do_not_wait(f, way):
     assert_known(gradient(f, **WAYS[way]))
 
 
-def test_an_unrolled_scan_does_not_wait():
-    assert_known(gradient(scanned, unroll=4))
+@pytest.mark.parametrize(
+    "how", [{"reverse": True}, {"truncate": 150}, {"unroll": 4}], ids=lambda how: next(iter(how))
+)
+def test_options_of_a_scan_do_not_wait(how):
+    assert_known(gradient(scanned, **how))
+
+
+@pytest.mark.parametrize("f", [scanned, rows], ids=lambda f: f.__name__)
+def test_second_derivatives_do_not_wait(f):
+    assert_known(second_derivative(f))
 
 
 # --- what is stored, copied and launched ----------------------------------------------------------
@@ -138,12 +188,63 @@ def test_no_step_copies_a_buffer(target, name):
     assert executions.copies(found.large) == COPIES[name] * found.steps
 
 
+@cache
+def waits(name):
+    """Of the host of a GPU, in a gradient of 1000 steps."""
+    found = case(programs.of_workload(programs.layer()), name)
+    program = made("gpu", found)
+    return work(program, program.counts(*found.arguments)).waits
+
+
+@pytest.mark.parametrize(
+    ("name", "peer", "most"),
+    [
+        ("loopkit.scan, 8", "equinox scan, 8", 1500),
+        ("loopkit.while_loop, max_steps", "equinox while_loop, max_steps", 1600),
+        ("loopkit.while_loop", "equinox while_loop, max_steps", 1600),
+    ],
+)
+def test_a_gpu_waits_seldom(name, peer, most):
+    assert waits(name) <= most
+    assert waits(name) < waits(peer)
+
+
+def test_kernels_of_a_buffer_that_grows_row_by_row():
+    found = case(programs.of_rows((8, 128)), "loopkit.scan")
+    program = made("gpu", found)
+    assert work(program, program.counts(*found.arguments)).kernels <= 28_000
+
+
+def test_cycles_of_rows_of_short_axes():
+    """Of a TPU, which would fill up each row of 10x5 to one of 16x128."""
+    found = case(programs.of_rows((10, 5)), 'loopkit.scan, "all"')
+    program = made("tpu", found)
+    assert Executions(program, program.counts(*found.arguments)).cycles <= 36e6
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("host", ["1 GB", "8 GB"])
+def test_checkpoints_are_on_the_host(target, host):
+    memory = {"device": "256 MB", "host": host}
+    loss, x = partial(programs.large_carry, memory=memory), programs.LARGE
+    program = compiled(target, jax.grad(loss), x)
+    plan = loopkit.plan(loss, x)
+    assert program.device_bytes <= 256e6 + programs.bytes_of(x)
+    assert plan.host_bytes > 256e6
+    assert abs(program.host_bytes - plan.host_bytes) < programs.bytes_of(x)
+
+
 # --- several devices ------------------------------------------------------------------------------
+
+
+WAYS_OF_DEVICES = ["default", '"all"', "lax.scan"]
+if jax.__version_info__ >= (0, 11):  # before, loops on several devices keep nothing on the host
+    WAYS_OF_DEVICES.append("on the host")
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("what", ["rows of a batch", "parts of a carry"])
-@pytest.mark.parametrize("way", ["default", '"all"', "on the host", "lax.scan"])
+@pytest.mark.parametrize("way", WAYS_OF_DEVICES)
 def test_devices_exchange_a_sum_of_cotangents_and_nothing_else(target, what, way):
     """Once, at the end: what is kept of the steps stays where it is."""
     loop = {"default": "loopkit.scan", "lax.scan": way}.get(way, f"loopkit.scan, {way}")
