@@ -1,6 +1,7 @@
 """Every loop as it is lowered for a GPU, with few loops of unknown length: the same numbers."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 
@@ -59,3 +60,15 @@ def test_steps_that_are_counted(steps):
     for plan in (Plan(10, segment=4), Plan(40), Plan(2, segment=4), Plan(3)):
         with _jax.host_waits(True):
             assert_close(jax.jit(jax.grad(loss), static_argnums=1)(x, plan), wanted)
+
+
+def test_a_program_for_both():
+    """Each platform has its own way in it."""
+    x = jnp.linspace(0.3, 0.6, 3)
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(chaotic(x, 50, 4))))
+    alone = jax.export.export(gradient, platforms=["cpu"])(x)
+    both = jax.export.export(gradient, platforms=["cpu", "cuda"])(x)
+    assert both.mlir_module().count("stablehlo.while") > 2 * alone.mlir_module().count(
+        "stablehlo.while"
+    )
+    assert_close(both.call(x), alone.call(x))

@@ -25,7 +25,9 @@ LARGE = 1 << 23
 
 def sweeps(how: Reversal) -> Strategy:
     """Those of a plan, on the device at hand."""
-    strategy = STRATEGIES[how.plan.strategy]
-    if strategy is Scheduled and _jax.host_waits.value and how.plan.step.carry_bytes <= LARGE:
+    plan = how.plan
+    # A slot in the host's memory is not written over itself in passing, nor is a large one.
+    light = not plan.host and plan.step.carry_bytes <= LARGE
+    if plan.strategy == "schedule" and light and _jax.host_waits.value:
         return InUnits(how.for_waiting_hosts())
-    return strategy(how)
+    return STRATEGIES[plan.strategy](how)
