@@ -131,6 +131,8 @@ def blank_on_host(aval: ShapedArray) -> jax.Array:
 
 filled = jax.make_user_context(False)
 """Whether blank arrays are filled with zeros, part of every cache's key."""
+host_waits = jax.make_user_context(False)
+"""Whether the host waits in each iteration of a loop of unknown length, as that of a GPU does."""
 
 blank_p = core.Primitive("loopkit_blank")
 blank_p.def_impl(lambda _, shape, dtype, host: ad.zeros_like_aval(ShapedArray(shape, dtype)))
@@ -588,11 +590,6 @@ def define(
         # The newest release says between the two which inputs are live.
         pe.dce_rules[primitive] = lambda used, *rest: dce(list(used), rest[-1])
     return evaluate_as_written
-
-
-host_waits = jax.make_user_context(False)
-"""Whether loops are for a GPU: of one that goes round it is not known how often, the host has to
-wait for the predicate each time. Part of every cache's key."""
 
 
 @ft.partial(jax.jit, static_argnums=(0, 1))

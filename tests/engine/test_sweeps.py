@@ -71,9 +71,14 @@ def unrolled_vjp(loop, given, active, steps, cts):
     return jax.vjp(unrolled, *moving)[1](cts)
 
 
-@pytest.mark.parametrize("on_gpu", [(False, False), (True, True), (True, False), (False, True)])
+BOTH = [(False, False), (True, True)]
+MIXED = [(True, False), (False, True)]
+CASES = [(*which, ways) for which in PLANS for ways in BOTH]
+CASES += [("schedule", Plan(4), ways) for ways in MIXED]
+
+
 @pytest.mark.parametrize("make", [known, decided])
-@pytest.mark.parametrize(("name", "plan"), PLANS, ids=lambda v: str(v).replace("\n", ""))
+@pytest.mark.parametrize(("name", "plan", "on_gpu"), CASES, ids=lambda v: str(v).replace("\n", ""))
 def test_what_is_saved_is_enough(make, name, plan, on_gpu):
     """Also where loops go one way as on a GPU, and the other way as elsewhere."""
     loop, given = make(checkpoints=plan)
