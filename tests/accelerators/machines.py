@@ -1,42 +1,28 @@
 """Programs compiled for a GPU and a TPU on a machine that has neither."""
 
-import os
 import re
+import sys
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-for name, value in {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # or a second process stops at a lock
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "TPU_STDERR_LOG_LEVEL": "3",
-    "TPU_MIN_LOG_LEVEL": "3",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-}.items():
-    os.environ.setdefault(name, value)
+import jax
+import pytest
+from jax.sharding import SingleDeviceSharding
 
-import jax  # noqa: E402
-import pytest  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
-from jax.sharding import SingleDeviceSharding  # noqa: E402
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import ahead_of_time
+from ahead_of_time import TARGETS
 
-TARGETS = "gpu", "tpu"
-CARD = Path(__file__).with_name("h100_sxm.txtpb")
+__all__ = ["TARGETS", "Compiled", "compiled", "cycles", "devices", "figures", "lowered"]
 
 
 @lru_cache
 def devices(target: str) -> list[Any]:
-    """Two at least; the test is left out where there is no compiler for them."""
-    try:
-        if target == "tpu":
-            return topologies.get_topology_desc("v5e:2x2", "tpu").devices
-        how = {"target_config": CARD.read_text(), "topology": "1x2x1"}
-        return topologies.get_topology_desc("", "cuda", **how).devices
-    except Exception as error:  # whatever a plugin that is missing raises
-        pytest.skip(f"no compiler for a {target}: {error}")
+    """Four; the test is left out where there is no compiler for them."""
+    if reason := ahead_of_time.why_not():
+        pytest.skip(reason)
+    return ahead_of_time.devices(target)
 
 
 class Compiled(NamedTuple):
