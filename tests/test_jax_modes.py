@@ -41,6 +41,18 @@ def test_disable_jit(checkpoints):
     assert_close(got, wanted)
 
 
+@pytest.mark.parametrize("checkpoints", [None, 2, "all"])
+def test_disable_jit_of_no_step(checkpoints):
+    """Which `lax.scan` refuses there."""
+
+    def f(x):
+        carry, ys = loopkit.scan(lambda c, x: (c * x, c), x, jnp.zeros(0), checkpoints=checkpoints)
+        return carry**2 + jnp.sum(ys)
+
+    with jax.disable_jit():
+        assert (f(3.0), jax.grad(f)(3.0), jax.grad(jax.grad(f))(3.0)) == (9.0, 6.0, 2.0)
+
+
 def test_disable_jit_runs_the_body_as_python():
     """For a debugger: concrete values, once for each step."""
     seen = []

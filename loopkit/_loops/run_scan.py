@@ -67,8 +67,10 @@ def run(scan: Scan) -> tuple[Any, Any, Any]:
 @ft.partial(jax.jit, static_argnames=("loop", "split_transpose"), inline=True)
 def _stored_scan(*operands: Any, loop: Loop, split_transpose: bool) -> list:
     """A scan that stores the residuals of every step: that of lax, of the step as it was traced."""
-    unrolled = loop.unrolled(settled(loop))
-    return engine_steps.scan(unrolled, loop.split(operands)[0], split_transpose)
+    given, _ = loop.split(operands)
+    if loop.length == 0:  # which lax refuses where nothing is traced
+        return engine_steps.evaluate(loop, given)
+    return engine_steps.scan(loop.unrolled(settled(loop)), given, split_transpose)
 
 
 def _last_ys(scan: Scan, rest: Sequence[Any]) -> list:
