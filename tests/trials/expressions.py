@@ -41,7 +41,7 @@ def expression(w: Writer, kind: Type) -> str:
 def arithmetic(w: Writer, t: Type) -> str:
     a, b = value(w, t), value(w, t)
     if t.dtype == "float64" and w.d.chance(12):
-        return f"{a} * jnp.cos({integer(w)})"
+        return f"{a} * jnp.cos(jnp.asarray({integer(w)}, 'float64'))"
     ways = "{a} + {b} / 2", "{a} * {b} / 2", "{a} - 0.5 * {b}", "{a} / (1 + {b} * {b})", "{a} * 0.7"
     return w.d.choice(ways).format(a=a, b=b)
 
