@@ -1,7 +1,8 @@
 """mjx, jaxley and torax: the programs of the benchmarks, which differentiate whole simulations."""
 
-import sys
+import importlib
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,15 +10,20 @@ import pytest
 
 from .against_forward_mode import direction, dot, expected, import_or_skip
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import library_models as models
-from library_program import Program, forward
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 pytestmark = [pytest.mark.programs, pytest.mark.filterwarnings("ignore")]  # of theirs, as they run
 
 
-def assert_gradients_agree(made: Program) -> None:
+@pytest.fixture(scope="module")
+def models():
+    """The benchmarks' programs; their folder is on the path no longer than to import them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        return importlib.import_module("library_models")
+
+
+def assert_gradients_agree(made: Any) -> None:
     """All ways with the first; and that with forward mode, which it may be already."""
     gradients = {name: jax.jit(f)(made.at) for name, f in (made.own | made.ours).items()}
     first = next(iter(gradients.values()))
@@ -33,19 +39,19 @@ def assert_gradients_agree(made: Program) -> None:
 
 @pytest.mark.parametrize("solver", ["Newton", "CG"])
 @pytest.mark.parametrize("bodies", ["BALL", "ARM"])
-def test_contact_and_joint_limits(bodies, solver):
+def test_contact_and_joint_limits(models, bodies, solver):
     """20 steps, each of which iterates in while loops: forward mode is the reference."""
     import_or_skip("mujoco.mjx")
-    bodies = getattr(models, bodies)
-    assert_gradients_agree(models.steps_of_mjx(bodies, 4, forward, steps=20, solver=solver))
+    bodies, how = getattr(models, bodies), {"steps": 20, "solver": solver}
+    assert_gradients_agree(models.steps_of_mjx(bodies, 4, models.forward, **how))
 
 
-def test_cells():
+def test_cells(models):
     """Also in jaxley's own nested scans, with checkpoints of its own around."""
     import_or_skip("jaxley")
     assert_gradients_agree(models.voltage_of_jaxley())
 
 
-def test_a_tokamak():
+def test_a_tokamak(models):
     import_or_skip("torax")
     assert_gradients_agree(models.tokamak_of_torax())
