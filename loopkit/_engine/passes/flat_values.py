@@ -159,7 +159,7 @@ def _flat_results(eqn: Any, ins: list, found: Changes) -> Sequence[Any] | None:
     """The results of an equation on vectors, if it can be evaluated on them."""
     flats = [isinstance(v, Flat) for v in ins]
     out = eqn.outvars[0].aval if eqn.outvars else None
-    if eqn.primitive is _jax.blank_p and is_stack(out):
+    if eqn.primitive is _jax.blank_p and out is not None and is_stack(out):
         shape = out.shape[0], _jax.volume(out.shape[1:])
         return [Flat(eqn.primitive.bind(*ins, **dict(eqn.params, shape=shape)), out.shape)]
     if eqn.primitive in (lax.reshape_p, lax.squeeze_p, lax.broadcast_in_dim_p):
