@@ -19,7 +19,7 @@ def new_buffer(w: Writer) -> Variable:
     kind = (INT if w.d.chance(10) else w.some_float()).of(shape)
     w.d.note("buffer")
     w.tags.add("buffers")
-    text = value(w, kind) if w.d.chance(60) else f"jnp.zeros({shape}, '{kind.dtype}')"
+    text = value(w, kind) if w.d.chance(80) else f"jnp.zeros({shape}, '{kind.dtype}')"
     made = w.let(text, kind)
     return replace(made, buffer="new buffer")
 

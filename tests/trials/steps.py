@@ -120,7 +120,11 @@ def next_leaf(w: Writer, old: Variable, now: list[Variable]) -> str:
         if same:
             w.d.note("leaves that change places")
             return w.d.choice(same).name
-    return expression(w, old.type)
+    new = expression(w, old.type)
+    if old.type.kind == "float" and 0 not in old.type.shape and not w.d.chance(35):
+        w.d.note("leaf that hangs on itself")
+        return f"(jnp.sin({old.name}) + {new} / 2).astype('{old.type.dtype}')"
+    return new
 
 
 def step(w: Writer, carry: Carry, base: str, count: Callable[[str], str] | None = None) -> str:
