@@ -94,7 +94,7 @@ def write_text(w: Writer, b: Variable) -> str:
     if way == "mode":
         return f"{b.name}.at[{at}].{how}({x}, mode='{w.d.choice(('drop', 'clip'))}')"
     if way == "apply" and b.type.kind == "float":
-        return f"{b.name}.at[{at}].apply(jnp.sin)"
+        return f"sine_at({b.name}, {at})"
     return f"{b.name}.at[{at}].{how}({x})"
 
 
