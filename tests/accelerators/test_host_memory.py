@@ -94,6 +94,22 @@ def test_the_device_stays_within_its_budget(name, target):
     assert found.host_bytes <= 8 * (STEPS + 1) * CARRY
 
 
+SINGLE = {
+    "budget": (1, TWO),
+    "residuals": (1, ALL),
+    "one of many": (9, {"checkpoints": Plan(2, host=True)}),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_single_row(name, target):
+    """Which a compiler would take for the array that it is made of, in the device's memory."""
+    steps, options = SINGLE[name]
+    loop = lambda x: loopkit.scan(lambda x, _: (swing(x), None), x, None, steps, **options)[0]
+    assert compiled(target, jax.grad(lambda x: jnp.sum(loop(x))), X).host_bytes >= CARRY
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_thousand_carries_of_four_megabytes(target):

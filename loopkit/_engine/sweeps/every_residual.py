@@ -20,7 +20,7 @@ from loopkit._engine.trials.room import check_room
 class EveryResidual(Strategy):
     @property
     def stack_types(self) -> list[_jax.ShapedArray]:
-        return _jax.stack_types(self.how.row_types, self.how.plan.segment)
+        return self.stacked(self.how.row_types, self.how.plan.segment)
 
     def stack_axes(self, batched: Reversal, carry: Sequence[int | None]) -> list[int | None]:
         return [1 if f else None for f in self.how.shortened(batched.split.stored_batched)]

@@ -73,7 +73,11 @@ class Strategy(abc.ABC):
     @property
     def stack_types(self) -> list[_jax.ShapedArray]:
         """Where checkpoints are saved."""
-        return _jax.stack_types(self.how.slot_types, self.laid.rows)
+        return self.stacked(self.how.slot_types, self.laid.rows)
+
+    def stacked(self, types: Sequence[Any], rows: int) -> list[_jax.ShapedArray]:
+        """As many rows; of one on the host, a GPU's compiler takes the stack for the row itself."""
+        return _jax.stack_types(types, 2 if self.how.plan.host and rows == 1 else rows)
 
     @property
     def unit_count(self) -> int:
