@@ -219,7 +219,8 @@ def test_cycles_of_rows_of_short_axes():
     """Of a TPU, which would fill up each row of 10x5 to one of 16x128."""
     found = case(programs.of_rows((10, 5)), 'loopkit.scan, "all"')
     program = made("tpu", found)
-    assert Executions(program, program.counts(*found.arguments)).cycles <= 36e6
+    most = 36e6 if jax.__version_info__ >= (0, 11) else 41e6  # whose compiler needs more for each
+    assert Executions(program, program.counts(*found.arguments)).cycles <= most
 
 
 @pytest.mark.parametrize("target", TARGETS)
