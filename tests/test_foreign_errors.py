@@ -255,7 +255,7 @@ def test_host_memory_that_is_missing_names_the_loop(monkeypatch):
     error = error_of(lambda: jax.grad(how)(jnp.ones(300)))
     assert type(error) is NotImplementedError
     assert re.match(r"loopkit\.checkpointed: in the scan at \S+test_foreign_errors.*", str(error))
-    assert re.search("host only on a device .*host=False.*`only`", str(error))
+    assert re.search("host only with a device .*host=False.*`only`", str(error))
     assert f(jnp.ones(3)).shape == ()
 
 

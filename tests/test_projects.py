@@ -13,7 +13,7 @@ import pytest
 import loopkit
 from derivatives import assert_close
 
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 
 pytestmark = pytest.mark.slow
 
