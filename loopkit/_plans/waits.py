@@ -25,6 +25,8 @@ WAIT = 10_000.0
 """Nanoseconds until the host has read a predicate, and the device runs again."""
 MORE = 1.1
 """Runs of a step at most, relative to those with as many carries and segments of one step."""
+SMALL = 1 << 20
+"""Bytes of carries up to which rows may lie among them: a compiler copies all, and back."""
 REACH = 100
 """Steps to a slot for which a loop without a bound is planned."""
 
@@ -32,7 +34,8 @@ REACH = 100
 @lru_cache(maxsize=256)
 def for_waiting_hosts(plan: Plan) -> Plan:
     """The plan itself, or one for longer segments whose carries and rows need no more memory."""
-    if plan.strategy != "schedule" or plan.segment > 1 or plan.host:
+    large = plan.rows * plan.step.carry_bytes > SMALL
+    if plan.strategy != "schedule" or plan.segment > 1 or plan.host or large:
         return plan
     plans = [plan]
     for segment in range(2, plan.rows + 2):

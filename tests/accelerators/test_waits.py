@@ -91,3 +91,13 @@ def test_a_climb_has_one_loop_that_waits():
     """The forward sweep has none."""
     gradient = jax.grad(lambda *args: scanned(*args, checkpoints=8), argnums=(0, 1, 2))
     assert len(unknown(compiled("gpu", gradient, W, X, XS))) <= 2
+
+
+def test_a_budget_holds_on_a_gpu():
+    """Rows among carries would have the compiler copy all of these: not where they are large."""
+
+    def loss(x):
+        step = lambda x, _: (x + 1e-3 * jnp.sin(x), None)
+        return jnp.sum(loopkit.scan(step, x, None, 1000, memory="16 MB")[0] ** 2)
+
+    assert compiled("gpu", jax.grad(loss), jnp.ones((256, 256))).device_bytes < 16.5e6
