@@ -263,3 +263,12 @@ def test_blocks_keep_their_rows():
         loopkit.blocked(lambda x: x.sum(0), block=4)(jnp.ones((14, 3)))
     with pytest.raises(ValueError, match=r"loopkit.blocked: `block` must be an int >= 1"):
         loopkit.blocked(rows, block=0)
+
+
+def test_rows_without_elements_are_joined():
+    step = lambda c, x: (c * x, (jnp.zeros((0, 2)) * c, c))
+    found = loopkit.scan(step, 2.0, jnp.arange(1.0, 8.0), truncate=3)
+    wanted = loopkit.scan(step, 2.0, jnp.arange(1.0, 8.0))
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, wanted)
+    assert found[1][1].tolist() == wanted[1][1].tolist()
+    assert loopkit.TensorArray.empty(3, jnp.zeros((2, 0))).concat().shape == (0, 0)

@@ -220,7 +220,9 @@ class TensorArray(Generic[E]):
             if not kind.shape:
                 expected, got = "must have elements with an axis", f"elements {short_type(kind)}"
                 raise _wrong(ValueError, "concat", "self", expected, got, "Use `stack`.")
-        return jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), self.stack())
+        return jax.tree.map(
+            lambda v: v.reshape(v.shape[0] * v.shape[1], *v.shape[2:]), self.stack()
+        )
 
     def unstack(self) -> list[E]:
         """All elements, in a list; as many as there is room for where their number is not known."""

@@ -262,4 +262,5 @@ def joined(
 
 def merged(blocks: Any, axis: int) -> Any:
     """One axis for the number of the block and the row in it."""
-    return blocks.reshape(*blocks.shape[:axis], -1, *blocks.shape[axis + 2 :])
+    rows = blocks.shape[axis] * blocks.shape[axis + 1]  # where rows are empty, -1 is not known
+    return blocks.reshape(*blocks.shape[:axis], rows, *blocks.shape[axis + 2 :])
