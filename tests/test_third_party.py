@@ -128,7 +128,10 @@ def test_diffrax_with_loops_of_lax():
 
 
 def test_diffrax_lanes_against_its_own_checkpoints():
-    """Solves of different lengths side by side; what they save is written in a loop in the loop."""
+    """Solves of different lengths side by side; what they save is written in a loop in the loop.
+
+    Modes that agree to the last digits optimised differ by 1e-11 otherwise, of the step sizes.
+    """
     diffrax = import_or_skip("diffrax")
 
     def solved(adjoint, k):
@@ -149,9 +152,18 @@ def test_diffrax_lanes_against_its_own_checkpoints():
 
         return jnp.sum(jax.vmap(solve)(jnp.array([0.5, 2.0, 8.0])) ** 2)
 
-    wanted = jax.jit(jax.grad(lambda k: solved(diffrax.RecursiveCheckpointAdjoint(), k)))(1.3)
+    def optimized(f):
+        return jax.jit(
+            f,
+            compiler_options={
+                "xla_llvm_disable_expensive_passes": False,
+                "xla_backend_optimization_level": 3,
+            },
+        )
+
+    wanted = optimized(jax.grad(lambda k: solved(diffrax.RecursiveCheckpointAdjoint(), k)))(1.3)
     replaced = loopkit.checkpointed(lambda k: solved(diffrax.ForwardMode(), k))
-    np.testing.assert_allclose(jax.jit(jax.grad(replaced))(1.3), wanted, rtol=1e-12)
+    np.testing.assert_allclose(optimized(jax.grad(replaced))(1.3), wanted, rtol=1e-12)
 
 
 # ---------------------------------------------------------------- optimistix
