@@ -1,0 +1,162 @@
+"""The types of values, and what is known of tracers."""
+
+from __future__ import annotations
+
+import functools as ft
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax._src import core
+from jax._src.interpreters import ad, batching, pxla
+
+ShapedArray = core.ShapedArray
+Literal = core.Literal
+Zero = ad.Zero
+add_tangents = ad.add_tangents
+instantiate = ad.instantiate_zeros
+is_symbolic = core.is_symbolic_dim
+is_undefined = ad.is_undefined_primal
+pvary_p = core.pvary_p
+same_type = core.typematch
+
+
+def stack_type(aval: ShapedArray, size: int, axis: int = 0) -> ShapedArray:
+    """The type of `size` values of type `aval`, stacked."""
+    return cast(ShapedArray, core.unmapped_aval(size, axis, aval))
+
+
+def stack_types(avals: Sequence[ShapedArray], size: int | None) -> list[ShapedArray]:
+    """The types, with a leading axis of this size if there is one."""
+    return [t if size is None else stack_type(t, size) for t in avals]
+
+
+def slice_type(aval: ShapedArray, axis: int = 0) -> ShapedArray:
+    """The type of one slice along `axis`."""
+    return cast(ShapedArray, core.mapped_aval(aval.shape[axis], axis, aval))
+
+
+def zeros(aval: ShapedArray) -> jax.Array:
+    """Zeros of a type, its varying manual axes included; for PRNG keys, keys of zero bits."""
+    if is_spread(aval) and jax.sharding.get_abstract_mesh().empty:
+        with jax.sharding.use_abstract_mesh(aval.sharding.mesh):  # else the layout is dropped
+            return zeros(aval)
+    if not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        return ad.zeros_like_aval(aval)
+    bits = ad.zeros_like_aval(core.physical_aval(aval))
+    keys = jax.random.wrap_key_data(bits, impl=aval.dtype._impl.name)
+    return core.pvary(keys, tuple(varying(aval)))
+
+
+def varying(aval: ShapedArray) -> frozenset[str]:
+    """The manual mesh axes over which a value of this type differs between devices."""
+    return frozenset(aval.manual_axis_type.varying)
+
+
+def is_spread(aval: ShapedArray) -> bool:
+    """Whether the type says how values are laid out over devices."""
+    sharding = getattr(aval, "sharding", None)
+    return sharding is not None and not sharding.mesh.empty
+
+
+def vary_like(value: Any, avals: Sequence[ShapedArray]) -> Any:
+    """`value` made to vary over every manual axis over which one of `avals` does."""
+    axes = frozenset().union(*map(varying, avals)) - varying(jax.typeof(value))
+    return core.pvary(value, tuple(sorted(axes))) if axes else value
+
+
+def type_like(aval: ShapedArray, avals: Sequence[ShapedArray]) -> ShapedArray:
+    """`aval`, varying over every manual axis over which one of `avals` does."""
+    for other in avals:
+        if varying(other) - varying(aval):
+            if aval.sharding.mesh.empty:
+                spec = jax.sharding.PartitionSpec(*[None] * aval.ndim)
+                aval = aval.update(sharding=other.sharding.update(spec=spec))
+            manual = aval.manual_axis_type
+            axes = manual.varying | varying(other)
+            aval = aval.update(manual_axis_type=manual.update(varying=axes))
+    return aval
+
+
+def is_differentiable(aval: ShapedArray) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def float0_zero(aval: ShapedArray) -> Zero:
+    """The symbolic zero in the tangent space of `aval`."""
+    return Zero(aval.to_tangent_aval())
+
+
+def nonzero(tangents: Sequence[Any]) -> list[bool]:
+    """Which are not symbolically zero."""
+    return [type(t) is not Zero for t in tangents]
+
+
+@ft.lru_cache(256)
+def of_shape(aval: ShapedArray, shape: tuple[int, ...]) -> ShapedArray:
+    return aval.update(shape=shape)
+
+
+SYMBOLIC = 16
+"""What an axis of symbolic size (jax.export) is taken to be where bytes and steps are weighed."""
+
+
+def elements(aval: Any) -> int:
+    """How many numbers a value of this type has; one, if it is no array."""
+    return volume(getattr(aval, "shape", ()))
+
+
+def volume(axes: Iterable[Any]) -> int:
+    return prod(n if isinstance(n, int) else SYMBOLIC for n in axes)
+
+
+def byte_count(*avals: Any) -> int:
+    return sum(elements(t) * getattr(t.dtype, "itemsize", 8) for t in avals)
+
+
+def is_tracer(value: Any) -> bool:
+    return isinstance(value, core.Tracer)
+
+
+def innermost(value: Any) -> Any:
+    """What the tracers of `jax.vmap` and of derivatives stand for: a value with all of its rows."""
+    while isinstance(value, (batching.BatchTracer, ad.JVPTracer, ad.LinearizeTracer)):
+        value = value.val if isinstance(value, batching.BatchTracer) else value.primal
+    return value
+
+
+def known(value: Any) -> Any:
+    """A value that is no tracer, or that a tracer is known to stand for; else None."""
+    if is_tracer(value):
+        value = getattr(value, "val", None)
+        return value.val if isinstance(value, Literal) else None
+    return None if is_symbolic(value) else value
+
+
+def as_array(value: Any) -> Any:
+    """A JAX value as lax would see it: numpy and Python scalars become (weakly typed) arrays."""
+    if isinstance(value, (core.Tracer, jax.Array)):
+        return value
+    return jnp.asarray(value)
+
+
+def same_trace(a: Any, b: Any) -> bool:
+    """Whether two values belong to the same trace, so that one may take the other's place."""
+    return getattr(a, "_trace", None) is getattr(b, "_trace", None)
+
+
+def put_beside(rows: Any, other: jax.Array) -> jax.Array:
+    """Rows on the device of another array: `jax.device_put` in a third of the time."""
+    aval = of_shape(jax.typeof(other), rows.shape)
+    return pxla.batched_device_put(aval, other.sharding, [rows], [other.device], other.committed)
+
+
+def known_on(meshes: Sequence[Any], values: list) -> list:
+    """The values, laid out anyhow over the mesh: what loops name is hidden from `jax.jit`."""
+    if not meshes or not values or not jax.sharding.get_abstract_mesh().empty:
+        return values
+    anyhow = [jax.sharding.PartitionSpec.UNCONSTRAINED] * jnp.ndim(values[0])
+    sharding = jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec(*anyhow))
+    return [jax.lax.with_sharding_constraint(values[0], sharding), *values[1:]]

@@ -1,0 +1,200 @@
+"""Programs as JAX traces them: made, cut, derived and batched."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src import callback, config, core, linear_util
+from jax._src import effects as effects_
+from jax._src import source_info_util as source_info
+from jax._src.api_util import debug_info
+from jax._src.interpreters import ad, batching, mlir
+from jax._src.interpreters import partial_eval as pe
+from jax._src.named_sharding import UnspecifiedValue
+from jax._src.random.prng import PRNGImpl
+
+from loopkit._jax.avals import ShapedArray, Zero, is_tracer
+
+call_jaxpr = core.jaxpr_as_fun
+close_jaxpr = pe.close_jaxpr
+make_jaxpr_effects = pe.make_jaxpr_effects
+trace_context = config.trace_context
+IO_EFFECTS = callback.IOEffect, callback.OrderedIOEffect
+JaxprInputEffect = effects_.JaxprInputEffect
+
+Jaxpr = Any  # core.ClosedJaxpr before jax 0.11, core.Jaxpr since
+COMPARED = (
+    core.AbstractValue,
+    core.Primitive,
+    jax.sharding.AbstractMesh,
+    jax.sharding.Mesh,
+    jax.sharding.PartitionSpec,
+    jax.sharding.Sharding,
+    PRNGImpl,
+    UnspecifiedValue,
+    *([pe.__dict__["ft"].FlatTree] if jax.__version_info__ >= (0, 11) else []),
+)
+"""Types of parameters that never change, and are equal only if they mean the same."""
+
+
+def open_jaxpr(jaxpr: Jaxpr) -> Any:
+    """The equations and variables of a closed jaxpr."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def trace(fun: Callable, avals: Sequence[ShapedArray], name: str) -> tuple[Jaxpr, list]:
+    """The jaxpr of `fun(*values) -> list`, and what it closes over (the first arguments)."""
+    try:
+        info = debug_info(name, fun, tuple(avals), {})
+    except (TypeError, ValueError):
+        info = debug_info(name, lambda *a: fun(*a), tuple(avals), {})
+    wrapped = linear_util.wrap_init(fun, debug_info=info.with_unknown_names())
+    jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, tuple(avals))
+    return pe.close_jaxpr(pe.convert_constvars_jaxpr(jaxpr)), list(consts)
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """An array that a rule for derivatives makes, part of a program."""
+
+    value: Any
+
+
+constant_p = core.Primitive("loopkit_constant")
+constant_p.def_impl(lambda *, of: of.value)
+constant_p.def_abstract_eval(lambda *, of: core.typeof(of.value))
+
+mlir.register_lowering(
+    constant_p, mlir.lower_fun(lambda *, of: jnp.asarray(of.value), multiple_results=False)
+)
+
+
+def trace_closed(fun: Callable, avals: Sequence[ShapedArray], name: str) -> Jaxpr:
+    """The jaxpr of a function that closes over no tracers; arrays it makes are constants of it."""
+    jaxpr, made = trace(fun, avals, name)
+    if not made:
+        return jaxpr
+    if any(map(is_tracer, made)):
+        raise jax.errors.UnexpectedTracerError(
+            f"loopkit: what is differentiated ({name}) must not close over values of another trace "
+            "than its own, got a custom derivative whose rule does. Pass them as arguments."
+        )
+    held = list(map(Constant, made))
+    values = lambda: [constant_p.bind(of=h) for h in held]
+    return trace(lambda *args: call_jaxpr(jaxpr)(*values(), *args), avals, name)[0]
+
+
+def dce(
+    jaxpr: Jaxpr, used_outputs: Sequence[bool], keep: Sequence[bool]
+) -> tuple[Jaxpr, list[bool]]:
+    """The part of a jaxpr that the used outputs need, and which inputs it takes."""
+    small, used = pe.dce_jaxpr(open_jaxpr(jaxpr), list(used_outputs), list(keep))
+    return pe.close_jaxpr(small), list(used)
+
+
+def used_inputs(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> list[bool]:
+    """Which inputs the used outputs need."""
+    keep = [False] * len(jaxpr.in_avals)
+    return list(pe.dce_jaxpr(open_jaxpr(jaxpr), list(used_outputs), keep)[1])
+
+
+def unknown_outputs(jaxpr: Jaxpr, unknown: Sequence[bool]) -> list[bool]:
+    """Which outputs depend on inputs that are not known yet."""
+    return list(pe.partial_eval_jaxpr_nounits(jaxpr, list(unknown), False)[2])
+
+
+def with_outputs(jaxpr: Jaxpr, outputs: Sequence[Any], keep: Sequence[bool]) -> Jaxpr:
+    """A jaxpr that returns other variables of its own, without the equations these do not need."""
+    j = open_jaxpr(jaxpr)
+    other = j.replace(outvars=list(outputs), debug_info=j.debug_info.with_unknown_names())
+    return dce(other, [True] * len(outputs), keep)[0]
+
+
+def rearranged(jaxpr: Jaxpr, inputs: Sequence[int], outputs: Sequence[int]) -> Jaxpr:
+    """The same equations, with the inputs in another order and some of the outputs."""
+    j = open_jaxpr(jaxpr)
+    invars, outvars = [j.invars[i] for i in inputs], [j.outvars[i] for i in outputs]
+    info = j.debug_info.with_unknown_names()
+    return pe.close_jaxpr(j.replace(invars=invars, outvars=outvars, debug_info=info))
+
+
+def jvp_jaxpr(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
+    """(inputs, nonzero tangents) -> (outputs, nonzero tangents), and which outputs have those."""
+    dual, moved = ad.jvp_jaxpr(jaxpr, list(nonzero), False)
+    return dual, list(moved)
+
+
+def batch_jaxpr(
+    jaxpr: Jaxpr, axis: Any, in_axes: Sequence[int | None], out_axes: Sequence[int | str | None]
+) -> tuple[Jaxpr, list[bool]]:
+    """vmap of a jaxpr; an output axis "free" is 0 where batched, else unbatched."""
+    free = batching.zero_if_mapped
+    places = tuple(free if a == "free" else a for a in out_axes)
+    batched, flags = batching.batch_jaxpr_axes(jaxpr, axis, tuple(in_axes), places)
+    if batched.consts:  # made by the rule of a custom_vmap
+        batched = trace_closed(call_jaxpr(batched), batched.in_avals, "batched")
+    return batched, list(flags)
+
+
+def bind_equation(eqn: Any, values: Sequence[Any]) -> list:
+    """The results of an equation on other operands, in the context that it was written in."""
+    found = eqn.primitive.get_bind_params(eqn.params)
+    subfuns, params = found if isinstance(found, tuple) else ([], found)
+    with context_of(eqn):
+        out = eqn.primitive.bind(*subfuns, *values, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+@contextlib.contextmanager
+def context_of(eqn: Any) -> Any:
+    """What an equation was written in, for what takes its place."""
+    names = source_info.current_name_stack() + eqn.source_info.name_stack
+    with source_info.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
+        yield
+
+
+def with_custom_rules(eqn: Any, within: Callable[[Callable], Callable]) -> Any:
+    """A call with a custom derivative, whose rules run as `within(rule)`; any other equation."""
+    rules = [k for k in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd") if k in eqn.params]
+    if not rules or not eqn.primitive.name.startswith("custom_"):
+        return eqn
+    params = dict(eqn.params)
+    for name in rules:
+        rule = params[name]
+        wrapped = within(rule.call_wrapped)
+        params[name] = linear_util.wrap_init(wrapped, debug_info=rule.debug_info)
+    return eqn.replace(params=params)
+
+
+def vmapped_axes() -> set:
+    """The names of the axes of `jax.vmap` around what is being traced."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return set(core.get_axis_env().axis_sizes).difference(manual)
+
+
+def axis(size: int) -> Any:
+    """A batch axis without a name."""
+    return batching.AxisData(core.no_axis_name, size, None, None)
+
+
+def check_effects(effects: Any) -> list[Any]:
+    """The effects that a loop cannot carry."""
+    return list(effects_.control_flow_allowed_effects.filter_not_in(effects))
+
+
+def jvp_in_moving(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple:
+    """`jax.jvp` of `fun(*primals)`, in the operands whose tangents are not symbolically zero."""
+    places = [i for i, t in enumerate(tangents) if t is not None and type(t) is not Zero]
+    known = dict(enumerate(primals))
+    at = lambda *moved: fun(*(known | dict(zip(places, moved, strict=True))).values())
+    return jax.jvp(at, [primals[i] for i in places], [tangents[i] for i in places])
+
+
+def jit_is_disabled() -> bool:
+    """Whether this thread is under jax.disable_jit."""
+    return config.disable_jit.value

@@ -1,0 +1,76 @@
+"""The loops of lax, and what takes their place."""
+
+from __future__ import annotations
+
+import functools as ft
+import os
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import jax
+from jax._src.interpreters import mlir
+from jax._src.interpreters import partial_eval as pe
+from jax._src.lax.control_flow import loops as lax_loops
+
+from loopkit._jax.jaxprs import Jaxpr
+from loopkit._jax.sources import MACHINERY, PACKAGE
+
+lax_scan_p = lax_loops.scan_p
+lax_while_p = lax_loops.while_p
+replacing = jax.make_user_context(None)
+"""What this thread puts in the place of lax's loops, part of every cache's key, or None."""
+_lower = mlir.lower_jaxpr_to_module
+
+
+def _lower_as_written(*args: Any, **kwargs: Any) -> Any:
+    with replacing(None):
+        return _lower(*args, **kwargs)
+
+
+def trace_bodies_within(context: Callable | None) -> None:
+    """Have lax trace the functions of a loop within `context(kind, carry types, length)`."""
+
+    def trace_to_jaxpr(fun: Any, avals: Any, *rest: Any, **params: Any) -> Any:
+        trace, caller = ft.partial(pe.trace_to_jaxpr, fun, avals, *rest, **params), sys._getframe(2)
+        kind = caller.f_code.co_name
+        if context is None or kind not in ("scan", "while_loop"):
+            return trace()
+        (carry, *_), _ = avals.unflatten()
+        with context(kind, jax.tree.leaves(carry), caller.f_locals.get("length")):
+            return trace()
+
+    other = SimpleNamespace(**{**vars(pe), "trace_to_jaxpr": trace_to_jaxpr})
+    cast(Any, lax_loops).pe = pe if context is None else other
+
+
+def is_settled() -> bool:
+    """Whether the loop that is being bound is one of this library's own, or what a rule of lax's
+    makes of another loop: nobody wrote it.
+    """
+    frame: Any = sys._getframe(1)
+    while (code := frame.f_code).co_filename.endswith(MACHINERY):
+        derived = code.co_name.startswith(("_scan", "_while")) or code.co_name == "tangent_fun"
+        if derived and not code.co_name.endswith(("discharge_rule", "lojax")):
+            return True
+        frame = frame.f_back
+    return code.co_filename.startswith(os.path.join(PACKAGE, "_engine"))
+
+
+def steps_of(params: dict[str, Any]) -> Jaxpr:
+    """The body of a loop of lax."""
+    return params["jaxpr"] if "jaxpr" in params else params["body_jaxpr"]
+
+
+def lower_as_written(on: bool) -> None:
+    """Lower programs without replacing loops: what a scan is lowered to is a while loop of lax."""
+    mlir.lower_jaxpr_to_module = _lower_as_written if on else _lower
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many operands of a lax scan are constants, and how many are the initial carry."""
+    if "ft_in" in params:  # since jax 0.11
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]

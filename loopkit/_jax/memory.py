@@ -1,0 +1,187 @@
+"""Where values lie: on the device or the host, and memory that is taken as it is found."""
+
+from __future__ import annotations
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax._src import ad_util, config, core
+from jax._src.interpreters import ad, mlir
+from jax._src.lax.control_flow import loops as lax_loops
+
+from loopkit._jax.avals import (
+    ShapedArray,
+    is_spread,
+    is_tracer,
+    vary_like,
+    varying,
+    zeros,
+)
+
+
+def on_host(aval: ShapedArray) -> ShapedArray:
+    """The type of a value that is kept in the host's memory."""
+    return aval.update(memory_space=jax.memory.Space.Host)
+
+
+def on_device(aval: ShapedArray) -> ShapedArray:
+    return aval.update(memory_space=jax.memory.Space.Device)
+
+
+def is_on_host(aval: Any) -> bool:
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def placed(value: Any, aval: ShapedArray | None = None) -> Any:
+    """`value` in the memory that the type says, the device's if there is none."""
+    host, here = is_on_host(aval), is_on_host(jax.typeof(value))
+    if isinstance(value, jax.Array) and not is_tracer(value):
+        # What a primitive returns outside jit is on the device, whatever its type says.
+        here = value.sharding.memory_kind == "pinned_host"
+    if host == here:
+        return value
+    return jax.device_put(value, jax.memory.Space.Host if host else jax.memory.Space.Device)
+
+
+def named_on_host(value: Any) -> Any:
+    """A value of the host's memory, with an equation that says so, where JAX looks for one.
+
+    Without any, it has a program return it in the device's memory, whatever its type.
+    """
+    if is_tracer(value) and is_on_host(jax.typeof(value)):
+        return jax.device_put(value, jax.memory.Space.Host)
+    return value
+
+
+def blank(aval: ShapedArray) -> jax.Array:
+    """An array whose elements are written before they are read.
+
+    Its memory is taken as it is found, so that what is never written costs no time; on a CPU, no
+    memory either.
+    """
+    laid_out = is_spread(aval) or bool(varying(aval))
+    known_size = all(isinstance(n, int) for n in aval.shape)
+    if laid_out or not known_size or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        return zeros(aval)
+    return blank_p.bind(jnp.int32(0), shape=aval.shape, dtype=aval.dtype, host=False)
+
+
+def blank_on_host(aval: ShapedArray) -> jax.Array:
+    """The same in the host's memory. Compilers make zeros on the device, and may then move them."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        return placed(zeros(on_device(aval)), aval)
+    made = blank_p.bind(jnp.int32(0), shape=aval.shape, dtype=aval.dtype, host=True)
+    return placed(vary_like(made, [aval]), aval)
+
+
+filled = jax.make_user_context(False)
+"""Whether blank arrays are filled with zeros, part of every cache's key."""
+
+blank_p = core.Primitive("loopkit_blank")
+blank_p.def_impl(lambda _, shape, dtype, host: ad.zeros_like_aval(ShapedArray(shape, dtype)))
+blank_p.def_abstract_eval(lambda _, shape, dtype, host: ShapedArray(shape, dtype))
+
+
+def looks_for_nans() -> bool:
+    """Whether all that a program returns is read, what was never written included."""
+    return config.debug_nans.value or config.debug_infs.value
+
+
+def filled_where_it_shows(run: Callable, *args: Any, **params: Any) -> Any:
+    if not looks_for_nans():
+        return run(*args, **params)
+    with filled(True):
+        return run(*args, **params)
+
+
+def _lower_zeros(ctx: Any, _: Any, **of: Any) -> Any:
+    fill = lambda _: ad.zeros_like_aval(ShapedArray(of["shape"], of["dtype"]))
+    return mlir.lower_fun(fill, multiple_results=False)(ctx, _)
+
+
+def _is_filled(ctx: Any, alone: bool = True) -> bool:
+    """Whether memory is not taken as it is found; `alone`: only in a program for one device."""
+    kept = ctx.module_context.lowering_parameters.for_export
+    return filled.value or looks_for_nans() or kept or (alone and not is_alone(ctx))
+
+
+def is_alone(ctx: Any) -> bool:
+    """Whether a program is for a single device."""
+    return getattr(ctx.module_context.axis_context, "num_devices", 0) == 1
+
+
+def _is_divided(ctx: Any) -> bool:
+    """Whether a program says itself what each device does, if there are several."""
+    context = ctx.module_context.axis_context
+    named = getattr(getattr(context, "mesh", None), "axis_names", None)
+    return is_alone(ctx) or (named is not None and set(named) == set(context.manual_axes))
+
+
+def check_spread_on_host() -> None:
+    if jax.__version_info__ < (0, 12):
+        raise NotImplementedError(
+            "loopkit: `memory`, or a plan with host=True, can keep checkpoints on the host in a "
+            "program that the compiler divides between several devices only with jax 0.12 or "
+            f"newer, got jax {jax.__version__}, which makes room for them on the devices first. "
+            "Divide it by `jax.shard_map`, or give `memory` as one number."
+        )
+
+
+def _lower_blank(ctx: Any, operand: Any, **of: Any) -> Any:
+    if _is_filled(ctx) or not _leaves_as_found():
+        return _lower_zeros(ctx, operand, **of)
+    # With a side effect it stays in the loop that it is in: outside, it would have to be copied.
+    return jax.ffi.ffi_lowering(UNTOUCHED, has_side_effect=True)(ctx, operand)
+
+
+UNTOUCHED = "dce_sink"
+"""A call that jaxlib has for CPUs, and that does nothing."""
+
+
+@ft.cache
+def _leaves_as_found() -> bool:
+    """Whether there is such a call, and it may have a result."""
+    call = jax.ffi.ffi_call(UNTOUCHED, jax.ShapeDtypeStruct((1,), jnp.int32))
+    try:
+        with jax.ensure_compile_time_eval():
+            jax.block_until_ready(jax.jit(call).lower(jnp.int32(0)).compile()(jnp.int32(0)))
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+def _lower_empty(ctx: Any, operand: Any, **of: Any) -> Any:
+    if of["host"] and not _is_divided(ctx):
+        check_spread_on_host()
+    if _is_filled(ctx, alone=not (of["host"] and _is_divided(ctx))):
+        return _lower_zeros(ctx, operand, **of)
+    make = lambda _: jax.lax.empty(of["shape"], of["dtype"])
+    return mlir.lower_fun(make, multiple_results=False)(ctx, operand)
+
+
+mlir.register_lowering(blank_p, _lower_zeros)
+mlir.register_lowering(blank_p, _lower_empty, platform="gpu")
+mlir.register_lowering(blank_p, _lower_empty, platform="tpu")
+mlir.register_lowering(blank_p, _lower_blank, platform="cpu")
+
+
+def _unwritten_on_host(empty: Callable) -> Callable:
+    """What JAX makes of a type before it is written to; of the host's memory, really there.
+
+    JAX gives it the type alone, and compilers refuse to copy from the host's memory to such an
+    array: the stacked results of a scan, and what a branch that is not taken would have saved.
+    """
+
+    def made(*of: Any) -> Any:
+        array = empty(*of)
+        aval = jax.typeof(array)
+        return blank_on_host(aval) if is_on_host(aval) else array
+
+    return made
+
+
+cast(Any, lax_loops)._empty_array = _unwritten_on_host(cast(Any, lax_loops)._empty_array)
+ad_util.aval_empty_likers[ShapedArray] = _unwritten_on_host(ad_util.aval_empty_likers[ShapedArray])

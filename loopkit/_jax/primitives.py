@@ -1,0 +1,268 @@
+"""How a primitive is lowered, run, batched and split between known and unknown values."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools as ft
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+from jax._src import checkify, config, core, dispatch
+from jax._src.interpreters import ad, batching, mlir
+from jax._src.interpreters import partial_eval as pe
+
+from loopkit._jax.jaxprs import trace
+from loopkit._jax.memory import filled_where_it_shows, is_alone, is_on_host, named_on_host
+
+KEEPS_BARRIERS = jax.__version_info__ >= (0, 11)
+"""Whether the compiler for CPUs keeps lax.optimization_barrier until it has fused operations."""
+
+
+def declare(name: str) -> core.Primitive:
+    """A primitive with several results, to be completed by `define`."""
+    primitive = core.Primitive(name)
+    primitive.multiple_results = True
+    return primitive
+
+
+def define(
+    primitive: core.Primitive,
+    evaluate: Callable,
+    types: Callable,
+    *,
+    jvp: Callable | None = None,
+    transpose: Callable | None = None,
+    dce: Callable | None = None,
+    run: Callable | None = None,
+    on_tpu: Callable | None = None,
+) -> Callable:
+    """Lower a primitive through `evaluate(*args, **params)`, which is returned as it is run.
+
+    Outside jit it is compiled, or left to `run(compiled, evaluate, *args, **params)`. However
+    strict the user is with promotion in what they write, step numbers and masks may be mixed.
+    `types(*avals, **params)` gives result types and effects. `dce(used, equation)`
+    says which operands are used, and gives the equation that is left, or None. For a single TPU,
+    `on_tpu(evaluate)` is lowered.
+    """
+
+    def evaluate_as_written(*args: Any, **params: Any) -> Any:
+        lenient = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
+        with lenient[0], lenient[1]:
+            return evaluate(*args, **params)
+
+    def functionalized(*args: Any, **params: Any) -> Any:
+        context, error, enabled, operands = _checkified(args)
+        if params.get("loop") is not None:
+            # No step is taken to be thrown away, but for those of lanes: they may be anywhere.
+            loop = params["loop"] = params["loop"].unrolled(1)
+            enabled = enabled - {checkify.OOBError} if loop.lanes else enabled
+        fun = ft.partial(evaluate_as_written, **params)
+        jaxpr, closed_over = trace(fun, list(map(jax.typeof, operands)), primitive.name)
+        return checkify.checkify_jaxpr(*context, jaxpr, enabled, error, *closed_over, *operands)
+
+    def alone(*operands: Any, **params: Any) -> Any:
+        if any(map(is_on_host, types(*map(jax.typeof, operands), **params)[0])):
+            return named_results(primitive, tuple(params.items()), *operands)
+        return dispatch.apply_primitive(primitive, *operands, **params)
+
+    outside = alone if run is None else ft.partial(run, alone, evaluate_as_written)
+    primitive.def_impl(ft.partial(filled_where_it_shows, outside))
+    primitive.def_effectful_abstract_eval(types)
+    checkify.error_checks[primitive] = functionalized
+    for platform in (None, "gpu"):
+        lower_by(primitive, evaluate_as_written, platform=platform)
+    if on_tpu is not None:
+        lower_by(primitive, evaluate_as_written, on_tpu(evaluate_as_written), "tpu")
+    if jvp is not None:
+        ad.primitive_jvps[primitive] = jvp
+    if transpose is not None:
+        ad.primitive_transposes[primitive] = transpose
+    if dce is not None:
+        # The newest release says between the two which inputs are live.
+        pe.dce_rules[primitive] = lambda used, *rest: dce(list(used), rest[-1])
+    return evaluate_as_written
+
+
+@ft.partial(jax.jit, static_argnums=(0, 1))
+def named_results(primitive: core.Primitive, params: tuple, *operands: Any) -> list:
+    """What a primitive returns, in the memory that its types say, also outside jit."""
+    return list(map(named_on_host, primitive.bind(*operands, **dict(params))))
+
+
+host_waits = jax.make_user_context(False)
+"""Whether the host waits in each iteration of a loop of unknown length, as that of a GPU does."""
+
+
+def lower_by(
+    primitive: core.Primitive,
+    evaluate: Callable,
+    alone: Callable | None = None,
+    platform: str | None = None,
+) -> None:
+    """Lower what a function does, with the memory that it names; on a single device, `alone`.
+
+    JAX looks for such names in the equations that a program is made of, not in what they become,
+    and drops them all where it finds none.
+    """
+    spread, alone = (
+        mlir.lower_fun(f, multiple_results=True) for f in (evaluate, alone or evaluate)
+    )
+
+    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
+        ctx.module_context = ctx.module_context.replace(all_default_mem_kind=False)
+        token = _targets.set(tuple(ctx.platforms or ctx.module_context.platforms))
+        try:
+            with host_waits(True) if platform == "gpu" else contextlib.nullcontext():
+                return (alone if is_alone(ctx) else spread)(ctx, *operands, **params)
+        finally:
+            _targets.reset(token)
+
+    mlir.register_lowering(primitive, rule, platform=platform)
+
+
+_targets: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar("targets")
+"""The platforms that a program is being lowered for."""
+
+
+def target_device() -> Any:
+    """A device of this process like the one that the program being lowered is for, if it has one.
+
+    Where none is being lowered, the default device.
+    """
+    platforms = _targets.get(None)
+    if platforms is None:
+        default = config.default_device.value
+        return default if isinstance(default, jax.Device) else jax.local_devices()[0]
+    for platform in platforms:
+        with contextlib.suppress(RuntimeError):  # no such devices here
+            return jax.local_devices(backend=platform)[0]
+    return None
+
+
+def _checkified(args: Any) -> tuple:
+    """What checkify calls a rule with: a context from jax 0.11 on, error, kinds and operands."""
+    at = next(i for i, a in enumerate(args) if isinstance(a, checkify.Error))
+    return args[:at], args[at], args[at + 1], args[at + 2 :]
+
+
+def register_bounds(primitive: core.Primitive, outside: Callable) -> None:
+    """`outside(*operands, **params) -> (bad, starts, axes)`: what checkify is to call an error."""
+
+    def rule(*args: Any, **params: Any) -> Any:
+        context, error, enabled, operands = _checkified(args)
+        out, shape = primitive.bind(*operands, **params), operands[0].shape
+        if checkify.OOBError in enabled and params.get("value", True) and params["window"].axes:
+            bad, starts, axes = outside(*operands, **params)
+            payload = checkify.oob_payload(bad, starts, axes, shape)
+            kind = checkify.OOBError(checkify.get_traceback(), primitive.name, shape, payload)
+            error = cast(Any, checkify).assert_func(*context, error, bad.any(), kind)
+        if params.get("add"):
+            error = cast(Any, checkify).check_nans(primitive, *context, error, enabled, out)
+        return error, out
+
+    checkify.error_checks[primitive] = rule
+
+
+def register_batching(primitive: core.Primitive, rule: Callable) -> None:
+    """`rule(axis_data, args, dims, **params) -> (results, dims)`, for operands some of which have
+    the axis, or a loop whose steps ask for it by name.
+    """
+
+    def batched(axis: Any, args: Any, dims: Any, **params: Any) -> tuple:
+        named = "loop" in params and axis.name in params["loop"].axis_names
+        if all(d is None for d in dims) and not named:
+            results = primitive.bind(*args, **params)
+            return results, [None] * len(results)
+        return rule(axis, args, dims, **params)
+
+    batching.fancy_primitive_batchers[primitive] = batched
+
+
+def register_partial_eval(
+    primitive: core.Primitive, known: Callable, known_equation: Callable
+) -> None:
+    """How a primitive splits where its primals are known and its tangents are not.
+
+    `known(values, **params)`, for primals that are known, gives the primal results, the constants
+    of the linear part, and that part's primitive and parameters. `known_equation(eqn)` gives, for
+    jax.checkpoint, the equation of the primal results alone. `params["split"]` says how many
+    operands and results are primal.
+    """
+
+    def eager(trace: Any, *tracers: Any, **params: Any) -> list:
+        primals, _ = params["loop"].primal_counts
+        if not all(t.is_known() for t in tracers[:primals]):
+            return trace.default_process_primitive(primitive, tracers, params)
+        values = [t.pval.get_known() for t in tracers[:primals]]
+        with core.set_current_trace(trace.parent_trace):
+            outs, residuals, linear, linear_params = known(values, **params)
+        operands = [*map(trace.new_const, residuals), *tracers[primals:]]
+        tangents = trace.default_process_primitive(linear, operands, linear_params)
+        return [*map(trace.new_const, outs), *tangents]
+
+    def known_part(unknown: list[bool], eqn: Any) -> tuple | None:
+        primals, results = eqn.params["loop"].primal_counts
+        if any(unknown[:primals]):
+            return None
+        return known_equation(eqn), [i < results for i in range(len(eqn.outvars))]
+
+    _register_partial_eval(primitive, eager, known_part)
+
+
+def _register_partial_eval(primitive: Any, eager: Callable, known_part: Callable) -> None:
+    """Under jax.checkpoint all of an equation is left for later, and what is known is known.
+
+    `known_part(unknown, eqn)` is None, or the equation of that part and which results it has.
+    """
+
+    def rule(saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> tuple:
+        count = len(eqn.outvars)
+        if not any(unknown):
+            return eqn, None, [False] * count, [False] * count, []
+        pairs = zip(eqn.invars, instantiated, strict=True)
+        residuals = [v for v, there in pairs if not there and isinstance(v, core.Var)]
+        known, results = known_part(list(unknown), eqn) or (None, [False] * count)
+        return known, eqn, [not k for k in results], [True] * count, residuals
+
+    pe.custom_partial_eval_rules[primitive] = eager
+    pe.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
+def register_known_part(primitive: core.Primitive, part: Callable) -> None:
+    """How a primitive is evaluated in part where some of its operands are known.
+
+    `part(unknown, **params)` is None, or says which operands and which results are known, and the
+    parameters with which the primitive computes those. All of it is left for later as well.
+    """
+
+    def eager(trace: Any, *tracers: Any, **params: Any) -> list:
+        found = part([not t.is_known() for t in tracers], **params)
+        later = trace.default_process_primitive(primitive, tracers, params)
+        if found is None:
+            return later
+        operands, results, known_params = found
+        values = [t.pval.get_known() for t, k in zip(tracers, operands, strict=True) if k]
+        with core.set_current_trace(trace.parent_trace):
+            known = iter(primitive.bind(*values, **known_params))
+        return [
+            trace.new_const(next(known)) if k else t for t, k in zip(later, results, strict=True)
+        ]
+
+    def known_part(unknown: list[bool], eqn: Any) -> tuple | None:
+        found = part(unknown, **eqn.params)
+        if found is None:
+            return None
+        operands, results, known_params = found
+        invars = [v for v, k in zip(eqn.invars, operands, strict=True) if k]
+        outvars = [v for v, k in zip(eqn.outvars, results, strict=True) if k]
+        return new_equation(eqn, primitive, invars, outvars, known_params), results
+
+    _register_partial_eval(primitive, eager, known_part)
+
+
+def new_equation(eqn: Any, primitive: Any, invars: Any, outvars: Any, params: dict) -> Any:
+    """`eqn` with another primitive, operands and results; its source and context are kept."""
+    _, effects = primitive.abstract_eval(*[v.aval for v in invars], **params)
+    return pe.new_jaxpr_eqn(invars, outvars, primitive, params, effects, eqn.source_info, eqn.ctx)
