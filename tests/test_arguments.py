@@ -302,7 +302,7 @@ ARRAYS += [(ragged_scan, "sequences")]
 
 @pytest.mark.parametrize("case", ARRAYS, ids=by_name)
 def test_trees_of_arrays(case):
-    for value in ("x", ["x"], {"a": ["x"]}, [object()]):
+    for value in (np.array(["x"]), {"a": [np.array([None])]}, [jax.ShapeDtypeStruct((2,), int)]):
         with pytest.raises(TypeError, match=rf"loopkit\.{case[0].__name__}: `{case[1]}.* got "):
             case[0](**{case[1]: value})
 

@@ -17,6 +17,7 @@ import loopkit
 
 F32 = jnp.ones(3, "float32")
 I32 = jnp.int32(0)
+STRINGS = np.array(["red"])
 
 
 class Case(NamedTuple):
@@ -31,10 +32,6 @@ class Case(NamedTuple):
 class Particle(eqx.Module):
     position: jax.Array
     name: str = eqx.field(static=True)
-
-
-class Opaque:
-    """Nothing that jax knows."""
 
 
 def looping(body, init, cond=lambda _: True, **kwargs):
@@ -124,7 +121,12 @@ CARRIES = {
         looping(lambda c: (c[1], c[0]), (F32, I32)),
         *(r"init_val\[0\]", r"init_val\[1\]", r"float32\[3\]", r"int32\[\]"),
     ),
-    "a string returned": (looping(lambda c: ("red", c[1]), (F32, I32)), r"\[0\]", "'red'", "str"),
+    "a string returned": (
+        looping(lambda c: ("red", c[1]), (F32, I32)),
+        r"\[0\]",
+        "'red'",
+        r"float32\[3\]",
+    ),
     "body that is no function": (looping(None, F32), "None"),
 }
 
@@ -140,9 +142,11 @@ PREDICATES = {
 }
 
 INITIAL_VALUES = {
-    "a string": (looping(stay, {"x": (F32, "red")}), r"init_val\['x'\]\[1\]", "'red'", "str"),
-    "an object": (looping(stay, [Opaque()]), r"init_val\[0\]", "Opaque"),
-    "a function": (looping(stay, {"f": jnp.sin}), r"init_val\['f'\]"),
+    "a type": (
+        looping(stay, {"x": (F32, jax.ShapeDtypeStruct((3,), "int32"))}),
+        *(r"init_val\['x'\]\[1\]", r"shape=\(3,\)"),
+    ),
+    "strings": (looping(stay, [STRINGS]), r"init_val\[0\]", "ndarray"),
     "an array of objects": (looping(stay, np.asarray([None, "a"], dtype=object)), "object"),
 }
 
@@ -182,7 +186,7 @@ STEPS = {
         scanning(lambda c, _: (c.astype("float16"), None), F32),
         *("`init`", r"float32\[3\]", r"float16\[3\]"),
     ),
-    "a string in y": (scanning(lambda c, _: (c, {"y": "red"})), r"\['y'\]", "'red'"),
+    "strings in y": (scanning(lambda c, _: (c, {"y": STRINGS})), r"\['y'\]", "ndarray"),
     "f that is no function": (scanning(3), r"\b3\b"),
 }
 
@@ -274,14 +278,14 @@ CASES = [
         TypeError,
         "scan",
         "init",
-        {"string to begin with": (scanning(init={"h": "red"}), r"init\['h'\]", "'red'", "str")},
+        {"strings to begin with": (scanning(init={"h": STRINGS}), r"init\['h'\]", "ndarray")},
     ),
     *cases(ValueError, "scan", "xs", XS),
     *cases(
         TypeError,
         "scan",
         "xs",
-        {"a string in xs": (scanning(xs=[jnp.ones(3), "red"], length=None), r"\[1\]", "'red'")},
+        {"strings in xs": (scanning(xs=[jnp.ones(3), STRINGS], length=None), r"\[1\]", "ndarray")},
     ),
     *cases(ValueError, "scan", "length", LENGTHS),
     *cases(TypeError, "scan", "length", LENGTH_TYPES),
@@ -295,7 +299,7 @@ CASES = [
         TypeError,
         "fori_loop",
         "init_val",
-        {"string to count on": (counting(init=[0.0, "red"]), r"init_val\[1\]", "'red'", "str")},
+        {"strings to count on": (counting(init=[0.0, STRINGS]), r"init_val\[1\]", "ndarray")},
     ),
     *whole_numbers("fori_loop", counting),
     *bounds("fori_loop", counting),

@@ -119,7 +119,7 @@ def test_inside_jit_a_predicate_is_an_error():
         ({"sequences": jnp.ones((2, 3))}, TypeError, "`sequences` must be a list"),
         ({"sequences": [jnp.ones(2), jnp.ones((2, 2))]}, ValueError, r"rows of float64\[2\]"),
         ({"sequences": [jnp.ones(2), 3.0]}, ValueError, r"`sequences\[1\]` must have a leading"),
-        ({"sequences": [jnp.ones(2), "ab"]}, TypeError, r"`sequences\[1\]` must be an array"),
+        ({"sequences": [jnp.ones(2), "ab"]}, ValueError, r"`sequences\[1\]` must have an array"),
         ({"batch": 0}, ValueError, "`batch` must be an int >= 1"),
         ({"growth": 1}, ValueError, "`growth` must be more than 1"),
         ({"growth": None}, TypeError, "`growth` must be a number >= 1"),

@@ -162,10 +162,15 @@ def test_errors():
         TensorArray.empty(-1, THREE)
     with pytest.raises(ValueError, match=r"TensorArray.empty: `element` must have an array in it"):
         TensorArray.empty(2, {})
+    with pytest.raises(ValueError, match=r"TensorArray.empty: `element` must have an array in it"):
+        TensorArray.empty(2, {"a": "red"})
+    with pytest.raises(TypeError, match=r"append: `element` must have the structure .*'red'"):
+        array.append("red")
+    red = np.array(["red"])
     for call, where in (
-        (lambda: array.append("red"), "append: `element`"),
-        (lambda: TensorArray.empty(2, {"a": object()}), r"empty: `element\['a'\]`"),
-        (lambda: TensorArray.from_array(["red"]), r"from_array: `array\[0\]`"),
+        (lambda: array.append(red), "append: `element`"),
+        (lambda: TensorArray.empty(2, {"a": red}), r"empty: `element\['a'\]`"),
+        (lambda: TensorArray.from_array([red]), r"from_array: `array\[0\]`"),
     ):
         with pytest.raises(TypeError, match=rf"TensorArray\.{where} must be an array, got"):
             call()

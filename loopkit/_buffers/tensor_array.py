@@ -8,13 +8,14 @@ from typing import Any, Generic, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import tree_leaves_with_path
+from jax.tree_util import tree_flatten_with_path
 from jaxtyping import Array, ArrayLike, Int32
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._arguments.errors import short_type
 from loopkit._arguments.heard import ErrorIf, heard
+from loopkit._arguments.static_leaves import alike, bare, wrapped
 from loopkit._buffers.buffer import Buffer
 from loopkit._buffers.types import ArrayType, E, Integer, Tree
 
@@ -81,17 +82,17 @@ class TensorArray(Generic[E]):
 
         - `capacity`: how many, an int.
         - `element`: an array or a tree of arrays, or of `jax.ShapeDtypeStruct`s, like the elements.
+          Leaves that are neither are the same in all elements.
         """
         expected = "an int >= 0, a number of elements"
         capacity = validate.check_whole(f"{NAME}.empty", "capacity", capacity, 0, expected)
-        leaves, tree = jax.tree.flatten(element)
-        if not leaves:
-            expected, advice = "must have an array in it", "Count without a TensorArray."
-            raise _wrong(ValueError, "empty", "element", expected, f"{element!r}", advice)
         is_type = lambda v: isinstance(v, jax.ShapeDtypeStruct)
-        given = jax.tree.map(lambda v: None if is_type(v) else v, element)
-        validate.as_arrays(f"{NAME}.empty", "element", given)
-        types = [v if is_type(v) else jnp.asarray(v) for v in leaves]
+        zero = lambda v: jnp.zeros(v.shape, v.dtype) if is_type(v) else v
+        element = wrapped(f"{NAME}.empty", "element", jax.tree.map(zero, element))
+        types, tree = jax.tree.flatten(element)
+        if not types:
+            expected, advice = "must have an array in it", "Count without a TensorArray."
+            raise _wrong(ValueError, "empty", "element", expected, f"{bare(element)!r}", advice)
         return TensorArray._of([jnp.zeros((capacity, *t.shape), t.dtype) for t in types], tree, 0)
 
     @overload
@@ -103,7 +104,7 @@ class TensorArray(Generic[E]):
     @staticmethod
     def from_array(array: Any) -> TensorArray[Any]:
         """The rows of an array, or of a tree of arrays with as many: the inverse of `stack`."""
-        leaves, tree = jax.tree.flatten(validate.as_arrays(f"{NAME}.from_array", "array", array))
+        leaves, tree = jax.tree.flatten(wrapped(f"{NAME}.from_array", "array", array))
         rows = {v.shape[0] if v.ndim else None for v in leaves}
         if len(rows) != 1 or None in rows:
             shapes = ", ".join(short_type(jax.typeof(v)) for v in leaves) or "no arrays"
@@ -162,9 +163,9 @@ class TensorArray(Generic[E]):
         at = self._place("read", index)
         first = self._stored
         if self._tail and isinstance(at, int) and isinstance(first, int) and at >= first:
-            return self._tree.unflatten(self._tail[at - first])
+            return self._element(self._tail[at - first])
         self._settle()
-        return self._tree.unflatten([v[at] for v in self._data])
+        return self._element([v[at] for v in self._data])
 
     __getitem__ = read
 
@@ -208,9 +209,9 @@ class TensorArray(Generic[E]):
         self._settle()
         data = [jnp.asarray(v) for v in self._data]
         if self._is_known():
-            return self._tree.unflatten([v[: self.size] for v in data])
+            return self._element([v[: self.size] for v in data])
         used = jnp.arange(self.capacity) < self._size
-        return self._tree.unflatten(
+        return self._element(
             [jnp.where(used.reshape(-1, *[1] * (v.ndim - 1)), v, jnp.zeros_like(v)) for v in data]
         )
 
@@ -289,14 +290,18 @@ class TensorArray(Generic[E]):
             raise _wrong(TypeError, method, "index", "must be one integer", got, advice)
         return jnp.where(index < 0, index + self._size, index)
 
+    def _element(self, leaves: Sequence[Any]) -> Any:
+        return bare(self._tree.unflatten(leaves))
+
     def _leaves(self, method: str, element: Any) -> list[Any]:
         """The leaves of an element, in the types that are stored."""
-        tree = jax.tree.structure(element)
+        element = wrapped(f"{NAME}.{method}", "element", element)
+        element, _ = alike(self._tree.unflatten([0] * len(self._data)), element)
+        leaves, tree = tree_flatten_with_path(element)
         advice = "All elements are like the one that the array was made for."
         if tree != self._tree:
             expected = f"must have the structure {self._tree}"
             raise _wrong(TypeError, method, "element", expected, str(tree), advice)
-        leaves = tree_leaves_with_path(validate.as_arrays(f"{NAME}.{method}", "element", element))
         types = list(map(_element_type, self._data))
         for (path, value), want in zip(leaves, types, strict=True):
             lossless = jnp.result_type(value, want.dtype) == want.dtype

@@ -71,7 +71,7 @@ def fori_loop(
 
     - `lower`, `upper`: integers, static or traced.
     - `body_fun`: `(int[], T) -> T`.
-    - `init_val`: a pytree of arrays.
+    - `init_val`: a pytree of arrays, and of what is none as in `loopkit.scan`.
     - `unroll`: steps to an iteration of the compiled loop; True or 0 for all, if their number is
       known; "auto" as in `loopkit.while_loop`.
     - `max_steps`: the most steps to take, a static int.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools as ft
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from loopkit._arguments.static_leaves import wrapped
 from loopkit._loops.info import LoopInfo
 from loopkit._loops.request import Scan, Stepped
 from loopkit._tracing.axes import y_axes
@@ -16,13 +18,18 @@ from loopkit._tracing.trace import pair
 
 def python_steps(scan: Stepped, carry: Any, order: Iterable[int], ys: list) -> tuple[Any, bool]:
     """The carry after steps of these numbers, whose y is put to `ys`, and whether to stop there."""
-    body = scan.carried.by_hand(lambda x, carry: pair(scan.names, scan.f(carry, x)))
+    body = scan.carried.by_hand(lambda x, carry: _stepped(scan, carry, x))
     for t in order:
         carry, y = body(scan.inputs.row(t), carry)
         ys.append(jax.tree.map(jnp.asarray, y))
         if scan.until is not None and scan.until(carry, y):
             return carry, True
     return carry, False
+
+
+def _stepped(scan: Stepped, carry: Any, x: Any) -> tuple[Any, Any]:
+    out = pair(scan.names, scan.f(carry, x))
+    return wrapped(scan.names.function, scan.names.body, out)
 
 
 def python_scan(scan: Scan) -> tuple[Any, Any, LoopInfo]:
@@ -32,7 +39,9 @@ def python_scan(scan: Scan) -> tuple[Any, Any, LoopInfo]:
     if not stopped:
         carry, stopped = python_steps(scan, carry, reversed(order) if reverse else order, rows)
     taken = len(rows)
-    blank = rows[0] if rows else jax.eval_shape(scan.f, scan.init, inputs.row(0))[1]
+    blank = (
+        rows[0] if rows else jax.eval_shape(ft.partial(_stepped, scan), scan.init, inputs.row(0))[1]
+    )
     rows += [jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), blank)] * (inputs.length - taken)
     last = jax.tree.leaves(rows[max(taken, 1) - 1])
     columns = zip(*map(jax.tree.leaves, rows[::-1] if reverse else rows), strict=True)

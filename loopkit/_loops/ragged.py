@@ -19,6 +19,7 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
+from loopkit._arguments.static_leaves import bare, seen, wrapped
 from loopkit._loops.growing import Growing
 from loopkit._loops.info import LoopInfo
 from loopkit._loops.keywords import No, RaggedKw, Yes
@@ -72,7 +73,8 @@ def ragged_scan(
     **Arguments:**
 
     - `f`: `(Carry, X) -> (Carry, Y)`, a step of one sequence.
-    - `init`: a pytree of arrays, the initial carry, the same for all sequences.
+    - `init`: a pytree of arrays, and of what is none as in `loopkit.scan`: the initial carry, the
+      same for all sequences.
     - `sequences`: a list of pytrees of arrays, each scanned over along its leading axis. They
       differ in its length only.
     - `until`: `(Carry, Y) -> bool[]`. A sequence stops after the first step for which it holds.
@@ -115,7 +117,8 @@ def ragged_scan(
     inputs = _check_sequences(sequences)
     batch = validate.check_whole(name, "batch", batch, 1, "an int >= 1, sequences to a batch")
     asked = Asked(checkpoints=checkpoints, buffers=NONE, return_info=return_info)
-    scan = Growing.of(NAMES, init, 1, asked, (f, until), f=f, until=until, inputs=inputs[0])
+    own = {"f": seen(f), "until": seen(until)}
+    scan = Growing.of(NAMES, init, 1, asked, (f, until), **own, inputs=inputs[0])
     lengths = [x.length for x in inputs]
     buckets = length_buckets(lengths, growth=_check_growth(name, growth))
 
@@ -146,8 +149,8 @@ def ragged_scan(
     carry, steps, go = jax.tree.map(lambda *parts: jnp.concatenate(parts)[back], *results)
     ys = [ys[place] for place in back]
     if not scan.return_info:
-        return carry, ys
-    return carry, ys, LoopInfo(steps, jnp.zeros(steps.shape, bool) if go is None else ~go)
+        return bare((carry, ys))
+    return *bare((carry, ys)), LoopInfo(steps, jnp.zeros(steps.shape, bool) if go is None else ~go)
 
 
 def length_buckets(
@@ -216,7 +219,7 @@ def _check_sequences(sequences: Any) -> list[Inputs]:
         expected = "must be a list of at least one sequence"
         advice = "For rows of one array use `loopkit.scan` under `jax.vmap`."
         raise errors.wrong_type(name, "sequences", expected, got, advice)
-    sequences = validate.as_arrays(name, "sequences", list(sequences))
+    sequences = wrapped(name, "sequences", list(sequences))
     inputs = [Inputs.of(xs, 0, None, name, f"sequences[{i}]") for i, xs in enumerate(sequences)]
     types = [_row_types(xs) for xs in inputs]
     for place, other in enumerate(types):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-from loopkit._arguments import validate
+from loopkit._arguments import static_leaves, validate
 from loopkit._buffers import run_time_checks
 from loopkit._buffers.buffer import plain
 from loopkit._plans.budget import check_budget
@@ -90,7 +90,7 @@ class Request:
         name, (functions, *rest) = names.function, asked.made_of or (own,)
         unroll, auto = validate.check_unroll(name, asked.unroll, trips)
         return_info = validate.check_flag(name, "return_info", asked.return_info)
-        init = validate.as_arrays(name, names.init, init)
+        init = static_leaves.wrapped(name, names.init, init, names.hidden - 1)
         carried = carry_buffers.find(names, asked.buffers, init)
         checking = run_time_checks.wanted(name, asked.checks, carried.any)
         return cls(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
+from loopkit._arguments.static_leaves import wrapped
 from loopkit._engine import steps as engine_steps
 from loopkit._engine.loop import Input, Loop, Output, parts
 from loopkit._engine.trials.unrolling import settled
@@ -38,7 +39,7 @@ def run(scan: Scan) -> tuple[Any, Any, Any]:
 
     def step(value: Any, hidden: Hidden, x: list) -> tuple[Any, Any]:
         new, y, go = scan.step(value, inputs.join(x, hidden.whole))
-        y, last = without_last(out_axes, y) if hidden.last else (y, [])
+        y, last = _stacked(scan, y) if hidden.last else (y, [])
         steps = hidden.steps + 1 if counting else None
         return (new, hidden._replace(go=go, steps=steps, last=last)), y
 
@@ -82,13 +83,19 @@ def _last_ys(scan: Scan, rest: Sequence[Any]) -> list:
         given, x = parts(values, len(leaves))
         carry, whole = tree.unflatten(given)
         step = carried.by_hand(lambda x, carry: scan.f(carry, x))
-        return without_last(scan.out_axes, pair(names, step(inputs.join(x, whole), carry))[1])[1]
+        _, y = pair(names, step(inputs.join(x, whole), carry))
+        return _stacked(scan, y)[1]
 
     types = [*map(jax.typeof, leaves), *inputs.slice_types]
     key = ("last", names, tree, type_key(leaves), *types, carried.flags, scan.rest, tuple(rest))
     functions = scan.functions if carried.hashable else ()
     trace = lambda: _jax.trace(last, types, "scan_ys")[0].out_avals
     return list(map(_jax.zeros, remember(functions, key, trace)))
+
+
+def _stacked(scan: Scan, y: Any) -> tuple[Any, list]:
+    """y without the leaves of which only the last is wanted, and those."""
+    return without_last(scan.out_axes, wrapped(scan.names.function, scan.names.body, y))
 
 
 def _stacking(traced: Traced, out_axes: Any) -> Traced:

@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
+from loopkit._arguments.static_leaves import bare, seen, wrapped
 from loopkit._loops.info import LoopInfo
 from loopkit._loops.keywords import No, ScanKw, Yes
 from loopkit._loops.request import Asked, Scan
@@ -76,8 +77,10 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
     **Arguments:**
 
     - `f`: `(Carry, X) -> (Carry, Y)`, pure: the very same function may be traced only once.
-    - `init`: a pytree of arrays, the initial carry.
-    - `xs`: a pytree of arrays, scanned over along `in_axes`; None for no input.
+    - `init`: a pytree of arrays, the initial carry. Leaves that are no arrays, such as a model's
+      functions and names, are handed on as they are: a step returns the same, or what equals them.
+    - `xs`: a pytree of arrays, scanned over along `in_axes`; None for no input. Leaves that are no
+      arrays are given to every step, in `xs` and from there in `ys`.
     - `length`: steps, a static int; needed if no leaf of `xs` is scanned over. Where it is
       symbolic (`jax.export`), the loop is lax's, without settings that it lacks.
     - `reverse`: go from the last row of `xs` and `ys` to the first.
@@ -129,7 +132,7 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
     The backward pass is checkpointed in the manner of Griewank (1992).
     """
     name = NAMES.function
-    inputs = Inputs.of(validate.as_arrays(name, "xs", xs), in_axes, length)
+    inputs = Inputs.of(wrapped(name, "xs", xs), in_axes, length)
     asked = Asked(unroll, checkpoints, memory, buffers, checks, return_info)
     reverse = validate.check_flag(name, "reverse", reverse)
     split = validate.check_flag(name, "_split_transpose", _split_transpose)
@@ -146,7 +149,8 @@ def run_scan(names: Names, f: Callable, init: Any, inputs: Inputs, asked: Asked,
     length, symbolic = inputs.length, _jax.is_symbolic(inputs.length)
     trips = _jax.SYMBOLIC if symbolic else length
     functions = f, own.get("until")
-    scan = Scan.of(names, init, length, asked, functions, trips, f=f, inputs=inputs, **own)
+    own |= {"f": seen(f), "until": seen(own.get("until"))}
+    scan = Scan.of(names, init, length, asked, functions, trips, inputs=inputs, **own)
     if symbolic:
         _check_symbolic(scan)
         scan = replace(scan, budget="all", unroll=1, auto_unroll=False)
@@ -154,7 +158,7 @@ def run_scan(names: Names, f: Callable, init: Any, inputs: Inputs, asked: Asked,
         scan = replace(scan, budget="all")
     cut = scan.truncate is not None and scan.truncate < length
     result = truncated(scan) if cut else run(scan)
-    return result if scan.return_info else result[:2]
+    return bare(result if scan.return_info else result[:2])
 
 
 def _check_symbolic(scan: Scan) -> None:

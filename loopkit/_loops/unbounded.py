@@ -22,6 +22,7 @@ import numpy as np
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
+from loopkit._arguments.static_leaves import bare, seen, wrapped
 from loopkit._loops.exhausted import memory_left, ran_out, ran_out_after
 from loopkit._loops.growing import (
     Growing,
@@ -89,7 +90,7 @@ def unbounded_scan(
     **Arguments:**
 
     - `f`: `(Carry, X) -> (Carry, Y)`.
-    - `init`: a pytree of arrays, the initial carry.
+    - `init`: a pytree of arrays, and of what is none as in `loopkit.scan`, the initial carry.
     - `xs`: a pytree of arrays, scanned over along their leading axis; the loop also ends after
       their last row. None for no input.
     - `until`: `(Carry, Y) -> bool[]`. Stop after the first step for which it holds.
@@ -139,17 +140,18 @@ def unbounded_scan(
     validate.check_callable(name, "until", until)
     if progress is not None:
         validate.check_callable(name, "progress", progress)
-    xs = validate.as_arrays(name, "xs", xs)
+    xs = wrapped(name, "xs", xs)
     endless = Inputs(jax.tree.structure(xs), [], [], sys.maxsize)
     inputs = Inputs.of(xs, 0, None, name) if jax.tree.leaves(xs) else endless
     segment = validate.check_whole(name, "segment", segment, 1, "an int >= 1, in steps")
     max_segments = validate.check_bound(name, "max_segments", max_segments)
     asked = Asked(checkpoints=checkpoints, buffers=NONE, return_info=return_info)
-    scan = Growing.of(NAMES, init, 1, asked, (f, until), f=f, until=until, inputs=inputs)
+    own = {"f": seen(f), "until": seen(until)}
+    scan = Growing.of(NAMES, init, 1, asked, (f, until), **own, inputs=inputs)
     sizes = segment_lengths(segment, check_growth(name, growth), max_segments)
     run = _python_scan if _jax.jit_is_disabled() and inputs.length else _run
     result = run(scan, sizes, progress)
-    return result if scan.return_info else result[:2]
+    return bare(result if scan.return_info else result[:2])
 
 
 def _run(

@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from loopkit._arguments import errors, validate
 from loopkit._arguments.heard import ErrorIf, heard
+from loopkit._arguments.static_leaves import bare, seen
 from loopkit._loops.info import LoopInfo
 from loopkit._loops.keywords import No, WhileKw, Yes
 from loopkit._loops.request import Asked, Hidden, Request
@@ -66,7 +67,7 @@ def while_loop(
     - `cond_fun`: `T -> bool[]`.
     - `body_fun`: `T -> T`, with the structure, shapes and dtypes of `init_val`. Both are pure: the
       very same functions may be traced only once.
-    - `init_val`: a pytree of arrays, the initial carry.
+    - `init_val`: a pytree of arrays, the initial carry, and of what is none as in `loopkit.scan`.
     - `max_steps`: the most steps to take, a static int; None for no bound but that of `cond_fun`.
       That has one where it compares, perhaps among other tests, a counter of the carry whose first
       value is a number, and to which each step adds one, with a number.
@@ -136,6 +137,7 @@ def run_while(
     max_steps = validate.check_bound(name, "max_steps", max_steps)
     request = Request.of(names, init_val, max_steps, asked, (cond_fun, body_fun))
     carried, init_val = request.carried, request.init
+    cond_fun, body_fun = seen(cond_fun), seen(body_fun)
 
     def in_python() -> tuple[Any, Any]:
         body, val, steps = carried.by_hand(body_fun), init_val, 0
@@ -175,7 +177,7 @@ def _finished(
     request: Request, throw: bool, val: Any, steps: Any, still_holds: Callable[[], Any]
 ) -> Any:
     """What the caller is given."""
-    val = request.carried.returned(val)
+    val = bare(request.carried.returned(val))
     if not (throw or request.return_info):
         return val
     goes_on = still_holds()

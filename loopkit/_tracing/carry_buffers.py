@@ -15,6 +15,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from loopkit import _jax
 from loopkit._arguments import errors
+from loopkit._arguments.static_leaves import bare
 from loopkit._buffers import indexing, run_time_checks
 from loopkit._buffers.buffer import Buffer, Owner, is_buffer, plain
 from loopkit._buffers.tensor_array import checked, is_tensor_array
@@ -202,7 +203,7 @@ def _named(names: Any, buffers: Any, init: Any) -> list[bool]:
         tokens = [jax.ShapeDtypeStruct(jnp.shape(v), jnp.result_type(v)) for v in leaves]
         expected = "must return leaves of the carry that it is given"
         try:
-            chosen = jax.tree.leaves(buffers(tree.unflatten(tokens)))
+            chosen = jax.tree.leaves(buffers(bare(tree.unflatten(tokens))))
         except (TypeError, AttributeError, LookupError) as error:
             got = f"{type(error).__name__}: {error}"
             raise errors.wrong_type(function, "buffers", expected, got, HOW) from error

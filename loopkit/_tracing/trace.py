@@ -13,8 +13,8 @@ from jax import lax
 from jax.tree_util import keystr
 
 from loopkit import _jax
-from loopkit._arguments import errors
-from loopkit._arguments.validate import as_arrays, type_of
+from loopkit._arguments import errors, static_leaves
+from loopkit._arguments.validate import type_of
 from loopkit._buffers.buffer import plain
 from loopkit._engine.facts.bounds import bound_of, limits_of, limits_of_flag
 from loopkit._engine.facts.least import with_least
@@ -149,8 +149,9 @@ def trace_loop(
             seen, owners = buffers.wrapped(carry, flag)
             new, y = step(seen, x)
             new, y = buffers.unwrapped(new, owners, carry), plain(y)
-        new = as_arrays(names.function, names.body, new, names.hidden)
-        y = as_arrays(names.function, names.body, y)
+        new = static_leaves.wrapped(names.function, names.body, new, names.hidden)
+        y = static_leaves.wrapped(names.function, names.body, y)
+        new = static_leaves.kept(*names[:3], init, new, names.hidden)
         new_leaves, new_tree = jax.tree.flatten(new)
         if new_tree != tree:
             _check_structure(names, tree, new_tree)
