@@ -64,6 +64,20 @@ def test_fixed_point(tmp_path, capsys):
     assert drawn(plot)
 
 
+def test_learning_rate(tmp_path, capsys):
+    import learning_rate
+
+    plot = tmp_path / "rate.png"
+    sizes = ["--steps", "60", "--batch", "4", "--size", "4", "--held-out", "50", "--descents", "1"]
+    out = learning_rate.main([*sizes, "--memory", "200 kB", "--plot", str(plot)])
+    (_, before, _), (_, after, _) = out["found"]
+    assert after < before
+    assert out["slopes"].shape == (60,)
+    assert out["memory"] < out["stored"]
+    assert "rate of every step" in capsys.readouterr().out
+    assert drawn(plot)
+
+
 def test_rnn_long(tmp_path, capsys):
     import rnn_long
 
