@@ -13,13 +13,17 @@ ROOM = 64
 """Of a list: more than is ever appended."""
 
 
-def new_buffer(w: Writer) -> Variable:
-    """An array that the next loop carries as a buffer."""
+def new_buffer(w: Writer, checked: bool = False) -> Variable:
+    """An array that the next loop carries as a buffer. `checked`: none of its rows is empty."""
     shape = w.d.choice(((ROWS,), (ROWS, 3), (ROWS, 2, 3), (ROWS, 3, 3)))
     kind = (INT if w.d.chance(10) else w.some_float()).of(shape)
     w.d.note("buffer")
     w.tags.add("buffers")
-    text = value(w, kind) if w.d.chance(80) else f"jnp.zeros({shape}, '{kind.dtype}')"
+    text = value(w, kind) if checked or w.d.chance(80) else f"jnp.zeros({shape}, '{kind.dtype}')"
+    if checked:
+        w.d.note("option: checks")
+        w.tags.add("checks")
+        text = f"1 + ({text}) ** 2"
     made = w.let(text, kind)
     return replace(made, buffer="new buffer")
 
@@ -33,6 +37,11 @@ def empty_list(w: Writer) -> Variable:
     made = w.let(f"loopkit.TensorArray.empty({ROOM}, {like})", element, "new list", "b")
     w.variables.pop()  # it is a value of the loop's, not of what stands around it
     return replace(made, type=element.of((ROOM, *element.shape)))
+
+
+def place(w: Writer) -> str:
+    """Where a row is."""
+    return f"{integer(w)} % {ROWS}" if w.checked else index(w, ROWS)
 
 
 def store(w: Writer) -> None:
@@ -60,7 +69,7 @@ def read(w: Writer, b: Variable) -> None:
     row = b.type.of(b.type.shape[1:])
     way = w.d.weighted({"row": 6, "mode": 2, "rows": 2, "slice": 1, "part": 2, "all": 1})
     w.d.note(f"buffer read: {way}")
-    at = index(w, ROWS)
+    at = place(w)
     if way == "row":
         w.let(f"{b.name}[{at}]", row)
     elif way == "mode":
@@ -78,7 +87,7 @@ def read(w: Writer, b: Variable) -> None:
 
 def write_text(w: Writer, b: Variable) -> str:
     row = b.type.of(b.type.shape[1:])
-    at, x = index(w, ROWS), value(w, row)
+    at, x = place(w), value(w, row)
     how = w.d.weighted({"set": 6, "add": 4, "multiply": 2, "subtract": 1, "max": 1, "power": 0})
     if b.type.rough or b.type.kind != "float":
         how = "set" if how == "max" else how

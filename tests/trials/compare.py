@@ -20,7 +20,7 @@ import numpy as np
 from trials import in_numpy, reference
 from trials.implementations import Implementation
 from trials.programs import Program
-from trials.transformations import LANES, run, through, vector
+from trials.transformations import LANES, SAME, run, through, vector
 
 LANE_COUNT = 2
 MOVED = 1e-9
@@ -150,9 +150,9 @@ class Reference:
 
         def of_lane(i: int, x: Any) -> Any:
             g = lambda x, _: vector(self.run(i, x))
-            return chain(g, [s for s in seeds[:at] if s[1] not in "cj"])(x, None)
+            return chain(g, [s for s in seeds[:at] if s[1] not in SAME])(x, None)
 
-        rest = [s for s in seeds[at:] if s[1] not in "cj" + LANES]
+        rest = [s for s in seeds[at:] if s[1] not in SAME + LANES]
         assert inside + after == pattern, "split"
         return chain(self.over_lanes(of_lane), rest)(x, None)
 

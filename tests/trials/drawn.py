@@ -13,4 +13,4 @@ def draw_trial(d: Draws) -> Trial:
     pattern = draw_pattern(d, program)
     outside = draw_outside(d, program, pattern)
     differentiated = bool(set(pattern) & set(DERIVATIVES))
-    return Trial(program, pattern, outside, d.chance(10), not differentiated or d.chance(40))
+    return Trial(program, pattern, outside, d.chance(3), not differentiated or d.chance(40))

@@ -211,10 +211,12 @@ def called(w: Writer, t: Type) -> str:
     a = value(w, t)
     if way == "helper":
         return f"helper({a})"
-    x = w.name("x")
+    x, effects = w.name("x"), w.effects
+    w.effects = effects and "checkpoint" not in way
     with w.hiding():
         w.add(x, t)
         inner = expression(w, t)
+    w.effects = effects
     return f"{way}(lambda {x}: {inner}){')' if way.count('(') else ''}({a})"
 
 
@@ -260,12 +262,16 @@ def vmapped(w: Writer, t: Type) -> str | None:
 
 @construct("callback", 1)
 def callback(w: Writer, t: Type) -> str:
-    if w.d.chance(50):
-        w.tags.add("callback")
-        w.d.note("debug.callback")
-        return f"noted({value(w, t)})"
     w.tags.add("callback")
-    w.d.note("pure_callback")
+    way = w.d.weighted({"debug.callback": 3, "pure_callback": 3, "io_callback": 2})
+    if way == "io_callback" and (w.lanes or not w.effects):
+        way = "debug.callback"
+    w.d.note(way)
+    if way == "debug.callback":
+        return f"noted({value(w, t)})"
+    if way == "io_callback":
+        w.tags.add("io_callback")
+        return f"told_to_host({value(w, t)})"
     return f"{value(w, t)} * host_half(lax.stop_gradient({value(w, t)}))"
 
 

@@ -36,6 +36,8 @@ class Implementation:
             return "no step without jit"
         if self.name == "lax" and "while" in program.tags and set(letters) & set(REVERSE):
             return "reverse mode of while loops"
+        if self.name != "loopkit" and "k" in pattern:
+            return "loops of lax replaced in part"
         if self.name != "loopkit" and "s" in pattern:
             return "carries that become varying"
         if self.name == "equinox" and (letters[1:] or set(letters) - set(REVERSE)):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from trials import options
 from trials.draws import INT
 from trials.expressions import expression
-from trials.scans import lax_scan, scan
+from trials.scans import lax_loop, scan
 from trials.steps import (
     Carry,
     before_end,
@@ -41,7 +41,7 @@ def draw_limit(w: Writer, most: int) -> str:
 
 
 def loop(w: Writer) -> None:
-    kinds = {"scan": 5, "while": 4, "fori": 3, "lax": 1}
+    kinds = {"scan": 5, "while": 4, "fori": 3, "lax": 2}
     kinds |= {"in lanes": 2} if not w.lanes and w.may("lanes", 60) else {}
     kind = w.d.weighted(kinds)
     w.d.note(f"loop: {kind}")
@@ -98,7 +98,7 @@ def while_loop(w: Writer) -> None:
             w.d.note("a counter that an inner loop moves")
             count = "loops.fori_loop(0, 2, lambda _, i: i + 1, {})"
         w.line(f"return {step(w, carry, 'c', count.format)}")
-    bound = options.bounded(w)
+    bound = options.bounded(w, throws=True)
     how = bound | options.kept(w, bool(bound)) | options.unrolled(w, False) | carry.named()
     if not bound:
         w.tags.add("no bound")
@@ -139,7 +139,8 @@ def finished(w: Writer, carry: Carry, call: str, how: dict[str, str]) -> None:
     ended(w, carry, out)
     if w.may("again", 30):
         w.d.note("the same steps again")
-        other = dict(how) | ({"max_steps": "1"} if "max_steps" in how else {})
+        other = {k: v for k, v in how.items() if k != "throw"}
+        other |= {"max_steps": "1"} if "max_steps" in how else {}
         finished(w, carry, call, other)
 
 
@@ -147,6 +148,6 @@ LOOPS = {
     "scan": scan,
     "while": while_loop,
     "fori": fori_loop,
-    "lax": lax_scan,
+    "lax": lax_loop,
     "in lanes": in_lanes,
 }

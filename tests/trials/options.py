@@ -15,8 +15,13 @@ KEEPS = (
     {"checkpoints": "loopkit.Plan(slots=1, segment=3, store='residuals')"},
     {"checkpoints": "loopkit.Plan(slots=3, thinned=True)"},
     {"checkpoints": "loopkit.Plan(slots=8, segment=2, store='residuals')"},
+    {"checkpoints": "loopkit.Plan(slots=0, keeps_all=True)"},
+    {"checkpoints": "loopkit.Plan(slots=0, keeps_all=True, store='residuals', host=True)"},
+    {"checkpoints": "loopkit.Plan(slots=3, host=True)"},
+    {"checkpoints": "loopkit.Plan(slots=2, segment=2, store='residuals', host=True)"},
     {"memory": "'100 kB'"},
     {"memory": "20_000"},
+    {"memory": "{'device': '50 kB', 'host': '1 MB'}"},
 )
 """What the backward pass keeps: no number changes by it."""
 
@@ -29,6 +34,7 @@ def kept(w: Writer, bound: bool, plan: bool = True) -> dict[str, str]:
     text = "".join(how.values())
     if ("all" in text and not bound) or ("Plan" in text and not plan):
         return {}
+    w.tags.update(["host"] if "host" in text else [])
     w.d.note(f"option: {'default' if not how else ' '.join(f'{k}={v}' for k, v in how.items())}")
     return dict(how)
 
@@ -37,12 +43,14 @@ def unrolled(w: Writer, whole: bool) -> dict[str, str]:
     """`whole`: whether all steps can be one iteration."""
     if not w.may("options", 40):
         return {}
-    how = w.d.choice(("2", "3", "True") if whole else ("2", "3"))
+    how = w.d.choice(("2", "3", "True", "0") if whole else ("2", "3"))
+    if w.d.chance(4):
+        how = "'auto'"
     w.d.note(f"option: unroll={how}")
     return {"unroll": how}
 
 
-def bounded(w: Writer) -> dict[str, str]:
+def bounded(w: Writer, throws: bool = False) -> dict[str, str]:
     """`max_steps` of a loop of at most 4: none, more, fewer."""
     if not w.may("max_steps", 60):
         return {}
@@ -50,7 +58,8 @@ def bounded(w: Writer) -> dict[str, str]:
     w.d.note(f"max_steps={most}")
     if int(most) < 4:
         w.tags.add("max_steps")
-    return {"max_steps": most}
+    enough = int(most) >= 4
+    return {"max_steps": most} | (flag(w, "throw", 25, "throw") if enough and throws else {})
 
 
 def flag(w: Writer, name: str, percent: int, tag: str = "") -> dict[str, str]:

@@ -22,6 +22,11 @@ def noted(x):
     return x
 
 
+def told_to_host(x):
+    io_callback(lambda x: None, None, lax.stop_gradient(x))
+    return x
+
+
 def whole(x, n):
     """An integer from 0 to n that hangs on x."""
     return ((n + 0.99) * jnp.sin(x) ** 2).astype("int32")

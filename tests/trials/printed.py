@@ -86,6 +86,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import io_callback
 from jax.sharding import Mesh, PartitionSpec
 
 import loopkit

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import io_callback
 
 import loopkit
 from trials.draws import BOOL, EPS, FLOAT, INT, KEY, NARROW, Draws, Type
@@ -105,6 +106,7 @@ class Program:
 
 def modules() -> dict[str, Any]:
     names = {"ft": ft, "eqx": eqx, "np": np, "jnp": jnp, "Any": Any, "NamedTuple": NamedTuple}
+    names["io_callback"] = io_callback
     return names | {"jax": jax, "lax": lax, "loopkit": loopkit, "loops": loopkit}
 
 

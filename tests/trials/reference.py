@@ -29,11 +29,11 @@ class Decisions:
 
     def undecided(self, run: Callable) -> Any:
         """What `run` returns, with nothing decided, where types are all that is asked for."""
-        self.deciding = False
+        before, self.deciding = self.deciding, False
         try:
             return run()
         finally:
-            self.deciding = True
+            self.deciding = before
 
     def decide(self, what: Any) -> int:
         if not self.deciding:
@@ -67,6 +67,7 @@ def names(decisions: Decisions) -> dict[str, Any]:
     own_jax |= {"debug": Names(None, {"callback": lambda *_: None})}
     return {
         "loops": Names(None, own),
+        "io_callback": lambda *_: None,
         "lax": Names(lax, own_lax),
         "jax": Names(jax, own_jax),
         "loopkit": Names(None, own | listing),

@@ -13,19 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import loopkit
 from trials.compare import compiled
 from trials.draws import Draws
 from trials.implementations import Implementation
 from trials.programs import Program, draw_program
+from trials.rewritten import without_errors
 from trials.transformations import direction, vector
 
 LANES = 3
 CLOSE = {True: 1e-6, False: 0.3}
 """Relative to the sum of absolute values of what is added up: with all bits, with few."""
-
-OPTIONS = "memory", "checkpoints", "_split_transpose"
-"""Those that change no number."""
 
 RELATIONS: dict[str, Callable] = {}
 """Each returns pairs of numbers, or arrays, that are equal; with a scale if not their own."""
@@ -96,54 +93,6 @@ def permuted(g: Callable, x: Any, others: Any) -> list:
     return [(turned, straight[order], jnp.abs(straight).max(initial=0.0) + 1)]
 
 
-class Keeping:
-    """loopkit's loops, all of which keep this."""
-
-    def __init__(self, checkpoints: Any):
-        self.checkpoints = checkpoints
-
-    def __getattr__(self, name: str) -> Callable:
-        def loop(*args: Any, **how: Any) -> Any:
-            how = {k: v for k, v in how.items() if k not in OPTIONS}
-            return getattr(loopkit, name)(*args, checkpoints=self.checkpoints, **how)
-
-        return loop
-
-
-@dataclass(frozen=True, repr=False)
-class Kept:
-    """A program under several options that change no number: not in the last bit of a value."""
-
-    program: Program
-
-    def holds(self, _: Implementation) -> bool:
-        x, others = self.program.arguments(1)
-        others = {k: v[0] for k, v in others.items()}
-        (value, gradient), *found = [self.under(c, x[0], others) for c in (None, 1, 3)]
-        near = 1e-9 if self.program.eps == 2.0**-52 else 0.3
-        return all(
-            all(map(same, jax.tree.leaves(v), jax.tree.leaves(value)))
-            and np.allclose(g, gradient, rtol=near, atol=near, equal_nan=True)
-            for v, g in found
-        )
-
-    def under(self, checkpoints: Any, x: Any, others: Any) -> tuple[Any, Any]:
-        """What the program returns, and a gradient."""
-        f = self.program.of_vector(self.program.function({"loops": Keeping(checkpoints)}))
-
-        def both(x: Any) -> tuple[Any, Any]:
-            numbers = lambda x: (lambda outs: (vector(outs), outs))(f(x, others))
-            y, pull, outs = jax.vjp(numbers, x, has_aux=True)
-            return outs, pull(direction(y, 0))[0]
-
-        with compiled(False):
-            return jax.jit(both)(x)
-
-
-def same(a: Any, b: Any) -> bool:
-    return np.array_equal(a, b, equal_nan=jnp.issubdtype(a.dtype, jnp.inexact))
-
-
 @dataclass(frozen=True)
 class Related:
     """A program of long loops, and what is to hold of it."""
@@ -169,12 +118,8 @@ class Related:
         return bool(np.all(np.asarray(found) <= CLOSE[self.program.eps == 2.0**-52]))
 
 
-def draw_kept(d: Draws) -> Kept:
-    return Kept(draw_program(d))
-
-
 def draw_related(d: Draws) -> Related:
-    program = draw_program(d)
+    program = without_errors(draw_program(d))
     some = list(RELATIONS)
     if "custom_vjp" in program.tags:
         some = ["linear", "permuted"]

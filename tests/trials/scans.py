@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trials import options
-from trials.draws import FLOAT, Type
+from trials.draws import FLOAT, INT, Type
 from trials.expressions import expression
 from trials.steps import (
     Carry,
@@ -131,17 +131,22 @@ def stacked_along(w: Writer, ys: list[Type], how: dict[str, str]) -> list | None
     return [w.d.choice((0, *([1, -1] if t.shape else []), *(None for _ in last))) for t in ys]
 
 
-def lax_scan(w: Writer) -> None:
+def lax_loop(w: Writer) -> None:
     """One of lax, which nobody is asked to replace."""
     allowed, w.allowed = w.allowed, w.allowed - {"buffer", "list"}
     before, w.variables = w.variables, [v for v in w.variables if not v.buffer]
     most = w.d.number(0, most_trips(w))
     carry = draw_carry(w)
-    body = w.name("body")
-    with within(w, most), w.function(f"{body}(c, _)"):
-        w.line(f"return {step(w, carry, 'c')}, None")
+    body, i, counts = w.name("body"), w.name("i"), w.d.chance(30)
+    with within(w, most), w.function(f"{body}({i}, c)" if counts else f"{body}(c, _)"):
+        if counts:
+            w.add(i, INT)
+        w.line(f"return {step(w, carry, 'c')}{'' if counts else ', None'}")
     w.allowed = allowed
     w.variables = [*before, *(v for v in w.variables if v not in before)]
     out = w.name("out")
-    w.line(f"{out}, _ = lax.scan({body}, {carry.init}, None, {most})")
+    if counts:
+        w.line(f"{out} = lax.fori_loop(0, {most}, {body}, {carry.init})")
+    else:
+        w.line(f"{out}, _ = lax.scan({body}, {carry.init}, None, {most})")
     ended(w, carry, out)

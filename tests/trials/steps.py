@@ -26,6 +26,8 @@ class Carry:
     tree: Tree
     counter: int | None = None
     """Which leaf counts, if one does."""
+    checked: bool = False
+    """Whether what is read of buffers and written is checked at run time."""
 
     @property
     def init(self) -> str:
@@ -35,7 +37,8 @@ class Carry:
         """The argument that says which leaves are buffers; not of those of a loop around."""
         paths = self.tree.paths("c")
         own = [p for p, v in zip(paths, self.initial, strict=True) if v.buffer == "new buffer"]
-        return {"buffers": f"lambda c: [{', '.join(own)}]"} if own else {}
+        named = {"buffers": f"lambda c: [{', '.join(own)}]"} if own else {}
+        return named | ({"checks": "True"} if self.checked else {})
 
 
 def leaf_type(w: Writer) -> Type:
@@ -61,9 +64,11 @@ def leaf_type(w: Writer) -> Type:
 def draw_carry(w: Writer, counter: str | None = None) -> Carry:
     """`counter`: how one of the leaves begins."""
     initial = [w.let(value(w, t), t) for t in (leaf_type(w) for _ in range(w.d.number(1, 3)))]
+    checked = False
     if w.may("buffer", 50):
-        initial.append(new_buffer(w))
-    if w.may("list", 25):
+        checked = not w.buffers() and w.may("options", 30)
+        initial.append(new_buffer(w, checked))
+    if w.may("list", 25) and not checked:
         initial.append(empty_list(w))
     outer = [v for v in w.buffers() if v not in initial]
     if outer and w.d.chance(50):
@@ -74,7 +79,7 @@ def draw_carry(w: Writer, counter: str | None = None) -> Carry:
         at = w.d.number(0, len(initial))
         kind = FLOAT if "." in counter else INT
         initial.insert(at, Variable(counter, kind))
-    return Carry(initial, draw_tree(w.d, len(initial)), at)
+    return Carry(initial, draw_tree(w.d, len(initial)), at, checked)
 
 
 def unpacked(w: Writer, carry: Carry, base: str) -> list[Variable]:
@@ -132,7 +137,9 @@ def step(w: Writer, carry: Carry, base: str, count: Callable[[str], str] | None 
     now = unpacked(w, carry, base)
     if carry.counter is not None:
         before_end(w, now[carry.counter])
+    checked, w.checked = w.checked, w.checked or carry.checked
     statements(w, 4)
+    w.checked = checked
     after = [next_leaf(w, v, now) for v in now]
     if carry.counter is not None and count is not None:
         after[carry.counter] = count(now[carry.counter].name)

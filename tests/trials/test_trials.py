@@ -17,7 +17,8 @@ from trials.draws import Draws
 from trials.implementations import IMPLEMENTATIONS
 from trials.printed import printed
 from trials.records import Piece
-from trials.relations import draw_kept, draw_related
+from trials.relations import draw_related
+from trials.rewritten import draw_kept, draw_split
 
 # What is donated may be of no use, and need not be.
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
@@ -110,7 +111,7 @@ def test_many(piece, request):
 @st.composite
 def related(draw):
     d = Draws(draw)
-    return draw_kept(d) if d.chance(30) else draw_related(d)
+    return d.weighted({draw_related: 2, draw_kept: 1, draw_split: 1})(d)
 
 
 @pytest.mark.trials

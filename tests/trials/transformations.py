@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+import loopkit
 from trials.draws import Draws
 from trials.programs import Program
 
@@ -104,6 +105,13 @@ def rematerialized(g: Callable, seed: int) -> Callable:
     return jax.checkpoint(g)
 
 
+def replaced(g: Callable, seed: int) -> Callable:
+    """The loops of lax in it, or some of them, are loopkit's."""
+    innermost = lambda site: site.depth > 0
+    ways = {}, {"checkpoints": 2}, {"memory": "50 kB"}, {"outermost": True}, {"only": innermost}
+    return loopkit.checkpointed(g, **ways[seed % len(ways)])
+
+
 LETTERS: dict[str, Callable] = {
     "f": forward,
     "l": linearized,
@@ -116,10 +124,13 @@ LETTERS: dict[str, Callable] = {
     "s": shards,
     "j": jitted,
     "c": rematerialized,
+    "k": replaced,
 }
 LANES = "vwus"
 DERIVATIVES = "flrFR"
 REVERSE = "rR"
+SAME = "cjk"
+"""What changes no number."""
 
 
 def through(g: Callable, pattern: str) -> Callable:
@@ -145,12 +156,12 @@ def draw_pattern(d: Draws, program: Program) -> str:
         ways = {"v": 5, "u": 3, "w": 2, "s": 2}
         if "bad branch" in tags:
             ways = {"s": 2}  # under vmap both branches are taken, by JAX's own word
-        if "callback" in tags:
+        if tags & {"callback", "host"}:
             ways = {k: n for k, n in ways.items() if k != "s"}
-        if ways:
+        if ways and "io_callback" not in tags:
             letters.insert(d.number(0, len(letters)), d.weighted(ways))
-    for letter in "cj":
-        if d.chance(15):
+    for letter in SAME:
+        if d.chance(15) and not (letter == "c" and "io_callback" in tags):
             letters.insert(d.number(0, len(letters)), letter)
     return "".join(letters)
 
@@ -160,7 +171,8 @@ OUTSIDE = {"jit": 88, "donation": 5, "export": 4, "disable_jit": 3}
 
 def draw_outside(d: Draws, program: Program, pattern: str) -> str:
     way = d.weighted(OUTSIDE)
-    if way == "export" and (program.tags & {"callback", "list"} or "s" in pattern):
+    said = {"callback", "list", "checks", "throw", "host"}  # what needs this very host
+    if way == "export" and (program.tags & said or "s" in pattern):
         return "jit"
     if way == "disable_jit" and ("list" in program.tags or set(pattern) & set("sjF")):
         return "jit"

@@ -48,6 +48,10 @@ class Writer:
         """Of the counter of the loop around, if it has one."""
         self.lanes = False
         """Whether inside a vmap of the program's own."""
+        self.effects = True
+        """Whether what is written may have some: of what is rematerialised JAX allows none."""
+        self.checked = False
+        """Whether every row of a buffer that is read or written has to be one that it has."""
 
     def name(self, prefix: str = "v") -> str:
         self.names += 1

@@ -1,0 +1,112 @@
+"""Loops of loopkit in two parts: a few steps, and the others from the carry that these end with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import loopkit
+from loopkit import LoopInfo
+from trials.reference import per_leaf, stop_gradients
+
+RAISES = "throw", "checks"
+"""Of the first part these would say that there is more to come, and that zeros are empty."""
+
+
+class InTwo:
+    def __init__(self, at: int):
+        self.at = at
+
+    def while_loop(
+        self,
+        goes_on: Callable,
+        body: Callable,
+        init: Any,
+        *,
+        max_steps: int | None = None,
+        return_info: bool = False,
+        **how: Any,
+    ) -> Any:
+        first, rest = self.divided(max_steps)
+        how = {k: v for k, v in how.items() if k not in RAISES} | {"return_info": True}
+        carry, a = loopkit.while_loop(goes_on, body, init, max_steps=first, **how)
+        carry, b = loopkit.while_loop(goes_on, body, carry, max_steps=rest, **how)
+        return (carry, LoopInfo(a.steps + b.steps, b.stopped)) if return_info else carry
+
+    def fori_loop(
+        self,
+        lower: int,
+        upper: Any,
+        body: Callable,
+        init: Any,
+        *,
+        max_steps: int | None = None,
+        return_info: bool = False,
+        **how: Any,
+    ) -> Any:
+        first, rest = self.divided(max_steps)
+        how = {k: v for k, v in how.items() if k not in RAISES} | {"return_info": True}
+        carry, a = loopkit.fori_loop(lower, upper, body, init, max_steps=first, **how)
+        carry, b = loopkit.fori_loop(lower + first, upper, body, carry, max_steps=rest, **how)
+        return (carry, LoopInfo(a.steps + b.steps, b.stopped)) if return_info else carry
+
+    def divided(self, steps: int | None) -> tuple[int, int | None]:
+        first = self.at if steps is None else min(self.at, steps)
+        return first, None if steps is None else steps - first
+
+    def scan(
+        self,
+        f: Callable,
+        init: Any,
+        xs: Any,
+        length: int,
+        *,
+        in_axes: Any = 0,
+        out_axes: Any = 0,
+        reverse: bool = False,
+        return_info: bool = False,
+        **how: Any,
+    ) -> Any:
+        truncate = how.get("truncate") or 1
+        first = min(self.at, length) // truncate * truncate
+        how = {k: v for k, v in how.items() if k not in RAISES} | {"return_info": True}
+        leaves, tree = jax.tree.flatten(xs)
+        axes = per_leaf(in_axes, xs)
+
+        def part(init: Any, begin: int, end: int) -> Any:
+            rows = slice(length - end, length - begin) if reverse else slice(begin, end)
+            cut = [x[(slice(None),) * (a % x.ndim) + (rows,)] if a is not None else x
+                   for x, a in zip(leaves, axes, strict=True)]  # fmt: skip
+            axes_ = {"in_axes": in_axes, "out_axes": out_axes, "reverse": reverse}
+            return loopkit.scan(f, init, tree.unflatten(cut), end - begin, **axes_, **how)
+
+        carry, ys, a = part(init, 0, first)
+        rest = lambda carry: part(cut_off(carry) if 0 < first < length else carry, first, length)
+        cut_off = stop_gradients if how.get("truncate") else lambda carry: carry
+        if how.get("until") is None:
+            carry, more, b = rest(carry)
+        else:
+            types = jax.eval_shape(rest, carry)[1]
+            none = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), types)
+            ended = lambda carry: (carry, none, LoopInfo(jnp.int32(0), jnp.array(True)))
+            carry, more, b = lax.cond(a.stopped, ended, rest, carry)
+        ys = joined(ys, more, per_leaf(out_axes, ys), reverse, a.stopped | (first == length))
+        info = LoopInfo(a.steps + b.steps, b.stopped)
+        return (carry, ys, info) if return_info else (carry, ys)
+
+
+def joined(ys: Any, more: Any, axes: list, reverse: bool, none_more: Any) -> Any:
+    """Rows of both parts; of what is not stacked, the last that there is."""
+
+    def join(a: Any, b: Any, axis: int | None) -> Any:
+        if axis is None:
+            return jnp.where(none_more, a, b)
+        return jnp.concatenate([b, a] if reverse else [a, b], axis)
+
+    leaves, tree = jax.tree.flatten(ys)
+    pairs = zip(leaves, jax.tree.leaves(more), axes, strict=True)
+    return tree.unflatten([join(*pair) for pair in pairs])
