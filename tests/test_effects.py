@@ -108,6 +108,22 @@ def test_what_is_computed_once_prints_nothing(capfd):
     assert sorted(capfd.readouterr().out.splitlines()) == ["at 0.5", "at 1.0"]
 
 
+@pytest.mark.parametrize("transform", [t for t in TRANSFORMS if t != "jvp"])
+def test_reports_under_cond(transform):
+    """A branch that reports nothing does not stand for one that returns values of the host."""
+    seen = []
+    tell = lambda step: (io_callback(lambda n: seen.append(int(n)), None, step), 0)[1]
+
+    def body(step, x):
+        return jnp.sin(x) + lax.cond(step % 2 == 0, lambda: tell(step), lambda: 0)
+
+    f = lambda x, body=body: loopkit.fori_loop(0, 5, body, x, checkpoints=1)
+    silent = lambda x: f(x, lambda _, x: jnp.sin(x))
+    assert_near(TRANSFORMS[transform](f)(0.3), TRANSFORMS[transform](silent)(0.3))
+    jax.effects_barrier()
+    assert sorted(seen) == [0, 2, 4]
+
+
 def test_callbacks_with_results():
     """io_callback runs for each step, in the order of the steps if that is asked for."""
     seen = []

@@ -64,7 +64,8 @@ def define(
 
     def alone(*operands: Any, **params: Any) -> Any:
         if any(map(is_on_host, types(*map(jax.typeof, operands), **params)[0])):
-            return named_results(primitive, tuple(params.items()), *operands)
+            with jax.disable_jit(False):  # else it would come back here
+                return named_results(primitive, tuple(params.items()), *operands)
         return dispatch.apply_primitive(primitive, *operands, **params)
 
     outside = alone if run is None else ft.partial(run, alone, evaluate_as_written)

@@ -131,7 +131,7 @@ def map_equations(jaxpr: Any, change: Callable, as_it_is: Callable | None = None
             left = as_it_is is not None and as_it_is(eqn)
             params = eqn.params if left else with_jaxprs(eqn.params, changed)
             if any(params[k] is not v for k, v in eqn.params.items()):
-                eqn = eqn.replace(params=params)
+                eqn = eqn.replace(params=_with_branches_alike(params))
                 eqn = eqn.replace(effects=_effects_inside(eqn))
             eqns.append(change(eqn))
         if all(a is b for a, b in zip(eqns, j.eqns, strict=True)):
@@ -142,6 +142,22 @@ def map_equations(jaxpr: Any, change: Callable, as_it_is: Callable | None = None
         return new if j is value else value.replace(jaxpr=new)
 
     return changed(jaxpr)
+
+
+def _with_branches_alike(params: dict[str, Any]) -> dict[str, Any]:
+    """Each branch of a `cond` says that it has the effects of all: of those that are left."""
+    branches = params.get("branches", ())
+    said = frozenset().union(*(b.effects for b in branches))
+    left = frozenset().union(*(eqn.effects for b in branches for eqn in b.eqns))
+    if said == left or any(isinstance(e, _jax.JaxprInputEffect) for e in said):
+        return params
+
+    def saying(branch: Any) -> Any:
+        j = _jax.open_jaxpr(branch)
+        new = j.replace(effects=left)
+        return new if j is branch else branch.replace(jaxpr=new)
+
+    return params | {"branches": tuple(map(saying, branches))}
 
 
 def _effects_inside(eqn: Any) -> Any:
