@@ -39,6 +39,15 @@ def test_gradients(name, plan):
     assert_close(jax.jit(jax.vmap(f))(lanes), jnp.stack(each))
 
 
+@pytest.mark.parametrize("plan", PLANS)
+def test_steps_left_over(plan):
+    """Of three to an iteration, of which the last do not count: nothing is saved for those."""
+    (problem,) = named("while_scalar")
+    x = problem.vector()
+    f = derivative(problem.flat_loop(PLANS[plan], max_steps=50, unroll=3), "r")
+    assert_close(jax.jit(f)(x), derivative(problem.flat_reference(), "r")(x))
+
+
 @pytest.mark.parametrize("pattern", ["f", "fr", "rr"])
 def test_other_derivatives(pattern):
     (problem,) = named("scan_xs_ys")

@@ -25,6 +25,7 @@ from loopkit._engine.steps import (
     evaluate,
     goes_on,
     quotient,
+    read_rows,
     repeat,
     repeat_backwards,
     select,
@@ -235,8 +236,11 @@ def write_if(go: Any, arrays: list, values: list, row: Any, axes: Any = 0) -> li
     """Write rows, unless `go` is false.
 
     The compiler turns this choice between arrays into one between rows. Written as that, with the
-    old row read beside the write, it would copy the arrays.
+    old row read beside the write, it would copy the arrays. Of arrays on the host there is no such
+    choice: the row comes to the device, and goes back.
     """
+    if go is not None and any(map(_jax.is_on_host, map(jax.typeof, arrays))):
+        return write_rows(arrays, select(go, values, read_rows(arrays, row, axes)), row, axes)
     written = write_rows(arrays, values, row, axes)
     return written if go is None else select(go, written, arrays)
 
