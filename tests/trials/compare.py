@@ -58,7 +58,8 @@ class Trial:
         x, others = self.program.arguments(LANE_COUNT if self.lanes else 1)
         return (x, others) if self.lanes else (x[0], {k: v[0] for k, v in others.items()})
 
-    def through(self, implementation: Implementation) -> Results:
+    def function(self, implementation: Implementation) -> Callable:
+        """What is run: of the arguments, the value and what is derived."""
         f = self.program.of_vector(implementation.function(self.program))
 
         def both(x: Any, others: Any) -> tuple[Any, Any]:
@@ -66,8 +67,11 @@ class Trial:
             derived = through(lambda x, o: vector(f(x, o)), self.pattern)
             return value(x, others) if self.valued else [], derived(x, others)
 
+        return both
+
+    def through(self, implementation: Implementation) -> Results:
         with compiled(self.optimized):
-            return Results(*run(both, *self.arguments(), self.outside))
+            return Results(*run(self.function(implementation), *self.arguments(), self.outside))
 
     def expected(self) -> tuple[Results, Results]:
         """The reference, and by how much it moves if everything is moved by `MOVED`."""

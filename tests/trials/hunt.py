@@ -14,7 +14,7 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +65,22 @@ def failure(trial: Trial, implementation: Implementation, path: Path | None = No
     return ""
 
 
-def chosen(seed: int, constructs: set[str]) -> Iterator[tuple[int, Trial]]:
-    """Numbers and trials, of those that have all of some constructs."""
+def chosen(seed: int, constructs: Iterable[str]) -> Iterator[tuple[int, Trial]]:
+    """Numbers and trials, of those that have all of some constructs; "a or b": one of two.
+
+    The beginning of a name stands for all that begin so.
+    """
+    ways = [tuple(c.split(" or ")) for c in constructs]
     for number in range(1_000_000):
         trial = draw_trial(Uniform(seed * 1_000_000 + number))
-        if constructs <= constructs_of(trial):
+        has = constructs_of(trial)
+        if all(any(name.startswith(way) for name in has) for way in ways):
             yield number, trial
 
 
 def main(programs: int, seed: int, folder: str | None = None, *constructs: str) -> int:
     jax.config.update("jax_enable_x64", True)
-    for number, trial in itertools.islice(chosen(seed, set(constructs)), programs):
+    for number, trial in itertools.islice(chosen(seed, constructs), programs):
         path = None if folder is None else Path(folder) / f"{seed}-{number}.pickle"
         said = failure(trial, IMPLEMENTATIONS["loopkit"], path)
         if said:

@@ -25,7 +25,8 @@ class Implementation:
     wrap: Callable[[Callable], Callable] = lambda program: program
 
     def function(self, program: Program) -> Callable:
-        return self.wrap(program.function({"loops": self.loops}))
+        own = {"loopkit": self.loops} if hasattr(self.loops, "TensorArray") else {}
+        return self.wrap(program.function({"loops": self.loops} | own))
 
     def cannot(self, program: Program, pattern: str, outside: str) -> str | None:
         """What of it this implementation does not promise."""

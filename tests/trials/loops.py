@@ -71,6 +71,7 @@ def while_loop(w: Writer) -> None:
     most = most_trips(w)
     by_floats = w.d.chance(15)
     limit = draw_limit(w, most)
+    w.d.note(f"counter: {'float' if by_floats else 'int'}")
     if not limit.isdigit():
         limit = w.let(limit, INT, prefix="n").name
     carry = draw_carry(w, "0.0" if by_floats else "0")
@@ -88,6 +89,7 @@ def while_loop(w: Writer) -> None:
                 "({i} < {n}) & ~{q}",
             )
         )
+        w.d.note(f"predicate: {form}")
         p, q = predicate(w), f"({scalar(w)} > 2.5)"
         w.line(f"return {form.format(i=i, n=limit, p=p, q=q)}")
     with within(w, most), w.function(f"{body}(c)"):

@@ -1,25 +1,39 @@
 """Does it see? Mistakes made on purpose, of the kinds that were real ones.
 
-    python -m trials.mutants [--programs N] [--seed S] [NAME...]    # in tests/
+    python -m trials.mutants [--programs N] [--seed S] [--expected FOLDER] [NAME...]    # in tests/
 
-Each is a small change to a copy of the package, which the trials then run with until one fails.
-That a mutant survives says that the grammar cannot write what would show it, or seldom does.
+Each is a small change to a copy of the package, which programs then run with until one fails. Only
+programs that the change makes another compiled program of are compiled. That a mutant survives says
+that the grammar cannot write what would show it, or seldom does.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import itertools
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
-TESTS = Path(__file__).resolve().parent.parent
+import jax
+
+import loopkit
+from trials import transformations
+from trials.compare import IllConditioned, Results, Trial, compare, compiled
+from trials.hunt import chosen, expected
+from trials.implementations import Implementation
+
+PACKAGE = Path(loopkit.__file__).parent
+RIGHT = Implementation("loopkit", loopkit)
+LONGEST = 600
+"""Seconds after which a mutant that never ends counts as seen."""
 
 
 class Mutant(NamedTuple):
@@ -30,6 +44,13 @@ class Mutant(NamedTuple):
     new: str
     constructs: tuple[str, ...] = ()
     """What a program has to have, to show it: others are not run."""
+
+
+class Budget(NamedTuple):
+    programs: int
+    seed: int
+    folder: Path
+    """Where what is expected of a program is kept."""
 
 
 def mutants() -> list[Mutant]:
@@ -50,42 +71,99 @@ def applied(mutant: Mutant, package: Path) -> None:
     path.write_text(text.replace(mutant.old, mutant.new))
 
 
-def killed(mutant: Mutant | None, programs: int, seed: int, expected: str) -> str:
-    """What the first trial said that failed; nothing if none did. None: of the package as it is."""
-    with tempfile.TemporaryDirectory() as folder:
-        package = Path(folder) / "loopkit"
-        shutil.copytree(TESTS.parent / "loopkit", package)
-        if mutant is not None:
-            applied(mutant, package)
-        paths = os.pathsep.join([folder, str(TESTS)])
-        command = [sys.executable, "-m", "trials.hunt", str(programs), str(seed), expected]
-        command += () if mutant is None else mutant.constructs
-        environment = os.environ | {"PYTHONPATH": paths}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
-    if done.returncode == 0:
+def wrong_copy(mutant: Mutant, folder: Path) -> ModuleType:
+    """The package with the mistake, under a name of its own: both run in one process."""
+    package = folder / "mistaken"
+    shutil.copytree(PACKAGE, package)
+    applied(mutant, package)
+    for path in package.rglob("*.py"):
+        path.write_text(re.sub(r"\bloopkit\b", "mistaken", path.read_text()))
+    sys.path.insert(0, str(folder))
+    return importlib.import_module("mistaken")
+
+
+def lowered(trial: Trial, implementation: Implementation) -> Any:
+    transformations.loopkit = implementation.loops
+    with compiled(False):
+        return jax.jit(trial.function(implementation)).lower(*trial.arguments())
+
+
+def text_of(program: Any) -> str:
+    return program.as_text().replace("mistaken", "loopkit")
+
+
+def said_of(trial: Trial, wrong: Implementation, path: Path) -> str | None:
+    """What is wrong; nothing if nothing is; None if it is the same program."""
+    try:
+        right = text_of(lowered(trial, RIGHT))
+    except Exception:  # what JAX or loopkit refuses
+        return None
+    try:
+        found = lowered(trial, wrong)
+        if text_of(found) == right:
+            return None
+        with compiled(False):
+            got = Results(*found.compile()(*trial.arguments()))
+        compare(trial, got, expected(trial, path))
+    except IllConditioned:
         return ""
-    return (done.stdout.strip() or done.stderr.strip() or "crashed").splitlines()[-1]
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return ""
+
+
+def search(mutant: Mutant, budget: Budget) -> str:
+    """Which program fails first, and how; or how many would be others, and are as they should."""
+    jax.config.update("jax_enable_x64", True)
+    others = 0
+    with tempfile.TemporaryDirectory() as folder:
+        wrong = Implementation("loopkit", wrong_copy(mutant, Path(folder)))
+        trials = itertools.islice(chosen(budget.seed, mutant.constructs), budget.programs)
+        for number, trial in trials:
+            path = budget.folder / f"{budget.seed}-{number}.pickle"
+            said = said_of(trial, wrong, path)
+            if said:
+                return f"killed: {mutant.name}: program {number}, {trial}: {said[:150]}"
+            others += said is not None
+    return f"SURVIVED: {mutant.name}: {others} of {budget.programs} programs were others"
+
+
+def apart(mutant: Mutant, budget: Budget) -> str:
+    """The same in a process of its own."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, search(mutant, budget).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    until = time.monotonic() + LONGEST
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > until:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            return f"killed: {mutant.name}: does not end"
+        time.sleep(0.2)
+    with open(read, "rb") as file:
+        return file.read().decode() or f"killed: {mutant.name}: crashed"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--programs", default=400, type=int)
+    parser.add_argument("--programs", default=60, type=int)
     parser.add_argument("--seed", default=0, type=int)
     parser.add_argument("--expected", default=tempfile.gettempdir(), help="what to keep it in")
     parser.add_argument("names", nargs="*")
     given = parser.parse_args()
-    chosen = [m for m in mutants() if not given.names or any(n in m.name for n in given.names)]
-    found, how = 0, (given.programs, given.seed, given.expected)
-    said = killed(None, *how)
-    if said:
-        sys.exit(f"the package as it is fails: {said}")
-    for mutant in chosen:
-        began = time.monotonic()
-        said = killed(mutant, *how)
-        found += bool(said)
-        what = "killed" if said else "SURVIVED"
-        print(f"{what}: {mutant.name} ({time.monotonic() - began:.0f} s) {said[:150]}", flush=True)
-    print(f"{found} of {len(chosen)} killed")
+    budget = Budget(given.programs, given.seed, Path(given.expected))
+    chosen_ones = [m for m in mutants() if not given.names or any(n in m.name for n in given.names)]
+    found = 0
+    for mutant in chosen_ones:
+        said = apart(mutant, budget)
+        found += said.startswith("killed")
+        print(said, flush=True)
+    print(f"{found} of {len(chosen_ones)} killed")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from trials.writer import Writer
 
 def scan(w: Writer) -> None:
     most = w.d.number(0, most_trips(w))
+    w.d.note(f"scan of {most} steps")
     carry = draw_carry(w)
     xs, axes = inputs(w, most)
     body, y_tree, ys = w.name("body"), Tree(), []
@@ -34,6 +35,7 @@ def scan(w: Writer) -> None:
         ys = [leaf_type(w) for _ in range(w.d.number(0, 2))]
         if w.allowed & {"until", "axes"}:  # of keys there are no zeros
             ys = [t if t.kind != "key" else FLOAT for t in ys]
+        w.d.counts.update(f"output: {t.kind}" for t in ys)
         values = [w.let(expression(w, t), t).name for t in ys]
         y_tree = draw_tree(w.d, len(ys)) if ys else Tree()
         w.line(f"return {new}, {y_tree.text(values) if ys else None}")
@@ -81,6 +83,7 @@ def inputs(w: Writer, most: int) -> tuple:
         if t.shape and w.may("axes", 60):
             axis = w.d.choice((1, -1, None))
         made = f"rows({most}, {value(w, t)}, {axis or 0})"
+        w.d.note(f"input: {t.kind}")
         name = w.let(made, t.of(with_rows(t, most, axis or 0))).name
         leaves.append((name, t))
         axes.append(axis)
