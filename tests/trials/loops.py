@@ -16,6 +16,7 @@ from trials.steps import (
     most_trips,
     step,
     told,
+    trips,
     unpacked,
     within,
 )
@@ -37,7 +38,7 @@ def draw_limit(w: Writer, most: int) -> str:
         return f"whole({scalar(w)}, {most})"
     if way == "integer":
         return f"jnp.asarray({integer(w)}, 'int32') % {most + 1}"
-    return str(w.d.number(0, most))
+    return str(trips(w, most))
 
 
 def loop(w: Writer) -> None:
@@ -139,7 +140,7 @@ def finished(w: Writer, carry: Carry, call: str, how: dict[str, str]) -> None:
         told(w, f"{out}[1]")
         w.line(f"{out} = {out}[0]")
     ended(w, carry, out)
-    if w.may("again", 30):
+    if w.may("again", 20):
         w.d.note("the same steps again")
         other = {k: v for k, v in how.items() if k != "throw"}
         other |= {"max_steps": "1"} if "max_steps" in how else {}

@@ -47,6 +47,11 @@ RULES: dict[str, Callable] = {
     "square": np.square,
     "copy_p": np.array,
     "stop_gradient": np.array,
+    "stage": np.array,
+    "stack": lambda *xs, axis: np.stack(xs, axis),
+    "unstack": lambda x, *, axis: list(np.moveaxis(x, axis, 0)),
+    "shift_left": np.left_shift,
+    "tile": lambda x, *, reps, **_: np.tile(x, reps),
 }
 
 

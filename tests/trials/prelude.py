@@ -32,6 +32,16 @@ def whole(x, n):
     return ((n + 0.99) * jnp.sin(x) ** 2).astype("int32")
 
 
+def fit(x, shape, dtype):
+    """What is in an array, in another shape: repeated, or the mean of several."""
+    size = int(np.prod(shape))
+    if x.size in (1, size):
+        return jnp.broadcast_to(jnp.ravel(x), size).reshape(shape).astype(dtype)
+    count = -(-x.size // size)
+    flat = jnp.concatenate([jnp.ravel(x)] * -(-count * size // x.size))[: count * size]
+    return flat.reshape(count, size).mean(0).reshape(shape).astype(dtype)
+
+
 def rows(n, x, axis=0):
     """n rows made of x, along an axis."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

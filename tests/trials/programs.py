@@ -128,10 +128,10 @@ def draw_program(d: Draws) -> Program:
         w.add(name, kind)
     start = len(w.variables)
     w.lines.append(f"def program({', '.join([*names, *INTEGER_ARGUMENTS])}):")
-    statements(w, 2)
-    for _ in range(1 if not d.chance(25) else 2):
+    statements(w, 1)
+    for _ in range(1 if not d.chance(10) else 2):
         loop(w)
-    statements(w, 2)
+    statements(w, 1)
     w.line(f"return {', '.join(results(w, start))},")
     return Program("\n".join(w.lines), tuple(floats), frozenset(w.tags), d.counts)
 
@@ -140,6 +140,6 @@ def results(w: Writer, start: int) -> list[str]:
     """The latest few values, and a number that hangs on all that the loops made."""
     made = [v for v in w.variables[start:] if not v.buffer and v.type.kind != "key"]
     floats = [v.name for v in made if v.type.kind == "float" and 0 not in v.type.shape]
-    terms = [f"jnp.sum(jnp.sin({name}))" for name in floats[-6:]] or [scalar(w)]
+    terms = [f"jnp.sum(jnp.sin({name}))" for name in floats[-10:]] or [scalar(w)]
     total = w.let(f"jnp.asarray({' + '.join(terms)}, 'float64')", FLOAT).name
     return [*(v.name for v in made[-4:]), f"{total} * {total} / {len(terms)}"]

@@ -13,6 +13,7 @@ from trials.steps import (
     most_trips,
     step,
     told,
+    trips,
     unpacked,
     within,
 )
@@ -22,16 +23,17 @@ from trials.writer import Writer
 
 
 def scan(w: Writer) -> None:
-    most = w.d.number(0, most_trips(w))
+    most = trips(w, most_trips(w))
     w.d.note(f"scan of {most} steps")
     carry = draw_carry(w)
     xs, axes = inputs(w, most)
     body, y_tree, ys = w.name("body"), Tree(), []
     with within(w, most), w.function(f"{body}(c, x)"):
+        since = len(w.lines)
         for (_, t, tree_path), axis in zip(xs[1], axes, strict=True):
             row = t if axis is not None else t.of(with_rows(t, most, 0))
             w.let(tree_path, row, moving=t.inexact)
-        new = step(w, carry, "c")
+        new = step(w, carry, "c", inputs=since)
         ys = [leaf_type(w) for _ in range(w.d.number(0, 2))]
         if w.allowed & {"until", "axes"}:  # of keys there are no zeros
             ys = [t if t.kind != "key" else FLOAT for t in ys]
@@ -46,7 +48,7 @@ def scan(w: Writer) -> None:
     call = f"loops.scan({body}, {carry.init}, {xs[0]}, {most}@)"
     stacks = [(t, axis) for t, axis in zip(ys, out_axes or [0] * len(ys), strict=True)]
     scanned(w, carry, call, how, (y_tree, stacks, most))
-    if w.may("again", 30):
+    if w.may("again", 20):
         w.d.note("the same steps again")
         other = how | {"reverse": str("reverse" not in how)} | options.unrolled(w, True)
         w.tags.add("reverse")
@@ -138,7 +140,7 @@ def lax_loop(w: Writer) -> None:
     """One of lax, which nobody is asked to replace."""
     allowed, w.allowed = w.allowed, w.allowed - {"buffer", "list"}
     before, w.variables = w.variables, [v for v in w.variables if not v.buffer]
-    most = w.d.number(0, most_trips(w))
+    most = trips(w, most_trips(w))
     carry = draw_carry(w)
     body, i, counts = w.name("body"), w.name("i"), w.d.chance(30)
     with within(w, most), w.function(f"{body}({i}, c)" if counts else f"{body}(c, _)"):

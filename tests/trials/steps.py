@@ -6,12 +6,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from trials.buffers import empty_list, new_buffer, store
+from trials.buffers import empty_list, new_buffer, store, write_text, written
 from trials.draws import BOOL, FLOAT, INT, INTEGERS, KEY, Type
 from trials.expressions import expression
 from trials.trees import Tree, draw_tree
 from trials.values import value
-from trials.writer import Variable, Writer
+from trials.writer import Variable, Writer, names_in
 
 DEEPEST = 3
 MOST_TRIPS = 12
@@ -97,7 +97,7 @@ def statements(w: Writer, most: int) -> None:
     for _ in range(most):
         if not w.d.chance(75):
             return
-        if w.depth < DEEPEST and w.trips * 2 <= MOST_TRIPS and w.may("nests", 25):
+        if w.depth < DEEPEST and w.trips * 2 <= MOST_TRIPS and w.may("nests", 20):
             w.loop(w)
         elif w.buffers() and w.d.chance(60):
             store(w)
@@ -106,11 +106,15 @@ def statements(w: Writer, most: int) -> None:
             w.let(expression(w, kind), kind)
 
 
+def latest(w: Writer, buffer: Variable) -> Variable:
+    """A buffer as it is by now."""
+    return next(v for v in w.buffers() if v.name == buffer.name or v.origin == buffer.name)
+
+
 def next_leaf(w: Writer, old: Variable, now: list[Variable]) -> str:
     """What a leaf of the carry becomes."""
     if old.buffer:
-        latest = [v for v in w.buffers() if v.name == old.name or v.origin == old.name]
-        return latest[0].name
+        return latest(w, old).name
     if old.type.kind == "int" and w.d.chance(60):
         w.d.note("another counter")
         return f"{old.name} {w.d.choice(('+', '-'))} {w.d.choice((1, 2))}"
@@ -132,15 +136,46 @@ def next_leaf(w: Writer, old: Variable, now: list[Variable]) -> str:
     return new
 
 
-def step(w: Writer, carry: Carry, base: str, count: Callable[[str], str] | None = None) -> str:
-    """The lines of a step; the tree that the carry becomes."""
+def use(
+    w: Writer, carry: Carry, now: list[Variable], after: list[str], left: list[Variable]
+) -> None:
+    """Most of what a step has computed for nothing goes into a leaf of its carry."""
+    able = [i for i, v in enumerate(now) if v.type.kind == "float" and i != carry.counter]
+    able = [i for i in able if not now[i].buffer and 0 not in now[i].type.shape]
+    if not able or w.d.chance(20):
+        w.d.note("dead code")
+        return
+    i = w.d.choice(able)
+    named = set(names_in(" ".join(after)))
+    fitting = [v for v in left if v.name not in named and (now[i].type.rough or not v.type.rough)]
+    if fitting:
+        terms = " + ".join(f"jnp.sin({v.name}).mean()" for v in fitting[-5:])
+        after[i] = (
+            f"({after[i]} + ({terms}) / {3 * len(fitting[-5:])}).astype('{now[i].type.dtype}')"
+        )
+
+
+def step(
+    w: Writer,
+    carry: Carry,
+    base: str,
+    count: Callable[[str], str] | None = None,
+    inputs: int = 0,
+) -> str:
+    """The lines of a step; the tree that the carry becomes. `inputs`: the line they begin at."""
+    since = len(w.lines)
     now = unpacked(w, carry, base)
     if carry.counter is not None:
         before_end(w, now[carry.counter])
     checked, w.checked = w.checked, w.checked or carry.checked
-    statements(w, 4)
+    statements(w, 2)
+    for leaf in now:
+        if leaf.buffer == "buffer" and w.d.chance(60):
+            b = latest(w, leaf)
+            written(w, b, write_text(w, b))
     w.checked = checked
     after = [next_leaf(w, v, now) for v in now]
+    use(w, carry, now, after, w.unused(inputs or since))
     if carry.counter is not None and count is not None:
         after[carry.counter] = count(now[carry.counter].name)
     return carry.tree.text(after)
@@ -169,6 +204,11 @@ def within(w: Writer, most: int) -> ExitStack:
 
 def most_trips(w: Writer) -> int:
     return max(1, min(4, MOST_TRIPS // w.trips, 4 if w.depth == 0 else 3))
+
+
+def trips(w: Writer, most: int) -> int:
+    """So many steps, none at times."""
+    return 0 if w.d.chance(8) else w.d.number(1, most)
 
 
 def told(w: Writer, info: str) -> None:

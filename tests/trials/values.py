@@ -12,7 +12,7 @@ def value(w: Writer, kind: Type) -> str:
     """What is at hand; simplest first."""
     same = w.having(lambda v: v.type.fits(kind))
     still = kind.inexact and not any(v.moving for v in same)
-    if same and not w.d.chance(50 if still else 8):
+    if same and not w.d.chance(75 if still else 12):
         return w.pick(same).name
     if kind.kind == "key":
         return f"jax.random.key({w.d.number(0, 9)})"
@@ -38,10 +38,15 @@ def converted(w: Writer, kind: Type) -> str:
     real = ("float", "int", "bool") if kind.kind == "float" else ("float", "complex")
     casts = w.having(lambda v: v.type.shape == kind.shape and v.type.kind in real and ok(v))
     scalars = w.having(lambda v: v.type.shape == () and v.type.kind == kind.kind and ok(v))
-    full = lambda v: v.type.shape and 0 not in v.type.shape
+    full_or_scalar = lambda v: 0 not in v.type.shape
+    full = lambda v: v.type.shape and full_or_scalar(v)
     arrays = w.having(lambda v: v.type.kind == kind.kind and full(v) and ok(v))
     ways = {"cast": 4 * bool(casts), "scalar": 3 * bool(scalars and kind.shape)}
-    ways |= {"array": 3 * bool(arrays and not kind.shape), "constant": 0}
+    others = w.having(
+        lambda v: v.type.kind == kind.kind and v.moving and full_or_scalar(v) and ok(v)
+    )
+    ways |= {"array": 1 * bool(arrays and not kind.shape), "constant": 0}
+    ways |= {"fit": 8 * bool(others and 0 not in kind.shape)}
     ways["constant"] = 1 if not any(ways.values()) or w.d.chance(5) else 0
     way = w.d.weighted(ways)
     if way == "cast":
@@ -54,6 +59,9 @@ def converted(w: Writer, kind: Type) -> str:
         if len(kind.shape) == 1 and 0 < kind.shape[0] <= 4 and w.d.chance(70):
             return f"({scalar} * TABLE[:{kind.shape[0]}]).astype('{kind.dtype}')"
         return f"jnp.full({kind.shape}, {scalar}, '{kind.dtype}')"
+    if way == "fit":
+        w.d.note("value in another shape")
+        return f"fit({w.pick(others).name}, {kind.shape}, '{kind.dtype}')"
     if way == "array":
         found = w.pick(arrays)
         first = ", ".join(str(w.d.number(0, n - 1)) for n in found.type.shape)

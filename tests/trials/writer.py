@@ -22,6 +22,10 @@ class Variable:
     """Whether it may hang on an argument that is differentiated: a constant has no derivative."""
 
 
+def names_in(text: str) -> list[str]:
+    return re.findall(r"\b[a-z]+\d+", text)
+
+
 class Writer:
     """Text, and choices. Values of a scope stay visible in the functions inside it: closures."""
 
@@ -70,15 +74,16 @@ class Writer:
     ) -> Variable:
         """`moving`: if it does not follow from what the text names."""
         if moving is None:
-            named = set(re.findall(r"[a-z]+\d+", text))
+            named = names_in(text)
             moving = any(v.moving and v.name in named for v in self.variables)
+        moving = moving and kind.inexact
         variable = Variable(self.name(prefix), kind, buffer, moving=moving)
         self.line(f"{variable.name} = {text}")
         self.variables.append(variable)
         return variable
 
     def add(self, name: str, kind: Type, buffer: str = "") -> Variable:
-        self.variables.append(Variable(name, kind, buffer))
+        self.variables.append(Variable(name, kind, buffer, moving=kind.inexact))
         return self.variables[-1]
 
     @contextlib.contextmanager
@@ -103,6 +108,12 @@ class Writer:
     def having(self, test: Callable[[Variable], bool]) -> list[Variable]:
         """Variables, the latest first."""
         return [v for v in reversed(self.variables) if not v.buffer and test(v)]
+
+    def unused(self, since: int) -> list[Variable]:
+        """Floats of the function at hand, from some line on, that no later line has."""
+        named = [name for line in self.lines[since:] for name in names_in(line)]
+        made = (v for v in self.variables if v.type.kind == "float" and 0 not in v.type.shape)
+        return [v for v in made if not v.buffer and named.count(v.name) == 1 and v.moving]
 
     def buffers(self) -> list[Variable]:
         return [v for v in reversed(self.variables) if v.buffer]
