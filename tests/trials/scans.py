@@ -141,6 +141,7 @@ def lax_loop(w: Writer) -> None:
     allowed, w.allowed = w.allowed, w.allowed - {"buffer", "list"}
     before, w.variables = w.variables, [v for v in w.variables if not v.buffer]
     most = trips(w, most_trips(w))
+    w.tags.update(["lax's scan of no steps"] if not most else [])
     carry = draw_carry(w)
     body, i, counts = w.name("body"), w.name("i"), w.d.chance(30)
     with within(w, most), w.function(f"{body}({i}, c)" if counts else f"{body}(c, _)"):

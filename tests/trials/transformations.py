@@ -176,7 +176,8 @@ def draw_outside(d: Draws, program: Program, pattern: str) -> str:
     said = {"callback", "list", "checks", "throw", "host"}  # what needs this very host
     if way == "export" and (program.tags & said or "s" in pattern):
         return "jit"
-    if way == "disable_jit" and ("list" in program.tags or set(pattern) & set("sjF")):
+    not_without = {"list", "lax's scan of no steps"}  # lax says so
+    if way == "disable_jit" and (program.tags & not_without or set(pattern) & set("sjF")):
         return "jit"
     return way
 
