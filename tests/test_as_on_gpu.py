@@ -8,6 +8,7 @@ import pytest
 import loopkit
 from derivatives import assert_close, derivative, direction, expected
 from loopkit import Plan, _jax
+from loopkit._engine.sweeps import tables
 from problems import CHECKPOINTS, PROBLEMS, Problem
 from turns import in_turn
 
@@ -46,20 +47,44 @@ def test_what_is_saved_elsewhere(length, checkpoints, there):
         assert_close(pullback(direction(x, 0)), wanted, 1e-9)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 11, 12])
-def test_steps_that_are_counted(steps):
+STOPPING = [Plan(10, segment=4), Plan(40), Plan(2, segment=4), Plan(3), Plan(4, thinned=True)]
+
+
+def stopped(x, steps, checkpoints, most=40, unroll=1):
+    step = lambda c: (c[0] + 1, jnp.sin(c[1] * 1.5))
+    how = {"max_steps": most, "checkpoints": checkpoints, "unroll": unroll}
+    return jnp.sum(loopkit.while_loop(lambda c: c[0] < steps, step, (0, x), **how)[1])
+
+
+@pytest.mark.parametrize("unroll", [1, 3])
+@pytest.mark.parametrize("most", [40, None])
+@pytest.mark.parametrize("steps", [0, 1, 2, 11, 12, 39])
+def test_steps_that_are_counted(steps, most, unroll):
     """None; fewer than a segment; all segments whole."""
-
-    def loss(x, checkpoints):
-        step = lambda c: (c[0] + 1, jnp.sin(c[1] * 1.5))
-        how = {"max_steps": 40, "checkpoints": checkpoints}
-        return jnp.sum(loopkit.while_loop(lambda c: c[0] < steps, step, (0, x), **how)[1])
-
     x = jnp.linspace(0.3, 0.6, 3)
-    wanted = jax.grad(loss)(x, "all")
-    for plan in (Plan(10, segment=4), Plan(40), Plan(2, segment=4), Plan(3)):
+    wanted = jax.grad(stopped)(x, steps, "all")
+    for plan in STOPPING:
         with _jax.host_waits(True):
-            assert_close(jax.jit(jax.grad(loss), static_argnums=1)(x, plan), wanted)
+            got = jax.jit(jax.grad(lambda x, p=plan: stopped(x, steps, p, most, unroll)))(x)
+        assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("plan", STOPPING, ids=str)
+def test_lanes_that_stop_apart(plan):
+    x, steps = jnp.linspace(0.3, 0.6, 12).reshape(4, 3), jnp.array([0, 5, 12, 23])
+    wanted = jax.vmap(lambda x, n: jax.grad(stopped)(x, n, "all"))(x, steps)
+    with _jax.host_waits(True):
+        got = jax.jit(jax.vmap(lambda x, n: jax.grad(stopped)(x, n, plan)))(x, steps)
+    assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("plan", [Plan(1), Plan(5, bound=60), Plan(5, segment=3, thinned=True)])
+def test_what_slots_hold_follows_from_how_often_was_saved(plan):
+    schedule = tables.Schedule.of(plan)
+    placed = schedule.start(jnp.int32(0))
+    for count in range(min(30, len(schedule.saves) - 1)):
+        assert (schedule.held(count) == placed.units).all()
+        placed = schedule.save(placed)[2]
 
 
 def test_a_program_for_both():

@@ -27,6 +27,8 @@ MORE = 1.1
 """Runs of a step at most, relative to those with as many carries and segments of one step."""
 SMALL = 1 << 20
 """Bytes of carries up to which rows may lie among them: a compiler copies all, and back."""
+LARGE = 1 << 23
+"""Bytes of a carry that are written in less time than a host waits."""
 REACH = 100
 """Steps to a slot for which a loop without a bound is planned."""
 
@@ -63,3 +65,11 @@ def waits(plan: Plan, steps: int) -> int:
 def _nanoseconds(plan: Plan, steps: int) -> float:
     step = max(STEP, plan.step.run / FASTER)
     return _runs(plan, steps) * step + waits(plan, steps) * WAIT
+
+
+def writes_in_passing(plan: Plan) -> bool:
+    """Whether a slot is written over itself where nothing is saved, rather than wait once more.
+
+    One in the host's memory is not, nor is a large one.
+    """
+    return not plan.host and plan.step.carry_bytes <= LARGE

@@ -10,6 +10,7 @@ from loopkit._engine.sweeps.every_segment import EverySegment
 from loopkit._engine.sweeps.in_units import InUnits
 from loopkit._engine.sweeps.scheduled import Scheduled
 from loopkit._engine.sweeps.strategy import Strategy
+from loopkit._plans.waits import writes_in_passing
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "every residual": EveryResidual,
@@ -19,15 +20,9 @@ STRATEGIES: dict[str, type[Strategy]] = {
 }
 
 
-LARGE = 1 << 23
-"""Bytes of a carry that are written in less time than a host waits."""
-
-
 def sweeps(how: Reversal) -> Strategy:
     """Those of a plan, on the device at hand."""
     plan = how.plan
-    # A slot in the host's memory is not written over itself in passing, nor is a large one.
-    light = not plan.host and plan.step.carry_bytes <= LARGE
-    if plan.strategy == "schedule" and light and _jax.host_waits.value:
+    if plan.strategy == "schedule" and _jax.host_waits.value and writes_in_passing(plan):
         return InUnits(how.for_waiting_hosts())
     return STRATEGIES[plan.strategy](how)

@@ -11,9 +11,26 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._engine.loop import Loop, Operands, kept
-from loopkit._engine.steps import Steps, advance, goes_on, one_step, read_rows, repeat, write_rows
+from loopkit._engine.steps import (
+    Steps,
+    advance,
+    goes_on,
+    guarded_step,
+    one_step,
+    read_rows,
+    repeat,
+    write_rows,
+)
 from loopkit._engine.sweeps.step import Cotangents, StepReversal
-from loopkit._engine.sweeps.strategy import Backward, Saving, Strategy, reverse_segments
+from loopkit._engine.sweeps.strategy import (
+    Backward,
+    Saving,
+    Strategy,
+    reverse_segments,
+    run_steps,
+    write_if,
+)
+from loopkit._plans.waits import writes_in_passing
 
 
 class EverySegment(Strategy):
@@ -39,8 +56,39 @@ class EverySegment(Strategy):
             return known(jnp.int32(whole), state, rest) if rest else state
         if loop.cond is None:
             return repeat(self.how.plan.segments, known, state)
+        if _jax.host_waits.value and writes_in_passing(self.how.plan):
+            return self.run_flat(loop, operands, state)[:2]
         another = lambda s: goes_on(loop, operands, s[0], loop.length)
         return lax.while_loop(another, segment, state)
+
+    def run_flat(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
+        """In one loop, of which a host reads the predicate once a step; also: how often it saved.
+
+        A step that saves nothing writes a slot over itself.
+        """
+        length = jnp.int32(self.how.plan.segment)
+
+        def step(s: Any, go: Any = None) -> Any:
+            steps, (slots, number) = s
+            unit, slot = self.saved_as(number)
+            due = (lax.div(steps.count, length) == unit) & (lax.rem(steps.count, length) == 0)
+            due = due if go is None else due & go
+            slots = self.save_if(due, slots, kept(steps.carry, self.how.slotted), slot)
+            saved = slots, number + due
+            if go is None:
+                return one_step(loop, operands, steps), saved
+            return guarded_step(loop, operands, loop.length, steps), saved
+
+        steps, slots = state
+        steps, (slots, number) = run_steps(loop, operands, step, (steps, (slots, steps.count)))
+        return steps, slots, number
+
+    def saved_as(self, number: Any) -> tuple[Any, Any]:
+        """The segment whose start is saved after `number` others, and where."""
+        return number, number
+
+    def save_if(self, due: Any, slots: list, carry: list, slot: Any) -> list:
+        return write_if(due, slots, carry, slot - self.laid.spared) if self.laid.rows else slots
 
     def segment(
         self, loop: Loop, operands: Operands, steps: Steps, slots: list, slot: Any, units: Any = 1

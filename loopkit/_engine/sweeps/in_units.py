@@ -23,7 +23,7 @@ from loopkit._engine.steps import one_step, read_rows, repeat, write_rows
 from loopkit._engine.sweeps import tables
 from loopkit._engine.sweeps.scheduled import Scheduled
 from loopkit._engine.sweeps.step import Cotangents, StepReversal
-from loopkit._engine.sweeps.strategy import Backward, Saving, reverse_segments, write_if
+from loopkit._engine.sweeps.strategy import Backward, Saving, reverse_segments
 from loopkit.schedules.online import NEVER
 
 Climb = tuple[list, Any, Any, list, Any]
@@ -35,7 +35,8 @@ class InUnits(Scheduled):
         if loop.cond is None:
             steps, stacks, units = self.run_known(loop, operands, state)
         else:
-            steps, stacks, units = super().run(loop, operands, state)
+            steps, stacks, number = self.run_flat(loop, operands, state)
+            units = tables.Schedule.of(self.how.plan).held(number)
         units = jnp.where(units == NEVER, NEVER, units * self.wider)
         left = jnp.full(self.laid.slots - self.how.plan.slots, NEVER, jnp.int32)
         return steps, stacks, jnp.concatenate([units, _jax.vary_like(left, [jax.typeof(units)])])
@@ -61,8 +62,9 @@ class InUnits(Scheduled):
         state = segment(jnp.int32(whole), state, rest) if rest else state
         return *state, jnp.asarray(units)
 
-    def save_if(self, due: Any, slots: list, carry: list, slot: Any) -> list:
-        return write_if(due, slots, carry, slot - self.laid.spared) if self.laid.rows else slots
+    def saved_as(self, number: Any) -> tuple[Any, Any]:
+        unit, slot, *_ = tables.Schedule.of(self.how.plan).row(number)
+        return unit, slot
 
     @property
     def wider(self) -> int:

@@ -217,13 +217,16 @@ def _reverse_apart(reverse: Callable, length: int, steps: Any, state: Backward) 
     return repeat_backwards(whole, lambda unit, s: segment(unit, length, s), state).cts
 
 
-def run_steps(loop: Loop, operands: Operands, step: Callable, state: Saving) -> Saving:
-    """`step(state, go)` to the end of the loop; `go` says whether it counts, None that it does."""
+def run_steps(loop: Loop, operands: Operands, step: Callable, state: Any) -> Any:
+    """`step(state, go)` to the end of the loop; `go` says whether it counts, None that it does.
+
+    `state`: the loop under way, and whatever is saved of it.
+    """
     if loop.cond is None:
         return repeat(loop.length, lambda _, s: step(s), state, loop.unroll)
     another = lambda s: goes_on(loop, operands, s[0], loop.length)
 
-    def iteration(s: Saving) -> Saving:
+    def iteration(s: Any) -> Any:
         s = step(s)
         for _ in range(loop.unroll - 1):
             s = step(s, another(s))

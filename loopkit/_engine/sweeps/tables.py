@@ -65,14 +65,29 @@ class Schedule:
 
     def save(self, state: Slots) -> tuple[Any, Any, Slots]:
         """The slot to save into, the units to run until the next save, and what follows."""
-        unit, slot, cleared, run = (lax.index_in_dim(state.save, k, 0, False) for k in range(4))
+        unit, slot, cleared, run = _numbers_in(state.save)
         units = record(state.units, Mark(state.count, unit, slot, cleared, run), jnp)
         return slot, run, Slots(units, state.count + 1, _row(self.saves, state.count + 1))
+
+    def row(self, number: Any) -> list:
+        """Unit, slot, cleared and run of the save after `number` others."""
+        return _numbers_in(_row(self.saves, number))
+
+    def held(self, count: Any) -> Any:
+        """The units that slots hold after `count` saves."""
+        number, slots = np.arange(len(self.saves)), np.arange(self.slots)[:, None]
+        last = lambda where: jnp.max(jnp.where((where == slots) & (number < count), number, -1), 1)
+        saved, cleared = last(self.saves[:, 1]), last(self.saves[:, 2])
+        return jnp.where(saved > cleared, jnp.asarray(self.saves[:, 0])[saved], NEVER)
 
     def split(self, remaining: Any, free: Any) -> Any:
         """Units to advance before saving, where `remaining` units end with the one to reverse."""
         starts, widths = _row(self.splits, free)
         return split_from(SplitTable(starts[None], widths[None]), remaining, 0, jnp)
+
+
+def _numbers_in(row: Any) -> list:
+    return [lax.index_in_dim(row, k, 0, False) for k in range(row.shape[0])]
 
 
 def _row(table: np.ndarray, number: Any) -> Any:
