@@ -25,8 +25,6 @@ WAIT = 10_000.0
 """Nanoseconds until the host has read a predicate, and the device runs again."""
 MORE = 1.1
 """Runs of a step at most, relative to those with as many carries and segments of one step."""
-SMALL = 1 << 20
-"""Bytes of carries up to which rows may lie among them: a compiler copies all, and back."""
 LARGE = 1 << 23
 """Bytes of a carry that are written in less time than a host waits."""
 REACH = 100
@@ -36,8 +34,7 @@ REACH = 100
 @lru_cache(maxsize=256)
 def for_waiting_hosts(plan: Plan) -> Plan:
     """The plan itself, or one for longer segments whose carries and rows need no more memory."""
-    large = plan.rows * plan.step.carry_bytes > SMALL
-    if plan.strategy != "schedule" or plan.segment > 1 or plan.host or large:
+    if plan.strategy != "schedule" or plan.segment > 1 or plan.host:
         return plan
     plans = [plan]
     for segment in range(2, plan.rows + 2):

@@ -10,7 +10,6 @@ from loopkit._engine.sweeps.every_segment import EverySegment
 from loopkit._engine.sweeps.in_units import InUnits
 from loopkit._engine.sweeps.scheduled import Scheduled
 from loopkit._engine.sweeps.strategy import Strategy
-from loopkit._plans.waits import writes_in_passing
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "every residual": EveryResidual,
@@ -22,7 +21,6 @@ STRATEGIES: dict[str, type[Strategy]] = {
 
 def sweeps(how: Reversal) -> Strategy:
     """Those of a plan, on the device at hand."""
-    plan = how.plan
-    if plan.strategy == "schedule" and _jax.host_waits.value and writes_in_passing(plan):
+    if how.plan.strategy == "schedule" and _jax.host_waits.value:
         return InUnits(how.for_waiting_hosts())
-    return STRATEGIES[plan.strategy](how)
+    return STRATEGIES[how.plan.strategy](how)

@@ -47,14 +47,23 @@ class Scheduled(EverySegment):
         return s._replace(units=jnp.where(s.units >= s.unit, NEVER, s.units))
 
     def reach(self, step: StepReversal, first: Any, end: Any, s: Backward) -> tuple[list, Backward]:
-        how, target, length = self.how, s.unit, self.how.plan.segment
+        slot, unit = tables.latest(s.units, s.unit)
+        carry = self.loaded(step, slot, unit * self.how.plan.segment, end, s)
+        carry, stacks, units = self.climb(step, carry, unit, s)
+        return carry, s._replace(stacks=stacks, units=units)
+
+    def climb(
+        self, step: StepReversal, carry: list, unit: Any, s: Backward
+    ) -> tuple[list, list, Any]:
+        """From `unit` to that of `s`, saving on the way: the carry there, slots and their units."""
+        how, target = self.how, s.unit
         schedule = tables.Schedule.of(how.plan)
 
         def advance(climb: tuple[list, Any, list, Any]) -> tuple[list, Any, list, Any]:
             carry, unit, stacks, units = climb
             free, slot = tables.free_slots(units)
             run = schedule.split(target + 1 - unit, free)
-            carry = how.advance(step.operands, step.taken, carry, unit * length, run * length)
+            carry = self.segments(step, unit, run, carry)
             unit = unit + run
             # Without a free slot, the row is written over itself.
             save = free > 0
@@ -64,8 +73,11 @@ class Scheduled(EverySegment):
                 stacks = self.save(stacks, [jnp.where(save, n, o) for n, o in pairs], slot)
             return carry, unit, stacks, tables.saved(units, jnp.where(save, slot, -1), unit)
 
-        slot, unit = tables.latest(s.units, target)
-        carry = self.loaded(step, slot, unit * length, end, s)
         climb = carry, unit, s.stacks, s.units
         carry, _, stacks, units = lax.while_loop(lambda c: c[1] < target, advance, climb)
-        return carry, s._replace(stacks=stacks, units=units)
+        return carry, stacks, units
+
+    def segments(self, step: StepReversal, unit: Any, run: Any, carry: list) -> list:
+        """So many segments, from the carry at the start of the first."""
+        length = self.how.plan.segment
+        return self.how.advance(step.operands, step.taken, carry, unit * length, run * length)
