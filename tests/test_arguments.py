@@ -132,7 +132,8 @@ COUNTS = [
         (unbounded_scan, "max_segments", 1),
         (ragged_scan, "batch", 1),
     ),
-    *((plan, "slots", 1), (plan, "segment", 1), (plan, "bound", 0), (evaluations, "steps", 0)),
+    *((plan, "slots", 1), (plan, "segment", 1), (plan, "bound", 0), (plan, "room", 0)),
+    (evaluations, "steps", 0),
     *((length_buckets, "first", 1), (empty, "capacity", 0)),
     *((report, "min_bytes", 0) for report in REPORTING),
 ]
@@ -322,7 +323,7 @@ def test_fields_of_a_plan():
     numpy = loopkit.Plan(np.int64(3), segment=np.int8(2), bound=np.uint8(9))
     assert numpy == loopkit.Plan(3, segment=2, bound=9)
     assert {type(n) for n in (numpy.slots, numpy.segment, numpy.bound)} == {int}
-    assert plan(bound=None).bound is None
+    assert plan(bound=None).bound is plan(room=None).room is None
 
 
 def test_drawing_a_plan():

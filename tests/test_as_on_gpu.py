@@ -9,6 +9,7 @@ import loopkit
 from derivatives import assert_close, derivative, direction, expected
 from loopkit import Plan, _jax
 from loopkit._engine.sweeps import tables
+from loopkit._plans import waits
 from problems import CHECKPOINTS, PROBLEMS, Problem
 from turns import in_turn
 
@@ -67,6 +68,21 @@ def test_steps_that_are_counted(steps, most, unroll):
         with _jax.host_waits(True):
             got = jax.jit(jax.grad(lambda x, p=plan: stopped(x, steps, p, most, unroll)))(x)
         assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("plan", [Plan(3), Plan(3, segment=3), Plan(4, host=True, room=4000)])
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("steps", [0, 1, 11, 39, None])
+def test_carries_too_large_to_be_written_in_passing(steps, large, plan, monkeypatch):
+    """And those that lie on the host. Without a number of steps it is known to be 40."""
+    monkeypatch.setattr(waits, "LARGE", 8 if large else waits.LARGE)
+    x = jnp.linspace(0.3, 0.6, 3)
+    loss = chaotic if steps is None else stopped
+    count = 40 if steps is None else steps
+    wanted = jax.grad(lambda x: jnp.sum(loss(x, count, "all")))(x)
+    with _jax.host_waits(True):
+        got = jax.jit(jax.grad(lambda x: jnp.sum(loss(x, count, plan))))(x)
+    assert_close(got, wanted)
 
 
 @pytest.mark.parametrize("plan", STOPPING, ids=str)

@@ -118,6 +118,8 @@ class Plan:
     """Whether checkpoints are thinned evenly; else the one that costs least is dropped."""
     host: bool = False
     """Whether what the forward pass saves is kept in the host's memory."""
+    room: int | None = None
+    """Bytes of the device that were given beside those of the host; None if none were."""
     bound: int | None = None
     """The most steps the loop can take; None if nothing bounds it."""
     exact: bool = False
@@ -129,9 +131,10 @@ class Plan:
         put = ft.partial(object.__setattr__, self)
         for name in ("keeps_all", "thinned", "host", "exact"):
             put(name, check_flag("Plan", name, getattr(self, name)))
-        if self.bound is not None:
-            expected = "an int >= 0, steps, or None"
-            put("bound", check_whole("Plan", "bound", self.bound, 0, expected))
+        for name, what in (("bound", "steps"), ("room", "bytes")):
+            if getattr(self, name) is not None:
+                expected = f"an int >= 0, {what}, or None"
+                put(name, check_whole("Plan", name, getattr(self, name), 0, expected))
         few = int(not self.keeps_all and self.bound != 0)
         for name, least, what in (("slots", few, "carries to keep"), ("segment", 1, "steps")):
             expected = f"an int >= {least}, {what}"

@@ -85,7 +85,8 @@ def make_plan(
     if isinstance(budget, Bytes):
         loops, host = budget.loops, budget.host
         if host is not None:
-            loop, host = replace(loop, host=True), host // loops
+            loop = replace(loop, host=True, room=budget.count // loops)
+            host = host // loops
         return _cheapest(budget.count // loops, loop, name, host, loops=loops)
     if isinstance(budget, int):
         return _in_carries(budget, loop)

@@ -8,6 +8,7 @@ hold the rows of a longer segment instead.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -34,16 +35,32 @@ REACH = 100
 @lru_cache(maxsize=256)
 def for_waiting_hosts(plan: Plan) -> Plan:
     """The plan itself, or one for longer segments whose carries and rows need no more memory."""
-    if plan.strategy != "schedule" or plan.segment > 1 or plan.host:
+    if plan.strategy != "schedule" or plan.segment > 1:
         return plan
-    plans = [plan]
+    steps = REACH * plan.slots if plan.bound is None else plan.bound
+    plans = [plan, *(_beside_rows(plan, steps) if plan.host else _among_rows(plan))]
+    most = MORE * _runs(plan, steps)
+    return min((p for p in plans if _runs(p, steps) <= most), key=lambda p: _nanoseconds(p, steps))
+
+
+def _among_rows(plan: Plan) -> Iterator[Plan]:
+    """Plans for rows that lie in slots."""
     for segment in range(2, plan.rows + 2):
         slots = plan.rows + plan.spared - (segment - 1)
         if slots > 0:
-            plans.append(replace(plan, slots=slots, segment=segment, store="carries"))
-    steps = REACH * plan.slots if plan.bound is None else plan.bound
-    most = MORE * _runs(plan, steps)
-    return min((p for p in plans if _runs(p, steps) <= most), key=lambda p: _nanoseconds(p, steps))
+            yield replace(plan, slots=slots, segment=segment, store="carries")
+
+
+def _beside_rows(plan: Plan, steps: int) -> Iterator[Plan]:
+    """Plans for rows that lie in what room there is on the device, and slots on the host."""
+    segment = 2
+    while segment <= steps:
+        wider = replace(plan, segment=segment, store="carries")
+        on_its_way = plan.step.carry_bytes
+        if wider.peak_bytes + on_its_way > (plan.room or 0):
+            return
+        yield wider
+        segment += 1 + segment // 8
 
 
 def _runs(plan: Plan, steps: int) -> float:

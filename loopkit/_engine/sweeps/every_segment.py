@@ -101,12 +101,16 @@ class EverySegment(Strategy):
         return advance(loop, operands, steps, stop), slots
 
     def reverse(self, step: StepReversal, steps: Any, s: Backward) -> Cotangents:
-        length, segment = self.how.plan.segment, ft.partial(self.reverse_segment, step)
+        segment = ft.partial(self.reverse_segment, step)
+        s = s._replace(rows=self.rows(step))
+        return reverse_segments(segment, self.how.plan.segment, steps, s)
+
+    def rows(self, step: StepReversal) -> list:
+        """Where those of a segment are stored."""
+        length = self.how.plan.segment
         types = _jax.stack_types(self.how.row_types, length) if length > 1 else []
         # Products that are put off read whole segments, taken or not.
-        empty = _jax.blank if step.products is None else _jax.zeros
-        s = s._replace(rows=list(map(empty, types)))
-        return reverse_segments(segment, length, steps, s)
+        return list(map(_jax.blank if step.products is None else _jax.zeros, types))
 
     def reverse_segment(self, step: StepReversal, first: Any, count: Any, s: Backward) -> Backward:
         """Back over the segment of `count` steps that begins with step `first`."""

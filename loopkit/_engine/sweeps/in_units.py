@@ -107,13 +107,14 @@ class InUnits(Scheduled):
         # What was saved elsewhere may lie between these units, or where their rows will.
         units = units[: self.how.plan.slots]
         fits = (units != NEVER) & (units % self.wider == 0)
-        s = s._replace(units=jnp.where(fits, lax.div(units, jnp.int32(self.wider)), NEVER))
+        units = jnp.where(fits, lax.div(units, jnp.int32(self.wider)), NEVER)
+        s = s._replace(units=units, rows=self.rows(step) if self.how.plan.host else [])
         segment = ft.partial(self.reverse_segment, step)
         return reverse_segments(segment, self.how.plan.segment, steps, s)
 
     def reverse_segment(self, step: StepReversal, first: Any, count: Any, s: Backward) -> Backward:
         how = self.how
-        if how.laid is None:
+        if how.laid is None or how.plan.host:
             return super().reverse_segment(step, first, count, s)
         carry, s = self.reach(step, first, first + count, s)
         start, place = how.apart(carry)[0], self.laid.rows - how.plan.segment
