@@ -81,7 +81,7 @@ def _evaluate_read(buffer: Any, *operands: Any, window: Window, value: bool, hel
         return lax.dynamic_slice(buffer, window.point(at.reshape(-1)), window.sizes)
 
     # The compiler must not take a write before this read into it, and do it twice.
-    if held and window.axes and not _jax.KEEPS_BARRIERS:
+    if held and window.axes and not _jax.keeps_barriers():
         nothing = lambda buffer, at: _jax.zeros(jax.typeof(look(buffer, at)))
         found = lax.cond(_holds(starts), look, nothing, buffer, at)
     else:
@@ -221,7 +221,8 @@ def in_order(found: Any, new: Any, starts: Any, window: Window) -> tuple[Any, An
     """
     if _jax.KEEPS_BARRIERS or not window.axes:
         return found, new
-    return lax.cond(_holds(starts), lambda x, y: (x, y), lambda x, y: (y, x), found, new)
+    branch = lambda s, *v: lax.cond(_holds(s), lambda x, y: (x, y), lambda x, y: (y, x), *v)
+    return lax.platform_dependent(starts, found, new, cpu=branch, default=lambda _, *v: v)
 
 
 def _holds(starts: Any) -> Any:

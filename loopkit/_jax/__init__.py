@@ -97,6 +97,7 @@ from loopkit._jax.primitives import (
     declare,
     define,
     host_waits,
+    keeps_barriers,
     lower_by,
     named_results,
     new_equation,

@@ -127,6 +127,11 @@ _targets: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVa
 """The platforms that a program is being lowered for."""
 
 
+def keeps_barriers() -> bool:
+    """Whether the compiler that a program is being lowered for does; no, if that may be any."""
+    return KEEPS_BARRIERS or "cpu" not in (_targets.get(None) or ("cpu",))
+
+
 def target_device() -> Any:
     """A device of this process like the one that the program being lowered is for, if it has one.
 

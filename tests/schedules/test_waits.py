@@ -78,7 +78,8 @@ def test_rows_of_slots_on_the_host_lie_in_what_room_there_is(room, bound):
     """Beside the carry that is being brought back."""
     plan = Plan(8, bound=bound, exact=bound is not None, step=STEP, host=True, room=room)
     gpu = plan.on_gpu
-    assert gpu.slots == 8 and gpu.host_bytes <= plan.host_bytes
+    assert gpu.slots == 8
+    assert gpu.host_bytes <= plan.host_bytes
     assert (gpu.segment > 1) == (room is not None and room > 4_000)
     if room is not None:
         assert gpu.peak_bytes <= max(room - STEP.carry_bytes, plan.peak_bytes)
