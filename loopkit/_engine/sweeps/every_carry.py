@@ -26,7 +26,11 @@ class EveryCarry(Strategy):
     def run(self, loop: Loop, operands: Operands, state: Saving) -> Saving:
         def step(s: Saving, go: Any = None) -> Saving:
             steps, slots = s
-            slots = strategy.write_if(go, slots, kept(steps.carry, self.how.slotted), steps.count)
+            row = self.leaving(kept(steps.carry, self.how.slotted), steps.count)
+            if self.how.plan.host:  # on its way before the step, not made in one kernel with it
+                row, carry = lax.optimization_barrier((row, steps.carry))
+                steps = steps._replace(carry=carry)
+            slots = strategy.write_if(go, slots, row, steps.count)
             if go is None:
                 return one_step(loop, operands, steps), slots
             return guarded_step(loop, operands, loop.length, steps), slots

@@ -43,9 +43,9 @@ class EveryResidual(Strategy):
             if go is not None and loop.effects:
                 return lax.cond(go, step, lambda s: s, s)
             steps, rows = s
-            row = row_of(loop, steps.count) if loop.xs_count or steps.ys else steps.count
+            at = row_of(loop, steps.count) if loop.xs_count or steps.ys else steps.count
             consts, carry = operands.consts, steps.carry
-            x = read_rows(operands.xs, row, loop.x_axes)
+            x = read_rows(operands.xs, at, loop.x_axes)
             active = None if safe is None else is_active(loop, operands, carry)
             if safe is None:
                 outs = _jax.call_jaxpr(how.split.forward)(*consts, *carry, *x)
@@ -58,11 +58,12 @@ class EveryResidual(Strategy):
                 new = hold(active, new, steps.carry, safe.buffers)
                 y = select(active, y, [_jax.zeros(jax.typeof(v)) for v in y])
                 lane_counts = steps.lane_counts + (active if go is None else active & go)
-            ys = write_if(go, steps.ys, y, row, loop.y_axes) if steps.ys else []
+            ys = write_if(go, steps.ys, y, at, loop.y_axes) if steps.ys else []
             count = steps.count + 1
             if go is not None:
                 new, (count,) = select(go, new, steps.carry), select(go, [count], [steps.count])
             done = Steps(count, new, ys, lane_counts)
-            return done, write_if(go, rows, how.shortened(stored), steps.count)
+            row = self.leaving(how.shortened(stored), steps.count)
+            return done, write_if(go, rows, row, steps.count)
 
         return run_steps(loop, operands, step, state)

@@ -17,6 +17,7 @@ from loopkit._engine.steps import (
     goes_on,
     guarded_step,
     one_step,
+    quotient,
     read_rows,
     repeat,
     write_rows,
@@ -102,8 +103,10 @@ class EverySegment(Strategy):
 
     def reverse(self, step: StepReversal, steps: Any, s: Backward) -> Cotangents:
         segment = ft.partial(self.reverse_segment, step)
-        s = s._replace(rows=self.rows(step))
-        return reverse_segments(segment, self.how.plan.segment, steps, s)
+        length = self.how.plan.segment
+        last = quotient(steps + (length - 1), length) - 1
+        s = s._replace(rows=self.rows(step), ahead=self.load_ahead(step.operands, s.stacks, last))
+        return reverse_segments(segment, length, steps, s)
 
     def rows(self, step: StepReversal) -> list:
         """Where those of a segment are stored."""
@@ -125,11 +128,12 @@ class EverySegment(Strategy):
 
     def reach(self, step: StepReversal, first: Any, end: Any, s: Backward) -> tuple[list, Backward]:
         """The carry before step `first`, where a segment begins that ends at step `end`."""
-        return self.loaded(step, s.unit, first, end, s), s
+        carry = self.loaded(step, s.unit, first, end, s)
+        return carry, s._replace(ahead=self.load_ahead(step.operands, s.stacks, s.unit - 1))
 
     def loaded(self, step: StepReversal, slot: Any, first: Any, end: Any, s: Backward) -> list:
         """The carry before step `first`, of a slot, and of buffers as they were at step `end`."""
-        held = self.load(step.operands, s.stacks, slot)
+        held = s.ahead or self.load(step.operands, s.stacks, slot)
         before = step.rewind(first, end - first, s.buffers)
         counts = self.how.counts(step.operands, first, step.taken)
         return self.how.together(counts, held, before)
@@ -140,7 +144,14 @@ class EverySegment(Strategy):
         What would be written to a first slot without memory is put into the next, and written over.
         """
         plan = self.laid
-        return write_rows(slots, carry, slot - plan.spared) if plan.rows else slots
+        if not plan.rows:
+            return slots
+        return write_rows(slots, self.leaving(carry, slot), slot - plan.spared)
+
+    def load_ahead(self, operands: Operands, slots: list, slot: Any) -> list:
+        """What the segment before will begin with; empty if nothing is to be had by that."""
+        slot = jnp.maximum(slot, 0)
+        return self.load(operands, slots, slot) if self.how.plan.host else []
 
     def load(self, operands: Operands, slots: list, slot: Any) -> list:
         """What a slot holds."""

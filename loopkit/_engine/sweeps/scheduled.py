@@ -42,6 +42,10 @@ class Scheduled(EverySegment):
     def reverse_segment(self, step: StepReversal, first: Any, count: Any, s: Backward) -> Backward:
         return self.freed(super().reverse_segment(step, first, count, s))
 
+    def load_ahead(self, operands: Operands, slots: list, slot: Any) -> list:
+        """Nothing: it is not known which slot is next before what is run again has been saved."""
+        return []
+
     def freed(self, s: Backward) -> Backward:
         """Without the checkpoint of the segment that was reversed, if there was one."""
         return s._replace(units=jnp.where(s.units >= s.unit, NEVER, s.units))

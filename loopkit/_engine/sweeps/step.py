@@ -174,29 +174,33 @@ class StepReversal:
         cts: Cotangents,
         buffers: list,
         part: int = 1,
+        ahead: bool = False,
     ) -> tuple[Cotangents, list]:
         """Back over steps `first + count - 1` to `first`; and the buffers before them.
 
-        `rows`: arrays, or a function of the number of a row. `part`: as in `repeat`.
+        `rows`: arrays, or a function of the number of a row. `part`: as in `repeat`. `ahead`: each
+        row is read while the one after it is reversed.
         """
         read = rows if callable(rows) else lambda k: read_rows(rows, k)
 
-        def step(k: Any, s: tuple[Cotangents, list]) -> tuple[Cotangents, list]:
-            (cts, buffers), row = s, read(k)
+        def step(k: Any, s: tuple[Cotangents, list, list]) -> tuple[Cotangents, list, list]:
+            cts, buffers, row = s
+            row, following = (row, read(jnp.maximum(k - 1, 0))) if ahead else (read(k), [])
             if small:
                 row = list(lax.optimization_barrier(row))
             if not repeats:
                 row = how.lengthened(row, self.counts(first + k))
-                return self.reverse(first + k, row, cts, k), []
+                return self.reverse(first + k, row, cts, k), [], following
             buffers = self.rewind(first + k, 1, buffers)
             carry = how.together(how.counts(self.operands, first + k, self.taken), row, buffers)
-            return self.reverse_carry(first + k, carry, cts, k)
+            return *self.reverse_carry(first + k, carry, cts, k), following
 
         how = self.how
         repeats = how.plan.store == "carries"
         small = _jax.byte_count(*how.row_types) <= SMALL_ROW
-        state = (cts, buffers if repeats else [])
-        cts, before = repeat_backwards(count, step, state, how.loop.unroll, part)
+        last = read(jnp.maximum(count - 1, 0)) if ahead else []
+        state = (cts, buffers if repeats else [], last)
+        cts, before, _ = repeat_backwards(count, step, state, how.loop.unroll, part)
         return cts, before if repeats else self.rewind(first, count, buffers)
 
     def reverse(self, step: Any, row: list, cts: Cotangents, place: Any) -> Cotangents:

@@ -58,6 +58,8 @@ class Backward(NamedTuple):
     cts: Cotangents
     buffers: list
     """Those that are brought back, as they were after the segment to reverse next."""
+    ahead: list = []
+    """What is saved of it, if it was brought from the host while another was reversed."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,17 @@ class Strategy(abc.ABC):
         `s`: all of what the forward sweep handed on, before the last segment is chosen.
         """
         part = PART if _jax.host_waits.value else 1
-        return step.reverse_rows(0, steps, s.stacks, s.cts, s.buffers, part)[0]
+        ahead = self.how.plan.host
+        return step.reverse_rows(0, steps, s.stacks, s.cts, s.buffers, part, ahead)[0]
+
+    def leaving(self, values: Sequence[Any], number: Any) -> Sequence[Any]:
+        """What is to be saved, in a place not below 0; if on the host, copies of it.
+
+        Steps that go on from it, in its memory, would have to wait until it has arrived there.
+        """
+        if not self.how.plan.host:
+            return values
+        return [jnp.where(number < 0, _jax.zeros(jax.typeof(v)), v) for v in values]
 
     @property
     def residual_types(self) -> list[_jax.ShapedArray]:
