@@ -16,7 +16,7 @@ from loopkit._engine.primitives import forward_p
 from loopkit._engine.trials import host_memory
 from loopkit._jaxprs import equations
 
-from .machines import TARGETS, compiled, devices, figures, lowered
+from .machines import TARGETS, compiled, computations, devices, figures, lowered
 
 pytestmark = pytest.mark.accelerators
 
@@ -26,6 +26,7 @@ DEVICE = 24 * 10**6
 TWO = {"memory": {"device": DEVICE, "host": "4 GB"}}
 ALL = {"checkpoints": Plan(0, keeps_all=True, store="residuals", host=True)}
 FEW = {"checkpoints": Plan(16, segment=4, host=True)}
+SEGMENTS = {"checkpoints": Plan(64, segment=4, host=True)}
 EVERY = {"checkpoints": Plan(STEPS, host=True)}
 X = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
 LANES = jax.ShapeDtypeStruct((2, *SHAPE), jnp.float32)
@@ -202,27 +203,34 @@ def test_it_is_noticed_where_nothing_is_put_there(target):
         host_memory.check_placed("scan", device, nothing)
 
 
-def without_details(text):
-    return [re.sub(r"\{[^}]*\}|metadata=.*", "", line) for line in text.splitlines()]
+def meanwhile(text):
+    """What runs in loops between the begin and the end of each copy from the host, or to it."""
+    found = []
+    for name, lines in computations(text).items():
+        if f"body=%{name}" not in text:
+            continue
+        for begun, line in enumerate(lines):
+            start = re.match(r"\s*%?([\w.\-]+) = .*S\(5\).* [\w\-]+-start\(", line)
+            if start:
+                ends = (i for i, at in enumerate(lines) if re.search(rf"-done\(.*%{start[1]}\b", at))
+                found.append(re.findall(r" (while|fusion)\(", "\n".join(lines[begun : next(ends)])))
+    return found
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_copies_are_asynchronous(target):
-    """Each begins in one place and ends in another; on a TPU the segment runs between them."""
-    found = compiled(target, with_options({"checkpoints": Plan(64, segment=4, host=True)}), X)
-    lines = without_details(found.text)
-    places = {
-        name: next(i for i, line in enumerate(lines) if f"%{name}" in line.split("=")[0])
-        for name in (
-            *("dynamic-update-slice-start", "dynamic-update-slice-done"),
-            *("dynamic-slice-start", "dynamic-slice-done"),
-        )
-    }
-    begun, done = places["dynamic-update-slice-start"], places["dynamic-update-slice-done"]
-    between = [line for line in lines[begun:done] if " while(" in line or " fusion(" in line]
-    assert begun < done
-    assert places["dynamic-slice-start"] < places["dynamic-slice-done"]
-    assert bool(between) == (target == "tpu")
+def test_copies_of_segments_are_made_while_others_run(target):
+    """Of the carry at its start; and of that of the next, while one is run again and reversed."""
+    there, back = meanwhile(compiled(target, with_options(SEGMENTS), X).text)
+    assert "while" in there
+    assert back.count("while") == 2
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_copies_of_steps_are_made_while_others_run(target):
+    """On a TPU those that are read: what is saved is copied in one kernel with the step."""
+    copies = meanwhile(compiled(target, with_options(EVERY), X).text)
+    assert len(copies) == 2
+    assert sum(map(bool, copies)) >= {"gpu": 2, "tpu": 1}[target]
 
 
 ROOM = 100_000
