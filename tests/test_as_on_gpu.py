@@ -1,5 +1,7 @@
 """Every loop as it is lowered for a GPU, with few loops of unknown length: the same numbers."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -9,6 +11,8 @@ import loopkit
 from derivatives import assert_close, derivative, direction, expected
 from loopkit import Plan, _jax
 from loopkit._engine.sweeps import tables
+from loopkit._engine.sweeps.in_units import InUnits
+from loopkit._jax import primitives
 from loopkit._plans import waits
 from problems import CHECKPOINTS, PROBLEMS, Problem
 from turns import in_turn
@@ -113,3 +117,30 @@ def test_a_program_for_both():
         "stablehlo.while"
     )
     assert_close(both.call(x), alone.call(x))
+
+
+def clipped(x):
+    """With a rule that closes over nothing that lasts, so that a loop of it is like no other."""
+
+    @jax.custom_vjp
+    def rule(x):
+        return jnp.sin(x)
+
+    rule.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (jnp.clip(ct, -1, 1) * jnp.cos(x),))
+    return rule(x)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_loops_with_rules_outside_jit_go_as_where_they_run(platform, monkeypatch):
+    seen = []
+    run = InUnits.run
+    monkeypatch.setattr(InUnits, "run", lambda *args: seen.append(args) or run(*args))
+    monkeypatch.setattr(primitives, "device_of", lambda _: SimpleNamespace(platform=platform))
+    x = jnp.linspace(0.3, 0.6, 3)
+    scan = lambda x, how: loopkit.scan(lambda x, _: (clipped(x), None), x, None, 20, **how)[0]
+    slopes = [
+        jax.grad(lambda x, how=how: jnp.sum(scan(x, how)))(x)
+        for how in ({"checkpoints": Plan(4)}, {"checkpoints": "all"})
+    ]
+    assert_close(*slopes)
+    assert bool(seen) == (platform == "gpu")

@@ -225,3 +225,19 @@ def test_without_a_bound():
         r"derivative only where .* Give max_steps",
     ):
         jax.grad(jax.grad(f))(0.3)
+
+
+def test_carries_of_a_second_derivative_are_not_on_the_host():
+    def loss(x):
+        step = lambda x, _: (clipped_vjp(x), None)
+        memory = {"device": "1 MB", "host": "1 MB"}
+        return jnp.sum(loopkit.scan(step, x, None, 50, memory=memory)[0])
+
+    x = jnp.linspace(0.1, 0.9, 40)
+    slope = jax.grad(loss)
+    assert slope(x).shape == x.shape
+    expected = (
+        r"loopkit\.scan: `memory` can keep .* a custom VJP only in a first derivative: .* got a"
+    )
+    with pytest.raises(NotImplementedError, match=expected):
+        jax.grad(lambda x: jnp.sum(slope(x) ** 2))(x)

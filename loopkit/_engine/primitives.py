@@ -57,11 +57,12 @@ def _run(compiled: Callable, evaluate: Callable, *operands: Any, **params: Any) 
         return compiled(*operands, **params)
     # A loop with rules for derivatives is equal to no other; what it computes may be.
     types = list(map(jax.typeof, operands))
-    jaxpr, closed_over = _jax.trace(lambda *values: evaluate(*values, **params), types, "loop")
-    same = interned(_values(jaxpr), results_only=True)
-    if same is None:
-        return compiled(*operands, **params)
-    return _evaluated(same, *closed_over, *operands)
+    with _jax.as_there(operands):
+        jaxpr, closed_over = _jax.trace(lambda *values: evaluate(*values, **params), types, "loop")
+        same = interned(_values(jaxpr), results_only=True)
+        if same is None:
+            return compiled(*operands, **params)
+        return _evaluated(same, *closed_over, *operands)
 
 
 def _values(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
@@ -81,11 +82,4 @@ def _values(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
 
 @ft.partial(jax.jit, static_argnums=0)
 def _evaluated(jaxpr: Any, *values: Any) -> list:
-    return list(_jax.call_jaxpr(jaxpr)(*values))
-
-
-_jax.define(
-    evaluated_p,
-    lambda *values, jaxpr, **_: list(_jax.call_jaxpr(jaxpr)(*values)),
-    lambda *_, jaxpr, **__: (list(jaxpr.out_avals), jaxpr.effects),
-)
+    return evaluated_p.bind(*values, jaxpr=jaxpr)

@@ -94,6 +94,7 @@ from loopkit._jax.memory import (
 )
 from loopkit._jax.primitives import (
     KEEPS_BARRIERS,
+    as_there,
     declare,
     define,
     host_waits,

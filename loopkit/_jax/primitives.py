@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -145,6 +145,17 @@ def target_device() -> Any:
         with contextlib.suppress(RuntimeError):  # no such devices here
             return jax.local_devices(backend=platform)[0]
     return None
+
+
+def device_of(values: Sequence[Any]) -> Any:
+    """Where what is made of these values runs outside jit; None if that is not here."""
+    arrays = (v for v in values if isinstance(v, jax.Array) and not isinstance(v, core.Tracer))
+    return next((next(iter(v.devices())) for v in arrays if v.committed), None) or target_device()
+
+
+def as_there(values: Sequence[Any] = ()) -> Any:
+    """A context to trace in what computes a loop, where nobody else says for which device."""
+    return host_waits(host_waits.value or getattr(device_of(values), "platform", "") == "gpu")
 
 
 def _checkified(args: Any) -> tuple:

@@ -14,7 +14,16 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import ahead_of_time
 from ahead_of_time import TARGETS
 
-__all__ = ["TARGETS", "Compiled", "compiled", "computations", "cycles", "devices", "figures", "lowered"]
+__all__ = [
+    "TARGETS",
+    "Compiled",
+    "compiled",
+    "computations",
+    "cycles",
+    "devices",
+    "figures",
+    "lowered",
+]
 
 
 @lru_cache

@@ -212,7 +212,9 @@ def meanwhile(text):
         for begun, line in enumerate(lines):
             start = re.match(r"\s*%?([\w.\-]+) = .*S\(5\).* [\w\-]+-start\(", line)
             if start:
-                ends = (i for i, at in enumerate(lines) if re.search(rf"-done\(.*%{start[1]}\b", at))
+                ends = (
+                    i for i, at in enumerate(lines) if re.search(rf"-done\(.*%{start[1]}\b", at)
+                )
                 found.append(re.findall(r" (while|fusion)\(", "\n".join(lines[begun : next(ends)])))
     return found
 

@@ -39,7 +39,8 @@ def _evaluated(used: list[bool], eqn: Any) -> Any:
         return eqn
     needed, run = found
     invars, outvars = kept(eqn.invars, needed), kept(eqn.outvars, used)
-    with _jax.replacing(None):  # the loops that compute it are none of the user's
+    # The loops that compute it are none of the user's.
+    with _jax.replacing(None), _jax.as_there():
         jaxpr = _jax.trace_closed(run, [v.aval for v in invars], "loop")
     params = {"jaxpr": jaxpr, "nanoseconds": loop_nanoseconds(eqn.params["loop"])}
     return _jax.new_equation(eqn, evaluated_p, invars, outvars, params)

@@ -38,6 +38,15 @@ def stored_pullback(loop: Loop, active: Active, batch: int | None, operands: Seq
         raise NotImplementedError(
             errors.wrong(loop.name, "body_fun", expected, "a loop without one", advice)
         )
+    if reversal(loop, active).plan.host:
+        expected = (
+            "can keep checkpoints on the host where the body calls a function with a custom VJP "
+            "only in a first derivative: in a second one every carry is stored on the device"
+        )
+        advice = "Give `memory` as one number, a plan with host=False, or a custom JVP."
+        raise NotImplementedError(
+            errors.wrong(loop.name, "memory", expected, "a second derivative", advice)
+        )
     key = ("stored pullback", active, batch)
     jaxpr = loop.derived(key, lambda: _traced(loop, active, batch))
     return list(_jax.call_jaxpr(jaxpr)(*operands))

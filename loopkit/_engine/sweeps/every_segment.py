@@ -133,7 +133,7 @@ class EverySegment(Strategy):
 
     def loaded(self, step: StepReversal, slot: Any, first: Any, end: Any, s: Backward) -> list:
         """The carry before step `first`, of a slot, and of buffers as they were at step `end`."""
-        held = s.ahead or self.load(step.operands, s.stacks, slot)
+        held = [*s.ahead] or self.load(step.operands, s.stacks, slot)
         before = step.rewind(first, end - first, s.buffers)
         counts = self.how.counts(step.operands, first, step.taken)
         return self.how.together(counts, held, before)

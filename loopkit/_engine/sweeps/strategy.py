@@ -58,7 +58,7 @@ class Backward(NamedTuple):
     cts: Cotangents
     buffers: list
     """Those that are brought back, as they were after the segment to reverse next."""
-    ahead: list = []
+    ahead: Sequence[Any] = ()
     """What is saved of it, if it was brought from the host while another was reversed."""
 
 

@@ -1,0 +1,25 @@
+"""evaluated: what computes a loop, or its derivative.
+
+operands  those of its jaxpr
+results   those of its jaxpr
+JVP       none: it is made where no derivative is asked for any more
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loopkit import _jax
+from loopkit._engine.passes.flat_values import of_vectors
+from loopkit._engine.primitives import evaluated_p
+
+
+def evaluate(*values: Any, jaxpr: _jax.Jaxpr, **_: Any) -> list:
+    return list(_jax.call_jaxpr(jaxpr)(*values))
+
+
+def result_types(*_: Any, jaxpr: _jax.Jaxpr, **__: Any) -> tuple[list, Any]:
+    return list(jaxpr.out_avals), jaxpr.effects
+
+
+_jax.define(evaluated_p, evaluate, result_types, on_tpu=of_vectors)
