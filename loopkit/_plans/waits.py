@@ -16,14 +16,22 @@ from typing import Any
 Plan = Any
 """A `loopkit.Plan`, which imports this file."""
 
-LAUNCH = 2500.0
-"""Nanoseconds to launch a kernel."""
+LAUNCH = 3_800.0
+"""Nanoseconds to launch a kernel: what each takes of many short ones in a row, the next launched
+while the last still runs (NVIDIA, "Getting Started with CUDA Graphs", 2019)."""
 STEP = 2 * LAUNCH
 """To launch those of a small step."""
 FASTER = 30.0
-"""A GPU runs a large step in so much less time than is predicted for a CPU."""
-WAIT = 10_000.0
-"""Nanoseconds until the host has read a predicate, and the device runs again."""
+"""A GPU runs a large step in so much less time than is predicted for a CPU (`_jaxprs/cost.py`).
+
+By what XLA says of an H100 (132 cores of 128 units at 1.98 GHz, 3.35 TB/s) that is 17 for adding
+numbers, which takes 0.04 ns there and 8 bytes here, and 670 for products of matrices. Nearer the
+first: steps that a GPU waits for seldom fill it.
+"""
+WAIT = 12_000.0
+"""Nanoseconds until the host has read a predicate, and the device runs again: 5.8 microseconds more
+a kernel where the host waits for each (9.6 against 3.8, as for `LAUNCH`), and about 6 to copy a few
+bytes to the host (Wu et al. 2026, "DualPath", arXiv:2602.21548, section 5.2: 5 to 7 a copy)."""
 MORE = 1.1
 """Runs of a step at most, relative to those with as many carries and segments of one step."""
 LARGE = 1 << 23
