@@ -108,7 +108,7 @@ class Strategy(abc.ABC):
         ahead = self.how.plan.host
         return step.reverse_rows(0, steps, s.stacks, s.cts, s.buffers, part, ahead)[0]
 
-    def leaving(self, values: Sequence[Any], number: Any) -> Sequence[Any]:
+    def leaving(self, values: list[Any], number: Any) -> list[Any]:
         """What is to be saved, in a place not below 0; if on the host, copies of it.
 
         Steps that go on from it, in its memory, would have to wait until it has arrived there.
