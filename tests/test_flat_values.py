@@ -83,9 +83,12 @@ def with_rules(x, n, **options):
 BODIES = elementwise, mixed, in_loops, with_rules
 
 
-@pytest.mark.parametrize("how", ["grad", "lanes", "second order", "unrolled"])
-@pytest.mark.parametrize("body", BODIES)
-@pytest.mark.parametrize("checkpoints", ["all", None, 2])
+WAYS = in_turn(
+    BODIES, ["all", None, 2], ["grad", "lanes", "second order", "unrolled"], of=4, slow=1
+)
+
+
+@pytest.mark.parametrize(("body", "checkpoints", "how"), WAYS)
 def test_derivatives(body, checkpoints, how, on_tpu):
     options = {"checkpoints": checkpoints} | ({"unroll": 3} if how == "unrolled" else {})
     plain = lambda x, n: jax.grad(lambda x: body(x, n))(x)
@@ -102,9 +105,10 @@ def test_derivatives(body, checkpoints, how, on_tpu):
     assert_close(got, jax.jit(into(plain))(*args))
 
 
-@pytest.mark.parametrize("mode", ["grad", "jvp", "lanes of all"])
-@pytest.mark.parametrize("checkpoints", [2, "all"])
-@pytest.mark.parametrize("body", FLAT)
+@pytest.mark.parametrize(
+    ("body", "checkpoints", "mode"),
+    in_turn(FLAT, [2, "all"], ["grad", "jvp", "lanes of all"], of=6, slow=2),
+)
 def test_buffers(body, checkpoints, mode, on_tpu):
     got = jax.jit(lambda: MODES[mode](looped(body, "while", checkpoints)))()
     wanted = MODES[mode](reference(body))
@@ -112,7 +116,7 @@ def test_buffers(body, checkpoints, mode, on_tpu):
         assert_close(a, b)
 
 
-TURNS = in_turn(PROBLEMS, ["f", "r", "rr"], ["all", None], of=6)
+TURNS = in_turn(PROBLEMS, ["f", "r", "rr"], ["all", None], of=12, slow=3)
 
 
 @pytest.mark.parametrize(("problem", "pattern", "checkpoints"), TURNS)

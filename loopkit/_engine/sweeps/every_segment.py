@@ -138,7 +138,7 @@ class EverySegment(Strategy):
         counts = self.how.counts(step.operands, first, step.taken)
         return self.how.together(counts, held, before)
 
-    def save(self, slots: list, carry: Sequence[Any], slot: Any) -> list:
+    def save(self, slots: list, carry: list[Any], slot: Any) -> list:
         """The slots, with a carry in one of them.
 
         What would be written to a first slot without memory is put into the next, and written over.
