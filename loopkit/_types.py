@@ -43,6 +43,8 @@ Checkpoints: Alias = int | Literal["all"] | Plan | None
 """How many carries the backward pass keeps, or a plan that says what."""
 Memory: Alias = int | str | Mapping[str, int | str] | None
 """Bytes, as an int or as in "64 MB"; or those of `"device"` and `"host"`."""
+Lanes: Alias = Literal["wait", "compact"] | tuple[int, ...] | None
+"""What becomes of lanes that have stopped, or to how many of them a loop narrows."""
 Unroll: Alias = int | Literal["auto"]
 """Steps to an iteration; a bool as in lax."""
 Axes: Alias = Any

@@ -137,6 +137,7 @@ COUNTS = [
     *((length_buckets, "first", 1), (empty, "capacity", 0)),
     *((report, "min_bytes", 0) for report in REPORTING),
 ]
+LANES = (*ALL_LOOPS, *REPLACING)
 NO_COUNTS = [2.5, 2.0, math.nan, [2], np.float32(2), np.arange(2)]
 
 
@@ -218,6 +219,16 @@ def test_memory_of_the_wrong_keys():
         {"gpu": 1, 2: 3},
     ):
         refused(scan, "memory", memory, ValueError)
+
+
+@pytest.mark.parametrize("call", LANES, ids=lambda call: call.__name__)
+def test_lanes(call):
+    for value in (64, 0.5, True, X, ("64",), (4.0, 2), (True,), {4, 2}, (None,)):
+        refused(call, "lanes", value, TypeError)
+    for value in ("all", "", (), (0,), (4, 0), (4, -1), (4, 4), (2, 4), [3, 3]):
+        refused(call, "lanes", value, ValueError)
+    for value in (None, "wait", "compact", (4, 2), [1], (np.int64(7), np.int8(3))):
+        call(lanes=value)
 
 
 GROWING = unbounded_scan, ragged_scan, length_buckets
@@ -478,6 +489,7 @@ def refusals():
     yield from ((call.__name__, "buffers") for call in ALL_LOOPS)
     yield from ((name, "fn") for name in OF_FUNCTIONS)
     yield "length_buckets", "lengths"
+    yield from ((call.__name__, "lanes") for call in LANES)
     yield from ((case.function, case.argument) for case in CASES)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -79,6 +80,22 @@ def check_whole(function: str, argument: str, value: Any, least: int, expected: 
     if whole is None:
         wrong, advice = errors.wrong_type, f"{STATIC}a Python int, not a float or a traced value."
     raise wrong(function, argument, f"must be {expected}", errors.shown(value), advice)
+
+
+def check_lanes(function: str, lanes: Any) -> Any:
+    """None, "wait", "compact", or widths as a tuple of ints."""
+    if lanes is None or (isinstance(lanes, str) and lanes in ("wait", "compact")):
+        return lanes
+    expected = 'must be None, "wait", "compact" or a tuple of ints >= 1, each less than the last'
+    if not isinstance(lanes, (tuple, list)):
+        wrong = errors.wrong_value if isinstance(lanes, str) else errors.wrong_type
+        advice = "Pass the numbers of lanes to go on with, as in (64, 16)."
+        raise wrong(function, "lanes", expected, errors.shown(lanes), advice)
+    widths = tuple(check_whole(function, "lanes", n, 1, expected[8:]) for n in lanes)
+    if not widths or any(b >= a for a, b in itertools.pairwise(widths)):
+        advice = "Pass numbers of lanes that shrink, as in (64, 16)."
+        raise errors.wrong_value(function, "lanes", expected, str(widths), advice)
+    return widths
 
 
 def as_array(

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 from loopkit import _jax
 from loopkit._jaxprs import equations
 from loopkit._plans.plan import Budget
+from loopkit._types import Lanes
 
 T = TypeVar("T")
 
@@ -124,6 +125,8 @@ class Loop:
     name: str = "while_loop"
     replaced_by: str = ""
     """The function of this library that put it in the place of a loop of lax, if one did."""
+    narrows: Lanes = None
+    """What becomes of lanes that have stopped."""
     lasting: bool = field(default=False, compare=False)
     """Whether another loop of the same equations is this very loop, and so compiled once."""
     memory: dict = field(default_factory=dict, repr=False, compare=False)

@@ -22,7 +22,7 @@ from loopkit._plans.plan import Bytes
 from loopkit._programs.cache import interned, remember
 from loopkit._programs.key import Unknown, program_key
 from loopkit._tracing.trace import shared
-from loopkit._types import Checkpoints, Decorator, Memory, P, R
+from loopkit._types import Checkpoints, Decorator, Lanes, Memory, P, R
 
 
 class Share(Bytes):
@@ -41,6 +41,7 @@ def checkpointed(
     memory: Memory = None,
     only: Callable[[LoopSite], Any] | None = None,
     outermost: bool = False,
+    lanes: Lanes = None,
 ) -> Callable[P, R] | Decorator:
     """`fn` with every `jax.lax` loop inside it replaced by loopkit's.
 
@@ -71,6 +72,7 @@ def checkpointed(
     - `outermost`: whether scans that stand in another loop stay lax's, so that a step of the loop
         around stores what they compute. While loops are replaced wherever they stand, since lax's
         have no gradient in reverse mode.
+    - `lanes`: what becomes of lanes of `jax.vmap` that have stopped, as in `loopkit.while_loop`.
 
     **Returns:**
 
@@ -94,7 +96,7 @@ def checkpointed(
         ```
     """
     given = {"max_steps": max_steps, "checkpoints": checkpoints, "memory": memory}
-    given |= {"only": only, "outermost": outermost}
+    given |= {"only": only, "outermost": outermost, "lanes": lanes}
     if fn is None:
         decorator: Any = ft.partial(checkpointed, **given)
         return decorator

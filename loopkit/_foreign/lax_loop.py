@@ -15,7 +15,7 @@ from loopkit._engine.loop import CarryLeaf, parts
 from loopkit._jaxprs import equations
 from loopkit._plans.plan import Budget
 from loopkit._tracing.trace import as_loop
-from loopkit._types import Checkpoints, Memory
+from loopkit._types import Checkpoints, Lanes, Memory
 
 
 class LoopSite(NamedTuple):
@@ -46,6 +46,7 @@ class ReplaceKw(TypedDict, total=False):
     memory: Memory
     only: Callable[[LoopSite], Any] | None
     outermost: bool
+    lanes: Lanes
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Settings:
     only_id: int
     """Of `only`: as part of jit's cache keys, the very same predicate is the same."""
     outermost: bool
+    lanes: Lanes
     outer: LoopSite | None = None
     """The loop of lax whose steps are being traced, where anybody asks."""
 
@@ -139,6 +141,7 @@ class LaxLoop(NamedTuple):
             "unroll": min(self.params.get("unroll", 1) or steps, steps),  # 0: all
             "name": self.kind,
             "replaced_by": settings.function,
+            "narrows": settings.lanes,
         }
         loop = as_loop(cond, cond_consts, self.body, self.consts, carry, types, fields)
         carry, ys = loop.run(list(map(_jax.as_array, self.init)), self.xs)

@@ -21,7 +21,7 @@ from loopkit._foreign import lax_loop
 from loopkit._foreign.lax_loop import LoopSite, Settings, site_of
 from loopkit._jaxprs import equations
 from loopkit._plans.budget import check_budget
-from loopkit._types import Checkpoints, Memory
+from loopkit._types import Checkpoints, Lanes, Memory
 
 _lock = threading.Lock()
 _users = 0
@@ -41,6 +41,7 @@ def replace_lax_loops(
     memory: Memory = None,
     only: Callable[[LoopSite], Any] | None = None,
     outermost: bool = False,
+    lanes: Lanes = None,
 ) -> Generator[None, None, None]:
     """Replace every `jax.lax` loop that is traced inside the `with` block by loopkit's.
 
@@ -54,7 +55,7 @@ def replace_lax_loops(
 
     **Arguments:**
 
-    - `max_steps`, `checkpoints`, `only`, `outermost`: as in `loopkit.checkpointed`.
+    - `max_steps`, `checkpoints`, `only`, `outermost`, `lanes`: as in `loopkit.checkpointed`.
     - `memory`: as there, but each loop has the whole budget: how many there are is not known.
 
     **Returns:**
@@ -78,20 +79,30 @@ def replace_lax_loops(
             print(jax.grad(halvings)(10.0))  # 0.0625
         ```
     """
-    settings = settings_of("replace_lax_loops", max_steps, checkpoints, memory, only, outermost)
+    given = {"max_steps": max_steps, "checkpoints": checkpoints, "memory": memory}
+    given |= {"only": only, "outermost": outermost, "lanes": lanes}
+    settings = settings_of("replace_lax_loops", **given)
     with replacing(settings):
         yield
 
 
 def settings_of(
-    function: str, max_steps: Any, checkpoints: Any, memory: Any, only: Any, outermost: Any
+    function: str,
+    *,
+    max_steps: Any,
+    checkpoints: Any,
+    memory: Any,
+    only: Any,
+    outermost: Any,
+    lanes: Any,
 ) -> Settings:
     max_steps = validate.check_bound(function, "max_steps", max_steps)
     budget = check_budget(function, checkpoints, memory)
     if only is not None:
         validate.check_callable(function, "only", only)
     outermost = validate.check_flag(function, "outermost", outermost)
-    return Settings(function, max_steps, budget, only, id(only), outermost)
+    lanes = validate.check_lanes(function, lanes)
+    return Settings(function, max_steps, budget, only, id(only), outermost, lanes)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, Literal, Required, TypeAlias, TypedDict, TypeVar
 
-from loopkit._types import Axes, C, Checkpoints, Memory, Unroll, Until, Y
+from loopkit._types import Axes, C, Checkpoints, Lanes, Memory, Unroll, Until, Y
 
 Info = TypeVar("Info", bound=bool)
 Yes: TypeAlias = Literal[True]
@@ -22,6 +22,7 @@ class LoopKw(Kw[Info], total=False):
     memory: Memory
     buffers: Any  # a BufferSpec has an overload of its own; other trees of bools end here
     checks: bool | None
+    lanes: Lanes
 
 
 class WhileKw(LoopKw[Info], total=False):

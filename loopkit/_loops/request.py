@@ -28,6 +28,7 @@ class Asked(NamedTuple):
     buffers: Any = None
     checks: Any = None
     return_info: Any = False
+    lanes: Any = None
     made_of: tuple | None = None
     """The functions of the user, a tuple, and what else those of the loop depend on, where they are
     made anew on every call. None: they are the user's."""
@@ -67,6 +68,8 @@ class Request:
     carried: carry_buffers.Buffers
     checking: bool
     return_info: bool
+    lanes: Any
+    """What becomes of lanes that have stopped."""
     functions: tuple
     """The caller's, on which all hangs that is traced; not those made anew on every call."""
     rest: tuple
@@ -104,6 +107,7 @@ class Request:
             carried=carried.checked(checking),
             checking=checking,
             return_info=return_info,
+            lanes=validate.check_lanes(name, asked.lanes),
             functions=functions,
             rest=tuple(rest),
             **more,
@@ -130,7 +134,8 @@ class Request:
         leaves, tree = jax.tree.flatten(state)
         carried = flag = None
         key = self.names, tree, type_key(leaves), tuple(x_types), tuple(settings.values())
-        key += self.length, self.budget, self.unroll, self.auto_unroll, self.rest, tuple(rest)
+        key += self.length, self.budget, self.unroll, self.auto_unroll, self.lanes, self.rest
+        key += (tuple(rest),)
         if self.carried.any:
             values, masked = len(self.carried.flags), hidden.go is not None
             flag = values if masked else None
@@ -146,7 +151,8 @@ class Request:
 
         def make() -> Traced:
             fields = {"length": self.length, "checkpoints": self.budget, "unroll": self.unroll}
-            fields |= {"auto_unroll": self.auto_unroll, "name": self.names.function, **settings}
+            fields |= {"auto_unroll": self.auto_unroll, "name": self.names.function}
+            fields |= {"narrows": self.lanes, **settings}
             return trace_loop(self.names, take, asks, state, x_types, fields, carried, flag)
 
         functions = self.functions if carried is None or carried.hashable else ()

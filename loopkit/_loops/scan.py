@@ -19,7 +19,20 @@ from loopkit._loops.run_scan import run
 from loopkit._loops.truncate import truncated
 from loopkit._tracing.axes import Inputs, has_none
 from loopkit._tracing.trace import Names
-from loopkit._types import Axes, BufferSpec, C, Checkpoints, Like, Memory, Step, Unroll, Until, X, Y
+from loopkit._types import (
+    Axes,
+    BufferSpec,
+    C,
+    Checkpoints,
+    Lanes,
+    Like,
+    Memory,
+    Step,
+    Unroll,
+    Until,
+    X,
+    Y,
+)
 
 NAMES = Names("scan", "f", "init", "until")
 
@@ -60,6 +73,7 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
     buffers: BufferSpec | None = None,
     checks: bool | None = None,
     return_info: bool = False,
+    lanes: Lanes = None,
 ) -> tuple[C, Y] | tuple[C, Y, LoopInfo]:
     """Scan `f` over an axis of `xs`, the leading one by default, carrying state along.
 
@@ -102,7 +116,7 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
       int c: at most c carries, at the price of more recomputation. "all": what the derivative of
       every step reads, as lax.scan. A `Plan`: what it says.
     - `memory`: the same as a budget in bytes, such as "64 MB", as in `loopkit.while_loop`.
-    - `buffers`, `checks`, `return_info`: as in `loopkit.while_loop`.
+    - `buffers`, `checks`, `return_info`, `lanes`: as in `loopkit.while_loop`.
 
     **Returns:**
 
@@ -133,7 +147,7 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
     """
     name = NAMES.function
     inputs = Inputs.of(wrapped(name, "xs", xs), in_axes, length)
-    asked = Asked(unroll, checkpoints, memory, buffers, checks, return_info)
+    asked = Asked(unroll, checkpoints, memory, buffers, checks, return_info, lanes)
     reverse = validate.check_flag(name, "reverse", reverse)
     split = validate.check_flag(name, "_split_transpose", _split_transpose)
     validate.check_callable(name, "f", f)

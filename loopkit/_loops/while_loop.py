@@ -15,7 +15,7 @@ from loopkit._loops.info import LoopInfo
 from loopkit._loops.keywords import No, WhileKw, Yes
 from loopkit._loops.request import Asked, Hidden, Request
 from loopkit._tracing.trace import Names, scalar_bool
-from loopkit._types import Body, BufferSpec, Checkpoints, Like, Memory, Predicate, T, Unroll
+from loopkit._types import Body, BufferSpec, Checkpoints, Lanes, Like, Memory, Predicate, T, Unroll
 
 NAMES = Names("while_loop", "body_fun", "init_val", "cond_fun")
 
@@ -51,6 +51,7 @@ def while_loop(
     unroll: Unroll = 1,
     throw: bool = False,
     return_info: bool = False,
+    lanes: Lanes = None,
 ) -> T | tuple[T, LoopInfo]:
     """Repeat `body_fun` while `cond_fun` holds; differentiable, with or without a bound.
 
@@ -90,6 +91,11 @@ def while_loop(
       compilation included, by a trial that is kept in the user's cache folder.
     - `throw`: raise an error at run time if `max_steps` steps were not enough.
     - `return_info`: also return a `LoopInfo`.
+    - `lanes`: what becomes of lanes that have stopped, where `cond_fun` differs between lanes of
+      `jax.vmap`. "wait": they take steps that count for nothing until all have stopped, as in lax.
+      "compact": once a quarter of them is left, those are gathered, and go on in a loop that is a
+      quarter as wide, and so on. A tuple: the widths to go on with, each less than the one before.
+      None: "compact" where there are 32 lanes or more and a step of all of them takes long enough.
 
     **Returns:**
 
@@ -116,7 +122,7 @@ def while_loop(
 
     The backward pass is checkpointed in the manner of Griewank (1992) and Stumm & Walther (2010).
     """
-    asked = Asked(unroll, checkpoints, memory, buffers, checks, return_info)
+    asked = Asked(unroll, checkpoints, memory, buffers, checks, return_info, lanes)
     throw = validate.check_flag(NAMES.function, "throw", throw)
     return run_while(NAMES, cond_fun, body_fun, init_val, max_steps, asked, throw)
 

@@ -18,9 +18,11 @@ from loopkit._engine.derivative.reversal import build, can_replay, reversal
 from loopkit._engine.derivative.split import batch_split, split_step
 from loopkit._engine.derivative.write_log import batch_undo
 from loopkit._engine.facts.activity import either
+from loopkit._engine.facts.widths import waiting
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
 from loopkit._engine.passes.batched_loop import Batched, batch_loop, leaves_in_rows, move
 from loopkit._engine.passes.dual_loop import dual_loop
+from loopkit._engine.passes.phases import in_phases
 from loopkit._engine.passes.rewritten import Rewritten
 from loopkit._engine.primitives import (
     dual_p,
@@ -30,6 +32,7 @@ from loopkit._engine.primitives import (
     pushforward_p,
     while_p,
 )
+from loopkit._engine.rules import narrowed
 from loopkit._engine.sweeps import sweeps
 
 
@@ -46,7 +49,10 @@ def batch_tangents(loop: Loop, dual: Rewritten, operands: Sequence[Any], size: i
 
 
 def _batch_while(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop) -> tuple:
-    batched = batch_loop(loop, axis, loop.split([d is not None for d in dims])[0])
+    flags = loop.split([d is not None for d in dims])[0]
+    if (phases := in_phases(loop, axis, flags)) is not None:
+        return phases.run(*phases.whole.into(zip(args, dims, strict=True))), phases.whole.results
+    batched = batch_loop(loop, axis, flags)
     values = batched.into(zip(args, dims, strict=True))
     return while_p.bind(*values, loop=batched.loop), batched.results
 
@@ -61,6 +67,11 @@ def _batch_dual(
 
 def _laid_out(loop: Loop, axis: Any, batched: Batched, layout: Active) -> None:
     """Make the batched loop save what the loop itself saves, in the same slots."""
+    with waiting(True):  # what loops in a step save has its place here
+        _laid_out_as(loop, axis, batched, layout)
+
+
+def _laid_out_as(loop: Loop, axis: Any, batched: Batched, layout: Active) -> None:
     new, places, ys = batched.loop, batched.axes, batched.ys
     how = reversal(loop, layout)
     split = None if how.plan.keeps_all else split_step(new, layout)
@@ -81,6 +92,8 @@ def _residual_axes(loop: Loop, batched: Batched, layout: Active) -> list:
 def _batch_forward(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop, active: Active
 ) -> tuple:
+    if (phases := narrowed.phases_of(loop, axis, dims)) is not None:
+        return narrowed.forward(phases, args, dims, active)
     keeps_all = reversal(loop, active).plan.keeps_all
     batched = _batched_for(loop, axis, dims, keeps_all, active)
     values = batched.into(zip(args, dims, strict=True))
@@ -113,6 +126,18 @@ def _batched_for(
     return loop.derived(key, make)
 
 
+def _one_batch(
+    primitive: Any, known: list, linear: list, size: int, params: dict[str, Any]
+) -> list:
+    """The results where the linear operands alone have an axis, and perhaps a batch behind it."""
+    batch = params["batch"]
+    if batch is None:
+        return primitive.bind(*known, *linear, **dict(params, batch=size))
+    flat = [v.reshape(size * batch, *v.shape[2:]) for v in linear]
+    results = primitive.bind(*known, *flat, **dict(params, batch=size * batch))
+    return [r.reshape(size, batch, *r.shape[1:]) for r in results]
+
+
 def batch_linear(primitive: Any, ins: str, outs: str) -> Any:
     """The rule for a primitive with linear operands.
 
@@ -131,20 +156,18 @@ def batch_linear(primitive: Any, ins: str, outs: str) -> Any:
         size = axis.size
         same = all(d is None for d in [*value_dims, *residual_dims])
         if same and axis.name not in loop.axis_names:
-            count = size if batch is None else size * batch
             stacked = [move(v, d, 0, size) for v, d in zip(linear, linear_dims, strict=True)]
-            if batch is not None:
-                stacked = [v.reshape(count, *v.shape[2:]) for v in stacked]
-            params = dict(params, batch=count)
-            results = primitive.bind(*values, *residuals, *stacked, **params)
-            if batch is not None:
-                results = [r.reshape(size, batch, *r.shape[1:]) for r in results]
+            results = _one_batch(primitive, [*values, *residuals], stacked, size, params)
             return results, [0] * len(results)
 
         # Tangents and cotangents that differ between lanes need inputs that do.
-        batched = _batched_for(loop, axis, value_dims, True, layout)
+        phases = narrowed.linear_phases(axis, value_dims, **params)
+        if phases is None:
+            batched = _batched_for(loop, axis, value_dims, True, layout)
+        else:
+            batched = phases.whole
         moved = batched.into(zip(values, value_dims, strict=True))
-        if has_residuals:
+        if has_residuals and phases is None:
             places = _residual_axes(loop, batched, layout)
             pairs = zip(residual_dims, places, strict=True)
             apart = any(d is not None and p is None for d, p in pairs)
@@ -174,7 +197,10 @@ def batch_linear(primitive: Any, ins: str, outs: str) -> Any:
 
         into = [p for side in ins.split() for p in linear_places(side, moving)]
         moved += [move(*v, size) for v in zip(linear, linear_dims, into, strict=True)]
-        results = primitive.bind(*moved, **dict(params, loop=batched.loop))
+        if phases is None:
+            results = primitive.bind(*moved, **dict(params, loop=batched.loop))
+        else:
+            results = narrowed.derivative(primitive, phases, moved, params)
         return results, linear_places(outs, active)
 
     return rule

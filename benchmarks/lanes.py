@@ -1,0 +1,115 @@
+"""Lanes of different lengths under jax.vmap: those that wait for the slowest, and those that do not.
+
+    python benchmarks/lanes.py [--lanes 256] [--repeats 9] [--only value,grad,second] [--what lognormal,...]
+
+A lane multiplies a vector of 64 by a matrix, as often as its number says. Ratios are over "wait",
+which is what lax does, but for `value`, where they are over lax itself; the bound is how many times
+longer the slowest lane is than the mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+import numpy as np
+from harness import describe_machine, measure, measurement_table
+from jax import lax
+
+import loopkit
+
+WEIGHTS = jax.random.normal(jax.random.key(0), (64, 64)) / 8
+
+
+def lengths(count: int) -> dict[str, np.ndarray]:
+    """Steps of each lane."""
+    random = np.random.default_rng(0)
+    return {
+        "log-normal": np.ceil(random.lognormal(3, 1.2, count)).astype(int),
+        "one in twenty long": np.where(random.random(count) < 0.05, 400, 20),
+        "geometric": random.geometric(1 / 40, count),
+        "uniform": random.integers(1, 200, count),
+        "all the same": np.full(count, 60),
+    }
+
+
+def goes_on(carry):
+    return carry[0] > 0
+
+
+def contenders(value: bool) -> dict:
+    """A loop of each kind: from the steps, the vector and the matrix to the vector."""
+
+    def loop(run):
+        def one(n, x, w):
+            return run(goes_on, lambda c: (c[0] - 1, jnp.tanh(c[1] @ w)), (n, x))[1]
+
+        return one
+
+    how = lambda lanes: lambda *of: loopkit.while_loop(*of, lanes=lanes)
+    found = {"wait": loop(how("wait")), "None": loop(how(None))}
+    if value:
+        return {"lax": loop(lax.while_loop), **found}
+    eqx = lambda *of: eqxi.while_loop(*of, kind="checkpointed")
+    return {**found, "equinox": loop(eqx)}
+
+
+def programs(section: str) -> dict:
+    """Functions of the steps of all lanes, their vectors and the matrix."""
+
+    def program(name, one):
+        every = jax.vmap(one, (0, 0, None))
+        loss = lambda x, w, n: jnp.sum(jnp.sin(every(n, x, w)))
+        gradient = jax.grad(loss, (0, 1))
+        match section:
+            case "value":
+                return every
+            case "grad":
+                return lambda n, x, w: gradient(x, w, n)
+            case "each":
+                alone = lambda x, w, n: jnp.sum(jnp.sin(one(n, x, w)))
+                return jax.vmap(lambda n, x, w: jax.value_and_grad(alone)(x, w, n), (0, 0, None))
+            case "second":
+                at = lambda n: lambda x, w: gradient(x, w, n)
+                return lambda n, x, w: jax.jvp(at(n), (x, w), (x, w))[1]
+
+    found = {name: program(name, one) for name, one in contenders(section == "value").items()}
+    if section == "second":
+        found.pop("equinox")  # which has no forward mode
+    return found
+
+
+SECTIONS = {
+    "value": "the loops alone",
+    "grad": "gradient of the sum over lanes, in vectors and matrix",
+    "each": "value and gradient of each lane",
+    "second": "the derivative of the gradient in one direction",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lanes", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--only", default=",".join(SECTIONS))
+    parser.add_argument("--what", default="")
+    given = parser.parse_args()
+    print(describe_machine())
+    for section in given.only.split(","):
+        print(f"\n## {section}: {SECTIONS[section]}\n")
+        for name, n in lengths(given.lanes).items():
+            if given.what and name not in given.what.split(","):
+                continue
+            print(f"  {section}, {name} ...", file=sys.stderr, flush=True)
+            x = jax.random.normal(jax.random.key(1), (given.lanes, 64))
+            arguments = jnp.asarray(n, jnp.int32), x, WEIGHTS
+            results = measure(programs(section), arguments, given.repeats)
+            print(f"### {name}: slowest over mean {n.max() / n.mean():.1f}\n")
+            print(measurement_table(results, "lax" if section == "value" else "wait"), "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""To how many lanes a batched loop narrows as lanes stop.
+
+Lanes that have stopped cost what the others cost. So a loop of many lanes is run in phases, each of
+fewer lanes than the one before: see passes/phases.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from loopkit._arguments import errors
+from loopkit._engine.loop import Loop
+from loopkit._jaxprs.cost import nanoseconds
+
+LEAST = 8
+"""Lanes that take no longer than fewer do."""
+SHRINK = 4
+"""How many times fewer lanes each phase has. Phases are compiled each for itself."""
+MANY = 32
+"""Lanes from which on a loop narrows without being asked to."""
+COSTLY = 2000.0
+"""Nanoseconds of a step of all lanes from which on it does: less is lost in starting a phase."""
+
+waiting = jax.make_user_context(False)
+"""Whether lanes wait, whatever is asked: where what a loop saves is already laid out."""
+
+
+def widths(loop: Loop, axis: Any) -> tuple[int, ...]:
+    """To how many lanes a loop narrows that is given this axis of lanes; none if they wait.
+
+    It hangs on the loop as it is without the axis: so all its derivatives agree.
+    """
+    asked, size = loop.narrows, axis.size
+    if asked == "wait" or waiting.value or not _apart(loop, axis):
+        return ()
+    if isinstance(asked, tuple):
+        if asked[0] > size:
+            advice = "Pass fewer lanes, or leave it to loopkit with None."
+            expected = f"must not exceed the {size} lanes"
+            raise errors.wrong_value(loop.name, "lanes", expected, str(asked), advice)
+        return asked[asked[0] == size :]
+    if size <= LEAST or (asked is None and not _worth_it(loop, size)):
+        return ()
+    found = [max(LEAST, size // SHRINK)]
+    while found[-1] > 2 * LEAST:
+        found.append(max(LEAST, found[-1] // SHRINK))
+    return tuple(found)
+
+
+def _apart(loop: Loop, axis: Any) -> bool:
+    """Whether lanes can be moved: they are on one device, of a known number, and do not speak."""
+    spread = axis.spmd_name or axis.explicit_mesh_axis
+    speak = axis.name in loop.axis_names
+    # A flag beside which the predicate asks for more does not say which lanes write to buffers.
+    masked = loop.flag is None or not loop.cond_const_count
+    return isinstance(axis.size, int) and masked and not spread and not speak
+
+
+def _worth_it(loop: Loop, size: int) -> bool:
+    """Whether the steps of all lanes take so long that starting a phase is little beside them."""
+    return size >= MANY and not loop.effects and size * nanoseconds(loop.body) >= COSTLY

@@ -1,0 +1,83 @@
+"""vmap of the derivatives of a loop whose lanes narrow as they stop.
+
+For what its phases save, there is no place among what one lane at a time does. So `forward` saves
+nothing then, and the linear primitives are derivatives of all phases, run again from the operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from loopkit import _jax
+from loopkit._engine.derivative.reversal import reversal
+from loopkit._engine.facts.activity import either
+from loopkit._engine.loop import Active, Loop, Operands, kept, parts
+from loopkit._engine.passes.dual_loop import active_inputs, replace_active
+from loopkit._engine.passes.phases import Phases, in_phases
+from loopkit._engine.primitives import hessian_p, pushforward_p
+from loopkit._engine.sweeps import sweeps
+
+
+def phases_of(loop: Loop, axis: Any, dims: Sequence[Any]) -> Phases | None:
+    """The phases of a loop that is differentiated, of operands that have the axis there."""
+    if loop.asks_the_host or loop.holds_custom_vjp:
+        return None  # it must not be run again, or its rule reads what was saved
+    return in_phases(loop, axis, loop.split([d is not None for d in dims])[0])
+
+
+def forward(phases: Phases, args: Sequence[Any], dims: Sequence[Any], active: Active) -> tuple:
+    """The results, and zeros for all that is saved."""
+    results = phases.run(*phases.whole.into(zip(args, dims, strict=True)))
+    saved = list(map(_jax.zeros, sweeps(reversal(phases.loop, active)).residual_types))
+    return [*results, *saved], [*phases.whole.results, *[None] * len(saved)]
+
+
+def linear_phases(
+    axis: Any, dims: Sequence[Any], *, loop: Loop, active: Active, lean: bool = False, **params: Any
+) -> Phases | None:
+    """The same of a linear primitive: silent, and what is active has lanes, too."""
+    phases = phases_of(loop, axis, dims)
+    if phases is None:
+        return None
+    assert not lean, "what is run again is there"
+    leaves = either(active, params.get("moving", active))
+    cond_consts, *flags = phases.flags
+    groups = zip(flags, leaves[:3], strict=True)
+    every = Operands(cond_consts, *([*map(any, zip(*pair, strict=True))] for pair in groups))
+    found = in_phases(loop.without_debug_effects(), axis, every)
+    assert found is not None, "it narrows where fewer have lanes"
+    return found
+
+
+def derivative(
+    primitive: Any, phases: Phases, operands: Sequence[Any], params: dict[str, Any]
+) -> list:
+    """What a linear primitive gives, of operands of all lanes without what was saved."""
+    active, loop = params["active"], phases.loop
+    values, linear = parts(operands, loop.operand_count)
+    moving = params.get("moving", active)
+    inputs = active_inputs(loop, values, active)
+
+    def run(at: Sequence[Any], leaves: Active) -> Any:
+        return lambda *moved: kept(
+            phases.run(*replace_active(loop, at, leaves, moved)), leaves.outputs
+        )
+
+    def tangents_at(u: list) -> Any:
+        def tangents(*moved: Any) -> list:
+            at = replace_active(loop, values, active, moved)
+            return jax.jvp(run(at, moving), active_inputs(loop, at, moving), u)[1]
+
+        return tangents
+
+    def one(*given: Any) -> list:
+        if primitive is pushforward_p:
+            return list(jax.linearize(run(values, active), *inputs)[1](*given))
+        w, u = parts(given, sum(moving.outputs))
+        of = tangents_at(u) if primitive is hessian_p else run(values, active)
+        return list(jax.vjp(of, *inputs)[1](w))
+
+    return one(*linear) if params["batch"] is None else jax.vmap(one)(*linear)
