@@ -1,6 +1,6 @@
-"""Lanes of different lengths under jax.vmap: those that wait for the slowest, and those that do not.
+"""Lanes of different lengths under jax.vmap: they wait for the slowest, or make room.
 
-    python benchmarks/lanes.py [--lanes 256] [--repeats 9] [--only value,grad,second] [--what lognormal,...]
+    python benchmarks/lanes.py [--lanes 256] [--repeats 9] [--only value,grad] [--what uniform,...]
 
 A lane multiplies a vector of 64 by a matrix, as often as its number says. Ratios are over "wait",
 which is what lax does, but for `value`, where they are over lax itself; the bound is how many times
@@ -16,11 +16,12 @@ import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import describe_machine, measure, measurement_table
 from jax import lax
 
 import loopkit
+from harness import describe_machine, measure, measurement_table
 
+MOST = 1024  # steps, without which equinox has no gradient
 WEIGHTS = jax.random.normal(jax.random.key(0), (64, 64)) / 8
 
 
@@ -49,11 +50,11 @@ def contenders(value: bool) -> dict:
 
         return one
 
-    how = lambda lanes: lambda *of: loopkit.while_loop(*of, lanes=lanes)
+    how = lambda lanes: lambda *of: loopkit.while_loop(*of, max_steps=MOST, lanes=lanes)
     found = {"wait": loop(how("wait")), "None": loop(how(None))}
     if value:
         return {"lax": loop(lax.while_loop), **found}
-    eqx = lambda *of: eqxi.while_loop(*of, kind="checkpointed")
+    eqx = lambda *of: eqxi.while_loop(*of, kind="checkpointed", max_steps=MOST)
     return {**found, "equinox": loop(eqx)}
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from loopkit._arguments import errors
 from loopkit._arguments.validate import check_whole
-from loopkit._plans.plan import Budget, Bytes, Plan
+from loopkit._plans.plan import Budget, Bytes, Half, Plan
 
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -60,3 +61,24 @@ def read_bytes(function: str, value: Any) -> int:
         advice = "Units are B, kB, MB, GB, TB, KiB, MiB, GiB, TiB."
         raise errors.wrong_value(function, "memory", f"must be {expected}", repr(value), advice)
     return count
+
+
+def for_phases(budget: Budget, widths: Sequence[int]) -> list[Budget]:
+    """A budget for a loop of many lanes, in parts for phases of fewer and fewer.
+
+    Each takes half of what is left, and the last one all. A carry is one of all lanes.
+    """
+    last = len(widths) - 1
+    if isinstance(budget, Bytes):
+        return [replace(budget, loops=budget.loops << min(k + 1, last)) for k in range(last + 1)]
+    if budget is None:
+        return [Half(), *[None] * last]
+    carries = budget.slots if isinstance(budget, Plan) and not budget.keeps_all else budget
+    if not isinstance(carries, int):
+        return [budget] * len(widths)
+    left, parts = float(carries), []
+    for k, width in enumerate(widths):
+        of_all = width / widths[0]
+        parts.append(max(1, int((left if k == last else left / 2) / of_all)))
+        left -= parts[-1] * of_all
+    return [replace(budget, slots=n) for n in parts] if isinstance(budget, Plan) else parts

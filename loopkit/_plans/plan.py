@@ -52,6 +52,11 @@ class Bytes:
     """Of checkpoints in the host's memory; None if they are kept on the device."""
 
 
+@dataclass(frozen=True)
+class Half:
+    """Half of the bytes that are taken without a budget, if they are many."""
+
+
 class Step(NamedTuple):
     """What planning has to know of one step of a loop."""
 
@@ -317,4 +322,4 @@ class Plan:
         return log + passes + steps * replay + units * (SEGMENT + slot)
 
 
-Budget = int | str | Bytes | Plan | None
+Budget = int | str | Bytes | Half | Plan | None

@@ -6,13 +6,14 @@ what is written and read has a price that rises where it leaves the caches.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from loopkit._plans.plan import CACHES, SPARED, TABLES, Budget, Bytes, Plan, Step, Store
+from loopkit._plans.plan import CACHES, SPARED, TABLES, Budget, Bytes, Half, Plan, Step, Store
 
 KEPT = 1 << 10
 """Bytes of all residuals of a loop up to which it keeps them: to checkpoint gains nothing."""
@@ -70,6 +71,8 @@ def make_plan(
 ) -> Plan:
     """The plan for a loop of `bound` steps at most; `exact` if it takes just that many."""
     loop = Plan(1, bound=bound, exact=exact, step=step)
+    if isinstance(budget, Half):
+        return _halved(make_plan(None, bound, exact, step, name), loop)
     if budget is None and bound and bound * step.residual_bytes <= step.buffer_bytes:
         # No more than one of the buffers that would be brought back from their last state.
         return replace(loop, segment=bound, store="residuals", keeps_all=True)
@@ -91,6 +94,14 @@ def make_plan(
     if isinstance(budget, int):
         return _in_carries(budget, loop)
     return _default(loop)
+
+
+def _halved(whole: Plan, loop: Plan) -> Plan:
+    if whole.keeps_all or whole.peak_bytes <= SMALL:
+        return whole
+    with contextlib.suppress(TooLittle):
+        return _cheapest(whole.peak_bytes // 2, replace(loop, step=whole.step), "")
+    return whole
 
 
 def _without_carry(loop: Plan, bound: int) -> Plan:

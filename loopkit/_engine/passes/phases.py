@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools as ft
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,7 @@ from loopkit._engine.loop import CarryLeaf, Loop, Operands, parts
 from loopkit._engine.passes.batched_loop import Batched, batch_loop
 from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import is_active
-from loopkit._plans.plan import Budget, Bytes
+from loopkit._plans.budget import for_phases
 
 
 class Lanes(NamedTuple):
@@ -114,7 +114,7 @@ class Phases:
             cond=asks,
             body=_jax.trace(advance, [*types, *loop.x_types], "loop_phase_body")[0],
             carry=(*loop.carry, *[CarryLeaf("steps")] * len(counts)),
-            checkpoints=parts_of(loop.checkpoints, len(self.widths))[number],
+            checkpoints=for_phases(loop.checkpoints, self.widths)[number],
             narrows="wait",
         )
 
@@ -197,11 +197,3 @@ def _after(loop: Loop, begun: Any, old: Any, new: Any, axis: int) -> Any:
     shape = [1] * jnp.ndim(old)
     shape[axis] = loop.length
     return jnp.where((step < begun).reshape(shape), old, _rolled(loop, new, begun, axis))
-
-
-def parts_of(budget: Budget, count: int) -> list[Budget]:
-    """A budget for all phases, in parts for each."""
-    shares = [1 << min(number, count - 1) for number in range(1, count + 1)]
-    if isinstance(budget, Bytes):
-        return [replace(budget, loops=budget.loops * share) for share in shares]
-    return [budget] * count
