@@ -1,15 +1,18 @@
 """Lanes that make room once they have stopped: every number is that of lanes that wait."""
 
 import functools as ft
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import loopkit
 from derivatives import assert_close, derivative, direction
 from problems import CHECKPOINTS, Problem, named
+from test_nan_safety import BODIES, transformed, unrolled
 from turns import in_turn
 
 STOPPING = named(
@@ -196,3 +199,307 @@ def test_lanes_do_not_depend_on_their_order():
     run = jax.jit(jax.vmap(ft.partial(grow, w=0.9, lanes=(16, 4))))
     order = np.random.default_rng(2).permutation(64)
     np.testing.assert_array_equal(run(ns, xs)[order], run(ns[order], xs[order]))
+
+
+# ---------------------------------------------------------------- what a loop has beside its carry
+
+
+def both(f, *args, lanes=(4, 2)):
+    """Equal to lanes that wait, to the last digits."""
+    got, want = (jax.jit(jax.vmap(ft.partial(f, how)))(*args) for how in (lanes, "wait"))
+    assert_close(got, want)
+    return got
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_rows_are_written_where_they_belong(reverse):
+    """Of inputs that lanes share, inputs of each lane, outputs along another axis, and keys."""
+    shared, own = jnp.cos(jnp.arange(10.0)), jnp.sin(jnp.arange(60.0)).reshape(6, 10)
+
+    def run(lanes, n, x, rows):
+        def step(c, x):
+            i, h, key = c
+            h, key = jnp.sin(h + x[0] * x[1]), jax.random.fold_in(key, i)
+            return (i + 1, h, key), (h * jnp.arange(2.0), i, jax.random.key_data(key))
+
+        loop = lambda h: loopkit.scan(
+            *(step, (0, h, jax.random.key(3)), (shared, rows)),
+            reverse=reverse,
+            until=lambda c, _: c[0] > n,
+            out_axes=(1, 0, 0),
+            lanes=lanes,
+            return_info=True,
+            checkpoints=3,
+        )
+        (i, h, key), ys, info = loop(x)
+        slope = jax.grad(lambda h: jnp.sum(jnp.sin(loop(h)[1][0])))(x)
+        return i, h, key, ys, info, slope
+
+    got = both(run, NS, XS, own)
+    np.testing.assert_array_equal(got[4].steps, np.minimum(NS + 1, 10))
+    np.testing.assert_array_equal(got[4].stopped, True)
+
+
+@pytest.mark.parametrize("checkpoints", [None, 2, "all"])
+def test_the_bound_counts_the_steps_of_all_phases(checkpoints):
+    def run(lanes, n, x):
+        body = lambda c: (c[0] + 1, jnp.sin(c[1]) * 1.1)
+        loop = lambda x: loopkit.while_loop(
+            lambda c: (c[0] < n) & (c[1] > -9),
+            *(body, (0, x)),
+            max_steps=4,
+            lanes=lanes,
+            return_info=True,
+            checkpoints=checkpoints,
+        )
+        return loop(x), jax.grad(lambda x: loop(x)[0][1])(x)
+
+    (_, info), _ = both(run, NS, XS)
+    np.testing.assert_array_equal(info.steps, np.minimum(NS, 4))
+    np.testing.assert_array_equal(info.stopped, NS <= 4)
+
+
+def test_a_bound_that_is_too_low_is_an_error():
+    loop = lambda n: loopkit.while_loop(
+        lambda c: c < n, lambda c: c + 1, 0, max_steps=4, lanes=(3, 1), throw=True
+    )
+    np.testing.assert_array_equal(jax.vmap(loop)(np.minimum(NS, 4)), np.minimum(NS, 4))
+    with pytest.raises(Exception, match="`max_steps` must be enough"):
+        jax.block_until_ready(jax.vmap(loop)(NS))
+
+
+@pytest.mark.parametrize("bound", [None, 12])
+def test_buffers(bound):
+    """Rows that are read, added to and overwritten; those of a lane move with it."""
+
+    def run(lanes, n, x):
+        def body(c):
+            i, h, rows = c
+            h = jnp.sin(h + rows[i % 5])
+            return i + 1, h, rows.at[(i + 1) % 5].set(h).at[0].add(h * 0.1)
+
+        def total(x):
+            init = (0, x, x * jnp.arange(1.0, 6.0))
+            how = {"buffers": lambda c: c[2], "lanes": lanes, "max_steps": bound}
+            _, h, rows = loopkit.while_loop(lambda c: c[0] < n, body, init, **how)
+            return h + jnp.sum(jnp.cos(rows))
+
+        return jax.value_and_grad(total)(x), jax.grad(jax.grad(total))(x)
+
+    both(run, NS, XS)
+
+
+def test_buffers_of_nested_lanes():
+    """A lane that is to go on in the next phase writes nothing while other rows are in this."""
+    ns = np.random.default_rng(3).integers(0, 9, (3, 6))
+
+    def run(lanes, n, x):
+        body = lambda c: (c[0] + 1, c[1].at[c[0]].add(x * c[0]))
+        how = {"buffers": lambda c: c[1], "lanes": lanes}
+        return loopkit.while_loop(lambda c: c[0] < n, body, (0, jnp.ones(9)), **how)[1]
+
+    rows = lambda lanes: jax.jit(
+        jax.vmap(jax.vmap(jax.value_and_grad(lambda x, n: jnp.sum(run(lanes, n, x) ** 2))))
+    )(jnp.tile(XS, (3, 1)), ns)
+    assert_close(rows((4, 2)), rows("wait"))
+
+
+def test_tensor_arrays():
+    def run(lanes, n, x):
+        def body(c):
+            i, h, rows = c
+            return i + 1, jnp.sin(h), rows.append(h)
+
+        def total(x):
+            init = (0, x, loopkit.TensorArray.empty(9, x))
+            rows = loopkit.while_loop(lambda c: c[0] < n, body, init, lanes=lanes)[2]
+            return jnp.sum(rows.stack() ** 2), rows.size
+
+        return jax.value_and_grad(total, has_aux=True)(x)
+
+    both(run, NS, XS)
+
+
+def test_steps_report_once():
+    """Each real step of each lane, also under a gradient."""
+    seen = []
+
+    def run(n, x):
+        def body(c):
+            jax.debug.callback(lambda i, n: seen.append((int(n), int(i))), c[0], n)
+            return c[0] + 1, jnp.sin(c[1])
+
+        return loopkit.while_loop(lambda c: c[0] < n, body, (0, x), lanes=(3, 1))[1]
+
+    for f in (run, jax.grad(run, 1), lambda n, x: jax.jvp(ft.partial(run, n), (x,), (x,))):
+        seen.clear()
+        jax.block_until_ready(jax.vmap(f)(NS, XS))
+        jax.effects_barrier()
+        real = [(n, i) for n, i in seen if i < n]
+        assert sorted(real) == sorted((int(n), i) for n in NS for i in range(n))
+
+
+@pytest.mark.parametrize(
+    ("body", "transform"), in_turn(BODIES, ["value", "jvp", "grad", "hessian"], of=3)
+)
+def test_lanes_that_have_stopped_cannot_put_nan_anywhere(body, transform):
+    ns = np.asarray([2.0, 0.0, 4.0, 1.0])
+
+    def loop(args, lanes=(2, 1)):
+        n, x, w = args
+        step = lambda c: (c[0] + 1.0, body(c[0], n, c[1], w))
+        return loopkit.while_loop(lambda c: c[0] < n, step, (0.0, x), lanes=lanes)[1]
+
+    got = jax.jit(jax.vmap(transformed(loop, transform), (0, 0, None)))(ns, XS[:4], 0.8)
+    each = [
+        transformed(lambda args, n=n: unrolled(body, *args, int(n)), transform)(n, x, 0.8)
+        for n, x in zip(ns, XS, strict=False)
+    ]
+    assert_close(got, jnp.stack(each))
+    if transform == "grad":  # of what lanes share
+        total = lambda w: jnp.sum(jax.vmap(lambda n, x: loop((n, x, w)))(ns, XS[:4]))
+        assert_close(jax.jit(jax.grad(total))(0.8), jnp.sum(jnp.stack(each)[:, 2]))
+
+
+# ---------------------------------------------------------------- where it applies
+
+
+def compiled(f, *args):
+    return re.sub("jit_.*?[ ,]", "", jax.jit(f).lower(*args).as_text())
+
+
+def test_where_it_does_not_apply_programs_are_the_same():
+    few, many = jnp.arange(8), jnp.arange(64)
+    for lanes in (None, "compact"):
+        for f in (ft.partial(grow, w=0.9, lanes=lanes), jax.grad(ft.partial(grow, lanes=lanes), 2)):
+            wait = ft.partial(f.func if isinstance(f, ft.partial) else f, lanes="wait")
+            if not isinstance(f, ft.partial):
+                wait = jax.grad(ft.partial(grow, lanes="wait"), 2)
+                args, axes = (few, few * 0.1, 0.9), (0, 0, None)
+            else:
+                wait, args, axes = ft.partial(grow, w=0.9, lanes="wait"), (few, few * 0.1), 0
+            assert compiled(jax.vmap(f, axes), *args) == compiled(jax.vmap(wait, axes), *args)
+        alike = lambda x, lanes=lanes: grow(5, x, 0.9, lanes=lanes)  # a predicate without lanes
+        wait = lambda x: grow(5, x, 0.9, lanes="wait")
+        assert compiled(jax.vmap(alike), many * 0.1) == compiled(jax.vmap(wait), many * 0.1)
+    narrow, wait = (ft.partial(grow, w=0.9, lanes=how) for how in ("compact", "wait"))
+    program = compiled(jax.vmap(narrow), many, many * 0.1)
+    assert program.count("stablehlo.while") > compiled(jax.vmap(wait), many, many * 0.1).count(
+        "stablehlo.while"
+    )
+    # A step of next to nothing is not worth it, unless it is asked for.
+    auto = ft.partial(grow, w=0.9, lanes=None)
+    assert compiled(jax.vmap(auto), many, many * 0.1) == compiled(jax.vmap(wait), many, many * 0.1)
+
+
+def test_costly_steps_narrow_without_being_asked():
+    w = jnp.ones((64, 64)) / 64
+
+    def run(lanes, n, x):
+        body = lambda c: (c[0] - 1, jnp.tanh(c[1] @ w))
+        return loopkit.while_loop(lambda c: c[0] > 0, body, (n, x), lanes=lanes)[1]
+
+    args = jnp.arange(64), jnp.ones((64, 64))
+    program = lambda lanes: compiled(jax.vmap(ft.partial(run, lanes)), *args)
+    assert program(None) == program("compact") != program("wait")
+
+
+def test_lanes_that_speak_wait():
+    """They read each other by name, so that all of them are needed."""
+
+    def run(lanes, n, x):
+        body = lambda c: (c[0] + 1, jnp.sin(c[1]) + lax.psum(c[1], "lane") / 9)
+        return loopkit.while_loop(lambda c: c[0] < n, body, (0, x), lanes=lanes)[1]
+
+    got, want = (
+        jax.vmap(ft.partial(run, lanes), axis_name="lane")(NS, XS) for lanes in ((4, 2), "wait")
+    )
+    assert_close(got, want)
+
+
+def test_widths_that_exceed_the_lanes():
+    text = "loopkit.while_loop: `lanes` must not exceed the 6 lanes, got (7, 2). Pass fewer"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+        jax.vmap(ft.partial(grow, w=0.9, lanes=(7, 2)))(NS, XS)
+    assert_close(jax.vmap(ft.partial(grow, w=0.9, lanes=(6, 2)))(NS, XS), grown(0.9))
+    assert_close(grow(3, 0.3, 0.9, lanes=(7, 2)), grow_in_python(3, 0.3, 0.9))  # without lanes
+
+
+def grown(w):
+    return jnp.stack([jnp.asarray(grow_in_python(n, x, w)) for n, x in zip(NS, XS, strict=True)])
+
+
+def test_a_linear_function_applied_in_another_loop():
+    """All derivatives of a loop agree on its phases, wherever they are taken."""
+
+    def run(n, x, lanes, checkpoints):
+        linear = jax.linearize(lambda x: grow(n, x, 0.9, lanes=lanes), x)[1]
+        body = lambda c: (c[0] + 1, c[1] + linear(jnp.sin(c[1])))
+        how = {"max_steps": 5, "checkpoints": checkpoints}
+        return loopkit.while_loop(lambda c: c[0] < 3, body, (0, x), **how)[1]
+
+    slopes = lambda *how: jax.jit(jax.vmap(jax.grad(lambda x, n: run(n, x, *how))))(XS, NS)
+    assert_close(slopes((4, 2), 2), slopes("wait", 2))
+    text = '`lanes` must be "wait" where a loop is linearised outside another loop'
+    with pytest.raises(NotImplementedError, match=text):
+        slopes((4, 2), "all")
+
+
+@pytest.mark.parametrize("how", [{}, {"checkpoints": 8}, {"memory": "600 kB"}], ids=str)
+def test_phases_share_a_budget(how):
+    """The gradient needs what that of lanes that wait does, and two carries to gather them."""
+    w = jnp.eye(16) / 2
+
+    def temporary(lanes):
+        def total(x, n):
+            body = lambda c: (c[0] - 1, jnp.tanh(c[1] @ w))
+            run = lambda n, x: loopkit.while_loop(
+                lambda c: c[0] > 0, body, (n, x), max_steps=1000, lanes=lanes, **how
+            )
+            return jnp.sum(jax.vmap(run)(n, x)[1])
+
+        args = jnp.ones((256, 16)), jnp.arange(256)
+        return jax.jit(jax.grad(total)).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary("compact") < temporary("wait") + 2 * 256 * 17 * 8
+
+
+# ---------------------------------------------------------------- other people's loops
+
+
+def test_loops_of_lax():
+    halvings = lambda x: lax.while_loop(lambda x: x > 1.0, lambda x: x / 2, x)
+    xs = jnp.asarray([9.0, 1.0, 100.0, 3.0, 0.5, 40.0])
+    want = jax.vmap(halvings)(xs)
+    for f in (
+        jax.vmap(loopkit.checkpointed(halvings, lanes=(3, 1))),
+        loopkit.checkpointed(jax.vmap(halvings), lanes="wait"),
+    ):
+        assert_close(f(xs), want)
+        assert_close(jax.grad(lambda xs, f=f: jnp.sum(f(xs)))(xs), want / xs)
+    with loopkit.replace_lax_loops(lanes=(3, 1)):
+        program = jax.make_jaxpr(jax.vmap(halvings))(xs)
+    assert str(program).count("loopkit_while") == 3
+
+
+def test_a_predicate_that_asks_all_lanes():
+    """equinox's loops go on in all lanes while one does; lanes that narrow are asked one by one."""
+    eqxi = pytest.importorskip("equinox.internal")
+
+    def run(n, x):
+        body = lambda c: (c[0] + 1, jnp.sin(c[1]) + c[1] / 2)
+        return eqxi.while_loop(lambda c: c[0] < n, body, (0, x), max_steps=16, kind="lax")[1]
+
+    ns = np.tile(NS, 3)
+    xs = np.linspace(-1, 1, 18)
+    want = jax.vmap(run)(ns, xs)
+    programs = {
+        lanes: jax.vmap(loopkit.checkpointed(run, lanes=lanes)) for lanes in ("wait", (4, 2))
+    }
+    phases = lambda lanes: str(jax.make_jaxpr(programs[lanes])(ns, xs)).count("loopkit_while")
+    assert phases("wait") == 1
+    assert phases((4, 2)) == 3
+    slopes = [jax.grad(grow_in_python, 1)(n, x, 1.0) for n, x in zip(ns, xs, strict=True)]
+    for f in programs.values():
+        assert_close(f(ns, xs), want)
+        assert_close(jax.grad(lambda xs, f=f: jnp.sum(f(ns, xs)))(xs), jnp.stack(slopes))

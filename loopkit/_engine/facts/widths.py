@@ -10,8 +10,10 @@ from typing import Any
 
 import jax
 
+from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._engine.loop import Loop
+from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import nanoseconds
 
 LEAST = 8
@@ -20,9 +22,15 @@ SHRINK = 4
 """How many times fewer lanes each phase has. Phases are compiled each for itself."""
 MANY = 32
 """Lanes from which on a loop narrows without being asked to."""
-COSTLY = 2000.0
-"""Nanoseconds of a step of all lanes from which on it does: less is lost in starting a phase."""
+COSTLY = 2e3
+"""Nanoseconds of a step of all lanes from which on it does: a phase takes ten times that."""
+INSIDE = 1e5
+"""The same in a step of another loop, where it may take few steps each time."""
+TOGETHER = "unvmap_any"
+"""A primitive of equinox: whether something holds in any lane."""
 
+inside = jax.make_user_context(False)
+"""Whether lanes are those of a step of another loop."""
 waiting = jax.make_user_context(False)
 """Whether lanes wait, whatever is asked: where what a loop saves is already laid out."""
 
@@ -60,4 +68,30 @@ def _apart(loop: Loop, axis: Any) -> bool:
 
 def _worth_it(loop: Loop, size: int) -> bool:
     """Whether the steps of all lanes take so long that starting a phase is little beside them."""
-    return size >= MANY and not loop.effects and size * nanoseconds(loop.body) >= COSTLY
+    least = INSIDE if inside.value else COSTLY
+    return size >= MANY and not loop.effects and size * nanoseconds(loop.body) >= least
+
+
+def asking_each(loop: Loop) -> Loop | None:
+    """The loop without what equinox puts into predicates so that lanes go on together.
+
+    None if there is nothing of that.
+    """
+    cond = loop.cond
+    if cond is None or not any(
+        eqn.primitive.name == TOGETHER for eqn in equations.all_equations(cond)
+    ):
+        return None
+
+    def rule(eqn: Any, ins: list) -> Any:
+        if equations.is_call(eqn):
+            return equations.interpret(*equations.called(eqn, ins), rule)
+        if eqn.primitive.name in (TOGETHER, "nonbatchable"):
+            return ins
+        return _jax.bind_equation(eqn, ins)
+
+    def make() -> Loop:
+        run = lambda *values: equations.interpret(_jax.open_jaxpr(cond), values, rule)
+        return loop.replace(cond=_jax.trace_closed(run, cond.in_avals, "loop_cond"))
+
+    return loop.derived("asking each", make)

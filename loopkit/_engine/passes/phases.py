@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from loopkit import _jax
-from loopkit._engine.facts.widths import widths
+from loopkit._engine.facts.widths import asking_each, widths
 from loopkit._engine.loop import CarryLeaf, Loop, Operands, parts
 from loopkit._engine.passes.batched_loop import Batched, batch_loop
 from loopkit._engine.primitives import while_p
@@ -34,7 +34,7 @@ class Lanes(NamedTuple):
     ids: Any
     """Which they are."""
     carry: list
-    """Behind that of the loop, where it has a bound, the steps that each lane has taken."""
+    """Behind that of the loop, if they are counted, the steps that each lane has taken."""
     ys: list
     """Written as far as steps were taken; none before the first phase."""
 
@@ -51,10 +51,13 @@ class Phases:
     """The loop of all lanes."""
     widths: tuple[int, ...]
     """Lanes of each phase; of the first, all."""
+    counted: bool = False
+    """Whether the steps that each lane has taken are wanted, too."""
 
     @property
-    def bounded(self) -> bool:
-        return self.loop.length is not None
+    def counts(self) -> bool:
+        """Whether steps are counted, for that or because there is a bound."""
+        return self.counted or self.loop.length is not None
 
     @ft.partial(jax.jit, static_argnums=0, inline=True)
     def run(self, *operands: Any) -> list:
@@ -71,22 +74,24 @@ class Phases:
                 given = self._given(given, order[:narrower])
         ids, carry, ys = self._joined([*gone, left])
         every = self._some(Lanes(ids, carry, ys), jnp.argsort(ids))
-        return [*every.carry[: self.loop.carry_count], *every.ys]
+        carry, taken = parts(every.carry, self.loop.carry_count)
+        return [*carry, *every.ys, *taken[: self.counted]]
 
     def phase(self, number: int) -> Loop:
         """The loop of so many lanes, while more are active than the next one has."""
         return self.loop.derived(
-            ("phase", number, self.widths, *map(tuple, self.flags)), lambda: self._phase(number)
+            ("phase", number, self.widths, self.counts, *map(tuple, self.flags)),
+            lambda: self._phase(number),
         )
 
     def _of_width(self, number: int) -> Loop:
         return batch_loop(self.loop, _jax.axis(self.widths[number]), self.flags, whole=True).loop
 
     def _count_types(self, loop: Loop) -> list:
-        """Of the steps that each lane has taken, if there is a bound."""
+        """Of the steps that each lane has taken, if they are counted."""
         assert loop.cond is not None, "it has lanes"
         count = _jax.ShapedArray(loop.lanes, jnp.dtype("int32"))
-        return [_jax.type_like(count, loop.cond.out_avals)] * self.bounded
+        return [_jax.type_like(count, loop.cond.out_avals)] * self.counts
 
     def _phase(self, number: int) -> Loop:
         loop, narrower = self._of_width(number), (*self.widths, 0)[number + 1]
@@ -122,7 +127,7 @@ class Phases:
         """Which lanes are active, those included for which there is no place in this phase."""
         carry, counts = parts(carry, loop.carry_count)
         active = is_active(loop, given, carry)
-        return active & (counts[0] < loop.length) if counts else active
+        return active if loop.length is None else active & (counts[0] < loop.length)
 
     def _active(self, number: int, given: Operands, carry: Sequence[Any]) -> Any:
         return _lane(self._all_active(self._of_width(number), given, carry))
@@ -161,16 +166,19 @@ class Phases:
         return Operands(consts, own, [], xs)
 
 
-def in_phases(loop: Loop, axis: Any, flags: Operands) -> Phases | None:
+def in_phases(loop: Loop, axis: Any, flags: Operands, counted: bool = False) -> Phases | None:
     """The phases of a loop that is given an axis; None if it does not narrow."""
-    if len(batch_loop(loop, axis, flags).loop.lanes) == len(loop.lanes):
+    if loop.cond is None:
         return None
+    if len(batch_loop(loop, axis, flags).loop.lanes) == len(loop.lanes):
+        apart = asking_each(loop)
+        return None if apart is None else in_phases(apart, axis, flags, counted)
     narrower = widths(loop, axis)
     if not narrower:
         return None
-    key = ("in phases", axis, *map(tuple, flags), narrower)
+    key = ("in phases", axis, *map(tuple, flags), narrower, counted)
     whole = batch_loop(loop, axis, flags, whole=True)
-    make = lambda: Phases(loop, flags, whole, (axis.size, *narrower))
+    make = lambda: Phases(loop, flags, whole, (axis.size, *narrower), counted)
     return loop.derived(key, make)
 
 

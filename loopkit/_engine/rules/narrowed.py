@@ -1,7 +1,8 @@
 """vmap of the derivatives of a loop whose lanes narrow as they stop.
 
 For what its phases save, there is no place among what one lane at a time does. So `forward` saves
-nothing then, and the linear primitives are derivatives of all phases, run again from the operands.
+nothing then but the steps taken, and the linear primitives are derivatives of all phases, which are
+run again from the operands.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import Any
 import jax
 
 from loopkit import _jax
+from loopkit._arguments import errors
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.activity import either
+from loopkit._engine.facts.widths import inside, waiting
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts
 from loopkit._engine.passes.dual_loop import active_inputs, replace_active
 from loopkit._engine.passes.phases import Phases, in_phases
@@ -25,31 +28,57 @@ def phases_of(loop: Loop, axis: Any, dims: Sequence[Any]) -> Phases | None:
     """The phases of a loop that is differentiated, of operands that have the axis there."""
     if loop.asks_the_host or loop.holds_custom_vjp:
         return None  # it must not be run again, or its rule reads what was saved
-    return in_phases(loop, axis, loop.split([d is not None for d in dims])[0])
+    with inside(False):  # all of its derivatives agree, wherever they are
+        return in_phases(loop, axis, loop.split([d is not None for d in dims])[0])
 
 
-def forward(phases: Phases, args: Sequence[Any], dims: Sequence[Any], active: Active) -> tuple:
-    """The results, and zeros for all that is saved."""
-    results = phases.run(*phases.whole.into(zip(args, dims, strict=True)))
-    saved = list(map(_jax.zeros, sweeps(reversal(phases.loop, active)).residual_types))
-    return [*results, *saved], [*phases.whole.results, *[None] * len(saved)]
+def forward(
+    loop: Loop,
+    axis: Any,
+    phases: Phases,
+    args: Sequence[Any],
+    dims: Sequence[Any],
+    active: Active,
+) -> tuple:
+    """The results, zeros for what would be saved, and the steps taken."""
+    counting = in_phases(phases.loop, axis, phases.flags, counted=True)
+    assert counting is not None, "it narrows"
+    *results, taken = counting.run(*phases.whole.into(zip(args, dims, strict=True)))
+    saved = list(map(_jax.zeros, sweeps(reversal(loop, active)).residual_types[:-1]))
+    places = [*phases.whole.results, *[None] * len(saved), 0]
+    return [*results, *saved, taken], places
 
 
 def linear_phases(
     axis: Any, dims: Sequence[Any], *, loop: Loop, active: Active, lean: bool = False, **params: Any
 ) -> Phases | None:
     """The same of a linear primitive: silent, and what is active has lanes, too."""
-    phases = phases_of(loop, axis, dims)
+    with waiting(lean):  # of a lean one, operands are missing
+        phases = phases_of(loop, axis, dims)
     if phases is None:
         return None
-    assert not lean, "what is run again is there"
     leaves = either(active, params.get("moving", active))
     cond_consts, *flags = phases.flags
     groups = zip(flags, leaves[:3], strict=True)
     every = Operands(cond_consts, *([*map(any, zip(*pair, strict=True))] for pair in groups))
-    found = in_phases(loop.without_debug_effects(), axis, every)
+    with waiting(False), inside(False):
+        found = in_phases(phases.loop.without_debug_effects(), axis, every)
     assert found is not None, "it narrows where fewer have lanes"
     return found
+
+
+def check_saved(loop: Loop, saved: Sequence[Any], places: Sequence[Any]) -> None:
+    """Raise if zeros were saved, where they are read. Of what is saved, `saved` says where it has
+    lanes, and `places` where they should be.
+    """
+    zeros = any(s is None and p is not None for s, p in zip(saved, places, strict=True))
+    if zeros and saved[-1] is not None:
+        expected = 'must be "wait" where a loop is linearised outside another loop, and what that '
+        expected += "gives is applied in steps of which all residuals are stored"
+        advice = "Pass it, or linearise in the step."
+        raise NotImplementedError(
+            errors.wrong(loop.name, "lanes", expected, repr(loop.narrows), advice)
+        )
 
 
 def derivative(

@@ -93,7 +93,7 @@ def _batch_forward(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop, active: Active
 ) -> tuple:
     if (phases := narrowed.phases_of(loop, axis, dims)) is not None:
-        return narrowed.forward(phases, args, dims, active)
+        return narrowed.forward(loop, axis, phases, args, dims, active)
     keeps_all = reversal(loop, active).plan.keeps_all
     batched = _batched_for(loop, axis, dims, keeps_all, active)
     values = batched.into(zip(args, dims, strict=True))
@@ -138,6 +138,16 @@ def _one_batch(
     return [r.reshape(size, batch, *r.shape[1:]) for r in results]
 
 
+def _varying(
+    loop: Loop, read: list[bool], values: list, dims: list, size: int
+) -> tuple[list, list]:
+    """The operands of which none is read with an axis of lanes, zeros; and where all have it."""
+    lost = [d is None and not r for d, r in zip(dims, read, strict=True)]
+    assert any(lost), "what is saved depends on the operands"
+    zeros = map(_jax.zeros, _jax.stack_types(kept(loop.operand_types, lost), size))
+    return spread(list(zeros), lost, values), spread([0] * sum(lost), lost, dims)
+
+
 def batch_linear(primitive: Any, ins: str, outs: str) -> Any:
     """The rule for a primitive with linear operands.
 
@@ -169,16 +179,14 @@ def batch_linear(primitive: Any, ins: str, outs: str) -> Any:
         moved = batched.into(zip(values, value_dims, strict=True))
         if has_residuals and phases is None:
             places = _residual_axes(loop, batched, layout)
+            if params["lean"]:
+                narrowed.check_saved(loop, residual_dims, places)
             pairs = zip(residual_dims, places, strict=True)
             apart = any(d is not None and p is None for d, p in pairs)
             if apart and params["lean"]:
                 # What was saved depends on operands that are not there: these vary, too.
                 read = reversal(loop, layout, active).reads
-                lost = [d is None and not r for d, r in zip(value_dims, read, strict=True)]
-                assert any(lost), "what is saved depends on the operands"
-                zeros = map(_jax.zeros, _jax.stack_types(kept(loop.operand_types, lost), size))
-                values = spread(list(zeros), lost, values)
-                value_dims = spread([0] * sum(lost), lost, value_dims)
+                values, value_dims = _varying(loop, read, values, value_dims, size)
                 full, dims = [*values, *residuals, *linear], [*value_dims, *residual_dims]
                 dims += linear_dims
                 return rule(axis, full, dims, **params)
