@@ -74,7 +74,10 @@ def test_steps_that_are_counted(steps, most, unroll):
         assert_close(got, wanted)
 
 
-@pytest.mark.parametrize("plan", [Plan(3), Plan(3, segment=3), Plan(4, host=True, room=4000)])
+LARGE = [Plan(3), Plan(3, segment=3), Plan(3, segment=2, host=True, room=4000)]
+
+
+@pytest.mark.parametrize("plan", [*LARGE, Plan(4, host=True, room=4000)])
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("steps", [0, 1, 11, 39, None])
 def test_carries_too_large_to_be_written_in_passing(steps, large, plan, monkeypatch):

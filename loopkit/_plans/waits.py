@@ -43,7 +43,7 @@ REACH = 100
 @lru_cache(maxsize=256)
 def for_waiting_hosts(plan: Plan) -> Plan:
     """The plan itself, or one for longer segments whose carries and rows need no more memory."""
-    if plan.strategy != "schedule" or plan.segment > 1:
+    if plan.strategy != "schedule" or (plan.segment > 1 and not plan.host):
         return plan
     steps = REACH * plan.slots if plan.bound is None else plan.bound
     plans = [plan, *(_beside_rows(plan, steps) if plan.host else _among_rows(plan))]
@@ -61,14 +61,15 @@ def _among_rows(plan: Plan) -> Iterator[Plan]:
 
 def _beside_rows(plan: Plan, steps: int) -> Iterator[Plan]:
     """Plans for rows that lie in what room there is on the device, and slots on the host."""
-    segment = 2
-    while segment <= steps:
-        wider = replace(plan, segment=segment, store="carries")
+    store = "carries" if plan.segment == 1 else plan.store
+    times = 2
+    while times * plan.segment <= steps:
+        wider = replace(plan, segment=times * plan.segment, store=store)
         on_its_way = plan.step.carry_bytes
         if wider.peak_bytes + on_its_way > (plan.room or 0):
             return
         yield wider
-        segment += 1 + segment // 8
+        times += 1 + times // 8
 
 
 def _runs(plan: Plan, steps: int) -> float:

@@ -2,27 +2,26 @@
 
 import re
 import sys
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import accelerator_programs as programs
 import ahead_of_time
-from ahead_of_time import TARGETS
+from ahead_of_time import TARGETS as TARGETS
+from executions import Executions
+from thunks import Work, work
 
 __all__ = [
-    "TARGETS",
-    "Compiled",
-    "compiled",
-    "computations",
-    "cycles",
-    "devices",
-    "figures",
-    "lowered",
+    *("TARGETS", "Compiled", "Gradient", "case", "compiled", "compilers", "computations"),
+    *("cycles", "devices", "figures", "gradient_of", "lowered", "programs"),
 ]
 
 
@@ -76,3 +75,57 @@ def cycles(text: str, trips: int) -> int:
         each = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', "\n".join(lines))))
         total += each * (trips if name in bodies else 1)
     return total
+
+
+# --- the programs of the benchmark: in single precision, each compiled once
+
+
+@pytest.fixture(autouse=True)
+def compilers():
+    """For a module that imports it."""
+    if reason := _why_not():
+        pytest.skip(reason)
+    with jax.enable_x64(False):
+        yield
+
+
+_why_not = cache(ahead_of_time.why_not)
+SECTIONS: dict[str, Callable[[], list]] = {
+    "layer": lambda: programs.of_workload(programs.layer()),
+    "rows": lambda: programs.of_rows((8, 128)),
+    "short rows": lambda: programs.of_rows((10, 5)),
+    "devices": programs.of_devices,
+}
+
+
+class Gradient(NamedTuple):
+    """One of the benchmark's, and what a compiler made of it."""
+
+    case: Any
+    program: Any
+    counts: np.ndarray
+
+    @property
+    def executions(self) -> Executions:
+        return Executions(self.program, self.counts)
+
+    @property
+    def work(self) -> Work:
+        return work(self.program, self.counts)
+
+
+def case(section: str, name: str) -> Any:
+    (found,) = (c for c in _cases(section) if c.name == name)
+    return found
+
+
+@cache
+def _cases(section: str) -> list:
+    return SECTIONS[section]()
+
+
+@cache
+def gradient_of(target: str, section: str, name: str) -> Gradient:
+    found = case(section, name)
+    program = ahead_of_time.compiled(target, found.function, *found.arguments)
+    return Gradient(found, program, program.counts(*found.arguments))

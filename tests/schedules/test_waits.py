@@ -72,15 +72,18 @@ def test_without_a_bound():
     assert "on a GPU   6 carries, then the carries of 3 steps at a time" in str(plan)
 
 
+@pytest.mark.parametrize("segment", [1, 3])
 @pytest.mark.parametrize("bound", [None, 1000])
 @pytest.mark.parametrize("room", [None, 4_000, 20_000, 200_000])
-def test_rows_of_slots_on_the_host_lie_in_what_room_there_is(room, bound):
+def test_rows_of_slots_on_the_host_lie_in_what_room_there_is(room, bound, segment):
     """Beside the carry that is being brought back."""
-    plan = Plan(8, bound=bound, exact=bound is not None, step=STEP, host=True, room=room)
+    how = {"bound": bound, "exact": bound is not None, "step": STEP, "host": True, "room": room}
+    plan = Plan(8, segment=segment, **how)
     gpu = plan.on_gpu
     assert gpu.slots == 8
     assert gpu.host_bytes <= plan.host_bytes
-    assert (gpu.segment > 1) == (room is not None and room > 4_000)
+    assert gpu.segment % segment == 0
+    assert (gpu.segment > segment) == (room is not None and room > 4_000)
     if room is not None:
         assert gpu.peak_bytes <= max(room - STEP.carry_bytes, plan.peak_bytes)
-    assert waits(gpu, 1000) <= waits(plan, 1000) / gpu.segment
+    assert waits(gpu, 1000) <= 1.1 * waits(plan, 1000) * segment / gpu.segment

@@ -25,8 +25,8 @@ from loopkit._engine.passes.tiles import is_row, is_stack, saved_bytes
 from loopkit._jaxprs import equations
 
 MUCH = 1 << 27
-"""Bytes of padding that are worth changes of shape: no such stack lies in the fast memory beside
-the processor, which are 128 MiB of a v5e. To be read from the other takes 819 GB/s at best."""
+"""Bytes of padding that are worth changes of shape: more than the fast memory beside the processor
+holds, 128 MiB of a v5e. Elsewhere it is read at 819 GB/s at best."""
 _CHEAP = """
     abs add add_any and ceil clamp convert_element_type copy copy_p div eq floor ge gt imag
     integer_pow is_finite le lt max min mul ne neg nextafter not one_minus_square or real rem round
