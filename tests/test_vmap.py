@@ -279,6 +279,36 @@ def test_no_lane():
 # ---------------------------------------------------------------- scan with until, collectives
 
 
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+@pytest.mark.parametrize("pattern", ["vr", "rv", "frv", "rvf"])
+def test_rows_that_no_lane_changes(pattern, checkpoints):
+    """They end where a lane stops, and have its axis for that."""
+
+    def run(scan, x):
+        options = (
+            {} if scan is lax.scan else {"until": lambda c, _: x > 0.5, "checkpoints": checkpoints}
+        )
+        c, ys = scan(lambda c, _: (jnp.sin(c) * 1.5, jnp.full((2, 3), 0.8)), x, None, 3, **options)
+        return c + ys.sum() * x**2
+
+    def one(x):  # a lane stops after one step, the other after three
+        return jnp.where(x > 0.5, jnp.sin(x) * 1.5 + 4.8 * x**2, run(lax.scan, x))
+
+    transforms = {
+        "v": jax.vmap,
+        "r": jax.grad,
+        "f": lambda g: lambda x: jax.jvp(g, (x,), (1.3,))[1],
+    }
+    transforms["r over v"] = lambda g: jax.grad(lambda x: g(x).sum())
+    transforms["f over v"] = lambda g: lambda x: jax.jvp(g, (x,), (1.3 + 0 * x,))[1]
+    xs, found = jnp.array([0.3, 0.9]), []
+    for g in (lambda x: run(loopkit.scan, x), one):
+        for at, letter in enumerate(pattern):
+            g = transforms[letter + " over v" * ("v" in pattern[:at])](g)
+        found.append(jax.jit(g)(xs))
+    assert_close(*found)
+
+
 @pytest.mark.parametrize("transform", ["value", "grad"])
 def test_lanes_of_a_scan_stop_where_they_stop(transform):
     """Rows past a lane's stop are zero in that lane only."""

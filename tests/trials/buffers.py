@@ -69,20 +69,20 @@ def read(w: Writer, b: Variable) -> None:
     row = b.type.of(b.type.shape[1:])
     way = w.d.weighted({"row": 6, "mode": 2, "rows": 2, "slice": 1, "part": 2, "all": 1})
     w.d.note(f"buffer read: {way}")
-    at = place(w)
+    at, total = place(w), f".sum(0).astype('{row.dtype}')"
     if way == "row":
         w.let(f"{b.name}[{at}]", row)
     elif way == "mode":
         mode = w.d.choice(("mode='clip'", "mode='fill', fill_value=2"))
         w.let(f"{b.name}.at[{at}].get({mode})", row)
     elif way == "rows":
-        w.let(f"{b.name}[{rows_index(w, ROWS)}].sum(0)", row)
+        w.let(f"{b.name}[{rows_index(w, ROWS)}]{total}", row)
     elif way == "slice":
-        w.let(f"{b.name}[1:3].sum(0)", row)
+        w.let(f"{b.name}[1:3]{total}", row)
     elif way == "part" and row.shape:
         w.let(f"{b.name}[{at}, ..., {w.d.number(0, 2)}]", row.of(row.shape[:-1]))
     else:
-        w.let(f"jnp.asarray({b.name}).sum(0)", row)
+        w.let(f"jnp.asarray({b.name}){total}", row)
 
 
 def write_text(w: Writer, b: Variable) -> str:

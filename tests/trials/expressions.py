@@ -198,7 +198,12 @@ def rule(w: Writer, t: Type) -> str:
     if "custom_vjp" in w.allowed and w.d.chance(50):
         w.tags.add("custom_vjp")
         w.d.note("custom_vjp")
-        return w.d.choice((f"thrice({a}, {b})", f"clipped({a})", f"scaled(3, {a})"))
+        some = [f"thrice({a}, {b})", f"scaled(3, {a})"]
+        if not w.lanes:  # of what lanes have in common the cotangent is a sum
+            some.append(f"clipped({a})")
+        text = w.d.choice(some)
+        w.tags.update(["pullback that is not linear"] if "clipped" in text else [])
+        return text
     w.d.note("custom_jvp")
     return w.d.choice((f"wave({a})", f"mixed({a}, {b})", f"looping({a})"))
 

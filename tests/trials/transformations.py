@@ -158,6 +158,8 @@ def draw_pattern(d: Draws, program: Program) -> str:
         ways = {"v": 5, "u": 3, "w": 2, "s": 2}
         if "bad branch" in tags:
             ways = {"s": 2}  # under vmap both branches are taken, by JAX's own word
+        if "pullback that is not linear" in tags:
+            ways = {k: n for k, n in ways.items() if k != "u"}
         if tags & {"callback", "host"}:
             ways = {k: n for k, n in ways.items() if k != "s"}
         if ways and "io_callback" not in tags:

@@ -231,15 +231,24 @@ def _is_in(v: Any, kind: set) -> bool:
     return not isinstance(v, _jax.Literal) and v in kind
 
 
-def batch_split(split: Split, loop: Loop, axis: Any, places: Operands, active: Active) -> Split:
-    """vmap of a split, residual for residual. Every active input has the new axis."""
+def batch_split(
+    split: Split, loop: Loop, axis: Any, places: Operands, y_places: Sequence[Any], active: Active
+) -> Split:
+    """vmap of a split, residual for residual. Every active input has the new axis.
+
+    `y_places`: where it is in the ys. Those that no lane changes have it, too, if lanes stop apart.
+    """
     slices = in_row(places.xs, loop.x_axes)
     consts, carry = places.consts, places.init
     hoist, hoisted = _jax.batch_jaxpr(
         split.hoist, axis, consts, ["free"] * len(split.hoist.out_avals)
     )
     lane = min([len(loop.lanes), *(a for a in carry if a is not None)])
-    ys = [lane if a else "free" for a in active.ys]
+    rows = in_row(y_places, loop.y_axes)
+    ys = [
+        a if a is not None else lane if moves else "free"
+        for a, moves in zip(rows, active.ys, strict=True)
+    ]
     forward, flags = _jax.batch_jaxpr(
         split.forward,
         axis,
