@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import kinds
 import loopkit
 from derivatives import assert_close
+from loopkit import _jax
 from problems import CHECKPOINTS
 from tolerances import assert_near
 from turns import in_turn
@@ -497,3 +498,30 @@ def test_errors_at_run_time(f, enough, says, transform):
     assert_close(on_each(enough)(xs), jnp.stack([transform(lambda x: f(x, enough))(x) for x in xs]))
     with pytest.raises(Exception, match=says):
         jax.block_until_ready(on_each(2)(xs))
+
+
+def test_keys_that_differ_between_devices():
+    """Their zeros stand for them in what is only transposed, and differ between devices too."""
+
+    def noisy(loops, x):
+        key = jax.random.key(jnp.uint32(1000 * jnp.abs(x)))
+        draw = lambda i: jax.random.normal(jax.random.fold_in(key, i))
+        inner = lambda y: loops.scan(lambda y, i: (jnp.sin(y + draw(i)), None), y, jnp.arange(2))[0]
+        return loops.fori_loop(0, 3, lambda _, y: inner(y) + x, x)
+
+    def gradients(loops):
+        f = lambda x: jax.grad(lambda x: noisy(loops, x))(x[0])[None]
+        return jax.jit(jax.shard_map(f, mesh=MESH, in_specs=P("d"), out_specs=P("d")))(XS)
+
+    assert_close(gradients(loopkit), gradients(lax))
+
+
+def test_zeros_of_keys():
+    """They vary as their type says, however that came about."""
+
+    def f(x):
+        key = jax.random.key(jnp.uint32(10 * x[0]))
+        assert jax.typeof(_jax.zeros(jax.typeof(key))) == jax.typeof(key)
+        return x
+
+    jax.jit(jax.shard_map(f, mesh=MESH, in_specs=P("d"), out_specs=P("d")))(jnp.abs(XS))

@@ -47,7 +47,7 @@ def zeros(aval: ShapedArray) -> jax.Array:
         return ad.zeros_like_aval(aval)
     bits = ad.zeros_like_aval(core.physical_aval(aval))
     keys = jax.random.wrap_key_data(bits, impl=aval.dtype._impl.name)
-    return core.pvary(keys, tuple(varying(aval)))
+    return vary_like(keys, [aval])
 
 
 def varying(aval: ShapedArray) -> frozenset[str]:
