@@ -8,14 +8,14 @@ from trials.draws import FLOAT, INT, Type
 from trials.values import index, integer, predicate, rows_index, value
 from trials.writer import Variable, Writer
 
-ROWS = 4
 ROOM = 64
 """Of a list: more than is ever appended."""
 
 
 def new_buffer(w: Writer, checked: bool = False) -> Variable:
     """An array that the next loop carries as a buffer. `checked`: none of its rows is empty."""
-    shape = w.d.choice(((ROWS,), (ROWS, 3), (ROWS, 2, 3), (ROWS, 3, 3)))
+    rows = 2 if w.d.chance(30) else 4
+    shape = (rows, *w.d.choice(((), (3,), (2, 3), (3, 3))))
     kind = (INT if w.d.chance(10) else w.some_float()).of(shape)
     w.d.note("buffer")
     w.tags.add("buffers")
@@ -39,9 +39,10 @@ def empty_list(w: Writer) -> Variable:
     return replace(made, type=element.of((ROOM, *element.shape)))
 
 
-def place(w: Writer) -> str:
+def place(w: Writer, b: Variable) -> str:
     """Where a row is."""
-    return f"{integer(w)} % {ROWS}" if w.checked else index(w, ROWS)
+    rows = b.type.shape[0]
+    return f"{integer(w)} % {rows}" if w.checked else index(w, rows)
 
 
 def store(w: Writer) -> None:
@@ -69,14 +70,14 @@ def read(w: Writer, b: Variable) -> None:
     row = b.type.of(b.type.shape[1:])
     way = w.d.weighted({"row": 6, "mode": 2, "rows": 2, "slice": 1, "part": 2, "all": 1})
     w.d.note(f"buffer read: {way}")
-    at, total = place(w), f".sum(0).astype('{row.dtype}')"
+    at, total = place(w, b), f".sum(0).astype('{row.dtype}')"
     if way == "row":
         w.let(f"{b.name}[{at}]", row)
     elif way == "mode":
         mode = w.d.choice(("mode='clip'", "mode='fill', fill_value=2"))
         w.let(f"{b.name}.at[{at}].get({mode})", row)
     elif way == "rows":
-        w.let(f"{b.name}[{rows_index(w, ROWS)}]{total}", row)
+        w.let(f"{b.name}[{rows_index(w, b.type.shape[0])}]{total}", row)
     elif way == "slice":
         w.let(f"{b.name}[1:3]{total}", row)
     elif way == "part" and row.shape:
@@ -87,7 +88,7 @@ def read(w: Writer, b: Variable) -> None:
 
 def write_text(w: Writer, b: Variable) -> str:
     row = b.type.of(b.type.shape[1:])
-    at, x = place(w), value(w, row)
+    at, x = place(w, b), value(w, row)
     how = w.d.weighted({"set": 6, "add": 4, "multiply": 2, "subtract": 1, "max": 1, "power": 0})
     if b.type.rough or b.type.kind != "float":
         how = "set" if how == "max" else how
@@ -96,7 +97,8 @@ def write_text(w: Writer, b: Variable) -> str:
     if way == "pred":
         return f"write({b.name}, '{how}', {at}, {x}, {predicate(w)})"
     if way == "rows" and how in ("set", "add"):
-        return f"{b.name}.at[{rows_index(w, ROWS)}].{how}({x})"
+        rows = rows_index(w, b.type.shape[0])
+        return f"{b.name}.at[{rows}].{how}(several({x}, {rows}))"
     if way == "part" and row.shape:
         part = value(w, row.of(row.shape[:-1]))
         return f"{b.name}.at[{at}, ..., {w.d.number(0, 2)}].{how}({part})"

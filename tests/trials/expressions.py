@@ -141,7 +141,9 @@ def scatter(w: Writer, t: Type) -> str | None:
     if not t.shape:
         return None
     a, how = value(w, t), w.d.choice(("set", "add", "multiply"))
-    how = how if t.rough or w.d.chance(80) else w.d.choice(("max", "min"))
+    if not t.rough and w.d.chance(20):
+        how = w.d.choice(("max", "min"))
+        w.tags.add("scatter of extrema")
     mode = w.d.choice(("", ", mode='drop'", ", mode='clip'"))
     w.d.note(f"scatter {how}{mode}")
     at = index(w, t.shape[0]) if how != "add" or w.d.chance(60) else rows_index(w, t.shape[0])

@@ -32,7 +32,7 @@ from trials.implementations import Implementation
 
 PACKAGE = Path(loopkit.__file__).parent
 RIGHT = Implementation("loopkit", loopkit)
-LONGEST = 600
+LONGEST = 300
 """Seconds after which a mutant that never ends counts as seen."""
 
 

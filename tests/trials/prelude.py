@@ -32,6 +32,12 @@ def whole(x, n):
     return ((n + 0.99) * jnp.sin(x) ** 2).astype("int32")
 
 
+def several(x, rows):
+    """As many of it, all different."""
+    numbers = 1 + jnp.arange(len(rows)).reshape(-1, *[1] * x.ndim)
+    return x[None] * numbers.astype(x.dtype)
+
+
 def fit(x, shape, dtype):
     """What is in an array, in another shape: repeated, or the mean of several."""
     size = int(np.prod(shape))
