@@ -41,13 +41,11 @@ def hidden_markov() -> Program:
     return Program(reverse(loss), through(loss, *BUDGETS), params.emissions.means)
 
 
-def log_density_of_numpyro() -> Program:
+def log_density_of_scan(values, seen):
     import numpyro
     from numpyro import distributions as dist
     from numpyro.contrib.control_flow import scan
     from numpyro.infer.util import log_density
-
-    seen = jnp.sin(jnp.arange(10000.0))
 
     def model():
         drift = numpyro.sample("drift", dist.Normal(0.0, 1.0))
@@ -60,8 +58,12 @@ def log_density_of_numpyro() -> Program:
 
         scan(transition, 0.0, seen)
 
+    return log_density(model, (), {}, values)[0]
+
+
+def log_density_of_numpyro() -> Program:
     values = {"drift": jnp.asarray(0.2), "shock": jnp.cos(jnp.arange(10000.0) ** 2)}
-    loss = lambda values: log_density(model, (), {}, values)[0]
+    loss = lambda values: log_density_of_scan(values, jnp.sin(jnp.arange(10000.0)))
     return Program(reverse(loss), through(loss, {"checkpoints": "all"}), values)
 
 

@@ -186,24 +186,25 @@ def least_squares() -> Program:
 # --- optax, jaxopt, ott ----------------------------------------------------------------------
 
 
-def lbfgs_of_optax() -> Program:
+def fitted_by_lbfgs(start, target, steps: int, memory: int):
+    """Steps each of which searches along its direction, in a while loop."""
     import optax
 
-    def fitted(target):
-        loss = lambda x: jnp.sum((x - target) ** 2) + 0.1 * jnp.sum(x**4)
-        optimiser = optax.lbfgs(memory_size=5)
-        value_and_grad = optax.value_and_grad_from_state(loss)
+    loss = lambda x: jnp.sum((x - target) ** 2) + 0.1 * jnp.sum(x**4)
+    optimiser = optax.lbfgs(memory_size=memory)
+    value_and_grad = optax.value_and_grad_from_state(loss)
 
-        def step(carry, _):
-            x, state = carry
-            value, grad = value_and_grad(x, state=state)
-            updates, state = optimiser.update(grad, state, x, value=value, grad=grad, value_fn=loss)
-            return (optax.apply_updates(x, updates), state), None
+    def step(carry, _):
+        x, state = carry
+        value, grad = value_and_grad(x, state=state)
+        updates, state = optimiser.update(grad, state, x, value=value, grad=grad, value_fn=loss)
+        return (optax.apply_updates(x, updates), state), None
 
-        x = jnp.full_like(target, 0.3)
-        (x, _), _ = jax.lax.scan(step, (x, optimiser.init(x)), length=4)
-        return x.sum()
+    return jax.lax.scan(step, (start, optimiser.init(start)), length=steps)[0][0].sum()
 
+
+def lbfgs_of_optax() -> Program:
+    fitted = lambda target: fitted_by_lbfgs(jnp.full_like(target, 0.3), target, 4, 5)
     return Program(forward(fitted), through(fitted), jnp.linspace(1.0, 2.0, 20))
 
 

@@ -5,8 +5,10 @@ directional derivatives of the program with its loops replaced have to agree, in
 whichever way they are taken.
 """
 
+import importlib
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +24,13 @@ def import_or_skip(name: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip(name, exc_type=ImportError)
+
+
+def of_benchmarks(name: str) -> Any:
+    """A module of programs there; the folder is on the path no longer than to import it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+        return importlib.import_module(name)
 
 
 def direction(like: Any) -> Any:

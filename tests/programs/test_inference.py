@@ -7,7 +7,7 @@ import pytest
 
 import loopkit
 
-from .against_forward_mode import assert_agrees, import_or_skip
+from .against_forward_mode import assert_agrees, import_or_skip, of_benchmarks
 
 pytestmark = [pytest.mark.programs, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -45,25 +45,10 @@ def test_hidden_markov_model():
     assert_agrees(loss, params.emissions.means)
 
 
-def log_density(values, steps=STEPS):
+def log_density(values):
     import_or_skip("numpyro")
-    import numpyro
-    from numpyro import distributions as dist
-    from numpyro.contrib.control_flow import scan
-    from numpyro.infer.util import log_density
-
-    def model():
-        drift = numpyro.sample("drift", dist.Normal(0.0, 1.0))
-
-        def transition(x, y):
-            shock = numpyro.sample("shock", dist.Normal(0.0, 1.0))
-            x = jnp.tanh(0.9 * x + drift + 0.3 * shock)
-            numpyro.sample("y", dist.StudentT(3.0, x, 0.5), obs=y)
-            return x, None
-
-        scan(transition, 0.0, jnp.sin(jnp.arange(1.0 * steps)))
-
-    return log_density(model, (), {}, values)[0]
+    density = of_benchmarks("library_models").log_density_of_scan
+    return density(values, jnp.sin(jnp.arange(1.0 * STEPS)))
 
 
 @pytest.mark.parametrize("checkpoints", [None, "all"])

@@ -1,26 +1,19 @@
 """mjx, jaxley and torax: the programs of the benchmarks, which differentiate whole simulations."""
 
-import importlib
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from .against_forward_mode import direction, dot, expected, import_or_skip
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from .against_forward_mode import direction, dot, expected, import_or_skip, of_benchmarks
 
 pytestmark = [pytest.mark.programs, pytest.mark.filterwarnings("ignore")]  # of theirs, as they run
 
 
 @pytest.fixture(scope="module")
 def models():
-    """The benchmarks' programs; their folder is on the path no longer than to import them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        return importlib.import_module("library_models")
+    return of_benchmarks("library_models")
 
 
 def assert_gradients_agree(made: Any) -> None:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from .against_forward_mode import assert_agrees, import_or_skip
+from .against_forward_mode import assert_agrees, import_or_skip, of_benchmarks
 
 pytestmark = [pytest.mark.programs, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -60,20 +60,9 @@ def least_squares(drive):
 
 
 def lbfgs(drive):
-    """Three steps, each of which searches along its direction in a while loop."""
-    optax = import_or_skip("optax")
-    loss = lambda x: jnp.sum((x - drive) ** 2) + 0.1 * jnp.sum(x**4)
-    optimiser = optax.lbfgs(memory_size=2)
-    value_and_grad = optax.value_and_grad_from_state(loss)
-
-    def step(carry, _):
-        x, state = carry
-        value, grad = value_and_grad(x, state=state)
-        updates, state = optimiser.update(grad, state, x, value=value, grad=grad, value_fn=loss)
-        return (optax.apply_updates(x, updates), state), None
-
-    x = jnp.array([0.3, 0.1, -0.2])
-    return jax.lax.scan(step, (x, optimiser.init(x)), length=3)[0][0].sum()
+    import_or_skip("optax")
+    fitted = of_benchmarks("library_solvers").fitted_by_lbfgs
+    return fitted(jnp.array([0.3, 0.1, -0.2]), drive, steps=3, memory=2)
 
 
 def descent(drive):
