@@ -27,7 +27,9 @@ def test_gradients(problem: Problem, checkpoints):
     assert_close(got, expected(problem.name, "r"))
 
 
-@pytest.mark.parametrize(("problem", "pattern"), in_turn(PROBLEMS, ["rr", "fr", "rf"], of=7, slow=2))
+@pytest.mark.parametrize(
+    ("problem", "pattern"), in_turn(PROBLEMS, ["rr", "fr", "rf"], of=7, slow=2)
+)
 def test_second_derivatives(problem: Problem, pattern):
     with _jax.host_waits(True):
         got = jax.jit(derivative(problem.flat_loop(4), pattern))(problem.vector())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools as ft
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
