@@ -145,7 +145,7 @@ class EverySegment(Strategy):
         plan = self.laid
         if not plan.rows:
             return slots
-        return write_rows(slots, self.leaving(carry, slot), slot - plan.spared)
+        return write_rows(slots, self.leaving(list(carry), slot), slot - plan.spared)
 
     def load_ahead(self, operands: Operands, slots: list, slot: Any) -> list:
         """What the segment before will begin with; empty if nothing is to be had by that."""
