@@ -53,6 +53,18 @@ def test_adaptive_ode(tmp_path, capsys):
     assert drawn(plot)
 
 
+def test_lanes(tmp_path, capsys):
+    import lanes
+
+    plot = tmp_path / "lanes.png"
+    out = lanes.main(["--lanes", "64", "--repeats", "1", "--plot", str(plot)])
+    for first, second in (("loopkit, wait", "loopkit"), ("diffrax", "diffrax in checkpointed")):
+        np.testing.assert_array_equal(out["states"][first], out["states"][second])
+        np.testing.assert_array_equal(out["steps"][first], out["steps"][second])
+    assert "the slowest" in capsys.readouterr().out
+    assert drawn(plot)
+
+
 def test_fixed_point(tmp_path, capsys):
     import fixed_point
 
