@@ -30,6 +30,7 @@ def test_a_schedule_by_hand():
     cost = replay(actions, 3, budget=5, carry_size=2, residual_size=3)
     assert cost == Cost(advances=5, replays=2, saves=2, restores=2, peak_slots=2, peak_size=5)
     assert cost.evaluations == 7
+    assert {cost: "found"}[Cost(5, 2, 2, 2, 2, 5)] == "found"
     assert repr(actions[2]) == "Record(unit=1, slot=5)"
 
 
@@ -72,6 +73,18 @@ def test_violations(actions, text):
 def test_a_unit_is_reversed_once():
     with pytest.raises(ValueError, match="reverses unit 0, but none is left"):
         replay([Save(0, 0), Reverse(0), Restore(0, 0), Reverse(0)], 1)
+
+
+def test_the_unit_that_is_due():
+    again = [Restore(0, 0), Advance(0, 1), Reverse(1)]
+    with pytest.raises(ValueError, match="reverses unit 1, but unit 0 is next"):
+        replay([Save(0, 0), Advance(0, 1), Reverse(1), *again], 2)
+
+
+def test_sizes_by_default():
+    assert replay([], 0) == Cost(0, 0, 0, 0, peak_slots=0, peak_size=0)
+    assert replay([Record(0, 0), ReverseRecorded(0, 0)], 1).peak_size == 1
+    assert replay([Save(0, 0), Reverse(0)], 1).peak_size == 1
 
 
 def test_positions_are_measured_and_nothing_is_live():

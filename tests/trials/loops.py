@@ -105,6 +105,7 @@ def while_loop(w: Writer) -> None:
     how = bound | options.kept(w, bool(bound)) | options.unrolled(w, False) | carry.named()
     if not bound:
         w.tags.add("no bound")
+        w.d.note("no bound")
     w.tags.add("while")
     finished(w, carry, f"loops.while_loop({goes_on}, {body}, {carry.init}@)", how)
 
@@ -125,6 +126,7 @@ def fori_loop(w: Writer) -> None:
     bound = options.bounded(w)
     if not (bound or known):
         w.tags.add("no bound")
+        w.d.note("no bound")
     how = bound | options.kept(w, known or bool(bound)) | options.unrolled(w, known)
     finished(
         w, carry, f"loops.fori_loop({lower}, {upper}, {body}, {carry.init}@)", how | carry.named()

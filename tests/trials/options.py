@@ -11,6 +11,7 @@ KEEPS = (
     {"checkpoints": "2"},
     {"checkpoints": "3"},
     {"checkpoints": "loopkit.Plan(slots=2, segment=2)"},
+    {"checkpoints": "loopkit.Plan(slots=1, segment=2)"},
     {"checkpoints": "loopkit.Plan(slots=4)"},
     {"checkpoints": "loopkit.Plan(slots=1, segment=3, store='residuals')"},
     {"checkpoints": "loopkit.Plan(slots=3, thinned=True)"},
