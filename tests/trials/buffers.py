@@ -14,7 +14,8 @@ ROOM = 64
 
 def new_buffer(w: Writer, checked: bool = False) -> Variable:
     """An array that the next loop carries as a buffer. `checked`: none of its rows is empty."""
-    rows = 2 if w.d.chance(30) else 4
+    rows = w.d.weighted({4: 5, 2: 3, 40: 3})  # of large ones, what steps displace is logged
+    w.d.note(f"buffer of {rows} rows")
     shape = (rows, *w.d.choice(((), (3,), (2, 3), (3, 3))))
     kind = (INT if w.d.chance(10) else w.some_float()).of(shape)
     w.d.note("buffer")

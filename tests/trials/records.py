@@ -48,7 +48,9 @@ class Piece:
 def constructs_of(trial: Trial) -> set[str]:
     """What a program has in it, and what is done to it."""
     of_pattern = {f"letter: {letter}" for letter in trial.pattern}
-    orders = sum(letter in DERIVATIVES for letter in trial.pattern)
+    derivatives = "".join(letter for letter in trial.pattern if letter in DERIVATIVES)
+    of_pattern |= {f"derivatives: {derivatives}"} if derivatives else set()
+    orders = len(derivatives)
     outside = {f"outside: {trial.outside}"} | ({"outside: optimized"} if trial.optimized else set())
     return {*trial.program.counts, *of_pattern, *outside, f"derivatives of order {orders}"}
 
