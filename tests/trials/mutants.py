@@ -27,7 +27,7 @@ import jax
 import loopkit
 from trials import transformations
 from trials.compare import IllConditioned, Results, Trial, compare, compiled
-from trials.hunt import chosen, expected
+from trials.hunt import chosen, expected, failure
 from trials.implementations import Implementation
 
 PACKAGE = Path(loopkit.__file__).parent
@@ -83,7 +83,7 @@ def wrong_copy(mutant: Mutant, folder: Path) -> ModuleType:
 
 
 def lowered(trial: Trial, implementation: Implementation) -> Any:
-    transformations.loopkit = implementation.loops
+    transformations.loopkit = implementation.loops  # of what replaces loops of lax
     with compiled(False):
         return jax.jit(trial.function(implementation)).lower(*trial.arguments())
 
@@ -122,7 +122,7 @@ def search(mutant: Mutant, budget: Budget) -> str:
         for number, trial in trials:
             path = budget.folder / f"{budget.seed}-{number}.pickle"
             said = said_of(trial, wrong, path)
-            if said:
+            if said and not failure(trial, RIGHT, path):
                 return f"killed: {mutant.name}: program {number}, {trial}: {said[:150]}"
             others += said is not None
     return f"SURVIVED: {mutant.name}: {others} of {budget.programs} programs were others"
