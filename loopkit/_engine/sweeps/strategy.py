@@ -105,8 +105,10 @@ class Strategy(abc.ABC):
         `s`: all of what the forward sweep handed on, before the last segment is chosen.
         """
         part = PART if _jax.host_waits.value else 1
-        ahead = self.how.plan.host
-        return step.reverse_rows(0, steps, s.stacks, s.cts, s.buffers, part, ahead)[0]
+        ahead, stacks = self.how.plan.host, s.stacks
+        if ahead:  # else the first is read as a row of a row of a loop around, if there is one,
+            stacks = lax.optimization_barrier(stacks)  # which not every compiler for TPUs can
+        return step.reverse_rows(0, steps, stacks, s.cts, s.buffers, part, ahead)[0]
 
     def leaving(self, values: list[Any], number: Any) -> list[Any]:
         """What is to be saved, in a place not below 0; if on the host, copies of it.
