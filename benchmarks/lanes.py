@@ -51,7 +51,7 @@ def contenders(value: bool) -> dict:
         return one
 
     how = lambda lanes: lambda *of: loopkit.while_loop(*of, max_steps=MOST, lanes=lanes)
-    found = {"wait": loop(how("wait")), "None": loop(how(None))}
+    found = {"wait": loop(how("wait")), "compact": loop(how("compact"))}
     if value:
         return {"lax": loop(lax.while_loop), **found}
     eqx = lambda *of: eqxi.while_loop(*of, kind="checkpointed", max_steps=MOST)

@@ -1,8 +1,8 @@
 """A thousand oscillators, each with steps of its own: lanes that do not wait for the slowest.
 
 Van der Pol's oscillator is the stiffer, the larger its one parameter; an explicit method takes more
-steps then. Under `jax.vmap` all of them take as many as the stiffest. With `lanes=None`, which is
-what loops do by themselves, those that are through make room: the same numbers to the last bit.
+steps then. Under `jax.vmap` all of them take as many as the stiffest. With `lanes="compact"`
+those that are through make room: the same numbers to the last bit.
 diffrax solves them too, as it does, and inside `loopkit.checkpointed`.
 
 Run `python examples/lanes.py`; it needs diffrax and matplotlib, and two minutes, most of them to
@@ -30,7 +30,7 @@ def field(stiffness, state):
     return jnp.stack([state[1], stiffness * (1 - state[0] ** 2) * state[1] - state[0]])
 
 
-def by_loopkit(stiffness, lanes=None):
+def by_loopkit(stiffness, lanes="compact"):
     """The last state, and the steps taken."""
     start, step = stepper(partial(field, stiffness), END, TOLERANCE, TOLERANCE)
     last, info = loopkit.while_loop(
@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> dict:
         "loopkit": by_loopkit,
         "diffrax": partial(by_diffrax, adjoint=diffrax.RecursiveCheckpointAdjoint()),
         "diffrax in checkpointed": loopkit.checkpointed(
-            partial(by_diffrax, adjoint=diffrax.ForwardMode())
+            partial(by_diffrax, adjoint=diffrax.ForwardMode()), lanes="compact"
         ),
     }
     found = {"states": {}, "steps": {}}

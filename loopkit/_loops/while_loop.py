@@ -95,7 +95,7 @@ def while_loop(
       `jax.vmap`. "wait": they take steps that count for nothing until all have stopped, as in lax.
       "compact": once a quarter of them is left, those are gathered, and go on in a loop that is a
       quarter as wide, and so on. A tuple: the widths to go on with, each less than the one before.
-      None: "compact" where there are 32 lanes or more and a step of all of them takes long enough.
+      None: "wait".
 
     **Returns:**
 

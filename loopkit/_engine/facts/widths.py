@@ -14,23 +14,14 @@ from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._engine.loop import Loop
 from loopkit._jaxprs import equations
-from loopkit._jaxprs.cost import nanoseconds
 
 LEAST = 8
 """Lanes that take no longer than fewer do."""
 SHRINK = 4
 """How many times fewer lanes each phase has. Phases are compiled each for itself."""
-MANY = 32
-"""Lanes from which on a loop narrows without being asked to."""
-COSTLY = 2e3
-"""Nanoseconds of a step of all lanes from which on it does: a phase takes ten times that."""
-INSIDE = 1e5
-"""The same in a step of another loop, where it may take few steps each time."""
 TOGETHER = "unvmap_any"
 """A primitive of equinox: whether something holds in any lane."""
 
-inside = jax.make_user_context(False)
-"""Whether lanes are those of a step of another loop."""
 waiting = jax.make_user_context(False)
 """Whether lanes wait, whatever is asked: where what a loop saves is already laid out."""
 
@@ -41,15 +32,15 @@ def widths(loop: Loop, axis: Any) -> tuple[int, ...]:
     It hangs on the loop as it is without the axis: so all its derivatives agree.
     """
     asked, size = loop.narrows, axis.size
-    if asked == "wait" or waiting.value or not _apart(loop, axis):
+    if asked in (None, "wait") or waiting.value or not _apart(loop, axis):
         return ()
     if isinstance(asked, tuple):
         if asked[0] > size:
-            advice = "Pass fewer lanes, or leave it to loopkit with None."
+            advice = 'Pass fewer lanes, or "compact".'
             expected = f"must not exceed the {size} lanes"
             raise errors.wrong_value(loop.name, "lanes", expected, str(asked), advice)
         return asked[asked[0] == size :]
-    if size <= LEAST or (asked is None and not _worth_it(loop, size)):
+    if size <= LEAST:
         return ()
     found = [max(LEAST, size // SHRINK)]
     while found[-1] > 2 * LEAST:
@@ -64,12 +55,6 @@ def _apart(loop: Loop, axis: Any) -> bool:
     # A flag beside which the predicate asks for more does not say which lanes write to buffers.
     masked = loop.flag is None or not loop.cond_const_count
     return isinstance(axis.size, int) and masked and not spread and not speak
-
-
-def _worth_it(loop: Loop, size: int) -> bool:
-    """Whether the steps of all lanes take so long that starting a phase is little beside them."""
-    least = INSIDE if inside.value else COSTLY
-    return size >= MANY and not loop.effects and size * nanoseconds(loop.body) >= least
 
 
 def asking_each(loop: Loop) -> Loop | None:

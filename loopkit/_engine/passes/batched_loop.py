@@ -18,7 +18,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from loopkit import _jax
-from loopkit._engine.facts.widths import inside
 from loopkit._engine.facts.write_sites import writes_rows
 from loopkit._engine.loop import Input, Loop, Operands, parts
 from loopkit._engine.passes.rewritten import Rewritten
@@ -59,8 +58,7 @@ def batch_loop(
     """
     ys = [False] * loop.ys_count if ys is None else list(ys)
     key = ("batched", axis, *map(tuple, batched), tuple(ys), whole, tuple(in_rows))
-    with inside(True):
-        return loop.derived(key, lambda: _batch_loop(loop, axis, batched, ys, whole, in_rows))
+    return loop.derived(key, lambda: _batch_loop(loop, axis, batched, ys, whole, in_rows))
 
 
 def _batch_loop(

@@ -16,7 +16,7 @@ from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.activity import either
-from loopkit._engine.facts.widths import inside, waiting
+from loopkit._engine.facts.widths import waiting
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts
 from loopkit._engine.passes.dual_loop import active_inputs, replace_active
 from loopkit._engine.passes.phases import Phases, in_phases
@@ -28,8 +28,7 @@ def phases_of(loop: Loop, axis: Any, dims: Sequence[Any]) -> Phases | None:
     """The phases of a loop that is differentiated, of operands that have the axis there."""
     if loop.asks_the_host or loop.holds_custom_vjp:
         return None  # it must not be run again, or its rule reads what was saved
-    with inside(False):  # all of its derivatives agree, wherever they are
-        return in_phases(loop, axis, loop.split([d is not None for d in dims])[0])
+    return in_phases(loop, axis, loop.split([d is not None for d in dims])[0])
 
 
 def forward(
@@ -61,7 +60,7 @@ def linear_phases(
     cond_consts, *flags = phases.flags
     groups = zip(flags, leaves[:3], strict=True)
     every = Operands(cond_consts, *([*map(any, zip(*pair, strict=True))] for pair in groups))
-    with waiting(False), inside(False):
+    with waiting(False):
         found = in_phases(phases.loop.without_debug_effects(), axis, every)
     assert found is not None, "it narrows where fewer have lanes"
     return found
