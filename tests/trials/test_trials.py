@@ -31,7 +31,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "piece" in metafunc.fixturenames:
         few = metafunc.function is test_a_few
         given = metafunc.config.getoption
-        count = 300 if few else given("--trials")
+        count = 100 if few else given("--trials")
         first = 0 if few else given("--trials-seed")
         sizes = [min(PIECE, count - done) for done in range(0, count, PIECE)]
         who = given("--loops")
