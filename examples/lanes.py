@@ -2,7 +2,7 @@
 
 Van der Pol's oscillator is the stiffer, the larger its one parameter; an explicit method takes more
 steps then. Under `jax.vmap` all of them take as many as the stiffest. With `lanes="compact"`
-those that are through make room: the same numbers to the last bit.
+those that are through make room: the same steps, and the same numbers but for rounding.
 diffrax solves them too, as it does, and inside `loopkit.checkpointed`.
 
 Run `python examples/lanes.py`; it needs diffrax and matplotlib, and two minutes, most of them to
