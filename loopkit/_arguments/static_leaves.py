@@ -72,9 +72,14 @@ def wrapped(function: str, argument: str, tree: Any, hidden: int = 0) -> Any:
     return tree_map_with_path(wrap, tree)
 
 
+def _is_whole(node: Any) -> bool:
+    """A leaf that is no array, or a buffer: made anew, it would not know what was written."""
+    return is_static(node) or getattr(type(node), "_is_whole", False)
+
+
 def bare(tree: Any) -> Any:
     """The tree with every leaf as the user knows it."""
-    return jax.tree.map(lambda v: v.value if is_static(v) else v, tree, is_leaf=is_static)
+    return jax.tree.map(lambda v: v.value if is_static(v) else v, tree, is_leaf=_is_whole)
 
 
 def seen(function: Callable | None) -> Any:

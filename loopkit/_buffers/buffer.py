@@ -62,6 +62,7 @@ class Buffer:
     """
 
     __slots__ = ("_owner", "_value", "_written")
+    _is_whole = True
 
     def __init__(self, value: ArrayLike | Buffer):
         is_array = not isinstance(value, Buffer)

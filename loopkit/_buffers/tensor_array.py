@@ -40,6 +40,7 @@ class TensorArray(Generic[E]):
     """
 
     __slots__ = ("_data", "_size", "_stored", "_tail", "_tree")
+    _is_whole = True
 
     _data: list[Any]
     """Arrays [capacity, ...], or Buffers, of the leaves of an element."""
