@@ -59,6 +59,8 @@ def wrapped(function: str, argument: str, tree: Any, hidden: int = 0) -> Any:
         return tree
 
     def wrap(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, (str, bytes)):  # which NumPy may take for the name of a dtype
+            return Static(leaf)
         try:
             return _jax.as_array(leaf)
         except (TypeError, ValueError):
