@@ -215,7 +215,8 @@ def test_steps_without_work():
 def steps_to_an_iteration(f, *args):
     """For a GPU, of a loop whose step has one sine."""
     with _jax.host_waits(True):
-        return jax.jit(f).lower(*args).as_text().count("stablehlo.sine")
+        text = jax.jit(f).lower(*args).as_text()
+    return max(text.count("stablehlo.sine"), text.count("call @closed_call"))  # jax 0.10 calls it
 
 
 def worked(x, work):
@@ -246,8 +247,8 @@ def test_for_a_gpu_launches_and_waits_are_counted(trials):
     )
     assert of_known == sorted(of_known, reverse=True), "what takes long to compile is short"
     assert of_known[0] > 1 == of_known[-1]
-    waits = [counted >= plain for counted, plain in zip(of_counting, of_known, strict=True)]
-    assert all(waits) and of_counting != of_known, "a wait is longer than a launch"
+    assert of_counting != of_known, "a wait is longer than a launch"
+    assert all(c >= k for c, k in zip(of_counting, of_known, strict=True))
     assert not trials
 
 
