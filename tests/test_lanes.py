@@ -1,6 +1,7 @@
 """Lanes that make room once they have stopped: every number is that of lanes that wait."""
 
 import functools as ft
+import itertools
 import re
 
 import jax
@@ -11,6 +12,7 @@ from jax import lax
 
 import loopkit
 from derivatives import assert_close, derivative, direction
+from loopkit._engine.facts.widths import _narrower
 from problems import CHECKPOINTS, Problem, named
 from test_nan_safety import BODIES, transformed, unrolled
 from turns import in_turn
@@ -390,16 +392,61 @@ def test_where_it_does_not_apply_programs_are_the_same():
     )
 
 
-def test_lanes_wait_unless_they_are_asked_to_narrow():
-    w = jnp.ones((64, 64)) / 64
+def of_size(lanes, n, x, length=1000, effect=False):
+    """So many steps, each of which takes 0.1 microseconds by a lane of 64 numbers."""
+    w = jnp.ones((x.size, x.size)) / x.size
 
-    def run(lanes, n, x):
-        body = lambda c: (c[0] - 1, jnp.tanh(c[1] @ w))
-        return loopkit.while_loop(lambda c: c[0] > 0, body, (n, x), lanes=lanes)[1]
+    def body(c):
+        if effect:
+            jax.debug.callback(lambda n: None, c[0])
+        return c[0] - 1, jnp.tanh(c[1] @ w)
 
-    args = jnp.arange(64), jnp.ones((64, 64))
-    program = lambda lanes: compiled(jax.vmap(ft.partial(run, lanes)), *args)
-    assert program(None) == program("wait") != program("compact")
+    return loopkit.while_loop(lambda c: c[0] > 0, body, (n, x), max_steps=length, lanes=lanes)[1]
+
+
+@pytest.mark.parametrize(("devices", "platform"), [(1, "cpu"), (2, "cpu"), (1, "gpu")])
+def test_none_decides_by_what_a_step_costs(monkeypatch, devices, platform):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+
+    def narrows(count, size, of=lambda f: f, **options):
+        args = jnp.arange(count), jnp.ones((count, size))
+        program = lambda how: compiled(jax.vmap(of(ft.partial(of_size, how, **options))), *args)
+        none, wait, compact = map(program, (None, "wait", "compact"))
+        assert none in (wait, compact)
+        assert wait != compact
+        return none == compact
+
+    assert narrows(256, 64) == (devices == 1 and platform == "cpu")
+    assert not narrows(32, 128), "few lanes"
+    assert not narrows(256, 4), "cheap steps"
+    assert not narrows(128, 64, length=3), "few steps"
+    assert not narrows(256, 64, effect=True), "what steps tell keeps its order"
+    slope = lambda f: jax.grad(lambda x, n: f(n, x).sum())
+    each = lambda f: lambda n, x: slope(f)(x, n)
+    assert not narrows(256, 64, each), "steps would be run again"
+
+
+def test_explain_says_what_was_decided(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    many = jnp.arange(256), jnp.ones((256, 64))
+    said = loopkit.explain(jax.vmap(ft.partial(of_size, None)), *many)
+    assert [loop.lanes for loop in said.loops] == [(256,), (92,), (32,), (12,)]
+    assert "loopkit.while_loop, 92 lanes   test_lanes.py:" in str(said)
+    said = loopkit.explain(jax.vmap(ft.partial(of_size, "wait")), *many)
+    assert [loop.lanes for loop in said.loops] == [(256,)]
+    nested = jax.vmap(jax.vmap(ft.partial(of_size, "wait")))
+    said = str(loopkit.explain(nested, *(v[None] for v in many)))
+    assert "loopkit.while_loop, 1 x 256 lanes" in said
+    assert "lanes" not in str(loopkit.explain(of_size, None, 3, jnp.ones(4)))
+
+
+@pytest.mark.parametrize("count", [*range(9, 70), 256, 300, 1000, 1024, 65_536])
+def test_widths_that_are_chosen(count):
+    chosen = _narrower(count)
+    assert all(a > b >= 8 for a, b in itertools.pairwise((count, *chosen)))
+    assert len(chosen) <= max(1, np.log(count / 12) / np.log(4) + 1)
 
 
 def test_lanes_that_speak_wait():

@@ -127,6 +127,8 @@ class Loop:
     """The function of this library that put it in the place of a loop of lax, if one did."""
     narrows: Lanes = None
     """What becomes of lanes that have stopped."""
+    left: int = 0
+    """Lanes, of a single axis, that are left when it ends: it goes on while more are active."""
     lasting: bool = field(default=False, compare=False)
     """Whether another loop of the same equations is this very loop, and so compiled once."""
     memory: dict = field(default_factory=dict, repr=False, compare=False)

@@ -110,7 +110,10 @@ def goes_on(loop: Loop, operands: Operands, state: Steps, stop: Any | None) -> A
     if loop.cond is None:
         return state.count < stop
     active = is_active(loop, operands, state.carry)
-    go = active.any() if loop.lanes else active
+    if loop.left:
+        go = active.sum() > loop.left
+    else:
+        go = active.any() if loop.lanes else active
     return go if stop is None else go & (state.count < stop)
 
 

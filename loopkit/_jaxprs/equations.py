@@ -197,10 +197,15 @@ def jaxprs_in(eqn: Any) -> list:
 
 def all_equations(jaxpr: _jax.Jaxpr) -> Iterator[Any]:
     """The equations of a jaxpr and of all those in it, as often as they are run in a pass."""
+    return (eqn for eqn, *_ in nested_equations(jaxpr))
+
+
+def nested_equations(jaxpr: _jax.Jaxpr, around: tuple = ()) -> Iterator[tuple]:
+    """The same, each before those that it is in, outwards."""
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
-        yield eqn
+        yield (eqn, *around)
         for inner in jaxprs_in(eqn):
-            yield from all_equations(inner)
+            yield from nested_equations(inner, (eqn, *around))
 
 
 def meshes(jaxpr: _jax.Jaxpr) -> list:

@@ -93,9 +93,9 @@ def while_loop(
     - `return_info`: also return a `LoopInfo`.
     - `lanes`: what becomes of lanes that have stopped, where `cond_fun` differs between lanes of
       `jax.vmap`. "wait": they take steps that count for nothing until all have stopped, as in lax.
-      "compact": once a quarter of them is left, those are gathered, and go on in a loop that is a
-      quarter as wide, and so on. A tuple: the widths to go on with, each less than the one before.
-      None: "wait".
+      "compact": once a part of them is left, those are gathered, and go on in a loop of fewer, and
+      so on. A tuple: the widths to go on with, each less than the one before. None: "compact" where
+      that is believed to gain more than it takes longer to compile, else "wait".
 
     **Returns:**
 

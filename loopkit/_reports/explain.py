@@ -32,6 +32,8 @@ class Explained:
     """Of a loop of lax: that it stores every step."""
     scan_bytes: int | None
     """What jax.lax.scan would store in all; None if nothing bounds the loop."""
+    lanes: tuple[int, ...] = ()
+    """Axes of lanes that wait for each other, under `jax.vmap` with a predicate that differs."""
 
     @property
     def row(self) -> tuple[str, ...]:
@@ -47,7 +49,9 @@ class Explained:
         forward, backward = ("" if r is None else f"{r:,}" for r in runs)
         of_step = size(plan.step.carry_bytes), size(plan.step.residual_bytes)
         as_scan = "" if self.scan_bytes is None else size(self.scan_bytes)
-        return (self.name, self.source, steps, *of_step, stored, peak, forward, backward, as_scan)
+        lanes = "".join(f" x {n}" for n in self.lanes).replace(" x", ",", 1)
+        name = f"{self.name}{lanes} lanes" if lanes else self.name
+        return (name, self.source, steps, *of_step, stored, peak, forward, backward, as_scan)
 
     @property
     def on_gpu(self) -> list[str]:
@@ -129,14 +133,15 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     jaxpr = jax.make_jaxpr(flat)(*kept(leaves, traced))
     seen: set[int] = set()
     found = []
-    for eqn in equations.all_equations(jaxpr):
+    for eqn, *around in equations.nested_equations(jaxpr):
+        source = _source(eqn, *around)
         loop = eqn.params.get("loop")
         if isinstance(loop, Loop):
             if id(eqn) not in seen:
                 seen.add(id(eqn))
-                found.append(_of_loopkit(eqn, loop))
+                found.append(_of_loopkit(source, loop))
         elif eqn.primitive.name in ("scan", "while"):
-            found.append(_of_lax(eqn))
+            found.append(_of_lax(source, eqn))
     return Explanation(tuple(found))
 
 
@@ -160,20 +165,21 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     return found[0]
 
 
-def _source(eqn: Any) -> str:
-    found = _jax.source_of(eqn)
+def _source(*eqns: Any) -> str:
+    """Of an equation; or, if its own is not known, of the nearest one around it."""
+    found = next(filter(None, map(_jax.source_of, eqns)), None)
     return "?" if found is None else f"{os.path.basename(found[0])}:{found[1]}"
 
 
-def _of_loopkit(eqn: Any, loop: Loop) -> Explained:
+def _of_loopkit(source: str, loop: Loop) -> Explained:
     how = reversal(loop, _everything(loop))
     whole = None if loop.length is None else loop.length * how.split.uncut_bytes
-    return Explained(f"loopkit.{loop.name}", _source(eqn), how.plan, whole)
+    return Explained(f"loopkit.{loop.name}", source, how.plan, whole, loop.lanes)
 
 
-def _of_lax(eqn: Any) -> Explained:
+def _of_lax(source: str, eqn: Any) -> Explained:
     """A loop of lax, as if it were differentiated. A while loop has no gradient, and no length."""
-    params, source = eqn.params, _source(eqn)
+    params = eqn.params
     if eqn.primitive.name == "while":
         carry = params["body_jaxpr"].in_avals[params["body_nconsts"] :]
         size = _jax.byte_count(*carry)

@@ -6,6 +6,7 @@ fewer lanes than the one before: see passes/phases.py.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -14,11 +15,22 @@ from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._engine.loop import Loop
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.cost import nanoseconds
 
 LEAST = 8
 """Lanes that take no longer than fewer do."""
-SHRINK = 4
-"""How many times fewer lanes each phase has. Phases are compiled each for itself."""
+LAST = 12
+"""Lanes of the last phase, where there are many."""
+SHRINK = 4.5
+"""How many times fewer lanes a phase has at most. Phases are compiled each for itself."""
+MANY = 64
+"""Lanes from which on it is decided, unless it is said."""
+ENOUGH = 1e4
+"""Nanoseconds that a step of all lanes has to take, or phases gain less than they cost."""
+STEPS, RUNS = 1000, 1000
+"""What a loop without a bound is taken to run, and how often a compiled one is."""
+COMPILE = 3e8, 5e6
+"""Nanoseconds to compile a phase and its gradient, and for each equation of a step."""
 TOGETHER = "unvmap_any"
 """A primitive of equinox: whether something holds in any lane."""
 
@@ -32,20 +44,43 @@ def widths(loop: Loop, axis: Any) -> tuple[int, ...]:
     It hangs on the loop as it is without the axis: so all its derivatives agree.
     """
     asked, size = loop.narrows, axis.size
-    if asked in (None, "wait") or waiting.value or not _apart(loop, axis):
+    if asked == "wait" or waiting.value or not _apart(loop, axis):
         return ()
+    if asked is None:
+        return _narrower(size) if _is_worth_it(loop, size) else ()
     if isinstance(asked, tuple):
         if asked[0] > size:
             advice = 'Pass fewer lanes, or "compact".'
             expected = f"must not exceed the {size} lanes"
             raise errors.wrong_value(loop.name, "lanes", expected, str(asked), advice)
         return asked[asked[0] == size :]
+    return _narrower(size)
+
+
+def _narrower(size: int) -> tuple[int, ...]:
+    """Equally many times fewer lanes in each phase."""
     if size <= LEAST:
         return ()
-    found = [max(LEAST, size // SHRINK)]
-    while found[-1] > 2 * LEAST:
-        found.append(max(LEAST, found[-1] // SHRINK))
-    return tuple(found)
+    last = min(LAST, max(LEAST, size // 2))
+    count = max(1, math.ceil(math.log(size / last, SHRINK)))
+    shares = [(last / size) ** (k / count) for k in range(1, count)]
+    return (*(4 * round(size * share / 4) for share in shares), last)
+
+
+def _is_worth_it(loop: Loop, size: int) -> bool:
+    """Whether phases are believed to gain more than they take longer to compile.
+
+    Not where lanes may be spread over devices, of which nothing is known while a loop is traced,
+    nor on a GPU, where few lanes take hardly less than many.
+    """
+    if size < MANY or loop.effects or jax.device_count() > 1 or jax.default_backend() != "cpu":
+        return False
+    step = size * loop.derived("nanoseconds", lambda: nanoseconds(loop.body))
+    steps = STEPS if loop.length is None else min(loop.length, STEPS)
+    equation_count = sum(1 for _ in equations.all_equations(loop.body))
+    a_phase = COMPILE[0] + COMPILE[1] * equation_count
+    saved = RUNS * steps * step / 2
+    return step >= ENOUGH and saved >= len(_narrower(size)) * a_phase
 
 
 def _apart(loop: Loop, axis: Any) -> bool:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from loopkit import _jax
 from loopkit._engine.facts.write_sites import writes_rows
 from loopkit._engine.loop import Input, Loop, Operands, parts
+from loopkit._engine.passes.lanes_left import ended_in_each_lane
 from loopkit._engine.passes.rewritten import Rewritten
 
 MANY = 8
@@ -83,6 +84,8 @@ def _batch_loop(
         if not joins and loop.cond is not None:
             cond_axes = [*places_at(batched.cond_consts, 0), *carry_at(new)]
             _, (joins,) = _jax.batch_jaxpr(loop.cond, axis, cond_axes, ["free"])
+            if joins and loop.left:
+                return _batch_loop(ended_in_each_lane(loop), axis, batched, ys, whole, in_rows)
             if joins and whole and loop.lanes:
                 consts = [f or n > 0 for f, n in zip(batched.consts, loop.const_lanes, strict=True)]
                 batched = batched._replace(consts=consts)

@@ -23,6 +23,7 @@ from loopkit import _jax
 from loopkit._engine.facts.widths import asking_each, widths
 from loopkit._engine.loop import CarryLeaf, Loop, Operands, parts
 from loopkit._engine.passes.batched_loop import Batched, batch_loop
+from loopkit._engine.passes.lanes_left import ended_in_each_lane
 from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import is_active
 from loopkit._plans.budget import for_phases
@@ -100,8 +101,7 @@ class Phases:
 
         def goes_on(*values: Any) -> list:
             consts, carry = parts(values, k)
-            active = self._all_active(loop, Operands(consts, [], [], []), carry)
-            return [active & (_lane(active).sum() > narrower)]
+            return [self._all_active(loop, Operands(consts, [], [], []), carry)]
 
         asks = _jax.trace(goes_on, [*loop.cond.in_avals, *counts], "loop_phase_cond")[0]
 
@@ -109,19 +109,21 @@ class Phases:
             consts, carry, x = parts(values, loop.const_count, n + len(counts))
             new = list(carry[:n])
             if loop.flag is not None:
-                # Lanes that go on in the next phase may wait for those of another batch in this.
                 new[loop.flag] = _jax.call_jaxpr(asks)(*carry)[0]
             new, y = parts(_jax.call_jaxpr(loop.body)(*consts, *new, *x), n)
             return [*new, *(count + 1 for count in carry[n:]), *y]
 
         types = [*loop.const_types, *loop.body.in_avals[len(loop.const_types) :][:n], *counts]
-        return loop.replace(
+        phase = loop.replace(
             cond=asks,
             body=_jax.trace(advance, [*types, *loop.x_types], "loop_phase_body")[0],
             carry=(*loop.carry, *[CarryLeaf("steps")] * len(counts)),
             checkpoints=for_phases(loop.checkpoints, self.widths)[number],
             narrows="wait",
+            left=narrower,
         )
+        # Lanes that go on in the next phase may wait for those of another batch in this.
+        return phase if len(loop.lanes) == 1 else ended_in_each_lane(phase)
 
     def _all_active(self, loop: Loop, given: Operands, carry: Sequence[Any]) -> Any:
         """Which lanes are active, those included for which there is no place in this phase."""

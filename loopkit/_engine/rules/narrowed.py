@@ -28,6 +28,8 @@ def phases_of(loop: Loop, axis: Any, dims: Sequence[Any]) -> Phases | None:
     """The phases of a loop that is differentiated, of operands that have the axis there."""
     if loop.asks_the_host or loop.holds_custom_vjp:
         return None  # it must not be run again, or its rule reads what was saved
+    if loop.narrows is None:
+        return None  # what is run again is asked for
     return in_phases(loop, axis, loop.split([d is not None for d in dims])[0])
 
 
