@@ -72,7 +72,7 @@ def for_phases(budget: Budget, widths: Sequence[int]) -> list[Budget]:
     if isinstance(budget, Bytes):
         return [replace(budget, loops=budget.loops << min(k + 1, last)) for k in range(last + 1)]
     if budget is None:
-        return [Half(), *[None] * last]
+        return [*[Half()] * last, None]
     carries = budget.slots if isinstance(budget, Plan) and not budget.keeps_all else budget
     if not isinstance(carries, int):
         return [budget] * len(widths)

@@ -1,8 +1,9 @@
 """A batched loop in phases, each of fewer lanes than the one before.
 
-    256 lanes, while more than 64 are active
-     64 lanes, while more than 16 are
-     16 lanes, while any is
+    256 lanes, while more than 92 are active
+     92 lanes, while more than 32 are
+     32 lanes, while more than 12 are
+     12 lanes, while any is
 
 Those that go on are gathered between two phases, and each lane leaves with the phase in which it
 stops. A phase is a loop as any other, whose predicate asks besides whether enough lanes are
