@@ -392,7 +392,7 @@ def test_where_it_does_not_apply_programs_are_the_same():
     )
 
 
-def of_size(lanes, n, x, length=1000, effect=False):
+def of_size(lanes, n, x, length=1000, effect=False, memory=None):
     """So many steps, each of which takes 0.1 microseconds by a lane of 64 numbers."""
     w = jnp.ones((x.size, x.size)) / x.size
 
@@ -401,7 +401,8 @@ def of_size(lanes, n, x, length=1000, effect=False):
             jax.debug.callback(lambda n: None, c[0])
         return c[0] - 1, jnp.tanh(c[1] @ w)
 
-    return loopkit.while_loop(lambda c: c[0] > 0, body, (n, x), max_steps=length, lanes=lanes)[1]
+    options = {"max_steps": length, "memory": memory, "lanes": lanes}
+    return loopkit.while_loop(lambda c: c[0] > 0, body, (n, x), **options)[1]
 
 
 @pytest.mark.parametrize(("devices", "platform"), [(1, "cpu"), (2, "cpu"), (1, "gpu")])
@@ -422,6 +423,7 @@ def test_none_decides_by_what_a_step_costs(monkeypatch, devices, platform):
     assert not narrows(256, 4), "cheap steps"
     assert not narrows(128, 64, length=3), "few steps"
     assert not narrows(256, 64, effect=True), "what steps tell keeps its order"
+    assert not narrows(256, 64, memory="10 MB"), "it may be too little for several loops"
     slope = lambda f: jax.grad(lambda x, n: f(n, x).sum())
     each = lambda f: lambda n, x: slope(f)(x, n)
     assert not narrows(256, 64, each), "steps would be run again"

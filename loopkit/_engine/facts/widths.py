@@ -16,6 +16,7 @@ from loopkit._arguments import errors
 from loopkit._engine.loop import Loop
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import nanoseconds
+from loopkit._plans.plan import Bytes
 
 LEAST = 8
 """Lanes that take no longer than fewer do."""
@@ -71,9 +72,11 @@ def _is_worth_it(loop: Loop, size: int) -> bool:
     """Whether phases are believed to gain more than they take longer to compile.
 
     Not where lanes may be spread over devices, of which nothing is known while a loop is traced,
-    nor on a GPU, where few lanes take hardly less than many.
+    nor on a GPU, where few lanes take hardly less than many; nor within a budget in bytes, which may
+    be enough for one loop and not for several.
     """
-    if size < MANY or loop.effects or jax.device_count() > 1 or jax.default_backend() != "cpu":
+    bytes_given, elsewhere = isinstance(loop.checkpoints, Bytes), jax.default_backend() != "cpu"
+    if size < MANY or loop.effects or bytes_given or elsewhere or jax.device_count() > 1:
         return False
     step = size * loop.derived("nanoseconds", lambda: nanoseconds(loop.body))
     steps = STEPS if loop.length is None else min(loop.length, STEPS)
