@@ -71,9 +71,9 @@ def _narrower(size: int) -> tuple[int, ...]:
 def _is_worth_it(loop: Loop, size: int) -> bool:
     """Whether phases are believed to gain more than they take longer to compile.
 
-    Not where lanes may be spread over devices, of which nothing is known while a loop is traced, nor
-    on a GPU, where few lanes take hardly less than many; nor within a budget in bytes, which may be
-    enough for one loop and not for several.
+    Not where lanes may be spread over devices, of which nothing is known while a loop is traced;
+    nor on a GPU, where few lanes take hardly less than many; nor within a budget in bytes, which
+    may be enough for one loop and not for several.
     """
     bytes_given, elsewhere = isinstance(loop.checkpoints, Bytes), jax.default_backend() != "cpu"
     if size < MANY or loop.effects or bytes_given or elsewhere or jax.device_count() > 1:
