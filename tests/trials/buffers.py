@@ -104,7 +104,10 @@ def write_text(w: Writer, b: Variable) -> str:
         part = value(w, row.of(row.shape[:-1]))
         return f"{b.name}.at[{at}, ..., {w.d.number(0, 2)}].{how}({part})"
     if way == "mode":
-        return f"{b.name}.at[{at}].{how}({x}, mode='{w.d.choice(('drop', 'clip'))}')"
+        mode = w.d.choice(("drop", "clip"))
+        beyond = " beyond the end" if at[0] == "i" and " + " in at and b.type.shape[0] < 5 else ""
+        w.d.note(f"buffer write: {how} mode {mode}{beyond}")
+        return f"{b.name}.at[{at}].{how}({x}, mode='{mode}')"
     if way == "apply" and b.type.kind == "float":
         return f"sine_at({b.name}, {at})"
     return f"{b.name}.at[{at}].{how}({x})"

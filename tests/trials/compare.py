@@ -63,7 +63,7 @@ class Trial:
         f = self.program.of_vector(implementation.function(self.program))
 
         def both(x: Any, others: Any) -> tuple[Any, Any]:
-            value = through(lambda x, o: jax.tree.leaves(f(x, o)), self.lanes.replace("s", "v"))
+            value = through(lambda x, o: jax.tree.leaves(f(x, o)), self.lanes.replace("s", "v").replace("o", "v"))
             derived = through(lambda x, o: vector(f(x, o)), self.pattern)
             return value(x, others) if self.valued else [], derived(x, others)
 
@@ -154,7 +154,9 @@ class Reference:
 
         def of_lane(i: int, x: Any) -> Any:
             g = lambda x, _: vector(self.run(i, x))
-            return chain(g, [s for s in seeds[:at] if s[1] not in SAME])(x, None)
+            own = [s for s in seeds[:at] if s[1] not in SAME]
+            own += [(at, "r")] if self.lanes == "o" else []
+            return chain(g, own)(x, None)
 
         rest = [s for s in seeds[at:] if s[1] not in SAME + LANES]
         assert inside + after == pattern, "split"

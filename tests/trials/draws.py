@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,10 @@ class Draws:
 
     def constant(self) -> str:
         return str(self.choice((0.5, 1.0, -0.5, 0.3, 0.8, -1.2, 2.0)))
+
+    def some(self, constructs: Iterable[str]) -> frozenset[str]:
+        """Half of them."""
+        return frozenset(name for name in sorted(constructs) if self.chance(50))
 
     def note(self, what: str) -> None:
         self.counts[what] += 1

@@ -120,7 +120,11 @@ def large_product(w: Writer, t: Type) -> str | None:
     """With a matrix of which a gradient had better be added up at the end."""
     if t.shape != (3,) or t.dtype != "float64":
         return None
-    return f"from_many(jnp.tanh(to_many({value(w, t)}) @ large({value(w, t)}) / 9))"
+    if w.matrix is None:
+        return f"from_many(jnp.tanh(to_many({value(w, t)}) @ large({value(w, t)}) / 9))"
+    w.d.note("large product with what a loop closes over")
+    once = f"jnp.tanh(to_many({value(w, t)}) @ {w.matrix} / 9)"
+    return f"from_many({once if w.d.chance(40) else f'jnp.tanh({once} @ {w.matrix} / 30)'})"
 
 
 @construct("gather", 4)
@@ -128,10 +132,17 @@ def gather(w: Writer, t: Type) -> str | None:
     """Rows of something larger, with a mode where an index may be out of bounds."""
     if len(t.shape) > 1:
         return None
-    a = value(w, t.of((3, *t.shape)))
+    table = t.of((3, *t.shape))
+    around = w.having(lambda v: v.type.fits(table) and v.moving and w.is_outside(v))
+    if around and w.d.chance(60):
+        w.d.note("gather of what a loop closes over")
+    else:
+        around = []
+    a = w.d.choice(around).name if around else value(w, table)
     if t.shape == (3,) and w.d.chance(30):
         return f"{value(w, t)}[{rows_index(w, 3)}].sum() * {value(w, t)} / 3"
-    mode = w.d.choice(("", "mode='clip'", "mode='fill', fill_value=0.5"))
+    fill = "mode='fill', fill_value="
+    mode = w.d.choice(("", "mode='clip'", f"{fill}0.5", f"{fill}0"))
     w.d.note(f"gather {mode}".strip())
     return f"{a}[{index(w, 3)}]" if not mode else f"{a}.at[{index(w, 3)}].get({mode})"
 
@@ -213,11 +224,14 @@ def rule(w: Writer, t: Type) -> str:
 @construct("function called", 4)
 def called(w: Writer, t: Type) -> str:
     """A function in the step, jitted or rematerialised: with constants, and what it closes over."""
-    way = w.d.choice(("helper", "jax.jit", "jax.checkpoint", "jax.jit(jax.checkpoint"))
+    ways = "helper", "jax.jit", "jax.checkpoint", "jax.jit(jax.checkpoint", "captured table"
+    way = w.d.choice(ways)
     w.d.note(way)
     a = value(w, t)
     if way == "helper":
         return f"helper({a})"
+    if way == "captured table":
+        return f"jax.jit(lambda x: x * jnp.cos(TABLE[:3] * jnp.mean(x)).sum() / 3)({a})"
     x, effects = w.name("x"), w.effects
     w.effects = effects and "checkpoint" not in way
     with w.hiding():

@@ -34,9 +34,13 @@ from trials.records import constructs_of  # noqa: E402
 
 
 class Uniform(Draws):
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, always: Iterable[str] = ()):
+        """`always`: constructs that each program may have."""
         super().__init__(None)
-        self.random = random.Random(seed)
+        self.random, self.always = random.Random(seed), frozenset(always)
+
+    def some(self, constructs: Iterable[str]) -> frozenset[str]:
+        return super().some(constructs) | self.always
 
     def number(self, low: int, high: int) -> int:
         return self.random.randint(low, high)
@@ -65,14 +69,16 @@ def failure(trial: Trial, implementation: Implementation, path: Path | None = No
     return ""
 
 
-def chosen(seed: int, constructs: Iterable[str]) -> Iterator[tuple[int, Trial]]:
+def chosen(
+    seed: int, constructs: Iterable[str], always: Iterable[str] = ()
+) -> Iterator[tuple[int, Trial]]:
     """Numbers and trials, of those that have all of some constructs; "a or b": one of two.
 
-    The beginning of a name stands for all that begin so.
+    The beginning of a name stands for all that begin so. `always`: as in `Uniform`.
     """
     ways = [tuple(c.split(" or ")) for c in constructs]
     for number in range(1_000_000):
-        trial = draw_trial(Uniform(seed * 1_000_000 + number))
+        trial = draw_trial(Uniform(seed * 1_000_000 + number, always))
         has = constructs_of(trial)
         if all(any(name.startswith(way) for name in has) for way in ways):
             yield number, trial

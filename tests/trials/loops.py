@@ -10,6 +10,7 @@ from trials.expressions import expression
 from trials.scans import lax_loop, scan
 from trials.steps import (
     Carry,
+    again,
     before_end,
     draw_carry,
     ended,
@@ -33,7 +34,8 @@ def draw_limit(w: Writer, most: int) -> str:
         last = [v.name for v in w.having(lambda v: v.name.startswith("k"))]
         return f"{last[0]} % {most + 1}"
     if way == "argument":
-        return f"{w.d.choice(('n', 'm'))} % {most + 1}" if most < 4 else w.d.choice(("n", "m"))
+        given = w.d.choice(("n", "m"))  # from 0 to 4
+        return f"{given} % {most + 1}" if most < 4 else f"{given} * {most // 4}"
     if way == "data":
         return f"whole({scalar(w)}, {most})"
     if way == "integer":
@@ -101,13 +103,14 @@ def while_loop(w: Writer) -> None:
             w.d.note("a counter that an inner loop moves")
             count = "loops.fori_loop(0, 2, lambda _, i: i + 1, {})"
         w.line(f"return {step(w, carry, 'c', count.format)}")
-    bound = options.bounded(w, throws=True)
+    bound = options.bounded(w, most, throws=True)
     how = bound | options.kept(w, bool(bound)) | options.unrolled(w, False) | carry.named()
+    how |= options.narrowed(w)
     if not bound:
         w.tags.add("no bound")
         w.d.note("no bound")
     w.tags.add("while")
-    finished(w, carry, f"loops.while_loop({goes_on}, {body}, {carry.init}@)", how)
+    finished(w, carry, f"loops.while_loop({goes_on}, {body}, {carry.init}@)", how, body)
 
 
 def fori_loop(w: Writer) -> None:
@@ -123,19 +126,20 @@ def fori_loop(w: Writer) -> None:
         counter = w.add(i, INT)
         before_end(w, counter, upper)
         w.line(f"return {step(w, carry, 'c')}")
-    bound = options.bounded(w)
+    bound = options.bounded(w, most + (lower == "-1"))
     if not (bound or known):
         w.tags.add("no bound")
         w.d.note("no bound")
     how = bound | options.kept(w, known or bool(bound)) | options.unrolled(w, known)
-    finished(
-        w, carry, f"loops.fori_loop({lower}, {upper}, {body}, {carry.init}@)", how | carry.named()
-    )
+    how |= options.narrowed(w)
+    call = f"loops.fori_loop({lower}, {upper}, {body}, {carry.init}@)"
+    finished(w, carry, call, how | carry.named(), body)
 
 
-def finished(w: Writer, carry: Carry, call: str, how: dict[str, str]) -> None:
+def finished(w: Writer, carry: Carry, call: str, how: dict[str, str], body: str) -> None:
     """The call, and what it returns by name."""
     how |= options.flag(w, "return_info", 20, "return_info")
+    options.noted_together(w, how, body)
     out = w.name("out")
     w.line(f"{out} = {call.replace('@', options.text_of(how))}")
     if "return_info" in how:
@@ -143,10 +147,12 @@ def finished(w: Writer, carry: Carry, call: str, how: dict[str, str]) -> None:
         w.line(f"{out} = {out}[0]")
     ended(w, carry, out)
     if w.may("again", 20):
-        w.d.note("the same steps again")
+        twin = again(w, call, body)
         other = {k: v for k, v in how.items() if k != "throw"}
-        other |= {"max_steps": "1"} if "max_steps" in how else {}
-        finished(w, carry, call, other)
+        if twin == call and "max_steps" in how:
+            other["max_steps"] = "1"
+            w.tags.add("max_steps")
+        finished(w, carry, twin, other, body)
 
 
 LOOPS = {

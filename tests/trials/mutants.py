@@ -44,6 +44,8 @@ class Mutant(NamedTuple):
     new: str
     constructs: tuple[str, ...] = ()
     """What a program has to have, to show it: others are not run."""
+    always: tuple[str, ...] = ()
+    """What a program may have: of the constructs that are left out of half of all programs."""
 
 
 class Budget(NamedTuple):
@@ -59,8 +61,9 @@ def mutants() -> list[Mutant]:
     found = []
     for block in re.split(r"^= ", text, flags=re.MULTILINE)[1:]:
         name, file, *lines = block.strip("\n").splitlines()
-        old, new = ("\n".join(v[2:] for v in lines if v[0] == sign) for sign in "-+")
-        found.append(Mutant(name, file, old, new, tuple(v[2:] for v in lines if v[0] == "?")))
+        of = {sign: tuple(v[2:] for v in lines if v[0] == sign) for sign in "-+?!"}
+        old, new = "\n".join(of["-"]), "\n".join(of["+"])
+        found.append(Mutant(name, file, old, new, of["?"], of["!"]))
     return found
 
 
@@ -118,9 +121,9 @@ def search(mutant: Mutant, budget: Budget) -> str:
     others = 0
     with tempfile.TemporaryDirectory() as folder:
         wrong = Implementation("loopkit", wrong_copy(mutant, Path(folder)))
-        trials = itertools.islice(chosen(budget.seed, mutant.constructs), budget.programs)
+        trials = itertools.islice(chosen(budget.seed, mutant.constructs, mutant.always), budget.programs)
         for number, trial in trials:
-            path = budget.folder / f"{budget.seed}-{number}.pickle"
+            path = budget.folder / f"{budget.seed}-{number}{'-'.join(mutant.always)}.pickle"
             said = said_of(trial, wrong, path)
             if said and not failure(trial, RIGHT, path):
                 return f"killed: {mutant.name}: program {number}, {trial}: {said[:150]}"

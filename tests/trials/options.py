@@ -40,6 +40,14 @@ def kept(w: Writer, bound: bool, plan: bool = True) -> dict[str, str]:
     return dict(how)
 
 
+def noted_together(w: Writer, how: dict[str, str], body: str) -> None:
+    """What shows mistakes only where one loop has both."""
+    text = w.text_of(body)
+    rows = "store='residuals'" in how.get("checkpoints", "")
+    if w.matrix is not None and w.matrix in text and rows:
+        w.d.note("large product and rows of residuals")
+
+
 def unrolled(w: Writer, whole: bool) -> dict[str, str]:
     """`whole`: whether all steps can be one iteration."""
     if not w.may("options", 40):
@@ -51,15 +59,23 @@ def unrolled(w: Writer, whole: bool) -> dict[str, str]:
     return {"unroll": how}
 
 
-def bounded(w: Writer, throws: bool = False) -> dict[str, str]:
-    """`max_steps` of a loop of at most 4: none, more, fewer."""
+def narrowed(w: Writer) -> dict[str, str]:
+    """What becomes of lanes that have stopped: no number changes by it."""
+    if not w.may("options", 30):
+        return {}
+    how = w.d.choice(("'compact'", "(1,)", "(2, 1)", "'wait'"))
+    w.d.note(f"option: lanes={how}")
+    return {"lanes": how}
+
+
+def bounded(w: Writer, steps: int, throws: bool = False) -> dict[str, str]:
+    """`max_steps` of a loop of at most so many: none, more, fewer."""
     if not w.may("max_steps", 60):
         return {}
-    most = w.d.choice(("6", "4", "2", "1", "9", "0"))
+    most = w.d.choice(("6", "4", "2", "1", "9", "0") if steps < 6 else ("20", "13", "7", "1"))
     w.d.note(f"max_steps={most}")
-    if int(most) < 4:
-        w.tags.add("max_steps")
-    enough = int(most) >= 4
+    enough = int(most) >= steps
+    w.tags.update([] if enough else ["max_steps"])
     return {"max_steps": most} | (flag(w, "throw", 25, "throw") if enough and throws else {})
 
 

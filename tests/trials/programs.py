@@ -38,6 +38,7 @@ LOOP_CONSTRUCTS = frozenset(
         "until",
         "lanes",
         "again",
+        "long loops",
     }
 )
 INTEGER_ARGUMENTS = {"n": INT, "m": INT, "flag": BOOL, "key": KEY}
@@ -117,7 +118,7 @@ def compiled(text: str) -> Any:
 
 def draw_program(d: Draws) -> Program:
     """Of the constructs that can be left out, half are: then there are more of the others."""
-    allowed = frozenset(name for name in sorted(FREE | LOOP_CONSTRUCTS) if d.chance(50))
+    allowed = d.some(FREE | LOOP_CONSTRUCTS)
     dtypes = ("float64",) if not d.chance(20) else ("float64", d.choice(NARROW))
     w = Writer(d, allowed, dtypes, loop)
     floats = [w.some_float() for _ in range(d.number(1, 3))]
@@ -128,6 +129,10 @@ def draw_program(d: Draws) -> Program:
         w.add(name, kind)
     start = len(w.variables)
     w.lines.append(f"def program({', '.join([*names, *INTEGER_ARGUMENTS])}):")
+    known = [name for name, t in zip(names, floats, strict=True) if t == FLOAT.of(t.shape)]
+    if known and "large product" in allowed:
+        w.matrix = "matrix"
+        w.line(f"matrix = large(fit({known[0]}, (3,), 'float64'))")
     statements(w, 1)
     for _ in range(1 if not d.chance(10) else 2):
         loop(w)
@@ -137,9 +142,11 @@ def draw_program(d: Draws) -> Program:
 
 
 def results(w: Writer, start: int) -> list[str]:
-    """The latest few values, and a number that hangs on all that the loops made."""
+    """The latest few values, all that is whole, and a number that hangs on all of the loops."""
     made = [v for v in w.variables[start:] if not v.buffer and v.type.kind != "key"]
     floats = [v.name for v in made if v.type.kind == "float" and 0 not in v.type.shape]
     terms = [f"jnp.sum(jnp.sin({name}))" for name in floats[-10:]] or [scalar(w)]
     total = w.let(f"jnp.asarray({' + '.join(terms)}, 'float64')", FLOAT).name
-    return [*(v.name for v in made[-4:]), f"{total} * {total} / {len(terms)}"]
+    latest = [v.name for v in made[-4:]]
+    whole = [v.name for v in made if v.type.kind in ("int", "bool") and v.name not in latest]
+    return [*latest, *whole, f"{total} * {total} / {len(terms)}"]

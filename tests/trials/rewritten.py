@@ -18,7 +18,7 @@ from trials.in_two import InTwo
 from trials.programs import Program, draw_program
 from trials.transformations import direction, vector
 
-OPTIONS = "memory", "checkpoints", "_split_transpose", "unroll"
+OPTIONS = "memory", "checkpoints", "_split_transpose", "unroll", "lanes"
 """Those that change no number."""
 
 WAYS = {
@@ -30,6 +30,7 @@ WAYS = {
     "thinned": {"checkpoints": loopkit.Plan(slots=2, thinned=True)},
     "bytes": {"memory": "50 kB"},
     "unrolled": {"unroll": 2},
+    "narrowed": {"lanes": (2, 1)},
 }
 
 

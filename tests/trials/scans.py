@@ -7,6 +7,7 @@ from trials.draws import FLOAT, INT, Type
 from trials.expressions import expression
 from trials.steps import (
     Carry,
+    again,
     draw_carry,
     ended,
     leaf_type,
@@ -46,13 +47,16 @@ def scan(w: Writer) -> None:
     how |= {} if out_axes is None else {"out_axes": y_tree.text([str(a) for a in out_axes])}
     how |= options.flag(w, "return_info", 20, "return_info")
     call = f"loops.scan({body}, {carry.init}, {xs[0]}, {most}@)"
+    options.noted_together(w, how, body)
     stacks = [(t, axis) for t, axis in zip(ys, out_axes or [0] * len(ys), strict=True)]
     scanned(w, carry, call, how, (y_tree, stacks, most))
     if w.may("again", 20):
-        w.d.note("the same steps again")
-        other = how | {"reverse": str("reverse" not in how)} | options.unrolled(w, True)
-        w.tags.add("reverse")
-        scanned(w, carry, call, other, (y_tree, stacks, most))
+        twin = again(w, call, body)
+        other = how
+        if twin == call:
+            other = how | {"reverse": str("reverse" not in how)} | options.unrolled(w, True)
+            w.tags.add("reverse")
+        scanned(w, carry, twin, other, (y_tree, stacks, most))
 
 
 def scanned(w: Writer, carry: Carry, call: str, how: dict[str, str], rows: tuple) -> None:
@@ -124,7 +128,7 @@ def scan_options(w: Writer, carry: Carry, most: int, axes: list, xs: tuple) -> d
     asked = {"checkpoints", "memory", "until", "truncate", "in_axes"} & set(how)
     if not asked and "axes" not in w.allowed and not any(v.buffer for v in carry.initial):
         how |= options.flag(w, "_split_transpose", 20)
-    return how | carry.named()
+    return how | carry.named() | options.narrowed(w)
 
 
 def stacked_along(w: Writer, ys: list[Type], how: dict[str, str]) -> list | None:

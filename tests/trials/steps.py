@@ -117,7 +117,9 @@ def next_leaf(w: Writer, old: Variable, now: list[Variable]) -> str:
         return latest(w, old).name
     if old.type.kind == "int" and w.d.chance(60):
         w.d.note("another counter")
-        return f"{old.name} {w.d.choice(('+', '-'))} {w.d.choice((1, 2))}"
+        sign = w.d.choice(("+", "-"))
+        w.d.note("counter that goes down" if sign == "-" else "counter that goes up")
+        return f"{old.name} {sign} {w.d.choice((1, 2))}"
     way = w.d.weighted({"new": 8, "sum": 3, "kept": 2, "swapped": 1})
     if way == "kept":
         w.d.note("leaf that never changes")
@@ -148,11 +150,15 @@ def use(
     i = w.d.choice(able)
     named = set(names_in(" ".join(after)))
     fitting = [v for v in left if v.name not in named and (now[i].type.rough or not v.type.rough)]
-    if fitting:
-        terms = " + ".join(f"jnp.sin({v.name}).mean()" for v in fitting[-5:])
-        after[i] = (
-            f"({after[i]} + ({terms}) / {3 * len(fitting[-5:])}).astype('{now[i].type.dtype}')"
-        )
+    terms = [f"jnp.sin({v.name}).mean()" for v in fitting[-5:]]
+    whole = [v.name for v in now if v.type.kind == "int" and v.type.shape == ()]
+    if whole and w.d.chance(60):
+        w.d.note("slope that hangs on an integer")
+        number = w.d.choice(whole)
+        terms.append(f"jnp.sin({now[i].name}).mean() * jnp.cos(jnp.asarray({number}, 'float64'))")
+    if terms:
+        total, dtype = " + ".join(terms), now[i].type.dtype
+        after[i] = f"({after[i]} + ({total}) / {3 * len(terms)}).astype('{dtype}')"
 
 
 def step(
@@ -191,24 +197,38 @@ def before_end(w: Writer, counter: Variable, limit: str | None = None) -> None:
 def within(w: Writer, most: int) -> ExitStack:
     """Where a step is written: one loop deeper."""
     stack = ExitStack()
-    before = w.depth, w.trips, w.limit
-    w.depth, w.trips = w.depth + 1, w.trips * max(1, most)
+    before = w.depth, w.trips, w.limit, w.outside
+    w.depth, w.trips, w.outside = w.depth + 1, w.trips * max(1, most), w.names
     w.d.note(f"loops {w.depth} deep")
 
     def leave() -> None:
-        w.depth, w.trips, w.limit = before
+        w.depth, w.trips, w.limit, w.outside = before
 
     stack.callback(leave)
     return stack
 
 
 def most_trips(w: Writer) -> int:
+    if w.depth == 0 and w.may("long loops", 35):
+        w.d.note("long loop")
+        w.tags.add("long")
+        return MOST_TRIPS // w.trips
     return max(1, min(4, MOST_TRIPS // w.trips, 4 if w.depth == 0 else 3))
 
 
 def trips(w: Writer, most: int) -> int:
-    """So many steps, none at times."""
-    return 0 if w.d.chance(8) else w.d.number(1, most)
+    """So many steps, none at times; of long loops, enough for a schedule to matter."""
+    return 0 if w.d.chance(8) else w.d.number(7 if most > 7 else 1, most)
+
+
+def again(w: Writer, call: str, body: str) -> str:
+    """The call of a loop once more: of the same steps, or of some with another constant."""
+    w.d.note("the same steps again")
+    other = w.twin(body) if w.d.chance(60) else None
+    if other is None:
+        return call
+    w.d.note("the same steps but for a constant")
+    return call.replace(f"{body},", f"{other},")
 
 
 def told(w: Writer, info: str) -> None:

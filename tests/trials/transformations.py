@@ -78,6 +78,17 @@ def lanes_of_one(g: Callable, seed: int) -> Callable:
     return lambda x, o: jax.vmap(g, (None, 0))(x[0], o)
 
 
+def one_by_one(g: Callable, seed: int) -> Callable:
+    """J(x)^T w of each lane: run one at a time, and pulled back together."""
+
+    def run(x, o):
+        run_one = lambda lane: jax.vjp(lambda x: g(x, lane[1]), lane[0])
+        y, pullbacks = jax.lax.map(run_one, (x, o))
+        return jax.vmap(lambda pullback, y: pullback(direction(y, seed))[0])(pullbacks, y)
+
+    return run
+
+
 def shards(g: Callable, seed: int) -> Callable:
     """A lane on each device."""
 
@@ -126,13 +137,14 @@ LETTERS: dict[str, Callable] = {
     "w": lanes_in_step,
     "u": lanes_of_one,
     "s": shards,
+    "o": one_by_one,
     "j": jitted,
     "c": rematerialized,
     "k": replaced,
 }
-LANES = "vwus"
-DERIVATIVES = "flrFR"
-REVERSE = "rR"
+LANES = "vwuso"
+DERIVATIVES = "flrFRo"
+REVERSE = "rRo"
 SAME = "cjk"
 """What changes no number."""
 
@@ -150,6 +162,8 @@ def draw_pattern(d: Draws, program: Program) -> str:
     order = d.weighted({1: 50, 2: 32, 0: 8, 3: 10})
     # What is compiled for a second derivative is ten times as long, and so is a third one's.
     order = min(order, 3 if len(program.body) < 1000 else 2 if len(program.body) < 2500 else 1)
+    if "long" in tags:
+        order = min(order, 2 if len(program.body) < 1500 else 1)
     if "scatter of extrema" in tags and jax.__version__.startswith("0.10."):
         order = min(order, 1)  # its second derivative is NaN there, without any loop
     if {"custom_vjp", "no bound"} <= tags:
@@ -168,7 +182,10 @@ def draw_pattern(d: Draws, program: Program) -> str:
             ways = {k: n for k, n in ways.items() if k != "u"}
         if tags & {"callback", "host"}:
             ways = {k: n for k, n in ways.items() if k != "s"}
-        if ways and "io_callback" not in tags:
+        one_by_one = [at for at, letter in enumerate(letters) if letter == "r"]
+        if one_by_one and "v" in ways and "io_callback" not in tags and d.chance(20):
+            letters[d.choice(one_by_one)] = "o"
+        elif ways and "io_callback" not in tags:
             letters.insert(d.number(0, len(letters)), d.weighted(ways))
     for letter in SAME:
         if d.chance(15) and not (letter == "c" and "io_callback" in tags):
@@ -185,7 +202,7 @@ def draw_outside(d: Draws, program: Program, pattern: str) -> str:
     if way == "export" and (program.tags & said or "s" in pattern):
         return "jit"
     not_without = {"list", "lax's scan of no steps"}  # lax says so
-    if way == "disable_jit" and (program.tags & not_without or set(pattern) & set("sjF")):
+    if way == "disable_jit" and (program.tags & not_without or set(pattern) & set("sjFo")):
         return "jit"
     return way
 

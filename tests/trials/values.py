@@ -89,7 +89,7 @@ def index(w: Writer, rows: int) -> str:
     if way == "fixed":
         return str(w.d.number(-rows, rows - 1))
     if way == "shifted":
-        return f"{at} - {w.d.number(1, 3)}"
+        return f"{at} {w.d.choice(('-', '+'))} {w.d.number(1, 3)}"
     if way == "negative":
         return f"-1 - {at}"
     if way == "data":

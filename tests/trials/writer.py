@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from trials.draws import FLOAT, NARROW, Draws, Type
 
@@ -48,6 +49,10 @@ class Writer:
         """Of loops around."""
         self.trips = 1
         """Of a step at hand, at most: it is unrolled so many times."""
+        self.outside = 0
+        """How many names there were before the step at hand."""
+        self.matrix: str | None = None
+        """A large one, which the program makes before its loops."""
         self.limit: str | None = None
         """Of the counter of the loop around, if it has one."""
         self.lanes = False
@@ -97,6 +102,28 @@ class Writer:
         self.indent -= 1
         self.variables = outer
 
+    def text_of(self, function: str) -> str:
+        """What was written of it."""
+        first = next(i for i, line in enumerate(self.lines) if f"def {function}(" in line)
+        margin = len(self.lines[first]) - len(self.lines[first].lstrip())
+        inside = lambda line: len(line) - len(line.lstrip()) > margin
+        return "\n".join([self.lines[first], *takewhile(inside, self.lines[first + 1 :])])
+
+    def twin(self, function: str) -> str | None:
+        """A copy of a function with one number of its text, or a table, another; None without."""
+        text = self.text_of(function)
+        places = list(re.finditer(r"TABLE\[:\d\]|(?<![\w.])\d\.[1-9]\b", text))
+        if not places:
+            return None
+        tables = [place for place in places if place[0][0] == "T"]
+        some = tables if tables and self.d.chance(50) else places
+        name, place = self.name("body"), self.d.choice(some)
+        old = place[0]
+        new = f"TABLE[1:{int(old[7]) + 1}]" if old[0] == "T" else f"{float(old) + 0.25}"
+        text = text[: place.start()] + new + text[place.end() :]
+        self.lines += text.replace(f"def {function}(", f"def {name}(").splitlines()
+        return name
+
     @contextlib.contextmanager
     def hiding(self) -> Iterator[None]:
         """What is added meanwhile is out of scope afterwards."""
@@ -114,6 +141,11 @@ class Writer:
         named = [name for line in self.lines[since:] for name in names_in(line)]
         made = (v for v in self.variables if v.type.kind == "float" and 0 not in v.type.shape)
         return [v for v in made if not v.buffer and named.count(v.name) == 1 and v.moving]
+
+    def is_outside(self, variable: Variable) -> bool:
+        """Whether it is of what stands around the loop at hand."""
+        number = re.search(r"\d+$", variable.name)
+        return self.outside > (int(number[0]) if number else 0)
 
     def buffers(self) -> list[Variable]:
         return [v for v in reversed(self.variables) if v.buffer]
