@@ -63,7 +63,10 @@ class Trial:
         f = self.program.of_vector(implementation.function(self.program))
 
         def both(x: Any, others: Any) -> tuple[Any, Any]:
-            value = through(lambda x, o: jax.tree.leaves(f(x, o)), self.lanes.replace("s", "v").replace("o", "v"))
+            value = through(
+                lambda x, o: jax.tree.leaves(f(x, o)),
+                self.lanes.replace("s", "v").replace("o", "v"),
+            )
             derived = through(lambda x, o: vector(f(x, o)), self.pattern)
             return value(x, others) if self.valued else [], derived(x, others)
 

@@ -121,7 +121,9 @@ def search(mutant: Mutant, budget: Budget) -> str:
     others = 0
     with tempfile.TemporaryDirectory() as folder:
         wrong = Implementation("loopkit", wrong_copy(mutant, Path(folder)))
-        trials = itertools.islice(chosen(budget.seed, mutant.constructs, mutant.always), budget.programs)
+        trials = itertools.islice(
+            chosen(budget.seed, mutant.constructs, mutant.always), budget.programs
+        )
         for number, trial in trials:
             path = budget.folder / f"{budget.seed}-{number}{'-'.join(mutant.always)}.pickle"
             said = said_of(trial, wrong, path)

@@ -61,8 +61,14 @@ def rows(n, x, axis=0):
 
 
 MANY = np.cos(np.arange(3 * 72).reshape(3, 72))
+
+
 to_many = lambda x: x @ MANY
+
+
 from_many = lambda x: MANY @ x / 9
+
+
 large = lambda x: jnp.outer(to_many(x), MANY[0])
 
 

@@ -1,5 +1,10 @@
 """The machine itself: does it see a loop that is wrong, and does it print what runs?"""
 
+import functools
+import re
+from typing import Any, NamedTuple
+
+import equinox
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +17,8 @@ from trials import in_numpy
 from trials.drawn import draw_trial
 from trials.hunt import Uniform, failure
 from trials.implementations import OWN, Implementation, LaxLoops
-from trials.printed import printed
+from trials.prelude import PRELUDE
+from trials.printed import called_parts, printed
 from trials.relations import Related
 from trials.transformations import LETTERS, vector
 
@@ -53,6 +59,16 @@ def test_a_program_is_printed_so_that_it_runs():
     got = jax.jit(names["g"])(names["x"], names["others"])
     wanted, _ = trial.expected()
     np.testing.assert_allclose(got, wanted.derived, rtol=1e-10, atol=1e-10)
+
+
+def test_all_that_a_program_calls_is_printed():
+    called = re.findall(r"^(?:def |class )?(\w+)(?= =|\(|:)", PRELUDE, re.MULTILINE)
+    assert {"large", "to_many", "helper", "Pair"} <= set(called)
+    for name in set(called) - {"_"}:
+        names = {"np": np, "jnp": jnp, "jax": jax, "lax": lax, "ft": functools, "eqx": equinox}
+        names |= {"Any": Any, "NamedTuple": NamedTuple, "loopkit": loopkit}
+        exec(called_parts(f"{name}(x)"), names)
+        assert name in names
 
 
 def test_the_reference_is_what_jax_computes():
