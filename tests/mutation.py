@@ -4,7 +4,8 @@
 
 Each mutant is the file with one operator, comparison or number changed. It is imported in a process
 of its own, and the tests are run until one fails; those that survive are printed. A mutant that
-takes longer than `LONGEST` counts as seen. `--every 5 --from 2`: each fifth, from the third on.
+takes longer than `LONGEST` counts as seen. `--every 5 --from 2`: each fifth, from the third on;
+`--lines 62 98`: those of these lines; `--seconds 90`: as many as fit, from all over the file.
 """
 
 from __future__ import annotations
@@ -142,24 +143,38 @@ def seen(path: Path, text: str, tests: list[str]) -> bool:
     return os.waitstatus_to_exitcode(done[1]) != 0
 
 
+def spread(of: list) -> list:
+    """In an order of which each beginning is from all over: by the bits of the place, reversed."""
+    bits = len(of).bit_length()
+    return [of[at] for at in sorted(range(len(of)), key=lambda n: f"{n:0{bits}b}"[::-1])]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("file", type=Path)
     parser.add_argument("tests", nargs="+")
     parser.add_argument("--every", default=1, type=int)
     parser.add_argument("--from", default=0, type=int, dest="first")
+    parser.add_argument("--lines", nargs="*", type=int)
+    parser.add_argument("--seconds", default=float("inf"), type=float)
     given = parser.parse_args()
     os.chdir(ROOT)
     path = given.file.resolve()
     source = path.read_text()
     assert not seen(path, source, given.tests), "the tests fail as the file is"
     chosen = list(mutants(source))[given.first :: given.every]
-    survived = 0
-    for line, said, text in chosen:
+    if given.lines:
+        chosen = [mutant for mutant in chosen if mutant[0] in given.lines]
+    until = time.monotonic() + given.seconds
+    tried = survived = 0
+    for line, said, text in spread(chosen):
+        if time.monotonic() > until:
+            break
+        tried += 1
         if not seen(path, text, given.tests):
             survived += 1
             print(f"{given.file}:{line}: {said}", flush=True)
-    print(f"{given.file}: {len(chosen) - survived} of {len(chosen)} seen", flush=True)
+    print(f"{given.file}: {tried - survived} of {tried} seen, of {len(chosen)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -78,10 +78,20 @@ def until_an_event(rate):
     return found.ts[-1] ** 2 + jnp.sum(found.ys[-1] ** 2)
 
 
-SOLVES = [adaptive, at_times, dense, implicit, noisy, until_an_event]
+ALL = {"checkpoints": "all"}
+BOUNDED = {"max_steps": 256}  # a loop in each step has no bound of its own
+EVERY_STEP = {
+    adaptive: ALL,
+    at_times: ALL,
+    dense: ALL | BOUNDED,
+    implicit: ALL,
+    noisy: ALL | BOUNDED,
+    until_an_event: ALL | BOUNDED,
+}
 
 
-@pytest.mark.parametrize("checkpoints", [None, "all"])
-@pytest.mark.parametrize("solve", SOLVES, ids=lambda solve: solve.__name__)
-def test_derivatives(solve, checkpoints):
-    assert_agrees(solve, jnp.array([1.1, 0.9]), checkpoints=checkpoints)
+@pytest.mark.parametrize("every_step", [False, True], ids=["default", "all"])
+@pytest.mark.parametrize("solve", EVERY_STEP, ids=lambda solve: solve.__name__)
+def test_derivatives(solve, every_step):
+    how = EVERY_STEP[solve] if every_step else {}
+    assert_agrees(solve, jnp.array([1.1, 0.9]), **how)
