@@ -54,6 +54,7 @@ def test_write():
     array = filled(2).write(0, THREE * 7).write(5, THREE * 9).write(-1, THREE * 8)
     assert_close(array.stack(), jnp.stack([THREE * 7, THREE + 1, *[THREE * 0] * 3, THREE * 8]))
     assert array.capacity == 8
+    assert TensorArray.empty(4, THREE).write(7, THREE).capacity == 8
 
 
 def test_trees():
