@@ -84,8 +84,7 @@ def test_what_is_a_counter():
         counters(lambda i, j: (i + 4, j + i), jnp.ones(3, jnp.int32), one, batched=(0, None))[0]
         == 4
     )
-    wraps = lambda i: ((i.astype(jnp.int8) + 1).astype(jnp.int32),)
-    assert counters(wraps, one) == (None,)
+    assert counters(lambda i: (jnp.copy(i + 1),), one) == (1,)
     both = jnp.asarray([1, 2])
     assert counters(lambda i: (i + both,), jnp.zeros(2, int)) == (None,)
 
