@@ -49,6 +49,8 @@ Unroll: Alias = int | Literal["auto"]
 """Steps to an iteration; a bool as in lax."""
 Axes: Alias = Any
 """An axis, None, or a tree of those that is a prefix of the arrays' tree."""
+Reduce: Alias = Any
+"""What becomes of ys: "sum", "mean", "last", None, or a tree of those that is a prefix of a y."""
 BufferSpec: Alias = Callable[[Any], Any] | bool | tuple[Any, ...] | list[Any] | dict[Any, Any]
 """A function of the carry that returns leaves of it, or a tree of bools."""
 

@@ -126,7 +126,7 @@ COUNTS = [
     *((loop, "unroll", 0) for loop in (scan, fori_loop)),
     *((loop, "checkpoints", 1) for loop in (*ALL_LOOPS, unbounded_scan, ragged_scan, *REPLACING)),
     *((loop, "memory", 1) for loop in (*ALL_LOOPS, *REPLACING)),
-    *((steps, "length", 0), (scan, "truncate", 1), (blocked, "block", 1)),
+    *((steps, "length", 0), (scan, "truncate", 1), (scan, "every", 1), (blocked, "block", 1)),
     *(
         (unbounded_scan, "segment", 1),
         (unbounded_scan, "max_segments", 1),

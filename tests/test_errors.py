@@ -291,6 +291,9 @@ CASES = [
     *cases(TypeError, "scan", "length", LENGTH_TYPES),
     *cases(TypeError, "scan", "f", STEPS),
     *cases(TypeError, "scan", "until", UNTILS),
+    *cases(
+        ValueError, "scan", "reduce", {"no such sum": (scanning(reduce="max"), "'max'", "mean")}
+    ),
     *whole_numbers("scan", scanning),
     *cases(TypeError, "fori_loop", "body_fun", COUNTED),
     *cases(TypeError, "fori_loop", "upper", UPPERS),

@@ -34,6 +34,7 @@ def check_flag(function: str, argument: str, value: Any, expected: str = "a bool
 BOUNDS = {
     "max_steps": (0, "an int >= 0 or None (no bound)"),
     "truncate": (1, "an int >= 1 (steps) or None"),
+    "every": (1, "an int >= 1 (steps) or None"),
     "block": (1, "an int >= 1 (rows) or None"),
     "max_segments": (1, "an int >= 1 or None (no bound)"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, Literal, Required, TypeAlias, TypedDict, TypeVar
 
-from loopkit._types import Axes, C, Checkpoints, Lanes, Memory, Unroll, Until, Y
+from loopkit._types import Axes, C, Checkpoints, Lanes, Memory, Reduce, Unroll, Until, Y
 
 Info = TypeVar("Info", bound=bool)
 Yes: TypeAlias = Literal[True]
@@ -44,6 +44,8 @@ class ScanKw(LoopKw[Info], Generic[C, Y, Info], total=False):
     until: Until[C, Y] | None
     in_axes: Axes
     out_axes: Axes
+    every: int | None
+    reduce: Reduce
     truncate: int | None
 
 

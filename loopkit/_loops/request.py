@@ -11,6 +11,7 @@ import jax
 from loopkit._arguments import static_leaves, validate
 from loopkit._buffers import run_time_checks
 from loopkit._buffers.buffer import plain
+from loopkit._loops.some_ys import Beside, SomeYs
 from loopkit._plans.budget import check_budget
 from loopkit._plans.plan import Budget
 from loopkit._programs.cache import remember
@@ -185,6 +186,16 @@ class Scan(Stepped):
     split_transpose: bool = False
     truncate: int | None = None
     stopped: Any = False
+    some: SomeYs | None = None
+    """Which ys are wanted, if not all. The carry is then a `Beside`."""
+
+    def step(self, carry: Any, x: Any) -> tuple[Any, Any, Any]:
+        if self.some is None:
+            return super().step(carry, x)
+        new, y, go = super().step(carry.carry, x)
+        y = static_leaves.wrapped(self.names.function, self.names.body, plain(y))
+        ys, own = self.some.step(carry.ys, jax.tree.leaves(y))
+        return Beside(new, ys), own, go
 
     def over(self, init: Any, buffers: Any, inputs: Inputs, **changes: Any) -> Scan:
         """The same of another carry and other inputs."""

@@ -21,33 +21,18 @@ from loopkit._loops.info import LoopInfo
 from loopkit._loops.request import Hidden, Scan
 from loopkit._programs.cache import remember
 from loopkit._tracing.axes import arranged, has_none, stacks, without_last
-from loopkit._tracing.trace import Traced, pair, shared, type_key
+from loopkit._tracing.trace import Traced, shared, type_key
 
 
 def run(scan: Scan) -> tuple[Any, Any, Any]:
     """Final carry, ys, and, if it is wanted, a LoopInfo."""
     names, carried, inputs, out_axes = scan.names, scan.carried, scan.inputs, scan.out_axes
-    stopping = scan.until is not None
-    rest = inputs.tree, *inputs.axes, jax.tree.structure(out_axes), *jax.tree.leaves(out_axes)
-    last = _last_ys(scan, rest) if has_none(out_axes) else []
-    ran = validate.in_python(lambda: python_scan(scan)) if inputs.length != 0 else None
-    if ran is not None:
+    in_python = inputs.length != 0 and scan.some is None
+    if in_python and (ran := validate.in_python(lambda: python_scan(scan))) is not None:
         carry, ys, info = ran
         return carried.returned(carry), ys, info
-    counting = scan.checking or (scan.return_info and stopping)
-    go = jnp.logical_not(jnp.asarray(scan.stopped)) if stopping else None
-
-    def step(value: Any, hidden: Hidden, x: list) -> tuple[Any, Any]:
-        new, y, go = scan.step(value, inputs.join(x, hidden.whole))
-        y, last = _stacked(scan, y) if hidden.last else (y, [])
-        steps = hidden.steps + 1 if counting else None
-        return (new, hidden._replace(go=go, steps=steps, last=last)), y
-
-    settings = {"reverse": scan.reverse, "xs": tuple(map(Input, inputs.places))}
-    hidden = scan.hidden(go, jnp.int32(0) if counting else None, inputs.whole, last)
-    asks = (lambda _, hidden: hidden.go) if stopping else None
-    traced, leaves, tree = scan.traced(step, asks, hidden, inputs.slice_types, settings, rest)
-    traced = _stacking(traced, out_axes)
+    traced, leaves, tree = trace(scan)
+    traced, stopping = _stacking(traced, out_axes), scan.until is not None
     leading = not any((*traced.loop.x_axes, *traced.loop.y_axes))
     as_lax = scan.budget == "all" and not stopping and leading and not carried.any
     if scan.split_transpose and (scan.truncate is not None or not as_lax):
@@ -63,6 +48,26 @@ def run(scan: Scan) -> tuple[Any, Any, Any]:
         steps = hidden.steps if stopping else jnp.asarray(inputs.length, jnp.int32)
         info = LoopInfo(steps, jnp.logical_not(hidden.go) if stopping else jnp.array(False))
     return carried.returned(final), ys, info
+
+
+def trace(scan: Scan) -> tuple[Traced, list, Any]:
+    """The loop, with ys stacked along the leading axis, its initial carry, and the tree of that."""
+    inputs, out_axes, stopping = scan.inputs, scan.out_axes, scan.until is not None
+    rest = inputs.tree, *inputs.axes, jax.tree.structure(out_axes), *jax.tree.leaves(out_axes)
+    last = _last_ys(scan, rest) if has_none(out_axes) else []
+    counting = scan.checking or (scan.return_info and stopping)
+    go = jnp.logical_not(jnp.asarray(scan.stopped)) if stopping else None
+
+    def step(value: Any, hidden: Hidden, x: list) -> tuple[Any, Any]:
+        new, y, go = scan.step(value, inputs.join(x, hidden.whole))
+        y, last = _stacked(scan, y) if hidden.last else (y, [])
+        steps = hidden.steps + 1 if counting else None
+        return (new, hidden._replace(go=go, steps=steps, last=last)), y
+
+    settings = {"reverse": scan.reverse, "xs": tuple(map(Input, inputs.places))}
+    hidden = scan.hidden(go, jnp.int32(0) if counting else None, inputs.whole, last)
+    asks = (lambda _, hidden: hidden.go) if stopping else None
+    return scan.traced(step, asks, hidden, inputs.slice_types, settings, rest)
 
 
 @ft.partial(jax.jit, static_argnames=("loop", "split_transpose"), inline=True)
@@ -82,8 +87,8 @@ def _last_ys(scan: Scan, rest: Sequence[Any]) -> list:
     def last(*values: Any) -> list:
         given, x = parts(values, len(leaves))
         carry, whole = tree.unflatten(given)
-        step = carried.by_hand(lambda x, carry: scan.f(carry, x))
-        _, y = pair(names, step(inputs.join(x, whole), carry))
+        step = carried.by_hand(lambda x, carry: scan.step(carry, x)[:2])
+        _, y = step(inputs.join(x, whole), carry)
         return _stacked(scan, y)[1]
 
     types = [*map(jax.typeof, leaves), *inputs.slice_types]

@@ -16,6 +16,7 @@ from loopkit._loops.info import LoopInfo
 from loopkit._loops.keywords import No, ScanKw, Yes
 from loopkit._loops.request import Asked, Scan
 from loopkit._loops.run_scan import run
+from loopkit._loops.scan_of_some import of_some
 from loopkit._loops.truncate import truncated
 from loopkit._tracing.axes import Inputs, has_none
 from loopkit._tracing.trace import Names
@@ -27,6 +28,7 @@ from loopkit._types import (
     Lanes,
     Like,
     Memory,
+    Reduce,
     Step,
     Unroll,
     Until,
@@ -67,6 +69,8 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
     until: Until[C, Y] | None = None,
     in_axes: Axes = 0,
     out_axes: Axes = 0,
+    every: int | None = None,
+    reduce: Reduce = None,
     truncate: int | None = None,
     checkpoints: Checkpoints = None,
     memory: Memory = None,
@@ -108,6 +112,12 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
       where they lie, without a transposed copy, unless that would be slower.
     - `out_axes`: the axis of `ys` along which they are stacked: an int, or a tree of ints that is a
       prefix of `Y`. None: the y of the last step taken, not stacked (zeros if none is taken).
+    - `every`: keep the ys of every so many-th step taken, counted from 1, of steps k, 2k, ...:
+      rows `ys[k - 1::k]`, `length // k` of them, in the memory of those, forward and backward.
+    - `reduce`: what becomes of the ys of `every` steps, or, without it, of all steps taken: "sum",
+      "mean", "last", or a tree of those and None that is a prefix of `Y`. With `every` there are
+      `length // every` rows, of the last ys where it is None; without, no axis of rows, or all rows
+      where it is None. Dtypes are those of `jnp.sum` and `jnp.mean`.
     - `truncate`: stop the gradient in the carry every so many steps, counted from the first, as
       with `jax.lax.stop_gradient`, in every mode. The backward pass then keeps the residuals of at
       most `truncate` steps, and the carry once every `truncate` steps.
@@ -121,7 +131,8 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
     **Returns:**
 
     The final carry and the stacked `ys`; with `return_info`, a `LoopInfo(steps, stopped)` as well.
-    Rows of `ys` that no step wrote are zero; `info.steps` says how many were.
+    Rows of `ys` that no step wrote are zero; `info.steps` says how many were. So are those of
+    windows of `every` steps that were not completed.
 
     **Raises:**
 
@@ -154,30 +165,44 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
     if until is not None:
         validate.check_callable(name, "until", until)
     truncate = validate.check_bound(name, "truncate", truncate)
+    every = validate.check_bound(name, "every", every)
     own = {"until": until, "out_axes": out_axes, "reverse": reverse, "split_transpose": split}
-    return run_scan(NAMES, f, init, inputs, asked, truncate=truncate, **own)
+    own |= {"truncate": truncate}
+    return run_scan(NAMES, f, init, inputs, asked, every=every, reduce=reduce, **own)
 
 
-def run_scan(names: Names, f: Callable, init: Any, inputs: Inputs, asked: Asked, **own: Any) -> Any:
+def run_scan(
+    names: Names,
+    f: Callable,
+    init: Any,
+    inputs: Inputs,
+    asked: Asked,
+    *,
+    every: int | None = None,
+    reduce: Any = None,
+    **own: Any,
+) -> Any:
     """`scan`, under the names of the function that the user called. `own`: fields of `Scan`."""
     length, symbolic = inputs.length, _jax.is_symbolic(inputs.length)
+    some = every is not None or reduce is not None
     trips = _jax.SYMBOLIC if symbolic else length
     functions = f, own.get("until")
     own |= {"f": seen(f), "until": seen(own.get("until"))}
     scan = Scan.of(names, init, length, asked, functions, trips, inputs=inputs, **own)
     if symbolic:
-        _check_symbolic(scan)
+        _check_symbolic(scan, {"every": every, "reduce": reduce})
         scan = replace(scan, budget="all", unroll=1, auto_unroll=False)
     if scan.split_transpose and scan.budget is None:
         scan = replace(scan, budget="all")
     cut = scan.truncate is not None and scan.truncate < length
-    result = truncated(scan) if cut else run(scan)
+    by = truncated if cut else run
+    result = of_some(scan, every, reduce, by) if some else by(scan)
     return bare(result if scan.return_info else result[:2])
 
 
-def _check_symbolic(scan: Scan) -> None:
-    """A scan of symbolic length is one of lax, which stores every step."""
-    others = {"until": scan.until, "truncate": scan.truncate, "buffers": scan.buffers}
+def _check_symbolic(scan: Scan, others: dict[str, Any]) -> None:
+    """A scan of symbolic length is one of lax, which stores every step. `others`: what else is"""
+    others |= {"until": scan.until, "truncate": scan.truncate, "buffers": scan.buffers}
     others["checkpoints"] = scan.budget
     others["unroll"] = scan.auto_unroll or (scan.unroll != 1 and scan.unroll) or None
     given = [k for k, v in others.items() if v is not None and v != "all"]

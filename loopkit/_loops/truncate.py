@@ -19,6 +19,7 @@ from loopkit._arguments import errors
 from loopkit._loops.info import LoopInfo
 from loopkit._loops.request import Scan
 from loopkit._loops.run_scan import run
+from loopkit._loops.some_ys import UnderWay
 from loopkit._plans.plan import Budget, Bytes, Plan
 from loopkit._tracing.axes import SCAN, Inputs, block_axes, joined
 
@@ -58,8 +59,9 @@ def truncated(scan: Scan) -> tuple[Any, Any, LoopInfo]:
     made_of = ("truncated", of_inputs, inner, scan.checking, scan.carried.flags)
     blocks = scan.over(
         Blocks(scan.init, jnp.int32(0), jnp.array(False)),
-        None,
+        None if scan.some is None else Blocks(scan.some.buffers(None), False, False),
         head,
+        some=None,
         f=block,
         until=None if until is None else lambda state, _: state.stopped,
         out_axes=block_axes(out_axes),
@@ -94,12 +96,12 @@ def _shared(budget: Budget, count: int, truncate: int) -> tuple[Any, Any]:
 
 
 def _cut(carry: Any, stopped: Any) -> Any:
-    """The carry without its gradient, but for a loop that has ended in it."""
+    """The carry without its gradient, but for a loop that has ended in it, and but for ys."""
 
     def cut(value: Any) -> Any:
-        if not _jax.is_differentiable(jax.typeof(value)):
+        if isinstance(value, UnderWay) or not _jax.is_differentiable(jax.typeof(value)):
             return value
         still = lax.stop_gradient(value)
         return still if stopped is None else jnp.where(stopped, value, still)
 
-    return jax.tree.map(cut, carry)
+    return jax.tree.map(cut, carry, is_leaf=lambda v: isinstance(v, UnderWay))

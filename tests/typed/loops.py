@@ -105,6 +105,7 @@ loopkit.while_loop(lambda x: x > 1, halve, 10.0, max_steps=9, checkpoints="all",
 loopkit.while_loop(lambda x: x > 1, halve, 10.0, memory={"device": "64 MB", "host": 1 << 30})
 loopkit.scan(add, 0.0, rows, checkpoints=loopkit.Plan(2), unroll=True, in_axes=0)
 loopkit.scan(add, 0.0, rows, truncate=2, unroll="auto")
+assert_type(loopkit.scan(add, 0.0, rows, every=2, reduce="mean"), tuple[Array, Array])
 settings: dict[str, Any] = {"memory": "64 MB"}
 loopkit.scan(add, 0.0, rows, **settings)
 

@@ -1,0 +1,239 @@
+"""Some of a scan's ys in place of all: one of each window of steps, or what windows come to.
+
+Steps are cut into windows, in the order in which they are taken: of `every` steps each, or one of
+all steps. A sum is a carry leaf that nothing depends on, so derivatives save nothing for it. What a
+window comes to is written to a buffer after the last of its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.tree_util import tree_leaves_with_path
+
+from loopkit import _jax
+from loopkit._arguments import errors
+from loopkit._tracing.axes import y_axes
+
+SCAN = "scan"
+KINDS = "sum", "mean", "last"
+EXPECTED = 'must be None, "sum", "mean" or "last"'
+
+
+class UnderWay(NamedTuple):
+    """What the loop carries for its ys."""
+
+    steps: Any
+    """Steps taken, where that matters."""
+    totals: list[Any]
+    """Sums over the window at hand."""
+    rows: list[Any]
+    """What windows come to, buffers."""
+
+
+class Beside(NamedTuple):
+    """The carry of a loop that keeps some ys."""
+
+    carry: Any
+    ys: UnderWay
+
+
+class Leaf(NamedTuple):
+    """A leaf of y, and what becomes of it."""
+
+    aval: Any
+    how: str | None
+    axis: int | None
+
+    @property
+    def sums(self) -> bool:
+        return self.how in ("sum", "mean")
+
+    @property
+    def dtype(self) -> Any:
+        """Of the result."""
+        function = {"sum": jnp.sum, "mean": jnp.mean}.get(self.how or "")
+        given = jax.ShapeDtypeStruct((2,), self.aval.dtype)
+        return self.aval.dtype if function is None else jax.eval_shape(function, given).dtype
+
+    @property
+    def total_type(self) -> Any:
+        """Of the sum: as `jnp.sum` has it, numbers of 16 bits are added up in 32."""
+        dtype = jnp.promote_types(self.dtype, jnp.float32) if _is_short(self.dtype) else self.dtype
+        return self.aval.update(dtype=dtype, weak_type=False)
+
+    def of_total(self, total: Any, count: Any) -> Any:
+        value = total / jnp.asarray(count, _real(total.dtype)) if self.how == "mean" else total
+        return value.astype(self.dtype)
+
+
+class SomeYs(NamedTuple):
+    """Which ys are kept."""
+
+    tree: Any
+    leaves: tuple[Leaf, ...]
+    every: int | None
+    length: int
+    reverse: bool
+    stops: bool
+    """Whether it may stop before all steps are taken."""
+
+    @staticmethod
+    def of(tree: Any, types: Sequence[Any], out_axes: Any, reduce: Any, *settings: Any) -> SomeYs:
+        """`types`: of the leaves of one y. `settings`: the other fields."""
+        rows = tree.unflatten(types)
+        hows, axes = _hows(reduce, rows), y_axes(out_axes, rows)
+        leaves = tuple(map(Leaf, types, hows, axes))
+        some = SomeYs(tree, leaves, *settings)
+        for (path, _), leaf in zip(tree_leaves_with_path(rows), leaves, strict=True):
+            some._check(path, leaf)
+        return some
+
+    def _check(self, path: Any, leaf: Leaf) -> None:
+        if leaf.sums and jnp.issubdtype(leaf.aval.dtype, jax.dtypes.extended):
+            expected, got = "can be summed only of numbers", errors.short_type(leaf.aval)
+            advice = 'Pass "last" or None for this leaf.'
+            raise errors.wrong_value(SCAN, "reduce", expected, got, advice, path)
+        if leaf.sums and leaf.axis is None and self.every is not None:
+            expected = "must be an axis for what `every` and `reduce` make rows of"
+            advice = "Pass an axis, or leave `every` out."
+            raise errors.wrong_value(SCAN, "out_axes", expected, "None", advice, path)
+
+    @property
+    def rows(self) -> int:
+        """How many windows there may be, if their number is wanted."""
+        return 0 if self.every is None else self.length // self.every
+
+    @property
+    def _window(self) -> Any:
+        return jnp.int32(self.every or self.length)
+
+    def passes(self, leaf: Leaf) -> bool:
+        """Whether a leaf is one of the loop's own ys: stacked in full, or only the last."""
+        return not leaf.sums if self.every is None else leaf.axis is None
+
+    @property
+    def axes(self) -> list[int | None]:
+        """Where those are stacked."""
+        own = filter(self.passes, self.leaves)
+        return [None if self.every is not None or v.how == "last" else v.axis for v in own]
+
+    @property
+    def _written(self) -> list[Leaf]:
+        return [v for v in self.leaves if self.rows and not self.passes(v)]
+
+    @property
+    def _summed(self) -> list[Leaf]:
+        return [v for v in self.leaves if v.sums]
+
+    def start(self) -> UnderWay:
+        divides = self.stops and self.every is None and any(v.how == "mean" for v in self.leaves)
+        steps = jnp.int32(0) if self._written or divides else None
+        totals = [_jax.zeros(leaf.total_type) for leaf in self._summed]
+        return UnderWay(steps, totals, [self._no_rows(leaf) for leaf in self._written])
+
+    def _no_rows(self, leaf: Leaf) -> Any:
+        aval = leaf.aval.update(dtype=leaf.dtype)
+        return _jax.zeros(_jax.stack_type(aval, self.rows))
+
+    def buffers(self, of_carry: Any) -> Any:
+        """The `buffers` of the loop, where those of the caller's are `of_carry`."""
+        if callable(of_carry):
+            return lambda both: (of_carry(both.carry), both.ys.rows)
+        own = [True] * len(self._written)
+        count = None if self.start().steps is None else False
+        spec = UnderWay(count, [False] * len(self._summed), own)
+        return Beside(False if of_carry is None else of_carry, spec)
+
+    def step(self, ys: UnderWay, y: Sequence[Any]) -> tuple[UnderWay, list]:
+        """What is carried after a step with these leaves of y, and its own ys."""
+        totals, rows, rest = iter(ys.totals), iter(ys.rows), []
+        after = UnderWay(None if ys.steps is None else ys.steps + 1, [], [])
+        for leaf, value in zip(self.leaves, y, strict=True):
+            if self.passes(leaf):
+                rest.append(value)
+                continue
+            if leaf.sums:
+                value = self._added(next(totals), ys.steps, value.astype(leaf.total_type.dtype))
+                after.totals.append(value)
+            if self.rows:
+                value = leaf.of_total(value, self.every) if leaf.sums else value
+                after.rows.append(self._with_row(next(rows), ys.steps, value))
+        return after, rest
+
+    def _with_row(self, rows: Any, steps: Any, value: Any) -> Any:
+        """Rows with that of the window, if the step is its last; steps left over are in none."""
+        window = lax.min(lax.div(steps, self._window), jnp.int32(self.rows - 1))
+        row = self.rows - 1 - window if self.reverse else window
+        ends = lax.rem(steps, self._window) == self._window - 1
+        return rows.at[row].set(value, pred=ends, mode="promise_in_bounds")
+
+    def _added(self, total: Any, steps: Any, value: Any) -> Any:
+        if not self.rows:
+            return total + value
+        begins = lax.rem(steps, self._window) == 0
+        return jnp.where(begins, 0, total).astype(total.dtype) + value
+
+    def result(self, ys: UnderWay, own: Sequence[Any]) -> Any:
+        """The ys as they were asked for, of what was carried and of the loop's own."""
+        totals, rows, rest = iter(ys.totals), iter(ys.rows), iter(own)
+        steps = self.length if ys.steps is None else ys.steps
+
+        def one(leaf: Leaf) -> Any:
+            if self.passes(leaf):
+                return next(rest)
+            if self.every is None:
+                return leaf.of_total(next(totals), steps)
+            found = next(rows) if self.rows else self._no_rows(leaf)
+            return jnp.moveaxis(found, 0, leaf.axis or 0)
+
+        return self.tree.unflatten(map(one, self.leaves))
+
+    def of_all(self, ys: Sequence[Any], steps: int) -> Any:
+        """The same of all rows, which are stacked along the leading axis, `steps` of them real."""
+        return self.tree.unflatten(
+            self._of_rows(leaf, y, steps) for leaf, y in zip(self.leaves, ys, strict=True)
+        )
+
+    def _of_rows(self, leaf: Leaf, y: Any, steps: int) -> Any:
+        taken = (y[::-1] if self.reverse else y)[:steps]
+        if self.passes(leaf):
+            if leaf.axis is None or leaf.how == "last":
+                return taken[-1] if steps else _jax.zeros(leaf.aval)
+            return jnp.moveaxis(y, 0, leaf.axis)
+        function = {"sum": jnp.sum, "mean": jnp.mean}.get(leaf.how or "", lambda v, axis: v[:, -1])
+        if self.every is None:
+            return function(taken, axis=0)
+        whole = steps // self.every
+        windows = taken[: whole * self.every].reshape(whole, self.every, *y.shape[1:])
+        rows = self._no_rows(leaf).at[:whole].set(function(windows, axis=1))
+        return jnp.moveaxis(rows[::-1] if self.reverse else rows, 0, leaf.axis or 0)
+
+
+def _hows(reduce: Any, y: Any) -> list[str | None]:
+    """What becomes of each leaf of y, from a prefix of its tree."""
+    try:
+        flat = _jax.broadcast_prefix(reduce, y, is_leaf=lambda v: v is None)
+    except ValueError:
+        got = f"{reduce!r} for {jax.tree.structure(y)}"
+        advice = f"Each leaf, or whole subtree, {EXPECTED[5:]}."
+        expected = "must be a tree prefix of what `f` returns as y"
+        raise errors.wrong_value(SCAN, "reduce", expected, got, advice) from None
+    for (path, _), how in zip(tree_leaves_with_path(y), flat, strict=True):
+        if how is not None and not (isinstance(how, str) and how in KINDS):
+            wrong = errors.wrong_value if isinstance(how, str) else errors.wrong_type
+            advice = "Reduce in another way in the carry."
+            raise wrong(SCAN, "reduce", EXPECTED, errors.shown(how), advice, path)
+    return flat
+
+
+def _is_short(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+
+
+def _real(dtype: Any) -> Any:
+    return jnp.finfo(dtype).dtype

@@ -1,0 +1,381 @@
+"""`every` and `reduce` of a scan: some of its ys, or what they come to, in place of all."""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import loopkit
+from derivatives import assert_close, derivative
+from loopkit import Plan
+from problems import TABLE
+from reference_loops import LoopkitLoops, PythonLoops
+from tolerances import assert_near
+from turns import in_turn
+
+SETTINGS = {
+    "every 2": {"every": 2},
+    "every 3, means": {"every": 3, "reduce": "mean"},
+    "every 2, sums": {"every": 2, "reduce": "sum"},
+    "none of so many": {"every": 20},
+    "sum": {"reduce": "sum"},
+    "mean": {"reduce": "mean"},
+    "last": {"reduce": "last"},
+}
+SCANS = ["scan_xs_ys", "scan_reverse", "scan_until", "scan_until_reverse", "scan_without_xs"]
+NESTED = ["scan_in_while", "while_in_scan"]
+REDUCED = {"sum": jnp.sum, "mean": jnp.mean, "last": lambda rows, axis: rows.take(-1, axis)}
+
+
+def some(rows, length, every=None, reduce=None, reverse=False):
+    """What is kept of the rows of the steps taken, in the order in which they were taken."""
+    if every is None:
+        return REDUCED[reduce](rows, axis=0)
+    whole = len(rows) // every
+    windows = rows[: whole * every].reshape(whole, every, *rows.shape[1:])
+    kept = REDUCED[reduce or "last"](windows, axis=1)
+    blank = jnp.zeros((length // every - whole, *kept.shape[1:]), kept.dtype)
+    kept = jnp.concatenate([kept, blank])
+    return kept[::-1] if reverse else kept
+
+
+class SomeInPython(PythonLoops):
+    def __init__(self, settings, counts=None):
+        super().__init__(counts)
+        self.settings = settings
+
+    def scan(self, f, init, xs=None, length=None, reverse=False, **how):
+        carry, ys, info = super().scan(f, init, xs, length, reverse, **how, return_info=True)
+
+        def of_all(y):
+            rows = (y[::-1] if reverse else y)[: int(info.steps)]
+            return some(rows, len(y), reverse=reverse, **self.settings)
+
+        return carry, jax.tree.map(of_all, ys)
+
+
+class SomeOfLoopkit(LoopkitLoops):
+    def __init__(self, settings, bound, *given, **options):
+        super().__init__(bound, *given, **options)
+        self.settings = settings
+
+    def scan(self, *args, **how):
+        return super().scan(*args, **self.settings, **how)
+
+
+def by_loopkit(name, settings, **options):
+    problem = TABLE[name]
+    loops = SomeOfLoopkit(SETTINGS[settings], problem.bound, **options)
+    return problem.flat(problem.through(loops))
+
+
+def in_python(name, settings, x):
+    """The reference near `x`, where it takes as many steps as there."""
+    problem = TABLE[name]
+    recording = SomeInPython(SETTINGS[settings])
+    problem.flat(problem.through(recording))(x)
+    again = lambda: SomeInPython(SETTINGS[settings], recording.counts)
+    return lambda x: problem.flat(problem.through(again()))(x)
+
+
+@ft.cache
+def expected(name, settings, pattern):
+    x = TABLE[name].vector()
+    return np.asarray(derivative(in_python(name, settings, x), pattern)(x))
+
+
+WAYS = {
+    "default": {},
+    "1 carry": {"checkpoints": 1},
+    "3 carries": {"checkpoints": 3, "unroll": 2},
+    "all": {"checkpoints": "all"},
+    "a plan": {"checkpoints": Plan(2, segment=2, store="residuals")},
+    "bytes": {"memory": 4000},
+}
+PATTERNS = ["", "f", "r", "fr", "rf", "rr"]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "pattern"), in_turn(SCANS, SETTINGS, PATTERNS, of=6, slow=2)
+)
+def test_transformations(name, settings, pattern):
+    turn = SCANS.index(name) + 2 * list(SETTINGS).index(settings)
+    way = list(WAYS.values())[turn % len(WAYS)]
+    got = jax.jit(derivative(by_loopkit(name, settings, **way), pattern))
+    assert_close(got(TABLE[name].vector()), expected(name, settings, pattern))
+
+
+@pytest.mark.parametrize(("name", "settings"), in_turn(NESTED, SETTINGS, of=3))
+def test_scans_in_loops(name, settings):
+    x = TABLE[name].vector()
+    for pattern in ("", "r"):
+        got = jax.jit(derivative(by_loopkit(name, settings), pattern))(x)
+        assert_close(got, expected(name, settings, pattern))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "lanes", "pattern"),
+    in_turn(["scan_until", "scan_reverse"], SETTINGS, [None, (2,)], ["", "f", "r", "fr"], of=5),
+)
+def test_lanes(name, settings, lanes, pattern):
+    x = TABLE[name].vector()
+    xs = jnp.stack([x, 1.3 * x, 0.8 * x, 1.1 * x])
+    f = by_loopkit(name, settings, **({} if name == "scan_reverse" else {"lanes": lanes}))
+    got = jax.jit(jax.vmap(derivative(f, pattern)))(xs)
+    wanted = [derivative(in_python(name, settings, x), pattern)(x) for x in xs]
+    assert_close(got, jnp.stack(wanted))
+
+
+@pytest.mark.parametrize("pattern", ["f", "r", "fr"])
+def test_derivatives_of_lanes(pattern):
+    x = TABLE["scan_until"].vector()
+    xs = jnp.stack([x, 1.3 * x, 0.8 * x])
+    f = by_loopkit("scan_until", "every 3, means")
+    got = jax.jit(derivative(lambda v: jax.vmap(f)(v.reshape(xs.shape)).ravel(), pattern))
+
+    def unrolled(v):
+        rows = zip(v.reshape(xs.shape), xs, strict=True)
+        return jnp.stack([in_python("scan_until", "every 3, means", at)(x) for x, at in rows])
+
+    wanted = derivative(lambda v: unrolled(v).ravel(), pattern)(xs.ravel())
+    assert_close(got(xs.ravel()), wanted)
+
+
+# ---------------------------------------------------------------- with other options
+
+XS = jnp.linspace(0.2, 1.0, 11)
+
+
+def step(carry, x):
+    t, h = carry
+    h = jnp.sin(h) * x + 0.3
+    return (t + 1, h), {"row": h * jnp.array([1.0, x, 2.0]), "count": t * 3, "on": h > 0.5}
+
+
+def unrolled(h, every, reduce, stop=None, reverse=False, axis=0, truncate=None):
+    ys, carry = [], (0, h)
+    for t in range(stop or len(XS)):
+        if truncate and t and t % truncate == 0:
+            carry = jax.lax.stop_gradient(carry)
+        carry, y = step(carry, XS[len(XS) - 1 - t if reverse else t])
+        ys.append(y)
+    out = {}
+    for k in y:
+        rows, how = jnp.stack([y[k] for y in ys]), reduce[k]
+        full = rows[::-1] if reverse else rows
+        out[k] = some(rows, len(XS), every, how, reverse) if every or how else full
+        out[k] = jnp.moveaxis(out[k], 0, axis) if k == "row" and (every or not how) else out[k]
+    return carry[1], out
+
+
+def scanned(h, every, reduce, stop=None, reverse=False, axis=0, truncate=None, **options):
+    until = None if stop is None else lambda carry, y: carry[0] >= stop
+    (_, h), ys = loopkit.scan(
+        step,
+        (0, h),
+        XS,
+        reverse=reverse,
+        every=every,
+        reduce=reduce,
+        until=until,
+        out_axes={"row": axis, "count": 0, "on": 0},
+        truncate=truncate,
+        **options,
+    )
+    return h, ys
+
+
+BY_LEAF = {"row": "mean", "count": "mean", "on": "sum"}, {"row": None, "count": "last", "on": None}
+
+
+@pytest.mark.parametrize(
+    ("every", "reduce", "stop", "reverse", "axis", "truncate"),
+    in_turn([3, None], BY_LEAF, [None, 7], [False, True], [0, -1], [None, 2, 4], of=5, slow=1),
+)
+def test_leaf_by_leaf(every, reduce, stop, reverse, axis, truncate):
+    if stop and not every and not all(reduce.values()):
+        stop = None  # rows past the stop are those of any scan
+    how = every, reduce, stop, reverse, axis, truncate
+
+    def loss(f):
+        def total(h):
+            h, ys = f(h, *how)
+            return h + jnp.sum(jnp.cos(ys["row"]) * jnp.arange(ys["row"].size).sum()), (h, ys)
+
+        return jax.value_and_grad(total, has_aux=True)
+
+    (_, out), slope = jax.jit(loss(scanned))(0.4)
+    (_, wanted), wanted_slope = loss(unrolled)(0.4)
+    types = lambda tree: jax.tree.map(lambda v: (v.shape, v.dtype), tree)
+    assert types(out) == types(wanted)
+    assert_near(out, wanted)
+    assert_close(slope, wanted_slope)
+    if truncate is None:
+        with jax.disable_jit():
+            assert_near(scanned(0.4, *how), wanted)
+
+
+def test_other_buffers_and_checks():
+    """The rows lie beside the buffers of the caller, which are named as without them."""
+
+    def body(carry, x):
+        i, table = carry
+        table = table.at[i].set(x * 2)
+        return (i + 1, table), table[i] * x
+
+    def loss(xs, **how):
+        init = 0, jnp.zeros(8)
+        (_, table), ys = loopkit.scan(body, init, xs, **how)
+        return jnp.sum(table**2) + jnp.sum(jnp.sin(ys))
+
+    xs = jnp.linspace(0.1, 0.9, 8)
+    wanted = jax.grad(lambda xs: jnp.sum(4 * xs**2) + jnp.sum(jnp.sin(2 * xs[2::3] ** 2)))(xs)
+    grad = lambda **how: jax.grad(lambda xs: loss(xs, every=3, **how))(xs)
+    assert_close(grad(buffers=lambda c: c[1]), wanted)
+    assert_close(grad(buffers=(False, True), checks=True), wanted)
+    truncated = grad(truncate=2, buffers=(False, True))
+    assert_close(truncated[2::3], wanted[2::3] - (8 * xs * (jnp.arange(8) < 6))[2::3])
+
+
+def test_information_and_lengths():
+    body = lambda h, x: (h + 1, h)
+    h, ys, info = loopkit.scan(body, 0.0, length=10, every=4, return_info=True)
+    assert (h, info.steps, ys.tolist()) == (10, 10, [3, 7])
+    h, ys, info = loopkit.scan(
+        body, 0.0, length=10, every=4, until=lambda h, y: y > 5.0, return_info=True
+    )
+    assert (h, info.steps, ys.tolist()) == (7, 7, [3, 0])
+    assert loopkit.scan(body, 0.0, length=0, every=2)[1].shape == (0,)
+    assert loopkit.scan(body, 0.0, length=0, reduce="sum")[1] == 0
+    assert jnp.isnan(loopkit.scan(body, 0.0, length=0, reduce="mean")[1])
+    assert loopkit.scan(body, 0.0, jnp.zeros((0, 2)), reduce="last")[1] == 0
+    last = loopkit.scan(body, 0.0, length=10, every=4, out_axes=None)[1]
+    assert last == 9  # not stacked: that of the last step
+
+
+def test_types():
+    def body(carry, x):
+        key, h = carry
+        y = {"key": key, "half": jnp.asarray(h, "float16"), "small": jnp.int8(100)}
+        return (jax.random.split(key)[0], h + 0.001), y
+
+    init = jax.random.key(1), 1.0
+    all_ys = loopkit.scan(body, init, length=3000)[1]
+    ys = loopkit.scan(body, init, length=3000, every=1000)[1]
+    assert ys["key"].dtype == all_ys["key"].dtype
+    np.testing.assert_array_equal(
+        jax.random.key_data(ys["key"]), jax.random.key_data(all_ys["key"][999::1000])
+    )
+    reduce = {"key": "last", "half": "mean", "small": "sum"}
+    ys = loopkit.scan(body, init, length=3000, reduce=reduce)[1]
+    for k, function in (("half", jnp.mean), ("small", jnp.sum)):
+        assert ys[k].dtype == function(all_ys[k]).dtype
+        assert_near(ys[k], function(all_ys[k]))
+
+
+def test_weak_types_and_promotion():
+    """A start that a step promotes; ys are of the types that they have without `every`."""
+    body = lambda h, _: (h + 0.5, (h, 1.0))
+    wanted = loopkit.scan(body, 0, length=6)[1]
+    for how in ({"every": 2}, {"reduce": "last"}, {"every": 2, "reduce": "mean"}):
+        got = loopkit.scan(body, 0, length=6, **how)[1]
+        assert [v.dtype for v in got] == [v.dtype for v in wanted]
+    np.testing.assert_array_equal(loopkit.scan(body, 0, length=6, every=2)[1][0], wanted[0][1::2])
+
+
+def test_static_leaves():
+    body = lambda h, x: (h + x, {"h": h, "name": "a", "act": jnp.tanh})
+    ys = loopkit.scan(body, 0.0, XS, every=5)[1]
+    assert ys["name"] == "a"
+    assert ys["act"] is jnp.tanh
+    assert ys["h"].shape == (2,)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"every": 100}, {"every": 100, "reduce": "mean"}, {"reduce": "sum"}, {"reduce": "mean"}],
+    ids=str,
+)
+@pytest.mark.parametrize("settings", [{}, {"truncate": 500}, {"stop": True}], ids=str)
+def test_memory(how, settings):
+    """Neither direction has all rows, of ys or of cotangents: 16 MB of them."""
+    settings = dict(settings)
+    if settings.pop("stop", False):
+        settings["until"] = lambda h, y: y[0] > 9
+
+    def last_rows(h, xs, **how):
+        return loopkit.scan(lambda h, x: (jnp.sin(h) * x, h * 2), h, xs, **settings, **how)[1]
+
+    def temporary(**how):
+        loss = lambda h, xs: jnp.sum(last_rows(h, xs, **how) ** 2)
+        args = jnp.ones(500), jnp.ones(4000)
+        made = [jax.jit(f).lower(*args).compile() for f in (loss, jax.grad(loss, (0, 1)))]
+        return [m.memory_analysis().temp_size_in_bytes for m in made]
+
+    without, [value, grad] = temporary(), temporary(**how)
+    assert min(without) >= 16e6 or "truncate" in settings
+    assert value < 0.5e6
+    assert grad < (3.5e6 if "truncate" in settings else 2e6)
+
+
+def test_nothing_changes_where_it_is_off():
+    def text(**how):
+        f = lambda h, xs: loopkit.scan(step, (0, h), xs, **how)
+        return jax.jit(jax.grad(lambda h, xs: jnp.sum(f(h, xs)[1]["row"]))).lower(0.1, XS).as_text()
+
+    assert (
+        text(every=None, reduce=None)
+        == text()
+        == text(reduce={"row": None, "count": None, "on": None})
+    )
+    assert text(reduce="last") == text(out_axes=None)
+
+
+def test_traced_once():
+    traces = []
+
+    def body(h, x):
+        traces.append(1)
+        return h + x, h
+
+    for _ in range(3):
+        loopkit.scan(body, 0.0, XS, every=4)
+    assert len(traces) == 2  # the types of y, then the loop
+    loopkit.scan(body, 0.0, XS, every=3)
+    loopkit.scan(body, 0.0, XS, every=3, reduce="sum")
+    assert len(traces) == 4
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ({"every": 0}, ValueError, "`every` must be an int >= 1 .steps. or None, got 0"),
+        ({"every": 2.0}, TypeError, "`every` must be an int >= 1 .steps. or None, got 2.0"),
+        ({"reduce": "max"}, ValueError, r"`reduce\['a'\]` must be None, \"sum\", .* got 'max'"),
+        ({"reduce": 3}, TypeError, r"`reduce\['a'\]` must be None, \"sum\", .* got 3"),
+        (
+            {"reduce": {"a": "sum"}},
+            ValueError,
+            "`reduce` must be a tree prefix of what `f` returns",
+        ),
+        ({"reduce": "sum"}, ValueError, r"`reduce\['key'\]` can be summed only of numbers"),
+        (
+            {"every": 2, "reduce": {"a": "sum", "key": None}, "out_axes": None},
+            ValueError,
+            r"`out_axes\['a'\]` must be an axis for what `every` and `reduce` make rows of",
+        ),
+    ],
+)
+def test_errors(how, error, message):
+    key = jax.random.key(0)
+    with pytest.raises(error, match=r"loopkit\.scan: " + message):
+        loopkit.scan(lambda h, _: (h, {"a": h, "key": key}), 0.0, length=4, **how)
+
+
+def test_symbolic_lengths():
+    (n,) = jax.export.symbolic_shape("n")
+    f = jax.jit(lambda xs: loopkit.scan(lambda h, x: (h, x), 0.0, xs, every=2, reduce="sum"))
+    with pytest.raises(ValueError, match="got the symbolic n and `every`, `reduce`"):
+        jax.export.export(f)(jax.ShapeDtypeStruct((n,), "float64"))
