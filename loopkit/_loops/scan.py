@@ -17,6 +17,7 @@ from loopkit._loops.keywords import No, ScanKw, Yes
 from loopkit._loops.request import Asked, Scan
 from loopkit._loops.run_scan import run
 from loopkit._loops.scan_of_some import of_some
+from loopkit._loops.some_ys import check_words
 from loopkit._loops.truncate import truncated
 from loopkit._tracing.axes import Inputs, has_none
 from loopkit._tracing.trace import Names
@@ -167,8 +168,8 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
     truncate = validate.check_bound(name, "truncate", truncate)
     every = validate.check_bound(name, "every", every)
     own = {"until": until, "out_axes": out_axes, "reverse": reverse, "split_transpose": split}
-    own |= {"truncate": truncate}
-    return run_scan(NAMES, f, init, inputs, asked, every=every, reduce=reduce, **own)
+    own |= {"truncate": truncate, "reduce": check_words(reduce)}
+    return run_scan(NAMES, f, init, inputs, asked, every=every, **own)
 
 
 def run_scan(

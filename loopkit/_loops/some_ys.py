@@ -223,12 +223,17 @@ def _hows(reduce: Any, y: Any) -> list[str | None]:
         advice = f"Each leaf, or whole subtree, {EXPECTED[5:]}."
         expected = "must be a tree prefix of what `f` returns as y"
         raise errors.wrong_value(SCAN, "reduce", expected, got, advice) from None
-    for (path, _), how in zip(tree_leaves_with_path(y), flat, strict=True):
-        if how is not None and not (isinstance(how, str) and how in KINDS):
+    return flat
+
+
+def check_words(reduce: Any) -> Any:
+    """`reduce`, whose leaves have to be words that there are."""
+    for path, how in tree_leaves_with_path(reduce):
+        if not (isinstance(how, str) and how in KINDS):
             wrong = errors.wrong_value if isinstance(how, str) else errors.wrong_type
             advice = "Reduce in another way in the carry."
             raise wrong(SCAN, "reduce", EXPECTED, errors.shown(how), advice, path)
-    return flat
+    return reduce
 
 
 def _is_short(dtype: Any) -> bool:
