@@ -56,24 +56,18 @@ def by_diffrax(stiffness, adjoint):
     return solution.ys[0], solution.stats["num_steps"]
 
 
-def phases(steps: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
-    """The lengths of all lanes, longest first; and of each phase its lanes, first and last step."""
-    longest, width, begun, found = np.sort(steps)[::-1], len(steps), 0, []
-    while width:
-        narrower = max(8, width // 4) if width > 16 else 0
-        end = int(longest[narrower])
-        found.append((width, begun, end))
-        width, begun = narrower, end
-    return longest, found
+def phases(longest: np.ndarray, widths: list[int]) -> list[tuple[int, int, int]]:
+    """Of each phase its lanes, first and last step, where lanes are so long, the longest first."""
+    ends = [int(longest[narrower]) for narrower in (*widths[1:], 0)]
+    return list(zip(widths, [0, *ends[:-1]], ends, strict=True))
 
 
-def draw(path: Path, steps: np.ndarray) -> None:
+def draw(path: Path, longest: np.ndarray, found: list[tuple[int, int, int]]) -> None:
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    longest, found = phases(steps)
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), sharey=True, layout="constrained")
     for ax, title in zip(
         axes, ("all wait for the slowest", "lanes that have stopped make room"), strict=True
@@ -115,8 +109,10 @@ def main(argv: list[str] | None = None) -> dict:
         found["states"][name], found["steps"][name] = jax.jit(jax.vmap(solve))(stiffness)
     steps = np.asarray(found["steps"]["loopkit"])
     print(f"\n{args.lanes} lanes: {steps.mean():.0f} steps in the mean, {steps.max()} the slowest,")
-    longest, widths = phases(steps)
-    taken = sum(width * (end - begun) for width, begun, end in widths)
+    longest = np.sort(steps)[::-1]
+    explained = loopkit.explain(jax.vmap(by_loopkit), stiffness).loops
+    in_phases = phases(longest, [loop.lanes[0] for loop in explained])
+    taken = sum(width * (end - begun) for width, begun, end in in_phases)
     print(f"  {longest[0] * len(steps) / longest.sum():.1f} times as many; ", end="")
     print(f"in phases {taken / longest.sum():.1f} times as many as needed\n")
 
@@ -124,7 +120,7 @@ def main(argv: list[str] | None = None) -> dict:
     total = lambda solve: lambda mu: jnp.sum(jax.vmap(solve)(mu)[0] ** 2)
     gradients = {name: jax.grad(total(solve)) for name, solve in solvers.items()}
     found["costs"] = compare(gradients, stiffness, repeats=args.repeats)
-    draw(args.plot, steps)
+    draw(args.plot, longest, in_phases)
     print(f"\ndrawn in {args.plot}")
     return found
 
