@@ -76,3 +76,41 @@ def test_a_nan_of_the_programs_own():
     assert jnp.isnan(jnp.stack([by_scale, own[1]])).all()
     ours = jax.grad(loopkit.checkpointed(without_eps_root))(settings)
     np.testing.assert_allclose(ours, own, rtol=1e-12)  # NaN where that is, and nowhere else
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_nnx_module_is_a_carry(in_place):
+    nnx = import_or_skip("flax.nnx")
+    how = {"rngs": nnx.Rngs(0), "param_dtype": float, "dtype": float}
+    model = nnx.Linear(3, 1, **how)
+    batches = jax.random.normal(jax.random.key(1), (20, 8, 3))
+    error = lambda model, x: jnp.mean((model(x)[:, 0] - x.sum(-1)) ** 2)
+
+    def of_module(rate):
+        def update(model, x):
+            loss, slope = nnx.value_and_grad(error)(model, x)
+            graph, weights = nnx.split(model)
+            weights = jax.tree.map(lambda w, g: w - rate * g, weights, nnx.state(slope))
+            if in_place:
+                nnx.update(model, weights)
+                return model, loss
+            return nnx.merge(graph, weights), loss
+
+        return loopkit.scan(update, model, batches)[1].sum()
+
+    def in_python(rate):
+        graph, weights = nnx.split(model)
+        total = 0.0
+        for x in batches:
+            of = lambda weights, x=x: error(nnx.merge(graph, weights), x)
+            loss, slope = jax.value_and_grad(of)(weights)
+            weights = jax.tree.map(lambda w, g: w - rate * g, weights, slope)
+            total += loss
+        return total
+
+    for got, want in [
+        (of_module, in_python),
+        (jax.grad(of_module), jax.grad(in_python)),
+        (jax.grad(jax.grad(of_module)), jax.grad(jax.grad(in_python))),
+    ]:
+        np.testing.assert_allclose(got(0.1), want(0.1), rtol=1e-10)
