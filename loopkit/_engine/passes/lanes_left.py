@@ -22,21 +22,20 @@ def ended_in_each_lane(loop: Loop) -> Loop:
 
 def _ended_in_each_lane(loop: Loop) -> Loop:
     assert loop.cond is not None, "it has lanes"
-    asked = _jax.call_jaxpr(loop.cond)
+    asked, flag = _jax.call_jaxpr(loop.cond), loop.flag
 
     def goes_on(*values: Any) -> list:
         (active,) = asked(*values)
         around = tuple(range(1, active.ndim))
         return [active & (active.any(around).sum() > loop.left)]
 
-    cond = _jax.trace_closed(goes_on, loop.cond.in_avals, "loop_cond")
+    cond, body = _jax.trace_closed(goes_on, loop.cond.in_avals, "loop_cond"), loop.body
+    if flag is not None:
 
-    def masked(*values: Any) -> list:
-        consts, carry, x = parts(values, loop.const_count, loop.carry_count)
-        carry[loop.flag] = _jax.call_jaxpr(cond)(*carry)[0]
-        return _jax.call_jaxpr(loop.body)(*consts, *carry, *x)
+        def masked(*values: Any) -> list:
+            consts, carry, x = parts(values, loop.const_count, loop.carry_count)
+            carry[flag] = _jax.call_jaxpr(cond)(*carry)[0]
+            return _jax.call_jaxpr(loop.body)(*consts, *carry, *x)
 
-    body = loop.body
-    if loop.flag is not None:
         body = _jax.trace_closed(masked, body.in_avals, "loop_body")
     return loop.replace(cond=cond, body=body, left=0)
