@@ -525,3 +525,39 @@ def test_zeros_of_keys():
         return x
 
     jax.jit(jax.shard_map(f, mesh=MESH, in_specs=P("d"), out_specs=P("d")))(jnp.abs(XS))
+
+
+COUNTING = {
+    "carries": ("int64", 1, {"truncate": 1}),
+    "residuals": ("int32", 1, {}),
+    "residuals that are made again": ("int32", 200, {"checkpoints": 2}),
+    "carries on the host": ("int64", 1, {"checkpoints": loopkit.Plan(8, host=True)}),
+}
+"""The type of what is the same everywhere, how large the rest is, and how the loop is run."""
+
+
+@pytest.mark.parametrize("stored", COUNTING)
+def test_what_is_stored_differs_between_devices_in_part(stored):
+    """What is held behind one barrier stays of its type, also if that is the same everywhere."""
+    dtype, size, how = COUNTING[stored]
+    cut = lax.stop_gradient if "truncate" in how else lambda v: v
+
+    def summed(scan, x):
+        step = lambda c, _: ((jnp.sin(c[0]) * jnp.cos(c[1]), 2 * c[1] + 1), jnp.sort(1.5 * c[0]))
+        return jnp.sum(scan(step, (x, jnp.zeros((), dtype)), None, 8)[1], 0)
+
+    def unrolled_scan(step, carry, _, length):
+        rows = []
+        for _ in range(length):
+            (v, count), row = step(carry, None)
+            carry = (cut(v), count)
+            rows.append(row)
+        return carry, jnp.stack(rows)
+
+    local = lambda x: summed(ft.partial(loopkit.scan, **how), x)
+    sharded = jax.shard_map(local, mesh=MESH, in_specs=P("d"), out_specs=P("d"))
+    x = jnp.linspace(-0.9, 0.9, 4 * size)
+    got = jax.jit(lambda x: jax.vjp(sharded, x)[1](jnp.cos(x))[0])(x)
+    wanted = lambda x, ct: jax.vjp(lambda x: summed(unrolled_scan, x), x)[1](ct)[0]
+    lanes = jnp.reshape(x, (4, size))
+    assert_close(got, jax.vmap(wanted)(lanes, jnp.cos(lanes)).reshape(-1))

@@ -17,6 +17,7 @@ from loopkit._jax.avals import (
     Zero,
     add_tangents,
     as_array,
+    barrier,
     byte_count,
     elements,
     float0_zero,

@@ -67,6 +67,21 @@ def vary_like(value: Any, avals: Sequence[ShapedArray]) -> Any:
     return core.pvary(value, tuple(sorted(axes))) if axes else value
 
 
+def barrier(values: Any) -> Any:
+    """`lax.optimization_barrier` of a tree of values, whose types stay as they are.
+
+    On jax 0.10 a single one makes all of them vary over what one of them does.
+    """
+    leaves, tree = jax.tree.flatten(values)
+    axes = [varying(jax.typeof(v)) for v in leaves]
+    for alike in dict.fromkeys(axes):
+        places = [i for i, a in enumerate(axes) if a == alike]
+        held = jax.lax.optimization_barrier([leaves[i] for i in places])
+        for i, v in zip(places, held, strict=True):
+            leaves[i] = v
+    return jax.tree.unflatten(tree, leaves)
+
+
 def type_like(aval: ShapedArray, avals: Sequence[ShapedArray]) -> ShapedArray:
     """`aval`, varying over every manual axis over which one of `avals` does."""
     for other in avals:

@@ -28,7 +28,7 @@ class EveryCarry(Strategy):
             steps, slots = s
             row = self.leaving(kept(steps.carry, self.how.slotted), steps.count)
             if self.how.plan.host:  # on its way before the step, not made in one kernel with it
-                row, carry = lax.optimization_barrier((row, steps.carry))
+                row, carry = _jax.barrier((row, steps.carry))
                 steps = steps._replace(carry=carry)
             slots = strategy.write_if(go, slots, row, steps.count)
             if go is None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 
 from loopkit import _jax
 from loopkit._engine.derivative.deferred_products import Products
@@ -140,7 +139,7 @@ class StepReversal:
         Fused with the backward half they would be computed again in each of its kernels.
         """
         made = [s is None for s in self.how.sources]
-        held = lax.optimization_barrier(kept(stored, made))
+        held = _jax.barrier(kept(stored, made))
         return spread(held, made, stored)
 
     def reverse_segment(
@@ -187,7 +186,7 @@ class StepReversal:
             cts, buffers, row = s
             row, following = (row, read(jnp.maximum(k - 1, 0))) if ahead else (read(k), [])
             if small:
-                row = list(lax.optimization_barrier(row))
+                row = _jax.barrier(row)
             if not repeats:
                 row = how.lengthened(row, self.counts(first + k))
                 return self.reverse(first + k, row, cts, k), [], following

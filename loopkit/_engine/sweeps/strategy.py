@@ -107,7 +107,7 @@ class Strategy(abc.ABC):
         part = PART if _jax.host_waits.value else 1
         ahead, stacks = self.how.plan.host, s.stacks
         if ahead:  # else the first is read as a row of a row of a loop around, if there is one,
-            stacks = lax.optimization_barrier(stacks)  # which not every compiler for TPUs can
+            stacks = _jax.barrier(stacks)  # which not every compiler for TPUs can
         return step.reverse_rows(0, steps, stacks, s.cts, s.buffers, part, ahead)[0]
 
     def leaving(self, values: list[Any], number: Any) -> list[Any]:
