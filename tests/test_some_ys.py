@@ -393,6 +393,18 @@ def test_traced_once():
     assert len(traces) == 4
 
 
+@pytest.mark.parametrize("word", ["sum", "mean", "last"])
+def test_what_has_no_rows_needs_no_axis(word):
+    """A matrix stacked along its last axis, beside a number that has no axis 1."""
+    step = lambda c, _: (c + 1, {"v": c * jnp.ones(3), "s": c})
+    own = {"reduce": {"v": None, "s": word}, "length": 4}
+    _, want = loopkit.scan(step, 0.0, **own)
+    _, got = loopkit.scan(step, 0.0, out_axes=1, **own)
+    assert_close(got, {"v": want["v"].T, "s": want["s"]})
+    with jax.disable_jit():
+        assert_close(loopkit.scan(step, 0.0, out_axes=1, **own)[1], got)
+
+
 @pytest.mark.parametrize(
     ("how", "error", "message"),
     [
@@ -403,7 +415,7 @@ def test_traced_once():
         (
             {"reduce": {"a": "sum"}},
             ValueError,
-            "`reduce` must be a tree prefix of what `f` returns",
+            "`reduce` must be a tree prefix of what `f` returns .* or whole subtree, must be None",
         ),
         ({"reduce": "sum"}, ValueError, r"`reduce\['key'\]` can be summed only of numbers"),
         (

@@ -86,8 +86,9 @@ class SomeYs(NamedTuple):
     def of(tree: Any, types: Sequence[Any], out_axes: Any, reduce: Any, *settings: Any) -> SomeYs:
         """`types`: of the leaves of one y. `settings`: the other fields."""
         rows = tree.unflatten(types)
-        hows, axes = _hows(reduce, rows), y_axes(out_axes, rows)
-        leaves = tuple(map(Leaf, types, hows, axes))
+        hows, every = _hows(reduce, rows), settings[0]
+        no_rows = [every is None and how is not None for how in hows]
+        leaves = tuple(map(Leaf, types, hows, y_axes(out_axes, rows, no_rows)))
         some = SomeYs(tree, leaves, *settings)
         for (path, _), leaf in zip(tree_leaves_with_path(rows), leaves, strict=True):
             some._check(path, leaf)
@@ -220,7 +221,7 @@ def _hows(reduce: Any, y: Any) -> list[str | None]:
         flat = _jax.broadcast_prefix(reduce, y, is_leaf=lambda v: v is None)
     except ValueError:
         got = f"{reduce!r} for {jax.tree.structure(y)}"
-        advice = f"Each leaf, or whole subtree, {EXPECTED[5:]}."
+        advice = f"Each leaf, or whole subtree, {EXPECTED}."
         expected = "must be a tree prefix of what `f` returns as y"
         raise errors.wrong_value(SCAN, "reduce", expected, got, advice) from None
     return flat

@@ -199,9 +199,11 @@ class Last:
     """The place of a y of which only the last is wanted."""
 
 
-def y_axes(out_axes: Axes, y: Any) -> list[int | None]:
+def y_axes(out_axes: Axes, y: Any, no_rows: Sequence[bool] = ()) -> list[int | None]:
     """Where each leaf of y is stacked, None for not at all. `y` may be a tree of types."""
     axes = leaf_axes("out_axes", out_axes, y, "what `f` returns as y")
+    if no_rows:
+        axes = [None if no else axis for axis, no in zip(axes, no_rows, strict=True)]
     return normalised("out_axes", axes, y, extra=1)
 
 
