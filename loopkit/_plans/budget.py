@@ -63,16 +63,15 @@ def read_bytes(function: str, value: Any) -> int:
     return count
 
 
-def for_phases(budget: Budget, widths: Sequence[int], carry_bytes: int) -> list[Budget]:
+def for_phases(budget: Budget, widths: Sequence[int]) -> list[Budget]:
     """A budget for a loop of many lanes, in parts for phases of fewer and fewer.
 
-    Each takes half of what is left, and the last one all. A carry is one of all lanes; those that
-    phases begin with, and what is gathered from them, are less than two.
+    Each takes half of what is left; what the last one leaves is for the lanes that are moved. A
+    carry is one of all lanes, and of carries the last phase takes all.
     """
     last = len(widths) - 1
     if isinstance(budget, Bytes):
-        budget = replace(budget, count=max(budget.count - 2 * carry_bytes, budget.count // 2))
-        return [replace(budget, loops=budget.loops << min(k + 1, last)) for k in range(last + 1)]
+        return [replace(budget, loops=budget.loops << k + 1) for k in range(last + 1)]
     if budget is None:
         return [*[Half()] * last, None]
     carries = budget.slots if isinstance(budget, Plan) and not budget.keeps_all else budget

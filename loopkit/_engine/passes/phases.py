@@ -115,12 +115,11 @@ class Phases:
             return [*new, *(count + 1 for count in carry[n:]), *y]
 
         types = [*loop.const_types, *loop.body.in_avals[len(loop.const_types) :][:n], *counts]
-        moved = _jax.byte_count(*self.whole.loop.carry_types)
         phase = loop.replace(
             cond=asks,
             body=_jax.trace(advance, [*types, *loop.x_types], "loop_phase_body")[0],
             carry=(*loop.carry, *[CarryLeaf("steps")] * len(counts)),
-            checkpoints=for_phases(loop.checkpoints, self.widths, moved)[number],
+            checkpoints=for_phases(loop.checkpoints, self.widths)[number],
             narrows="wait",
             left=narrower,
         )
