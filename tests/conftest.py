@@ -5,6 +5,7 @@ told not to optimise what comes out, which takes a quarter of the time to compil
 `JAX_DISABLE_MOST_OPTIMIZATIONS=0 pytest` has it optimise.
 """
 
+import contextlib
 import os
 
 FLAGS = "--xla_force_host_platform_device_count=4"
@@ -25,6 +26,14 @@ def pytest_addoption(parser):
     parser.addoption("--trials", default=5000, type=int, help="how many programs")
     parser.addoption("--trials-seed", default=1000, type=int, help="of the first piece")
     parser.addoption("--trials-record", default=None, help="a file: pieces that it has are done")
+
+
+@pytest.fixture(autouse=True)
+def _errors_stay():
+    """JAX tells what failed on a device at the next barrier, of whichever test."""
+    yield
+    with contextlib.suppress(Exception):
+        jax.effects_barrier()
 
 
 @pytest.fixture
