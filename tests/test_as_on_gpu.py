@@ -20,7 +20,7 @@ from turns import in_turn
 PLANS = [*CHECKPOINTS, 4, Plan(2, segment=3), Plan(100, segment=3, store="residuals")]
 
 
-@pytest.mark.parametrize(("problem", "checkpoints"), in_turn(PROBLEMS, PLANS, of=5, slow=1))
+@pytest.mark.parametrize(("problem", "checkpoints"), in_turn(PROBLEMS, PLANS, of=10, slow=1))
 def test_gradients(problem: Problem, checkpoints):
     with _jax.host_waits(True):
         got = jax.jit(derivative(problem.flat_loop(checkpoints), "r"))(problem.vector())
@@ -28,7 +28,7 @@ def test_gradients(problem: Problem, checkpoints):
 
 
 @pytest.mark.parametrize(
-    ("problem", "pattern"), in_turn(PROBLEMS, ["rr", "fr", "rf"], of=7, slow=2)
+    ("problem", "pattern"), in_turn(PROBLEMS, ["rr", "fr", "rf"], of=14, slow=2)
 )
 def test_second_derivatives(problem: Problem, pattern):
     with _jax.host_waits(True):

@@ -84,7 +84,7 @@ BODIES = elementwise, mixed, in_loops, with_rules
 
 
 WAYS = in_turn(
-    BODIES, ["all", None, 2], ["grad", "lanes", "second order", "unrolled"], of=4, slow=1
+    BODIES, ["all", None, 2], ["grad", "lanes", "second order", "unrolled"], of=8, slow=1
 )
 
 
@@ -107,7 +107,7 @@ def test_derivatives(body, checkpoints, how, on_tpu):
 
 @pytest.mark.parametrize(
     ("body", "checkpoints", "mode"),
-    in_turn(FLAT, [2, "all"], ["grad", "jvp", "lanes of all"], of=6, slow=2),
+    in_turn(FLAT, [2, "all"], ["grad", "jvp", "lanes of all"], of=12, slow=2),
 )
 def test_buffers(body, checkpoints, mode, on_tpu):
     got = jax.jit(lambda: MODES[mode](looped(body, "while", checkpoints)))()
@@ -116,7 +116,7 @@ def test_buffers(body, checkpoints, mode, on_tpu):
         assert_close(a, b)
 
 
-TURNS = in_turn(PROBLEMS, ["f", "r", "rr"], ["all", None], of=12, slow=3)
+TURNS = in_turn(PROBLEMS, ["f", "r", "rr"], ["all", None], of=24, slow=3)
 
 
 @pytest.mark.parametrize(("problem", "pattern", "checkpoints"), TURNS)

@@ -96,7 +96,13 @@ DERIVATIVES = {
 }
 
 
-@pytest.mark.parametrize("name", DERIVATIVES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.slow] * (n == "reverse over forward"))
+        for n in DERIVATIVES
+    ],
+)
 def test_derivatives(name):
     derived = lambda loops: jax.jit(
         DERIVATIVES[name](lambda x: program(loops, x, checkpoints="all"))
