@@ -405,6 +405,21 @@ def test_what_has_no_rows_needs_no_axis(word):
         assert_close(loopkit.scan(step, 0.0, out_axes=1, **own)[1], got)
 
 
+def test_a_tensor_array_is_not_summed():
+    start = loopkit.TensorArray.empty(8, jnp.zeros(()))
+
+    def run(reduce):
+        step = lambda rows, x: (rows.append(x), {"rows": rows.append(x), "x": x})
+        return loopkit.scan(step, start, jnp.arange(6.0), reduce=reduce)[1]
+
+    message = r"`reduce\['rows'\]` can be summed only of numbers, got a TensorArray"
+    with pytest.raises(ValueError, match=message):
+        run("sum")
+    got = run({"rows": "last", "x": "sum"})
+    assert_close(got["rows"].stack()[:6], jnp.arange(6.0))
+    assert got["x"] == 15
+
+
 @pytest.mark.parametrize(
     ("how", "error", "message"),
     [

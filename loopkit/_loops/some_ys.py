@@ -89,6 +89,7 @@ class SomeYs(NamedTuple):
         hows, every = _hows(reduce, rows), settings[0]
         no_rows = [every is None and how is not None for how in hows]
         leaves = tuple(map(Leaf, types, hows, y_axes(out_axes, rows, no_rows)))
+        _check_whole(rows, leaves)
         some = SomeYs(tree, leaves, *settings)
         for (path, _), leaf in zip(tree_leaves_with_path(rows), leaves, strict=True):
             some._check(path, leaf)
@@ -213,6 +214,17 @@ class SomeYs(NamedTuple):
         windows = taken[: whole * self.every].reshape(whole, self.every, *y.shape[1:])
         rows = self._no_rows(leaf).at[:whole].set(function(windows, axis=1))
         return jnp.moveaxis(rows[::-1] if self.reverse else rows, 0, leaf.axis or 0)
+
+
+def _check_whole(y: Any, leaves: Sequence[Leaf]) -> None:
+    """Raise where something would be summed leaf by leaf that is more than its leaves."""
+    whole, rest = lambda v: getattr(type(v), "_is_whole", False), iter(leaves)
+    for path, node in tree_leaves_with_path(y, is_leaf=whole):
+        own = [next(rest) for _ in jax.tree.leaves(node)]
+        if whole(node) and any(leaf.sums for leaf in own):
+            expected, got = "can be summed only of numbers", f"a {type(node).__name__}"
+            advice = 'Pass "last" or None for it, or return its numbers.'
+            raise errors.wrong_value(SCAN, "reduce", expected, got, advice, path)
 
 
 def _hows(reduce: Any, y: Any) -> list[str | None]:
