@@ -2,9 +2,10 @@
 
     python benchmarks/lanes.py [--lanes 256] [--repeats 9] [--only value,grad] [--what uniform,...]
 
-A lane multiplies a vector of 64 by a matrix, as often as its number says. Ratios are over "wait",
-which is what lax does, but for `value`, where they are over lax itself; the bound is how many times
-longer the slowest lane is than the mean.
+A lane multiplies a vector of 64 by a matrix, as often as its number says; in the sections of nested
+loops, in each of 50 steps, as often as the number of lane and step says. Ratios are over lax's own
+loops in values, else over "wait", which is what lax does; the bound is how many times longer the
+slowest lane is than the mean.
 """
 
 from __future__ import annotations
@@ -83,11 +84,32 @@ def programs(section: str) -> dict:
     return found
 
 
+def nested(section: str) -> dict:
+    """A loop that ends when its lane says so in each step of a scan, and their gradient."""
+
+    def program(run, lanes):
+        def one(n, x, w):
+            inner = lambda c: (c[0] - 1, jnp.tanh(c[1] @ w))
+            step = lambda x, n: (run(goes_on, inner, (n, x))[1], None)
+            if lanes is None:
+                return lax.scan(step, x, n)[0]
+            return loopkit.scan(step, x, n, lanes=lanes)[0]
+
+        every = jax.vmap(one, (0, 0, None))
+        gradient = jax.grad(lambda x, w, n: jnp.sum(jnp.sin(every(n, x, w))), (0, 1))
+        return every if section == "nested" else lambda n, x, w: gradient(x, w, n)
+
+    ours = {lanes: program(loopkit.while_loop, lanes) for lanes in ("wait", "flatten")}
+    return {"lax": program(lax.while_loop, None), **ours} if section == "nested" else ours
+
+
 SECTIONS = {
     "value": "the loops alone",
     "grad": "gradient of the sum over lanes, in vectors and matrix",
     "each": "value and gradient of each lane",
     "second": "the derivative of the gradient in one direction",
+    "nested": "a loop in each step of a scan",
+    "nested-grad": "the gradient of that, in vectors and matrix",
 }
 
 
@@ -106,10 +128,15 @@ def main() -> None:
                 continue
             print(f"  {section}, {name} ...", file=sys.stderr, flush=True)
             x = jax.random.normal(jax.random.key(1), (given.lanes, 64))
+            found, kind = programs, "slowest over mean"
+            if section.startswith("nested"):
+                found, kind = nested, "slowest of each step over slowest of all"
+                n = np.random.default_rng(1).permuted(np.tile(n, (50, 1)), axis=1).T
             arguments = jnp.asarray(n, jnp.int32), x, WEIGHTS
-            results = measure(programs(section), arguments, given.repeats)
-            print(f"### {name}: slowest over mean {n.max() / n.mean():.1f}\n")
-            print(measurement_table(results, "lax" if section == "value" else "wait"), "\n")
+            results = measure(found(section), arguments, given.repeats)
+            most = n.max(0).sum() / n.sum(1).max() if n.ndim > 1 else n.max() / n.mean()
+            print(f"### {name}: {kind} {most:.1f}\n")
+            print(measurement_table(results, next(iter(results))), "\n")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from loopkit._loops.fori_loop import fori_loop as fori_loop
 from loopkit._loops.info import LoopInfo as LoopInfo
 from loopkit._loops.ragged import length_buckets as length_buckets
 from loopkit._loops.ragged import ragged_scan as ragged_scan
+from loopkit._loops.replay import replay as replay
 from loopkit._loops.scan import scan as scan
 from loopkit._loops.unbounded import unbounded_scan as unbounded_scan
 from loopkit._loops.while_loop import while_loop as while_loop

@@ -43,12 +43,26 @@ Checkpoints: Alias = int | Literal["all"] | Plan | None
 """How many carries the backward pass keeps, or a plan that says what."""
 Memory: Alias = int | str | Mapping[str, int | str] | None
 """Bytes, as an int or as in "64 MB"; or those of `"device"` and `"host"`."""
-Lanes: Alias = Literal["wait", "compact"] | tuple[int, ...] | None
+Lanes: Alias = Literal["wait", "compact", "flatten"] | tuple[int, ...] | None
 """What becomes of lanes that have stopped, or to how many of them a loop narrows."""
+Debug: Alias = Literal["finite"] | None
+"""What is looked for while a loop runs."""
 Unroll: Alias = int | Literal["auto"]
 """Steps to an iteration; a bool as in lax."""
 Axes: Alias = Any
 """An axis, None, or a tree of those that is a prefix of the arrays' tree."""
+
+
+class Bars(Protocol):
+    """What shows how far a loop is. `start` may return what has the other two, for that bar."""
+
+    def start(self, total: int | None, /) -> Any: ...
+    def update(self, steps: int, /) -> Any: ...
+    def close(self) -> Any: ...
+
+
+Progress: Alias = Literal["tqdm", "rich", "line"] | Bars | None
+"""How a loop shows how far it is."""
 Reduce: Alias = Any
 """What becomes of ys: "sum", "mean", "last", None, or a tree of those that is a prefix of a y."""
 BufferSpec: Alias = Callable[[Any], Any] | bool | tuple[Any, ...] | list[Any] | dict[Any, Any]

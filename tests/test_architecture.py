@@ -29,6 +29,7 @@ _types
 _programs _plans schedules
 _jaxprs
 _buffers
+_progress
 _arguments
 _jax
 """

@@ -231,6 +231,18 @@ def test_lanes(call):
         call(lanes=value)
 
 
+SHOWING = (*LANES, unbounded_scan, ragged_scan, blocked)
+
+
+@pytest.mark.parametrize("call", SHOWING, ids=lambda call: call.__name__)
+def test_progress(call):
+    for value in (1, True, [], X, object()):
+        refused(call, "progress", value, TypeError)
+    for value in ("", "bar", "TQDM"):
+        refused(call, "progress", value, ValueError)
+    call(progress=None)
+
+
 GROWING = unbounded_scan, ragged_scan, length_buckets
 
 
@@ -286,7 +298,7 @@ def test_axes(case):
 
 
 CALLED = [
-    *((unbounded_scan, "progress"), (scan, "until"), (ragged_scan, "until")),
+    *((scan, "until"), (ragged_scan, "until")),
     *((unbounded_scan, "until"), (unbounded_scan, "f"), (ragged_scan, "f")),
     *((checkpointed, "only"), (replace_lax_loops, "only")),
 ]
@@ -477,6 +489,18 @@ def test_flags_of_buffers():
     assert set(seen) == {(False, True)}
 
 
+WATCHING = (*LANES, *(call for call in GROWING if call.__name__ != "length_buckets"))
+
+
+@pytest.mark.parametrize("call", WATCHING, ids=lambda call: call.__name__)
+def test_debug(call):
+    for value in (True, 1, X, ("finite",)):
+        refused(call, "debug", value, TypeError)
+    for value in ("nan", "", "Finite"):
+        refused(call, "debug", value, ValueError)
+    call(debug=None)
+
+
 # ---------------------------------------------------------------- all of them
 
 
@@ -490,6 +514,8 @@ def refusals():
     yield from ((name, "fn") for name in OF_FUNCTIONS)
     yield "length_buckets", "lengths"
     yield from ((call.__name__, "lanes") for call in LANES)
+    yield from ((call.__name__, "progress") for call in SHOWING)
+    yield from ((call.__name__, "debug") for call in WATCHING)
     yield from ((case.function, case.argument) for case in CASES)
 
 

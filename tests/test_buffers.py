@@ -70,6 +70,19 @@ def test_apply_heeds_pred_where_a_row_is_named_twice(mode):
         assert_near(jnp.asarray(got), wanted)
 
 
+@pytest.mark.parametrize("pred", [None, [True, True, False]], ids=str)
+def test_what_is_written_over_has_no_gradient(pred):
+    """Of values for a row that is named twice, the last that is written counts."""
+    values = jnp.cos(jnp.arange(36.0)).reshape(3, 4, 3)
+    pred = None if pred is None else jnp.asarray(pred)[:, None, None]
+
+    def f(values):
+        return jnp.sum(jnp.sin(jnp.asarray(Buffer(ARRAY).at[[0, 2, 2]].set(values, pred=pred))))
+
+    counts = jnp.asarray([True, pred is not None, pred is None])[:, None, None]
+    assert_close(jax.grad(f)(values), jnp.where(counts, jnp.cos(values), 0))
+
+
 def test_a_list_is_an_array_of_rows():
     """In every write: also where it names a row twice."""
     for rows in ([1, 2], [1, 1], [[1, 0], [0, 1]]):

@@ -65,6 +65,18 @@ def test_lanes(tmp_path, capsys):
     assert drawn(plot)
 
 
+def test_samplers(tmp_path, capsys):
+    import samplers
+
+    plot = tmp_path / "samplers.png"
+    size = ["--chains", "6", "--draws", "5", "--words", "64"]
+    out = samplers.main([*size, "--repeats", "1", "--plot", str(plot)])
+    assert out["same"] == 1
+    assert out["alone"] < out["waiting"]
+    assert "a proposal is accepted" in capsys.readouterr().out
+    assert drawn(plot)
+
+
 def test_fixed_point(tmp_path, capsys):
     import fixed_point
 

@@ -48,6 +48,32 @@ def test_steps_left_over(plan):
     assert_close(jax.jit(f)(x), derivative(problem.flat_reference(), "r")(x))
 
 
+@pytest.mark.parametrize("inner", ["carries", "residuals"])
+@pytest.mark.parametrize("outer", ["residuals", "every carry"])
+def test_what_a_loop_in_a_step_saves_is_saved_there(outer, inner):
+    """Also in steps that do not count, and in lanes that have stopped."""
+    plans = PLANS | {"every carry": Plan(0, keeps_all=True, host=True)}
+
+    def f(n, x):
+        def step(c):
+            inside = lambda y, _: (jnp.sin(y) * x, None)
+            return c[0] + 1, loopkit.scan(inside, c[1], None, 3, checkpoints=PLANS[inner])[0]
+
+        how = {"max_steps": 4, "checkpoints": plans[outer], "unroll": 3}
+        return loopkit.while_loop(lambda c: c[0] < n, step, (0, x), **how)[1].sum()
+
+    def unrolled(n, x):
+        y = x
+        for _ in range(3 * int(n)):
+            y = jnp.sin(y) * x
+        return y.sum()
+
+    ns, xs = jnp.array([2, 4, 0]), jnp.array([[0.7, 1.2], [1.1, 0.4], [0.5, 0.9]])
+    each = jnp.stack([jax.grad(unrolled, 1)(n, x) for n, x in zip(ns, xs, strict=True)])
+    assert_close(jax.jit(jax.grad(f, 1))(ns[1], xs[1]), each[1])
+    assert_close(jax.jit(jax.vmap(jax.grad(f, 1)))(ns, xs), each)
+
+
 @pytest.mark.parametrize("pattern", ["f", "fr", "rr"])
 def test_other_derivatives(pattern):
     (problem,) = named("scan_xs_ys")

@@ -114,6 +114,28 @@ def test_lanes_with_checkpoints(transform, checkpoints):
     check_lanes(root, transform, checkpoints, bound=6)
 
 
+def test_lanes_that_count_in_integers():
+    """What a stopped lane's counter would be by then is at the end of what the root is of."""
+
+    def f(n, x):
+        def advance(c):
+            return c[0] + 1, c[1] + jnp.sqrt(x * (n - c[0])) * jnp.sin(c[1])
+
+        return loopkit.while_loop(
+            lambda c: c[0] < n, advance, (0, x), checkpoints="all", max_steps=5
+        )[1]
+
+    def unrolled(n, x):
+        y = x
+        for i in range(n):
+            y = y + jnp.sqrt(x * (n - i)) * jnp.sin(y)
+        return y
+
+    ns, xs = np.asarray([2, 4, 1]), np.asarray([0.3, 0.7, 0.9])
+    wanted = [jax.grad(unrolled, 1)(int(n), x) for n, x in zip(ns, xs, strict=True)]
+    assert_close(jax.jit(jax.vmap(jax.grad(f, 1)))(ns, xs), jnp.stack(wanted))
+
+
 @pytest.mark.parametrize(
     ("body", "transform"),
     [

@@ -360,7 +360,7 @@ def test_inside_jit_it_says_what_to_do():
         ({"growth": "2"}, TypeError, "`growth` must be a number >= 1, .* got '2'"),
         ({"max_segments": 0}, ValueError, "`max_segments` must be an int >= 1 or None"),
         ({"checkpoints": 0}, ValueError, "`checkpoints` must be None, an int >= 1"),
-        ({"progress": 3}, TypeError, "`progress` must be a function, got 3"),
+        ({"progress": 3}, TypeError, '`progress` must be "tqdm", .*, got 3 of type int'),
         ({"until": True}, TypeError, "`until` must be a function, got True"),
         ({"until": lambda c, y: c[0]}, TypeError, r"`until` must return a scalar bool\[\]"),
         ({"xs": jnp.float64(1.0)}, ValueError, "`xs` must have a leading axis"),

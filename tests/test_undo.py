@@ -62,13 +62,13 @@ def test_rows_written_once_displace_nothing():
         assert displaced(log_of(looped(viterbi, kind, None), XS, W)) == []
 
 
-def written(at, length=10, rows=10, mode=None, by=1):
+def written(at, length=10, rows=10, mode=None, by=1, start=0):
     def f(ys):
         def body(c, _):
             i, k, ys = c
             return (i + by, k + 1, ys.at[at(i, k)].set(jnp.sin(ys[0]).sum(), mode=mode)), None
 
-        init = (0, jnp.arange(2).sum(), ys)
+        init = (start, jnp.arange(2).sum(), ys)
         return loopkit.scan(body, init, None, length, buffers=lambda c: c[2])[0][2]
 
     return displaced(log_of(f, jnp.ones((rows, 2))))
@@ -77,11 +77,14 @@ def written(at, length=10, rows=10, mode=None, by=1):
 def test_only_rows_that_are_provably_written_once():
     assert written(lambda i, k: i) == []
     assert written(lambda i, k: i + 3) == []
+    assert written(lambda i, k: 3 + i) == []
+    assert written(lambda i, k: i - 1, length=20, rows=30, start=1) == []
     assert written(lambda i, k: i, by=-1) == []
     assert written(lambda i, k: (i, slice(None))) == []
     assert written(lambda i, k: (i, k // 2)) == []
     assert written(lambda i, k: i, length=11) == [(1, 2)], "it may come around"
     assert written(lambda i, k: i, mode="clip") == [(1, 2)], "rows at the end are written again"
+    assert written(lambda i, k: 5 - i, length=11, start=5) == [(1, 2)], "it comes around"
     assert written(lambda i, k: i // 2) == [(1, 2)]
     assert written(lambda i, k: i, by=2) == [(1, 2)]
 
@@ -117,6 +120,18 @@ def test_inner_loops_log_too(checkpoints):
     xs = jnp.stack([XS, XS * 2])
     batch = lambda f: jax.vmap(jax.grad(f))(xs)
     assert_close(jax.jit(lambda: batch(looped))(), batch(wanted))
+
+
+def test_a_buffer_may_be_anywhere_in_an_inner_loops_carry():
+    def f(rows):
+        def step(j, c):
+            return jnp.sin(c[0]), jnp.cos(c[1]), c[2].at[j].set(c[0] * c[2][j - 1])
+
+        outer = lambda i, c: loopkit.fori_loop(0, 3, step, c)
+        init = rows[0], rows[1], rows
+        return loopkit.fori_loop(0, 4, outer, init, buffers=lambda c: c[2])[2]
+
+    assert displaced(log_of(f, jnp.ones((90, 2)))) == [(3, 1, 2)]
 
 
 def test_a_body_that_makes_another_buffer_is_saved():

@@ -125,14 +125,24 @@ def inner_loop(x):
         lambda x: x + inner_loop(x),
         lambda x: jax.lax.while_loop(lambda y: y < 1, lambda y: y + x, x),
         lambda x: io_callback(lambda x: x, x, x),
+        lambda x: jax.pure_callback(lambda x: x / 2, x, jax.lax.stop_gradient(x)),
     ],
-    ids=["while_loop", "lax.while_loop", "callback"],
+    ids=["while_loop", "lax.while_loop", "callback", "pure callback"],
 )
 def test_steps_that_cannot_be_tried(step, trials):
     """On made-up values they may never end, or do what nobody asked for."""
     loop = lambda x: loopkit.scan(lambda x, _: (step(x), None), x, length=20, unroll="auto")[0]
     jax.jit(loop)(0.3)
     assert not trials
+
+
+def test_a_gradient_of_steps_that_call_the_host():
+    """Tried while JAX traces, their function would be called with tracers."""
+    host = lambda x: jax.pure_callback(lambda x: x / 2, x, jax.lax.stop_gradient(x))
+    step = lambda x, _: (jnp.sin(x) + host(x) * x, None)
+    loop = lambda unroll: lambda x: loopkit.scan(step, x, length=20, unroll=unroll)[0].sum()
+    x = jnp.full((3, 3), 0.3)
+    assert_close(jax.jit(jax.grad(loop("auto")))(x), jax.jit(jax.grad(loop(1)))(x))
 
 
 def test_steps_on_several_devices_are_not_tried(trials):

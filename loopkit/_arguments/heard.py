@@ -8,17 +8,25 @@ same checks as the values whose they are.
 
 from __future__ import annotations
 
+import functools as ft
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 
 from loopkit import _jax
 
 heard_p = _jax.declare("loopkit_heard")
+
+
+@ft.cache
+def _equinox() -> Any:
+    """Imported by the first loop with an error: that takes longer than to import all of loopkit."""
+    with jax.ensure_compile_time_eval():  # a loop that is traced, whose trace it has no part in
+        import equinox
+    return equinox
 
 
 @dataclass(frozen=True)
@@ -30,10 +38,10 @@ class ErrorIf:
     def __call__(self, checks: Sequence[Any], values: list) -> list:
         failed, types = checks[0].any(), list(map(jax.typeof, values))
         if not any(map(_jax.varying, types)):
-            return eqx.error_if(values, failed, self.message)
+            return _equinox().error_if(values, failed, self.message)
         # What the host returns does not vary between devices.
         same = [_jax.zeros(_jax.ShapedArray(t.shape, t.dtype)) for t in types]
-        raised = eqx.error_if(same, failed, self.message)
+        raised = _equinox().error_if(same, failed, self.message)
         return [jnp.where(failed, r, v) for r, v in zip(raised, values, strict=True)]
 
 

@@ -83,11 +83,24 @@ def check_whole(function: str, argument: str, value: Any, least: int, expected: 
     raise wrong(function, argument, f"must be {expected}", errors.shown(value), advice)
 
 
+def check_debug(function: str, debug: Any) -> bool:
+    """Whether steps are watched: None, or "finite"."""
+    if debug is None or (isinstance(debug, str) and debug == "finite"):
+        return debug is not None
+    wrong = errors.wrong_value if isinstance(debug, str) else errors.wrong_type
+    expected, advice = (
+        'must be None or "finite"',
+        'Pass "finite" to find the step that makes a NaN.',
+    )
+    raise wrong(function, "debug", expected, errors.shown(debug), advice)
+
+
 def check_lanes(function: str, lanes: Any) -> Any:
     """None, "wait", "compact", or widths as a tuple of ints."""
-    if lanes is None or (isinstance(lanes, str) and lanes in ("wait", "compact")):
+    if lanes is None or (isinstance(lanes, str) and lanes in ("wait", "compact", "flatten")):
         return lanes
-    expected = 'must be None, "wait", "compact" or a tuple of ints >= 1, each less than the last'
+    expected = 'must be None, "wait", "compact", "flatten" or a tuple of ints >= 1, each less than '
+    expected += "the last"
     if not isinstance(lanes, (tuple, list)):
         wrong = errors.wrong_value if isinstance(lanes, str) else errors.wrong_type
         advice = "Pass the numbers of lanes to go on with, as in (64, 16)."
@@ -97,6 +110,14 @@ def check_lanes(function: str, lanes: Any) -> Any:
         advice = "Pass numbers of lanes that shrink, as in (64, 16)."
         raise errors.wrong_value(function, "lanes", expected, str(widths), advice)
     return widths
+
+
+def check_beside_flat(function: str, lanes: Any, progress: Any) -> None:
+    """Raise if steps are to be counted of a loop whose lanes are in different ones."""
+    if lanes == "flatten" and progress is not None:
+        expected = 'must be None where `lanes` is "flatten": lanes are then in different steps'
+        advice = 'Leave it out, or pass `lanes="wait"`.'
+        raise errors.wrong_value(function, "progress", expected, errors.shown(progress), advice)
 
 
 def as_array(

@@ -26,9 +26,16 @@ NAME = "TensorArray"
 class TensorArray(Generic[E]):
     """A list of arrays, or trees of them, all of one shape and dtype.
 
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        import loopkit
+
         outputs = loopkit.TensorArray.empty(100, jnp.zeros(3))
-        outputs = outputs.append(x)    # as outputs.write(len(outputs), x)
-        outputs.stack()                # an array [1, 3]
+        outputs = outputs.append(jnp.ones(3))  # as outputs.write(len(outputs), jnp.ones(3))
+        print(outputs.stack())  # [[1. 1. 1.]]
+        ```
 
     Methods return the array to go on with; the old one stays as it was. It is a pytree. In the
     carry of a loop it is a buffer without being named: each step costs what it writes and reads,

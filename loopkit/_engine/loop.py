@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 from loopkit import _jax
 from loopkit._jaxprs import equations
 from loopkit._plans.plan import Budget
+from loopkit._progress.progress import Progress
 from loopkit._types import Lanes
 
 T = TypeVar("T")
@@ -129,6 +130,10 @@ class Loop:
     """What becomes of lanes that have stopped."""
     left: int = 0
     """Lanes, of a single axis, that are left when it ends: it goes on while more are active."""
+    holds: bool = False
+    """Whether its step leaves lanes that have stopped as they are, by itself."""
+    progress: Progress | None = field(default=None, repr=False)
+    """How it shows how far it is, if it does."""
     lasting: bool = field(default=False, compare=False)
     """Whether another loop of the same equations is this very loop, and so compiled once."""
     memory: dict = field(default_factory=dict, repr=False, compare=False)
@@ -265,11 +270,29 @@ class Loop:
         """Whether a step calls a function that has a VJP and no JVP."""
         return equations.holds_custom_vjp(self.body)
 
+    @cached_property
+    def shows_within(self) -> bool:
+        """Whether a loop in a step shows how far it is."""
+        return any(map(equations.shows, self.jaxprs))
+
+    @property
+    def shows(self) -> bool:
+        """Whether it shows how far it is, or a loop in it does."""
+        return self.progress is not None or self.shows_within
+
+    def unshown(self, backward: bool = True) -> Loop:
+        """The same loop, and those in it, without what shows steps that are taken, or reversed."""
+        how = None if backward or self.progress is None else self.progress.backward_only
+        of_loops = lambda jaxpr: equations.unshown(jaxpr, backward)
+        make = lambda: self.map_jaxprs(of_loops).replace(progress=how)
+        return self.derived(("unshown", backward), make) if self.shows else self
+
     def without_debug_effects(self) -> Loop:
         """The same loop, silent: for steps that are taken a second time."""
-        if not self.effects:
-            return self
-        return self.derived("quiet", lambda: self.map_jaxprs(equations.without_debug_effects))
+        loop = self.unshown(backward=False)
+        if not loop.effects:
+            return loop
+        return loop.derived("quiet", lambda: loop.map_jaxprs(equations.without_debug_effects))
 
     @cached_property
     def asks_the_host(self) -> bool:
@@ -325,16 +348,3 @@ def parts(values: Sequence[T], *counts: int) -> list[list[T]]:
     """`values` cut into consecutive parts of the given sizes, and the rest."""
     left = iter(values)
     return [*(list(islice(left, count)) for count in counts), list(left)]
-
-
-def fixed_point(
-    flags: Sequence[bool], step: Callable[[list[bool]], Sequence[Any]]
-) -> tuple[list[bool], *tuple[Any, ...]]:
-    """The least flags, with these, to which `step(flags)` adds none; and what else that finds."""
-    now = list(flags)
-    while True:
-        more, *found = step(now)
-        new = [a or b for a, b in zip(now, more, strict=True)]
-        if new == now:
-            return now, *found
-        now = new

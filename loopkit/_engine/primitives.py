@@ -25,6 +25,7 @@ from loopkit import _jax
 from loopkit._engine.named_errors import naming_the_loop
 from loopkit._jaxprs import equations
 from loopkit._programs.cache import interned
+from loopkit._progress.open_bars import closing_if_it_fails
 
 while_p = _jax.declare("loopkit_while")
 dual_p = _jax.declare("loopkit_dual")
@@ -53,6 +54,13 @@ def define(primitive: Any, evaluate: Callable, types: Callable, **rules: Any) ->
 
 
 def _run(compiled: Callable, evaluate: Callable, *operands: Any, **params: Any) -> Any:
+    if not params["loop"].shows:
+        return _run_once(compiled, evaluate, *operands, **params)
+    with closing_if_it_fails():
+        return jax.block_until_ready(_run_once(compiled, evaluate, *operands, **params))
+
+
+def _run_once(compiled: Callable, evaluate: Callable, *operands: Any, **params: Any) -> Any:
     if params["loop"].lasting:
         return compiled(*operands, **params)
     # A loop with rules for derivatives is equal to no other; what it computes may be.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopkit import _jax
+from loopkit._engine import progress
 from loopkit._engine.loop import Loop, Operands, parts
 
 LAST_STEP = jnp.iinfo(jnp.int32).max
@@ -26,6 +28,8 @@ class Steps(NamedTuple):
     """Whole arrays, written up to `count`."""
     lane_counts: Any
     """Steps taken by each lane, int32[lanes]; None where there are no lanes."""
+    bar: progress.Bar | None = None
+    """Where the loop shows how far it is."""
 
     @property
     def taken(self) -> Any:
@@ -125,18 +129,19 @@ def one_step(loop: Loop, operands: Operands, state: Steps) -> Steps:
     lane_counts = None
     if loop.lanes:
         active = is_active(loop, operands, state.carry)
-        carry = hold(active, carry, state.carry, loop.is_buffer)
+        if not loop.holds:
+            carry = hold(active, carry, state.carry, loop.is_buffer)
         shown = sum(not out.log for out in loop.ys)
         y[:shown] = select(active, y[:shown], [_jax.zeros(jax.typeof(v)) for v in y[:shown]])
         lane_counts = state.lane_counts + active
     ys = write_rows(state.ys, y, row, loop.y_axes) if state.ys else []
-    return Steps(state.count + 1, carry, ys, lane_counts)
+    return Steps(state.count + 1, carry, ys, lane_counts, state.bar)
 
 
 def guarded_step(loop: Loop, operands: Operands, stop: Any, state: Steps) -> Steps:
     """A step if the loop goes on; for bodies unrolled several to an iteration."""
     go = goes_on(loop, operands, state, stop)
-    if loop.effects:
+    if loop.effects or loop.shows_within:
         return lax.cond(go, lambda s: one_step(loop, operands, s), lambda s: s, state)
     held = state
     if loop.flag is not None:
@@ -150,9 +155,11 @@ def guarded_step(loop: Loop, operands: Operands, stop: Any, state: Steps) -> Ste
         for n, o, is_buffer in zip(new.carry, state.carry, loop.is_buffer, strict=True)
     ]
     rest = jax.tree.map(
-        lambda n, o: jnp.where(go, n, o), new._replace(carry=[]), state._replace(carry=[])
+        lambda n, o: jnp.where(go, n, o),
+        new._replace(carry=[], bar=None),
+        state._replace(carry=[], bar=None),
     )
-    return rest._replace(carry=carry)
+    return rest._replace(carry=carry, bar=state.bar)
 
 
 def start(loop: Loop, operands: Operands) -> Steps:
@@ -161,15 +168,32 @@ def start(loop: Loop, operands: Operands) -> Steps:
     carry = [_jax.vary_like(v, [t]) for v, t in zip(operands.init, loop.carry_types, strict=True)]
     ys = list(map(_jax.zeros, loop.ys_types))
     lane_counts = jnp.zeros(loop.lanes, jnp.int32) + count if loop.lanes else None
-    return Steps(count, carry, ys, lane_counts)
+    shown = loop.progress is not None and loop.progress.forward
+    bar = progress.opened(loop, loop.length, count, operands.flat) if shown else None
+    return Steps(count, carry, ys, lane_counts, bar)
+
+
+def after_run(loop: Loop, steps: Steps, count: Any) -> Steps:
+    """After a run of so many steps."""
+    if steps.bar is None:
+        return steps
+    lanes_done = lambda: (steps.lane_counts < steps.count).sum(dtype=jnp.int32)
+    done = lanes_done if loop.lanes else progress.no_lanes
+    return steps._replace(bar=progress.after(loop, steps.bar, count, done=done))
+
+
+def finished(loop: Loop, steps: Steps) -> Steps:
+    """After the last run, its bar closed."""
+    if steps.bar is None:
+        return steps
+    carry = progress.closed(loop, steps.bar, steps.carry)
+    return steps._replace(carry=carry, bar=None)
 
 
 def advance(loop: Loop, operands: Operands, state: Steps, stop: Any | None) -> Steps:
     """Steps until the predicate fails or `stop` steps have been taken in all."""
     if loop.cond is None:
-        return repeat(
-            stop - state.count, lambda _, s: one_step(loop, operands, s), state, loop.unroll
-        )
+        return take(loop, operands, stop - state.count, state)
 
     def body(s: Steps) -> Steps:
         s = one_step(loop, operands, s)
@@ -177,7 +201,61 @@ def advance(loop: Loop, operands: Operands, state: Steps, stop: Any | None) -> S
             s = guarded_step(loop, operands, LAST_STEP if stop is None else stop, s)
         return s
 
-    return lax.while_loop(lambda s: goes_on(loop, operands, s, stop), body, state)
+    return while_it_goes_on(loop, operands, lambda s: (body(s[0]), None), (state, None), stop)[0]
+
+
+def take(loop: Loop, operands: Operands, count: Any, state: Steps) -> Steps:
+    """So many steps, none of which is left out."""
+    step = lambda _, s: one_step(loop, operands, s)
+    return in_runs(loop, count, step, state, ft.partial(after_run, loop), state.bar)
+
+
+def while_it_goes_on(
+    loop: Loop, operands: Operands, body: Callable[[Any], Any], state: Any, stop: Any | None
+) -> Any:
+    """`body(state)` while the loop goes on. `state`: that under way, and what is saved of it."""
+    another = lambda s, stop=stop: goes_on(loop, operands, s[0], stop)
+    if state[0].bar is None:
+        return lax.while_loop(another, body, state)
+
+    def run(s: Any) -> Any:
+        begin = s[0].count
+        end = begin + progress.run_length(loop)
+        end = end if stop is None else jnp.minimum(end, stop)
+        steps, saved = lax.while_loop(ft.partial(another, stop=end), body, s)
+        return after_run(loop, steps, steps.count - begin), saved
+
+    return lax.while_loop(another, run, state)
+
+
+def in_runs(
+    loop: Loop,
+    times: Any,
+    body: Callable[[Any, Any], Any],
+    state: Any,
+    after: Callable[[Any, Any], Any],
+    bar: progress.Bar | None,
+    part: int = 1,
+) -> Any:
+    """As `repeat`; with a bar, in runs of steps, and `after(state, count)` after each."""
+    if bar is None:
+        return repeat(times, body, state, loop.unroll, part)
+    length = progress.run_length(loop)
+
+    def run(first: Any, count: Any, s: Any) -> Any:
+        return after(repeat(count, lambda k, s: body(first + k, s), s, loop.unroll), count)
+
+    if isinstance(times, int):  # a loop of known length is a little faster
+        some = range(min(length, times), min(4 * length, times) + 1)
+        length = next((n for n in some if n and not times % n), length)
+    if _jax.host_waits.value or (isinstance(times, int) and not times % length):
+        whole = quotient(times, length)
+        state = repeat(whole, lambda i, s: run(i * length, length, s), state)
+        rest = times - whole * length
+        return state if isinstance(rest, int) and not rest else run(whole * length, rest, state)
+    count = quotient(times + (length - 1), length)
+    left = lambda i: jnp.minimum(length, times - i * length)
+    return repeat(count, lambda i, s: run(i * length, left(i), s), state)
 
 
 def repeat(
@@ -238,11 +316,15 @@ def repeat_backwards(
 def evaluate(loop: Loop, operands: Operands) -> list:
     """The results of the loop: final carry, then ys."""
     if loop.length == 0:
-        first = start(loop, operands)
+        first = finished(loop, start(loop, operands))
         return [*first.carry, *first.ys]
-    if loop.cond is None and not any((*loop.x_axes, *loop.y_axes)):
+    first = start(loop, operands)
+    if loop.cond is None and first.bar is not None:
+        done = finished(loop, take(loop, operands, loop.length, first))
+    elif loop.cond is None and not any((*loop.x_axes, *loop.y_axes)):
         return scan(loop, operands)
-    done = advance(loop, operands, start(loop, operands), loop.length)
+    else:
+        done = finished(loop, advance(loop, operands, first, loop.length))
     return [*done.carry, *done.ys]
 
 

@@ -22,7 +22,7 @@ from loopkit._plans.plan import Bytes
 from loopkit._programs.cache import interned, remember
 from loopkit._programs.key import Unknown, program_key
 from loopkit._tracing.trace import shared
-from loopkit._types import Checkpoints, Decorator, Lanes, Memory, P, R
+from loopkit._types import Checkpoints, Debug, Decorator, Lanes, Memory, P, Progress, R
 
 
 class Share(Bytes):
@@ -42,6 +42,8 @@ def checkpointed(
     only: Callable[[LoopSite], Any] | None = None,
     outermost: bool = False,
     lanes: Lanes = None,
+    progress: Progress = None,
+    debug: Debug = None,
 ) -> Callable[P, R] | Decorator:
     """`fn` with every `jax.lax` loop inside it replaced by loopkit's.
 
@@ -73,6 +75,9 @@ def checkpointed(
         around stores what they compute. While loops are replaced wherever they stand, since lax's
         have no gradient in reverse mode.
     - `lanes`: what becomes of lanes of `jax.vmap` that have stopped, as in `loopkit.while_loop`.
+        With "flatten", loops that stand in no other are flattened, with those inside them.
+    - `progress`: shows how far each loop is, as there; those of loops in loops come and go.
+    - `debug`: the same for each loop, with the line that called it in the place of its body.
 
     **Returns:**
 
@@ -97,6 +102,7 @@ def checkpointed(
     """
     given = {"max_steps": max_steps, "checkpoints": checkpoints, "memory": memory}
     given |= {"only": only, "outermost": outermost, "lanes": lanes}
+    given |= {"progress": progress, "debug": debug}
     if fn is None:
         decorator: Any = ft.partial(checkpointed, **given)
         return decorator

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import jax
@@ -12,10 +12,12 @@ from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._engine.facts.bounds import Bound, bound_of, limits_of
 from loopkit._engine.loop import CarryLeaf, parts
+from loopkit._foreign.watched_loop import WatchedLoop
 from loopkit._jaxprs import equations
 from loopkit._plans.plan import Budget
+from loopkit._progress import progress as shown
 from loopkit._tracing.trace import as_loop
-from loopkit._types import Checkpoints, Lanes, Memory
+from loopkit._types import Checkpoints, Debug, Lanes, Memory, Progress
 
 
 class LoopSite(NamedTuple):
@@ -47,6 +49,8 @@ class ReplaceKw(TypedDict, total=False):
     only: Callable[[LoopSite], Any] | None
     outermost: bool
     lanes: Lanes
+    progress: Progress
+    debug: Debug
 
 
 @dataclass(frozen=True)
@@ -62,16 +66,26 @@ class Settings:
     """Of `only`: as part of jit's cache keys, the very same predicate is the same."""
     outermost: bool
     lanes: Lanes
+    progress: shown.Progress | None
+    finite: bool
+    """Whether what loops carry has to stay finite."""
     outer: LoopSite | None = None
     """The loop of lax whose steps are being traced, where anybody asks."""
 
     @property
     def asks_where(self) -> bool:
         """Whether it matters which loops a loop stands in."""
-        return self.outermost or self.only is not None
+        return self.outermost or self.only is not None or self.lanes == "flatten"
+
+    @property
+    def lanes_here(self) -> Lanes:
+        """What becomes of lanes: loops inside another are flattened with that."""
+        return None if self.outer is not None and self.lanes == "flatten" else self.lanes
 
     def replaces(self, loop: LaxLoop) -> bool:
-        if not loop.replaceable or (loop.kind == "scan" and self.budget == "all"):
+        if not loop.replaceable or (
+            loop.kind == "scan" and self.budget == "all" and not self.finite
+        ):
             return False  # a scan that stores every step is lax's own
         if self.outermost and loop.kind == "scan" and self.outer is not None:
             return False
@@ -141,10 +155,17 @@ class LaxLoop(NamedTuple):
             "unroll": min(self.params.get("unroll", 1) or steps, steps),  # 0: all
             "name": self.kind,
             "replaced_by": settings.function,
-            "narrows": settings.lanes,
+            "narrows": settings.lanes_here,
+            "progress": settings.progress and replace(settings.progress, name=self.kind),
         }
+        init = list(map(_jax.as_array, self.init))
+        if settings.finite:
+            watched = WatchedLoop(cond, self.body, *map(len, (cond_consts, self.consts, init)))
+            return watched.run(
+                settings.function, self.kind, [*cond_consts, *self.consts], init, self.xs, fields
+            )
         loop = as_loop(cond, cond_consts, self.body, self.consts, carry, types, fields)
-        carry, ys = loop.run(list(map(_jax.as_array, self.init)), self.xs)
+        carry, ys = loop.run(init, self.xs)
         return [*carry, *ys]
 
 

@@ -21,7 +21,8 @@ from loopkit._foreign import lax_loop
 from loopkit._foreign.lax_loop import LoopSite, Settings, site_of
 from loopkit._jaxprs import equations
 from loopkit._plans.budget import check_budget
-from loopkit._types import Checkpoints, Lanes, Memory
+from loopkit._progress.progress import check_progress
+from loopkit._types import Checkpoints, Debug, Lanes, Memory, Progress
 
 _lock = threading.Lock()
 _users = 0
@@ -42,11 +43,10 @@ def replace_lax_loops(
     only: Callable[[LoopSite], Any] | None = None,
     outermost: bool = False,
     lanes: Lanes = None,
+    progress: Progress = None,
+    debug: Debug = None,
 ) -> Generator[None, None, None]:
     """Replace every `jax.lax` loop that is traced inside the `with` block by loopkit's.
-
-        with loopkit.replace_lax_loops():
-            jax.grad(program)(x)
 
     As `loopkit.checkpointed`, for a whole program: loops keep their values, and gain a gradient
     in every mode and a choice of what it keeps in memory. Functions that were compiled before are
@@ -55,7 +55,8 @@ def replace_lax_loops(
 
     **Arguments:**
 
-    - `max_steps`, `checkpoints`, `only`, `outermost`, `lanes`: as in `loopkit.checkpointed`.
+    - `max_steps`, `checkpoints`, `only`, `outermost`, `lanes`, `progress`, `debug`: as in
+      `loopkit.checkpointed`.
     - `memory`: as there, but each loop has the whole budget: how many there are is not known.
 
     **Returns:**
@@ -81,6 +82,7 @@ def replace_lax_loops(
     """
     given = {"max_steps": max_steps, "checkpoints": checkpoints, "memory": memory}
     given |= {"only": only, "outermost": outermost, "lanes": lanes}
+    given |= {"progress": progress, "debug": debug}
     settings = settings_of("replace_lax_loops", **given)
     with replacing(settings):
         yield
@@ -95,6 +97,8 @@ def settings_of(
     only: Any,
     outermost: Any,
     lanes: Any,
+    progress: Any,
+    debug: Any,
 ) -> Settings:
     max_steps = validate.check_bound(function, "max_steps", max_steps)
     budget = check_budget(function, checkpoints, memory)
@@ -102,7 +106,11 @@ def settings_of(
         validate.check_callable(function, "only", only)
     outermost = validate.check_flag(function, "outermost", outermost)
     lanes = validate.check_lanes(function, lanes)
-    return Settings(function, max_steps, budget, only, id(only), outermost, lanes)
+    shown = check_progress(function, progress)
+    finite = validate.check_debug(function, debug)
+    lanes = "wait" if finite else lanes
+    validate.check_beside_flat(function, lanes, progress)
+    return Settings(function, max_steps, budget, only, id(only), outermost, lanes, shown, finite)
 
 
 @contextmanager

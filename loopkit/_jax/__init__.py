@@ -45,6 +45,7 @@ from loopkit._jax.avals import (
     volume,
     zeros,
 )
+from loopkit._jax.callbacks import tell
 from loopkit._jax.jaxprs import (
     COMPARED,
     IO_EFFECTS,

@@ -241,6 +241,10 @@ def _register_partial_eval(primitive: Any, eager: Callable, known_part: Callable
         pairs = zip(eqn.invars, instantiated, strict=True)
         residuals = [v for v, there in pairs if not there and isinstance(v, core.Var)]
         known, results = known_part(list(unknown), eqn) or (None, [False] * count)
+        if known is not None and hasattr(eqn.params["loop"], "unshown"):
+            # What was shown once is run again.
+            again = {"loop": eqn.params["loop"].unshown(backward=False)}
+            eqn = eqn.replace(params=eqn.params | again)
         return known, eqn, [not k for k in results], [True] * count, residuals
 
     pe.custom_partial_eval_rules[primitive] = eager

@@ -37,7 +37,7 @@ UNKNOWN_TRIPS = 10
 
 
 def nanoseconds(jaxpr: _jax.Jaxpr) -> float:
-    return sum(map(_equation, _jax.open_jaxpr(jaxpr).eqns))
+    return sum(map(equation_nanoseconds, _jax.open_jaxpr(jaxpr).eqns))
 
 
 def loop_nanoseconds(loop: Any) -> float:
@@ -48,7 +48,7 @@ def loop_nanoseconds(loop: Any) -> float:
     return trips * nanoseconds(loop.body)
 
 
-def _equation(eqn: Any) -> float:
+def equation_nanoseconds(eqn: Any) -> float:
     if "nanoseconds" in eqn.params:
         return eqn.params["nanoseconds"]
     name = eqn.primitive.name

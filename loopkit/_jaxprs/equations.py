@@ -98,20 +98,46 @@ def run(
     return list(map(read, outs))
 
 
+def shows(jaxpr: _jax.Jaxpr) -> bool:
+    """Whether a loop is anywhere inside that shows how far it is."""
+    found = (eqn.params.get("loop") for eqn in all_equations(jaxpr))
+    return any(getattr(loop, "progress", None) is not None for loop in found)
+
+
+def unshown(jaxpr: _jax.Jaxpr, backward: bool) -> _jax.Jaxpr:
+    """A jaxpr whose loops do not show steps that are taken, or those reversed either."""
+
+    def hidden(eqn: Any) -> Any:
+        loop = eqn.params.get("loop")
+        new = loop.unshown(backward) if hasattr(loop, "unshown") else loop
+        return eqn if new is loop else eqn.replace(params=eqn.params | {"loop": new})
+
+    return map_equations(jaxpr, hidden, lambda eqn: "loop" in eqn.params)
+
+
 def without_debug_effects(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """A jaxpr that neither prints nor calls what returns nothing, for steps that are run again."""
+    """A jaxpr that neither prints nor calls what returns nothing, for steps that are run again.
+
+    Nor do its loops show their steps, but where they are reversed.
+    """
 
     def quiet(eqn: Any) -> Any:
         reports = eqn.primitive is _jax.debug_callback_p or eqn.primitive.name == "debug_print"
         reports = reports or (eqn.primitive.name == "io_callback" and not eqn.outvars)
         return None if reports else eqn
 
+    jaxpr = unshown(jaxpr, backward=False) if shows(jaxpr) else jaxpr
     return map_equations(jaxpr, quiet) if jaxpr.effects else jaxpr
 
 
 def asks_the_host(jaxpr: _jax.Jaxpr) -> bool:
     """Whether it calls the host for values, which may be others the next time."""
     return any(isinstance(e, _jax.IO_EFFECTS) for e in without_debug_effects(jaxpr).effects)
+
+
+def calls_the_host(jaxpr: Any) -> bool:
+    """Whether a function of the host is called, a pure one."""
+    return any(eqn.primitive.name == "pure_callback" for eqn in all_equations(jaxpr))
 
 
 def map_equations(jaxpr: Any, change: Callable, as_it_is: Callable | None = None) -> _jax.Jaxpr:

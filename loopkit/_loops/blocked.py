@@ -6,20 +6,24 @@ import contextlib
 import functools as ft
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import jax
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._jaxprs import equations
+from loopkit._loops.keywords import BlockedKw
 from loopkit._loops.request import Asked
 from loopkit._loops.scan import NAMES, run_scan
 from loopkit._programs.cache import remember
+from loopkit._progress.open_bars import closing_if_it_fails
+from loopkit._progress.progress import check_progress
 from loopkit._tracing.axes import Inputs, block_axes, joined, leaf_axes, merged, normalised
 from loopkit._tracing.trace import type_key
-from loopkit._types import Axes, Decorator, P, R
+from loopkit._types import Axes, Decorator, P, Progress, R
 
 NAME = "blocked"
 ROWS = 8
@@ -27,19 +31,16 @@ ROWS = 8
 
 
 @overload
-def blocked(
-    fn: Callable[P, R], *, block: int | None = None, in_axes: Axes = 0, out_axes: Axes = 0
-) -> Callable[P, R]: ...
+def blocked(fn: Callable[P, R], **kw: Unpack[BlockedKw]) -> Callable[P, R]: ...
 @overload
-def blocked(
-    fn: None = None, *, block: int | None = None, in_axes: Axes = 0, out_axes: Axes = 0
-) -> Decorator: ...
+def blocked(fn: None = None, **kw: Unpack[BlockedKw]) -> Decorator: ...
 def blocked(
     fn: Callable[P, R] | None = None,
     *,
     block: int | None = None,
     in_axes: Axes = 0,
     out_axes: Axes = 0,
+    progress: Progress = None,
 ) -> Callable[P, R] | Decorator:
     """`fn` of a batch, computed one block of the batch after another.
 
@@ -62,6 +63,7 @@ def blocked(
     - `in_axes`, `out_axes`: the batch axes of the positional arguments and of the results, as in
       `jax.vmap`. An argument with None is given whole to every block; a result with None is that
       of the last block. Keyword arguments have their batch axis first.
+    - `progress`: as in `loopkit.while_loop`; a step is a block. Nothing is shown of a single block.
 
     **Returns:**
 
@@ -85,8 +87,11 @@ def blocked(
         ```
     """
     block = validate.check_bound(NAME, "block", block)
+    shown = check_progress(NAME, progress)
     if fn is None:
-        return ft.partial(blocked, block=block, in_axes=in_axes, out_axes=out_axes)
+        given = {"block": block, "in_axes": in_axes, "out_axes": out_axes, "progress": progress}
+        decorator: Any = ft.partial(blocked, **given)
+        return decorator
     validate.check_callable(NAME, "fn", fn)
 
     @ft.wraps(fn)
@@ -103,31 +108,36 @@ def blocked(
         rows = block or _rows_in_cache(fn, inputs)
         if rows >= inputs.length:
             return _with_rows(fn(*args, **kwargs), out_axes, inputs.length)
-        return _in_blocks(fn, inputs, rows, out_axes)
+        with closing_if_it_fails():
+            return _in_blocks(fn, inputs, rows, out_axes, shown)
 
     return run
 
 
-def _in_blocks(fn: Callable, inputs: Inputs, rows: int, out_axes: Any) -> Any:
+def _in_blocks(fn: Callable, inputs: Inputs, rows: int, out_axes: Any, shown: Any) -> Any:
     count, left = divmod(inputs.length, rows)
     head, tail = inputs.divided(count, rows)
-    blocks = _over_blocks(fn, inputs.tree, head, rows, out_axes)
+    shown = None if shown is None else replace(shown, whole=count + bool(left))
+    first, last = shown and shown.part(True, not left), shown and shown.part(False, True)
+    blocks = _over_blocks(fn, inputs.tree, head, rows, out_axes, first)
     if not left:
         return _merged(blocks, out_axes)
     # One more block, so that this too is traced once and runs as one program.
     rest, _ = tail.divided(1, left)
-    last = _merged(_over_blocks(fn, inputs.tree, rest, left, out_axes), out_axes)
-    return joined(NAME, blocks, last, out_axes)
+    end = _merged(_over_blocks(fn, inputs.tree, rest, left, out_axes, last), out_axes)
+    return joined(NAME, blocks, end, out_axes)
 
 
-def _over_blocks(fn: Callable, tree: Any, blocks: Inputs, rows: int, out_axes: Any) -> Any:
+def _over_blocks(
+    fn: Callable, tree: Any, blocks: Inputs, rows: int, out_axes: Any, shown: Any
+) -> Any:
     """What `fn` returns for each block, stacked just before the batch axes."""
 
     def step(_: None, x: list) -> tuple[None, Any]:
         *args, kwargs = tree.unflatten(x)
         return None, _with_rows(fn(*args, **kwargs), out_axes, rows)
 
-    asked, axes = Asked(made_of=((fn,), NAME, tree)), block_axes(out_axes)
+    asked, axes = Asked(progress=shown, made_of=((fn,), NAME, tree)), block_axes(out_axes)
     return run_scan(NAMES, step, None, blocks, asked, out_axes=axes)[1]
 
 

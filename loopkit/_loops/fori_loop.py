@@ -18,7 +18,19 @@ from loopkit._loops.scan import run_scan
 from loopkit._loops.while_loop import run_while
 from loopkit._tracing.axes import Inputs
 from loopkit._tracing.trace import Names
-from loopkit._types import Bound, BufferSpec, Checkpoints, Indexed, Lanes, Like, Memory, T, Unroll
+from loopkit._types import (
+    Bound,
+    BufferSpec,
+    Checkpoints,
+    Debug,
+    Indexed,
+    Lanes,
+    Like,
+    Memory,
+    Progress,
+    T,
+    Unroll,
+)
 
 NAMES = Names("fori_loop", "body_fun", "init_val", "cond_fun", hidden=2)
 """The carry of the loop that runs is ((counters, value), ...): two levels above the user's."""
@@ -56,6 +68,8 @@ def fori_loop(
     checks: bool | None = None,
     return_info: bool = False,
     lanes: Lanes = None,
+    progress: Progress = None,
+    debug: Debug = None,
 ) -> T | tuple[T, LoopInfo]:
     """Repeat `body_fun` for the integers from `lower` to `upper`; differentiable in every mode.
 
@@ -76,8 +90,8 @@ def fori_loop(
     - `unroll`: steps to an iteration of the compiled loop; True or 0 for all, if their number is
       known; "auto" as in `loopkit.while_loop`.
     - `max_steps`: the most steps to take, a static int.
-    - `checkpoints`, `memory`, `buffers`, `checks`, `return_info`, `lanes`: as in
-      `loopkit.while_loop`; "all" needs static bounds, or `max_steps` where `lower` or `upper` is
+    - `checkpoints`, `memory`, `buffers`, `checks`, `return_info`, `lanes`, `progress`, `debug`: as
+      in `loopkit.while_loop`; "all" needs static bounds, or `max_steps` where `lower` or `upper` is
       traced.
 
     **Returns:**
@@ -108,7 +122,8 @@ def fori_loop(
     several, made_of, inner = 1 if unroll is None else unroll, ((body_fun,), name), buffers
     if buffers is not None:  # of the value, in the carry (counters, value)
         inner = (lambda carry: buffers(carry[1])) if callable(buffers) else (False, buffers)
-    asked = Asked(several, checkpoints, memory, inner, checks, return_info, lanes, made_of)
+    asked = Asked(several, checkpoints, memory, inner, checks, return_info, lanes, progress, debug)
+    asked = asked._replace(made_of=made_of)
     if isinstance(lower, int) and isinstance(upper, int):
         trips = max(0, upper - lower)
         length = trips if max_steps is None else min(trips, max_steps)

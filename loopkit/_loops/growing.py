@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from loopkit import _jax
+from loopkit._engine.loop import parts
 from loopkit._engine.passes import ready
 from loopkit._loops.request import Hidden, Stepped
 from loopkit._tracing.trace import Traced
@@ -41,14 +42,16 @@ class Growing(Stepped):
 
         def step(value: Any, hidden: Hidden, x: list) -> tuple[Any, Any]:
             new, y, go = self.step(value, self.inputs.join(x, ()))
-            return (new, hidden._replace(go=go, left=hidden.left - 1)), y
+            steps = hidden.steps + 1 if self.counts else None
+            return (new, hidden._replace(go=go, steps=steps, left=hidden.left - 1)), y
 
         def goes_on(_: Any, hidden: Hidden) -> Any:
             some = hidden.left > 0
             return some if hidden.go is None else some & hidden.go
 
         asked = None if self.until is None else on_device(True, bool)
-        hidden = Hidden(go=asked, left=on_device(0, np.int32))
+        none = on_device(0, np.int32)
+        hidden = Hidden(go=asked, steps=none if self.counts else None, left=none)
         types, rest = self.inputs.slice_types, (self.inputs.tree,)
         traced, _, tree = self.traced(step, goes_on, hidden, types, {}, rest)
         return traced, tree
@@ -93,8 +96,11 @@ def _lanes(tracer: Any) -> int:
     return jax.typeof(_jax.innermost(tracer)).size // max(tracer.size, 1)
 
 
-def compiled(traced: Traced, size: int) -> Callable:
-    """A segment as one program, which JAX also differentiates only once."""
+def compiled(traced: Traced, size: int, counts: bool = False) -> Callable:
+    """A segment as one program, which JAX also differentiates only once.
+
+    `counts`: whether the loop carries the number of the step.
+    """
 
     def make() -> Callable:
         segment = traced.of_length(size).closing_over([None] * len(traced.closed_over))
@@ -102,8 +108,10 @@ def compiled(traced: Traced, size: int) -> Callable:
         def run(
             closed_over: list, carry: list, steps: Any, stopped: Any, left: Any, x: list
         ) -> tuple:
-            leaves, ys = segment.closing_over(closed_over).run([*carry, ~stopped, left], x)
-            *carry, go, unused = leaves
+            number = [steps] if counts else []
+            hidden = [~stopped, *number, left]
+            leaves, ys = segment.closing_over(closed_over).run([*carry, *hidden], x)
+            carry, (go, *_, unused) = parts(leaves, len(carry))
             taken = left - unused  # none in a lane that had stopped
             return carry, steps + taken, ~go, taken, ys
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools as ft
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -12,16 +12,21 @@ import jax.numpy as jnp
 from loopkit._arguments.static_leaves import wrapped
 from loopkit._loops.info import LoopInfo
 from loopkit._loops.request import Scan, Stepped
+from loopkit._progress.open_bars import bar
 from loopkit._tracing.axes import y_axes
 from loopkit._tracing.trace import pair
 
 
-def python_steps(scan: Stepped, carry: Any, order: Iterable[int], ys: list) -> tuple[Any, bool]:
+def python_steps(
+    scan: Stepped, carry: Any, order: Iterable[int], ys: list, taken: Callable[[int], Any]
+) -> tuple[Any, bool]:
     """The carry after steps of these numbers, whose y is put to `ys`, and whether to stop there."""
-    body = scan.carried.by_hand(lambda x, carry: _stepped(scan, carry, x))
+    before = len(ys) + getattr(scan, "before", 0)
+    body = scan.by_hand(lambda x, carry: _stepped(scan, carry, x), before)
     for t in order:
         carry, y = body(scan.inputs.row(t), carry)
         ys.append(jax.tree.map(jnp.asarray, y))
+        taken(1)
         if scan.until is not None and scan.until(carry, y):
             return carry, True
     return carry, False
@@ -36,8 +41,10 @@ def python_scan(scan: Scan) -> tuple[Any, Any, LoopInfo]:
     carry, rows, stopped = scan.init, [], bool(scan.stopped)
     inputs, reverse = scan.inputs, scan.reverse
     order = range(inputs.length)
-    if not stopped:
-        carry, stopped = python_steps(scan, carry, reversed(order) if reverse else order, rows)
+    with bar(scan.progress, inputs.length) as taken_steps:
+        if not stopped:
+            order = reversed(order) if reverse else order
+            carry, stopped = python_steps(scan, carry, order, rows, taken_steps)
     taken = len(rows)
     blank = (
         rows[0] if rows else jax.eval_shape(ft.partial(_stepped, scan), scan.init, inputs.row(0))[1]

@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, Literal, Required, TypeAlias, TypedDict, TypeVar
 
-from loopkit._types import Axes, C, Checkpoints, Lanes, Memory, Reduce, Unroll, Until, Y
+from loopkit._types import (
+    Axes,
+    C,
+    Checkpoints,
+    Debug,
+    Lanes,
+    Memory,
+    Progress,
+    Reduce,
+    Unroll,
+    Until,
+    Y,
+)
 
 Info = TypeVar("Info", bound=bool)
 Yes: TypeAlias = Literal[True]
@@ -23,6 +35,8 @@ class LoopKw(Kw[Info], total=False):
     buffers: Any  # a BufferSpec has an overload of its own; other trees of bools end here
     checks: bool | None
     lanes: Lanes
+    progress: Progress
+    debug: Debug
 
 
 class WhileKw(LoopKw[Info], total=False):
@@ -54,10 +68,20 @@ class UnboundedKw(Kw[Info], Generic[C, Y, Info], total=False):
     segment: int
     max_segments: int | None
     growth: float
-    progress: Callable[[int], Any] | None
+    progress: Progress | Callable[[int], Any]
+    debug: Debug
+
+
+class BlockedKw(TypedDict, total=False):
+    block: int | None
+    in_axes: Axes
+    out_axes: Axes
+    progress: Progress
 
 
 class RaggedKw(Kw[Info], Generic[C, Y, Info], total=False):
     until: Until[C, Y] | None
     batch: int
     growth: float
+    progress: Progress
+    debug: Debug

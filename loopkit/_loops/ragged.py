@@ -25,10 +25,11 @@ from loopkit._loops.info import LoopInfo
 from loopkit._loops.keywords import No, RaggedKw, Yes
 from loopkit._loops.request import Asked, Hidden
 from loopkit._loops.unbounded import check_growth
+from loopkit._progress.open_bars import closing_if_it_fails
 from loopkit._tracing.axes import Inputs
 from loopkit._tracing.carry_buffers import NONE
-from loopkit._tracing.trace import Names
-from loopkit._types import C, Checkpoints, Like, Step, Until, X, Y
+from loopkit._tracing.trace import Names, Traced
+from loopkit._types import C, Checkpoints, Debug, Like, Progress, Step, Until, X, Y
 
 NAMES = Names("ragged_scan", "f", "init", "until")
 
@@ -58,6 +59,8 @@ def ragged_scan(
     growth: float = 1.25,
     checkpoints: Checkpoints = None,
     return_info: bool = False,
+    progress: Progress = None,
+    debug: Debug = None,
 ) -> tuple[C, list[Y]] | tuple[C, list[Y], LoopInfo]:
     """Scan each of a list of sequences, of whatever lengths, in batches.
 
@@ -83,6 +86,8 @@ def ragged_scan(
       `loopkit.length_buckets`.
     - `checkpoints`: what the backward pass keeps of each batch, as in `loopkit.scan`.
     - `return_info`: also return a `LoopInfo`, with an entry for each sequence.
+    - `progress`: as in `loopkit.while_loop`; steps are those of the longest sequence of each batch.
+    - `debug`: as in `loopkit.while_loop`; lanes are those of a batch.
 
     **Returns:**
 
@@ -117,40 +122,66 @@ def ragged_scan(
     inputs = _check_sequences(sequences)
     batch = validate.check_whole(name, "batch", batch, 1, "an int >= 1, sequences to a batch")
     asked = Asked(checkpoints=checkpoints, buffers=NONE, return_info=return_info)
+    asked = asked._replace(progress=progress, debug=debug)
     own = {"f": seen(f), "until": seen(until)}
     scan = Growing.of(NAMES, init, 1, asked, (f, until), **own, inputs=inputs[0])
     lengths = [x.length for x in inputs]
     buckets = length_buckets(lengths, growth=_check_growth(name, growth))
 
-    traced, tree = scan.segment()
+    batches = [
+        (size, places[begin : begin + batch])
+        for size, places in buckets.items()
+        for begin in range(0, len(places), batch)
+    ]
+    with closing_if_it_fails():
+        return _run(scan, inputs, lengths, batches)
+
+
+def _run(
+    scan: Growing, inputs: list[Inputs], lengths: list[int], batches: list[tuple[int, list[int]]]
+) -> Any:
+    (traced, tree), until = scan.segment(), scan.until
     go = None if until is None else jnp.array(True)
     order, results, ys = [], [], []
-    for size, places in buckets.items():
-        for begin in range(0, len(places), batch):
-            some = places[begin : begin + batch]
-            # Lanes without steps, so that batches have few sizes.
-            lanes = 1 << (len(some) - 1).bit_length()
-            left = jnp.array([lengths[i] for i in some] + [0] * (lanes - len(some)), jnp.int32)
-            xs = zip(*(inputs[i].leaves for i in some), strict=True)
-            loop = traced.of_length(size)
+    loops = [traced.of_length(size) for size, _ in batches]
+    values = [*traced.closed_over, *jax.tree.leaves((scan.init, [x.leaves for x in inputs]))]
+    compiled = any(_jax.is_tracer(_jax.innermost(v)) for v in values)
+    if scan.progress is not None and not compiled:  # else they need not run in turn
+        loops = _with_one_bar(loops, [max(lengths[i] for i in some) for _, some in batches])
+    for (size, some), loop in zip(batches, loops, strict=True):
+        # Lanes without steps, so that batches have few sizes.
+        lanes = 1 << (len(some) - 1).bit_length()
+        left = jnp.array([lengths[i] for i in some] + [0] * (lanes - len(some)), jnp.int32)
+        xs = zip(*(inputs[i].leaves for i in some), strict=True)
 
-            def run(left: Any, x: list, loop: Any = loop) -> tuple[list, list]:
-                return loop.run(jax.tree.leaves((scan.init, Hidden(go=go, left=left))), x)
+        def run(left: Any, x: list, loop: Any = loop) -> tuple[list, list]:
+            hidden = Hidden(go=go, steps=jnp.int32(0) if scan.counts else None, left=left)
+            return loop.run(jax.tree.leaves((scan.init, hidden)), x)
 
-            leaves, y = jax.vmap(run)(left, [_stacked(leaf, lanes, size) for leaf in xs])
-            carry, after = tree.unflatten([leaf[: len(some)] for leaf in leaves])
-            steps = (left[: len(some)] - after.left) if until is not None else left[: len(some)]
-            known = _on_host(steps) if until is not None else [lengths[i] for i in some]
-            rows = ([_row(leaf, lane, n) for leaf in y] for lane, n in enumerate(known))
-            ys += map(traced.y_tree.unflatten, rows)
-            order += some
-            results.append((carry, steps, after.go))
+        leaves, y = jax.vmap(run)(left, [_stacked(leaf, lanes, size) for leaf in xs])
+        carry, after = tree.unflatten([leaf[: len(some)] for leaf in leaves])
+        steps = (left[: len(some)] - after.left) if until is not None else left[: len(some)]
+        known = _on_host(steps) if until is not None else [lengths[i] for i in some]
+        rows = ([_row(leaf, lane, n) for leaf in y] for lane, n in enumerate(known))
+        ys += map(traced.y_tree.unflatten, rows)
+        order += some
+        results.append((carry, steps, after.go))
     back = np.argsort(order)
     carry, steps, go = jax.tree.map(lambda *parts: jnp.concatenate(parts)[back], *results)
     ys = [ys[place] for place in back]
     if not scan.return_info:
         return bare((carry, ys))
     return *bare((carry, ys)), LoopInfo(steps, jnp.zeros(steps.shape, bool) if go is None else ~go)
+
+
+def _with_one_bar(loops: list[Traced], steps: list[int]) -> list[Traced]:
+    """Loops that show how far all of them are, one after another."""
+    shown, last = [], len(loops) - 1
+    for number, loop in enumerate(loops):
+        assert loop.loop.progress is not None, "asked for"
+        part = loop.loop.progress.part(number == 0, number == last, whole=sum(steps))
+        shown.append(loop.showing(part))
+    return shown
 
 
 def length_buckets(

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr, tree_leaves_with_path
 
-from loopkit._arguments import static_leaves, validate
+from loopkit._arguments import failed_step, static_leaves, validate
 from loopkit._buffers import run_time_checks
 from loopkit._buffers.buffer import plain
 from loopkit._loops.some_ys import Beside, SomeYs
 from loopkit._plans.budget import check_budget
 from loopkit._plans.plan import Budget
 from loopkit._programs.cache import remember
+from loopkit._progress.progress import Progress, check_progress
 from loopkit._tracing import carry_buffers
 from loopkit._tracing.axes import Inputs
+from loopkit._tracing.finite_steps import FiniteSteps, Given, names_of
 from loopkit._tracing.trace import Names, Traced, pair, scalar_bool, trace_loop, type_key
 
 
@@ -30,6 +35,8 @@ class Asked(NamedTuple):
     checks: Any = None
     return_info: Any = False
     lanes: Any = None
+    progress: Any = None
+    debug: Any = None
     made_of: tuple | None = None
     """The functions of the user, a tuple, and what else those of the loop depend on, where they are
     made anew on every call. None: they are the user's."""
@@ -71,6 +78,9 @@ class Request:
     return_info: bool
     lanes: Any
     """What becomes of lanes that have stopped."""
+    progress: Progress | None
+    body: tuple[str, str] | None
+    """Name and place of the caller's body, if its steps have to stay finite."""
     functions: tuple
     """The caller's, on which all hangs that is traced; not those made anew on every call."""
     rest: tuple
@@ -97,6 +107,14 @@ class Request:
         init = static_leaves.wrapped(name, names.init, init, names.hidden - 1)
         carried = carry_buffers.find(names, asked.buffers, init)
         checking = run_time_checks.wanted(name, asked.checks, carried.any)
+        lanes, body = validate.check_lanes(name, asked.lanes), None
+        if validate.check_debug(name, asked.debug):
+            # Each step is taken for itself, and lanes stay where they are.
+            unroll, auto, lanes = 1, False, "wait"
+            body = failed_step.named(functions[0], names.body)
+        elif checking and lanes == "flatten":
+            lanes = "wait"  # what is checked is whether lanes take a step, and not where they are
+        validate.check_beside_flat(name, lanes, asked.progress)
         return cls(
             names=names,
             init=plain(init) if carried.any else init,
@@ -108,15 +126,95 @@ class Request:
             carried=carried.checked(checking),
             checking=checking,
             return_info=return_info,
-            lanes=validate.check_lanes(name, asked.lanes),
+            lanes=lanes,
+            progress=check_progress(name, asked.progress),
+            body=body,
             functions=functions,
             rest=tuple(rest),
             **more,
         )
 
+    @property
+    def counts(self) -> bool:
+        """Whether run-time errors need the number of the step."""
+        return self.checking or self.body is not None
+
     def hidden(self, go: Any, steps: Any, whole: Any = (), last: Any = ()) -> Hidden:
         written = self.carried.first_written(self.init) if self.checking else []
         return Hidden(go, steps, None, whole, last, written)
+
+    def finite(self, state: tuple[Any, Hidden], flag: int | None, x_count: int) -> FiniteSteps:
+        """How steps that have to stay finite are watched. `flag`: which leaf says what counts."""
+        assert self.body is not None, "asked for"
+        paths = [path for path, _ in tree_leaves_with_path(state)]
+        count = len(paths) - len(jax.tree.leaves(state[1]))
+        fields = [path[1].name for path in paths[count:]]
+        counter, left = (
+            next((count + i for i, name in enumerate(fields) if name == leaf), None)
+            for leaf in ("steps", "left")
+        )
+        buffers = *self.carried.flags, *[False] * (len(paths) - count)
+        typed = zip(jax.tree.leaves(state), buffers, strict=True)
+        missing = tuple((i, v.shape, v.dtype) for i, (v, has) in enumerate(typed) if has)
+        loop = self.watched(jax.tree.structure(state), missing)
+        names = tuple(map(self._name, paths))
+        assert counter is not None, "counted"
+        return FiniteSteps(loop, names, self.x_names(x_count), flag, counter, buffers, left)
+
+    def by_hand(self, body: Callable, before: Any = 0) -> Callable:
+        """A function of the carry, or of x and the carry, that runs outside a compiled loop.
+
+        `before`: steps taken before it is called first.
+        """
+        body = self.carried.by_hand(body)
+        return body if self.body is None else self._watched_by_hand(body, before)
+
+    def _watched_by_hand(self, body: Callable, before: Any) -> Callable:
+        steps = itertools.count(int(before))
+
+        def watched(*args: Any) -> Any:
+            *x, carry = args
+            state = carry, Hidden(steps=jnp.int32(next(steps)))
+            (leaves, tree), (x_leaves, x_tree) = map(jax.tree.flatten, (state, x))
+            of_loop = self.finite(state, None, 0)
+            loop = replace(of_loop.loop, missing=())
+            if loop.x is not None:
+                loop = replace(loop, x=(jax.tree.structure(x[0]), (False,) * len(x_leaves)))
+            names = names_of("xs", x, 1)
+            finite = replace(of_loop, loop=loop, x_names=names, buffers=(False,) * len(leaves))
+            out_tree: Any = None
+
+            def take(seen: Given, _: Any) -> tuple[list, Sequence[str]]:
+                nonlocal out_tree
+                (carry, hidden), x = tree.unflatten(seen.carry), x_tree.unflatten(seen.x)
+                out = body(*x, carry)
+                new, y = out if x else (out, None)
+                new = static_leaves.wrapped(self.names.function, self.names.body, new)
+                new, out_tree = jax.tree.flatten(((new, hidden), y))
+                return new, names_of("ys", y)
+
+            outs = finite.around(Given([], leaves, x_leaves), take)
+            (new, _), y = out_tree.unflatten(outs)
+            return (new, y) if x else new
+
+        return watched
+
+    def watched(self, tree: Any, missing: tuple) -> failed_step.Watched:
+        """What is said of the loop where a step fails."""
+        assert self.body is not None, "asked for"
+        style = "i, carry" if self.names.function == "fori_loop" else "carry"
+        return failed_step.Watched(
+            self.names.function, self.names.body, *self.body, style, tree, missing=missing
+        )
+
+    def _name(self, path: Any) -> str:
+        hidden = {"whole": "xs", "last": "ys"}
+        if path[0].idx == 1:
+            return f"`{hidden.get(path[1].name, path[1].name)}`"
+        return f"`{self.names.init}{keystr(path[self.names.hidden :])}`"
+
+    def x_names(self, count: int) -> tuple[str, ...]:
+        return ("`xs`",) * count
 
     def traced(
         self,
@@ -136,10 +234,11 @@ class Request:
         carried = flag = None
         key = self.names, tree, type_key(leaves), tuple(x_types), tuple(settings.values())
         key += self.length, self.budget, self.unroll, self.auto_unroll, self.lanes, self.rest
-        key += (tuple(rest),)
+        key += (tuple(rest), self.progress, self.body)
+        values, masked = len(leaves) - len(jax.tree.leaves(hidden)), hidden.go is not None
+        if masked and (self.carried.any or self.body is not None):
+            flag = values
         if self.carried.any:
-            values, masked = len(self.carried.flags), hidden.go is not None
-            flag = values if masked else None
             number = values + masked if self.checking else None
             carried = self.carried.followed_by(len(leaves) - values, number)
             key += self.carried.flags, self.carried.free, self.checking
@@ -153,8 +252,9 @@ class Request:
         def make() -> Traced:
             fields = {"length": self.length, "checkpoints": self.budget, "unroll": self.unroll}
             fields |= {"auto_unroll": self.auto_unroll, "name": self.names.function}
-            fields |= {"narrows": self.lanes, **settings}
-            return trace_loop(self.names, take, asks, state, x_types, fields, carried, flag)
+            fields |= {"narrows": self.lanes, "progress": self.progress, **settings}
+            finite = None if self.body is None else self.finite(state, flag, len(x_types))
+            return trace_loop(self.names, take, asks, state, x_types, fields, carried, flag, finite)
 
         functions = self.functions if carried is None or carried.hashable else ()
         return remember(functions, key, make), leaves, tree
@@ -167,6 +267,17 @@ class Stepped(Request):
     f: Callable
     inputs: Inputs
     until: Callable | None = None
+
+    def watched(self, tree: Any, missing: tuple) -> failed_step.Watched:
+        loop, whole = super().watched(tree, missing), tuple(a is None for a in self.inputs.axes)
+        if loop.style == "i, carry":
+            return loop
+        return replace(loop, style="carry, x", x=(self.inputs.tree, whole))
+
+    def x_names(self, count: int) -> tuple[str, ...]:
+        tree, axes = self.inputs.tree, self.inputs.axes
+        names = names_of("xs", tree.unflatten(range(len(axes))))
+        return tuple(n for n, a in zip(names, axes, strict=True) if a is not None)
 
     def step(self, carry: Any, x: Any) -> tuple[Any, Any, Any]:
         """The next carry, y, and whether to go on; None for that without `until`."""
@@ -186,8 +297,17 @@ class Scan(Stepped):
     split_transpose: bool = False
     truncate: int | None = None
     stopped: Any = False
+    before: Any = 0
+    """Steps taken before the first, for errors."""
     some: SomeYs | None = None
     """Which ys are wanted, if not all. The carry is then a `Beside`."""
+
+    def watched(self, tree: Any, missing: tuple) -> failed_step.Watched:
+        return replace(super().watched(tree, missing), beside=self.some is not None)
+
+    def _name(self, path: Any) -> str:
+        of_ys = self.some is not None and path[0].idx == 0 and path[1].name == "ys"
+        return "`ys`" if of_ys else super()._name(path)
 
     def step(self, carry: Any, x: Any) -> tuple[Any, Any, Any]:
         if self.some is None:

@@ -35,6 +35,7 @@ def run(scan: Scan) -> tuple[Any, Any, Any]:
     traced, stopping = _stacking(traced, out_axes), scan.until is not None
     leading = not any((*traced.loop.x_axes, *traced.loop.y_axes))
     as_lax = scan.budget == "all" and not stopping and leading and not carried.any
+    as_lax = as_lax and scan.progress is None  # which has none on the way back
     if scan.split_transpose and (scan.truncate is not None or not as_lax):
         expected = "can be True only where every step is stored, along leading axes, as in lax.scan"
         got = f"checkpoints={scan.budget!r} and other settings that lax.scan lacks"
@@ -46,6 +47,8 @@ def run(scan: Scan) -> tuple[Any, Any, Any]:
     info = None
     if scan.return_info:
         steps = hidden.steps if stopping else jnp.asarray(inputs.length, jnp.int32)
+        if stopping and scan.body is not None:
+            steps = steps - scan.before
         info = LoopInfo(steps, jnp.logical_not(hidden.go) if stopping else jnp.array(False))
     return carried.returned(final), ys, info
 
@@ -55,7 +58,7 @@ def trace(scan: Scan) -> tuple[Traced, list, Any]:
     inputs, out_axes, stopping = scan.inputs, scan.out_axes, scan.until is not None
     rest = inputs.tree, *inputs.axes, jax.tree.structure(out_axes), *jax.tree.leaves(out_axes)
     last = _last_ys(scan, rest) if has_none(out_axes) else []
-    counting = scan.checking or (scan.return_info and stopping)
+    counting = scan.counts or (scan.return_info and stopping)
     go = jnp.logical_not(jnp.asarray(scan.stopped)) if stopping else None
 
     def step(value: Any, hidden: Hidden, x: list) -> tuple[Any, Any]:
@@ -65,7 +68,8 @@ def trace(scan: Scan) -> tuple[Traced, list, Any]:
         return (new, hidden._replace(go=go, steps=steps, last=last)), y
 
     settings = {"reverse": scan.reverse, "xs": tuple(map(Input, inputs.places))}
-    hidden = scan.hidden(go, jnp.int32(0) if counting else None, inputs.whole, last)
+    before = jnp.asarray(scan.before, jnp.int32) if counting else None
+    hidden = scan.hidden(go, before, inputs.whole, last)
     asks = (lambda _, hidden: hidden.go) if stopping else None
     return scan.traced(step, asks, hidden, inputs.slice_types, settings, rest)
 

@@ -26,9 +26,11 @@ from loopkit._types import (
     BufferSpec,
     C,
     Checkpoints,
+    Debug,
     Lanes,
     Like,
     Memory,
+    Progress,
     Reduce,
     Step,
     Unroll,
@@ -79,6 +81,8 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
     checks: bool | None = None,
     return_info: bool = False,
     lanes: Lanes = None,
+    progress: Progress = None,
+    debug: Debug = None,
 ) -> tuple[C, Y] | tuple[C, Y, LoopInfo]:
     """Scan `f` over an axis of `xs`, the leading one by default, carrying state along.
 
@@ -127,7 +131,8 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
       int c: at most c carries, at the price of more recomputation. "all": what the derivative of
       every step reads, as lax.scan. A `Plan`: what it says.
     - `memory`: the same as a budget in bytes, such as "64 MB", as in `loopkit.while_loop`.
-    - `buffers`, `checks`, `return_info`, `lanes`: as in `loopkit.while_loop`.
+    - `buffers`, `checks`, `return_info`, `lanes`, `progress`, `debug`: as in
+      `loopkit.while_loop`.
 
     **Returns:**
 
@@ -159,7 +164,7 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
     """
     name = NAMES.function
     inputs = Inputs.of(wrapped(name, "xs", xs), in_axes, length)
-    asked = Asked(unroll, checkpoints, memory, buffers, checks, return_info, lanes)
+    asked = Asked(unroll, checkpoints, memory, buffers, checks, return_info, lanes, progress, debug)
     reverse = validate.check_flag(name, "reverse", reverse)
     split = validate.check_flag(name, "_split_transpose", _split_transpose)
     validate.check_callable(name, "f", f)
@@ -204,7 +209,7 @@ def run_scan(
 def _check_symbolic(scan: Scan, others: dict[str, Any]) -> None:
     """A scan of symbolic length is one of lax, which stores every step. `others`: what else is"""
     others |= {"until": scan.until, "truncate": scan.truncate, "buffers": scan.buffers}
-    others["checkpoints"] = scan.budget
+    others |= {"checkpoints": scan.budget, "progress": scan.progress}
     others["unroll"] = scan.auto_unroll or (scan.unroll != 1 and scan.unroll) or None
     given = [k for k, v in others.items() if v is not None and v != "all"]
     axes = {"in_axes": scan.inputs.axes, "out_axes": scan.out_axes}

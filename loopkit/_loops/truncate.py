@@ -21,6 +21,7 @@ from loopkit._loops.request import Scan
 from loopkit._loops.run_scan import run
 from loopkit._loops.some_ys import UnderWay
 from loopkit._plans.plan import Budget, Bytes, Plan
+from loopkit._progress.open_bars import closing_if_it_fails
 from loopkit._tracing.axes import SCAN, Inputs, block_axes, joined
 
 ROWS = 4
@@ -42,21 +43,29 @@ def truncated(scan: Scan) -> tuple[Any, Any, LoopInfo]:
     truncate, count = scan.truncate, -(-inputs.length // scan.truncate) - 1
     outer, inner = _shared(scan.budget, count, truncate)
 
-    def of_block(init: Any, inputs: Inputs, stopped: Any = False) -> Scan:
-        return scan.over(
-            init, scan.buffers, inputs, budget=inner, stopped=stopped, return_info=True
-        )
+    # One bar: steps are counted by blocks, or, where a block may end before its last, in each.
+    shown = None if scan.progress is None else replace(scan.progress, whole=inputs.length)
+    weight = truncate if until is None else 0
+    of_blocks = shown and shown.part(True, False, weight=weight)
+    in_block = None if shown is None or weight else shown.part(False, False)
+    in_tail = shown and shown.part(False, True)
+
+    def of_block(init: Any, inputs: Inputs, state: Blocks | None = None, **changes: Any) -> Scan:
+        before = 0 if state is None or scan.body is None else state.steps
+        changes = {"stopped": False, "progress": in_tail, **changes}
+        own = {"budget": inner, "before": before, "return_info": True, **changes}
+        return scan.over(init, scan.buffers, inputs, **own)
 
     def block(state: Blocks, x: list) -> tuple[Blocks, Any]:
         here = inputs._replace(leaves=x, length=truncate)
-        carry, y, info = run(of_block(state.carry, here))
+        carry, y, info = run(of_block(state.carry, here, state, progress=in_block))
         carry = _cut(carry, None if until is None else info.stopped)
         return Blocks(carry, state.steps + info.steps, info.stopped), y
 
     head, tail = inputs.divided(count, truncate, scan.reverse)
     # All that a block does, but for its inputs.
     of_inputs = truncate, inputs.tree, *inputs.axes
-    made_of = ("truncated", of_inputs, inner, scan.checking, scan.carried.flags)
+    made_of = ("truncated", of_inputs, inner, scan.checking, scan.body, scan.carried.flags)
     blocks = scan.over(
         Blocks(scan.init, jnp.int32(0), jnp.array(False)),
         None if scan.some is None else Blocks(scan.some.buffers(None), False, False),
@@ -66,12 +75,16 @@ def truncated(scan: Scan) -> tuple[Any, Any, LoopInfo]:
         until=None if until is None else lambda state, _: state.stopped,
         out_axes=block_axes(out_axes),
         budget=outer,
+        progress=of_blocks,
         checking=False,
+        body=None,
         rest=(*scan.rest, *made_of),
     )
-    before, ys, _ = run(blocks)
-    stopped = None if until is None else before.stopped
-    carry, rest, info = run(of_block(_cut(before.carry, stopped), tail, before.stopped))
+    with closing_if_it_fails():
+        before, ys, _ = run(blocks)
+        stopped = None if until is None else before.stopped
+        rest = of_block(_cut(before.carry, stopped), tail, before, stopped=before.stopped)
+        carry, rest, info = run(rest)
     ys = joined(SCAN, ys, rest, out_axes, scan.reverse, stopped)
     return scan.carried.returned(carry), ys, LoopInfo(before.steps + info.steps, info.stopped)
 

@@ -14,6 +14,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Unpack, overload
 
 import jax
@@ -38,10 +39,11 @@ from loopkit._loops.in_python import python_steps
 from loopkit._loops.info import LoopInfo
 from loopkit._loops.keywords import No, UnboundedKw, Yes
 from loopkit._loops.request import Asked
+from loopkit._progress.open_bars import bar, in_parts
 from loopkit._tracing.axes import Inputs
 from loopkit._tracing.carry_buffers import NONE
 from loopkit._tracing.trace import Names
-from loopkit._types import C, Checkpoints, Like, Step, Until, X, Y
+from loopkit._types import C, Checkpoints, Debug, Like, Progress, Step, Until, X, Y
 
 NAMES = Names("unbounded_scan", "f", "init", "until")
 
@@ -68,8 +70,9 @@ def unbounded_scan(
     max_segments: int | None = None,
     checkpoints: Checkpoints = None,
     growth: float = 2.0,
-    progress: Callable[[int], Any] | None = None,
+    progress: Progress | Callable[[int], Any] = None,
     return_info: bool = False,
+    debug: Debug = None,
 ) -> tuple[C, Y] | tuple[C, Y, LoopInfo]:
     """Scan until `until` holds, however long that takes; outside `jax.jit`.
 
@@ -101,8 +104,10 @@ def unbounded_scan(
     - `checkpoints`: what the backward pass keeps of each segment, as in `loopkit.scan`.
     - `growth`: how many times longer each segment is than the one before, at least 1. No segment
       is longer than 4096 steps, unless the first is.
-    - `progress`: called after each segment with the number of steps taken so far, an int.
+    - `progress`: as in `loopkit.while_loop`; the total is the number of rows of `xs`. Or a function
+      that is called after each segment with the number of steps taken so far, an int.
     - `return_info`: also return a `LoopInfo`.
+    - `debug`: as in `loopkit.while_loop`.
 
     **Returns:**
 
@@ -138,19 +143,23 @@ def unbounded_scan(
     name = NAMES.function
     validate.check_callable(name, "f", f)
     validate.check_callable(name, "until", until)
-    if progress is not None:
-        validate.check_callable(name, "progress", progress)
+    told: Any = None
+    if callable(progress) and not hasattr(progress, "start"):
+        told, progress = progress, None
     xs = wrapped(name, "xs", xs)
     endless = Inputs(jax.tree.structure(xs), [], [], sys.maxsize)
     inputs = Inputs.of(xs, 0, None, name) if jax.tree.leaves(xs) else endless
     segment = validate.check_whole(name, "segment", segment, 1, "an int >= 1, in steps")
     max_segments = validate.check_bound(name, "max_segments", max_segments)
     asked = Asked(checkpoints=checkpoints, buffers=NONE, return_info=return_info)
+    asked = asked._replace(progress=progress, debug=debug)
     own = {"f": seen(f), "until": seen(until)}
     scan = Growing.of(NAMES, init, 1, asked, (f, until), **own, inputs=inputs)
     sizes = segment_lengths(segment, check_growth(name, growth), max_segments)
     run = _python_scan if _jax.jit_is_disabled() and inputs.length else _run
-    result = run(scan, sizes, progress)
+    whole = None if inputs is endless else inputs.length
+    with in_parts(scan.progress, whole) as of_segments:
+        result = run(replace(scan, progress=of_segments), sizes, told)
     return bare(result if scan.return_info else result[:2])
 
 
@@ -168,7 +177,7 @@ def _run(
     room = None if jax.default_backend() == "cpu" else memory_left(carry)
     try:
         for size, left, x in divided(xs, rows, sizes):
-            run = compiled(traced, size)
+            run = compiled(traced, size, scan.counts)
             carry, steps, stopped, taken, ys = run(
                 closed_over, carry, steps, stopped, on_device(left, np.int32), x
             )
@@ -225,7 +234,8 @@ def _python_scan(
     carry, ys, stopped, rows = scan.init, [], False, scan.inputs.length
     for size in sizes:
         order = range(len(ys), min(len(ys) + size, rows))
-        carry, stopped = python_steps(scan, carry, order, ys)
+        with bar(scan.progress, None) as taken:
+            carry, stopped = python_steps(scan, carry, order, ys, taken)
         if progress is not None:
             progress(len(ys))
         if stopped or len(ys) == rows:

@@ -14,8 +14,21 @@ from loopkit._arguments.static_leaves import bare, seen
 from loopkit._loops.info import LoopInfo
 from loopkit._loops.keywords import No, WhileKw, Yes
 from loopkit._loops.request import Asked, Hidden, Request
+from loopkit._progress.open_bars import bar
 from loopkit._tracing.trace import Names, scalar_bool
-from loopkit._types import Body, BufferSpec, Checkpoints, Lanes, Like, Memory, Predicate, T, Unroll
+from loopkit._types import (
+    Body,
+    BufferSpec,
+    Checkpoints,
+    Debug,
+    Lanes,
+    Like,
+    Memory,
+    Predicate,
+    Progress,
+    T,
+    Unroll,
+)
 
 NAMES = Names("while_loop", "body_fun", "init_val", "cond_fun")
 
@@ -52,6 +65,8 @@ def while_loop(
     throw: bool = False,
     return_info: bool = False,
     lanes: Lanes = None,
+    progress: Progress = None,
+    debug: Debug = None,
 ) -> T | tuple[T, LoopInfo]:
     """Repeat `body_fun` while `cond_fun` holds; differentiable, with or without a bound.
 
@@ -95,7 +110,16 @@ def while_loop(
       `jax.vmap`. "wait": they take steps that count for nothing until all have stopped, as in lax.
       "compact": once a part of them is left, those are gathered, and go on in a loop of fewer, and
       so on. A tuple: the widths to go on with, each less than the one before. None: "compact" where
-      that is believed to gain more than it takes longer to compile, else "wait".
+      that is believed to gain more than it takes longer to compile, else "wait". "flatten": where
+      loops in `body_fun` end by themselves, a lane that is through with one goes on with its own
+      next step, while others are still inside; with no such loop in it, the same as None.
+    - `progress`: shows how far the loop is, and how far its gradient is on the way back: "tqdm" or
+      "rich", which have to be installed, "line", or an object with `start(total)`, `update(steps)`
+      and `close()`. See the guide to progress.
+    - `debug`: "finite" raises an error at run time at the first step after which the carry, a row
+      of ys, a tangent or a cotangent is no longer finite, with the step, the lane, the leaf, and
+      the line of the body; `loopkit.replay` returns what that step was given. Steps are then
+      taken one to an iteration, and lanes wait. Slow. None: nothing is looked for.
 
     **Returns:**
 
@@ -122,7 +146,7 @@ def while_loop(
 
     The backward pass is checkpointed in the manner of Griewank (1992) and Stumm & Walther (2010).
     """
-    asked = Asked(unroll, checkpoints, memory, buffers, checks, return_info, lanes)
+    asked = Asked(unroll, checkpoints, memory, buffers, checks, return_info, lanes, progress, debug)
     throw = validate.check_flag(NAMES.function, "throw", throw)
     return run_while(NAMES, cond_fun, body_fun, init_val, max_steps, asked, throw)
 
@@ -141,20 +165,23 @@ def run_while(
     validate.check_callable(name, names.predicate, cond_fun)
     validate.check_callable(name, names.body, body_fun)
     max_steps = validate.check_bound(name, "max_steps", max_steps)
-    request = Request.of(names, init_val, max_steps, asked, (cond_fun, body_fun))
+    request = Request.of(names, init_val, max_steps, asked, (body_fun, cond_fun))
     carried, init_val = request.carried, request.init
     cond_fun, body_fun = seen(cond_fun), seen(body_fun)
 
     def in_python() -> tuple[Any, Any]:
-        body, val, steps = carried.by_hand(body_fun), init_val, 0
-        while steps != max_steps and cond_fun(val):
-            val, steps = body(val), steps + 1
+        body, val, steps = request.by_hand(body_fun), init_val, 0
+        with bar(request.progress, max_steps) as taken:
+            while steps != max_steps and cond_fun(val):
+                val, steps = body(val), steps + 1
+                taken(1)
         return val, jnp.int32(steps)
 
     if (ran := validate.in_python(in_python)) is not None:
         val, steps = ran
         return _finished(request, throw, val, steps, lambda: cond_fun(val))
-    counting, masking = throw or request.return_info or request.checking, carried.any
+    counting = throw or request.return_info or request.counts
+    masking = carried.any or request.body is not None
     # Where writes to buffers are to be masked, the predicate is part of the carry.
     go = scalar_bool(name, names.predicate, cond_fun(init_val)) if masking else None
 

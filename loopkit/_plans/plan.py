@@ -106,8 +106,7 @@ UNKNOWN = Step(0, 0)
 class Plan:
     """What the backward pass of a loop keeps: accepted by `checkpoints`.
 
-        Plan(slots=8, segment=16)      # 8 carries, and those of the 16 steps being reversed
-
+    `Plan(slots=8, segment=16)` keeps 8 carries, and those of the 16 steps being reversed.
     The other fields are filled in for the loop that it is used for.
     """
 
@@ -174,6 +173,7 @@ class Plan:
 
     @property
     def segments(self) -> int | None:
+        """How many segments the bound comes to; None without a bound."""
         return None if self.bound is None else -(-self.bound // self.segment)
 
     @property

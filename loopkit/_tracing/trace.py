@@ -25,7 +25,9 @@ from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import LAST_STEP
 from loopkit._jaxprs import equations
 from loopkit._programs.cache import interned
+from loopkit._progress.progress import Progress
 from loopkit._tracing.carry_buffers import Buffers
+from loopkit._tracing.finite_steps import FiniteSteps
 
 PLANNED = 1 << 24
 """Steps beyond which plans take a bound for none, and its schedule would take seconds to make."""
@@ -71,6 +73,11 @@ class Traced:
         make = lambda: shared(self.loop.replace(length=length))
         return replace(self, loop=self.loop.derived(("length", length), make))
 
+    def showing(self, progress: Progress) -> Traced:
+        """The same loop, which shows in another way how far it is."""
+        make = lambda: shared(self.loop.replace(progress=progress))
+        return replace(self, loop=self.loop.derived(progress, make))
+
     def bounded(self, init: Sequence[Any]) -> Traced:
         """The same loop, with the bound that its predicate has where it starts from here."""
         loop, most = self.loop, LAST_STEP if self.loop.length is None else self.loop.length
@@ -88,7 +95,8 @@ class Traced:
         values = map(_jax.innermost, (*self.closed_over, *init))
         if not any(map(_jax.is_tracer, values)):
             # Outside jit there is a program for each bound: a few will do.
-            return self.of_length(min(most, 1 << max(0, bound.steps - 1).bit_length()))
+            few = 1 << max(0, bound.steps - 1).bit_length()
+            return self.of_length(min(most, few if loop.progress is None else bound.steps))
         if not bound.exact:
             return self.of_length(bound.steps)
         every = {"cond": None, "cond_const_count": 0, "length": bound.steps}
@@ -97,9 +105,11 @@ class Traced:
 
     def run(self, init: Sequence[Any], xs: Sequence[Any], scan: Callable | None = None) -> tuple:
         """Final carry leaves and ys leaves; of a `scan` that traces the steps again, if given."""
-        types, bind = (self.init_types, while_p.bind) if scan is None else (self.carry_types, scan)
+        types = self.init_types if scan is None else self.carry_types
         loop = with_least(self.loop, init) if any(self.loop.is_buffer) else self.loop
         loop, passes = ready(loop)
+        # One that was flattened is no scan any more.
+        bind = while_p.bind if scan is None or loop.cond is not None else scan
         meshes = loop.derived("meshes", lambda: equations.meshes(loop.body))
         bound = lambda *operands: bind(*_jax.known_on(meshes, list(operands)), loop=loop)
         first = [_convert(v, t) for v, t in zip(init, types, strict=True)]
@@ -129,11 +139,13 @@ def trace_loop(
     settings: dict[str, Any],
     buffers: Buffers | None = None,
     flag: int | None = None,
+    finite: FiniteSteps | None = None,
 ) -> Traced:
     """A loop over trees like `init`; `settings` are the fields of `Loop` that are not jaxprs.
 
     `step`: carry leaves and x leaves to trees, carry and y. `predicate`: carry leaves to a bool.
-    In a loop with buffers and a predicate, the leaf `flag` says whether a step is active.
+    In a loop with buffers and a predicate, the leaf `flag` says whether a step is active. `finite`:
+    how steps are watched that have to stay finite.
     """
     leaves, tree = jax.tree.flatten(init)
     paths = [path[names.hidden :] for path, _ in jax.tree_util.tree_leaves_with_path(init)]
@@ -175,15 +187,22 @@ def trace_loop(
             break
     _check_types(names, zip(paths, types, out, strict=True))
     _check_effects(names, jaxpr, cond)
+    if finite is not None:
+        jaxpr = finite.of_jaxpr(jaxpr, len(consts), y_tree)
+    carry = _leaves(names, paths, buffers, flag)
+    loop = as_loop(cond, cond_consts, jaxpr, consts, carry, types, settings)
+    return replace(loop, y_tree=y_tree)
+
+
+def _leaves(names: Names, paths: list, buffers: Buffers | None, flag: int | None) -> list:
+    """The records of a carry's leaves."""
     of_leaf = [(False, None)] * len(paths)
     if buffers is not None:
         of_leaf = list(zip(buffers.flags, buffers.outer, strict=True))
-    carry = [
+    return [
         CarryLeaf(names.init + keystr(path), has, i == flag, owner is not None)
         for i, (path, (has, owner)) in enumerate(zip(paths, of_leaf, strict=True))
     ]
-    loop = as_loop(cond, cond_consts, jaxpr, consts, carry, types, settings)
-    return replace(loop, y_tree=y_tree)
 
 
 def _check_types(names: Names, carry: Iterable[tuple[Any, Any, Any]]) -> None:

@@ -21,9 +21,15 @@ piecewise linear in the length, its slope growing by one at each `reach(s, r)`. 
 The last two lines have no branch and no search, so a traced loop evaluates them on one row of a
 small table:
 
-    import jax.numpy as jnp
-    table = SplitTable(*(jnp.asarray(t, jnp.int32) for t in split_table(units=1000, free=7)))
-    m = split_from(table, units_left, free_slots, jnp)      # traced integers in and out
+```python
+import jax
+import jax.numpy as jnp
+from loopkit.schedules.binomial import SplitTable, split, split_from, split_table
+
+table = SplitTable(*(jnp.asarray(t, jnp.int32) for t in split_table(units=1000, free=7)))
+traced = jax.jit(lambda units, free: split_from(table, units, free, jnp))
+print(traced(1000, 7), split(1000, 7))  # 208 208
+```
 
 Source: Griewank & Walther 2000, "Algorithm 799: revolve", ACM Transactions on Mathematical
 Software 26(1); Grimm, Pottier & Rostaing-Schmidt 1996, "Optimal time and minimum space-time

@@ -5,18 +5,32 @@ loop computes. So the choosing is done ahead, on Python integers, and a running 
 table. The same functions step through it on Python ints, numpy ints and traced integers. A traced
 loop:
 
-    import jax.numpy as jnp
-    program = cheapest(slots=8, units=(2**31 - 1) // leaf)     # or -(-max_steps // leaf)
-    table = Table(*(jnp.asarray(column, jnp.int32) for column in program.table))
-    positions = jnp.full(8, NEVER, jnp.int32)                   # the unit each slot holds
-    mark = first_mark(table)
-    while not finished:                                         # lax.while_loop, mark in its carry
-        # save the carry into slot mark.slot, always a real one
-        positions = record(positions, mark, jnp)
-        # run mark.run units, fewer if the predicate says so, never past `units` in all
-        mark = next_mark(table, mark)
-    by_age = jnp.argsort(positions)                             # a stack of slots, empty ones last
-    top = jnp.sum(positions != NEVER) - 1
+```python
+import jax
+import jax.numpy as jnp
+from loopkit.schedules.online import NEVER, Table, cheapest, first_mark, next_mark, record
+
+program = cheapest(slots=8, units=100_000)
+table = Table(*(jnp.asarray(column, jnp.int32) for column in program.table))
+
+
+@jax.jit
+def slots_after(ran):
+    def act(state):
+        mark, positions = state
+        # save the carry into slot mark.slot, always a real one, then run mark.run units
+        return next_mark(table, mark), record(positions, mark, jnp)
+
+    empty = jnp.full(8, NEVER, jnp.int32)  # the unit each slot holds
+    state = first_mark(table), empty
+    return jax.lax.while_loop(lambda state: state[0].unit < ran, act, state)[1]
+
+
+positions = slots_after(1000)
+by_age = jnp.argsort(positions)  # a stack of slots, empty ones last
+print(by_age)  # [0 3 4 5 6 2 7 1]
+print(program.positions(1000))  # {0: 0, 3: 271, 4: 554, 5: 761, 6: 895, 2: 952, 7: 973}
+```
 
 A mark is acted on only if the loop goes on, so nothing is dropped for a state at which the loop
 has ended. The stretch that begins at slot `by_age[k]` is reversed with `slots - 1 - k` free slots.

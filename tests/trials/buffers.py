@@ -104,8 +104,11 @@ def write_text(w: Writer, b: Variable) -> str:
         part = value(w, row.of(row.shape[:-1]))
         return f"{b.name}.at[{at}, ..., {w.d.number(0, 2)}].{how}({part})"
     if way == "mode":
-        mode = w.d.choice(("drop", "clip"))
-        beyond = " beyond the end" if at[0] == "i" and " + " in at and b.type.shape[0] < 5 else ""
+        mode, rows = w.d.choice(("drop", "clip")), b.type.shape[0]
+        counters = [v.name for v in w.having(lambda v: v.name[0] == "i")]
+        if counters and not w.checked and w.d.chance(50):  # of the loop at hand first
+            at = f"{counters[0]} + {w.d.number(0, 3)}"
+        beyond = " beyond the end" if at[0] == "i" and " + " in at and rows < 5 else ""
         w.d.note(f"buffer write: {how} mode {mode}{beyond}")
         return f"{b.name}.at[{at}].{how}({x}, mode='{mode}')"
     if way == "apply" and b.type.kind == "float":

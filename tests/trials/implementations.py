@@ -13,7 +13,18 @@ import loopkit
 from trials.programs import Program
 from trials.transformations import DERIVATIVES, REVERSE
 
-OWN = frozenset({"until", "axes", "truncate", "list", "max_steps", "return_info", "infinite slope"})
+OWN = frozenset(
+    {
+        "until",
+        "axes",
+        "some ys",
+        "truncate",
+        "list",
+        "max_steps",
+        "return_info",
+        "infinite slope",
+    }
+)
 """What loopkit's loops can do, and lax's cannot."""
 
 

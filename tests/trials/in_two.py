@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -71,8 +72,8 @@ class InTwo:
         return_info: bool = False,
         **how: Any,
     ) -> Any:
-        truncate = how.get("truncate") or 1
-        first = min(self.at, length) // truncate * truncate
+        whole = math.lcm(how.get("truncate") or 1, how.get("every") or 1)
+        first = min(self.at, length) // whole * whole
         how = {k: v for k, v in how.items() if k not in RAISES} | {"return_info": True}
         leaves, tree = jax.tree.flatten(xs)
         axes = per_leaf(in_axes, xs)
@@ -84,6 +85,8 @@ class InTwo:
             axes_ = {"in_axes": in_axes, "out_axes": out_axes, "reverse": reverse}
             return loopkit.scan(f, init, tree.unflatten(cut), end - begin, **axes_, **how)
 
+        if how.get("reduce") is not None and first in (0, length):  # a mean of nothing is NaN
+            return part(init, 0, length)[: 2 + return_info]
         carry, ys, a = part(init, 0, first)
         rest = lambda carry: part(cut_off(carry) if 0 < first < length else carry, first, length)
         cut_off = stop_gradients if how.get("truncate") else lambda carry: carry
@@ -94,19 +97,27 @@ class InTwo:
             none = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), types)
             ended = lambda carry: (carry, none, LoopInfo(jnp.int32(0), jnp.array(True)))
             carry, more, b = lax.cond(a.stopped, ended, rest, carry)
-        ys = joined(ys, more, per_leaf(out_axes, ys), reverse, a.stopped | (first == length))
+        one = [None if how.get("every") else word for word in per_leaf(how.get("reduce"), ys)]
+        parts = zip(per_leaf(out_axes, ys), one, strict=True)
+        ways = [word or axis for axis, word in parts]
+        ys = joined(ys, more, ways, reverse, a, b)
         info = LoopInfo(a.steps + b.steps, b.stopped)
         return (carry, ys, info) if return_info else (carry, ys)
 
 
-def joined(ys: Any, more: Any, axes: list, reverse: bool, none_more: Any) -> Any:
-    """Rows of both parts; of what is not stacked, the last that there is."""
+def joined(ys: Any, more: Any, ways: list, reverse: bool, first: Any, rest: Any) -> Any:
+    """Rows of both parts, along an axis; or what both come to. Each part has a LoopInfo."""
 
-    def join(a: Any, b: Any, axis: int | None) -> Any:
-        if axis is None:
-            return jnp.where(none_more, a, b)
-        return jnp.concatenate([b, a] if reverse else [a, b], axis)
+    def join(a: Any, b: Any, way: int | str | None) -> Any:
+        if way in (None, "last"):
+            return jnp.where(rest.steps == 0, a, b)
+        if way == "sum":
+            return a + b
+        if way == "mean":
+            parts = a * first.steps.astype(a.dtype) + b * rest.steps.astype(b.dtype)
+            return parts / (first.steps + rest.steps).astype(parts.dtype)
+        return jnp.concatenate([b, a] if reverse else [a, b], way)
 
     leaves, tree = jax.tree.flatten(ys)
-    pairs = zip(leaves, jax.tree.leaves(more), axes, strict=True)
+    pairs = zip(leaves, jax.tree.leaves(more), ways, strict=True)
     return tree.unflatten([join(*pair) for pair in pairs])

@@ -63,7 +63,7 @@ def narrowed(w: Writer) -> dict[str, str]:
     """What becomes of lanes that have stopped: no number changes by it."""
     if not w.may("options", 30):
         return {}
-    how = w.d.choice(("'compact'", "(1,)", "(2, 1)", "'wait'"))
+    how = w.d.choice(("'compact'", "(1,)", "(2, 1)", "'wait'", "'flatten'"))
     w.d.note(f"option: lanes={how}")
     return {"lanes": how}
 

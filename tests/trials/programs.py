@@ -34,6 +34,7 @@ LOOP_CONSTRUCTS = frozenset(
         "list",
         "odd types",
         "axes",
+        "some ys",
         "truncate",
         "until",
         "lanes",

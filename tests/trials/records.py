@@ -8,6 +8,7 @@ A piece is what one seed draws. A piece that stands in the record is not run aga
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,6 +18,13 @@ import jax
 
 from trials.compare import Trial
 from trials.transformations import DERIVATIVES
+
+WRITE = re.compile(r"write\(b\d|sine_at\(b\d|\bb\d+\.at\[[^\]]*\]\.(?!get)")
+OF_TEXT = {
+    "one write to a buffer": lambda body: len(WRITE.findall(body)) == 1,
+    "buffer of zeros": lambda body: re.search(r"^ *v\d+ = jnp\.zeros\(", body, re.MULTILINE),
+}
+"""What a program is seen to have once it is whole."""
 
 
 class Piece:
@@ -51,6 +59,7 @@ def constructs_of(trial: Trial) -> set[str]:
     derivatives = "".join(letter for letter in trial.pattern if letter in DERIVATIVES)
     of_pattern |= {f"derivatives: {derivatives}"} if derivatives else set()
     orders = len(derivatives)
+    of_pattern |= {name for name, holds in OF_TEXT.items() if holds(trial.program.body)}
     outside = {f"outside: {trial.outside}"} | ({"outside: optimized"} if trial.optimized else set())
     return {*trial.program.counts, *of_pattern, *outside, f"derivatives of order {orders}"}
 
@@ -62,20 +71,23 @@ def lines_of(record: Path | None) -> list[dict[str, Any]]:
 
 
 def summary(records: list[Path]) -> str:
-    """Counts over all lines of some files, as tables of Markdown."""
+    """Counts over all lines of some files, as tables of Markdown; by version, then of all."""
     lines = [line for record in records for line in lines_of(record)]
-    parts = []
-    for who in sorted({(line["loops"], line["jax"]) for line in lines}):
-        own = [line for line in lines if (line["loops"], line["jax"]) == who]
-        outcomes, constructs = Counter[str](), Counter[str]()
-        for line in own:
-            outcomes.update(line["outcomes"])
-            constructs.update(line["constructs"])
-        seeds = sorted(line["seed"] for line in own)
-        title = f"{who[0]}, jax {who[1]}: {sum(outcomes.values())} programs, "
-        title += f"seeds {seeds[0]} to {seeds[-1]}"
-        parts += [f"## {title}", table("outcome", outcomes), table("construct", constructs)]
-    return "\n\n".join(parts)
+    who = lambda line: f"{line['loops']}, jax {line['jax']}"
+    names = sorted(set(map(who, lines)))
+    parts = {name: [line for line in lines if who(line) == name] for name in names}
+    parts |= {"all": lines} if len(names) > 1 else {}
+    return "\n\n".join(tables(name, own) for name, own in parts.items())
+
+
+def tables(name: str, lines: list[dict[str, Any]]) -> str:
+    outcomes, constructs = Counter[str](), Counter[str]()
+    for line in lines:
+        outcomes.update(line["outcomes"])
+        constructs.update(line["constructs"])
+    seeds = sorted(line["seed"] for line in lines)
+    title = f"## {name}: {sum(outcomes.values())} programs, seeds {seeds[0]} to {seeds[-1]}"
+    return "\n\n".join([title, table("outcome", outcomes), table("construct", constructs)])
 
 
 def table(what: str, counts: Counter[str]) -> str:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import loopkit
+from trials.rows import is_key, ys_of
 
 
 class Decisions:
@@ -101,12 +102,12 @@ def row_of(array: Any, axis: int | None, row: int) -> Any:
 
 
 def per_leaf(axes: Any, tree: Any) -> list[Any]:
-    """Axes that are a prefix of a tree, for each of its leaves."""
+    """Axes, or words, that are a prefix of a tree, for each of its leaves."""
     none = lambda v: v is None
     spread = jax.tree.map(
         lambda a, part: [a] * len(jax.tree.leaves(part)), axes, tree, is_leaf=none
     )
-    whole = lambda v: isinstance(v, list) and all(a is None or isinstance(a, int) for a in v)
+    whole = lambda v: isinstance(v, list) and all(isinstance(a, int | str | None) for a in v)
     return [a for part in jax.tree.leaves(spread, is_leaf=whole) for a in part]
 
 
@@ -195,29 +196,19 @@ class PythonLoops:
             types = self.decisions.undecided(lambda: jax.eval_shape(f, carry, tree.unflatten(row)))[
                 1
             ]
-            y = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype) if not is_key(t) else t, types)
+            zeros = lambda t: jax.random.key(0) if is_key(t) else jnp.zeros(t.shape, t.dtype)
+            y = jax.tree.map(zeros, types)
         else:
             rows = {row: arrays(y) for row, y in rows.items()}
             y = next(iter(rows.values()))
-        out_axes = per_leaf(how.get("out_axes", 0), y)
         y_leaves, y_tree = jax.tree.flatten(y)
-        last = rows[list(rows)[-1]] if rows else y
-        stacks = []
-        for at, (leaf, axis) in enumerate(zip(y_leaves, out_axes, strict=True)):
-            if axis is None:
-                stacks.append(jax.tree.leaves(last)[at])
-                continue
-            if is_key(leaf):
-                found = [jax.tree.leaves(rows[r])[at] for r in range(length)]
-                stacks.append(jnp.stack(found) if found else jax.random.split(jax.random.key(0), 0))
-                continue
-            blank = jnp.zeros_like(leaf)
-            found = [jax.tree.leaves(rows[r])[at] if r in rows else blank for r in range(length)]
-            shape = list(leaf.shape)
-            shape.insert(axis % (leaf.ndim + 1), 0)
-            empty = jnp.zeros(shape, jnp.asarray(leaf).dtype)
-            stacks.append(jnp.stack(found, axis) if found else empty)
-        return y_tree.unflatten(stacks)
+        taken = [jax.tree.leaves(row) for row in rows.values()]
+        axes, words = (per_leaf(how.get(k, v), y) for k, v in (("out_axes", 0), ("reduce", None)))
+        window = length, how.get("every"), how.get("reverse", False)
+        return y_tree.unflatten(
+            ys_of(leaf, [row[at] for row in taken], words[at], axes[at], *window)
+            for at, leaf in enumerate(y_leaves)
+        )
 
 
 def row_type(x: Any, axis: int | None) -> Any:
@@ -225,10 +216,6 @@ def row_type(x: Any, axis: int | None) -> Any:
         return x
     shape = [n for i, n in enumerate(x.shape) if i != axis % x.ndim]
     return jax.ShapeDtypeStruct(shape, x.dtype)
-
-
-def is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def stop_gradients(carry: Any) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trials import options
 from trials.draws import FLOAT, INT, Type
 from trials.expressions import expression
+from trials.some_ys import Kept, draw_kept, with_rows
 from trials.steps import (
     Carry,
     again,
@@ -43,40 +46,39 @@ def scan(w: Writer) -> None:
         y_tree = draw_tree(w.d, len(ys)) if ys else Tree()
         w.line(f"return {new}, {y_tree.text(values) if ys else None}")
     how = scan_options(w, carry, most, axes, xs)
-    out_axes = stacked_along(w, ys, how)
+    kept = draw_kept(w, ys, most, how)
+    how |= kept.options(y_tree, len(set(kept.words)) == 1 and w.d.chance(50))
+    out_axes = stacked_along(w, ys, how, kept)
     how |= {} if out_axes is None else {"out_axes": y_tree.text([str(a) for a in out_axes])}
     how |= options.flag(w, "return_info", 20, "return_info")
     call = f"loops.scan({body}, {carry.init}, {xs[0]}, {most}@)"
     options.noted_together(w, how, body)
-    stacks = [(t, axis) for t, axis in zip(ys, out_axes or [0] * len(ys), strict=True)]
-    scanned(w, carry, call, how, (y_tree, stacks, most))
+    along = out_axes or [0] * len(ys)
+    made = [kept.type_of(i, t, most, along[i]) for i, t in enumerate(ys)]
+    moving = [t.inexact for t in ys]
+    scanned(w, carry, call, how, (y_tree, made, moving))
     if w.may("again", 20):
         twin = again(w, call, body)
         other = how
         if twin == call:
             other = how | {"reverse": str("reverse" not in how)} | options.unrolled(w, True)
             w.tags.add("reverse")
-        scanned(w, carry, twin, other, (y_tree, stacks, most))
+        scanned(w, carry, twin, other, (y_tree, made, moving))
 
 
 def scanned(w: Writer, carry: Carry, call: str, how: dict[str, str], rows: tuple) -> None:
-    """The call of a scan, and what it returns by name. `rows`: the tree and types of ys."""
+    """The call of a scan, and what it returns. `rows`: the tree of ys, their types, which move."""
     out, ys, info = w.name("out"), w.name("ys"), "info" if "return_info" in how else ""
     text = call.replace("@", options.text_of(how))
     w.line(f"{', '.join([out, ys, *([info] if info else [])])} = {text}")
     if info:
         told(w, info)
     ended(w, carry, out)
-    tree, stacks, most = rows
-    for path, (t, axis) in zip(tree.paths(ys), stacks, strict=False):
-        kind = t if axis is None else t.of(with_rows(t, most, axis))
-        w.let(path, kind, moving=t.inexact)
-
-
-def with_rows(t: Type, rows: int, axis: int) -> tuple[int, ...]:
-    shape = list(t.shape)
-    shape.insert(axis % (len(shape) + 1), rows)
-    return tuple(shape)
+    tree, made, moving = rows
+    for path, t, moves in zip(tree.paths(ys), made, moving, strict=False):
+        if t.dtype == "uint64":  # with other integers it makes a float
+            path, t = f"{path}.astype('int64')", replace(t, dtype="int64")
+        w.let(path, t, moving=moves)
 
 
 def inputs(w: Writer, most: int) -> tuple:
@@ -131,13 +133,15 @@ def scan_options(w: Writer, carry: Carry, most: int, axes: list, xs: tuple) -> d
     return how | carry.named() | options.narrowed(w)
 
 
-def stacked_along(w: Writer, ys: list[Type], how: dict[str, str]) -> list | None:
+def stacked_along(w: Writer, ys: list[Type], how: dict[str, str], kept: Kept) -> list | None:
     if not ys or not w.may("axes", 60):
         return None
     w.tags.add("axes")
     w.d.note("option: out_axes")
-    last = ("None",) if "truncate" not in how or "until" not in how else ()
-    return [w.d.choice((0, *([1, -1] if t.shape else []), *(None for _ in last))) for t in ys]
+    last = [None] if "truncate" not in how or "until" not in how else []
+    able = [last if kept.may_be_last(i) else [] for i in range(len(ys))]
+    ways = [(0, *([1, -1] if t.shape else []), *none) for t, none in zip(ys, able, strict=True)]
+    return [w.d.choice(some) for some in ways]
 
 
 def lax_loop(w: Writer) -> None:

@@ -166,7 +166,7 @@ def draw_pattern(d: Draws, program: Program) -> str:
         order = min(order, 2 if len(program.body) < 1500 else 1)
     if "scatter of extrema" in tags and jax.__version__.startswith("0.10."):
         order = min(order, 1)  # its second derivative is NaN there, without any loop
-    if {"custom_vjp", "no bound"} <= tags:
+    if "custom_vjp" in tags and tags & {"no bound", "host"}:
         order = min(order, 1)
     letters = []
     for at in range(order):

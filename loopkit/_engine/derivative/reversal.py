@@ -14,7 +14,8 @@ from loopkit._engine.derivative.split import Split, split_step
 from loopkit._engine.derivative.write_log import Undo, find_undo
 from loopkit._engine.facts.counters import Counters, at_step, find_counters
 from loopkit._engine.facts.write_sites import holds_write
-from loopkit._engine.loop import Active, Loop, Operands, fixed_point, kept, parts, spread
+from loopkit._engine.fixed_point import fixed_point
+from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
 from loopkit._engine.passes.lean import to_run
 from loopkit._engine.passes.prune import Pruned, prune
 from loopkit._engine.steps import hold, read_slices, repeat

@@ -47,7 +47,7 @@ def widths(loop: Loop, axis: Any) -> tuple[int, ...]:
     asked, size = loop.narrows, axis.size
     if asked == "wait" or waiting.value or not _apart(loop, axis):
         return ()
-    if asked is None:
+    if asked is None or asked == "flatten":
         return _narrower(size) if _is_worth_it(loop, size) else ()
     if isinstance(asked, tuple):
         if asked[0] > size:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from loopkit._engine.loop import Loop
 from loopkit._engine.passes.flat_rows import flat_rows
+from loopkit._engine.passes.flattened import flattened
 from loopkit._engine.passes.in_step import axes_between_lanes, in_step
 from loopkit._engine.passes.reads_first import reads_first
 from loopkit._engine.passes.rewritten import Rewritten
@@ -13,6 +14,7 @@ from loopkit._engine.passes.still_leaves import still_leaves
 from loopkit._engine.passes.varying import varying
 
 PASSES: Sequence[Callable[[Loop], Loop | Rewritten]] = (
+    flattened,  # before all that is done to a step
     reads_first,  # while a step is as it was written: what follows may call it
     in_step,  # makes another predicate
     varying,  # all that the predicate decides varies as it does

@@ -28,6 +28,7 @@ from loopkit._engine.passes.lanes_left import ended_in_each_lane
 from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import is_active
 from loopkit._plans.budget import for_phases
+from loopkit._progress.progress import Progress
 
 
 class Lanes(NamedTuple):
@@ -120,11 +121,19 @@ class Phases:
             body=_jax.trace(advance, [*types, *loop.x_types], "loop_phase_body")[0],
             carry=(*loop.carry, *[CarryLeaf("steps")] * len(counts)),
             checkpoints=for_phases(loop.checkpoints, self.widths)[number],
+            progress=self._shown(loop, number),
             narrows="wait",
             left=narrower,
         )
         # Lanes that go on in the next phase may wait for those of another batch in this.
         return phase if len(loop.lanes) == 1 else ended_in_each_lane(phase)
+
+    def _shown(self, loop: Loop, number: int) -> Progress | None:
+        """One bar for all phases."""
+        if loop.progress is None:
+            return None
+        first, last = number == 0, number + 1 == len(self.widths)
+        return loop.progress.part(first, last, whole=loop.progress.whole or loop.length)
 
     def _all_active(self, loop: Loop, given: Operands, carry: Sequence[Any]) -> Any:
         """Which lanes are active, those included for which there is no place in this phase."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from operator import or_
 
 from loopkit import _jax
-from loopkit._engine.loop import Loop, Operands, fixed_point, kept, parts, spread
+from loopkit._engine.fixed_point import fixed_point
+from loopkit._engine.loop import Loop, Operands, kept, parts, spread
 from loopkit._engine.passes.rewritten import Rewritten
 
 

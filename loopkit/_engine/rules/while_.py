@@ -16,7 +16,8 @@ import jax
 from loopkit import _jax
 from loopkit._engine import steps
 from loopkit._engine.facts.activity import moving_activity
-from loopkit._engine.loop import Loop, fixed_point, kept, parts, spread
+from loopkit._engine.fixed_point import fixed_point
+from loopkit._engine.loop import Loop, kept, parts, spread
 from loopkit._engine.passes.dual_loop import open_dual
 from loopkit._engine.passes.flat_values import of_vectors
 from loopkit._engine.passes.prune import prune

@@ -40,7 +40,7 @@ class EveryResidual(Strategy):
             safe = SafeInputs.of(loop, operands, active, every, how.split.forward)
 
         def step(s: Saving, go: Any = None) -> Saving:
-            if go is not None and loop.effects:
+            if go is not None and (loop.effects or loop.shows_within):
                 return lax.cond(go, step, lambda s: s, s)
             steps, rows = s
             at = row_of(loop, steps.count) if loop.xs_count or steps.ys else steps.count
@@ -62,7 +62,7 @@ class EveryResidual(Strategy):
             count = steps.count + 1
             if go is not None:
                 new, (count,) = select(go, new, steps.carry), select(go, [count], [steps.count])
-            done = Steps(count, new, ys, lane_counts)
+            done = Steps(count, new, ys, lane_counts, steps.bar)
             row = self.leaving(how.shortened(stored), steps.count)
             return done, write_if(go, rows, row, steps.count)
 

@@ -19,6 +19,7 @@ from loopkit._engine.steps import (
     quotient,
     read_rows,
     repeat,
+    take,
     write_rows,
 )
 from loopkit._engine.sweeps.step import Cotangents, StepReversal
@@ -43,8 +44,7 @@ class EverySegment(Strategy):
             slots = self.save(slots, kept(steps.carry, self.how.slotted), unit)
             if loop.length % length and not _jax.host_waits.value:
                 count = jnp.minimum((unit + 1) * length, loop.length) - steps.count
-            step = lambda _, s: one_step(loop, operands, s)
-            return repeat(count, step, steps, loop.unroll), slots
+            return take(loop, operands, count, steps), slots
 
         def segment(state: Saving) -> Saving:
             return self.segment(loop, operands, *state, lax.div(state[0].count, jnp.int32(length)))
@@ -119,7 +119,7 @@ class EverySegment(Strategy):
         carry, s = self.reach(step, first, first + count, s)
         if self.how.plan.segment == 1:
             cts, buffers = step.reverse_carry(first, carry, s.cts)
-            return s._replace(cts=cts, buffers=buffers)
+            return s._replace(cts=cts.after(self.how.loop, 1), buffers=buffers)
         carry, rows = step.replay(first, count, carry, s.rows)
         buffers = self.how.apart(carry)[1]
         cts, buffers = step.reverse_segment(first, count, rows, s.cts, buffers)

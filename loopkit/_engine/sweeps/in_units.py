@@ -20,7 +20,7 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._engine.loop import Loop, Operands, kept
-from loopkit._engine.steps import Steps, one_step, read_rows, repeat, write_rows
+from loopkit._engine.steps import Steps, read_rows, repeat, take, write_rows
 from loopkit._engine.sweeps import tables
 from loopkit._engine.sweeps.scheduled import Scheduled
 from loopkit._engine.sweeps.step import Cotangents, StepReversal
@@ -168,4 +168,4 @@ class InUnits(Scheduled):
 
 
 def run_known(loop: Loop, operands: Operands, count: int, steps: Steps) -> Steps:
-    return repeat(count, lambda _, s: one_step(loop, operands, s), steps, loop.unroll)
+    return take(loop, operands, count, steps)

@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from loopkit import _jax
+from loopkit._engine import progress
 from loopkit._engine.derivative.deferred_products import Products
 from loopkit._engine.derivative.reversal import Reversal
-from loopkit._engine.loop import Operands, kept, parts, spread
+from loopkit._engine.loop import Loop, Operands, kept, parts, spread
 from loopkit._engine.steps import (
     hold,
+    in_runs,
     read_rows,
     read_slices,
     repeat,
-    repeat_backwards,
     row_of,
     write_rows,
 )
@@ -38,6 +39,14 @@ class Cotangents(NamedTuple):
     """Whole arrays, the rows of the steps reversed so far."""
     factors: list
     """Of products that are put off to the end of the segment, a row for each of its steps."""
+    bar: progress.Bar | None = None
+    """Where it is shown how far it is."""
+
+    def after(self, loop: Loop, count: Any) -> Cotangents:
+        """After so many more steps."""
+        if self.bar is None:
+            return self
+        return self._replace(bar=progress.after(loop, self.bar, count, backward=True))
 
 
 def zero_cotangents(types: Sequence[Any], batch: int | None) -> list:
@@ -199,7 +208,9 @@ class StepReversal:
         small = _jax.byte_count(*how.row_types) <= SMALL_ROW
         last = read(jnp.maximum(count - 1, 0)) if ahead else []
         state = (cts, buffers if repeats else [], last)
-        cts, before, _ = repeat_backwards(count, step, state, how.loop.unroll, part)
+        back = lambda k, s: step(count - 1 - k, s)
+        after = lambda s, count: (s[0].after(how.loop, count), *s[1:])
+        cts, before, _ = in_runs(how.loop, count, back, state, after, cts.bar, part)
         return cts, before if repeats else self.rewind(first, count, buffers)
 
     def reverse(self, step: Any, row: list, cts: Cotangents, place: Any) -> Cotangents:
@@ -216,6 +227,7 @@ class StepReversal:
             d_carry,
             write_rows(cts.xs, d_x, at, x_axes),
             write_rows(cts.factors, factors, place),
+            cts.bar,
         )
 
     def back(self, step: Any, x: list, row: list, so_far: list, flowing: list) -> list[list]:

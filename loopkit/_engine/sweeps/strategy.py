@@ -17,19 +17,24 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopkit import _jax
+from loopkit._engine import progress
 from loopkit._engine.derivative.reversal import Reversal
 from loopkit._engine.loop import Loop, Operands, kept, parts
 from loopkit._engine.passes.batched_loop import stacked
 from loopkit._engine.steps import (
     Steps,
+    after_run,
     evaluate,
+    finished,
     goes_on,
+    in_runs,
     quotient,
     read_rows,
     repeat,
     repeat_backwards,
     select,
     start,
+    while_it_goes_on,
     write_rows,
 )
 from loopkit._engine.sweeps.step import Cotangents, StepReversal, zero_cotangents
@@ -117,7 +122,10 @@ class Strategy(abc.ABC):
         """
         if not self.how.plan.host:
             return values
-        return [jnp.where(number < 0, _jax.zeros(jax.typeof(v)), v) for v in values]
+        return [
+            v if _is_there(v) else jnp.where(number < 0, _jax.zeros(jax.typeof(v)), v)
+            for v in values
+        ]
 
     @property
     def residual_types(self) -> list[_jax.ShapedArray]:
@@ -163,6 +171,7 @@ class Strategy(abc.ABC):
         loop = loop if how.undo is None else how.undo.logged(loop)
         first = start(loop, operands), self.blank_stacks
         steps, stacks, *units = self.run(loop, operands, first)
+        steps = finished(loop, steps)
         ys, log = parts(steps.ys, how.loop.ys_count)
         buffers = kept(steps.carry, how.undone)
         taken = jnp.int32(loop.length) if loop.cond is None else steps.taken
@@ -183,14 +192,19 @@ class Strategy(abc.ABC):
         steps = taken if loop.length is None or loop.cond is not None else loop.length
         steps = taken.max(initial=0) if loop.lanes else steps
         ct_carry, ct_ys = parts(cts, sum(active.carry))
-        flowing = _no_cotangents(how, ct_carry, batch)
+        flowing, bar = _no_cotangents(how, ct_carry, batch), None
+        if loop.progress is not None:
+            bar = progress.opened(loop, steps, taken, [*residuals, *cts], backward=True)
         if loop.length != 0:
+            flowing = flowing._replace(bar=bar)
             step = StepReversal(how, operands, taken, batch, ct_ys, log)
             if step.products is not None:
                 types = _jax.stack_types(step.products.factor_types, how.plan.segment)
                 flowing = flowing._replace(factors=list(map(_jax.zeros, types)))
             flowing = self.reverse(step, steps, Backward(0, stacks, units, [], flowing, buffers))
-        return [*flowing.consts, *flowing.carry, *flowing.xs]
+            bar = flowing.bar
+        results = [*flowing.consts, *flowing.carry, *flowing.xs]
+        return results if bar is None else progress.closed(loop, bar, results, backward=True)
 
 
 def reverse_segments(
@@ -237,7 +251,8 @@ def run_steps(loop: Loop, operands: Operands, step: Callable, state: Any) -> Any
     `state`: the loop under way, and whatever is saved of it.
     """
     if loop.cond is None:
-        return repeat(loop.length, lambda _, s: step(s), state, loop.unroll)
+        after = lambda s, count: (after_run(loop, s[0], count), s[1])
+        return in_runs(loop, loop.length, lambda _, s: step(s), state, after, state[0].bar)
     another = lambda s: goes_on(loop, operands, s[0], loop.length)
 
     def iteration(s: Any) -> Any:
@@ -246,7 +261,7 @@ def run_steps(loop: Loop, operands: Operands, step: Callable, state: Any) -> Any
             s = step(s, another(s))
         return s
 
-    return lax.while_loop(another, iteration, state)
+    return while_it_goes_on(loop, operands, iteration, state, loop.length)
 
 
 def write_if(go: Any, arrays: list, values: list, row: Any, axes: Any = 0) -> list:
@@ -257,9 +272,15 @@ def write_if(go: Any, arrays: list, values: list, row: Any, axes: Any = 0) -> li
     choice: the row comes to the device, and goes back.
     """
     if go is not None and any(map(_jax.is_on_host, map(jax.typeof, arrays))):
-        return write_rows(arrays, select(go, values, read_rows(arrays, row, axes)), row, axes)
+        here = list(map(_jax.placed, values))  # of an inner loop's, which are on the host
+        return write_rows(arrays, select(go, here, read_rows(arrays, row, axes)), row, axes)
     written = write_rows(arrays, values, row, axes)
     return written if go is None else select(go, written, arrays)
+
+
+def _is_there(value: Any) -> bool:
+    """Whether it is on the host, as what an inner loop has saved there."""
+    return _jax.is_on_host(jax.typeof(value))
 
 
 def _no_cotangents(how: Reversal, ct_carry: list, batch: int | None) -> Cotangents:

@@ -60,7 +60,8 @@ def settled(loop: Loop, active: Active | None = None) -> int:
         return loop.unroll
     if _jax.host_waits.value:
         return loop.derived(("unroll on a GPU", active), lambda: _counted(loop, active))
-    return loop.derived(("unroll", active), lambda: _choose(loop.without_debug_effects(), active))
+    find = lambda: _choose(loop.without_debug_effects().unshown(), active)
+    return loop.derived(("unroll", active), find)
 
 
 def _counted(loop: Loop, active: Active | None) -> int:
@@ -103,8 +104,8 @@ def _expected_steps(loop: Loop) -> int:
 def _can_be_tried(loop: Loop) -> bool:
     """Whether a step can run by itself, on values that mean nothing.
 
-    It can not if it has side effects, speaks with other devices, or holds a loop that may then
-    never end.
+    It can not if it has side effects, speaks with other devices, calls a function of the host, of
+    which it would be a call while JAX traces, or holds a loop that may then never end.
     """
     types = [t for j in loop.jaxprs for t in j.in_avals]
     if any(loop.is_buffer):  # made-up values are no places to write to
@@ -117,7 +118,8 @@ def _can_be_tried(loop: Loop) -> bool:
     rows = _jax.byte_count(*loop.x_types, *loop.y_types)
     if trips * rows + _jax.byte_count(*types) > LARGEST:
         return False
-    return not any(map(equations.holds_while_loop, loop.jaxprs))
+    calls = any(map(equations.calls_the_host, loop.jaxprs))
+    return not calls and not any(map(equations.holds_while_loop, loop.jaxprs))
 
 
 def _key(loop: Loop, active: Active | None, steps: int) -> str:

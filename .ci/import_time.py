@@ -1,0 +1,31 @@
+"""How long `import loopkit` takes once JAX is there: 0.15 s at most, by `python -X importtime`.
+
+python import_time.py [RUNS]
+"""
+
+import re
+import subprocess
+import sys
+
+MOST = 0.15
+"""Seconds, by the least of several runs."""
+JAX = 0.5
+"""Seconds that JAX takes where nothing else runs. Where it takes longer, so may loopkit."""
+LINE = re.compile(r"import time:\s+\d+ \|\s+(\d+) \| (\S+)", re.MULTILINE)
+"""One of what is imported at the top: a name without spaces before it."""
+
+
+def seconds() -> tuple[float, float]:
+    """Of jax, and of loopkit after it."""
+    command = [sys.executable, "-X", "importtime", "-c", "import jax\nimport loopkit"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    taken = {name: int(microseconds) / 1e6 for microseconds, name in LINE.findall(told)}
+    return taken["jax"], taken["loopkit"]
+
+
+seconds()  # writes bytecode
+runs = int((sys.argv[1:] or ["5"])[0])
+jax, loopkit = map(min, zip(*(seconds() for _ in range(runs)), strict=True))
+most = MOST * max(1, jax / JAX)
+print(f"import jax: {jax:.3f} s; import loopkit after it: {loopkit:.3f} s, at most {most:.3f} s")
+sys.exit(loopkit > most)

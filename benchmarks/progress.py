@@ -1,0 +1,71 @@
+"""What `progress` costs: steps of some 20 us with it and without, in turn.
+
+python benchmarks/progress.py
+"""
+
+import argparse
+import functools as ft
+import io
+import sys
+import time
+from contextlib import redirect_stderr
+
+import jax
+import jax.numpy as jnp
+
+import harness
+import loopkit
+
+WIDTH = 256
+ROWS = 24
+
+
+class Nothing:
+    def start(self, total): ...
+    def update(self, steps): ...
+    def close(self): ...
+
+
+SHOWN = {"off": None, "an object": Nothing(), "line": "line", "tqdm": "tqdm"}
+
+
+def scan(w, x, steps, show):
+    step = lambda x, _: (jnp.tanh(x @ w), None)
+    return loopkit.scan(step, x, None, steps, progress=show)[0].sum()
+
+
+def while_loop(w, x, steps, show):
+    body = lambda c: (c[0] + 1, jnp.tanh(c[1] @ w))
+    goes_on = lambda c: c[0] < jnp.int32(steps) + c[1][0, 0].astype(int)
+    return loopkit.while_loop(goes_on, body, (0, x), max_steps=steps, progress=show)[1].sum()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--cpu", action="store_true", help="the time of all cores, not the clock's")
+    given = parser.parse_args()
+    if given.cpu:
+        harness.clock = time.process_time
+    w = 0.05 * jax.random.normal(jax.random.key(0), (WIDTH, WIDTH))
+    x = jnp.ones((ROWS, WIDTH))
+    for loop in (scan, while_loop):
+        for mode, change in {"value": lambda f: f, "gradient": jax.grad}.items():
+            calls = {}
+            for name, show in SHOWN.items():
+                f = lambda x, loop=loop, show=show: loop(w, x, given.steps, show)
+                calls[name] = ft.partial(jax.jit(change(f)), x)
+            with redirect_stderr(io.StringIO()):
+                seconds = harness.interleave(calls, given.repeats)
+            off = sorted(seconds["off"])[given.repeats // 2]
+            print(f"{loop.__name__}, {mode}: {off / given.steps * 1e6:.1f} us a step")
+            for name in list(SHOWN)[1:]:
+                low, mid, high = harness.ratio(seconds[name], seconds["off"])
+                best = min(seconds[name]) / min(seconds["off"])
+                print(f"    {name}: {mid:.3f} ({low:.3f} to {high:.3f}); of the best {best:.3f}")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""What is said of a step that made something not finite, and kept of it, to run it alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from loopkit._arguments.static_leaves import bare
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A loop whose steps are watched, as errors speak of it."""
+
+    function: str
+    argument: str
+    """What the function calls its body."""
+    body: str
+    """The name of the user's."""
+    place: str
+    """Its file and line."""
+    style: str
+    """What the body takes: "carry", "carry, x", "i, carry", or "leaves" where no tree is known."""
+    carry: Any = None
+    """The tree of the carry and what is hidden in it; of "leaves", how many the carry has."""
+    x: Any = None
+    """The tree of x, and for each leaf whether it is given whole; None where there is none."""
+    beside: bool = False
+    """Whether what is carried is the user's carry beside ys of which some are kept."""
+    missing: tuple[tuple[int, tuple[int, ...], Any], ...] = ()
+    """Leaves of the carry that are too large to be kept of every step, buffers: which, and what."""
+
+
+def named(function: Any, otherwise: str) -> tuple[str, str]:
+    """The name of a function, if one can call it by that, and its file and line."""
+    while inner := getattr(function, "__wrapped__", None) or getattr(function, "func", None):
+        function = inner
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__name__", otherwise)
+    if code is None:  # an object that is called
+        code = getattr(type(function).__call__, "__code__", None) if callable(function) else None
+    place = "an unknown place" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+    return (name if name.isidentifier() else otherwise), place
+
+
+class Failed(NamedTuple):
+    """The step that failed last."""
+
+    loop: Watched
+    keys: Sequence[Any]
+    """For each leaf, the implementation of random keys, if it holds any."""
+    carry: Sequence[Any]
+    x: Sequence[Any]
+
+
+_lock = threading.Lock()
+_last: list[Failed] = []
+
+
+class Bad(NamedTuple):
+    """What is not finite any more: for each lane, whether, and the values."""
+
+    name: str
+    failed: Any
+    value: Any
+
+
+def describe(loop: Watched, kinds: Sequence[str], bad: Sequence[Bad], step: Any) -> tuple[str, Any]:
+    """The error, and the first lane that fails."""
+    first = next(b for b in bad if b.failed.any())
+    lanes = list(map(tuple, np.argwhere(first.failed)))
+    lane = tuple(map(int, lanes[0]))
+    number = int(_of_lane(step, lane))
+    value = _of_lane(first.value, lane)
+    nans = np.isnan(value)
+    index = tuple(map(int, np.argwhere(nans if nans.any() else ~np.isfinite(value))[0]))
+    what = f"{'nan' if nans.any() else 'inf'}{f' at index {list(index)}' if index else ''}"
+    backward = kinds.count("cotangent") % 2 == 1
+    kind = " of the ".join([*reversed(kinds), "value"] if not kinds else reversed(kinds))
+    others = [b.name for b in bad if b is not first and b.failed.any()]
+    also = f", and {_listed(others)}" if others else ""
+    where = "" if not lane else f" in {_lanes(lanes)}"
+    text = (
+        f"loopkit.{loop.function}: the {kind} of {first.name}{also} must stay finite, got {what} "
+        f"in step {number}{where}, going {'backward' if backward else 'forward'}. "
+    )
+    return f"{text}{_alone(loop, kinds, backward)} Steps are counted from 0.", lane
+
+
+def _alone(loop: Watched, kinds: Sequence[str], backward: bool) -> str:
+    """Where the step is written, and how to run it."""
+    if loop.style == "leaves":
+        leaves = "carry" if loop.x is None else "carry and x"
+        return (
+            f"It is the {loop.argument} at {loop.place}; `loopkit.replay()` returns the leaves of "
+            f"its {leaves} before that step."
+        )
+    called = "" if loop.body == loop.argument else f"`{loop.body}` "
+    run = f"`{loop.body}(*loopkit.replay())`"
+    if kinds:
+        run = f"`{'jax.vjp' if backward else 'jax.jvp'}` of `{loop.body}` at `loopkit.replay()`"
+    return (
+        f"`{loop.argument}` is {called}at {loop.place}. Run that step alone, with jax.debug_nans "
+        f"or in a debugger: {run}."
+    )
+
+
+def _lanes(lanes: list) -> str:
+    shown = [int(n[0]) if len(n) == 1 else tuple(map(int, n)) for n in lanes[:8]]
+    more = f" and {len(lanes) - 8} more" if len(lanes) > 8 else ""
+    return f"lane{'s' * (len(lanes) > 1)} {', '.join(map(str, shown))}{more}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _of_lane(value: Any, lane: tuple[int, ...]) -> Any:
+    """The value of one lane, of an array that has lanes in front, of size 1 where all share it."""
+    pairs = zip(lane, np.shape(value), strict=False)
+    return np.asarray(value)[tuple(0 if size == 1 else i for i, size in pairs)]
+
+
+def keep(loop: Watched, keys: Sequence[Any], lane: Any, carry: Sequence, x: Sequence) -> None:
+    failed = Failed(loop, keys, *([_of_lane(v, lane) for v in values] for values in (carry, x)))
+    with _lock:
+        _last[:] = [failed]
+
+
+def last_arguments() -> tuple | None:
+    """What the body was given in the step that failed last; None if none has."""
+    with _lock:
+        failed = _last[0] if _last else None
+    return None if failed is None else _arguments(failed)
+
+
+def _arguments(failed: Failed) -> tuple:
+    loop, count = failed.loop, len(failed.carry)
+    values = [
+        jax.random.wrap_key_data(v, impl=impl) if impl is not None else jax.numpy.asarray(v)
+        for v, impl in zip((*failed.carry, *failed.x), failed.keys, strict=True)
+    ]
+    if loop.style == "leaves":
+        carry = values[: loop.carry]
+        return (carry,) if loop.x is None else (carry, values[count:])
+    held, types = iter(values[:count]), {i: type_of for i, *type_of in loop.missing}
+    leaves = [
+        jax.ShapeDtypeStruct(*types[i]) if i in types else next(held)
+        for i in range(count + len(types))
+    ]
+    carry, hidden = loop.carry.unflatten(leaves)
+    if loop.style == "i, carry":
+        i, carry = carry
+        return (i[0] if isinstance(i, tuple) else i), bare(carry)
+    if loop.style == "carry":
+        return (bare(carry),)
+    tree, whole = loop.x
+    slices, others = iter(values[count:]), iter(hidden.whole)
+    x = tree.unflatten(next(others) if given else next(slices) for given in whole)
+    return bare(carry.carry if loop.beside else carry), bare(x)

@@ -1,0 +1,332 @@
+"""A step whose values, tangents and cotangents must stay finite; an error at run time names it.
+
+    watch   (report, values, levels before) -> values, levels
+
+A level says how bad a leaf is: 0 if it is finite, 1 if it holds an infinity, 2 if a NaN. Where a
+step begins, `watch` tells the levels of its carry; where it ends, it compares them with those of
+the next carry, and what has become worse is an error. The transpose of either is the other one: a
+cotangent is told where the step ends, and compared where it begins. So one primitive serves all
+derivatives, and a leaf that was not finite from the start is no error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from loopkit import _jax
+from loopkit._arguments import failed_step
+
+watch_p = _jax.declare("loopkit_watch")
+
+LEVEL = jnp.float32
+"""The type of levels: one that has tangents, so that derivatives hand them on as well."""
+
+
+class Leaf(NamedTuple):
+    """A value, or a tangent or cotangent of it."""
+
+    name: str
+    tells: bool = False
+    """Whether its level is a result."""
+    hears: bool = False
+    """Whether a level is an operand, which it must not exceed."""
+    forward: bool = False
+    """Whether it is checked."""
+    backward: bool = False
+    """Whether its cotangent is."""
+
+    @property
+    def transposed(self) -> Leaf:
+        return Leaf(self.name, self.hears, self.tells, self.backward, self.forward)
+
+
+@dataclass(frozen=True)
+class How:
+    """What is watched, and where the lanes of `jax.vmap` are: in front of the operands."""
+
+    loop: failed_step.Watched
+    carry: int
+    x: int
+    """Leaves of the carry, and of x, that are reported."""
+    leaves: tuple[Leaf, ...]
+    kinds: tuple[str, ...] = ()
+    """Empty for values; else "tangent" or "cotangent", the last derivative last."""
+    lanes: tuple[int, ...] = ()
+    """Sizes of the axes of vmap, the outermost first."""
+    axes: tuple[tuple[bool, ...], ...] = ()
+    """For each operand, which of those it has."""
+
+    @property
+    def reported(self) -> int:
+        """Operands that are reported: whether the step counts, its number, carry, x."""
+        return 2 + self.carry + self.x
+
+    @property
+    def checks(self) -> bool:
+        return any(leaf.forward for leaf in self.leaves)
+
+    def apart(self, operands: Sequence[Any]) -> tuple[list, list, list]:
+        """What is reported, values, and for each leaf its level before, or None."""
+        n, count = self.reported, len(self.leaves)
+        told = iter(operands[n + count :])
+        before = [next(told) if leaf.hears else None for leaf in self.leaves]
+        return list(operands[:n]), list(operands[n : n + count]), before
+
+    def results(self, outs: Sequence[Any]) -> tuple[list, list]:
+        """Values, and for each leaf the level that it tells, or None."""
+        told = iter(outs[len(self.leaves) :])
+        levels = [next(told) if leaf.tells else None for leaf in self.leaves]
+        return list(outs[: len(self.leaves)]), levels
+
+
+def watch(
+    loop: failed_step.Watched,
+    report: tuple[Any, Any, Sequence[Any], Sequence[Any]],
+    leaves: Sequence[Leaf],
+    values: Sequence[Any],
+    before: Sequence[Any],
+) -> tuple[list, list]:
+    """The values, and for each leaf its level, or None.
+
+    `report`: whether the step counts, its number, its carry and x. `before`: levels, or None.
+    """
+    active, step, carry, x = report
+    how = How(loop, len(carry), len(x), tuple(leaves))
+    how = replace(how, axes=((),) * (how.reported + len(leaves) + len([*_given(before)])))
+    return _bind(how, [active, step, *carry, *x], values, before)
+
+
+def _given(values: Sequence[Any]) -> list:
+    return [v for v in values if v is not None]
+
+
+def _bind(how: How, report: Sequence, values: Sequence, before: Sequence) -> tuple[list, list]:
+    if not how.leaves:
+        return [], []
+    return how.results(watch_p.bind(*report, *values, *_given(before), how=how))
+
+
+def _some(how: How, keep: Sequence[Leaf | None], kinds: tuple[str, ...]) -> How:
+    """Of the leaves those that are not None, which may tell and hear less."""
+    n, count = how.reported, len(how.leaves)
+    at = list(how.axes)
+    of_levels = iter(at[n + count :])
+    level_axes = [next(of_levels) if leaf.hears else None for leaf in how.leaves]
+    chosen = [(i, leaf) for i, leaf in enumerate(keep) if leaf is not None]
+    axes = [*at[:n], *(at[n + i] for i, _ in chosen)]
+    # A level has the lanes of what tells it.
+    axes += [level_axes[i] or at[n + i] for i, leaf in chosen if leaf.hears]
+    leaves = tuple(leaf for leaf in keep if leaf is not None)
+    return replace(how, leaves=leaves, kinds=kinds, axes=tuple(axes))
+
+
+def _in_front(value: Any, flags: Sequence[bool], lanes: Sequence[int]) -> Any:
+    """The value with an axis for each of the lanes, of size 1 where it has none."""
+    front = [n if has else 1 for n, has in zip(lanes, flags, strict=True)]
+    return value.reshape((*front, *value.shape[sum(flags) :]))
+
+
+def _level(value: Any, lanes: int) -> Any:
+    axes = tuple(range(lanes, value.ndim))
+    bad, nan = ~jnp.isfinite(value), jnp.isnan(value)
+    return bad.any(axes).astype(LEVEL) + nan.any(axes).astype(LEVEL)
+
+
+def _levels(how: How, values: Sequence[Any]) -> list:
+    """The levels that leaves tell."""
+    flags = how.axes[how.reported : how.reported + len(values)]
+    triples = zip(how.leaves, values, flags, strict=True)
+    return [_level(v, sum(has)) for leaf, v, has in triples if leaf.tells]
+
+
+def _evaluate(*operands: Any, how: How) -> list:
+    report, values, before = how.apart(operands)
+    told = _levels(how, values)
+    if not how.checks:
+        return [*values, *told]
+    n, lanes = how.reported, len(how.lanes)
+    keys = tuple(None if _is_number(v) else str(jax.random.key_impl(v)) for v in report)
+    report = [v if k is None else jax.random.key_data(v) for v, k in zip(report, keys, strict=True)]
+    fronted = [_in_front(v, f, how.lanes) for v, f in zip(report, how.axes, strict=False)]
+    of_levels = iter(how.axes[n + len(values) :])
+    heard = [None if b is None else _in_front(b, next(of_levels), how.lanes) for b in before]
+    worst = 0
+    for level in _given(heard):
+        worst = jnp.maximum(worst, level)
+    checked, failed = [], []
+    for leaf, v, flags, level in zip(how.leaves, values, how.axes[n:], heard, strict=False):
+        if leaf.forward:
+            v = _in_front(v, flags, how.lanes)
+            # What has no level of its own may be as bad as the worst that the step was given.
+            bad = _level(v, lanes) > (worst if level is None else level)
+            checked.append(v)
+            failed.append(bad & fronted[0])
+    done = _reported(how, keys[2:], failed, checked, fronted)
+    # The values depend on the call, which would be left out otherwise.
+    return [*(jnp.where(done, v, _jax.zeros(jax.typeof(v))) for v in values), *told]
+
+
+def _is_number(value: Any) -> bool:
+    return not jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _reported(how: How, keys: tuple, failed: list, checked: list, report: list) -> Any:
+    """True, once there is nothing to report."""
+    found = jnp.bool_(False)
+    for bad in failed:
+        found = found | bad.any()
+    operands = [*failed, *checked, *report]
+    if not any(map(_jax.is_tracer, operands)):
+        if found:
+            _raise(how, keys, *operands)
+        return True
+    types = list(map(jax.typeof, operands))
+    same = lambda v: _jax.vary_like(v, types)
+
+    def call(*operands: Any) -> Any:
+        out = jax.ShapeDtypeStruct((), jnp.bool_)
+        return same(jax.pure_callback(lambda *v: _raise(how, keys, *v), out, *operands))
+
+    return lax.cond(found, call, lambda *_: same(jnp.bool_(True)), *operands)
+
+
+def _raise(how: How, keys: tuple, *given: Any) -> Any:
+    operands = list(map(np.asarray, given))
+    names = [leaf.name for leaf in how.leaves if leaf.forward]
+    count = len(names)
+    failed = [np.broadcast_to(v, np.broadcast_shapes(v.shape, how.lanes)) for v in operands[:count]]
+    bad = list(map(failed_step.Bad, names, failed, operands[count : 2 * count]))
+    _, step, *rest = operands[2 * count :]
+    text, lane = failed_step.describe(how.loop, how.kinds, bad, step)
+    failed_step.keep(how.loop, keys, lane, rest[: how.carry], rest[how.carry :])
+    raise FloatingPointError(text)
+
+
+def _types(*types: Any, how: How) -> tuple[list, Any]:
+    n, count = how.reported, len(how.leaves)
+    values = types[n : n + count]
+    level = lambda t, has: _jax.ShapedArray(t.shape[: sum(has)], LEVEL)
+    triples = zip(how.leaves, values, how.axes[n : n + count], strict=True)
+    levels = [level(t, has) for leaf, t, has in triples if leaf.tells]
+    decide = types if how.checks else ()
+    told = [_jax.type_like(t, values) for t in levels]
+    return [*(_jax.type_like(t, decide) for t in values), *told], set()
+
+
+def _jvp(primals: Any, tangents: Any, *, how: How) -> tuple[list, list]:
+    report, values, _ = how.apart(primals)
+    outs = watch_p.bind(*primals, how=how)
+    _, moved, moved_before = how.apart(tangents)
+    none = lambda t: t is None or type(t) is _jax.Zero
+    keep = [
+        None if none(t) else leaf._replace(hears=not none(b))
+        for leaf, t, b in zip(how.leaves, moved, moved_before, strict=True)
+    ]
+    some = _some(how, keep, (*how.kinds, "tangent"))
+    flowing = [t for t in moved if not none(t)]
+    levels = [b for b, leaf in zip(moved_before, keep, strict=True) if leaf and leaf.hears]
+    found, told = map(iter, _bind(some, report, flowing, levels))
+    out_t = [
+        _zero_of(v) if leaf is None else next(found) for v, leaf in zip(values, keep, strict=True)
+    ]
+    of_levels = [next(told) if leaf is not None else None for leaf in keep]
+    _, primal_levels = how.results(outs)
+    pairs = zip(primal_levels, of_levels, strict=True)
+    out_t += [_zero_of(p) if t is None else t for p, t in pairs if p is not None]
+    return outs, out_t
+
+
+def _zero_of(value: Any) -> Any:
+    return _jax.float0_zero(jax.typeof(value))
+
+
+def _transpose(cts: Any, *operands: Any, how: How) -> list:
+    report, values, before = how.apart(operands)
+    ct_values, ct_levels = how.results(cts)
+    flows = lambda c: c is not None and type(c) is not _jax.Zero
+    linear = _jax.is_undefined
+    keep = [
+        leaf.transposed._replace(tells=b is not None and linear(b), hears=flows(level))
+        if flows(c) and linear(v)
+        else None
+        for leaf, v, b, c, level in zip(
+            how.leaves, values, before, ct_values, ct_levels, strict=True
+        )
+    ]
+    kind = {"tangent": "cotangent", "cotangent": "tangent"}[how.kinds[-1]]
+    some = _some(how, keep, (*how.kinds[:-1], kind))
+    given = [c for c, leaf in zip(ct_values, keep, strict=True) if leaf is not None]
+    levels = [c for c, leaf in zip(ct_levels, keep, strict=True) if leaf and leaf.hears]
+    found, told = map(iter, _bind(some, report, given, levels))
+    out: list[Any] = [None] * how.reported
+    for leaf, v in zip(keep, values, strict=True):
+        out.append(next(found) if leaf is not None else _none_of(v))
+    for leaf, b in zip(keep, before, strict=True):
+        level = None if leaf is None else next(told)
+        if b is not None:
+            out.append(_none_of(b) if level is None else level)
+    return out
+
+
+def _none_of(operand: Any) -> Any:
+    return _jax.float0_zero(operand.aval) if _jax.is_undefined(operand) else None
+
+
+def _batched(axis: Any, args: Any, dims: Any, *, how: How) -> tuple:
+    operands = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
+    has = [d is not None for d in dims]
+    level = how.reported + len(how.leaves)
+    for i, leaf in enumerate(how.leaves, how.reported):
+        if leaf.hears:  # a leaf and its level have the same lanes
+            for one, other in ((i, level), (level, i)):
+                if has[one] and not has[other]:
+                    shape = (axis.size, *operands[other].shape)
+                    operands[other], has[other] = jnp.broadcast_to(operands[other], shape), True
+            level += 1
+    axes = tuple((h, *old) for h, old in zip(has, how.axes, strict=True))
+    how = replace(how, lanes=(axis.size, *how.lanes), axes=axes)
+    n, count = how.reported, len(how.leaves)
+    values = has[n : n + count]
+    told = [h for h, leaf in zip(values, how.leaves, strict=True) if leaf.tells]
+    return watch_p.bind(*operands, how=how), [0 if h else None for h in (*values, *told)]
+
+
+def _dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """A step is checked in all that it returns, if anything of that is used."""
+    how, count = eqn.params["how"], len(eqn.invars)
+    if not any(used):
+        return [False] * count, None
+    if how.checks and not how.kinds:
+        return [True] * count, eqn
+    values, levels = how.results(used)
+    keep = [
+        leaf._replace(tells=bool(told)) if value or told else None
+        for leaf, value, told in zip(how.leaves, values, levels, strict=True)
+    ]
+    some = _some(how, keep, how.kinds)
+    report, _, before = how.apart([True] * count)
+    needed = [leaf is not None for leaf in keep]
+    needed = [*report, *needed, *(n for n, b in zip(needed, before, strict=True) if b)]
+    invars = [v for v, need in zip(eqn.invars, needed, strict=True) if need]
+    wanted = [
+        *needed[how.reported : how.reported + len(keep)],
+        *(told for told in levels if told is not None),
+    ]
+    outvars = [v for v, want in zip(eqn.outvars, wanted, strict=True) if want]
+    return needed, _jax.new_equation(eqn, watch_p, invars, outvars, {"how": some})
+
+
+def _alone(_: Any, evaluate: Any, *operands: Any, how: How) -> list:
+    """Outside jit the error is raised where the step is taken."""
+    return evaluate(*operands, how=how)
+
+
+_jax.define(watch_p, _evaluate, _types, jvp=_jvp, transpose=_transpose, dce=_dce, run=_alone)
+_jax.register_batching(watch_p, _batched)

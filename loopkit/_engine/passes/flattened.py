@@ -1,0 +1,100 @@
+"""A loop and the loops in its step made one, in which each lane is in a step of its own.
+
+Under vmap an inner loop runs until its slowest lane is done, in every step of the loop around. Here
+a lane goes on with its next step as soon as it is through: see nest.py. An inner loop is cut out of
+the step if it ends by itself, and stands in no branch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from loopkit import _jax
+from loopkit._engine.loop import Loop
+from loopkit._engine.passes.nest import Inside, Nest, steps_nanoseconds
+from loopkit._engine.passes.rewritten import Rewritten, run
+from loopkit._engine.primitives import while_p
+from loopkit._jaxprs import equations
+from loopkit._jaxprs.cost import EQUATION, UNKNOWN_TRIPS, nanoseconds
+
+LEAF = 15.0
+"""Nanoseconds that a lane is taken to need for each array of what it has, beside its steps."""
+MOST = 64
+"""Steps of an inner loop that are taken before it is asked who is through."""
+
+
+def flattened(loop: Loop) -> Loop | Rewritten:
+    """The one loop; the loop itself if that is not asked for, or no inner loop ends by itself."""
+    nest = _cut(loop) if loop.narrows == "flatten" else None
+    return loop if nest is None else nest.flat()
+
+
+def _ends_by_itself(eqn: Any) -> bool:
+    """Whether it is a loop with a predicate that has nothing but a carry."""
+    loop = eqn.params.get("loop")
+    if eqn.primitive is not while_p or loop.cond is None:
+        return False
+    return loop.length != 1 and not (loop.lanes or loop.xs or loop.ys)
+
+
+def _with_loops_in_sight(body: Any) -> Any:
+    """A body without calls around its inner loops, which are flattened themselves."""
+
+    def holds_loops(jaxpr: Any) -> bool:
+        return any(eqn.primitive is while_p for eqn in equations.all_equations(jaxpr))
+
+    def rule(eqn: Any, ins: list) -> Sequence[Any]:
+        if equations.is_call(eqn) and holds_loops(eqn.params["jaxpr"]):
+            return equations.interpret(*equations.called(eqn, ins), rule)
+        if eqn.primitive is while_p and not eqn.params["loop"].holds:
+            nest = _cut(eqn.params["loop"])
+            if nest is not None and nest.is_worth_it:
+                flat = nest.flat()
+                with _jax.context_of(eqn):
+                    return run(lambda *v: while_p.bind(*v, loop=flat.loop), [flat], ins)
+        return _jax.bind_equation(eqn, ins)
+
+    if not holds_loops(body):
+        return body
+    again = lambda *values: equations.interpret(_jax.open_jaxpr(body), values, rule)
+    return _jax.trace_closed(again, body.in_avals, "flattened")
+
+
+def _cut(loop: Loop) -> Nest | None:
+    """The step cut at its inner loops; None if there is none to cut it at."""
+    if loop.lanes or loop.length == 0:  # which has no rows to read
+        return None
+    if any(map(_jax.varying, (t for j in loop.jaxprs for t in (*j.in_avals, *j.out_avals)))):
+        return None  # inner loops may vary over fewer devices than the state would
+    loop = loop.replace(body=_with_loops_in_sight(loop.body))
+    step = _jax.open_jaxpr(loop.body)
+    pieces, cut = [[]], []
+    for eqn in step.eqns:
+        if _ends_by_itself(eqn):
+            cut.append(eqn)
+            pieces.append([])
+        else:
+            pieces[-1].append(eqn)
+    if not cut:
+        return None
+    made = []
+    for number, piece in enumerate(pieces):
+        later = (eqn for after in pieces[number + 1 :] for eqn in after)
+        read = {v for eqn in (*cut[number:], *later) for v in equations.variables(eqn)}
+        read.update(v for v in step.outvars if not isinstance(v, _jax.Literal))
+        last = number == len(cut)
+        made.append([v for eqn in piece for v in eqn.outvars if v in read and not last])
+    leaf_count = sum(map(len, made)) + sum(e.params["loop"].carry_count for e in cut)
+    around = (leaf_count + loop.carry_count) * LEAF + sum(map(steps_nanoseconds, pieces))
+    return Nest(loop, pieces, [Inside.of(eqn, _few(eqn, around)) for eqn in cut], made)
+
+
+def _few(eqn: Any, around: float) -> int:
+    """Steps of an inner loop to take before it is asked who is through.
+
+    Of an inner loop of m steps, all that is around is run m / n times, and n / 2 steps are waited.
+    """
+    step = max(nanoseconds(eqn.params["loop"].body), EQUATION)
+    return math.ceil(min(MOST, math.sqrt(2 * UNKNOWN_TRIPS * around / step)))

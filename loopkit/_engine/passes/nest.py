@@ -1,0 +1,337 @@
+"""A step cut at the loops in it, and the one loop that this becomes.
+
+    while any lane goes on:
+        lanes between two steps        take what comes before the inner loop, and enter it
+        lanes in the inner loop        take a few of its steps
+        lanes that are through with it take what comes after it
+
+Each of the three is a loop itself, of no step in lanes that are elsewhere: so derivatives are taken
+only at values that a lane has there, and what no lane needs is not run. Several inner loops follow
+each other in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from loopkit import _jax
+from loopkit._buffers.slices import write
+from loopkit._buffers.window import Window
+from loopkit._engine.loop import CarryLeaf, Const, Loop, parts
+from loopkit._engine.passes.rewritten import Rewritten
+from loopkit._engine.primitives import while_p
+from loopkit._engine.steps import read_rows, row_of
+from loopkit._jaxprs import equations
+from loopkit._jaxprs.cost import equation_nanoseconds, nanoseconds
+
+
+def steps_nanoseconds(eqns: Sequence[Any]) -> float:
+    return sum(map(equation_nanoseconds, eqns))
+
+
+@dataclass(frozen=True, eq=False)
+class Inside:
+    """An inner loop, a few steps at a time."""
+
+    eqn: Any
+    loop: Loop
+    """Of a few steps. If the inner loop has a bound, its first carry leaf counts them."""
+    most: int | None
+    """How often so many steps are taken at most."""
+
+    @classmethod
+    def of(cls, eqn: Any, few: int) -> Inside:
+        inner: Loop = eqn.params["loop"]
+        if inner.holds:
+            return cls(eqn, inner, None)
+        if inner.length is None:
+            return cls(eqn, _gated(inner).replace(length=few), None)
+        counting = _gated(_counting(inner)).replace(length=min(few, inner.length))
+        return cls(eqn, counting, max(1, math.ceil(inner.length / few)))
+
+    @property
+    def counted(self) -> bool:
+        return self.most is not None
+
+    @property
+    def begins(self) -> list:
+        """The carry that it begins with, as variables of the step."""
+        count = len(self.eqn.outvars)
+        return self.eqn.invars[len(self.eqn.invars) - count :]
+
+    def results(self, carry: Sequence[Any]) -> dict:
+        return dict(zip(self.eqn.outvars, carry[self.counted :], strict=True))
+
+    def goes_on(self, env: dict, here: Any, carry: Sequence[Any]) -> Any:
+        """Whether there are steps left to take, in lanes that are here."""
+        given, _ = self.loop.split(self._operands(env, here, carry))
+        assert self.loop.cond is not None, "it ends by itself"
+        return _jax.call_jaxpr(self.loop.cond)(*given.cond_consts, *carry)[0]
+
+    def some_steps(self, env: dict, here: Any, carry: Sequence[Any]) -> list:
+        if self.loop.holds:
+            # A step of it leaves lanes as they are that are elsewhere.
+            given, _ = self.loop.split(self._operands(env, here, carry))
+            return _jax.call_jaxpr(self.loop.body)(*given.consts, *carry)
+        if (flag := self.loop.flag) is None:
+            return while_p.bind(*self._operands(env, here, carry), loop=self.loop)
+        # Lanes that are elsewhere write nothing into buffers.
+        held = list(carry)
+        held[flag] = self.goes_on(env, here, carry)
+        new = while_p.bind(*self._operands(env, here, held), loop=self.loop)
+        new[flag] = jnp.where(held[flag], new[flag], carry[flag])
+        return new
+
+    def _operands(self, env: dict, here: Any, carry: Sequence[Any]) -> list:
+        names = self.eqn.invars[: len(self.eqn.invars) - len(self.eqn.outvars)]
+        gate = [] if self.loop.holds else [here]
+        return [*gate, *equations.run((), env, names), *carry]
+
+
+def _gated(loop: Loop) -> Loop:
+    """The loop of one constant of the predicate more: whether to take any step."""
+    assert loop.cond is not None, "it ends by itself"
+    asks = _jax.call_jaxpr(loop.cond)
+    go = _jax.ShapedArray((), jnp.dtype(bool))
+    cond = lambda here, *values: [here & asks(*values)[0]]
+    return loop.replace(
+        cond=_jax.trace_closed(cond, [go, *loop.cond.in_avals], "here"),
+        cond_const_count=loop.cond_const_count + 1,
+        narrows="wait",
+    )
+
+
+def _counting(loop: Loop) -> Loop:
+    """The loop that counts its steps in its first carry leaf, and ends at its bound by itself."""
+    assert loop.cond is not None, "it ends by itself"
+    k, c = loop.cond_const_count, loop.const_count
+    asks, steps, count = _jax.call_jaxpr(loop.cond), _jax.call_jaxpr(loop.body), _count()
+
+    def goes_on(*values: Any) -> list:
+        consts, (taken, *carry) = parts(values, k)
+        return [asks(*consts, *carry)[0] & (taken < loop.length)]
+
+    def step(*values: Any) -> list:
+        consts, (taken, *carry) = parts(values, c)
+        return [taken + 1, *steps(*consts, *carry)]
+
+    asked, body = loop.cond.in_avals, loop.body.in_avals
+    return loop.replace(
+        cond=_jax.trace_closed(goes_on, [*asked[:k], count, *asked[k:]], "counting_cond"),
+        body=_jax.trace_closed(step, [*body[:c], count, *body[c:]], "counting_body"),
+        carry=(CarryLeaf("steps"), *loop.carry),
+    )
+
+
+class State(NamedTuple):
+    """Where a lane is, and what it has."""
+
+    go: Any
+    """Whether it takes another step."""
+    steps: Any
+    """Steps of the outer loop that it has taken."""
+    at: Any
+    """In which inner loop it is, from 1; 0: between two steps."""
+    carry: list
+    made: list[list]
+    """What a piece of the step makes that outlives it."""
+    inner: list[list]
+    """The carry of each inner loop."""
+    ys: list
+    """Whole arrays."""
+
+
+@dataclass(frozen=True, eq=False)
+class Nest:
+    """A loop whose step is cut at the loops in it."""
+
+    outer: Loop
+    pieces: list[list]
+    """Equations: one list more than there are inner loops."""
+    inside: list[Inside]
+    made: list[list]
+    """For each piece, its variables that outlive it."""
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether steps inside cost enough for it to matter how many of them are waited for."""
+        around = sum(map(steps_nanoseconds, self.pieces))
+        return 2 * sum(nanoseconds(i.eqn.params["loop"].body) for i in self.inside) >= around
+
+    def flat(self) -> Rewritten:
+        """The one loop in the outer one's place."""
+        return Rewritten(self._loop(), self._into, self._back)
+
+    @property
+    def types(self) -> State:
+        """Types of the state."""
+        loop, made = self.outer, [[_strong(v.aval) for v in of] for of in self.made]
+        bit = _jax.ShapedArray((), jnp.dtype(bool))
+        inner = [list(map(_strong, i.loop.carry_types)) for i in self.inside]
+        carry, ys = list(map(_strong, loop.carry_types)), list(map(_strong, loop.ys_types))
+        return State(bit, _count(), _count(), carry, made, inner, ys)
+
+    def _into(self, operands: Sequence[Any]) -> list:
+        """The operands of the one loop, from those of the outer."""
+        given, types = self.outer.split(operands)[0], self.types
+        carry = [_as(v, t) for v, t in zip(given.init, types.carry, strict=True)]
+        state = jax.tree.map(_jax.zeros, types)._replace(carry=carry)
+        state = state._replace(go=self._goes_on(given.cond_consts, state))
+        return [*given.cond_consts, *given.consts, *given.xs, *jax.tree.leaves(state)]
+
+    def _back(self, results: Sequence[Any], _: Any = ()) -> list:
+        """The results of the outer loop, from those of the one."""
+        state = jax.tree.structure(self.types).unflatten(results)
+        return [*state.carry, *state.ys]
+
+    def _loop(self) -> Loop:
+        """The one loop."""
+        old, types, bound = self.outer, jax.tree.leaves(self.types), self._bound()
+        consts = [*old.cond_types, *old.const_types, *old.xs_types]
+        count, ys = len(types) - len(old.ys), CarryLeaf("ys", buffer=True)
+        named = [CarryLeaf(leaf.name) for leaf in old.carry]
+        records = CarryLeaf("go", flag=bool(old.ys)), CarryLeaf(), CarryLeaf(), *named
+        records += (CarryLeaf(),) * (count - len(records)) + (ys,) * len(old.ys)
+        return old.replace(
+            cond=_jax.trace_closed(lambda go, *_: [go], types, "flattened_cond"),
+            body=_jax.trace_closed(self._advance, [*consts, *types], "flattened_body"),
+            cond_const_count=0,
+            consts=(Const(),) * len(consts),
+            carry=records,
+            xs=(),
+            ys=(),
+            length=bound,
+            # Nobody knows how many steps "all" are.
+            checkpoints=None if old.checkpoints == "all" and bound is None else old.checkpoints,
+            reverse=False,
+            unroll=1,
+            auto_unroll=False,
+            narrows="wait",
+            holds=True,
+        )
+
+    def _bound(self) -> int | None:
+        """The most steps of the one loop, if that of each of them is known."""
+        most = [inside.most for inside in self.inside if inside.most is not None]
+        if self.outer.length is None or len(most) < len(self.inside):
+            return None
+        return self.outer.length * (sum(most) - len(most) + 1)
+
+    def _goes_on(self, cond_consts: Sequence[Any], state: State) -> Any:
+        """Whether the outer loop takes another step."""
+        loop, go = self.outer, jnp.bool_(True)
+        if loop.cond is not None:
+            go = _jax.call_jaxpr(loop.cond)(*cond_consts, *state.carry)[0]
+        return go if loop.length is None else go & (state.steps < loop.length)
+
+    def _advance(self, *values: Any) -> list:
+        """What each lane does next, and where it is then."""
+        loop, step = self.outer, _jax.open_jaxpr(self.outer.body)
+        counts = loop.cond_const_count, loop.const_count, loop.xs_count
+        cond_consts, consts, xs, leaves = parts(values, *counts)
+        state: State = jax.tree.structure(self.types).unflatten(leaves)
+        row = row_of(loop, state.steps)
+        x = read_rows(xs, row, loop.x_axes) if xs else []
+        env = dict(zip(step.invars, [*consts, *state.carry, *x], strict=True))
+        for names, values_ in zip(self.made, state.made, strict=True):
+            env |= zip(names, values_, strict=True)
+        for inside, carry in zip(self.inside, state.inner, strict=True):
+            env |= inside.results(carry)
+        inner, at, here = list(state.inner), state.at, state.go & (state.at == 0)
+        for number, inside in enumerate(self.inside):
+            begins = [*[_zero_count()] * inside.counted, *inside.begins]
+            inner[number] = self._piece(number, env, here, begins, inner[number])
+            at = jnp.where(here, number + 1, at)
+            here = state.go & (at == number + 1)
+            inner[number] = inside.some_steps(env, here, inner[number])
+            env |= inside.results(inner[number])
+            here = here & ~inside.goes_on(env, here, inner[number])
+        y = list(map(_jax.zeros, map(_strong, loop.y_types)))
+        ends = self._piece(len(inner), env, here, step.outvars, [*state.carry, *y])
+        carry, y = parts(ends, loop.carry_count)
+        triples = zip(state.ys, y, loop.y_axes, strict=True)
+        new = State(
+            go=state.go,
+            steps=state.steps + here,
+            at=jnp.where(here, 0, at),
+            carry=carry,
+            made=[[env[v] for v in names] for names in self.made],
+            inner=inner,
+            ys=[_with_row(rows, v, row, axis, here) for rows, v, axis in triples],
+        )
+        go = (new.at != 0) | self._goes_on(cond_consts, new)
+        return jax.tree.leaves(new._replace(go=go))
+
+    def _piece(
+        self, number: int, env: dict, here: Any, ends: Sequence[Any], old: Sequence[Any]
+    ) -> list:
+        """What a piece makes of what it ends with, in lanes that are here; in others, what is old.
+
+        What outlives it is put into `env`.
+        """
+        eqns, made = self.pieces[number], self.made[number]
+        inside = {v for eqn in eqns for v in eqn.outvars}
+        wanted = [v for v in (*made, *ends) if not isinstance(v, _jax.Literal)]
+        read = [v for eqn in eqns for v in equations.variables(eqn)] + wanted
+        names = list(dict.fromkeys(v for v in read if v not in inside))
+        first = [here, *(env[v] for v in made), *old]
+        types = list(map(_strong, map(jax.typeof, first)))
+
+        def body(*values: Any) -> list:
+            known = dict(zip(names, values, strict=False))
+            outs = equations.run(eqns, known, [*made, *ends])
+            return [jnp.bool_(False), *map(_as, outs, types[1:])]
+
+        consts = [env[v] for v in names]
+        loop = Loop(
+            cond=_jax.trace_closed(lambda go, *_: [go], types, "piece_cond"),
+            body=_jax.trace_closed(body, [*map(jax.typeof, consts), *types], "piece"),
+            cond_const_count=0,
+            consts=(Const(),) * len(names),
+            carry=(CarryLeaf(),) * len(first),
+            xs=(),
+            ys=(),
+            length=1,
+            name=self.outer.name,
+            replaced_by=self.outer.replaced_by,
+            narrows="wait",
+        )
+        results = while_p.bind(*consts, *map(_as, first, types), loop=loop)
+        env |= zip(made, results[1:], strict=False)
+        return results[1 + len(made) :]
+
+
+def _count() -> Any:
+    return _jax.ShapedArray((), jnp.dtype("int32"))
+
+
+def _zero_count() -> Any:
+    return _jax.Literal(np.int32(0), _count())
+
+
+def _strong(aval: Any) -> Any:
+    return aval.update(weak_type=False) if aval.weak_type else aval
+
+
+def _as(value: Any, aval: Any) -> Any:
+    """A value in the type that a loop carries."""
+    if jax.typeof(value).weak_type and not aval.weak_type:
+        value = lax.convert_element_type(value, aval.dtype)
+    return _jax.vary_like(value, [aval])
+
+
+def _with_row(rows: Any, value: Any, row: Any, axis: int, here: Any) -> Any:
+    """Rows with one more, in lanes that are here."""
+    ones = (1,) * rows.ndim
+    sizes = tuple(1 if a == axis else n for a, n in enumerate(rows.shape))
+    window = Window((axis,), (0,) * rows.ndim, sizes, "promise_in_bounds", wrap=False)
+    value = jnp.expand_dims(value, axis)
+    return write(rows, value, row[None], window, here.reshape(ones))

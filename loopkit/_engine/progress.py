@@ -1,0 +1,155 @@
+"""How a loop says how far it is, as it runs: of the host's bar it carries three numbers.
+
+Steps are counted where a run of them ends. The host is told once enough are, and says how many
+that will be the next time: so it hears of a loop some twenty times a second, whatever a step takes.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from loopkit import _jax
+from loopkit._engine.loop import Loop
+from loopkit._jaxprs import equations
+from loopkit._jaxprs.cost import nanoseconds
+from loopkit._progress import open_bars
+from loopkit._progress.progress import Progress
+
+RUN = 2e5
+"""Nanoseconds that a run of steps is believed to take: to end it costs a few hundred."""
+PARTS = 100
+"""Into how many runs a loop of known length is cut at least, if it has as many steps."""
+SMALL = 1 << 16
+"""Bytes of what can be made to wait without being missed."""
+MOST = 256
+"""Steps of a run, where nothing says how long the loop is."""
+
+
+class Bar(NamedTuple):
+    """int32 each."""
+
+    number: Any
+    """Of the host's bar."""
+    steps: Any
+    """Taken since the host was told."""
+    due: Any
+    """With how many it is told again."""
+
+
+Done = Callable[[], Any]
+no_lanes: Done = lambda: jnp.int32(0)
+
+
+@dataclass(frozen=True)
+class Call(abc.ABC):
+    """A call of the host."""
+
+    progress: Progress
+    backward: bool
+    lanes: int
+
+    @classmethod
+    def of(cls, loop: Loop, backward: bool) -> Self:
+        assert loop.progress is not None, "it is shown"
+        lanes = _jax.volume(loop.lanes) if loop.lanes and not backward else 0
+        return cls(loop.progress, backward, lanes)
+
+    @property
+    def weight(self) -> int:
+        return self.progress.weight
+
+    @abc.abstractmethod
+    def __call__(self, site: Any, device: int, *values: int) -> tuple[int, ...]: ...
+
+
+class Opening(Call):
+    def __call__(self, site: Any, device: int, *values: int) -> tuple[int, ...]:
+        if device:
+            return open_bars.SILENT, open_bars.NEVER
+        total = values[0] * self.weight if values[0] >= 0 and self.weight else None
+        given = self.progress, total, self.backward, self.lanes, site
+        return open_bars.opened(*given), 1 if self.weight else open_bars.NEVER
+
+
+class Update(Call):
+    def __call__(self, site: Any, device: int, *values: int) -> tuple[int, ...]:
+        number, steps, done = values
+        due = open_bars.updated(number, steps * self.weight, done, self.lanes)
+        return (max(1, due // max(1, self.weight)),)
+
+
+class Closing(Call):
+    def __call__(self, site: Any, device: int, *values: int) -> tuple[int, ...]:
+        number, steps, _ = values
+        open_bars.updated(number, steps * self.weight)
+        open_bars.closed(number, self.progress, self.backward)
+        return (0,)
+
+
+def opened(loop: Loop, total: Any, like: Any, known: Sequence[Any], backward: bool = False) -> Bar:
+    """A bar, of so many steps; None if nobody knows. It varies over the devices as `like` does.
+
+    `known`: what has to be, first.
+    """
+    total = jnp.asarray(-1 if total is None else total, jnp.int32)
+    bits = sum(map(_bit, filter(_can_wait, known)), jnp.int32(0))
+    number, due = _jax.tell(Opening.of(loop, backward), [total, bits], 2)
+    values = number, jnp.int32(0), due
+    types = [jax.typeof(like), jax.typeof(number)]
+    return Bar(*(_jax.vary_like(v, types) for v in values))
+
+
+def after(loop: Loop, bar: Bar, count: Any, backward: bool = False, done: Done = no_lanes) -> Bar:
+    """After so many more steps. `done`: how many lanes are."""
+
+    def told(bar: Bar) -> Bar:
+        update = Update.of(loop, backward)
+        (due,) = _jax.tell(update, [bar.number, bar.steps, done()], 1)
+        return bar._replace(steps=jnp.zeros_like(bar.steps), due=due)
+
+    bar = bar._replace(steps=bar.steps + count)
+    if _jax.host_waits.value:  # for what decides, too
+        return told(bar)
+    return lax.cond(bar.steps >= bar.due, told, lambda bar: bar, bar)
+
+
+def closed(loop: Loop, bar: Bar, results: Sequence[Any], backward: bool = False) -> list:
+    """The results, which wait for it, or what is small of them."""
+    (zero,) = _jax.tell(Closing.of(loop, backward), [*bar], 1)
+    held = lambda v: jnp.where(zero == 0, v, jnp.zeros_like(v))
+    return [held(v) if _can_wait(v) and _jax.byte_count(v) <= SMALL else v for v in results]
+
+
+def _can_wait(value: Any) -> bool:
+    """Whether it is an array of numbers, here."""
+    aval = jax.typeof(value)
+    known = all(isinstance(n, int) and n > 0 for n in aval.shape)
+    return known and isinstance(aval.dtype, np.dtype) and not _jax.is_on_host(aval)
+
+
+def _bit(value: Any) -> Any:
+    """A number that hangs on it, as no compiler knows what it is."""
+    first = lax.slice(value, (0,) * value.ndim, (1,) * value.ndim)
+    return (first == 0).astype(jnp.int32).reshape(())
+
+
+def run_length(loop: Loop) -> int:
+    """Steps to a run."""
+
+    def find() -> int:
+        most = MOST if loop.length is None else max(1, loop.length // PARTS)
+        if _jax.host_waits.value:
+            return most
+        holds = any(map(equations.holds_while_loop, loop.jaxprs))
+        few = 1 if holds else int(RUN / max(1.0, nanoseconds(loop.body)))
+        return max(1, min(few, most))
+
+    return loop.derived(("run", _jax.host_waits.value), find)

@@ -1,0 +1,58 @@
+"""`replay`: what the body of a loop was given in the step that failed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loopkit._arguments import failed_step
+
+
+def replay() -> tuple[Any, ...]:
+    """What the body of a loop with `debug="finite"` was given in the step that failed last.
+
+    So `body(*loopkit.replay())` takes that step alone: in Python, for a debugger, or under
+    `jax.debug_nans`, which finds the operation.
+
+    **Arguments:**
+
+    None.
+
+    **Returns:**
+
+    The arguments of the body, a tuple: `(carry, x)` of a scan, `(carry,)` of a `while_loop`,
+    `(i, carry)` of a `fori_loop`. Going backward, they are those of the step whose cotangent was
+    the first not to be finite. Under `jax.vmap`, those of the first lane that failed. Of a loop of
+    lax in `loopkit.checkpointed` or `loopkit.replace_lax_loops`, lists of leaves: `(carry, x)` or
+    `(carry,)`. Buffers are not kept of every step: in the place of one is a
+    `jax.ShapeDtypeStruct`.
+
+    **Raises:**
+
+    `RuntimeError` if no loop has failed in this process.
+
+    !!! example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import loopkit
+
+        def step(x, scale):
+            return jnp.log(x) * scale, None
+
+        try:
+            jax.block_until_ready(loopkit.scan(step, 9.0, jnp.ones(5), debug="finite"))
+        except Exception as error:
+            print("in step 3" in str(error))  # True
+
+        x, scale = loopkit.replay()
+        print(x < 0)  # True
+        ```
+    """
+    found = failed_step.last_arguments()
+    if found is None:
+        raise RuntimeError(
+            'loopkit.replay: a loop must have failed in this process, with `debug="finite"`, got '
+            "none. Pass that to the loop, and wait for its result (jax.block_until_ready)."
+        )
+    return found

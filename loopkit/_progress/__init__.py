@@ -1,0 +1,1 @@
+"""How far a loop is: what a compiled loop knows of that, and the bars that are open."""

@@ -1,0 +1,222 @@
+"""The bars that are open, by number: what compiled loops call, and loops in Python.
+
+A program runs in the thread that called it, unless the runtime has one for it. Its loops are
+nested, so the bars of a thread are a stack. That a program has failed is told to nobody who is
+inside it: what it left open is closed by who called it, or, where that is not this library, by a
+thread that watches whether the program's caller still waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from typing import Any
+
+from loopkit._progress.progress import Progress
+
+INTERVAL = 0.05
+"""Seconds from one update to the next, about."""
+SHARE, LONGEST = 100, 1.0
+"""It is as many times longer as an update takes, up to so many seconds."""
+FASTER = 8
+"""How many times more steps there are at most before an update than before the last."""
+NEVER = 2**31 - 1
+SILENT = -1
+"""The number of no bar: of all devices that run the same program, the first shows one."""
+
+Run = tuple[int, int] | None
+"""A call of a compiled program, by the frame that waits for it; None if it waits elsewhere."""
+
+
+class Bar:
+    def __init__(self, progress: Progress, total: int | None, backward: bool, lanes: int):
+        self.progress, self.backward, self.lanes = progress, backward, lanes
+        self.thread, self.due = threading.get_ident(), 1
+        self.run: Run = None
+        self.site: Any = None
+        self.shown = progress.opened(total, backward)
+        self.since = time.perf_counter()
+
+    def show_lanes(self, done: int) -> None:
+        if hasattr(self.shown, "lanes"):
+            self.shown.lanes(done, self.lanes)
+
+    def is_over(self, stack: set[Run]) -> bool:
+        """Whether its program is, where its thread is in these. A bar may wait for another."""
+        return self.run is not None and self.progress.last and self.run not in stack
+
+    def waits_for(self, progress: Progress, backward: bool) -> bool:
+        """Whether it was left open for such a loop."""
+        if backward and self.progress.weight:  # each goes back for itself
+            return False
+        return self.backward == backward and progress.goes_on_with(self.progress)
+
+    def update(self, steps: int, done: int, lanes: int) -> None:
+        """`done`: how many lanes of those of the loop that goes on with it."""
+        begin = time.perf_counter()
+        if lanes:
+            self.show_lanes(self.lanes - lanes + done)
+        self.shown.update(steps)
+        elapsed, self.since = max(begin - self.since, 1e-6), time.perf_counter()
+        interval = min(max(INTERVAL, SHARE * (self.since - begin)), LONGEST)
+        self.due = int(min(max(1, steps * min(interval / elapsed, FASTER)), NEVER))
+
+
+_open: dict[int, Bar] = {}
+_numbers = itertools.count(1)
+
+
+def opened(
+    progress: Progress, total: int | None, backward: bool = False, lanes: int = 0, site: Any = None
+) -> int:
+    """The number of a bar. `site`: where a compiled program opens it."""
+    with closing_if_it_fails():
+        run, stack = _runs()
+        _close(_left_open(site, run, stack))
+        left = [item for item in _open_now() if item[1].waits_for(progress, backward)]
+        if left:
+            here = [item for item in _of_thread() if item in left]
+            return (here or left)[-1][0]
+        if progress.whole is not None and not backward:
+            total = progress.whole
+        bar = Bar(progress, total, backward, lanes)
+        bar.site, bar.run = site, run
+        number = next(_numbers) % NEVER
+        _open[number] = bar
+        if run is not None:
+            _watch()
+        return number
+
+
+def updated(number: int, steps: int, done: int = 0, lanes: int = 0) -> int:
+    """Steps to the next update."""
+    bar = _open.get(number)
+    if bar is not None and steps:
+        with closing_if_it_fails(number):
+            bar.update(steps, done, lanes)
+    return NEVER if bar is None else bar.due
+
+
+def closed(number: int, progress: Progress, backward: bool = False) -> None:
+    """After the last step of a loop, unless another goes on with its bar."""
+    bar = _open.get(number)
+    own = bar is not None and bar.progress == progress
+    if (own and (backward or not progress.first)) or (progress.last and not backward):
+        if bar is not None and bar.lanes:
+            with closing_if_it_fails(number):
+                bar.show_lanes(bar.lanes)
+        _close([number])
+
+
+@contextlib.contextmanager
+def bar(progress: Progress | None, total: int | None) -> Generator[Callable[[int], Any]]:
+    """What is told how many steps were taken, of a loop in Python."""
+    if progress is None:
+        yield lambda _: None
+        return
+    with closing_if_it_fails():
+        number = opened(progress, total if total is None else total * progress.weight)
+        yield lambda steps: updated(number, steps * progress.weight)
+        closed(number, progress)
+
+
+@contextlib.contextmanager
+def in_parts(progress: Progress | None, total: int | None) -> Generator[Progress | None]:
+    """A bar for the loops that are run in here, and how they go on with it."""
+    if progress is None:
+        yield None
+        return
+    shown = replace(progress, whole=total, last=False)
+    with closing_if_it_fails():
+        number = opened(shown, total)
+        yield shown.part(False, False)
+        _close([number])
+
+
+@contextlib.contextmanager
+def closing_if_it_fails(number: int = SILENT) -> Generator[None, None, None]:
+    """A bar, what is opened in here, and what was by the program that this is called by."""
+    run, _ = _runs()
+    here = [n for n, bar in _of_thread() if run is not None and bar.run == run]
+    before = [n for n, _ in _of_thread() if n not in here and n != number]
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):  # the first error is the one to hear of
+            _close([n for n, _ in _of_thread() if n not in before])
+        raise
+
+
+def _close(numbers: list[int]) -> None:
+    closing = [_open.pop(number, None) for number in reversed(numbers)]
+    for one in closing:
+        if one is not None:
+            one.shown.close()
+
+
+def _open_now() -> list[tuple[int, Bar]]:
+    return list(_open.items())
+
+
+def _of_thread() -> list[tuple[int, Bar]]:
+    here = threading.get_ident()
+    return [(number, bar) for number, bar in _open_now() if bar.thread == here]
+
+
+def _left_open(site: Any, run: Run, stack: set[Run]) -> list[int]:
+    """By programs that are over; one that is where it began has begun again."""
+    bars = [(number, bar) for number, bar in _of_thread() if bar.run is not None]
+    over = [n for n, one in bars if one.is_over(stack)]
+    again = [n for n, one in bars if one.site is site and (one.run == run or not one.progress.last)]
+    return [n for n, _ in bars if n in over or (again and n >= again[0])]
+
+
+def _runs() -> tuple[Run, set[Run]]:
+    """The program that called, and all that this thread is in."""
+    stack = _places(sys._getframe(1))
+    names = [name for name, _ in stack]
+    called = names.index(CALLED_BY) + 1 if CALLED_BY in names else len(names)
+    return next((place for _, place in stack[called:]), None), {place for _, place in stack}
+
+
+def _places(frame: Any) -> list[tuple[str, Run]]:
+    """Where a thread is, from the innermost frame on: functions, and frames and their places."""
+    found = []
+    while frame is not None:
+        found.append((frame.f_code.co_name, (id(frame), frame.f_lasti)))
+        frame = frame.f_back
+    return found
+
+
+CALLED_BY = "_wrapped_callback"
+"""The function of JAX that programs call."""
+EVERY = 0.1
+"""Seconds between two looks."""
+_watching = threading.Lock()
+
+
+def _watch() -> None:
+    """Have a thread look after open bars, if none does."""
+    if _watching.acquire(blocking=False):
+        threading.Thread(target=_look, name="loopkit-progress", daemon=True).start()
+
+
+def _look() -> None:
+    try:
+        while bars := [(n, bar) for n, bar in _open_now() if bar.run is not None]:
+            time.sleep(EVERY)
+            frames = sys._current_frames()
+            stacks = {thread: {p for _, p in _places(frame)} for thread, frame in frames.items()}
+            over = [n for n, bar in bars if bar.is_over(stacks.get(bar.thread, set()))]
+            with contextlib.suppress(Exception):  # there is nobody to hear of it
+                _close(over)
+            del frames
+    finally:
+        _watching.release()
+    if any(bar.run is not None for _, bar in _open_now()):  # opened at the last moment
+        _watch()

@@ -1,0 +1,101 @@
+"""`progress`: how a loop shows how far it is; what a compiled loop knows of that."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from loopkit._arguments import errors
+from loopkit._progress.bars import BUILT_IN
+
+METHODS = "start", "update", "close"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How a loop shows how far it is: part of the compiled program."""
+
+    name: str
+    """Of the function that the user called."""
+    start: Callable = field(compare=False, repr=False)
+    """Opens a bar, of so many steps."""
+    shown: Any = field(compare=False, repr=False)
+    """What has `update` and `close`, unless `start` returns that."""
+    shown_id: int
+    """Two are the same if they are the very same object."""
+    told: tuple[str, ...]
+    """What `start` is given by keyword, of "name" and "backward"."""
+    forward: bool = True
+    """Whether steps are shown as they are taken, not only as they are reversed."""
+    weight: int = 1
+    """The user's steps in a step of the loop."""
+    whole: int | None = None
+    """The total, where it is not that of the loop: of several loops that have one bar."""
+    first: bool = True
+    """Of several, whether the bar is opened for this one, and not left open by one before."""
+    last: bool = True
+    """Of several, whether it is closed after this one, and not left open for one after it."""
+
+    @property
+    def backward_only(self) -> Progress:
+        return replace(self, forward=False)
+
+    def part(self, first: bool, last: bool, **more: Any) -> Progress:
+        """For one of several loops, one after the other."""
+        return replace(self, first=self.first and first, last=self.last and last, **more)
+
+    def goes_on_with(self, other: Progress) -> bool:
+        """Whether its bar is that of another, which is left open."""
+        same = self.name, self.shown_id, self.whole
+        return (
+            not self.first and not other.last and same == (other.name, other.shown_id, other.whole)
+        )
+
+    def opened(self, total: int | None, backward: bool) -> Any:
+        """What has `update` and `close`."""
+        know = {"name": self.name, "backward": backward}
+        made = self.start(total, **{word: know[word] for word in self.told})
+        return made if _has(made, METHODS[1:]) else self.shown
+
+
+def check_progress(function: str, value: Any) -> Progress | None:
+    """None, a word, or an object with the three methods; or what was checked before."""
+    if value is None or isinstance(value, Progress):
+        return value
+    *words, last = (f'"{word}"' for word in BUILT_IN)
+    words = f"{', '.join(words)}, {last}"
+    expected = f"must be {words} or an object with start(total), update(steps) and close()"
+    if isinstance(value, str):
+        start = BUILT_IN.get(value)
+        if start is None:
+            advice = "Pass one of the words, or an object of your own."
+            raise errors.wrong_value(function, "progress", expected, repr(value), advice)
+        if value != "line" and importlib.util.find_spec(value) is None:
+            expected = f'can be "{value}" only where the package {value} is installed'
+            advice = f'Run `pip install {value}`, or pass "line", which needs no package.'
+            text = errors.wrong(function, "progress", expected, "an environment without", advice)
+            raise ImportError(text)
+        return Progress(function, start, None, id(start), ("name", "backward"))
+    if isinstance(value, type) or not _has(value, METHODS):
+        got, advice = errors.shown(value), "Give it the three methods."
+        if isinstance(value, type):
+            advice = "Pass an instance of the class."
+        raise errors.wrong_type(function, "progress", expected, got, advice)
+    return Progress(function, value.start, value, id(value), _keywords(value.start))
+
+
+def _has(value: Any, methods: tuple[str, ...]) -> bool:
+    return all(callable(getattr(value, m, None)) for m in methods)
+
+
+def _keywords(start: Any) -> tuple[str, ...]:
+    """Which of what is known of a bar `start` takes."""
+    with contextlib.suppress(TypeError, ValueError):  # of some built-in functions nobody can say
+        parameters = inspect.signature(start).parameters
+        every = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return tuple(word for word in ("name", "backward") if every or word in parameters)
+    return ()

@@ -1,0 +1,184 @@
+"""Steps around whose body `watch` stands: what they are given, what they return, what they close
+over, and the rows of buffers that they read and write.
+"""
+
+from __future__ import annotations
+
+import functools as ft
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from loopkit import _jax
+from loopkit._arguments import errors
+from loopkit._arguments.failed_step import Watched
+from loopkit._arguments.finite import Leaf, watch
+from loopkit._buffers.slices import read_p, write_p
+from loopkit._engine.loop import parts
+from loopkit._jaxprs import equations
+
+SLICES = "dynamic_slice", "gather"
+
+
+class Given(NamedTuple):
+    """What a step is given, leaf by leaf."""
+
+    consts: Sequence[Any]
+    carry: Sequence[Any]
+    x: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class FiniteSteps:
+    """How the steps of a loop are watched."""
+
+    loop: Watched
+    names: tuple[str, ...]
+    """Of the leaves of the carry."""
+    x_names: tuple[str, ...]
+    active: int | None
+    """The leaf of the carry that says whether a step counts."""
+    number: int
+    """The leaf that counts the steps."""
+    buffers: tuple[bool, ...]
+    """Which leaves of the carry are buffers."""
+    left: int | None = None
+    """The leaf that says how many steps may be taken, if one does: none, if it is not positive."""
+
+    def around(
+        self, given: Given, take: Callable[[Given, Any], tuple[list, Sequence[str]]]
+    ) -> list:
+        """The next carry and y, of `take`, which also says what the leaves of y are called.
+
+        It is given what the step is, and how bad the worst of the carry is, or None.
+        """
+        report, count = self.report(given), len(self.names)
+        consts = [_closed_over(self.loop, jax.typeof(v)) for v in given.consts]
+        leaves = [Leaf(name, backward=True) for name in consts]
+        leaves += [Leaf(name, tells=True, backward=True) for name in self.names]
+        leaves += [Leaf(name, backward=True) for name in self.x_names]
+        values = [*given.consts, *given.carry, *given.x]
+        seen, levels = self.watched(report, self._some(leaves, values), values)
+        entered = Given(*parts(seen, len(consts), count))
+        told = [level for level in parts(levels, len(consts), count)[1] if level is not None]
+        worst = lax.stop_gradient(ft.reduce(jnp.maximum, told)) if told else None
+        outs, y_names = take(entered, worst)
+        new, y = parts(outs, count)
+        # What a step passes on is no worse after it.
+        triples = list(zip(new, entered.carry, given.carry, strict=True))
+        new = [before if out is inside else out for out, inside, before in triples]
+        before = parts(levels, len(consts), count)[1]
+        leaves = [
+            None if out is inside else Leaf(name, hears=level is not None, forward=True)
+            for (out, inside, _), name, level in zip(triples, self.names, before, strict=True)
+        ]
+        leaves += [Leaf(name, forward=True, backward=True) for name in y_names]
+        values, before = [*new, *y], [*before, *[None] * len(y)]
+        leaves = self._some(leaves, values, len(given.carry))
+        return self.watched(report, leaves, values, before)[0]
+
+    def _some(self, leaves: list, values: Sequence[Any], count: int | None = None) -> list:
+        """The leaves that can be watched; those of the carry are at the same place of `values`."""
+        first = len(values) - len(self.x_names) - len(self.names) if count is None else 0
+        buffers = [False] * first + [*self.buffers]
+        buffers += [False] * (len(values) - len(buffers))
+        return [
+            leaf if leaf is not None and not has and _is_watched(v) else None
+            for leaf, v, has in zip(leaves, values, buffers, strict=True)
+        ]
+
+    def report(self, given: Given) -> tuple:
+        active = lax.full((), True) if self.active is None else given.carry[self.active]
+        if self.left is not None:
+            active = active & (given.carry[self.left] > 0)
+        carry = [v for v, has in zip(given.carry, self.buffers, strict=True) if not has]
+        return active, given.carry[self.number], carry, list(given.x)
+
+    def watched(
+        self,
+        report: tuple,
+        leaves: Sequence[Leaf | None],
+        values: Sequence[Any],
+        before: Sequence[Any] | None = None,
+    ) -> tuple[list, list]:
+        """The values, of which those that have no leaf are not watched; and the levels told."""
+        before = [None] * len(values) if before is None else before
+        some = [leaf is not None for leaf in leaves]
+        levels = [
+            b if leaf is not None and leaf.hears else None
+            for b, leaf in zip(before, leaves, strict=True)
+        ]
+        pick = lambda of: [v for v, has in zip(of, some, strict=True) if has]
+        found, told = map(iter, watch(self.loop, report, pick(leaves), pick(values), pick(levels)))
+        return (
+            [next(found) if has else v for v, has in zip(values, some, strict=True)],
+            [next(told) if has else None for has in some],
+        )
+
+    def of_jaxpr(self, body: _jax.Jaxpr, const_count: int, y_tree: Any) -> _jax.Jaxpr:
+        """The step, (consts, carry, x) -> (carry, y), watched."""
+        j, count = _jax.open_jaxpr(body), len(self.names)
+        y_names = names_of("ys", y_tree.unflatten(body.out_avals[count:]))
+        of_consts = j.invars[:const_count]
+        # Of constants of which a step reads slices, cotangents are as small as those.
+        sliced = {eqn.invars[0] for eqn in j.eqns if _reads_slices(eqn)}.intersection(of_consts)
+        names = {v: _closed_over(self.loop, v.aval) for v in sliced}
+        leaves = zip(j.invars[const_count:], self.names, self.buffers, strict=False)
+        names |= {v: name for v, name, has in leaves if has}
+
+        def step(*values: Any) -> list:
+            given = Given(*parts(values, const_count, count))
+            report = self.report(given)
+            one = lambda leaf, value, level: self.watched(report, [leaf], [value], [level])[0]
+
+            def rule(worst: Any, eqn: Any, ins: list) -> list:
+                touches = eqn.primitive in (read_p, write_p) or _reads_slices(eqn)
+                name = names.get(eqn.invars[0]) if touches else None
+                if name is None:
+                    return _jax.bind_equation(eqn, ins)
+                if eqn.primitive is write_p and _is_watched(ins[1]):
+                    hears = worst is not None
+                    leaf = Leaf(f"{name}, in a row that is written,", hears=hears, forward=True)
+                    ins = [ins[0], *one(leaf, ins[1], worst), *ins[2:]]
+                outs = _jax.bind_equation(eqn, ins)
+                if eqn.primitive in (read_p, write_p):
+                    names[eqn.outvars[-1]] = name
+                if _reads_slices(eqn) and _is_watched(outs[0]):
+                    leaf = Leaf(f"{name}, in a row that is read,", backward=True)
+                    outs = [*one(leaf, outs[0], None), *outs[1:]]
+                return outs
+
+            def take(seen: Given, worst: Any) -> tuple[list, Sequence[str]]:
+                triples = zip(given.consts, seen.consts, of_consts, strict=True)
+                consts = [c if v in sliced else s for c, s, v in triples]
+                values = [*consts, *seen.carry, *seen.x]
+                return equations.interpret(j, values, ft.partial(rule, worst)), y_names
+
+            return self.around(given, take)
+
+        return _jax.trace(step, list(body.in_avals), self.loop.function)[0]
+
+
+def _reads_slices(eqn: Any) -> bool:
+    reads = eqn.primitive is read_p and eqn.params["value"]
+    sliced = eqn.primitive.name in SLICES
+    return (reads or sliced) and not isinstance(eqn.invars[0], _jax.Literal)
+
+
+def _is_watched(value: Any) -> bool:
+    return _jax.is_differentiable(jax.typeof(value))
+
+
+def _closed_over(loop: Watched, aval: Any) -> str:
+    return f"what `{loop.argument}` closes over ({errors.short_type(aval)})"
+
+
+def names_of(argument: str, tree: Any, hidden: int = 0) -> tuple[str, ...]:
+    """What errors call the leaves of a tree."""
+    paths = [path for path, _ in tree_leaves_with_path(tree)]
+    return tuple(f"`{argument}{keystr(path[hidden:])}`" for path in paths)

@@ -1,0 +1,130 @@
+"""The reference has every public name once, and no other, and the types in their signatures."""
+
+import ast
+import importlib
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import loopkit
+from loopkit import schedules
+from public_names import PUBLIC
+from test_docs import python_blocks, run_in_fresh_interpreter
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted((ROOT / "docs/reference").glob("*.md"))
+TYPES = ROOT / "docs/reference/types.md"
+MODULES = {
+    name: value
+    for name, value in vars(schedules).items()
+    if inspect.ismodule(value) and not name.startswith("_")
+}
+ALIASES = {
+    target.id
+    for module in (loopkit._types, loopkit._buffers.types)
+    for node in ast.parse(inspect.getsource(module)).body
+    if isinstance(node, ast.AnnAssign) and isinstance(target := node.target, ast.Name)
+}
+"""Types that are not classes."""
+UNDOCUMENTED = {"tree_flatten", "tree_flatten_with_keys", "tree_unflatten"}
+"""Public methods that JAX calls."""
+
+
+def directives(page):
+    return re.findall(r"^::: loopkit\.(\S+)$", page.read_text(), flags=re.MULTILINE)
+
+
+def listed_types():
+    """The types on the page of types, where a module may be listed as a whole."""
+    names = set()
+    for path in directives(TYPES):
+        try:
+            names |= set(vars(importlib.import_module(f"loopkit.{path}")))
+        except ModuleNotFoundError:
+            names.add(path.rpartition(".")[2])
+    return names
+
+
+def members(value):
+    """The class's own public methods and properties, as functions."""
+    for name, member in vars(value).items():
+        function = member.fget if isinstance(member, property) else member
+        function = getattr(function, "__func__", function)
+        if not name.startswith("_") and name not in UNDOCUMENTED and inspect.isfunction(function):
+            yield name, function
+
+
+def annotated(value):
+    """Whatever has annotations that a reader of the page of `value` sees."""
+    yield value
+    if inspect.isclass(value):
+        yield from (function for _, function in members(value))
+
+
+def named_in(annotations):
+    """The names in annotations, which are texts where loopkit wrote them."""
+    for text in filter(lambda annotation: isinstance(annotation, str), annotations.values()):
+        yield from (n.id for n in ast.walk(ast.parse(text, mode="eval")) if isinstance(n, ast.Name))
+
+
+def is_ours(name, value):
+    """Whether loopkit defines what `name` means where `value` is written: not Python, nor JAX."""
+    meaning = vars(sys.modules[value.__module__]).get(name)
+    return str(getattr(meaning, "__module__", "")).startswith("loopkit") or name in ALIASES
+
+
+def test_every_public_name_has_one_place_and_every_place_is_of_a_public_name():
+    listed = sorted(name for page in PAGES if page != TYPES for name in directives(page))
+    modules = [f"schedules.{name}" for name in MODULES]
+    assert listed == sorted([*PUBLIC, *modules]), (
+        "a public name goes on a page of docs/reference/ as `::: loopkit.name`, and into api.md"
+    )
+
+
+def test_the_overview_links_to_every_public_name_and_every_page():
+    overview = (ROOT / "docs/api.md").read_text()
+    linked = re.findall(r"\]\[loopkit\.(\w+)\]", overview)
+    assert sorted(linked) == sorted(PUBLIC)
+    assert all(f"(reference/{page.name})" in overview for page in PAGES)
+    assert all(f"reference/{page.name}" in (ROOT / "mkdocs.yml").read_text() for page in PAGES)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_types_in_signatures_are_on_the_page_of_types(name):
+    known = {*PUBLIC, *listed_types()}
+    for value in annotated(PUBLIC[name]):
+        for word in named_in(vars(value).get("__annotations__", {})):
+            assert word in known or not is_ours(word, value), (
+                f"`{word}`, in the signature of {value.__qualname__}, goes into {TYPES.name}"
+            )
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_what_readers_can_call_says_what_it_is(name):
+    value = PUBLIC[name]
+    assert inspect.getdoc(value)
+    if inspect.isclass(value):
+        said = [name for name, function in members(value) if function.__doc__]
+        ours = inspect.getdoc(value)
+        assert all(name in said or f"`b.{name}`" in ours for name, _ in members(value))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_of_schedules_run(name, tmp_path):
+    page = tmp_path / f"{name}.md"
+    page.write_text(inspect.getdoc(MODULES[name]))
+    if python_blocks(page):
+        run_in_fresh_interpreter(page, tmp_path)
+
+
+@pytest.mark.parametrize("name", [*PUBLIC, *MODULES])
+def test_examples_are_code_that_is_run(name):
+    """No indented block, other than what a function amounts to in Python, and formulas."""
+    text = inspect.getdoc(getattr(loopkit, name, None) or MODULES[name])
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    for block in re.findall(r"\n\n((?:    .*\n?)+)", text):
+        assert block.lstrip().startswith("def ") or "loopkit." not in block
