@@ -30,7 +30,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture(autouse=True)
 def _errors_stay():
-    """JAX tells what failed on a device at the next barrier, of whichever test, and again after it."""
+    """JAX tells what failed on a device at the next barrier, of whichever test, and again then."""
     yield
     try:
         jax.effects_barrier()
