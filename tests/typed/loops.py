@@ -71,6 +71,20 @@ assert_type(loopkit.scan(lambda x, _: (halve(x), None), ones, None, 3), tuple[Ar
 loopkit.scan(lambda c, x: (newton(c), {"x": c.x + x}), state, rows, 5, True, 2)[1]["x"].sum()
 assert_type(loopkit.scan(lambda _, x: (None, x), None, rows), tuple[None, Array])
 
+
+class Bar:
+    def start(self, total: int | None) -> None:
+        pass
+
+    def update(self, steps: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+loopkit.scan(add, 0.0, rows, progress=Bar())
+
 # With `return_info`: a tuple, and without knowing it, anything.
 assert_type(
     loopkit.while_loop(lambda x: x > 1, halve, 10.0, return_info=True), tuple[Array, LoopInfo]
@@ -106,6 +120,9 @@ loopkit.while_loop(lambda x: x > 1, halve, 10.0, memory={"device": "64 MB", "hos
 loopkit.scan(add, 0.0, rows, checkpoints=loopkit.Plan(2), unroll=True, in_axes=0)
 loopkit.scan(add, 0.0, rows, truncate=2, unroll="auto")
 assert_type(loopkit.scan(add, 0.0, rows, every=2, reduce="mean"), tuple[Array, Array])
+assert_type(loopkit.scan(add, 0.0, rows, debug="finite"), tuple[Array, Array])
+assert_type(loopkit.fori_loop(0, 3, lambda _, x: halve(x), ones, progress="line"), Array)
+assert_type(loopkit.while_loop(lambda x: x > 1, halve, 10.0, lanes="flatten"), Array)
 settings: dict[str, Any] = {"memory": "64 MB"}
 loopkit.scan(add, 0.0, rows, **settings)
 

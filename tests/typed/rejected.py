@@ -37,6 +37,9 @@ def settings() -> None:
     loopkit.while_loop(lambda x: x > 1, halve, 10.0, until=None)  # type: ignore
     loopkit.scan(add, 0.0, ones, unroll="always")  # type: ignore
     loopkit.scan(add, 0.0, ones, throw=True)  # type: ignore
+    loopkit.scan(add, 0.0, ones, debug="infinite")  # type: ignore
+    loopkit.scan(add, 0.0, ones, progress=print)  # type: ignore
+    loopkit.scan(add, 0.0, ones, lanes="queue")  # type: ignore
     loopkit.unbounded_scan(add, 0.0, ones)  # type: ignore
     loopkit.checkpointed(halve, only="scan")  # type: ignore
     loopkit.blocked(halve, blocks=3)  # type: ignore
