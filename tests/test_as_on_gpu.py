@@ -20,7 +20,7 @@ from turns import in_turn
 PLANS = [*CHECKPOINTS, 4, Plan(2, segment=3), Plan(100, segment=3, store="residuals")]
 
 
-@pytest.mark.parametrize(("problem", "checkpoints"), in_turn(PROBLEMS, PLANS, of=10, slow=1))
+@pytest.mark.parametrize(("problem", "checkpoints"), in_turn(PROBLEMS, PLANS, of=14, slow=1))
 def test_gradients(problem: Problem, checkpoints):
     with _jax.host_waits(True):
         got = jax.jit(derivative(problem.flat_loop(checkpoints), "r"))(problem.vector())
@@ -63,9 +63,9 @@ def stopped(x, steps, checkpoints, most=40, unroll=1):
     return jnp.sum(loopkit.while_loop(lambda c: c[0] < steps, step, (0, x), **how)[1])
 
 
-@pytest.mark.parametrize("unroll", [1, 3])
-@pytest.mark.parametrize("most", [40, None])
-@pytest.mark.parametrize("steps", [0, 1, 2, 11, 12, 39])
+@pytest.mark.parametrize(
+    ("steps", "most", "unroll"), in_turn([0, 1, 2, 11, 12, 39], [40, None], [1, 3], of=3)
+)
 def test_steps_that_are_counted(steps, most, unroll):
     """None; fewer than a segment; all segments whole."""
     x = jnp.linspace(0.3, 0.6, 3)
@@ -79,9 +79,12 @@ def test_steps_that_are_counted(steps, most, unroll):
 LARGE = [Plan(3), Plan(3, segment=3), Plan(3, segment=2, host=True, room=4000)]
 
 
-@pytest.mark.parametrize("plan", [*LARGE, Plan(4, host=True, room=4000)])
-@pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize("steps", [0, 1, 11, 39, None])
+@pytest.mark.parametrize(
+    ("steps", "large", "plan"),
+    in_turn(
+        [0, 1, 11, 39, None], [False, True], [*LARGE, Plan(4, host=True, room=4000)], of=4, slow=1
+    ),
+)
 def test_carries_too_large_to_be_written_in_passing(steps, large, plan, monkeypatch):
     """And those that lie on the host. Without a number of steps it is known to be 40."""
     monkeypatch.setattr(waits, "LARGE", 8 if large else waits.LARGE)

@@ -9,6 +9,7 @@ from jax import lax
 import loopkit
 from derivatives import assert_close
 from loopkit._foreign import lax_loop
+from turns import in_turn
 
 TABLE = {
     "a counter": (lambda i, x: i < 10, 1, 0, (10, True)),
@@ -91,7 +92,7 @@ def test_bounds_of_own_loops(case):
     assert_close(jax.jit(jax.grad(f))(x), f(x, lax) / x)
 
 
-@pytest.mark.parametrize("case", TABLE)
+@pytest.mark.parametrize("case", in_turn(TABLE, of=3))
 def test_bounds_of_own_loops_with_buffers(case):
     """Their predicate is asked after each step, and never the only thing that says how many."""
     test, by, first, wanted = TABLE[case]

@@ -162,8 +162,7 @@ SECOND = {
 }
 
 
-@pytest.mark.parametrize("mode", SECOND)
-@pytest.mark.parametrize("kind", ["scan", "bounded", "while"])
+@pytest.mark.parametrize(("mode", "kind"), in_turn(SECOND, ["scan", "bounded", "while"], of=3))
 def test_second_order(kind, mode):
     """x^1.5 at zero has a slope, and that has none."""
     body = lambda h, x: (h**1.5 + x * h, None)
@@ -440,7 +439,7 @@ def test_recomputed_under_jax_checkpoint():
 MODES = ["", "f", "r", "fr", "rr"]
 
 
-@pytest.mark.parametrize(("problem", "checkpoints"), in_turn(PROBLEMS, CHECKPOINTS, of=9, slow=2))
+@pytest.mark.parametrize(("problem", "checkpoints"), in_turn(PROBLEMS, CHECKPOINTS, of=15, slow=2))
 def test_no_false_alarm(problem, checkpoints):
     """Over the table of loops, in one of which a tangent that nobody reads is a NaN."""
     modes = ["", "r"] if problem.name == "dead_leaf" else MODES[:3]

@@ -21,7 +21,7 @@ XS = np.linspace(0.1, 2.0, 9)
 
 
 @pytest.mark.parametrize(
-    ("problem", "pattern"), in_turn(NESTED, ["", "f", "r", "ff", "fr", "rf", "rr"], of=3)
+    ("problem", "pattern"), in_turn(NESTED, ["", "f", "r", "ff", "fr", "rf", "rr"], of=7, slow=2)
 )
 def test_vmap_of_a_derivative(problem: Problem, pattern):
     xs = rows(problem)
@@ -165,7 +165,7 @@ def of_lanes(program, lanes, transform):
 
 @pytest.mark.parametrize(
     ("program", "transform"),
-    in_turn(PROGRAMS, ["value", "jvp", "grad", "vmap(grad)", "second"], of=4, slow=2),
+    in_turn(PROGRAMS, ["value", "jvp", "grad", "vmap(grad)", "second"], of=5, slow=1),
 )
 def test_as_lanes_that_wait(program, transform):
     got, want = (jax.jit(of_lanes(program, lanes, transform))(XS) for lanes in ("flatten", "wait"))

@@ -37,7 +37,7 @@ def one_by_one(problem: Problem, pattern: str, xs: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    ("problem", "pattern", "widths"), in_turn(STOPPING, ["", "f", "r"], WIDTHS, of=6, slow=2)
+    ("problem", "pattern", "widths"), in_turn(STOPPING, ["", "f", "r"], WIDTHS, of=10, slow=2)
 )
 def test_vmap_of_a_derivative(problem: Problem, pattern, widths):
     xs = rows(problem)
@@ -58,7 +58,7 @@ def of_all(problem: Problem, xs, **how):
 
 
 @pytest.mark.parametrize(
-    ("problem", "pattern", "widths"), in_turn(STOPPING, ["f", "r"], WIDTHS, of=6, slow=2)
+    ("problem", "pattern", "widths"), in_turn(STOPPING, ["f", "r"], WIDTHS, of=9, slow=2)
 )
 def test_derivative_of_vmap(problem: Problem, pattern, widths):
     xs = rows(problem)
@@ -92,7 +92,7 @@ def test_checkpoints(problem: Problem, checkpoints):
     assert_close(got, derivative(reference, "r")(xs.ravel()))
 
 
-@pytest.mark.parametrize("name", ["while_scalar", "scan_until"])
+@pytest.mark.parametrize("name", in_turn(["while_scalar", "scan_until"]))
 def test_without_jit(name):
     (problem,) = named(name)
     xs = rows(problem)
@@ -123,8 +123,15 @@ def grow_in_python(n, x, w):
     return x
 
 
-@pytest.mark.parametrize("in_axes", [(0, None, None), (0, 0, None), (0, None, 0), (0, 0, 0)])
-@pytest.mark.parametrize("transform", ["value", "jvp", "grad", "hessian"])
+@pytest.mark.parametrize(
+    ("transform", "in_axes"),
+    in_turn(
+        ["value", "jvp", "grad", "hessian"],
+        [(0, None, None), (0, 0, None), (0, None, 0), (0, 0, 0)],
+        of=4,
+        slow=2,
+    ),
+)
 def test_each_operand_batched_alone(transform, in_axes):
     def at(f):
         def one(n, x, w):
@@ -271,7 +278,7 @@ def test_a_bound_that_is_too_low_is_an_error():
         jax.block_until_ready(jax.vmap(loop)(NS))
 
 
-@pytest.mark.parametrize("bound", [None, 12])
+@pytest.mark.parametrize("bound", in_turn([None, 12]))
 def test_buffers(bound):
     """Rows that are read, added to and overwritten; those of a lane move with it."""
 
@@ -343,7 +350,7 @@ def test_steps_report_once():
 
 
 @pytest.mark.parametrize(
-    ("body", "transform"), in_turn(BODIES, ["value", "jvp", "grad", "hessian"], of=3)
+    ("body", "transform"), in_turn(BODIES, ["value", "jvp", "grad", "hessian"], of=5, slow=2)
 )
 def test_lanes_that_have_stopped_cannot_put_nan_anywhere(body, transform):
     ns = np.asarray([2.0, 0.0, 4.0, 1.0])

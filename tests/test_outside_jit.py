@@ -8,6 +8,7 @@ from jax import lax
 
 import loopkit
 from derivatives import assert_close
+from turns import in_turn
 
 
 def steps(x):
@@ -31,7 +32,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("how", in_turn(WAYS, of=3))
 def test_outside_jit_a_program_is_compiled_as_a_whole(how, compilations):
     """And not one equation after another, which takes Python that long at each call."""
     x = jnp.linspace(0.5, 1.5, 3 + list(WAYS).index(how))

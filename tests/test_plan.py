@@ -120,9 +120,9 @@ MONOTONE = {
 }
 
 
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("bound", [2, 7, 97, 1000, 4096])
-@pytest.mark.parametrize("name", MONOTONE)
+@pytest.mark.parametrize(
+    ("name", "bound", "exact"), in_turn(MONOTONE, [2, 7, 97, 1000, 4096], [True, False], of=3)
+)
 def test_more_memory_is_never_slower(name, bound, exact):
     """Nor than the default, where that fits."""
     step, last = MONOTONE[name], None

@@ -311,7 +311,7 @@ OF_ONE_BAR = {
 }
 
 
-@pytest.mark.parametrize("name", OF_ONE_BAR)
+@pytest.mark.parametrize("name", in_turn(OF_ONE_BAR))
 def test_one_bar_for_a_call(name):
     """However many loops it is made of."""
     make, steps, total = OF_ONE_BAR[name]
@@ -322,7 +322,7 @@ def test_one_bar_for_a_call(name):
     jax.tree.map(np.testing.assert_array_equal, shown, make()(0.3))
 
 
-@pytest.mark.parametrize("name", OF_ONE_BAR)
+@pytest.mark.parametrize("name", in_turn(OF_ONE_BAR, of=3))
 def test_the_way_back_of_several_loops(name):
     """One bar or several, which together count each step that is reversed."""
     make, steps, _ = OF_ONE_BAR[name]

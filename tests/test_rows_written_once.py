@@ -12,6 +12,7 @@ from derivatives import assert_close, derivative
 from loopkit import Plan
 from loopkit._engine.derivative.write_log import find_undo
 from test_undo import the_loop
+from turns import in_turn
 
 N = 9
 X = jnp.asarray([0.4, -0.7])
@@ -181,7 +182,7 @@ def expected(program, modes):
     return derivative(lambda x: program(Plain, x, 7), modes)(X)
 
 
-@every_program
+@pytest.mark.parametrize("program", in_turn(PROGRAMS))
 def test_gradients(program):
     (got,) = derivatives(Loops(3, 2 * N), program, ["r"])
     assert_close(got, expected(program, "r"))

@@ -21,7 +21,7 @@ def test_second_order(problem: Problem, pattern, checkpoints):
     assert_close(got(problem.vector()), expected(problem.name, pattern))
 
 
-@pytest.mark.parametrize(("problem", "pattern"), in_turn(OTHERS, ["fr", "rr"]))
+@pytest.mark.parametrize(("problem", "pattern"), in_turn(OTHERS, ["fr", "rr"], of=4))
 def test_second_order_of_every_loop(problem: Problem, pattern):
     got = jax.jit(derivative(problem.flat_loop(2), pattern))
     assert_close(got(problem.vector()), expected(problem.name, pattern))

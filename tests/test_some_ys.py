@@ -98,7 +98,7 @@ PATTERNS = ["", "f", "r", "fr", "rf", "rr"]
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "pattern"), in_turn(SCANS, SETTINGS, PATTERNS, of=6, slow=2)
+    ("name", "settings", "pattern"), in_turn(SCANS, SETTINGS, PATTERNS, of=12, slow=2)
 )
 def test_transformations(name, settings, pattern):
     turn = SCANS.index(name) + 2 * list(SETTINGS).index(settings)
@@ -117,7 +117,9 @@ def test_scans_in_loops(name, settings):
 
 @pytest.mark.parametrize(
     ("name", "settings", "lanes", "pattern"),
-    in_turn(["scan_until", "scan_reverse"], SETTINGS, [None, (2,)], ["", "f", "r", "fr"], of=5),
+    in_turn(
+        ["scan_until", "scan_reverse"], SETTINGS, [None, (2,)], ["", "f", "r", "fr"], of=10, slow=2
+    ),
 )
 def test_lanes(name, settings, lanes, pattern):
     x = TABLE[name].vector()
@@ -192,7 +194,7 @@ BY_LEAF = {"row": "mean", "count": "mean", "on": "sum"}, {"row": None, "count": 
 
 @pytest.mark.parametrize(
     ("every", "reduce", "stop", "reverse", "axis", "truncate"),
-    in_turn([3, None], BY_LEAF, [None, 7], [False, True], [0, -1], [None, 2, 4], of=5, slow=1),
+    in_turn([3, None], BY_LEAF, [None, 7], [False, True], [0, -1], [None, 2, 4], of=11, slow=1),
 )
 def test_leaf_by_leaf(every, reduce, stop, reverse, axis, truncate):
     if stop and not every and not all(reduce.values()):

@@ -12,6 +12,7 @@ import pytest
 import loopkit
 from derivatives import assert_close
 from loopkit import TensorArray
+from turns import in_turn
 
 
 class Norm(enum.Enum):
@@ -121,7 +122,7 @@ LOOPS = [scanned, stopping, last_only, whiling, counting, buffered, listed, nest
 LOOPS += [of_functions_alone]
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", in_turn(LOOPS, of=3))
 def test_derivatives(loop):
     """Under disable_jit each loop is one of Python's, on the leaves as they are."""
     w = jnp.asarray(0.7)
@@ -235,6 +236,7 @@ def test_a_method_is_that_of_its_object():
     assert_close(last[0], wanted)
 
 
+@pytest.mark.slow
 def test_models_of_equinox_train_in_a_scan():
     """As the same updates in a Python loop, and with a gradient in the learning rate."""
     mlp = eqx.nn.MLP(2, 1, 4, 2, activation=jax.nn.tanh, key=jax.random.key(0))

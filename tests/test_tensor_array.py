@@ -9,6 +9,7 @@ import loopkit
 from derivatives import assert_close
 from kinds import KINDS, loop
 from loopkit import TensorArray
+from turns import in_turn
 
 THREE = jnp.arange(3.0)
 
@@ -77,8 +78,7 @@ def test_concat_and_back():
     assert_close(TensorArray.from_array(array.stack()).stack(), array.stack())
 
 
-@pytest.mark.parametrize("checkpoints", [None, 2, "all"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "checkpoints"), in_turn(KINDS, [None, 2, "all"], of=3))
 def test_in_a_loop_it_is_a_buffer(kind, checkpoints):
     def f(x, n):
         def add(array):

@@ -10,7 +10,7 @@ from loopkit import Plan, _jax
 from problems import PROBLEMS, Problem
 from turns import in_turn
 
-TURNS = in_turn(PROBLEMS, ["r", "rr"], ["all", None, 3], of=6, slow=2)
+TURNS = in_turn(PROBLEMS, ["r", "rr"], ["all", None, 3], of=11, slow=2)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -23,7 +23,7 @@ from loopkit._jaxprs.cost import nanoseconds
 from loopkit._progress import open_bars
 from loopkit._progress.progress import Progress
 
-RUN = 2e5
+RUN = 2e6
 """Nanoseconds that a run of steps is believed to take: to end it costs a few hundred."""
 PARTS = 100
 """Into how many runs a loop of known length is cut at least, if it has as many steps."""

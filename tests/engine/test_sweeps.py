@@ -11,6 +11,7 @@ from loopkit._engine.facts.activity import forward_activity
 from loopkit._engine.loop import kept, parts, spread
 from loopkit._engine.sweeps import STRATEGIES, sweeps
 from loopkit._engine.sweeps.in_units import InUnits
+from turns import in_turn
 
 from .small_loops import assert_same, make_loop, run
 
@@ -77,10 +78,10 @@ CASES = [(*which, ways) for which in PLANS for ways in BOTH]
 CASES += [("schedule", Plan(4), ways) for ways in MIXED]
 
 
-@pytest.mark.parametrize("make", [known, decided])
-@pytest.mark.parametrize(("name", "plan", "on_gpu"), CASES, ids=lambda v: str(v).replace("\n", ""))
-def test_what_is_saved_is_enough(make, name, plan, on_gpu):
+@pytest.mark.parametrize(("make", "case"), in_turn([known, decided], CASES))
+def test_what_is_saved_is_enough(make, case):
     """Also where loops go one way as on a GPU, and the other way as elsewhere."""
+    name, plan, on_gpu = case
     loop, given = make(checkpoints=plan)
     nonzero = loop.split([False] * loop.cond_const_count + [True, True, True, False, True, True])[0]
     active = forward_activity(loop, nonzero)
