@@ -1,4 +1,4 @@
-"""What `progress` costs: steps of some 20 us with it and without, in turn.
+"""What `progress` costs, and `debug="finite"`: steps of some 20 us with it and without, in turn.
 
 python benchmarks/progress.py
 """
@@ -26,24 +26,30 @@ class Nothing:
     def close(self): ...
 
 
-SHOWN = {"off": None, "an object": Nothing(), "line": "line", "tqdm": "tqdm"}
+WAYS = {
+    "off": {},
+    "an object": {"progress": Nothing()},
+    '"line"': {"progress": "line"},
+    '"tqdm"': {"progress": "tqdm"},
+    'debug="finite"': {"debug": "finite"},
+}
 
 
-def scan(w, x, steps, show):
+def scan(w, x, steps, how):
     step = lambda x, _: (jnp.tanh(x @ w), None)
-    return loopkit.scan(step, x, None, steps, progress=show)[0].sum()
+    return loopkit.scan(step, x, None, steps, **how)[0].sum()
 
 
-def while_loop(w, x, steps, show):
+def while_loop(w, x, steps, how):
     body = lambda c: (c[0] + 1, jnp.tanh(c[1] @ w))
     goes_on = lambda c: c[0] < jnp.int32(steps) + c[1][0, 0].astype(int)
-    return loopkit.while_loop(goes_on, body, (0, x), max_steps=steps, progress=show)[1].sum()
+    return loopkit.while_loop(goes_on, body, (0, x), max_steps=steps, **how)[1].sum()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=40_000)
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--cpu", action="store_true", help="the time of all cores, not the clock's")
     given = parser.parse_args()
     if given.cpu:
@@ -53,14 +59,14 @@ def main() -> None:
     for loop in (scan, while_loop):
         for mode, change in {"value": lambda f: f, "gradient": jax.grad}.items():
             calls = {}
-            for name, show in SHOWN.items():
-                f = lambda x, loop=loop, show=show: loop(w, x, given.steps, show)
+            for name, how in WAYS.items():
+                f = lambda x, loop=loop, how=how: loop(w, x, given.steps, how)
                 calls[name] = ft.partial(jax.jit(change(f)), x)
             with redirect_stderr(io.StringIO()):
                 seconds = harness.interleave(calls, given.repeats)
             off = sorted(seconds["off"])[given.repeats // 2]
             print(f"{loop.__name__}, {mode}: {off / given.steps * 1e6:.1f} us a step")
-            for name in list(SHOWN)[1:]:
+            for name in list(WAYS)[1:]:
                 low, mid, high = harness.ratio(seconds[name], seconds["off"])
                 best = min(seconds[name]) / min(seconds["off"])
                 print(f"    {name}: {mid:.3f} ({low:.3f} to {high:.3f}); of the best {best:.3f}")
