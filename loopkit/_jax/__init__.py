@@ -110,6 +110,7 @@ from loopkit._jax.primitives import (
     register_partial_eval,
     target_device,
 )
+from loopkit._jax.references import has_references, is_reference, of_values, type_in
 from loopkit._jax.sources import (
     PACKAGE,
     is_raised_within,

@@ -26,6 +26,7 @@ from loopkit._engine.steps import LAST_STEP
 from loopkit._jaxprs import equations
 from loopkit._programs.cache import interned
 from loopkit._progress.progress import Progress
+from loopkit._tracing import references
 from loopkit._tracing.carry_buffers import Buffers
 from loopkit._tracing.finite_steps import FiniteSteps
 
@@ -58,15 +59,18 @@ class Traced:
     init_types: list
     """The same; a step may leave strong what it takes as weak: then it is so from the beginning."""
     y_tree: Any = None
+    references: Sequence[Any] = ()
+    """What they read and write, made outside: leaves behind those of the carry."""
 
     @property
     def closed_over(self) -> list:
-        return [*self.cond_consts, *self.consts]
+        return [*self.cond_consts, *self.consts, *self.references]
 
     def closing_over(self, values: list) -> Traced:
         """The same functions, over other values of the same types."""
-        cond_consts, consts = parts(values, len(self.cond_consts))
-        return replace(self, cond_consts=cond_consts, consts=consts)
+        counts = len(self.cond_consts), len(self.consts)
+        cond_consts, consts, held = parts(values, *counts)
+        return replace(self, cond_consts=cond_consts, consts=consts, references=held)
 
     def of_length(self, length: int) -> Traced:
         """The same loop with another length."""
@@ -87,12 +91,15 @@ class Traced:
         asks = limits_of_flag if loop.flag is not None else lambda _: limits_of(loop.cond, *counts)
         limits = loop.derived("limits", lambda: asks(loop))
         consts = self.cond_consts if loop.flag is None else self.consts
-        bound = bound_of(limits, [*consts, *init]) if limits.found else None
+        if not limits.found:
+            return self
+        init = [*init, *references.read(self.references)]
+        bound = bound_of(limits, [*consts, *init])
         if bound is None or bound.steps > most:
             return self
         if bound.steps > PLANNED and not bound.exact and loop.checkpoints != "all":
             return self
-        values = map(_jax.innermost, (*self.closed_over, *init))
+        values = map(_jax.innermost, (*self.cond_consts, *self.consts, *init))
         if not any(map(_jax.is_tracer, values)):
             # Outside jit there is a program for each bound: a few will do.
             few = 1 << max(0, bound.steps - 1).bit_length()
@@ -105,7 +112,8 @@ class Traced:
 
     def run(self, init: Sequence[Any], xs: Sequence[Any], scan: Callable | None = None) -> tuple:
         """Final carry leaves and ys leaves; of a `scan` that traces the steps again, if given."""
-        types = self.init_types if scan is None else self.carry_types
+        types, count = self.init_types if scan is None else self.carry_types, len(init)
+        init = [*init, *references.read(self.references)]
         loop = with_least(self.loop, init) if any(self.loop.is_buffer) else self.loop
         loop, passes = ready(loop)
         # One that was flattened is no scan any more.
@@ -114,7 +122,9 @@ class Traced:
         bound = lambda *operands: bind(*_jax.known_on(meshes, list(operands)), loop=loop)
         first = [_convert(v, t) for v, t in zip(init, types, strict=True)]
         operands = [*self.cond_consts, *self.consts, *first, *xs]
-        return (*parts(run(bound, passes, operands), len(init)),)
+        final, held, ys = parts(run(bound, passes, operands), count, len(self.references))
+        references.write(self.references, held)
+        return final, ys
 
 
 def shared(loop: Loop) -> Loop:
@@ -186,12 +196,26 @@ def trace_loop(
         if settled or tries == 4:
             break
     _check_types(names, zip(paths, types, out, strict=True))
-    _check_effects(names, jaxpr, cond)
+    of = references.without_references(cond, cond_consts, jaxpr, consts, len(types))
+    _check_effects(names, of.body, of.cond)
     if finite is not None:
-        jaxpr = finite.of_jaxpr(jaxpr, len(consts), y_tree)
+        of = _watched(names, of, finite, y_tree)
     carry = _leaves(names, paths, buffers, flag)
-    loop = as_loop(cond, cond_consts, jaxpr, consts, carry, types, settings)
-    return replace(loop, y_tree=y_tree)
+    carry += [CarryLeaf("a reference")] * len(of.references)
+    types += map(_jax.type_in, of.references)
+    loop = as_loop(of.cond, of.cond_consts, of.body, of.consts, carry, types, settings)
+    return replace(loop, y_tree=y_tree, references=of.references)
+
+
+def _watched(
+    names: Names, of: references.Functions, finite: FiniteSteps, y_tree: Any
+) -> references.Functions:
+    if of.references:
+        expected = f"cannot be given where `{names.body}` reads or writes references made outside"
+        got = errors.short_type(_jax.type_in(of.references[0]))
+        advice = f"Put what it holds into `{names.init}`, and return what is written."
+        raise NotImplementedError(errors.wrong(names.function, "debug", expected, got, advice))
+    return of._replace(body=finite.of_jaxpr(of.body, len(of.consts), y_tree))
 
 
 def _leaves(names: Names, paths: list, buffers: Buffers | None, flag: int | None) -> list:

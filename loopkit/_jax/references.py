@@ -1,0 +1,33 @@
+"""References to memory, `jax.new_ref`, and what they become among values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax._src import core
+from jax._src.state.discharge import discharge_state
+from jax._src.state.types import AbstractRef, RefEffect
+
+from loopkit._jax.avals import ShapedArray
+from loopkit._jax.jaxprs import Jaxpr
+
+_EFFECTS = RefEffect, core.InternalMutableArrayEffect
+
+
+def is_reference(value: Any) -> bool:
+    return isinstance(core.typeof(value), AbstractRef)
+
+
+def type_in(reference: Any) -> ShapedArray:
+    """The type of what it holds."""
+    return core.typeof(reference).inner_aval
+
+
+def has_references(jaxpr: Jaxpr) -> bool:
+    """Whether it makes, reads or writes references."""
+    return any(isinstance(e, _EFFECTS) for e in jaxpr.effects)
+
+
+def of_values(jaxpr: Jaxpr) -> Jaxpr:
+    """The same function of what references hold; what those hold in the end follows its results."""
+    return discharge_state(jaxpr)
