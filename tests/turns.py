@@ -12,15 +12,15 @@ def in_turn(
 ) -> list:
     """Every combination, for `parametrize`: one in `of` is quick, and all that are `often(...)`.
 
-    Of the others, `slow` in `of` are slow (all of them by default), and the rest exhaustive. Each
-    value is in a quick one, if another axis has as many as `of`; each pair of values of two axes,
-    if a third has as many.
+    Of the others, `slow` in `of` are slow (by default half of them, and of two all), and the rest
+    exhaustive. Each value is in a quick one, if another axis has as many as `of`; each pair of
+    values of two axes, if a third has as many.
     """
-    cases = []
+    cases, some = [], of // 2 if slow is None else slow
     for numbered in itertools.product(*map(enumerate, axes)):
         at, values = zip(*numbered, strict=True)
         turn = sum(at) % of
-        late = pytest.mark.slow if slow is None or turn <= slow else pytest.mark.exhaustive
+        late = pytest.mark.slow if turn <= some else pytest.mark.exhaustive
         marks = () if turn == 0 or often(*values) else late
         cases.append(pytest.param(*values, marks=marks, id="-".join(map(name_of, values))))
     return cases
