@@ -220,6 +220,29 @@ def test_a_step_returns_the_same(call, text):
 def test_another_structure_is_said_to_be_one():
     with pytest.raises(TypeError, match="must return a carry of the structure of `init`"):
         loopkit.scan(lambda m, x: ({"w": m["w"]}, None), model(0.5), XS)
+    text = r"`init\['act'\]`: expected pytree leaf, got <class 'NoneType'>"
+    with pytest.raises(TypeError, match=text):
+        loopkit.scan(lambda m, x: ({**m, "act": None}, None), model(0.5), XS)
+
+
+LIST = TensorArray.empty(3, model(0.5))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"act": jnp.cos}, r"`element\['act'\]` must be <.*tanh.*>, got <.*cos.*>\. All elements"),
+        ({"act": 1.0}, r"`element\['act'\]` must be <.*tanh.*>, got float64\[\], weak_type"),
+        ({"w": jnp.cos}, r"`element\['w'\]` must be float64\[\], got <.*cos"),
+        ({"act": None}, r"`element` must have the structure .*\{'act': \*, .* got .*'act': None, "),
+    ],
+)
+def test_elements_are_of_the_same_leaves(change, text):
+    with pytest.raises(TypeError, match=r"loopkit\.TensorArray\.append: " + text):
+        LIST.append({**model(0.5), **change})
+    body = lambda i, array: array.append({**model(1.0), **change})
+    with pytest.raises(TypeError, match=r"loopkit\.TensorArray\.append: `element"):
+        loopkit.fori_loop(0, 2, body, LIST)
 
 
 def test_a_method_is_that_of_its_object():

@@ -165,7 +165,7 @@ def test_errors():
         TensorArray.empty(2, {})
     with pytest.raises(ValueError, match=r"TensorArray.empty: `element` must have an array in it"):
         TensorArray.empty(2, {"a": "red"})
-    with pytest.raises(TypeError, match=r"append: `element` must have the structure .*'red'"):
+    with pytest.raises(TypeError, match=r"append: `element` must be float64\[3\], got 'red'"):
         array.append("red")
     red = np.array(["red"])
     for call, where in (

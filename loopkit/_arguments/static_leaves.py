@@ -74,6 +74,11 @@ def wrapped(function: str, argument: str, tree: Any, hidden: int = 0) -> Any:
     return tree_map_with_path(wrap, tree)
 
 
+def shape_of(tree: Any) -> Any:
+    """The structure as the user knows it, in which what is no array is a leaf."""
+    return jax.tree.structure(tree, is_leaf=is_static)
+
+
 def _is_whole(node: Any) -> bool:
     """A leaf that is no array, or a buffer: made anew, it would not know what was written."""
     return is_static(node) or getattr(type(node), "_is_whole", False)
@@ -111,7 +116,7 @@ def kept(function: str, body: str, init: str, before: Any, after: Any, hidden: i
     """What a step returned, whose leaves that are no arrays have to be those that it was given."""
     after, differences = alike(before, after)
     lines = [
-        f"`{init}{keystr(path[hidden:])}` is {_named(a)}, but `{body}` returns {_named(b)}"
+        f"`{init}{keystr(path[hidden:])}` is {named(a)}, but `{body}` returns {named(b)}"
         for path, a, b in differences
     ]
     if lines:
@@ -130,5 +135,8 @@ def _are_equal(a: Static, b: Static) -> bool:
         return False
 
 
-def _named(value: Any) -> str:
-    return repr(value.value) if is_static(value) else errors.short_type(jax.typeof(value))
+def named(value: Any) -> str:
+    """A leaf, or the type of one, as errors speak of it."""
+    if is_static(value):
+        return repr(value.value)
+    return errors.short_type(jax.typeof(value) if isinstance(value, jax.Array) else value)

@@ -15,7 +15,7 @@ from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._arguments.errors import short_type
 from loopkit._arguments.heard import ErrorIf, heard
-from loopkit._arguments.static_leaves import alike, bare, wrapped
+from loopkit._arguments.static_leaves import alike, bare, named, shape_of, wrapped
 from loopkit._buffers.buffer import Buffer
 from loopkit._buffers.types import ArrayType, E, Integer, Tree
 
@@ -303,19 +303,20 @@ class TensorArray(Generic[E]):
 
     def _leaves(self, method: str, element: Any) -> list[Any]:
         """The leaves of an element, in the types that are stored."""
-        element = wrapped(f"{NAME}.{method}", "element", element)
-        element, _ = alike(self._tree.unflatten([0] * len(self._data)), element)
+        types = list(map(_element_type, self._data))
+        first = self._tree.unflatten(types)
+        element, differences = alike(first, wrapped(f"{NAME}.{method}", "element", element))
         leaves, tree = tree_flatten_with_path(element)
         advice = "All elements are like the one that the array was made for."
+        wrong = lambda *what, path=(): _wrong(TypeError, method, "element", *what, advice, path)
+        for path, a, b in differences:
+            raise wrong(f"must be {named(a)}", named(b), path=path)
         if tree != self._tree:
-            expected = f"must have the structure {self._tree}"
-            raise _wrong(TypeError, method, "element", expected, str(tree), advice)
-        types = list(map(_element_type, self._data))
+            raise wrong(f"must have the structure {shape_of(first)}", str(shape_of(element)))
         for (path, value), want in zip(leaves, types, strict=True):
             lossless = jnp.result_type(value, want.dtype) == want.dtype
             if value.shape != want.shape or not lossless:
-                expected, got = f"must be {short_type(want)}", short_type(jax.typeof(value))
-                raise _wrong(TypeError, method, "element", expected, got, advice, path)
+                raise wrong(f"must be {short_type(want)}", short_type(jax.typeof(value)), path=path)
         return [v.astype(want.dtype) for (_, v), want in zip(leaves, types, strict=True)]
 
 

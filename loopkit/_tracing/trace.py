@@ -176,7 +176,7 @@ def trace_loop(
         new = static_leaves.kept(*names[:3], init, new, names.hidden)
         new_leaves, new_tree = jax.tree.flatten(new)
         if new_tree != tree:
-            _check_structure(names, tree, new_tree)
+            _check_structure(names, init, new)
         y_leaves, y_tree = jax.tree.flatten(y)
         return [*new_leaves, *y_leaves]
 
@@ -245,9 +245,10 @@ def _check_types(names: Names, carry: Iterable[tuple[Any, Any, Any]]) -> None:
 
 def _check_structure(names: Names, before: Any, after: Any) -> None:
     function, body, init, *_ = names
+    trees = map(static_leaves.shape_of, (before, after))
     differences = [
         f"at `{init}{keystr(tuple(path[names.hidden :]))}`: expected {a}, got {b}, so {why}"
-        for path, a, b, why in _jax.equality_errors_pytreedef(before, after)
+        for path, a, b, why in _jax.equality_errors_pytreedef(*trees)
     ]
     if differences:
         expected = f"structure of `{init}`, but they differ:"
