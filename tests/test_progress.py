@@ -1,5 +1,6 @@
 """Bars that show how far a loop is: each step once, forward and back, and nothing else changes."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -396,6 +397,20 @@ def test_nothing_is_there_when_it_is_off(kind, transform):
     text = lambda show: jax.jit(change(lambda x: looped(kind, show, x))).lower(0.3).as_text()
     assert "callback" not in text(None)
     assert "callback" in text(Plain())
+
+
+@pytest.mark.parametrize("transform", ["value", "vmap"])
+def test_a_scan_that_shows_nothing_is_that_of_lax(transform):
+    """To the letter, whether or not the same scan has been shown before."""
+    change = TRANSFORMS[transform][0]
+
+    def text(scan, **how):
+        f = jax.jit(change(lambda x: scan(step, x, ONES, **how)))
+        return re.sub(r"module @\w+", "", f.lower(jnp.ones(())).as_text())
+
+    assert text(loopkit.scan) == text(lax.scan)
+    assert text(loopkit.scan, progress=Plain()) != text(lax.scan)
+    assert text(loopkit.scan) == text(lax.scan)
 
 
 def test_a_loop_that_nobody_uses_is_not_shown():

@@ -183,6 +183,24 @@ def test_the_same_leaves_are_traced_once():
     assert len(traced) == 1
 
 
+@pytest.mark.parametrize("change", [jax.grad, jax.vmap, lambda f: f])
+def test_programs_are_those_of_the_arrays_alone(change):
+    """As with `eqx.partition` and `eqx.combine` around each step, to the letter."""
+
+    def text(scan):
+        f = jax.jit(change(lambda w: scan(model(w))["w"]))
+        return f.lower(jnp.ones(3) if change is jax.vmap else 0.7).as_text()
+
+    def by_hand(m):
+        arrays, rest = eqx.partition(m, eqx.is_array_like)
+        step = lambda a, x: (eqx.filter(advanced(eqx.combine(a, rest), x), eqx.is_array_like), None)
+        return loopkit.scan(step, arrays, XS)[0]
+
+    assert text(lambda m: loopkit.scan(lambda m, x: (advanced(m, x), None), m, XS)[0]) == text(
+        by_hand
+    )
+
+
 def test_equal_leaves_may_take_each_others_place():
     grow = lambda m, _: ({**m, "set": Setting(3), "name": "".join(["ce", "ll"])}, None)
     last, _ = loopkit.scan(grow, model(0.5), None, 2)

@@ -1,7 +1,7 @@
 """How a loop says how far it is, as it runs: of the host's bar it carries three numbers.
 
 Steps are counted where a run of them ends. The host is told once enough are, and says how many
-that will be the next time: so it hears of a loop some twenty times a second, whatever a step takes.
+that will be the next time: so it hears of a loop some ten times a second, whatever a step takes.
 """
 
 from __future__ import annotations
@@ -92,6 +92,11 @@ class Closing(Call):
         open_bars.updated(number, steps * self.weight)
         open_bars.closed(number, self.progress, self.backward)
         return (0,)
+
+
+def is_shown(loop: Loop) -> bool:
+    """Whether it has a bar as its steps are taken."""
+    return loop.progress is not None and loop.progress.forward
 
 
 def opened(loop: Loop, total: Any, like: Any, known: Sequence[Any], backward: bool = False) -> Bar:

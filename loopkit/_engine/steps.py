@@ -165,12 +165,15 @@ def guarded_step(loop: Loop, operands: Operands, stop: Any, state: Steps) -> Ste
 def start(loop: Loop, operands: Operands) -> Steps:
     """No step taken yet. Counters vary over the devices if the predicate does."""
     count = _jax.vary_like(jnp.int32(0), [] if loop.cond is None else loop.cond.out_avals)
-    carry = [_jax.vary_like(v, [t]) for v, t in zip(operands.init, loop.carry_types, strict=True)]
-    ys = list(map(_jax.zeros, loop.ys_types))
+    carry, ys = first_carry(loop, operands), list(map(_jax.zeros, loop.ys_types))
     lane_counts = jnp.zeros(loop.lanes, jnp.int32) + count if loop.lanes else None
-    shown = loop.progress is not None and loop.progress.forward
+    shown = progress.is_shown(loop)
     bar = progress.opened(loop, loop.length, count, operands.flat) if shown else None
     return Steps(count, carry, ys, lane_counts, bar)
+
+
+def first_carry(loop: Loop, operands: Operands) -> list:
+    return [_jax.vary_like(v, [t]) for v, t in zip(operands.init, loop.carry_types, strict=True)]
 
 
 def after_run(loop: Loop, steps: Steps, count: Any) -> Steps:
@@ -315,16 +318,15 @@ def repeat_backwards(
 
 def evaluate(loop: Loop, operands: Operands) -> list:
     """The results of the loop: final carry, then ys."""
-    if loop.length == 0:
-        first = finished(loop, start(loop, operands))
-        return [*first.carry, *first.ys]
-    first = start(loop, operands)
-    if loop.cond is None and first.bar is not None:
-        done = finished(loop, take(loop, operands, loop.length, first))
-    elif loop.cond is None and not any((*loop.x_axes, *loop.y_axes)):
+    every = loop.cond is None and loop.length != 0
+    if every and not progress.is_shown(loop) and not any((*loop.x_axes, *loop.y_axes)):
         return scan(loop, operands)
-    else:
-        done = finished(loop, advance(loop, operands, first, loop.length))
+    state = start(loop, operands)
+    if every and state.bar is not None:
+        state = take(loop, operands, loop.length, state)
+    elif loop.length != 0:
+        state = advance(loop, operands, state, loop.length)
+    done = finished(loop, state)
     return [*done.carry, *done.ys]
 
 
@@ -338,7 +340,7 @@ def scan(loop: Loop, operands: Operands, split_transpose: bool = False) -> list:
 
     carry, ys = lax.scan(
         body,
-        list(start(loop, operands).carry),
+        first_carry(loop, operands),
         operands.xs,
         None if operands.xs else loop.length,
         reverse=loop.reverse,
