@@ -651,6 +651,23 @@ def test_tqdm(capsys):
     assert "2 of 2 lanes done" in capsys.readouterr().err
 
 
+def test_tqdm_in_a_notebook(monkeypatch):
+    """It is shown as often as in a terminal, and the outermost bar stays."""
+    from tqdm import auto, std
+
+    made = []
+
+    class OfNotebooks(std.tqdm):
+        def __init__(self, *args, **how):
+            made.append((how["leave"], how["mininterval"]))
+            super().__init__(*args, file=Terminal(), **how)
+
+    OfNotebooks.__module__ = "tqdm.notebook"
+    monkeypatch.setattr(auto, "tqdm", type("tqdm", (OfNotebooks,), {"__module__": "tqdm.auto"}))
+    jax.block_until_ready(nested("tqdm", 0.3))
+    assert made == [(True, bars.OFTEN), *[(False, bars.OFTEN)] * 4]
+
+
 def test_rich(capsys):
     jax.block_until_ready(jax.grad(lambda x: nested("rich", x))(0.3))
     text = capsys.readouterr().out

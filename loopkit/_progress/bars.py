@@ -28,10 +28,12 @@ class TqdmBar:
     def __init__(self, total: int | None, *, name: str, backward: bool):
         from tqdm import auto
 
-        notebook = auto.tqdm.__module__ == "tqdm.notebook"
+        notebook = any(of.__module__ == "tqdm.notebook" for of in auto.tqdm.__mro__)
         often = OFTEN if notebook or _is_terminal(sys.stderr) else SELDOM
         text = _described(name, backward)
-        self.bar = auto.tqdm(total=total, desc=text, mininterval=often, leave=None, unit="step")
+        # None: if it is the outermost, which in a notebook would be: never.
+        leave = not getattr(auto.tqdm, "_instances", ()) if notebook else None
+        self.bar = auto.tqdm(total=total, desc=text, mininterval=often, leave=leave, unit="step")
 
     def update(self, steps: int) -> None:
         self.bar.update(steps)
