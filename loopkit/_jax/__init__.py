@@ -65,6 +65,7 @@ from loopkit._jax.jaxprs import (
     make_jaxpr_effects,
     open_jaxpr,
     rearranged,
+    touches_references,
     trace,
     trace_closed,
     trace_context,
