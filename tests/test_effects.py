@@ -222,30 +222,3 @@ def test_what_returns_nothing_is_called_once(checkpoints, ordered):
     jax.block_until_ready(jax.jit(jax.grad(f))(0.3))
     jax.effects_barrier()
     assert (seen if ordered else sorted(seen)) == [0, 1, 2, 3, 4]
-
-
-def around_a_reference(x):
-    seen = jax.new_ref(x)
-
-    def step(c, _):
-        seen[...] += c
-        return c, None
-
-    return loopkit.scan(step, x, None, 3)
-
-
-def with_a_reference(x):
-    def step(c, _):
-        own = jax.new_ref(c)
-        own[...] = jnp.sin(own[...])
-        return own[...], None
-
-    return loopkit.scan(step, x, None, 3)
-
-
-@pytest.mark.parametrize("loop", [around_a_reference, with_a_reference])
-@pytest.mark.parametrize("change", [lambda f: f, jax.jit])
-def test_references(loop, change):
-    text = r"loopkit\.scan: `f` must be free of references, got one that `jax.new_ref` made\. Carry"
-    with pytest.raises(NotImplementedError, match=text):
-        change(loop)(jnp.ones(2))

@@ -65,7 +65,6 @@ from loopkit._jax.jaxprs import (
     make_jaxpr_effects,
     open_jaxpr,
     rearranged,
-    touches_references,
     trace,
     trace_closed,
     trace_context,

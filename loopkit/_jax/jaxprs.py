@@ -187,12 +187,6 @@ def check_effects(effects: Any) -> list[Any]:
     return list(effects_.control_flow_allowed_effects.filter_not_in(effects))
 
 
-def touches_references(effects: Any) -> bool:
-    """Whether a program reads or writes what `jax.new_ref` makes."""
-    kinds = effects_.JaxprInputEffect, type(core.internal_mutable_array_effect)
-    return any(isinstance(effect, kinds) for effect in effects)
-
-
 def jvp_in_moving(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple:
     """`jax.jvp` of `fun(*primals)`, in the operands whose tangents are not symbolically zero."""
     places = [i for i, t in enumerate(tangents) if t is not None and type(t) is not Zero]

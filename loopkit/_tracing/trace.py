@@ -256,13 +256,8 @@ def _check_structure(names: Names, before: Any, after: Any) -> None:
         raise errors.wrong_carry(function, body, expected, differences, advice)
 
 
-def _check_effects(names: Names, *of: Any) -> None:
-    jaxprs = [j for j in of if j is not None]
-    if any(_jax.touches_references(j.effects) for j in jaxprs):
-        expected, got = "must be free of references", "one that `jax.new_ref` made"
-        advice = "Carry its value instead, and name it in `buffers` if steps write parts of it."
-        raise NotImplementedError(errors.wrong(names.function, names.body, expected, got, advice))
-    effects = [e for j in jaxprs for e in _jax.check_effects(j.effects)]
+def _check_effects(names: Names, *jaxprs: Any) -> None:
+    effects = [e for j in jaxprs if j is not None for e in _jax.check_effects(j.effects)]
     if effects:
         expected = "may have only side effects that a compiled loop can have"
         advice = "Use jax.debug.print, jax.debug.callback or jax.experimental.io_callback."
