@@ -26,7 +26,7 @@ import workloads
 from accelerator_programs import Case
 from ahead_of_time import TARGETS
 from executions import Executions, collectives
-from harness import show_bytes, show_seconds, table
+from findings import show_bytes, show_seconds, table
 from thunks import kernels_by_pass, work
 
 HEADERS = {

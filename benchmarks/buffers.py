@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import equinox.internal as eqxi
@@ -18,16 +17,17 @@ import jax.numpy as jnp
 from jax import lax
 
 import loopkit
-from engine import Report
+from findings import Record, spread
 from harness import (
     describe_machine,
     interleave,
     keep_memory,
     measure,
-    measurement_table,
     ratio,
+    recorded,
     temp_bytes,
 )
+from report import Report
 
 LENGTHS = 1000, 8000, 64000
 LENGTHS_OF_MANY = 1000, 4000, 16000  # for 32 lanes: 64000 rows are 400 MB an array
@@ -89,18 +89,18 @@ def gradient(function, batch):
     return jax.vmap(g) if batch > 1 else g
 
 
-def compare_rows(report: Report, repeats: int, batch: int = 1) -> None:
+def compare_rows(
+    report: Report, repeats: int, batch: int = 1, lengths: Sequence[int] = LENGTHS
+) -> None:
     """Gradients of rows written once."""
     lanes = (batch,) if batch > 1 else ()
     functions = {name: gradient(f, batch) for name, f in CONTENDERS.items()}
     growth = {}
-    lengths = LENGTHS if batch < 32 else LENGTHS_OF_MANY
     for t in lengths:
         xs = jax.random.uniform(jax.random.key(0), (*lanes, t, 10, 5))
         growth[t] = measure(functions, (xs,), repeats)
         report.write(f"\n### {t} rows, batch of {batch}\n")
-        report.write(measurement_table(growth[t], LAX))
-    report.write()
+        report.measured(recorded(f"{t:,} rows, batch of {batch}", growth[t], LAX))
     first, last = growth[lengths[0]], growth[lengths[-1]]
     limit = 1.25 * lengths[-1] / lengths[0]
     # Long arrays are not in the caches, which costs whoever writes them.
@@ -148,21 +148,25 @@ def compare_overwriting(report: Report, repeats: int) -> None:
                 "written once": partial(over_rows, rows=t, checkpoints=checkpoints),
                 "overwritten": partial(over_rows, rows=t // 2, checkpoints=checkpoints),
             }
-            args = dict.fromkeys(functions, (xs,))
             compiled = {n: jax.jit(jax.grad(f)).lower(xs).compile() for n, f in functions.items()}
             seconds = interleave({n: partial(c, xs) for n, c in compiled.items()}, repeats)
-            against = ratio(seconds["overwritten"], seconds["written once"])
-            what = (
-                f"overwriting, {t} rows, checkpoints={checkpoints!r}: time by that of writing once"
+            what, once = f"{t:,} rows, checkpoints={checkpoints!r}", "written once"
+            report.write(f"\n### {what}\n")
+            report.measured(
+                [
+                    Record(
+                        what,
+                        name,
+                        seconds=spread(seconds[name]),
+                        ratio=ratio(seconds[name], seconds[once]),
+                        over=once,
+                        temp_bytes=temp_bytes(program),
+                    )
+                    for name, program in compiled.items()
+                ]
             )
-            memory = {n: temp_bytes(c) for n, c in compiled.items()}
-            report.write(
-                f"- {t} rows, checkpoints={checkpoints!r}: "
-                + ", ".join(
-                    f"{n} {1e3 * median(seconds[n]):.3g} ms, {memory[n] / 1e6:.3g} MB" for n in args
-                )
-            )
-            report.target(what, against, 1.6)
+            against = ratio(seconds["overwritten"], seconds[once])
+            report.target(f"overwriting, {what}: time by that of writing once", against, 1.6)
 
 
 # --- forward ------------------------------------------------------------------------------------
@@ -234,10 +238,12 @@ def compare_cache(report: Report, repeats: int) -> None:
             if count == steps
         }
         report.write(f"\n### {what}, {steps} steps\n")
-        report.write("| cache | time of a step |\n| --- | --- |")
-        for m, seconds in each.items():
-            report.write(f"| {m} MB | {1e6 * median(seconds):.3g} us |")
-        report.write()
+        report.measured(
+            [
+                Record(f"{what} of a step", f"{m} MB", spread(s), ratio(s, each[2]), "2 MB")
+                for m, s in each.items()
+            ]
+        )
         for m in (8, 32, 128):
             against = ratio(each[m], each[2])
             report.target(f"{what}: a step with a cache of {m} MB by one with 2 MB", against, 1.2)
@@ -287,16 +293,21 @@ def compare_leaves(report: Report, repeats: int) -> None:
             "loopkit.scan, all, packed": partial(as_packed, every),
         }
         report.write(f"\n### {count} leaves of 3 numbers, {STEPS} steps: value\n")
-        report.write(measurement_table(measure(values, (init,), repeats), "lax.scan"))
+        results = measure(values, (init,), repeats)
+        report.measured(recorded(f"{count} leaves, value", results, "lax.scan"))
         grads = {name: jax.grad(f) for name, f in {**values, **stored}.items()}
         report.write(f"\n### {count} leaves: gradient\n")
-        report.write(measurement_table(measure(grads, (init,), repeats), "lax.scan"))
+        results = measure(grads, (init,), repeats)
+        report.measured(recorded(f"{count} leaves, gradient", results, "lax.scan"))
 
 
 SECTIONS = {
     "rows": ("Rows written to the carry", compare_rows),
     "rows4": ("Rows written to the carry, batch of 4", partial(compare_rows, batch=4)),
-    "rows32": ("Rows written to the carry, batch of 32", partial(compare_rows, batch=32)),
+    "rows32": (
+        "Rows written to the carry, batch of 32",
+        partial(compare_rows, batch=32, lengths=LENGTHS_OF_MANY),
+    ),
     "overwriting": ("Rows that are overwritten", compare_overwriting),
     "in_place": ("Copies", check_in_place),
     "cache": ("A cache of keys and values", compare_cache),
@@ -320,8 +331,7 @@ def main(argv: Sequence[str]) -> None:
         report.write(f"\n## {title}\n")
         run(report, options.repeats)
     report.summary()
-    if options.markdown:
-        options.markdown.write_text("\n".join(report.lines) + "\n")
+    report.save(options.markdown)
 
 
 if __name__ == "__main__":

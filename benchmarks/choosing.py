@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import contenders as run
+import findings
 import harness
 import loopkit
 import workloads
@@ -133,12 +134,12 @@ def axes(repeats: int) -> None:
                 calls[name] = ft.partial(compiled, x)
             seconds = harness.interleave(calls, repeats)
             chosen = "in place" if _axes.in_place(jax.typeof(x), 1) else "transposed"
-            times = [harness.show_seconds(median(s)) for s in seconds.values()]
+            times = [findings.show_seconds(median(s)) for s in seconds.values()]
             against = harness.ratio(*seconds.values())
             rows.append((f"{'x'.join(map(str, shape))}, {what}", *times, str(against), chosen))
     print("\n### Scanning the second axis\n")
     print(
-        harness.table(("float32", *rules, "in place over transposed", "chosen"), rows), flush=True
+        findings.table(("float32", *rules, "in place over transposed", "chosen"), rows), flush=True
     )
 
 
@@ -208,18 +209,18 @@ def tracing(repeats: int) -> None:
                 call()
                 if repeat:
                     seconds[way].append(harness.clock() - start)
-        times = [harness.show_seconds(median(s)) for s in seconds.values()]
+        times = [findings.show_seconds(median(s)) for s in seconds.values()]
         against = harness.ratio(seconds["of checkpointed"], seconds["make_jaxpr"])
         rows.append((name, *times, str(against)))
     print("\n### Tracing\n")
-    print(harness.table(("", "make_jaxpr", "of checkpointed", "ratio"), rows))
+    print(findings.table(("", "make_jaxpr", "of checkpointed", "ratio"), rows))
 
     functions = {"as it is": plain, "checkpointed": loopkit.checkpointed(plain)}
     results = harness.measure(functions, arguments, repeats)
     show("A function without loops, compiled", results, "as it is")
     texts = [jax.jit(f).lower(*arguments).compile().cost_analysis() for f in functions.values()]
     same = texts[0]["flops"] == texts[1]["flops"]
-    kept = [harness.show_bytes(results[name].temp_bytes) for name in functions]
+    kept = [findings.show_bytes(results[name].temp_bytes) for name in functions]
     print(f"\nthe same work: {same}; temporary memory {' and '.join(kept)}", flush=True)
 
 

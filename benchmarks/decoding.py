@@ -27,18 +27,17 @@ from jax import lax
 import harness
 import loopkit
 import workloads
+from findings import Record, show_seconds, spread
 from harness import (
     describe_machine,
     interleave,
     keep_memory,
     measure,
-    measurement_table,
     ratio,
-    show_bytes,
-    show_seconds,
-    table,
+    recorded,
     temp_bytes,
 )
+from report import Report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from decoding import beam
@@ -220,7 +219,8 @@ def summed(search):
     return lambda *args: jnp.sum(search(*args)[0])
 
 
-def bound(repeats: int) -> None:
+def bound(report: Report, repeats: int, only: str = "") -> None:
+    """Room for 24 tokens and for 2000; `only` begins the titles that are wanted."""
     gru, attends = words(20), transformer()
     arrays, static = eqx.partition(attends, eqx.is_array)
 
@@ -242,13 +242,16 @@ def bound(repeats: int) -> None:
         ("transformer, decoding", of_arrays, (arrays,), 1.2),
         ("transformer, gradient", slope, (arrays,), 1.5),
     ):
+        if not title.startswith(only):
+            continue
         results = measure({"24": make(24), "2000": make(2000)}, arguments, repeats)
-        print(f"\n{title}, by max_length, words of at most 20 tokens\n")
-        print(measurement_table(results, "24"))
-        print(f"\ntarget: 2000 takes at most {target} of 24", flush=True)
+        report.write(f"\n{title}, by max_length, words of at most 20 tokens\n")
+        report.measured(recorded(title, results, "24"))
+        against = ratio(results["2000"].seconds, results["24"].seconds)
+        report.target(f"{title}: room for 2000 tokens over room for 24", against, target)
 
 
-def peers(repeats: int, limit: int) -> None:
+def peers(report: Report, repeats: int, limit: int) -> None:
     """The table of docs/decoding.md."""
     compiled = {
         "loopkit.while_loop": loopkit.while_loop,
@@ -257,32 +260,35 @@ def peers(repeats: int, limit: int) -> None:
     }
     searches = {name: with_loop(loop, search_of(limit)) for name, loop in compiled.items()}
     python = by_python(limit)
-    seconds: dict[str, list] = {name: [] for name in (*compiled, "Python, jitted steps")}
-    memory: dict[str, int | None] = {}
+    report.write(f"\n{WORDS} words, beam of {BEAM}, max_length={limit}\n")
     for last in LASTS:
         arguments = words(last)
         for differentiated in (False, True):
             of = slope_of if differentiated else lambda f: f
             calls = {name: compile_(of(f), arguments) for name, f in searches.items()}
-            if differentiated:
-                memory = {name: temp_bytes(call) for name, call in calls.items()}
+            memory = {name: temp_bytes(call) for name, call in calls.items()}
             calls["Python, jitted steps"] = of(python)
-            memory["Python, jitted steps"] = held_bytes(python, arguments)
+            if differentiated:
+                memory["Python, jitted steps"] = held_bytes(python, arguments)
             check_agree(calls, arguments)
             timed = {name: partial(call, *arguments) for name, call in calls.items()}
-            for name, samples in interleave(timed, repeats).items():
-                seconds[name].append(samples)
-    ours = seconds["loopkit.while_loop"]
-    rows = []
-    for name, columns in seconds.items():
-        cells = [show_seconds(median(column)) for column in columns]
-        if columns is not ours:
-            ratios = [ratio(column, own).mid for column, own in zip(columns, ours, strict=True)]
-            cells = [f"{cell} ({r:.2g}x)" for cell, r in zip(cells, ratios, strict=True)]
-        rows.append((name, *cells, show_bytes(memory[name])))
-    kinds = [f"{kind}, {last} tokens" for last in LASTS for kind in ("decoding", "gradient")]
-    print(f"\n{WORDS} words, beam of {BEAM}, max_length={limit}\n")
-    print(table(("", *kinds, "gradient memory"), rows), flush=True)
+            seconds = interleave(timed, repeats)
+            ours = "loopkit.while_loop"
+            title = f"{'gradient' if differentiated else 'decoding'}, {last} tokens"
+            report.write(f"\n### {title}\n")
+            report.measured(
+                [
+                    Record(
+                        title,
+                        name,
+                        seconds=spread(samples),
+                        ratio=ratio(samples, seconds[ours]),
+                        over=ours,
+                        temp_bytes=memory.get(name),
+                    )
+                    for name, samples in seconds.items()
+                ]
+            )
 
 
 def compile_(function, arguments):
@@ -305,8 +311,8 @@ def held_bytes(search, arguments) -> int:
     return sum(held.values())
 
 
-def growing(name: str, repeats: int, steps: int) -> list[tuple[str, ...]]:
-    """Rows of the table: the loop of a workload grown, and with its length known."""
+def growing(report: Report, name: str, repeats: int, steps: int) -> None:
+    """The loop of a workload grown, and with its length known."""
     load = workloads.make(name)
     start = jnp.int32(0)
 
@@ -324,39 +330,35 @@ def growing(name: str, repeats: int, steps: int) -> list[tuple[str, ...]]:
     def gradient(f):
         return jax.grad(lambda params, init: jnp.sum(f(params, init)), argnums=(0, 1))
 
-    values = {"unbounded_scan": grown, "jitted": known}
+    jitted, alike = "jitted lax.scan", "jax.grad of the jitted lax.scan"
+    values = {"unbounded_scan": grown, jitted: known}
     gradients = {
         "unbounded_scan": gradient(grown),
-        "jitted": jax.jit(gradient(known)),
-        "of jitted": gradient(known),
+        jitted: jax.jit(gradient(known)),
+        alike: gradient(known),
     }
-    rows = []
     for kind, functions in ("value", values), ("gradient", gradients):
         calls = {k: partial(f, load.params, load.init) for k, f in functions.items()}
         check_agree(calls, ())
         seconds = interleave(calls, repeats)
-        ours = seconds.pop("unbounded_scan")
-        over = median(ours) - median(seconds["jitted"])
-        ratios = [str(ratio(ours, other)) for other in seconds.values()]
-        times = show_seconds(median(ours)), show_seconds(median(seconds["jitted"]))
-        rows.append(
-            (
-                f"{name}, {kind}",
-                *times,
-                ratios[0],
-                show_seconds(over) if over > 0 else "none",
-                *ratios[1:],
-            )
+        ours, title = seconds["unbounded_scan"], f"{name}, {kind}"
+        report.write(f"\n### {title}\n")
+        report.measured(
+            [
+                Record(title, k, spread(s), ratio(s, seconds[jitted]), jitted)
+                for k, s in seconds.items()
+            ]
         )
-    return [(*row, *[""] * (6 - len(row))) for row in rows]
+        over = median(ours) - median(seconds[jitted])
+        report.write(f"more than the jitted one: {show_seconds(over) if over > 0 else 'none'}\n")
+        peer = alike if kind == "gradient" else jitted
+        report.target(f"{title}: unbounded_scan over {peer}", ratio(ours, seconds[peer]), 1.3)
 
 
-def unbounded(repeats: int, only: Sequence[str], steps: int = 10_000) -> None:
-    rows = [row for name in only for row in growing(name, repeats, steps)]
-    header = ("", "unbounded_scan", "jitted lax.scan", "ratio", "more", "over jax.grad of jitted")
-    print(f"\n{steps} steps, outside jit, after compilation\n")
-    print(table(header, rows))
-    print("\ntarget: at most 1.3", flush=True)
+def unbounded(report: Report, repeats: int, loops: Sequence[str], steps: int = 10_000) -> None:
+    report.write(f"\n{steps} steps, outside jit, after compilation")
+    for name in loops:
+        growing(report, name, repeats, steps)
 
 
 def main() -> None:
@@ -373,13 +375,15 @@ def main() -> None:
     if args.cpu:
         harness.clock = time.process_time
     only = args.only.split(",")
-    print(describe_machine())
+    report = Report()
+    report.write(describe_machine())
     if "bound" in only:
-        bound(args.repeats)
+        bound(report, args.repeats)
     if "peers" in only:
-        peers(args.repeats, args.limit)
+        peers(report, args.repeats, args.limit)
     if "unbounded" in only:
-        unbounded(args.repeats, args.loops.split(","))
+        unbounded(report, args.repeats, args.loops.split(","))
+    report.summary()
 
 
 if __name__ == "__main__":

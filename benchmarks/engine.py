@@ -22,46 +22,14 @@ import jax.numpy as jnp
 import contenders as run
 import loopkit
 import workloads
-from harness import (
-    Ratio,
-    compile_times,
-    describe_machine,
-    interleave,
-    measure,
-    measurement_table,
-    ratio,
-    show_seconds,
-    table,
-)
+from findings import Record, spread
+from harness import compile_times, describe_machine, interleave, measure, ratio, recorded
+from report import Report
 from workloads import Run, Workload, arguments, grad_of, jvp_of, value_of
 
 EARLY_STEPS = 10
 EARLY_BOUND = 1_000_000
 BUDGETS = 8, 32
-
-
-class Report:
-    """Prints as it goes and keeps the text for a file."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.verdicts: list[tuple[str, str, str, str]] = []
-
-    def write(self, text: str = "") -> None:
-        print(text, flush=True)
-        self.lines.append(text)
-
-    def target(self, what: str, got: float | Ratio, limit: float) -> None:
-        """States that `got`, a ratio, should be at most `limit`."""
-        value = got.mid if isinstance(got, Ratio) else got
-        verdict = "met" if value <= limit else "MISSED"
-        shown = str(got) if isinstance(got, Ratio) else f"{got:.2f}"
-        self.write(f"- target: {what} at most {limit:.2f}: {shown}, {verdict}")
-        self.verdicts.append((what, f"{limit:.2f}", f"{value:.2f}", verdict))
-
-    def summary(self) -> None:
-        self.write("\n## Summary\n")
-        self.write(table(("target", "at most", "measured", ""), self.verdicts))
 
 
 # --- sections --------------------------------------------------------------------------------
@@ -100,8 +68,7 @@ def against_lax(
     }
     functions = {name: function_of(loop, load, load.steps) for name, loop in loops.items()}
     results = measure(functions, arguments(load, load.steps), repeats)
-    report.write(measurement_table(results, "lax.while_loop"))
-    report.write()
+    report.measured(recorded(load.name, results, "lax.while_loop"))
     for mine, peer in (
         ("loopkit.while_loop", "lax.while_loop"),
         ("loopkit.while_loop, max_steps", "lax.while_loop"),
@@ -126,8 +93,7 @@ def compare_grad(report: Report, load: Workload, repeats: int) -> None:
     }
     functions = {name: grad_of(loop, load, load.steps) for name, loop in loops.items()}
     results = measure(functions, arguments(load, load.steps), repeats)
-    report.write(measurement_table(results, "lax.scan"))
-    report.write()
+    report.measured(recorded(load.name, results, "lax.scan"))
     for mine in ("loopkit.while_loop, max_steps", "loopkit.scan"):
         against = ratio(results[mine].seconds, results[peer].seconds)
         report.target(f"grad, {load.name}: {mine} over {peer}", against, 0.85)
@@ -141,8 +107,7 @@ def compare_budgets(report: Report, load: Workload, repeats: int) -> None:
         loops[f"loopkit.scan, {c}"] = run.scan(checkpoints=c)
     functions = {name: grad_of(loop, load, load.steps) for name, loop in loops.items()}
     results = measure(functions, arguments(load, load.steps), repeats)
-    report.write(measurement_table(results, "lax.scan"))
-    report.write()
+    report.measured(recorded(load.name, results, "lax.scan"))
     for c in BUDGETS:
         mine, peer = f"loopkit.while_loop, {c}", f"equinox while_loop, {c}"
         against = ratio(results[mine].seconds, results[peer].seconds)
@@ -161,8 +126,7 @@ def compare_all(report: Report, load: Workload, repeats: int) -> None:
     }
     functions = {name: grad_of(loop, load, load.steps) for name, loop in loops.items()}
     results = measure(functions, arguments(load, load.steps), repeats)
-    report.write(measurement_table(results, "lax.scan"))
-    report.write()
+    report.measured(recorded(load.name, results, "lax.scan"))
     peer = results["lax.scan"]
     for mine in ("loopkit.scan, all", "loopkit.fori_loop, all", "loopkit.while_loop, all"):
         what = f"all, {load.name}: {mine} over lax.scan"
@@ -182,8 +146,7 @@ def compare_early_stop(report: Report, load: Workload, repeats: int) -> None:
     functions["loopkit.while_loop"] = grad_of(run.while_loop(bounded=False), load, EARLY_BOUND)
     tight, wide = (f"loopkit.while_loop, max_steps={bound}" for bound in (EARLY_STEPS, EARLY_BOUND))
     results = measure(functions, arguments(load, EARLY_STEPS), repeats)
-    report.write(measurement_table(results, tight))
-    report.write()
+    report.measured(recorded(load.name, results, tight))
     against = ratio(results[wide].seconds, results[tight].seconds)
     report.target(
         f"early stop, {load.name}: max_steps {EARLY_BOUND} over {EARLY_STEPS}", against, 1.3
@@ -203,16 +166,19 @@ def compare_compile(report: Report, load: Workload, repeats: int) -> None:
     functions = {name: grad_of(loop, load, load.steps) for name, loop in loops.items()}
     seconds = compile_times(functions, arguments(load, load.steps), max(3, repeats // 3))
     peer = seconds["lax.scan"]["total"]
-    rows = [
-        (
-            name,
-            *(show_seconds(median(parts[part])) for part in ("trace", "lower", "compile", "total")),
-            str(ratio(parts["total"], peer)),
-        )
-        for name, parts in seconds.items()
-    ]
-    report.write(table(("", "trace", "lower", "compile", "total", "relative to lax.scan"), rows))
-    report.write()
+    report.measured(
+        [
+            Record(
+                load.name,
+                name,
+                seconds=spread(parts["total"]),
+                ratio=ratio(parts["total"], peer),
+                over="lax.scan",
+                parts={part: median(s) for part, s in parts.items() if part != "total"},
+            )
+            for name, parts in seconds.items()
+        ]
+    )
     for mine in ("loopkit.while_loop, max_steps", "loopkit.while_loop", "loopkit.scan"):
         against = ratio(seconds[mine]["total"], peer)
         report.target(f"compile, {load.name}: {mine} over lax.scan", against, 1.5)
@@ -274,12 +240,17 @@ def compare_second_call(report: Report, load: Workload, repeats: int) -> None:
         jax.block_until_ready(call())
         counts[name] = (count.traces, count.compilations)
     seconds = interleave(calls, max(3, repeats // 3))
-    rows = [
-        (name, str(counts[name][0]), str(counts[name][1]), show_seconds(median(seconds[name])))
-        for name in calls
-    ]
-    report.write(table(("", "traces of the body", "compilations", "time"), rows))
-    report.write()
+    report.measured(
+        [
+            Record(
+                load.name,
+                name,
+                seconds=spread(seconds[name]),
+                counts={"traces of the body": traced, "compilations": compiled},
+            )
+            for name, (traced, compiled) in counts.items()
+        ]
+    )
     for name, (traced, compiled) in counts.items():
         if name.startswith("loopkit"):
             what = f"second call, {load.name}: {name}"
@@ -350,8 +321,7 @@ def main(argv: Sequence[str]) -> None:
             report.write(f"\n### {load.name}, {load.steps} steps\n")
             compare(report, load, options.repeats)
     report.summary()
-    if options.markdown:
-        options.markdown.write_text("\n".join(report.lines) + "\n")
+    report.save(options.markdown)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ account, beyond a loop of one step. Its time is then compared at equal or less m
 
 import argparse
 import re
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -22,19 +23,12 @@ from jax import lax
 
 import loopkit
 import steps
-from engine import Report
-from harness import (
-    describe_machine,
-    interleave,
-    measure,
-    ratio,
-    show_bytes,
-    show_seconds,
-    table,
-    temp_bytes,
-)
+from findings import Record, show_bytes, spread, table
+from harness import describe_machine, interleave, measure, ratio, recorded, temp_bytes
+from report import Report
 
 SETTINGS = 4, 8, 16, 32, 64, 128, "default", "all", "bounded"
+KINDS = "loopkit.scan", "loopkit.scan, until"
 LIMIT, WORST = 0.55, 0.9
 TRIES = 4
 COUNTERS = 64
@@ -223,35 +217,37 @@ def compare(report: Report, case, repeats: int, settings=SETTINGS) -> dict:
     limits = {s: temp_bytes(compiled(equinox(s), case)) for s in settings}
     names: dict = {}
     for setting, limit in limits.items():
-        for kind, make in (("loopkit.scan", loopkit_scan), ("loopkit.scan, until", loopkit_until)):
+        for kind, make in zip(KINDS, (loopkit_scan, loopkit_until), strict=True):
             run, memory = within(make, case, limit, base)
             names[kind, setting] = f"{kind}, memory={show_bytes(memory)}" if run else None
             if run:
                 runs[names[kind, setting]] = run
     functions = {name: steps.gradient(run, case) for name, run in runs.items()}
     results = measure(functions, arguments(case), repeats)
-    rows = []
-    for name, r in results.items():
-        against = ratio(r.seconds, results["lax.scan"].seconds)
-        rows.append((name, show_seconds(median(r.seconds)), str(against), show_bytes(r.temp_bytes)))
-    report.write(table(("", "time", "relative to lax.scan", "temporary memory"), rows) + "\n")
-    found = {}
-    rows = []
+    report.measured(recorded(case.name, results, "lax.scan"))
+    found, rows = {}, []
     for (kind, setting), name in names.items():
-        peer = results[f"equinox, {setting}"]
         if name is None:
-            rows.append((str(setting), kind, show_bytes(peer.temp_bytes), "none fits", ""))
+            report.write(f"{kind} has no plan for the memory of equinox, {setting}\n")
             continue
-        mine = results[name]
+        peer, mine = results[f"equinox, {setting}"], results[name]
         against = ratio(mine.seconds, peer.seconds)
         found[kind, setting] = against.mid
-        sizes = show_bytes(peer.temp_bytes), show_bytes(mine.temp_bytes)
-        rows.append((str(setting), kind, *sizes, str(against)))
-    header = ("equinox", "loopkit", "memory, equinox", "memory, loopkit", "time over equinox")
-    report.write(table(header, rows) + "\n")
+        rows.append(
+            Record(
+                f"{case.name}, {kind} with the memory of equinox",
+                str(setting),
+                seconds=spread(mine.seconds),
+                ratio=against,
+                over=f"equinox, {setting}",
+                temp_bytes=mine.temp_bytes,
+            )
+        )
+    report.measured(rows)
     default, scan = results["loopkit.scan"], results["lax.scan"]
     return {
-        "over equinox": found,
+        "pairs": found,
+        "length": case.length,
         "default": (ratio(default.seconds, scan.seconds).mid, default.temp_bytes / scan.temp_bytes),
         "results": results,
     }
@@ -270,17 +266,58 @@ def flat_cost(report: Report, repeats: int) -> None:
         return result
 
     calls = {length: partial(as_many_steps, length) for length in cases}
-    costs = {length: median(s) / total for length, s in interleave(calls, repeats).items()}
-    rows = [
-        (f"{length:,}", show_seconds(cost), show_bytes(temp_bytes(programs[length])))
-        for length, cost in costs.items()
-    ]
-    report.write(table(("steps", "time a step", "temporary memory"), rows) + "\n")
+    seconds = {k: [s / total for s in ss] for k, ss in interleave(calls, repeats).items()}
+    costs = {length: median(s) for length, s in seconds.items()}
+    report.measured(
+        [
+            Record(
+                "a step of the decay",
+                f"{length:,} steps",
+                seconds=spread(seconds[length]),
+                temp_bytes=temp_bytes(programs[length]),
+            )
+            for length in cases
+        ]
+    )
     report.target(
         "cost of a step, decay, longest over shortest",
         max(costs.values()) / min(costs.values()),
         1.3,
     )
+
+
+def targets(report: Report, found: Mapping[str, dict]) -> None:
+    """Of what `compare` found for one loop or several: the worst place, and default plans."""
+    for kind in KINDS:
+        values = {
+            (n, s): v for n, f in found.items() for (k, s), v in f["pairs"].items() if k == kind
+        }
+        worst = max(values, key=values.__getitem__)
+        where = ", ".join(map(str, worst))
+        report.target(f"{kind} over equinox at its memory, worst ({where})", values[worst], WORST)
+        above = {k: round(v, 2) for k, v in values.items() if v > WORST}
+        report.write(f"  above {WORST}: {above}")
+    defaults = {name: f["default"] for name, f in found.items() if f["length"] >= 1000}
+    if defaults:
+        names = ", ".join(defaults)
+        mean = geometric_mean(time for time, _ in defaults.values())
+        report.target(f"default plan over lax.scan, {names}: time", mean, 1.0)
+        most = max(memory for _, memory in defaults.values())
+        report.target(f"default plan over lax.scan, {names}: memory", most, 0.1)
+
+
+def means(report: Report, found: Mapping[str, dict]) -> None:
+    for kind in KINDS:
+        values = [v for f in found.values() for (k, _), v in f["pairs"].items() if k == kind]
+        mean = geometric_mean(values)
+        report.target(f"{kind} over equinox at its memory, {len(values)} pairs, mean", mean, LIMIT)
+
+
+def study(report: Report, name: str, repeats: int, settings: Sequence = SETTINGS) -> None:
+    """All of one loop."""
+    case = steps.make(name)
+    predicted(report, case)
+    targets(report, {name: compare(report, case, repeats, settings)})
 
 
 def draw(path: str, results: dict) -> None:
@@ -316,51 +353,30 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--sizes", action="store_true", help="only compile, and compare bytes")
-    parser.add_argument("--markdown", metavar="FILE")
+    parser.add_argument("--markdown", type=Path, metavar="FILE")
     parser.add_argument("--picture", metavar="FILE")
     options = parser.parse_args()
     jax.config.update("jax_platforms", {"cpu": "cpu", "gpu": "cuda"}[options.device])
     settings = [s for s in SETTINGS if str(s) in options.settings.split(",")]
     report = Report()
     report.write(describe_machine() + "\n")
-    ratios: dict = {"loopkit.scan": {}, "loopkit.scan, until": {}}
-    defaults, results = {}, {}
+    found = {}
     for name in options.loops.split(","):
         case = steps.make(name)
         report.write(f"## {name}, {case.length} steps\n")
         predicted(report, case)
-        if options.sizes:
-            continue
-        found = compare(report, case, options.repeats, settings)
-        results[name] = found["results"]
-        if case.length >= 1000:
-            defaults[name] = found["default"]
-        for (kind, setting), value in found["over equinox"].items():
-            ratios[kind][name, setting] = value
-    if options.sizes:
-        report.summary()
-        return
-    report.write("## Cost of a step\n")
-    flat_cost(report, options.repeats)
-    report.write("\n## Targets\n")
-    for kind, values in ratios.items():
-        worst = max(values, key=values.__getitem__)
-        mean = geometric_mean(values.values())
-        report.target(f"{kind} over equinox at its memory, {len(values)} pairs, mean", mean, LIMIT)
-        where = f"{worst[0]}, {worst[1]}"
-        report.target(f"{kind} over equinox at its memory, worst ({where})", values[worst], WORST)
-        above = {k: round(v, 2) for k, v in values.items() if v > WORST}
-        report.write(f"  above {WORST}: {above}")
-    if defaults:
-        mean = geometric_mean(time for time, _ in defaults.values())
-        report.target("default plan over lax.scan, time, mean", mean, 1.0)
-        most = max(memory for _, memory in defaults.values())
-        report.target("default plan over lax.scan, memory, most", most, 0.1)
+        if not options.sizes:
+            found[name] = compare(report, case, options.repeats, settings)
+    if found:
+        report.write("## Cost of a step\n")
+        flat_cost(report, options.repeats)
+        report.write("\n## Targets\n")
+        means(report, found)
+        targets(report, found)
     report.summary()
-    if options.markdown:
-        Path(options.markdown).write_text("\n".join(report.lines) + "\n")
+    report.save(options.markdown)
     if options.picture:
-        draw(options.picture, results)
+        draw(options.picture, {name: f["results"] for name, f in found.items()})
 
 
 if __name__ == "__main__":

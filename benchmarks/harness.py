@@ -13,16 +13,20 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 import equinox
 import jax
 import numpy as np
 
+import loopkit
+from findings import Record, Spread, spread, table, table_of
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from environment import kept_memory, restart_with
 
+watch: Callable[[str, str, float], None] = lambda name, does, done: None
+"""Told which contender is next and what it does, and which part of its measurement is done."""
 clock = time.perf_counter  # time.process_time, of all cores together, where others use them too
 SETTLING_SECONDS = 0.3  # for some tens of ms after compilation, calls are slower
 MIN_SAMPLE_SECONDS = 1e-3  # shorter calls are repeated within a sample until it takes this long
@@ -35,19 +39,9 @@ class Measurement(NamedTuple):
     temp_bytes: int | None  # None where the compiler does not say
 
 
-class Ratio(NamedTuple):
-    low: float  # first quartile
-    mid: float
-    high: float  # third quartile
-
-    def __str__(self) -> str:
-        return f"{self.mid:.2f} ({self.low:.2f} to {self.high:.2f})"
-
-
-def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
+def ratio(over: Sequence[float], under: Sequence[float]) -> Spread:
     """Median and quartiles of `over / under`, round by round."""
-    low, mid, high = quantiles([a / b for a, b in zip(over, under, strict=True)], n=4)
-    return Ratio(low, mid, high)
+    return spread(a / b for a, b in zip(over, under, strict=True))
 
 
 def temp_bytes(compiled: Any) -> int | None:
@@ -67,6 +61,7 @@ def interleave(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str
     """Seconds of one call of each, one entry a round, the calls of a round in turn."""
     numbers = {}
     for name, call in calls.items():
+        watch(str(name), "warming up", 0)
         jax.block_until_ready(call())
         numbers[name] = max(1, round(MIN_SAMPLE_SECONDS / max(_sample(call, 1), 1e-9)))
     settled = clock() + SETTLING_SECONDS
@@ -76,6 +71,7 @@ def interleave(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
+            watch(str(name), "timing", 1 / repeats)
             seconds[name].append(_sample(call, numbers[name]))
     return seconds
 
@@ -97,6 +93,7 @@ def measure(
 
     compiled, compile_seconds = {}, {}
     for name, function in functions.items():
+        watch(name, "compiling", 0)
         start = clock()
         compiled[name] = jax.jit(function).lower(*args_of(name)).compile()
         compile_seconds[name] = clock() - start
@@ -129,6 +126,7 @@ def compile_times(
     seconds = {name: {part: [] for part in parts} for name in functions}
     for round_number in range(repeats + 1):
         for name, function in functions.items():
+            watch(name, "tracing and compiling", 1 / (repeats + 1))
             jax.clear_caches()
             gc.collect()
             start = time.perf_counter()
@@ -149,50 +147,32 @@ def compile_times(
     return seconds
 
 
-# --- tables --------------------------------------------------------------------------------
+# --- records and tables ----------------------------------------------------------------------
 
 
-def show_seconds(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
-
-
-def show_bytes(count: int | None) -> str:
-    if count is None:
-        return "unknown"
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.3g} {unit}"
-    return f"{count} B"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table with padded columns: readable in a terminal too."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-
-    def line(row):
-        return "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
-
-    rule = "| " + " | ".join("-" * w for w in widths) + " |"
-    return "\n".join([line(header), rule, *map(line, rows)])
+def recorded(
+    program: str, results: Mapping[str, Measurement], baseline: str | None
+) -> list[Record]:
+    """A record for each of the contenders that ran `program`, relative to one of them."""
+    return [
+        Record(
+            program,
+            name,
+            seconds=spread(result.seconds),
+            ratio=baseline and ratio(result.seconds, results[baseline].seconds),
+            over=baseline,
+            temp_bytes=result.temp_bytes,
+            compile_seconds=result.compile_seconds,
+        )
+        for name, result in results.items()
+    ]
 
 
 def measurement_table(results: Mapping[str, Measurement], baseline: str) -> str:
-    rows = []
-    for name, result in results.items():
-        against = ratio(result.seconds, results[baseline].seconds)
-        rows.append(
-            (
-                name,
-                show_seconds(median(result.seconds)),
-                "1.00" if name == baseline else str(against),
-                show_bytes(result.temp_bytes),
-                show_seconds(result.compile_seconds),
-            )
-        )
-    return table(("", "time", f"relative to {baseline}", "temporary memory", "to compile"), rows)
+    return table_of(recorded("", results, baseline))
+
+
+# --- the machine -----------------------------------------------------------------------------
 
 
 def keep_memory() -> None:
@@ -209,17 +189,26 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def describe_machine() -> str:
+def memory() -> str:
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return f"{pages / 2**30:.0f} GiB"
+
+
+def machine() -> dict[str, str]:
+    """What figures depend on."""
     device = jax.devices()[0]
     is_kept = all(v in os.environ.get(k, "") for k, v in kept_memory().items())
-    return table(
-        ("", ""),
-        [
-            ("device", f"{device.platform}, {device.device_kind}"),
-            ("processor", f"{processor()}, {os.cpu_count()} cores"),
-            ("memory of arrays", "kept" if is_kept else "as the system gives it"),
-            ("python", platform.python_version()),
-            ("jax", jax.__version__),
-            ("equinox", equinox.__version__),
-        ],
-    )
+    return {
+        "device": f"{device.platform}, {device.device_kind}",
+        "processor": f"{processor()}, {os.cpu_count()} cores",
+        "memory": memory(),
+        "memory of arrays": "kept" if is_kept else "as the system gives it",
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "equinox": equinox.__version__,
+        "loopkit": loopkit.__version__,
+    }
+
+
+def describe_machine() -> str:
+    return table(("", ""), [*machine().items()])

@@ -11,7 +11,7 @@ slowest lane is than the mean.
 from __future__ import annotations
 
 import argparse
-import sys
+from dataclasses import replace
 
 import equinox.internal as eqxi
 import jax
@@ -20,7 +20,8 @@ import numpy as np
 from jax import lax
 
 import loopkit
-from harness import describe_machine, measure, measurement_table
+from harness import describe_machine, measure, recorded
+from report import Report
 
 MOST = 1024  # steps, without which equinox has no gradient
 WEIGHTS = jax.random.normal(jax.random.key(0), (64, 64)) / 8
@@ -113,6 +114,24 @@ SECTIONS = {
 }
 
 
+def compare(report: Report, section: str, repeats: int, lanes: int, what: str = "") -> None:
+    """All contenders of a section; `what` names some of the lengths."""
+    for name, n in lengths(lanes).items():
+        if what and name not in what.split(","):
+            continue
+        x = jax.random.normal(jax.random.key(1), (lanes, 64))
+        found, kind = programs, "slowest over mean"
+        if section.startswith("nested"):
+            found, kind = nested, "slowest of each step over slowest of all"
+            n = np.random.default_rng(1).permuted(np.tile(n, (50, 1)), axis=1).T
+        arguments = jnp.asarray(n, jnp.int32), x, WEIGHTS
+        results = measure(found(section), arguments, repeats)
+        most = n.max(0).sum() / n.sum(1).max() if n.ndim > 1 else n.max() / n.mean()
+        report.write(f"### {name}\n")
+        first, *others = recorded(name, results, next(iter(results)))
+        report.measured([replace(first, counts={kind: float(most)}), *others])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--lanes", type=int, default=256)
@@ -120,23 +139,11 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(SECTIONS))
     parser.add_argument("--what", default="")
     given = parser.parse_args()
-    print(describe_machine())
+    report = Report()
+    report.write(describe_machine())
     for section in given.only.split(","):
-        print(f"\n## {section}: {SECTIONS[section]}\n")
-        for name, n in lengths(given.lanes).items():
-            if given.what and name not in given.what.split(","):
-                continue
-            print(f"  {section}, {name} ...", file=sys.stderr, flush=True)
-            x = jax.random.normal(jax.random.key(1), (given.lanes, 64))
-            found, kind = programs, "slowest over mean"
-            if section.startswith("nested"):
-                found, kind = nested, "slowest of each step over slowest of all"
-                n = np.random.default_rng(1).permuted(np.tile(n, (50, 1)), axis=1).T
-            arguments = jnp.asarray(n, jnp.int32), x, WEIGHTS
-            results = measure(found(section), arguments, given.repeats)
-            most = n.max(0).sum() / n.sum(1).max() if n.ndim > 1 else n.max() / n.mean()
-            print(f"### {name}: {kind} {most:.1f}\n")
-            print(measurement_table(results, next(iter(results))), "\n")
+        report.write(f"\n## {section}: {SECTIONS[section]}\n")
+        compare(report, section, given.repeats, given.lanes, given.what)
 
 
 if __name__ == "__main__":

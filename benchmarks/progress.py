@@ -6,15 +6,17 @@ python benchmarks/progress.py
 import argparse
 import functools as ft
 import io
-import sys
 import time
 from contextlib import redirect_stderr
+from statistics import median
 
 import jax
 import jax.numpy as jnp
 
 import harness
 import loopkit
+from findings import Record, spread
+from report import Report
 
 WIDTH = 256
 ROWS = 24
@@ -46,6 +48,28 @@ def while_loop(w, x, steps, how):
     return loopkit.while_loop(goes_on, body, (0, x), max_steps=steps, **how)[1].sum()
 
 
+def compare(report: Report, repeats: int, steps: int) -> None:
+    w = 0.05 * jax.random.normal(jax.random.key(0), (WIDTH, WIDTH))
+    x = jnp.ones((ROWS, WIDTH))
+    for loop in (scan, while_loop):
+        for mode, change in {"value": lambda f: f, "gradient": jax.grad}.items():
+            calls = {}
+            for name, how in WAYS.items():
+                f = lambda x, loop=loop, how=how: loop(w, x, steps, how)
+                calls[name] = ft.partial(jax.jit(change(f)), x)
+            with redirect_stderr(io.StringIO()):
+                seconds = harness.interleave(calls, repeats)
+            off = seconds["off"]
+            program = f"{loop.__name__}, {mode}"
+            report.write(f"\n{program}: {median(off) / steps * 1e6:.1f} us a step\n")
+            report.measured(
+                [
+                    Record(program, name, spread(s), harness.ratio(s, off), "off")
+                    for name, s in seconds.items()
+                ]
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40_000)
@@ -54,23 +78,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.cpu:
         harness.clock = time.process_time
-    w = 0.05 * jax.random.normal(jax.random.key(0), (WIDTH, WIDTH))
-    x = jnp.ones((ROWS, WIDTH))
-    for loop in (scan, while_loop):
-        for mode, change in {"value": lambda f: f, "gradient": jax.grad}.items():
-            calls = {}
-            for name, how in WAYS.items():
-                f = lambda x, loop=loop, how=how: loop(w, x, given.steps, how)
-                calls[name] = ft.partial(jax.jit(change(f)), x)
-            with redirect_stderr(io.StringIO()):
-                seconds = harness.interleave(calls, given.repeats)
-            off = sorted(seconds["off"])[given.repeats // 2]
-            print(f"{loop.__name__}, {mode}: {off / given.steps * 1e6:.1f} us a step")
-            for name in list(WAYS)[1:]:
-                low, mid, high = harness.ratio(seconds[name], seconds["off"])
-                best = min(seconds[name]) / min(seconds["off"])
-                print(f"    {name}: {mid:.3f} ({low:.3f} to {high:.3f}); of the best {best:.3f}")
-            sys.stdout.flush()
+    compare(Report(), given.repeats, given.steps)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 import loopkit
-from harness import describe_machine, interleave, show_seconds, table
+from findings import show_seconds, table
+from harness import describe_machine, interleave
 
 REPEATS = 1, 100, 1_000, 10_000
 STEPS = 2

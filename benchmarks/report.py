@@ -1,0 +1,41 @@
+"""What a section says while it measures: text for who waits, records for who asks later."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from findings import Record, Spread, Target, table_of, targets_table
+
+
+class Report:
+    """Prints as it goes, unless it is quiet; keeps the text, the records and the targets."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self.lines: list[str] = []
+        self.records: list[Record] = []
+        self.targets: list[Target] = []
+
+    def write(self, text: str = "") -> None:
+        if not self.quiet:
+            print(text, flush=True)
+        self.lines.append(text)
+
+    def measured(self, records: Sequence[Record]) -> None:
+        """Takes the rows of a table, and shows it."""
+        self.records += records
+        self.write(table_of(records) + "\n")
+
+    def target(self, what: str, got: float | Spread, limit: float) -> None:
+        """States that `got`, a ratio, should be at most `limit`."""
+        target = Target(what, limit, got if isinstance(got, Spread) else Spread(got, got, got))
+        verdict = "met" if target.is_met else "MISSED"
+        self.write(f"- target: {what} at most {limit:.2f}: {target.got}, {verdict}")
+        self.targets.append(target)
+
+    def summary(self) -> None:
+        self.write("\n## Summary\n")
+        self.write(targets_table(self.targets))
+
+    def save(self, path: Path | None) -> None:
+        if path:
+            path.write_text("\n".join(self.lines) + "\n")

@@ -1,0 +1,195 @@
+"""Runs the benchmarks, and keeps what they find in one JSON: the figures of docs/benchmarks.md.
+
+    python benchmarks/run.py --quick                  # a look, in less than three minutes
+    python benchmarks/run.py                          # everything, into docs/benchmarks.json
+    python benchmarks/run.py --only engine,buffers/rows
+
+A section that has run replaces what the file had of it, and nothing else: what was cut short goes on
+with `--only`. Then `python benchmarks/page.py` makes the tables, the pictures and the figures in the
+text anew.
+"""
+
+import argparse
+import datetime
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+import buffers
+import decoding
+import engine
+import frontier
+import harness
+import lanes
+import progress
+import steps
+import workloads
+from findings import COMMITTED, Section, load, save
+from report import Report
+
+QUICK_REPEATS = 3
+ROUGH = "rough figures: few rounds of few loops. Those of docs/benchmarks.md take half an hour"
+
+
+class Part(NamedTuple):
+    """A section that can be chosen: `run(report, repeats)`."""
+
+    title: str
+    run: Callable[[Report, int], None]
+    quick: Callable[[Report, int], None] | None = None  # None: not for who is in a hurry
+    keeps_memory: bool = False  # from call to call
+
+
+def engine_section(compare: Callable, loops: Iterable[str]) -> Callable[[Report, int], None]:
+    def run(report, repeats):
+        for name in loops:
+            compare(report, workloads.make(name), repeats)
+
+    return run
+
+
+def parts() -> dict[str, Part]:
+    found = {}
+    for name, (title, compare) in engine.SECTIONS.items():
+        both = engine_section(compare, workloads.NAMES), engine_section(compare, ["vector"])
+        found[f"engine/{name}"] = Part(title, *both)
+    for name in steps.NAMES:
+        quick = partial(frontier.study, name=name, settings=(8, "default"))
+        title = f"Time against memory: {name}"
+        run = partial(frontier.study, name=name)
+        found[f"frontier/{name}"] = Part(title, run, quick if name == "vector" else None)
+    found["frontier/cost"] = Part("Cost of a step as loops grow", frontier.flat_cost)
+    for name, (title, run) in buffers.SECTIONS.items():
+        quick = partial(buffers.compare_rows, lengths=(1000, 8000)) if name == "rows" else None
+        quick = run if name == "overwriting" else quick
+        found[f"buffers/{name}"] = Part(title, run, quick, keeps_memory=True)
+    for name, title, run, quick in (
+        (
+            "bound",
+            "Beam search under a generous bound",
+            decoding.bound,
+            partial(decoding.bound, only="gru, decoding"),
+        ),
+        ("peers", "Beam search by other loops", partial(decoding.peers, limit=200), None),
+        (
+            "unbounded",
+            "Scans that grow",
+            partial(decoding.unbounded, loops=workloads.NAMES),
+            partial(decoding.unbounded, loops=["lorenz"]),
+        ),
+    ):
+        found[f"decoding/{name}"] = Part(title, run, quick, keeps_memory=True)
+    for name, title in lanes.SECTIONS.items():
+        few = 64 if name.startswith("nested") else 256
+        run = partial(lanes.compare, section=name, lanes=few)
+        quick = partial(run, what="log-normal") if name in ("value", "grad") else None
+        found[f"lanes/{name}"] = Part(f"Lanes: {title}", run, quick)
+    run = partial(progress.compare, steps=5_000)
+    found["progress/cost"] = Part("Loops that show how far they are", run)
+    return found
+
+
+PARTS = parts()
+
+
+def chosen(text: str) -> list[str]:
+    """Sections named whole, or by their program."""
+    names = []
+    for wanted in text.split(","):
+        found = [name for name in PARTS if wanted in (name, name.partition("/")[0])]
+        if not found:
+            raise argparse.ArgumentTypeError(f"{wanted!r} is none of {', '.join(PARTS)}")
+        names += found
+    return names
+
+
+class Bar:
+    """One step for each contender, in all sections; a round is a part of a step.
+
+    How many there will be is what the last complete run had.
+    """
+
+    def __init__(self, names: Sequence[str], known: dict[str, Section], quiet: bool) -> None:
+        self.sizes = {name: len(known[name].records) or 1 for name in names if name in known}
+        total = sum(self.sizes.values()) if len(self.sizes) == len(names) else None
+        form = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining} {desc}" if total else None
+        self.bar = tqdm(total=total, bar_format=form, dynamic_ncols=True, disable=quiet)
+        self.section = ""
+
+    def watch(self, contender: str, does: str, part: float) -> None:
+        self.bar.set_description_str(f"{self.section}: {does} {contender}", refresh=False)
+        self.bar.update(min(part, max((self.bar.total or 1e9) - self.bar.n, 0)))
+
+    def begin(self, section: str) -> None:
+        self.section, self.start = section, self.bar.n
+
+    def end(self) -> None:
+        """Contenders that were never timed count as well."""
+        if self.bar.total:
+            self.bar.update(self.start + self.sizes[self.section] - self.bar.n)
+
+
+def measured(name: str, repeats: int, quick: bool) -> Section:
+    part, report = PARTS[name], Report(quiet=True)
+    begun = time.perf_counter()
+    (part.quick if quick else part.run)(report, repeats)
+    took = f"{time.perf_counter() - begun:.0f} s"
+    return Section(
+        title=part.title,
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        machine={**harness.machine(), "took": took},
+        repeats=repeats,
+        records=report.records,
+        targets=report.targets,
+        note=ROUGH if quick else "",
+    )
+
+
+def run(names: Sequence[str], into: Path, repeats: int, quick: bool, quiet: bool = False) -> None:
+    """Measures sections one after another; each is kept as soon as it is done."""
+    bar = Bar(names, load(into) if into.exists() else {} if quick else load(), quiet)
+    harness.watch = bar.watch
+    for name in names:
+        bar.begin(name)
+        found = measured(name, repeats, quick)
+        kept = {**load(into), name: found}
+        save(into, {known: kept[known] for known in (*PARTS, *kept) if known in kept})
+        bar.end()
+    bar.bar.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", type=chosen, default=[*PARTS], help=", ".join(PARTS))
+    parser.add_argument("--repeats", type=int, help="rounds: 9, or 3 with --quick")
+    parser.add_argument("--quick", action="store_true", help="few rounds of few loops")
+    parser.add_argument("--cpu", action="store_true", help="time of all cores, not of the clock")
+    parser.add_argument("--into", type=Path, metavar="FILE", help=f"default: {COMMITTED}")
+    given = parser.parse_args()
+    if given.cpu:
+        harness.clock = time.process_time
+    rough = Path(tempfile.gettempdir()) / "loopkit-quick.json"
+    into = given.into or (rough if given.quick else COMMITTED)
+    names = [n for n in given.only if PARTS[n].quick or not given.quick]
+    repeats = given.repeats or (QUICK_REPEATS if given.quick else 9)
+    # Those that keep memory come last, in a process that was started for it.
+    first = [name for name in names if not PARTS[name].keeps_memory]
+    run(first, into, repeats, given.quick)
+    if last := [name for name in names if PARTS[name].keeps_memory]:
+        options = ["--quick"] * given.quick + ["--cpu"] * given.cpu
+        options += ["--only", ",".join(last), "--into", str(into), "--repeats", str(repeats)]
+        sys.argv[1:] = options
+        harness.keep_memory()
+        run(last, into, repeats, given.quick)
+    print(f"{ROUGH}.\n{into}" if given.quick else into)
+
+
+if __name__ == "__main__":
+    main()
