@@ -160,9 +160,8 @@ def table_of(records: Sequence[Record]) -> str:
         return str(r.ratio) if alone else f"{r.ratio} of {r.over}"
 
     columns = {name: lambda r, n=name: show_seconds(r.parts[n]) for name in parts}
-    columns |= {
-        name: lambda r, n=name: f"{r.counts[n]:.4g}" if n in r.counts else "" for name in counts
-    }
+    for name in counts:
+        columns[name] = lambda r, n=name: f"{r.counts[n]:.4g}" if n in r.counts else ""
     if any(r.seconds for r in records):
         columns["total" if parts else "time"] = lambda r: show_seconds(r.seconds.mid)
     if any(r.ratio for r in records):

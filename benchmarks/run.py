@@ -4,18 +4,16 @@
     python benchmarks/run.py                          # everything, into docs/benchmarks.json
     python benchmarks/run.py --only engine,buffers/rows
 
-A section that has run replaces what the file had of it, and nothing else: what was cut short goes on
-with `--only`. Then `python benchmarks/page.py` makes the tables, the pictures and the figures in the
-text anew.
+A section that has run replaces what the file had of it, and nothing else: what was cut short goes
+on with `--only`. Then `python benchmarks/page.py` makes tables, pictures and figures in texts anew.
 """
 
 import argparse
 import datetime
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -47,7 +45,9 @@ class Part(NamedTuple):
     keeps_memory: bool = False  # from call to call
 
 
-def engine_section(compare: Callable, loops: Iterable[str]) -> Callable[[Report, int], None]:
+def of_loops(compare: Callable, loops: Iterable[str]) -> Callable[[Report, int], None]:
+    """A section of engine.py, one loop after another."""
+
     def run(report, repeats):
         for name in loops:
             compare(report, workloads.make(name), repeats)
@@ -55,48 +55,46 @@ def engine_section(compare: Callable, loops: Iterable[str]) -> Callable[[Report,
     return run
 
 
-def parts() -> dict[str, Part]:
-    found = {}
+def parts() -> Iterator[tuple[str, Part]]:
     for name, (title, compare) in engine.SECTIONS.items():
-        both = engine_section(compare, workloads.NAMES), engine_section(compare, ["vector"])
-        found[f"engine/{name}"] = Part(title, *both)
+        every, one = of_loops(compare, workloads.NAMES), of_loops(compare, ["vector"])
+        yield f"engine/{name}", Part(title, every, one)
+
     for name in steps.NAMES:
-        quick = partial(frontier.study, name=name, settings=(8, "default"))
-        title = f"Time against memory: {name}"
-        run = partial(frontier.study, name=name)
-        found[f"frontier/{name}"] = Part(title, run, quick if name == "vector" else None)
-    found["frontier/cost"] = Part("Cost of a step as loops grow", frontier.flat_cost)
+        study = partial(frontier.study, name=name)
+        quick = partial(study, settings=(8, "default")) if name == "vector" else None
+        yield f"frontier/{name}", Part(f"Time against memory, {name}", study, quick)
+    yield "frontier/cost", Part("Cost of a step as loops grow", frontier.flat_cost)
+
+    quick = {
+        "rows": partial(buffers.compare_rows, lengths=(1000, 8000)),
+        "overwriting": buffers.compare_overwriting,
+    }
     for name, (title, run) in buffers.SECTIONS.items():
-        quick = partial(buffers.compare_rows, lengths=(1000, 8000)) if name == "rows" else None
-        quick = run if name == "overwriting" else quick
-        found[f"buffers/{name}"] = Part(title, run, quick, keeps_memory=True)
+        yield f"buffers/{name}", Part(title, run, quick.get(name), keeps_memory=True)
+
+    bound, unbounded = decoding.bound, decoding.unbounded
     for name, title, run, quick in (
-        (
-            "bound",
-            "Beam search under a generous bound",
-            decoding.bound,
-            partial(decoding.bound, only="gru, decoding"),
-        ),
+        ("bound", "A generous bound", bound, partial(bound, only="gru, decoding")),
         ("peers", "Beam search by other loops", partial(decoding.peers, limit=200), None),
         (
             "unbounded",
             "Scans that grow",
-            partial(decoding.unbounded, loops=workloads.NAMES),
-            partial(decoding.unbounded, loops=["lorenz"]),
+            partial(unbounded, loops=workloads.NAMES),
+            partial(unbounded, loops=["lorenz"]),
         ),
     ):
-        found[f"decoding/{name}"] = Part(title, run, quick, keeps_memory=True)
+        yield f"decoding/{name}", Part(title, run, quick, keeps_memory=True)
+
     for name, title in lanes.SECTIONS.items():
-        few = 64 if name.startswith("nested") else 256
-        run = partial(lanes.compare, section=name, lanes=few)
+        run = partial(lanes.compare, section=name, lanes=64 if "nested" in name else 256)
         quick = partial(run, what="log-normal") if name in ("value", "grad") else None
-        found[f"lanes/{name}"] = Part(f"Lanes: {title}", run, quick)
-    run = partial(progress.compare, steps=5_000)
-    found["progress/cost"] = Part("Loops that show how far they are", run)
-    return found
+        yield f"lanes/{name}", Part(f"Lanes, {title}", run, quick)
+
+    yield "progress/cost", Part("Progress", partial(progress.compare, steps=5_000))
 
 
-PARTS = parts()
+PARTS = dict(parts())
 
 
 def chosen(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Draws the pictures of the first page, of how it works and of checkpointing.
+"""Draws the pictures of how it works and of checkpointing.
 
     python docs/pictures/draw.py
 
@@ -6,110 +6,24 @@ Each is drawn twice, for light pages and for dark ones.
 """
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
 from loopkit import Plan
 from loopkit._plans.plan import Step
 from loopkit.schedules import reversal
 from loopkit.schedules.actions import Advance, Discard, Restore, Reverse, Save
+from style import BLUE, GREY, HERE, ORANGE, RED, save
 
-HERE = Path(__file__).parent
-BENCHMARKS = HERE.parent / "benchmarks.md"
 LOOP = Plan(1, bound=60, exact=True, step=Step(carry_bytes=400, residual_bytes=400))
 PLANS = {
     "four-checkpoints": replace(LOOP, slots=4),
     "four-and-five": replace(LOOP, slots=4, segment=5),
     "online": replace(LOOP, slots=8, exact=False),
 }
-INK = {"light": "#2b2f36", "dark": "#dfe3ea"}
-BLUE, ORANGE, RED, GREY = "#3f7fdb", "#e08a1e", "#d6453d", "#8b919b"
-"""Each is seen on white and on the dark of the pages."""
-BYTES = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
-SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1}
-LOOPS = {
-    "mlp": "1000 steps of a network, 64x64",
-    "vector": "2000 steps of 10,000 numbers",
-}
-CONTENDERS = {
-    "jax.lax": (
-        GREY,
-        {"lax.scan": "scan", "lax.scan of jax.checkpoint": "checkpoint"},
-    ),
-    "equinox": (
-        ORANGE,
-        {
-            "equinox while_loop, 8": "8",
-            "equinox while_loop, 32": "32",
-            "equinox while_loop": "default",
-            "equinox while_loop, N": "all",
-        },
-    ),
-    "loopkit": (
-        BLUE,
-        {
-            "loopkit.scan, 8": "8",
-            "loopkit.scan, 32": "32",
-            "loopkit.scan": "default",
-            "loopkit.scan, all": "all",
-        },
-    ),
-}
-"""Colour, and rows of the tables of docs/benchmarks.md with what they are called here."""
-
-
-def quantity(text: str, units: dict[str, float]) -> float:
-    number, unit = text.split()
-    return float(number) * units[unit]
-
-
-def measured(loop: str) -> dict[str, tuple[float, float]]:
-    """Of each contender's gradient, seconds and bytes, from the tables of docs/benchmarks.md."""
-    found: dict[str, tuple[float, float]] = {}
-    for section in re.split(r"^## ", BENCHMARKS.read_text(), flags=re.M):
-        if not section.startswith("Gradient, "):
-            continue
-        (table,) = (t for t in section.split("### ") if t.startswith(f"{loop},"))
-        for row in re.findall(r"^\| (\S.*?) \|$", table, flags=re.M):
-            name, time, _, memory, _ = re.split(r"\s*\|\s*", row)
-            if name and "---" not in name:
-                times = quantity(time, SECONDS), quantity(memory, BYTES)
-                found.setdefault(name, times)
-    return found
-
-
-def first_page(ink: str) -> Any:
-    """Time against memory of a gradient: the best place is below, on the left."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for ax, (loop, title) in zip(axes, LOOPS.items(), strict=True):
-        points = measured(loop)
-        for name, (colour, rows) in CONTENDERS.items():
-            xs = [points[row][1] / 1e6 for row in rows]
-            ys = [points[row][0] * 1e3 for row in rows]
-            line = "none" if name == "jax.lax" else "-"
-            ax.plot(xs, ys, linestyle=line, marker="o", color=colour, label=name)
-            for x, y, label in zip(xs, ys, rows.values(), strict=True):
-                below = name == "loopkit" or (name, label) == ("equinox", "all")
-                place, side = (0, -13 if below else 7), "center"
-                if label == "checkpoint":  # not across a line
-                    place, side = ((7, -3), "left") if loop == "mlp" else ((0, 7), "right")
-                text = {"xytext": place, "textcoords": "offset points", "ha": side}
-                ax.annotate(label, (x, y), color=ink, fontsize=8, **text)
-        ax.set(xscale="log", ylim=(0, None), title=title)
-        ax.margins(x=0.15)
-        ax.set_ylim(0, ax.get_ylim()[1] * 1.08)
-        ax.set_xlabel("memory of the gradient, MB")
-    axes[0].set_ylabel("time of the gradient, ms")
-    axes[0].legend(frameon=False, loc="lower left")
-    return figure
 
 
 def at_work(ink: str, units: int = 12, slots: int = 3) -> Any:
@@ -194,24 +108,15 @@ def schedule(plan: Plan, ink: str) -> Any:
     return figure
 
 
-def pictures(ink: str) -> Iterator[tuple[str, Any]]:
-    yield "first-page", first_page(ink)
-    yield "at-work", at_work(ink)
+def pictures(ink: str) -> Iterator[tuple[str, Any, dict]]:
+    yield "at-work", at_work(ink), {}
     for name, plan in PLANS.items():
-        yield name, schedule(plan, ink)
+        yield name, schedule(plan, ink), {}
 
 
 def main() -> None:
     HERE.joinpath("at-work.json").write_text(json.dumps(moments()) + "\n")
-    for scheme, ink in INK.items():
-        colours = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-        settings = dict.fromkeys(colours, ink) | {"svg.hashsalt": "loopkit", "font.size": 10}
-        settings |= {"axes.spines.top": False, "axes.spines.right": False}
-        with plt.rc_context(settings):
-            for name, figure in pictures(ink):
-                path = HERE / f"{name}-{scheme}.svg"
-                figure.savefig(path, metadata={"Date": None}, transparent=True)
-                plt.close(figure)
+    save(pictures)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,194 @@
+"""Puts what docs/benchmarks.json has into the pages: tables, pictures, and figures in the text.
+
+    python benchmarks/page.py
+
+A block of a page between `<!-- measured: KIND WHAT -->` and `<!-- /measured -->` is made by the
+function of that name below; for figures in sentences see figures.py.
+"""
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from statistics import geometric_mean
+
+import figures
+from findings import (
+    Record,
+    Section,
+    load,
+    show_bytes,
+    show_seconds,
+    table,
+    table_of,
+    targets_table,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+MADE = re.compile(r"(<!-- measured: (\w+) ?(.*?) -->\n).*?(<!-- /measured -->)", re.DOTALL)
+Sections = Mapping[str, Section]
+
+
+def pages() -> list[Path]:
+    """Those that take something from what was measured."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [p for p in found if re.search(r"<!-- (measured: |figures\n)", p.read_text())]
+
+
+# --- blocks ----------------------------------------------------------------------------------
+
+
+def matching(sections: Sections, patterns: str) -> dict[str, Section]:
+    return {
+        name: section
+        for name, section in sections.items()
+        if any(fnmatchcase(name, pattern) for pattern in patterns.split())
+    }
+
+
+def folded(summary: str, text: str) -> str:
+    """Shown to those who open it."""
+    return f"<details markdown>\n<summary>{summary}</summary>\n\n{text}\n\n</details>"
+
+
+def tables(sections: Sections, patterns: str) -> str:
+    blocks = []
+    for section in matching(sections, patterns).values():
+        programs: dict[str, list[Record]] = {}
+        for record in section.records:
+            programs.setdefault(record.program, []).append(record)
+        text = "\n\n".join(f"**{name}**\n\n{table_of(rows)}" for name, rows in programs.items())
+        blocks.append(folded(f"{section.title}: {', '.join(programs)}", text))
+    return "\n\n".join(blocks)
+
+
+def targets(sections: Sections, patterns: str) -> str:
+    found = [t for s in matching(sections, patterns).values() for t in s.targets]
+    missed = [t for t in found if not t.is_met]
+    summary = f"{len(found)} targets, of which {len(missed) or 'none'} are missed"
+    if len(missed) == 1:
+        summary = f"{len(found)} targets, of which one is missed"
+    rest = folded(summary, targets_table(found))
+    return f"Missed:\n\n{targets_table(missed)}\n\n{rest}" if missed else rest
+
+
+def machines(sections: Sections, patterns: str) -> str:
+    """Where and when, a row for sections of a program that were measured alike."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, section in matching(sections, patterns).items():
+        about = section.machine
+        how = (
+            section.date,
+            *(about.get(key, "") for key in ("processor", "memory", "python", "jax", "equinox")),
+            about.get("memory of arrays", ""),
+            str(section.repeats or ""),
+            section.note,
+        )
+        alike.setdefault(how, []).append(name)
+    header = ("sections", "date", "processor", "memory", "Python", "JAX", "equinox", "arrays'")
+    rows = [(", ".join(names), *how) for how, names in alike.items()]
+    return table((*header, "rounds", ""), rows)
+
+
+def pairs(sections: Sections, kind: str) -> str:
+    """loopkit's time over equinox's in the same memory: a row a setting, a column a loop."""
+    columns = {}
+    for section in matching(sections, "frontier/*").values():
+        for record in section.records:
+            loop, _, what = record.program.partition(", ")
+            if what == f"{kind} with the memory of equinox":
+                columns.setdefault(loop, {})[record.contender] = record.ratio
+    settings = dict.fromkeys(setting for column in columns.values() for setting in column)
+    rows = [
+        (setting, *(str(column.get(setting, "")) for column in columns.values()))
+        for setting in settings
+    ]
+    means = [geometric_mean(r.mid for r in column.values()) for column in columns.values()]
+    rows.append(("mean", *(f"{mean:.2f}" for mean in means)))
+    return table(("equinox", *columns), rows)
+
+
+PEERS = {
+    "gradient of 1000 steps of a network": ("grad", "mlp", "", "#gradient-default-checkpoints"),
+    "gradient of 2000 steps of 10,000 numbers": (
+        "grad",
+        "vector",
+        "",
+        "#gradient-default-checkpoints",
+    ),
+    "the same with 8 checkpoints": (
+        "budgets",
+        "vector",
+        ", 8",
+        "#gradient-a-given-number-of-checkpoints",
+    ),
+    "gradient of 10,000 steps of three numbers": (
+        "grad",
+        "lorenz",
+        "",
+        "#gradient-default-checkpoints",
+    ),
+    "gradient of 10 steps of at most 1,000,000": (
+        "early",
+        "mlp",
+        ", max_steps=1000000",
+        "#gradient-of-a-loop-that-stops-after-10-steps",
+    ),
+    "tracing and compiling the first gradient": (
+        "compile",
+        "mlp",
+        "",
+        "#tracing-and-compiling-a-gradient",
+    ),
+}
+"""What the first pages compare: a section of the engine, a loop, a setting, a heading."""
+
+
+def peers(sections: Sections, page: str) -> str:
+    rows = []
+    for what, (section, loop, setting, anchor) in PEERS.items():
+        found = {r.contender: r for r in sections[f"engine/{section}"].records if r.program == loop}
+        ours = f"loopkit.while_loop{setting or ', max_steps'}"
+        names = "lax.scan", "lax.scan of jax.checkpoint", f"equinox while_loop{setting}", ours
+        cells = []
+        for name in names:
+            record = None if setting and name.startswith("lax") else found.get(name)
+            cell = show_seconds(record.seconds.mid) if record else ""
+            if record and record.temp_bytes is not None:
+                cell += f", {show_bytes(record.temp_bytes)}"
+            cells.append(cell)
+        rows.append((what, *cells, f"[{loop}]({page}{anchor})"))
+    return table(
+        ("", "`lax.scan`", "`lax.scan` of `jax.checkpoint`", "equinox", "loopkit", ""), rows
+    )
+
+
+KINDS = {f.__name__: f for f in (tables, targets, machines, pairs, peers)}
+
+
+# --- pages -----------------------------------------------------------------------------------
+
+
+def made(text: str, sections: Sections) -> str:
+    """A page with its blocks and figures made anew."""
+
+    def block(match: re.Match[str]) -> str:
+        begin, kind, what, end = match.groups()
+        return f"{begin}\n{KINDS[kind](sections, what)}\n\n{end}"
+
+    return figures.refreshed(MADE.sub(block, text), sections)
+
+
+def main(argv: Sequence[str]) -> None:
+    sections = load()
+    for page in pages():
+        page.write_text(made(page.read_text(), sections))
+    sys.path.insert(0, str(ROOT / "docs/pictures"))
+    import measured
+
+    measured.main()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,350 @@
+"""Draws what was measured: the picture of the first page, and those of docs/benchmarks.md.
+
+    python docs/pictures/measured.py
+
+All figures are those of docs/benchmarks.json. `python benchmarks/page.py` draws as well, and makes
+the tables and the text of the pages anew.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from findings import Record, Section, load
+from style import BLUE, GREY, ORANGE, save
+
+Sections = Mapping[str, Section]
+COLOURS = {"jax.lax": GREY, "equinox": ORANGE, "loopkit": BLUE}
+MARKERS = {"jax.lax": "|", "equinox": "s", "loopkit": "o"}
+LOOPS = {
+    "mlp": "1000 steps of a network, 64x64",
+    "vector": "2000 steps of 10,000 numbers",
+    "lorenz": "10,000 steps of three numbers",
+    "gru": "1000 steps of a gated unit",
+    "field": "100 steps on a grid, 4 MB",
+}
+
+
+def records(sections: Sections, section: str, program: str) -> dict[str, Record]:
+    return {r.contender: r for r in sections[section].records if r.program == program}
+
+
+# --- time against memory ---------------------------------------------------------------------
+
+FIRST_PAGE = {
+    "jax.lax": {"lax.scan": "scan", "lax.scan of jax.checkpoint": "checkpoint"},
+    "equinox": {
+        "equinox while_loop, 8": "8",
+        "equinox while_loop, 32": "32",
+        "equinox while_loop": "default",
+        "equinox while_loop, N": "all",
+    },
+    "loopkit": {
+        "loopkit.scan, 8": "8",
+        "loopkit.scan, 32": "32",
+        "loopkit.scan": "default",
+        "loopkit.scan, all": "all",
+    },
+}
+"""Contenders, and what they are called in the picture."""
+
+
+def of_first_page(sections: Sections) -> Any:
+    """For each loop and whose it is, points of label, seconds and bytes."""
+    found = {}
+    for loop in ("mlp", "vector"):
+        rows: dict[str, Record] = {}
+        for section in ("all", "budgets", "grad"):  # where one is in several, the last counts
+            rows |= records(sections, f"engine/{section}", loop)
+        found[loop] = {
+            who: [(label, rows[r].seconds.mid, rows[r].temp_bytes) for r, label in names.items()]
+            for who, names in FIRST_PAGE.items()
+        }
+    return found
+
+
+def first_page(data: Any, ink: str) -> Any:
+    """Time against memory of a gradient: the best place is below, on the left."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for ax, (loop, points) in zip(axes, data.items(), strict=True):
+        for who, rows in points.items():
+            xs, ys = [b / 1e6 for *_, b in rows], [s * 1e3 for _, s, _ in rows]
+            line = "none" if who == "jax.lax" else "-"
+            ax.plot(xs, ys, linestyle=line, marker="o", color=COLOURS[who], label=who)
+            for x, y, (label, *_) in zip(xs, ys, rows, strict=True):
+                below = who == "loopkit" or (who, label) == ("equinox", "all")
+                place, side = (0, -13 if below else 7), "center"
+                if label == "checkpoint":  # not across a line
+                    place, side = ((7, -3), "left") if loop == "mlp" else ((0, 7), "right")
+                text = {"xytext": place, "textcoords": "offset points", "ha": side}
+                ax.annotate(label, (x, y), color=ink, fontsize=8, **text)
+        ax.set(xscale="log", ylim=(0, None), title=LOOPS[loop])
+        ax.margins(x=0.15)
+        ax.set_ylim(0, ax.get_ylim()[1] * 1.08)
+        ax.set_xlabel("memory of the gradient, MB")
+    axes[0].set_ylabel("time of the gradient, ms")
+    axes[0].legend(frameon=False, loc="lower left")
+    return figure
+
+
+def of_frontier(sections: Sections) -> Any:
+    found = {}
+    for name in sections:
+        program, _, loop = name.partition("/")
+        if program == "frontier" and loop in LOOPS:
+            found[loop] = [
+                (r.contender, r.ratio.mid, r.temp_bytes)
+                for r in records(sections, name, loop).values()
+            ]
+    return found
+
+
+def frontier(data: Any, ink: str) -> Any:
+    """Every setting of every contender, by whose it is."""
+    figure, axes = plt.subplots(2, 3, figsize=(9, 5.4), layout="constrained")
+    labels = {"jax.lax": "jax.lax, also nested by hand"}
+    for ax, (loop, rows) in zip(axes.flat, data.items(), strict=False):
+        for who, colour in COLOURS.items():
+            begins = ("lax", "nested") if who == "jax.lax" else who
+            mine = [row for row in rows if row[0].startswith(begins)]
+            xs, ys = [b / 1e6 for *_, b in mine], [t for _, t, _ in mine]
+            marker = "^" if who == "jax.lax" else MARKERS[who]
+            ax.plot(xs, ys, marker, color=colour, markersize=5, label=labels.get(who, who))
+        ax.axhline(1, color=GREY, linewidth=0.8, zorder=0)
+        ax.set(
+            xscale="log",
+            yscale="log",
+            title=LOOPS[loop].replace("of a network, 64x64", "of a network"),
+        )
+        ax.title.set_fontsize(10)
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter("")
+        ax.set_xlabel("memory, MB")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("time over lax.scan")
+    for ax in list(axes.flat)[len(data) :]:
+        ax.axis("off")
+    axes.flat[-1].legend(*axes.flat[0].get_legend_handles_labels(), frameon=False, loc="center")
+    return figure
+
+
+# --- ratios, a row each ----------------------------------------------------------------------
+
+
+def of_times(sections: Sections) -> Any:
+    """Panels of rows of dots: whose, and the median with its quartiles."""
+    questions = {
+        "value": ("value", "equinox while_loop", "loopkit.while_loop, max_steps"),
+        "forward mode": ("jvp", "equinox while_loop, bounded", "loopkit.while_loop, max_steps"),
+        "gradient": ("grad", "equinox while_loop", "loopkit.while_loop, max_steps"),
+        "gradient,\n32 checkpoints": (
+            "budgets",
+            "equinox while_loop, 32",
+            "loopkit.while_loop, 32",
+        ),
+        "gradient,\n8 checkpoints": ("budgets", "equinox while_loop, 8", "loopkit.while_loop, 8"),
+        "gradient,\nall steps kept": ("all", "equinox while_loop, N", "loopkit.while_loop, all"),
+    }
+    panels = {}
+    for loop in ("mlp", "vector", "lorenz"):
+        panels[LOOPS[loop].replace(", 64x64", "")] = rows = {}
+        for what, (section, *names) in questions.items():
+            found = records(sections, f"engine/{section}", loop)
+            ratios = [found[name].ratio for name in names]
+            rows[what] = [*zip(("equinox", "loopkit"), ratios, strict=True)]
+    return panels
+
+
+def of_buffers(sections: Sections) -> Any:
+    panels = {}
+    for section, batch in (("rows", 1), ("rows4", 4), ("rows32", 32)):
+        title = "one alone" if batch == 1 else f"a batch of {batch}"
+        panels[title] = rows = {}
+        for record in sections[f"buffers/{section}"].records:
+            who = {"equinox": "equinox", "loopkit.scan": "loopkit"}.get(record.contender)
+            if who:
+                label = record.program.removesuffix(f", batch of {batch}")
+                rows.setdefault(label, []).append((who, record.ratio))
+    return panels
+
+
+def of_lanes(sections: Sections) -> Any:
+    titles = {"value": "value", "grad": "gradient", "second": "second derivative"}
+    panels = {}
+    for section, title in titles.items():
+        if f"lanes/{section}" not in sections:
+            continue
+        panels[title] = rows = {}
+        for record in sections[f"lanes/{section}"].records:
+            who = {"equinox": "equinox", "compact": "loopkit"}.get(record.contender)
+            if who:
+                rows.setdefault(record.program, []).append((who, record.ratio))
+    return panels
+
+
+def dots(over: str) -> Callable[[Any, str], Any]:
+    """Draws panels of rows of dots with the reach of their quartiles; `over` is at 1."""
+
+    def draw(data: Any, ink: str) -> Any:
+        most = max(map(len, data.values()))
+        size = (9, 1.3 + 0.42 * most)
+        figure, axes = plt.subplots(1, len(data), figsize=size, layout="constrained")
+        for number, (ax, (title, rows)) in enumerate(zip(axes, data.items(), strict=True)):
+            ax.axvline(1, color=GREY, linewidth=2, label=over, zorder=0)
+            seen = set()
+            for place, found in enumerate(rows.values()):
+                for who, (low, mid, high) in found:
+                    y = place + (0.12 if who == "loopkit" else -0.12)
+                    label = None if who in seen else who
+                    seen.add(who)
+                    colour = COLOURS[who]
+                    ax.plot([low, high], [y, y], color=colour, linewidth=3, alpha=0.5)
+                    ax.plot(mid, y, MARKERS[who], color=colour, markersize=6, label=label)
+            ax.set(xscale="log", title=title, xlabel=f"time over that of {over}")
+            ax.title.set_fontsize(10)
+            ax.xaxis.label.set_fontsize(9)
+            same = number and rows.keys() == data[[*data][0]].keys()
+            ax.set_yticks(range(len(rows)), [] if same else rows)
+            ax.invert_yaxis()
+            ticks(ax)
+        handles = {}
+        for ax in axes:
+            handles |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+        figure.legend(handles.values(), handles, frameon=False, loc="outside lower center", ncols=3)
+        return figure
+
+    return draw
+
+
+def ticks(ax: Any) -> None:
+    """Few numbers, written out."""
+    low, high = ax.get_xlim()
+    ax.set_xlim(min(low, 0.7), max(high, 1.4))
+    low, high = ax.get_xlim()
+    every = [0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50]
+    inside = [t for t in every if low <= t <= high]
+    ax.set_xticks(inside if len(inside) > 1 else [0.7, 1, 1.4], minor=False)
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_formatter("")
+
+
+# --- what one loop takes ---------------------------------------------------------------------
+
+
+def of_early(sections: Sections) -> Any:
+    """Seconds and bytes of a gradient through ten steps, of at most ten or a million."""
+    found = {}
+    for loop in ("mlp", "vector", "lorenz"):
+        rows = records(sections, "engine/early", loop)
+        found[loop] = {
+            who: [
+                (
+                    bound,
+                    rows[f"{name}, max_steps={bound}"].seconds.mid,
+                    rows[f"{name}, max_steps={bound}"].temp_bytes,
+                )
+                for bound in (10, 1_000_000)
+            ]
+            for who, name in (("equinox", "equinox while_loop"), ("loopkit", "loopkit.while_loop"))
+        }
+    return found
+
+
+def early(data: Any, ink: str) -> Any:
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+    labels = []
+    for ax, which, scale, title in (
+        (axes[0], 1, 1e-3, "time, ms"),
+        (axes[1], 2, 1e6, "memory, MB"),
+    ):
+        for place, (loop, found) in enumerate(data.items()):
+            for who, rows in found.items():
+                y = place + (0.14 if who == "loopkit" else -0.14)
+                few, many = (row[which] / scale for row in rows)
+                ax.plot([few, many], [y, y], color=COLOURS[who], linewidth=2)
+                ax.plot(few, y, MARKERS[who], color=COLOURS[who], markerfacecolor="none")
+                ax.plot(many, y, MARKERS[who], color=COLOURS[who], label=None if place else who)
+            labels.append(LOOPS[loop].split(" of ", 1)[1].replace(", 64x64", ""))
+        ax.set(xscale="log", xlabel=title)
+        ax.invert_yaxis()
+        ax.xaxis.set_major_formatter("{x:g}")
+    axes[0].set_yticks(range(len(data)), labels[: len(data)])
+    axes[1].set_yticks(range(len(data)), [""] * len(data))
+    axes[0].plot([], [], "o", color=GREY, markerfacecolor="none", label="at most 10 steps")
+    axes[0].plot([], [], "o", color=GREY, label="at most 1,000,000")
+    found = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
+    figure.legend(found.values(), found, frameon=False, loc="outside lower center", ncols=4)
+    return figure
+
+
+def of_compiling(sections: Sections) -> Any:
+    names = "lax.scan", "nested scans", "equinox while_loop", "loopkit.while_loop, max_steps"
+    return {
+        loop: {
+            name: [found[name].parts[part] for part in ("trace", "lower", "compile")]
+            for name in (*names, "loopkit.while_loop", "loopkit.scan")
+        }
+        for loop in ("mlp", "vector", "lorenz")
+        for found in (records(sections, "engine/compile", loop),)
+    }
+
+
+def compiling(data: Any, ink: str) -> Any:
+    figure, axes = plt.subplots(1, 3, figsize=(9, 3), layout="constrained", sharey=True)
+    for ax, (loop, rows) in zip(axes, data.items(), strict=True):
+        for place, (name, parts) in enumerate(rows.items()):
+            who = "jax.lax" if name.startswith(("lax", "nested")) else name[:7]
+            start = 0.0
+            for part, alpha in zip(parts, (0.35, 0.65, 1), strict=True):
+                ax.barh(place, part * 1e3, left=start, color=COLOURS[who], alpha=alpha, height=0.7)
+                start += part * 1e3
+        ax.set(title=LOOPS[loop].replace(", 64x64", ""), xlabel="ms")
+        ax.title.set_fontsize(10)
+    axes[0].set_yticks(range(len(rows)), rows)
+    axes[0].invert_yaxis()
+    for label, alpha in (("trace", 0.35), ("lower", 0.65), ("compile", 1)):
+        axes[2].barh(0, 0, color=GREY, alpha=alpha, label=label)
+    figure.legend(
+        *axes[2].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=3
+    )
+    return figure
+
+
+# --- all -------------------------------------------------------------------------------------
+
+PICTURES: dict[str, tuple[Callable[[Sections], Any], Callable[[Any, str], Any]]] = {
+    "first-page": (of_first_page, first_page),
+    "times": (of_times, dots("jax.lax")),
+    "frontier": (of_frontier, frontier),
+    "early": (of_early, early),
+    "compiling": (of_compiling, compiling),
+    "buffers": (of_buffers, dots("lax.scan")),
+    "lanes": (of_lanes, dots("waiting")),
+}
+"""What is taken from the sections, and how it is drawn."""
+
+
+def digest(data: Any) -> str:
+    """What a file says of the figures that it was drawn from."""
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
+
+
+def pictures(ink: str) -> Iterator[tuple[str, Any, dict]]:
+    sections = load()
+    for name, (of, draw) in PICTURES.items():
+        data = of(sections)
+        yield name, draw(data, ink), {"Description": f"docs/benchmarks.json: {digest(data)}"}
+
+
+def main() -> None:
+    save(pictures)
+
+
+if __name__ == "__main__":
+    main()
