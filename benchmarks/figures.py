@@ -8,10 +8,11 @@
     -->
     A gradient takes 57 ms and 1.93 MB; compiled it is in 0.9 to 1.5 times ...
 
-Section, program, contender and quantities, in the order of the figures; `*` stands for any, and
-then the least, the most or the (geometric) mean is taken. `-` passes over a figure that was not
+Section, program, contender and quantities, in the order of the figures. `*` stands for any, `&` is
+between several, and then the least, the most or the (geometric) mean is taken. `-` passes over a figure that was not
 measured. Where there are twice as many figures, as in a text that stands there twice, they are
-asked for twice. A paragraph whose figures are none of the benchmarks' says so: `<!-- figures: none, WHY -->`.
+asked for twice. A paragraph whose figures are none of the benchmarks' says so:
+`<!-- figures: none, WHY -->`.
 """
 
 import re
@@ -30,14 +31,21 @@ NUMBERS = {"memory": "temp_bytes", "compile": "compile_seconds"}
 OF_MANY = {"least": min, "most": max, "mean": geometric_mean}
 
 
-def records(sections: Mapping[str, Section], section: str, program: str) -> Iterator[Record]:
+def is_any(name: str, patterns: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in re.split(r"\s*&\s*", patterns))
+
+
+def records(
+    sections: Mapping[str, Section], section: str, program: str, contender: str
+) -> Iterator[Record]:
     for name, found in sections.items():
-        if not fnmatchcase(name, section):
-            continue
-        if program == "targets":
-            yield from (Record("targets", t.what, ratio=t.got) for t in found.targets)
-        else:
-            yield from (r for r in found.records if fnmatchcase(r.program, program))
+        if is_any(name, section):
+            every = found.records
+            if program == "targets":
+                every = [Record(program, t.what, ratio=t.got) for t in found.targets]
+            for record in every:
+                if is_any(record.program, program) and is_any(record.contender, contender):
+                    yield record
 
 
 def quantity(record: Record, name: str) -> float:
@@ -57,19 +65,15 @@ def values(sections: Mapping[str, Section], text: str) -> list[float | None]:
         if line.strip() == "-":
             found.append(None)
             continue
-        section, program, contenders, quantities = re.split(r"\s*\|\s*", line.strip())
-        matching = [
-            record
-            for record in records(sections, section, program)
-            if any(fnmatchcase(record.contender, c) for c in re.split(r"\s*&\s*", contenders))
-        ]
+        *where, quantities = re.split(r"\s*\|\s*", line.strip())
+        matching = [*records(sections, *where)]
         if not matching:
             raise LookupError(f"nothing was measured that is called {line!r}")
         for wanted in re.split(r"\s*,\s*", quantities):
             of_many, _, name = wanted.rpartition(" ")
             if not of_many and len(matching) > 1:
                 raise LookupError(f"the least, the most or the mean of {len(matching)}: {line!r}?")
-            every = [quantity(r, name) for r in matching if of_many != "mean" or r.ratio]
+            every = [quantity(record, name) for record in matching]
             found.append(OF_MANY[of_many](every) if of_many else every[0])
     return found
 
@@ -103,4 +107,4 @@ def unnamed(text: str) -> list[str]:
     for left_out in (NAMED, NONE, re.compile(r"```.*?```", re.DOTALL), re.compile(r"`[^`]*`")):
         text = left_out.sub("", text)
     text = re.sub(r"<!-- measured: .*?<!-- /measured -->", "", text, flags=re.DOTALL)
-    return FIGURE.findall(re.sub(r"(?:JAX|Python|jax|python) \d[\d.]*", "", text))
+    return FIGURE.findall(re.sub(r"(?:JAX|Python|Apache) \d[\d.]*", "", text))

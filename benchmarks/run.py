@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
+import beams
 import buffers
-import decoding
 import engine
 import frontier
 import harness
@@ -73,10 +73,10 @@ def parts() -> Iterator[tuple[str, Part]]:
     for name, (title, run) in buffers.SECTIONS.items():
         yield f"buffers/{name}", Part(title, run, quick.get(name), keeps_memory=True)
 
-    bound, unbounded = decoding.bound, decoding.unbounded
+    bound, unbounded = beams.bound, beams.unbounded
     for name, title, run, quick in (
         ("bound", "A generous bound", bound, partial(bound, only="gru, decoding")),
-        ("peers", "Beam search by other loops", partial(decoding.peers, limit=200), None),
+        ("peers", "Beam search by other loops", partial(beams.peers, limit=200), None),
         (
             "unbounded",
             "Scans that grow",

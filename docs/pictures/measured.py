@@ -209,7 +209,7 @@ def dots(over: str) -> Callable[[Any, str], Any]:
             ax.set(xscale="log", title=title, xlabel=f"time over that of {over}")
             ax.title.set_fontsize(10)
             ax.xaxis.label.set_fontsize(9)
-            same = number and rows.keys() == data[[*data][0]].keys()
+            same = number and rows.keys() == data[next(iter(data))].keys()
             ax.set_yticks(range(len(rows)), [] if same else rows)
             ax.invert_yaxis()
             ticks(ax)
@@ -244,12 +244,9 @@ def of_early(sections: Sections) -> Any:
         rows = records(sections, "engine/early", loop)
         found[loop] = {
             who: [
-                (
-                    bound,
-                    rows[f"{name}, max_steps={bound}"].seconds.mid,
-                    rows[f"{name}, max_steps={bound}"].temp_bytes,
-                )
+                (bound, record.seconds.mid, record.temp_bytes)
                 for bound in (10, 1_000_000)
+                for record in (rows[f"{name}, max_steps={bound}"],)
             ]
             for who, name in (("equinox", "equinox while_loop"), ("loopkit", "loopkit.while_loop"))
         }

@@ -1,0 +1,390 @@
+"""Beam search under a generous bound, and scans that grow: loopkit against its alternatives.
+
+    python benchmarks/decoding.py
+
+Three sections. `bound`: the same words, decoded with room for 24 tokens and for 2000, and the
+gradient of their risk, by a recurrent network and by a transformer, which attends to what it wrote.
+`peers`: that search run by other loops. `unbounded`: `unbounded_scan` of 10,000 steps against one
+compiled `lax.scan` of just that length.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+
+import equinox as eqx
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import harness
+import loopkit
+import workloads
+from findings import Record, show_seconds, spread
+from harness import (
+    describe_machine,
+    interleave,
+    keep_memory,
+    measure,
+    ratio,
+    recorded,
+    temp_bytes,
+)
+from report import Report
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from decoding import beam
+from decoding.decoder import Decoder
+from decoding.model import Memory
+from decoding.transformer import TransformerWriter
+
+VOCAB, SIZE, WORDS, BEAM = 40, 128, 32, 5
+ROOM = 24  # tokens that every word fits in
+LASTS = (6, 20)  # tokens of the longest word among short ones, among long ones
+
+
+def parameters():
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (VOCAB, 3 * SIZE), (3 * SIZE, SIZE), (VOCAB, SIZE)
+    return [jax.random.normal(k, s) / SIZE**0.5 for k, s in zip(keys, shapes, strict=True)]
+
+
+def decoder(params, hidden, last_step) -> Decoder:
+    """A GRU whose words end at about `last_step`."""
+    tokens, recurrent, readout = params
+
+    def step(state, past, token):
+        hidden, place = state
+        gates, more = tokens[token], recurrent @ hidden
+        reset, update = jnp.split(jax.nn.sigmoid(gates[: 2 * SIZE] + more[: 2 * SIZE]), 2)
+        candidate = jnp.tanh(gates[2 * SIZE :] + reset * more[2 * SIZE :])
+        hidden = candidate + update * (hidden - candidate)
+        ending = jnp.where(place >= last_step - 3, 8.0, -8.0)
+        logits = (readout @ hidden).at[0].add(ending)
+        return (hidden, place + 1), (), jax.nn.log_softmax(logits)
+
+    return Decoder(step, (hidden, jnp.int32(0)))
+
+
+def search_one(made: Decoder, max_length: int):
+    options = {"start": 0, "end": 0, "beam_size": BEAM, "max_length": max_length}
+    hypotheses, _ = beam.beam_search(made, stop="first", **options)
+    return hypotheses.scores, hypotheses.tokens[:, :ROOM]
+
+
+def search_of(max_length: int):
+    def search(params, hiddens, last_steps):
+        def one(hidden, last_step):
+            return search_one(decoder(params, hidden, last_step), max_length)
+
+        return jax.vmap(one)(hiddens, last_steps)
+
+    return search
+
+
+def slope_of(search):
+    def risk(params, hiddens, last_steps):
+        scores, tokens = search(params, hiddens, last_steps)
+        lengths = jnp.sum(tokens != 0, axis=-1)
+        return jnp.sum(jax.nn.softmax(scores) * lengths) + jnp.sum(scores)
+
+    return jax.grad(risk, argnums=(0, 1))
+
+
+def words(last: int):
+    hiddens = jax.random.normal(jax.random.key(1), (WORDS, SIZE))
+    return parameters(), hiddens, jnp.full(WORDS, last, jnp.int32) - jnp.arange(WORDS) % 4
+
+
+# --- other loops in place of loopkit.while_loop --------------------------------------------
+
+
+def by_scan(cond, body, init, *, max_steps=None, checkpoints=None, buffers=None):
+    """A fixed length, with what happens after the end discarded."""
+    if max_steps is None:  # the backtrace, which no one differentiates
+        return lax.while_loop(cond, body, init)
+
+    def step(val, _):
+        go = cond(val)
+        return jax.tree.map(lambda n, o: jnp.where(go, n, o), body(val), val), None
+
+    return lax.scan(step, init, None, length=max_steps)[0]
+
+
+def by_equinox(cond, body, init, *, max_steps=None, checkpoints=None, buffers=None):
+    if max_steps is None:
+        return lax.while_loop(cond, body, init)
+    settings = {"max_steps": max_steps, "checkpoints": checkpoints}
+    return eqxi.while_loop(cond, body, init, kind="checkpointed", **settings)
+
+
+def with_loop(while_loop, function):
+    """`function`, whose beam search loops by `while_loop` while it is traced."""
+
+    def run(*args):
+        beam.loopkit = SimpleNamespace(while_loop=while_loop, LoopInfo=loopkit.LoopInfo)
+        try:
+            return function(*args)
+        finally:
+            beam.loopkit = loopkit
+
+    return run
+
+
+class Loop(Exception):
+    """What a beam search hands to its loop, taken out of it."""
+
+
+def by_python(limit: int):
+    """Jitted steps of all words, until the host sees that none goes on."""
+
+    def loop_of(params, hidden, last_step):
+        def taken_out(*loop, **_):
+            raise Loop(*loop)
+
+        try:
+            made = decoder(params, hidden, last_step)
+            with_loop(taken_out, search_one)(made, limit)
+        except Loop as loop:
+            return loop.args
+
+    def begin(params, hidden, last_step):
+        return loop_of(params, hidden, last_step)[2]
+
+    def step(params, hidden, last_step, val):
+        cond, body, _ = loop_of(params, hidden, last_step)
+        go = cond(val)
+        val = jax.tree.map(lambda new, old: jnp.where(go, new, old), body(val), val)
+        return val, cond(val)
+
+    lanes = (None, 0, 0)
+
+    def finish(val):
+        return val.ended.scores, beam.backtrace(val.ended, val.history.choices, 0, limit)[:, :ROOM]
+
+    begin = jax.jit(jax.vmap(begin, lanes))
+    step = jax.jit(jax.vmap(step, (*lanes, 0)))
+    finish = jax.jit(jax.vmap(finish))
+
+    def search(*args):
+        val, go = begin(*args), True
+        while go:
+            val, goes_on = step(*args, val)
+            go = bool(jnp.any(goes_on))
+        return finish(val)
+
+    return search
+
+
+# --- sections -------------------------------------------------------------------------------
+
+
+def attending(max_length: int):
+    """The search of the examples' transformer, untrained, whose words end at about step 18."""
+
+    def scores(writer, memories):
+        def one(memory):
+            made = writer.decoder(memory)
+
+            def step(state, past, token):
+                place, inner = state
+                inner, row, log_probs = made.step(inner, past, token)
+                ending = jnp.where(place >= 17, 30.0, -30.0)
+                log_probs = jax.nn.log_softmax(log_probs.at[0].add(ending))
+                return (place + 1, inner), row, log_probs
+
+            return search_one(Decoder(step, (jnp.int32(0), made.state), made.row), max_length)
+
+        return jax.vmap(one)(memories)
+
+    return scores
+
+
+def transformer():
+    """Of the examples, and what it has read of eight words."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    encoded = jax.random.normal(keys[1], (8, 14, SIZE))
+    memories = jax.vmap(lambda x: Memory(x, jnp.ones(14, bool), x[0]))(encoded)
+    return TransformerWriter(key=keys[0]), memories
+
+
+def summed(search):
+    return lambda *args: jnp.sum(search(*args)[0])
+
+
+def bound(report: Report, repeats: int, only: str = "") -> None:
+    """Room for 24 tokens and for 2000; `only` begins the titles that are wanted."""
+    gru, attends = words(20), transformer()
+    arrays, static = eqx.partition(attends, eqx.is_array)
+
+    def of_arrays(max_length):
+        return lambda arrays: attending(max_length)(*eqx.combine(arrays, static))
+
+    def slope(max_length):
+        loss = summed(of_arrays(max_length))
+
+        def run(arrays):
+            floats, others = eqx.partition(arrays, eqx.is_inexact_array)
+            return jax.grad(lambda floats: loss(eqx.combine(floats, others)))(floats)
+
+        return run
+
+    for title, make, arguments, target in (
+        ("gru, decoding", search_of, gru, 1.2),
+        ("gru, gradient", lambda n: slope_of(search_of(n)), gru, 1.5),
+        ("transformer, decoding", of_arrays, (arrays,), 1.2),
+        ("transformer, gradient", slope, (arrays,), 1.5),
+    ):
+        if not title.startswith(only):
+            continue
+        results = measure({"24": make(24), "2000": make(2000)}, arguments, repeats)
+        report.write(f"\n{title}, by max_length, words of at most 20 tokens\n")
+        report.measured(recorded(title, results, "24"))
+        against = ratio(results["2000"].seconds, results["24"].seconds)
+        report.target(f"{title}: room for 2000 tokens over room for 24", against, target)
+
+
+def peers(report: Report, repeats: int, limit: int) -> None:
+    """The table of docs/decoding.md."""
+    compiled = {
+        "loopkit.while_loop": loopkit.while_loop,
+        "lax.scan, fixed length": by_scan,
+        "equinox.internal.while_loop": by_equinox,
+    }
+    searches = {name: with_loop(loop, search_of(limit)) for name, loop in compiled.items()}
+    python = by_python(limit)
+    report.write(f"\n{WORDS} words, beam of {BEAM}, max_length={limit}\n")
+    for last in LASTS:
+        arguments = words(last)
+        for differentiated in (False, True):
+            of = slope_of if differentiated else lambda f: f
+            calls = {name: compile_(of(f), arguments) for name, f in searches.items()}
+            memory = {name: temp_bytes(call) for name, call in calls.items()}
+            calls["Python, jitted steps"] = of(python)
+            if differentiated:
+                memory["Python, jitted steps"] = held_bytes(python, arguments)
+            check_agree(calls, arguments)
+            timed = {name: partial(call, *arguments) for name, call in calls.items()}
+            seconds = interleave(timed, repeats)
+            ours = "loopkit.while_loop"
+            title = f"{'gradient' if differentiated else 'decoding'}, {last} tokens"
+            report.write(f"\n### {title}\n")
+            report.measured(
+                [
+                    Record(
+                        title,
+                        name,
+                        seconds=spread(samples),
+                        ratio=ratio(samples, seconds[ours]),
+                        over=ours,
+                        temp_bytes=memory.get(name),
+                    )
+                    for name, samples in seconds.items()
+                ]
+            )
+
+
+def compile_(function, arguments):
+    return jax.jit(function).lower(*arguments).compile()
+
+
+def check_agree(calls, arguments) -> None:
+    first, *others = (jax.tree.leaves(call(*arguments)) for call in calls.values())
+    for other in others:
+        for want, got in zip(first, other, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * np.max(np.abs(want)))
+
+
+def held_bytes(search, arguments) -> int:
+    """Of what the backward pass of a Python loop holds: arrays that are no arguments, once each."""
+    *floats, last_steps = arguments
+    _, pull = jax.vjp(lambda *floats: search(*floats, last_steps)[0], *floats)
+    known = {id(x) for x in jax.tree.leaves(arguments)}
+    held = {id(x): x.nbytes for x in jax.tree.leaves(pull) if id(x) not in known}
+    return sum(held.values())
+
+
+def growing(report: Report, name: str, repeats: int, steps: int) -> None:
+    """The loop of a workload grown, and with its length known."""
+    load = workloads.make(name)
+    start = jnp.int32(0)
+
+    def grown(params, init):
+        return loopkit.unbounded_scan(
+            lambda c, _: ((load.body(params, c[0]), c[1] + 1), jnp.sum(c[0])),
+            (init, start),
+            until=lambda c, _: c[1] >= steps,
+        )[1]
+
+    @jax.jit
+    def known(params, init):
+        return lax.scan(lambda x, _: (load.body(params, x), jnp.sum(x)), init, None, steps)[1]
+
+    def gradient(f):
+        return jax.grad(lambda params, init: jnp.sum(f(params, init)), argnums=(0, 1))
+
+    jitted, alike = "jitted lax.scan", "jax.grad of the jitted lax.scan"
+    values = {"unbounded_scan": grown, jitted: known}
+    gradients = {
+        "unbounded_scan": gradient(grown),
+        jitted: jax.jit(gradient(known)),
+        alike: gradient(known),
+    }
+    for kind, functions in ("value", values), ("gradient", gradients):
+        calls = {k: partial(f, load.params, load.init) for k, f in functions.items()}
+        check_agree(calls, ())
+        seconds = interleave(calls, repeats)
+        ours, title = seconds["unbounded_scan"], f"{name}, {kind}"
+        report.write(f"\n### {title}\n")
+        report.measured(
+            [
+                Record(title, k, spread(s), ratio(s, seconds[jitted]), jitted)
+                for k, s in seconds.items()
+            ]
+        )
+        over = median(ours) - median(seconds[jitted])
+        report.write(f"more than the jitted one: {show_seconds(over) if over > 0 else 'none'}\n")
+        peer = alike if kind == "gradient" else jitted
+        report.target(f"{title}: unbounded_scan over {peer}", ratio(ours, seconds[peer]), 1.3)
+
+
+def unbounded(report: Report, repeats: int, loops: Sequence[str], steps: int = 10_000) -> None:
+    report.write(f"\n{steps} steps, outside jit, after compilation")
+    for name in loops:
+        growing(report, name, repeats, steps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="bound,peers,unbounded")
+    parser.add_argument("--loops", default=",".join(workloads.NAMES), help="of unbounded_scan")
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--limit", type=int, default=200, help="max_length of the peers")
+    parser.add_argument("--cpu", action="store_true", help="time of all cores, not of the clock")
+    parser.add_argument("--as-it-is", action="store_true", help="leave the environment as it is")
+    args = parser.parse_args()
+    if not args.as_it_is:
+        keep_memory()
+    if args.cpu:
+        harness.clock = time.process_time
+    only = args.only.split(",")
+    report = Report()
+    report.write(describe_machine())
+    if "bound" in only:
+        bound(report, args.repeats)
+    if "peers" in only:
+        peers(report, args.repeats, args.limit)
+    if "unbounded" in only:
+        unbounded(report, args.repeats, args.loops.split(","))
+    report.summary()
+
+
+if __name__ == "__main__":
+    main()
