@@ -39,11 +39,13 @@ from harness import (
 )
 from report import Report
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))  # not decoding.py here
 from decoding import beam
 from decoding.decoder import Decoder
 from decoding.model import Memory
 from decoding.transformer import TransformerWriter
+
+sys.path.pop(0)  # where there are a lanes.py and a progress.py, too
 
 VOCAB, SIZE, WORDS, BEAM = 40, 128, 32, 5
 ROOM = 24  # tokens that every word fits in

@@ -9,9 +9,9 @@
     A gradient takes 57 ms and 1.93 MB; compiled it is in 0.9 to 1.5 times ...
 
 Section, program, contender and quantities, in the order of the figures. `*` stands for any, `&` is
-between several, and then the least, the most or the (geometric) mean is taken. `-` passes over a figure that was not
-measured. Where there are twice as many figures, as in a text that stands there twice, they are
-asked for twice. A paragraph whose figures are none of the benchmarks' says so:
+between several, and then the least, the most or the (geometric) mean is taken. `-` passes over a
+figure that was not measured. Where there are twice as many figures, as in a text that stands there
+twice, they are asked for twice. A paragraph whose figures are none of the benchmarks' says so:
 `<!-- figures: none, WHY -->`.
 """
 

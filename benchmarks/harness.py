@@ -22,7 +22,7 @@ import numpy as np
 import loopkit
 from findings import Record, Spread, spread, table, table_of
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 from environment import kept_memory, restart_with
 
 watch: Callable[[str, str, float], None] = lambda name, does, done: None

@@ -13,7 +13,7 @@ import datetime
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +33,7 @@ from findings import COMMITTED, Section, load, save
 from report import Report
 
 QUICK_REPEATS = 3
+QUICK_PART = 1 / 3  # about so many of the contenders
 ROUGH = "rough figures: few rounds of few loops. Those of docs/benchmarks.md take half an hour"
 
 
@@ -109,29 +110,29 @@ def chosen(text: str) -> list[str]:
 
 
 class Bar:
-    """One step for each contender, in all sections; a round is a part of a step.
+    """A step for each section; in it each contender is a part, and each of its rounds a part of that.
 
-    How many there will be is what the last complete run had.
+    How many contenders there are is what the section had when it was run before.
     """
 
-    def __init__(self, names: Sequence[str], known: dict[str, Section], quiet: bool) -> None:
-        self.sizes = {name: len(known[name].records) or 1 for name in names if name in known}
-        total = sum(self.sizes.values()) if len(self.sizes) == len(names) else None
-        form = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining} {desc}" if total else None
-        self.bar = tqdm(total=total, bar_format=form, dynamic_ncols=True, disable=quiet)
-        self.section = ""
+    def __init__(self, names: Sequence[str], sizes: Mapping[str, float]) -> None:
+        form = "{percentage:3.0f}%|{bar:20}| {elapsed} {desc}"
+        self.bar = tqdm(total=len(names), bar_format=form, dynamic_ncols=True)
+        self.sizes, self.section, self.done = sizes, "", 0
 
     def watch(self, contender: str, does: str, part: float) -> None:
+        """What `harness.watch` is told."""
         self.bar.set_description_str(f"{self.section}: {does} {contender}", refresh=False)
-        self.bar.update(min(part, max((self.bar.total or 1e9) - self.bar.n, 0)))
+        left = self.done + 1 - self.bar.n
+        self.bar.update(min(part / self.sizes.get(self.section, 10), 0.9 * left))
 
     def begin(self, section: str) -> None:
-        self.section, self.start = section, self.bar.n
+        self.section = section
+        self.watch("", "", 0)
 
     def end(self) -> None:
-        """Contenders that were never timed count as well."""
-        if self.bar.total:
-            self.bar.update(self.start + self.sizes[self.section] - self.bar.n)
+        self.done += 1
+        self.bar.update(self.done - self.bar.n)
 
 
 def measured(name: str, repeats: int, quick: bool) -> Section:
@@ -150,14 +151,14 @@ def measured(name: str, repeats: int, quick: bool) -> Section:
     )
 
 
-def run(names: Sequence[str], into: Path, repeats: int, quick: bool, quiet: bool = False) -> None:
+def run(names: Sequence[str], into: Path, repeats: int, quick: bool) -> None:
     """Measures sections one after another; each is kept as soon as it is done."""
-    bar = Bar(names, load(into) if into.exists() else {} if quick else load(), quiet)
+    part = QUICK_PART if quick else 1
+    bar = Bar(names, {n: len(s.records) * part or 1 for n, s in load().items()})
     harness.watch = bar.watch
     for name in names:
         bar.begin(name)
-        found = measured(name, repeats, quick)
-        kept = {**load(into), name: found}
+        kept = {**load(into), name: measured(name, repeats, quick)}
         save(into, {known: kept[known] for known in (*PARTS, *kept) if known in kept})
         bar.end()
     bar.bar.close()
@@ -177,6 +178,8 @@ def main() -> None:
     into = given.into or (rough if given.quick else COMMITTED)
     names = [n for n in given.only if PARTS[n].quick or not given.quick]
     repeats = given.repeats or (QUICK_REPEATS if given.quick else 9)
+    if repeats < 3:
+        parser.error("quartiles need three rounds")
     # Those that keep memory come last, in a process that was started for it.
     first = [name for name in names if not PARTS[name].keeps_memory]
     run(first, into, repeats, given.quick)

@@ -150,7 +150,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
 def test_run_replaces_the_sections_that_it_has_measured(tmp_path):
     file = tmp_path / "found.json"
     findings.save(file, FOUND | {"engine/early": FOUND["engine/grad"]})
-    options = ["--quick", "--repeats", "2", "--only", "engine/early", "--into", str(file)]
+    options = ["--quick", "--repeats", "3", "--only", "engine/early", "--into", str(file)]
     subprocess.run(
         [sys.executable, str(ROOT / "benchmarks/run.py"), *options],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -161,7 +161,7 @@ def test_run_replaces_the_sections_that_it_has_measured(tmp_path):
     found = findings.load(file)
     assert found["engine/grad"] == FOUND["engine/grad"]
     section = found["engine/early"]
-    assert section.repeats == 2
+    assert section.repeats == 3
     assert section.note.startswith("rough")
     assert {"processor", "memory", "device", "python", "jax", "equinox"} <= set(section.machine)
     assert [r.contender for r in section.records if r.over == r.contender] == [
