@@ -110,7 +110,7 @@ def chosen(text: str) -> list[str]:
 
 
 class Bar:
-    """A step for each section; in it each contender is a part, and each of its rounds a part of that.
+    """A step for each section; in it contenders are parts, and rounds are parts of those.
 
     How many contenders there are is what the section had when it was run before.
     """

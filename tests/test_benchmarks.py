@@ -1,4 +1,4 @@
-"""What pages say was measured is what docs/benchmarks.json has; benchmarks/run.py writes such a file."""
+"""What pages say was measured is in docs/benchmarks.json; benchmarks/run.py writes such a file."""
 
 import os
 import re
@@ -82,7 +82,7 @@ FOUND = {
     "engine/grad": findings.Section(
         "Gradient",
         "2026-11-24",
-        {},
+        {"jax": "0.12.0"},
         9,
         [
             findings.Record("mlp", "lax.scan", findings.Spread(0.08, 0.081, 0.083), temp_bytes=10),

@@ -5,6 +5,11 @@ import io
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+
+import loopkit
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -12,8 +17,8 @@ def test_memory_is_what_readme_says():
     text = (ROOT / "README.md").read_text().partition("## Memory")[2]
     (block,) = re.findall(r"```python\n(.*?)```", text.partition("\n## ")[0], flags=re.DOTALL)
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec("import jax, jax.numpy as jnp, loopkit\n" + block, {})
+    with contextlib.redirect_stdout(printed), jax.enable_x64(False):
+        exec(block, {"jax": jax, "jnp": jnp, "loopkit": loopkit})
     two, every, default, eight = map(int, re.findall(r"^(\d+) bytes", printed.getvalue(), re.M))
     (megabytes,) = re.findall(r"On a CPU the first two are (\d+) MB, the third is a few mega", text)
     assert round(two / 1e6) == round(every / 1e6) == int(megabytes)
