@@ -194,32 +194,34 @@ def dots(over: str) -> Callable[[Any, str], Any]:
     def draw(data: Any, ink: str) -> Any:
         most = max(map(len, data.values()))
         size = (9, 1.3 + 0.42 * most)
-        figure, axes = plt.subplots(1, len(data), figsize=size, layout="constrained")
+        figure, axes = plt.subplots(1, len(data), figsize=size, layout="constrained", sharex=True)
         for number, (ax, (title, rows)) in enumerate(zip(axes, data.items(), strict=True)):
             ax.axvline(1, color=GREY, linewidth=2, label=over, zorder=0)
-            seen = set()
             for place, found in enumerate(rows.values()):
                 for who, (low, mid, high) in found:
                     y = place + (0.12 if who == "loopkit" else -0.12)
-                    label = None if who in seen else who
-                    seen.add(who)
                     colour = COLOURS[who]
                     ax.plot([low, high], [y, y], color=colour, linewidth=3, alpha=0.5)
-                    ax.plot(mid, y, MARKERS[who], color=colour, markersize=6, label=label)
+                    ax.plot(mid, y, MARKERS[who], color=colour, markersize=6, label=who)
             ax.set(xscale="log", title=title, xlabel=f"time over that of {over}")
             ax.title.set_fontsize(10)
             ax.xaxis.label.set_fontsize(9)
             same = number and rows.keys() == data[next(iter(data))].keys()
             ax.set_yticks(range(len(rows)), [] if same else rows)
             ax.invert_yaxis()
-            ticks(ax)
-        handles = {}
-        for ax in axes:
-            handles |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
-        figure.legend(handles.values(), handles, frameon=False, loc="outside lower center", ncols=3)
+        ticks(axes[0])
+        legend_below(figure)
         return figure
 
     return draw
+
+
+def legend_below(figure: Any) -> None:
+    """One for all panels; what several have is named once."""
+    found = {}
+    for ax in figure.axes:
+        found |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+    figure.legend(found.values(), found, frameon=False, loc="outside lower center", ncols=4)
 
 
 def ticks(ax: Any) -> None:
@@ -266,17 +268,17 @@ def early(data: Any, ink: str) -> Any:
                 few, many = (row[which] / scale for row in rows)
                 ax.plot([few, many], [y, y], color=COLOURS[who], linewidth=2)
                 ax.plot(few, y, MARKERS[who], color=COLOURS[who], markerfacecolor="none")
-                ax.plot(many, y, MARKERS[who], color=COLOURS[who], label=None if place else who)
+                ax.plot(many, y, MARKERS[who], color=COLOURS[who], label=who)
             labels.append(LOOPS[loop].split(" of ", 1)[1].replace(", 64x64", ""))
         ax.set(xscale="log", xlabel=title)
+        ax.margins(y=0.2)
         ax.invert_yaxis()
         ax.xaxis.set_major_formatter("{x:g}")
     axes[0].set_yticks(range(len(data)), labels[: len(data)])
     axes[1].set_yticks(range(len(data)), [""] * len(data))
     axes[0].plot([], [], "o", color=GREY, markerfacecolor="none", label="at most 10 steps")
     axes[0].plot([], [], "o", color=GREY, label="at most 1,000,000")
-    found = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
-    figure.legend(found.values(), found, frameon=False, loc="outside lower center", ncols=4)
+    legend_below(figure)
     return figure
 
 
@@ -307,9 +309,7 @@ def compiling(data: Any, ink: str) -> Any:
     axes[0].invert_yaxis()
     for label, alpha in (("trace", 0.35), ("lower", 0.65), ("compile", 1)):
         axes[2].barh(0, 0, color=GREY, alpha=alpha, label=label)
-    figure.legend(
-        *axes[2].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=3
-    )
+    legend_below(figure)
     return figure
 
 
