@@ -313,7 +313,7 @@ def means(report: Report, found: Mapping[str, dict]) -> None:
         report.target(f"{kind} over equinox at its memory, {len(values)} pairs, mean", mean, LIMIT)
 
 
-def study(report: Report, name: str, repeats: int, settings: Sequence = SETTINGS) -> None:
+def study(report: Report, repeats: int, name: str, settings: Sequence = SETTINGS) -> None:
     """All of one loop."""
     case = steps.make(name)
     predicted(report, case)

@@ -114,7 +114,7 @@ SECTIONS = {
 }
 
 
-def compare(report: Report, section: str, repeats: int, lanes: int, what: str = "") -> None:
+def compare(report: Report, repeats: int, section: str, lanes: int, what: str = "") -> None:
     """All contenders of a section; `what` names some of the lengths."""
     for name, n in lengths(lanes).items():
         if what and name not in what.split(","):
@@ -143,7 +143,7 @@ def main() -> None:
     report.write(describe_machine())
     for section in given.only.split(","):
         report.write(f"\n## {section}: {SECTIONS[section]}\n")
-        compare(report, section, given.repeats, given.lanes, given.what)
+        compare(report, given.repeats, section, given.lanes, given.what)
 
 
 if __name__ == "__main__":
