@@ -15,7 +15,10 @@ DIGITS = 6  # significant ones that are kept
 
 
 class Spread(NamedTuple):
-    """A median and its quartiles; of what is counted, three times the same."""
+    """A median and its quartiles.
+
+    Of what is counted, three times the same; of several runs, the least, and twice the largest.
+    """
 
     low: float
     mid: float
@@ -24,6 +27,8 @@ class Spread(NamedTuple):
     def __str__(self) -> str:
         if self.low == self.high:
             return f"{self.mid:.2f}"
+        if self.mid == self.high:
+            return f"{self.low:.2f} to {self.high:.2f}"
         return f"{self.mid:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
@@ -48,7 +53,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Target:
-    """A ratio that should be at most so large; of several runs, the least and the largest."""
+    """A ratio that should be at most so large."""
 
     what: str
     at_most: float
@@ -125,9 +130,7 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds / 1e-9:.3g} ns"
 
 
-def show_bytes(count: float | None) -> str:
-    if count is None:
-        return "unknown"
+def show_bytes(count: float) -> str:
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             return f"{count / scale:.3g} {unit}"
@@ -163,14 +166,16 @@ def table_of(records: Sequence[Record]) -> str:
     for name in counts:
         columns[name] = lambda r, n=name: f"{r.counts[n]:.4g}" if n in r.counts else ""
     if any(r.seconds for r in records):
-        columns["total" if parts else "time"] = lambda r: show_seconds(r.seconds.mid)
+        columns["total" if parts else "time"] = lambda r: r.seconds and show_seconds(r.seconds.mid)
     if any(r.ratio for r in records):
         columns[f"relative to {alone}" if alone else "relative"] = relative
     if any(r.temp_bytes is not None for r in records):
-        columns["temporary memory"] = lambda r: show_bytes(r.temp_bytes)
+        columns["temporary memory"] = lambda r: (
+            r.temp_bytes is not None and show_bytes(r.temp_bytes)
+        )
     if any(r.compile_seconds is not None for r in records):
-        columns["to compile"] = lambda r: show_seconds(r.compile_seconds)
-    rows = [(r.contender, *(cell(r) for cell in columns.values())) for r in records]
+        columns["to compile"] = lambda r: r.compile_seconds and show_seconds(r.compile_seconds)
+    rows = [(r.contender, *(cell(r) or "" for cell in columns.values())) for r in records]
     return table(("", *columns), rows)
 
 

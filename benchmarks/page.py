@@ -74,21 +74,28 @@ def targets(sections: Sections, patterns: str) -> str:
 
 
 def machines(sections: Sections, patterns: str) -> str:
-    """Where and when, a row for sections of a program that were measured alike."""
-    alike: dict[tuple[str, ...], list[str]] = {}
+    """Where and when, a row for sections that were measured alike."""
+    alike: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for name, section in matching(sections, patterns).items():
-        about = section.machine
+        about, (program, _, part) = section.machine, name.partition("/")
+        versions = [
+            f"{what} {about[what]}" for what in ("python", "jax", "equinox") if what in about
+        ]
         how = (
             section.date,
-            *(about.get(key, "") for key in ("processor", "memory", "python", "jax", "equinox")),
+            ", ".join(about[what] for what in ("processor", "memory") if what in about),
+            ", ".join(f"{what} {about[what]}" for what in known),
             about.get("memory of arrays", ""),
             str(section.repeats or ""),
             section.note,
         )
-        alike.setdefault(how, []).append(name)
-    header = ("sections", "date", "processor", "memory", "Python", "JAX", "equinox", "arrays'")
-    rows = [(", ".join(names), *how) for how, names in alike.items()]
-    return table((*header, "rounds", ""), rows)
+        alike.setdefault(how, {}).setdefault(program, []).append(part)
+    header = ("sections", "date", "machine", "versions", "memory of arrays", "rounds", "")
+    rows = [
+        ("; ".join(f"{p}: {', '.join(parts)}".strip(": ") for p, parts in names.items()), *how)
+        for how, names in alike.items()
+    ]
+    return table(header, rows)
 
 
 def pairs(sections: Sections, kind: str) -> str:

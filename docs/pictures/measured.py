@@ -26,8 +26,6 @@ LOOPS = {
     "mlp": "1000 steps of a network, 64x64",
     "vector": "2000 steps of 10,000 numbers",
     "lorenz": "10,000 steps of three numbers",
-    "gru": "1000 steps of a gated unit",
-    "field": "100 steps on a grid, 4 MB",
 }
 
 
@@ -93,47 +91,6 @@ def first_page(data: Any, ink: str) -> Any:
     return figure
 
 
-def of_frontier(sections: Sections) -> Any:
-    found = {}
-    for name in sections:
-        program, _, loop = name.partition("/")
-        if program == "frontier" and loop in LOOPS:
-            found[loop] = [
-                (r.contender, r.ratio.mid, r.temp_bytes)
-                for r in records(sections, name, loop).values()
-            ]
-    return found
-
-
-def frontier(data: Any, ink: str) -> Any:
-    """Every setting of every contender, by whose it is."""
-    figure, axes = plt.subplots(2, 3, figsize=(9, 5.4), layout="constrained")
-    labels = {"jax.lax": "jax.lax, also nested by hand"}
-    for ax, (loop, rows) in zip(axes.flat, data.items(), strict=False):
-        for who, colour in COLOURS.items():
-            begins = ("lax", "nested") if who == "jax.lax" else who
-            mine = [row for row in rows if row[0].startswith(begins)]
-            xs, ys = [b / 1e6 for *_, b in mine], [t for _, t, _ in mine]
-            marker = "^" if who == "jax.lax" else MARKERS[who]
-            ax.plot(xs, ys, marker, color=colour, markersize=5, label=labels.get(who, who))
-        ax.axhline(1, color=GREY, linewidth=0.8, zorder=0)
-        ax.set(
-            xscale="log",
-            yscale="log",
-            title=LOOPS[loop].replace("of a network, 64x64", "of a network"),
-        )
-        ax.title.set_fontsize(10)
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_formatter("")
-        ax.set_xlabel("memory, MB")
-    for ax in axes[:, 0]:
-        ax.set_ylabel("time over lax.scan")
-    for ax in list(axes.flat)[len(data) :]:
-        ax.axis("off")
-    axes.flat[-1].legend(*axes.flat[0].get_legend_handles_labels(), frameon=False, loc="center")
-    return figure
-
-
 # --- ratios, a row each ----------------------------------------------------------------------
 
 
@@ -158,6 +115,18 @@ def of_times(sections: Sections) -> Any:
             found = records(sections, f"engine/{section}", loop)
             ratios = [found[name].ratio for name in names]
             rows[what] = [*zip(("equinox", "loopkit"), ratios, strict=True)]
+    return panels
+
+
+def of_same_memory(sections: Sections) -> Any:
+    """loopkit given the memory that each setting of equinox needs."""
+    panels: dict[str, Any] = {}
+    for section in sections.values():
+        for record in section.records:
+            loop, _, what = record.program.partition(", ")
+            if what == "loopkit.scan with the memory of equinox":
+                rows = panels.setdefault(loop, {})
+                rows[record.contender] = [("loopkit", record.ratio)]
     return panels
 
 
@@ -198,8 +167,8 @@ def dots(over: str) -> Callable[[Any, str], Any]:
         for number, (ax, (title, rows)) in enumerate(zip(axes, data.items(), strict=True)):
             ax.axvline(1, color=GREY, linewidth=2, label=over, zorder=0)
             for place, found in enumerate(rows.values()):
-                for who, (low, mid, high) in found:
-                    y = place + (0.12 if who == "loopkit" else -0.12)
+                for nth, (who, (low, mid, high)) in enumerate(found):
+                    y = place + 0.24 * (nth - (len(found) - 1) / 2)
                     colour = COLOURS[who]
                     ax.plot([low, high], [y, y], color=colour, linewidth=3, alpha=0.5)
                     ax.plot(mid, y, MARKERS[who], color=colour, markersize=6, label=who)
@@ -208,7 +177,7 @@ def dots(over: str) -> Callable[[Any, str], Any]:
             ax.xaxis.label.set_fontsize(9)
             same = number and rows.keys() == data[next(iter(data))].keys()
             ax.set_yticks(range(len(rows)), [] if same else rows)
-            ax.invert_yaxis()
+            ax.set_ylim(len(rows) - 0.5, -0.5)
         ticks(axes[0])
         legend_below(figure)
         return figure
@@ -318,7 +287,7 @@ def compiling(data: Any, ink: str) -> Any:
 PICTURES: dict[str, tuple[Callable[[Sections], Any], Callable[[Any, str], Any]]] = {
     "first-page": (of_first_page, first_page),
     "times": (of_times, dots("jax.lax")),
-    "frontier": (of_frontier, frontier),
+    "same-memory": (of_same_memory, dots("equinox")),
     "early": (of_early, early),
     "compiling": (of_compiling, compiling),
     "buffers": (of_buffers, dots("lax.scan")),
