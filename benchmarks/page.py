@@ -78,9 +78,7 @@ def machines(sections: Sections, patterns: str) -> str:
     alike: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for name, section in matching(sections, patterns).items():
         about, (program, _, part) = section.machine, name.partition("/")
-        versions = [
-            f"{what} {about[what]}" for what in ("python", "jax", "equinox") if what in about
-        ]
+        known = [what for what in ("python", "jax", "equinox") if what in about]
         how = (
             section.date,
             ", ".join(about[what] for what in ("processor", "memory") if what in about),

@@ -125,9 +125,9 @@ def of_same_memory(sections: Sections) -> Any:
         for record in section.records:
             loop, _, what = record.program.partition(", ")
             if what == "loopkit.scan with the memory of equinox":
-                rows = panels.setdefault(loop, {})
-                rows[record.contender] = [("loopkit", record.ratio)]
-    return panels
+                panels.setdefault(loop, {})[record.contender] = [("loopkit", record.ratio)]
+    settings = dict.fromkeys(setting for rows in panels.values() for setting in rows)
+    return {loop: {s: rows.get(s, []) for s in settings} for loop, rows in panels.items()}
 
 
 def of_buffers(sections: Sections) -> Any:
@@ -172,13 +172,13 @@ def dots(over: str) -> Callable[[Any, str], Any]:
                     colour = COLOURS[who]
                     ax.plot([low, high], [y, y], color=colour, linewidth=3, alpha=0.5)
                     ax.plot(mid, y, MARKERS[who], color=colour, markersize=6, label=who)
-            ax.set(xscale="log", title=title, xlabel=f"time over that of {over}")
+            ax.set(xscale="log", title=title)
             ax.title.set_fontsize(10)
-            ax.xaxis.label.set_fontsize(9)
             same = number and rows.keys() == data[next(iter(data))].keys()
             ax.set_yticks(range(len(rows)), [] if same else rows)
             ax.set_ylim(len(rows) - 0.5, -0.5)
         ticks(axes[0])
+        axes[len(axes) // 2].set_xlabel(f"time over that of {over}", fontsize=9)
         legend_below(figure)
         return figure
 
@@ -198,9 +198,8 @@ def ticks(ax: Any) -> None:
     low, high = ax.get_xlim()
     ax.set_xlim(min(low, 0.7), max(high, 1.4))
     low, high = ax.get_xlim()
-    every = [0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50]
-    inside = [t for t in every if low <= t <= high]
-    ax.set_xticks(inside if len(inside) > 1 else [0.7, 1, 1.4], minor=False)
+    every = [0.01, 0.1, 1, 10] if high > 30 * low else [0.1, 0.2, 0.5, 1, 2, 5, 10]
+    ax.set_xticks([tick for tick in every if low <= tick <= high])
     ax.xaxis.set_major_formatter("{x:g}")
     ax.xaxis.set_minor_formatter("")
 
