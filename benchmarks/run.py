@@ -34,7 +34,7 @@ from report import Report
 
 QUICK_REPEATS = 3
 QUICK_PART = 1 / 3  # about so many of the contenders
-ROUGH = "rough figures: few rounds of few loops. Those of docs/benchmarks.md take half an hour"
+ROUGH = "rough figures: few rounds of few loops"
 
 
 class Part(NamedTuple):
@@ -140,6 +140,7 @@ def measured(name: str, repeats: int, quick: bool) -> Section:
     begun = time.perf_counter()
     (part.quick if quick else part.run)(report, repeats)
     took = f"{time.perf_counter() - begun:.0f} s"
+    notes = [ROUGH] * quick + ["CPU time"] * (harness.clock is time.process_time)
     return Section(
         title=part.title,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -147,7 +148,7 @@ def measured(name: str, repeats: int, quick: bool) -> Section:
         repeats=repeats,
         records=report.records,
         targets=report.targets,
-        note=ROUGH if quick else "",
+        note="; ".join(notes),
     )
 
 
@@ -166,7 +167,9 @@ def run(names: Sequence[str], into: Path, repeats: int, quick: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", type=chosen, default=[*PARTS], help=", ".join(PARTS))
+    parser.add_argument(
+        "--only", type=chosen, default=[*PARTS], metavar="SECTION,...", help=", ".join(PARTS)
+    )
     parser.add_argument("--repeats", type=int, help="rounds: 9, or 3 with --quick")
     parser.add_argument("--quick", action="store_true", help="few rounds of few loops")
     parser.add_argument("--cpu", action="store_true", help="time of all cores, not of the clock")
@@ -182,14 +185,15 @@ def main() -> None:
         parser.error("quartiles need three rounds")
     # Those that keep memory come last, in a process that was started for it.
     first = [name for name in names if not PARTS[name].keeps_memory]
-    run(first, into, repeats, given.quick)
+    if first:
+        run(first, into, repeats, given.quick)
     if last := [name for name in names if PARTS[name].keeps_memory]:
         options = ["--quick"] * given.quick + ["--cpu"] * given.cpu
         options += ["--only", ",".join(last), "--into", str(into), "--repeats", str(repeats)]
         sys.argv[1:] = options
         harness.keep_memory()
         run(last, into, repeats, given.quick)
-    print(f"{ROUGH}.\n{into}" if given.quick else into)
+    print(f"{ROUGH}: {into}" if given.quick else into)
 
 
 if __name__ == "__main__":
