@@ -164,7 +164,7 @@ def test_run_replaces_the_sections_that_it_has_measured(tmp_path):
         "loopkit.while_loop, max_steps=10"
     ]
     for record in section.records:
-        assert record.program == "vector"
+        assert record.program == "lorenz"
         assert 0 < record.seconds.low <= record.seconds.mid <= record.seconds.high
         assert 0 < record.ratio.low <= record.ratio.mid <= record.ratio.high
         assert record.temp_bytes > 0
