@@ -7,7 +7,8 @@ steps the model is saved with orbax; a training that was cut off goes on from th
 processes ends, so do the others, with an error.
 
 Run `python examples/multihost.py`: it starts both processes on this machine, on its CPU, and takes
-a minute. It needs optax, orbax-checkpoint and tqdm. On machines of your own, start on each
+a minute. It needs matplotlib, optax, orbax-checkpoint and tqdm, and draws what was learnt, and the
+memory that it took, in multihost.png. On machines of your own, start on each
 
     python multihost.py --coordinator HOST:PORT --processes N --process-id I --checkpoints FOLDER
 
@@ -133,8 +134,13 @@ def alone(model: Reader, texts: np.ndarray, **options) -> Reader:
     return jax.jit(jax.grad(loss))(here, texts)
 
 
-def inspect(slope: Callable, mesh: Mesh, state: State, texts: np.ndarray, memory: str) -> list[str]:
-    """What the gradient needs, and whether it is right. Every process has to come here."""
+def inspect(
+    slope: Callable, mesh: Mesh, state: State, texts: np.ndarray, memory: str
+) -> dict[str, float]:
+    """Says whether the gradient is right, and returns the MB that it needs.
+
+    Every process has to come here.
+    """
     rows = divided(texts, mesh)
     needs = [
         f.lower(state.model, rows).compile().memory_analysis().temp_size_in_bytes / 1e6
@@ -142,11 +148,29 @@ def inspect(slope: Callable, mesh: Mesh, state: State, texts: np.ndarray, memory
     ]
     gradient = jax.tree.map(lambda leaf: leaf.addressable_data(0), slope(state.model, rows)[1])
     gap = apart(gradient, alone(state.model, texts, memory=memory))
-    return [
-        f"gradient through {texts.shape[1] - 1:,} steps: {needs[0]:.2f} MB on each device, the "
-        f"loop's share within {memory}; {needs[1]:.2f} MB if every step is stored",
-        f"differs by {gap:.1e} from the gradient that one process computes by itself",
-    ]
+    if jax.process_index() == 0:
+        say(
+            f"gradient through {texts.shape[1] - 1:,} steps: {needs[0]:.2f} MB on each device, the "
+            f"loop's share within {memory}; {needs[1]:.2f} MB if every step is stored"
+        )
+        say(f"differs by {gap:.1e} from the gradient that one process computes by itself")
+    return {f"memory={memory!r}": needs[0], "every step stored": needs[1]}
+
+
+def draw(path: Path, start: int, losses: list[float], needs: dict[str, float]) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    left.plot(np.arange(start, start + len(losses)) + 1, losses, ".-")
+    left.set(xlabel="step", ylabel="bits a byte", title="a batch, divided over all devices")
+    right.bar_label(right.barh(list(needs), list(needs.values())), fmt="%.1f MB", padding=3)
+    right.set(xlabel="MB", title="memory of a gradient, on each device")
+    right.margins(x=0.2)
+    right.invert_yaxis()
+    figure.savefig(path, dpi=150)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -159,23 +183,27 @@ def train(args: argparse.Namespace) -> None:
     with ocp.CheckpointManager(args.checkpoints.absolute(), options=options) as manager:
         start, state = newest(manager, state)
         say(f"{jax.local_device_count()} of {jax.device_count()} devices; begins at step {start}")
+        needs: dict[str, float] = {}
         if args.inspect:
             texts = excerpts(start, args.batch, args.length)
             with limited(args.patience, "the first gradient"):
-                lines = inspect(slope, mesh, state, texts, args.memory)
-            for line in lines if first else []:
-                say(line)
+                needs = inspect(slope, mesh, state, texts, args.memory)
+        losses = []
         bar = tqdm(range(start, args.steps), initial=start, total=args.steps, disable=not first)
         for step in bar:
             with limited(args.patience, f"step {step + 1}"):
                 texts = divided(excerpts(step, args.batch, args.length), mesh)
                 loss, gradient = slope(state.model, texts)
                 state = improved(state, gradient)
-                bar.set_postfix(bits=f"{float(loss):.3f}")
+                losses.append(float(loss))
+                bar.set_postfix(bits=f"{losses[-1]:.3f}")
                 last = step + 1 == args.steps
                 manager.save(step + 1, args=ocp.args.StandardSave(state), force=last)
         with limited(args.patience, "saving"):
             manager.wait_until_finished()
+        if first:
+            draw(args.plot, start, losses, needs)
+            say(f"drawn in {args.plot}")
 
 
 def say(line: str) -> None:
@@ -272,6 +300,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--width", type=int, default=64)
     add("--memory", default="1 MB", help="for the loop's gradient, on each device")
     add("--inspect", action=argparse.BooleanOptionalAction, default=True)
+    add("--plot", type=Path, default=Path("multihost.png"))
     add("--heartbeat", type=int, default=20, help="seconds after which a silent process is dead")
     add("--patience", type=float, default=300, help="seconds for a step, compilation included")
     args = parser.parse_args(argv)
