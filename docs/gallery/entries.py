@@ -3,7 +3,6 @@
 import ast
 import re
 import shlex
-import textwrap
 import tomllib
 from dataclasses import dataclass
 from functools import cached_property
@@ -98,7 +97,3 @@ def readme_table() -> str:
     rows = [f"| [{e.name}.py]({e.name}.py) | {e.shows} | {e.takes} |" for e in entries().values()]
     return "\n".join(["| program | what it shows | takes |", "| --- | --- | --- |", *rows])
 
-
-def dedented(block: str) -> str:
-    """The body of a compound statement of one line."""
-    return textwrap.dedent(block.split("\n", 1)[1])

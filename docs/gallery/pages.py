@@ -1,0 +1,91 @@
+"""The pages of the gallery, in Markdown: a grid of all examples, and a page for each."""
+
+from entries import Entry, entries
+
+GRID = """# Gallery
+
+Programs of `examples/`. Each says what it does, prints what it measured and draws what it found; each is a
+notebook, too. To run one: `pip install '.[examples]'`, then the command on its page. Times and memory are of
+two cores of a CPU that did other things as well: compare within a table, not between them.
+
+<div class="gallery" markdown>
+
+{cards}
+
+</div>
+"""
+
+CARD = """<div class="gallery-card" markdown>
+
+[![{picture}]({name}.webp)]({name}.md)
+
+**[{title}]({name}.md)**
+
+{shows}. *Takes {takes}.*
+
+</div>"""
+
+PAGE = """# {title}
+
+{heading}
+
+![{picture}]({name}.webp)
+
+{told}
+
+```bash
+python examples/{name}.py
+```
+
+It takes {takes} on two cores; `--help` lists its settings. Or as a notebook, which brings all that it needs but
+packages: [{name}.ipynb]({name}.ipynb){{ download="{name}.ipynb" }}.
+
+{measured}
+## What it prints
+
+```text
+--8<-- "docs/gallery/{name}.txt"
+```
+
+## The program
+
+```python
+--8<-- "examples/{name}.py"
+```
+{beside}"""
+
+BESIDE = """
+??? note "{path}"
+
+    ```python
+    --8<-- "examples/{path}"
+    ```
+"""
+
+COSTS = """## Beside its peers
+
+| | time | of the first | temporary memory |
+| --- | ---: | ---: | ---: |
+{rows}
+
+Medians of calls in turn; the compiler's own figure for memory.
+
+"""
+
+
+def index() -> str:
+    return GRID.format(cards="\n\n".join(CARD.format(**vars(e)) for e in entries().values()))
+
+
+def page(entry: Entry) -> str:
+    heading, told = entry.told
+    rows = "\n".join(f"| {' | '.join(row)} |" for row in entry.costs)
+    within = [path.relative_to(entry.program.parent) for path in entry.beside]
+    files = [BESIDE.format(path=path.as_posix()) for path in within if path.name != "__init__.py"]
+    return PAGE.format(
+        **vars(entry),
+        heading=heading,
+        told="\n\n".join(told),
+        measured=COSTS.format(rows=rows) if rows else "",
+        beside="\n## Beside it\n" + "".join(files) if files else "",
+    )
