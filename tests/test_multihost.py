@@ -126,7 +126,8 @@ def parameters(folder: Path, step: int) -> list[np.ndarray]:
 def test_one_dies(tmp_path, victim):
     """The other ends in an error, and both go on from what was saved, as if nothing had been."""
     folder = tmp_path / "checkpoints"
-    command = [EXAMPLE, *SMALL, "--no-inspect", "--checkpoints"]
+    command = [EXAMPLE, *SMALL, "--no-inspect", "--plot", str(tmp_path / "learnt.png")]
+    command += ["--checkpoints"]
     with pair(tmp_path, *command, str(folder), "--steps", ENDLESS) as processes:
         wait_for_saved(folder, 4)
         processes[victim].running.kill()

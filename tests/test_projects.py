@@ -39,21 +39,3 @@ def test_tridiagonal():
     slopes = tridiagonal.gradient(tridiagonal.as_written)(*map(jnp.asarray, arrays))
     for f in (in_blocks, losses, by_rule, losses_by_rule):
         assert_close(tridiagonal.gradient(f)(*map(jnp.asarray, arrays)), slopes)
-
-
-def test_replace_scan(capsys, monkeypatch, tmp_path):
-    import replace_scan
-
-    picture = tmp_path / "memory.svg"
-    sizes = "--steps 3 --length 64 --longest 256 --halvings 1 --batch 2 --width 8"
-    monkeypatch.setattr("sys.argv", ["replace_scan.py", *sizes.split(), "--plot", str(picture)])
-    replace_scan.main()
-    printed = capsys.readouterr().out
-    assert "-from jax import lax\n+import loopkit as lax\n" in printed
-    for step in range(3):
-        row = next(line for line in printed.splitlines() if line.startswith(f"  {step:4}"))
-        before, after = map(float, row.split()[1:])
-        assert abs(before - after) < 1e-4
-    *_, longest = (line.split() for line in printed.splitlines() if line.startswith("     256"))
-    assert float(longest[2]) < float(longest[1])
-    assert picture.read_text().startswith("<?xml")

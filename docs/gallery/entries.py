@@ -22,6 +22,7 @@ class Entry:
     takes: str
     picture: str  # in words
     quick: str
+    reads: tuple[str, ...] = ()
     apart: bool = False
 
     @property
@@ -60,9 +61,9 @@ class Entry:
 
     @cached_property
     def beside(self) -> list[Path]:
-        """The modules of examples/ that it imports, and those that they import."""
-        found: dict[Path, None] = {}
-        waiting = [self.program]
+        """The files of examples/ that it reads or imports, and what those import."""
+        found = dict.fromkeys(EXAMPLES / name for name in self.reads)
+        waiting = [self.program, *found]
         while waiting:
             for path in imported(waiting.pop()):
                 if path not in found:

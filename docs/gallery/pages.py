@@ -82,10 +82,10 @@ def page(entry: Entry) -> str:
     rows = "\n".join(f"| {' | '.join(row)} |" for row in entry.costs)
     within = [path.relative_to(entry.program.parent) for path in entry.beside]
     files = [BESIDE.format(path=path.as_posix()) for path in within if path.name != "__init__.py"]
-    return PAGE.format(
-        **vars(entry),
-        heading=heading,
-        told="\n\n".join(told),
-        measured=COSTS.format(rows=rows) if rows else "",
-        beside="\n## Beside it\n" + "".join(files) if files else "",
-    )
+    made = {
+        "heading": heading,
+        "told": "\n\n".join(told),
+        "measured": COSTS.format(rows=rows) if rows else "",
+        "beside": "\n## Beside it\n" + "".join(files) if files else "",
+    }
+    return PAGE.format(**{**vars(entry), **made})
