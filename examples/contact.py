@@ -174,7 +174,9 @@ def draw(path: Path, flights: dict[str, tuple], mark: float) -> None:
         axis.set(xlabel="m", ylabel="m")
     iterations = flights[title][1]
     axes[2].fill_between(DT * np.arange(len(iterations)), iterations, step="post")
-    axes[2].set(xlabel="s, of the last throw", ylabel="iterations of a step", xlim=(0, None), ylim=(0, None))
+    axes[2].set(
+        xlabel="s, of the last throw", ylabel="iterations of a step", xlim=(0, None), ylim=(0, None)
+    )
     figure.savefig(path, dpi=150)
 
 
@@ -201,7 +203,9 @@ def main(argv: list[str] | None = None) -> dict:
     differences = jnp.array([(value(throw + d) - value(throw - d)) / 2e-6 for d in nudges])
     apart = float(jnp.max(jnp.abs(gradient - differences)) / jnp.max(jnp.abs(gradient)))
     iterations = np.asarray(first[1])
-    print(f"{args.steps} steps, {iterations.sum()} iterations, {iterations.max()} at most in a step")
+    print(
+        f"{args.steps} steps, {iterations.sum()} iterations, {iterations.max()} at most in a step"
+    )
     print("slope of the last ball's place in the throw's x, y and spin:")
     print(f"  {np.array2string(np.asarray(gradient), precision=5)}, by finite differences")
     print(f"  {np.array2string(np.asarray(differences), precision=5)}, {apart:.0e} apart")

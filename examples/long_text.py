@@ -143,7 +143,9 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--length", type=int, default=2048, help="bytes of a stretch, in training")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--size", type=int, default=128, help="units")
-    parser.add_argument("--whole", type=int, default=50_000, help="bytes of the gradient in the end")
+    parser.add_argument(
+        "--whole", type=int, default=50_000, help="bytes of the gradient in the end"
+    )
     parser.add_argument("--memory", default="4 MB", help="for a gradient")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--plot", type=Path, default=Path("long_text.png"))

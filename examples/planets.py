@@ -186,7 +186,9 @@ def main(argv: list[str] | None = None) -> dict:
     slope = jax.jit(jax.grad(misfit))
     wanted = jnp.stack([(slope(fit.unknowns + d) - slope(fit.unknowns - d)) / 2e-5 for d in nudges])
     off = float(jnp.max(jnp.abs(fit.hessian - wanted)) / jnp.max(jnp.abs(wanted)))
-    print(f"\nthe Hessian is {off:.0e} from differences of gradients, relative to its largest number")
+    print(
+        f"\nthe Hessian is {off:.0e} from differences of gradients, relative to its largest number"
+    )
 
     print("\nHessian of the misfit in all ten unknowns; compiling ...", flush=True)
     forward, direct = (

@@ -38,7 +38,10 @@ def environment():
     """That of a user, with this copy of the package, and in double precision, as all tests are."""
     package = str(Path(loopkit.__file__).resolve().parents[1])
     paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    without = {"XLA_FLAGS", "PYTEST_CURRENT_TEST"}  # with the latter a kernel hides what processes say
+    without = {
+        "XLA_FLAGS",
+        "PYTEST_CURRENT_TEST",
+    }  # with the latter a kernel hides what processes say
     kept = {name: value for name, value in os.environ.items() if name not in without}
     return kept | {"PYTHONPATH": paths, "JAX_ENABLE_X64": "1"}
 

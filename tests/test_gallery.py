@@ -9,11 +9,11 @@ from gallery import EXAMPLES, GALLERY, entries
 
 pytest.importorskip("nbformat")
 
-import nbformat  # noqa: E402
+import nbformat
 
-import notebooks  # noqa: E402
-import pages  # noqa: E402
-from entries import readme_table  # noqa: E402
+import notebooks
+import pages
+from entries import readme_table
 
 SHARED = {"comparison", "environment"}
 each = pytest.mark.parametrize("entry", entries().values(), ids=lambda entry: entry.name)
@@ -37,7 +37,7 @@ def test_the_readme_has_the_same_table():
 def test_a_page_is_complete(entry):
     page = pages.page(entry)
     assert len(entry.picture) > 80  # says what is to be seen
-    assert f"![{entry.picture}]({entry.name}.webp)" in page
+    assert f"\n![{entry.picture}]({entry.name}.webp)" in page
     assert 5_000 < entry.drawn.stat().st_size < 120_000
     assert entry.drawn.read_bytes()[8:12] == b"WEBP"
     assert entry.printed.read_text().strip()
@@ -48,7 +48,10 @@ def test_a_page_is_complete(entry):
     for path in [entry.program, *entry.beside]:
         said = f'--8<-- "examples/{path.relative_to(EXAMPLES).as_posix()}"'
         assert (said in page) == (path.name != "__init__.py")
-    assert f"[![{entry.picture}]({entry.name}.webp)]({entry.name}.md)" in pages.index()
+    card = pages.card(entry)
+    assert card in pages.index()
+    assert f"[![{entry.picture}]({entry.name}.webp)" in card
+    assert f"]({entry.name}.md)" in card
 
 
 @each

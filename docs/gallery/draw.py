@@ -2,8 +2,8 @@
 
     python docs/gallery/draw.py lanes fixed_point    # without names, all: half an hour
 
-A program is run with its own settings; what it prints goes to NAME.txt, its picture to NAME.webp. The table
-of examples/README.md is written from gallery.toml.
+A program is run with its own settings; what it prints goes to NAME.txt, its picture to NAME.webp.
+The table of examples/README.md is written from gallery.toml.
 """
 
 import argparse
@@ -41,7 +41,10 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known))
     names = parser.parse_args().names or list(known)
     readme = EXAMPLES / "README.md"
-    readme.write_text(TABLE.sub(lambda _: readme_table(), readme.read_text(), count=1))
+    before = readme.read_text()
+    after = TABLE.sub(lambda _: readme_table(), before, count=1)
+    if after != before:
+        readme.write_text(after)
     for name in names:
         run(known[name])
 

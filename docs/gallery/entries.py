@@ -1,4 +1,4 @@
-"""What the gallery knows of an example: gallery.toml, the program itself, and what it printed and drew."""
+"""What the gallery knows of an example: gallery.toml, the program, what it printed and drew."""
 
 import ast
 import re
@@ -24,6 +24,7 @@ class Entry:
     quick: str
     reads: tuple[str, ...] = ()
     apart: bool = False
+    coloured: bool = False
 
     @property
     def program(self) -> Path:
@@ -97,4 +98,3 @@ def readme_table() -> str:
     """The table of examples/README.md."""
     rows = [f"| [{e.name}.py]({e.name}.py) | {e.shows} | {e.takes} |" for e in entries().values()]
     return "\n".join(["| program | what it shows | takes |", "| --- | --- | --- |", *rows])
-

@@ -4,9 +4,10 @@ from entries import Entry, entries
 
 GRID = """# Gallery
 
-Programs of `examples/`. Each says what it does, prints what it measured and draws what it found; each is a
-notebook, too. To run one: `pip install '.[examples]'`, then the command on its page. Times and memory are of
-two cores of a CPU that did other things as well: compare within a table, not between them.
+Programs of `examples/`. Each says what it does, prints what it measured and draws what it found;
+each is a notebook, too. To run one: `pip install '.[examples]'`, then the command on its page. Times
+and memory are of two cores of a CPU that did other things as well: compare within a table, not
+between them.
 
 <div class="gallery" markdown>
 
@@ -17,11 +18,11 @@ two cores of a CPU that did other things as well: compare within a table, not be
 
 CARD = """<div class="gallery-card" markdown>
 
-[![{picture}]({name}.webp)]({name}.md)
+[![{picture}]({name}.webp){kept}]({name}.md)
 
 **[{title}]({name}.md)**
 
-{shows}. *Takes {takes}.*
+{said}. *Takes {takes}.*
 
 </div>"""
 
@@ -29,7 +30,7 @@ PAGE = """# {title}
 
 {heading}
 
-![{picture}]({name}.webp)
+![{picture}]({name}.webp){kept}
 
 {told}
 
@@ -37,8 +38,8 @@ PAGE = """# {title}
 python examples/{name}.py
 ```
 
-It takes {takes} on two cores; `--help` lists its settings. Or as a notebook, which brings all that it needs but
-packages: [{name}.ipynb]({name}.ipynb){{ download="{name}.ipynb" }}.
+It takes {takes} on two cores; `--help` lists its settings. Or as a notebook, which brings all that
+it needs but packages: [{name}.ipynb]({name}.ipynb){{ download="{name}.ipynb" }}.
 
 {measured}
 ## What it prints
@@ -74,7 +75,17 @@ Medians of calls in turn; the compiler's own figure for memory.
 
 
 def index() -> str:
-    return GRID.format(cards="\n\n".join(CARD.format(**vars(e)) for e in entries().values()))
+    return GRID.format(cards="\n\n".join(map(card, entries().values())))
+
+
+def card(entry: Entry) -> str:
+    said = entry.shows[0].upper() + entry.shows[1:]
+    return CARD.format(**vars(entry), said=said, kept=kept(entry))
+
+
+def kept(entry: Entry) -> str:
+    """What says that a picture stays as it is on dark pages."""
+    return "{ .as-drawn }" if entry.coloured else ""
 
 
 def page(entry: Entry) -> str:
@@ -83,6 +94,7 @@ def page(entry: Entry) -> str:
     within = [path.relative_to(entry.program.parent) for path in entry.beside]
     files = [BESIDE.format(path=path.as_posix()) for path in within if path.name != "__init__.py"]
     made = {
+        "kept": kept(entry),
         "heading": heading,
         "told": "\n\n".join(told),
         "measured": COSTS.format(rows=rows) if rows else "",

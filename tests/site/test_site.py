@@ -1,6 +1,8 @@
 """The pages as a reader has them: in a browser, light and dark, on a desk and on a phone."""
 
 import html.parser
+import json
+import tomllib
 import urllib.parse
 from pathlib import Path
 
@@ -10,10 +12,12 @@ pytestmark = pytest.mark.site
 
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parents[1] / "docs"
+EXAMPLES = tomllib.loads((DOCS / "gallery" / "gallery.toml").read_text())
 PATHS = sorted(
     "" if path.stem == "index" else f"{path.relative_to(DOCS).with_suffix('')}/"
     for path in DOCS.rglob("*.md")
 )
+PATHS += ["gallery/", *(f"gallery/{name}/" for name in EXAMPLES)]  # made when the site is built
 SCHEMES = {"light": "default", "dark": "slate"}
 PHONE, DESK = 390, 1280
 
@@ -62,6 +66,32 @@ def test_no_link_is_broken(site):
             if not target.exists() or not (known or anchor.startswith("__")):
                 broken.append(f"{path.relative_to(site)}: {link}")
     assert not broken
+
+
+def test_the_gallery_leads_to_every_example(open_page):
+    page = open_page("gallery/")
+    links = page.locator(".gallery-card a:has(img)")
+    assert links.count() == len(EXAMPLES)
+    boxes = [links.nth(i).bounding_box() for i in range(links.count())]
+    assert len({box["x"] for box in boxes}) > 1  # side by side
+    assert all(box["height"] > 60 for box in boxes)
+    links.first.click()
+    page.wait_for_load_state("networkidle")
+    assert page.locator("h1").inner_text().startswith(next(iter(EXAMPLES.values()))["title"])
+    assert page.complaints == []
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_notebook_can_be_taken(open_page, name):
+    page = open_page(f"gallery/{name}/")
+    with page.expect_download() as taken:
+        page.locator("a[download]").click()
+    assert taken.value.suggested_filename == f"{name}.ipynb"
+    book = json.loads(Path(taken.value.path()).read_text())
+    source = "".join(line for cell in book["cells"] for line in cell["source"])
+    shown = page.locator("#the-program ~ .highlight code").first.inner_text()
+    assert "def main(" in source
+    assert "def main(" in shown
 
 
 def test_search_finds_while_loop(open_page):
