@@ -1,10 +1,10 @@
-"""A recurrent network reads a real text at a stretch, and its gradient reaches back to the first byte.
+"""A recurrent network reads a real text at a stretch, and its gradient reaches to the first byte.
 
 The text is the reference pages that come with Python (`pydoc_data.topics`, under Python's own
 licence): half a million bytes of English. A network of gated units predicts each byte from those
-before. Its units remember for times from one byte to the length of a stretch (after Tallec and Ollivier,
-2018), so that stretches are not cut: every gradient goes back through all of one, in as
-much memory as it is given.
+before. Its units remember for times from one byte to the length of a stretch (after Tallec and
+Ollivier, 2018), and stretches are not cut: every gradient goes back through all of one, in as much
+memory as it is given.
 
 What a long gradient is good for shows in the picture: how much what is predicted at the end still
 depends on a byte that was read long before, at first and once the network has learnt. The last
@@ -16,6 +16,7 @@ what was learnt, and how far the gradient reaches, in long_text.png.
 
 import argparse
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from pydoc_data import topics
 from typing import NamedTuple
@@ -130,7 +131,7 @@ def draw(path: Path, curve: list[float], reaches: dict[str, np.ndarray]) -> None
     for name, norms in reaches.items():
         edges = np.unique(np.geomspace(1, len(norms) + 1, 40).astype(int))
         back = norms[::-1]
-        means = [back[a - 1 : b - 1].mean() for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        means = [back[a - 1 : b - 1].mean() for a, b in pairwise(edges)]
         right.loglog(edges[:-1], means, label=name)
     right.set(xlabel="bytes back", ylabel="what the last prediction\ndepends on a byte")
     right.legend(frameon=False)

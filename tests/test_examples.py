@@ -1,4 +1,4 @@
-"""The programs of examples/, run small: as the notebooks that the gallery offers, each in a kernel."""
+"""The programs of examples/, run small: as the notebooks of the gallery, each in a kernel."""
 
 import base64
 import os
@@ -38,10 +38,7 @@ def environment():
     """That of a user, with this copy of the package, and in double precision, as all tests are."""
     package = str(Path(loopkit.__file__).resolve().parents[1])
     paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    without = {
-        "XLA_FLAGS",
-        "PYTEST_CURRENT_TEST",
-    }  # with the latter a kernel hides what processes say
+    without = {"XLA_FLAGS", "PYTEST_CURRENT_TEST"}  # a kernel with it hides what processes print
     kept = {name: value for name, value in os.environ.items() if name not in without}
     return kept | {"PYTHONPATH": paths, "JAX_ENABLE_X64": "1"}
 

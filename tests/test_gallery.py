@@ -1,4 +1,4 @@
-"""Every example has a page in the gallery, with all that belongs there, and every page an example."""
+"""Every example has a page in the gallery, with all that belongs there; and every page has one."""
 
 import ast
 

@@ -5,9 +5,9 @@ from entries import Entry, entries
 GRID = """# Gallery
 
 Programs of `examples/`. Each says what it does, prints what it measured and draws what it found;
-each is a notebook, too. To run one: `pip install '.[examples]'`, then the command on its page. Times
-and memory are of two cores of a CPU that did other things as well: compare within a table, not
-between them.
+each is a notebook, too. To run one: `pip install '.[examples]'`, then the command on its page.
+Times and memory are of two cores of a CPU that did other things as well: compare within a table,
+not between them.
 
 <div class="gallery" markdown>
 
