@@ -22,6 +22,7 @@ class Entry:
     takes: str
     picture: str  # in words
     quick: str
+    guide: str = ""
     reads: tuple[str, ...] = ()
     apart: bool = False
     coloured: bool = False
@@ -58,7 +59,7 @@ class Entry:
     @cached_property
     def costs(self) -> list[tuple[str, str, str, str]]:
         """Of each contender its name, time, time as a part of the first's, and memory."""
-        return COST.findall(self.printed.read_text())
+        return COST.findall(self.printed.read_text()) if self.printed.exists() else []
 
     @cached_property
     def beside(self) -> list[Path]:

@@ -41,14 +41,7 @@ python examples/{name}.py
 It takes {takes} on two cores; `--help` lists its settings. Or as a notebook, which brings all that
 it needs but packages: [{name}.ipynb]({name}.ipynb){{ download="{name}.ipynb" }}.
 
-{measured}
-## What it prints
-
-```text
---8<-- "docs/gallery/{name}.txt"
-```
-
-## The program
+{guided}{measured}{prints}## The program
 
 ```python
 --8<-- "examples/{name}.py"
@@ -61,6 +54,18 @@ BESIDE = """
     ```python
     --8<-- "examples/{path}"
     ```
+"""
+
+GUIDED = """[A page of the documentation]({guide}) tells more of it, with figures.
+
+"""
+
+PRINTS = """## What it prints
+
+```text
+--8<-- "docs/gallery/{name}.txt"
+```
+
 """
 
 COSTS = """## Beside its peers
@@ -97,6 +102,8 @@ def page(entry: Entry) -> str:
         "kept": kept(entry),
         "heading": heading,
         "told": "\n\n".join(told),
+        "guided": GUIDED.format(guide=f"../{entry.guide}") if entry.guide else "",
+        "prints": PRINTS.format(name=entry.name) if entry.printed.exists() else "",
         "measured": COSTS.format(rows=rows) if rows else "",
         "beside": "\n## Beside it\n" + "".join(files) if files else "",
     }
