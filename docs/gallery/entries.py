@@ -78,9 +78,10 @@ def imported(program: Path) -> list[Path]:
     """Files of examples/ that a file there imports, packages with their `__init__.py`."""
     names = []
     for node in ast.walk(ast.parse(program.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names.append(node.module)
-            names += [f"{node.module}.{name.name}" for name in node.names]
+        if isinstance(node, ast.ImportFrom):
+            package = program.parent.name if node.level else ""  # one level deep
+            module = ".".join(filter(None, (package, node.module)))
+            names += [module, *(f"{module}.{name.name}" for name in node.names)]
         elif isinstance(node, ast.Import):
             names += [name.name for name in node.names]
     files = []
