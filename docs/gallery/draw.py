@@ -18,6 +18,7 @@ from PIL import Image
 from entries import EXAMPLES, Entry, entries, readme_table
 
 TABLE = re.compile(r"^\| program \|.*?(?=\n\n)", re.M | re.S)
+ASIDE = re.compile(r"drawn in|peer ranks")  # where the picture is; what JAX's processes print
 WIDTH = 1350  # pixels of a picture, at most
 
 
@@ -31,7 +32,7 @@ def run(entry: Entry) -> None:
             picture = picture.convert("RGB")
             picture.thumbnail((WIDTH, 2 * WIDTH))
             picture.save(entry.drawn, quality=80, method=6)
-    lines = [line.rstrip() for line in ran.stdout.splitlines() if not line.startswith("drawn in")]
+    lines = [line.rstrip() for line in ran.stdout.splitlines() if not ASIDE.search(line)]
     entry.printed.write_text("\n".join(lines).strip("\n") + "\n")
 
 
