@@ -318,12 +318,17 @@ def growing(report: Report, name: str, repeats: int, steps: int) -> None:
     load = workloads.make(name)
     start = jnp.int32(0)
 
+    # The very same functions at every call: made anew, they would be traced anew. So the parameters
+    # are carried, and not closed over.
+    def step(carry, _):
+        params, x, count = carry
+        return (params, load.body(params, x), count + 1), jnp.sum(x)
+
+    def until(carry, _):
+        return carry[2] >= steps
+
     def grown(params, init):
-        return loopkit.unbounded_scan(
-            lambda c, _: ((load.body(params, c[0]), c[1] + 1), jnp.sum(c[0])),
-            (init, start),
-            until=lambda c, _: c[1] >= steps,
-        )[1]
+        return loopkit.unbounded_scan(step, (params, init, start), until=until)[1]
 
     @jax.jit
     def known(params, init):
