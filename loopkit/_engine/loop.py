@@ -105,6 +105,23 @@ class Output(NamedTuple):
     """Whether it says what a step displaces in buffers: also in stopped lanes. Logs come last."""
 
 
+@dataclass(frozen=True)
+class OneLane:
+    """A loop without lanes, of which another is a loop of many."""
+
+    loop: Loop
+    count: int
+    """Of the lanes, of a single axis."""
+    flags: Operands
+    """Tuples: which operands have lanes."""
+    times: Callable[[Loop, int, Operands], Loop] = field(compare=False)
+    """The loop of so many lanes."""
+
+    def replaced(self, loop: Loop, flags: Operands | None = None) -> Loop:
+        """So many lanes of another loop."""
+        return self.times(loop, self.count, flags or self.flags)
+
+
 @dataclass(frozen=True, eq=False)
 class Loop:
     """A loop, compared and hashed by identity. What is derived from it is kept in `memory`."""
@@ -132,6 +149,8 @@ class Loop:
     """Lanes, of a single axis, that are left when it ends: it goes on while more are active."""
     holds: bool = False
     """Whether its step leaves lanes that have stopped as they are, by itself."""
+    lane: OneLane | None = field(default=None, repr=False)
+    """What its lanes are lanes of, if others may join them, or they are to narrow."""
     progress: Progress | None = field(default=None, repr=False)
     """How it shows how far it is, if it does."""
     lasting: bool = field(default=False, compare=False)
@@ -152,7 +171,8 @@ class Loop:
         return self.memory[key]
 
     def replace(self, **changes: Any) -> Loop:
-        return replace(self, memory={}, **changes)
+        """A loop that differs. Its lanes wait for each other: `lane` is of this one alone."""
+        return replace(self, **{"memory": {}, "lane": None, **changes})
 
     def unrolled(self, unroll: int) -> Loop:
         """The same loop, so many steps to an iteration; what is derived from it is the same."""
@@ -284,7 +304,12 @@ class Loop:
         """The same loop, and those in it, without what shows steps that are taken, or reversed."""
         how = None if backward or self.progress is None else self.progress.backward_only
         of_loops = lambda jaxpr: equations.unshown(jaxpr, backward)
-        make = lambda: self.map_jaxprs(of_loops).replace(progress=how)
+
+        def make() -> Loop:
+            if self.lane is not None:
+                return self.lane.replaced(self.lane.loop.unshown(backward))
+            return self.map_jaxprs(of_loops).replace(progress=how)
+
         return self.derived(("unshown", backward), make) if self.shows else self
 
     def without_debug_effects(self) -> Loop:
@@ -313,8 +338,11 @@ class Loop:
         """The same loop, with its two jaxprs changed."""
         cond = None if self.cond is None else change(self.cond)
         body = change(self.body)
-        same = cond is self.cond and body is self.body
-        return self if same else self.replace(cond=cond, body=body)
+        if cond is self.cond and body is self.body:
+            return self
+        if self.lane is not None:
+            return self.lane.replaced(self.lane.loop.map_jaxprs(change))
+        return self.replace(cond=cond, body=body)
 
     @property
     def operand_types(self) -> list[_jax.ShapedArray]:

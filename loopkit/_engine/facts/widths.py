@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from loopkit import _jax
-from loopkit._arguments import errors
 from loopkit._engine.loop import Loop
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import nanoseconds
@@ -39,23 +38,27 @@ waiting = jax.make_user_context(False)
 """Whether lanes wait, whatever is asked: where what a loop saves is already laid out."""
 
 
-def widths(loop: Loop, axis: Any) -> tuple[int, ...]:
-    """To how many lanes a loop narrows that is given this axis of lanes; none if they wait.
+def widths(loop: Loop, count: int) -> tuple[int, ...]:
+    """To how many lanes a loop narrows of which there are so many lanes; none if they wait.
 
-    It hangs on the loop as it is without the axis: so all its derivatives agree.
+    It hangs on the loop of one lane: so all its derivatives agree. Widths that the user gives may
+    be more than there are lanes, if others are to join these.
     """
-    asked, size = loop.narrows, axis.size
-    if asked == "wait" or waiting.value or not _apart(loop, axis):
+    asked = loop.narrows
+    if asked == "wait":
         return ()
     if asked is None or asked == "flatten":
-        return _narrower(size) if _is_worth_it(loop, size) else ()
+        return _narrower(count) if _is_worth_it(loop, count) else ()
     if isinstance(asked, tuple):
-        if asked[0] > size:
-            advice = 'Pass fewer lanes, or "compact".'
-            expected = f"must not exceed the {size} lanes"
-            raise errors.wrong_value(loop.name, "lanes", expected, str(asked), advice)
-        return asked[asked[0] == size :]
-    return _narrower(size)
+        return asked[asked[0] == count :]
+    return _narrower(count)
+
+
+def may_narrow(loop: Loop, axis: Any) -> bool:
+    """Whether a loop narrows that is given this axis of lanes, or may where others join these."""
+    if loop.narrows == "wait" or waiting.value or not _apart(loop, axis):
+        return False
+    return loop.narrows not in (None, "flatten") or _is_here(loop)
 
 
 def _narrower(size: int) -> tuple[int, ...]:
@@ -69,14 +72,8 @@ def _narrower(size: int) -> tuple[int, ...]:
 
 
 def _is_worth_it(loop: Loop, size: int) -> bool:
-    """Whether phases are believed to gain more than they take longer to compile.
-
-    Not where lanes may be spread over devices, of which nothing is known while a loop is traced;
-    nor on a GPU, where few lanes take hardly less than many; nor within a budget in bytes, which
-    may be enough for one loop and not for several.
-    """
-    bytes_given, elsewhere = isinstance(loop.checkpoints, Bytes), jax.default_backend() != "cpu"
-    if size < MANY or loop.effects or bytes_given or elsewhere or jax.device_count() > 1:
+    """Whether phases are believed to gain more than they take longer to compile."""
+    if size < MANY or not _is_here(loop):
         return False
     step = size * loop.derived("nanoseconds", lambda: nanoseconds(loop.body))
     steps = STEPS if loop.length is None else min(loop.length, STEPS)
@@ -84,6 +81,17 @@ def _is_worth_it(loop: Loop, size: int) -> bool:
     a_phase = COMPILE[0] + COMPILE[1] * equation_count
     saved = RUNS * steps * step / 2
     return step >= ENOUGH and saved >= len(_narrower(size)) * a_phase
+
+
+def _is_here(loop: Loop) -> bool:
+    """Whether it is where phases gain.
+
+    Not where lanes may be spread over devices, of which nothing is known while a loop is traced;
+    nor on a GPU, where few lanes take hardly less than many; nor within a budget in bytes, which
+    may be enough for one loop and not for several.
+    """
+    elsewhere = jax.default_backend() != "cpu" or jax.device_count() > 1
+    return not (loop.effects or isinstance(loop.checkpoints, Bytes) or elsewhere)
 
 
 def _apart(loop: Loop, axis: Any) -> bool:

@@ -15,15 +15,18 @@ from __future__ import annotations
 import functools as ft
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from loopkit import _jax
-from loopkit._engine.facts.widths import asking_each, widths
-from loopkit._engine.loop import CarryLeaf, Loop, Operands, parts
+from loopkit._arguments import errors
+from loopkit._engine.facts.widths import widths
+from loopkit._engine.loop import Loop, Operands, kept, parts, spread
 from loopkit._engine.passes.batched_loop import Batched, batch_loop
+from loopkit._engine.passes.counted import counted
 from loopkit._engine.passes.lanes_left import ended_in_each_lane
 from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import is_active
@@ -37,37 +40,35 @@ class Lanes(NamedTuple):
     ids: Any
     """Which they are."""
     carry: list
-    """Behind that of the loop, if they are counted, the steps that each lane has taken."""
     ys: list
     """Written as far as steps were taken; none before the first phase."""
 
 
 @dataclass(frozen=True, eq=False)
 class Phases:
-    """The phases of a loop that is given an axis of lanes."""
+    """The phases of a loop of many lanes."""
 
-    loop: Loop
-    """Without that axis."""
+    one: Loop
+    """The loop of one lane. If it has a bound, it counts its steps."""
     flags: Operands
-    """Which of its operands have it."""
-    whole: Batched
-    """The loop of all lanes."""
+    """Which of its operands have lanes."""
     widths: tuple[int, ...]
     """Lanes of each phase; of the first, all."""
-    counted: bool = False
-    """Whether the steps that each lane has taken are wanted, too."""
 
     @property
-    def counts(self) -> bool:
-        """Whether steps are counted, for that or because there is a bound."""
-        return self.counted or self.loop.length is not None
+    def bounded(self) -> bool:
+        return self.one.length is not None
+
+    @cached_property
+    def whole(self) -> Batched:
+        return self._of_width(0)
 
     @ft.partial(jax.jit, static_argnums=0, inline=True)
     def run(self, *operands: Any) -> list:
         """What the loop of all lanes gives, of the same operands."""
-        given, gone = self.whole.loop.split(operands)[0], []
-        counts = map(_jax.zeros, self._count_types(self.whole.loop))
-        left = Lanes(jnp.arange(self.widths[0]), [*given.init, *counts], [])
+        self._check()
+        given, left = self._begun(operands)
+        gone = []
         for number, narrower in enumerate((*self.widths[1:], 0)):
             left = self._advanced(number, given, left)
             if narrower:
@@ -77,49 +78,58 @@ class Phases:
                 given = self._given(given, order[:narrower])
         ids, carry, ys = self._joined([*gone, left])
         every = self._some(Lanes(ids, carry, ys), jnp.argsort(ids))
-        carry, taken = parts(every.carry, self.loop.carry_count)
-        return [*carry, *every.ys, *taken[: self.counted]]
+        return [*every.carry[: self.one.carry_count - self.bounded], *every.ys]
+
+    def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list, list]:
+        """What `run` gives, and its tangents; symbolic zeros stay so."""
+        moving, jaxpr = _jax.nonzero(tangents), self.traced(list(map(jax.typeof, primals)))
+        dual, moved = _jax.jvp_jaxpr(jaxpr, moving)
+        results, found = parts(_called(dual, *primals, *kept(tangents, moving)), len(moved))
+        zeros = list(map(_jax.float0_zero, jaxpr.out_avals))
+        return results, spread(found, moved, zeros)
+
+    def batched(self, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[list, list]:
+        """`run` of each of a batch, and where the results have it: in each phase all wait."""
+        pairs = zip(map(jax.typeof, args), dims, strict=True)
+        types = [t if d is None else _jax.slice_type(t, d) for t, d in pairs]
+        free = ["free"] * len(self.whole.results)
+        jaxpr, has = _jax.batch_jaxpr(self.traced(types), axis, dims, free[self.bounded :])
+        return _called(jaxpr, *args), [0 if h else None for h in has]
+
+    def traced(self, types: Sequence[Any]) -> _jax.Jaxpr:
+        """`run`, as a jaxpr of operands of such types."""
+        key = ("phases traced", self.widths, tuple(types), _jax.trace_context())
+        make = lambda: _jax.trace_closed(lambda *values: self.run(*values), types, "loop_phases")
+        return self.one.derived((*key, *map(tuple, self.flags)), make)
+
+    def _check(self) -> None:
+        if self.widths[0] < self.widths[1]:
+            asked, expected = self.one.narrows, f"must not exceed the {self.widths[0]} lanes"
+            advice = 'Pass fewer lanes, or "compact".'
+            raise errors.wrong_value(self.one.name, "lanes", expected, str(asked), advice)
+
+    def _begun(self, operands: Sequence[Any]) -> tuple[Operands, Lanes]:
+        """What all lanes read, and those lanes before the first step."""
+        loop = self.whole.loop
+        count = loop.cond_const_count, loop.const_count, loop.carry_count - self.bounded
+        cond_consts, consts, carry, xs = parts(operands, *count)
+        if self.bounded:
+            carry.append(_jax.zeros(loop.carry_types[-1]))
+        ids = jnp.arange(self.widths[0])
+        return Operands(cond_consts, consts, [], xs), Lanes(ids, carry, [])
 
     def phase(self, number: int) -> Loop:
         """The loop of so many lanes, while more are active than the next one has."""
-        return self.loop.derived(
-            ("phase", number, self.widths, self.counts, *map(tuple, self.flags)),
-            lambda: self._phase(number),
+        return self.one.derived(
+            ("phase", number, self.widths, *map(tuple, self.flags)), lambda: self._phase(number)
         )
 
-    def _of_width(self, number: int) -> Loop:
-        return batch_loop(self.loop, _jax.axis(self.widths[number]), self.flags, whole=True).loop
-
-    def _count_types(self, loop: Loop) -> list:
-        """Of the steps that each lane has taken, if they are counted."""
-        assert loop.cond is not None, "it has lanes"
-        count = _jax.ShapedArray(loop.lanes, jnp.dtype("int32"))
-        return [_jax.type_like(count, loop.cond.out_avals)] * self.counts
+    def _of_width(self, number: int) -> Batched:
+        return batch_loop(self.one, _jax.axis(self.widths[number]), self.flags, whole=True)
 
     def _phase(self, number: int) -> Loop:
-        loop, narrower = self._of_width(number), (*self.widths, 0)[number + 1]
-        assert loop.cond is not None, "it has lanes"
-        counts, k, n = self._count_types(loop), loop.cond_const_count, loop.carry_count
-
-        def goes_on(*values: Any) -> list:
-            consts, carry = parts(values, k)
-            return [self._all_active(loop, Operands(consts, [], [], []), carry)]
-
-        asks = _jax.trace(goes_on, [*loop.cond.in_avals, *counts], "loop_phase_cond")[0]
-
-        def advance(*values: Any) -> list:
-            consts, carry, x = parts(values, loop.const_count, n + len(counts))
-            new = list(carry[:n])
-            if loop.flag is not None:
-                new[loop.flag] = _jax.call_jaxpr(asks)(*carry)[0]
-            new, y = parts(_jax.call_jaxpr(loop.body)(*consts, *new, *x), n)
-            return [*new, *(count + 1 for count in carry[n:]), *y]
-
-        types = [*loop.const_types, *loop.body.in_avals[len(loop.const_types) :][:n], *counts]
+        loop, narrower = self._of_width(number).loop, (*self.widths, 0)[number + 1]
         phase = loop.replace(
-            cond=asks,
-            body=_jax.trace(advance, [*types, *loop.x_types], "loop_phase_body")[0],
-            carry=(*loop.carry, *[CarryLeaf("steps")] * len(counts)),
             checkpoints=for_phases(loop.checkpoints, self.widths)[number],
             progress=self._shown(loop, number),
             narrows="wait",
@@ -135,14 +145,10 @@ class Phases:
         first, last = number == 0, number + 1 == len(self.widths)
         return loop.progress.part(first, last, whole=loop.progress.whole or loop.length)
 
-    def _all_active(self, loop: Loop, given: Operands, carry: Sequence[Any]) -> Any:
-        """Which lanes are active, those included for which there is no place in this phase."""
-        carry, counts = parts(carry, loop.carry_count)
-        active = is_active(loop, given, carry)
-        return active if loop.length is None else active & (counts[0] < loop.length)
-
     def _active(self, number: int, given: Operands, carry: Sequence[Any]) -> Any:
-        return _lane(self._all_active(self._of_width(number), given, carry))
+        """Which lanes are active, or hold one that is, as there may be lanes in them."""
+        active = is_active(self._of_width(number).loop, given, carry)
+        return active.any(tuple(range(1, active.ndim)))
 
     def _advanced(self, number: int, given: Operands, left: Lanes) -> Lanes:
         """The lanes after a phase, whose own steps and rows begin at zero."""
@@ -178,25 +184,20 @@ class Phases:
         return Operands(consts, own, [], xs)
 
 
-def in_phases(loop: Loop, axis: Any, flags: Operands, counted: bool = False) -> Phases | None:
-    """The phases of a loop that is given an axis; None if it does not narrow."""
-    if loop.cond is None:
-        return None
-    if len(batch_loop(loop, axis, flags).loop.lanes) == len(loop.lanes):
-        apart = asking_each(loop)
-        return None if apart is None else in_phases(apart, axis, flags, counted)
-    narrower = widths(loop, axis)
-    if not narrower:
-        return None
-    key = ("in phases", axis, *map(tuple, flags), narrower, counted)
-    whole = batch_loop(loop, axis, flags, whole=True)
-    make = lambda: Phases(loop, flags, whole, (axis.size, *narrower), counted)
-    return loop.derived(key, make)
+@ft.partial(jax.jit, static_argnums=0, inline=True)
+def _called(jaxpr: _jax.Jaxpr, *values: Any) -> list:
+    return _jax.call_jaxpr(jaxpr)(*values)
 
 
-def _lane(active: Any) -> Any:
-    """Which lanes of the first axis are active, or hold one that is."""
-    return active.any(tuple(range(1, active.ndim)))
+def phases_of(loop: Loop) -> Phases | None:
+    """The phases of a loop of many lanes; None if these wait for each other."""
+    if (lane := loop.lane) is None or not (narrower := widths(lane.loop, lane.count)):
+        return None
+    one, flags = lane.loop, lane.flags
+    if one.length is not None:
+        one, flags = counted(one), flags._replace(init=(*flags.init, False))
+    make = lambda: Phases(one, flags, (lane.count, *narrower))
+    return loop.derived(("phases", narrower), make)
 
 
 def _taken(value: Any, which: Any, axis: int) -> Any:

@@ -17,55 +17,62 @@ from loopkit._arguments import errors
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.activity import either
 from loopkit._engine.facts.widths import waiting
-from loopkit._engine.loop import Active, Loop, Operands, kept, parts
+from loopkit._engine.loop import Active, Loop, OneLane, Operands, kept, parts
+from loopkit._engine.passes.counted import counted
 from loopkit._engine.passes.dual_loop import active_inputs, replace_active
-from loopkit._engine.passes.phases import Phases, in_phases
-from loopkit._engine.primitives import hessian_p, pushforward_p
+from loopkit._engine.passes.many_lanes import Lanes, with_lanes
+from loopkit._engine.passes.phases import phases_of
+from loopkit._engine.primitives import hessian_p, pushforward_p, while_p
 from loopkit._engine.sweeps import sweeps
 
 
-def phases_of(loop: Loop, axis: Any, dims: Sequence[Any]) -> Phases | None:
-    """The phases of a loop that is differentiated, of operands that have the axis there."""
+def lanes_of(loop: Loop, axis: Any, dims: Sequence[Any]) -> Lanes | None:
+    """The lanes of a loop that is differentiated in each of them, if they narrow."""
     if loop.asks_the_host or loop.holds_custom_vjp:
         return None  # it must not be run again, or its rule reads what was saved
     if loop.narrows is None:
         return None  # what is run again is asked for
-    return in_phases(loop, axis, loop.split([d is not None for d in dims])[0])
+    if loop.lane is not None:
+        loop = loop.derived("its lanes are not joined", loop.replace)
+    found = with_lanes(loop, axis, dims)
+    return found if found is not None and phases_of(found.loop) is not None else None
 
 
 def forward(
-    loop: Loop,
-    axis: Any,
-    phases: Phases,
-    args: Sequence[Any],
-    dims: Sequence[Any],
-    active: Active,
+    loop: Loop, lanes: Lanes, args: Sequence[Any], dims: Sequence[Any], active: Active
 ) -> tuple:
     """The results, zeros for what would be saved, and the steps taken."""
-    counting = in_phases(phases.loop, axis, phases.flags, counted=True)
-    assert counting is not None, "it narrows"
-    *results, taken = counting.run(*phases.whole.into(zip(args, dims, strict=True)))
+    lane = _lane(lanes)
+    flags = lane.flags._replace(init=(*lane.flags.init, False))
+    counting = lane.replaced(counted(lane.loop), flags)
+    given = lanes.loop.split(lanes.into(list(zip(args, dims, strict=True))))[0]
+    given.init.append(_jax.zeros(counting.carry_types[-1]))
+    carry, ys = parts(while_p.bind(*given.flat, loop=counting), counting.carry_count)
     saved = list(map(_jax.zeros, sweeps(reversal(loop, active)).residual_types[:-1]))
-    places = [*phases.whole.results, *[None] * len(saved), 0]
-    return [*results, *saved, taken], places
+    places = [*lanes.results, *[None] * len(saved), 0]
+    return lanes.back([*carry[:-1], *ys]) + [*saved, carry[-1]], places
 
 
-def linear_phases(
+def _lane(lanes: Lanes) -> OneLane:
+    assert lanes.loop.lane is not None, "it has lanes"
+    return lanes.loop.lane
+
+
+def linear_lanes(
     axis: Any, dims: Sequence[Any], *, loop: Loop, active: Active, lean: bool = False, **params: Any
-) -> Phases | None:
+) -> OneLane | None:
     """The same of a linear primitive: silent, and what is active has lanes, too."""
     with waiting(lean):  # of a lean one, operands are missing
-        phases = phases_of(loop, axis, dims)
-    if phases is None:
+        lanes = lanes_of(loop, axis, dims)
+    if lanes is None:
         return None
-    leaves = either(active, params.get("moving", active))
-    cond_consts, *flags = phases.flags
+    lane, leaves = _lane(lanes), either(active, params.get("moving", active))
+    cond_consts, *flags = lane.flags
     groups = zip(flags, leaves[:3], strict=True)
     every = Operands(cond_consts, *([*map(any, zip(*pair, strict=True))] for pair in groups))
-    with waiting(False):
-        found = in_phases(phases.loop.without_debug_effects(), axis, every)
-    assert found is not None, "it narrows where fewer have lanes"
-    return found
+    new = lane.replaced(lane.loop.without_debug_effects(), every).lane
+    assert new is not None, "it has lanes"
+    return new
 
 
 def check_saved(loop: Loop, saved: Sequence[Any], places: Sequence[Any]) -> None:
@@ -83,18 +90,17 @@ def check_saved(loop: Loop, saved: Sequence[Any], places: Sequence[Any]) -> None
 
 
 def derivative(
-    primitive: Any, phases: Phases, operands: Sequence[Any], params: dict[str, Any]
+    primitive: Any, lane: OneLane, operands: Sequence[Any], params: dict[str, Any]
 ) -> list:
     """What a linear primitive gives, of operands of all lanes without what was saved."""
-    active, loop = params["active"], phases.loop
+    active, loop, many = params["active"], lane.loop, lane.replaced(lane.loop)
     values, linear = parts(operands, loop.operand_count)
     moving = params.get("moving", active)
     inputs = active_inputs(loop, values, active)
 
     def run(at: Sequence[Any], leaves: Active) -> Any:
-        return lambda *moved: kept(
-            phases.run(*replace_active(loop, at, leaves, moved)), leaves.outputs
-        )
+        bind = lambda *given: while_p.bind(*given, loop=many)
+        return lambda *moved: kept(bind(*replace_active(loop, at, leaves, moved)), leaves.outputs)
 
     def tangents_at(u: list) -> Any:
         def tangents(*moved: Any) -> list:

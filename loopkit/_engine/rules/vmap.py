@@ -22,7 +22,8 @@ from loopkit._engine.facts.widths import waiting
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
 from loopkit._engine.passes.batched_loop import Batched, batch_loop, leaves_in_rows, move
 from loopkit._engine.passes.dual_loop import dual_loop
-from loopkit._engine.passes.phases import in_phases
+from loopkit._engine.passes.many_lanes import waiting_lanes, with_lanes
+from loopkit._engine.passes.phases import phases_of
 from loopkit._engine.passes.rewritten import Rewritten
 from loopkit._engine.primitives import (
     dual_p,
@@ -49,12 +50,13 @@ def batch_tangents(loop: Loop, dual: Rewritten, operands: Sequence[Any], size: i
 
 
 def _batch_while(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop) -> tuple:
-    flags = loop.split([d is not None for d in dims])[0]
-    if (phases := in_phases(loop, axis, flags)) is not None:
-        return phases.run(*phases.whole.into(zip(args, dims, strict=True))), phases.whole.results
-    batched = batch_loop(loop, axis, flags)
-    values = batched.into(zip(args, dims, strict=True))
-    return while_p.bind(*values, loop=batched.loop), batched.results
+    pairs = list(zip(args, dims, strict=True))
+    if (new := with_lanes(loop, axis, dims)) is not None:
+        return new.back(while_p.bind(*new.into(pairs), loop=new.loop)), new.results
+    if (phases := phases_of(loop)) is not None:
+        return phases.batched(axis, args, dims)
+    batched = batch_loop(loop, axis, loop.split([d is not None for d in dims])[0])
+    return while_p.bind(*batched.into(pairs), loop=batched.loop), batched.results
 
 
 def _batch_dual(
@@ -92,8 +94,8 @@ def _residual_axes(loop: Loop, batched: Batched, layout: Active) -> list:
 def _batch_forward(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop, active: Active
 ) -> tuple:
-    if (phases := narrowed.phases_of(loop, axis, dims)) is not None:
-        return narrowed.forward(loop, axis, phases, args, dims, active)
+    if (lanes := narrowed.lanes_of(loop, axis, dims)) is not None:
+        return narrowed.forward(loop, lanes, args, dims, active)
     keeps_all = reversal(loop, active).plan.keeps_all
     batched = _batched_for(loop, axis, dims, keeps_all, active)
     values = batched.into(zip(args, dims, strict=True))
@@ -171,13 +173,13 @@ def batch_linear(primitive: Any, ins: str, outs: str) -> Any:
             return results, [0] * len(results)
 
         # Tangents and cotangents that differ between lanes need inputs that do.
-        phases = narrowed.linear_phases(axis, value_dims, **params)
-        if phases is None:
+        lane = narrowed.linear_lanes(axis, value_dims, **params)
+        if lane is None:
             batched = _batched_for(loop, axis, value_dims, True, layout)
         else:
-            batched = phases.whole
+            batched = waiting_lanes(lane)
         moved = batched.into(zip(values, value_dims, strict=True))
-        if has_residuals and phases is None:
+        if has_residuals and lane is None:
             places = _residual_axes(loop, batched, layout)
             if params["lean"]:
                 narrowed.check_saved(loop, residual_dims, places)
@@ -205,10 +207,10 @@ def batch_linear(primitive: Any, ins: str, outs: str) -> Any:
 
         into = [p for side in ins.split() for p in linear_places(side, moving)]
         moved += [move(*v, size) for v in zip(linear, linear_dims, into, strict=True)]
-        if phases is None:
+        if lane is None:
             results = primitive.bind(*moved, **dict(params, loop=batched.loop))
         else:
-            results = narrowed.derivative(primitive, phases, moved, params)
+            results = narrowed.derivative(primitive, lane, moved, params)
         return results, linear_places(outs, active)
 
     return rule

@@ -20,12 +20,15 @@ from loopkit._engine.fixed_point import fixed_point
 from loopkit._engine.loop import Loop, kept, parts, spread
 from loopkit._engine.passes.dual_loop import open_dual
 from loopkit._engine.passes.flat_values import of_vectors
+from loopkit._engine.passes.phases import phases_of
 from loopkit._engine.passes.prune import prune
 from loopkit._engine.primitives import define, dual_p, while_p
 from loopkit._engine.trials.unrolling import settled
 
 
 def evaluate(*operands: Any, loop: Loop) -> list:
+    if (phases := phases_of(loop)) is not None:
+        return phases.run(*operands)
     with jax.named_scope(f"loopkit.{loop.name}"):
         return steps.evaluate(loop.unrolled(settled(loop)), loop.split(operands)[0])
 
@@ -35,6 +38,8 @@ def result_types(*_: Any, loop: Loop) -> tuple[list, Any]:
 
 
 def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop) -> tuple[list, list]:
+    if (phases := phases_of(loop)) is not None:
+        return phases.jvp(primals, tangents)
     active = moving_activity(loop, loop.split(_jax.nonzero(tangents))[0])
     moving = list(map(_jax.instantiate, kept(tangents[loop.cond_const_count :], active.inputs)))
     if any(map(_jax.is_tracer, _jax.jvp_jaxpr(loop.body, active.inputs)[0].consts)):
