@@ -113,7 +113,7 @@ class OneLane:
     count: int
     """Of the lanes, of a single axis."""
     flags: Operands
-    """Tuples: which operands have lanes."""
+    """Which operands have lanes."""
     times: Callable[[Loop, int, Operands], Loop] = field(compare=False)
     """The loop of so many lanes."""
 

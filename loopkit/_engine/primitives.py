@@ -33,8 +33,8 @@ forward_p = _jax.declare("loopkit_forward")
 pushforward_p = _jax.declare("loopkit_pushforward")
 pullback_p = _jax.declare("loopkit_pullback")
 hessian_p = _jax.declare("loopkit_hessian")
-
-
+narrowed_p = _jax.declare("loopkit_narrowed")
+"""One of the linear three, of lanes that narrow: derived, where it is run, from all phases."""
 evaluated_p = _jax.declare("loopkit_evaluated")
 """What computes a loop, or its derivative, and has no derivative itself."""
 _evaluations: dict[Any, Callable] = {}

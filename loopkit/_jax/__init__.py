@@ -53,6 +53,7 @@ from loopkit._jax.jaxprs import (
     JaxprInputEffect,
     axis,
     batch_jaxpr,
+    batched_call,
     bind_equation,
     call_jaxpr,
     check_effects,

@@ -18,7 +18,7 @@ from jax._src.interpreters import partial_eval as pe
 from jax._src.named_sharding import UnspecifiedValue
 from jax._src.random.prng import PRNGImpl
 
-from loopkit._jax.avals import ShapedArray, Zero, is_tracer
+from loopkit._jax.avals import ShapedArray, Zero, is_tracer, slice_type
 
 call_jaxpr = core.jaxpr_as_fun
 close_jaxpr = pe.close_jaxpr
@@ -139,6 +139,18 @@ def batch_jaxpr(
     if batched.consts:  # made by the rule of a custom_vmap
         batched = trace_closed(call_jaxpr(batched), batched.in_avals, "batched")
     return batched, list(flags)
+
+
+def batched_call(
+    fun: Callable, axis: Any, args: Sequence[Any], dims: Sequence[Any]
+) -> tuple[list, list]:
+    """vmap of `fun(*values) -> list`, as a primitive's rule: results, and where they have it."""
+    pairs = zip(map(jax.typeof, args), dims, strict=True)
+    types = [t if d is None else slice_type(t, d) for t, d in pairs]
+    jaxpr, closed_over = trace(fun, types, "batched")
+    assert not closed_over, "it is a function of its arguments"
+    batched, has = batch_jaxpr(jaxpr, axis, dims, ["free"] * len(jaxpr.out_avals))
+    return call_jaxpr(batched)(*args), [0 if h else None for h in has]
 
 
 def bind_equation(eqn: Any, values: Sequence[Any]) -> list:

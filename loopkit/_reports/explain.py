@@ -16,8 +16,10 @@ from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.derivative.split import split_step
 from loopkit._engine.facts.activity import moving_activity
 from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, kept, spread
+from loopkit._engine.primitives import evaluated_p
 from loopkit._jaxprs import equations
 from loopkit._plans.plan import Plan
+from loopkit._reports.spelled_out import spelled_out
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         args, kwargs = tree.unflatten(spread(values, traced, leaves))
         return list(filter(validate.is_traced, jax.tree.leaves(fn(*args, **kwargs))))
 
-    jaxpr = jax.make_jaxpr(flat)(*kept(leaves, traced))
+    jaxpr = spelled_out(jax.make_jaxpr(flat)(*kept(leaves, traced)))
     seen: set[int] = set()
     found = []
     for eqn, *around in equations.nested_equations(jaxpr):
@@ -166,8 +168,12 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
 
 
 def _source(*eqns: Any) -> str:
-    """Of an equation; or, if its own is not known, of the nearest one around it."""
-    found = next(filter(None, map(_jax.source_of, eqns)), None)
+    """Of an equation; or, if its own is not known, of the nearest one around it.
+
+    What is spelled out has none of its own.
+    """
+    out = max((i for i, eqn in enumerate(eqns) if eqn.primitive is evaluated_p), default=0)
+    found = next(filter(None, map(_jax.source_of, eqns[out:])), None)
     return "?" if found is None else f"{os.path.basename(found[0])}:{found[1]}"
 
 

@@ -15,6 +15,7 @@ from loopkit._engine.loop import kept, spread
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
 from loopkit._reports.hlo import Instruction, Program
+from loopkit._reports.spelled_out import spelled_out
 
 _KINDS = {"i": "s", "u": "u", "f": "f", "c": "c"}
 
@@ -98,7 +99,7 @@ def _looked_at(name: str, fn: Any, args: tuple, grad: Any, min_bytes: Any) -> In
     given = [hasattr(v, "dtype") or isinstance(v, numbers.Number) for v in leaves]
     of_arrays = lambda *arrays: fn(*tree.unflatten(spread(arrays, given, leaves)))
     arrays = kept(leaves, given)
-    names = _leaf_names(jax.make_jaxpr(of_arrays)(*arrays))
+    names = _leaf_names(spelled_out(jax.make_jaxpr(of_arrays)(*arrays)))
     lowered = jax.jit(of_arrays).lower(*arrays)
     if grad:
         dtype = lambda out: out.dtype if _jax.is_differentiable(out) else jax.dtypes.float0

@@ -7,7 +7,6 @@ wait for each other in every other loop that is made of it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +23,9 @@ SMALL = 1 << 16
 
 def many_lanes(loop: Loop, count: int, flags: Operands) -> Loop:
     """The loop of so many lanes, where operands have them that `flags` says."""
-    lane = OneLane(loop, count, Operands(*map(tuple, flags)), many_lanes)
+    lane = OneLane(loop, count, flags, many_lanes)
     make = lambda: waiting_lanes(lane).loop.replace(lane=lane)
-    return loop.derived(("many lanes", count, *lane.flags), make)
+    return loop.derived(("many lanes", count, *map(tuple, flags)), make)
 
 
 def waiting_lanes(lane: OneLane) -> Batched:
@@ -38,8 +37,30 @@ def waiting_lanes(lane: OneLane) -> Batched:
 class Lanes(Rewritten):
     """Lanes, and what they are made of. Operands are pairs of a value and where it has an axis."""
 
+    lane: OneLane
     results: list
     """Where results have it."""
+
+
+@dataclass(frozen=True)
+class Together:
+    """How two axes of lanes are one, the outer before the inner."""
+
+    outer: int
+    inner: int
+
+    def joined(self, value: Any, place: int | None, outer: int | None, inner: int | None) -> Any:
+        """A value with the one axis at `place`, where the two are now."""
+        if place is None:
+            return value
+        # `inner` does not count the outer one.
+        value = move(value, outer, place, self.outer)
+        value = move(value, None if inner is None else place + 1, place + 1, self.inner)
+        return value.reshape(*value.shape[:place], -1, *value.shape[place + 2 :])
+
+    def apart(self, value: Any, place: int) -> Any:
+        shape = value.shape
+        return value.reshape(*shape[:place], self.outer, self.inner, *shape[place + 1 :])
 
 
 def with_lanes(loop: Loop, axis: Any, dims: Sequence[int | None]) -> Lanes | None:
@@ -48,8 +69,8 @@ def with_lanes(loop: Loop, axis: Any, dims: Sequence[int | None]) -> Lanes | Non
     `dims`: where the axis is in the operands.
     """
     if (lane := loop.lane) is not None:
-        if may_narrow(lane.loop, axis) and (found := _joined(lane, axis, dims)) is not None:
-            return found
+        if (new := join(lane, axis, dims)) is not None:
+            return _joined(lane, new, Together(axis.size, lane.count))
         if widths(lane.loop, lane.count):
             return None
     if not may_narrow(loop, axis):
@@ -68,48 +89,38 @@ def _adds_lanes(loop: Loop, axis: Any, flags: Operands) -> bool:
 
 
 def _lanes(loop: Loop, axis: Any, flags: Operands) -> Lanes:
-    new = many_lanes(loop, axis.size, flags)
-    assert new.lane is not None, "it has lanes"
-    waiting = waiting_lanes(new.lane)
-    back = lambda results, _=(): list(results)
-    return Lanes(new, waiting.into, back, waiting.results)
+    lane = OneLane(loop, axis.size, flags, many_lanes)
+    new, back = waiting_lanes(lane), lambda results, _=(): list(results)
+    return Lanes(lane.replaced(loop), new.into, back, lane, new.results)
 
 
-def _joined(lane: OneLane, axis: Any, dims: Sequence[int | None]) -> Lanes | None:
-    """One set of lanes of two axes; None if they would not narrow, or have to share much."""
-    loop, inner = lane.loop, lane.count
-    outer, count = axis.size, axis.size * lane.count
-    pairs = list(zip(lane.flags.flat, (d is not None for d in dims), strict=True))
-    flags = loop.split([a or b for a, b in pairs])[0]
-    if not _adds_lanes(loop, axis, loop.split([b for _, b in pairs])[0]):
+def join(lane: OneLane, axis: Any, dims: Sequence[int | None]) -> OneLane | None:
+    """What lanes of two axes are lanes of; None if they do not narrow, or would have to share much.
+
+    `dims`: where the outer axis is in the operands of the inner lanes.
+    """
+    if not may_narrow(loop := lane.loop, axis):
         return None
-    if not widths(loop, count):
+    count, outer = axis.size * lane.count, [d is not None for d in dims]
+    if not widths(loop, count) or not _adds_lanes(loop, axis, loop.split(outer)[0]):
         return None
+    pairs = list(zip(lane.flags.flat, outer, strict=True))
     read = loop.split(list(zip(loop.operand_types, pairs, strict=True)))[0]._replace(init=[])
     copied = _jax.byte_count(*(t for t, (a, b) in read.flat if a != b))
     if count * copied > max(SMALL, count * _jax.byte_count(*loop.carry_types)):
         return None
-    joined = many_lanes(loop, count, flags)
-    assert joined.lane is not None, "it has lanes"
-    old, new = waiting_lanes(lane), waiting_lanes(joined.lane)
+    flags = loop.split([a or b for a, b in pairs])[0]
+    return OneLane(loop, count, flags, many_lanes)
+
+
+def _joined(lane: OneLane, new: OneLane, two: Together) -> Lanes:
+    old, one = waiting_lanes(lane), waiting_lanes(new)
 
     def into(given: Sequence[tuple]) -> list:
-        places = zip(given, old.axes.flat, new.axes.flat, strict=True)
-        return [_together(v, d, a, g, outer, inner) for (v, d), a, g in places]
+        places = zip(given, one.axes.flat, old.axes.flat, strict=True)
+        return [two.joined(v, place, d, inner) for (v, d), place, inner in places]
 
     def back(results: Sequence[Any], _: Any = ()) -> list:
-        apart = lambda v, p: v.reshape(*v.shape[:p], outer, inner, *v.shape[p + 1 :])
-        return [apart(v, p) for v, p in zip(results, new.results, strict=True)]
+        return list(map(two.apart, results, one.results))
 
-    return Lanes(joined, into, back, new.results)
-
-
-def _together(
-    value: Any, outer: int | None, inner: int | None, place: int | None, *sizes: int
-) -> Any:
-    """Both axes as one at `place`. `inner` is where the other is in what has no outer one."""
-    if place is None:
-        return value
-    value = move(value, outer, place, sizes[0])
-    value = move(value, None if inner is None else place + 1, place + 1, sizes[1])
-    return value.reshape(*value.shape[:place], math.prod(sizes), *value.shape[place + 2 :])
+    return Lanes(new.replaced(new.loop), into, back, new, one.results)

@@ -88,14 +88,6 @@ class Phases:
         zeros = list(map(_jax.float0_zero, jaxpr.out_avals))
         return results, spread(found, moved, zeros)
 
-    def batched(self, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[list, list]:
-        """`run` of each of a batch, and where the results have it: in each phase all wait."""
-        pairs = zip(map(jax.typeof, args), dims, strict=True)
-        types = [t if d is None else _jax.slice_type(t, d) for t, d in pairs]
-        free = ["free"] * len(self.whole.results)
-        jaxpr, has = _jax.batch_jaxpr(self.traced(types), axis, dims, free[self.bounded :])
-        return _called(jaxpr, *args), [0 if h else None for h in has]
-
     def traced(self, types: Sequence[Any]) -> _jax.Jaxpr:
         """`run`, as a jaxpr of operands of such types."""
         key = ("phases traced", self.widths, tuple(types), _jax.trace_context())
@@ -195,7 +187,7 @@ def phases_of(loop: Loop) -> Phases | None:
         return None
     one, flags = lane.loop, lane.flags
     if one.length is not None:
-        one, flags = counted(one), flags._replace(init=(*flags.init, False))
+        one, flags = counted(one), flags._replace(init=[*flags.init, False])
     make = lambda: Phases(one, flags, (lane.count, *narrower))
     return loop.derived(("phases", narrower), make)
 

@@ -32,8 +32,8 @@ def prune(loop: Loop, used: Sequence[bool], inputs: Sequence[bool] = ()) -> Prun
 def _prune(loop: Loop, used: Sequence[bool], inputs: Sequence[bool]) -> Pruned:
     if (lane := loop.lane) is not None:
         one = prune(lane.loop, used, inputs)
-        flags = one.loop.split(tuple(one.into(lane.flags.flat)))[0]
-        return replace(one, loop=lane.replaced(one.loop, Operands(*map(tuple, flags))))
+        flags = one.loop.split(one.into(lane.flags.flat))[0]
+        return replace(one, loop=lane.replaced(one.loop, flags))
     inputs = inputs or [False] * len(loop.body.in_avals)
     consts, also, xs = parts(inputs, loop.const_count, loop.carry_count)
     carry, used_ys = parts(used, loop.carry_count)

@@ -7,7 +7,9 @@ run again from the operands.
 
 from __future__ import annotations
 
+import functools as ft
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,12 +19,13 @@ from loopkit._arguments import errors
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.activity import either
 from loopkit._engine.facts.widths import waiting
-from loopkit._engine.loop import Active, Loop, OneLane, Operands, kept, parts
+from loopkit._engine.loop import Active, Loop, OneLane, Operands, kept, parts, spread
+from loopkit._engine.passes.batched_loop import Batched
 from loopkit._engine.passes.counted import counted
 from loopkit._engine.passes.dual_loop import active_inputs, replace_active
-from loopkit._engine.passes.many_lanes import Lanes, with_lanes
+from loopkit._engine.passes.many_lanes import Lanes, Together, join, waiting_lanes, with_lanes
 from loopkit._engine.passes.phases import phases_of
-from loopkit._engine.primitives import hessian_p, pushforward_p, while_p
+from loopkit._engine.primitives import define, hessian_p, narrowed_p, pushforward_p, while_p
 from loopkit._engine.sweeps import sweeps
 
 
@@ -42,20 +45,15 @@ def forward(
     loop: Loop, lanes: Lanes, args: Sequence[Any], dims: Sequence[Any], active: Active
 ) -> tuple:
     """The results, zeros for what would be saved, and the steps taken."""
-    lane = _lane(lanes)
-    flags = lane.flags._replace(init=(*lane.flags.init, False))
+    lane = lanes.lane
+    flags = lane.flags._replace(init=[*lane.flags.init, False])
     counting = lane.replaced(counted(lane.loop), flags)
     given = lanes.loop.split(lanes.into(list(zip(args, dims, strict=True))))[0]
     given.init.append(_jax.zeros(counting.carry_types[-1]))
     carry, ys = parts(while_p.bind(*given.flat, loop=counting), counting.carry_count)
     saved = list(map(_jax.zeros, sweeps(reversal(loop, active)).residual_types[:-1]))
     places = [*lanes.results, *[None] * len(saved), 0]
-    return lanes.back([*carry[:-1], *ys]) + [*saved, carry[-1]], places
-
-
-def _lane(lanes: Lanes) -> OneLane:
-    assert lanes.loop.lane is not None, "it has lanes"
-    return lanes.loop.lane
+    return [*lanes.back([*carry[:-1], *ys]), *saved, carry[-1]], places
 
 
 def linear_lanes(
@@ -66,13 +64,11 @@ def linear_lanes(
         lanes = lanes_of(loop, axis, dims)
     if lanes is None:
         return None
-    lane, leaves = _lane(lanes), either(active, params.get("moving", active))
+    lane, leaves = lanes.lane, either(active, params.get("moving", active))
     cond_consts, *flags = lane.flags
     groups = zip(flags, leaves[:3], strict=True)
     every = Operands(cond_consts, *([*map(any, zip(*pair, strict=True))] for pair in groups))
-    new = lane.replaced(lane.loop.without_debug_effects(), every).lane
-    assert new is not None, "it has lanes"
-    return new
+    return replace(lane, loop=lane.loop.without_debug_effects(), flags=every)
 
 
 def check_saved(loop: Loop, saved: Sequence[Any], places: Sequence[Any]) -> None:
@@ -93,13 +89,19 @@ def derivative(
     primitive: Any, lane: OneLane, operands: Sequence[Any], params: dict[str, Any]
 ) -> list:
     """What a linear primitive gives, of operands of all lanes without what was saved."""
-    active, loop, many = params["active"], lane.loop, lane.replaced(lane.loop)
+    active, batch = params["active"], params["batch"]
+    what = {"of": primitive, "active": active, "moving": params.get("moving", active)}
+    return narrowed_p.bind(*operands, loop=lane.replaced(lane.loop), batch=batch, **what)
+
+
+def evaluate(
+    *operands: Any, loop: Loop, of: Any, active: Active, moving: Active, batch: int | None
+) -> list:
     values, linear = parts(operands, loop.operand_count)
-    moving = params.get("moving", active)
     inputs = active_inputs(loop, values, active)
 
     def run(at: Sequence[Any], leaves: Active) -> Any:
-        bind = lambda *given: while_p.bind(*given, loop=many)
+        bind = lambda *given: while_p.bind(*given, loop=loop)
         return lambda *moved: kept(bind(*replace_active(loop, at, leaves, moved)), leaves.outputs)
 
     def tangents_at(u: list) -> Any:
@@ -110,10 +112,65 @@ def derivative(
         return tangents
 
     def one(*given: Any) -> list:
-        if primitive is pushforward_p:
+        if of is pushforward_p:
             return list(jax.linearize(run(values, active), *inputs)[1](*given))
         w, u = parts(given, sum(moving.outputs))
-        of = tangents_at(u) if primitive is hessian_p else run(values, active)
-        return list(jax.vjp(of, *inputs)[1](w))
+        tangents = tangents_at(u) if of is hessian_p else run(values, active)
+        return list(jax.vjp(tangents, *inputs)[1](w))
 
-    return one(*linear) if params["batch"] is None else jax.vmap(one)(*linear)
+    return one(*linear) if batch is None else jax.vmap(one)(*linear)
+
+
+def result_types(
+    *_: Any, loop: Loop, of: Any, active: Active, batch: int | None, **__: Any
+) -> tuple[list, Any]:
+    types = loop.output_types(active) if of is pushforward_p else loop.input_types(active)
+    return _jax.stack_types(types, batch), loop.effects
+
+
+def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list, list]:
+    return _jax.jvp_in_moving(ft.partial(evaluate, **params), primals, tangents)
+
+
+def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
+    """In the linear operands that are asked for."""
+    unknown = [_jax.is_undefined(v) for v in operands]
+    types = [v.aval for v in kept(operands, unknown)]
+    linear = lambda *moved: evaluate(*spread(moved, unknown, operands), **params)
+    found = jax.linear_transpose(linear, *types)(list(map(_jax.instantiate, cts)))
+    return spread(found, unknown, [None] * len(operands))
+
+
+def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple:
+    """Lanes of another axis join those that there are, where they narrow together."""
+    lane, count = params["loop"].lane, params["loop"].operand_count
+    new = join(lane, axis, dims[:count])
+    if new is None:
+        fun = ft.partial(evaluate, **params)
+        return _jax.batched_call(fun, axis, args, dims)
+    old, one, two = waiting_lanes(lane), waiting_lanes(new), Together(axis.size, lane.count)
+    places = [*one.axes.flat, *_linear_places(one, **params)[0]]
+    before = [*old.axes.flat, *_linear_places(old, **params)[0]]
+    moved = map(two.joined, args, places, dims, before)
+    results = narrowed_p.bind(*moved, **dict(params, loop=new.replaced(new.loop)))
+    places = _linear_places(one, **params)[1]
+    return list(map(two.apart, results, places)), places
+
+
+def _linear_places(
+    many: Batched, *, of: Any, active: Active, moving: Active, batch: int | None, **_: Any
+) -> tuple[list, list]:
+    """Where linear operands, and results, have lanes."""
+    leading = 0 if batch is None else 1
+    inputs, outputs = many.axes.flat[many.loop.cond_const_count :], many.results
+    behind = lambda axes, flags: [a + leading for a in kept(axes, flags)]
+    if of is pushforward_p:
+        return behind(inputs, active.inputs), behind(outputs, active.outputs)
+    linear = behind(outputs, moving.outputs)
+    if of is hessian_p:
+        linear += behind(inputs, moving.inputs)
+    return linear, behind(inputs, active.inputs)
+
+
+define(narrowed_p, evaluate, result_types, jvp=jvp, transpose=transpose)
+_jax.register_batching(narrowed_p, _batch)

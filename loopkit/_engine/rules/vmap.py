@@ -54,7 +54,8 @@ def _batch_while(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: L
     if (new := with_lanes(loop, axis, dims)) is not None:
         return new.back(while_p.bind(*new.into(pairs), loop=new.loop)), new.results
     if (phases := phases_of(loop)) is not None:
-        return phases.batched(axis, args, dims)
+        # Its lanes narrow, and the others wait for each other in each phase.
+        return _jax.batched_call(phases.run, axis, args, dims)
     batched = batch_loop(loop, axis, loop.split([d is not None for d in dims])[0])
     return while_p.bind(*batched.into(pairs), loop=batched.loop), batched.results
 
