@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from loopkit import _jax
 from loopkit._arguments import errors
-from loopkit._engine.facts.widths import widths
+from loopkit._engine.facts.widths import waiting, widths
 from loopkit._engine.loop import Loop, Operands, kept, parts, spread
 from loopkit._engine.passes.batched_loop import Batched, batch_loop
 from loopkit._engine.passes.counted import counted
@@ -183,7 +183,12 @@ def _called(jaxpr: _jax.Jaxpr, *values: Any) -> list:
 
 def phases_of(loop: Loop) -> Phases | None:
     """The phases of a loop of many lanes; None if these wait for each other."""
-    if (lane := loop.lane) is None or not (narrower := widths(lane.loop, lane.count)):
+    if (lane := loop.lane) is None:
+        return None
+    narrower = widths(lane.loop, lane.count)
+    if waiting.value:  # others may join these lanes elsewhere, and never will here
+        narrower = tuple(n for n in narrower if n < lane.count)
+    if not narrower:
         return None
     one, flags = lane.loop, lane.flags
     if one.length is not None:

@@ -1,0 +1,412 @@
+"""Lanes of several axes, which narrow as one set: every number is that of a lane alone."""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import loopkit
+from derivatives import assert_close, derivative
+from loopkit import _jax
+from problems import Problem
+from test_lanes import STOPPING, WS, XS, grow, grow_in_python, one_by_one, rows
+from turns import in_turn
+
+NS = np.random.default_rng(0).integers(0, 9, (4, 6))
+WIDTHS = (8, 3)
+run = ft.partial(grow, lanes=WIDTHS)
+
+
+def table(f, *axes):
+    """vmap of vmap."""
+    axes = axes or (0, 0)
+    return jax.vmap(jax.vmap(f, axes[1]), axes[0])
+
+
+def stacked(trees):
+    return jax.tree.map(lambda *v: jnp.stack(v), *trees)
+
+
+def of_each(f, *args):
+    """The same, of one lane after the other."""
+    count = NS.size
+    flat = [a.reshape(count, *a.shape[2:]) for a in args]
+    found = stacked([f(*(a[k] for a in flat)) for k in range(count)])
+    return jax.tree.map(lambda v: v.reshape(*NS.shape, *v.shape[1:]), found)
+
+
+# ---------------------------------------------------------------- every loop, in every mode
+
+
+@pytest.mark.parametrize(
+    ("problem", "pattern"), in_turn(STOPPING, ["", "f", "r", "rf"], of=5, slow=2)
+)
+def test_derivatives_in_each_lane(problem: Problem, pattern):
+    xs = rows(problem, 6)
+    one = derivative(problem.flat_loop(3, lanes=(4, 2)), pattern)
+    got = jax.jit(table(one))(xs.reshape(2, 3, -1))
+    assert_close(got.reshape(6, *got.shape[2:]), one_by_one(problem, pattern, xs))
+
+
+@pytest.mark.parametrize(("problem", "pattern"), in_turn(STOPPING, ["f", "r", "rf"], of=4, slow=2))
+def test_derivatives_of_all_lanes(problem: Problem, pattern):
+    xs = rows(problem, 6)
+    references = [problem.flat_reference(x) for x in xs]
+    one = problem.flat_loop(3, lanes=(4, 2))
+    got = lambda flat: table(one)(flat.reshape(2, 3, -1)).ravel()
+
+    def want(flat):
+        each = zip(references, flat.reshape(xs.shape), strict=True)
+        return jnp.concatenate([f(row) for f, row in each])
+
+    found, wanted = (derivative(f, pattern)(xs.ravel()) for f in (jax.jit(got), want))
+    assert_close(found, wanted)
+
+
+SLOPE = jax.grad(grow_in_python, 1)
+MODES = {
+    "vmap of vmap": lambda one: table(one),
+    "jit between": lambda one: jax.vmap(jax.jit(jax.vmap(one))),
+    "three": lambda one: (
+        lambda n, x: jax.vmap(table(one))(n.reshape(2, 2, 6), x.reshape(2, 2, 6)).reshape(4, 6)
+    ),
+    "transposed": lambda one: lambda n, x: jax.vmap(jax.vmap(one, 0, 0), 1, 1)(n, x),
+    "remat": lambda one: table(jax.checkpoint(one)),
+}
+OF_ALL = {
+    "grad": lambda f, n, x: jax.grad(lambda x: jnp.sum(f(n, x)))(x),
+    "jvp": lambda f, n, x: jax.jvp(lambda x: f(n, x), (x,), (jnp.ones_like(x),))[1],
+    "linearize": lambda f, n, x: jax.linearize(lambda x: f(n, x), x)[1](jnp.ones_like(x)),
+    "rows": lambda f, n, x: jax.vmap(
+        jax.grad(lambda x, n: jnp.sum(f(jnp.stack([n, n]), jnp.stack([x, x]))[0]))
+    )(x, n),
+}
+
+
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize(("mode", "of"), in_turn(MODES, ["value", "each", *OF_ALL]))
+def test_modes(mode, of, jit):
+    xs = np.linspace(-1, 1, 24).reshape(4, 6)
+    many = MODES[mode](lambda n, x: (jax.grad(run, 1) if of == "each" else run)(n, x, 0.9))
+    f = many if of in ("value", "each") else ft.partial(OF_ALL[of], many)
+    if mode == "three" and of == "rows":
+        return
+    wanted = grow_in_python if of == "value" else SLOPE
+    got = (jax.jit(f) if jit else f)(NS, xs)
+    assert_close(got, of_each(lambda n, x: jnp.asarray(wanted(n, x, 0.9)), NS, xs))
+
+
+@pytest.mark.parametrize(
+    ("axes", "order"),
+    in_turn(
+        [
+            ((0, 0, None), (0, None, 0)),
+            ((0, None, 0), (0, 0, None)),
+            ((0, None, None), (0, 0, 0)),
+            ((0, 0, 0), (None, 0, None)),
+            ((None, 0, 0), (0, None, 0)),
+            ((0, 0, 0), (0, None, None)),
+        ],
+        ["value and grad", "hessian"],
+    ),
+)
+def test_what_one_axis_has_alone(axes, order):
+    """Operands that lanes of the other axis share; and axes of which only one differs in length."""
+    outer, inner = axes
+    sizes = [4, 6]
+
+    def of_shape(values, k):
+        has = [n for n, axis in zip(sizes, (outer[k], inner[k]), strict=True) if axis == 0]
+        return np.resize(values, has)
+
+    args = [of_shape(v, k) for k, v in enumerate((NS, XS, WS))]
+    at = lambda f: jax.value_and_grad(f, (1, 2)) if order != "hessian" else jax.hessian(f, (1, 2))
+    got = jax.jit(table(at(ft.partial(grow, lanes=(3, 2))), outer, inner))(*args)
+
+    def pick(k, i, j):
+        index = [p for p, axis in zip((i, j), (outer[k], inner[k]), strict=True) if axis == 0]
+        return args[k][tuple(index)]
+
+    want = [
+        stacked([at(grow_in_python)(*(pick(k, i, j) for k in range(3))) for j in range(6)])
+        for i in range(4)
+    ]
+    assert_close(got, stacked(want))
+
+
+# ---------------------------------------------------------------- what a loop has beside its carry
+
+
+def both(f, *args, around=lambda f: f):
+    """Equal to lanes that wait, to the last digits."""
+    got, want = (jax.jit(around(table(ft.partial(f, how))))(*args) for how in (WIDTHS, "wait"))
+    assert_close(got, want)
+    return got
+
+
+GRID = np.linspace(-1, 1, 24).reshape(4, 6)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_ys_and_keys(reverse):
+    own = jnp.sin(jnp.arange(240.0)).reshape(4, 6, 10)
+
+    def scanned(lanes, n, x, rows):
+        def step(c, x):
+            i, h, key = c
+            h, key = jnp.sin(h + x[0] * x[1]), jax.random.fold_in(key, i)
+            return (i + 1, h, key), (h * jnp.arange(2.0), i, jax.random.key_data(key))
+
+        loop = lambda h: loopkit.scan(
+            *(step, (0, h, jax.random.key(3)), (jnp.cos(jnp.arange(10.0)), rows)),
+            reverse=reverse,
+            until=lambda c, _: c[0] > n,
+            out_axes=(1, 0, 0),
+            lanes=lanes,
+            return_info=True,
+        )
+        (i, h, key), ys, info = loop(x)
+        return i, h, key, ys, info, jax.grad(lambda h: jnp.sum(jnp.sin(loop(h)[1][0])))(x)
+
+    info = both(scanned, NS, GRID, own)[4]
+    np.testing.assert_array_equal(info.steps, np.minimum(NS + 1, 10))
+    np.testing.assert_array_equal(info.stopped, True)
+
+
+@pytest.mark.parametrize("bound", [None, 12])
+def test_buffers_and_lists(bound):
+    def rows_of(lanes, n, x):
+        def body(c):
+            i, h, rows, found = c
+            h = jnp.sin(h + rows[i % 5])
+            return i + 1, h, rows.at[(i + 1) % 5].set(h).at[0].add(h * 0.1), found.append(h)
+
+        def total(x):
+            init = (0, x, x * jnp.arange(1.0, 6.0), loopkit.TensorArray.empty(9, x))
+            how = {"buffers": lambda c: c[2], "lanes": lanes, "max_steps": bound}
+            _, h, rows, found = loopkit.while_loop(lambda c: c[0] < n, body, init, **how)
+            return h + jnp.sum(jnp.cos(rows)) + jnp.sum(found.stack() ** 2)
+
+        return jax.value_and_grad(total)(x), jax.grad(jax.grad(total))(x)
+
+    both(rows_of, NS, GRID)
+    value = lambda lanes, n, x: rows_of(lanes, n, x)[0][0]
+    both(value, NS, GRID, around=lambda f: lambda n, x: jax.grad(lambda x: jnp.sum(f(n, x)))(x))
+
+
+@pytest.mark.parametrize("checkpoints", [None, 2, "all"])
+def test_bounds(checkpoints):
+    def bounded(lanes, n, x):
+        body = lambda c: (c[0] + 1, jnp.sin(c[1]) * 1.1)
+        how = {"max_steps": 4, "lanes": lanes, "return_info": True, "checkpoints": checkpoints}
+        loop = lambda x: loopkit.while_loop(lambda c: c[0] < n, body, (0, x), **how)
+        return loop(x), jax.grad(lambda x: loop(x)[0][1])(x)
+
+    (_, info), _ = both(bounded, NS, GRID)
+    np.testing.assert_array_equal(info.steps, np.minimum(NS, 4))
+    np.testing.assert_array_equal(info.stopped, NS <= 4)
+
+
+def test_a_bound_that_is_too_low_is_an_error():
+    loop = lambda n: loopkit.while_loop(
+        lambda c: c < n, lambda c: c + 1, 0, max_steps=4, lanes=WIDTHS, throw=True
+    )
+    few = np.minimum(NS, 4)
+    np.testing.assert_array_equal(table(loop)(few), few)
+    with pytest.raises(Exception, match="`max_steps` must be enough"):
+        jax.block_until_ready(table(loop)(NS))
+
+
+def test_loops_in_loops():
+    """Inner loops whose lanes are of two axes, in a loop that has them, too."""
+
+    def outer(lanes, n, x):
+        def step(x, k):
+            return jnp.cos(grow((n + k) % 5, x, 0.9, lanes=lanes)), x
+
+        def total(x):
+            last, ys = loopkit.scan(step, x, jnp.arange(3))
+            return last + jnp.sum(ys**2)
+
+        return jax.value_and_grad(total)(x), jax.grad(jax.grad(total))(x)
+
+    both(outer, NS, GRID)
+    value = lambda lanes, n, x: outer(lanes, n, x)[0][0]
+    both(value, NS, GRID, around=lambda f: lambda n, x: jax.grad(lambda x: jnp.sum(f(n, x)))(x))
+
+
+def test_a_step_with_lanes_of_its_own():
+    """The inner axis is inside a step, the outer one around the loop."""
+
+    def outer(lanes, n, x):
+        def step(x, k):
+            return jnp.mean(jax.vmap(lambda n: grow((n + k) % 5, x, 0.9, lanes=lanes))(n)), None
+
+        return loopkit.scan(step, x, jnp.arange(3))[0]
+
+    def slopes(lanes):
+        f = ft.partial(outer, lanes)
+        total = lambda x: jnp.sum(jax.vmap(f)(NS, x))
+        each = jax.vmap(jax.grad(f, 1))(NS, GRID[:, 0])
+        return jax.vmap(f)(NS, GRID[:, 0]), jax.grad(total)(GRID[:, 0]), each
+
+    assert_close(jax.jit(slopes, static_argnums=0)((4, 2)), slopes("wait"))
+
+
+def test_steps_report_once():
+    seen = []
+
+    def told(n, x):
+        def body(c):
+            jax.debug.callback(lambda i, n: seen.append((int(n), int(i))), c[0], n)
+            return c[0] + 1, jnp.sin(c[1])
+
+        return loopkit.while_loop(lambda c: c[0] < n, body, (0, x), lanes=WIDTHS)[1]
+
+    for f in (told, jax.grad(told, 1), lambda n, x: jax.jvp(ft.partial(told, n), (x,), (x,))):
+        seen.clear()
+        jax.block_until_ready(table(f)(NS, GRID))
+        jax.effects_barrier()
+        real = [(n, i) for n, i in seen if i < n]
+        assert sorted(real) == sorted((int(n), i) for n in NS.ravel() for i in range(n))
+
+
+def test_lanes_that_have_stopped_cannot_put_nan_anywhere():
+    body = lambda i, n, x: jnp.sqrt(n - i) * x  # infinite slope after the last step
+
+    def rooted(n, x, lanes=WIDTHS):
+        step = lambda c: (c[0] + 1.0, body(c[0], n, c[1]))
+        return loopkit.while_loop(lambda c: c[0] < n, step, (0.0, x), lanes=lanes)[1]
+
+    def unrolled(n, x):
+        i = 0.0
+        while i < n:
+            i, x = i + 1.0, body(i, n, x)
+        return x
+
+    ns = NS.astype(float)
+    got = jax.jit(table(jax.grad(rooted, 1)))(ns, GRID)
+    assert_close(got, of_each(jax.grad(unrolled, 1), ns, GRID))
+
+
+def test_names_of_axes():
+    """Lanes that read others wait for them, those of the other axis do not matter."""
+
+    def read(lanes, n, x):
+        body = lambda c: (c[0] + 1, jnp.sin(c[1]) + lax.psum(c[1], "lane") / 9)
+        return loopkit.while_loop(lambda c: c[0] < n, body, (0, x), lanes=lanes)[1]
+
+    for names in (("lane", "other"), ("other", "lane"), ("other", None)):
+        one = read if "lane" in names else (lambda lanes, n, x: run(n, x, 0.9, lanes=lanes))
+
+        def program(lanes, names=names, one=one):
+            inner = jax.vmap(ft.partial(one, lanes), axis_name=names[1])
+            f = jax.vmap(inner, axis_name=names[0])
+            return f(NS, GRID), jax.grad(lambda x: jnp.sum(f(NS, x)))(GRID)
+
+        assert_close(program((3, 2)), program("wait"))
+
+
+def test_devices():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    if mesh.size < 2:
+        pytest.skip("one device")
+    for check in (True, False):
+
+        def program(lanes, check=check):
+            f = table(lambda n, x: run(n, x, 0.9, lanes=lanes))
+            return jax.shard_map(f, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=check)
+
+        total = lambda lanes: lambda x: jnp.sum(jnp.sin(program(lanes)(NS, x)))
+        assert_close(jax.jit(program((4, 2)))(NS, GRID), program("wait")(NS, GRID))
+        assert_close(jax.jit(jax.grad(total((4, 2))))(GRID), jax.jit(jax.grad(total("wait")))(GRID))
+
+
+# ---------------------------------------------------------------- as one set
+
+
+def lanes_of(f, *args):
+    return [loop.lanes for loop in loopkit.explain(f, *args).loops]
+
+
+def test_the_product_narrows():
+    """One long lane in each row: rows alone would gain nothing."""
+    ns = np.where(np.arange(16) == 3, 200, 2) * np.ones((16, 1), int)
+    f = table(lambda n, x: grow(n, x, 0.9, lanes="compact"))
+    xs = np.full((16, 16), 0.4)
+    assert lanes_of(f, ns, xs) == [(256,), (92,), (32,), (12,)]
+    between = jax.vmap(jax.jit(jax.vmap(lambda n, x: grow(n, x, 0.9, lanes="compact"))))
+    assert lanes_of(between, ns, xs) == [(256,), (92,), (32,), (12,)]
+    slope = jax.grad(lambda x: jnp.sum(f(ns, x)))
+    assert {n for (n,) in lanes_of(slope, xs)} == {256, 92, 32, 12}
+    each = table(jax.grad(lambda x, n: grow(n, x, 0.9, lanes="compact")))
+    assert {n for (n,) in lanes_of(each, xs, ns)} == {256, 92, 32, 12}
+    steps = []  # What is run is what is said: counted by the host, once a step of a lane.
+
+    def counting(n, x, lanes):
+        def body(c):
+            jax.debug.callback(lambda _: steps.append(1), c[0])
+            return c[0] + 1, jnp.sin(c[1])
+
+        return loopkit.while_loop(lambda c: c[0] < n, body, (0, x), lanes=lanes)[1]
+
+    taken = {}
+    for lanes in ("wait", "compact"):
+        steps.clear()
+        jax.block_until_ready(table(ft.partial(counting, lanes=lanes))(ns, xs))
+        jax.effects_barrier()
+        taken[lanes] = len(steps)
+    assert taken["wait"] == 256 * 200
+    assert taken["compact"] < taken["wait"] / 7
+
+
+def test_few_lanes_of_many():
+    """Eight, which are too few alone, in each of eight."""
+    f = table(lambda n, x: grow(n, x, 0.9, lanes="compact"))
+    ns, xs = np.resize(NS, (8, 8)), np.resize(GRID, (8, 8))
+    assert lanes_of(f, ns, xs)[0] == (64,)
+    assert len(lanes_of(f, ns, xs)) > 1
+    want = [grow_in_python(n, x, 0.9) for n, x in zip(ns.ravel(), xs.ravel(), strict=True)]
+    assert_close(jax.jit(f)(ns, xs).ravel(), jnp.asarray(want))
+
+
+def test_results_that_nobody_uses():
+    def pair(n, x):
+        body = lambda c: (c[0] + 1, jnp.sin(c[1]), jnp.cos(c[2]))
+        return loopkit.while_loop(lambda c: c[0] < n, body, (0, x, x), lanes=WIDTHS)[1:]
+
+    rows = jax.make_jaxpr(jax.vmap(pair))(NS[0], GRID[0])
+    used, _ = _jax.dce(rows, [True, False], [True, True])
+    assert " cos" not in str(used)
+    f = lambda n, x: jax.vmap(_jax.call_jaxpr(used))(n, x)[0]
+    assert lanes_of(f, NS, GRID) == [(24,), (8,), (3,)]
+    assert_close(f(NS, GRID), of_each(lambda n, x: pair(n, x)[0], NS, GRID))
+
+
+def test_what_would_have_to_be_copied():
+    """A large array that each row has is not copied for each lane of it: the rows narrow then."""
+    large = jnp.ones((4, 100, 100))
+
+    def read(n, x, w):
+        body = lambda c: (c[0] + 1, jnp.sin(c[1]) + w[c[0] % 100, 3])
+        return loopkit.while_loop(lambda c: c[0] < n, body, (0, x), lanes=(3, 2))[1]
+
+    f = table(read, (0, 0, 0), (0, 0, None))
+    assert lanes_of(f, NS, GRID, large) == [(4, 6), (4, 3), (4, 2)]
+    want = jax.vmap(lambda n, x, w: jax.vmap(lambda n, x: read(n, x, w))(n, x))(NS, GRID, large)
+    assert_close(jax.jit(f)(NS, GRID, large), want)
+
+
+def test_widths_of_all_lanes():
+    """Those that are given are of all axes together; they have to be fewer."""
+    f = lambda n, x: grow(n, x, 0.9, lanes=(20, 3))
+    assert_close(table(f)(NS, GRID), table(lambda n, x: grow(n, x, 0.9, lanes="wait"))(NS, GRID))
+    for program in (f, jax.grad(f, 1), lambda n, x: jax.jvp(ft.partial(f, n), (x,), (x,))):
+        for how in (lambda p: p, jax.jit):
+            with pytest.raises(ValueError, match="`lanes` must not exceed the 6 lanes"):
+                how(jax.vmap(program))(NS[0], GRID[0])
