@@ -445,14 +445,40 @@ def test_explain_says_what_was_decided(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     many = jnp.arange(256), jnp.ones((256, 64))
     said = loopkit.explain(jax.vmap(ft.partial(of_size, None)), *many)
-    assert [loop.lanes for loop in said.loops] == [(256,), (92,), (32,), (12,)]
-    assert "loopkit.while_loop, 92 lanes   test_lanes.py:" in str(said)
+    assert [loop.lanes for loop in said.loops] == [(256,), (112,), (40,), (12,)]
+    assert "loopkit.while_loop, 112 lanes  test_lanes.py:" in str(said)
     said = loopkit.explain(jax.vmap(ft.partial(of_size, "wait")), *many)
     assert [loop.lanes for loop in said.loops] == [(256,)]
+    assert "lanes that wait" not in str(said), "they were told to"
     nested = jax.vmap(jax.vmap(ft.partial(of_size, "wait")))
     said = str(loopkit.explain(nested, *(v[None] for v in many)))
     assert "loopkit.while_loop, 1 x 256 lanes" in said
     assert " lanes " not in str(loopkit.explain(of_size, None, 3, jnp.ones(4)))
+
+
+def test_explain_says_why_lanes_wait(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+
+    def why(count, size, of=lambda f: f, **options):
+        args = jnp.arange(count), jnp.ones((count, size))
+        said = loopkit.explain(jax.vmap(of(ft.partial(of_size, None, **options))), *args)
+        lines = [line for line in str(said).splitlines() if line.startswith("lanes that wait")]
+        return "; ".join(re.sub(r"lanes that wait, test_lanes.py:\d+: they ", "", w) for w in lines)
+
+    each = lambda f: lambda n, x: jax.grad(lambda x: f(n, x).sum())(x)
+    assert why(256, 64) == ""
+    assert why(32, 128) == "are fewer than 64"
+    assert re.fullmatch(r"take a step in \d\.\d microseconds, of 10 or more", why(256, 4))
+    assert why(128, 64, length=3) == "would gain less than phases take to compile"
+    assert why(256, 64, effect=True) == "have steps that call the host"
+    assert why(256, 64, memory="10 MB") == "are given `memory`, for one loop"
+    assert why(256, 64, each).endswith("read each other, or have derivatives one by one")
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    assert why(256, 64) == "may be spread over devices"
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert why(256, 64) == "are not run by a CPU"
 
 
 def test_widths_that_are_chosen():

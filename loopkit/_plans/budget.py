@@ -9,7 +9,7 @@ from typing import Any
 
 from loopkit._arguments import errors
 from loopkit._arguments.validate import check_whole
-from loopkit._plans.plan import Budget, Bytes, Half, Plan
+from loopkit._plans.plan import Budget, Bytes, Plan, Share
 
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -66,14 +66,15 @@ def read_bytes(function: str, value: Any) -> int:
 def for_phases(budget: Budget, widths: Sequence[int]) -> list[Budget]:
     """A budget for a loop of many lanes, in parts for phases of fewer and fewer.
 
-    Each takes half of what is left; what the last one leaves is for the lanes that are moved. A
-    carry is one of all lanes, and of carries the last phase takes all.
+    Without one, all have as much as the loop of all lanes would, and each the same part of what it
+    would take alone. Of a budget each takes half of what is left; what the last one leaves is for
+    the lanes that are moved. A carry is one of all lanes, and of carries the last phase takes all.
     """
     last = len(widths) - 1
     if isinstance(budget, Bytes):
         return [replace(budget, loops=budget.loops << k + 1) for k in range(last + 1)]
     if budget is None:
-        return [*[Half()] * last, None]
+        return [Share(widths[0] / sum(widths))] * len(widths)
     carries = budget.slots if isinstance(budget, Plan) and not budget.keeps_all else budget
     if not isinstance(carries, int):
         return [budget] * len(widths)

@@ -53,8 +53,10 @@ class Bytes:
 
 
 @dataclass(frozen=True)
-class Half:
-    """Half of the bytes that are taken without a budget, if they are many."""
+class Share:
+    """Part of the bytes that are taken without a budget, if they are many."""
+
+    part: float
 
 
 class Step(NamedTuple):
@@ -322,4 +324,4 @@ class Plan:
         return log + passes + steps * replay + units * (SEGMENT + slot)
 
 
-Budget = int | str | Bytes | Half | Plan | None
+Budget = int | str | Bytes | Share | Plan | None

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from loopkit._plans.plan import CACHES, SPARED, TABLES, Budget, Bytes, Half, Plan, Step, Store
+from loopkit._plans.plan import CACHES, SPARED, TABLES, Budget, Bytes, Plan, Share, Step, Store
 
 KEPT = 1 << 10
 """Bytes of all residuals of a loop up to which it keeps them: to checkpoint gains nothing."""
@@ -71,8 +71,8 @@ def make_plan(
 ) -> Plan:
     """The plan for a loop of `bound` steps at most; `exact` if it takes just that many."""
     loop = Plan(1, bound=bound, exact=exact, step=step)
-    if isinstance(budget, Half):
-        return _halved(make_plan(None, bound, exact, step, name), loop)
+    if isinstance(budget, Share):
+        return _shared(make_plan(None, bound, exact, step, name), loop, budget.part)
     if budget is None and bound and bound * step.residual_bytes <= step.buffer_bytes:
         # No more than one of the buffers that would be brought back from their last state.
         return replace(loop, segment=bound, store="residuals", keeps_all=True)
@@ -96,11 +96,11 @@ def make_plan(
     return _default(loop)
 
 
-def _halved(whole: Plan, loop: Plan) -> Plan:
+def _shared(whole: Plan, loop: Plan, part: float) -> Plan:
     if whole.keeps_all or whole.peak_bytes <= SMALL:
         return whole
     with contextlib.suppress(TooLittle):
-        return _cheapest(whole.peak_bytes // 2, replace(loop, step=whole.step), "")
+        return _cheapest(int(whole.peak_bytes * part), replace(loop, step=whole.step), "")
     return whole
 
 

@@ -15,6 +15,7 @@ from loopkit._arguments.errors import size
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.derivative.split import split_step
 from loopkit._engine.facts.activity import moving_activity
+from loopkit._engine.facts.widths import why_never, why_waiting
 from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, kept, spread
 from loopkit._engine.primitives import evaluated_p
 from loopkit._jaxprs import equations
@@ -36,6 +37,9 @@ class Explained:
     """What jax.lax.scan would store in all; None if nothing bounds the loop."""
     lanes: tuple[int, ...] = ()
     """Axes of lanes that wait for each other, under `jax.vmap` with a predicate that differs."""
+
+    waits: str = ""
+    """Why they do, if that was left to loopkit."""
 
     @property
     def row(self) -> tuple[str, ...]:
@@ -83,6 +87,7 @@ class Explanation:
         rows = [HEADER, *(loop.row for loop in self.loops)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
+        lines += [f"lanes that wait, {e.source}: they {e.waits}" for e in self.loops if e.waits]
         lines += [line for loop in self.loops for line in loop.on_gpu]
         return "\n".join(line.rstrip() for line in lines)
 
@@ -107,7 +112,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     An `Explanation`: printed, a table with a row for each loop. Bytes are of one step under
     `carry` and `residuals`; `peak` is what the gradient of the loop is predicted to need beyond
     that of one step; `runs` count evaluations of the body; the last column is what `jax.lax.scan`
-    would store. A line below says which plan a loop follows on a GPU, if it is another.
+    would store. Lines below say why lanes wait where `lanes=None` leaves that to loopkit, and
+    which plan a loop follows on a GPU, if it is another.
 
     **Raises:** `TypeError` if `fn` is not callable.
 
@@ -180,7 +186,17 @@ def _source(*eqns: Any) -> str:
 def _of_loopkit(source: str, loop: Loop) -> Explained:
     how = reversal(loop, _everything(loop))
     whole = None if loop.length is None else loop.length * how.split.uncut_bytes
-    return Explained(f"loopkit.{loop.name}", source, how.plan, whole, loop.lanes)
+    name, waits = f"loopkit.{loop.name}", _why_waiting(loop) if loop.lanes else ""
+    return Explained(name, source, how.plan, whole, loop.lanes, waits)
+
+
+def _why_waiting(loop: Loop) -> str:
+    """Why its lanes wait, if it was not said what becomes of them."""
+    if loop.narrows not in (None, "flatten"):
+        return ""
+    if (lane := loop.lane) is not None:
+        return why_waiting(lane.loop, lane.count)
+    return why_never(loop) or "read each other, or have derivatives one by one"
 
 
 def _of_lax(source: str, eqn: Any) -> Explained:

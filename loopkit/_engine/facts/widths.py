@@ -22,7 +22,9 @@ LEAST = 8
 LAST = 12
 """Lanes of the last phase, where there are many."""
 SHRINK = 4.5
-"""How many times fewer lanes a phase has at most. Phases are compiled each for itself."""
+"""About how many times fewer lanes a phase has at most. Phases are compiled each for itself."""
+LATER = 1.2
+"""A power of the part of the way: at first lanes narrow by less, since many of them stop then."""
 MANY = 64
 """Lanes from which on it is decided, unless it is said."""
 ENOUGH = 1e4
@@ -48,7 +50,7 @@ def widths(loop: Loop, count: int) -> tuple[int, ...]:
     if asked == "wait":
         return ()
     if asked is None or asked == "flatten":
-        return _narrower(count) if _is_worth_it(loop, count) else ()
+        return () if why_waiting(loop, count) else _narrower(count)
     if isinstance(asked, tuple):
         return asked[asked[0] == count :]
     return _narrower(count)
@@ -58,40 +60,49 @@ def may_narrow(loop: Loop, axis: Any) -> bool:
     """Whether a loop narrows that is given this axis of lanes, or may where others join these."""
     if loop.narrows == "wait" or waiting.value or not _apart(loop, axis):
         return False
-    return loop.narrows not in (None, "flatten") or _is_here(loop)
+    return loop.narrows not in (None, "flatten") or not why_never(loop)
 
 
 def _narrower(size: int) -> tuple[int, ...]:
-    """Equally many times fewer lanes in each phase."""
+    """About as many times fewer lanes in each phase."""
     if size <= LEAST:
         return ()
     last = min(LAST, max(LEAST, size // 2))
     count = max(1, math.ceil(math.log(size / last, SHRINK)))
-    shares = [(last / size) ** (k / count) for k in range(1, count)]
+    shares = [(last / size) ** ((k / count) ** LATER) for k in range(1, count)]
     return (*(4 * round(size * share / 4) for share in shares), last)
 
 
-def _is_worth_it(loop: Loop, size: int) -> bool:
-    """Whether phases are believed to gain more than they take longer to compile."""
-    if size < MANY or not _is_here(loop):
-        return False
-    step = size * loop.derived("nanoseconds", lambda: nanoseconds(loop.body))
+def why_waiting(loop: Loop, count: int) -> str:
+    """Why so many lanes wait, unless they are told to narrow; empty if they do not.
+
+    Phases have to gain more than they take longer to compile.
+    """
+    if (why := why_never(loop)) or count < MANY:
+        return why or f"are fewer than {MANY}"
+    step = count * loop.derived("nanoseconds", lambda: nanoseconds(loop.body))
+    if step < ENOUGH:
+        return f"take a step in {step / 1e3:.1f} microseconds, of {ENOUGH / 1e3:.0f} or more"
     steps = STEPS if loop.length is None else min(loop.length, STEPS)
     equation_count = sum(1 for _ in equations.all_equations(loop.body))
     a_phase = COMPILE[0] + COMPILE[1] * equation_count
-    saved = RUNS * steps * step / 2
-    return step >= ENOUGH and saved >= len(_narrower(size)) * a_phase
+    gains = RUNS * steps * step / 2 >= len(_narrower(count)) * a_phase
+    return "" if gains else "would gain less than phases take to compile"
 
 
-def _is_here(loop: Loop) -> bool:
-    """Whether it is where phases gain.
+def why_never(loop: Loop) -> str:
+    """Why lanes wait however many they are.
 
-    Not where lanes may be spread over devices, of which nothing is known while a loop is traced;
-    nor on a GPU, where few lanes take hardly less than many; nor within a budget in bytes, which
-    may be enough for one loop and not for several.
+    They may be spread over devices, of which nothing is known while a loop is traced; on a GPU few
+    take hardly less time than many; what is enough memory for one loop may not be for several.
     """
-    elsewhere = jax.default_backend() != "cpu" or jax.device_count() > 1
-    return not (loop.effects or isinstance(loop.checkpoints, Bytes) or elsewhere)
+    reasons = {
+        "have steps that call the host": bool(loop.effects),
+        "are given `memory`, for one loop": isinstance(loop.checkpoints, Bytes),
+        "are not run by a CPU": jax.default_backend() != "cpu",
+        "may be spread over devices": jax.device_count() > 1,
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
 
 
 def _apart(loop: Loop, axis: Any) -> bool:

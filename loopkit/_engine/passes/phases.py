@@ -1,8 +1,8 @@
 """A batched loop in phases, each of fewer lanes than the one before.
 
-    256 lanes, while more than 92 are active
-     92 lanes, while more than 32 are
-     32 lanes, while more than 12 are
+    256 lanes, while more than 112 are active
+    112 lanes, while more than 40 are
+     40 lanes, while more than 12 are
      12 lanes, while any is
 
 Those that go on are gathered between two phases, and each lane leaves with the phase in which it
