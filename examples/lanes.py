@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--plot", type=Path, default=Path("lanes.png"))
     args = parser.parse_args(argv)
     random = np.random.default_rng(0)
-    stiffness = jnp.asarray(np.minimum(random.lognormal(0, 1.6, args.lanes), 200), jnp.float32)
+    stiffness = jnp.asarray(np.minimum(random.lognormal(0, 1.6, args.lanes), 65), jnp.float32)
 
     solvers = {
         "loopkit, wait": partial(by_loopkit, lanes="wait"),
@@ -116,7 +116,12 @@ def main(argv: list[str] | None = None) -> dict:
     print(f"  {longest[0] * len(steps) / longest.sum():.1f} times as many; ", end="")
     print(f"in phases {taken / longest.sum():.1f} times as many as needed\n")
 
-    print("Gradient of all squared places in all parameters")
+    print("Last states")
+    places = lambda solve: lambda mu: jax.vmap(solve)(mu)[0]
+    values = {name: places(solve) for name, solve in solvers.items()}
+    found["value costs"] = compare(values, stiffness, repeats=args.repeats)
+
+    print("\nGradient of all squared places in all parameters")
     total = lambda solve: lambda mu: jnp.sum(jax.vmap(solve)(mu)[0] ** 2)
     gradients = {name: jax.grad(total(solve)) for name, solve in solvers.items()}
     found["costs"] = compare(gradients, stiffness, repeats=args.repeats)

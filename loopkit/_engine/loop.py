@@ -117,6 +117,10 @@ class OneLane:
     times: Callable[[Loop, int, Operands], Loop] = field(compare=False)
     """The loop of so many lanes."""
 
+    @property
+    def many(self) -> Loop:
+        return self.times(self.loop, self.count, self.flags)
+
     def replaced(self, loop: Loop, flags: Operands | None = None) -> Loop:
         """So many lanes of another loop."""
         return self.times(loop, self.count, flags or self.flags)

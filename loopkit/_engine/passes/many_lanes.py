@@ -91,7 +91,7 @@ def _adds_lanes(loop: Loop, axis: Any, flags: Operands) -> bool:
 def _lanes(loop: Loop, axis: Any, flags: Operands) -> Lanes:
     lane = OneLane(loop, axis.size, flags, many_lanes)
     new, back = waiting_lanes(lane), lambda results, _=(): list(results)
-    return Lanes(lane.replaced(loop), new.into, back, lane, new.results)
+    return Lanes(lane.many, new.into, back, lane, new.results)
 
 
 def join(lane: OneLane, axis: Any, dims: Sequence[int | None]) -> OneLane | None:
@@ -123,4 +123,4 @@ def _joined(lane: OneLane, new: OneLane, two: Together) -> Lanes:
     def back(results: Sequence[Any], _: Any = ()) -> list:
         return list(map(two.apart, results, one.results))
 
-    return Lanes(new.replaced(new.loop), into, back, new, one.results)
+    return Lanes(new.many, into, back, new, one.results)

@@ -1,8 +1,13 @@
 """vmap of the derivatives of a loop whose lanes narrow as they stop.
 
 For what its phases save, there is no place among what one lane at a time does. So `forward` saves
-nothing then but the steps taken, and the linear primitives are derivatives of all phases, which are
-run again from the operands.
+nothing then but the steps taken, and the linear primitives become one that is the derivative of all
+phases, which are run again from the operands.
+
+    operands  those of the loop of all lanes, then those of the primitive `of` that are linear
+    results   those of that primitive
+    JVP       that of what computes it; so is the transpose, in what is linear
+    vmap      lanes of another axis join those that there are
 """
 
 from __future__ import annotations
@@ -91,7 +96,7 @@ def derivative(
     """What a linear primitive gives, of operands of all lanes without what was saved."""
     active, batch = params["active"], params["batch"]
     what = {"of": primitive, "active": active, "moving": params.get("moving", active)}
-    return narrowed_p.bind(*operands, loop=lane.replaced(lane.loop), batch=batch, **what)
+    return narrowed_p.bind(*operands, loop=lane.many, batch=batch, **what)
 
 
 def evaluate(
@@ -152,7 +157,7 @@ def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -
     places = [*one.axes.flat, *_linear_places(one, **params)[0]]
     before = [*old.axes.flat, *_linear_places(old, **params)[0]]
     moved = map(two.joined, args, places, dims, before)
-    results = narrowed_p.bind(*moved, **dict(params, loop=new.replaced(new.loop)))
+    results = narrowed_p.bind(*moved, **dict(params, loop=new.many))
     places = _linear_places(one, **params)[1]
     return list(map(two.apart, results, places)), places
 
