@@ -23,86 +23,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from loopkit import _jax
+from loopkit._engine.leaves import Active, CarryLeaf, Const, Input, Operands, Output
 from loopkit._jaxprs import equations
 from loopkit._plans.plan import Budget
 from loopkit._progress.progress import Progress
 from loopkit._types import Lanes
 
 T = TypeVar("T")
-
-
-class Operands(NamedTuple):
-    """What a loop reads, or one value for each (types, flags, axes, tangents)."""
-
-    cond_consts: list
-    consts: list
-    init: list
-    xs: list
-
-    @property
-    def flat(self) -> list:
-        return [*self.cond_consts, *self.consts, *self.init, *self.xs]
-
-
-class Active(NamedTuple):
-    """Which leaves have a tangent, or a cotangent.
-
-    The carry's flags are a fixed point of the body.
-    """
-
-    consts: tuple[bool, ...]
-    carry: tuple[bool, ...]
-    xs: tuple[bool, ...]
-    ys: tuple[bool, ...]
-
-    @property
-    def inputs(self) -> tuple[bool, ...]:
-        return self.consts + self.carry + self.xs
-
-    @property
-    def outputs(self) -> tuple[bool, ...]:
-        return self.carry + self.ys
-
-
-class Const(NamedTuple):
-    """A constant of the steps."""
-
-    lanes: int = 0
-    """How many of the lane axes it begins with."""
-
-
-class CarryLeaf(NamedTuple):
-    name: str = ""
-    """What the caller calls it, for reports."""
-    buffer: bool = False
-    """Whether it is read and written in slices."""
-    flag: bool = False
-    """Whether it says if a step is active, and so masks the writes to buffers."""
-    outer: bool = False
-    """Whether it is a buffer of a loop around this one, too."""
-    least: int | None = None
-    """An integer that it is known never to be less than, if it is a counter of rows."""
-
-
-class Input(NamedTuple):
-    """One of the xs."""
-
-    axis: int = 0
-    """Along which it is sliced."""
-    lanes: int = 0
-    """How many of the lane axes a slice begins with."""
-
-
-class Output(NamedTuple):
-    """One of the ys."""
-
-    axis: int = 0
-    """Along which it is stacked."""
-    log: bool = False
-    """Whether it says what a step displaces in buffers: also in stopped lanes. Logs come last."""
 
 
 @dataclass(frozen=True)
