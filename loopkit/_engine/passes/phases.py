@@ -37,8 +37,6 @@ from loopkit._progress.progress import Progress
 class Lanes(NamedTuple):
     """Some lanes, between two phases."""
 
-    ids: Any
-    """Which they are."""
     carry: list
     ys: list
     """Written as far as steps were taken; none before the first phase."""
@@ -67,18 +65,18 @@ class Phases:
     def run(self, *operands: Any) -> list:
         """What the loop of all lanes gives, of the same operands."""
         self._check()
-        given, left = self._begun(operands)
-        gone = []
-        for number, narrower in enumerate((*self.widths[1:], 0)):
-            left = self._advanced(number, given, left)
-            if narrower:
-                order = jnp.argsort(~self._active(number, given, left.carry), stable=True)
-                gone.append(self._some(left, order[narrower:]))
-                left = self._some(left, order[:narrower])
-                given = self._given(given, order[:narrower])
-        ids, carry, ys = self._joined([*gone, left])
-        every = self._some(Lanes(ids, carry, ys), jnp.argsort(ids))
+        every = self._from(0, *self._begun(operands))
         return [*every.carry[: self.one.carry_count - self.bounded], *every.ys]
+
+    def _from(self, number: int, given: Operands, begun: Lanes) -> Lanes:
+        """Lanes that begin with this phase, after the last one."""
+        ended = self._advanced(number, given, begun)
+        if number + 1 == len(self.widths):
+            return ended
+        order = jnp.argsort(~self._active(number, given, ended.carry), stable=True)
+        on = order[: self.widths[number + 1]]
+        later = self._from(number + 1, self._given(given, on), self._some(ended, on))
+        return self._with(ended, on, later)
 
     def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list, list]:
         """What `run` gives, and its tangents; symbolic zeros stay so."""
@@ -107,8 +105,7 @@ class Phases:
         cond_consts, consts, carry, xs = parts(operands, *count)
         if self.bounded:
             carry.append(_jax.zeros(loop.carry_types[-1]))
-        ids = jnp.arange(self.widths[0])
-        return Operands(cond_consts, consts, [], xs), Lanes(ids, carry, [])
+        return Operands(cond_consts, consts, [], xs), Lanes(carry, [])
 
     def phase(self, number: int) -> Loop:
         """The loop of so many lanes, while more are active than the next one has."""
@@ -155,18 +152,21 @@ class Phases:
         if number:
             triples = zip(left.ys, ys, loop.y_axes, strict=True)
             ys = [_after(loop, begun, old, y, a) for old, y, a in triples]
-        return Lanes(left.ids, carry, ys)
+        return Lanes(carry, ys)
 
     def _some(self, lanes: Lanes, which: Any) -> Lanes:
         carry = [_taken(v, which, 0) for v in lanes.carry]
-        ys = [_taken(v, which, a) for v, a in zip(lanes.ys, self.whole.ys, strict=True)]
-        return Lanes(lanes.ids[which], carry, ys)
+        return Lanes(carry, [_taken(v, which, a) for v, a in self._ys(lanes.ys)])
 
-    def _joined(self, groups: Sequence[Lanes]) -> Lanes:
-        ids = jnp.concatenate([g.ids for g in groups])
-        carry = [jnp.concatenate(v) for v in zip(*(g.carry for g in groups), strict=True)]
-        columns = zip(zip(*(g.ys for g in groups), strict=True), self.whole.ys, strict=True)
-        return Lanes(ids, carry, [jnp.concatenate(v, axis) for v, axis in columns])
+    def _with(self, lanes: Lanes, which: Any, new: Lanes) -> Lanes:
+        """The lanes, of which some are others."""
+        carry = [_put(v, which, 0, w) for v, w in zip(lanes.carry, new.carry, strict=True)]
+        ys = [_put(v, which, a, w) for (v, a), w in zip(self._ys(lanes.ys), new.ys, strict=True)]
+        return Lanes(carry, ys)
+
+    def _ys(self, ys: Sequence[Any]) -> zip:
+        """With where they have lanes."""
+        return zip(ys, self.whole.ys, strict=True)
 
     def _given(self, given: Operands, which: Any) -> Operands:
         """Of some lanes, what has lanes."""
@@ -200,6 +200,11 @@ def phases_of(loop: Loop) -> Phases | None:
 def _taken(value: Any, which: Any, axis: int) -> Any:
     place = (slice(None),) * axis + (which,)
     return value.at[place].get(mode="promise_in_bounds", unique_indices=True)
+
+
+def _put(value: Any, which: Any, axis: int, new: Any) -> Any:
+    place = (slice(None),) * axis + (which,)
+    return value.at[place].set(new, mode="promise_in_bounds", unique_indices=True)
 
 
 def _rolled(loop: Loop, rows: Any, by: Any, axis: int) -> Any:
