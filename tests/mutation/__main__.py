@@ -57,7 +57,7 @@ def settings() -> argparse.Namespace:
     parser.add_argument("--most", type=int, default=4, help="cases of a test that are run")
     parser.add_argument("--seconds", type=float, default=5, help="of the processor, for a change")
     parser.add_argument("--share", type=float, default=1, help="of the changes of each file")
-    parser.add_argument("--again", nargs="*", default=[], help="results to try again: survived, late")
+    parser.add_argument("--again", nargs="*", default=[], help="results: survived, late, unreached")
     given = parser.parse_args()
     given.paths = list(itertools.chain.from_iterable(map(files, given.paths)))
     return given
@@ -69,6 +69,7 @@ def files(path: Path) -> list[Path]:
 
 
 def main() -> None:
+    sys.path.insert(0, str(TESTS.parent))  # this package, not one that is installed
     given = settings()
     compiled = given.folder / "compiled"
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(compiled)

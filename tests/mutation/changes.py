@@ -100,7 +100,7 @@ class Places(ast.NodeVisitor):
         super().visit(node)
         self.statement = before
 
-    def visit_function(self, node) -> None:
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.Lambda) -> None:
         for outside in [*getattr(node, "decorator_list", []), *node.args.defaults]:
             self.visit(outside)
         for default in filter(None, node.args.kw_defaults):
@@ -110,7 +110,8 @@ class Places(ast.NodeVisitor):
             self.visit(inside)
         self.in_function = before
 
-    visit_FunctionDef = visit_Lambda = visit_function
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        self.visit_FunctionDef(node)
 
     def visit_Assert(self, node: ast.Assert) -> None:
         pass

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import resource
 import select
-import time
+import signal
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
-IDLE = 120
-"""Seconds without a word from a child, of which it may also not have had the processor."""
+LOOKS, STILL = 10.0, 6
+"""A child whose threads have all slept at so many looks, so many seconds apart, has hung."""
 
 
 class Outcome(NamedTuple):
     said: list[Any]
     seconds: float
     """Of the processor."""
-    signal: int
-    """That ended it, or 0."""
+    ended_by: int
+    """The signal that did, or 0."""
 
 
 def allow(seconds: float) -> None:
@@ -31,14 +31,14 @@ def allow(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
 
 
-def in_child(work: Callable[[], Iterator[Any]], idle: float = IDLE) -> Outcome:
+def in_child(work: Callable[[], Iterator[Any]]) -> Outcome:
     """What it yields, which JSON has to be able to write."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         _speak(work, writer)
     os.close(writer)
-    text = _listen(reader, child, idle)
+    text = _listen(reader, child)
     _, status, usage = os.wait4(child, 0)
     said = [json.loads(line) for line in text.split(b"\n")[:-1]]
     code = os.waitstatus_to_exitcode(status)
@@ -59,16 +59,26 @@ def _speak(work: Callable[[], Iterator[Any]], writer: int) -> None:
     os._exit(0)
 
 
-def _listen(reader: int, child: int, idle: float) -> bytes:
-    text = b""
+def _listen(reader: int, child: int) -> bytes:
+    """Until it ends. One that waits for nothing is ended; one that is kept waiting is not."""
+    text, before, same = b"", None, 0
     while True:
-        if not select.select([reader], [], [], idle)[0]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, 9)
-            idle = 1e9
+        if not select.select([reader], [], [], LOOKS)[0]:
+            now = _state(child)
+            same = same + 1 if now == before and set(now[0]) == {"S"} else 0
+            before = now
+            if same == STILL:
+                os.kill(child, signal.SIGKILL)
             continue
         more = os.read(reader, 1 << 20)
         if not more:
             os.close(reader)
             return text
         text += more
+
+
+def _state(child: int) -> tuple[tuple[str, ...], int]:
+    """Of each of its threads, and how much of the processor it has had."""
+    stats = [stat.read_text() for stat in Path(f"/proc/{child}/task").glob("*/stat")]
+    fields = [stat.rpartition(")")[2].split() for stat in stats]
+    return tuple(field[0] for field in fields), sum(int(f[11]) + int(f[12]) for f in fields)

@@ -40,12 +40,17 @@ def noted(folder: str) -> Iterator[set[Line]]:
         MONITOR.free_tool_id(TOOL)
 
 
-def functions_of(folder: str) -> dict[CodeType, list[FunctionType]]:
-    """All that exist, by their code."""
+def place(code: CodeType) -> tuple:
+    """The same for a code compiled again; `==` is not, where lines were noted."""
+    return code.co_filename, code.co_qualname, tuple(code.co_positions())
+
+
+def functions_of(folder: str) -> dict[tuple, list[FunctionType]]:
+    """All that exist, by the place of their code."""
     found = defaultdict(list)
     for thing in gc.get_objects():
         if type(thing) is FunctionType and thing.__code__.co_filename.startswith(folder):
-            found[thing.__code__].append(thing)
+            found[place(thing.__code__)].append(thing)
     return found
 
 

@@ -44,4 +44,5 @@ def tell(folder: Path, paths: list[Path]) -> None:
         missed += [row for row in rows if row["result"] != "seen"]
     print()
     for row in missed:
-        print(f"{row['file']}:{row['change']}  ({row['result']}, {row['ran']} of {row['of']} tests)")
+        tests = f"{row['ran']} of {row['of']} tests"
+        print(f"{row['file']}:{row['change']}  ({row['result']}, {tests})")

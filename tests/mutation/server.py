@@ -7,6 +7,7 @@ import importlib.machinery
 import importlib.util
 import json
 import pkgutil
+import signal
 import sys
 import time
 from collections import defaultdict
@@ -62,8 +63,8 @@ class Server:
             if not path.name.startswith("test_") or file.exists():
                 continue
             began = time.monotonic()
-            found = forked.in_child(lambda path=path: self.reached_by(path), idle=900)
-            if found.signal == 0:
+            found = forked.in_child(lambda path=path: self.reached_by(path))
+            if found.ended_by == 0:
                 file.write_text(json.dumps(found.said))
             print(
                 f"{path.name}: {len(found.said) - 1} tests, {found.seconds:.1f} s of the processor,"
@@ -123,10 +124,10 @@ class Server:
 
     def tried(self, path: Path, change: changes.Change, killers: list[str]) -> dict:
         tests = self.in_order(record.name_of(path), change, killers)
-        result, by, ran, seconds, signal = "unreached", None, 0, 0.0, 0
+        result, by, ran, seconds, ended_by = "unreached", None, 0, 0.0, 0
         if tests:
             outcome = forked.in_child(lambda: self.child(path, change, tests))
-            seconds, signal = outcome.seconds, outcome.signal
+            seconds, ended_by = outcome.seconds, outcome.ended_by
             result, by, ran = verdict(outcome)
             if result == "seen" and by is not None:
                 if not self.passes_alone(by):
@@ -141,7 +142,7 @@ class Server:
             "ran": ran,
             "of": len(tests),
             "seconds": round(seconds, 2),
-            "signal": signal,
+            "ended_by": ended_by,
         }
 
     def passes_alone(self, name: str) -> bool:
@@ -177,14 +178,23 @@ class Server:
         for test in tests:
             yield test.name
             forked.allow(max(4, 10 * test.seconds) + 2)
-            if test.name not in self.items:
-                self.collect(test.file)
-            if not self.passes(self.items[test.name]):
+            if not self.found(test) or not self.passes(self.items[test.name]):
                 yield False
                 return
             yield True
             if time.process_time() > self.given.seconds:
                 return
+
+    def found(self, test: Test) -> bool:
+        """Whether its module can be imported, if not for the change."""
+        if test.name not in self.items:
+            try:
+                self.collect(str(TESTS.parent / test.file))
+            except pytest.UsageError:
+                raise
+            except Exception:
+                return False
+        return True
 
     def put(self, path: Path, change: changes.Change) -> None:
         old, new = (changes.changed(path, made) for made in (None, change))
@@ -192,7 +202,7 @@ class Server:
         if change.in_function and not near & self.imported:
             swapped = 0
             for a, b in lines.pairs(old, new):
-                for function in self.functions.get(a, ()):
+                for function in self.functions.get(lines.place(a), ()):
                     function.__code__ = b
                     swapped += 1
             if swapped:
@@ -205,9 +215,10 @@ def verdict(outcome: forked.Outcome) -> tuple[str, str | None, int]:
     """What it is, by which test, and how many have run."""
     names = [said for said in outcome.said if isinstance(said, str)]
     ran = sum(isinstance(said, bool) for said in outcome.said)
-    if outcome.signal in (9, 24):
+    if outcome.ended_by in (signal.SIGKILL, signal.SIGXCPU):
         return "late", names[-1] if names else None, ran
-    if False in outcome.said or outcome.signal or len(names) != ran or not names:
+    assert outcome.ended_by or (names and len(names) == ran), "an error of this program's own"
+    if False in outcome.said or outcome.ended_by:
         return "seen", names[-1] if names else None, ran
     return "survived", None, ran
 
@@ -215,6 +226,7 @@ def verdict(outcome: forked.Outcome) -> tuple[str, str | None, int]:
 def import_all() -> None:
     import loopkit
 
+    assert Path(loopkit.__file__).parent == Path(PACKAGE)
     for module in pkgutil.walk_packages(loopkit.__path__, "loopkit."):
         importlib.import_module(module.name)
 

@@ -87,6 +87,12 @@ def test_sizes_by_default():
     assert replay([Save(0, 0), Reverse(0)], 1).peak_size == 1
 
 
+def test_what_takes_no_room():
+    actions = [Save(0, 0), Record(0, 1), ReverseRecorded(0, 1)]
+    assert replay(actions, 1, budget=3, carry_size=0, residual_size=3).peak_size == 3
+    assert replay(actions, 1, budget=2, carry_size=2, residual_size=0).peak_size == 2
+
+
 def test_positions_are_measured_and_nothing_is_live():
     assert replay([Restore(0, 1), Reverse(0)], 1, slots=2, positions={1: 0}).peak_slots == 1
     with pytest.raises(ValueError, match="what `positions` holds: uses slot 4, but there are 2"):
