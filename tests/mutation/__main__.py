@@ -1,13 +1,13 @@
 """Which changes of the package do the tests not see?
 
-    python -m mutation map schedules engine test_vjp.py        # in tests/: what reaches which line
-    python -m mutation run ../loopkit/schedules ../loopkit/_engine/steps.py
-    python -m mutation tell ../loopkit/schedules               # a table, and what was not seen
+    python -m mutation ../loopkit/schedules --tests schedules               # in tests/
+    python -m mutation ../loopkit/_engine --share 0.2 --tests engine test_vjp.py
+    python -m mutation ../loopkit/schedules --tell      # a table, and what was not seen
 
-`map` runs tests once and notes in `--folder` which lines of the package each reaches. `run` makes
-one change after another (`changes.py`), and runs the tests that reach it, the quick ones first,
-until one fails, or `--seconds` of the processor are over. What came out is added to a file in
-`--folder`; what stands there is not tried again.
+Each of `--tests` is run once, to note which lines of the package it reaches. Then one change after
+another (`changes.py`) is made, and the tests that reach it are run, the quick ones first, until one
+fails, or `--seconds` of the processor are over. Both are kept in `--folder`: what stands there is
+not done again, and what was noted of other tests is used as well.
 
 One process has imported everything. For each change it forks, and the child changes the code of the
 functions that exist; only what runs when a module is imported is imported again. Needs Python 3.12.
@@ -45,21 +45,27 @@ class Plugin:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         from mutation.server import Server  # imports jax, after `conftest.py` has said how
 
-        getattr(Server(session, self.given), self.given.task)()
+        server = Server(session, self.given)
+        server.note()
+        server.run()
         return True
 
 
 def settings() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m mutation")
-    parser.add_argument("task", choices=["map", "run", "tell"])
     parser.add_argument("paths", nargs="+", type=Path)
+    parser.add_argument("--tests", nargs="*", default=[], type=Path, help="files and folders")
+    parser.add_argument("--tell", action="store_true", help="what has come out")
     parser.add_argument("--folder", type=Path, default=DEFAULT)
     parser.add_argument("--most", type=int, default=4, help="cases of a test that are run")
     parser.add_argument("--seconds", type=float, default=5, help="of the processor, for a change")
     parser.add_argument("--share", type=float, default=1, help="of the changes of each file")
     parser.add_argument("--again", nargs="*", default=[], help="results: survived, late, unreached")
     given = parser.parse_args()
-    given.paths = list(itertools.chain.from_iterable(map(files, given.paths)))
+    given.paths, given.tests = (
+        list(itertools.chain.from_iterable(map(files, paths)))
+        for paths in (given.paths, given.tests)
+    )
     return given
 
 
@@ -76,7 +82,7 @@ def main() -> None:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     compiled.mkdir(parents=True, exist_ok=True)
-    if given.task == "tell":
+    if given.tell:
         from mutation.record import tell
 
         tell(given.folder, given.paths)

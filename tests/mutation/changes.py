@@ -128,26 +128,25 @@ class Places(ast.NodeVisitor):
             self.visit(node.value)
 
 
-def _places(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.AST, Change]]:
-    number = 0
+def _places(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.AST, ast.stmt, bool]]:
     for node, statement, in_function in Places(tree).found:
         for new in replacements(node):
-            yield node, new, _change(node, new, statement, in_function, number)
-            number += 1
+            assert statement is not None
+            yield node, new, statement, in_function
 
 
-def _change(node, new, statement, in_function: bool, number: int) -> Change:
+def _change(number: int, node: ast.AST, new: ast.AST, statement: ast.stmt, inside: bool) -> Change:
     block = getattr(statement, "body", None)
     end = block[0].lineno if block else statement.end_lineno + 1
     lines = range(statement.lineno, max(end, statement.lineno + 1))
     was, becomes = (ast.unparse(x).split("\n")[0] for x in (node, new))
-    said = f"{was}  ->  {becomes}"
-    return Change(node.lineno, node.col_offset, said, lines, in_function, number)
+    return Change(node.lineno, node.col_offset, f"{was}  ->  {becomes}", lines, inside, number)
 
 
 def all_changes(path: Path) -> list[Change]:
     """By line and column."""
-    found = [change for _, _, change in _places(ast.parse(path.read_text()))]
+    places = enumerate(_places(ast.parse(path.read_text())))
+    found = [_change(number, *place) for number, place in places]
     return sorted(found, key=lambda change: (change.line, change.column))
 
 
@@ -155,9 +154,9 @@ def changed(path: Path, change: Change | None) -> CodeType:
     """The module's code, each line where it was."""
     tree = ast.parse(path.read_text())
     if change is not None:
-        old, new, found = next(itertools.islice(_places(tree), change.number, None))
-        assert found == change
-        _put(tree, old, new)
+        place = next(itertools.islice(_places(tree), change.number, None))
+        assert _change(change.number, *place) == change
+        _put(tree, *place[:2])
     return compile(ast.fix_missing_locations(tree), str(path), "exec", dont_inherit=True)
 
 

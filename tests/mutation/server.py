@@ -56,9 +56,10 @@ class Server:
         self.alone: dict[str, bool] = {}
         """Tests that saw a change: do they pass without it?"""
 
-    def map(self) -> None:
+    def note(self) -> None:
+        """Which lines each test reaches."""
         self.folder.mkdir(exist_ok=True)
-        for path in self.given.paths:
+        for path in self.given.tests:
             file = self.folder / f"{path.parent.name}-{path.stem}.json"
             if not path.name.startswith("test_") or file.exists():
                 continue
@@ -97,7 +98,7 @@ class Server:
         return self.session.testsfailed == before
 
     def run(self) -> None:
-        self.read_map()
+        self.read_notes()
         done, began = record.results(self.given.folder), time.monotonic()
         for path in self.given.paths:
             file, killers = record.name_of(path), []
@@ -112,7 +113,7 @@ class Server:
             if count:
                 print(f"{file}: {dict(count)}, {time.monotonic() - began:.0f} s", flush=True)
 
-    def read_map(self) -> None:
+    def read_notes(self) -> None:
         for file in sorted(self.folder.glob("*.json")):
             head, *rows = json.loads(file.read_text())
             if not head["backend"]:
