@@ -178,7 +178,7 @@ class Server:
             self.put(path, change)
         for test in tests:
             yield test.name
-            forked.allow(max(4, 10 * test.seconds) + 2)
+            forked.allow(2 + 5 * test.seconds)
             if not self.found(test) or not self.passes(self.items[test.name]):
                 yield False
                 return
