@@ -173,14 +173,11 @@ class _Loss:
 
     def due(self, most: int) -> int:
         """The least length at which saving costs no more than running on, or `most`."""
-        below, above = 0, 1
-        while above < most and not self._saves(above):
-            below, above = above, 2 * above
-        above = min(above, most)
-        while above - below > 1:
-            middle = (below + above) // 2
-            below, above = (below, middle) if self._saves(middle) else (middle, above)
-        return above
+        enough = 1
+        while enough < most and not self._saves(enough):
+            enough *= 2
+        lengths = range(min(enough, most))
+        return bisect_left(lengths, True, lo=enough // 2 + 1, key=self._saves)
 
     def cheapest(self, length: int) -> int:
         """The checkpoint to drop when the last stretch is `length` units long."""

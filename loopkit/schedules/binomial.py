@@ -38,6 +38,7 @@ product for reversing a certain class of programs".
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from math import comb
 from typing import Any, NamedTuple
 
@@ -71,17 +72,11 @@ def repetition_number(units: Whole, slots: Whole) -> int:
     """
     units = integer("binomial.repetition_number", "units", units, 0, UNITS)
     slots = integer("binomial.repetition_number", "slots", slots, 1, SLOTS)
-    above = 1
-    while comb(slots + above, slots) < units:
-        above *= 2
-    below = -1
-    while above - below > 1:
-        middle = (above + below) // 2
-        if comb(slots + middle, slots) >= units:
-            above = middle
-        else:
-            below = middle
-    return above
+    reached = lambda repetitions: comb(slots + repetitions, slots)
+    enough = 1
+    while reached(enough) < units:
+        enough *= 2
+    return bisect_left(range(enough), units, key=reached)
 
 
 def advances(units: Whole, free: Whole) -> int:

@@ -93,7 +93,7 @@ class Mark(NamedTuple):
 def first_mark(table: Table) -> Mark:
     """The first save: unit 0 into slot 0."""
     unit, slot, cleared = table
-    return Mark(unit[0], unit[0], slot[0], cleared[0], unit[1] - unit[0])
+    return Mark(unit[0], unit[0], slot[0], cleared[0], unit[1])
 
 
 def next_mark(table: Table, mark: Mark) -> Mark:
@@ -198,7 +198,7 @@ def thinning(slots: Whole, units: Whole = NEVER, *, spare: Whole = 0) -> Placeme
     held = {0: 0}  # unit -> slot
     between: list[int] = []  # units held, off the present spacing, oldest first
     unit = spacing = 1
-    while slots - spare > 1 and unit < units:
+    while unit < units:
         slot = len(held)
         if slot == slots - spare:
             if not between:

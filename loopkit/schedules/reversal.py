@@ -115,16 +115,15 @@ def kept(
     give_up = integer("reversal.kept", "give_up", give_up, 0, "0 keeps every checkpoint")
     by_age = sorted((unit, slot) for slot, unit in positions.items())
     starts = [unit for unit, _ in by_age] + [units]
-    most = min(give_up, len(positions) - 1)
     # best[i][e]: the cost of all stretches before checkpoint i, e older ones having been given up;
     # checkpoint i is then the (i - e)-th. The end counts as a checkpoint, the last.
     best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
     for i in range(1, len(starts)):
         reached: dict[int, tuple[int, int]] = {}
-        for before in range(max(0, i - 1 - most), i):
+        for before in range(max(0, i - 1 - give_up), i):
             for given, (cost, _) in best[before].items():
                 now = given + i - 1 - before
-                if now > most:
+                if now > give_up:
                     continue
                 stretch = starts[i] - starts[before]
                 total = cost + binomial.advances(stretch, slots - 1 - (before - given))

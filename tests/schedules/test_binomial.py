@@ -130,6 +130,18 @@ def test_the_table_in_a_traced_loop():
     assert lanes.tolist() == [binomial.split(l, f) for l, f in ((100, 1), (200, 3), (300, 5))]
 
 
+def test_tables_fit_into_int32():
+    table = binomial.split_table(10**6, 40, columns=64)
+    largest = max(max(row) for row in (*table.starts, *table.widths))
+    assert largest == np.iinfo(np.int32).max
+
+
+def test_how_far_a_table_is_exact_by_default():
+    table = binomial.SplitTable(*map(np.asarray, binomial.split_table(10**6, 1)))
+    assert binomial.split_from(table, 33_153, 1, np) == binomial.split(33_153, 1)
+    assert binomial.split_from(table, 33_154, 1, np) != binomial.split(33_154, 1)
+
+
 def test_a_table_too_narrow_still_splits_well():
     narrow = binomial.SplitTable(*map(np.asarray, binomial.split_table(10**4, 3, columns=4)))
     assert narrow.starts.shape == (4, 4)

@@ -51,6 +51,15 @@ def test_marks_follow_each_other(place):
     assert place(5, 0).marks(0) == []
 
 
+@placements
+@pytest.mark.parametrize("units", [0, 1, 2, 8, 9, 100])
+def test_no_save_stands_at_the_bound_or_beyond(place, units):
+    *saved, bound, again = place(4, units).table.unit
+    assert saved == sorted(set(saved))
+    assert saved[-1] < max(1, units)
+    assert bound == again == max(1, units)
+
+
 def test_thinning_doubles_the_spacing():
     program = online.thinning(8)
     for units in (9, 17, 33, 1000, 10**6, 2**31 - 2):

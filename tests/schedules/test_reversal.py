@@ -122,6 +122,12 @@ def test_kept_is_the_best_part(data):
     assert cost.advances == best
 
 
+def test_how_many_are_given_up_by_default():
+    worth = reversal.kept(dict(enumerate(range(30))), 10**6, 30)
+    assert len(worth) == 30 - 16
+    assert len(reversal.kept(dict(enumerate(range(30))), 10**6, 30, give_up=17)) == 30 - 17
+
+
 def test_thinning_needs_to_give_up_and_cheapest_does_not():
     for slots in (4, 16):
         for units in range(10 * slots, 100 * slots, 37):
@@ -155,6 +161,10 @@ ERRORS = [
         lambda: reversal.advances({0: 0, 1: 3}, 3, 2),
         "reversal.advances: `positions` must hold units 0 to 2, got unit 3 in slot 1; leave out a "
         "state at which nothing is reversed",
+    ),
+    (
+        lambda: reversal.reverse({0: 0, 1: 1}, 1, 2),
+        "reversal.reverse: `positions` must hold units 0 to 0, got unit 1 in slot 1; leave out a",
     ),
     (
         lambda: reversal.kept({0: 1, 1: 2}, 3, 2),
