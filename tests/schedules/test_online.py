@@ -106,6 +106,18 @@ def test_cheapest_stays_near_the_optimum_and_saves_seldom(slots):
     assert len(program.table.unit) < 7000
 
 
+@pytest.mark.parametrize(
+    ("slots", "saves", "of_the_longest", "given_up"),
+    [(2, 14, 6537, 0), (3, 34, 1145, 1), (4, 58, 360, 2), (8, 184, 746, 5), (16, 534, 1311, 10)],
+)
+def test_how_often_cheapest_saves(slots, saves, of_the_longest, given_up):
+    """Up to 100 units a slot, as docs/schedules.md says, and up to 2**31 units."""
+    assert len(online.cheapest(slots, 100 * slots).marks(100 * slots)) == saves
+    table = online.cheapest(slots).table
+    assert len(table.unit) - 2 == of_the_longest
+    assert sum(slot != slots for slot in table.cleared) == given_up
+
+
 @pytest.mark.parametrize(("slots", "spare"), [(4, 2), (6, 2), (9, 3), (16, 4), (40, 6)])
 def test_thinning_with_spare_slots_is_near_the_optimum(slots, spare):
     program = online.thinning(slots, 100 * slots, spare=spare)
