@@ -1,4 +1,5 @@
 from itertools import pairwise
+from math import isqrt
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +117,13 @@ def test_how_often_cheapest_saves(slots, saves, of_the_longest, given_up):
     table = online.cheapest(slots).table
     assert len(table.unit) - 2 == of_the_longest
     assert sum(slot != slots for slot in table.cleared) == given_up
+
+
+def test_many_slots_are_filled_at_a_distance():
+    """Of which the last stretch, which has no free slot, costs about a hundredth of the whole."""
+    *marks, _ = online.cheapest(100, 3000).marks(3000)
+    assert all(mark.run >= isqrt(mark.unit) // 8 - 3 for mark in marks)
+    assert any(mark.run == isqrt(mark.unit) // 8 - 3 == 3 for mark in marks)
 
 
 @pytest.mark.parametrize(("slots", "spare"), [(4, 2), (6, 2), (9, 3), (16, 4), (40, 6)])
