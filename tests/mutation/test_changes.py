@@ -1,6 +1,7 @@
 """One place of a file at a time is changed, and nothing that no test can see."""
 
 import pytest
+
 from mutation.changes import all_changes, changed
 
 TEXT = '''
