@@ -141,6 +141,22 @@ def test_derivatives(loop):
     assert_close(jax.jit(jax.jacfwd(jax.jacfwd(loop)))(w), second)
 
 
+def test_a_loop_that_may_raise():
+    def loop(w):
+        goes_on = lambda c: c["i"] < 4
+        body = lambda c: {"i": c["i"] + 1, "m": advanced(c["m"], XS[0])}
+        how = {"max_steps": 5, "throw": True, "return_info": True}
+        last, info = loopkit.while_loop(goes_on, body, {"i": 0, "m": model(w)}, **how)
+        assert last["m"]["act"] is jnp.tanh
+        return last["m"]["w"] + info.steps
+
+    w = jnp.asarray(0.7)
+    with jax.disable_jit():
+        wanted = loop(w)
+    assert_close(jax.jit(loop)(w), wanted)
+    assert_close(jax.grad(loop)(w), jax.jvp(loop, (w,), (1.0,))[1])
+
+
 def test_truncated_unbounded_and_ragged_scans():
     step = lambda m, x: (advanced(m, x), (m["w"], m["act"]))
     wanted, (ws, _) = loopkit.scan(step, model(0.7), XS)

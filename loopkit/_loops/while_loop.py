@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from loopkit._arguments import errors, validate
 from loopkit._arguments.heard import ErrorIf, heard
-from loopkit._arguments.static_leaves import bare, seen
+from loopkit._arguments.static_leaves import bare, seen, wrapped
 from loopkit._loops.info import LoopInfo
 from loopkit._loops.keywords import No, WhileKw, Yes
 from loopkit._loops.request import Asked, Hidden, Request
@@ -173,7 +173,7 @@ def run_while(
         body, val, steps = request.by_hand(body_fun), init_val, 0
         with bar(request.progress, max_steps) as taken:
             while steps != max_steps and cond_fun(val):
-                val, steps = body(val), steps + 1
+                val, steps = wrapped(name, names.body, body(val)), steps + 1
                 taken(1)
         return val, jnp.int32(steps)
 
@@ -210,16 +210,16 @@ def _finished(
     request: Request, throw: bool, val: Any, steps: Any, still_holds: Callable[[], Any]
 ) -> Any:
     """What the caller is given."""
-    val = bare(request.carried.returned(val))
+    val = request.carried.returned(val)
     if not (throw or request.return_info):
-        return val
+        return bare(val)
     goes_on = still_holds()
     result = (val, LoopInfo(steps, jnp.logical_not(goes_on))) if request.return_info else val
     if not throw or request.length is None:
-        return result
+        return bare(result)
     names = request.names
     message = (
         f"loopkit.{names.function}: `max_steps` must be enough for `{names.predicate}` to "
         f"become false, got {request.length} steps after which it still holds. Raise `max_steps`."
     )
-    return heard(ErrorIf(message), [jnp.asarray(goes_on)], result)
+    return bare(heard(ErrorIf(message), [jnp.asarray(goes_on)], result))

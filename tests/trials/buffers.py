@@ -20,7 +20,7 @@ def new_buffer(w: Writer, checked: bool = False) -> Variable:
     kind = (INT if w.d.chance(10) else w.some_float()).of(shape)
     w.d.note("buffer")
     w.tags.add("buffers")
-    text = value(w, kind) if checked or w.d.chance(80) else f"jnp.zeros({shape}, '{kind.dtype}')"
+    text = value(w, kind) if checked or w.d.chance(70) else f"jnp.zeros({shape}, '{kind.dtype}')"
     if checked:
         w.d.note("option: checks")
         w.tags.add("checks")
@@ -58,8 +58,8 @@ def store(w: Writer) -> None:
 
 
 def written(w: Writer, b: Variable, text: str) -> None:
-    if w.d.chance(15):
-        w.d.note("write under cond")
+    if w.d.chance(15 if b.buffer == "buffer" else 35):
+        w.d.note(f"{'write' if b.buffer == 'buffer' else 'TensorArray'} under cond")
         text = f"lax.cond({predicate(w)}, lambda: {text}, lambda: {b.name})"
     new = w.let(text, b.type, b.buffer, "b")
     w.variables[-1] = replace(new, origin=b.origin or b.name)
@@ -93,7 +93,7 @@ def write_text(w: Writer, b: Variable) -> str:
     how = w.d.weighted({"set": 6, "add": 4, "multiply": 2, "subtract": 1, "max": 1, "power": 0})
     if b.type.rough or b.type.kind != "float":
         how = "set" if how == "max" else how
-    way = w.d.weighted({"row": 6, "pred": 3, "rows": 2, "part": 2, "mode": 2, "apply": 1})
+    way = w.d.weighted({"row": 6, "pred": 3, "rows": 2, "part": 2, "mode": 4, "apply": 1})
     w.d.note(f"buffer write: {how} {way}")
     if way == "pred":
         return f"write({b.name}, '{how}', {at}, {x}, {predicate(w)})"

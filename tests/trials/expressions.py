@@ -311,7 +311,7 @@ def parts(w: Writer, t: Type) -> str | None:
     return w.d.choice((f"jnp.real({z})", f"jnp.imag({z})", f"jnp.real({z} * jnp.conj({z})) / 2"))
 
 
-@construct("infinite slope beyond the last step", 2)
+@construct("infinite slope beyond the last step", 4)
 def at_the_end(w: Writer, t: Type) -> str | None:
     """A root that has no derivative where the loop around has ended."""
     left = w.having(lambda v: v.name.startswith("left"))

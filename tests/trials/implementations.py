@@ -23,6 +23,7 @@ OWN = frozenset(
         "max_steps",
         "return_info",
         "infinite slope",
+        "static leaves",
     }
 )
 """What loopkit's loops can do, and lax's cannot."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -95,8 +96,15 @@ class InTwo:
         else:
             types = jax.eval_shape(rest, carry)[1]
             none = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), types)
-            ended = lambda carry: (carry, none, LoopInfo(jnp.int32(0), jnp.array(True)))
-            carry, more, b = lax.cond(a.stopped, ended, rest, carry)
+            numbers, static = eqx.partition(carry, eqx.is_array)
+            ended = lambda numbers: (numbers, none, LoopInfo(jnp.int32(0), jnp.array(True)))
+
+            def goes_on(numbers: Any) -> tuple:
+                after, ys, info = rest(eqx.combine(numbers, static))
+                return eqx.filter(after, eqx.is_array), ys, info
+
+            numbers, more, b = lax.cond(a.stopped, ended, goes_on, numbers)
+            carry = eqx.combine(numbers, static)
         one = [None if how.get("every") else word for word in per_leaf(how.get("reduce"), ys)]
         parts = zip(per_leaf(out_axes, ys), one, strict=True)
         ways = [word or axis for axis, word in parts]

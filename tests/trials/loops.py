@@ -7,40 +7,23 @@ from dataclasses import replace
 from trials import options
 from trials.draws import INT
 from trials.expressions import expression
-from trials.scans import lax_loop, scan
+from trials.lax_loops import lax_loop
+from trials.scans import scan
 from trials.steps import (
     Carry,
     again,
     before_end,
     draw_carry,
+    draw_limit,
     ended,
     most_trips,
     step,
     told,
-    trips,
     unpacked,
     within,
 )
-from trials.values import integer, predicate, scalar, value
+from trials.values import predicate, scalar, value
 from trials.writer import Writer
-
-
-def draw_limit(w: Writer, most: int) -> str:
-    """A number of steps, known or not, from 0."""
-    way = w.d.weighted({"known": 4, "argument": 6, "data": 2, "integer": 2})
-    w.d.note(f"number of steps: {way}")
-    if w.lanes and way in ("argument", "integer"):
-        w.d.note("lanes that stop apart inside")
-        last = [v.name for v in w.having(lambda v: v.name.startswith("k"))]
-        return f"{last[0]} % {most + 1}"
-    if way == "argument":
-        given = w.d.choice(("n", "m"))  # from 0 to 4
-        return f"{given} % {most + 1}" if most < 4 else f"{given} * {most // 4}"
-    if way == "data":
-        return f"whole({scalar(w)}, {most})"
-    if way == "integer":
-        return f"jnp.asarray({integer(w)}, 'int32') % {most + 1}"
-    return str(trips(w, most))
 
 
 def loop(w: Writer) -> None:
@@ -51,14 +34,22 @@ def loop(w: Writer) -> None:
     LOOPS[kind](w)
 
 
+LANES = "jnp.arange(3, dtype='int32')", "jnp.array([2, 0, 3], 'int32')"
+LANES_OF_LANES = (
+    "jnp.array([[2, 0], [1, 3]], 'int32')",
+    "jnp.array([[0, 1], [2, 3]], 'int32')",
+)
+
+
 def in_lanes(w: Writer) -> None:
     """A function with a loop, for three values at once, each of which may stop when it likes."""
     before, allowed = w.variables, w.allowed
     w.variables = [v for v in before if not v.buffer]  # of a step around, not of one lane
     lane, x, k = w.name("lane"), w.name("x"), w.name("k")
-    row = w.some_float(((), (3,)))
-    given = w.d.choice(("jnp.arange(3, dtype='int32')", "jnp.array([2, 0, 3], 'int32')"))
-    at, w.lanes, w.trips = value(w, row.of((3, *row.shape))), True, w.trips * 3
+    row, twice = w.some_float(((), (3,))), w.d.chance(30)
+    counts, given = (2, 2) if twice else (3,), w.d.choice(LANES_OF_LANES if twice else LANES)
+    w.d.note("lanes of lanes" if twice else "lanes of a program's own")
+    at, w.lanes, w.trips = value(w, row.of((*counts, *row.shape))), True, w.trips * 3
     with w.function(f"{lane}({x}, {k})"):
         w.add(x, row)
         w.add(k, INT)
@@ -67,7 +58,8 @@ def in_lanes(w: Writer) -> None:
         w.line(f"return {expression(w, result)}")
     w.lanes, w.trips, w.allowed = False, w.trips // 3, allowed
     w.variables = before
-    w.let(f"jax.vmap({lane})({at}, {given})", result.of((3, *row.shape)))
+    mapped = f"jax.vmap(jax.vmap({lane}))" if twice else f"jax.vmap({lane})"
+    w.let(f"{mapped}({at}, {given})", result.of((*counts, *row.shape)))
 
 
 def while_loop(w: Writer) -> None:
@@ -105,7 +97,7 @@ def while_loop(w: Writer) -> None:
         w.line(f"return {step(w, carry, 'c', count.format)}")
     bound = options.bounded(w, most, throws=True)
     how = bound | options.kept(w, bool(bound)) | options.unrolled(w, False) | carry.named()
-    how |= options.narrowed(w)
+    how |= options.narrowed(w) | options.watched(w)
     if not bound:
         w.tags.add("no bound")
         w.d.note("no bound")
@@ -131,7 +123,7 @@ def fori_loop(w: Writer) -> None:
         w.tags.add("no bound")
         w.d.note("no bound")
     how = bound | options.kept(w, known or bool(bound)) | options.unrolled(w, known)
-    how |= options.narrowed(w)
+    how |= options.narrowed(w) | options.watched(w)
     call = f"loops.fori_loop({lower}, {upper}, {body}, {carry.init}@)"
     finished(w, carry, call, how | carry.named(), body)
 

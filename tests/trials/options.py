@@ -27,6 +27,10 @@ KEEPS = (
 """What the backward pass keeps: no number changes by it."""
 
 
+MAYBE_INFINITE = frozenset({"cond", "odd types", "infinite slope beyond the last step"})
+"""Constructs that make infinite numbers, or slopes, that do not count."""
+
+
 def kept(w: Writer, bound: bool, plan: bool = True) -> dict[str, str]:
     """`bound`: whether the steps have one; `plan`: whether a plan is of this very loop."""
     if "options" not in w.allowed:
@@ -61,11 +65,25 @@ def unrolled(w: Writer, whole: bool) -> dict[str, str]:
 
 def narrowed(w: Writer) -> dict[str, str]:
     """What becomes of lanes that have stopped: no number changes by it."""
-    if not w.may("options", 30):
+    if not w.may("options", 60 if w.lanes else 30):
         return {}
     how = w.d.choice(("'compact'", "(1,)", "(2, 1)", "'wait'", "'flatten'"))
-    w.d.note(f"option: lanes={how}")
+    w.d.note(f"option: lanes={how}{' inside a vmap' if w.lanes else ''}")
     return {"lanes": how}
+
+
+def watched(w: Writer) -> dict[str, str]:
+    """What is shown of a loop, and looked for in it: no number changes by it."""
+    how = {}
+    if w.may("watched", 20):
+        how["progress"] = "Quiet()"
+    exact = w.dtypes == ("float64",) and not w.allowed & MAYBE_INFINITE
+    if exact and w.may("watched", 70):
+        how["debug"] = "'finite'"
+    for name in how:
+        w.d.note(f"option: {name}")
+        w.tags.add(name)
+    return how
 
 
 def bounded(w: Writer, steps: int, throws: bool = False) -> dict[str, str]:

@@ -14,6 +14,25 @@ class Two(NamedTuple):
     two: Any
 
 
+class Model(eqx.Module):
+    weights: Any
+    function: Any
+    name: Any
+
+
+class Quiet:
+    """A bar that nobody sees."""
+
+    def start(self, total):
+        self.steps = 0
+
+    def update(self, steps):
+        self.steps += steps
+
+    def close(self):
+        assert self.steps >= 0
+
+
 TABLE = np.linspace(0.3, 1.1, 5)
 
 

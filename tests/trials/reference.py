@@ -49,7 +49,7 @@ class Decisions:
             return carry
 
         def move(leaf: Any) -> Any:
-            if not jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.inexact):
+            if not is_inexact(leaf):
                 return leaf
             signs = jnp.cos(jnp.arange(leaf.size) * 2.3 + leaf.ndim).reshape(leaf.shape)
             return leaf * (1 + self.noise * signs)
@@ -94,7 +94,16 @@ def same(function: Callable, **_: Any) -> Callable:
 
 
 def arrays(tree: Any) -> Any:
-    return jax.tree.map(jnp.asarray, tree)
+    return jax.tree.map(lambda v: v if is_static(v) else jnp.asarray(v), tree)
+
+
+def is_static(leaf: Any) -> bool:
+    """Whether it is no array, and handed on."""
+    return callable(leaf) or isinstance(leaf, str)
+
+
+def is_inexact(leaf: Any) -> bool:
+    return not is_static(leaf) and jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.inexact)
 
 
 def row_of(array: Any, axis: int | None, row: int) -> Any:
@@ -193,9 +202,8 @@ class PythonLoops:
         """The rows that were written; zeros in the place of others."""
         if not rows:
             row = [row_type(x, a) for x, a in zip(leaves, axes, strict=True)]
-            types = self.decisions.undecided(lambda: jax.eval_shape(f, carry, tree.unflatten(row)))[
-                1
-            ]
+            of_row = lambda *row: f(carry, tree.unflatten(row))[1]
+            types = self.decisions.undecided(lambda: jax.eval_shape(of_row, *row))
             zeros = lambda t: jax.random.key(0) if is_key(t) else jnp.zeros(t.shape, t.dtype)
             y = jax.tree.map(zeros, types)
         else:
@@ -219,8 +227,7 @@ def row_type(x: Any, axis: int | None) -> Any:
 
 
 def stop_gradients(carry: Any) -> Any:
-    inexact = lambda v: jnp.issubdtype(jnp.asarray(v).dtype, jnp.inexact)
-    return jax.tree.map(lambda v: lax.stop_gradient(v) if inexact(v) else v, carry)
+    return jax.tree.map(lambda v: lax.stop_gradient(v) if is_inexact(v) else v, carry)
 
 
 class PythonList:

@@ -17,7 +17,7 @@ from trials.compare import compiled
 from trials.draws import Draws
 from trials.implementations import Implementation
 from trials.programs import Program, draw_program
-from trials.rewritten import without_errors
+from trials.rewritten import reversible, without_errors
 from trials.transformations import direction, vector
 
 LANES = 3
@@ -102,7 +102,7 @@ class Related:
 
     def differences(self, implementation: Implementation) -> list:
         """Of both sides, relative to their scale."""
-        f = self.program.of_vector(implementation.function(self.program))
+        f = reversible(self.program, implementation.function(self.program))
         x, others = self.program.arguments(1)
         others = {k: v[0] for k, v in others.items()} | {"n": np.int32(14), "m": np.int32(11)}
         g = lambda x, o: vector(f(x, o))

@@ -75,7 +75,7 @@ class Rewritten:
 
     def under(self, loops: Any, x: Any, others: Any) -> tuple[Any, list]:
         """What the program returns, and its derivatives."""
-        f = self.program.of_vector(self.program.function({"loops": loops}))
+        f = reversible(self.program, self.program.function({"loops": loops}))
         both_ways = "custom_vjp" not in self.program.tags
 
         def derived(x: Any) -> tuple[Any, list]:
@@ -88,6 +88,12 @@ class Rewritten:
 
         with compiled(False):
             return jax.jit(derived)(x)
+
+
+def reversible(program: Program, function: Callable) -> Callable:
+    """Of a vector, with a derivative in reverse mode."""
+    f = program.of_vector(function)
+    return loopkit.checkpointed(f) if "lax's while" in program.tags else f
 
 
 def same(a: Any, b: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trials import options
-from trials.draws import FLOAT, INT, Type
+from trials.draws import FLOAT, Type
 from trials.expressions import expression
 from trials.some_ys import Kept, draw_kept, with_rows
 from trials.steps import (
@@ -127,6 +127,7 @@ def scan_options(w: Writer, carry: Carry, most: int, axes: list, xs: tuple) -> d
             w.line(f"return {predicate(w)}")
         how["until"] = stop
     how |= options.kept(w, True, "truncate" not in how) | options.unrolled(w, True)
+    how |= options.watched(w)
     asked = {"checkpoints", "memory", "until", "truncate", "in_axes"} & set(how)
     if not asked and "axes" not in w.allowed and not any(v.buffer for v in carry.initial):
         how |= options.flag(w, "_split_transpose", 20)
@@ -142,25 +143,3 @@ def stacked_along(w: Writer, ys: list[Type], how: dict[str, str], kept: Kept) ->
     able = [last if kept.may_be_last(i) else [] for i in range(len(ys))]
     ways = [(0, *([1, -1] if t.shape else []), *none) for t, none in zip(ys, able, strict=True)]
     return [w.d.choice(some) for some in ways]
-
-
-def lax_loop(w: Writer) -> None:
-    """One of lax, which nobody is asked to replace."""
-    allowed, w.allowed = w.allowed, w.allowed - {"buffer", "list"}
-    before, w.variables = w.variables, [v for v in w.variables if not v.buffer]
-    most = trips(w, most_trips(w))
-    w.tags.update(["lax's scan of no steps"] if not most else [])
-    carry = draw_carry(w)
-    body, i, counts = w.name("body"), w.name("i"), w.d.chance(30)
-    with within(w, most), w.function(f"{body}({i}, c)" if counts else f"{body}(c, _)"):
-        if counts:
-            w.add(i, INT)
-        w.line(f"return {step(w, carry, 'c')}{'' if counts else ', None'}")
-    w.allowed = allowed
-    w.variables = [*before, *(v for v in w.variables if v not in before)]
-    out = w.name("out")
-    if counts:
-        w.line(f"{out} = lax.fori_loop(0, {most}, {body}, {carry.init})")
-    else:
-        w.line(f"{out}, _ = lax.scan({body}, {carry.init}, None, {most})")
-    ended(w, carry, out)

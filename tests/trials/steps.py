@@ -10,7 +10,7 @@ from trials.buffers import empty_list, new_buffer, store, write_text, written
 from trials.draws import BOOL, FLOAT, INT, INTEGERS, KEY, Type
 from trials.expressions import expression
 from trials.trees import Tree, draw_tree
-from trials.values import value
+from trials.values import integer, scalar, value
 from trials.writer import Variable, Writer, names_in
 
 DEEPEST = 3
@@ -79,7 +79,9 @@ def draw_carry(w: Writer, counter: str | None = None) -> Carry:
         at = w.d.number(0, len(initial))
         kind = FLOAT if "." in counter else INT
         initial.insert(at, Variable(counter, kind))
-    return Carry(initial, draw_tree(w.d, len(initial)), at, checked)
+    static = w.may("static leaves", 40)
+    w.tags.update(["static leaves"] if static else [])
+    return Carry(initial, draw_tree(w.d, len(initial), static), at, checked)
 
 
 def unpacked(w: Writer, carry: Carry, base: str) -> list[Variable]:
@@ -97,7 +99,8 @@ def statements(w: Writer, most: int) -> None:
     for _ in range(most):
         if not w.d.chance(75):
             return
-        if w.depth < DEEPEST and w.trips * 2 <= MOST_TRIPS and w.may("nests", 20):
+        deeper = w.may("nests", 20) or (w.deep and w.d.chance(60))
+        if deeper and w.depth < DEEPEST and w.trips * 2 <= MOST_TRIPS:
             w.loop(w)
         elif w.buffers() and w.d.chance(60):
             store(w)
@@ -174,6 +177,10 @@ def step(
     if carry.counter is not None:
         before_end(w, now[carry.counter])
     checked, w.checked = w.checked, w.checked or carry.checked
+    for function in carry.tree.functions(base):
+        w.d.note("function in the carry")
+        kind = w.some_float()
+        w.let(f"{function}({value(w, kind)})", kind)
     statements(w, 2)
     for leaf in now:
         if leaf.buffer == "buffer" and w.d.chance(60):
@@ -209,11 +216,30 @@ def within(w: Writer, most: int) -> ExitStack:
 
 
 def most_trips(w: Writer) -> int:
-    if w.depth == 0 and w.may("long loops", 35):
+    if w.depth == 0 and not w.deep and w.may("long loops", 35):
         w.d.note("long loop")
         w.tags.add("long")
         return MOST_TRIPS // w.trips
-    return max(1, min(4, MOST_TRIPS // w.trips, 4 if w.depth == 0 else 3))
+    most = 2 if w.deep else 4 if w.depth == 0 else 3
+    return max(1, min(most, MOST_TRIPS // w.trips))
+
+
+def draw_limit(w: Writer, most: int) -> str:
+    """A number of steps, known or not, from 0."""
+    way = w.d.weighted({"known": 4, "argument": 6, "data": 2, "integer": 2})
+    w.d.note(f"number of steps: {way}")
+    if w.lanes and way in ("argument", "integer"):
+        w.d.note("lanes that stop apart inside")
+        last = [v.name for v in w.having(lambda v: v.name.startswith("k"))]
+        return f"{last[0]} % {most + 1}"
+    if way == "argument":
+        given = w.d.choice(("n", "m"))  # from 0 to 4
+        return f"{given} % {most + 1}" if most < 4 else f"{given} * {most // 4}"
+    if way == "data":
+        return f"whole({scalar(w)}, {most})"
+    if way == "integer":
+        return f"jnp.asarray({integer(w)}, 'int32') % {most + 1}"
+    return str(trips(w, most))
 
 
 def trips(w: Writer, most: int) -> int:

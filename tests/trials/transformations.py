@@ -190,16 +190,20 @@ def draw_pattern(d: Draws, program: Program) -> str:
     for letter in SAME:
         if d.chance(15) and not (letter == "c" and "io_callback" in tags):
             letters.insert(d.number(0, len(letters)), letter)
+    if set(letters) & set("lrRo") and "lax's while" in tags:
+        letters.insert(0, "k")  # of its own it has no reverse mode
     return "".join(letters)
 
 
 OUTSIDE = {"jit": 88, "donation": 5, "export": 4, "disable_jit": 3}
 
 
+ON_THIS_HOST = frozenset(["callback", "list", "checks", "throw", "host", "progress", "debug"])
+
+
 def draw_outside(d: Draws, program: Program, pattern: str) -> str:
     way = d.weighted(OUTSIDE)
-    said = {"callback", "list", "checks", "throw", "host"}  # what needs this very host
-    if way == "export" and (program.tags & said or "s" in pattern):
+    if way == "export" and (program.tags & ON_THIS_HOST or "s" in pattern):
         return "jit"
     not_without = {"list", "lax's scan of no steps"}  # lax says so
     if way == "disable_jit" and (program.tags & not_without or set(pattern) & set("sjFo")):

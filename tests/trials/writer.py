@@ -47,6 +47,8 @@ class Writer:
         self.indent, self.names = 1, 0
         self.depth = 0
         """Of loops around."""
+        self.deep = self.may("deep nests", 25)
+        """Whether loops are in loops as often as can be."""
         self.trips = 1
         """Of a step at hand, at most: it is unrolled so many times."""
         self.outside = 0
