@@ -562,3 +562,22 @@ def test_what_is_stored_differs_between_devices_in_part(stored):
     wanted = lambda x, ct: jax.vjp(lambda x: summed(unrolled_scan, x), x)[1](ct)[0]
     lanes = jnp.reshape(x, (4, size))
     assert_close(got, jax.vmap(wanted)(lanes, jnp.cos(lanes)).reshape(-1))
+
+
+def test_a_residual_that_is_the_same_everywhere():
+    """Of an inner loop, how many steps it took: each device saves it in rows of its own."""
+    some = np.linspace(0.3, 0.8, 3)
+
+    def f(x, n, fori_loop, **how):
+        def body(_, c):
+            read = lambda c: jax.jit(lambda x: x * some)(c)  # by a constant of the inner loop
+            return jnp.sin(c) * fori_loop(0, 1, lambda _, z: jnp.sin(x) * z + 0 * len(read(c)), x)
+
+        return jnp.sum(fori_loop(0, n, body, x, **how))
+
+    lanes, counts = jnp.reshape(jnp.linspace(-0.9, 0.9, 12), (4, 3)), jnp.array([1, 4, 0, 3])
+    slopes = lambda x, n: jax.grad(f)(x[0], n[0], loopkit.fori_loop, max_steps=4)[None]
+    sharded = jax.shard_map(slopes, mesh=MESH, in_specs=P("d"), out_specs=P("d"))
+    python = lambda first, last, body, c: ft.reduce(lambda c, i: body(i, c), range(first, last), c)
+    wanted = [jax.grad(f)(x, int(n), python) for x, n in zip(lanes, counts, strict=True)]
+    assert_close(jax.jit(sharded)(lanes, counts), jnp.stack(wanted))

@@ -1,17 +1,20 @@
 """Does it see? Mistakes made on purpose, of the kinds that were real ones.
 
-    python -m trials.mutants [--programs N] [--seed S] [--expected FOLDER] [NAME...]    # in tests/
+    python -m trials.mutants [--programs N] [--seed S] [--record FILE] [NAME...]    # in tests/
 
-Each is a small change to a copy of the package, which programs then run with until one fails. Only
-programs that the change makes another compiled program of are compiled. That a mutant survives says
-that the grammar cannot write what would show it, or seldom does.
+Each is a small change to a copy of the package, which programs then run with until one fails: of
+those drawn from the seed that have what the mistake is about, cheap ones first. Only programs that
+the change makes another compiled program of are compiled. That a mutant survives says that the
+grammar cannot write what would show it, or seldom does. A mutant that stands in the record as
+killed is not tried again.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools as ft
 import importlib
-import itertools
+import json
 import os
 import re
 import resource
@@ -19,7 +22,6 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -29,15 +31,19 @@ import jax
 import loopkit
 from trials import transformations
 from trials.compare import IllConditioned, Results, Trial, compare, compiled
-from trials.hunt import chosen, expected, failure
+from trials.drawn import draw_trial
+from trials.hunt import Uniform, failure
 from trials.implementations import Implementation
+from trials.records import constructs_of, lines_of
 
 PACKAGE = Path(loopkit.__file__).parent
 RIGHT = Implementation("loopkit", loopkit)
 LONGEST = 300
 """Seconds of a processor after which a mutant is given up."""
-
-WINDOW = 250
+DRAWN = 20_000
+"""Programs among which those for a mutant are looked for: a millisecond each."""
+CHOICE = 10
+"""Of so many that have all that is asked for the cheapest is run, if there are that many."""
 
 
 class Mutant(NamedTuple):
@@ -50,13 +56,6 @@ class Mutant(NamedTuple):
     """What a program has to have, to show it: others are not run."""
     always: tuple[str, ...] = ()
     """What a program may have: of the constructs that are left out of half of all programs."""
-
-
-class Budget(NamedTuple):
-    programs: int
-    seed: int
-    folder: Path
-    """Where what is expected of a program is kept."""
 
 
 def mutants() -> list[Mutant]:
@@ -99,7 +98,7 @@ def text_of(program: Any) -> str:
     return program.as_text().replace("mistaken", "loopkit")
 
 
-def said_of(trial: Trial, wrong: Implementation, path: Path) -> str | None:
+def said_of(trial: Trial, wrong: Implementation) -> str | None:
     """What is wrong; nothing if nothing is; None if it is the same program."""
     try:
         right = text_of(lowered(trial, RIGHT))
@@ -111,7 +110,7 @@ def said_of(trial: Trial, wrong: Implementation, path: Path) -> str | None:
             return None
         with compiled(False):
             got = Results(*found.compile()(*trial.arguments()))
-        compare(trial, got, expected(trial, path))
+        compare(trial, got)
     except IllConditioned:
         return ""
     except Exception as error:
@@ -119,36 +118,67 @@ def said_of(trial: Trial, wrong: Implementation, path: Path) -> str | None:
     return ""
 
 
-def shortest_first(trials: Iterator[tuple[int, Trial]]) -> Iterator[tuple[int, Trial]]:
-    """Those of each `WINDOW` numbers by the length of their text: most of the time is JAX's."""
-    for _, window in itertools.groupby(trials, lambda pair: pair[0] // WINDOW):
-        yield from sorted(window, key=lambda pair: len(pair[1].program.body))
+class Drawn(NamedTuple):
+    number: int
+    constructs: frozenset[str]
+    cost: int
+
+    def has(self, constructs: tuple[str, ...]) -> bool:
+        """Names, or their beginnings; "a or b": one of two."""
+        ways = (tuple(c.split(" or ")) for c in constructs)
+        return all(any(name.startswith(way) for name in self.constructs) for way in ways)
 
 
-def search(mutant: Mutant, budget: Budget) -> str:
+@ft.cache
+def drawn(seed: int, always: tuple[str, ...]) -> list[Drawn]:
+    """What the programs of a seed have; trials are drawn again from their numbers."""
+    names: dict[str, str] = {}  # each once: there are millions
+    found = []
+    for number in range(DRAWN if not always else DRAWN // 4):
+        trial = trial_of(seed, number, always)
+        constructs = frozenset(names.setdefault(name, name) for name in constructs_of(trial))
+        order = sum(letter in transformations.DERIVATIVES for letter in trial.pattern)
+        found.append(Drawn(number, constructs, len(trial.program.body) * (2 + order)))
+    return found
+
+
+def trial_of(seed: int, number: int, always: tuple[str, ...]) -> Trial:
+    return draw_trial(Uniform(seed * 1_000_000 + number, always))
+
+
+def candidates(mutant: Mutant, seed: int, programs: int) -> list[int]:
+    """Numbers of programs: the cheapest of every few that have what is asked for."""
+    able = [p for p in drawn(seed, mutant.always) if p.has(mutant.constructs)]
+    few = max(1, min(CHOICE, len(able) // programs))
+    groups = [able[at : at + few] for at in range(0, len(able), few)][:programs]
+    cheapest = [min(group, key=lambda p: p.cost) for group in groups]
+    return [p.number for p in sorted(cheapest, key=lambda p: p.cost)]
+
+
+def search(mutant: Mutant, seed: int, numbers: list[int]) -> str:
     """Which program fails first, and how; or how many would be others, and are as they should."""
     jax.config.update("jax_enable_x64", True)
     others = 0
     with tempfile.TemporaryDirectory() as folder:
         wrong = Implementation("loopkit", wrong_copy(mutant, Path(folder)))
-        trials = shortest_first(chosen(budget.seed, mutant.constructs, mutant.always))
-        for number, trial in itertools.islice(trials, budget.programs):
-            path = budget.folder / f"{budget.seed}-{number}{'-'.join(mutant.always)}.pickle"
-            said = said_of(trial, wrong, path)
-            if said and not failure(trial, RIGHT, path):
-                return f"killed: {mutant.name}: program {number}, {trial}: {said[:150]}"
+        for at, number in enumerate(numbers):
+            trial = trial_of(seed, number, mutant.always)
+            said = said_of(trial, wrong)
+            if said and not failure(trial, RIGHT):
+                which = f"program {number}, {trial}, the {at + 1}. of {len(numbers)}"
+                return f"killed: {mutant.name}: {which}: {said[:150]}"
             others += said is not None
-    return f"SURVIVED: {mutant.name}: {others} of {budget.programs} programs were others"
+    return f"SURVIVED: {mutant.name}: {others} of {len(numbers)} programs were others"
 
 
-def apart(mutant: Mutant, budget: Budget) -> tuple[str, float]:
+def apart(mutant: Mutant, seed: int, numbers: list[int]) -> tuple[str, float]:
     """The same in a process of its own, and the seconds of a processor that it took."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         resource.setrlimit(resource.RLIMIT_CPU, (LONGEST, LONGEST))
         try:
-            os.write(write, search(mutant, budget).encode())
+            os.write(write, search(mutant, seed, numbers).encode())
         finally:
             os._exit(0)
     os.close(write)
@@ -165,17 +195,24 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--programs", default=60, type=int)
     parser.add_argument("--seed", default=0, type=int)
-    parser.add_argument("--expected", default=tempfile.gettempdir(), help="what to keep it in")
+    parser.add_argument("--record", default=None, type=Path)
     parser.add_argument("names", nargs="*")
     given = parser.parse_args()
-    budget = Budget(given.programs, given.seed, Path(given.expected))
-    chosen_ones = [m for m in mutants() if not given.names or any(n in m.name for n in given.names)]
+    chosen = [m for m in mutants() if not given.names or any(n in m.name for n in given.names)]
+    before = {line["mutant"]: line for line in lines_of(given.record)}
     found, total = 0, 0.0
-    for mutant in chosen_ones:
-        said, seconds = apart(mutant, budget)
-        found, total = found + said.startswith("killed"), total + seconds
-        print(f"{seconds:.0f} s, {said}", flush=True)
-    print(f"{found} of {len(chosen_ones)} killed, {total / 60:.0f} minutes of a processor")
+    for mutant in chosen:
+        line = before.get(mutant.name)
+        if line is None or not line["said"].startswith("killed"):
+            numbers = candidates(mutant, given.seed, given.programs)
+            said, seconds = apart(mutant, given.seed, numbers)
+            line = {"mutant": mutant.name, "seed": given.seed, "said": said, "seconds": seconds}
+            if given.record is not None:
+                with given.record.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+        found, total = found + line["said"].startswith("killed"), total + line["seconds"]
+        print(f"{line['seconds']:.0f} s, {line['said']}", flush=True)
+    print(f"{found} of {len(chosen)} killed, {total / 60:.0f} minutes of a processor")
 
 
 if __name__ == "__main__":

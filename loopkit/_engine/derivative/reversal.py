@@ -206,7 +206,9 @@ class Reversal:
         """What one step leaves for its reversal."""
         if self.plan.store == "carries":
             return self.slot_types
-        return self.shortened(self.split.stored_types)
+        decide = [] if self.loop.cond is None else self.loop.cond.out_avals
+        types = self.shortened(self.split.stored_types)
+        return [_jax.type_like(t, decide) for t in types]  # as where they are written does
 
     def advance(self, operands: Operands, steps: Any, carry: list, first: Any, times: Any) -> list:
         """The saved carry leaves, `times` steps after step `first`; a lane takes `steps` in all."""
