@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from trials.draws import FLOAT, INT, Type
 from trials.values import index, integer, predicate, rows_index, value
-from trials.writer import Variable, Writer
+from trials.writer import Variable, Writer, names_in
 
 ROOM = 64
 """Of a list: more than is ever appended."""
@@ -41,9 +41,15 @@ def empty_list(w: Writer) -> Variable:
 
 
 def place(w: Writer, b: Variable) -> str:
-    """Where a row is."""
-    rows = b.type.shape[0]
-    return f"{integer(w)} % {rows}" if w.checked else index(w, rows)
+    """Where a row is: often one that was read or written before."""
+    rows, known = b.type.shape[0], w.places.setdefault((b.origin or b.name, w.checked), [])
+    visible = {v.name for v in w.variables}
+    again = [text for text in known if visible.issuperset(names_in(text))]
+    if again and w.d.chance(40):
+        w.d.note("a row again")
+        return w.d.choice(again)
+    known.append(f"{integer(w)} % {rows}" if w.checked else index(w, rows))
+    return known[-1]
 
 
 def store(w: Writer) -> None:

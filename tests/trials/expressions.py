@@ -115,7 +115,7 @@ def product(w: Writer, t: Type) -> str | None:
     return f"{value(w, t)} @ {value(w, matrix)} / 3" if t.shape == (2, 3) else None
 
 
-@construct("large product", 1)
+@construct("large product", 2)
 def large_product(w: Writer, t: Type) -> str | None:
     """With a matrix of which a gradient had better be added up at the end."""
     if t.shape != (3,) or t.dtype != "float64":

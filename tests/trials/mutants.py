@@ -134,7 +134,7 @@ def drawn(seed: int, always: tuple[str, ...]) -> list[Drawn]:
     """What the programs of a seed have; trials are drawn again from their numbers."""
     names: dict[str, str] = {}  # each once: there are millions
     found = []
-    for number in range(DRAWN if not always else DRAWN // 4):
+    for number in range(DRAWN if not always else DRAWN // 2):
         trial = trial_of(seed, number, always)
         constructs = frozenset(names.setdefault(name, name) for name in constructs_of(trial))
         order = sum(letter in transformations.DERIVATIVES for letter in trial.pattern)

@@ -22,6 +22,7 @@ from trials.transformations import DERIVATIVES
 WRITE = re.compile(r"write\(b\d|sine_at\(b\d|\bb\d+\.at\[[^\]]*\]\.(?!get)")
 OF_TEXT = {
     "one write to a buffer": lambda body: len(WRITE.findall(body)) == 1,
+    "several writes to a buffer": lambda body: len(WRITE.findall(body)) > 1,
     "buffer of zeros": lambda body: re.search(r"^ *v\d+ = jnp\.zeros\(", body, re.MULTILINE),
 }
 """What a program is seen to have once it is whole."""

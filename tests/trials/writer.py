@@ -61,6 +61,8 @@ class Writer:
         """Whether inside a vmap of the program's own."""
         self.effects = True
         """Whether what is written may have some: of what is rematerialised JAX allows none."""
+        self.places: dict[tuple[str, bool], list[str]] = {}
+        """Of each buffer: where rows of it were read or written."""
         self.checked = False
         """Whether every row of a buffer that is read or written has to be one that it has."""
 
