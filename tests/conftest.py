@@ -25,6 +25,7 @@ def pytest_addoption(parser):
     parser.addoption("--loops", default="loopkit", help="loopkit, checkpointed, lax or equinox")
     parser.addoption("--trials", default=5000, type=int, help="how many programs")
     parser.addoption("--trials-seed", default=1000, type=int, help="of the first piece")
+    parser.addoption("--trials-longest", default=None, type=int, help="characters of a program")
     parser.addoption("--trials-record", default=None, help="a file: pieces that it has are done")
 
 

@@ -31,9 +31,9 @@ OF_TEXT = {
 class Piece:
     """The counts of one piece."""
 
-    def __init__(self, implementation: str, seed: int, programs: int):
+    def __init__(self, implementation: str, seed: int, programs: int, longest: int | None):
         self.key = {"loops": implementation, "seed": seed, "programs": programs}
-        self.key["jax"] = jax.__version__
+        self.key |= {"jax": jax.__version__, "longest": longest}
         self.outcomes: Counter[str] = Counter()
         self.constructs: Counter[str] = Counter()
         """In how many of the programs that were compared."""
@@ -45,7 +45,7 @@ class Piece:
         self.constructs.update(constructs_of(trial))
 
     def is_in(self, record: Path | None) -> bool:
-        return any(self.key == {k: line[k] for k in self.key} for line in lines_of(record))
+        return any(self.key == {k: line.get(k) for k in self.key} for line in lines_of(record))
 
     def written_to(self, record: Path | None) -> None:
         if record is not None:

@@ -1,7 +1,7 @@
 """Random programs, what is done to them at random, and the reference: do they agree?
 
-`pytest -m trials` runs many, with `--trials`, `--trials-seed`, `--trials-record` and `--loops` as
-docs/testing.md says; a few are part of every run.
+`pytest -m trials` runs many, with the options of `conftest.py`, as docs/testing.md says; a few are
+part of `pytest -m slow`.
 """
 
 from pathlib import Path
@@ -25,26 +25,33 @@ pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not us
 
 PIECE = 25
 """Programs to a seed."""
+FEW, SHORT = 300, 1500
+"""How many are part of `pytest -m slow`, and how long they are at most, in characters.
+
+Three quarters of all are no longer. What is longer takes most of the time, to trace and compile.
+"""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "piece" in metafunc.fixturenames:
         few = metafunc.function is test_a_few
         given = metafunc.config.getoption
-        count = 100 if few else given("--trials")
+        count, longest = (FEW, SHORT) if few else (given("--trials"), given("--trials-longest"))
         first = 0 if few else given("--trials-seed")
         sizes = [min(PIECE, count - done) for done in range(0, count, PIECE)]
         who = given("--loops")
         pieces = [
-            pytest.param((who, first + at, size), id=f"{who}-{first + at}-{size}")
+            pytest.param((who, first + at, size, longest), id=f"{who}-{first + at}-{size}")
             for at, size in enumerate(sizes)
         ]
         metafunc.parametrize("piece", pieces)
 
 
 @st.composite
-def trials(draw) -> Trial:
-    return draw_trial(Draws(draw))
+def trials(draw, longest: int | None) -> Trial:
+    trial = draw_trial(Draws(draw))
+    hyp.assume(longest is None or len(trial.program.body) <= longest)
+    return trial
 
 
 def settings(seed: int, programs: int):
@@ -56,13 +63,16 @@ def settings(seed: int, programs: int):
     return lambda test: hyp.seed(seed)(drawn(test))
 
 
-def run_piece(name: str, seed: int, programs: int, record: Path | None) -> None:
-    implementation, piece = IMPLEMENTATIONS[name], Piece(name, seed, programs)
+def run_piece(
+    name: str, seed: int, programs: int, longest: int | None, record: Path | None
+) -> None:
+    implementation = IMPLEMENTATIONS[name]
+    piece = Piece(name, seed, programs, longest)
     if piece.is_in(record):
         return
 
     @settings(seed, programs)
-    @hyp.given(trials())
+    @hyp.given(trials(longest))
     def run(trial):
         piece.took(trial, outcome(trial, implementation))
 
@@ -117,7 +127,7 @@ def related(draw):
 @pytest.mark.trials
 def test_relations(piece):
     """One of them for ten programs that are compared with the reference."""
-    name, seed, programs = piece
+    name, seed, programs, _ = piece
     if name != "loopkit":
         pytest.skip("their derivatives and options are not all there")
 
