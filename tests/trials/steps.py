@@ -64,6 +64,8 @@ def leaf_type(w: Writer) -> Type:
 def draw_carry(w: Writer, counter: str | None = None) -> Carry:
     """`counter`: how one of the leaves begins."""
     initial = [w.let(value(w, t), t) for t in (leaf_type(w) for _ in range(w.d.number(1, 3)))]
+    if any(v.type.inexact and not v.moving for v in initial):
+        w.d.note("leaf that begins as a constant")
     checked = False
     if w.may("buffer", 50):
         checked = not w.buffers() and w.may("options", 30)

@@ -73,7 +73,8 @@ def test_all_that_a_program_calls_is_printed():
 
 def test_the_reference_is_what_jax_computes():
     """Its operations are NumPy's: they agree with the compiled program."""
-    trial = next(t for t in map(draw_trial, map(Uniform, range(300))) if t.pattern == "f")
+    trials = map(draw_trial, map(Uniform, range(300)))
+    trial = next(t for t in trials if t.pattern == "f" and t.program.eps == 2.0**-52)
     f = trial.program.of_vector(trial.program.function({"loops": loopkit}))
     x, others = trial.arguments()
     closed = jax.make_jaxpr(lambda x: vector(f(x, others)))(x)
