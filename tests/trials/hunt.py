@@ -35,12 +35,17 @@ from trials.records import constructs_of  # noqa: E402
 
 class Uniform(Draws):
     def __init__(self, seed: int, always: Iterable[str] = ()):
-        """`always`: constructs that each program may have."""
+        """`always`: constructs that each program may have, and choices that are made more often."""
         super().__init__(None)
         self.random, self.always = random.Random(seed), frozenset(always)
 
     def some(self, constructs: Iterable[str]) -> frozenset[str]:
         return super().some(constructs) | self.always
+
+    def weighted(self, items: dict[Any, int]) -> Any:
+        return super().weighted(
+            {k: n * (5 if str(k) in self.always else 1) for k, n in items.items()}
+        )
 
     def number(self, low: int, high: int) -> int:
         return self.random.randint(low, high)

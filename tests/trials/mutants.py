@@ -55,7 +55,8 @@ class Mutant(NamedTuple):
     constructs: tuple[str, ...] = ()
     """What a program has to have, to show it: others are not run."""
     always: tuple[str, ...] = ()
-    """What a program may have: of the constructs that are left out of half of all programs."""
+    """What a program may have, and has more often: of the constructs of which half are left out,
+    and of what is chosen among several."""
 
 
 def mutants() -> list[Mutant]:
