@@ -1,7 +1,7 @@
 """How a loop says how far it is, as it runs: of the host's bar it carries three numbers.
 
 Steps are counted where a run of them ends. The host is told once enough are, and says how many
-that will be the next time: so it hears of a loop some ten times a second, whatever a step takes.
+that will be the next time: so it hears of a loop some five times a second, whatever a step takes.
 """
 
 from __future__ import annotations

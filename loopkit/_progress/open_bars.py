@@ -19,8 +19,8 @@ from typing import Any
 
 from loopkit._progress.progress import Progress
 
-INTERVAL = 0.1
-"""Seconds from one update to the next, about: bars show no more. Each takes some 0.2 ms."""
+INTERVAL = 0.2
+"""Seconds from one update to the next, about. Each takes a loop of short steps a millisecond."""
 SHARE, LONGEST = 100, 1.0
 """It is as many times longer as an update takes, up to so many seconds."""
 FASTER = 8
