@@ -165,7 +165,7 @@ def of_lanes(program, lanes, transform):
 
 @pytest.mark.parametrize(
     ("program", "transform"),
-    in_turn(PROGRAMS, ["value", "jvp", "grad", "vmap(grad)", "second"], of=5, slow=1),
+    in_turn(PROGRAMS, ["value", "jvp", "grad", "vmap(grad)", "second"], of=8, slow=3),
 )
 def test_as_lanes_that_wait(program, transform):
     got, want = (jax.jit(of_lanes(program, lanes, transform))(XS) for lanes in ("flatten", "wait"))

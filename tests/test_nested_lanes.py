@@ -88,8 +88,9 @@ OF_ALL = {
 }
 
 
-@pytest.mark.parametrize("jit", [True, False])
-@pytest.mark.parametrize(("mode", "of"), in_turn(MODES, ["value", "each", *OF_ALL]))
+@pytest.mark.parametrize(
+    ("mode", "of", "jit"), in_turn(MODES, ["value", "each", *OF_ALL], [True, False], of=4)
+)
 def test_modes(mode, of, jit):
     xs = np.linspace(-1, 1, 24).reshape(4, 6)
     many = MODES[mode](lambda n, x: (jax.grad(run, 1) if of == "each" else run)(n, x, 0.9))
@@ -178,7 +179,7 @@ def test_ys_and_keys(reverse):
     np.testing.assert_array_equal(info.stopped, True)
 
 
-@pytest.mark.parametrize("bound", [None, 12])
+@pytest.mark.parametrize("bound", [None, pytest.param(12, marks=pytest.mark.slow)])
 def test_buffers_and_lists(bound):
     def rows_of(lanes, n, x):
         def body(c):
@@ -199,7 +200,10 @@ def test_buffers_and_lists(bound):
     both(value, NS, GRID, around=lambda f: lambda n, x: jax.grad(lambda x: jnp.sum(f(n, x)))(x))
 
 
-@pytest.mark.parametrize("checkpoints", [None, 2, "all"])
+@pytest.mark.parametrize(
+    "checkpoints",
+    [None, pytest.param(2, marks=pytest.mark.slow), pytest.param("all", marks=pytest.mark.slow)],
+)
 def test_bounds(checkpoints):
     def bounded(lanes, n, x):
         body = lambda c: (c[0] + 1, jnp.sin(c[1]) * 1.1)
@@ -222,6 +226,7 @@ def test_a_bound_that_is_too_low_is_an_error():
         jax.block_until_ready(table(loop)(NS))
 
 
+@pytest.mark.slow
 def test_loops_in_loops():
     """Inner loops whose lanes are of two axes, in a loop that has them, too."""
 
@@ -240,6 +245,7 @@ def test_loops_in_loops():
     both(value, NS, GRID, around=lambda f: lambda n, x: jax.grad(lambda x: jnp.sum(f(n, x)))(x))
 
 
+@pytest.mark.slow
 def test_a_step_with_lanes_of_its_own():
     """The inner axis is inside a step, the outer one around the loop."""
 
@@ -258,6 +264,7 @@ def test_a_step_with_lanes_of_its_own():
     assert_close(jax.jit(slopes, static_argnums=0)((4, 2)), slopes("wait"))
 
 
+@pytest.mark.slow
 def test_steps_report_once():
     seen = []
 
@@ -294,6 +301,7 @@ def test_lanes_that_have_stopped_cannot_put_nan_anywhere():
     assert_close(got, of_each(jax.grad(unrolled, 1), ns, GRID))
 
 
+@pytest.mark.slow
 def test_names_of_axes():
     """Lanes that read others wait for them, those of the other axis do not matter."""
 
@@ -312,6 +320,7 @@ def test_names_of_axes():
         assert_close(program((3, 2)), program("wait"))
 
 
+@pytest.mark.slow
 def test_devices():
     mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
     if mesh.size < 2:
