@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument(
         "--whole", type=int, default=50_000, help="bytes of the gradient in the end"
     )
-    parser.add_argument("--memory", default="4 MB", help="for a gradient")
+    parser.add_argument("--memory", default="1 MB", help="for a gradient")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--plot", type=Path, default=Path("long_text.png"))
     args = parser.parse_args(argv)

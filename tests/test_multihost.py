@@ -167,6 +167,7 @@ def test_one_does_not_come(tmp_path):
 def test_example(tmp_path):
     """It starts its processes, says what it needs and whether it is right, and goes on."""
     options = [*SMALL, "--checkpoints", str(tmp_path / "checkpoints"), "--memory", "20 kB"]
+    options += ["--plot", str(tmp_path / "learnt.png")]
     with program(tmp_path, EXAMPLE, *options, "--steps", "3") as first:
         assert first.status() == 0, first.said()
         said = first.said()
