@@ -172,6 +172,30 @@ def test_custom_jvp(checkpoints):
     assert_close(jax.jit(jax.hessian(f))(0.7, 1.2), jax.hessian(wanted)(0.7, 1.2))
 
 
+@pytest.mark.parametrize("settings", [{"checkpoints": "all"}, {"truncate": 2}, {"memory": "1 MB"}])
+def test_custom_jvp_in_second_derivatives_of_scans(settings):
+    """jax before 0.12 forgets the rule there, in a scan of its own."""
+    xs = jnp.asarray([0.3, 0.8, -0.4])
+
+    def over(loop):
+        step = lambda w: lambda c, x: (bent(c, w) + bent(x * w, c) / 2, bent(w, c))
+        return lambda w: jnp.sum(jnp.sin(jnp.concatenate([a.ravel() for a in loop(step(w), w)])))
+
+    def wanted(step, c):
+        ys = []
+        for i, x in enumerate(xs):
+            c = lax.stop_gradient(c) if i and i % settings.get("truncate", 3) == 0 else c
+            c, y = step(c, x)
+            ys.append(y)
+        return c, jnp.stack(ys)
+
+    f = over(lambda step, c: loopkit.scan(step, c, xs, **settings))
+    within = over(lambda step, c: loopkit.checkpointed(lax.scan, checkpoints="all")(step, c, xs))
+    for g in (f,) if "truncate" in settings else (f, within):
+        for outer in (jax.grad, jax.jacfwd):
+            assert_close(jax.jit(outer(jax.grad(g)))(1.2), outer(jax.grad(over(wanted)))(1.2))
+
+
 def test_relu_and_other_library_rules():
     """jax.nn and jnp functions with custom derivatives at their kinks."""
     body = lambda x: jax.nn.relu(x) + jax.nn.softplus(-x) / 3 + jnp.sinc(x) + jax.nn.silu(x) / 2

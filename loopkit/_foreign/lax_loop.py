@@ -83,9 +83,8 @@ class Settings:
         return None if self.outer is not None and self.lanes == "flatten" else self.lanes
 
     def replaces(self, loop: LaxLoop) -> bool:
-        if not loop.replaceable or (
-            loop.kind == "scan" and self.budget == "all" and not self.finite
-        ):
+        as_lax = loop.kind == "scan" and self.budget == "all" and not self.finite
+        if not loop.replaceable or (as_lax and not equations.lax_loses_rules(loop.body)):
             return False  # a scan that stores every step is lax's own
         if self.outermost and loop.kind == "scan" and self.outer is not None:
             return False

@@ -76,6 +76,7 @@ from loopkit._jax.jaxprs import (
     with_outputs,
 )
 from loopkit._jax.lax_loops import (
+    SCAN_KEEPS_RULES,
     is_settled,
     lax_scan_p,
     lax_while_p,

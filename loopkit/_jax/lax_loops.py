@@ -19,6 +19,8 @@ from loopkit._jax.sources import MACHINERY, PACKAGE
 
 lax_scan_p = lax_loops.scan_p
 lax_while_p = lax_loops.while_p
+SCAN_KEEPS_RULES = jax.__version_info__ >= (0, 12)
+"""Whether the second derivative of lax.scan heeds custom_jvp rules in the steps."""
 replacing = jax.make_user_context(None)
 """What this thread puts in the place of lax's loops, part of every cache's key, or None."""
 _lower = mlir.lower_jaxpr_to_module

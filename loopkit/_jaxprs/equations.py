@@ -67,6 +67,13 @@ def holds_custom_vjp(jaxpr: _jax.Jaxpr) -> bool:
     )
 
 
+def lax_loses_rules(jaxpr: _jax.Jaxpr) -> bool:
+    """Whether a scan of lax with these steps has a second derivative without their custom rules."""
+    if _jax.SCAN_KEEPS_RULES:
+        return False
+    return any(eqn.primitive.name == "custom_jvp_call" for eqn in all_equations(jaxpr))
+
+
 def holds_while_loop(jaxpr: _jax.Jaxpr) -> bool:
     """Whether a loop is run anywhere inside that ends when its values say so."""
     return any(

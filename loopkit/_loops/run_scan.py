@@ -16,6 +16,7 @@ from loopkit._arguments.static_leaves import wrapped
 from loopkit._engine import steps as engine_steps
 from loopkit._engine.loop import Input, Loop, Output, parts
 from loopkit._engine.trials.unrolling import settled
+from loopkit._jaxprs import equations
 from loopkit._loops.in_python import python_scan
 from loopkit._loops.info import LoopInfo
 from loopkit._loops.request import Hidden, Scan
@@ -40,6 +41,8 @@ def run(scan: Scan) -> tuple[Any, Any, Any]:
         expected = "can be True only where every step is stored, along leading axes, as in lax.scan"
         got = f"checkpoints={scan.budget!r} and other settings that lax.scan lacks"
         raise errors.wrong_value(names.function, "_split_transpose", expected, got, "Leave it out.")
+    if not _jax.is_symbolic(inputs.length):
+        as_lax = as_lax and not equations.lax_loses_rules(traced.loop.body)
     stored = ft.partial(_stored_scan, split_transpose=scan.split_transpose) if as_lax else None
     carry, ys = traced.run(leaves, inputs.arrays, stored)
     final, hidden = tree.unflatten(carry)

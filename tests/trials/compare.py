@@ -30,6 +30,10 @@ ILL = 1e-4
 """Relative to the largest number: what is known no better is not compared, and counted."""
 
 
+UNKNOWN = np.errstate(invalid="ignore")
+"""Infinity less infinity is NaN: not compared, and no reason for a warning."""
+
+
 class Results(NamedTuple):
     value: list[Any]
     """Leaves of what the program returns, with a leading axis of lanes if there are several."""
@@ -76,6 +80,7 @@ class Trial:
         with compiled(self.optimized):
             return Results(*run(self.function(implementation), *self.arguments(), self.outside))
 
+    @UNKNOWN
     def expected(self) -> tuple[Results, Results]:
         """The reference, and by how much it moves if everything is moved by `MOVED`."""
         x, others = self.arguments()
@@ -178,6 +183,7 @@ class IllConditioned(Exception):
     """Nothing is left to compare."""
 
 
+@UNKNOWN
 def compare(trial: Trial, got: Results, expected: tuple[Results, Results] | None = None) -> None:
     """An AssertionError if they differ; `IllConditioned` if not all of it is known well enough."""
     wanted, moves = expected or trial.expected()

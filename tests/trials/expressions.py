@@ -218,6 +218,7 @@ def rule(w: Writer, t: Type) -> str:
         w.tags.update(["pullback that is not linear"] if "clipped" in text else [])
         return text
     w.d.note("custom_jvp")
+    w.tags.add("custom_jvp")
     return w.d.choice((f"wave({a})", f"mixed({a}, {b})", f"looping({a})"))
 
 

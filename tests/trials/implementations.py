@@ -10,6 +10,7 @@ import equinox.internal as eqxi
 from jax import lax
 
 import loopkit
+from loopkit._jax import SCAN_KEEPS_RULES
 from trials.programs import Program
 from trials.transformations import DERIVATIVES, REVERSE
 
@@ -27,6 +28,7 @@ OWN = frozenset(
     }
 )
 """What loopkit's loops can do, and lax's cannot."""
+COUNTED = "scan", "fori_loop"
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,10 @@ class Implementation:
             return "loops of lax replaced in part"
         if self.name != "loopkit" and "s" in pattern:
             return "carries that become varying"
+        if letters[1:] and not SCAN_KEEPS_RULES and "custom_jvp" in program.tags:
+            loops = ("lax.", "loops.") if self.name == "lax" else ("lax.",)
+            if any(f"{where}{kind}(" in program.body for where in loops for kind in COUNTED):
+                return "second derivatives of a scan of lax by custom rules"
         if self.name == "equinox" and (letters[1:] or set(letters) - set(REVERSE)):
             return "other modes than one reverse"
         return None

@@ -14,6 +14,7 @@ from jax.custom_derivatives import linear_call
 
 import loopkit
 from trials import in_numpy
+from trials.compare import MOVED, IllConditioned, Results, compare
 from trials.drawn import draw_trial
 from trials.hunt import Uniform, failure
 from trials.implementations import OWN, Implementation, LaxLoops
@@ -48,6 +49,18 @@ def first_failure(implementation: Implementation, programs: int) -> str:
 def test_a_wrong_loop_is_seen(wrong):
     said = first_failure(Implementation("lax", wrong(), OWN), 200)
     assert said.startswith("AssertionError"), said
+
+
+def test_what_is_infinite_is_not_compared():
+    """And is no warning, which would be an error here."""
+    trial = next(t for t in map(draw_trial, map(Uniform, range(200))) if t.program.eps == 2.0**-52)
+    of = lambda *leaves: Results([], np.asarray(leaves))
+    expected = of(np.inf, 1.0), of(np.nan, MOVED)
+    for got in (np.inf, np.nan):
+        with pytest.raises(IllConditioned):
+            compare(trial, of(got, 1.0), expected)
+    with pytest.raises(AssertionError, match=r"derived\[1\] is \(2\+0j\), expected \(1\+0j\)"):
+        compare(trial, of(np.inf, 2.0), expected)
 
 
 def test_a_program_is_printed_so_that_it_runs():
