@@ -116,6 +116,7 @@ MONOTONE = {
     "a network": Step(16_384, 49_152, 24e3, 24e3, 13e3, carry_arrays=1, residual_arrays=3),
     "three numbers": Step(12, 12, 51.0, 51.0, 0.1, carry_arrays=3, residual_arrays=3),
     "residuals are few": Step(4000, 8, 900.0, 910.0, 900.0, carry_arrays=1, residual_arrays=1),
+    "a recurrent network": Step(512, 2572, 1294.0, 2064.0, 2064.0, 2560, 262_144, 0, 0, 1, 7),
     "a large state": Step(10**6, 9 * 10**6, 2e6, 3e6, 1e6, carry_arrays=9, residual_arrays=40),
 }
 
@@ -139,6 +140,16 @@ def test_more_memory_is_never_slower(name, bound, exact):
         assert count < default.peak_bytes or time <= default.nanoseconds(bound)
         last = time
     assert last is not None
+
+
+def test_large_products_are_added_up_seldom():
+    """However many carries there is room for: each sum of two matrices takes as long as steps."""
+    step = MONOTONE["a recurrent network"]
+    for count in (10**6, 2 * 10**6, 4 * 10**6):
+        plan = make_plan(Bytes(count), 20_000, True, step)
+        assert plan.segment > 100 or plan.strategy == "every carry"
+    alone = step._replace(product_bytes=0)
+    assert make_plan(Bytes(4 * 10**6), 20_000, True, alone).segment < 10
 
 
 def test_a_table_that_the_body_reads_is_not_counted():
@@ -177,7 +188,7 @@ def test_small_loops_keep_everything_or_nothing(exact):
 @settings(max_examples=200, deadline=None)
 def test_the_least_budget(carry, residuals, factors, buffers, bound, exact, loops, share):
     """None is refused that one slot would do for; the least that is named does, and no less."""
-    step = Step(carry, residuals, 50.0, 80.0, 60.0, factors, *buffers, 2, 5)
+    step = Step(carry, residuals, 50.0, 80.0, 60.0, factors, 9 * factors, *buffers, 2, 5)
     exact = exact and bound is not None
     planned = lambda count: make_plan(Bytes(count, loops=loops), bound, exact, step)
     alone = replace(Plan(1), bound=bound, exact=exact, step=step._replace(carry_bytes=carry or 1))

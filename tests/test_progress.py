@@ -336,6 +336,16 @@ def test_the_way_back_of_several_loops(name):
     np.testing.assert_allclose(shown, slope(make()), rtol=1e-14)
 
 
+@pytest.mark.parametrize("transform", ["grad", "jit of grad", "jvp"])
+def test_a_literal_in_the_carry(transform):
+    """Of a loop of one block: that none has stopped is a bool of Python."""
+    make = lambda **p: lambda x: loopkit.scan(step, x, x * ONES[:8], truncate=4, **p)[0]
+    over, recorder = TRANSFORMS[transform][0], Recorder()
+    shown = recorder.run(over(make(progress=recorder)), 0.3)
+    assert sum(recorder.ways()[0]) == 8
+    jax.tree.map(np.testing.assert_array_equal, shown, over(make())(0.3))
+
+
 @pytest.mark.parametrize("name", [name for name in OF_ONE_BAR if not name.startswith("unb")])
 def test_several_loops_under_jit(name):
     make, steps, _ = OF_ONE_BAR[name]

@@ -130,7 +130,8 @@ def closed(loop: Loop, bar: Bar, results: Sequence[Any], backward: bool = False)
     """The results, which wait for it, or what is small of them."""
     (zero,) = _jax.tell(Closing.of(loop, backward), [*bar], 1)
     held = lambda v: jnp.where(zero == 0, v, jnp.zeros_like(v))
-    return [held(v) if _can_wait(v) and _jax.byte_count(v) <= SMALL else v for v in results]
+    small = lambda v: _jax.byte_count(jax.typeof(v)) <= SMALL  # a literal may be Python's
+    return [held(v) if _can_wait(v) and small(v) else v for v in results]
 
 
 def _can_wait(value: Any) -> bool:
@@ -142,6 +143,7 @@ def _can_wait(value: Any) -> bool:
 
 def _bit(value: Any) -> Any:
     """A number that hangs on it, as no compiler knows what it is."""
+    value = jnp.asarray(value)
     first = lax.slice(value, (0,) * value.ndim, (1,) * value.ndim)
     return (first == 0).astype(jnp.int32).reshape(())
 

@@ -76,14 +76,15 @@ def equation_nanoseconds(eqn: Any) -> float:
     return EQUATION + elements * PER_ELEMENT.get(name, ELEMENT)
 
 
-def factor_bytes(jaxpr: _jax.Jaxpr, consts: int, smallest: int) -> int:
-    """Of the cotangents that multiply into the gradients of large matrices among the constants."""
+def factor_bytes(jaxpr: _jax.Jaxpr, consts: int, smallest: int) -> tuple[int, int]:
+    """Of what multiplies into the gradients of large matrices among the constants, and of those."""
     j = _jax.open_jaxpr(jaxpr)
     matrices = {v for v in j.invars[:consts] if _jax.is_differentiable(v.aval)}
-    others, total = set(j.invars[consts:]), 0
+    others, total, products = set(j.invars[consts:]), 0, 0
     for eqn in (eqn for eqn in j.eqns if eqn.primitive.name == "dot_general"):
         reads, out = equations.variables(eqn), _jax.byte_count(eqn.outvars[0].aval)
         size = max((_jax.byte_count(v.aval) for v in reads if v in matrices), default=0)
         if size > smallest and out < 2 * size:
             total += out + sum(_jax.byte_count(v.aval) for v in reads if v in others)
-    return total
+            products += size
+    return total, products

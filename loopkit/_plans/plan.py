@@ -74,6 +74,8 @@ class Step(NamedTuple):
     """Nanoseconds to make its residuals from the carry."""
     factor_bytes: int = 0
     """Of the factors of products that are put off to the end of a segment."""
+    product_bytes: int = 0
+    """Of these products, which are added up there."""
     log_bytes: int = 0
     """Of what it displaces in buffers, where that is logged so that checkpoints leave them out."""
     buffer_bytes: int = 0
@@ -304,16 +306,18 @@ class Plan:
         """Predicted time, less that of the steps' reversal proper: for comparing plans."""
         step, steps = self.step, self._steps("nanoseconds", steps)
         in_use = self.peak_bytes
-        price = next(p for size, p in CACHES if in_use <= size)
+        price = _price(in_use)
         save = TRANSFER if self.host else price
         if self.strategy == "every residual":
             row = ARRAY * step.residual_arrays + save * step.residual_bytes
             return steps * (step.record + row)
         slot = ARRAY * step.carry_arrays + save * step.carry_bytes
-        log = steps * price * 2 * step.log_bytes
-        if self.strategy == "every carry":
-            return log + steps * (step.run + step.remake + slot)
         units = -(-steps // self.segment)
+        beside = steps * price * 2 * step.log_bytes
+        beside += units * _price(step.product_bytes) * step.product_bytes
+        beside += steps * price * step.factor_bytes if self.segment > 1 else 0
+        if self.strategy == "every carry":
+            return beside + steps * (step.run + step.remake + slot)
         run, again = self.evaluations(steps)
         row = ARRAY * step.row_arrays(self.store) + price * step.row_bytes(self.store)
         row = row if self.segment > 1 else 0
@@ -321,7 +325,12 @@ class Plan:
         if self.store == "carries":
             replay = step.run * (1 - 1 / self.segment) + step.remake + row
         passes = (run + again - steps) * step.run
-        return log + passes + steps * replay + units * (SEGMENT + slot)
+        return beside + passes + steps * replay + units * (SEGMENT + slot)
+
+
+def _price(count: int) -> float:
+    """Nanoseconds to write and read a byte of so many."""
+    return next(price for size, price in CACHES if count <= size)
 
 
 Budget = int | str | Bytes | Share | Plan | None

@@ -256,13 +256,14 @@ def _planned(loop: Loop, active: Active) -> Reversal:
     split = split_step(loop, active)
     saved = _saved_leaves(loop.without_debug_effects(), split)
     quiet = build(loop, active, Plan(1), saved, split, None, find_counters(loop))
+    factors = (0, 0) if loop.lanes else factor_bytes(quiet.forward, loop.const_count, SMALLEST)
     step = Step(
         _jax.byte_count(*quiet.slot_types),
         _jax.byte_count(*quiet.shortened(split.stored_types)),
         nanoseconds(quiet.step),
         nanoseconds(quiet.forward),
         nanoseconds(quiet.remaking),
-        0 if loop.lanes else factor_bytes(quiet.forward, loop.const_count, SMALLEST),
+        *factors,
         carry_arrays=len(quiet.slot_types),
         residual_arrays=len(quiet.shortened(split.stored_types)),
     )
