@@ -16,6 +16,7 @@ import jax  # noqa: E402
 import jax.monitoring  # noqa: E402
 import pytest  # noqa: E402
 from jax._src import dispatch  # noqa: E402
+from turns import take_turns  # noqa: E402
 
 jax.config.update("jax_enable_x64", True)
 
@@ -27,6 +28,11 @@ def pytest_addoption(parser):
     parser.addoption("--trials-seed", default=1000, type=int, help="of the first piece")
     parser.addoption("--trials-longest", default=None, type=int, help="characters of a program")
     parser.addoption("--trials-record", default=None, help="a file: pieces that it has are done")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items):
+    take_turns(items)
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,18 @@
-"""Products of values of which a part is quick: there the values take turns."""
+"""Which cases of a test are quick: values take turns, and so do the two pairs of Python and JAX."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
 import pytest
+
+MANY = 4
+"""Quick cases of one test, of which one in `SHARE` stays quick."""
+SHARE = 3
+NEWER = jax.__version_info__ >= (0, 11)
+LATE = "slow", "exhaustive", "programs", "trials", "accelerators", "site"
 
 
 def in_turn(
@@ -24,6 +32,18 @@ def in_turn(
         marks = () if turn == 0 or often(*values) else late
         cases.append(pytest.param(*values, marks=marks, id="-".join(map(name_of, values))))
     return cases
+
+
+def take_turns(items: list[pytest.Item]) -> None:
+    """Of a test of many quick cases most are slow: others on the oldest JAX than on newer ones."""
+    quick = defaultdict(list)
+    for item in items:
+        if "[" in item.name and not any(map(item.get_closest_marker, LATE)):
+            quick[item.nodeid.partition("[")[0]].append(item)
+    for cases in quick.values():
+        for at, item in enumerate(cases):
+            if len(cases) >= MANY and at % SHARE != NEWER:
+                item.add_marker(pytest.mark.slow)
 
 
 def name_of(value: Any) -> str:

@@ -195,7 +195,7 @@ class Server:
                 raise
             except Exception:
                 return False
-        return True
+        return test.name in self.items
 
     def put(self, path: Path, change: changes.Change) -> None:
         old, new = (changes.changed(path, made) for made in (None, change))

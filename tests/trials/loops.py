@@ -97,7 +97,8 @@ def while_loop(w: Writer) -> None:
         w.line(f"return {step(w, carry, 'c', count.format)}")
     bound = options.bounded(w, most, throws=True)
     how = bound | options.kept(w, bool(bound)) | options.unrolled(w, False) | carry.named()
-    how |= options.narrowed(w) | options.watched(w)
+    how |= options.narrowed(w)
+    how |= options.watched(w, how.get("lanes"))
     if not bound:
         w.tags.add("no bound")
         w.d.note("no bound")
@@ -123,7 +124,8 @@ def fori_loop(w: Writer) -> None:
         w.tags.add("no bound")
         w.d.note("no bound")
     how = bound | options.kept(w, known or bool(bound)) | options.unrolled(w, known)
-    how |= options.narrowed(w) | options.watched(w)
+    how |= options.narrowed(w)
+    how |= options.watched(w, how.get("lanes"))
     call = f"loops.fori_loop({lower}, {upper}, {body}, {carry.init}@)"
     finished(w, carry, call, how | carry.named(), body)
 

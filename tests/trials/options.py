@@ -72,10 +72,10 @@ def narrowed(w: Writer) -> dict[str, str]:
     return {"lanes": how}
 
 
-def watched(w: Writer) -> dict[str, str]:
+def watched(w: Writer, lanes: str | None) -> dict[str, str]:
     """What is shown of a loop, and looked for in it: no number changes by it."""
     how = {}
-    if w.may("watched", 20):
+    if w.may("watched", 20) and lanes != "'flatten'":  # which is in no step that one could show
         how["progress"] = "Quiet()"
     exact = w.dtypes == ("float64",) and not w.allowed & MAYBE_INFINITE
     if exact and w.may("watched", 70):
