@@ -1,6 +1,6 @@
 """Which loop when: the tables of docs/choosing.md.
 
-python benchmarks/choosing.py [--only memory,code,axes,blocks,tracing]
+python benchmarks/choosing.py [--only memory,code,axes,blocks,ys,tracing]
 """
 
 import argparse
@@ -170,6 +170,43 @@ def blocks(repeats: int, rows: int = 50_000, steps: int = 100) -> None:
     show("Its gradient", harness.measure(slopes, (x,), repeats), "whole")
 
 
+# --- some ys ---------------------------------------------------------------------------------
+
+
+def ys(repeats: int, steps: int = 10_000, every: int = 100) -> None:
+    """Some of a scan's ys, or what they come to: of all of them, or as the scan keeps them."""
+
+    def step(x, _):
+        x = x + 0.1 * jnp.sin(x)
+        return x, jnp.cos(x)
+
+    def of(then=lambda ys: ys, **how):
+        return lambda x: then(loopkit.scan(step, x, length=steps, **how)[1])
+
+    def scan_of_scans(x):
+        last = lambda x, _: loopkit.scan(step, x, length=every, reduce="last")
+        return loopkit.scan(last, x, length=steps // every)[1]
+
+    windows = lambda ys: ys.reshape(-1, every, *ys.shape[1:])
+    x = jnp.linspace(0.0, 1.0, 1000)
+    for functions in (
+        {
+            "ys[k - 1::k]": of(lambda ys: ys[every - 1 :: every]),
+            f"every={every}": of(every=every),
+            f"a scan of scans of {every}": scan_of_scans,
+        },
+        {
+            "means of ys": of(lambda ys: jnp.mean(windows(ys), 1)),
+            f'every={every}, reduce="mean"': of(every=every, reduce="mean"),
+        },
+        {"sum of ys": of(lambda ys: jnp.sum(ys, 0)), 'reduce="sum"': of(reduce="sum")},
+    ):
+        first = next(iter(functions))
+        slopes = {k: jax.grad(lambda x, f=f: jnp.sum(f(x) ** 2)) for k, f in functions.items()}
+        show(first, harness.measure(functions, (x,), repeats), first)
+        show(f"{first}, gradient", harness.measure(slopes, (x,), repeats), first)
+
+
 # --- the cost of tracing ---------------------------------------------------------------------
 
 
@@ -229,6 +266,7 @@ SECTIONS = {
     "code": code,
     "axes": axes,
     "blocks": blocks,
+    "ys": ys,
     "tracing": tracing,
 }
 

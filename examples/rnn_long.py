@@ -9,7 +9,7 @@ The network forgets through gates, one for each unit and symbol; those of the bl
 closed (after Tallec and Ollivier, 2018). It learns to copy over a hundred blanks, and forgets over
 20,000 what it can say by then; going on with the whole length teaches it to keep that.
 
-Run `python examples/rnn_long.py`; it needs matplotlib, optax and tqdm, and two minutes. It draws
+Run `python examples/rnn_long.py`; it needs matplotlib, optax and tqdm, and a minute. It draws
 the share of symbols copied in rnn_long.png.
 """
 

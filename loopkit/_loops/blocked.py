@@ -52,7 +52,7 @@ def blocked(
     A loop over a large batch reads and writes memory in every step. Over a block that fits in the
     cache it does not. `fn` must treat the rows of its batch independently; its derivatives, in
     every mode, are computed block by block too. A `jax.debug.callback` in it is called once a
-    block, also where a gradient computes the block again: it can show progress.
+    block, and not again where a gradient computes the block again.
 
     **Arguments:**
 
