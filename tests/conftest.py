@@ -16,6 +16,7 @@ import jax  # noqa: E402
 import jax.monitoring  # noqa: E402
 import pytest  # noqa: E402
 from jax._src import dispatch  # noqa: E402
+
 from turns import take_turns  # noqa: E402
 
 jax.config.update("jax_enable_x64", True)

@@ -235,6 +235,17 @@ def test_all_is_kept_where_the_predicate_says_how_much():
         loopkit.checkpointed(endless, checkpoints="all")(x)
 
 
+def test_a_bound_that_nobody_reaches_is_none_for_plans():
+    """In loops of lax as in those of loopkit."""
+    test = lambda c: (c[0] < 2**31 - 1) & (jnp.sum(c[1]) > 1e-3)
+    of = lambda loop: lambda x: loop(test, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x))[1]
+    budgeted = lambda *given: loopkit.while_loop(*given, checkpoints=16)
+    foreign = loopkit.checkpointed(of(lax.while_loop), checkpoints=16)
+    plan = loopkit.plan(foreign, jnp.ones(100))
+    assert plan == loopkit.plan(of(budgeted), jnp.ones(100))
+    assert plan.bound is None
+
+
 def test_a_smaller_max_steps_counts():
     def f(x):
         test = lambda c: (c[0] < 20) & (c[1] < 100.0)

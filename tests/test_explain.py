@@ -46,6 +46,7 @@ def test_every_loop_is_found():
     assert scan.plan.exact
     assert not bounded.plan.exact
     assert scan.plan.step.carry_bytes == 400
+    assert [loop.row[5] for loop in explained.loops[3:]] == ["every step", "no gradient"]
     assert of_lax.scan_bytes == 30 * 400, "cos(x) of every step"
 
 

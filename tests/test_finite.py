@@ -306,6 +306,19 @@ def test_what_was_not_finite_from_the_start():
     assert np.isnan(jax.grad(lambda h: stays(h) * jnp.nan)(1.0))
 
 
+@pytest.mark.parametrize("init", [jnp.inf, jnp.nan])
+def test_a_y_of_what_is_passed_on(init):
+    """It is no worse than that, which is no output of the check itself."""
+    passed = lambda c: loopkit.scan(lambda c, x: (c, c + x), c, XS, **ON)[1]
+    for run in (passed, jax.jit(passed), jax.vmap(passed)):
+        assert not np.isfinite(run(jnp.full((2,) * (run is not passed), init))).any()
+    along = lambda c, t: jax.jvp(passed, (c,), (t,))[1]
+    for run in (along, jax.jit(along)):
+        assert not np.isfinite(run(1.0, init)).any()
+    worse = lambda c: loopkit.scan(lambda c, x: (c, (c - 1) * jnp.inf), c, XS, **ON)[1]
+    fails("`ys` must stay finite, got nan in step 0", worse, 1.0)
+
+
 def test_leaves_of_all_kinds():
     """Integers, keys, static leaves, empty ones; a complex number fails."""
 

@@ -241,3 +241,12 @@ def test_loops_of_jax_inside_loops_of_jax(by):
     assert kinds == {(W,), (W, W), (W, W, W)}
     text = str(jax.make_jaxpr(loopkit.checkpointed(jax.random.poisson))(jax.random.key(0), 2.0))
     assert "loopkit_while" in text
+
+
+@pytest.mark.parametrize("by", ["checkpointed", "replace_lax_loops"])
+def test_the_source_of_a_loop_in_a_rule(by):
+    """Where somebody wrote it, or made the rule of it."""
+    (site,) = all_sites(jax.grad(with_vjp), by)
+    assert site.source.endswith("(powers)")
+    sites = all_sites(jax.grad(with_jvp), by)
+    assert all("test_loop_sites.py" in site.source for site in sites), sites

@@ -363,6 +363,14 @@ def test_replaced_loops():
     assert recorder.ways(lambda bar: (bar.name, bar.steps)) == ([("scan", 5)], [("scan", 5)])
 
 
+def test_replaced_scans_that_store_every_step():
+    """They are lax's own, if nobody wants to see them."""
+    recorder, f = Recorder(), lambda x: lax.scan(step, x, ONES)[0]
+    slope = jax.grad(loopkit.checkpointed(f, checkpoints="all", progress=recorder))
+    np.testing.assert_allclose(recorder.run(slope, 0.3), jax.grad(f)(0.3), rtol=1e-14)
+    assert recorder.ways() == ([N], [N])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_python(kind):
     recorder = Recorder()

@@ -49,6 +49,23 @@ def quadratic(x, factor, unroll="auto", steps=300):
     return loopkit.scan(step, x, length=steps, unroll=unroll)[0]
 
 
+def test_more_steps_to_an_iteration_than_there_are():
+    """All steps of a segment are one iteration."""
+    x = jnp.ones((32, 64))
+
+    def products(unroll):
+        step = lambda x, _: (jnp.tanh(x @ jnp.eye(64)), None)
+        f = lambda x: loopkit.scan(step, x, length=8, unroll=unroll, checkpoints=Plan(2, 4))[0]
+        slope = jax.grad(lambda x: f(x).sum())
+        return jax.jit(slope).lower(x).as_text().count("dot_general"), slope(x)
+
+    (few, wanted), (many, _), *larger = map(products, (1, 4, 5, 8, True))
+    assert many > 2 * few
+    for count, got in larger:
+        assert count >= many
+        assert_close(got, wanted)
+
+
 @pytest.mark.parametrize("checkpoints", [Plan(100), Plan(4, segment=4), KEEPS_ALL])
 @pytest.mark.parametrize("name", ["while_scalar", "scan_until", "scan_xs_ys"])
 def test_derivatives_with_every_way_of_storing(name, checkpoints):

@@ -43,6 +43,11 @@ class Leaf(NamedTuple):
     """Whether its cotangent is."""
 
     @property
+    def is_heard_alone(self) -> bool:
+        """Whether it is there for others, which may be as bad."""
+        return self.hears and not (self.forward or self.backward)
+
+    @property
     def transposed(self) -> Leaf:
         return Leaf(self.name, self.hears, self.tells, self.backward, self.forward)
 
@@ -307,7 +312,7 @@ def _dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
         return [True] * count, eqn
     values, levels = how.results(used)
     keep = [
-        leaf._replace(tells=bool(told)) if value or told else None
+        leaf._replace(tells=bool(told)) if value or told or leaf.is_heard_alone else None
         for leaf, value, told in zip(how.leaves, values, levels, strict=True)
     ]
     some = _some(how, keep, how.kinds)

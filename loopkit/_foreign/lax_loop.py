@@ -83,7 +83,8 @@ class Settings:
         return None if self.outer is not None and self.lanes == "flatten" else self.lanes
 
     def replaces(self, loop: LaxLoop) -> bool:
-        as_lax = loop.kind == "scan" and self.budget == "all" and not self.finite
+        as_lax = loop.kind == "scan" and self.budget == "all"
+        as_lax = as_lax and not self.finite and self.progress is None
         if not loop.replaceable or (as_lax and not equations.lax_loses_rules(loop.body)):
             return False  # a scan that stores every step is lax's own
         if self.outermost and loop.kind == "scan" and self.outer is not None:
@@ -134,9 +135,9 @@ class LaxLoop(NamedTuple):
         """The loop's results, computed by loopkit."""
         cond, cond_consts, length = self.cond, self.cond_consts, self.length
         if self.kind == "while_loop":
-            bounds = [
-                b for b in (self.bound and self.bound.steps, settings.max_steps) if b is not None
-            ]
+            planned = self.bound is not None and self.bound.is_planned_for(settings.budget)
+            own = self.bound.steps if self.bound is not None and planned else None
+            bounds = [b for b in (own, settings.max_steps) if b is not None]
             if not bounds and settings.budget == "all":
                 expected = 'can be "all" only if the number of steps of every loop is bounded'
                 got = f"no bound in the while_loop at {_jax.source()}"

@@ -15,9 +15,16 @@ PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 """The folder of this library: what users wrote is outside."""
 INNER = tuple(
     os.path.join("jax", "_src", name)
-    for name in ("lax", "core.py", "source_info_util.py", "traceback_util.py")
+    for name in (
+        "lax",
+        "core.py",
+        "source_info_util.py",
+        "traceback_util.py",
+        "custom_derivatives.py",
+        "api.py",
+    )
 )
-"""Files that every loop goes through."""
+"""Files that loops go through, or the rules in which they stand."""
 _TOOLS = ft.__file__, contextlib.__file__, "<"  # generated code
 WITHIN = PACKAGE, os.path.join(os.path.dirname(jax.__file__), ""), *_TOOLS
 """Where the code of jax and loopkit is, and what runs it."""

@@ -199,8 +199,9 @@ def run_while(
     if request.budget == "all" and traced.loop.length is None:
         expected = 'can be "all" only if the number of steps is bounded'
         got = "checkpoints='all' with max_steps=None"
-        advice = f"compare a counter with a number in `{names.predicate}`, or leave it out."
-        advice = f"Pass `max_steps`, {advice}"
+        counted = f"compare a counter with a number in `{names.predicate}`"
+        counted = "bounds that are known as it is traced" if name == "fori_loop" else counted
+        advice = f"Pass `max_steps`, {counted}, or leave it out."
         raise errors.wrong_value(name, "checkpoints", expected, got, advice)
     val, hidden = tree.unflatten(traced.run(leaves, [])[0])
     return _finished(request, throw, val, hidden.steps, lambda: goes_on(val, hidden))

@@ -48,7 +48,8 @@ class Explained:
         if plan.bound is not None and not plan.exact:
             steps = f"<= {steps}"
         if not self.name.startswith("loopkit"):
-            stored, peak, runs = "every step", "", (plan.bound, 0)
+            stored = "every step" if self.name == "lax.scan" else "no gradient"
+            peak, runs = "", (None, None) if plan.bound is None else (plan.bound, 0)
         else:
             stored, peak = plan.stored, size(plan.peak_bytes)
             runs = (None, None) if plan.bound is None else plan.evaluations()

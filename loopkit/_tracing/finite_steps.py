@@ -69,18 +69,21 @@ class FiniteSteps:
         worst = lax.stop_gradient(ft.reduce(jnp.maximum, told)) if told else None
         outs, y_names = take(entered, worst)
         new, y = parts(outs, count)
-        # What a step passes on is no worse after it.
-        triples = list(zip(new, entered.carry, given.carry, strict=True))
-        new = [before if out is inside else out for out, inside, before in triples]
+        # What a step passes on is no worse after it; what is made of it may be as bad.
+        passed = [out is inside for out, inside in zip(new, entered.carry, strict=True)]
         before = parts(levels, len(consts), count)[1]
         leaves = [
-            None if out is inside else Leaf(name, hears=level is not None, forward=True)
-            for (out, inside, _), name, level in zip(triples, self.names, before, strict=True)
+            None
+            if same and level is None
+            else Leaf(name, hears=level is not None, forward=not same)
+            for same, name, level in zip(passed, self.names, before, strict=True)
         ]
         leaves += [Leaf(name, forward=True, backward=True) for name in y_names]
         values, before = [*new, *y], [*before, *[None] * len(y)]
         leaves = self._some(leaves, values, len(given.carry))
-        return self.watched(report, leaves, values, before)[0]
+        found = self.watched(report, leaves, values, before)[0]
+        carry = zip(passed, given.carry, found, strict=False)
+        return [*(old if same else v for same, old, v in carry), *found[count:]]
 
     def _some(self, leaves: list, values: Sequence[Any], count: int | None = None) -> list:
         """The leaves that can be watched; those of the carry are at the same place of `values`."""

@@ -30,9 +30,6 @@ from loopkit._tracing import references
 from loopkit._tracing.carry_buffers import Buffers
 from loopkit._tracing.finite_steps import FiniteSteps
 
-PLANNED = 1 << 24
-"""Steps beyond which plans take a bound for none, and its schedule would take seconds to make."""
-
 
 class Names(NamedTuple):
     """How the caller's arguments are called, for errors."""
@@ -95,9 +92,7 @@ class Traced:
             return self
         init = [*init, *references.read(self.references)]
         bound = bound_of(limits, [*consts, *init])
-        if bound is None or bound.steps > most:
-            return self
-        if bound.steps > PLANNED and not bound.exact and loop.checkpoints != "all":
+        if bound is None or bound.steps > most or not bound.is_planned_for(loop.checkpoints):
             return self
         values = map(_jax.innermost, (*self.cond_consts, *self.consts, *init))
         if not any(map(_jax.is_tracer, values)):

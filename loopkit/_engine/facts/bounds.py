@@ -26,6 +26,8 @@ DOWNWARDS = {"gt": 0, "ge": 1}
 """Comparisons of a counter with a limit, and how many steps they allow beyond their distance."""
 MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 NEGATED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
+PLANNED = 1 << 24
+"""Steps beyond which plans take a bound for none, and its schedule would take seconds to make."""
 
 
 class Limit(NamedTuple):
@@ -76,6 +78,10 @@ class Bound(NamedTuple):
     steps: int
     exact: bool
     """Whether it takes just as many."""
+
+    def is_planned_for(self, checkpoints: Any) -> bool:
+        """Else it is taken for none: what is kept would be for steps that nobody takes."""
+        return self.exact or checkpoints == "all" or self.steps <= PLANNED
 
 
 def limits_of(cond: Any, cond_const_count: int, body: Any, const_count: int) -> Limits:
