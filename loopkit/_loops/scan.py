@@ -118,7 +118,8 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
     - `out_axes`: the axis of `ys` along which they are stacked: an int, or a tree of ints that is a
       prefix of `Y`. None: the y of the last step taken, not stacked (zeros if none is taken).
     - `every`: keep the ys of every so many-th step taken, counted from 1, of steps k, 2k, ...:
-      rows `ys[k - 1::k]`, `length // k` of them, in the memory of those, forward and backward.
+      rows `ys[k - 1::k]` (with `reverse`, counted from the last), `length // k` of them, in the
+      memory of those, forward and backward.
     - `reduce`: what becomes of the ys of `every` steps, or, without it, of all steps taken: "sum",
       "mean", "last", or a tree of those and None that is a prefix of `Y`. With `every` there are
       `length // every` rows, of the last ys where it is None; without, no axis of rows, or all rows

@@ -86,7 +86,7 @@ def while_loop(
     - `init_val`: a pytree of arrays, the initial carry, and of what is none as in `loopkit.scan`.
     - `max_steps`: the most steps to take, a static int; None for no bound but that of `cond_fun`.
       That has one where it compares, perhaps among other tests, a counter of the carry whose first
-      value is a number, and to which each step adds one, with a number.
+      value is a number, and to which every step adds the same number, with a number.
     - `checkpoints`: what the backward pass keeps. None: about the square root of the bound in
       carries, or without one 32 to 128, at about one extra forward pass; all residuals if they have
       1 kB at most. An int c: at most c carries, at the price of more recomputation. "all": what the
@@ -115,7 +115,7 @@ def while_loop(
       next step, while others are still inside; with no such loop in it, the same as None.
     - `progress`: shows how far the loop is, and how far its gradient is on the way back: "tqdm" or
       "rich", which have to be installed, "line", or an object with `start(total)`, `update(steps)`
-      and `close()`. See the guide to progress.
+      and `close()`. Not with `lanes="flatten"`. See the guide to progress.
     - `debug`: "finite" raises an error at run time at the first step after which the carry, a row
       of ys, a tangent or a cotangent is no longer finite, with the step, the lane, the leaf, and
       the line of the body; `loopkit.replay` returns what that step was given. Steps are then

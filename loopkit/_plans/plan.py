@@ -111,7 +111,7 @@ class Plan:
     """What the backward pass of a loop keeps: accepted by `checkpoints`.
 
     `Plan(slots=8, segment=16)` keeps 8 carries, and those of the 16 steps being reversed.
-    The other fields are filled in for the loop that it is used for.
+    `bound`, `exact` and `step` are filled in for the loop that it is used for.
     """
 
     slots: int
@@ -286,7 +286,7 @@ class Plan:
 
         **Returns:**
 
-        The matplotlib figure. Needs matplotlib, which `pip install loopkit[plot]` brings.
+        The matplotlib figure. Needs matplotlib, which the extra `plot` brings.
         """
         from loopkit._plans.plot import draw
 

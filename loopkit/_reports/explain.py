@@ -162,7 +162,7 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     **Arguments:** as for `loopkit.explain`.
 
     **Raises:** `TypeError` if `fn` is not callable; `ValueError` unless it runs one loop of
-    loopkit.
+    loopkit, which a scan that stores every step is not: it is one of lax.
     """
     validate.check_callable("plan", "fn", fn)
     found = [e.plan for e in explain(fn, *args, **kwargs).loops if e.name.startswith("loopkit")]
