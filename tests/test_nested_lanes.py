@@ -412,10 +412,26 @@ def test_what_would_have_to_be_copied():
 
 
 def test_widths_of_all_lanes():
-    """Those that are given are of all axes together; they have to be fewer."""
-    f = lambda n, x: grow(n, x, 0.9, lanes=(20, 3))
-    assert_close(table(f)(NS, GRID), table(lambda n, x: grow(n, x, 0.9, lanes="wait"))(NS, GRID))
-    for program in (f, jax.grad(f, 1), lambda n, x: jax.jvp(ft.partial(f, n), (x,), (x,))):
+    """Those that are given are of all axes together; of one axis alone some are left out."""
+    of = lambda lanes: lambda n, x: grow(n, x, 0.9, lanes=lanes)
+    f, waits = of((20, 3)), of("wait")
+    assert_close(table(f)(NS, GRID), table(waits)(NS, GRID))
+    modes = lambda f: (f, jax.grad(f, 1), lambda n, x: jax.jvp(ft.partial(f, n), (x,), (x,)))
+    for program, wanted in zip(modes(f), modes(waits), strict=True):
         for how in (lambda p: p, jax.jit):
-            with pytest.raises(ValueError, match="`lanes` must not exceed the 6 lanes"):
-                how(jax.vmap(program))(NS[0], GRID[0])
+            assert_close(how(jax.vmap(program))(NS[0], GRID[0]), jax.vmap(wanted)(NS[0], GRID[0]))
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.grad], ids=["value", "grad"])
+def test_an_inner_loop_of_fewer_lanes_than_its_widths(transform):
+    """The outer loop has narrowed before."""
+
+    def run(lanes):
+        def f(x, n):
+            inner = lambda y: loopkit.fori_loop(0, n % 3, lambda _, y: jnp.sin(y), y, lanes=lanes)
+            body = lambda c: (c[0] + 1, inner(c[1]) * x)
+            return loopkit.while_loop(lambda c: c[0] < n, body, (0, x), max_steps=6, lanes=lanes)[1]
+
+        return jax.jit(jax.vmap(transform(f)))(jnp.array([0.4, 1.1, 0.7]), jnp.array([1, 5, 2]))
+
+    assert_close(run((2, 1)), run("wait"))

@@ -66,6 +66,25 @@ def test_more_steps_to_an_iteration_than_there_are():
         assert_close(got, wanted)
 
 
+def test_blocks_of_a_truncated_scan_are_unrolled_and_they_alone():
+    """However many there are, the program is no longer."""
+
+    def lengths(length, truncate):
+        stop = lambda c, _: c > 9.0
+        f = lambda x: loopkit.scan(
+            lambda c, x: (jnp.sin(c) * x, None),
+            x,
+            x * jnp.ones(length),
+            truncate=truncate,
+            until=stop,
+            unroll=True,
+        )[0]
+        return len(jax.jit(jax.grad(f)).lower(1.0).as_text())
+
+    assert lengths(24, 2) < 1.1 * lengths(6, 2)
+    assert lengths(24, 4) > 1.1 * lengths(24, 2)
+
+
 @pytest.mark.parametrize("checkpoints", [Plan(100), Plan(4, segment=4), KEEPS_ALL])
 @pytest.mark.parametrize("name", ["while_scalar", "scan_until", "scan_xs_ys"])
 def test_derivatives_with_every_way_of_storing(name, checkpoints):

@@ -54,6 +54,7 @@ def truncated(scan: Scan) -> tuple[Any, Any, LoopInfo]:
         before = 0 if state is None or scan.body is None else state.steps
         changes = {"stopped": False, "progress": in_tail, **changes}
         own = {"budget": inner, "before": before, "return_info": True, **changes}
+        own["unroll"] = min(scan.unroll, truncate)
         return scan.over(init, scan.buffers, inputs, **own)
 
     def block(state: Blocks, x: list) -> tuple[Blocks, Any]:
@@ -75,6 +76,8 @@ def truncated(scan: Scan) -> tuple[Any, Any, LoopInfo]:
         until=None if until is None else lambda state, _: state.stopped,
         out_axes=block_axes(out_axes),
         budget=outer,
+        unroll=1,  # an iteration is a loop already: several would be long programs
+        auto_unroll=False,
         progress=of_blocks,
         checking=False,
         body=None,

@@ -59,6 +59,8 @@ class Implementation:
             loops = ("lax.", "loops.") if self.name == "lax" else ("lax.",)
             if any(f"{where}{kind}(" in program.body for where in loops for kind in COUNTED):
                 return "second derivatives of a scan of lax by custom rules"
+        if "o" in pattern and letters[1:] and not SCAN_KEEPS_RULES:
+            return "derivatives of pullbacks that lax.map has stacked"
         if self.name == "equinox" and (letters[1:] or set(letters) - set(REVERSE)):
             return "other modes than one reverse"
         return None

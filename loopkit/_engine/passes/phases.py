@@ -22,8 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from loopkit import _jax
-from loopkit._arguments import errors
-from loopkit._engine.facts.widths import waiting, widths
+from loopkit._engine.facts.widths import widths
 from loopkit._engine.loop import Loop, Operands, kept, parts, spread
 from loopkit._engine.passes.batched_loop import Batched, batch_loop
 from loopkit._engine.passes.counted import counted
@@ -64,7 +63,6 @@ class Phases:
     @ft.partial(jax.jit, static_argnums=0, inline=True)
     def run(self, *operands: Any) -> list:
         """What the loop of all lanes gives, of the same operands."""
-        self._check()
         every = self._from(0, *self._begun(operands))
         return [*every.carry[: self.one.carry_count - self.bounded], *every.ys]
 
@@ -91,12 +89,6 @@ class Phases:
         key = ("phases traced", self.widths, tuple(types), _jax.trace_context())
         make = lambda: _jax.trace_closed(lambda *values: self.run(*values), types, "loop_phases")
         return self.one.derived((*key, *map(tuple, self.flags)), make)
-
-    def _check(self) -> None:
-        if self.widths[0] < self.widths[1]:
-            asked, expected = self.one.narrows, f"must not exceed the {self.widths[0]} lanes"
-            advice = 'Pass fewer lanes, or "compact".'
-            raise errors.wrong_value(self.one.name, "lanes", expected, str(asked), advice)
 
     def _begun(self, operands: Sequence[Any]) -> tuple[Operands, Lanes]:
         """What all lanes read, and those lanes before the first step."""
@@ -185,9 +177,7 @@ def phases_of(loop: Loop) -> Phases | None:
     """The phases of a loop of many lanes; None if these wait for each other."""
     if (lane := loop.lane) is None:
         return None
-    narrower = widths(lane.loop, lane.count)
-    if waiting.value:  # others may join these lanes elsewhere, and never will here
-        narrower = tuple(n for n in narrower if n < lane.count)
+    narrower = tuple(n for n in widths(lane.loop, lane.count) if n < lane.count)
     if not narrower:
         return None
     one, flags = lane.loop, lane.flags
