@@ -110,9 +110,10 @@ def while_loop(
       `jax.vmap`. "wait": they take steps that count for nothing until all have stopped, as in lax.
       "compact": once a part of them is left, those are gathered, and go on in a loop of fewer, and
       so on. A tuple: the widths to go on with, each less than the one before; those are left out
-      that are no fewer than the lanes. None: "compact" where that is believed to gain more than it takes longer to compile, else "wait". "flatten": where
-      loops in `body_fun` end by themselves, a lane that is through with one goes on with its own
-      next step, while others are still inside; with no such loop in it, the same as None.
+      that are no fewer than the lanes. None: "compact" where that is believed to gain more than it
+      takes longer to compile, else "wait". "flatten": where loops in `body_fun` end by themselves,
+      a lane that is through with one goes on with its own next step, while others are still inside;
+      with no such loop in it, the same as None.
     - `progress`: shows how far the loop is, and how far its gradient is on the way back: "tqdm" or
       "rich", which have to be installed, "line", or an object with `start(total)`, `update(steps)`
       and `close()`. Not with `lanes="flatten"`. See the guide to progress.
