@@ -26,6 +26,8 @@ cache, memory is new at every call, and has to be cleared by the system first.""
 
 ARRAY = 200.0
 """Nanoseconds to write an array and to read it again, however small it is."""
+IN_PASSING = 0.2
+"""Of the time that a segment takes to add up its products, what a step takes to add its own."""
 TRANSFER = 0.1
 """Nanoseconds to bring a byte to the host and back: 0.06 at the 34 GB/s of which XLA takes the PCIe
 of an H100 to be, and not all of it is to be had."""
@@ -314,8 +316,11 @@ class Plan:
         slot = ARRAY * step.carry_arrays + save * step.carry_bytes
         units = -(-steps // self.segment)
         beside = steps * price * 2 * step.log_bytes
-        beside += units * _price(step.product_bytes) * step.product_bytes
-        beside += steps * price * step.factor_bytes if self.segment > 1 else 0
+        adding = units * _price(step.product_bytes) * step.product_bytes
+        if self.segment == 1:
+            beside += IN_PASSING * adding
+        else:
+            beside += adding + steps * price * step.factor_bytes
         if self.strategy == "every carry":
             return beside + steps * (step.run + step.remake + slot)
         run, again = self.evaluations(steps)
