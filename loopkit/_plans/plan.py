@@ -317,10 +317,7 @@ class Plan:
         units = -(-steps // self.segment)
         beside = steps * price * 2 * step.log_bytes
         adding = units * _price(step.product_bytes) * step.product_bytes
-        if self.segment == 1:
-            beside += IN_PASSING * adding
-        else:
-            beside += adding + steps * price * step.factor_bytes
+        beside += adding if self.segment > 1 else IN_PASSING * adding
         if self.strategy == "every carry":
             return beside + steps * (step.run + step.remake + slot)
         run, again = self.evaluations(steps)
