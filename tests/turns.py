@@ -12,6 +12,8 @@ MANY = 4
 """Quick cases of one test, of which one in `SHARE` stays quick."""
 SHARE = 3
 NEWER = jax.__version_info__ >= (0, 11)
+WHOLE = "test_architecture.py", "test_docs.py", "test_reference.py", "test_release.py"
+"""Of the code and the docs as they stand, whose cases are as many files."""
 LATE = "slow", "exhaustive", "programs", "trials", "accelerators", "site"
 
 
@@ -38,6 +40,8 @@ def take_turns(items: list[pytest.Item]) -> None:
     """Of a test of many quick cases most are slow: others on the oldest JAX than on newer ones."""
     quick = defaultdict(list)
     for item in items:
+        if item.path.name in WHOLE:
+            continue
         if "[" in item.name and not any(map(item.get_closest_marker, LATE)):
             quick[item.nodeid.partition("[")[0]].append(item)
     for cases in quick.values():

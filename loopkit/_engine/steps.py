@@ -278,8 +278,7 @@ def repeat(
         state = repeat(whole, known, state)
         rest = lambda k, s: body(whole * part + k, s)
         return repeat(times - whole * part, rest, state, unroll)
-    unroll = min(unroll, times) if isinstance(times, int) else unroll
-    if unroll > 1:
+    if (unroll := min(unroll, times) if isinstance(times, int) else unroll) > 1:
         whole = times // unroll
 
         def several(k: Any, s: Any) -> Any:
