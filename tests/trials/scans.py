@@ -127,11 +127,14 @@ def scan_options(w: Writer, carry: Carry, most: int, axes: list, xs: tuple) -> d
             w.line(f"return {predicate(w)}")
         how["until"] = stop
     how |= options.kept(w, True, "truncate" not in how) | options.unrolled(w, True)
-    how |= options.watched(w, how.get("lanes"))
+    how |= options.watched(w, None)
     asked = {"checkpoints", "memory", "until", "truncate", "in_axes", "progress"} & set(how)
     if not asked and "axes" not in w.allowed and not any(v.buffer for v in carry.initial):
         how |= options.flag(w, "_split_transpose", 20)
-    return how | carry.named() | options.narrowed(w)
+    lanes = options.narrowed(w)
+    if lanes.get("lanes") == "'flatten'":  # whose steps none could show
+        how.pop("progress", None)
+    return how | carry.named() | lanes
 
 
 def stacked_along(w: Writer, ys: list[Type], how: dict[str, str], kept: Kept) -> list | None:
