@@ -37,7 +37,7 @@ def in_turn(
 
 
 def take_turns(items: list[pytest.Item]) -> None:
-    """Of a test of many quick cases most are slow: others on the oldest JAX than on newer ones."""
+    """Of many quick cases a third is quick with the oldest JAX, one with newer ones, one slow."""
     quick = defaultdict(list)
     for item in items:
         if item.path.name in WHOLE:
@@ -47,7 +47,7 @@ def take_turns(items: list[pytest.Item]) -> None:
     for cases in quick.values():
         for at, item in enumerate(cases):
             if len(cases) >= MANY and at % SHARE != NEWER:
-                item.add_marker(pytest.mark.slow)
+                item.add_marker(getattr(pytest.mark, "slow" if at % SHARE == 2 else "exhaustive"))
 
 
 def name_of(value: Any) -> str:
