@@ -173,6 +173,8 @@ def draw_pattern(d: Draws, program: Program) -> str:
         some = {"r": 5, "f": 3, "l": 1} | ({"R": 1, "F": 1} if order < 3 and at == 0 else {})
         if "custom_vjp" in tags and at == 0:
             some = {"r": 4, "R": 1}
+        if "io_callback" in tags:
+            some.pop("F", None)  # refused in a `cond` under vmap, which this is
         letters.append(d.weighted(some))
     if d.chance(55):
         ways = {"v": 5, "u": 3, "w": 2, "s": 2}
