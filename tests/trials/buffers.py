@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from trials.draws import FLOAT, INT, Type
@@ -48,6 +49,10 @@ def place(w: Writer, b: Variable) -> str:
     if again and w.d.chance(40):
         w.d.note("a row again")
         return w.d.choice(again)
+    if w.counter is not None and w.d.chance(25):
+        w.d.note("a row of each step")
+        known.append(f"({w.counter} * {w.d.choice((1, 3, 7))}) % {rows}")
+        return known[-1]
     known.append(f"{integer(w)} % {rows}" if w.checked else index(w, rows))
     return known[-1]
 
@@ -57,10 +62,22 @@ def store(w: Writer) -> None:
     b = w.pick(w.buffers())
     if b.buffer == "list":
         list_line(w, b)
+    elif w.counter is not None and w.d.chance(40 if b.type.shape[0] == 40 else 15):
+        delayed(w, b)
     elif w.d.chance(45):
         read(w, b)
     else:
         written(w, b, write_text(w, b))
+
+
+def delayed(w: Writer, b: Variable) -> None:
+    """A step reads a row that was written some steps ago, and writes one that is read later."""
+    row, rows = b.type.of(b.type.shape[1:]), b.type.shape[0]
+    w.d.note(f"delay in a {'large ' if math.prod(b.type.shape) >= 240 else ''}buffer")
+    ring = w.d.choice((2, 3, rows)) if rows > 3 else rows
+    v = w.let(f"{b.name}[({w.counter} + {w.d.number(1, 2)}) % {ring}]", row)
+    made = f"({v.name} / (1 + {v.name} * {v.name}) + {value(w, row)}).astype('{row.dtype}')"
+    written(w, b, f"{b.name}.at[{w.counter} % {ring}].set({made})")
 
 
 def written(w: Writer, b: Variable, text: str) -> None:

@@ -116,7 +116,7 @@ def fori_loop(w: Writer) -> None:
         upper = w.let(upper, INT, prefix="n").name
     body, i = w.name("body"), w.name("i")
     with within(w, most + (lower == "-1")), w.function(f"{body}({i}, c)"):
-        counter = w.add(i, INT)
+        counter, w.counter = w.add(i, INT), i
         before_end(w, counter, upper)
         w.line(f"return {step(w, carry, 'c')}")
     bound = options.bounded(w, most + (lower == "-1"))
@@ -133,7 +133,7 @@ def fori_loop(w: Writer) -> None:
 def finished(w: Writer, carry: Carry, call: str, how: dict[str, str], body: str) -> None:
     """The call, and what it returns by name."""
     how |= options.flag(w, "return_info", 20, "return_info")
-    options.noted_together(w, how, body)
+    options.noted_together(w, call, how, body)
     out = w.name("out")
     w.line(f"{out} = {call.replace('@', options.text_of(how))}")
     if "return_info" in how:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from trials.writer import Writer
 
 KEEPS = (
@@ -44,12 +46,16 @@ def kept(w: Writer, bound: bool, plan: bool = True) -> dict[str, str]:
     return dict(how)
 
 
-def noted_together(w: Writer, how: dict[str, str], body: str) -> None:
+def noted_together(w: Writer, call: str, how: dict[str, str], body: str) -> None:
     """What shows mistakes only where one loop has both."""
     text = w.text_of(body)
     rows = "store='residuals'" in how.get("checkpoints", "")
     if w.matrix is not None and w.matrix in text and rows:
         w.d.note("large product and rows of residuals")
+    delayed = re.search(r" \+ [12]\) % [23]\]", text)
+    bound = how.get("max_steps", "9" if re.search(r"fori_loop\(\S+, \d", call) else "0")
+    if delayed and int(bound) > 2 and "segment=2)" in how.get("checkpoints", ""):
+        w.d.note("a delay in segments")
 
 
 def unrolled(w: Writer, whole: bool) -> dict[str, str]:

@@ -52,7 +52,7 @@ def scan(w: Writer) -> None:
     how |= {} if out_axes is None else {"out_axes": y_tree.text([str(a) for a in out_axes])}
     how |= options.flag(w, "return_info", 20, "return_info")
     call = f"loops.scan({body}, {carry.init}, {xs[0]}, {most}@)"
-    options.noted_together(w, how, body)
+    options.noted_together(w, call, how, body)
     along = out_axes or [0] * len(ys)
     made = [kept.type_of(i, t, most, along[i]) for i, t in enumerate(ys)]
     moving = [t.inexact for t in ys]

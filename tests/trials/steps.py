@@ -178,6 +178,7 @@ def step(
     now = unpacked(w, carry, base)
     if carry.counter is not None:
         before_end(w, now[carry.counter])
+        w.counter = now[carry.counter].name if now[carry.counter].type.kind == "int" else None
     checked, w.checked = w.checked, w.checked or carry.checked
     for function in carry.tree.functions(base):
         w.d.note("function in the carry")
@@ -206,12 +207,13 @@ def before_end(w: Writer, counter: Variable, limit: str | None = None) -> None:
 def within(w: Writer, most: int) -> ExitStack:
     """Where a step is written: one loop deeper."""
     stack = ExitStack()
-    before = w.depth, w.trips, w.limit, w.outside
+    before = w.depth, w.trips, w.limit, w.counter, w.outside
     w.depth, w.trips, w.outside = w.depth + 1, w.trips * max(1, most), w.names
+    w.counter = None
     w.d.note(f"loops {w.depth} deep")
 
     def leave() -> None:
-        w.depth, w.trips, w.limit, w.outside = before
+        w.depth, w.trips, w.limit, w.counter, w.outside = before
 
     stack.callback(leave)
     return stack

@@ -57,6 +57,8 @@ class Writer:
         """A large one, which the program makes before its loops."""
         self.limit: str | None = None
         """Of the counter of the loop around, if it has one."""
+        self.counter: str | None = None
+        """That counter, if it is an integer."""
         self.lanes = False
         """Whether inside a vmap of the program's own."""
         self.effects = True
