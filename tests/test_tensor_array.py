@@ -28,17 +28,22 @@ def test_grows_by_doubling():
     assert_close(array.read(4), THREE + 4)
     assert_close(array[-2], THREE + 3)
     assert filled(5, 100).capacity == 100
+    assert [filled(n).capacity for n in range(6)] == [0, 1, 2, 4, 4, 8]
     assert repr(array) == "TensorArray(5 of float64[3], capacity 8)"
 
 
 def test_appending_copies_nothing(monkeypatch):
     """What is appended is stored when all of it is needed, not one by one."""
     stored = []
-    settle = TensorArray._settle
-    monkeypatch.setattr(TensorArray, "_settle", lambda self: (stored.append(1), settle(self))[1])
+    settled = TensorArray._settled
+    monkeypatch.setattr(TensorArray, "_settled", lambda self: (stored.append(1), settled(self))[1])
     array = filled(1000)
+    assert array[-1] is array._tail[-1][0]  # read from where it waits
     assert not stored
     assert array.stack().shape == (1000, 3)
+    array = array.append(THREE)
+    assert array.read(1000) is THREE
+    assert len(stored) == 1
 
 
 def test_the_old_one_stays_as_it_was():
@@ -49,6 +54,12 @@ def test_the_old_one_stays_as_it_was():
     assert_close(one.stack()[2:], jnp.stack([THREE * 10, THREE]))
     assert_close(third.stack()[::2], jnp.stack([THREE * 30, THREE * 10]))
     assert_close(array.stack(), filled(2).stack())
+    stored = TensorArray.from_array(array.stack())
+    one, other = stored.append(THREE * 10), stored.append(THREE * 20)
+    one, third = one.append(THREE), one.append(THREE * 30)
+    assert_close(other.stack()[2:], THREE[None] * 20)
+    assert_close(third.stack()[2:], jnp.stack([THREE * 10, THREE * 30]))
+    assert_close(one.stack()[2:], jnp.stack([THREE * 10, THREE]))
 
 
 def test_write():
@@ -56,6 +67,7 @@ def test_write():
     assert_close(array.stack(), jnp.stack([THREE * 7, THREE + 1, *[THREE * 0] * 3, THREE * 8]))
     assert array.capacity == 8
     assert TensorArray.empty(4, THREE).write(7, THREE).capacity == 8
+    assert_close(filled(4, 4).write(4, THREE * 0).stack()[3:], jnp.stack([THREE + 3, THREE * 0]))
 
 
 def test_trees():
@@ -76,6 +88,8 @@ def test_concat_and_back():
     array = filled(4)
     assert_close(array.concat(), jnp.concatenate([THREE + i for i in range(4)]))
     assert_close(TensorArray.from_array(array.stack()).stack(), array.stack())
+    blocks = jnp.arange(24.0).reshape(2, 3, 4)
+    assert_close(TensorArray.from_array(blocks).concat(), blocks.reshape(6, 4))
 
 
 @pytest.mark.parametrize(("kind", "checkpoints"), in_turn(KINDS, [None, 2, "all"], of=3))
@@ -129,6 +143,43 @@ def test_under_jit():
     assert many.stack().shape == (5, 4, 3)
 
 
+def test_an_index_that_is_not_known():
+    """In an array whose number of elements is known, or is not; negative ones from the end."""
+    array, new = filled(3, 5), np.full(3, 9.0)
+    f = lambda array, i: (array.write(i, new).stack(), array.read(i))
+    of_known, of_unknown = jax.jit(lambda i: f(array, i)), jax.jit(f)
+    before = np.asarray(THREE + jnp.arange(3.0)[:, None])
+    for i in range(-3, 3):
+        after = np.zeros((5, 3))
+        after[:3] = before
+        after[:3][i] = new
+        for rows, row in (of_known(i), of_unknown(array, i)):
+            np.testing.assert_array_equal(rows, after)
+            np.testing.assert_array_equal(row, before[i])
+
+
+def test_functions_that_are_traced_leave_nothing_in_it():
+    """Neither what they append, nor what of it they have stored."""
+    array = TensorArray.from_array(jnp.zeros((1, 3))).append(THREE)
+    with jax.checking_leaks():
+        rows = jax.jit(lambda x: (array.append(x).append(x).stack(), array.stack()))(THREE)
+    assert_close(rows[0][1:], jnp.stack([THREE] * 3))
+    assert_close(array.stack(), rows[1])
+
+    def twice(x):
+        array = TensorArray.empty(1, x).append(x)
+        return jnp.sum(jax.jit(lambda: array.stack())() * array.stack())
+
+    assert_close(jax.grad(twice)(THREE), 2 * THREE)
+
+
+def test_rows_past_the_last_element_are_zeros():
+    """Whatever is there, where the number of elements is not known."""
+    leaves, tree = jax.tree.flatten(filled(2, 4))
+    array = tree.unflatten([leaves[0] + 1, leaves[1]])
+    assert_close(jax.jit(lambda array: array.stack())(array)[2:], jnp.zeros((2, 3)))
+
+
 def test_gradient_outside_jit():
     f = lambda x: jnp.sum(filled(3).append(x * 2).append(x).stack() ** 2)
     assert_close(jax.grad(f)(THREE), 2 * 4 * THREE + 2 * THREE)
@@ -179,6 +230,8 @@ def test_errors():
         TensorArray.empty(2, 0).append(1.7)
     with pytest.raises(ValueError, match=r"from_array: `array` must have one leading axis"):
         TensorArray.from_array({"a": jnp.ones(2), "b": jnp.ones(3)})
+    with pytest.raises(ValueError, match=r"in every leaf, got no arrays\. Elements are its rows"):
+        TensorArray.from_array({})
     with pytest.raises(IndexError, match=r"read: `index` must be that of an element, got 2 for 2"):
         array.read(2)
     with pytest.raises(IndexError, match=r"write: `index` must be that of an element, got -3"):

@@ -129,9 +129,8 @@ class TensorArray(Generic[E]):
         return tuple(zip(keys, children, strict=True)), tree
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
-        self._settle()
         size = self._size
-        return (*self._data, jnp.int32(size) if isinstance(size, int) else size), self._tree
+        return (*self._settled(), jnp.int32(size) if isinstance(size, int) else size), self._tree
 
     @classmethod
     def tree_unflatten(cls, tree: Any, children: Sequence[Any]) -> TensorArray[E]:
@@ -148,8 +147,7 @@ class TensorArray(Generic[E]):
     @property
     def capacity(self) -> int:
         """How many elements there is room for."""
-        self._settle()
-        return self._data[0].shape[0] if self._data else 0
+        return self._settled()[0].shape[0]
 
     def __len__(self) -> int:
         if not self._is_known():
@@ -169,11 +167,9 @@ class TensorArray(Generic[E]):
     def read(self, index: Integer) -> E:
         """The element at an index. Negative ones count from the end."""
         at = self._place("read", index)
-        first = self._stored
-        if self._tail and isinstance(at, int) and isinstance(first, int) and at >= first:
-            return self._element(self._tail[at - first])
-        self._settle()
-        return self._element([v[at] for v in self._data])
+        if self._tail and isinstance(at, int) and at >= self._stored:
+            return self._element(self._tail[at - self._stored])
+        return self._element([v[at] for v in self._settled()])
 
     __getitem__ = read
 
@@ -189,7 +185,7 @@ class TensorArray(Generic[E]):
             return self._with(at, leaves, size)
         if at >= self.capacity:
             room = _doubled(self.capacity, at + 1)
-            more = [_with_room(v, room) for v in self._data]
+            more = [_with_room(v, room) for v in self._settled()]
             return TensorArray._of(more, self._tree, self._size).write(at, element)
         return self._with(at, leaves, max(int(self._size), at + 1))
 
@@ -198,12 +194,12 @@ class TensorArray(Generic[E]):
         leaves = self._leaves("append", element)
         if not self._is_known() or self._is_in_loop():
             return self._with(self._size, leaves, self._size + 1)
-        size = int(self._size)
+        size, stored = int(self._size), int(self._stored)
         new = TensorArray._of(self._data, self._tree, size + 1)
-        new._stored = self._stored
-        count = size - int(self._stored)
-        # The tail is shared by those that go on from one another.
-        new._tail = self._tail if count == len(self._tail) else self._tail[:count]
+        new._stored, count = stored, size - stored
+        # The tail is shared by those that go on from one another in the same trace.
+        goes_on = 0 < count == len(self._tail) and all(map(_jax.same_trace, leaves, self._tail[-1]))
+        new._tail = self._tail if goes_on else self._tail[:count]
         new._tail.append(leaves)
         return new
 
@@ -214,8 +210,7 @@ class TensorArray(Generic[E]):
 
         Where their number is not known there are `capacity` rows, zeros past the last element.
         """
-        self._settle()
-        data = [jnp.asarray(v) for v in self._data]
+        data = [jnp.asarray(v) for v in self._settled()]
         if self._is_known():
             return self._element([v[: self.size] for v in data])
         used = jnp.arange(self.capacity) < self._size
@@ -242,34 +237,35 @@ class TensorArray(Generic[E]):
     # ---------------------------------------------------------------- within
 
     def _is_in_loop(self) -> bool:
-        return any(isinstance(v, Buffer) for v in self._data)
+        return isinstance(self._data[0], Buffer)
 
     def _is_known(self) -> bool:
         size = self._size
         is_array = isinstance(size, (jax.Array, np.ndarray, np.generic)) and size.ndim == 0
         return isinstance(size, int) or (is_array and not _jax.is_tracer(size))
 
-    def _settle(self) -> None:
-        """Store what is in the tail, in twice the room if need be."""
+    def _settled(self) -> list[Any]:
+        """All that is stored, with what is in the tail, in twice the room if need be."""
         count = self._size - self._stored if self._tail else 0
         if not count:
-            return
-        rows = zip(*self._tail[:count], strict=True)
+            return self._data
+        leaves = list(zip(self._data, zip(*self._tail[:count], strict=True), strict=True))
         room = _doubled(self._data[0].shape[0], self._size)
-        self._data = [
-            _with_room(v, room).at[self._stored : self._size].set(jnp.stack(new))
-            for v, new in zip(self._data, rows, strict=True)
-        ]
-        self._stored, self._tail = self._size, []
+        part = slice(self._stored, self._size)
+        data = [_with_room(v, room).at[part].set(jnp.stack(new)) for v, new in leaves]
+        # A function that is traced, and did not make the array, must leave nothing in it.
+        made = zip(data, leaves, strict=True)
+        if all(any(_jax.same_trace(v, w) for w in (old, *new)) for v, (old, new) in made):
+            self._data, self._stored, self._tail = data, self._size, []
+        return data
 
     def _with(self, at: Any, leaves: list[Any], size: Any) -> TensorArray[E]:
-        self._settle()
-        data = [v.at[at].set(x) for v, x in zip(self._data, leaves, strict=True)]
+        data = [v.at[at].set(x) for v, x in zip(self._settled(), leaves, strict=True)]
         return TensorArray._of(data, self._tree, size)._checked()
 
     def _checked(self) -> TensorArray[E]:
         """With an error at run time if it holds more than it has room for; not inside a loop."""
-        if self._is_in_loop() or not self._data or isinstance(self._size, int):
+        if self._is_in_loop() or isinstance(self._size, int):
             return self
         room = self._data[0].shape[0]
         message = (
