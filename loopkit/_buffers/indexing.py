@@ -248,6 +248,8 @@ def _is_mask(v: Any) -> bool:
 
 
 def _slice(v: slice, size: int) -> tuple[str, Any]:
+    if v == slice(None):
+        return "slice", (0, size)  # which may be symbolic
     try:
         start, stop, step = v.indices(size)
     except (TypeError, jax.errors.JAXTypeError):

@@ -1,0 +1,216 @@
+"""What an index touches of a buffer, as numbers: no loop, no derivative."""
+
+import itertools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from loopkit import Buffer
+from loopkit._buffers.indexing import place
+from loopkit._buffers.keywords import fill_value_of, mode_name
+from loopkit._buffers.window import Window
+
+SHAPE = (5, 4, 3)
+ROWS, COLUMNS = np.asarray([1, 3]), np.asarray([0, -1])
+
+
+def test_an_integer_that_is_known_is_no_start():
+    """Inside of the buffer; from its end if it is negative."""
+    for at in range(-7, 7):
+        window = place((5, 4), (at, slice(1, 3))).window
+        if -5 <= at < 5:
+            assert (window.axes, window.offsets) == ((), (at % 5, 1))
+        else:
+            assert (window.axes, window.offsets) == ((0,), (0, 1))
+        assert window.sizes == (1, 2)
+
+
+def test_which_rows_are_known_to_differ():
+    """Those that may be the same are not: negative ones, and those that are moved inside."""
+    for index, differ in {
+        (0, 1): True,
+        (2, 4): True,
+        (2, 2): False,
+        (-1, 2): False,
+        (4, 5): False,
+        (): True,
+    }.items():
+        assert place(SHAPE, np.asarray(index, int)).unique == differ
+    rows, columns = np.asarray([[0], [4]]), np.asarray([0, 1, 2])
+    assert place(SHAPE, (rows, columns)).unique
+    assert not place(SHAPE, (rows, columns % 2)).unique
+    assert not place(SHAPE, (rows, -columns)).unique
+    assert not place(SHAPE, (-rows, columns)).unique
+    assert not place(SHAPE, jnp.asarray([0, 0])).unique
+    assert place(SHAPE, (jnp.asarray(3), slice(None, None, 2))).unique
+    assert not jax.eval_shape(lambda i: jnp.zeros(place(SHAPE, i).unique), jnp.arange(2)).shape[0]
+
+
+def test_of_elements_that_are_named_twice_the_last_is_kept():
+    elements = np.indices(SHAPE).reshape(3, -1)[:, np.random.default_rng(0).permutation(60)]
+    for count, from_end in ((64, 0), (65, 5)):  # few are compared with each other, many sorted
+        again = elements - np.asarray([[from_end], [0], [0]])
+        both = np.concatenate([elements, again], 1)[:, :count]
+        last = np.asarray(place(SHAPE, tuple(both)).last_of_equals(SHAPE, None))
+        assert last.shape == (count, 1, 1, 1)
+        np.testing.assert_array_equal(last.ravel(), [i + 60 >= count for i in range(count)])
+
+
+def test_starts_are_as_wide_as_they_need_to_be():
+    rows = np.asarray([0, 1])
+    assert place((2**31 - 2, 4), rows).starts.dtype == np.int32
+    assert place((2**31, 4), rows).starts.dtype == np.int64
+    assert place((4, 2**31), rows).starts.dtype == np.int64
+    assert place((2**16, 2**16), rows).starts.dtype == np.int32
+
+
+def test_signs_of_an_index():
+    """One of several is enough for what is negative to be from the end."""
+    signed, unsigned = jnp.asarray([-1, 0]), jnp.asarray([1, 2], "uint8")
+    numbers = np.arange(60.0).reshape(SHAPE)
+    for index in ((unsigned, signed), (signed, unsigned)):
+        np.testing.assert_array_equal(Buffer(numbers)[index], jnp.asarray(numbers)[index])
+    assert place(SHAPE, (unsigned, signed)).window.wrap
+    assert not place(SHAPE, (unsigned, unsigned)).window.wrap
+    assert place(SHAPE, slice(None, None, 2), "drop").window.wrap
+
+
+ONE = jnp.asarray(1)
+READS = [
+    *(ONE, (ONE, ONE), (ONE, slice(1, 3)), (ONE, slice(None, None, -1)), (..., ONE)),
+    *((ONE, slice(None, None, 2)), (slice(None, None, 2), ONE), (ONE, slice(None, None, -2))),
+    *((ONE, slice(0, 2), slice(None, None, 2)), (ONE, None), (slice(None, None, 2), None, ONE)),
+    *(ROWS, (ROWS, ONE), (ONE, ROWS), (ROWS, slice(None, None, 2)), jnp.asarray([1, 3])),
+]
+
+
+def test_reads_promise_what_they_do_in_jax():
+    """To be inside, where jax.numpy gathers; where it slices, they are moved there."""
+    for index in READS:
+        text = str(jax.make_jaxpr(lambda x: x[index])(jnp.zeros(SHAPE)))
+        gathers = " gather[" in text
+        assert gathers != ("dynamic_slice" in text)
+        assert place(SHAPE, index).window.mode == ("promise_in_bounds" if gathers else "clip"), index
+
+
+def test_out_of_bounds():
+    """From -9 to 9, for two of five rows."""
+    starts = np.arange(-9, 10)[:, None]
+    from_end = np.where(starts < 0, starts + 5, starts)
+    for mode, wrap, reads in itertools.product(
+        ("clip", "drop", "promise_in_bounds"), (True, False), (True, False)
+    ):
+        window = Window((0,), (0, 0), (2, 4), mode, wrap)
+        assert wrap == (window == Window((0,), (0, 0), (2, 4), mode))
+        wanted = from_end if wrap else starts
+        within = ((wanted >= 0) & (wanted <= 3))[:, 0]
+        how = {"reads": True} if reads else {}
+        at, inside = window.starts_in((5, 4), starts, **how)
+        if mode == "clip" or (reads and mode == "promise_in_bounds"):
+            assert inside is None
+            wanted = np.clip(wanted, 0, 3)
+        else:
+            np.testing.assert_array_equal(inside, within)
+        np.testing.assert_array_equal(at, wanted)
+        np.testing.assert_array_equal(window.inside((5, 4), starts), within)
+    everything = Window((), (0,), (5,), "clip")
+    assert everything.inside((5,), np.zeros((3, 0), int)).tolist() == [True] * 3
+
+
+def test_whether_a_slice_fits():
+    (n,) = jax.export.symbolic_shape("n")
+    fits = lambda sizes, shape: Window((), (0,) * len(shape), sizes, "clip").fits(shape)
+    assert fits((2, 3), (2, 3))
+    assert not fits((3, 3), (2, 3))
+    assert not fits((2, 4), (2, 3))
+    assert fits((7, n, n), (n, n, 7))
+    assert not fits((n, 4), (n, 3))
+
+
+def test_a_buffer_of_unknown_size():
+    """Exported, it is read and written as one of the size that it is given."""
+
+    def f(x, i):
+        b = Buffer(x).at[i, i - 2].set(7.0).at[i - 9].add(2.0)
+        return b.at[:, i].multiply(b[-1, :1])[...], b[i - 2], b[0, 1]
+
+    (n,) = jax.export.symbolic_shape("n")
+    x, i = jax.ShapeDtypeStruct((n, 4), "float64"), jax.ShapeDtypeStruct((), "int64")
+    exported = jax.export.export(jax.jit(f))(x, i)
+    x = jnp.arange(20.0).reshape(5, 4)
+    for got, want in zip(exported.call(x, 1), f(x, 1), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+TYPES = "bfloat16", "complex64", "int8", "uint32", "bool"
+
+
+def test_what_is_read_out_of_bounds():
+    for dtype in TYPES:
+        x = jnp.ones(2, dtype)
+        for value in (None, 1):
+            want = x.at[5].get(mode="fill", fill_value=value)
+            got = fill_value_of(x.dtype, value)
+            assert got.dtype == want.dtype
+            np.testing.assert_array_equal(got.astype(complex), want.astype(complex))
+
+
+def test_names_of_modes():
+    """As strings, and as jax calls them."""
+    modes = jax.lax.GatherScatterMode
+    for mode, name in {
+        None: None,
+        "CLIP": "clip",
+        "fill": "drop",
+        modes.CLIP: "clip",
+        modes.FILL_OR_DROP: "drop",
+        modes.PROMISE_IN_BOUNDS: "promise_in_bounds",
+    }.items():
+        assert mode_name("set", mode) == name
+    with pytest.raises(ValueError, match=r"must be one of drop, .*got <GatherScatterMode.ONE_HOT"):
+        mode_name("set", modes.ONE_HOT)
+    with pytest.raises(ValueError, match=r"`mode` of `.at\[...\].get` must be one of .*got 3\. "):
+        mode_name("get", 3)
+
+
+def test_types_of_what_is_written():
+    """Nothing but precision is lost."""
+    for have, want, fits in (
+        *(("float64", "float32", True), ("int64", "int8", True), ("int8", "uint8", True)),
+        *(("bool", "int8", True), ("int64", "float16", True), ("float64", "complex64", True)),
+        *(("float32", "int64", False), ("int8", "bool", False), ("complex64", "float64", False)),
+    ):
+        ref = Buffer(jnp.zeros(3, want)).at[1]
+        if fits:
+            assert ref.set(jnp.ones((), have))[:].tolist() == [0, 1, 0]
+        else:
+            with pytest.raises(TypeError, match=f"values of dtype {want}, .*got {have}"):
+                ref.set(jnp.ones((), have))
+    with pytest.raises(TypeError, match=r"must be given values of dtype float64, .*got key<"):
+        Buffer(jnp.zeros(3)).at[1].set(jax.random.key(0))
+
+
+def test_an_empty_list_is_of_integers():
+    assert Buffer(jnp.zeros(SHAPE))[[]].shape == (0, 4, 3)
+    for index, got in (([1.5], "an array of float64"), (np.True_, "np.True_")):
+        with pytest.raises(TypeError, match=f"must be of integers, got {got}"):
+            Buffer(jnp.zeros(SHAPE))[index]
+    for index in (np.asarray(True), jnp.asarray(True)):
+        with pytest.raises(TypeError, match="must be of integers, got an array of bool"):
+            Buffer(jnp.zeros(SHAPE))[index]
+
+
+def test_pred_where_a_row_is_named_twice():
+    """One by one, as if the others had not been named."""
+    rows, pred = np.asarray([0, 2, 9, 0, 2]), np.asarray([True, False, False, True, True])
+    values = np.asarray([4.0, 0.1, 0.2, 0.5, 6.0])
+    ways = {"multiply": np.multiply, "power": np.power, "min": np.minimum, "max": np.maximum}
+    for name, of in {**ways, "divide": np.divide, "subtract": np.subtract}.items():
+        array = np.asarray([2.0, 3.0, 5.0, 7.0])
+        got = getattr(Buffer(array).at[rows], name)(values, pred=pred, mode="clip")
+        for row, value in zip(rows[pred], values[pred], strict=True):
+            array[row] = of(array[row], value)
+        np.testing.assert_allclose(got[:], array, 1e-15)
