@@ -7,6 +7,7 @@ import pytest
 import loopkit
 from derivatives import assert_close
 from kinds import KINDS, loop
+from loopkit._buffers.run_time_checks import first_written
 
 XS = jnp.ones((6, 2))
 
@@ -59,7 +60,36 @@ def test_written_out_of_bounds():
     assert float(filled("while", LAST, 9)(XS)) == 12
 
 
+def test_what_an_initial_buffer_counts_as():
+    """As written where a row is not all zeros."""
+    rows = jnp.zeros((3, 2, 2)).at[1, 0, 1].set(-2.0).at[2].set(jnp.nan)
+    assert first_written(rows).tolist() == [[[yes] * 2] * 2 for yes in (False, True, True)]
+    assert first_written(jnp.asarray([0, 3])).tolist() == [False, True]
+    assert [bool(first_written(jnp.asarray(n))) for n in (0, 2)] == [False, True]
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 2)])
+def test_read_as_a_whole_before_anything_is_written(shape):
+    def f(start):
+        body = lambda i, b: b.at[...].set(b[...] * 2)
+        return loopkit.fori_loop(0, 3, body, start, buffers=True, checks=True)
+
+    assert f(jnp.ones(shape)).ravel()[0] == 8
+    at = "0" if shape else r"\(\)"
+    text = f"is read at index {at} in step 0, where nothing has been written"
+    with pytest.raises(Exception, match=text):
+        jax.block_until_ready(f(jnp.zeros(shape)))
+
+
 def test_read_out_of_bounds():
+    def ends(read):
+        body = lambda i, ys: ys.at[0].add(read(ys, i))
+        return loopkit.fori_loop(0, 8, body, XS, buffers=True, checks=True)
+
+    for read in (lambda ys, i: ys[i], lambda ys, i: ys[jnp.stack([i - 1, i])].sum(0)):
+        with pytest.raises(Exception, match=r"is read at index 6 in step 6, outside of its shape"):
+            jax.block_until_ready(ends(read))
+
     def f(mode):
         def body(i, ys):
             return ys.at[0].add(ys.at[i, 1].get(mode=mode))

@@ -15,7 +15,7 @@ def mode_name(name: str, mode: Any) -> str | None:
     """The name of an indexing mode."""
     if mode is None:
         return None
-    label = mode.lower() if isinstance(mode, str) else str(getattr(mode, "name", mode)).lower()
+    label = str(getattr(mode, "name", mode)).lower()
     label = {"fill_or_drop": "drop"}.get(label, label)
     if label not in MODES:
         raise ValueError(

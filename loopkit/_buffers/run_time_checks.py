@@ -35,7 +35,7 @@ def wanted(function: str, checks: Any, some: bool) -> bool:
 def first_written(value: Any) -> Any:
     """What counts as written in an initial buffer."""
     filled = value != jnp.zeros((), value.dtype)
-    rows = filled.any(tuple(range(1, filled.ndim)), keepdims=True) if filled.ndim else filled
+    rows = filled.any(tuple(range(1, filled.ndim)), keepdims=True)
     return jnp.broadcast_to(rows, filled.shape)
 
 
@@ -76,12 +76,13 @@ def _raise_if(buffer: Any, value: Any, bad: Any, place: Any, text: str) -> Any:
         bad = bad & owner.mask
 
     window = place.window
-    partly = [a for a, n in enumerate(buffer.shape) if window.sizes[a] != n] or [0]
+    axes = range(len(buffer.shape))
+    partly = [a for a in axes if window.sizes[a] != buffer.shape[a]] or axes[:1]
     offsets = np.array(window.offsets, np.int32)
     point = jnp.broadcast_to(jnp.asarray(offsets), (*place.batch, len(offsets)))
     if window.axes:
         point = point.at[..., np.array(window.axes)].set(place.starts.astype(jnp.int32))
-    point = point[..., np.array(partly)]
+    point = point[..., np.array(partly, np.int32)]
     return heard(Outside(owner.name, text), [bad, point, owner.step], value)
 
 
