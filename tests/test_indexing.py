@@ -17,6 +17,34 @@ SHAPE = (5, 4, 3)
 ROWS, COLUMNS = np.asarray([1, 3]), np.asarray([0, -1])
 
 
+EVERY = slice(None)
+LAYOUTS = [
+    *((ROWS, EVERY, COLUMNS), (EVERY, ROWS, COLUMNS), (ROWS, COLUMNS), (1, EVERY, COLUMNS)),
+    *((ROWS, None, COLUMNS), (None, ROWS, COLUMNS), (EVERY, ROWS), (ROWS[:, None], COLUMNS)),
+    *((ROWS, slice(1, 3), -1), (EVERY, 1, None, COLUMNS), (..., COLUMNS, None), (None, 2, ..., 0)),
+    *((slice(None, None, 2), ROWS, slice(2, 0, -1)), (slice(3, 1), ROWS), (slice(9), 0, 0)),
+    *((slice(None, None, 2), slice(None, None, 3), slice(2, None, -2)), (np.arange(5) % 2 == 1, 0)),
+    *((ROWS, EVERY, slice(None, None, 2)), (slice(4, 0, -2), EVERY, COLUMNS), ROWS, None, ...),
+]
+
+
+def test_an_index_selects_what_it_does_in_numpy():
+    """Elements, in their order; and back, from what was selected to the slices."""
+    numbers = np.arange(np.prod(SHAPE)).reshape(SHAPE)
+    for index in LAYOUTS:
+        found = place(SHAPE, index)
+        window, starts = found.window, np.asarray(found.starts)
+        first = np.broadcast_to(window.offsets, (*found.batch, 3)).copy()
+        first[..., list(window.axes)] = starts % np.asarray(SHAPE)[list(window.axes)]
+        grid = np.indices(window.sizes)
+        first = np.expand_dims(np.moveaxis(first, -1, 0), tuple(range(-3, 0)))
+        slices = numbers[tuple(np.expand_dims(grid, tuple(range(1, first.ndim - 3))) + first)]
+        want = numbers[index]
+        assert found.shape == want.shape
+        np.testing.assert_array_equal(found.outward(slices), want)
+        np.testing.assert_array_equal(found.inward(want), slices)
+
+
 def test_an_integer_that_is_known_is_no_start():
     """Inside of the buffer; from its end if it is negative."""
     for at in range(-7, 7):
@@ -61,7 +89,7 @@ def test_of_elements_that_are_named_twice_the_last_is_kept():
 
 def test_starts_are_as_wide_as_they_need_to_be():
     rows = np.asarray([0, 1])
-    assert place((2**31 - 2, 4), rows).starts.dtype == np.int32
+    assert place((2**31 - 1, 4), rows).starts.dtype == np.int32
     assert place((2**31, 4), rows).starts.dtype == np.int64
     assert place((4, 2**31), rows).starts.dtype == np.int64
     assert place((2**16, 2**16), rows).starts.dtype == np.int32
@@ -93,7 +121,9 @@ def test_reads_promise_what_they_do_in_jax():
         text = str(jax.make_jaxpr(lambda x, index=index: x[index])(jnp.zeros(SHAPE)))
         gathers = " gather[" in text
         assert gathers != ("dynamic_slice" in text)
-        assert place(SHAPE, index).window.mode == ("promise_in_bounds" if gathers else "clip")
+        window = place(SHAPE, index).window
+        assert window.mode == ("promise_in_bounds" if gathers else "clip")
+        assert window.wrap
 
 
 def test_out_of_bounds():

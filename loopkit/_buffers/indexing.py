@@ -147,7 +147,7 @@ def place(shape: Sequence[int], index: Any, mode: str | None = None, unique: boo
             tokens.append(len(batch) + axis)
         elif kind == "new":
             tokens.append(None)
-    dtype = np.int32 if all(_jax.volume([n]) < 2**31 - 1 for n in shape) else np.int64
+    dtype = np.int32 if all(_jax.volume([n]) < 2**31 for n in shape) else np.int64
     if columns:
         columns = [jnp.broadcast_to(c.astype(dtype), batch) for c in columns]
         starts = jnp.stack(columns, -1) if len(columns) > 1 else columns[0][..., None]
