@@ -89,6 +89,15 @@ def test_values():
         np.testing.assert_allclose(one, other, 1e-15)
 
 
+def test_what_a_mask_leaves_out_is_in_no_ones_way():
+    """It may be where another is, or where nothing is."""
+    window = Window((0,), (0, 0), (1, 3), "drop")
+    starts, mask = np.asarray([[1], [1], [2], [2]]), np.asarray([True, False, False, True])
+    value, mask = values_for((4,), (1, 3)), mask[:, None, None]
+    got = write(jnp.asarray(TABLE), value, jnp.asarray(starts), window, mask)
+    np.testing.assert_array_equal(got, written_by_hand(TABLE, value, starts, window, mask))
+
+
 def matrix(f, *shapes):
     """Of a linear function of several arrays."""
     sizes = [int(np.prod(shape)) for shape in shapes]

@@ -274,5 +274,5 @@ def _all_differ(rows: Sequence[tuple[Any, int]]) -> bool:
     """Whether index arrays, for axes of these sizes, are known and point nowhere twice."""
     if any(_jax.is_tracer(a) or (a < 0).any() or (a >= size).any() for a, size in rows):
         return False
-    points = np.stack([a.reshape(-1) for a in np.broadcast_arrays(*(a for a, _ in rows))], -1)
+    points = np.stack([a.ravel() for a in np.broadcast_arrays(*(a for a, _ in rows))], -1)
     return len(np.unique(points, axis=0)) == len(points)
