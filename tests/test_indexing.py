@@ -1,4 +1,4 @@
-"""What an index touches of a buffer, as numbers: no loop, no derivative."""
+"""What an index touches of a buffer, and what one read or write makes of it, without a loop."""
 
 import itertools
 
@@ -11,6 +11,7 @@ import pytest
 from loopkit import Buffer
 from loopkit._buffers.indexing import place
 from loopkit._buffers.keywords import fill_value_of, mode_name
+from loopkit._buffers.slices import read_p, write_p
 from loopkit._buffers.window import Window
 
 SHAPE = (5, 4, 3)
@@ -231,6 +232,48 @@ def test_an_empty_list_is_of_integers():
     for index in (np.asarray(True), jnp.asarray(True)):
         with pytest.raises(TypeError, match="must be of integers, got an array of bool"):
             Buffer(jnp.zeros(SHAPE))[index]
+
+
+def test_rows_that_are_named_twice():
+    """Of what is set the last is kept, and has the derivative; all that is added is."""
+    rows, pred = jnp.asarray([0, 2, 2, 0]), jnp.asarray([True, True, True, False])
+    values, weights = jnp.asarray([1.0, 2.0, 3.0, 4.0]), jnp.asarray([10.0, 20.0, 30.0])
+
+    def f(values):
+        b = Buffer(jnp.ones(3)).at[rows]
+        return jnp.stack([b.set(values)[:], b.set(values, pred=pred)[:], b.add(values)[:]])
+
+    found, back = jax.vjp(f, values)
+    assert found.tolist() == [[4, 1, 3], [1, 1, 3], [6, 1, 6]]
+    slopes = [back(jnp.zeros((3, 3)).at[i].set(weights))[0].tolist() for i in range(3)]
+    assert slopes == [[0, 0, 30, 10], [10, 0, 30, 0], [10, 30, 30, 10]]
+
+
+def test_filled_where_nothing_is():
+    b = Buffer(jnp.arange(6.0).reshape(3, 2))
+    for index in (7, -4, jnp.asarray([1, 3]), (slice(None), jnp.asarray([1, 2]))):
+        want = b[...].at[index].get(mode="fill")
+        np.testing.assert_array_equal(b.at[index].get(mode="fill"), want)
+        assert bool(jnp.isnan(want).any())
+        got = b.at[index].get(mode=jax.lax.GatherScatterMode.FILL_OR_DROP, fill_value=9)
+        np.testing.assert_array_equal(got, jnp.nan_to_num(want, nan=9.0))
+    assert b.at[1].get(mode="fill").tolist() == [2, 3]
+
+
+def test_what_comes_next_comes_after_a_read():
+    """In the same function; one that is traced leaves nothing in a buffer that it closes over."""
+
+    def f(x):
+        b = Buffer(x)
+        b[1]
+        return b.at[1].set(2.0)[...]
+
+    eqns = jax.make_jaxpr(f)(jnp.ones(3)).eqns
+    first, then, _ = (eqn for eqn in eqns if eqn.primitive in (read_p, write_p))
+    assert then.invars[0] is first.outvars[1]
+    b = Buffer(jnp.arange(3.0))
+    assert jax.jit(lambda i: b[i])(1) == 1
+    assert b[:].tolist() == [0, 1, 2]
 
 
 def test_pred_where_a_row_is_named_twice():
