@@ -166,6 +166,14 @@ def test_tangents():
     assert_close(jax.jvp(lambda v: f(TABLE, v), (value,), (v_dot,))[1], g(0 * TABLE, v_dot))
 
 
+def test_what_is_written_over_has_no_cotangent():
+    window, at = Window((0,), (0, 0), (1, 3), "drop"), jnp.asarray([[1], [4]])
+    f = lambda b, add: write(b, jnp.ones((2, 1, 3)), at, window, None, add)
+    for add in (False, True):
+        back = jax.vjp(lambda b, add=add: f(b, add), TABLE)[1](jnp.ones((5, 3)))[0]
+        assert back[:, 0].tolist() == ([1] * 5 if add else [1, 0, 1, 1, 0])
+
+
 def test_what_has_no_derivative_gives_none():
     """Symbolically: for each operand that has one."""
     *window, at = PLACES["rows"]
@@ -230,6 +238,22 @@ def test_who_waits_for_whom():
         assert held == [not alone]
 
 
+def test_reads_are_in_no_branch():
+    """A GPU waits there. What is held is behind a barrier before and after, and nothing else."""
+    *window, at = PLACES["rows"]
+    window = Window(*window, "drop")
+    for held in (True, False):
+        f = jax.jit(lambda b, at, held=held: read(b, at, window, held))
+        text = f.trace(TABLE, jnp.asarray(at)).lower(lowering_platforms=("cuda",)).as_text()
+        assert "stablehlo.case" not in text
+        assert text.count("stablehlo.optimization_barrier") == 2 * held
+    f = lambda b, v: write(b, v, jnp.asarray(at), window)
+    back = lambda w: jax.linear_transpose(f, TABLE, jnp.zeros((4, 1, 3)))(w)
+    text = jax.jit(back).trace(TABLE).lower(lowering_platforms=("cpu",)).as_text()
+    # A compiler for CPUs that drops barriers needs a branch there.
+    assert ("stablehlo.case" in text) == (not _jax.KEEPS_BARRIERS)
+
+
 def test_what_compilers_are_promised():
     """That no two rows are the same, of those that are set; not of those that are added to."""
     *window, at = PLACES["rows"]
@@ -252,3 +276,4 @@ def test_a_read_that_nobody_uses_asks_for_no_place():
     lean, used = _jax.dce(jaxpr, [True], [False, False])
     assert list(used) == [True, False]
     assert [eqn.params["value"] for eqn in lean.eqns] == [False, False]
+    assert_close(_jax.call_jaxpr(lean)(TABLE), [jnp.asarray(TABLE)])
