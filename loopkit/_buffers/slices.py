@@ -184,7 +184,7 @@ def _read_transpose(cts: Any, buffer: Any, *starts: Any, window: Window, **how: 
 
 def _write_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple:
     out = write_p.bind(*primals, **params)
-    if all(type(t) is _jax.Zero for t in tangents[:2]):
+    if all(type(t) is _jax.Zero for t in tangents):
         return out, [_jax.float0_zero(jax.typeof(out[0]))]
     linear = [_jax.instantiate(t) for t in tangents[:2]]
     return out, write_p.bind(*linear, *primals[2:], **params)
