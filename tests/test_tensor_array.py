@@ -43,6 +43,7 @@ def test_appending_copies_nothing(monkeypatch):
     assert array.stack().shape == (1000, 3)
     array = array.append(THREE)
     assert array.read(1000) is THREE
+    assert array.append(THREE)._tail is array._tail
     assert len(stored) == 1
 
 
@@ -56,10 +57,11 @@ def test_the_old_one_stays_as_it_was():
     assert_close(array.stack(), filled(2).stack())
     stored = TensorArray.from_array(array.stack())
     one, other = stored.append(THREE * 10), stored.append(THREE * 20)
-    one, third = one.append(THREE), one.append(THREE * 30)
+    two, third = one.append(THREE), one.append(THREE * 30)
+    assert_close(one.stack()[2:], THREE[None] * 10)
     assert_close(other.stack()[2:], THREE[None] * 20)
+    assert_close(two.stack()[2:], jnp.stack([THREE * 10, THREE]))
     assert_close(third.stack()[2:], jnp.stack([THREE * 10, THREE * 30]))
-    assert_close(one.stack()[2:], jnp.stack([THREE * 10, THREE]))
 
 
 def test_write():
@@ -160,15 +162,27 @@ def test_an_index_that_is_not_known():
 
 def test_functions_that_are_traced_leave_nothing_in_it():
     """Neither what they append, nor what of it they have stored."""
-    array = TensorArray.from_array(jnp.zeros((1, 3))).append(THREE)
+    both = TensorArray.from_array((jnp.zeros((1, 3)), jnp.zeros(1)))
+    both = both.append((THREE, jnp.asarray(2.0)))
+    tail = both._tail
+
+    def f(x):
+        more = both.append((x, jnp.asarray(2.0))).append((x, x[0]))
+        return more.stack(), both.stack()
+
     with jax.checking_leaks():
-        rows = jax.jit(lambda x: (array.append(x).append(x).stack(), array.stack()))(THREE)
-    assert_close(rows[0][1:], jnp.stack([THREE] * 3))
-    assert_close(array.stack(), rows[1])
+        (more, _), some = jax.jit(f)(THREE)
+        jax.jvp(f, (THREE,), (THREE,))
+    assert len(tail) == 1
+    assert_close(more[1:], jnp.stack([THREE] * 3))
+    assert_close(both.stack(), some)
 
     def twice(x):
         array = TensorArray.empty(1, x).append(x)
-        return jnp.sum(jax.jit(lambda: array.stack())() * array.stack())
+        rows = jax.jit(lambda: array.stack())()
+        total = jnp.sum(rows * array.stack())
+        assert not array._tail  # of the function that made it
+        return total
 
     assert_close(jax.grad(twice)(THREE), 2 * THREE)
 

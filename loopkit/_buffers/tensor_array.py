@@ -254,8 +254,8 @@ class TensorArray(Generic[E]):
         part = slice(self._stored, self._size)
         data = [_with_room(v, room).at[part].set(jnp.stack(new)) for v, new in leaves]
         # A function that is traced, and did not make the array, must leave nothing in it.
-        made = zip(data, leaves, strict=True)
-        if all(any(_jax.same_trace(v, w) for w in (old, *new)) for v, (old, new) in made):
+        pairs = ((v, w) for v, (old, new) in zip(data, leaves, strict=True) for w in (old, *new))
+        if any(_jax.same_trace(v, w) for v, w in pairs):
             self._data, self._stored, self._tail = data, self._size, []
         return data
 
