@@ -88,6 +88,22 @@ def test_of_elements_that_are_named_twice_the_last_is_kept():
         np.testing.assert_array_equal(last.ravel(), [i + 60 >= count for i in range(count)])
 
 
+def test_elements_that_are_named_twice_in_a_buffer_of_any_size():
+    """More elements than 32 bits count, or a number of them that is not known yet."""
+    large = 2**17, 2**17
+    for count in (3, 99):
+        rows = np.asarray([0, 2**15, *[2**15] * (count - 2)])
+        columns = np.asarray([1, 1, *[0] * (count - 3), 1])
+        chosen = place(large, (jnp.asarray(rows), jnp.asarray(columns)))
+        last = chosen.last_of_equals(large, None).ravel()
+        assert np.flatnonzero(last).tolist() == sorted({0, count - 2, count - 1} - {1})
+    f = lambda x, i: Buffer(x).at[i, i].set(jnp.arange(4.0))[...]
+    (n,) = jax.export.symbolic_shape("n")
+    kinds = jax.ShapeDtypeStruct((3, n), "float64"), jax.ShapeDtypeStruct((4,), "int64")
+    x, i = jnp.zeros((3, 5)), jnp.asarray([0, 2, 2, 1])
+    np.testing.assert_array_equal(jax.export.export(jax.jit(f))(*kinds).call(x, i), f(x, i))
+
+
 def test_starts_are_as_wide_as_they_need_to_be():
     rows = np.asarray([0, 1])
     assert place((2**31 - 1, 4), rows).starts.dtype == np.int32

@@ -66,12 +66,14 @@ class Place:
         """`mask`, one flag a slice or None, without the slices that a later one writes over."""
         at, inside = self.window.starts_in(shape, self.starts)
         room = [shape[a] for a in self.window.axes]
-        strides = np.array([math.prod(room[i + 1 :]) for i in range(len(room))], at.dtype)
-        place = (at * strides).sum(-1)
-        written = jnp.ones(place.shape, bool) if mask is None else mask.reshape(place.shape)
+        if all(isinstance(n, int) for n in room) and math.prod(room) < 2**31:
+            # As one number, which takes less to sort; of larger buffers it would not fit.
+            strides = np.array([math.prod(room[i + 1 :]) for i in range(len(room))], at.dtype)
+            at = (at * strides).sum(-1, keepdims=True)
+        written = jnp.ones(self.batch, bool) if mask is None else mask.reshape(self.batch)
         written = written if inside is None else written & inside
-        last = written & _last(jnp.where(written, place, -1))
-        return last.reshape(*place.shape, *[1] * len(shape))
+        last = written & _last(jnp.where(written[..., None], at, -1))
+        return last.reshape(*self.batch, *[1] * len(shape))
 
     def by_element(self, value: Any, mask: Any) -> tuple[Place, Any, Any]:
         """The same, a slice for each element, with stacked slices and their mask."""
@@ -90,17 +92,17 @@ class Place:
 
 
 def _last(places: Any) -> Any:
-    """Which of some integers are not there again later."""
-    flat = places.reshape(-1)
-    if flat.size <= 64:
-        later = np.triu(np.ones((flat.size, flat.size), bool), 1)
-        last = ~((flat[:, None] == flat) & later).any(1)
+    """Which places, integers along the last axis, are not there again later."""
+    flat = places.reshape(-1, places.shape[-1])
+    if len(flat) <= 64:
+        later = np.triu(np.ones((len(flat), len(flat)), bool), 1)
+        last = ~((flat[:, None] == flat).all(-1) & later).any(1)
     else:
-        order = jnp.argsort(flat, stable=True)
+        order = jnp.lexsort(flat.T)
         ordered = flat[order]
-        ends = jnp.append(ordered[1:] != ordered[:-1], True)
-        last = jnp.zeros(flat.shape, bool).at[order].set(ends, unique_indices=True)
-    return last.reshape(places.shape)
+        ends = jnp.append((ordered[1:] != ordered[:-1]).any(-1), True)
+        last = jnp.zeros(len(flat), bool).at[order].set(ends, unique_indices=True)
+    return last.reshape(places.shape[:-1])
 
 
 def place(shape: Sequence[int], index: Any, mode: str | None = None, unique: bool = False) -> Place:
