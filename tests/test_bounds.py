@@ -8,6 +8,7 @@ from jax import lax
 
 import loopkit
 from derivatives import assert_close
+from loopkit._engine.steps import LAST_STEP
 from loopkit._foreign import lax_loop
 from turns import in_turn
 
@@ -207,6 +208,8 @@ def test_limits():
     assert bounds_of(to(7), x, n) == [(7, False)]
     assert bounds_of(to(None), x, n) == [None]  # an argument
     assert bounds_of(to(7, moved=True), x, n) == [None]
+    assert bounds_of(to(LAST_STEP), x, n) == [(LAST_STEP, False)]  # and no more are counted
+    assert bounds_of(to(LAST_STEP + 1), x, n) == [None]
     closed = lambda x: lax.while_loop(
         lambda c: (c[0] < np.int64(9)) & (c[1] < 1e3), lambda c: (c[0] + 1, c[1] * 1.5), (0, x)
     )[1]
