@@ -1,4 +1,4 @@
-"""Runs of steps, after each of which a loop with a bar counts them: how long, and how often told."""
+"""Runs of steps, after each of which a loop with a bar counts them: how long they are."""
 
 import jax
 import jax.numpy as jnp
