@@ -12,8 +12,10 @@ from derivatives import assert_close, derivative, direction, expected
 from loopkit import Plan, _jax
 from loopkit._engine.sweeps import tables
 from loopkit._engine.sweeps.in_units import InUnits
+from loopkit._engine.sweeps.strategy import PART
 from loopkit._jax import primitives
 from loopkit._plans import waits
+from loopkit.schedules import online
 from problems import CHECKPOINTS, PROBLEMS, Problem
 from turns import in_turn
 
@@ -113,6 +115,30 @@ def test_what_slots_hold_follows_from_how_often_was_saved(plan):
     for count in range(min(30, len(schedule.saves) - 1)):
         assert (schedule.held(count) == placed.units).all()
         placed = schedule.save(placed)[2]
+
+
+def test_a_plan_that_is_thinned_has_saves_of_its_own():
+    thinned, cheapest = (
+        tables.Schedule.of(Plan(8, bound=60, thinned=t)).saves for t in (True, False)
+    )
+    units, slots, *_ = online.thinning(8, 60, spare=2).table
+    assert thinned[:, :2].tolist() == [list(row) for row in zip(units, slots, strict=True)][:-1]
+    assert thinned.tolist() != cheapest.tolist()
+
+
+def test_rows_that_are_counted():
+    """Two times a known number of them, and three."""
+
+    def f(x, steps):
+        step = lambda c: (c[0] + 1, c[1] + 0.2 * jnp.sin(4 * c[1] + c[0]))
+        how = {"max_steps": 70, "checkpoints": "all"}
+        return loopkit.while_loop(lambda c: c[0] < steps, step, (0, x), **how)[1]
+
+    wanted = jax.jit(jax.grad(f))(0.3, 2 * PART + 3)
+    with _jax.host_waits(True):
+        got = jax.jit(jax.grad(lambda *args: f(*args)))(0.3, 2 * PART + 3)
+    assert abs(wanted) > 1e-3
+    assert_close(got, wanted)
 
 
 def test_a_program_for_both():
