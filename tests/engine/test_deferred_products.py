@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loopkit import Plan, _jax
+from loopkit import _jax
 from loopkit._engine.derivative import deferred_products
 from loopkit._engine.derivative.deferred_products import put_off
-from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.derivative.split import split_step
 from loopkit._engine.facts.activity import forward_activity
 from loopkit._engine.loop import Operands, kept, parts
@@ -178,20 +177,6 @@ def test_what_is_not_worth_it(monkeypatch):
     # Of a batch of many vectors, the factors are larger than the matrix.
     assert any(products_of(of_matrices, shape=(SIZE, SIZE))[0].put_off)
     assert not any(products_of(of_matrices, shape=(4 * SIZE, SIZE))[0].put_off)
-
-
-def test_a_segment_of_one_step_has_one_product():
-    """Put off, it would be kept for nothing."""
-
-    def products(segment):
-        consts, rows = [numbers(SIZE, SIZE), 0.1], [numbers(12, SIZE)]
-        plan = Plan(3, segment)
-        loop, _ = make_loop(dense, consts, [numbers(SIZE)], rows, checkpoints=plan)
-        flags = Operands([], [True, False], [True], [False])
-        return reversal(loop, forward_activity(loop, flags)).products
-
-    assert products(1) is None
-    assert any(products(2).put_off)
 
 
 def test_what_is_no_sum_of_products_stays():
