@@ -12,8 +12,10 @@ from derivatives import assert_close, derivative, direction, expected
 from loopkit import Plan, _jax
 from loopkit._engine.sweeps import tables
 from loopkit._engine.sweeps.in_units import InUnits
+from loopkit._engine.sweeps.strategy import PART
 from loopkit._jax import primitives
 from loopkit._plans import waits
+from loopkit.schedules import online
 from problems import CHECKPOINTS, PROBLEMS, Problem
 from turns import in_turn
 
@@ -58,7 +60,7 @@ STOPPING = [Plan(10, segment=4), Plan(40), Plan(2, segment=4), Plan(3), Plan(4, 
 
 
 def stopped(x, steps, checkpoints, most=40, unroll=1):
-    step = lambda c: (c[0] + 1, jnp.sin(c[1] * 1.5))
+    step = lambda c: (c[0] + 1, c[1] + 0.2 * jnp.sin(4 * c[1] + c[0]))  # no slope vanishes
     how = {"max_steps": most, "checkpoints": checkpoints, "unroll": unroll}
     return jnp.sum(loopkit.while_loop(lambda c: c[0] < steps, step, (0, x), **how)[1])
 
@@ -71,9 +73,15 @@ def test_steps_that_are_counted(steps, most, unroll):
     x = jnp.linspace(0.3, 0.6, 3)
     wanted = jax.grad(stopped)(x, steps, "all")
     for plan in STOPPING:
+        gradient = jax.grad(lambda x, n, p=plan: stopped(x, n, p, most, unroll))
         with _jax.host_waits(True):
-            got = jax.jit(jax.grad(lambda x, p=plan: stopped(x, steps, p, most, unroll)))(x)
+            got = jax.jit(gradient)(x, steps)
         assert_close(got, wanted)
+
+
+def with_rows(x, length, checkpoints):
+    step = lambda x, rate: (rate * x * (1 - x), None)
+    return loopkit.scan(step, x, jnp.linspace(2.5, 3.4, length), checkpoints=checkpoints)[0]
 
 
 LARGE = [Plan(3), Plan(3, segment=3), Plan(3, segment=2, host=True, room=4000)]
@@ -89,11 +97,12 @@ def test_carries_too_large_to_be_written_in_passing(steps, large, plan, monkeypa
     """And those that lie on the host. Without a number of steps it is known to be 40."""
     monkeypatch.setattr(waits, "LARGE", 8 if large else waits.LARGE)
     x = jnp.linspace(0.3, 0.6, 3)
-    loss = chaotic if steps is None else stopped
+    loss = with_rows if steps is None else stopped
     count = 40 if steps is None else steps
     wanted = jax.grad(lambda x: jnp.sum(loss(x, count, "all")))(x)
+    gradient = lambda x, count: jax.grad(lambda x: jnp.sum(loss(x, count, plan)))(x)
     with _jax.host_waits(True):
-        got = jax.jit(jax.grad(lambda x: jnp.sum(loss(x, count, plan))))(x)
+        got = jax.jit(gradient, static_argnums=[1] if steps is None else [])(x, count)
     assert_close(got, wanted)
 
 
@@ -113,6 +122,25 @@ def test_what_slots_hold_follows_from_how_often_was_saved(plan):
     for count in range(min(30, len(schedule.saves) - 1)):
         assert (schedule.held(count) == placed.units).all()
         placed = schedule.save(placed)[2]
+
+
+def test_a_plan_that_is_thinned_has_saves_of_its_own():
+    thinned, cheapest = (
+        tables.Schedule.of(Plan(8, bound=60, thinned=t)).saves for t in (True, False)
+    )
+    units, slots, *_ = online.thinning(8, 60, spare=2).table
+    assert thinned[:, :2].tolist() == [list(row) for row in zip(units, slots, strict=True)][:-1]
+    assert thinned.tolist() != cheapest.tolist()
+
+
+def test_rows_that_are_counted():
+    """Two times a known number of them, and three."""
+    gradient, steps = jax.grad(lambda x, n: stopped(x, n, "all", 70)), 2 * PART + 3
+    wanted = jax.jit(gradient)(0.3, steps)
+    with _jax.host_waits(True):
+        got = jax.jit(lambda *args: gradient(*args))(0.3, steps)
+    assert abs(wanted) > 1e-3
+    assert_close(got, wanted)
 
 
 def test_a_program_for_both():

@@ -8,6 +8,7 @@ from jax import lax
 
 import loopkit
 from derivatives import assert_close
+from loopkit._engine.steps import LAST_STEP
 from loopkit._foreign import lax_loop
 from turns import in_turn
 
@@ -111,6 +112,18 @@ def test_bounds_of_own_loops_with_buffers(case):
     assert_close(jax.jit(jax.grad(with_buffer))(x), jax.jit(jax.jacfwd(lambda x: f(x, lax)))(x))
 
 
+def test_one_step_is_taken_before_a_predicate_is_asked_with_buffers():
+    """So a limit that is passed at the start is a bound of one step, of which there is a plan."""
+
+    def f(x):
+        step = lambda c: (c[0] + 1, c[1].at[c[0] % 3].set(x))
+        start, how = (9, jnp.ones(3)), {"buffers": (False, True)}
+        return loopkit.while_loop(lambda c: c[0] < 5, step, start, **how)[1].sum()
+
+    assert loopkit.plan(f, 0.5).bound == 1
+    assert f(0.5) == 3
+
+
 def test_a_limit_that_is_a_result_of_the_step():
     """What a step returns is not what it was given."""
 
@@ -207,6 +220,20 @@ def test_limits():
     assert bounds_of(to(7), x, n) == [(7, False)]
     assert bounds_of(to(None), x, n) == [None]  # an argument
     assert bounds_of(to(7, moved=True), x, n) == [None]
+    assert bounds_of(to(LAST_STEP), x, n) == [(LAST_STEP, False)]  # and no more are counted
+    assert bounds_of(to(LAST_STEP + 1), x, n) == [None]
+    down = lambda x: lax.while_loop(
+        lambda c: (c[0] > 0) & (c[1] < 1e3),
+        lambda c: (c[0] - jnp.uint8(1), c[1] * 1.5),
+        (jnp.uint8(3), x),
+    )[1]
+    assert bounds_of(down, x) == [(3, False)]  # to the least that it holds
+    floats = lambda x: lax.while_loop(
+        lambda c: (c[0].astype(float) < c[2].astype(float)) & (c[1] < 1e3),
+        lambda c: (c[0] + 1, c[1] * 1.5, c[2]),
+        (0, x, 7),
+    )[1]
+    assert bounds_of(floats, x) == [None]  # which may be rounded
     closed = lambda x: lax.while_loop(
         lambda c: (c[0] < np.int64(9)) & (c[1] < 1e3), lambda c: (c[0] + 1, c[1] * 1.5), (0, x)
     )[1]

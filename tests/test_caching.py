@@ -207,6 +207,22 @@ def test_the_second_call_does_not_compile(f, transform, compilations):
     assert compilations == []
 
 
+def test_lanes_in_a_step_that_is_made_anew(compilations):
+    """What they are lanes of is a program like others."""
+
+    def f(x):
+        step = lambda c: (c[0] + 1, jnp.sin(c[1]) * 1.5)
+        lane = lambda n, x: loopkit.while_loop(lambda c: c[0] < n, step, (0, x), lanes=(2,))[1]
+        lanes = jax.vmap(lambda n, x: lane(n, x))
+        return loopkit.scan(lambda x, _: (lanes(jnp.arange(4), x), None), x, None, 2)[0]
+
+    x = jnp.linspace(0.1, 0.9, 4)
+    first = jax.block_until_ready(f(x))
+    compilations.clear()
+    assert f(x).tolist() == first.tolist()
+    assert compilations == []
+
+
 def closed_over(kind, w):
     """A loop whose functions close over a value of two numbers that is differentiated."""
     other, pair = w + 1.0, {"w": w, "rest": (w * 2.0, 0.5)}

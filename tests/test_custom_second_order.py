@@ -193,6 +193,24 @@ def test_every_direction_at_once():
     assert_close(pulled(bounded), pulled(unrolled))
 
 
+def test_slices_of_a_scan_that_stops():
+    """Those that are not read have no derivative, and the others their own."""
+    step = lambda x, row: (clipped_vjp(x + row) + 0.5 * x, None)
+    until = lambda x, _: x > 0.9
+    rows = jnp.linspace(0.1, 0.5, 6)
+    total = lambda rows: loopkit.scan(step, 0.2, rows, until=until)[0] ** 2
+
+    def wanted(rows):
+        x = 0.2
+        for row in rows[:3]:
+            x, _ = step(x, row)
+        return x**2
+
+    assert_close(total(rows), wanted(rows))
+    hessian = lambda f: jax.jacrev(jax.grad(f))(rows)
+    assert_close(jax.jit(lambda: hessian(total))(), hessian(wanted))
+
+
 def test_a_loop_in_a_loop():
     def outer(inner):
         def run(theta):

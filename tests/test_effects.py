@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import loopkit
+from loopkit import Plan
 from problems import CHECKPOINTS
 from tolerances import assert_near
 
@@ -158,6 +159,22 @@ def test_the_predicate_is_read_once_a_step(max_steps, unroll):
     jax.block_until_ready(out)
     jax.effects_barrier()
     assert sorted(seen) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("checkpoints", [None, Plan(8), "all"], ids=str)
+def test_unrolled_steps_that_are_not_taken_report_nothing(checkpoints):
+    """Of two to an iteration, the last is none; whatever is kept for the gradient."""
+    seen = []
+
+    def body(carry):
+        jax.debug.callback(lambda step: seen.append(int(step)), carry[0])
+        return carry[0] + 1, jnp.sin(carry[1])
+
+    how = {"max_steps": 8, "unroll": 2, "checkpoints": checkpoints}
+    f = lambda x: loopkit.while_loop(lambda c: c[1] > 0.5, body, (0, x), **how)[1]
+    jax.block_until_ready(jax.grad(f)(0.57))
+    jax.effects_barrier()
+    assert sorted(seen) == [0, 1, 2]
 
 
 def random_product(scan, draws):

@@ -86,6 +86,14 @@ def test_what_lax_stores_is_what_the_compiler_stores():
     assert abs(needed - predicted) <= 0.1 * predicted
 
 
+def test_lanes_of_a_gradient_are_shown_as_one_of_them():
+    """In all columns: a plan is for one lane, and is kept for the others."""
+    loss = lambda x: loopkit.scan(rotate, x, length=400)[0].sum()
+    one = loopkit.explain(jax.grad(loss), X).loops
+    assert one[0].scan_bytes == 400 * 400
+    assert loopkit.explain(jax.vmap(jax.grad(loss)), jnp.stack([X, X])).loops == one
+
+
 def test_loops_within_loops_and_gradients():
     inner = lambda x, _: (loopkit.fori_loop(0, 3, lambda _, x: jnp.sin(x), x), None)
     loss = lambda x: jnp.sum(loopkit.scan(inner, x, length=5)[0])

@@ -251,6 +251,21 @@ def test_rows_of_an_outer_loop_are_flat_in_the_loops_inside():
     assert all((N + 1, 6) in [t.shape for t in loop.carry_types] for loop in loops)
 
 
+def test_rows_are_read_after_an_inner_loop():
+    def f(rows, loop):
+        inner = lambda k, rows: rows.at[k].set(jnp.sin(rows[k + 1]))
+
+        def outer(i, rows):
+            rows = loop(0, N, inner, rows)
+            return rows.at[i].add(rows[i + 1] * rows[0])
+
+        how = {} if loop is lax.fori_loop else {"buffers": True}
+        return loop(0, N, outer, rows, **how)
+
+    assert (N + 1, 6) in carried(lambda rows: f(rows, loopkit.fori_loop), FIRST)[0]
+    assert_close(f(FIRST, loopkit.fori_loop), f(FIRST, lax.fori_loop))
+
+
 def test_integers_and_weak_types():
     table = jnp.arange(N * 6).reshape(N, 3, 2)
 

@@ -8,6 +8,7 @@ from jax import lax
 import loopkit
 from derivatives import assert_close, derivative, expected
 from loopkit import _jax
+from loopkit._engine.passes import flat_values
 from loopkit._engine.passes.flat_values import MUCH, of_vectors
 from loopkit._engine.passes.tiles import padded_bytes
 from loopkit._engine.primitives import _evaluations, dual_p, forward_p, pullback_p, while_p
@@ -162,6 +163,28 @@ def test_what_tiles_take():
     assert padded_bytes((1000, 10, 5), 4) == 1000 * 8 * 128 * 4
     assert padded_bytes((1000, 50), 4) == 50 // 8 * 8 * 1024 * 4 + 8 * 1024 * 4
     assert padded_bytes((7,), 4) == 28
+
+
+def test_rows_are_made_of_one_number_or_of_as_many_as_they_have():
+    def made(f, value):
+        (eqn,) = jax.make_jaxpr(f)(value).eqns
+        found = flat_values._flat_results(eqn, [value], flat_values.Changes())
+        return None if found is None else found[0].value.shape
+
+    assert made(lambda v: lax.broadcast(v, ROW), jnp.ones(())) == (6,)
+    assert made(lambda v: v.reshape(ROW), jnp.ones(6)) == (6,)
+    assert made(lambda v: lax.broadcast_in_dim(v, ROW, (1,)), jnp.ones(2)) is None
+
+
+def test_changes_of_shape_are_those_between_rows_and_others_in_loops():
+    def count(step):
+        stop = lambda c: c[0] < T
+        loop = lambda x: lax.while_loop(stop, lambda c: (c[0] + 1, step(c[1])), (0, x))
+        return flat_values._reshapes(jax.make_jaxpr(loop)(X))
+
+    assert count(lambda x: jnp.sin(x.reshape(6)).reshape(ROW)) == 2
+    assert count(lambda x: jnp.sin(x.reshape(2, 3)).reshape(ROW)) == 0
+    assert flat_values._reshapes(jax.make_jaxpr(lambda x: x.reshape(6))(X)) == 0
 
 
 def test_stacks_that_are_read_as_a_whole_keep_their_shape(on_tpu):

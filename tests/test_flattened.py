@@ -1,6 +1,7 @@
 """Loops in loops made one, in which each lane is in a step of its own: every number stays."""
 
 import functools as ft
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +61,9 @@ def two_inner_loops(lanes, x, ns):
 
     def step(c):
         t, v, total = c
+        before = jnp.sin(v)  # read between the two
         v = sines(ns[t], v * 1.01, 1.1)
-        w = jnp.cos(v)
+        w = jnp.cos(v) + 0.1 * before
         halve = lambda s: (s[0] + w * s[1], s[1] * 0.8)
         begin = total, jnp.abs(v)
         more, _ = loopkit.while_loop(lambda s: s[1] > 0.3, halve, begin, max_steps=3)
@@ -215,6 +217,22 @@ def inner_loops(fn, *args):
     loops = [e.params["loop"] for e in closed.eqns if "loop" in e.params]
     body = loops[0].body
     return sum("loop" in eqn.params for eqn in equations.all_equations(body))
+
+
+def test_which_loops_become_one(monkeypatch):
+    def one(inner):
+        f = lambda x, ns: loopkit.scan(lambda c, n: (inner(n, c), c), x, ns, lanes="flatten")
+        eqns = jax.make_jaxpr(f)(0.3, COUNTS[0]).eqns
+        return next(e.params["loop"] for e in eqns if "loop" in e.params)
+
+    inner = lambda n, c, **how: sines(n, c, 1.1, **how)
+    assert one(inner).holds
+    assert one(jax.jit(inner)).holds, "a call of nothing else"
+    assert not one(lambda n, c: lax.cond(n > 2, lambda: inner(n, c), lambda: c)).holds
+    assert one(inner).length is None
+    monkeypatch.setattr(importlib.import_module("loopkit._engine.passes.flattened"), "MOST", 5)
+    bounded = one(lambda n, c: inner(n, c, max_steps=12))
+    assert bounded.length == 6 * 3, "5, 5 and 2 steps in each of 6"
 
 
 def test_a_loop_without_inner_loops_is_as_it_was():

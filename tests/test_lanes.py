@@ -13,6 +13,8 @@ from jax import lax
 import loopkit
 from derivatives import assert_close, derivative, direction
 from loopkit._engine.facts.widths import _narrower
+from loopkit._engine.passes.phases import phases_of
+from loopkit._engine.steps import evaluate
 from problems import CHECKPOINTS, Problem, named
 from test_nan_safety import BODIES, transformed, unrolled
 from turns import in_turn
@@ -486,6 +488,21 @@ def test_widths_that_are_chosen():
         chosen = _narrower(count)
         assert all(a > b >= 8 for a, b in itertools.pairwise((count, *chosen)))
         assert len(chosen) <= max(1, np.log(count / 12) / np.log(4) + 1)
+
+
+def test_a_phase_ends_once_few_lanes_are_left():
+    """Two of four, whose slowest would take nine steps."""
+
+    def run(n, x):
+        step = lambda c: (c[0] + 1, jnp.sin(c[1]))
+        return loopkit.while_loop(lambda c: c[0] < n, step, (0, x), lanes=(2,))
+
+    args = jnp.array([1, 9, 2, 3]), jnp.ones(4)
+    (eqn,) = (e for e in jax.make_jaxpr(jax.vmap(run))(*args).eqns if "loop" in e.params)
+    first = phases_of(eqn.params["loop"]).phase(0)
+    operands = first.split([args[0], jnp.zeros(4, int), args[1]])[0]
+    counts, _ = evaluate(first, operands)
+    assert counts.tolist() == [1, 2, 2, 2]
 
 
 def test_lanes_that_speak_wait():

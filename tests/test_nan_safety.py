@@ -171,6 +171,26 @@ def test_derivative_of_vmap(body, transform):
     assert_close(jax.jit(take(total))(parameters), take(reference)(parameters))
 
 
+def test_lanes_that_read_some_slices_in_common():
+    """And others of their own."""
+    common = jnp.linspace(0.1, 0.5, 6)
+
+    def f(x, own, stop):
+        step = lambda x, rows: (x + 10 * jnp.sqrt(1.5 - x) * rows[0] * rows[1], None)
+        stops = lambda x, _: x > stop
+        return loopkit.scan(step, x, (own, common), until=stops, checkpoints="all")[0]
+
+    args = (
+        jnp.asarray([0.1, 0.6, 1.2]),
+        jnp.ones((3, 6)) * jnp.arange(1, 7),
+        jnp.asarray([0.9, 1, 1.2]),
+    )
+    gradient = jax.grad(f, (0, 1))
+    each = [gradient(*lane) for lane in zip(*args, strict=True)]
+    got = jax.jit(jax.vmap(gradient))(*args)
+    assert_close(got, jax.tree.map(lambda *lanes: jnp.stack(lanes), *each))
+
+
 ORDERS = ["first inside", "second inside"]
 
 

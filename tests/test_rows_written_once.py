@@ -246,6 +246,31 @@ def test_nothing_is_logged_that_a_counter_says(name):
         assert (None if undo is None else [str(t.dtype) for t in undo.log_types]) == wanted
 
 
+def test_an_inner_loop_and_then_a_row_that_is_logged():
+    """A step logs two numbers of the one, where it wrote and what it displaced of the other."""
+
+    def f(x, loops=loopkit, **how):
+        inner = {"buffers": lambda c: c[1]} if how else {}
+
+        def step(c, _):
+            i, b, ring, x = c
+            write = lambda c: (c[0] + 1, c[1].at[c[0]].set(b[c[0] - 1] * c[2]), jnp.sin(c[2]))
+            i, b, y = loops.while_loop(lambda c: c[2] > 0.5, write, (i, b, x), **inner)
+            ring = ring.at[i % 3].set(ring[(i + 1) % 3] * y)
+            return (i, b, ring, y + ring[0] + 0.4), None
+
+        init = 0, jnp.ones(90), jnp.ones(3), x
+        _, b, ring, x = loops.scan(step, init, None, 4, **how)[0]
+        return jnp.sum(b**2) + jnp.sum(ring) * x
+
+    logged = lambda x: f(x, buffers=lambda c: c[1:3], checkpoints=Plan(2, 2))
+    loop = the_loop(logged, 0.7)
+    types = find_undo(loop, [True] * loop.carry_count).log_types
+    assert [t.shape for t in types] == [(), (), (1,), (1,)]
+    wanted = jax.jit(jax.jacfwd(lambda x: f(x, jax.lax)))(0.7)
+    assert_close(jax.jit(jax.grad(logged))(0.7), wanted)
+
+
 def test_memory_without_a_bound_is_that_of_few_buffers():
     def loss(x):
         def body(c):

@@ -293,3 +293,22 @@ def test_fewer_leaves_keep_their_places():
     wanted = second(lax.scan)
     for checkpoints in (None, 1, "all"):
         assert_close(second(ft.partial(loopkit.scan, checkpoints=checkpoints)), wanted)
+
+
+@pytest.mark.parametrize("checkpoints", ["all", 3])
+def test_a_second_derivative_in_what_the_first_is_not_in(checkpoints):
+    """What was saved for the first is not enough for it."""
+
+    def f(a, b, loops=loopkit, **how):
+        step = lambda c: (c[0] + 1, jnp.sin(a * c[1]) + b * jnp.cos(b * c[1]))
+        return loops.while_loop(lambda c: c[0] < 5, step, (0, 0.3), **how)[1]
+
+    def mixed(f):
+        value = lambda b: jax.vjp(lambda a: f(a, b), 0.7)[0]
+        slope = lambda b: jnp.cos(jax.grad(f)(0.7, b))
+        return jax.grad(value)(0.4), jax.grad(slope)(0.4)
+
+    got = mixed(lambda a, b: f(a, b, max_steps=8, checkpoints=checkpoints))
+    value = jax.jacfwd(lambda b: f(0.7, b, lax))(0.4)
+    slope = jax.jacfwd(lambda b: jnp.cos(jax.jacfwd(lambda a: f(a, b, lax))(0.7)))(0.4)
+    assert_close(got, (value, slope))

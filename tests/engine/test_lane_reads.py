@@ -24,6 +24,24 @@ def total(body, checkpoints):
     return run
 
 
+def test_buffers_that_are_chosen_of_slice_by_slice():
+    """Those of which a step does nothing else than read and write slices."""
+
+    def sliced(body):
+        step = lambda c: (c[0] + 1, body(c[0], c[1]))
+        stops, how = (lambda c: c[0] < 3), {"buffers": lambda c: c[1]}
+        f = lambda rows: loopkit.while_loop(stops, step, (0, rows), **how)
+        (eqn,) = (e for e in jax.make_jaxpr(f)(jnp.ones(4)).eqns if "loop" in e.params)
+        loop = eqn.params["loop"]
+        return lanes.is_sliced(loop.body, loop.const_count + 1)
+
+    assert sliced(lambda i, rows: rows.at[i].set(jnp.sin(rows[i - 1])))
+    assert sliced(lambda i, rows: jax.jit(lambda rows: rows.at[i].set(rows[0]))(rows))
+    whole = lambda f: lanes.is_sliced(jax.make_jaxpr(f)(jnp.ones(4)), 0)
+    assert not whole(jnp.sum)
+    assert not whole(jax.jit(lambda rows: rows.reshape(2, 2)))
+
+
 def gradients(body, checkpoints):
     run, xs = total(body, checkpoints), jnp.sin(jnp.arange(24.0)).reshape(2, 6, 2) + 1.2
     both = lambda f: jax.vmap(jax.vmap(f, (None, None, 0)), (0, None, 0))

@@ -128,6 +128,21 @@ def test_a_derivative_in_fewer_inputs_than_it_was_linearised_in():
     assert_close(jax.grad(along(loopkit.checkpointed(f)))(0.4), jax.grad(along(f))(0.4))
 
 
+@pytest.mark.parametrize("checkpoints", [None, "all"])
+def test_a_constant_of_which_only_functions_are_read(checkpoints):
+    """Of an inner loop, whose constant is what the outer one carries."""
+
+    def f(c, scan, **how):
+        def step(c, _):
+            inner = lambda x, _: (x * jnp.sin(c) + jnp.exp(c), None)
+            return jnp.cos(c + scan(inner, 0.3, None, 5, **how)[0]), None
+
+        return scan(step, c, None, 4)[0]
+
+    ours = lambda c: f(c, loopkit.scan, checkpoints=checkpoints)
+    assert_close(jax.grad(ours)(0.7), jax.grad(lambda c: f(c, jax.lax.scan))(0.7))
+
+
 def test_a_loop_that_logs_takes_all_its_inputs():
     def h(w, scan, **how):
         def step(c, z):

@@ -44,7 +44,8 @@ def while_(w: Writer, carry: Carry, names: tuple[str, str], steps: tuple[int, st
     """It has no derivative in reverse mode, but where it is replaced."""
     (body, out), (most, limit) = names, steps
     w.tags.update(["lax's while", "while", "no bound"])
-    i, stop = w.name("i"), w.let(limit, INT, prefix="n").name
+    stop = limit if limit.isdigit() else w.let(limit, INT, prefix="n").name
+    i = w.name("i")
     with within(w, most), w.function(f"{body}(both)"):
         w.add(i, INT)
         w.line(f"{i}, c = both")

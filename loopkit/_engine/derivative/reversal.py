@@ -300,10 +300,8 @@ def build(
     keep = [True] * loop.const_count + list(saved) + [True] * loop.xs_count
     no_ys = [False] * loop.ys_count
     step, _ = _jax.dce(quiet.body, [*saved, *no_ys], keep)
-    stored = [True] * len(split.stored_types)
-    forward, _ = _jax.dce(
-        _again(loop, split, [*saved, *no_ys]), [True] * (sum(saved) + len(stored)), keep
-    )
+    again = _again(loop, split, [*saved, *no_ys])
+    forward, _ = _jax.dce(again, [True] * len(again.out_avals), keep)
     return Reversal(quiet, active, plan, split, saved, step, forward, undo, counters)
 
 

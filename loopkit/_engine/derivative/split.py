@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -48,9 +47,9 @@ class Split:
 
     The second argument says of which carry leaves nobody asks for the initial value's cotangent.
     """
-    uncut_bytes: int = 0
-    """Of all residuals of a step, as jax.lax.scan would store them."""
-    reads: tuple[bool, ...] = ()
+    uncut_bytes: int
+    """Of all residuals of a step, as jax.lax.scan would store them; of one lane, as plans are."""
+    reads: tuple[bool, ...]
     """Which constants, and after them which xs, the backward half reads."""
     stored_batched: tuple[bool, ...] = ()
     """For the split of a batched loop made from another split: which rows have the new axis."""
@@ -264,5 +263,5 @@ def batch_split(
         ins = [*consts, *places_at(hoisted, 0), *slices, *places_at(stored, 0), *cts]
         return _jax.batch_jaxpr(split.backward(live, unread), axis, ins, outs)[0]
 
-    make = partial(Split, reads=split.reads, stored_batched=tuple(stored))
-    return make(hoist, forward, split.results, make_backward)
+    same = split.uncut_bytes, split.reads
+    return Split(hoist, forward, split.results, make_backward, *same, tuple(stored))

@@ -185,7 +185,7 @@ def _flat_results(eqn: Any, ins: list, found: Changes) -> Sequence[Any] | None:
 
 def _in_shape(eqn: Any, ins: list, out: Any) -> Sequence[Any] | None:
     """A vector in another shape is the same vector."""
-    (value,), shape = ins[:1], tuple(out.shape)
+    value, shape = ins[0], tuple(out.shape)
     if eqn.primitive is lax.reshape_p and eqn.params["dimensions"] is not None:
         return None
     if isinstance(value, Flat):

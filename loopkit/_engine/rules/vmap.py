@@ -80,6 +80,7 @@ def _laid_out_as(loop: Loop, axis: Any, batched: Batched, layout: Active) -> Non
     split = None if how.plan.keeps_all else split_step(new, layout)
     if split is None or not can_replay(new, split, how.saved):
         split = batch_split(how.split, loop, axis, places, ys, layout)
+    split = replace(split, uncut_bytes=how.split.uncut_bytes)  # of one lane, as the plan is
     new.memory[("split", layout)] = split
     undo = None if how.undo is None else batch_undo(how.undo, loop, axis, places, ys)
     made = build(new, layout, how.plan, how.saved, split, undo, how.counters)
