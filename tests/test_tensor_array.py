@@ -222,6 +222,42 @@ def test_in_a_python_loop():
     assert total == 2
 
 
+def test_random_keys():
+    """They are elements as others are: JAX neither pads nor converts them."""
+    key, data = jax.random.key, jax.random.key_data
+    array = TensorArray.empty(0, key(0))
+    for i in range(3):
+        array = array.append(key(i))
+    assert_close(data(array.write(1, key(7)).stack()), data(jnp.stack([key(0), key(7), key(2)])))
+    for value in (1.5, jax.random.key(0, impl="rbg")):
+        with pytest.raises(TypeError, match=r"append: `element` must be key<fry>\[\], got"):
+            array.append(value)
+    with pytest.raises(TypeError, match=r"append: `element` must be float64\[3\], got key<fry>"):
+        filled(1).append(jax.random.split(key(0), 3))
+
+    def noisy(x, loop, drawn, count=4):
+        def body(i, c):
+            draw = jax.random.fold_in(key(1), i)
+            return jnp.sin(c[0]) * (1 + jax.random.uniform(draw)), c[1].append(draw)
+
+        x, drawn = loop(0, count, body, (x, drawn))
+        return x * jax.vmap(jax.random.uniform)(drawn.stack()).sum()
+
+    ours = lambda x, count=4: noisy(x, loopkit.fori_loop, TensorArray.empty(4, key(0)), count)
+    python = lambda x: noisy(x, in_python, TensorArray.empty(0, key(0)))
+    for mode in (lambda f: f, jax.grad, jax.hessian):
+        assert_close(jax.jit(mode(ours))(0.3), mode(python)(0.3))
+        assert_close(jax.vmap(mode(ours))(THREE), jax.vmap(mode(python))(THREE))
+    with pytest.raises(Exception, match="must stay within the capacity of 4"):
+        jax.block_until_ready(jax.jit(lambda x: ours(x, 5))(0.3))
+
+
+def in_python(first, last, body, carry):
+    for i in range(first, last):
+        carry = body(i, carry)
+    return carry
+
+
 def test_errors():
     array = filled(2)
     with pytest.raises(ValueError, match=r"TensorArray.empty: `capacity` must be an int >= 0"):

@@ -36,6 +36,12 @@ class ErrorIf:
     message: str
 
     def __call__(self, checks: Sequence[Any], values: list) -> list:
+        keys = [jnp.issubdtype(v.dtype, jax.dtypes.prng_key) for v in values]
+        if any(keys):  # which equinox does not take
+            data = [jax.random.key_data(v) if k else v for v, k in zip(values, keys, strict=True)]
+            raised = zip(self(checks, data), values, keys, strict=True)
+            made = lambda data, key: jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
+            return [made(r, v) if k else r for r, v, k in raised]
         failed, types = checks[0].any(), list(map(jax.typeof, values))
         if not any(map(_jax.varying, types)):
             return _equinox().error_if(values, failed, self.message)

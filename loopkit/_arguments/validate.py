@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from loopkit import _jax
@@ -158,3 +159,9 @@ def in_python(function: Callable[[], Any]) -> Any:
     """What a Python loop gives under jax.disable_jit; None where it needs abstract values."""
     with contextlib.suppress(jax.errors.ConcretizationTypeError):
         return function() if _jax.jit_is_disabled() else None
+
+
+def holds(dtype: Any, value: Any) -> bool:
+    """Whether nothing of a value is lost in it. Of keys JAX knows no common type."""
+    keys = any(jnp.issubdtype(d, jax.dtypes.extended) for d in (dtype, value.dtype))
+    return value.dtype == dtype if keys else jnp.result_type(value, dtype) == dtype

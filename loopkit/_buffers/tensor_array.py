@@ -310,10 +310,10 @@ class TensorArray(Generic[E]):
         if tree != self._tree:
             raise wrong(f"must have the structure {shape_of(first)}", str(shape_of(element)))
         for (path, value), want in zip(leaves, types, strict=True):
-            lossless = jnp.result_type(value, want.dtype) == want.dtype
-            if value.shape != want.shape or not lossless:
+            if value.shape != want.shape or not validate.holds(want.dtype, value):
                 raise wrong(f"must be {short_type(want)}", short_type(jax.typeof(value)), path=path)
-        return [v.astype(want.dtype) for (_, v), want in zip(leaves, types, strict=True)]
+        dtypes = [want.dtype for want in types]
+        return list(map(jax.lax.convert_element_type, [v for _, v in leaves], dtypes))
 
 
 def _wrong(kind: type[Exception], method: str, *rest: Any) -> Exception:
@@ -331,8 +331,8 @@ def _doubled(room: int, size: int) -> int:
 
 
 def _with_room(value: Any, room: int) -> Any:
-    more = room - value.shape[0]
-    return value if more <= 0 else jnp.pad(value, [(0, more), *[(0, 0)] * (value.ndim - 1)])
+    more = max(0, room - value.shape[0]), *value.shape[1:]
+    return jnp.concatenate([value, jnp.zeros(more, value.dtype)]) if more[0] else value
 
 
 def is_tensor_array(value: Any) -> bool:
