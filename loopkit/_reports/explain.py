@@ -110,8 +110,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     **Returns:**
 
-    An `Explanation`: printed, a table with a row for each loop. Bytes are of one step under
-    `carry` and `residuals`; `peak` is what the gradient of the loop is predicted to need beyond
+    An `Explanation`: printed, a table with a row for each loop; if `fn` is a gradient, one for
+    each half of a loop, forward and backward. Bytes are of one step under `carry` and
+    `residuals`; `peak` is what the gradient of the loop is predicted to need beyond
     that of one step; `runs` count evaluations of the body; the last column is what `jax.lax.scan`
     would store. Lines below say why lanes wait where `lanes=None` leaves that to loopkit, and
     which plan a loop follows on a GPU, if it is another.
