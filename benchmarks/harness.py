@@ -82,10 +82,11 @@ def measure(
     repeats: int,
     *,
     rtol: float = 1e-3,
+    afresh: bool = False,
 ) -> dict[str, Measurement]:
     """Compiles every function, checks that all agree with the first, then times them interleaved.
 
-    `arguments` is one tuple for all, or a tuple for each name.
+    `arguments` is one tuple for all, or a tuple for each name; `afresh`, with empty caches each.
     """
 
     def args_of(name):
@@ -94,6 +95,8 @@ def measure(
     compiled, compile_seconds = {}, {}
     for name, function in functions.items():
         watch(name, "compiling", 0)
+        if afresh:
+            jax.clear_caches()
         start = clock()
         compiled[name] = jax.jit(function).lower(*args_of(name)).compile()
         compile_seconds[name] = clock() - start

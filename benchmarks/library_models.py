@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from library_program import Program, forward, reverse, through
 
 BUDGETS = [{"memory": size} for size in ("256 kB", "1 MB", "4 MB")]
+FROM_LITTLE_TO_MUCH = [{"memory": f"{2**k} kB"} for k in range(7, 15)]
 
 # --- likelihoods and samplers ----------------------------------------------------------------
 
@@ -24,7 +25,7 @@ def kalman() -> Program:
         dynamics = params.dynamics._replace(weights=weights)
         return -model.marginal_log_prob(params._replace(dynamics=dynamics), seen)
 
-    return Program(reverse(loss), through(loss, *BUDGETS), params.dynamics.weights)
+    return Program(reverse(loss), through(loss, *FROM_LITTLE_TO_MUCH), params.dynamics.weights)
 
 
 def hidden_markov() -> Program:

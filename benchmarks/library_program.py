@@ -7,6 +7,8 @@ import jax
 
 import loopkit
 
+OWN, DEFAULT = "own", "default"
+
 
 class Program(NamedTuple):
     """Gradients that have to agree: the first is what the others are compared with."""
@@ -23,7 +25,7 @@ class Program(NamedTuple):
 
 
 def reverse(loss: Callable) -> dict[str, Callable]:
-    return {"own": jax.grad(loss)}
+    return {OWN: jax.grad(loss)}
 
 
 def forward(loss: Callable) -> dict[str, Callable]:
@@ -32,5 +34,5 @@ def forward(loss: Callable) -> dict[str, Callable]:
 
 def through(loss: Callable, *settings: dict) -> dict[str, Callable]:
     """The gradient of a loss through `checkpointed`, by default and with other settings."""
-    name = lambda how: ", ".join(f"{k}={v!r}" for k, v in how.items()) or "default"
+    name = lambda how: ", ".join(f"{k}={v!r}" for k, v in how.items()) or DEFAULT
     return {name(how): jax.grad(loopkit.checkpointed(loss, **how)) for how in ({}, *settings)}

@@ -114,6 +114,59 @@ def pairs(sections: Sections, kind: str) -> str:
     return table(("equinox", *columns), rows)
 
 
+def beside(sections: Sections, patterns: str) -> str:
+    """Ratios of sections that measured the same contenders: a row a contender, a column each."""
+    found = matching(sections, patterns)
+    rows: dict[str, list[str]] = {}
+    for section in found.values():
+        for record in section.records:
+            cell = "1.00" if record.contender == record.over else str(record.ratio)
+            rows.setdefault(record.contender, []).append(cell)
+    titles = [section.title.rpartition(", ")[2] for section in found.values()]
+    return table(("", *titles), [(name, *cells) for name, cells in rows.items()])
+
+
+BESIDES = {
+    "diffrax": "`adjoint=ForwardMode()`",
+    "optimistix": "an adjoint of one line, [below](#solvers)",
+    "jaxopt": "`implicit_diff=False, unroll=False`",
+    "ott": "see [rules](#when-the-librarys-own-is-better)",
+    "flax: NNX RNN": "`nnx.split`, `nnx.merge`",
+    "jaxley": "no `checkpoint_lengths`",
+}
+"""What a program of a library is written with so that `checkpointed` sees its loop."""
+
+
+def libraries(sections: Sections, name: str) -> str:
+    """Gradients through loops of libraries, beside their own."""
+    rows, own = [], None
+    for record in sections[name].records:
+        if record.contender == record.over:
+            own = record
+            library = record.program.partition(":")[0]
+            besides = BESIDES.get(record.program) or BESIDES.get(library) or "nothing"
+            first, besides = record.program, besides
+            continue
+        ours = "default" if record.contender == "default" else f"`{record.contender}`"
+        if record.contender.startswith("own, "):
+            ours = f"its own, `{record.contender.removeprefix('own, ')}`"
+        memory = " → ".join(show_bytes(r.temp_bytes) for r in (own, record))
+        compiling = " → ".join(f"{r.compile_seconds:.1f} s" for r in (own, record))
+        rows.append((first, besides, ours, str(record.ratio), memory, compiling))
+        first = besides = ""
+    header = ("program", "written with", "setting", "time", "memory", "to trace and compile")
+    return table(header, rows)
+
+
+def versions(sections: Sections, patterns: str) -> str:
+    """Where and with what, as a sentence."""
+    (section,) = matching(sections, patterns).values()
+    about = section.machine
+    where = f"{about['processor']}, {about['memory']}, {section.date}"
+    libraries = about.get("libraries", "")
+    return f"Measured on {where}, with JAX {about['jax']}, {libraries}; {section.repeats} rounds."
+
+
 PEERS = {
     "gradient of 1000 steps of a network": ("grad", "mlp", "", "#gradient-default-checkpoints"),
     "gradient of 2000 steps of 10,000 numbers": (
@@ -169,7 +222,9 @@ def peers(sections: Sections, page: str) -> str:
     )
 
 
-KINDS = {f.__name__: f for f in (tables, targets, machines, pairs, peers)}
+KINDS = {
+    f.__name__: f for f in (tables, targets, machines, pairs, beside, libraries, versions, peers)
+}
 
 
 # --- pages -----------------------------------------------------------------------------------

@@ -3,37 +3,30 @@
     pip install '.[programs]' && python benchmarks/programs.py [--only diffrax,dynamax] [--list]
 
 Each program is compiled and run the library's own way (its adjoint, or `jax.lax`; forward mode
-where there is no gradient), and through `checkpointed` with one or more settings: how far the
-numbers are from the library's, time, temporary memory, and what tracing and compiling takes.
+where there is no gradient), and through `checkpointed` with one or more settings. Numbers have to
+agree; then come time, temporary memory, and what tracing and compiling takes.
 """
 
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from statistics import median
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import harness
 import library_models
 import library_solvers
 import loopkit
-from library_program import Program
+from findings import Spread
+from harness import Measurement
+from library_program import DEFAULT, OWN, Program
+from report import Report
 
 PROGRAMS = library_solvers.PROGRAMS | library_models.PROGRAMS
-HEADER = ("program", "gradient", "differs", "temporary MB", "ms", "of own", "trace s", "compile s")
-WRONG, FAILED = "WRONG", "FAILED"
-
-
-class Compiled(NamedTuple):
-    call: Callable[[], Any]
-    trace_seconds: float
-    compile_seconds: float
-    temp_bytes: int
+PACKAGES = {"ott": "ott-jax", "mjx": "mujoco-mjx"}  # where the library has another name
 
 
 def warm_up() -> None:
@@ -43,75 +36,74 @@ def warm_up() -> None:
         jax.jit(jax.grad(loss)).lower(1.0).compile()
 
 
-def compiled(function: Callable, at: Any) -> Compiled:
-    """Nothing that another function has had traced is used again."""
-    jax.clear_caches()
-    start = harness.clock()
-    lowered = jax.jit(function).lower(at)
-    traced = harness.clock()
-    done = lowered.compile()
-    end = harness.clock()
-    return Compiled(lambda: done(at), traced - start, end - traced, harness.temp_bytes(done) or 0)
+def library(program: str) -> str:
+    return program.partition(":")[0]
 
 
-def difference(want: Any, got: Any) -> float:
-    """The largest of all leaves, of the largest number of the leaf."""
-    pairs = zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True)
-    return max(float(np.max(np.abs(a - b)) / np.max(np.abs(a))) for a, b in pairs)
-
-
-def compiled_or_not(functions: Mapping[str, Callable], at: Any) -> dict[str, Compiled | Exception]:
-    found: dict[str, Compiled | Exception] = {}
-    for how, function in functions.items():
-        try:
-            found[how] = compiled(function, at)
-        except Exception as error:  # of one of many libraries: the others are still measured
-            found[how] = error
-    return found
-
-
-def rows(name: str, made: Program, repeats: int) -> Iterator[tuple[str, ...]]:
+def measured(made: Program, repeats: int) -> dict[str, Measurement]:
+    """Nothing that one gradient has had traced is used for another."""
     functions = made.own | made.ours
-    first = next(iter(functions))
-    jax.jit(functions[first]).trace(made.at)  # what is imported, or cached elsewhere, is so now
-    found = compiled_or_not(functions, made.at)
-    programs = {how: p for how, p in found.items() if isinstance(p, Compiled)}
-    seconds = harness.interleave({how: p.call for how, p in programs.items()}, repeats)
-    for how, program in found.items():
-        if isinstance(program, Exception):
-            yield name, how, FAILED, f"{type(program).__name__}: {str(program).splitlines()[0]}"
-            continue
-        apart = difference(programs[first].call(), program.call())
-        yield (
-            name,
-            how,
-            f"{apart:.0e}" if apart <= made.tolerance else f"{apart:.0e} {WRONG}",
-            f"{program.temp_bytes / 1e6:.3f}",
-            f"{1e3 * median(seconds[how]):.3g}",
-            "1.00" if how == first else str(harness.ratio(seconds[how], seconds[first])),
-            f"{program.trace_seconds:.1f}",
-            f"{program.compile_seconds:.1f}",
-        )
+    first = next(iter(functions.values()))
+    jax.jit(first).trace(made.at)  # what is imported, or cached elsewhere, is so now
+    return harness.measure(functions, (made.at,), repeats, rtol=made.tolerance, afresh=True)
 
 
-def line(cells: tuple[str, ...]) -> str:
-    return f"| {' | '.join(cells)} |"
+def compare(
+    report: Report, repeats: int, wanted: Mapping[str, Callable[[], Program]] = PROGRAMS
+) -> None:
+    """A table a program. What is not there is left out, and what fails does not stop the others."""
+    found: dict[str, dict[str, Measurement]] = {}
+    with jax.enable_x64(True):
+        warm_up()
+        for name, make in wanted.items():
+            try:
+                found[name] = measured(make(), repeats)
+            except ImportError as missing:
+                report.note(f"without {name}: {missing}")
+            except Exception as error:  # of one of many libraries
+                report.note(f"FAILED {name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+            else:
+                report.write(f"### {name}\n")
+                report.measured(harness.recorded(name, found[name], next(iter(found[name]))))
+    libraries = sorted({PACKAGES.get(library(name), library(name)) for name in found})
+    report.about["libraries"] = ", ".join(f"{name} {version(name)}" for name in libraries)
+    targets(report, found)
 
 
-def show(wanted: Mapping[str, Callable[[], Program]], repeats: int) -> bool:
-    """Prints a row a gradient as it is measured; whether there are all, and their numbers agree."""
-    print(line(HEADER), line(("---",) * len(HEADER)), sep="\n", flush=True)
-    right = True
-    for name, make in wanted.items():
-        try:
-            made = make()
-        except ImportError as missing:
-            print(f"{name}: left out, {missing}", flush=True)
-            continue
-        for row in rows(name, made, repeats):
-            print(line(row), flush=True)
-            right &= not row[2].endswith((WRONG, FAILED))
-    return right
+# --- targets ---------------------------------------------------------------------------------
+
+
+def most(ratios: Iterable[float]) -> Spread:
+    ratios = list(ratios)
+    return Spread(min(ratios), max(ratios), max(ratios))
+
+
+def time_ratios(ours: Sequence[Measurement], own: Sequence[Measurement]) -> list[float]:
+    return [harness.ratio(a.seconds, b.seconds).mid for a, b in zip(ours, own, strict=True)]
+
+
+def memory_ratios(ours: Sequence[Measurement], own: Sequence[Measurement]) -> list[float]:
+    return [(a.temp_bytes or 0) / (b.temp_bytes or 1) for a, b in zip(ours, own, strict=True)]
+
+
+def targets(report: Report, found: Mapping[str, Mapping[str, Measurement]]) -> None:
+    solves = [results for name, results in found.items() if library(name) == "diffrax"]
+    if solves:
+        pair = [r[DEFAULT] for r in solves], [r[OWN] for r in solves]
+        what = "over its own checkpoints, default, every program"
+        report.target(f"diffrax: time {what}", most(time_ratios(*pair)), 1.15)
+        report.target(f"diffrax: memory {what}", most(memory_ratios(*pair)), 1.5)
+    if kalman := found.get("dynamax: Kalman"):
+        budgets = [result for how, result in kalman.items() if how not in (OWN, DEFAULT)]
+        pair = budgets, [kalman[OWN]] * len(budgets)
+        what = "over lax.scan, every budget"
+        report.target(f"Kalman filter: time {what}", most(time_ratios(*pair)), 1.35)
+        report.target(f"Kalman filter: memory {what}", most(memory_ratios(*pair)), 0.25)
+        what = "Kalman filter: time over that with the next smaller budget"
+        report.target(what, most(time_ratios(budgets[1:], budgets[:-1])), 1.05)
+    if torax := found.get("torax: 10 steps"):
+        ratio = harness.ratio(torax[DEFAULT].seconds, torax[OWN].seconds)
+        report.target("torax, 10 steps: time over its own gradient", ratio, 1.4)
 
 
 def main() -> None:
@@ -121,17 +113,18 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="the names, and nothing else")
     parser.add_argument("--cpu", action="store_true", help="time of all cores, not of the clock")
     options = parser.parse_args()
-    jax.config.update("jax_enable_x64", True)
     wanted = {n: p for n, p in PROGRAMS.items() if any(s in n for s in options.only.split(","))}
     if options.list:
         print(*wanted, sep="\n")
         return
     if options.cpu:
         harness.clock = time.process_time
-    print(harness.describe_machine(), end="\n\n")
-    warm_up()
-    if not show(wanted, options.repeats):
-        sys.exit(f"see the rows with {WRONG} or {FAILED}")
+    report = Report()
+    report.write(harness.describe_machine() + "\n")
+    compare(report, options.repeats, wanted)
+    report.summary()
+    if any(note.startswith("FAILED") for note in report.notes):
+        sys.exit("\n".join(report.notes))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ class Report:
         self.lines: list[str] = []
         self.records: list[Record] = []
         self.targets: list[Target] = []
+        self.notes: list[str] = []
+        self.about: dict[str, str] = {}  # of the machine, beside what all sections say of it
 
     def write(self, text: str = "") -> None:
         if not self.quiet:
@@ -24,6 +26,11 @@ class Report:
         """Takes the rows of a table, and shows it."""
         self.records += records
         self.write(table_of(records) + "\n")
+
+    def note(self, text: str) -> None:
+        """What a reader of the figures has to know."""
+        self.write(f"- {text}")
+        self.notes.append(text)
 
     def target(self, what: str, got: float | Spread, limit: float) -> None:
         """States that `got`, a ratio, should be at most `limit`."""

@@ -26,8 +26,10 @@ import engine
 import frontier
 import harness
 import lanes
+import programs
 import progress
 import steps
+import systems
 import workloads
 from findings import COMMITTED, Section, load, save
 from report import Report
@@ -95,6 +97,10 @@ def parts() -> Iterator[tuple[str, Part]]:
 
     yield "progress/cost", Part("Progress", partial(progress.compare, steps=5_000))
 
+    yield "programs", Part("Loops of libraries", programs.compare)
+    for name, title, keeps_memory in systems.SECTIONS:
+        yield f"systems/{name}", Part(title, systems.compare, None, keeps_memory)
+
 
 PARTS = dict(parts())
 
@@ -118,7 +124,7 @@ class Bar:
 
     def __init__(self, names: Sequence[str], sizes: Mapping[str, float]) -> None:
         form = "{percentage:3.0f}%|{bar:20}| {elapsed} {desc}"
-        self.bar = tqdm(total=len(names), bar_format=form, dynamic_ncols=True)
+        self.bar = tqdm(total=len(names), bar_format=form, dynamic_ncols=True, miniters=0)
         self.sizes, self.section, self.done = sizes, "", 0
 
     def watch(self, contender: str, does: str, part: float) -> None:
@@ -145,11 +151,11 @@ def measured(name: str, repeats: int, quick: bool) -> Section:
     return Section(
         title=part.title,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        machine={**harness.machine(), "took": took},
+        machine={**harness.machine(), **report.about, "took": took},
         repeats=repeats,
         records=report.records,
         targets=report.targets,
-        note="; ".join(notes),
+        note="; ".join(notes + report.notes),
     )
 
 
@@ -160,8 +166,12 @@ def run(names: Sequence[str], into: Path, repeats: int, quick: bool) -> None:
     harness.watch = bar.watch
     for name in names:
         bar.begin(name)
-        kept = {**load(into), name: measured(name, repeats, quick)}
-        save(into, {known: kept[known] for known in (*PARTS, *kept) if known in kept})
+        found = measured(name, repeats, quick)
+        if found.records or found.targets:
+            kept = {**load(into), name: found}
+            save(into, {known: kept[known] for known in (*PARTS, *kept) if known in kept})
+        else:
+            tqdm.write(f"{name} is left out: {found.note}")
         bar.end()
     bar.bar.close()
 

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -170,6 +171,77 @@ def gradient(f: Callable) -> Callable:
     return jax.grad(total, argnums=(0, 1, 2, 3))
 
 
+def drawn(systems: int, unknowns: int) -> list[np.ndarray]:
+    """Systems whose diagonal is the largest, with the right-hand sides."""
+    draws = np.random.default_rng(0)
+    a, b, c, d = (draws.random((systems, unknowns), dtype=np.float32) for _ in range(4))
+    b += 3
+    a[:, 0] = c[:, -1] = 0
+    return [a, b, c, d]
+
+
+BEST, WRITTEN = "loopkit.scan, in_axes, blocked", "lax.scan, as first written"
+BESIDE = "numba, parallel"  # what times are shown relative to
+ONCE = "SciPy solve_banded"  # which takes a second
+FLOOR = "(four arrays of this size, scaled)"  # what any gradient reads and writes
+Calls = dict[str, Callable[[], Any]]
+
+
+def contenders(systems: list[np.ndarray], block: int | None = None) -> tuple[Calls, Calls]:
+    """Solutions, and gradients, which all have been compiled and agree."""
+    arrays = tuple(map(jnp.asarray, systems))
+    blocked = functools.partial(loopkit.blocked, block=block)
+    in_blocks = functools.partial(solve, by=blocked)
+
+    def compiled(f):
+        fast = jax.jit(f)
+        return lambda: jax.block_until_ready(fast(*arrays))
+
+    serial, parallel = with_numba(False), with_numba(True)
+    values = {
+        WRITTEN: compiled(as_written),
+        "loopkit.scan, in_axes": compiled(thomas),
+        BEST: compiled(in_blocks),
+        "lax.linalg.tridiagonal_solve": compiled(with_lax_linalg),
+        "NumPy": lambda: with_numpy(*systems),
+        "numba, one thread": lambda: serial(*systems),
+        BESIDE: lambda: parallel(*systems),
+        ONCE: lambda: with_scipy(*systems),
+    }
+    gradients = {
+        "gradient, lax.scan as first written": compiled(gradient(as_written)),
+        "gradient, lax.linalg.tridiagonal_solve": compiled(gradient(with_lax_linalg)),
+        "gradient, blocked": compiled(gradient(in_blocks)),
+        "gradient, loss in blocks, of the scans": compiled(gradient(blocked(loss_of(thomas)))),
+        "gradient, loss in blocks": compiled(gradient(blocked(loss_of(solve)))),
+        FLOOR: compiled(lambda *arrays: [1.5 * x for x in arrays]),
+    }
+    for calls, wanted in ((values, "numba, one thread"), (gradients, next(iter(gradients)))):
+        reference = calls[wanted]()
+        for name, run in tqdm(calls.items(), desc="compiling", leave=False):
+            if name in (ONCE, FLOOR):
+                run()
+                continue
+            apart = jax.tree.map(lambda x, y: np.max(np.abs(np.asarray(x) - y)), run(), reference)
+            if not max(jax.tree.leaves(apart)) < 1e-4:
+                raise AssertionError(f"{name} is off by {max(jax.tree.leaves(apart)):.1e}")
+    return values, gradients
+
+
+def timed(calls: Calls, repeats: int, once: str | None = None) -> dict[str, list[float]]:
+    """Seconds, the calls of a round in turn; of one that takes too long, in the first alone."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in tqdm(range(repeats), desc="timing", leave=False):
+        for name, run in calls.items():
+            if repeat and name == once:
+                continue
+            run()  # so that it is not timed while what ran before gives its memory back
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
 def settings() -> dict[str, str]:
     """Settings of the environment, for all that is compared here alike."""
     if jax.__version_info__ >= (0, 12):
@@ -210,60 +282,9 @@ def main(argv: list[str] | None = None) -> None:
     if not options.as_it_is:
         restart_with(settings())
 
-    draws = np.random.default_rng(0)
-    shape = options.systems, options.unknowns
-    a, b, c, d = (draws.random(shape, dtype=np.float32) for _ in range(4))
-    b += 3
-    a[:, 0] = c[:, -1] = 0
-    arrays = tuple(map(jnp.asarray, (a, b, c, d)))
-    blocked = functools.partial(loopkit.blocked, block=options.block)
-    in_blocks = functools.partial(solve, by=blocked)
-
-    def compiled(f):
-        fast = jax.jit(f)
-        return lambda: jax.block_until_ready(fast(*arrays))
-
-    serial, parallel = with_numba(False), with_numba(True)
-    values = {
-        "lax.scan, as first written": compiled(as_written),
-        "loopkit.scan, in_axes": compiled(thomas),
-        "loopkit.scan, in_axes, blocked": compiled(in_blocks),
-        "lax.linalg.tridiagonal_solve": compiled(with_lax_linalg),
-        "NumPy": lambda: with_numpy(a, b, c, d),
-        "numba, one thread": lambda: serial(a, b, c, d),
-        "numba, parallel": lambda: parallel(a, b, c, d),
-        "SciPy solve_banded": lambda: with_scipy(a, b, c, d),
-    }
-    gradients = {
-        "gradient, lax.scan as first written": compiled(gradient(as_written)),
-        "gradient, lax.linalg.tridiagonal_solve": compiled(gradient(with_lax_linalg)),
-        "gradient, blocked": compiled(gradient(in_blocks)),
-        "gradient, loss in blocks, of the scans": compiled(gradient(blocked(loss_of(thomas)))),
-        "gradient, loss in blocks": compiled(gradient(blocked(loss_of(solve)))),
-    }
-    floor = "(four arrays of this size, scaled)"  # what any gradient reads and writes
-    gradients[floor] = compiled(lambda *arrays: [1.5 * x for x in arrays])
-    once = {"SciPy solve_banded"}
-
-    reference = values["numba, one thread"]()
-    slopes = gradients["gradient, lax.scan as first written"]()
-    for name, run in tqdm({**values, **gradients}.items(), desc="compiling"):
-        if name in (*once, floor):
-            run()
-            continue
-        wanted = slopes if name in gradients else reference
-        differences = jax.tree.map(lambda x, y: np.max(np.abs(np.asarray(x) - y)), run(), wanted)
-        if not max(jax.tree.leaves(differences)) < 1e-4:
-            raise AssertionError(f"{name} is off by {max(jax.tree.leaves(differences)):.1e}")
-    seconds = {name: [] for name in {**values, **gradients}}
-    for repeat in tqdm(range(options.repeats), desc="timing"):
-        for name, run in {**values, **gradients}.items():
-            if repeat and name in once:
-                continue
-            run()  # so that it is not timed while what ran before gives its memory back
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
+    systems = drawn(options.systems, options.unknowns)
+    values, gradients = contenders(systems, options.block)
+    seconds = timed(values | gradients, options.repeats, once=ONCE)
 
     def ratio(name: str, other: str) -> str:
         pairs = zip(seconds[name], seconds[other], strict=False)
@@ -271,12 +292,11 @@ def main(argv: list[str] | None = None) -> None:
 
     print(f"\n{options.systems} systems of {options.unknowns}")
     for name, times in seconds.items():
-        against = ratio(name, "numba, parallel")
-        print(f"{name:38} {1e3 * median(times):9.1f} ms   {against:>7} of numba, parallel")
-    best = "loopkit.scan, in_axes, blocked"
-    print(f"\nblocked over lax.scan as first written: {ratio(best, 'lax.scan, as first written')}")
+        against = ratio(name, BESIDE)
+        print(f"{name:38} {1e3 * median(times):9.1f} ms   {against:>7} of {BESIDE}")
+    print(f"\nblocked over lax.scan as first written: {ratio(BEST, WRITTEN)}")
     for name in [*gradients][2:]:
-        print(f"{name}, over the value: {ratio(name, best)}")
+        print(f"{name}, over the value: {ratio(name, BEST)}")
     of = lambda names: {name: seconds[name] for name in names}
     draw(options.plot, {"solutions": of(values), "their gradients": of(gradients)})
     print(f"\ndrawn in {options.plot}")

@@ -170,3 +170,60 @@ def test_run_replaces_the_sections_that_it_has_measured(tmp_path):
         assert record.temp_bytes > 0
         assert record.compile_seconds > 0
     assert [t.at_most for t in section.targets] == [1.3]
+
+
+def test_libraries_that_are_missing_or_fail_do_not_stop_the_others():
+    import jax
+    import jax.numpy as jnp
+
+    import programs
+    from library_program import Program, reverse, through
+    from report import Report
+
+    def scan():
+        loss = lambda x: jax.lax.scan(lambda x, _: (jnp.sin(x), None), x, None, 5)[0].sum()
+        return Program(reverse(loss), through(loss, {"checkpoints": "all"}), jnp.ones(3))
+
+    def wrong():
+        right = scan()
+        return right._replace(ours={"default": lambda x: 2 * right.own["own"](x)})
+
+    def missing():
+        import a_library_that_nobody_has  # noqa: F401
+
+    report = Report(quiet=True)
+    found = {"numpy: scan": scan, "none: scan": missing, "numpy: twice": wrong}
+    programs.compare(report, 3, found)
+    assert [(r.program, r.contender) for r in report.records] == [
+        ("numpy: scan", "own"),
+        ("numpy: scan", "default"),
+        ("numpy: scan", "checkpoints='all'"),
+    ]
+    assert re.fullmatch(r"numpy \d[\d.]+", report.about["libraries"])
+    assert [re.sub(r" by .*", "", note) for note in report.notes] == [
+        "without none: scan: No module named 'a_library_that_nobody_has'",
+        "FAILED numpy: twice: AssertionError: default differs from own",
+    ]
+
+
+def test_a_section_of_which_nothing_is_installed_is_left_out(tmp_path):
+    tmp_path.joinpath("numba.py").write_text("raise ImportError('there is no numba')")
+    file = tmp_path / "found.json"
+    findings.save(file, FOUND)
+    ran = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "benchmarks/run.py"),
+            "--only",
+            "systems/new",
+            "--into",
+            str(file),
+        ],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    assert findings.load(file) == FOUND
+    assert "systems/new is left out: there is no numba: pip install '.[examples]'" in ran.stdout
