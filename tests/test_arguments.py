@@ -10,104 +10,35 @@ import numpy as np
 import pytest
 
 import loopkit
+from argument_calls import (
+    ALL_LOOPS,
+    NAMES,
+    REPLACING,
+    REPORTING,
+    X,
+    blocked,
+    by_name,
+    checkpointed,
+    empty,
+    evaluations,
+    fori_loop,
+    fori_loop_to,
+    get,
+    length_buckets,
+    plan,
+    ragged_scan,
+    refused,
+    replace_lax_loops,
+    scan,
+    set_to,
+    step,
+    steps,
+    unbounded_scan,
+    while_loop,
+)
 from loopkit.schedules import binomial, mixed
 from public_names import FUNCTIONS
 from test_errors import CASES
-
-X = jnp.arange(3.0)
-SEQUENCES = [jnp.ones(2), jnp.ones(5)]
-
-
-def step(carry, _):
-    return carry, carry
-
-
-def scan(**how):
-    return loopkit.scan(step, 1.0, X, **how)
-
-
-def steps(**how):
-    return loopkit.scan(step, 1.0, None, **{"length": 3, **how})
-
-
-def while_loop(**how):
-    return loopkit.while_loop(lambda x: x < 3, lambda x: x + 1, 0.0, **{"max_steps": 9, **how})
-
-
-def fori_loop(**how):
-    return loopkit.fori_loop(0, 3, lambda _, x: x, 1.0, **how)
-
-
-def fori_loop_to(**how):
-    return jax.jit(lambda n: loopkit.fori_loop(0, n, lambda _, x: x, 1.0, **how))(3)
-
-
-def unbounded_scan(**how):
-    given = {"f": lambda c, _: (c + 1, c), "init": 0.0, "until": lambda c, _: c > 3}
-    return loopkit.unbounded_scan(**{**given, **how})
-
-
-def ragged_scan(**how):
-    return loopkit.ragged_scan(**{"f": step, "init": 1.0, "sequences": SEQUENCES, **how})
-
-
-def blocked(**how):
-    return loopkit.blocked(lambda x: x * 2, **how)(X)
-
-
-def checkpointed(**how):
-    return loopkit.checkpointed(lambda x: x * 2, **how)(1.0)
-
-
-def replace_lax_loops(**how):
-    with loopkit.replace_lax_loops(**how):
-        return None
-
-
-def assert_in_place(**how):
-    return loopkit.assert_in_place(jnp.sin, X, **how)
-
-
-def in_place_report(**how):
-    return loopkit.in_place_report(jnp.sin, X, **how)
-
-
-def plan(**how):
-    return loopkit.Plan(**{"slots": 2, **how})
-
-
-def evaluations(**how):
-    return loopkit.Plan(2).evaluations(**how)
-
-
-def length_buckets(**how):
-    return loopkit.length_buckets(**{"lengths": [3, 4], **how})
-
-
-def empty(**how):
-    return loopkit.TensorArray.empty(**{"capacity": 3, "element": 1.0, **how})
-
-
-def set_to(**how):
-    return loopkit.Buffer(X).at[0].set(1.0, **how)
-
-
-def get(**how):
-    return loopkit.Buffer(X).at[0].get(**how)
-
-
-ALL_LOOPS = scan, while_loop, fori_loop, fori_loop_to
-REPLACING = checkpointed, replace_lax_loops
-REPORTING = assert_in_place, in_place_report
-NAMES = {
-    steps: "scan",
-    fori_loop_to: "fori_loop",
-    plan: "Plan",
-    evaluations: "Plan.evaluations",
-    empty: "TensorArray.empty",
-    set_to: "Buffer.at[...].set",
-    get: "Buffer.at[...].get",
-}
 
 FLAGS = [
     *((loop, "return_info") for loop in (*ALL_LOOPS, unbounded_scan, ragged_scan)),
@@ -139,20 +70,6 @@ COUNTS = [
 ]
 LANES = (*ALL_LOOPS, *REPLACING)
 NO_COUNTS = [2.5, 2.0, math.nan, [2], np.float32(2), np.arange(2)]
-
-
-def refused(call, argument, value, *errors):
-    name = NAMES.get(call, call.__name__)
-    with pytest.raises(errors or (TypeError, ValueError)) as caught:
-        call(**{argument: value})
-    message = str(caught.value)
-    assert re.match(rf"loopkit\.{re.escape(name)}: `{argument}", message), message
-    assert ", got " in message
-    assert message.rsplit(". ", 1)[-1].endswith("."), message
-
-
-def by_name(case):
-    return "-".join(getattr(v, "__name__", str(v)) for v in case)
 
 
 @pytest.mark.parametrize("case", FLAGS, ids=by_name)
@@ -388,105 +305,6 @@ def test_integers_of_schedules():
     with pytest.raises(TypeError, match=r"mixed\.evaluations: `carry_size` must be an integer"):
         mixed.evaluations(3, 4, True, 1)
     assert binomial.evaluations(np.int64(3), np.uint8(3)) == 3
-
-
-# ---------------------------------------------------------------- buffers
-
-
-OPERATIONS = {
-    "add": lambda b: b + 1,
-    "right add": lambda b: 1 + b,
-    "in place": lambda b: exec("b += 1", {"b": b}),
-    "product": lambda b: b @ b,
-    "array": lambda b: b * X,
-    "power": lambda b: 2**b,
-    "negative": lambda b: -b,
-    "absolute": abs,
-    "float": float,
-    "int": int,
-    "bool": bool,
-    "if": lambda b: 1 if b else 0,
-    "equal": lambda b: b == 1,
-    "not equal": lambda b: b != 1,
-    "less": lambda b: b < 1,
-    "range": range,
-    "round": round,
-    "invert": lambda b: ~b,
-    "and": lambda b: b & True,
-}
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_operators_of_buffers(operation):
-    text = r"Buffer: a buffer is read and written in slices, got `__\w+__` of all of it\. Read"
-    for b in (loopkit.Buffer(X), loopkit.Buffer(X).at[0]):
-        with pytest.raises(TypeError, match=text):
-            OPERATIONS[operation](b)
-
-    def body(_, b):
-        OPERATIONS[operation](b)
-        return b
-
-    with pytest.raises(TypeError, match=text):
-        loopkit.fori_loop(0, 2, body, X, buffers=True)
-
-
-def test_values_that_are_no_arrays():
-    ref = loopkit.Buffer(X).at[0]
-    names = "set", "add", "subtract", "multiply", "divide", "power", "min", "max"
-    for name in names:
-        for value in (None, "x", object()):
-            text = rf"Buffer\.at\[...\]\.{name}: `values` must be an array, got .*Pass numbers\."
-            with pytest.raises(TypeError, match=text):
-                getattr(ref, name)(value)
-    with pytest.raises(TypeError, match=r"Buffer\.at\[...\]\.apply: `func` must be a function"):
-        ref.apply(3)
-    with pytest.raises(TypeError, match=r"Buffer\.at\[...\]\.set: `pred` must be an array, got"):
-        ref.set(1.0, pred="x")
-    with pytest.raises(TypeError, match=r"Buffer\.at\[...\]\.get: `fill_value` must be an array"):
-        ref.get(mode="fill", fill_value="x")
-    with pytest.raises(TypeError, match="got wrap_negative_indices"):
-        ref.get(wrap_negative_indices="yes")
-    for value in (None, "x", object()):
-        with pytest.raises(
-            TypeError, match=r"Buffer: `value` must be an array, got .*Pass numbers"
-        ):
-            loopkit.Buffer(value)
-    assert float(ref.subtract([1.0][0])[0]) == -1
-    np.testing.assert_array_equal(loopkit.Buffer(X).at[:].subtract([1.0, 2.0, 3.0])[:], -1)
-
-
-@pytest.mark.parametrize(
-    "buffers",
-    [
-        *(lambda c: c + 1, lambda c: c[1] + 1, lambda c: c[5], lambda c: c.x, lambda c: c["x"]),
-        *(lambda: 1, lambda c: 3, lambda c: jnp.sin(c[1])),
-    ],
-)
-def test_functions_that_return_no_leaves(buffers):
-    text = r"`buffers` must return leaves of the carry that it is given, got .*Pass a function of"
-    with pytest.raises(TypeError, match=rf"loopkit\.while_loop: {text}"):
-        loopkit.while_loop(lambda c: c[0] < 2, lambda c: c, (1, 2.0), buffers=buffers)
-    with pytest.raises(TypeError, match=rf"loopkit\.fori_loop: {text}"):
-        loopkit.fori_loop(0, 2, lambda _, c: c, (1, 2.0), buffers=buffers)
-
-
-def test_flags_of_buffers():
-    for call in ALL_LOOPS:
-        for wrong in ("x", 1, 2.0):
-            refused(call, "buffers", wrong, TypeError)
-    with pytest.raises(
-        TypeError, match=r"`buffers` must be a function or a tree of bools, got 'x'"
-    ):
-        loopkit.fori_loop(0, 2, lambda _, c: c, (1.0, X), buffers=(False, "x"))
-    seen = []
-
-    def body(_, c):
-        seen.append(tuple(isinstance(v, loopkit.Buffer) for v in c))
-        return c
-
-    loopkit.fori_loop(0, 2, body, (1.0, X), buffers=(np.False_, np.True_))
-    assert set(seen) == {(False, True)}
 
 
 WATCHING = (*LANES, *(call for call in GROWING if call.__name__ != "length_buckets"))

@@ -1,7 +1,6 @@
 """The loops of lax inside functions that one cannot edit."""
 
 import re
-import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -17,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 import loopkit
 from derivatives import assert_close, derivative, expected
-from loopkit._foreign.replace import DIVERTED
 from problems import CHECKPOINTS, Problem, named, tagged
 from reference_loops import LaxLoops
 from turns import in_turn
@@ -149,117 +147,6 @@ def test_loops_inside_custom_derivatives():
     assert_close(jax.grad(jax.grad(loopkit.checkpointed(g)))(1.5), GROWN(1.5))
 
 
-def test_a_function_with_loops_is_traced_once():
-    calls = []
-
-    def f(x):
-        calls.append(x)
-        return lax.fori_loop(0, 3, lambda _, y: jnp.sin(y), x)
-
-    replaced = loopkit.checkpointed(f)
-    replaced(1.0), replaced(2.0), jax.grad(replaced)(1.0)
-    assert len(calls) == 1
-
-
-def test_a_function_without_loops_is_traced_once_and_then_called():
-    calls = []
-
-    def f(x, name):
-        calls.append((name, x))
-        return jnp.sin(x)
-
-    replaced, x = loopkit.checkpointed(f), jnp.asarray(1.0)
-    for _ in range(3):
-        replaced(x, "a")
-    jax.grad(replaced)(x, "a")
-    concrete = [not isinstance(v, jax.core.Tracer) for _, v in calls]
-    assert concrete == [False, True, True, True, False]
-    assert all(isinstance(v, jax.Array) for _, v in calls)
-    replaced(1.0, "a"), replaced(np.float32(1.0), "a")
-    assert all(isinstance(v, jax.Array) for _, v in calls)  # as where it is traced
-    calls.clear()
-    jax.jit(replaced, static_argnums=1)(x, "c")
-    assert len(calls) == 1
-    calls.clear()
-    replaced(x, "b"), replaced(jnp.ones(2), "b")
-    assert len(calls) == 4  # other arguments may have it run a loop
-
-
-def test_gradients_of_a_function_with_a_rule_are_compiled_once(compilations):
-    def f(x):
-        y = lax.fori_loop(0, 3, lambda _, y: jax.nn.relu(y) * x, x)
-        return y * jax.nn.relu(x) * jnp.sin(x)
-
-    x = jnp.asarray(0.5)
-    for _ in range(3):
-        compilations.clear()
-        slope = jax.grad(loopkit.checkpointed(lambda x: f(x)))(x)
-        assert_close(slope, 5 * x**4 * jnp.sin(x) + x**5 * jnp.cos(x))
-    assert compilations == []
-
-
-class Scale:
-    by = 2.0
-
-
-@pytest.mark.parametrize("act", [jnp.sin, jax.nn.relu], ids=["plain", "with a rule"])
-def test_a_function_without_loops_reads_anew_what_it_closes_over(act):
-    scale, table = Scale(), {"large": jnp.full(20_000, 2.0)}
-
-    def f(x):
-        return act(x) * scale.by * table["large"][0]
-
-    replaced, x = loopkit.checkpointed(f), jnp.asarray(0.5)
-    for by in (2.0, 3.0, 4.0):
-        scale.by = by
-        table["large"] = jnp.full(20_000, by + 1)
-        for one in (x, 0.5):
-            assert_close(replaced(one), f(x))
-            assert_close(jax.grad(replaced)(one), jax.grad(f)(x))
-            assert_close(jax.vmap(replaced)(x[None]), f(x)[None])
-        assert_close(jax.jit(lambda x, by: replaced(x))(x, by), f(x))
-
-
-def test_a_loop_that_a_function_has_later_is_replaced_where_it_is_differentiated():
-    switch = Scale()
-
-    def f(x):
-        if switch.by == 2.0:
-            return x * 2
-        return lax.while_loop(lambda y: y < 100.0, lambda y: y * y, x)
-
-    replaced, x = loopkit.checkpointed(f), jnp.asarray(3.0)
-    assert_close(replaced(x), x * 2)
-    switch.by = 3.0
-    assert_close(replaced(x), jnp.asarray(6561.0))
-    assert_close(jax.grad(replaced)(x), jnp.asarray(8 * 3.0**7))
-
-
-def test_arguments_of_a_function_without_loops_are_not_written_to():
-    replaced = loopkit.checkpointed(lambda xs: xs.append(xs[0]) or sum(xs))
-    xs = [jnp.ones(2)]
-    for _ in range(3):
-        assert_close(replaced(xs), jnp.full(2, 2.0))
-    assert len(xs) == 1
-
-
-def test_a_rule_with_a_loop_in_a_function_without():
-    @jax.custom_jvp
-    def f(x):
-        return x * x
-
-    f.defjvp(lambda p, t: (f(*p), t[0] * lax.while_loop(lambda y: y < 100, jnp.square, *p)))
-    replaced, x = loopkit.checkpointed(f), jnp.asarray(3.0)
-    for _ in range(2):
-        assert_close(replaced(x), x * x)
-        for g in (jax.grad, lambda h: jax.jit(jax.grad(h)), lambda h: jax.grad(jax.jit(h))):
-            assert_close(g(replaced)(x), jnp.asarray(6561.0))
-            assert_close(jax.grad(g(replaced))(x), jnp.asarray(8 * 3.0**7))
-    of = lambda w: loopkit.checkpointed(lambda x: f(x * w))(jnp.asarray(1.0))
-    for _ in range(2):
-        assert_close(jax.grad(jax.grad(of))(x), jnp.asarray(8 * 3.0**7))
-
-
 def test_static_arguments_and_decorator():
     @loopkit.checkpointed(checkpoints=2)
     def power(x, n, *, name):
@@ -311,136 +198,6 @@ def test_donated_arguments_and_keys():
     key = jax.random.key(0)
     draw = loopkit.checkpointed(jax.random.poisson)
     assert_close(draw(key, jnp.arange(4.0)), jax.random.poisson(key, jnp.arange(4.0)))
-
-
-def test_only_picks_loops():
-    sites = []
-
-    def f(x):
-        with jax.named_scope("inner"):
-            x = lax.fori_loop(0, 4, lambda i, y: y * x, x)
-        return grows(x)
-
-    def only(site):
-        sites.append(site)
-        return site.length is None
-
-    text = str(jax.make_jaxpr(loopkit.checkpointed(f, only=only))(jnp.ones(())))
-    assert text.count("loopkit_while") == 1
-    scan, loop = sites
-    assert (scan.kind, scan.length, scan.name_stack) == ("scan", 4, "inner")
-    assert (loop.kind, loop.length, loop.carry_bytes) == ("while_loop", None, 8)
-    assert "test_checkpointed.py" in loop.source
-    assert "grows" in loop.source
-
-
-def test_sites_inside_the_library_of_jax():
-    sites = []
-
-    def f(x):
-        return lax.scan(lambda c, _: (jnp.searchsorted(xs, c) + x, None), x, length=2)[0]
-
-    xs = jnp.arange(4.0)
-    jax.make_jaxpr(loopkit.checkpointed(f, only=sites.append))(1.0)
-    assert [s.kind for s in sites] == ["scan", "scan"]
-    assert "searchsorted" in sites[0].source
-    assert "test_checkpointed.py" in sites[1].source
-
-
-def test_counted_while_loops_have_a_length():
-    def f(x):
-        return lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, c[1] * x), (0, x))[1]
-
-    text = str(jax.make_jaxpr(loopkit.checkpointed(f, checkpoints="all"))(2.0))
-    assert "length=5" in text
-    assert_close(jax.grad(loopkit.checkpointed(f, checkpoints="all"))(2.0), jnp.asarray(192.0))
-
-
-def test_what_jax_lowers_to_loops_is_left_alone():
-    """A scan is lowered to a while loop, and so are special functions: no `max_steps` of theirs."""
-    sites = []
-
-    def f(x):
-        inner = lambda x: lax.fori_loop(0, 3, lambda _, y: y * 1.1, x)
-        x = lax.fori_loop(0, 7, lambda _, x: inner(x), x)
-        return x + jax.scipy.special.gammainc(2.0, x)
-
-    wanted = jax.value_and_grad(f)(1.5)
-    with loopkit.replace_lax_loops(max_steps=2, only=lambda site: sites.append(site) or True):
-        assert_close(jax.value_and_grad(f)(1.5), wanted)
-        assert_close(jax.jit(jax.value_and_grad(f))(1.5), wanted)
-    assert {site.kind for site in sites} == {"scan"}
-
-
-def test_replacement_is_undone_also_on_error():
-    compiled = jax.jit(grows)
-    compiled(1.5)
-
-    def fails():
-        with loopkit.replace_lax_loops():
-            assert_close(jax.grad(compiled)(1.5), GROWN(1.5))
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fails()
-    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
-        jax.grad(compiled)(1.5)
-
-
-def test_other_threads_keep_their_loops():
-    texts = {}
-
-    def trace(name):
-        texts[name] = str(jax.make_jaxpr(lambda x: grows(x))(1.5))
-
-    with loopkit.replace_lax_loops():
-        thread = threading.Thread(target=trace, args=("other",))
-        thread.start()
-        thread.join()
-        trace("here")
-        with loopkit.replace_lax_loops(only=lambda site: False):
-            trace("nested")
-    trace("after")
-    assert {k: "loopkit" in text for k, text in texts.items()} == {
-        "other": False,
-        "here": True,
-        "nested": False,
-        "after": False,
-    }
-
-
-def test_contexts_of_two_threads_at_once():
-    """One is left on an error while the other is inside."""
-    texts, inside, left = {}, threading.Barrier(2, timeout=60), threading.Event()
-    text = lambda: str(jax.make_jaxpr(lambda x: grows(x))(1.5))
-
-    def first():
-        try:
-            with loopkit.replace_lax_loops():
-                inside.wait()
-                raise RuntimeError
-        except RuntimeError:
-            texts["first, after"] = text()
-            left.set()
-
-    def second():
-        with loopkit.replace_lax_loops():
-            inside.wait()
-            assert left.wait(60)
-            texts["second, inside"] = text()
-        texts["second, after"] = text()
-
-    threads = [threading.Thread(target=f) for f in (first, second)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {k: "loopkit" in t for k, t in texts.items()} == {
-        "first, after": False,
-        "second, inside": True,
-        "second, after": False,
-    }
-    assert all("bind" not in vars(p) for p in DIVERTED)
 
 
 def long_loops(x):
