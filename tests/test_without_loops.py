@@ -1,4 +1,4 @@
-"""Functions of which some parts, or all, have no loops: traced once, read anew, never written to."""
+"""Functions of which some parts, or all, have no loops: traced once, read anew, not written to."""
 
 import jax
 import jax.numpy as jnp
