@@ -157,6 +157,18 @@ def of_lanes(sections: Sections) -> Any:
     return panels
 
 
+def of_libraries(sections: Sections) -> Any:
+    """checkpointed, with no setting, beside what each library does itself."""
+    solve = {"diffrax", "optimistix", "jaxopt", "ott", "optax"}
+    panels: dict[str, Any] = {"solvers": {}, "models": {}}
+    for record in sections["programs"].records:
+        if record.contender == "default":
+            panel = "solvers" if record.program.partition(":")[0] in solve else "models"
+            label = record.program.replace(" of 94 to 1984 steps", "")
+            panels[panel][label.replace(" of a scan", "")] = [("loopkit", record.ratio)]
+    return panels
+
+
 def dots(over: str) -> Callable[[Any, str], Any]:
     """Draws panels of rows of dots with the reach of their quartiles; `over` is at 1."""
 
@@ -291,6 +303,7 @@ PICTURES: dict[str, tuple[Callable[[Sections], Any], Callable[[Any, str], Any]]]
     "compiling": (of_compiling, compiling),
     "buffers": (of_buffers, dots("lax.scan")),
     "lanes": (of_lanes, dots("waiting")),
+    "libraries": (of_libraries, dots("the library's own way")),
 }
 """What is taken from the sections, and how it is drawn."""
 
