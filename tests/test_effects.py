@@ -47,6 +47,30 @@ def test_each_step_reports_once(transform, checkpoints):
     assert sorted(seen) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("transform", ["jit of grad", "hessian", "linearize"])
+@pytest.mark.parametrize("around", ["part", "inner loop"])
+def test_a_part_of_a_step_that_is_run_again_reports_once(around, transform):
+    """What jax.checkpoint runs again in a reversed step has been reported."""
+    seen = []
+
+    def part(y, row):
+        jax.debug.callback(lambda row, y: seen.append(int(row)), row, y)
+        return jnp.sin(y) * y
+
+    def looped(y, row):
+        return loopkit.fori_loop(0, 2, lambda i, y: part(y, 10 * row + i), y, checkpoints=1)
+
+    run = jax.checkpoint(part if around == "part" else looped)
+    f = lambda x: loopkit.scan(lambda y, row: (run(y, row), None), x, jnp.arange(4), checkpoints=2)[
+        0
+    ]
+    linearize = lambda f: lambda x: jax.linearize(f, x)[1](1.0)
+    jax.block_until_ready((TRANSFORMS | {"linearize": linearize})[transform](f)(0.3))
+    jax.effects_barrier()
+    rows = [10 * row + i for row in range(4) for i in range(2)]
+    assert sorted(seen) == (list(range(4)) if around == "part" else rows)
+
+
 def test_scan_steps_report_once():
     seen = []
 

@@ -137,6 +137,18 @@ def without_debug_effects(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     return map_equations(jaxpr, quiet) if jaxpr.effects else jaxpr
 
 
+def reported_once(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    """The tangents of a step, of which `jax.checkpoint` reports nothing as it runs parts again."""
+
+    def quiet(eqn: Any) -> Any:
+        if eqn.primitive.name not in ("checkpoint", "remat2"):
+            return eqn
+        silent = eqn.replace(params=with_jaxprs(eqn.params, without_debug_effects))
+        return silent.replace(effects=_effects_inside(silent))
+
+    return map_equations(jaxpr, quiet) if jaxpr.effects else jaxpr
+
+
 def asks_the_host(jaxpr: _jax.Jaxpr) -> bool:
     """Whether it calls the host for values, which may be others the next time."""
     return any(isinstance(e, _jax.IO_EFFECTS) for e in without_debug_effects(jaxpr).effects)

@@ -158,6 +158,7 @@ def _tangents(
 
     types = [t.to_tangent_aval() for t in kept(loop.body.in_avals, active.inputs)]
     linear = _jax.trace_closed(pushforward, [*residual_types, *types], "loop_tangents")
+    linear = equations.reported_once(linear)
     if not loop.holds_custom_vjp:  # else the next derivative is that of this code
         linear = to_transpose(linear)
     moving = [True] * sum(active.inputs)
