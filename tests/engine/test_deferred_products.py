@@ -225,6 +225,23 @@ def test_batched_products():
     assert_near(got, np.einsum("tbi,tbj->jbi", rows, cts))
 
 
+def test_what_follows_a_sum_of_products():
+    """It is done to each of them, in the same order."""
+
+    def backward(row, total, ct):
+        outer = lambda a, b: jax.lax.dot_general(a, b, (((), ()), ((), ())))
+        products = _jax.add_tangents(outer(row, ct), outer(ct, row))
+        return [_jax.add_tangents(total, -jnp.transpose(products).reshape(-1)), ct * 0.5]
+
+    types = [_jax.ShapedArray(s, jnp.dtype("float64")) for s in [(5,), (25,), (5,)]]
+    found = put_off(_jax.trace_closed(backward, types, "backward"), 1, 0, 0, [0])
+    assert found.put_off == (True, False)
+    rows, cts = numbers(STEPS, 5), numbers(STEPS, 5, seed=1)
+    (got,) = found.sums([jnp.asarray(cts)], [jnp.asarray(rows)])
+    once = np.einsum("ti,tj->ij", rows, cts)
+    assert_near(got, -(once + once.T).ravel())
+
+
 def test_the_step_keeps_what_is_not_put_off():
     found, (backward, *_) = products_of(dense)
     others = kept(backward.out_avals, [not late for late in found.put_off])
