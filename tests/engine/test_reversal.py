@@ -5,7 +5,10 @@ import numpy as np
 import pytest
 
 from loopkit import Plan, _jax
+from loopkit._buffers.slices import read, write
+from loopkit._buffers.window import Window
 from loopkit._engine.derivative import deferred_products
+from loopkit._engine.derivative import reversal as reversal_
 from loopkit._engine.derivative.reversal import can_replay, covers, reversal
 from loopkit._engine.facts.activity import forward_activity
 from loopkit._engine.loop import Active, Operands
@@ -201,9 +204,52 @@ def test_the_same_how_is_not_made_anew():
     assert how.without((True, False)) is how.without((True, False))
 
 
-def test_no_products_of_lanes_are_put_off(monkeypatch):
+@pytest.mark.parametrize("lanes", [False, True])
+def test_no_products_of_lanes_are_put_off(lanes, monkeypatch):
     """And so none are planned for."""
-    monkeypatch.setattr(deferred_products, "SMALLEST", 64)
-    loop, _ = of_lanes(checkpoints=Plan(2, 2))
-    how = reversal(loop, forward_activity(loop, Operands([], [], [True, False], [True])))
-    assert how.plan.step.factor_bytes == how.plan.step.product_bytes == 0
+    monkeypatch.setattr(reversal_, "SMALLEST", 64)
+
+    def dense(consts, carry, x):
+        return [jnp.tanh(carry[0] @ consts[0]), carry[1] + 1], []
+
+    init = [np.ones((3, SIZE)), np.zeros(3, int)]
+    cond = lambda limit, carry: carry[1] < limit[0] if lanes else carry[1][0] < limit[0]
+    how = {"cond": cond, "cond_consts": [5], "length": 9, "checkpoints": Plan(2, 2)}
+    moving = Operands([], [True], [True, False], [])
+    step = reversed_loop(dense, [np.ones((SIZE, SIZE))], init, **how, moving=moving).plan.step
+    of_products = 8 * 3 * SIZE * 2, 8 * SIZE * SIZE
+    assert (step.factor_bytes, step.product_bytes) == ((0, 0) if lanes else of_products)
+
+
+ROW = Window((0,), (0, 0), (1, 2), "drop", wrap=False)
+
+
+def reads_what_it_writes(consts, carry, x):
+    h, n, rows = carry
+    rows = write(rows, jnp.full((1, 2), jnp.sin(h)), n[None], ROW)
+    new, rows = read(rows, n[None], ROW)
+    return [jnp.cos(new).sum(), n + 1, rows], []
+
+
+def reads_what_was_written(consts, carry, x):
+    h, n, rows = carry
+    old, rows = read(rows, (n - 1)[None], ROW)
+    return [jnp.cos(h) * 0.5, n + 1, write(rows, jnp.sin(old * h), n[None], ROW)], []
+
+
+def of_rows(body, checkpoints, count=30):
+    init, moving = [0.3, 1, np.ones((count, 2))], Operands([], [], [True, False, True], [])
+    return reversed_loop(
+        body, [], init, length=5, checkpoints=checkpoints, moving=moving, buffers=[2]
+    )
+
+
+def test_whether_a_step_reads_what_it_writes():
+    assert of_rows(reads_what_it_writes, Plan(2)).rereads
+    assert not of_rows(reads_what_was_written, Plan(2)).rereads
+
+
+def test_where_buffers_are_brought_back():
+    """Not where the residuals of all steps are kept, nor where a log would be larger."""
+    assert of_rows(reads_what_was_written, Plan(2)).undo is not None
+    assert of_rows(reads_what_was_written, "all").undo is None
