@@ -8,8 +8,8 @@ import pytest
 from loopkit import _jax
 from loopkit._buffers.slices import read, read_p, write
 from loopkit._buffers.window import Window
-from loopkit._engine.derivative.write_log import find_undo
-from loopkit._engine.loop import kept, parts
+from loopkit._engine.derivative.write_log import batch_undo, find_undo
+from loopkit._engine.loop import Operands, kept, parts
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
 
@@ -78,7 +78,25 @@ def called(consts, carry, x):
     return [i + 1, 3 - k, write(b, jnp.full((1, 2), 5.0) - i, at(2 * i % 3), ROW)], []
 
 
-BODIES = [displacing, updating, narrower, counted, columns, called]
+def reading(consts, carry, x):
+    """A call, and a loop, that read the buffer, and write nothing."""
+    i, k, b = carry
+
+    def inside(b, i):
+        old, b = read(b, at(i % 3), ROW)
+        return old * 0.5, b
+
+    def each(consts, carry, x):
+        n, b = carry
+        _, b = read(b, at(n), ROW)
+        return [n + 1, b], []
+
+    old, b = jax.jit(inside)(b, i)
+    _, b = inner([], [k, b], each, length=3)
+    return [i + 1, 3 - k, write(b, old + 3, at(i % 3), ROW)], []
+
+
+BODIES = [displacing, updating, narrower, counted, columns, called, reading]
 
 
 def the_undo(body, init=None, **how):
@@ -92,11 +110,11 @@ def bring_back(loop, given, undo):
     """Each step's buffers from those after it."""
     forward = jax.jit(_jax.call_jaxpr(undo.forward))
     back = jax.jit(_jax.call_jaxpr(undo.back))
+    plain = jax.jit(_jax.call_jaxpr(loop.body))
     carries, logs = [list(map(np.asarray, given.init))], []
     for _ in range(STEPS):
         new, _, log = parts(forward(*carries[-1]), loop.carry_count, loop.ys_count)
-        plain = jax.jit(_jax.call_jaxpr(loop.body))(*carries[-1])
-        assert_same(new, plain[: loop.carry_count])
+        assert_same(new, plain(*carries[-1])[: loop.carry_count])
         carries.append(list(map(np.asarray, new)))
         assert [(v.shape, v.dtype) for v in log] == [(t.shape, t.dtype) for t in undo.log_types]
         logs.append(log)
@@ -177,12 +195,47 @@ def two_in_turn(consts, carry, x):
     return [i, 3 - k, b, c], []
 
 
-NESTED = [known_number, runs, two_in_turn]
-TWO_BUFFERS = [1, 2, numbers(rows=12), numbers(1, rows=12)]
+def two_runs(consts, carry, x):
+    """Of two buffers, each with its own beginning."""
+    i, k, b, c = carry
+
+    def each(consts, carry, x):
+        n, m, b, c = carry
+        b = write(b, jnp.full((1, 2), 5.0) + n, at(n), ROW)
+        return [n + 1, m + 1, b, write(c, jnp.full((1, 2), 7.0) - n, at(m + 1), ROW)], []
+
+    how = {"cond": lambda limit, carry: carry[0] < limit[0], "cond_consts": [0]}
+    i, k, b, c = inner([i + 2], [i, k, b, c], each, **how)
+    return [i, k, b, c], []
+
+
+def of_each_kind(consts, carry, x):
+    """What logs nothing, where it writes, and what it displaces, one after the other."""
+    i, k, b, c, d = carry
+    window = Window((0, 1), (0, 0), (1, 1), "drop", wrap=False)
+    b = write(b, jnp.full((1, 2), 5.0) + k, at(i), ROW)
+    c = write(c, jnp.full((1, 1), 6.0) + k, jnp.stack([i, k % 2]), window)
+    return [i + 1, 3 - k, b, c, write(d, jnp.full((1, 2), 7.0) + k, at(i % 2), ROW)], []
+
+
+def never(consts, carry, x):
+    """A loop of no steps would write."""
+    i, k, b = carry
+
+    def each(consts, carry, x):
+        n, b = carry
+        return [n + 1, write(b, jnp.full((1, 2), 9.0), at(n % 2), ROW)], []
+
+    _, b = inner([], [k, b], each, length=0)
+    return [i + 1, 3 - k, write(b, jnp.full((1, 2), 5.0) - i, at(i % 3), ROW)], []
+
+
+NESTED = {known_number: 1, runs: 2, two_in_turn: 2, two_runs: 2, of_each_kind: 3, never: 1}
+"""How many buffers they have."""
 
 
 def of_nested(body):
-    return the_undo(body, None if body is known_number else TWO_BUFFERS)
+    return the_undo(body, [1, 2, *(numbers(i, rows=12) for i in range(NESTED[body]))])
 
 
 @pytest.mark.parametrize("body", NESTED, ids=lambda body: body.__name__)
@@ -196,3 +249,61 @@ def test_what_is_logged_of_loops_in_a_step():
     assert shapes(known_number) == [(3, 1), (3, 1, 2), (1,), (1, 2)]
     assert shapes(runs) == [(), (), (1,), (1, 2)]
     assert shapes(two_in_turn) == [(2, 1), (2, 1, 2), (), ()]
+    assert shapes(two_runs) == [()] * 4
+    assert shapes(of_each_kind) == [(2,), (1,), (1, 2)]
+
+
+@pytest.mark.parametrize("body", [displacing, counted, of_each_kind])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_several_steps_back(body, reverse):
+    """Of a log with a row for each step, by counters of that step."""
+    loop, given, undo = of_nested(body) if body in NESTED else the_undo(body)
+    loop = loop.replace(reverse=reverse)
+    forward = jax.jit(_jax.call_jaxpr(undo.forward))
+    carries, logs = [list(map(np.asarray, given.init))], []
+    for _ in range(STEPS):
+        new, log = parts(forward(*carries[-1]), loop.carry_count)
+        carries.append(list(map(np.asarray, new)))
+        logs.append(log)
+    log = [jnp.stack(rows[::-1] if reverse else rows) for rows in zip(*logs, strict=True)]
+    counts = lambda step: [given.init[0] + step, 2 - step % 2, *given.init[2:]]
+    buffers = [jnp.asarray(b) for b in kept(carries[4], undo.leaves)]
+    back = jax.jit(lambda log, b: undo.rewound(loop, given.init, log, counts, 1, 3, b))
+    assert_same(back(log, buffers), kept(carries[1], undo.leaves), tol=0)
+
+
+def test_which_leaves_are_brought_back():
+    """Buffers that are saved, of steps that are bounded if they log anything."""
+    still = lambda consts, carry, x: [carry[0] + 1, carry[1], displacing(consts, carry, x)[0][2]]
+    init = [1, 2, numbers()]
+    loop, _ = make_loop(lambda *of: (still(*of), []), [], init, length=STEPS, buffers=[2])
+    assert find_undo(loop, [True, True, True]).leaves == (False, False, True)
+    assert find_undo(loop, [True, True, False]) is None
+    how = {"cond": lambda limit, carry: carry[0] < limit[0], "cond_consts": [6], "buffers": [2]}
+    for body, there in [(counted, True), (displacing, False), (reading, False)]:
+        loop, _ = make_loop(body, [], init, **how)
+        assert loop.length is None
+        assert (find_undo(loop, [True] * 3) is not None) == there
+
+
+def test_lanes_of_buffers():
+    """The log of each is its own, behind the ys."""
+
+    def step(consts, carry, x):
+        new, _ = displacing(consts, carry, x)
+        return new, [carry[0] * 2, carry[2].sum()]
+
+    loop, given, undo = the_undo(step)
+    places = Operands([], [], [None, None, 0], [])
+    batched = batch_undo(undo, loop, _jax.axis(3), places, [None, 1])
+    assert batched.leaves == undo.leaves
+    assert batched.batched == (False, True)
+    assert [t.shape for t in batched.log_types] == [(1,), (3, 1, 2)]
+    i, k, b = map(jnp.asarray, given.init)
+    lanes = jnp.stack([b, 2 * b, b + 1])
+    over = lambda jaxpr, *axes: jax.jit(jax.vmap(_jax.call_jaxpr(jaxpr), axes))
+    each = over(undo.forward, None, None, 0)(i, k, lanes)
+    outs = jax.jit(_jax.call_jaxpr(batched.forward))(i, k, lanes)
+    assert_same([outs[2], *outs[4:]], [each[2], each[4], each[5][0], each[6]])
+    back = jax.jit(_jax.call_jaxpr(batched.back))
+    assert_same(back(lanes, outs[2], *outs[5:]), [lanes], tol=0)
