@@ -1,5 +1,6 @@
 """How a loop is reversed: what is saved of its carry, and which products are put off."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -75,6 +76,16 @@ def test_a_row_is_known_by_its_place(monkeypatch):
         inputs = _jax.open_jaxpr(how.backward).invars
         found[store] = {inputs.index(v): i for v, i in how.products.rows.items()}
     assert found == {"carries": {4: 1}, "residuals": {4: 0}}
+
+
+def test_a_leaf_that_steps_do_not_read():
+    """Of what it was, there is a cotangent: zero."""
+    body = lambda consts, carry, x: ([carry[1] * 2.0, jnp.sin(carry[1])], [])
+    moving = Operands([], [], [True, True], [])
+    how = reversed_loop(body, [], [0.3, 0.5], length=6, checkpoints=Plan(2), moving=moving)
+    (stored,) = jax.jit(_jax.call_jaxpr(how.remaking))(0.5)
+    given = [stored, 3.0, 4.0]
+    assert_same(jax.jit(_jax.call_jaxpr(how.backward))(*given), [0.0, 6.0 + 4.0 * np.cos(0.5)])
 
 
 def of_lanes(**settings):
