@@ -70,7 +70,7 @@ class Undo:
         initial = kept(init, self.leaves)
 
         def back(k: Any, buffers: list) -> list:
-            row = read_rows(log, row_of(loop, first + k)) if log else []
+            row = read_rows(log, row_of(loop, first + k))
             at = kept(counts(first + k), self.counted)
             return list(_jax.call_jaxpr(self.back)(*initial, *at, *buffers, *row))
 
