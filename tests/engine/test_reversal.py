@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from loopkit import Plan, _jax
-from loopkit._buffers.slices import read, write
+from loopkit._buffers.slices import read, write, write_p
 from loopkit._buffers.window import Window
 from loopkit._engine.derivative import deferred_products
 from loopkit._engine.derivative import reversal as reversal_
 from loopkit._engine.derivative.reversal import can_replay, covers, reversal
 from loopkit._engine.facts.activity import forward_activity
 from loopkit._engine.loop import Active, Operands
+from loopkit._jaxprs import equations
 
 from .small_loops import assert_same, make_loop
 
@@ -258,6 +259,14 @@ def of_rows(body, checkpoints, count=30):
 def test_whether_a_step_reads_what_it_writes():
     assert of_rows(reads_what_it_writes, Plan(2)).rereads
     assert not of_rows(reads_what_was_written, Plan(2)).rereads
+
+
+def test_rows_written_once_are_not_cleared():
+    """Where nobody asks for the cotangent of what they were; the buffer is not the first leaf."""
+    how = of_rows(reads_what_was_written, Plan(2))
+    count = lambda j: sum(e.primitive is write_p for e in equations.all_equations(j))
+    assert count(how.without((False, False, True)).backward) == count(how.backward) - 1
+    assert count(how.without((True, False, False)).backward) == count(how.backward)
 
 
 def test_where_buffers_are_brought_back():

@@ -189,7 +189,7 @@ def _undone_inside(site: Inner, state: dict, initial: dict, log: Sequence[Any]) 
     loop = site.loop
     if loop is None:
         return _undone(site.sites, state, initial, {}, log)
-    if not loop.length or not site.sites:
+    if not site.sites:
         return state
 
     def back(step: Any, state: dict) -> dict:
