@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 from loopkit import Plan, _jax
 from loopkit._buffers.slices import read, write, write_p
@@ -77,6 +78,24 @@ def test_a_row_is_known_by_its_place(monkeypatch):
         inputs = _jax.open_jaxpr(how.backward).invars
         found[store] = {inputs.index(v): i for v, i in how.products.rows.items()}
     assert found == {"carries": {4: 1}, "residuals": {4: 0}}
+
+
+def test_steps_that_ask_the_host_are_not_run_again():
+    """However many they are, where nothing else is said, and their number is known."""
+
+    def body(consts, carry, x):
+        kind = jax.ShapeDtypeStruct((), carry[0].dtype)
+        said = io_callback(np.asarray, kind, jax.lax.stop_gradient(carry[0]))
+        return [jnp.sin(carry[0]) * said, carry[1] + 1], []
+
+    moving, init = Operands([], [], [True, False], []), [0.3, 0]
+    silent = lambda consts, carry, x: ([jnp.sin(carry[0]), carry[1] + 1], [])
+    of = lambda body, **how: reversed_loop(body, [], init, moving=moving, **how).plan
+    assert of(body, length=10**9).keeps_all
+    assert not of(silent, length=10**9).keeps_all
+    for how in [{"length": 9, "checkpoints": Plan(2)}, {"cond": lambda _, c: c[1] < 5}]:
+        with pytest.raises(NotImplementedError, match="io_callback"):
+            of(body, **how)
 
 
 def test_a_leaf_that_steps_do_not_read():
