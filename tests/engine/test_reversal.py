@@ -12,6 +12,7 @@ from loopkit._buffers.window import Window
 from loopkit._engine.derivative import deferred_products
 from loopkit._engine.derivative import reversal as reversal_
 from loopkit._engine.derivative.reversal import can_replay, covers, reversal
+from loopkit._engine.derivative.split import _where_it_flows
 from loopkit._engine.facts.activity import forward_activity
 from loopkit._engine.loop import Active, Operands
 from loopkit._jaxprs import equations
@@ -106,6 +107,20 @@ def test_a_leaf_that_steps_do_not_read():
     (stored,) = jax.jit(_jax.call_jaxpr(how.remaking))(0.5)
     given = [stored, 3.0, 4.0]
     assert_same(jax.jit(_jax.call_jaxpr(how.backward))(*given), [0.0, 6.0 + 4.0 * np.cos(0.5)])
+
+
+def test_where_some_tangents_are_zero():
+    """What residuals alone make is not, in calls, too."""
+
+    def linear(r, a, b):
+        inside = jax.jit(lambda r, a, b: (a * 2.0, jnp.cos(r) * b + a))
+        two_a, c = inside(r, a, b)
+        return [jnp.sin(r) * c + two_a, jnp.exp(r) * a]
+
+    tangents = _jax.trace_closed(linear, [_jax.ShapedArray((), jnp.dtype("float64"))] * 3, "linear")
+    of_b = _where_it_flows(tangents, 1, [False, True])
+    got = jax.jit(_jax.call_jaxpr(of_b))(0.3, 0.7)
+    assert_same(got, [np.sin(0.3) * np.cos(0.3) * 0.7, 0.0])
 
 
 def of_lanes(**settings):
