@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental import io_callback
 
+import loopkit
 from loopkit import Plan, _jax
 from loopkit._buffers.slices import read, write, write_p
 from loopkit._buffers.window import Window
@@ -15,6 +16,7 @@ from loopkit._engine.derivative.reversal import can_replay, covers, reversal
 from loopkit._engine.derivative.split import _where_it_flows
 from loopkit._engine.facts.activity import forward_activity
 from loopkit._engine.loop import Active, Operands
+from loopkit._engine.primitives import evaluated_p, forward_p
 from loopkit._jaxprs import equations
 
 from .small_loops import assert_same, make_loop
@@ -107,6 +109,22 @@ def test_a_leaf_that_steps_do_not_read():
     (stored,) = jax.jit(_jax.call_jaxpr(how.remaking))(0.5)
     given = [stored, 3.0, 4.0]
     assert_same(jax.jit(_jax.call_jaxpr(how.backward))(*given), [0.0, 6.0 + 4.0 * np.cos(0.5)])
+
+
+def test_loops_that_are_run_again_make_residuals_alone():
+    """Going back, of what an inner loop adds up nobody reads the sum."""
+
+    def body(consts, carry, x):
+        go = lambda c: (c[0] < 500) & (c[1] > 0.2)
+        step = lambda c: (c[0] + 1, jnp.sin(c[1] * 0.9), c[2] + c[1])
+        _, h, total = loopkit.while_loop(go, step, (0, *carry), checkpoints="all")
+        return [h + 0.3, total], []
+
+    moving = Operands([], [], [True, True], [])
+    how = reversed_loop(body, [], [0.3, 0.5], length=4, checkpoints="all", moving=moving)
+    found = {e.primitive for e in equations.all_equations(how.backward)}
+    assert evaluated_p in found
+    assert forward_p not in found
 
 
 def test_where_some_tangents_are_zero():
