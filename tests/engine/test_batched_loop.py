@@ -9,7 +9,8 @@ import pytest
 from loopkit import _jax
 from loopkit._buffers.slices import read, write
 from loopkit._buffers.window import Window
-from loopkit._engine.loop import Input, Operands
+from loopkit._engine.derivative.split import batch_split, split_step
+from loopkit._engine.loop import Active, Input, Operands, kept
 from loopkit._engine.passes.batched_loop import MANY, batch_loop, leaves_in_rows, move
 
 from .small_loops import assert_same, make_loop, run
@@ -310,3 +311,28 @@ def test_move():
     assert_same([move(value, 1, 0, 3)], [value.T])
     with pytest.raises(AssertionError, match="a batched operand"):
         move(value, 0, None, 2)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_where_the_axis_is_in_the_halves_of_a_step(joins):
+    """Behind the lanes, or before them; in what is active, and wherever it was said to be."""
+
+    def body(consts, carry, x):
+        h, n = carry
+        ys = [h[:, None] * jnp.ones(4), x[0] * jnp.ones(3), n * 2, jnp.ones(3)]
+        return [jnp.sin(h) * x[0], n + 1], ys
+
+    cond = lambda limit, carry: carry[1] < limit[0]
+    init, xs = [np.array([0.3, 0.5, 0.7]), np.ones(3, int)], [np.cos(np.arange(5.0))]
+    loop, _ = make_loop(body, [], init, xs, cond=cond, cond_consts=[np.array([2, 3, 4])])
+    active = Active((), (True, False), (True,), (True, True, False, False))
+    split, at = split_step(loop, active), 0 if joins else 1
+    places, ys = Operands([None], [], [at, at], [1]), [at + 1, None, at + 1, None]
+    new = batch_split(split, loop, _jax.axis(2), places, ys, active)
+    lanes, wide = ((2, 3), (2, 3, 4)) if joins else ((3, 2), (3, 2, 4))
+    shapes = [t.shape for t in new.forward.out_avals[: split.results]]
+    assert shapes == [lanes, lanes, wide, lanes, lanes, (3,)]
+    assert all(t.shape[0] == 2 for t in kept(new.stored_types, new.stored_batched))
+    back = new.backward(active, [False, False])
+    assert [t.shape for t in back.in_avals[-3:]] == [lanes, wide, lanes]
+    assert [t.shape for t in back.out_avals] == [lanes, (2,)]

@@ -68,6 +68,12 @@ def scaled(consts, carry, x):
     return [jnp.tanh((w * b) @ carry[0]) + x[0]], []
 
 
+def partly(consts, carry, x):
+    """A product is added, and what is none."""
+    w, b = consts
+    return [jnp.tanh((w * b) @ carry[0]) + jnp.tanh(w @ carry[0]) + x[0]], []
+
+
 def backward_of(body, shape=(SIZE,), length=STEPS, **how):
     """A loop, its backward half, and the operands of all of its steps."""
     init, xs = numbers(*shape), [numbers(length, SIZE, seed=3)]
@@ -174,13 +180,14 @@ def test_what_is_not_worth_it(monkeypatch):
     assert not any(products_of(dense)[0].put_off)
     monkeypatch.setattr(deferred_products, "SMALLEST", SIZE * SIZE * 8 - 1)
     assert any(products_of(dense)[0].put_off)
-    # Of a batch of many vectors, the factors are larger than the matrix.
-    assert any(products_of(of_matrices, shape=(SIZE, SIZE))[0].put_off)
-    assert not any(products_of(of_matrices, shape=(4 * SIZE, SIZE))[0].put_off)
+    # Of a batch of many vectors, the factors are larger than the matrix, read and written.
+    assert any(products_of(of_matrices, shape=(2 * SIZE - 1, SIZE))[0].put_off)
+    assert not any(products_of(of_matrices, shape=(2 * SIZE, SIZE))[0].put_off)
 
 
-def test_what_is_no_sum_of_products_stays():
-    found, (backward, *_) = products_of(scaled)
+@pytest.mark.parametrize("body", [scaled, partly])
+def test_what_is_no_sum_of_products_stays(body):
+    found, (backward, *_) = products_of(body)
     assert not any(found.put_off)
     assert found.terms == ()
     assert found.factors == ()
@@ -216,6 +223,23 @@ def test_batched_products():
     rows, cts = numbers(STEPS, 2, 4), numbers(STEPS, 2, 5, seed=1)
     (got,) = found.sums([jnp.asarray(cts)], [jnp.asarray(rows)])
     assert_near(got, np.einsum("tbi,tbj->jbi", rows, cts))
+
+
+def test_what_follows_a_sum_of_products():
+    """It is done to each of them, in the same order."""
+
+    def backward(row, total, ct):
+        outer = lambda a, b: jax.lax.dot_general(a, b, (((), ()), ((), ())))
+        products = _jax.add_tangents(outer(row, ct), outer(ct, row))
+        return [_jax.add_tangents(total, -jnp.transpose(products).reshape(-1)), ct * 0.5]
+
+    types = [_jax.ShapedArray(s, jnp.dtype("float64")) for s in [(5,), (25,), (5,)]]
+    found = put_off(_jax.trace_closed(backward, types, "backward"), 1, 0, 0, [0])
+    assert found.put_off == (True, False)
+    rows, cts = numbers(STEPS, 5), numbers(STEPS, 5, seed=1)
+    (got,) = found.sums([jnp.asarray(cts)], [jnp.asarray(rows)])
+    once = np.einsum("ti,tj->ij", rows, cts)
+    assert_near(got, -(once + once.T).ravel())
 
 
 def test_the_step_keeps_what_is_not_put_off():

@@ -110,12 +110,22 @@ def test_what_only_residuals_need_is_kept():
     assert_close(jax.grad(loopkit.checkpointed(nested(jax.lax.scan)))(0.7), wanted)
 
 
-def test_a_derivative_in_fewer_inputs_than_it_was_linearised_in():
+def one_result(a):
+    return jax.lax.fori_loop(0, 3, lambda _, x: jnp.sin(x * a), a)
+
+
+def two_results(a):
+    """From what is computed before."""
+    each = lambda _, c: (jnp.sin(c[0] * 1.5), jnp.cos(c[1]) * c[0])
+    return sum(jax.lax.fori_loop(0, 3, each, (jnp.sin(a), a * 2)))
+
+
+@pytest.mark.parametrize("of_a", [one_result, two_results])
+def test_a_derivative_in_fewer_inputs_than_it_was_linearised_in(of_a):
     def f(a, b):
         def step(c, _):
             total, b = c
-            x = jax.lax.fori_loop(0, 3, lambda _, x: jnp.sin(x * a), a)
-            return (total + x + jnp.sin(b), jnp.cos(b)), None
+            return (total + of_a(a) + jnp.sin(b), jnp.cos(b)), None
 
         return jax.lax.scan(step, (0.0, b), None, 5)[0][0]
 

@@ -8,6 +8,7 @@ from jax.experimental import io_callback
 
 import loopkit
 from derivatives import assert_close
+from loopkit._engine.derivative import rerun
 from loopkit._engine.derivative.rerun import FEW, ROOM
 
 ROWS = ROOM // 8 + 1
@@ -80,12 +81,61 @@ def test_what_is_kept():
     assert row_bytes(square=of_the_host) >= 8 * ROWS
 
 
+def test_few_steps(monkeypatch):
+    """Up to which they are kept, whatever room they take."""
+    monkeypatch.setattr(rerun, "ROOM", 0)
+    start = lambda y, x: y * 1.25  # no loop that is known already
+    assert row_bytes(bound=FEW, start=start) >= 8 * FEW
+    assert row_bytes(bound=FEW + 1, start=start) < 100
+
+
 def test_what_depends_on_constants_alone_is_run_once():
     """Nothing of it is kept with a step, however many it might take."""
     of_constants = lambda y, x: x[0] + 1
     assert row_bytes(start=of_constants) < 100
     grad = jax.grad(lambda loops, x: program(loops, x, start=of_constants, checkpoints="all"), 1)
     assert_close(jax.jit(grad, static_argnums=0)(loopkit, X), grad(Unrolled, X))
+
+
+def with_totals(loops, x, **how):
+    """A sum goes through the loops, on which no residual of theirs depends."""
+
+    def step(c):
+        i, y, totals = c
+        add = lambda k: (k[0] + 1, jnp.sin(k[1] * x[0]), k[2] + k[1] * jnp.arange(50.0))
+        inner = lambda c: (c[0] < ROWS) & (c[1] > 0.2)
+        _, y, totals = loops.while_loop(inner, add, (0, y, totals), **how)
+        return i + 1, 0.5 + y * x[1], totals
+
+    init = 0, x[0] + 0.3, jnp.ones(50) * x[1]
+    c = loops.while_loop(lambda c: c[0] < 3, step, init, **how)
+    return jnp.sum(jnp.sin(c[2]) * c[1])
+
+
+def test_what_residuals_do_not_depend_on_is_not_kept():
+    every = lambda x: with_totals(loopkit, x, checkpoints="all")
+    (around,) = (e.plan for e in loopkit.explain(every, X).loops if e.plan.bound == 3)
+    assert around.step.residual_bytes < 100
+    wanted = lambda x: with_totals(Unrolled, x)
+    assert_close(jax.jit(jax.grad(every))(X), jax.jit(jax.grad(wanted))(X))
+
+
+def test_what_follows_from_more_than_it_is_kept():
+    """A vector of the carry would have to be, to make it again."""
+
+    def f(x):
+        def step(c):
+            i, y, v = c
+            each = lambda k: (k[0] + 1, jnp.sin(k[1] * jnp.sum(k[2])), k[2] * 0.99)
+            inner = lambda c: (c[0] < ROWS) & (c[1] > 0.2)
+            _, y, v = loopkit.while_loop(inner, each, (0, y, v), checkpoints="all")
+            return i + 1, y + 0.3, v
+
+        init = 0, x[0], jnp.ones(10 * ROWS) * x[1]
+        return loopkit.while_loop(lambda c: c[0] < 3, step, init, checkpoints="all")[1]
+
+    (around,) = (e.plan for e in loopkit.explain(f, X).loops if e.plan.bound == 3)
+    assert 8 * ROWS <= around.step.residual_bytes < 80 * ROWS
 
 
 DERIVATIVES = {

@@ -58,6 +58,8 @@ def pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
     """Of the codes within two codes that differ, the outermost first, those that differ."""
     if old != new:
         yield old, new
-        inside = ([c for c in code.co_consts if isinstance(c, CodeType)] for code in (old, new))
+        inside = [[c for c in code.co_consts if isinstance(c, CodeType)] for code in (old, new)]
+        if len(inside[0]) != len(inside[1]):
+            return  # of code that is never reached, the compiler makes none
         for a, b in zip(*inside, strict=True):
             yield from pairs(a, b)

@@ -1,5 +1,7 @@
 """One place of a file at a time is changed, and nothing that no test can see."""
 
+import sys
+
 import pytest
 
 from mutation.changes import all_changes, changed
@@ -64,3 +66,13 @@ def test_lines_stay_where_they_are(path):
     for change in all_changes(path):
         lines = {line for *_, line in changed(path, change).co_lines() if line}
         assert lines == {line for *_, line in changed(path, None).co_lines() if line}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="`sys.monitoring`")
+def test_code_that_is_never_reached():
+    """The compiler makes none of it, nor of functions in it."""
+    from mutation import lines
+
+    text = "def f(x):\n    while {}:\n        x = [x + y for y in (lambda: x)()]\n    return x\n"
+    old, new = (compile(text.format(value), "module", "exec") for value in (True, False))
+    assert [a.co_name for a, _ in lines.pairs(old, new)] == ["<module>", "f"]

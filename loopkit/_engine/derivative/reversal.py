@@ -214,7 +214,7 @@ class Reversal:
         """The saved carry leaves, `times` steps after step `first`; a lane takes `steps` in all."""
 
         def step(k: Any, carry: list) -> list:
-            x = read_slices(self.loop, operands, first + k) if operands.xs else []
+            x = read_slices(self.loop, operands, first + k)
             new = _jax.call_jaxpr(self.step)(*operands.consts, *carry, *x)
             if not self.loop.lanes:
                 return new

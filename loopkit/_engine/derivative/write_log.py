@@ -70,7 +70,7 @@ class Undo:
         initial = kept(init, self.leaves)
 
         def back(k: Any, buffers: list) -> list:
-            row = read_rows(log, row_of(loop, first + k)) if log else []
+            row = read_rows(log, row_of(loop, first + k))
             at = kept(counts(first + k), self.counted)
             return list(_jax.call_jaxpr(self.back)(*initial, *at, *buffers, *row))
 
@@ -189,7 +189,7 @@ def _undone_inside(site: Inner, state: dict, initial: dict, log: Sequence[Any]) 
     loop = site.loop
     if loop is None:
         return _undone(site.sites, state, initial, {}, log)
-    if not loop.length or not site.sites:
+    if not site.sites:
         return state
 
     def back(step: Any, state: dict) -> dict:
