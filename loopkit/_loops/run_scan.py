@@ -62,7 +62,7 @@ def trace(scan: Scan) -> tuple[Traced, list, Any]:
     rest = inputs.tree, *inputs.axes, jax.tree.structure(out_axes), *jax.tree.leaves(out_axes)
     last = _last_ys(scan, rest) if has_none(out_axes) else []
     counting = scan.counts or (scan.return_info and stopping)
-    go = jnp.logical_not(jnp.asarray(scan.stopped)) if stopping else None
+    go = jnp.logical_not(jnp.zeros((), bool) | scan.stopped) if stopping else None
 
     def step(value: Any, hidden: Hidden, x: list) -> tuple[Any, Any]:
         new, y, go = scan.step(value, inputs.join(x, hidden.whole))
