@@ -100,7 +100,7 @@ def broadcast_like(value: jax.Array, like: jax.Array) -> jax.Array:
     """A value in the shape of another, laid out over devices as that is, if its type says so."""
     aval = jax.typeof(like)
     made = jnp.broadcast_to(value, aval.shape)
-    return jax.sharding.reshard(made, aval.sharding.spec) if is_spread(aval) else made
+    return jax.sharding.reshard(made, aval.sharding) if is_spread(aval) else made
 
 
 def type_of_part(aval: ShapedArray, shape: tuple[int, ...]) -> ShapedArray:
@@ -121,7 +121,9 @@ def gathered(value: jax.Array, axes: int) -> jax.Array:
     """A value of which every device has all along its first axes, if its type says it has not."""
     aval = jax.typeof(value)
     spec = jax.sharding.PartitionSpec(*[None] * axes, *aval.sharding.spec[axes:])
-    return jax.sharding.reshard(value, spec) if is_spread(aval) else value
+    return (
+        jax.sharding.reshard(value, aval.sharding.update(spec=spec)) if is_spread(aval) else value
+    )
 
 
 def is_differentiable(aval: ShapedArray) -> bool:
