@@ -42,7 +42,8 @@ def run(scan: Scan) -> tuple[Any, Any, Any]:
         got = f"checkpoints={scan.budget!r} and other settings that lax.scan lacks"
         raise errors.wrong_value(names.function, "_split_transpose", expected, got, "Leave it out.")
     if not _jax.is_symbolic(inputs.length):
-        as_lax = as_lax and not equations.lax_loses_rules(traced.loop.body)
+        body = traced.loop.body
+        as_lax = as_lax and not (equations.lax_loses_rules(body) or equations.lax_loses_calls(body))
     stored = ft.partial(_stored_scan, split_transpose=scan.split_transpose) if as_lax else None
     carry, ys = traced.run(leaves, inputs.arrays, stored)
     final, hidden = tree.unflatten(carry)
