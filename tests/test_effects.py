@@ -247,6 +247,24 @@ def test_a_gradient_without_a_bound_cannot_ask_the_host():
 
 
 @pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("how", [{"checkpoints": "all"}, {"truncate": 2}], ids=str)
+def test_what_returns_nothing_is_called_where_every_step_is_stored(how, ordered):
+    """A scan of lax, differentiated, leaves it out."""
+    seen = []
+
+    def body(x, step):
+        io_callback(lambda step: seen.append(int(step)), None, step, ordered=ordered)
+        return jnp.sin(x), x
+
+    f = lambda x: loopkit.scan(body, x, jnp.arange(5), **how)[0]
+    for transform in (jax.grad, jax.hessian, lambda f: lambda x: jax.linearize(f, x)[1](x)):
+        jax.block_until_ready(transform(f)(0.3))
+        jax.effects_barrier()
+        assert sorted(seen) == [0, 1, 2, 3, 4]
+        seen.clear()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("checkpoints", CHECKPOINTS)
 def test_what_returns_nothing_is_called_once(checkpoints, ordered):
     seen = []

@@ -33,6 +33,10 @@ class Owner:
     def looped(self, x):
         return lax.fori_loop(0, 2, lambda _, y: y * self.own, x)
 
+    @classmethod
+    def looped_for_all(cls, x):
+        return lax.fori_loop(0, 2, lambda _, y: y * cls.rate, x)
+
 
 class Heir(Owner):
     pass
@@ -351,6 +355,10 @@ def test_checkpointed_sees_what_its_arguments_hold():
     scaled = loopkit.checkpointed(OWNER.looped)
     for OWNER.own in (2.0, 3.0):
         assert scaled(1.0) == OWNER.own**2
+    of_class = loopkit.checkpointed(Owner.looped_for_all)
+    given_class = loopkit.checkpointed(Owner.looped_for_all.__func__)
+    for Owner.rate in (3.0, 2.0):
+        assert of_class(1.0) == given_class(Owner, 1.0) == Owner.rate**2
     power = loopkit.checkpointed(lambda x, n: lax.fori_loop(0, 3, lambda _, y: y * n, x))
     assert [power(1, n).dtype for n in (True, 1, 1)] == [jnp.asarray(1).dtype] * 3
     assert (

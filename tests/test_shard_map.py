@@ -295,3 +295,33 @@ def test_a_mesh_of_explicit_axes_that_only_types_and_the_body_name():
     for got, wanted in zip(outcome(loopkit.scan), outcome(lax.scan), strict=True):
         assert_near(got, wanted)
         assert jax.typeof(got) == jax.typeof(wanted)
+
+
+@pytest.mark.parametrize("checkpoints", [None, 2, "all"])
+@pytest.mark.parametrize("kind", ["while", "until", "buffer"])
+def test_lanes_spread_over_a_mesh_of_explicit_axes(kind, checkpoints):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def final(x):
+        how = {"checkpoints": checkpoints}
+        step = lambda x: 1.3 * x + jnp.sin(jnp.roll(x, 1))
+        if kind == "while":
+            return loopkit.while_loop(lambda x: x.sum() < 30, step, x, max_steps=20, **how)
+        if kind == "buffer":
+            write = lambda i, rows: rows.at[i].set(step(rows[i - 1]))
+            rows = jnp.zeros((6, 3)).at[0].set(x)
+            return loopkit.fori_loop(1, 6, write, rows, buffers=True, **how)
+        scaled = lambda x, w: (step(x) * w, x)
+        stops = lambda x, _: x.sum() > 30
+        return loopkit.scan(scaled, x, jnp.linspace(1.0, 1.5, 8), until=stops, **how)[1]
+
+    lanes = jax.vmap(final)
+    slope = jax.grad(lambda x: jnp.sum(lanes(x) ** 2))
+    found = lambda x: (lanes(x), slope(x), jax.vmap(jax.grad(lambda x: final(x).sum()))(x))
+    x = jnp.linspace(0.1, 3.0, 24).reshape(8, 3)
+    wanted = jax.jit(found)(x)
+    with jax.set_mesh(mesh):
+        got = jax.jit(found)(jax.device_put(x, NamedSharding(mesh, P("d"))))
+    for g, w in zip(got, wanted, strict=True):
+        assert_near(np.asarray(g), np.asarray(w))
+        assert jax.typeof(g).sharding.spec[0] == "d"

@@ -312,3 +312,44 @@ def test_a_second_derivative_in_what_the_first_is_not_in(checkpoints):
     value = jax.jacfwd(lambda b: f(0.7, b, lax))(0.4)
     slope = jax.jacfwd(lambda b: jnp.cos(jax.jacfwd(lambda a: f(a, b, lax))(0.7)))(0.4)
     assert_close(got, (value, slope))
+
+
+# ---------------------------------------------------------------- predicates
+
+
+@jax.custom_vjp
+def backward_alone(x):
+    return 2 * x
+
+
+backward_alone.defvjp(lambda x: (2 * x, None), lambda _, ct: (2 * ct,))
+
+
+def told_by_the_host(x):
+    far = lambda x: np.asarray(x) > 3
+    kind = jax.ShapeDtypeStruct((), bool)
+    return jax.pure_callback(far, kind, x, vmap_method="expand_dims")
+
+
+STOPPING = {
+    "the host": told_by_the_host,
+    "a rule for reverse mode": lambda x: backward_alone(x) > 6,
+    "other lanes": lambda x: lax.pmax(x, "lanes") > 3,
+}
+
+
+@pytest.mark.parametrize("checkpoints", [None, 2, "all"])
+@pytest.mark.parametrize("kind", STOPPING)
+def test_until_may_ask_what_has_no_derivative(kind, checkpoints):
+    def final(rate, stops):
+        until = lambda c, _: stops(c * rate)
+        step = lambda c, _: (c * rate + jnp.sin(c), None)
+        return loopkit.scan(step, 0.8, length=9, until=until, checkpoints=checkpoints)[0]
+
+    def outcome(stops):
+        slope = jax.grad(lambda rate: final(rate, stops))
+        tangents = lambda rate: jax.jvp(slope, (rate,), (1.0,))
+        run = lambda rate: (*tangents(rate), jax.jvp(lambda r: final(r, stops), (rate,), (1.0,)))
+        return jax.vmap(run, axis_name="lanes")(jnp.asarray([1.1]))
+
+    assert_close(outcome(STOPPING[kind]), outcome(lambda x: x > 3))

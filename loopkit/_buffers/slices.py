@@ -157,7 +157,7 @@ def _read_types(buffer: Any, *starts: Any, window: Window, value: bool, **_: Any
     if not value:
         return [buffer], set()
     shape = (*starts[0].shape[:-1], *window.sizes)
-    found = _jax.type_like(_jax.ShapedArray(shape, buffer.dtype), [buffer, *starts])
+    found = _jax.type_like(_jax.type_of_part(buffer, shape), [buffer, *starts])
     return [found, buffer], set()
 
 

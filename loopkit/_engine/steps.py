@@ -166,7 +166,7 @@ def start(loop: Loop, operands: Operands) -> Steps:
     """No step taken yet. Counters vary over the devices if the predicate does."""
     count = _jax.vary_like(jnp.int32(0), [] if loop.cond is None else loop.cond.out_avals)
     carry, ys = first_carry(loop, operands), list(map(_jax.zeros, loop.ys_types))
-    lane_counts = jnp.zeros(loop.lanes, jnp.int32) + count if loop.lanes else None
+    lane_counts = count + _jax.zeros(loop.cond.out_avals[0]) if loop.lanes else None
     shown = progress.is_shown(loop)
     bar = progress.opened(loop, loop.length, count, operands.flat) if shown else None
     return Steps(count, carry, ys, lane_counts, bar)

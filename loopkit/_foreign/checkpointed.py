@@ -20,7 +20,7 @@ from loopkit._foreign.replace import replacing, settings_of, with_rules
 from loopkit._jaxprs import equations
 from loopkit._plans.plan import Bytes
 from loopkit._programs.cache import interned, remember
-from loopkit._programs.key import Unknown, program_key
+from loopkit._programs.key import Unknown, is_of_library, program_key
 from loopkit._tracing.trace import shared
 from loopkit._types import Checkpoints, Debug, Decorator, Lanes, Memory, P, Progress, R
 
@@ -131,7 +131,11 @@ def _call(fn: Callable, settings: Settings, args: tuple, kwargs: dict) -> Any:
         return new[0].to_keep
 
     static = [v for v, t in zip(leaves, types, strict=True) if t is None] + [fn] * bound
+    owner = [fn.__self__] if isinstance(fn, MethodType) else []
+    classes = [v for v in (*static, *owner) if isinstance(v, type)]
     try:
+        if not all(map(is_of_library, classes)):
+            raise Unknown  # what a class holds may change, as in its objects
         exact = _is_plain(tree) and not static
         key = (settings, *types, tree if exact else program_key((tree, static), met=functions))
     except Unknown:  # an object that may change

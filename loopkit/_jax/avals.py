@@ -16,6 +16,7 @@ ShapedArray = core.ShapedArray
 Literal = core.Literal
 Zero = ad.Zero
 add_tangents = ad.add_tangents
+broadcast = batching.broadcast
 instantiate = ad.instantiate_zeros
 is_symbolic = core.is_symbolic_dim
 is_undefined = ad.is_undefined_primal
@@ -93,6 +94,36 @@ def type_like(aval: ShapedArray, avals: Sequence[ShapedArray]) -> ShapedArray:
             axes = manual.varying | varying(other)
             aval = aval.update(manual_axis_type=manual.update(varying=axes))
     return aval
+
+
+def broadcast_like(value: jax.Array, like: jax.Array) -> jax.Array:
+    """A value in the shape of another, laid out over devices as that is, if its type says so."""
+    aval = jax.typeof(like)
+    made = jnp.broadcast_to(value, aval.shape)
+    return jax.sharding.reshard(made, aval.sharding) if is_spread(aval) else made
+
+
+def type_of_part(aval: ShapedArray, shape: tuple[int, ...]) -> ShapedArray:
+    """The type of parts of an array, laid out as that is along axes of which they have all.
+
+    `shape`: of the parts, behind other axes.
+    """
+    part, more = ShapedArray(shape, aval.dtype), len(shape) - aval.ndim
+    if not is_spread(aval):
+        return part
+    triples = zip(aval.sharding.spec, aval.shape, shape[more:], strict=True)
+    spec = [None] * more + [place if n == size else None for place, n, size in triples]
+    spec = jax.sharding.PartitionSpec(*spec)
+    return part.update(sharding=aval.sharding.update(spec=spec))
+
+
+def gathered(value: jax.Array, axes: int) -> jax.Array:
+    """A value of which every device has all along its first axes, if its type says it has not."""
+    aval = jax.typeof(value)
+    spec = jax.sharding.PartitionSpec(*[None] * axes, *aval.sharding.spec[axes:])
+    return (
+        jax.sharding.reshard(value, aval.sharding.update(spec=spec)) if is_spread(aval) else value
+    )
 
 
 def is_differentiable(aval: ShapedArray) -> bool:

@@ -62,7 +62,8 @@ def blank(aval: ShapedArray) -> jax.Array:
     Its memory is taken as it is found, so that what is never written costs no time; on a CPU, no
     memory either.
     """
-    laid_out = is_spread(aval) or bool(varying(aval))
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes  # which zeros take on
+    laid_out = is_spread(aval) or bool(varying(aval) or explicit)
     known_size = all(isinstance(n, int) for n in aval.shape)
     if laid_out or not known_size or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return zeros(aval)

@@ -74,6 +74,13 @@ def lax_loses_rules(jaxpr: _jax.Jaxpr) -> bool:
     return any(eqn.primitive.name == "custom_jvp_call" for eqn in all_equations(jaxpr))
 
 
+def lax_loses_calls(jaxpr: _jax.Jaxpr) -> bool:
+    """Whether a scan of lax with these steps, differentiated, leaves out what returns nothing."""
+    if not any(isinstance(e, _jax.IO_EFFECTS) for e in jaxpr.effects):
+        return False
+    return any(e.primitive.name == "io_callback" and not e.outvars for e in all_equations(jaxpr))
+
+
 def holds_while_loop(jaxpr: _jax.Jaxpr) -> bool:
     """Whether a loop is run anywhere inside that ends when its values say so."""
     return any(

@@ -22,6 +22,7 @@ from loopkit._progress.progress import Progress, check_progress
 from loopkit._tracing import carry_buffers
 from loopkit._tracing.axes import Inputs
 from loopkit._tracing.finite_steps import FiniteSteps, Given, names_of
+from loopkit._tracing.still_predicate import ask
 from loopkit._tracing.trace import Names, Traced, pair, scalar_bool, trace_loop, type_key
 
 
@@ -284,8 +285,13 @@ class Stepped(Request):
         new, y = pair(self.names, self.f(carry, x))
         if self.until is None:
             return new, y, None
-        stop = self.until(new, y)
-        return new, y, ~scalar_bool(self.names.function, self.names.predicate, stop)
+        stop = self._stops((new, y)) if self.carried.any else ask(self._stops, (new, y))
+        return new, y, jnp.logical_not(stop)
+
+    def _stops(self, found: tuple[Any, Any]) -> Any:
+        """What `until` says. A buffer knows what a step did to it, and is asked as it is."""
+        assert self.until is not None, "asked for"
+        return scalar_bool(self.names.function, self.names.predicate, self.until(*found))
 
 
 @dataclass(eq=False)

@@ -42,7 +42,8 @@ def run(scan: Scan) -> tuple[Any, Any, Any]:
         got = f"checkpoints={scan.budget!r} and other settings that lax.scan lacks"
         raise errors.wrong_value(names.function, "_split_transpose", expected, got, "Leave it out.")
     if not _jax.is_symbolic(inputs.length):
-        as_lax = as_lax and not equations.lax_loses_rules(traced.loop.body)
+        body = traced.loop.body
+        as_lax = as_lax and not (equations.lax_loses_rules(body) or equations.lax_loses_calls(body))
     stored = ft.partial(_stored_scan, split_transpose=scan.split_transpose) if as_lax else None
     carry, ys = traced.run(leaves, inputs.arrays, stored)
     final, hidden = tree.unflatten(carry)
@@ -62,7 +63,7 @@ def trace(scan: Scan) -> tuple[Traced, list, Any]:
     rest = inputs.tree, *inputs.axes, jax.tree.structure(out_axes), *jax.tree.leaves(out_axes)
     last = _last_ys(scan, rest) if has_none(out_axes) else []
     counting = scan.counts or (scan.return_info and stopping)
-    go = jnp.logical_not(jnp.asarray(scan.stopped)) if stopping else None
+    go = jnp.logical_not(jnp.zeros((), bool) | scan.stopped) if stopping else None
 
     def step(value: Any, hidden: Hidden, x: list) -> tuple[Any, Any]:
         new, y, go = scan.step(value, inputs.join(x, hidden.whole))

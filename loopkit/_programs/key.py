@@ -39,7 +39,7 @@ that is the derivative of a loop do, wherever in it they are."""
 
 
 FUNCTIONS = ("builtins", "functools", "jax", "jaxlib", "numpy")
-"""Where the types of functions are from that hold nothing that changes."""
+"""Where classes are from that hold nothing that changes."""
 
 
 def program_key(program: Any, results_only: bool = False, met: list | None = None) -> Hashable:
@@ -84,7 +84,7 @@ class _Keys:
             return kind, of(value.func), of(value.args), of(value.keywords)
         if isinstance(value, types.MethodType):
             return kind, of(value.__func__), of(value.__self__)
-        if met is not None and callable(value) and _root(kind) in FUNCTIONS:
+        if met is not None and callable(value) and is_of_library(kind):
             met.append(value)
             return kind
         if dataclasses.is_dataclass(value) and _root(kind) == "loopkit":
@@ -138,6 +138,11 @@ def _content(value: np.ndarray) -> Hashable:
     if len(content) > SMALL:
         content = hashlib.blake2b(content).digest()
     return value.dtype, value.shape, content
+
+
+def is_of_library(kind: type) -> bool:
+    """Whether a class holds nothing that changes."""
+    return _root(kind) in FUNCTIONS
 
 
 def _root(kind: type) -> str:

@@ -123,7 +123,8 @@ def _batch_loop(
 
 def _rewritten(loop: Loop, axis: Any, axes: Operands, ys: list) -> Batched:
     pairs = lambda values, places: list(zip(values, places, strict=True))
-    into = lambda given: [move(v, d, a, axis.size) for (v, d), a in pairs(given, axes.flat)]
+    over = axis.explicit_mesh_axis
+    into = lambda given: [move(v, d, a, axis.size, over) for (v, d), a in pairs(given, axes.flat)]
     back = lambda results, _=(): pairs(results, [*axes.init, *ys])
     return Batched(loop, into, back, axes, ys)
 
@@ -157,11 +158,13 @@ def _lanes(lanes: int, batched: bool, joins: bool) -> int:
     return lanes if not joins else lanes + 1 if batched else 0
 
 
-def move(value: Any, source: int | None, target: int | None, size: int) -> Any:
-    """`value` with its batch axis moved, or put in."""
+def move(value: Any, source: int | None, target: int | None, size: int, over: Any = None) -> Any:
+    """`value` with its batch axis moved, or put in, laid out over a mesh axis if types say so."""
     if target is None:
         assert source is None, "a batched operand of a leaf that is not batched"
         return value
+    if source is None and over is not None:
+        return _jax.broadcast(value, size, target, over)
     if source is None:
         shape = list(jnp.shape(value))
         shape.insert(target, size)

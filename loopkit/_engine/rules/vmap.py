@@ -167,10 +167,10 @@ def batch_linear(primitive: Any, ins: str, outs: str) -> Any:
         residual_count = len(sweeps(reversal(loop, layout)).residual_types) if has_residuals else 0
         values, residuals, linear = parts(args, loop.operand_count, residual_count)
         value_dims, residual_dims, linear_dims = parts(dims, loop.operand_count, residual_count)
-        size = axis.size
+        size, over = axis.size, axis.explicit_mesh_axis
         same = all(d is None for d in [*value_dims, *residual_dims])
         if same and axis.name not in loop.axis_names:
-            stacked = [move(v, d, 0, size) for v, d in zip(linear, linear_dims, strict=True)]
+            stacked = [move(v, d, 0, size, over) for v, d in zip(linear, linear_dims, strict=True)]
             results = _one_batch(primitive, [*values, *residuals], stacked, size, params)
             return results, [0] * len(results)
 
@@ -200,7 +200,8 @@ def batch_linear(primitive: Any, ins: str, outs: str) -> Any:
                 fresh, found = _batch_forward(*forward, loop=loop, active=layout)
                 residuals = fresh[loop.primal_counts[1] :]
                 residual_dims = found[loop.primal_counts[1] :]
-            moved += [move(*v, size) for v in zip(residuals, residual_dims, places, strict=True)]
+            triples = zip(residuals, residual_dims, places, strict=True)
+            moved += [move(*v, size, over) for v in triples]
         leading = 0 if batch is None else 1
         of = {"inputs": batched.axes.flat[loop.cond_const_count :], "outputs": batched.results}
 
@@ -208,7 +209,7 @@ def batch_linear(primitive: Any, ins: str, outs: str) -> Any:
             return [a + leading for a in kept(of[side], getattr(leaves, side))]
 
         into = [p for side in ins.split() for p in linear_places(side, moving)]
-        moved += [move(*v, size) for v in zip(linear, linear_dims, into, strict=True)]
+        moved += [move(*v, size, over) for v in zip(linear, linear_dims, into, strict=True)]
         if lane is None:
             results = primitive.bind(*moved, **dict(params, loop=batched.loop))
         else:

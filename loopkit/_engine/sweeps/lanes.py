@@ -108,8 +108,8 @@ def _substitution(active: Any) -> Callable:
     def substitute(value: Any, lanes: int = active.ndim) -> Any:
         for level, found, chosen, pick in levels:
             if level <= lanes:
-                other = jnp.expand_dims(pick(value, chosen), level - 1)
-                value = select(found, [value], [jnp.broadcast_to(other, value.shape)])[0]
+                other = jnp.expand_dims(pick(_jax.gathered(value, level), chosen), level - 1)
+                value = select(found, [value], [_jax.broadcast_like(other, value)])[0]
         return value
 
     return substitute

@@ -138,10 +138,12 @@ class Strategy(abc.ABC):
         stacks = self.stack_types
         if how.plan.host:
             stacks = list(map(_jax.on_host, stacks))
-        counts = _jax.ShapedArray((self.unit_count,), int32), _jax.ShapedArray(loop.lanes, int32)
+        units, taken = (_jax.ShapedArray(s, int32) for s in ((self.unit_count,), ()))
+        if loop.lanes and loop.cond is not None:  # laid out over devices as the predicate is
+            taken = loop.cond.out_avals[0].update(dtype=int32, weak_type=False)
         decide = _in_common(loop.body) if loop.cond is None else loop.cond.out_avals
         undoing = [*map(loop.stack_type, how.log_types), *kept(loop.carry_types, how.undone)]
-        return [*stacks, *undoing, *(_jax.type_like(t, decide) for t in counts)]
+        return [*stacks, *undoing, *(_jax.type_like(t, decide) for t in (units, taken))]
 
     def residual_axes(self, batched: Reversal, carry: Sequence[int | None]) -> list[int | None]:
         """Where the axis of the batched loop is in the residuals, and it is so in its carry."""
