@@ -437,3 +437,24 @@ def test_unrolled_steps_beyond_the_bound_do_not_count(curved, unroll, checkpoint
     f = eight_steps(curved, unroll=unroll, checkpoints=checkpoints)
     got = jax.jit(jax.vmap(lambda x: {name: take(f)(x) for name, take in SLOPES.items()}))(ALONE)
     assert_close(got, {name: slopes_alone(curved, name) for name in SLOPES})
+
+
+def test_axes_of_tangents_of_which_some_are_zeros():
+    """A rule says that one of the ys has no slope, in zeros: they have both axes all the same."""
+
+    @jax.custom_jvp
+    def flat(x):
+        return jnp.cos(x)
+
+    flat.defjvp(lambda p, t: (flat(*p), jnp.zeros_like(p[0])))
+
+    def f(x):
+        step = lambda c, row: (jnp.sin(c) * row, (flat(c), c * row))
+        return loopkit.scan(step, x, jnp.arange(1.0, 4.0))
+
+    tangents = jnp.arange(6.0).reshape(2, 3) - 1.5
+    linear = jax.linearize(f, 0.7)[1]
+    slope = jax.jvp(f, (0.7,), (1.0,))[1]
+    wanted = jax.tree.map(lambda s: jnp.multiply.outer(tangents, s), slope)
+    assert_close(jax.vmap(jax.vmap(linear))(tangents), wanted)
+    assert_close(jax.jit(jax.vmap(jax.vmap(linear, 0), 1, 1))(tangents), wanted)
