@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 import loopkit
 from derivatives import assert_close
+from loopkit import _jax
 from problems import CHECKPOINTS
 
 
@@ -324,3 +326,25 @@ def test_custom_root_and_linear_solve():
     got = jax.jit(jax.value_and_grad(f, (0, 1)))(0.7, 1.2)
     assert_close(got, jax.value_and_grad(wanted, (0, 1))(0.7, 1.2))
     assert_close(jax.jvp(f, (0.7, 1.2), (1.0, 0.5)), jax.jvp(wanted, (0.7, 1.2), (1.0, 0.5)))
+
+
+def test_a_rule_that_wants_both_tangents():
+    """With one alone it has none; the cotangents of both are not asked for one by one."""
+
+    @jax.custom_jvp
+    def product(a, b):
+        return a * b
+
+    def rule(primals, tangents):
+        (a, b), (da, db) = primals, tangents
+        if isinstance(da, SymbolicZero) or isinstance(db, SymbolicZero):
+            return product(a, b), jnp.zeros_like(a)
+        return product(a, b), da * b + a * db
+
+    product.defjvp(rule, symbolic_zeros=True)
+    f = lambda a, b: loopkit.fori_loop(0, 3, lambda _, x: jnp.sin(x) + product(a, b), 0.3)
+    jaxpr = jax.make_jaxpr(jax.grad(f, (0, 1)))(0.7, 1.1)
+    first, _ = _jax.dce(jaxpr, [True, False], [True, True])
+    both = _jax.call_jaxpr(jaxpr)(0.7, 1.1)
+    assert_close(_jax.call_jaxpr(first)(0.7, 1.1), both[:1])
+    assert_close(both[0] * 0.7, both[1] * 1.1)

@@ -122,3 +122,22 @@ def test_tangents_that_nobody_uses(way):
         "loopkit_while"
     ]
     assert_close(_jax.call_jaxpr(small)(0.3), list(f(0.3)))
+
+
+@pytest.mark.parametrize("way", ["jvp", "linearize"])
+def test_tangents_of_which_one_is_used(way):
+    """Of the others, none is asked for."""
+
+    def f(x, y):
+        return loopkit.fori_loop(0, 3, lambda _, c: (jnp.sin(c[0]), jnp.cos(c[1])), (x, y))
+
+    def tangents(x, y, *moves):
+        if way == "jvp":
+            return jax.jvp(f, (x, y), moves)[1]
+        return jax.linearize(f, x, y)[1](*moves)
+
+    args = 0.3, 0.7, 1.0, 2.0
+    keep = [True, True, False, False]
+    small, used = _jax.dce(jax.make_jaxpr(tangents)(*args), [True, False], keep)
+    assert used == [True, True, True, False]
+    assert_close(_jax.call_jaxpr(small)(*args[:3])[0], tangents(*args)[0])

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 
 import loopkit
 from derivatives import assert_close, derivative, direction
@@ -349,6 +350,21 @@ def test_steps_report_once():
         jax.effects_barrier()
         real = [(n, i) for n, i in seen if i < n]
         assert sorted(real) == sorted((int(n), i) for n in NS for i in range(n))
+
+
+def test_lanes_that_ask_the_host_are_not_run_again():
+    """A gradient is that of what the host returned, which is something else each time."""
+    draws, number = np.random.default_rng(0), jax.ShapeDtypeStruct((), np.float64)
+
+    def run(n, x):
+        drawn = lambda: io_callback(lambda: np.float64(draws.random()), number)
+        body = lambda c: (c[0] + 1, c[1] * x * drawn())
+        how = {"max_steps": 6, "lanes": (3, 1)}
+        return loopkit.while_loop(lambda c: c[0] < n, body, (0, 1.0), **how)[1]
+
+    ns, xs = np.arange(5), np.linspace(0.5, 1.5, 5)
+    values, slopes = jax.vmap(jax.value_and_grad(run, 1))(ns, xs)
+    assert_close(slopes * xs, values * ns)
 
 
 @pytest.mark.parametrize(

@@ -355,6 +355,8 @@ def test_the_product_narrows():
     assert {n for (n,) in lanes_of(slope, xs)} == {256, 112, 40, 12}
     each = table(jax.grad(lambda x, n: grow(n, x, 0.9, lanes="compact")))
     assert {n for (n,) in lanes_of(each, xs, ns)} == {256, 112, 40, 12}
+    curve = table(jax.grad(jax.grad(lambda x, n: grow(n, x, 0.9, lanes="compact"))))
+    assert {n for (n,) in lanes_of(curve, xs, ns)} == {256, 112, 40, 12}
     steps = []  # What is run is what is said: counted by the host, once a step of a lane.
 
     def counting(n, x, lanes):
