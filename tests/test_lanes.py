@@ -563,6 +563,22 @@ def test_a_linear_function_applied_in_another_loop():
         slopes((4, 2), "all")
 
 
+def test_a_linear_loop_applied_in_another_loop():
+    """Of it the steps alone are saved, which is enough where those of a step are stored."""
+
+    def run(n, x, lanes):
+        halves = lambda c: (c[0] + 1, c[1] * 0.9)
+        how = {"max_steps": 9, "lanes": lanes, "checkpoints": "all"}
+        f = lambda x: loopkit.while_loop(lambda c: c[0] < n, halves, (0, x), **how)[1]
+        linear = jax.linearize(f, x)[1]
+        body = lambda c: (c[0] + 1, c[1] + linear(jnp.sin(c[1])))
+        how = {"max_steps": 5, "checkpoints": "all"}
+        return loopkit.while_loop(lambda c: c[0] < 3, body, (0, x), **how)[1]
+
+    slopes = lambda lanes: jax.jit(jax.vmap(jax.grad(lambda x, n: run(n, x, lanes))))(XS, NS)
+    assert_close(slopes((4, 2)), slopes("wait"))
+
+
 @pytest.mark.parametrize("how", [{}, {"checkpoints": 8}, {"memory": "600 kB"}], ids=str)
 def test_phases_share_a_budget(how):
     """The gradient needs what that of lanes that wait does, and two carries to gather them."""

@@ -142,3 +142,14 @@ def test_where_one_result_alone_is_curved(result):
     for second in (lambda f: jax.grad(jax.grad(f)), lambda f: jax.jacfwd(jax.grad(f))):
         got, wanted = (second(lambda x, s=s: value(x, s))(0.7) for s in (loopkit.scan, lax.scan))
         assert_close(got, wanted)
+
+
+def test_tangents_of_which_there_are_many_where_the_primal_moves():
+    def many(x, scan):
+        f = lambda x: scan(lambda c, row: (jnp.sin(c * x) + row, c * c), x, jnp.arange(3.0))
+        return jax.vmap(jax.linearize(f, x)[1])(jnp.arange(1.0, 3.0))
+
+    got, wanted = (
+        jax.jvp(lambda x, s=s: many(x, s), (0.7,), (1.0,)) for s in (loopkit.scan, lax.scan)
+    )
+    assert_close(got, wanted)
