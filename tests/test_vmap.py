@@ -458,3 +458,16 @@ def test_axes_of_tangents_of_which_some_are_zeros():
     wanted = jax.tree.map(lambda s: jnp.multiply.outer(tangents, s), slope)
     assert_close(jax.vmap(jax.vmap(linear))(tangents), wanted)
     assert_close(jax.jit(jax.vmap(jax.vmap(linear, 0), 1, 1))(tangents), wanted)
+
+
+def test_pullbacks_of_lanes_that_were_run_one_by_one():
+    """What each of them saved is stacked, and all go back together."""
+
+    def f(x):
+        step = lambda c, row: (jnp.sin(c * x) + row, c * c)
+        return loopkit.scan(step, x, jnp.arange(5.0), checkpoints=2)[0]
+
+    xs, cts = jnp.linspace(0.3, 1.1, 3), jnp.arange(1.0, 4.0)
+    pulls = lax.map(lambda x: jax.vjp(f, x)[1], xs)
+    got = jax.vmap(lambda pull, ct: pull(ct)[0])(pulls, cts)
+    assert_close(got, jnp.stack([jax.grad(f)(x) for x in xs]) * cts)
