@@ -5,9 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.experimental import io_callback
 
 import loopkit
 from derivatives import assert_close
+from loopkit import _jax
 from problems import CHECKPOINTS
 
 
@@ -324,3 +327,95 @@ def test_custom_root_and_linear_solve():
     got = jax.jit(jax.value_and_grad(f, (0, 1)))(0.7, 1.2)
     assert_close(got, jax.value_and_grad(wanted, (0, 1))(0.7, 1.2))
     assert_close(jax.jvp(f, (0.7, 1.2), (1.0, 0.5)), jax.jvp(wanted, (0.7, 1.2), (1.0, 0.5)))
+
+
+def test_a_rule_that_wants_both_tangents():
+    """With one alone it has none; the cotangents of both are not asked for one by one."""
+
+    @jax.custom_jvp
+    def product(a, b):
+        return a * b
+
+    def rule(primals, tangents):
+        (a, b), (da, db) = primals, tangents
+        if isinstance(da, SymbolicZero) or isinstance(db, SymbolicZero):
+            return product(a, b), jnp.zeros_like(a)
+        return product(a, b), da * b + a * db
+
+    product.defjvp(rule, symbolic_zeros=True)
+    f = lambda a, b: loopkit.fori_loop(0, 3, lambda _, x: jnp.sin(x) + product(a, b), 0.3)
+    jaxpr = jax.make_jaxpr(jax.grad(f, (0, 1)))(0.7, 1.1)
+    first, _ = _jax.dce(jaxpr, [True, False], [True, True])
+    both = _jax.call_jaxpr(jaxpr)(0.7, 1.1)
+    assert_close(_jax.call_jaxpr(first)(0.7, 1.1), both[:1])
+    assert_close(both[0] * 0.7, both[1] * 1.1)
+
+
+# ---------------------------------------------------------------- loops in rules
+
+
+def squares(x, t, loop, limit=30.0):
+    """x <- w x^2 + 1 and its tangent, and a row of each."""
+    w = 2.0 + jnp.sin(limit)
+    step = lambda c: (w * c[0] ** 2 + 1.0, w * 2 * c[0] * c[1])
+    if loop == "while":
+        return loopkit.while_loop(lambda c: c[0] < limit, step, (x, t))
+    rows = jnp.arange(1.0, 4.0), t * jnp.arange(3.0)
+    both = lambda c, row: (step((c[0] + row[0], c[1] + row[1])), (c[0] * row[0], c[1]))
+    (x, t), ys = loopkit.scan(both, (x, t), rows)
+    return x + jnp.sum(ys[0]), t + jnp.sum(ys[1])
+
+
+@pytest.mark.parametrize("loop", ["while", "scan"])
+def test_a_rule_that_loops_over_primals_and_tangents(loop):
+    """What hangs on primals alone is known where the tangents are not."""
+
+    @jax.custom_jvp
+    def f(x):
+        return squares(x, 0.0, loop)[0]
+
+    f.defjvp(lambda primals, tangents: squares(*primals, *tangents, loop))
+    value, slope = squares(1.5, 1.0, loop)
+    for g in (f, jax.jit(f), jax.checkpoint(f)):
+        out, linear = jax.linearize(g, 1.5)
+        assert_close((out, linear(2.0)), (value, 2.0 * slope))
+        assert_close(jax.value_and_grad(g)(1.5), (value, slope))
+    # The primal loop is not run again with each tangent.
+    text = str(jax.make_jaxpr(lambda x: jax.linearize(f, x)[0])(1.5))
+    assert text.count("loopkit_while") == 1
+
+
+def test_a_rule_whose_steps_hang_on_the_tangent():
+    """None of its loop is known before."""
+
+    def rule(primals, tangents):
+        body = lambda c: (c[0] * 2, c[1] + c[2], c[2])
+        t, x, _ = loopkit.while_loop(lambda c: c[0] < 9.0, body, (*tangents, *primals, 1.0))
+        return f(*primals), t * x
+
+    @jax.custom_jvp
+    def f(x):
+        return x * x
+
+    f.defjvp(rule)
+    for g in (f, jax.jit(f), jax.checkpoint(f)):
+        assert_close(jax.linearize(g, 1.5)[1](1.0), jax.jvp(f, (1.5,), (1.0,))[1])
+
+
+def test_a_rule_whose_steps_ask_the_host_runs_them_once():
+    calls = []
+    told = lambda x: io_callback(lambda x: (calls.append(1), x)[1], jax.typeof(x), x)
+
+    def rule(primals, tangents):
+        body = lambda _, c: (told(c[0]) * 0.5, c[1] * 0.5)
+        return f(*primals), loopkit.fori_loop(0, 3, body, (*primals, *tangents))[1]
+
+    @jax.custom_jvp
+    def f(x):
+        return x * 0.125
+
+    f.defjvp(rule)
+    out, linear = jax.linearize(f, jnp.asarray(1.5))
+    assert_close((out, linear(1.0)), (1.5 * 0.125, jnp.asarray(0.125)))
+    jax.effects_barrier()
+    assert len(calls) == 3

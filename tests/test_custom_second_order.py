@@ -10,6 +10,7 @@ from jax import lax
 
 import loopkit
 from derivatives import assert_close, derivative
+from loopkit import _jax
 from problems import CHECKPOINTS
 
 pytestmark = pytest.mark.slow
@@ -259,3 +260,20 @@ def test_carries_of_a_second_derivative_are_not_on_the_host():
     )
     with pytest.raises(NotImplementedError, match=expected):
         jax.grad(lambda x: jnp.sum(slope(x) ** 2))(x)
+
+
+def test_a_second_derivative_without_the_first():
+    """Of what was saved for the first one, it needs the number of steps alone."""
+
+    def f(x):
+        step = lambda x, row: (clipped_vjp(x) + row * x, None)
+        return loopkit.scan(step, x, jnp.linspace(0.1, 0.5, 4))[0]
+
+    def unrolled(x):
+        for row in jnp.linspace(0.1, 0.5, 4):
+            x = clipped_vjp(x) + row * x
+        return x
+
+    along = lambda x: jax.jvp(jax.grad(f), (x,), (1.0,))
+    small, _ = _jax.dce(jax.make_jaxpr(along)(0.3), [False, True], [True])
+    assert_close(_jax.call_jaxpr(small)(0.3), [jax.grad(jax.grad(unrolled))(0.3)])

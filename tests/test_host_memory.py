@@ -93,6 +93,15 @@ def test_where_the_checkpoints_are():
     assert kinds == ["pinned_host"]
 
 
+def test_a_program_returns_them_where_they_are():
+    """As what a gradient is computed from later: JAX looks at equations, not at types."""
+    f = lambda x: cubic(x, checkpoints=Plan(7, host=True))
+    pull = jax.jit(lambda x: jax.vjp(f, x)[1])(jnp.ones(50))
+    kinds = [a.sharding.memory_kind for a in jax.tree.leaves(pull) if a.shape == (6, 50)]
+    assert kinds == ["pinned_host"]
+    assert_close(pull(1.0)[0], jax.grad(cubic)(jnp.ones(50)))
+
+
 @pytest.mark.parametrize("jits", [True, False])
 def test_outside_jit(jits):
     """`disable_jit` is for the user's functions: where results lie, a compiled program says."""

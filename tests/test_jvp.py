@@ -7,6 +7,7 @@ import pytest
 
 import loopkit
 from derivatives import assert_close, direction, expected, forward
+from loopkit import _jax
 from problems import CHECKPOINTS, PROBLEMS, Problem, named, tagged
 from turns import in_turn
 
@@ -99,3 +100,44 @@ def test_outputs_that_no_tangent_reaches():
     assert out_dot[1] == 0.0
     wanted = jax.jvp(lambda x: jnp.sin(jnp.sin(jnp.sin(jnp.sin(x)))), (1.2,), (1.0,))
     assert_close((out[0], out_dot[0]), jax.tree.map(jnp.asarray, wanted))
+
+
+@pytest.mark.parametrize("way", ["jvp", "linearize"])
+def test_tangents_that_nobody_uses(way):
+    """Neither they nor what they come from is asked for: what is left is the loop."""
+
+    def f(x):
+        return loopkit.scan(lambda c, row: (jnp.sin(c) + row, c * row), x, jnp.arange(3.0))
+
+    def both(x, t):
+        if way == "jvp":
+            return jax.jvp(f, (x,), (jnp.cos(t),))
+        out, linear = jax.linearize(f, x)
+        return out, linear(jnp.cos(t))
+
+    jaxpr = jax.make_jaxpr(both)(0.3, 1.0)
+    small, used = _jax.dce(jaxpr, [True, True, False, False], [False, False])
+    assert used == [True, False]
+    assert [e.primitive.name for e in small.eqns if "loopkit" in e.primitive.name] == [
+        "loopkit_while"
+    ]
+    assert_close(_jax.call_jaxpr(small)(0.3), list(f(0.3)))
+
+
+@pytest.mark.parametrize("way", ["jvp", "linearize"])
+def test_tangents_of_which_one_is_used(way):
+    """Of the others, none is asked for."""
+
+    def f(x, y):
+        return loopkit.fori_loop(0, 3, lambda _, c: (jnp.sin(c[0]), jnp.cos(c[1])), (x, y))
+
+    def tangents(x, y, *moves):
+        if way == "jvp":
+            return jax.jvp(f, (x, y), moves)[1]
+        return jax.linearize(f, x, y)[1](*moves)
+
+    args = 0.3, 0.7, 1.0, 2.0
+    keep = [True, True, False, False]
+    small, used = _jax.dce(jax.make_jaxpr(tangents)(*args), [True, False], keep)
+    assert used == [True, True, True, False]
+    assert_close(_jax.call_jaxpr(small)(*args[:3])[0], tangents(*args)[0])

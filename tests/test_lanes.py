@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 
 import loopkit
 from derivatives import assert_close, derivative, direction
@@ -351,6 +352,21 @@ def test_steps_report_once():
         assert sorted(real) == sorted((int(n), i) for n in NS for i in range(n))
 
 
+def test_lanes_that_ask_the_host_are_not_run_again():
+    """A gradient is that of what the host returned, which is something else each time."""
+    draws, number = np.random.default_rng(0), jax.ShapeDtypeStruct((), np.float64)
+
+    def run(n, x):
+        drawn = lambda: io_callback(lambda: np.float64(draws.random()), number)
+        body = lambda c: (c[0] + 1, c[1] * x * drawn())
+        how = {"max_steps": 6, "lanes": (3, 1)}
+        return loopkit.while_loop(lambda c: c[0] < n, body, (0, 1.0), **how)[1]
+
+    ns, xs = np.arange(5), np.linspace(0.5, 1.5, 5)
+    values, slopes = jax.vmap(jax.value_and_grad(run, 1))(ns, xs)
+    assert_close(slopes * xs, values * ns)
+
+
 @pytest.mark.parametrize(
     ("body", "transform"), in_turn(BODIES, ["value", "jvp", "grad", "hessian"], of=5, slow=2)
 )
@@ -545,6 +561,22 @@ def test_a_linear_function_applied_in_another_loop():
     text = '`lanes` must be "wait" where a loop is linearised outside another loop'
     with pytest.raises(NotImplementedError, match=text):
         slopes((4, 2), "all")
+
+
+def test_a_linear_loop_applied_in_another_loop():
+    """Of it the steps alone are saved, which is enough where those of a step are stored."""
+
+    def run(n, x, lanes):
+        halves = lambda c: (c[0] + 1, c[1] * 0.9)
+        how = {"max_steps": 9, "lanes": lanes, "checkpoints": "all"}
+        f = lambda x: loopkit.while_loop(lambda c: c[0] < n, halves, (0, x), **how)[1]
+        linear = jax.linearize(f, x)[1]
+        body = lambda c: (c[0] + 1, c[1] + linear(jnp.sin(c[1])))
+        how = {"max_steps": 5, "checkpoints": "all"}
+        return loopkit.while_loop(lambda c: c[0] < 3, body, (0, x), **how)[1]
+
+    slopes = lambda lanes: jax.jit(jax.vmap(jax.grad(lambda x, n: run(n, x, lanes))))(XS, NS)
+    assert_close(slopes((4, 2)), slopes("wait"))
 
 
 @pytest.mark.parametrize("how", [{}, {"checkpoints": 8}, {"memory": "600 kB"}], ids=str)

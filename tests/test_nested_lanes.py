@@ -355,6 +355,8 @@ def test_the_product_narrows():
     assert {n for (n,) in lanes_of(slope, xs)} == {256, 112, 40, 12}
     each = table(jax.grad(lambda x, n: grow(n, x, 0.9, lanes="compact")))
     assert {n for (n,) in lanes_of(each, xs, ns)} == {256, 112, 40, 12}
+    curve = table(jax.grad(jax.grad(lambda x, n: grow(n, x, 0.9, lanes="compact"))))
+    assert {n for (n,) in lanes_of(curve, xs, ns)} == {256, 112, 40, 12}
     steps = []  # What is run is what is said: counted by the host, once a step of a lane.
 
     def counting(n, x, lanes):
@@ -435,3 +437,26 @@ def test_an_inner_loop_of_fewer_lanes_than_its_widths(transform):
         return jax.jit(jax.vmap(transform(f)))(jnp.array([0.4, 1.1, 0.7]), jnp.array([1, 5, 2]))
 
     assert_close(run((2, 1)), run("wait"))
+
+
+def test_vectors_in_every_direction():
+    """Derivatives in lanes of two axes, and a third axis of what goes in."""
+    xs = np.stack([GRID, 0.5 - GRID], -1)
+
+    def wound(lanes, n, x):
+        body = lambda c: (c[0] + 1, jnp.sin(c[1]) + c[1][::-1] * c[1] / 4)
+        return loopkit.while_loop(lambda c: c[0] < n, body, (0, x), lanes=lanes)[1]
+
+    both(lambda lanes, n, x: jax.jacrev(ft.partial(wound, lanes, n))(x), NS, xs)
+
+
+@pytest.mark.parametrize("way", ["pushforward", "pullback"])
+def test_what_is_linear_is_transposed(way):
+    slope = lambda n, x: (
+        jax.linearize(lambda x: run(n, x, 0.9), x)[1]
+        if way == "pushforward"
+        else lambda t: jax.vjp(lambda x: run(n, x, 0.9), x)[1](t)[0]
+    )
+    many = lambda ts: table(lambda n, x, t: slope(n, x)(t), (0, 0, 0), (0, 0, 0))(NS, GRID, ts)
+    (got,) = jax.linear_transpose(many, GRID)(np.cos(GRID))
+    assert_close(got, of_each(SLOPE, NS, GRID, np.full((4, 6), 0.9)) * np.cos(GRID))

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 import loopkit
 from derivatives import assert_close, derivative, expected
@@ -127,3 +128,28 @@ def test_the_jacobian_of_a_jacobian_in_reverse():
     assert_close(jax.jacrev(jax.jacrev(ours))(w), jax.jacrev(jax.jacrev(own))(w))
     norm = lambda f: jax.grad(lambda w: jnp.sum(jax.jacrev(f)(w) ** 2))(w)
     assert_close(norm(ours), norm(own))
+
+
+@pytest.mark.parametrize("result", [0, 1], ids=["carry", "ys"])
+def test_where_one_result_alone_is_curved(result):
+    def f(x):
+        return (lambda c, row: (jnp.sin(c), c * row), lambda c, row: (0.5 * c, jnp.sin(c)))[result]
+
+    def value(x, scan):
+        carry, ys = scan(f(x), x, jnp.arange(3.0))
+        return jnp.sum(ys) + carry
+
+    for second in (lambda f: jax.grad(jax.grad(f)), lambda f: jax.jacfwd(jax.grad(f))):
+        got, wanted = (second(lambda x, s=s: value(x, s))(0.7) for s in (loopkit.scan, lax.scan))
+        assert_close(got, wanted)
+
+
+def test_tangents_of_which_there_are_many_where_the_primal_moves():
+    def many(x, scan):
+        f = lambda x: scan(lambda c, row: (jnp.sin(c * x) + row, c * c), x, jnp.arange(3.0))
+        return jax.vmap(jax.linearize(f, x)[1])(jnp.arange(1.0, 3.0))
+
+    got, wanted = (
+        jax.jvp(lambda x, s=s: many(x, s), (0.7,), (1.0,)) for s in (loopkit.scan, lax.scan)
+    )
+    assert_close(got, wanted)

@@ -314,6 +314,20 @@ def test_a_second_derivative_in_what_the_first_is_not_in(checkpoints):
     assert_close(got, (value, slope))
 
 
+@pytest.mark.parametrize("result", [0, 1], ids=["carry", "ys"])
+def test_no_second_derivative_of_a_linear_loop(result):
+    """Nor is one of zeros computed, whether the carry is asked for or rows."""
+
+    def f(x):
+        step = lambda c, row: (0.5 * c, c * row)
+        return jnp.sum(loopkit.scan(step, x, jnp.arange(3.0))[result])
+
+    along = lambda x: jax.jvp(jax.grad(f), (x,), (1.0,))
+    assert "loopkit_pullback" in str(jax.make_jaxpr(along)(0.3))
+    assert "loopkit_hessian" not in str(jax.make_jaxpr(along)(0.3))
+    assert jax.hessian(f)(0.3) == 0.0
+
+
 # ---------------------------------------------------------------- predicates
 
 

@@ -437,3 +437,37 @@ def test_unrolled_steps_beyond_the_bound_do_not_count(curved, unroll, checkpoint
     f = eight_steps(curved, unroll=unroll, checkpoints=checkpoints)
     got = jax.jit(jax.vmap(lambda x: {name: take(f)(x) for name, take in SLOPES.items()}))(ALONE)
     assert_close(got, {name: slopes_alone(curved, name) for name in SLOPES})
+
+
+def test_axes_of_tangents_of_which_some_are_zeros():
+    """A rule says that one of the ys has no slope, in zeros: they have both axes all the same."""
+
+    @jax.custom_jvp
+    def flat(x):
+        return jnp.cos(x)
+
+    flat.defjvp(lambda p, t: (flat(*p), jnp.zeros_like(p[0])))
+
+    def f(x):
+        step = lambda c, row: (jnp.sin(c) * row, (flat(c), c * row))
+        return loopkit.scan(step, x, jnp.arange(1.0, 4.0))
+
+    tangents = jnp.arange(6.0).reshape(2, 3) - 1.5
+    linear = jax.linearize(f, 0.7)[1]
+    slope = jax.jvp(f, (0.7,), (1.0,))[1]
+    wanted = jax.tree.map(lambda s: jnp.multiply.outer(tangents, s), slope)
+    assert_close(jax.vmap(jax.vmap(linear))(tangents), wanted)
+    assert_close(jax.jit(jax.vmap(jax.vmap(linear, 0), 1, 1))(tangents), wanted)
+
+
+def test_pullbacks_of_lanes_that_were_run_one_by_one():
+    """What each of them saved is stacked, and all go back together."""
+
+    def f(x):
+        step = lambda c, row: (jnp.sin(c * x) + row, c * c)
+        return loopkit.scan(step, x, jnp.arange(5.0), checkpoints=2)[0]
+
+    xs, cts = jnp.linspace(0.3, 1.1, 3), jnp.arange(1.0, 4.0)
+    pulls = lax.map(lambda x: jax.vjp(f, x)[1], xs)
+    got = jax.vmap(lambda pull, ct: pull(ct)[0])(pulls, cts)
+    assert_close(got, jnp.stack([jax.grad(f)(x) for x in xs]) * cts)

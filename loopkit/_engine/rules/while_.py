@@ -69,20 +69,18 @@ def transpose(cts: Sequence[Any], *operands: Any, loop: Loop) -> list:
 
 def known_part(unknown: list[bool], loop: Loop) -> tuple | None:
     """What is known where some operands are not: a rule may loop over primals and tangents."""
-    flags, goes = loop.split(unknown)[0], []
+    flags = loop.split(unknown)[0]
 
     def reached(carry: list[bool]) -> list[list[bool]]:
         out = _jax.unknown_outputs(loop.body, [*flags.consts, *carry, *flags.xs])
         return parts(out, loop.carry_count)
 
     carry, ys = fixed_point(flags.init, reached)
-    if loop.cond is not None:
-        goes = _jax.unknown_outputs(loop.cond, [*flags.cond_consts, *carry])
-    if all([*carry, *ys]) or any(goes) or loop.asks_the_host:
+    if all([*carry, *ys]) or loop.asks_the_host:
         return None
     pruned = prune(loop.without_debug_effects(), [not u for u in (*carry, *ys)])
     if any(pruned.into(unknown)):
-        return None
+        return None  # whether it goes on is not known
     return pruned.operands, pruned.results, {"loop": pruned.loop}
 
 
