@@ -31,6 +31,11 @@ def ask(predicate: Callable[[Any], Any], value: Any) -> Any:
     return result
 
 
+def still(tree: Any) -> Any:
+    """The arrays of a tree without tangents. Buffers stay what they are."""
+    return jax.tree.map(lambda v: _still(v) if isinstance(v, jax.Array) else v, tree)
+
+
 def _still(value: Any) -> Any:
     moves = _jax.is_differentiable(jax.typeof(value)) and not _jax.is_reference(value)
     return lax.stop_gradient(value) if moves else value
