@@ -367,3 +367,15 @@ def test_until_may_ask_what_has_no_derivative(kind, checkpoints):
         return jax.vmap(run, axis_name="lanes")(jnp.asarray([1.1]))
 
     assert_close(outcome(STOPPING[kind]), outcome(lambda x: x > 3))
+
+
+def test_until_may_ask_that_of_arrays_beside_buffers():
+    def final(x, stops):
+        step = lambda c, _: ((1.3 * c[0], c[1].append(c[0])), None)
+        until = lambda c, _: stops(c[0])
+        rows = loopkit.TensorArray.empty(9, x)
+        x, rows = loopkit.scan(step, (x, rows), length=9, until=until)[0]
+        return x + rows.stack().sum()
+
+    outcome = lambda stops: jax.value_and_grad(final)(0.8, stops)
+    assert_close(outcome(told_by_the_host), outcome(lambda x: x > 3))

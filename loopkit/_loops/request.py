@@ -22,7 +22,7 @@ from loopkit._progress.progress import Progress, check_progress
 from loopkit._tracing import carry_buffers
 from loopkit._tracing.axes import Inputs
 from loopkit._tracing.finite_steps import FiniteSteps, Given, names_of
-from loopkit._tracing.still_predicate import ask
+from loopkit._tracing.still_predicate import ask, still
 from loopkit._tracing.trace import Names, Traced, pair, scalar_bool, trace_loop, type_key
 
 
@@ -285,7 +285,8 @@ class Stepped(Request):
         new, y = pair(self.names, self.f(carry, x))
         if self.until is None:
             return new, y, None
-        stop = self._stops((new, y)) if self.carried.any else ask(self._stops, (new, y))
+        out = new, y
+        stop = self._stops(still(out)) if self.carried.any else ask(self._stops, out)
         return new, y, jnp.logical_not(stop)
 
     def _stops(self, found: tuple[Any, Any]) -> Any:

@@ -24,11 +24,16 @@ def ask(predicate: Callable[[Any], Any], value: Any) -> Any:
     def asked(*values: Any) -> list:
         return [predicate(tree.unflatten(spread(values, is_array, leaves)))]
 
-    jaxpr, closed_over = _jax.trace(asked, list(map(jax.typeof, arrays)), "predicate")
+    jaxpr, closed_over = _jax.trace(asked, list(map(jax.typeof, arrays)), "until")
     used = _jax.used_inputs(jaxpr, [True])
     pairs = zip([*closed_over, *arrays], used, strict=True)
     (result,) = _jax.call_jaxpr(jaxpr)(*[_still(v) if u else v for v, u in pairs])
     return result
+
+
+def still(tree: Any) -> Any:
+    """The arrays of a tree without tangents. Buffers stay what they are."""
+    return jax.tree.map(lambda v: _still(v) if isinstance(v, jax.Array) else v, tree)
 
 
 def _still(value: Any) -> Any:
