@@ -164,12 +164,12 @@ def guarded_step(loop: Loop, operands: Operands, stop: Any, state: Steps) -> Ste
 
 def start(loop: Loop, operands: Operands) -> Steps:
     """No step taken yet. Counters vary over the devices if the predicate does."""
-    count = _jax.vary_like(jnp.int32(0), [] if loop.cond is None else loop.cond.out_avals)
-    carry, ys = first_carry(loop, operands), list(map(_jax.zeros, loop.ys_types))
-    lane_counts = count + _jax.zeros(loop.cond.out_avals[0]) if loop.lanes else None
+    decides = [] if loop.cond is None else loop.cond.out_avals
+    count, carry = _jax.vary_like(jnp.int32(0), decides), first_carry(loop, operands)
+    lane_counts = count + _jax.zeros(decides[0]) if loop.lanes else None
     shown = progress.is_shown(loop)
     bar = progress.opened(loop, loop.length, count, operands.flat) if shown else None
-    return Steps(count, carry, ys, lane_counts, bar)
+    return Steps(count, carry, list(map(_jax.zeros, loop.ys_types)), lane_counts, bar)
 
 
 def first_carry(loop: Loop, operands: Operands) -> list:
