@@ -16,6 +16,7 @@ where HOST is the machine of process 0, PORT is free there, and FOLDER is the sa
 """
 
 import argparse
+import io
 import os
 import signal
 import socket
@@ -25,7 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from pydoc_data import topics
 from typing import NamedTuple
@@ -41,6 +42,7 @@ from jaxtyping import Array, Float, UInt8
 from tqdm import tqdm
 
 import loopkit
+from comparison import compare
 from language.model import Reader
 
 Texts = UInt8[Array, "batch length+1"]
@@ -137,24 +139,24 @@ def alone(model: Reader, texts: np.ndarray, **options) -> Reader:
 def inspect(
     slope: Callable, mesh: Mesh, state: State, texts: np.ndarray, memory: str
 ) -> dict[str, float]:
-    """Says whether the gradient is right, and returns the MB that it needs.
+    """Says whether the gradient is right and what it costs; returns the MB that it needs.
 
     Every process has to come here.
     """
-    rows = divided(texts, mesh)
-    needs = [
-        f.lower(state.model, rows).compile().memory_analysis().temp_size_in_bytes / 1e6
-        for f in (slope, slope_on(mesh, checkpoints="all"))
-    ]
+    rows, first = divided(texts, mesh), jax.process_index() == 0
+    slopes = {
+        f"memory={memory!r}": slope,
+        "every step stored, as by lax.scan": slope_on(mesh, checkpoints="all"),
+    }
+    if first:
+        say(f"gradient through {texts.shape[1] - 1:,} steps, and its memory on each device:")
+    with redirect_stdout(sys.stdout if first else io.StringIO()):
+        costs = compare(slopes, state.model, rows, repeats=3)
     gradient = jax.tree.map(lambda leaf: leaf.addressable_data(0), slope(state.model, rows)[1])
     gap = apart(gradient, alone(state.model, texts, memory=memory))
-    if jax.process_index() == 0:
-        say(
-            f"gradient through {texts.shape[1] - 1:,} steps: {needs[0]:.2f} MB on each device, the "
-            f"loop's share within {memory}; {needs[1]:.2f} MB if every step is stored"
-        )
+    if first:
         say(f"differs by {gap:.1e} from the gradient that one process computes by itself")
-    return {f"memory={memory!r}": needs[0], "every step stored": needs[1]}
+    return {name: cost.bytes / 1e6 for name, cost in costs.items() if cost.bytes is not None}
 
 
 def draw(path: Path, start: int, losses: list[float], needs: dict[str, float]) -> None:

@@ -133,7 +133,8 @@ def check_learning_rate(out, printed):
     (_, before, _), (_, after, _) = out["found"]
     assert after < before
     assert out["slopes"].shape == (60,)
-    assert out["memory"] < out["stored"]
+    ours, *_, stored = out["costs"].values()
+    assert ours.bytes < stored.bytes
     assert "rate of every step" in printed
 
 

@@ -3,10 +3,15 @@
 import ast
 import re
 import shlex
+import sys
 import tomllib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import findings
+from findings import show_bytes, show_seconds
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parents[1] / "examples"
@@ -23,6 +28,7 @@ class Entry:
     picture: str  # in words
     quick: str
     guide: str = ""
+    measured: str = ""
     reads: tuple[str, ...] = ()
     apart: bool = False
     coloured: bool = False
@@ -59,6 +65,18 @@ class Entry:
     @cached_property
     def costs(self) -> list[tuple[str, str, str, str]]:
         """Of each contender its name, time, time as a part of the first's, and memory."""
+        if self.measured:
+            section, _, program = self.measured.partition(": ")
+            return [
+                (
+                    record.contender,
+                    show_seconds(record.seconds.mid),
+                    f"{record.ratio.mid:.2f}",
+                    "unknown" if record.temp_bytes is None else show_bytes(record.temp_bytes),
+                )
+                for record in findings.load()[section].records
+                if record.program == program
+            ]
         return COST.findall(self.printed.read_text()) if self.printed.exists() else []
 
     @cached_property

@@ -74,9 +74,13 @@ COSTS = """## Beside its peers
 | --- | ---: | ---: | ---: |
 {rows}
 
-Medians of calls in turn; the compiler's own figure for memory.
+Medians of calls in turn; the compiler's own figure for memory.{of}
 
 """
+
+MEASURED = """ They are of the search in `benchmarks/beams.py`
+({program}), whose loop is another one in each row:
+[benchmarks](../benchmarks.md#decoding-and-unknown-lengths)."""
 
 
 def index() -> str:
@@ -96,6 +100,7 @@ def kept(entry: Entry) -> str:
 def page(entry: Entry) -> str:
     heading, told = entry.told
     rows = "\n".join(f"| {' | '.join(row)} |" for row in entry.costs)
+    of = MEASURED.format(program=entry.measured.partition(": ")[2]) if entry.measured else ""
     within = [path.relative_to(entry.program.parent) for path in entry.beside]
     files = [BESIDE.format(path=path.as_posix()) for path in within if path.name != "__init__.py"]
     made = {
@@ -104,7 +109,7 @@ def page(entry: Entry) -> str:
         "told": "\n\n".join(told),
         "guided": GUIDED.format(guide=f"../{entry.guide}") if entry.guide else "",
         "prints": PRINTS.format(name=entry.name) if entry.printed.exists() else "",
-        "measured": COSTS.format(rows=rows) if rows else "",
+        "measured": COSTS.format(rows=rows, of=of) if rows else "",
         "beside": "\n## Beside it\n" + "".join(files) if files else "",
     }
     return PAGE.format(**{**vars(entry), **made})
