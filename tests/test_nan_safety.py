@@ -254,6 +254,27 @@ def test_lanes_of_two_kinds(transform, order, sliced):
     assert_close(got, jnp.asarray(wanted))
 
 
+@pytest.mark.parametrize("transform", [jax.grad, jax.hessian])
+def test_a_constant_of_the_inner_lanes_alone_that_keeps_them_from_any_step(transform):
+    """And at which the body is infinite: nobody beside them in these lanes has another."""
+
+    def f(x, c):
+        go = lambda s: (s[0] < 3) & (c > 0) & (s[1] < 5)  # lanes of x stop apart as well
+        step = lambda s: (s[0] + 1, jnp.sin(s[1] / c * x))
+        return loopkit.while_loop(go, step, (0, x), max_steps=4, checkpoints=2)[1]
+
+    def unrolled(x, c):
+        start = x
+        for _ in range(3 if c > 0 else 0):
+            x = jnp.sin(x / c * start)
+        return x
+
+    xs, cs = jnp.array([0.3, 0.7]), jnp.array([2.0, 0.0, 1.5])
+    got = jax.vmap(jax.vmap(transform(f), (None, 0)), (0, None))(xs, cs)
+    wanted = [[transform(unrolled)(x, c) for c in cs] for x in xs]
+    assert_close(got, jnp.asarray(wanted))
+
+
 @pytest.mark.parametrize("transform", ["value", "grad", "hessian"])
 def test_lanes_that_would_overflow(transform):
     """The shortest lane grows so fast that the steps of the longest would take it to infinity."""

@@ -62,6 +62,25 @@ def test_lanes_that_are_run_on_what_is_there(monkeypatch):
     assert seen
 
 
+def test_a_matrix_that_is_read_where_lanes_of_what_is_stored_are_found_out():
+    """It has no axis of lanes, and goes to all of them as it is."""
+    w, x = jnp.array([[0.9, -0.4], [0.3, 1.1]]), jnp.array([0.3, -0.5])
+
+    def inner(x, key, while_loop):
+        step = lambda c: (jnp.where(c[1] % 2 == 0, jnp.sin(w @ c[0]), w @ c[0] / 2), c[1] // 2)
+        return while_loop(lambda c: c[1] > 0, step, (x, key))[0]
+
+    def outer(x, keys, while_loop):
+        step = lambda c: (c[0] + 1, inner(c[1], keys[c[0]], while_loop) * 1.1)
+        return jnp.sum(while_loop(lambda c: c[0] < len(keys), step, (0, x))[1] ** 2)
+
+    def ours(go, step, init):
+        return loopkit.while_loop(go, step, init, max_steps=STEPS, checkpoints="all")
+
+    lanes = lambda slope, loop: jax.jit(jax.vmap(lambda keys: slope(outer)(x, keys, loop)))(KEYS)
+    assert_close(lanes(jax.grad, ours), lanes(jax.jacfwd, jax.lax.while_loop))
+
+
 @pytest.mark.parametrize("rows", [100, 10_000])
 @pytest.mark.parametrize("checkpoints", [None, 3])
 def test_a_buffer_that_an_inner_loop_writes_to(rows, checkpoints):
