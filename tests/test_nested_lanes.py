@@ -439,6 +439,40 @@ def test_an_inner_loop_of_fewer_lanes_than_its_widths(transform):
     assert_close(run((2, 1)), run("wait"))
 
 
+@pytest.mark.parametrize("outer", ["scan", "while"])
+def test_what_an_inner_loop_saves_has_its_place(outer):
+    """It would narrow, and waits in lanes of a loop that does not."""
+    keys = jnp.array([[3, 0, 7, 1], [0, 0, 1, 5], [2, 9, 3, 0], [1, 1, 2, 8]])
+    xs = jnp.array([0.3, 0.7, 0.2, 0.5])
+    widths = {"lanes": (4, 2, 1), "max_steps": 6, "checkpoints": "all"}
+
+    def f(x, keys, inner, scan):
+        def step(x, key):
+            halve = lambda c: (jnp.where(c[1] % 2 == 0, jnp.sin(c[0]), c[0] + 0.1), c[1] // 2)
+            return jnp.sin(inner(lambda c: c[1] > 0, halve, (x, key))[0] * 1.1), None
+
+        return scan(step, x, keys)[0]
+
+    def counted(while_loop):
+        """A scan that is a loop whose lanes stop apart."""
+
+        def scan(step, x, keys):
+            go = lambda c: (c[0] < 4) & (c[1] < 0.93)
+            return while_loop(go, lambda c: (c[0] + 1, step(c[1], keys[c[0]])[0]), (0, x))[1], None
+
+        return scan
+
+    how = {"max_steps": 5, "lanes": "wait", "checkpoints": "all"}
+    ours, theirs = {
+        "scan": (loopkit.scan, lax.scan),
+        "while": (counted(ft.partial(loopkit.while_loop, **how)), counted(lax.while_loop)),
+    }[outer]
+    inner = ft.partial(loopkit.while_loop, **widths)
+    got = jax.jit(jax.vmap(jax.grad(lambda x, keys: f(x, keys, inner, ours))))(xs, keys)
+    wanted = jax.vmap(jax.jacfwd(lambda x, keys: f(x, keys, lax.while_loop, theirs)))(xs, keys)
+    assert_close(got, wanted)
+
+
 def test_vectors_in_every_direction():
     """Derivatives in lanes of two axes, and a third axis of what goes in."""
     xs = np.stack([GRID, 0.5 - GRID], -1)
