@@ -153,3 +153,13 @@ def test_tangents_of_which_there_are_many_where_the_primal_moves():
         jax.jvp(lambda x, s=s: many(x, s), (0.7,), (1.0,)) for s in (loopkit.scan, lax.scan)
     )
     assert_close(got, wanted)
+
+
+def test_a_tangent_that_is_a_number_of_python():
+    """Where the first derivative has many directions at once."""
+
+    def of(scan):
+        f = lambda x: jnp.stack([scan(lambda c, _: (jnp.sin(c) * x, None), x, None, 4)[0], x**2])
+        return jax.jvp(jax.jacrev(f), (0.8,), (1.0,))
+
+    assert_close(of(loopkit.scan), of(jax.lax.scan))

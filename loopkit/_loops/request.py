@@ -22,7 +22,6 @@ from loopkit._progress.progress import Progress, check_progress
 from loopkit._tracing import carry_buffers
 from loopkit._tracing.axes import Inputs
 from loopkit._tracing.finite_steps import FiniteSteps, Given, names_of
-from loopkit._tracing.still_predicate import ask, still
 from loopkit._tracing.trace import Names, Traced, pair, scalar_bool, trace_loop, type_key
 
 
@@ -232,13 +231,14 @@ class Request:
         """
         state = (self.init, hidden)
         leaves, tree = jax.tree.flatten(state)
-        carried = flag = None
+        carried = flag = decides = None
         key = self.names, tree, type_key(leaves), tuple(x_types), tuple(settings.values())
         key += self.length, self.budget, self.unroll, self.auto_unroll, self.lanes, self.rest
         key += (tuple(rest), self.progress, self.body)
         values, masked = len(leaves) - len(jax.tree.leaves(hidden)), hidden.go is not None
-        if masked and (self.carried.any or self.body is not None):
-            flag = values
+        if masked:
+            decides = values
+            flag = values if self.carried.any or self.body is not None else None
         if self.carried.any:
             number = values + masked if self.checking else None
             carried = self.carried.followed_by(len(leaves) - values, number)
@@ -255,7 +255,8 @@ class Request:
             fields |= {"auto_unroll": self.auto_unroll, "name": self.names.function}
             fields |= {"narrows": self.lanes, "progress": self.progress, **settings}
             finite = None if self.body is None else self.finite(state, flag, len(x_types))
-            return trace_loop(self.names, take, asks, state, x_types, fields, carried, flag, finite)
+            watched = carried, flag, finite, decides
+            return trace_loop(self.names, take, asks, state, x_types, fields, *watched)
 
         functions = self.functions if carried is None or carried.hashable else ()
         return remember(functions, key, make), leaves, tree
@@ -285,14 +286,8 @@ class Stepped(Request):
         new, y = pair(self.names, self.f(carry, x))
         if self.until is None:
             return new, y, None
-        out = new, y
-        stop = self._stops(still(out)) if self.carried.any else ask(self._stops, out)
+        stop = scalar_bool(self.names.function, self.names.predicate, self.until(new, y))
         return new, y, jnp.logical_not(stop)
-
-    def _stops(self, found: tuple[Any, Any]) -> Any:
-        """What `until` says. A buffer knows what a step did to it, and is asked as it is."""
-        assert self.until is not None, "asked for"
-        return scalar_bool(self.names.function, self.names.predicate, self.until(*found))
 
 
 @dataclass(eq=False)

@@ -15,6 +15,7 @@ from loopkit._loops.info import LoopInfo
 from loopkit._loops.keywords import No, WhileKw, Yes
 from loopkit._loops.request import Asked, Hidden, Request
 from loopkit._progress.open_bars import bar
+from loopkit._tracing.still_predicate import ask
 from loopkit._tracing.trace import Names, scalar_bool
 from loopkit._types import (
     Body,
@@ -184,11 +185,12 @@ def run_while(
     counting = throw or request.return_info or request.counts
     masking = carried.any or request.body is not None
     # Where writes to buffers are to be masked, the predicate is part of the carry.
-    go = scalar_bool(name, names.predicate, cond_fun(init_val)) if masking else None
+    holds = lambda val: scalar_bool(name, names.predicate, cond_fun(val))
+    go = ask(holds, init_val) if masking else None
 
     def step(val: Any, hidden: Hidden, _: list) -> tuple:
         new = body_fun(val)
-        go = scalar_bool(name, names.predicate, cond_fun(new)) if masking else None
+        go = holds(new) if masking else None
         return (new, hidden._replace(go=go, steps=hidden.steps + 1 if counting else None)), None
 
     def goes_on(val: Any, hidden: Hidden) -> Any:
@@ -205,7 +207,8 @@ def run_while(
         advice = f"Pass `max_steps`, {counted}, or leave it out."
         raise errors.wrong_value(name, "checkpoints", expected, got, advice)
     val, hidden = tree.unflatten(traced.run(leaves, [])[0])
-    return _finished(request, throw, val, hidden.steps, lambda: goes_on(val, hidden))
+    still_holds = lambda: hidden.go if masking else ask(cond_fun, val)
+    return _finished(request, throw, val, hidden.steps, still_holds)
 
 
 def _finished(

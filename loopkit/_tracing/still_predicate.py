@@ -1,4 +1,8 @@
-"""A predicate that is asked inside a step, of which no derivative is taken."""
+"""What decides whether there is another step: no derivative is taken of that.
+
+It may have none, as what the predicate of `jax.lax.while_loop` calls: callbacks, collectives,
+functions with a custom VJP.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +13,68 @@ import jax
 from jax import lax
 
 from loopkit import _jax
-from loopkit._engine.loop import kept, spread
+from loopkit._buffers.slices import read_p
+from loopkit._jaxprs import equations
 
 
 def ask(predicate: Callable[[Any], Any], value: Any) -> Any:
-    """`predicate(value) -> bool[]`, of values without tangents, those it closes over too.
-
-    What it calls may have no derivative: callbacks, collectives, functions with a custom VJP.
-    """
+    """`predicate(value)` outside a loop, of values without tangents; those it closes over, too."""
     leaves, tree = jax.tree.flatten(value)
-    is_array = [isinstance(v, jax.Array) for v in leaves]
-    arrays = kept(leaves, is_array)
-
-    def asked(*values: Any) -> list:
-        return [predicate(tree.unflatten(spread(values, is_array, leaves)))]
-
-    jaxpr, closed_over = _jax.trace(asked, list(map(jax.typeof, arrays)), "until")
+    asked = lambda *leaves: [predicate(tree.unflatten(leaves))]
+    jaxpr, closed_over = _jax.trace(asked, list(map(jax.typeof, leaves)), "predicate")
     used = _jax.used_inputs(jaxpr, [True])
-    pairs = zip([*closed_over, *arrays], used, strict=True)
+    pairs = zip([*closed_over, *leaves], used, strict=True)
     (result,) = _jax.call_jaxpr(jaxpr)(*[_still(v) if u else v for v, u in pairs])
     return result
-
-
-def still(tree: Any) -> Any:
-    """The arrays of a tree without tangents. Buffers stay what they are."""
-    return jax.tree.map(lambda v: _still(v) if isinstance(v, jax.Array) else v, tree)
 
 
 def _still(value: Any) -> Any:
     moves = _jax.is_differentiable(jax.typeof(value)) and not _jax.is_reference(value)
     return lax.stop_gradient(value) if moves else value
+
+
+def still_flag(jaxpr: _jax.Jaxpr, place: int) -> _jax.Jaxpr:
+    """A step of which what it computes for one output alone, a bool, is of values without tangents.
+
+    Slices are read as they are, of buffers that are written in place, and not of copies.
+    """
+    j = _jax.open_jaxpr(jaxpr)
+    read = [v for eqn in j.eqns if eqn.primitive is read_p for v in eqn.outvars]
+    other = _makers(j, [*(v for i, v in enumerate(j.outvars) if i != place), *read])
+    alone = _makers(j, [j.outvars[place]]) - other
+    made_for_it = {v for i in alone for v in j.eqns[i].outvars}
+    still: dict[Any, Any] = {}
+    eqns = []
+    for i, eqn in enumerate(j.eqns):
+        if i in alone:
+            for v in equations.variables(eqn):
+                if v not in still and v not in made_for_it and _jax.is_differentiable(v.aval):
+                    stops = _stops(v)
+                    still[v] = stops.outvars[0]
+                    eqns.append(stops)
+            eqn = eqn.replace(invars=[_in_place(v, still) for v in eqn.invars])
+        eqns.append(eqn)
+    return jaxpr.replace(jaxpr=j.replace(eqns=eqns)) if still else jaxpr
+
+
+def _makers(j: Any, wanted: list) -> set[int]:
+    """The places of the equations of which variables depend on."""
+    wanted = {v for v in wanted if not isinstance(v, _jax.Literal)}
+    found = set()
+    for i in reversed(range(len(j.eqns))):
+        eqn = j.eqns[i]
+        if not wanted.isdisjoint(eqn.outvars):
+            found.add(i)
+            wanted.update(equations.variables(eqn))
+    return found
+
+
+def _stops(v: Any) -> Any:
+    """An equation that gives a variable without its tangent."""
+    j = _jax.open_jaxpr(_jax.trace_closed(lambda x: [lax.stop_gradient(x)], [v.aval], "still"))
+    (eqn,) = j.eqns
+    return eqn.replace(invars=[v])
+
+
+def _in_place(v: Any, still: dict) -> Any:
+    return v if isinstance(v, _jax.Literal) else still.get(v, v)

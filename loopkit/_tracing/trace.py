@@ -29,6 +29,7 @@ from loopkit._progress.progress import Progress
 from loopkit._tracing import references
 from loopkit._tracing.carry_buffers import Buffers
 from loopkit._tracing.finite_steps import FiniteSteps
+from loopkit._tracing.still_predicate import still_flag
 
 
 class Names(NamedTuple):
@@ -145,12 +146,14 @@ def trace_loop(
     buffers: Buffers | None = None,
     flag: int | None = None,
     finite: FiniteSteps | None = None,
+    decides: int | None = None,
 ) -> Traced:
     """A loop over trees like `init`; `settings` are the fields of `Loop` that are not jaxprs.
 
     `step`: carry leaves and x leaves to trees, carry and y. `predicate`: carry leaves to a bool.
     In a loop with buffers and a predicate, the leaf `flag` says whether a step is active. `finite`:
-    how steps are watched that have to stay finite.
+    how steps are watched that have to stay finite. `decides`: the leaf of the next carry that says
+    whether there is another step, if one does.
     """
     leaves, tree = jax.tree.flatten(init)
     paths = [path[names.hidden :] for path, _ in jax.tree_util.tree_leaves_with_path(init)]
@@ -193,6 +196,8 @@ def trace_loop(
     _check_types(names, zip(paths, types, out, strict=True))
     of = references.without_references(cond, cond_consts, jaxpr, consts, len(types))
     _check_effects(names, of.body, of.cond)
+    if decides is not None:
+        of = of._replace(body=still_flag(of.body, decides))
     if finite is not None:
         of = _watched(names, of, finite, y_tree)
     carry = _leaves(names, paths, buffers, flag)

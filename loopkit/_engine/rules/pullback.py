@@ -69,7 +69,7 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple
     flowing = BACKWARD.of([*values, *residuals], t_cts, params)
     moves = t_values[loop.cond_const_count :]
     if batch is not None:
-        repeated = lambda t: jnp.broadcast_to(t, (batch, *t.shape))
+        repeated = lambda t: jnp.broadcast_to(t, (batch, *jnp.shape(t)))
         moves = [t if type(t) is _jax.Zero else repeated(t) for t in moves]
     second = second_order(loop, values, cts, active, moves, active, batch)
     return out, list(map(_jax.add_tangents, flowing, second))
