@@ -129,6 +129,9 @@ def test_what_is_elementwise():
     assert made(jnp.add, as_stack(STACK), STACK) is None
     assert made(jnp.add, as_stack(PAIR), as_rows(PAIR)) == (2, 6)
     assert made(lambda v: v * 2.0, as_stack(STACK)) == (STEPS, 6)
+    # Literals that are no arrays.
+    assert made(lambda v: lax.clamp(0.1, v, 0.5), as_rows(ROW)) == (6,)
+    assert made(lambda v: lax.mul(v, 2.0), as_rows(ROW)) == (6,)
 
 
 def test_what_is_reduced():
