@@ -11,7 +11,7 @@ from loopkit._buffers.slices import read, write
 from loopkit._buffers.window import Window
 from loopkit._engine.derivative.split import batch_split, split_step
 from loopkit._engine.loop import Active, Input, Operands, kept
-from loopkit._engine.passes.batched_loop import MANY, batch_loop, leaves_in_rows, move
+from loopkit._engine.passes.batched_loop import MANY, batch_loop, leaves_in_rows
 
 from .small_loops import assert_same, make_loop, run
 
@@ -262,6 +262,21 @@ def test_whole_constants():
     assert whole.axes.consts == [0]
 
 
+def test_constants_that_are_the_same_in_all_lanes():
+    """They stay so, whatever others do."""
+
+    def body(consts, carry, x):
+        return [carry[0] * consts[0] + consts[1]], []
+
+    cond = lambda limit, carry: carry[0] < limit[0]
+    loop, _ = make_loop(body, [1.5, 0.3], [0.1], cond=cond, cond_consts=[3.0])
+    once = batch_loop(loop, _jax.axis(LANES), Operands([True], [True, False], [False], []))
+    flags = Operands([True], [False, False], [False], [])
+    whole = batch_loop(once.loop, _jax.axis(2), flags, whole=True)
+    assert whole.loop.const_lanes == (2, 0)
+    assert whole.axes.consts == [0, None]
+
+
 def table_loop(reads):
     """A buffer of which each step writes the next row, and may read the one before."""
     row = lambda mode: Window((0,), (0, 0), (1, 2), mode)
@@ -301,16 +316,6 @@ def test_which_buffers_have_it_in_their_rows():
     assert found(MANY - 1, 1) == found(MANY, 0) == ()
     loop, _ = table_loop(reads=True)
     assert found(MANY, 1) == ()
-
-
-def test_move():
-    value = np.arange(6.0).reshape(2, 3)
-    assert move(value, None, None, 4) is value
-    assert move(value, None, 1, 4).shape == (2, 4, 3)
-    assert_same([move(value, None, 1, 4)[:, 2]], [value])
-    assert_same([move(value, 1, 0, 3)], [value.T])
-    with pytest.raises(AssertionError, match="a batched operand"):
-        move(value, 0, None, 2)
 
 
 @pytest.mark.parametrize("joins", [False, True])
