@@ -10,7 +10,7 @@ from loopkit._engine.facts.least import FAR, FEW, with_least
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs.equations import all_equations
 
-from .small_loops import make_loop
+from .small_loops import assert_same, make_loop
 
 BUFFER = jnp.zeros(20)
 
@@ -41,7 +41,7 @@ def test_of_an_argument_nothing():
     assert starts(lambda n, _: filled(n, BUFFER)) == [None]
 
 
-def nested(inside):
+def around(inside):
     """A loop that counts from 2, and passes its counter on to another in each step."""
 
     def f(n, flag):
@@ -49,7 +49,11 @@ def nested(inside):
         how = {"buffers": lambda c: c[1]}
         return loopkit.while_loop(lambda c: c[0] < n, step, (2, BUFFER), **how)[1]
 
-    return starts(f)
+    return f
+
+
+def nested(inside):
+    return starts(around(inside))
 
 
 def test_of_what_follows_from_a_counter():
@@ -85,7 +89,9 @@ def test_in_one_branch():
 
 
 def test_in_a_call():
-    assert nested(lambda i, rows, n, flag: jax.jit(filled)(i, rows, n)) == [2, 2]
+    f = around(lambda i, rows, n, flag: jax.jit(filled)(i, rows, n))
+    assert starts(f) == [2, 2]
+    assert_same([jax.jit(f)(5, True)], [np.eye(20)[2:5].sum(0)])
 
 
 def test_a_step_without_loops_stays_the_same_object():
