@@ -54,8 +54,9 @@ def test_rows_that_are_written_once():
 def test_rows_from_the_end():
     """A negative one is the last, which is written again if nobody knows when the loop ends."""
 
-    def once(row, window):
-        loop = loop_of(lambda i, k, b: [i + 1, k, put(b, row(i), window)], **ENDING)
+    def once(row, window, first=0):
+        init = [np.int32(first), np.int32(2), numbers(rows=12)]
+        loop = loop_of(lambda i, k, b: [i + 1, k, put(b, row(i), window)], init, **ENDING)
         return writes_once(loop, 2)
 
     assert once(lambda i: i, ROW)
@@ -64,6 +65,9 @@ def test_rows_from_the_end():
     assert once(lambda i: i + 1, FROM_THE_END)
     assert not once(lambda i: i - 1, FROM_THE_END)
     assert not once(lambda i: i + 2 - 3, FROM_THE_END)
+    beyond = lambda i: i + np.int32(2**31 - 9)  # from -10 on, if it starts at the largest integer
+    assert not once(beyond, FROM_THE_END, first=2**31 - 1)
+    assert once(lambda i: i + 2, FROM_THE_END, first=2**30 - 1)
 
 
 def columns(starts, kind=np.int32):
