@@ -1,6 +1,7 @@
 """Where steps write to a buffer: which rows are written once, and which follow from counters."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -68,6 +69,21 @@ def test_rows_from_the_end():
     beyond = lambda i: i + np.int32(2**31 - 9)  # from -10 on, if it starts at the largest integer
     assert not once(beyond, FROM_THE_END, first=2**31 - 1)
     assert once(lambda i: i + 2, FROM_THE_END, first=2**30 - 1)
+
+
+def test_rows_of_which_nobody_knows_how_many_there_are():
+    """As in programs that are exported for any size: they may come around to the first."""
+    (n,) = jax.export.symbolic_shape("n")
+
+    def once(window):
+        step = lambda i, k, b: [i + 1, k, put(b, i, window)]
+        loop = loop_of(step)
+        i, k, b = loop.carry_types
+        types = [i, k, b.update(shape=(n, 2))]
+        return writes_once(loop.replace(body=_jax.trace_closed(step, types, "step")), 2)
+
+    assert once(ROW)
+    assert not once(FROM_THE_END)
 
 
 def columns(starts, kind=np.int32):
