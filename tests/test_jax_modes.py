@@ -4,6 +4,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 import loopkit
 from derivatives import assert_close
@@ -233,6 +234,18 @@ def written_slices(x):
     return loopkit.scan(body, init, None, 3, buffers=lambda c: c[1])[0][1].sum()
 
 
+def written_once(x):
+    """Three rows, of as many as there are: they may come around to the first again."""
+
+    def body(c, _):
+        i, rows, s = c
+        s = jnp.sin(s * rows[i - 1])
+        return (i + 1, rows.at[i].set(s * x[0]), s), None
+
+    (_, rows, s), _ = loopkit.scan(body, (-1, x, 0.7), None, 3, buffers=lambda c: c[1])
+    return rows.sum() + s
+
+
 def of_symbolic_length(x):
     c, ys = loopkit.scan(lambda c, x: (jnp.sin(c) + x, c * x), 0.3, x)
     return c + ys.sum()
@@ -241,6 +254,15 @@ def of_symbolic_length(x):
 def in_each_other(x):
     inner = lambda i, c: to_size(jnp.cos(x) * c) + x[i]
     return loopkit.fori_loop(0, x.shape[0], inner, 0.5)
+
+
+def looking_now_and_then(x):
+    """A loop of lax in it counts as well, and takes nobody knows how many steps."""
+
+    def body(c):
+        return lax.scan(lambda c, x: ((c[0] + 1, jnp.sin(c[1]) + x), None), c, x)[0]
+
+    return loopkit.while_loop(lambda c: (c[0] < 7) & (c[1] < 1e3), body, (0, 0.3))[1]
 
 
 SYMBOLIC = {
@@ -260,6 +282,8 @@ OF_A_SIZE = [
     written_rows,
     of_symbolic_length,
     in_each_other,
+    written_once,
+    looking_now_and_then,
 ]
 
 

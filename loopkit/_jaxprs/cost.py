@@ -70,7 +70,7 @@ def equation_nanoseconds(eqn: Any) -> float:
         if name == "cond":
             return max(costs)
         trips = {"scan": eqn.params.get("length"), "while": UNKNOWN_TRIPS}.get(name, 1)
-        return sum(costs) * (trips or 1)
+        return sum(costs) * (_jax.volume([trips]) or 1)
     touched = [SLICED[name](eqn)] if name in SLICED else [*eqn.outvars, *eqn.invars]
     elements = max((_jax.elements(v.aval) for v in touched), default=1)
     return EQUATION + elements * PER_ELEMENT.get(name, ELEMENT)

@@ -2,12 +2,15 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 import loopkit
-from loopkit._engine.facts.least import FAR, FEW
+from loopkit._engine.facts.least import FAR, FEW, with_least
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs.equations import all_equations
+
+from .small_loops import assert_same, make_loop
 
 BUFFER = jnp.zeros(20)
 
@@ -38,7 +41,7 @@ def test_of_an_argument_nothing():
     assert starts(lambda n, _: filled(n, BUFFER)) == [None]
 
 
-def nested(inside):
+def around(inside):
     """A loop that counts from 2, and passes its counter on to another in each step."""
 
     def f(n, flag):
@@ -46,7 +49,11 @@ def nested(inside):
         how = {"buffers": lambda c: c[1]}
         return loopkit.while_loop(lambda c: c[0] < n, step, (2, BUFFER), **how)[1]
 
-    return starts(f)
+    return f
+
+
+def nested(inside):
+    return starts(around(inside))
 
 
 def test_of_what_follows_from_a_counter():
@@ -55,8 +62,11 @@ def test_of_what_follows_from_a_counter():
 
     assert of(lambda i, n, flag: i) == [2, 2]
     assert of(lambda i, n, flag: i + 1) == [2, 2]
+    assert of(lambda i, n, flag: i + 0) == [2, 2]
+    assert of(lambda i, n, flag: lax.add(np.int32(1), np.int32(1))) == [2, 1]
     assert of(lambda i, n, flag: i + 2) == [2, None]  # twice as fast as steps are counted
     assert of(lambda i, n, flag: i - 1) == [2, None]
+    assert of(lambda i, n, flag: -i) == [2, None]
     assert of(lambda i, n, flag: jnp.maximum(i, 1)) == [2, 1]
     assert of(lambda i, n, flag: jnp.where(flag, i, 5)) == [2, 2]
     assert of(lambda i, n, flag: jnp.where(flag, i, n)) == [2, None]
@@ -69,3 +79,28 @@ def test_in_both_branches():
         return lax.cond(flag, lambda: filled(i, rows, n), lambda: filled(jnp.maximum(i, 1), rows))
 
     assert sorted(nested(branches)) == [1, 2, 2]
+
+
+def test_in_one_branch():
+    def branches(i, rows, n, flag):
+        return lax.cond(flag, lambda: filled(i, rows, n), lambda: rows.at[0].set(2.0))
+
+    assert nested(branches) == [2, 2]
+
+
+def test_in_a_call():
+    f = around(lambda i, rows, n, flag: jax.jit(filled)(i, rows, n))
+    assert starts(f) == [2, 2]
+    assert_same([jax.jit(f)(5, True)], [np.eye(20)[2:5].sum(0)])
+
+
+def test_a_step_without_loops_stays_the_same_object():
+    def step(consts, carry, x):
+        i, rows = carry
+        return [i + 1, rows * 2], []
+
+    how = {"cond": lambda limit, carry: carry[0] < limit[0], "cond_consts": [9], "buffers": [1]}
+    loop, given = make_loop(step, [], [np.int32(3), np.ones(20)], **how)
+    found = with_least(loop, given.init)
+    assert [leaf.least for leaf in found.carry] == [3, None]
+    assert found.body is loop.body

@@ -199,7 +199,8 @@ def _is_fresh(site: Write, j: Any, eqn: Any, loop: Loop) -> bool:
         if column is None or site.window.sizes[axis] != 1:
             continue
         leaf, offset = column
-        if loop.length is not None and loop.length <= shape[axis]:
+        rows = shape[axis]
+        if loop.length is not None and not _jax.is_symbolic(rows) and loop.length <= rows:
             return True  # also where they wrap around
         up = moved_by(j.outvars[leaf], carry[leaf], maker) == 1
         if up and _stays_above(site.window, loop.carry[leaf].least, offset):
