@@ -231,14 +231,12 @@ class Request:
         """
         state = (self.init, hidden)
         leaves, tree = jax.tree.flatten(state)
-        carried = flag = decides = None
+        carried = None
         key = self.names, tree, type_key(leaves), tuple(x_types), tuple(settings.values())
         key += self.length, self.budget, self.unroll, self.auto_unroll, self.lanes, self.rest
         key += (tuple(rest), self.progress, self.body)
         values, masked = len(leaves) - len(jax.tree.leaves(hidden)), hidden.go is not None
-        if masked:
-            decides = values
-            flag = values if self.carried.any or self.body is not None else None
+        flag = values if masked else None
         if self.carried.any:
             number = values + masked if self.checking else None
             carried = self.carried.followed_by(len(leaves) - values, number)
@@ -255,8 +253,7 @@ class Request:
             fields |= {"auto_unroll": self.auto_unroll, "name": self.names.function}
             fields |= {"narrows": self.lanes, "progress": self.progress, **settings}
             finite = None if self.body is None else self.finite(state, flag, len(x_types))
-            watched = carried, flag, finite, decides
-            return trace_loop(self.names, take, asks, state, x_types, fields, *watched)
+            return trace_loop(self.names, take, asks, state, x_types, fields, carried, flag, finite)
 
         functions = self.functions if carried is None or carried.hashable else ()
         return remember(functions, key, make), leaves, tree

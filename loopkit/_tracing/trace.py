@@ -146,14 +146,12 @@ def trace_loop(
     buffers: Buffers | None = None,
     flag: int | None = None,
     finite: FiniteSteps | None = None,
-    decides: int | None = None,
 ) -> Traced:
     """A loop over trees like `init`; `settings` are the fields of `Loop` that are not jaxprs.
 
     `step`: carry leaves and x leaves to trees, carry and y. `predicate`: carry leaves to a bool.
-    In a loop with buffers and a predicate, the leaf `flag` says whether a step is active. `finite`:
-    how steps are watched that have to stay finite. `decides`: the leaf of the next carry that says
-    whether there is another step, if one does.
+    `flag`: the leaf that says whether there is another step, if one does. `finite`: how steps are
+    watched that have to stay finite.
     """
     leaves, tree = jax.tree.flatten(init)
     paths = [path[names.hidden :] for path, _ in jax.tree_util.tree_leaves_with_path(init)]
@@ -172,11 +170,10 @@ def trace_loop(
         new = static_leaves.wrapped(names.function, names.body, new, names.hidden)
         y = static_leaves.wrapped(names.function, names.body, y)
         new = static_leaves.kept(*names[:3], init, new, names.hidden)
-        new_leaves, new_tree = jax.tree.flatten(new)
-        if new_tree != tree:
+        if jax.tree.structure(new) != tree:
             _check_structure(names, init, new)
         y_leaves, y_tree = jax.tree.flatten(y)
-        return [*new_leaves, *y_leaves]
+        return [*jax.tree.leaves(new), *y_leaves]
 
     # A weakly typed start is promoted, as in lax, where a step returns another dtype. One that
     # differs between devices only after the first step is made to do so before.
@@ -196,11 +193,10 @@ def trace_loop(
     _check_types(names, zip(paths, types, out, strict=True))
     of = references.without_references(cond, cond_consts, jaxpr, consts, len(types))
     _check_effects(names, of.body, of.cond)
-    if decides is not None:
-        of = of._replace(body=still_flag(of.body, decides))
-    if finite is not None:
-        of = _watched(names, of, finite, y_tree)
-    carry = _leaves(names, paths, buffers, flag)
+    of = of if flag is None else of._replace(body=still_flag(of.body, flag))
+    of = of if finite is None else _watched(names, of, finite, y_tree)
+    masks = buffers is not None or finite is not None  # what is written, or must not be infinite
+    carry = _leaves(names, paths, buffers, flag if masks else None)
     carry += [CarryLeaf("a reference")] * len(of.references)
     types += map(_jax.type_in, of.references)
     loop = as_loop(of.cond, of.cond_consts, of.body, of.consts, carry, types, settings)
