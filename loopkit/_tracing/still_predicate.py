@@ -57,10 +57,10 @@ def still_flag(jaxpr: _jax.Jaxpr, place: int) -> _jax.Jaxpr:
     return jaxpr.replace(jaxpr=j.replace(eqns=eqns)) if still else jaxpr
 
 
-def _makers(j: Any, wanted: list) -> set[int]:
-    """The places of the equations of which variables depend on."""
-    wanted = {v for v in wanted if not isinstance(v, _jax.Literal)}
-    found = set()
+def _makers(j: Any, variables: list) -> set[int]:
+    """The places of the equations that variables depend on."""
+    wanted = {v for v in variables if not isinstance(v, _jax.Literal)}
+    found: set[int] = set()
     for i in reversed(range(len(j.eqns))):
         eqn = j.eqns[i]
         if not wanted.isdisjoint(eqn.outvars):
