@@ -1,4 +1,4 @@
-"""Is there room for what is to be kept of every step: whose memory is counted, and where it ends."""
+"""Is there room for what is to be kept of every step: whose memory counts, and where it ends."""
 
 import os
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from loopkit._engine.trials import room
 def test_all_of_it_may_be_filled(monkeypatch):
     monkeypatch.setattr(room, "all_memory", lambda: 300)
     room.check_room("scan", 3, 100)
-    with pytest.raises(ValueError, match=r"scan: .* for 4 steps of 100 bytes, which are 400 B, got"):
+    with pytest.raises(ValueError, match=r"scan: .* 4 steps of 100 bytes, which are 400 B, got"):
         room.check_room("scan", 4, 100)
 
 
