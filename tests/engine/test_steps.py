@@ -1,0 +1,281 @@
+"""Taking steps: how often and in which order, which rows and lanes, and in which runs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from loopkit import _jax
+from loopkit._engine import progress, steps
+from loopkit._engine.steps import Steps
+from loopkit._jaxprs import equations
+from loopkit._progress.progress import check_progress
+from recorded_bars import Recorder
+
+from .small_loops import assert_same, make_loop, run
+
+# ---------------------------------------------------------------- so many times
+
+
+def in_order(repeats, times, unroll=1, part=1):
+    """The numbers that `body` is given, as digits of one."""
+    return repeats(times, lambda i, s: s * 16 + i + 1, jnp.int64(0), unroll, part)
+
+
+def digits(numbers):
+    total = 0
+    for i in numbers:
+        total = total * 16 + i + 1
+    return total
+
+
+BOTH_WAYS = [(steps.repeat, 1), (steps.repeat_backwards, -1)]
+
+
+@pytest.mark.parametrize(("repeats", "way"), BOTH_WAYS)
+def test_each_in_its_turn(repeats, way):
+    """Several to an iteration or one, those left over too."""
+    for unroll, part in ((1, 1), (3, 1), (2, 3)):
+        of = jax.jit(lambda n, how=(unroll, part): in_order(repeats, n, *how))
+        for times in (0, 1, 3, 7):
+            wanted = digits(range(times)[::way])
+            assert of(jnp.int32(times)) == wanted, (times, unroll, part)
+    for unroll in (1, 2, 20):
+        for times in (0, 1, 3, 4):
+            assert in_order(repeats, times, unroll) == digits(range(times)[::way])
+
+
+def traced_for(repeats, times=None, **how):
+    """How many bodies are in a program, and how many loops; None: of times that are not known."""
+    bodies = []
+
+    def body(i, s):
+        bodies.append(i)
+        return s + i
+
+    f = lambda n: repeats(n if times is None else times, body, jnp.int32(0), **how)
+    text = str(jax.make_jaxpr(f)(jnp.int32(5)))
+    return len(bodies), text.count("while[")
+
+
+@pytest.mark.parametrize("repeats", [steps.repeat, steps.repeat_backwards])
+def test_no_more_of_a_program_than_is_run(repeats):
+    """Bodies and loops."""
+    of = lambda *args, **how: traced_for(repeats, *args, **how)
+    assert of(0) == (0, 0)
+    assert of(1) == (1, 0)
+    assert of(2) == of(9) == of(9, part=2) == of() == (1, 1)
+    assert of(10, unroll=2) == (2, 1)
+    assert of(11, unroll=2) == (3, 1)
+    assert of(12, unroll=5) == (6, 2)
+    assert of(3, unroll=5) == (3, 0)
+    assert of(unroll=2) == (3, 2)
+    assert of(part=2) == (2, 3), "whole parts, each a loop, and what is left"
+    assert of(part=3, unroll=2) == (6, 3)
+
+
+def test_quotients():
+    """Of what is known a number; of what is not, one division, which minds no sign."""
+    assert steps.quotient(11, 4) == 2
+    assert type(steps.quotient(11, 4)) is int
+    jaxpr = jax.make_jaxpr(lambda n: steps.quotient(n, 4))(jnp.int32(11))
+    assert [eqn.primitive.name for eqn in jaxpr.eqns] == ["div"]
+    assert jax.jit(lambda n: steps.quotient(n, 4))(jnp.int32(11)) == 2
+
+
+# ---------------------------------------------------------------- rows, lanes
+
+
+def test_rows():
+    stack = np.arange(24.0).reshape(2, 3, 4)
+    read = lambda row, **axes: steps.read_rows([stack, stack.T], row, **axes)
+    assert_same(read(1), [stack[1], stack.T[1]])
+    assert_same(read(1, axes=1), [stack[:, 1], stack.T[:, 1]])
+    assert_same(read(1, axes=(2, 0)), [stack[:, :, 1], stack.T[1]])
+    new = -np.ones((2, 4))
+    for axes, arrays in ((1, [stack, stack + 1]), ((1, 0), [stack, stack.swapaxes(0, 1)])):
+        written = steps.write_rows(arrays, [new, new], 2, axes)
+        assert_same(steps.read_rows(written, 2, axes), [new, new])
+        assert_same(steps.read_rows(written, 0, axes), steps.read_rows(arrays, 0, axes))
+
+
+def test_a_row_is_not_negative():
+    """So nothing is computed to find out whether it is."""
+    read = lambda a, row: steps.read_rows([a], row)
+    write = lambda a, row: steps.write_rows([a], [a[0]], row)
+    for f, slices in ((read, "dynamic_slice"), (write, "dynamic_update_slice")):
+        jaxpr = jax.make_jaxpr(f)(jnp.ones((3, 2)), jnp.int32(1))
+        names = {eqn.primitive.name for eqn in equations.all_equations(jaxpr)}
+        assert slices in names
+        assert not {"lt", "select_n"} & names
+
+
+def test_lanes_that_are_held():
+    active = jnp.asarray([True, False])
+    new, old = jnp.ones((2, 3)), jnp.zeros((2, 3))
+    wanted = np.array([[1.0] * 3, [0.0] * 3])
+    assert_same(steps.select(active, [new, new[:, 0]], [old, old[:, 0]]), [wanted, wanted[:, 0]])
+    turned = [v.T for v in (new, old)]  # another axis before the lanes
+    assert_same(steps.select(active, turned[:1], turned[1:], 1), [wanted.T])
+    of = lambda buffers, news, olds, **how: steps.hold(active, news, olds, buffers, **how)
+    assert_same(of([False, True], [new] * 2, [old] * 2), [wanted, new])
+    assert_same(of([True], [new] * 3, [old] * 3), [new, wanted, wanted]), "others are none"
+    assert_same(of((), [new], [old]), [wanted])
+    assert_same(of([True, False], turned[:1] * 2, turned[1:] * 2, leading=1), [new.T, wanted.T])
+
+
+def lanes_loop(**settings):
+    """Lane i ends after i + 1 steps."""
+    body = lambda consts, carry, x: ([carry[0] - 1, carry[1] * 1.5], [carry[1] + carry[0]])
+    init = [np.arange(1, 5), np.linspace(0.1, 0.4, 4)]
+    how = {"cond": lambda _, carry: carry[0] > 0, "length": 6}
+    return make_loop(body, [], init, **how | settings)
+
+
+@pytest.mark.parametrize("left", [0, 1, 2, 3])
+def test_lanes_that_are_left_when_a_loop_ends(left):
+    """It goes on while more are active: of the four one ends with each step."""
+    loop, operands = lanes_loop(left=left)
+    found = steps.evaluate(loop, operands)
+    assert (found[0] > 0).sum() == left
+    taken = np.minimum(np.arange(1, 5), 4 - left)
+    assert_same(found[:2], [np.arange(1, 5) - taken, operands.init[1] * 1.5**taken])
+
+
+def test_steps_of_lanes_are_counted():
+    loop, operands = lanes_loop()
+    state = steps.start(loop, operands)
+    assert (state.count, list(state.lane_counts)) == (0, [0] * 4)
+    state = steps.advance(loop, operands, state, 3)
+    assert (state.count, list(state.taken)) == (3, [1, 2, 3, 3])
+    state = steps.advance(loop, operands, state, 6)
+    assert (state.count, list(state.taken)) == (4, [1, 2, 3, 4])
+    assert Steps(state.count, [], [], None).taken == 4
+
+
+# ---------------------------------------------------------------- whole loops
+
+
+def mixed(**settings):
+    """Rows along several axes, read and written; `settings` may bound it."""
+
+    def body(consts, carry, x):
+        (w,), (a, b), (p, q) = consts, carry, x
+        return [a * w + p, jnp.sin(b) + q.sum()], [a * b, p - b]
+
+    xs = [np.linspace(0, 1, 10).reshape(2, 5), np.cos(np.arange(15.0)).reshape(5, 3)]
+    how = {"x_axes": [1, 0], "y_axes": [0, 1]}
+    return make_loop(body, [0.9], [np.array([0.3, 0.4]), 0.5], xs, **how | settings)
+
+
+def few(limit, **settings):
+    return mixed(cond=lambda limits, carry: carry[1] < limits[0], cond_consts=[limit], **settings)
+
+
+@pytest.mark.parametrize("unroll", [1, 2, 3])
+def test_whole_loops(unroll):
+    for make in (mixed, lambda **how: few(0.9, **how), lambda **how: few(-9.0, **how)):
+        for reverse in (False, True):
+            loop, operands = make(unroll=unroll, reverse=reverse)
+            assert_same(steps.evaluate(loop, operands), run(loop, operands))
+
+
+def test_without_a_bound():
+    body = lambda consts, carry, x: ([carry[0] * consts[0], carry[1] + 1], [])
+    cond = lambda limits, carry: carry[0] < limits[0]
+    for unroll in (1, 3):
+        loop, operands = make_loop(
+            body, [1.5], [0.1, 0], cond=cond, cond_consts=[2.0], unroll=unroll
+        )
+        assert_same(steps.evaluate(loop, operands), run(loop, operands))
+
+
+def names_in(loop, operands):
+    return [e.primitive.name for e in jax.make_jaxpr(lambda: steps.evaluate(loop, operands))().eqns]
+
+
+def test_how_it_is_run():
+    """A loop of known length as lax has it; of no steps, no loop at all."""
+    body = lambda consts, carry, x: ([carry[0] * 2.0], [carry[0]])
+    of = lambda length, **how: names_in(*make_loop(body, [], [0.5], length=length, **how))
+    assert of(3) == of(1) == ["scan"]
+    along_another = make_loop(
+        lambda consts, carry, x: (carry, [x[0], x[0]]), [], [0.5], [np.ones((2, 5))], x_axes=[1]
+    )
+    assert "scan" not in names_in(*along_another)
+    for empty in (of(0), of(0, cond=lambda _, carry: carry[0] < 1)):
+        assert not {"scan", "while", "lt"} & set(empty)
+
+
+# ---------------------------------------------------------------- runs, after which a bar is told
+
+
+@pytest.fixture
+def runs_of_four(monkeypatch):
+    monkeypatch.setattr(progress, "run_length", lambda loop: 4)
+
+
+def runs_of(times, known=True):
+    """How many there are of each of these numbers of steps, which are all taken, in order."""
+    body = lambda i, s: ((s[0] * 31 + i) % 10007, *s[1:])
+    after = lambda s, count: (s[0], s[1] + count, s[2] + 1)
+    zeros = (jnp.int64(0), jnp.int32(0), jnp.int32(0))
+    loop, _ = mixed(unroll=3)
+    of = jax.jit(lambda n: steps.in_runs(loop, n, body, zeros, after, bar=()), static_argnums=0)
+    of = of if known else jax.jit(of.__wrapped__)
+    found = []
+    for n in times:
+        value, total, runs = of(n if known else jnp.int32(n))
+        wanted = 0
+        for i in range(n):
+            wanted = (wanted * 31 + i) % 10007
+        assert (value, total) == (wanted, n)
+        found.append(int(runs))
+    return found
+
+
+@pytest.mark.usefixtures("runs_of_four")
+@pytest.mark.parametrize("waits", [True, False])
+def test_runs_of_a_known_number_of_steps(waits):
+    """Of the same length where they are at most four times as long."""
+    wanted = {0: 0, 3: 1, 4: 1, 8: 2, 10: 2, 11: 1, 16: 4, 17: 5, 23: 6}
+    with _jax.host_waits(waits):
+        assert runs_of(wanted) == list(wanted.values())
+
+
+@pytest.mark.usefixtures("runs_of_four")
+@pytest.mark.parametrize("waits", [True, False])
+def test_runs_of_steps_that_are_counted_as_it_runs(waits):
+    """Of a host that waits, the last is there even if it is empty."""
+    wanted = [1, 1, 2, 2, 3, 3] if waits else [0, 1, 1, 2, 2, 3]
+    with _jax.host_waits(waits):
+        assert runs_of([0, 1, 4, 5, 8, 11], known=False) == wanted
+
+
+def test_without_a_bar_there_is_one_run():
+    loop, _ = mixed()
+    of = lambda n, **how: traced_for(
+        lambda times, body, s: steps.in_runs(loop, times, body, s, None, None, **how), n
+    )
+    assert of(9) == of(None) == (1, 1)
+    assert of(None, part=2) == (2, 3)
+
+
+@pytest.mark.usefixtures("runs_of_four")
+@pytest.mark.parametrize("unroll", [1, 3])
+def test_a_bar_is_told_of_each_run(unroll, monkeypatch):
+    """So many steps as were taken."""
+    told = []
+    after = lambda loop, bar, count, **how: jax.debug.callback(told.append, count) or bar
+    monkeypatch.setattr(progress, "after", after)
+    shown = check_progress("scan", Recorder())
+    for loop, operands, runs in (
+        (*mixed(unroll=unroll, length=5, progress=shown), [5]),
+        (*few(9.0, unroll=unroll, progress=shown), [4, 1] if unroll == 1 else [5]),
+        (*few(-9.0, unroll=unroll, progress=shown), []),
+    ):
+        found = jax.jit(lambda operands, loop=loop: steps.evaluate(loop, operands))(operands)
+        assert_same(found, run(loop, operands))
+        jax.effects_barrier()
+        assert list(map(int, told)) == runs
+        told.clear()
