@@ -8,6 +8,8 @@ import pytest
 
 from loopkit import _jax
 from loopkit._engine import progress
+from loopkit._engine.loop import OneLane
+from loopkit._engine.primitives import while_p
 from loopkit._engine.progress import SMALL, Bar, Closing, Opening, Update
 from loopkit._jaxprs.cost import nanoseconds
 from loopkit._progress import open_bars
@@ -22,6 +24,51 @@ SHOWN = check_progress("scan", Recorder())
 def add(work=lambda y: y, **settings):
     body = lambda consts, carry, x: ([work(carry[0]) + 1.0], [])
     return make_loop(body, [], [0.5], progress=SHOWN, **settings)[0]
+
+
+def around(inner):
+    """A loop whose step runs another, and whose predicate runs none."""
+    body = lambda consts, carry, x: (while_p.bind(*carry, loop=inner), [])
+    return make_loop(body, [], [0.5], cond=lambda _, carry: carry[0] < 9)[0]
+
+
+def within(loop):
+    (inner,) = (eqn.params["loop"] for eqn in loop.body.eqns if "loop" in eqn.params)
+    return inner
+
+
+# ---------------------------------------------------------------- which loops show something
+
+
+def test_what_shows_something():
+    silent, shown = add(length=9).replace(progress=None), add(length=9)
+    loops = silent, shown, around(silent), around(shown), around(around(shown))
+    assert [loop.shows for loop in loops] == [False, True, False, True, True]
+    assert [loop.shows_within for loop in loops] == [False, False, False, True, True]
+    assert [progress.is_shown(loop) for loop in loops] == [False, True, False, False, False]
+    both = around(shown).replace(progress=SHOWN)
+    assert (both.shows, both.shows_within) == (True, True)
+
+
+def test_what_shows_no_more():
+    """Steps that are taken again are not shown; they may be as they are reversed."""
+    shown = add(length=9)
+    silent = shown.replace(progress=None)
+    assert silent.unshown() is silent
+    assert silent.without_debug_effects() is silent
+    assert shown.unshown() is shown.unshown()
+    for loop, of in ((shown, lambda loop: loop), (around(shown), within)):
+        assert of(loop.unshown()).progress is None
+        assert of(loop.unshown(False)).progress == SHOWN.backward_only
+        assert of(loop.without_debug_effects()).progress == SHOWN.backward_only
+    assert around(shown).unshown().progress is None
+
+
+def test_lanes_that_show_no_more():
+    """They are lanes of what shows no more."""
+    one = OneLane(add(length=9), 3, None, lambda loop, count, flags: (loop, count, flags))
+    lane, count, flags = one.loop.replace(lane=one).unshown()
+    assert (lane.progress, count, flags) == (None, 3, None)
 
 
 # ---------------------------------------------------------------- what the host is told
