@@ -106,7 +106,8 @@ def test_what_nothing_is_said_of():
     """Neither of a leaf nor of a loop."""
     assert CarryLeaf() == ("", False, False, False, None)
     assert (Const(), Input(), Output()) == ((0,), (0, 0), (0, False))
-    loop, _ = make_loop(lambda consts, carry, x: (carry, []), [], [0.5], length=3)
+    loop, operands = make_loop(lambda consts, carry, x: (carry, []), [], [0.5], length=3)
+    assert operands.flat == [0.5]
     assert not any((loop.reverse, loop.auto_unroll, loop.holds, loop.lasting))
     assert (loop.unroll, loop.left) == (1, 0)
 

@@ -191,7 +191,8 @@ def test_without_a_bound():
 
 
 def names_in(loop, operands):
-    return [e.primitive.name for e in jax.make_jaxpr(lambda: steps.evaluate(loop, operands))().eqns]
+    jaxpr = jax.make_jaxpr(lambda: steps.evaluate(loop, operands))()
+    return [eqn.primitive.name for eqn in jaxpr.eqns]
 
 
 def test_how_it_is_run():
@@ -259,6 +260,17 @@ def test_without_a_bar_there_is_one_run():
     )
     assert of(9) == of(None) == (1, 1)
     assert of(None, part=2) == (2, 3)
+
+
+@pytest.mark.usefixtures("runs_of_four")
+def test_runs_of_one_length_are_compiled_for_it():
+    """Three steps to an iteration, and one more, without a loop around either."""
+    loop, _ = mixed(unroll=3)
+    of = lambda n: traced_for(
+        lambda times, body, s: steps.in_runs(loop, times, body, s, lambda s, _: s, ()), n
+    )
+    assert of(12) == (4, 1)
+    assert of(17) == of(None) == (4, 3)
 
 
 @pytest.mark.usefixtures("runs_of_four")
