@@ -7,6 +7,7 @@ import pytest
 
 from loopkit import _jax
 from loopkit._engine import progress, steps
+from loopkit._engine.loop import Output
 from loopkit._engine.steps import Steps
 from loopkit._jaxprs import equations
 from loopkit._progress.progress import check_progress
@@ -99,6 +100,21 @@ def test_rows():
         assert_same(steps.read_rows(written, 0, axes), steps.read_rows(arrays, 0, axes))
 
 
+def test_rows_along_the_first_axis_where_nothing_is_said():
+    stack = np.arange(6.0).reshape(2, 3)
+    (written,) = steps.write_rows([stack], [-np.ones(3)], 1)
+    assert_same([written], [np.array([[0.0, 1.0, 2.0], [-1.0, -1.0, -1.0]])])
+
+
+def test_slices_of_a_step():
+    for reverse, row in ((False, 1), (True, 3)):
+        loop, operands = mixed(reverse=reverse)
+        x = [operands.xs[0][:, row], operands.xs[1][row]]
+        assert_same(steps.read_slices(loop, operands, 1), x)
+    loop, operands = lanes_loop()
+    assert steps.read_slices(loop, operands, 1) == []
+
+
 def test_a_row_is_not_negative():
     """So nothing is computed to find out whether it is."""
     read = lambda a, row: steps.read_rows([a], row)
@@ -142,6 +158,15 @@ def test_lanes_that_are_left_when_a_loop_ends(left):
     assert_same(found[:2], [np.arange(1, 5) - taken, operands.init[1] * 1.5**taken])
 
 
+def test_rows_of_stopped_lanes():
+    """They are zero, but for logs."""
+    loop, operands = lanes_loop()
+    _, _, rows = steps.evaluate(loop, operands)
+    assert_same([rows > 0], [np.arange(6)[:, None] <= np.arange(4)])
+    logged = loop.replace(ys=(Output(log=True),))
+    assert_same([steps.evaluate(logged, operands)[2] > 0], [np.arange(6)[:, None] < [4] * 4])
+
+
 def test_steps_of_lanes_are_counted():
     loop, operands = lanes_loop()
     state = steps.start(loop, operands)
@@ -178,6 +203,15 @@ def test_whole_loops(unroll):
         for reverse in (False, True):
             loop, operands = make(unroll=unroll, reverse=reverse)
             assert_same(steps.evaluate(loop, operands), run(loop, operands))
+
+
+def test_some_steps_and_then_the_others():
+    for loop, operands in (mixed(), few(9.0)):
+        state = steps.advance(loop, operands, steps.start(loop, operands), 2)
+        assert state.count == 2
+        state = steps.advance(loop, operands, state, 5)
+        assert state.count == 5
+        assert_same([*state.carry, *state.ys], run(loop, operands))
 
 
 def test_without_a_bound():
