@@ -5,13 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loopkit import _jax
-from loopkit._engine import progress, steps
+from loopkit._engine import steps
 from loopkit._engine.loop import Output
 from loopkit._engine.steps import Steps
 from loopkit._jaxprs import equations
-from loopkit._progress.progress import check_progress
-from recorded_bars import Recorder
 
 from .small_loops import assert_same, make_loop, run
 
@@ -38,7 +35,7 @@ def test_each_in_its_turn(repeats, way):
     """Several to an iteration or one, those left over too."""
     for unroll, part in ((1, 1), (3, 1), (2, 3)):
         of = jax.jit(lambda n, how=(unroll, part): in_order(repeats, n, *how))
-        for times in (0, 1, 3, 7):
+        for times in (0, 1, 3, 8):
             wanted = digits(range(times)[::way])
             assert of(jnp.int32(times)) == wanted, (times, unroll, part)
     for unroll in (1, 2, 20):
@@ -214,6 +211,38 @@ def test_some_steps_and_then_the_others():
         assert_same([*state.carry, *state.ys], run(loop, operands))
 
 
+def test_whether_it_goes_on():
+    for (loop, operands), last in ((mixed(), 5), (few(9.0), 5), (few(0.0), 0)):
+        state = steps.start(loop, operands)
+        at = lambda n, s=state: s._replace(count=jnp.int32(n))
+        found = [bool(steps.goes_on(loop, operands, at(n), 5)) for n in range(7)]
+        assert found == [n < last for n in range(7)]
+
+
+def test_rows_in_reverse():
+    """Those that are read, where none is written, and the other way round."""
+    read = lambda consts, carry, x: ([carry[0] * 0.5 + x[0]], [])
+    write = lambda consts, carry, x: ([carry[0] * 0.5], [carry[0]])
+    more = {"cond": lambda _, carry: carry[0] < 9, "reverse": True}
+    for loop, operands in (
+        make_loop(read, [], [0.5], [np.arange(4.0)], **more),
+        make_loop(write, [], [0.5], length=4, **more),
+    ):
+        assert_same(steps.evaluate(loop, operands), run(loop, operands))
+
+
+@pytest.mark.parametrize("unroll", [1, 3])
+def test_a_step_that_does_not_count_prints_nothing(unroll, capfd):
+    def body(consts, carry, x):
+        jax.debug.print("at {}", carry[0])
+        return [carry[0] + 1], []
+
+    loop, operands = make_loop(body, [], [0], cond=lambda _, carry: carry[0] < 4, unroll=unroll)
+    jax.block_until_ready(jax.jit(lambda: steps.evaluate(loop, operands))())
+    jax.effects_barrier()
+    assert capfd.readouterr().out == "".join(f"at {i}\n" for i in range(4))
+
+
 def test_without_a_bound():
     body = lambda consts, carry, x: ([carry[0] * consts[0], carry[1] + 1], [])
     cond = lambda limits, carry: carry[0] < limits[0]
@@ -240,88 +269,3 @@ def test_how_it_is_run():
     assert "scan" not in names_in(*along_another)
     for empty in (of(0), of(0, cond=lambda _, carry: carry[0] < 1)):
         assert not {"scan", "while", "lt"} & set(empty)
-
-
-# ---------------------------------------------------------------- runs, after which a bar is told
-
-
-@pytest.fixture
-def runs_of_four(monkeypatch):
-    monkeypatch.setattr(progress, "run_length", lambda loop: 4)
-
-
-def runs_of(times, known=True):
-    """How many there are of each of these numbers of steps, which are all taken, in order."""
-    body = lambda i, s: ((s[0] * 31 + i) % 10007, *s[1:])
-    after = lambda s, count: (s[0], s[1] + count, s[2] + 1)
-    zeros = (jnp.int64(0), jnp.int32(0), jnp.int32(0))
-    loop, _ = mixed(unroll=3)
-    of = jax.jit(lambda n: steps.in_runs(loop, n, body, zeros, after, bar=()), static_argnums=0)
-    of = of if known else jax.jit(of.__wrapped__)
-    found = []
-    for n in times:
-        value, total, runs = of(n if known else jnp.int32(n))
-        wanted = 0
-        for i in range(n):
-            wanted = (wanted * 31 + i) % 10007
-        assert (value, total) == (wanted, n)
-        found.append(int(runs))
-    return found
-
-
-@pytest.mark.usefixtures("runs_of_four")
-@pytest.mark.parametrize("waits", [True, False])
-def test_runs_of_a_known_number_of_steps(waits):
-    """Of the same length where they are at most four times as long."""
-    wanted = {0: 0, 3: 1, 4: 1, 8: 2, 10: 2, 11: 1, 16: 4, 17: 5, 23: 6}
-    with _jax.host_waits(waits):
-        assert runs_of(wanted) == list(wanted.values())
-
-
-@pytest.mark.usefixtures("runs_of_four")
-@pytest.mark.parametrize("waits", [True, False])
-def test_runs_of_steps_that_are_counted_as_it_runs(waits):
-    """Of a host that waits, the last is there even if it is empty."""
-    wanted = [1, 1, 2, 2, 3, 3] if waits else [0, 1, 1, 2, 2, 3]
-    with _jax.host_waits(waits):
-        assert runs_of([0, 1, 4, 5, 8, 11], known=False) == wanted
-
-
-def test_without_a_bar_there_is_one_run():
-    loop, _ = mixed()
-    of = lambda n, **how: traced_for(
-        lambda times, body, s: steps.in_runs(loop, times, body, s, None, None, **how), n
-    )
-    assert of(9) == of(None) == (1, 1)
-    assert of(None, part=2) == (2, 3)
-
-
-@pytest.mark.usefixtures("runs_of_four")
-def test_runs_of_one_length_are_compiled_for_it():
-    """Three steps to an iteration, and one more, without a loop around either."""
-    loop, _ = mixed(unroll=3)
-    of = lambda n: traced_for(
-        lambda times, body, s: steps.in_runs(loop, times, body, s, lambda s, _: s, ()), n
-    )
-    assert of(12) == (4, 1)
-    assert of(17) == of(None) == (4, 3)
-
-
-@pytest.mark.usefixtures("runs_of_four")
-@pytest.mark.parametrize("unroll", [1, 3])
-def test_a_bar_is_told_of_each_run(unroll, monkeypatch):
-    """So many steps as were taken."""
-    told = []
-    after = lambda loop, bar, count, **how: jax.debug.callback(told.append, count) or bar
-    monkeypatch.setattr(progress, "after", after)
-    shown = check_progress("scan", Recorder())
-    for loop, operands, runs in (
-        (*mixed(unroll=unroll, length=5, progress=shown), [5]),
-        (*few(9.0, unroll=unroll, progress=shown), [4, 1] if unroll == 1 else [5]),
-        (*few(-9.0, unroll=unroll, progress=shown), []),
-    ):
-        found = jax.jit(lambda operands, loop=loop: steps.evaluate(loop, operands))(operands)
-        assert_same(found, run(loop, operands))
-        jax.effects_barrier()
-        assert list(map(int, told)) == runs
-        told.clear()
