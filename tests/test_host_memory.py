@@ -10,6 +10,7 @@ import pytest
 import loopkit
 from derivatives import assert_close, derivative
 from loopkit import Plan, _jax
+from loopkit._engine import steps
 from loopkit._engine.trials import host_memory
 from loopkit._plans.plan import Bytes, Step
 from loopkit._plans.planner import make_plan
@@ -176,6 +177,33 @@ def test_wrong_gradients_are_noticed(monkeypatch):
     with pytest.raises(RuntimeError, match=r"scan: checkpoints in the host's memory must"):
         jax.jit(jax.grad(lambda x: cubic(x, checkpoints=Plan(6, host=True))))(jnp.ones(52))
     assert not host_memory._sound
+
+
+def test_checkpoints_that_come_back_as_others_are_noticed(monkeypatch):
+    """In the small loop a gradient hangs on which is which."""
+    exchanged = []
+
+    def read(array, row, axis, **how):
+        if _jax.is_on_host(jax.typeof(array)):
+            exchanged.append(array.shape[0])
+            row = array.shape[0] - 1 - row
+        return jax.lax.dynamic_index_in_dim(array, row, axis, **how)
+
+    reads = SimpleNamespace(**vars(jax.lax) | {"dynamic_index_in_dim": read})
+    monkeypatch.setattr(steps, "lax", reads)
+    monkeypatch.setattr(host_memory, "SIZE", 61)
+    monkeypatch.setattr(host_memory, "_sound", set())
+    with pytest.raises(RuntimeError, match=r"scan: checkpoints .* got gradients that differ by"):
+        host_memory.check_host_memory("scan")
+    assert exchanged == [2, 2]
+
+
+def test_how_much_gradients_may_differ():
+    device, same = jax.devices()[0], lambda x: x
+    host_memory.check_same("scan", device, [same, same])
+    host_memory.check_same("scan", device, [same, lambda x: x * 1.00005])
+    with pytest.raises(RuntimeError, match=r"that differ by 9\.0e-04 on"):
+        host_memory.check_same("scan", device, [same, lambda x: x * 1.001])
 
 
 @pytest.mark.parametrize("account", [0, None])

@@ -185,6 +185,7 @@ def test_lanes_have_one_bar(lanes):
     (bar,) = recorder.bars
     assert (bar.total, bar.steps) == (9, 7)
     assert bar.done == sorted(bar.done)
+    assert bar.done[0] == (1, 4), "after the first step"
     assert bar.done[-1] == (4, 4)
 
 

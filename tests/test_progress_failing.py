@@ -60,17 +60,20 @@ def test_an_object_that_fails_has_its_bars_closed(transform, error):
     assert not open_bars._open
 
 
+def body(i, x):
+    """Step 7 fails."""
+
+    def check(i):
+        if i == 7:
+            raise ValueError("mine")
+
+    jax.debug.callback(check, i)
+    return jnp.sin(x)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("transform", FAILURES)
 def test_a_loop_that_fails_has_its_bars_closed(transform):
-    def body(i, x):
-        def check(i):
-            if i == 7:
-                raise ValueError("mine")
-
-        jax.debug.callback(check, i)
-        return jnp.sin(x)
-
     recorder = Recorder()
     f = FAILURES[transform](lambda x: loopkit.fori_loop(0, N, body, x, progress=recorder))
     for _ in range(2):
@@ -80,6 +83,19 @@ def test_a_loop_that_fails_has_its_bars_closed(transform):
     assert len(recorder.bars) == 2
     if "jit" not in transform:
         assert not open_bars._open
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("transform", [f for f in FAILURES if "jit" not in f])
+def test_outside_jit_they_are_closed_at_once(transform, monkeypatch):
+    """By who called the program: no thread has to find out."""
+    monkeypatch.setattr(open_bars, "_watch", lambda: None)
+    recorder = Recorder()
+    f = FAILURES[transform](lambda x: loopkit.fori_loop(0, N, body, x, progress=recorder))
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        f(0.3)
+    assert [bar.closed for bar in recorder.bars] == [1]
+    assert not open_bars._open
 
 
 def test_a_step_that_fails_in_python():

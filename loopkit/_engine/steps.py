@@ -75,7 +75,7 @@ def _each(axes: Sequence[int] | int, arrays: Sequence[Any]) -> Sequence[int]:
     return [axes] * len(arrays) if isinstance(axes, int) else axes
 
 
-def spread_lanes(active: Any, value: Any, leading: int = 0) -> Any:
+def spread_lanes(active: Any, value: Any, leading: int) -> Any:
     """A mask over the lanes, shaped so that it broadcasts against `value`.
 
     `leading` axes of `value` come before its lane axes.

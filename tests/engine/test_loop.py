@@ -102,6 +102,16 @@ def test_a_predicate_has_to_fit():
         loop.replace(cond=scan()[0].body)
 
 
+def test_what_nothing_is_said_of():
+    """Neither of a leaf nor of a loop."""
+    assert CarryLeaf() == ("", False, False, False, None)
+    assert (Const(), Input(), Output()) == ((0,), (0, 0), (0, False))
+    loop, operands = make_loop(lambda consts, carry, x: (carry, []), [], [0.5], length=3)
+    assert operands.flat == [0.5]
+    assert not any((loop.reverse, loop.auto_unroll, loop.holds, loop.lasting))
+    assert (loop.unroll, loop.left) == (1, 0)
+
+
 def test_counts_and_types():
     loop, operands = scan()
     assert (loop.const_count, loop.carry_count, loop.xs_count, loop.ys_count) == (2, 3, 2, 3)

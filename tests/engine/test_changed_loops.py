@@ -1,0 +1,79 @@
+"""A loop made of another: with other jaxprs, without what it prints, of one lane or many."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import io_callback
+
+from loopkit._engine.loop import OneLane
+from loopkit._programs.key import program_key
+
+from .small_loops import make_loop
+
+
+def spoken(y):
+    jax.debug.print("at {}", y)
+    return y + 1.0
+
+
+def asked(y):
+    return io_callback(lambda y: y, y, y) + 1.0
+
+
+def stops(step):
+    """A loop whose predicate does nothing beside."""
+    body = lambda consts, carry, x: ([step(carry[0])], [])
+    return make_loop(body, [], [0.5], cond=lambda _, carry: carry[0] < 3, length=9)[0]
+
+
+def test_steps_that_are_taken_again():
+    """They print nothing, and must not ask the host."""
+    silent, speaks, asks = stops(jnp.sin), stops(spoken), stops(asked)
+    assert silent.without_debug_effects() is silent
+    quiet = speaks.without_debug_effects()
+    assert speaks.effects
+    assert not quiet.effects
+    assert speaks.without_debug_effects() is quiet
+    assert [loop.asks_the_host for loop in (silent, speaks, asks)] == [False, False, True]
+    speaks.check_repeats()
+    with pytest.raises(NotImplementedError, match=r"loopkit\.while_loop: steps that are run again"):
+        asks.check_repeats()
+
+
+def test_changed_jaxprs():
+    """Of a loop without any to change it is the same; one of lanes is made of another of one."""
+    loop, other = stops(jnp.sin), stops(jnp.cos)
+    assert loop.map_jaxprs(lambda j: j) is loop
+    swap = {id(loop.body): other.body, id(loop.cond): other.cond}
+    for changed in ("body", "cond"):
+        old = getattr(loop, changed)
+        new = loop.map_jaxprs(lambda j, old=old: swap[id(j)] if j is old else j)
+        for name in ("body", "cond"):
+            assert getattr(new, name) is getattr(other if name == changed else loop, name)
+    known = stops(jnp.sin).replace(cond=None, cond_const_count=0)
+    assert known.map_jaxprs(lambda j: other.body).body is other.body
+    assert known.map_jaxprs(lambda j: other.body).cond is None
+
+
+def test_a_loop_of_lanes():
+    """Whatever makes many of it: it is the same one lane."""
+    made = []
+    times = lambda *given: made.append(given) or "many"
+    loop, other = stops(jnp.sin), stops(jnp.cos)
+    one = OneLane(loop, 3, "flags", times)
+    assert one == OneLane(loop, 3, "flags", None) != OneLane(loop, 4, "flags", times)
+    assert one.many == one.replaced(other) == one.replaced(other, "more") == "many"
+    assert made == [(loop, 3, "flags"), (other, 3, "flags"), (other, 3, "more")]
+    many = loop.replace(lane=one)
+    assert many.map_jaxprs(lambda j: other.body if j is loop.body else j) == "many"
+    lane, count, flags = made.pop()
+    assert (lane.body, lane.cond, count, flags) == (other.body, loop.cond, 3, "flags")
+
+
+def test_what_equal_programs_may_differ_in():
+    """Whether a loop was met before, and what is derived from it."""
+    loop = stops(jnp.sin)
+    key = program_key(loop)
+    assert program_key(loop.replace(lasting=True)) == key
+    assert program_key(loop.replace(memory={"a": 1})) == key
+    assert program_key(loop.replace(holds=True)) != key
