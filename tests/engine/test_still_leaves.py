@@ -40,10 +40,9 @@ def test_with_a_bound_alone():
 def test_a_predicate_asks_for_them():
     asks = lambda limit, carry: (carry[0] * carry[1] < limit[0]) & (carry[3] < limit[1])
     loop, operands = small(cond=asks, cond_consts=[0.5, 3])
-    new, given = of_the_same_results(loop, operands)
+    _, given = of_the_same_results(loop, operands)
     assert_same(given.cond_consts, [0.5, 3, 0.9, 2, 1.5])
-    assert len(run(loop, operands)[5]) == 5
-    assert 0 < np.count_nonzero(run(loop, operands)[5]) < 5
+    assert 0 < np.count_nonzero(run(loop, operands)[5]) < 5, "it ends before the last row"
 
 
 def test_a_flag_stays():
