@@ -122,7 +122,7 @@ def test_loops_of_buffers():
 
     loop, operands = make_loop(step, [], [ROWS, 0], [np.arange(3.0)], buffers=[0])
     new = reads_first(loop)
-    assert [name for name in order(new.body) if name in ("read", "write")][0] == "read"
+    assert next(name for name in order(new.body) if name in ("read", "write")) == "read"
     assert_same(run(new, operands), run(loop, operands))
     assert reads_first(new) is new
     none, _ = make_loop(step, [], [ROWS, 0], [np.arange(3.0)])
