@@ -285,6 +285,19 @@ def test_inner_loops_with_rows_stay():
     assert_close(got, want)
 
 
+def test_results_of_weak_types():
+    """What is computed with them then has its own type, as it has where lanes wait."""
+
+    def total(lanes, w, ns):
+        step = lambda c, n: (sines(n, c * 0.9, 1.1) * 0.5, c)
+        c, ys = loopkit.scan(step, 0.3, ns, lanes=lanes)
+        return w * c, w * ys
+
+    for lanes in ("flatten", "wait"):
+        found = jax.eval_shape(ft.partial(total, lanes), jnp.float32(2), COUNTS[0])
+        assert [v.dtype for v in found] == [jnp.float32] * 2
+
+
 def test_a_loop_of_no_steps():
     """Whose inputs have no rows, around others and inside one."""
     step = lambda c, n: (sines(n, c, 1.1) + 0.1, c)

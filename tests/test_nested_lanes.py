@@ -413,6 +413,25 @@ def test_what_would_have_to_be_copied():
     assert_close(jax.jit(f)(NS, GRID, large), want)
 
 
+def test_a_bound_where_the_outer_lanes_narrow():
+    """Those inside are too few to do so, and each of them counts its steps."""
+    ns, xs, large = np.resize(NS, (16, 2)), np.resize(GRID, (16, 2)), jnp.ones((16, 400))
+
+    def every(lanes):
+        def one(n, x, w):
+            body = lambda x, t: (jnp.sin(x) * t + w[n], x * 2.0)
+            ends = lambda x, _: x > 0.3 * n
+            x, ys = loopkit.scan(body, x, jnp.arange(1.0, 6.0), until=ends, lanes=lanes)
+            return x + jnp.sum(ys * jnp.arange(5.0))
+
+        return table(one, (0, 0, 0), (0, 0, None))
+
+    assert lanes_of(every("compact"), ns, xs, large) == [(16, 2), (8, 2)]
+    total = lambda lanes: lambda xs: jnp.sum(jnp.sin(every(lanes)(ns, xs, large)))
+    got, want = (jax.jit(jax.value_and_grad(total(how)))(xs) for how in ("compact", "wait"))
+    assert_close(got, want)
+
+
 def test_widths_of_all_lanes():
     """Those that are given are of all axes together; of one axis alone some are left out."""
     of = lambda lanes: lambda n, x: grow(n, x, 0.9, lanes=lanes)

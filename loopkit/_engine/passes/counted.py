@@ -19,7 +19,7 @@ def _counted(loop: Loop) -> Loop:
     assert loop.cond is not None, "nobody knows how many steps it takes"
     k, c, n, flag = loop.cond_const_count, loop.const_count, loop.carry_count, loop.flag
     asks, steps = _jax.call_jaxpr(loop.cond), _jax.call_jaxpr(loop.body)
-    count = _jax.type_like(_jax.ShapedArray((), jnp.dtype("int32")), loop.cond.out_avals)
+    count = _jax.type_like(_jax.ShapedArray(loop.lanes, jnp.dtype("int32")), loop.cond.out_avals)
     asked, taken = loop.cond.in_avals, loop.body.in_avals
 
     def goes_on(*values: Any) -> list:
