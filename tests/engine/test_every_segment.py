@@ -130,5 +130,5 @@ def test_what_lies_on_the_host_is_brought_ahead(host):
 
 
 def test_a_segment_of_one_step_has_no_rows():
-    loop, operands, both = swept(Plan(LENGTH, 1, "residuals"))
+    _, operands, both = swept(Plan(LENGTH, 1, "residuals"))
     assert both.rows(StepReversal(both.how, operands, jnp.int32(TAKEN), None)) == []
