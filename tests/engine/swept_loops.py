@@ -60,6 +60,8 @@ class Swept(NamedTuple):
     cotangents: list
     runs: Counter
     """Of steps going back: "again" to get to others, "replayed", "reversed"."""
+    taken: int
+    """Steps that were run going forward, counted or not; residuals of all not kept."""
 
 
 def there_and_back(loop, given, on_gpu=(False, False), batch=None):
@@ -70,7 +72,7 @@ def there_and_back(loop, given, on_gpu=(False, False), batch=None):
     cts = cotangents_of(loop, active)
     if batch is not None:
         cts = [jnp.stack([(-2.0) ** k * v for k in range(batch)]) for v in cts]
-    with step_by_step(on_gpu[0]):
+    with step_by_step(on_gpu[0]) as there:
         outs = sweeps(how).forward(loop, operands)
     results, residuals = parts(outs, loop.carry_count + loop.ys_count)
     with step_by_step(on_gpu[1]) as runs:
@@ -79,7 +81,7 @@ def there_and_back(loop, given, on_gpu=(False, False), batch=None):
     how = both.how
     jaxprs = {"again": how.step, "replayed": how.forward, "reversed": how.backward}
     counts = Counter({name: runs[id(jaxpr)] for name, jaxpr in jaxprs.items()})
-    return Swept(both, results, residuals, found, counts)
+    return Swept(both, results, residuals, found, counts, there[id(loop.body)])
 
 
 def cotangents_of(loop, active):
@@ -188,8 +190,10 @@ def assert_swept(loop, given, wanted=None, on_gpu=(False, False), batch=None):
     several = [found.cotangents] if batch is None else zip(*found.cotangents, strict=True)
     for k, of_one in enumerate(several):
         assert_same(of_one, [(-2.0) ** k * v for v in cotangents])
-    kind = lambda v: (v.shape, v.dtype)
-    assert list(map(kind, found.residuals)) == list(map(kind, found.both.residual_types))
+    kind = lambda t: (t.shape, t.dtype)
+    types = list(map(jax.typeof, found.residuals))
+    assert list(map(kind, types)) == list(map(kind, found.both.residual_types))
+    assert types[-1].weak_type == found.both.residual_types[-1].weak_type
     return found
 
 

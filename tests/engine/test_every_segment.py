@@ -23,6 +23,7 @@ from .swept_loops import (
     decided,
     dense,
     known,
+    loops_back,
     loops_there,
     moving,
     step_by_step,
@@ -46,7 +47,7 @@ def assert_counts(name, plan, ways=GPUS, **how):
         assert found.runs == {"again": within, "replayed": steps, "reversed": steps}
 
 
-@pytest.mark.parametrize("segment", [2, 3, 9])
+@pytest.mark.parametrize("segment", [3, 5, 9])
 def test_no_segment_is_run_to_get_to_another(segment, monkeypatch):
     """Not even as one; of those that are large, no step chooses whether to save."""
     plan = Plan(-(-LENGTH // segment), segment)
@@ -92,6 +93,22 @@ def test_of_small_carries_a_host_waits_once_a_step(monkeypatch):
     assert there(False) == [False, False]
     monkeypatch.setattr(waits, "LARGE", -1)
     assert there(True) == [False, False]
+
+
+def test_going_back_a_host_waits_once_a_segment():
+    """Of unknown steps, those left over are reversed apart: the others' loops have a length."""
+
+    def back(make, *plan, on_gpu=True):
+        return loops_back(*make(checkpoints=Plan(*plan)), on_gpu)
+
+    apart = [False] * 3  # whether there are any, replayed, reversed
+    assert back(decided, 3, 3) == [*apart, False, True, True]
+    assert back(decided, 4, 2) == [*apart, False, True]  # of two carries one is replayed
+    assert back(decided, LENGTH, 1, "residuals") == [False]
+    assert back(known, 3, 3) == [True, True, True]
+    assert back(decided, 3, 3, on_gpu=False) == [False, False, False]
+    assert back(known, 3, 3, on_gpu=False) == [True, False, False]
+    assert back(lambda **how: known(6, **how), 3, 3, on_gpu=False) == [True, True, True]
 
 
 @pytest.mark.parametrize("store", ["carries", "residuals"])

@@ -15,6 +15,7 @@ from .swept_loops import (
     assert_swept,
     decided,
     known,
+    loops_back,
     loops_there,
     run_again,
     written_out,
@@ -53,6 +54,17 @@ def test_longer_segments(large, monkeypatch):
             assert found.both.in_passing is not large
 
 
+def test_segments_of_three():
+    found = assert_swept(*decided(13, 12, checkpoints=Plan(7)), on_gpu=(True, True))
+    assert found.both.wider == 3
+
+
+def test_of_large_carries_the_steps_beyond_the_last_segment(monkeypatch):
+    monkeypatch.setattr(waits, "LARGE", -1)
+    found = assert_swept(*known(checkpoints=Plan(2, segment=2)), on_gpu=(True, True))
+    assert not found.both.in_passing
+
+
 def test_longer_segments_whose_slots_are_on_the_host():
     for name, on_gpu in itertools.product(LOOPS, [*GPUS, *MIXED]):
         found = assert_counts(name, Plan(2, host=True, room=1000), on_gpu)
@@ -75,6 +87,22 @@ def test_of_small_carries_a_host_waits_once_a_step(plan, monkeypatch):
     assert loops_there(*make(checkpoints=plan), on_gpu=True) == [False]
     monkeypatch.setattr(waits, "LARGE", -1)
     assert loops_there(*make(checkpoints=plan), on_gpu=True) == [False, False]
+
+
+def test_climbs_of_small_carries_are_one_loop(monkeypatch):
+    """Over segments; to large ones, of loops from one that is saved to the next."""
+    loop, given = decided(checkpoints=Plan(2))
+    assert loops_back(loop, given, on_gpu=True) == [False, False]
+    monkeypatch.setattr(waits, "LARGE", -1)
+    assert loops_back(loop, given, on_gpu=True) == [False, False, False]
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_as_few_steps_again_as_can_be(slots):
+    """Of a number that is known, going back where free slots are used again."""
+    loop, given = known(13, checkpoints=Plan(slots))
+    found = assert_swept(loop, given, on_gpu=(True, True))
+    assert found.runs["again"] == found.both.how.plan.evaluations()[1] - 13
 
 
 def test_of_a_known_number_of_small_ones_it_does_not_wait(monkeypatch):
