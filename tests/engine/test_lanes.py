@@ -86,7 +86,7 @@ def lane_by_lane(loop, singles):
     return results, cotangents
 
 
-PLANS = ["all", Plan(LENGTH), Plan(2, 3), Plan(3, 2, "residuals"), Plan(2), Plan(2, host=True)]
+PLANS = ["all", Plan(LENGTH), Plan(2, 3), Plan(3, 2, "residuals"), Plan(2, host=True)]
 
 
 @pytest.mark.parametrize("shared", [False, True])

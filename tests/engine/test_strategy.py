@@ -1,15 +1,17 @@
 """The frame of every strategy: what is handed on, and what costs a wait, a copy or room."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import loopkit
 from loopkit import Plan
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.activity import forward_activity
 from loopkit._engine.sweeps import STRATEGIES, strategy, sweeps
 
-from .small_loops import make_loop
+from .small_loops import assert_same, make_loop
 from .swept_loops import (
     GPUS,
     LENGTH,
@@ -111,3 +113,17 @@ def test_no_steps_at_all(plan):
     loop, given = decided(taken=0, checkpoints=plan)
     for on_gpu in GPUS:
         assert_swept(loop, given, on_gpu=on_gpu)
+
+
+def test_where_the_axis_of_lanes_is_in_what_is_handed_on():
+    """Told to whoever has it before it goes back: here, each lane's pullback is taken out."""
+
+    def total(rows, w):
+        body = lambda i, rows: rows.at[i % 3].set(jnp.sin(rows[(i + 1) % 3] * w))
+        rows = jnp.zeros((40, 2)).at[:3].set(rows)
+        return loopkit.fori_loop(0, 7, body, rows, buffers=True, checkpoints=Plan(3)).sum()
+
+    rows, w = jnp.sin(jnp.arange(18.0)).reshape(3, 3, 2), jnp.ones(3)
+    back = jax.jit(jax.vmap(lambda *given: jax.vjp(total, *given)[1]))(rows, w)
+    found = jax.jit(jax.vmap(lambda back: back(1.0)))(back)
+    assert_same(found, jax.jit(jax.vmap(jax.grad(total, (0, 1))))(rows, w))
