@@ -35,9 +35,8 @@ def test_buffers_that_are_brought_back(strategy):
     """From the log: no row of theirs is saved."""
     for at, end in enumerate(ENDS):
         wanted = written_out(*rewriting(taken=end))
-        for plan, on_gpu in zip(
-            PLANS[strategy], itertools.cycle(GPUS[at:] + GPUS[:at]), strict=False
-        ):
+        ways = itertools.cycle(GPUS[at:] + GPUS[:at])
+        for plan, on_gpu in zip(PLANS[strategy], ways, strict=False):
             found = assert_swept(*rewriting(taken=end, checkpoints=plan), wanted, on_gpu)
             assert found.both.how.plan.strategy == strategy
             assert found.both.how.undo is not None

@@ -42,8 +42,7 @@ def test_cotangents_of_two(reverse):
 
 
 @pytest.mark.parametrize("where", ["xs", "ys", "neither"])
-@pytest.mark.parametrize("unroll", [1, 3])
-def test_every_residual_of_rows_that_are_read_or_written(where, unroll):
+def test_every_residual_of_rows_that_are_read_or_written(where):
     """From the end."""
 
     def body(consts, carry, x):
@@ -52,12 +51,12 @@ def test_every_residual_of_rows_that_are_read_or_written(where, unroll):
 
     xs = [np.cos(np.arange(float(LENGTH)))] if where == "xs" else []
     below = lambda limit, carry: carry[1] < limit[0]
-    for how in [{}, {"cond": below, "cond_consts": [TAKEN]}]:
-        how = {"length": LENGTH, "reverse": True, "unroll": unroll, **how}
-        loop, given = make_loop(body, [0.7], [0.3, 0], xs, checkpoints="all", **how)
-        for on_gpu in GPUS:
-            found = assert_swept(loop, given, on_gpu=on_gpu)
-            assert type(found.both) is STRATEGIES["every residual"]
+    ends = {}, {"cond": below, "cond_consts": [TAKEN], "unroll": 3}
+    for end, on_gpu in zip(ends, GPUS, strict=True):
+        how = {"length": LENGTH, "reverse": True, "checkpoints": "all", **end}
+        loop, given = make_loop(body, [0.7], [0.3, 0], xs, **how)
+        found = assert_swept(loop, given, on_gpu=on_gpu)
+        assert type(found.both) is STRATEGIES["every residual"]
 
 
 def test_a_stack_of_one_row_on_the_host_has_two():
