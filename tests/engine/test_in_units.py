@@ -97,12 +97,20 @@ def test_climbs_of_small_carries_are_one_loop(monkeypatch):
     assert loops_back(loop, given, on_gpu=True) == [False, False, False]
 
 
+def test_climbs_of_large_carries_are_loops_over_segments_of_known_length(monkeypatch):
+    """As are those over the steps of a segment that are replayed, and reversed."""
+    monkeypatch.setattr(waits, "LARGE", -1)
+    loop, given = decided(checkpoints=Plan(2, segment=3))
+    of_whole = loops_back(loop, given, on_gpu=True)
+    assert of_whole.count(True) == len(["climb", "climb", "replayed", "reversed"])
+
+
 @pytest.mark.parametrize("slots", [2, 3])
 def test_as_few_steps_again_as_can_be(slots):
     """Of a number that is known, going back where free slots are used again."""
-    loop, given = known(13, checkpoints=Plan(slots))
+    loop, given = known(15, checkpoints=Plan(slots))
     found = assert_swept(loop, given, on_gpu=(True, True))
-    assert found.runs["again"] == found.both.how.plan.evaluations()[1] - 13
+    assert found.runs["again"] == found.both.how.plan.evaluations()[1] - 15
 
 
 def test_of_a_known_number_of_small_ones_it_does_not_wait(monkeypatch):

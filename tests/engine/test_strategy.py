@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import loopkit
-from loopkit import Plan
+from loopkit import Plan, _jax
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.activity import forward_activity
 from loopkit._engine.sweeps import STRATEGIES, strategy, sweeps
@@ -57,6 +57,19 @@ def test_every_residual_of_rows_that_are_read_or_written(where):
         loop, given = make_loop(body, [0.7], [0.3, 0], xs, **how)
         found = assert_swept(loop, given, on_gpu=on_gpu)
         assert type(found.both) is STRATEGIES["every residual"]
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_where_what_is_saved_lies(host):
+    """From the start, and as it is handed on."""
+    plans = Plan(LENGTH, host=host), Plan(LENGTH, 4, host=host), Plan(3, 3, host=host)
+    for plan in (*plans, Plan(2, host=host), Plan(0, keeps_all=True, host=host)):
+        both = of(plan)
+        blank = jax.make_jaxpr(lambda both=both: both.blank_stacks)().out_avals
+        types = both.residual_types[: len(both.stack_types)]
+        assert list(map(_jax.is_on_host, blank)) == [host] * len(blank)
+        assert list(map(_jax.is_on_host, types)) == [host] * len(blank)
+        assert [t.shape for t in blank] == [t.shape for t in types]
 
 
 def test_a_stack_of_one_row_on_the_host_has_two():
