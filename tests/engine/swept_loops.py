@@ -20,7 +20,7 @@ from loopkit._jaxprs import equations
 from loopkit.schedules import binomial
 from loopkit.schedules.online import NEVER
 
-from .small_loops import assert_same, is_active, make_loop, where
+from .small_loops import assert_same, make_loop
 
 
 def worst(aval):
@@ -61,7 +61,7 @@ class Swept(NamedTuple):
     runs: Counter
     """Of steps going back: "again" to get to others, "replayed", "reversed"."""
     taken: int
-    """Steps that were run going forward, counted or not; residuals of all not kept."""
+    """Steps going forward, without their residuals; also those that do not count."""
 
 
 def there_and_back(loop, given, on_gpu=(False, False), batch=None):
@@ -90,19 +90,15 @@ def cotangents_of(loop, active):
 
 
 def steps_of(loop, given):
-    """For each step, in which lanes it is taken."""
-    carry, taken = list(map(np.asarray, given.init)), []
-    asks = None if loop.cond is None else _jax.call_jaxpr(loop.cond)
-    while loop.length is None or len(taken) < loop.length:
-        active = is_active(asks, given.cond_consts, carry)
-        if not active.any():
+    """How many are taken."""
+    carry, step = given.init, 0
+    while loop.length is None or step < loop.length:
+        if loop.cond is not None and not _jax.call_jaxpr(loop.cond)(*given.cond_consts, *carry)[0]:
             break
-        x = slices(loop, given.xs, len(taken))
-        outs = _jax.call_jaxpr(loop.body)(*given.consts, *carry, *x)
-        new = map(np.asarray, outs[: loop.carry_count])
-        carry = [where(active, n, o) if active.ndim else n for n, o in zip(new, carry, strict=True)]
-        taken.append(active)
-    return taken
+        x = slices(loop, given.xs, step)
+        carry = _jax.call_jaxpr(loop.body)(*given.consts, *carry, *x)[: loop.carry_count]
+        step += 1
+    return step
 
 
 def row_of(loop, step):
@@ -114,13 +110,8 @@ def slices(loop, xs, step):
     return [jnp.take(v, row_of(loop, step), axis) for v, axis in pairs]
 
 
-def held(active, new, old):
-    lanes = jnp.reshape(active, active.shape + (1,) * (new.ndim - active.ndim))
-    return jnp.where(lanes, new, old)
-
-
 def written_out(loop, given, cts=None):
-    """Results, and cotangents of the inputs that move, of the steps one after the other."""
+    """Results, and cotangents of the inputs that move, of steps without lanes."""
     active = forward_activity(loop, moving(loop))
     inputs = [*given.consts, *given.init, *given.xs]
     taken = steps_of(loop, given)
@@ -130,13 +121,9 @@ def written_out(loop, given, cts=None):
         consts, carry, xs = parts(values, loop.const_count, loop.carry_count)
         carry = list(map(jnp.asarray, carry))
         ys = [jnp.zeros(t.shape, t.dtype) for t in loop.ys_types] if loop.ys_count else []
-        for step, on in enumerate(taken):
+        for step in range(taken):
             outs = _jax.call_jaxpr(loop.body)(*consts, *carry, *slices(loop, xs, step))
-            new, y = parts(outs, loop.carry_count)
-            if on.ndim:
-                new = [held(on, n, o) for n, o in zip(new, carry, strict=True)]
-                y = [held(on, v, jnp.zeros_like(v)) for v in y]
-            carry = new
+            carry, y = parts(outs, loop.carry_count)
             at = [(slice(None),) * axis + (row_of(loop, step),) for axis in loop.y_axes]
             ys = [v.at[i].set(row) for v, i, row in zip(ys, at, y, strict=True)]
         return kept([*carry, *ys], active.outputs), [*carry, *ys]
