@@ -22,10 +22,10 @@ from .swept_loops import (
     written_out,
 )
 
-ENDS = [None, TAKEN]
+ENDS = [None, 6]
 PLANS = {
     "every carry": [Plan(LENGTH)],
-    "every segment": [Plan(3, 3), Plan(3, 3, "residuals"), Plan(3, 3, host=True)],
+    "every segment": [Plan(4, 2), Plan(3, 3, "residuals"), Plan(3, 3, host=True)],
     "schedule": [Plan(3), Plan(2, 2), Plan(2, 3, "residuals")],
 }
 
