@@ -273,13 +273,17 @@ def in_row(i):
 
 
 def rewriting(length=LENGTH, taken=None, **settings):
-    """The rows of a buffer, read and written over and over: what was there is logged."""
+    """The rows of a buffer, read and written over and over: what was there is logged.
+
+    The first row is read each time, and stays as it is.
+    """
 
     def body(consts, carry, x):
         (w,), (n, b, h) = consts, carry
-        old, b = read(b, in_row((n + 1) % 3), ROW)
-        b = write(b, jnp.sin(old * w + h + x[0]), in_row(n % 3), ROW)
-        new, b = read(b, in_row(n % 3), ROW)
+        first, b = read(b, in_row(0), ROW)
+        old, b = read(b, in_row(1 + (n + 1) % 3), ROW)
+        b = write(b, jnp.sin(old * w + h + x[0] + first), in_row(1 + n % 3), ROW)
+        new, b = read(b, in_row(1 + n % 3), ROW)
         return [n + 1, b, h * jnp.cos(new.sum())], []
 
     rows = np.sin(np.arange(160.0)).reshape(80, 2)
