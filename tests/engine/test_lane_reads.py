@@ -9,7 +9,9 @@ import pytest
 import loopkit
 from buffer_bodies import BODIES, W, first_rows, rows_from_rows
 from derivatives import assert_close
-from loopkit._engine.sweeps import lanes
+from loopkit._buffers.slices import read, write
+from loopkit._buffers.window import Window
+from loopkit._engine.sweeps import lane_reads, lanes
 
 STOPS = jnp.asarray([[1, 5, 3], [4, 0, 2]])
 
@@ -40,6 +42,60 @@ def test_buffers_that_are_chosen_of_slice_by_slice():
     whole = lambda f: lanes.is_sliced(jax.make_jaxpr(f)(jnp.ones(4)), 0)
     assert not whole(jnp.sum)
     assert not whole(jax.jit(lambda rows: rows.reshape(2, 2)))
+
+
+ROW = Window((0,), (0, 0), (1, 2), "drop", wrap=False)
+COLUMN = Window((1,), (0, 0), (3, 1), "drop", wrap=False)
+
+
+def in_call(rows, i):
+    """A row is written, another is read; and there is something that nobody computes."""
+
+    def inside(rows, i):
+        old, rows = read(rows, i[None], ROW)
+        return jnp.sin(old), 1.0, write(rows, old + 1, 1 - i[None], ROW)
+
+    return jax.jit(inside)(rows, i)
+
+
+def test_what_is_sliced_in_a_call_is_so_behind_it():
+    """What is read there is no buffer, and may be used as one likes."""
+
+    def sliced(rows, i):
+        old, one, rows = in_call(rows, i)
+        new, rows = read(rows, i[None], ROW)
+        return jnp.cos(old) * one + new, rows
+
+    def whole(rows, i):
+        return in_call(rows, i)[2] * 2.0
+
+    of = lambda f: lanes.is_sliced(jax.make_jaxpr(f)(jnp.ones((3, 2)), 0), 0)
+    assert of(sliced)
+    assert not of(whole)
+
+
+@pytest.mark.parametrize("window", [ROW, COLUMN], ids=["lanes", "no lanes"])
+def test_lanes_that_are_not_active_read_what_was_there_first(window):
+    """Three lanes are the rows; behind a call, too. The starts of four slices are given."""
+
+    def step(rows, starts):
+        old, rows = read(rows, starts, window)
+        again, _, rows = in_call(rows, jnp.int32(0))
+        new, rows = read(rows, starts, window)
+        return old, again, new, rows
+
+    rows = jnp.sin(jnp.arange(6.0)).reshape(3, 2)
+    first = rows + 10
+    starts = jnp.asarray([[0], [1], [1], [0]])
+    active = jnp.asarray([False, True, False])
+    program = jax.make_jaxpr(step)(rows, starts)
+    found = lane_reads.call(program, [rows, starts], {0: first}, active)
+    seen = lambda rows: jnp.where(active[:, None], rows, first)
+    written = rows.at[1].set(seen(rows)[0] + 1)
+    of = lambda rows: read(seen(rows), starts, window)[0]
+    wanted = [of(rows), jnp.sin(seen(rows)[:1]), of(written), written]
+    for f, w in zip(found, wanted, strict=True):
+        assert_close(f, w)
 
 
 def gradients(body, checkpoints):

@@ -1,0 +1,70 @@
+"""What a schedule keeps, and the steps that are run again to get to the others."""
+
+import functools as ft
+
+import pytest
+
+from loopkit import Plan
+from loopkit._engine.sweeps.in_units import InUnits
+from loopkit._engine.sweeps.scheduled import Scheduled
+from loopkit.schedules.online import NEVER, cheapest
+
+from .swept_loops import GPUS, assert_swept, decided, known, run_again, unbounded, written_out
+
+LONG, END = 9, 8
+LOOPS = {
+    "known": (lambda **how: known(LONG, **how), LONG),
+    "decided": (lambda **how: decided(LONG, END, **how), END),
+    "unbounded": (lambda **how: unbounded(END, **how), END),
+}
+
+
+@ft.cache
+def wanted(name):
+    return written_out(*LOOPS[name][0]())
+
+
+def assert_counts(plan, names=("known", "decided")):
+    """As many steps are run as the schedule says; of a known number, the fewest that can be."""
+    for name in names:
+        make, steps = LOOPS[name]
+        loop, given = make(checkpoints=plan)
+        for on_gpu in GPUS:
+            found = assert_swept(loop, given, wanted(name), on_gpu)
+            assert type(found.both) is (InUnits if on_gpu[1] else Scheduled)
+            climbs, within = run_again(found, steps)
+            again = climbs + within
+            assert found.runs == {"again": again, "replayed": steps, "reversed": steps}
+            if loop.cond is None and not plan.thinned:
+                assert climbs == found.both.how.plan.evaluations()[1] - steps
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_steps(slots):
+    assert_counts(Plan(slots), LOOPS)
+
+
+def test_thinned():
+    assert_counts(Plan(4, thinned=True))
+
+
+@pytest.mark.parametrize("plan", [Plan(3, 2), Plan(2, 3, "residuals")], ids=range(2))
+def test_segments(plan):
+    assert_counts(plan)
+
+
+@pytest.mark.parametrize("segment", [1, 3])
+def test_on_the_host(segment):
+    assert_counts(Plan(4 - segment, segment, host=True))
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_where_checkpoints_are(slots):
+    """As `cheapest` places them, for the steps that there were."""
+    make, steps = LOOPS["decided"]
+    loop, given = make(checkpoints=Plan(slots))
+    for on_gpu in GPUS:
+        found = assert_swept(loop, given, wanted("decided"), on_gpu)
+        units = found.residuals[-2].tolist()
+        held = {slot: unit for slot, unit in enumerate(units) if unit != NEVER}
+        assert held == cheapest(slots, LONG).positions(steps)
