@@ -202,7 +202,7 @@ class Loop:
     def xs_lanes(self) -> tuple[int, ...]:
         return tuple(x.lanes for x in self.xs)
 
-    def stack_type(self, aval: _jax.ShapedArray, axis: int) -> _jax.ShapedArray:
+    def stack_type(self, aval: _jax.ShapedArray, axis: int = 0) -> _jax.ShapedArray:
         assert self.length is not None
         return _jax.stack_type(aval, self.length, axis)
 
