@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 
 import loopkit
 from derivatives import assert_close
@@ -119,3 +120,67 @@ def test_a_predicate_that_reads_a_row_has_no_copy_of_the_buffer():
 
     rows = jnp.zeros((1001, 100))
     loopkit.assert_in_place(jax.jit(f, donate_argnums=1), 0.3, rows)
+
+
+# ---------------------------------------------------------------- what a predicate calls
+
+
+def reporting(kind, seen):
+    """A loop of four steps whose predicate tells the host a number that has a tangent."""
+
+    def tells(x):
+        io_callback(lambda x: seen.append(float(x)), None, x)
+
+    def go(c):
+        tells(c[1] * c[2][0] if "buffers" in kind else c[1])
+        return c[0] < 4
+
+    def step(c):
+        return c[0] + 1, jnp.sin(c[1]), c[2].at[c[0] + 1].set(c[1])
+
+    def f(x):
+        how = {"buffers": lambda c: c[2]} if "buffers" in kind else {}
+        how |= {"throw": {"throw": True}, "debug": {"debug": "finite"}}.get(kind, {})
+        init = (0, x, jnp.ones(6) * x)
+        if "until" in kind:
+            stop = lambda c, _: ~go(c)
+            return loopkit.scan(lambda c, _: (step(c), None), init, None, 9, until=stop, **how)[0][
+                1
+            ]
+        return loopkit.while_loop(go, step, init, max_steps=9, **how)[1]
+
+    return f
+
+
+@pytest.mark.parametrize("kind", ["until", "until, buffers", "while, buffers", "throw", "debug"])
+def test_what_is_told_without_an_answer(kind):
+    """As often in a derivative as in the value."""
+    seen = []
+    f = reporting(kind, seen)
+    jax.block_until_ready(f(0.3))
+    jax.effects_barrier()
+    told = seen.copy()
+    assert len(told) >= 4
+    for transform in jax.grad, jax.hessian:
+        seen.clear()
+        jax.block_until_ready(jax.jit(transform(f))(0.3))
+        jax.effects_barrier()
+        assert_close(jnp.asarray(seen), jnp.asarray(told))
+    sines = lambda x: jnp.sin(jnp.sin(jnp.sin(jnp.sin(x))))
+    assert_close(jax.grad(f)(0.3), jax.grad(sines)(0.3))
+
+
+def test_a_second_call_outside_jit_traces_no_predicate():
+    """It is asked of numbers, once."""
+    traced = []
+
+    def go(c):
+        traced.append(isinstance(c[0], jax.core.Tracer))
+        return c[0] < 3
+
+    step = lambda c: (c[0] + 1, c[1].at[c[0]].set(1.0))
+    buffers, init = lambda c: c[1], (jnp.asarray(0), jnp.zeros(5))
+    for _ in range(2):
+        traced.clear()
+        loopkit.while_loop(go, step, init, max_steps=4, buffers=buffers)
+    assert traced == [False]

@@ -64,6 +64,7 @@ from loopkit._jax.jaxprs import (
     close_jaxpr,
     context_of,
     dce,
+    is_tracing,
     jit_is_disabled,
     jvp_in_moving,
     jvp_jaxpr,

@@ -58,6 +58,11 @@ def trace(fun: Callable, avals: Sequence[ShapedArray], name: str) -> tuple[Jaxpr
     return pe.close_jaxpr(pe.convert_constvars_jaxpr(jaxpr)), list(consts)
 
 
+def is_tracing() -> bool:
+    """Whether anything is being traced or transformed."""
+    return not core.trace_state_clean()
+
+
 @dataclass(frozen=True, eq=False)
 class Constant:
     """An array that a rule for derivatives makes, part of a program."""

@@ -92,5 +92,6 @@ def is_raised_within(error: Exception) -> bool:
     return trace is None
 
 
-def name_stack() -> str:
-    return str(source_info.current_name_stack())
+def name_stack(eqn: Any | None = None) -> str:
+    """The names around an equation; without one, around the code being traced."""
+    return str(source_info.current_name_stack() if eqn is None else eqn.source_info.name_stack)

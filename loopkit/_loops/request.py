@@ -22,6 +22,7 @@ from loopkit._progress.progress import Progress, check_progress
 from loopkit._tracing import carry_buffers
 from loopkit._tracing.axes import Inputs
 from loopkit._tracing.finite_steps import FiniteSteps, Given, names_of
+from loopkit._tracing.still_predicate import SCOPE
 from loopkit._tracing.trace import Names, Traced, pair, scalar_bool, trace_loop, type_key
 
 
@@ -283,7 +284,8 @@ class Stepped(Request):
         new, y = pair(self.names, self.f(carry, x))
         if self.until is None:
             return new, y, None
-        stop = scalar_bool(self.names.function, self.names.predicate, self.until(new, y))
+        with jax.named_scope(SCOPE):
+            stop = scalar_bool(self.names.function, self.names.predicate, self.until(new, y))
         return new, y, jnp.logical_not(stop)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Unpack, overload
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -15,7 +16,7 @@ from loopkit._loops.info import LoopInfo
 from loopkit._loops.keywords import No, WhileKw, Yes
 from loopkit._loops.request import Asked, Hidden, Request
 from loopkit._progress.open_bars import bar
-from loopkit._tracing.still_predicate import ask
+from loopkit._tracing.still_predicate import SCOPE, ask
 from loopkit._tracing.trace import Names, scalar_bool
 from loopkit._types import (
     Body,
@@ -190,7 +191,8 @@ def run_while(
 
     def step(val: Any, hidden: Hidden, _: list) -> tuple:
         new = body_fun(val)
-        go = holds(new) if masking else None
+        with jax.named_scope(SCOPE):
+            go = holds(new) if masking else None
         return (new, hidden._replace(go=go, steps=hidden.steps + 1 if counting else None)), None
 
     def goes_on(val: Any, hidden: Hidden) -> Any:

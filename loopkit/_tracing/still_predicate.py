@@ -16,9 +16,14 @@ from loopkit import _jax
 from loopkit._buffers.slices import read_p
 from loopkit._jaxprs import equations
 
+SCOPE = "loopkit_predicate"
+"""The name around it in a step, by which what it calls, for no result, is known."""
+
 
 def ask(predicate: Callable[[Any], Any], value: Any) -> Any:
     """`predicate(value)` outside a loop, of values without tangents; those it closes over, too."""
+    if not _jax.is_tracing():
+        return predicate(value)  # nothing has any
     leaves, tree = jax.tree.flatten(value)
     asked = lambda *leaves: [predicate(tree.unflatten(leaves))]
     jaxpr, closed_over = _jax.trace(asked, list(map(jax.typeof, leaves)), "predicate")
@@ -36,12 +41,15 @@ def _still(value: Any) -> Any:
 def still_flag(jaxpr: _jax.Jaxpr, place: int) -> _jax.Jaxpr:
     """A step of which what it computes for one output alone, a bool, is of values without tangents.
 
-    Slices are read as they are, of buffers that are written in place, and not of copies.
+    So is what its predicate, called in `SCOPE`, calls for no result. Slices are read as they are,
+    of buffers that are written in place, and not of copies.
     """
     j = _jax.open_jaxpr(jaxpr)
     read = [v for eqn in j.eqns if eqn.primitive is read_p for v in eqn.outvars]
     other = _makers(j, [*(v for i, v in enumerate(j.outvars) if i != place), *read])
-    alone = _makers(j, [j.outvars[place]]) - other
+    calls = {i for i, eqn in enumerate(j.eqns) if eqn.effects and SCOPE in _jax.name_stack(eqn)}
+    told = [v for i in calls for v in equations.variables(j.eqns[i])]
+    alone = (_makers(j, [j.outvars[place], *told]) | calls) - other
     made_for_it = {v for i in alone for v in j.eqns[i].outvars}
     still: dict[Any, Any] = {}
     eqns = []
