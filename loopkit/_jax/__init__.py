@@ -47,6 +47,7 @@ from loopkit._jax.avals import (
     vary_like,
     varying,
     volume,
+    weak_as,
     zeros,
 )
 from loopkit._jax.callbacks import tell

@@ -188,6 +188,12 @@ def as_array(value: Any) -> Any:
     return jnp.asarray(value)
 
 
+def weak_as(value: Any, aval: ShapedArray) -> Any:
+    """A value of weak type, if that is: what is computed with it then has its own type."""
+    how = {"new_dtype": aval.dtype, "weak_type": True, "sharding": None}
+    return jax.lax.convert_element_type_p.bind(value, **how) if aval.weak_type else value
+
+
 def same_trace(a: Any, b: Any) -> bool:
     """Whether two values belong to the same trace, so that one may take the other's place."""
     return getattr(a, "_trace", None) is getattr(b, "_trace", None)

@@ -132,7 +132,7 @@ def test_lanes_that_are_held():
     assert_same(steps.select(active, turned[:1], turned[1:], 1), [wanted.T])
     of = lambda buffers, news, olds, **how: steps.hold(active, news, olds, buffers, **how)
     assert_same(of([False, True], [new] * 2, [old] * 2), [wanted, new])
-    assert_same(of([True], [new] * 3, [old] * 3), [new, wanted, wanted]), "others are none"
+    assert_same(of([True], [new] * 3, [old] * 3), [new, wanted, wanted])  # others are none
     assert_same(of((), [new], [old]), [wanted])
     assert_same(of([True, False], turned[:1] * 2, turned[1:] * 2, leading=1), [new.T, wanted.T])
 

@@ -190,7 +190,7 @@ class Nest:
     def _back(self, results: Sequence[Any], _: Any = ()) -> list:
         """The results of the outer loop, from those of the one."""
         state = jax.tree.structure(self.types).unflatten(results)
-        return list(map(_weak_if, [*state.carry, *state.ys], self.outer.result_types))
+        return list(map(_jax.weak_as, [*state.carry, *state.ys], self.outer.result_types))
 
     def _loop(self) -> Loop:
         """The one loop."""
@@ -335,9 +335,3 @@ def _with_row(rows: Any, value: Any, row: Any, axis: int, here: Any) -> Any:
     window = Window((axis,), (0,) * rows.ndim, sizes, "promise_in_bounds", wrap=False)
     value = jnp.expand_dims(value, axis)
     return write(rows, value, row[None], window, here.reshape(ones))
-
-
-def _weak_if(value: Any, aval: Any) -> Any:
-    """A value of weak type, if that is: what is computed with it then has its own type."""
-    how = {"new_dtype": aval.dtype, "weak_type": True, "sharding": None}
-    return lax.convert_element_type_p.bind(value, **how) if aval.weak_type else value
