@@ -296,3 +296,29 @@ def test_a_residual_that_is_the_same_everywhere():
     python = lambda first, last, body, c: ft.reduce(lambda c, i: body(i, c), range(first, last), c)
     wanted = [jax.grad(f)(x, int(n), python) for x, n in zip(lanes, counts, strict=True)]
     assert_close(jax.jit(sharded)(lanes, counts), jnp.stack(wanted))
+
+
+@jax.custom_vjp
+def clipped(w):
+    return jnp.sin(w)
+
+
+clipped.defvjp(lambda w: (jnp.sin(w), w), lambda w, ct: (jnp.clip(ct, -0.5, 0.5) * jnp.cos(w),))
+
+
+def test_a_rule_for_what_is_the_same_on_all_devices():
+    """Of the sum of their cotangents, or of each: it is an error until that is said."""
+
+    def each(w, n, x, to):
+        body = lambda c: (c[0] + 1, c[1] * clipped(to(w)))
+        return loopkit.while_loop(lambda c: c[0] < n[0], body, (0, x[0]), max_steps=5)[1][None]
+
+    def total(w, to):
+        local, specs = ft.partial(each, to=to), (P(), P("d"), P("d"))
+        return jax.shard_map(local, mesh=MESH, in_specs=specs, out_specs=P("d"))(w, NS, XS).sum()
+
+    with pytest.raises(ValueError, match="manual axis types do not match"):
+        jax.grad(total)(0.7, lambda w: w)
+    vary, pairs = lambda w: lax.pcast(w, "d", to="varying"), list(zip(NS, XS, strict=True))
+    same = lambda w: sum(each(w, n[None], x[None], lambda w: w)[0] for n, x in pairs)
+    assert_close(jax.grad(total)(0.7, vary), jax.grad(same)(0.7))
