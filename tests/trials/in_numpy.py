@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools as ft
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -92,7 +93,9 @@ def eagerly() -> Iterator[None]:
     try:
         for p, impl in before:
             p.impl = own(p, impl)
-        with jax.disable_jit():
+        with jax.disable_jit(), warnings.catch_warnings():
+            # Types are no longer weak, so a counter of int64 seems to be written to rows of int32.
+            warnings.filterwarnings("ignore", "scatter inputs have incompatible", FutureWarning)
             yield
     finally:
         for p, impl in before:
