@@ -56,6 +56,8 @@ class EverySegment(Strategy):
             return known(jnp.int32(whole), state, rest) if rest else state
         if loop.cond is None:
             return repeat(self.how.plan.segments, known, state)
+        if self.how.plan.segments == 1:
+            return self.segment(loop, operands, *state, jnp.int32(0))
         if _jax.host_waits.value and writes_in_passing(self.how.plan):
             return self.run_flat(loop, operands, state)[:2]
         another = lambda s: goes_on(loop, operands, s[0], loop.length)
@@ -105,6 +107,9 @@ class EverySegment(Strategy):
         length = self.how.plan.segment
         last = quotient(steps + (length - 1), length) - 1
         s = s._replace(rows=self.rows(step), ahead=self.load_ahead(step.operands, s.stacks, last))
+        # It may have no step. Products of what was not written would then be wrong.
+        if self.how.plan.segments == 1 and (step.products is None or isinstance(steps, int)):
+            return segment(0, steps, s._replace(unit=jnp.int32(0))).cts
         return reverse_segments(segment, length, steps, s)
 
     def rows(self, step: StepReversal) -> list:
