@@ -1,4 +1,4 @@
-"""XLA for CPUs makes one kernel of each loop of small steps in a gradient: nothing is in the way."""
+"""XLA for CPUs makes one kernel of each loop of small steps in a gradient: nothing is between."""
 
 import re
 
