@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 from loopkit import _jax
 from loopkit._jaxprs import equations
 
-EQUATION = 1.0
+EQUATION = 0.3
 """Nanoseconds that an equation takes at least: it is part of a kernel with others."""
 ELEMENT = 0.04
 """Nanoseconds to an element of plain arithmetic, which one vector instruction does for many."""
 FLOPS = 120.0
 """Of a product of matrices, in a nanosecond."""
+ITERATION = 4.0
+"""Nanoseconds that a step of a loop takes beyond its equations."""
 UNKNOWN_TRIPS = 10
 """Steps that an inner loop is taken to run if its equations do not say."""
 
@@ -48,21 +50,26 @@ class Price(NamedTuple):
 
 
 _PRICES = {
-    "div nextafter sqrt": (5, 0.25),
+    "div nextafter sqrt": (4, 0.25),
     "rsqrt erf tanh": (25, 0.35),
     "exp exp2 log log2 logistic": (35, 0.6),
     "expm1 log1p cosh erfc": (40, 1.1),
     "acosh asinh atanh bessel_i0e bessel_i1e": (30, 2),
-    "cos sin sinh tan erf_inv": (15, 2.4),
+    "cos sin tan": (15, 4),
+    "sinh erf_inv": (15, 2.4),
     "cbrt pow rem": (15, 6),
     "acos asin atan atan2 digamma": (30, 12),
+    "polynomial": (2, 0.5),
     "lgamma": (60, 14),
     "igamma igammac polygamma regularized_incomplete_beta zeta": (250, 80),
     "igamma_grad_a random_gamma_grad": (300, 110),
-    "reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor": (2, 0.25),
+    "reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor": (
+        2,
+        0.25,
+    ),
     "argmax argmin": (5, 4),
     "cumlogsumexp": (50, 450),
-    "concatenate": (3, 0.5),
+    "concatenate": (1, 0.5),
     "transpose": (1, 0.7),
     "top_k approx_top_k": (90, 1.7),
     "random_bits random_fold_in threefry2x32": (70, 7),
@@ -84,8 +91,9 @@ _COLLECTIVE = """
 """
 PRICES |= dict.fromkeys(_COLLECTIVE.split(), Price(5_000, 0.2))
 """Devices wait for each other."""
-UNKNOWN = Price(300, 1)
-"""Of a primitive that is none of JAX's: it calls something, as a library's are priced."""
+PRICES |= dict.fromkeys(["ffi_call", "io_callback", "pure_callback"], Price(1_000, 1))
+UNKNOWN = Price(10, 0.5)
+"""Of a primitive of another library: many only mark something, and some compute a lot."""
 
 _LIBRARY = {
     "cholesky": (250, 3.5, 0.005),
@@ -118,7 +126,7 @@ def loop_nanoseconds(loop: Any) -> float:
     trips = loop.length
     if loop.cond is not None:
         trips = UNKNOWN_TRIPS if trips is None else min(trips, UNKNOWN_TRIPS)
-    return trips * nanoseconds(loop.body)
+    return trips * (ITERATION + nanoseconds(loop.body))
 
 
 def equation_nanoseconds(eqn: Any) -> float:
@@ -145,13 +153,13 @@ def equation_nanoseconds(eqn: Any) -> float:
 def _around(eqn: Any, inner: list) -> float:
     """Of an equation that runs jaxprs: one of its branches, or each as often as it says."""
     name, costs = eqn.primitive.name, list(map(nanoseconds, inner))
-    if name == "cond":
+    if name in ("cond", "custom_linear_solve"):  # of a solve, which runs one of its functions
         return max(costs)
-    if name == "custom_linear_solve":  # runs one of: a product, its transpose, a solve, that one's
-        return max(costs)
-    trips = {"scan": eqn.params.get("length"), "while": UNKNOWN_TRIPS}.get(name, 1)
+    if name in ("scan", "while"):
+        trips = _jax.volume([eqn.params.get("length", UNKNOWN_TRIPS)])
+        return trips * (ITERATION + sum(costs))
     grid = getattr(eqn.params.get("grid_mapping"), "grid", ())  # of a Pallas kernel
-    return sum(costs) * (_jax.volume([trips, *grid]) or 1)
+    return sum(costs) * _jax.volume(grid)
 
 
 def _words(v: Any) -> float:
@@ -193,13 +201,13 @@ def _along(name: str) -> Callable[[Any], Any]:
 
 def _sort(eqn: Any) -> float:
     length = max(1, _known(eqn.invars[0].aval.shape[eqn.params["dimension"]]))
-    return EQUATION + 17 * _jax.elements(eqn.invars[0].aval) * math.log2(length)
+    return EQUATION + 14 * _jax.elements(eqn.invars[0].aval) * math.log2(length)
 
 
 def _fft(eqn: Any) -> float:
     types = eqn.invars[0].aval, eqn.outvars[0].aval
     numbers = max(map(_jax.elements, types)) * max(t.dtype.itemsize for t in types) / 8
-    return 650 + 0.45 * numbers * math.log2(max(2, _jax.volume(eqn.params["fft_lengths"])))
+    return 750 + 0.55 * numbers * math.log2(max(2, _jax.volume(eqn.params["fft_lengths"])))
 
 
 def _window(eqn: Any) -> float:
@@ -244,9 +252,9 @@ def _dot(eqn: Any) -> float:
     depth = _jax.volume(left.shape[a] for a in contracted)
     batch = _jax.volume(left.shape[a] for a in batched)
     sides = [max(1, _jax.elements(v) // max(1, batch * depth)) for v in (left, right)]
-    if min(sides) == 1:  # a matrix is read once, for a vector
-        return 5 + (0.1 if max(sides) == 1 else 0.05) * max(map(_words, eqn.invars))
     m, n, k = *sides, depth
+    if min(sides) == 1 and m * n * k > INLINE:  # a matrix is read once, for a vector
+        return 25 + (0.1 if max(sides) == 1 else 0.05) * max(map(_words, eqn.invars))
     words = _words(out) / max(1, batch * m * n)
     return batch * words * _product(m, n, k) + 5
 
@@ -273,7 +281,7 @@ def _convolution(eqn: Any) -> float:
     """Of a direct loop, or, where features are the last axis, of a product of matrices."""
     dimensions, kernel = eqn.params["dimension_numbers"], eqn.invars[1].aval
     depth = _jax.elements(kernel) / max(1, _known(kernel.shape[dimensions.rhs_spec[0]]))
-    last = dimensions.lhs_spec[1] == len(kernel.shape) - 1 and depth >= NARROW
+    last = dimensions.lhs_spec[1] == len(kernel.shape) - 1 and depth >= MULTIPLE
     return 10 + (0.05 if last else 0.5) * _words(eqn.outvars[0]) * depth
 
 
@@ -304,11 +312,16 @@ MEASURES: dict[str, Callable[[Any], float]] = {
         ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window
     ),
     "gather": _slices(-1, 1.0),
-    **dict.fromkeys((f"scatter{s}" for s in ("", "-add", "-sub", "-mul", "-min", "-max")),
-                    _slices(2, 1.5)),
-    "dynamic_slice": _part(-1), "loopkit_read": _part(-1),
-    "dynamic_update_slice": _part(1), "loopkit_write": _part(1),
-    "get": _part(-1), "swap": _part(1), "addupdate": _part(1),
+    **dict.fromkeys(
+        (f"scatter{s}" for s in ("", "-add", "-sub", "-mul", "-min", "-max")), _slices(2, 1.5)
+    ),
+    "dynamic_slice": _part(-1),
+    "loopkit_read": _part(-1),
+    "dynamic_update_slice": _part(1),
+    "loopkit_write": _part(1),
+    "get": _part(-1),
+    "swap": _part(1),
+    "addupdate": _part(1),
 }
 """Primitives whose time is not that of elements alone."""
 

@@ -20,6 +20,8 @@ from loopkit.schedules import binomial
 
 SEGMENT = 20.0
 """Nanoseconds that a segment costs beyond its steps."""
+SCHEDULED = 300.0
+"""The same, where a schedule says what is saved and run again."""
 CACHES = (1 << 20, 0.06), (1 << 25, 0.12), (math.inf, 1.2)
 """Up to so many bytes in use, so many nanoseconds to write and read one of them. Beyond the last
 cache, memory is new at every call, and has to be cleared by the system first."""
@@ -329,7 +331,8 @@ class Plan:
         if self.store == "carries":
             replay = step.run * (1 - 1 / self.segment) + step.remake + row
         passes = (run + again - steps) * step.run
-        return beside + passes + steps * replay + units * (SEGMENT + slot)
+        each = SCHEDULED if self.strategy == "schedule" else SEGMENT
+        return beside + passes + steps * replay + units * (each + slot)
 
 
 def _price(count: int) -> float:
