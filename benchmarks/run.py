@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 import beams
 import buffers
+import costs
 import engine
 import frontier
 import harness
@@ -71,6 +72,10 @@ def parts() -> Iterator[tuple[str, Part]]:
         quick = partial(study, settings=["default"]) if name == QUICK_LOOP else None
         yield f"frontier/{name}", Part(f"Time against memory, {name}", study, quick)
     yield "frontier/cost", Part("Cost of a step as loops grow", frontier.flat_cost)
+
+    for name, (title, run) in costs.SECTIONS.items():
+        quick = partial(run, names=["scalar", "eigh"]) if name == "prices" else None
+        yield f"costs/{name}", Part(title, run, quick)
 
     quick = {
         "rows": partial(buffers.compare_rows, lengths=(1000, 8000)),

@@ -148,8 +148,12 @@ def test_large_products_are_added_up_seldom():
     for count in (10**6, 2 * 10**6, 4 * 10**6):
         plan = make_plan(Bytes(count), 20_000, True, step)
         assert plan.segment > 100 or plan.strategy == "every carry"
-    alone = step._replace(product_bytes=0)
-    assert make_plan(Bytes(4 * 10**6), 20_000, True, alone).segment < 10
+    short = replace(plan, slots=5_000, segment=4)
+    alone = [replace(p, step=step._replace(product_bytes=0)) for p in (short, plan)]
+    dearer, without = (
+        a.nanoseconds(20_000) / b.nanoseconds(20_000) for a, b in [(short, plan), alone]
+    )
+    assert dearer > 1.5 * without
 
 
 def test_a_table_that_the_body_reads_is_not_counted():

@@ -19,6 +19,10 @@ KEPT = 1 << 10
 """Bytes of all residuals of a loop up to which it keeps them: to checkpoint gains nothing."""
 REPLAYED = 1 << 13
 """Bytes up to which it is run again as a whole, and keeps nothing; of carries, keeps all."""
+CACHED = CACHES[0][0]
+"""Bytes of all residuals up to which it keeps them if steps are expensive."""
+EXPENSIVE = 4.0
+"""So many times as long as to store its residuals does an expensive step take to run again."""
 SMALL = 1 << 19
 """Bytes of checkpoints, and of rows, that a loop may use whose steps are not known: what a core's
 cache holds, and what is set to zero in no time."""
@@ -126,6 +130,18 @@ def _adapted(plan: Plan, loop: Plan) -> Plan:
 
 def _default(loop: Plan) -> Plan:
     """One extra forward pass, and about the square root of the steps in memory."""
+    plan = _about_the_root(loop)
+    if loop.bound is None or plan.keeps_all:
+        return plan
+    whole = replace(loop, segment=max(loop.bound, 1), store="residuals", keeps_all=True)
+    times = [p.nanoseconds(loop.bound) for p in (whole, plan)]
+    stored = times[0] - loop.bound * loop.step.record
+    is_expensive = loop.step.record * loop.bound >= EXPENSIVE * stored
+    return whole if whole.slot_bytes <= CACHED and is_expensive and times[0] < times[1] else plan
+
+
+def _about_the_root(loop: Plan) -> Plan:
+    """The same, whatever a step costs."""
     step, bound = loop.step, loop.bound
     if bound is not None and step.log_bytes and step.residual_bytes <= ALIKE * step.log_bytes:
         return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
