@@ -59,9 +59,16 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Share:
-    """Part of the bytes that are taken without a budget, if they are many."""
+    """Part of what is kept without a budget."""
 
-    part: float
+    part: float = 1.0
+    """Of the bytes, if they are many."""
+    likely: float = 1.0
+    """Of the bound: steps that the loop is planned for. It may take more, and runs more again."""
+
+
+SELDOM_REACHED = Share(likely=0.2)
+"""For a bound that was found in a predicate which may end the loop before."""
 
 
 class Step(NamedTuple):

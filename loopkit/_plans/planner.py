@@ -76,7 +76,7 @@ def make_plan(
     """The plan for a loop of `bound` steps at most; `exact` if it takes just that many."""
     loop = Plan(1, bound=bound, exact=exact, step=step)
     if isinstance(budget, Share):
-        return _shared(make_plan(None, bound, exact, step, name), loop, budget.part)
+        return _shared(make_plan(None, bound, exact, step, name), budget)
     if budget is None and bound and bound * step.residual_bytes <= step.buffer_bytes:
         # No more than one of the buffers that would be brought back from their last state.
         return replace(loop, segment=bound, store="residuals", keeps_all=True)
@@ -100,12 +100,18 @@ def make_plan(
     return _default(loop)
 
 
-def _shared(whole: Plan, loop: Plan, part: float) -> Plan:
-    if whole.keeps_all or whole.peak_bytes <= SMALL:
-        return whole
+def _shared(whole: Plan, share: Share) -> Plan:
+    """The plan that keeps part of what `whole` does."""
+    plan = whole
+    if share.likely < 1 and whole.strategy == "every segment" and whole.segments != 1:
+        few = _about_the_root(replace(whole, bound=max(1, int(share.likely * (whole.bound or 1)))))
+        if few.strategy == "every segment" and few.segments != 1:
+            plan = replace(few, bound=whole.bound)
+    if share.part == 1 or plan.keeps_all or plan.peak_bytes <= SMALL:
+        return plan
     with contextlib.suppress(TooLittle):
-        return _cheapest(int(whole.peak_bytes * part), replace(loop, step=whole.step), "")
-    return whole
+        return _cheapest(int(plan.peak_bytes * share.part), replace(plan, thinned=False), "")
+    return plan
 
 
 def _without_carry(loop: Plan, bound: int) -> Plan:
@@ -131,8 +137,8 @@ def _adapted(plan: Plan, loop: Plan) -> Plan:
 def _default(loop: Plan) -> Plan:
     """One extra forward pass, and about the square root of the steps in memory."""
     plan = _about_the_root(loop)
-    if loop.bound is None or plan.keeps_all:
-        return plan
+    if loop.bound is None or not loop.exact or plan.keeps_all:
+        return plan  # where steps are not known, the bytes of all would follow the bound
     whole = replace(loop, segment=max(loop.bound, 1), store="residuals", keeps_all=True)
     times = [p.nanoseconds(loop.bound) for p in (whole, plan)]
     stored = times[0] - loop.bound * loop.step.record

@@ -21,7 +21,7 @@ from loopkit._engine.passes.prune import Pruned, prune
 from loopkit._engine.steps import hold, read_slices, repeat
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import factor_bytes, nanoseconds
-from loopkit._plans.plan import Plan, Step
+from loopkit._plans.plan import Plan, Share, Step
 from loopkit._plans.planner import best_plan
 
 
@@ -275,7 +275,8 @@ def _planned(loop: Loop, active: Active) -> Reversal:
         logging = step._replace(carry_bytes=left, buffer_bytes=buffers, log_bytes=log)
         steps = (logging, step)
     checkpoints = loop.checkpoints
-    if loop.asks_the_host and checkpoints is None and loop.length is not None:
+    unasked = checkpoints is None or isinstance(checkpoints, Share)
+    if loop.asks_the_host and unasked and loop.length is not None:
         checkpoints = "all"
     plan = best_plan(checkpoints, loop.length, loop.cond is None, steps, loop.name)
     if not plan.keeps_all:
