@@ -34,9 +34,9 @@ _PLAIN = """
 PLAIN = frozenset(_PLAIN.split())
 """Primitives that cost `ELEMENT` for each element."""
 _FREE = """
-    after_all axis_index bitcast_convert_type broadcast_in_dim create_token dce_sink device_put empty
-    empty2 expand_dims iota name optimization_barrier platform_index pvary random_seed random_unwrap
-    random_wrap reshape sharding_constraint split squeeze stop_gradient tie unstack
+    after_all axis_index bitcast_convert_type broadcast_in_dim create_token dce_sink device_put
+    empty empty2 expand_dims iota name optimization_barrier platform_index pvary random_seed
+    random_unwrap random_wrap reshape sharding_constraint split squeeze stop_gradient tie unstack
 """
 FREE = frozenset(_FREE.split())
 """Primitives that cost nothing for each element: a kernel that reads the result sees through."""

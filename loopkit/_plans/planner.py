@@ -20,7 +20,7 @@ KEPT = 1 << 10
 REPLAYED = 1 << 13
 """Bytes up to which it is run again as a whole, and keeps nothing; of carries, keeps all."""
 CACHED = CACHES[0][0]
-"""Bytes of all residuals up to which it keeps them if steps are expensive."""
+"""Bytes of residuals up to which a loop of known length keeps them if its steps are expensive."""
 EXPENSIVE = 4.0
 """So many times as long as to store its residuals does an expensive step take to run again."""
 SMALL = 1 << 19
@@ -138,7 +138,7 @@ def _default(loop: Plan) -> Plan:
     """One extra forward pass, and about the square root of the steps in memory."""
     plan = _about_the_root(loop)
     if loop.bound is None or not loop.exact or plan.keeps_all:
-        return plan  # where steps are not known, the bytes of all would follow the bound
+        return plan
     whole = replace(loop, segment=max(loop.bound, 1), store="residuals", keeps_all=True)
     times = [p.nanoseconds(loop.bound) for p in (whole, plan)]
     stored = times[0] - loop.bound * loop.step.record

@@ -11,9 +11,9 @@ from loopkit._jaxprs import cost
 from loopkit._jaxprs.cost import nanoseconds
 
 RUN_JAXPRS = """
-    call checkpoint closed_call composite cond core_call custom_jvp_call custom_lin custom_linear_solve
-    custom_vjp_call custom_vjp_call_jaxpr eval_jaxpr jit pjit remat remat2 run_state scan while
-    xla_call xla_pmap
+    call checkpoint closed_call composite cond core_call custom_jvp_call custom_lin
+    custom_linear_solve custom_vjp_call custom_vjp_call_jaxpr eval_jaxpr jit pjit remat remat2
+    run_state scan while xla_call xla_pmap
 """
 """Primitives that cost what their jaxprs do."""
 
