@@ -179,6 +179,25 @@ def test_small_loops_keep_everything_or_nothing(exact):
     assert make_plan(None, 1000, exact, Step(400, 600)).slots > 1
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_steps_that_hold_loops_are_not_run_again(exact):
+    """Each loop in them would be compiled again; of more bytes they are."""
+    small, large = Step(400, 10_000, holds_loops=True), Step(400, 20_000, holds_loops=True)
+    assert make_plan(None, 10, exact, small).keeps_all
+    assert not make_plan(None, 10, exact, small._replace(holds_loops=False)).keeps_all
+    assert not make_plan(None, 10, exact, large).keeps_all
+    assert not make_plan(3, 10, exact, small).keeps_all
+
+
+def test_rows_without_a_bound():
+    """Residuals, if they are small, however many arrays they are; at least 64 of them."""
+    small, large = Step(8, 256, residual_arrays=30), Step(8, 264, residual_arrays=30)
+    plan = make_plan(None, None, False, small)
+    assert (plan.store, plan.segment, plan.thinned) == ("residuals", 64, True)
+    assert make_plan(None, None, False, large).store == "carries"
+    assert make_plan(None, 1000, False, small).store == "carries"
+
+
 @given(
     carry=st.integers(0, 10**5),
     residuals=st.integers(0, 10**6),

@@ -17,6 +17,9 @@ from loopkit._plans.plan import CACHES, SPARED, TABLES, Budget, Bytes, Plan, Sha
 
 KEPT = 1 << 10
 """Bytes of all residuals of a loop up to which it keeps them: to checkpoint gains nothing."""
+NESTED = 1 << 17
+"""The same of a loop whose steps hold loops. To run such a step again compiles all of them again,
+and at each level of loops in loops."""
 REPLAYED = 1 << 13
 """Bytes up to which it is run again as a whole, and keeps nothing; of carries, keeps all."""
 CACHED = CACHES[0][0]
@@ -30,6 +33,9 @@ FEW = 32
 """Slots that such a loop may use, however large its carry."""
 ROWS = 1 << 14
 """Bytes of rows that it uses where it does not have to use more."""
+RECORDED = ROWS >> 6
+"""Bytes of residuals up to which its rows are those, whatever their arrays cost: where carries are
+stored, a step is run again to reverse it, and compiled once more for that."""
 MANY = 1024
 """Slots, and steps to a segment, that it needs at most, however small its carry."""
 PLACED = 128
@@ -151,7 +157,7 @@ def _about_the_root(loop: Plan) -> Plan:
     step, bound = loop.step, loop.bound
     if bound is not None and step.log_bytes and step.residual_bytes <= ALIKE * step.log_bytes:
         return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
-    if bound is not None and bound * step.residual_bytes <= KEPT:
+    if bound is not None and bound * step.residual_bytes <= (NESTED if step.holds_loops else KEPT):
         return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
     if bound is not None and bound * (step.residual_bytes + step.factor_bytes) <= REPLAYED:
         return replace(loop, slots=1, segment=bound, store="residuals")
@@ -168,6 +174,8 @@ def _about_the_root(loop: Plan) -> Plan:
     rows = min(MANY, max(FEW // 4, SMALL // row))
     if bound is not None and bound <= 16 * most * rows:
         return _balanced(loop, store, 2 * most)
+    if step.residual_bytes <= RECORDED:
+        store, row = "residuals", max(step.residual_bytes + step.factor_bytes, 1)
     few = max(16, ROWS // row)
     return replace(
         loop, slots=min(most, PLACED), segment=min(rows, PLACED, few), store=store, thinned=True
