@@ -138,7 +138,7 @@ BESIDES = {
 
 
 def libraries(sections: Sections, names: str) -> str:
-    """Gradients through loops of libraries, beside their own: with the newest JAX and the oldest."""
+    """Gradients through loops of libraries beside their own, with the newest and the oldest JAX."""
     newest, oldest = (_beside_their_own(sections[name].records) for name in names.split())
     versions = [sections[name].machine["jax"] for name in names.split()]
     rows, last = [], ""

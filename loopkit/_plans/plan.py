@@ -59,12 +59,11 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Share:
-    """Part of what is kept without a budget."""
+    """Part of what is kept without a budget: of the bytes, if they are many."""
 
     part: float = 1.0
-    """Of the bytes, if they are many."""
     likely: float = 1.0
-    """Of the bound: steps that the loop is planned for. It may take more, and runs more again."""
+    """The part of the bound that is planned for. Of more steps, more are run again."""
 
 
 SELDOM_REACHED = Share(likely=0.2)

@@ -167,13 +167,13 @@ def _about_the_root(loop: Plan) -> Plan:
     if loop.exact:
         assert bound is not None, "a loop that takes just so many steps has a length"
         candidates = [_balanced(loop, store, bound) for store in step.stores]
-        return min(candidates, key=lambda p: p.nanoseconds(bound))
+        return _or_every_carry(min(candidates, key=lambda p: p.nanoseconds(bound)))
     store = _cheaper_store(loop)
     row = max(step.row_bytes(store) + step.factor_bytes, 1)
     most = min(MANY, max(FEW, SMALL // step.carry_bytes))
     rows = min(MANY, max(FEW // 4, SMALL // row))
     if bound is not None and bound <= 16 * most * rows:
-        return _balanced(loop, store, 2 * most)
+        return _or_every_carry(_balanced(loop, store, 2 * most))
     if step.residual_bytes <= RECORDED:
         store, row = "residuals", max(step.residual_bytes + step.factor_bytes, 1)
     few = max(16, ROWS // row)
@@ -191,6 +191,13 @@ def _balanced(loop: Plan, store: Store, most: int) -> Plan:
     if loop.exact:
         segment = _near_divisor(bound, segment)
     return replace(loop, slots=max(1, -(-bound // segment)), segment=segment, store=store)
+
+
+def _or_every_carry(plan: Plan) -> Plan:
+    """The plan, or one that keeps every carry if that takes no more memory."""
+    every = replace(plan, slots=max(1, plan.bound or 1), segment=1, store="carries")
+    fits = every.peak_bytes <= plan.peak_bytes and not plan.step.factor_bytes
+    return every if fits else plan
 
 
 def _near_divisor(bound: int, segment: int) -> int:
