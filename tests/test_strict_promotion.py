@@ -13,10 +13,10 @@ import pytest
 from jax import lax
 
 import loopkit
+from turns import in_turn
 
 XS = np.array([0.2, 1.1, 0.6, 1.9, 0.4])
 """What each lane begins with, and how many steps it takes."""
-RUNS = {"value": lambda f: f, "grad": jax.grad, "vmap": lambda f: jax.vmap(jax.grad(f))}
 
 
 def limit(x):
@@ -75,7 +75,7 @@ def tensor_array(x, **how):
         last = a.read(jnp.arange(-1, 0)[0])
         return i + 1, a.append(jnp.sin(last) * x).write(jnp.int8(i // 2), last + x)
 
-    start = loopkit.TensorArray(8, like=x).append(x)
+    start = loopkit.TensorArray.empty(8, x).append(x)
     loop = loopkit.while_loop(lambda c: c[0] < limit(x), step, (jnp.int32(0), start), **how)
     return jnp.sum(loop[1].stack())
 
@@ -145,24 +145,21 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("x64", [False, True], ids=["32 bits", "64 bits"])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_as_under_standard_promotion(name, x64):
+@pytest.mark.parametrize(("name", "bits"), in_turn(PROGRAMS, [32, 64]))
+def test_as_under_standard_promotion(name, bits):
+    """To the last bit, of one lane and of several that stop apart."""
     function, how = PROGRAMS[name]
-    f = ft.partial(function, **how)
-    compiled = (lambda f: f) if function is unbounded else jax.jit
-
-    def all_runs(promotion):
-        with jax.numpy_dtype_promotion(promotion):
-            return compiled(lambda xs: (f(xs[0]), jax.grad(f)(xs[0]), jax.vmap(jax.grad(f))(xs)))(
-                xs
-            )
-
-    with jax.enable_x64(x64):
+    f = jax.value_and_grad(ft.partial(function, **how))
+    every = lambda xs: (f(xs[0]), jax.vmap(f)(xs))
+    every = every if function is unbounded else jax.jit(every)
+    with jax.enable_x64(bits == 64):
         xs = jnp.asarray(XS)
-        found, wanted = all_runs("strict"), all_runs("standard")
+        with jax.numpy_dtype_promotion("strict"):
+            found = jax.tree.leaves(every(xs))
+        with jax.numpy_dtype_promotion("standard"):
+            wanted = jax.tree.leaves(every(xs))
+    assert {v.dtype.name for v in (*found, *wanted)} == {f"float{bits}"}
     for got, want in zip(found, wanted, strict=True):
-        assert got.dtype == want.dtype == xs.dtype
         np.testing.assert_array_equal(got, want)
         assert np.isfinite(got).all()
         assert np.any(got)

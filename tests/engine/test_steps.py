@@ -140,7 +140,10 @@ def test_lanes_that_are_held():
 
 def lanes_loop(**settings):
     """Lane i ends after i + 1 steps."""
-    body = lambda consts, carry, x: ([carry[0] - 1, carry[1] * 1.5], [carry[1] + carry[0].astype(float)])
+    body = lambda consts, carry, x: (
+        [carry[0] - 1, carry[1] * 1.5],
+        [carry[1] + carry[0].astype(float)],
+    )
     init = [np.arange(1, 5), np.linspace(0.1, 0.4, 4)]
     how = {"cond": lambda _, carry: carry[0] > 0, "length": 6}
     return make_loop(body, [], init, **how | settings)
