@@ -20,6 +20,7 @@ from jax._src import dispatch  # noqa: E402
 from turns import take_turns  # noqa: E402
 
 jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 def pytest_addoption(parser):

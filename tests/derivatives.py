@@ -17,7 +17,7 @@ from tolerances import DERIVATIVES
 
 
 def direction(like: jax.Array, seed: int) -> jax.Array:
-    return jnp.cos(jnp.arange(like.size) * 1.7 + seed).reshape(like.shape).astype(like.dtype)
+    return jnp.cos(jnp.arange(float(like.size)) * 1.7 + seed).reshape(like.shape).astype(like.dtype)
 
 
 def forward(f: Callable, seed: int) -> Callable:

@@ -286,7 +286,7 @@ def carry_of_mixed_types(loops, x, w):
         step, flag, z, key, x = carry
         key, draw = jax.random.split(key)
         x = jnp.where(flag, x * w, jnp.sin(x)) + 0.1 * jax.random.uniform(draw, dtype=x.dtype)
-        z = z * (w + 1j * x) + z.conj()
+        z = z * lax.complex(w, x) + z.conj()
         return step + 2, ~flag, z, key, x
 
     init = (1, True, lax.complex(x, w), jax.random.key(3), x)

@@ -343,11 +343,11 @@ def test_a_counter_of_an_inner_loop():
 
 def test_a_counter_of_floats_is_none():
     """It starts from an integer, and is promoted by what is added to it."""
-    n = jnp.int32(10)
-    assert loopkit.while_loop(lambda c: c < n, lambda c: c + 1.5, 0) == 10.5
+    below = lambda c: c < jnp.int32(10).astype(jnp.result_type(c))
+    assert loopkit.while_loop(below, lambda c: c + 1.5, 0) == 10.5
     pair = loopkit.while_loop(lambda c: c[0] < c[1], lambda c: (c[0] + 1.5, c[1]), (0, 10))
     assert pair[0] == 10.5
     f = lambda x: lax.while_loop(
-        lambda c: (c[0] < n) & (c[1] < 9), lambda c: (c[0] + 1.5, c[1] + 1), x
+        lambda c: below(c[0]) & (c[1] < 9), lambda c: (c[0] + 1.5, c[1] + 1), x
     )
     assert loopkit.checkpointed(f)((0.0, 0))[0] == f((0.0, 0))[0]

@@ -67,7 +67,7 @@ def while_loop(x):
 
 def while_loop_with_info(x):
     (_, x), info = loopkit.while_loop(goes_on, body, (0, x), max_steps=9, return_info=True)
-    return x * info.steps
+    return x * info.steps.astype(x.dtype)
 
 
 def scan(x):

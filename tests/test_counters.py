@@ -21,7 +21,7 @@ PLANS = [None, "all", Plan(1), Plan(2, 3, "residuals"), Plan(3, 2, "carries")]
 
 def step(i, j, x, xs):
     """The derivative reads both counters, as numbers and as indices."""
-    x = jnp.sin(x * xs[j % 12]) + jnp.tanh(x / (1 + i * i))
+    x = jnp.sin(x * xs[j % 12]) + jnp.tanh(x / jnp.float64(1 + i * i))
     return i + 1, j - 3, x
 
 
@@ -29,14 +29,14 @@ def by_hand(xs, start, n):
     i, j, x = start, 40, xs[0]
     for _ in range(n):
         i, j, x = step(i, j, x, xs)
-    return jnp.sum(x**2) * i
+    return jnp.sum(x**2) * jnp.float64(i)
 
 
 def looped(kind, plan):
     def f(xs, start=2, n=7):
         one, init = lambda _, carry: step(*carry, xs), (start, 40, xs[0])
         i, _, x = loop(kind, one, init, n, most=9, checkpoints=plan)
-        return jnp.sum(x**2) * i
+        return jnp.sum(x**2) * jnp.float64(i)
 
     return f
 
@@ -79,11 +79,9 @@ def test_what_is_a_counter():
     assert counters(lambda i, j, k: (i * 2, i - j, j + k), one, one, one) == (None, None, None)
     assert counters(lambda i, x: (jnp.where(x > 0, i + 1, i), x + 1), one, x) == (None, None)
     assert counters(lambda i, x: (i - 1, x + 1), jnp.uint8(1), x) == (-1, None)
-    assert counters(lambda i, j: (i + 1, j + i), one, jnp.ones(3, int), batched=(None, 0))[0] == 1
-    assert (
-        counters(lambda i, j: (i + 4, j + i), jnp.ones(3, jnp.int32), one, batched=(0, None))[0]
-        == 4
-    )
+    ones = jnp.ones(3, jnp.int32)
+    assert counters(lambda i, j: (i + 1, j + i), one, ones, batched=(None, 0))[0] == 1
+    assert counters(lambda i, j: (i + 4, j + i), ones, one, batched=(0, None))[0] == 4
     assert counters(lambda i: (jnp.copy(i + 1),), one) == (1,)
     both = jnp.asarray([1, 2])
     assert counters(lambda i: (i + both,), jnp.zeros(2, int)) == (None,)

@@ -48,7 +48,7 @@ def test_exact_dtypes(dtype):
 
     def run(scan):
         def f(x):
-            body = lambda c, e: ((c[0] ^ e, jnp.sin(c[1] + e)), (c[0] & e, c[1]))
+            body = lambda c, e: ((c[0] ^ e, jnp.sin(c[1] + e.astype(float))), (c[0] & e, c[1]))
             (last, x), (bits, ys) = scan(body, (exact[0], x), exact)
             return x + jnp.sum(ys), (last, bits)
 
@@ -178,7 +178,7 @@ def test_single_precision_by_default():
 @pytest.mark.parametrize("checkpoints", CHECKPOINTS)
 def test_cotangents_of_integers_are_float0(checkpoints):
     def f(n, x, table):
-        body = lambda c: (c[0] + 1, c[1] * table[c[0]])
+        body = lambda c: (c[0] + 1, c[1] * table[c[0]].astype(float))
         return loopkit.while_loop(
             lambda c: c[0] < n, body, (0, x), checkpoints=checkpoints, max_steps=4
         )

@@ -324,7 +324,7 @@ def test_leaves_of_all_kinds():
 
     def step(carry, x):
         key = jax.random.split(carry["key"])[0]
-        return carry | {"n": carry["n"] + 1, "key": key, "z": carry["z"] / x}, None
+        return carry | {"n": carry["n"] + 1, "key": key, "z": carry["z"] / x.astype(complex)}, None
 
     init = {"n": 0, "key": jax.random.key(3), "f": jnp.sin, "none": jnp.zeros((0, 2)), "z": 1j}
     replayed = fails(

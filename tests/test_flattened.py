@@ -17,7 +17,7 @@ from test_lanes import of_all, one_by_one, rows
 from turns import in_turn
 
 NESTED = named("while_in_while", "while_in_scan")
-COUNTS = np.random.default_rng(0).integers(0, 7, (9, 6))
+COUNTS = np.random.default_rng(0).integers(0, 7, (9, 6), np.int32)
 XS = np.linspace(0.1, 2.0, 9)
 
 
@@ -78,7 +78,7 @@ def rows_from_the_end(lanes, x, ns):
     def step(c, row):
         n, key = row
         c = sines(n, c + jax.random.normal(key), 1.1)
-        return c + 0.1, (c * x, n * jnp.arange(2))
+        return c + 0.1, (c * x, n * jnp.arange(2, dtype=n.dtype))
 
     inputs = ns, jax.random.split(jax.random.key(0), 6)
     return loopkit.scan(step, x, inputs, reverse=True, out_axes=(0, 1), lanes=lanes)
@@ -199,7 +199,7 @@ def steps_of_all(lanes):
 
         return loopkit.scan(step, jnp.ones(64), ns, lanes=lanes)[0]
 
-    ns = np.asarray([[30, 1] * 4, [1, 30] * 4])
+    ns = np.asarray([[30, 1] * 4, [1, 30] * 4], np.int32)
     jax.block_until_ready(jax.jit(jax.vmap(one))(ns))
     jax.effects_barrier()
     return len(seen)

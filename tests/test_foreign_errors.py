@@ -280,7 +280,7 @@ def with_integers(x):
     body = lambda c: (c[0] * 1.5, c[1] + 1, ~c[2], jax.random.split(c[3])[0], c[4] ^ 3)
     start = x, 0, jnp.asarray(True), jax.random.key(0), jnp.uint8(7)
     out = lax.while_loop(lambda c: (c[1] < 4) & (c[0] < 9), body, start)
-    return out[0] * out[1] + jax.random.normal(out[3]) * out[0] + out[4]
+    return out[0] * out[1] + jax.random.normal(out[3]) * out[0] + out[4].astype(float)
 
 
 def with_root(x):

@@ -176,7 +176,7 @@ def test_counters_near_their_end(dtype):
 
 
 def test_a_fori_loop_beyond_31_bits():
-    f = lambda x, a: loopkit.fori_loop(a, a + 3, lambda i, x: x * (i - a + 1.0), x)
+    f = lambda x, a: loopkit.fori_loop(a, a + 3, lambda i, x: x * jnp.float64(i - a + 1), x)
     first = jnp.int64(2**31 - 2)
     assert_close(jax.jit(jax.value_and_grad(f))(0.5, first), (jnp.asarray(3.0), jnp.asarray(6.0)))
 

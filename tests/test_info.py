@@ -82,7 +82,7 @@ def test_lanes():
 def test_beside_derivatives():
     def f(x):
         x, info = double(x)
-        return x * info.steps, info
+        return x * info.steps.astype(x.dtype), info
 
     for grad, info in (jax.grad(f, has_aux=True)(1.0), jax.jit(jax.grad(f, has_aux=True))(1.0)):
         assert (grad, info.steps, info.stopped) == (24.0, 3, True)

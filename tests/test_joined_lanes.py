@@ -96,7 +96,7 @@ def test_a_bound_where_the_outer_lanes_narrow():
     def every(lanes):
         def one(n, x, w):
             body = lambda x, t: (jnp.sin(x) * t + w[n], x * 2.0)
-            ends = lambda x, _: x > 0.3 * n
+            ends = lambda x, _: x > 0.3 * n.astype(float)
             x, ys = loopkit.scan(body, x, jnp.arange(1.0, 6.0), until=ends, lanes=lanes)
             return x + jnp.sum(ys * jnp.arange(5.0))
 

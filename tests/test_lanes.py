@@ -26,7 +26,7 @@ WIDTHS = [(2,), (3, 1), (5, 4, 2)]
 def rows(problem: Problem, count: int = 5) -> jax.Array:
     """Arguments of several lanes, the first the problem's own, which take different steps."""
     x = problem.vector()
-    return x * (1 + 0.15 * jnp.arange(count)[:, None] * (1 + direction(x, 2) / 4))
+    return x * (1 + 0.15 * jnp.arange(float(count))[:, None] * (1 + direction(x, 2) / 4))
 
 
 def one_by_one(problem: Problem, pattern: str, xs: jax.Array) -> jax.Array:
@@ -358,7 +358,7 @@ def test_lanes_that_ask_the_host_are_not_run_again():
 
     ns, xs = np.arange(5), np.linspace(0.5, 1.5, 5)
     values, slopes = jax.vmap(jax.value_and_grad(run, 1))(ns, xs)
-    assert_close(slopes * xs, values * ns)
+    assert_close(slopes * xs, values * ns.astype(float))
 
 
 @pytest.mark.parametrize(

@@ -46,11 +46,16 @@ class Masked:
     @staticmethod
     def fori_loop(first, last, body, init, **_):
         step = lambda c, i: (jnp.where((i >= first) & (i < last), body(i, c), c), None)
-        return lax.scan(step, init, jnp.arange(8))[0]
+        return lax.scan(step, init, jnp.arange(8, dtype=jnp.int32))[0]
 
 
 def number():
     return lax.axis_index("lane")
+
+
+def real():
+    """The same, to compute with."""
+    return number().astype(float)
 
 
 def counted(loops, until, body, x, **how):
@@ -64,12 +69,12 @@ def in_predicate(loops, x, w, **how):
 
 
 def in_body(loops, x, w, **how):
-    return counted(loops, lambda: 3, lambda c: jnp.sin(w * c) + c * number(), x, **how)
+    return counted(loops, lambda: 3, lambda c: jnp.sin(w * c) + c * real(), x, **how)
 
 
 def from_a_constant(loops, x, w, **how):
     """Nothing that goes in differs, nor has it a tangent."""
-    return x * w * counted(loops, lambda: 3, lambda c: jnp.sin(c) + c * number(), 0.4, **how)
+    return x * w * counted(loops, lambda: 3, lambda c: jnp.sin(c) + c * real(), 0.4, **how)
 
 
 def summed(loops, x, w, **how):
@@ -99,14 +104,14 @@ def gathered(loops, x, w, **how):
 
 def scanned(loops, x, w, **how):
     def step(c, t):
-        return jnp.sin(w * c) + t * lax.pmean(w * c, "lane"), c * number()
+        return jnp.sin(w * c) + t * lax.pmean(w * c, "lane"), c * real()
 
     c, ys = loops.scan(step, x, jnp.arange(3.0), **how)
     return c + ys.sum()
 
 
 def ys_alone(loops, x, w, **how):
-    c, ys = loops.scan(lambda c, t: (jnp.sin(c) + t, number() * 1.0), 0.3, jnp.arange(3.0), **how)
+    c, ys = loops.scan(lambda c, t: (jnp.sin(c) + t, real()), 0.3, jnp.arange(3.0), **how)
     return c * x + ys.sum() * w
 
 
@@ -131,11 +136,15 @@ def stopping_apart(loops, x, w, **how):
 
 
 def to_the_number(loops, x, w, **how):
-    return loops.fori_loop(0, 1 + number(), lambda i, c: jnp.sin(w * c) + i * c, x, **how)
+    return loops.fori_loop(
+        0, 1 + number(), lambda i, c: jnp.sin(w * c) + i.astype(float) * c, x, **how
+    )
 
 
 def counting_lanes(loops, x, w, **how):
-    return loops.fori_loop(0, 3, lambda i, c: jnp.sin(w * c) + i * number() * c, x, **how)
+    return loops.fori_loop(
+        0, 3, lambda i, c: jnp.sin(w * c) + (i * number()).astype(float) * c, x, **how
+    )
 
 
 PROGRAMS = [

@@ -119,7 +119,7 @@ def test_lanes_that_count_in_integers():
 
     def f(n, x):
         def advance(c):
-            return c[0] + 1, c[1] + jnp.sqrt(x * (n - c[0])) * jnp.sin(c[1])
+            return c[0] + 1, c[1] + jnp.sqrt(x * (n - c[0]).astype(float)) * jnp.sin(c[1])
 
         return loopkit.while_loop(
             lambda c: c[0] < n, advance, (0, x), checkpoints="all", max_steps=5
@@ -182,7 +182,7 @@ def test_lanes_that_read_some_slices_in_common():
 
     args = (
         jnp.asarray([0.1, 0.6, 1.2]),
-        jnp.ones((3, 6)) * jnp.arange(1, 7),
+        jnp.ones((3, 6)) * jnp.arange(1.0, 7.0),
         jnp.asarray([0.9, 1, 1.2]),
     )
     gradient = jax.grad(f, (0, 1))

@@ -131,8 +131,8 @@ def written(x, i, way, index, mode, **how):
     """One write of a row that depends on what is there."""
     index = INDICES[index](i)
     shape = jax.eval_shape(lambda x: x.at[index].get(), x).shape
-    values = (1.5 + jnp.sin(i + np.arange(1.0 * np.prod(shape)))).reshape(shape) * x[0, 0]
-    return getattr(x.at[index], way)(values, mode=mode, **how)
+    values = 1.5 + jnp.sin(jnp.float64(i) + np.arange(1.0 * np.prod(shape)))
+    return getattr(x.at[index], way)(values.reshape(shape) * x[0, 0], mode=mode, **how)
 
 
 def differentiable(way, index):

@@ -38,7 +38,9 @@ def test_sites_inside_the_library_of_jax():
     sites = []
 
     def f(x):
-        return lax.scan(lambda c, _: (jnp.searchsorted(xs, c) + x, None), x, length=2)[0]
+        return lax.scan(
+            lambda c, _: (jnp.searchsorted(xs, c).astype(float) + x, None), x, length=2
+        )[0]
 
     xs = jnp.arange(4.0)
     jax.make_jaxpr(loopkit.checkpointed(f, only=sites.append))(1.0)

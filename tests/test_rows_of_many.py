@@ -80,7 +80,7 @@ def test_lanes_of_derivatives_and_derivatives_of_lanes(kind, plan):
 
 def from_the_start(f, axis):
     first = jnp.moveaxis(jnp.sin(jnp.arange(LANES * 16.0)).reshape(LANES, 8, 2), 0, axis)
-    lanes, ws = (0, 0, axis), WS[:, None] + jnp.arange(LANES)
+    lanes, ws = (0, 0, axis), WS[:, None] + jnp.arange(1.0 * LANES)
     grads = jax.vmap(jax.grad(cubed(f), (0, 1, 2)), lanes)(XS, WS, first)
     # The axis of what comes out is that of what is put in.
     return grads, jax.vmap(jax.vmap(f, lanes, out_axes=axis), (None, 0, None))(XS, ws, first)

@@ -369,7 +369,7 @@ def test_few_programs_for_loops_that_start_elsewhere(compilations):
     def from_row(i, other):
         body = lambda c: (c[0] + 1, c[1].at[c[0]].set(1.0), c[2] + 0)
         init = (jnp.int64(i), jnp.zeros(40), jnp.int64(other))
-        goes_on = lambda c: c[0] < 30.0  # which bounds no integer
+        goes_on = lambda c: c[0].astype(float) < 30.0  # which bounds no integer
         out = loopkit.while_loop(goes_on, body, init, buffers=(False, True, False))
         return np.asarray(out[1])
 

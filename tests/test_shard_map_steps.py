@@ -62,7 +62,7 @@ STEPS = {
     "solve": lambda c, t, w: jnp.linalg.solve(jnp.eye(2) * (3 + w), jnp.ones(2) * c + w)[0] + t,
     "grad": lambda c, t, w: jax.grad(lambda c: loop(2, c, w))(c) + t * c,
     "buffer": lambda c, t, w: halved(c, w) + t,
-    "integers": lambda c, t, w: jnp.sin(w * c) * jnp.arange(3)[jnp.int32(4 * t) % 3] + c,
+    "integers": lambda c, t, w: jnp.sin(w * c) * jnp.arange(3.0)[jnp.int32(4 * t) % 3] + c,
 }
 VARIES = {
     "carry": lambda x, xs, w: (x, xs, w),
@@ -259,7 +259,10 @@ def test_what_is_stored_differs_between_devices_in_part(stored):
     cut = lax.stop_gradient if "truncate" in how else lambda v: v
 
     def summed(scan, x):
-        step = lambda c, _: ((jnp.sin(c[0]) * jnp.cos(c[1]), 2 * c[1] + 1), jnp.sort(1.5 * c[0]))
+        def step(c, _):
+            v, count = c
+            return (jnp.sin(v) * jnp.cos(count).astype(v.dtype), 2 * count + 1), jnp.sort(1.5 * v)
+
         return jnp.sum(scan(step, (x, jnp.zeros((), dtype)), None, 8)[1], 0)
 
     def unrolled_scan(step, carry, _, length):

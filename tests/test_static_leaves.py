@@ -148,7 +148,7 @@ def test_a_loop_that_may_raise():
         how = {"max_steps": 5, "throw": True, "return_info": True}
         last, info = loopkit.while_loop(goes_on, body, {"i": 0, "m": model(w)}, **how)
         assert last["m"]["act"] is jnp.tanh
-        return last["m"]["w"] + info.steps
+        return last["m"]["w"] + info.steps.astype(float)
 
     w = jnp.asarray(0.7)
     with jax.disable_jit():

@@ -293,7 +293,7 @@ def test_errors():
     with pytest.raises(TypeError, match=r"append: `element` must be float64\[3\], got float64"):
         array.append(jnp.ones(2))
     with pytest.raises(TypeError, match=r"write: `element` must be float64\[3\], got complex128"):
-        array.write(0, THREE * 1j)
+        array.write(0, jnp.asarray(THREE, complex))
     with pytest.raises(TypeError, match="`len` must be known when a program is traced"):
         jax.jit(len)(array)
     with pytest.raises(ValueError, match=r"concat: `self` must have elements with an axis"):

@@ -119,11 +119,11 @@ def test_every_number_of_steps(checkpoints):
         def body(step, x):
             return jnp.where(step < n, w * jnp.sin(x) + x * step / 40, x)
 
-        return lax.scan(lambda x, step: (body(step, x), None), x, jnp.arange(40))[0]
+        return lax.scan(lambda x, step: (body(step, x), None), x, jnp.arange(40.0))[0]
 
     got = jax.jit(jax.value_and_grad(loop, argnums=(0, 1)))
     wanted = jax.jit(jax.vmap(jax.value_and_grad(fixed, argnums=(0, 1)), (None, None, 0)))
-    values, (x_bars, w_bars) = wanted(0.7, 1.1, jnp.arange(41))
+    values, (x_bars, w_bars) = wanted(0.7, 1.1, jnp.arange(41.0))
     for n in range(41):
         assert_close(got(0.7, 1.1, n), (values[n], (x_bars[n], w_bars[n])))
 

@@ -22,7 +22,7 @@ BATCHED = [
 def lanes(problem: Problem, count: int = 3) -> jax.Array:
     """Arguments of several lanes, the first the problem's own; the lanes take different steps."""
     x = problem.vector()
-    shifts = 0.2 * jnp.arange(count)[:, None] * (1 + direction(x, 2) / 4)
+    shifts = 0.2 * jnp.arange(1.0 * count)[:, None] * (1 + direction(x, 2) / 4)
     return x * (1 + shifts)
 
 

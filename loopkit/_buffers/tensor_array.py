@@ -213,7 +213,7 @@ class TensorArray(Generic[E]):
         data = [jnp.asarray(v) for v in self._settled()]
         if self._is_known():
             return self._element([v[: self.size] for v in data])
-        used = jnp.arange(self.capacity) < self._size
+        used = jnp.arange(self.capacity, dtype=jnp.int32) < self._size
         return self._element(
             [jnp.where(used.reshape(-1, *[1] * (v.ndim - 1)), v, jnp.zeros_like(v)) for v in data]
         )
@@ -292,7 +292,9 @@ class TensorArray(Generic[E]):
             got = short_type(jax.typeof(index)) if array else repr(index)
             advice = "Read several elements with `stack`."
             raise _wrong(TypeError, method, "index", "must be one integer", got, advice)
-        return jnp.where(index < 0, index + self._size, index)
+        index = index.astype(jnp.int32) if index.dtype.itemsize < 4 else index
+        size = self.size if self._is_known() else self._size.astype(index.dtype)
+        return jnp.where(index < 0, index + size, index)
 
     def _element(self, leaves: Sequence[Any]) -> Any:
         return bare(self._tree.unflatten(leaves))

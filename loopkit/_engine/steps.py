@@ -133,7 +133,7 @@ def one_step(loop: Loop, operands: Operands, state: Steps) -> Steps:
             carry = hold(active, carry, state.carry, loop.is_buffer)
         shown = sum(not out.log for out in loop.ys)
         y[:shown] = select(active, y[:shown], [_jax.zeros(jax.typeof(v)) for v in y[:shown]])
-        lane_counts = state.lane_counts + active
+        lane_counts = state.lane_counts + active.astype(jnp.int32)
     ys = write_rows(state.ys, y, row, loop.y_axes) if state.ys else []
     return Steps(state.count + 1, carry, ys, lane_counts, state.bar)
 
@@ -166,7 +166,7 @@ def start(loop: Loop, operands: Operands) -> Steps:
     """No step taken yet. Counters vary over the devices if the predicate does."""
     decides = [] if loop.cond is None else loop.cond.out_avals
     count, carry = _jax.vary_like(jnp.int32(0), decides), first_carry(loop, operands)
-    lane_counts = count + _jax.zeros(decides[0]) if loop.lanes else None
+    lane_counts = count + _jax.zeros(decides[0]).astype(jnp.int32) if loop.lanes else None
     shown = progress.is_shown(loop)
     bar = progress.opened(loop, loop.length, count, operands.flat) if shown else None
     return Steps(count, carry, list(map(_jax.zeros, loop.ys_types)), lane_counts, bar)

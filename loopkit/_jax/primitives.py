@@ -49,8 +49,7 @@ def define(
     """
 
     def evaluate_as_written(*args: Any, **params: Any) -> Any:
-        lenient = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
-        with lenient[0], lenient[1]:
+        with jax.numpy_rank_promotion("allow"):
             return evaluate(*args, **params)
 
     def functionalized(*args: Any, **params: Any) -> Any:

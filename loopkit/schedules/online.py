@@ -110,7 +110,7 @@ def record(positions: Any, mark: Mark, xp: Any) -> Any:
     a slot is empty.
     Returns: an array like `positions`.
     """
-    slots = xp.arange(positions.shape[-1])
+    slots = xp.arange(positions.shape[-1], dtype=positions.dtype)
     positions = xp.where(slots == mark.cleared, NEVER, positions)
     return xp.where(slots == mark.slot, mark.unit, positions)
 

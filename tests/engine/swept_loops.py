@@ -86,7 +86,7 @@ def there_and_back(loop, given, on_gpu=(False, False), batch=None):
 
 def cotangents_of(loop, active):
     types = loop.output_types(active)
-    return [jnp.cos(jnp.arange(t.size) + 0.5).reshape(t.shape) for t in types]
+    return [jnp.cos(jnp.arange(float(t.size)) + 0.5).reshape(t.shape) for t in types]
 
 
 def steps_of(loop, given):

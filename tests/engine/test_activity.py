@@ -72,7 +72,7 @@ def integers(consts, carry, x):
     table = jnp.array([0.5, 1.5, 2.5])
     return [
         a * jnp.cos(x[0]),
-        n + 1 + (a > 9.0),
+        n + 1 + (a > 9.0).astype(int),
         c + table[n % 3] * consts[0],
     ], [n * 2, a * n.astype(float)]
 

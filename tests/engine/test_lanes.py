@@ -25,8 +25,9 @@ def body(consts, carry, x):
     The exponential is computed once. It is less than the steps of other lanes.
     """
     (w, stop, u), (h, n, _), (a, b) = consts, carry, x
-    new = jnp.sin(h * w + a) + jnp.sqrt(stop * 3 - n * 3) * jnp.sqrt(b) + jnp.sqrt(u) * h
-    new = new + jnp.sqrt(jnp.exp(stop) - n)
+    stop, k = stop.astype(float), n.astype(float)
+    new = jnp.sin(h * w + a) + jnp.sqrt(stop * 3 - k * 3) * jnp.sqrt(b) + jnp.sqrt(u) * h
+    new = new + jnp.sqrt(jnp.exp(stop) - k)
     return [new, n + 1, a], [new * b, n]
 
 

@@ -14,7 +14,7 @@ LIMITS = np.array([2, 5, 3, 7])
 
 def counting(limits, **how):
     """Each lane adds up to its limit."""
-    body = lambda consts, carry, x: ([carry[0] + 1, carry[1] + jnp.sin(carry[0] * 1.0)], [])
+    body = lambda consts, carry, x: ([carry[0] + 1, carry[1] + jnp.sin(carry[0].astype(float))], [])
     asks = lambda limit, carry: carry[0] < limit[0]
     init = [np.zeros(limits.shape, int), np.zeros(limits.shape)]
     return make_loop(body, [], init, cond=asks, cond_consts=[limits], **how)
@@ -50,7 +50,8 @@ def test_where_all_lanes_are_run_it_is_the_same_loop():
 
 def test_a_flag_says_so_too():
     """By which a step knows in which lanes to write nothing."""
-    body = lambda consts, carry, x: ([carry[0] + 1, carry[1], carry[2] + carry[1] * x[0]], [])
+    added = lambda go, x: jnp.where(go, x, 0.0)
+    body = lambda _, carry, x: ([carry[0] + 1, carry[1], carry[2] + added(carry[1], x[0])], [])
     asks = lambda _, carry: carry[1] & (carry[0] < LIMITS)
     go, n, total = np.array([True, True, False, True]), np.array([1, 5, 0, 6]), np.zeros(4)
     given = [n, go, total]

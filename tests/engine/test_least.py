@@ -19,7 +19,8 @@ def filled(i, rows, n=9):
     """Rows from the i-th on, one a step."""
     step = lambda c: (c[0] + 1, c[1].at[c[0]].set(1.0))
     how = {"buffers": lambda c: c[1]}
-    return loopkit.while_loop(lambda c: c[0] < n, step, (i, rows), **how)[1]
+    below = lambda c: c[0] < jnp.asarray(n, c[0].dtype)
+    return loopkit.while_loop(below, step, (i, rows), **how)[1]
 
 
 def starts(f):

@@ -19,7 +19,7 @@ COUNTS = np.array([2, 0, 5, 3, 1])
 
 
 def sines(n, h, w, **how):
-    step = lambda c: (c[0] + 1, jnp.sin(c[1] * w))
+    n, step = jnp.asarray(n, jnp.int32), lambda c: (c[0] + 1, jnp.sin(c[1] * w))
     return loopkit.while_loop(lambda c: c[0] < n, step, (jnp.int32(0), h), **how)[1]
 
 

@@ -146,7 +146,7 @@ def of_lanes(**settings):
 
     def body(consts, carry, x):
         h, n = carry
-        return [jnp.sin(h * n) + x[0], n + 1], []
+        return [jnp.sin(h * n.astype(float)) + x[0], n + 1], []
 
     how = {"cond": lambda limit, carry: carry[1] < limit[0], "cond_consts": [np.array([3, 5, 7])]}
     init, xs = [np.array([0.3, 0.5, 0.7]), np.ones(3, int)], [np.cos(np.arange(9.0))]
@@ -158,7 +158,7 @@ def test_lanes_that_have_stopped_stay_as_they_are():
     loop, given = of_lanes(checkpoints=Plan(2))
     how = reversal(loop, forward_activity(loop, Operands([], [], [True, False], [True])))
     assert how.saved == (True, True)
-    steps = np.array([2, 4, 6])
+    steps = np.array([2, 4, 6], np.int32)
     carries = [given.init]
     for k, x in enumerate(given.xs[0]):
         h, n = carries[-1]
@@ -198,7 +198,7 @@ def test_what_steps_are_taken_again_from():
 def summing(consts, carry, x):
     """Of each kind, one that the derivative reads, one that steps taken again do, and neither."""
     (w, e, b, unused), (h, n, s) = consts, carry
-    new = jnp.sin(w * h * n * jnp.exp(e)) + b + x[0] * h + x[1]
+    new = jnp.sin(w * h * n.astype(float) * jnp.exp(e)) + b + x[0] * h + x[1]
     return [new, n + 1, s + h + unused + x[2]], []
 
 

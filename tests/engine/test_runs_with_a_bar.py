@@ -20,7 +20,7 @@ def runs_of_four(monkeypatch):
 
 def runs_of(times, known=True):
     """How many there are of each of these numbers of steps, which are all taken, in order."""
-    body = lambda i, s: ((s[0] * 31 + i) % 10007, *s[1:])
+    body = lambda i, s: ((s[0] * 31 + i.astype(int)) % 10007, *s[1:])
     after = lambda s, count: (s[0], s[1] + count, s[2] + 1)
     zeros = (jnp.int64(0), jnp.int32(0), jnp.int32(0))
     loop, _ = mixed(unroll=3)

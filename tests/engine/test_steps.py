@@ -17,7 +17,8 @@ from .small_loops import assert_same, make_loop, run
 
 def in_order(repeats, times, unroll=1, part=1):
     """The numbers that `body` is given, as digits of one."""
-    return repeats(times, lambda i, s: s * 16 + i + 1, jnp.int64(0), unroll, part)
+    body = lambda i, s: s * 16 + jnp.int64(i) + 1
+    return repeats(times, body, jnp.int64(0), unroll, part)
 
 
 def digits(numbers):
@@ -139,7 +140,10 @@ def test_lanes_that_are_held():
 
 def lanes_loop(**settings):
     """Lane i ends after i + 1 steps."""
-    body = lambda consts, carry, x: ([carry[0] - 1, carry[1] * 1.5], [carry[1] + carry[0]])
+    body = lambda consts, carry, x: (
+        [carry[0] - 1, carry[1] * 1.5],
+        [carry[1] + carry[0].astype(float)],
+    )
     init = [np.arange(1, 5), np.linspace(0.1, 0.4, 4)]
     how = {"cond": lambda _, carry: carry[0] > 0, "length": 6}
     return make_loop(body, [], init, **how | settings)

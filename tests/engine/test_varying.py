@@ -32,11 +32,12 @@ def _(primals, tangents):
 
 @jax.custom_vjp
 def ruled_backward(x, k):
-    return jnp.sin(x) * k
+    return jnp.sin(x) * k.astype(float)
 
 
 ruled_backward.defvjp(
-    lambda x, k: (ruled_backward(x, k), (x, k)), lambda r, ct: (3 * ct * jnp.cos(r[0]) * r[1], None)
+    lambda x, k: (ruled_backward(x, k), (x, k)),
+    lambda r, ct: (3 * ct * jnp.cos(r[0]) * r[1].astype(float), None),
 )
 
 PROGRAMS = {
@@ -87,10 +88,10 @@ def test_what_is_made_varying_before():
 
     def program(x, w):
         varies = lax.pcast(w * 2.0, "d", to="varying")
-        return varies + lax.axis_index("d") * x + jnp.sum(varies)
+        return varies + lax.axis_index("d").astype(x.dtype) * x + jnp.sum(varies)
 
     def plain(x, w):
-        return jnp.sum(w * 2.0) + w * 2.0 + lax.axis_index("d") * x
+        return jnp.sum(w * 2.0) + w * 2.0 + lax.axis_index("d").astype(x.dtype) * x
 
     def again(x, w):
         return rewritten(program, x, w)(x, lax.pcast(w, "d", to="varying"))

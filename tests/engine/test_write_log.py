@@ -29,6 +29,10 @@ def at(i):
     return jnp.asarray(i)[None]
 
 
+def row(value, columns=2):
+    return jnp.full((1, columns), value, float)
+
+
 def displacing(consts, carry, x):
     """The same rows again and again, and one that is read from elsewhere."""
     i, k, b = carry
@@ -63,7 +67,7 @@ def columns(consts, carry, x):
     """A row for each step; of which elements, no counter says."""
     i, k, b = carry
     window = Window((0, 1), (0, 0), (1, 1), "drop", wrap=False)
-    return [i + 1, 3 - k, write(b, jnp.full((1, 1), 9.0) + i, jnp.stack([i, k % 2]), window)], []
+    return [i + 1, 3 - k, write(b, row(9 + i, 1), jnp.stack([i, k % 2]), window)], []
 
 
 def called(consts, carry, x):
@@ -71,11 +75,11 @@ def called(consts, carry, x):
     i, k, b = carry
 
     def inside(b, i):
-        b = write(b, jnp.full((1, 2), 9.0) + i, at(i % 3), ROW)
-        return write(b, jnp.full((1, 2), 7.0) + i, at(i % 2), ROW)
+        b = write(b, row(9 + i), at(i % 3), ROW)
+        return write(b, row(7 + i), at(i % 2), ROW)
 
     b = jax.jit(inside)(b, i)
-    return [i + 1, 3 - k, write(b, jnp.full((1, 2), 5.0) - i, at(2 * i % 3), ROW)], []
+    return [i + 1, 3 - k, write(b, row(5 - i), at(2 * i % 3), ROW)], []
 
 
 def reading(consts, carry, x):
@@ -162,10 +166,10 @@ def known_number(consts, carry, x):
 
     def each(consts, carry, x):
         (i,), (n, b) = consts, carry
-        return [n + 1, write(b, jnp.full((1, 2), 9.0) * i + n, at(n % 2 + i % 2), ROW)], []
+        return [n + 1, write(b, row(9 * i + n), at(n % 2 + i % 2), ROW)], []
 
     _, b = inner([i], [k, b], each, length=3)
-    return [i + 1, 3 - k, write(b, jnp.full((1, 2), 5.0) - i, at(2 * i % 3), ROW)], []
+    return [i + 1, 3 - k, write(b, row(5 - i), at(2 * i % 3), ROW)], []
 
 
 def runs(consts, carry, x):
@@ -179,7 +183,7 @@ def runs(consts, carry, x):
 
     how = {"cond": lambda limit, carry: carry[0] < limit[0], "cond_consts": [0]}
     i, b = inner([i + k], [i, b], each, **how)
-    return [i, 3 - k, b, write(c, jnp.full((1, 2), 5.0) + k, at(k), ROW)], []
+    return [i, 3 - k, b, write(c, row(5 + k), at(k), ROW)], []
 
 
 def two_in_turn(consts, carry, x):
@@ -188,8 +192,8 @@ def two_in_turn(consts, carry, x):
 
     def each(consts, carry, x):
         n, b, c = carry
-        b = write(b, jnp.full((1, 2), 5.0) + n, at(n % 3), ROW)
-        return [n + 1, b, write(c, jnp.full((1, 2), 7.0) - n, at(n), ROW)], []
+        b = write(b, row(5 + n), at(n % 3), ROW)
+        return [n + 1, b, write(c, row(7 - n), at(n), ROW)], []
 
     i, b, c = inner([], [i, b, c], each, length=2)
     return [i, 3 - k, b, c], []
@@ -201,8 +205,8 @@ def two_runs(consts, carry, x):
 
     def each(consts, carry, x):
         n, m, b, c = carry
-        b = write(b, jnp.full((1, 2), 5.0) + n, at(n), ROW)
-        return [n + 1, m + 1, b, write(c, jnp.full((1, 2), 7.0) - n, at(m + 1), ROW)], []
+        b = write(b, row(5 + n), at(n), ROW)
+        return [n + 1, m + 1, b, write(c, row(7 - n), at(m + 1), ROW)], []
 
     how = {"cond": lambda limit, carry: carry[0] < limit[0], "cond_consts": [0]}
     i, k, b, c = inner([i + 2], [i, k, b, c], each, **how)
@@ -213,9 +217,9 @@ def of_each_kind(consts, carry, x):
     """What logs nothing, where it writes, and what it displaces, one after the other."""
     i, k, b, c, d = carry
     window = Window((0, 1), (0, 0), (1, 1), "drop", wrap=False)
-    b = write(b, jnp.full((1, 2), 5.0) + k, at(i), ROW)
-    c = write(c, jnp.full((1, 1), 6.0) + k, jnp.stack([i, k % 2]), window)
-    return [i + 1, 3 - k, b, c, write(d, jnp.full((1, 2), 7.0) + k, at(i % 2), ROW)], []
+    b = write(b, row(5 + k), at(i), ROW)
+    c = write(c, row(6 + k, 1), jnp.stack([i, k % 2]), window)
+    return [i + 1, 3 - k, b, c, write(d, row(7 + k), at(i % 2), ROW)], []
 
 
 def never(consts, carry, x):
@@ -224,10 +228,10 @@ def never(consts, carry, x):
 
     def each(consts, carry, x):
         n, b = carry
-        return [n + 1, write(b, jnp.full((1, 2), 9.0), at(n % 2), ROW)], []
+        return [n + 1, write(b, row(9), at(n % 2), ROW)], []
 
     _, b = inner([], [k, b], each, length=0)
-    return [i + 1, 3 - k, write(b, jnp.full((1, 2), 5.0) - i, at(i % 3), ROW)], []
+    return [i + 1, 3 - k, write(b, row(5 - i), at(i % 3), ROW)], []
 
 
 NESTED = {known_number: 1, runs: 2, two_in_turn: 2, two_runs: 2, of_each_kind: 3, never: 1}
@@ -266,7 +270,7 @@ def test_several_steps_back(body, reverse):
         carries.append(list(map(np.asarray, new)))
         logs.append(log)
     log = [jnp.stack(rows[::-1] if reverse else rows) for rows in zip(*logs, strict=True)]
-    counts = lambda step: [given.init[0] + step, 2 - step % 2, *given.init[2:]]
+    counts = lambda step: [given.init[0] + jnp.int64(step), 2 - step % 2, *given.init[2:]]
     buffers = [jnp.asarray(b) for b in kept(carries[4], undo.leaves)]
     back = jax.jit(lambda log, b: undo.rewound(loop, given.init, log, counts, 1, 3, b))
     assert_same(back(log, buffers), kept(carries[1], undo.leaves), tol=0)

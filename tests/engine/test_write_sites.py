@@ -110,7 +110,7 @@ def test_what_is_added_to_a_counter():
     assert columns(lambda i, k: at(i + 1 - 4)) == [(0, -3)]
     assert columns(lambda i, k: at(5 - i)) == [None]
     assert columns(lambda i, k: at(i + k)) == [None]
-    assert columns(lambda i, k: at(i) + np.asarray([4])) == [None]
+    assert columns(lambda i, k: at(i) + np.asarray([4], np.int32)) == [None]
     assert columns(lambda i, k: jnp.stack([i + 1, k])) == [(0, 1), (1, 0)]
     assert columns(lambda i, k: jnp.stack([i % 2, k - 1])) == [None, (1, -1)]
 
@@ -185,7 +185,7 @@ def test_a_loop_whose_steps_are_not_known():
 
 def test_a_buffer_that_a_loop_stacks():
     def step(i, k, b):
-        each = lambda consts, carry, x: ([carry[0] + 1], [jnp.ones(2) * carry[0]])
+        each = lambda consts, carry, x: ([carry[0] + 1], [jnp.ones(2) * carry[0].astype(float)])
         return [i + 1, k, inner([], [i], each, length=12)[1]]
 
     assert spans_of(step) is None

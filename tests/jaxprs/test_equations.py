@@ -229,10 +229,10 @@ def test_axes_are_found_in_inner_loops():
 
 
 def test_who_one_is_says_nothing_of_others():
-    index = along(lambda x: [x + lax.axis_index("i")])
+    index = along(lambda x: [x + lax.axis_index("i").astype(x.dtype)])
     assert equations.axis_names(index) == {"i"}
     assert equations.axis_names(index, others=True) == set()
-    both = along(lambda x: [lax.psum(x, "j") + lax.axis_index("i")])
+    both = along(lambda x: [lax.psum(x, "j") + lax.axis_index("i").astype(x.dtype)])
     assert equations.axis_names(both, others=True) == {"j"}
 
 

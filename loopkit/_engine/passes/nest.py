@@ -260,7 +260,7 @@ class Nest:
         triples = zip(state.ys, y, loop.y_axes, strict=True)
         new = State(
             go=state.go,
-            steps=state.steps + here,
+            steps=state.steps + here.astype(jnp.int32),
             at=jnp.where(here, 0, at),
             carry=carry,
             made=[[env[v] for v in names] for names in self.made],

@@ -205,7 +205,7 @@ def _rolled(loop: Loop, rows: Any, by: Any, axis: int) -> Any:
 def _after(loop: Loop, begun: Any, old: Any, new: Any, axis: int) -> Any:
     """The rows of the first steps, so many, and those of the steps after them."""
     assert loop.length is not None, "rows have a length"
-    step = jnp.arange(loop.length)
+    step = jnp.arange(loop.length, dtype=jnp.int32)
     step = step[::-1] if loop.reverse else step
     shape = [1] * jnp.ndim(old)
     shape[axis] = loop.length

@@ -46,7 +46,7 @@ class EveryCarry(Strategy):
             slices = (lax.dynamic_slice_in_dim(v, first, length) for v in s.stacks)
             rows = list(map(_jax.placed, slices))
             if self.how.plan.host:  # filling them there would go through the device's memory
-                taken = jnp.arange(length) < count
+                taken = jnp.arange(length, dtype=jnp.int32) < count
                 rows = select(taken, rows, list(map(jnp.zeros_like, rows)))
             cts, buffers = step.reverse_segment(first, count, rows, s.cts, s.buffers)
             return s._replace(cts=cts, buffers=buffers)

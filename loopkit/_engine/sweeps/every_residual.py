@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from loopkit import _jax
@@ -57,7 +58,8 @@ class EveryResidual(Strategy):
             if safe is not None:
                 new = hold(active, new, steps.carry, safe.buffers)
                 y = select(active, y, [_jax.zeros(jax.typeof(v)) for v in y])
-                lane_counts = steps.lane_counts + (active if go is None else active & go)
+                counts = active if go is None else active & go
+                lane_counts = steps.lane_counts + counts.astype(jnp.int32)
             ys = write_if(go, steps.ys, y, at, loop.y_axes) if steps.ys else []
             count = steps.count + 1
             if go is not None:

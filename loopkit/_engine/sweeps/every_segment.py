@@ -76,7 +76,7 @@ class EverySegment(Strategy):
             due = (lax.div(steps.count, length) == unit) & (lax.rem(steps.count, length) == 0)
             due = due if go is None else due & go
             slots = self.save_if(due, slots, kept(steps.carry, self.how.slotted), slot)
-            saved = slots, number + due
+            saved = slots, number + due.astype(jnp.int32)
             if go is None:
                 return one_step(loop, operands, steps), saved
             return guarded_step(loop, operands, loop.length, steps), saved

@@ -75,7 +75,8 @@ class Schedule:
 
     def held(self, count: Any) -> Any:
         """The units that slots hold after `count` saves."""
-        number, slots = np.arange(len(self.saves)), np.arange(self.slots)[:, None]
+        number = np.arange(len(self.saves), dtype=np.int32)
+        slots = np.arange(self.slots, dtype=np.int32)[:, None]
         last = lambda where: jnp.max(jnp.where((where == slots) & (number < count), number, -1), 1)
         saved, cleared = last(self.saves[:, 1]), last(self.saves[:, 2])
         return jnp.where(saved > cleared, jnp.asarray(self.saves[:, 0])[saved], NEVER)
