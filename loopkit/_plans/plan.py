@@ -27,7 +27,7 @@ CACHES = (1 << 20, 0.06), (1 << 25, 0.12), (math.inf, 1.2)
 cache, memory is new at every call, and has to be cleared by the system first."""
 
 ARRAY = 5.0
-"""Nanoseconds to write an array and to read it again, however small, in a loop that is one kernel."""
+"""Nanoseconds to write an array and read it again, however small, in a loop that is one kernel."""
 IN_PASSING = 0.2
 """Of the time that a segment takes to add up its products, what a step takes to add its own."""
 TRANSFER = 0.1
