@@ -87,6 +87,8 @@ class Step(NamedTuple):
     """How many arrays a checkpoint is."""
     residual_arrays: int = 0
     """How many the residuals are."""
+    holds_loops: bool = False
+    """Whether it runs loops that are differentiated with it."""
 
     @property
     def stores(self) -> tuple[Store, ...]:

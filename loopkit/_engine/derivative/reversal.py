@@ -18,6 +18,7 @@ from loopkit._engine.fixed_point import fixed_point
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
 from loopkit._engine.passes.lean import to_run
 from loopkit._engine.passes.prune import Pruned, prune
+from loopkit._engine.primitives import forward_p
 from loopkit._engine.steps import hold, read_slices, repeat
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import factor_bytes, nanoseconds
@@ -266,6 +267,7 @@ def _planned(loop: Loop, active: Active) -> Reversal:
         *factors,
         carry_arrays=len(quiet.slot_types),
         residual_arrays=len(quiet.shortened(split.stored_types)),
+        holds_loops=any(e.primitive is forward_p for e in equations.all_equations(split.forward)),
     )
     undo, steps = find_undo(loop, saved), (step,)
     if undo is not None:
