@@ -187,6 +187,15 @@ def test_steps_that_hold_loops_are_not_run_again():
     assert not make_plan(3, 10, True, small).keeps_all
 
 
+def test_rows_without_a_bound():
+    """Residuals, if they are small, however many arrays they are; at least 64 of them."""
+    small, large = Step(8, 256, residual_arrays=30), Step(8, 264, residual_arrays=30)
+    plan = make_plan(None, None, False, small)
+    assert (plan.store, plan.segment, plan.thinned) == ("residuals", 64, True)
+    assert make_plan(None, None, False, large).store == "carries"
+    assert make_plan(None, 1000, False, small).store == "carries"
+
+
 @given(
     carry=st.integers(0, 10**5),
     residuals=st.integers(0, 10**6),

@@ -29,6 +29,9 @@ FEW = 32
 """Slots that such a loop may use, however large its carry."""
 ROWS = 1 << 14
 """Bytes of rows that it uses where it does not have to use more."""
+RECORDED = ROWS >> 6
+"""Bytes of residuals up to which its rows are those, whatever their arrays cost: where carries are
+stored, a step is run again to reverse it, and compiled once more for that."""
 MANY = 1024
 """Slots, and steps to a segment, that it needs at most, however small its carry."""
 PLACED = 128
@@ -150,6 +153,8 @@ def _default(loop: Plan) -> Plan:
     rows = min(MANY, max(FEW // 4, SMALL // row))
     if bound is not None and bound <= 16 * most * rows:
         return _balanced(loop, store, 2 * most)
+    if step.residual_bytes <= RECORDED:
+        store, row = "residuals", max(step.residual_bytes + step.factor_bytes, 1)
     few = max(16, ROWS // row)
     return replace(
         loop, slots=min(most, PLACED), segment=min(rows, PLACED, few), store=store, thinned=True
