@@ -121,14 +121,22 @@ class EverySegment(Strategy):
 
     def reverse_segment(self, step: StepReversal, first: Any, count: Any, s: Backward) -> Backward:
         """Back over the segment of `count` steps that begins with step `first`."""
-        carry, s = self.reach(step, first, first + count, s)
         if self.how.plan.segment == 1:
+            carry, s = self.reach(step, first, first + count, s)
             cts, buffers = step.reverse_carry(first, carry, s.cts)
             return s._replace(cts=cts.after(self.how.loop, 1), buffers=buffers)
-        carry, rows = step.replay(first, count, carry, s.rows)
+        carry, s = self.replayed(step, first, count, s)
         buffers = self.how.apart(carry)[1]
-        cts, buffers = step.reverse_segment(first, count, rows, s.cts, buffers)
-        return s._replace(rows=rows, cts=cts, buffers=buffers)
+        cts, buffers = step.reverse_segment(first, count, s.rows, s.cts, buffers)
+        return s._replace(cts=cts, buffers=buffers)
+
+    def replayed(
+        self, step: StepReversal, first: Any, count: Any, s: Backward
+    ) -> tuple[list, Backward]:
+        """The carry after a segment that is run again, and its rows."""
+        carry, s = self.reach(step, first, first + count, s)
+        carry, rows = step.replay(first, count, carry, s.rows)
+        return carry, s._replace(rows=rows)
 
     def reach(self, step: StepReversal, first: Any, end: Any, s: Backward) -> tuple[list, Backward]:
         """The carry before step `first`, where a segment begins that ends at step `end`."""
