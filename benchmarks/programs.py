@@ -26,7 +26,11 @@ from library_program import DEFAULT, OWN, Program
 from report import Report
 
 PROGRAMS = library_solvers.PROGRAMS | library_models.PROGRAMS
-PACKAGES = {"ott": "ott-jax", "mjx": "mujoco-mjx"}  # where the library has another name
+PACKAGES = {
+    "ott": "ott-jax",
+    "mjx": "mujoco-mjx",
+    "tfp": "tfp-nightly",
+}  # where the library has another name
 
 
 def warm_up() -> None:
