@@ -28,7 +28,8 @@ from report import Report
 
 PROGRAMS = library_solvers.PROGRAMS | library_models.PROGRAMS
 ALL = "checkpoints='all'"
-PACKAGES = {"ott": "ott-jax", "mjx": "mujoco-mjx"}  # where the library has another name
+PACKAGES = {"ott": "ott-jax", "mjx": "mujoco-mjx", "tfp": "tfp-nightly"}
+"""Where the library has another name."""
 
 
 def warm_up() -> None:

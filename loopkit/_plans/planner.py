@@ -18,8 +18,8 @@ from loopkit._plans.plan import CACHES, SPARED, TABLES, Budget, Bytes, Plan, Sha
 KEPT = 1 << 10
 """Bytes of all residuals of a loop up to which it keeps them: to checkpoint gains nothing."""
 NESTED = 1 << 17
-"""The same of a loop whose steps hold loops. To run such a step again compiles all of them again,
-and at each level of loops in loops."""
+"""The same of a loop that takes just its bound of steps, which hold loops. To run such a step again
+compiles all of them again, and at each level of loops in loops."""
 REPLAYED = 1 << 13
 """Bytes up to which it is run again as a whole, and keeps nothing; of carries, keeps all."""
 CACHED = CACHES[0][0]
@@ -157,7 +157,8 @@ def _about_the_root(loop: Plan) -> Plan:
     step, bound = loop.step, loop.bound
     if bound is not None and step.log_bytes and step.residual_bytes <= ALIKE * step.log_bytes:
         return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
-    if bound is not None and bound * step.residual_bytes <= (NESTED if step.holds_loops else KEPT):
+    few = NESTED if step.holds_loops and loop.exact else KEPT
+    if bound is not None and bound * step.residual_bytes <= few:
         return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
     if bound is not None and bound * (step.residual_bytes + step.factor_bytes) <= REPLAYED:
         return replace(loop, slots=1, segment=bound, store="residuals")
