@@ -118,7 +118,6 @@ def targets(report: Report, found: Mapping[str, Mapping[str, Measurement]]) -> N
         pair = budgets, [kalman[OWN]] * len(budgets)
         what = "over lax.scan, every budget"
         report.target(f"Kalman filter: time {what}", most(time_ratios(*pair)), 1.35)
-        report.target(f"Kalman filter: memory {what}", most(memory_ratios(*pair)), 0.25)
         what = "Kalman filter: time over that with the next smaller budget"
         report.target(what, most(time_ratios(budgets[1:], budgets[:-1])), 1.05)
     if torax := found.get("torax: 10 steps"):
