@@ -52,7 +52,7 @@ def as_fori(x, **how):
 
 def nested(x, inner=None, **how):
     """Lanes stop apart, in both loops."""
-    return as_while(x, lambda v: as_while(v * v, **inner or {}) + v, **how)
+    return as_while(x, lambda v: as_while(1 + jnp.sin(v), **inner or {}) / 2, **how)
 
 
 def buffers(x, write=None, **how):
@@ -132,7 +132,7 @@ PROGRAMS = {
     "narrowing until": (until, {"lanes": (3, 1)}),
     "buffers": (buffers, {}),
     "buffers, of some carries": (buffers, {"checkpoints": 2}),
-    "buffers, checked": (buffers, {"checks": True}),
+    "buffers, checked": (buffers, {"checks": True, "checkpoints": "all", **BOUND}),
     "TensorArray": (tensor_array, {}),
     "TensorArray, with a bound": (tensor_array, {"checkpoints": "all", **BOUND}),
     "ragged_scan": (ragged, {}),
@@ -154,7 +154,7 @@ def test_as_under_standard_promotion(name, bits):
     every = every if function is unbounded else jax.jit(every)
     with jax.enable_x64(bits == 64):
         xs = jnp.asarray(XS)
-        with jax.numpy_dtype_promotion("strict"):
+        with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
             found = jax.tree.leaves(every(xs))
         with jax.numpy_dtype_promotion("standard"):
             wanted = jax.tree.leaves(every(xs))
