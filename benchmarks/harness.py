@@ -183,6 +183,11 @@ def keep_memory() -> None:
     restart_with(kept_memory())
 
 
+def use_one_thread() -> None:
+    """Starts the benchmark anew with one thread for OpenBLAS, whose idle threads take a core."""
+    restart_with({"OPENBLAS_NUM_THREADS": "1"})
+
+
 def processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

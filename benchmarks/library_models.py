@@ -1,4 +1,4 @@
-"""Programs of libraries that model: dynamax, numpyro, blackjax, flax, jaxley, mjx, torax."""
+"""Programs of libraries that model: dynamax, numpyro, blackjax, tfp, flax, jaxley, mjx, torax."""
 
 from collections.abc import Callable
 from functools import partial
@@ -75,6 +75,30 @@ def nuts_of_blackjax() -> Program:
         sampler = blackjax.nuts(lambda x: -jnp.sum(x**2), step_size, jnp.ones(2))
         state = sampler.init(jnp.array([1.0, -0.5]))
         return sampler.step(jax.random.key(1), state)[0].position.sum()
+
+    return Program(forward(moved), through(moved), 0.3)
+
+
+def nuts_of_tfp() -> Program:
+    from tensorflow_probability.substrates.jax import mcmc
+
+    def moved(step_size):
+        sampler = mcmc.NoUTurnSampler(lambda x: -0.5 * jnp.sum(x**2), step_size)
+        start = jnp.array([1.0, -0.5])
+        before = sampler.bootstrap_results(start)
+        return sampler.one_step(start, before, seed=jax.random.key(1))[0].sum()
+
+    return Program(forward(moved), through(moved), 0.3)
+
+
+def hmc_of_tfp() -> Program:
+    from tensorflow_probability.substrates.jax import mcmc
+
+    def moved(step_size):
+        target = lambda x: -0.5 * jnp.sum(x**2)
+        sampler = mcmc.HamiltonianMonteCarlo(target, step_size, num_leapfrog_steps=5)
+        chain = {"num_results": 10, "current_state": jnp.array([1.0, -0.5]), "kernel": sampler}
+        return mcmc.sample_chain(**chain, trace_fn=None, seed=jax.random.key(1)).sum()
 
     return Program(forward(moved), through(moved), 0.3)
 
@@ -188,6 +212,8 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "dynamax: HMM": hidden_markov,
     "numpyro: log density of a scan": log_density_of_numpyro,
     "blackjax: NUTS": nuts_of_blackjax,
+    "tfp: NUTS": nuts_of_tfp,
+    "tfp: HMC, 10 moves": hmc_of_tfp,
     "flax: linen RNN": rnn_of_linen,
     "flax: NNX RNN": rnn_of_nnx,
     "jaxley: voltage of a cell": voltage_of_jaxley,

@@ -137,34 +137,49 @@ BESIDES = {
 """What a program of a library is written with so that `checkpointed` sees its loop."""
 
 
-def libraries(sections: Sections, name: str) -> str:
-    """Gradients through loops of libraries, beside their own."""
-    rows, own = [], None
-    for record in sections[name].records:
+def libraries(sections: Sections, names: str) -> str:
+    """Gradients through loops of libraries beside their own, with the newest and the oldest JAX."""
+    newest, oldest = (_beside_their_own(sections[name].records) for name in names.split())
+    versions = [sections[name].machine["jax"] for name in names.split()]
+    rows, last = [], ""
+    for program, setting in [*newest, *(key for key in oldest if key not in newest)]:
+        library = program.partition(":")[0]
+        besides = BESIDES.get(program) or BESIDES.get(library) or "nothing"
+        key, empty = (program, setting), ("does not run", "", "")
+        first = (program, besides) if program != last else ("", "")
+        rows.append((*first, setting, *newest.get(key, empty), oldest.get(key, empty)[0]))
+        last = program
+    header = ("program", "written with", "setting")
+    header += (f"time, JAX {versions[0]}", "memory", "to trace and compile", f"time, {versions[1]}")
+    return table(header, rows)
+
+
+def _beside_their_own(records: Sequence[Record]) -> dict[tuple[str, str], tuple[str, str, str]]:
+    """Time, memory, and what it takes to compile, by program and setting."""
+    rows, own = {}, None
+    for record in records:
         if record.contender == record.over:
             own = record
-            library = record.program.partition(":")[0]
-            besides = BESIDES.get(record.program) or BESIDES.get(library) or "nothing"
-            first, besides = record.program, besides
             continue
         ours = "default" if record.contender == "default" else f"`{record.contender}`"
         if record.contender.startswith("own, "):
             ours = f"its own, `{record.contender.removeprefix('own, ')}`"
         memory = " → ".join(show_bytes(r.temp_bytes) for r in (own, record))
         compiling = " → ".join(f"{r.compile_seconds:.1f} s" for r in (own, record))
-        rows.append((first, besides, ours, str(record.ratio), memory, compiling))
-        first = besides = ""
-    header = ("program", "written with", "setting", "time", "memory", "to trace and compile")
-    return table(header, rows)
+        rows[record.program, ours] = str(record.ratio), memory, compiling
+    return rows
 
 
 def versions(sections: Sections, patterns: str) -> str:
-    """Where and with what, as a sentence."""
-    (section,) = matching(sections, patterns).values()
-    about = section.machine
-    where = f"{about['processor']}, {about['memory']}, {section.date}"
-    libraries = about.get("libraries", "")
-    return f"Measured on {where}, with JAX {about['jax']}, {libraries}; {section.repeats} rounds."
+    """Where and with what, a sentence a section."""
+    sentences = []
+    for section in matching(sections, patterns).values():
+        about = section.machine
+        where = f"{about['processor']}, {about['memory']}, {section.date}"
+        libraries = about.get("libraries", "")
+        rounds = f"{section.repeats} rounds"
+        sentences.append(f"Measured on {where}, with JAX {about['jax']}, {libraries}; {rounds}.")
+    return " ".join(sentences)
 
 
 PEERS = {

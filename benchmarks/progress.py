@@ -1,4 +1,6 @@
-"""What `progress` costs, and `debug="finite"`: steps of some 20 us with it and without, in turn.
+"""What `progress` costs, and `debug="finite"`: steps with it and without, in turn.
+
+Steps of a layer take some 20 us, those of one number some 10 ns.
 
 python benchmarks/progress.py
 """
@@ -42,6 +44,11 @@ def scan(w, x, steps, how):
     return loopkit.scan(step, x, None, steps, **how)[0].sum()
 
 
+def small_steps(w, x, steps, how):
+    logistic = lambda x, _: (3.7 * x * (1 - x), None)
+    return loopkit.scan(logistic, 0.3 * x[0, 0], None, steps, **how)[0]
+
+
 def while_loop(w, x, steps, how):
     body = lambda c: (c[0] + 1, jnp.tanh(c[1] @ w))
     goes_on = lambda c: c[0] < jnp.int32(steps) + c[1][0, 0].astype(int)
@@ -51,7 +58,7 @@ def while_loop(w, x, steps, how):
 def compare(report: Report, repeats: int, steps: int) -> None:
     w = 0.05 * jax.random.normal(jax.random.key(0), (WIDTH, WIDTH))
     x = jnp.ones((ROWS, WIDTH))
-    for loop in (scan, while_loop):
+    for loop in (scan, while_loop, small_steps):
         for mode, change in {"value": lambda f: f, "gradient": jax.grad}.items():
             calls = {}
             for name, how in WAYS.items():
@@ -60,7 +67,7 @@ def compare(report: Report, repeats: int, steps: int) -> None:
             with redirect_stderr(io.StringIO()):
                 seconds = harness.interleave(calls, repeats)
             off = seconds["off"]
-            program = f"{loop.__name__}, {mode}"
+            program = f"{loop.__name__.replace('_s', ' s')}, {mode}"
             report.write(f"\n{program}: {median(off) / steps * 1e6:.1f} us a step\n")
             report.measured(
                 [

@@ -6,6 +6,8 @@
 
 A section that has run replaces what the file had of it, and nothing else: what was cut short goes
 on with `--only`. Then `python benchmarks/page.py` makes tables, pictures and figures in texts anew.
+
+Run `programs/oldest` in an environment with the oldest supported JAX, and all else with the newest.
 """
 
 import argparse
@@ -22,6 +24,7 @@ from tqdm import tqdm
 
 import beams
 import buffers
+import costs
 import engine
 import frontier
 import harness
@@ -70,6 +73,10 @@ def parts() -> Iterator[tuple[str, Part]]:
         yield f"frontier/{name}", Part(f"Time against memory, {name}", study, quick)
     yield "frontier/cost", Part("Cost of a step as loops grow", frontier.flat_cost)
 
+    for name, (title, run) in costs.SECTIONS.items():
+        quick = partial(run, names=["scalar", "eigh"]) if name == "prices" else None
+        yield f"costs/{name}", Part(title, run, quick)
+
     quick = {
         "rows": partial(buffers.compare_rows, lengths=(1000, 8000)),
         "overwriting": buffers.compare_overwriting,
@@ -97,7 +104,8 @@ def parts() -> Iterator[tuple[str, Part]]:
 
     yield "progress/cost", Part("Progress", partial(progress.compare, steps=5_000))
 
-    yield "programs", Part("Loops of libraries", programs.compare)
+    yield "programs/newest", Part("Loops of libraries", programs.compare)
+    yield "programs/oldest", Part("Loops of libraries, oldest JAX", programs.compare)
     for name, title, keeps_memory in systems.SECTIONS:
         yield f"systems/{name}", Part(title, systems.compare, None, keeps_memory)
 
@@ -191,6 +199,7 @@ def main() -> None:
     rough = Path(tempfile.gettempdir()) / "loopkit-quick.json"
     into = given.into or (rough if given.quick else COMMITTED)
     names = [n for n in given.only if PARTS[n].quick or not given.quick]
+    harness.use_one_thread()
     repeats = given.repeats or (QUICK_REPEATS if given.quick else 9)
     if repeats < 3:
         parser.error("quartiles need three rounds")

@@ -10,8 +10,9 @@ from derivatives import assert_close, derivative, expected
 from loopkit import _jax
 from loopkit._engine.passes import flat_values
 from loopkit._engine.passes.flat_values import MUCH, of_vectors
+from loopkit._engine.passes.scratch import with_scratch
 from loopkit._engine.passes.tiles import padded_bytes
-from loopkit._engine.primitives import _evaluations, dual_p, forward_p, pullback_p, while_p
+from loopkit._engine.primitives import dual_p, forward_p, pullback_p, while_p
 from problems import PROBLEMS, Problem
 from test_flat_rows import FLAT, MODES, looped, reference
 from turns import in_turn
@@ -26,11 +27,12 @@ def on_tpu():
     """Programs for a CPU are lowered as those for a TPU."""
     jax.clear_caches()
     for primitive in PRIMITIVES:
-        evaluate = _evaluations[primitive]
+        evaluate = _jax.evaluations[primitive]
         _jax.lower_by(primitive, evaluate, of_vectors(evaluate), "cpu")
     yield
     for primitive in PRIMITIVES:
-        _jax.lower_by(primitive, _evaluations[primitive], platform="cpu")
+        evaluate = _jax.evaluations[primitive]
+        _jax.lower_by(primitive, evaluate, with_scratch(evaluate), "cpu")
     jax.clear_caches()
 
 
@@ -102,7 +104,8 @@ def test_derivatives(body, checkpoints, how, on_tpu):
     got = jax.jit(into(kept))(*args)
     jax.clear_caches()
     for primitive in PRIMITIVES:
-        _jax.lower_by(primitive, _evaluations[primitive], platform="cpu")
+        evaluate = _jax.evaluations[primitive]
+        _jax.lower_by(primitive, evaluate, with_scratch(evaluate), "cpu")
     assert_close(got, jax.jit(into(plain))(*args))
 
 

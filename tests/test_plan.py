@@ -148,8 +148,12 @@ def test_large_products_are_added_up_seldom():
     for count in (10**6, 2 * 10**6, 4 * 10**6):
         plan = make_plan(Bytes(count), 20_000, True, step)
         assert plan.segment > 100 or plan.strategy == "every carry"
-    alone = step._replace(product_bytes=0)
-    assert make_plan(Bytes(4 * 10**6), 20_000, True, alone).segment < 10
+    short = replace(plan, slots=5_000, segment=4)
+    alone = [replace(p, step=step._replace(product_bytes=0)) for p in (short, plan)]
+    dearer, without = (
+        a.nanoseconds(20_000) / b.nanoseconds(20_000) for a, b in [(short, plan), alone]
+    )
+    assert dearer > 1.5 * without
 
 
 def test_a_table_that_the_body_reads_is_not_counted():
@@ -173,6 +177,27 @@ def test_small_loops_keep_everything_or_nothing(exact):
     whole = make_plan(None, 7, exact, Step(400, 600))
     assert (whole.slots, whole.segment, whole.slot_bytes) == (1, 7, 0)
     assert make_plan(None, 1000, exact, Step(400, 600)).slots > 1
+
+
+def test_steps_that_hold_loops_are_not_run_again():
+    """Each loop in them would be compiled again; of more bytes, or where a step may not be taken,
+    they are.
+    """
+    small, large = Step(400, 10_000, holds_loops=True), Step(400, 20_000, holds_loops=True)
+    assert make_plan(None, 10, True, small).keeps_all
+    assert not make_plan(None, 10, True, small._replace(holds_loops=False)).keeps_all
+    assert not make_plan(None, 10, True, large).keeps_all
+    assert not make_plan(None, 10, False, small).keeps_all
+    assert not make_plan(3, 10, True, small).keeps_all
+
+
+def test_rows_without_a_bound():
+    """Residuals, if they are small, however many arrays they are; at least 64 of them."""
+    small, large = Step(8, 256, residual_arrays=30), Step(8, 264, residual_arrays=30)
+    plan = make_plan(None, None, False, small)
+    assert (plan.store, plan.segment, plan.thinned) == ("residuals", 64, True)
+    assert make_plan(None, None, False, large).store == "carries"
+    assert make_plan(None, 1000, False, small).store == "carries"
 
 
 @given(

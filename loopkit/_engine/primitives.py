@@ -37,7 +37,6 @@ narrowed_p = _jax.declare("loopkit_narrowed")
 """One of the linear three, of lanes that narrow: derived, where it is run, from all phases."""
 evaluated_p = _jax.declare("loopkit_evaluated")
 """What computes a loop, or its derivative, and has no derivative itself."""
-_evaluations: dict[Any, Callable] = {}
 READS: dict[Any, Callable] = {}
 """`(**params)`: which operands the transpose of a primitive reads as it runs, from the first on."""
 RUNS_WITH: dict[Any, Callable] = {}
@@ -50,7 +49,7 @@ def define(primitive: Any, evaluate: Callable, types: Callable, **rules: Any) ->
     if primitive is not while_p:  # all others are derivatives
         evaluate, types = naming_the_loop(evaluate), naming_the_loop(types)
     rules |= {k: naming_the_loop(rules[k]) for k in ("jvp", "transpose") if k in rules}
-    _evaluations[primitive] = _jax.define(primitive, evaluate, types, run=_run, **rules)
+    _jax.define(primitive, evaluate, types, run=_run, **rules)
 
 
 def _run(compiled: Callable, evaluate: Callable, *operands: Any, **params: Any) -> Any:
@@ -75,12 +74,13 @@ def _run_once(compiled: Callable, evaluate: Callable, *operands: Any, **params: 
 
 def _values(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """A jaxpr in which derivatives of loops are what computes them: it hangs on no rule."""
-    derives = lambda eqn: eqn.primitive in _evaluations and eqn.primitive is not while_p
+    values = while_p, evaluated_p
+    derives = lambda eqn: eqn.primitive in _jax.evaluations and eqn.primitive not in values
 
     def change(eqn: Any) -> Any:
         if not derives(eqn):
             return eqn
-        evaluate = lambda *v: _evaluations[eqn.primitive](*v, **eqn.params)
+        evaluate = lambda *v: _jax.evaluations[eqn.primitive](*v, **eqn.params)
         inner = _jax.trace_closed(evaluate, [v.aval for v in eqn.invars], "loop")
         values = {"jaxpr": _values(inner)}
         return _jax.new_equation(eqn, evaluated_p, eqn.invars, eqn.outvars, values)

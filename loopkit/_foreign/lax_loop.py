@@ -14,7 +14,7 @@ from loopkit._engine.facts.bounds import Bound, bound_of, limits_of
 from loopkit._engine.loop import CarryLeaf, parts
 from loopkit._foreign.watched_loop import WatchedLoop
 from loopkit._jaxprs import equations
-from loopkit._plans.plan import Budget
+from loopkit._plans.plan import SELDOM_REACHED, Budget
 from loopkit._progress import progress as shown
 from loopkit._tracing.trace import as_loop
 from loopkit._types import Checkpoints, Debug, Lanes, Memory, Progress
@@ -134,6 +134,7 @@ class LaxLoop(NamedTuple):
     def run(self, settings: Settings) -> list:
         """The loop's results, computed by loopkit."""
         cond, cond_consts, length = self.cond, self.cond_consts, self.length
+        budget = settings.budget
         if self.kind == "while_loop":
             planned = self.bound is not None and self.bound.is_planned_for(settings.budget)
             own = self.bound.steps if self.bound is not None and planned else None
@@ -145,13 +146,15 @@ class LaxLoop(NamedTuple):
                 raise errors.wrong_value(settings.function, "checkpoints", expected, got, advice)
             if length is not None:
                 cond, cond_consts = None, []
+            elif settings.max_steps is None and budget is None:
+                budget = SELDOM_REACHED
             length = min(bounds) if bounds else None
         _, types, _ = parts(self.body.in_avals, len(self.consts), len(self.init))
         steps, carry = length or 1, [CarryLeaf()] * len(types)
         fields = {
             "length": length,
             "reverse": self.params.get("reverse", False),
-            "checkpoints": settings.budget,
+            "checkpoints": budget,
             "unroll": min(self.params.get("unroll", 1) or steps, steps),  # 0: all
             "name": self.kind,
             "replaced_by": settings.function,

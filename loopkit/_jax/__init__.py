@@ -91,6 +91,7 @@ from loopkit._jax.lax_loops import (
     scan_counts,
     steps_of,
     trace_bodies_within,
+    with_steps,
 )
 from loopkit._jax.memory import (
     blank,
@@ -107,6 +108,7 @@ from loopkit._jax.primitives import (
     as_there,
     declare,
     define,
+    evaluations,
     host_waits,
     keeps_barriers,
     lower_by,

@@ -65,6 +65,11 @@ def steps_of(params: dict[str, Any]) -> Jaxpr:
     return params["jaxpr"] if "jaxpr" in params else params["body_jaxpr"]
 
 
+def with_steps(params: dict[str, Any], body: Jaxpr) -> dict[str, Any]:
+    """The parameters of a loop of lax with another body."""
+    return params | {"jaxpr" if "jaxpr" in params else "body_jaxpr": body}
+
+
 def lower_as_written(on: bool) -> None:
     """Lower programs without replacing loops: what a scan is lowered to is a while loop of lax."""
     mlir.lower_jaxpr_to_module = _lower_as_written if on else _lower

@@ -14,6 +14,7 @@ from jax._src.lax.control_flow import loops as lax_loops
 
 from loopkit._jax.avals import (
     ShapedArray,
+    byte_count,
     is_spread,
     is_tracer,
     vary_like,
@@ -132,12 +133,18 @@ def check_spread_on_host() -> None:
 
 
 def _lower_blank(ctx: Any, operand: Any, **of: Any) -> Any:
-    if _is_filled(ctx) or not _leaves_as_found():
+    small = byte_count(ShapedArray(of["shape"], of["dtype"])) <= SMALL
+    if small or _is_filled(ctx) or not _leaves_as_found():
         return _lower_zeros(ctx, operand, **of)
     # With a side effect it stays in the loop that it is in: outside, it would have to be copied.
     return jax.ffi.ffi_lowering(UNTOUCHED, has_side_effect=True)(ctx, operand)
 
 
+SMALL = 1 << 16
+"""Bytes that are filled with zeros in less time than it takes to run a loop around by itself.
+
+XLA does not compile a loop with a call in its step as one kernel.
+"""
 UNTOUCHED = "dce_sink"
 """A call that jaxlib has for CPUs, and that does nothing."""
 

@@ -36,15 +36,16 @@ def define(
     transpose: Callable | None = None,
     dce: Callable | None = None,
     run: Callable | None = None,
+    on_cpu: Callable | None = None,
     on_tpu: Callable | None = None,
-) -> Callable:
-    """Lower a primitive through `evaluate(*args, **params)`, which is returned as it is run.
+) -> None:
+    """Lower a primitive through `evaluate(*args, **params)`, kept in `evaluations` as it is run.
 
     Outside jit it is compiled, or left to `run(compiled, evaluate, *args, **params)`. However
     strict the user is with promotion in what they write, step numbers and masks may be mixed.
     `types(*avals, **params)` gives result types and effects. `dce(used, equation)`
-    says which operands are used, and gives the equation that is left, or None. For a single TPU,
-    `on_tpu(evaluate)` is lowered.
+    says which operands are used, and gives the equation that is left, or None. For a single CPU,
+    `on_cpu(evaluate)` is lowered, for a single TPU `on_tpu(evaluate)`.
     """
 
     def evaluate_as_written(*args: Any, **params: Any) -> Any:
@@ -73,8 +74,9 @@ def define(
     checkify.error_checks[primitive] = functionalized
     for platform in (None, "gpu"):
         lower_by(primitive, evaluate_as_written, platform=platform)
-    if on_tpu is not None:
-        lower_by(primitive, evaluate_as_written, on_tpu(evaluate_as_written), "tpu")
+    for platform, rewritten in (("cpu", on_cpu), ("tpu", on_tpu)):
+        if rewritten is not None:
+            lower_by(primitive, evaluate_as_written, rewritten(evaluate_as_written), platform)
     if jvp is not None:
         ad.primitive_jvps[primitive] = jvp
     if transpose is not None:
@@ -82,7 +84,11 @@ def define(
     if dce is not None:
         # The newest release says between the two which inputs are live.
         pe.dce_rules[primitive] = lambda used, *rest: dce(list(used), rest[-1])
-    return evaluate_as_written
+    evaluations[primitive] = evaluate_as_written
+
+
+evaluations: dict[core.Primitive, Callable] = {}
+"""What each primitive computes, as `define` was told."""
 
 
 @ft.partial(jax.jit, static_argnums=(0, 1))

@@ -1,79 +1,333 @@
-"""What a step costs: nanoseconds of an ordinary processor, estimated from its equations.
+"""The predicted time of a step: nanoseconds of one core, added up from its equations.
 
-Only ratios matter: is it cheaper to run a step again or to store what it has computed?
+Prices were measured on a CPU, in a loop over the primitive alone, and are right within a factor of
+about two from 1 to 1,000,000 numbers of 32 bits. `python benchmarks/costs.py` measures them again.
+Decisions follow from ratios: is a step run again, or is what it has computed stored?
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from loopkit import _jax
 from loopkit._jaxprs import equations
 
-FLOPS = 100.0
-"""Of a matrix product, in a nanosecond."""
 EQUATION = 0.3
-"""Nanoseconds that any equation takes."""
-_SLOWER = {
-    "sin cos tan asin acos atan atan2 sinh cosh": 1.5,
-    "pow erf_inv digamma lgamma igamma igammac bessel_i0e": 2.0,
-    "exp exp2 log log1p expm1 tanh logistic erf erfc cbrt": 0.3,
-    "gather scatter scatter_add scatter-add sort cumsum top_k threefry2x32 random_bits": 2.0,
-    "div rem sqrt rsqrt concatenate": 0.1,
-}
-PER_ELEMENT = {name: cost for names, cost in _SLOWER.items() for name in names.split()}
-"""Nanoseconds to an element of the result."""
+"""Nanoseconds that an equation takes at least: it is part of a kernel with others."""
 ELEMENT = 0.04
-"""Nanoseconds to an element where nothing else is said."""
-_SLICED = {
-    "dynamic_slice gather slice loopkit_read": lambda eqn: eqn.outvars[0],
-    "dynamic_update_slice loopkit_write": lambda eqn: eqn.invars[1],
-    "scatter scatter_add scatter-add": lambda eqn: eqn.invars[2],
-}
-SLICED = {name: of for names, of in _SLICED.items() for name in names.split()}
-"""Primitives that touch a part of an array: which of their variables is as large as that."""
+"""Nanoseconds to an element of plain arithmetic, which one vector instruction does for many."""
+FLOPS = 120.0
+"""Of a product of matrices, in a nanosecond."""
+ITERATION = 4.0
+"""Nanoseconds that a step of a loop takes beyond its equations."""
 UNKNOWN_TRIPS = 10
 """Steps that an inner loop is taken to run if its equations do not say."""
 
+_PLAIN = """
+    abs add add_any and ceil clamp clz complex conj convert_element_type copy copy_p eq eq_to floor
+    from_edtype ge gt imag integer_pow is_finite le le_to lt lt_to max min mul mulhi ne neg not
+    one_minus_square or pad population_count real reduce_precision rev round select_n shift_left
+    shift_right_arithmetic shift_right_logical sign slice square stack stage sub tile to_edtype xor
+"""
+PLAIN = frozenset(_PLAIN.split())
+"""Primitives that cost `ELEMENT` for each element."""
+_FREE = """
+    after_all axis_index bitcast_convert_type broadcast_in_dim create_token dce_sink device_put
+    empty empty2 expand_dims iota name optimization_barrier platform_index pvary random_seed
+    random_unwrap random_wrap reshape sharding_constraint split squeeze stop_gradient tie unstack
+"""
+FREE = frozenset(_FREE.split())
+"""Primitives that cost nothing for each element: a kernel that reads the result sees through."""
+
+
+class Price(NamedTuple):
+    """Nanoseconds, however few elements there are, and nanoseconds to each."""
+
+    start: float
+    element: float
+
+
+_PRICES = {
+    "div nextafter sqrt": (4, 0.25),
+    "rsqrt erf tanh": (25, 0.35),
+    "exp exp2 log log2 logistic": (35, 0.6),
+    "expm1 log1p cosh erfc": (40, 1.1),
+    "acosh asinh atanh bessel_i0e bessel_i1e": (30, 2),
+    "cos sin tan": (15, 4),
+    "sinh erf_inv": (15, 2.4),
+    "cbrt pow rem": (15, 6),
+    "acos asin atan atan2 digamma": (30, 12),
+    "polynomial": (2, 0.5),
+    "lgamma": (60, 14),
+    "igamma igammac polygamma regularized_incomplete_beta zeta": (250, 80),
+    "igamma_grad_a random_gamma_grad": (300, 110),
+    "reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor": (
+        2,
+        0.25,
+    ),
+    "argmax argmin": (5, 4),
+    "cumlogsumexp": (50, 450),
+    "concatenate": (1, 0.5),
+    "transpose": (1, 0.7),
+    "top_k approx_top_k": (90, 1.7),
+    "random_bits random_fold_in threefry2x32": (70, 7),
+    "random_split": (70, 3.5),
+    "rng_bit_generator rng_uniform": (25, 12),
+    "random_gamma": (500, 800),
+    "lu_pivots_to_permutation": (5, 20),
+    "select_and_gather_add": (5, 0.5),
+    "select_and_scatter select_and_scatter_add": (50, 3.5),
+}
+PRICES = {name: Price(*of) for names, of in _PRICES.items() for name in names.split()}
+"""Of primitives whose time is that of the elements of their largest operand or result."""
+WHOLE = {"div": Price(3, 0.7), "rem": Price(3, 0.7)}
+"""Of those that take another time for integers."""
+_COLLECTIVE = """
+    all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast pmax pmin ppermute
+    preduced precv psend psum psum_invariant ragged_all_to_all reduce_scatter unreduced_pmax
+    unreduced_pmin unreduced_psum unreduced_reduce_scatter vary_unreduced_cast
+"""
+PRICES |= dict.fromkeys(_COLLECTIVE.split(), Price(5_000, 0.2))
+"""Devices wait for each other."""
+PRICES |= dict.fromkeys(["ffi_call", "io_callback", "pure_callback"], Price(1_000, 1))
+UNKNOWN = Price(1, 0.5)
+"""Of a primitive of another library: many only mark something, and some compute a lot."""
+
+_LIBRARY = {
+    "cholesky": (250, 3.5, 0.005),
+    "cholesky_update": (20, 2.3, 0),
+    "eig": (1_900, 230, 0.2),
+    "eigh": (250, 70, 0.01),
+    "geqp3": (500, 14, 0.06),
+    "geqrf householder_product ormqr": (250, 9, 0.015),
+    "hessenberg": (250, 16, 0.065),
+    "lu": (250, 5.5, 0.008),
+    "qr": (600, 16, 0.026),
+    "schur": (600, 170, 0.2),
+    "svd": (1_400, 95, 0.12),
+    "tridiagonal": (250, 13, 0.024),
+}
+LIBRARY = {name: of for names, of in _LIBRARY.items() for name in names.split()}
+"""Of factorisations: a call, each element of the matrix, and each times the smaller side."""
+CACHED = 1 << 18
+"""Words of a matrix that a core's cache holds."""
+INLINE, MULTIPLE = 27, 8
+"""Products up to which two small matrices are multiplied within a kernel; what the sides of larger
+ones had better be multiples of."""
+
 
 def nanoseconds(jaxpr: _jax.Jaxpr) -> float:
+    """Predict the time of a jaxpr."""
     return sum(map(equation_nanoseconds, _jax.open_jaxpr(jaxpr).eqns))
 
 
 def loop_nanoseconds(loop: Any) -> float:
-    """Of a loop of the engine; one that ends by itself may do so before its bound."""
+    """Predict the time of a loop of the engine; one that ends by itself may do so at once."""
     trips = loop.length
     if loop.cond is not None:
         trips = UNKNOWN_TRIPS if trips is None else min(trips, UNKNOWN_TRIPS)
-    return trips * nanoseconds(loop.body)
+    return trips * (ITERATION + nanoseconds(loop.body))
 
 
 def equation_nanoseconds(eqn: Any) -> float:
+    """Predict the time of an equation."""
     if "nanoseconds" in eqn.params:
         return eqn.params["nanoseconds"]
+    if eqn.params.get("loop") is not None:
+        return loop_nanoseconds(eqn.params["loop"])
     name = eqn.primitive.name
-    if name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        depth = _jax.volume(eqn.invars[0].aval.shape[a] for a in contracted)
-        return EQUATION + 2 * _jax.elements(eqn.outvars[0].aval) * depth / FLOPS
-    if name == "conv_general_dilated":
-        out, kernel = eqn.outvars[0].aval, eqn.invars[1].aval
-        features = eqn.params["dimension_numbers"].rhs_spec[0]
-        depth = _jax.elements(kernel) / _jax.volume([kernel.shape[features]])
-        return EQUATION + 2 * _jax.elements(out) * depth / FLOPS
-    loop = eqn.params.get("loop")
-    if loop is not None:
-        return loop_nanoseconds(loop)
+    if name in MEASURES:
+        return MEASURES[name](eqn)
+    if name in WHOLE and not _jax.is_differentiable(eqn.outvars[0].aval):
+        return _priced(WHOLE[name], eqn)
+    if name in PRICES:
+        return _priced(PRICES[name], eqn)
+    if name in FREE:
+        return EQUATION
+    if name in PLAIN:
+        return _priced(Price(EQUATION, ELEMENT), eqn)
     inner = equations.jaxprs_in(eqn)
-    if inner:
-        costs = list(map(nanoseconds, inner))
-        if name == "cond":
-            return max(costs)
-        trips = {"scan": eqn.params.get("length"), "while": UNKNOWN_TRIPS}.get(name, 1)
-        return sum(costs) * (_jax.volume([trips]) or 1)
-    touched = [SLICED[name](eqn)] if name in SLICED else [*eqn.outvars, *eqn.invars]
-    elements = max((_jax.elements(v.aval) for v in touched), default=1)
-    return EQUATION + elements * PER_ELEMENT.get(name, ELEMENT)
+    return _around(eqn, inner) if inner else _priced(UNKNOWN, eqn)
+
+
+def _around(eqn: Any, inner: list) -> float:
+    """Of an equation that runs jaxprs: one of its branches, or each as often as it says."""
+    name, costs = eqn.primitive.name, list(map(nanoseconds, inner))
+    if name in ("cond", "custom_linear_solve"):  # of a solve, which runs one of its functions
+        return max(costs)
+    if name in ("scan", "while"):
+        trips = _jax.volume([eqn.params.get("length", UNKNOWN_TRIPS)])
+        return trips * (ITERATION + sum(costs))
+    grid = getattr(eqn.params.get("grid_mapping"), "grid", ())  # of a Pallas kernel
+    return sum(costs) * _jax.volume(grid)
+
+
+def _words(v: Any) -> float:
+    """Elements of a variable; one of more than 32 bits counts as several."""
+    itemsize = getattr(getattr(v.aval, "dtype", None), "itemsize", 4)
+    return _jax.elements(v.aval) * max(1.0, itemsize / 4)
+
+
+def _priced(price: Price, eqn: Any) -> float:
+    return price.start + price.element * _largest(eqn)
+
+
+def _largest(eqn: Any) -> float:
+    return max(map(_words, (*eqn.outvars, *eqn.invars)), default=1)
+
+
+def _known(size: Any) -> int:
+    """The length of an axis, or what stands for one that is not known."""
+    return _jax.volume([size])
+
+
+# --- primitives with measures of their own -------------------------------------------------------
+
+
+def _logarithmic(start: float, each: float, axis: Callable[[Any], Any]) -> Callable[[Any], float]:
+    """Of n log n operations along axes of a length."""
+
+    def measure(eqn: Any) -> float:
+        length = max(2, _jax.volume([axis(eqn)]))
+        return start + each * _largest(eqn) * math.log2(length)
+
+    return measure
+
+
+def _along(name: str) -> Callable[[Any], Any]:
+    """How long the axis is that a parameter names."""
+    return lambda eqn: eqn.invars[0].aval.shape[eqn.params[name]]
+
+
+def _sort(eqn: Any) -> float:
+    length = max(1, _known(eqn.invars[0].aval.shape[eqn.params["dimension"]]))
+    return EQUATION + 14 * _jax.elements(eqn.invars[0].aval) * math.log2(length)
+
+
+def _fft(eqn: Any) -> float:
+    types = eqn.invars[0].aval, eqn.outvars[0].aval
+    numbers = max(map(_jax.elements, types)) * max(t.dtype.itemsize for t in types) / 8
+    return 750 + 0.55 * numbers * math.log2(max(2, _jax.volume(eqn.params["fft_lengths"])))
+
+
+def _window(eqn: Any) -> float:
+    volume = _jax.volume(eqn.params["window_dimensions"])
+    return EQUATION + 0.1 * volume * _words(eqn.outvars[0])
+
+
+def _slices(touched: int, each: float) -> Callable[[Any], float]:
+    """Of a gather or a scatter: so much to each slice, and to copy what it is of."""
+
+    def measure(eqn: Any) -> float:
+        indices = eqn.invars[1].aval
+        count = _jax.volume(indices.shape[:-1])
+        of = eqn.outvars[0] if touched < 0 else eqn.invars[touched]
+        return 5 + each * count + 0.1 * _words(of)
+
+    return measure
+
+
+def _part(touched: int) -> Callable[[Any], float]:
+    """Of a primitive that touches a part of an array: -1 for the result, else an operand."""
+
+    def measure(eqn: Any) -> float:
+        return EQUATION + ELEMENT * _words(eqn.outvars[0] if touched < 0 else eqn.invars[touched])
+
+    return measure
+
+
+def _library(eqn: Any) -> float:
+    call, square, cube = LIBRARY[eqn.primitive.name]
+    *batch, m, n = map(_known, eqn.invars[0].aval.shape)
+    words = _words(eqn.invars[0]) / max(1, math.prod(batch) * m * n)
+    one = square * m * n + cube * m * n * min(m, n)
+    if eqn.params.get("compute_uv") is False:
+        one /= 2
+    return call + math.prod(batch) * (words * one + 0.6 * call * (math.prod(batch) > 1))
+
+
+def _dot(eqn: Any) -> float:
+    (contracted, _), (batched, _) = eqn.params["dimension_numbers"]
+    left, right, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0]
+    depth = _jax.volume(left.shape[a] for a in contracted)
+    batch = _jax.volume(left.shape[a] for a in batched)
+    sides = [max(1, _jax.elements(v) // max(1, batch * depth)) for v in (left, right)]
+    m, n, k = *sides, depth
+    if min(sides) == 1 and m * n * k > INLINE:  # a matrix is read once, for a vector
+        words = max(map(_words, eqn.invars))
+        each = 0.1 if max(sides) == 1 else 0.03
+        return 5 + min(0.25 * words, 40 + each * words) + 0.25 * max(0, words - CACHED)
+    words = _words(out) / max(1, batch * m * n)
+    return batch * words * _product(m, n, k) + 5
+
+
+def _product(m: int, n: int, k: int) -> float:
+    """Of two matrices of 32 bits."""
+    if m * n * k <= INLINE:
+        return 0.4 * m * n * k
+    begin = 600 if any(side % MULTIPLE for side in (m, n, k)) else 100
+    return begin + 0.25 * (m * n + m * k + n * k) + 2 * m * n * k / FLOPS
+
+
+def _symmetric_product(eqn: Any) -> float:
+    *batch, m, k = map(_known, eqn.invars[0].aval.shape)
+    return math.prod(batch) * _product(m, m, k)
+
+
+def _ragged_dot(eqn: Any) -> float:
+    columns = _known(eqn.outvars[0].aval.shape[-1])
+    return 600 + 2 * _words(eqn.invars[0]) * columns / FLOPS
+
+
+def _convolution(eqn: Any) -> float:
+    """Of a direct loop, or, where features are the last axis, of a product of matrices."""
+    dimensions, kernel = eqn.params["dimension_numbers"], eqn.invars[1].aval
+    depth = _jax.elements(kernel) / max(1, _known(kernel.shape[dimensions.rhs_spec[0]]))
+    last = dimensions.lhs_spec[1] == len(kernel.shape) - 1 and depth >= MULTIPLE
+    return 10 + (0.05 if last else 0.5) * _words(eqn.outvars[0]) * depth
+
+
+def _triangular(eqn: Any) -> float:
+    *batch, m, _ = map(_known, eqn.invars[0].aval.shape)
+    columns = _words(eqn.invars[1]) / max(1, math.prod(batch) * m)
+    return 250 + math.prod(batch) * (m * m + 5 * m * columns + 0.02 * m * m * columns)
+
+
+def _tridiagonal_solve(eqn: Any) -> float:
+    return 250 + 19 * _words(eqn.invars[-1])
+
+
+MEASURES: dict[str, Callable[[Any], float]] = {
+    **dict.fromkeys(LIBRARY, _library),
+    "dot_general": _dot,
+    "symmetric_product": _symmetric_product,
+    **dict.fromkeys(("ragged_dot_general", "scaled_dot"), _ragged_dot),
+    "conv_general_dilated": _convolution,
+    "triangular_solve": _triangular,
+    "tridiagonal_solve": _tridiagonal_solve,
+    "fft": _fft,
+    **dict.fromkeys(
+        ("cumsum", "cumprod", "cummax", "cummin"), _logarithmic(5, 0.35, _along("axis"))
+    ),
+    "sort": _sort,
+    **dict.fromkeys(
+        ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window
+    ),
+    "gather": _slices(-1, 1.0),
+    **dict.fromkeys(
+        (f"scatter{s}" for s in ("", "-add", "-sub", "-mul", "-min", "-max")), _slices(2, 1.5)
+    ),
+    "dynamic_slice": _part(-1),
+    "loopkit_read": _part(-1),
+    "dynamic_update_slice": _part(1),
+    "loopkit_write": _part(1),
+    "get": _part(-1),
+    "swap": _part(1),
+    "addupdate": _part(1),
+}
+"""Primitives whose time is not that of elements alone."""
 
 
 def factor_bytes(jaxpr: _jax.Jaxpr, consts: int, smallest: int) -> tuple[int, int]:

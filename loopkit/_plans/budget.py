@@ -73,8 +73,11 @@ def for_phases(budget: Budget, widths: Sequence[int]) -> list[Budget]:
     last = len(widths) - 1
     if isinstance(budget, Bytes):
         return [replace(budget, loops=budget.loops << k + 1) for k in range(last + 1)]
+    part = widths[0] / sum(widths)
     if budget is None:
-        return [Share(widths[0] / sum(widths))] * len(widths)
+        return [Share(part)] * len(widths)
+    if isinstance(budget, Share):  # each takes part of the steps
+        return [Share(part, likely=budget.likely * part)] * len(widths)
     carries = budget.slots if isinstance(budget, Plan) and not budget.keeps_all else budget
     if not isinstance(carries, int):
         return [budget] * len(widths)

@@ -18,14 +18,16 @@ from loopkit._arguments.validate import check_flag, check_whole
 from loopkit._plans.waits import for_waiting_hosts
 from loopkit.schedules import binomial
 
-SEGMENT = 300.0
+SEGMENT = 20.0
 """Nanoseconds that a segment costs beyond its steps."""
+SCHEDULED = 300.0
+"""The same, where a schedule says what is saved and run again."""
 CACHES = (1 << 20, 0.06), (1 << 25, 0.12), (math.inf, 1.2)
 """Up to so many bytes in use, so many nanoseconds to write and read one of them. Beyond the last
 cache, memory is new at every call, and has to be cleared by the system first."""
 
-ARRAY = 200.0
-"""Nanoseconds to write an array and to read it again, however small it is."""
+ARRAY = 5.0
+"""Nanoseconds to write an array and read it again, however small, in a loop that is one kernel."""
 IN_PASSING = 0.2
 """Of the time that a segment takes to add up its products, what a step takes to add its own."""
 TRANSFER = 0.1
@@ -56,9 +58,15 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Share:
-    """Part of the bytes that are taken without a budget, if they are many."""
+    """Part of what is kept without a budget: of the bytes, if they are many."""
 
-    part: float
+    part: float = 1.0
+    likely: float = 1.0
+    """The part of the bound that is planned for. Of more steps, more are run again."""
+
+
+SELDOM_REACHED = Share(likely=0.2)
+"""For a bound that was found in a predicate which may end the loop before."""
 
 
 class Step(NamedTuple):
@@ -87,6 +95,8 @@ class Step(NamedTuple):
     """How many arrays a checkpoint is."""
     residual_arrays: int = 0
     """How many the residuals are."""
+    holds_loops: bool = False
+    """Whether it runs loops that are differentiated with it."""
 
     @property
     def stores(self) -> tuple[Store, ...]:
@@ -312,7 +322,8 @@ class Plan:
         save = TRANSFER if self.host else price
         if self.strategy == "every residual":
             row = ARRAY * step.residual_arrays + save * step.residual_bytes
-            return steps * (step.record + row)
+            adding = IN_PASSING * _price(step.product_bytes) * step.product_bytes
+            return steps * (step.record + row + adding)
         slot = ARRAY * step.carry_arrays + save * step.carry_bytes
         units = -(-steps // self.segment)
         beside = steps * price * 2 * step.log_bytes
@@ -327,7 +338,8 @@ class Plan:
         if self.store == "carries":
             replay = step.run * (1 - 1 / self.segment) + step.remake + row
         passes = (run + again - steps) * step.run
-        return beside + passes + steps * replay + units * (SEGMENT + slot)
+        each = SCHEDULED if self.strategy == "schedule" else SEGMENT
+        return beside + passes + steps * replay + units * (each + slot)
 
 
 def _price(count: int) -> float:

@@ -17,8 +17,15 @@ from loopkit._plans.plan import CACHES, SPARED, TABLES, Budget, Bytes, Plan, Sha
 
 KEPT = 1 << 10
 """Bytes of all residuals of a loop up to which it keeps them: to checkpoint gains nothing."""
+NESTED = 1 << 17
+"""The same of a loop that takes just its bound of steps, which hold loops. To run such a step again
+compiles all of them again, and at each level of loops in loops."""
 REPLAYED = 1 << 13
 """Bytes up to which it is run again as a whole, and keeps nothing; of carries, keeps all."""
+CACHED = CACHES[0][0]
+"""Bytes of residuals up to which a loop of known length keeps them if its steps are expensive."""
+EXPENSIVE = 4.0
+"""So many times as long as to store its residuals does an expensive step take to run again."""
 SMALL = 1 << 19
 """Bytes of checkpoints, and of rows, that a loop may use whose steps are not known: what a core's
 cache holds, and what is set to zero in no time."""
@@ -26,6 +33,9 @@ FEW = 32
 """Slots that such a loop may use, however large its carry."""
 ROWS = 1 << 14
 """Bytes of rows that it uses where it does not have to use more."""
+RECORDED = ROWS >> 6
+"""Bytes of residuals up to which its rows are those, whatever their arrays cost: where carries are
+stored, a step is run again to reverse it, and compiled once more for that."""
 MANY = 1024
 """Slots, and steps to a segment, that it needs at most, however small its carry."""
 PLACED = 128
@@ -72,7 +82,7 @@ def make_plan(
     """The plan for a loop of `bound` steps at most; `exact` if it takes just that many."""
     loop = Plan(1, bound=bound, exact=exact, step=step)
     if isinstance(budget, Share):
-        return _shared(make_plan(None, bound, exact, step, name), loop, budget.part)
+        return _shared(make_plan(None, bound, exact, step, name), budget)
     if budget is None and bound and bound * step.residual_bytes <= step.buffer_bytes:
         # No more than one of the buffers that would be brought back from their last state.
         return replace(loop, segment=bound, store="residuals", keeps_all=True)
@@ -96,12 +106,18 @@ def make_plan(
     return _default(loop)
 
 
-def _shared(whole: Plan, loop: Plan, part: float) -> Plan:
-    if whole.keeps_all or whole.peak_bytes <= SMALL:
-        return whole
+def _shared(whole: Plan, share: Share) -> Plan:
+    """The plan that keeps part of what `whole` does."""
+    plan = whole
+    if share.likely < 1 and whole.strategy == "every segment" and whole.segments != 1:
+        few = _about_the_root(replace(whole, bound=max(1, int(share.likely * (whole.bound or 1)))))
+        if few.strategy == "every segment" and few.segments != 1:
+            plan = replace(few, bound=whole.bound)
+    if share.part == 1 or plan.keeps_all or plan.peak_bytes <= SMALL:
+        return plan
     with contextlib.suppress(TooLittle):
-        return _cheapest(int(whole.peak_bytes * part), replace(loop, step=whole.step), "")
-    return whole
+        return _cheapest(int(plan.peak_bytes * share.part), replace(plan, thinned=False), "")
+    return plan
 
 
 def _without_carry(loop: Plan, bound: int) -> Plan:
@@ -126,10 +142,23 @@ def _adapted(plan: Plan, loop: Plan) -> Plan:
 
 def _default(loop: Plan) -> Plan:
     """One extra forward pass, and about the square root of the steps in memory."""
+    plan = _about_the_root(loop)
+    if loop.bound is None or not loop.exact or plan.keeps_all:
+        return plan
+    whole = replace(loop, segment=max(loop.bound, 1), store="residuals", keeps_all=True)
+    times = [p.nanoseconds(loop.bound) for p in (whole, plan)]
+    stored = times[0] - loop.bound * loop.step.record
+    is_expensive = loop.step.record * loop.bound >= EXPENSIVE * stored
+    return whole if whole.slot_bytes <= CACHED and is_expensive and times[0] < times[1] else plan
+
+
+def _about_the_root(loop: Plan) -> Plan:
+    """The same, whatever a step costs."""
     step, bound = loop.step, loop.bound
     if bound is not None and step.log_bytes and step.residual_bytes <= ALIKE * step.log_bytes:
         return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
-    if bound is not None and bound * step.residual_bytes <= KEPT:
+    few = NESTED if step.holds_loops and loop.exact else KEPT
+    if bound is not None and bound * step.residual_bytes <= few:
         return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
     if bound is not None and bound * (step.residual_bytes + step.factor_bytes) <= REPLAYED:
         return replace(loop, slots=1, segment=bound, store="residuals")
@@ -139,13 +168,15 @@ def _default(loop: Plan) -> Plan:
     if loop.exact:
         assert bound is not None, "a loop that takes just so many steps has a length"
         candidates = [_balanced(loop, store, bound) for store in step.stores]
-        return min(candidates, key=lambda p: p.nanoseconds(bound))
+        return _or_every_carry(min(candidates, key=lambda p: p.nanoseconds(bound)))
     store = _cheaper_store(loop)
     row = max(step.row_bytes(store) + step.factor_bytes, 1)
     most = min(MANY, max(FEW, SMALL // step.carry_bytes))
     rows = min(MANY, max(FEW // 4, SMALL // row))
     if bound is not None and bound <= 16 * most * rows:
-        return _balanced(loop, store, 2 * most)
+        return _or_every_carry(_balanced(loop, store, 2 * most))
+    if step.residual_bytes <= RECORDED:
+        store, row = "residuals", max(step.residual_bytes + step.factor_bytes, 1)
     few = max(16, ROWS // row)
     return replace(
         loop, slots=min(most, PLACED), segment=min(rows, PLACED, few), store=store, thinned=True
@@ -161,6 +192,13 @@ def _balanced(loop: Plan, store: Store, most: int) -> Plan:
     if loop.exact:
         segment = _near_divisor(bound, segment)
     return replace(loop, slots=max(1, -(-bound // segment)), segment=segment, store=store)
+
+
+def _or_every_carry(plan: Plan) -> Plan:
+    """The plan, or one that keeps every carry if that takes no more memory."""
+    every = replace(plan, slots=max(1, plan.bound or 1), segment=1, store="carries")
+    fits = every.peak_bytes <= plan.peak_bytes and not plan.step.factor_bytes
+    return every if fits else plan
 
 
 def _near_divisor(bound: int, segment: int) -> int:

@@ -9,7 +9,16 @@ from loopkit._engine.sweeps.in_units import InUnits
 from loopkit._engine.sweeps.scheduled import Scheduled
 from loopkit.schedules.online import NEVER, cheapest
 
-from .swept_loops import GPUS, assert_swept, decided, known, run_again, unbounded, written_out
+from .swept_loops import (
+    GPUS,
+    assert_swept,
+    decided,
+    known,
+    loops_back,
+    run_again,
+    unbounded,
+    written_out,
+)
 
 LONG, END = 9, 8
 LOOPS = {
@@ -51,6 +60,23 @@ def test_thinned():
 @pytest.mark.parametrize("plan", [Plan(3, 2), Plan(2, 3, "residuals")], ids=range(2))
 def test_segments(plan):
     assert_counts(plan)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_rows_are_stored_on_the_way(slots):
+    """One loop over steps is all that goes forward, and it is run as often as two would be."""
+    plan = Plan(slots, 2, "residuals", thinned=True)
+    for name in ("decided", "unbounded"):
+        make, steps = LOOPS[name]
+        loop, given = make(checkpoints=plan)
+        found = assert_swept(loop, given, wanted(name))
+        climbs, within = run_again(found, steps)
+        assert within == 0
+        assert found.runs == {"again": 0, "replayed": steps + climbs, "reversed": steps}
+        assert climbs or slots > 2
+        apart = make(checkpoints=Plan(slots, 2, "residuals"))
+        backward = [len(loops_back(*args, on_gpu=False)) for args in ((loop, given), apart)]
+        assert backward[0] == backward[1] - 1
 
 
 @pytest.mark.parametrize("segment", [1, 3])

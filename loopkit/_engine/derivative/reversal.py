@@ -18,10 +18,11 @@ from loopkit._engine.fixed_point import fixed_point
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
 from loopkit._engine.passes.lean import to_run
 from loopkit._engine.passes.prune import Pruned, prune
+from loopkit._engine.primitives import forward_p
 from loopkit._engine.steps import hold, read_slices, repeat
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import factor_bytes, nanoseconds
-from loopkit._plans.plan import Plan, Step
+from loopkit._plans.plan import Plan, Share, Step
 from loopkit._plans.planner import best_plan
 
 
@@ -266,6 +267,7 @@ def _planned(loop: Loop, active: Active) -> Reversal:
         *factors,
         carry_arrays=len(quiet.slot_types),
         residual_arrays=len(quiet.shortened(split.stored_types)),
+        holds_loops=any(e.primitive is forward_p for e in equations.all_equations(split.forward)),
     )
     undo, steps = find_undo(loop, saved), (step,)
     if undo is not None:
@@ -275,7 +277,8 @@ def _planned(loop: Loop, active: Active) -> Reversal:
         logging = step._replace(carry_bytes=left, buffer_bytes=buffers, log_bytes=log)
         steps = (logging, step)
     checkpoints = loop.checkpoints
-    if loop.asks_the_host and checkpoints is None and loop.length is not None:
+    unasked = checkpoints is None or isinstance(checkpoints, Share)
+    if loop.asks_the_host and unasked and loop.length is not None:
         checkpoints = "all"
     plan = best_plan(checkpoints, loop.length, loop.cond is None, steps, loop.name)
     if not plan.keeps_all:

@@ -21,6 +21,7 @@ from loopkit._engine.facts.activity import cotangent_activity
 from loopkit._engine.loop import Active, Loop, kept, parts
 from loopkit._engine.passes.dual_loop import dual_loop
 from loopkit._engine.passes.flat_values import of_vectors
+from loopkit._engine.passes.scratch import with_scratch
 from loopkit._engine.primitives import define, dual_p, forward_p, pushforward_p, while_p
 from loopkit._engine.rules import while_
 from loopkit._engine.sweeps import sweeps
@@ -79,5 +80,5 @@ def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     return [*needed, *[False] * (len(eqn.invars) - operands)], plain
 
 
-define(dual_p, evaluate, result_types, jvp=jvp, dce=dce, on_tpu=of_vectors)
+define(dual_p, evaluate, result_types, jvp=jvp, dce=dce, on_cpu=with_scratch, on_tpu=of_vectors)
 _jax.register_partial_eval(dual_p, known, known_equation)

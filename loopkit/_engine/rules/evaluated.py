@@ -11,6 +11,7 @@ from typing import Any
 
 from loopkit import _jax
 from loopkit._engine.passes.flat_values import of_vectors
+from loopkit._engine.passes.scratch import with_scratch
 from loopkit._engine.primitives import evaluated_p
 
 
@@ -22,4 +23,4 @@ def result_types(*_: Any, jaxpr: _jax.Jaxpr, **__: Any) -> tuple[list, Any]:
     return list(jaxpr.out_avals), jaxpr.effects
 
 
-_jax.define(evaluated_p, evaluate, result_types, on_tpu=of_vectors)
+_jax.define(evaluated_p, evaluate, result_types, on_cpu=with_scratch, on_tpu=of_vectors)

@@ -19,6 +19,7 @@ from loopkit._engine.derivative.split import opened
 from loopkit._engine.facts.activity import moving_activity
 from loopkit._engine.loop import Active, Loop, kept, parts, spread
 from loopkit._engine.passes.flat_values import of_vectors
+from loopkit._engine.passes.scratch import with_scratch
 from loopkit._engine.primitives import RUNS_WITH, define, forward_p, pushforward_p, while_p
 from loopkit._engine.rules import while_
 from loopkit._engine.sweeps import sweeps
@@ -95,5 +96,5 @@ def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     return while_.dce(used[:results], plain)
 
 
-define(forward_p, evaluate, result_types, jvp=jvp, dce=dce, on_tpu=of_vectors)
+define(forward_p, evaluate, result_types, jvp=jvp, dce=dce, on_cpu=with_scratch, on_tpu=of_vectors)
 RUNS_WITH[forward_p] = runs_with

@@ -23,6 +23,7 @@ from loopkit import _jax
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.loop import Active, Loop, kept
 from loopkit._engine.passes.flat_values import of_vectors
+from loopkit._engine.passes.scratch import with_scratch
 from loopkit._engine.primitives import define, pullback_p
 from loopkit._engine.rules.hessian import second_order
 from loopkit._engine.rules.linear import BACKWARD, FORWARD, asked
@@ -91,5 +92,6 @@ define(
     jvp=jvp,
     transpose=transpose,
     dce=BACKWARD.dce,
+    on_cpu=with_scratch,
     on_tpu=of_vectors,
 )

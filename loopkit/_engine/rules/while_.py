@@ -22,6 +22,7 @@ from loopkit._engine.passes.dual_loop import open_dual
 from loopkit._engine.passes.flat_values import of_vectors
 from loopkit._engine.passes.phases import phases_of
 from loopkit._engine.passes.prune import prune
+from loopkit._engine.passes.scratch import with_scratch
 from loopkit._engine.primitives import define, dual_p, while_p
 from loopkit._engine.trials.unrolling import settled
 
@@ -96,5 +97,14 @@ def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     return pruned.operands, new
 
 
-define(while_p, evaluate, result_types, jvp=jvp, transpose=transpose, dce=dce, on_tpu=of_vectors)
+define(
+    while_p,
+    evaluate,
+    result_types,
+    jvp=jvp,
+    transpose=transpose,
+    dce=dce,
+    on_cpu=with_scratch,
+    on_tpu=of_vectors,
+)
 _jax.register_known_part(while_p, known_part)

@@ -47,7 +47,7 @@ class EveryResidual(Strategy):
             at = row_of(loop, steps.count) if loop.xs_count or steps.ys else steps.count
             consts, carry = operands.consts, steps.carry
             x = read_rows(operands.xs, at, loop.x_axes)
-            active = None if safe is None else is_active(loop, operands, carry)
+            active: Any = None if safe is None else is_active(loop, operands, carry)
             if safe is None:
                 outs = _jax.call_jaxpr(how.split.forward)(*consts, *carry, *x)
             else:

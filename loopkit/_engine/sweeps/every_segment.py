@@ -56,6 +56,8 @@ class EverySegment(Strategy):
             return known(jnp.int32(whole), state, rest) if rest else state
         if loop.cond is None:
             return repeat(self.how.plan.segments, known, state)
+        if self.how.plan.segments == 1:
+            return self.segment(loop, operands, *state, jnp.int32(0))
         if _jax.host_waits.value and writes_in_passing(self.how.plan):
             return self.run_flat(loop, operands, state)[:2]
         another = lambda s: goes_on(loop, operands, s[0], loop.length)
@@ -105,6 +107,9 @@ class EverySegment(Strategy):
         length = self.how.plan.segment
         last = quotient(steps + (length - 1), length) - 1
         s = s._replace(rows=self.rows(step), ahead=self.load_ahead(step.operands, s.stacks, last))
+        # It may have no step. Products of what was not written would then be wrong.
+        if self.how.plan.segments == 1 and (step.products is None or isinstance(steps, int)):
+            return segment(0, steps, s._replace(unit=jnp.int32(0))).cts
         return reverse_segments(segment, length, steps, s)
 
     def rows(self, step: StepReversal) -> list:
@@ -116,14 +121,22 @@ class EverySegment(Strategy):
 
     def reverse_segment(self, step: StepReversal, first: Any, count: Any, s: Backward) -> Backward:
         """Back over the segment of `count` steps that begins with step `first`."""
-        carry, s = self.reach(step, first, first + count, s)
         if self.how.plan.segment == 1:
+            carry, s = self.reach(step, first, first + count, s)
             cts, buffers = step.reverse_carry(first, carry, s.cts)
             return s._replace(cts=cts.after(self.how.loop, 1), buffers=buffers)
-        carry, rows = step.replay(first, count, carry, s.rows)
+        carry, s = self.replayed(step, first, count, s)
         buffers = self.how.apart(carry)[1]
-        cts, buffers = step.reverse_segment(first, count, rows, s.cts, buffers)
-        return s._replace(rows=rows, cts=cts, buffers=buffers)
+        cts, buffers = step.reverse_segment(first, count, s.rows, s.cts, buffers)
+        return s._replace(cts=cts, buffers=buffers)
+
+    def replayed(
+        self, step: StepReversal, first: Any, count: Any, s: Backward
+    ) -> tuple[list, Backward]:
+        """The carry after a segment that is run again, and its rows."""
+        carry, s = self.reach(step, first, first + count, s)
+        carry, rows = step.replay(first, count, carry, s.rows)
+        return carry, s._replace(rows=rows)
 
     def reach(self, step: StepReversal, first: Any, end: Any, s: Backward) -> tuple[list, Backward]:
         """The carry before step `first`, where a segment begins that ends at step `end`."""

@@ -132,6 +132,10 @@ class InUnits(Scheduled):
         cts, buffers = step.reverse_rows(first, count, row, s.cts, how.apart(carry)[1])
         return self.freed(s._replace(cts=cts, buffers=buffers))
 
+    @property
+    def records_on_the_way(self) -> bool:
+        return False  # runs between saves are of known length here
+
     def climb(
         self, step: StepReversal, carry: list, unit: Any, s: Backward
     ) -> tuple[list, list, Any]:

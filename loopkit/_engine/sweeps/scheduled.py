@@ -17,6 +17,7 @@ from loopkit._engine.sweeps import tables
 from loopkit._engine.sweeps.every_segment import EverySegment
 from loopkit._engine.sweeps.step import StepReversal
 from loopkit._engine.sweeps.strategy import Backward, Saving
+from loopkit._plans.planner import RECORDED
 from loopkit.schedules.online import NEVER
 
 
@@ -51,35 +52,83 @@ class Scheduled(EverySegment):
         return s._replace(units=jnp.where(s.units >= s.unit, NEVER, s.units))
 
     def reach(self, step: StepReversal, first: Any, end: Any, s: Backward) -> tuple[list, Backward]:
-        slot, unit = tables.latest(s.units, s.unit)
-        carry = self.loaded(step, slot, unit * self.how.plan.segment, end, s)
+        carry, unit = self.nearest(step, end, s)
         carry, stacks, units = self.climb(step, carry, unit, s)
         return carry, s._replace(stacks=stacks, units=units)
+
+    def nearest(self, step: StepReversal, end: Any, s: Backward) -> tuple[list, Any]:
+        """The last checkpoint before a segment that ends at step `end`, and its unit."""
+        slot, unit = tables.latest(s.units, s.unit)
+        return self.loaded(step, slot, unit * self.how.plan.segment, end, s), unit
 
     def climb(
         self, step: StepReversal, carry: list, unit: Any, s: Backward
     ) -> tuple[list, list, Any]:
         """From `unit` to that of `s`, saving on the way: the carry there, slots and their units."""
-        how, target = self.how, s.unit
-        schedule = tables.Schedule.of(how.plan)
+        target = s.unit
 
         def advance(climb: tuple[list, Any, list, Any]) -> tuple[list, Any, list, Any]:
             carry, unit, stacks, units = climb
-            free, slot = tables.free_slots(units)
-            run = schedule.split(target + 1 - unit, free)
+            run, slot = self.following(unit, target, units)
             carry = self.segments(step, unit, run, carry)
-            unit = unit + run
-            # Without a free slot, the row is written over itself.
-            save = free > 0
-            if how.plan.rows:
-                old = read_rows(stacks, slot - how.plan.spared)
-                pairs = zip(how.apart(carry)[0], old, strict=True)
-                stacks = self.save(stacks, [jnp.where(save, n, o) for n, o in pairs], slot)
-            return carry, unit, stacks, tables.saved(units, jnp.where(save, slot, -1), unit)
+            stacks, units = self.saved(slot, carry, unit + run, stacks, units)
+            return carry, unit + run, stacks, units
 
         climb = carry, unit, s.stacks, s.units
         carry, _, stacks, units = lax.while_loop(lambda c: c[1] < target, advance, climb)
         return carry, stacks, units
+
+    def replayed(
+        self, step: StepReversal, first: Any, count: Any, s: Backward
+    ) -> tuple[list, Backward]:
+        if not self.records_on_the_way or step.products is not None:
+            return super().replayed(step, first, count, s)  # products read rows not taken, too
+        target, length = s.unit, self.how.plan.segment
+
+        def advance(climb: tuple[list, Any, list, Any, list]) -> tuple[list, Any, list, Any, list]:
+            carry, unit, stacks, units, rows = climb
+            run, slot = self.following(unit, target, units)
+            there = unit == target
+            steps = jnp.where(there, count, run * length)
+            carry, rows = step.replay(unit * length, steps, carry, rows, within=False)
+            unit = jnp.where(there, target + 1, unit + run)
+            slot = jnp.where(there, -1, slot)
+            return carry, unit, *self.saved(slot, carry, unit, stacks, units), rows
+
+        climb = *self.nearest(step, first + count, s), s.stacks, s.units, s.rows
+        climb = lax.while_loop(lambda c: c[1] <= target, advance, climb)
+        carry, _, stacks, units, rows = climb
+        return carry, s._replace(stacks=stacks, units=units, rows=rows)
+
+    @property
+    def records_on_the_way(self) -> bool:
+        """Whether steps that lead to a segment also store rows, to be written over.
+
+        They are then the same loop as those of the segment, and the step is compiled once less.
+        Where rows are small, and all slots are many, such steps are few.
+        """
+        plan = self.how.plan
+        small = plan.step.residual_bytes <= RECORDED
+        return plan.thinned and plan.store == "residuals" and small and not plan.host
+
+    def following(self, unit: Any, target: Any, units: Any) -> tuple[Any, Any]:
+        """How many segments to run from `unit`, and the slot to save in then; -1 without one."""
+        free, slot = tables.free_slots(units)
+        run = tables.Schedule.of(self.how.plan).split(target + 1 - unit, free)
+        return run, jnp.where(free > 0, slot, -1)
+
+    def saved(
+        self, slot: Any, carry: list, unit: Any, stacks: list, units: Any
+    ) -> tuple[list, Any]:
+        """Slots and their units, with the carry at the start of one; as they are if `slot` < 0."""
+        how, save = self.how, slot >= 0
+        if how.plan.rows:
+            # Without a free slot, a row is written over itself.
+            place = jnp.maximum(slot, 0)
+            old = read_rows(stacks, place - how.plan.spared)
+            pairs = zip(how.apart(carry)[0], old, strict=True)
+            stacks = self.save(stacks, [jnp.where(save, n, o) for n, o in pairs], place)
+        return stacks, tables.saved(units, slot, unit)
 
     def segments(self, step: StepReversal, unit: Any, run: Any, carry: list) -> list:
         """So many segments, from the carry at the start of the first."""

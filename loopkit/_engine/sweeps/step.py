@@ -107,10 +107,14 @@ class StepReversal:
         values = self.safe.carries(step < self.taken, kept(counts, self.how.saved))
         return spread(values, self.how.saved, counts)
 
-    def replay(self, first: Any, count: Any, carry: list, rows: list) -> tuple[list, list]:
+    def replay(
+        self, first: Any, count: Any, carry: list, rows: list, within: bool = True
+    ) -> tuple[list, list]:
         """Steps `first` to `first + count`, storing what each leaves for its reversal.
 
         Returned with the carry after them, or, where carries are stored, before the last of them.
+        There may be more steps than rows, unless they are `within` a segment: what those beyond
+        leave is of no use.
         """
         how = self.how
         if how.plan.store == "carries":
@@ -124,7 +128,8 @@ class StepReversal:
 
         def step(k: Any, s: tuple[list, list]) -> tuple[list, list]:
             carry, row = self.residuals(first + k, s[0])
-            return carry, write_rows(s[1], how.shortened(row), k)
+            place = k if within else jnp.minimum(k, how.plan.segment - 1)
+            return carry, write_rows(s[1], how.shortened(row), place)
 
         return repeat(count, step, (carry, rows), how.loop.unroll)
 

@@ -1,0 +1,218 @@
+"""Make the memory that inner loops write to once, outside all loops: for programs on a CPU.
+
+An inner loop may begin with arrays whose memory is taken as it is found. What takes it is a call,
+and XLA does not compile a loop with a call in it as one kernel. So the loop around carries such an
+array, its scratch, from step to step: each step writes to what the step before has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from loopkit import _jax
+from loopkit._engine.loop import parts
+from loopkit._jaxprs import equations
+
+
+def with_scratch(evaluate: Callable) -> Callable:
+    """A function that returns a list as `evaluate` does, in whose loops no memory is made."""
+
+    def evaluated(*operands: Any, **params: Any) -> list:
+        within = params["jaxpr"] if "jaxpr" in params else params["loop"].body
+        if not _runs_loops(within):
+            return evaluate(*operands, **params)
+        types = list(map(jax.typeof, operands))
+        jaxpr, closed = _jax.trace(lambda *v: evaluate(*v, **params), types, "loop")
+        rewritten, _ = _lifted(jaxpr, inside=False)
+        return list(_jax.call_jaxpr(rewritten)(*closed, *operands))
+
+    return evaluated
+
+
+def _runs_loops(jaxpr: _jax.Jaxpr) -> bool:
+    return any(eqn.primitive in _jax.evaluations for eqn in equations.all_equations(jaxpr))
+
+
+def _is_of_interest(eqn: Any) -> bool:
+    return eqn.primitive in _jax.evaluations or eqn.primitive is _jax.blank_p
+
+
+def _lifted(jaxpr: _jax.Jaxpr, inside: bool) -> tuple[_jax.Jaxpr, list]:
+    """A jaxpr in whose loops no memory is made, and the types of its scratch.
+
+    If it is `inside` of a loop, it makes none itself: the scratch is its last inputs, and its last
+    outputs are what it leaves of that.
+    """
+    if not any(map(_is_of_interest, equations.all_equations(jaxpr))):
+        return jaxpr, []
+    j = _inlined(jaxpr)
+    level = _Level(j, inside)
+    for at, eqn in enumerate(j.eqns):
+        level.add(at, eqn)
+    return level.jaxpr(), [v.aval for v in level.inputs]
+
+
+def _inlined(jaxpr: _jax.Jaxpr) -> Any:
+    """An open jaxpr with the equations that loops, and calls of loops, are evaluated by."""
+    j, eqns = _jax.open_jaxpr(jaxpr), []
+
+    def inline(j: Any, operands: Sequence[Any]) -> list:
+        names = dict(zip(j.invars, operands, strict=True))
+        for eqn in j.eqns:
+            eqn = eqn.replace(invars=[_named(v, names) for v in eqn.invars])
+            inner = _called(eqn)
+            if inner is None:
+                eqns.append(eqn)
+            else:
+                outs = inline(_jax.open_jaxpr(inner), eqn.invars)
+                names.update(zip(eqn.outvars, outs, strict=True))
+        return [_named(v, names) for v in j.outvars]
+
+    outs = inline(j, j.invars)
+    return j.replace(eqns=eqns, outvars=outs, debug_info=j.debug_info.with_unknown_names())
+
+
+def _named(v: Any, names: dict) -> Any:
+    return v if isinstance(v, _jax.Literal) else names.get(v, v)
+
+
+def _called(eqn: Any) -> _jax.Jaxpr | None:
+    """What an equation evaluates, in variables of its own, if it is a loop or a call of loops."""
+    evaluate, types = _jax.evaluations.get(eqn.primitive), [v.aval for v in eqn.invars]
+    if evaluate is not None:
+        return _jax.trace_closed(lambda *v: evaluate(*v, **eqn.params), types, "loop")
+    inner = None
+    if equations.is_call(eqn):
+        inner = eqn.params["jaxpr"]
+    elif eqn.primitive.name.startswith("custom_"):  # of no derivative any more
+        inner = eqn.params.get("call_jaxpr")
+    if inner is None or not _runs_loops(inner):
+        return None
+    return _jax.trace_closed(_jax.call_jaxpr(inner), types, "loop")
+
+
+class _Level:
+    """The equations of one jaxpr, rewritten in their order."""
+
+    def __init__(self, j: Any, inside: bool):
+        self.j, self.inside = j, inside
+        self.eqns: list = []
+        self.names: dict = {}
+        self.inputs: list = []
+        """The scratch, if it is an input."""
+        self.latest: list = []
+        """What scratch was last written as."""
+        self.taken: set = set()
+        """Scratch that the equation at hand uses already."""
+
+    def add(self, at: int, eqn: Any) -> None:
+        self.taken = set()
+        if self.inside and eqn.primitive is _jax.blank_p and not eqn.params["host"]:
+            out = eqn.outvars[0]
+            self.names[out] = self.scratch(at, out.aval)
+            return
+        eqn = eqn.replace(invars=[_named(v, self.names) for v in eqn.invars])
+        if eqn.primitive not in (_jax.lax_while_p, _jax.lax_scan_p):
+            self.append(eqn)
+            return
+        step, types = _lifted(_jax.steps_of(eqn.params), inside=True)
+        if not types:
+            self.append(eqn.replace(params=_jax.with_steps(eqn.params, step)))
+            return
+        scratch = [self.scratch(at, t) for t in types]
+        operands = [*eqn.invars, *scratch]
+        loop = lambda *values: _loop(eqn, step, *parts(values, len(eqn.invars)))
+        made = _jax.trace_closed(loop, [v.aval for v in operands], "loop")
+        outs = self.splice(_jax.open_jaxpr(made), operands)
+        self.names.update(zip(eqn.outvars, outs, strict=False))
+
+    def splice(self, j: Any, operands: Sequence[Any] = ()) -> list:
+        """Put in the equations of a jaxpr whose variables are its own: its outputs."""
+        names = dict(zip(j.invars, operands, strict=True))
+        for eqn in j.eqns:
+            self.append(eqn.replace(invars=[_named(v, names) for v in eqn.invars]))
+        return [_named(v, names) for v in j.outvars]
+
+    def append(self, eqn: Any) -> None:
+        self.eqns.append(eqn)
+        for i, last in enumerate(self.latest):
+            place = next((k for k, v in enumerate(eqn.invars) if v is last), None)
+            if place is not None:
+                self.latest[i] = _written(eqn, place) or last
+
+    def scratch(self, at: int, aval: Any) -> Any:
+        """Scratch of a type for equation `at`: some that is not needed any more, or else new."""
+        for i, last in enumerate(self.latest):
+            if i not in self.taken and _jax.same_type(last.aval, aval) and not self.reads(at, last):
+                self.taken.add(i)
+                return last
+        made = _jax.open_jaxpr(_jax.trace(lambda: [_jax.blank(aval)], [], "scratch")[0])
+        new = made.outvars[0]
+        if self.inside:
+            self.inputs.append(new)
+        else:
+            self.splice(made)
+        self.taken.add(len(self.latest))
+        self.latest.append(new)
+        return new
+
+    def reads(self, at: int, value: Any) -> bool:
+        """Whether a value is read by an equation from `at` on, or is a result."""
+        read = (v for eqn in self.j.eqns[at:] for v in eqn.invars)
+        return any(_named(v, self.names) is value for v in (*read, *self.j.outvars))
+
+    def jaxpr(self) -> _jax.Jaxpr:
+        outs = [_named(v, self.names) for v in self.j.outvars]
+        if self.inside:
+            outs += self.latest
+        ins = [*self.j.invars, *self.inputs]
+        effects = _jax.make_jaxpr_effects(self.j.constvars, ins, outs, self.eqns)
+        new = self.j.replace(invars=ins, outvars=outs, eqns=self.eqns, effects=effects)
+        return _jax.close_jaxpr(new)
+
+
+def _written(eqn: Any, place: int) -> Any:
+    """The result that is written where an operand lies; None if there is none."""
+    name = eqn.primitive.name
+    if name in ("optimization_barrier", "select_n"):
+        place = place if name == "optimization_barrier" else 0
+    elif name != "dynamic_update_slice" or place > 0:
+        fixed = {
+            _jax.lax_while_p: lambda p: p["cond_nconsts"] + p["body_nconsts"],
+            _jax.lax_scan_p: lambda p: _jax.scan_counts(p)[0],
+        }.get(eqn.primitive)
+        place = -1 if fixed is None else place - fixed(eqn.params)
+    out = eqn.outvars[place] if 0 <= place < len(eqn.outvars) else None
+    return out if out is not None and _jax.same_type(out.aval, eqn.invars[0].aval) else None
+
+
+def _loop(eqn: Any, step: _jax.Jaxpr, operands: list, scratch: list) -> list:
+    """A loop of lax with another step, which has scratch besides: its results, and the scratch."""
+    run, params = _jax.call_jaxpr(step), eqn.params
+    if eqn.primitive is _jax.lax_while_p:
+        counts = params["cond_nconsts"], params["body_nconsts"]
+        asked, fixed, init = parts(operands, *counts)
+        another = _jax.call_jaxpr(params["cond_jaxpr"])
+
+        def body(s: list) -> list:
+            return list(run(*fixed, *s))
+
+        with _jax.context_of(eqn):
+            goes_on = lambda s: another(*asked, *s[: len(init)])[0]
+            return lax.while_loop(goes_on, body, [*init, *scratch])
+    count, carried = _jax.scan_counts(params)
+    fixed, init, xs = parts(operands, count, carried)
+
+    def of_row(s: list, x: list) -> tuple[list, list]:
+        outs = run(*fixed, *s[:carried], *x, *s[carried:])
+        new, y, left = parts(outs, carried, len(outs) - carried - len(scratch))
+        return [*new, *left], y
+
+    how = {k: params[k] for k in ("length", "reverse", "unroll")}
+    with _jax.context_of(eqn):
+        done, ys = lax.scan(of_row, [*init, *scratch], xs, **how)
+    return [*done[:carried], *ys, *done[carried:]]
