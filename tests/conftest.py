@@ -1,4 +1,4 @@
-"""Double precision, four host devices, and the compiler's work counted where a test asks for it.
+"""Double precision, strict promotion, four host devices, and a count of what XLA compiles.
 
 XLA's passes are those of any program, and so are the HLO and the memory that tests read; LLVM is
 told not to optimise what comes out, which takes a quarter of the time to compile.
@@ -6,6 +6,7 @@ told not to optimise what comes out, which takes a quarter of the time to compil
 """
 
 import os
+from pathlib import Path
 
 FLAGS = "--xla_force_host_platform_device_count=4"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
@@ -18,6 +19,8 @@ import pytest  # noqa: E402
 from jax._src import dispatch  # noqa: E402
 
 from turns import take_turns  # noqa: E402
+
+HERE = Path(__file__).parent
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -35,6 +38,22 @@ def pytest_addoption(parser):
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
     take_turns(items)
+
+
+STANDARD = {
+    "programs": "Other people's code may rely on it.",
+    "test_third_party.py": "Other people's code may rely on it.",
+    "test_weak_types.py": "They test which type two types are promoted to.",
+    "trials": "Random programs mix types.",
+}
+"""Files and folders of tests that run under JAX's standard promotion of types, and why."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _promotion(request):
+    standard = STANDARD.keys() & set(request.path.relative_to(HERE).parts)
+    with jax.numpy_dtype_promotion("standard" if standard else "strict"):
+        yield
 
 
 @pytest.fixture(autouse=True)

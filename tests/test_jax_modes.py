@@ -159,33 +159,6 @@ def test_export_with_a_symbolic_length():
         )
 
 
-@pytest.mark.slow
-def test_strict_promotion():
-    """What a loop computes beside its steps is not what the user must cast."""
-
-    def f(x):
-        def step(h, x):
-            return jnp.sin(h) * x + h, h
-
-        xs = jnp.linspace(0.2, 1.0, 14, dtype="float32").reshape(7, 2)
-        h, ys, info = loopkit.scan(
-            step, x, xs, until=lambda h, _: h.sum() > 4, checkpoints=2, return_info=True
-        )
-        table = loopkit.while_loop(
-            lambda c: (c[0] < 5) & (c[1][0, 0] < 9),
-            lambda c: (c[0] + 1, c[1].at[c[0]].set(c[1][c[0] - 1] * h)),
-            (jnp.int32(0), jnp.ones((5, 2), "float32")),
-            buffers=lambda c: c[1],
-        )[1]
-        return ys.sum() + table.sum() + info.steps.astype("float32")
-
-    take = jax.vmap(jax.grad(f))
-    x = jnp.linspace(0.3, 1.3, 6, dtype="float32").reshape(3, 2)
-    wanted = take(x)
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        assert_close(take(x), wanted)
-
-
 def test_ahead_of_time():
     compiled = jax.jit(jax.grad(lambda x: power(x, 2, checkpoints=1))).lower(1.5).compile()
     assert_close(compiled(1.5), jnp.asarray(4 * 1.5**3))

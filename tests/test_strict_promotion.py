@@ -1,7 +1,7 @@
-"""Loops work under `jax_numpy_dtype_promotion="strict"`, and compute what they compute without it.
+"""Loops compute the same whether JAX promotes types and ranks by itself or refuses to.
 
-Each program casts what it mixes, as strict promotion asks of users. Whether the engine does so too
-is what is tested: it counts steps, lanes, slots and rows beside what the program computes.
+The programs here cast what they mix, as strict promotion asks. The engine has to do so too: beside
+what a program computes, it counts steps, lanes, slots and rows.
 """
 
 import functools as ft
@@ -52,7 +52,7 @@ def as_fori(x, **how):
 
 def nested(x, inner=None, **how):
     """Lanes stop apart, in both loops."""
-    return as_while(x, lambda v: as_while(v * v, **inner or {}) + v, **how)
+    return as_while(x, lambda v: as_while(1 + jnp.sin(v), **inner or {}) / 2, **how)
 
 
 def buffers(x, write=None, **how):
@@ -132,7 +132,7 @@ PROGRAMS = {
     "narrowing until": (until, {"lanes": (3, 1)}),
     "buffers": (buffers, {}),
     "buffers, of some carries": (buffers, {"checkpoints": 2}),
-    "buffers, checked": (buffers, {"checks": True}),
+    "buffers, checked": (buffers, {"checks": True, "checkpoints": "all", **BOUND}),
     "TensorArray": (tensor_array, {}),
     "TensorArray, with a bound": (tensor_array, {"checkpoints": "all", **BOUND}),
     "ragged_scan": (ragged, {}),
@@ -147,14 +147,15 @@ PROGRAMS = {
 
 @pytest.mark.parametrize(("name", "bits"), in_turn(PROGRAMS, [32, 64]))
 def test_as_under_standard_promotion(name, bits):
-    """To the last bit, of one lane and of several that stop apart."""
+    """To the last bit, of one lane, of several that stop apart, and of their sum."""
     function, how = PROGRAMS[name]
-    f = jax.value_and_grad(ft.partial(function, **how))
-    every = lambda xs: (f(xs[0]), jax.vmap(f)(xs))
+    f = ft.partial(function, **how)
+    lanes, total = jax.vmap(jax.value_and_grad(f)), lambda xs: jnp.sum(jax.vmap(f)(xs))
+    every = lambda xs: (jax.value_and_grad(f)(xs[0]), lanes(xs), jax.grad(total)(xs))
     every = every if function is unbounded else jax.jit(every)
     with jax.enable_x64(bits == 64):
         xs = jnp.asarray(XS)
-        with jax.numpy_dtype_promotion("strict"):
+        with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
             found = jax.tree.leaves(every(xs))
         with jax.numpy_dtype_promotion("standard"):
             wanted = jax.tree.leaves(every(xs))

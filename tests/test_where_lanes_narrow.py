@@ -26,21 +26,22 @@ def compiled(f, *args):
 
 def test_where_it_does_not_apply_programs_are_the_same():
     few, many = jnp.arange(8), jnp.arange(64)
+    xs, more = (n.astype(float) * 0.1 for n in (few, many))
     for lanes in (None, "compact"):
         for f in (ft.partial(grow, w=0.9, lanes=lanes), jax.grad(ft.partial(grow, lanes=lanes), 2)):
             wait = ft.partial(f.func if isinstance(f, ft.partial) else f, lanes="wait")
             if not isinstance(f, ft.partial):
                 wait = jax.grad(ft.partial(grow, lanes="wait"), 2)
-                args, axes = (few, few * 0.1, 0.9), (0, 0, None)
+                args, axes = (few, xs, 0.9), (0, 0, None)
             else:
-                wait, args, axes = ft.partial(grow, w=0.9, lanes="wait"), (few, few * 0.1), 0
+                wait, args, axes = ft.partial(grow, w=0.9, lanes="wait"), (few, xs), 0
             assert compiled(jax.vmap(f, axes), *args) == compiled(jax.vmap(wait, axes), *args)
         alike = lambda x, lanes=lanes: grow(5, x, 0.9, lanes=lanes)  # a predicate without lanes
         wait = lambda x: grow(5, x, 0.9, lanes="wait")
-        assert compiled(jax.vmap(alike), many * 0.1) == compiled(jax.vmap(wait), many * 0.1)
+        assert compiled(jax.vmap(alike), more) == compiled(jax.vmap(wait), more)
     narrow, wait = (ft.partial(grow, w=0.9, lanes=how) for how in ("compact", "wait"))
-    program = compiled(jax.vmap(narrow), many, many * 0.1)
-    assert program.count("stablehlo.while") > compiled(jax.vmap(wait), many, many * 0.1).count(
+    program = compiled(jax.vmap(narrow), many, more)
+    assert program.count("stablehlo.while") > compiled(jax.vmap(wait), many, more).count(
         "stablehlo.while"
     )
 

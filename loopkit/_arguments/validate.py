@@ -163,5 +163,7 @@ def in_python(function: Callable[[], Any]) -> Any:
 
 def holds(dtype: Any, value: Any) -> bool:
     """Whether nothing of a value is lost in it. Of keys JAX knows no common type."""
-    keys = any(jnp.issubdtype(d, jax.dtypes.extended) for d in (dtype, value.dtype))
-    return value.dtype == dtype if keys else jnp.result_type(value, dtype) == dtype
+    if any(jnp.issubdtype(d, jax.dtypes.extended) for d in (dtype, value.dtype)):
+        return value.dtype == dtype
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(value, dtype) == dtype

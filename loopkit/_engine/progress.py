@@ -145,7 +145,7 @@ def _bit(value: Any) -> Any:
     """A number that hangs on it, as no compiler knows what it is."""
     value = jnp.asarray(value)
     first = lax.slice(value, (0,) * value.ndim, (1,) * value.ndim)
-    return (first == 0).astype(jnp.int32).reshape(())
+    return jnp.logical_not(first).astype(jnp.int32).reshape(())
 
 
 def run_length(loop: Loop) -> int:

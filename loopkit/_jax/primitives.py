@@ -41,8 +41,8 @@ def define(
 ) -> None:
     """Lower a primitive through `evaluate(*args, **params)`, kept in `evaluations` as it is run.
 
-    Outside jit it is compiled, or left to `run(compiled, evaluate, *args, **params)`. However
-    strict the user is with promotion in what they write, step numbers and masks may be mixed.
+    Outside jit it is compiled, or left to `run(compiled, evaluate, *args, **params)`. The ranks of
+    what `evaluate` broadcasts may differ, whatever the user allows in what they write.
     `types(*avals, **params)` gives result types and effects. `dce(used, equation)`
     says which operands are used, and gives the equation that is left, or None. For a single CPU,
     `on_cpu(evaluate)` is lowered, for a single TPU `on_tpu(evaluate)`.

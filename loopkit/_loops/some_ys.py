@@ -63,7 +63,7 @@ class Leaf(NamedTuple):
     @property
     def total_type(self) -> Any:
         """Of the sum: as `jnp.sum` has it, numbers of 16 bits are added up in 32."""
-        dtype = jnp.promote_types(self.dtype, jnp.float32) if _is_short(self.dtype) else self.dtype
+        dtype = jnp.dtype("float32") if _is_short(self.dtype) else self.dtype
         return self.aval.update(dtype=dtype, weak_type=False)
 
     def of_total(self, total: Any, count: Any) -> Any:
