@@ -41,15 +41,16 @@ def define(
 ) -> None:
     """Lower a primitive through `evaluate(*args, **params)`, kept in `evaluations` as it is run.
 
-    Outside jit it is compiled, or left to `run(compiled, evaluate, *args, **params)`. The ranks of
-    what `evaluate` broadcasts may differ, whatever the user allows in what they write.
+    Outside jit it is compiled, or left to `run(compiled, evaluate, *args, **params)`. What
+    `evaluate` mixes may differ in rank and type, whatever the user allows in what they write.
     `types(*avals, **params)` gives result types and effects. `dce(used, equation)`
     says which operands are used, and gives the equation that is left, or None. For a single CPU,
     `on_cpu(evaluate)` is lowered, for a single TPU `on_tpu(evaluate)`.
     """
 
     def evaluate_as_written(*args: Any, **params: Any) -> Any:
-        with jax.numpy_rank_promotion("allow"):
+        lenient = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
+        with lenient[0], lenient[1]:
             return evaluate(*args, **params)
 
     def functionalized(*args: Any, **params: Any) -> Any:
