@@ -42,6 +42,8 @@ def pytest_collection_modifyitems(items):
 
 STANDARD = {
     "programs": "Other people's code may rely on it.",
+    "test_beam_search.py": "Examples are written for it.",
+    "test_decoding.py": "Examples are written for it.",
     "test_third_party.py": "Other people's code may rely on it.",
     "test_weak_types.py": "They test which type two types are promoted to.",
     "trials": "Random programs mix types.",
