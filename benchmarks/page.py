@@ -138,20 +138,24 @@ BESIDES = {
 
 
 def libraries(sections: Sections, names: str) -> str:
-    """Gradients through loops of libraries beside their own, with the newest and the oldest JAX."""
-    newest, oldest = (_beside_their_own(sections[name].records) for name in names.split())
-    versions = [sections[name].machine["jax"] for name in names.split()]
+    """Gradients through loops of libraries beside their own.
+
+    Of further sections, measured with another JAX, the time alone.
+    """
+    first, *others = (_beside_their_own(sections[name].records) for name in names.split())
+    keys = dict.fromkeys(key for found in (first, *others) for key in found)
     rows, last = [], ""
-    for program, setting in [*newest, *(key for key in oldest if key not in newest)]:
+    for program, setting in keys:
         library = program.partition(":")[0]
         besides = BESIDES.get(program) or BESIDES.get(library) or "nothing"
-        key, empty = (program, setting), ("does not run", "", "")
-        first = (program, besides) if program != last else ("", "")
-        rows.append((*first, setting, *newest.get(key, empty), oldest.get(key, empty)[0]))
+        key, none = (program, setting), ("does not run", "", "")
+        begin = (program, besides) if program != last else ("", "")
+        times = [found.get(key, none)[0] for found in others]
+        rows.append((*begin, setting, *first.get(key, none), *times))
         last = program
-    header = ("program", "written with", "setting")
-    header += (f"time, JAX {versions[0]}", "memory", "to trace and compile", f"time, {versions[1]}")
-    return table(header, rows)
+    header = ("program", "written with", "setting", "time", "memory", "to trace and compile")
+    versions = [sections[name].machine["jax"] for name in names.split()[1:]]
+    return table((*header, *(f"time, JAX {version}" for version in versions)), rows)
 
 
 def _beside_their_own(records: Sequence[Record]) -> dict[tuple[str, str], tuple[str, str, str]]:
