@@ -73,7 +73,7 @@ def test_none_decides_by_what_a_step_costs(monkeypatch):
 
     assert narrows(256, 64)
     assert not narrows(32, 128), "few lanes"
-    assert not narrows(256, 4), "cheap steps"
+    assert not narrows(256, 2), "cheap steps"
     assert not narrows(128, 64, length=3), "few steps"
     assert not narrows(256, 64, effect=True), "what steps tell keeps its order"
     assert not narrows(256, 64, memory="10 MB"), "it may be too little for several loops"
@@ -116,7 +116,7 @@ def test_explain_says_why_lanes_wait(monkeypatch):
     each = lambda f: lambda n, x: jax.grad(lambda x: f(n, x).sum())(x)
     assert why(256, 64) == ""
     assert why(32, 128) == "are fewer than 64"
-    assert re.fullmatch(r"take a step in \d\.\d microseconds, of 10 or more", why(256, 4))
+    assert re.fullmatch(r"take a step in \d\.\d microseconds, of 10 or more", why(256, 2))
     assert why(128, 64, length=3) == "would gain less than phases take to compile"
     assert why(256, 64, effect=True) == "have steps that call the host"
     assert why(256, 64, memory="10 MB") == "are given `memory`, for one loop"
