@@ -35,6 +35,7 @@ from loopkit._jax.avals import (
     known_on,
     nonzero,
     of_shape,
+    origin,
     put_beside,
     pvary_p,
     same_trace,

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax._src import core
 from jax._src.interpreters import ad, batching, pxla
+from jax._src.interpreters import partial_eval as pe
 
 ShapedArray = core.ShapedArray
 Literal = core.Literal
@@ -179,6 +180,20 @@ def known(value: Any) -> Any:
         value = getattr(value, "val", None)
         return value.val if isinstance(value, Literal) else None
     return None if is_symbolic(value) else value
+
+
+def origin(tracer: Any) -> Any:
+    """What `jit` knows of a tracer: the value that it stands for, or what makes it, or None.
+
+    That is an equation whose operands are tracers, and which of its results the tracer is.
+    """
+    if not isinstance(tracer, pe.DynamicJaxprTracer):
+        return None
+    value = core.full_lower(tracer)
+    if value is not tracer:
+        return value
+    eqn = tracer.parent
+    return None if eqn is None else (eqn, [v is tracer.val for v in eqn.outvars].index(True))
 
 
 def as_array(value: Any) -> Any:

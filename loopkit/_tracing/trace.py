@@ -16,8 +16,9 @@ from loopkit import _jax
 from loopkit._arguments import errors, static_leaves
 from loopkit._arguments.validate import type_of
 from loopkit._buffers.buffer import plain
-from loopkit._engine.facts.bounds import bound_of, limits_of, limits_of_flag
-from loopkit._engine.facts.least import with_least
+from loopkit._engine.facts.bounds import asked, bound_of, limits_in
+from loopkit._engine.facts.ranges import with_ranges
+from loopkit._engine.leaves import Operands
 from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, parts
 from loopkit._engine.passes import ready
 from loopkit._engine.passes.rewritten import run
@@ -85,14 +86,11 @@ class Traced:
         loop, most = self.loop, LAST_STEP if self.loop.length is None else self.loop.length
         if loop.cond is None:
             return self
-        counts = loop.cond_const_count, loop.body, loop.const_count
-        asks = limits_of_flag if loop.flag is not None else lambda _: limits_of(loop.cond, *counts)
-        limits = loop.derived("limits", lambda: asks(loop))
-        consts = self.cond_consts if loop.flag is None else self.consts
+        limits = limits_in(loop)
         if not limits.found:
             return self
         init = [*init, *references.read(self.references)]
-        bound = bound_of(limits, [*consts, *init])
+        bound = bound_of(limits, asked(loop, Operands(self.cond_consts, self.consts, init, [])))
         if bound is None or bound.steps > most or not bound.is_planned_for(loop.checkpoints):
             return self
         values = map(_jax.innermost, (*self.cond_consts, *self.consts, *init))
@@ -110,7 +108,7 @@ class Traced:
         """Final carry leaves and ys leaves; of a `scan` that traces the steps again, if given."""
         types, count = self.init_types if scan is None else self.carry_types, len(init)
         init = [*init, *references.read(self.references)]
-        loop = with_least(self.loop, init) if any(self.loop.is_buffer) else self.loop
+        loop = with_ranges(self.loop, Operands(self.cond_consts, self.consts, init, list(xs)))
         loop, passes = ready(loop)
         # One that was flattened is no scan any more.
         bind = while_p.bind if scan is None or loop.cond is not None else scan

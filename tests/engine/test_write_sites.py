@@ -8,7 +8,7 @@ import numpy as np
 from loopkit import _jax
 from loopkit._buffers.slices import read, write, write_p
 from loopkit._buffers.window import Window
-from loopkit._engine.facts.least import with_least
+from loopkit._engine.facts.ranges import with_ranges
 from loopkit._engine.facts.write_sites import (
     counted_columns,
     find_writes,
@@ -33,7 +33,7 @@ def loop_of(step, init=None, **how):
     buffers = [i for i, v in enumerate(init) if np.ndim(v) == 2]
     body = lambda consts, carry, x: (step(*carry), [])
     loop, given = make_loop(body, [], init, buffers=buffers, **(how or {"length": 5}))
-    return with_least(loop, given.init)
+    return with_ranges(loop, given)
 
 
 def put(b, i, window=ROW):

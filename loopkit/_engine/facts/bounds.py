@@ -14,10 +14,12 @@ import jax.numpy as jnp
 
 from loopkit import _jax
 from loopkit._engine.facts.counters import moved_by
+from loopkit._engine.leaves import Operands
 from loopkit._engine.loop import Loop
 from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import LAST_STEP
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.integers import ANY, Range
 
 SAME = ("convert_element_type", "copy", "copy_p", "nonbatchable")
 """Primitives that pass a value on; the last one, of equinox, where lanes do not differ in it."""
@@ -46,20 +48,42 @@ class Limit(NamedTuple):
     dtype: Any
     """Of the counter."""
 
-    def steps(self, operands: Sequence[Any]) -> int | None:
-        """How many it allows; None if that is not known, or if it is no limit."""
-        first = _integer(operands[self.counter])
-        last = _integer(operands[self.operand]) if self.limit is None else self.limit
+    def ends(self, ranges: Sequence[Range]) -> tuple[int | None, int | None]:
+        """From where and to where it is farthest, in these ranges of the operands."""
+        up, counter = self.by > 0, ranges[self.counter]
+        if self.limit is not None:
+            return (counter.low if up else counter.high), self.limit
+        limit = ranges[self.operand]
+        return (counter.low, limit.high) if up else (counter.high, limit.low)
+
+    def steps(self, ranges: Sequence[Range]) -> int | None:
+        """The most that it allows; None if that is not known, or if it is no limit."""
+        first, last = self.ends(ranges)
         if first is None or last is None:
             return None
         way, holds = 1 if self.by > 0 else -1, jnp.iinfo(self.dtype)
         failing = last + way * self.beyond
         steps = max(0, -(way * (first - failing) // abs(self.by)))
-        if not holds.min <= min(failing, first + steps * self.by):
+        farthest = first + steps * self.by
+        if not self.is_known(ranges):  # from elsewhere it may come beyond
+            farthest = failing + self.by - way
+        if not (holds.min <= min(failing, farthest) and max(failing, farthest) <= holds.max):
             return None  # the counter wraps around, and may never get there
-        if not max(failing, first + steps * self.by) <= holds.max:
-            return None
         return steps
+
+    def is_known(self, ranges: Sequence[Range]) -> bool:
+        """Whether it allows just as many."""
+        limit = () if self.limit is not None else (ranges[self.operand],)
+        return all(r.is_known and r.low == r.high for r in (ranges[self.counter], *limit))
+
+    def inside(self, ranges: Sequence[Range]) -> Range:
+        """The counter where a step is taken."""
+        counter, (_, last) = ranges[self.counter], self.ends(ranges)
+        if self.steps(ranges) is None or last is None:
+            return ANY
+        if self.by > 0:
+            return Range(counter.low, last - 1 + self.beyond)
+        return Range(last + 1 - self.beyond, counter.high)
 
 
 class Limits(NamedTuple):
@@ -91,7 +115,20 @@ def limits_of(cond: Any, cond_const_count: int, body: Any, const_count: int) -> 
     return _limits(test, test.outvars[0], place, cond_const_count, step, const_count)
 
 
-def limits_of_flag(loop: Loop) -> Limits:
+def limits_in(loop: Loop) -> Limits:
+    """The limits of a loop that ends when its values say so; operands are `asked(loop, ...)`."""
+    if loop.flag is not None:
+        return loop.derived("limits", lambda: _limits_of_flag(loop))
+    counts = loop.cond_const_count, loop.body, loop.const_count
+    return loop.derived("limits", lambda: limits_of(loop.cond, *counts))
+
+
+def asked(loop: Loop, of: Operands) -> list:
+    """Of its operands, those of what says whether there is another step."""
+    return [*(of.cond_consts if loop.flag is None else of.consts), *of.init]
+
+
+def _limits_of_flag(loop: Loop) -> Limits:
     """The same of a loop whose steps say whether there is another; operands are the body's."""
     assert loop.flag is not None, "there is a leaf that says so"
     j = _jax.open_jaxpr(loop.body)
@@ -144,9 +181,18 @@ def _limits(
 
 def bound_of(limits: Limits, operands: Sequence[Any]) -> Bound | None:
     """The bound that they are together, for these operands of the predicate; None if not known."""
-    found = (limit.steps(operands) for limit in limits.found)
-    bounds = [n for n in found if n is not None and n <= LAST_STEP]
-    return Bound(max(min(bounds), limits.anyway), limits.alone) if bounds else None
+    known = map(_integer, operands)
+    return bound_in(limits, [ANY if n is None else Range(n, n) for n in known])
+
+
+def bound_in(limits: Limits, ranges: Sequence[Range]) -> Bound | None:
+    """The same, for all operands in these ranges."""
+    found = ((limit.steps(ranges), limit.is_known(ranges)) for limit in limits.found)
+    bounds = [n for n in found if n[0] is not None and n[0] <= LAST_STEP]
+    if not bounds:
+        return None
+    steps, known = min(bounds)
+    return Bound(max(steps, limits.anyway), limits.alone and known)
 
 
 def _moved_by(after: Any, before: Any, maker: Callable[[Any], Any]) -> int | None:

@@ -13,10 +13,10 @@ from loopkit import _jax
 from loopkit._buffers.slices import read_p, write_p
 from loopkit._buffers.window import Window
 from loopkit._engine.facts.counters import PASSING, find_counters, moved_by
-from loopkit._engine.facts.least import FAR, WIDE
 from loopkit._engine.loop import Loop, parts
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.integers import FAR, WIDE
 
 
 @dataclass(frozen=True)

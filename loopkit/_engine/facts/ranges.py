@@ -1,0 +1,146 @@
+"""What is known of the integers of a loop, and of the loops inside it.
+
+It is used twice. A negative index counts from the end of a buffer: a counter that comes from below
+zero may name a row twice. And where an inner loop's limit has a greatest value, it has a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from loopkit import _jax
+from loopkit._engine.facts.bounds import Bound, asked, bound_in, limits_in
+from loopkit._engine.facts.counters import find_counters
+from loopkit._engine.leaves import Operands
+from loopkit._engine.loop import Loop
+from loopkit._engine.primitives import while_p
+from loopkit._jaxprs import equations
+from loopkit._jaxprs.integers import (
+    ANY,
+    FAR,
+    WIDE,
+    Range,
+    follow,
+    follow_inside,
+    is_integer,
+    join,
+    range_of,
+    ranges_after,
+    within,
+)
+
+FEW = 8
+"""The largest start of a counter that is told from larger ones: each has a program of its own."""
+
+
+def with_ranges(loop: Loop, operands: Operands) -> Loop:
+    """The loop, knowing where its counters of rows start, and inner loops their bounds, too."""
+    inside = equations.holds_while_loop(loop.body)
+    # Where the number of steps is known, it says whether a row is written twice.
+    if not inside and (loop.cond is None or not any(loop.is_buffer)):
+        return loop
+    ranges = list(map(range_of, operands.flat))
+    if not any(map(_jax.is_tracer, map(_jax.innermost, operands.flat))):
+        # Outside jit there is a program for each.
+        ranges = [_rounded(r, v) for r, v in zip(ranges, operands.flat, strict=True)]
+    return _knowing(loop, ranges)[0]
+
+
+def _rounded(found: Range, value: Any) -> Range:
+    """A larger range, of which there are few."""
+    if not found.is_known:
+        return ANY
+    least = min(found.low, FEW) if np.ndim(value) == 0 else 0
+    low = least if found.low >= 0 else -(1 << (-found.low - 1).bit_length())
+    return Range(low, 1 << (found.high - 1).bit_length() if found.high > 0 else 0)
+
+
+def _knowing(loop: Loop, ranges: Sequence[Range]) -> tuple[Loop, list[Range]]:
+    """The loop, if its operands are in these ranges, and the ranges of its results."""
+
+    def make() -> tuple[Loop, list[Range]]:
+        of, _ = loop.split(ranges)
+        counted, now = _counted(loop, of), of.init
+        while True:  # until no step leads out of them
+            carry = [counted.get(i, r) for i, r in enumerate(now)]
+            body, after = follow(loop.body, [*of.consts, *carry, *of.xs], _after)
+            new = [
+                r if i in counted else _widened(r, a)
+                for i, (r, a) in enumerate(zip(now, after, strict=False))
+            ]
+            if new == now:
+                break
+            now = new
+        leaves = zip(loop.carry, loop.carry_types, carry, strict=True)
+        known = tuple(c._replace(least=_least(r, t)) for c, t, r in leaves)
+        changed = body is not loop.body or known != loop.carry
+        final = [join(pair) for pair in zip(of.init, after, strict=False)]
+        ys = [ANY] * loop.ys_count
+        return loop.replace(body=body, carry=known) if changed else loop, [*final, *ys]
+
+    return loop.derived(("in", tuple(ranges)), make)
+
+
+def _widened(before: Range, after: Range) -> Range:
+    """The range, without the ends that a step leads beyond."""
+    rises = before.low is not None and after.low is not None and after.low >= before.low
+    falls = before.high is not None and after.high is not None and after.high <= before.high
+    return Range(before.low if rises else None, before.high if falls else None)
+
+
+def _counted(loop: Loop, of: Operands) -> dict[int, Range]:
+    """The counters whose limits are known, and what they are where a step is taken."""
+    if loop.lanes:
+        return {}  # a lane that has stopped may be anywhere
+    if loop.cond is not None:
+        first = loop.cond_const_count
+        limits = () if loop.flag is not None else limits_in(loop).found
+        found = {limit.counter - first: limit.inside(asked(loop, of)) for limit in limits}
+        return {i: r for i, r in found.items() if r.is_known}
+    last = loop.length - 1 if isinstance(loop.length, int) and loop.length else 0
+    found = {}
+    for i, (by, start) in enumerate(zip(find_counters(loop), of.init, strict=True)):
+        if by is not None and start.is_known and isinstance(loop.length, int):
+            end = Range(start.low + last * by, start.high + last * by)
+            found[i] = within(join([start, end]), loop.carry_types[i].dtype)
+    return {i: r for i, r in found.items() if r.is_known}
+
+
+def _least(found: Range, aval: Any) -> int | None:
+    """Where a counter of rows starts, as far as it matters."""
+    counts = is_integer(aval) and aval.dtype.itemsize >= WIDE and not aval.shape
+    if not counts or found.low is None or not 0 <= found.low < FAR:
+        return None
+    return min(found.low, FEW)
+
+
+def _after(eqn: Any, ins: list[Range]) -> tuple[Any, list[Range]]:
+    if eqn.primitive is while_p:
+        loop, outs = _knowing(eqn.params["loop"], ins)
+        bound = _bound(loop, loop.split(ins)[0])
+        if bound is not None and bound.exact:
+            every = {"cond": None, "cond_const_count": 0, "length": bound.steps}
+            eqn = eqn.replace(invars=eqn.invars[loop.cond_const_count :])
+            loop = loop.derived(("exact", bound.steps), lambda: loop.replace(**every))
+        elif bound is not None:
+            make = lambda: loop.replace(length=bound.steps)
+            loop = loop.derived(("length", bound.steps), make)
+        if loop is not eqn.params["loop"]:
+            eqn = eqn.replace(params=eqn.params | {"loop": loop})
+        return eqn, outs
+    return follow_inside(eqn, ins, _after) or (eqn, ranges_after(eqn, ins))
+
+
+def _bound(loop: Loop, of: Operands) -> Bound | None:
+    """The bound of an inner loop that had none, or a larger one."""
+    if loop.cond is None or loop.lanes or loop.lane is not None or loop.xs or loop.ys:
+        return None
+    if loop.progress is not None:
+        return None  # which would show it
+    bound = bound_in(limits_in(loop), asked(loop, of))
+    if bound is None or not bound.is_planned_for(loop.checkpoints):
+        return None
+    return bound if bound.exact or loop.length is None or bound.steps < loop.length else None

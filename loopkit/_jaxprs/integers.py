@@ -1,0 +1,220 @@
+"""Which integers an array can hold, from what the program makes it of.
+
+The lattice: ranges with two ends, larger where less is known; None is an end that is not known.
+`join` is the smallest range that holds others. What may wrap around is not known, with one
+exception: what steps are counted with does not come to the largest integer of 4 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from loopkit import _jax
+from loopkit._jaxprs import equations
+
+
+class Range(NamedTuple):
+    """The least and the greatest integer that there can be; None where that is not known."""
+
+    low: int | None = None
+    high: int | None = None
+
+    @property
+    def is_known(self) -> bool:
+        return self.low is not None and self.high is not None
+
+
+ANY = Range()
+FAR = 1 << 30
+"""A counter that starts below this does not come to the largest integer of 4 bytes."""
+WIDE = 4
+"""Bytes of integers that count over all rows of a buffer without starting over."""
+SMALL = 4096
+"""Entries up to which an array is looked at."""
+DEEP = 50
+MANY = 1000
+"""How far equations are followed back, and how many of them."""
+PASSING = (
+    *("broadcast_in_dim", "copy", "copy_p", "dynamic_slice", "nonbatchable", "pvary"),
+    *("reduce_max", "reduce_min", "reshape", "rev", "slice", "squeeze", "transpose"),
+)
+"""Primitives whose result has entries of their first operand only."""
+
+
+def join(ranges: Sequence[Range]) -> Range:
+    lows, highs = ([getattr(r, end) for r in ranges] for end in Range._fields)
+    return Range(None if None in lows else min(lows), None if None in highs else max(highs))
+
+
+def range_of(value: Any) -> Range:
+    """Of an array, or of a tracer, as far as the program says what makes it."""
+    return _range_of(_jax.innermost(value), {}, DEEP)
+
+
+def _range_of(value: Any, found: dict[int, Range], deep: int) -> Range:
+    """`found`: those of tracers, by identity."""
+    if not _jax.is_tracer(value):
+        return ANY if _jax.is_symbolic(value) else _of_array(value)
+    if id(value) not in found and is_integer(value.aval) and deep and len(found) < MANY:
+        found[id(value)], made = ANY, _jax.origin(value)
+        if isinstance(made, tuple):
+            eqn, place = made
+            ins = [_range_of(v, found, deep - 1) for v in eqn.invars]
+            found[id(value)] = ranges_after(eqn, ins)[place]
+        elif made is not None:
+            found[id(value)] = _range_of(made, found, deep - 1)
+    return found.get(id(value), ANY)
+
+
+def is_integer(aval: Any) -> bool:
+    """Whether it is a type of arrays of integers, or bools, that has as many as it says."""
+    dtype = getattr(aval, "dtype", None)
+    kinds = jnp.integer, jnp.bool_
+    integer = dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
+    return integer and not any(map(_jax.is_symbolic, aval.shape)) and 0 not in aval.shape
+
+
+def _of_array(value: Any) -> Range:
+    if not is_integer(jax.typeof(value)) or np.size(value) > SMALL:
+        return ANY
+    if np.ndim(value) and isinstance(value, jax.Array):
+        return ANY  # a device's would be waited for
+    value = np.asarray(value)
+    return Range(int(value.min()), int(value.max()))
+
+
+After = Callable[[Any, list[Range]], tuple[Any, list[Range]]]
+"""An equation, as it is with operands in these ranges, and the ranges of its results."""
+
+
+def follow(jaxpr: Any, ins: Sequence[Range], after: After) -> tuple[Any, list[Range]]:
+    """A jaxpr with its equations as `after` makes them, and the ranges of its results."""
+    j = _jax.open_jaxpr(jaxpr)
+    consts = map(_of_array, getattr(jaxpr, "consts", ()))
+    known = dict(zip((*j.constvars, *j.invars), (*consts, *ins), strict=True))
+    read = lambda v: _of_array(v.val) if isinstance(v, _jax.Literal) else known.get(v, ANY)
+    eqns = []
+    for eqn in j.eqns:
+        eqn, outs = after(eqn, list(map(read, eqn.invars)))
+        eqns.append(eqn)
+        known |= zip(eqn.outvars, outs, strict=True)
+    if any(a is not b for a, b in zip(eqns, j.eqns, strict=True)):
+        new = j.replace(eqns=eqns)
+        jaxpr = new if j is jaxpr else jaxpr.replace(jaxpr=new)
+    return jaxpr, list(map(read, j.outvars))
+
+
+def follow_inside(eqn: Any, ins: list[Range], after: After) -> tuple[Any, list[Range]] | None:
+    """The same of the jaxprs of a call or a conditional; None of another equation."""
+    if equations.is_call(eqn):
+        inside, outs = follow(eqn.params["jaxpr"], ins, after)
+        changed = {} if inside is eqn.params["jaxpr"] else {"jaxpr": inside}
+    elif eqn.primitive.name == "cond":
+        found = [follow(branch, ins[1:], after) for branch in eqn.params["branches"]]
+        branches, outs_of = zip(*found, strict=True)
+        outs = list(map(join, zip(*outs_of, strict=True)))
+        pairs = zip(branches, eqn.params["branches"], strict=True)
+        changed = {"branches": branches} if any(a is not b for a, b in pairs) else {}
+    else:
+        return None
+    return (eqn.replace(params=eqn.params | changed) if changed else eqn), outs
+
+
+def _after(eqn: Any, ins: list[Range]) -> tuple[Any, list[Range]]:
+    return eqn, ranges_after(eqn, ins)
+
+
+def ranges_after(eqn: Any, ins: list[Range]) -> list[Range]:
+    """Of the results of an equation, from those of its operands."""
+    if (inside := follow_inside(eqn, ins, _after)) is not None:
+        return inside[1]
+    nothing = [ANY] * len(eqn.outvars)
+    if len(eqn.outvars) != 1 or not is_integer(eqn.outvars[0].aval):
+        return nothing
+    aval, name = eqn.outvars[0].aval, eqn.primitive.name
+    if aval.dtype == bool:
+        return [Range(0, 1)]
+    if name in PASSING and is_integer(eqn.invars[0].aval):
+        return [ins[0]]
+    if name == "convert_element_type":
+        return [_converted(ins[0], eqn.invars[0].aval.dtype, aval.dtype)]
+    if name in ("concatenate", "pad"):
+        return [join(ins)]
+    if name == "select_n":
+        return [join(ins[1:])]
+    if name == "iota":
+        return [Range(0, aval.shape[eqn.params["dimension"]] - 1)]
+    if name in ("argmax", "argmin"):
+        size = max(eqn.invars[0].aval.shape)
+        return [ANY if _jax.is_symbolic(size) else Range(0, size - 1)]
+    found = _of_two(name, ins, aval.dtype) if len(ins) == 2 else None
+    if name == "clamp":
+        found = _least(_greatest(ins[0], ins[1]), ins[2])
+    return [found or ANY]
+
+
+def _of_two(name: str, ins: Sequence[Range], dtype: Any) -> Range | None:
+    """Of arithmetic with two operands."""
+    a, b = ins
+    if name == "max":
+        return _greatest(a, b)
+    if name == "min":
+        return _least(a, b)
+    if not (a.is_known and b.is_known):
+        return (
+            _counted(a, b) or _counted(b, a) if name == "add" and dtype.itemsize >= WIDE else None
+        )
+    ends = [(x, y) for x in a for y in b]
+    match name:
+        case "add":
+            made = [x + y for x, y in ends]
+        case "sub":
+            made = [x - y for x, y in ends]
+        case "mul":
+            made = [x * y for x, y in ends]
+        case "shift_left" if a.low >= 0 and b.low >= 0 and b.high < 64:
+            made = [x << y for x, y in ends]
+        case "div" if b.low > 0:
+            made = [abs(x) // y * (1 if x > 0 else -1) for x, y in ends]
+        case "rem" if b.low > 0 and a.low >= 0:
+            made = [0, min(a.high, b.high - 1)]
+        case _:
+            return None
+    return within(Range(min(made), max(made)), dtype)
+
+
+def _counted(a: Range, b: Range) -> Range | None:
+    """Of a number that may be large, and 0 or 1: steps are counted like that."""
+    counts = b.low in (0, 1) and b.high in (0, 1)
+    if counts and a.low is not None and 0 <= a.low < FAR:
+        return Range(a.low + b.low, None)
+    return None
+
+
+def _greatest(a: Range, b: Range) -> Range:
+    lows = [r.low for r in (a, b) if r.low is not None]
+    return Range(max(lows, default=None), join([a, b]).high)
+
+
+def _least(a: Range, b: Range) -> Range:
+    highs = [r.high for r in (a, b) if r.high is not None]
+    return Range(join([a, b]).low, min(highs, default=None))
+
+
+def _converted(found: Range, have: Any, want: Any) -> Range:
+    if found.is_known:
+        return within(found, want)
+    wide = all(jnp.issubdtype(d, jnp.integer) and d.itemsize >= WIDE for d in (have, want))
+    is_count = wide and found.low is not None and 0 <= found.low < FAR
+    return Range(found.low, None) if is_count else ANY
+
+
+def within(found: Range, dtype: Any) -> Range:
+    """The range, if all of it can be represented: else it may have wrapped around."""
+    holds = jnp.iinfo(dtype)
+    return found if holds.min <= found.low and found.high <= holds.max else ANY
