@@ -44,7 +44,9 @@ STANDARD = {
     "programs": "Other people's code may rely on it.",
     "test_beam_search.py": "Examples are written for it.",
     "test_decoding.py": "Examples are written for it.",
+    "test_options.py": "Programs mix types.",
     "test_third_party.py": "Other people's code may rely on it.",
+    "test_types.py": "Examples are written for it.",
     "test_weak_types.py": "They test which type two types are promoted to.",
     "trials": "Random programs mix types.",
 }

@@ -114,7 +114,7 @@ CARRIES = {
         *(r"init_val\['x'\]\[0\]", r"float32\[3\]", r"float16\[3\]"),
     ),
     "a float for a strongly typed integer": (
-        looping(lambda x: x * 1.5, I32),
+        looping(lambda x: x.astype(float) * 1.5, I32),
         *("init_val", r"int32\[\]", r"float(32|64)\[\]"),
     ),
     "two leaves at once": (

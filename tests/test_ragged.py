@@ -17,7 +17,7 @@ SEQUENCES = [
 
 def f_of(w):
     def f(h, xs):
-        h = jnp.tanh(w * h + jnp.sum(xs["x"]) + 0.1 * xs["row"])
+        h = jnp.tanh(w * h + jnp.sum(xs["x"]) + 0.1 * xs["row"].astype(float))
         return h, (h, xs["x"] * h)
 
     return f

@@ -211,7 +211,7 @@ def test_what_cannot_be_reversed_may_stand_before_a_loop(loop):
 
 
 WITHOUT_A_DERIVATIVE = {
-    "argmin": lambda c, b: c["y"] * jnp.argmin(jnp.stack([b, c["y"] + 1.0])),
+    "argmin": lambda c, b: c["y"] * jnp.argmin(jnp.stack([b, c["y"] + 1.0])).astype(float),
     "index": lambda c, b: jnp.stack([0.5, 0.25])[jnp.int32(b > 2.0)] * c["y"],
     "rounded": lambda c, b: c["y"] * (1.0 + jnp.floor(b)),
     "stopped": lambda c, b: c["y"] * jnp.cos(lax.stop_gradient(b)),

@@ -58,7 +58,7 @@ def compared(consts, carry, x):
     """A tolerance, and a leaf that only decides."""
     a, b, c = carry
     a = jnp.where(b < consts[0], a * 1.1, a * 0.9 + x[0])
-    return [a, b + 0.2, c + (a > c)], [c * 1.0, jnp.floor(a)]
+    return [a, b + 0.2, c + (a > c).astype(c.dtype)], [c * 1.0, jnp.floor(a)]
 
 
 def stopped(consts, carry, x):
