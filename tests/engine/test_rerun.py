@@ -1,5 +1,7 @@
 """Inner loops that are run again where the residuals of every step are kept: which, and rightly."""
 
+import functools as ft
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,6 +81,35 @@ def test_what_is_kept():
     assert row_bytes(bound=ROOM // 32) >= ROOM // 4
     assert row_bytes(square=by_rule) >= 8 * ROWS
     assert row_bytes(square=of_the_host) >= 8 * ROWS
+
+
+def many_inside(loops, x, **how):
+    """Steps that run loops of vectors, of which nobody knows how many steps they take."""
+
+    def step(c, k):
+        v, total = c
+        shrink = lambda v: v * (0.6 + 0.1 * jnp.sin(v * x[1]))
+        v = loops.while_loop(lambda v: jnp.max(v) > 0.4, shrink, v + 0.3 * k * jnp.cos(total[3]))
+        return (v * x[1] + 0.1, total * 0.9 + jnp.sum(v)), jnp.sum(v * v)
+
+    start = jnp.full(60, x[0]), jnp.ones(2000)
+    (v, total), sums = loopkit.scan(step, start, jnp.arange(1.0, 61.0) / 40, **how)
+    return jnp.sum(v) + jnp.sum(sums) + jnp.sum(jnp.sin(total)) * x[1]
+
+
+def test_steps_are_kept_where_only_inner_loops_are_run_again():
+    f = lambda x, **how: many_inside(loopkit, x, **how)
+    plan_of = lambda **how: loopkit.explain(ft.partial(f, **how), X).loops[0].plan
+    assert plan_of().keeps_all
+    assert not plan_of(checkpoints=2).keeps_all
+    assert plan_of(memory="200 kB").keeps_all
+    assert not plan_of(memory="40 kB").keeps_all
+    wanted = lambda x: many_inside(Unrolled, x)
+    for how in ({}, {"memory": "200 kB"}, {"memory": "40 kB"}):
+        got = ft.partial(f, **how)
+        assert_close(jax.jit(jax.grad(got))(X), jax.jit(jax.grad(wanted))(X))
+        hessians = (jax.jit(jax.jacfwd(jax.grad(g))) for g in (got, wanted))
+        assert_close(*(h(X) for h in hessians))
 
 
 def test_few_steps(monkeypatch):

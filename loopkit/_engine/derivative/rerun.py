@@ -26,8 +26,6 @@ def apart(loop: Loop, step: _jax.Jaxpr) -> _jax.Jaxpr:
     The second is given zeros where residuals do not depend on what the first is given.
     """
     j, wide = _jax.open_jaxpr(step), found(loop, step)
-    if not wide:
-        return step
 
     def rule(eqn: Any, ins: list) -> list:
         outs = list(_jax.bind_equation(eqn, ins))
@@ -43,8 +41,7 @@ def apart(loop: Loop, step: _jax.Jaxpr) -> _jax.Jaxpr:
 
 def found(loop: Loop, step: _jax.Jaxpr) -> set[int]:
     """Such loops in a step of the loop, as the identities of their equations."""
-    # The next derivative of a custom rule is that of the code that goes back.
-    if loop.checkpoints != "all" or loop.holds_custom_vjp:
+    if loop.holds_custom_vjp:  # the next derivative is that of the code that goes back
         return set()
     j = _jax.open_jaxpr(step)
     inputs = j.invars[: loop.const_count], j.invars[loop.const_count + loop.carry_count :]
@@ -61,7 +58,8 @@ def _is_wide(eqn: Any, given: set, read: set) -> bool:
     loop = eqn.params["loop"]
     residuals = (v for v in eqn.outvars[_result_count(eqn) :] if v in read)
     room = _jax.byte_count(*(v.aval for v in residuals))
-    if loop.cond is None or (loop.length or 0) <= FEW or room <= ROOM or loop.asks_the_host:
+    takes_few = loop.cond is None or (loop.length is not None and loop.length <= FEW)
+    if takes_few or room <= ROOM or loop.asks_the_host:
         return False
     operands = {
         u for _, u, n in _operands(eqn, eqn.invars) if n and not isinstance(u, _jax.Literal)

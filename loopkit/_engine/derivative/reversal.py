@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import or_
@@ -10,7 +11,7 @@ from typing import Any
 
 from loopkit import _jax
 from loopkit._engine.derivative.deferred_products import SMALLEST, Products, put_off
-from loopkit._engine.derivative.split import Split, split_step
+from loopkit._engine.derivative.split import Split, split_step, split_to_keep
 from loopkit._engine.derivative.write_log import Undo, find_undo
 from loopkit._engine.facts.counters import Counters, at_step, find_counters
 from loopkit._engine.facts.write_sites import holds_write
@@ -254,21 +255,20 @@ def can_replay(loop: Loop, split: Split, saved: Sequence[bool]) -> bool:
 
 
 def _planned(loop: Loop, active: Active) -> Reversal:
-    split = split_step(loop, active)
+    found = _of_split(loop, active, split_step(loop, active))
+    if not found.split.holds_wide or found.plan.keeps_all:
+        return found
+    with suppress(ValueError):  # of a budget that is too little
+        kept_whole = _of_split(loop, active, split_to_keep(loop, active))
+        if kept_whole.plan.keeps_all and kept_whole.plan.peak_bytes <= found.plan.peak_bytes:
+            return kept_whole  # the inner loops are run again, and the step is not
+    return found
+
+
+def _of_split(loop: Loop, active: Active, split: Split) -> Reversal:
     saved = _saved_leaves(loop.without_debug_effects(), split)
     quiet = build(loop, active, Plan(1), saved, split, None, find_counters(loop))
-    factors = (0, 0) if loop.lanes else factor_bytes(quiet.forward, loop.const_count, SMALLEST)
-    step = Step(
-        _jax.byte_count(*quiet.slot_types),
-        _jax.byte_count(*quiet.shortened(split.stored_types)),
-        nanoseconds(quiet.step),
-        nanoseconds(quiet.forward),
-        nanoseconds(quiet.remaking),
-        *factors,
-        carry_arrays=len(quiet.slot_types),
-        residual_arrays=len(quiet.shortened(split.stored_types)),
-        holds_loops=any(e.primitive is forward_p for e in equations.all_equations(split.forward)),
-    )
+    step = _step_of(quiet)
     undo, steps = find_undo(loop, saved), (step,)
     if undo is not None:
         buffers = _jax.byte_count(*kept(loop.carry_types, undo.leaves))
@@ -288,6 +288,24 @@ def _planned(loop: Loop, active: Active) -> Reversal:
     if plan.strategy == "every carry":
         plan = replace(plan, slots=plan.segment * (plan.segments or 0))  # whole segments
     return replace(quiet, plan=plan, undo=undo)
+
+
+def _step_of(quiet: Reversal) -> Step:
+    """What planning has to know of a step."""
+    loop, split = quiet.loop, quiet.split
+    factors = (0, 0) if loop.lanes else factor_bytes(quiet.forward, loop.const_count, SMALLEST)
+    stored = quiet.shortened(split.stored_types)
+    return Step(
+        _jax.byte_count(*quiet.slot_types),
+        _jax.byte_count(*stored),
+        nanoseconds(quiet.step),
+        nanoseconds(quiet.forward),
+        nanoseconds(quiet.remaking),
+        *factors,
+        carry_arrays=len(quiet.slot_types),
+        residual_arrays=len(stored),
+        holds_loops=any(e.primitive is forward_p for e in equations.all_equations(split.forward)),
+    )
 
 
 def build(

@@ -51,6 +51,8 @@ class Split:
     """Of all residuals of a step, as jax.lax.scan would store them; of one lane, as plans are."""
     reads: tuple[bool, ...]
     """Which constants, and after them which xs, the backward half reads."""
+    holds_wide: bool = False
+    """Whether a step has inner loops that could be run again, in the place of their residuals."""
     stored_batched: tuple[bool, ...] = ()
     """For the split of a batched loop made from another split: which rows have the new axis."""
 
@@ -61,7 +63,13 @@ class Split:
 
 def split_step(loop: Loop, active: Active) -> Split:
     """The halves of the derivative of the body in its active inputs and outputs."""
-    return loop.derived(("split", active), lambda: _split(loop, active))
+    again = loop.checkpoints == "all"
+    return loop.derived(("split", active), lambda: _split(loop, active, again))
+
+
+def split_to_keep(loop: Loop, active: Active) -> Split:
+    """The same where the residuals of every step are kept: wide inner loops are run again."""
+    return loop.derived(("split to keep", active), lambda: _split(loop, active, again=True))
 
 
 def opened(loop: Loop, active: Active) -> Loop:
@@ -82,7 +90,7 @@ def opened(loop: Loop, active: Active) -> Loop:
     return loop.derived(("opened", active), make)
 
 
-def _split(loop: Loop, active: Active) -> Split:
+def _split(loop: Loop, active: Active, again: bool) -> Split:
     body = loop.body
     in_types = list(body.in_avals)
     tree = None
@@ -100,12 +108,16 @@ def _split(loop: Loop, active: Active) -> Split:
         return [*outs, *residuals]
 
     n, c = len(body.out_avals), loop.const_count
-    whole = rerun.apart(loop, _jax.trace_closed(linearised, in_types, "loop_step"))
+    whole = _jax.trace_closed(linearised, in_types, "loop_step")
+    wide = rerun.found(loop, whole)
+    if wide and again:
+        whole = rerun.apart(loop, whole)
     tangents, used = _tangents(loop, tree, whole.out_avals[n:], active)
     outs = _jax.open_jaxpr(whole).outvars
     whole = _jax.with_outputs(whole, [*outs[:n], *kept(outs[n:], used)], [True] * len(in_types))
     slices, free = c + loop.carry_count, [by is not None for by in find_counters(loop)]
-    cut = least_stored(whole, n, c, slices, free, rerun.found(loop, whole))
+    remade = rerun.found(loop, whole) if again else set()
+    cut = least_stored(whole, n, c, slices, free, remade)
     j = _jax.open_jaxpr(whole)
     inputs, results = list(j.invars), j.outvars[:n]
     forward = _jax.with_outputs(whole, [*results, *cut.stored], [True] * len(inputs))
@@ -141,7 +153,7 @@ def _split(loop: Loop, active: Active) -> Split:
     hoisting = _jax.used_inputs(hoist, [True] * len(cut.hoisted))
     given = [v in cut.given for v in (*inputs[:c], *inputs[slices:])]
     reads = (*(a or b for a, b in zip(given, hoisting, strict=False)), *given[c:])
-    return Split(hoist, forward, n, make_backward, cut.uncut, reads)
+    return Split(hoist, forward, n, make_backward, cut.uncut, reads, bool(wide) and not again)
 
 
 def _tangents(
@@ -265,4 +277,4 @@ def batch_split(
         return _jax.batch_jaxpr(split.backward(live, unread), axis, ins, outs)[0]
 
     same = split.uncut_bytes, split.reads
-    return Split(hoist, forward, split.results, make_backward, *same, tuple(stored))
+    return Split(hoist, forward, split.results, make_backward, *same, False, tuple(stored))
