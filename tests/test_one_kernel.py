@@ -13,6 +13,8 @@ from loopkit._jax import memory
 
 BLOCKS = r" (custom-call|sort|scatter|fft|infeed|outfeed)\("
 """Instructions that XLA does not compile into the kernel of a loop."""
+LARGE_COPY = r" \w+\[(?:\d+,)*\d{5,}[\d,]*\]\S* copy\("
+"""A copy of an array with an axis of ten thousand or more, which only what is scratch has here."""
 MAKES_KERNELS = jax.__version_info__ >= (0, 12)
 """Whether XLA does so without being asked to."""
 CHECKPOINTS = [None, "all", 3, Plan(4, 5), Plan(4, 5, "residuals"), Plan(2, 4, thinned=True)]
@@ -48,6 +50,7 @@ def assert_one_kernel_each(function, *args) -> None:
     assert steps
     for step in steps:
         assert re.findall(BLOCKS, within(text, step)) == []
+        assert re.findall(LARGE_COPY, within(text, step)) == []
     if MAKES_KERNELS:
         assert text.count('xla_cpu_small_call="true"') == len(steps)
 

@@ -177,17 +177,17 @@ class _Level:
 
 def _written(eqn: Any, place: int) -> Any:
     """The result that is written where an operand lies; None if there is none."""
-    name = eqn.primitive.name
-    if name in ("optimization_barrier", "select_n"):
-        place = place if name == "optimization_barrier" else 0
-    elif name != "dynamic_update_slice" or place > 0:
-        fixed = {
-            _jax.lax_while_p: lambda p: p["cond_nconsts"] + p["body_nconsts"],
-            _jax.lax_scan_p: lambda p: _jax.scan_counts(p)[0],
-        }.get(eqn.primitive)
-        place = -1 if fixed is None else place - fixed(eqn.params)
-    out = eqn.outvars[place] if 0 <= place < len(eqn.outvars) else None
-    return out if out is not None and _jax.same_type(out.aval, eqn.invars[0].aval) else None
+    name, operand = eqn.primitive.name, eqn.invars[place]
+    if eqn.primitive is _jax.lax_while_p:
+        at = place - eqn.params["cond_nconsts"] - eqn.params["body_nconsts"]
+    elif eqn.primitive is _jax.lax_scan_p:
+        at = place - _jax.scan_counts(eqn.params)[0]
+    elif name == "optimization_barrier":
+        at = place
+    else:
+        at = 0 if name == "select_n" or (name == "dynamic_update_slice" and place == 0) else -1
+    out = eqn.outvars[at] if 0 <= at < len(eqn.outvars) else None
+    return out if out is not None and _jax.same_type(out.aval, operand.aval) else None
 
 
 def _loop(eqn: Any, step: _jax.Jaxpr, operands: list, scratch: list) -> list:
