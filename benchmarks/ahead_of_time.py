@@ -36,7 +36,7 @@ from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
 import iterations  # noqa: E402
-from loopkit._reports.hlo import Program  # noqa: E402
+from loopkit._reports.hlo import CompiledModule  # noqa: E402
 
 if not jax.config.jax_platforms:  # or the plugin of a GPU looks for one, and fails
     jax.config.update("jax_platforms", "cpu")
@@ -85,8 +85,8 @@ class Compiled:
     numbers: int
 
     @cached_property
-    def program(self) -> Program:
-        return Program.parse(self.text)
+    def program(self) -> CompiledModule:
+        return CompiledModule.parse(self.text)
 
     def counts(self, *arguments: Any) -> np.ndarray:
         """How often each numbered body and branch runs with these arguments."""

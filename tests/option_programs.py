@@ -300,7 +300,7 @@ def bound_methods(loops, w, xs):
 @program([0.4, -0.2], 0.3)
 def carries_what_it_does_not_change(loops, x, w):
     def body(carry, i):
-        x, w, unread, i0 = carry
-        return (x * w + i, w, unread, i0), (w, i)
+        x, w, unused_init, i0 = carry
+        return (x * w + i, w, unused_init, i0), (w, i)
 
     return loops.scan(body, (x, w, x, jnp.int8(7)), jnp.arange(4))

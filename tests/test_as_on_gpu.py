@@ -95,7 +95,7 @@ LARGE = [Plan(3), Plan(3, segment=3), Plan(3, segment=2, host=True, room=4000)]
 )
 def test_carries_too_large_to_be_written_in_passing(steps, large, plan, monkeypatch):
     """And those that lie on the host. Without a number of steps it is known to be 40."""
-    monkeypatch.setattr(waits, "LARGE", 8 if large else waits.LARGE)
+    monkeypatch.setattr(waits, "LARGE_CARRY", 8 if large else waits.LARGE_CARRY)
     x = jnp.linspace(0.3, 0.6, 3)
     loss = with_rows if steps is None else stopped
     count = 40 if steps is None else steps

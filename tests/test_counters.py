@@ -12,7 +12,7 @@ from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.counters import find_counters
 from loopkit._engine.loop import Active
 from loopkit._engine.primitives import while_p
-from loopkit._plans.plan import Step
+from loopkit._plans.plan import StepCosts
 from loopkit._plans.planner import best_plan
 
 XS = jnp.cos(jnp.arange(24.0)).reshape(12, 2)
@@ -119,12 +119,12 @@ def test_what_replaying_reads_of_them_is_not_saved():
 
 
 def test_where_nothing_has_to_be_saved_no_step_is_run_to_reach_another():
-    plan = best_plan(None, 1000, False, [Step(0, 8)])
+    plan = best_plan(None, 1000, False, [StepCosts(0, 8)])
     assert plan.strategy == "every carry"
     assert plan.slot_bytes == plan.row_bytes == 0
     assert plan.evaluations() == (1000, 1000)
-    assert best_plan(3, 1000, True, [Step(0, 8)]).strategy == "every carry"
-    assert best_plan(None, 1000, True, [Step(0, 0)]).keeps_all
-    factors = best_plan(None, 1000, True, [Step(0, 8, factor_bytes=64)])
+    assert best_plan(3, 1000, True, [StepCosts(0, 8)]).strategy == "every carry"
+    assert best_plan(None, 1000, True, [StepCosts(0, 0)]).keeps_all
+    factors = best_plan(None, 1000, True, [StepCosts(0, 8, factor_bytes=64)])
     assert factors.strategy == "every carry"
     assert factors.segment == 16

@@ -10,7 +10,7 @@ from jax import lax
 
 import loopkit
 from loopkit import Plan
-from loopkit._plans.plan import Step
+from loopkit._plans.plan import StepCosts
 from loopkit._plans.planner import make_plan
 from loopkit._plans.plot import picture
 
@@ -134,7 +134,7 @@ def test_one_loop_has_a_plan(fn):
     "asked", [Plan(3), Plan(4, segment=3), Plan(20, segment=3), Plan(50), "all"], ids=str
 )
 def test_the_picture_shows_what_runs(asked, exact):
-    plan = make_plan(asked, 50, exact, Step(10, 30))
+    plan = make_plan(asked, 50, exact, StepCosts(10, 30))
     drawn = picture(plan, 50)
     length = lambda kind: sum(abs(s.stop - s.start) for s in drawn.stretches if s.kind == kind)
     assert length("forward") == length("reversed") == 50
@@ -146,12 +146,12 @@ def test_the_picture_shows_what_runs(asked, exact):
 
 @pytest.mark.parametrize(("slots", "with_memory"), [(4, 3), (20, 20)])
 def test_the_picture_shows_the_carries_that_have_memory(slots, with_memory):
-    plan = make_plan(Plan(slots), 50, True, Step(10, 30))
+    plan = make_plan(Plan(slots), 50, True, StepCosts(10, 30))
     assert max(size for _, size in picture(plan, 50).in_use) == 10 * with_memory
 
 
 def test_plots():
-    plan = make_plan(Plan(4, segment=5), 50, True, Step(10, 30))
+    plan = make_plan(Plan(4, segment=5), 50, True, StepCosts(10, 30))
     figure = plan.plot()
     labels = [t.get_text() for t in figure.axes[0].get_legend().get_texts()]
     assert labels == ["forward", "recomputed", "replayed", "reversed", "carry saved"]

@@ -12,7 +12,7 @@ from derivatives import assert_close, derivative
 from loopkit import Plan, _jax
 from loopkit._engine import steps
 from loopkit._engine.trials import host_memory
-from loopkit._plans.plan import Bytes, Step
+from loopkit._plans.plan import Bytes, StepCosts
 from loopkit._plans.planner import make_plan
 from problems import named
 
@@ -126,7 +126,7 @@ def test_two_budgets():
 
 
 def test_more_on_the_host_takes_no_more_runs():
-    step = Step(1000, 2000, 100.0, 120.0, 60.0)
+    step = StepCosts(1000, 2000, 100.0, 120.0, 60.0)
     runs = [
         make_plan(Bytes(8000, host=room), 500, True, step).nanoseconds(500)
         for room in (2000, 20_000, 100_000)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import loopkit
-from loopkit._reports.hlo import Program
+from loopkit._reports.hlo import CompiledModule
 
 ROWS = jnp.ones((300, 7))
 
@@ -94,7 +94,7 @@ def test_lanes_that_stop_apart_select_no_buffer():
 
     lanes, counts = jnp.stack([ROWS, ROWS]), jnp.asarray([7, 200])
     gradient = jax.jit(jax.vmap(jax.grad(f)))
-    program = Program.parse(gradient.lower(lanes, counts).compile().as_text())
+    program = CompiledModule.parse(gradient.lower(lanes, counts).compile().as_text())
     roots = {"dynamic-update-slice", "scatter", "get-tuple-element", "parameter", "bitcast"}
     for body in program.loop_bodies:
         for i in program.computations[body].values():
@@ -146,7 +146,7 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 
 
 def test_parsing():
-    program = Program.parse(TEXT)
+    program = CompiledModule.parse(TEXT)
     assert program.loop_bodies == ["body"]
     assert program.runs("body") == ["body", "inner"]
     copy, fusion = program.computations["inner"]["copy.9"], program.computations["body"]["fusion"]

@@ -14,7 +14,7 @@ from jax import lax
 import loopkit
 from derivatives import assert_close
 from loopkit import Plan
-from loopkit._plans.plan import Bytes, Step
+from loopkit._plans.plan import Bytes, StepCosts
 from loopkit._plans.planner import TooLittle, best_plan, make_plan
 from loopkit.schedules import binomial
 from turns import in_turn
@@ -97,7 +97,7 @@ def test_gradients_of_large_matrices(segment, store, slots):
 
 
 def test_predicted_peak():
-    step = Step(carry_bytes=1000, residual_bytes=3000)
+    step = StepCosts(carry_bytes=1000, residual_bytes=3000)
     plan = make_plan(8, 100, True, step)
     assert plan.peak_bytes <= 8 * 1004 + plan.least_bytes
     assert make_plan("all", 100, True, step).slot_bytes == 300_000
@@ -106,18 +106,18 @@ def test_predicted_peak():
 
 @pytest.mark.parametrize("slots", [1, 2, 5, 9])
 def test_predicted_runs_are_the_optimum(slots):
-    plan = make_plan(Plan(slots), 60, True, Step(8, 8))
+    plan = make_plan(Plan(slots), 60, True, StepCosts(8, 8))
     assert sum(plan.evaluations()) == binomial.evaluations(60, slots) + 60
 
 
 MONOTONE = {
-    "small matrices": Step(160, 1056, 840.0, 890.0, 880.0, carry_arrays=2, residual_arrays=33),
-    "a vector": Step(40_000, 80_000, 16e3, 31e3, 15e3, carry_arrays=1, residual_arrays=2),
-    "a network": Step(16_384, 49_152, 24e3, 24e3, 13e3, carry_arrays=1, residual_arrays=3),
-    "three numbers": Step(12, 12, 51.0, 51.0, 0.1, carry_arrays=3, residual_arrays=3),
-    "residuals are few": Step(4000, 8, 900.0, 910.0, 900.0, carry_arrays=1, residual_arrays=1),
-    "a recurrent network": Step(512, 2572, 1294.0, 2064.0, 2064.0, 2560, 262_144, 0, 0, 1, 7),
-    "a large state": Step(10**6, 9 * 10**6, 2e6, 3e6, 1e6, carry_arrays=9, residual_arrays=40),
+    "small matrices": StepCosts(160, 1056, 840.0, 890.0, 880.0, carry_arrays=2, residual_arrays=33),
+    "a vector": StepCosts(40_000, 80_000, 16e3, 31e3, 15e3, carry_arrays=1, residual_arrays=2),
+    "a network": StepCosts(16_384, 49_152, 24e3, 24e3, 13e3, carry_arrays=1, residual_arrays=3),
+    "three numbers": StepCosts(12, 12, 51.0, 51.0, 0.1, carry_arrays=3, residual_arrays=3),
+    "residuals are few": StepCosts(4000, 8, 900.0, 910.0, 900.0, carry_arrays=1, residual_arrays=1),
+    "a recurrent network": StepCosts(512, 2572, 1294.0, 2064.0, 2064.0, 2560, 262_144, 0, 0, 1, 7),
+    "a large state": StepCosts(10**6, 9 * 10**6, 2e6, 3e6, 1e6, carry_arrays=9, residual_arrays=40),
 }
 
 
@@ -173,17 +173,20 @@ def test_a_table_that_the_body_reads_is_not_counted():
 @pytest.mark.parametrize("exact", [True, False])
 def test_small_loops_keep_everything_or_nothing(exact):
     """To checkpoint some of a few bytes gains nothing, and takes longer to compile."""
-    assert make_plan(None, 7, exact, Step(100, 25)).keeps_all
-    whole = make_plan(None, 7, exact, Step(400, 600))
+    assert make_plan(None, 7, exact, StepCosts(100, 25)).keeps_all
+    whole = make_plan(None, 7, exact, StepCosts(400, 600))
     assert (whole.slots, whole.segment, whole.slot_bytes) == (1, 7, 0)
-    assert make_plan(None, 1000, exact, Step(400, 600)).slots > 1
+    assert make_plan(None, 1000, exact, StepCosts(400, 600)).slots > 1
 
 
 def test_steps_that_hold_loops_are_not_run_again():
     """Each loop in them would be compiled again; of more bytes, or where a step may not be taken,
     they are.
     """
-    small, large = Step(400, 10_000, holds_loops=True), Step(400, 20_000, holds_loops=True)
+    small, large = (
+        StepCosts(400, 10_000, holds_loops=True),
+        StepCosts(400, 20_000, holds_loops=True),
+    )
     assert make_plan(None, 10, True, small).keeps_all
     assert not make_plan(None, 10, True, small._replace(holds_loops=False)).keeps_all
     assert not make_plan(None, 10, True, large).keeps_all
@@ -193,7 +196,7 @@ def test_steps_that_hold_loops_are_not_run_again():
 
 def test_rows_without_a_bound():
     """Residuals, if they are small, however many arrays they are; at least 64 of them."""
-    small, large = Step(8, 256, residual_arrays=30), Step(8, 264, residual_arrays=30)
+    small, large = StepCosts(8, 256, residual_arrays=30), StepCosts(8, 264, residual_arrays=30)
     plan = make_plan(None, None, False, small)
     assert (plan.store, plan.segment, plan.thinned) == ("residuals", 64, True)
     assert make_plan(None, None, False, large).store == "carries"
@@ -213,7 +216,7 @@ def test_rows_without_a_bound():
 @settings(max_examples=200, deadline=None)
 def test_the_least_budget(carry, residuals, factors, buffers, bound, exact, loops, share):
     """None is refused that one slot would do for; the least that is named does, and no less."""
-    step = Step(carry, residuals, 50.0, 80.0, 60.0, factors, 9 * factors, *buffers, 2, 5)
+    step = StepCosts(carry, residuals, 50.0, 80.0, 60.0, factors, 9 * factors, *buffers, 2, 5)
     exact = exact and bound is not None
     planned = lambda count: make_plan(Bytes(count, loops=loops), bound, exact, step)
     alone = replace(Plan(1), bound=bound, exact=exact, step=step._replace(carry_bytes=carry or 1))
@@ -230,7 +233,7 @@ def test_the_least_budget(carry, residuals, factors, buffers, bound, exact, loop
 
 def test_the_least_of_several_ways():
     """Where a step can be undone or saved, the error names what the cheaper of both needs."""
-    saved = Step(10_000, 20_000, 50.0, 80.0, 60.0)
+    saved = StepCosts(10_000, 20_000, 50.0, 80.0, 60.0)
     undone = saved._replace(carry_bytes=100, buffer_bytes=9_900, log_bytes=500)
     for steps in ((undone, saved), (saved, undone)):
         with pytest.raises(ValueError, match="must be at least") as refused:
@@ -311,4 +314,4 @@ def test_runs_of_a_loop_without_a_bound():
 
 def test_printed():
     assert "8 carries, then the carries of 4 steps at a time" in str(Plan(8, segment=4))
-    assert "runs       60 forward" in str(make_plan(Plan(5), 60, True, Step(8, 8)))
+    assert "runs       60 forward" in str(make_plan(Plan(5), 60, True, StepCosts(8, 8)))

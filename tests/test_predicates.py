@@ -128,11 +128,11 @@ def test_a_predicate_that_reads_a_row_has_no_copy_of_the_buffer():
 def reporting(kind, seen):
     """A loop of four steps whose predicate tells the host a number that has a tangent."""
 
-    def tells(x):
+    def emits_level(x):
         io_callback(lambda x: seen.append(float(x)), None, x)
 
     def go(c):
-        tells(c[1] * c[2][0] if "buffers" in kind else c[1])
+        emits_level(c[1] * c[2][0] if "buffers" in kind else c[1])
         return c[0] < 4
 
     def step(c):

@@ -273,7 +273,7 @@ def test_a_read_that_nobody_uses_asks_for_no_place():
         return read(b, at + 1, window)[1]
 
     jaxpr = jax.make_jaxpr(f)(TABLE, jnp.asarray(at)).jaxpr
-    lean, used = _jax.dce(jaxpr, [True], [False, False])
+    transpose_only, used = _jax.dce(jaxpr, [True], [False, False])
     assert list(used) == [True, False]
-    assert [eqn.params["value"] for eqn in lean.eqns] == [False, False]
-    assert_close(_jax.call_jaxpr(lean)(TABLE), [jnp.asarray(TABLE)])
+    assert [eqn.params["value"] for eqn in transpose_only.eqns] == [False, False]
+    assert_close(_jax.call_jaxpr(transpose_only)(TABLE), [jnp.asarray(TABLE)])

@@ -13,7 +13,7 @@ import loopkit
 from derivatives import assert_close, derivative
 from loopkit._loops import exhausted, growing
 from loopkit._loops import unbounded as _unbounded
-from loopkit._loops.growing import AT_ONCE, LONGEST, segment_lengths, together
+from loopkit._loops.growing import AT_ONCE, LONGEST_SEGMENT, segment_lengths, together
 from problems import inexact_vector
 from turns import in_turn
 
@@ -229,7 +229,7 @@ def test_without_jit():
 def test_segments_grow_to_a_cap():
     assert list(itertools.islice(segment_lengths(64, 2.0, None), 3)) == [64, 128, 256]
     assert list(segment_lengths(10, 1.5, 4)) == [10, 15, 22, 33]
-    assert list(segment_lengths(1000, 3.0, 4)) == [1000, 3000, LONGEST, LONGEST]
+    assert list(segment_lengths(1000, 3.0, 4)) == [1000, 3000, LONGEST_SEGMENT, LONGEST_SEGMENT]
     assert list(segment_lengths(10_000, 3.0, 2)) == [10_000, 10_000]
 
 
@@ -241,7 +241,7 @@ def test_light_segments_are_run_as_one():
     assert sizes(2, 2.0, 5, 14) == [14, 16, 32]
     assert sizes(2, 2.0, 5, 1000) == [62]
     assert sizes(2, 2.0, 5, 1000, rows=7) == [14, 16, 32]
-    assert sizes(LONGEST, 1.0, 9, AT_ONCE) == [AT_ONCE, AT_ONCE, LONGEST]
+    assert sizes(LONGEST_SEGMENT, 1.0, 9, AT_ONCE) == [AT_ONCE, AT_ONCE, LONGEST_SEGMENT]
 
 
 def looks(f, x):

@@ -13,12 +13,12 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 from loopkit import Plan
-from loopkit._plans.plan import Step
+from loopkit._plans.plan import StepCosts
 from loopkit.schedules import reversal
 from loopkit.schedules.actions import Advance, Discard, Restore, Reverse, Save
 from style import BLUE, GREY, HERE, ORANGE, RED, save
 
-LOOP = Plan(1, bound=60, exact=True, step=Step(carry_bytes=400, residual_bytes=400))
+LOOP = Plan(1, bound=60, exact=True, step=StepCosts(carry_bytes=400, residual_bytes=400))
 PLANS = {
     "four-checkpoints": replace(LOOP, slots=4),
     "four-and-five": replace(LOOP, slots=4, segment=5),

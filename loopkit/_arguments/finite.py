@@ -29,13 +29,13 @@ LEVEL = jnp.float32
 """The type of levels: one that has tangents, so that derivatives hand them on as well."""
 
 
-class Leaf(NamedTuple):
+class WatchedLeaf(NamedTuple):
     """A value, or a tangent or cotangent of it."""
 
     name: str
-    tells: bool = False
+    emits_level: bool = False
     """Whether its level is a result."""
-    hears: bool = False
+    takes_level: bool = False
     """Whether a level is an operand, which it must not exceed."""
     forward: bool = False
     """Whether it is checked."""
@@ -45,22 +45,24 @@ class Leaf(NamedTuple):
     @property
     def is_heard_alone(self) -> bool:
         """Whether it is there for others, which may be as bad."""
-        return self.hears and not (self.forward or self.backward)
+        return self.takes_level and not (self.forward or self.backward)
 
     @property
-    def transposed(self) -> Leaf:
-        return Leaf(self.name, self.hears, self.tells, self.backward, self.forward)
+    def transposed(self) -> WatchedLeaf:
+        return WatchedLeaf(
+            self.name, self.takes_level, self.emits_level, self.backward, self.forward
+        )
 
 
 @dataclass(frozen=True)
-class How:
+class WatchParams:
     """What is watched, and where the lanes of `jax.vmap` are: in front of the operands."""
 
     loop: failed_step.Watched
     carry: int
     x: int
     """Leaves of the carry, and of x, that are reported."""
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[WatchedLeaf, ...]
     kinds: tuple[str, ...] = ()
     """Empty for values; else "tangent" or "cotangent", the last derivative last."""
     lanes: tuple[int, ...] = ()
@@ -81,20 +83,20 @@ class How:
         """What is reported, values, and for each leaf its level before, or None."""
         n, count = self.reported, len(self.leaves)
         told = iter(operands[n + count :])
-        before = [next(told) if leaf.hears else None for leaf in self.leaves]
+        before = [next(told) if leaf.takes_level else None for leaf in self.leaves]
         return list(operands[:n]), list(operands[n : n + count]), before
 
     def results(self, outs: Sequence[Any]) -> tuple[list, list]:
         """Values, and for each leaf the level that it tells, or None."""
         told = iter(outs[len(self.leaves) :])
-        levels = [next(told) if leaf.tells else None for leaf in self.leaves]
+        levels = [next(told) if leaf.emits_level else None for leaf in self.leaves]
         return list(outs[: len(self.leaves)]), levels
 
 
 def watch(
     loop: failed_step.Watched,
     report: tuple[Any, Any, Sequence[Any], Sequence[Any]],
-    leaves: Sequence[Leaf],
+    leaves: Sequence[WatchedLeaf],
     values: Sequence[Any],
     before: Sequence[Any],
 ) -> tuple[list, list]:
@@ -103,7 +105,7 @@ def watch(
     `report`: whether the step counts, its number, its carry and x. `before`: levels, or None.
     """
     active, step, carry, x = report
-    how = How(loop, len(carry), len(x), tuple(leaves))
+    how = WatchParams(loop, len(carry), len(x), tuple(leaves))
     how = replace(how, axes=((),) * (how.reported + len(leaves) + len([*_given(before)])))
     return _bind(how, [active, step, *carry, *x], values, before)
 
@@ -112,22 +114,26 @@ def _given(values: Sequence[Any]) -> list:
     return [v for v in values if v is not None]
 
 
-def _bind(how: How, report: Sequence, values: Sequence, before: Sequence) -> tuple[list, list]:
+def _bind(
+    how: WatchParams, report: Sequence, values: Sequence, before: Sequence
+) -> tuple[list, list]:
     if not how.leaves:
         return [], []
     return how.results(watch_p.bind(*report, *values, *_given(before), how=how))
 
 
-def _some(how: How, keep: Sequence[Leaf | None], kinds: tuple[str, ...]) -> How:
+def _some(
+    how: WatchParams, keep: Sequence[WatchedLeaf | None], kinds: tuple[str, ...]
+) -> WatchParams:
     """Of the leaves those that are not None, which may tell and hear less."""
     n, count = how.reported, len(how.leaves)
     at = list(how.axes)
     of_levels = iter(at[n + count :])
-    level_axes = [next(of_levels) if leaf.hears else None for leaf in how.leaves]
+    level_axes = [next(of_levels) if leaf.takes_level else None for leaf in how.leaves]
     chosen = [(i, leaf) for i, leaf in enumerate(keep) if leaf is not None]
     axes = [*at[:n], *(at[n + i] for i, _ in chosen)]
     # A level has the lanes of what tells it.
-    axes += [level_axes[i] or at[n + i] for i, leaf in chosen if leaf.hears]
+    axes += [level_axes[i] or at[n + i] for i, leaf in chosen if leaf.takes_level]
     leaves = tuple(leaf for leaf in keep if leaf is not None)
     return replace(how, leaves=leaves, kinds=kinds, axes=tuple(axes))
 
@@ -144,14 +150,14 @@ def _level(value: Any, lanes: int) -> Any:
     return bad.any(axes).astype(LEVEL) + nan.any(axes).astype(LEVEL)
 
 
-def _levels(how: How, values: Sequence[Any]) -> list:
+def _levels(how: WatchParams, values: Sequence[Any]) -> list:
     """The levels that leaves tell."""
     flags = how.axes[how.reported : how.reported + len(values)]
     triples = zip(how.leaves, values, flags, strict=True)
-    return [_level(v, sum(has)) for leaf, v, has in triples if leaf.tells]
+    return [_level(v, sum(has)) for leaf, v, has in triples if leaf.emits_level]
 
 
-def _evaluate(*operands: Any, how: How) -> list:
+def _evaluate(*operands: Any, how: WatchParams) -> list:
     report, values, before = how.apart(operands)
     told = _levels(how, values)
     if not how.checks:
@@ -182,7 +188,7 @@ def _is_number(value: Any) -> bool:
     return not jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
-def _reported(how: How, keys: tuple, failed: list, checked: list, report: list) -> Any:
+def _reported(how: WatchParams, keys: tuple, failed: list, checked: list, report: list) -> Any:
     """True, once there is nothing to report."""
     found = jnp.bool_(False)
     for bad in failed:
@@ -202,7 +208,7 @@ def _reported(how: How, keys: tuple, failed: list, checked: list, report: list) 
     return lax.cond(found, call, lambda *_: same(jnp.bool_(True)), *operands)
 
 
-def _raise(how: How, keys: tuple, *given: Any) -> Any:
+def _raise(how: WatchParams, keys: tuple, *given: Any) -> Any:
     operands = list(map(np.asarray, given))
     names = [leaf.name for leaf in how.leaves if leaf.forward]
     count = len(names)
@@ -214,29 +220,29 @@ def _raise(how: How, keys: tuple, *given: Any) -> Any:
     raise FloatingPointError(text)
 
 
-def _types(*types: Any, how: How) -> tuple[list, Any]:
+def _types(*types: Any, how: WatchParams) -> tuple[list, Any]:
     n, count = how.reported, len(how.leaves)
     values = types[n : n + count]
     level = lambda t, has: _jax.ShapedArray(t.shape[: sum(has)], LEVEL)
     triples = zip(how.leaves, values, how.axes[n : n + count], strict=True)
-    levels = [level(t, has) for leaf, t, has in triples if leaf.tells]
+    levels = [level(t, has) for leaf, t, has in triples if leaf.emits_level]
     decide = types if how.checks else ()
     told = [_jax.type_like(t, values) for t in levels]
     return [*(_jax.type_like(t, decide) for t in values), *told], set()
 
 
-def _jvp(primals: Any, tangents: Any, *, how: How) -> tuple[list, list]:
+def _jvp(primals: Any, tangents: Any, *, how: WatchParams) -> tuple[list, list]:
     report, values, _ = how.apart(primals)
     outs = watch_p.bind(*primals, how=how)
     _, moved, moved_before = how.apart(tangents)
     none = lambda t: t is None or type(t) is _jax.Zero
     keep = [
-        None if none(t) else leaf._replace(hears=not none(b))
+        None if none(t) else leaf._replace(takes_level=not none(b))
         for leaf, t, b in zip(how.leaves, moved, moved_before, strict=True)
     ]
     some = _some(how, keep, (*how.kinds, "tangent"))
     flowing = [t for t in moved if not none(t)]
-    levels = [b for b, leaf in zip(moved_before, keep, strict=True) if leaf and leaf.hears]
+    levels = [b for b, leaf in zip(moved_before, keep, strict=True) if leaf and leaf.takes_level]
     found, told = map(iter, _bind(some, report, flowing, levels))
     out_t = [
         _zero_of(v) if leaf is None else next(found) for v, leaf in zip(values, keep, strict=True)
@@ -252,13 +258,13 @@ def _zero_of(value: Any) -> Any:
     return _jax.float0_zero(jax.typeof(value))
 
 
-def _transpose(cts: Any, *operands: Any, how: How) -> list:
+def _transpose(cts: Any, *operands: Any, how: WatchParams) -> list:
     report, values, before = how.apart(operands)
     ct_values, ct_levels = how.results(cts)
     flows = lambda c: c is not None and type(c) is not _jax.Zero
     linear = _jax.is_undefined
     keep = [
-        leaf.transposed._replace(tells=b is not None and linear(b), hears=flows(level))
+        leaf.transposed._replace(emits_level=b is not None and linear(b), takes_level=flows(level))
         if flows(c) and linear(v)
         else None
         for leaf, v, b, c, level in zip(
@@ -268,7 +274,7 @@ def _transpose(cts: Any, *operands: Any, how: How) -> list:
     kind = {"tangent": "cotangent", "cotangent": "tangent"}[how.kinds[-1]]
     some = _some(how, keep, (*how.kinds[:-1], kind))
     given = [c for c, leaf in zip(ct_values, keep, strict=True) if leaf is not None]
-    levels = [c for c, leaf in zip(ct_levels, keep, strict=True) if leaf and leaf.hears]
+    levels = [c for c, leaf in zip(ct_levels, keep, strict=True) if leaf and leaf.takes_level]
     found, told = map(iter, _bind(some, report, given, levels))
     out: list[Any] = [None] * how.reported
     for leaf, v in zip(keep, values, strict=True):
@@ -284,12 +290,12 @@ def _none_of(operand: Any) -> Any:
     return _jax.float0_zero(operand.aval) if _jax.is_undefined(operand) else None
 
 
-def _batched(axis: Any, args: Any, dims: Any, *, how: How) -> tuple:
+def _batched(axis: Any, args: Any, dims: Any, *, how: WatchParams) -> tuple:
     operands = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
     has = [d is not None for d in dims]
     level = how.reported + len(how.leaves)
     for i, leaf in enumerate(how.leaves, how.reported):
-        if leaf.hears:  # a leaf and its level have the same lanes
+        if leaf.takes_level:  # a leaf and its level have the same lanes
             for one, other in ((i, level), (level, i)):
                 if has[one] and not has[other]:
                     shape = (axis.size, *operands[other].shape)
@@ -299,7 +305,7 @@ def _batched(axis: Any, args: Any, dims: Any, *, how: How) -> tuple:
     how = replace(how, lanes=(axis.size, *how.lanes), axes=axes)
     n, count = how.reported, len(how.leaves)
     values = has[n : n + count]
-    told = [h for h, leaf in zip(values, how.leaves, strict=True) if leaf.tells]
+    told = [h for h, leaf in zip(values, how.leaves, strict=True) if leaf.emits_level]
     return watch_p.bind(*operands, how=how), [0 if h else None for h in (*values, *told)]
 
 
@@ -312,7 +318,7 @@ def _dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
         return [True] * count, eqn
     values, levels = how.results(used)
     keep = [
-        leaf._replace(tells=bool(told)) if value or told or leaf.is_heard_alone else None
+        leaf._replace(emits_level=bool(told)) if value or told or leaf.is_heard_alone else None
         for leaf, value, told in zip(how.leaves, values, levels, strict=True)
     ]
     some = _some(how, keep, how.kinds)
@@ -328,7 +334,7 @@ def _dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     return needed, _jax.new_equation(eqn, watch_p, invars, outvars, {"how": some})
 
 
-def _alone(_: Any, evaluate: Any, *operands: Any, how: How) -> list:
+def _alone(_: Any, evaluate: Any, *operands: Any, how: WatchParams) -> list:
     """Outside jit the error is raised where the step is taken."""
     return evaluate(*operands, how=how)
 

@@ -18,7 +18,7 @@ import numpy as np
 from loopkit import _jax
 from loopkit._buffers.window import Window
 
-HOW = "Index with integers, slices, None, an ellipsis, or arrays of integers."
+INDEX_ADVICE = "Index with integers, slices, None, an ellipsis, or arrays of integers."
 
 
 @dataclass(frozen=True)
@@ -189,12 +189,13 @@ def _expanded(shape: Sequence[int], index: tuple) -> list[tuple[str, Any, int]]:
     if used > len(shape):
         raise IndexError(
             f"loopkit.Buffer: an index must have at most {len(shape)} entries, one for each axis "
-            f"of a buffer of shape {tuple(shape)}, got {used}. {HOW}"
+            f"of a buffer of shape {tuple(shape)}, got {used}. {INDEX_ADVICE}"
         )
     ellipses = [i for i, v in enumerate(plain) if v is Ellipsis]
     if len(ellipses) > 1:
         raise IndexError(
-            f"loopkit.Buffer: an index must have at most one ellipsis, got {len(ellipses)}. {HOW}"
+            f"loopkit.Buffer: an index must have at most one ellipsis, got {len(ellipses)}. "
+            f"{INDEX_ADVICE}"
         )
     if not ellipses:
         plain.append(Ellipsis)
@@ -242,7 +243,7 @@ def _item(v: Any) -> Any:
             )
         if is_mask or jnp.issubdtype(v.dtype, jnp.integer):
             return v if traced else np.asarray(v)
-    raise TypeError(f"loopkit.Buffer: an index must be of integers, got {got}. {HOW}")
+    raise TypeError(f"loopkit.Buffer: an index must be of integers, got {got}. {INDEX_ADVICE}")
 
 
 def _is_mask(v: Any) -> bool:

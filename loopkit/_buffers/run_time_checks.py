@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from loopkit import _jax
-from loopkit._arguments.heard import heard
+from loopkit._arguments.error_on_use import error_on_use
 from loopkit._arguments.validate import check_flag
 from loopkit._buffers import slices
 
@@ -83,7 +83,7 @@ def _raise_if(buffer: Any, value: Any, bad: Any, place: Any, text: str) -> Any:
     if window.axes:
         point = point.at[..., np.array(window.axes)].set(place.starts.astype(jnp.int32))
     point = point[..., np.array(partly, np.int32)]
-    return heard(Outside(owner.name, text), [bad, point, owner.step], value)
+    return error_on_use(Outside(owner.name, text), [bad, point, owner.step], value)
 
 
 @dataclass(frozen=True)

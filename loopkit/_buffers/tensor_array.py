@@ -13,8 +13,8 @@ from jaxtyping import Array, ArrayLike, Int32
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
+from loopkit._arguments.error_on_use import ErrorIf, error_on_use
 from loopkit._arguments.errors import short_type
-from loopkit._arguments.heard import ErrorIf, heard
 from loopkit._arguments.static_leaves import alike, bare, named, shape_of, wrapped
 from loopkit._buffers.buffer import Buffer
 from loopkit._buffers.types import ArrayType, E, Integer, Tree
@@ -273,7 +273,7 @@ class TensorArray(Generic[E]):
             "which is fixed in a loop and under jax.jit. Make the array with a larger capacity."
         )
         too_many = jnp.asarray(self._size > room)
-        size, *data = heard(ErrorIf(message), [too_many], [self._size, *self._data])
+        size, *data = error_on_use(ErrorIf(message), [too_many], [self._size, *self._data])
         return TensorArray._of(data, self._tree, size)
 
     def _place(self, method: str, index: Any) -> Any:

@@ -54,7 +54,7 @@ class CarryLeaf(NamedTuple):
     """Whether it says if a step is active, and so masks the writes to buffers."""
     outer: bool = False
     """Whether it is a buffer of a loop around this one, too."""
-    least: int | None = None
+    counter_lower_bound: int | None = None
     """An integer that it is known never to be less than, if it is a counter of rows."""
 
 

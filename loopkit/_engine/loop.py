@@ -29,7 +29,7 @@ from loopkit import _jax
 from loopkit._engine.leaves import Active, CarryLeaf, Const, Input, Operands, Output
 from loopkit._jaxprs import equations
 from loopkit._plans.plan import Budget
-from loopkit._progress.progress import Progress
+from loopkit._progress.progress import ProgressSettings
 from loopkit._types import Lanes
 
 T = TypeVar("T")
@@ -77,15 +77,15 @@ class Loop:
     name: str = "while_loop"
     replaced_by: str = ""
     """The function of this library that put it in the place of a loop of lax, if one did."""
-    narrows: Lanes = None
+    lane_policy: Lanes = None
     """What becomes of lanes that have stopped."""
-    left: int = 0
+    min_active_lanes: int = 0
     """Lanes, of a single axis, that are left when it ends: it goes on while more are active."""
-    holds: bool = False
+    masks_itself: bool = False
     """Whether its step leaves lanes that have stopped as they are, by itself."""
     lane: OneLane | None = field(default=None, repr=False)
     """What its lanes are lanes of, if others may join them, or they are to narrow."""
-    progress: Progress | None = field(default=None, repr=False)
+    progress: ProgressSettings | None = field(default=None, repr=False)
     """How it shows how far it is, if it does."""
     lasting: bool = field(default=False, compare=False)
     """Whether another loop of the same equations is this very loop, and so compiled once."""
@@ -254,13 +254,13 @@ class Loop:
         return loop.derived("quiet", lambda: loop.map_jaxprs(equations.without_debug_effects))
 
     @cached_property
-    def asks_the_host(self) -> bool:
+    def has_impure_callback(self) -> bool:
         """Whether a step reads what it may not find again, so that it must not be run again."""
-        return any(map(equations.asks_the_host, self.jaxprs))
+        return any(map(equations.has_impure_callback, self.jaxprs))
 
     def check_repeats(self) -> None:
         """Raise if the steps must not be run again."""
-        if self.asks_the_host:
+        if self.has_impure_callback:
             raise NotImplementedError(
                 f"loopkit.{self.name}: steps that are run again for a derivative must give the "
                 "same again, got a jax.experimental.io_callback that returns values. "
@@ -308,5 +308,5 @@ def spread(values: Sequence[Any], flags: Sequence[bool], default: Sequence[Any])
 
 def parts(values: Sequence[T], *counts: int) -> list[list[T]]:
     """`values` cut into consecutive parts of the given sizes, and the rest."""
-    left = iter(values)
-    return [*(list(islice(left, count)) for count in counts), list(left)]
+    min_active_lanes = iter(values)
+    return [*(list(islice(min_active_lanes, count)) for count in counts), list(min_active_lanes)]

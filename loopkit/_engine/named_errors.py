@@ -13,15 +13,17 @@ from typing import Any
 from loopkit import _jax
 from loopkit._engine.loop import Loop
 
-ADVICE = (
+DERIVATIVE_ADVICE = (
     "Give that a derivative of its own (jax.custom_jvp), take none of it (jax.lax.stop_gradient), "
     "or leave the loop out with `only`."
 )
 
-KINDS: dict[type, type[Exception]] = {
+ERROR_KINDS: dict[type, type[Exception]] = {
     kind: kind for kind in (NotImplementedError, TypeError, ValueError, RuntimeError)
 }
-KINDS |= dict.fromkeys((AssertionError, AttributeError, IndexError, KeyError), NotImplementedError)
+ERROR_KINDS |= dict.fromkeys(
+    (AssertionError, AttributeError, IndexError, KeyError), NotImplementedError
+)
 """Errors that are said anew, and as what: jax's own types have more to them than a text."""
 
 
@@ -39,7 +41,7 @@ def naming_the_loop(rule: Callable) -> Callable:
             loop = params["loop"]
             if not loop.replaced_by or _is_named(error):
                 raise
-            kind = KINDS.get(type(error))
+            kind = ERROR_KINDS.get(type(error))
             if kind is None or not _jax.is_raised_within(error):
                 error.add_note(f"loopkit.{loop.replaced_by}: this is in {_place(loop)}.")
                 raise
@@ -60,7 +62,7 @@ def _message(loop: Loop, error: Exception) -> str:
         said = f"{text[own.end() :]} Or leave the loop out with `only`."
     else:
         why = text.split("\n")[0].rstrip(".") or type(error).__name__
-        said = f"its steps cannot be differentiated: {why}. {ADVICE}"
+        said = f"its steps cannot be differentiated: {why}. {DERIVATIVE_ADVICE}"
     return f"loopkit.{loop.replaced_by}: in {_place(loop)}: {said}"
 
 

@@ -39,7 +39,7 @@ evaluated_p = _jax.declare("loopkit_evaluated")
 """What computes a loop, or its derivative, and has no derivative itself."""
 READS: dict[Any, Callable] = {}
 """`(**params)`: which operands the transpose of a primitive reads as it runs, from the first on."""
-RUNS_WITH: dict[Any, Callable] = {}
+PARTIAL_EVAL_RULES: dict[Any, Callable] = {}
 """`(used, **params)`: which operands a primitive needs where it is only run, for the used results,
 and a function of those that returns the results; None if it needs all."""
 

@@ -21,19 +21,19 @@ from loopkit._engine.loop import Loop
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import nanoseconds
 from loopkit._progress import open_bars
-from loopkit._progress.progress import Progress
+from loopkit._progress.progress import ProgressSettings
 
 RUN = 2e6
 """Nanoseconds that a run of steps is believed to take: to end it costs a few hundred."""
 PARTS = 100
 """Into how many runs a loop of known length is cut at least, if it has as many steps."""
-SMALL = 1 << 16
+WAITING_BYTES = 1 << 16
 """Bytes of what can be made to wait without being missed."""
-MOST = 256
+RUN_STEPS = 256
 """Steps of a run, where nothing says how long the loop is."""
 
 
-class Bar(NamedTuple):
+class StepMeter(NamedTuple):
     """int32 each."""
 
     number: Any
@@ -52,7 +52,7 @@ no_lanes: Done = lambda: jnp.int32(0)
 class Call(abc.ABC):
     """A call of the host."""
 
-    progress: Progress
+    progress: ProgressSettings
     backward: bool
     lanes: int
 
@@ -73,10 +73,10 @@ class Call(abc.ABC):
 class Opening(Call):
     def __call__(self, site: Any, device: int, *values: int) -> tuple[int, ...]:
         if device:
-            return open_bars.SILENT, open_bars.NEVER
+            return open_bars.SILENT, open_bars.NOT_YET
         total = values[0] * self.weight if values[0] >= 0 and self.weight else None
         given = self.progress, total, self.backward, self.lanes, site
-        return open_bars.opened(*given), 1 if self.weight else open_bars.NEVER
+        return open_bars.opened(*given), 1 if self.weight else open_bars.NOT_YET
 
 
 class Update(Call):
@@ -99,7 +99,9 @@ def is_shown(loop: Loop) -> bool:
     return loop.progress is not None and loop.progress.forward
 
 
-def opened(loop: Loop, total: Any, like: Any, known: Sequence[Any], backward: bool = False) -> Bar:
+def opened(
+    loop: Loop, total: Any, like: Any, known: Sequence[Any], backward: bool = False
+) -> StepMeter:
     """A bar, of so many steps; None if nobody knows. It varies over the devices as `like` does.
 
     `known`: what has to be, first.
@@ -109,13 +111,15 @@ def opened(loop: Loop, total: Any, like: Any, known: Sequence[Any], backward: bo
     number, due = _jax.tell(Opening.of(loop, backward), [total, bits], 2)
     values = number, jnp.int32(0), due
     types = [jax.typeof(like), jax.typeof(number)]
-    return Bar(*(_jax.vary_like(v, types) for v in values))
+    return StepMeter(*(_jax.vary_like(v, types) for v in values))
 
 
-def after(loop: Loop, bar: Bar, count: Any, backward: bool = False, done: Done = no_lanes) -> Bar:
+def after(
+    loop: Loop, bar: StepMeter, count: Any, backward: bool = False, done: Done = no_lanes
+) -> StepMeter:
     """After so many more steps. `done`: how many lanes are."""
 
-    def told(bar: Bar) -> Bar:
+    def told(bar: StepMeter) -> StepMeter:
         update = Update.of(loop, backward)
         (due,) = _jax.tell(update, [bar.number, bar.steps, done()], 1)
         return bar._replace(steps=jnp.zeros_like(bar.steps), due=due)
@@ -126,11 +130,11 @@ def after(loop: Loop, bar: Bar, count: Any, backward: bool = False, done: Done =
     return lax.cond(bar.steps >= bar.due, told, lambda bar: bar, bar)
 
 
-def closed(loop: Loop, bar: Bar, results: Sequence[Any], backward: bool = False) -> list:
+def closed(loop: Loop, bar: StepMeter, results: Sequence[Any], backward: bool = False) -> list:
     """The results, which wait for it, or what is small of them."""
     (zero,) = _jax.tell(Closing.of(loop, backward), [*bar], 1)
     held = lambda v: jnp.where(zero == 0, v, jnp.zeros_like(v))
-    small = lambda v: _jax.byte_count(jax.typeof(v)) <= SMALL  # a literal may be Python's
+    small = lambda v: _jax.byte_count(jax.typeof(v)) <= WAITING_BYTES  # a literal may be Python's
     return [held(v) if _can_wait(v) and small(v) else v for v in results]
 
 
@@ -152,7 +156,7 @@ def run_length(loop: Loop) -> int:
     """Steps to a run."""
 
     def find() -> int:
-        most = MOST if loop.length is None else max(1, loop.length // PARTS)
+        most = RUN_STEPS if loop.length is None else max(1, loop.length // PARTS)
         if _jax.host_waits.value:
             return most
         holds = any(map(equations.holds_while_loop, loop.jaxprs))

@@ -28,7 +28,7 @@ class Steps(NamedTuple):
     """Whole arrays, written up to `count`."""
     lane_counts: Any
     """Steps taken by each lane, int32[lanes]; None where there are no lanes."""
-    bar: progress.Bar | None = None
+    bar: progress.StepMeter | None = None
     """Where the loop shows how far it is."""
 
     @property
@@ -114,8 +114,8 @@ def goes_on(loop: Loop, operands: Operands, state: Steps, stop: Any | None) -> A
     if loop.cond is None:
         return state.count < stop
     active = is_active(loop, operands, state.carry)
-    if loop.left:
-        go = active.sum() > loop.left
+    if loop.min_active_lanes:
+        go = active.sum() > loop.min_active_lanes
     else:
         go = active.any() if loop.lanes else active
     return go if stop is None else go & (state.count < stop)
@@ -129,7 +129,7 @@ def one_step(loop: Loop, operands: Operands, state: Steps) -> Steps:
     lane_counts = None
     if loop.lanes:
         active = is_active(loop, operands, state.carry)
-        if not loop.holds:
+        if not loop.masks_itself:
             carry = hold(active, carry, state.carry, loop.is_buffer)
         shown = sum(not out.log for out in loop.ys)
         y[:shown] = select(active, y[:shown], [_jax.zeros(jax.typeof(v)) for v in y[:shown]])
@@ -237,7 +237,7 @@ def in_runs(
     body: Callable[[Any, Any], Any],
     state: Any,
     after: Callable[[Any, Any], Any],
-    bar: progress.Bar | None,
+    bar: progress.StepMeter | None,
     part: int = 1,
 ) -> Any:
     """As `repeat`; with a bar, in runs of steps, and `after(state, count)` after each."""

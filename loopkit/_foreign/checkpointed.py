@@ -25,7 +25,7 @@ from loopkit._tracing.trace import shared
 from loopkit._types import Checkpoints, Debug, Decorator, Lanes, Memory, P, Progress, R
 
 
-class Share(Bytes):
+class SharedBudget(Bytes):
     """A budget for all the loops of a function, which are still to be counted."""
 
 
@@ -109,7 +109,7 @@ def checkpointed(
     validate.check_callable("checkpointed", "fn", fn)
     settings = settings_of("checkpointed", **given)
     if isinstance(settings.budget, Bytes):
-        settings = replace(settings, budget=Share(**vars(settings.budget)))
+        settings = replace(settings, budget=SharedBudget(**vars(settings.budget)))
 
     @ft.wraps(fn)
     def replaced(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -205,4 +205,4 @@ def _shared(jaxpr: Any) -> Any:
 
 
 def _takes_part(eqn: Any) -> bool:
-    return isinstance(getattr(eqn.params.get("loop"), "checkpoints", None), Share)
+    return isinstance(getattr(eqn.params.get("loop"), "checkpoints", None), SharedBudget)

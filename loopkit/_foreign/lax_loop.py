@@ -10,7 +10,7 @@ import jax
 
 from loopkit import _jax
 from loopkit._arguments import errors
-from loopkit._engine.facts.bounds import Bound, bound_of, limits_of
+from loopkit._engine.facts.bounds import StepBound, bound_of, limits_of
 from loopkit._engine.loop import CarryLeaf, parts
 from loopkit._foreign.watched_loop import WatchedLoop
 from loopkit._jaxprs import equations
@@ -66,7 +66,7 @@ class Settings:
     """Of `only`: as part of jit's cache keys, the very same predicate is the same."""
     outermost: bool
     lanes: Lanes
-    progress: shown.Progress | None
+    progress: shown.ProgressSettings | None
     finite: bool
     """Whether what loops carry has to stay finite."""
     outer: LoopSite | None = None
@@ -103,7 +103,7 @@ class LaxLoop(NamedTuple):
     consts: list
     init: list
     xs: list
-    bound: Bound | None
+    bound: StepBound | None
     params: dict[str, Any]
 
     @property
@@ -126,7 +126,7 @@ class LaxLoop(NamedTuple):
         return all(type(t) is _jax.ShapedArray for t in types) and not any(
             j.consts
             or _jax.check_effects(j.effects)
-            or equations.asks_the_host(j)
+            or equations.has_impure_callback(j)
             or _makes_references(j)
             for j in jaxprs
         )
@@ -158,7 +158,7 @@ class LaxLoop(NamedTuple):
             "unroll": min(self.params.get("unroll", 1) or steps, steps),  # 0: all
             "name": self.kind,
             "replaced_by": settings.function,
-            "narrows": settings.lanes_here,
+            "lane_policy": settings.lanes_here,
             "progress": settings.progress and replace(settings.progress, name=self.kind),
         }
         init = list(map(_jax.as_array, self.init))
@@ -191,7 +191,7 @@ def site_of(
 
 def scan(operands: Sequence[Any], params: dict[str, Any]) -> LaxLoop:
     consts, init, xs = parts(operands, *_jax.scan_counts(params))
-    bound = Bound(params["length"], exact=True)
+    bound = StepBound(params["length"], exact=True)
     return LaxLoop("scan", None, [], params["jaxpr"], consts, init, xs, bound, params)
 
 

@@ -133,14 +133,14 @@ def check_spread_on_host() -> None:
 
 
 def _lower_blank(ctx: Any, operand: Any, **of: Any) -> Any:
-    small = byte_count(ShapedArray(of["shape"], of["dtype"])) <= SMALL
+    small = byte_count(ShapedArray(of["shape"], of["dtype"])) <= ZEROED_BYTES
     if small or _is_filled(ctx) or not _leaves_as_found():
         return _lower_zeros(ctx, operand, **of)
     # With a side effect it stays in the loop that it is in: outside, it would have to be copied.
     return jax.ffi.ffi_lowering(UNTOUCHED, has_side_effect=True)(ctx, operand)
 
 
-SMALL = 1 << 16
+ZEROED_BYTES = 1 << 16
 """Bytes that are filled with zeros in less time than it takes to run a loop around by itself.
 
 XLA does not compile a loop with a call in its step as one kernel.

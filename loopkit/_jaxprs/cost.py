@@ -92,7 +92,7 @@ _COLLECTIVE = """
 PRICES |= dict.fromkeys(_COLLECTIVE.split(), Price(5_000, 0.2))
 """Devices wait for each other."""
 PRICES |= dict.fromkeys(["ffi_call", "io_callback", "pure_callback"], Price(1_000, 1))
-UNKNOWN = Price(1, 0.5)
+UNKNOWN_PRICE = Price(1, 0.5)
 """Of a primitive of another library: many only mark something, and some compute a lot."""
 
 _LIBRARY = {
@@ -111,7 +111,7 @@ _LIBRARY = {
 }
 LIBRARY = {name: of for names, of in _LIBRARY.items() for name in names.split()}
 """Of factorisations: a call, each element of the matrix, and each times the smaller side."""
-CACHED = 1 << 18
+CACHED_ARRAY = 1 << 18
 """Words of a matrix that a core's cache holds."""
 INLINE, MULTIPLE = 27, 8
 """Products up to which two small matrices are multiplied within a kernel; what the sides of larger
@@ -149,7 +149,7 @@ def equation_nanoseconds(eqn: Any) -> float:
     if name in PLAIN:
         return _priced(Price(EQUATION, ELEMENT), eqn)
     inner = equations.jaxprs_in(eqn)
-    return _around(eqn, inner) if inner else _priced(UNKNOWN, eqn)
+    return _around(eqn, inner) if inner else _priced(UNKNOWN_PRICE, eqn)
 
 
 def _around(eqn: Any, inner: list) -> float:
@@ -258,7 +258,7 @@ def _dot(eqn: Any) -> float:
     if min(sides) == 1 and m * n * k > INLINE:  # a matrix is read once, for a vector
         words = max(map(_words, eqn.invars))
         each = 0.1 if max(sides) == 1 else 0.03
-        return 5 + min(0.25 * words, 40 + each * words) + 0.25 * max(0, words - CACHED)
+        return 5 + min(0.25 * words, 40 + each * words) + 0.25 * max(0, words - CACHED_ARRAY)
     words = _words(out) / max(1, batch * m * n)
     return batch * words * _product(m, n, k) + 5
 

@@ -156,7 +156,7 @@ def reported_once(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     return map_equations(jaxpr, quiet) if jaxpr.effects else jaxpr
 
 
-def asks_the_host(jaxpr: _jax.Jaxpr) -> bool:
+def has_impure_callback(jaxpr: _jax.Jaxpr) -> bool:
     """Whether it calls the host for values, which may be others the next time."""
     return any(isinstance(e, _jax.IO_EFFECTS) for e in without_debug_effects(jaxpr).effects)
 

@@ -1,13 +1,14 @@
 """Which integers an array can hold, from what the program makes it of.
 
-The lattice: ranges with two ends, larger where less is known; None is an end that is not known.
-`join` is the smallest range that holds others. What may wrap around is not known, with one
-exception: what steps are counted with does not come to the largest integer of 4 bytes.
+The lattice: ranges with two ends, larger where less is known; an end that is not known is
+infinite. `join` is the smallest range that holds others. What may wrap around is not known, with
+one exception: what steps are counted with does not come to the largest integer of 4 bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf, isfinite
 from typing import Any, NamedTuple
 
 import jax
@@ -19,14 +20,14 @@ from loopkit._jaxprs import equations
 
 
 class Range(NamedTuple):
-    """The least and the greatest integer that there can be; None where that is not known."""
+    """The least and the greatest integer that there can be; infinity where that is not known."""
 
-    low: int | None = None
-    high: int | None = None
+    low: float = -inf
+    high: float = inf
 
     @property
     def is_known(self) -> bool:
-        return self.low is not None and self.high is not None
+        return isfinite(self.low) and isfinite(self.high)
 
 
 ANY = Range()
@@ -34,12 +35,12 @@ FAR = 1 << 30
 """A counter that starts below this does not come to the largest integer of 4 bytes."""
 WIDE = 4
 """Bytes of integers that count over all rows of a buffer without starting over."""
-SMALL = 4096
+LOOKED_AT = 4096
 """Entries up to which an array is looked at."""
 DEEP = 50
-MANY = 1000
+MANY_EQUATIONS = 1000
 """How far equations are followed back, and how many of them."""
-PASSING = (
+KEEPS_ENTRIES = (
     *("broadcast_in_dim", "copy", "copy_p", "dynamic_slice", "nonbatchable", "pvary"),
     *("reduce_max", "reduce_min", "reshape", "rev", "slice", "squeeze", "transpose"),
 )
@@ -47,8 +48,7 @@ PASSING = (
 
 
 def join(ranges: Sequence[Range]) -> Range:
-    lows, highs = ([getattr(r, end) for r in ranges] for end in Range._fields)
-    return Range(None if None in lows else min(lows), None if None in highs else max(highs))
+    return Range(min(r.low for r in ranges), max(r.high for r in ranges))
 
 
 def range_of(value: Any) -> Range:
@@ -60,7 +60,7 @@ def _range_of(value: Any, found: dict[int, Range], deep: int) -> Range:
     """`found`: those of tracers, by identity."""
     if not _jax.is_tracer(value):
         return ANY if _jax.is_symbolic(value) else _of_array(value)
-    if id(value) not in found and is_integer(value.aval) and deep and len(found) < MANY:
+    if id(value) not in found and is_integer(value.aval) and deep and len(found) < MANY_EQUATIONS:
         found[id(value)], made = ANY, _jax.origin(value)
         if isinstance(made, tuple):
             eqn, place = made
@@ -80,7 +80,7 @@ def is_integer(aval: Any) -> bool:
 
 
 def _of_array(value: Any) -> Range:
-    if not is_integer(jax.typeof(value)) or np.size(value) > SMALL:
+    if not is_integer(jax.typeof(value)) or np.size(value) > LOOKED_AT:
         return ANY
     if np.ndim(value) and isinstance(value, jax.Array):
         return ANY  # a device's would be waited for
@@ -139,7 +139,7 @@ def ranges_after(eqn: Any, ins: list[Range]) -> list[Range]:
     aval, name = eqn.outvars[0].aval, eqn.primitive.name
     if aval.dtype == bool:
         return [Range(0, 1)]
-    if name in PASSING and is_integer(eqn.invars[0].aval):
+    if name in KEEPS_ENTRIES and is_integer(eqn.invars[0].aval):
         return [ins[0]]
     if name == "convert_element_type":
         return [_converted(ins[0], eqn.invars[0].aval.dtype, aval.dtype)]
@@ -154,7 +154,9 @@ def ranges_after(eqn: Any, ins: list[Range]) -> list[Range]:
         return [ANY if _jax.is_symbolic(size) else Range(0, size - 1)]
     found = _of_two(name, ins, aval.dtype) if len(ins) == 2 else None
     if name == "clamp":
-        found = _least(_greatest(ins[0], ins[1]), ins[2])
+        least, x, most = ins
+        low, high = max(least.low, x.low), max(least.high, x.high)
+        found = Range(min(low, most.low), min(high, most.high))
     return [found or ANY]
 
 
@@ -162,9 +164,9 @@ def _of_two(name: str, ins: Sequence[Range], dtype: Any) -> Range | None:
     """Of arithmetic with two operands."""
     a, b = ins
     if name == "max":
-        return _greatest(a, b)
+        return Range(max(a.low, b.low), max(a.high, b.high))
     if name == "min":
-        return _least(a, b)
+        return Range(min(a.low, b.low), min(a.high, b.high))
     if not (a.is_known and b.is_known):
         return (
             _counted(a, b) or _counted(b, a) if name == "add" and dtype.itemsize >= WIDE else None
@@ -178,7 +180,7 @@ def _of_two(name: str, ins: Sequence[Range], dtype: Any) -> Range | None:
         case "mul":
             made = [x * y for x, y in ends]
         case "shift_left" if a.low >= 0 and b.low >= 0 and b.high < 64:
-            made = [x << y for x, y in ends]
+            made = [x * 2**y for x, y in ends]
         case "div" if b.low > 0:
             made = [abs(x) // y * (1 if x > 0 else -1) for x, y in ends]
         case "rem" if b.low > 0 and a.low >= 0:
@@ -190,28 +192,14 @@ def _of_two(name: str, ins: Sequence[Range], dtype: Any) -> Range | None:
 
 def _counted(a: Range, b: Range) -> Range | None:
     """Of a number that may be large, and 0 or 1: steps are counted like that."""
-    counts = b.low in (0, 1) and b.high in (0, 1)
-    if counts and a.low is not None and 0 <= a.low < FAR:
-        return Range(a.low + b.low, None)
-    return None
-
-
-def _greatest(a: Range, b: Range) -> Range:
-    lows = [r.low for r in (a, b) if r.low is not None]
-    return Range(max(lows, default=None), join([a, b]).high)
-
-
-def _least(a: Range, b: Range) -> Range:
-    highs = [r.high for r in (a, b) if r.high is not None]
-    return Range(join([a, b]).low, min(highs, default=None))
+    return Range(a.low + b.low, inf) if 0 <= b.low <= b.high <= 1 and 0 <= a.low < FAR else None
 
 
 def _converted(found: Range, have: Any, want: Any) -> Range:
     if found.is_known:
         return within(found, want)
     wide = all(jnp.issubdtype(d, jnp.integer) and d.itemsize >= WIDE for d in (have, want))
-    is_count = wide and found.low is not None and 0 <= found.low < FAR
-    return Range(found.low, None) if is_count else ANY
+    return Range(found.low) if wide and 0 <= found.low < FAR else ANY
 
 
 def within(found: Range, dtype: Any) -> Range:

@@ -19,7 +19,7 @@ from typing import Any
 from loopkit import _jax
 from loopkit._jaxprs import equations
 
-_CHEAP = """
+_FREE_TO_REMAKE = """
     abs add add_any and bitcast_convert_type broadcast_in_dim ceil clamp complex concatenate conj
     convert_element_type copy copy_p div dynamic_slice eq expand_dims floor ge gt imag integer_pow
     iota is_finite le lt max min mul ne neg not one_minus_square or pad pvary real
@@ -27,12 +27,12 @@ _CHEAP = """
     shift_right_logical sign slice split sqrt square squeeze stack stop_gradient sub transpose
     unstack xor
 """
-CHEAP = frozenset(_CHEAP.split())
+CHEAP = frozenset(_FREE_TO_REMAKE.split())
 """Primitives that are run again rather than stored."""
 
 EACH = 32
 """What an array costs beyond its bytes, in bytes."""
-LARGEST = 4000
+LARGEST_GRAPH = 4000
 """Equations of a step for which a cut is sought; of longer ones the residuals are stored."""
 
 
@@ -80,7 +80,7 @@ def least_stored(
         return None if eqn is None or id(eqn) not in cheap else equations.variables(eqn)
 
     varying = [v for v in residuals if v not in constant]
-    if len(j.eqns) > LARGEST and not repeated:
+    if len(j.eqns) > LARGEST_GRAPH and not repeated:
         stored = [v for v in dict.fromkeys(varying) if v not in given]
     else:
         costs = {v: 0 for v, f in zip(j.invars[constants:slices], free, strict=True) if f}

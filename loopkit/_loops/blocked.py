@@ -16,7 +16,7 @@ from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._jaxprs import equations
 from loopkit._loops.keywords import BlockedKw
-from loopkit._loops.request import Asked
+from loopkit._loops.request import LoopOptions
 from loopkit._loops.scan import NAMES, run_scan
 from loopkit._programs.cache import remember
 from loopkit._progress.open_bars import closing_if_it_fails
@@ -25,8 +25,8 @@ from loopkit._tracing.axes import Inputs, block_axes, joined, leaf_axes, merged,
 from loopkit._tracing.trace import type_key
 from loopkit._types import Axes, Decorator, P, Progress, R
 
-NAME = "blocked"
-ROWS = 8
+FUNCTION = "blocked"
+ROWS_MULTIPLE = 8
 """Blocks of a multiple of this many rows fill the vector registers."""
 
 
@@ -86,25 +86,25 @@ def blocked(
         totals = loopkit.blocked(smooth, block=256)(jnp.ones((1000, 50)))
         ```
     """
-    block = validate.check_bound(NAME, "block", block)
-    shown = check_progress(NAME, progress)
+    block = validate.check_bound(FUNCTION, "block", block)
+    shown = check_progress(FUNCTION, progress)
     if fn is None:
         given = {"block": block, "in_axes": in_axes, "out_axes": out_axes, "progress": progress}
         decorator: Any = ft.partial(blocked, **given)
         return decorator
-    validate.check_callable(NAME, "fn", fn)
+    validate.check_callable(FUNCTION, "fn", fn)
 
     @ft.wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        args = validate.as_arrays(NAME, "args", args)
-        kwargs = validate.as_arrays(NAME, "args", kwargs)
+        args = validate.as_arrays(FUNCTION, "args", args)
+        kwargs = validate.as_arrays(FUNCTION, "args", kwargs)
         axes = in_axes if isinstance(in_axes, (tuple, list)) else [in_axes] * len(args)
         if len(axes) != len(args):
             got = f"{in_axes!r} for {len(args)} arguments"
             advice = "Give an axis or None for each, or one for all."
             expected = "must go with the positional arguments"
-            raise errors.wrong_value(NAME, "in_axes", expected, got, advice)
-        inputs = Inputs.of((*args, kwargs), (*axes, 0), None, NAME, "args")
+            raise errors.wrong_value(FUNCTION, "in_axes", expected, got, advice)
+        inputs = Inputs.of((*args, kwargs), (*axes, 0), None, FUNCTION, "args")
         rows = block or _rows_in_cache(fn, inputs)
         if rows >= inputs.length:
             return _with_rows(fn(*args, **kwargs), out_axes, inputs.length)
@@ -125,7 +125,7 @@ def _in_blocks(fn: Callable, inputs: Inputs, rows: int, out_axes: Any, shown: An
     # One more block, so that this too is traced once and runs as one program.
     rest, _ = tail.divided(1, left)
     end = _merged(_over_blocks(fn, inputs.tree, rest, left, out_axes, last), out_axes)
-    return joined(NAME, blocks, end, out_axes)
+    return joined(FUNCTION, blocks, end, out_axes)
 
 
 def _over_blocks(
@@ -137,13 +137,13 @@ def _over_blocks(
         *args, kwargs = tree.unflatten(x)
         return None, _with_rows(fn(*args, **kwargs), out_axes, rows)
 
-    asked, axes = Asked(progress=shown, made_of=((fn,), NAME, tree)), block_axes(out_axes)
+    asked, axes = LoopOptions(progress=shown, made_of=((fn,), FUNCTION, tree)), block_axes(out_axes)
     return run_scan(NAMES, step, None, blocks, asked, out_axes=axes)[1]
 
 
 def _merged(blocks: Any, out_axes: Any) -> Any:
     leaves, tree = jax.tree.flatten(blocks)
-    axes = leaf_axes("out_axes", out_axes, blocks, "what `fn` returns", NAME)
+    axes = leaf_axes("out_axes", out_axes, blocks, "what `fn` returns", FUNCTION)
     return tree.unflatten(
         x if a is None else merged(x, a % (x.ndim - 1)) for x, a in zip(leaves, axes, strict=True)
     )
@@ -151,15 +151,15 @@ def _merged(blocks: Any, out_axes: Any) -> Any:
 
 def _with_rows(out: Any, out_axes: Any, rows: int) -> Any:
     """What `fn` returned, if it has a row for each row of its block."""
-    out = validate.as_arrays(NAME, "fn", out)
-    axes = leaf_axes("out_axes", out_axes, out, "what `fn` returns", NAME)
-    axes = normalised("out_axes", axes, out, NAME)
+    out = validate.as_arrays(FUNCTION, "fn", out)
+    axes = leaf_axes("out_axes", out_axes, out, "what `fn` returns", FUNCTION)
+    axes = normalised("out_axes", axes, out, FUNCTION)
     for (path, leaf), axis in zip(jax.tree_util.tree_leaves_with_path(out), axes, strict=True):
         if axis is not None and leaf.shape[axis] != rows:
             got = f"{errors.short_type(jax.typeof(leaf))} for a block of {rows}, axis {axis}"
             advice = "Return a row for each row of the block, or set `out_axes`."
             expected = "must return as many rows as it is given"
-            raise errors.wrong_value(NAME, "fn", expected, got, advice, path)
+            raise errors.wrong_value(FUNCTION, "fn", expected, got, advice, path)
     return out
 
 
@@ -167,13 +167,13 @@ def _rows_in_cache(fn: Callable, inputs: Inputs) -> int:
     """Rows whose working set fills half of the cache; a divisor of the batch if one is near."""
     if jax.default_backend() != "cpu":
         return inputs.length
-    key = (NAME, inputs.tree, *inputs.axes, type_key(inputs.leaves))
+    key = (FUNCTION, inputs.tree, *inputs.axes, type_key(inputs.leaves))
     total = remember((fn,), key, lambda: _working_set(fn, inputs))
     fitting = max(1, cache_bytes() // 2 * inputs.length // max(total, 1))
     if fitting >= inputs.length:
         return inputs.length
     divisors = (n for n in range(fitting, fitting // 2, -1) if inputs.length % n == 0)
-    return next(divisors, max(1, fitting - fitting % ROWS))
+    return next(divisors, max(1, fitting - fitting % ROWS_MULTIPLE))
 
 
 def _working_set(fn: Callable, inputs: Inputs) -> int:
@@ -183,7 +183,7 @@ def _working_set(fn: Callable, inputs: Inputs) -> int:
         *args, kwargs = inputs.tree.unflatten(leaves)
         return jax.tree.leaves(fn(*args, **kwargs))
 
-    jaxpr, _ = _jax.trace(flat, list(map(jax.typeof, inputs.leaves)), NAME)
+    jaxpr, _ = _jax.trace(flat, list(map(jax.typeof, inputs.leaves)), FUNCTION)
     read = [jax.typeof(x) for x, _ in inputs.sliced]
     return _jax.byte_count(*read, *jaxpr.out_avals) + _loop_bytes(jaxpr)
 

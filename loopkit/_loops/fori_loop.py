@@ -13,7 +13,7 @@ from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._loops.info import LoopInfo
 from loopkit._loops.keywords import ForiKw, No, Yes
-from loopkit._loops.request import Asked
+from loopkit._loops.request import LoopOptions
 from loopkit._loops.scan import run_scan
 from loopkit._loops.while_loop import run_while
 from loopkit._tracing.axes import Inputs
@@ -122,7 +122,9 @@ def fori_loop(
     several, made_of, inner = 1 if unroll is None else unroll, ((body_fun,), name), buffers
     if buffers is not None:  # of the value, in the carry (counters, value)
         inner = (lambda carry: buffers(carry[1])) if callable(buffers) else (False, buffers)
-    asked = Asked(several, checkpoints, memory, inner, checks, return_info, lanes, progress, debug)
+    asked = LoopOptions(
+        several, checkpoints, memory, inner, checks, return_info, lanes, progress, debug
+    )
     asked = asked._replace(made_of=made_of)
     if isinstance(lower, int) and isinstance(upper, int):
         trips = max(0, upper - lower)

@@ -24,13 +24,13 @@ from loopkit._engine.passes import ready
 from loopkit._loops.request import Hidden, Stepped
 from loopkit._tracing.trace import Traced
 
-LONGEST = 4096
+LONGEST_SEGMENT = 4096
 """Steps to which segments grow."""
 
 LIGHT = 1 << 16
 """Bytes of rows and checkpoints that are made room for without a look whether they are needed."""
 
-AT_ONCE = 4 * LONGEST
+AT_ONCE = 4 * LONGEST_SEGMENT
 """Steps of segments that are run as one."""
 
 
@@ -59,7 +59,7 @@ class Growing(Stepped):
 
 def segment_lengths(first: int, growth: float, most: int | None) -> Iterator[int]:
     """The lengths of the segments: first, first * growth, first * growth**2, ..., to a cap."""
-    size, cap = float(first), max(first, LONGEST)
+    size, cap = float(first), max(first, LONGEST_SEGMENT)
     for _ in itertools.count() if most is None else range(most):
         yield int(size) if size < cap else cap
         size *= growth

@@ -23,7 +23,7 @@ from loopkit._arguments.static_leaves import bare, seen, wrapped
 from loopkit._loops.growing import Growing
 from loopkit._loops.info import LoopInfo
 from loopkit._loops.keywords import No, RaggedKw, Yes
-from loopkit._loops.request import Asked, Hidden
+from loopkit._loops.request import Hidden, LoopOptions
 from loopkit._loops.unbounded import check_growth
 from loopkit._progress.open_bars import closing_if_it_fails
 from loopkit._tracing.axes import Inputs
@@ -121,7 +121,7 @@ def ragged_scan(
         validate.check_callable(name, "until", until)
     inputs = _check_sequences(sequences)
     batch = validate.check_whole(name, "batch", batch, 1, "an int >= 1, sequences to a batch")
-    asked = Asked(checkpoints=checkpoints, buffers=NONE, return_info=return_info)
+    asked = LoopOptions(checkpoints=checkpoints, buffers=NONE, return_info=return_info)
     asked = asked._replace(progress=progress, debug=debug)
     own = {"f": seen(f), "until": seen(until)}
     scan = Growing.of(NAMES, init, 1, asked, (f, until), **own, inputs=inputs[0])

@@ -14,19 +14,19 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from loopkit._arguments import failed_step, static_leaves, validate
 from loopkit._buffers import run_time_checks
 from loopkit._buffers.buffer import plain
-from loopkit._loops.some_ys import Beside, SomeYs
+from loopkit._loops.some_ys import CarryWithYs, SomeYs
 from loopkit._plans.budget import check_budget
 from loopkit._plans.plan import Budget
 from loopkit._programs.cache import remember
-from loopkit._progress.progress import Progress, check_progress
+from loopkit._progress.progress import ProgressSettings, check_progress
 from loopkit._tracing import carry_buffers
 from loopkit._tracing.axes import Inputs
 from loopkit._tracing.finite_steps import FiniteSteps, Given, names_of
-from loopkit._tracing.still_predicate import SCOPE
+from loopkit._tracing.predicate_gradient import SCOPE
 from loopkit._tracing.trace import Names, Traced, pair, scalar_bool, trace_loop, type_key
 
 
-class Asked(NamedTuple):
+class LoopOptions(NamedTuple):
     """The settings that all loops take, as they are given."""
 
     unroll: Any = 1
@@ -79,7 +79,7 @@ class Request:
     return_info: bool
     lanes: Any
     """What becomes of lanes that have stopped."""
-    progress: Progress | None
+    progress: ProgressSettings | None
     body: tuple[str, str] | None
     """Name and place of the caller's body, if its steps have to stay finite."""
     functions: tuple
@@ -93,7 +93,7 @@ class Request:
         names: Names,
         init: Any,
         length: Any,
-        asked: Asked,
+        asked: LoopOptions,
         own: tuple,
         trips: Any = None,
         **more: Any,
@@ -252,7 +252,7 @@ class Request:
         def make() -> Traced:
             fields = {"length": self.length, "checkpoints": self.budget, "unroll": self.unroll}
             fields |= {"auto_unroll": self.auto_unroll, "name": self.names.function}
-            fields |= {"narrows": self.lanes, "progress": self.progress, **settings}
+            fields |= {"lane_policy": self.lanes, "progress": self.progress, **settings}
             finite = None if self.body is None else self.finite(state, flag, len(x_types))
             return trace_loop(self.names, take, asks, state, x_types, fields, carried, flag, finite)
 
@@ -316,7 +316,7 @@ class Scan(Stepped):
         new, y, go = super().step(carry.carry, x)
         y = static_leaves.wrapped(self.names.function, self.names.body, plain(y))
         ys, own = self.some.step(carry.ys, jax.tree.leaves(y))
-        return Beside(new, ys), own, go
+        return CarryWithYs(new, ys), own, go
 
     def over(self, init: Any, buffers: Any, inputs: Inputs, **changes: Any) -> Scan:
         """The same of another carry and other inputs."""

@@ -14,7 +14,7 @@ from loopkit._arguments import errors, validate
 from loopkit._arguments.static_leaves import bare, seen, wrapped
 from loopkit._loops.info import LoopInfo
 from loopkit._loops.keywords import No, ScanKw, Yes
-from loopkit._loops.request import Asked, Scan
+from loopkit._loops.request import LoopOptions, Scan
 from loopkit._loops.run_scan import run
 from loopkit._loops.scan_of_some import of_some
 from loopkit._loops.some_ys import check_words
@@ -165,7 +165,9 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
     """
     name = NAMES.function
     inputs = Inputs.of(wrapped(name, "xs", xs), in_axes, length)
-    asked = Asked(unroll, checkpoints, memory, buffers, checks, return_info, lanes, progress, debug)
+    asked = LoopOptions(
+        unroll, checkpoints, memory, buffers, checks, return_info, lanes, progress, debug
+    )
     reverse = validate.check_flag(name, "reverse", reverse)
     split = validate.check_flag(name, "_split_transpose", _split_transpose)
     validate.check_callable(name, "f", f)
@@ -183,7 +185,7 @@ def run_scan(
     f: Callable,
     init: Any,
     inputs: Inputs,
-    asked: Asked,
+    asked: LoopOptions,
     *,
     every: int | None = None,
     reduce: Any = None,

@@ -12,12 +12,12 @@ from loopkit import _jax
 from loopkit._arguments import validate
 from loopkit._loops.request import Scan
 from loopkit._loops.run_scan import trace
-from loopkit._loops.some_ys import Beside, SomeYs
+from loopkit._loops.some_ys import CarryWithYs, SomeYs
 
-Run = Callable[[Scan], tuple[Any, Any, Any]]
+RunScan = Callable[[Scan], tuple[Any, Any, Any]]
 
 
-def of_some(scan: Scan, every: int | None, reduce: Any, run: Run) -> tuple[Any, Any, Any]:
+def of_some(scan: Scan, every: int | None, reduce: Any, run: RunScan) -> tuple[Any, Any, Any]:
     """Final carry, ys, and, if it is wanted, a LoopInfo; `run` runs a scan of all its own ys."""
     all_ys = replace(scan, out_axes=0)
 
@@ -42,6 +42,6 @@ def of_some(scan: Scan, every: int | None, reduce: Any, run: Run) -> tuple[Any, 
         some=some,
         rest=(*scan.rest, "some", some),
     )
-    init = Beside(scan.carried.returned(scan.init), some.start())
+    init = CarryWithYs(scan.carried.returned(scan.init), some.start())
     carry, ys, info = run(both.over(init, some.buffers(scan.buffers), scan.inputs))
     return carry.carry, some.result(carry.ys, ys), info

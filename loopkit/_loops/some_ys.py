@@ -19,12 +19,12 @@ from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._tracing.axes import y_axes
 
-SCAN = "scan"
-KINDS = "sum", "mean", "last"
+FUNCTION = "scan"
+REDUCTIONS = "sum", "mean", "last"
 EXPECTED = 'must be None, "sum", "mean" or "last"'
 
 
-class UnderWay(NamedTuple):
+class ReductionState(NamedTuple):
     """What the loop carries for its ys."""
 
     steps: Any
@@ -35,14 +35,14 @@ class UnderWay(NamedTuple):
     """What windows come to, buffers."""
 
 
-class Beside(NamedTuple):
+class CarryWithYs(NamedTuple):
     """The carry of a loop that keeps some ys."""
 
     carry: Any
-    ys: UnderWay
+    ys: ReductionState
 
 
-class Leaf(NamedTuple):
+class RowKind(NamedTuple):
     """A leaf of y, and what becomes of it."""
 
     aval: Any
@@ -75,7 +75,7 @@ class SomeYs(NamedTuple):
     """Which ys are kept."""
 
     tree: Any
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[RowKind, ...]
     every: int | None
     length: int
     reverse: bool
@@ -88,22 +88,22 @@ class SomeYs(NamedTuple):
         rows = tree.unflatten(types)
         hows, every = _hows(reduce, rows), settings[0]
         no_rows = [every is None and how is not None for how in hows]
-        leaves = tuple(map(Leaf, types, hows, y_axes(out_axes, rows, no_rows)))
+        leaves = tuple(map(RowKind, types, hows, y_axes(out_axes, rows, no_rows)))
         _check_whole(rows, leaves)
         some = SomeYs(tree, leaves, *settings)
         for (path, _), leaf in zip(tree_leaves_with_path(rows), leaves, strict=True):
             some._check(path, leaf)
         return some
 
-    def _check(self, path: Any, leaf: Leaf) -> None:
+    def _check(self, path: Any, leaf: RowKind) -> None:
         if leaf.sums and jnp.issubdtype(leaf.aval.dtype, jax.dtypes.extended):
             expected, got = "can be summed only of numbers", errors.short_type(leaf.aval)
             advice = 'Pass "last" or None for this leaf.'
-            raise errors.wrong_value(SCAN, "reduce", expected, got, advice, path)
+            raise errors.wrong_value(FUNCTION, "reduce", expected, got, advice, path)
         if leaf.sums and leaf.axis is None and self.every is not None:
             expected = "must be an axis for what `every` and `reduce` make rows of"
             advice = "Pass an axis, or leave `every` out."
-            raise errors.wrong_value(SCAN, "out_axes", expected, "None", advice, path)
+            raise errors.wrong_value(FUNCTION, "out_axes", expected, "None", advice, path)
 
     @property
     def rows(self) -> int:
@@ -114,7 +114,7 @@ class SomeYs(NamedTuple):
     def _window(self) -> Any:
         return jnp.int32(self.every or self.length)
 
-    def passes(self, leaf: Leaf) -> bool:
+    def passes(self, leaf: RowKind) -> bool:
         """Whether a leaf is one of the loop's own ys: stacked in full, or only the last."""
         return not leaf.sums if self.every is None else leaf.axis is None
 
@@ -125,20 +125,20 @@ class SomeYs(NamedTuple):
         return [None if self.every is not None or v.how == "last" else v.axis for v in own]
 
     @property
-    def _written(self) -> list[Leaf]:
+    def _written(self) -> list[RowKind]:
         return [v for v in self.leaves if self.rows and not self.passes(v)]
 
     @property
-    def _summed(self) -> list[Leaf]:
+    def _summed(self) -> list[RowKind]:
         return [v for v in self.leaves if v.sums]
 
-    def start(self) -> UnderWay:
+    def start(self) -> ReductionState:
         divides = self.stops and self.every is None and any(v.how == "mean" for v in self.leaves)
         steps = jnp.int32(0) if self._written or divides else None
         totals = [_jax.zeros(leaf.total_type) for leaf in self._summed]
-        return UnderWay(steps, totals, [self._no_rows(leaf) for leaf in self._written])
+        return ReductionState(steps, totals, [self._no_rows(leaf) for leaf in self._written])
 
-    def _no_rows(self, leaf: Leaf) -> Any:
+    def _no_rows(self, leaf: RowKind) -> Any:
         aval = leaf.aval.update(dtype=leaf.dtype)
         return _jax.zeros(_jax.stack_type(aval, self.rows))
 
@@ -148,13 +148,13 @@ class SomeYs(NamedTuple):
             return lambda both: (of_carry(both.carry), both.ys.rows)
         own = [True] * len(self._written)
         count = None if self.start().steps is None else False
-        spec = UnderWay(count, [False] * len(self._summed), own)
-        return Beside(False if of_carry is None else of_carry, spec)
+        spec = ReductionState(count, [False] * len(self._summed), own)
+        return CarryWithYs(False if of_carry is None else of_carry, spec)
 
-    def step(self, ys: UnderWay, y: Sequence[Any]) -> tuple[UnderWay, list]:
+    def step(self, ys: ReductionState, y: Sequence[Any]) -> tuple[ReductionState, list]:
         """What is carried after a step with these leaves of y, and its own ys."""
         totals, rows, rest = iter(ys.totals), iter(ys.rows), []
-        after = UnderWay(None if ys.steps is None else ys.steps + 1, [], [])
+        after = ReductionState(None if ys.steps is None else ys.steps + 1, [], [])
         for leaf, value in zip(self.leaves, y, strict=True):
             if self.passes(leaf):
                 rest.append(value)
@@ -180,12 +180,12 @@ class SomeYs(NamedTuple):
         begins = lax.rem(steps, self._window) == 0
         return jnp.where(begins, 0, total).astype(total.dtype) + value
 
-    def result(self, ys: UnderWay, own: Sequence[Any]) -> Any:
+    def result(self, ys: ReductionState, own: Sequence[Any]) -> Any:
         """The ys as they were asked for, of what was carried and of the loop's own."""
         totals, rows, rest = iter(ys.totals), iter(ys.rows), iter(own)
         steps = self.length if ys.steps is None else ys.steps
 
-        def one(leaf: Leaf) -> Any:
+        def one(leaf: RowKind) -> Any:
             if self.passes(leaf):
                 return next(rest)
             if self.every is None:
@@ -201,7 +201,7 @@ class SomeYs(NamedTuple):
             self._of_rows(leaf, y, steps) for leaf, y in zip(self.leaves, ys, strict=True)
         )
 
-    def _of_rows(self, leaf: Leaf, y: Any, steps: int) -> Any:
+    def _of_rows(self, leaf: RowKind, y: Any, steps: int) -> Any:
         taken = (y[::-1] if self.reverse else y)[:steps]
         if self.passes(leaf):
             if leaf.axis is None or leaf.how == "last":
@@ -216,7 +216,7 @@ class SomeYs(NamedTuple):
         return jnp.moveaxis(rows[::-1] if self.reverse else rows, 0, leaf.axis or 0)
 
 
-def _check_whole(y: Any, leaves: Sequence[Leaf]) -> None:
+def _check_whole(y: Any, leaves: Sequence[RowKind]) -> None:
     """Raise where something would be summed leaf by leaf that is more than its leaves."""
     whole, rest = lambda v: getattr(type(v), "_is_whole", False), iter(leaves)
     for path, node in tree_leaves_with_path(y, is_leaf=whole):
@@ -224,7 +224,7 @@ def _check_whole(y: Any, leaves: Sequence[Leaf]) -> None:
         if whole(node) and any(leaf.sums for leaf in own):
             expected, got = "can be summed only of numbers", f"a {type(node).__name__}"
             advice = 'Pass "last" or None for it, or return its numbers.'
-            raise errors.wrong_value(SCAN, "reduce", expected, got, advice, path)
+            raise errors.wrong_value(FUNCTION, "reduce", expected, got, advice, path)
 
 
 def _hows(reduce: Any, y: Any) -> list[str | None]:
@@ -235,17 +235,17 @@ def _hows(reduce: Any, y: Any) -> list[str | None]:
         got = f"{reduce!r} for {jax.tree.structure(y)}"
         advice = f"Each leaf, or whole subtree, {EXPECTED}."
         expected = "must be a tree prefix of what `f` returns as y"
-        raise errors.wrong_value(SCAN, "reduce", expected, got, advice) from None
+        raise errors.wrong_value(FUNCTION, "reduce", expected, got, advice) from None
     return flat
 
 
 def check_words(reduce: Any) -> Any:
     """`reduce`, whose leaves have to be words that there are."""
     for path, how in tree_leaves_with_path(reduce):
-        if not (isinstance(how, str) and how in KINDS):
+        if not (isinstance(how, str) and how in REDUCTIONS):
             wrong = errors.wrong_value if isinstance(how, str) else errors.wrong_type
             advice = "Reduce in another way in the carry."
-            raise wrong(SCAN, "reduce", EXPECTED, errors.shown(how), advice, path)
+            raise wrong(FUNCTION, "reduce", EXPECTED, errors.shown(how), advice, path)
     return reduce
 
 

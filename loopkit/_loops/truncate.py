@@ -19,12 +19,12 @@ from loopkit._arguments import errors
 from loopkit._loops.info import LoopInfo
 from loopkit._loops.request import Scan
 from loopkit._loops.run_scan import run
-from loopkit._loops.some_ys import UnderWay
+from loopkit._loops.some_ys import ReductionState
 from loopkit._plans.plan import Budget, Bytes, Plan
 from loopkit._progress.open_bars import closing_if_it_fails
 from loopkit._tracing.axes import SCAN, Inputs, block_axes, joined
 
-ROWS = 4
+FEW_ROWS = 4
 """Rows of residuals to a carry kept, up to which a block stores the residuals of all its steps."""
 
 
@@ -107,7 +107,7 @@ def _shared(budget: Budget, count: int, truncate: int) -> tuple[Any, Any]:
     if isinstance(budget, int):
         outer = min(count, max(1, budget // 2))
         return outer, max(1, budget - outer)
-    stores = budget == "all" or truncate <= ROWS * count
+    stores = budget == "all" or truncate <= FEW_ROWS * count
     return count, "all" if stores else None
 
 
@@ -115,9 +115,9 @@ def _cut(carry: Any, stopped: Any) -> Any:
     """The carry without its gradient, but for a loop that has ended in it, and but for ys."""
 
     def cut(value: Any) -> Any:
-        if isinstance(value, UnderWay) or not _jax.is_differentiable(jax.typeof(value)):
+        if isinstance(value, ReductionState) or not _jax.is_differentiable(jax.typeof(value)):
             return value
         still = lax.stop_gradient(value)
         return still if stopped is None else jnp.where(stopped, value, still)
 
-    return jax.tree.map(cut, carry, is_leaf=lambda v: isinstance(v, UnderWay))
+    return jax.tree.map(cut, carry, is_leaf=lambda v: isinstance(v, ReductionState))

@@ -38,7 +38,7 @@ from loopkit._loops.growing import (
 from loopkit._loops.in_python import python_steps
 from loopkit._loops.info import LoopInfo
 from loopkit._loops.keywords import No, UnboundedKw, Yes
-from loopkit._loops.request import Asked
+from loopkit._loops.request import LoopOptions
 from loopkit._progress.open_bars import bar, in_parts
 from loopkit._tracing.axes import Inputs
 from loopkit._tracing.carry_buffers import NONE
@@ -151,7 +151,7 @@ def unbounded_scan(
     inputs = Inputs.of(xs, 0, None, name) if jax.tree.leaves(xs) else endless
     segment = validate.check_whole(name, "segment", segment, 1, "an int >= 1, in steps")
     max_segments = validate.check_bound(name, "max_segments", max_segments)
-    asked = Asked(checkpoints=checkpoints, buffers=NONE, return_info=return_info)
+    asked = LoopOptions(checkpoints=checkpoints, buffers=NONE, return_info=return_info)
     asked = asked._replace(progress=progress, debug=debug)
     own = {"f": seen(f), "until": seen(until)}
     scan = Growing.of(NAMES, init, 1, asked, (f, until), **own, inputs=inputs)

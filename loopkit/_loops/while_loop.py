@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from loopkit._arguments import errors, validate
-from loopkit._arguments.heard import ErrorIf, heard
+from loopkit._arguments.error_on_use import ErrorIf, error_on_use
 from loopkit._arguments.static_leaves import bare, seen, wrapped
 from loopkit._loops.info import LoopInfo
 from loopkit._loops.keywords import No, WhileKw, Yes
-from loopkit._loops.request import Asked, Hidden, Request
+from loopkit._loops.request import Hidden, LoopOptions, Request
 from loopkit._progress.open_bars import bar
-from loopkit._tracing.still_predicate import SCOPE, ask
+from loopkit._tracing.predicate_gradient import SCOPE, ask
 from loopkit._tracing.trace import Names, scalar_bool
 from loopkit._types import (
     Body,
@@ -149,7 +149,9 @@ def while_loop(
 
     The backward pass is checkpointed in the manner of Griewank (1992) and Stumm & Walther (2010).
     """
-    asked = Asked(unroll, checkpoints, memory, buffers, checks, return_info, lanes, progress, debug)
+    asked = LoopOptions(
+        unroll, checkpoints, memory, buffers, checks, return_info, lanes, progress, debug
+    )
     throw = validate.check_flag(NAMES.function, "throw", throw)
     return run_while(NAMES, cond_fun, body_fun, init_val, max_steps, asked, throw)
 
@@ -160,7 +162,7 @@ def run_while(
     body_fun: Callable,
     init_val: Any,
     max_steps: Any,
-    asked: Asked,
+    asked: LoopOptions,
     throw: bool = False,
 ) -> Any:
     """`while_loop`, under the names of the function that the user called."""
@@ -229,4 +231,4 @@ def _finished(
         f"loopkit.{names.function}: `max_steps` must be enough for `{names.predicate}` to "
         f"become false, got {request.length} steps after which it still holds. Raise `max_steps`."
     )
-    return bare(heard(ErrorIf(message), [jnp.asarray(goes_on)], result))
+    return bare(error_on_use(ErrorIf(message), [jnp.asarray(goes_on)], result))

@@ -69,7 +69,7 @@ SELDOM_REACHED = Share(likely=0.2)
 """For a bound that was found in a predicate which may end the loop before."""
 
 
-class Step(NamedTuple):
+class StepCosts(NamedTuple):
     """What planning has to know of one step of a loop."""
 
     carry_bytes: int
@@ -115,7 +115,7 @@ class Step(NamedTuple):
         return self.residual_arrays if store == "residuals" else self.carry_arrays
 
 
-UNKNOWN = Step(0, 0)
+UNKNOWN_COSTS = StepCosts(0, 0)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Plan:
     """The most steps the loop can take; None if nothing bounds it."""
     exact: bool = False
     """Whether it takes just that many."""
-    step: Step = UNKNOWN
+    step: StepCosts = UNKNOWN_COSTS
     """The loop's step."""
 
     def __post_init__(self) -> None:
@@ -164,7 +164,7 @@ class Plan:
             expected = f"must be one of {', '.join(map(repr, get_args(Store)))}"
             advice = "It says what is stored of each step of the segment at hand."
             raise errors.wrong_value("Plan", "store", expected, repr(self.store), advice)
-        if not isinstance(self.step, Step):
+        if not isinstance(self.step, StepCosts):
             advice = "Leave it out: it is filled in for the loop."
             raise errors.wrong_type("Plan", "step", "must be a Step", repr(self.step), advice)
 
@@ -270,7 +270,7 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [f"stores     {self.stored}"]
-        if self.step is not UNKNOWN:
+        if self.step is not UNKNOWN_COSTS:
             of_step = self.step.carry_bytes, self.step.residual_bytes
             lines.append("of a step  {:,} bytes of carry, {:,} of residuals".format(*of_step))
             lines.append(f"peak       {self.peak_bytes:,} bytes")

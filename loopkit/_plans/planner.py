@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from loopkit._plans.plan import CACHES, SPARED, TABLES, Budget, Bytes, Plan, Share, Step, Store
+from loopkit._plans.plan import CACHES, SPARED, TABLES, Budget, Bytes, Plan, Share, StepCosts, Store
 
 KEPT = 1 << 10
 """Bytes of all residuals of a loop up to which it keeps them: to checkpoint gains nothing."""
@@ -22,21 +22,21 @@ NESTED = 1 << 17
 compiles all of them again, and at each level of loops in loops."""
 REPLAYED = 1 << 13
 """Bytes up to which it is run again as a whole, and keeps nothing; of carries, keeps all."""
-CACHED = CACHES[0][0]
+CACHED_BYTES = CACHES[0][0]
 """Bytes of residuals up to which a loop of known length keeps them if its steps are expensive."""
 EXPENSIVE = 4.0
 """So many times as long as to store its residuals does an expensive step take to run again."""
-SMALL = 1 << 19
+CHECKPOINT_BYTES = 1 << 19
 """Bytes of checkpoints, and of rows, that a loop may use whose steps are not known: what a core's
 cache holds, and what is set to zero in no time."""
-FEW = 32
+FEW_SLOTS = 32
 """Slots that such a loop may use, however large its carry."""
-ROWS = 1 << 14
+ROOM_FOR_ROWS = 1 << 14
 """Bytes of rows that it uses where it does not have to use more."""
-RECORDED = ROWS >> 6
+RECORDED = ROOM_FOR_ROWS >> 6
 """Bytes of residuals up to which its rows are those, whatever their arrays cost: where carries are
 stored, a step is run again to reverse it, and compiled once more for that."""
-MANY = 1024
+MANY_SLOTS = 1024
 """Slots, and steps to a segment, that it needs at most, however small its carry."""
 PLACED = 128
 """Slots at most where a schedule places the checkpoints online: its tables grow with them."""
@@ -44,9 +44,9 @@ SPLIT = 512
 """Slots at most where recomputation is split."""
 ALIKE = 2
 """Residuals up to this many times the log of a step are stored in its place: all of them."""
-NEAR = 1.02
+NEAR_LEAST_TIME = 1.02
 """Times the least predicted time up to which a plan is taken that moves less to the host."""
-REACH = 100
+PLANNED_REACH = 100
 """Steps to a carry of its budget for which a loop without a bound is planned."""
 
 
@@ -59,7 +59,11 @@ class TooLittle(ValueError):
 
 
 def best_plan(
-    budget: Budget, bound: int | None, exact: bool, steps: Sequence[Step], name: str = "while_loop"
+    budget: Budget,
+    bound: int | None,
+    exact: bool,
+    steps: Sequence[StepCosts],
+    name: str = "while_loop",
 ) -> Plan:
     """The plan for a loop whose steps can be undone or saved in several ways.
 
@@ -74,12 +78,12 @@ def best_plan(
     if not plans:
         raise ValueError(*min(refused, key=lambda error: error.needed).args)
     if isinstance(budget, Bytes):
-        return min(plans, key=lambda p: p.nanoseconds(bound or REACH))
+        return min(plans, key=lambda p: p.nanoseconds(bound or PLANNED_REACH))
     return min(plans, key=lambda p: p.peak_bytes)
 
 
 def make_plan(
-    budget: Budget, bound: int | None, exact: bool, step: Step, name: str = "while_loop"
+    budget: Budget, bound: int | None, exact: bool, step: StepCosts, name: str = "while_loop"
 ) -> Plan:
     """The plan for a loop of `bound` steps at most; `exact` if it takes just that many."""
     loop = Plan(1, bound=bound, exact=exact, step=step)
@@ -115,7 +119,7 @@ def _shared(whole: Plan, share: Share) -> Plan:
         few = _about_the_root(replace(whole, bound=max(1, int(share.likely * (whole.bound or 1)))))
         if few.strategy == "every segment" and few.segments != 1:
             plan = replace(few, bound=whole.bound)
-    if share.part == 1 or plan.keeps_all or plan.peak_bytes <= SMALL:
+    if share.part == 1 or plan.keeps_all or plan.peak_bytes <= CHECKPOINT_BYTES:
         return plan
     with contextlib.suppress(TooLittle):
         return _cheapest(int(plan.peak_bytes * share.part), replace(plan, thinned=False), "")
@@ -151,7 +155,9 @@ def _default(loop: Plan) -> Plan:
     times = [p.nanoseconds(loop.bound) for p in (whole, plan)]
     stored = times[0] - loop.bound * loop.step.record
     is_expensive = loop.step.record * loop.bound >= EXPENSIVE * stored
-    return whole if whole.slot_bytes <= CACHED and is_expensive and times[0] < times[1] else plan
+    return (
+        whole if whole.slot_bytes <= CACHED_BYTES and is_expensive and times[0] < times[1] else plan
+    )
 
 
 def _about_the_root(loop: Plan) -> Plan:
@@ -173,13 +179,13 @@ def _about_the_root(loop: Plan) -> Plan:
         return _or_every_carry(min(candidates, key=lambda p: p.nanoseconds(bound)))
     store = _cheaper_store(loop)
     row = max(step.row_bytes(store) + step.factor_bytes, 1)
-    most = min(MANY, max(FEW, SMALL // step.carry_bytes))
-    rows = min(MANY, max(FEW // 4, SMALL // row))
+    most = min(MANY_SLOTS, max(FEW_SLOTS, CHECKPOINT_BYTES // step.carry_bytes))
+    rows = min(MANY_SLOTS, max(FEW_SLOTS // 4, CHECKPOINT_BYTES // row))
     if bound is not None and bound <= 16 * most * rows:
         return _or_every_carry(_balanced(loop, store, 2 * most))
     if step.residual_bytes <= RECORDED:
         store, row = "residuals", max(step.residual_bytes + step.factor_bytes, 1)
-    few = max(16, ROWS // row)
+    few = max(16, ROOM_FOR_ROWS // row)
     return replace(
         loop, slots=min(most, PLACED), segment=min(rows, PLACED, few), store=store, thinned=True
     )
@@ -240,7 +246,7 @@ def _cheapest(
     """
     step, steps = loop.step, loop.bound
     if steps is None:
-        steps = REACH * max(1, min(count // step.carry_bytes, MANY))
+        steps = PLANNED_REACH * max(1, min(count // step.carry_bytes, MANY_SLOTS))
     room = count if host is None else host
     # More slots than fit in a cache are not always better than those that do.
     sizes = {min(count, size) for size, _ in CACHES}
@@ -251,7 +257,7 @@ def _cheapest(
     plans = [p for p in plans if p.peak_bytes <= count and p.host_bytes <= room]
     if plans and host is not None:  # on an accelerator steps are faster than what goes to the host
         least = min(p.nanoseconds(steps) for p in plans)
-        near = [p for p in plans if p.nanoseconds(steps) <= NEAR * least]
+        near = [p for p in plans if p.nanoseconds(steps) <= NEAR_LEAST_TIME * least]
         return min(near, key=lambda p: (p.host_bytes, p.nanoseconds(steps)))
     if plans:
         return min(plans, key=lambda p: (p.nanoseconds(steps), p.peak_bytes))
@@ -323,7 +329,7 @@ def _candidates(count: int, room: int, loop: Plan, steps: int, most: int | None)
                 slots = min(slots, most - (plan.row_bytes > 0))
             least = min(units, 1 + loop.host)
             # To save one of a few carries may cost more than to compute it again.
-            for some in {*range(least, slots if units <= FEW else 0), slots}:
+            for some in {*range(least, slots if units <= FEW_SLOTS else 0), slots}:
                 if some >= least and not (some >= steps and segment > 1):
                     yield replace(plan, slots=some)
 
@@ -337,7 +343,7 @@ def _slots_in(count: int, carry: int, place: int = 0) -> int:
 def _leaves(steps: int, exact: bool) -> list[int]:
     """Segment lengths to try."""
     leaves, segment = set(), 1.0
-    while segment <= min(steps, 4 * MANY):
+    while segment <= min(steps, 4 * MANY_SLOTS):
         near = exact and segment >= 8
         leaves.add(_near_divisor(steps, int(segment)) if near else int(segment))
         segment = max(segment + 1, segment * 1.15)

@@ -12,7 +12,7 @@ from loopkit.schedules.actions import Action, Advance, Discard, Restore, Reverse
 Plan = Any
 """A `loopkit.Plan`, which imports this file."""
 
-KINDS = {
+LINE_STYLES = {
     "forward": ("-", "tab:blue"),
     "recomputed": ("-", "tab:orange"),
     "replayed": (":", "tab:orange"),
@@ -116,7 +116,7 @@ def draw(plan: Plan, steps: int, ax: Any) -> Any:
     drawn = picture(plan, steps)
     seen: set[str] = set()
     for kind, time, start, stop in drawn.stretches:
-        style, colour = KINDS[kind]
+        style, colour = LINE_STYLES[kind]
         label = None if kind in seen else kind
         seen.add(kind)
         end = time + abs(stop - start)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-Plan = Any
+AnyPlan = Any
 """A `loopkit.Plan`, which imports this file."""
 
 LAUNCH = 3_800.0
@@ -21,7 +21,7 @@ LAUNCH = 3_800.0
 while the last still runs (NVIDIA, "Getting Started with CUDA Graphs", 2019)."""
 STEP = 2 * LAUNCH
 """To launch those of a small step."""
-FASTER = 30.0
+GPU_SPEEDUP = 30.0
 """A GPU runs a large step in so much less time than is predicted for a CPU (`_jaxprs/cost.py`).
 
 By what XLA says of an H100 (132 cores of 128 units at 1.98 GHz, 3.35 TB/s) that is 17 for adding
@@ -34,24 +34,24 @@ a kernel where the host waits for each (9.6 against 3.8, as for `LAUNCH`), and a
 bytes to the host (Wu et al. 2026, "DualPath", arXiv:2602.21548, section 5.2: 5 to 7 a copy)."""
 MORE = 1.1
 """Runs of a step at most, relative to those with as many carries and segments of one step."""
-LARGE = 1 << 23
+LARGE_CARRY = 1 << 23
 """Bytes of a carry that are written in less time than a host waits."""
-REACH = 100
+WAITING_REACH = 100
 """Steps to a slot for which a loop without a bound is planned."""
 
 
 @lru_cache(maxsize=256)
-def for_waiting_hosts(plan: Plan) -> Plan:
+def for_waiting_hosts(plan: AnyPlan) -> AnyPlan:
     """The plan itself, or one for longer segments whose carries and rows need no more memory."""
     if plan.strategy != "schedule" or (plan.segment > 1 and not plan.host):
         return plan
-    steps = REACH * plan.slots if plan.bound is None else plan.bound
+    steps = WAITING_REACH * plan.slots if plan.bound is None else plan.bound
     plans = [plan, *(_beside_rows(plan, steps) if plan.host else _among_rows(plan))]
     most = MORE * _runs(plan, steps)
     return min((p for p in plans if _runs(p, steps) <= most), key=lambda p: _nanoseconds(p, steps))
 
 
-def _among_rows(plan: Plan) -> Iterator[Plan]:
+def _among_rows(plan: AnyPlan) -> Iterator[AnyPlan]:
     """Plans for rows that lie in slots."""
     for segment in range(2, plan.rows + 2):
         slots = plan.rows + plan.spared - (segment - 1)
@@ -59,7 +59,7 @@ def _among_rows(plan: Plan) -> Iterator[Plan]:
             yield replace(plan, slots=slots, segment=segment, store="carries")
 
 
-def _beside_rows(plan: Plan, steps: int) -> Iterator[Plan]:
+def _beside_rows(plan: AnyPlan, steps: int) -> Iterator[AnyPlan]:
     """Plans for rows that lie in what room there is on the device, and slots on the host."""
     store = "carries" if plan.segment == 1 else plan.store
     times = 2
@@ -72,27 +72,27 @@ def _beside_rows(plan: Plan, steps: int) -> Iterator[Plan]:
         times += 1 + times // 8
 
 
-def _runs(plan: Plan, steps: int) -> float:
+def _runs(plan: AnyPlan, steps: int) -> float:
     """Of a step, forward and backward, until each is reversed."""
     replayed = steps * (1 - 1 / plan.segment)
     return sum(plan.evaluations(steps)) + replayed
 
 
-def waits(plan: Plan, steps: int) -> int:
+def waits(plan: AnyPlan, steps: int) -> int:
     """Of the host, going back: for each segment run to get to another, and for its end."""
     units = -(-steps // plan.segment)
     forward, again = plan.evaluations(steps)
     return (again - forward) // plan.segment + units
 
 
-def _nanoseconds(plan: Plan, steps: int) -> float:
-    step = max(STEP, plan.step.run / FASTER)
+def _nanoseconds(plan: AnyPlan, steps: int) -> float:
+    step = max(STEP, plan.step.run / GPU_SPEEDUP)
     return _runs(plan, steps) * step + waits(plan, steps) * WAIT
 
 
-def writes_in_passing(plan: Plan) -> bool:
+def writes_in_passing(plan: AnyPlan) -> bool:
     """Whether a slot is written over itself where nothing is saved, rather than wait once more.
 
     One in the host's memory is not, nor is a large one.
     """
-    return not plan.host and plan.step.carry_bytes <= LARGE
+    return not plan.host and plan.step.carry_bytes <= LARGE_CARRY

@@ -20,7 +20,7 @@ import numpy as np
 
 from loopkit import _jax
 
-SMALL = 4096
+SMALL_ARRAY = 4096
 """Bytes of a constant up to which it is its own key; of a larger one it is a digest."""
 
 
@@ -135,7 +135,7 @@ def _content(value: np.ndarray) -> Hashable:
     if value.dtype.hasobject:
         raise Unknown
     content = value.tobytes()
-    if len(content) > SMALL:
+    if len(content) > SMALL_ARRAY:
         content = hashlib.blake2b(content).digest()
     return value.dtype, value.shape, content
 

@@ -17,15 +17,15 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any
 
-from loopkit._progress.progress import Progress
+from loopkit._progress.progress import ProgressSettings
 
 INTERVAL = 0.2
 """Seconds from one update to the next, about. Each takes a loop of short steps a millisecond."""
 SHARE, LONGEST = 100, 1.0
 """It is as many times longer as an update takes, up to so many seconds."""
-FASTER = 8
+UPDATES_FASTER = 8
 """How many times more steps there are at most before an update than before the last."""
-NEVER = 2**31 - 1
+NOT_YET = 2**31 - 1
 SILENT = -1
 """The number of no bar: of all devices that run the same program, the first shows one."""
 
@@ -34,7 +34,7 @@ Run = tuple[int, int] | None
 
 
 class Bar:
-    def __init__(self, progress: Progress, total: int | None, backward: bool, lanes: int):
+    def __init__(self, progress: ProgressSettings, total: int | None, backward: bool, lanes: int):
         self.progress, self.backward, self.lanes = progress, backward, lanes
         self.thread, self.due = threading.get_ident(), 1
         self.run: Run = None
@@ -50,7 +50,7 @@ class Bar:
         """Whether its program is, where its thread is in these. A bar may wait for another."""
         return self.run is not None and self.progress.last and self.run not in stack
 
-    def waits_for(self, progress: Progress, backward: bool) -> bool:
+    def waits_for(self, progress: ProgressSettings, backward: bool) -> bool:
         """Whether it was left open for such a loop."""
         if backward and self.progress.weight:  # each goes back for itself
             return False
@@ -64,7 +64,7 @@ class Bar:
         self.shown.update(steps)
         elapsed, self.since = max(begin - self.since, 1e-6), time.perf_counter()
         interval = min(max(INTERVAL, SHARE * (self.since - begin)), LONGEST)
-        self.due = int(min(max(1, steps * min(interval / elapsed, FASTER)), NEVER))
+        self.due = int(min(max(1, steps * min(interval / elapsed, UPDATES_FASTER)), NOT_YET))
 
 
 _open: dict[int, Bar] = {}
@@ -72,7 +72,11 @@ _numbers = itertools.count(1)
 
 
 def opened(
-    progress: Progress, total: int | None, backward: bool = False, lanes: int = 0, site: Any = None
+    progress: ProgressSettings,
+    total: int | None,
+    backward: bool = False,
+    lanes: int = 0,
+    site: Any = None,
 ) -> int:
     """The number of a bar. `site`: where a compiled program opens it."""
     with closing_if_it_fails():
@@ -86,7 +90,7 @@ def opened(
             total = progress.whole
         bar = Bar(progress, total, backward, lanes)
         bar.site, bar.run = site, run
-        number = next(_numbers) % NEVER
+        number = next(_numbers) % NOT_YET
         _open[number] = bar
         if run is not None:
             _watch()
@@ -99,10 +103,10 @@ def updated(number: int, steps: int, done: int = 0, lanes: int = 0) -> int:
     if bar is not None and steps:
         with closing_if_it_fails(number):
             bar.update(steps, done, lanes)
-    return NEVER if bar is None else bar.due
+    return NOT_YET if bar is None else bar.due
 
 
-def closed(number: int, progress: Progress, backward: bool = False) -> None:
+def closed(number: int, progress: ProgressSettings, backward: bool = False) -> None:
     """After the last step of a loop, unless another goes on with its bar."""
     bar = _open.get(number)
     own = bar is not None and bar.progress == progress
@@ -114,7 +118,7 @@ def closed(number: int, progress: Progress, backward: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def bar(progress: Progress | None, total: int | None) -> Generator[Callable[[int], Any]]:
+def bar(progress: ProgressSettings | None, total: int | None) -> Generator[Callable[[int], Any]]:
     """What is told how many steps were taken, of a loop in Python."""
     if progress is None:
         yield lambda _: None
@@ -126,7 +130,9 @@ def bar(progress: Progress | None, total: int | None) -> Generator[Callable[[int
 
 
 @contextlib.contextmanager
-def in_parts(progress: Progress | None, total: int | None) -> Generator[Progress | None]:
+def in_parts(
+    progress: ProgressSettings | None, total: int | None
+) -> Generator[ProgressSettings | None]:
     """A bar for the loops that are run in here, and how they go on with it."""
     if progress is None:
         yield None

@@ -16,7 +16,7 @@ METHODS = "start", "update", "close"
 
 
 @dataclass(frozen=True)
-class Progress:
+class ProgressSettings:
     """How a loop shows how far it is: part of the compiled program."""
 
     name: str
@@ -41,14 +41,14 @@ class Progress:
     """Of several, whether it is closed after this one, and not left open for one after it."""
 
     @property
-    def backward_only(self) -> Progress:
+    def backward_only(self) -> ProgressSettings:
         return replace(self, forward=False)
 
-    def part(self, first: bool, last: bool, **more: Any) -> Progress:
+    def part(self, first: bool, last: bool, **more: Any) -> ProgressSettings:
         """For one of several loops, one after the other."""
         return replace(self, first=self.first and first, last=self.last and last, **more)
 
-    def goes_on_with(self, other: Progress) -> bool:
+    def goes_on_with(self, other: ProgressSettings) -> bool:
         """Whether its bar is that of another, which is left open."""
         same = self.name, self.shown_id, self.whole
         return (
@@ -62,9 +62,9 @@ class Progress:
         return made if _has(made, METHODS[1:]) else self.shown
 
 
-def check_progress(function: str, value: Any) -> Progress | None:
+def check_progress(function: str, value: Any) -> ProgressSettings | None:
     """None, a word, or an object with the three methods; or what was checked before."""
-    if value is None or isinstance(value, Progress):
+    if value is None or isinstance(value, ProgressSettings):
         return value
     *words, last = (f'"{word}"' for word in BUILT_IN)
     words = f"{', '.join(words)}, {last}"
@@ -79,13 +79,13 @@ def check_progress(function: str, value: Any) -> Progress | None:
             advice = f'Run `pip install {value}`, or pass "line", which needs no package.'
             text = errors.wrong(function, "progress", expected, "an environment without", advice)
             raise ImportError(text)
-        return Progress(function, start, None, id(start), ("name", "backward"))
+        return ProgressSettings(function, start, None, id(start), ("name", "backward"))
     if isinstance(value, type) or not _has(value, METHODS):
         got, advice = errors.shown(value), "Give it the three methods."
         if isinstance(value, type):
             advice = "Pass an instance of the class."
         raise errors.wrong_type(function, "progress", expected, got, advice)
-    return Progress(function, value.start, value, id(value), _keywords(value.start))
+    return ProgressSettings(function, value.start, value, id(value), _keywords(value.start))
 
 
 def _has(value: Any, methods: tuple[str, ...]) -> bool:

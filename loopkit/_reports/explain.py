@@ -194,7 +194,7 @@ def _of_loopkit(source: str, loop: Loop) -> Explained:
 
 def _why_waiting(loop: Loop) -> str:
     """Why its lanes wait, if it was not said what becomes of them."""
-    if loop.narrows not in (None, "flatten"):
+    if loop.lane_policy not in (None, "flatten"):
         return ""
     if (lane := loop.lane) is not None:
         return why_waiting(lane.loop, lane.count)

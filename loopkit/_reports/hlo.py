@@ -61,15 +61,15 @@ class Instruction:
 
 
 @dataclass
-class Program:
+class CompiledModule:
     """The computations of a compiled program, and the stack frames they name."""
 
     computations: dict[str, dict[str, Instruction]] = field(default_factory=dict)
     tables: dict[str, dict[int, str]] = field(default_factory=dict)
 
     @staticmethod
-    def parse(text: str) -> Program:
-        program, here, table = Program(), None, None
+    def parse(text: str) -> CompiledModule:
+        program, here, table = CompiledModule(), None, None
         for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
             if found := _COMPUTATION.match(line):
                 here, table = program.computations.setdefault(found[2], {}), None

@@ -14,7 +14,7 @@ from loopkit._arguments import validate
 from loopkit._engine.loop import kept, spread
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
-from loopkit._reports.hlo import Instruction, Program
+from loopkit._reports.hlo import CompiledModule, Instruction
 from loopkit._reports.spelled_out import spelled_out
 
 _KINDS = {"i": "s", "u": "u", "f": "f", "c": "c"}
@@ -182,7 +182,7 @@ def _hlo_type(aval: Any) -> str:
 
 
 def _report(text: str, names: dict[str, dict[str, None]], min_bytes: int) -> InPlaceReport:
-    program = Program.parse(text)
+    program = CompiledModule.parse(text)
     copies = []
     for body in program.loop_bodies:
         for computation in program.runs(body):
@@ -207,7 +207,9 @@ def _element(instructions: dict[str, Instruction], copy: Instruction) -> int | N
     return next((o.index(copy.name) for o in results if copy.name in o), None)
 
 
-def _source(program: Program, instructions: dict[str, Instruction], copy: Instruction) -> str:
+def _source(
+    program: CompiledModule, instructions: dict[str, Instruction], copy: Instruction
+) -> str:
     """The line of the user's that a copy is for: its own, or that of what is copied or uses it."""
     near = [copy, *(instructions[o] for o in copy.operands if o in instructions)]
     near += [i for i in instructions.values() if copy.name in i.operands]

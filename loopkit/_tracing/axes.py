@@ -24,9 +24,9 @@ from loopkit._arguments.errors import short_type
 
 LINE = 64
 """Bytes of a cache line."""
-FEW = 16
+SHORT_RUN_BYTES = 16
 """Fewer contiguous bytes than this make poor use of a line."""
-NEAR = 1 << 13
+SCANNED_BYTES = 1 << 13
 """Bytes of cache lines that are still at hand a step later."""
 
 SCAN = "scan"
@@ -152,7 +152,7 @@ def in_place(aval: Any, axis: int) -> int:
     item = getattr(aval.dtype, "itemsize", LINE)
     run = _jax.volume(aval.shape[axis + 1 :]) * item
     lines = _jax.volume(aval.shape[:axis])
-    return 0 if run < FEW and lines * LINE > NEAR else axis
+    return 0 if run < SHORT_RUN_BYTES and lines * LINE > SCANNED_BYTES else axis
 
 
 def leaf_axes(

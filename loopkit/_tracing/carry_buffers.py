@@ -24,7 +24,9 @@ from loopkit._engine.loop import kept
 NONE = object()
 """The `buffers` of a loop that takes none: what holds them is then a tree like any other."""
 
-HOW = "Pass a function of the carry that returns leaves of it, or a tree of bools that matches it."
+ADVICE = (
+    "Pass a function of the carry that returns leaves of it, or a tree of bools that matches it."
+)
 
 
 @dataclass(frozen=True)
@@ -206,11 +208,11 @@ def _named(names: Any, buffers: Any, init: Any) -> list[bool]:
             chosen = jax.tree.leaves(buffers(bare(tree.unflatten(tokens))))
         except (TypeError, AttributeError, LookupError) as error:
             got = f"{type(error).__name__}: {error}"
-            raise errors.wrong_type(function, "buffers", expected, got, HOW) from error
+            raise errors.wrong_type(function, "buffers", expected, got, ADVICE) from error
         known, named = set(map(id, tokens)), set(map(id, chosen))
         others = [v for v in chosen if id(v) not in known]
         if others:
-            raise errors.wrong_type(function, "buffers", expected, errors.shown(others[0]), HOW)
+            raise errors.wrong_type(function, "buffers", expected, errors.shown(others[0]), ADVICE)
         return [id(t) in named for t in tokens]
     try:
         flags = _jax.broadcast_prefix(buffers, init)
@@ -219,9 +221,9 @@ def _named(names: Any, buffers: Any, init: Any) -> list[bool]:
         for _ in range(names.hidden - 1):  # what the caller put before the user's carry
             (_, buffers), (_, init) = buffers, init
         got = f"{jax.tree.structure(buffers)} for a carry of structure {jax.tree.structure(init)}"
-        raise errors.wrong_value(function, "buffers", expected, got, HOW) from error
+        raise errors.wrong_value(function, "buffers", expected, got, ADVICE) from error
     for flag in jax.tree.leaves(buffers):
         if not isinstance(flag, (bool, np.bool_)):
             expected = "must be a function or a tree of bools"
-            raise errors.wrong_type(function, "buffers", expected, errors.shown(flag), HOW)
+            raise errors.wrong_type(function, "buffers", expected, errors.shown(flag), ADVICE)
     return list(map(bool, flags))

@@ -17,7 +17,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._arguments.failed_step import Watched
-from loopkit._arguments.finite import Leaf, watch
+from loopkit._arguments.finite import WatchedLeaf, watch
 from loopkit._buffers.slices import read_p, write_p
 from loopkit._engine.loop import parts
 from loopkit._jaxprs import equations
@@ -59,9 +59,9 @@ class FiniteSteps:
         """
         report, count = self.report(given), len(self.names)
         consts = [_closed_over(self.loop, jax.typeof(v)) for v in given.consts]
-        leaves = [Leaf(name, backward=True) for name in consts]
-        leaves += [Leaf(name, tells=True, backward=True) for name in self.names]
-        leaves += [Leaf(name, backward=True) for name in self.x_names]
+        leaves = [WatchedLeaf(name, backward=True) for name in consts]
+        leaves += [WatchedLeaf(name, emits_level=True, backward=True) for name in self.names]
+        leaves += [WatchedLeaf(name, backward=True) for name in self.x_names]
         values = [*given.consts, *given.carry, *given.x]
         seen, levels = self.watched(report, self._some(leaves, values), values)
         entered = Given(*parts(seen, len(consts), count))
@@ -75,10 +75,10 @@ class FiniteSteps:
         leaves = [
             None
             if same and level is None
-            else Leaf(name, hears=level is not None, forward=not same)
+            else WatchedLeaf(name, takes_level=level is not None, forward=not same)
             for same, name, level in zip(passed, self.names, before, strict=True)
         ]
-        leaves += [Leaf(name, forward=True, backward=True) for name in y_names]
+        leaves += [WatchedLeaf(name, forward=True, backward=True) for name in y_names]
         values, before = [*new, *y], [*before, *[None] * len(y)]
         leaves = self._some(leaves, values, len(given.carry))
         found = self.watched(report, leaves, values, before)[0]
@@ -105,7 +105,7 @@ class FiniteSteps:
     def watched(
         self,
         report: tuple,
-        leaves: Sequence[Leaf | None],
+        leaves: Sequence[WatchedLeaf | None],
         values: Sequence[Any],
         before: Sequence[Any] | None = None,
     ) -> tuple[list, list]:
@@ -113,7 +113,7 @@ class FiniteSteps:
         before = [None] * len(values) if before is None else before
         some = [leaf is not None for leaf in leaves]
         levels = [
-            b if leaf is not None and leaf.hears else None
+            b if leaf is not None and leaf.takes_level else None
             for b, leaf in zip(before, leaves, strict=True)
         ]
         pick = lambda of: [v for v, has in zip(of, some, strict=True) if has]
@@ -145,14 +145,16 @@ class FiniteSteps:
                 if name is None:
                     return _jax.bind_equation(eqn, ins)
                 if eqn.primitive is write_p and _is_watched(ins[1]):
-                    hears = worst is not None
-                    leaf = Leaf(f"{name}, in a row that is written,", hears=hears, forward=True)
+                    takes_level = worst is not None
+                    leaf = WatchedLeaf(
+                        f"{name}, in a row that is written,", takes_level=takes_level, forward=True
+                    )
                     ins = [ins[0], *one(leaf, ins[1], worst), *ins[2:]]
                 outs = _jax.bind_equation(eqn, ins)
                 if eqn.primitive in (read_p, write_p):
                     names[eqn.outvars[-1]] = name
                 if _reads_slices(eqn) and _is_watched(outs[0]):
-                    leaf = Leaf(f"{name}, in a row that is read,", backward=True)
+                    leaf = WatchedLeaf(f"{name}, in a row that is read,", backward=True)
                     outs = [*one(leaf, outs[0], None), *outs[1:]]
                 return outs
 

@@ -26,11 +26,11 @@ from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import LAST_STEP
 from loopkit._jaxprs import equations
 from loopkit._programs.cache import interned
-from loopkit._progress.progress import Progress
+from loopkit._progress.progress import ProgressSettings
 from loopkit._tracing import references
 from loopkit._tracing.carry_buffers import Buffers
 from loopkit._tracing.finite_steps import FiniteSteps
-from loopkit._tracing.still_predicate import still_flag
+from loopkit._tracing.predicate_gradient import stop_gradient_in_predicate
 
 
 class Names(NamedTuple):
@@ -76,7 +76,7 @@ class Traced:
         make = lambda: shared(self.loop.replace(length=length))
         return replace(self, loop=self.loop.derived(("length", length), make))
 
-    def showing(self, progress: Progress) -> Traced:
+    def showing(self, progress: ProgressSettings) -> Traced:
         """The same loop, which shows in another way how far it is."""
         make = lambda: shared(self.loop.replace(progress=progress))
         return replace(self, loop=self.loop.derived(progress, make))
@@ -191,7 +191,7 @@ def trace_loop(
     _check_types(names, zip(paths, types, out, strict=True))
     of = references.without_references(cond, cond_consts, jaxpr, consts, len(types))
     _check_effects(names, of.body, of.cond)
-    of = of if flag is None else of._replace(body=still_flag(of.body, flag))
+    of = of if flag is None else of._replace(body=stop_gradient_in_predicate(of.body, flag))
     of = of if finite is None else _watched(names, of, finite, y_tree)
     masks = buffers is not None or finite is not None  # what is written, or must not be infinite
     carry = _leaves(names, paths, buffers, flag if masks else None)

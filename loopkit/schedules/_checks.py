@@ -8,7 +8,7 @@ from typing import SupportsIndex, TypeAlias
 Whole: TypeAlias = SupportsIndex
 """A Python int, or what can be one without loss: integers of numpy."""
 
-UNITS = "count the units to be reversed"
+COUNT_UNITS = "count the units to be reversed"
 SLOTS = "count the initial state as one slot"
 CARRY = "give the size of a state"
 RESIDUALS = "give the size of a unit's residuals"

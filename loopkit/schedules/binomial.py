@@ -42,12 +42,12 @@ from bisect import bisect_left
 from math import comb
 from typing import Any, NamedTuple
 
-from loopkit.schedules._checks import SLOTS, UNITS, Whole, integer
+from loopkit.schedules._checks import COUNT_UNITS, SLOTS, Whole, integer
 
-LARGEST = 2**31 - 1
+LARGEST_COUNT = 2**31 - 1
 """Entries of a table saturate here, so that int32 holds them."""
 
-_FREE = "count the slots beside the one that holds the start"
+_FREE_SLOT = "count the slots beside the one that holds the start"
 
 
 def reach(slots: Whole, repetitions: Whole) -> int:
@@ -70,7 +70,7 @@ def repetition_number(units: Whole, slots: Whole) -> int:
     >>> repetition_number(10, 3), repetition_number(11, 3)
     (2, 3)
     """
-    units = integer("binomial.repetition_number", "units", units, 0, UNITS)
+    units = integer("binomial.repetition_number", "units", units, 0, COUNT_UNITS)
     slots = integer("binomial.repetition_number", "slots", slots, 1, SLOTS)
     reached = lambda repetitions: comb(slots + repetitions, slots)
     enough = 1
@@ -90,8 +90,8 @@ def advances(units: Whole, free: Whole) -> int:
     >>> advances(10, 2), advances(5, 0)
     (15, 10)
     """
-    units = integer("binomial.advances", "units", units, 0, UNITS)
-    free = integer("binomial.advances", "free", free, 0, _FREE)
+    units = integer("binomial.advances", "units", units, 0, COUNT_UNITS)
+    free = integer("binomial.advances", "free", free, 0, _FREE_SLOT)
     repetitions = repetition_number(units, free + 1)
     if repetitions == 0:
         return 0
@@ -109,7 +109,7 @@ def evaluations(units: Whole, slots: Whole) -> int:
     >>> evaluations(3, 3), evaluations(200, 8)      # three slots hold three states: no repetition
     (3, 584)
     """
-    units = integer("binomial.evaluations", "units", units, 0, UNITS)
+    units = integer("binomial.evaluations", "units", units, 0, COUNT_UNITS)
     slots = integer("binomial.evaluations", "slots", slots, 1, SLOTS)
     return advances(units + 1, slots - 1)
 
@@ -129,7 +129,7 @@ def split(units: Whole, free: Whole) -> int:
     """
     where = "binomial.split"
     units = integer(where, "units", units, 2, "a stretch of one unit is replayed as it is")
-    free = integer(where, "free", free, 0, _FREE)
+    free = integer(where, "free", free, 0, _FREE_SLOT)
     s = free + 1
     r = repetition_number(units, s)
     return max(1 if r == 1 else comb(s + r - 2, s), units - comb(s - 1 + r, r))
@@ -157,16 +157,16 @@ def split_table(units: Whole, free: Whole, *, columns: Whole = 256) -> SplitTabl
     Returns: a SplitTable of tuples of Python ints, none above 2**31 - 1.
     """
     where = "binomial.split_table"
-    units = integer(where, "units", units, 1, UNITS)
-    free = integer(where, "free", free, 0, _FREE)
+    units = integer(where, "units", units, 1, COUNT_UNITS)
+    free = integer(where, "free", free, 0, _FREE_SLOT)
     columns = integer(where, "columns", columns, 1, "256 is a good number")
     needed = 1 if free == 0 else repetition_number(units, 2)  # row 0 is linear: one column says it
     columns = max(1, min(columns, needed))
     rows = []
     for s in range(1, free + 2):
         start = [1] + [comb(s + r - 2, s) + comb(s - 1 + r, r) for r in range(2, columns + 1)]
-        width = [comb(s - 1 + r - 1, r - 1) for r in range(1, columns)] + [LARGEST]
-        rows.append([tuple(min(LARGEST, entry) for entry in row) for row in (start, width)])
+        width = [comb(s - 1 + r - 1, r - 1) for r in range(1, columns)] + [LARGEST_COUNT]
+        rows.append([tuple(min(LARGEST_COUNT, entry) for entry in row) for row in (start, width)])
     return SplitTable(*zip(*rows, strict=True))
 
 

@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from loopkit.schedules._checks import BUDGET, CARRY, RESIDUALS, UNITS, Whole, integer
+from loopkit.schedules._checks import BUDGET, CARRY, COUNT_UNITS, RESIDUALS, Whole, integer
 from loopkit.schedules.actions import (
     Action,
     Advance,
@@ -92,7 +92,7 @@ def _optimum(
     function: str, units: Whole, budget: Whole, carry_size: Whole, residual_size: Whole
 ) -> _Optimum:
     where = f"mixed.{function}"
-    units = integer(where, "units", units, 0, UNITS)
+    units = integer(where, "units", units, 0, COUNT_UNITS)
     budget = integer(where, "budget", budget, 0, BUDGET)
     carry_size = integer(where, "carry_size", carry_size, 1, CARRY)
     residual_size = integer(where, "residual_size", residual_size, 1, RESIDUALS)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Never
 
-from loopkit.schedules._checks import BUDGET, CARRY, RESIDUALS, UNITS, Whole, integer
+from loopkit.schedules._checks import BUDGET, CARRY, COUNT_UNITS, RESIDUALS, Whole, integer
 from loopkit.schedules.actions import (
     Action,
     Advance,
@@ -69,7 +69,7 @@ def replay(
     """
     where = "replay.replay"
     machine = _Machine(
-        units=integer(where, "units", units, 0, UNITS),
+        units=integer(where, "units", units, 0, COUNT_UNITS),
         slots=None if slots is None else integer(where, "slots", slots, 0, "count the slots"),
         budget=None if budget is None else integer(where, "budget", budget, 0, BUDGET),
         carry_size=integer(where, "carry_size", carry_size, 0, CARRY),

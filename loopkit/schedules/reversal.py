@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from loopkit.schedules import binomial
-from loopkit.schedules._checks import SLOTS, UNITS, Whole, integer
+from loopkit.schedules._checks import COUNT_UNITS, SLOTS, Whole, integer
 from loopkit.schedules.actions import Action, Advance, Discard, Restore, Reverse, Save
 from loopkit.schedules.online import Placement
 
@@ -45,7 +45,7 @@ def gradient(units: Whole, slots: Whole) -> Iterator[Action]:
     Reverse(unit=0)
     Discard(slot=0)
     """
-    units = integer("reversal.gradient", "units", units, 0, UNITS)
+    units = integer("reversal.gradient", "units", units, 0, COUNT_UNITS)
     slots = integer("reversal.gradient", "slots", slots, 1, SLOTS)
     return _gradient(units, _Stack({}, slots))
 
@@ -145,7 +145,7 @@ def _check(
     function: str, positions: Mapping[int, int], units: Whole, slots: Whole
 ) -> tuple[int, int]:
     where = f"reversal.{function}"
-    units = integer(where, "units", units, 0, UNITS)
+    units = integer(where, "units", units, 0, COUNT_UNITS)
     slots = integer(where, "slots", slots, 1, SLOTS)
     prefix = f"loopkit.schedules.{where}: `positions` must"
     for slot, unit in positions.items():

@@ -200,7 +200,7 @@ def climbed(held, slots, units):
 
 def run_again(found, steps):
     """Steps that lead to a segment, and those run within segments to have their carries."""
-    plan, laid = found.both.how.plan, found.both.laid
+    plan, laid = found.both.how.plan, found.both.layout_plan
     wider = plan.segment // laid.segment
     units = found.residuals[-2][: plan.slots].tolist()
     held = [unit // wider for unit in units if unit != NEVER and unit % wider == 0]

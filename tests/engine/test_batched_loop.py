@@ -11,7 +11,7 @@ from loopkit._buffers.slices import read, write
 from loopkit._buffers.window import Window
 from loopkit._engine.derivative.split import batch_split, split_step
 from loopkit._engine.loop import Active, Input, Operands, kept
-from loopkit._engine.passes.batched_loop import MANY, batch_loop, leaves_in_rows
+from loopkit._engine.passes.batched_loop import MANY_LANES, batch_loop, leaves_in_rows
 
 from .small_loops import assert_same, make_loop, run
 
@@ -312,10 +312,10 @@ def test_which_buffers_have_it_in_their_rows():
     """Those that steps only write to, if there are enough lanes and it need not be moved there."""
     loop, _ = table_loop(reads=False)
     found = lambda size, place: leaves_in_rows(loop, _jax.axis(size), [None, place])
-    assert found(MANY, None) == found(MANY, 1) == (1,)
-    assert found(MANY - 1, 1) == found(MANY, 0) == ()
+    assert found(MANY_LANES, None) == found(MANY_LANES, 1) == (1,)
+    assert found(MANY_LANES - 1, 1) == found(MANY_LANES, 0) == ()
     loop, _ = table_loop(reads=True)
-    assert found(MANY, 1) == ()
+    assert found(MANY_LANES, 1) == ()
 
 
 @pytest.mark.parametrize("joins", [False, True])

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from loopkit._engine.facts.bounds import PLANNED, Bound, Limit, Limits, bound_of, limits_of
+from loopkit._engine.facts.bounds import PLANNED, Limit, Limits, StepBound, bound_of, limits_of
+from loopkit._jaxprs.integers import Range
 
 from .small_loops import make_loop
 from .test_write_log import inner
@@ -35,7 +36,29 @@ def test_steps_of_a_limit():
         by = size if name in ("lt", "le") else -size
         found = Limit(0, by, int(name in ("le", "ge")), limit, -1, np.int8)
         wanted = counted(first, by, lambda i, holds=holds, limit=limit: holds(i, limit))
-        assert found.steps([np.int8(first)]) == wanted, (name, first, limit, by)
+        assert found.steps([Range(first, first)]) == wanted, (name, first, limit, by)
+
+
+def test_steps_of_a_limit_in_ranges():
+    """No start and no limit of a range makes for more."""
+    for (name, holds), low, last, size in itertools.product(
+        TESTS.items(), ENDS, ENDS, (1, 2, 3, 50)
+    ):
+        by = size if name in ("lt", "le") else -size
+        found = Limit(0, by, int(name in ("le", "ge")), None, 1, np.int8)
+        firsts, limits = ([n for n in range(end, end + 3) if n < 128] for end in (low, last))
+        ranges = [Range(min(firsts), max(firsts)), Range(min(limits), max(limits))]
+        most = found.steps(ranges)
+        each = [
+            counted(first, by, lambda i, holds=holds, limit=limit: holds(i, limit))
+            for first in firsts
+            for limit in limits
+        ]
+        assert most is None or (None not in each and max(each) == most), (name, ranges, by, each)
+        if most is not None:
+            low, high = found.inside(ranges)
+            taken = [i for i in firsts for limit in limits if holds(i, limit)]
+            assert all(low <= i <= high for i in taken)
 
 
 def limits(test, step, init, consts=(), **how):
@@ -51,13 +74,13 @@ def bound(*args):
 
 
 def test_a_limit_that_is_the_first_operand():
-    assert bound(lambda n, c: c[0] < n[0], lambda _, c: [c[0] + 1], [4]) == Bound(6, True)
+    assert bound(lambda n, c: c[0] < n[0], lambda _, c: [c[0] + 1], [4]) == StepBound(6, True)
 
 
 def test_no_step_is_taken_beyond():
     for first, steps in [(9, 1), (10, 0), (14, 0)]:
         found = bound(lambda n, c: c[0] < n[0], lambda _, c: [c[0] + 1], [first])
-        assert found == Bound(steps, True)
+        assert found == StepBound(steps, True)
 
 
 def test_limits_that_may_be_reached_and_several():
@@ -77,9 +100,9 @@ def test_what_else_is_asked():
     step = lambda _, c: [c[0] + 1, c[0] < 5]
     assert bound(lambda n, c: c[1], step, [0, True]) is None
     assert bound(lambda n, c: ~c[1], step, [0, True]) is None
-    assert bound(lambda n, c: c[1] & (c[0] < n[0]), step, [0, True]) == Bound(10, False)
+    assert bound(lambda n, c: c[1] & (c[0] < n[0]), step, [0, True]) == StepBound(10, False)
     several = lambda n, c: jnp.isfinite(c[1]) & (c[0] < n[0])
-    assert bound(several, lambda _, c: [c[0] + 1, c[1] * 2], [0, 0.5]) == Bound(10, False)
+    assert bound(several, lambda _, c: [c[0] + 1, c[1] * 2], [0, 0.5]) == StepBound(10, False)
 
 
 def below_ten(step, init, consts=()):
@@ -102,8 +125,8 @@ def test_counters_of_inner_loops():
     for step in (scanned, looped):
         found, operands = below_ten(step, [jnp.asarray(0.5), 0], [jnp.asarray(0.9)])
         assert [limit.by for limit in found.found] == [20]
-        assert bound_of(found, operands) == Bound(1, True)
-        assert bound_of(found, [*operands[:-1], np.asarray(-50)]) == Bound(3, True)
+        assert bound_of(found, operands) == StepBound(1, True)
+        assert bound_of(found, [*operands[:-1], np.asarray(-50)]) == StepBound(3, True)
 
 
 def test_what_inner_loops_make_of_something_else():
@@ -142,7 +165,7 @@ def test_inner_loops_of_unknown_length():
 
 def test_what_is_planned_for():
     """A bound that is not reached, if it is not far; all steps, if they are kept or known."""
-    assert Bound(PLANNED, False).is_planned_for(3)
-    assert not Bound(PLANNED + 1, False).is_planned_for(3)
-    assert Bound(PLANNED + 1, True).is_planned_for(3)
-    assert Bound(PLANNED + 1, False).is_planned_for("all")
+    assert StepBound(PLANNED, False).is_planned_for(3)
+    assert not StepBound(PLANNED + 1, False).is_planned_for(3)
+    assert StepBound(PLANNED + 1, True).is_planned_for(3)
+    assert StepBound(PLANNED + 1, False).is_planned_for("all")

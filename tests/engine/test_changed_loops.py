@@ -34,7 +34,7 @@ def test_steps_that_are_taken_again():
     assert speaks.effects
     assert not quiet.effects
     assert speaks.without_debug_effects() is quiet
-    assert [loop.asks_the_host for loop in (silent, speaks, asks)] == [False, False, True]
+    assert [loop.has_impure_callback for loop in (silent, speaks, asks)] == [False, False, True]
     speaks.check_repeats()
     with pytest.raises(NotImplementedError, match=r"loopkit\.while_loop: steps that are run again"):
         asks.check_repeats()
@@ -76,4 +76,4 @@ def test_what_equal_programs_may_differ_in():
     key = program_key(loop)
     assert program_key(loop.replace(lasting=True)) == key
     assert program_key(loop.replace(memory={"a": 1})) == key
-    assert program_key(loop.replace(holds=True)) != key
+    assert program_key(loop.replace(masks_itself=True)) != key

@@ -53,7 +53,7 @@ def test_no_segment_is_run_to_get_to_another(segment, monkeypatch):
     plan = Plan(-(-LENGTH // segment), segment)
     for name in LOOPS:
         assert_counts(name, plan, [*GPUS, *MIXED])
-    monkeypatch.setattr(waits, "LARGE", -1)
+    monkeypatch.setattr(waits, "LARGE_CARRY", -1)
     for name in LOOPS:
         assert_counts(name, plan)
 
@@ -91,7 +91,7 @@ def test_of_small_carries_a_host_waits_once_a_step(monkeypatch):
     there = lambda on_gpu: loops_there(*decided(checkpoints=Plan(3, 3)), on_gpu)
     assert there(True) == [False]
     assert there(False) == [False, False]
-    monkeypatch.setattr(waits, "LARGE", -1)
+    monkeypatch.setattr(waits, "LARGE_CARRY", -1)
     assert there(True) == [False, False]
 
 

@@ -34,7 +34,7 @@ def shapes(loop, operands):
     """Those of the constants and of the carry, once what can be is flat; the results stay."""
     new = flat_rows(loop)
     if isinstance(new, Rewritten):
-        flat, _ = new.loop.split(new.into(operands.flat))
+        flat, _ = new.loop.split(new.map_operands(operands.flat))
         assert_same(new.back(run(new.loop, flat)), run(loop, operands))
         loop = new.loop
     return [t.shape for t in loop.const_types], [t.shape for t in loop.carry_types]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loopkit._engine.passes import rewritten
-from loopkit._engine.passes.flattened import LEAF, MOST, _cut, _few, flattened
+from loopkit._engine.passes.flattened import LEAF, STEPS_BETWEEN_CHECKS, _cut, _few, flattened
 from loopkit._engine.passes.nest import steps_nanoseconds
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs.cost import UNKNOWN_TRIPS, nanoseconds
@@ -30,7 +30,7 @@ def inner_loop(length=None, step=jnp.sin):
 def outer_loop(step):
     """A loop of so many carry leaves: t, x, and of a constant."""
     body = lambda consts, carry, _: ([carry[0] + 1, step(consts[0], *carry)], [])
-    return make_loop(body, [np.eye(2)], [0, VALUE], length=3, narrows="flatten")
+    return make_loop(body, [np.eye(2)], [0, VALUE], length=3, lane_policy="flatten")
 
 
 def around(inner):
@@ -53,8 +53,8 @@ def test_loops_of_one_step_stay(length, inside):
     if nest is None:
         assert new is loop
         return
-    given, _ = new.loop.split(new.into(operands.flat))
-    assert_same(new.back(run(new.loop, given)), run(loop, operands))
+    given, _ = new.loop.split(new.map_operands(operands.flat))
+    assert_same(new.map_results(run(new.loop, given)), run(loop, operands))
 
 
 def test_what_outlives_a_piece():
@@ -78,7 +78,7 @@ def test_steps_that_are_taken_at_once():
         once = arrays * LEAF + sum(map(steps_nanoseconds, nest.pieces))
         step = nanoseconds(inner.body)
         cost = lambda n: UNKNOWN_TRIPS / n * once + n / 2 * step  # noqa: B023
-        best = min(range(1, MOST + 1), key=cost)
+        best = min(range(1, STEPS_BETWEEN_CHECKS + 1), key=cost)
         assert abs(nest.inside[0].loop.length - best) <= 1
         assert nest.inside[0].loop.length == _few(nest.inside[0].eqn, once)
 
@@ -96,11 +96,11 @@ def test_loops_inside_that_are_flattened_before():
     )
     loop, operands = around(middle)
     new = flattened(loop)
-    given, _ = new.loop.split(new.into(operands.flat))
-    assert_same(new.back(run(new.loop, given)), run(loop, operands))
+    given, _ = new.loop.split(new.map_operands(operands.flat))
+    assert_same(new.map_results(run(new.loop, given)), run(loop, operands))
     (inside,) = _cut(loop).inside
-    assert inside.loop.holds
-    flat = flattened(middle.replace(narrows="flatten"))
+    assert inside.loop.masks_itself
+    flat = flattened(middle.replace(lane_policy="flatten"))
     bind = lambda *values: while_p.bind(*values, loop=flat.loop)
     again, _ = outer_loop(lambda w, t, x: rewritten.run(bind, [flat], [t + 1, x])[1] @ w)
     (inside,) = _cut(again).inside

@@ -45,13 +45,13 @@ def assert_counts(name, plan, on_gpu):
 def test_longer_segments(large, monkeypatch):
     """Of two steps; those that are large are saved only where they have to be."""
     if large:
-        monkeypatch.setattr(waits, "LARGE", -1)
+        monkeypatch.setattr(waits, "LARGE_CARRY", -1)
     for name, on_gpu in itertools.product(LOOPS, [*GPUS, *MIXED]):
         found = assert_counts(name, Plan(4), on_gpu)
         assert isinstance(found.both, InUnits) == on_gpu[1]
         if on_gpu[1]:
             assert found.both.wider == 2
-            assert found.both.in_passing is not large
+            assert found.both.predicated_store is not large
 
 
 def test_segments_of_three():
@@ -60,9 +60,9 @@ def test_segments_of_three():
 
 
 def test_of_large_carries_the_steps_beyond_the_last_segment(monkeypatch):
-    monkeypatch.setattr(waits, "LARGE", -1)
+    monkeypatch.setattr(waits, "LARGE_CARRY", -1)
     found = assert_swept(*known(checkpoints=Plan(2, segment=2)), on_gpu=(True, True))
-    assert not found.both.in_passing
+    assert not found.both.predicated_store
 
 
 def test_longer_segments_whose_slots_are_on_the_host():
@@ -85,7 +85,7 @@ def test_of_small_carries_a_host_waits_once_a_step(plan, monkeypatch):
     """Not once a run of steps as well; large ones are not written over themselves for that."""
     make = LOOPS["decided"][0]
     assert loops_there(*make(checkpoints=plan), on_gpu=True) == [False]
-    monkeypatch.setattr(waits, "LARGE", -1)
+    monkeypatch.setattr(waits, "LARGE_CARRY", -1)
     assert loops_there(*make(checkpoints=plan), on_gpu=True) == [False, False]
 
 
@@ -93,13 +93,13 @@ def test_climbs_of_small_carries_are_one_loop(monkeypatch):
     """Over segments; to large ones, of loops from one that is saved to the next."""
     loop, given = decided(checkpoints=Plan(2))
     assert loops_back(loop, given, on_gpu=True) == [False, False]
-    monkeypatch.setattr(waits, "LARGE", -1)
+    monkeypatch.setattr(waits, "LARGE_CARRY", -1)
     assert loops_back(loop, given, on_gpu=True) == [False, False, False]
 
 
 def test_climbs_of_large_carries_are_loops_over_segments_of_known_length(monkeypatch):
     """As are those over the steps of a segment that are replayed, and reversed."""
-    monkeypatch.setattr(waits, "LARGE", -1)
+    monkeypatch.setattr(waits, "LARGE_CARRY", -1)
     loop, given = decided(checkpoints=Plan(2, segment=3))
     of_whole = loops_back(loop, given, on_gpu=True)
     assert of_whole.count(True) == len(["climb", "climb", "replayed", "reversed"])
@@ -117,5 +117,5 @@ def test_of_a_known_number_of_small_ones_it_does_not_wait(monkeypatch):
     """And of large ones where it has to know how many are in a stretch."""
     make = LOOPS["known"][0]
     assert loops_there(*make(checkpoints=Plan(2, segment=2)), on_gpu=True) == [True, True]
-    monkeypatch.setattr(waits, "LARGE", -1)
+    monkeypatch.setattr(waits, "LARGE_CARRY", -1)
     assert loops_there(*make(checkpoints=Plan(2, segment=2)), on_gpu=True) == [True, False, True]

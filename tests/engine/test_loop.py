@@ -108,8 +108,8 @@ def test_what_nothing_is_said_of():
     assert (Const(), Input(), Output()) == ((0,), (0, 0), (0, False))
     loop, operands = make_loop(lambda consts, carry, x: (carry, []), [], [0.5], length=3)
     assert operands.flat == [0.5]
-    assert not any((loop.reverse, loop.auto_unroll, loop.holds, loop.lasting))
-    assert (loop.unroll, loop.left) == (1, 0)
+    assert not any((loop.reverse, loop.auto_unroll, loop.masks_itself, loop.lasting))
+    assert (loop.unroll, loop.min_active_lanes) == (1, 0)
 
 
 def test_counts_and_types():
@@ -185,7 +185,7 @@ def test_prune(make, carry, ys, consts, leaves, xs):
     assert small.xs == tuple(kept(loop.xs, xs))
     assert small.ys == tuple(kept(loop.ys, ys))
     of_all = run(loop, operands)
-    got = pruned.back(run(small, small.split(pruned.into(operands.flat))[0]))
+    got = pruned.back(run(small, small.split(pruned.map_operands(operands.flat))[0]))
     assert [v is not None for v in got] == list(map(bool, [*leaves, *ys]))
     assert_same(*(kept(v, pruned.results) for v in (got, of_all)))
 
@@ -241,7 +241,7 @@ def test_the_dual_loop(nonzero):
     assert dual.ys == (*loop.ys, *kept(loop.ys, active.ys))
     inputs = [*operands.consts, *operands.init, *operands.xs]
     tangents = tangents_like(inputs, active.inputs)
-    values, _ = dual.split(rewritten.into([*operands.flat, *tangents]))
+    values, _ = dual.split(rewritten.map_operands([*operands.flat, *tangents]))
     results, moved = parts(rewritten.back(run(dual, values)), loop.carry_count + loop.ys_count)
     wanted, of_wanted = jvp_step_by_step(loop, operands, active, tangents)
     assert_same(results, wanted)
@@ -257,7 +257,7 @@ def test_the_dual_of_a_loop_with_a_predicate():
     assert len(dual.cond.in_avals) == loop.cond_const_count + 5
     inputs = [*operands.consts, *operands.init, *operands.xs]
     tangents = tangents_like(inputs, active.inputs)
-    values, _ = dual.split(rewritten.into([*operands.flat, *tangents]))
+    values, _ = dual.split(rewritten.map_operands([*operands.flat, *tangents]))
     results, moved = parts(rewritten.back(run(dual, values)), loop.carry_count + loop.ys_count)
     assert_same(results, run(loop, operands))
     rows = [np.asarray(v) for v in jvp_step_by_step(loop, operands, active, tangents)[1]]

@@ -10,7 +10,13 @@ import numpy as np
 from loopkit import _jax
 from loopkit._engine.facts.widths import TOGETHER
 from loopkit._engine.loop import Operands
-from loopkit._engine.passes.many_lanes import SMALL, Together, join, waiting_lanes, with_lanes
+from loopkit._engine.passes.many_lanes import (
+    COPIED_FOR_LANES,
+    AxisPair,
+    join,
+    waiting_lanes,
+    with_lanes,
+)
 
 from .small_loops import assert_same, make_loop, run
 
@@ -27,7 +33,7 @@ def body(consts, carry, x):
 def small(table=2, **how):
     asks = lambda limit, carry: carry[0] < limit[0]
     consts, xs = [0.9, np.cos(np.arange(1.0 * table))], [0.1 * np.arange(6.0)]
-    how = {"narrows": NARROW, "cond": asks, "cond_consts": [4]} | how
+    how = {"lane_policy": NARROW, "cond": asks, "cond_consts": [4]} | how
     return make_loop(body, consts, [0, 0.3, 1.0], xs, **how)
 
 
@@ -48,7 +54,7 @@ def pick(value, axis, lane):
 
 def test_two_axes_made_one():
     """Wherever they are, and if a value has only one of them, or none."""
-    two, size = Together(OUTER, INNER), OUTER * INNER
+    two, size = AxisPair(OUTER, INNER), OUTER * INNER
     value = np.sin(np.arange(20.0)).reshape(4, 5)
     for place, outer, has in itertools.product([0, 1], [None, 0, 2], [False, True]):
         inner = place if has else None
@@ -78,7 +84,7 @@ FLAGS = Operands([True], [True, False], [False, True, False], [True])
 
 def assert_lanes(lanes, given, one):
     """As if each lane of the outermost axis were run by itself."""
-    results = run(lanes.loop, lanes.loop.split(lanes.into(given))[0])
+    results = run(lanes.loop, lanes.loop.split(lanes.map_operands(given))[0])
     found = lanes.back(results)
     axes = [a for _, a in given if a is not None]
     assert axes
@@ -124,7 +130,7 @@ def found(loop, flags, count=6):
 
 
 def test_lanes_that_are_not_to_narrow():
-    loop, _ = small(narrows="wait")
+    loop, _ = small(lane_policy="wait")
     assert found(loop, FLAGS) is None
     loop, _ = small()
     still = Operands([False], [True, True], [False, True, True], [True])
@@ -137,7 +143,7 @@ def test_lanes_that_narrow_are_joined_by_none_that_do_not():
     still = Operands([False], [False, False], [False, False, True], [False])
     assert found(many, still) is None
     # Of these no phases are made: the axis goes into the loop itself.
-    fewer, _ = small(narrows="compact")
+    fewer, _ = small(lane_policy="compact")
     few = found(fewer, FLAGS, 2).loop
     assert found(few, still, 3) is None
     assert found(few, FLAGS, 3) is None, "six lanes wait"
@@ -159,7 +165,7 @@ def joined(loop, inner, outer, count=6):
 def test_what_is_shared_is_copied_if_it_is_small():
     inner = FLAGS._replace(consts=[True, False])
     outer = FLAGS._replace(consts=[True, True])
-    most = SMALL // 8 // 18
+    most = COPIED_FOR_LANES // 8 // 18
     loop, _ = small(most)
     lane = joined(loop, inner, outer)
     assert (lane.loop, lane.count) == (loop, 18)
@@ -173,7 +179,7 @@ def test_what_is_shared_is_copied_if_it_is_small():
 
 def test_where_lanes_cannot_be_joined_the_inner_narrow_if_they_are_enough():
     """Or else the outer."""
-    loop, _ = small(SMALL, narrows="compact")
+    loop, _ = small(COPIED_FOR_LANES, lane_policy="compact")
     outer = FLAGS._replace(consts=[True, True])
     many, few = (found(loop, FLAGS, n).loop for n in (16, 2))
     assert found(many, outer, 16) is None
@@ -188,7 +194,7 @@ def test_what_is_shared_may_be_as_large_as_the_carry():
     init = [0, np.ones(5000)]
     inner, outer = (Operands([True], [flag], [False, True], []) for flag in (True, False))
     for more, wanted in [(1, True), (2, False)]:
-        how = {"cond": asks, "cond_consts": [4], "narrows": NARROW}
+        how = {"cond": asks, "cond_consts": [4], "lane_policy": NARROW}
         loop, _ = make_loop(step, [np.ones(5000 + more)], init, **how)
         assert (joined(loop, inner, outer) is not None) == wanted
 
@@ -198,7 +204,7 @@ def test_what_is_not_joined():
     assert joined(loop, FLAGS, FLAGS).count == 18
     still = Operands([False], [True, True], [False, True, True], [True])
     assert joined(loop, FLAGS, still) is None
-    loop, _ = small(narrows="compact")
+    loop, _ = small(lane_policy="compact")
     assert joined(loop, FLAGS, FLAGS, 2) is None
     spread = dataclasses.replace(_jax.axis(6), spmd_name="d")
     assert join(found(loop, FLAGS, 3).lane, spread, [0] * 7) is None
@@ -226,5 +232,5 @@ def test_a_predicate_that_asks_all_lanes():
     assert_lanes(lanes, given, lambda own: run(plain, loop.split(own)[0]))
     still = Operands([False], [True, True], [False, True, True], [True])
     assert found(loop, still) is None
-    waits, _ = small(cond=asks, narrows="compact")
+    waits, _ = small(cond=asks, lane_policy="compact")
     assert found(waits, FLAGS, 2) is None, "too few to narrow"

@@ -34,7 +34,7 @@ def with_rows(most=None):
         return [h + v, total + before], [jnp.stack([v, h]), n * 2, y * before]
 
     xs = [COUNTS, np.sin(np.arange(10.0)).reshape(2, 5)]
-    how = {"x_axes": [0, 1], "y_axes": [1, 0, 1], "reverse": True, "narrows": "flatten"}
+    how = {"x_axes": [0, 1], "y_axes": [1, 0, 1], "reverse": True, "lane_policy": "flatten"}
     return make_loop(body, [0.9], [0.3, 0.0], xs, **how)
 
 
@@ -46,7 +46,7 @@ def until(most=None, length=None):
         return [n + 1, h + sines(n, 0.2, h, max_steps=most)], []
 
     asks = lambda limit, carry: carry[1] < limit[0]
-    how = {"cond": asks, "cond_consts": [0.9], "length": length, "narrows": "flatten"}
+    how = {"cond": asks, "cond_consts": [0.9], "length": length, "lane_policy": "flatten"}
     return make_loop(body, [], [0, 0.3], **how)
 
 
@@ -62,9 +62,11 @@ def test_the_same_results(name):
     loop, operands = LOOPS[name]()
     flat = flattened(loop.replace(unroll=3, auto_unroll=True))
     one = flat.loop
-    assert (one.holds, one.reverse, one.xs, one.ys) == (True, False, (), ())
+    assert (one.masks_itself, one.reverse, one.xs, one.ys) == (True, False, (), ())
     assert (one.unroll, one.auto_unroll) == (1, False)
-    found = flat.back(run(one, one.split(flat.into(operands.flat))[0]), operands.flat)
+    found = flat.map_results(
+        run(one, one.split(flat.map_operands(operands.flat))[0]), operands.flat
+    )
     assert_same(found, run(loop, operands))
 
 
@@ -95,7 +97,7 @@ def test_a_few_steps_at_a_time():
         assert (found.loop.length, found.most) == wanted
         assert found.counted == (most is not None)
         assert found.loop.carry_count == 2 + found.counted
-        assert found.loop.narrows == "wait"
+        assert found.loop.lane_policy == "wait"
 
 
 def test_the_most_steps():
@@ -142,7 +144,7 @@ def test_whether_it_is_worth_it():
                 h = jnp.sin(h)
             return [sines(n, h, 0.9), n], []
 
-        return _cut(make_loop(body, [], [0.3, 3], length=4, narrows="flatten")[0])
+        return _cut(make_loop(body, [], [0.3, 3], length=4, lane_policy="flatten")[0])
 
     assert nest(1).is_worth_it
     assert not nest(200).is_worth_it
@@ -156,13 +158,13 @@ def test_weak_types():
         weak = jnp.where(n > 1, 2.0, 3.0)
         return [n + 1, sines(n, h, 0.9) * weak, c * 0.5], [weak]
 
-    loop, operands = make_loop(body, [], [0, np.array(0.3), 1.0], length=3, narrows="flatten")
+    loop, operands = make_loop(body, [], [0, np.array(0.3), 1.0], length=3, lane_policy="flatten")
     assert [t.weak_type for t in loop.result_types] == [True, False, True, True]
     flat = flattened(loop)
     assert not any(t.weak_type for t in flat.loop.body.in_avals + flat.loop.body.out_avals)
-    back = _jax.trace_closed(lambda *v: flat.back(v), flat.loop.result_types, "back")
+    back = _jax.trace_closed(lambda *v: flat.map_results(v), flat.loop.result_types, "back")
     assert [t.weak_type for t in back.out_avals] == [True, False, True, True]
-    found = flat.back(run(flat.loop, flat.loop.split(flat.into(operands.flat))[0]))
+    found = flat.map_results(run(flat.loop, flat.loop.split(flat.map_operands(operands.flat))[0]))
     assert_same(found, run(loop, operands))
 
 
@@ -174,7 +176,7 @@ def test_lanes_are_in_steps_of_their_own():
     flat, axes = flattened(loop), [0, 0, None, 1, None]
     given = [np.array([0.9, 0.7]), np.array([0.3, 0.5]), operands.init[1]]
     given += [np.stack([COUNTS, COUNTS + 2], 1), operands.xs[1]]
-    start = jax.vmap(lambda *values: flat.into(values), axes)(*given)
+    start = jax.vmap(lambda *values: flat.map_operands(values), axes)(*given)
     flags = Operands(*([True] * len(group) for group in flat.loop.split(start)[0]))
     many = batch_loop(flat.loop, _jax.axis(2), flags)
     found = run(many.loop, many.loop.split(list(map(np.asarray, start)))[0])
@@ -182,4 +184,4 @@ def test_lanes_are_in_steps_of_their_own():
     for lane in range(2):
         own = [v if a is None else v.take(lane, a) for v, a in zip(given, axes, strict=True)]
         one = [v.take(lane, p) for v, p in zip(found, many.results, strict=True)]
-        assert_same(flat.back(one), run(loop, loop.split(own)[0]))
+        assert_same(flat.map_results(one), run(loop, loop.split(own)[0]))

@@ -14,7 +14,7 @@ from loopkit._buffers.window import Window
 from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output
 from loopkit._engine.passes import PASSES, ready, rewritten
 from loopkit._engine.passes.flat_rows import SHORT, flat_rows
-from loopkit._engine.passes.in_step import axes_between_lanes, in_step
+from loopkit._engine.passes.lockstep import axes_between_lanes, lockstep
 from loopkit._jaxprs import equations
 
 from .small_loops import assert_same, make_loop, run, types_of
@@ -113,11 +113,11 @@ def test_flat_rows(step, consts, carry):
     if not any(consts) and not any(carry):
         assert flat is loop
         return
-    flatter, _ = flat.loop.split(flat.into(operands.flat))
+    flatter, _ = flat.loop.split(flat.map_operands(operands.flat))
     for values, counts in ((flatter.consts, consts), (flatter.init[1:], carry[1:])):
         assert [v.shape for v in values] == [(5, 6) if n else SHAPE for n in counts]
     assert flat.loop.carry == loop.carry
-    assert_same(flat.back(run(flat.loop, flatter)), run(loop, operands))
+    assert_same(flat.map_results(run(flat.loop, flatter)), run(loop, operands))
 
 
 def test_no_step_reshapes_a_buffer():
@@ -188,7 +188,7 @@ def speaking():
         leaves = (CarryLeaf(),) * 3
         loop = Loop(cond, body, 1, (Const(),), leaves, (Input(),), (Output(),), length=8)
         assert axes_between_lanes(loop) == (AXIS,)
-        return loop, in_step(loop)
+        return loop, lockstep(loop)
 
     return in_lanes(made)
 
@@ -221,7 +221,7 @@ def test_what_is_not_held():
     held = together.loop.body
     assert equations.forwarded(held)[:3] == [None, None, 4]
     carry = [CarryLeaf(), CarryLeaf(buffer=True), CarryLeaf()]
-    other = in_lanes(lambda: in_step(loop.replace(carry=tuple(carry)))).loop.body
+    other = in_lanes(lambda: lockstep(loop.replace(carry=tuple(carry)))).loop.body
     step = lambda jaxpr: jax.vmap(_jax.call_jaxpr(jaxpr), axis_name=AXIS)
     stopped, h = np.zeros(LANES), np.arange(1.0, 4.0)
     operands = [stopped, stopped, np.zeros(LANES, int), h, h, stopped + 0.5]

@@ -36,7 +36,7 @@ def bounded(rows, **how):
     xs = [np.sin(np.arange(18.0)).reshape(3, 6), np.arange(6.0)] if "x" in rows else []
     init = [0, 0.3, np.array([[0.5, 0.1], [0.2, 0.9]])]
     how |= {"x_axes": [1, 0][: len(xs)], "y_axes": [1, 0] if "y" in rows else []}
-    how |= {"cond": below, "cond_consts": [3], "narrows": (4, 2)}
+    how |= {"cond": below, "cond_consts": [3], "lane_policy": (4, 2)}
     loop, operands = make_loop(body, [0.9, 0.1], init, xs, length=6, **how)
     flags = Operands([True], [True, False], [False, True, False], [True, False][: len(xs)])
     return loop, operands, flags
@@ -100,7 +100,9 @@ def unbounded():
     types = [*loop.carry_types, *keys]
     step = _jax.trace_closed(lambda *carry: body([], carry, [])[0], types, "step")
     asks = _jax.trace_closed(lambda l, *carry: [below([l], carry)], [types[0], *types], "asks")
-    return loop.replace(cond=asks, body=step, carry=(*loop.carry, loop.carry[-1]), narrows=(4, 2))
+    return loop.replace(
+        cond=asks, body=step, carry=(*loop.carry, loop.carry[-1]), lane_policy=(4, 2)
+    )
 
 
 def test_without_a_bound_nothing_is_counted():
@@ -110,7 +112,7 @@ def test_without_a_bound_nothing_is_counted():
     assert phases.one is loop
     eqns = equations.all_equations(phases.traced(many.operand_types))
     loops = [eqn.params["loop"] for eqn in eqns if eqn.primitive is while_p]
-    assert [(l.lanes, l.left, l.narrows) for l in loops] == [
+    assert [(l.lanes, l.min_active_lanes, l.lane_policy) for l in loops] == [
         ((6,), 4, "wait"),
         ((4,), 2, "wait"),
         ((2,), 0, "wait"),
@@ -147,7 +149,7 @@ def test_which_loops_have_phases():
         ((8, 6), None),
         ("wait", None),
     ]:
-        phases = phases_of(many_lanes(loop.replace(narrows=narrows), COUNT, flags))
+        phases = phases_of(many_lanes(loop.replace(lane_policy=narrows), COUNT, flags))
         assert (phases and phases.widths) == widths
 
 

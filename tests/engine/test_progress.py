@@ -10,7 +10,7 @@ from loopkit import _jax
 from loopkit._engine import progress
 from loopkit._engine.loop import OneLane
 from loopkit._engine.primitives import while_p
-from loopkit._engine.progress import SMALL, Bar, Closing, Opening, Update
+from loopkit._engine.progress import WAITING_BYTES, Closing, Opening, StepMeter, Update
 from loopkit._jaxprs.cost import nanoseconds
 from loopkit._progress import open_bars
 from loopkit._progress.progress import check_progress
@@ -81,12 +81,12 @@ def test_opening():
         number, due = opened(total, weight=weight)
         bar = open_bars._open.pop(number)
         assert bar.shown.total == wanted
-        assert due == (1 if weight else open_bars.NEVER), "the first is shown at once"
+        assert due == (1 if weight else open_bars.NOT_YET), "the first is shown at once"
 
 
 def test_other_devices_have_no_bar():
     answer = Opening(SHOWN, False, 0)(None, 1, 5, 0)
-    assert answer == (open_bars.SILENT, open_bars.NEVER)
+    assert answer == (open_bars.SILENT, open_bars.NOT_YET)
     assert not open_bars._open
 
 
@@ -112,7 +112,7 @@ def test_it_is_told_once_enough_steps_are_taken(monkeypatch):
     told = []
     monkeypatch.setattr(open_bars, "updated", lambda *given: told.append(given) or 9)
     after = jax.jit(lambda bar, count: progress.after(add(length=99), bar, count))
-    after_3 = lambda steps: after(Bar(*map(jnp.int32, (4, steps, 3))), jnp.int32(1))
+    after_3 = lambda steps: after(StepMeter(*map(jnp.int32, (4, steps, 3))), jnp.int32(1))
     assert list(map(int, after_3(1))) == [4, 2, 3]
     assert told == []
     assert list(map(int, after_3(2))) == [4, 0, 9]
@@ -123,7 +123,7 @@ def test_it_is_told_once_enough_steps_are_taken(monkeypatch):
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_host_that_waits_is_told_each_time(waits):
     with _jax.host_waits(waits):
-        after = lambda *bar: progress.after(add(length=99), Bar(*bar), 1)
+        after = lambda *bar: progress.after(add(length=99), StepMeter(*bar), 1)
         jaxpr = jax.make_jaxpr(after)(*map(jnp.int32, (4, 1, 3)))
     assert ("cond" in {eqn.primitive.name for eqn in jaxpr.eqns}) is not waits
 
@@ -136,12 +136,12 @@ def test_small_results_wait_until_the_bar_is_closed():
     results = {
         "a number": jnp.float32(0.5),
         "one": jnp.ones((1, 1)),
-        "as large as may be": jnp.ones(SMALL, jnp.int8),
-        "too large": jnp.ones(SMALL + 1, jnp.int8),
+        "as large as may be": jnp.ones(WAITING_BYTES, jnp.int8),
+        "too large": jnp.ones(WAITING_BYTES + 1, jnp.int8),
         "none": jnp.ones((2, 0)),
         "a key": jax.random.key(0),
     }
-    bar = Bar(*map(jnp.int32, (4, 1, 3)))
+    bar = StepMeter(*map(jnp.int32, (4, 1, 3)))
     closed = lambda *values: progress.closed(add(length=99), bar, values)
     jaxpr = jax.make_jaxpr(closed)(*results.values()).jaxpr
     same = {name for name, v in zip(results, jaxpr.outvars, strict=True) if v in jaxpr.invars}
@@ -150,7 +150,7 @@ def test_small_results_wait_until_the_bar_is_closed():
 
 def test_what_waits_is_as_it_was(monkeypatch):
     monkeypatch.setattr(open_bars, "updated", lambda *_: 1)
-    bar = Bar(*map(jnp.int32, (4, 1, 3)))
+    bar = StepMeter(*map(jnp.int32, (4, 1, 3)))
     closed = jax.jit(lambda *values: progress.closed(add(length=99), bar, values))
     assert list(map(float, closed(0.5, jnp.float32(1), jnp.int32(7)))) == [0.5, 1.0, 7.0]
 
@@ -162,7 +162,7 @@ def test_runs_of_a_loop_of_known_length():
     """A hundred of them, if it has as many steps."""
     lengths = [progress.run_length(add(length=n)) for n in (5, 199, 200, 100_000)]
     assert lengths == [1, 1, 2, 1000]
-    assert progress.run_length(add(cond=lambda _, carry: carry[0] < 9)) == progress.MOST
+    assert progress.run_length(add(cond=lambda _, carry: carry[0] < 9)) == progress.RUN_STEPS
 
 
 def test_runs_of_long_steps_are_short():

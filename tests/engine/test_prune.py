@@ -53,9 +53,9 @@ def test_what_is_left():
         asked = [] if bounded else [True, True]
         assert pruned.operands == [*asked, *left.flat]
         assert pruned.results == [*left.init, *used[4:]]
-        given = pruned.loop.split(pruned.into(operands.flat))[0]
+        given = pruned.loop.split(pruned.map_operands(operands.flat))[0]
         assert len(given.cond_consts) == len(asked)
-        results = pruned.back(run(pruned.loop, given))
+        results = pruned.map_results(run(pruned.loop, given))
         assert [v is not None for v in results] == pruned.results
         assert_same(kept(results, used), kept(run(loop, operands), used))
 
@@ -65,8 +65,8 @@ def test_a_constant_that_the_predicate_does_not_ask_for():
     loop, operands = make_loop(body, CONSTS, INIT, XS, cond=asks, cond_consts=[0.5, 3])
     pruned = prune(loop, flags(".b....."))
     assert pruned.operands == [False, True, *flags("....b..")[:3], *flags(".b.."), *flags("...")]
-    given = pruned.loop.split(pruned.into(operands.flat))[0]
-    assert_same(pruned.back(run(pruned.loop, given))[1:2], [3])
+    given = pruned.loop.split(pruned.map_operands(operands.flat))[0]
+    assert_same(pruned.map_results(run(pruned.loop, given))[1:2], [3])
 
 
 def test_what_is_needed_besides():
@@ -80,8 +80,8 @@ def test_what_is_needed_besides():
         also = flags("..w.......") if carry == "a..d" else [False] * 10
         assert pruned.operands == [x or y for x, y in zip(either, also, strict=True)]
         assert pruned.results == [*flags(carry), *flags("...")]
-        given = pruned.loop.split(pruned.into(operands.flat))[0]
-        assert_same(pruned.back(run(pruned.loop, given))[:1], run(loop, operands)[:1])
+        given = pruned.loop.split(pruned.map_operands(operands.flat))[0]
+        assert_same(pruned.map_results(run(pruned.loop, given))[:1], run(loop, operands)[:1])
 
 
 def test_it_is_made_once():
@@ -102,8 +102,8 @@ def test_lanes_stay_lanes_of_what_is_left():
     limits, v, x = np.array([2, 5]), np.array([0.4, 0.8]), np.stack([XS[0], XS[1]], 1)
     init = [np.stack([value] * 2) for value in operands.init]
     wide = Operands([limits], [CONSTS[0], v, CONSTS[2]], init, [x, *XS[1:]])
-    found = run(pruned.loop, pruned.loop.split(pruned.into(wide.flat))[0])
+    found = run(pruned.loop, pruned.loop.split(pruned.map_operands(wide.flat))[0])
     for i in range(2):
         own = [CONSTS[0], v[i], CONSTS[2]], operands.init, [x[:, i], *XS[1:]]
         wanted = run(loop, Operands([limits[i]], *own))[2:3]
-        assert_same([v[i] for v in kept(pruned.back(found)[:3], flags("..c"))], wanted)
+        assert_same([v[i] for v in kept(pruned.map_results(found)[:3], flags("..c"))], wanted)

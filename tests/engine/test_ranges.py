@@ -6,7 +6,7 @@ import numpy as np
 from jax import lax
 
 import loopkit
-from loopkit._engine.facts.ranges import FEW, with_ranges
+from loopkit._engine.facts.ranges import LARGEST_START, with_ranges
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs.equations import all_equations
 from loopkit._jaxprs.integers import FAR
@@ -28,14 +28,14 @@ def starts(f):
     """The least that the counter of each loop can be, the outer ones first."""
     jaxpr = jax.make_jaxpr(f)(jnp.int32(9), True)
     loops = [e.params["loop"] for e in all_equations(jaxpr.jaxpr) if e.primitive is while_p]
-    return [loop.carry[0].least for loop in loops]
+    return [loop.carry[0].counter_lower_bound for loop in loops]
 
 
 def test_of_a_number_in_the_program():
     of = lambda first: starts(lambda n, _: filled(first, BUFFER, n))
     assert of(0) == [0]
     assert of(3) == [3]
-    assert of(FEW + 40) == [FEW]
+    assert of(LARGEST_START + 40) == [LARGEST_START]
     assert of(-1) == of(FAR) == of(jnp.int16(3)) == [None]
 
 
@@ -104,7 +104,7 @@ def test_a_step_without_loops_stays_the_same_object():
     how = {"cond": lambda limit, carry: carry[0] < limit[0], "cond_consts": [9], "buffers": [1]}
     loop, given = make_loop(step, [], [np.int32(3), np.ones(20)], **how)
     found = with_ranges(loop, given)
-    assert [leaf.least for leaf in found.carry] == [3, None]
+    assert [leaf.counter_lower_bound for leaf in found.carry] == [3, None]
     assert found.body is loop.body
 
 

@@ -11,7 +11,7 @@ from jax.experimental import io_callback
 import loopkit
 from derivatives import assert_close
 from loopkit._engine.derivative import rerun
-from loopkit._engine.derivative.rerun import FEW, ROOM
+from loopkit._engine.derivative.rerun import FEW_STEPS, ROOM
 
 ROWS = ROOM // 8 + 1
 X = jnp.asarray([0.4, 0.9])
@@ -77,7 +77,7 @@ def test_rows_have_no_room_for_what_might_be():
 
 def test_what_is_kept():
     """Few steps, small rooms, and what cannot, or need not, be run again."""
-    assert row_bytes(bound=FEW) >= 8 * FEW
+    assert row_bytes(bound=FEW_STEPS) >= 8 * FEW_STEPS
     assert row_bytes(bound=ROOM // 32) >= ROOM // 4
     assert row_bytes(square=by_rule) >= 8 * ROWS
     assert row_bytes(square=of_the_host) >= 8 * ROWS
@@ -116,8 +116,8 @@ def test_few_steps(monkeypatch):
     """Up to which they are kept, whatever room they take."""
     monkeypatch.setattr(rerun, "ROOM", 0)
     start = lambda y, x: y * 1.25  # no loop that is known already
-    assert row_bytes(bound=FEW, start=start) >= 8 * FEW
-    assert row_bytes(bound=FEW + 1, start=start) < 100
+    assert row_bytes(bound=FEW_STEPS, start=start) >= 8 * FEW_STEPS
+    assert row_bytes(bound=FEW_STEPS + 1, start=start) < 100
 
 
 def test_what_depends_on_constants_alone_is_run_once():

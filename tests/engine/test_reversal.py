@@ -228,13 +228,13 @@ def test_the_loop_that_saves_the_same():
     def body(consts, carry, x):
         return [jnp.sin(carry[0])], [jnp.exp(x[0]) * carry[0], x[1] * 2.0]
 
-    def wanting(checkpoints):
+    def prune_results(checkpoints):
         xs, moving = [np.arange(6.0)] * 2, Operands([], [], [True], [False, False])
         how = reversed_loop(body, [], [0.3], xs, checkpoints=checkpoints, moving=moving)
-        return how.wanting([True, False, False])
+        return how.prune_results([True, False, False])
 
     for checkpoints, x in [("all", True), (Plan(2), False)]:
-        few = wanting(checkpoints)
+        few = prune_results(checkpoints)
         assert list(few.operands) == [True, x, False]
         assert list(few.results) == [True, False, False]
 
@@ -255,7 +255,7 @@ def test_a_counter_is_stored_nowhere():
     assert set(kinds) == {"i", "f"}
     assert len(how.row_types) == len(kinds) - 1
     row = list(range(len(kinds)))
-    assert how.lengthened(how.shortened(row), [None, None, kinds.index("i")]) == row
+    assert how.restore_counters(how.drop_counters(row), [None, None, kinds.index("i")]) == row
 
 
 def test_the_same_how_is_not_made_anew():
@@ -264,7 +264,7 @@ def test_the_same_how_is_not_made_anew():
     assert how.unrolled(1) is how
     assert how.unrolled(3).loop.unroll == 3
     assert how.without((False, False)) is how
-    assert how.without((True, False)).unread == (True, False)
+    assert how.without((True, False)).unused_init == (True, False)
     assert how.without((True, False)) is how.without((True, False))
 
 

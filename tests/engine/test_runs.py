@@ -64,4 +64,4 @@ def test_large_results_do_not_wait_for_the_bar():
         return any("select" in line and f"<{size}x" in line for line in text.splitlines())
 
     assert waits(5)
-    assert not waits(progress.SMALL)
+    assert not waits(progress.WAITING_BYTES)

@@ -51,7 +51,7 @@ def test_buffers_of_segments_that_are_longer_on_a_gpu(end):
     for on_gpu in [*GPUS, *MIXED]:
         found = assert_swept(*loops(checkpoints=Plan(4)), wanted, on_gpu)
         assert found.both.how.undo is not None
-        assert (found.both.how.laid is not None) == on_gpu[1]
+        assert (found.both.how.layout_plan is not None) == on_gpu[1]
 
 
 SHOWN = ["all", Plan(LENGTH), Plan(LENGTH, 1, "residuals"), Plan(3, 3), Plan(2)]

@@ -152,7 +152,7 @@ def lanes_loop(**settings):
 @pytest.mark.parametrize("left", [0, 1, 2, 3])
 def test_lanes_that_are_left_when_a_loop_ends(left):
     """It goes on while more are active: of the four one ends with each step."""
-    loop, operands = lanes_loop(left=left)
+    loop, operands = lanes_loop(min_active_lanes=left)
     found = steps.evaluate(loop, operands)
     assert (found[0] > 0).sum() == left
     taken = np.minimum(np.arange(1, 5), 4 - left)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from loopkit import _jax
 from loopkit._engine.passes.flat_rows import SHORT
-from loopkit._engine.passes.tiles import LONGEST, is_row, is_stack, padded_bytes, saved_bytes
+from loopkit._engine.passes.tiles import LONGEST_TILE, is_row, is_stack, padded_bytes, saved_bytes
 
 
 def array(*shape, dtype="float32", **how):
@@ -14,7 +14,7 @@ def array(*shape, dtype="float32", **how):
 
 def test_rows():
     """Of several axes, the last of them short, and not too many numbers."""
-    long = LONGEST // 2
+    long = LONGEST_TILE // 2
     rows = [(2, 2), (3, 2, 1), (3, SHORT - 1), (1, 3, 2), (long, 2)]
     others = [(), (6,), (1, 6), (6, 1), (3, SHORT), (3, 20 * SHORT), (SHORT, 1), (3, 2, 0)]
     others += [(0, 3, 2), (long + 1, 2)]

@@ -10,7 +10,7 @@ from loopkit import Plan, _jax
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.activity import forward_activity
 from loopkit._engine.loop import Operands
-from loopkit._engine.passes.lean import to_run, to_transpose
+from loopkit._engine.passes.transpose_only import to_run, to_transpose
 from loopkit._engine.primitives import evaluated_p, forward_p, pushforward_p
 
 from .small_loops import assert_same, make_loop, types_of
@@ -107,7 +107,7 @@ def linear(held):
     loop, active, _ = small()
 
     def tangents(*moved):
-        params = {"layout": active, "active": active, "batch": None, "lean": False}
+        params = {"layout": active, "active": active, "batch": None, "transpose_only": False}
         return pushforward_p.bind(*held, *moved, loop=loop, **params)
 
     return tangents
@@ -143,7 +143,7 @@ def test_what_a_transpose_does_not_read_is_zeros(how):
     old = _jax.trace_closed(within(PLACES[how]), types_of([*held, *MOVED]), "tangents")
     new = to_transpose(old)
     found, j = only(new, pushforward_p), _jax.open_jaxpr(new)
-    assert found.params["lean"]
+    assert found.params["transpose_only"]
     reads = reversal(loop, active).reads
     assert 0 < sum(reads) < len(reads) == len(small()[2])
     taken = [v in j.invars for v in found.invars]
@@ -163,7 +163,7 @@ def test_branches_keep_their_operands():
 
     old = _jax.trace_closed(tangents, types_of([*held, *MOVED]), "tangents")
     new = to_transpose(old)
-    assert "lean=True" not in str(new)
+    assert "transpose_only=True" not in str(new)
     assert_same(transposed(new, held, MOVED), transposed(old, held, MOVED))
 
 

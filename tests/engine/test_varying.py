@@ -126,9 +126,9 @@ def test_a_loop_varies_as_its_predicate_does():
         assert varying(fixed) is fixed
         new = varying(apart).loop
         assert all(map(_jax.varying, [*new.operand_types, *new.result_types]))
-        given = varying(apart).into([3, 0.5, 0, 0.3])
+        given = varying(apart).map_operands([3, 0.5, 0, 0.3])
         assert all(map(_jax.varying, map(jax.typeof, given)))
-        assert varying(apart).back([1, 2]) == [1, 2]
+        assert varying(apart).map_results([1, 2]) == [1, 2]
         return x
 
     on_devices(local)(XS, W)

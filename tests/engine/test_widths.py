@@ -10,7 +10,7 @@ from loopkit._engine.facts import widths as widths_
 from loopkit._engine.facts.widths import (
     ENOUGH,
     LEAST,
-    MANY,
+    WORTH_NARROWING,
     _narrower,
     asking_each,
     may_narrow,
@@ -38,7 +38,7 @@ def test_widths_of_so_many():
 def costing(monkeypatch, step, phase=0.0, equation=0.0, runs=1000):
     """Nanoseconds of a step of a lane, and of what is compiled."""
     monkeypatch.setattr(widths_, "nanoseconds", lambda _: step)
-    monkeypatch.setattr(widths_, "COMPILE", (phase, equation))
+    monkeypatch.setattr(widths_, "COMPILE_NANOSECONDS", (phase, equation))
     monkeypatch.setattr(widths_, "RUNS", runs)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
@@ -46,13 +46,15 @@ def costing(monkeypatch, step, phase=0.0, equation=0.0, runs=1000):
 
 def test_few_lanes_wait_and_those_of_short_steps(monkeypatch):
     costing(monkeypatch, 1e6)
-    assert why_waiting(doubling(length=9), MANY - 1) == f"are fewer than {MANY}"
-    assert why_waiting(doubling(length=9), MANY) == ""
-    costing(monkeypatch, ENOUGH / MANY)
-    assert why_waiting(doubling(length=9), MANY) == ""
-    costing(monkeypatch, 9955 / MANY)
+    assert (
+        why_waiting(doubling(length=9), WORTH_NARROWING - 1) == f"are fewer than {WORTH_NARROWING}"
+    )
+    assert why_waiting(doubling(length=9), WORTH_NARROWING) == ""
+    costing(monkeypatch, ENOUGH / WORTH_NARROWING)
+    assert why_waiting(doubling(length=9), WORTH_NARROWING) == ""
+    costing(monkeypatch, 9955 / WORTH_NARROWING)
     said = "take a step in 10.0 microseconds, of 10 or more"
-    assert why_waiting(doubling(length=9), MANY) == said
+    assert why_waiting(doubling(length=9), WORTH_NARROWING) == said
 
 
 def test_lanes_wait_where_phases_gain_less_than_they_take_to_compile(monkeypatch):
@@ -73,7 +75,7 @@ def test_lanes_wait_where_phases_gain_less_than_they_take_to_compile(monkeypatch
 
 
 def test_whether_others_may_join():
-    of = lambda narrows, **how: doubling(length=9, narrows=narrows, **how)
+    of = lambda narrows, **how: doubling(length=9, lane_policy=narrows, **how)
     axis = _jax.axis(70)
     assert may_narrow(of("compact"), axis)
     assert not may_narrow(of("wait"), axis)
@@ -85,7 +87,7 @@ def test_whether_others_may_join():
 
 def test_lanes_of_a_size_that_is_not_known():
     (n,) = jax.export.symbolic_shape("n")
-    assert not may_narrow(doubling(length=9, narrows="compact"), _jax.axis(n))
+    assert not may_narrow(doubling(length=9, lane_policy="compact"), _jax.axis(n))
 
 
 def test_lanes_whose_predicate_asks_for_more_than_a_flag():
@@ -93,7 +95,7 @@ def test_lanes_whose_predicate_asks_for_more_than_a_flag():
 
     def loop(cond, cond_consts, flag):
         step = lambda consts, carry, x: ([carry[0] + 1, carry[0] < 9], [])
-        how = {"cond": cond, "cond_consts": cond_consts, "narrows": "compact"}
+        how = {"cond": cond, "cond_consts": cond_consts, "lane_policy": "compact"}
         found, _ = make_loop(step, [], [0, True], **how)
         count, going = found.carry
         return found.replace(carry=(count, going._replace(flag=flag)))
@@ -105,10 +107,10 @@ def test_lanes_whose_predicate_asks_for_more_than_a_flag():
 
 
 def test_widths_that_are_asked_for():
-    assert widths(doubling(length=9, narrows="wait"), 70) == ()
-    assert widths(doubling(length=9, narrows="compact"), 70) == _narrower(70)
-    assert widths(doubling(length=9, narrows=(40, 20)), 70) == (40, 20)
-    assert widths(doubling(length=9, narrows=(40, 20)), 40) == (20,)
+    assert widths(doubling(length=9, lane_policy="wait"), 70) == ()
+    assert widths(doubling(length=9, lane_policy="compact"), 70) == _narrower(70)
+    assert widths(doubling(length=9, lane_policy=(40, 20)), 70) == (40, 20)
+    assert widths(doubling(length=9, lane_policy=(40, 20)), 40) == (20,)
 
 
 in_any_lane = Primitive(widths_.TOGETHER)

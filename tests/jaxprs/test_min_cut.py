@@ -239,5 +239,5 @@ def test_of_very_long_steps_the_residuals_are_stored(monkeypatch):
         return [x * 2.0, x * 3.0, x]
 
     assert kept_of(fun, [VECTOR]) == ([], ["input"])
-    monkeypatch.setattr(min_cut, "LARGEST", 1)
+    monkeypatch.setattr(min_cut, "LARGEST_GRAPH", 1)
     assert kept_of(fun, [VECTOR]) == ([], ["mul", "mul", "input"])

@@ -107,7 +107,7 @@ def test_the_table_splits_as_the_function_does():
         [binomial.split(n, f) for n in range(2, UNITS + 1)] for f in range(SLOTS)
     ]
     assert binomial.split_from(table, 1, 3, np) == binomial.split_from(table, 0, 3, np) == 0
-    assert binomial.split_table(UNITS, 0) == (((1,),), ((binomial.LARGEST,),))  # nothing more
+    assert binomial.split_table(UNITS, 0) == (((1,),), ((binomial.LARGEST_COUNT,),))  # nothing more
 
 
 def test_the_table_in_a_traced_loop():

@@ -3,12 +3,12 @@
 import pytest
 
 from loopkit import Plan
-from loopkit._plans.plan import Step
+from loopkit._plans.plan import StepCosts
 from loopkit._plans.waits import MORE, waits
 from loopkit.schedules import binomial, reversal
 from loopkit.schedules.replay import replay
 
-STEP = Step(1024, 2048, run=3000.0, record=3000.0, remake=3000.0)
+STEP = StepCosts(1024, 2048, run=3000.0, record=3000.0, remake=3000.0)
 LENGTHS = 20, 50, 100, 257, 300, 1000, 5000
 CASES = [(length, slots) for length in LENGTHS for slots in (2, 3, 4, 8, 16, 40) if slots < length]
 

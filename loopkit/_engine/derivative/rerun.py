@@ -11,12 +11,12 @@ from typing import Any
 
 from loopkit import _jax
 from loopkit._engine.loop import Loop
-from loopkit._engine.primitives import RUNS_WITH, forward_p
+from loopkit._engine.primitives import PARTIAL_EVAL_RULES, forward_p
 from loopkit._jaxprs import equations
 
 ROOM = 1024
 """Bytes of residuals up to which they are kept, with every step of the loop around."""
-FEW = 16
+FEW_STEPS = 16
 """A bound on the steps up to which they are kept: about as many are taken."""
 
 
@@ -58,8 +58,8 @@ def _is_wide(eqn: Any, given: set, read: set) -> bool:
     loop = eqn.params["loop"]
     residuals = (v for v in eqn.outvars[_result_count(eqn) :] if v in read)
     room = _jax.byte_count(*(v.aval for v in residuals))
-    takes_few = loop.cond is None or (loop.length is not None and loop.length <= FEW)
-    if takes_few or room <= ROOM or loop.asks_the_host:
+    takes_few = loop.cond is None or (loop.length is not None and loop.length <= FEW_STEPS)
+    if takes_few or room <= ROOM or loop.has_impure_callback:
         return False
     operands = {
         u for _, u, n in _operands(eqn, eqn.invars) if n and not isinstance(u, _jax.Literal)
@@ -70,7 +70,7 @@ def _is_wide(eqn: Any, given: set, read: set) -> bool:
 def _operands(eqn: Any, values: Any) -> zip:
     """Each with its variable, and whether residuals depend on it."""
     used = [i >= _result_count(eqn) for i in range(len(eqn.outvars))]
-    with_few = RUNS_WITH[forward_p](used, **eqn.params)
+    with_few = PARTIAL_EVAL_RULES[forward_p](used, **eqn.params)
     needed = [True] * len(eqn.invars) if with_few is None else with_few[0]
     return zip(values, eqn.invars, needed, strict=True)
 

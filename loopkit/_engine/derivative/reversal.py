@@ -17,13 +17,13 @@ from loopkit._engine.facts.counters import Counters, at_step, find_counters
 from loopkit._engine.facts.write_sites import holds_write
 from loopkit._engine.fixed_point import fixed_point
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
-from loopkit._engine.passes.lean import to_run
 from loopkit._engine.passes.prune import Pruned, prune
+from loopkit._engine.passes.transpose_only import to_run
 from loopkit._engine.primitives import forward_p
 from loopkit._engine.steps import hold, read_slices, repeat
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import factor_bytes, nanoseconds
-from loopkit._plans.plan import Plan, Share, Step
+from loopkit._plans.plan import Plan, Share, StepCosts
 from loopkit._plans.planner import best_plan
 
 
@@ -46,9 +46,9 @@ class Reversal:
     """How to bring back the buffers that checkpoints leave out."""
     counters: Counters
     """Carry leaves that follow from the number of the step."""
-    unread: tuple[bool, ...] = ()
+    unused_init: tuple[bool, ...] = ()
     """Carry leaves whose initial value's cotangent nobody asks for; empty if all are wanted."""
-    laid: Plan | None = None
+    layout_plan: Plan | None = None
     """The plan that says how what is saved is laid out, where another is followed."""
 
     @cached_property
@@ -57,7 +57,7 @@ class Reversal:
 
         Made when it is asked for: the body may hold what must not be transposed.
         """
-        back = self.split.backward(self.active, self.unread or [False] * len(self.saved))
+        back = self.split.backward(self.active, self.unused_init or [False] * len(self.saved))
         return back if self.loop.holds_custom_vjp else to_run(back)
 
     @cached_property
@@ -77,7 +77,7 @@ class Reversal:
     @cached_property
     def products(self) -> Products | None:
         """Of the backward half, those worth putting off to the end of a segment of rows."""
-        if self.plan.segment == 1 or self.plan.keeps_all or self.laid is not None:
+        if self.plan.segment == 1 or self.plan.keeps_all or self.layout_plan is not None:
             return None
         loop, split = self.loop, self.split
         fixed = loop.const_count + len(split.hoist.out_avals)
@@ -128,16 +128,16 @@ class Reversal:
     def for_waiting_hosts(self) -> Reversal:
         """The same, where each iteration of a loop of unknown length has a price."""
         plan = self.plan.on_gpu
-        return self if plan == self.plan else replace(self, plan=plan, laid=self.plan)
+        return self if plan == self.plan else replace(self, plan=plan, layout_plan=self.plan)
 
-    def without(self, unread: tuple[bool, ...]) -> Reversal:
+    def without(self, unused_init: tuple[bool, ...]) -> Reversal:
         """The same, where nobody asks for the cotangents of some initial values."""
-        if not any(unread):
+        if not any(unused_init):
             return self
-        key = ("without", self.plan, self.active, unread, self.loop.unroll)
-        return self.loop.derived(key, lambda: replace(self, unread=unread))
+        key = ("without", self.plan, self.active, unused_init, self.loop.unroll)
+        return self.loop.derived(key, lambda: replace(self, unused_init=unused_init))
 
-    def wanting(self, wanted: Sequence[bool]) -> Pruned:
+    def prune_results(self, wanted: Sequence[bool]) -> Pruned:
         """The loop that saves what this one does, and has only the wanted results."""
         assert self.undo is None, "what is displaced is logged by all there is"
         carry, ys, _ = parts(wanted, self.loop.carry_count, self.loop.ys_count)
@@ -181,12 +181,12 @@ class Reversal:
         left = any(_jax.same_type(t, b) for t in self.split.stored_types for b in buffers)
         return not left and holds_write(self.remaking)
 
-    def apart(self, saved: Sequence[Any]) -> tuple[list, list]:
+    def split_saved(self, saved: Sequence[Any]) -> tuple[list, list]:
         """Of the saved leaves, those that a slot holds, and the buffers that are brought back."""
         in_slots, undone = kept(self.slotted, self.saved), kept(self.undone, self.saved)
         return kept(saved, in_slots), kept(saved, undone)
 
-    def together(self, counts: list, slot: Sequence[Any], buffers: Sequence[Any]) -> list:
+    def merge_saved(self, counts: list, slot: Sequence[Any], buffers: Sequence[Any]) -> list:
         """The saved leaves before a step, of which `counts` has the counters."""
         return kept(spread(buffers, self.undone, spread(slot, self.slotted, counts)), self.saved)
 
@@ -194,11 +194,11 @@ class Reversal:
         """The carry before a step, as far as it is counters; None for the others."""
         return at_step(self.loop, operands.init, self.counters, step, taken)
 
-    def shortened(self, residuals: Sequence[Any]) -> list:
+    def drop_counters(self, residuals: Sequence[Any]) -> list:
         """The residuals of a step that are stored."""
         return kept(residuals, [i is None for i in self.counted_rows])
 
-    def lengthened(self, row: Sequence[Any], counts: Sequence[Any]) -> list:
+    def restore_counters(self, row: Sequence[Any], counts: Sequence[Any]) -> list:
         """The residuals of a step, from those that are stored and the counters."""
         stored = iter(row)
         return [next(stored) if i is None else counts[i] for i in self.counted_rows]
@@ -209,7 +209,7 @@ class Reversal:
         if self.plan.store == "carries":
             return self.slot_types
         decide = [] if self.loop.cond is None else self.loop.cond.out_avals
-        types = self.shortened(self.split.stored_types)
+        types = self.drop_counters(self.split.stored_types)
         return [_jax.type_like(t, decide) for t in types]  # as where they are written does
 
     def advance(self, operands: Operands, steps: Any, carry: list, first: Any, times: Any) -> list:
@@ -278,7 +278,7 @@ def _of_split(loop: Loop, active: Active, split: Split) -> Reversal:
         steps = (logging, step)
     checkpoints = loop.checkpoints
     unasked = checkpoints is None or isinstance(checkpoints, Share)
-    if loop.asks_the_host and unasked and loop.length is not None:
+    if loop.has_impure_callback and unasked and loop.length is not None:
         checkpoints = "all"
     plan = best_plan(checkpoints, loop.length, loop.cond is None, steps, loop.name)
     if not plan.keeps_all:
@@ -290,12 +290,12 @@ def _of_split(loop: Loop, active: Active, split: Split) -> Reversal:
     return replace(quiet, plan=plan, undo=undo)
 
 
-def _step_of(quiet: Reversal) -> Step:
+def _step_of(quiet: Reversal) -> StepCosts:
     """What planning has to know of a step."""
     loop, split = quiet.loop, quiet.split
     factors = (0, 0) if loop.lanes else factor_bytes(quiet.forward, loop.const_count, SMALLEST)
-    stored = quiet.shortened(split.stored_types)
-    return Step(
+    stored = quiet.drop_counters(split.stored_types)
+    return StepCosts(
         _jax.byte_count(*quiet.slot_types),
         _jax.byte_count(*stored),
         nanoseconds(quiet.step),

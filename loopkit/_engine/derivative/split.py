@@ -27,7 +27,7 @@ from loopkit._engine.facts.counters import find_counters
 from loopkit._engine.facts.write_sites import with_fresh_writes, writes_once
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
 from loopkit._engine.passes.batched_loop import in_row, places_at
-from loopkit._engine.passes.lean import to_transpose
+from loopkit._engine.passes.transpose_only import to_transpose
 from loopkit._engine.primitives import READS
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.min_cut import least_stored
@@ -72,7 +72,7 @@ def split_to_keep(loop: Loop, active: Active) -> Split:
     return loop.derived(("split to keep", active), lambda: _split(loop, active, again=True))
 
 
-def opened(loop: Loop, active: Active) -> Loop:
+def primal_half(loop: Loop, active: Active) -> Loop:
     """The loop whose steps are the forward half of the step's derivative.
 
     A custom rule is for one derivative. What it computes is ordinary code, of which the next
@@ -87,7 +87,7 @@ def opened(loop: Loop, active: Active) -> Loop:
         body, _ = _jax.dce(forward, wanted, [True] * len(forward.in_avals))
         return loop.replace(body=body)
 
-    return loop.derived(("opened", active), make)
+    return loop.derived(("primal half", active), make)
 
 
 def _split(loop: Loop, active: Active, again: bool) -> Split:
@@ -125,7 +125,7 @@ def _split(loop: Loop, active: Active, again: bool) -> Split:
     silent = j.replace(eqns=[eqn for eqn in j.eqns if not eqn.effects])
     hoist = _jax.with_outputs(silent, cut.hoisted, [True] * c + [False] * (len(inputs) - c))
 
-    def make_backward(live: Active, unread: Sequence[bool]) -> _jax.Jaxpr:
+    def make_backward(live: Active, unused_init: Sequence[bool]) -> _jax.Jaxpr:
         def backward(*values: Any) -> list:
             given, so_far, cts = parts(values, len(known), sum(live.consts))
             residuals = cut.remake(dict(zip(known, given, strict=True)))
@@ -137,7 +137,7 @@ def _split(loop: Loop, active: Active, again: bool) -> Split:
         linear, flowing = _linear_part(tangents, active, live)
         before = len(linear.in_avals) - sum(live.carry) - sum(live.xs)
         numbers = enumerate(i for i, has in enumerate(live.carry) if has)
-        once = [(before + k, k) for k, i in numbers if unread[i] and writes_once(loop, i)]
+        once = [(before + k, k) for k, i in numbers if unused_init[i] and writes_once(loop, i)]
         linear = with_fresh_writes(linear, once)
         known = [*inputs[:c], *cut.hoisted, *inputs[slices:], *cut.stored]
         types = [
@@ -269,12 +269,12 @@ def batch_split(
     )
     stored = flags[split.results :]
 
-    def make_backward(live: Active, unread: Sequence[bool]) -> _jax.Jaxpr:
+    def make_backward(live: Active, unused_init: Sequence[bool]) -> _jax.Jaxpr:
         cts = [*kept(consts, live.consts), *kept(carry, live.carry)]
         cts += [lane for a in live.ys if a]
         outs = [*kept(consts, live.consts), *kept(carry, live.carry), *kept(slices, live.xs)]
         ins = [*consts, *places_at(hoisted, 0), *slices, *places_at(stored, 0), *cts]
-        return _jax.batch_jaxpr(split.backward(live, unread), axis, ins, outs)[0]
+        return _jax.batch_jaxpr(split.backward(live, unused_init), axis, ins, outs)[0]
 
     same = split.uncut_bytes, split.reads
     return Split(hoist, forward, split.results, make_backward, *same, False, tuple(stored))

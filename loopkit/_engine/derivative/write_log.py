@@ -97,7 +97,7 @@ def find_undo(loop: Loop, saved: Sequence[bool]) -> Undo | None:
     flags, logging = tuple(leaves), _logged(loop.body, sites)
     log_types = list(logging.out_avals[len(loop.body.out_avals) :])
     numbers = [i for i, f in enumerate(flags) if f]
-    told = {i for site in sites.values() if isinstance(site, Write) for i in site.told_by}
+    told = {i for site in sites.values() if isinstance(site, Write) for i in site.index_counters}
     counted = tuple(i in told for i in range(loop.carry_count))
 
     def back(*values: Any) -> list:
@@ -179,7 +179,7 @@ def _undone(sites: Sites, state: dict, initial: dict, counts: dict, log: Sequenc
         if site.starts is None:
             starts = rows[0]
         else:
-            (starts,) = _jax.call_jaxpr(site.starts)(*(counts[i] for i in site.told_by))
+            (starts,) = _jax.call_jaxpr(site.starts)(*(counts[i] for i in site.index_counters))
         old = read(initial[site.leaf], starts, site.window)[0] if site.fresh else rows[1]
         state = {**state, site.leaf: write(state[site.leaf], old, starts, site.window)}
     return state

@@ -8,6 +8,7 @@ i < 10                     just that many
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -48,19 +49,17 @@ class Limit(NamedTuple):
     dtype: Any
     """Of the counter."""
 
-    def ends(self, ranges: Sequence[Range]) -> tuple[int | None, int | None]:
+    def ends(self, ranges: Sequence[Range]) -> tuple[float, float]:
         """From where and to where it is farthest, in these ranges of the operands."""
         up, counter = self.by > 0, ranges[self.counter]
-        if self.limit is not None:
-            return (counter.low if up else counter.high), self.limit
-        limit = ranges[self.operand]
+        limit = ranges[self.operand] if self.limit is None else Range(self.limit, self.limit)
         return (counter.low, limit.high) if up else (counter.high, limit.low)
 
     def steps(self, ranges: Sequence[Range]) -> int | None:
         """The most that it allows; None if that is not known, or if it is no limit."""
-        first, last = self.ends(ranges)
-        if first is None or last is None:
+        if not all(map(isfinite, self.ends(ranges))):
             return None
+        first, last = map(int, self.ends(ranges))
         way, holds = 1 if self.by > 0 else -1, jnp.iinfo(self.dtype)
         failing = last + way * self.beyond
         steps = max(0, -(way * (first - failing) // abs(self.by)))
@@ -79,7 +78,7 @@ class Limit(NamedTuple):
     def inside(self, ranges: Sequence[Range]) -> Range:
         """The counter where a step is taken."""
         counter, (_, last) = ranges[self.counter], self.ends(ranges)
-        if self.steps(ranges) is None or last is None:
+        if self.steps(ranges) is None:
             return ANY
         if self.by > 0:
             return Range(counter.low, last - 1 + self.beyond)
@@ -96,7 +95,7 @@ class Limits(NamedTuple):
     """Steps that may be taken whatever they say."""
 
 
-class Bound(NamedTuple):
+class StepBound(NamedTuple):
     """The most steps of a loop."""
 
     steps: int
@@ -179,20 +178,20 @@ def _limits(
     return Limits(tuple(f for f in found if f is not None), alone)
 
 
-def bound_of(limits: Limits, operands: Sequence[Any]) -> Bound | None:
+def bound_of(limits: Limits, operands: Sequence[Any]) -> StepBound | None:
     """The bound that they are together, for these operands of the predicate; None if not known."""
     known = map(_integer, operands)
     return bound_in(limits, [ANY if n is None else Range(n, n) for n in known])
 
 
-def bound_in(limits: Limits, ranges: Sequence[Range]) -> Bound | None:
+def bound_in(limits: Limits, ranges: Sequence[Range]) -> StepBound | None:
     """The same, for all operands in these ranges."""
-    found = ((limit.steps(ranges), limit.is_known(ranges)) for limit in limits.found)
-    bounds = [n for n in found if n[0] is not None and n[0] <= LAST_STEP]
+    found = [(limit.steps(ranges), limit.is_known(ranges)) for limit in limits.found]
+    bounds = [(n, known) for n, known in found if n is not None and n <= LAST_STEP]
     if not bounds:
         return None
     steps, known = min(bounds)
-    return Bound(max(steps, limits.anyway), limits.alone and known)
+    return StepBound(max(steps, limits.anyway), limits.alone and known)
 
 
 def _moved_by(after: Any, before: Any, maker: Callable[[Any], Any]) -> int | None:

@@ -16,7 +16,7 @@ from loopkit import _jax
 from loopkit._engine.loop import Loop
 from loopkit._jaxprs import equations
 
-PASSING = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze")
+KEEPS_VALUE = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze")
 
 Counters = tuple[int | None, ...]
 """For each carry leaf, by how much a step moves it; None where it is no counter."""
@@ -56,7 +56,7 @@ def moved_by(after: Any, before: Any, maker: Callable[[Any], Any]) -> int | None
     if eqn.primitive.name == "add" and b is before:
         a, b = b, a
     while (source := maker(b)) is not None:
-        if source.primitive.name not in PASSING:
+        if source.primitive.name not in KEEPS_VALUE:
             return None
         b = source.invars[0]
     if a is not before or not isinstance(b, _jax.Literal) or np.ndim(b.val):

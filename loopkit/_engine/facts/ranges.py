@@ -7,12 +7,13 @@ zero may name a row twice. And where an inner loop's limit has a greatest value,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
 
 from loopkit import _jax
-from loopkit._engine.facts.bounds import Bound, asked, bound_in, limits_in
+from loopkit._engine.facts.bounds import StepBound, asked, bound_in, limits_in
 from loopkit._engine.facts.counters import find_counters
 from loopkit._engine.leaves import Operands
 from loopkit._engine.loop import Loop
@@ -32,7 +33,7 @@ from loopkit._jaxprs.integers import (
     within,
 )
 
-FEW = 8
+LARGEST_START = 8
 """The largest start of a counter that is told from larger ones: each has a program of its own."""
 
 
@@ -42,7 +43,11 @@ def with_ranges(loop: Loop, operands: Operands) -> Loop:
     # Where the number of steps is known, it says whether a row is written twice.
     if not inside and (loop.cond is None or not any(loop.is_buffer)):
         return loop
-    ranges = list(map(range_of, operands.flat))
+    ranges = [range_of(v) if inside else ANY for v in operands.flat]
+    if not inside:  # all that matters is where its counters start
+        first = loop.cond_const_count + loop.const_count
+        for i, (v, by) in enumerate(zip(operands.init, find_counters(loop), strict=True), first):
+            ranges[i] = Range(range_of(v).low, FAR) if by == 1 else ANY
     if not any(map(_jax.is_tracer, map(_jax.innermost, operands.flat))):
         # Outside jit there is a program for each.
         ranges = [_rounded(r, v) for r, v in zip(ranges, operands.flat, strict=True)]
@@ -53,9 +58,10 @@ def _rounded(found: Range, value: Any) -> Range:
     """A larger range, of which there are few."""
     if not found.is_known:
         return ANY
-    least = min(found.low, FEW) if np.ndim(value) == 0 else 0
-    low = least if found.low >= 0 else -(1 << (-found.low - 1).bit_length())
-    return Range(low, 1 << (found.high - 1).bit_length() if found.high > 0 else 0)
+    low, high = map(int, found)
+    least = min(low, LARGEST_START) if np.ndim(value) == 0 else 0
+    low = least if low >= 0 else -(1 << (-low - 1).bit_length())
+    return Range(low, 1 << (high - 1).bit_length() if high > 0 else 0)
 
 
 def _knowing(loop: Loop, ranges: Sequence[Range]) -> tuple[Loop, list[Range]]:
@@ -75,7 +81,7 @@ def _knowing(loop: Loop, ranges: Sequence[Range]) -> tuple[Loop, list[Range]]:
                 break
             now = new
         leaves = zip(loop.carry, loop.carry_types, carry, strict=True)
-        known = tuple(c._replace(least=_least(r, t)) for c, t, r in leaves)
+        known = tuple(c._replace(counter_lower_bound=_least(r, t)) for c, t, r in leaves)
         changed = body is not loop.body or known != loop.carry
         final = [join(pair) for pair in zip(of.init, after, strict=False)]
         ys = [ANY] * loop.ys_count
@@ -86,9 +92,8 @@ def _knowing(loop: Loop, ranges: Sequence[Range]) -> tuple[Loop, list[Range]]:
 
 def _widened(before: Range, after: Range) -> Range:
     """The range, without the ends that a step leads beyond."""
-    rises = before.low is not None and after.low is not None and after.low >= before.low
-    falls = before.high is not None and after.high is not None and after.high <= before.high
-    return Range(before.low if rises else None, before.high if falls else None)
+    low = before.low if after.low >= before.low else -inf
+    return Range(low, before.high if after.high <= before.high else inf)
 
 
 def _counted(loop: Loop, of: Operands) -> dict[int, Range]:
@@ -112,9 +117,7 @@ def _counted(loop: Loop, of: Operands) -> dict[int, Range]:
 def _least(found: Range, aval: Any) -> int | None:
     """Where a counter of rows starts, as far as it matters."""
     counts = is_integer(aval) and aval.dtype.itemsize >= WIDE and not aval.shape
-    if not counts or found.low is None or not 0 <= found.low < FAR:
-        return None
-    return min(found.low, FEW)
+    return min(int(found.low), LARGEST_START) if counts and 0 <= found.low < FAR else None
 
 
 def _after(eqn: Any, ins: list[Range]) -> tuple[Any, list[Range]]:
@@ -134,7 +137,7 @@ def _after(eqn: Any, ins: list[Range]) -> tuple[Any, list[Range]]:
     return follow_inside(eqn, ins, _after) or (eqn, ranges_after(eqn, ins))
 
 
-def _bound(loop: Loop, of: Operands) -> Bound | None:
+def _bound(loop: Loop, of: Operands) -> StepBound | None:
     """The bound of an inner loop that had none, or a larger one."""
     if loop.cond is None or loop.lanes or loop.lane is not None or loop.xs or loop.ys:
         return None

@@ -25,13 +25,13 @@ SHRINK = 4.5
 """About how many times fewer lanes a phase has at most. Phases are compiled each for itself."""
 LATER = 1.2
 """A power of the part of the way: at first lanes narrow by less, since many of them stop then."""
-MANY = 64
+WORTH_NARROWING = 64
 """Lanes from which on it is decided, unless it is said."""
 ENOUGH = 1e4
 """Nanoseconds that a step of all lanes has to take, or phases gain less than they cost."""
 STEPS, RUNS = 1000, 1000
 """What a loop without a bound is taken to run, and how often a compiled one is."""
-COMPILE = 3e8, 5e6
+COMPILE_NANOSECONDS = 3e8, 5e6
 """Nanoseconds to compile a phase and its gradient, and for each equation of a step."""
 TOGETHER = "unvmap_any"
 """A primitive of equinox: whether something holds in any lane."""
@@ -46,7 +46,7 @@ def widths(loop: Loop, count: int) -> tuple[int, ...]:
     It hangs on the loop of one lane: so all its derivatives agree. Widths that the user gives may
     be more than there are lanes, if others are to join these.
     """
-    asked = loop.narrows
+    asked = loop.lane_policy
     if asked == "wait":
         return ()
     if asked is None or asked == "flatten":
@@ -58,9 +58,9 @@ def widths(loop: Loop, count: int) -> tuple[int, ...]:
 
 def may_narrow(loop: Loop, axis: Any) -> bool:
     """Whether a loop narrows that is given this axis of lanes, or may where others join these."""
-    if loop.narrows == "wait" or waiting.value or not _apart(loop, axis):
+    if loop.lane_policy == "wait" or waiting.value or not _apart(loop, axis):
         return False
-    return loop.narrows not in (None, "flatten") or not why_never(loop)
+    return loop.lane_policy not in (None, "flatten") or not why_never(loop)
 
 
 def _narrower(size: int) -> tuple[int, ...]:
@@ -78,14 +78,14 @@ def why_waiting(loop: Loop, count: int) -> str:
 
     Phases have to gain more than they take longer to compile.
     """
-    if (why := why_never(loop)) or count < MANY:
-        return why or f"are fewer than {MANY}"
+    if (why := why_never(loop)) or count < WORTH_NARROWING:
+        return why or f"are fewer than {WORTH_NARROWING}"
     step = count * loop.derived("nanoseconds", lambda: nanoseconds(loop.body))
     if step < ENOUGH:
         return f"take a step in {step / 1e3:.1f} microseconds, of {ENOUGH / 1e3:.0f} or more"
     steps = STEPS if loop.length is None else min(loop.length, STEPS)
     equation_count = sum(1 for _ in equations.all_equations(loop.body))
-    a_phase = COMPILE[0] + COMPILE[1] * equation_count
+    a_phase = COMPILE_NANOSECONDS[0] + COMPILE_NANOSECONDS[1] * equation_count
     gains = RUNS * steps * step / 2 >= len(_narrower(count)) * a_phase
     return "" if gains else "would gain less than phases take to compile"
 

@@ -12,7 +12,7 @@ import numpy as np
 from loopkit import _jax
 from loopkit._buffers.slices import read_p, write_p
 from loopkit._buffers.window import Window
-from loopkit._engine.facts.counters import PASSING, find_counters, moved_by
+from loopkit._engine.facts.counters import KEEPS_VALUE, find_counters, moved_by
 from loopkit._engine.loop import Loop, parts
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
@@ -29,7 +29,7 @@ class Write:
     """Whether no other write of the loop is to the same rows."""
     starts: _jax.Jaxpr | None = None
     """Where it writes, if counters of the steps say that."""
-    told_by: tuple[int, ...] = ()
+    index_counters: tuple[int, ...] = ()
     """These counters, as numbers of carry leaves."""
 
 
@@ -203,7 +203,7 @@ def _is_fresh(site: Write, j: Any, eqn: Any, loop: Loop) -> bool:
         if loop.length is not None and not _jax.is_symbolic(rows) and loop.length <= rows:
             return True  # also where they wrap around
         up = moved_by(j.outvars[leaf], carry[leaf], maker) == 1
-        if up and _stays_above(site.window, loop.carry[leaf].least, offset):
+        if up and _stays_above(site.window, loop.carry[leaf].counter_lower_bound, offset):
             return True
     return False
 
@@ -217,7 +217,7 @@ def _told(site: Write, eqn: Any, loop: Loop) -> Write:
     if any(consts) or any(xs) or any(u and not c for u, c in zip(carry, counts, strict=True)):
         return site
     starts, _ = _jax.dce(starts, [True], used)
-    return replace(site, starts=starts, told_by=tuple(i for i, u in enumerate(carry) if u))
+    return replace(site, starts=starts, index_counters=tuple(i for i, u in enumerate(carry) if u))
 
 
 def _stays_above(window: Window, least: int | None, offset: int) -> bool:
@@ -234,7 +234,7 @@ def _span(j: Any, at: int, site: Inner, leaf: int, loop: Loop) -> Span | None:
     counter = carry.index(eqn.invars[found.before])
     if j.outvars[counter] is not eqn.outvars[found.after]:
         return None
-    least = loop.carry[counter].least
+    least = loop.carry[counter].counter_lower_bound
     return found if _stays_above(found.window, least, found.offset) else None
 
 
@@ -317,7 +317,7 @@ def _source(v: Any, maker: Any) -> tuple[Any, int]:
             if np.ndim(by.val):
                 return None, 0
             offset += int(by.val) if name == "add" else -int(by.val)
-        elif name in PASSING and len(ins) == 1 and v.aval.dtype.itemsize >= WIDE:
+        elif name in KEEPS_VALUE and len(ins) == 1 and v.aval.dtype.itemsize >= WIDE:
             v = ins[0]
         else:
             break

@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 from loopkit._engine.loop import Loop
 from loopkit._engine.passes.flat_rows import flat_rows
 from loopkit._engine.passes.flattened import flattened
-from loopkit._engine.passes.in_step import axes_between_lanes, in_step
+from loopkit._engine.passes.hoist_invariant_carry import hoist_invariant_carry
+from loopkit._engine.passes.lockstep import axes_between_lanes, lockstep
 from loopkit._engine.passes.reads_first import reads_first
 from loopkit._engine.passes.rewritten import Rewritten
-from loopkit._engine.passes.still_leaves import still_leaves
 from loopkit._engine.passes.varying import varying
 
 PASSES: Sequence[Callable[[Loop], Loop | Rewritten]] = (
     flattened,  # before all that is done to a step
     reads_first,  # while a step is as it was written: what follows may call it
-    in_step,  # makes another predicate
+    lockstep,  # makes another predicate
     varying,  # all that the predicate decides varies as it does
-    still_leaves,  # of what is left, every later part works on all
+    hoist_invariant_carry,  # of what is left, every later part works on all
     flat_rows,  # after that, since tables that were carried are constants then
 )
 """In this order. A pass that leaves operands and results as they are returns just the loop."""

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from loopkit import _jax
 from loopkit._engine.facts.write_sites import writes_rows
 from loopkit._engine.loop import Input, Loop, Operands, parts
-from loopkit._engine.passes.lanes_left import ended_in_each_lane
+from loopkit._engine.passes.min_active_lanes import ended_in_each_lane
 from loopkit._engine.passes.rewritten import Rewritten
 
-MANY = 8
+MANY_LANES = 8
 """Lanes of which rows are laid together. Of fewer, processors read ahead in each."""
 
 
@@ -84,7 +84,7 @@ def _batch_loop(
         if not joins and loop.cond is not None:
             cond_axes = [*places_at(batched.cond_consts, 0), *carry_at(new)]
             _, (joins,) = _jax.batch_jaxpr(loop.cond, axis, cond_axes, ["free"])
-            if joins and loop.left:
+            if joins and loop.min_active_lanes:
                 return _batch_loop(ended_in_each_lane(loop), axis, batched, ys, whole, in_rows)
             if joins and whole and loop.lanes:
                 consts = [f or n > 0 for f, n in zip(batched.consts, loop.const_lanes, strict=True)]
@@ -124,9 +124,11 @@ def _batch_loop(
 def _rewritten(loop: Loop, axis: Any, axes: Operands, ys: list) -> Batched:
     pairs = lambda values, places: list(zip(values, places, strict=True))
     over = axis.explicit_mesh_axis
-    into = lambda given: [move(v, d, a, axis.size, over) for (v, d), a in pairs(given, axes.flat)]
-    back = lambda results, _=(): pairs(results, [*axes.init, *ys])
-    return Batched(loop, into, back, axes, ys)
+    map_operands = lambda given: [
+        move(v, d, a, axis.size, over) for (v, d), a in pairs(given, axes.flat)
+    ]
+    map_results = lambda results, _=(): pairs(results, [*axes.init, *ys])
+    return Batched(loop, map_operands, map_results, axes, ys)
 
 
 def places_at(flags: Sequence[bool], place: int) -> list[int | None]:
@@ -175,7 +177,7 @@ def move(value: Any, source: int | None, target: int | None, size: int, over: An
 def leaves_in_rows(loop: Loop, axis: Any, dims: Sequence[int | None]) -> tuple[int, ...]:
     """Buffers in whose rows the axis goes, if it need not be moved there."""
     # A symbolic size may be anything.
-    if loop.lanes or not isinstance(axis.size, int) or axis.size < MANY:
+    if loop.lanes or not isinstance(axis.size, int) or axis.size < MANY_LANES:
         return ()
     places = enumerate(zip(loop.is_buffer, dims, strict=True))
     return tuple(i for i, (b, d) in places if b and d in (None, 1) and writes_rows(loop, i))

@@ -66,18 +66,18 @@ def open_dual(loop: Loop, active: Active, trace: Callable = _jax.trace) -> Rewri
         ys=(*loop.ys, *kept(loop.ys, active.ys)),
     )
 
-    def into(operands: Sequence[Any]) -> list:
+    def map_operands(operands: Sequence[Any]) -> list:
         p, tangents = loop.split(operands)
         t_consts, t_carry, t_xs = parts(tangents, sum(active.consts), sum(active.carry))
         given = [*closed_over, *p.consts, *t_consts]
         return [*p.cond_consts, *given, *p.init, *t_carry, *p.xs, *t_xs]
 
-    def back(results: Sequence[Any], _: Any = ()) -> list:
+    def map_results(results: Sequence[Any], _: Any = ()) -> list:
         counts = loop.carry_count, sum(active.carry), loop.ys_count
         carry, t_carry, ys, t_ys = parts(results, *counts)
         return [*carry, *ys, *t_carry, *t_ys]
 
-    return Rewritten(new, into, back)
+    return Rewritten(new, map_operands, map_results)
 
 
 def replace_active(

@@ -61,16 +61,16 @@ def flat_rows(loop: Loop) -> Loop | Rewritten:
         return loop
     counts = [*[0] * loop.cond_const_count, *consts, *carry, *[0] * loop.xs_count]
 
-    def into(operands: Sequence[Any]) -> list:
+    def map_operands(operands: Sequence[Any]) -> list:
         pairs = zip(operands, counts, strict=True)
         return [v.reshape(_merged(v.shape, n)) if n else v for v, n in pairs]
 
-    def back(results: Sequence[Any], _: Any = ()) -> list:
+    def map_results(results: Sequence[Any], _: Any = ()) -> list:
         final, ys = parts(results, loop.carry_count)
         triples = zip(final, carry, loop.carry_types, strict=True)
         return [*(v.reshape(t.shape) if n else v for v, n, t in triples), *ys]
 
-    return Rewritten(_over(loop, consts, carry), into, back)
+    return Rewritten(_over(loop, consts, carry), map_operands, map_results)
 
 
 def _merged(shape: tuple[int, ...], count: int) -> tuple[int, ...]:

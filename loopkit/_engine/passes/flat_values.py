@@ -27,7 +27,7 @@ from loopkit._jaxprs import equations
 MUCH = 1 << 27
 """Bytes of padding that are worth changes of shape: more than the fast memory beside the processor
 holds, 128 MiB of a v5e. Elsewhere it is read at 819 GB/s at best."""
-_CHEAP = """
+_ELEMENTWISE = """
     abs add add_any and ceil clamp convert_element_type copy copy_p div eq floor ge gt imag
     integer_pow is_finite le lt max min mul ne neg nextafter not one_minus_square or real rem round
     rsqrt select_n sign sqrt square stop_gradient sub xor
@@ -36,7 +36,7 @@ _COSTLY = """
     acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1
     lgamma log log1p logistic pow sin sinh tan tanh
 """
-ELEMENTWISE = frozenset((_CHEAP + _COSTLY).split())
+ELEMENTWISE = frozenset((_ELEMENTWISE + _COSTLY).split())
 """Primitives of which an element of the result hangs on those in the same place."""
 
 

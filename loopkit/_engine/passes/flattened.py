@@ -21,13 +21,13 @@ from loopkit._jaxprs.cost import EQUATION, UNKNOWN_TRIPS, nanoseconds
 
 LEAF = 15.0
 """Nanoseconds that a lane is taken to need for each array of what it has, beside its steps."""
-MOST = 64
+STEPS_BETWEEN_CHECKS = 64
 """Steps of an inner loop that are taken before it is asked who is through."""
 
 
 def flattened(loop: Loop) -> Loop | Rewritten:
     """The one loop; the loop itself if that is not asked for, or no inner loop ends by itself."""
-    nest = _cut(loop) if loop.narrows == "flatten" else None
+    nest = _cut(loop) if loop.lane_policy == "flatten" else None
     return loop if nest is None else nest.flat()
 
 
@@ -48,7 +48,7 @@ def _with_loops_in_sight(body: Any) -> Any:
     def rule(eqn: Any, ins: list) -> Sequence[Any]:
         if equations.is_call(eqn) and holds_loops(eqn.params["jaxpr"]):
             return equations.interpret(*equations.called(eqn, ins), rule)
-        if eqn.primitive is while_p and not eqn.params["loop"].holds:
+        if eqn.primitive is while_p and not eqn.params["loop"].masks_itself:
             nest = _cut(eqn.params["loop"])
             if nest is not None and nest.is_worth_it:
                 flat = nest.flat()
@@ -97,4 +97,4 @@ def _few(eqn: Any, around: float) -> int:
     Of an inner loop of m steps, all that is around is run m / n times, and n / 2 steps are waited.
     """
     step = max(nanoseconds(eqn.params["loop"].body), EQUATION)
-    return math.ceil(min(MOST, math.sqrt(2 * UNKNOWN_TRIPS * around / step)))
+    return math.ceil(min(STEPS_BETWEEN_CHECKS, math.sqrt(2 * UNKNOWN_TRIPS * around / step)))

@@ -17,7 +17,7 @@ from loopkit._engine.loop import Loop, OneLane, Operands
 from loopkit._engine.passes.batched_loop import Batched, batch_loop, move
 from loopkit._engine.passes.rewritten import Rewritten
 
-SMALL = 1 << 16
+COPIED_FOR_LANES = 1 << 16
 """Bytes that may be copied for lanes that share them, if their carry is not more anyway."""
 
 
@@ -34,7 +34,7 @@ def waiting_lanes(lane: OneLane) -> Batched:
 
 
 @dataclass(frozen=True)
-class Lanes(Rewritten):
+class ManyLanes(Rewritten):
     """Lanes, and what they are made of. Operands are pairs of a value and where it has an axis."""
 
     lane: OneLane
@@ -43,7 +43,7 @@ class Lanes(Rewritten):
 
 
 @dataclass(frozen=True)
-class Together:
+class AxisPair:
     """How two axes of lanes are one, the outer before the inner."""
 
     outer: int
@@ -63,14 +63,14 @@ class Together:
         return value.reshape(*shape[:place], self.outer, self.inner, *shape[place + 1 :])
 
 
-def with_lanes(loop: Loop, axis: Any, dims: Sequence[int | None]) -> Lanes | None:
+def with_lanes(loop: Loop, axis: Any, dims: Sequence[int | None]) -> ManyLanes | None:
     """The loop with an axis of lanes that narrow, or may where others join them; None if not.
 
     `dims`: where the axis is in the operands.
     """
     if (lane := loop.lane) is not None:
         if (new := join(lane, axis, dims)) is not None:
-            return _joined(lane, new, Together(axis.size, lane.count))
+            return _joined(lane, new, AxisPair(axis.size, lane.count))
         if widths(lane.loop, lane.count):
             return None
     if not may_narrow(loop, axis):
@@ -88,10 +88,10 @@ def _adds_lanes(loop: Loop, axis: Any, flags: Operands) -> bool:
     return len(batch_loop(loop, axis, flags).loop.lanes) > len(loop.lanes)
 
 
-def _lanes(loop: Loop, axis: Any, flags: Operands) -> Lanes:
+def _lanes(loop: Loop, axis: Any, flags: Operands) -> ManyLanes:
     lane = OneLane(loop, axis.size, flags, many_lanes)
-    new, back = waiting_lanes(lane), lambda results, _=(): list(results)
-    return Lanes(lane.many, new.into, back, lane, new.results)
+    new, map_results = waiting_lanes(lane), lambda results, _=(): list(results)
+    return ManyLanes(lane.many, new.map_operands, map_results, lane, new.results)
 
 
 def join(lane: OneLane, axis: Any, dims: Sequence[int | None]) -> OneLane | None:
@@ -107,20 +107,20 @@ def join(lane: OneLane, axis: Any, dims: Sequence[int | None]) -> OneLane | None
     pairs = list(zip(lane.flags.flat, outer, strict=True))
     read = loop.split(list(zip(loop.operand_types, pairs, strict=True)))[0]._replace(init=[])
     copied = _jax.byte_count(*(t for t, (a, b) in read.flat if a != b))
-    if count * copied > max(SMALL, count * _jax.byte_count(*loop.carry_types)):
+    if count * copied > max(COPIED_FOR_LANES, count * _jax.byte_count(*loop.carry_types)):
         return None
     flags = loop.split([a or b for a, b in pairs])[0]
     return OneLane(loop, count, flags, many_lanes)
 
 
-def _joined(lane: OneLane, new: OneLane, two: Together) -> Lanes:
+def _joined(lane: OneLane, new: OneLane, two: AxisPair) -> ManyLanes:
     old, one = waiting_lanes(lane), waiting_lanes(new)
 
-    def into(given: Sequence[tuple]) -> list:
+    def map_operands(given: Sequence[tuple]) -> list:
         places = zip(given, one.axes.flat, old.axes.flat, strict=True)
         return [two.joined(v, place, d, inner) for (v, d), place, inner in places]
 
-    def back(results: Sequence[Any], _: Any = ()) -> list:
+    def map_results(results: Sequence[Any], _: Any = ()) -> list:
         return list(map(two.apart, results, one.results))
 
-    return Lanes(new.many, into, back, new, one.results)
+    return ManyLanes(new.many, map_operands, map_results, new, one.results)

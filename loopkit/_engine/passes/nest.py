@@ -50,7 +50,7 @@ class Inside:
     @classmethod
     def of(cls, eqn: Any, few: int) -> Inside:
         inner: Loop = eqn.params["loop"]
-        if inner.holds:
+        if inner.masks_itself:
             return cls(eqn, inner, None)
         if inner.length is None:
             return cls(eqn, _gated(inner).replace(length=few), None)
@@ -77,7 +77,7 @@ class Inside:
         return _jax.call_jaxpr(self.loop.cond)(*given.cond_consts, *carry)[0]
 
     def some_steps(self, env: dict, here: Any, carry: Sequence[Any]) -> list:
-        if self.loop.holds:
+        if self.loop.masks_itself:
             # A step of it leaves lanes as they are that are elsewhere.
             given, _ = self.loop.split(self._operands(env, here, carry))
             return _jax.call_jaxpr(self.loop.body)(*given.consts, *carry)
@@ -92,7 +92,7 @@ class Inside:
 
     def _operands(self, env: dict, here: Any, carry: Sequence[Any]) -> list:
         names = self.eqn.invars[: len(self.eqn.invars) - len(self.eqn.outvars)]
-        gate = [] if self.loop.holds else [here]
+        gate = [] if self.loop.masks_itself else [here]
         return [*gate, *equations.run((), env, names), *carry]
 
 
@@ -105,7 +105,7 @@ def _gated(loop: Loop) -> Loop:
     return loop.replace(
         cond=_jax.trace_closed(cond, [go, *loop.cond.in_avals], "here"),
         cond_const_count=loop.cond_const_count + 1,
-        narrows="wait",
+        lane_policy="wait",
     )
 
 
@@ -214,8 +214,8 @@ class Nest:
             reverse=False,
             unroll=1,
             auto_unroll=False,
-            narrows="wait",
-            holds=True,
+            lane_policy="wait",
+            masks_itself=True,
         )
 
     def _bound(self) -> int | None:
@@ -302,7 +302,7 @@ class Nest:
             length=1,
             name=self.outer.name,
             replaced_by=self.outer.replaced_by,
-            narrows="wait",
+            lane_policy="wait",
         )
         results = while_p.bind(*consts, *map(_as, first, types), loop=loop)
         env |= zip(made, results[1:], strict=False)

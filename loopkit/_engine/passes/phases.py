@@ -26,14 +26,14 @@ from loopkit._engine.facts.widths import widths
 from loopkit._engine.loop import Loop, Operands, kept, parts, spread
 from loopkit._engine.passes.batched_loop import Batched, batch_loop
 from loopkit._engine.passes.counted import counted
-from loopkit._engine.passes.lanes_left import ended_in_each_lane
+from loopkit._engine.passes.min_active_lanes import ended_in_each_lane
 from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import is_active
 from loopkit._plans.budget import for_phases
-from loopkit._progress.progress import Progress
+from loopkit._progress.progress import ProgressSettings
 
 
-class Lanes(NamedTuple):
+class PhaseLanes(NamedTuple):
     """Some lanes, between two phases."""
 
     carry: list
@@ -66,7 +66,7 @@ class Phases:
         every = self._from(0, *self._begun(operands))
         return [*every.carry[: self.one.carry_count - self.bounded], *every.ys]
 
-    def _from(self, number: int, given: Operands, begun: Lanes) -> Lanes:
+    def _from(self, number: int, given: Operands, begun: PhaseLanes) -> PhaseLanes:
         """Lanes that begin with this phase, after the last one."""
         ended = self._advanced(number, given, begun)
         if number + 1 == len(self.widths):
@@ -90,14 +90,14 @@ class Phases:
         make = lambda: _jax.trace_closed(lambda *values: self.run(*values), types, "loop_phases")
         return self.one.derived((*key, *map(tuple, self.flags)), make)
 
-    def _begun(self, operands: Sequence[Any]) -> tuple[Operands, Lanes]:
+    def _begun(self, operands: Sequence[Any]) -> tuple[Operands, PhaseLanes]:
         """What all lanes read, and those lanes before the first step."""
         loop = self.whole.loop
         count = loop.cond_const_count, loop.const_count, loop.carry_count - self.bounded
         cond_consts, consts, carry, xs = parts(operands, *count)
         if self.bounded:
             carry.append(_jax.zeros(loop.carry_types[-1]))
-        return Operands(cond_consts, consts, [], xs), Lanes(carry, [])
+        return Operands(cond_consts, consts, [], xs), PhaseLanes(carry, [])
 
     def phase(self, number: int) -> Loop:
         """The loop of so many lanes, while more are active than the next one has."""
@@ -113,13 +113,13 @@ class Phases:
         phase = loop.replace(
             checkpoints=for_phases(loop.checkpoints, self.widths)[number],
             progress=self._shown(loop, number),
-            narrows="wait",
-            left=narrower,
+            lane_policy="wait",
+            min_active_lanes=narrower,
         )
         # Lanes that go on in the next phase may wait for those of another batch in this.
         return phase if len(loop.lanes) == 1 else ended_in_each_lane(phase)
 
-    def _shown(self, loop: Loop, number: int) -> Progress | None:
+    def _shown(self, loop: Loop, number: int) -> ProgressSettings | None:
         """One bar for all phases."""
         if loop.progress is None:
             return None
@@ -131,7 +131,7 @@ class Phases:
         active = is_active(self._of_width(number).loop, given, carry)
         return active.any(tuple(range(1, active.ndim)))
 
-    def _advanced(self, number: int, given: Operands, left: Lanes) -> Lanes:
+    def _advanced(self, number: int, given: Operands, left: PhaseLanes) -> PhaseLanes:
         """The lanes after a phase, whose own steps and rows begin at zero."""
         loop, xs = self.phase(number), given.xs
         begun = left.carry[-1].max() if number and (xs or left.ys) else 0
@@ -144,17 +144,17 @@ class Phases:
         if number:
             triples = zip(left.ys, ys, loop.y_axes, strict=True)
             ys = [_after(loop, begun, old, y, a) for old, y, a in triples]
-        return Lanes(carry, ys)
+        return PhaseLanes(carry, ys)
 
-    def _some(self, lanes: Lanes, which: Any) -> Lanes:
+    def _some(self, lanes: PhaseLanes, which: Any) -> PhaseLanes:
         carry = [_taken(v, which, 0) for v in lanes.carry]
-        return Lanes(carry, [_taken(v, which, a) for v, a in self._ys(lanes.ys)])
+        return PhaseLanes(carry, [_taken(v, which, a) for v, a in self._ys(lanes.ys)])
 
-    def _with(self, lanes: Lanes, which: Any, new: Lanes) -> Lanes:
+    def _with(self, lanes: PhaseLanes, which: Any, new: PhaseLanes) -> PhaseLanes:
         """The lanes, of which some are others."""
         carry = [_put(v, which, 0, w) for v, w in zip(lanes.carry, new.carry, strict=True)]
         ys = [_put(v, which, a, w) for (v, a), w in zip(self._ys(lanes.ys), new.ys, strict=True)]
-        return Lanes(carry, ys)
+        return PhaseLanes(carry, ys)
 
     def _ys(self, ys: Sequence[Any]) -> zip:
         """With where they have lanes."""

@@ -32,7 +32,7 @@ def prune(loop: Loop, used: Sequence[bool], inputs: Sequence[bool] = ()) -> Prun
 def _prune(loop: Loop, used: Sequence[bool], inputs: Sequence[bool]) -> Pruned:
     if (lane := loop.lane) is not None:
         one = prune(lane.loop, used, inputs)
-        flags = one.loop.split(one.into(lane.flags.flat))[0]
+        flags = one.loop.split(one.map_operands(lane.flags.flat))[0]
         return replace(one, loop=lane.replaced(one.loop, flags))
     inputs = inputs or [False] * len(loop.body.in_avals)
     consts, also, xs = parts(inputs, loop.const_count, loop.carry_count)
@@ -64,6 +64,6 @@ def _prune(loop: Loop, used: Sequence[bool], inputs: Sequence[bool]) -> Pruned:
         xs=tuple(kept(loop.xs, xs)),
         ys=tuple(kept(loop.ys, used_ys)),
     )
-    into = lambda values: kept(values, operands)
-    back = lambda values, _=(): spread(values, results, [None] * len(results))
-    return Pruned(pruned, into, back, operands, results)
+    map_operands = lambda values: kept(values, operands)
+    map_results = lambda values, _=(): spread(values, results, [None] * len(results))
+    return Pruned(pruned, map_operands, map_results, operands, results)

@@ -14,9 +14,9 @@ class Rewritten:
     """A loop that computes what another does, of other operands."""
 
     loop: Loop
-    into: Callable[..., list]
+    map_operands: Callable[..., list]
     """The operands of that other loop, or one value for each, to those of this."""
-    back: Callable[..., list]
+    map_results: Callable[..., list]
     """The results of this loop to that other's; some of its operands, given second, may be some."""
 
 
@@ -27,8 +27,8 @@ def run(
     given = []
     for done in passes:
         given.append(operands)
-        operands = done.into(operands)
+        operands = done.map_operands(operands)
     results = list(bind(*operands))
     for done, before in zip(reversed(passes), reversed(given), strict=True):
-        results = done.back(results, before)
+        results = done.map_results(results, before)
     return results

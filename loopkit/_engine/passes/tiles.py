@@ -12,7 +12,7 @@ from loopkit._engine.passes.flat_rows import SHORT
 
 LANES, SUBLANES = 128, 8
 """Of a tile."""
-LONGEST = 4096
+LONGEST_TILE = 4096
 """Numbers of a row that may be a vector."""
 
 
@@ -22,7 +22,7 @@ def is_row(aval: Any) -> bool:
     if len(shape) < 2 or not all(isinstance(n, int) for n in shape):
         return False
     short = 0 < shape[-1] < SHORT and sum(n > 1 for n in shape) > 1
-    return short and 0 < _jax.volume(shape) <= LONGEST and _is_plain(aval)
+    return short and 0 < _jax.volume(shape) <= LONGEST_TILE and _is_plain(aval)
 
 
 def is_stack(aval: Any) -> bool:

@@ -32,10 +32,10 @@ def varying(loop: Loop) -> Loop | Rewritten:
         return loop
     new = loop.map_jaxprs(lambda j: all_varying(j, cond.out_avals))
 
-    def into(operands: Sequence[Any]) -> list:
+    def map_operands(operands: Sequence[Any]) -> list:
         return [_jax.vary_like(v, [t]) for v, t in zip(operands, new.operand_types, strict=True)]
 
-    return Rewritten(new, into, lambda results, _=(): list(results))
+    return Rewritten(new, map_operands, lambda results, _=(): list(results))
 
 
 def all_varying(jaxpr: _jax.Jaxpr, like: Sequence[_jax.ShapedArray]) -> _jax.Jaxpr:

@@ -16,7 +16,7 @@ from typing import Any
 
 from loopkit import _jax
 from loopkit._engine.derivative.reversal import reversal
-from loopkit._engine.derivative.split import opened
+from loopkit._engine.derivative.split import primal_half
 from loopkit._engine.facts.activity import cotangent_activity
 from loopkit._engine.loop import Active, Loop, kept, parts
 from loopkit._engine.passes.dual_loop import dual_loop
@@ -29,7 +29,7 @@ from loopkit._engine.sweeps import sweeps
 
 def evaluate(*operands: Any, loop: Loop, active: Active) -> list:
     dual = dual_loop(loop, active)
-    return dual.back(while_.evaluate(*dual.into(operands), loop=dual.loop))
+    return dual.map_results(while_.evaluate(*dual.map_operands(operands), loop=dual.loop))
 
 
 def result_types(*_: Any, loop: Loop, active: Active) -> tuple[list, Any]:
@@ -40,8 +40,10 @@ def jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop, active: Active
 ) -> tuple[list, list]:
     dual = dual_loop(loop, active)
-    outs, moved = while_.jvp(dual.into(primals), dual.into(tangents), loop=dual.loop)
-    return dual.back(outs), dual.back(moved)
+    outs, moved = while_.jvp(
+        dual.map_operands(primals), dual.map_operands(tangents), loop=dual.loop
+    )
+    return dual.map_results(outs), dual.map_results(moved)
 
 
 def known(values: Sequence[Any], *, loop: Loop, active: Active) -> tuple:
@@ -52,13 +54,19 @@ def known(values: Sequence[Any], *, loop: Loop, active: Active) -> tuple:
     if both.how.plan.host:
         residuals = list(map(_jax.placed, residuals, both.residual_types))
         residuals = list(map(_jax.named_on_host, residuals))
-    params = {"loop": loop, "layout": active, "active": active, "batch": None, "lean": False}
+    params = {
+        "loop": loop,
+        "layout": active,
+        "active": active,
+        "batch": None,
+        "transpose_only": False,
+    }
     return results, [*values, *residuals], pushforward_p, params
 
 
 def known_equation(eqn: Any) -> Any:
     """For jax.checkpoint: the primal results alone, so that nothing is saved."""
-    loop = opened(eqn.params["loop"], eqn.params["active"])
+    loop = primal_half(eqn.params["loop"], eqn.params["active"])
     operands, results = loop.primal_counts
     invars, outvars = eqn.invars[:operands], eqn.outvars[:results]
     return _jax.new_equation(eqn, while_p, invars, outvars, {"loop": loop})

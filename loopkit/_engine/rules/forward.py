@@ -15,12 +15,12 @@ import jax
 
 from loopkit import _jax
 from loopkit._engine.derivative.reversal import Reversal, covers, reversal
-from loopkit._engine.derivative.split import opened
+from loopkit._engine.derivative.split import primal_half
 from loopkit._engine.facts.activity import moving_activity
 from loopkit._engine.loop import Active, Loop, kept, parts, spread
 from loopkit._engine.passes.flat_values import of_vectors
 from loopkit._engine.passes.scratch import with_scratch
-from loopkit._engine.primitives import RUNS_WITH, define, forward_p, pushforward_p, while_p
+from loopkit._engine.primitives import PARTIAL_EVAL_RULES, define, forward_p, pushforward_p, while_p
 from loopkit._engine.rules import while_
 from loopkit._engine.sweeps import sweeps
 from loopkit._engine.trials.host_memory import check_host_memory
@@ -49,14 +49,14 @@ def runs_with(used: list[bool], *, loop: Loop, active: Active) -> tuple[list[boo
     Such as a buffer that steps only write to, where they are run again.
     """
     results, how = loop.primal_counts[1], reversal(loop, active)
-    few = None if how.undo is not None else how.wanting(used[:results])
+    few = None if how.undo is not None else how.prune_results(used[:results])
     if few is None or all(few.operands):
         return None
 
     def run(*operands: Any) -> list:
         outs = _swept(loop, active, how.pruned(few), few.loop, operands)
         found, residuals = parts(outs, few.loop.primal_counts[1])
-        return kept([*few.back(found), *residuals], used)
+        return kept([*few.map_results(found), *residuals], used)
 
     return few.operands, run
 
@@ -70,7 +70,7 @@ def jvp(
 ) -> tuple[list, list]:
     outs = forward_p.bind(*primals, loop=loop, active=active)
     _, residuals = parts(outs, loop.primal_counts[1])
-    plain = opened(loop, active)
+    plain = primal_half(loop, active)
     moving = moving_activity(plain, loop.split(_jax.nonzero(tangents))[0])
     inputs = list(map(_jax.instantiate, kept(tangents[loop.cond_const_count :], moving.inputs)))
     source, layout = loop, active
@@ -78,7 +78,13 @@ def jvp(
         source, layout = plain.without_debug_effects(), moving
         fresh = forward_p.bind(*primals, loop=source, active=moving)
         residuals = fresh[loop.primal_counts[1] :]
-    params = {"loop": source, "layout": layout, "active": moving, "batch": None, "lean": False}
+    params = {
+        "loop": source,
+        "layout": layout,
+        "active": moving,
+        "batch": None,
+        "transpose_only": False,
+    }
     flowing = pushforward_p.bind(*primals, *residuals, *inputs, **params)
     zeros = list(map(_jax.float0_zero, loop.result_types))
     still = [_jax.float0_zero(jax.typeof(r)) for r in outs[loop.primal_counts[1] :]]
@@ -91,10 +97,10 @@ def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     results = loop.primal_counts[1]
     if any(used[results:]):
         return [True] * len(eqn.invars), eqn
-    loop = opened(loop, eqn.params["active"])
+    loop = primal_half(loop, eqn.params["active"])
     plain = _jax.new_equation(eqn, while_p, eqn.invars, eqn.outvars[:results], {"loop": loop})
     return while_.dce(used[:results], plain)
 
 
 define(forward_p, evaluate, result_types, jvp=jvp, dce=dce, on_cpu=with_scratch, on_tpu=of_vectors)
-RUNS_WITH[forward_p] = runs_with
+PARTIAL_EVAL_RULES[forward_p] = runs_with

@@ -28,17 +28,17 @@ from loopkit._engine.loop import Active, Loop, OneLane, Operands, kept, parts, s
 from loopkit._engine.passes.batched_loop import Batched
 from loopkit._engine.passes.counted import counted
 from loopkit._engine.passes.dual_loop import active_inputs, replace_active
-from loopkit._engine.passes.many_lanes import Lanes, Together, join, waiting_lanes, with_lanes
+from loopkit._engine.passes.many_lanes import AxisPair, ManyLanes, join, waiting_lanes, with_lanes
 from loopkit._engine.passes.phases import phases_of
 from loopkit._engine.primitives import define, hessian_p, narrowed_p, pushforward_p, while_p
 from loopkit._engine.sweeps import sweeps
 
 
-def lanes_of(loop: Loop, axis: Any, dims: Sequence[Any]) -> Lanes | None:
+def lanes_of(loop: Loop, axis: Any, dims: Sequence[Any]) -> ManyLanes | None:
     """The lanes of a loop that is differentiated in each of them, if they narrow."""
-    if loop.asks_the_host or loop.holds_custom_vjp:
+    if loop.has_impure_callback or loop.holds_custom_vjp:
         return None  # it must not be run again, or its rule reads what was saved
-    if loop.narrows is None:
+    if loop.lane_policy is None:
         return None  # what is run again is asked for
     if loop.lane is not None:
         loop = loop.derived("its lanes are not joined", loop.replace)
@@ -47,25 +47,31 @@ def lanes_of(loop: Loop, axis: Any, dims: Sequence[Any]) -> Lanes | None:
 
 
 def forward(
-    loop: Loop, lanes: Lanes, args: Sequence[Any], dims: Sequence[Any], active: Active
+    loop: Loop, lanes: ManyLanes, args: Sequence[Any], dims: Sequence[Any], active: Active
 ) -> tuple:
     """The results, zeros for what would be saved, and the steps taken."""
     lane = lanes.lane
     flags = lane.flags._replace(init=[*lane.flags.init, False])
     counting = lane.replaced(counted(lane.loop), flags)
-    given = lanes.loop.split(lanes.into(list(zip(args, dims, strict=True))))[0]
+    given = lanes.loop.split(lanes.map_operands(list(zip(args, dims, strict=True))))[0]
     given.init.append(_jax.zeros(counting.carry_types[-1]))
     carry, ys = parts(while_p.bind(*given.flat, loop=counting), counting.carry_count)
     saved = list(map(_jax.zeros, sweeps(reversal(loop, active)).residual_types[:-1]))
     places = [*lanes.results, *[None] * len(saved), 0]
-    return [*lanes.back([*carry[:-1], *ys]), *saved, carry[-1]], places
+    return [*lanes.map_results([*carry[:-1], *ys]), *saved, carry[-1]], places
 
 
 def linear_lanes(
-    axis: Any, dims: Sequence[Any], *, loop: Loop, active: Active, lean: bool = False, **params: Any
+    axis: Any,
+    dims: Sequence[Any],
+    *,
+    loop: Loop,
+    active: Active,
+    transpose_only: bool = False,
+    **params: Any,
 ) -> OneLane | None:
     """The same of a linear primitive: silent, and what is active has lanes, too."""
-    with waiting(lean):  # of a lean one, operands are missing
+    with waiting(transpose_only):  # its operands may be missing
         lanes = lanes_of(loop, axis, dims)
     if lanes is None:
         return None
@@ -86,7 +92,7 @@ def check_saved(loop: Loop, saved: Sequence[Any], places: Sequence[Any]) -> None
         expected += "gives is applied in steps of which all residuals are stored"
         advice = "Pass it, or linearise in the step."
         raise NotImplementedError(
-            errors.wrong(loop.name, "lanes", expected, repr(loop.narrows), advice)
+            errors.wrong(loop.name, "lanes", expected, repr(loop.lane_policy), advice)
         )
 
 
@@ -153,7 +159,7 @@ def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -
     if new is None:
         fun = ft.partial(evaluate, **params)
         return _jax.batched_call(fun, axis, args, dims)
-    old, one, two = waiting_lanes(lane), waiting_lanes(new), Together(axis.size, lane.count)
+    old, one, two = waiting_lanes(lane), waiting_lanes(new), AxisPair(axis.size, lane.count)
     places = [*one.axes.flat, *_linear_places(one, **params)[0]]
     before = [*old.axes.flat, *_linear_places(old, **params)[0]]
     moved = map(two.joined, args, places, dims, before)

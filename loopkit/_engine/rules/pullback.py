@@ -6,9 +6,9 @@
     transpose `pushforward`
 
 `batch` is None or the size of a leading axis of the cotangents, which the primals do not have: the
-trajectory is replayed once for all of them. `unread` says of which carry leaves nobody asks for the
-cotangent of the initial value, as of a buffer that starts with zeros; it is zeros then. If it is
-`lean`, operands that it does not read are zeros: it has no derivative.
+trajectory is replayed once for all of them. `unused_init` says of which carry leaves nobody asks
+for the cotangent of the initial value, as of a buffer that starts with zeros; it is zeros then. If
+it is `transpose_only`, operands that it does not read are zeros: it has no derivative.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ def evaluate(
     layout: Active,
     active: Active,
     batch: Any,
-    unread: tuple[bool, ...],
-    lean: bool,
+    unused_init: tuple[bool, ...],
+    transpose_only: bool,
 ) -> list:
     primals, residuals, cts = arguments(loop, layout, operands)
-    how = reversal(loop, layout, active).unrolled(settled(loop, layout)).without(unread)
+    how = reversal(loop, layout, active).unrolled(settled(loop, layout)).without(unused_init)
     with jax.named_scope(f"loopkit.{loop.name}.backward"):
         out = sweeps(how).backward(loop.split(primals)[0], residuals, cts, batch)
-    unasked = _unread_results(active, unread)
+    unasked = _unused_results(active, unused_init)
     return [_jax.zeros(jax.typeof(v)) if u else v for v, u in zip(out, unasked, strict=True)]
 
 
-def _unread_results(active: Active, unread: Sequence[bool]) -> list[bool]:
+def _unused_results(active: Active, unused_init: Sequence[bool]) -> list[bool]:
     """Which results are cotangents that nobody asks for."""
-    flags = [*[False] * len(active.consts), *unread, *[False] * len(active.xs)]
+    flags = [*[False] * len(active.consts), *unused_init, *[False] * len(active.xs)]
     return kept(flags, active.inputs)
 
 
 def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list, list]:
     loop, active, batch = params["loop"], params["active"], params["batch"]
-    assert not params["lean"], "what it reads is not there"
+    assert not params["transpose_only"], "what it reads is not there"
     values, residuals, cts = arguments(loop, params["layout"], primals)
     t_values, _, t_cts = arguments(loop, params["layout"], tangents)
     out = pullback_p.bind(*primals, **params)
@@ -79,9 +79,11 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple
 def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
     loop = params["loop"]
     values, residuals, _ = arguments(loop, params["layout"], operands)
-    unread = _unread_results(params["active"], params.pop("unread"))
+    unused_init = _unused_results(params["active"], params.pop("unused_init"))
     types = BACKWARD.types(**params)[0]
-    tangents = [_jax.float0_zero(t) if u else c for t, u, c in zip(types, unread, cts, strict=True)]
+    tangents = [
+        _jax.float0_zero(t) if u else c for t, u, c in zip(types, unused_init, cts, strict=True)
+    ]
     return asked(FORWARD.of([*values, *residuals], tangents, params), operands)
 
 

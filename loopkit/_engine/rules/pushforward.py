@@ -6,8 +6,8 @@
     transpose `pullback`
 
 The residuals are there for the transpose; run as it is, it is D, which needs none. `batch` is None
-or the size of a leading axis of the tangents, which the primals do not have. If it is `lean`, it is
-there to be transposed alone: operands that its transpose does not read are zeros.
+or the size of a leading axis of the tangents, which the primals do not have. If it is
+`transpose_only`, operands that its transpose does not read are zeros, and it is not run.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from loopkit._engine.sweeps import sweeps
 
 
 def evaluate(
-    *operands: Any, loop: Loop, layout: Active, active: Active, batch: Any, lean: bool
+    *operands: Any, loop: Loop, layout: Active, active: Active, batch: Any, transpose_only: bool
 ) -> list:
-    assert not lean, "what it reads is not there"
+    assert not transpose_only, "what it reads is not there"
     primals, _, tangents = arguments(loop, layout, operands)
     quiet = loop.without_debug_effects()
     loop.check_repeats()
@@ -46,7 +46,7 @@ def run_dual(
     dual, operands = dual_loop(loop, active), [*primals, *tangents]
     if batch is not None:
         return batch_tangents(loop, dual, operands, batch)
-    outs = dual.back(while_p.bind(*dual.into(operands), loop=dual.loop))
+    outs = dual.map_results(while_p.bind(*dual.map_operands(operands), loop=dual.loop))
     return outs[loop.primal_counts[1] :]
 
 
@@ -57,7 +57,7 @@ def arguments(loop: Loop, layout: Active, operands: Sequence[Any]) -> list[list]
 
 def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list, list]:
     loop, active = params["loop"], params["active"]
-    assert not params["lean"], "what it reads is not there"
+    assert not params["transpose_only"], "what it reads is not there"
     values, residuals, linear = arguments(loop, params["layout"], primals)
     t_values, _, t_linear = arguments(loop, params["layout"], tangents)
     out = pushforward_p.bind(*primals, **params)
@@ -68,8 +68,8 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple
     if params["batch"] is None:
         dual = dual_loop(quiet, active)
         still = [_jax.float0_zero(jax.typeof(t)) for t in linear]
-        at, moves = dual.into([*values, *linear]), dual.into([*t_values, *still])
-        second = dual.back(while_.jvp(at, moves, loop=dual.loop)[1])[loop.primal_counts[1] :]
+        at, moves = dual.map_operands([*values, *linear]), dual.map_operands([*t_values, *still])
+        second = dual.map_results(while_.jvp(at, moves, loop=dual.loop)[1])[loop.primal_counts[1] :]
     else:
         tangents_at = lambda *at: run_dual(quiet, at, linear, active, params["batch"])
         second = _jax.jvp_in_moving(tangents_at, values, t_values)[1]
@@ -89,8 +89,8 @@ def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
     flags = [_jax.is_undefined(v) for v in linear]
     flags = spread(flags, active.inputs, [False] * len(active.inputs))
     _, wanted, _ = parts(flags, loop.const_count, loop.carry_count)
-    unread = tuple(l and not a for l, a in zip(live.carry, wanted, strict=True))
-    params = dict(params, layout=layout, active=live, unread=unread)
+    unused_init = tuple(l and not a for l, a in zip(live.carry, wanted, strict=True))
+    params = dict(params, layout=layout, active=live, unused_init=unused_init)
     out = pullback_p.bind(*values, *residuals, *cts, **params)
     return asked(spread(out, kept(live.inputs, active.inputs), zeros), operands)
 

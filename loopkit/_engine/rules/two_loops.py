@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._engine.derivative.reversal import reversal
-from loopkit._engine.derivative.split import opened
+from loopkit._engine.derivative.split import primal_half
 from loopkit._engine.loop import Active, CarryLeaf, Const, Input, Loop, Output, kept, parts
 from loopkit._engine.primitives import while_p
 from loopkit._engine.sweeps import sweeps
@@ -69,7 +69,7 @@ def _two_loops(loop: Loop, active: Active, batch: int | None, *values: Any) -> l
         return [*d_consts, *ct_carry, *d_xs]
     operands, _ = loop.split(primals)
     how = reversal(loop, active)
-    rows = _carries(opened(loop, active), how.saved, primals)
+    rows = _carries(primal_half(loop, active), how.saved, primals)
     step, axis = StepReversal(how, operands, taken, batch), 0 if batch is None else 1
     steps = taken.max(initial=0) if loop.lanes else taken
     x_axes, y_axes = loop.x_axes, kept(loop.y_axes, active.ys)

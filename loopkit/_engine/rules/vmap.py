@@ -40,32 +40,34 @@ from loopkit._engine.sweeps import sweeps
 def batch_tangents(loop: Loop, dual: Rewritten, operands: Sequence[Any], size: int) -> list:
     """The tangents that come out of the dual loop, where those that go in have a leading batch."""
     count, results = loop.operand_count, loop.primal_counts[1]
-    dims = dual.into([None] * count + [0] * (len(operands) - count))
+    dims = dual.map_operands([None] * count + [0] * (len(operands) - count))
     flags = dual.loop.split([d is not None for d in dims])[0]
     ys = [False] * loop.ys_count + [True] * (dual.loop.ys_count - loop.ys_count)
     batched = batch_loop(dual.loop, _jax.axis(size), flags, ys)
-    moved = batched.into(zip(dual.into(operands), dims, strict=True))
-    found = dual.back(batched.back(while_p.bind(*moved, loop=batched.loop)))
+    moved = batched.map_operands(zip(dual.map_operands(operands), dims, strict=True))
+    found = dual.map_results(batched.map_results(while_p.bind(*moved, loop=batched.loop)))
     return [jnp.moveaxis(t, a, 0) for t, a in found[results:]]
 
 
 def _batch_while(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop) -> tuple:
     pairs = list(zip(args, dims, strict=True))
     if (new := with_lanes(loop, axis, dims)) is not None:
-        return new.back(while_p.bind(*new.into(pairs), loop=new.loop)), new.results
+        return new.map_results(while_p.bind(*new.map_operands(pairs), loop=new.loop)), new.results
     if (phases := phases_of(loop)) is not None:
         # Its lanes narrow, and the others wait for each other in each phase.
         return _jax.batched_call(phases.run, axis, args, dims)
     batched = batch_loop(loop, axis, loop.split([d is not None for d in dims])[0])
-    return while_p.bind(*batched.into(pairs), loop=batched.loop), batched.results
+    return while_p.bind(*batched.map_operands(pairs), loop=batched.loop), batched.results
 
 
 def _batch_dual(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop, active: Active
 ) -> tuple:
     dual = dual_loop(loop, active)
-    outs, places = _batch_while(axis, dual.into(args), dual.into(dims), loop=dual.loop)
-    return dual.back(outs), dual.back(places)
+    outs, places = _batch_while(
+        axis, dual.map_operands(args), dual.map_operands(dims), loop=dual.loop
+    )
+    return dual.map_results(outs), dual.map_results(places)
 
 
 def _laid_out(loop: Loop, axis: Any, batched: Batched, layout: Active) -> None:
@@ -100,7 +102,7 @@ def _batch_forward(
         return narrowed.forward(loop, lanes, args, dims, active)
     keeps_all = reversal(loop, active).plan.keeps_all
     batched = _batched_for(loop, axis, dims, keeps_all, active)
-    values = batched.into(zip(args, dims, strict=True))
+    values = batched.map_operands(zip(args, dims, strict=True))
     outs = forward_p.bind(*values, loop=batched.loop, active=active)
     return outs, [*batched.results, *_residual_axes(loop, batched, active)]
 
@@ -180,14 +182,14 @@ def batch_linear(primitive: Any, ins: str, outs: str) -> Any:
             batched = _batched_for(loop, axis, value_dims, True, layout)
         else:
             batched = waiting_lanes(lane)
-        moved = batched.into(zip(values, value_dims, strict=True))
+        moved = batched.map_operands(zip(values, value_dims, strict=True))
         if has_residuals and lane is None:
             places = _residual_axes(loop, batched, layout)
-            if params["lean"]:
+            if params["transpose_only"]:
                 narrowed.check_saved(loop, residual_dims, places)
             pairs = zip(residual_dims, places, strict=True)
             apart = any(d is not None and p is None for d, p in pairs)
-            if apart and params["lean"]:
+            if apart and params["transpose_only"]:
                 # What was saved depends on operands that are not there: these vary, too.
                 read = reversal(loop, layout, active).reads
                 values, value_dims = _varying(loop, read, values, value_dims, size)

@@ -46,7 +46,9 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop) -> tuple
     if any(map(_jax.is_tracer, _jax.jvp_jaxpr(loop.body, active.inputs)[0].consts)):
         # Rules in it close over values of a trace, which become operands.
         dual = open_dual(loop, active)
-        outs = dual.back(while_p.bind(*dual.into([*primals, *moving]), loop=dual.loop))
+        outs = dual.map_results(
+            while_p.bind(*dual.map_operands([*primals, *moving]), loop=dual.loop)
+        )
     else:
         outs = dual_p.bind(*primals, *moving, loop=loop, active=active)
     results, tangents = parts(outs, loop.primal_counts[1])
@@ -77,10 +79,10 @@ def known_part(unknown: list[bool], loop: Loop) -> tuple | None:
         return parts(out, loop.carry_count)
 
     carry, ys = fixed_point(flags.init, reached)
-    if all([*carry, *ys]) or loop.asks_the_host:
+    if all([*carry, *ys]) or loop.has_impure_callback:
         return None
     pruned = prune(loop.without_debug_effects(), [not u for u in (*carry, *ys)])
-    if any(pruned.into(unknown)):
+    if any(pruned.map_operands(unknown)):
         return None  # whether it goes on is not known
     return pruned.operands, pruned.results, {"loop": pruned.loop}
 
@@ -92,7 +94,7 @@ def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     if all(used):
         return [True] * len(eqn.invars), eqn
     pruned = prune(loop, used)
-    invars, outvars = pruned.into(eqn.invars), kept(eqn.outvars, pruned.results)
+    invars, outvars = pruned.map_operands(eqn.invars), kept(eqn.outvars, pruned.results)
     new = _jax.new_equation(eqn, while_p, invars, outvars, {"loop": pruned.loop})
     return pruned.operands, new
 

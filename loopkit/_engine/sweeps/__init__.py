@@ -9,9 +9,9 @@ from loopkit._engine.sweeps.every_residual import EveryResidual
 from loopkit._engine.sweeps.every_segment import EverySegment
 from loopkit._engine.sweeps.in_units import InUnits
 from loopkit._engine.sweeps.scheduled import Scheduled
-from loopkit._engine.sweeps.strategy import Strategy
+from loopkit._engine.sweeps.strategy import Sweep
 
-STRATEGIES: dict[str, type[Strategy]] = {
+STRATEGIES: dict[str, type[Sweep]] = {
     "every residual": EveryResidual,
     "every carry": EveryCarry,
     "every segment": EverySegment,
@@ -19,7 +19,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
 }
 
 
-def sweeps(how: Reversal) -> Strategy:
+def sweeps(how: Reversal) -> Sweep:
     """Those of a plan, on the device at hand."""
     if how.plan.strategy == "schedule" and _jax.host_waits.value:
         return InUnits(how.for_waiting_hosts())

@@ -12,10 +12,10 @@ from loopkit._engine.loop import Loop, Operands, kept
 from loopkit._engine.steps import guarded_step, one_step, select
 from loopkit._engine.sweeps import strategy
 from loopkit._engine.sweeps.step import Cotangents, StepReversal
-from loopkit._engine.sweeps.strategy import Backward, Saving, Strategy
+from loopkit._engine.sweeps.strategy import Backward, Saving, Sweep
 
 
-class EveryCarry(Strategy):
+class EveryCarry(Sweep):
     @property
     def blank_stacks(self) -> list:
         if self.how.plan.segment == 1 or self.how.plan.host:

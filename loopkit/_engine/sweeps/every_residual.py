@@ -14,17 +14,17 @@ from loopkit._engine.derivative.reversal import Reversal
 from loopkit._engine.loop import Loop, Operands, parts
 from loopkit._engine.steps import Steps, hold, is_active, read_rows, row_of, select
 from loopkit._engine.sweeps.lanes import SafeInputs
-from loopkit._engine.sweeps.strategy import Saving, Strategy, run_steps, write_if
+from loopkit._engine.sweeps.strategy import Saving, Sweep, run_steps, write_if
 from loopkit._engine.trials.room import check_room
 
 
-class EveryResidual(Strategy):
+class EveryResidual(Sweep):
     @property
     def stack_types(self) -> list[_jax.ShapedArray]:
         return self.stacked(self.how.row_types, self.how.plan.segment)
 
     def stack_axes(self, batched: Reversal, carry: Sequence[int | None]) -> list[int | None]:
-        return [1 if f else None for f in self.how.shortened(batched.split.stored_batched)]
+        return [1 if f else None for f in self.how.drop_counters(batched.split.stored_batched)]
 
     @property
     def blank_stacks(self) -> list:
@@ -65,7 +65,7 @@ class EveryResidual(Strategy):
             if go is not None:
                 new, (count,) = select(go, new, steps.carry), select(go, [count], [steps.count])
             done = Steps(count, new, ys, lane_counts, steps.bar)
-            row = self.leaving(how.shortened(stored), steps.count)
+            row = self.leaving(how.drop_counters(stored), steps.count)
             return done, write_if(go, rows, row, steps.count)
 
         return run_steps(loop, operands, step, state)

@@ -26,7 +26,7 @@ from loopkit._engine.sweeps.step import Cotangents, StepReversal
 from loopkit._engine.sweeps.strategy import (
     Backward,
     Saving,
-    Strategy,
+    Sweep,
     reverse_segments,
     run_steps,
     write_if,
@@ -34,7 +34,7 @@ from loopkit._engine.sweeps.strategy import (
 from loopkit._plans.waits import writes_in_passing
 
 
-class EverySegment(Strategy):
+class EverySegment(Sweep):
     def run(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
         length = self.how.plan.segment
 
@@ -90,7 +90,11 @@ class EverySegment(Strategy):
         return number, number
 
     def save_if(self, due: Any, slots: list, carry: list, slot: Any) -> list:
-        return write_if(due, slots, carry, slot - self.laid.spared) if self.laid.rows else slots
+        return (
+            write_if(due, slots, carry, slot - self.layout_plan.spared)
+            if self.layout_plan.rows
+            else slots
+        )
 
     def segment(
         self, loop: Loop, operands: Operands, steps: Steps, slots: list, slot: Any, units: Any = 1
@@ -126,7 +130,7 @@ class EverySegment(Strategy):
             cts, buffers = step.reverse_carry(first, carry, s.cts)
             return s._replace(cts=cts.after(self.how.loop, 1), buffers=buffers)
         carry, s = self.replayed(step, first, count, s)
-        buffers = self.how.apart(carry)[1]
+        buffers = self.how.split_saved(carry)[1]
         cts, buffers = step.reverse_segment(first, count, s.rows, s.cts, buffers)
         return s._replace(cts=cts, buffers=buffers)
 
@@ -148,14 +152,14 @@ class EverySegment(Strategy):
         held = [*s.ahead] or self.load(step.operands, s.stacks, slot)
         before = step.rewind(first, end - first, s.buffers)
         counts = self.how.counts(step.operands, first, step.taken)
-        return self.how.together(counts, held, before)
+        return self.how.merge_saved(counts, held, before)
 
     def save(self, slots: list, carry: list[Any], slot: Any) -> list:
         """The slots, with a carry in one of them.
 
         What would be written to a first slot without memory is put into the next, and written over.
         """
-        plan = self.laid
+        plan = self.layout_plan
         if not plan.rows:
             return slots
         return write_rows(slots, self.leaving(list(carry), slot), slot - plan.spared)
@@ -167,7 +171,7 @@ class EverySegment(Strategy):
 
     def load(self, operands: Operands, slots: list, slot: Any) -> list:
         """What a slot holds."""
-        plan, first = self.laid, kept(operands.init, self.how.slotted)
+        plan, first = self.layout_plan, kept(operands.init, self.how.slotted)
         if not plan.rows:
             return first
         rows = read_rows(slots, slot - plan.spared)

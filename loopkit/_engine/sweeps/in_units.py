@@ -38,20 +38,20 @@ class InUnits(Scheduled):
         return tables.Schedule.of(self.how.plan)
 
     @property
-    def in_passing(self) -> bool:
+    def predicated_store(self) -> bool:
         return writes_in_passing(self.how.plan)
 
     def run(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
         if loop.cond is None:
-            run = self.run_in_passing if self.in_passing else self.run_between_saves
+            run = self.run_in_passing if self.predicated_store else self.run_between_saves
             steps, stacks, units = run(loop, operands, state)
-        elif self.in_passing:
+        elif self.predicated_store:
             steps, stacks, number = self.run_flat(loop, operands, state)
             units = self.schedule.held(number)
         else:
             steps, stacks, units = super().run(loop, operands, state)
         units = jnp.where(units == NEVER, NEVER, units * self.wider)
-        left = jnp.full(self.laid.slots - self.how.plan.slots, NEVER, jnp.int32)
+        left = jnp.full(self.layout_plan.slots - self.how.plan.slots, NEVER, jnp.int32)
         return steps, stacks, jnp.concatenate([units, _jax.vary_like(left, [jax.typeof(units)])])
 
     def saved_as(self, number: Any) -> tuple[Any, Any]:
@@ -97,12 +97,12 @@ class InUnits(Scheduled):
     @property
     def wider(self) -> int:
         """How many of the units handed on are one of those counted in."""
-        return self.how.plan.segment // self.laid.segment
+        return self.how.plan.segment // self.layout_plan.segment
 
     def reverse(self, step: StepReversal, steps: Any, s: Backward) -> Cotangents:
         # Of a climb whose length it knows, too, a compiler would make copies.
         units = lax.optimization_barrier(s.units)
-        if self.how.laid is None:
+        if self.how.layout_plan is None:
             return super().reverse(step, steps, s._replace(units=units))
         # What was saved elsewhere may lie between these units, or where their rows will.
         units = units[: self.how.plan.slots]
@@ -114,14 +114,14 @@ class InUnits(Scheduled):
 
     def reverse_segment(self, step: StepReversal, first: Any, count: Any, s: Backward) -> Backward:
         how = self.how
-        if how.laid is None or how.plan.host:
+        if how.layout_plan is None or how.plan.host:
             return super().reverse_segment(step, first, count, s)
         carry, s = self.reach(step, first, first + count, s)
-        start, place = how.apart(carry)[0], self.laid.rows - how.plan.segment
+        start, place = how.split_saved(carry)[0], self.layout_plan.rows - how.plan.segment
 
         def again(k: Any, state: tuple[list, list]) -> tuple[list, list]:
             carry = how.advance(step.operands, step.taken, state[0], first + k, 1)
-            return carry, write_rows(state[1], how.apart(carry)[0], place + k + 1)
+            return carry, write_rows(state[1], how.split_saved(carry)[0], place + k + 1)
 
         def row(k: Any) -> list:
             rows = read_rows(s.stacks, place + k)
@@ -129,7 +129,7 @@ class InUnits(Scheduled):
 
         carry, stacks = repeat(count - 1, again, (carry, s.stacks), how.loop.unroll)
         s = s._replace(stacks=stacks)
-        cts, buffers = step.reverse_rows(first, count, row, s.cts, how.apart(carry)[1])
+        cts, buffers = step.reverse_rows(first, count, row, s.cts, how.split_saved(carry)[1])
         return self.freed(s._replace(cts=cts, buffers=buffers))
 
     @property
@@ -139,7 +139,7 @@ class InUnits(Scheduled):
     def climb(
         self, step: StepReversal, carry: list, unit: Any, s: Backward
     ) -> tuple[list, list, Any]:
-        climb = self.climb_in_passing if self.in_passing else super().climb
+        climb = self.climb_in_passing if self.predicated_store else super().climb
         return climb(step, carry, unit, s)
 
     def climb_in_passing(
@@ -153,7 +153,7 @@ class InUnits(Scheduled):
             carry = self.segments(step, unit, 1, carry)
             unit, (free, slot) = unit + 1, tables.free_slots(units)
             due = (unit == stop) & (free > 0)
-            stacks = self.save_if(due, stacks, self.how.apart(carry)[0], slot)
+            stacks = self.save_if(due, stacks, self.how.split_saved(carry)[0], slot)
             units = tables.saved(units, jnp.where(due, slot, -1), unit)
             # Without a free slot, the next stop is the target.
             following = unit + schedule.split(target + 1 - unit, jnp.maximum(free - 1, 0))

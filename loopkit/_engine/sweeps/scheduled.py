@@ -24,7 +24,7 @@ from loopkit.schedules.online import NEVER
 class Scheduled(EverySegment):
     @property
     def unit_count(self) -> int:
-        return self.laid.slots
+        return self.layout_plan.slots
 
     def run(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
         length, schedule = self.how.plan.segment, tables.Schedule.of(self.how.plan)
@@ -126,7 +126,7 @@ class Scheduled(EverySegment):
             # Without a free slot, a row is written over itself.
             place = jnp.maximum(slot, 0)
             old = read_rows(stacks, place - how.plan.spared)
-            pairs = zip(how.apart(carry)[0], old, strict=True)
+            pairs = zip(how.split_saved(carry)[0], old, strict=True)
             stacks = self.save(stacks, [jnp.where(save, n, o) for n, o in pairs], place)
         return stacks, tables.saved(units, slot, unit)
 

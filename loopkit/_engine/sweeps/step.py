@@ -39,7 +39,7 @@ class Cotangents(NamedTuple):
     """Whole arrays, the rows of the steps reversed so far."""
     factors: list
     """Of products that are put off to the end of the segment, a row for each of its steps."""
-    bar: progress.Bar | None = None
+    bar: progress.StepMeter | None = None
     """Where it is shown how far it is."""
 
     def after(self, loop: Loop, count: Any) -> Cotangents:
@@ -118,18 +118,18 @@ class StepReversal:
         """
         how = self.how
         if how.plan.store == "carries":
-            rows = write_rows(rows, how.apart(carry)[0], 0)
+            rows = write_rows(rows, how.split_saved(carry)[0], 0)
 
             def step(k: Any, s: tuple[list, list]) -> tuple[list, list]:
                 carry = how.advance(self.operands, self.taken, s[0], first + k, 1)
-                return carry, write_rows(s[1], how.apart(carry)[0], k + 1)
+                return carry, write_rows(s[1], how.split_saved(carry)[0], k + 1)
 
             return repeat(count - 1, step, (carry, rows), how.loop.unroll)
 
         def step(k: Any, s: tuple[list, list]) -> tuple[list, list]:
             carry, row = self.residuals(first + k, s[0])
             place = k if within else jnp.minimum(k, how.plan.segment - 1)
-            return carry, write_rows(s[1], how.shortened(row), place)
+            return carry, write_rows(s[1], how.drop_counters(row), place)
 
         return repeat(count, step, (carry, rows), how.loop.unroll)
 
@@ -173,10 +173,10 @@ class StepReversal:
         """Back over one step, given the carry before it; and the buffers before it."""
         new, stored = self.residuals(step, carry)
         stored = self.computed_once(stored)
-        buffers = self.how.apart(carry)[1]
+        buffers = self.how.split_saved(carry)[1]
         if self.how.rereads:
             # They have been written to, and going on from them saves a copy.
-            buffers = self.rewind(step, 1, self.how.apart(new)[1])
+            buffers = self.rewind(step, 1, self.how.split_saved(new)[1])
         return self.reverse(step, stored, cts, row), buffers
 
     def reverse_rows(
@@ -202,10 +202,10 @@ class StepReversal:
             if small:
                 row = _jax.barrier(row)
             if not repeats:
-                row = how.lengthened(row, self.counts(first + k))
+                row = how.restore_counters(row, self.counts(first + k))
                 return self.reverse(first + k, row, cts, k), [], following
             buffers = self.rewind(first + k, 1, buffers)
-            carry = how.together(how.counts(self.operands, first + k, self.taken), row, buffers)
+            carry = how.merge_saved(how.counts(self.operands, first + k, self.taken), row, buffers)
             return *self.reverse_carry(first + k, carry, cts, k), following
 
         how = self.how

@@ -40,7 +40,7 @@ from loopkit._engine.steps import (
 from loopkit._engine.sweeps.step import Cotangents, StepReversal, zero_cotangents
 from loopkit._plans.plan import Plan
 
-LARGE = 1 << 20
+FILLING_SHOWS = 1 << 20
 """Bytes of zeros from which on filling them shows."""
 PART = 32
 """Steps that are reversed without a wait of the host, where it has to count them."""
@@ -68,20 +68,20 @@ class Backward(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Strategy(abc.ABC):
+class Sweep(abc.ABC):
     """A way to keep what a plan keeps. Those there are have a file each."""
 
     how: Reversal
 
     @property
-    def laid(self) -> Plan:
+    def layout_plan(self) -> Plan:
         """The plan that says how what is saved is laid out."""
-        return self.how.laid or self.how.plan
+        return self.how.layout_plan or self.how.plan
 
     @property
     def stack_types(self) -> list[_jax.ShapedArray]:
         """Where checkpoints are saved."""
-        return self.stacked(self.how.slot_types, self.laid.rows)
+        return self.stacked(self.how.slot_types, self.layout_plan.rows)
 
     def stacked(self, types: Sequence[Any], rows: int) -> list[_jax.ShapedArray]:
         """As many rows; of one on the host, a GPU's compiler takes the stack for the row itself."""
@@ -291,7 +291,7 @@ def _no_cotangents(how: Reversal, ct_carry: list, batch: int | None) -> Cotangen
 
     def distinct(v: Any) -> Any:
         # Of equal zeros XLA makes one and copies it: more memory traffic than to fill each.
-        if _jax.byte_count(jax.typeof(v)) < LARGE:
+        if _jax.byte_count(jax.typeof(v)) < FILLING_SHOWS:
             return v
         return v + lax.optimization_barrier(jnp.zeros((), v.dtype))
 

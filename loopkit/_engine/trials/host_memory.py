@@ -22,7 +22,7 @@ from loopkit._plans.plan import Plan
 KIND = "pinned_host"
 SIZE = 256
 """Numbers in the carry of the small loop."""
-ADVICE = "Give `memory` as one number, or a plan with host=False."
+HOST_ADVICE = "Give `memory` as one number, or a plan with host=False."
 
 _sound: set[Any] = set()
 """Devices on which gradients have come out right."""
@@ -54,7 +54,7 @@ def check_kinds(name: str, device: Any) -> None:
         raise NotImplementedError(
             f"loopkit.{name}: `memory`, or a plan with host=True, can keep checkpoints on the host "
             f"only with a device that has memory of the kind {KIND!r}, got {device.device_kind} "
-            f"with {', '.join(sorted(kinds))}. {ADVICE}"
+            f"with {', '.join(sorted(kinds))}. {HOST_ADVICE}"
         )
 
 
@@ -82,7 +82,7 @@ def check_placed(name: str, device: Any, program: Any) -> None:
         raise RuntimeError(
             f"loopkit.{name}: `memory`, or a plan with host=True, must have checkpoints put in the "
             f"host's memory, got {found} bytes there, by the compiler's account, on "
-            f"{device.device_kind} with jax {jax.__version__}. {ADVICE}"
+            f"{device.device_kind} with jax {jax.__version__}. {HOST_ADVICE}"
         )
 
 
@@ -95,7 +95,7 @@ def check_same(name: str, device: Any, programs: list) -> None:
         raise RuntimeError(
             f"loopkit.{name}: checkpoints in the host's memory must come back as they were, "
             f"got gradients that differ by {np.max(np.abs(here - there)):.1e} on "
-            f"{device.device_kind} with jax {jax.__version__}. {ADVICE}"
+            f"{device.device_kind} with jax {jax.__version__}. {HOST_ADVICE}"
         )
 
 

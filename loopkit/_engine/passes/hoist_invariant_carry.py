@@ -11,7 +11,7 @@ from loopkit._engine.passes.rewritten import Rewritten
 from loopkit._jaxprs import equations
 
 
-def still_leaves(loop: Loop) -> Loop | Rewritten:
+def hoist_invariant_carry(loop: Loop) -> Loop | Rewritten:
     """The loop whose last constants are the leaves that stay."""
     c, n, k = loop.const_count, loop.carry_count, loop.cond_const_count
     source = equations.forwarded(loop.body)
@@ -33,13 +33,13 @@ def still_leaves(loop: Loop) -> Loop | Rewritten:
         carry=tuple(kept(loop.carry, moving)),
     )
 
-    def into(operands: Sequence[Any]) -> list:
+    def map_operands(operands: Sequence[Any]) -> list:
         p, _ = loop.split(operands)
         stay = kept(p.init, still)
         return [*p.cond_consts, *stay[:asked], *p.consts, *stay, *kept(p.init, moving), *p.xs]
 
-    def back(results: Sequence[Any], operands: Sequence[Any]) -> list:
+    def map_results(results: Sequence[Any], operands: Sequence[Any]) -> list:
         carry, ys = parts(results, sum(moving))
         return [*spread(carry, moving, loop.split(operands)[0].init), *ys]
 
-    return Rewritten(new, into, back)
+    return Rewritten(new, map_operands, map_results)

@@ -175,7 +175,7 @@ def test_a_constant_of_which_only_functions_are_read(checkpoints):
 def test_a_loop_that_logs_takes_all_its_inputs():
     def h(w, scan, **how):
         def step(c, z):
-            def inner(c, unread):
+            def inner(c, unused_init):
                 x, rows, i, total = c
                 q = rows[(i * 3 + 1) % 16]
                 rows = rows.at[(i * 5) % 16].set(jnp.tanh(q * w + x))

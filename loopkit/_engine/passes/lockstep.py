@@ -24,7 +24,7 @@ def axes_between_lanes(loop: Loop) -> tuple:
     return tuple(axes & equations.axis_names(loop.body, others=True)) if axes else ()
 
 
-def in_step(loop: Loop) -> Loop | Rewritten:
+def lockstep(loop: Loop) -> Loop | Rewritten:
     """The loop of the lanes together, whose body takes the predicate's constants first."""
     axes, cond, body = axes_between_lanes(loop), loop.cond, loop.body
     if cond is None or not axes:
@@ -50,5 +50,5 @@ def in_step(loop: Loop) -> Loop | Rewritten:
         body=_jax.trace(held, types, "lanes_in_step")[0],
         consts=(Const(),) * k + loop.consts,
     )
-    into = lambda operands: [*operands[:k], *operands]
-    return Rewritten(new, into, lambda results, _=(): list(results))
+    map_operands = lambda operands: [*operands[:k], *operands]
+    return Rewritten(new, map_operands, lambda results, _=(): list(results))

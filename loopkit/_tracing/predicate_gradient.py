@@ -38,7 +38,7 @@ def _still(value: Any) -> Any:
     return lax.stop_gradient(value) if moves else value
 
 
-def still_flag(jaxpr: _jax.Jaxpr, place: int) -> _jax.Jaxpr:
+def stop_gradient_in_predicate(jaxpr: _jax.Jaxpr, place: int) -> _jax.Jaxpr:
     """A step of which what it computes for one output alone, a bool, is of values without tangents.
 
     So is what its predicate, called in `SCOPE`, calls for no result. Slices are read as they are,

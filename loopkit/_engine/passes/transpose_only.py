@@ -11,19 +11,19 @@ from typing import Any
 
 from loopkit import _jax
 from loopkit._engine.loop import kept
-from loopkit._engine.primitives import READS, RUNS_WITH, evaluated_p
+from loopkit._engine.primitives import PARTIAL_EVAL_RULES, READS, evaluated_p
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import loop_nanoseconds
 
 
 def to_run(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """A jaxpr to be run: its loops compute what is used, of operands that they need for that."""
-    if not any(eqn.primitive in RUNS_WITH for eqn in equations.all_equations(jaxpr)):
+    if not any(eqn.primitive in PARTIAL_EVAL_RULES for eqn in equations.all_equations(jaxpr)):
         return jaxpr
     j = _jax.open_jaxpr(jaxpr)
     eqns, live = [], {v for v in j.outvars if not isinstance(v, _jax.Literal)}
     for eqn in reversed(j.eqns):
-        if eqn.primitive in RUNS_WITH:
+        if eqn.primitive in PARTIAL_EVAL_RULES:
             eqn = _evaluated([v in live for v in eqn.outvars], eqn)
         elif equations.is_call(eqn) or eqn.primitive.name == "cond":
             eqn = eqn.replace(params=equations.with_jaxprs(eqn.params, to_run))
@@ -34,7 +34,7 @@ def to_run(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
 
 
 def _evaluated(used: list[bool], eqn: Any) -> Any:
-    found = RUNS_WITH[eqn.primitive](used, **eqn.params)
+    found = PARTIAL_EVAL_RULES[eqn.primitive](used, **eqn.params)
     if found is None:
         return eqn
     needed, run = found
@@ -64,7 +64,7 @@ def to_transpose(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
         held = [
             v if r else _jax.zeros(u.aval) for (v, r), u in zip(pairs, eqn.invars, strict=False)
         ]
-        return eqn.primitive.bind(*held, *ins[len(read) :], **dict(eqn.params, lean=True))
+        return eqn.primitive.bind(*held, *ins[len(read) :], **dict(eqn.params, transpose_only=True))
 
     j = _jax.open_jaxpr(jaxpr)
     run = lambda *values: equations.interpret(j, values, rule)

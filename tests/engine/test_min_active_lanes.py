@@ -5,7 +5,7 @@ import numpy as np
 
 from loopkit import _jax
 from loopkit._engine.loop import CarryLeaf
-from loopkit._engine.passes.lanes_left import ended_in_each_lane
+from loopkit._engine.passes.min_active_lanes import ended_in_each_lane
 
 from .small_loops import assert_same, make_loop, run
 
@@ -21,9 +21,9 @@ def counting(limits, **how):
 
 
 def steps_taken(limits, left):
-    loop, operands = counting(limits, left=left)
+    loop, operands = counting(limits, min_active_lanes=left)
     new = ended_in_each_lane(loop)
-    assert (new.left, new.lanes) == (0, limits.shape)
+    assert (new.min_active_lanes, new.lanes) == (0, limits.shape)
     return run(new, operands)[0].tolist()
 
 
@@ -44,7 +44,7 @@ def test_a_lane_counts_if_one_in_it_is_active():
 def test_where_all_lanes_are_run_it_is_the_same_loop():
     loop, _ = counting(LIMITS)
     assert ended_in_each_lane(loop) is loop
-    ends, _ = counting(LIMITS, left=2)
+    ends, _ = counting(LIMITS, min_active_lanes=2)
     assert ended_in_each_lane(ends) is ended_in_each_lane(ends)
 
 
@@ -55,12 +55,12 @@ def test_a_flag_says_so_too():
     asks = lambda _, carry: carry[1] & (carry[0] < LIMITS)
     go, n, total = np.array([True, True, False, True]), np.array([1, 5, 0, 6]), np.zeros(4)
     given = [n, go, total]
-    loop, _ = make_loop(body, [], given, [np.arange(1.0, 9.0)], cond=asks, left=1)
+    loop, _ = make_loop(body, [], given, [np.arange(1.0, 9.0)], cond=asks, min_active_lanes=1)
     carry = [CarryLeaf(), CarryLeaf(flag=True), CarryLeaf()]
     loop = loop.replace(carry=tuple(carry))
     step = lambda loop: _jax.call_jaxpr(loop.body)(*map(jnp.asarray, given), 2.0)
     assert_same(step(loop)[1:], [go, 2.0 * go])
     on = np.array([True, False, False, True])  # that are active, more than one
     assert_same(step(ended_in_each_lane(loop))[1:], [on, 2.0 * on])
-    fewer = loop.replace(left=2)
+    fewer = loop.replace(min_active_lanes=2)
     assert_same(step(ended_in_each_lane(fewer))[1:], [go & False, 0.0 * go])

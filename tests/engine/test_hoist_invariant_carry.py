@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from loopkit._engine.loop import CarryLeaf, Const
-from loopkit._engine.passes.still_leaves import still_leaves
+from loopkit._engine.passes.hoist_invariant_carry import hoist_invariant_carry
 
 from .small_loops import assert_same, make_loop, run
 
@@ -22,9 +22,9 @@ def small(**how):
 
 
 def of_the_same_results(loop, operands):
-    new = still_leaves(loop)
-    given = new.loop.split(new.into(operands.flat))[0]
-    assert_same(new.back(run(new.loop, given), operands.flat), run(loop, operands))
+    new = hoist_invariant_carry(loop)
+    given = new.loop.split(new.map_operands(operands.flat))[0]
+    assert_same(new.map_results(run(new.loop, given), operands.flat), run(loop, operands))
     return new, given
 
 
@@ -49,7 +49,7 @@ def test_a_flag_stays():
     loop, _ = small()
     flagged = list(loop.carry)
     flagged[3] = CarryLeaf(flag=True)
-    new = still_leaves(loop.replace(carry=tuple(flagged)))
+    new = hoist_invariant_carry(loop.replace(carry=tuple(flagged)))
     assert [leaf.flag for leaf in new.loop.carry] == [False, False, True]
     assert len(new.loop.consts) == 4
 
@@ -57,7 +57,7 @@ def test_a_flag_stays():
 def test_what_only_moves_is_as_it_was():
     moving = lambda consts, carry, x: [[carry[1], carry[0], carry[2] + 1], [carry[0]]]
     loop, _ = make_loop(moving, [], [0.1, 0.2, 0], [np.arange(3.0)])
-    assert still_leaves(loop) is loop
+    assert hoist_invariant_carry(loop) is loop
 
 
 def test_all_stay():
@@ -65,4 +65,4 @@ def test_all_stay():
     loop, operands = make_loop(step, [], [1, 2.0], [np.arange(4.0)])
     new, _ = of_the_same_results(loop, operands)
     assert new.loop.carry == ()
-    assert still_leaves(new.loop) is new.loop
+    assert hoist_invariant_carry(new.loop) is new.loop

@@ -51,7 +51,9 @@ class ErrorIf:
         return [jnp.where(failed, r, v) for r, v in zip(raised, values, strict=True)]
 
 
-def heard(raising: Callable[[Sequence, list], list], checks: Sequence[Any], values: Any) -> Any:
+def error_on_use(
+    raising: Callable[[Sequence, list], list], checks: Sequence[Any], values: Any
+) -> Any:
     """A tree of values, and an error if the checks say so.
 
     `raising(checks, values)`, hashable, gives the values with an error at run time; under vmap all

@@ -15,7 +15,7 @@ from loopkit._engine.loop import Loop, parts
 
 def ended_in_each_lane(loop: Loop) -> Loop:
     """The same loop, whose predicate and flag hold in no lane once no more than `left` do."""
-    if not loop.left:
+    if not loop.min_active_lanes:
         return loop
     return loop.derived("ended in each lane", lambda: _ended_in_each_lane(loop))
 
@@ -27,7 +27,7 @@ def _ended_in_each_lane(loop: Loop) -> Loop:
     def goes_on(*values: Any) -> list:
         (active,) = asked(*values)
         around = tuple(range(1, active.ndim))
-        return [active & (active.any(around).sum() > loop.left)]
+        return [active & (active.any(around).sum() > loop.min_active_lanes)]
 
     cond, body = _jax.trace_closed(goes_on, loop.cond.in_avals, "loop_cond"), loop.body
     if flag is not None:
@@ -38,4 +38,4 @@ def _ended_in_each_lane(loop: Loop) -> Loop:
             return _jax.call_jaxpr(loop.body)(*consts, *carry, *x)
 
         body = _jax.trace_closed(masked, body.in_avals, "loop_body")
-    return loop.replace(cond=cond, body=body, left=0)
+    return loop.replace(cond=cond, body=body, min_active_lanes=0)
