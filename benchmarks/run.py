@@ -197,7 +197,7 @@ def main() -> None:
     if given.cpu:
         harness.clock = time.process_time
     rough = Path(tempfile.gettempdir()) / "loopkit-quick.json"
-    into = given.map_operands or (rough if given.quick else COMMITTED)
+    into = given.into or (rough if given.quick else COMMITTED)
     names = [n for n in given.only if PARTS[n].quick or not given.quick]
     harness.use_one_thread()
     repeats = given.repeats or (QUICK_REPEATS if given.quick else 9)
