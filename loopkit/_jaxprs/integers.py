@@ -29,6 +29,11 @@ class Range(NamedTuple):
     def is_known(self) -> bool:
         return isfinite(self.low) and isfinite(self.high)
 
+    @property
+    def is_point(self) -> bool:
+        """Whether there is but one."""
+        return self.low == self.high
+
 
 ANY = Range()
 FAR = 1 << 30

@@ -73,7 +73,7 @@ class Limit(NamedTuple):
     def is_known(self, ranges: Sequence[Range]) -> bool:
         """Whether it allows just as many."""
         limit = () if self.limit is not None else (ranges[self.operand],)
-        return all(r.is_known and r.low == r.high for r in (ranges[self.counter], *limit))
+        return all(r.is_point for r in (ranges[self.counter], *limit))
 
     def inside(self, ranges: Sequence[Range]) -> Range:
         """The counter where a step is taken."""

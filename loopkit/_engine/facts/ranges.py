@@ -138,12 +138,17 @@ def _after(eqn: Any, ins: list[Range]) -> tuple[Any, list[Range]]:
 
 
 def _bound(loop: Loop, of: Operands) -> StepBound | None:
-    """The bound of an inner loop that had none, or a larger one."""
+    """The bound of an inner loop that had none, or a larger one.
+
+    One whose counter goes on from where it was left is through after as many steps in all.
+    """
     if loop.cond is None or loop.lanes or loop.lane is not None or loop.xs or loop.ys:
         return None
     if loop.progress is not None:
         return None  # which would show it
-    bound = bound_in(limits_in(loop), asked(loop, of))
+    limits, ranges = limits_in(loop), asked(loop, of)
+    found = (limit for limit in limits.found if ranges[limit.counter].is_point)
+    bound = bound_in(limits._replace(found=tuple(found)), ranges)
     if bound is None or not bound.is_planned_for(loop.checkpoints):
         return None
     return bound if bound.exact or loop.length is None or bound.steps < loop.length else None
