@@ -104,7 +104,7 @@ def _plan(case: Case) -> Plan:
         step = lambda carry, x: case.step(params, carry, x)
         return loopkit.scan(step, init, xs, length=case.length)
 
-    return loopkit.plan(loss, case.params, case.init, case.xs)
+    return loopkit.explain(loss, case.params, case.init, case.xs).plan
 
 
 def compare_prices(report: Report, repeats: int, names: Sequence[str] = NAMES) -> None:

@@ -133,7 +133,7 @@ def plan_of(run, case) -> int:
     def loop(params, init, xs):
         return run(lambda h, x: case.step(params, h, x), init, xs, case.length, case.length)
 
-    return loopkit.plan(loop, case.params, case.init, case.xs).peak_bytes
+    return loopkit.explain(loop, case.params, case.init, case.xs).plan.peak_bytes
 
 
 def beyond_plans(case) -> int:

@@ -59,7 +59,6 @@ WAYS = {
     "loopkit.scan": scanned(loopkit.scan),
     "loopkit.scan, unroll=2": scanned(loopkit.scan, unroll=2),
     "loopkit.scan, unroll=True": scanned(loopkit.scan, unroll=True),
-    'loopkit.scan, unroll="auto"': scanned(loopkit.scan, unroll="auto"),
 }
 
 
@@ -89,7 +88,6 @@ def compare(count: int, gradient: bool, rounds: int) -> str:
             begin = time.perf_counter()
             compiled[name] = function.lower(params, state).compile()
             seconds.append(time.perf_counter() - begin)
-        # The first "auto" also tries; later ones, in any process, know.
         to_compile[name] = median(seconds)
     seconds = interleave({n: (lambda c=c: c(params, state)) for n, c in compiled.items()}, rounds)
     rows = []

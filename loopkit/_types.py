@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, Union
 from typing import TypeAlias as Alias
 
@@ -47,7 +47,9 @@ Lanes: Alias = Literal["wait", "compact", "flatten"] | tuple[int, ...] | None
 """What becomes of lanes that have stopped, or to how many of them a loop narrows."""
 Debug: Alias = Literal["finite"] | None
 """What is looked for while a loop runs."""
-Unroll: Alias = int | Literal["auto"]
+DebugLoop: Alias = Literal["finite", "bounds"] | Sequence[Literal["finite", "bounds"]] | None
+"""The same, of a loop that may have buffers."""
+Unroll: Alias = int
 """Steps to an iteration; a bool as in lax."""
 Axes: Alias = Any
 """An axis, None, or a tree of those that is a prefix of the arrays' tree."""

@@ -16,6 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROOMS = """
 loopkit
 _reports _foreign
+_extras
 _loops
 _tracing
 _engine.rules

@@ -36,18 +36,16 @@ from argument_calls import (
     unbounded_scan,
     while_loop,
 )
-from loopkit.schedules import binomial, mixed
+from loopkit.schedules import binomial
 from public_names import FUNCTIONS
 from test_errors import CASES
 
 FLAGS = [
     *((loop, "return_info") for loop in (*ALL_LOOPS, unbounded_scan, ragged_scan)),
-    *((loop, "checks") for loop in ALL_LOOPS),
     *((scan, "reverse"), (scan, "_split_transpose"), (while_loop, "throw")),
     *((plan, flag) for flag in ("keeps_all", "thinned", "host", "exact")),
     *((use, flag) for use in (set_to, get) for flag in ("unique_indices", "indices_are_sorted")),
     *((report, "grad") for report in REPORTING),
-    *((replacing, "outermost") for replacing in REPLACING),
 ]
 NO_FLAGS = ["no", "", 2, -1, 0.0, 1.0, math.nan, [], jnp.asarray(True), np.ones(1, bool)]
 
@@ -77,8 +75,7 @@ def test_flags(case):
     call, argument = case
     for value in NO_FLAGS:
         refused(call, argument, value, TypeError)
-    if argument != "checks":
-        refused(call, argument, None, TypeError)
+    refused(call, argument, None, TypeError)
     for value in (np.False_, 0, np.int64(0)):
         call(**{argument: value})
 
@@ -112,7 +109,7 @@ def test_counts(case):
 
 def test_counts_that_are_traced():
     for call, argument, _ in COUNTS:
-        if argument not in ("checks", "min_bytes"):
+        if argument != "min_bytes":
             with pytest.raises(TypeError, match=f"`{argument}"):
                 jax.jit(lambda n, call=call, argument=argument: call(**{argument: n}))(2)
 
@@ -302,8 +299,6 @@ def test_integers_of_schedules():
                 call(value, 2)
         with pytest.raises(ValueError, match=r"`units` must be >= "):
             call(-1, 2)
-    with pytest.raises(TypeError, match=r"mixed\.evaluations: `carry_size` must be an integer"):
-        mixed.evaluations(3, 4, True, 1)
     assert binomial.evaluations(np.int64(3), np.uint8(3)) == 3
 
 
@@ -312,11 +307,12 @@ WATCHING = (*LANES, *(call for call in GROWING if call.__name__ != "length_bucke
 
 @pytest.mark.parametrize("call", WATCHING, ids=lambda call: call.__name__)
 def test_debug(call):
-    for value in (True, 1, X, ("finite",)):
+    for value in (True, 1, X, (1,), ("nan",)):
         refused(call, "debug", value, TypeError)
     for value in ("nan", "", "Finite"):
         refused(call, "debug", value, ValueError)
-    call(debug=None)
+    for value in (None, (), ("finite",), ["finite"]):
+        call(debug=value)
 
 
 # ---------------------------------------------------------------- all of them

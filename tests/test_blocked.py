@@ -8,7 +8,7 @@ from jax import lax
 
 import loopkit
 from derivatives import assert_close
-from loopkit._loops import blocked as _blocked
+from loopkit._extras import blocked as _blocked
 
 LARGE = np.linspace(0.1, 0.9, 10_000)  # more than a cache keeps alive for a function
 

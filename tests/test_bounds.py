@@ -86,7 +86,7 @@ def test_bounds_of_own_loops(case):
 
     x = jnp.asarray(1.5)
     if wanted != (0, True):  # of no steps there is no plan
-        plan = loopkit.plan(f, x)
+        plan = loopkit.explain(f, x).plan
         assert (plan.bound, plan.exact) == (wanted or (None, False))
     assert_close(f(x), f(x, lax))
     assert_close(jax.grad(f)(x), f(x, lax) / x)
@@ -106,7 +106,7 @@ def test_bounds_of_own_loops_with_buffers(case):
 
     with_buffer = lambda x: f(x, buffers=(False, False, True))
     x = jnp.asarray(1.5)
-    plan = loopkit.plan(with_buffer, x)
+    plan = loopkit.explain(with_buffer, x).plan
     assert (plan.bound, plan.exact) == (max(1, wanted[0]) if wanted else None, False)
     assert_close(with_buffer(x), f(x, lax))
     assert_close(jax.jit(jax.grad(with_buffer))(x), jax.jit(jax.jacfwd(lambda x: f(x, lax)))(x))
@@ -120,7 +120,7 @@ def test_one_step_is_taken_before_a_predicate_is_asked_with_buffers():
         start, how = (9, jnp.ones(3)), {"buffers": (False, True)}
         return loopkit.while_loop(lambda c: c[0] < 5, step, start, **how)[1].sum()
 
-    assert loopkit.plan(f, 0.5).bound == 1
+    assert loopkit.explain(f, 0.5).plan.bound == 1
     assert f(0.5) == 3
 
 
@@ -136,7 +136,7 @@ def test_a_limit_that_is_a_result_of_the_step():
         return loopkit.while_loop(lambda c: c[0] < c[1], step, start, **how)[3].sum()
 
     with_buffer = lambda x: f(x, buffers=lambda c: c[3])
-    assert loopkit.plan(with_buffer, 0.5).bound is None
+    assert loopkit.explain(with_buffer, 0.5).plan.bound is None
     assert_close(jax.grad(with_buffer)(0.5), jax.grad(f)(0.5))
 
 
@@ -164,11 +164,11 @@ def test_own_bound_and_that_of_the_predicate():
 
     f = lambda x, **options: whole(x, **options)[1]
     x = jnp.asarray(1.5)
-    bound = lambda **options: loopkit.plan(lambda x: f(x, **options), x).bound
+    bound = lambda **options: loopkit.explain(lambda x: f(x, **options), x).plan.bound
     assert [bound(max_steps=n) for n in (None, 7, 20, 1000)] == [20, 7, 20, 20]
     assert_close(jax.grad(lambda x: f(x, max_steps=3))(x), 4 * x**3)
     far = lambda x: f(x, limit=2**31 - 1, memory="1 MB")
-    assert loopkit.plan(far, x).bound is None, "no plan would heed it"
+    assert loopkit.explain(far, x).plan.bound is None, "no plan would heed it"
     _, info = whole(x, limit=5, return_info=True)
     assert (info.steps, info.stopped) == (5, True)
     with pytest.raises(Exception, match="`max_steps` must be enough"):
@@ -201,7 +201,7 @@ def test_everything_is_kept_without_max_steps():
         ]
 
     x = jnp.asarray(1.5)
-    assert loopkit.plan(f, x).keeps_all
+    assert loopkit.explain(f, x).plan.keeps_all
     assert_close(jax.grad(f)(x), 12 * x**11)
     assert_close(jax.jit(jax.vmap(jax.grad(f)))(x[None]), 12 * x[None] ** 11)
 
@@ -268,8 +268,8 @@ def test_a_bound_that_nobody_reaches_is_none_for_plans():
     of = lambda loop: lambda x: loop(test, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x))[1]
     budgeted = lambda *given: loopkit.while_loop(*given, checkpoints=16)
     foreign = loopkit.checkpointed(of(lax.while_loop), checkpoints=16)
-    plan = loopkit.plan(foreign, jnp.ones(100))
-    assert plan == loopkit.plan(of(budgeted), jnp.ones(100))
+    plan = loopkit.explain(foreign, jnp.ones(100)).plan
+    assert plan == loopkit.explain(of(budgeted), jnp.ones(100)).plan
     assert plan.bound is None
 
 

@@ -30,7 +30,7 @@ SAME, LAST = lambda i: 0, lambda i: 1
 @pytest.mark.parametrize("kind", KINDS)
 def test_read_before_written(kind):
     text = f"buffer `{NAMED[kind]}` is read at index 2 in step 1, where nothing has been written"
-    f = filled(kind, lambda i: jnp.where(i == 2, 0, 1), checks=True)
+    f = filled(kind, lambda i: jnp.where(i == 2, 0, 1), debug="bounds")
     for run in (f, jax.jit(f)):
         with pytest.raises(Exception, match=text):
             jax.block_until_ready(run(XS))
@@ -40,7 +40,7 @@ def test_read_before_written(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_right_raises_nothing(kind):
-    f, plain = filled(kind, LAST, checks=True), filled(kind, LAST)
+    f, plain = filled(kind, LAST, debug="bounds"), filled(kind, LAST)
     assert_close(jax.jit(jax.value_and_grad(f))(XS), jax.value_and_grad(plain)(XS))
     with jax.disable_jit():
         assert_close(jax.value_and_grad(f)(XS), jax.value_and_grad(plain)(XS))
@@ -48,15 +48,15 @@ def test_what_is_right_raises_nothing(kind):
 
 def test_gradients_are_checked_too():
     with pytest.raises(Exception, match="is read at index 1 in step 0"):
-        jax.block_until_ready(jax.jit(jax.grad(filled("while", SAME, checks=True)))(XS))
+        jax.block_until_ready(jax.jit(jax.grad(filled("while", SAME, debug="bounds")))(XS))
 
 
 def test_written_out_of_bounds():
     text = r"buffer `init_val\[1\]` is written with .set at index 6 in step 5, outside of its shape"
     with pytest.raises(Exception, match=text):
-        jax.block_until_ready(jax.jit(filled("while", LAST, 9, checks=True))(XS))
+        jax.block_until_ready(jax.jit(filled("while", LAST, 9, debug="bounds"))(XS))
     with jax.disable_jit(), pytest.raises(Exception, match=text):
-        filled("while", LAST, 9, checks=True)(XS)
+        filled("while", LAST, 9, debug="bounds")(XS)
     assert float(filled("while", LAST, 9)(XS)) == 12
 
 
@@ -72,7 +72,7 @@ def test_what_an_initial_buffer_counts_as():
 def test_read_as_a_whole_before_anything_is_written(shape):
     def f(start):
         body = lambda i, b: b.at[...].set(b[...] * 2)
-        return loopkit.fori_loop(0, 3, body, start, buffers=True, checks=True)
+        return loopkit.fori_loop(0, 3, body, start, buffers=True, debug="bounds")
 
     assert f(jnp.ones(shape)).ravel()[0] == 8
     at = "0" if shape else r"\(\)"
@@ -84,7 +84,7 @@ def test_read_as_a_whole_before_anything_is_written(shape):
 def test_read_out_of_bounds():
     def ends(read):
         body = lambda i, ys: ys.at[0].add(read(ys, i))
-        return loopkit.fori_loop(0, 8, body, XS, buffers=True, checks=True)
+        return loopkit.fori_loop(0, 8, body, XS, buffers=True, debug="bounds")
 
     for read in (lambda ys, i: ys[i], lambda ys, i: ys[jnp.stack([i - 1, i])].sum(0)):
         with pytest.raises(Exception, match=r"is read at index 6 in step 6, outside of its shape"):
@@ -94,7 +94,7 @@ def test_read_out_of_bounds():
         def body(i, ys):
             return ys.at[0].add(ys.at[i, 1].get(mode=mode))
 
-        return loopkit.fori_loop(0, 8, body, XS, buffers=True, checks=True)
+        return loopkit.fori_loop(0, 8, body, XS, buffers=True, debug="bounds")
 
     with pytest.raises(Exception, match=r"is read at index \(6, 1\) in step 6, outside of its"):
         jax.block_until_ready(f(None))
@@ -112,7 +112,7 @@ def test_lanes_that_have_stopped_are_not_checked():
             return i + 1, ys.at[i + 9].set(0.0, pred=i < 0)
 
         ys = jnp.zeros_like(xs).at[0].set(xs[0])
-        how = {"buffers": lambda c: c[1], "checks": True}
+        how = {"buffers": lambda c: c[1], "debug": "bounds"}
         return loopkit.while_loop(lambda c: c[0] < n, body, (1, ys), **how)[1]
 
     lanes = jax.jit(jax.vmap(f, (None, 0, 0)))
@@ -123,14 +123,36 @@ def test_lanes_that_have_stopped_are_not_checked():
 
 
 def test_the_environment_variable(monkeypatch):
-    monkeypatch.setenv("LOOPKIT_CHECKS", "1")
+    monkeypatch.setenv("LOOPKIT_DEBUG", "bounds")
     with pytest.raises(Exception, match="is read at index 1 in step 0"):
         jax.block_until_ready(filled("fori", SAME)(XS))
-    assert float(filled("fori", SAME, checks=False)(XS)) == 2
-    monkeypatch.setenv("LOOPKIT_CHECKS", "0")
+    assert float(filled("fori", SAME, debug=())(XS)) == 2
+    monkeypatch.setenv("LOOPKIT_DEBUG", "finite")
     assert float(filled("fori", SAME)(XS)) == 2
+    step = lambda x, _: (x / 0.0, None)
+    with pytest.raises(Exception, match="in step 0"):
+        jax.block_until_ready(loopkit.scan(step, 1.0, length=2))
+    monkeypatch.setenv("LOOPKIT_DEBUG", "finite, bounds")
+    with pytest.raises(Exception, match="is read at index 1 in step 0"):
+        jax.block_until_ready(filled("fori", SAME)(XS))
+    monkeypatch.setenv("LOOPKIT_DEBUG", "")
+    assert float(filled("fori", SAME)(XS)) == 2
+    monkeypatch.setenv("LOOPKIT_DEBUG", "NaN")
+    message = r"fori_loop: `debug` must be None only where LOOPKIT_DEBUG is empty, .*, got 'NaN'"
+    with pytest.raises(ValueError, match=message):
+        filled("fori", SAME)(XS)
+
+
+def test_both():
+    with pytest.raises(Exception, match="is read at index 1 in step 0"):
+        jax.block_until_ready(filled("while", SAME, debug=("finite", "bounds"))(XS))
 
 
 def test_bad_argument():
-    with pytest.raises(TypeError, match=r"while_loop: `checks` must be a bool or None"):
-        filled("while", LAST, checks="yes")(XS)
+    for debug in (True, 3, ["bounds", None]):
+        with pytest.raises(TypeError, match=r'`debug` must be None, "finite" or "bounds", or a'):
+            filled("while", LAST, debug=debug)(XS)
+    with pytest.raises(ValueError, match=r'`debug` must be None, "finite" or "bounds"'):
+        filled("while", LAST, debug="all")(XS)
+    with pytest.raises(ValueError, match=r'checkpointed: `debug` must be None, "finite", got'):
+        loopkit.checkpointed(jnp.sin, debug="bounds")

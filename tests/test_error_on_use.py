@@ -178,7 +178,7 @@ def test_buffers(transform, linear, checkpoints, wrong, more, text):
     """Also where the derivative does not read the value that was read."""
 
     def checked(**how):
-        f = lambda xs: rows(xs, linear=linear, checkpoints=checkpoints, checks=True, **how)
+        f = lambda xs: rows(xs, linear=linear, checkpoints=checkpoints, debug="bounds", **how)
         return jax.jit(OF_ROWS[transform](f))
 
     with pytest.raises(Exception, match=text):

@@ -71,12 +71,10 @@ def test_arguments_that_are_no_arrays():
 
     of_types = jax.ShapeDtypeStruct(X.shape, X.dtype)
     for x in X, of_types:
-        plan = loopkit.plan(counted, x, 12, jax.nn.silu, how="twice")
+        plan = loopkit.explain(counted, x, 12, jax.nn.silu, how="twice").plan
         assert (plan.bound, plan.exact) == (12, True)
-    for function in loopkit.explain, loopkit.plan:
-        name = function.__name__
-        with pytest.raises(TypeError, match=rf"loopkit\.{name}: `fn` must be a function, got 3"):
-            function(3)
+    with pytest.raises(TypeError, match=r"loopkit\.explain: `fn` must be a function, got 3"):
+        loopkit.explain(3)
 
 
 def test_what_lax_stores_is_what_the_compiler_stores():
@@ -114,10 +112,10 @@ def test_the_table():
 
 def test_a_plan_is_accepted_by_the_loop():
     run = lambda x, **options: loopkit.scan(rotate, x, length=60, **options)[0]
-    plan = loopkit.plan(lambda x: run(x, checkpoints=5), X)
+    plan = loopkit.explain(lambda x: run(x, checkpoints=5), X).plan
     assert plan.bound == 60
     fewer = dataclasses.replace(plan, slots=2)
-    again = loopkit.plan(lambda x: run(x, checkpoints=fewer), X)
+    again = loopkit.explain(lambda x: run(x, checkpoints=fewer), X).plan
     assert again == fewer
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.slots = 3
@@ -125,8 +123,11 @@ def test_a_plan_is_accepted_by_the_loop():
 
 @pytest.mark.parametrize("fn", [several, lambda x: x], ids=["several", "none"])
 def test_one_loop_has_a_plan(fn):
-    with pytest.raises(ValueError, match=r"loopkit\.plan: `fn` must run one loop of loopkit"):
-        loopkit.plan(fn, X)
+    found = loopkit.explain(fn, X)
+    with pytest.raises(ValueError, match=r"explain: `fn` must run one loop of loopkit to have a"):
+        _ = found.plan
+    assert len(found) == len(found.loops)
+    assert [found[i] for i in range(len(found))] == list(found)
 
 
 @pytest.mark.parametrize("exact", [True, False])

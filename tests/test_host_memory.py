@@ -116,7 +116,7 @@ def test_outside_jit(jits):
 def test_two_budgets():
     x = jnp.linspace(0.1, 1, 5000)
     memory = {"device": "200 kB", "host": "1.5 MB"}
-    plan = loopkit.plan(lambda x: cubic(x, memory=memory), x)
+    plan = loopkit.explain(lambda x: cubic(x, memory=memory), x).plan
     assert plan.host
     assert plan.peak_bytes <= 200_000
     assert 200_000 < plan.host_bytes <= 1_500_000

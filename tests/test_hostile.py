@@ -294,7 +294,11 @@ def decorated(x):
 
 def test_pickles():
     """A plan by its fields; a function by its name, as any function is."""
-    for plan in (Plan(3), Plan(3, 2, "residuals"), loopkit.plan(powers, 1.1, checkpoints=3)):
+    for plan in (
+        Plan(3),
+        Plan(3, 2, "residuals"),
+        loopkit.explain(powers, 1.1, checkpoints=3).plan,
+    ):
         assert pickle.loads(pickle.dumps(plan)) == plan
     again = pickle.loads(pickle.dumps(decorated))
     assert again is decorated

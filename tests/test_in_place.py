@@ -37,7 +37,7 @@ def test_report_names_leaf_and_line():
 
 def test_fails_with_the_report():
     with pytest.raises(AssertionError, match=r"f64\[300,7\], 16,800 bytes of `init\[1\]`"):
-        loopkit.assert_in_place(in_rows, ROWS, grad=True)
+        assert loopkit.in_place_report(in_rows, ROWS, grad=True)
     report = loopkit.in_place_report(in_rows, ROWS, grad=True, min_bytes=16_801)
     assert report
     assert "no copy of 16,801 bytes or more" in str(report)
@@ -58,13 +58,13 @@ def test_arguments_that_are_no_arrays_are_static(grad):
 
 def test_loops_of_lax():
     by_lax = lambda xs: in_rows(xs, jax.lax.scan)
-    loopkit.assert_in_place(by_lax, ROWS)
+    assert loopkit.in_place_report(by_lax, ROWS)
     with pytest.raises(AssertionError, match=r"`carry leaf 1` of lax.scan"):
-        loopkit.assert_in_place(by_lax, ROWS, grad=True)
+        assert loopkit.in_place_report(by_lax, ROWS, grad=True)
 
 
 def test_buffers_are_in_place():
-    report = loopkit.assert_in_place(
+    report = loopkit.in_place_report(
         lambda xs: in_rows(xs, buffers=lambda c: c[1]), ROWS, grad=True
     )
     assert report.loops > 1
@@ -82,8 +82,8 @@ def test_a_window_that_is_read_after_a_write():
 
         return loopkit.fori_loop(0, 700, body, (q, keys), buffers=(False, True))[0]
 
-    loopkit.assert_in_place(decode, ROWS[0], ROWS)
-    loopkit.assert_in_place(decode, ROWS[0], ROWS, grad=True)
+    assert loopkit.in_place_report(decode, ROWS[0], ROWS)
+    assert loopkit.in_place_report(decode, ROWS[0], ROWS, grad=True)
 
 
 def test_lanes_that_stop_apart_select_no_buffer():
@@ -108,8 +108,8 @@ def test_arguments():
     shape = jax.ShapeDtypeStruct((300, 7), jnp.float32)
     mixed = lambda xs, n: (in_rows(xs, buffers=lambda c: c[1]), n + 1)
     assert loopkit.in_place_report(mixed, shape, jnp.int32(3), grad=True)
-    with pytest.raises(TypeError, match="assert_in_place: `fn` must be a function"):
-        loopkit.assert_in_place(3)
+    with pytest.raises(TypeError, match="in_place_report: `fn` must be a function"):
+        loopkit.in_place_report(3)
 
 
 TEXT = """HloModule f, is_scheduled=true
@@ -174,5 +174,7 @@ def test_steps_that_do_not_count_copy_nothing(unroll, checkpoints):
         how = {"unroll": unroll, "checkpoints": checkpoints}
         return loopkit.scan(body, (0, x), None, length=1000, until=until, **how)
 
-    loopkit.assert_in_place(f, jnp.ones(7), min_bytes=7000)
-    loopkit.assert_in_place(lambda x: jnp.sum(f(x)[1]), jnp.ones(7), min_bytes=7000, grad=True)
+    assert loopkit.in_place_report(f, jnp.ones(7), min_bytes=7000)
+    assert loopkit.in_place_report(
+        lambda x: jnp.sum(f(x)[1]), jnp.ones(7), min_bytes=7000, grad=True
+    )

@@ -119,7 +119,7 @@ def test_a_predicate_that_reads_a_row_has_no_copy_of_the_buffer():
         return loopkit.while_loop(go, step, (1, rows), **how)[1]
 
     rows = jnp.zeros((1001, 100))
-    loopkit.assert_in_place(jax.jit(f, donate_argnums=1), 0.3, rows)
+    assert loopkit.in_place_report(jax.jit(f, donate_argnums=1), 0.3, rows)
 
 
 # ---------------------------------------------------------------- what a predicate calls

@@ -151,4 +151,4 @@ def test_swapped_rows_are_not_copied(grad):
 
         return jnp.sum(loopkit.fori_loop(0, 100, swap, rows, buffers=True) ** 2)
 
-    loopkit.assert_in_place(f, jnp.ones((200, 8)), grad=grad)
+    assert loopkit.in_place_report(f, jnp.ones((200, 8)), grad=grad)

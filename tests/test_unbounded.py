@@ -11,9 +11,9 @@ import pytest
 
 import loopkit
 from derivatives import assert_close, derivative
-from loopkit._loops import exhausted, growing
-from loopkit._loops import unbounded as _unbounded
-from loopkit._loops.growing import AT_ONCE, LONGEST_SEGMENT, segment_lengths, together
+from loopkit._extras import exhausted, growing
+from loopkit._extras import unbounded as _unbounded
+from loopkit._extras.growing import AT_ONCE, LONGEST_SEGMENT, segment_lengths, together
 from problems import inexact_vector
 from turns import in_turn
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -53,21 +54,16 @@ def unrolls_all(unroll: Any) -> bool:
     return isinstance(unroll, (int, np.integer)) and unroll == 0
 
 
-def check_unroll(function: str, unroll: Any, length: int | None = None) -> tuple[int, bool]:
-    """Steps to an iteration, and whether to find out how many.
-
-    All of them can be asked for where their number is known.
-    """
-    if isinstance(unroll, str) and unroll == "auto":
-        return 1, True
+def check_unroll(function: str, unroll: Any, length: int | None = None) -> int:
+    """Steps to an iteration. All of them can be asked for where their number is known."""
     if isinstance(unroll, (bool, np.bool_)) and not unroll:
-        return 1, False
+        return 1
     if length is None:
-        expected = 'an int >= 1, the steps to an iteration, or "auto"'
-        return check_whole(function, "unroll", unroll, 1, expected), False
-    expected = 'an int >= 0, the steps to an iteration (0 for all), a bool, or "auto"'
+        expected = "an int >= 1, the steps to an iteration"
+        return check_whole(function, "unroll", unroll, 1, expected)
+    expected = "an int >= 0, the steps to an iteration (0 for all), or a bool"
     steps = 0 if unrolls_all(unroll) else check_whole(function, "unroll", unroll, 0, expected)
-    return max(1, min(steps or length, length)), False
+    return max(1, min(steps or length, length))
 
 
 def check_whole(function: str, argument: str, value: Any, least: int, expected: str) -> int:
@@ -84,15 +80,28 @@ def check_whole(function: str, argument: str, value: Any, least: int, expected: 
     raise wrong(function, argument, f"must be {expected}", errors.shown(value), advice)
 
 
-def check_debug(function: str, debug: Any) -> bool:
-    """Whether steps are watched: None, or "finite"."""
-    if debug is None or (isinstance(debug, str) and debug == "finite"):
-        return debug is not None
+DEBUGGED = "finite", "bounds"
+VARIABLE = "LOOPKIT_DEBUG"
+"""The environment variable that says what is looked for where nothing is asked."""
+
+
+def check_debug(function: str, debug: Any, kinds: Sequence[str] = DEBUGGED[:1]) -> frozenset[str]:
+    """What is looked for while a loop runs: some of `kinds`."""
+    if debug is None:
+        asked = [word.strip() for word in os.environ.get(VARIABLE, "").split(",")]
+        asked = [word for word in asked if word]
+        if set(asked) <= set(DEBUGGED):
+            return frozenset(asked) & frozenset(kinds)
+        expected = f'must be None only where {VARIABLE} is empty, "finite", "bounds" or both'
+        advice = "Separate them with a comma."
+        raise errors.wrong_value(function, "debug", expected, repr(",".join(asked)), advice)
+    asked = debug if isinstance(debug, (tuple, list, set, frozenset)) else [debug]
+    if all(isinstance(word, str) and word in kinds for word in asked):
+        return frozenset(asked)
     wrong = errors.wrong_value if isinstance(debug, str) else errors.wrong_type
-    expected, advice = (
-        'must be None or "finite"',
-        'Pass "finite" to find the step that makes a NaN.',
-    )
+    words = " or ".join(f'"{kind}"' for kind in kinds)
+    expected = f"must be None, {words}" + (", or a tuple of them" if len(kinds) > 1 else "")
+    advice = 'Pass "finite" to find the step that makes a NaN.'
     raise wrong(function, "debug", expected, errors.shown(debug), advice)
 
 

@@ -6,7 +6,6 @@ initial buffer has in a row that is not all zeros counts as written.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,18 +17,7 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._arguments.error_on_use import error_on_use
-from loopkit._arguments.validate import check_flag
 from loopkit._buffers import slices
-
-VARIABLE = "LOOPKIT_CHECKS"
-
-
-def wanted(function: str, checks: Any, some: bool) -> bool:
-    """Whether to check, if there are `some` buffers. Where it is None, the environment says."""
-    if checks is None:
-        return some and os.environ.get(VARIABLE, "0") not in ("", "0")
-    expected = f"a bool or None (what the environment variable {VARIABLE} says)"
-    return check_flag(function, "checks", checks, expected) and some
 
 
 def first_written(value: Any) -> Any:

@@ -72,8 +72,6 @@ class Loop:
     checkpoints: Budget = None
     unroll: int = 1
     """Steps to an iteration."""
-    auto_unroll: bool = False
-    """Whether how many is found by trying."""
     name: str = "while_loop"
     replaced_by: str = ""
     """The function of this library that put it in the place of a loop of lax, if one did."""

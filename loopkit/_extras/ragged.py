@@ -20,11 +20,11 @@ from jax import lax
 from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._arguments.static_leaves import bare, seen, wrapped
-from loopkit._loops.growing import Growing
+from loopkit._extras.growing import Growing
+from loopkit._extras.unbounded import check_growth
 from loopkit._loops.info import LoopInfo
 from loopkit._loops.keywords import No, RaggedKw, Yes
 from loopkit._loops.request import Hidden, LoopOptions
-from loopkit._loops.unbounded import check_growth
 from loopkit._progress.open_bars import closing_if_it_fails
 from loopkit._tracing.axes import Inputs
 from loopkit._tracing.carry_buffers import NONE

@@ -24,8 +24,8 @@ import numpy as np
 from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._arguments.static_leaves import bare, seen, wrapped
-from loopkit._loops.exhausted import memory_left, ran_out, ran_out_after
-from loopkit._loops.growing import (
+from loopkit._extras.exhausted import memory_left, ran_out, ran_out_after
+from loopkit._extras.growing import (
     Growing,
     compiled,
     divided,

@@ -40,7 +40,6 @@ def checkpointed(
     checkpoints: Checkpoints = None,
     memory: Memory = None,
     only: Callable[[LoopSite], Any] | None = None,
-    outermost: bool = False,
     lanes: Lanes = None,
     progress: Progress = None,
     debug: Debug = None,
@@ -71,9 +70,6 @@ def checkpointed(
         `LoopSite` has `kind`, `name_stack`, `source`, `length`, `carry_bytes`, `depth` (of loops
         around it) and `outer` (the `LoopSite` of the innermost of these, or None). A function
         that is called in two places, in other loops, is asked about in each.
-    - `outermost`: whether scans that stand in another loop stay lax's, so that a step of the loop
-        around stores what they compute. While loops are replaced wherever they stand, since lax's
-        have no gradient in reverse mode.
     - `lanes`: what becomes of lanes of `jax.vmap` that have stopped, as in `loopkit.while_loop`.
         With "flatten", loops that stand in no other are flattened, with those inside them.
     - `progress`: shows how far each loop is, as there; those of loops in loops come and go.
@@ -101,8 +97,7 @@ def checkpointed(
         ```
     """
     given = {"max_steps": max_steps, "checkpoints": checkpoints, "memory": memory}
-    given |= {"only": only, "outermost": outermost, "lanes": lanes}
-    given |= {"progress": progress, "debug": debug}
+    given |= {"only": only, "lanes": lanes, "progress": progress, "debug": debug}
     if fn is None:
         decorator: Any = ft.partial(checkpointed, **given)
         return decorator

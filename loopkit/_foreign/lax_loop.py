@@ -47,7 +47,6 @@ class ReplaceKw(TypedDict, total=False):
     checkpoints: Checkpoints
     memory: Memory
     only: Callable[[LoopSite], Any] | None
-    outermost: bool
     lanes: Lanes
     progress: Progress
     debug: Debug
@@ -64,7 +63,6 @@ class Settings:
     only: Callable[[LoopSite], Any] | None = field(compare=False)
     only_id: int
     """Of `only`: as part of jit's cache keys, the very same predicate is the same."""
-    outermost: bool
     lanes: Lanes
     progress: shown.ProgressSettings | None
     finite: bool
@@ -75,7 +73,7 @@ class Settings:
     @property
     def asks_where(self) -> bool:
         """Whether it matters which loops a loop stands in."""
-        return self.outermost or self.only is not None or self.lanes == "flatten"
+        return self.only is not None or self.lanes == "flatten"
 
     @property
     def lanes_here(self) -> Lanes:
@@ -87,8 +85,6 @@ class Settings:
         as_lax = as_lax and not self.finite and self.progress is None
         if not loop.replaceable or (as_lax and not equations.lax_loses_rules(loop.body)):
             return False  # a scan that stores every step is lax's own
-        if self.outermost and loop.kind == "scan" and self.outer is not None:
-            return False
         return self.only is None or bool(self.only(loop.site(self.outer)))
 
 

@@ -41,7 +41,6 @@ def replace_lax_loops(
     checkpoints: Checkpoints = None,
     memory: Memory = None,
     only: Callable[[LoopSite], Any] | None = None,
-    outermost: bool = False,
     lanes: Lanes = None,
     progress: Progress = None,
     debug: Debug = None,
@@ -55,7 +54,7 @@ def replace_lax_loops(
 
     **Arguments:**
 
-    - `max_steps`, `checkpoints`, `only`, `outermost`, `lanes`, `progress`, `debug`: as in
+    - `max_steps`, `checkpoints`, `only`, `lanes`, `progress`, `debug`: as in
       `loopkit.checkpointed`.
     - `memory`: as there, but each loop has the whole budget: how many there are is not known.
 
@@ -81,8 +80,7 @@ def replace_lax_loops(
         ```
     """
     given = {"max_steps": max_steps, "checkpoints": checkpoints, "memory": memory}
-    given |= {"only": only, "outermost": outermost, "lanes": lanes}
-    given |= {"progress": progress, "debug": debug}
+    given |= {"only": only, "lanes": lanes, "progress": progress, "debug": debug}
     settings = settings_of("replace_lax_loops", **given)
     with replacing(settings):
         yield
@@ -95,7 +93,6 @@ def settings_of(
     checkpoints: Any,
     memory: Any,
     only: Any,
-    outermost: Any,
     lanes: Any,
     progress: Any,
     debug: Any,
@@ -104,13 +101,12 @@ def settings_of(
     budget = check_budget(function, checkpoints, memory)
     if only is not None:
         validate.check_callable(function, "only", only)
-    outermost = validate.check_flag(function, "outermost", outermost)
     lanes = validate.check_lanes(function, lanes)
     shown = check_progress(function, progress)
-    finite = validate.check_debug(function, debug)
+    finite = "finite" in validate.check_debug(function, debug)
     lanes = "wait" if finite else lanes
     validate.check_beside_flat(function, lanes, progress)
-    return Settings(function, max_steps, budget, only, id(only), outermost, lanes, shown, finite)
+    return Settings(function, max_steps, budget, only, id(only), lanes, shown, finite)
 
 
 @contextmanager

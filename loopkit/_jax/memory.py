@@ -25,6 +25,7 @@ from loopkit._jax.avals import (
 
 def on_host(aval: ShapedArray) -> ShapedArray:
     """The type of a value that is kept in the host's memory."""
+    _make_room_on_host()
     return aval.update(memory_space=jax.memory.Space.Host)
 
 
@@ -176,20 +177,23 @@ mlir.register_lowering(blank_p, _lower_empty, platform="tpu")
 mlir.register_lowering(blank_p, _lower_blank, platform="cpu")
 
 
-def _unwritten_on_host(empty: Callable) -> Callable:
-    """What JAX makes of a type before it is written to; of the host's memory, really there.
+@ft.cache
+def _make_room_on_host() -> None:
+    """Have JAX really make what it makes of a type of the host's memory before it is written to.
 
-    JAX gives it the type alone, and compilers refuse to copy from the host's memory to such an
-    array: the stacked results of a scan, and what a branch that is not taken would have saved.
+    JAX gives such an array the type alone, and compilers refuse to copy from the host's memory to
+    it: the stacked results of a scan of lax around a loop, and what a branch that is not taken
+    would have saved. Neither asks a primitive, and both are made before it is lowered. So this
+    changes two functions of JAX's, and not before a type of the host's memory is asked for.
     """
 
-    def made(*of: Any) -> Any:
-        array = empty(*of)
-        aval = jax.typeof(array)
-        return blank_on_host(aval) if is_on_host(aval) else array
+    def really(empty: Callable) -> Callable:
+        def made(*of: Any) -> Any:
+            array = empty(*of)
+            aval = jax.typeof(array)
+            return blank_on_host(aval) if is_on_host(aval) else array
 
-    return made
+        return made
 
-
-cast(Any, lax_loops)._empty_array = _unwritten_on_host(cast(Any, lax_loops)._empty_array)
-ad_util.aval_empty_likers[ShapedArray] = _unwritten_on_host(ad_util.aval_empty_likers[ShapedArray])
+    cast(Any, lax_loops)._empty_array = really(cast(Any, lax_loops)._empty_array)
+    ad_util.aval_empty_likers[ShapedArray] = really(ad_util.aval_empty_likers[ShapedArray])

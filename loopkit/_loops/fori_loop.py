@@ -22,7 +22,7 @@ from loopkit._types import (
     Bound,
     BufferSpec,
     Checkpoints,
-    Debug,
+    DebugLoop,
     Indexed,
     Lanes,
     Like,
@@ -65,11 +65,10 @@ def fori_loop(
     checkpoints: Checkpoints = None,
     memory: Memory = None,
     buffers: BufferSpec | None = None,
-    checks: bool | None = None,
     return_info: bool = False,
     lanes: Lanes = None,
     progress: Progress = None,
-    debug: Debug = None,
+    debug: DebugLoop = None,
 ) -> T | tuple[T, LoopInfo]:
     """Repeat `body_fun` for the integers from `lower` to `upper`; differentiable in every mode.
 
@@ -88,9 +87,9 @@ def fori_loop(
     - `body_fun`: `(int[], T) -> T`.
     - `init_val`: a pytree of arrays, and of what is none as in `loopkit.scan`.
     - `unroll`: steps to an iteration of the compiled loop; True or 0 for all, if their number is
-      known; "auto" as in `loopkit.while_loop`.
+      known.
     - `max_steps`: the most steps to take, a static int.
-    - `checkpoints`, `memory`, `buffers`, `checks`, `return_info`, `lanes`, `progress`, `debug`: as
+    - `checkpoints`, `memory`, `buffers`, `return_info`, `lanes`, `progress`, `debug`: as
       in `loopkit.while_loop`; "all" needs static bounds, or `max_steps` where `lower` or `upper` is
       traced.
 
@@ -122,9 +121,7 @@ def fori_loop(
     several, made_of, inner = 1 if unroll is None else unroll, ((body_fun,), name), buffers
     if buffers is not None:  # of the value, in the carry (counters, value)
         inner = (lambda carry: buffers(carry[1])) if callable(buffers) else (False, buffers)
-    asked = LoopOptions(
-        several, checkpoints, memory, inner, checks, return_info, lanes, progress, debug
-    )
+    asked = LoopOptions(several, checkpoints, memory, inner, return_info, lanes, progress, debug)
     asked = asked._replace(made_of=made_of)
     if isinstance(lower, int) and isinstance(upper, int):
         trips = max(0, upper - lower)

@@ -10,6 +10,7 @@ from loopkit._types import (
     C,
     Checkpoints,
     Debug,
+    DebugLoop,
     Lanes,
     Memory,
     Progress,
@@ -33,10 +34,9 @@ class Kw(TypedDict, Generic[Info], total=False):
 class LoopKw(Kw[Info], total=False):
     memory: Memory
     buffers: Any  # a BufferSpec has an overload of its own; other trees of bools end here
-    checks: bool | None
     lanes: Lanes
     progress: Progress
-    debug: Debug
+    debug: DebugLoop
 
 
 class WhileKw(LoopKw[Info], total=False):

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from loopkit._arguments import failed_step, static_leaves, validate
-from loopkit._buffers import run_time_checks
 from loopkit._buffers.buffer import plain
 from loopkit._loops.some_ys import CarryWithYs, SomeYs
 from loopkit._plans.budget import check_budget
@@ -33,7 +32,6 @@ class LoopOptions(NamedTuple):
     checkpoints: Any = None
     memory: Any = None
     buffers: Any = None
-    checks: Any = None
     return_info: Any = False
     lanes: Any = None
     progress: Any = None
@@ -71,7 +69,6 @@ class Request:
     """The most steps; None for no bound."""
     budget: Budget
     unroll: int
-    auto_unroll: bool
     buffers: Any
     """As given: which of them there are depends on the carry."""
     carried: carry_buffers.Buffers
@@ -103,15 +100,16 @@ class Request:
         `more`: what a request for this kind of loop has beside the others, checked.
         """
         name, (functions, *rest) = names.function, asked.made_of or (own,)
-        unroll, auto = validate.check_unroll(name, asked.unroll, trips)
+        unroll = validate.check_unroll(name, asked.unroll, trips)
         return_info = validate.check_flag(name, "return_info", asked.return_info)
         init = static_leaves.wrapped(name, names.init, init, names.hidden - 1)
         carried = carry_buffers.find(names, asked.buffers, init)
-        checking = run_time_checks.wanted(name, asked.checks, carried.any)
+        debug = validate.check_debug(name, asked.debug, validate.DEBUGGED)
+        checking = "bounds" in debug and carried.any
         lanes, body = validate.check_lanes(name, asked.lanes), None
-        if validate.check_debug(name, asked.debug):
+        if "finite" in debug:
             # Each step is taken for itself, and lanes stay where they are.
-            unroll, auto, lanes = 1, False, "wait"
+            unroll, lanes = 1, "wait"
             body = failed_step.named(functions[0], names.body)
         elif checking and lanes == "flatten":
             lanes = "wait"  # what is checked is whether lanes take a step, and not where they are
@@ -122,7 +120,6 @@ class Request:
             length=length,
             budget=check_budget(name, asked.checkpoints, asked.memory),
             unroll=unroll,
-            auto_unroll=auto,
             buffers=asked.buffers,
             carried=carried.checked(checking),
             checking=checking,
@@ -234,7 +231,7 @@ class Request:
         leaves, tree = jax.tree.flatten(state)
         carried = None
         key = self.names, tree, type_key(leaves), tuple(x_types), tuple(settings.values())
-        key += self.length, self.budget, self.unroll, self.auto_unroll, self.lanes, self.rest
+        key += self.length, self.budget, self.unroll, self.lanes, self.rest
         key += (tuple(rest), self.progress, self.body)
         values, masked = len(leaves) - len(jax.tree.leaves(hidden)), hidden.go is not None
         flag = values if masked else None
@@ -251,8 +248,8 @@ class Request:
 
         def make() -> Traced:
             fields = {"length": self.length, "checkpoints": self.budget, "unroll": self.unroll}
-            fields |= {"auto_unroll": self.auto_unroll, "name": self.names.function}
-            fields |= {"lane_policy": self.lanes, "progress": self.progress, **settings}
+            fields |= {"name": self.names.function, "lane_policy": self.lanes}
+            fields |= {"progress": self.progress, **settings}
             finite = None if self.body is None else self.finite(state, flag, len(x_types))
             return trace_loop(self.names, take, asks, state, x_types, fields, carried, flag, finite)
 

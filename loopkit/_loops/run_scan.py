@@ -15,7 +15,6 @@ from loopkit._arguments import errors, validate
 from loopkit._arguments.static_leaves import wrapped
 from loopkit._engine import steps as engine_steps
 from loopkit._engine.loop import Input, Loop, Output, parts
-from loopkit._engine.trials.unrolling import settled
 from loopkit._jaxprs import equations
 from loopkit._loops.in_python import python_scan
 from loopkit._loops.info import LoopInfo
@@ -84,7 +83,7 @@ def _stored_scan(*operands: Any, loop: Loop, split_transpose: bool) -> list:
     given, _ = loop.split(operands)
     if loop.length == 0:  # which lax refuses where nothing is traced
         return engine_steps.evaluate(loop, given)
-    return engine_steps.scan(loop.unrolled(settled(loop)), given, split_transpose)
+    return engine_steps.scan(loop, given, split_transpose)
 
 
 def _last_ys(scan: Scan, rest: Sequence[Any]) -> list:

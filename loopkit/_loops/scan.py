@@ -26,7 +26,7 @@ from loopkit._types import (
     BufferSpec,
     C,
     Checkpoints,
-    Debug,
+    DebugLoop,
     Lanes,
     Like,
     Memory,
@@ -78,11 +78,10 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
     checkpoints: Checkpoints = None,
     memory: Memory = None,
     buffers: BufferSpec | None = None,
-    checks: bool | None = None,
     return_info: bool = False,
     lanes: Lanes = None,
     progress: Progress = None,
-    debug: Debug = None,
+    debug: DebugLoop = None,
 ) -> tuple[C, Y] | tuple[C, Y, LoopInfo]:
     """Scan `f` over an axis of `xs`, the leading one by default, carrying state along.
 
@@ -107,8 +106,7 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
     - `length`: steps, a static int; needed if no leaf of `xs` is scanned over. Where it is
       symbolic (`jax.export`), the loop is lax's, without settings that it lacks.
     - `reverse`: go from the last row of `xs` and `ys` to the first.
-    - `unroll`: steps to an iteration of the compiled loop; True or 0 for all of them; "auto" as in
-      `loopkit.while_loop`.
+    - `unroll`: steps to an iteration of the compiled loop; True or 0 for all of them.
     - `_split_transpose`: as in `jax.lax.scan`, for which every step is stored.
     - `until`: `(Carry, Y) -> bool[]`. Stop after the first step for which it holds. Cost follows
       the steps taken.
@@ -132,7 +130,7 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
       1 MB and steps are expensive. An int c: at most c carries, at the price of more recomputation.
       "all": what the derivative of every step reads, as lax.scan. A `Plan`: what it says.
     - `memory`: the same as a budget in bytes, such as "64 MB", as in `loopkit.while_loop`.
-    - `buffers`, `checks`, `return_info`, `lanes`, `progress`, `debug`: as in
+    - `buffers`, `return_info`, `lanes`, `progress`, `debug`: as in
       `loopkit.while_loop`.
 
     **Returns:**
@@ -165,9 +163,7 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
     """
     name = NAMES.function
     inputs = Inputs.of(wrapped(name, "xs", xs), in_axes, length)
-    asked = LoopOptions(
-        unroll, checkpoints, memory, buffers, checks, return_info, lanes, progress, debug
-    )
+    asked = LoopOptions(unroll, checkpoints, memory, buffers, return_info, lanes, progress, debug)
     reverse = validate.check_flag(name, "reverse", reverse)
     split = validate.check_flag(name, "_split_transpose", _split_transpose)
     validate.check_callable(name, "f", f)
@@ -200,7 +196,7 @@ def run_scan(
     scan = Scan.of(names, init, length, asked, functions, trips, inputs=inputs, **own)
     if symbolic:
         _check_symbolic(scan, {"every": every, "reduce": reduce})
-        scan = replace(scan, budget="all", unroll=1, auto_unroll=False)
+        scan = replace(scan, budget="all", unroll=1)
     if scan.split_transpose and scan.budget is None:
         scan = replace(scan, budget="all")
     cut = scan.truncate is not None and scan.truncate < length
@@ -213,7 +209,7 @@ def _check_symbolic(scan: Scan, others: dict[str, Any]) -> None:
     """A scan of symbolic length is one of lax, which stores every step. `others`: what else is"""
     others |= {"until": scan.until, "truncate": scan.truncate, "buffers": scan.buffers}
     others |= {"checkpoints": scan.budget, "progress": scan.progress}
-    others["unroll"] = scan.auto_unroll or (scan.unroll != 1 and scan.unroll) or None
+    others["unroll"] = (scan.unroll != 1 and scan.unroll) or None
     given = [k for k, v in others.items() if v is not None and v != "all"]
     axes = {"in_axes": scan.inputs.axes, "out_axes": scan.out_axes}
     given += [k for k, v in axes.items() if any(jax.tree.leaves(v)) or has_none(v)]

@@ -77,7 +77,6 @@ def truncated(scan: Scan) -> tuple[Any, Any, LoopInfo]:
         out_axes=block_axes(out_axes),
         budget=outer,
         unroll=1,  # an iteration is a loop already: several would be long programs
-        auto_unroll=False,
         progress=of_blocks,
         checking=False,
         body=None,

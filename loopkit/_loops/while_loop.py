@@ -22,7 +22,7 @@ from loopkit._types import (
     Body,
     BufferSpec,
     Checkpoints,
-    Debug,
+    DebugLoop,
     Lanes,
     Like,
     Memory,
@@ -62,13 +62,12 @@ def while_loop(
     checkpoints: Checkpoints = None,
     memory: Memory = None,
     buffers: BufferSpec | None = None,
-    checks: bool | None = None,
     unroll: Unroll = 1,
     throw: bool = False,
     return_info: bool = False,
     lanes: Lanes = None,
     progress: Progress = None,
-    debug: Debug = None,
+    debug: DebugLoop = None,
 ) -> T | tuple[T, LoopInfo]:
     """Repeat `body_fun` while `cond_fun` holds; differentiable, with or without a bound.
 
@@ -101,11 +100,8 @@ def while_loop(
     - `buffers`: which leaves of the carry are read and written in slices: a function of the carry
       that returns them, or a tree of bools that matches it. In the body they are
       `loopkit.Buffer`s, written in place, forward and backward.
-    - `checks`: raise an error at run time where a buffer is read in a row that nothing has been
-      written to, or read or written out of bounds: the error names buffer, index and step. Slow.
-      None: as the environment variable LOOPKIT_CHECKS says.
-    - `unroll`: steps to an iteration of the compiled loop; "auto" for what takes least time,
-      compilation included, by a trial that is kept in the user's cache folder.
+    - `unroll`: steps to an iteration of the compiled loop. `loopkit.best_unroll` measures which
+      number takes least time.
     - `throw`: raise an error at run time if `max_steps` steps were not enough.
     - `return_info`: also return a `LoopInfo`.
     - `lanes`: what becomes of lanes that have stopped, where `cond_fun` differs between lanes of
@@ -122,7 +118,10 @@ def while_loop(
     - `debug`: "finite" raises an error at run time at the first step after which the carry, a row
       of ys, a tangent or a cotangent is no longer finite, with the step, the lane, the leaf, and
       the line of the body; `loopkit.replay` returns what that step was given. Steps are then
-      taken one to an iteration, and lanes wait. Slow. None: nothing is looked for.
+      taken one to an iteration, and lanes wait. "bounds" raises one where a buffer is read in a row
+      that nothing has been written to, or read or written out of bounds: the error names buffer,
+      index and step. A tuple of both looks for both. They are slow. None: what the environment
+      variable LOOPKIT_DEBUG says, as `LOOPKIT_DEBUG=finite,bounds`; nothing if it is not set.
 
     **Returns:**
 
@@ -149,9 +148,7 @@ def while_loop(
 
     The backward pass is checkpointed in the manner of Griewank (1992) and Stumm & Walther (2010).
     """
-    asked = LoopOptions(
-        unroll, checkpoints, memory, buffers, checks, return_info, lanes, progress, debug
-    )
+    asked = LoopOptions(unroll, checkpoints, memory, buffers, return_info, lanes, progress, debug)
     throw = validate.check_flag(NAMES.function, "throw", throw)
     return run_while(NAMES, cond_fun, body_fun, init_val, max_steps, asked, throw)
 

@@ -82,6 +82,25 @@ class Explanation:
 
     loops: tuple[Explained, ...]
 
+    def __len__(self) -> int:
+        return len(self.loops)
+
+    def __getitem__(self, place: int) -> Explained:
+        return self.loops[place]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the only loop of loopkit. It is what `checkpoints` accepts: change it with
+        `dataclasses.replace`, and give it to the loop. A scan that stores every step is one of lax.
+        """
+        found = [e.plan for e in self.loops if e.name.startswith("loopkit")]
+        if len(found) != 1:
+            raise ValueError(
+                "loopkit.explain: `fn` must run one loop of loopkit to have a `plan`, got "
+                f"{len(found)}. Those of others are `explain(...)[0].plan` and so on."
+            )
+        return found[0]
+
     def __str__(self) -> str:
         if not self.loops:
             return "no loops"
@@ -98,7 +117,7 @@ class Explanation:
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """What the loops inside `fn` store for a gradient, and how much they run again.
+    """Explain what the loops inside `fn` store for a gradient, and how much they run again.
 
     Nothing is run: `fn` is traced on the types of its arguments.
 
@@ -110,10 +129,11 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     **Returns:**
 
-    An `Explanation`: printed, a table with a row for each loop; if `fn` is a gradient, one for
-    each half of a loop, forward and backward. Bytes are of one step under `carry` and
-    `residuals`; `peak` is what the gradient of the loop is predicted to need beyond
-    that of one step; `runs` count evaluations of the body; the last column is what `jax.lax.scan`
+    An `Explanation`: a sequence with an entry for each loop, which has its `plan`; that of the only
+    loop is the `plan` of the whole. Printed, it is a table with a row for each loop; if `fn` is a
+    gradient, one for each half of a loop, forward and backward. Bytes are of one step under `carry`
+    and `residuals`; `peak` is what the gradient of the loop is predicted to need beyond that of one
+    step; `runs` count evaluations of the body; the last column is what `jax.lax.scan`
     would store. Lines below say why lanes wait where `lanes=None` leaves that to loopkit, and
     which plan a loop follows on a GPU, if it is another.
 
@@ -153,26 +173,6 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         elif eqn.primitive.name in ("scan", "while"):
             found.append(_of_lax(source, eqn))
     return Explanation(tuple(found))
-
-
-def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
-    """The plan of the loop that `fn(*args, **kwargs)` runs.
-
-    It is what `checkpoints` accepts: change it with `dataclasses.replace`, and give it to the loop.
-
-    **Arguments:** as for `loopkit.explain`.
-
-    **Raises:** `TypeError` if `fn` is not callable; `ValueError` unless it runs one loop of
-    loopkit, which a scan that stores every step is not: it is one of lax.
-    """
-    validate.check_callable("plan", "fn", fn)
-    found = [e.plan for e in explain(fn, *args, **kwargs).loops if e.name.startswith("loopkit")]
-    if len(found) != 1:
-        raise ValueError(
-            f"loopkit.plan: `fn` must run one loop of loopkit, got {len(found)}. For others "
-            "there is `loopkit.explain`."
-        )
-    return found[0]
 
 
 def _source(*eqns: Any) -> str:

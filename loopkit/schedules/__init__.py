@@ -2,7 +2,6 @@
 
 from loopkit.schedules import actions as actions
 from loopkit.schedules import binomial as binomial
-from loopkit.schedules import mixed as mixed
 from loopkit.schedules import online as online
 from loopkit.schedules import replay as replay
 from loopkit.schedules import reversal as reversal

@@ -108,7 +108,7 @@ def test_what_nothing_is_said_of():
     assert (Const(), Input(), Output()) == ((0,), (0, 0), (0, False))
     loop, operands = make_loop(lambda consts, carry, x: (carry, []), [], [0.5], length=3)
     assert operands.flat == [0.5]
-    assert not any((loop.reverse, loop.auto_unroll, loop.masks_itself, loop.lasting))
+    assert not any((loop.reverse, loop.masks_itself, loop.lasting))
     assert (loop.unroll, loop.min_active_lanes) == (1, 0)
 
 
@@ -185,7 +185,7 @@ def test_prune(make, carry, ys, consts, leaves, xs):
     assert small.xs == tuple(kept(loop.xs, xs))
     assert small.ys == tuple(kept(loop.ys, ys))
     of_all = run(loop, operands)
-    got = pruned.back(run(small, small.split(pruned.map_operands(operands.flat))[0]))
+    got = pruned.map_results(run(small, small.split(pruned.map_operands(operands.flat))[0]))
     assert [v is not None for v in got] == list(map(bool, [*leaves, *ys]))
     assert_same(*(kept(v, pruned.results) for v in (got, of_all)))
 
@@ -242,7 +242,7 @@ def test_the_dual_loop(nonzero):
     inputs = [*operands.consts, *operands.init, *operands.xs]
     tangents = tangents_like(inputs, active.inputs)
     values, _ = dual.split(rewritten.map_operands([*operands.flat, *tangents]))
-    results, moved = parts(rewritten.back(run(dual, values)), loop.carry_count + loop.ys_count)
+    results, moved = parts(rewritten.map_results(run(dual, values)), loop.carry_count + loop.ys_count)
     wanted, of_wanted = jvp_step_by_step(loop, operands, active, tangents)
     assert_same(results, wanted)
     assert_same(moved, of_wanted)
@@ -258,7 +258,7 @@ def test_the_dual_of_a_loop_with_a_predicate():
     inputs = [*operands.consts, *operands.init, *operands.xs]
     tangents = tangents_like(inputs, active.inputs)
     values, _ = dual.split(rewritten.map_operands([*operands.flat, *tangents]))
-    results, moved = parts(rewritten.back(run(dual, values)), loop.carry_count + loop.ys_count)
+    results, moved = parts(rewritten.map_results(run(dual, values)), loop.carry_count + loop.ys_count)
     assert_same(results, run(loop, operands))
     rows = [np.asarray(v) for v in jvp_step_by_step(loop, operands, active, tangents)[1]]
     assert_same([*moved[:2], moved[2][:3]], rows)

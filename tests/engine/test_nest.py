@@ -60,10 +60,10 @@ LOOPS = {
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_same_results(name):
     loop, operands = LOOPS[name]()
-    flat = flattened(loop.replace(unroll=3, auto_unroll=True))
+    flat = flattened(loop.replace(unroll=3))
     one = flat.loop
     assert (one.masks_itself, one.reverse, one.xs, one.ys) == (True, False, (), ())
-    assert (one.unroll, one.auto_unroll) == (1, False)
+    assert one.unroll == 1
     found = flat.map_results(
         run(one, one.split(flat.map_operands(operands.flat))[0]), operands.flat
     )

@@ -55,30 +55,3 @@ def reversal(positions, units, slots):
 
     start = (frozenset(positions), None, units - 1)
     return _cheapest_path(start, moves, lambda node: node[2] < 0)
-
-
-def mixed(units, budget, carry_size, residual_size):
-    """The fewest evaluations of a gradient that stores states and residuals in `budget`."""
-
-    def moves(node):
-        states, residuals, live, target, swept = node
-        left = budget - carry_size * len(states) - residual_size * len(residuals)
-        for unit in states:
-            yield 0, (states, residuals, unit, target, swept)
-            yield 0, (states - {unit}, residuals, live, target, swept)
-        if swept and target in residuals:
-            yield 0, (states, residuals - {target}, None, target - 1, swept)
-        if live is None:
-            return
-        if live < units:
-            after = swept or live + 1 == units
-            yield 1, (states, residuals, live + 1, target, after)
-            if left >= residual_size:
-                yield 1, (states, residuals | {live}, live + 1, target, after)
-        if swept and live == target:
-            yield 1, (states, residuals, None, target - 1, swept)
-        if left >= carry_size:
-            yield 0, (states | {live}, residuals, live, target, swept)
-
-    start = (frozenset(), frozenset(), 0, units - 1, units == 0)
-    return _cheapest_path(start, moves, lambda node: node[3] < 0 and node[4])

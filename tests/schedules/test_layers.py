@@ -14,7 +14,6 @@ BELOW = {
     "_cheapest": set(),
     "actions": set(),
     "binomial": {"_checks"},
-    "mixed": {"_checks", "actions"},
     "online": {"_checks", "_cheapest"},
     "replay": {"_checks", "actions"},
     "reversal": {"_checks", "actions", "binomial", "online"},

@@ -15,8 +15,11 @@ import loopkit
 from loopkit import LoopInfo
 from trials.reference import per_leaf, stop_gradients
 
-RAISES = "throw", "checks"
-"""Of the first part these would say that there is more to come, and that zeros are empty."""
+
+def silent(how: dict[str, Any]) -> dict[str, Any]:
+    """Without what would say of the first part that there is more to come, or zeros empty."""
+    how = {k: v for k, v in how.items() if k != "throw" and (k, v) != ("debug", "bounds")}
+    return how | {"return_info": True}
 
 
 class InTwo:
@@ -34,7 +37,7 @@ class InTwo:
         **how: Any,
     ) -> Any:
         first, rest = self.divided(max_steps)
-        how = {k: v for k, v in how.items() if k not in RAISES} | {"return_info": True}
+        how = silent(how)
         carry, a = loopkit.while_loop(goes_on, body, init, max_steps=first, **how)
         carry, b = loopkit.while_loop(goes_on, body, carry, max_steps=rest, **how)
         return (carry, LoopInfo(a.steps + b.steps, b.stopped)) if return_info else carry
@@ -51,7 +54,7 @@ class InTwo:
         **how: Any,
     ) -> Any:
         first, rest = self.divided(max_steps)
-        how = {k: v for k, v in how.items() if k not in RAISES} | {"return_info": True}
+        how = silent(how)
         carry, a = loopkit.fori_loop(lower, upper, body, init, max_steps=first, **how)
         carry, b = loopkit.fori_loop(lower + first, upper, body, carry, max_steps=rest, **how)
         return (carry, LoopInfo(a.steps + b.steps, b.stopped)) if return_info else carry
@@ -75,7 +78,7 @@ class InTwo:
     ) -> Any:
         whole = math.lcm(how.get("truncate") or 1, how.get("every") or 1)
         first = min(self.at, length) // whole * whole
-        how = {k: v for k, v in how.items() if k not in RAISES} | {"return_info": True}
+        how = silent(how)
         leaves, tree = jax.tree.flatten(xs)
         axes = per_leaf(in_axes, xs)
 

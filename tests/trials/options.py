@@ -63,8 +63,6 @@ def unrolled(w: Writer, whole: bool) -> dict[str, str]:
     if not w.may("options", 40):
         return {}
     how = w.d.choice(("2", "3", "True", "0") if whole else ("2", "3"))
-    if w.d.chance(4):
-        how = "'auto'"
     w.d.note(f"option: unroll={how}")
     return {"unroll": how}
 

@@ -38,7 +38,7 @@ class Carry:
         paths = self.tree.paths("c")
         own = [p for p, v in zip(paths, self.initial, strict=True) if v.buffer == "new buffer"]
         named = {"buffers": f"lambda c: [{', '.join(own)}]"} if own else {}
-        return named | ({"checks": "True"} if self.checked else {})
+        return named | ({"debug": "'bounds'"} if self.checked else {})
 
 
 def leaf_type(w: Writer) -> Type:

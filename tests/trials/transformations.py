@@ -123,7 +123,14 @@ def rematerialized(g: Callable, seed: int) -> Callable:
 def replaced(g: Callable, seed: int) -> Callable:
     """The loops of lax in it, or some of them, are loopkit's."""
     innermost = lambda site: site.depth > 0
-    ways = {}, {"checkpoints": 2}, {"memory": "50 kB"}, {"outermost": True}, {"only": innermost}
+    whole = lambda site: site.kind != "scan" or site.depth == 0
+    ways = (
+        {},
+        {"checkpoints": 2},
+        {"memory": "50 kB"},
+        {"only": whole},
+        {"only": innermost},
+    )
     return loopkit.checkpointed(g, **ways[seed % len(ways)])
 
 

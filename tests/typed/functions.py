@@ -53,7 +53,7 @@ def total(xs: Array) -> Array:
 explanation = loopkit.explain(total, rows[:, 0])
 assert_type(explanation, loopkit.Explanation)
 assert_type([loop.scan_bytes for loop in explanation.loops], list[int | None])
-plan = loopkit.plan(total, jax.ShapeDtypeStruct((50,), float))
+plan = loopkit.explain(total, jax.ShapeDtypeStruct((50,), float)).plan
 assert_type(plan, loopkit.Plan)
 assert_type((plan.slots, plan.bound, plan.evaluations()), tuple[int, int | None, tuple[int, int]])
 assert_type(loopkit.in_place_report(total, rows[:, 0], grad=True), loopkit.InPlaceReport)

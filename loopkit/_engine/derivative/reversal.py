@@ -119,12 +119,6 @@ class Reversal:
         source = equations.forwarded(self.split.forward)[self.split.results :]
         return [None if s is None else counter.get(s) for s in source]
 
-    def unrolled(self, unroll: int) -> Reversal:
-        """The same, so many steps to an iteration."""
-        if self.loop.unroll == unroll:
-            return self
-        return replace(self, loop=self.loop.unrolled(unroll))
-
     def for_waiting_hosts(self) -> Reversal:
         """The same, where each iteration of a loop of unknown length has a price."""
         plan = self.plan.on_gpu

@@ -90,9 +90,8 @@ def primal_half(loop: Loop, active: Active) -> Loop:
     return loop.derived(("primal half", active), make)
 
 
-def _split(loop: Loop, active: Active, again: bool) -> Split:
-    body = loop.body
-    in_types = list(body.in_avals)
+def _linearised(body: _jax.Jaxpr, active: Active) -> tuple[_jax.Jaxpr, Any]:
+    """(consts, carry, x) -> carry, y, residuals; and the tree of the linear function of these."""
     tree = None
 
     def linearised(*values: Any) -> list:
@@ -107,8 +106,13 @@ def _split(loop: Loop, active: Active, again: bool) -> Split:
         residuals, tree = jax.tree.flatten(pushforward)
         return [*outs, *residuals]
 
-    n, c = len(body.out_avals), loop.const_count
-    whole = _jax.trace_closed(linearised, in_types, "loop_step")
+    return _jax.trace_closed(linearised, list(body.in_avals), "loop_step"), tree
+
+
+def _split(loop: Loop, active: Active, again: bool) -> Split:
+    body, n, c = loop.body, len(loop.body.out_avals), loop.const_count
+    in_types = list(body.in_avals)
+    whole, tree = _linearised(body, active)
     wide = rerun.found(loop, whole)
     if wide and again:
         whole = rerun.apart(loop, whole)

@@ -213,7 +213,6 @@ class Nest:
             checkpoints=None if old.checkpoints == "all" and bound is None else old.checkpoints,
             reverse=False,
             unroll=1,
-            auto_unroll=False,
             lane_policy="wait",
             masks_itself=True,
         )

@@ -24,21 +24,19 @@ from loopkit._engine.primitives import PARTIAL_EVAL_RULES, define, forward_p, pu
 from loopkit._engine.rules import while_
 from loopkit._engine.sweeps import sweeps
 from loopkit._engine.trials.host_memory import check_host_memory
-from loopkit._engine.trials.unrolling import settled
 
 
 def evaluate(*operands: Any, loop: Loop, active: Active) -> list:
-    return _swept(loop, active, reversal(loop, active), loop, operands)
+    return _swept(loop, reversal(loop, active), loop, operands)
 
 
-def _swept(loop: Loop, active: Active, how: Reversal, run: Loop, operands: Sequence[Any]) -> list:
+def _swept(loop: Loop, how: Reversal, run: Loop, operands: Sequence[Any]) -> list:
     """The forward sweep of `run`, which is the loop or what is needed of it."""
     with jax.named_scope(f"loopkit.{loop.name}.forward"):
-        unroll = settled(loop, active)
         if how.plan.host:
             check_host_memory(loop.name)
-        both = sweeps(how.unrolled(unroll))
-        outs = both.forward(run.unrolled(unroll), run.split(operands)[0])
+        both = sweeps(how)
+        outs = both.forward(run, run.split(operands)[0])
         last = zip(outs[-2:], both.residual_types[-2:], strict=True)
         return [*outs[:-2], *(_jax.vary_like(v, [t]) for v, t in last)]
 
@@ -54,7 +52,7 @@ def runs_with(used: list[bool], *, loop: Loop, active: Active) -> tuple[list[boo
         return None
 
     def run(*operands: Any) -> list:
-        outs = _swept(loop, active, how.pruned(few), few.loop, operands)
+        outs = _swept(loop, how.pruned(few), few.loop, operands)
         found, residuals = parts(outs, few.loop.primal_counts[1])
         return kept([*few.map_results(found), *residuals], used)
 

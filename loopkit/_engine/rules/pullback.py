@@ -30,7 +30,6 @@ from loopkit._engine.rules.linear import BACKWARD, FORWARD, asked
 from loopkit._engine.rules.pushforward import arguments
 from loopkit._engine.rules.two_loops import stored_pullback
 from loopkit._engine.sweeps import sweeps
-from loopkit._engine.trials.unrolling import settled
 
 
 def evaluate(
@@ -43,7 +42,7 @@ def evaluate(
     transpose_only: bool,
 ) -> list:
     primals, residuals, cts = arguments(loop, layout, operands)
-    how = reversal(loop, layout, active).unrolled(settled(loop, layout)).without(unused_init)
+    how = reversal(loop, layout, active).without(unused_init)
     with jax.named_scope(f"loopkit.{loop.name}.backward"):
         out = sweeps(how).backward(loop.split(primals)[0], residuals, cts, batch)
     unasked = _unused_results(active, unused_init)

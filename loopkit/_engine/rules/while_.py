@@ -24,14 +24,13 @@ from loopkit._engine.passes.phases import phases_of
 from loopkit._engine.passes.prune import prune
 from loopkit._engine.passes.scratch import with_scratch
 from loopkit._engine.primitives import define, dual_p, while_p
-from loopkit._engine.trials.unrolling import settled
 
 
 def evaluate(*operands: Any, loop: Loop) -> list:
     if (phases := phases_of(loop)) is not None:
         return phases.run(*operands)
     with jax.named_scope(f"loopkit.{loop.name}"):
-        return steps.evaluate(loop.unrolled(settled(loop)), loop.split(operands)[0])
+        return steps.evaluate(loop, loop.split(operands)[0])
 
 
 def result_types(*_: Any, loop: Loop) -> tuple[list, Any]:

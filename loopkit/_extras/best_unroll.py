@@ -1,0 +1,122 @@
+"""How many steps to compile into one iteration, found by trying."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from loopkit import _jax
+from loopkit._arguments import errors, validate
+from loopkit._loops.scan import scan
+from loopkit._types import Bound, Checkpoints
+
+COUNTS = 1, 2, 4, 8, 16
+ROUNDS = 7
+NOISE = 1.05
+"""More steps to an iteration have to be better than fewer by this factor."""
+FUNCTION = "best_unroll"
+
+
+def best_unroll(
+    f: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any = None,
+    length: Bound | None = None,
+    *,
+    gradient: bool = False,
+    checkpoints: Checkpoints = None,
+    uses: int = 1000,
+) -> int:
+    """Measure which `unroll` makes a scan fastest.
+
+    More steps to an iteration cost less bookkeeping and take longer to compile. Which wins depends
+    on the step and on the device. This compiles `loopkit.scan(f, init, xs, length, unroll=n)` with
+    1, 2, 4, 8 and 16 steps to an iteration, runs each eight times on the values given, and weighs
+    the time to compile together with that of `uses` runs. It stops where compiling alone takes
+    longer than the best so far. Call it once, outside `jax.jit`, and write the number that it
+    returns into the program.
+
+    **Arguments:**
+
+    - `f`, `init`, `xs`, `length`, `checkpoints`: as in `loopkit.scan`. `f` is called, with all its
+      side effects. For a while loop pass `lambda carry, _: (body(carry), None)` and about as many
+      steps as it takes.
+    - `gradient`: whether to time the gradient of the sum of all results in `init` and `xs`, rather
+      than the results.
+    - `uses`: how often the compiled program is going to run.
+
+    **Returns:**
+
+    An int, for the argument `unroll` of any loop.
+
+    **Raises:**
+
+    - `TypeError` if it is called while `init` or `xs` are traced, as inside `jax.jit`.
+    - `TypeError` and `ValueError` as `loopkit.scan`.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp
+        import loopkit
+
+        def step(x, _):
+            return jnp.sin(x) + 0.1, None
+
+        print(loopkit.best_unroll(step, 0.5, length=1000) in (1, 2, 4, 8, 16))  # True
+        ```
+    """
+    gradient = validate.check_flag(FUNCTION, "gradient", gradient)
+    uses = validate.check_whole(FUNCTION, "uses", uses, 1, "an int >= 1, runs")
+    for name, tree in (("init", init), ("xs", xs)):
+        if any(map(_jax.is_tracer, jax.tree.leaves(tree))):
+            expected, got = "must be values that can be measured with", "values that are traced"
+            advice = "Call it outside jax.jit, and pass the number that it returns to the loop."
+            raise errors.wrong_type(FUNCTION, name, expected, got, advice)
+    best, least = 1, float("inf")
+    for count in COUNTS:
+        run = lambda init, xs, n=count: scan(f, init, xs, length, unroll=n, checkpoints=checkpoints)
+        to_compile, seconds = _measured(_gradient(run) if gradient else run, init, xs)
+        total = to_compile + uses * seconds
+        if total * NOISE < least:
+            best, least = count, total
+        if to_compile > least:
+            break
+    return best
+
+
+def _gradient(run: Callable) -> Callable:
+    """Of the sum of all numbers that have a derivative, in all that have one."""
+
+    def slopes(init: Any, xs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((init, xs))
+        moves = [_jax.is_differentiable(jax.typeof(v)) for v in map(jnp.asarray, leaves)]
+
+        def total(moving: list) -> Any:
+            each = iter(moving)
+            given = [next(each) if m else v for m, v in zip(moves, leaves, strict=True)]
+            outs = map(jnp.asarray, jax.tree.leaves(run(*tree.unflatten(given))))
+            sums = [jnp.sum(v) for v in outs if _jax.is_differentiable(jax.typeof(v))]
+            return sum(map(jnp.real, sums), jnp.zeros(()))
+
+        return jax.grad(total)([v for m, v in zip(moves, leaves, strict=True) if m])
+
+    return slopes
+
+
+def _measured(run: Callable, init: Any, xs: Any) -> tuple[float, float]:
+    """Seconds to trace and compile, and to run."""
+    begin = time.perf_counter()
+    compiled = jax.jit(run).lower(init, xs).compile()
+    to_compile, seconds = time.perf_counter() - begin, []
+    jax.block_until_ready(compiled(init, xs))
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        jax.block_until_ready(compiled(init, xs))
+        seconds.append(time.perf_counter() - begin)
+    return to_compile, median(seconds)
