@@ -22,7 +22,7 @@ _tracing
 _engine.rules
 _engine.sweeps
 _engine.derivative
-_engine.trials
+_engine.lowering
 _engine.passes
 _engine.facts
 _engine

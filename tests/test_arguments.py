@@ -295,9 +295,9 @@ def test_a_tensor_array_is_not_made_by_its_class():
 def test_integers_of_schedules():
     for call in (binomial.evaluations, binomial.advances):
         for value in (True, False, 1.5, "1", None, math.nan):
-            with pytest.raises(TypeError, match=r"`units` must be an integer, got"):
+            with pytest.raises(TypeError, match=r"`segments` must be an integer, got"):
                 call(value, 2)
-        with pytest.raises(ValueError, match=r"`units` must be >= "):
+        with pytest.raises(ValueError, match=r"`segments` must be >= "):
             call(-1, 2)
     assert binomial.evaluations(np.int64(3), np.uint8(3)) == 3
 

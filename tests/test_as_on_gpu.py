@@ -11,7 +11,7 @@ import loopkit
 from derivatives import assert_close, derivative, direction, expected
 from loopkit import Plan, _jax
 from loopkit._engine.sweeps import tables
-from loopkit._engine.sweeps.in_units import InUnits
+from loopkit._engine.sweeps.in_segments import InSegments
 from loopkit._engine.sweeps.strategy import PART
 from loopkit._jax import primitives
 from loopkit._plans import waits
@@ -120,7 +120,7 @@ def test_what_slots_hold_follows_from_how_often_was_saved(plan):
     schedule = tables.Schedule.of(plan)
     placed = schedule.start(jnp.int32(0))
     for count in range(min(30, len(schedule.saves) - 1)):
-        assert (schedule.held(count) == placed.units).all()
+        assert (schedule.held(count) == placed.segments).all()
         placed = schedule.save(placed)[2]
 
 
@@ -128,8 +128,8 @@ def test_a_plan_that_is_thinned_has_saves_of_its_own():
     thinned, cheapest = (
         tables.Schedule.of(Plan(8, bound=60, thinned=t)).saves for t in (True, False)
     )
-    units, slots, *_ = online.thinning(8, 60, spare=2).table
-    assert thinned[:, :2].tolist() == [list(row) for row in zip(units, slots, strict=True)][:-1]
+    segments, slots, *_ = online.thinning(8, 60, spare=2).table
+    assert thinned[:, :2].tolist() == [list(row) for row in zip(segments, slots, strict=True)][:-1]
     assert thinned.tolist() != cheapest.tolist()
 
 
@@ -169,8 +169,8 @@ def clipped(x):
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_loops_with_rules_outside_jit_go_as_where_they_run(platform, monkeypatch):
     seen = []
-    run = InUnits.run
-    monkeypatch.setattr(InUnits, "run", lambda *args: seen.append(args) or run(*args))
+    run = InSegments.run
+    monkeypatch.setattr(InSegments, "run", lambda *args: seen.append(args) or run(*args))
     monkeypatch.setattr(primitives, "device_of", lambda _: SimpleNamespace(platform=platform))
     x = jnp.linspace(0.3, 0.6, 3)
     scan = lambda x, how: loopkit.scan(lambda x, _: (clipped(x), None), x, None, 20, **how)[0]

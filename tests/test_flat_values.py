@@ -8,10 +8,10 @@ from jax import lax
 import loopkit
 from derivatives import assert_close, derivative, expected
 from loopkit import _jax
-from loopkit._engine.passes import flat_values
-from loopkit._engine.passes.flat_values import MUCH, of_vectors
-from loopkit._engine.passes.scratch import with_scratch
-from loopkit._engine.passes.tiles import padded_bytes
+from loopkit._engine.lowering import flat_values
+from loopkit._engine.lowering.flat_values import MUCH, of_vectors
+from loopkit._engine.lowering.scratch import with_scratch
+from loopkit._engine.lowering.tiles import padded_bytes
 from loopkit._engine.primitives import dual_p, forward_p, pullback_p, while_p
 from problems import PROBLEMS, Problem
 from test_flat_rows import FLAT, MODES, looped, reference

@@ -11,7 +11,7 @@ import loopkit
 from derivatives import assert_close, derivative
 from loopkit import Plan, _jax
 from loopkit._engine import steps
-from loopkit._engine.trials import host_memory
+from loopkit._engine.lowering import host_memory
 from loopkit._plans.plan import Bytes, StepCosts
 from loopkit._plans.planner import make_plan
 from problems import named

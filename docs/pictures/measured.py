@@ -161,7 +161,7 @@ def of_libraries(sections: Sections) -> Any:
     """checkpointed, with no setting, beside what each library does itself."""
     solve = {"diffrax", "optimistix", "jaxopt", "ott", "optax"}
     panels: dict[str, Any] = {"solvers": {}, "models": {}}
-    for record in sections["programs/oldest"].records:
+    for record in sections["programs/newest"].records:
         if record.contender == "default":
             panel = "solvers" if record.program.partition(":")[0] in solve else "models"
             label = record.program.replace(" of 94 to 1984 steps", "")

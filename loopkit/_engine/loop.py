@@ -102,6 +102,10 @@ class Loop:
             self.memory[key] = make()
         return self.memory[key]
 
+    def remember(self, key: Any, value: Any) -> None:
+        """Have `derived` return this for the key."""
+        self.memory[key] = value
+
     def replace(self, **changes: Any) -> Loop:
         """A loop that differs. Its lanes wait for each other: `lane` is of this one alone."""
         return replace(self, **{"memory": {}, "lane": None, **changes})

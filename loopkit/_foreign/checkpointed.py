@@ -19,9 +19,8 @@ from loopkit._foreign.program import Program
 from loopkit._foreign.replace import replacing, settings_of, with_rules
 from loopkit._jaxprs import equations
 from loopkit._plans.plan import Bytes
-from loopkit._programs.cache import interned, remember
+from loopkit._programs.cache import interned, remember, shared
 from loopkit._programs.key import Unknown, is_of_library, program_key
-from loopkit._tracing.trace import shared
 from loopkit._types import Checkpoints, Debug, Decorator, Lanes, Memory, P, Progress, R
 
 

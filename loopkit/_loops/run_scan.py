@@ -19,9 +19,9 @@ from loopkit._jaxprs import equations
 from loopkit._loops.in_python import python_scan
 from loopkit._loops.info import LoopInfo
 from loopkit._loops.request import Hidden, Scan
-from loopkit._programs.cache import remember
+from loopkit._programs.cache import remember, shared
 from loopkit._tracing.axes import arranged, has_none, stacks, without_last
-from loopkit._tracing.trace import Traced, shared, type_key
+from loopkit._tracing.trace import Traced, type_key
 
 
 def run(scan: Scan) -> tuple[Any, Any, Any]:

@@ -130,7 +130,7 @@ class Plan:
     """Carries saved at the starts of segments, the initial one among them; as many as steps: one
     for each, and no replay."""
     segment: int = 1
-    """Steps in a segment, the unit of checkpointing."""
+    """Steps in a segment, the segment of checkpointing."""
     store: Store = "carries"
     """What is stored of each step of the segment at hand."""
     keeps_all: bool = False
@@ -210,8 +210,8 @@ class Plan:
         """Of what the forward pass hands on to the backward pass."""
         if self.strategy == "every residual":
             return (self.bound or 0) * self.step.residual_bytes
-        units = 4 * self.slots if self.strategy == "schedule" else 0
-        return self.rows * self.step.carry_bytes + units
+        segments = 4 * self.slots if self.strategy == "schedule" else 0
+        return self.rows * self.step.carry_bytes + segments
 
     @property
     def row_bytes(self) -> int:
@@ -252,8 +252,8 @@ class Plan:
             return steps, 0
         if steps == 0 or self.strategy != "schedule":
             return steps, steps
-        units = -(-steps // self.segment)
-        climbed = binomial.evaluations(units, self.slots) - units
+        segments = -(-steps // self.segment)
+        climbed = binomial.evaluations(segments, self.slots) - segments
         return steps, steps + climbed * self.segment
 
     @property
@@ -325,9 +325,9 @@ class Plan:
             adding = IN_PASSING * _price(step.product_bytes) * step.product_bytes
             return steps * (step.record + row + adding)
         slot = ARRAY * step.carry_arrays + save * step.carry_bytes
-        units = -(-steps // self.segment)
+        segments = -(-steps // self.segment)
         beside = steps * price * 2 * step.log_bytes
-        adding = units * _price(step.product_bytes) * step.product_bytes
+        adding = segments * _price(step.product_bytes) * step.product_bytes
         beside += adding if self.segment > 1 else IN_PASSING * adding
         if self.strategy == "every carry":
             return beside + steps * (step.run + step.remake + slot)
@@ -339,7 +339,7 @@ class Plan:
             replay = step.run * (1 - 1 / self.segment) + step.remake + row
         passes = (run + again - steps) * step.run
         each = SCHEDULED if self.strategy == "schedule" else SEGMENT
-        return beside + passes + steps * replay + units * (each + slot)
+        return beside + passes + steps * replay + segments * (each + slot)
 
 
 def _price(count: int) -> float:

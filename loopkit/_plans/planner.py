@@ -317,19 +317,19 @@ def _candidates(count: int, room: int, loop: Plan, steps: int, most: int | None)
             yield replace(loop, slots=-(-bound // segment) * segment, segment=segment)
     for store in step.stores:
         for segment in _leaves(steps, loop.exact):
-            units = -(-steps // segment)
+            segments = -(-steps // segment)
             plan = replace(loop, slots=1, segment=segment, store=store)
             left = room if loop.host else count - plan.row_bytes - plan.least_bytes
             slots = _slots_in(left, step.carry_bytes)
-            if slots < units or bound is None:
+            if slots < segments or bound is None:
                 slots = _slots_in(left, step.carry_bytes, place=4)
                 slots = min(slots, SPLIT if loop.exact else PLACED)
-            slots = min(slots, units)
+            slots = min(slots, segments)
             if most is not None:
                 slots = min(slots, most - (plan.row_bytes > 0))
-            least = min(units, 1 + loop.host)
+            least = min(segments, 1 + loop.host)
             # To save one of a few carries may cost more than to compute it again.
-            for some in {*range(least, slots if units <= FEW_SLOTS else 0), slots}:
+            for some in {*range(least, slots if segments <= FEW_SLOTS else 0), slots}:
                 if some >= least and not (some >= steps and segment > 1):
                     yield replace(plan, slots=some)
 

@@ -45,11 +45,11 @@ def picture(plan: Plan, steps: int) -> Picture:
     """The schedule of a loop of `steps` steps."""
     if plan.strategy in ("every residual", "every carry"):
         return _every_step(plan, steps)
-    units = -(-steps // plan.segment)
+    segments = -(-steps // plan.segment)
     if plan.strategy == "every segment" or plan.exact:
-        actions: Iterable[Action] = reversal.gradient(units, plan.slots)
+        actions: Iterable[Action] = reversal.gradient(segments, plan.slots)
     else:
-        actions = reversal.online_gradient(online.cheapest(plan.slots, units), units)
+        actions = reversal.online_gradient(online.cheapest(plan.slots, segments), segments)
     drawn = Picture([], [], [(0, 0)])
     time, held, swept = 0, set(), False
 
@@ -66,18 +66,18 @@ def picture(plan: Plan, steps: int) -> Picture:
             case Advance(start, stop):
                 kind = "recomputed" if swept else "forward"
                 run(kind, start * plan.segment, min(stop * plan.segment, steps))
-            case Save(unit, slot):
-                if unit or not plan.spared:  # the initial carry is there anyway
+            case Save(segment, slot):
+                if segment or not plan.spared:  # the initial carry is there anyway
                     held.add(slot)
-                drawn.saves.append((time, unit * plan.segment))
+                drawn.saves.append((time, segment * plan.segment))
                 use()
             case Restore():
                 swept = True
             case Discard(slot):
                 held.discard(slot)
                 use()
-            case Reverse(unit):
-                first, last = unit * plan.segment, min((unit + 1) * plan.segment, steps)
+            case Reverse(segment):
+                first, last = segment * plan.segment, min((segment + 1) * plan.segment, steps)
                 use(plan.row_bytes)
                 if plan.segment > 1:
                     run("replayed", first, last)

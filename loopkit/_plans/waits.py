@@ -80,9 +80,9 @@ def _runs(plan: AnyPlan, steps: int) -> float:
 
 def waits(plan: AnyPlan, steps: int) -> int:
     """Of the host, going back: for each segment run to get to another, and for its end."""
-    units = -(-steps // plan.segment)
+    segments = -(-steps // plan.segment)
     forward, again = plan.evaluations(steps)
-    return (again - forward) // plan.segment + units
+    return (again - forward) // plan.segment + segments
 
 
 def _nanoseconds(plan: AnyPlan, steps: int) -> float:

@@ -66,6 +66,11 @@ def remember(functions: Sequence[Any], rest: Any, make: Callable[[], T]) -> T:
     return made
 
 
+def shared(loop: Any) -> Any:
+    """The loop of the same equations that was there before, if it is known to be the same."""
+    return interned(loop.replace(lasting=True)) or loop.replace(lasting=False)
+
+
 def interned(program: T, results_only: bool = False) -> T | None:
     """A program with the same equations that was run before, and so compiled, or this one.
 

@@ -16,7 +16,7 @@ from loopkit import _jax
 from loopkit._arguments import errors, static_leaves
 from loopkit._arguments.validate import type_of
 from loopkit._buffers.buffer import plain
-from loopkit._engine.facts.bounds import asked, bound_of, limits_in
+from loopkit._engine.facts.bounds import asked, bound_of, limits_in, of_all_steps, of_length
 from loopkit._engine.facts.ranges import with_ranges
 from loopkit._engine.leaves import Operands
 from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, parts
@@ -25,7 +25,7 @@ from loopkit._engine.passes.rewritten import run
 from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import LAST_STEP
 from loopkit._jaxprs import equations
-from loopkit._programs.cache import interned
+from loopkit._programs.cache import shared
 from loopkit._progress.progress import ProgressSettings
 from loopkit._tracing import references
 from loopkit._tracing.carry_buffers import Buffers
@@ -73,8 +73,7 @@ class Traced:
 
     def of_length(self, length: int) -> Traced:
         """The same loop with another length."""
-        make = lambda: shared(self.loop.replace(length=length))
-        return replace(self, loop=self.loop.derived(("length", length), make))
+        return replace(self, loop=of_length(self.loop, length))
 
     def showing(self, progress: ProgressSettings) -> Traced:
         """The same loop, which shows in another way how far it is."""
@@ -100,9 +99,7 @@ class Traced:
             return self.of_length(min(most, few if loop.progress is None else bound.steps))
         if not bound.exact:
             return self.of_length(bound.steps)
-        every = {"cond": None, "cond_const_count": 0, "length": bound.steps}
-        make = lambda: shared(loop.replace(**every))
-        return replace(self, loop=loop.derived(("exact", bound.steps), make), cond_consts=[])
+        return replace(self, loop=of_all_steps(loop, bound.steps), cond_consts=[])
 
     def run(self, init: Sequence[Any], xs: Sequence[Any], scan: Callable | None = None) -> tuple:
         """Final carry leaves and ys leaves; of a `scan` that traces the steps again, if given."""
@@ -119,11 +116,6 @@ class Traced:
         final, held, ys = parts(run(bound, passes, operands), count, len(self.references))
         references.write(self.references, held)
         return final, ys
-
-
-def shared(loop: Loop) -> Loop:
-    """The loop of the same equations that was there before, if it is known to be the same."""
-    return interned(loop.replace(lasting=True)) or loop.replace(lasting=False)
 
 
 def _convert(value: Any, aval: Any) -> Any:

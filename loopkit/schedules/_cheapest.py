@@ -6,16 +6,16 @@ them costs, with p[k + 1] = n,
     sum over i of advances(p[i + 1] - p[i], slots - 1 - i)
 
 since the stretch that begins at the i-th checkpoint is reversed when all later ones are gone.
-Dropping p[j] merges two stretches and gives every later one a free slot more. At each unit there
+Dropping p[j] merges two stretches and gives every later one a free slot more. At each segment there
 are two choices: run on, and the last stretch grows; or drop the p[j] whose loss costs least, and
-save here. Whichever is cheaper for a loop that ends one unit later is taken, and a tie is a save.
-Between two saves only the last stretch grows, and the gain from saving grows with it, so the next
-save is found by bisection instead of by walking.
+save here. Whichever is cheaper for a loop that ends one segment later is taken, and a tie is a
+save. Between two saves only the last stretch grows, and the gain from saving grows with it, so the
+next save is found by bisection instead of by walking.
 
-Long loops would save too often: the last stretch has no free slot, and its cost is quadratic.
-Once saves come oftener than every units / (RARE * slots), beyond RICH * slots units, a checkpoint
+Long loops would save too often: the last stretch has no free slot, and its cost is quadratic. Once
+saves come oftener than every segments / (RARE * slots), beyond RICH * slots segments, a checkpoint
 that is hardly missed is given up, and its slot is left free for the reversal of the last stretch.
-The saves then number slots * log(units), and the table for 2**31 units stays small.
+The saves then number slots * log(segments), and the table for 2**31 segments stays small.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 RICH = 100
-"""Up to this many units a slot, every slot holds a checkpoint."""
+"""Up to this many segments a slot, every slot holds a checkpoint."""
 
 RARE = 16
-"""Beyond, saves nearer than units / (RARE * slots) are too frequent."""
+"""Beyond, saves nearer than segments / (RARE * slots) are too frequent."""
 
 DEAR = 50
 """A checkpoint is given up only where that costs less than the whole / DEAR."""
 
 
 class Entry(NamedTuple):
-    """At the start of `unit` save into `slot`; `cleared` is emptied (`slots`: none is)."""
+    """At the start of `segment` save into `slot`; `cleared` is emptied (`slots`: none is)."""
 
-    unit: int
+    segment: int
     slot: int
     cleared: int
 
@@ -52,14 +52,14 @@ class Prices:
     each `stride`, with their partial sums.
     """
 
-    def __init__(self, free: int, units: int):
-        """For up to `units` units and up to `free` free slots."""
-        self._stride = units + 2
+    def __init__(self, free: int, segments: int):
+        """For up to `segments` segments and up to `free` free slots."""
+        self._stride = segments + 2
         first, points, sums = [], [], []
         for slots in range(1, free + 2):
             first.append(len(points))
             repetitions, point, total = 0, 1, 0
-            while point <= units and slots > 1:  # without a free slot the formula is used
+            while point <= segments and slots > 1:  # without a free slot the formula is used
                 points.append((slots - 1) * self._stride + point)
                 sums.append(total)
                 total += point
@@ -72,59 +72,59 @@ class Prices:
             np.array(column, np.int64) for column in self._lists
         )
 
-    def __call__(self, units: Any, free: Any) -> Any:
-        """Advances for each pair of `units` and `free`, arrays or integers alike."""
-        at = np.searchsorted(self._points, free * self._stride + units)
-        linear = units * (at - self._first[free]) - self._sums[at]
-        return np.where(free == 0, units * (units - 1) // 2, linear)
+    def __call__(self, segments: Any, free: Any) -> Any:
+        """Advances for each pair of `segments` and `free`, arrays or integers alike."""
+        at = np.searchsorted(self._points, free * self._stride + segments)
+        linear = segments * (at - self._first[free]) - self._sums[at]
+        return np.where(free == 0, segments * (segments - 1) // 2, linear)
 
-    def of(self, units: int, free: int) -> int:
+    def of(self, segments: int, free: int) -> int:
         """The same for integers, in a tenth of the time."""
         if free == 0:
-            return units * (units - 1) // 2
+            return segments * (segments - 1) // 2
         first, points, sums = self._lists
-        at = bisect_left(points, free * self._stride + units)
-        return units * (at - first[free]) - sums[at]
+        at = bisect_left(points, free * self._stride + segments)
+        return segments * (at - first[free]) - sums[at]
 
 
-def cheapest_saves(slots: int, units: int) -> list[Entry]:
-    """Every save of a loop of up to `units` units, in the order of time."""
+def cheapest_saves(slots: int, segments: int) -> list[Entry]:
+    """Every save of a loop of up to `segments` segments, in the order of time."""
     saves = [Entry(0, 0, slots)]
     if slots == 1:
         return saves
-    saves += [Entry(unit, unit, slots) for unit in range(1, min(slots, units))]
-    if units <= slots:
+    saves += [Entry(segment, segment, slots) for segment in range(1, min(slots, segments))]
+    if segments <= slots:
         return saves
-    price = Prices(slots, units + 1)
-    held = list(range(slots))  # units, oldest first
-    slot_of = {unit: unit for unit in range(slots)}
+    price = Prices(slots, segments + 1)
+    held = list(range(slots))  # segments, oldest first
+    slot_of = {segment: segment for segment in range(slots)}
     while True:
         loss = _Loss(price, held, slots)
         last = held[-1]
-        due = loss.due(units - last)
-        unit = last + max(due, _least_distance(last, len(held)))
-        if unit >= units:
+        due = loss.due(segments - last)
+        segment = last + max(due, _least_distance(last, len(held)))
+        if segment >= segments:
             return saves
         frequent = last > RICH * slots and due * RARE * slots < last
         spare = loss.inner > 0 and loss.inner_loss * DEAR < last + loss.kept
         if frequent and spare and saves[-1].cleared == slots:
             saves[-1] = saves[-1]._replace(cleared=slot_of.pop(held.pop(loss.inner)))
             continue
-        slot = slot_of.pop(held.pop(loss.cheapest(unit - last)))
-        slot_of[unit] = slot
-        held.append(unit)
-        saves.append(Entry(unit, slot, slots))
+        slot = slot_of.pop(held.pop(loss.cheapest(segment - last)))
+        slot_of[segment] = slot
+        held.append(segment)
+        saves.append(Entry(segment, slot, slots))
 
 
-def _least_distance(unit: int, held: int) -> int:
+def _least_distance(segment: int, held: int) -> int:
     """How far apart saves are at least: the last stretch costs about 1 % of the whole at most.
 
-    A last stretch of g units costs at most g**2 / 2. The whole is at least `unit`, and with two
-    states held, which only spacing makes rarer, about unit**1.5.
+    A last stretch of g segments costs at most g**2 / 2. The whole is at least `segment`, and with
+    two states held, which only spacing makes rarer, about segment**1.5.
     """
     if held == 2:
-        return max(1, isqrt(unit * isqrt(unit)) // 8)
-    return max(1, isqrt(unit) // 8 - 3)
+        return max(1, isqrt(segment * isqrt(segment)) // 8)
+    return max(1, isqrt(segment) // 8 - 3)
 
 
 class _Loss:
@@ -180,7 +180,7 @@ class _Loss:
         return bisect_left(lengths, True, lo=enough // 2 + 1, key=self._saves)
 
     def cheapest(self, length: int) -> int:
-        """The checkpoint to drop when the last stretch is `length` units long."""
+        """The checkpoint to drop when the last stretch is `length` segments long."""
         if not self.inner or self._drop_last(length) < self._drop_inner(length):
             return -1
         return self.inner

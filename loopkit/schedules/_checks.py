@@ -8,11 +8,8 @@ from typing import SupportsIndex, TypeAlias
 Whole: TypeAlias = SupportsIndex
 """A Python int, or what can be one without loss: integers of numpy."""
 
-COUNT_UNITS = "count the units to be reversed"
+COUNT_SEGMENTS = "count the segments to be reversed"
 SLOTS = "count the initial state as one slot"
-CARRY = "give the size of a state"
-RESIDUALS = "give the size of a unit's residuals"
-BUDGET = "give a total size"
 
 
 def integer(where: str, argument: str, value: Whole, minimum: int, advice: str) -> int:

@@ -1,8 +1,8 @@
 """What a schedule is made of: typed actions on one live state and numbered slots.
 
-The *live* state is the one being computed with. A schedule begins with the start of unit 0 live,
+The *live* state is the one being computed with. A schedule begins with the start of segment 0 live,
 or, where it only reverses, with nothing live. Every action prints as it is written, and names the
-unit it is about, so that a machine which executes it can check it (`loopkit.schedules.replay`).
+segment it is about, so that a machine which executes it can check it (`loopkit.schedules.replay`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Advance:
-    """Run the units from `start` up to, not including, `stop`: the start of `stop` is live."""
+    """Run the segments from `start` up to, not including, `stop`: the start of `stop` is live."""
 
     start: int
     stop: int
@@ -20,16 +20,16 @@ class Advance:
 
 @dataclass(frozen=True)
 class _OfSlot:
-    unit: int
+    segment: int
     slot: int
 
 
 class Save(_OfSlot):
-    """Store the live state, the start of `unit`, in `slot`. What was there is lost."""
+    """Store the live state, the start of `segment`, in `slot`. What was there is lost."""
 
 
 class Restore(_OfSlot):
-    """Make the start of `unit`, which `slot` holds, the live state. It stays stored."""
+    """Make the start of `segment`, which `slot` holds, the live state. It stays stored."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,9 @@ class Discard:
 
 @dataclass(frozen=True)
 class Reverse:
-    """Replay `unit` from the live state, its start, and run it backward. Nothing is live then."""
+    """Replay `segment` from the live state, its start, and run it backward: nothing is live."""
 
-    unit: int
-
-
-class Record(_OfSlot):
-    """Run `unit` and store its residuals in `slot`: the start of `unit + 1` is live."""
+    segment: int
 
 
-class ReverseRecorded(_OfSlot):
-    """Run `unit` backward from the residuals in `slot`, without replaying it."""
-
-
-Action = Advance | Save | Restore | Discard | Reverse | Record | ReverseRecorded
+Action = Advance | Save | Restore | Discard | Reverse

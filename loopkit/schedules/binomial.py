@@ -1,17 +1,17 @@
-"""The offline optimum: reversing a known number of units with a fixed number of slots.
+"""The offline optimum: reversing a known number of segments with a fixed number of slots.
 
-Time runs in *units* (a unit is a segment of steps), states are kept in *slots*. Slots are counted
+Time runs in *segments* of steps, states are kept in *slots*. Slots are counted
 in two ways:
 
 - `slots` counts every stored state, the one at the start included;
 - `free` counts the slots left beside the stored start, so `slots = free + 1` for a lone stretch.
 
-Only *advances* are counted: evaluations of a unit that carry a state forward. To reverse a unit,
-its stored start is replayed once more while residuals are recorded; that replay happens once a
-unit under every schedule and is left out.
+Only *advances* are counted: evaluations of a segment that carry a state forward. To reverse a
+segment, its stored start is replayed once more while residuals are recorded; that replay happens
+once a segment under every schedule and is left out.
 
-Everything follows from one function, `reach(s, r) = binomial(s + r, s)`: the most units that `s`
-slots reverse when no unit is advanced over more than `r` times. The optimum is convex and
+Everything follows from one function, `reach(s, r) = binomial(s + r, s)`: the most segments that `s`
+slots reverse when no segment is advanced over more than `r` times. The optimum is convex and
 piecewise linear in the length, its slope growing by one at each `reach(s, r)`. With s = free + 1,
 
     advances(l, free) = sum over r >= 1 of max(0, l - reach(s, r - 1))
@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 from loopkit.schedules.binomial import SplitTable, split, split_from, split_table
 
-table = SplitTable(*(jnp.asarray(t, jnp.int32) for t in split_table(units=1000, free=7)))
-traced = jax.jit(lambda units, free: split_from(table, units, free, jnp))
+table = SplitTable(*(jnp.asarray(t, jnp.int32) for t in split_table(segments=1000, free=7)))
+traced = jax.jit(lambda segments, free: split_from(table, segments, free, jnp))
 print(traced(1000, 7), split(1000, 7))  # 208 208
 ```
 
@@ -42,7 +42,7 @@ from bisect import bisect_left
 from math import comb
 from typing import Any, NamedTuple
 
-from loopkit.schedules._checks import COUNT_UNITS, SLOTS, Whole, integer
+from loopkit.schedules._checks import COUNT_SEGMENTS, SLOTS, Whole, integer
 
 LARGEST_COUNT = 2**31 - 1
 """Entries of a table saturate here, so that int32 holds them."""
@@ -51,88 +51,93 @@ _FREE_SLOT = "count the slots beside the one that holds the start"
 
 
 def reach(slots: Whole, repetitions: Whole) -> int:
-    """The most units `slots` slots reverse if none is advanced over more than `repetitions` times.
+    """The most segments `slots` slots reverse if none is advanced over more than `repetitions`
+    times.
 
     >>> reach(3, 2)
     10
     """
     where = "binomial.reach"
     slots = integer(where, "slots", slots, 0, SLOTS)
-    repetitions = integer(where, "repetitions", repetitions, 0, "count advances over one unit")
+    repetitions = integer(where, "repetitions", repetitions, 0, "count advances over one segment")
     return comb(slots + repetitions, slots)
 
 
-def repetition_number(units: Whole, slots: Whole) -> int:
-    """The smallest r with `reach(slots, r) >= units`.
+def repetition_number(segments: Whole, slots: Whole) -> int:
+    """The smallest r with `reach(slots, r) >= segments`.
 
-    An optimal reversal advances over no unit more often.
+    An optimal reversal advances over no segment more often.
 
     >>> repetition_number(10, 3), repetition_number(11, 3)
     (2, 3)
     """
-    units = integer("binomial.repetition_number", "units", units, 0, COUNT_UNITS)
+    segments = integer("binomial.repetition_number", "segments", segments, 0, COUNT_SEGMENTS)
     slots = integer("binomial.repetition_number", "slots", slots, 1, SLOTS)
     reached = lambda repetitions: comb(slots + repetitions, slots)
     enough = 1
-    while reached(enough) < units:
+    while reached(enough) < segments:
         enough *= 2
-    return bisect_left(range(enough), units, key=reached)
+    return bisect_left(range(enough), segments, key=reached)
 
 
-def advances(units: Whole, free: Whole) -> int:
-    """The fewest advances that reverse `units` units from a stored start with `free` more slots.
+def advances(segments: Whole, free: Whole) -> int:
+    """The fewest advances that reverse `segments` segments from a stored start with `free` more
+    slots.
 
-    Arguments: `units` >= 0; `free` >= 0, the slots beside the start's.
-    Returns: unit evaluations, the `units` replays not counted. With r the repetition number and
-    s = free + 1 it is r * units - binomial(s + r, r - 1); without a free slot that is
-    units * (units - 1) / 2.
+    Arguments: `segments` >= 0; `free` >= 0, the slots beside the start's.
+    Returns: segment evaluations, the `segments` replays not counted. With r the repetition number
+    and s = free + 1 it is r * segments - binomial(s + r, r - 1); without a free slot that is
+    segments * (segments - 1) / 2.
 
     >>> advances(10, 2), advances(5, 0)
     (15, 10)
     """
-    units = integer("binomial.advances", "units", units, 0, COUNT_UNITS)
+    segments = integer("binomial.advances", "segments", segments, 0, COUNT_SEGMENTS)
     free = integer("binomial.advances", "free", free, 0, _FREE_SLOT)
-    repetitions = repetition_number(units, free + 1)
+    repetitions = repetition_number(segments, free + 1)
     if repetitions == 0:
         return 0
-    return repetitions * units - comb(free + 1 + repetitions, repetitions - 1)
+    return repetitions * segments - comb(free + 1 + repetitions, repetitions - 1)
 
 
-def evaluations(units: Whole, slots: Whole) -> int:
+def evaluations(segments: Whole, slots: Whole) -> int:
     """The fewest evaluations of a forward sweep and its reversal with `slots` slots, less replays.
 
-    The forward sweep returns the state after the last unit, and only stored states survive it.
+    The forward sweep returns the state after the last segment, and only stored states survive it.
     The end of the sweep is then one more thing to reach and to leave behind: this is the reversal
-    of `units + 1` units from a stored start, whose first `units` advances are the forward sweep.
-    A gradient evaluates every unit `evaluations + units` times in all.
+    of `segments + 1` segments from a stored start, whose first `segments` advances are the forward
+    sweep. A gradient evaluates every segment `evaluations + segments` times in all.
 
     >>> evaluations(3, 3), evaluations(200, 8)      # three slots hold three states: no repetition
     (3, 584)
     """
-    units = integer("binomial.evaluations", "units", units, 0, COUNT_UNITS)
+    segments = integer("binomial.evaluations", "segments", segments, 0, COUNT_SEGMENTS)
     slots = integer("binomial.evaluations", "slots", slots, 1, SLOTS)
-    return advances(units + 1, slots - 1)
+    return advances(segments + 1, slots - 1)
 
 
-def split(units: Whole, free: Whole) -> int:
-    """How many units to advance from a stored start before saving, so that reversal is optimal.
+def split(segments: Whole, free: Whole) -> int:
+    """How many segments to advance from a stored start before saving, so that reversal is optimal.
 
-    Arguments: `units` >= 2, the length of the stretch from the stored start to the end of the unit
-    reversed next; in a forward sweep to a known end, one more than is left (see `evaluations`).
-    `free` >= 0, the slots beside the start's.
-    Returns: m with advances(units, free) == m + advances(units - m, free - 1) + advances(m, free).
-    With no free slot it is `units - 1`, the start of the last unit, reached without saving.
-    Of the optimal splits it is the smallest, which saves fewer states than the largest does.
+    Arguments: `segments` >= 2, the length of the stretch from the stored start to the end of the
+    segment reversed next; in a forward sweep to a known end, one more than is left (see
+    `evaluations`). `free` >= 0, the slots beside the start's.
+    Returns: m with advances(segments, free) == m + advances(segments - m, free - 1) + advances(m,
+    free). With no free slot it is `segments - 1`, the start of the last segment, reached without
+    saving. Of the optimal splits it is the smallest, which saves fewer states than the largest
+    does.
 
     >>> split(10, 2), split(5, 0)
     (4, 4)
     """
     where = "binomial.split"
-    units = integer(where, "units", units, 2, "a stretch of one unit is replayed as it is")
+    segments = integer(
+        where, "segments", segments, 2, "a stretch of one segment is replayed as it is"
+    )
     free = integer(where, "free", free, 0, _FREE_SLOT)
     s = free + 1
-    r = repetition_number(units, s)
-    return max(1 if r == 1 else comb(s + r - 2, s), units - comb(s - 1 + r, r))
+    r = repetition_number(segments, s)
+    return max(1 if r == 1 else comb(s + r - 2, s), segments - comb(s - 1 + r, r))
 
 
 class SplitTable(NamedTuple):
@@ -147,20 +152,23 @@ class SplitTable(NamedTuple):
     widths: Any
 
 
-def split_table(units: Whole, free: Whole, *, columns: Whole = 256) -> SplitTable:
-    """The table by which `split_from` splits up to `units` units with up to `free` free slots.
+def split_table(segments: Whole, free: Whole, *, columns: Whole = 256) -> SplitTable:
+    """The table by which `split_from` splits up to `segments` segments with up to `free` free
+    slots.
 
-    Arguments: `columns`, the most columns to make. Up to reach(f + 1, columns) units with f free
-    slots the split is optimal; beyond, where some unit would be advanced over more than `columns`
-    times, it is valid and a little dearer. Row 0 is exact at every length, and 256 columns are
-    exact up to 33,153 units for f = 1 and 2.8 million for f = 2.
+    Arguments: `columns`, the most columns to make. Up to reach(f + 1, columns) segments with f free
+    slots the split is optimal; beyond, where some segment would be advanced over more than
+    `columns` times, it is valid and a little dearer. Row 0 is exact at every length, and 256
+    columns are exact up to 33,153 segments for f = 1 and 2.8 million for f = 2.
     Returns: a SplitTable of tuples of Python ints, none above 2**31 - 1.
     """
     where = "binomial.split_table"
-    units = integer(where, "units", units, 1, COUNT_UNITS)
+    segments = integer(where, "segments", segments, 1, COUNT_SEGMENTS)
     free = integer(where, "free", free, 0, _FREE_SLOT)
     columns = integer(where, "columns", columns, 1, "256 is a good number")
-    needed = 1 if free == 0 else repetition_number(units, 2)  # row 0 is linear: one column says it
+    needed = (
+        1 if free == 0 else repetition_number(segments, 2)
+    )  # row 0 is linear: one column says it
     columns = max(1, min(columns, needed))
     rows = []
     for s in range(1, free + 2):
@@ -170,15 +178,15 @@ def split_table(units: Whole, free: Whole, *, columns: Whole = 256) -> SplitTabl
     return SplitTable(*zip(*rows, strict=True))
 
 
-def split_from(table: SplitTable, units: Any, free: Any, xp: Any) -> Any:
-    """`split(units, free)` on integers of any array library: one row of the table, no branch.
+def split_from(table: SplitTable, segments: Any, free: Any, xp: Any) -> Any:
+    """`split(segments, free)` on integers of any array library: one row of the table, no branch.
 
-    Arguments: `table`, a SplitTable of arrays of `xp`; `units` and `free`, integers or arrays of
+    Arguments: `table`, a SplitTable of arrays of `xp`; `segments` and `free`, integers or arrays of
     one shape, traced or not; `xp`, numpy or jax.numpy. Lanes may differ.
-    Returns: as `split` for units >= 2, of the type of `units`. For units <= 1 it is 0, so it may
-    be evaluated once too often.
+    Returns: as `split` for segments >= 2, of the type of `segments`. For segments <= 1 it is 0, so
+    it may be evaluated once too often.
     """
-    units = xp.asarray(units)
-    beyond = xp.expand_dims(units, -1) - table.starts[free]
+    segments = xp.asarray(segments)
+    beyond = xp.expand_dims(segments, -1) - table.starts[free]
     pieces = xp.minimum(xp.maximum(beyond, 0), table.widths[free])
-    return xp.sum(pieces, axis=-1, dtype=units.dtype)
+    return xp.sum(pieces, axis=-1, dtype=segments.dtype)

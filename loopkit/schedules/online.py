@@ -1,6 +1,6 @@
 """Placing checkpoints while a loop of unknown length runs.
 
-A placement is a fixed program: which state to save at which unit into which slot, whatever the
+A placement is a fixed program: which state to save at which segment into which slot, whatever the
 loop computes. So the choosing is done ahead, on Python integers, and a running loop only reads a
 table. The same functions step through it on Python ints, numpy ints and traced integers. A traced
 loop:
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from loopkit.schedules.online import NEVER, Table, cheapest, first_mark, next_mark, record
 
-program = cheapest(slots=8, units=100_000)
+program = cheapest(slots=8, segments=100_000)
 table = Table(*(jnp.asarray(column, jnp.int32) for column in program.table))
 
 
@@ -18,12 +18,12 @@ table = Table(*(jnp.asarray(column, jnp.int32) for column in program.table))
 def slots_after(ran):
     def act(state):
         mark, positions = state
-        # save the carry into slot mark.slot, always a real one, then run mark.run units
+        # save the carry into slot mark.slot, always a real one, then run mark.run segments
         return next_mark(table, mark), record(positions, mark, jnp)
 
-    empty = jnp.full(8, NEVER, jnp.int32)  # the unit each slot holds
+    empty = jnp.full(8, NEVER, jnp.int32)  # the segment each slot holds
     state = first_mark(table), empty
-    return jax.lax.while_loop(lambda state: state[0].unit < ran, act, state)[1]
+    return jax.lax.while_loop(lambda state: state[0].segment < ran, act, state)[1]
 
 
 positions = slots_after(1000)
@@ -36,10 +36,10 @@ A mark is acted on only if the loop goes on, so nothing is dropped for a state a
 has ended. The stretch that begins at slot `by_age[k]` is reversed with `slots - 1 - k` free slots.
 
 Two placements: `thinning` doubles the spacing whenever the slots are full, and saves seldom;
-`cheapest` drops the checkpoint whose loss costs least. Below reach(slots, 2) units, with up to 50
-slots, `cheapest` is optimal, as algorithm I of Stumm & Walther is. Below reach(slots, 3), algorithm
-II's range, it is within 5 % of the optimum, and it stays near it beyond, where Wang, Moin &
-Iaccarino bound the repetitions: docs/schedules.md has the figures.
+`cheapest` drops the checkpoint whose loss costs least. Below reach(slots, 2) segments, with up to
+50 slots, `cheapest` is optimal, as algorithm I of Stumm & Walther is. Below reach(slots, 3),
+algorithm II's range, it is within 5 % of the optimum, and it stays near it beyond, where Wang, Moin
+& Iaccarino bound the repetitions: docs/schedules.md has the figures.
 
 Source: Stumm & Walther 2010, "New algorithms for optimal online checkpointing", SIAM Journal on
 Scientific Computing 32(2); Wang, Moin & Iaccarino 2009, "Minimal repetition dynamic checkpointing
@@ -57,54 +57,56 @@ from loopkit.schedules._cheapest import Entry, cheapest_saves
 from loopkit.schedules._checks import SLOTS, Whole, integer
 
 NEVER = 2**31 - 1
-"""The unit recorded for a slot that holds nothing; no loop counted in int32 runs as long."""
+"""The segment recorded for a slot that holds nothing; no loop counted in int32 runs as long."""
 
-_BOUND = "give a bound on the units the loop can run, or leave it out for 2**31 - 1"
+_BOUND = "give a bound on the segments the loop can run, or leave it out for 2**31 - 1"
 
 
 class Table(NamedTuple):
     """The columns of a placement, one entry a save. Tuples of ints, or arrays of any library.
 
-    unit: the unit whose start is saved. The last two entries, never acted on, are the bound.
+    segment: the segment whose start is saved. The last two entries, never acted on, are the bound.
     slot: the slot it is saved into.
     cleared: another slot that is empty from then on, or `slots` where there is none.
     """
 
-    unit: Any
+    segment: Any
     slot: Any
     cleared: Any
 
 
 class Mark(NamedTuple):
-    """At the start of `unit` save into `slot`, forget `cleared`, then run `run` units.
+    """At the start of `segment` save into `slot`, forget `cleared`, then run `run` segments.
 
     count: how many saves came before, the index into the table.
-    unit, slot, cleared: the table's entries.
-    run: units until the next mark.
+    segment, slot, cleared: the table's entries.
+    run: segments until the next mark.
     """
 
     count: Any
-    unit: Any
+    segment: Any
     slot: Any
     cleared: Any
     run: Any
 
 
 def first_mark(table: Table) -> Mark:
-    """The first save: unit 0 into slot 0."""
-    unit, slot, cleared = table
-    return Mark(unit[0], unit[0], slot[0], cleared[0], unit[1])
+    """The first save: segment 0 into slot 0."""
+    segment, slot, cleared = table
+    return Mark(segment[0], segment[0], slot[0], cleared[0], segment[1])
 
 
 def next_mark(table: Table, mark: Mark) -> Mark:
     """The save after `mark`: plain indexing and subtraction, so `mark` may be traced."""
     count = mark.count + 1
-    unit, slot, cleared = table
-    return Mark(count, unit[count], slot[count], cleared[count], unit[count + 1] - unit[count])
+    segment, slot, cleared = table
+    return Mark(
+        count, segment[count], slot[count], cleared[count], segment[count + 1] - segment[count]
+    )
 
 
 def record(positions: Any, mark: Mark, xp: Any) -> Any:
-    """The unit each slot holds after `mark`.
+    """The segment each slot holds after `mark`.
 
     Arguments: `positions`, [slots] integers of the library `xp` (numpy or jax.numpy), NEVER where
     a slot is empty.
@@ -112,82 +114,83 @@ def record(positions: Any, mark: Mark, xp: Any) -> Any:
     """
     slots = xp.arange(positions.shape[-1], dtype=positions.dtype)
     positions = xp.where(slots == mark.cleared, NEVER, positions)
-    return xp.where(slots == mark.slot, mark.unit, positions)
+    return xp.where(slots == mark.slot, mark.segment, positions)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A program of saves for a loop of unknown length of at most `units` units.
+    """A program of saves for a loop of unknown length of at most `segments` segments.
 
     slots: slots, the initial state's included.
-    units: the bound it was made for.
+    segments: the bound it was made for.
     table: its saves, in the order of time.
     """
 
     slots: int
-    units: int
+    segments: int
     table: Table
 
     def __repr__(self) -> str:
-        saves = len(self.table.unit) - 2
-        return f"Placement(slots={self.slots}, units={self.units}, saves={saves})"
+        saves = len(self.table.segment) - 2
+        return f"Placement(slots={self.slots}, segments={self.segments}, saves={saves})"
 
-    def marks(self, units: Whole) -> list[Mark]:
-        """The saves that a loop of `units` units performs."""
-        units = self._within("marks", units)
+    def marks(self, segments: Whole) -> list[Mark]:
+        """The saves that a loop of `segments` segments performs."""
+        segments = self._within("marks", segments)
         marks, mark = [], first_mark(self.table)
-        while mark.unit < units:
+        while mark.segment < segments:
             marks.append(mark)
             mark = next_mark(self.table, mark)
         return marks
 
-    def positions(self, units: Whole) -> dict[int, int]:
-        """What a loop of `units` units leaves behind: the unit held by each slot in use.
+    def positions(self, segments: Whole) -> dict[int, int]:
+        """What a loop of `segments` segments leaves behind: the segment held by each slot in use.
 
         >>> thinning(4).positions(11)
         {0: 0, 1: 4, 3: 6, 2: 8}
         """
         held: dict[int, int] = {}
-        for mark in self.marks(self._within("positions", units)):
+        for mark in self.marks(self._within("positions", segments)):
             held.pop(mark.cleared, None)
             held.pop(mark.slot, None)
-            held[mark.slot] = mark.unit
+            held[mark.slot] = mark.segment
         return held
 
-    def _within(self, method: str, units: Whole) -> int:
+    def _within(self, method: str, segments: Whole) -> int:
         where = f"online.Placement.{method}"
-        units = integer(where, "units", units, 0, "count the units that the loop ran")
-        if units > self.units:
+        segments = integer(where, "segments", segments, 0, "count the segments that the loop ran")
+        if segments > self.segments:
             raise ValueError(
-                f"loopkit.schedules.{where}: `units` must be <= {self.units}, the bound this "
-                f"placement was made for, got {units}; make the placement with a larger `units`"
+                f"loopkit.schedules.{where}: `segments` must be <= {self.segments}, the bound this "
+                f"placement was made for, got {segments}; make the placement with larger `segments`"
             )
-        return units
+        return segments
 
 
-def _placement(slots: int, units: int, saves: Sequence[Entry]) -> Placement:
-    bound = Entry(max(1, units), slots, slots)
-    unit, slot, cleared = zip(*saves, bound, bound, strict=True)
-    return Placement(slots, units, Table(unit, slot, cleared))
+def _placement(slots: int, segments: int, saves: Sequence[Entry]) -> Placement:
+    bound = Entry(max(1, segments), slots, slots)
+    segment, slot, cleared = zip(*saves, bound, bound, strict=True)
+    return Placement(slots, segments, Table(segment, slot, cleared))
 
 
 @lru_cache(maxsize=256)
-def thinning(slots: Whole, units: Whole = NEVER, *, spare: Whole = 0) -> Placement:
-    """Save every `spacing` units; when the slots are full, double it and overwrite what is between.
+def thinning(slots: Whole, segments: Whole = NEVER, *, spare: Whole = 0) -> Placement:
+    """Save every `spacing` segments; when the slots are full, double it and overwrite what is
+    between.
 
-    Arguments: `slots` >= 1, the initial state's included; `units`, a bound on the loop's length;
+    Arguments: `slots` >= 1, the initial state's included; `segments`, a bound on the loop's length;
     `spare`, below `slots`, how many of them are left free for the reversal.
     Returns: a Placement. It saves slots / 2 states for each doubling of the length, the fewest of
     the placements here. The stretches are even, though the last is reversed with `spare` free
     slots, so without a spare slot it costs the square of a stretch. With sqrt(slots) spare slots
-    loops of up to 100 units a slot stay within 1.25 of the optimum. With none, every state of a
-    loop of up to `slots` units is held.
+    loops of up to 100 segments a slot stay within 1.25 of the optimum. With none, every state of a
+    loop of up to `slots` segments is held.
 
-    >>> [(mark.unit, mark.slot) for mark in thinning(4).marks(11)]
+    >>> [(mark.segment, mark.slot) for mark in thinning(4).marks(11)]
     [(0, 0), (1, 1), (2, 2), (3, 3), (4, 1), (6, 3), (8, 2)]
     """
     slots = integer("online.thinning", "slots", slots, 1, SLOTS)
-    units = integer("online.thinning", "units", units, 0, _BOUND)
+    segments = integer("online.thinning", "segments", segments, 0, _BOUND)
     spare = integer("online.thinning", "spare", spare, 0, "0 fills all slots")
     if spare >= slots:
         raise ValueError(
@@ -195,36 +198,36 @@ def thinning(slots: Whole, units: Whole = NEVER, *, spare: Whole = 0) -> Placeme
             f"{spare}; the initial state needs a slot"
         )
     saves = [Entry(0, 0, slots)]
-    held = {0: 0}  # unit -> slot
-    between: list[int] = []  # units held, off the present spacing, oldest first
-    unit = spacing = 1
-    while unit < units:
+    held = {0: 0}  # segment -> slot
+    between: list[int] = []  # segments held, off the present spacing, oldest first
+    segment = spacing = 1
+    while segment < segments:
         slot = len(held)
         if slot == slots - spare:
             if not between:
                 spacing *= 2
                 between = [other for other in sorted(held) if other % spacing]
-                unit = -(-unit // spacing) * spacing
+                segment = -(-segment // spacing) * spacing
                 continue
             slot = held.pop(between.pop(0))
-        held[unit] = slot
-        saves.append(Entry(unit, slot, slots))
-        unit += spacing
-    return _placement(slots, units, saves)
+        held[segment] = slot
+        saves.append(Entry(segment, slot, slots))
+        segment += spacing
+    return _placement(slots, segments, saves)
 
 
 @lru_cache(maxsize=256)
-def cheapest(slots: Whole, units: Whole = NEVER) -> Placement:
+def cheapest(slots: Whole, segments: Whole = NEVER) -> Placement:
     """Save as soon as dropping the checkpoint that is missed least beats running on.
 
-    Arguments: `slots` >= 1, the initial state's included; `units`, a bound on the loop's length.
+    Arguments: `slots` >= 1, the initial state's included; `segments`, a bound on the loop's length.
     Returns: a Placement. What a loop leaves behind is priced by its optimal reversal, and each
-    choice is the best for a loop that ends one unit later. It saves about a state a unit up to
-    twice the slots, then ever fewer.
+    choice is the best for a loop that ends one segment later. It saves about a state a segment up
+    to twice the slots, then ever fewer.
 
     >>> cheapest(4, 400)
-    Placement(slots=4, units=400, saves=58)
+    Placement(slots=4, segments=400, saves=58)
     """
     slots = integer("online.cheapest", "slots", slots, 1, SLOTS)
-    units = integer("online.cheapest", "units", units, 0, _BOUND)
-    return _placement(slots, units, cheapest_saves(slots, units))
+    segments = integer("online.cheapest", "segments", segments, 0, _BOUND)
+    return _placement(slots, segments, cheapest_saves(slots, segments))

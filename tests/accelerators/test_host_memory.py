@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import loopkit
 from loopkit import Plan, _jax
+from loopkit._engine.lowering import host_memory
 from loopkit._engine.primitives import forward_p
-from loopkit._engine.trials import host_memory
 from loopkit._jaxprs import equations
 
 from .machines import TARGETS, compiled, computations, devices, figures, lowered

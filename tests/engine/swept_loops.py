@@ -184,17 +184,17 @@ def assert_swept(loop, given, wanted=None, on_gpu=(False, False), batch=None):
     return found
 
 
-def climbed(held, slots, units):
-    """Units that are run to get to each of `units`, last one first, from those that are held."""
+def climbed(held, slots, segments):
+    """Segments that are run to get to each of them, last one first, from those that are held."""
     held, total = set(held), 0
-    for target in reversed(range(units)):
-        at = max(unit for unit in held if unit <= target)
+    for target in reversed(range(segments)):
+        at = max(segment for segment in held if segment <= target)
         while at < target:
             free = slots - len(held)
             run = binomial.split(target + 1 - at, free)
             at, total = at + run, total + run
             held |= {at} if free else set()
-        held = {unit for unit in held if unit < target}
+        held = {segment for segment in held if segment < target}
     return total
 
 
@@ -202,8 +202,8 @@ def run_again(found, steps):
     """Steps that lead to a segment, and those run within segments to have their carries."""
     plan, laid = found.both.how.plan, found.both.layout_plan
     wider = plan.segment // laid.segment
-    units = found.residuals[-2][: plan.slots].tolist()
-    held = [unit // wider for unit in units if unit != NEVER and unit % wider == 0]
+    segments = found.residuals[-2][: plan.slots].tolist()
+    held = [segment // wider for segment in segments if segment != NEVER and segment % wider == 0]
     count = -(-steps // plan.segment)
     within = steps - count if plan.store == "carries" else 0
     return climbed(held, plan.slots, count) * plan.segment, within

@@ -35,7 +35,7 @@ def shapes(loop, operands):
     new = flat_rows(loop)
     if isinstance(new, Rewritten):
         flat, _ = new.loop.split(new.map_operands(operands.flat))
-        assert_same(new.back(run(new.loop, flat)), run(loop, operands))
+        assert_same(new.map_results(run(new.loop, flat)), run(loop, operands))
         loop = new.loop
     return [t.shape for t in loop.const_types], [t.shape for t in loop.carry_types]
 

@@ -7,9 +7,9 @@ import pytest
 from jax import lax
 
 from loopkit import _jax
-from loopkit._engine.passes import flat_values
-from loopkit._engine.passes.flat_values import Changes, Flat
-from loopkit._engine.passes.tiles import saved_bytes
+from loopkit._engine.lowering import flat_values
+from loopkit._engine.lowering.flat_values import Changes, Flat
+from loopkit._engine.lowering.tiles import saved_bytes
 
 from .small_loops import assert_same
 

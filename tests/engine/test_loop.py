@@ -242,7 +242,9 @@ def test_the_dual_loop(nonzero):
     inputs = [*operands.consts, *operands.init, *operands.xs]
     tangents = tangents_like(inputs, active.inputs)
     values, _ = dual.split(rewritten.map_operands([*operands.flat, *tangents]))
-    results, moved = parts(rewritten.map_results(run(dual, values)), loop.carry_count + loop.ys_count)
+    results, moved = parts(
+        rewritten.map_results(run(dual, values)), loop.carry_count + loop.ys_count
+    )
     wanted, of_wanted = jvp_step_by_step(loop, operands, active, tangents)
     assert_same(results, wanted)
     assert_same(moved, of_wanted)
@@ -258,7 +260,9 @@ def test_the_dual_of_a_loop_with_a_predicate():
     inputs = [*operands.consts, *operands.init, *operands.xs]
     tangents = tangents_like(inputs, active.inputs)
     values, _ = dual.split(rewritten.map_operands([*operands.flat, *tangents]))
-    results, moved = parts(rewritten.map_results(run(dual, values)), loop.carry_count + loop.ys_count)
+    results, moved = parts(
+        rewritten.map_results(run(dual, values)), loop.carry_count + loop.ys_count
+    )
     assert_same(results, run(loop, operands))
     rows = [np.asarray(v) for v in jvp_step_by_step(loop, operands, active, tangents)[1]]
     assert_same([*moved[:2], moved[2][:3]], rows)

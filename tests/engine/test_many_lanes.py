@@ -85,7 +85,7 @@ FLAGS = Operands([True], [True, False], [False, True, False], [True])
 def assert_lanes(lanes, given, one):
     """As if each lane of the outermost axis were run by itself."""
     results = run(lanes.loop, lanes.loop.split(lanes.map_operands(given))[0])
-    found = lanes.back(results)
+    found = lanes.map_results(results)
     axes = [a for _, a in given if a is not None]
     assert axes
     count = next(v.shape[a] for v, a in given if a is not None)

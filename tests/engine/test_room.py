@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from loopkit._engine.trials import room
+from loopkit._engine.lowering import room
 
 
 def test_all_of_it_may_be_filled(monkeypatch):

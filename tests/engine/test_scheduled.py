@@ -5,7 +5,7 @@ import functools as ft
 import pytest
 
 from loopkit import Plan
-from loopkit._engine.sweeps.in_units import InUnits
+from loopkit._engine.sweeps.in_segments import InSegments
 from loopkit._engine.sweeps.scheduled import Scheduled
 from loopkit.schedules.online import NEVER, cheapest
 
@@ -40,7 +40,7 @@ def assert_counts(plan, names=("known", "decided")):
         loop, given = make(checkpoints=plan)
         for on_gpu in GPUS:
             found = assert_swept(loop, given, wanted(name), on_gpu)
-            assert type(found.both) is (InUnits if on_gpu[1] else Scheduled)
+            assert type(found.both) is (InSegments if on_gpu[1] else Scheduled)
             climbs, within = run_again(found, steps)
             again = climbs + within
             assert found.runs == {"again": again, "replayed": steps, "reversed": steps}
@@ -91,6 +91,6 @@ def test_where_checkpoints_are(slots):
     loop, given = make(checkpoints=Plan(slots))
     for on_gpu in GPUS:
         found = assert_swept(loop, given, wanted("decided"), on_gpu)
-        units = found.residuals[-2].tolist()
-        held = {slot: unit for slot, unit in enumerate(units) if unit != NEVER}
+        segments = found.residuals[-2].tolist()
+        held = {slot: segment for slot, segment in enumerate(segments) if segment != NEVER}
         assert held == cheapest(slots, LONG).positions(steps)

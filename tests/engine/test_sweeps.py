@@ -9,7 +9,7 @@ from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.activity import forward_activity
 from loopkit._engine.loop import parts
 from loopkit._engine.sweeps import STRATEGIES, sweeps
-from loopkit._engine.sweeps.in_units import InUnits
+from loopkit._engine.sweeps.in_segments import InSegments
 from turns import in_turn
 
 from .small_loops import assert_same, run
@@ -43,7 +43,7 @@ def test_what_is_saved_is_enough(make, case):
         there = sweeps(how)
     with _jax.host_waits(on_gpu[1]):
         back = sweeps(how)
-    assert (type(there) is InUnits) == (name == "schedule" and on_gpu[0])
+    assert (type(there) is InSegments) == (name == "schedule" and on_gpu[0])
     values = list(map(jnp.asarray, given.flat))
     forward = jax.jit(lambda values: there.forward(loop, loop.split(values)[0]))
     with _jax.host_waits(on_gpu[0]):

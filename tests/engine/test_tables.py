@@ -11,33 +11,33 @@ from loopkit.schedules.online import NEVER, cheapest, thinning
 BOUND = 23
 
 
-def saves(schedule, units):
-    """The slots after each save of so many units, and where it was."""
-    state, unit, found = schedule.start(jnp.int32(0)), 0, []
-    while unit < units:
+def saves(schedule, segments):
+    """The slots after each save of so many segments, and where it was."""
+    state, segment, found = schedule.start(jnp.int32(0)), 0, []
+    while segment < segments:
         slot, run, state = schedule.save(state)
-        found.append((unit, int(slot), state.units.tolist()))
-        unit += int(run)
+        found.append((segment, int(slot), state.segments.tolist()))
+        segment += int(run)
     return found
 
 
-def positions(units):
-    return {slot: unit for slot, unit in enumerate(units) if unit != NEVER}
+def positions(segments):
+    return {slot: segment for slot, segment in enumerate(segments) if segment != NEVER}
 
 
 @pytest.mark.parametrize("segment", [1, 3])
 @pytest.mark.parametrize("thinned", [False, True])
 def test_saves_are_those_of_a_placement(thinned, segment):
     """Where it is thinned, with spare slots, if there are more than two."""
-    units = -(-BOUND // segment)
+    segments = -(-BOUND // segment)
     for slots in (1, 2, 3, 5):
         spare = {1: 0, 2: 0, 3: 1, 5: 2}[slots]
-        placement = thinning(slots, units, spare=spare) if thinned else cheapest(slots, units)
+        placement = thinning(slots, segments, spare=spare) if thinned else cheapest(slots, segments)
         plan = Plan(slots, segment, thinned=thinned, bound=BOUND)
-        found = saves(Schedule.of(plan), units)
-        assert [save[:2] for save in found] == [m[1:3] for m in placement.marks(units)]
-        for unit, _, held in found:
-            assert positions(held) == placement.positions(unit + 1)
+        found = saves(Schedule.of(plan), segments)
+        assert [save[:2] for save in found] == [m[1:3] for m in placement.marks(segments)]
+        for start, _, held in found:
+            assert positions(held) == placement.positions(start + 1)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4])
@@ -46,13 +46,13 @@ def test_of_a_known_number_the_best(slots):
     schedule = Schedule.of(Plan(slots, 2, bound=BOUND, exact=True))
     found, free = saves(schedule, 12), slots
     at = 0
-    for count, (unit, slot, held) in enumerate(found, 1):
+    for count, (segment, slot, held) in enumerate(found, 1):
         assert schedule.held(jnp.int32(count)).tolist() == held
-        assert list(map(int, schedule.row(count - 1)))[:2] == [unit, slot]
+        assert list(map(int, schedule.row(count - 1)))[:2] == [segment, slot]
         if count > 1:  # the end of the sweep is one more thing to reach
             free -= 1
-            assert unit == at + binomial.split(13 - at, free)
-        at = unit
+            assert segment == at + binomial.split(13 - at, free)
+        at = segment
     assert len(found) == slots
 
 
@@ -65,18 +65,18 @@ def test_what_is_held_where_slots_are_used_again():
 def test_splits():
     schedule = Schedule.of(Plan(4, bound=BOUND))
     for free in range(4):
-        for units in range(2, BOUND):
-            found = schedule.split(jnp.int32(units), jnp.int32(free))
-            assert int(found) == binomial.split(units, free)
+        for segments in range(2, BOUND):
+            found = schedule.split(jnp.int32(segments), jnp.int32(free))
+            assert int(found) == binomial.split(segments, free)
 
 
 def test_slots():
-    units = jnp.asarray([0, 5, NEVER, 3, NEVER], jnp.int32)
+    segments = jnp.asarray([0, 5, NEVER, 3, NEVER], jnp.int32)
     found = lambda pair: tuple(map(int, pair))
-    assert [found(latest(units, t)) for t in (0, 2, 3, 4, 5, 9)] == [
+    assert [found(latest(segments, t)) for t in (0, 2, 3, 4, 5, 9)] == [
         (0, 0), (0, 0), (3, 3), (3, 3), (1, 5), (1, 5)
     ]  # fmt: skip
-    assert found(free_slots(units)) == (2, 4)
-    assert found(free_slots(units[:2])) == (0, 0)
-    assert saved(units, 2, 7).tolist() == [0, 5, 7, 3, NEVER]
-    assert saved(units, -1, 7).tolist() == units.tolist()
+    assert found(free_slots(segments)) == (2, 4)
+    assert found(free_slots(segments[:2])) == (0, 0)
+    assert saved(segments, 2, 7).tolist() == [0, 5, 7, 3, NEVER]
+    assert saved(segments, -1, 7).tolist() == segments.tolist()

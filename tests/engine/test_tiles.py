@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from loopkit import _jax
+from loopkit._engine.lowering.tiles import LONGEST_TILE, is_row, is_stack, padded_bytes, saved_bytes
 from loopkit._engine.passes.flat_rows import SHORT
-from loopkit._engine.passes.tiles import LONGEST_TILE, is_row, is_stack, padded_bytes, saved_bytes
 
 
 def array(*shape, dtype="float32", **how):

@@ -6,16 +6,17 @@ from itertools import count
 import numpy as np
 
 
-def advances(units, free):
-    """advances[f, l]: the fewest advances that reverse l units from a stored start, f slots free.
+def advances(segments, free):
+    """advances[f, l]: the fewest advances that reverse l segments from a stored start, f slots
+    free.
 
-    Advance by m, save, reverse what lies beyond with a slot less, come back for the m units.
+    Advance by m, save, reverse what lies beyond with a slot less, come back for the m segments.
     """
-    table = np.zeros((free + 1, units + 1), np.int64)
-    length = np.arange(units + 1)
+    table = np.zeros((free + 1, segments + 1), np.int64)
+    length = np.arange(segments + 1)
     table[0] = length * (length - 1) // 2
     for f in range(1, free + 1):
-        for l in range(2, units + 1):
+        for l in range(2, segments + 1):
             m = np.arange(1, l)
             table[f, l] = np.min(m + table[f - 1, l - m] + table[f, m])
     return table
@@ -37,14 +38,14 @@ def _cheapest_path(start, moves, finished):
     return None
 
 
-def reversal(positions, units, slots):
-    """The fewest advances that reverse from the units stored, over everything one could do."""
+def reversal(positions, segments, slots):
+    """The fewest advances that reverse from the segments stored, over everything one could do."""
 
     def moves(node):
         stored, live, target = node
-        for unit in stored:
-            yield 0, (stored, unit, target)
-            yield 0, (stored - {unit}, live, target)
+        for segment in stored:
+            yield 0, (stored, segment, target)
+            yield 0, (stored - {segment}, live, target)
         if live is not None:
             if live < target:
                 yield 1, (stored, live + 1, target)
@@ -53,5 +54,5 @@ def reversal(positions, units, slots):
             if len(stored) < slots:
                 yield 0, (stored | {live}, live, target)
 
-    start = (frozenset(positions), None, units - 1)
+    start = (frozenset(positions), None, segments - 1)
     return _cheapest_path(start, moves, lambda node: node[2] < 0)

@@ -52,7 +52,7 @@ def test_the_formulas_of_the_module():
 
 
 def test_published_reach():
-    # Griewank & Walther: binomial(s + r, s) units with s slots and r repetitions
+    # Griewank & Walther: binomial(s + r, s) segments with s slots and r repetitions
     assert [binomial.reach(s, 3) for s in (1, 2, 3, 4, 5)] == [4, 10, 20, 35, 56]
     assert binomial.reach(8, 5) == 1287
     assert binomial.reach(10, 5) == 3003
@@ -68,7 +68,7 @@ def test_published_reach():
 
 
 def test_published_evaluations():
-    # Griewank & Walther: r n - binomial(s + r, r - 1) advances for n units with s slots
+    # Griewank & Walther: r n - binomial(s + r, r - 1) advances for n segments with s slots
     for n, s, r in ((10, 3, 2), (56, 5, 3), (100, 5, 4), (1000, 10, 4), (10_000, 10, 7)):
         assert binomial.repetition_number(n, s) == r
         assert binomial.advances(n, s - 1) == r * n - comb(s + r, r - 1)
@@ -175,20 +175,23 @@ ERRORS = [
     (lambda: binomial.reach(1, -2), "binomial.reach: `repetitions` must be >= 0, got -2"),
     (
         lambda: binomial.repetition_number(-1, 2),
-        "binomial.repetition_number: `units` must be >= 0, got -1; count the units to be reversed",
+        "binomial.repetition_number: `segments` must be >= 0, got -1; count the segments to be",
     ),
     (lambda: binomial.repetition_number(1, 0), "`slots` must be >= 1, got 0; count the initial"),
-    (lambda: binomial.advances(-1, 0), "binomial.advances: `units` must be >= 0, got -1"),
+    (lambda: binomial.advances(-1, 0), "binomial.advances: `segments` must be >= 0, got -1"),
     (lambda: binomial.advances(1, -1), "binomial.advances: `free` must be >= 0, got -1; count the"),
-    (lambda: binomial.evaluations(-1, 1), "binomial.evaluations: `units` must be >= 0, got -1"),
+    (lambda: binomial.evaluations(-1, 1), "binomial.evaluations: `segments` must be >= 0, got -1"),
     (
         lambda: binomial.evaluations(1, 0),
         "loopkit.schedules.binomial.evaluations: `slots` must be >= 1, got 0; "
         "count the initial state as one slot",
     ),
-    (lambda: binomial.split(1, 0), "binomial.split: `units` must be >= 2, got 1; a stretch of one"),
+    (
+        lambda: binomial.split(1, 0),
+        "binomial.split: `segments` must be >= 2, got 1; a stretch of one",
+    ),
     (lambda: binomial.split(2, -1), "binomial.split: `free` must be >= 0, got -1"),
-    (lambda: binomial.split_table(0, 1), "binomial.split_table: `units` must be >= 1, got 0"),
+    (lambda: binomial.split_table(0, 1), "binomial.split_table: `segments` must be >= 1, got 0"),
     (lambda: binomial.split_table(1, -1), "binomial.split_table: `free` must be >= 0, got -1"),
     (
         lambda: binomial.split_table(1, 1, columns=0),
@@ -208,7 +211,7 @@ def test_integers_only():
     with pytest.raises(TypeError) as error:
         binomial.advances(2.5, 1)
     assert str(error.value) == (
-        "loopkit.schedules.binomial.advances: `units` must be an integer, got 2.5 (float); "
-        "count the units to be reversed"
+        "loopkit.schedules.binomial.advances: `segments` must be an integer, got 2.5 (float); "
+        "count the segments to be reversed"
     )
     assert binomial.advances(np.int32(10), np.int64(2)) == 15

@@ -14,10 +14,10 @@ PLACEMENTS = [online.thinning, online.cheapest]
 placements = pytest.mark.parametrize("place", PLACEMENTS, ids=lambda place: place.__name__)
 
 
-def evaluations(held, units, slots):
+def evaluations(held, segments, slots):
     """A forward sweep and the reversal from what it left, each stretch reversed optimally."""
-    start = [*sorted(held.values()), units]
-    return units + sum(
+    start = [*sorted(held.values()), segments]
+    return segments + sum(
         binomial.advances(start[i + 1] - start[i], slots - 1 - i) for i in range(len(held))
     )
 
@@ -26,16 +26,16 @@ def evaluations(held, units, slots):
 def test_every_length_on_a_grid(place):
     for slots in range(1, 41):
         program = place(slots, 120)
-        for units in range(121):
-            held = program.positions(units)
+        for segments in range(121):
+            held = program.positions(segments)
             assert len(held) <= slots
             assert set(held) <= set(range(slots))
             assert len(set(held.values())) == len(held)
-            assert all(0 <= unit < units for unit in held.values())
-            if units:
+            assert all(0 <= segment < segments for segment in held.values())
+            if segments:
                 assert held[0] == 0
-            if units <= slots:
-                assert sorted(held.values()) == list(range(units))
+            if segments <= slots:
+                assert sorted(held.values()) == list(range(segments))
         # another bound is the same program, cut short
         short = place(slots, 60)
         assert all(short.positions(n) == program.positions(n) for n in range(61))
@@ -47,45 +47,45 @@ def test_marks_follow_each_other(place):
     assert [mark.count for mark in marks] == list(range(len(marks)))
     for mark, after in pairwise(marks):
         assert mark.run > 0
-        assert mark.unit + mark.run == after.unit
-    assert marks[-1].unit + marks[-1].run == 1000
+        assert mark.segment + mark.run == after.segment
+    assert marks[-1].segment + marks[-1].run == 1000
     assert place(5, 0).marks(0) == []
 
 
 @placements
-@pytest.mark.parametrize("units", [0, 1, 2, 8, 9, 100])
-def test_no_save_stands_at_the_bound_or_beyond(place, units):
-    *saved, bound, again = place(4, units).table.unit
+@pytest.mark.parametrize("segments", [0, 1, 2, 8, 9, 100])
+def test_no_save_stands_at_the_bound_or_beyond(place, segments):
+    *saved, bound, again = place(4, segments).table.segment
     assert saved == sorted(set(saved))
-    assert saved[-1] < max(1, units)
-    assert bound == again == max(1, units)
+    assert saved[-1] < max(1, segments)
+    assert bound == again == max(1, segments)
 
 
 def test_thinning_doubles_the_spacing():
     program = online.thinning(8)
-    for units in (9, 17, 33, 1000, 10**6, 2**31 - 2):
-        held = sorted(program.positions(units).values())
-        spacing = min(after - unit for unit, after in pairwise(held))
-        assert all(unit % spacing == 0 for unit in held)
-        assert 8 * spacing / 2 < units <= 2 * spacing * 8
-    assert len(program.table.unit) < 8 + 4 * 30
+    for segments in (9, 17, 33, 1000, 10**6, 2**31 - 2):
+        held = sorted(program.positions(segments).values())
+        spacing = min(after - segment for segment, after in pairwise(held))
+        assert all(segment % spacing == 0 for segment in held)
+        assert 8 * spacing / 2 < segments <= 2 * spacing * 8
+    assert len(program.table.segment) < 8 + 4 * 30
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 4, 6, 10, 16])
 def test_cheapest_is_optimal_in_the_range_of_algorithm_one(slots):
-    units = min(binomial.reach(slots, 2) - 1, 150)
-    program = online.cheapest(slots, units)
-    for n in range(units + 1):
+    segments = min(binomial.reach(slots, 2) - 1, 150)
+    program = online.cheapest(slots, segments)
+    for n in range(segments + 1):
         best = binomial.evaluations(n, slots)
         assert evaluations(program.positions(n), n, slots) == best
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 4, 5, 8, 12, 16, 24, 40])
 def test_cheapest_is_near_the_optimum(slots):
-    """Body evaluations: the replays, one a unit, included."""
-    units = 100 * slots
-    program = online.cheapest(slots, units)
-    lengths = range(1, units + 1) if slots <= 8 else range(1, units + 1, 7)
+    """Body evaluations: the replays, one a segment, included."""
+    segments = 100 * slots
+    program = online.cheapest(slots, segments)
+    lengths = range(1, segments + 1) if slots <= 8 else range(1, segments + 1, 7)
     for n in lengths:
         best = n + binomial.evaluations(n, slots)
         found = n + evaluations(program.positions(n), n, slots)
@@ -104,7 +104,7 @@ def test_cheapest_stays_near_the_optimum_and_saves_seldom(slots):
         evaluations(program.positions(n), n, slots) / binomial.evaluations(n, slots) for n in ends
     )
     assert worst <= 1.08
-    assert len(program.table.unit) < 7000
+    assert len(program.table.segment) < 7000
 
 
 @pytest.mark.parametrize(
@@ -112,18 +112,18 @@ def test_cheapest_stays_near_the_optimum_and_saves_seldom(slots):
     [(2, 14, 6537, 0), (3, 34, 1145, 1), (4, 58, 360, 2), (8, 184, 746, 5), (16, 534, 1311, 10)],
 )
 def test_how_often_cheapest_saves(slots, saves, of_the_longest, given_up):
-    """Up to 100 units a slot, as docs/schedules.md says, and up to 2**31 units."""
+    """Up to 100 segments a slot, as docs/schedules.md says, and up to 2**31 segments."""
     assert len(online.cheapest(slots, 100 * slots).marks(100 * slots)) == saves
     table = online.cheapest(slots).table
-    assert len(table.unit) - 2 == of_the_longest
+    assert len(table.segment) - 2 == of_the_longest
     assert sum(slot != slots for slot in table.cleared) == given_up
 
 
 def test_many_slots_are_filled_at_a_distance():
     """Of which the last stretch, which has no free slot, costs about a hundredth of the whole."""
     *marks, _ = online.cheapest(100, 3000).marks(3000)
-    assert all(mark.run >= isqrt(mark.unit) // 8 - 3 for mark in marks)
-    assert any(mark.run == isqrt(mark.unit) // 8 - 3 == 3 for mark in marks)
+    assert all(mark.run >= isqrt(mark.segment) // 8 - 3 for mark in marks)
+    assert any(mark.run == isqrt(mark.segment) // 8 - 3 == 3 for mark in marks)
 
 
 @pytest.mark.parametrize(("slots", "spare"), [(4, 2), (6, 2), (9, 3), (16, 4), (40, 6)])
@@ -134,8 +134,8 @@ def test_thinning_with_spare_slots_is_near_the_optimum(slots, spare):
         assert len(held) <= slots - spare
         best = n + binomial.evaluations(n, slots)
         assert n + evaluations(held, n, slots) <= 1.25 * best + 0.01
-    assert len(program.table.unit) < 5 * slots
-    assert program.table.cleared == (slots,) * len(program.table.unit)
+    assert len(program.table.segment) < 5 * slots
+    assert program.table.cleared == (slots,) * len(program.table.segment)
 
 
 def test_one_slot_runs_to_the_end():
@@ -162,26 +162,30 @@ def test_a_traced_loop_places_the_same(place, slots):
     table = online.Table(*(jnp.asarray(column, jnp.int32) for column in program.table))
 
     @jax.jit
-    def run(units):
-        """Which units the slots hold after `units` units, as an engine would keep them."""
+    def run(segments):
+        """Which segments the slots hold after `segments` segments, as an engine would keep them."""
 
         def save_and_run(loop):
-            unit, mark, positions, kept = loop
-            kept = kept.at[mark.slot].set(unit)  # the carry is the unit's number
+            segment, mark, positions, kept = loop
+            kept = kept.at[mark.slot].set(segment)  # the carry is the segment's number
             positions = online.record(positions, mark, jnp)
-            unit = jnp.minimum(units, unit + mark.run)
-            return unit, online.next_mark(table, mark), positions, kept
+            segment = jnp.minimum(segments, segment + mark.run)
+            return segment, online.next_mark(table, mark), positions, kept
 
         positions = jnp.full(slots, online.NEVER, jnp.int32)
         start = (jnp.int32(0), online.first_mark(table), positions, positions)
-        *_, positions, kept = lax.while_loop(lambda loop: loop[0] < units, save_and_run, start)
+        *_, positions, kept = lax.while_loop(lambda loop: loop[0] < segments, save_and_run, start)
         return positions, kept
 
-    for units in (0, 1, 2, 7, 8, 9, 50, 333, 10**4, 10**7, 2**31 - 2):
-        positions, kept = run(jnp.int32(units))
-        held = {slot: unit for slot, unit in enumerate(positions.tolist()) if unit != online.NEVER}
-        assert held == program.positions(units)
-        assert all(kept[slot] == unit for slot, unit in held.items())
+    for segments in (0, 1, 2, 7, 8, 9, 50, 333, 10**4, 10**7, 2**31 - 2):
+        positions, kept = run(jnp.int32(segments))
+        held = {
+            slot: segment
+            for slot, segment in enumerate(positions.tolist())
+            if segment != online.NEVER
+        }
+        assert held == program.positions(segments)
+        assert all(kept[slot] == segment for slot, segment in held.items())
 
 
 def test_numpy_integers_and_the_bound():
@@ -189,7 +193,7 @@ def test_numpy_integers_and_the_bound():
     table = online.Table(*map(np.asarray, program.table))
     mark = online.first_mark(table)
     positions = np.full(3, online.NEVER)
-    while mark.unit < 10:
+    while mark.segment < 10:
         positions = online.record(positions, mark, np)
         mark = online.next_mark(table, mark)
     assert mark.run == 0
@@ -197,14 +201,17 @@ def test_numpy_integers_and_the_bound():
 
 
 def test_programs_print_and_are_kept():
-    assert repr(online.cheapest(4, 400)) == "Placement(slots=4, units=400, saves=58)"
+    assert repr(online.cheapest(4, 400)) == "Placement(slots=4, segments=400, saves=58)"
     assert online.cheapest(4, 400) is online.cheapest(4, 400)
     assert hash(online.thinning(4)) == hash(online.thinning(4))
 
 
 ERRORS = [
     (lambda: online.thinning(0), "online.thinning: `slots` must be >= 1, got 0; count the initial"),
-    (lambda: online.thinning(2, -1), "online.thinning: `units` must be >= 0, got -1; give a bound"),
+    (
+        lambda: online.thinning(2, -1),
+        "online.thinning: `segments` must be >= 0, got -1; give a bound",
+    ),
     (lambda: online.thinning(2, spare=-1), "online.thinning: `spare` must be >= 0, got -1; 0 fill"),
     (
         lambda: online.thinning(2, spare=2),
@@ -212,15 +219,18 @@ ERRORS = [
         "initial state needs a slot",
     ),
     (lambda: online.cheapest(0), "online.cheapest: `slots` must be >= 1, got 0; count the initial"),
-    (lambda: online.cheapest(2, -1), "online.cheapest: `units` must be >= 0, got -1; give a bound"),
+    (
+        lambda: online.cheapest(2, -1),
+        "online.cheapest: `segments` must be >= 0, got -1; give a bound",
+    ),
     (
         lambda: online.cheapest(2, 10).positions(11),
-        "loopkit.schedules.online.Placement.positions: `units` must be <= 10, the bound this "
-        "placement was made for, got 11; make the placement with a larger `units`",
+        "loopkit.schedules.online.Placement.positions: `segments` must be <= 10, the bound this "
+        "placement was made for, got 11; make the placement with larger `segments`",
     ),
     (
         lambda: online.cheapest(2, 10).marks(-1),
-        "online.Placement.marks: `units` must be >= 0, got -1; count the units that the loop ran",
+        "online.Placement.marks: `segments` must be >= 0, got -1; count the segments that the loop",
     ),
 ]
 

@@ -14,11 +14,11 @@ from . import exact
 def test_gradient_is_the_optimum_on_a_grid():
     optimum = exact.advances(301, 39)
     for slots in (*range(1, 13), 16, 24, 32, 40):
-        for units in (*range(21), 45, 55, 100, 101, 165, 220, 300):
-            cost = replay(reversal.gradient(units, slots), units, slots=slots)
-            assert cost.advances == optimum[slots - 1, units + 1]
-            assert cost.replays == units
-            assert cost.peak_slots == min(units, slots)
+        for segments in (*range(21), 45, 55, 100, 101, 165, 220, 300):
+            cost = replay(reversal.gradient(segments, slots), segments, slots=slots)
+            assert cost.advances == optimum[slots - 1, segments + 1]
+            assert cost.replays == segments
+            assert cost.peak_slots == min(segments, slots)
 
 
 def test_every_length_and_number_of_slots():
@@ -26,31 +26,33 @@ def test_every_length_and_number_of_slots():
     for slots in range(1, 11):
         for place in (online.thinning, online.cheapest):
             program = place(slots, 40)
-            for units in range(41):
-                positions = program.positions(units)
-                cost = replay(reversal.online_gradient(program, units), units, slots=slots)
-                ahead = reversal.advances(positions, units, slots)
-                assert cost.advances == units + ahead
+            for segments in range(41):
+                positions = program.positions(segments)
+                cost = replay(reversal.online_gradient(program, segments), segments, slots=slots)
+                ahead = reversal.advances(positions, segments, slots)
+                assert cost.advances == segments + ahead
                 assert cost.peak_slots <= slots
-                worth = reversal.kept(positions, units, slots)
+                worth = reversal.kept(positions, segments, slots)
                 cost = replay(
-                    reversal.reverse(worth, units, slots), units, slots=slots, positions=worth
+                    reversal.reverse(worth, segments, slots), segments, slots=slots, positions=worth
                 )
-                assert cost.advances == reversal.advances(worth, units, slots) <= ahead
+                assert cost.advances == reversal.advances(worth, segments, slots) <= ahead
 
 
 @pytest.mark.parametrize("slots", [3, 8, 40])
 def test_long_online_loops_are_executable(slots):
-    for units in (50 * slots, 130 * slots):  # the second has given up checkpoints
+    for segments in (50 * slots, 130 * slots):  # the second has given up checkpoints
         program = online.cheapest(slots)
-        cost = replay(reversal.online_gradient(program, units), units, slots=slots)
-        assert cost.evaluations <= 1.1 * (units + binomial.evaluations(units, slots))
-        saves = sum(isinstance(action, Save) for action in reversal.online_gradient(program, units))
+        cost = replay(reversal.online_gradient(program, segments), segments, slots=slots)
+        assert cost.evaluations <= 1.1 * (segments + binomial.evaluations(segments, slots))
+        saves = sum(
+            isinstance(action, Save) for action in reversal.online_gradient(program, segments)
+        )
         assert cost.saves == saves
 
 
 @pytest.mark.parametrize(
-    ("units", "slots", "held", "body_evaluations"),
+    ("segments", "slots", "held", "body_evaluations"),
     [
         (200, 8, (0, 192, 193, 194, 195, 196, 197, 199), 949),
         (200, 16, (0, 153, 169, *range(184, 195), 198, 199), 720),
@@ -58,15 +60,17 @@ def test_long_online_loops_are_executable(slots):
         (200, 2, (0, 199), 2851),
     ],
 )
-def test_from_the_checkpoints_of_a_minimal_repetition_scheme(units, slots, held, body_evaluations):
+def test_from_the_checkpoints_of_a_minimal_repetition_scheme(
+    segments, slots, held, body_evaluations
+):
     """Bisecting the same stretches takes 1053, 870, 2947 and 7154."""
     positions = dict(enumerate(held))
     cost = replay(
-        reversal.reverse(positions, units, slots), units, slots=slots, positions=positions
+        reversal.reverse(positions, segments, slots), segments, slots=slots, positions=positions
     )
-    assert units + cost.evaluations == body_evaluations
-    ours = reversal.online_gradient(online.cheapest(slots), units)
-    assert replay(ours, units, slots=slots).evaluations <= 0.95 * body_evaluations
+    assert segments + cost.evaluations == body_evaluations
+    ours = reversal.online_gradient(online.cheapest(slots), segments)
+    assert replay(ours, segments, slots=slots).evaluations <= 0.95 * body_evaluations
 
 
 def test_slots_in_any_order():
@@ -87,14 +91,14 @@ def test_kept_against_every_way_to_reverse():
     """
     worse = 0
     cases = 0
-    for units in range(1, 8):
+    for segments in range(1, 8):
         for slots in range(1, 4):
             for more in range(slots):
-                for starts in combinations(range(1, units), more):
+                for starts in combinations(range(1, segments), more):
                     positions = dict(enumerate((0, *starts)))
-                    worth = reversal.kept(positions, units, slots)
-                    found = reversal.advances(worth, units, slots)
-                    best = exact.reversal(positions.values(), units, slots)
+                    worth = reversal.kept(positions, segments, slots)
+                    found = reversal.advances(worth, segments, slots)
+                    best = exact.reversal(positions.values(), segments, slots)
                     assert best <= found <= best + 2
                     worse += found > best
                     cases += 1
@@ -105,8 +109,8 @@ def test_kept_against_every_way_to_reverse():
 @given(st.data())
 def test_kept_is_the_best_part(data):
     slots = data.draw(st.integers(1, 7))
-    units = data.draw(st.integers(1, 60))
-    others = data.draw(st.sets(st.integers(1, units), max_size=slots - 1)) - {units}
+    segments = data.draw(st.integers(1, 60))
+    others = data.draw(st.sets(st.integers(1, segments), max_size=slots - 1)) - {segments}
     positions = dict(enumerate((0, *others)))
     give_up = data.draw(st.integers(0, 7))
     parts = [
@@ -114,11 +118,11 @@ def test_kept_is_the_best_part(data):
         for more in range(max(0, len(others) - give_up), len(others) + 1)
         for chosen in combinations(range(1, len(positions)), more)
     ]
-    best = min(reversal.advances(part, units, slots) for part in parts)
-    worth = reversal.kept(positions, units, slots, give_up=give_up)
+    best = min(reversal.advances(part, segments, slots) for part in parts)
+    worth = reversal.kept(positions, segments, slots, give_up=give_up)
     assert worth in parts
-    assert reversal.advances(worth, units, slots) == best
-    cost = replay(reversal.reverse(worth, units, slots), units, slots=slots, positions=worth)
+    assert reversal.advances(worth, segments, slots) == best
+    cost = replay(reversal.reverse(worth, segments, slots), segments, slots=slots, positions=worth)
     assert cost.advances == best
 
 
@@ -130,13 +134,13 @@ def test_how_many_are_given_up_by_default():
 
 def test_thinning_needs_to_give_up_and_cheapest_does_not():
     for slots in (4, 16):
-        for units in range(10 * slots, 100 * slots, 37):
-            best = binomial.evaluations(units, slots)
-            held = online.thinning(slots).positions(units)
-            worth = reversal.kept(held, units, slots)
-            assert units + reversal.advances(worth, units, slots) <= 1.2 * best
-            held = online.cheapest(slots).positions(units)
-            assert reversal.kept(held, units, slots) == held
+        for segments in range(10 * slots, 100 * slots, 37):
+            best = binomial.evaluations(segments, slots)
+            held = online.thinning(slots).positions(segments)
+            worth = reversal.kept(held, segments, slots)
+            assert segments + reversal.advances(worth, segments, slots) <= 1.2 * best
+            held = online.cheapest(slots).positions(segments)
+            assert reversal.kept(held, segments, slots) == held
 
 
 def test_nothing_to_reverse():
@@ -148,9 +152,9 @@ def test_nothing_to_reverse():
 
 
 ERRORS = [
-    (lambda: reversal.gradient(-1, 2), "reversal.gradient: `units` must be >= 0, got -1; count"),
+    (lambda: reversal.gradient(-1, 2), "reversal.gradient: `segments` must be >= 0, got -1; count"),
     (lambda: reversal.gradient(1, 0), "reversal.gradient: `slots` must be >= 1, got 0; count the"),
-    (lambda: reversal.reverse({0: 0}, -1, 2), "reversal.reverse: `units` must be >= 0, got -1"),
+    (lambda: reversal.reverse({0: 0}, -1, 2), "reversal.reverse: `segments` must be >= 0, got -1"),
     (lambda: reversal.reverse({0: 0}, 1, 0), "reversal.reverse: `slots` must be >= 1, got 0"),
     (
         lambda: reversal.reverse({0: 0, 2: 1}, 3, 2),
@@ -159,20 +163,20 @@ ERRORS = [
     ),
     (
         lambda: reversal.advances({0: 0, 1: 3}, 3, 2),
-        "reversal.advances: `positions` must hold units 0 to 2, got unit 3 in slot 1; leave out a "
-        "state at which nothing is reversed",
+        "reversal.advances: `positions` must hold segments 0 to 2, got segment 3 in slot 1; "
+        "leave out a state at which nothing is reversed",
     ),
     (
         lambda: reversal.reverse({0: 0, 1: 1}, 1, 2),
-        "reversal.reverse: `positions` must hold units 0 to 0, got unit 1 in slot 1; leave out a",
+        "reversal.reverse: `positions` must hold segments 0 to 0, got segment 1 in slot 1; leave",
     ),
     (
         lambda: reversal.kept({0: 1, 1: 2}, 3, 2),
-        "reversal.kept: `positions` must hold unit 0, got units [1, 2]; keep the initial state",
+        "reversal.kept: `positions` must hold segment 0, got segments [1, 2]; keep the initial",
     ),
     (
         lambda: reversal.reverse({0: 0, 1: 0}, 3, 2),
-        "`positions` must hold each unit once, got units [0, 0]; leave out the second copy",
+        "`positions` must hold each segment once, got segments [0, 0]; leave out the second copy",
     ),
     (
         lambda: reversal.kept({0: 0}, 3, 2, give_up=-1),
@@ -180,7 +184,7 @@ ERRORS = [
     ),
     (
         lambda: reversal.online_gradient(online.cheapest(2, 5), 6),
-        "online.Placement.positions: `units` must be <= 5, the bound this placement was made for",
+        "online.Placement.positions: `segments` must be <= 5, the bound this placement was",
     ),
 ]
 

@@ -22,8 +22,8 @@ def test_steps_against_the_optimum(length, slots):
     """Advances as the schedule takes them, and what is replayed and recorded of each segment."""
     plan = planned(length, slots)
     gpu = plan.on_gpu
-    units = -(-length // gpu.segment)
-    cost = replay(reversal.gradient(units, gpu.slots), units, slots=gpu.slots)
+    segments = -(-length // gpu.segment)
+    cost = replay(reversal.gradient(segments, gpu.slots), segments, slots=gpu.slots)
     runs = cost.advances * gpu.segment + length * (2 - 1 / gpu.segment)
     optimum = binomial.evaluations(length, slots) + length
     assert runs <= MORE * optimum + gpu.segment

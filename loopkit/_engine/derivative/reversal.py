@@ -11,7 +11,7 @@ from typing import Any
 
 from loopkit import _jax
 from loopkit._engine.derivative.deferred_products import SMALLEST, Products, put_off
-from loopkit._engine.derivative.split import Split, split_step, split_to_keep
+from loopkit._engine.derivative.split import Split, keep_split, split_step, split_to_keep
 from loopkit._engine.derivative.write_log import Undo, find_undo
 from loopkit._engine.facts.counters import Counters, at_step, find_counters
 from loopkit._engine.facts.write_sites import holds_write
@@ -25,6 +25,8 @@ from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import factor_bytes, nanoseconds
 from loopkit._plans.plan import Plan, Share, StepCosts
 from loopkit._plans.planner import best_plan
+
+KEY = "reversal"
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ def reversal(loop: Loop, layout: Active, active: Active | None = None) -> Revers
 
     `active` may be fewer leaves; what the forward sweep saved stays as it is.
     """
-    base = loop.derived(("reversal", layout), lambda: _planned(loop, layout))
+    base = loop.derived((KEY, layout), lambda: _planned(loop, layout))
     if active is None or active == layout:
         return base
     # Stored residuals are those of the layout; others are made again, for what is needed of them.
@@ -232,9 +234,15 @@ def reversal(loop: Loop, layout: Active, active: Active | None = None) -> Revers
     if not base.plan.keeps_all and can_replay(loop, split_step(loop, active), base.saved):
         split = split_step(loop, active)
     return loop.derived(
-        ("reversal", layout, active),
+        (KEY, layout, active),
         lambda: build(loop, active, base.plan, base.saved, split, base.undo, base.counters),
     )
+
+
+def decide(loop: Loop, layout: Active, made: Reversal) -> None:
+    """Reverse the loop like this from now on: it saves what another does, of which it is lanes."""
+    keep_split(loop, layout, made.split)
+    loop.remember((KEY, layout), made)
 
 
 def covers(layout: Active, active: Active) -> bool:
@@ -270,15 +278,13 @@ def _of_split(loop: Loop, active: Active, split: Split) -> Reversal:
         left = step.carry_bytes - buffers
         logging = step._replace(carry_bytes=left, buffer_bytes=buffers, log_bytes=log)
         steps = (logging, step)
-    checkpoints = loop.checkpoints
-    unasked = checkpoints is None or isinstance(checkpoints, Share)
+    checkpoints, unasked = loop.checkpoints, isinstance(loop.checkpoints, (Share, type(None)))
     if loop.has_impure_callback and unasked and loop.length is not None:
         checkpoints = "all"
     plan = best_plan(checkpoints, loop.length, loop.cond is None, steps, loop.name)
     if not plan.keeps_all:
         loop.check_repeats()
-    if plan.keeps_all or not plan.step.buffer_bytes:
-        undo = None
+    undo = None if plan.keeps_all or not plan.step.buffer_bytes else undo
     if plan.strategy == "every carry":
         plan = replace(plan, slots=plan.segment * (plan.segments or 0))  # whole segments
     return replace(quiet, plan=plan, undo=undo)

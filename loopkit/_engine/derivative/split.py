@@ -64,7 +64,16 @@ class Split:
 def split_step(loop: Loop, active: Active) -> Split:
     """The halves of the derivative of the body in its active inputs and outputs."""
     again = loop.checkpoints == "all"
-    return loop.derived(("split", active), lambda: _split(loop, active, again))
+    return loop.derived(_key(active), lambda: _split(loop, active, again))
+
+
+def keep_split(loop: Loop, active: Active, split: Split) -> None:
+    """Split the loop's step like this from now on."""
+    loop.remember(_key(active), split)
+
+
+def _key(active: Active) -> tuple:
+    return "split", active
 
 
 def split_to_keep(loop: Loop, active: Active) -> Split:

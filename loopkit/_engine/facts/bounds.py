@@ -21,6 +21,7 @@ from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import LAST_STEP
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.integers import ANY, Range
+from loopkit._programs.cache import shared
 
 SAME = ("convert_element_type", "copy", "copy_p", "nonbatchable")
 """Primitives that pass a value on; the last one, of equinox, where lanes do not differ in it."""
@@ -116,10 +117,10 @@ def limits_of(cond: Any, cond_const_count: int, body: Any, const_count: int) -> 
 
 def limits_in(loop: Loop) -> Limits:
     """The limits of a loop that ends when its values say so; operands are `asked(loop, ...)`."""
-    if loop.flag is not None:
-        return loop.derived("limits", lambda: _limits_of_flag(loop))
     counts = loop.cond_const_count, loop.body, loop.const_count
-    return loop.derived("limits", lambda: limits_of(loop.cond, *counts))
+    of_predicate = lambda loop: limits_of(loop.cond, *counts)
+    find = of_predicate if loop.flag is None else _limits_of_flag
+    return loop.derived("limits", lambda: find(loop))
 
 
 def asked(loop: Loop, of: Operands) -> list:
@@ -176,6 +177,17 @@ def _limits(
             found += [limit(name, a, b), limit(MIRRORED[name], b, a)]
     alone = len(tests) == 1 and not test.effects
     return Limits(tuple(f for f in found if f is not None), alone)
+
+
+def of_length(loop: Loop, length: int) -> Loop:
+    """The loop, which takes at most so many steps."""
+    return loop.derived(("length", length), lambda: shared(loop.replace(length=length)))
+
+
+def of_all_steps(loop: Loop, length: int) -> Loop:
+    """The loop, which takes just so many steps, and has no predicate any more."""
+    every = {"cond": None, "cond_const_count": 0, "length": length}
+    return loop.derived(("exact", length), lambda: shared(loop.replace(**every)))
 
 
 def bound_of(limits: Limits, operands: Sequence[Any]) -> StepBound | None:

@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 
 from loopkit import _jax
-from loopkit._engine.facts.bounds import StepBound, asked, bound_in, limits_in
+from loopkit._engine.facts.bounds import (
+    StepBound,
+    asked,
+    bound_in,
+    limits_in,
+    of_all_steps,
+    of_length,
+)
 from loopkit._engine.facts.counters import find_counters
 from loopkit._engine.leaves import Operands
 from loopkit._engine.loop import Loop
@@ -125,12 +132,10 @@ def _after(eqn: Any, ins: list[Range]) -> tuple[Any, list[Range]]:
         loop, outs = _knowing(eqn.params["loop"], ins)
         bound = _bound(loop, loop.split(ins)[0])
         if bound is not None and bound.exact:
-            every = {"cond": None, "cond_const_count": 0, "length": bound.steps}
             eqn = eqn.replace(invars=eqn.invars[loop.cond_const_count :])
-            loop = loop.derived(("exact", bound.steps), lambda: loop.replace(**every))
+            loop = of_all_steps(loop, bound.steps)
         elif bound is not None:
-            make = lambda: loop.replace(length=bound.steps)
-            loop = loop.derived(("length", bound.steps), make)
+            loop = of_length(loop, bound.steps)
         if loop is not eqn.params["loop"]:
             eqn = eqn.replace(params=eqn.params | {"loop": loop})
         return eqn, outs

@@ -19,9 +19,9 @@ from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.derivative.split import primal_half
 from loopkit._engine.facts.activity import cotangent_activity
 from loopkit._engine.loop import Active, Loop, kept, parts
+from loopkit._engine.lowering.flat_values import of_vectors
+from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.passes.dual_loop import dual_loop
-from loopkit._engine.passes.flat_values import of_vectors
-from loopkit._engine.passes.scratch import with_scratch
 from loopkit._engine.primitives import define, dual_p, forward_p, pushforward_p, while_p
 from loopkit._engine.rules import while_
 from loopkit._engine.sweeps import sweeps

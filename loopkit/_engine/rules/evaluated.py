@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from loopkit import _jax
-from loopkit._engine.passes.flat_values import of_vectors
-from loopkit._engine.passes.scratch import with_scratch
+from loopkit._engine.lowering.flat_values import of_vectors
+from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.primitives import evaluated_p
 
 

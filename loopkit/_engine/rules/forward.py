@@ -1,7 +1,7 @@
 """forward: a loop and its checkpoints, the known half of a linearised loop.
 
 operands  those of the loop
-results   those of the loop, then the residuals: checkpoints, the units they start, steps taken
+results   those of the loop, then the residuals: checkpoints, the segments they start, steps taken
 JVP       `pushforward` from its own residuals; these carry no tangent, being functions of
           operands that the backward pass has anyway
 """
@@ -18,12 +18,12 @@ from loopkit._engine.derivative.reversal import Reversal, covers, reversal
 from loopkit._engine.derivative.split import primal_half
 from loopkit._engine.facts.activity import moving_activity
 from loopkit._engine.loop import Active, Loop, kept, parts, spread
-from loopkit._engine.passes.flat_values import of_vectors
-from loopkit._engine.passes.scratch import with_scratch
+from loopkit._engine.lowering.flat_values import of_vectors
+from loopkit._engine.lowering.host_memory import check_host_memory
+from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.primitives import PARTIAL_EVAL_RULES, define, forward_p, pushforward_p, while_p
 from loopkit._engine.rules import while_
 from loopkit._engine.sweeps import sweeps
-from loopkit._engine.trials.host_memory import check_host_memory
 
 
 def evaluate(*operands: Any, loop: Loop, active: Active) -> list:

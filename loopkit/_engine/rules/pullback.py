@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from loopkit import _jax
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.loop import Active, Loop, kept
-from loopkit._engine.passes.flat_values import of_vectors
-from loopkit._engine.passes.scratch import with_scratch
+from loopkit._engine.lowering.flat_values import of_vectors
+from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.primitives import define, pullback_p
 from loopkit._engine.rules.hessian import second_order
 from loopkit._engine.rules.linear import BACKWARD, FORWARD, asked

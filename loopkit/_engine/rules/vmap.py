@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from loopkit import _jax
-from loopkit._engine.derivative.reversal import build, can_replay, reversal
+from loopkit._engine.derivative.reversal import build, can_replay, decide, reversal
 from loopkit._engine.derivative.split import batch_split, split_step
 from loopkit._engine.derivative.write_log import batch_undo
 from loopkit._engine.facts.activity import either
@@ -83,10 +83,9 @@ def _laid_out_as(loop: Loop, axis: Any, batched: Batched, layout: Active) -> Non
     if split is None or not can_replay(new, split, how.saved):
         split = batch_split(how.split, loop, axis, places, ys, layout)
     split = replace(split, uncut_bytes=how.split.uncut_bytes)  # of one lane, as the plan is
-    new.memory[("split", layout)] = split
     undo = None if how.undo is None else batch_undo(how.undo, loop, axis, places, ys)
     made = build(new, layout, how.plan, how.saved, split, undo, how.counters)
-    new.memory[("reversal", layout)] = made
+    decide(new, layout, made)
 
 
 def _residual_axes(loop: Loop, batched: Batched, layout: Active) -> list:
@@ -197,7 +196,7 @@ def batch_linear(primitive: Any, ins: str, outs: str) -> Any:
                 dims += linear_dims
                 return rule(axis, full, dims, **params)
             if apart:
-                # Lanes that were run one at a time saved at other units: run them again, together.
+                # Lanes that were run one at a time saved elsewhere: run them again, together.
                 forward = (axis, values, value_dims)
                 fresh, found = _batch_forward(*forward, loop=loop, active=layout)
                 residuals = fresh[loop.primal_counts[1] :]

@@ -7,7 +7,7 @@ from loopkit._engine.derivative.reversal import Reversal
 from loopkit._engine.sweeps.every_carry import EveryCarry
 from loopkit._engine.sweeps.every_residual import EveryResidual
 from loopkit._engine.sweeps.every_segment import EverySegment
-from loopkit._engine.sweeps.in_units import InUnits
+from loopkit._engine.sweeps.in_segments import InSegments
 from loopkit._engine.sweeps.scheduled import Scheduled
 from loopkit._engine.sweeps.strategy import Sweep
 
@@ -22,5 +22,5 @@ STRATEGIES: dict[str, type[Sweep]] = {
 def sweeps(how: Reversal) -> Sweep:
     """Those of a plan, on the device at hand."""
     if how.plan.strategy == "schedule" and _jax.host_waits.value:
-        return InUnits(how.for_waiting_hosts())
+        return InSegments(how.for_waiting_hosts())
     return STRATEGIES[how.plan.strategy](how)

@@ -42,7 +42,7 @@ class EveryCarry(Sweep):
             return super().reverse(step, steps, s)
         length = self.how.plan.segment
 
-        def segment(first: Any, count: Any, s: Backward) -> Backward:
+        def reverse_one(first: Any, count: Any, s: Backward) -> Backward:
             slices = (lax.dynamic_slice_in_dim(v, first, length) for v in s.stacks)
             rows = list(map(_jax.placed, slices))
             if self.how.plan.host:  # filling them there would go through the device's memory
@@ -52,4 +52,4 @@ class EveryCarry(Sweep):
             return s._replace(cts=cts, buffers=buffers)
 
         # Products are summed once in each.
-        return strategy.reverse_segments(segment, length, steps, s)
+        return strategy.reverse_segments(reverse_one, length, steps, s)

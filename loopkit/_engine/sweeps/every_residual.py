@@ -12,10 +12,10 @@ from jax import lax
 from loopkit import _jax
 from loopkit._engine.derivative.reversal import Reversal
 from loopkit._engine.loop import Loop, Operands, parts
+from loopkit._engine.lowering.room import check_room
 from loopkit._engine.steps import Steps, hold, is_active, read_rows, row_of, select
 from loopkit._engine.sweeps.lanes import SafeInputs
 from loopkit._engine.sweeps.strategy import Saving, Sweep, run_steps, write_if
-from loopkit._engine.trials.room import check_room
 
 
 class EveryResidual(Sweep):

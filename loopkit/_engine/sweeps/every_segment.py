@@ -38,16 +38,18 @@ class EverySegment(Sweep):
     def run(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
         length = self.how.plan.segment
 
-        def known(unit: Any, state: Saving, count: Any = length) -> Saving:
+        def known(segment: Any, state: Saving, count: Any = length) -> Saving:
             steps, slots = state
             assert loop.length is not None, "a loop without a predicate has a length"
-            slots = self.save(slots, kept(steps.carry, self.how.slotted), unit)
+            slots = self.save(slots, kept(steps.carry, self.how.slotted), segment)
             if loop.length % length and not _jax.host_waits.value:
-                count = jnp.minimum((unit + 1) * length, loop.length) - steps.count
+                count = jnp.minimum((segment + 1) * length, loop.length) - steps.count
             return take(loop, operands, count, steps), slots
 
-        def segment(state: Saving) -> Saving:
-            return self.segment(loop, operands, *state, lax.div(state[0].count, jnp.int32(length)))
+        def take_next(state: Saving) -> Saving:
+            return self.take_segments(
+                loop, operands, *state, lax.div(state[0].count, jnp.int32(length))
+            )
 
         if loop.cond is None and _jax.host_waits.value:
             assert loop.length is not None, "a loop without a predicate has a length"
@@ -57,11 +59,11 @@ class EverySegment(Sweep):
         if loop.cond is None:
             return repeat(self.how.plan.segments, known, state)
         if self.how.plan.segments == 1:
-            return self.segment(loop, operands, *state, jnp.int32(0))
+            return self.take_segments(loop, operands, *state, jnp.int32(0))
         if _jax.host_waits.value and writes_in_passing(self.how.plan):
             return self.run_flat(loop, operands, state)[:2]
         another = lambda s: goes_on(loop, operands, s[0], loop.length)
-        return lax.while_loop(another, segment, state)
+        return lax.while_loop(another, take_next, state)
 
     def run_flat(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
         """In one loop, of which a host reads the predicate once a step; also: how often it saved.
@@ -72,8 +74,8 @@ class EverySegment(Sweep):
 
         def step(s: Any, go: Any = None) -> Any:
             steps, (slots, number) = s
-            unit, slot = self.saved_as(number)
-            due = (lax.div(steps.count, length) == unit) & (lax.rem(steps.count, length) == 0)
+            segment, slot = self.saved_as(number)
+            due = (lax.div(steps.count, length) == segment) & (lax.rem(steps.count, length) == 0)
             due = due if go is None else due & go
             slots = self.save_if(due, slots, kept(steps.carry, self.how.slotted), slot)
             saved = slots, number + due.astype(jnp.int32)
@@ -96,25 +98,31 @@ class EverySegment(Sweep):
             else slots
         )
 
-    def segment(
-        self, loop: Loop, operands: Operands, steps: Steps, slots: list, slot: Any, units: Any = 1
+    def take_segments(
+        self,
+        loop: Loop,
+        operands: Operands,
+        steps: Steps,
+        slots: list,
+        slot: Any,
+        segments: Any = 1,
     ) -> Saving:
         """Save the carry, and run so many segments."""
         slots = self.save(slots, kept(steps.carry, self.how.slotted), slot)
-        stop = steps.count + units * self.how.plan.segment
+        stop = steps.count + segments * self.how.plan.segment
         if loop.length is not None:
             stop = lax.min(stop, jnp.int32(loop.length))
         return advance(loop, operands, steps, stop), slots
 
     def reverse(self, step: StepReversal, steps: Any, s: Backward) -> Cotangents:
-        segment = ft.partial(self.reverse_segment, step)
+        reverse_one = ft.partial(self.reverse_segment, step)
         length = self.how.plan.segment
         last = quotient(steps + (length - 1), length) - 1
         s = s._replace(rows=self.rows(step), ahead=self.load_ahead(step.operands, s.stacks, last))
         # It may have no step. Products of what was not written would then be wrong.
         if self.how.plan.segments == 1 and (step.products is None or isinstance(steps, int)):
-            return segment(0, steps, s._replace(unit=jnp.int32(0))).cts
-        return reverse_segments(segment, length, steps, s)
+            return reverse_one(0, steps, s._replace(segment=jnp.int32(0))).cts
+        return reverse_segments(reverse_one, length, steps, s)
 
     def rows(self, step: StepReversal) -> list:
         """Where those of a segment are stored."""
@@ -144,8 +152,8 @@ class EverySegment(Sweep):
 
     def reach(self, step: StepReversal, first: Any, end: Any, s: Backward) -> tuple[list, Backward]:
         """The carry before step `first`, where a segment begins that ends at step `end`."""
-        carry = self.loaded(step, s.unit, first, end, s)
-        return carry, s._replace(ahead=self.load_ahead(step.operands, s.stacks, s.unit - 1))
+        carry = self.loaded(step, s.segment, first, end, s)
+        return carry, s._replace(ahead=self.load_ahead(step.operands, s.stacks, s.segment - 1))
 
     def loaded(self, step: StepReversal, slot: Any, first: Any, end: Any, s: Backward) -> list:
         """The carry before step `first`, of a slot, and of buffers as they were at step `end`."""

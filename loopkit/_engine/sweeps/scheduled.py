@@ -23,22 +23,22 @@ from loopkit.schedules.online import NEVER
 
 class Scheduled(EverySegment):
     @property
-    def unit_count(self) -> int:
+    def segment_count(self) -> int:
         return self.layout_plan.slots
 
     def run(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
         length, schedule = self.how.plan.segment, tables.Schedule.of(self.how.plan)
 
-        def segments(s: tuple[Steps, list, tables.Slots]) -> tuple[Steps, list, tables.Slots]:
+        def run_on(s: tuple[Steps, list, tables.Slots]) -> tuple[Steps, list, tables.Slots]:
             steps, slots, placed = s
             slot, run, placed = schedule.save(placed)
             run = lax.min(run, lax.div(LAST_STEP - steps.count, jnp.int32(length)))
-            return *self.segment(loop, operands, steps, slots, slot, run), placed
+            return *self.take_segments(loop, operands, steps, slots, slot, run), placed
 
         another = lambda s: goes_on(loop, operands, s[0], loop.length)
         first = *state, schedule.start(state[0].count)
-        steps, slots, placed = lax.while_loop(another, segments, first)
-        return steps, slots, placed.units
+        steps, slots, placed = lax.while_loop(another, run_on, first)
+        return steps, slots, placed.segments
 
     def reverse_segment(self, step: StepReversal, first: Any, count: Any, s: Backward) -> Backward:
         return self.freed(super().reverse_segment(step, first, count, s))
@@ -49,56 +49,57 @@ class Scheduled(EverySegment):
 
     def freed(self, s: Backward) -> Backward:
         """Without the checkpoint of the segment that was reversed, if there was one."""
-        return s._replace(units=jnp.where(s.units >= s.unit, NEVER, s.units))
+        return s._replace(segments=jnp.where(s.segments >= s.segment, NEVER, s.segments))
 
     def reach(self, step: StepReversal, first: Any, end: Any, s: Backward) -> tuple[list, Backward]:
-        carry, unit = self.nearest(step, end, s)
-        carry, stacks, units = self.climb(step, carry, unit, s)
-        return carry, s._replace(stacks=stacks, units=units)
+        carry, segment = self.nearest(step, end, s)
+        carry, stacks, segments = self.climb(step, carry, segment, s)
+        return carry, s._replace(stacks=stacks, segments=segments)
 
     def nearest(self, step: StepReversal, end: Any, s: Backward) -> tuple[list, Any]:
-        """The last checkpoint before a segment that ends at step `end`, and its unit."""
-        slot, unit = tables.latest(s.units, s.unit)
-        return self.loaded(step, slot, unit * self.how.plan.segment, end, s), unit
+        """The last checkpoint before a segment that ends at step `end`, and its segment."""
+        slot, segment = tables.latest(s.segments, s.segment)
+        return self.loaded(step, slot, segment * self.how.plan.segment, end, s), segment
 
     def climb(
-        self, step: StepReversal, carry: list, unit: Any, s: Backward
+        self, step: StepReversal, carry: list, segment: Any, s: Backward
     ) -> tuple[list, list, Any]:
-        """From `unit` to that of `s`, saving on the way: the carry there, slots and their units."""
-        target = s.unit
+        """From `segment` to that of `s`, saving on the way: the carry there, slots and their
+        segments."""
+        target = s.segment
 
         def advance(climb: tuple[list, Any, list, Any]) -> tuple[list, Any, list, Any]:
-            carry, unit, stacks, units = climb
-            run, slot = self.following(unit, target, units)
-            carry = self.segments(step, unit, run, carry)
-            stacks, units = self.saved(slot, carry, unit + run, stacks, units)
-            return carry, unit + run, stacks, units
+            carry, segment, stacks, segments = climb
+            run, slot = self.following(segment, target, segments)
+            carry = self.advance_segments(step, segment, run, carry)
+            stacks, segments = self.saved(slot, carry, segment + run, stacks, segments)
+            return carry, segment + run, stacks, segments
 
-        climb = carry, unit, s.stacks, s.units
-        carry, _, stacks, units = lax.while_loop(lambda c: c[1] < target, advance, climb)
-        return carry, stacks, units
+        climb = carry, segment, s.stacks, s.segments
+        carry, _, stacks, segments = lax.while_loop(lambda c: c[1] < target, advance, climb)
+        return carry, stacks, segments
 
     def replayed(
         self, step: StepReversal, first: Any, count: Any, s: Backward
     ) -> tuple[list, Backward]:
         if not self.records_on_the_way or step.products is not None:
             return super().replayed(step, first, count, s)  # products read rows not taken, too
-        target, length = s.unit, self.how.plan.segment
+        target, length = s.segment, self.how.plan.segment
 
         def advance(climb: tuple[list, Any, list, Any, list]) -> tuple[list, Any, list, Any, list]:
-            carry, unit, stacks, units, rows = climb
-            run, slot = self.following(unit, target, units)
-            there = unit == target
+            carry, segment, stacks, segments, rows = climb
+            run, slot = self.following(segment, target, segments)
+            there = segment == target
             steps = jnp.where(there, count, run * length)
-            carry, rows = step.replay(unit * length, steps, carry, rows, within=False)
-            unit = jnp.where(there, target + 1, unit + run)
+            carry, rows = step.replay(segment * length, steps, carry, rows, within=False)
+            segment = jnp.where(there, target + 1, segment + run)
             slot = jnp.where(there, -1, slot)
-            return carry, unit, *self.saved(slot, carry, unit, stacks, units), rows
+            return carry, segment, *self.saved(slot, carry, segment, stacks, segments), rows
 
-        climb = *self.nearest(step, first + count, s), s.stacks, s.units, s.rows
+        climb = *self.nearest(step, first + count, s), s.stacks, s.segments, s.rows
         climb = lax.while_loop(lambda c: c[1] <= target, advance, climb)
-        carry, _, stacks, units, rows = climb
-        return carry, s._replace(stacks=stacks, units=units, rows=rows)
+        carry, _, stacks, segments, rows = climb
+        return carry, s._replace(stacks=stacks, segments=segments, rows=rows)
 
     @property
     def records_on_the_way(self) -> bool:
@@ -111,16 +112,16 @@ class Scheduled(EverySegment):
         small = plan.step.residual_bytes <= RECORDED
         return plan.thinned and plan.store == "residuals" and small and not plan.host
 
-    def following(self, unit: Any, target: Any, units: Any) -> tuple[Any, Any]:
-        """How many segments to run from `unit`, and the slot to save in then; -1 without one."""
-        free, slot = tables.free_slots(units)
-        run = tables.Schedule.of(self.how.plan).split(target + 1 - unit, free)
+    def following(self, segment: Any, target: Any, segments: Any) -> tuple[Any, Any]:
+        """How many segments to run from `segment`, and the slot to save in then; -1 without one."""
+        free, slot = tables.free_slots(segments)
+        run = tables.Schedule.of(self.how.plan).split(target + 1 - segment, free)
         return run, jnp.where(free > 0, slot, -1)
 
     def saved(
-        self, slot: Any, carry: list, unit: Any, stacks: list, units: Any
+        self, slot: Any, carry: list, segment: Any, stacks: list, segments: Any
     ) -> tuple[list, Any]:
-        """Slots and their units, with the carry at the start of one; as they are if `slot` < 0."""
+        """Slots and their segments, with the carry at a start; as they are if `slot` < 0."""
         how, save = self.how, slot >= 0
         if how.plan.rows:
             # Without a free slot, a row is written over itself.
@@ -128,9 +129,9 @@ class Scheduled(EverySegment):
             old = read_rows(stacks, place - how.plan.spared)
             pairs = zip(how.split_saved(carry)[0], old, strict=True)
             stacks = self.save(stacks, [jnp.where(save, n, o) for n, o in pairs], place)
-        return stacks, tables.saved(units, slot, unit)
+        return stacks, tables.saved(segments, slot, segment)
 
-    def segments(self, step: StepReversal, unit: Any, run: Any, carry: list) -> list:
+    def advance_segments(self, step: StepReversal, segment: Any, run: Any, carry: list) -> list:
         """So many segments, from the carry at the start of the first."""
         length = self.how.plan.segment
-        return self.how.advance(step.operands, step.taken, carry, unit * length, run * length)
+        return self.how.advance(step.operands, step.taken, carry, segment * length, run * length)

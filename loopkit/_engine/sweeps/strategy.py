@@ -53,11 +53,11 @@ Saving = tuple[Steps, list]
 class Backward(NamedTuple):
     """The backward sweep between two segments."""
 
-    unit: Any
+    segment: Any
     """The segment to reverse next."""
     stacks: list
-    units: Any
-    """The unit that each slot holds; none where slot and unit have the same number."""
+    segments: Any
+    """The segment that each slot holds; none where slot and segment have the same number."""
     rows: list
     """One for each step of a segment: carries or residuals."""
     cts: Cotangents
@@ -88,8 +88,8 @@ class Sweep(abc.ABC):
         return _jax.stack_types(types, 2 if self.how.plan.host and rows == 1 else rows)
 
     @property
-    def unit_count(self) -> int:
-        """For how many slots it is noted which unit they hold."""
+    def segment_count(self) -> int:
+        """For how many slots it is noted which segment they hold."""
         return 0
 
     def stack_axes(self, batched: Reversal, carry: Sequence[int | None]) -> list[int | None]:
@@ -99,7 +99,8 @@ class Sweep(abc.ABC):
 
     @abc.abstractmethod
     def run(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
-        """The loop from its start to its end, and what is saved of it; the units of slots, if any.
+        """The loop from its start to its end, and what is saved of it; the segments of slots, if
+        any.
 
         `state`: no step taken, and nothing saved yet.
         """
@@ -132,18 +133,18 @@ class Sweep(abc.ABC):
         """What the forward sweep hands on.
 
         Checkpoints; the log of what was displaced in buffers, and those buffers at the end; the
-        units that checkpoints start; the steps taken, which are each lane's own.
+        segments that checkpoints start; the steps taken, which are each lane's own.
         """
         how, loop, int32 = self.how, self.how.loop, jnp.dtype("int32")
         stacks = self.stack_types
         if how.plan.host:
             stacks = list(map(_jax.on_host, stacks))
-        units, taken = (_jax.ShapedArray(s, int32) for s in ((self.unit_count,), ()))
+        segments, taken = (_jax.ShapedArray(s, int32) for s in ((self.segment_count,), ()))
         if loop.lanes and loop.cond is not None:  # laid out over devices as the predicate is
             taken = loop.cond.out_avals[0].update(dtype=int32, weak_type=False)
         decide = _in_common(loop.body) if loop.cond is None else loop.cond.out_avals
         undoing = [*map(loop.stack_type, how.log_types), *kept(loop.carry_types, how.undone)]
-        return [*stacks, *undoing, *(_jax.type_like(t, decide) for t in (units, taken))]
+        return [*stacks, *undoing, *(_jax.type_like(t, decide) for t in (segments, taken))]
 
     def residual_axes(self, batched: Reversal, carry: Sequence[int | None]) -> list[int | None]:
         """Where the axis of the batched loop is in the residuals, and it is so in its carry."""
@@ -172,14 +173,14 @@ class Sweep(abc.ABC):
             return [*evaluate(loop, operands), *map(_jax.zeros, self.residual_types)]
         loop = loop if how.undo is None else how.undo.logged(loop)
         first = start(loop, operands), self.blank_stacks
-        steps, stacks, *units = self.run(loop, operands, first)
+        steps, stacks, *segments = self.run(loop, operands, first)
         steps = finished(loop, steps)
         ys, log = parts(steps.ys, how.loop.ys_count)
         buffers = kept(steps.carry, how.undone)
         taken = jnp.int32(loop.length) if loop.cond is None else steps.taken
-        if not units:
-            units = [jnp.zeros(0, jnp.int32) + (0 if loop.cond is None else steps.count)]
-        return [*steps.carry, *ys, *stacks, *log, *buffers, *units, taken]
+        if not segments:
+            segments = [jnp.zeros(0, jnp.int32) + (0 if loop.cond is None else steps.count)]
+        return [*steps.carry, *ys, *stacks, *log, *buffers, *segments, taken]
 
     def backward(
         self, operands: Operands, residuals: Sequence[Any], cts: Sequence[Any], batch: Any
@@ -190,7 +191,7 @@ class Sweep(abc.ABC):
         """
         how, loop, active = self.how, self.how.loop, self.how.active
         counts = len(self.stack_types), len(how.log_types), sum(how.undone)
-        stacks, log, buffers, (units, taken) = parts(residuals, *counts)
+        stacks, log, buffers, (segments, taken) = parts(residuals, *counts)
         steps = taken if loop.length is None or loop.cond is not None else loop.length
         steps = taken.max(initial=0) if loop.lanes else steps
         ct_carry, ct_ys = parts(cts, sum(active.carry))
@@ -203,7 +204,7 @@ class Sweep(abc.ABC):
             if step.products is not None:
                 types = _jax.stack_types(step.products.factor_types, how.plan.segment)
                 flowing = flowing._replace(factors=list(map(_jax.zeros, types)))
-            flowing = self.reverse(step, steps, Backward(0, stacks, units, [], flowing, buffers))
+            flowing = self.reverse(step, steps, Backward(0, stacks, segments, [], flowing, buffers))
             bar = flowing.bar
         results = [*flowing.consts, *flowing.carry, *flowing.xs]
         return results if bar is None else progress.closed(loop, bar, results, backward=True)
@@ -218,33 +219,35 @@ def reverse_segments(
     if _jax.host_waits.value and length > 1 and not even:
         return _reverse_apart(reverse, length, steps, state)
 
-    def segment(s: Backward) -> Backward:
-        first = s.unit * length
+    def reverse_one(s: Backward) -> Backward:
+        first = s.segment * length
         count = length if even else jnp.minimum(steps - first, length)
-        return reverse(first, count, s)._replace(unit=s.unit - 1)
+        return reverse(first, count, s)._replace(segment=s.segment - 1)
 
     if known:
         last = -(-steps // length) - 1
     else:  # traced steps are not negative: no sign to mind
         last = lax.div(steps + (length - 1), jnp.int32(length)) - 1
-    state = state._replace(unit=jnp.asarray(last, jnp.int32))
+    state = state._replace(segment=jnp.asarray(last, jnp.int32))
     if known:
-        return repeat(last + 1, lambda _, s: segment(s), state).cts
-    return lax.while_loop(lambda s: s.unit >= 0, segment, state).cts
+        return repeat(last + 1, lambda _, s: reverse_one(s), state).cts
+    return lax.while_loop(lambda s: s.segment >= 0, reverse_one, state).cts
 
 
 def _reverse_apart(reverse: Callable, length: int, steps: Any, state: Backward) -> Cotangents:
     """The same, the last segment for itself: loops over steps of the others have a known length."""
 
-    def segment(unit: Any, count: Any, s: Backward) -> Backward:
-        return reverse(unit * length, count, s._replace(unit=unit))._replace(unit=s.unit)
+    def reverse_one(segment: Any, count: Any, s: Backward) -> Backward:
+        return reverse(segment * length, count, s._replace(segment=segment))._replace(
+            segment=s.segment
+        )
 
     whole = quotient(steps, length)
     rest = steps - whole * length
     some = min(rest, 1) if isinstance(rest, int) else jnp.minimum(rest, 1)
-    state = state._replace(unit=jnp.int32(0))
-    state = repeat(some, lambda _, s: segment(whole, rest, s), state)
-    return repeat_backwards(whole, lambda unit, s: segment(unit, length, s), state).cts
+    state = state._replace(segment=jnp.int32(0))
+    state = repeat(some, lambda _, s: reverse_one(whole, rest, s), state)
+    return repeat_backwards(whole, lambda segment, s: reverse_one(segment, length, s), state).cts
 
 
 def run_steps(loop: Loop, operands: Operands, step: Callable, state: Any) -> Any:

@@ -1,6 +1,6 @@
 """The schedules, as a compiled loop steps through them.
 
-A slot holds the carry at the start of a unit (a segment of the plan's `leaf` steps), or nothing.
+A slot holds the carry at the start of a segment, or nothing.
 What to save, and where, is chosen ahead in `loopkit.schedules`; here the tables are read.
 """
 
@@ -32,8 +32,8 @@ COLUMNS = 32
 class Slots(NamedTuple):
     """A sweep's place in its schedule."""
 
-    units: Any
-    """int32[slots]: the unit that each slot holds, NEVER where it is free."""
+    segments: Any
+    """int32[slots]: the segment that each slot holds, NEVER where it is free."""
     count: Any
     """Saves so far."""
     save: Any
@@ -49,7 +49,7 @@ class Schedule:
 
     slots: int
     saves: np.ndarray
-    """[saves, 4]: unit, slot, cleared, run; as in `online.Mark`."""
+    """[saves, 4]: segment, slot, cleared, run; as in `online.Mark`."""
     splits: np.ndarray
     """[free slots, 2, columns]: starts and widths, as in `binomial.SplitTable`."""
 
@@ -64,17 +64,17 @@ class Schedule:
         return Slots(*(_jax.vary_like(jnp.asarray(v), [jax.typeof(like)]) for v in start))
 
     def save(self, state: Slots) -> tuple[Any, Any, Slots]:
-        """The slot to save into, the units to run until the next save, and what follows."""
-        unit, slot, cleared, run = _numbers_in(state.save)
-        units = record(state.units, Mark(state.count, unit, slot, cleared, run), jnp)
-        return slot, run, Slots(units, state.count + 1, _row(self.saves, state.count + 1))
+        """The slot to save into, the segments to run until the next save, and what follows."""
+        segment, slot, cleared, run = _numbers_in(state.save)
+        segments = record(state.segments, Mark(state.count, segment, slot, cleared, run), jnp)
+        return slot, run, Slots(segments, state.count + 1, _row(self.saves, state.count + 1))
 
     def row(self, number: Any) -> list:
-        """Unit, slot, cleared and run of the save after `number` others."""
+        """Segment, slot, cleared and run of the save after `number` others."""
         return _numbers_in(_row(self.saves, number))
 
     def held(self, count: Any) -> Any:
-        """The units that slots hold after `count` saves."""
+        """The segments that slots hold after `count` saves."""
         number = np.arange(len(self.saves), dtype=np.int32)
         slots = np.arange(self.slots, dtype=np.int32)[:, None]
         last = lambda where: jnp.max(jnp.where((where == slots) & (number < count), number, -1), 1)
@@ -82,7 +82,8 @@ class Schedule:
         return jnp.where(saved > cleared, jnp.asarray(self.saves[:, 0])[saved], NEVER)
 
     def split(self, remaining: Any, free: Any) -> Any:
-        """Units to advance before saving, where `remaining` units end with the one to reverse."""
+        """Segments to advance before saving, where `remaining` segments end with the one to
+        reverse."""
         starts, widths = _row(self.splits, free)
         return split_from(SplitTable(starts[None], widths[None]), remaining, 0, jnp)
 
@@ -98,44 +99,44 @@ def _row(table: np.ndarray, number: Any) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _schedule(slots: int, units: int, thinned: bool, exact: bool) -> Schedule:
-    units = min(units, NEVER)
+def _schedule(slots: int, segments: int, thinned: bool, exact: bool) -> Schedule:
+    segments = min(segments, NEVER)
     # Spare slots keep the last stretch short; the cheapest placement takes longer to make.
     spare = isqrt(slots) if slots > 2 else 0
     if exact:
-        table = _best(slots, units)
+        table = _best(slots, segments)
     elif thinned:
-        table = thinning(slots, units, spare=spare).table
+        table = thinning(slots, segments, spare=spare).table
     else:
-        table = cheapest(slots, units).table
-    splits = split_table(units, slots - 1, columns=COLUMNS)
-    unit, slot, cleared = (np.asarray(column, np.int32) for column in table)
-    saves = np.stack([unit[:-1], slot[:-1], cleared[:-1], np.diff(unit)], axis=1)
+        table = cheapest(slots, segments).table
+    splits = split_table(segments, slots - 1, columns=COLUMNS)
+    segment, slot, cleared = (np.asarray(column, np.int32) for column in table)
+    saves = np.stack([segment[:-1], slot[:-1], cleared[:-1], np.diff(segment)], axis=1)
     return Schedule(slots, saves, np.stack([np.asarray(rows, np.int32) for rows in splits], axis=1))
 
 
-def _best(slots: int, units: int) -> Table:
-    """The saves of the forward sweep where the number of units is known: a climb to their end."""
-    sweep = takewhile(lambda a: not isinstance(a, Restore), gradient(units, slots))
-    saves = [(a.unit, a.slot, slots) for a in sweep if isinstance(a, Save)]
-    return Table(*zip(*saves, (units, slots, slots), (units, slots, slots), strict=True))
+def _best(slots: int, segments: int) -> Table:
+    """The saves of the forward sweep over a known number of segments: a climb to their end."""
+    sweep = takewhile(lambda a: not isinstance(a, Restore), gradient(segments, slots))
+    saves = [(a.segment, a.slot, slots) for a in sweep if isinstance(a, Save)]
+    return Table(*zip(*saves, (segments, slots, slots), (segments, slots, slots), strict=True))
 
 
-def latest(units: Any, target: Any) -> tuple[Any, Any]:
-    """The slot that holds the last unit not after `target`, and that unit."""
-    unit = jnp.max(jnp.where(units <= target, units, -1))
-    return _place(units == unit), unit
+def latest(segments: Any, target: Any) -> tuple[Any, Any]:
+    """The slot that holds the last segment not after `target`, and that segment."""
+    segment = jnp.max(jnp.where(segments <= target, segments, -1))
+    return _place(segments == segment), segment
 
 
-def free_slots(units: Any) -> tuple[Any, Any]:
+def free_slots(segments: Any) -> tuple[Any, Any]:
     """How many slots are free, and one of them."""
-    free = units == NEVER
+    free = segments == NEVER
     return free.sum(dtype=jnp.int32), _place(free)
 
 
-def saved(units: Any, slot: Any, unit: Any) -> Any:
-    """The slots once one of them holds `unit`; as they were if `slot` is none of them."""
-    return jnp.where(_numbers(units) == slot, unit, units)
+def saved(segments: Any, slot: Any, segment: Any) -> Any:
+    """The slots once one of them holds `segment`; as they were if `slot` is none of them."""
+    return jnp.where(_numbers(segments) == slot, segment, segments)
 
 
 def _place(flags: Any) -> Any:

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from loopkit import Plan
-from loopkit._engine.sweeps.in_units import InUnits
+from loopkit._engine.sweeps.in_segments import InSegments
 from loopkit._plans import waits
 
 from .swept_loops import (
@@ -48,7 +48,7 @@ def test_longer_segments(large, monkeypatch):
         monkeypatch.setattr(waits, "LARGE_CARRY", -1)
     for name, on_gpu in itertools.product(LOOPS, [*GPUS, *MIXED]):
         found = assert_counts(name, Plan(4), on_gpu)
-        assert isinstance(found.both, InUnits) == on_gpu[1]
+        assert isinstance(found.both, InSegments) == on_gpu[1]
         if on_gpu[1]:
             assert found.both.wider == 2
             assert found.both.predicated_store is not large

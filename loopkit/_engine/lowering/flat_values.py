@@ -21,7 +21,7 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._engine.loop import parts
-from loopkit._engine.passes.tiles import is_row, is_stack, saved_bytes
+from loopkit._engine.lowering.tiles import is_row, is_stack, saved_bytes
 from loopkit._jaxprs import equations
 
 MUCH = 1 << 27

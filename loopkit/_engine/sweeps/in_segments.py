@@ -4,8 +4,9 @@ Runs and climbs go a segment of known length at a time. Where it costs less than
 at hand is written over itself wherever nothing is saved: then a run of known length does not wait
 at all, and a climb in one loop once a segment. Elsewhere a loop over segments ends at each save.
 Longer segments may be worth having; their rows lie in slots that a shorter schedule leaves free
-(`_plans/waits.py`). Units are counted in segments of the plan at hand meanwhile, and handed on in
-those of the plan that laid out the slots: a gradient may go on where hosts do not wait, and back.
+(`_plans/waits.py`). Segments are counted in segments of the plan at hand meanwhile, and handed on
+in those of the plan that laid out the slots: a gradient may go on where hosts do not wait, and
+back.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from loopkit._plans.waits import writes_in_passing
 from loopkit.schedules.online import NEVER
 
 Climb = tuple[list, Any, Any, list, Any]
-"""The carry at hand, its unit, where to save next, the slots, and their units."""
+"""The carry at hand, its segment, where to save next, the slots, and their segments."""
 
 
-class InUnits(Scheduled):
+class InSegments(Scheduled):
     @property
     def schedule(self) -> tables.Schedule:
         return tables.Schedule.of(self.how.plan)
@@ -44,34 +45,40 @@ class InUnits(Scheduled):
     def run(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
         if loop.cond is None:
             run = self.run_in_passing if self.predicated_store else self.run_between_saves
-            steps, stacks, units = run(loop, operands, state)
+            steps, stacks, segments = run(loop, operands, state)
         elif self.predicated_store:
             steps, stacks, number = self.run_flat(loop, operands, state)
-            units = self.schedule.held(number)
+            segments = self.schedule.held(number)
         else:
-            steps, stacks, units = super().run(loop, operands, state)
-        units = jnp.where(units == NEVER, NEVER, units * self.wider)
+            steps, stacks, segments = super().run(loop, operands, state)
+        segments = jnp.where(segments == NEVER, NEVER, segments * self.wider)
         left = jnp.full(self.layout_plan.slots - self.how.plan.slots, NEVER, jnp.int32)
-        return steps, stacks, jnp.concatenate([units, _jax.vary_like(left, [jax.typeof(units)])])
+        return (
+            steps,
+            stacks,
+            jnp.concatenate([segments, _jax.vary_like(left, [jax.typeof(segments)])]),
+        )
 
     def saved_as(self, number: Any) -> tuple[Any, Any]:
-        unit, slot, *_ = self.schedule.row(number)
-        return unit, slot
+        segment, slot, *_ = self.schedule.row(number)
+        return segment, slot
 
     def run_in_passing(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
         """A known number of steps, in a loop over all segments."""
         whole, rest, saves = self.cut(loop)
 
-        def segment(unit: Any, state: Saving, count: int = self.how.plan.segment) -> Saving:
+        def take_next(segment: Any, state: Saving, count: int = self.how.plan.segment) -> Saving:
             steps, stacks = state
-            due = saves[:, 0] == unit
+            due = saves[:, 0] == segment
             slot = jnp.max(jnp.where(due, saves[:, 1], 0))
             stacks = self.save_if(due.any(), stacks, kept(steps.carry, self.how.slotted), slot)
             return run_known(loop, operands, count, steps), stacks
 
-        state = repeat(whole, segment, state)
+        state = repeat(whole, take_next, state)
         # Of a choice that it knows, a compiler would make a copy of all slots.
-        state = segment(lax.optimization_barrier(jnp.int32(whole)), state, rest) if rest else state
+        state = (
+            take_next(lax.optimization_barrier(jnp.int32(whole)), state, rest) if rest else state
+        )
         return *state, self.schedule.held(len(saves))
 
     def run_between_saves(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
@@ -81,10 +88,10 @@ class InUnits(Scheduled):
 
         def stretch(number: Any, state: Saving) -> Saving:
             steps, stacks = state
-            unit, slot, _, run = self.schedule.row(number)
+            segment, slot, _, run = self.schedule.row(number)
             stacks = self.save(stacks, kept(steps.carry, self.how.slotted), slot)
             one = lambda _, s: run_known(loop, operands, length, s)
-            return repeat(lax.min(run, whole - unit), one, steps), stacks
+            return repeat(lax.min(run, whole - segment), one, steps), stacks
 
         steps, stacks = repeat(len(saves), stretch, state)
         return run_known(loop, operands, rest, steps), stacks, self.schedule.held(len(saves))
@@ -96,21 +103,21 @@ class InUnits(Scheduled):
 
     @property
     def wider(self) -> int:
-        """How many of the units handed on are one of those counted in."""
+        """How many of the segments handed on are one of those counted in."""
         return self.how.plan.segment // self.layout_plan.segment
 
     def reverse(self, step: StepReversal, steps: Any, s: Backward) -> Cotangents:
         # Of a climb whose length it knows, too, a compiler would make copies.
-        units = lax.optimization_barrier(s.units)
+        segments = lax.optimization_barrier(s.segments)
         if self.how.layout_plan is None:
-            return super().reverse(step, steps, s._replace(units=units))
-        # What was saved elsewhere may lie between these units, or where their rows will.
-        units = units[: self.how.plan.slots]
-        fits = (units != NEVER) & (units % self.wider == 0)
-        units = jnp.where(fits, lax.div(units, jnp.int32(self.wider)), NEVER)
-        s = s._replace(units=units, rows=self.rows(step) if self.how.plan.host else [])
-        segment = ft.partial(self.reverse_segment, step)
-        return reverse_segments(segment, self.how.plan.segment, steps, s)
+            return super().reverse(step, steps, s._replace(segments=segments))
+        # What was saved elsewhere may lie between these segments, or where their rows will.
+        segments = segments[: self.how.plan.slots]
+        fits = (segments != NEVER) & (segments % self.wider == 0)
+        segments = jnp.where(fits, lax.div(segments, jnp.int32(self.wider)), NEVER)
+        s = s._replace(segments=segments, rows=self.rows(step) if self.how.plan.host else [])
+        reverse_one = ft.partial(self.reverse_segment, step)
+        return reverse_segments(reverse_one, self.how.plan.segment, steps, s)
 
     def reverse_segment(self, step: StepReversal, first: Any, count: Any, s: Backward) -> Backward:
         how = self.how
@@ -137,38 +144,38 @@ class InUnits(Scheduled):
         return False  # runs between saves are of known length here
 
     def climb(
-        self, step: StepReversal, carry: list, unit: Any, s: Backward
+        self, step: StepReversal, carry: list, segment: Any, s: Backward
     ) -> tuple[list, list, Any]:
         climb = self.climb_in_passing if self.predicated_store else super().climb
-        return climb(step, carry, unit, s)
+        return climb(step, carry, segment, s)
 
     def climb_in_passing(
-        self, step: StepReversal, carry: list, unit: Any, s: Backward
+        self, step: StepReversal, carry: list, segment: Any, s: Backward
     ) -> tuple[list, list, Any]:
         """In a loop over all segments."""
-        target, schedule = s.unit, self.schedule
+        target, schedule = s.segment, self.schedule
 
         def advance(climb: Climb) -> Climb:
-            carry, unit, stop, stacks, units = climb
-            carry = self.segments(step, unit, 1, carry)
-            unit, (free, slot) = unit + 1, tables.free_slots(units)
-            due = (unit == stop) & (free > 0)
+            carry, segment, stop, stacks, segments = climb
+            carry = self.advance_segments(step, segment, 1, carry)
+            segment, (free, slot) = segment + 1, tables.free_slots(segments)
+            due = (segment == stop) & (free > 0)
             stacks = self.save_if(due, stacks, self.how.split_saved(carry)[0], slot)
-            units = tables.saved(units, jnp.where(due, slot, -1), unit)
+            segments = tables.saved(segments, jnp.where(due, slot, -1), segment)
             # Without a free slot, the next stop is the target.
-            following = unit + schedule.split(target + 1 - unit, jnp.maximum(free - 1, 0))
-            return carry, unit, jnp.where(unit == stop, following, stop), stacks, units
+            following = segment + schedule.split(target + 1 - segment, jnp.maximum(free - 1, 0))
+            return carry, segment, jnp.where(segment == stop, following, stop), stacks, segments
 
-        stop = unit + schedule.split(target + 1 - unit, tables.free_slots(s.units)[0])
-        climb = carry, unit, stop, s.stacks, s.units
-        carry, _, _, stacks, units = lax.while_loop(lambda c: c[1] < target, advance, climb)
-        return carry, stacks, units
+        stop = segment + schedule.split(target + 1 - segment, tables.free_slots(s.segments)[0])
+        climb = carry, segment, stop, s.stacks, s.segments
+        carry, _, _, stacks, segments = lax.while_loop(lambda c: c[1] < target, advance, climb)
+        return carry, stacks, segments
 
-    def segments(self, step: StepReversal, unit: Any, run: Any, carry: list) -> list:
-        one = super().segments
+    def advance_segments(self, step: StepReversal, segment: Any, run: Any, carry: list) -> list:
+        one = super().advance_segments
         if isinstance(run, int):
-            return one(step, unit, run, carry)
-        return repeat(run, lambda k, c: one(step, unit + k, 1, c), carry)
+            return one(step, segment, run, carry)
+        return repeat(run, lambda k, c: one(step, segment + k, 1, c), carry)
 
 
 def run_known(loop: Loop, operands: Operands, count: int, steps: Steps) -> Steps:

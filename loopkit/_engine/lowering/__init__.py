@@ -1,0 +1,1 @@
+"""What the compiler of one platform needs of loops, and what a machine has room for."""
