@@ -185,7 +185,7 @@ def nested(f):
 
 def two_names(f):
     """Steps ask for both."""
-    both = lambda x, w: f(x * (1 + lax.axis_index("outer")), w)
+    both = lambda x, w: f(x * (1 + lax.axis_index("outer").astype(float)), w)
     return jax.vmap(lambda w: over_lanes(both)(XS, w), axis_name="outer")(jnp.asarray([0.8, 0.9]))
 
 
