@@ -36,7 +36,7 @@ TABLE = {
     "three at a time, with": (lambda i, x: i <= 9, 3, 0, (4, True)),
     "three at a time downwards": (lambda i, x: i > 0, -3, 10, (4, True)),
     "three at a time, beyond already": (lambda i, x: i < 10, 3, 17, (0, True)),
-    "as a float": (lambda i, x: (i * 1.0 < 10.0) & (x < 1e3), 1, 0, None),
+    "as a float": (lambda i, x: (jnp.asarray(i, float) < 10.0) & (x < 1e3), 1, 0, None),
     "more than can be counted": (lambda i, x: (i < 2**40) & (x < 1e3), 1, 0, None),
     "a test of equality": (lambda i, x: (i != 10) & (x < 1e3), 1, 0, None),
     "through a narrower integer": (

@@ -31,7 +31,7 @@ OPTIONS = {
     "few bytes": {"memory": 1600, "unroll": True},
     "many bytes": {"memory": "1 MB"},
     "unrolled": {"unroll": True},
-    "trials": {"unroll": "auto"},
+    "four at a time": {"unroll": 4},
     "truncated late": {"truncate": 100, "unroll": 3},
     "axes": {"axis": 1},
     "replaced": {"replaced": {}},

@@ -45,7 +45,10 @@ SPLIT = 512
 ALIKE = 2
 """Residuals up to this many times the log of a step are stored in its place: all of them."""
 NEAR_LEAST_TIME = 1.02
-"""Times the least predicted time up to which a plan is taken that moves less to the host."""
+"""Times the least predicted time up to which a plan is taken for as fast. Of these, the one that
+moves least to the host is best, on an accelerator, and then the one of fewest bytes: what is nearer
+to a cache is faster than predicted rather than slower.
+"""
 PLANNED_REACH = 100
 """Steps to a carry of its budget for which a loop without a bound is planned."""
 
@@ -255,12 +258,10 @@ def _cheapest(
     small += [_default(loop)] if most is None and host is None else []
     plans += small
     plans = [p for p in plans if p.peak_bytes <= count and p.host_bytes <= room]
-    if plans and host is not None:  # on an accelerator steps are faster than what goes to the host
+    if plans:
         least = min(p.nanoseconds(steps) for p in plans)
         near = [p for p in plans if p.nanoseconds(steps) <= NEAR_LEAST_TIME * least]
-        return min(near, key=lambda p: (p.host_bytes, p.nanoseconds(steps)))
-    if plans:
-        return min(plans, key=lambda p: (p.nanoseconds(steps), p.peak_bytes))
+        return min(near, key=lambda p: (p.host_bytes, p.peak_bytes, p.nanoseconds(steps)))
     if most is not None:
         return replace(loop, slots=1)
     raise _refusal(small, count, host, loops, name)
