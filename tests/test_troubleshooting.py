@@ -16,7 +16,7 @@ SOURCES = [
     *Path(loopkit.__file__).parent.rglob("*.py"),
     *(Path(module.__file__) for module in (lax_loops, jax._src.core, jax._src.interpreters.ad)),
 ]
-HEADINGS = [h for h in re.findall(r"^## (.*)$", PAGE.read_text(), re.M) if h.startswith("`")]
+HEADINGS = [h for h in re.findall(r"^## (.*)$", PAGE.read_text(), re.M) if "`" in h]
 
 
 def constants(path):

@@ -68,18 +68,18 @@ PRINTS = """## What it prints
 
 """
 
-COSTS = """## Beside its peers
+COSTS = """## Compared with other programs
 
 | | time | of the first | temporary memory |
 | --- | ---: | ---: | ---: |
 {rows}
 
-Medians of calls in turn; the compiler's own figure for memory.{of}
+Times are medians of interleaved calls. Memory is what the compiler reports.{of}
 
 """
 
-MEASURED = """ They are of the search in `benchmarks/beams.py`
-({program}), whose loop is another one in each row:
+MEASURED = """ The figures are for the search in `benchmarks/beams.py`
+({program}), with another loop in each line:
 [benchmarks](../benchmarks.md#decoding-and-unknown-lengths)."""
 
 
