@@ -100,11 +100,7 @@ def run_in_fresh_interpreter(page: Path, directory: Path) -> None:
     outcome = subprocess.run(
         [sys.executable, __file__, str(page)],
         cwd=directory,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "LOOPKIT_CACHE_DIR": str(directory / "cache"),
-        },
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,
         timeout=600,

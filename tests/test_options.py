@@ -161,11 +161,6 @@ def check(name, option, compiled=True):
     assert_same(got(problem.vector(), lanes_of(problem)), reference(name), name in LAX)
 
 
-@pytest.fixture(autouse=True)
-def no_memory_of_trials(tmp_path, monkeypatch):
-    monkeypatch.setenv("LOOPKIT_CACHE_DIR", str(tmp_path / "cache"))
-
-
 def turn(names, each, start=0):
     """Pairs of a program and an option in which options take turns."""
     options = list(OPTIONS)
