@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_flatten_with_path
-from jaxtyping import Array, ArrayLike, Int32
+from jaxtyping import Array, ArrayLike, Int32, PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
@@ -58,14 +58,14 @@ class TensorArray(Generic[E]):
     _tail: list[list[Any]]
     """Elements not stored yet. It may hold more, appended to another TensorArray."""
 
-    def __init__(self, *_: Any, **__: Any):
+    def __init__(self, *_: object, **__: object):
         raise TypeError(
             f"loopkit.{NAME}: an array must be made with `empty` or `from_array`, got a call of "
             f"the class. Write `{NAME}.empty(capacity, element)`, or `{NAME}.from_array(rows)`."
         )
 
     @staticmethod
-    def _of(data: Sequence[Any], tree: Any, size: Any) -> TensorArray[Any]:
+    def _of(data: Sequence[Any], tree: _jax.TreeDef, size: Any) -> TensorArray[Any]:
         new = object.__new__(TensorArray)
         new._data, new._tree, new._tail = list(data), tree, []
         new._size = new._stored = size
@@ -133,7 +133,7 @@ class TensorArray(Generic[E]):
         return (*self._settled(), jnp.int32(size) if isinstance(size, int) else size), self._tree
 
     @classmethod
-    def tree_unflatten(cls, tree: Any, children: Sequence[Any]) -> TensorArray[E]:
+    def tree_unflatten(cls, tree: _jax.TreeDef, children: Sequence[Any]) -> TensorArray[E]:
         *data, size = children
         return cls._of(data, tree, size)
 
@@ -299,7 +299,7 @@ class TensorArray(Generic[E]):
     def _element(self, leaves: Sequence[Any]) -> Any:
         return bare(self._tree.unflatten(leaves))
 
-    def _leaves(self, method: str, element: Any) -> list[Any]:
+    def _leaves(self, method: str, element: PyTree[Any]) -> list[Any]:
         """The leaves of an element, in the types that are stored."""
         types = list(map(_element_type, self._data))
         first = self._tree.unflatten(types)
@@ -322,7 +322,7 @@ def _wrong(kind: type[Exception], method: str, *rest: Any) -> Exception:
     return kind(errors.wrong(f"{NAME}.{method}", *rest))
 
 
-def _element_type(stored: Any) -> Any:
+def _element_type(stored: jax.Array) -> Any:
     return jax.ShapeDtypeStruct(stored.shape[1:], stored.dtype)
 
 
@@ -332,16 +332,16 @@ def _doubled(room: int, size: int) -> int:
     return room
 
 
-def _with_room(value: Any, room: int) -> Any:
+def _with_room(value: jax.Array, room: int) -> Any:
     more = max(0, room - value.shape[0]), *value.shape[1:]
     return jnp.concatenate([value, jnp.zeros(more, value.dtype)]) if more[0] else value
 
 
-def is_tensor_array(value: Any) -> bool:
+def is_tensor_array(value: object) -> bool:
     return isinstance(value, TensorArray)
 
 
-def checked(tree: Any) -> Any:
+def checked(tree: PyTree[Any]) -> Any:
     """The tree, its TensorArrays checked not to hold more than they have room for."""
     return jax.tree.map(
         lambda v: v._checked() if is_tensor_array(v) else v, tree, is_leaf=is_tensor_array

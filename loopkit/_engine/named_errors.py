@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from loopkit import _jax
 from loopkit._engine.loop import Loop
 
@@ -34,7 +36,7 @@ def naming_the_loop(rule: Callable) -> Callable:
     """
 
     @ft.wraps(rule)
-    def named(*args: Any, **params: Any) -> Any:
+    def named(*args: jax.Array, **params: Any) -> Any:
         try:
             return rule(*args, **params)
         except Exception as error:
