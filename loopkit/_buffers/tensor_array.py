@@ -322,7 +322,7 @@ def _wrong(kind: type[Exception], method: str, *rest: Any) -> Exception:
     return kind(errors.wrong(f"{NAME}.{method}", *rest))
 
 
-def _element_type(stored: jax.Array) -> Any:
+def _element_type(stored: Any) -> Any:
     return jax.ShapeDtypeStruct(stored.shape[1:], stored.dtype)
 
 

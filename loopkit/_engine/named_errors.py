@@ -10,8 +10,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from loopkit import _jax
 from loopkit._engine.loop import Loop
 
@@ -36,7 +34,7 @@ def naming_the_loop(rule: Callable) -> Callable:
     """
 
     @ft.wraps(rule)
-    def named(*args: jax.Array, **params: Any) -> Any:
+    def named(*args: Any, **params: Any) -> Any:
         try:
             return rule(*args, **params)
         except Exception as error:

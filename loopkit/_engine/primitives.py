@@ -52,14 +52,18 @@ def define(primitive: _jax.Primitive, evaluate: Callable, types: Callable, **rul
     _jax.define(primitive, evaluate, types, run=_run, **rules)
 
 
-def _run(compiled: Callable, evaluate: Callable, *operands: jax.Array, **params: Any) -> Any:
+def _run(
+    compiled: Callable, evaluate: Callable, *operands: jax.typing.ArrayLike, **params: Any
+) -> Any:
     if not params["loop"].shows:
         return _run_once(compiled, evaluate, *operands, **params)
     with closing_if_it_fails():
         return jax.block_until_ready(_run_once(compiled, evaluate, *operands, **params))
 
 
-def _run_once(compiled: Callable, evaluate: Callable, *operands: jax.Array, **params: Any) -> Any:
+def _run_once(
+    compiled: Callable, evaluate: Callable, *operands: jax.typing.ArrayLike, **params: Any
+) -> Any:
     if params["loop"].lasting:
         return compiled(*operands, **params)
     # A loop with rules for derivatives is equal to no other; what it computes may be.

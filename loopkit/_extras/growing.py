@@ -129,7 +129,7 @@ def compiled(traced: Traced, size: int, counts: bool = False) -> Callable:
 
 
 @functools.lru_cache(256)
-def on_device(number: int, dtype: np.dtype[Any]) -> jax.Array:
+def on_device(number: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """A number where compiled programs take it from, which each call would put there anew."""
     with jax.ensure_compile_time_eval():
         return jnp.asarray(number, dtype)
@@ -158,13 +158,13 @@ def divided(xs: list, rows: int, sizes: Iterator[int]) -> Iterator[tuple[int, in
         yield size, left, [_lengthened(row, size - left) for row in x] if left < size else x
 
 
-def _sliced(x: jax.Array, start: int, count: int) -> Any:
+def _sliced(x: Any, start: int, count: int) -> Any:
     if _is_host_array(x) and not x.committed:
         return np.asarray(x)[start : start + count]
     return lax.dynamic_slice_in_dim(x, start, count)
 
 
-def _lengthened(x: jax.Array, rows: int) -> Any:
+def _lengthened(x: Any, rows: int) -> Any:
     """With rows at the end that no step reads."""
     made = np if isinstance(x, np.ndarray) else jnp
     return made.concatenate([x, made.broadcast_to(x[-1:], (rows, *x.shape[1:]))])

@@ -145,7 +145,7 @@ def _inside(kind: Any, carry: Sequence[Any], length: int | None) -> Any:
 
 
 def _diverted(bind: Callable, describe: Callable) -> Callable:
-    def diverted(*operands: jax.Array, **params: Any) -> Any:
+    def diverted(*operands: jax.typing.ArrayLike, **params: Any) -> Any:
         settings = _jax.replacing.value
         if settings is None:
             return bind(*operands, **params)

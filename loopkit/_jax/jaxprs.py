@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax._src.named_sharding import UnspecifiedValue
 from jax._src.random.prng import PRNGImpl
 
 from loopkit._jax.avals import ShapedArray, Zero, is_tracer, slice_type
-from loopkit._jax.types import AxisData, Equation
+from loopkit._jax.types import AxisData, Equation, OpenJaxpr
 
 call_jaxpr = core.jaxpr_as_fun
 close_jaxpr = pe.close_jaxpr
@@ -43,7 +43,7 @@ COMPARED = (
 """Types of parameters that never change, and are equal only if they mean the same."""
 
 
-def open_jaxpr(jaxpr: Jaxpr) -> Any:
+def open_jaxpr(jaxpr: Jaxpr) -> OpenJaxpr:
     """The equations and variables of a closed jaxpr."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
@@ -99,14 +99,14 @@ def dce(
     jaxpr: Jaxpr, used_outputs: Sequence[bool], keep: Sequence[bool]
 ) -> tuple[Jaxpr, list[bool]]:
     """The part of a jaxpr that the used outputs need, and which inputs it takes."""
-    small, used = pe.dce_jaxpr(open_jaxpr(jaxpr), list(used_outputs), list(keep))
+    small, used = pe.dce_jaxpr(cast(Any, open_jaxpr(jaxpr)), list(used_outputs), list(keep))
     return pe.close_jaxpr(small), list(used)
 
 
 def used_inputs(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> list[bool]:
     """Which inputs the used outputs need."""
     keep = [False] * len(jaxpr.in_avals)
-    return list(pe.dce_jaxpr(open_jaxpr(jaxpr), list(used_outputs), keep)[1])
+    return list(pe.dce_jaxpr(cast(Any, open_jaxpr(jaxpr)), list(used_outputs), keep)[1])
 
 
 def unknown_outputs(jaxpr: Jaxpr, unknown: Sequence[bool]) -> list[bool]:

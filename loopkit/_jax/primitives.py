@@ -64,7 +64,7 @@ def define(
         jaxpr, closed_over = trace(fun, list(map(jax.typeof, operands)), primitive.name)
         return checkify.checkify_jaxpr(*context, jaxpr, enabled, error, *closed_over, *operands)
 
-    def alone(*operands: jax.Array, **params: Any) -> Any:
+    def alone(*operands: jax.typing.ArrayLike, **params: Any) -> Any:
         if any(map(is_on_host, types(*map(jax.typeof, operands), **params)[0])):
             with jax.disable_jit(False):  # else it would come back here
                 return named_results(primitive, tuple(params.items()), *operands)
@@ -94,7 +94,9 @@ evaluations: dict[core.Primitive, Callable] = {}
 
 
 @ft.partial(jax.jit, static_argnums=(0, 1))
-def named_results(primitive: core.Primitive, params: tuple, *operands: jax.Array) -> list:
+def named_results(
+    primitive: core.Primitive, params: tuple, *operands: jax.typing.ArrayLike
+) -> list:
     """What a primitive returns, in the memory that its types say, also outside jit."""
     return list(map(named_on_host, primitive.bind(*operands, **dict(params))))
 

@@ -213,11 +213,7 @@ def run_while(
 
 
 def _finished(
-    request: Request,
-    throw: bool,
-    val: PyTree[Any],
-    steps: jax.Array,
-    still_holds: Callable[[], Any],
+    request: Request, throw: bool, val: PyTree[Any], steps: Any, still_holds: Callable[[], Any]
 ) -> Any:
     """What the caller is given."""
     val = request.carried.returned(val)

@@ -243,7 +243,7 @@ def _check_structure(names: Names, before: PyTree[Any], after: PyTree[Any]) -> N
         raise errors.wrong_carry(function, body, expected, differences, advice)
 
 
-def _check_effects(names: Names, *jaxprs: _jax.Jaxpr) -> None:
+def _check_effects(names: Names, *jaxprs: _jax.Jaxpr | None) -> None:
     effects = [e for j in jaxprs if j is not None for e in _jax.check_effects(j.effects)]
     if effects:
         expected = "may have only side effects that a compiled loop can have"

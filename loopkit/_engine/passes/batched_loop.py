@@ -162,7 +162,7 @@ def _lanes(lanes: int, batched: bool, joins: bool) -> int:
 
 
 def move(
-    value: jax.Array, source: int | None, target: int | None, size: int, over: Any = None
+    value: jax.typing.ArrayLike, source: int | None, target: int | None, size: int, over: Any = None
 ) -> Any:
     """`value` with its batch axis moved, or put in, laid out over a mesh axis if types say so."""
     if target is None:
