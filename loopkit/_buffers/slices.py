@@ -27,15 +27,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopkit import _jax
-from loopkit._buffers.window import Window, outside
+from loopkit._buffers.window import Starts, Window, outside
 
 read_p = _jax.declare("loopkit_read")
 write_p = _jax.declare("loopkit_write")
 
 
-def read(
-    buffer: jax.Array, starts: jax.Array, window: Window, held: bool = True
-) -> tuple[Any, Any]:
+def read(buffer: jax.Array, starts: Starts, window: Window, held: bool = True) -> tuple[Any, Any]:
     """The slices, and the buffer to go on with.
 
     `held`: what is written to it next waits until they have been read.
@@ -48,7 +46,7 @@ def read(
 def write(
     buffer: jax.Array,
     value: jax.Array,
-    starts: jax.Array,
+    starts: Starts,
     window: Window,
     mask: jax.Array | None = None,
     add: bool = False,
@@ -62,7 +60,7 @@ def write(
     return write_p.bind(*operands, window=window, add=add, fresh=False, alone=False)[0]
 
 
-def _varying_together(*values: jax.Array) -> list:
+def _varying_together(*values: jax.typing.ArrayLike) -> list:
     """Values that differ between the same devices, so that no rule has to say it later."""
     types = [jax.typeof(v) for v in values]
     return [_jax.vary_like(v, types) for v in values]

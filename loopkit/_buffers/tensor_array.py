@@ -58,7 +58,7 @@ class TensorArray(Generic[E]):
     _tail: list[list[Any]]
     """Elements not stored yet. It may hold more, appended to another TensorArray."""
 
-    def __init__(self, *_: object, **__: object):
+    def __init__(self, *_: Any, **__: Any):
         raise TypeError(
             f"loopkit.{NAME}: an array must be made with `empty` or `from_array`, got a call of "
             f"the class. Write `{NAME}.empty(capacity, element)`, or `{NAME}.from_array(rows)`."
@@ -133,7 +133,7 @@ class TensorArray(Generic[E]):
         return (*self._settled(), jnp.int32(size) if isinstance(size, int) else size), self._tree
 
     @classmethod
-    def tree_unflatten(cls, tree: _jax.TreeDef, children: Sequence[Any]) -> TensorArray[E]:
+    def tree_unflatten(cls, tree: Any, children: Sequence[Any]) -> TensorArray[E]:
         *data, size = children
         return cls._of(data, tree, size)
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from typing import TypeAlias as Alias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+Starts: Alias = jax.Array | np.ndarray[Any, Any]
+"""Where slices start, one a row: of NumPy where that is known."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Window:
         return jnp.stack([jnp.asarray(n, dtype) for n in found])
 
     def starts_in(
-        self, shape: Sequence[int], starts: jax.Array, reads: bool = False
+        self, shape: Sequence[int], starts: Starts, reads: bool = False
     ) -> tuple[Any, Any]:
         """The starts along `axes`, from 0; and whether each slice is inside, None if all are."""
         if not self.axes:
@@ -74,20 +78,20 @@ class Window:
             return jnp.clip(starts, 0, last), None
         return starts, ((starts >= 0) & (starts <= last)).all(-1)
 
-    def inside(self, shape: Sequence[int], starts: jax.Array) -> Any:
+    def inside(self, shape: Sequence[int], starts: Starts) -> Any:
         """Whether each slice is inside."""
         if not self.axes:
             return jnp.ones(starts.shape[:-1], bool)
         return replace(self, mode="drop").starts_in(shape, starts)[1]
 
-    def point(self, starts: jax.Array) -> list:
+    def point(self, starts: Starts) -> list:
         """Where a single slice starts, along every axis."""
         point: list = list(self.offsets)
         for column, axis in enumerate(self.axes):
             point[axis] = starts[column]
         return [jnp.asarray(p, starts.dtype) for p in point]
 
-    def every_start(self, starts: jax.Array) -> tuple[Any, tuple[int, ...]]:
+    def every_start(self, starts: Starts) -> tuple[Any, tuple[int, ...]]:
         """Starts along `axes` and along those where slices begin after 0; and all those axes."""
         extra = [a for a, offset in enumerate(self.offsets) if offset]
         fixed = np.array([self.offsets[a] for a in extra], starts.dtype)

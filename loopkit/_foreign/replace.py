@@ -172,7 +172,7 @@ def with_rules(jaxpr: _jax.Jaxpr, settings: Settings) -> Any:
     """Loops in custom derivatives are replaced too; JAX traces those when it differentiates."""
 
     def within(rule: Callable) -> Callable:
-        def run(*args: jax.Array) -> Any:
+        def run(*args: jax.typing.ArrayLike) -> Any:
             with replacing(settings):
                 return rule(*args)
 

@@ -72,7 +72,7 @@ class Changes:
             self.made[key] = make(), value  # which lives as long as its id is a key
         return self.made[key][0]
 
-    def plain(self, value: jax.Array | Flat) -> Any:
+    def plain(self, value: jax.typing.ArrayLike | Flat) -> Any:
         """A value in its own shape."""
         if not isinstance(value, Flat):
             return value
@@ -342,7 +342,7 @@ def _wrapped(values: Sequence[Any], types: Sequence[Any], ways: Sequence[str | N
     return [v if way is None else Flat(v, tuple(t.shape), object()) for v, t, way in triples]
 
 
-def _held(value: jax.Array | Flat, way: str | None, found: Changes) -> Any:
+def _held(value: Any, way: str | None, found: Changes) -> Any:
     """What a loop begins with, or goes on with."""
     if way is None:
         return found.plain(value)

@@ -320,7 +320,7 @@ def _strong(aval: _jax.ShapedArray) -> Any:
     return aval.update(weak_type=False) if aval.weak_type else aval
 
 
-def _as(value: jax.Array, aval: _jax.ShapedArray) -> Any:
+def _as(value: jax.typing.ArrayLike, aval: _jax.ShapedArray) -> Any:
     """A value in the type that a loop carries."""
     if jax.typeof(value).weak_type and not aval.weak_type:
         value = lax.convert_element_type(value, aval.dtype)
