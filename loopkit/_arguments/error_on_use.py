@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from loopkit import _jax
 
@@ -52,7 +53,7 @@ class ErrorIf:
 
 
 def error_on_use(
-    raising: Callable[[Sequence, list], list], checks: Sequence[Any], values: Any
+    raising: Callable[[Sequence, list], list], checks: Sequence[Any], values: PyTree[Any]
 ) -> Any:
     """A tree of values, and an error if the checks say so.
 
@@ -72,20 +73,24 @@ def _bind(raising: Callable, checks: Sequence[Any], values: Sequence[Any]) -> li
     return [v if type(v) is _jax.Zero else next(out) for v in values]
 
 
-def _types(*types: Any, raising: Callable, count: int) -> tuple[list, Any]:
+def _types(*types: _jax.ShapedArray, raising: Callable, count: int) -> tuple[list, Any]:
     return [_jax.type_like(t, types[:count]) for t in types[count:]], set()
 
 
-def _jvp(primals: Any, tangents: Any, *, raising: Callable, count: int) -> tuple[list, list]:
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, raising: Callable, count: int
+) -> tuple[list, list]:
     checks = primals[:count]
     return _bind(raising, checks, primals[count:]), _bind(raising, checks, tangents[count:])
 
 
-def _transpose(cts: Any, *operands: Any, raising: Callable, count: int) -> list:
+def _transpose(cts: Sequence[Any], *operands: Any, raising: Callable, count: int) -> list:
     return [*[None] * count, *_bind(raising, operands[:count], cts)]
 
 
-def _batched(axis: Any, args: Any, dims: Any, *, raising: Callable, count: int) -> tuple:
+def _batched(
+    axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], *, raising: Callable, count: int
+) -> tuple:
     checks = list(args[:count])
     if any(d is not None for d in dims[:count]):
         each = lambda check: jnp.broadcast_to(check, (axis.size, *check.shape))
@@ -94,7 +99,7 @@ def _batched(axis: Any, args: Any, dims: Any, *, raising: Callable, count: int) 
     return _bind(raising, checks, args[count:]), dims[count:]
 
 
-def _dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+def _dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
     needed = [*[any(used)] * eqn.params["count"], *used]
     if all(used) or not any(used):
         return needed, eqn if any(used) else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 from jax.tree_util import keystr
 
 
@@ -20,13 +21,18 @@ def wrong_type(function: str, argument: str, *what: Any) -> TypeError:
 
 
 def wrong(
-    function: str, argument: str, expected: str, got: str, advice: str, path: Any = ()
+    function: str,
+    argument: str,
+    expected: str,
+    got: str,
+    advice: str,
+    path: jax.tree_util.KeyPath = (),
 ) -> str:
     """One message, for any argument."""
     return f"loopkit.{function}: `{argument}{keystr(path)}` {expected}, got {got}. {advice}"
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value that is not what it should be."""
     return f"{value!r} of type {type(value).__name__}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ class Watched:
     """Leaves of the carry that are too large to be kept of every step, buffers: which, and what."""
 
 
-def named(function: Any, otherwise: str) -> tuple[str, str]:
+def named(function: Callable[..., Any], otherwise: str) -> tuple[str, str]:
     """The name of a function, if one can call it by that, and its file and line."""
     while inner := getattr(function, "__wrapped__", None) or getattr(function, "func", None):
         function = inner
@@ -71,7 +71,9 @@ class Bad(NamedTuple):
     value: Any
 
 
-def describe(loop: Watched, kinds: Sequence[str], bad: Sequence[Bad], step: Any) -> tuple[str, Any]:
+def describe(
+    loop: Watched, kinds: Sequence[str], bad: Sequence[Bad], step: object
+) -> tuple[str, Any]:
     """The error, and the first lane that fails."""
     first = next(b for b in bad if b.failed.any())
     lanes = list(map(tuple, np.argwhere(first.failed)))

@@ -11,7 +11,7 @@ derivatives, and a leaf that was not finite from the start is no error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -138,13 +138,13 @@ def _some(
     return replace(how, leaves=leaves, kinds=kinds, axes=tuple(axes))
 
 
-def _in_front(value: Any, flags: Sequence[bool], lanes: Sequence[int]) -> Any:
+def _in_front(value: jax.Array, flags: Sequence[bool], lanes: Sequence[int]) -> Any:
     """The value with an axis for each of the lanes, of size 1 where it has none."""
     front = [n if has else 1 for n, has in zip(lanes, flags, strict=True)]
     return value.reshape((*front, *value.shape[sum(flags) :]))
 
 
-def _level(value: Any, lanes: int) -> Any:
+def _level(value: jax.Array, lanes: int) -> Any:
     axes = tuple(range(lanes, value.ndim))
     bad, nan = ~jnp.isfinite(value), jnp.isnan(value)
     return bad.any(axes).astype(LEVEL) + nan.any(axes).astype(LEVEL)
@@ -157,7 +157,7 @@ def _levels(how: WatchParams, values: Sequence[Any]) -> list:
     return [_level(v, sum(has)) for leaf, v, has in triples if leaf.emits_level]
 
 
-def _evaluate(*operands: Any, how: WatchParams) -> list:
+def _evaluate(*operands: jax.Array, how: WatchParams) -> list:
     report, values, before = how.apart(operands)
     told = _levels(how, values)
     if not how.checks:
@@ -184,7 +184,7 @@ def _evaluate(*operands: Any, how: WatchParams) -> list:
     return [*(jnp.where(done, v, _jax.zeros(jax.typeof(v))) for v in values), *told]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: jax.Array) -> bool:
     return not jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
@@ -201,14 +201,14 @@ def _reported(how: WatchParams, keys: tuple, failed: list, checked: list, report
     types = list(map(jax.typeof, operands))
     same = lambda v: _jax.vary_like(v, types)
 
-    def call(*operands: Any) -> Any:
+    def call(*operands: jax.Array) -> Any:
         out = jax.ShapeDtypeStruct((), jnp.bool_)
         return same(jax.pure_callback(lambda *v: _raise(how, keys, *v), out, *operands))
 
     return lax.cond(found, call, lambda *_: same(jnp.bool_(True)), *operands)
 
 
-def _raise(how: WatchParams, keys: tuple, *given: Any) -> Any:
+def _raise(how: WatchParams, keys: tuple, *given: jax.Array) -> Any:
     operands = list(map(np.asarray, given))
     names = [leaf.name for leaf in how.leaves if leaf.forward]
     count = len(names)
@@ -220,7 +220,7 @@ def _raise(how: WatchParams, keys: tuple, *given: Any) -> Any:
     raise FloatingPointError(text)
 
 
-def _types(*types: Any, how: WatchParams) -> tuple[list, Any]:
+def _types(*types: _jax.ShapedArray, how: WatchParams) -> tuple[list, Any]:
     n, count = how.reported, len(how.leaves)
     values = types[n : n + count]
     level = lambda t, has: _jax.ShapedArray(t.shape[: sum(has)], LEVEL)
@@ -231,7 +231,7 @@ def _types(*types: Any, how: WatchParams) -> tuple[list, Any]:
     return [*(_jax.type_like(t, decide) for t in values), *told], set()
 
 
-def _jvp(primals: Any, tangents: Any, *, how: WatchParams) -> tuple[list, list]:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, how: WatchParams) -> tuple[list, list]:
     report, values, _ = how.apart(primals)
     outs = watch_p.bind(*primals, how=how)
     _, moved, moved_before = how.apart(tangents)
@@ -258,7 +258,7 @@ def _zero_of(value: Any) -> Any:
     return _jax.float0_zero(jax.typeof(value))
 
 
-def _transpose(cts: Any, *operands: Any, how: WatchParams) -> list:
+def _transpose(cts: Sequence[Any], *operands: Any, how: WatchParams) -> list:
     report, values, before = how.apart(operands)
     ct_values, ct_levels = how.results(cts)
     flows = lambda c: c is not None and type(c) is not _jax.Zero
@@ -290,7 +290,9 @@ def _none_of(operand: Any) -> Any:
     return _jax.float0_zero(operand.aval) if _jax.is_undefined(operand) else None
 
 
-def _batched(axis: Any, args: Any, dims: Any, *, how: WatchParams) -> tuple:
+def _batched(
+    axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], *, how: WatchParams
+) -> tuple:
     operands = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
     has = [d is not None for d in dims]
     level = how.reported + len(how.leaves)
@@ -309,7 +311,7 @@ def _batched(axis: Any, args: Any, dims: Any, *, how: WatchParams) -> tuple:
     return watch_p.bind(*operands, how=how), [0 if h else None for h in (*values, *told)]
 
 
-def _dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+def _dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
     """A step is checked in all that it returns, if anything of that is used."""
     how, count = eqn.params["how"], len(eqn.invars)
     if not any(used):
@@ -334,7 +336,7 @@ def _dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     return needed, _jax.new_equation(eqn, watch_p, invars, outvars, {"how": some})
 
 
-def _alone(_: Any, evaluate: Any, *operands: Any, how: WatchParams) -> list:
+def _alone(_: object, evaluate: Callable[..., Any], *operands: jax.Array, how: WatchParams) -> list:
     """Outside jit the error is raised where the step is taken."""
     return evaluate(*operands, how=how)
 

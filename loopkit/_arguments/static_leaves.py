@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
+from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors
@@ -33,7 +34,7 @@ class Static:
     def __init__(self, value: Any):
         self.value = value
 
-    def __eq__(self, other: Any) -> bool:
+    def __eq__(self, other: object) -> bool:
         return type(other) is Static and _key(self.value) == _key(other.value)
 
     def __hash__(self) -> int:
@@ -43,22 +44,22 @@ class Static:
         return repr(self.value)
 
 
-def _key(value: Any) -> Any:
+def _key(value: object) -> Any:
     if isinstance(value, types.MethodType):  # a new object every time
         return value.__func__, id(value.__self__)
     return (type(value), value) if isinstance(value, VALUES) else id(value)
 
 
-def is_static(node: Any) -> bool:
+def is_static(node: object) -> bool:
     return type(node) is Static
 
 
-def wrapped(function: str, argument: str, tree: Any, hidden: int = 0) -> Any:
+def wrapped(function: str, argument: str, tree: PyTree[Any], hidden: int = 0) -> Any:
     """The tree of arrays, and of `Static` for what is none. `hidden` levels are not the user's."""
     if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree)):
         return tree
 
-    def wrap(path: Any, leaf: Any) -> Any:
+    def wrap(path: jax.tree_util.KeyPath, leaf: object) -> Any:
         if isinstance(leaf, (str, bytes)):  # which NumPy may take for the name of a dtype
             return Static(leaf)
         try:
@@ -74,17 +75,17 @@ def wrapped(function: str, argument: str, tree: Any, hidden: int = 0) -> Any:
     return tree_map_with_path(wrap, tree)
 
 
-def shape_of(tree: Any) -> Any:
+def shape_of(tree: PyTree[Any]) -> Any:
     """The structure as the user knows it, in which what is no array is a leaf."""
     return jax.tree.structure(tree, is_leaf=is_static)
 
 
-def _is_whole(node: Any) -> bool:
+def _is_whole(node: object) -> bool:
     """A leaf that is no array, or a buffer: made anew, it would not know what was written."""
     return is_static(node) or getattr(type(node), "_is_whole", False)
 
 
-def bare(tree: Any) -> Any:
+def bare(tree: PyTree[Any]) -> Any:
     """The tree with every leaf as the user knows it."""
     return jax.tree.map(lambda v: v.value if is_static(v) else v, tree, is_leaf=_is_whole)
 
@@ -94,7 +95,7 @@ def seen(function: Callable | None) -> Any:
     return None if function is None else lambda *args: function(*map(bare, args))
 
 
-def alike(before: Any, after: Any) -> tuple[Any, list[tuple[Any, Any, Any]]]:
+def alike(before: PyTree[Any], after: PyTree[Any]) -> tuple[Any, list[tuple[Any, Any, Any]]]:
     """`after` with what is equal to leaves of `before` that are no arrays in their place.
 
     And what differs from those: path, leaf and the other. Nothing in trees of another structure.
@@ -112,7 +113,9 @@ def alike(before: Any, after: Any) -> tuple[Any, list[tuple[Any, Any, Any]]]:
     return tree.unflatten(new), differences
 
 
-def kept(function: str, body: str, init: str, before: Any, after: Any, hidden: int = 0) -> Any:
+def kept(
+    function: str, body: str, init: str, before: PyTree[Any], after: PyTree[Any], hidden: int = 0
+) -> Any:
     """What a step returned, whose leaves that are no arrays have to be those that it was given."""
     after, differences = alike(before, after)
     lines = [

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors
@@ -19,13 +20,13 @@ from loopkit._arguments import errors
 STATIC = "It is part of the compiled program: pass "
 
 
-def check_callable(function: str, argument: str, value: Any) -> None:
+def check_callable(function: str, argument: str, value: object) -> None:
     if not callable(value):
         expected, advice = "must be a function", "Pass a callable."
         raise errors.wrong_type(function, argument, expected, repr(value), advice)
 
 
-def check_flag(function: str, argument: str, value: Any, expected: str = "a bool") -> bool:
+def check_flag(function: str, argument: str, value: object, expected: str = "a bool") -> bool:
     """A bool, of Python or numpy, or 0 or 1, as a bool."""
     if isinstance(value, (int, np.bool_, np.integer)) and value in (0, 1):
         return bool(value)
@@ -42,19 +43,19 @@ BOUNDS = {
 }
 
 
-def check_bound(function: str, argument: str, value: Any) -> int | None:
+def check_bound(function: str, argument: str, value: object) -> int | None:
     """One of `BOUNDS`: an int, or None."""
     return None if value is None else check_whole(function, argument, value, *BOUNDS[argument])
 
 
-def unrolls_all(unroll: Any) -> bool:
+def unrolls_all(unroll: object) -> bool:
     """Whether all steps are asked for, as in lax by True or 0."""
     if isinstance(unroll, (bool, np.bool_)):
         return bool(unroll)
     return isinstance(unroll, (int, np.integer)) and unroll == 0
 
 
-def check_unroll(function: str, unroll: Any, length: int | None = None) -> int:
+def check_unroll(function: str, unroll: object, length: int | None = None) -> int:
     """Steps to an iteration. All of them can be asked for where their number is known."""
     if isinstance(unroll, (bool, np.bool_)) and not unroll:
         return 1
@@ -105,7 +106,7 @@ def check_debug(function: str, debug: Any, kinds: Sequence[str] = DEBUGGED[:1]) 
     raise wrong(function, "debug", expected, errors.shown(debug), advice)
 
 
-def check_lanes(function: str, lanes: Any) -> Any:
+def check_lanes(function: str, lanes: object) -> Any:
     """None, "wait", "compact", or widths as a tuple of ints."""
     if lanes is None or (isinstance(lanes, str) and lanes in ("wait", "compact", "flatten")):
         return lanes
@@ -122,7 +123,7 @@ def check_lanes(function: str, lanes: Any) -> Any:
     return widths
 
 
-def check_beside_flat(function: str, lanes: Any, progress: Any) -> None:
+def check_beside_flat(function: str, lanes: object, progress: object) -> None:
     """Raise if steps are to be counted of a loop whose lanes are in different ones."""
     if lanes == "flatten" and progress is not None:
         expected = 'must be None where `lanes` is "flatten": lanes are then in different steps'
@@ -131,7 +132,11 @@ def check_beside_flat(function: str, lanes: Any, progress: Any) -> None:
 
 
 def as_array(
-    function: str, argument: str, value: Any, path: Any = (), advice: str = "Pass numbers."
+    function: str,
+    argument: str,
+    value: object,
+    path: jax.tree_util.KeyPath = (),
+    advice: str = "Pass numbers.",
 ) -> Any:
     """An array, of whatever jax.numpy makes one of."""
     try:
@@ -141,7 +146,7 @@ def as_array(
         raise errors.wrong_type(function, argument, "must be an array", got, advice, path) from None
 
 
-def as_arrays(function: str, argument: str, tree: Any, hidden: int = 0) -> Any:
+def as_arrays(function: str, argument: str, tree: PyTree[Any], hidden: int = 0) -> Any:
     """The tree with every leaf an array. `hidden` levels of it are not the user's."""
     if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree)):
         return tree
@@ -152,7 +157,7 @@ def as_arrays(function: str, argument: str, tree: Any, hidden: int = 0) -> Any:
     )
 
 
-def is_traced(leaf: Any) -> bool:
+def is_traced(leaf: object) -> bool:
     """Whether a leaf becomes abstract where a whole function is traced; others stay as they are."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, complex))
 
@@ -170,7 +175,7 @@ def in_python(function: Callable[[], Any]) -> Any:
         return function() if _jax.jit_is_disabled() else None
 
 
-def holds(dtype: Any, value: Any) -> bool:
+def holds(dtype: np.dtype[Any], value: jax.Array) -> bool:
     """Whether nothing of a value is lost in it. Of keys JAX knows no common type."""
     if any(jnp.issubdtype(d, jax.dtypes.extended) for d in (dtype, value.dtype)):
         return value.dtype == dtype

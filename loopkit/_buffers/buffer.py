@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, ArrayLike
+from jaxtyping import Array, ArrayLike, PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
@@ -71,7 +71,7 @@ class Buffer:
         self._written: Any = None if is_array else value._written
 
     @staticmethod
-    def _of(value: Any, owner: Owner | None, written: Any = None) -> Buffer:
+    def _of(value: jax.Array, owner: Owner | None, written: jax.Array | None = None) -> Buffer:
         """`written`, bools for all of it, says what has been, where that is checked."""
         new = object.__new__(Buffer)
         new._value, new._owner, new._written = value, owner, written
@@ -81,7 +81,7 @@ class Buffer:
         return (self._value,), self._owner
 
     @classmethod
-    def tree_unflatten(cls, owner: Any, children: Sequence[Any]) -> Buffer:
+    def tree_unflatten(cls, owner: Owner | None, children: Sequence[Any]) -> Buffer:
         return cls._of(children[0], owner)
 
     # ---------------------------------------------------------------- as an array
@@ -247,11 +247,11 @@ class Ref:
 
     mul = multiply
 
-    def _put(self, name: str, values: Any, how: How, add: bool = False) -> Buffer:
+    def _put(self, name: str, values: ArrayLike, how: How, add: bool = False) -> Buffer:
         place, pred = self._place(name, how)
         return self.buffer._write(place, self._checked(name, place, pred, how, values), pred, add)
 
-    def _write(self, name: str, combine: Callable[..., Any], values: Any, how: How) -> Buffer:
+    def _write(self, name: str, combine: Callable[..., Any], values: ArrayLike, how: How) -> Buffer:
         place, pred = self._place(name, how)
         self._check_shape(name, "values", place, values)
         if not place.unique:
@@ -270,7 +270,7 @@ class Ref:
         return run_time_checks.check_bounds(self.buffer, values, place, pred, verb)
 
     def _all_at_once(
-        self, name: str, combine: Callable[..., Any], values: Any, how: How, pred: Any
+        self, name: str, combine: Callable[..., Any], values: ArrayLike, how: How, pred: Any
     ) -> Buffer:
         """Index arrays that may name a row twice: as jax.numpy does it, on the whole array."""
         whole = indexing.place(self.buffer.shape, ...)
@@ -311,7 +311,7 @@ class Ref:
         self._check_shape(name, "`pred`", place, pred)
         return place, pred
 
-    def _check_shape(self, name: str, what: str, place: indexing.Place, value: Any) -> None:
+    def _check_shape(self, name: str, what: str, place: indexing.Place, value: object) -> None:
         have, want = validate.as_array(AT + name, "values", value).shape, place.shape
         with contextlib.suppress(ValueError):
             if jnp.broadcast_shapes(have, want) == want:
@@ -322,7 +322,7 @@ class Ref:
             "Reshape them, or index the part of the buffer that they are for."
         )
 
-    def _cast(self, name: str, values: Any) -> Any:
+    def _cast(self, name: str, values: ArrayLike) -> Any:
         """Values in the dtype of the buffer, if that loses nothing but precision."""
         values = jnp.asarray(values)
         have, want = values.dtype, self.buffer.dtype
@@ -340,10 +340,10 @@ class Ref:
         return lax.convert_element_type(values, want)
 
 
-def is_buffer(value: Any) -> bool:
+def is_buffer(value: object) -> bool:
     return isinstance(value, Buffer)
 
 
-def plain(tree: Any) -> Any:
+def plain(tree: PyTree[Any]) -> Any:
     """The tree with an array for every buffer."""
     return jax.tree.map(lambda v: v._value if is_buffer(v) else v, tree, is_leaf=is_buffer)

@@ -42,27 +42,27 @@ class Place:
     def batch(self) -> tuple[int, ...]:
         return tuple(self.starts.shape[:-1])
 
-    def outward(self, slices: Any) -> Any:
+    def outward(self, slices: jax.Array) -> Any:
         """What the index selects, from stacked slices."""
         found = jnp.transpose(jnp.squeeze(slices, self.dropped), self.order)
         return jnp.expand_dims(found, self.new)
 
-    def inward(self, value: Any) -> Any:
+    def inward(self, value: jax.typing.ArrayLike) -> Any:
         """Stacked slices, from a value for all that the index selects."""
         return self._stacked(jnp.broadcast_to(value, self.shape))
 
-    def inward_mask(self, mask: Any) -> Any:
+    def inward_mask(self, mask: jax.typing.ArrayLike) -> Any:
         """A mask for the stacked slices, from one that broadcasts against what is selected."""
         mask = jnp.reshape(mask, (*[1] * (len(self.shape) - jnp.ndim(mask)), *jnp.shape(mask)))
         stacked = self._stacked(mask)
         rest = stacked.shape[len(self.batch) :]
         return jnp.broadcast_to(stacked, (*self.batch, *rest))
 
-    def _stacked(self, value: Any) -> Any:
+    def _stacked(self, value: jax.Array) -> Any:
         value = jnp.transpose(jnp.squeeze(value, self.new), tuple(map(int, np.argsort(self.order))))
         return jnp.expand_dims(value, self.dropped)
 
-    def last_of_equals(self, shape: Sequence[int], mask: Any) -> Any:
+    def last_of_equals(self, shape: Sequence[int], mask: jax.Array | None) -> Any:
         """`mask`, one flag a slice or None, without the slices that a later one writes over."""
         at, inside = self.window.starts_in(shape, self.starts)
         room = [shape[a] for a in self.window.axes]
@@ -75,7 +75,7 @@ class Place:
         last = written & _last(jnp.where(written[..., None], at, -1))
         return last.reshape(*self.batch, *[1] * len(shape))
 
-    def by_element(self, value: Any, mask: Any) -> tuple[Place, Any, Any]:
+    def by_element(self, value: jax.Array, mask: jax.Array) -> tuple[Place, Any, Any]:
         """The same, a slice for each element, with stacked slices and their mask."""
         window, batch, ndim = self.window, self.batch, len(self.window.sizes)
         rest = [a for a in range(ndim) if a not in window.axes]
@@ -91,7 +91,7 @@ class Place:
         return place, value.reshape(stacked), jnp.broadcast_to(mask, value.shape).reshape(stacked)
 
 
-def _last(places: Any) -> Any:
+def _last(places: jax.Array) -> Any:
     """Which places, integers along the last axis, are not there again later."""
     flat = places.reshape(-1, places.shape[-1])
     if len(flat) <= 64:
@@ -246,7 +246,7 @@ def _item(v: Any) -> Any:
     raise TypeError(f"loopkit.Buffer: an index must be of integers, got {got}. {INDEX_ADVICE}")
 
 
-def _is_mask(v: Any) -> bool:
+def _is_mask(v: object) -> bool:
     return isinstance(v, np.ndarray) and v.dtype == bool
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 T = TypeVar("T")
 
 MODES = ("drop", "fill", "clip", "promise_in_bounds")
 
 
-def mode_name(name: str, mode: Any) -> str | None:
+def mode_name(name: str, mode: object) -> str | None:
     """The name of an indexing mode."""
     if mode is None:
         return None
@@ -54,7 +56,7 @@ def without_operators(cls: type[T]) -> type[T]:
     return cls
 
 
-def fill_value_of(dtype: Any, fill_value: Any) -> Any:
+def fill_value_of(dtype: np.dtype[Any], fill_value: jax.typing.ArrayLike | None) -> Any:
     """What jax.numpy reads out of bounds, in mode "fill"."""
     if fill_value is None and jnp.issubdtype(dtype, jnp.inexact):
         fill_value = jnp.nan

@@ -20,14 +20,14 @@ from loopkit._arguments.error_on_use import error_on_use
 from loopkit._buffers import slices
 
 
-def first_written(value: Any) -> Any:
+def first_written(value: jax.Array) -> Any:
     """What counts as written in an initial buffer."""
     filled = value != jnp.zeros((), value.dtype)
     rows = filled.any(tuple(range(1, filled.ndim)), keepdims=True)
     return jnp.broadcast_to(rows, filled.shape)
 
 
-def check_read(buffer: Any, found: Any, place: Any, bounds: bool) -> Any:
+def check_read(buffer: Any, found: jax.Array, place: Any, bounds: bool) -> Any:
     """What was read, with an error at run time if it was not to be."""
     if buffer._written is None:
         return found
@@ -43,7 +43,7 @@ def check_read(buffer: Any, found: Any, place: Any, bounds: bool) -> Any:
     return _raise_if(buffer, found, bad, place, text)
 
 
-def check_bounds(buffer: Any, value: Any, place: Any, pred: Any, verb: str) -> Any:
+def check_bounds(buffer: Any, value: jax.typing.ArrayLike, place: Any, pred: Any, verb: str) -> Any:
     """`value`, with an error at run time if slices that are read or written are not inside."""
     if buffer._written is None:
         return value
@@ -58,7 +58,9 @@ def check_bounds(buffer: Any, value: Any, place: Any, pred: Any, verb: str) -> A
     return _raise_if(buffer, value, bad, place, text)
 
 
-def _raise_if(buffer: Any, value: Any, bad: Any, place: Any, text: str) -> Any:
+def _raise_if(
+    buffer: Any, value: jax.typing.ArrayLike, bad: jax.Array, place: Any, text: str
+) -> Any:
     owner = buffer._owner
     if owner.mask is not None:
         bad = bad & owner.mask
@@ -85,7 +87,7 @@ class Outside:
     text: str
 
     def __call__(self, checks: Sequence[Any], values: list) -> list:
-        def call(*checks: Any) -> Any:
+        def call(*checks: jax.Array) -> Any:
             out = jax.ShapeDtypeStruct(checks[2].shape, jnp.bool_)
             return jax.pure_callback(self.report, out, *checks, vmap_method="broadcast_all")
 
@@ -95,7 +97,9 @@ class Outside:
         # The values depend on the call, which would be left out otherwise.
         return [jnp.where(done, v, _jax.zeros(jax.typeof(v))) for v in values]
 
-    def report(self, bad: Any, point: Any, step: Any) -> Any:
+    def report(
+        self, bad: jax.typing.ArrayLike, point: jax.typing.ArrayLike, step: jax.typing.ArrayLike
+    ) -> Any:
         bad, point, step = map(np.asarray, (bad, point, step))
         if not bad.any():
             return np.ones(step.shape, bool)

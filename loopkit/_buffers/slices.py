@@ -27,13 +27,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopkit import _jax
-from loopkit._buffers.window import Window, outside
+from loopkit._buffers.window import Starts, Window, outside
 
 read_p = _jax.declare("loopkit_read")
 write_p = _jax.declare("loopkit_write")
 
 
-def read(buffer: Any, starts: Any, window: Window, held: bool = True) -> tuple[Any, Any]:
+def read(buffer: jax.Array, starts: Starts, window: Window, held: bool = True) -> tuple[Any, Any]:
     """The slices, and the buffer to go on with.
 
     `held`: what is written to it next waits until they have been read.
@@ -44,7 +44,12 @@ def read(buffer: Any, starts: Any, window: Window, held: bool = True) -> tuple[A
 
 
 def write(
-    buffer: Any, value: Any, starts: Any, window: Window, mask: Any = None, add: bool = False
+    buffer: jax.Array,
+    value: jax.Array,
+    starts: Starts,
+    window: Window,
+    mask: jax.Array | None = None,
+    add: bool = False,
 ) -> Any:
     """The buffer with the slices set to `value`, or `value` added to them.
 
@@ -55,17 +60,19 @@ def write(
     return write_p.bind(*operands, window=window, add=add, fresh=False, alone=False)[0]
 
 
-def _varying_together(*values: Any) -> list:
+def _varying_together(*values: jax.typing.ArrayLike) -> list:
     """Values that differ between the same devices, so that no rule has to say it later."""
     types = [jax.typeof(v) for v in values]
     return [_jax.vary_like(v, types) for v in values]
 
 
-def _is_single(starts: Any) -> bool:
+def _is_single(starts: jax.Array) -> bool:
     return math.prod(starts.shape[:-1]) == 1
 
 
-def _evaluate_read(buffer: Any, *operands: Any, window: Window, value: bool, held: bool) -> list:
+def _evaluate_read(
+    buffer: jax.Array, *operands: jax.Array, window: Window, value: bool, held: bool
+) -> list:
     if not value:
         return [buffer]
     (starts,) = operands
@@ -75,7 +82,7 @@ def _evaluate_read(buffer: Any, *operands: Any, window: Window, value: bool, hel
         return [_jax.zeros(found), buffer]
     at, inside = window.starts_in(buffer.shape, starts, reads=True)
 
-    def look(buffer: Any, at: Any) -> Any:
+    def look(buffer: jax.Array, at: jax.Array) -> Any:
         if not _is_single(starts):
             return _gather(buffer, at, window)
         return lax.dynamic_slice(buffer, window.point(at.reshape(-1)), window.sizes)
@@ -95,7 +102,7 @@ def _evaluate_read(buffer: Any, *operands: Any, window: Window, value: bool, hel
     return list(lax.optimization_barrier((found, buffer)) if held else (found, buffer))
 
 
-def _gather(buffer: Any, at: Any, window: Window) -> Any:
+def _gather(buffer: jax.Array, at: jax.Array, window: Window) -> Any:
     at, axes = window.every_start(at)
     batch = at.ndim - 1
     numbers = lax.GatherDimensionNumbers(
@@ -107,7 +114,13 @@ def _gather(buffer: Any, at: Any, window: Window) -> Any:
 
 
 def _evaluate_write(
-    buffer: Any, value: Any, starts: Any, *masks: Any, window: Window, add: bool, **_: Any
+    buffer: jax.Array,
+    value: jax.Array,
+    starts: jax.Array,
+    *masks: jax.Array,
+    window: Window,
+    add: bool,
+    **_: object,
 ) -> list:
     if not window.fits(buffer.shape):
         return [buffer]
@@ -139,7 +152,13 @@ def _evaluate_write(
 
 
 def _write_one(
-    buffer: Any, value: Any, at: Any, inside: Any, masks: Any, window: Window, add: bool
+    buffer: jax.Array,
+    value: jax.Array,
+    at: jax.Array,
+    inside: jax.Array | None,
+    masks: Sequence[jax.Array],
+    window: Window,
+    add: bool,
 ) -> Any:
     point, value = window.point(at.reshape(-1)), value.reshape(window.sizes)
     keep = None if inside is None else inside.reshape((1,) * len(window.sizes))
@@ -153,7 +172,9 @@ def _write_one(
     return lax.dynamic_update_slice(buffer, value, point)
 
 
-def _read_types(buffer: Any, *starts: Any, window: Window, value: bool, **_: Any) -> tuple:
+def _read_types(
+    buffer: _jax.ShapedArray, *starts: _jax.ShapedArray, window: Window, value: bool, **_: object
+) -> tuple:
     if not value:
         return [buffer], set()
     shape = (*starts[0].shape[:-1], *window.sizes)
@@ -161,7 +182,9 @@ def _read_types(buffer: Any, *starts: Any, window: Window, value: bool, **_: Any
     return [found, buffer], set()
 
 
-def _write_types(buffer: Any, *others: Any, **_: Any) -> tuple[list, Any]:
+def _write_types(
+    buffer: _jax.ShapedArray, *others: _jax.ShapedArray, **_: object
+) -> tuple[list, Any]:
     return [_jax.type_like(buffer, others)], set()
 
 
@@ -172,7 +195,9 @@ def _read_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) ->
     return out, read_p.bind(tangents[0], *primals[1:], **params)
 
 
-def _read_transpose(cts: Any, buffer: Any, *starts: Any, window: Window, **how: bool) -> list:
+def _read_transpose(
+    cts: Sequence[Any], buffer: Any, *starts: jax.Array, window: Window, **how: bool
+) -> list:
     none = [None] * len(starts)
     if all(type(c) is _jax.Zero for c in cts):
         return [_jax.float0_zero(buffer.aval), *none]
@@ -191,7 +216,13 @@ def _write_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -
 
 
 def _write_transpose(
-    cts: Any, buffer: Any, value: Any, starts: Any, *masks: Any, window: Window, **how: bool
+    cts: Sequence[Any],
+    buffer: Any,
+    value: Any,
+    starts: jax.Array,
+    *masks: Any,
+    window: Window,
+    **how: bool,
 ) -> list:
     none = [None] * (1 + len(masks))
     of_buffer, of_value = _jax.is_undefined(buffer), _jax.is_undefined(value)
@@ -212,7 +243,7 @@ def _write_transpose(
     return [ct_buffer if of_buffer else None, ct_value, *none]
 
 
-def in_order(found: Any, new: Any, starts: Any, window: Window) -> tuple[Any, Any]:
+def in_order(found: Any, new: jax.Array, starts: jax.Array, window: Window) -> tuple[Any, Any]:
     """What was read, and what is to be written there, which waits until it has been.
 
     A compiler that drops barriers reads a slice again wherever it is used, and then copies the
@@ -225,18 +256,20 @@ def in_order(found: Any, new: Any, starts: Any, window: Window) -> tuple[Any, An
     return lax.platform_dependent(starts, found, new, cpu=branch, default=lambda _, *v: v)
 
 
-def _holds(starts: Any) -> Any:
+def _holds(starts: jax.Array) -> Any:
     """True, which the compiler does not know."""
     return ((starts | 1) != 0).all()
 
 
-def _own_places(starts: Any, size: int) -> Any:
+def _own_places(starts: jax.Array, size: int) -> Any:
     """Starts with a leading batch, each with its own place along a batch axis of the buffer."""
     place = jnp.arange(size, dtype=starts.dtype).reshape(size, *[1] * (starts.ndim - 1))
     return jnp.concatenate([starts, jnp.broadcast_to(place, (*starts.shape[:-1], 1))], -1)
 
 
-def _read_batched(axis: Any, args: Any, dims: Any, *, window: Window, **how: bool) -> tuple:
+def _read_batched(
+    axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], *, window: Window, **how: bool
+) -> tuple:
     if not how["value"]:
         return read_p.bind(*args, window=window, **how), list(dims)
     (buffer, starts), (of_buffer, of_starts) = args, dims
@@ -253,7 +286,9 @@ def _read_batched(axis: Any, args: Any, dims: Any, *, window: Window, **how: boo
     return [jnp.squeeze(found, starts.ndim - 1 + of_buffer), buffer], [0, of_buffer]
 
 
-def _write_batched(axis: Any, args: Any, dims: Any, *, window: Window, **how: Any) -> tuple:
+def _write_batched(
+    axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], *, window: Window, **how: Any
+) -> tuple:
     (buffer, value, starts, *masks), (of_buffer, of_value, of_starts, *of_masks) = args, dims
     if of_buffer is None:
         buffer, of_buffer = jnp.broadcast_to(buffer, (axis.size, *buffer.shape)), 0
@@ -271,7 +306,7 @@ def _write_batched(axis: Any, args: Any, dims: Any, *, window: Window, **how: An
     return out, [of_buffer]
 
 
-def _moved(value: Any, source: int | None, target: int, size: int) -> Any:
+def _moved(value: jax.Array, source: int | None, target: int, size: int) -> Any:
     """`value` with its batch axis moved, or put in."""
     if source is not None:
         return jnp.moveaxis(value, source, target)
@@ -279,7 +314,7 @@ def _moved(value: Any, source: int | None, target: int, size: int) -> Any:
     return jnp.broadcast_to(value, (*shape[:target], size, *shape[target:]))
 
 
-def _read_dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+def _read_dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
     """A read whose value nobody uses only passes its buffer on."""
     if not any(used):
         return [False] * len(eqn.invars), None

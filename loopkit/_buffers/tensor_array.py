@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_flatten_with_path
-from jaxtyping import Array, ArrayLike, Int32
+from jaxtyping import Array, ArrayLike, Int32, PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
@@ -65,7 +65,7 @@ class TensorArray(Generic[E]):
         )
 
     @staticmethod
-    def _of(data: Sequence[Any], tree: Any, size: Any) -> TensorArray[Any]:
+    def _of(data: Sequence[Any], tree: _jax.TreeDef, size: Any) -> TensorArray[Any]:
         new = object.__new__(TensorArray)
         new._data, new._tree, new._tail = list(data), tree, []
         new._size = new._stored = size
@@ -299,7 +299,7 @@ class TensorArray(Generic[E]):
     def _element(self, leaves: Sequence[Any]) -> Any:
         return bare(self._tree.unflatten(leaves))
 
-    def _leaves(self, method: str, element: Any) -> list[Any]:
+    def _leaves(self, method: str, element: PyTree[Any]) -> list[Any]:
         """The leaves of an element, in the types that are stored."""
         types = list(map(_element_type, self._data))
         first = self._tree.unflatten(types)
@@ -332,16 +332,16 @@ def _doubled(room: int, size: int) -> int:
     return room
 
 
-def _with_room(value: Any, room: int) -> Any:
+def _with_room(value: jax.Array, room: int) -> Any:
     more = max(0, room - value.shape[0]), *value.shape[1:]
     return jnp.concatenate([value, jnp.zeros(more, value.dtype)]) if more[0] else value
 
 
-def is_tensor_array(value: Any) -> bool:
+def is_tensor_array(value: object) -> bool:
     return isinstance(value, TensorArray)
 
 
-def checked(tree: Any) -> Any:
+def checked(tree: PyTree[Any]) -> Any:
     """The tree, its TensorArrays checked not to hold more than they have room for."""
     return jax.tree.map(
         lambda v: v._checked() if is_tensor_array(v) else v, tree, is_leaf=is_tensor_array

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from typing import TypeAlias as Alias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+Starts: Alias = jax.Array | np.ndarray[Any, Any]
+"""Where slices start, one a row: of NumPy where that is known."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +57,16 @@ class Window:
         # A symbolic size may be anything.
         return all(s <= n for s, n in pairs if isinstance(s, int) and isinstance(n, int))
 
-    def along(self, sizes: Sequence[Any], dtype: Any) -> Any:
+    def along(self, sizes: Sequence[Any], dtype: np.dtype[Any]) -> Any:
         """Sizes along `axes`, as an array; those that are symbolic are known as it runs."""
         found = [sizes[a] for a in self.axes]
         if all(isinstance(n, int) for n in found):
             return np.array(found, dtype)
         return jnp.stack([jnp.asarray(n, dtype) for n in found])
 
-    def starts_in(self, shape: Sequence[int], starts: Any, reads: bool = False) -> tuple[Any, Any]:
+    def starts_in(
+        self, shape: Sequence[int], starts: Starts, reads: bool = False
+    ) -> tuple[Any, Any]:
         """The starts along `axes`, from 0; and whether each slice is inside, None if all are."""
         if not self.axes:
             return starts, None
@@ -71,20 +78,20 @@ class Window:
             return jnp.clip(starts, 0, last), None
         return starts, ((starts >= 0) & (starts <= last)).all(-1)
 
-    def inside(self, shape: Sequence[int], starts: Any) -> Any:
+    def inside(self, shape: Sequence[int], starts: Starts) -> Any:
         """Whether each slice is inside."""
         if not self.axes:
             return jnp.ones(starts.shape[:-1], bool)
         return replace(self, mode="drop").starts_in(shape, starts)[1]
 
-    def point(self, starts: Any) -> list:
+    def point(self, starts: Starts) -> list:
         """Where a single slice starts, along every axis."""
         point: list = list(self.offsets)
         for column, axis in enumerate(self.axes):
             point[axis] = starts[column]
         return [jnp.asarray(p, starts.dtype) for p in point]
 
-    def every_start(self, starts: Any) -> tuple[Any, tuple[int, ...]]:
+    def every_start(self, starts: Starts) -> tuple[Any, tuple[int, ...]]:
         """Starts along `axes` and along those where slices begin after 0; and all those axes."""
         extra = [a for a, offset in enumerate(self.offsets) if offset]
         fixed = np.array([self.offsets[a] for a in extra], starts.dtype)
@@ -92,7 +99,7 @@ class Window:
         return jnp.concatenate([starts, fixed], -1), (*self.axes, *extra)
 
 
-def outside(buffer: Any, *operands: Any, window: Window, **params: Any) -> tuple:
+def outside(buffer: jax.Array, *operands: jax.Array, window: Window, **params: Any) -> tuple:
     """Which starts are of slices that are not inside, of those that are read or written at all."""
     starts, *masks = operands if "value" in params else operands[1:]
     bad = ~window.inside(buffer.shape, starts)

@@ -19,7 +19,7 @@ then begins with the lane axes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -96,13 +96,13 @@ class Loop:
         taken = self.cond_const_count + self.carry_count
         assert self.cond is None or len(self.cond.in_avals) == taken, "a predicate of the carry"
 
-    def derived(self, key: Any, make: Callable[[], T]) -> T:
+    def derived(self, key: Hashable, make: Callable[[], T]) -> T:
         """`make()`, once for each key."""
         if key not in self.memory:
             self.memory[key] = make()
         return self.memory[key]
 
-    def remember(self, key: Any, value: Any) -> None:
+    def remember(self, key: Hashable, value: Any) -> None:
         """Have `derived` return this for the key."""
         self.memory[key] = value
 

@@ -44,7 +44,7 @@ PARTIAL_EVAL_RULES: dict[Any, Callable] = {}
 and a function of those that returns the results; None if it needs all."""
 
 
-def define(primitive: Any, evaluate: Callable, types: Callable, **rules: Any) -> None:
+def define(primitive: _jax.Primitive, evaluate: Callable, types: Callable, **rules: Any) -> None:
     """As in `_jax`; what has the same equations is compiled once, also outside jit."""
     if primitive is not while_p:  # all others are derivatives
         evaluate, types = naming_the_loop(evaluate), naming_the_loop(types)
@@ -52,14 +52,18 @@ def define(primitive: Any, evaluate: Callable, types: Callable, **rules: Any) ->
     _jax.define(primitive, evaluate, types, run=_run, **rules)
 
 
-def _run(compiled: Callable, evaluate: Callable, *operands: Any, **params: Any) -> Any:
+def _run(
+    compiled: Callable, evaluate: Callable, *operands: jax.typing.ArrayLike, **params: Any
+) -> Any:
     if not params["loop"].shows:
         return _run_once(compiled, evaluate, *operands, **params)
     with closing_if_it_fails():
         return jax.block_until_ready(_run_once(compiled, evaluate, *operands, **params))
 
 
-def _run_once(compiled: Callable, evaluate: Callable, *operands: Any, **params: Any) -> Any:
+def _run_once(
+    compiled: Callable, evaluate: Callable, *operands: jax.typing.ArrayLike, **params: Any
+) -> Any:
     if params["loop"].lasting:
         return compiled(*operands, **params)
     # A loop with rules for derivatives is equal to no other; what it computes may be.
@@ -77,7 +81,7 @@ def _values(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     values = while_p, evaluated_p
     derives = lambda eqn: eqn.primitive in _jax.evaluations and eqn.primitive not in values
 
-    def change(eqn: Any) -> Any:
+    def change(eqn: _jax.Equation) -> Any:
         if not derives(eqn):
             return eqn
         evaluate = lambda *v: _jax.evaluations[eqn.primitive](*v, **eqn.params)
@@ -89,5 +93,5 @@ def _values(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
 
 
 @ft.partial(jax.jit, static_argnums=0)
-def _evaluated(jaxpr: Any, *values: Any) -> list:
+def _evaluated(jaxpr: _jax.Jaxpr, *values: jax.Array) -> list:
     return evaluated_p.bind(*values, jaxpr=jaxpr)

@@ -67,11 +67,11 @@ class Call(abc.ABC):
         return self.progress.weight
 
     @abc.abstractmethod
-    def __call__(self, site: Any, device: int, *values: int) -> tuple[int, ...]: ...
+    def __call__(self, site: object, device: int, *values: int) -> tuple[int, ...]: ...
 
 
 class Opening(Call):
-    def __call__(self, site: Any, device: int, *values: int) -> tuple[int, ...]:
+    def __call__(self, site: object, device: int, *values: int) -> tuple[int, ...]:
         if device:
             return open_bars.SILENT, open_bars.NOT_YET
         total = values[0] * self.weight if values[0] >= 0 and self.weight else None
@@ -80,14 +80,14 @@ class Opening(Call):
 
 
 class Update(Call):
-    def __call__(self, site: Any, device: int, *values: int) -> tuple[int, ...]:
+    def __call__(self, site: object, device: int, *values: int) -> tuple[int, ...]:
         number, steps, done = values
         due = open_bars.updated(number, steps * self.weight, done, self.lanes)
         return (max(1, due // max(1, self.weight)),)
 
 
 class Closing(Call):
-    def __call__(self, site: Any, device: int, *values: int) -> tuple[int, ...]:
+    def __call__(self, site: object, device: int, *values: int) -> tuple[int, ...]:
         number, steps, _ = values
         open_bars.updated(number, steps * self.weight)
         open_bars.closed(number, self.progress, self.backward)
@@ -100,7 +100,11 @@ def is_shown(loop: Loop) -> bool:
 
 
 def opened(
-    loop: Loop, total: Any, like: Any, known: Sequence[Any], backward: bool = False
+    loop: Loop,
+    total: _jax.Whole | None,
+    like: jax.Array,
+    known: Sequence[Any],
+    backward: bool = False,
 ) -> StepMeter:
     """A bar, of so many steps; None if nobody knows. It varies over the devices as `like` does.
 
@@ -115,7 +119,7 @@ def opened(
 
 
 def after(
-    loop: Loop, bar: StepMeter, count: Any, backward: bool = False, done: Done = no_lanes
+    loop: Loop, bar: StepMeter, count: _jax.Whole, backward: bool = False, done: Done = no_lanes
 ) -> StepMeter:
     """After so many more steps. `done`: how many lanes are."""
 
@@ -138,14 +142,14 @@ def closed(loop: Loop, bar: StepMeter, results: Sequence[Any], backward: bool = 
     return [held(v) if _can_wait(v) and small(v) else v for v in results]
 
 
-def _can_wait(value: Any) -> bool:
+def _can_wait(value: jax.Array) -> bool:
     """Whether it is an array of numbers, here."""
     aval = jax.typeof(value)
     known = all(isinstance(n, int) and n > 0 for n in aval.shape)
     return known and isinstance(aval.dtype, np.dtype) and not _jax.is_on_host(aval)
 
 
-def _bit(value: Any) -> Any:
+def _bit(value: jax.Array) -> Any:
     """A number that hangs on it, as no compiler knows what it is."""
     value = jnp.asarray(value)
     first = lax.slice(value, (0,) * value.ndim, (1,) * value.ndim)

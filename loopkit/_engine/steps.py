@@ -37,7 +37,7 @@ class Steps(NamedTuple):
         return self.count if self.lane_counts is None else self.lane_counts
 
 
-def row_of(loop: Loop, step: Any) -> Any:
+def row_of(loop: Loop, step: _jax.Whole) -> Any:
     """The row of xs and ys that belongs to a step."""
     if not loop.reverse:
         return step
@@ -45,12 +45,12 @@ def row_of(loop: Loop, step: Any) -> Any:
     return loop.length - 1 - step
 
 
-def read_slices(loop: Loop, operands: Operands, step: Any) -> list:
+def read_slices(loop: Loop, operands: Operands, step: _jax.Whole) -> list:
     """The slices of xs that belong to a step."""
     return read_rows(operands.xs, row_of(loop, step), loop.x_axes) if operands.xs else []
 
 
-def read_rows(arrays: Sequence[Any], row: Any, axes: Sequence[int] | int = 0) -> list:
+def read_rows(arrays: Sequence[Any], row: _jax.Whole, axes: Sequence[int] | int = 0) -> list:
     """Rows, brought to the device from wherever they are kept."""
     return [
         _jax.placed(
@@ -61,7 +61,7 @@ def read_rows(arrays: Sequence[Any], row: Any, axes: Sequence[int] | int = 0) ->
 
 
 def write_rows(
-    arrays: Sequence[Any], values: Sequence[Any], row: Any, axes: Sequence[int] | int = 0
+    arrays: Sequence[Any], values: Sequence[Any], row: _jax.Whole, axes: Sequence[int] | int = 0
 ) -> list:
     return [
         lax.dynamic_update_index_in_dim(
@@ -75,7 +75,7 @@ def _each(axes: Sequence[int] | int, arrays: Sequence[Any]) -> Sequence[int]:
     return [axes] * len(arrays) if isinstance(axes, int) else axes
 
 
-def spread_lanes(active: Any, value: Any, leading: int) -> Any:
+def spread_lanes(active: Any, value: jax.Array, leading: int) -> Any:
     """A mask over the lanes, shaped so that it broadcasts against `value`.
 
     `leading` axes of `value` come before its lane axes.
@@ -138,7 +138,7 @@ def one_step(loop: Loop, operands: Operands, state: Steps) -> Steps:
     return Steps(state.count + 1, carry, ys, lane_counts, state.bar)
 
 
-def guarded_step(loop: Loop, operands: Operands, stop: Any, state: Steps) -> Steps:
+def guarded_step(loop: Loop, operands: Operands, stop: _jax.Whole | None, state: Steps) -> Steps:
     """A step if the loop goes on; for bodies unrolled several to an iteration."""
     go = goes_on(loop, operands, state, stop)
     if loop.effects or loop.shows_within:
@@ -176,7 +176,7 @@ def first_carry(loop: Loop, operands: Operands) -> list:
     return [_jax.vary_like(v, [t]) for v, t in zip(operands.init, loop.carry_types, strict=True)]
 
 
-def after_run(loop: Loop, steps: Steps, count: Any) -> Steps:
+def after_run(loop: Loop, steps: Steps, count: _jax.Whole) -> Steps:
     """After a run of so many steps."""
     if steps.bar is None:
         return steps
@@ -245,7 +245,7 @@ def in_runs(
         return repeat(times, body, state, loop.unroll, part)
     length = progress.run_length(loop)
 
-    def run(first: Any, count: Any, s: Any) -> Any:
+    def run(first: _jax.Whole, count: _jax.Whole, s: Any) -> Any:
         return after(repeat(count, lambda k, s: body(first + k, s), s, loop.unroll), count)
 
     if isinstance(times, int):  # a loop of known length is a little faster
@@ -272,7 +272,7 @@ def repeat(
     if part > 1 and not isinstance(times, int):
         whole = quotient(times, part)
 
-        def known(k: Any, s: Any) -> Any:
+        def known(k: _jax.Whole, s: Any) -> Any:
             return repeat(part, lambda j, s: body(k * part + j, s), s, unroll)
 
         state = repeat(whole, known, state)
@@ -281,7 +281,7 @@ def repeat(
     if (unroll := min(unroll, times) if isinstance(times, int) else unroll) > 1:
         whole = times // unroll
 
-        def several(k: Any, s: Any) -> Any:
+        def several(k: _jax.Whole, s: Any) -> Any:
             for j in range(unroll):
                 s = body(k * unroll + j, s)
             return s
@@ -301,7 +301,7 @@ def repeat(
     return lax.while_loop(lambda s: s[0] < times, step, (zero, state))[1]
 
 
-def quotient(count: Any, by: int) -> Any:
+def quotient(count: _jax.Whole, by: int) -> Any:
     """`count // by`. A count is not negative: if it is traced, there is no sign to mind."""
     return lax.div(count, jnp.int32(by)) if _jax.is_tracer(count) else count // by
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
@@ -93,7 +94,7 @@ def best_unroll(
 def _gradient(run: Callable) -> Callable:
     """Of the sum of all numbers that have a derivative, in all that have one."""
 
-    def slopes(init: Any, xs: Any) -> Any:
+    def slopes(init: PyTree[Any], xs: PyTree[Any]) -> Any:
         leaves, tree = jax.tree.flatten((init, xs))
         moves = [_jax.is_differentiable(jax.typeof(v)) for v in map(jnp.asarray, leaves)]
 
@@ -109,7 +110,7 @@ def _gradient(run: Callable) -> Callable:
     return slopes
 
 
-def _measured(run: Callable, init: Any, xs: Any) -> tuple[float, float]:
+def _measured(run: Callable, init: PyTree[Any], xs: PyTree[Any]) -> tuple[float, float]:
     """Seconds to trace and compile, and to run."""
     begin = time.perf_counter()
     compiled = jax.jit(run).lower(init, xs).compile()

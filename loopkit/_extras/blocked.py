@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Unpack, overload
 
 import jax
+from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
@@ -114,7 +115,7 @@ def blocked(
     return run
 
 
-def _in_blocks(fn: Callable, inputs: Inputs, rows: int, out_axes: Any, shown: Any) -> Any:
+def _in_blocks(fn: Callable, inputs: Inputs, rows: int, out_axes: Axes, shown: Any) -> Any:
     count, left = divmod(inputs.length, rows)
     head, tail = inputs.divided(count, rows)
     shown = None if shown is None else replace(shown, whole=count + bool(left))
@@ -129,7 +130,7 @@ def _in_blocks(fn: Callable, inputs: Inputs, rows: int, out_axes: Any, shown: An
 
 
 def _over_blocks(
-    fn: Callable, tree: Any, blocks: Inputs, rows: int, out_axes: Any, shown: Any
+    fn: Callable, tree: PyTree[Any], blocks: Inputs, rows: int, out_axes: Axes, shown: Any
 ) -> Any:
     """What `fn` returns for each block, stacked just before the batch axes."""
 
@@ -141,7 +142,7 @@ def _over_blocks(
     return run_scan(NAMES, step, None, blocks, asked, out_axes=axes)[1]
 
 
-def _merged(blocks: Any, out_axes: Any) -> Any:
+def _merged(blocks: PyTree[Any], out_axes: Axes) -> Any:
     leaves, tree = jax.tree.flatten(blocks)
     axes = leaf_axes("out_axes", out_axes, blocks, "what `fn` returns", FUNCTION)
     return tree.unflatten(
@@ -149,7 +150,7 @@ def _merged(blocks: Any, out_axes: Any) -> Any:
     )
 
 
-def _with_rows(out: Any, out_axes: Any, rows: int) -> Any:
+def _with_rows(out: PyTree[Any], out_axes: Axes, rows: int) -> Any:
     """What `fn` returned, if it has a row for each row of its block."""
     out = validate.as_arrays(FUNCTION, "fn", out)
     axes = leaf_axes("out_axes", out_axes, out, "what `fn` returns", FUNCTION)
@@ -179,7 +180,7 @@ def _rows_in_cache(fn: Callable, inputs: Inputs) -> int:
 def _working_set(fn: Callable, inputs: Inputs) -> int:
     """Bytes that `fn` and the loops in it read and write for the whole batch."""
 
-    def flat(*leaves: Any) -> list:
+    def flat(*leaves: jax.Array) -> list:
         *args, kwargs = inputs.tree.unflatten(leaves)
         return jax.tree.leaves(fn(*args, **kwargs))
 
@@ -188,7 +189,7 @@ def _working_set(fn: Callable, inputs: Inputs) -> int:
     return _jax.byte_count(*read, *jaxpr.out_avals) + _loop_bytes(jaxpr)
 
 
-def _loop_bytes(jaxpr: Any) -> int:
+def _loop_bytes(jaxpr: _jax.Jaxpr) -> int:
     """Bytes of what loops return, at any depth: they are written to memory.
 
     Of several jaxprs in an equation, such as the branches of a conditional, the largest counts.

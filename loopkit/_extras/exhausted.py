@@ -39,7 +39,7 @@ def memory_left(carry: Sequence[Any]) -> int:
     return min(map(_left_on, devices or jax.local_devices()[:1]))
 
 
-def _left_on(device: Any) -> int:
+def _left_on(device: _jax.Device) -> int:
     stats = memory_stats(device)
     if "bytes_limit" in stats:
         return max(stats["bytes_limit"] - stats.get("bytes_in_use", 0), 0)
@@ -47,5 +47,5 @@ def _left_on(device: Any) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def memory_stats(device: Any) -> dict[str, int]:
+def memory_stats(device: _jax.Device) -> dict[str, int]:
     return device.memory_stats() or {}

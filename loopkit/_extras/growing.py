@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._engine.loop import parts
@@ -40,12 +41,12 @@ class Growing(Stepped):
     def segment(self) -> tuple[Traced, Any]:
         """A segment, its length still to be set, and the tree of what it carries."""
 
-        def step(value: Any, hidden: Hidden, x: list) -> tuple[Any, Any]:
+        def step(value: PyTree[Any], hidden: Hidden, x: list) -> tuple[Any, Any]:
             new, y, go = self.step(value, self.inputs.join(x, ()))
             steps = hidden.steps + 1 if self.counts else None
             return (new, hidden._replace(go=go, steps=steps, left=hidden.left - 1)), y
 
-        def goes_on(_: Any, hidden: Hidden) -> Any:
+        def goes_on(_: PyTree[Any], hidden: Hidden) -> Any:
             some = hidden.left > 0
             return some if hidden.go is None else some & hidden.go
 
@@ -91,7 +92,7 @@ def light_steps(traced: Traced, operands: list) -> int:
     return loop.derived(("light steps", lanes, LIGHT), find)
 
 
-def _lanes(tracer: Any) -> int:
+def _lanes(tracer: jax.Array) -> int:
     """How many values `jax.vmap` has put into one."""
     return jax.typeof(_jax.innermost(tracer)).size // max(tracer.size, 1)
 
@@ -106,7 +107,12 @@ def compiled(traced: Traced, size: int, counts: bool = False) -> Callable:
         segment = traced.of_length(size).closing_over([None] * len(traced.closed_over))
 
         def run(
-            closed_over: list, carry: list, steps: Any, stopped: Any, left: Any, x: list
+            closed_over: list,
+            carry: list,
+            steps: jax.Array,
+            stopped: jax.Array,
+            left: jax.Array,
+            x: list,
         ) -> tuple:
             number = [steps] if counts else []
             hidden = [~stopped, *number, left]
@@ -123,7 +129,7 @@ def compiled(traced: Traced, size: int, counts: bool = False) -> Callable:
 
 
 @functools.lru_cache(256)
-def on_device(number: int, dtype: Any) -> jax.Array:
+def on_device(number: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """A number where compiled programs take it from, which each call would put there anew."""
     with jax.ensure_compile_time_eval():
         return jnp.asarray(number, dtype)

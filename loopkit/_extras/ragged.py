@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
@@ -154,7 +155,7 @@ def _run(
         left = jnp.array([lengths[i] for i in some] + [0] * (lanes - len(some)), jnp.int32)
         xs = zip(*(inputs[i].leaves for i in some), strict=True)
 
-        def run(left: Any, x: list, loop: Any = loop) -> tuple[list, list]:
+        def run(left: jax.Array, x: list, loop: Any = loop) -> tuple[list, list]:
             hidden = Hidden(go=go, steps=jnp.int32(0) if scan.counts else None, left=left)
             return loop.run(jax.tree.leaves((scan.init, hidden)), x)
 
@@ -234,7 +235,7 @@ def length_buckets(
     return {size: places for size, places in buckets.items() if places}
 
 
-def _check_growth(function: str, growth: Any) -> float:
+def _check_growth(function: str, growth: object) -> float:
     growth = check_growth(function, growth, "bucket")
     if growth == 1:
         advice = "Buckets of equal lengths never reach the longest sequence: pass 1.25, say."
@@ -242,7 +243,7 @@ def _check_growth(function: str, growth: Any) -> float:
     return growth
 
 
-def _check_sequences(sequences: Any) -> list[Inputs]:
+def _check_sequences(sequences: PyTree[Any]) -> list[Inputs]:
     """The sequences as arrays, of rows of one type."""
     name = NAMES.function
     if not isinstance(sequences, (list, tuple)) or not sequences:
@@ -266,7 +267,7 @@ def _row_types(xs: Inputs) -> tuple:
     return [f"{x.dtype}[{','.join(map(str, x.shape[1:]))}]" for x in xs.leaves], xs.tree
 
 
-def _zeros(x: Any, rows: int) -> Any:
+def _zeros(x: jax.Array, rows: int) -> Any:
     return _jax.zeros(_jax.stack_type(_jax.slice_type(jax.typeof(x)), rows))
 
 
@@ -283,12 +284,12 @@ def _stacked(sequences: Sequence[Any], lanes: int, size: int) -> Any:
     return jnp.stack([jnp.concatenate([xs, _zeros(xs, size - len(xs))]) for xs in sequences])
 
 
-def _row(leaf: Any, lane: int, steps: int) -> Any:
+def _row(leaf: jax.Array, lane: int, steps: int) -> Any:
     sizes = (1, steps, *leaf.shape[2:])
     return lax.dynamic_slice(leaf, (lane, *[0] * (leaf.ndim - 1)), sizes)[0]
 
 
-def _on_host(steps: Any) -> list[int]:
+def _on_host(steps: jax.Array) -> list[int]:
     traced = jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError
     with contextlib.suppress(*traced):
         return np.asarray(steps).tolist()

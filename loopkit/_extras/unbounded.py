@@ -198,7 +198,7 @@ def _run(
     return tree.unflatten(carry), traced.y_tree.unflatten(ys), LoopInfo(steps, stopped)
 
 
-def _on_host(taken: Any, stopped: Any) -> tuple[int, bool]:
+def _on_host(taken: jax.Array, stopped: jax.Array) -> tuple[int, bool]:
     """Most steps of any lane, and whether all have stopped, as Python values."""
     if not (_jax.is_tracer(taken) or _jax.is_tracer(stopped)):
         return taken.item(), stopped.item()
@@ -216,12 +216,12 @@ def _on_host(taken: Any, stopped: Any) -> tuple[int, bool]:
 
 
 @jax.custom_batching.custom_vmap
-def _over_lanes(taken: Any, stopped: Any) -> tuple[Any, Any]:
+def _over_lanes(taken: jax.Array, stopped: jax.Array) -> tuple[Any, Any]:
     return taken, stopped
 
 
 @_over_lanes.def_vmap
-def _(size: int, batched: Any, taken: Any, stopped: Any) -> tuple:
+def _(size: int, batched: Any, taken: jax.Array, stopped: jax.Array) -> tuple:
     taken = taken.max(0) if batched[0] else taken
     stopped = stopped.all(0) if batched[1] else stopped
     return _over_lanes(taken, stopped), (False, False)
@@ -244,7 +244,7 @@ def _python_scan(
     return carry, stacked, LoopInfo(jnp.int32(len(ys)), jnp.array(stopped))
 
 
-def check_growth(function: str, growth: Any, what: str = "segment") -> float:
+def check_growth(function: str, growth: object, what: str = "segment") -> float:
     got = errors.shown(growth)
     expected = f"must be a number >= 1, how much longer each {what} is than the last"
     if isinstance(growth, bool) or not isinstance(growth, (int, float, np.integer, np.floating)):

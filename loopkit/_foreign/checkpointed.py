@@ -9,6 +9,7 @@ from types import MethodType
 from typing import Any, Unpack, overload
 
 import jax
+from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._arguments import validate
@@ -148,18 +149,18 @@ def _call(fn: Callable, settings: Settings, args: tuple, kwargs: dict) -> Any:
 
 
 @ft.lru_cache(256)
-def _is_plain(tree: Any) -> bool:
+def _is_plain(tree: PyTree[Any]) -> bool:
     """Whether whatever equals this tree is the same."""
     kind, keys = tree.node_data() or (tuple, ())
     known = kind in (tuple, list) or (kind is dict and all(type(k) is str for k in keys))
     return known and all(map(_is_plain, tree.children()))
 
 
-def _traced(fn: Callable, settings: Settings, leaves: list, tree: Any) -> Program:
+def _traced(fn: Callable, settings: Settings, leaves: list, tree: _jax.TreeDef) -> Program:
     out_tree, rest = None, []
     traced = [isinstance(v, jax.Array) for v in leaves]
 
-    def flat(*values: Any) -> list:
+    def flat(*values: jax.Array) -> list:
         nonlocal out_tree, rest
         args, kwargs = tree.unflatten(spread(values, traced, leaves))
         out, out_tree = jax.tree.flatten(fn(*args, **kwargs))
@@ -182,13 +183,13 @@ def _traced(fn: Callable, settings: Settings, leaves: list, tree: Any) -> Progra
     return Program(same or jaxpr, consts, out_tree, rest, has_loops, has_rules, known)
 
 
-def _shared(jaxpr: Any) -> Any:
+def _shared(jaxpr: _jax.Jaxpr) -> Any:
     """The budget of the whole function in equal parts, one for each time that a loop is run."""
     count = sum(_takes_part(eqn) for eqn in equations.all_equations(jaxpr))
     if not count:
         return jaxpr
 
-    def with_its_part(eqn: Any) -> Any:
+    def with_its_part(eqn: _jax.Equation) -> Any:
         if not _takes_part(eqn):
             return eqn
         loop = eqn.params["loop"]
@@ -198,5 +199,5 @@ def _shared(jaxpr: Any) -> Any:
     return equations.map_equations(jaxpr, with_its_part)
 
 
-def _takes_part(eqn: Any) -> bool:
+def _takes_part(eqn: _jax.Equation) -> bool:
     return isinstance(getattr(eqn.params.get("loop"), "checkpoints", None), SharedBudget)

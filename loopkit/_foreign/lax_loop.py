@@ -168,7 +168,7 @@ class LaxLoop(NamedTuple):
         return [*carry, *ys]
 
 
-def _makes_references(jaxpr: Any) -> bool:
+def _makes_references(jaxpr: _jax.Jaxpr) -> bool:
     """Whether a step has references to memory of its own: JAX takes them out of its own loops."""
     found = (v.aval for eqn in equations.all_equations(jaxpr) for v in eqn.outvars)
     return any(hasattr(aval, "inner_aval") for aval in found)

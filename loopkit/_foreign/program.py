@@ -53,12 +53,12 @@ class Program(NamedTuple):
 
 
 @ft.lru_cache(256)
-def _compiled(jaxpr: Any) -> Callable:
+def _compiled(jaxpr: _jax.Jaxpr) -> Callable:
     return jax.jit(_jax.call_jaxpr(jaxpr))
 
 
 @ft.lru_cache(256)
-def is_pure(jaxpr: Any) -> bool:
+def is_pure(jaxpr: _jax.Jaxpr) -> bool:
     """Whether it does the same compiled as a whole: it has no effects, nothing is donated, and all
     of it is on one device.
     """

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
+
+import jax
 
 from loopkit import _jax
 from loopkit._arguments import validate
@@ -89,13 +91,13 @@ def replace_lax_loops(
 def settings_of(
     function: str,
     *,
-    max_steps: Any,
-    checkpoints: Any,
-    memory: Any,
+    max_steps: object,
+    checkpoints: object,
+    memory: object,
     only: Any,
     lanes: Any,
-    progress: Any,
-    debug: Any,
+    progress: object,
+    debug: object,
 ) -> Settings:
     max_steps = validate.check_bound(function, "max_steps", max_steps)
     budget = check_budget(function, checkpoints, memory)
@@ -133,7 +135,7 @@ def replacing(settings: Settings) -> Generator[None, None, None]:
                 _jax.trace_bodies_within(None)
 
 
-def _inside(kind: Any, carry: Any, length: Any) -> Any:
+def _inside(kind: Any, carry: Sequence[Any], length: int | None) -> Any:
     """The context in which the steps of a loop of lax are traced."""
     settings = _jax.replacing.value
     if settings is None or not settings.asks_where:
@@ -143,7 +145,7 @@ def _inside(kind: Any, carry: Any, length: Any) -> Any:
 
 
 def _diverted(bind: Callable, describe: Callable) -> Callable:
-    def diverted(*operands: Any, **params: Any) -> Any:
+    def diverted(*operands: jax.typing.ArrayLike, **params: Any) -> Any:
         settings = _jax.replacing.value
         if settings is None:
             return bind(*operands, **params)
@@ -166,11 +168,11 @@ def _within(param: Any, settings: Settings) -> Any:
     return with_rules(param, settings) if hasattr(param, "eqns") else param
 
 
-def with_rules(jaxpr: Any, settings: Settings) -> Any:
+def with_rules(jaxpr: _jax.Jaxpr, settings: Settings) -> Any:
     """Loops in custom derivatives are replaced too; JAX traces those when it differentiates."""
 
     def within(rule: Callable) -> Callable:
-        def run(*args: Any) -> Any:
+        def run(*args: jax.typing.ArrayLike) -> Any:
             with replacing(settings):
                 return rule(*args)
 

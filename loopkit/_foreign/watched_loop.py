@@ -51,7 +51,7 @@ class WatchedLoop(NamedTuple):
         final, ys = loop.run([*init, *hidden], xs)
         return [*final[: self.carry], *ys]
 
-    def _step(self, *values: Any) -> list:
+    def _step(self, *values: jax.Array) -> list:
         """(constants, carry, number of the step, whether it counts, x) -> (carry, ..., y)"""
         cond_consts, consts, given = parts(values, self.cond_consts, self.consts)
         carry, (number, *_), x = parts(given, self.carry, 1 + (self.cond is not None))

@@ -129,3 +129,15 @@ from loopkit._jax.sources import (
     source,
     source_of,
 )
+from loopkit._jax.types import (
+    Atom,
+    AxisData,
+    Device,
+    Equation,
+    LoweringContext,
+    OpenJaxpr,
+    Primitive,
+    TreeDef,
+    Var,
+    Whole,
+)

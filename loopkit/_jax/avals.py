@@ -9,9 +9,11 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src import core
 from jax._src.interpreters import ad, batching, pxla
 from jax._src.interpreters import partial_eval as pe
+from jaxtyping import PyTree
 
 ShapedArray = core.ShapedArray
 Literal = core.Literal
@@ -69,7 +71,7 @@ def vary_like(value: Any, avals: Sequence[ShapedArray]) -> Any:
     return core.pvary(value, tuple(sorted(axes))) if axes else value
 
 
-def barrier(values: Any) -> Any:
+def barrier(values: PyTree[Any]) -> Any:
     """`lax.optimization_barrier` of a tree of values, whose types stay as they are.
 
     On jax 0.10 a single one makes all of them vary over what one of them does.
@@ -150,7 +152,7 @@ SYMBOLIC = 16
 """What an axis of symbolic size (jax.export) is taken to be where bytes and steps are weighed."""
 
 
-def elements(aval: Any) -> int:
+def elements(aval: ShapedArray) -> int:
     """How many numbers a value of this type has; one, if it is no array."""
     return volume(getattr(aval, "shape", ()))
 
@@ -159,11 +161,11 @@ def volume(axes: Iterable[Any]) -> int:
     return prod(n if isinstance(n, int) else SYMBOLIC for n in axes)
 
 
-def byte_count(*avals: Any) -> int:
+def byte_count(*avals: ShapedArray) -> int:
     return sum(elements(t) * getattr(t.dtype, "itemsize", 8) for t in avals)
 
 
-def is_tracer(value: Any) -> bool:
+def is_tracer(value: object) -> bool:
     return isinstance(value, core.Tracer)
 
 
@@ -182,7 +184,7 @@ def known(value: Any) -> Any:
     return None if is_symbolic(value) else value
 
 
-def origin(tracer: Any) -> Any:
+def origin(tracer: object) -> Any:
     """What `jit` knows of a tracer: the value that it stands for, or what makes it, or None.
 
     That is an equation whose operands are tracers, and which of its results the tracer is.
@@ -196,7 +198,7 @@ def origin(tracer: Any) -> Any:
     return None if eqn is None else (eqn, [v is tracer.val for v in eqn.outvars].index(True))
 
 
-def as_array(value: Any) -> Any:
+def as_array(value: object) -> Any:
     """A JAX value as lax would see it: numpy and Python scalars become (weakly typed) arrays."""
     if isinstance(value, (core.Tracer, jax.Array)):
         return value
@@ -209,12 +211,12 @@ def weak_as(value: Any, aval: ShapedArray) -> Any:
     return jax.lax.convert_element_type_p.bind(value, **how) if aval.weak_type else value
 
 
-def same_trace(a: Any, b: Any) -> bool:
+def same_trace(a: object, b: object) -> bool:
     """Whether two values belong to the same trace, so that one may take the other's place."""
     return getattr(a, "_trace", None) is getattr(b, "_trace", None)
 
 
-def put_beside(rows: Any, other: jax.Array) -> jax.Array:
+def put_beside(rows: np.ndarray[Any, Any] | jax.Array, other: jax.Array) -> jax.Array:
     """Rows on the device of another array: `jax.device_put` in a third of the time."""
     aval = of_shape(jax.typeof(other), rows.shape)
     return pxla.batched_device_put(aval, other.sharding, [rows], [other.device], other.committed)

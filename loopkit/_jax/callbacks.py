@@ -29,7 +29,7 @@ def tell(host: Callable, values: Sequence[Any], results: int) -> list:
     return tell_p.bind(*values, host=host, results=results)
 
 
-def _types(*types: Any, results: int, **_: Any) -> list:
+def _types(*types: ShapedArray, results: int, **_: object) -> list:
     return [type_like(SCALAR, types)] * results
 
 
@@ -50,7 +50,7 @@ def _lower(ctx: Any, *operands: Any, host: Callable, results: int) -> Any:
     return callback.emit_python_callback(*given, **how)[0]
 
 
-def _batched(args: Any, dims: Any, **params: Any) -> tuple:
+def _batched(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple:
     """One call for all lanes."""
     pairs = zip(args, dims, strict=True)
     outs = tell_p.bind(*(a if d is None else a.max(d) for a, d in pairs), **params)

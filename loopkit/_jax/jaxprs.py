@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax._src.named_sharding import UnspecifiedValue
 from jax._src.random.prng import PRNGImpl
 
 from loopkit._jax.avals import ShapedArray, Zero, is_tracer, slice_type
+from loopkit._jax.types import AxisData, Equation, OpenJaxpr
 
 call_jaxpr = core.jaxpr_as_fun
 close_jaxpr = pe.close_jaxpr
@@ -42,7 +43,7 @@ COMPARED = (
 """Types of parameters that never change, and are equal only if they mean the same."""
 
 
-def open_jaxpr(jaxpr: Jaxpr) -> Any:
+def open_jaxpr(jaxpr: Jaxpr) -> OpenJaxpr:
     """The equations and variables of a closed jaxpr."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
@@ -98,14 +99,14 @@ def dce(
     jaxpr: Jaxpr, used_outputs: Sequence[bool], keep: Sequence[bool]
 ) -> tuple[Jaxpr, list[bool]]:
     """The part of a jaxpr that the used outputs need, and which inputs it takes."""
-    small, used = pe.dce_jaxpr(open_jaxpr(jaxpr), list(used_outputs), list(keep))
+    small, used = pe.dce_jaxpr(cast(Any, open_jaxpr(jaxpr)), list(used_outputs), list(keep))
     return pe.close_jaxpr(small), list(used)
 
 
 def used_inputs(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> list[bool]:
     """Which inputs the used outputs need."""
     keep = [False] * len(jaxpr.in_avals)
-    return list(pe.dce_jaxpr(open_jaxpr(jaxpr), list(used_outputs), keep)[1])
+    return list(pe.dce_jaxpr(cast(Any, open_jaxpr(jaxpr)), list(used_outputs), keep)[1])
 
 
 def unknown_outputs(jaxpr: Jaxpr, unknown: Sequence[bool]) -> list[bool]:
@@ -135,7 +136,10 @@ def jvp_jaxpr(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> tuple[Jaxpr, list[bool]]
 
 
 def batch_jaxpr(
-    jaxpr: Jaxpr, axis: Any, in_axes: Sequence[int | None], out_axes: Sequence[int | str | None]
+    jaxpr: Jaxpr,
+    axis: AxisData,
+    in_axes: Sequence[int | None],
+    out_axes: Sequence[int | str | None],
 ) -> tuple[Jaxpr, list[bool]]:
     """vmap of a jaxpr; an output axis "free" is 0 where batched, else unbatched."""
     free = batching.zero_if_mapped
@@ -147,7 +151,7 @@ def batch_jaxpr(
 
 
 def batched_call(
-    fun: Callable, axis: Any, args: Sequence[Any], dims: Sequence[Any]
+    fun: Callable, axis: AxisData, args: Sequence[Any], dims: Sequence[Any]
 ) -> tuple[list, list]:
     """vmap of `fun(*values) -> list`, as a primitive's rule: results, and where they have it."""
     pairs = zip(map(jax.typeof, args), dims, strict=True)
@@ -158,7 +162,7 @@ def batched_call(
     return call_jaxpr(batched)(*args), [0 if h else None for h in has]
 
 
-def bind_equation(eqn: Any, values: Sequence[Any]) -> list:
+def bind_equation(eqn: Equation, values: Sequence[Any]) -> list:
     """The results of an equation on other operands, in the context that it was written in."""
     found = eqn.primitive.get_bind_params(eqn.params)
     subfuns, params = found if isinstance(found, tuple) else ([], found)
@@ -168,14 +172,14 @@ def bind_equation(eqn: Any, values: Sequence[Any]) -> list:
 
 
 @contextlib.contextmanager
-def context_of(eqn: Any) -> Any:
+def context_of(eqn: Equation) -> Any:
     """What an equation was written in, for what takes its place."""
     names = source_info.current_name_stack() + eqn.source_info.name_stack
     with source_info.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
         yield
 
 
-def with_custom_rules(eqn: Any, within: Callable[[Callable], Callable]) -> Any:
+def with_custom_rules(eqn: Equation, within: Callable[[Callable], Callable]) -> Any:
     """A call with a custom derivative, whose rules run as `within(rule)`; any other equation."""
     rules = [k for k in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd") if k in eqn.params]
     if not rules or not eqn.primitive.name.startswith("custom_"):
@@ -199,7 +203,7 @@ def axis(size: int) -> Any:
     return batching.AxisData(core.no_axis_name, size, None, None)
 
 
-def check_effects(effects: Any) -> list[Any]:
+def check_effects(effects: Iterable[Any]) -> list[Any]:
     """The effects that a loop cannot carry."""
     return list(effects_.control_flow_allowed_effects.filter_not_in(effects))
 

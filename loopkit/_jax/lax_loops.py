@@ -34,7 +34,7 @@ def _lower_as_written(*args: Any, **kwargs: Any) -> Any:
 def trace_bodies_within(context: Callable | None) -> None:
     """Have lax trace the functions of a loop within `context(kind, carry types, length)`."""
 
-    def trace_to_jaxpr(fun: Any, avals: Any, *rest: Any, **params: Any) -> Any:
+    def trace_to_jaxpr(fun: Callable[..., Any], avals: Any, *rest: Any, **params: Any) -> Any:
         trace, caller = ft.partial(pe.trace_to_jaxpr, fun, avals, *rest, **params), sys._getframe(2)
         kind = caller.f_code.co_name
         if context is None or kind not in ("scan", "while_loop"):

@@ -21,6 +21,7 @@ from loopkit._jax.avals import (
     varying,
     zeros,
 )
+from loopkit._jax.types import LoweringContext
 
 
 def on_host(aval: ShapedArray) -> ShapedArray:
@@ -33,11 +34,11 @@ def on_device(aval: ShapedArray) -> ShapedArray:
     return aval.update(memory_space=jax.memory.Space.Device)
 
 
-def is_on_host(aval: Any) -> bool:
+def is_on_host(aval: ShapedArray | None) -> bool:
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
-def placed(value: Any, aval: ShapedArray | None = None) -> Any:
+def placed(value: jax.Array, aval: ShapedArray | None = None) -> Any:
     """`value` in the memory that the type says, the device's if there is none."""
     host, here = is_on_host(aval), is_on_host(jax.typeof(value))
     if isinstance(value, jax.Array) and not is_tracer(value):
@@ -48,7 +49,7 @@ def placed(value: Any, aval: ShapedArray | None = None) -> Any:
     return jax.device_put(value, jax.memory.Space.Host if host else jax.memory.Space.Device)
 
 
-def named_on_host(value: Any) -> Any:
+def named_on_host(value: jax.Array) -> Any:
     """A value of the host's memory, with an equation that says so, where JAX looks for one.
 
     Without any, it has a program return it in the device's memory, whatever its type.
@@ -100,18 +101,18 @@ def filled_where_it_shows(run: Callable, *args: Any, **params: Any) -> Any:
         return run(*args, **params)
 
 
-def _lower_zeros(ctx: Any, _: Any, **of: Any) -> Any:
+def _lower_zeros(ctx: LoweringContext, _: Any, **of: Any) -> Any:
     fill = lambda _: ad.zeros_like_aval(ShapedArray(of["shape"], of["dtype"]))
     return mlir.lower_fun(fill, multiple_results=False)(ctx, _)
 
 
-def _is_filled(ctx: Any, alone: bool = True) -> bool:
+def _is_filled(ctx: LoweringContext, alone: bool = True) -> bool:
     """Whether memory is not taken as it is found; `alone`: only in a program for one device."""
     kept = ctx.module_context.lowering_parameters.for_export
     return filled.value or looks_for_nans() or kept or (alone and not is_alone(ctx))
 
 
-def is_alone(ctx: Any) -> bool:
+def is_alone(ctx: LoweringContext) -> bool:
     """Whether a program is for a single device."""
     return getattr(ctx.module_context.axis_context, "num_devices", 0) == 1
 
@@ -133,7 +134,7 @@ def check_spread_on_host() -> None:
         )
 
 
-def _lower_blank(ctx: Any, operand: Any, **of: Any) -> Any:
+def _lower_blank(ctx: LoweringContext, operand: Any, **of: Any) -> Any:
     small = byte_count(ShapedArray(of["shape"], of["dtype"])) <= ZEROED_BYTES
     if small or _is_filled(ctx) or not _leaves_as_found():
         return _lower_zeros(ctx, operand, **of)
@@ -162,7 +163,7 @@ def _leaves_as_found() -> bool:
     return True
 
 
-def _lower_empty(ctx: Any, operand: Any, **of: Any) -> Any:
+def _lower_empty(ctx: LoweringContext, operand: Any, **of: Any) -> Any:
     if of["host"] and not _is_divided(ctx):
         check_spread_on_host()
     if _is_filled(ctx, alone=not (of["host"] and _is_divided(ctx))):

@@ -15,6 +15,7 @@ from jax._src.interpreters import partial_eval as pe
 
 from loopkit._jax.jaxprs import trace
 from loopkit._jax.memory import filled_where_it_shows, is_alone, is_on_host, named_on_host
+from loopkit._jax.types import AxisData, Equation, LoweringContext, Primitive
 
 KEEPS_BARRIERS = jax.__version_info__ >= (0, 11)
 """Whether the compiler for CPUs keeps lax.optimization_barrier until it has fused operations."""
@@ -48,7 +49,7 @@ def define(
     `on_cpu(evaluate)` is lowered, for a single TPU `on_tpu(evaluate)`.
     """
 
-    def evaluate_as_written(*args: Any, **params: Any) -> Any:
+    def evaluate_as_written(*args: jax.Array, **params: Any) -> Any:
         lenient = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
         with lenient[0], lenient[1]:
             return evaluate(*args, **params)
@@ -63,7 +64,7 @@ def define(
         jaxpr, closed_over = trace(fun, list(map(jax.typeof, operands)), primitive.name)
         return checkify.checkify_jaxpr(*context, jaxpr, enabled, error, *closed_over, *operands)
 
-    def alone(*operands: Any, **params: Any) -> Any:
+    def alone(*operands: jax.typing.ArrayLike, **params: Any) -> Any:
         if any(map(is_on_host, types(*map(jax.typeof, operands), **params)[0])):
             with jax.disable_jit(False):  # else it would come back here
                 return named_results(primitive, tuple(params.items()), *operands)
@@ -93,7 +94,9 @@ evaluations: dict[core.Primitive, Callable] = {}
 
 
 @ft.partial(jax.jit, static_argnums=(0, 1))
-def named_results(primitive: core.Primitive, params: tuple, *operands: Any) -> list:
+def named_results(
+    primitive: core.Primitive, params: tuple, *operands: jax.typing.ArrayLike
+) -> list:
     """What a primitive returns, in the memory that its types say, also outside jit."""
     return list(map(named_on_host, primitive.bind(*operands, **dict(params))))
 
@@ -117,7 +120,7 @@ def lower_by(
         mlir.lower_fun(f, multiple_results=True) for f in (evaluate, alone or evaluate)
     )
 
-    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
+    def rule(ctx: LoweringContext, *operands: Any, **params: Any) -> Any:
         ctx.module_context = ctx.module_context.replace(all_default_mem_kind=False)
         token = _targets.set(tuple(ctx.platforms or ctx.module_context.platforms))
         try:
@@ -164,7 +167,7 @@ def as_there(values: Sequence[Any] = ()) -> Any:
     return host_waits(host_waits.value or getattr(device_of(values), "platform", "") == "gpu")
 
 
-def _checkified(args: Any) -> tuple:
+def _checkified(args: Sequence[Any]) -> tuple:
     """What checkify calls a rule with: a context from jax 0.11 on, error, kinds and operands."""
     at = next(i for i, a in enumerate(args) if isinstance(a, checkify.Error))
     return args[:at], args[at], args[at + 1], args[at + 2 :]
@@ -193,7 +196,7 @@ def register_batching(primitive: core.Primitive, rule: Callable) -> None:
     the axis, or a loop whose steps ask for it by name.
     """
 
-    def batched(axis: Any, args: Any, dims: Any, **params: Any) -> tuple:
+    def batched(axis: AxisData, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple:
         named = "loop" in params and axis.name in params["loop"].axis_names
         if all(d is None for d in dims) and not named:
             results = primitive.bind(*args, **params)
@@ -225,7 +228,7 @@ def register_partial_eval(
         tangents = trace.default_process_primitive(linear, operands, linear_params)
         return [*map(trace.new_const, outs), *tangents]
 
-    def known_part(unknown: list[bool], eqn: Any) -> tuple | None:
+    def known_part(unknown: list[bool], eqn: Equation) -> tuple | None:
         primals, results = eqn.params["loop"].primal_counts
         if any(unknown[:primals]):
             return None
@@ -234,13 +237,15 @@ def register_partial_eval(
     _register_partial_eval(primitive, eager, known_part)
 
 
-def _register_partial_eval(primitive: Any, eager: Callable, known_part: Callable) -> None:
+def _register_partial_eval(primitive: Primitive, eager: Callable, known_part: Callable) -> None:
     """Under jax.checkpoint all of an equation is left for later, and what is known is known.
 
     `known_part(unknown, eqn)` is None, or the equation of that part and which results it has.
     """
 
-    def rule(saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> tuple:
+    def rule(
+        saveable: object, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: core.JaxprEqn
+    ) -> tuple:
         count = len(eqn.outvars)
         if not any(unknown):
             return eqn, None, [False] * count, [False] * count, []
@@ -277,7 +282,7 @@ def register_known_part(primitive: core.Primitive, part: Callable) -> None:
             trace.new_const(next(known)) if k else t for t, k in zip(later, results, strict=True)
         ]
 
-    def known_part(unknown: list[bool], eqn: Any) -> tuple | None:
+    def known_part(unknown: list[bool], eqn: Equation) -> tuple | None:
         found = part(unknown, **eqn.params)
         if found is None:
             return None
@@ -289,7 +294,9 @@ def register_known_part(primitive: core.Primitive, part: Callable) -> None:
     _register_partial_eval(primitive, eager, known_part)
 
 
-def new_equation(eqn: Any, primitive: Any, invars: Any, outvars: Any, params: dict) -> Any:
+def new_equation(
+    eqn: Equation, primitive: Primitive, invars: Sequence[Any], outvars: Sequence[Any], params: dict
+) -> Any:
     """`eqn` with another primitive, operands and results; its source and context are kept."""
     _, effects = primitive.abstract_eval(*[v.aval for v in invars], **params)
     return pe.new_jaxpr_eqn(invars, outvars, primitive, params, effects, eqn.source_info, eqn.ctx)

@@ -14,7 +14,7 @@ from loopkit._jax.jaxprs import Jaxpr
 _EFFECTS = RefEffect, core.InternalMutableArrayEffect
 
 
-def is_reference(value: Any) -> bool:
+def is_reference(value: object) -> bool:
     return isinstance(core.typeof(value), AbstractRef)
 
 

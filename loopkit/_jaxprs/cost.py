@@ -131,7 +131,7 @@ def loop_nanoseconds(loop: Any) -> float:
     return trips * (ITERATION + nanoseconds(loop.body))
 
 
-def equation_nanoseconds(eqn: Any) -> float:
+def equation_nanoseconds(eqn: _jax.Equation) -> float:
     """Predict the time of an equation."""
     if "nanoseconds" in eqn.params:
         return eqn.params["nanoseconds"]
@@ -152,7 +152,7 @@ def equation_nanoseconds(eqn: Any) -> float:
     return _around(eqn, inner) if inner else _priced(UNKNOWN_PRICE, eqn)
 
 
-def _around(eqn: Any, inner: list) -> float:
+def _around(eqn: _jax.Equation, inner: list) -> float:
     """Of an equation that runs jaxprs: one of its branches, or each as often as it says."""
     name, costs = eqn.primitive.name, list(map(nanoseconds, inner))
     if name in ("cond", "custom_linear_solve"):  # of a solve, which runs one of its functions
@@ -164,17 +164,17 @@ def _around(eqn: Any, inner: list) -> float:
     return sum(costs) * _jax.volume(grid)
 
 
-def _words(v: Any) -> float:
+def _words(v: _jax.Atom) -> float:
     """Elements of a variable; one of more than 32 bits counts as several."""
     itemsize = getattr(getattr(v.aval, "dtype", None), "itemsize", 4)
     return _jax.elements(v.aval) * max(1.0, itemsize / 4)
 
 
-def _priced(price: Price, eqn: Any) -> float:
+def _priced(price: Price, eqn: _jax.Equation) -> float:
     return price.start + price.element * _largest(eqn)
 
 
-def _largest(eqn: Any) -> float:
+def _largest(eqn: _jax.Equation) -> float:
     return max(map(_words, (*eqn.outvars, *eqn.invars)), default=1)
 
 
@@ -189,7 +189,7 @@ def _known(size: Any) -> int:
 def _logarithmic(start: float, each: float, axis: Callable[[Any], Any]) -> Callable[[Any], float]:
     """Of n log n operations along axes of a length."""
 
-    def measure(eqn: Any) -> float:
+    def measure(eqn: _jax.Equation) -> float:
         length = max(2, _jax.volume([axis(eqn)]))
         return start + each * _largest(eqn) * math.log2(length)
 
@@ -201,18 +201,18 @@ def _along(name: str) -> Callable[[Any], Any]:
     return lambda eqn: eqn.invars[0].aval.shape[eqn.params[name]]
 
 
-def _sort(eqn: Any) -> float:
+def _sort(eqn: _jax.Equation) -> float:
     length = max(1, _known(eqn.invars[0].aval.shape[eqn.params["dimension"]]))
     return EQUATION + 14 * _jax.elements(eqn.invars[0].aval) * math.log2(length)
 
 
-def _fft(eqn: Any) -> float:
+def _fft(eqn: _jax.Equation) -> float:
     types = eqn.invars[0].aval, eqn.outvars[0].aval
     numbers = max(map(_jax.elements, types)) * max(t.dtype.itemsize for t in types) / 8
     return 750 + 0.55 * numbers * math.log2(max(2, _jax.volume(eqn.params["fft_lengths"])))
 
 
-def _window(eqn: Any) -> float:
+def _window(eqn: _jax.Equation) -> float:
     volume = _jax.volume(eqn.params["window_dimensions"])
     return EQUATION + 0.1 * volume * _words(eqn.outvars[0])
 
@@ -220,7 +220,7 @@ def _window(eqn: Any) -> float:
 def _slices(touched: int, each: float) -> Callable[[Any], float]:
     """Of a gather or a scatter: so much to each slice, and to copy what it is of."""
 
-    def measure(eqn: Any) -> float:
+    def measure(eqn: _jax.Equation) -> float:
         indices = eqn.invars[1].aval
         count = _jax.volume(indices.shape[:-1])
         of = eqn.outvars[0] if touched < 0 else eqn.invars[touched]
@@ -232,13 +232,13 @@ def _slices(touched: int, each: float) -> Callable[[Any], float]:
 def _part(touched: int) -> Callable[[Any], float]:
     """Of a primitive that touches a part of an array: -1 for the result, else an operand."""
 
-    def measure(eqn: Any) -> float:
+    def measure(eqn: _jax.Equation) -> float:
         return EQUATION + ELEMENT * _words(eqn.outvars[0] if touched < 0 else eqn.invars[touched])
 
     return measure
 
 
-def _library(eqn: Any) -> float:
+def _library(eqn: _jax.Equation) -> float:
     call, square, cube = LIBRARY[eqn.primitive.name]
     *batch, m, n = map(_known, eqn.invars[0].aval.shape)
     words = _words(eqn.invars[0]) / max(1, math.prod(batch) * m * n)
@@ -248,7 +248,7 @@ def _library(eqn: Any) -> float:
     return call + math.prod(batch) * (words * one + 0.6 * call * (math.prod(batch) > 1))
 
 
-def _dot(eqn: Any) -> float:
+def _dot(eqn: _jax.Equation) -> float:
     (contracted, _), (batched, _) = eqn.params["dimension_numbers"]
     left, right, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0]
     depth = _jax.volume(left.shape[a] for a in contracted)
@@ -271,17 +271,17 @@ def _product(m: int, n: int, k: int) -> float:
     return begin + 0.25 * (m * n + m * k + n * k) + 2 * m * n * k / FLOPS
 
 
-def _symmetric_product(eqn: Any) -> float:
+def _symmetric_product(eqn: _jax.Equation) -> float:
     *batch, m, k = map(_known, eqn.invars[0].aval.shape)
     return math.prod(batch) * _product(m, m, k)
 
 
-def _ragged_dot(eqn: Any) -> float:
+def _ragged_dot(eqn: _jax.Equation) -> float:
     columns = _known(eqn.outvars[0].aval.shape[-1])
     return 600 + 2 * _words(eqn.invars[0]) * columns / FLOPS
 
 
-def _convolution(eqn: Any) -> float:
+def _convolution(eqn: _jax.Equation) -> float:
     """Of a direct loop, or, where features are the last axis, of a product of matrices."""
     dimensions, kernel = eqn.params["dimension_numbers"], eqn.invars[1].aval
     depth = _jax.elements(kernel) / max(1, _known(kernel.shape[dimensions.rhs_spec[0]]))
@@ -289,13 +289,13 @@ def _convolution(eqn: Any) -> float:
     return 10 + (0.05 if last else 0.5) * _words(eqn.outvars[0]) * depth
 
 
-def _triangular(eqn: Any) -> float:
+def _triangular(eqn: _jax.Equation) -> float:
     *batch, m, _ = map(_known, eqn.invars[0].aval.shape)
     columns = _words(eqn.invars[1]) / max(1, math.prod(batch) * m)
     return 250 + math.prod(batch) * (m * m + 5 * m * columns + 0.02 * m * m * columns)
 
 
-def _tridiagonal_solve(eqn: Any) -> float:
+def _tridiagonal_solve(eqn: _jax.Equation) -> float:
     return 250 + 19 * _words(eqn.invars[-1])
 
 

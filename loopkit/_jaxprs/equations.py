@@ -23,18 +23,18 @@ def forwarded(jaxpr: _jax.Jaxpr) -> list[int | None]:
     return [None if isinstance(v, _jax.Literal) else place.get(v) for v in j.outvars]
 
 
-def variables(eqn: Any) -> list:
+def variables(eqn: _jax.Equation) -> list:
     """What an equation reads, but for literals."""
     return [v for v in eqn.invars if not isinstance(v, _jax.Literal)]
 
 
-def maker_of(j: Any) -> Callable[[Any], Any]:
+def maker_of(j: _jax.OpenJaxpr) -> Callable[[Any], Any]:
     """The equation that makes a variable of an open jaxpr; None for inputs and literals."""
     makers = {v: eqn for eqn in j.eqns for v in eqn.outvars}
     return lambda v: None if isinstance(v, _jax.Literal) else makers.get(v)
 
 
-def following_from(j: Any, known: Iterable[Any]) -> set:
+def following_from(j: _jax.OpenJaxpr, known: Iterable[Any]) -> set:
     """The variables of an open jaxpr that depend on nothing but some of them, these included."""
     found = set(known)
     for eqn in j.eqns:
@@ -43,12 +43,12 @@ def following_from(j: Any, known: Iterable[Any]) -> set:
     return found
 
 
-def is_call(eqn: Any) -> bool:
+def is_call(eqn: _jax.Equation) -> bool:
     """Whether an equation does nothing but evaluate a jaxpr."""
     return eqn.primitive.name in ("jit", "pjit") and hasattr(eqn.params.get("jaxpr"), "eqns")
 
 
-def called(eqn: Any, ins: Sequence[Any]) -> tuple[Any, list]:
+def called(eqn: _jax.Equation, ins: Sequence[Any]) -> tuple[Any, list]:
     """The open jaxpr of a call, and its operands: arrays of numpy may be constants of it."""
     jaxpr = eqn.params["jaxpr"]
     return _jax.open_jaxpr(jaxpr), [*getattr(jaxpr, "consts", ()), *ins]
@@ -89,7 +89,9 @@ def holds_while_loop(jaxpr: _jax.Jaxpr) -> bool:
     )
 
 
-def interpret(j: Any, values: Sequence[Any], rule: Callable[[Any, list], Sequence[Any]]) -> list:
+def interpret(
+    j: _jax.OpenJaxpr, values: Sequence[Any], rule: Callable[[Any, list], Sequence[Any]]
+) -> list:
     """The results of an open jaxpr, those of each equation by `rule(equation, operands)`.
 
     Constants come first among the values.
@@ -135,7 +137,7 @@ def without_debug_effects(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     Nor do its loops show their steps, but where they are reversed.
     """
 
-    def quiet(eqn: Any) -> Any:
+    def quiet(eqn: _jax.Equation) -> Any:
         reports = eqn.primitive is _jax.debug_callback_p or eqn.primitive.name == "debug_print"
         reports = reports or (eqn.primitive.name == "io_callback" and not eqn.outvars)
         return None if reports else eqn
@@ -147,7 +149,7 @@ def without_debug_effects(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
 def reported_once(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """The tangents of a step, of which `jax.checkpoint` reports nothing as it runs parts again."""
 
-    def quiet(eqn: Any) -> Any:
+    def quiet(eqn: _jax.Equation) -> Any:
         if eqn.primitive.name not in ("checkpoint", "remat2"):
             return eqn
         silent = eqn.replace(params=with_jaxprs(eqn.params, without_debug_effects))
@@ -161,12 +163,14 @@ def has_impure_callback(jaxpr: _jax.Jaxpr) -> bool:
     return any(isinstance(e, _jax.IO_EFFECTS) for e in without_debug_effects(jaxpr).effects)
 
 
-def calls_the_host(jaxpr: Any) -> bool:
+def calls_the_host(jaxpr: _jax.Jaxpr) -> bool:
     """Whether a function of the host is called, a pure one."""
     return any(eqn.primitive.name == "pure_callback" for eqn in all_equations(jaxpr))
 
 
-def map_equations(jaxpr: Any, change: Callable, as_it_is: Callable | None = None) -> _jax.Jaxpr:
+def map_equations(
+    jaxpr: _jax.Jaxpr, change: Callable, as_it_is: Callable | None = None
+) -> _jax.Jaxpr:
     """A jaxpr with `change(equation)` for each equation, those inside others first; None for none.
 
     What does not change stays the same object, and what is shared stays shared. Of which equations
@@ -204,7 +208,7 @@ def _with_branches_alike(params: dict[str, Any]) -> dict[str, Any]:
     if said == left or any(isinstance(e, _jax.JaxprInputEffect) for e in said):
         return params
 
-    def saying(branch: Any) -> Any:
+    def saying(branch: _jax.Jaxpr) -> Any:
         j = _jax.open_jaxpr(branch)
         new = j.replace(effects=left)
         return new if j is branch else branch.replace(jaxpr=new)
@@ -212,7 +216,7 @@ def _with_branches_alike(params: dict[str, Any]) -> dict[str, Any]:
     return params | {"branches": tuple(map(saying, branches))}
 
 
-def _effects_inside(eqn: Any) -> Any:
+def _effects_inside(eqn: _jax.Equation) -> Any:
     """The effects of an equation whose jaxprs have changed."""
     found = jaxprs_in(eqn) if eqn.effects else []
     if not found or any(isinstance(e, _jax.JaxprInputEffect) for j in found for e in j.effects):
@@ -235,7 +239,7 @@ def with_jaxprs(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[st
     return {k: inside(v) for k, v in params.items()}
 
 
-def jaxprs_in(eqn: Any) -> list:
+def jaxprs_in(eqn: _jax.Equation) -> list:
     """The jaxprs that are parameters of an equation."""
     found: list = []
 

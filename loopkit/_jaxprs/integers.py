@@ -76,7 +76,7 @@ def _range_of(value: Any, found: dict[int, Range], deep: int) -> Range:
     return found.get(id(value), ANY)
 
 
-def is_integer(aval: Any) -> bool:
+def is_integer(aval: _jax.ShapedArray) -> bool:
     """Whether it is a type of arrays of integers, or bools, that has as many as it says."""
     dtype = getattr(aval, "dtype", None)
     kinds = jnp.integer, jnp.bool_
@@ -97,7 +97,7 @@ After = Callable[[Any, list[Range]], tuple[Any, list[Range]]]
 """An equation, as it is with operands in these ranges, and the ranges of its results."""
 
 
-def follow(jaxpr: Any, ins: Sequence[Range], after: After) -> tuple[Any, list[Range]]:
+def follow(jaxpr: _jax.Jaxpr, ins: Sequence[Range], after: After) -> tuple[Any, list[Range]]:
     """A jaxpr with its equations as `after` makes them, and the ranges of its results."""
     j = _jax.open_jaxpr(jaxpr)
     consts = map(_of_array, getattr(jaxpr, "consts", ()))
@@ -114,7 +114,9 @@ def follow(jaxpr: Any, ins: Sequence[Range], after: After) -> tuple[Any, list[Ra
     return jaxpr, list(map(read, j.outvars))
 
 
-def follow_inside(eqn: Any, ins: list[Range], after: After) -> tuple[Any, list[Range]] | None:
+def follow_inside(
+    eqn: _jax.Equation, ins: list[Range], after: After
+) -> tuple[Any, list[Range]] | None:
     """The same of the jaxprs of a call or a conditional; None of another equation."""
     if equations.is_call(eqn):
         inside, outs = follow(eqn.params["jaxpr"], ins, after)
@@ -130,11 +132,11 @@ def follow_inside(eqn: Any, ins: list[Range], after: After) -> tuple[Any, list[R
     return (eqn.replace(params=eqn.params | changed) if changed else eqn), outs
 
 
-def _after(eqn: Any, ins: list[Range]) -> tuple[Any, list[Range]]:
+def _after(eqn: _jax.Equation, ins: list[Range]) -> tuple[Any, list[Range]]:
     return eqn, ranges_after(eqn, ins)
 
 
-def ranges_after(eqn: Any, ins: list[Range]) -> list[Range]:
+def ranges_after(eqn: _jax.Equation, ins: list[Range]) -> list[Range]:
     """Of the results of an equation, from those of its operands."""
     if (inside := follow_inside(eqn, ins, _after)) is not None:
         return inside[1]
@@ -165,7 +167,7 @@ def ranges_after(eqn: Any, ins: list[Range]) -> list[Range]:
     return [found or ANY]
 
 
-def _of_two(name: str, ins: Sequence[Range], dtype: Any) -> Range | None:
+def _of_two(name: str, ins: Sequence[Range], dtype: np.dtype[Any]) -> Range | None:
     """Of arithmetic with two operands."""
     a, b = ins
     if name == "max":
@@ -200,14 +202,14 @@ def _counted(a: Range, b: Range) -> Range | None:
     return Range(a.low + b.low, inf) if 0 <= b.low <= b.high <= 1 and 0 <= a.low < FAR else None
 
 
-def _converted(found: Range, have: Any, want: Any) -> Range:
+def _converted(found: Range, have: np.dtype[Any], want: np.dtype[Any]) -> Range:
     if found.is_known:
         return within(found, want)
     wide = all(jnp.issubdtype(d, jnp.integer) and d.itemsize >= WIDE for d in (have, want))
     return Range(found.low) if wide and 0 <= found.low < FAR else ANY
 
 
-def within(found: Range, dtype: Any) -> Range:
+def within(found: Range, dtype: np.dtype[Any]) -> Range:
     """The range, if all of it can be represented: else it may have wrapped around."""
     holds = jnp.iinfo(dtype)
     return found if holds.min <= found.low and found.high <= holds.max else ANY

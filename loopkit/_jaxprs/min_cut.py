@@ -11,7 +11,7 @@ Source: Chen et al. 2016 for the trade; the cut is that of a maximum flow (Ford 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -74,7 +74,7 @@ def least_stored(
     repeated = [eqn for eqn in j.eqns if id(eqn) in again and eqn.outvars[0] not in constant]
     cheap = {id(eqn) for eqn in (*filter(_is_cheap, j.eqns), *repeated)}
 
-    def operands(v: Any) -> list | None:
+    def operands(v: _jax.Atom) -> list | None:
         """What `v` is made again from; None if it is not made again."""
         eqn = maker(v)
         return None if eqn is None or id(eqn) not in cheap else equations.variables(eqn)
@@ -110,7 +110,7 @@ def least_stored(
     return Cut(hoisted, stored, read & given, remake, whole)
 
 
-def _is_cheap(eqn: Any) -> bool:
+def _is_cheap(eqn: _jax.Equation) -> bool:
     if eqn.effects:
         return False
     if equations.is_call(eqn):
@@ -125,7 +125,7 @@ def _minimum_cut(targets: Sequence, operands: Callable, given: set, costs: dict)
     """
     capacity: dict[Any, dict[Any, float]] = {"source": {}, "target": {}}
 
-    def edge(a: Any, b: Any, size: float) -> None:
+    def edge(a: Hashable, b: Hashable, size: float) -> None:
         capacity.setdefault(a, {})[b] = size
         capacity.setdefault(b, {}).setdefault(a, 0)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -28,13 +29,13 @@ def passed_on(jaxpr: _jax.Jaxpr, known: Sequence[Any], tangents: Sequence[Any], 
     return [*latest, *outs]
 
 
-def _run(j: Any, values: Sequence[Any], constants: dict[Any, int], latest: list) -> list:
+def _run(j: _jax.OpenJaxpr, values: Sequence[Any], constants: dict[Any, int], latest: list) -> list:
     """The results of a jaxpr; variables in `constants` stand for the latest of a constant."""
 
-    def constant(v: Any) -> int | None:
+    def constant(v: _jax.Atom) -> int | None:
         return None if isinstance(v, _jax.Literal) else constants.get(v)
 
-    def rule(eqn: Any, ins: list) -> list:
+    def rule(eqn: _jax.Equation, ins: list) -> list:
         which = list(map(constant, eqn.invars))
         ins = [v if w is None else latest[w] for v, w in zip(ins, which, strict=True)]
         first = which[0] if which else None
@@ -53,7 +54,7 @@ def _run(j: Any, values: Sequence[Any], constants: dict[Any, int], latest: list)
     return [v if (w := constant(u)) is None else latest[w] for u, v in outs]
 
 
-def _as_read(eqn: Any, ins: Sequence[Any]) -> tuple[list, Any] | None:
+def _as_read(eqn: _jax.Equation, ins: Sequence[Any]) -> tuple[list, Any] | None:
     """The results of an equation that reads slices of its first operand, and what follows that."""
     params = eqn.params
     if eqn.primitive is read_p and params["value"]:
@@ -73,12 +74,12 @@ def _as_read(eqn: Any, ins: Sequence[Any]) -> tuple[list, Any] | None:
     return None
 
 
-def _wide(starts: Any) -> Any:
+def _wide(starts: jax.Array) -> Any:
     """Starts of a type that has room for every size."""
     return starts if starts.dtype.itemsize >= 4 else starts.astype(jnp.int32)
 
 
-def _gathered(buffer: Any, starts: Any, **params: Any) -> tuple[list, Any] | None:
+def _gathered(buffer: jax.Array, starts: jax.Array, **params: Any) -> tuple[list, Any] | None:
     mode, fill_value = params["mode"], params["fill_value"]
     numbers, sizes = params["dimension_numbers"], tuple(params["slice_sizes"])
     label = "drop" if mode == lax.GatherScatterMode.FILL_OR_DROP else mode.name.lower()

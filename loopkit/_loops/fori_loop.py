@@ -156,7 +156,7 @@ def fori_loop(
     return (out[0][1], out[1]) if return_info else out[1]
 
 
-def _bound(argument: str, value: Any) -> Any:
+def _bound(argument: str, value: object) -> Any:
     """A Python int where the bound is known, else a scalar integer array."""
     if _jax.is_symbolic(value):
         return jnp.asarray(value)

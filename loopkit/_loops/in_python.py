@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from loopkit._arguments.static_leaves import wrapped
 from loopkit._loops.info import LoopInfo
@@ -18,7 +19,7 @@ from loopkit._tracing.trace import pair
 
 
 def python_steps(
-    scan: Stepped, carry: Any, order: Iterable[int], ys: list, taken: Callable[[int], Any]
+    scan: Stepped, carry: PyTree[Any], order: Iterable[int], ys: list, taken: Callable[[int], Any]
 ) -> tuple[Any, bool]:
     """The carry after steps of these numbers, whose y is put to `ys`, and whether to stop there."""
     before = len(ys) + getattr(scan, "before", 0)
@@ -32,7 +33,7 @@ def python_steps(
     return carry, False
 
 
-def _stepped(scan: Stepped, carry: Any, x: Any) -> tuple[Any, Any]:
+def _stepped(scan: Stepped, carry: PyTree[Any], x: PyTree[Any]) -> tuple[Any, Any]:
     out = pair(scan.names, scan.f(carry, x))
     return wrapped(scan.names.function, scan.names.body, out)
 

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
+from jaxtyping import PyTree
 
+from loopkit import _jax
 from loopkit._arguments import failed_step, static_leaves, validate
 from loopkit._buffers.buffer import plain
 from loopkit._loops.some_ys import CarryWithYs, SomeYs
@@ -23,6 +25,7 @@ from loopkit._tracing.axes import Inputs
 from loopkit._tracing.finite_steps import FiniteSteps, Given, names_of
 from loopkit._tracing.predicate_gradient import SCOPE
 from loopkit._tracing.trace import Names, Traced, pair, scalar_bool, trace_loop, type_key
+from loopkit._types import BufferSpec
 
 
 class LoopOptions(NamedTuple):
@@ -88,11 +91,11 @@ class Request:
     def of(
         cls,
         names: Names,
-        init: Any,
-        length: Any,
+        init: PyTree[Any],
+        length: int | None,
         asked: LoopOptions,
         own: tuple,
-        trips: Any = None,
+        trips: int | None = None,
         **more: Any,
     ) -> Self:
         """`own`: the functions of the loop. `trips`: its steps, if all are taken.
@@ -137,7 +140,13 @@ class Request:
         """Whether run-time errors need the number of the step."""
         return self.checking or self.body is not None
 
-    def hidden(self, go: Any, steps: Any, whole: Any = (), last: Any = ()) -> Hidden:
+    def hidden(
+        self,
+        go: jax.Array | None,
+        steps: _jax.Whole | None,
+        whole: Sequence[Any] = (),
+        last: Sequence[Any] = (),
+    ) -> Hidden:
         written = self.carried.first_written(self.init) if self.checking else []
         return Hidden(go, steps, None, whole, last, written)
 
@@ -159,7 +168,7 @@ class Request:
         assert counter is not None, "counted"
         return FiniteSteps(loop, names, self.x_names(x_count), flag, counter, buffers, left)
 
-    def by_hand(self, body: Callable, before: Any = 0) -> Callable:
+    def by_hand(self, body: Callable, before: _jax.Whole = 0) -> Callable:
         """A function of the carry, or of x and the carry, that runs outside a compiled loop.
 
         `before`: steps taken before it is called first.
@@ -167,10 +176,10 @@ class Request:
         body = self.carried.by_hand(body)
         return body if self.body is None else self._watched_by_hand(body, before)
 
-    def _watched_by_hand(self, body: Callable, before: Any) -> Callable:
+    def _watched_by_hand(self, body: Callable, before: _jax.Whole) -> Callable:
         steps = itertools.count(int(before))
 
-        def watched(*args: Any) -> Any:
+        def watched(*args: PyTree[Any]) -> Any:
             *x, carry = args
             state = carry, Hidden(steps=jnp.int32(next(steps)))
             (leaves, tree), (x_leaves, x_tree) = map(jax.tree.flatten, (state, x))
@@ -182,7 +191,7 @@ class Request:
             finite = replace(of_loop, loop=loop, x_names=names, buffers=(False,) * len(leaves))
             out_tree: Any = None
 
-            def take(seen: Given, _: Any) -> tuple[list, Sequence[str]]:
+            def take(seen: Given, _: object) -> tuple[list, Sequence[str]]:
                 nonlocal out_tree
                 (carry, hidden), x = tree.unflatten(seen.carry), x_tree.unflatten(seen.x)
                 out = body(*x, carry)
@@ -197,7 +206,7 @@ class Request:
 
         return watched
 
-    def watched(self, tree: Any, missing: tuple) -> failed_step.Watched:
+    def watched(self, tree: _jax.TreeDef, missing: tuple) -> failed_step.Watched:
         """What is said of the loop where a step fails."""
         assert self.body is not None, "asked for"
         style = "i, carry" if self.names.function == "fori_loop" else "carry"
@@ -205,7 +214,7 @@ class Request:
             self.names.function, self.names.body, *self.body, style, tree, missing=missing
         )
 
-    def _name(self, path: Any) -> str:
+    def _name(self, path: jax.tree_util.KeyPath) -> str:
         hidden = {"whole": "xs", "last": "ys"}
         if path[0].idx == 1:
             return f"`{hidden.get(path[1].name, path[1].name)}`"
@@ -265,7 +274,7 @@ class Stepped(Request):
     inputs: Inputs
     until: Callable | None = None
 
-    def watched(self, tree: Any, missing: tuple) -> failed_step.Watched:
+    def watched(self, tree: _jax.TreeDef, missing: tuple) -> failed_step.Watched:
         loop, whole = super().watched(tree, missing), tuple(a is None for a in self.inputs.axes)
         if loop.style == "i, carry":
             return loop
@@ -276,7 +285,7 @@ class Stepped(Request):
         names = names_of("xs", tree.unflatten(range(len(axes))))
         return tuple(n for n, a in zip(names, axes, strict=True) if a is not None)
 
-    def step(self, carry: Any, x: Any) -> tuple[Any, Any, Any]:
+    def step(self, carry: PyTree[Any], x: PyTree[Any]) -> tuple[Any, Any, Any]:
         """The next carry, y, and whether to go on; None for that without `until`."""
         new, y = pair(self.names, self.f(carry, x))
         if self.until is None:
@@ -300,14 +309,14 @@ class Scan(Stepped):
     some: SomeYs | None = None
     """Which ys are wanted, if not all. The carry is then a `Beside`."""
 
-    def watched(self, tree: Any, missing: tuple) -> failed_step.Watched:
+    def watched(self, tree: _jax.TreeDef, missing: tuple) -> failed_step.Watched:
         return replace(super().watched(tree, missing), beside=self.some is not None)
 
-    def _name(self, path: Any) -> str:
+    def _name(self, path: jax.tree_util.KeyPath) -> str:
         of_ys = self.some is not None and path[0].idx == 0 and path[1].name == "ys"
         return "`ys`" if of_ys else super()._name(path)
 
-    def step(self, carry: Any, x: Any) -> tuple[Any, Any, Any]:
+    def step(self, carry: PyTree[Any], x: PyTree[Any]) -> tuple[Any, Any, Any]:
         if self.some is None:
             return super().step(carry, x)
         new, y, go = super().step(carry.carry, x)
@@ -315,7 +324,9 @@ class Scan(Stepped):
         ys, own = self.some.step(carry.ys, jax.tree.leaves(y))
         return CarryWithYs(new, ys), own, go
 
-    def over(self, init: Any, buffers: Any, inputs: Inputs, **changes: Any) -> Scan:
+    def over(
+        self, init: PyTree[Any], buffers: BufferSpec | None, inputs: Inputs, **changes: Any
+    ) -> Scan:
         """The same of another carry and other inputs."""
         carried = carry_buffers.find(self.names, buffers, init).checked(self.checking)
         changes |= {"carried": carried, "inputs": inputs, "length": inputs.length}

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
@@ -22,6 +23,7 @@ from loopkit._loops.request import Hidden, Scan
 from loopkit._programs.cache import remember, shared
 from loopkit._tracing.axes import arranged, has_none, stacks, without_last
 from loopkit._tracing.trace import Traced, type_key
+from loopkit._types import Axes
 
 
 def run(scan: Scan) -> tuple[Any, Any, Any]:
@@ -64,7 +66,7 @@ def trace(scan: Scan) -> tuple[Traced, list, Any]:
     counting = scan.counts or (scan.return_info and stopping)
     go = jnp.logical_not(jnp.zeros((), bool) | scan.stopped) if stopping else None
 
-    def step(value: Any, hidden: Hidden, x: list) -> tuple[Any, Any]:
+    def step(value: PyTree[Any], hidden: Hidden, x: list) -> tuple[Any, Any]:
         new, y, go = scan.step(value, inputs.join(x, hidden.whole))
         y, last = _stacked(scan, y) if hidden.last else (y, [])
         steps = hidden.steps + 1 if counting else None
@@ -78,7 +80,7 @@ def trace(scan: Scan) -> tuple[Traced, list, Any]:
 
 
 @ft.partial(jax.jit, static_argnames=("loop", "split_transpose"), inline=True)
-def _stored_scan(*operands: Any, loop: Loop, split_transpose: bool) -> list:
+def _stored_scan(*operands: jax.Array, loop: Loop, split_transpose: bool) -> list:
     """A scan that stores the residuals of every step: that of lax, of the step as it was traced."""
     given, _ = loop.split(operands)
     if loop.length == 0:  # which lax refuses where nothing is traced
@@ -91,7 +93,7 @@ def _last_ys(scan: Scan, rest: Sequence[Any]) -> list:
     inputs, carried, names = scan.inputs, scan.carried, scan.names
     leaves, tree = jax.tree.flatten((scan.init, inputs.whole))
 
-    def last(*values: Any) -> list:
+    def last(*values: jax.Array) -> list:
         given, x = parts(values, len(leaves))
         carry, whole = tree.unflatten(given)
         step = carried.by_hand(lambda x, carry: scan.step(carry, x)[:2])
@@ -105,12 +107,12 @@ def _last_ys(scan: Scan, rest: Sequence[Any]) -> list:
     return list(map(_jax.zeros, remember(functions, key, trace)))
 
 
-def _stacked(scan: Scan, y: Any) -> tuple[Any, list]:
+def _stacked(scan: Scan, y: PyTree[Any]) -> tuple[Any, list]:
     """y without the leaves of which only the last is wanted, and those."""
     return without_last(scan.out_axes, wrapped(scan.names.function, scan.names.body, y))
 
 
-def _stacking(traced: Traced, out_axes: Any) -> Traced:
+def _stacking(traced: Traced, out_axes: Axes) -> Traced:
     """The loop with its ys stacked where they will be, except those to be transposed after."""
     _, places = stacks(traced.y_tree, traced.loop.ys_types, out_axes)
     if not any(places):

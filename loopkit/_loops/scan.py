@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Unpack, overload
 
 import jax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
@@ -179,12 +179,12 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
 def run_scan(
     names: Names,
     f: Callable,
-    init: Any,
+    init: PyTree[Any],
     inputs: Inputs,
     asked: LoopOptions,
     *,
     every: int | None = None,
-    reduce: Any = None,
+    reduce: Reduce | None = None,
     **own: Any,
 ) -> Any:
     """`scan`, under the names of the function that the user called. `own`: fields of `Scan`."""

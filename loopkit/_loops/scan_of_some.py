@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,15 +13,16 @@ from loopkit._arguments import validate
 from loopkit._loops.request import Scan
 from loopkit._loops.run_scan import trace
 from loopkit._loops.some_ys import CarryWithYs, SomeYs
+from loopkit._types import Reduce
 
 RunScan = Callable[[Scan], tuple[Any, Any, Any]]
 
 
-def of_some(scan: Scan, every: int | None, reduce: Any, run: RunScan) -> tuple[Any, Any, Any]:
+def of_some(scan: Scan, every: int | None, reduce: Reduce, run: RunScan) -> tuple[Any, Any, Any]:
     """Final carry, ys, and, if it is wanted, a LoopInfo; `run` runs a scan of all its own ys."""
     all_ys = replace(scan, out_axes=0)
 
-    def of(tree: Any, types: Any) -> SomeYs:
+    def of(tree: _jax.TreeDef, types: Sequence[Any]) -> SomeYs:
         kind = every, scan.inputs.length, scan.reverse, scan.until is not None
         return SomeYs.of(tree, types, scan.out_axes, reduce, *kind)
 

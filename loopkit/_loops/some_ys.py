@@ -12,12 +12,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.tree_util import tree_leaves_with_path
+from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors
+from loopkit._buffers.buffer import Buffer
 from loopkit._tracing.axes import y_axes
+from loopkit._types import Axes, Reduce
 
 FUNCTION = "scan"
 REDUCTIONS = "sum", "mean", "last"
@@ -66,7 +70,7 @@ class RowKind(NamedTuple):
         dtype = jnp.dtype("float32") if _is_short(self.dtype) else self.dtype
         return self.aval.update(dtype=dtype, weak_type=False)
 
-    def of_total(self, total: Any, count: Any) -> Any:
+    def of_total(self, total: jax.Array, count: Any) -> Any:
         value = total / jnp.asarray(count, _real(total.dtype)) if self.how == "mean" else total
         return value.astype(self.dtype)
 
@@ -83,7 +87,9 @@ class SomeYs(NamedTuple):
     """Whether it may stop before all steps are taken."""
 
     @staticmethod
-    def of(tree: Any, types: Sequence[Any], out_axes: Any, reduce: Any, *settings: Any) -> SomeYs:
+    def of(
+        tree: _jax.TreeDef, types: Sequence[Any], out_axes: Axes, reduce: Reduce, *settings: Any
+    ) -> SomeYs:
         """`types`: of the leaves of one y. `settings`: the other fields."""
         rows = tree.unflatten(types)
         hows, every = _hows(reduce, rows), settings[0]
@@ -95,7 +101,7 @@ class SomeYs(NamedTuple):
             some._check(path, leaf)
         return some
 
-    def _check(self, path: Any, leaf: RowKind) -> None:
+    def _check(self, path: jax.tree_util.KeyPath, leaf: RowKind) -> None:
         if leaf.sums and jnp.issubdtype(leaf.aval.dtype, jax.dtypes.extended):
             expected, got = "can be summed only of numbers", errors.short_type(leaf.aval)
             advice = 'Pass "last" or None for this leaf.'
@@ -167,14 +173,14 @@ class SomeYs(NamedTuple):
                 after.rows.append(self._with_row(next(rows), ys.steps, value))
         return after, rest
 
-    def _with_row(self, rows: Any, steps: Any, value: Any) -> Any:
+    def _with_row(self, rows: Buffer, steps: Any, value: jax.Array) -> Any:
         """Rows with that of the window, if the step is its last; steps left over are in none."""
         window = lax.min(lax.div(steps, self._window), jnp.int32(self.rows - 1))
         row = self.rows - 1 - window if self.reverse else window
         ends = lax.rem(steps, self._window) == self._window - 1
         return rows.at[row].set(value, pred=ends, mode="promise_in_bounds")
 
-    def _added(self, total: Any, steps: Any, value: Any) -> Any:
+    def _added(self, total: jax.Array, steps: Any, value: jax.Array) -> Any:
         if not self.rows:
             return total + value
         begins = lax.rem(steps, self._window) == 0
@@ -201,7 +207,7 @@ class SomeYs(NamedTuple):
             self._of_rows(leaf, y, steps) for leaf, y in zip(self.leaves, ys, strict=True)
         )
 
-    def _of_rows(self, leaf: RowKind, y: Any, steps: int) -> Any:
+    def _of_rows(self, leaf: RowKind, y: jax.Array, steps: int) -> Any:
         taken = (y[::-1] if self.reverse else y)[:steps]
         if self.passes(leaf):
             if leaf.axis is None or leaf.how == "last":
@@ -216,7 +222,7 @@ class SomeYs(NamedTuple):
         return jnp.moveaxis(rows[::-1] if self.reverse else rows, 0, leaf.axis or 0)
 
 
-def _check_whole(y: Any, leaves: Sequence[RowKind]) -> None:
+def _check_whole(y: PyTree[Any], leaves: Sequence[RowKind]) -> None:
     """Raise where something would be summed leaf by leaf that is more than its leaves."""
     whole, rest = lambda v: getattr(type(v), "_is_whole", False), iter(leaves)
     for path, node in tree_leaves_with_path(y, is_leaf=whole):
@@ -227,7 +233,7 @@ def _check_whole(y: Any, leaves: Sequence[RowKind]) -> None:
             raise errors.wrong_value(FUNCTION, "reduce", expected, got, advice, path)
 
 
-def _hows(reduce: Any, y: Any) -> list[str | None]:
+def _hows(reduce: Reduce, y: PyTree[Any]) -> list[str | None]:
     """What becomes of each leaf of y, from a prefix of its tree."""
     try:
         flat = _jax.broadcast_prefix(reduce, y, is_leaf=lambda v: v is None)
@@ -239,7 +245,7 @@ def _hows(reduce: Any, y: Any) -> list[str | None]:
     return flat
 
 
-def check_words(reduce: Any) -> Any:
+def check_words(reduce: Reduce) -> Any:
     """`reduce`, whose leaves have to be words that there are."""
     for path, how in tree_leaves_with_path(reduce):
         if not (isinstance(how, str) and how in REDUCTIONS):
@@ -249,9 +255,9 @@ def check_words(reduce: Any) -> Any:
     return reduce
 
 
-def _is_short(dtype: Any) -> bool:
+def _is_short(dtype: np.dtype[Any]) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
-def _real(dtype: Any) -> Any:
+def _real(dtype: np.dtype[Any]) -> Any:
     return jnp.finfo(dtype).dtype

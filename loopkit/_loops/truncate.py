@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors
@@ -50,7 +51,9 @@ def truncated(scan: Scan) -> tuple[Any, Any, LoopInfo]:
     in_block = None if shown is None or weight else shown.part(False, False)
     in_tail = shown and shown.part(False, True)
 
-    def of_block(init: Any, inputs: Inputs, state: Blocks | None = None, **changes: Any) -> Scan:
+    def of_block(
+        init: PyTree[Any], inputs: Inputs, state: Blocks | None = None, **changes: Any
+    ) -> Scan:
         before = 0 if state is None or scan.body is None else state.steps
         changes = {"stopped": False, "progress": in_tail, **changes}
         own = {"budget": inner, "before": before, "return_info": True, **changes}
@@ -110,10 +113,10 @@ def _shared(budget: Budget, count: int, truncate: int) -> tuple[Any, Any]:
     return count, "all" if stores else None
 
 
-def _cut(carry: Any, stopped: Any) -> Any:
+def _cut(carry: PyTree[Any], stopped: jax.Array | None) -> Any:
     """The carry without its gradient, but for a loop that has ended in it, and but for ys."""
 
-    def cut(value: Any) -> Any:
+    def cut(value: jax.Array) -> Any:
         if isinstance(value, ReductionState) or not _jax.is_differentiable(jax.typeof(value)):
             return value
         still = lax.stop_gradient(value)

@@ -7,7 +7,7 @@ from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from loopkit._arguments import errors, validate
 from loopkit._arguments.error_on_use import ErrorIf, error_on_use
@@ -157,8 +157,8 @@ def run_while(
     names: Names,
     cond_fun: Callable,
     body_fun: Callable,
-    init_val: Any,
-    max_steps: Any,
+    init_val: PyTree[Any],
+    max_steps: object,
     asked: LoopOptions,
     throw: bool = False,
 ) -> Any:
@@ -188,13 +188,13 @@ def run_while(
     holds = lambda val: scalar_bool(name, names.predicate, cond_fun(val))
     go = ask(holds, init_val) if masking else None
 
-    def step(val: Any, hidden: Hidden, _: list) -> tuple:
+    def step(val: PyTree[Any], hidden: Hidden, _: list) -> tuple:
         new = body_fun(val)
         with jax.named_scope(SCOPE):
             go = holds(new) if masking else None
         return (new, hidden._replace(go=go, steps=hidden.steps + 1 if counting else None)), None
 
-    def goes_on(val: Any, hidden: Hidden) -> Any:
+    def goes_on(val: PyTree[Any], hidden: Hidden) -> Any:
         return hidden.go if masking else cond_fun(val)
 
     hidden = request.hidden(go, jnp.int32(0) if counting else None)
@@ -213,7 +213,7 @@ def run_while(
 
 
 def _finished(
-    request: Request, throw: bool, val: Any, steps: Any, still_holds: Callable[[], Any]
+    request: Request, throw: bool, val: PyTree[Any], steps: Any, still_holds: Callable[[], Any]
 ) -> Any:
     """What the caller is given."""
     val = request.carried.returned(val)

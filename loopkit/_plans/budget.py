@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from loopkit._arguments import errors
 from loopkit._arguments.validate import check_whole
@@ -15,7 +14,7 @@ UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
-def check_budget(function: str, checkpoints: Any, memory: Any) -> Budget:
+def check_budget(function: str, checkpoints: object, memory: object) -> Budget:
     """What the planner is to work with."""
     if memory is not None:
         if checkpoints is not None:
@@ -50,7 +49,7 @@ def check_budget(function: str, checkpoints: Any, memory: Any) -> Budget:
     return check_whole(function, "checkpoints", checkpoints, 1, expected)
 
 
-def read_bytes(function: str, value: Any) -> int:
+def read_bytes(function: str, value: object) -> int:
     """Bytes, from an int or a string such as "64 MB" or "1.5 GiB"."""
     expected = 'an int >= 1 (bytes) or a string such as "64 MB" or "1.5 GiB"'
     if not isinstance(value, str):

@@ -304,7 +304,7 @@ class Plan:
 
         return draw(self, self._steps("plot", steps), ax)
 
-    def _steps(self, method: str, steps: Any) -> int:
+    def _steps(self, method: str, steps: object) -> int:
         """How many steps a loop takes, by default its bound."""
         steps = self.bound if steps is None else steps
         if steps is None:

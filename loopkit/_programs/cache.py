@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 from loopkit import _jax
@@ -24,7 +24,7 @@ class Recent(dict):
         super().__init__()
         self.size = size
 
-    def find(self, key: Any) -> Any:
+    def find(self, key: Hashable) -> Any:
         if 2 * len(self) < self.size:  # the order will not matter for long
             return self.get(key)
         value = self.pop(key, None)
@@ -32,7 +32,7 @@ class Recent(dict):
             self[key] = value
         return value
 
-    def put(self, key: Any, value: Any) -> None:
+    def put(self, key: Hashable, value: Any) -> None:
         self[key] = value
         while len(self) > self.size:
             self.pop(next(iter(self), None), None)
@@ -42,7 +42,7 @@ _traced = Recent(256)
 _programs = Recent(256)
 
 
-def remember(functions: Sequence[Any], rest: Any, make: Callable[[], T]) -> T:
+def remember(functions: Sequence[Any], rest: Hashable, make: Callable[[], T]) -> T:
     """`make()`, or what it returned for the very same functions under the same conditions.
 
     As in jax.lax, functions are taken to be pure. None is none; without any, and where they close

@@ -42,7 +42,7 @@ FUNCTIONS = ("builtins", "functools", "jax", "jaxlib", "numpy")
 """Where classes are from that hold nothing that changes."""
 
 
-def program_key(program: Any, results_only: bool = False, met: list | None = None) -> Hashable:
+def program_key(program: object, results_only: bool = False, met: list | None = None) -> Hashable:
     """The key of a jaxpr, or of whatever else makes one; raises Unknown.
 
     `results_only`: of what it computes, and not of its derivatives. `met`: where to put the
@@ -92,17 +92,17 @@ class _Keys:
             return kind, tuple(map(of, fields))
         raise Unknown
 
-    def jaxpr(self, jaxpr: Any) -> Hashable:
+    def jaxpr(self, jaxpr: _jax.Jaxpr) -> Hashable:
         j = _jax.open_jaxpr(jaxpr)
         names: dict[Any, int] = {}
 
-        def atom(v: Any) -> Hashable:
+        def atom(v: _jax.Atom) -> Hashable:
             if not isinstance(v, _jax.Literal):
                 return names.setdefault(v, len(names))
             known = isinstance(v.val, jax.Array)
             return typed(v.aval), self.of(v.val) if known else _content(np.asarray(v.val))
 
-        def parameters(eqn: Any) -> Hashable:
+        def parameters(eqn: _jax.Equation) -> Hashable:
             name, params = eqn.primitive.name, eqn.params.items()
             if "loop" in eqn.params and name != "loopkit_while":
                 return _Keys(False, None).of(eqn.params)
@@ -149,5 +149,5 @@ def _root(kind: type) -> str:
     return kind.__module__.partition(".")[0]
 
 
-def typed(aval: Any) -> Hashable:
+def typed(aval: _jax.ShapedArray) -> Hashable:
     return aval, getattr(aval, "weak_type", False)

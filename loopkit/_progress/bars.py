@@ -14,7 +14,7 @@ OFTEN = 0.1
 """Seconds between two in a terminal."""
 
 
-def _is_terminal(stream: Any) -> bool:
+def _is_terminal(stream: object) -> bool:
     return bool(getattr(stream, "isatty", lambda: False)())
 
 

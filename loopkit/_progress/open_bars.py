@@ -76,7 +76,7 @@ def opened(
     total: int | None,
     backward: bool = False,
     lanes: int = 0,
-    site: Any = None,
+    site: object = None,
 ) -> int:
     """The number of a bar. `site`: where a compiled program opens it."""
     with closing_if_it_fails():
@@ -174,7 +174,7 @@ def _of_thread() -> list[tuple[int, Bar]]:
     return [(number, bar) for number, bar in _open_now() if bar.thread == here]
 
 
-def _left_open(site: Any, run: Run, stack: set[Run]) -> list[int]:
+def _left_open(site: object, run: Run, stack: set[Run]) -> list[int]:
     """By programs that are over; one that is where it began has begun again."""
     bars = [(number, bar) for number, bar in _of_thread() if bar.run is not None]
     over = [n for n, one in bars if one.is_over(stack)]

@@ -88,11 +88,11 @@ def check_progress(function: str, value: Any) -> ProgressSettings | None:
     return ProgressSettings(function, value.start, value, id(value), _keywords(value.start))
 
 
-def _has(value: Any, methods: tuple[str, ...]) -> bool:
+def _has(value: object, methods: tuple[str, ...]) -> bool:
     return all(callable(getattr(value, m, None)) for m in methods)
 
 
-def _keywords(start: Any) -> tuple[str, ...]:
+def _keywords(start: Callable[..., Any]) -> tuple[str, ...]:
     """Which of what is known of a bar `start` takes."""
     with contextlib.suppress(TypeError, ValueError):  # of some built-in functions nobody can say
         parameters = inspect.signature(start).parameters

@@ -156,7 +156,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     leaves, tree = jax.tree.flatten((args, kwargs))
     traced = [validate.is_traced(v) or isinstance(v, jax.ShapeDtypeStruct) for v in leaves]
 
-    def flat(*values: Any) -> Any:
+    def flat(*values: jax.Array) -> Any:
         args, kwargs = tree.unflatten(spread(values, traced, leaves))
         return list(filter(validate.is_traced, jax.tree.leaves(fn(*args, **kwargs))))
 
@@ -175,7 +175,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     return Explanation(tuple(found))
 
 
-def _source(*eqns: Any) -> str:
+def _source(*eqns: _jax.Equation) -> str:
     """Of an equation; or, if its own is not known, of the nearest one around it.
 
     What is spelled out has none of its own.
@@ -201,7 +201,7 @@ def _why_waiting(loop: Loop) -> str:
     return why_never(loop) or "read each other, or have derivatives one by one"
 
 
-def _of_lax(source: str, eqn: Any) -> Explained:
+def _of_lax(source: str, eqn: _jax.Equation) -> Explained:
     """A loop of lax, as if it were differentiated. A while loop has no gradient, and no length."""
     params = eqn.params
     if eqn.primitive.name == "while":

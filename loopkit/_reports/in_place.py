@@ -122,7 +122,7 @@ def in_place_report(
         type_of = lambda out: jax.ShapeDtypeStruct(out.shape, dtype(out))
         cotangents = jax.tree.map(type_of, jax.eval_shape(of_arrays, *arrays))
 
-        def gradient(arrays: Sequence[Any], cotangents: Any) -> Any:
+        def gradient(arrays: Sequence[Any], cotangents: Sequence[Any]) -> Any:
             moving = [_jax.is_differentiable(jax.typeof(v)) for v in arrays]
             of = lambda *values: of_arrays(*spread(values, moving, arrays))
             return jax.vjp(of, *kept(arrays, moving))[1](cotangents)
@@ -131,7 +131,7 @@ def in_place_report(
     return _report(lowered.compile().as_text() or "", names, min_bytes)
 
 
-def _leaf_names(jaxpr: Any) -> dict[str, dict[str, None]]:
+def _leaf_names(jaxpr: _jax.Jaxpr) -> dict[str, dict[str, None]]:
     """The carry leaves of the loops in a jaxpr, each once, by their type."""
     names: dict[str, dict[str, None]] = {}
     for loop, leaf, aval in _carries(jaxpr):
@@ -139,7 +139,7 @@ def _leaf_names(jaxpr: Any) -> dict[str, dict[str, None]]:
     return names
 
 
-def _carries(jaxpr: Any) -> Iterator[tuple[str, str, Any]]:
+def _carries(jaxpr: _jax.Jaxpr) -> Iterator[tuple[str, str, Any]]:
     for eqn in equations.all_equations(jaxpr):
         name, params = eqn.primitive.name, eqn.params
         if eqn.primitive is while_p:
@@ -157,7 +157,7 @@ def _carries(jaxpr: Any) -> Iterator[tuple[str, str, Any]]:
                 yield "lax.while_loop", f"carry leaf {i}", v.aval
 
 
-def _hlo_type(aval: Any) -> str:
+def _hlo_type(aval: _jax.ShapedArray) -> str:
     dtype = aval.dtype
     kind = _KINDS.get(getattr(dtype, "kind", ""))
     name = f"{kind}{8 * dtype.itemsize}" if kind else str(dtype)

@@ -15,12 +15,12 @@ from loopkit._jaxprs import equations
 def spelled_out(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """A jaxpr whose loops are those that are run."""
 
-    def in_phases(eqn: Any) -> bool:
+    def in_phases(eqn: _jax.Equation) -> bool:
         if eqn.primitive is narrowed_p:
             return True
         return eqn.primitive is while_p and phases_of(eqn.params["loop"]) is not None
 
-    def change(eqn: Any) -> Any:
+    def change(eqn: _jax.Equation) -> Any:
         if not in_phases(eqn):
             return eqn
         types, run = [v.aval for v in eqn.invars], ft.partial(narrowed.evaluate, **eqn.params)

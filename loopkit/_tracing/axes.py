@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.tree_util import keystr, tree_leaves_with_path
+from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
@@ -46,7 +47,11 @@ class Inputs(NamedTuple):
 
     @staticmethod
     def of(
-        xs: Any, in_axes: Any, length: Any = None, function: str = SCAN, argument: str = "xs"
+        xs: PyTree[Any],
+        in_axes: Axes,
+        length: int | None = None,
+        function: str = SCAN,
+        argument: str = "xs",
     ) -> Inputs:
         """`xs`, and the number of steps, on which `length` and every leaf of `xs` must agree."""
         if length is not None:
@@ -128,7 +133,7 @@ class Inputs(NamedTuple):
         whole, left = count * size, self.length - count * size
         first, after = (left, 0) if reverse else (0, whole)
 
-        def blocks(x: Any, axis: int) -> Any:
+        def blocks(x: jax.Array, axis: int) -> Any:
             rows = lax.slice_in_dim(x, first, first + whole, axis=axis) if left else x
             return rows.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
 
@@ -142,12 +147,12 @@ class Inputs(NamedTuple):
 
 
 @ft.lru_cache(1024)
-def _slice_type(aval: Any, axis: int, _: Any) -> Any:
+def _slice_type(aval: _jax.ShapedArray, axis: int, _: object) -> Any:
     """As `_jax.slice_type`, which takes longer than all else that an array costs each call."""
     return _jax.slice_type(aval, axis)
 
 
-def in_place(aval: Any, axis: int) -> int:
+def in_place(aval: _jax.ShapedArray, axis: int) -> int:
     """`axis`, or 0 if an array of this type had better be transposed before it is sliced."""
     item = getattr(aval.dtype, "itemsize", LINE)
     run = _jax.volume(aval.shape[axis + 1 :]) * item
@@ -156,7 +161,7 @@ def in_place(aval: Any, axis: int) -> int:
 
 
 def leaf_axes(
-    argument: str, axes: Axes, tree: Any, of: str, function: str = SCAN
+    argument: str, axes: Axes, tree: PyTree[Any], of: str, function: str = SCAN
 ) -> list[int | None]:
     """The axis of each leaf of a tree, from a prefix of it. `of` names the tree."""
     try:
@@ -175,7 +180,11 @@ def leaf_axes(
 
 
 def normalised(
-    argument: str, axes: Sequence[int | None], tree: Any, function: str = SCAN, extra: int = 0
+    argument: str,
+    axes: Sequence[int | None],
+    tree: PyTree[Any],
+    function: str = SCAN,
+    extra: int = 0,
 ) -> list[int | None]:
     """The same axes, none of them negative. `extra` axes are still to be put in."""
     new = []
@@ -199,7 +208,7 @@ class Last:
     """The place of a y of which only the last is wanted."""
 
 
-def y_axes(out_axes: Axes, y: Any, no_rows: Sequence[bool] = ()) -> list[int | None]:
+def y_axes(out_axes: Axes, y: PyTree[Any], no_rows: Sequence[bool] = ()) -> list[int | None]:
     """Where each leaf of y is stacked, None for not at all. `y` may be a tree of types."""
     axes = leaf_axes("out_axes", out_axes, y, "what `f` returns as y")
     if no_rows:
@@ -207,7 +216,7 @@ def y_axes(out_axes: Axes, y: Any, no_rows: Sequence[bool] = ()) -> list[int | N
     return normalised("out_axes", axes, y, extra=1)
 
 
-def without_last(out_axes: Axes, y: Any) -> tuple[Any, list]:
+def without_last(out_axes: Axes, y: PyTree[Any]) -> tuple[Any, list]:
     """y without the leaves that are not stacked, and those leaves."""
     leaves, tree = jax.tree.flatten(jax.tree.map(_jax.as_array, y))
     pairs = list(zip(leaves, y_axes(out_axes, tree.unflatten(leaves)), strict=True))
@@ -215,7 +224,9 @@ def without_last(out_axes: Axes, y: Any) -> tuple[Any, list]:
     return rest, [v for v, a in pairs if a is None]
 
 
-def stacks(tree: Any, types: Sequence[Any], out_axes: Axes) -> tuple[list[int], tuple[int, ...]]:
+def stacks(
+    tree: _jax.TreeDef, types: Sequence[Any], out_axes: Axes
+) -> tuple[list[int], tuple[int, ...]]:
     """For each leaf of ys, the axis asked for, and the one along which rows are written.
 
     `types` are those of ys stacked along the leading axis.
@@ -228,7 +239,9 @@ def stacks(tree: Any, types: Sequence[Any], out_axes: Axes) -> tuple[list[int], 
     return axes, tuple(in_place(t, a) for t, a in zip(shapes, axes, strict=True))
 
 
-def arranged(tree: Any, ys: Sequence[Any], types: Sequence[Any], out_axes: Axes, last: Any) -> Any:
+def arranged(
+    tree: _jax.TreeDef, ys: Sequence[Any], types: Sequence[Any], out_axes: Axes, last: Sequence[Any]
+) -> Any:
     """ys as the caller asked for them."""
     axes, places = stacks(tree, types, out_axes)
     moved = [jnp.moveaxis(y, p, a) for y, p, a in zip(ys, places, axes, strict=True)]
@@ -244,7 +257,12 @@ def block_axes(out_axes: Axes) -> Axes:
 
 
 def joined(
-    function: str, head: Any, tail: Any, out_axes: Axes, reverse: bool = False, ended: Any = None
+    function: str,
+    head: PyTree[Any],
+    tail: PyTree[Any],
+    out_axes: Axes,
+    reverse: bool = False,
+    ended: jax.Array | None = None,
 ) -> Any:
     """ys of blocks, then those of the rows left, in the order of the rows.
 
@@ -253,7 +271,7 @@ def joined(
     leaves, tree = jax.tree.flatten(tail)
     axes = leaf_axes("out_axes", out_axes, tail, "what is returned", function)
 
-    def join(blocks: Any, rest: Any, axis: int | None) -> Any:
+    def join(blocks: jax.Array, rest: jax.Array, axis: int | None) -> Any:
         if axis is None:
             return rest if ended is None else jnp.where(ended, blocks, rest)
         rows = merged(blocks, axis % rest.ndim)
@@ -262,7 +280,7 @@ def joined(
     return tree.unflatten(map(join, jax.tree.leaves(head), leaves, axes))
 
 
-def merged(blocks: Any, axis: int) -> Any:
+def merged(blocks: jax.Array, axis: int) -> Any:
     """One axis for the number of the block and the row in it."""
     rows = blocks.shape[axis] * blocks.shape[axis + 1]  # where rows are empty, -1 is not known
     return blocks.reshape(*blocks.shape[:axis], rows, *blocks.shape[axis + 2 :])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools as ft
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
+from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors
@@ -60,7 +61,7 @@ class Buffers:
         """Whether a trace may be used again: not where it reads what a loop around it masks by."""
         return all(owner is None or owner.mask is None for owner in self.outer)
 
-    def first_written(self, init: Any) -> list:
+    def first_written(self, init: PyTree[Any]) -> list:
         """For each buffer, where it counts as written before the loop."""
         return list(map(run_time_checks.first_written, kept(jax.tree.leaves(init), self.flags)))
 
@@ -100,7 +101,9 @@ class Buffers:
             values.append(v)
         return values, owners
 
-    def unwrapped(self, tree: Any, owners: Sequence[Owner | None], before: Sequence[Any]) -> Any:
+    def unwrapped(
+        self, tree: PyTree[Any], owners: Sequence[Owner | None], before: Sequence[Any]
+    ) -> Any:
         """What a body returned, with arrays for buffers.
 
         Anything but the buffer itself in a buffer's place is written over all of it.
@@ -126,7 +129,7 @@ class Buffers:
         """The same; what runs by hand is checked too."""
         return replace(self, checks=True) if checks else self
 
-    def by_hand(self, body: Any) -> Any:
+    def by_hand(self, body: Callable[..., Any]) -> Any:
         """A function of the carry that runs outside a compiled loop, on arrays and to arrays.
 
         `body(carry) -> carry`, or `body(x, carry) -> (carry, y)`, called for step after step.
@@ -136,7 +139,7 @@ class Buffers:
         steps, count = itertools.count(), len(self.flags)
         written: list = []
 
-        def with_arrays(*args: Any) -> Any:
+        def with_arrays(*args: PyTree[Any]) -> Any:
             *before, carry = args
             leaves, tree = jax.tree.flatten(carry)
             if not self.checks:
@@ -152,7 +155,7 @@ class Buffers:
 
         return with_arrays
 
-    def returned(self, tree: Any) -> Any:
+    def returned(self, tree: PyTree[Any]) -> Any:
         """The final carry, where buffers of a loop around are buffers again."""
         leaves, shape = jax.tree.flatten(tree)
         pairs = itertools.zip_longest(leaves, self.outer)
@@ -160,7 +163,7 @@ class Buffers:
         return checked(shape.unflatten(values))
 
 
-def _overwritten(old: Any, value: Any, owner: Owner) -> Any:
+def _overwritten(old: jax.Array, value: jax.Array, owner: Owner) -> Any:
     value = jnp.asarray(value)
     buffer = Buffer._of(old, owner)
     if value.shape != buffer.shape or value.dtype != buffer.dtype:
@@ -173,7 +176,7 @@ def _without_buffers(count: int) -> Buffers:
     return Buffers((False,) * count, (None,) * count)
 
 
-def find(names: Any, buffers: Any, init: Any) -> Buffers:
+def find(names: Any, buffers: PyTree[Any], init: PyTree[Any]) -> Buffers:
     """The buffers among the leaves of `init`, an argument of the caller's that `names` names.
 
     Those that are named, those of a loop around, and what TensorArrays hold.
@@ -196,7 +199,7 @@ def find(names: Any, buffers: Any, init: Any) -> Buffers:
     return Buffers(tuple(a or b for a, b in zip(flags, named, strict=True)), outer, called)
 
 
-def _named(names: Any, buffers: Any, init: Any) -> list[bool]:
+def _named(names: Any, buffers: PyTree[Any], init: PyTree[Any]) -> list[bool]:
     function = names.function
     leaves, tree = jax.tree.flatten(init)
     if buffers is None:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import keystr, tree_leaves_with_path
+from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors
@@ -123,7 +124,7 @@ class FiniteSteps:
             [next(told) if has else None for has in some],
         )
 
-    def of_jaxpr(self, body: _jax.Jaxpr, const_count: int, y_tree: Any) -> _jax.Jaxpr:
+    def of_jaxpr(self, body: _jax.Jaxpr, const_count: int, y_tree: _jax.TreeDef) -> _jax.Jaxpr:
         """The step, (consts, carry, x) -> (carry, y), watched."""
         j, count = _jax.open_jaxpr(body), len(self.names)
         y_names = names_of("ys", y_tree.unflatten(body.out_avals[count:]))
@@ -134,12 +135,12 @@ class FiniteSteps:
         leaves = zip(j.invars[const_count:], self.names, self.buffers, strict=False)
         names |= {v: name for v, name, has in leaves if has}
 
-        def step(*values: Any) -> list:
+        def step(*values: jax.Array) -> list:
             given = Given(*parts(values, const_count, count))
             report = self.report(given)
             one = lambda leaf, value, level: self.watched(report, [leaf], [value], [level])[0]
 
-            def rule(worst: Any, eqn: Any, ins: list) -> list:
+            def rule(worst: jax.Array | None, eqn: _jax.Equation, ins: list) -> list:
                 touches = eqn.primitive in (read_p, write_p) or _reads_slices(eqn)
                 name = names.get(eqn.invars[0]) if touches else None
                 if name is None:
@@ -158,7 +159,7 @@ class FiniteSteps:
                     outs = [*one(leaf, outs[0], None), *outs[1:]]
                 return outs
 
-            def take(seen: Given, worst: Any) -> tuple[list, Sequence[str]]:
+            def take(seen: Given, worst: jax.Array | None) -> tuple[list, Sequence[str]]:
                 triples = zip(given.consts, seen.consts, of_consts, strict=True)
                 consts = [c if v in sliced else s for c, s, v in triples]
                 values = [*consts, *seen.carry, *seen.x]
@@ -169,21 +170,21 @@ class FiniteSteps:
         return _jax.trace(step, list(body.in_avals), self.loop.function)[0]
 
 
-def _reads_slices(eqn: Any) -> bool:
+def _reads_slices(eqn: _jax.Equation) -> bool:
     reads = eqn.primitive is read_p and eqn.params["value"]
     sliced = eqn.primitive.name in SLICES
     return (reads or sliced) and not isinstance(eqn.invars[0], _jax.Literal)
 
 
-def _is_watched(value: Any) -> bool:
+def _is_watched(value: jax.Array) -> bool:
     return _jax.is_differentiable(jax.typeof(value))
 
 
-def _closed_over(loop: Watched, aval: Any) -> str:
+def _closed_over(loop: Watched, aval: _jax.ShapedArray) -> str:
     return f"what `{loop.argument}` closes over ({errors.short_type(aval)})"
 
 
-def names_of(argument: str, tree: Any, hidden: int = 0) -> tuple[str, ...]:
+def names_of(argument: str, tree: PyTree[Any], hidden: int = 0) -> tuple[str, ...]:
     """What errors call the leaves of a tree."""
     paths = [path for path, _ in tree_leaves_with_path(tree)]
     return tuple(f"`{argument}{keystr(path[hidden:])}`" for path in paths)

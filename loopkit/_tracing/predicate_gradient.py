@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._buffers.slices import read_p
@@ -20,7 +21,7 @@ SCOPE = "loopkit_predicate"
 """The name around it in a step, by which what it calls, for no result, is known."""
 
 
-def ask(predicate: Callable[[Any], Any], value: Any) -> Any:
+def ask(predicate: Callable[[Any], Any], value: PyTree[Any]) -> Any:
     """`predicate(value)` outside a loop, of values without tangents; those it closes over, too."""
     if not _jax.is_tracing():
         return predicate(value)  # nothing has any
@@ -33,7 +34,7 @@ def ask(predicate: Callable[[Any], Any], value: Any) -> Any:
     return result
 
 
-def _still(value: Any) -> Any:
+def _still(value: jax.Array) -> Any:
     moves = _jax.is_differentiable(jax.typeof(value)) and not _jax.is_reference(value)
     return lax.stop_gradient(value) if moves else value
 
@@ -65,7 +66,7 @@ def stop_gradient_in_predicate(jaxpr: _jax.Jaxpr, place: int) -> _jax.Jaxpr:
     return jaxpr.replace(jaxpr=j.replace(eqns=eqns)) if still else jaxpr
 
 
-def _makers(j: Any, variables: list) -> set[int]:
+def _makers(j: _jax.OpenJaxpr, variables: list) -> set[int]:
     """The places of the equations that variables depend on."""
     wanted = {v for v in variables if not isinstance(v, _jax.Literal)}
     found: set[int] = set()
@@ -77,12 +78,12 @@ def _makers(j: Any, variables: list) -> set[int]:
     return found
 
 
-def _stops(v: Any) -> Any:
+def _stops(v: _jax.Atom) -> Any:
     """An equation that gives a variable without its tangent."""
     j = _jax.open_jaxpr(_jax.trace_closed(lambda x: [lax.stop_gradient(x)], [v.aval], "still"))
     (eqn,) = j.eqns
     return eqn.replace(invars=[v])
 
 
-def _in_place(v: Any, still: dict) -> Any:
+def _in_place(v: _jax.Atom, still: dict) -> Any:
     return v if isinstance(v, _jax.Literal) else still.get(v, v)

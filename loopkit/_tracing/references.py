@@ -27,7 +27,7 @@ class Functions(NamedTuple):
 
 
 def without_references(
-    cond: Any, cond_consts: list, body: Any, consts: list, carry_count: int
+    cond: _jax.Jaxpr | None, cond_consts: list, body: _jax.Jaxpr, consts: list, carry_count: int
 ) -> Functions:
     """Functions of the same constants, carry and x, but for the references among the constants."""
     if not any(j is not None and _jax.has_references(j) for j in (cond, body)):
@@ -40,7 +40,7 @@ def without_references(
 
 
 def _of_values(
-    jaxpr: Any, consts: list, references: dict, carry_count: int, behind: int | None
+    jaxpr: _jax.Jaxpr, consts: list, references: dict, carry_count: int, behind: int | None
 ) -> tuple[Any, list]:
     """The function of (constants, carry, references, x), and its constants.
 
@@ -48,7 +48,7 @@ def _of_values(
     """
     kept, of_values = [v for v in consts if id(v) not in references], _jax.of_values(jaxpr)
 
-    def function(*values: Any) -> list:
+    def function(*values: jax.Array) -> list:
         given, carry, held, x = parts(values, len(kept), carry_count, len(references))
         now, left = dict(zip(references, held, strict=True)), iter(given)
         every = [now[id(v)] if id(v) in now else next(left) for v in consts]

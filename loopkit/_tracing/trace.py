@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.tree_util import keystr
+from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors, static_leaves
@@ -118,7 +119,7 @@ class Traced:
         return final, ys
 
 
-def _convert(value: Any, aval: Any) -> Any:
+def _convert(value: jax.Array, aval: _jax.ShapedArray) -> Any:
     """An initial value in the type that the loop carries."""
     have = jax.typeof(value)
     if have.dtype != aval.dtype or (have.weak_type and not aval.weak_type):
@@ -130,7 +131,7 @@ def trace_loop(
     names: Names,
     step: Callable[[list, list], tuple[Any, Any]],
     predicate: Callable[[list], Any] | None,
-    init: Any,
+    init: PyTree[Any],
     x_types: Sequence[Any],
     settings: dict[str, Any],
     buffers: Buffers | None = None,
@@ -148,7 +149,7 @@ def trace_loop(
     types = [jax.typeof(v) for v in leaves]
     y_tree, names_of = None, (names.function, names.predicate)
 
-    def body(*values: Any) -> list:
+    def body(*values: jax.Array) -> list:
         nonlocal y_tree
         carry, x = parts(values, len(types))
         if buffers is None:
@@ -194,7 +195,7 @@ def trace_loop(
 
 
 def _watched(
-    names: Names, of: references.Functions, finite: FiniteSteps, y_tree: Any
+    names: Names, of: references.Functions, finite: FiniteSteps, y_tree: _jax.TreeDef
 ) -> references.Functions:
     if of.references:
         expected = f"cannot be given where `{names.body}` reads or writes references made outside"
@@ -229,7 +230,7 @@ def _check_types(names: Names, carry: Iterable[tuple[Any, Any, Any]]) -> None:
         raise errors.wrong_carry(function, body, f"types of `{init}`, got", differences, advice)
 
 
-def _check_structure(names: Names, before: Any, after: Any) -> None:
+def _check_structure(names: Names, before: PyTree[Any], after: PyTree[Any]) -> None:
     function, body, init, *_ = names
     trees = map(static_leaves.shape_of, (before, after))
     differences = [
@@ -242,7 +243,7 @@ def _check_structure(names: Names, before: Any, after: Any) -> None:
         raise errors.wrong_carry(function, body, expected, differences, advice)
 
 
-def _check_effects(names: Names, *jaxprs: Any) -> None:
+def _check_effects(names: Names, *jaxprs: _jax.Jaxpr | None) -> None:
     effects = [e for j in jaxprs if j is not None for e in _jax.check_effects(j.effects)]
     if effects:
         expected = "may have only side effects that a compiled loop can have"
@@ -251,7 +252,7 @@ def _check_effects(names: Names, *jaxprs: Any) -> None:
         raise NotImplementedError(errors.wrong(names.function, names.body, expected, got, advice))
 
 
-def scalar_bool(function: str, argument: str, value: Any) -> Any:
+def scalar_bool(function: str, argument: str, value: PyTree[Any]) -> Any:
     """What a predicate returned, if it is one bool."""
     if not jax.tree_util.all_leaves([value]):
         got = f"a {type(value).__name__} ({jax.tree.structure(value)})"
@@ -267,7 +268,7 @@ def scalar_bool(function: str, argument: str, value: Any) -> Any:
     raise errors.wrong_type(function, argument, "must return a scalar bool[]", got, advice)
 
 
-def pair(names: Names, out: Any) -> tuple[Any, Any]:
+def pair(names: Names, out: PyTree[Any]) -> tuple[Any, Any]:
     """What a step returned, if it is a carry and a y."""
     is_sequence = isinstance(out, (tuple, list))
     if is_sequence and len(out) == 2:
@@ -284,7 +285,7 @@ def type_key(values: Sequence[Any]) -> tuple:
     return types, tuple([t.weak_type for t in types])
 
 
-def _joined(before: Any, after: Any, decided_by: list) -> Any:
+def _joined(before: _jax.ShapedArray, after: _jax.ShapedArray, decided_by: list) -> Any:
     """The type to start from, so that a step returns it."""
     if before.shape != after.shape:
         return before
@@ -296,7 +297,13 @@ def _joined(before: Any, after: Any, decided_by: list) -> Any:
 
 
 def as_loop(
-    cond: Any, cond_consts: list, body: Any, consts: list, carry: list, types: list, settings: dict
+    cond: _jax.Jaxpr | None,
+    cond_consts: list,
+    body: _jax.Jaxpr,
+    consts: list,
+    carry: list,
+    types: list,
+    settings: dict,
 ) -> Traced:
     """A loop of two jaxprs. `settings`: other fields of it."""
     n, c = len(types), len(consts)

@@ -92,7 +92,7 @@ def put_off(
     return Products(step, flags, tuple(terms), tuple(factors), in_rows)
 
 
-def _terms(v: Any, maker: Callable[[Any], Any], still: set, sums: set) -> list[Term] | None:
+def _terms(v: _jax.Atom, maker: Callable[[Any], Any], still: set, sums: set) -> list[Term] | None:
     """The products that `v` adds to a sum so far, or None if it is not their sum."""
     after: list = []
     while True:
@@ -120,7 +120,7 @@ def _factors(terms: Sequence[Term]) -> list:
     return [v for product, *_ in terms for v in product.invars]
 
 
-def _pays(out: Any, terms: Sequence[Term], present: set) -> bool:
+def _pays(out: _jax.Atom, terms: Sequence[Term], present: set) -> bool:
     """Whether the factors to keep are smaller than the sum that is not read and written."""
     new = set(_factors(terms)) - present
     size = _jax.byte_count(out.aval)

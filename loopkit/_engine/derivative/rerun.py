@@ -27,7 +27,7 @@ def apart(loop: Loop, step: _jax.Jaxpr) -> _jax.Jaxpr:
     """
     j, wide = _jax.open_jaxpr(step), found(loop, step)
 
-    def rule(eqn: Any, ins: list) -> list:
+    def rule(eqn: _jax.Equation, ins: list) -> list:
         outs = list(_jax.bind_equation(eqn, ins))
         if id(eqn) not in wide:
             return outs
@@ -51,7 +51,7 @@ def found(loop: Loop, step: _jax.Jaxpr) -> set[int]:
     return {id(eqn) for eqn in j.eqns if _is_wide(eqn, given, read)}
 
 
-def _is_wide(eqn: Any, given: set, read: set) -> bool:
+def _is_wide(eqn: _jax.Equation, given: set, read: set) -> bool:
     """Whether its residuals take more room than what they depend on and is not given anyway."""
     if eqn.primitive is not forward_p or eqn.effects:
         return False
@@ -67,7 +67,7 @@ def _is_wide(eqn: Any, given: set, read: set) -> bool:
     return _jax.byte_count(*(u.aval for u in operands - given)) < room
 
 
-def _operands(eqn: Any, values: Any) -> zip:
+def _operands(eqn: _jax.Equation, values: Any) -> zip:
     """Each with its variable, and whether residuals depend on it."""
     used = [i >= _result_count(eqn) for i in range(len(eqn.outvars))]
     with_few = PARTIAL_EVAL_RULES[forward_p](used, **eqn.params)
@@ -75,5 +75,5 @@ def _operands(eqn: Any, values: Any) -> zip:
     return zip(values, eqn.invars, needed, strict=True)
 
 
-def _result_count(eqn: Any) -> int:
+def _result_count(eqn: _jax.Equation) -> int:
     return eqn.params["loop"].primal_counts[1]

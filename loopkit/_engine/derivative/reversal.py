@@ -9,6 +9,8 @@ from functools import cached_property
 from operator import or_
 from typing import Any
 
+import jax
+
 from loopkit import _jax
 from loopkit._engine.derivative.deferred_products import SMALLEST, Products, put_off
 from loopkit._engine.derivative.split import Split, keep_split, split_step, split_to_keep
@@ -186,7 +188,7 @@ class Reversal:
         """The saved leaves before a step, of which `counts` has the counters."""
         return kept(spread(buffers, self.undone, spread(slot, self.slotted, counts)), self.saved)
 
-    def counts(self, operands: Operands, step: Any, taken: Any) -> list:
+    def counts(self, operands: Operands, step: _jax.Whole, taken: jax.Array) -> list:
         """The carry before a step, as far as it is counters; None for the others."""
         return at_step(self.loop, operands.init, self.counters, step, taken)
 
@@ -211,7 +213,7 @@ class Reversal:
     def advance(self, operands: Operands, steps: Any, carry: list, first: Any, times: Any) -> list:
         """The saved carry leaves, `times` steps after step `first`; a lane takes `steps` in all."""
 
-        def step(k: Any, carry: list) -> list:
+        def step(k: _jax.Whole, carry: list) -> list:
             x = read_slices(self.loop, operands, first + k)
             new = _jax.call_jaxpr(self.step)(*operands.consts, *carry, *x)
             if not self.loop.lanes:

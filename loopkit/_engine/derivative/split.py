@@ -103,10 +103,10 @@ def _linearised(body: _jax.Jaxpr, active: Active) -> tuple[_jax.Jaxpr, Any]:
     """(consts, carry, x) -> carry, y, residuals; and the tree of the linear function of these."""
     tree = None
 
-    def linearised(*values: Any) -> list:
+    def linearised(*values: jax.Array) -> list:
         nonlocal tree
 
-        def differentiated(*moving: Any) -> tuple[list, list]:
+        def differentiated(*moving: jax.Array) -> tuple[list, list]:
             outs = _jax.call_jaxpr(body)(*spread(moving, active.inputs, values))
             return kept(outs, active.outputs), outs
 
@@ -139,7 +139,7 @@ def _split(loop: Loop, active: Active, again: bool) -> Split:
     hoist = _jax.with_outputs(silent, cut.hoisted, [True] * c + [False] * (len(inputs) - c))
 
     def make_backward(live: Active, unused_init: Sequence[bool]) -> _jax.Jaxpr:
-        def backward(*values: Any) -> list:
+        def backward(*values: jax.Array) -> list:
             given, so_far, cts = parts(values, len(known), sum(live.consts))
             residuals = cut.remake(dict(zip(known, given, strict=True)))
             transpose = jax.linear_transpose(
@@ -170,14 +170,14 @@ def _split(loop: Loop, active: Active, again: bool) -> Split:
 
 
 def _tangents(
-    loop: Loop, tree: Any, residual_types: Sequence[Any], active: Active
+    loop: Loop, tree: _jax.TreeDef, residual_types: Sequence[Any], active: Active
 ) -> tuple[_jax.Jaxpr, list[bool]]:
     """(residuals, tangents of active inputs) -> tangents of active outputs
 
     And which residuals are read at all: those that it takes.
     """
 
-    def pushforward(*values: Any) -> list:
+    def pushforward(*values: jax.Array) -> list:
         residuals, flowing = parts(values, len(residual_types))
         return list(jax.tree.unflatten(tree, residuals)(*flowing))
 
@@ -215,7 +215,7 @@ def _where_it_flows(tangents: _jax.Jaxpr, count: int, flows: Sequence[bool]) -> 
     """
     j = _jax.open_jaxpr(tangents)
 
-    def flowing(*values: Any) -> list:
+    def flowing(*values: jax.Array) -> list:
         residuals, moving = parts(values, count)
         still = {v for v, has in zip(j.invars[count:], flows, strict=True) if not has}
         live = set(j.invars[count:]) - still
@@ -228,10 +228,10 @@ def _where_it_flows(tangents: _jax.Jaxpr, count: int, flows: Sequence[bool]) -> 
     return _jax.trace_closed(flowing, inputs, "loop_tangents")
 
 
-def _flowing(j: Any, values: Sequence[Any], still: set, live: set) -> list:
+def _flowing(j: _jax.OpenJaxpr, values: Sequence[Any], still: set, live: set) -> list:
     """The results of a linear jaxpr. Adds to the variables that are zero, and that are not."""
 
-    def rule(eqn: Any, ins: list) -> Any:
+    def rule(eqn: _jax.Equation, ins: list) -> Any:
         of = lambda kind: [i for i, v in enumerate(eqn.invars) if _is_in(v, kind)]
         if equations.is_call(eqn) and of(still):
             inside, ins = equations.called(eqn, ins)
@@ -252,12 +252,17 @@ def _flowing(j: Any, values: Sequence[Any], still: set, live: set) -> list:
     return equations.interpret(j, values, rule)
 
 
-def _is_in(v: Any, kind: set) -> bool:
+def _is_in(v: _jax.Atom, kind: set) -> bool:
     return not isinstance(v, _jax.Literal) and v in kind
 
 
 def batch_split(
-    split: Split, loop: Loop, axis: Any, places: Operands, y_places: Sequence[Any], active: Active
+    split: Split,
+    loop: Loop,
+    axis: _jax.AxisData,
+    places: Operands,
+    y_places: Sequence[Any],
+    active: Active,
 ) -> Split:
     """vmap of a split, residual for residual. Every active input has the new axis.
 

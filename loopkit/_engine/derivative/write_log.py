@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from loopkit import _jax
@@ -59,8 +60,8 @@ class Undo:
         init: list,
         log: Sequence[Any],
         counts: Callable[[Any], list],
-        first: Any,
-        count: Any,
+        first: _jax.Whole,
+        count: _jax.Whole,
         buffers: list,
     ) -> list:
         """The buffers before step `first`, from those `count` steps later, or less.
@@ -69,7 +70,7 @@ class Undo:
         """
         initial = kept(init, self.leaves)
 
-        def back(k: Any, buffers: list) -> list:
+        def back(k: jax.Array, buffers: list) -> list:
             row = read_rows(log, row_of(loop, first + k))
             at = kept(counts(first + k), self.counted)
             return list(_jax.call_jaxpr(self.back)(*initial, *at, *buffers, *row))
@@ -100,7 +101,7 @@ def find_undo(loop: Loop, saved: Sequence[bool]) -> Undo | None:
     told = {i for site in sites.values() if isinstance(site, Write) for i in site.index_counters}
     counted = tuple(i in told for i in range(loop.carry_count))
 
-    def back(*values: Any) -> list:
+    def back(*values: jax.Array) -> list:
         initial, at, buffers, log = parts(values, len(numbers), len(told), len(numbers))
         state = dict(zip(numbers, buffers, strict=True))
         first = dict(zip(numbers, initial, strict=True))
@@ -120,13 +121,13 @@ def _logged(body: _jax.Jaxpr, sites: Sites) -> _jax.Jaxpr:
     return _jax.trace_closed(step, body.in_avals, "loop_step_logged")
 
 
-def _logging(j: Any, values: Sequence[Any], sites: Sites) -> list:
+def _logging(j: _jax.OpenJaxpr, values: Sequence[Any], sites: Sites) -> list:
     """The results of a jaxpr, then the log of what it writes."""
     log: list = []
     reads: dict[Any, tuple] = {}
     numbers = itertools.count()
 
-    def rule(eqn: Any, ins: list) -> list:
+    def rule(eqn: _jax.Equation, ins: list) -> list:
         site = sites.get(next(numbers))
         if isinstance(site, Write) and site.starts is None:
             log.append(ins[2])
@@ -192,16 +193,16 @@ def _undone_inside(site: Inner, state: dict, initial: dict, log: Sequence[Any]) 
     if not site.sites:
         return state
 
-    def back(step: Any, state: dict) -> dict:
+    def back(step: _jax.Whole, state: dict) -> dict:
         return _undone(site.sites, state, initial, {}, read_rows(log, row_of(loop, step)))
 
     return repeat_backwards(loop.length, back, state)
 
 
-def _restored(span: Span, state: dict, initial: dict, first: Any, last: Any) -> dict:
+def _restored(span: Span, state: dict, initial: dict, first: jax.Array, last: jax.Array) -> dict:
     """The buffer without the rows of a span; rows beyond it have not been written yet."""
 
-    def back(k: Any, buffer: Any) -> Any:
+    def back(k: jax.Array, buffer: jax.Array) -> Any:
         (starts,) = _jax.call_jaxpr(span.starts)(first + k.astype(first.dtype))
         old, _ = read(initial[span.leaf], starts, span.window)
         return write(buffer, old, starts, span.window)
@@ -211,7 +212,7 @@ def _restored(span: Span, state: dict, initial: dict, first: Any, last: Any) -> 
 
 
 def batch_undo(
-    undo: Undo, loop: Loop, axis: Any, places: Operands, ys: Sequence[int | None]
+    undo: Undo, loop: Loop, axis: _jax.AxisData, places: Operands, ys: Sequence[int | None]
 ) -> Undo:
     """vmap of an undo of `loop`, log for log; the axes are those of the batched loop."""
     consts, carry = places.consts, places.init

@@ -103,12 +103,14 @@ class StepBound(NamedTuple):
     exact: bool
     """Whether it takes just as many."""
 
-    def is_planned_for(self, checkpoints: Any) -> bool:
+    def is_planned_for(self, checkpoints: object) -> bool:
         """Else it is taken for none: what is kept would be for steps that nobody takes."""
         return self.exact or checkpoints == "all" or self.steps <= PLANNED
 
 
-def limits_of(cond: Any, cond_const_count: int, body: Any, const_count: int) -> Limits:
+def limits_of(
+    cond: _jax.Jaxpr, cond_const_count: int, body: _jax.Jaxpr, const_count: int
+) -> Limits:
     """The limits that a predicate sets to counters of the body; operands are its own."""
     test, step = _jax.open_jaxpr(cond), _jax.open_jaxpr(body)
     place = {v: i for i, v in enumerate(test.invars)}
@@ -141,7 +143,12 @@ def _limits_of_flag(loop: Loop) -> Limits:
 
 
 def _limits(
-    test: Any, holds: Any, place: dict[Any, int], const_count: int, step: Any, step_consts: int
+    test: _jax.OpenJaxpr,
+    holds: _jax.Atom,
+    place: dict[Any, int],
+    const_count: int,
+    step: Any,
+    step_consts: int,
 ) -> Limits:
     """`holds`: the variable of `test` that is asked for; `place`: which operand a variable is.
 
@@ -206,7 +213,7 @@ def bound_in(limits: Limits, ranges: Sequence[Range]) -> StepBound | None:
     return StepBound(max(steps, limits.anyway), limits.alone and known)
 
 
-def _moved_by(after: Any, before: Any, maker: Callable[[Any], Any]) -> int | None:
+def _moved_by(after: _jax.Atom, before: _jax.Atom, maker: Callable[[Any], Any]) -> int | None:
     """What a step adds to a counter, inner loops of known length included."""
     eqn = maker(after)
     if eqn is None or (found := _steps_in(eqn)) is None:
@@ -220,7 +227,7 @@ def _moved_by(after: Any, before: Any, maker: Callable[[Any], Any]) -> int | Non
     return None if by is None else by * length
 
 
-def _steps_in(eqn: Any) -> tuple[Any, int, int, int] | None:
+def _steps_in(eqn: _jax.Equation) -> tuple[Any, int, int, int] | None:
     """Of a loop that takes just so many: its body, how many constants and carries, and how many."""
     params = eqn.params
     if eqn.primitive is _jax.lax_scan_p:
@@ -233,7 +240,7 @@ def _steps_in(eqn: Any) -> tuple[Any, int, int, int] | None:
     return found if isinstance(found[-1], int) else None
 
 
-def _conjuncts(v: Any, maker: Callable[[Any], Any], true: bool = True) -> list:
+def _conjuncts(v: _jax.Atom, maker: Callable[[Any], Any], true: bool = True) -> list:
     """The equations of what has to hold, or not to, for `v` to hold, or not to."""
     eqn = maker(_source(v, maker, {}))
     if eqn is not None and v.aval.dtype == bool:
@@ -244,7 +251,7 @@ def _conjuncts(v: Any, maker: Callable[[Any], Any], true: bool = True) -> list:
     return [(eqn, true)]
 
 
-def _source(v: Any, maker: Callable[[Any], Any], place: dict[Any, int]) -> Any:
+def _source(v: _jax.Atom, maker: Callable[[Any], Any], place: dict[Any, int]) -> Any:
     """Where a bool or an integer comes from, through what does not change it, or which operand."""
     while (eqn := maker(v)) is not None and v not in place and eqn.primitive.name in SAME:
         have, want = eqn.invars[0].aval.dtype, v.aval.dtype

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -43,7 +44,7 @@ def _found(loop: Loop) -> Counters:
     return tuple(found)
 
 
-def moved_by(after: Any, before: Any, maker: Callable[[Any], Any]) -> int | None:
+def moved_by(after: _jax.Atom, before: _jax.Atom, maker: Callable[[Any], Any]) -> int | None:
     """The integer that `after` is more than `before`; None if it is not known."""
     eqn = maker(after)
     while eqn is not None and eqn.primitive.name in ("convert_element_type", "copy"):
@@ -65,7 +66,7 @@ def moved_by(after: Any, before: Any, maker: Callable[[Any], Any]) -> int | None
 
 
 def at_step(
-    loop: Loop, init: Sequence[Any], counters: Counters, step: Any, taken: Any
+    loop: Loop, init: Sequence[Any], counters: Counters, step: _jax.Whole, taken: jax.Array
 ) -> list[Any]:
     """The counters before a step, of all lanes as if none had stopped; None for other leaves.
 

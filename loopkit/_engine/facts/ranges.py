@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any
 
+import jax
 import numpy as np
 
 from loopkit import _jax
@@ -61,7 +62,7 @@ def with_ranges(loop: Loop, operands: Operands) -> Loop:
     return _knowing(loop, ranges)[0]
 
 
-def _rounded(found: Range, value: Any) -> Range:
+def _rounded(found: Range, value: jax.Array) -> Range:
     """A larger range, of which there are few."""
     if not found.is_known:
         return ANY
@@ -121,13 +122,13 @@ def _counted(loop: Loop, of: Operands) -> dict[int, Range]:
     return {i: r for i, r in found.items() if r.is_known}
 
 
-def _least(found: Range, aval: Any) -> int | None:
+def _least(found: Range, aval: _jax.ShapedArray) -> int | None:
     """Where a counter of rows starts, as far as it matters."""
     counts = is_integer(aval) and aval.dtype.itemsize >= WIDE and not aval.shape
     return min(int(found.low), LARGEST_START) if counts and 0 <= found.low < FAR else None
 
 
-def _after(eqn: Any, ins: list[Range]) -> tuple[Any, list[Range]]:
+def _after(eqn: _jax.Equation, ins: list[Range]) -> tuple[Any, list[Range]]:
     if eqn.primitive is while_p:
         loop, outs = _knowing(eqn.params["loop"], ins)
         bound = _bound(loop, loop.split(ins)[0])

@@ -56,7 +56,7 @@ def widths(loop: Loop, count: int) -> tuple[int, ...]:
     return _narrower(count)
 
 
-def may_narrow(loop: Loop, axis: Any) -> bool:
+def may_narrow(loop: Loop, axis: _jax.AxisData) -> bool:
     """Whether a loop narrows that is given this axis of lanes, or may where others join these."""
     if loop.lane_policy == "wait" or waiting.value or not _apart(loop, axis):
         return False
@@ -105,7 +105,7 @@ def why_never(loop: Loop) -> str:
     return next((why for why, holds in reasons.items() if holds), "")
 
 
-def _apart(loop: Loop, axis: Any) -> bool:
+def _apart(loop: Loop, axis: _jax.AxisData) -> bool:
     """Whether lanes can be moved: they are on one device, of a known number, and do not speak."""
     spread = axis.spmd_name or axis.explicit_mesh_axis
     speak = axis.name in loop.axis_names
@@ -125,7 +125,7 @@ def asking_each(loop: Loop) -> Loop | None:
     ):
         return None
 
-    def rule(eqn: Any, ins: list) -> Any:
+    def rule(eqn: _jax.Equation, ins: list) -> Any:
         if equations.is_call(eqn):
             return equations.interpret(*equations.called(eqn, ins), rule)
         if eqn.primitive.name in (TOGETHER, "nonbatchable"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,7 +104,7 @@ def with_fresh_writes(linear: _jax.Jaxpr, leaves: Sequence[tuple[int, int]]) -> 
                 alone = uses == 1 and eqn.invars[0] is start and eqn.outvars[0] is end
                 fresh[id(eqn)] = alone
 
-    def marked(eqn: Any) -> Any:
+    def marked(eqn: _jax.Equation) -> Any:
         if id(eqn) not in fresh:
             return eqn
         params = dict(eqn.params, fresh=True, alone=fresh[id(eqn)])
@@ -113,7 +113,7 @@ def with_fresh_writes(linear: _jax.Jaxpr, leaves: Sequence[tuple[int, int]]) -> 
     return equations.map_equations(linear, marked) if fresh else linear
 
 
-def _trace_back(j: Any, var: Any, leaf: int, sites: Sites) -> Any:
+def _trace_back(j: _jax.OpenJaxpr, var: _jax.Var, leaf: int, sites: Sites) -> Any:
     """The input of `j` that becomes the output `var` by reads and writes; None if none does.
 
     Fills in the sites of the writes.
@@ -149,7 +149,7 @@ def _trace_back(j: Any, var: Any, leaf: int, sites: Sites) -> Any:
     return var if var in j.invars else None
 
 
-def holds_write(jaxpr: Any) -> bool:
+def holds_write(jaxpr: _jax.Jaxpr) -> bool:
     """Whether a jaxpr writes to a buffer, loops in it included."""
     return any(eqn.primitive is write_p for eqn in equations.all_equations(jaxpr))
 
@@ -166,7 +166,7 @@ def merged(a: Sites, b: Sites) -> Sites:
     return out
 
 
-def _freshened(sites: Sites, j: Any, loop: Loop, leaf: int) -> Sites | None:
+def _freshened(sites: Sites, j: _jax.OpenJaxpr, loop: Loop, leaf: int) -> Sites | None:
     """The sites of a buffer, where one that writes to another row each step is marked.
 
     None if not even what is displaced could be logged.
@@ -188,7 +188,7 @@ def _ends_by_itself(sites: Sites) -> bool:
     )
 
 
-def _is_fresh(site: Write, j: Any, eqn: Any, loop: Loop) -> bool:
+def _is_fresh(site: Write, j: _jax.OpenJaxpr, eqn: _jax.Equation, loop: Loop) -> bool:
     """Whether a single write is to consecutive rows, and comes to none of them again."""
     if site.window.mode != "drop":
         return False
@@ -208,7 +208,7 @@ def _is_fresh(site: Write, j: Any, eqn: Any, loop: Loop) -> bool:
     return False
 
 
-def _told(site: Write, eqn: Any, loop: Loop) -> Write:
+def _told(site: Write, eqn: _jax.Equation, loop: Loop) -> Write:
     """The site, with where it writes, if that follows from the number of the step."""
     starts = _jax.with_outputs(loop.body, [eqn.invars[2]], [True] * len(loop.body.in_avals))
     used = _jax.used_inputs(starts, [True])
@@ -225,7 +225,7 @@ def _stays_above(window: Window, least: int | None, offset: int) -> bool:
     return not window.wrap or (least is not None and 0 <= least + offset < FAR)
 
 
-def _span(j: Any, at: int, site: Inner, leaf: int, loop: Loop) -> Span | None:
+def _span(j: _jax.OpenJaxpr, at: int, site: Inner, leaf: int, loop: Loop) -> Span | None:
     """The rows that an equation with others inside writes, if it writes them once."""
     eqn, carry = j.eqns[at], j.invars[loop.const_count : loop.const_count + loop.carry_count]
     found = _span_of(eqn, site, leaf)
@@ -238,7 +238,7 @@ def _span(j: Any, at: int, site: Inner, leaf: int, loop: Loop) -> Span | None:
     return found if _stays_above(found.window, least, found.offset) else None
 
 
-def _span_of(eqn: Any, site: Inner, leaf: int) -> Span | None:
+def _span_of(eqn: _jax.Equation, site: Inner, leaf: int) -> Span | None:
     """The same, within the equation: a counter that it takes and returns goes from row to row."""
     if len(site.sites) != 1:
         return None
@@ -261,7 +261,7 @@ def _span_of(eqn: Any, site: Inner, leaf: int) -> Span | None:
     return replace(found, before=loop.cond_const_count + place, after=result)
 
 
-def _span_of_steps(j: Any, at: int, site: Write, leaf: int, loop: Loop) -> Span | None:
+def _span_of_steps(j: _jax.OpenJaxpr, at: int, site: Write, leaf: int, loop: Loop) -> Span | None:
     """What the steps of a loop write, a row each."""
     carry, starts = j.invars[loop.const_count :], j.eqns[at].invars[2]
     for axis, column in zip(site.window.axes, counted_columns(j, starts, loop), strict=True):
@@ -280,7 +280,9 @@ def _span_of_steps(j: Any, at: int, site: Write, leaf: int, loop: Loop) -> Span 
     return None
 
 
-def counted_columns(j: Any, starts: Any, loop: Loop) -> list[tuple[int, int] | None]:
+def counted_columns(
+    j: _jax.OpenJaxpr, starts: _jax.Atom, loop: Loop
+) -> list[tuple[int, int] | None]:
     """For each column of the starts of a single slice, the counter that it is.
 
     As the number of a carry leaf, and what is added to it; None if it is none.
@@ -289,7 +291,7 @@ def counted_columns(j: Any, starts: Any, loop: Loop) -> list[tuple[int, int] | N
     carry = j.invars[loop.const_count : loop.const_count + loop.carry_count]
     place = {v: i for i, v in enumerate(carry)}
 
-    def counter(v: Any) -> tuple[int, int] | None:
+    def counter(v: _jax.Atom) -> tuple[int, int] | None:
         v, offset = _source(v, maker)
         if isinstance(v, _jax.Literal) or v not in place or v.aval.shape != ():
             return None
@@ -306,7 +308,7 @@ def counted_columns(j: Any, starts: Any, loop: Loop) -> list[tuple[int, int] | N
     return list(map(counter, columns)) if single else [None] * width
 
 
-def _source(v: Any, maker: Any) -> tuple[Any, int]:
+def _source(v: _jax.Atom, maker: Callable[[Any], Any]) -> tuple[Any, int]:
     """Where a value comes from, and the constant that is added to it."""
     offset = 0
     while (eqn := maker(v)) is not None:

@@ -64,7 +64,7 @@ class Changes:
         """Stacks that are used as a whole."""
         self.made: dict[tuple[int, int], tuple[Any, Any]] = {}
 
-    def once(self, value: Any, axes: int, make: Callable[[], Any]) -> Any:
+    def once(self, value: jax.Array, axes: int, make: Callable[[], Any]) -> Any:
         """`make()`, counted once for each value and number of axes; 0: as it is written."""
         key = (id(value), axes)
         if key not in self.made:
@@ -72,7 +72,7 @@ class Changes:
             self.made[key] = make(), value  # which lives as long as its id is a key
         return self.made[key][0]
 
-    def plain(self, value: Any) -> Any:
+    def plain(self, value: jax.typing.ArrayLike | Flat) -> Any:
         """A value in its own shape."""
         if not isinstance(value, Flat):
             return value
@@ -81,7 +81,7 @@ class Changes:
         made = self.once(value.value, 0, lambda: value.value.reshape(value.shape))
         return made.reshape(value.shape)  # the same row may have axes of one besides
 
-    def flat(self, value: Any, shape: tuple[int, ...] = (-1,)) -> Any:
+    def flat(self, value: jax.Array | Flat, shape: tuple[int, ...] = (-1,)) -> Any:
         """A row as a vector; or, in that shape, rows as vectors."""
         array = value.value if isinstance(value, Flat) else value
         if isinstance(value, Flat) and array.ndim == len(shape):
@@ -92,7 +92,7 @@ class Changes:
 def of_vectors(evaluate: Callable) -> Callable:
     """A function of arrays that returns a list, its rows of short axes computed as vectors."""
 
-    def evaluated(*operands: Any, **params: Any) -> list:
+    def evaluated(*operands: jax.Array, **params: Any) -> list:
         types = list(map(jax.typeof, operands))
         jaxpr, closed = _jax.trace(lambda *v: evaluate(*v, **params), types, "loop")
         values = [*closed, *operands]
@@ -103,7 +103,7 @@ def of_vectors(evaluate: Callable) -> Callable:
     return evaluated
 
 
-def _pays(jaxpr: Any) -> bool:
+def _pays(jaxpr: _jax.Jaxpr) -> bool:
     """Whether vectors spare changes of shape, or much memory."""
     if not _has_short_rows(jaxpr):
         return False
@@ -112,14 +112,14 @@ def _pays(jaxpr: Any) -> bool:
     return found.count <= _reshapes(jaxpr) or found.saved >= MUCH
 
 
-def _has_short_rows(jaxpr: Any) -> bool:
+def _has_short_rows(jaxpr: _jax.Jaxpr) -> bool:
     """Whether a loop stacks rows of short axes, or makes such rows of vectors."""
     loops = [e for e in equations.all_equations(jaxpr) if e.primitive is _jax.lax_while_p]
     stacks = any(is_stack(v.aval) for eqn in loops for v in eqn.invars)
     return stacks or bool(_reshapes(jaxpr))
 
 
-def _reshapes(jaxpr: Any, inside: bool = False) -> int:
+def _reshapes(jaxpr: _jax.Jaxpr, inside: bool = False) -> int:
     """Changes of shape in loops, as they are written."""
     count = 0
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
@@ -133,15 +133,15 @@ def _reshapes(jaxpr: Any, inside: bool = False) -> int:
     return count
 
 
-def _run_flat(jaxpr: Any, values: Sequence[Any], found: Changes) -> list:
+def _run_flat(jaxpr: _jax.Jaxpr, values: Sequence[Any], found: Changes) -> list:
     outs = _run(_jax.open_jaxpr(jaxpr), values, found)
     return list(map(found.plain, outs))
 
 
-def _run(j: Any, values: Sequence[Any], found: Changes) -> list:
+def _run(j: _jax.OpenJaxpr, values: Sequence[Any], found: Changes) -> list:
     """The results of a jaxpr, some of whose values are `Flat`."""
 
-    def rule(eqn: Any, ins: list) -> Sequence[Any]:
+    def rule(eqn: _jax.Equation, ins: list) -> Sequence[Any]:
         if equations.is_call(eqn):
             return _run(*equations.called(eqn, ins), found)
         if eqn.primitive is _jax.lax_while_p:
@@ -156,7 +156,7 @@ def _run(j: Any, values: Sequence[Any], found: Changes) -> list:
     return equations.interpret(j, values, rule)
 
 
-def _flat_results(eqn: Any, ins: list, found: Changes) -> Sequence[Any] | None:
+def _flat_results(eqn: _jax.Equation, ins: list, found: Changes) -> Sequence[Any] | None:
     """The results of an equation on vectors, if it can be evaluated on them."""
     flats = [isinstance(v, Flat) for v in ins]
     out = eqn.outvars[0].aval if eqn.outvars else None
@@ -183,7 +183,7 @@ def _flat_results(eqn: Any, ins: list, found: Changes) -> Sequence[Any] | None:
     return None
 
 
-def _in_shape(eqn: Any, ins: list, out: Any) -> Sequence[Any] | None:
+def _in_shape(eqn: _jax.Equation, ins: list, out: Any) -> Sequence[Any] | None:
     """A vector in another shape is the same vector."""
     value, shape = ins[0], tuple(out.shape)
     if eqn.primitive is lax.reshape_p and eqn.params["dimensions"] is not None:
@@ -200,7 +200,7 @@ def _in_shape(eqn: Any, ins: list, out: Any) -> Sequence[Any] | None:
     return [Flat(value.reshape(-1), shape)] if elements == _jax.volume(shape) else None
 
 
-def _slice(eqn: Any, ins: list) -> Sequence[Any] | None:
+def _slice(eqn: _jax.Equation, ins: list) -> Sequence[Any] | None:
     stack, *starts = ins
     sizes = eqn.params["slice_sizes"]
     if stack.value.ndim == 1 or tuple(sizes[1:]) != stack.shape[1:] or sizes[0] != 1:
@@ -222,7 +222,7 @@ def _update(ins: list, found: Changes) -> Sequence[Any] | None:
     return [Flat(lax.dynamic_update_slice_p.bind(stack.value, row, starts[0], zero), *stack[1:])]
 
 
-def _reduced(eqn: Any, row: Flat) -> Sequence[Any] | None:
+def _reduced(eqn: _jax.Equation, row: Flat) -> Sequence[Any] | None:
     """Over all axes, it does not matter how many there are; over axes of one, nothing is done."""
     axes = eqn.params.get("axes", ())
     if row.value.ndim > 1:
@@ -236,7 +236,7 @@ def _reduced(eqn: Any, row: Flat) -> Sequence[Any] | None:
     return None
 
 
-def _elementwise(eqn: Any, ins: list, out: Any, found: Changes) -> Sequence[Any] | None:
+def _elementwise(eqn: _jax.Equation, ins: list, out: Any, found: Changes) -> Sequence[Any] | None:
     shapes = {v.shape if isinstance(v, Flat) else jnp.shape(v) for v in ins} - {()}
     if shapes != {tuple(out.shape)}:
         return None
@@ -254,7 +254,7 @@ def _elementwise(eqn: Any, ins: list, out: Any, found: Changes) -> Sequence[Any]
 # ---------------------------------------------------------------- loops
 
 
-def _loop(eqn: Any, ins: list, found: Changes) -> list:
+def _loop(eqn: _jax.Equation, ins: list, found: Changes) -> list:
     """A loop that carries vectors for rows, and for stacks rows of them, where that works out."""
     asked, values = parts(ins, eqn.params["cond_nconsts"])
     asked, types = list(map(found.plain, asked)), [v.aval for v in eqn.invars[len(asked) :]]
@@ -283,11 +283,11 @@ def _loop(eqn: Any, ins: list, found: Changes) -> list:
         return wrapped(lax.while_loop(goes_on, body, init))
 
 
-def _inside(jaxpr: Any, values: list, found: Changes) -> list:
+def _inside(jaxpr: _jax.Jaxpr, values: list, found: Changes) -> list:
     return _run(_jax.open_jaxpr(jaxpr), [*getattr(jaxpr, "consts", ()), *values], found)
 
 
-def _best(eqn: Any, asked: list, types: Sequence[Any]) -> tuple[Changes, list]:
+def _best(eqn: _jax.Equation, asked: list, types: Sequence[Any]) -> tuple[Changes, list]:
     """In which way to hold what a loop reads and carries, and what a step then takes."""
     stacks = ["stack" if is_stack(t) else None for t in types]
     rows = ["row" if is_row(t) else None for t in types]
@@ -314,7 +314,7 @@ def _tried(eqn: Any, asked: list, types: Sequence[Any], ways: list) -> tuple[Cha
     found, failed, fixed = Changes(), set(), eqn.params["body_nconsts"]
     found.depth = 1
 
-    def step(*values: Any) -> list:
+    def step(*values: jax.Array) -> list:
         held = _wrapped(values, types, ways)
         leaves = {id(v.leaf): i for i, v in enumerate(held) if isinstance(v, Flat)}
         outs = _inside(eqn.params["body_jaxpr"], held, found)
@@ -330,7 +330,7 @@ def _tried(eqn: Any, asked: list, types: Sequence[Any], ways: list) -> tuple[Cha
     return found, failed
 
 
-def _type(aval: Any, way: str | None) -> Any:
+def _type(aval: _jax.ShapedArray, way: str | None) -> Any:
     if way is None:
         return aval
     lead = aval.shape[:1] if way == "stack" else ()

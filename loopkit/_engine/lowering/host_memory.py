@@ -47,7 +47,7 @@ def check_host_memory(name: str) -> None:
         raise
 
 
-def check_kinds(name: str, device: Any) -> None:
+def check_kinds(name: str, device: _jax.Device) -> None:
     """Raise unless the device has memory of the host."""
     kinds = memory_kinds(device)
     if KIND not in kinds:
@@ -58,11 +58,11 @@ def check_kinds(name: str, device: Any) -> None:
         )
 
 
-def memory_kinds(device: Any) -> set[str]:
+def memory_kinds(device: _jax.Device) -> set[str]:
     return {memory.kind for memory in device.addressable_memories()}
 
 
-def compiled(device: Any, host: bool) -> Any:
+def compiled(device: _jax.Device, host: bool) -> Any:
     """The gradient of a small loop, for a device, which need not be of this machine."""
     place = jax.sharding.SingleDeviceSharding(device)
     gradient = jax.grad(lambda x: _probe(x, host))
@@ -70,7 +70,7 @@ def compiled(device: Any, host: bool) -> Any:
     return function.lower(jax.ShapeDtypeStruct((SIZE,), jnp.float32)).compile()
 
 
-def check_placed(name: str, device: Any, program: Any) -> None:
+def check_placed(name: str, device: _jax.Device, program: jax.stages.Compiled) -> None:
     """Raise unless the compiler says that something of a program is on the host.
 
     A CPU is its own host: there is one memory, and nothing to be seen.
@@ -86,7 +86,7 @@ def check_placed(name: str, device: Any, program: Any) -> None:
         )
 
 
-def check_same(name: str, device: Any, programs: list) -> None:
+def check_same(name: str, device: _jax.Device, programs: list) -> None:
     """Raise if a gradient depends on where its checkpoints are."""
     with jax.ensure_compile_time_eval():
         x = jax.device_put(np.linspace(0.1, 0.9, SIZE, dtype=np.float32), device)
@@ -99,7 +99,7 @@ def check_same(name: str, device: Any, programs: list) -> None:
         )
 
 
-def _probe(x: Any, host: bool) -> Any:
+def _probe(x: jax.Array, host: bool) -> Any:
     """A loop that saves, recomputes and overwrites checkpoints; its slopes are about one."""
     body = _jax.trace_closed(lambda x: [x + 0.02 * jnp.sin(5 * x)], [jax.typeof(x)], "probe")
     plan = Plan(3, segment=2, host=host)

@@ -25,7 +25,7 @@ microsecond, and what is filled has no memory where it is not used."""
 def with_scratch(evaluate: Callable) -> Callable:
     """A function that returns a list as `evaluate` does, in whose loops no memory is made."""
 
-    def evaluated(*operands: Any, **params: Any) -> list:
+    def evaluated(*operands: jax.Array, **params: Any) -> list:
         within = params["jaxpr"] if "jaxpr" in params else params["loop"].body
         if not _runs_loops(within):
             return evaluate(*operands, **params)
@@ -41,7 +41,7 @@ def _runs_loops(jaxpr: _jax.Jaxpr) -> bool:
     return any(eqn.primitive in _jax.evaluations for eqn in equations.all_equations(jaxpr))
 
 
-def _is_of_interest(eqn: Any) -> bool:
+def _is_of_interest(eqn: _jax.Equation) -> bool:
     return eqn.primitive in _jax.evaluations or eqn.primitive is _jax.blank_p
 
 
@@ -64,7 +64,7 @@ def _inlined(jaxpr: _jax.Jaxpr) -> Any:
     """An open jaxpr with the equations that loops, and calls of loops, are evaluated by."""
     j, eqns = _jax.open_jaxpr(jaxpr), []
 
-    def inline(j: Any, operands: Sequence[Any]) -> list:
+    def inline(j: _jax.OpenJaxpr, operands: Sequence[Any]) -> list:
         names = dict(zip(j.invars, operands, strict=True))
         for eqn in j.eqns:
             eqn = eqn.replace(invars=[_named(v, names) for v in eqn.invars])
@@ -80,11 +80,11 @@ def _inlined(jaxpr: _jax.Jaxpr) -> Any:
     return j.replace(eqns=eqns, outvars=outs, debug_info=j.debug_info.with_unknown_names())
 
 
-def _named(v: Any, names: dict) -> Any:
+def _named(v: _jax.Atom, names: dict) -> Any:
     return v if isinstance(v, _jax.Literal) else names.get(v, v)
 
 
-def _called(eqn: Any) -> _jax.Jaxpr | None:
+def _called(eqn: _jax.Equation) -> _jax.Jaxpr | None:
     """What an equation evaluates, in variables of its own, if it is a loop or a call of loops."""
     evaluate, types = _jax.evaluations.get(eqn.primitive), [v.aval for v in eqn.invars]
     if evaluate is not None:
@@ -102,7 +102,7 @@ def _called(eqn: Any) -> _jax.Jaxpr | None:
 class _Level:
     """The equations of one jaxpr, rewritten in their order."""
 
-    def __init__(self, j: Any, inside: bool):
+    def __init__(self, j: _jax.OpenJaxpr, inside: bool):
         self.j, self.inside = j, inside
         self.eqns: list = []
         self.names: dict = {}
@@ -113,7 +113,7 @@ class _Level:
         self.taken: set = set()
         """Scratch that the equation at hand uses already."""
 
-    def add(self, at: int, eqn: Any) -> None:
+    def add(self, at: int, eqn: _jax.Equation) -> None:
         self.taken = set()
         is_blank = eqn.primitive is _jax.blank_p and not eqn.params["host"]
         if self.inside and is_blank and _jax.byte_count(eqn.outvars[0].aval) > FILLED:
@@ -135,21 +135,21 @@ class _Level:
         outs = self.splice(_jax.open_jaxpr(made), operands)
         self.names.update(zip(eqn.outvars, outs, strict=False))
 
-    def splice(self, j: Any, operands: Sequence[Any] = ()) -> list:
+    def splice(self, j: _jax.OpenJaxpr, operands: Sequence[Any] = ()) -> list:
         """Put in the equations of a jaxpr whose variables are its own: its outputs."""
         names = dict(zip(j.invars, operands, strict=True))
         for eqn in j.eqns:
             self.append(eqn.replace(invars=[_named(v, names) for v in eqn.invars]))
         return [_named(v, names) for v in j.outvars]
 
-    def append(self, eqn: Any) -> None:
+    def append(self, eqn: _jax.Equation) -> None:
         self.eqns.append(eqn)
         for i, last in enumerate(self.latest):
             place = next((k for k, v in enumerate(eqn.invars) if v is last), None)
             if place is not None:
                 self.latest[i] = _written(eqn, place) or last
 
-    def scratch(self, at: int, aval: Any) -> Any:
+    def scratch(self, at: int, aval: _jax.ShapedArray) -> Any:
         """Scratch of a type for equation `at`: some that is not needed any more, or else new."""
         for i, last in enumerate(self.latest):
             if i not in self.taken and _jax.same_type(last.aval, aval) and not self.reads(at, last):
@@ -165,7 +165,7 @@ class _Level:
         self.latest.append(new)
         return new
 
-    def reads(self, at: int, value: Any) -> bool:
+    def reads(self, at: int, value: _jax.Var) -> bool:
         """Whether a value is read by an equation from `at` on, or is a result."""
         read = (v for eqn in self.j.eqns[at:] for v in eqn.invars)
         return any(_named(v, self.names) is value for v in (*read, *self.j.outvars))
@@ -180,7 +180,7 @@ class _Level:
         return _jax.close_jaxpr(new)
 
 
-def _written(eqn: Any, place: int) -> Any:
+def _written(eqn: _jax.Equation, place: int) -> Any:
     """The result that is written where an operand lies; None if there is none."""
     name, operand = eqn.primitive.name, eqn.invars[place]
     if eqn.primitive is _jax.lax_while_p:
@@ -195,7 +195,7 @@ def _written(eqn: Any, place: int) -> Any:
     return out if out is not None and _jax.same_type(out.aval, operand.aval) else None
 
 
-def _loop(eqn: Any, step: _jax.Jaxpr, operands: list, scratch: list) -> list:
+def _loop(eqn: _jax.Equation, step: _jax.Jaxpr, operands: list, scratch: list) -> list:
     """A loop of lax with another step, which has scratch besides: its results, and the scratch."""
     run, params = _jax.call_jaxpr(step), eqn.params
     if eqn.primitive is _jax.lax_while_p:

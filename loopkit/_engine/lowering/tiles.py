@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -16,7 +15,7 @@ LONGEST_TILE = 4096
 """Numbers of a row that may be a vector."""
 
 
-def is_row(aval: Any) -> bool:
+def is_row(aval: _jax.ShapedArray) -> bool:
     """Whether it is a small array of several axes, the last of them short."""
     shape = getattr(aval, "shape", ())
     if len(shape) < 2 or not all(isinstance(n, int) for n in shape):
@@ -25,14 +24,14 @@ def is_row(aval: Any) -> bool:
     return short and 0 < _jax.volume(shape) <= LONGEST_TILE and _is_plain(aval)
 
 
-def is_stack(aval: Any) -> bool:
+def is_stack(aval: _jax.ShapedArray) -> bool:
     """Whether it is several such rows."""
     shape = getattr(aval, "shape", ())
     several = len(shape) > 2 and isinstance(shape[0], int) and shape[0] > 1
     return several and is_row(_jax.of_shape(aval, shape[1:]))
 
 
-def _is_plain(aval: Any) -> bool:
+def _is_plain(aval: _jax.ShapedArray) -> bool:
     """Whether it is of numbers, and nothing but its shape matters."""
     kind = aval.dtype
     number = jnp.issubdtype(kind, jnp.number) or jnp.issubdtype(kind, jnp.bool_)
@@ -50,7 +49,7 @@ def padded_bytes(shape: Sequence[int], itemsize: int) -> int:
     return _jax.volume(lead) * least * itemsize
 
 
-def saved_bytes(aval: Any) -> int:
+def saved_bytes(aval: _jax.ShapedArray) -> int:
     """By rows that are vectors."""
     flat, size = (aval.shape[0], _jax.volume(aval.shape[1:])), aval.dtype.itemsize
     return padded_bytes(aval.shape, size) - padded_bytes(flat, size)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from loopkit import _jax
@@ -44,7 +45,7 @@ class Batched(Rewritten):
 
 def batch_loop(
     loop: Loop,
-    axis: Any,
+    axis: _jax.AxisData,
     batched: Operands,
     ys: Sequence[bool] | None = None,
     whole: bool = False,
@@ -121,7 +122,7 @@ def _batch_loop(
     return _rewritten(new_loop, axis, axes, y_places)
 
 
-def _rewritten(loop: Loop, axis: Any, axes: Operands, ys: list) -> Batched:
+def _rewritten(loop: Loop, axis: _jax.AxisData, axes: Operands, ys: list) -> Batched:
     pairs = lambda values, places: list(zip(values, places, strict=True))
     over = axis.explicit_mesh_axis
     map_operands = lambda given: [
@@ -160,7 +161,9 @@ def _lanes(lanes: int, batched: bool, joins: bool) -> int:
     return lanes if not joins else lanes + 1 if batched else 0
 
 
-def move(value: Any, source: int | None, target: int | None, size: int, over: Any = None) -> Any:
+def move(
+    value: jax.typing.ArrayLike, source: int | None, target: int | None, size: int, over: Any = None
+) -> Any:
     """`value` with its batch axis moved, or put in, laid out over a mesh axis if types say so."""
     if target is None:
         assert source is None, "a batched operand of a leaf that is not batched"
@@ -174,7 +177,7 @@ def move(value: Any, source: int | None, target: int | None, size: int, over: An
     return jnp.moveaxis(value, source, target)
 
 
-def leaves_in_rows(loop: Loop, axis: Any, dims: Sequence[int | None]) -> tuple[int, ...]:
+def leaves_in_rows(loop: Loop, axis: _jax.AxisData, dims: Sequence[int | None]) -> tuple[int, ...]:
     """Buffers in whose rows the axis goes, if it need not be moved there."""
     # A symbolic size may be anything.
     if loop.lanes or not isinstance(axis.size, int) or axis.size < MANY_LANES:

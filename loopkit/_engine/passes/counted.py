@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import jax
 import jax.numpy as jnp
 
 from loopkit import _jax
@@ -22,13 +21,13 @@ def _counted(loop: Loop) -> Loop:
     count = _jax.type_like(_jax.ShapedArray(loop.lanes, jnp.dtype("int32")), loop.cond.out_avals)
     asked, taken = loop.cond.in_avals, loop.body.in_avals
 
-    def goes_on(*values: Any) -> list:
+    def goes_on(*values: jax.Array) -> list:
         go = asks(*values[: k + n])[0]
         return [go if loop.length is None else go & (values[-1] < loop.length)]
 
     cond = _jax.trace_closed(goes_on, [*asked, count], "counted_cond")
 
-    def advance(*values: Any) -> list:
+    def advance(*values: jax.Array) -> list:
         consts, carry, (count, *x) = parts(values, c, n)
         if flag is not None:  # it is to say that the bound is reached, too
             carry[flag] = _jax.call_jaxpr(cond)(*carry, count)[0]

@@ -27,12 +27,12 @@ def open_dual(loop: Loop, active: Active, trace: Callable = _jax.trace) -> Rewri
     counts = loop.const_count, loop.carry_count, loop.xs_count
     both = [n + sum(flags) for n, flags in zip(counts, active[:3], strict=True)]
 
-    def dual_body(*values: Any) -> list:
+    def dual_body(*values: jax.Array) -> list:
         groups = parts(values, *both[:2])
         pairs = [parts(group, n) for group, n in zip(groups, counts, strict=True)]
         primals, moving = ([v for pair in pairs for v in pair[k]] for k in (0, 1))
 
-        def differentiated(*moving: Any) -> tuple[list, list]:
+        def differentiated(*moving: jax.Array) -> tuple[list, list]:
             outs = body(*spread(moving, active.inputs, primals))
             return kept(outs, active.outputs), outs
 
@@ -72,7 +72,7 @@ def open_dual(loop: Loop, active: Active, trace: Callable = _jax.trace) -> Rewri
         given = [*closed_over, *p.consts, *t_consts]
         return [*p.cond_consts, *given, *p.init, *t_carry, *p.xs, *t_xs]
 
-    def map_results(results: Sequence[Any], _: Any = ()) -> list:
+    def map_results(results: Sequence[Any], _: object = ()) -> list:
         counts = loop.carry_count, sum(active.carry), loop.ys_count
         carry, t_carry, ys, t_ys = parts(results, *counts)
         return [*carry, *ys, *t_carry, *t_ys]

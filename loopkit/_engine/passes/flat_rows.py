@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -65,7 +66,7 @@ def flat_rows(loop: Loop) -> Loop | Rewritten:
         pairs = zip(operands, counts, strict=True)
         return [v.reshape(_merged(v.shape, n)) if n else v for v, n in pairs]
 
-    def map_results(results: Sequence[Any], _: Any = ()) -> list:
+    def map_results(results: Sequence[Any], _: object = ()) -> list:
         final, ys = parts(results, loop.carry_count)
         triples = zip(final, carry, loop.carry_types, strict=True)
         return [*(v.reshape(t.shape) if n else v for v, n, t in triples), *ys]
@@ -104,7 +105,7 @@ def _flattened(jaxpr: _jax.Jaxpr, counts: Sequence[int]) -> _jax.Jaxpr:
     pairs = [(v.aval, n) for v, n in zip(j.invars, counts, strict=True)]
     types = [_jax.of_shape(t, _merged(t.shape, n)) for t, n in pairs]
 
-    def run(*values: Any) -> list:
+    def run(*values: jax.Array) -> list:
         triples = zip(values, pairs, strict=True)
         ins = [Rows(v, t.shape[-n:]) if n else v for v, (t, n) in triples]
         return [v.value if isinstance(v, Rows) else v for v in _run(j, ins)]
@@ -112,7 +113,7 @@ def _flattened(jaxpr: _jax.Jaxpr, counts: Sequence[int]) -> _jax.Jaxpr:
     return _jax.trace_closed(run, types, "flat_rows")
 
 
-def _whole_axes(j: Any, arrays: set) -> tuple[int, list[int]]:
+def _whole_axes(j: _jax.OpenJaxpr, arrays: set) -> tuple[int, list[int]]:
     """How many last axes all uses of some inputs take whole, and which outputs are those inputs."""
     count, arrays = max(v.aval.ndim for v in arrays), set(arrays)
     for eqn in j.eqns:
@@ -124,11 +125,11 @@ def _whole_axes(j: Any, arrays: set) -> tuple[int, list[int]]:
     return count, [n for n, v in enumerate(j.outvars) if _is_in(v, arrays)]
 
 
-def _is_in(v: Any, arrays: set) -> bool:
+def _is_in(v: _jax.Atom, arrays: set) -> bool:
     return not isinstance(v, _jax.Literal) and v in arrays
 
 
-def _use(eqn: Any, where: list[int]) -> tuple[int, list]:
+def _use(eqn: _jax.Equation, where: list[int]) -> tuple[int, list]:
     """How many last axes an equation takes whole, and which results are the array again."""
     if equations.is_call(eqn):
         inner = _jax.open_jaxpr(eqn.params["jaxpr"])
@@ -164,7 +165,7 @@ def _in_loop(loop: Loop, inputs: list[int]) -> tuple[int, list[int]]:
     return count, leaves
 
 
-def _taken_whole(eqn: Any) -> int:
+def _taken_whole(eqn: _jax.Equation) -> int:
     """How many last axes of its first operand an equation takes whole; 0 unless it takes slices."""
     shape, params = eqn.invars[0].aval.shape, eqn.params
     most, along = len(shape), ()
@@ -196,17 +197,17 @@ def _last(flags: Iterable[bool]) -> int:
     return len(list(itertools.takewhile(bool, reversed(list(flags)))))
 
 
-def _run(j: Any, values: Sequence[Any]) -> list:
+def _run(j: _jax.OpenJaxpr, values: Sequence[Any]) -> list:
     """The results of a jaxpr, some of whose values are `Rows`."""
 
-    def rule(eqn: Any, ins: list) -> list:
+    def rule(eqn: _jax.Equation, ins: list) -> list:
         on_rows = any(isinstance(v, Rows) for v in ins)
         return _on_rows(eqn, ins) if on_rows else _jax.bind_equation(eqn, ins)
 
     return equations.interpret(j, values, rule)
 
 
-def _on_rows(eqn: Any, ins: list) -> list:
+def _on_rows(eqn: _jax.Equation, ins: list) -> list:
     params = eqn.params
     if equations.is_call(eqn):
         return _run(*equations.called(eqn, ins))
@@ -243,22 +244,22 @@ def _windowed(params: dict, rows: Rows) -> dict:
     return {**params, "window": replace(window, offsets=offsets, sizes=rows.of_row(window.sizes))}
 
 
-def _unmerged(value: Any, rows: Rows) -> Any:
+def _unmerged(value: jax.Array, rows: Rows) -> Any:
     return value.reshape(*value.shape[:-1], *rows.tail)
 
 
-def _merged_end(value: Any, rows: Rows) -> Any:
+def _merged_end(value: jax.Array, rows: Rows) -> Any:
     return value.reshape(*value.shape[: -len(rows.tail)], rows.value.shape[-1])
 
 
-def _merged_mask(mask: Any, rows: Rows) -> Any:
+def _merged_mask(mask: jax.Array, rows: Rows) -> Any:
     count = len(rows.tail)
     if mask.shape[-count:] == (1,) * count:
         return mask.reshape(*mask.shape[:-count], 1)
     return _merged_end(jnp.broadcast_to(mask, (*mask.shape[:-count], *rows.tail)), rows)
 
 
-def _gathered(rows: Rows, starts: Any, params: dict) -> Any:
+def _gathered(rows: Rows, starts: jax.Array, params: dict) -> Any:
     numbers, count = params["dimension_numbers"], len(rows.tail)
     offsets = numbers.offset_dims[: len(numbers.offset_dims) - count + 1]
     numbers = numbers._replace(offset_dims=offsets)

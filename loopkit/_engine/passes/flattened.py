@@ -39,13 +39,13 @@ def _ends_by_itself(eqn: Any) -> bool:
     return loop.length != 1 and not (loop.lanes or loop.xs or loop.ys)
 
 
-def _with_loops_in_sight(body: Any) -> Any:
+def _with_loops_in_sight(body: _jax.Jaxpr) -> Any:
     """A body without calls around its inner loops, which are flattened themselves."""
 
-    def holds_loops(jaxpr: Any) -> bool:
+    def holds_loops(jaxpr: _jax.Jaxpr) -> bool:
         return any(eqn.primitive is while_p for eqn in equations.all_equations(jaxpr))
 
-    def rule(eqn: Any, ins: list) -> Sequence[Any]:
+    def rule(eqn: _jax.Equation, ins: list) -> Sequence[Any]:
         if equations.is_call(eqn) and holds_loops(eqn.params["jaxpr"]):
             return equations.interpret(*equations.called(eqn, ins), rule)
         if eqn.primitive is while_p and not eqn.params["loop"].masks_itself:
@@ -91,7 +91,7 @@ def _cut(loop: Loop) -> Nest | None:
     return Nest(loop, pieces, [Inside.of(eqn, _few(eqn, around)) for eqn in cut], made)
 
 
-def _few(eqn: Any, around: float) -> int:
+def _few(eqn: _jax.Equation, around: float) -> int:
     """Steps of an inner loop to take before it is asked who is through.
 
     Of an inner loop of m steps, all that is around is run m / n times, and n / 2 steps are waited.

@@ -6,8 +6,7 @@ loop go on together while one of them does, and its step keeps those that have s
 
 from __future__ import annotations
 
-from typing import Any
-
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -35,10 +34,10 @@ def lockstep(loop: Loop) -> Loop | Rewritten:
     source = equations.forwarded(body)
     same = [leaf.buffer or source[i] == c + i for i, leaf in enumerate(loop.carry)]
 
-    def any_goes_on(*values: Any) -> list:
+    def any_goes_on(*values: jax.Array) -> list:
         return [lax.psum(asks(*values)[0].astype(int), axes) > 0]
 
-    def held(*values: Any) -> list:
+    def held(*values: jax.Array) -> list:
         own, carry, x = parts(values, k + c, n)
         active = asks(*own[:k], *carry)[0]
         new, y = parts(steps(*own[k:], *carry, *x), n)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from loopkit import _jax
 from loopkit._engine.facts.widths import asking_each, may_narrow, widths
 from loopkit._engine.loop import Loop, OneLane, Operands
@@ -49,7 +51,9 @@ class AxisPair:
     outer: int
     inner: int
 
-    def joined(self, value: Any, place: int | None, outer: int | None, inner: int | None) -> Any:
+    def joined(
+        self, value: jax.Array, place: int | None, outer: int | None, inner: int | None
+    ) -> Any:
         """A value with the one axis at `place`, where the two are now."""
         if place is None:
             return value
@@ -58,12 +62,12 @@ class AxisPair:
         value = move(value, None if inner is None else place + 1, place + 1, self.inner)
         return value.reshape(*value.shape[:place], -1, *value.shape[place + 2 :])
 
-    def apart(self, value: Any, place: int) -> Any:
+    def apart(self, value: jax.Array, place: int) -> Any:
         shape = value.shape
         return value.reshape(*shape[:place], self.outer, self.inner, *shape[place + 1 :])
 
 
-def with_lanes(loop: Loop, axis: Any, dims: Sequence[int | None]) -> ManyLanes | None:
+def with_lanes(loop: Loop, axis: _jax.AxisData, dims: Sequence[int | None]) -> ManyLanes | None:
     """The loop with an axis of lanes that narrow, or may where others join them; None if not.
 
     `dims`: where the axis is in the operands.
@@ -84,17 +88,17 @@ def with_lanes(loop: Loop, axis: Any, dims: Sequence[int | None]) -> ManyLanes |
     return _lanes(apart, axis, flags)
 
 
-def _adds_lanes(loop: Loop, axis: Any, flags: Operands) -> bool:
+def _adds_lanes(loop: Loop, axis: _jax.AxisData, flags: Operands) -> bool:
     return len(batch_loop(loop, axis, flags).loop.lanes) > len(loop.lanes)
 
 
-def _lanes(loop: Loop, axis: Any, flags: Operands) -> ManyLanes:
+def _lanes(loop: Loop, axis: _jax.AxisData, flags: Operands) -> ManyLanes:
     lane = OneLane(loop, axis.size, flags, many_lanes)
     new, map_results = waiting_lanes(lane), lambda results, _=(): list(results)
     return ManyLanes(lane.many, new.map_operands, map_results, lane, new.results)
 
 
-def join(lane: OneLane, axis: Any, dims: Sequence[int | None]) -> OneLane | None:
+def join(lane: OneLane, axis: _jax.AxisData, dims: Sequence[int | None]) -> OneLane | None:
     """What lanes of two axes are lanes of; None if they do not narrow, or would have to share much.
 
     `dims`: where the outer axis is in the operands of the inner lanes.
@@ -120,7 +124,7 @@ def _joined(lane: OneLane, new: OneLane, two: AxisPair) -> ManyLanes:
         places = zip(given, one.axes.flat, old.axes.flat, strict=True)
         return [two.joined(v, place, d, inner) for (v, d), place, inner in places]
 
-    def map_results(results: Sequence[Any], _: Any = ()) -> list:
+    def map_results(results: Sequence[Any], _: object = ()) -> list:
         return list(map(two.apart, results, one.results))
 
     return ManyLanes(new.many, map_operands, map_results, new, one.results)

@@ -7,7 +7,7 @@ itself, and its lanes have to be held while another goes on.
 
 from __future__ import annotations
 
-from typing import Any
+import jax
 
 from loopkit import _jax
 from loopkit._engine.loop import Loop, parts
@@ -24,7 +24,7 @@ def _ended_in_each_lane(loop: Loop) -> Loop:
     assert loop.cond is not None, "it has lanes"
     asked, flag = _jax.call_jaxpr(loop.cond), loop.flag
 
-    def goes_on(*values: Any) -> list:
+    def goes_on(*values: jax.Array) -> list:
         (active,) = asked(*values)
         around = tuple(range(1, active.ndim))
         return [active & (active.any(around).sum() > loop.min_active_lanes)]
@@ -32,7 +32,7 @@ def _ended_in_each_lane(loop: Loop) -> Loop:
     cond, body = _jax.trace_closed(goes_on, loop.cond.in_avals, "loop_cond"), loop.body
     if flag is not None:
 
-        def masked(*values: Any) -> list:
+        def masked(*values: jax.Array) -> list:
             consts, carry, x = parts(values, loop.const_count, loop.carry_count)
             carry[flag] = _jax.call_jaxpr(cond)(*carry)[0]
             return _jax.call_jaxpr(loop.body)(*consts, *carry, *x)

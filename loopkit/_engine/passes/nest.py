@@ -48,7 +48,7 @@ class Inside:
     """How often so many steps are taken at most."""
 
     @classmethod
-    def of(cls, eqn: Any, few: int) -> Inside:
+    def of(cls, eqn: _jax.Equation, few: int) -> Inside:
         inner: Loop = eqn.params["loop"]
         if inner.masks_itself:
             return cls(eqn, inner, None)
@@ -70,13 +70,13 @@ class Inside:
     def results(self, carry: Sequence[Any]) -> dict:
         return dict(zip(self.eqn.outvars, carry[self.counted :], strict=True))
 
-    def goes_on(self, env: dict, here: Any, carry: Sequence[Any]) -> Any:
+    def goes_on(self, env: dict, here: jax.Array, carry: Sequence[Any]) -> Any:
         """Whether there are steps left to take, in lanes that are here."""
         given, _ = self.loop.split(self._operands(env, here, carry))
         assert self.loop.cond is not None, "it ends by itself"
         return _jax.call_jaxpr(self.loop.cond)(*given.cond_consts, *carry)[0]
 
-    def some_steps(self, env: dict, here: Any, carry: Sequence[Any]) -> list:
+    def some_steps(self, env: dict, here: jax.Array, carry: Sequence[Any]) -> list:
         if self.loop.masks_itself:
             # A step of it leaves lanes as they are that are elsewhere.
             given, _ = self.loop.split(self._operands(env, here, carry))
@@ -90,7 +90,7 @@ class Inside:
         new[flag] = jnp.where(held[flag], new[flag], carry[flag])
         return new
 
-    def _operands(self, env: dict, here: Any, carry: Sequence[Any]) -> list:
+    def _operands(self, env: dict, here: jax.Array, carry: Sequence[Any]) -> list:
         names = self.eqn.invars[: len(self.eqn.invars) - len(self.eqn.outvars)]
         gate = [] if self.loop.masks_itself else [here]
         return [*gate, *equations.run((), env, names), *carry]
@@ -119,7 +119,7 @@ def _counting(loop: Loop) -> Loop:
         consts, (taken, *carry) = parts(values, k)
         return [asks(*consts, *carry)[0] & (taken < loop.length)]
 
-    def step(*values: Any) -> list:
+    def step(*values: jax.Array) -> list:
         consts, (taken, *carry) = parts(values, c)
         return [taken + 1, *steps(*consts, *carry)]
 
@@ -187,7 +187,7 @@ class Nest:
         state = state._replace(go=self._goes_on(given.cond_consts, state))
         return [*given.cond_consts, *given.consts, *given.xs, *jax.tree.leaves(state)]
 
-    def _back(self, results: Sequence[Any], _: Any = ()) -> list:
+    def _back(self, results: Sequence[Any], _: object = ()) -> list:
         """The results of the outer loop, from those of the one."""
         state = jax.tree.structure(self.types).unflatten(results)
         return list(map(_jax.weak_as, [*state.carry, *state.ys], self.outer.result_types))
@@ -231,7 +231,7 @@ class Nest:
             go = _jax.call_jaxpr(loop.cond)(*cond_consts, *state.carry)[0]
         return go if loop.length is None else go & (state.steps < loop.length)
 
-    def _advance(self, *values: Any) -> list:
+    def _advance(self, *values: jax.Array) -> list:
         """What each lane does next, and where it is then."""
         loop, step = self.outer, _jax.open_jaxpr(self.outer.body)
         counts = loop.cond_const_count, loop.const_count, loop.xs_count
@@ -270,7 +270,7 @@ class Nest:
         return jax.tree.leaves(new._replace(go=go))
 
     def _piece(
-        self, number: int, env: dict, here: Any, ends: Sequence[Any], old: Sequence[Any]
+        self, number: int, env: dict, here: jax.Array, ends: Sequence[Any], old: Sequence[Any]
     ) -> list:
         """What a piece makes of what it ends with, in lanes that are here; in others, what is old.
 
@@ -284,7 +284,7 @@ class Nest:
         first = [here, *(env[v] for v in made), *old]
         types = list(map(_strong, map(jax.typeof, first)))
 
-        def body(*values: Any) -> list:
+        def body(*values: jax.Array) -> list:
             known = dict(zip(names, values, strict=False))
             outs = equations.run(eqns, known, [*made, *ends])
             return [jnp.bool_(False), *map(_as, outs, types[1:])]
@@ -316,18 +316,18 @@ def _zero_count() -> Any:
     return _jax.Literal(np.int32(0), _count())
 
 
-def _strong(aval: Any) -> Any:
+def _strong(aval: _jax.ShapedArray) -> Any:
     return aval.update(weak_type=False) if aval.weak_type else aval
 
 
-def _as(value: Any, aval: Any) -> Any:
+def _as(value: jax.typing.ArrayLike, aval: _jax.ShapedArray) -> Any:
     """A value in the type that a loop carries."""
     if jax.typeof(value).weak_type and not aval.weak_type:
         value = lax.convert_element_type(value, aval.dtype)
     return _jax.vary_like(value, [aval])
 
 
-def _with_row(rows: Any, value: Any, row: Any, axis: int, here: Any) -> Any:
+def _with_row(rows: jax.Array, value: jax.Array, row: jax.Array, axis: int, here: jax.Array) -> Any:
     """Rows with one more, in lanes that are here."""
     ones = (1,) * rows.ndim
     sizes = tuple(1 if a == axis else n for a, n in enumerate(rows.shape))

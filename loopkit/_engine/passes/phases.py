@@ -61,7 +61,7 @@ class Phases:
         return self._of_width(0)
 
     @ft.partial(jax.jit, static_argnums=0, inline=True)
-    def run(self, *operands: Any) -> list:
+    def run(self, *operands: jax.Array) -> list:
         """What the loop of all lanes gives, of the same operands."""
         every = self._from(0, *self._begun(operands))
         return [*every.carry[: self.one.carry_count - self.bounded], *every.ys]
@@ -146,11 +146,11 @@ class Phases:
             ys = [_after(loop, begun, old, y, a) for old, y, a in triples]
         return PhaseLanes(carry, ys)
 
-    def _some(self, lanes: PhaseLanes, which: Any) -> PhaseLanes:
+    def _some(self, lanes: PhaseLanes, which: jax.Array) -> PhaseLanes:
         carry = [_taken(v, which, 0) for v in lanes.carry]
         return PhaseLanes(carry, [_taken(v, which, a) for v, a in self._ys(lanes.ys)])
 
-    def _with(self, lanes: PhaseLanes, which: Any, new: PhaseLanes) -> PhaseLanes:
+    def _with(self, lanes: PhaseLanes, which: jax.Array, new: PhaseLanes) -> PhaseLanes:
         """The lanes, of which some are others."""
         carry = [_put(v, which, 0, w) for v, w in zip(lanes.carry, new.carry, strict=True)]
         ys = [_put(v, which, a, w) for (v, a), w in zip(self._ys(lanes.ys), new.ys, strict=True)]
@@ -160,7 +160,7 @@ class Phases:
         """With where they have lanes."""
         return zip(ys, self.whole.ys, strict=True)
 
-    def _given(self, given: Operands, which: Any) -> Operands:
+    def _given(self, given: Operands, which: jax.Array) -> Operands:
         """Of some lanes, what has lanes."""
         groups = zip(given, self.whole.axes, strict=True)
         of = lambda v, axis: v if axis is None else _taken(v, which, axis)
@@ -169,7 +169,7 @@ class Phases:
 
 
 @ft.partial(jax.jit, static_argnums=0, inline=True)
-def _called(jaxpr: _jax.Jaxpr, *values: Any) -> list:
+def _called(jaxpr: _jax.Jaxpr, *values: jax.Array) -> list:
     return _jax.call_jaxpr(jaxpr)(*values)
 
 
@@ -187,17 +187,17 @@ def phases_of(loop: Loop) -> Phases | None:
     return loop.derived(("phases", narrower), make)
 
 
-def _taken(value: Any, which: Any, axis: int) -> Any:
+def _taken(value: jax.Array, which: jax.Array, axis: int) -> Any:
     place = (slice(None),) * axis + (which,)
     return value.at[place].get(mode="promise_in_bounds", unique_indices=True)
 
 
-def _put(value: Any, which: Any, axis: int, new: Any) -> Any:
+def _put(value: jax.Array, which: jax.Array, axis: int, new: Any) -> Any:
     place = (slice(None),) * axis + (which,)
     return value.at[place].set(new, mode="promise_in_bounds", unique_indices=True)
 
 
-def _rolled(loop: Loop, rows: Any, by: Any, axis: int) -> Any:
+def _rolled(loop: Loop, rows: jax.Array, by: _jax.Whole, axis: int) -> Any:
     """Rows moved by so many steps."""
     return jnp.roll(rows, -by if loop.reverse else by, axis)
 

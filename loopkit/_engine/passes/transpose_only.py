@@ -33,7 +33,7 @@ def to_run(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     return new if j is jaxpr else jaxpr.replace(jaxpr=new)
 
 
-def _evaluated(used: list[bool], eqn: Any) -> Any:
+def _evaluated(used: list[bool], eqn: _jax.Equation) -> Any:
     found = PARTIAL_EVAL_RULES[eqn.primitive](used, **eqn.params)
     if found is None:
         return eqn
@@ -54,7 +54,7 @@ def to_transpose(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     if not any(eqn.primitive in READS for eqn in equations.all_equations(jaxpr)):
         return jaxpr
 
-    def rule(eqn: Any, ins: list) -> Any:
+    def rule(eqn: _jax.Equation, ins: list) -> Any:
         if equations.is_call(eqn):
             return equations.interpret(*equations.called(eqn, ins), rule)
         if eqn.primitive not in READS:

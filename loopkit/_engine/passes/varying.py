@@ -63,7 +63,7 @@ class _Varying:
     def rule(self, rule: Callable) -> Callable:
         """A custom rule, if it gives a jaxpr, the values of its constants, and more."""
 
-        def found(*args: Any) -> Any:
+        def found(*args: jax.Array) -> Any:
             out = rule(*args)
             if not (isinstance(out, tuple) and out and hasattr(out[0], "eqns")):
                 return out
@@ -76,8 +76,8 @@ class _Varying:
 
         return found
 
-    def run(self, j: Any, values: Sequence[Any]) -> list:
-        def rule(eqn: Any, ins: list) -> Sequence[Any]:
+    def run(self, j: _jax.OpenJaxpr, values: Sequence[Any]) -> list:
+        def rule(eqn: _jax.Equation, ins: list) -> Sequence[Any]:
             pairs = zip(eqn.invars, ins, strict=True)
             if all(isinstance(v, _jax.Literal) or jax.typeof(x) == v.aval for v, x in pairs):
                 return _jax.bind_equation(eqn, ins)

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from loopkit import _jax
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.derivative.split import primal_half
@@ -27,12 +29,12 @@ from loopkit._engine.rules import while_
 from loopkit._engine.sweeps import sweeps
 
 
-def evaluate(*operands: Any, loop: Loop, active: Active) -> list:
+def evaluate(*operands: jax.Array, loop: Loop, active: Active) -> list:
     dual = dual_loop(loop, active)
     return dual.map_results(while_.evaluate(*dual.map_operands(operands), loop=dual.loop))
 
 
-def result_types(*_: Any, loop: Loop, active: Active) -> tuple[list, Any]:
+def result_types(*_: object, loop: Loop, active: Active) -> tuple[list, Any]:
     return [*loop.result_types, *loop.output_types(active)], loop.effects
 
 
@@ -64,7 +66,7 @@ def known(values: Sequence[Any], *, loop: Loop, active: Active) -> tuple:
     return results, [*values, *residuals], pushforward_p, params
 
 
-def known_equation(eqn: Any) -> Any:
+def known_equation(eqn: _jax.Equation) -> Any:
     """For jax.checkpoint: the primal results alone, so that nothing is saved."""
     loop = primal_half(eqn.params["loop"], eqn.params["active"])
     operands, results = loop.primal_counts
@@ -72,7 +74,7 @@ def known_equation(eqn: Any) -> Any:
     return _jax.new_equation(eqn, while_p, invars, outvars, {"loop": loop})
 
 
-def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+def dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
     """Without tangents that nobody uses; without any, it is the loop itself."""
     loop, active = eqn.params["loop"], eqn.params["active"]
     operands, results = loop.primal_counts

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from loopkit import _jax
 from loopkit._engine.lowering.flat_values import of_vectors
 from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.primitives import evaluated_p
 
 
-def evaluate(*values: Any, jaxpr: _jax.Jaxpr, **_: Any) -> list:
+def evaluate(*values: jax.Array, jaxpr: _jax.Jaxpr, **_: object) -> list:
     return list(_jax.call_jaxpr(jaxpr)(*values))
 
 
-def result_types(*_: Any, jaxpr: _jax.Jaxpr, **__: Any) -> tuple[list, Any]:
+def result_types(*_: object, jaxpr: _jax.Jaxpr, **__: object) -> tuple[list, Any]:
     return list(jaxpr.out_avals), jaxpr.effects
 
 

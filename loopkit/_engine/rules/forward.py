@@ -26,7 +26,7 @@ from loopkit._engine.rules import while_
 from loopkit._engine.sweeps import sweeps
 
 
-def evaluate(*operands: Any, loop: Loop, active: Active) -> list:
+def evaluate(*operands: jax.Array, loop: Loop, active: Active) -> list:
     return _swept(loop, reversal(loop, active), loop, operands)
 
 
@@ -51,7 +51,7 @@ def runs_with(used: list[bool], *, loop: Loop, active: Active) -> tuple[list[boo
     if few is None or all(few.operands):
         return None
 
-    def run(*operands: Any) -> list:
+    def run(*operands: jax.Array) -> list:
         outs = _swept(loop, how.pruned(few), few.loop, operands)
         found, residuals = parts(outs, few.loop.primal_counts[1])
         return kept([*few.map_results(found), *residuals], used)
@@ -59,7 +59,7 @@ def runs_with(used: list[bool], *, loop: Loop, active: Active) -> tuple[list[boo
     return few.operands, run
 
 
-def result_types(*_: Any, loop: Loop, active: Active) -> tuple[list, Any]:
+def result_types(*_: object, loop: Loop, active: Active) -> tuple[list, Any]:
     return [*loop.result_types, *sweeps(reversal(loop, active)).residual_types], loop.effects
 
 
@@ -89,7 +89,7 @@ def jvp(
     return outs, [*spread(flowing, moving.outputs, zeros), *still]
 
 
-def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+def dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
     """Without its residuals, it is the loop itself."""
     loop = eqn.params["loop"]
     results = loop.primal_counts[1]

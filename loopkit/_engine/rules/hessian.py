@@ -23,13 +23,15 @@ from loopkit._engine.rules.linear import BACKWARD, asked
 from loopkit._engine.rules.pushforward import run_dual
 
 
-def evaluate(*operands: Any, loop: Loop, active: Active, moving: Active, batch: Any) -> list:
+def evaluate(
+    *operands: jax.Array, loop: Loop, active: Active, moving: Active, batch: int | None
+) -> list:
     values, cts, u = parts(operands, loop.operand_count, sum(moving.outputs))
     quiet = loop.without_debug_effects()
     loop.check_repeats()
 
     def one(cts: list, u: list) -> list:
-        def tangents_at(*moved: Any) -> list:
+        def tangents_at(*moved: jax.Array) -> list:
             at = replace_active(quiet, values, active, moved)
             return run_dual(quiet, at, u, moving, None)
 
@@ -46,7 +48,7 @@ def second_order(
     given: Active,
     tangents: Sequence[Any],
     wanted: Active,
-    batch: Any,
+    batch: int | None,
 ) -> list:
     """d/dtheta <w, L u> in the wanted inputs, symbolically zero where u moves nothing.
 
@@ -92,7 +94,12 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple
 
 
 def transpose(
-    cts: Sequence[Any], *operands: Any, loop: Loop, active: Active, moving: Active, batch: Any
+    cts: Sequence[Any],
+    *operands: Any,
+    loop: Loop,
+    active: Active,
+    moving: Active,
+    batch: int | None,
 ) -> list:
     values, w, _ = parts(operands, loop.operand_count, sum(moving.outputs))
     zeros = map(_jax.float0_zero, loop.operand_types[loop.cond_const_count :])

@@ -29,7 +29,9 @@ class Linear:
     """What some of the values that come out need."""
     out_types: Callable[[Loop, Active], list]
 
-    def types(self, *_: Any, loop: Loop, active: Active, batch: Any, **__: Any) -> tuple[list, Any]:
+    def types(
+        self, *_: object, loop: Loop, active: Active, batch: int | None, **__: object
+    ) -> tuple[list, Any]:
         """Result types, of values with a leading batch, if there is one; and the effects."""
         types = _jax.stack_types(self.out_types(loop, active), batch)
         return types, loop.without_debug_effects().effects
@@ -46,7 +48,7 @@ class Linear:
         out = self.primitive.bind(*known, *moving, **dict(params, active=live))
         return spread(out, kept(getattr(live, self.outs), getattr(active, self.outs)), zeros)
 
-    def dce(self, used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    def dce(self, used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
         """Without the values that reach none of the used results."""
         if not any(used):
             return [False] * len(eqn.invars), None

@@ -34,7 +34,7 @@ from loopkit._engine.primitives import define, hessian_p, narrowed_p, pushforwar
 from loopkit._engine.sweeps import sweeps
 
 
-def lanes_of(loop: Loop, axis: Any, dims: Sequence[Any]) -> ManyLanes | None:
+def lanes_of(loop: Loop, axis: _jax.AxisData, dims: Sequence[Any]) -> ManyLanes | None:
     """The lanes of a loop that is differentiated in each of them, if they narrow."""
     if loop.has_impure_callback or loop.holds_custom_vjp:
         return None  # it must not be run again, or its rule reads what was saved
@@ -62,7 +62,7 @@ def forward(
 
 
 def linear_lanes(
-    axis: Any,
+    axis: _jax.AxisData,
     dims: Sequence[Any],
     *,
     loop: Loop,
@@ -97,7 +97,7 @@ def check_saved(loop: Loop, saved: Sequence[Any], places: Sequence[Any]) -> None
 
 
 def derivative(
-    primitive: Any, lane: OneLane, operands: Sequence[Any], params: dict[str, Any]
+    primitive: _jax.Primitive, lane: OneLane, operands: Sequence[Any], params: dict[str, Any]
 ) -> list:
     """What a linear primitive gives, of operands of all lanes without what was saved."""
     active, batch = params["active"], params["batch"]
@@ -106,7 +106,12 @@ def derivative(
 
 
 def evaluate(
-    *operands: Any, loop: Loop, of: Any, active: Active, moving: Active, batch: int | None
+    *operands: jax.Array,
+    loop: Loop,
+    of: _jax.Primitive,
+    active: Active,
+    moving: Active,
+    batch: int | None,
 ) -> list:
     values, linear = parts(operands, loop.operand_count)
     inputs = active_inputs(loop, values, active)
@@ -116,13 +121,13 @@ def evaluate(
         return lambda *moved: kept(bind(*replace_active(loop, at, leaves, moved)), leaves.outputs)
 
     def tangents_at(u: list) -> Any:
-        def tangents(*moved: Any) -> list:
+        def tangents(*moved: jax.Array) -> list:
             at = replace_active(loop, values, active, moved)
             return jax.jvp(run(at, moving), active_inputs(loop, at, moving), u)[1]
 
         return tangents
 
-    def one(*given: Any) -> list:
+    def one(*given: jax.Array) -> list:
         if of is pushforward_p:
             return list(jax.linearize(run(values, active), *inputs)[1](*given))
         w, u = parts(given, sum(moving.outputs))
@@ -133,7 +138,7 @@ def evaluate(
 
 
 def result_types(
-    *_: Any, loop: Loop, of: Any, active: Active, batch: int | None, **__: Any
+    *_: object, loop: Loop, of: _jax.Primitive, active: Active, batch: int | None, **__: object
 ) -> tuple[list, Any]:
     types = loop.output_types(active) if of is pushforward_p else loop.input_types(active)
     return _jax.stack_types(types, batch), loop.effects
@@ -152,7 +157,7 @@ def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
     return spread(found, unknown, [None] * len(operands))
 
 
-def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple:
+def _batch(axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple:
     """Lanes of another axis join those that there are, where they narrow together."""
     lane, count = params["loop"].lane, params["loop"].operand_count
     new = join(lane, axis, dims[:count])
@@ -169,7 +174,13 @@ def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -
 
 
 def _linear_places(
-    many: Batched, *, of: Any, active: Active, moving: Active, batch: int | None, **_: Any
+    many: Batched,
+    *,
+    of: _jax.Primitive,
+    active: Active,
+    moving: Active,
+    batch: int | None,
+    **_: object,
 ) -> tuple[list, list]:
     """Where linear operands, and results, have lanes."""
     leading = 0 if batch is None else 1

@@ -33,11 +33,11 @@ from loopkit._engine.sweeps import sweeps
 
 
 def evaluate(
-    *operands: Any,
+    *operands: jax.Array,
     loop: Loop,
     layout: Active,
     active: Active,
-    batch: Any,
+    batch: int | None,
     unused_init: tuple[bool, ...],
     transpose_only: bool,
 ) -> list:

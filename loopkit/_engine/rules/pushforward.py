@@ -30,7 +30,12 @@ from loopkit._engine.sweeps import sweeps
 
 
 def evaluate(
-    *operands: Any, loop: Loop, layout: Active, active: Active, batch: Any, transpose_only: bool
+    *operands: jax.Array,
+    loop: Loop,
+    layout: Active,
+    active: Active,
+    batch: int | None,
+    transpose_only: bool,
 ) -> list:
     assert not transpose_only, "what it reads is not there"
     primals, _, tangents = arguments(loop, layout, operands)
@@ -40,7 +45,7 @@ def evaluate(
 
 
 def run_dual(
-    loop: Loop, primals: Sequence[Any], tangents: Sequence[Any], active: Active, batch: Any
+    loop: Loop, primals: Sequence[Any], tangents: Sequence[Any], active: Active, batch: int | None
 ) -> list:
     """The active outputs' tangents, by the dual loop."""
     dual, operands = dual_loop(loop, active), [*primals, *tangents]
@@ -95,7 +100,7 @@ def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
     return asked(spread(out, kept(live.inputs, active.inputs), zeros), operands)
 
 
-def reads(*, loop: Loop, layout: Active, active: Active, **_: Any) -> list[bool]:
+def reads(*, loop: Loop, layout: Active, active: Active, **_: object) -> list[bool]:
     """Which operands of the loop its pullback reads."""
     return reversal(loop, layout, active).reads
 

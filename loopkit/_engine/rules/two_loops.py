@@ -61,7 +61,7 @@ def _traced(loop: Loop, active: Active, batch: int | None) -> Any:
     return _jax.trace_closed(two_loops, [*loop.operand_types, taken, *ct_types], "loop_cotangents")
 
 
-def _two_loops(loop: Loop, active: Active, batch: int | None, *values: Any) -> list:
+def _two_loops(loop: Loop, active: Active, batch: int | None, *values: jax.Array) -> list:
     primals, (taken,), ct_carry, ct_ys = parts(values, loop.operand_count, 1, sum(active.carry))
     d_consts = zero_cotangents(kept(loop.const_types, active.consts), batch)
     if not loop.length:
@@ -82,7 +82,7 @@ def _two_loops(loop: Loop, active: Active, batch: int | None, *values: Any) -> l
         xs = [jnp.roll(v, unused, 0) for v in xs]
     counts = (len(d_consts), len(ct_carry), len(operand_xs), len(rows))
 
-    def back(k: Any, *values: Any) -> list:
+    def back(k: _jax.Whole, *values: jax.Array) -> list:
         d_consts, ct_carry, x, row, ct_y = parts(values, *counts)
         at, flowing = steps - 1 - k, [*ct_carry, *ct_y]
         stored = step.residuals(at, row, x)[1]
@@ -120,7 +120,7 @@ def _carries(loop: Loop, saved: Sequence[bool], primals: Sequence[Any]) -> list:
     """The saved carry leaves before every step, in rows."""
     step = _jax.call_jaxpr(loop.body)
 
-    def storing(*values: Any) -> list:
+    def storing(*values: jax.Array) -> list:
         carry = values[loop.const_count : loop.const_count + loop.carry_count]
         return [*step(*values)[: loop.carry_count], *kept(carry, saved)]
 

@@ -49,7 +49,9 @@ def batch_tangents(loop: Loop, dual: Rewritten, operands: Sequence[Any], size: i
     return [jnp.moveaxis(t, a, 0) for t, a in found[results:]]
 
 
-def _batch_while(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop) -> tuple:
+def _batch_while(
+    axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop
+) -> tuple:
     pairs = list(zip(args, dims, strict=True))
     if (new := with_lanes(loop, axis, dims)) is not None:
         return new.map_results(while_p.bind(*new.map_operands(pairs), loop=new.loop)), new.results
@@ -61,7 +63,7 @@ def _batch_while(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: L
 
 
 def _batch_dual(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop, active: Active
+    axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop, active: Active
 ) -> tuple:
     dual = dual_loop(loop, active)
     outs, places = _batch_while(
@@ -70,13 +72,13 @@ def _batch_dual(
     return dual.map_results(outs), dual.map_results(places)
 
 
-def _laid_out(loop: Loop, axis: Any, batched: Batched, layout: Active) -> None:
+def _laid_out(loop: Loop, axis: _jax.AxisData, batched: Batched, layout: Active) -> None:
     """Make the batched loop save what the loop itself saves, in the same slots."""
     with waiting(True):  # what loops in a step save has its place here
         _laid_out_as(loop, axis, batched, layout)
 
 
-def _laid_out_as(loop: Loop, axis: Any, batched: Batched, layout: Active) -> None:
+def _laid_out_as(loop: Loop, axis: _jax.AxisData, batched: Batched, layout: Active) -> None:
     new, places, ys = batched.loop, batched.axes, batched.ys
     how = reversal(loop, layout)
     split = None if how.plan.keeps_all else split_step(new, layout)
@@ -95,7 +97,7 @@ def _residual_axes(loop: Loop, batched: Batched, layout: Active) -> list:
 
 
 def _batch_forward(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop, active: Active
+    axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop, active: Active
 ) -> tuple:
     if (lanes := narrowed.lanes_of(loop, axis, dims)) is not None:
         return narrowed.forward(loop, lanes, args, dims, active)
@@ -107,7 +109,7 @@ def _batch_forward(
 
 
 def _batched_for(
-    loop: Loop, axis: Any, dims: Sequence[Any], force: bool, layout: Active
+    loop: Loop, axis: _jax.AxisData, dims: Sequence[Any], force: bool, layout: Active
 ) -> Batched:
     """A batched loop of its own for the derivative primitives, which share the layout of `loop`.
 
@@ -132,7 +134,7 @@ def _batched_for(
 
 
 def _one_batch(
-    primitive: Any, known: list, linear: list, size: int, params: dict[str, Any]
+    primitive: _jax.Primitive, known: list, linear: list, size: int, params: dict[str, Any]
 ) -> list:
     """The results where the linear operands alone have an axis, and perhaps a batch behind it."""
     batch = params["batch"]
@@ -153,7 +155,7 @@ def _varying(
     return spread(list(zeros), lost, values), spread([0] * sum(lost), lost, dims)
 
 
-def batch_linear(primitive: Any, ins: str, outs: str) -> Any:
+def batch_linear(primitive: _jax.Primitive, ins: str, outs: str) -> Any:
     """The rule for a primitive with linear operands.
 
     `ins` and `outs` say, for its linear operands and its results, whether they go with the
@@ -161,7 +163,7 @@ def batch_linear(primitive: Any, ins: str, outs: str) -> Any:
     is such a parameter.
     """
 
-    def rule(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple:
+    def rule(axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple:
         loop, active, batch = params["loop"], params["active"], params["batch"]
         moving = params.get("moving", active)
         has_residuals, layout = "layout" in params, params.get("layout", either(active, moving))

@@ -26,14 +26,14 @@ from loopkit._engine.passes.prune import prune
 from loopkit._engine.primitives import define, dual_p, while_p
 
 
-def evaluate(*operands: Any, loop: Loop) -> list:
+def evaluate(*operands: jax.Array, loop: Loop) -> list:
     if (phases := phases_of(loop)) is not None:
         return phases.run(*operands)
     with jax.named_scope(f"loopkit.{loop.name}"):
         return steps.evaluate(loop, loop.split(operands)[0])
 
 
-def result_types(*_: Any, loop: Loop) -> tuple[list, Any]:
+def result_types(*_: object, loop: Loop) -> tuple[list, Any]:
     return loop.result_types, loop.effects
 
 
@@ -62,7 +62,7 @@ def transpose(cts: Sequence[Any], *operands: Any, loop: Loop) -> list:
     reached = _jax.nonzero(cts)
     types = [v.aval for v in kept(operands, unknown)]
 
-    def linear(*values: Any) -> list:
+    def linear(*values: jax.Array) -> list:
         return kept(while_p.bind(*spread(values, unknown, operands), loop=quiet), reached)
 
     _, pullback = jax.vjp(linear, *map(_jax.zeros, types))
@@ -86,7 +86,7 @@ def known_part(unknown: list[bool], loop: Loop) -> tuple | None:
     return pruned.operands, pruned.results, {"loop": pruned.loop}
 
 
-def dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+def dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
     loop = eqn.params["loop"]
     if not any(used) and not eqn.effects:
         return [False] * len(eqn.invars), None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -24,7 +23,7 @@ class EveryCarry(Sweep):
         return list(map(_jax.zeros, self.stack_types))
 
     def run(self, loop: Loop, operands: Operands, state: Saving) -> Saving:
-        def step(s: Saving, go: Any = None) -> Saving:
+        def step(s: Saving, go: jax.Array | None = None) -> Saving:
             steps, slots = s
             row = self.leaving(kept(steps.carry, self.how.slotted), steps.count)
             if self.how.plan.host:  # on its way before the step, not made in one kernel with it
@@ -37,12 +36,12 @@ class EveryCarry(Sweep):
 
         return strategy.run_steps(loop, operands, step, state)
 
-    def reverse(self, step: StepReversal, steps: Any, s: Backward) -> Cotangents:
+    def reverse(self, step: StepReversal, steps: _jax.Whole, s: Backward) -> Cotangents:
         if step.products is None:
             return super().reverse(step, steps, s)
         length = self.how.plan.segment
 
-        def reverse_one(first: Any, count: Any, s: Backward) -> Backward:
+        def reverse_one(first: _jax.Whole, count: _jax.Whole, s: Backward) -> Backward:
             slices = (lax.dynamic_slice_in_dim(v, first, length) for v in s.stacks)
             rows = list(map(_jax.placed, slices))
             if self.how.plan.host:  # filling them there would go through the device's memory

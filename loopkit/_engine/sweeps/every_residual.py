@@ -40,7 +40,7 @@ class EveryResidual(Sweep):
             every = [True] * loop.carry_count
             safe = SafeInputs.of(loop, operands, active, every, how.split.forward)
 
-        def step(s: Saving, go: Any = None) -> Saving:
+        def step(s: Saving, go: jax.Array | None = None) -> Saving:
             if go is not None and (loop.effects or loop.shows_within):
                 return lax.cond(go, step, lambda s: s, s)
             steps, rows = s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools as ft
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -38,7 +39,7 @@ class EverySegment(Sweep):
     def run(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
         length = self.how.plan.segment
 
-        def known(segment: Any, state: Saving, count: Any = length) -> Saving:
+        def known(segment: _jax.Whole, state: Saving, count: _jax.Whole = length) -> Saving:
             steps, slots = state
             assert loop.length is not None, "a loop without a predicate has a length"
             slots = self.save(slots, kept(steps.carry, self.how.slotted), segment)
@@ -72,7 +73,7 @@ class EverySegment(Sweep):
         """
         length = jnp.int32(self.how.plan.segment)
 
-        def step(s: Any, go: Any = None) -> Any:
+        def step(s: Any, go: jax.Array | None = None) -> Any:
             steps, (slots, number) = s
             segment, slot = self.saved_as(number)
             due = (lax.div(steps.count, length) == segment) & (lax.rem(steps.count, length) == 0)
@@ -87,11 +88,11 @@ class EverySegment(Sweep):
         steps, (slots, number) = run_steps(loop, operands, step, (steps, (slots, steps.count)))
         return steps, slots, number
 
-    def saved_as(self, number: Any) -> tuple[Any, Any]:
+    def saved_as(self, number: _jax.Whole) -> tuple[Any, Any]:
         """The segment whose start is saved after `number` others, and where."""
         return number, number
 
-    def save_if(self, due: Any, slots: list, carry: list, slot: Any) -> list:
+    def save_if(self, due: jax.Array, slots: list, carry: list, slot: _jax.Whole) -> list:
         return (
             write_if(due, slots, carry, slot - self.layout_plan.spared)
             if self.layout_plan.rows
@@ -104,8 +105,8 @@ class EverySegment(Sweep):
         operands: Operands,
         steps: Steps,
         slots: list,
-        slot: Any,
-        segments: Any = 1,
+        slot: _jax.Whole,
+        segments: _jax.Whole = 1,
     ) -> Saving:
         """Save the carry, and run so many segments."""
         slots = self.save(slots, kept(steps.carry, self.how.slotted), slot)
@@ -114,7 +115,7 @@ class EverySegment(Sweep):
             stop = lax.min(stop, jnp.int32(loop.length))
         return advance(loop, operands, steps, stop), slots
 
-    def reverse(self, step: StepReversal, steps: Any, s: Backward) -> Cotangents:
+    def reverse(self, step: StepReversal, steps: _jax.Whole, s: Backward) -> Cotangents:
         reverse_one = ft.partial(self.reverse_segment, step)
         length = self.how.plan.segment
         last = quotient(steps + (length - 1), length) - 1
@@ -131,7 +132,9 @@ class EverySegment(Sweep):
         # Products that are put off read whole segments, taken or not.
         return list(map(_jax.blank if step.products is None else _jax.zeros, types))
 
-    def reverse_segment(self, step: StepReversal, first: Any, count: Any, s: Backward) -> Backward:
+    def reverse_segment(
+        self, step: StepReversal, first: _jax.Whole, count: _jax.Whole, s: Backward
+    ) -> Backward:
         """Back over the segment of `count` steps that begins with step `first`."""
         if self.how.plan.segment == 1:
             carry, s = self.reach(step, first, first + count, s)
@@ -143,26 +146,30 @@ class EverySegment(Sweep):
         return s._replace(cts=cts, buffers=buffers)
 
     def replayed(
-        self, step: StepReversal, first: Any, count: Any, s: Backward
+        self, step: StepReversal, first: _jax.Whole, count: _jax.Whole, s: Backward
     ) -> tuple[list, Backward]:
         """The carry after a segment that is run again, and its rows."""
         carry, s = self.reach(step, first, first + count, s)
         carry, rows = step.replay(first, count, carry, s.rows)
         return carry, s._replace(rows=rows)
 
-    def reach(self, step: StepReversal, first: Any, end: Any, s: Backward) -> tuple[list, Backward]:
+    def reach(
+        self, step: StepReversal, first: _jax.Whole, end: _jax.Whole, s: Backward
+    ) -> tuple[list, Backward]:
         """The carry before step `first`, where a segment begins that ends at step `end`."""
         carry = self.loaded(step, s.segment, first, end, s)
         return carry, s._replace(ahead=self.load_ahead(step.operands, s.stacks, s.segment - 1))
 
-    def loaded(self, step: StepReversal, slot: Any, first: Any, end: Any, s: Backward) -> list:
+    def loaded(
+        self, step: StepReversal, slot: _jax.Whole, first: _jax.Whole, end: _jax.Whole, s: Backward
+    ) -> list:
         """The carry before step `first`, of a slot, and of buffers as they were at step `end`."""
         held = [*s.ahead] or self.load(step.operands, s.stacks, slot)
         before = step.rewind(first, end - first, s.buffers)
         counts = self.how.counts(step.operands, first, step.taken)
         return self.how.merge_saved(counts, held, before)
 
-    def save(self, slots: list, carry: list[Any], slot: Any) -> list:
+    def save(self, slots: list, carry: list[Any], slot: _jax.Whole) -> list:
         """The slots, with a carry in one of them.
 
         What would be written to a first slot without memory is put into the next, and written over.
@@ -172,12 +179,12 @@ class EverySegment(Sweep):
             return slots
         return write_rows(slots, self.leaving(list(carry), slot), slot - plan.spared)
 
-    def load_ahead(self, operands: Operands, slots: list, slot: Any) -> list:
+    def load_ahead(self, operands: Operands, slots: list, slot: _jax.Whole) -> list:
         """What the segment before will begin with; empty if nothing is to be had by that."""
         slot = jnp.maximum(slot, 0)
         return self.load(operands, slots, slot) if self.how.plan.host else []
 
-    def load(self, operands: Operands, slots: list, slot: Any) -> list:
+    def load(self, operands: Operands, slots: list, slot: _jax.Whole) -> list:
         """What a slot holds."""
         plan, first = self.layout_plan, kept(operands.init, self.how.slotted)
         if not plan.rows:

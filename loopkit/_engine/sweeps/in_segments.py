@@ -59,7 +59,7 @@ class InSegments(Scheduled):
             jnp.concatenate([segments, _jax.vary_like(left, [jax.typeof(segments)])]),
         )
 
-    def saved_as(self, number: Any) -> tuple[Any, Any]:
+    def saved_as(self, number: _jax.Whole) -> tuple[Any, Any]:
         segment, slot, *_ = self.schedule.row(number)
         return segment, slot
 
@@ -67,7 +67,9 @@ class InSegments(Scheduled):
         """A known number of steps, in a loop over all segments."""
         whole, rest, saves = self.cut(loop)
 
-        def take_next(segment: Any, state: Saving, count: int = self.how.plan.segment) -> Saving:
+        def take_next(
+            segment: _jax.Whole, state: Saving, count: int = self.how.plan.segment
+        ) -> Saving:
             steps, stacks = state
             due = saves[:, 0] == segment
             slot = jnp.max(jnp.where(due, saves[:, 1], 0))
@@ -86,7 +88,7 @@ class InSegments(Scheduled):
         whole, rest, saves = self.cut(loop)
         length = self.how.plan.segment
 
-        def stretch(number: Any, state: Saving) -> Saving:
+        def stretch(number: _jax.Whole, state: Saving) -> Saving:
             steps, stacks = state
             segment, slot, _, run = self.schedule.row(number)
             stacks = self.save(stacks, kept(steps.carry, self.how.slotted), slot)
@@ -106,7 +108,7 @@ class InSegments(Scheduled):
         """How many of the segments handed on are one of those counted in."""
         return self.how.plan.segment // self.layout_plan.segment
 
-    def reverse(self, step: StepReversal, steps: Any, s: Backward) -> Cotangents:
+    def reverse(self, step: StepReversal, steps: _jax.Whole, s: Backward) -> Cotangents:
         # Of a climb whose length it knows, too, a compiler would make copies.
         segments = lax.optimization_barrier(s.segments)
         if self.how.layout_plan is None:
@@ -119,18 +121,20 @@ class InSegments(Scheduled):
         reverse_one = ft.partial(self.reverse_segment, step)
         return reverse_segments(reverse_one, self.how.plan.segment, steps, s)
 
-    def reverse_segment(self, step: StepReversal, first: Any, count: Any, s: Backward) -> Backward:
+    def reverse_segment(
+        self, step: StepReversal, first: _jax.Whole, count: _jax.Whole, s: Backward
+    ) -> Backward:
         how = self.how
         if how.layout_plan is None or how.plan.host:
             return super().reverse_segment(step, first, count, s)
         carry, s = self.reach(step, first, first + count, s)
         start, place = how.split_saved(carry)[0], self.layout_plan.rows - how.plan.segment
 
-        def again(k: Any, state: tuple[list, list]) -> tuple[list, list]:
+        def again(k: _jax.Whole, state: tuple[list, list]) -> tuple[list, list]:
             carry = how.advance(step.operands, step.taken, state[0], first + k, 1)
             return carry, write_rows(state[1], how.split_saved(carry)[0], place + k + 1)
 
-        def row(k: Any) -> list:
+        def row(k: _jax.Whole) -> list:
             rows = read_rows(s.stacks, place + k)
             return [jnp.where(k == 0, first, row) for first, row in zip(start, rows, strict=True)]
 
@@ -144,13 +148,13 @@ class InSegments(Scheduled):
         return False  # runs between saves are of known length here
 
     def climb(
-        self, step: StepReversal, carry: list, segment: Any, s: Backward
+        self, step: StepReversal, carry: list, segment: _jax.Whole, s: Backward
     ) -> tuple[list, list, Any]:
         climb = self.climb_in_passing if self.predicated_store else super().climb
         return climb(step, carry, segment, s)
 
     def climb_in_passing(
-        self, step: StepReversal, carry: list, segment: Any, s: Backward
+        self, step: StepReversal, carry: list, segment: _jax.Whole, s: Backward
     ) -> tuple[list, list, Any]:
         """In a loop over all segments."""
         target, schedule = s.segment, self.schedule
@@ -171,7 +175,9 @@ class InSegments(Scheduled):
         carry, _, _, stacks, segments = lax.while_loop(lambda c: c[1] < target, advance, climb)
         return carry, stacks, segments
 
-    def advance_segments(self, step: StepReversal, segment: Any, run: Any, carry: list) -> list:
+    def advance_segments(
+        self, step: StepReversal, segment: _jax.Whole, run: _jax.Whole, carry: list
+    ) -> list:
         one = super().advance_segments
         if isinstance(run, int):
             return one(step, segment, run, carry)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from loopkit import _jax
@@ -23,7 +24,7 @@ def is_sliced(jaxpr: _jax.Jaxpr, place: int) -> bool:
     return _states(j, {j.invars[place]}) is not None
 
 
-def _states(j: Any, states: set) -> set | None:
+def _states(j: _jax.OpenJaxpr, states: set) -> set | None:
     """The variables that are these buffers, read and written; None if they are used otherwise."""
     states = set(states)
     for eqn in j.eqns:
@@ -43,19 +44,21 @@ def _states(j: Any, states: set) -> set | None:
     return states
 
 
-def _results(eqn: Any, inside: Any) -> list:
+def _results(eqn: _jax.Equation, inside: Any) -> list:
     pairs = zip(eqn.outvars, inside.outvars, strict=True)
     return [(o, v) for o, v in pairs if not isinstance(v, _jax.Literal)]
 
 
-def call(jaxpr: _jax.Jaxpr, values: Sequence[Any], first: dict[int, Any], active: Any) -> list:
+def call(
+    jaxpr: _jax.Jaxpr, values: Sequence[Any], first: dict[int, Any], active: jax.Array
+) -> list:
     """The results; of the inputs in `first`, lanes that are not active read what is there."""
     j = _jax.open_jaxpr(jaxpr)
     return _run(j, list(values), {j.invars[i]: v for i, v in first.items()}, active)
 
 
-def _run(j: Any, values: list, first: dict, active: Any) -> list:
-    def rule(eqn: Any, ins: list) -> Any:
+def _run(j: _jax.OpenJaxpr, values: list, first: dict, active: jax.Array) -> list:
+    def rule(eqn: _jax.Equation, ins: list) -> Any:
         began = {
             i: first[v] for i, v in enumerate(eqn.invars) if v.__hash__ is not None and v in first
         }
@@ -79,7 +82,7 @@ def _run(j: Any, values: list, first: dict, active: Any) -> list:
     return equations.interpret(j, values, rule)
 
 
-def _of_slices(active: Any, starts: Any, window: Window) -> Any:
+def _of_slices(active: jax.Array, starts: jax.Array, window: Window) -> Any:
     """Which elements of slices are of active lanes; the lanes are the first axes of the buffer."""
     lanes, batch = range(active.ndim), starts.shape[:-1]
     placed = [a for a in lanes if a in window.axes]

@@ -46,7 +46,7 @@ class SafeInputs:
 
     @staticmethod
     def of(
-        loop: Loop, operands: Operands, active: Any, saved: Sequence[bool], step: _jax.Jaxpr
+        loop: Loop, operands: Operands, active: jax.Array, saved: Sequence[bool], step: _jax.Jaxpr
     ) -> SafeInputs:
         """For a loop with lanes, of which some are `active` at the start.
 
@@ -64,20 +64,20 @@ class SafeInputs:
         x = list(map(substitute, read_slices(loop, operands, jnp.int32(0))))
         return SafeInputs(loop, consts, carry, x, shared, flags, buffers)
 
-    def call(self, step: _jax.Jaxpr, active: Any, consts: list, carry: list, x: list) -> list:
+    def call(self, step: _jax.Jaxpr, active: jax.Array, consts: list, carry: list, x: list) -> list:
         """The results of a step at inputs that these functions gave."""
         first = enumerate(zip(self.buffers, self.carry, strict=False), len(consts))
         places = {i: v for i, (has, v) in first if has}
         return lane_reads.call(step, [*consts, *carry, *x], places, active)
 
-    def apart_from_carry(self, active: Any, x: list) -> tuple[list, list]:
+    def apart_from_carry(self, active: jax.Array, x: list) -> tuple[list, list]:
         """Constants and slices."""
         if not self.shared:
             return self.consts, select(active, x, self.x)
         consts = _where(active, self.consts, self.loop.const_lanes)
         return consts, _where(active, x, self.loop.xs_lanes)
 
-    def carries(self, active: Any, carry: list) -> list:
+    def carries(self, active: jax.Array, carry: list) -> list:
         """Of leaves that are None it says nothing.
 
         The flag stays as it is: nothing is written to the buffers of a lane that has stopped.
@@ -92,7 +92,7 @@ class SafeInputs:
         return spread(values, moved, carry)
 
 
-def _substitution(active: Any) -> Callable:
+def _substitution(active: jax.Array) -> Callable:
     """A function that gives lanes that are not active the value of one that is.
 
     Its second argument says how many lane axes the value begins with; all of them by default.
@@ -105,7 +105,7 @@ def _substitution(active: Any) -> Callable:
             pick = jax.vmap(pick)
         levels.append((lanes, found, jnp.argmax(found, -1), pick))
 
-    def substitute(value: Any, lanes: int = active.ndim) -> Any:
+    def substitute(value: jax.Array, lanes: int = active.ndim) -> Any:
         for level, found, chosen, pick in levels:
             if level <= lanes:
                 other = jnp.expand_dims(pick(_jax.gathered(value, level), chosen), level - 1)
@@ -115,7 +115,7 @@ def _substitution(active: Any) -> Callable:
     return substitute
 
 
-def _where(active: Any, values: Sequence[Any], lanes: Sequence[int]) -> list:
+def _where(active: jax.Array, values: Sequence[Any], lanes: Sequence[int]) -> list:
     return _each(_substitution(active), values, lanes)
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from loopkit import _jax
 from loopkit._engine.loop import Loop, Operands
 from loopkit._engine.steps import LAST_STEP, Steps, goes_on, read_rows
 from loopkit._engine.sweeps import tables
@@ -40,10 +42,12 @@ class Scheduled(EverySegment):
         steps, slots, placed = lax.while_loop(another, run_on, first)
         return steps, slots, placed.segments
 
-    def reverse_segment(self, step: StepReversal, first: Any, count: Any, s: Backward) -> Backward:
+    def reverse_segment(
+        self, step: StepReversal, first: _jax.Whole, count: _jax.Whole, s: Backward
+    ) -> Backward:
         return self.freed(super().reverse_segment(step, first, count, s))
 
-    def load_ahead(self, operands: Operands, slots: list, slot: Any) -> list:
+    def load_ahead(self, operands: Operands, slots: list, slot: _jax.Whole) -> list:
         """Nothing: it is not known which slot is next before what is run again has been saved."""
         return []
 
@@ -51,18 +55,20 @@ class Scheduled(EverySegment):
         """Without the checkpoint of the segment that was reversed, if there was one."""
         return s._replace(segments=jnp.where(s.segments >= s.segment, NEVER, s.segments))
 
-    def reach(self, step: StepReversal, first: Any, end: Any, s: Backward) -> tuple[list, Backward]:
+    def reach(
+        self, step: StepReversal, first: _jax.Whole, end: _jax.Whole, s: Backward
+    ) -> tuple[list, Backward]:
         carry, segment = self.nearest(step, end, s)
         carry, stacks, segments = self.climb(step, carry, segment, s)
         return carry, s._replace(stacks=stacks, segments=segments)
 
-    def nearest(self, step: StepReversal, end: Any, s: Backward) -> tuple[list, Any]:
+    def nearest(self, step: StepReversal, end: _jax.Whole, s: Backward) -> tuple[list, Any]:
         """The last checkpoint before a segment that ends at step `end`, and its segment."""
         slot, segment = tables.latest(s.segments, s.segment)
         return self.loaded(step, slot, segment * self.how.plan.segment, end, s), segment
 
     def climb(
-        self, step: StepReversal, carry: list, segment: Any, s: Backward
+        self, step: StepReversal, carry: list, segment: _jax.Whole, s: Backward
     ) -> tuple[list, list, Any]:
         """From `segment` to that of `s`, saving on the way: the carry there, slots and their
         segments."""
@@ -80,7 +86,7 @@ class Scheduled(EverySegment):
         return carry, stacks, segments
 
     def replayed(
-        self, step: StepReversal, first: Any, count: Any, s: Backward
+        self, step: StepReversal, first: _jax.Whole, count: _jax.Whole, s: Backward
     ) -> tuple[list, Backward]:
         if not self.records_on_the_way or step.products is not None:
             return super().replayed(step, first, count, s)  # products read rows not taken, too
@@ -112,14 +118,16 @@ class Scheduled(EverySegment):
         small = plan.step.residual_bytes <= RECORDED
         return plan.thinned and plan.store == "residuals" and small and not plan.host
 
-    def following(self, segment: Any, target: Any, segments: Any) -> tuple[Any, Any]:
+    def following(
+        self, segment: _jax.Whole, target: _jax.Whole, segments: jax.Array
+    ) -> tuple[Any, Any]:
         """How many segments to run from `segment`, and the slot to save in then; -1 without one."""
         free, slot = tables.free_slots(segments)
         run = tables.Schedule.of(self.how.plan).split(target + 1 - segment, free)
         return run, jnp.where(free > 0, slot, -1)
 
     def saved(
-        self, slot: Any, carry: list, segment: Any, stacks: list, segments: Any
+        self, slot: _jax.Whole, carry: list, segment: _jax.Whole, stacks: list, segments: jax.Array
     ) -> tuple[list, Any]:
         """Slots and their segments, with the carry at a start; as they are if `slot` < 0."""
         how, save = self.how, slot >= 0
@@ -131,7 +139,9 @@ class Scheduled(EverySegment):
             stacks = self.save(stacks, [jnp.where(save, n, o) for n, o in pairs], place)
         return stacks, tables.saved(segments, slot, segment)
 
-    def advance_segments(self, step: StepReversal, segment: Any, run: Any, carry: list) -> list:
+    def advance_segments(
+        self, step: StepReversal, segment: _jax.Whole, run: _jax.Whole, carry: list
+    ) -> list:
         """So many segments, from the carry at the start of the first."""
         length = self.how.plan.segment
         return self.how.advance(step.operands, step.taken, carry, segment * length, run * length)

@@ -6,6 +6,7 @@ import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from loopkit import _jax
@@ -42,7 +43,7 @@ class Cotangents(NamedTuple):
     bar: progress.StepMeter | None = None
     """Where it is shown how far it is."""
 
-    def after(self, loop: Loop, count: Any) -> Cotangents:
+    def after(self, loop: Loop, count: _jax.Whole) -> Cotangents:
         """After so many more steps."""
         if self.bar is None:
             return self
@@ -61,8 +62,8 @@ class StepReversal:
         self,
         how: Reversal,
         operands: Operands,
-        taken: Any,
-        batch: Any,
+        taken: jax.Array,
+        batch: int | None,
         ct_ys: Sequence[Any] = (),
         log: Any = None,
     ):
@@ -91,7 +92,7 @@ class StepReversal:
                 self.backward, _jax.axis(batch), axes, [0] * len(types[1])
             )
 
-    def rewind(self, first: Any, count: Any, buffers: list) -> list:
+    def rewind(self, first: _jax.Whole, count: _jax.Whole, buffers: list) -> list:
         """The buffers before step `first`, from those `count` steps later, or less."""
         loop, undo = self.how.loop, self.how.undo
         if undo is None:
@@ -99,7 +100,7 @@ class StepReversal:
         counts = ft.partial(self.how.counts, self.operands, taken=self.taken)
         return undo.rewound(loop, self.operands.init, self.log, counts, first, count, buffers)
 
-    def counts(self, step: Any) -> list:
+    def counts(self, step: _jax.Whole) -> list:
         """The counters before a step; of lanes that have stopped, those of a step they take."""
         counts = self.how.counts(self.operands, step, self.taken)
         if self.safe is None:
@@ -108,7 +109,7 @@ class StepReversal:
         return spread(values, self.how.saved, counts)
 
     def replay(
-        self, first: Any, count: Any, carry: list, rows: list, within: bool = True
+        self, first: _jax.Whole, count: _jax.Whole, carry: list, rows: list, within: bool = True
     ) -> tuple[list, list]:
         """Steps `first` to `first + count`, storing what each leaves for its reversal.
 
@@ -120,20 +121,20 @@ class StepReversal:
         if how.plan.store == "carries":
             rows = write_rows(rows, how.split_saved(carry)[0], 0)
 
-            def step(k: Any, s: tuple[list, list]) -> tuple[list, list]:
+            def step(k: _jax.Whole, s: tuple[list, list]) -> tuple[list, list]:
                 carry = how.advance(self.operands, self.taken, s[0], first + k, 1)
                 return carry, write_rows(s[1], how.split_saved(carry)[0], k + 1)
 
             return repeat(count - 1, step, (carry, rows), how.loop.unroll)
 
-        def step(k: Any, s: tuple[list, list]) -> tuple[list, list]:
+        def step(k: _jax.Whole, s: tuple[list, list]) -> tuple[list, list]:
             carry, row = self.residuals(first + k, s[0])
             place = k if within else jnp.minimum(k, how.plan.segment - 1)
             return carry, write_rows(s[1], how.drop_counters(row), place)
 
         return repeat(count, step, (carry, rows), how.loop.unroll)
 
-    def residuals(self, step: Any, carry: list, x: list | None = None) -> tuple[list, list]:
+    def residuals(self, step: _jax.Whole, carry: list, x: list | None = None) -> tuple[list, list]:
         """The next carry, and the row of this step."""
         how, consts, inputs = self.how, self.operands.consts, carry
         x = read_slices(how.loop, self.operands, step) if x is None else x
@@ -157,7 +158,7 @@ class StepReversal:
         return spread(held, made, stored)
 
     def reverse_segment(
-        self, first: Any, count: Any, rows: list, cts: Cotangents, buffers: list
+        self, first: _jax.Whole, count: _jax.Whole, rows: list, cts: Cotangents, buffers: list
     ) -> tuple[Cotangents, list]:
         """Back over a segment whose rows are stored; beyond its last step they are zero."""
         cts, buffers = self.reverse_rows(first, count, rows, cts, buffers)
@@ -168,7 +169,7 @@ class StepReversal:
         return cts._replace(consts=[c + next(sums) if late else c for c, late in pairs]), buffers
 
     def reverse_carry(
-        self, step: Any, carry: list, cts: Cotangents, row: Any = 0
+        self, step: _jax.Whole, carry: list, cts: Cotangents, row: _jax.Whole = 0
     ) -> tuple[Cotangents, list]:
         """Back over one step, given the carry before it; and the buffers before it."""
         new, stored = self.residuals(step, carry)
@@ -181,8 +182,8 @@ class StepReversal:
 
     def reverse_rows(
         self,
-        first: Any,
-        count: Any,
+        first: _jax.Whole,
+        count: _jax.Whole,
         rows: list | Callable[[Any], list],
         cts: Cotangents,
         buffers: list,
@@ -196,7 +197,7 @@ class StepReversal:
         """
         read = rows if callable(rows) else lambda k: read_rows(rows, k)
 
-        def step(k: Any, s: tuple[Cotangents, list, list]) -> tuple[Cotangents, list, list]:
+        def step(k: _jax.Whole, s: tuple[Cotangents, list, list]) -> tuple[Cotangents, list, list]:
             cts, buffers, row = s
             row, following = (row, read(jnp.maximum(k - 1, 0))) if ahead else (read(k), [])
             if small:
@@ -218,7 +219,9 @@ class StepReversal:
         cts, before, _ = in_runs(how.loop, count, back, state, after, cts.bar, part)
         return cts, before if repeats else self.rewind(first, count, buffers)
 
-    def reverse(self, step: Any, row: list, cts: Cotangents, place: Any) -> Cotangents:
+    def reverse(
+        self, step: _jax.Whole, row: list, cts: Cotangents, place: _jax.Whole
+    ) -> Cotangents:
         """Back over one step, number `place` of its segment, given its residuals."""
         how, loop, axis = self.how, self.how.loop, 0 if self.batch is None else 1
         at = row_of(loop, step)
@@ -235,7 +238,7 @@ class StepReversal:
             cts.bar,
         )
 
-    def back(self, step: Any, x: list, row: list, so_far: list, flowing: list) -> list[list]:
+    def back(self, step: _jax.Whole, x: list, row: list, so_far: list, flowing: list) -> list[list]:
         """Cotangents of constants, with those so far, of the carry and of slices; and factors."""
         active, axis = self.how.active, 0 if self.batch is None else 1
         buffers = kept(self.how.loop.is_buffer, active.carry)

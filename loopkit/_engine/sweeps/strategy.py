@@ -105,7 +105,7 @@ class Sweep(abc.ABC):
         `state`: no step taken, and nothing saved yet.
         """
 
-    def reverse(self, step: StepReversal, steps: Any, s: Backward) -> Cotangents:
+    def reverse(self, step: StepReversal, steps: _jax.Whole, s: Backward) -> Cotangents:
         """Back over so many steps, an int if it is known: here, over a row for each that is saved.
 
         `s`: all of what the forward sweep handed on, before the last segment is chosen.
@@ -116,7 +116,7 @@ class Sweep(abc.ABC):
             stacks = _jax.barrier(stacks)  # which not every compiler for TPUs can
         return step.reverse_rows(0, steps, stacks, s.cts, s.buffers, part, ahead)[0]
 
-    def leaving(self, values: list[Any], number: Any) -> list[Any]:
+    def leaving(self, values: list[Any], number: _jax.Whole) -> list[Any]:
         """What is to be saved, in a place not below 0; if on the host, copies of it.
 
         Steps that go on from it, in its memory, would have to wait until it has arrived there.
@@ -183,7 +183,7 @@ class Sweep(abc.ABC):
         return [*steps.carry, *ys, *stacks, *log, *buffers, *segments, taken]
 
     def backward(
-        self, operands: Operands, residuals: Sequence[Any], cts: Sequence[Any], batch: Any
+        self, operands: Operands, residuals: Sequence[Any], cts: Sequence[Any], batch: int | None
     ) -> list:
         """Cotangents of the active constants, initial carry and xs.
 
@@ -211,7 +211,10 @@ class Sweep(abc.ABC):
 
 
 def reverse_segments(
-    reverse: Callable[[Any, Any, Backward], Backward], length: int, steps: Any, state: Backward
+    reverse: Callable[[Any, Any, Backward], Backward],
+    length: int,
+    steps: _jax.Whole,
+    state: Backward,
 ) -> Cotangents:
     """Back over all segments of `length` steps by `reverse(first step, how many, state)`."""
     known = isinstance(steps, int)
@@ -234,10 +237,12 @@ def reverse_segments(
     return lax.while_loop(lambda s: s.segment >= 0, reverse_one, state).cts
 
 
-def _reverse_apart(reverse: Callable, length: int, steps: Any, state: Backward) -> Cotangents:
+def _reverse_apart(
+    reverse: Callable, length: int, steps: _jax.Whole, state: Backward
+) -> Cotangents:
     """The same, the last segment for itself: loops over steps of the others have a known length."""
 
-    def reverse_one(segment: Any, count: Any, s: Backward) -> Backward:
+    def reverse_one(segment: _jax.Whole, count: _jax.Whole, s: Backward) -> Backward:
         return reverse(segment * length, count, s._replace(segment=segment))._replace(
             segment=s.segment
         )
@@ -269,7 +274,9 @@ def run_steps(loop: Loop, operands: Operands, step: Callable, state: Any) -> Any
     return while_it_goes_on(loop, operands, iteration, state, loop.length)
 
 
-def write_if(go: Any, arrays: list, values: list, row: Any, axes: Any = 0) -> list:
+def write_if(
+    go: jax.Array | None, arrays: list, values: list, row: _jax.Whole, axes: Any = 0
+) -> list:
     """Write rows, unless `go` is false.
 
     The compiler turns this choice between arrays into one between rows. Written as that, with the
@@ -283,7 +290,7 @@ def write_if(go: Any, arrays: list, values: list, row: Any, axes: Any = 0) -> li
     return written if go is None else select(go, written, arrays)
 
 
-def _is_there(value: Any) -> bool:
+def _is_there(value: object) -> bool:
     """Whether it is on the host, as what an inner loop has saved there."""
     return _jax.is_on_host(jax.typeof(value))
 

@@ -58,7 +58,7 @@ class Schedule:
         bound = LAST_STEP if plan.bound is None else plan.bound
         return _schedule(plan.slots, max(1, -(-bound // plan.segment)), plan.thinned, plan.exact)
 
-    def start(self, like: Any) -> Slots:
+    def start(self, like: jax.Array) -> Slots:
         """No slot taken; integers vary over the devices as `like` does."""
         start = Slots(jnp.full(self.slots, NEVER, jnp.int32), jnp.int32(0), self.saves[0])
         return Slots(*(_jax.vary_like(jnp.asarray(v), [jax.typeof(like)]) for v in start))
@@ -69,11 +69,11 @@ class Schedule:
         segments = record(state.segments, Mark(state.count, segment, slot, cleared, run), jnp)
         return slot, run, Slots(segments, state.count + 1, _row(self.saves, state.count + 1))
 
-    def row(self, number: Any) -> list:
+    def row(self, number: _jax.Whole) -> list:
         """Segment, slot, cleared and run of the save after `number` others."""
         return _numbers_in(_row(self.saves, number))
 
-    def held(self, count: Any) -> Any:
+    def held(self, count: _jax.Whole) -> Any:
         """The segments that slots hold after `count` saves."""
         number = np.arange(len(self.saves), dtype=np.int32)
         slots = np.arange(self.slots, dtype=np.int32)[:, None]
@@ -81,18 +81,18 @@ class Schedule:
         saved, cleared = last(self.saves[:, 1]), last(self.saves[:, 2])
         return jnp.where(saved > cleared, jnp.asarray(self.saves[:, 0])[saved], NEVER)
 
-    def split(self, remaining: Any, free: Any) -> Any:
+    def split(self, remaining: _jax.Whole, free: _jax.Whole) -> Any:
         """Segments to advance before saving, where `remaining` segments end with the one to
         reverse."""
         starts, widths = _row(self.splits, free)
         return split_from(SplitTable(starts[None], widths[None]), remaining, 0, jnp)
 
 
-def _numbers_in(row: Any) -> list:
+def _numbers_in(row: jax.Array) -> list:
     return [lax.index_in_dim(row, k, 0, False) for k in range(row.shape[0])]
 
 
-def _row(table: np.ndarray, number: Any) -> Any:
+def _row(table: np.ndarray, number: _jax.Whole) -> Any:
     return lax.dynamic_index_in_dim(
         jnp.asarray(table), number, keepdims=False, allow_negative_indices=False
     )
@@ -122,27 +122,27 @@ def _best(slots: int, segments: int) -> Table:
     return Table(*zip(*saves, (segments, slots, slots), (segments, slots, slots), strict=True))
 
 
-def latest(segments: Any, target: Any) -> tuple[Any, Any]:
+def latest(segments: jax.Array, target: _jax.Whole) -> tuple[Any, Any]:
     """The slot that holds the last segment not after `target`, and that segment."""
     segment = jnp.max(jnp.where(segments <= target, segments, -1))
     return _place(segments == segment), segment
 
 
-def free_slots(segments: Any) -> tuple[Any, Any]:
+def free_slots(segments: jax.Array) -> tuple[Any, Any]:
     """How many slots are free, and one of them."""
     free = segments == NEVER
     return free.sum(dtype=jnp.int32), _place(free)
 
 
-def saved(segments: Any, slot: Any, segment: Any) -> Any:
+def saved(segments: jax.Array, slot: _jax.Whole, segment: _jax.Whole) -> Any:
     """The slots once one of them holds `segment`; as they were if `slot` is none of them."""
     return jnp.where(_numbers(segments) == slot, segment, segments)
 
 
-def _place(flags: Any) -> Any:
+def _place(flags: jax.Array) -> Any:
     """Where the last of some flags is set; 0 if none is."""
     return jnp.max(jnp.where(flags, _numbers(flags), 0))
 
 
-def _numbers(slots: Any) -> Any:
+def _numbers(slots: jax.Array) -> Any:
     return lax.iota(jnp.int32, slots.shape[0])
