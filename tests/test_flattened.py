@@ -230,7 +230,8 @@ def test_which_loops_become_one(monkeypatch):
     assert one(jax.jit(inner)).masks_itself, "a call of nothing else"
     assert not one(lambda n, c: lax.cond(n > 2, lambda: inner(n, c), lambda: c)).masks_itself
     assert one(inner).length is None
-    monkeypatch.setattr(importlib.import_module("loopkit._engine.passes.flattened"), "MOST", 5)
+    module = importlib.import_module("loopkit._engine.passes.flattened")
+    monkeypatch.setattr(module, "STEPS_BETWEEN_CHECKS", 5)
     bounded = one(lambda n, c: inner(n, c, max_steps=12))
     assert bounded.length == 6 * 3, "5, 5 and 2 steps in each of 6"
 
@@ -367,7 +368,7 @@ def test_steps_of_lanes_in_different_steps_are_not_shown():
         loopkit.checkpointed(jnp.sin, lanes="flatten", progress="line")
 
 
-@pytest.mark.parametrize("how", [{"checks": True}, {"debug": "finite"}])
+@pytest.mark.parametrize("how", [{"debug": "bounds"}, {"debug": "finite"}])
 def test_what_is_checked_of_steps_makes_lanes_wait(how):
     """Also where lanes that are elsewhere would be out of bounds, or have a NaN."""
 

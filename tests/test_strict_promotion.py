@@ -132,7 +132,7 @@ PROGRAMS = {
     "narrowing until": (until, {"lanes": (3, 1)}),
     "buffers": (buffers, {}),
     "buffers, of some carries": (buffers, {"checkpoints": 2}),
-    "buffers, checked": (buffers, {"checks": True, "checkpoints": "all", **BOUND}),
+    "buffers, checked": (buffers, {"debug": "bounds", "checkpoints": "all", **BOUND}),
     "TensorArray": (tensor_array, {}),
     "TensorArray, with a bound": (tensor_array, {"checkpoints": "all", **BOUND}),
     "ragged_scan": (ragged, {}),
