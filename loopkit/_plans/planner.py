@@ -45,8 +45,8 @@ SPLIT = 512
 ALIKE = 2
 """Residuals up to this many times the log of a step are stored in its place: all of them."""
 NEAR_LEAST_TIME = 1.02
-"""Times the least predicted time up to which a plan is taken for as fast: then it should move little
-to the host, on an accelerator, and need few bytes, which lie nearer to a cache."""
+"""Times the least predicted time up to which a plan counts as fast: it should then move little to
+the host, on an accelerator, and need few bytes, which lie nearer to a cache."""
 PLANNED_REACH = 100
 """Steps to a carry of its budget for which a loop without a bound is planned."""
 
