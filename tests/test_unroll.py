@@ -146,5 +146,5 @@ def test_arguments():
         loopkit.best_unroll(step, 1.0, length=3, gradient="yes")
     with pytest.raises(ValueError, match="best_unroll: `uses` must be an int >= 1, runs, got 0"):
         loopkit.best_unroll(step, 1.0, length=3, uses=0)
-    with pytest.raises(TypeError, match="scan: `f` must be a function"):
+    with pytest.raises(TypeError, match="best_unroll: `f` must be a function"):
         loopkit.best_unroll(None, 1.0, length=3)

@@ -13,7 +13,10 @@ from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
-from loopkit._loops.scan import scan
+from loopkit._arguments.static_leaves import wrapped
+from loopkit._loops.request import LoopOptions
+from loopkit._loops.scan import NAMES, run_scan
+from loopkit._tracing.axes import Inputs
 from loopkit._types import Bound, Checkpoints
 
 COUNTS = 1, 2, 4, 8, 16
@@ -79,9 +82,12 @@ def best_unroll(
             expected, got = "must be values that can be measured with", "values that are traced"
             advice = "Call it outside jax.jit, and pass the number that it returns to the loop."
             raise errors.wrong_type(FUNCTION, name, expected, got, advice)
-    best, least = 1, float("inf")
+    validate.check_callable(FUNCTION, "f", f)
+    names, best, least = NAMES._replace(function=FUNCTION), 1, float("inf")
+    inputs = lambda xs: Inputs.of(wrapped(FUNCTION, "xs", xs), 0, length, FUNCTION)
     for count in COUNTS:
-        run = lambda init, xs, n=count: scan(f, init, xs, length, unroll=n, checkpoints=checkpoints)
+        asked = LoopOptions(unroll=count, checkpoints=checkpoints)
+        run = lambda init, xs, asked=asked: run_scan(names, f, init, inputs(xs), asked)
         to_compile, seconds = _measured(_gradient(run) if gradient else run, init, xs)
         total = to_compile + uses * seconds
         if total * NOISE < least:
