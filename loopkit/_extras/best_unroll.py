@@ -17,7 +17,7 @@ from loopkit._arguments.static_leaves import wrapped
 from loopkit._loops.request import LoopOptions
 from loopkit._loops.scan import NAMES, run_scan
 from loopkit._tracing.axes import Inputs
-from loopkit._types import Bound, Checkpoints
+from loopkit._types import Checkpoints
 
 COUNTS = 1, 2, 4, 8, 16
 ROUNDS = 7
@@ -30,7 +30,7 @@ def best_unroll(
     f: Callable[[Any, Any], tuple[Any, Any]],
     init: Any,
     xs: Any = None,
-    length: Bound | None = None,
+    length: int | None = None,
     *,
     gradient: bool = False,
     checkpoints: Checkpoints = None,
