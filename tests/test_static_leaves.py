@@ -59,7 +59,7 @@ def stopping(w):
     step = lambda m, x: (advanced(m, x), (m["w"], m["act"]))
     last, (ws, act), info = loopkit.scan(step, model(w), XS, until=until, return_info=True)
     assert act is jnp.tanh
-    return last["w"] + ws.sum() + info.steps
+    return last["w"] + ws.sum() + info.steps.astype(float)
 
 
 def last_only(w):
