@@ -45,8 +45,7 @@ SPLIT = 512
 ALIKE = 2
 """Residuals up to this many times the log of a step are stored in its place: all of them."""
 NEAR_LEAST_TIME = 1.02
-"""Times the least predicted time up to which a plan counts as fast: it should then move little to
-the host, on an accelerator, and need few bytes, which lie nearer to a cache."""
+"""Times the least predicted time up to which a plan is taken that moves less to the host."""
 PLANNED_REACH = 100
 """Steps to a carry of its budget for which a loop without a bound is planned."""
 
@@ -256,10 +255,12 @@ def _cheapest(
     small += [_default(loop)] if most is None and host is None else []
     plans += small
     plans = [p for p in plans if p.peak_bytes <= count and p.host_bytes <= room]
-    if plans:
+    if plans and host is not None:  # on an accelerator steps are faster than what goes to the host
         least = min(p.nanoseconds(steps) for p in plans)
         near = [p for p in plans if p.nanoseconds(steps) <= NEAR_LEAST_TIME * least]
-        return min(near, key=lambda p: (p.host_bytes, p.peak_bytes, p.nanoseconds(steps)))
+        return min(near, key=lambda p: (p.host_bytes, p.nanoseconds(steps)))
+    if plans:
+        return min(plans, key=lambda p: (p.nanoseconds(steps), p.peak_bytes))
     if most is not None:
         return replace(loop, slots=1)
     raise _refusal(small, count, host, loops, name)
