@@ -39,8 +39,9 @@ Step: Alias = Callable[[C, X], tuple[C, Y]]
 """A step of a scan: from the carry and a row of `xs`, the next carry and a row of `ys`."""
 Until: Alias = Callable[[C, Y], Bit]
 """Whether to stop after a step, by the carry and the row of `ys` that it returned."""
-Checkpoints: Alias = int | Literal["all"] | Plan | None
-"""How many carries the backward pass keeps, or a plan that says what."""
+Checkpoints: Alias = int | Literal["all"] | Callable[..., Any] | Plan | None
+"""How many carries the backward pass keeps; or a policy of `jax.checkpoint`, or a plan, that says
+what."""
 Memory: Alias = int | str | Mapping[str, int | str] | None
 """Bytes, as an int or as in "64 MB"; or those of `"device"` and `"host"`."""
 Lanes: Alias = Literal["wait", "compact", "flatten"] | tuple[int, ...] | None

@@ -12,7 +12,7 @@ from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.counters import find_counters
 from loopkit._engine.loop import Active
 from loopkit._engine.primitives import while_p
-from loopkit._plans.plan import StepCosts
+from loopkit._plans.costs import StepCosts
 from loopkit._plans.planner import best_plan
 
 XS = jnp.cos(jnp.arange(24.0)).reshape(12, 2)

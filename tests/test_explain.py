@@ -10,7 +10,7 @@ from jax import lax
 
 import loopkit
 from loopkit import Plan
-from loopkit._plans.plan import StepCosts
+from loopkit._plans.costs import StepCosts
 from loopkit._plans.planner import make_plan
 from loopkit._plans.plot import picture
 

@@ -12,7 +12,8 @@ from derivatives import assert_close, derivative
 from loopkit import Plan, _jax
 from loopkit._engine import steps
 from loopkit._engine.lowering import host_memory
-from loopkit._plans.plan import Bytes, StepCosts
+from loopkit._plans.budget import Bytes
+from loopkit._plans.costs import StepCosts
 from loopkit._plans.planner import make_plan
 from problems import named
 

@@ -14,8 +14,10 @@ from jax import lax
 import loopkit
 from derivatives import assert_close
 from loopkit import Plan
-from loopkit._plans.plan import Bytes, StepCosts
-from loopkit._plans.planner import TooLittle, best_plan, make_plan
+from loopkit._plans.budget import Bytes
+from loopkit._plans.cheapest import TooLittle
+from loopkit._plans.costs import StepCosts
+from loopkit._plans.planner import best_plan, make_plan
 from loopkit.schedules import binomial
 from turns import in_turn
 

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from loopkit import _jax
 from loopkit._engine.leaves import Active, CarryLeaf, Const, Input, Operands, Output
 from loopkit._jaxprs import equations
-from loopkit._plans.plan import Budget
+from loopkit._plans.budget import Budget
 from loopkit._progress.progress import ProgressSettings
 from loopkit._types import Lanes
 

@@ -19,7 +19,7 @@ from loopkit._foreign.lax_loop import LoopSite, ReplaceKw, Settings
 from loopkit._foreign.program import Program
 from loopkit._foreign.replace import replacing, settings_of, with_rules
 from loopkit._jaxprs import equations
-from loopkit._plans.plan import Bytes
+from loopkit._plans.budget import Bytes
 from loopkit._programs.cache import interned, remember, shared
 from loopkit._programs.key import Unknown, is_of_library, program_key
 from loopkit._types import Checkpoints, Debug, Decorator, Lanes, Memory, P, Progress, R
@@ -193,7 +193,7 @@ def _shared(jaxpr: _jax.Jaxpr) -> Any:
         if not _takes_part(eqn):
             return eqn
         loop = eqn.params["loop"]
-        part = Bytes(loop.checkpoints.count, count, loop.checkpoints.host)
+        part = Bytes(**vars(loop.checkpoints) | {"loops": count})
         return eqn.replace(params=eqn.params | {"loop": shared(loop.replace(checkpoints=part))})
 
     return equations.map_equations(jaxpr, with_its_part)

@@ -14,7 +14,7 @@ from loopkit._engine.facts.bounds import StepBound, bound_of, limits_of
 from loopkit._engine.loop import CarryLeaf, parts
 from loopkit._foreign.watched_loop import WatchedLoop
 from loopkit._jaxprs import equations
-from loopkit._plans.plan import SELDOM_REACHED, Budget
+from loopkit._plans.budget import SELDOM_REACHED, Budget, stores_every_step
 from loopkit._progress import progress as shown
 from loopkit._tracing.trace import as_loop
 from loopkit._types import Checkpoints, Debug, Lanes, Memory, Progress
@@ -135,8 +135,10 @@ class LaxLoop(NamedTuple):
             planned = self.bound is not None and self.bound.is_planned_for(settings.budget)
             own = self.bound.steps if self.bound is not None and planned else None
             bounds = [b for b in (own, settings.max_steps) if b is not None]
-            if not bounds and settings.budget == "all":
-                expected = 'can be "all" only if the number of steps of every loop is bounded'
+            if not bounds and stores_every_step(settings.budget):
+                expected = (
+                    'can be "all" or a policy only if the number of steps of every loop is bounded'
+                )
                 got = f"no bound in the while_loop at {_jax.source()}"
                 advice = "Pass `max_steps`, or leave that loop out with `only`."
                 raise errors.wrong_value(settings.function, "checkpoints", expected, got, advice)

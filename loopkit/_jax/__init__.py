@@ -70,6 +70,7 @@ from loopkit._jax.jaxprs import (
     jit_is_disabled,
     jvp_in_moving,
     jvp_jaxpr,
+    like,
     make_jaxpr_effects,
     open_jaxpr,
     rearranged,
@@ -104,6 +105,7 @@ from loopkit._jax.memory import (
     on_host,
     placed,
 )
+from loopkit._jax.policies import asked_names, may_save, offloads
 from loopkit._jax.primitives import (
     KEEPS_BARRIERS,
     as_there,

@@ -121,6 +121,11 @@ def with_outputs(jaxpr: Jaxpr, outputs: Sequence[Any], keep: Sequence[bool]) -> 
     return dce(other, [True] * len(outputs), keep)[0]
 
 
+def like(v: Any) -> Any:
+    """A new variable of the same type; what is not used stays so."""
+    return v if isinstance(v, core.DropVar) else core.Var(v.aval)
+
+
 def rearranged(jaxpr: Jaxpr, inputs: Sequence[int], outputs: Sequence[int]) -> Jaxpr:
     """The same equations, with the inputs in another order and some of the outputs."""
     j = open_jaxpr(jaxpr)

@@ -1,23 +1,28 @@
-"""The least that must be stored for the backward half of a step.
+"""What to store of a step for its backward half, and what to run again, for every price of a byte.
 
 The residuals of a step are derived from one another: 1 - y**2 beside y, four stages of a
-Runge-Kutta step beside the state before it. What cheap, elementwise equations make of other values
-is made again going back; among all sets of values from which the residuals follow in this way, the
-one of fewest bytes is a minimum cut of the step's graph.
+Runge-Kutta step beside the state before it, softmax beside the scores. What is not stored is run
+again going back. Cheap, elementwise equations cost nothing there: they become part of kernels that
+read their operands anyway. Any other equation costs its predicted time. At a given price of a
+stored byte the best choice is a minimum cut of the graph of the step; from one price to the next
+the choices are nested, and their costs are convex. This list is the frontier of the step. It begins
+with the fewest bytes from which the residuals follow by cheap equations alone.
 
-Source: Chen et al. 2016 for the trade; the cut is that of a maximum flow (Ford & Fulkerson 1956).
+Source: Chen et al. 2016 for the trade; the cut is that of a maximum flow (`max_flow.py`).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Container, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from loopkit import _jax
-from loopkit._jaxprs import equations
+from loopkit._jaxprs import equations, max_flow
+from loopkit._jaxprs.cost import equation_nanoseconds
+from loopkit._jaxprs.max_flow import SOURCE, TARGET, Edge
 
 _FREE_TO_REMAKE = """
     abs add add_any and bitcast_convert_type broadcast_in_dim ceil clamp complex concatenate conj
@@ -28,12 +33,29 @@ _FREE_TO_REMAKE = """
     unstack xor
 """
 CHEAP = frozenset(_FREE_TO_REMAKE.split())
-"""Primitives that are run again rather than stored."""
+"""Primitives that cost nothing to run again."""
+UNREPEATABLE = frozenset(("rng_uniform", "pure_callback"))
+"""Primitives that may give another result, or take any time, when they run again. Those with
+effects are not run again either."""
 
 EACH = 32
 """What an array costs beyond its bytes, in bytes."""
 LARGEST_GRAPH = 4000
 """Equations of a step for which a cut is sought; of longer ones the residuals are stored."""
+RESOLUTION = 64
+"""Parts of the bytes of the first point of a frontier: points nearer to each other are left out."""
+PICOSECONDS = 1000
+"""Times are whole numbers of picoseconds, so that a cut is exact."""
+
+
+class Point(NamedTuple):
+    """A choice of what to store of a step: the best for a range of prices."""
+
+    price: float
+    """Nanoseconds a byte from which on it is the best."""
+    nanoseconds: float
+    """What it takes to run again the rest, beyond cheap equations."""
+    stored: tuple[_jax.Var, ...]
 
 
 @dataclass(frozen=True)
@@ -50,64 +72,194 @@ class Cut:
     """Residuals, from an environment of constants, slices, hoisted and stored variables."""
     uncut: int
     """Bytes of the residuals as they are: what jax.lax.scan stores of a step."""
+    again: list
+    """Equations that are run again."""
+    offloaded: list[bool]
+    """Which stored variables a policy puts into the host's memory."""
 
 
-def least_stored(
-    jaxpr: _jax.Jaxpr,
-    results: int,
-    constants: int,
-    slices: int,
-    free: Sequence[bool],
-    again: Container[int] = (),
-) -> Cut:
-    """How to store the outputs of a step from `results` on.
+@dataclass(frozen=True, eq=False)
+class Residuals:
+    """The residuals of a step: its outputs from `results` on.
 
     The inputs are `constants`, then the carry, then the xs from `slices` on. To store a carry leaf
     that is `free` costs nothing. Equations whose ids are in `again` are run again, whatever they
     cost, unless they depend on constants alone.
     """
-    j = _jax.open_jaxpr(jaxpr)
-    residuals = [v for v in j.outvars[results:] if not isinstance(v, _jax.Literal)]
-    maker = equations.maker_of(j)
-    constant = equations.following_from(j, j.invars[:constants])
-    given = set(j.invars[:constants]) | set(j.invars[slices:])
-    repeated = [eqn for eqn in j.eqns if id(eqn) in again and eqn.outvars[0] not in constant]
-    cheap = {id(eqn) for eqn in (*filter(_is_cheap, j.eqns), *repeated)}
 
-    def operands(v: _jax.Atom) -> list | None:
-        """What `v` is made again from; None if it is not made again."""
-        eqn = maker(v)
-        return None if eqn is None or id(eqn) not in cheap else equations.variables(eqn)
+    jaxpr: _jax.Jaxpr
+    results: int
+    constants: int
+    slices: int
+    free: Sequence[bool]
+    again: Container[int] = ()
+    policy: Callable[..., Any] | None = None
+    """A policy of `jax.checkpoint`: nothing else is stored but what it saves."""
+    saves_all: bool = False
+    """Whether all that the policy saves, and a residual depends on, is stored."""
+    given: set = field(init=False)
+    """Constants and slices, and what follows from constants: at hand going back."""
 
-    varying = [v for v in residuals if v not in constant]
-    if len(j.eqns) > LARGEST_GRAPH and not repeated:
-        stored = [v for v in dict.fromkeys(varying) if v not in given]
-    else:
-        costs = {v: 0 for v, f in zip(j.invars[constants:slices], free, strict=True) if f}
-        costs |= {v: inf for eqn in repeated for v in eqn.outvars}
-        stored = _minimum_cut(varying, operands, given | constant, costs)
-    met, needed, hoisted, read = given | set(stored), set(), [], set()
-    pending = list(residuals)
-    while pending:
-        v = pending.pop()
-        read.add(v)
-        if v in met:
-            continue
-        met.add(v)
-        before = operands(v)
-        if before is None:
-            assert v in constant, "a value that is not made again is stored"
-            hoisted.append(v)
-        else:
-            needed.add(v)
-            pending += before
-    order = [eqn for eqn in j.eqns if any(v in needed for v in eqn.outvars)]
+    def __post_init__(self) -> None:
+        known = equations.following_from(self.step, self.step.invars[: self.constants])
+        object.__setattr__(self, "given", known.union(self.step.invars[self.slices :]))
 
-    def remake(values: dict) -> list:
-        return equations.run(order, dict(values), j.outvars[results:])
+    @property
+    def step(self) -> _jax.OpenJaxpr:
+        return _jax.open_jaxpr(self.jaxpr)
 
-    whole = _jax.byte_count(*(v.aval for v in dict.fromkeys(varying) if v not in given))
-    return Cut(hoisted, stored, read & given, remake, whole)
+    @cached_property
+    def wanted(self) -> list:
+        """The residuals that have to be stored or made."""
+        found = dict.fromkeys(v for v in self.step.outvars[self.results :] if _is_variable(v))
+        return [v for v in found if v not in self.given]
+
+    @cached_property
+    def times(self) -> dict[int, float]:
+        """Picoseconds to run each equation again, by its id; infinite if it may not be."""
+        return {id(eqn): self._time(eqn) for eqn in self.step.eqns}
+
+    def _time(self, eqn: _jax.Equation) -> float:
+        if not is_repeatable(eqn) or (self.saves_all and self._may_store(eqn)):
+            return inf
+        if _is_cheap(eqn) or id(eqn) in self.again:
+            return 0
+        return max(1, round(PICOSECONDS * equation_nanoseconds(eqn)))
+
+    def _may_store(self, eqn: _jax.Equation) -> bool:
+        """Whether the results of an equation may be stored."""
+        if id(eqn) in self.again:
+            return False
+        if self.policy is None or not is_repeatable(eqn):
+            return True
+        return _jax.may_save(self.policy, eqn)
+
+    @cached_property
+    def graph(self) -> tuple[list[Edge], dict[int, _jax.Var]]:
+        """The network of the step, and the variable that each node stands for.
+
+        An equation is on the target's side if it is run again, a variable if it is at hand going
+        back. Where the edge from the one to the other is cut, the variable is stored.
+        """
+        places = {v: n for n, v in enumerate(self._needed(), TARGET + 1)}
+        edges = [Edge(places[v], TARGET, inf) for v in self.wanted]
+        costless = zip(self.step.invars[self.constants : self.slices], self.free, strict=True)
+        for v, is_free in costless:
+            if v in places:
+                edges.append(Edge(SOURCE, places[v], 0, 0 if is_free else _size(v)))
+        for eqn in self.step.eqns:
+            made = [v for v in eqn.outvars if v in places]
+            if not made:
+                continue
+            number, storable = len(places) + len(edges) + TARGET + 1, self._may_store(eqn)
+            edges += [
+                Edge(number, places[v], 0 if storable else inf, _size(v) if storable else 0)
+                for v in made
+            ]
+            edges.append(Edge(SOURCE, number, self.times[id(eqn)]))
+            edges += [Edge(places[u], number, inf) for u in self._operands(eqn) if u in places]
+        return edges, {n: v for v, n in places.items()}
+
+    def _operands(self, eqn: _jax.Equation) -> list:
+        return [u for u in equations.variables(eqn) if u not in self.given]
+
+    def _needed(self) -> dict:
+        """The variables that the residuals can be made from, in the order of the step."""
+        needed = set(self.wanted)
+        for eqn in reversed(self.step.eqns):
+            if not needed.isdisjoint(eqn.outvars) and self.times[id(eqn)] < inf:
+                needed.update(self._operands(eqn))
+        made = (v for eqn in self.step.eqns for v in eqn.outvars)
+        return dict.fromkeys(v for v in (*self.step.invars, *made) if v in needed)
+
+    @cached_property
+    def least(self) -> Point:
+        """The first point of the frontier: nothing is run again but cheap equations."""
+        if len(self.step.eqns) > LARGEST_GRAPH and not self.again:
+            return Point(0.0, 0.0, tuple(self.wanted))
+        edges, _ = self.graph
+        return self._point(0.0, 0.0, max_flow.fastest(edges).side)
+
+    @cached_property
+    def frontier(self) -> list[Point]:
+        """The choices from the least time to the fewest bytes."""
+        if len(self.step.eqns) > LARGEST_GRAPH and not self.again:
+            return [self.least]
+        edges, _ = self.graph
+        bytes_of_first = max_flow.fastest(edges).size
+        found = max_flow.frontier(edges, bytes_of_first // RESOLUTION)
+        points, before = [], None
+        for cut in found:
+            price = 0.0
+            if before is not None:
+                more, less = cut.time - before.time, before.size - cut.size
+                price = more / (PICOSECONDS * less)
+            before = cut
+            points.append(self._point(price, cut.time / PICOSECONDS, cut.side))
+        return points
+
+    def _point(self, price: float, nanoseconds: float, side: frozenset[int]) -> Point:
+        edges, variables = self.graph
+        ends = [
+            e.end for e in edges if e.end in side and e.start not in side and e.end in variables
+        ]
+        return Point(price, nanoseconds, tuple(variables[n] for n in sorted(ends)))
+
+    def at(self, price: float) -> Point:
+        """The best choice at a price."""
+        if price <= 0:
+            return self.least
+        return [point for point in self.frontier if point.price <= price][-1]
+
+    def cut(self, point: Point) -> Cut:
+        """What becomes of a step of which so much is stored."""
+        j, maker = self.step, equations.maker_of(self.step)
+        given = {*j.invars[: self.constants], *j.invars[self.slices :]}
+        met, needed, hoisted, read = given.union(point.stored), set(), [], set()
+        pending = [v for v in j.outvars[self.results :] if _is_variable(v)]
+        while pending:
+            v = pending.pop()
+            read.add(v)
+            if v in met:
+                continue
+            met.add(v)
+            eqn = maker(v)
+            assert eqn is not None, "what is neither given nor stored is made by an equation"
+            if v in self.given and not (_is_cheap(eqn) and self.times[id(eqn)] < inf):
+                hoisted.append(v)
+            else:
+                assert self.times[id(eqn)] < inf, "what may not be made again is stored"
+                needed.add(v)
+                pending += equations.variables(eqn)
+        order = [eqn for eqn in j.eqns if any(v in needed for v in eqn.outvars)]
+
+        def remake(values: dict) -> list:
+            return equations.run(order, dict(values), j.outvars[self.results :])
+
+        uncut = _jax.byte_count(*(v.aval for v in self.wanted))
+        offloaded = [self._is_offloaded(maker(v)) for v in point.stored]
+        stored = list(point.stored)
+        return Cut(hoisted, stored, read & given, remake, uncut, order, offloaded)
+
+    def _is_offloaded(self, eqn: _jax.Equation | None) -> bool:
+        return None not in (eqn, self.policy) and _jax.offloads(self.policy, eqn)
+
+
+def is_repeatable(eqn: _jax.Equation) -> bool:
+    """Whether an equation gives the same result each time that it runs, and does nothing else."""
+    if eqn.effects or eqn.primitive.name in UNREPEATABLE:
+        return False
+    inside = (e for j in equations.jaxprs_in(eqn) for e in equations.all_equations(j))
+    return not any(e.effects or e.primitive.name in UNREPEATABLE for e in inside)
+
+
+def _size(v: _jax.Var) -> int:
+    """What it costs to store a variable, in bytes."""
+    return _jax.byte_count(v.aval) + EACH
+
+
+def _is_variable(v: _jax.Atom) -> bool:
+    return not isinstance(v, _jax.Literal)
 
 
 def _is_cheap(eqn: _jax.Equation) -> bool:
@@ -116,60 +268,3 @@ def _is_cheap(eqn: _jax.Equation) -> bool:
     if equations.is_call(eqn):
         return all(map(_is_cheap, _jax.open_jaxpr(eqn.params["jaxpr"]).eqns))
     return eqn.primitive.name in CHEAP
-
-
-def _minimum_cut(targets: Sequence, operands: Callable, given: set, costs: dict) -> list:
-    """The variables of fewest bytes from which `targets` follow, nearest to the targets.
-
-    `costs`: of those that cost something else.
-    """
-    capacity: dict[Any, dict[Any, float]] = {"source": {}, "target": {}}
-
-    def edge(a: Hashable, b: Hashable, size: float) -> None:
-        capacity.setdefault(a, {})[b] = size
-        capacity.setdefault(b, {}).setdefault(a, 0)
-
-    order: dict = {}
-    pending = [v for v in targets if v not in given]
-    for v in pending:
-        edge((v, 1), "target", inf)
-    while pending:
-        v = pending.pop()
-        if v in order:
-            continue
-        order[v] = None
-        edge((v, 0), (v, 1), costs.get(v, _jax.byte_count(v.aval) + EACH))
-        before = operands(v)
-        if before is None:
-            edge("source", (v, 0), inf)
-        for u in before or ():
-            if u not in given:
-                edge((u, 1), (v, 0), inf)
-                pending.append(u)
-    while True:
-        before_on_path: dict = {"source": None}
-        queue = deque(["source"])
-        while queue and "target" not in before_on_path:
-            a = queue.popleft()
-            for b, left in capacity[a].items():
-                if left > 0 and b not in before_on_path:
-                    before_on_path[b] = a
-                    queue.append(b)
-        if "target" not in before_on_path:
-            break
-        path, b = [], "target"
-        while b != "source":
-            path.append((before_on_path[b], b))
-            b = before_on_path[b]
-        flow = min(capacity[a][b] for a, b in path)
-        for a, b in path:
-            capacity[a][b] -= flow
-            capacity[b][a] += flow
-    beyond, pending = {"target"}, ["target"]
-    while pending:
-        b = pending.pop()
-        for a in capacity[b]:
-            if a not in beyond and capacity[a].get(b, 0) > 0:
-                beyond.add(a)
-                pending.append(a)
-    return [v for v in reversed(order) if (v, 0) not in beyond and (v, 1) in beyond]

@@ -16,8 +16,7 @@ from loopkit import _jax
 from loopkit._arguments import failed_step, static_leaves, validate
 from loopkit._buffers.buffer import plain
 from loopkit._loops.some_ys import CarryWithYs, SomeYs
-from loopkit._plans.budget import check_budget
-from loopkit._plans.plan import Budget
+from loopkit._plans.budget import Budget, check_budget
 from loopkit._programs.cache import remember
 from loopkit._progress.progress import ProgressSettings, check_progress
 from loopkit._tracing import carry_buffers

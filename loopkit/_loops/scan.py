@@ -128,7 +128,8 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
     - `checkpoints`: what the backward pass keeps. None: about the square root of the number of
       steps in carries, about one extra forward pass; all residuals if they have 1 kB at most, or
       1 MB and steps are expensive. An int c: at most c carries, at the price of more recomputation.
-      "all": what the derivative of every step reads, as lax.scan. A `Plan`: what it says.
+      "all": what the derivative of every step reads, as lax.scan. A policy of `jax.checkpoint`:
+      what it keeps, of every step. A `Plan`: what it says.
     - `memory`: the same as a budget in bytes, such as "64 MB", as in `loopkit.while_loop`.
     - `buffers`, `return_info`, `lanes`, `progress`, `debug`: as in
       `loopkit.while_loop`.

@@ -21,7 +21,8 @@ from loopkit._loops.info import LoopInfo
 from loopkit._loops.request import Scan
 from loopkit._loops.run_scan import run
 from loopkit._loops.some_ys import ReductionState
-from loopkit._plans.plan import Budget, Bytes, Plan
+from loopkit._plans.budget import Budget, Bytes, Policy, stores_every_step
+from loopkit._plans.plan import Plan
 from loopkit._progress.open_bars import closing_if_it_fails
 from loopkit._tracing.axes import SCAN, Inputs, block_axes, joined
 
@@ -109,7 +110,9 @@ def _shared(budget: Budget, count: int, truncate: int) -> tuple[Any, Any]:
     if isinstance(budget, int):
         outer = min(count, max(1, budget // 2))
         return outer, max(1, budget - outer)
-    stores = budget == "all" or truncate <= FEW_ROWS * count
+    if isinstance(budget, Policy):
+        return count, budget
+    stores = stores_every_step(budget) or truncate <= FEW_ROWS * count
     return count, "all" if stores else None
 
 

@@ -15,6 +15,7 @@ from loopkit._arguments.static_leaves import bare, seen, wrapped
 from loopkit._loops.info import LoopInfo
 from loopkit._loops.keywords import No, WhileKw, Yes
 from loopkit._loops.request import Hidden, LoopOptions, Request
+from loopkit._plans.budget import said, stores_every_step
 from loopkit._progress.open_bars import bar
 from loopkit._tracing.predicate_gradient import SCOPE, ask
 from loopkit._tracing.trace import Names, scalar_bool
@@ -92,7 +93,9 @@ def while_loop(
       carries, or without one 32 to 128, at about one extra forward pass; all residuals if they have
       1 kB at most. An int c: at most c carries, at the price of more recomputation. "all": what the
       derivative of every step reads, and no recomputation; it needs a bound, and room for as many
-      steps, of which a CPU touches what is taken. A `Plan`: what it says.
+      steps, of which a CPU touches what is taken. A policy of `jax.checkpoint`, such as
+      `jax.checkpoint_policies.dots_saveable`: what it keeps, of every step; beside `memory`, what
+      may be kept of a step at all. A `Plan`: what it says.
     - `memory`: the same as a budget in bytes, an int or a string such as "64 MB": what the backward
       pass may need beyond what it needs for a single step, which has the gradient of what the body
       closes over. A dict of two, `{"device": "64 MB", "host": "4 GB"}`, keeps the checkpoints in
@@ -200,9 +203,9 @@ def run_while(
     hidden = request.hidden(go, jnp.int32(0) if counting else None)
     traced, leaves, tree = request.traced(step, goes_on, hidden, [], {}, ())
     traced = traced.bounded(leaves)
-    if request.budget == "all" and traced.loop.length is None:
-        expected = 'can be "all" only if the number of steps is bounded'
-        got = "checkpoints='all' with max_steps=None"
+    if stores_every_step(request.budget) and traced.loop.length is None:
+        expected = 'can be "all" or a policy only if the number of steps is bounded'
+        got = f"checkpoints={said(request.budget)} with max_steps=None"
         counted = f"compare a counter with a number in `{names.predicate}`"
         counted = "bounds that are known as it is traced" if name == "fori_loop" else counted
         advice = f"Pass `max_steps`, {counted}, or leave it out."

@@ -3,37 +3,85 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from loopkit._arguments import errors
 from loopkit._arguments.validate import check_whole
-from loopkit._plans.plan import Budget, Bytes, Plan, Share
+from loopkit._plans.plan import Plan
 
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
+@dataclass(frozen=True)
+class Bytes:
+    """A budget in bytes."""
+
+    count: int
+    loops: int = 1
+    """How many loops share it, in equal parts."""
+    host: int | None = None
+    """Of checkpoints in the host's memory; None if they are kept on the device."""
+    saves: Callable[..., Any] | None = None
+    """A policy of `jax.checkpoint`: what may be kept of a step."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Part of what is kept without a budget: of the bytes, if they are many."""
+
+    part: float = 1.0
+    likely: float = 1.0
+    """The part of the bound that is planned for. Of more steps, more are run again."""
+
+
+SELDOM_REACHED = Share(likely=0.2)
+"""For a bound that was found in a predicate which may end the loop before."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a policy of `jax.checkpoint` keeps of a step is kept of every step."""
+
+    saves: Callable[..., Any]
+
+
+Budget = int | str | Bytes | Share | Policy | Plan | None
+"""What may be kept for the backward pass, as users say it: `checkpoints` and `memory`."""
+
+
+def stores_every_step(budget: object) -> bool:
+    """Whether something is to be kept of every step, however many there are."""
+    return budget == "all" or isinstance(budget, Policy)
+
+
+def said(budget: object) -> str:
+    """What was passed for `checkpoints` to have something kept of every step."""
+    name = getattr(policy_of(budget), "__name__", None)
+    return repr(budget) if name is None else f"the policy `{name}`"
+
+
+def policy_of(budget: object) -> Callable[..., Any] | None:
+    """The policy that says what may be kept of a step, if any."""
+    return budget.saves if isinstance(budget, (Bytes, Policy)) else None
+
+
 def check_budget(function: str, checkpoints: object, memory: object) -> Budget:
-    """What the planner is to work with."""
+    """What a loop may keep."""
+    if callable(checkpoints):
+        if memory is None:
+            return Policy(checkpoints)
+        return replace(_in_bytes(function, memory), saves=checkpoints)
     if memory is not None:
         if checkpoints is not None:
             advice = "They are one budget, in bytes and in carries: leave one of them out."
             got = f"memory={memory!r} and checkpoints={checkpoints!r}"
             expected = "cannot be given together with `checkpoints`"
             raise errors.wrong_value(function, "memory", expected, got, advice)
-        if not isinstance(memory, Mapping):
-            return Bytes(read_bytes(function, memory))
-        if set(memory) != {"device", "host"}:
-            got = f"the keys {list(memory)}"
-            expected = 'must have the keys "device" and "host" if it is a dict'
-            advice = (
-                'Checkpoints are then kept on the host: memory={"device": "64 MB", "host": "4 GB"}.'
-            )
-            raise errors.wrong_value(function, "memory", expected, got, advice)
-        device, host = (read_bytes(function, memory[k]) for k in ("device", "host"))
-        return Bytes(device, host=host)
-    if checkpoints is None or isinstance(checkpoints, (Bytes, Plan)):
+        return _in_bytes(function, memory)
+    if checkpoints is None or isinstance(checkpoints, (Bytes, Policy, Plan)):
         return checkpoints
     if isinstance(checkpoints, str):
         if checkpoints != "all":
@@ -41,12 +89,26 @@ def check_budget(function: str, checkpoints: object, memory: object) -> Budget:
                 'The only string is "all", which stores what every step\'s derivative reads. '
                 "A budget in bytes is `memory`."
             )
-            expected = 'must be None, an int >= 1, "all" or a Plan'
+            expected = 'must be None, an int >= 1, "all", a policy of jax.checkpoint or a Plan'
             got = repr(checkpoints)
             raise errors.wrong_value(function, "checkpoints", expected, got, advice)
         return "all"
-    expected = 'None, an int >= 1 (carries to keep), "all" or a Plan'
+    expected = 'None, an int >= 1 (carries to keep), "all", a policy of jax.checkpoint or a Plan'
     return check_whole(function, "checkpoints", checkpoints, 1, expected)
+
+
+def _in_bytes(function: str, memory: object) -> Bytes:
+    if not isinstance(memory, Mapping):
+        return Bytes(read_bytes(function, memory))
+    if set(memory) != {"device", "host"}:
+        got = f"the keys {list(memory)}"
+        expected = 'must have the keys "device" and "host" if it is a dict'
+        advice = (
+            'Checkpoints are then kept on the host: memory={"device": "64 MB", "host": "4 GB"}.'
+        )
+        raise errors.wrong_value(function, "memory", expected, got, advice)
+    device, host = (read_bytes(function, memory[k]) for k in ("device", "host"))
+    return Bytes(device, host=host)
 
 
 def read_bytes(function: str, value: object) -> int:

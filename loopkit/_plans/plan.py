@@ -11,10 +11,11 @@ from __future__ import annotations
 import functools as ft
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from loopkit._arguments import errors
 from loopkit._arguments.validate import check_flag, check_whole
+from loopkit._plans.costs import UNKNOWN_COSTS, Row, StepCosts, Store
 from loopkit._plans.waits import for_waiting_hosts
 from loopkit.schedules import binomial
 
@@ -22,7 +23,7 @@ SEGMENT = 20.0
 """Nanoseconds that a segment costs beyond its steps."""
 SCHEDULED = 300.0
 """The same, where a schedule says what is saved and run again."""
-CACHES = (1 << 20, 0.06), (1 << 25, 0.12), (math.inf, 1.2)
+CACHES = (1 << 20, 0.06), (1 << 25, 0.12), (math.inf, 0.8)
 """Up to so many bytes in use, so many nanoseconds to write and read one of them. Beyond the last
 cache, memory is new at every call, and has to be cleared by the system first."""
 
@@ -40,82 +41,8 @@ TABLES = 384
 SPARED = 16
 """Slots up to which the first has no memory."""
 
-Store = Literal["carries", "residuals"]
 Strategy = Literal["every residual", "every carry", "every segment", "schedule"]
 """Of every step, or of the first of every segment; "schedule": in the slots that there are."""
-
-
-@dataclass(frozen=True)
-class Bytes:
-    """A budget in bytes."""
-
-    count: int
-    loops: int = 1
-    """How many loops share it, in equal parts."""
-    host: int | None = None
-    """Of checkpoints in the host's memory; None if they are kept on the device."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """Part of what is kept without a budget: of the bytes, if they are many."""
-
-    part: float = 1.0
-    likely: float = 1.0
-    """The part of the bound that is planned for. Of more steps, more are run again."""
-
-
-SELDOM_REACHED = Share(likely=0.2)
-"""For a bound that was found in a predicate which may end the loop before."""
-
-
-class StepCosts(NamedTuple):
-    """What planning has to know of one step of a loop."""
-
-    carry_bytes: int
-    """Of what a checkpoint holds."""
-    residual_bytes: int
-    """Of what the derivative reads, loop constants excluded."""
-    run: float = 1.0
-    """Nanoseconds to run it."""
-    record: float = 1.0
-    """Nanoseconds to run it and make its residuals."""
-    remake: float = 1.0
-    """Nanoseconds to make its residuals from the carry."""
-    factor_bytes: int = 0
-    """Of the factors of products that are put off to the end of a segment."""
-    product_bytes: int = 0
-    """Of these products, which are added up there."""
-    log_bytes: int = 0
-    """Of what it displaces in buffers, where that is logged so that checkpoints leave them out."""
-    buffer_bytes: int = 0
-    """Of those buffers."""
-
-    carry_arrays: int = 0
-    """How many arrays a checkpoint is."""
-    residual_arrays: int = 0
-    """How many the residuals are."""
-    holds_loops: bool = False
-    """Whether it runs loops that are differentiated with it."""
-
-    @property
-    def stores(self) -> tuple[Store, ...]:
-        """What is worth storing of the segment at hand.
-
-        From stored carries, buffers are taken back a step at a time, which costs a loop a step.
-        """
-        if self.buffer_bytes and self.residual_bytes < self.buffer_bytes:
-            return ("residuals",)
-        return ("carries", "residuals")
-
-    def row_bytes(self, store: Store) -> int:
-        return self.residual_bytes if store == "residuals" else self.carry_bytes
-
-    def row_arrays(self, store: Store) -> int:
-        return self.residual_arrays if store == "residuals" else self.carry_arrays
-
-
-UNKNOWN_COSTS = StepCosts(0, 0)
 
 
 @dataclass(frozen=True)
@@ -133,6 +60,9 @@ class Plan:
     """Steps in a segment, the segment of checkpointing."""
     store: Store = "carries"
     """What is stored of each step of the segment at hand."""
+    price: float = 0.0
+    """Nanoseconds that a stored byte of residuals is worth: what is run again for less is not
+    stored. 0 stores all that is not made by cheap, elementwise equations."""
     keeps_all: bool = False
     """Whether the forward pass itself stores the residuals of every step."""
     thinned: bool = False
@@ -164,6 +94,11 @@ class Plan:
             expected = f"must be one of {', '.join(map(repr, get_args(Store)))}"
             advice = "It says what is stored of each step of the segment at hand."
             raise errors.wrong_value("Plan", "store", expected, repr(self.store), advice)
+        is_number = isinstance(self.price, (int, float)) and not isinstance(self.price, bool)
+        if not is_number or not 0 <= self.price < math.inf:
+            expected = "must be a finite number >= 0, nanoseconds a byte"
+            advice = "0 stores all residuals that do not follow from others by cheap equations."
+            raise errors.wrong_value("Plan", "price", expected, repr(self.price), advice)
         if not isinstance(self.step, StepCosts):
             advice = "Leave it out: it is filled in for the loop."
             raise errors.wrong_type("Plan", "step", "must be a Step", repr(self.step), advice)
@@ -209,17 +144,27 @@ class Plan:
     def slot_bytes(self) -> int:
         """Of what the forward pass hands on to the backward pass."""
         if self.strategy == "every residual":
-            return (self.bound or 0) * self.step.residual_bytes
+            return (self.bound or 0) * self.row.bytes
         segments = 4 * self.slots if self.strategy == "schedule" else 0
         return self.rows * self.step.carry_bytes + segments
+
+    @property
+    def row(self) -> Row:
+        """What is stored of a step, by the forward pass or in the segment at hand."""
+        return self.step.row(self.store, self.price)
+
+    @property
+    def factor_bytes(self) -> int:
+        """Of the factors of products that a segment puts off, for a step."""
+        return 0 if self.price else self.step.factor_bytes
 
     @property
     def row_bytes(self) -> int:
         """Of what is stored of the segment at hand."""
         if self.segment == 1 or self.strategy == "every residual":
             return 0
-        row = 0 if self.strategy == "every carry" else self.step.row_bytes(self.store)
-        return self.segment * (row + self.step.factor_bytes)
+        row = 0 if self.strategy == "every carry" else self.row.bytes
+        return self.segment * (row + self.factor_bytes)
 
     @property
     def peak_bytes(self) -> int:
@@ -230,8 +175,10 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Of checkpoints in the host's memory."""
-        return self.slot_bytes if self.host else 0
+        """Of what is kept in the host's memory."""
+        if self.host:
+            return self.slot_bytes
+        return (self.bound or 0) * self.step.offloaded_bytes if self.keeps_all else 0
 
     @property
     def least_bytes(self) -> int:
@@ -261,12 +208,18 @@ class Plan:
         """What is stored, in words."""
         where = " on the host" if self.host else ""
         if self.strategy in ("every residual", "every carry"):
-            what = "residuals" if self.keeps_all else "carry"
-            return f"the {what} of every step{where}"
+            what = self._row_words if self.keeps_all else "the carry"
+            return f"{what} of every step{where}"
         words = f"{self.slots} carries{where}"
         if self.segment > 1:
-            words += f", then the {self.store} of {self.segment} steps at a time"
+            words += f", then {self._row_words} of {self.segment} steps at a time"
         return words
+
+    @property
+    def _row_words(self) -> str:
+        if not self.price or self.step is UNKNOWN_COSTS:
+            return f"the {self.store}"
+        return f"{errors.size(self.row.bytes)} of the {self.store}"
 
     def __str__(self) -> str:
         lines = [f"stores     {self.stored}"]
@@ -274,7 +227,7 @@ class Plan:
             of_step = self.step.carry_bytes, self.step.residual_bytes
             lines.append("of a step  {:,} bytes of carry, {:,} of residuals".format(*of_step))
             lines.append(f"peak       {self.peak_bytes:,} bytes")
-            if self.host:
+            if self.host_bytes:
                 lines.append(f"host       {self.host_bytes:,} bytes")
         if self.bound is not None:
             run, again = self.evaluations()
@@ -321,18 +274,19 @@ class Plan:
         price = _price(in_use)
         save = TRANSFER if self.host else price
         if self.strategy == "every residual":
-            row = ARRAY * step.residual_arrays + save * step.residual_bytes
+            row = ARRAY * self.row.arrays + save * self.row.bytes + self.row.nanoseconds
             adding = IN_PASSING * _price(step.product_bytes) * step.product_bytes
             return steps * (step.record + row + adding)
         slot = ARRAY * step.carry_arrays + save * step.carry_bytes
         segments = -(-steps // self.segment)
         beside = steps * price * 2 * step.log_bytes
-        adding = segments * _price(step.product_bytes) * step.product_bytes
-        beside += adding if self.segment > 1 else IN_PASSING * adding
+        adding = _price(step.product_bytes) * step.product_bytes
+        put_off = self.segment > 1 and not self.price
+        beside += adding * (segments if put_off else IN_PASSING * steps)
         if self.strategy == "every carry":
             return beside + steps * (step.run + step.remake + slot)
         run, again = self.evaluations(steps)
-        row = ARRAY * step.row_arrays(self.store) + price * step.row_bytes(self.store)
+        row = ARRAY * self.row.arrays + price * self.row.bytes + self.row.nanoseconds
         row = row if self.segment > 1 else 0
         replay = step.record + row
         if self.store == "carries":
@@ -345,6 +299,3 @@ class Plan:
 def _price(count: int) -> float:
     """Nanoseconds to write and read a byte of so many."""
     return next(price for size, price in CACHES if count <= size)
-
-
-Budget = int | str | Bytes | Share | Plan | None

@@ -1,19 +1,24 @@
-"""Bytes in, plan out: how many checkpoints, how far apart, and what is stored between them.
-
-Of all plans within a budget, that of least predicted time is taken. Bytes count as well as steps:
-what is written and read has a price that rises where it leaves the caches.
-"""
+"""A budget in, a plan out: how many checkpoints, how far apart, and what is stored between them."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any
 
-from loopkit._plans.plan import CACHES, SPARED, TABLES, Budget, Bytes, Plan, Share, StepCosts, Store
+from loopkit._plans.budget import Budget, Bytes, Share, stores_every_step
+from loopkit._plans.cheapest import (
+    FEW_SLOTS,
+    MANY_SLOTS,
+    PLACED,
+    PLANNED_REACH,
+    TooLittle,
+    cheapest_plan,
+    near_divisor,
+)
+from loopkit._plans.costs import StepCosts, Store
+from loopkit._plans.plan import CACHES, Plan
 
 KEPT = 1 << 10
 """Bytes of all residuals of a loop up to which it keeps them: to checkpoint gains nothing."""
@@ -29,33 +34,13 @@ EXPENSIVE = 4.0
 CHECKPOINT_BYTES = 1 << 19
 """Bytes of checkpoints, and of rows, that a loop may use whose steps are not known: what a core's
 cache holds, and what is set to zero in no time."""
-FEW_SLOTS = 32
-"""Slots that such a loop may use, however large its carry."""
 ROOM_FOR_ROWS = 1 << 14
 """Bytes of rows that it uses where it does not have to use more."""
 RECORDED = ROOM_FOR_ROWS >> 6
 """Bytes of residuals up to which its rows are those, whatever their arrays cost: where carries are
 stored, a step is run again to reverse it, and compiled once more for that."""
-MANY_SLOTS = 1024
-"""Slots, and steps to a segment, that it needs at most, however small its carry."""
-PLACED = 128
-"""Slots at most where a schedule places the checkpoints online: its tables grow with them."""
-SPLIT = 512
-"""Slots at most where recomputation is split."""
 ALIKE = 2
 """Residuals up to this many times the log of a step are stored in its place: all of them."""
-NEAR_LEAST_TIME = 1.02
-"""Times the least predicted time up to which a plan is taken that moves less to the host."""
-PLANNED_REACH = 100
-"""Steps to a carry of its budget for which a loop without a bound is planned."""
-
-
-class TooLittle(ValueError):
-    """No plan needs as few bytes as there may be."""
-
-    def __init__(self, message: str, needed: int):
-        super().__init__(message)
-        self.needed = needed
 
 
 def best_plan(
@@ -98,7 +83,7 @@ def make_plan(
     loop = replace(loop, step=step)
     if isinstance(budget, Plan):
         return _adapted(budget, loop)
-    if budget == "all":
+    if stores_every_step(budget):
         assert bound is not None, "checked where the loop is made"
         return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
     if isinstance(budget, Bytes):
@@ -106,7 +91,8 @@ def make_plan(
         if host is not None:
             loop = replace(loop, host=True, room=budget.count // loops)
             host = host // loops
-        return _cheapest(budget.count // loops, loop, name, host, loops=loops)
+        unasked = _default(loop) if host is None else None
+        return cheapest_plan(budget.count // loops, loop, name, host, None, loops, unasked)
     if isinstance(budget, int):
         return _in_carries(budget, loop)
     return _default(loop)
@@ -122,7 +108,8 @@ def _shared(whole: Plan, share: Share) -> Plan:
     if share.part == 1 or plan.keeps_all or plan.peak_bytes <= CHECKPOINT_BYTES:
         return plan
     with contextlib.suppress(TooLittle):
-        return _cheapest(int(plan.peak_bytes * share.part), replace(plan, thinned=False), "")
+        few = replace(plan, thinned=False)
+        return cheapest_plan(int(plan.peak_bytes * share.part), few, "", unasked=_default(few))
     return plan
 
 
@@ -176,9 +163,10 @@ def _about_the_root(loop: Plan) -> Plan:
     if loop.exact:
         assert bound is not None, "a loop that takes just so many steps has a length"
         candidates = [_balanced(loop, store, bound) for store in step.stores]
-        return _or_every_carry(min(candidates, key=lambda p: p.nanoseconds(bound)))
+        plan = _or_every_carry(min(candidates, key=lambda p: p.nanoseconds(bound)))
+        return _with_smaller_rows(plan, bound)
     store = _cheaper_store(loop)
-    row = max(step.row_bytes(store) + step.factor_bytes, 1)
+    row = max(step.row(store).bytes + step.factor_bytes, 1)
     most = min(MANY_SLOTS, max(FEW_SLOTS, CHECKPOINT_BYTES // step.carry_bytes))
     rows = min(MANY_SLOTS, max(FEW_SLOTS // 4, CHECKPOINT_BYTES // row))
     if bound is not None and bound <= 16 * most * rows:
@@ -194,12 +182,21 @@ def _about_the_root(loop: Plan) -> Plan:
 def _balanced(loop: Plan, store: Store, most: int) -> Plan:
     """A slot for every segment, slots and rows of about the same size."""
     step, bound = loop.step, loop.bound or 0
-    row = step.row_bytes(store) + step.factor_bytes
+    row = step.row(store, loop.price).bytes + replace(loop, store=store).factor_bytes
     slots = max(1, min(bound, most, _root(bound * row / step.carry_bytes)))
     segment = max(1, -(-bound // slots))
     if loop.exact:
-        segment = _near_divisor(bound, segment)
+        segment = near_divisor(bound, segment)
     return replace(loop, slots=max(1, -(-bound // segment)), segment=segment, store=store)
+
+
+def _with_smaller_rows(plan: Plan, bound: int) -> Plan:
+    """The plan, or a faster one that stores less of each step, in no more memory."""
+    rows = [replace(plan, store="residuals", price=r.price) for r in plan.step.smaller_rows]
+    plans = [_balanced(p, "residuals", bound) for p in rows]
+    whole = [replace(p, slots=0, segment=max(bound, 1), keeps_all=True) for p in rows]
+    fit = [p for p in (*plans, *whole) if p.peak_bytes <= plan.peak_bytes]
+    return min([plan, *fit], key=lambda p: p.nanoseconds(bound))
 
 
 def _or_every_carry(plan: Plan) -> Plan:
@@ -207,13 +204,6 @@ def _or_every_carry(plan: Plan) -> Plan:
     every = replace(plan, slots=max(1, plan.bound or 1), segment=1, store="carries")
     fits = every.peak_bytes <= plan.peak_bytes and not plan.step.factor_bytes
     return every if fits else plan
-
-
-def _near_divisor(bound: int, segment: int) -> int:
-    """A divisor of `bound` near `segment`: segments all of one length have a trip count."""
-    near = range(max(1, math.ceil(0.7 * segment)), math.floor(1.4 * segment) + 1)
-    divisors = [k for k in near if bound % k == 0]
-    return min(divisors, key=lambda k: abs(k - segment), default=segment)
 
 
 def _cheaper_store(loop: Plan) -> Store:
@@ -233,118 +223,4 @@ def _in_carries(budget: int, loop: Plan) -> Plan:
     if bound is not None and budget >= bound:
         return replace(loop, slots=max(bound, 1))
     count = budget * (loop.step.carry_bytes + 4) + loop.least_bytes
-    return _cheapest(count, loop, "", most=budget)
-
-
-@lru_cache(maxsize=256)
-def _cheapest(
-    count: int, loop: Plan, name: str, host: Any = None, most: Any = None, loops: int = 1
-) -> Plan:
-    """The plan of least predicted time that needs at most `count` bytes, and `most` slots.
-
-    Checkpoints may be in so many bytes of the host's memory.
-    """
-    step, steps = loop.step, loop.bound
-    if steps is None:
-        steps = PLANNED_REACH * max(1, min(count // step.carry_bytes, MANY_SLOTS))
-    room = count if host is None else host
-    # More slots than fit in a cache are not always better than those that do.
-    sizes = {min(count, size) for size, _ in CACHES}
-    plans = [p for size in sizes for p in _candidates(int(size), room, loop, steps, most)]
-    small = list(_smallest(loop)) if most is None else []
-    small += [_default(loop)] if most is None and host is None else []
-    plans += small
-    plans = [p for p in plans if p.peak_bytes <= count and p.host_bytes <= room]
-    if plans and host is not None:  # on an accelerator steps are faster than what goes to the host
-        least = min(p.nanoseconds(steps) for p in plans)
-        near = [p for p in plans if p.nanoseconds(steps) <= NEAR_LEAST_TIME * least]
-        return min(near, key=lambda p: (p.host_bytes, p.nanoseconds(steps)))
-    if plans:
-        return min(plans, key=lambda p: (p.nanoseconds(steps), p.peak_bytes))
-    if most is not None:
-        return replace(loop, slots=1)
-    raise _refusal(small, count, host, loops, name)
-
-
-def _smallest(loop: Plan) -> Iterator[Plan]:
-    """Plans of which one needs the fewest bytes."""
-    bound, few = loop.bound, 1 + loop.host  # on the host, one that has memory
-    yield replace(loop, slots=few)
-    if bound is None:
-        return
-    yield replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
-    # With a slot for every segment there are no tables, which may be more than small carries.
-    segments = {-(-bound // slots) for slots in range(1, 1 + min(SPARED, bound))}
-    for segment in segments.union(_leaves(bound, loop.exact)):
-        slots = max(few, -(-bound // segment))
-        if segment == 1 or slots * loop.step.carry_bytes <= 2 * TABLES:
-            for store in loop.step.stores:
-                yield replace(loop, slots=slots, segment=segment, store=store)
-
-
-def _refusal(
-    plans: Sequence[Plan], count: int, host: int | None, loops: int, name: str
-) -> TooLittle:
-    """What to say where none of these plans fits."""
-    each = " for each of the loops that share it" if loops > 1 else ""
-    fewest = min(p.host_bytes for p in plans)
-    if host is not None and host < fewest:
-        return TooLittle(
-            f"loopkit.{name}: `memory` must be at least {fewest * loops} bytes on the "
-            f"host, got {host * loops} bytes. That is one checkpoint{each}. Pass more for 'host'.",
-            fewest,
-        )
-    fit = [p for p in plans if host is None or p.host_bytes <= host]
-    least = min(fit, key=lambda p: p.peak_bytes)
-    needed = least.peak_bytes * loops
-    where, advice = "", f"`memory={needed}` or more"
-    if host is not None:
-        where, advice = " on the device", f"{needed} or more for 'device'"
-    return TooLittle(
-        f"loopkit.{name}: `memory` must be at least {needed} bytes{where}, got {count * loops} "
-        f"bytes. That is a carry of {least.step.carry_bytes} bytes, and what else a gradient needs "
-        f"however little is kept{each}. Pass {advice}.",
-        needed,
-    )
-
-
-def _candidates(count: int, room: int, loop: Plan, steps: int, most: int | None) -> Iterator[Plan]:
-    """Plans whose checkpoints are in `room` bytes, and near `count` bytes on the device."""
-    step, bound = loop.step, loop.bound
-    if bound is not None:
-        yield replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
-        for segment in {1, min(16, bound)} - {0} if "carries" in step.stores else ():
-            yield replace(loop, slots=-(-bound // segment) * segment, segment=segment)
-    for store in step.stores:
-        for segment in _leaves(steps, loop.exact):
-            segments = -(-steps // segment)
-            plan = replace(loop, slots=1, segment=segment, store=store)
-            left = room if loop.host else count - plan.row_bytes - plan.least_bytes
-            slots = _slots_in(left, step.carry_bytes)
-            if slots < segments or bound is None:
-                slots = _slots_in(left, step.carry_bytes, place=4)
-                slots = min(slots, SPLIT if loop.exact else PLACED)
-            slots = min(slots, segments)
-            if most is not None:
-                slots = min(slots, most - (plan.row_bytes > 0))
-            least = min(segments, 1 + loop.host)
-            # To save one of a few carries may cost more than to compute it again.
-            for some in {*range(least, slots if segments <= FEW_SLOTS else 0), slots}:
-                if some >= least and not (some >= steps and segment > 1):
-                    yield replace(plan, slots=some)
-
-
-def _slots_in(count: int, carry: int, place: int = 0) -> int:
-    """How many slots so many bytes are enough for, with `place` bytes each beside the carries."""
-    few = (count + carry) // (carry + place)  # of which one has no carry
-    return max(count // (carry + place), min(few, SPARED))
-
-
-def _leaves(steps: int, exact: bool) -> list[int]:
-    """Segment lengths to try."""
-    leaves, segment = set(), 1.0
-    while segment <= min(steps, 4 * MANY_SLOTS):
-        near = exact and segment >= 8
-        leaves.add(_near_divisor(steps, int(segment)) if near else int(segment))
-        segment = max(segment + 1, segment * 1.15)
-    return sorted(leaves)
+    return cheapest_plan(count, loop, "", most=budget)

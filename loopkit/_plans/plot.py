@@ -88,7 +88,7 @@ def picture(plan: Plan, steps: int) -> Picture:
 
 def _every_step(plan: Plan, steps: int) -> Picture:
     carries = plan.strategy == "every carry"
-    row = plan.step.carry_bytes if carries else plan.step.residual_bytes
+    row = plan.row.bytes
     stretches = [Stretch("forward", 0, 0, steps), Stretch("reversed", steps, steps, 0)]
     saves = [(t, t) for t in range(steps)] if carries else []
     return Picture(stretches, saves, [(0, 0), (1, row), (steps, steps * row), (2 * steps, 0)])

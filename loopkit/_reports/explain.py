@@ -20,6 +20,7 @@ from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, kept, sp
 from loopkit._engine.primitives import evaluated_p
 from loopkit._jaxprs import equations
 from loopkit._plans.plan import Plan
+from loopkit._reports.frontier import Frontier, frontier_of
 from loopkit._reports.spelled_out import spelled_out
 
 
@@ -40,6 +41,8 @@ class Explained:
 
     waits: str = ""
     """Why they do, if that was left to loopkit."""
+    frontier: Frontier | None = None
+    """What may be kept of a step, and what it takes to run the rest again."""
 
     @property
     def row(self) -> tuple[str, ...]:
@@ -108,12 +111,18 @@ class Explanation:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
         lines += [f"lanes that wait, {e.source}: they {e.waits}" for e in self.loops if e.waits]
+        lines += [f"to keep of a step, {e.source}: {e.frontier}" for e in self._with_frontiers]
         lines += [line for loop in self.loops for line in loop.on_gpu]
         return "\n".join(line.rstrip() for line in lines)
 
+    @property
+    def _with_frontiers(self) -> list[Explained]:
+        return [e for e in self.loops if e.frontier is not None and e.frontier.choices]
+
     def plot(self, steps: int | None = None) -> list[Any]:
-        """A picture of each loop of loopkit, as `Plan.plot` draws it."""
-        return [e.plan.plot(steps) for e in self.loops if e.name.startswith("loopkit")]
+        """Draw each loop of loopkit as `Plan.plot` does, and then the frontiers that there are."""
+        figures = [e.plan.plot(steps) for e in self.loops if e.name.startswith("loopkit")]
+        return figures + [e.frontier.plot() for e in self._with_frontiers if e.frontier]
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -134,8 +143,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     gradient, one for each half of a loop, forward and backward. Bytes are of one step under `carry`
     and `residuals`; `peak` is what the gradient of the loop is predicted to need beyond that of one
     step; `runs` count evaluations of the body; the last column is what `jax.lax.scan`
-    would store. Lines below say why lanes wait where `lanes=None` leaves that to loopkit, and
-    which plan a loop follows on a GPU, if it is another.
+    would store. Lines below say why lanes wait where `lanes=None` leaves that to loopkit; what may
+    be kept of a step, in bytes, and how long it takes to run the rest again, with the choice that
+    is taken in brackets; and which plan a loop follows on a GPU, if it is another.
 
     **Raises:** `TypeError` if `fn` is not callable.
 
@@ -186,10 +196,12 @@ def _source(*eqns: _jax.Equation) -> str:
 
 
 def _of_loopkit(source: str, loop: Loop) -> Explained:
-    how = reversal(loop, _everything(loop))
+    active = _everything(loop)
+    how = reversal(loop, active)
     whole = None if loop.length is None else loop.length * how.split.uncut_bytes
     name, waits = f"loopkit.{loop.name}", _why_waiting(loop) if loop.lanes else ""
-    return Explained(name, source, how.plan, whole, loop.lanes, waits)
+    frontier = frontier_of(loop, active, how.plan)
+    return Explained(name, source, how.plan, whole, loop.lanes, waits, frontier)
 
 
 def _why_waiting(loop: Loop) -> str:

@@ -101,7 +101,7 @@ def test_steps_are_kept_where_only_inner_loops_are_run_again():
     f = lambda x, **how: many_inside(loopkit, x, **how)
     plan_of = lambda **how: loopkit.explain(ft.partial(f, **how), X).loops[0].plan
     assert plan_of().keeps_all
-    assert not plan_of(checkpoints=2).keeps_all
+    assert not plan_of(checkpoints=1).keeps_all
     assert plan_of(memory="200 kB").keeps_all
     assert not plan_of(memory="40 kB").keeps_all
     wanted = lambda x: many_inside(Unrolled, x)

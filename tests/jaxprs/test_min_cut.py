@@ -12,6 +12,8 @@ from loopkit import _jax
 from loopkit._jaxprs import min_cut
 from tolerances import SAME_OPERATIONS
 
+from .hull import lower_hull
+
 SCALAR, VECTOR = (_jax.ShapedArray(shape, jnp.dtype("float64")) for shape in ((), (3,)))
 
 
@@ -43,17 +45,6 @@ def cost(chosen):
     return sum(0 if v.free else min_cut.EACH + _jax.byte_count(v.aval) for v in chosen)
 
 
-def made_again(targets, chosen):
-    """The variables computed on the way from the chosen ones to the targets."""
-    found, pending = set(), list(targets)
-    while pending:
-        v = pending.pop()
-        if v not in found and v not in chosen and not v.given:
-            found.add(v)
-            pending += v.operands
-    return found
-
-
 def every_way(variables, targets):
     """All sets of variables from which the targets follow."""
     some = [v for v in variables if not v.given]
@@ -61,39 +52,6 @@ def every_way(variables, targets):
         chosen = {v for v, f in zip(some, flags, strict=True) if f}
         if all(follow(v, chosen) for v in targets):
             yield chosen
-
-
-def random_graph(rng):
-    variables = []
-    for _ in range(rng.randint(1, 8)):
-        v = Variable(_jax.ShapedArray((rng.choice([0, 1, 5, 20]),), jnp.dtype("float64")))
-        kind = rng.random()
-        if kind < 0.65 and variables:
-            v.operands = rng.choices(variables, k=rng.randint(1, 3))
-        elif kind < 0.7:
-            v.operands = []
-        elif kind < 0.8:
-            v.given = True
-        else:
-            v.free = rng.random() < 0.4
-        variables.append(v)
-    return variables, rng.choices(variables, k=rng.randint(1, 4))
-
-
-def test_the_cut_is_the_cheapest_of_all_sets():
-    rng = random.Random(3)
-    for _ in range(300):
-        variables, targets = random_graph(rng)
-        given = {v for v in variables if v.given}
-        free = {v for v in variables if v.free}
-        stored = min_cut._minimum_cut(targets, lambda v: v.operands, given, dict.fromkeys(free, 0))
-        assert len(set(stored)) == len(stored)
-        assert all(follow(v, set(stored)) for v in targets)
-        ways = list(every_way(variables, targets))
-        least = min(map(cost, ways))
-        assert cost(stored) == least
-        fewest = min(len(made_again(targets, way)) for way in ways if cost(way) == least)
-        assert len(made_again(targets, set(stored))) == fewest
 
 
 CONSTANTS, CARRY, XS = [SCALAR], [VECTOR, SCALAR], [VECTOR]
@@ -125,8 +83,11 @@ def random_step(rng):
     return _jax.trace_closed(run, TYPES, "step")
 
 
-def described(jaxpr, free):
-    """The variables of a jaxpr of `random_step`, as the brute force sees them."""
+def described(jaxpr, free, all_again=False):
+    """The variables of a jaxpr of `random_step`, as the brute force sees them.
+
+    `all_again`: whether every equation may run again, and not just a cheap one.
+    """
     found = Known()
     for i, v in enumerate(jaxpr.invars):
         is_constant = i < len(CONSTANTS)
@@ -139,7 +100,7 @@ def described(jaxpr, free):
     for eqn in jaxpr.eqns:
         operands = [v for v in eqn.invars if not isinstance(v, _jax.Literal)]
         (out,) = eqn.outvars
-        again = eqn.primitive.name not in ("sin", "reduce_sum")
+        again = all_again or eqn.primitive.name not in ("sin", "reduce_sum")
         once = all(v in found.constants for v in operands)
         ins = [found.variables[v] for v in operands] if again else None
         found.variables[out] = Variable(out.aval, ins, given=once)
@@ -177,7 +138,8 @@ def test_random_steps():
     for _ in range(40):
         step, free = random_step(rng), [rng.random() < 0.3 for _ in CARRY]
         jaxpr = _jax.open_jaxpr(step)
-        cut = min_cut.least_stored(step, 1, len(CONSTANTS), len(TYPES) - len(XS), free)
+        residuals = min_cut.Residuals(step, 1, len(CONSTANTS), len(TYPES) - len(XS), free)
+        cut = residuals.cut(residuals.least)
         known = described(jaxpr, free)
         targets = [v for v in jaxpr.outvars[1:] if not isinstance(v, _jax.Literal)]
         stored = {known.variables[v] for v in cut.stored}
@@ -194,10 +156,57 @@ def test_random_steps():
             np.testing.assert_allclose(got, expected, rtol=SAME_OPERATIONS)
 
 
+def made_again(targets, chosen):
+    """The variables computed on the way from the chosen ones to the targets."""
+    found, pending = set(), list(targets)
+    while pending:
+        v = pending.pop()
+        if v not in found and v not in chosen and not v.given:
+            found.add(v)
+            pending += v.operands
+    return found
+
+
+def test_the_frontiers_of_random_steps():
+    rng, lengths = random.Random(7), set()
+    for _ in range(60):
+        step, free = random_step(rng), [rng.random() < 0.3 for _ in CARRY]
+        jaxpr = _jax.open_jaxpr(step)
+        residuals = min_cut.Residuals(step, 1, len(CONSTANTS), len(TYPES) - len(XS), free)
+        known = described(jaxpr, free, all_again=True)
+        makers = {known.variables[v]: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        wanted = [known.variables[v] for v in jaxpr.outvars[1:] if not isinstance(v, _jax.Literal)]
+
+        def time(chosen, wanted=wanted, makers=makers, residuals=residuals):
+            return sum(residuals.times[id(makers[v])] for v in made_again(wanted, chosen))
+
+        ways = every_way(known.variables.values(), wanted)
+        expected = lower_hull(sorted((time(way), cost(way)) for way in ways))
+        found = []
+        for point in residuals.frontier:
+            stored = {known.variables[v] for v in point.stored}
+            assert round(point.nanoseconds * min_cut.PICOSECONDS) == time(stored)
+            found.append((time(stored), cost(stored)))
+        assert found == expected
+        prices = [point.price for point in residuals.frontier]
+        assert prices == sorted(set(prices))
+        assert [residuals.at(p) for p in prices] == residuals.frontier
+        lengths.add(len(found))
+
+        values, outs = values_of(jaxpr, INPUTS)
+        ready = [*jaxpr.invars[: len(CONSTANTS)], *jaxpr.invars[len(TYPES) - len(XS) :]]
+        cut = residuals.cut(residuals.frontier[-1])
+        again = cut.remake({v: values[v] for v in (*ready, *cut.hoisted, *cut.stored)})
+        for got, correct in zip(again, outs[1:], strict=True):
+            np.testing.assert_allclose(got, correct, rtol=SAME_OPERATIONS)
+    assert lengths >= {1, 2, 3}
+
+
 def kept_of(fun, types, constants=0, carry=1):
     """What is hoisted and what is stored of a step whose residuals are all that `fun` returns."""
     step = _jax.trace_closed(fun, types, "step")
-    cut = min_cut.least_stored(step, 0, constants, constants + carry, [False] * carry)
+    residuals = min_cut.Residuals(step, 0, constants, constants + carry, [False] * carry)
+    cut = residuals.cut(residuals.least)
     makers = {v: eqn.primitive.name for eqn in _jax.open_jaxpr(step).eqns for v in eqn.outvars}
     name = lambda v: makers.get(v, "input")
     return list(map(name, cut.hoisted)), list(map(name, cut.stored))

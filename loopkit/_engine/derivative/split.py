@@ -1,8 +1,8 @@
 """The derivative of one step, split in two: what is stored going forward, what is done going back.
 
-`jax.linearize` of the body is traced once and cut at its residuals, the values that the backward
-half reads, or at the least from which these follow (`min_cut.py`). What depends on constants alone
-is computed once, before the sweep ("hoisted"); slices of xs are read again; the rest is stored.
+The linearised step is cut at its residuals, the values that the backward half reads, or at some
+from which these follow (`min_cut.py`). What depends on constants alone is computed once, before the
+sweep ("hoisted"); slices of xs are read again; the rest is stored.
 
     hoist(consts)                                -> hoisted
     forward(consts, carry, x)                    -> carry, y, stored
@@ -22,15 +22,12 @@ from typing import Any
 import jax
 
 from loopkit import _jax
-from loopkit._engine.derivative import rerun
-from loopkit._engine.facts.counters import find_counters
+from loopkit._engine.derivative.linearised import Linearised, linearised
 from loopkit._engine.facts.write_sites import with_fresh_writes, writes_once
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
 from loopkit._engine.passes.batched_loop import in_row, places_at
-from loopkit._engine.passes.transpose_only import to_transpose
 from loopkit._engine.primitives import READS
 from loopkit._jaxprs import equations
-from loopkit._jaxprs.min_cut import least_stored
 from loopkit._jaxprs.slice_cotangents import passed_on
 
 
@@ -51,6 +48,8 @@ class Split:
     """Of all residuals of a step, as jax.lax.scan would store them; of one lane, as plans are."""
     reads: tuple[bool, ...]
     """Which constants, and after them which xs, the backward half reads."""
+    offloaded: tuple[bool, ...] = ()
+    """Which stored residuals are kept in the host's memory; empty if none are."""
     holds_wide: bool = False
     """Whether a step has inner loops that could be run again, in the place of their residuals."""
     stored_batched: tuple[bool, ...] = ()
@@ -61,24 +60,20 @@ class Split:
         return list(self.forward.out_avals[self.results :])
 
 
-def split_step(loop: Loop, active: Active) -> Split:
-    """The halves of the derivative of the body in its active inputs and outputs."""
-    again = loop.checkpoints == "all"
-    return loop.derived(_key(active), lambda: _split(loop, active, again))
+def split_step(loop: Loop, active: Active, price: float = 0.0, again: bool = False) -> Split:
+    """The halves of the derivative, cut where it is best at a price of a byte."""
+    whole = linearised(loop, active, again)
+    return loop.derived(_key(active, price, again), lambda: _cut(whole, price))
 
 
-def keep_split(loop: Loop, active: Active, split: Split) -> None:
+def keep_split(loop: Loop, active: Active, price: float, split: Split) -> None:
     """Split the loop's step like this from now on."""
-    loop.remember(_key(active), split)
+    for each in {price, 0.0}:
+        loop.remember(_key(active, each, False), split)
 
 
-def _key(active: Active) -> tuple:
-    return "split", active
-
-
-def split_to_keep(loop: Loop, active: Active) -> Split:
-    """The same where the residuals of every step are kept: wide inner loops are run again."""
-    return loop.derived(("split to keep", active), lambda: _split(loop, active, again=True))
+def _key(active: Active, price: float, again: bool) -> tuple:
+    return "split", active, price, again
 
 
 def primal_half(loop: Loop, active: Active) -> Loop:
@@ -99,41 +94,15 @@ def primal_half(loop: Loop, active: Active) -> Loop:
     return loop.derived(("primal half", active), make)
 
 
-def _linearised(body: _jax.Jaxpr, active: Active) -> tuple[_jax.Jaxpr, Any]:
-    """(consts, carry, x) -> carry, y, residuals; and the tree of the linear function of these."""
-    tree = None
-
-    def linearised(*values: jax.Array) -> list:
-        nonlocal tree
-
-        def differentiated(*moving: jax.Array) -> tuple[list, list]:
-            outs = _jax.call_jaxpr(body)(*spread(moving, active.inputs, values))
-            return kept(outs, active.outputs), outs
-
-        inputs = kept(values, active.inputs)
-        _, pushforward, outs = jax.linearize(differentiated, *inputs, has_aux=True)
-        residuals, tree = jax.tree.flatten(pushforward)
-        return [*outs, *residuals]
-
-    return _jax.trace_closed(linearised, list(body.in_avals), "loop_step"), tree
-
-
-def _split(loop: Loop, active: Active, again: bool) -> Split:
+def _cut(whole: Linearised, price: float) -> Split:
+    loop, active, tangents = whole.loop, whole.active, whole.tangents
     body, n, c = loop.body, len(loop.body.out_avals), loop.const_count
-    in_types = list(body.in_avals)
-    whole, tree = _linearised(body, active)
-    wide = rerun.found(loop, whole)
-    if wide and again:
-        whole = rerun.apart(loop, whole)
-    tangents, used = _tangents(loop, tree, whole.out_avals[n:], active)
-    outs = _jax.open_jaxpr(whole).outvars
-    whole = _jax.with_outputs(whole, [*outs[:n], *kept(outs[n:], used)], [True] * len(in_types))
-    slices, free = c + loop.carry_count, [by is not None for by in find_counters(loop)]
-    remade = rerun.found(loop, whole) if again else set()
-    cut = least_stored(whole, n, c, slices, free, remade)
-    j = _jax.open_jaxpr(whole)
+    in_types, slices = list(body.in_avals), loop.const_count + loop.carry_count
+    cut = whole.residuals.cut(whole.residuals.at(price))
+    j = whole.residuals.step
     inputs, results = list(j.invars), j.outvars[:n]
-    forward = _jax.with_outputs(whole, [*results, *cut.stored], [True] * len(inputs))
+    every = [True] * len(inputs)
+    forward = _jax.with_outputs(whole.residuals.jaxpr, [*results, *cut.stored], every)
     # Nothing hoisted depends on the carry, the slices or effects.
     silent = j.replace(eqns=[eqn for eqn in j.eqns if not eqn.effects])
     hoist = _jax.with_outputs(silent, cut.hoisted, [True] * c + [False] * (len(inputs) - c))
@@ -166,30 +135,8 @@ def _split(loop: Loop, active: Active, again: bool) -> Split:
     hoisting = _jax.used_inputs(hoist, [True] * len(cut.hoisted))
     given = [v in cut.given for v in (*inputs[:c], *inputs[slices:])]
     reads = (*(a or b for a, b in zip(given, hoisting, strict=False)), *given[c:])
-    return Split(hoist, forward, n, make_backward, cut.uncut, reads, bool(wide) and not again)
-
-
-def _tangents(
-    loop: Loop, tree: _jax.TreeDef, residual_types: Sequence[Any], active: Active
-) -> tuple[_jax.Jaxpr, list[bool]]:
-    """(residuals, tangents of active inputs) -> tangents of active outputs
-
-    And which residuals are read at all: those that it takes.
-    """
-
-    def pushforward(*values: jax.Array) -> list:
-        residuals, flowing = parts(values, len(residual_types))
-        return list(jax.tree.unflatten(tree, residuals)(*flowing))
-
-    types = [t.to_tangent_aval() for t in kept(loop.body.in_avals, active.inputs)]
-    linear = _jax.trace_closed(pushforward, [*residual_types, *types], "loop_tangents")
-    linear = equations.reported_once(linear)
-    if not loop.holds_custom_vjp:  # else the next derivative is that of this code
-        linear = to_transpose(linear)
-    moving = [True] * sum(active.inputs)
-    keep = [*[False] * len(residual_types), *moving]
-    linear, used = _jax.dce(linear, [True] * len(linear.out_avals), keep)
-    return linear, used[: len(residual_types)]
+    offloaded = tuple(cut.offloaded) if any(cut.offloaded) else ()
+    return Split(hoist, forward, n, make_backward, cut.uncut, reads, offloaded, whole.holds_wide)
 
 
 def _linear_part(tangents: _jax.Jaxpr, active: Active, live: Active) -> tuple[_jax.Jaxpr, list]:
@@ -294,5 +241,5 @@ def batch_split(
         ins = [*consts, *places_at(hoisted, 0), *slices, *places_at(stored, 0), *cts]
         return _jax.batch_jaxpr(split.backward(live, unused_init), axis, ins, outs)[0]
 
-    same = split.uncut_bytes, split.reads
+    same = split.uncut_bytes, split.reads, split.offloaded
     return Split(hoist, forward, split.results, make_backward, *same, False, tuple(stored))

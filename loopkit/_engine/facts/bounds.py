@@ -21,6 +21,7 @@ from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import LAST_STEP
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.integers import ANY, Range
+from loopkit._plans.budget import stores_every_step
 from loopkit._programs.cache import shared
 
 SAME = ("convert_element_type", "copy", "copy_p", "nonbatchable")
@@ -105,7 +106,7 @@ class StepBound(NamedTuple):
 
     def is_planned_for(self, checkpoints: object) -> bool:
         """Else it is taken for none: what is kept would be for steps that nobody takes."""
-        return self.exact or checkpoints == "all" or self.steps <= PLANNED
+        return self.exact or stores_every_step(checkpoints) or self.steps <= PLANNED
 
 
 def limits_of(

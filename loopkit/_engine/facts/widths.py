@@ -15,7 +15,7 @@ from loopkit import _jax
 from loopkit._engine.loop import Loop
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import nanoseconds
-from loopkit._plans.plan import Bytes
+from loopkit._plans.budget import Bytes
 
 LEAST = 8
 """Lanes that take no longer than fewer do."""

@@ -31,6 +31,7 @@ from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import read_rows, row_of
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import equation_nanoseconds, nanoseconds
+from loopkit._plans.budget import stores_every_step
 
 
 def steps_nanoseconds(eqns: Sequence[Any]) -> float:
@@ -200,6 +201,7 @@ class Nest:
         named = [CarryLeaf(leaf.name) for leaf in old.carry]
         records = CarryLeaf("go", flag=bool(old.ys)), CarryLeaf(), CarryLeaf(), *named
         records += (CarryLeaf(),) * (count - len(records)) + (ys,) * len(old.ys)
+        unknown = stores_every_step(old.checkpoints) and bound is None
         return old.replace(
             cond=_jax.trace_closed(lambda go, *_: [go], types, "flattened_cond"),
             body=_jax.trace_closed(self._advance, [*consts, *types], "flattened_body"),
@@ -210,7 +212,7 @@ class Nest:
             ys=(),
             length=bound,
             # Nobody knows how many steps "all" are.
-            checkpoints=None if old.checkpoints == "all" and bound is None else old.checkpoints,
+            checkpoints=None if unknown else old.checkpoints,
             reverse=False,
             unroll=1,
             lane_policy="wait",

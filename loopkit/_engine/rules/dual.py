@@ -53,7 +53,7 @@ def known(values: Sequence[Any], *, loop: Loop, active: Active) -> tuple:
     outs = forward_p.bind(*values, loop=loop, active=active)
     results, residuals = parts(outs, loop.primal_counts[1])
     both = sweeps(reversal(loop, active))
-    if both.how.plan.host:
+    if any(both.how.on_host):
         residuals = list(map(_jax.placed, residuals, both.residual_types))
         residuals = list(map(_jax.named_on_host, residuals))
     params = {

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 
 from loopkit import _jax
-from loopkit._engine.derivative.reversal import Reversal, covers, reversal
+from loopkit._engine.derivative.pieces import Reversal
+from loopkit._engine.derivative.reversal import covers, reversal
 from loopkit._engine.derivative.split import primal_half
 from loopkit._engine.facts.activity import moving_activity
 from loopkit._engine.loop import Active, Loop, kept, parts, spread
@@ -33,7 +34,7 @@ def evaluate(*operands: jax.Array, loop: Loop, active: Active) -> list:
 def _swept(loop: Loop, how: Reversal, run: Loop, operands: Sequence[Any]) -> list:
     """The forward sweep of `run`, which is the loop or what is needed of it."""
     with jax.named_scope(f"loopkit.{loop.name}.forward"):
-        if how.plan.host:
+        if any(how.on_host):
             check_host_memory(loop.name)
         both = sweeps(how)
         outs = both.forward(run, run.split(operands)[0])

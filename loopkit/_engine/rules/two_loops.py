@@ -38,7 +38,7 @@ def stored_pullback(loop: Loop, active: Active, batch: int | None, operands: Seq
         raise NotImplementedError(
             errors.wrong(loop.name, "body_fun", expected, "a loop without one", advice)
         )
-    if reversal(loop, active).plan.host:
+    if any(reversal(loop, active).on_host):
         expected = (
             "can keep checkpoints on the host where the body calls a function with a custom VJP "
             "only in a first derivative: in a second one every carry is stored on the device"

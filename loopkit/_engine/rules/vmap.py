@@ -14,7 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from loopkit import _jax
-from loopkit._engine.derivative.reversal import build, can_replay, decide, reversal
+from loopkit._engine.derivative.pieces import build
+from loopkit._engine.derivative.reversal import can_replay, decide, reversal
 from loopkit._engine.derivative.split import batch_split, split_step
 from loopkit._engine.derivative.write_log import batch_undo
 from loopkit._engine.facts.activity import either

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loopkit import _jax
-from loopkit._engine.derivative.reversal import Reversal
+from loopkit._engine.derivative.pieces import Reversal
 from loopkit._engine.sweeps.every_carry import EveryCarry
 from loopkit._engine.sweeps.every_residual import EveryResidual
 from loopkit._engine.sweeps.every_segment import EverySegment

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopkit import _jax
-from loopkit._engine.derivative.reversal import Reversal
-from loopkit._engine.loop import Loop, Operands, parts
+from loopkit._engine.derivative.pieces import Reversal
+from loopkit._engine.loop import Loop, Operands, kept, parts
 from loopkit._engine.lowering.room import check_room
 from loopkit._engine.steps import Steps, hold, is_active, read_rows, row_of, select
 from loopkit._engine.sweeps.lanes import SafeInputs
@@ -29,8 +29,8 @@ class EveryResidual(Sweep):
     @property
     def blank_stacks(self) -> list:
         how = self.how
-        if not how.plan.host:
-            check_room(how.loop.name, how.plan.segment, _jax.byte_count(*how.row_types))
+        here = kept(how.row_types, [not there for there in how.on_host])
+        check_room(how.loop.name, how.plan.segment, _jax.byte_count(*here))
         return super().blank_stacks
 
     def run(self, loop: Loop, operands: Operands, state: Saving) -> Saving:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from loopkit import _jax
 from loopkit._engine import progress
 from loopkit._engine.derivative.deferred_products import Products
-from loopkit._engine.derivative.reversal import Reversal
+from loopkit._engine.derivative.pieces import Reversal
 from loopkit._engine.loop import Loop, Operands, kept, parts, spread
 from loopkit._engine.steps import (
     hold,
@@ -48,6 +48,11 @@ class Cotangents(NamedTuple):
         if self.bar is None:
             return self
         return self._replace(bar=progress.after(loop, self.bar, count, backward=True))
+
+
+def _divided(values: Sequence[Any], flags: Sequence[bool]) -> tuple[list, list]:
+    """The flagged values, and the others."""
+    return kept(values, flags), kept(values, [not f for f in flags])
 
 
 def zero_cotangents(types: Sequence[Any], batch: int | None) -> list:
@@ -188,18 +193,26 @@ class StepReversal:
         cts: Cotangents,
         buffers: list,
         part: int = 1,
-        ahead: bool = False,
+        ahead: Sequence[bool] = (),
     ) -> tuple[Cotangents, list]:
         """Back over steps `first + count - 1` to `first`; and the buffers before them.
 
-        `rows`: arrays, or a function of the number of a row. `part`: as in `repeat`. `ahead`: each
-        row is read while the one after it is reversed.
+        `rows`: arrays, or a function of the number of a row. `part`: as in `repeat`. `ahead`: of
+        which arrays a row is read while the one after it is reversed.
         """
-        read = rows if callable(rows) else lambda k: read_rows(rows, k)
+        flags = list(ahead) or [False] * (0 if callable(rows) else len(rows))
+        early, late = ([], []) if callable(rows) else _divided(rows, flags)
+
+        def read(k: _jax.Whole, before: list) -> list:
+            """The row of a step, of which some has been read before."""
+            if callable(rows):
+                return rows(k)
+            row = spread(read_rows(late, k), [not f for f in flags], [None] * len(flags))
+            return spread(before, flags, row)
 
         def step(k: _jax.Whole, s: tuple[Cotangents, list, list]) -> tuple[Cotangents, list, list]:
-            cts, buffers, row = s
-            row, following = (row, read(jnp.maximum(k - 1, 0))) if ahead else (read(k), [])
+            cts, buffers, before = s
+            row, following = read(k, before), read_rows(early, jnp.maximum(k - 1, 0))
             if small:
                 row = _jax.barrier(row)
             if not repeats:
@@ -212,7 +225,7 @@ class StepReversal:
         how = self.how
         repeats = how.plan.store == "carries"
         small = _jax.byte_count(*how.row_types) <= SMALL_ROW
-        last = read(jnp.maximum(count - 1, 0)) if ahead else []
+        last = read_rows(early, jnp.maximum(count - 1, 0))
         state = (cts, buffers if repeats else [], last)
         back = lambda k, s: step(count - 1 - k, s)
         after = lambda s, count: (s[0].after(how.loop, count), *s[1:])

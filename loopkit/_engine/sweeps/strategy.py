@@ -18,7 +18,7 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._engine import progress
-from loopkit._engine.derivative.reversal import Reversal
+from loopkit._engine.derivative.pieces import Reversal
 from loopkit._engine.loop import Loop, Operands, kept, parts
 from loopkit._engine.passes.batched_loop import stacked
 from loopkit._engine.steps import (
@@ -85,7 +85,8 @@ class Sweep(abc.ABC):
 
     def stacked(self, types: Sequence[Any], rows: int) -> list[_jax.ShapedArray]:
         """As many rows; of one on the host, a GPU's compiler takes the stack for the row itself."""
-        return _jax.stack_types(types, 2 if self.how.plan.host and rows == 1 else rows)
+        counts = [2 if there and rows == 1 else rows for there in self.how.on_host]
+        return [_jax.stack_type(t, n) for t, n in zip(types, counts, strict=True)]
 
     @property
     def segment_count(self) -> int:
@@ -111,8 +112,10 @@ class Sweep(abc.ABC):
         `s`: all of what the forward sweep handed on, before the last segment is chosen.
         """
         part = PART if _jax.host_waits.value else 1
-        ahead, stacks = self.how.plan.host, s.stacks
-        if ahead:  # else the first is read as a row of a row of a loop around, if there is one,
+        ahead, stacks = self.how.on_host, s.stacks
+        if any(
+            ahead
+        ):  # else the first is read as a row of a row of a loop around, if there is one,
             stacks = _jax.barrier(stacks)  # which not every compiler for TPUs can
         return step.reverse_rows(0, steps, stacks, s.cts, s.buffers, part, ahead)[0]
 
@@ -121,11 +124,9 @@ class Sweep(abc.ABC):
 
         Steps that go on from it, in its memory, would have to wait until it has arrived there.
         """
-        if not self.how.plan.host:
-            return values
         return [
-            v if _is_there(v) else jnp.where(number < 0, _jax.zeros(jax.typeof(v)), v)
-            for v in values
+            jnp.where(number < 0, _jax.zeros(jax.typeof(v)), v) if goes and not _is_there(v) else v
+            for v, goes in zip(values, self.how.on_host, strict=True)
         ]
 
     @property
@@ -136,9 +137,8 @@ class Sweep(abc.ABC):
         segments that checkpoints start; the steps taken, which are each lane's own.
         """
         how, loop, int32 = self.how, self.how.loop, jnp.dtype("int32")
-        stacks = self.stack_types
-        if how.plan.host:
-            stacks = list(map(_jax.on_host, stacks))
+        pairs = zip(self.stack_types, how.on_host, strict=True)
+        stacks = [_jax.on_host(t) if there else t for t, there in pairs]
         segments, taken = (_jax.ShapedArray(s, int32) for s in ((self.segment_count,), ()))
         if loop.lanes and loop.cond is not None:  # laid out over devices as the predicate is
             taken = loop.cond.out_avals[0].update(dtype=int32, weak_type=False)
@@ -161,10 +161,8 @@ class Sweep(abc.ABC):
 
         What is read has been written before: what this costs follows the steps taken.
         """
-        if not self.how.plan.host:
-            return list(map(_jax.blank, self.stack_types))
         types = self.residual_types[: len(self.stack_types)]
-        return list(map(_jax.blank_on_host, types))
+        return [_jax.blank_on_host(t) if _jax.is_on_host(t) else _jax.blank(t) for t in types]
 
     def forward(self, loop: Loop, operands: Operands) -> list:
         """Final carry, ys, and the residuals."""

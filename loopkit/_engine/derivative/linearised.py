@@ -1,0 +1,138 @@
+"""The derivative of one step, not yet cut: what it computes, and the linear function of that.
+
+`jax.linearize` of the body is traced once. Calls of jitted functions are spelled out, so that a cut
+sees what is inside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from loopkit import _jax
+from loopkit._engine.derivative import rerun
+from loopkit._engine.facts.counters import find_counters
+from loopkit._engine.loop import Active, Loop, kept, parts, spread
+from loopkit._engine.passes.transpose_only import to_transpose
+from loopkit._jaxprs import equations
+from loopkit._jaxprs.inlined import inlined
+from loopkit._jaxprs.min_cut import Residuals
+from loopkit._plans.budget import Policy, policy_of
+
+
+@dataclass(frozen=True, eq=False)
+class Linearised:
+    """The derivative of a step before it is cut in two."""
+
+    loop: Loop
+    active: Active
+    residuals: Residuals
+    """What the step computes, and of that, what the tangents read."""
+    tangents: _jax.Jaxpr
+    """(residuals, tangents of active inputs) -> tangents of active outputs"""
+    holds_wide: bool
+    """Whether it has inner loops that could be run again, and keeps their residuals."""
+
+    @property
+    def carry(self) -> list[_jax.Var]:
+        """The carry before the step."""
+        return self.residuals.step.invars[self.loop.const_count :][: self.loop.carry_count]
+
+
+def linearised(loop: Loop, active: Active, again: bool = False) -> Linearised:
+    """The derivative of the body in its active inputs and outputs.
+
+    `again`: wide inner loops are run again, as where the residuals of every step are kept.
+    """
+    again = again or loop.checkpoints == "all"
+    return loop.derived(("linearised", active, again), lambda: _linearise(loop, active, again))
+
+
+def _linearised(body: _jax.Jaxpr, active: Active) -> tuple[_jax.Jaxpr, Any]:
+    """(consts, carry, x) -> carry, y, residuals; and the tree of the linear function of these."""
+    tree = None
+
+    def linearised(*values: jax.Array) -> list:
+        nonlocal tree
+
+        def differentiated(*moving: jax.Array) -> tuple[list, list]:
+            outs = _jax.call_jaxpr(body)(*spread(moving, active.inputs, values))
+            return kept(outs, active.outputs), outs
+
+        inputs = kept(values, active.inputs)
+        _, pushforward, outs = jax.linearize(differentiated, *inputs, has_aux=True)
+        residuals, tree = jax.tree.flatten(pushforward)
+        return [*outs, *residuals]
+
+    return _jax.trace_closed(linearised, list(body.in_avals), "loop_step"), tree
+
+
+def _linearise(loop: Loop, active: Active, again: bool) -> Linearised:
+    n, c = len(loop.body.out_avals), loop.const_count
+    whole, tree = _linearised(loop.body, active)
+    wide = rerun.found(loop, whole)
+    if wide and again:
+        whole = rerun.apart(loop, whole)
+    tangents, used = _tangents(loop, tree, whole.out_avals[n:], active)
+    outs = _jax.open_jaxpr(whole).outvars
+    keep = [True] * len(whole.in_avals)
+    whole = inlined(_jax.with_outputs(whole, [*outs[:n], *kept(outs[n:], used)], keep))
+    free = [by is not None for by in find_counters(loop)]
+    remade = rerun.found(loop, whole) if again else set()
+    policy, saves_all = policy_of(loop.checkpoints), isinstance(loop.checkpoints, Policy)
+    if policy is not None:
+        _check_policy(loop, policy, whole, saves_all)
+    slices = c + loop.carry_count
+    residuals = Residuals(whole, n, c, slices, free, remade, policy, saves_all)
+    return Linearised(loop, active, residuals, tangents, bool(wide) and not again)
+
+
+def _check_policy(
+    loop: Loop, policy: Callable[..., Any], step: _jax.Jaxpr, saves_all: bool
+) -> None:
+    """Raise unless each name that a policy knows is that of a value in the step."""
+    j = _jax.open_jaxpr(step)
+    if not saves_all and any(_jax.offloads(policy, eqn) for eqn in j.eqns):
+        raise ValueError(
+            f"loopkit.{loop.name}: a policy in `checkpoints` that puts values into the host's "
+            f"memory cannot be given together with `memory`, got `{policy.__name__}`. Leave out "
+            '`memory`, or give memory={"device": ..., "host": ...} and no policy.'
+        )
+    if loop.replaced_by:  # the names may be those of another loop
+        return
+    named = (e for e in equations.all_equations(step) if e.primitive.name == "name")
+    names = sorted({eqn.params["name"] for eqn in named})
+    missing = sorted(_jax.asked_names(policy).difference(names))
+    if missing:
+        there = f"The names in it are {', '.join(map(repr, names))}." if names else "It has none."
+        raise ValueError(
+            f"loopkit.{loop.name}: the names of the policy in `checkpoints` must occur in the "
+            f"step, got {', '.join(map(repr, missing))}. {there} Mark values by "
+            "`jax.ad_checkpoint.checkpoint_name(value, name)` inside the step."
+        )
+
+
+def _tangents(
+    loop: Loop, tree: _jax.TreeDef, residual_types: Sequence[Any], active: Active
+) -> tuple[_jax.Jaxpr, list[bool]]:
+    """(residuals, tangents of active inputs) -> tangents of active outputs
+
+    And which residuals are read at all: those that it takes.
+    """
+
+    def pushforward(*values: jax.Array) -> list:
+        residuals, flowing = parts(values, len(residual_types))
+        return list(jax.tree.unflatten(tree, residuals)(*flowing))
+
+    types = [t.to_tangent_aval() for t in kept(loop.body.in_avals, active.inputs)]
+    linear = _jax.trace_closed(pushforward, [*residual_types, *types], "loop_tangents")
+    linear = equations.reported_once(linear)
+    if not loop.holds_custom_vjp:  # else the next derivative is that of this code
+        linear = to_transpose(linear)
+    moving = [True] * sum(active.inputs)
+    keep = [*[False] * len(residual_types), *moving]
+    linear, used = _jax.dce(linear, [True] * len(linear.out_avals), keep)
+    return linear, used[: len(residual_types)]

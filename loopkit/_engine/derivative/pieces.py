@@ -1,0 +1,269 @@
+"""The pieces of a step that the two sweeps run, and where they keep what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import or_
+from typing import Any
+
+import jax
+
+from loopkit import _jax
+from loopkit._engine.derivative.deferred_products import Products, put_off
+from loopkit._engine.derivative.split import (
+    Split,
+)
+from loopkit._engine.derivative.write_log import Undo
+from loopkit._engine.facts.counters import Counters, at_step
+from loopkit._engine.facts.write_sites import holds_write
+from loopkit._engine.fixed_point import fixed_point
+from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
+from loopkit._engine.passes.prune import Pruned, prune
+from loopkit._engine.passes.transpose_only import to_run
+from loopkit._engine.steps import hold, read_slices, repeat
+from loopkit._jaxprs import equations
+from loopkit._plans.plan import Plan
+
+
+@dataclass(frozen=True)
+class Reversal:
+    """How a loop is reversed in its active leaves: the plan and the pieces of a step."""
+
+    loop: Loop
+    """Silent: its steps run a second time."""
+    active: Active
+    plan: Plan
+    split: Split
+    saved: tuple[bool, ...]
+    """Which carry leaves a checkpoint holds: those that replaying reads."""
+    step: _jax.Jaxpr
+    """(consts, saved carry, x) -> saved carry"""
+    forward: _jax.Jaxpr
+    """(consts, saved carry, x) -> saved carry, stored residuals"""
+    undo: Undo | None
+    """How to bring back the buffers that checkpoints leave out."""
+    counters: Counters
+    """Carry leaves that follow from the number of the step."""
+    unused_init: tuple[bool, ...] = ()
+    """Carry leaves whose initial value's cotangent nobody asks for; empty if all are wanted."""
+    layout_plan: Plan | None = None
+    """The plan that says how what is saved is laid out, where another is followed."""
+
+    @cached_property
+    def backward(self) -> _jax.Jaxpr:
+        """(consts, hoisted, x, stored, cotangents) -> cotangents of the active consts, carry, x
+
+        Made when it is asked for: the body may hold what must not be transposed.
+        """
+        back = self.split.backward(self.active, self.unused_init or [False] * len(self.saved))
+        return back if self.loop.holds_custom_vjp else to_run(back)
+
+    @cached_property
+    def reads(self) -> list[bool]:
+        """Which operands of the loop going back reads."""
+        loop, again = self.loop, not self.plan.keeps_all
+        consts, xs, _ = parts(self.split.reads, loop.const_count, loop.xs_count)
+        carry = [by is not None for by in self.counters]
+        if again or loop.lanes:
+            carry = list(map(or_, carry, self.saved))
+        if again:
+            used = _jax.used_inputs(self.forward, [True] * len(self.forward.out_avals))
+            of_step = parts(used, loop.const_count, sum(self.saved))
+            consts, xs = list(map(or_, consts, of_step[0])), list(map(or_, xs, of_step[2]))
+        return [*[False] * loop.cond_const_count, *consts, *carry, *xs]
+
+    @cached_property
+    def products(self) -> Products | None:
+        """Of the backward half, those worth putting off to the end of a segment of rows."""
+        plan = self.plan
+        if plan.segment == 1 or plan.keeps_all or plan.price or self.layout_plan is not None:
+            return None
+        loop, split = self.loop, self.split
+        fixed = loop.const_count + len(split.hoist.out_avals)
+        number = iter(range(len(split.stored_types)))
+        rows = [None if i is not None else next(number) for i in self.counted_rows]
+        if self.plan.store == "carries":
+            slotted = [i for i, slot in enumerate(kept(self.slotted, self.saved)) if slot]
+            place = {loop.const_count + i: row for row, i in enumerate(slotted)}
+            rows = [None if s is None else place.get(s) for s in self.sources]
+        found = put_off(self.backward, sum(self.active.consts), fixed, fixed + loop.xs_count, rows)
+        return found if any(found.put_off) else None
+
+    @cached_property
+    def sources(self) -> list[int | None]:
+        """For each stored residual, which input of `forward` it is; None if it is computed."""
+        return equations.forwarded(self.forward)[sum(self.saved) :]
+
+    @cached_property
+    def undone(self) -> tuple[bool, ...]:
+        """Which of the saved leaves are brought back, and so need no slot."""
+        return (False,) * len(self.saved) if self.undo is None else self.undo.leaves
+
+    @property
+    def log_types(self) -> list[_jax.ShapedArray]:
+        """What one step logs to bring them back."""
+        return [] if self.undo is None else self.undo.log_types
+
+    @cached_property
+    def slotted(self) -> list[bool]:
+        """Which carry leaves a slot holds."""
+        leaves = zip(self.saved, self.undone, self.counters, strict=True)
+        return [saved and not undone and by is None for saved, undone, by in leaves]
+
+    @cached_property
+    def counted_rows(self) -> list[int | None]:
+        """For each residual, the counter that it is, as a number of a carry leaf."""
+        first = self.loop.const_count
+        counter = {first + i: i for i, by in enumerate(self.counters) if by is not None}
+        source = equations.forwarded(self.split.forward)[self.split.results :]
+        return [None if s is None else counter.get(s) for s in source]
+
+    def for_waiting_hosts(self) -> Reversal:
+        """The same, where each iteration of a loop of unknown length has a price."""
+        plan = self.plan.on_gpu
+        return self if plan == self.plan else replace(self, plan=plan, layout_plan=self.plan)
+
+    def without(self, unused_init: tuple[bool, ...]) -> Reversal:
+        """The same, where nobody asks for the cotangents of some initial values."""
+        if not any(unused_init):
+            return self
+        key = ("without", self.plan, self.active, unused_init, self.loop.unroll)
+        return self.loop.derived(key, lambda: replace(self, unused_init=unused_init))
+
+    def prune_results(self, wanted: Sequence[bool]) -> Pruned:
+        """The loop that saves what this one does, and has only the wanted results."""
+        assert self.undo is None, "what is displaced is logged by all there is"
+        carry, ys, _ = parts(wanted, self.loop.carry_count, self.loop.ys_count)
+        read = [False] * len(self.loop.body.in_avals)
+        if self.plan.keeps_all:
+            stored = [False] * self.split.results + [True] * len(self.split.stored_types)
+            read = _jax.used_inputs(self.split.forward, stored)
+        return prune(self.loop, [*map(or_, carry, self.saved), *ys], read)
+
+    def pruned(self, pruned: Pruned) -> Reversal:
+        """How that loop is run, and what it saves."""
+        split, (_, consts, carry, xs) = self.split, self.loop.split(pruned.operands)[0]
+        outs = [*pruned.results, *[True] * len(split.stored_types)]
+        forward, _ = _jax.dce(split.forward, outs, [*consts, *carry, *xs])
+        forward = to_run(forward)
+        return replace(
+            self,
+            loop=pruned.loop,
+            split=replace(split, forward=forward, results=sum(pruned.results)),
+            saved=tuple(kept(self.saved, carry)),
+            counters=tuple(kept(self.counters, carry)),
+        )
+
+    @property
+    def slot_types(self) -> list[_jax.ShapedArray]:
+        return kept(self.loop.carry_types, self.slotted)
+
+    @cached_property
+    def remaking(self) -> _jax.Jaxpr:
+        """(consts, saved carry, x) -> stored residuals"""
+        wanted = [False] * sum(self.saved) + [True] * len(self.split.stored_types)
+        return _jax.dce(self.forward, wanted, [True] * len(self.forward.in_avals))[0]
+
+    @cached_property
+    def rereads(self) -> bool:
+        """Whether a step's residuals depend on what the step itself writes to buffers.
+
+        But for an inner loop that goes back from the buffer as it leaves it, and needs that.
+        """
+        buffers = kept(self.loop.carry_types, self.undone)
+        left = any(_jax.same_type(t, b) for t in self.split.stored_types for b in buffers)
+        return not left and holds_write(self.remaking)
+
+    def split_saved(self, saved: Sequence[Any]) -> tuple[list, list]:
+        """Of the saved leaves, those that a slot holds, and the buffers that are brought back."""
+        in_slots, undone = kept(self.slotted, self.saved), kept(self.undone, self.saved)
+        return kept(saved, in_slots), kept(saved, undone)
+
+    def merge_saved(self, counts: list, slot: Sequence[Any], buffers: Sequence[Any]) -> list:
+        """The saved leaves before a step, of which `counts` has the counters."""
+        return kept(spread(buffers, self.undone, spread(slot, self.slotted, counts)), self.saved)
+
+    def counts(self, operands: Operands, step: _jax.Whole, taken: jax.Array) -> list:
+        """The carry before a step, as far as it is counters; None for the others."""
+        return at_step(self.loop, operands.init, self.counters, step, taken)
+
+    def drop_counters(self, residuals: Sequence[Any]) -> list:
+        """The residuals of a step that are stored."""
+        return kept(residuals, [i is None for i in self.counted_rows])
+
+    def restore_counters(self, row: Sequence[Any], counts: Sequence[Any]) -> list:
+        """The residuals of a step, from those that are stored and the counters."""
+        stored = iter(row)
+        return [next(stored) if i is None else counts[i] for i in self.counted_rows]
+
+    @cached_property
+    def on_host(self) -> list[bool]:
+        """Which arrays that the forward sweep saves are in the host's memory."""
+        if not self.plan.keeps_all:
+            return [self.plan.host] * sum(self.slotted)
+        types = self.split.stored_types
+        offloaded = self.split.offloaded or [False] * len(types)
+        return [self.plan.host or f for f in self.drop_counters(offloaded)]
+
+    @property
+    def row_types(self) -> list[_jax.ShapedArray]:
+        """What one step leaves for its reversal."""
+        if self.plan.store == "carries":
+            return self.slot_types
+        decide = [] if self.loop.cond is None else self.loop.cond.out_avals
+        types = self.drop_counters(self.split.stored_types)
+        return [_jax.type_like(t, decide) for t in types]  # as where they are written does
+
+    def advance(self, operands: Operands, steps: Any, carry: list, first: Any, times: Any) -> list:
+        """The saved carry leaves, `times` steps after step `first`; a lane takes `steps` in all."""
+
+        def step(k: _jax.Whole, carry: list) -> list:
+            x = read_slices(self.loop, operands, first + k)
+            new = _jax.call_jaxpr(self.step)(*operands.consts, *carry, *x)
+            if not self.loop.lanes:
+                return new
+            return hold(first + k < steps, new, carry, kept(self.loop.is_buffer, self.saved))
+
+        return repeat(times, step, carry, self.loop.unroll)
+
+
+def build(
+    loop: Loop,
+    active: Active,
+    plan: Plan,
+    saved: tuple[bool, ...],
+    split: Split,
+    undo: Undo | None,
+    counters: Counters,
+) -> Reversal:
+    quiet = loop.without_debug_effects()
+    keep = [True] * loop.const_count + list(saved) + [True] * loop.xs_count
+    no_ys = [False] * loop.ys_count
+    step, _ = _jax.dce(quiet.body, [*saved, *no_ys], keep)
+    again = _again(loop, split, [*saved, *no_ys])
+    forward, _ = _jax.dce(again, [True] * len(again.out_avals), keep)
+    return Reversal(quiet, active, plan, split, saved, step, forward, undo, counters)
+
+
+def _again(loop: Loop, split: Split, results: Sequence[bool]) -> _jax.Jaxpr:
+    """The forward half of a step, as it is run again: some of its results, and what is stored."""
+    wanted = [*results, *[True] * len(split.stored_types)]
+    forward, _ = _jax.dce(split.forward, wanted, [True] * len(split.forward.in_avals))
+    silent = equations.without_debug_effects(forward)
+    # The next derivative of a rule is that of this code.
+    return silent if loop.holds_custom_vjp else to_run(silent)
+
+
+def saved_leaves(loop: Loop, split: Split) -> tuple[bool, ...]:
+    """The carry leaves that replaying needs: a fixed point of what the derivative reads."""
+
+    def carry_read(jaxpr: _jax.Jaxpr, outputs: Sequence[bool]) -> list[bool]:
+        return parts(_jax.used_inputs(jaxpr, outputs), loop.const_count, loop.carry_count)[1]
+
+    saved = carry_read(
+        _again(loop, split, [False] * split.results), [True] * len(split.stored_types)
+    )
+    no_ys = [False] * loop.ys_count
+    return tuple(fixed_point(saved, lambda flags: [carry_read(loop.body, flags + no_ys)])[0])

@@ -1,0 +1,179 @@
+"""The fastest plan within a budget of bytes.
+
+Of all plans that fit, that of least predicted time is taken. Bytes count as well as steps: what is
+written and read has a price that rises where it leaves the caches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from loopkit._plans.costs import Store
+from loopkit._plans.plan import CACHES, SPARED, TABLES, Plan
+
+FEW_SLOTS = 32
+"""Slots that such a loop may use, however large its carry."""
+MANY_SLOTS = 1024
+"""Slots, and steps to a segment, that it needs at most, however small its carry."""
+PLACED = 128
+"""Slots at most where a schedule places the checkpoints online: its tables grow with them."""
+SPLIT = 512
+"""Slots at most where recomputation is split."""
+NEAR_LEAST_TIME = 1.02
+"""Times the least predicted time up to which a plan is taken that moves less to the host."""
+PLANNED_REACH = 100
+"""Steps to a carry of its budget for which a loop without a bound is planned."""
+
+
+class TooLittle(ValueError):
+    """No plan needs as few bytes as there may be."""
+
+    def __init__(self, message: str, needed: int):
+        super().__init__(message)
+        self.needed = needed
+
+
+@lru_cache(maxsize=256)
+def cheapest_plan(
+    count: int,
+    loop: Plan,
+    name: str,
+    host: int | None = None,
+    most: int | None = None,
+    loops: int = 1,
+    unasked: Plan | None = None,
+) -> Plan:
+    """The plan of least predicted time that needs at most `count` bytes, and `most` slots.
+
+    Checkpoints may be in so many bytes of the host's memory. `unasked` is what would be taken
+    without a budget.
+    """
+    step, steps = loop.step, loop.bound
+    if steps is None:
+        steps = PLANNED_REACH * max(1, min(count // step.carry_bytes, MANY_SLOTS))
+    room = count if host is None else host
+    # More slots than fit in a cache are not always better than those that do.
+    sizes = {min(count, size) for size, _ in CACHES}
+    plans = [p for size in sizes for p in _candidates(int(size), room, loop, steps, most)]
+    small = list(_smallest(loop)) if most is None else []
+    small += [] if unasked is None else [unasked]
+    plans += small
+    plans = [p for p in plans if p.peak_bytes <= count and p.host_bytes <= room]
+    if plans and host is not None:  # on an accelerator steps are faster than what goes to the host
+        least = min(p.nanoseconds(steps) for p in plans)
+        near = [p for p in plans if p.nanoseconds(steps) <= NEAR_LEAST_TIME * least]
+        return min(near, key=lambda p: (p.host_bytes, p.nanoseconds(steps)))
+    if plans:
+        return min(plans, key=lambda p: (p.nanoseconds(steps), p.peak_bytes))
+    if most is not None:
+        return replace(loop, slots=1)
+    raise _refusal(small, count, host, loops, name)
+
+
+def _smallest(loop: Plan) -> Iterator[Plan]:
+    """Plans of which one needs the fewest bytes."""
+    bound, few = loop.bound, 1 + loop.host  # on the host, one that has memory
+    yield replace(loop, slots=few)
+    if bound is None:
+        return
+    for price in _prices(loop):
+        yield replace(loop, segment=max(bound, 1), store="residuals", price=price, keeps_all=True)
+    # With a slot for every segment there are no tables, which may be more than small carries.
+    segments = {-(-bound // slots) for slots in range(1, 1 + min(SPARED, bound))}
+    for segment in segments.union(_leaves(bound, loop.exact)):
+        slots = max(few, -(-bound // segment))
+        if segment == 1 or slots * loop.step.carry_bytes <= 2 * TABLES:
+            for store, price in _rows(loop):
+                yield replace(loop, slots=slots, segment=segment, store=store, price=price)
+
+
+def _refusal(
+    plans: Sequence[Plan], count: int, host: int | None, loops: int, name: str
+) -> TooLittle:
+    """What to say where none of these plans fits."""
+    each = " for each of the loops that share it" if loops > 1 else ""
+    fewest = min(p.host_bytes for p in plans)
+    if host is not None and host < fewest:
+        return TooLittle(
+            f"loopkit.{name}: `memory` must be at least {fewest * loops} bytes on the "
+            f"host, got {host * loops} bytes. That is one checkpoint{each}. Pass more for 'host'.",
+            fewest,
+        )
+    fit = [p for p in plans if host is None or p.host_bytes <= host]
+    least = min(fit, key=lambda p: p.peak_bytes)
+    needed = least.peak_bytes * loops
+    where, advice = "", f"`memory={needed}` or more"
+    if host is not None:
+        where, advice = " on the device", f"{needed} or more for 'device'"
+    return TooLittle(
+        f"loopkit.{name}: `memory` must be at least {needed} bytes{where}, got {count * loops} "
+        f"bytes. That is a carry of {least.step.carry_bytes} bytes, and what else a gradient needs "
+        f"however little is kept{each}. Pass {advice}.",
+        needed,
+    )
+
+
+def _candidates(count: int, room: int, loop: Plan, steps: int, most: int | None) -> Iterator[Plan]:
+    """Plans whose checkpoints are in `room` bytes, and near `count` bytes on the device."""
+    step, bound = loop.step, loop.bound
+    if bound is not None:
+        for price in _prices(loop):
+            yield replace(
+                loop, segment=max(bound, 1), store="residuals", price=price, keeps_all=True
+            )
+        for segment in {1, min(16, bound)} - {0} if "carries" in step.stores else ():
+            yield replace(loop, slots=-(-bound // segment) * segment, segment=segment)
+    for store, price in _rows(loop):
+        for segment in _leaves(steps, loop.exact):
+            segments = -(-steps // segment)
+            plan = replace(loop, slots=1, segment=segment, store=store, price=price)
+            left = room if loop.host else count - plan.row_bytes - plan.least_bytes
+            slots = _slots_in(left, step.carry_bytes)
+            if slots < segments or bound is None:
+                slots = _slots_in(left, step.carry_bytes, place=4)
+                slots = min(slots, SPLIT if loop.exact else PLACED)
+            slots = min(slots, segments)
+            if most is not None:
+                slots = min(slots, most - (plan.row_bytes > 0))
+            least = min(segments, 1 + loop.host)
+            # To save one of a few carries may cost more than to compute it again.
+            for some in {*range(least, slots if segments <= FEW_SLOTS else 0), slots}:
+                if some >= least and not (some >= steps and segment > 1):
+                    yield replace(plan, slots=some)
+
+
+def _prices(loop: Plan) -> list[float]:
+    """Prices at which residuals are stored in different ways."""
+    return [row.price for row in loop.step.rows]
+
+
+def _rows(loop: Plan) -> list[tuple[Store, float]]:
+    """What a segment may store of a step, and at which price."""
+    priced = {"carries": [0.0], "residuals": _prices(loop)}
+    return [(store, price) for store in loop.step.stores for price in priced[store]]
+
+
+def _slots_in(count: int, carry: int, place: int = 0) -> int:
+    """How many slots so many bytes are enough for, with `place` bytes each beside the carries."""
+    few = (count + carry) // (carry + place)  # of which one has no carry
+    return max(count // (carry + place), min(few, SPARED))
+
+
+def _leaves(steps: int, exact: bool) -> list[int]:
+    """Segment lengths to try."""
+    leaves, segment = set(), 1.0
+    while segment <= min(steps, 4 * MANY_SLOTS):
+        near = exact and segment >= 8
+        leaves.add(near_divisor(steps, int(segment)) if near else int(segment))
+        segment = max(segment + 1, segment * 1.15)
+    return sorted(leaves)
+
+
+def near_divisor(bound: int, segment: int) -> int:
+    """A divisor of `bound` near `segment`: segments all of one length have a trip count."""
+    near = range(max(1, math.ceil(0.7 * segment)), math.floor(1.4 * segment) + 1)
+    divisors = [k for k in near if bound % k == 0]
+    return min(divisors, key=lambda k: abs(k - segment), default=segment)
