@@ -225,7 +225,7 @@ def test_loops_share_a_budget_in_bytes():
     assert shares == ["4"] * text.count("checkpoints=Bytes")
     assert shares
     two = loopkit.checkpointed(long_loops, memory={"device": "1 MB", "host": "2 MB"})
-    assert "Bytes(count=1000000, loops=4, host=2000000)" in str(jax.make_jaxpr(two)(x))
+    assert "Bytes(count=1000000, loops=4, host=2000000," in str(jax.make_jaxpr(two)(x))
     with loopkit.replace_lax_loops(memory=budget):
         alone, gradient = temporary_bytes(long_loops, x)
     assert_close(gradient, wanted)
@@ -238,7 +238,7 @@ def test_a_budget_of_its_own_is_kept():
         return lax.scan(lambda c, _: (c * x, None), x, length=9)[0]
 
     text = str(jax.make_jaxpr(loopkit.checkpointed(f, memory=10_000))(1.0))
-    assert text.count("Bytes(count=10000, loops=1, host=None)") == 2
+    assert text.count("Bytes(count=10000, loops=1, host=None") == 2
 
 
 def test_a_budget_too_small_says_what_would_do():

@@ -48,6 +48,11 @@ def is_call(eqn: _jax.Equation) -> bool:
     return eqn.primitive.name in ("jit", "pjit") and hasattr(eqn.params.get("jaxpr"), "eqns")
 
 
+def is_remat(eqn: _jax.Equation) -> bool:
+    """Whether it is a call of a function under `jax.checkpoint`."""
+    return eqn.primitive.name in ("checkpoint", "remat2", "RematTraced")
+
+
 def called(eqn: _jax.Equation, ins: Sequence[Any]) -> tuple[Any, list]:
     """The open jaxpr of a call, and its operands: arrays of numpy may be constants of it."""
     jaxpr = eqn.params["jaxpr"]
@@ -150,7 +155,7 @@ def reported_once(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """The tangents of a step, of which `jax.checkpoint` reports nothing as it runs parts again."""
 
     def quiet(eqn: _jax.Equation) -> Any:
-        if eqn.primitive.name not in ("checkpoint", "remat2"):
+        if not is_remat(eqn):
             return eqn
         silent = eqn.replace(params=with_jaxprs(eqn.params, without_debug_effects))
         return silent.replace(effects=_effects_inside(silent))

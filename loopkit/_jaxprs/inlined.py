@@ -2,40 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from loopkit import _jax
 from loopkit._jaxprs import equations
 
 
-def inlined(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """A jaxpr without calls of jitted functions; the same object if it has none."""
+def inlined(jaxpr: _jax.Jaxpr, is_call: Callable[[Any], bool] = equations.is_call) -> _jax.Jaxpr:
+    """A jaxpr without calls of jitted functions, or others; the same object if it has none."""
+
+    def can_be(eqn: _jax.Equation) -> bool:
+        inside = eqn.params["jaxpr"] if is_call(eqn) else None
+        return inside is not None and not _has_constants(inside)
+
     j = _jax.open_jaxpr(jaxpr)
-    if not any(map(_can_be_inlined, j.eqns)):
+    if not any(map(can_be, j.eqns)):
         return jaxpr
-    eqns, env = _spelled_out(j, {})
+    eqns, env = _spelled_out(j, {}, can_be)
     outvars = [_looked_up(v, env) for v in j.outvars]
     return _jax.close_jaxpr(j.replace(eqns=eqns, outvars=outvars))
 
 
-def _can_be_inlined(eqn: _jax.Equation) -> bool:
-    if not equations.is_call(eqn) or getattr(eqn.params["jaxpr"], "consts", ()):
-        return False
-    return not _jax.open_jaxpr(eqn.params["jaxpr"]).constvars
+def _has_constants(jaxpr: _jax.Jaxpr) -> bool:
+    return bool(getattr(jaxpr, "consts", ()) or _jax.open_jaxpr(jaxpr).constvars)
 
 
 def _looked_up(v: _jax.Atom, env: dict) -> Any:
     return v if isinstance(v, _jax.Literal) else env.get(v, v)
 
 
-def _spelled_out(j: _jax.OpenJaxpr, env: dict, fresh: bool = False) -> tuple[list, dict]:
+def _spelled_out(
+    j: _jax.OpenJaxpr, env: dict, can_be: Callable[[Any], bool], fresh: bool = False
+) -> tuple[list, dict]:
     """The equations, and what stands for which variable; with `fresh` results, all are new."""
     eqns: list = []
     for eqn in j.eqns:
         invars = [_looked_up(v, env) for v in eqn.invars]
-        if _can_be_inlined(eqn):
+        if can_be(eqn):
             inside = _jax.open_jaxpr(eqn.params["jaxpr"])
-            more, within = _spelled_out(inside, dict(zip(inside.invars, invars, strict=True)), True)
+            given = dict(zip(inside.invars, invars, strict=True))
+            more, within = _spelled_out(inside, given, can_be, True)
             eqns += more
             results = (_looked_up(v, within) for v in inside.outvars)
             env |= dict(zip(eqn.outvars, results, strict=True))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -42,13 +42,16 @@ class Linearised:
         return self.residuals.step.invars[self.loop.const_count :][: self.loop.carry_count]
 
 
-def linearised(loop: Loop, active: Active, again: bool = False) -> Linearised:
-    """The derivative of the body in its active inputs and outputs.
+Variant = Literal["as it is", "inner loops again", "opened"]
+"""How the body is linearised. "inner loops again": wide ones are run again, as where the residuals of
+every step are kept. "opened": a cut sees what is inside `jax.checkpoint`."""
 
-    `again`: wide inner loops are run again, as where the residuals of every step are kept.
-    """
-    again = again or loop.checkpoints == "all"
-    return loop.derived(("linearised", active, again), lambda: _linearise(loop, active, again))
+
+def linearised(loop: Loop, active: Active, variant: Variant = "as it is") -> Linearised:
+    """The derivative of the body in its active inputs and outputs."""
+    if loop.checkpoints == "all":
+        variant = "inner loops again"
+    return loop.derived(("linearised", active, variant), lambda: _linearise(loop, active, variant))
 
 
 def _linearised(body: _jax.Jaxpr, active: Active) -> tuple[_jax.Jaxpr, Any]:
@@ -70,9 +73,10 @@ def _linearised(body: _jax.Jaxpr, active: Active) -> tuple[_jax.Jaxpr, Any]:
     return _jax.trace_closed(linearised, list(body.in_avals), "loop_step"), tree
 
 
-def _linearise(loop: Loop, active: Active, again: bool) -> Linearised:
-    n, c = len(loop.body.out_avals), loop.const_count
-    whole, tree = _linearised(loop.body, active)
+def _linearise(loop: Loop, active: Active, variant: Variant) -> Linearised:
+    n, c, again = len(loop.body.out_avals), loop.const_count, variant == "inner loops again"
+    body = inlined(loop.body, equations.is_remat) if variant == "opened" else loop.body
+    whole, tree = _linearised(body, active)
     wide = rerun.found(loop, whole)
     if wide and again:
         whole = rerun.apart(loop, whole)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from loopkit import _jax
 from loopkit._engine.derivative.deferred_products import SMALLEST
-from loopkit._engine.derivative.linearised import Linearised, linearised
+from loopkit._engine.derivative.linearised import Linearised, Variant, linearised
 from loopkit._engine.derivative.pieces import Reversal, build, saved_leaves
 from loopkit._engine.derivative.split import Split, keep_split, split_step
 from loopkit._engine.derivative.write_log import find_undo
@@ -16,9 +16,10 @@ from loopkit._engine.facts.counters import find_counters
 from loopkit._engine.loop import Active, Loop, kept
 from loopkit._engine.primitives import forward_p
 from loopkit._jaxprs import equations
-from loopkit._jaxprs.cost import factor_bytes, nanoseconds
+from loopkit._jaxprs.cost import equation_nanoseconds, factor_bytes, nanoseconds
+from loopkit._jaxprs.equations import is_remat
 from loopkit._jaxprs.min_cut import Point
-from loopkit._plans.budget import Share
+from loopkit._plans.budget import Bytes, Share
 from loopkit._plans.costs import Row, StepCosts
 from loopkit._plans.plan import Plan
 from loopkit._plans.planner import CHECKPOINT_BYTES, best_plan
@@ -38,7 +39,7 @@ def reversal(loop: Loop, layout: Active, active: Active | None = None) -> Revers
         return base
     # Stored residuals are those of the layout; others are made again, for what is needed of them.
     split = base.split
-    fewer = split_step(loop, active, base.plan.price)
+    fewer = split_step(loop, active, base.plan.price, base.split.variant)
     if not base.plan.keeps_all and can_replay(loop, fewer, base.saved):
         split = fewer
     return loop.derived(
@@ -66,20 +67,31 @@ def can_replay(loop: Loop, split: Split, saved: Sequence[bool]) -> bool:
 
 def _planned(loop: Loop, active: Active) -> Reversal:
     found = _of_split(loop, active)
+    if isinstance(loop.checkpoints, Bytes) and (hidden := _remat_nanoseconds(loop.body)):
+        opened, steps = _of_split(loop, active, "opened"), loop.length or 1
+        gained = found.plan.nanoseconds(steps) - opened.plan.nanoseconds(steps)
+        keeps_rows = opened.plan.keeps_all or opened.plan.store == "residuals"
+        if keeps_rows and gained + steps * hidden > 0:
+            return opened
     if not found.split.holds_wide or found.plan.keeps_all:
         return found
     with suppress(ValueError):  # of a budget that is too little
-        kept_whole = _of_split(loop, active, again=True)
+        kept_whole = _of_split(loop, active, "inner loops again")
         if kept_whole.plan.keeps_all and kept_whole.plan.peak_bytes <= found.plan.peak_bytes:
             return kept_whole  # the inner loops are run again, and the step is not
     return found
 
 
-def _of_split(loop: Loop, active: Active, again: bool = False) -> Reversal:
-    split = split_step(loop, active, again=again)
+def _remat_nanoseconds(body: _jax.Jaxpr) -> float:
+    """Predicted time of what `jax.checkpoint` in a step runs again in its backward half."""
+    return sum(equation_nanoseconds(e) for e in _jax.open_jaxpr(body).eqns if is_remat(e))
+
+
+def _of_split(loop: Loop, active: Active, variant: Variant = "as it is") -> Reversal:
+    split = split_step(loop, active, variant=variant)
     saved = saved_leaves(loop.without_debug_effects(), split)
     quiet = build(loop, active, Plan(1), saved, split, None, find_counters(loop))
-    step = _with_smaller_rows(_step_of(quiet), linearised(loop, active, again))
+    step = _with_smaller_rows(_step_of(quiet), linearised(loop, active, variant))
     undo, steps = find_undo(loop, saved), (step,)
     if undo is not None:
         buffers = _jax.byte_count(*kept(loop.carry_types, undo.leaves))
@@ -97,7 +109,7 @@ def _of_split(loop: Loop, active: Active, again: bool = False) -> Reversal:
     if plan.strategy == "every carry":
         plan = replace(plan, slots=plan.segment * (plan.segments or 0))  # whole segments
     if plan.price:
-        split = split_step(loop, active, plan.price, again)
+        split = split_step(loop, active, plan.price, variant)
         saved = saved_leaves(loop.without_debug_effects(), split)
         quiet = build(loop, active, plan, saved, split, None, quiet.counters)
     return replace(quiet, plan=plan, undo=undo)

@@ -16,13 +16,13 @@ reads slices of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from loopkit import _jax
-from loopkit._engine.derivative.linearised import Linearised, linearised
+from loopkit._engine.derivative.linearised import Linearised, Variant, linearised
 from loopkit._engine.facts.write_sites import with_fresh_writes, writes_once
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
 from loopkit._engine.passes.batched_loop import in_row, places_at
@@ -52,6 +52,8 @@ class Split:
     """Which stored residuals are kept in the host's memory; empty if none are."""
     holds_wide: bool = False
     """Whether a step has inner loops that could be run again, in the place of their residuals."""
+    variant: Variant = "as it is"
+    """How the body was linearised."""
     stored_batched: tuple[bool, ...] = ()
     """For the split of a batched loop made from another split: which rows have the new axis."""
 
@@ -60,20 +62,23 @@ class Split:
         return list(self.forward.out_avals[self.results :])
 
 
-def split_step(loop: Loop, active: Active, price: float = 0.0, again: bool = False) -> Split:
+def split_step(
+    loop: Loop, active: Active, price: float = 0.0, variant: Variant = "as it is"
+) -> Split:
     """The halves of the derivative, cut where it is best at a price of a byte."""
-    whole = linearised(loop, active, again)
-    return loop.derived(_key(active, price, again), lambda: _cut(whole, price))
+    whole = linearised(loop, active, variant)
+    make = lambda: replace(_cut(whole, price), variant=variant)
+    return loop.derived(_key(active, price, variant), make)
 
 
 def keep_split(loop: Loop, active: Active, price: float, split: Split) -> None:
     """Split the loop's step like this from now on."""
     for each in {price, 0.0}:
-        loop.remember(_key(active, each, False), split)
+        loop.remember(_key(active, each, "as it is"), split)
 
 
-def _key(active: Active, price: float, again: bool) -> tuple:
-    return "split", active, price, again
+def _key(active: Active, price: float, variant: Variant) -> tuple:
+    return "split", active, price, variant
 
 
 def primal_half(loop: Loop, active: Active) -> Loop:
@@ -241,5 +246,11 @@ def batch_split(
         ins = [*consts, *places_at(hoisted, 0), *slices, *places_at(stored, 0), *cts]
         return _jax.batch_jaxpr(split.backward(live, unused_init), axis, ins, outs)[0]
 
-    same = split.uncut_bytes, split.reads, split.offloaded
-    return Split(hoist, forward, split.results, make_backward, *same, False, tuple(stored))
+    return replace(
+        split,
+        hoist=hoist,
+        forward=forward,
+        backward=make_backward,
+        holds_wide=False,
+        stored_batched=tuple(stored),
+    )
