@@ -17,9 +17,11 @@ account, beyond what no plan counts. Sets of names are tried one and all.
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import combinations
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +30,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name as named
 
+import harness
 import loopkit
 from findings import Record, show_bytes, spread
 from frontier import nested_scans
@@ -201,30 +204,30 @@ def needed(run: Callable, case: Case) -> int:
     return temp_bytes(jax.jit(gradient(run, case)).lower(*arguments(case)).compile())
 
 
+def planned(case: Case, memory: int) -> int:
+    """Bytes that the plan within so many is predicted to need."""
+
+    def run(params, init, xs):
+        return ours(memory=memory)(partial(case.step, params), init, xs, case.length)
+
+    return loopkit.explain(run, *arguments(case)).plan.peak_bytes
+
+
 def within(case: Case, limit: int) -> tuple[Callable | None, int]:
-    """loopkit with the largest `memory` found for which the gradient needs `limit` bytes at most."""
-    memory, best = limit, None
+    """loopkit with a `memory` for which the gradient needs `limit` bytes at most, if one is found.
+
+    What the compiler needs beyond the plan is taken off, until it fits.
+    """
+    memory = limit
     for _ in range(TRIES):
         try:
             used = needed(ours(memory=memory), case)
         except ValueError:  # less than any plan needs
             break
         if used <= limit + COUNTERS:
-            if best is not None:
-                break
-            best = memory
-            break
-        peak = loopkit.explain(
-            lambda *of: gradient_free(case, memory)(*of), *arguments(case)
-        ).plan.peak_bytes
-        memory = max(1, min(memory, peak) - (used - limit))
-    return (None if best is None else ours(memory=best)), memory
-
-
-def gradient_free(case: Case, memory: int) -> Callable:
-    return lambda params, init, xs: ours(memory=memory)(
-        partial(case.step, params), init, xs, case.length
-    )
+            return ours(memory=memory), memory
+        memory = max(1, min(memory, planned(case, memory)) - (used - limit))
+    return None, memory
 
 
 def compare(report: Report, repeats: int, name: str) -> dict[str, float]:
@@ -232,7 +235,6 @@ def compare(report: Report, repeats: int, name: str) -> dict[str, float]:
     case = CASES[name]()
     runs: dict[str, Callable] = {k: by_policy(p) for k, p in policies(case)}
     limits = {k: needed(run, case) for k, run in runs.items()}
-    peers = dict(runs)
     runs["nested scans"] = lambda step, init, xs, length: nested_scans(2)(
         step, init, xs, length, length
     )
@@ -263,25 +265,27 @@ def compare(report: Report, repeats: int, name: str) -> dict[str, float]:
             for policy in found
         ]
     )
-    assert set(found) <= set(peers)
     worst = max(found, key=lambda k: found[k].mid)
     report.target(f"{name}, loopkit over a policy, worst ({worst})", found[worst].mid, LIMIT)
     return {k: v.mid for k, v in found.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--loops", default=",".join(CASES))
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--markdown", help="a file for the report")
+    parser.add_argument("--processor", action="store_true", help="time of all cores together")
+    parser.add_argument("--markdown", type=Path, metavar="FILE")
     options = parser.parse_args()
-    report = Report(describe_machine())
-    found: dict[str, Mapping[str, float]] = {}
+    if options.processor:
+        harness.clock = time.process_time
+    report = Report()
+    report.write(describe_machine() + "\n")
     for name in options.loops.split(","):
-        report.heading(name)
-        found[name] = compare(report, options.repeats, name)
-    if options.markdown:
-        report.save(options.markdown)
+        report.write(f"## {name}\n")
+        compare(report, options.repeats, name)
+    report.summary()
+    report.save(options.markdown)
 
 
 if __name__ == "__main__":

@@ -218,7 +218,7 @@ class Plan:
     @property
     def _row_words(self) -> str:
         if not self.price or self.step is UNKNOWN_COSTS:
-            return f"the {self.store}"
+            return "the residuals" if self.keeps_all else f"the {self.store}"
         return f"{errors.size(self.row.bytes)} of the {self.store}"
 
     def __str__(self) -> str:

@@ -22,6 +22,13 @@ KEEPS = (
     {"checkpoints": "loopkit.Plan(slots=0, keeps_all=True, store='residuals', host=True)"},
     {"checkpoints": "loopkit.Plan(slots=3, host=True)"},
     {"checkpoints": "loopkit.Plan(slots=2, segment=2, store='residuals', host=True)"},
+    {"checkpoints": "loopkit.Plan(slots=0, keeps_all=True, price=1.0)"},
+    {"checkpoints": "loopkit.Plan(slots=0, keeps_all=True, price=1e9)"},
+    {"checkpoints": "loopkit.Plan(slots=2, segment=2, store='residuals', price=0.5)"},
+    {"checkpoints": "loopkit.Plan(slots=1, segment=3, store='residuals', price=1e9)"},
+    {"checkpoints": "jax.checkpoint_policies.nothing_saveable"},
+    {"checkpoints": "jax.checkpoint_policies.dots_saveable"},
+    {"checkpoints": "jax.checkpoint_policies.dots_saveable", "memory": "20_000"},
     {"memory": "'100 kB'"},
     {"memory": "20_000"},
     {"memory": "{'device': '50 kB', 'host': '1 MB'}"},
@@ -39,7 +46,8 @@ def kept(w: Writer, bound: bool, plan: bool = True) -> dict[str, str]:
         return {}
     how = w.d.choice(KEEPS)
     text = "".join(how.values())
-    if ("all" in text and not bound) or ("Plan" in text and not plan):
+    policy = "policies" in text and "memory" not in how
+    if (("all" in text or policy) and not bound) or ("Plan" in text and not plan):
         return {}
     w.tags.update(["host"] if "host" in text else [])
     w.d.note(f"option: {'default' if not how else ' '.join(f'{k}={v}' for k, v in how.items())}")

@@ -1,0 +1,117 @@
+"""Part of the residuals is stored, and the rest is run again: no number changes by it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import loopkit
+from derivatives import assert_close, derivative, expected
+from loopkit import Plan
+from loopkit._engine.derivative import reversal
+from problems import PROBLEMS, named
+from turns import in_turn
+
+PRICES = 1e-3, 0.3, 1e9
+"""Nanoseconds a byte: from where nearly all is stored to where nearly all is run again."""
+PLANS = {
+    f"{kind}, price {price:g}": make(price)
+    for price in PRICES
+    for kind, make in {
+        "every step": lambda p: Plan(0, keeps_all=True, price=p),
+        "segments": lambda p: Plan(3, segment=3, store="residuals", price=p),
+        "a schedule": lambda p: Plan(2, segment=2, store="residuals", price=p),
+    }.items()
+}
+MAIN = named("while_scalar", "scan_until")
+
+
+@pytest.mark.parametrize(("problem", "plan"), in_turn(PROBLEMS, PLANS, of=9))
+def test_gradients(problem, plan):
+    got = jax.jit(derivative(problem.flat_loop(PLANS[plan]), "r"))
+    assert_close(got(problem.vector()), expected(problem.name, "r"))
+
+
+@pytest.mark.parametrize(
+    ("problem", "pattern", "plan"), in_turn(MAIN, ["fr", "rr", "rf"], PLANS, of=9)
+)
+def test_second_derivatives(problem, pattern, plan):
+    got = jax.jit(derivative(problem.flat_loop(PLANS[plan]), pattern))
+    assert_close(got(problem.vector()), expected(problem.name, pattern))
+
+
+WIDTH, STEPS = 24, 7
+WEIGHTS = jnp.asarray(np.random.default_rng(0).normal(size=(2, WIDTH, WIDTH)) / 5)
+START = jnp.asarray(np.random.default_rng(1).normal(size=(5, WIDTH)))
+
+
+def network(h, _):
+    hidden = jax.nn.softmax(h @ WEIGHTS[0], axis=-1)
+    return h + jnp.exp(-hidden) @ WEIGHTS[1], hidden.max()
+
+
+def loss(step=network, loops=loopkit, **options):
+    def f(h):
+        h, peaks = loops.scan(step, h, None, STEPS, **options)
+        return jnp.sum(h**2) + jnp.sum(peaks)
+
+    return f
+
+
+@pytest.fixture
+def small_steps_count(monkeypatch):
+    """Frontiers are made of small steps, too."""
+    monkeypatch.setattr(reversal, "SMALLEST_ROW", 0)
+    monkeypatch.setattr(reversal, "CHECKPOINT_BYTES", 0)
+
+
+BUDGETS = 3_000, 6_000, 10_000, 15_000, 20_000, 10**6
+
+
+@pytest.mark.parametrize("memory", BUDGETS)
+@pytest.mark.parametrize("lanes", [False, True])
+def test_budgets(small_steps_count, memory, lanes):
+    ours, theirs = loss(memory=memory), loss(loops=lax)
+    wrap = (lambda f: jax.vmap(f)) if lanes else (lambda f: f)
+    h = jnp.stack([START, 2 * START]) if lanes else START
+    for transformed in (jax.grad, lambda f: jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2))):
+        got, wanted = (wrap(transformed(f)) for f in (ours, theirs))
+        assert_close(jax.jit(got)(h), jax.jit(wanted)(h))
+
+
+def test_budgets_are_used(small_steps_count):
+    """The more bytes, the more is kept of a step; and nothing is predicted to take longer."""
+    plans = [loopkit.explain(loss(memory=memory), START).plan for memory in BUDGETS]
+    assert all(plan.peak_bytes <= memory for plan, memory in zip(plans, BUDGETS, strict=True))
+    times = [plan.nanoseconds(STEPS) for plan in plans]
+    assert times == sorted(times, reverse=True)
+    assert len({(plan.price, plan.slots, plan.segment) for plan in plans}) >= 4
+    assert any(plan.price > 0 and plan.keeps_all for plan in plans)
+
+
+def in_checkpoint(h, x):
+    return jax.checkpoint(network)(h, x)
+
+
+@pytest.mark.parametrize("memory", BUDGETS[1:])
+def test_a_budget_sees_into_jax_checkpoint(small_steps_count, memory):
+    hidden, plain = loss(in_checkpoint, memory=memory), loss(memory=memory)
+    found = [loopkit.explain(f, START).plan for f in (hidden, plain)]
+    if found[1].keeps_all:
+        assert found[0] == found[1]
+    assert_close(jax.jit(jax.grad(hidden))(START), jax.jit(jax.grad(loss(loops=lax)))(START))
+
+
+def test_without_a_budget_jax_checkpoint_is_obeyed():
+    def f(h):
+        until = lambda h, _: h.sum() > 1e9
+        return loopkit.scan(in_checkpoint, h, None, STEPS, until=until, checkpoints="all")[0]
+
+    assert loopkit.explain(f, START).plan.step.residual_bytes <= START.nbytes
+
+
+@pytest.mark.parametrize("price", [-1.0, float("nan"), float("inf"), "1", True, None])
+def test_a_price_that_is_none(price):
+    with pytest.raises(ValueError, match="`price` must be a finite number >= 0, nanoseconds"):
+        Plan(1, price=price)
