@@ -242,7 +242,9 @@ class Residuals:
         return Cut(hoisted, stored, read & given, remake, uncut, order, offloaded)
 
     def _is_offloaded(self, eqn: _jax.Equation | None) -> bool:
-        return None not in (eqn, self.policy) and _jax.offloads(self.policy, eqn)
+        if eqn is None or self.policy is None:
+            return False
+        return _jax.offloads(self.policy, eqn)
 
 
 def is_repeatable(eqn: _jax.Equation) -> bool:
