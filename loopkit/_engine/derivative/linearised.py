@@ -43,8 +43,8 @@ class Linearised:
 
 
 Variant = Literal["as it is", "inner loops again", "opened"]
-"""How the body is linearised. "inner loops again": wide ones are run again, as where the residuals of
-every step are kept. "opened": a cut sees what is inside `jax.checkpoint`."""
+"""How the body is linearised. "inner loops again": wide ones are run again, as where the residuals
+of every step are kept. "opened": a cut sees what is inside `jax.checkpoint`."""
 
 
 def linearised(loop: Loop, active: Active, variant: Variant = "as it is") -> Linearised:
