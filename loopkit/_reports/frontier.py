@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +35,7 @@ class Frontier:
     """The best ways to keep part of a step, from more bytes to fewer."""
 
     choices: tuple[Choice, ...]
-    by_hand: Callable[[], dict[str, Choice]]
+    by_hand: Callable[[], dict[str, Choice]] = field(compare=False)
     """What policies of JAX keep."""
 
     def __str__(self) -> str:
