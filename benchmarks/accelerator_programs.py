@@ -51,7 +51,7 @@ def layer() -> Workload:
 
 
 def scan(**how: Any) -> Run:
-    """By `loopkit.scan` with these options."""
+    """Run a loop with `loopkit.scan` and these options."""
 
     def loop(body, params, init, n, bound):
         return loopkit.scan(lambda x, _: (body(params, x), None), init, None, bound, **how)[0]
@@ -60,7 +60,8 @@ def scan(**how: Any) -> Run:
 
 
 def while_loop(bounded: bool = True, **how: Any) -> Run:
-    """By `loopkit.while_loop` with these options, and `max_steps` if it is bounded."""
+    """Run a loop with `loopkit.while_loop` and these options, and with `max_steps` if it is
+    bounded."""
 
     def loop(body, params, init, n, bound):
         step = lambda s: (s[0] + 1, body(params, s[1]))
@@ -85,7 +86,8 @@ LOOPS: dict[str, Run] = {
     "loopkit.while_loop, max_steps, 8": while_loop(checkpoints=8),
     "loopkit.while_loop": while_loop(bounded=False),
 }
-"""By what each takes: the number of checkpoints, or `"all"`, if it is not the default."""
+"""The loops, by name. A name has the number of checkpoints, or `"all"`, if that is not the
+default."""
 
 WITHOUT_COUNTS = {name: loop for name, loop in LOOPS.items() if not name.endswith(", 8")}
 
@@ -126,7 +128,7 @@ def rows_in_carry(loop: Callable[..., Any], x: Any, w: Any) -> Any:
 
 
 def rows_stacked(x: Any, w: Any) -> Any:
-    """The same rows as outputs of a scan, which puts them one upon the other."""
+    """Compute the rows as outputs of a scan, which stacks them."""
 
     def body(row, _):
         row = jnp.tanh(w * row)

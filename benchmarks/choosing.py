@@ -1,4 +1,4 @@
-"""Which loop when: the tables of docs/choosing.md.
+"""The tables of docs/choosing.md: which loop when.
 
 python benchmarks/choosing.py [--only memory,code,axes,blocks,ys,tracing]
 """

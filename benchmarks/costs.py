@@ -1,4 +1,4 @@
-"""What the planner predicts, beside what is measured: times of steps, and the plans it takes.
+"""Predictions of the planner beside measurements: times of steps, and the plans that it takes.
 
     python benchmarks/costs.py [--only prices,plans] [--steps fft,eigh] [--repeats 9] [--cpu]
 

@@ -59,7 +59,7 @@ def quantity(record: Record, name: str) -> float:
 
 
 def values(sections: Mapping[str, Section], text: str) -> list[float | None]:
-    """What the lines of a comment ask for, in order."""
+    """Return the values that the lines of a comment ask for, in order."""
     found: list[float | None] = []
     for line in text.strip().splitlines():
         if line.strip() == "-":

@@ -1,4 +1,4 @@
-"""What benchmarks find: figures of contenders and targets, kept in one JSON, shown as tables.
+"""Findings of benchmarks: figures of contenders and targets, kept in one JSON, shown as tables.
 
 Needs no JAX, so that pages and pictures can be made where none is.
 """
@@ -38,7 +38,7 @@ def spread(samples: Iterable[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Record:
-    """What one contender took for one program."""
+    """The measurements of one contender on one program."""
 
     program: str
     contender: str
@@ -66,7 +66,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Section:
-    """What one section found, where and when."""
+    """The findings of one section, with place and date."""
 
     title: str
     date: str

@@ -153,7 +153,7 @@ def beyond_plans(case) -> int:
 
 
 def predicted(report: Report, case) -> None:
-    """What plans are predicted to need, and what the compiler then needs of that."""
+    """Report the memory that plans are predicted to need, and that the compiler then needs."""
     base, rows = beyond_plans(case), []
     least = None
     try:
@@ -289,7 +289,8 @@ def flat_cost(report: Report, repeats: int) -> None:
 
 
 def targets(report: Report, found: Mapping[str, dict]) -> None:
-    """Of what `compare` found for one loop or several: the worst place, and default plans."""
+    """Set targets for what `compare` found for one loop or several: the worst place, and default
+    plans."""
     for kind in KINDS:
         values = {
             (n, s): v for n, f in found.items() for (k, s), v in f["pairs"].items() if k == kind

@@ -203,7 +203,7 @@ def memory() -> str:
 
 
 def machine() -> dict[str, str]:
-    """What figures depend on."""
+    """Describe the machine and the versions that figures depend on."""
     device = jax.devices()[0]
     is_kept = all(v in os.environ.get(k, "") for k, v in kept_memory().items())
     return {

@@ -74,7 +74,8 @@ def targets(sections: Sections, patterns: str) -> str:
 
 
 def machines(sections: Sections, patterns: str) -> str:
-    """Where and when, a row for sections that were measured alike."""
+    """Return a table of machines and dates, with one row for all sections that were measured
+    alike."""
     alike: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for name, section in matching(sections, patterns).items():
         about, (program, _, part) = section.machine, name.partition("/")
@@ -134,7 +135,7 @@ BESIDES = {
     "flax: NNX RNN": "`nnx.split`, `nnx.merge`",
     "jaxley": "no `checkpoint_lengths`",
 }
-"""What a program of a library is written with so that `checkpointed` sees its loop."""
+"""The change with which a library's program lets `checkpointed` see its loop."""
 
 
 def libraries(sections: Sections, names: str) -> str:
@@ -175,7 +176,7 @@ def _beside_their_own(records: Sequence[Record]) -> dict[tuple[str, str], tuple[
 
 
 def versions(sections: Sections, patterns: str) -> str:
-    """Where and with what, a sentence a section."""
+    """Return a sentence for each section that names its machine and its versions."""
     sentences = []
     for section in matching(sections, patterns).values():
         about = section.machine
@@ -219,7 +220,7 @@ PEERS = {
         "#tracing-and-compiling-a-gradient",
     ),
 }
-"""What the first pages compare: a section of the engine, a loop, a setting, a heading."""
+"""The rows that the first pages compare: a section of the engine, a loop, a setting, a heading."""
 
 
 def peers(sections: Sections, page: str) -> str:

@@ -29,7 +29,7 @@ from report import Report
 PROGRAMS = library_solvers.PROGRAMS | library_models.PROGRAMS
 ALL = "checkpoints='all'"
 PACKAGES = {"ott": "ott-jax", "mjx": "mujoco-mjx", "tfp": "tfp-nightly"}
-"""Where the library has another name."""
+"""The names of packages that differ from those of their modules."""
 
 
 def warm_up() -> None:

@@ -136,7 +136,7 @@ class Bar:
         self.sizes, self.section, self.done = sizes, "", 0
 
     def watch(self, contender: str, does: str, part: float) -> None:
-        """What `harness.watch` is told."""
+        """Follow `harness.watch`: show the contender that runs."""
         self.bar.set_description_str(f"{self.section}: {does} {contender}", refresh=False)
         left = self.done + 1 - self.bar.n
         self.bar.update(min(part / self.sizes.get(self.section, 10), 0.9 * left))

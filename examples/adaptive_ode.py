@@ -52,7 +52,7 @@ class Solve(NamedTuple):
 
 
 def stepper(field: Callable[[State], State], end: float, rtol: float, atol: float):
-    """How a solution starts, and what a step of it does."""
+    """Return a solution's initial state and the function that takes one step of it."""
 
     def start(state: State, dt: float) -> Solve:
         zero = jnp.zeros((), state.dtype)

@@ -75,7 +75,8 @@ def draw(path: Path, by_choice: Mapping[str, Results], by_beam: Results) -> None
 
 
 def gradient_norms(model: Pronouncer, word: str, best: tuple) -> tuple[float, float]:
-    """Of the best score of a word: through the search, and where its answer is given."""
+    """Return the gradient norms of a word's best score: through the search, and for the answer as
+    given."""
     letters, phones = spell([word])[0], pad([best], WIDTHS[-1] + 1)[0]
 
     @eqx.filter_jit

@@ -112,14 +112,14 @@ def step(balls: Balls, loop: Callable) -> tuple[Balls, Int[Array, ""]]:
 
 
 class Loops(NamedTuple):
-    """What a simulation is written with: a loop over steps, and one within each."""
+    """The loops of a simulation: one over steps, and one within each step."""
 
     scan: Callable
     while_loop: Callable
 
 
 def guarded(going, body, first):
-    """As many iterations as there may be, with what comes after the end thrown away."""
+    """Run as many iterations as there may be, and discard what comes after the end."""
 
     def kept(val, _):
         go = going(val)
@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> dict:
     args = parser.parse_args(argv)
 
     def place(throw, loops=BY_LOOPKIT):
-        """Where the last ball is in the end; its way, and the iterations."""
+        """Return the last place of the last ball, its way, and the number of iterations."""
         balls, way = thrown(throw, args.steps, loops)
         return balls.places[-1, 0], way
 

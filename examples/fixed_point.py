@@ -66,7 +66,8 @@ def carve(size: int, rng: np.random.Generator) -> Maze:
 
 
 def back_up(costs: Grid, values: Grid, maze: Maze) -> Grid:
-    """What each cell costs if its next step is the best of four, and `values` those after."""
+    """Return the cost of each cell if its next step is the best of four, and `values` count from
+    there."""
     after = values.ravel()[maze.to]
     slips = SLIP * (jnp.roll(after, 1, axis=0) + jnp.roll(after, -1, axis=0))
     best = jnp.min((1 - 2 * SLIP) * after + slips, axis=0).reshape(costs.shape)

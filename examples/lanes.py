@@ -57,7 +57,8 @@ def by_diffrax(stiffness, adjoint):
 
 
 def phases(longest: np.ndarray, widths: list[int]) -> list[tuple[int, int, int]]:
-    """Of each phase its lanes, first and last step, where lanes are so long, the longest first."""
+    """Return each phase's lanes, first and last step, for lanes of these lengths, the longest
+    first."""
     ends = [int(longest[narrower]) for narrower in (*widths[1:], 0)]
     return list(zip(widths, [0, *ends[:-1]], ends, strict=True))
 

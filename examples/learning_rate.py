@@ -166,7 +166,8 @@ def main(argv: list[str] | None = None) -> dict:
     print(f"{len(words.letters):,} words to learn from, {counted:,} parameters, {args.steps} steps")
 
     def gradient_by(scan: Callable) -> Callable:
-        """What comes out with the rate of each step, and its gradient in their logarithms."""
+        """Return a function for the result with a rate for each step, and its gradient in the
+        rates' logarithms."""
 
         def final_error(log_rates: Float[Array, " steps"]) -> tuple[Float[Array, ""], Array]:
             last, losses = trained(model, jnp.exp(log_rates), batches, words, scan)

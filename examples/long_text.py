@@ -77,7 +77,7 @@ def bits_per_byte(network: Network, texts: Texts, scan: Callable) -> Float[Array
 
 
 def reach(network: Network, text: UInt8[Array, " length"]) -> Float[Array, " length-1"]:
-    """How much the bits of the last byte depend on what each byte before brought."""
+    """Return how much the bits of the last byte depend on what each byte before it brought."""
 
     def last_bits(brought):
         hidden = jnp.zeros((1, network.bias.size))

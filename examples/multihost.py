@@ -50,7 +50,7 @@ OPTIMISER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
 
 
 class State(NamedTuple):
-    """What is saved; the same on all devices."""
+    """The state that is saved; it is the same on all devices."""
 
     model: Reader
     optimiser: optax.OptState
@@ -115,7 +115,8 @@ def divided(texts: np.ndarray, mesh: Mesh) -> Texts:
 
 
 def newest(manager: ocp.CheckpointManager, state: State) -> tuple[int, State]:
-    """How many steps were taken, and what had become of `state`, which says where it goes."""
+    """Return the number of steps taken and the newest saved state; `state` says where its arrays
+    go."""
     step = manager.latest_step()
     if step is None:
         return 0, state
@@ -234,7 +235,7 @@ def limited(seconds: float, what: str) -> Iterator[None]:
 
 
 def work(args: argparse.Namespace) -> None:
-    """What one process does."""
+    """Do the work of one process."""
     jax.distributed.initialize(
         args.coordinator,
         args.processes,

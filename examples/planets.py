@@ -56,7 +56,7 @@ def start(unknowns: Unknowns) -> tuple[Float[Array, "2"], State]:
 
 
 def by_loopkit(unknowns: Unknowns, sights: int, apart: float) -> Float[Array, "sights 4"]:
-    """Where the planets are at each sight, which are so far apart in time."""
+    """Return the places of the planets at each sight; sights are `apart` in time."""
     masses, state = start(unknowns)
     begin, step = stepper(partial(field, masses), apart, TOLERANCE, TOLERANCE)
 

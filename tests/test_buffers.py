@@ -72,7 +72,7 @@ def test_apply_heeds_pred_where_a_row_is_named_twice(mode):
 
 @pytest.mark.parametrize("pred", [None, [True, True, False]], ids=str)
 def test_what_is_written_over_has_no_gradient(pred):
-    """Of values for a row that is named twice, the last that is written counts."""
+    """If values are set at a row twice, the last one counts."""
     values = jnp.cos(jnp.arange(36.0)).reshape(3, 4, 3)
     pred = None if pred is None else jnp.asarray(pred)[:, None, None]
 
@@ -183,7 +183,7 @@ def test_lanes_that_stop_apart(body, kind, checkpoints):
 @pytest.mark.parametrize("kind", ["while", "scan"])
 @pytest.mark.parametrize("checkpoints", [Plan(2, 2, "residuals"), Plan(1)], ids=range(2))
 def test_batches(kind, checkpoints):
-    """Of arguments, of cotangents alone, and of residuals that were kept one by one."""
+    """Batches of arguments, of cotangents alone, and of residuals stored one by one."""
     f, wanted = looped(rows_from_rows, kind, checkpoints), reference(rows_from_rows)
     ws = jnp.stack([W, W * 2, W / 2])
     batch = lambda f: jax.vmap(jax.grad(f, (0, 1)), (None, 0))(XS, ws)

@@ -471,7 +471,8 @@ def test_no_false_alarm_in_second_derivatives(problem):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_when_off(kind):
-    """The same program, to the letter, and to the bit, before steps were watched and after."""
+    """Programs and results are the same to the letter, and to the bit, before and after
+    watching."""
     texts, values = [], []
     for how in ({}, ON, {"debug": None}):
         f = jax.jit(

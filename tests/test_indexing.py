@@ -1,4 +1,4 @@
-"""What an index touches of a buffer, and what one read or write makes of it, without a loop."""
+"""Indices into buffers: what they touch, and single reads and writes, without a loop."""
 
 import itertools
 
@@ -206,7 +206,7 @@ def test_what_is_read_out_of_bounds():
 
 
 def test_names_of_modes():
-    """As strings, and as jax calls them."""
+    """Modes may be strings, or jax's own names."""
     modes = jax.lax.GatherScatterMode
     for mode, name in {
         None: None,
@@ -251,7 +251,8 @@ def test_an_empty_list_is_of_integers():
 
 
 def test_rows_that_are_named_twice():
-    """Of what is set the last is kept, and has the derivative; all that is added is."""
+    """The last value that is set is kept, and has the derivative; all values that are added
+    count."""
     rows, pred = jnp.asarray([0, 2, 2, 0]), jnp.asarray([True, True, True, False])
     values, weights = jnp.asarray([1.0, 2.0, 3.0, 4.0]), jnp.asarray([10.0, 20.0, 30.0])
 

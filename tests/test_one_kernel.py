@@ -21,7 +21,8 @@ CHECKPOINTS = [None, "all", 3, Plan(4, 5), Plan(4, 5, "residuals"), Plan(2, 4, t
 
 
 def kept(bound: int) -> list:
-    """What a loop keeps, with a bound and without; without one it cannot keep every step."""
+    """Return the settings that a loop can keep things by; without a bound it cannot keep every
+    step."""
     pairs = [(checkpoints, most) for checkpoints in CHECKPOINTS for most in (bound, None)]
     return [pair for pair in pairs if pair != ("all", None)]
 

@@ -33,7 +33,7 @@ def test_grows_by_doubling():
 
 
 def test_appending_copies_nothing(monkeypatch):
-    """What is appended is stored when all of it is needed, not one by one."""
+    """Appended elements are stored when all of them are needed, not one by one."""
     stored = []
     settled = TensorArray._settled
     monkeypatch.setattr(TensorArray, "_settled", lambda self: (stored.append(1), settled(self))[1])

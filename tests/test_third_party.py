@@ -257,7 +257,7 @@ def test_numpyro_model_with_a_scan():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own use of jax.numpy
 def test_dynamax_likelihood():
-    """That of a hidden Markov model: a scan over what was observed."""
+    """The likelihood of a hidden Markov model is a scan over the observations."""
     models = import_or_skip("dynamax.hidden_markov_model")
     model = models.GaussianHMM(3, 2)
     params, _ = model.initialize(jax.random.key(0))

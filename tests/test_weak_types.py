@@ -140,7 +140,7 @@ HOW = {
 }
 OF_LAX = "reverse", "unroll"
 LENGTHS = (False, 3), (True, 3), (True, 1), (False, 0)
-"""With and without `x64`."""
+"""Pairs: whether `x64` is on, and a length."""
 PROMOTED = ("int", "a half"), ("three", "bfloat16"), ("module", "float32"), ("float", "strong one")
 PROMOTED += ("weak integers", "bfloat16"), ("float", "only a literal")
 

@@ -1,4 +1,5 @@
-"""Which cases of a test are quick: values take turns, and so do the two pairs of Python and JAX."""
+"""Turns: which cases of a test are quick. Values take turns, and so do the two pairs of Python and
+JAX."""
 
 import itertools
 from collections import defaultdict
@@ -13,7 +14,7 @@ MANY = 4
 SHARE = 3
 NEWER = jax.__version_info__ >= (0, 11)
 WHOLE = "test_architecture.py", "test_docs.py", "test_reference.py", "test_release.py"
-"""Of the code and the docs as they stand, whose cases are as many files."""
+"""Tests of the code and the docs as they stand, with a case for each file."""
 LATE = "slow", "exhaustive", "programs", "trials", "accelerators", "site"
 
 
@@ -37,7 +38,7 @@ def in_turn(
 
 
 def take_turns(items: list[pytest.Item]) -> None:
-    """Of many quick cases a third is quick with the oldest JAX, one with newer ones, one slow."""
+    """Make a third of many quick cases quick with the oldest JAX, one with newer ones, one slow."""
     quick = defaultdict(list)
     for item in items:
         if item.path.name in WHOLE:

@@ -93,7 +93,7 @@ def card(entry: Entry) -> str:
 
 
 def kept(entry: Entry) -> str:
-    """What says that a picture stays as it is on dark pages."""
+    """Return the markup that keeps a picture unchanged on dark pages."""
     return "{ .as-drawn }" if entry.coloured else ""
 
 

@@ -96,7 +96,7 @@ def moments(units: int = 12, slots: int = 3) -> dict[str, Any]:
 
 
 def schedule(plan: Plan, ink: str) -> Any:
-    """As `Plan.plot` draws it, with ink that is seen."""
+    """Draw a plan with `Plan.plot`, in ink that is visible."""
     figure = plan.plot()
     above, below = figure.axes
     for line in (*above.lines, *below.lines):

@@ -35,7 +35,7 @@ class Ended(NamedTuple):
 
 
 class History(NamedTuple):
-    """What each step leaves behind."""
+    """The record that each step leaves behind."""
 
     choices: Int[Array, "room beam"]  # token * beam + place of what each grew out of
     lineage: Int[Array, "room beam"] | None  # places in the beam, of those before each
@@ -100,7 +100,8 @@ def beam_search(
         return alive & (worst_kept == -jnp.inf) if stop == "first" else alive
 
     def step(beam: Beam) -> tuple[Rows, State, Rows, Array]:
-        """Of the decoder, for each hypothesis; and the cache that it has read."""
+        """Take a step of the decoder for each hypothesis; return the cache that it has read,
+        too."""
         _, lineage, cache = beam.history
 
         def of_one(state, lineage, last):

@@ -1,4 +1,4 @@
-"""What a search may ask of a model, once the model has read its input."""
+"""The interface of a decoder: what a search may ask of a model that has read its input."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar

@@ -74,7 +74,8 @@ def pretrained(
 
 
 class Results(NamedTuple):
-    """How a search did on a list of words, where the nearest of its k best counts, k = 1 to n."""
+    """The results of a search on a list of words; the nearest of its k best counts, for k = 1 to
+    n."""
 
     phone_error_rate: Float[np.ndarray, " n"]  # edits to the nearest pronunciation, to its phones
     exact_words: Float[np.ndarray, " n"]  # the share of words without an edit

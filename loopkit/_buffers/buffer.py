@@ -35,7 +35,7 @@ class Owner:
     step: Any = None
     """The number of the step, where reads and writes are checked."""
     name: str = ""
-    """What errors call it."""
+    """The name of the buffer in errors."""
 
 
 @jax.tree_util.register_pytree_node_class
@@ -193,7 +193,7 @@ class Ref:
         unique_indices: bool = False,
         **other: Any,
     ) -> Array:
-        """What is there."""
+        """Read the entries at the index."""
         check_keywords("get", other)
         if not isinstance(fill_value, (int, float, complex, type(None))):
             validate.as_array(f"{AT}get", "fill_value", fill_value)

@@ -1,4 +1,4 @@
-"""What stands between the brackets of `b[...]`, as a window with starts and a layout.
+"""Indexing: turns what stands between the brackets of `b[...]` into a window, starts and a layout.
 
 Indexing follows numpy: `b[i, :, None, rows]` with integers, slices, ellipses, None and arrays of
 integers, in any mixture.
@@ -23,7 +23,7 @@ INDEX_ADVICE = "Index with integers, slices, None, an ellipsis, or arrays of int
 
 @dataclass(frozen=True)
 class Place:
-    """Where an index points, and how what is there is laid out."""
+    """The place that an index points to, and the layout of the entries there."""
 
     window: Window
     starts: Any
@@ -43,7 +43,7 @@ class Place:
         return tuple(self.starts.shape[:-1])
 
     def outward(self, slices: jax.Array) -> Any:
-        """What the index selects, from stacked slices."""
+        """Bring stacked slices into the shape that the index selects."""
         found = jnp.transpose(jnp.squeeze(slices, self.dropped), self.order)
         return jnp.expand_dims(found, self.new)
 
@@ -76,7 +76,8 @@ class Place:
         return last.reshape(*self.batch, *[1] * len(shape))
 
     def by_element(self, value: jax.Array, mask: jax.Array) -> tuple[Place, Any, Any]:
-        """The same, a slice for each element, with stacked slices and their mask."""
+        """Cut a write into one slice for each element, and return place, stacked slices and
+        mask."""
         window, batch, ndim = self.window, self.batch, len(self.window.sizes)
         rest = [a for a in range(ndim) if a not in window.axes]
         sizes = [window.sizes[a] for a in rest]
@@ -92,7 +93,7 @@ class Place:
 
 
 def _last(places: jax.Array) -> Any:
-    """Which places, integers along the last axis, are not there again later."""
+    """Mark the places, integers along the last axis, that do not occur again later."""
     flat = places.reshape(-1, places.shape[-1])
     if len(flat) <= 64:
         later = np.triu(np.ones((len(flat), len(flat)), bool), 1)
@@ -106,7 +107,7 @@ def _last(places: jax.Array) -> Any:
 
 
 def place(shape: Sequence[int], index: Any, mode: str | None = None, unique: bool = False) -> Place:
-    """Where `index` points in a buffer of this shape.
+    """Find where `index` points in a buffer of this shape.
 
     `mode` is for slices out of bounds, as in `Window`; None is that of `jax.numpy` for reads.
     `unique` is the caller's word that the index has no duplicates.
@@ -171,7 +172,8 @@ def place(shape: Sequence[int], index: Any, mode: str | None = None, unique: boo
 
 
 def _mode(mode: str | None, index: tuple, arrays: list, has_arrays: bool) -> tuple[str, bool]:
-    """What is done with slices out of bounds, and whether negative starts are from the end."""
+    """Choose a mode for slices out of bounds, and say whether negative starts count from the
+    end."""
     # An index without a sign is not from the end, however large, ...
     wrap = not arrays or any(a.dtype.kind == "i" for a in arrays)
     if mode is not None:
@@ -266,7 +268,7 @@ def _slice(v: slice, size: int) -> tuple[str, Any]:
 
 
 def _known_start(v: Any, size: int) -> int | None:
-    """Where a known integer points, if that is inside."""
+    """Return the place that a known integer points to, or None if it is out of bounds."""
     if _jax.is_tracer(v) or np.ndim(v):
         return None
     start = int(v) + size if int(v) < 0 else int(v)

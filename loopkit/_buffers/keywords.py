@@ -1,4 +1,4 @@
-"""What the keywords of a buffer's `.at[...]` mean: those of jax.numpy."""
+"""The keywords of a buffer's `.at[...]`, which mean what they mean in jax.numpy."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def without_operators(cls: type[T]) -> type[T]:
 
 
 def fill_value_of(dtype: np.dtype[Any], fill_value: jax.typing.ArrayLike | None) -> Any:
-    """What jax.numpy reads out of bounds, in mode "fill"."""
+    """Return what jax.numpy reads out of bounds in mode "fill"."""
     if fill_value is None and jnp.issubdtype(dtype, jnp.inexact):
         fill_value = jnp.nan
     elif fill_value is None and jnp.issubdtype(dtype, jnp.integer):

@@ -21,14 +21,14 @@ from loopkit._buffers import slices
 
 
 def first_written(value: jax.Array) -> Any:
-    """What counts as written in an initial buffer."""
+    """Mark the entries of an initial buffer that count as written."""
     filled = value != jnp.zeros((), value.dtype)
     rows = filled.any(tuple(range(1, filled.ndim)), keepdims=True)
     return jnp.broadcast_to(rows, filled.shape)
 
 
 def check_read(buffer: Any, found: jax.Array, place: Any, bounds: bool) -> Any:
-    """What was read, with an error at run time if it was not to be."""
+    """Return what was read; raise an error at run time if the read is not allowed."""
     if buffer._written is None:
         return found
     if bounds:
@@ -78,7 +78,7 @@ def _raise_if(
 
 @dataclass(frozen=True)
 class Outside:
-    """What raises an error that says which slice of a buffer is bad, the first of them.
+    """Raises an error that names the first slice of a buffer that is out of bounds.
 
     The checks: which are; where each is, along the last axis; the number of the step.
     """

@@ -244,7 +244,7 @@ def _write_transpose(
 
 
 def in_order(found: Any, new: jax.Array, starts: jax.Array, window: Window) -> tuple[Any, Any]:
-    """What was read, and what is to be written there, which waits until it has been.
+    """Tie a read to the write after it: the write waits until the read has happened.
 
     A compiler that drops barriers reads a slice again wherever it is used, and then copies the
     buffer before it is written; it does not look through a branch, of which it does not know which

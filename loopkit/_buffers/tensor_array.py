@@ -54,7 +54,7 @@ class TensorArray(Generic[E]):
     _tree: Any
     _size: Any
     _stored: Any
-    """How many elements are in `data`; later ones are in the tail."""
+    """The number of elements in `data`; later ones are in the tail."""
     _tail: list[list[Any]]
     """Elements not stored yet. It may hold more, appended to another TensorArray."""
 
@@ -146,7 +146,7 @@ class TensorArray(Generic[E]):
 
     @property
     def capacity(self) -> int:
-        """How many elements there is room for."""
+        """The number of elements that it has room for."""
         return self._settled()[0].shape[0]
 
     def __len__(self) -> int:
@@ -177,7 +177,8 @@ class TensorArray(Generic[E]):
         return iter(self.unstack())
 
     def write(self, index: Integer, element: E | ArrayLike | Tree) -> TensorArray[E]:
-        """With another element at an index; those before it that are missing are zeros."""
+        """Return the array with another element at an index; missing elements before it are
+        zeros."""
         leaves = self._leaves("write", element)
         at = self._place("write", index)
         if not isinstance(at, int) or not self._is_known():
@@ -190,7 +191,7 @@ class TensorArray(Generic[E]):
         return self._with(at, leaves, max(int(self._size), at + 1))
 
     def append(self, element: E | ArrayLike | Tree) -> TensorArray[E]:
-        """With one more element."""
+        """Return the array with one more element."""
         leaves = self._leaves("append", element)
         if not self._is_known() or self._is_in_loop():
             return self._with(self._size, leaves, self._size + 1)
@@ -264,7 +265,8 @@ class TensorArray(Generic[E]):
         return TensorArray._of(data, self._tree, size)._checked()
 
     def _checked(self) -> TensorArray[E]:
-        """With an error at run time if it holds more than it has room for; not inside a loop."""
+        """Return the array; outside loops, raise an error at run time if it is beyond its
+        capacity."""
         if self._is_in_loop() or isinstance(self._size, int):
             return self
         room = self._data[0].shape[0]

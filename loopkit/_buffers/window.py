@@ -1,4 +1,4 @@
-"""Which elements of a buffer a read or a write touches."""
+"""Windows: the elements of a buffer that a read or a write touches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 Starts: Alias = jax.Array | np.ndarray[Any, Any]
-"""Where slices start, one a row: of NumPy where that is known."""
+"""The starts of slices, one a row; a NumPy array if they are known."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Which elements a read or a write touches, once the starts are known.
+    """The elements that a read or a write touches, once the starts are known.
 
     `starts`, integers `[*batch, len(axes)]`, says where each of a batch of slices begins along
     `axes`. The slices are stacked in an array `[*batch, *sizes]`, without dropping axes of size
@@ -38,7 +38,7 @@ class Window:
     """Whether negative starts count from the end."""
 
     def with_axis(self, axis: int, size: int) -> Window:
-        """The same slices of a buffer with one more axis, of which they take all."""
+        """Return the window for a buffer with one more axis, all of which each slice takes."""
         return replace(
             self,
             axes=tuple(a + (a >= axis) for a in self.axes),
@@ -47,7 +47,8 @@ class Window:
         )
 
     def with_index(self, axis: int) -> Window:
-        """The same, where each slice has its own place along the new axis, given last."""
+        """Return the window for a buffer with one more axis; the last start is a slice's place
+        along it."""
         wider = self.with_axis(axis, 1)
         return replace(wider, axes=(*wider.axes, axis))
 
@@ -85,7 +86,7 @@ class Window:
         return replace(self, mode="drop").starts_in(shape, starts)[1]
 
     def point(self, starts: Starts) -> list:
-        """Where a single slice starts, along every axis."""
+        """Return the start of a single slice along every axis."""
         point: list = list(self.offsets)
         for column, axis in enumerate(self.axes):
             point[axis] = starts[column]
@@ -100,7 +101,7 @@ class Window:
 
 
 def outside(buffer: jax.Array, *operands: jax.Array, window: Window, **params: Any) -> tuple:
-    """Which starts are of slices that are not inside, of those that are read or written at all."""
+    """Mark the starts of slices that are out of bounds, among those that are read or written."""
     starts, *masks = operands if "value" in params else operands[1:]
     bad = ~window.inside(buffer.shape, starts)
     if masks:

@@ -139,7 +139,7 @@ def float0_zero(aval: ShapedArray) -> Zero:
 
 
 def nonzero(tangents: Sequence[Any]) -> list[bool]:
-    """Which are not symbolically zero."""
+    """Mark the tangents that are not symbolic zeros."""
     return [type(t) is not Zero for t in tangents]
 
 
@@ -149,11 +149,11 @@ def of_shape(aval: ShapedArray, shape: tuple[int, ...]) -> ShapedArray:
 
 
 SYMBOLIC = 16
-"""What an axis of symbolic size (jax.export) is taken to be where bytes and steps are weighed."""
+"""The assumed size of an axis of symbolic size (jax.export), for estimates of bytes and steps."""
 
 
 def elements(aval: ShapedArray) -> int:
-    """How many numbers a value of this type has; one, if it is no array."""
+    """Return the number of elements of a value of this type; one, if it is not an array."""
     return volume(getattr(aval, "shape", ()))
 
 
@@ -170,7 +170,7 @@ def is_tracer(value: object) -> bool:
 
 
 def innermost(value: Any) -> Any:
-    """What the tracers of `jax.vmap` and of derivatives stand for: a value with all of its rows."""
+    """Return the value below the tracers of `jax.vmap` and of derivatives, with all of its rows."""
     while isinstance(value, (batching.BatchTracer, ad.JVPTracer, ad.LinearizeTracer)):
         value = value.val if isinstance(value, batching.BatchTracer) else value.primal
     return value
@@ -185,7 +185,7 @@ def known(value: Any) -> Any:
 
 
 def origin(tracer: object) -> Any:
-    """What `jit` knows of a tracer: the value that it stands for, or what makes it, or None.
+    """Return what `jit` knows of a tracer: its value, or the equation that makes it, or None.
 
     That is an equation whose operands are tracers, and which of its results the tracer is.
     """

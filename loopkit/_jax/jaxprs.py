@@ -104,13 +104,13 @@ def dce(
 
 
 def used_inputs(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> list[bool]:
-    """Which inputs the used outputs need."""
+    """Mark the inputs that the used outputs need."""
     keep = [False] * len(jaxpr.in_avals)
     return list(pe.dce_jaxpr(cast(Any, open_jaxpr(jaxpr)), list(used_outputs), keep)[1])
 
 
 def unknown_outputs(jaxpr: Jaxpr, unknown: Sequence[bool]) -> list[bool]:
-    """Which outputs depend on inputs that are not known yet."""
+    """Mark the outputs that depend on inputs that are not known yet."""
     return list(pe.partial_eval_jaxpr_nounits(jaxpr, list(unknown), False)[2])
 
 
@@ -127,7 +127,7 @@ def like(v: Any) -> Any:
 
 
 def rearranged(jaxpr: Jaxpr, inputs: Sequence[int], outputs: Sequence[int]) -> Jaxpr:
-    """The same equations, with the inputs in another order and some of the outputs."""
+    """Return the jaxpr with its inputs in another order and some of its outputs."""
     j = open_jaxpr(jaxpr)
     invars, outvars = [j.invars[i] for i in inputs], [j.outvars[i] for i in outputs]
     info = j.debug_info.with_unknown_names()
@@ -178,7 +178,7 @@ def bind_equation(eqn: Equation, values: Sequence[Any]) -> list:
 
 @contextlib.contextmanager
 def context_of(eqn: Equation) -> Any:
-    """What an equation was written in, for what takes its place."""
+    """Return the context in which an equation was written, for whatever takes its place."""
     names = source_info.current_name_stack() + eqn.source_info.name_stack
     with source_info.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
         yield

@@ -22,7 +22,7 @@ lax_while_p = lax_loops.while_p
 SCAN_KEEPS_RULES = jax.__version_info__ >= (0, 12)
 """Whether the second derivative of lax.scan heeds custom_jvp rules in the steps."""
 replacing = jax.make_user_context(None)
-"""What this thread puts in the place of lax's loops, part of every cache's key, or None."""
+"""The replacement for lax's loops in this thread, or None. It is part of every cache's key."""
 _lower = mlir.lower_jaxpr_to_module
 
 
@@ -76,7 +76,8 @@ def lower_as_written(on: bool) -> None:
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """How many operands of a lax scan are constants, and how many are the initial carry."""
+    """Return the number of operands of a lax scan that are constants, and that are the initial
+    carry."""
     if "ft_in" in params:  # since jax 0.11
         consts, carry, _ = params["ft_in"].unpack()
         return len(consts), len(carry)

@@ -1,4 +1,4 @@
-"""Where values lie: on the device or the host, and memory that is taken as it is found."""
+"""Memory: values on the device or the host, and memory that is used without being filled."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def blank(aval: ShapedArray) -> jax.Array:
 
 
 def blank_on_host(aval: ShapedArray) -> jax.Array:
-    """The same in the host's memory. Compilers make zeros on the device, and may then move them."""
+    """Make blank memory on the host. Compilers make zeros on the device, and may then move them."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return placed(zeros(on_device(aval)), aval)
     made = blank_p.bind(jnp.int32(0), shape=aval.shape, dtype=aval.dtype, host=True)

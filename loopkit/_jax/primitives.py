@@ -1,4 +1,4 @@
-"""How a primitive is lowered, run, batched and split between known and unknown values."""
+"""Primitives: lowering, running, batching, and splitting into known and unknown values."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ def define(
 
 
 evaluations: dict[core.Primitive, Callable] = {}
-"""What each primitive computes, as `define` was told."""
+"""The function that computes each primitive, as `define` was given it."""
 
 
 @ft.partial(jax.jit, static_argnums=(0, 1))
 def named_results(
     primitive: core.Primitive, params: tuple, *operands: jax.typing.ArrayLike
 ) -> list:
-    """What a primitive returns, in the memory that its types say, also outside jit."""
+    """Evaluate a primitive; results are in the memory that their types name, outside jit too."""
     return list(map(named_on_host, primitive.bind(*operands, **dict(params))))
 
 
@@ -157,7 +157,7 @@ def target_device() -> Any:
 
 
 def device_of(values: Sequence[Any]) -> Any:
-    """Where what is made of these values runs outside jit; None if that is not here."""
+    """Return the device on which jax computes with these values outside jit."""
     arrays = (v for v in values if isinstance(v, jax.Array) and not isinstance(v, core.Tracer))
     return next((next(iter(v.devices())) for v in arrays if v.committed), None) or target_device()
 
@@ -168,7 +168,8 @@ def as_there(values: Sequence[Any] = ()) -> Any:
 
 
 def _checkified(args: Sequence[Any]) -> tuple:
-    """What checkify calls a rule with: a context from jax 0.11 on, error, kinds and operands."""
+    """Sort the arguments of a checkify rule: context (from jax 0.11 on), error, kinds and
+    operands."""
     at = next(i for i, a in enumerate(args) if isinstance(a, checkify.Error))
     return args[:at], args[at], args[at + 1], args[at + 2 :]
 
@@ -209,7 +210,7 @@ def register_batching(primitive: core.Primitive, rule: Callable) -> None:
 def register_partial_eval(
     primitive: core.Primitive, known: Callable, known_equation: Callable
 ) -> None:
-    """How a primitive splits where its primals are known and its tangents are not.
+    """Register how a primitive splits if its primals are known and its tangents are not.
 
     `known(values, **params)`, for primals that are known, gives the primal results, the constants
     of the linear part, and that part's primitive and parameters. `known_equation(eqn)` gives, for
@@ -263,7 +264,7 @@ def _register_partial_eval(primitive: Primitive, eager: Callable, known_part: Ca
 
 
 def register_known_part(primitive: core.Primitive, part: Callable) -> None:
-    """How a primitive is evaluated in part where some of its operands are known.
+    """Register how a primitive is evaluated in part if only some of its operands are known.
 
     `part(unknown, **params)` is None, or says which operands and which results are known, and the
     parameters with which the primitive computes those. All of it is left for later as well.

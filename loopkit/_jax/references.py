@@ -29,5 +29,5 @@ def has_references(jaxpr: Jaxpr) -> bool:
 
 
 def of_values(jaxpr: Jaxpr) -> Jaxpr:
-    """The same function of what references hold; what those hold in the end follows its results."""
+    """Turn references into values: they are operands, and their final values follow the results."""
     return discharge_state(jaxpr)

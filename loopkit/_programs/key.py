@@ -34,12 +34,13 @@ RULES = {
     "checkpoint": {"policy"},
     "remat2": {"policy"},
 }
-"""What derivatives read of an equation, and its results do not depend on. Those of an equation
-that is the derivative of a loop do, wherever in it they are."""
+"""Parameters of an equation that only derivatives read, and on which its results do not depend. If
+the equation is the derivative of a loop, its results do depend on these parameters, wherever in it
+they are."""
 
 
 FUNCTIONS = ("builtins", "functools", "jax", "jaxlib", "numpy")
-"""Where classes are from that hold nothing that changes."""
+"""The packages whose classes hold nothing that changes."""
 
 
 def program_key(program: object, results_only: bool = False, met: list | None = None) -> Hashable:

@@ -1,4 +1,4 @@
-"""What `progress` shows by a word: bars of tqdm and rich, which are imported then, or a line."""
+"""The bars that `progress` names by a word: tqdm, rich (each imported on first use) and a line."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TqdmBar:
 
 
 class _Display:
-    """Of rich: one for all bars that there are, as it wants it."""
+    """The one display of rich, which shows all bars; rich allows one at a time."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -126,4 +126,4 @@ class LineBar:
 
 
 BUILT_IN: dict[str, Callable[..., Any]] = {"tqdm": TqdmBar, "rich": RichBar, "line": LineBar}
-"""What opens a bar, for each word."""
+"""The class that opens a bar, for each word."""

@@ -24,7 +24,7 @@ INTERVAL = 0.2
 SHARE, LONGEST = 100, 1.0
 """It is as many times longer as an update takes, up to so many seconds."""
 UPDATES_FASTER = 8
-"""How many times more steps there are at most before an update than before the last."""
+"""The most by which the number of steps between two updates may grow from one to the next."""
 NOT_YET = 2**31 - 1
 SILENT = -1
 """The number of no bar: of all devices that run the same program, the first shows one."""
@@ -119,7 +119,8 @@ def closed(number: int, progress: ProgressSettings, backward: bool = False) -> N
 
 @contextlib.contextmanager
 def bar(progress: ProgressSettings | None, total: int | None) -> Generator[Callable[[int], Any]]:
-    """What is told how many steps were taken, of a loop in Python."""
+    """Open a bar for a loop in Python, and yield a function that takes the number of steps
+    taken."""
     if progress is None:
         yield lambda _: None
         return
@@ -175,7 +176,7 @@ def _of_thread() -> list[tuple[int, Bar]]:
 
 
 def _left_open(site: object, run: Run, stack: set[Run]) -> list[int]:
-    """By programs that are over; one that is where it began has begun again."""
+    """Return the bars of programs that have ended; a program that begins again counts as ended."""
     bars = [(number, bar) for number, bar in _of_thread() if bar.run is not None]
     over = [n for n, one in bars if one.is_over(stack)]
     again = [n for n, one in bars if one.site is site and (one.run == run or not one.progress.last)]
@@ -191,7 +192,8 @@ def _runs() -> tuple[Run, set[Run]]:
 
 
 def _places(frame: Any) -> list[tuple[str, Run]]:
-    """Where a thread is, from the innermost frame on: functions, and frames and their places."""
+    """Return where a thread is, innermost frame first: its functions, and its frames with their
+    places."""
     found = []
     while frame is not None:
         found.append((frame.f_code.co_name, (id(frame), frame.f_lasti)))

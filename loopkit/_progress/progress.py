@@ -17,18 +17,18 @@ METHODS = "start", "update", "close"
 
 @dataclass(frozen=True)
 class ProgressSettings:
-    """How a loop shows how far it is: part of the compiled program."""
+    """The settings of a loop that shows its progress; they are part of the compiled program."""
 
     name: str
-    """Of the function that the user called."""
+    """The name of the function that the user called."""
     start: Callable = field(compare=False, repr=False)
     """Opens a bar, of so many steps."""
     shown: Any = field(compare=False, repr=False)
-    """What has `update` and `close`, unless `start` returns that."""
+    """The object with `update` and `close`, unless `start` returns another one."""
     shown_id: int
     """Two are the same if they are the very same object."""
     told: tuple[str, ...]
-    """What `start` is given by keyword, of "name" and "backward"."""
+    """The keywords that `start` takes, of "name" and "backward"."""
     forward: bool = True
     """Whether steps are shown as they are taken, not only as they are reversed."""
     weight: int = 1
@@ -36,9 +36,9 @@ class ProgressSettings:
     whole: int | None = None
     """The total, where it is not that of the loop: of several loops that have one bar."""
     first: bool = True
-    """Of several, whether the bar is opened for this one, and not left open by one before."""
+    """Whether this loop opens the bar; if not, an earlier loop of the same call left it open."""
     last: bool = True
-    """Of several, whether it is closed after this one, and not left open for one after it."""
+    """Whether this loop closes the bar; if not, a later loop of the same call goes on with it."""
 
     @property
     def backward_only(self) -> ProgressSettings:
@@ -56,7 +56,7 @@ class ProgressSettings:
         )
 
     def opened(self, total: int | None, backward: bool) -> Any:
-        """What has `update` and `close`."""
+        """Open the bar, and return the object with `update` and `close`."""
         know = {"name": self.name, "backward": backward}
         made = self.start(total, **{word: know[word] for word in self.told})
         return made if _has(made, METHODS[1:]) else self.shown
@@ -93,7 +93,7 @@ def _has(value: object, methods: tuple[str, ...]) -> bool:
 
 
 def _keywords(start: Callable[..., Any]) -> tuple[str, ...]:
-    """Which of what is known of a bar `start` takes."""
+    """Return the keywords, of those known of a bar, that `start` takes."""
     with contextlib.suppress(TypeError, ValueError):  # of some built-in functions nobody can say
         parameters = inspect.signature(start).parameters
         every = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

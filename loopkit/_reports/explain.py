@@ -1,4 +1,4 @@
-"""What the loops inside a function store, and what they run again."""
+"""`explain`: what the loops inside a function store, and what they run again."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Explained:
     """One loop inside a function."""
 
     name: str
-    """Of the function that the user called: "loopkit.scan", "lax.scan", ..."""
+    """The name of the function that the user called: "loopkit.scan", "lax.scan", ..."""
     source: str
     """"file:line" of the call."""
     plan: Plan
-    """Of a loop of lax: that it stores every step."""
+    """The loop's plan; for a loop of lax, a plan that stores every step."""
     scan_bytes: int | None
-    """What jax.lax.scan would store in all; None if nothing bounds the loop."""
+    """The bytes that jax.lax.scan would store in all; None if nothing bounds the loop."""
     lanes: tuple[int, ...] = ()
     """Axes of lanes that wait for each other, under `jax.vmap` with a predicate that differs."""
 
@@ -65,7 +65,7 @@ class Explained:
 
     @property
     def on_gpu(self) -> list[str]:
-        """What is different on a GPU."""
+        """Return lines that say what is different on a GPU."""
         plan = self.plan.on_gpu
         if plan == self.plan or not self.name.startswith("loopkit"):
             return []
@@ -186,7 +186,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 
 def _source(*eqns: _jax.Equation) -> str:
-    """Of an equation; or, if its own is not known, of the nearest one around it.
+    """Return the source line of an equation or, if it has none, of the nearest one around it.
 
     What is spelled out has none of its own.
     """

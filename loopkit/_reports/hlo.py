@@ -22,7 +22,7 @@ class Instruction:
 
     name: str
     type: str
-    """As in f32[500,7]."""
+    """The type, such as f32[500,7]."""
     opcode: str
     operands: tuple[str, ...]
     rest: str
@@ -30,7 +30,7 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Of an array; 0 for a tuple."""
+        """The bytes of an array; 0 for a tuple."""
         found = re.fullmatch(r"(\w+)\[([\d,]*)\](\{.*\})?", self.type)
         if found is None:
             return 0
@@ -50,13 +50,13 @@ class Instruction:
             yield from (("branch", n) for n in _OPERAND.findall(names))
 
     def number(self, key: str) -> int | None:
-        """Of an attribute."""
+        """Return the number that an attribute has."""
         found = re.search(rf"\b{key}=(\d+)", self.rest)
         return None if found is None else int(found[1])
 
     @property
     def index(self) -> int | None:
-        """Of a get-tuple-element."""
+        """The index of a get-tuple-element."""
         return self.number("index")
 
 

@@ -25,12 +25,12 @@ class Copy:
     """An array that every step of a compiled loop copies."""
 
     type: str
-    """As the compiler writes it: f32[500,7]."""
+    """The type as the compiler writes it, such as f32[500,7]."""
     bytes: int
     leaf: str
     """The leaves of a carry that have this type; empty if none has."""
     element: int | None
-    """Which element of the compiled loop's carry it belongs to, if that can be told."""
+    """The element of the compiled loop's carry that it belongs to, if that is known."""
     source: str
     """file:line, or "" if the compiler does not say."""
     instruction: str
@@ -43,11 +43,11 @@ class Copy:
 
 @dataclass(frozen=True)
 class InPlaceReport:
-    """What the loops of a compiled program copy in each of their steps. It prints as a list."""
+    """The copies that the loops of a compiled program make in each step. It prints as a list."""
 
     copies: tuple[Copy, ...]
     loops: int
-    """How many loops there are in the compiled program."""
+    """The number of loops in the compiled program."""
     min_bytes: int
 
     def __bool__(self) -> bool:
@@ -181,7 +181,7 @@ def _report(text: str, names: dict[str, dict[str, None]], min_bytes: int) -> InP
 
 
 def _element(instructions: dict[str, Instruction], copy: Instruction) -> int | None:
-    """Which element of the loop's carry a copy is made of, or becomes."""
+    """Return the element of the loop's carry that a copy is made of, or becomes."""
     at = copy
     while at.opcode in ("copy", "bitcast") and at.operands and at.operands[0] in instructions:
         at = instructions[at.operands[0]]

@@ -79,7 +79,7 @@ class Prices:
         return np.where(free == 0, segments * (segments - 1) // 2, linear)
 
     def of(self, segments: int, free: int) -> int:
-        """The same for integers, in a tenth of the time."""
+        """Compute the costs for integers, in a tenth of the time."""
         if free == 0:
             return segments * (segments - 1) // 2
         first, points, sums = self._lists
@@ -117,7 +117,8 @@ def cheapest_saves(slots: int, segments: int) -> list[Entry]:
 
 
 def _least_distance(segment: int, held: int) -> int:
-    """How far apart saves are at least: the last stretch costs about 1 % of the whole at most.
+    """Return the least distance between saves: the last stretch costs about 1 % of the whole at
+    most.
 
     A last stretch of g segments costs at most g**2 / 2. The whole is at least `segment`, and with
     two states held, which only spacing makes rarer, about segment**1.5.
@@ -128,7 +129,7 @@ def _least_distance(segment: int, held: int) -> int:
 
 
 class _Loss:
-    """What is lost by dropping a checkpoint, as a function of the length of the last stretch.
+    """The cost of dropping a checkpoint, as a function of the length of the last stretch.
 
     inner: the cheapest drop but for the first and the last checkpoint, or 0 where there is none.
     inner_loss: what it costs, the last stretch's free slot more not counted.

@@ -117,7 +117,7 @@ def evaluations(segments: Whole, slots: Whole) -> int:
 
 
 def split(segments: Whole, free: Whole) -> int:
-    """How many segments to advance from a stored start before saving, so that reversal is optimal.
+    """Return how many segments to advance from a stored start before saving: the optimal split.
 
     Arguments: `segments` >= 2, the length of the stretch from the stored start to the end of the
     segment reversed next; in a forward sweep to a known end, one more than is left (see
@@ -141,7 +141,7 @@ def split(segments: Whole, free: Whole) -> int:
 
 
 class SplitTable(NamedTuple):
-    """What `split_from` reads: a row for each number of free slots. Any array type will do.
+    """The table that `split_from` reads: a row for each number of free slots, in any array type.
 
     starts: [free + 1, columns], start(r) of the module's formula in column r - 1.
     widths: [free + 1, columns], reach(f, r - 1), the last column unbounded, so that stretches

@@ -144,7 +144,7 @@ class Placement:
         return marks
 
     def positions(self, segments: Whole) -> dict[int, int]:
-        """What a loop of `segments` segments leaves behind: the segment held by each slot in use.
+        """Return the segment that each slot in use holds after a loop of `segments` segments.
 
         >>> thinning(4).positions(11)
         {0: 0, 1: 4, 3: 6, 2: 8}

@@ -87,7 +87,7 @@ def reverse(positions: Mapping[int, int], segments: Whole, slots: Whole) -> Iter
 
 
 def advances(positions: Mapping[int, int], segments: Whole, slots: Whole) -> int:
-    """How many advances `reverse(positions, segments, slots)` takes; the replays are not counted.
+    """Count the advances of `reverse(positions, segments, slots)`, without its replays.
 
     >>> advances({0: 0, 1: 2}, 4, 2)
     2

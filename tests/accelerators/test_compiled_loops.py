@@ -1,4 +1,4 @@
-"""What the compilers for a GPU and a TPU make of loops, on a machine that has neither.
+"""Loops compiled for a GPU and a TPU, on a machine that has neither.
 
 They come with `pip install '.[accelerators]'`; `pytest -m accelerators` runs this. Programs and
 figures are those of `benchmarks/accelerators.py`, in single precision.
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.accelerators
 
 
 def test_all_residuals_cost_what_they_do_in_lax():
-    """Of a GPU, kernels, waits and memory."""
+    """Kernels, waits and memory on a GPU are those of lax."""
     made = [gradient_of("gpu", "layer", name) for name in ('loopkit.scan, "all"', "lax.scan")]
     ours, theirs = ((g.work, g.program.device_bytes) for g in made)
     assert ours == theirs
@@ -38,13 +38,13 @@ COPIES = {"lax, `.at[i].set` in the carry": 2, "loopkit.scan": 0, 'loopkit.scan,
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", COPIES)
 def test_no_step_copies_a_buffer(target, name):
-    """Where `lax` copies it twice in each step back."""
+    """No step back copies a buffer; `lax` copies it twice in each."""
     found = gradient_of(target, "rows", name)
     assert found.executions.copies(found.case.large) == COPIES[name] * found.case.steps
 
 
 def test_cycles_of_rows_of_short_axes():
-    """Of a TPU, which would fill up each row of 10x5 to one of 16x128."""
+    """A TPU would pad each row of 10x5 to one of 16x128."""
     assert gradient_of("tpu", "short rows", 'loopkit.scan, "all"').executions.cycles <= 36e6
 
 

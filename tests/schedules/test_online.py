@@ -120,7 +120,7 @@ def test_how_often_cheapest_saves(slots, saves, of_the_longest, given_up):
 
 
 def test_many_slots_are_filled_at_a_distance():
-    """Of which the last stretch, which has no free slot, costs about a hundredth of the whole."""
+    """The last stretch, which has no free slot, costs about a hundredth of the whole."""
     *marks, _ = online.cheapest(100, 3000).marks(3000)
     assert all(mark.run >= isqrt(mark.segment) // 8 - 3 for mark in marks)
     assert any(mark.run == isqrt(mark.segment) // 8 - 3 == 3 for mark in marks)
@@ -163,7 +163,8 @@ def test_a_traced_loop_places_the_same(place, slots):
 
     @jax.jit
     def run(segments):
-        """Which segments the slots hold after `segments` segments, as an engine would keep them."""
+        """Return the segments that the slots hold after `segments` segments, as an engine keeps
+        them."""
 
         def save_and_run(loop):
             segment, mark, positions, kept = loop

@@ -122,7 +122,7 @@ def compiled(text: str) -> Any:
 
 
 def draw_program(d: Draws) -> Program:
-    """Of the constructs that can be left out, half are: then there are more of the others."""
+    """Draw a program. Half of the constructs are left out, so that there are more of the others."""
     allowed = d.some(FREE | LOOP_CONSTRUCTS)
     dtypes = ("float64",) if not d.chance(20) else ("float64", d.choice(NARROW))
     w = Writer(d, allowed, dtypes, loop)

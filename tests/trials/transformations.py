@@ -1,4 +1,5 @@
-"""What is done to a program, in any order: each letter makes a function of (x, others) of another.
+"""Transformations of a program, in any order: each letter makes a function of (x, others) of
+another.
 
 x is an array of float64, in which derivatives are taken; `others` a dict of arrays for which there
 are none. Those that change no number are the identity of the reference.
@@ -153,7 +154,7 @@ LANES = "vwuso"
 DERIVATIVES = "flrFRo"
 REVERSE = "rRo"
 SAME = "cjk"
-"""What changes no number."""
+"""Letters that change no number."""
 
 
 def through(g: Callable, pattern: str) -> Callable:
@@ -221,7 +222,7 @@ def draw_outside(d: Draws, program: Program, pattern: str) -> str:
 
 
 def run(function: Callable, x: Any, others: Any, way: str) -> Any:
-    """Of arrays; as a whole in one of several ways."""
+    """Run a function of arrays, as a whole in one of several ways."""
     if way == "disable_jit":
         with jax.disable_jit():
             return function(x, others)

@@ -1,4 +1,4 @@
-"""What type checkers know of buffers and arrays that grow; it also runs."""
+"""Types of buffers and arrays that grow, as type checkers see them; the program also runs."""
 
 from typing import Any, assert_type
 

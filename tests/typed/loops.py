@@ -1,4 +1,4 @@
-"""What type checkers know of the results of loops, and what they accept; it also runs."""
+"""Types of the results of loops, and accepted arguments; the program also runs."""
 
 import dataclasses
 from typing import Any, NamedTuple, assert_type
