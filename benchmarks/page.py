@@ -9,6 +9,7 @@ function of that name below; for figures in sentences see figures.py.
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import geometric_mean
@@ -242,8 +243,31 @@ def peers(sections: Sections, page: str) -> str:
     )
 
 
+KEEPS = {
+    "lax.scan": ("grad", "lax.scan"),
+    "lax.scan of jax.checkpoint": ("grad", "lax.scan of jax.checkpoint"),
+    'loopkit.scan, checkpoints="all"': ("all", "loopkit.scan, all"),
+    "loopkit.scan": ("grad", "loopkit.scan"),
+    "loopkit.scan, checkpoints=32": ("budgets", "loopkit.scan, 32"),
+    "loopkit.scan, checkpoints=8": ("budgets", "loopkit.scan, 8"),
+}
+"""The settings that docs/choosing.md compares: a section of the engine, and a contender."""
+
+
+def keeps(sections: Sections, loop: str) -> str:
+    """Return a table of one loop's gradient with several settings, from three sections."""
+    found = []
+    for what, (section, contender) in KEEPS.items():
+        records = sections[f"engine/{section}"].records
+        (record,) = (r for r in records if (r.program, r.contender) == (loop, contender))
+        over = what if record.over == contender else record.over
+        found.append(replace(record, contender=what, over=over))
+    return table_of(found)
+
+
 KINDS = {
-    f.__name__: f for f in (tables, targets, machines, pairs, beside, libraries, versions, peers)
+    f.__name__: f
+    for f in (tables, targets, machines, pairs, beside, libraries, versions, peers, keeps)
 }
 
 
