@@ -275,7 +275,7 @@ KINDS = {
 
 
 def made(text: str, sections: Sections) -> str:
-    """A page with its blocks and figures made anew."""
+    """Return a page with new blocks and figures."""
 
     def block(match: re.Match[str]) -> str:
         begin, kind, what, end = match.groups()

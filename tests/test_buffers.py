@@ -84,7 +84,7 @@ def test_what_is_written_over_has_no_gradient(pred):
 
 
 def test_a_list_is_an_array_of_rows():
-    """In every write: also where it names a row twice."""
+    """Every write takes a list as rows, even if it names a row twice."""
     for rows in ([1, 2], [1, 1], [[1, 0], [0, 1]]):
         for name in ("multiply", "divide", "power", "min", "max"):
             got = getattr(Buffer(ARRAY).at[rows], name)(3.0)

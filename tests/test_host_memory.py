@@ -182,7 +182,7 @@ def test_wrong_gradients_are_noticed(monkeypatch):
 
 
 def test_checkpoints_that_come_back_as_others_are_noticed(monkeypatch):
-    """In the small loop a gradient hangs on which is which."""
+    """A gradient of the small loop depends on which is which."""
     exchanged = []
 
     def read(array, row, axis, **how):

@@ -57,7 +57,7 @@ def assert_one_kernel_each(function, *args) -> None:
 
 
 def halved(x, checkpoints, bound):
-    """Steps of a loop that ends when it likes."""
+    """Take steps of a loop that may stop early."""
     return loopkit.while_loop(
         lambda x: x > 0.1, lambda x: x * jnp.cos(x) / 2, x, max_steps=bound, checkpoints=checkpoints
     )

@@ -93,7 +93,7 @@ def gradients_of_matrices(loop, plan=None):
     ("segment", "store", "slots"), in_turn([1, 4, 5], ["carries", "residuals"], [3, 20])
 )
 def test_gradients_of_large_matrices(segment, store, slots):
-    """Their products are put off to the end of a segment."""
+    """Products of the matrices are deferred to the end of a segment."""
     got = gradients_of_matrices(loopkit.scan, Plan(slots, segment=segment, store=store))
     assert_close(got, gradients_of_matrices(lax.scan))
 

@@ -1,4 +1,4 @@
-"""Leaves that are no arrays: models with functions in them, strings, settings, in every loop."""
+"""Leaves that are not arrays: models with functions in them, strings, settings, in every loop."""
 
 import enum
 import functools as ft

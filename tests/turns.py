@@ -13,7 +13,10 @@ MANY = 4
 """Quick cases of one test, of which one in `SHARE` stays quick."""
 SHARE = 3
 NEWER = jax.__version_info__ >= (0, 11)
-WHOLE = "test_architecture.py", "test_docs.py", "test_reference.py", "test_release.py"
+WHOLE = (
+    *("test_architecture.py", "test_docs.py", "test_prose.py"),
+    *("test_reference.py", "test_release.py"),
+)
 """Tests of the code and the docs as they stand, with a case for each file."""
 LATE = "slow", "exhaustive", "programs", "trials", "accelerators", "site"
 

@@ -20,7 +20,7 @@ from loopkit._jax.sources import MACHINERY, PACKAGE
 lax_scan_p = lax_loops.scan_p
 lax_while_p = lax_loops.while_p
 SCAN_KEEPS_RULES = jax.__version_info__ >= (0, 12)
-"""Whether the second derivative of lax.scan heeds custom_jvp rules in the steps."""
+"""Whether the second derivative of lax.scan respects custom_jvp rules in the steps."""
 replacing = jax.make_user_context(None)
 """The replacement for lax's loops in this thread, or None. It is part of every cache's key."""
 _lower = mlir.lower_jaxpr_to_module

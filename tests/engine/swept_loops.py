@@ -171,7 +171,7 @@ MIXED = [(True, False), (False, True)]
 
 
 def assert_swept(loop, given, wanted=None, on_gpu=(False, False), batch=None):
-    """Results and cotangents are those of `written_out`; what is handed on is as it says."""
+    """Results and cotangents are those of `written_out`, and so is what the sweeps hand over."""
     results, cotangents = wanted or written_out(loop, given)
     found = there_and_back(loop, given, on_gpu, batch)
     assert_same(found.results, results)

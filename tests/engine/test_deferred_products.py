@@ -1,4 +1,4 @@
-"""Products put off to the end of a segment: the sums that steps would have added to, one by one."""
+"""Deferred products: sums that are computed once a segment, and not added to in every step."""
 
 import jax
 import jax.numpy as jnp

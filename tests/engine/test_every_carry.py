@@ -1,4 +1,4 @@
-"""The carry of every step, kept: what is run again, and products put off."""
+"""The strategy that stores every carry: what runs again, and deferred products."""
 
 import functools as ft
 

@@ -75,7 +75,8 @@ def test_several_reads_and_writes():
 
 
 def test_what_stays():
-    """Reads before a write, of what was written, at a place that hangs on it, of other buffers."""
+    """These reads stay: before a write, of what was written, at a place that depends on it, of
+    others."""
 
     def before(rows, others, i, j):
         old, _ = read(rows, j, ROW)

@@ -1,4 +1,4 @@
-"""The frame of every strategy: what is handed on, and what costs a wait, a copy or room."""
+"""The frame of every strategy: what sweeps hand over, and what costs a wait, a copy or memory."""
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ def test_every_residual_of_rows_that_are_read_or_written(where):
 
 @pytest.mark.parametrize("host", [False, True])
 def test_where_what_is_saved_lies(host):
-    """From the start, and as it is handed on."""
+    """Stored values are in the right memory from the start, and when they are handed over."""
     plans = Plan(LENGTH, host=host), Plan(LENGTH, 4, host=host), Plan(3, 3, host=host)
     for plan in (*plans, Plan(2, host=host), Plan(0, keeps_all=True, host=host)):
         both = of(plan)

@@ -98,7 +98,7 @@ def arrays(tree: Any) -> Any:
 
 
 def is_static(leaf: Any) -> bool:
-    """Whether it is no array, and handed on."""
+    """Whether it is not an array, and passes through unchanged."""
     return callable(leaf) or isinstance(leaf, str)
 
 

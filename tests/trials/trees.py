@@ -22,7 +22,7 @@ STATIC = {
         ("Model(({0}, {1}), jnp.sin, 'cell')", (".weights[0]", ".weights[1]")),
     ),
 }
-"""Nodes that have leaves that are no arrays."""
+"""Nodes with leaves that are not arrays."""
 FUNCTIONS = {"with a function": "[0]", "model": ".function"}
 """The place of the function in a tree that has one."""
 

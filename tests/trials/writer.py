@@ -20,7 +20,7 @@ class Variable:
     origin: str = ""
     """The buffer that the step was given, for a buffer that was written to."""
     moving: bool = True
-    """Whether it may hang on an argument that is differentiated: a constant has no derivative."""
+    """Whether it may depend on an argument that is differentiated: a constant has no derivative."""
 
 
 def names_in(text: str) -> list[str]:
