@@ -352,8 +352,8 @@ def test_in_place(batch, checkpoints):
     [
         ((0, 0, 0, 0), IndexError, "at most 3 entries"),
         ((..., ...), IndexError, "at most one ellipsis"),
-        (1.5, TypeError, "must be of integers, got 1.5"),
-        (True, TypeError, "must be of integers, got True"),
+        (1.5, TypeError, "must consist of integers, got 1.5"),
+        (True, TypeError, "must consist of integers, got True"),
         (jnp.ones(2), TypeError, "got an array of float64"),
     ],
 )
@@ -391,8 +391,8 @@ def test_masks_of_the_wrong_shape(kind):
         with pytest.raises(IndexError):
             ARRAY[index]
     text = (
-        rf"^loopkit\.Buffer: a mask must have the shape {re.escape(want)} of the axes that it is "
-        rf"for, from axis {axis} of a buffer of shape \(5, 4, 3\), got {re.escape(got)}\. Put it "
+        rf"^loopkit\.Buffer: a mask must have the shape {re.escape(want)} of the axes that it "
+        rf"covers, from axis {axis} of a buffer of shape \(5, 4, 3\), got {re.escape(got)}\. Put "
     )
     ref = Buffer(ARRAY).at[index]
     uses = [lambda: Buffer(ARRAY)[index], ref.get, lambda: ref.apply(jnp.sin)]
@@ -426,10 +426,12 @@ def test_bad_writes():
     ref = Buffer(jnp.arange(3)).at[0]
     with pytest.raises(TypeError, match="values of dtype int64"):
         ref.set(1.5)
-    with pytest.raises(TypeError, match=r"`pred` of `.at\[...\].set` must be of bools"):
+    with pytest.raises(TypeError, match=r"`pred` of `.at\[...\].set` must be bools"):
         ref.set(1, pred=1)
     for wrong in (lambda r: r.set(jnp.ones(4)), lambda r: r.multiply(jnp.ones((2, 3)))):
-        with pytest.raises(ValueError, match=r"must broadcast against \[3\], the shape of what"):
+        with pytest.raises(
+            ValueError, match=r"must broadcast against \[3\], the shape of the indexed"
+        ):
             wrong(Buffer(jnp.zeros((4, 3))).at[0])
     with pytest.raises(ValueError, match=r"`pred` of `.at\[...\].set` must broadcast against \[\]"):
         ref.set(1, pred=jnp.array([True, False]))

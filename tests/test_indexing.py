@@ -236,17 +236,17 @@ def test_types_of_what_is_written():
         else:
             with pytest.raises(TypeError, match=f"values of dtype {want}, .*got {have}"):
                 ref.set(jnp.ones((), have))
-    with pytest.raises(TypeError, match=r"must be given values of dtype float64, .*got key<"):
+    with pytest.raises(TypeError, match=r"needs values of dtype float64, .*got key<"):
         Buffer(jnp.zeros(3)).at[1].set(jax.random.key(0))
 
 
 def test_an_empty_list_is_of_integers():
     assert Buffer(jnp.zeros(SHAPE))[[]].shape == (0, 4, 3)
     for index, got in (([1.5], "an array of float64"), (np.True_, "np.True_")):
-        with pytest.raises(TypeError, match=f"must be of integers, got {got}"):
+        with pytest.raises(TypeError, match=f"must consist of integers, got {got}"):
             Buffer(jnp.zeros(SHAPE))[index]
     for index in (np.asarray(True), jnp.asarray(True)):
-        with pytest.raises(TypeError, match="must be of integers, got an array of bool"):
+        with pytest.raises(TypeError, match="must consist of integers, got an array of bool"):
             Buffer(jnp.zeros(SHAPE))[index]
 
 

@@ -45,7 +45,7 @@ def test_wrong_arguments(function, value):
 @pytest.mark.parametrize("word", ["tqdm", "rich"])
 def test_a_package_that_is_missing(monkeypatch, word):
     monkeypatch.setattr(progress.importlib.util, "find_spec", lambda _: None)
-    text = f'`progress` can be "{word}" only where the package .* Run `pip install {word}`'
+    text = f'`progress` can be "{word}" only if the package .* Run `pip install {word}`'
     with pytest.raises(ImportError, match=text):
         CALLS["scan"](word)
 

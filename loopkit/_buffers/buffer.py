@@ -124,7 +124,7 @@ class Buffer:
 
     def __setitem__(self, index: Index, value: Never) -> None:
         raise TypeError(
-            "loopkit.Buffer: buffers are not written to by assignment, got b[i] = x. Write "
+            "loopkit.Buffer: a buffer cannot be assigned to, got b[i] = x. Write "
             "`b = b.at[i].set(x)`."
         )
 
@@ -133,7 +133,7 @@ class Buffer:
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(
                 f"loopkit.Buffer: a buffer has no `{name}`. Read what you need with `b[i]`; "
-                "`jnp.asarray(b)` is all of it, as an array."
+                "`jnp.asarray(b)` reads all of it, as an array."
             )
 
     @property
@@ -305,7 +305,7 @@ class Ref:
         pred = validate.as_array(AT + name, "pred", pred)
         if pred.dtype != bool:
             raise TypeError(
-                f"loopkit.Buffer: `pred` of `.at[...].{name}` must be of bools, got "
+                f"loopkit.Buffer: `pred` of `.at[...].{name}` must be bools, got "
                 f"{errors.short_type(jax.typeof(pred))}. Compare with a number."
             )
         self._check_shape(name, "`pred`", place, pred)
@@ -318,8 +318,8 @@ class Ref:
                 return
         raise ValueError(
             f"loopkit.Buffer: {what} of `.at[...].{name}` must broadcast against {list(want)}, the "
-            f"shape of what is written of {errors.short_type(self.buffer)}, got {list(have)}. "
-            "Reshape them, or index the part of the buffer that they are for."
+            f"shape of the indexed entries of {errors.short_type(self.buffer)}, got {list(have)}. "
+            "Reshape the values, or index the entries that they are for."
         )
 
     def _cast(self, name: str, values: ArrayLike) -> Any:
@@ -334,8 +334,8 @@ class Ref:
         ]
         if -1 in rank or rank[0] > rank[1]:
             raise TypeError(
-                f"loopkit.Buffer: `.at[...].{name}` must be given values of dtype {want}, that of "
-                f"the buffer, got {have}. Cast them with .astype, or start from a buffer of {have}."
+                f"loopkit.Buffer: `.at[...].{name}` needs values of dtype {want}, that of the "
+                f"buffer, got {have}. Cast them with .astype, or start from a buffer of {have}."
             )
         return lax.convert_element_type(values, want)
 

@@ -215,9 +215,9 @@ def _expanded(shape: Sequence[int], index: tuple) -> list[tuple[str, Any, int]]:
             want = tuple(shape[axis : axis + v.ndim])
             if any(n not in (0, size) for n, size in zip(v.shape, want, strict=True)):
                 raise IndexError(
-                    f"loopkit.Buffer: a mask must have the shape {want} of the axes that it is "
-                    f"for, from axis {axis} of a buffer of shape {tuple(shape)}, got {v.shape}. "
-                    "Put it where its axes are, with `:` or an ellipsis before it."
+                    f"loopkit.Buffer: a mask must have the shape {want} of the axes that it "
+                    f"covers, from axis {axis} of a buffer of shape {tuple(shape)}, got {v.shape}. "
+                    "Put `:` or an ellipsis before the mask to move it to other axes."
                 )
             items += [("array", rows, axis + i) for i, rows in enumerate(np.nonzero(v))]
         else:
@@ -240,12 +240,12 @@ def _item(v: Any) -> Any:
         if is_mask and traced:
             raise IndexError(
                 "loopkit.Buffer: a mask used as an index must be known when the loop is traced, "
-                f"got a traced bool{list(v.shape)}. Its number of rows would not be known: write "
-                "with `pred=mask`, or read the rows and use jnp.where."
+                f"got a traced bool{list(v.shape)}. The number of entries would not be known: "
+                "write with `pred=mask`, or read all entries and use jnp.where."
             )
         if is_mask or jnp.issubdtype(v.dtype, jnp.integer):
             return v if traced else np.asarray(v)
-    raise TypeError(f"loopkit.Buffer: an index must be of integers, got {got}. {INDEX_ADVICE}")
+    raise TypeError(f"loopkit.Buffer: an index must consist of integers, got {got}. {INDEX_ADVICE}")
 
 
 def _is_mask(v: object) -> bool:

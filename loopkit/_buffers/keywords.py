@@ -22,7 +22,7 @@ def mode_name(name: str, mode: object) -> str | None:
     if label not in MODES:
         raise ValueError(
             f"loopkit.Buffer: `mode` of `.at[...].{name}` must be one of {', '.join(MODES)}, got "
-            f"{mode!r}. They mean what they do in jax.numpy."
+            f"{mode!r}. The modes are those of jax.numpy."
         )
     return "drop" if label == "fill" else label
 
@@ -47,8 +47,8 @@ def without_operators(cls: type[T]) -> type[T]:
 
     def refuse(name: str) -> None:
         raise TypeError(
-            f"loopkit.Buffer: a buffer is read and written in slices, got `{name}` of all of it. "
-            "Read first, with `b[i]`, or `b[...]` for all of it; write with `b.at[i].set`."
+            f"loopkit.Buffer: a buffer is read and written in slices, got `{name}` of the whole "
+            "buffer. Read with `b[i]`, or `b[...]` for all of it, and write with `b.at[i].set`."
         )
 
     for name in OPERATORS:

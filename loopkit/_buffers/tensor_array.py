@@ -116,7 +116,10 @@ class TensorArray(Generic[E]):
         rows = {v.shape[0] if v.ndim else None for v in leaves}
         if len(rows) != 1 or None in rows:
             shapes = ", ".join(short_type(jax.typeof(v)) for v in leaves) or "no arrays"
-            expected, advice = "must have one leading axis in every leaf", "Elements are its rows."
+            expected, advice = (
+                "must have one leading axis in every leaf",
+                "Stack the elements along that axis.",
+            )
             raise _wrong(ValueError, "from_array", "array", expected, shapes, advice)
         return TensorArray._of(leaves, tree, rows.pop())
 
@@ -286,7 +289,7 @@ class TensorArray(Generic[E]):
             at = int(index) if index >= 0 else self.size + int(index)
             if self._is_known() and (at < 0 or (method == "read" and at >= self.size)):
                 got, advice = f"{index} for {self.size} elements", "The first has index 0."
-                expected = "must be that of an element"
+                expected = "must be the index of an element"
                 raise _wrong(IndexError, method, "index", expected, got, advice)
             return at
         array = isinstance(index, jax.Array)
@@ -307,7 +310,7 @@ class TensorArray(Generic[E]):
         first = self._tree.unflatten(types)
         element, differences = alike(first, wrapped(f"{NAME}.{method}", "element", element))
         leaves, tree = tree_flatten_with_path(element)
-        advice = "All elements are like the one that the array was made for."
+        advice = "Make the array with `empty` for such an element, or cast this one."
         wrong = lambda *what, path=(): _wrong(TypeError, method, "element", *what, advice, path)
         for path, a, b in differences:
             raise wrong(f"must be {named(a)}", named(b), path=path)

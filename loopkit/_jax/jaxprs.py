@@ -87,8 +87,8 @@ def trace_closed(fun: Callable, avals: Sequence[ShapedArray], name: str) -> Jaxp
         return jaxpr
     if any(map(is_tracer, made)):
         raise jax.errors.UnexpectedTracerError(
-            f"loopkit: what is differentiated ({name}) must not close over values of another trace "
-            "than its own, got a custom derivative whose rule does. Pass them as arguments."
+            f"loopkit: a differentiated function ({name}) must not close over values of another "
+            "trace, got a custom derivative whose rule does. Pass the values as arguments."
         )
     held = list(map(Constant, made))
     values = lambda: [constant_p.bind(of=h) for h in held]

@@ -127,10 +127,9 @@ def _is_divided(ctx: Any) -> bool:
 def check_spread_on_host() -> None:
     if jax.__version_info__ < (0, 12):
         raise NotImplementedError(
-            "loopkit: `memory`, or a plan with host=True, can keep checkpoints on the host in a "
-            "program that the compiler divides between several devices only with jax 0.12 or "
-            f"newer, got jax {jax.__version__}, which makes room for them on the devices first. "
-            "Divide it by `jax.shard_map`, or give `memory` as one number."
+            "loopkit: checkpoints on the host need jax 0.12 or newer in a program that the "
+            f"compiler divides between several devices, got jax {jax.__version__}. "
+            "Divide the program with `jax.shard_map`, or pass `memory` as one number."
         )
 
 

@@ -75,9 +75,9 @@ def check_progress(function: str, value: Any) -> ProgressSettings | None:
             advice = "Pass one of the words, or an object of your own."
             raise errors.wrong_value(function, "progress", expected, repr(value), advice)
         if value != "line" and importlib.util.find_spec(value) is None:
-            expected = f'can be "{value}" only where the package {value} is installed'
+            expected = f'can be "{value}" only if the package {value} is installed'
             advice = f'Run `pip install {value}`, or pass "line", which needs no package.'
-            text = errors.wrong(function, "progress", expected, "an environment without", advice)
+            text = errors.wrong(function, "progress", expected, "an environment without it", advice)
             raise ImportError(text)
         return ProgressSettings(function, start, None, id(start), ("name", "backward"))
     if isinstance(value, type) or not _has(value, METHODS):

@@ -100,7 +100,7 @@ class Explanation:
         if len(found) != 1:
             raise ValueError(
                 "loopkit.explain: `fn` must run one loop of loopkit to have a `plan`, got "
-                f"{len(found)}. Those of others are `explain(...)[0].plan` and so on."
+                f"{len(found)}. Choose one of several loops, as in `explain(...)[0].plan`."
             )
         return found[0]
 

@@ -162,7 +162,7 @@ class Placement:
         if segments > self.segments:
             raise ValueError(
                 f"loopkit.schedules.{where}: `segments` must be <= {self.segments}, the bound this "
-                f"placement was made for, got {segments}; make the placement with larger `segments`"
+                f"placement was made for, got {segments}. Make a placement for more segments."
             )
         return segments
 
@@ -195,7 +195,7 @@ def thinning(slots: Whole, segments: Whole = NEVER, *, spare: Whole = 0) -> Plac
     if spare >= slots:
         raise ValueError(
             f"loopkit.schedules.online.thinning: `spare` must be < `slots`, which is {slots}, got "
-            f"{spare}; the initial state needs a slot"
+            f"{spare}. The initial state needs a slot."
         )
     saves = [Entry(0, 0, slots)]
     held = {0: 0}  # segment -> slot

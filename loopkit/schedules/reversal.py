@@ -151,19 +151,19 @@ def _check(
     for slot, segment in positions.items():
         if not 0 <= slot < slots:
             raise ValueError(
-                f"{prefix} use slots 0 to {slots - 1}, got slot {slot}; number the slots from 0, "
-                "or give all of them in `slots`"
+                f"{prefix} use slots 0 to {slots - 1}, got slot {slot}. Number the slots from 0, "
+                "or pass all of them in `slots`."
             )
         if not 0 <= segment < max(segments, 1):
             raise ValueError(
                 f"{prefix} hold segments 0 to {segments - 1}, got segment {segment} in slot "
-                f"{slot}; leave out a state at which nothing is reversed"
+                f"{slot}. Leave out a state at which nothing is reversed."
             )
     got = f"got segments {sorted(positions.values())}"
     if segments and 0 not in positions.values():
-        raise ValueError(f"{prefix} hold segment 0, {got}; keep the initial state")
+        raise ValueError(f"{prefix} hold segment 0, {got}. Keep the initial state.")
     if len(set(positions.values())) != len(positions):
-        raise ValueError(f"{prefix} hold each segment once, {got}; leave out the second copy")
+        raise ValueError(f"{prefix} hold each segment once, {got}. Leave out the second copy.")
     return segments, slots
 
 
