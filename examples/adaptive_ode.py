@@ -1,13 +1,13 @@
-"""An orbit by adaptive steps, and its exact gradient: a loop of unknown length.
+"""An orbit in adaptive steps, and its exact gradient: a loop of unknown length.
 
 A planet on an eccentric orbit falls past its sun quickly and climbs back slowly. A Runge-Kutta
 method of order 5 with an error estimate of order 4 (Dormand and Prince, 1980) takes long steps far
-out and short ones near the sun; a step whose error is too large is taken back and tried shorter.
-How many steps that makes, nobody knows beforehand. `loopkit.while_loop` differentiates it all the
-same, and a bound on the steps costs nothing.
+out and short ones near the sun. If the error of a step is too large, the method takes it back and
+tries a shorter one. Nobody knows beforehand how many steps that makes. `loopkit.while_loop`
+differentiates the loop all the same, and a bound on the steps costs nothing.
 
-The derivative of the planet's place in the eccentricity is known in closed form. It is compared
-with that of the loop here, and of the same method in diffrax.
+The derivative of the planet's place with respect to the eccentricity is known in closed form. The
+program compares it with the derivative of the loop, and with that of the same method in diffrax.
 
 Run `python examples/adaptive_ode.py`; it needs diffrax and matplotlib, and some seconds. It draws
 the orbit and its steps in adaptive_ode.png.

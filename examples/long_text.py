@@ -1,18 +1,17 @@
-"""A recurrent network reads a real text at a stretch, and its gradient reaches to the first byte.
+"""A recurrent network reads a long real text, and its gradient reaches back to the first byte.
 
 The text is the reference pages that come with Python (`pydoc_data.topics`, under Python's own
 licence): half a million bytes of English. A network of gated units predicts each byte from those
 before. Its units remember for times from one byte to the length of a stretch (after Tallec and
-Ollivier, 2018), and stretches are not cut: every gradient goes back through all of one, in as much
-memory as it is given.
+Ollivier, 2018). Stretches are not cut: every gradient goes back through all of one, within a given
+budget of memory.
 
-What a long gradient is good for shows in the picture: how much what is predicted at the end still
-depends on a byte that was read long before, at first and once the network has learnt. The last
-table is of one gradient through 50,000 bytes.
+The picture shows the use of a long gradient: how much a prediction at the end depends on a byte
+that was read long before, at first and once the network has learnt. The last table is for one
+gradient through 50,000 bytes.
 
 Run `python examples/long_text.py`; it needs matplotlib, optax and tqdm, and some minutes. It draws
-what was learnt, and how far the gradient reaches, in long_text.png.
-"""
+the losses, and how far the gradient reaches, in long_text.png."""
 
 import argparse
 from collections.abc import Callable

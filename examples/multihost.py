@@ -1,14 +1,14 @@
 """One model trained by two processes, as by two machines, each within its own budget of memory.
 
 A recurrent network learns to predict English text, the reference pages that come with Python, byte
-by byte. A batch is divided over the processes; each runs loopkit's scan over its own sequences, and
-the gradients are added up by JAX. Processes find each other through `jax.distributed`. Every few
-steps the model is saved with orbax; a training that was cut off goes on from there. If one of the
-processes ends, so do the others, with an error.
+by byte. The program divides a batch over the processes. Each process runs loopkit's scan over its
+own sequences, and JAX adds up the gradients. Processes find each other through `jax.distributed`.
+Every few steps the program saves the model with orbax, and after an interruption it goes on from
+there. If one of the processes ends, the others end, too, with an error.
 
 Run `python examples/multihost.py`: it starts both processes on this machine, on its CPU, and takes
-a minute. It needs matplotlib, optax, orbax-checkpoint and tqdm, and draws what was learnt, and the
-memory that it took, in multihost.png. On machines of your own, start on each
+a minute. It needs matplotlib, optax, orbax-checkpoint and tqdm, and draws the losses and the memory
+in multihost.png. On machines of your own, start on each
 
     python multihost.py --coordinator HOST:PORT --processes N --process-id I --checkpoints FOLDER
 

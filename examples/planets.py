@@ -1,18 +1,17 @@
-"""The Hessian of an adaptive solver: two planets found by Newton's method, and how surely.
+"""The Hessian of an adaptive solver: Newton's method finds two planets, and how certain they are.
 
 Two heavy planets pull at their star and at each other. They were seen a few times, not quite where
 they were. Which masses, places and velocities fit best? The misfit is the end of an adaptive
 Runge-Kutta method, a loop of unknown length between one sight and the next. Its gradient says which
-way is down. Its Hessian says how far, so that in the end each of Newton's steps doubles the right
-digits; and how sure one can be, since its inverse is the covariance of what was found.
+way is down, and its Hessian says how far. So each of Newton's steps doubles the right digits in the
+end. The inverse of the Hessian is the covariance of the result: it says how certain each number is.
 
-`jax.hessian` differentiates the gradient in forward mode, which the loops here allow. diffrax
-stands beside them, with those of its adjoints that have a second derivative; its default one
-refuses.
+`jax.hessian` differentiates the gradient in forward mode, which these loops allow. The program
+compares with diffrax, with those of its adjoints that have a second derivative; its default adjoint
+has none.
 
 Run `python examples/planets.py`; it needs diffrax, matplotlib and tqdm, and a minute or two. It
-draws the planets, Newton's steps and how sure one can be in planets.png.
-"""
+draws the planets, Newton's steps and the uncertainty in planets.png."""
 
 import argparse
 from functools import partial

@@ -1,11 +1,10 @@
-"""A sequence model that exists already, with one import changed: same numbers, less memory.
+"""One import changed in an existing sequence model: same numbers, less memory.
 
 The model is examples/language/model.py, a recurrent network that reads bytes and predicts the next
-one, written with `jax.lax.scan` before loopkit was thought of. Nothing in it is touched but the
-line that imports `lax`. Both versions train on the same English text, the reference pages that come
-with Python, and print the same losses. What differs is what a gradient keeps in memory: the
-residuals of every step before, about the square root of as many states after. The last column of
-the second table is the price, in time.
+one, written with `jax.lax.scan`. Only the line that imports `lax` changes. Both versions train on
+the same English text, the reference pages that come with Python, and print the same losses. Their
+gradients need different memory: one stores the residuals of every step, the other about the square
+root of as many states. The last column of the second table is the price, in time.
 
 Run `python examples/replace_scan.py`; it needs optax, matplotlib and tqdm, and half a minute. It
 draws memory against the length of the sequences in replace_scan.png.

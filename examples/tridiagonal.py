@@ -1,14 +1,14 @@
 """Many tridiagonal systems at once: the same two scans, over blocks that stay in the cache.
 
-The Thomas algorithm eliminates forwards and substitutes backwards. With 100,000 systems of 100
-unknowns, each step of a scan over all of them reads and writes arrays that no cache holds, after
-transposing four large arrays so that the unknowns come first. Two changes make it fast:
+The Thomas algorithm eliminates forward and substitutes backward. For 100,000 systems of 100
+unknowns, each step of a scan over all of them reads and writes arrays that no cache holds. Before
+that, four large arrays are transposed so that the unknowns come first. Two changes make it fast:
 `in_axes=1`, which scans the arrays where they lie, and `loopkit.blocked`, which solves some hundred
-systems after the others.
+systems at a time.
 
-The gradient of a linear solve is another one, of the transposed system, in blocks as well:
-`lax.custom_linear_solve` says so. A loss that is computed inside the blocks, one number a system,
-leaves nothing to go through memory but the arrays and their gradients.
+The gradient of a linear solve is another linear solve, of the transposed system, in blocks as well:
+`lax.custom_linear_solve` says so. If the loss is computed inside the blocks, as one number a
+system, only the arrays and their gradients go through memory.
 
 Run `python examples/tridiagonal.py`; it needs matplotlib, numba and scipy, and a minute. It draws
 the times in tridiagonal.png.

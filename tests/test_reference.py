@@ -153,7 +153,7 @@ def rows(heading):
 
 def test_the_page_of_arguments_names_each_keyword_where_it_is_taken():
     told = {}
-    for name, default, functions, _ in rows("# Keyword arguments"):
+    for name, _, default, functions in rows("# Keyword arguments"):
         for function in re.findall(r"`(\w+)`", functions):
             told[function, re.search(r"`(\w+)`", name)[1]] = re.findall(r"`([^`]*)`", default)
     taken = {

@@ -1,10 +1,9 @@
-"""Beam search that stops once it has won, and can be differentiated.
+"""Beam search that stops early, and that can be differentiated.
 
-The search is one `loopkit.while_loop`. It has a generous bound, for no one knows how long an output
-will be, but pays only for the steps it takes. Its scores are differentiable in the model, which
-`jax.lax.while_loop` cannot offer: the gradient of a loss of n-best lists is `jax.grad` through the
-search.
-"""
+The search is one `loopkit.while_loop`. It has a generous bound, because nobody knows how long an
+output will be, and costs only the steps that it takes. Its scores are differentiable in the model,
+which `jax.lax.while_loop` cannot offer: the gradient of a loss of n-best lists is `jax.grad`
+through the search."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""The CMU Pronouncing Dictionary: its words, their batches, and the errors of what was found."""
+"""The CMU Pronouncing Dictionary: its words, their batches, and the errors of answers."""
 
 import re
 from collections.abc import Iterator, Sequence
