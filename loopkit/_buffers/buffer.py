@@ -43,10 +43,10 @@ class Owner:
 class Buffer:
     """An array that a loop reads and writes in slices, in place.
 
-    In the body of a loop, the carry leaves that `buffers` names are `Buffer`s. One is read with
-    `b[i]` and written with `b.at[i].set(x)`, which returns the buffer to go on with, as
-    for arrays; indices are all that `jax.numpy` takes. Its gradient costs what the slices cost,
-    not what the buffer does.
+    In the body of a loop, the carry leaves that `buffers` names are `Buffer`s. Read one with
+    `b[i]`, and write it with `b.at[i].set(x)`, which returns the updated buffer, as for arrays.
+    Indices are those of `jax.numpy`. The gradient costs as much as the slices, not as much as the
+    buffer.
 
     - `b[i]`: read; `jnp.asarray(b)` reads everything.
     - `b.at[i].set(x)`, `add`, `subtract`, `multiply`, `divide`, `power`, `min`, `max`, `apply`:
@@ -56,10 +56,9 @@ class Buffer:
     - `b.shape`, `b.dtype`, `b.ndim`, `b.size`, `len(b)`.
 
     As for arrays, reads out of bounds are moved inside and writes are dropped, unless `mode` says
-    otherwise. Where index arrays name a row twice, the last value set is kept.
+    otherwise. If index arrays name a row twice, the last value set is kept.
 
-    `Buffer(array)` makes one outside a loop, to try a body by hand.
-    """
+    `Buffer(array)` makes one outside a loop, to try a body by hand."""
 
     __slots__ = ("_owner", "_value", "_written")
     _is_whole = True
@@ -72,7 +71,8 @@ class Buffer:
 
     @staticmethod
     def _of(value: jax.Array, owner: Owner | None, written: jax.Array | None = None) -> Buffer:
-        """`written`, bools for all of it, says what has been, where that is checked."""
+        """Make a buffer. `written`, bools for all of it, marks what has been written, if that is
+        checked."""
         new = object.__new__(Buffer)
         new._value, new._owner, new._written = value, owner, written
         return new
@@ -215,11 +215,11 @@ class Ref:
         return jnp.where(inside, found, fill_value_of(self.buffer.dtype, fill_value))
 
     def set(self, values: ArrayLike, **how: Unpack[WriteKw]) -> Buffer:
-        """The buffer with `values` there."""
+        """Return the buffer with `values` at the index."""
         return self._put("set", values, how)
 
     def add(self, values: ArrayLike, **how: Unpack[WriteKw]) -> Buffer:
-        """The buffer with `values` added; where an index occurs twice, both are."""
+        """Return the buffer with `values` added; if an index occurs twice, both are added."""
         return self._put("add", values, how, add=True)
 
     def subtract(self, values: ArrayLike, **how: Unpack[WriteKw]) -> Buffer:
@@ -241,7 +241,7 @@ class Ref:
         return self._write("max", jnp.maximum, values, how)
 
     def apply(self, func: Callable[[Array], ArrayLike], **how: Unpack[WriteKw]) -> Buffer:
-        """The buffer with `func` of what is there."""
+        """Return the buffer with `func` applied to the entries at the index."""
         validate.check_callable(f"{AT}apply", "func", func)
         return self._write("apply", lambda old, _: func(old), 0, how)
 
@@ -261,7 +261,7 @@ class Ref:
         return self.buffer._write(place, new, pred)
 
     def _checked(self, name: str, place: indexing.Place, pred: Any, how: How, values: Any) -> Any:
-        """Values to write, in the dtype of the buffer."""
+        """Return the values to write, in the dtype of the buffer."""
         self._check_shape(name, "values", place, values)
         values = self._cast(name, values)
         if how.get("mode") is not None:
@@ -272,7 +272,7 @@ class Ref:
     def _all_at_once(
         self, name: str, combine: Callable[..., Any], values: ArrayLike, how: How, pred: Any
     ) -> Buffer:
-        """Index arrays that may name a row twice: as jax.numpy does it, on the whole array."""
+        """Write at index arrays that may name a row twice: as in jax.numpy, on the whole array."""
         whole = indexing.place(self.buffer.shape, ...)
         array = self.buffer._read(whole)
         index = np.asarray(self.index) if isinstance(self.index, list) else self.index
@@ -323,7 +323,7 @@ class Ref:
         )
 
     def _cast(self, name: str, values: ArrayLike) -> Any:
-        """Values in the dtype of the buffer, if that loses nothing but precision."""
+        """Return values in the dtype of the buffer, if that loses nothing but precision."""
         values = jnp.asarray(values)
         have, want = values.dtype, self.buffer.dtype
         if have == want:
@@ -345,5 +345,5 @@ def is_buffer(value: object) -> bool:
 
 
 def plain(tree: PyTree[Any]) -> Any:
-    """The tree with an array for every buffer."""
+    """Return the tree with an array for every buffer."""
     return jax.tree.map(lambda v: v._value if is_buffer(v) else v, tree, is_leaf=is_buffer)

@@ -48,11 +48,11 @@ class Place:
         return jnp.expand_dims(found, self.new)
 
     def inward(self, value: jax.typing.ArrayLike) -> Any:
-        """Stacked slices, from a value for all that the index selects."""
+        """Cut a value for everything that the index selects into stacked slices."""
         return self._stacked(jnp.broadcast_to(value, self.shape))
 
     def inward_mask(self, mask: jax.typing.ArrayLike) -> Any:
-        """A mask for the stacked slices, from one that broadcasts against what is selected."""
+        """Turn a mask that broadcasts against the selected entries into one for the slices."""
         mask = jnp.reshape(mask, (*[1] * (len(self.shape) - jnp.ndim(mask)), *jnp.shape(mask)))
         stacked = self._stacked(mask)
         rest = stacked.shape[len(self.batch) :]
@@ -63,7 +63,7 @@ class Place:
         return jnp.expand_dims(value, self.dropped)
 
     def last_of_equals(self, shape: Sequence[int], mask: jax.Array | None) -> Any:
-        """`mask`, one flag a slice or None, without the slices that a later one writes over."""
+        """Return `mask`, a flag a slice or None, without slices that a later one overwrites."""
         at, inside = self.window.starts_in(shape, self.starts)
         room = [shape[a] for a in self.window.axes]
         if all(isinstance(n, int) for n in room) and math.prod(room) < 2**31:
@@ -109,9 +109,8 @@ def _last(places: jax.Array) -> Any:
 def place(shape: Sequence[int], index: Any, mode: str | None = None, unique: bool = False) -> Place:
     """Find where `index` points in a buffer of this shape.
 
-    `mode` is for slices out of bounds, as in `Window`; None is that of `jax.numpy` for reads.
-    `unique` is the caller's word that the index has no duplicates.
-    """
+    `mode` is for slices out of bounds, as in `Window`; None is that of `jax.numpy` for reads. With
+    `unique` the caller promises that the index has no duplicates."""
     index = index if isinstance(index, tuple) else (index,)
     items = _expanded(shape, index)
     arrays = [v for kind, v, _ in items if kind == "array"]
@@ -185,7 +184,7 @@ def _mode(mode: str | None, index: tuple, arrays: list, has_arrays: bool) -> tup
 
 
 def _expanded(shape: Sequence[int], index: tuple) -> list[tuple[str, Any, int]]:
-    """(kind, value, axis) of everything in the index, boolean arrays and ellipses spelled out."""
+    """Return (kind, value, axis) for each entry of an index, with masks and ellipses expanded."""
     plain = [_item(v) for v in index]
     used = sum(v.ndim if _is_mask(v) else v is not None and v is not Ellipsis for v in plain)
     if used > len(shape):
@@ -226,7 +225,7 @@ def _expanded(shape: Sequence[int], index: tuple) -> list[tuple[str, Any, int]]:
 
 
 def _item(v: Any) -> Any:
-    """One entry of an index: None, an ellipsis, a slice, or an array of integers or bools."""
+    """Check one entry of an index: None, an ellipsis, a slice, or an array of integers or bools."""
     if v is None or v is Ellipsis or isinstance(v, slice):
         return v
     if isinstance(v, (list, tuple)):

@@ -20,9 +20,8 @@ class Window:
     """The elements that a read or a write touches, once the starts are known.
 
     `starts`, integers `[*batch, len(axes)]`, says where each of a batch of slices begins along
-    `axes`. The slices are stacked in an array `[*batch, *sizes]`, without dropping axes of size
-    one. A mask has the shape of the slices, or size one where it does not vary.
-    """
+    `axes`. The slices are stacked in an array `[*batch, *sizes]`, and keep axes of size one. A mask
+    has the shape of the slices, or size one along axes where it does not vary."""
 
     axes: tuple[int, ...]
     """The axes along which starts are given."""
@@ -59,7 +58,8 @@ class Window:
         return all(s <= n for s, n in pairs if isinstance(s, int) and isinstance(n, int))
 
     def along(self, sizes: Sequence[Any], dtype: np.dtype[Any]) -> Any:
-        """Sizes along `axes`, as an array; those that are symbolic are known as it runs."""
+        """Return the sizes along `axes`, as an array; symbolic ones are known when the program
+        runs."""
         found = [sizes[a] for a in self.axes]
         if all(isinstance(n, int) for n in found):
             return np.array(found, dtype)
@@ -68,7 +68,8 @@ class Window:
     def starts_in(
         self, shape: Sequence[int], starts: Starts, reads: bool = False
     ) -> tuple[Any, Any]:
-        """The starts along `axes`, from 0; and whether each slice is inside, None if all are."""
+        """Return the starts along `axes`, from 0, and whether each slice is inside, None if all
+        are."""
         if not self.axes:
             return starts, None
         room = self.along(shape, starts.dtype)
@@ -93,7 +94,8 @@ class Window:
         return [jnp.asarray(p, starts.dtype) for p in point]
 
     def every_start(self, starts: Starts) -> tuple[Any, tuple[int, ...]]:
-        """Starts along `axes` and along those where slices begin after 0; and all those axes."""
+        """Return the starts along `axes` and along axes where slices begin after 0, and all those
+        axes."""
         extra = [a for a, offset in enumerate(self.offsets) if offset]
         fixed = np.array([self.offsets[a] for a in extra], starts.dtype)
         fixed = np.broadcast_to(fixed, (*starts.shape[:-1], len(extra)))

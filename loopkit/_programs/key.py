@@ -2,7 +2,7 @@
 
 A key says all that its program depends on: equations, the contexts they were written in, constants
 by content or identity. Whatever it does not know how to say is `Unknown`, and equal to nothing.
-What is known by identity is alive as long as the program that the key was made of.
+A value known by identity is alive as long as the program that the key was made of.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ def _described(name: str, backward: bool) -> str:
 
 
 class TqdmBar:
-    """A bar of tqdm, in a terminal or a notebook; that of an inner loop goes when it is closed."""
+    """A bar of tqdm, in a terminal or a notebook; the bar of an inner loop disappears when it
+    closes."""
 
     def __init__(self, total: int | None, *, name: str, backward: bool):
         from tqdm import auto
@@ -74,7 +75,7 @@ _display = _Display()
 
 
 class RichBar:
-    """A bar of rich; that of an inner loop goes when it is closed."""
+    """A bar of rich; the bar of an inner loop disappears when it closes."""
 
     def __init__(self, total: int | None, *, name: str, backward: bool):
         with _display.lock:
@@ -96,7 +97,7 @@ class RichBar:
 
 
 class LineBar:
-    """A line of text: written over in a terminal, else written again now and then."""
+    """A line of text, in place in a terminal; elsewhere it is written again now and then."""
 
     def __init__(self, total: int | None, *, name: str, backward: bool):
         self.total, self.name, self.steps = total, _described(name, backward), 0

@@ -1,4 +1,4 @@
-"""`progress`: how a loop shows how far it is; what a compiled loop knows of that."""
+"""`progress`: the settings with which a loop shows how far it is."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class ProgressSettings:
         return replace(self, forward=False)
 
     def part(self, first: bool, last: bool, **more: Any) -> ProgressSettings:
-        """For one of several loops, one after the other."""
+        """Return the settings for one of several loops, one after the other."""
         return replace(self, first=self.first and first, last=self.last and last, **more)
 
     def goes_on_with(self, other: ProgressSettings) -> bool:
-        """Whether its bar is that of another, which is left open."""
+        """Whether it goes on with the bar that another loop left open."""
         same = self.name, self.shown_id, self.whole
         return (
             not self.first and not other.last and same == (other.name, other.shown_id, other.whole)
@@ -63,7 +63,7 @@ class ProgressSettings:
 
 
 def check_progress(function: str, value: Any) -> ProgressSettings | None:
-    """None, a word, or an object with the three methods; or what was checked before."""
+    """Check `progress`: None, a word, an object with three methods, or settings."""
     if value is None or isinstance(value, ProgressSettings):
         return value
     *words, last = (f'"{word}"' for word in BUILT_IN)

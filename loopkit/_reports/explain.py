@@ -81,7 +81,7 @@ HEADER += ("runs forward", "backward", "as lax.scan")
 
 @dataclass(frozen=True)
 class Explanation:
-    """The loops of a function, in the order in which it meets them. Prints as a table."""
+    """The loops of a function, in the order in which it calls them. It prints as a table."""
 
     loops: tuple[Explained, ...]
 
@@ -93,9 +93,8 @@ class Explanation:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the only loop of loopkit. It is what `checkpoints` accepts: change it with
-        `dataclasses.replace`, and give it to the loop. A scan that stores every step is one of lax.
-        """
+        """The plan of the only loop of loopkit. A loop accepts it as `checkpoints`; change it with
+        `dataclasses.replace`. A scan that stores every step is one of lax."""
         found = [e.plan for e in self.loops if e.name.startswith("loopkit")]
         if len(found) != 1:
             raise ValueError(
@@ -128,7 +127,7 @@ class Explanation:
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Explain what the loops inside `fn` store for a gradient, and how much they run again.
 
-    Nothing is run: `fn` is traced on the types of its arguments.
+    Nothing runs: `explain` traces `fn` on the types of its arguments.
 
     **Arguments:**
 
@@ -138,14 +137,14 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     **Returns:**
 
-    An `Explanation`: a sequence with an entry for each loop, which has its `plan`; that of the only
-    loop is the `plan` of the whole. Printed, it is a table with a row for each loop; if `fn` is a
-    gradient, one for each half of a loop, forward and backward. Bytes are of one step under `carry`
-    and `residuals`; `peak` is what the gradient of the loop is predicted to need beyond that of one
-    step; `runs` count evaluations of the body; the last column is what `jax.lax.scan`
-    would store. Lines below say why lanes wait where `lanes=None` leaves that to loopkit; what may
-    be kept of a step, in bytes, and how long it takes to run the rest again, with the choice that
-    is taken in brackets; and which plan a loop follows on a GPU, if it is another.
+    An `Explanation`: a sequence with an entry for each loop, which has the loop's `plan`. If there
+    is one loop, `plan` of the whole is its plan. It prints as a table, with a line for each loop,
+    or, if `fn` is a gradient, for each half of a loop, forward and backward. `carry` and
+    `residuals` are the bytes of one step. `peak` is the prediction of what the gradient of the loop
+    needs beyond that of one step. `runs` count evaluations of the body. The last column has the
+    bytes that `jax.lax.scan` would store. Lines below the table say why lanes wait if `lanes` is
+    None; the bytes that may be kept of a step, and how long it takes to run the rest again, with
+    the choice that is taken in brackets; and which plan a loop follows on a GPU if that is another.
 
     **Raises:** `TypeError` if `fn` is not callable.
 
@@ -188,8 +187,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 def _source(*eqns: _jax.Equation) -> str:
     """Return the source line of an equation or, if it has none, of the nearest one around it.
 
-    What is spelled out has none of its own.
-    """
+    Equations of loops that were spelled out have none of their own."""
     out = max((i for i, eqn in enumerate(eqns) if eqn.primitive is evaluated_p), default=0)
     found = next(filter(None, map(_jax.source_of, eqns[out:])), None)
     return "?" if found is None else f"{os.path.basename(found[0])}:{found[1]}"
@@ -205,7 +203,7 @@ def _of_loopkit(source: str, loop: Loop) -> Explained:
 
 
 def _why_waiting(loop: Loop) -> str:
-    """Why its lanes wait, if it was not said what becomes of them."""
+    """Return why a loop's lanes wait, if `lanes` is None."""
     if loop.lane_policy not in (None, "flatten"):
         return ""
     if (lane := loop.lane) is not None:
@@ -214,7 +212,8 @@ def _why_waiting(loop: Loop) -> str:
 
 
 def _of_lax(source: str, eqn: _jax.Equation) -> Explained:
-    """A loop of lax, as if it were differentiated. A while loop has no gradient, and no length."""
+    """Describe a loop of lax, as if it were differentiated. A while loop has no gradient and no
+    length."""
     params = eqn.params
     if eqn.primitive.name == "while":
         carry = params["body_jaxpr"].in_avals[params["body_nconsts"] :]

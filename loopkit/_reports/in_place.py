@@ -1,4 +1,4 @@
-"""Whether compiled loops copy what they carry."""
+"""`in_place_report`: the copies that compiled loops make of what they carry."""
 
 from __future__ import annotations
 
@@ -80,16 +80,16 @@ def in_place_report(
 
     **Arguments:**
 
-    - `fn`, `args`: a function of trees of arrays; of `jax.ShapeDtypeStruct`s where the values do
-      not matter. What is neither array nor number, such as a string or a function, is static.
+    - `fn`, `args`: a function of trees of arrays, or of `jax.ShapeDtypeStruct`s if the values do
+      not matter. Leaves that are neither arrays nor numbers, such as strings and functions, are
+      static.
     - `grad`: look at the gradient with respect to all floating-point arguments instead.
     - `min_bytes`: copies of smaller arrays are left out.
 
     **Returns:**
 
     An `InPlaceReport`, which is true if there are no copies. It is a sequence of `Copy`s, and
-    prints as a list: type, bytes, the carry leaves of that type, source line. So a test of it is
-    one line.
+    prints as a list: type, bytes, the carry leaves of that type, source line.
 
     **Raises:** `TypeError` and `ValueError` if an argument is of the wrong type or value.
 
@@ -132,7 +132,7 @@ def in_place_report(
 
 
 def _leaf_names(jaxpr: _jax.Jaxpr) -> dict[str, dict[str, None]]:
-    """The carry leaves of the loops in a jaxpr, each once, by their type."""
+    """Return the carry leaves of the loops in a jaxpr, each once, by their type."""
     names: dict[str, dict[str, None]] = {}
     for loop, leaf, aval in _carries(jaxpr):
         names.setdefault(_hlo_type(aval), {})[f"`{leaf}` of {loop}"] = None
@@ -194,7 +194,7 @@ def _element(instructions: dict[str, Instruction], copy: Instruction) -> int | N
 def _source(
     program: CompiledModule, instructions: dict[str, Instruction], copy: Instruction
 ) -> str:
-    """The line of the user's that a copy is for: its own, or that of what is copied or uses it."""
+    """Return the user's line that a copy belongs to: its own, or its operand's or its use's."""
     near = [copy, *(instructions[o] for o in copy.operands if o in instructions)]
     near += [i for i in instructions.values() if copy.name in i.operands]
     found = ([x for x in program.lines(i) if not x[0].startswith(_jax.PACKAGE)] for i in near)
