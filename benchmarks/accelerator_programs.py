@@ -103,7 +103,7 @@ UNROLLED: dict[str, Run] = {
 
 
 def of_workload(load: Workload, loops: dict[str, Run] | None = None) -> list[Case]:
-    """The gradient of a workload by each loop."""
+    """Return the gradient of a workload by each loop."""
     arguments = workloads.arguments(load, load.steps)
     return [
         Case(name, grad_of(loop, load, load.steps), arguments, load.steps, bytes_of(load.init))
@@ -172,7 +172,7 @@ BUFFERS: dict[str, Callable[..., Any]] = {
 
 
 def of_rows(shape: tuple[int, ...]) -> list[Case]:
-    """The gradient of 2000 rows of a shape, by each loop."""
+    """Return the gradient of 2000 rows of a shape, by each loop."""
     arguments = jnp.full(shape, 0.5), jnp.ones(shape)
     large = ROWS * bytes_of(arguments[0])
     return [
@@ -185,7 +185,8 @@ def of_rows(shape: tuple[int, ...]) -> list[Case]:
 
 
 def of_decoding() -> list[Case]:
-    """The gradient of the risk of a beam search, `decoding.py`'s, of words of unknown length."""
+    """Return the gradient of the risk of a beam search, `decoding.py`'s, of words of unknown
+    length."""
     decoding = _of_this_folder("decoding")
     count, longest = 8, 20
     params, hiddens, _ = decoding.words(longest)
@@ -208,7 +209,7 @@ def of_decoding() -> list[Case]:
 
 
 def _of_this_folder(name: str) -> Any:
-    """A module of that name: the examples have one, too."""
+    """Return a module of that name: the examples have one, too."""
     spec = importlib.util.spec_from_file_location(f"benchmark_{name}", _HERE / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -230,7 +231,7 @@ def large_carry(x: Any, steps: int = 1000, **how: Any) -> Any:
 
 
 def of_host() -> list[Case]:
-    """The gradient of a loop that keeps its checkpoints on the device, or on the host."""
+    """Return the gradient of a loop that keeps its checkpoints on the device, or on the host."""
     ways = {
         f'`memory={{"device": "{DEVICE}", "host": "{HOST}"}}`': {
             "memory": {"device": DEVICE, "host": HOST}
@@ -249,18 +250,18 @@ def of_host() -> list[Case]:
 
 
 def batch_of_rows(scan: Callable[..., Any], w: Any, x: Any, **how: Any) -> Any:
-    """Each row by itself; the weights are everybody's."""
+    """Map over rows; all share the weights."""
     return jnp.sum(scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, 100, **how)[0] ** 2)
 
 
 def parts_of_carry(scan: Callable[..., Any], p: Any, x: Any, **how: Any) -> Any:
-    """A carry of which each device has a part; one number is everybody's."""
+    """Return a carry of which each device has a part; one number is everybody's."""
     step = lambda x, _: (x + 1e-3 * jnp.sin(p * x), None)
     return jnp.sum(scan(step, x, None, 100, **how)[0] ** 2)
 
 
 def shardings(case: Case, devices: Sequence[Any]) -> list[NamedSharding]:
-    """The first argument on each device, the second spread over them."""
+    """Put the first argument on each device, and spread the second over them."""
     mesh = Mesh(np.asarray(devices), ("d",))
     return [NamedSharding(mesh, P()), NamedSharding(mesh, P("d"))]
 
@@ -288,6 +289,6 @@ def of_devices() -> list[Case]:
 
 
 def two_scans(step: Callable[..., Any], x: Any, xs: None, length: int) -> Any:
-    """A scan of scans of ten steps, each of which is run again."""
+    """Return a scan of scans of ten steps, each of which is run again."""
     inner = jax.checkpoint(lambda x, _: lax.scan(step, x, None, 10))
     return lax.scan(inner, x, None, length // 10)

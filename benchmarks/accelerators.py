@@ -121,7 +121,7 @@ QUICK = "layer", "rows", "host"
 
 
 def compare(section: Section, targets: Sequence[str]) -> str:
-    """A table for each target, and a line that moves while they are made."""
+    """Return a table for each target, and a line that moves while they are made."""
     text = [f"### {section.title}"]
     cases = section.cases()
     for target in targets:

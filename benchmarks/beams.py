@@ -59,7 +59,7 @@ def parameters():
 
 
 def decoder(params, hidden, last_step) -> Decoder:
-    """A GRU whose words end at about `last_step`."""
+    """Return a GRU whose words end at about `last_step`."""
     tokens, recurrent, readout = params
 
     def step(state, past, token):
@@ -189,7 +189,8 @@ def by_python(limit: int):
 
 
 def attending(max_length: int):
-    """The search of the examples' transformer, untrained, whose words end at about step 18."""
+    """Return the search of the examples' transformer, untrained, whose words end at about step
+    18."""
 
     def scores(writer, memories):
         def one(memory):

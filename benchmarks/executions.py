@@ -1,8 +1,6 @@
 """Executions: how often each instruction of a compiled program runs, and what that adds up to.
 
-Of loops that know their trip count the program says it; of others, and of branches, the counts of a
-run do (`iterations.py`).
-"""
+The program says it"""
 
 import dataclasses
 import re
@@ -52,7 +50,7 @@ def loops(compiled: Compiled) -> dict[str, Loop]:
 
 
 def unknown(compiled: Compiled) -> list[Loop]:
-    """The loops for which a GPU waits in every round."""
+    """Return the loops for which a GPU waits in every round."""
     return [loop for loop in loops(compiled).values() if loop.trip_count is None]
 
 
@@ -100,7 +98,7 @@ class Executions:
         )
 
     def _copies_of(self, instruction: Any) -> int:
-        """The bytes of an array that is copied."""
+        """Return the bytes of an array that is copied."""
         if instruction.opcode == "fusion":
             computation = self.program.computations[dict(instruction.called())["calls"]]
             instruction = next(i for i in computation.values() if i.root)

@@ -89,7 +89,7 @@ def written(figure: str, value: float | None) -> str:
 
 
 def refreshed(text: str, sections: Mapping[str, Section]) -> str:
-    """A page with the figures that were measured."""
+    """Return a page with the figures that were measured."""
 
     def paragraph(match: re.Match[str]) -> str:
         comment, names, body = match.groups()

@@ -74,7 +74,8 @@ def nested_scans(levels: int):
 
 
 def equinox(setting):
-    """The checkpointed scan; "bounded" is a while loop, which has neither xs nor ys of its own."""
+    """Run the checkpointed scan; "bounded" is a while loop, which has neither xs nor ys of its
+    own."""
 
     def scan(step, init, xs, length, n):
         kept = {"default": None, "all": "all"}.get(setting, setting)
@@ -101,7 +102,7 @@ def loopkit_scan(**options):
 
 
 def loopkit_until(**options):
-    """The number of steps is not known until the loop ends."""
+    """Scan with `until`: the number of steps is not known until the loop ends."""
 
     def run(step, init, xs, length, n):
         def counted(state, x):
@@ -128,7 +129,7 @@ def compiled(run, case):
 
 
 def plan_of(run, case) -> int:
-    """The predicted peak of the loop's plan."""
+    """Return the predicted peak of the loop's plan."""
 
     def loop(params, init, xs):
         return run(lambda h, x: case.step(params, h, x), init, xs, case.length, case.length)
@@ -178,7 +179,7 @@ def predicted(report: Report, case) -> None:
 
 
 def within(make, case, limit: int, base: int):
-    """The contender whose gradient needs at most `limit` bytes, or None; and its `memory`.
+    """Return the contender whose gradient needs at most `limit` bytes, or None; and its `memory`.
 
     What the rest of the program needs at other times leaves room for more than `limit - base`.
     """

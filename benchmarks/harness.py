@@ -156,7 +156,7 @@ def compile_times(
 def recorded(
     program: str, results: Mapping[str, Measurement], baseline: str | None
 ) -> list[Record]:
-    """A record for each of the contenders that ran `program`, relative to one of them."""
+    """Return a record for each of the contenders that ran `program`, relative to one of them."""
     return [
         Record(
             program,

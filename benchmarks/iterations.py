@@ -148,7 +148,7 @@ class _Counting:
         return self.replace(op, [*op.operands, counter])
 
     def counts(self, region: Any) -> bool:
-        """Whether anything in a region, or in what it calls, has a number."""
+        """Return whether anything in a region, or in what it calls, has a number."""
         ops = [op.operation for block in region.blocks for op in block.operations]
         return any(
             op.name in (_LOOP, *_BRANCHES)

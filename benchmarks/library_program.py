@@ -35,6 +35,6 @@ def forward(loss: Callable) -> dict[str, Callable]:
 
 
 def through(loss: Callable, *settings: dict) -> dict[str, Callable]:
-    """The gradient of a loss through `checkpointed`, by default and with other settings."""
+    """Return the gradient of a loss through `checkpointed`, by default and with other settings."""
     name = lambda how: ", ".join(f"{k}={v!r}" for k, v in how.items()) or DEFAULT
     return {name(how): jax.grad(loopkit.checkpointed(loss, **how)) for how in ({}, *settings)}

@@ -142,7 +142,7 @@ BESIDES = {
 def libraries(sections: Sections, names: str) -> str:
     """Gradients through loops of libraries beside their own.
 
-    Of further sections, measured with another JAX, the time alone.
+    Further sections, measured with another JAX, give the time alone.
     """
     first, *others = (_beside_their_own(sections[name].records) for name in names.split())
     keys = dict.fromkeys(key for found in (first, *others) for key in found)

@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 
 def of_loops(compare: Callable, loops: Iterable[str]) -> Callable[[Report, int], None]:
-    """A section of engine.py, one loop after another."""
+    """Return a section of engine.py, one loop after another."""
 
     def run(report, repeats):
         for name in loops:

@@ -22,7 +22,7 @@ REPLACED = "loops of lax replaced"
 
 
 def fetched(name: str, folder: Path) -> Path:
-    """The source of the version that is installed."""
+    """Return the source of the version that is installed."""
     wanted = f"{name}=={importlib.metadata.version(name)}"
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", name, wanted]
     subprocess.run([*pip, "-d", str(folder)], check=True)

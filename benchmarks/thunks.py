@@ -48,7 +48,7 @@ class Work(NamedTuple):
 
 
 def parse(text: str) -> list[Thunk]:
-    """The outermost thunks of a sequence."""
+    """Return the outermost thunks of a sequence."""
     root = Thunk("Root", 0, -1)
     holders, part = [root], {-1: ""}  # what is open, and the part of it that is being read
     for line in text.splitlines():

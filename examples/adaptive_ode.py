@@ -66,7 +66,7 @@ def stepper(field: Callable[[State], State], end: float, rtol: float, atol: floa
             stages.append(field(state))
         error = dt * sum(e * k for e, k in zip(ERROR, stages, strict=True))
         scale = atol + rtol * jnp.maximum(jnp.abs(s.state), jnp.abs(state))
-        # What decides on lengths is no part of the solution: the derivative takes steps as given.
+        # The choice of lengths is not part of the solution: the derivative takes steps as given.
         size = jax.lax.stop_gradient(jnp.sqrt(jnp.mean((error / scale) ** 2)))
         accepted = size < 1
         factor = jnp.clip(0.9 * size**-0.2, 0.2, 10.0)
@@ -95,13 +95,14 @@ def gravity(state: State) -> State:
 
 
 def nearest(eccentricity) -> State:
-    """The planet where it is nearest to the sun, on an orbit of semi-axis 1 and period 2 pi."""
+    """Return the planet where it is nearest to the sun, on an orbit of semi-axis 1 and period 2
+    pi."""
     speed = jnp.sqrt((1 + eccentricity) / (1 - eccentricity))
     return jnp.array([1 - eccentricity, 0, 0, speed])
 
 
 def exactly(eccentricity: float, time: float) -> tuple[np.ndarray, np.ndarray]:
-    """The planet's place and its derivative in the eccentricity, by Kepler's equation."""
+    """Return the planet's place and its derivative in the eccentricity, by Kepler's equation."""
     e, anomaly = eccentricity, time
     for _ in range(100):
         anomaly -= (anomaly - e * np.sin(anomaly) - time) / (1 - e * np.cos(anomaly))
@@ -135,7 +136,7 @@ def by_diffrax(eccentricity, time: float, tolerance: float, max_steps: int = MAX
 
 
 def all_steps(eccentricity: float, time: float, tolerance: float) -> Solve:
-    """Every try, for the picture: as many rows as there were."""
+    """Return every try, for the picture: as many rows as there were."""
     start, step = stepper(gravity, time, tolerance, tolerance)
     first = start(nearest(eccentricity), FIRST_STEP)
 

@@ -49,7 +49,7 @@ class Balls(NamedTuple):
 
 
 def push(depth: Array, closing: Array) -> Array:
-    """The force between what overlaps: stronger while it closes in than while it parts."""
+    """Return the force between what overlaps: stronger while it closes in than while it parts."""
     return STIFFNESS * jnp.maximum(depth, 0.0) ** 2 * jnp.maximum(1 + LOSS * closing, 0.0)
 
 
@@ -141,7 +141,8 @@ LOOPS = {
 
 
 def thrown(throw: Float[Array, "3"], steps: int, loops: Loops) -> tuple[Balls, tuple]:
-    """The balls in the end; and, of each step, where they were and how many iterations it took."""
+    """Return the balls in the end; and, of each step, where they were and how many iterations it
+    took."""
     places = jnp.array([START, *RESTING])
     velocities = jnp.zeros((len(places), 3)).at[0].set(throw)
 

@@ -32,7 +32,7 @@ def field(stiffness, state):
 
 
 def by_loopkit(stiffness, lanes="compact"):
-    """The last state, and the steps taken."""
+    """Return the last state, and the steps taken."""
     start, step = stepper(partial(field, stiffness), END, TOLERANCE, TOLERANCE)
     last, info = loopkit.while_loop(
         lambda s: s.time < END,

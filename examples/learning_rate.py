@@ -68,7 +68,7 @@ class Network(eqx.Module):
 
 
 def error(model: Network, words: Words) -> Float[Array, ""]:
-    """The mean square of how far the number of syllables is off."""
+    """Return the mean square of how far the number of syllables is off."""
     return jnp.mean((jax.vmap(model)(words.letters) - words.syllables) ** 2)
 
 
@@ -79,7 +79,7 @@ def trained(
     words: Words,
     scan: Callable,
 ) -> tuple[Network, Float[Array, " steps"]]:
-    """The model after as many steps as there are rates, and the error of each batch."""
+    """Return the model after as many steps as there are rates, and the error of each batch."""
     optimiser = optax.scale_by_adam(eps_root=1e-8)  # without it, its derivative may be infinite
     arrays = lambda model: eqx.filter(model, eqx.is_inexact_array)
 
@@ -96,7 +96,7 @@ def trained(
 
 
 def of_arrays(scan: Callable) -> Callable:
-    """A scan that carries arrays alone, given a carry with functions among its leaves."""
+    """Return a scan that carries arrays alone, given a carry with functions among its leaves."""
 
     def scan_all(f: Callable, init: Any, xs: Any) -> tuple[Any, Any]:
         arrays, functions = eqx.partition(init, eqx.is_array)

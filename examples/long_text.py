@@ -62,7 +62,7 @@ def read(network: Network, hidden: Hidden, brought: Float[Array, "batch two_size
 
 
 def bits_per_byte(network: Network, texts: Texts, scan: Callable) -> Float[Array, ""]:
-    """The mean over all bytes but the first, each given all before it."""
+    """Return the mean over all bytes but the first, each given all before it."""
 
     def step(hidden, pair):
         seen, following = pair
@@ -89,7 +89,7 @@ def reach(network: Network, text: UInt8[Array, " length"]) -> Float[Array, " len
 
 
 def stretches(step: int, batch: int, length: int) -> Texts:
-    """The batch of a step: random stretches of the text."""
+    """Return the batch of a step: random stretches of the text."""
     starts = np.random.default_rng(step).integers(len(TEXT) - length, size=batch)
     return np.stack([TEXT[start : start + length] for start in starts], axis=1)
 

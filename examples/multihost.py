@@ -102,14 +102,15 @@ def improved(state: State, gradient: Reader) -> State:
 
 
 def excerpts(step: int, batch: int, length: int) -> UInt8[np.ndarray, "batch length+1"]:
-    """The batch of a step, whoever asks: random stretches of Python's reference pages."""
+    """Return the batch of a step, whoever asks: random stretches of Python's reference pages."""
     text = np.frombuffer("\n".join(topics.topics.values()).encode(), np.uint8)
     starts = np.random.default_rng(step).integers(len(text) - length, size=batch)
     return np.stack([text[start : start + length + 1] for start in starts])
 
 
 def divided(texts: np.ndarray, mesh: Mesh) -> Texts:
-    """An array over all processes, of which each is asked for the rows of its own devices."""
+    """Return an array over all processes, of which each is asked for the rows of its own
+    devices."""
     sharding = NamedSharding(mesh, P("data"))
     return jax.make_array_from_callback(texts.shape, sharding, lambda index: texts[index])
 
@@ -125,13 +126,13 @@ def newest(manager: ocp.CheckpointManager, state: State) -> tuple[int, State]:
 
 
 def apart(one: Reader, other: Reader) -> float:
-    """The largest difference, relative to the largest number of a leaf."""
+    """Return the largest difference, relative to the largest number of a leaf."""
     gaps = jax.tree.map(lambda a, b: np.max(np.abs(a - b)) / np.max(np.abs(b)), one, other)
     return max(map(float, jax.tree.leaves(gaps)))
 
 
 def alone(model: Reader, texts: np.ndarray, **options) -> Reader:
-    """The gradient of a whole batch, by this process without the others."""
+    """Return the gradient of a whole batch, by this process without the others."""
     here = jax.tree.map(lambda leaf: leaf.addressable_data(0), model)
     loss = lambda model, texts: bits_per_byte(model, texts, **options)
     return jax.jit(jax.grad(loss))(here, texts)

@@ -33,7 +33,7 @@ NAMES = "jax.lax", "loopkit"
 
 
 def versions() -> dict[str, ModuleType]:
-    """The model as it is, and with the import changed."""
+    """Return the model as it is, and with the import changed."""
     source = SOURCE.read_text()
     if source.count(BEFORE) != 1:
         raise ValueError(f"{SOURCE} must have the line {BEFORE!r} once")
@@ -75,7 +75,7 @@ def losses(module: ModuleType, options: argparse.Namespace) -> list[float]:
 
 
 def gradient(module: ModuleType, options: argparse.Namespace, length: int) -> Callable:
-    """The compiled gradient for sequences of this length, and its arguments."""
+    """Return the compiled gradient for sequences of this length, and its arguments."""
     model = module.Reader(options.width, key=jax.random.key(0))
     text = excerpts(length, options.batch, 0)
     compiled = jax.jit(jax.grad(module.bits_per_byte)).lower(model, text).compile()

@@ -44,7 +44,7 @@ class Network(NamedTuple):
 
 
 def initial(key: PRNGKeyArray, memory: int) -> Network:
-    """A network that remembers for about `memory` blanks."""
+    """Return a network that remembers for about `memory` blanks."""
     keys = jax.random.split(key, 3)
     weight, _ = jnp.linalg.qr(jax.random.normal(keys[1], (SIZE, SIZE)))
     return Network(
@@ -62,7 +62,7 @@ def read(network: Network, hidden: Hidden, token: Int[Array, " batch"]) -> Hidde
 
 
 def answer(network: Network, symbols: Tokens, blanks: int, scan: Callable):
-    """The nats that a copied symbol costs, and the share of them that are right."""
+    """Return the nats that a copied symbol costs, and the share of them that are right."""
     waiting = jnp.full((blanks, symbols.shape[1]), BLANK)
     tokens = jnp.concatenate([symbols, waiting, jnp.full_like(symbols, SAY)])
 

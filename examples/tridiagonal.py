@@ -69,7 +69,7 @@ def thomas(a: Systems, b: Systems, c: Systems, d: Systems) -> Systems:
 
 
 def transposed(a: Systems, b: Systems, c: Systems, d: Systems) -> Systems:
-    """The solution of the transposed systems: `a` above the diagonal, `c` below it."""
+    """Return the solution of the transposed systems: `a` above the diagonal, `c` below it."""
 
     def eliminate(last, row):
         last_inverse, last_c, last_d = last

@@ -62,7 +62,7 @@ def test_attributes_that_were_there_stay():
     assert 'mine = "yes"' in str(module)
 
 
-# As a compiler writes it, which calls what is true false.
+# A compiler writes it like this, and calls the true branch false.
 SEQUENCE = """\
 000: kCommandBuffer [source       | next=008 (1)]
     001: kCopy         [source       | next=002 (1)] kCopy

@@ -42,7 +42,7 @@ def of_each(x, i, mode):
 
 MODES = (None, "clip", "fill", "promise_in_bounds")
 READS = {
-    # What buffers can do as well.
+    # Modes of buffers as well.
     **{f"at[i].get {m}": lambda x, i, m=m: x.at[i].get(mode=m) for m in MODES},
     **{f"at[rows].get {m}": lambda x, i, m=m: x.at[some(i)].get(mode=m) for m in MODES},
     **{f"at[rows, i].get {m}": lambda x, i, m=m: x.at[some(i), i].get(mode=m) for m in MODES},
@@ -284,7 +284,7 @@ def results(source, kind, loop, mode, what=None, **how):
     f = lambda xs: run(what, xs, kind, loop, **how)
 
     def total(xs):
-        # What is filled in is NaN: it is no part of the total.
+        # NaN is filled in: it is not part of the total.
         leaves = jax.tree.leaves(f(xs))
         return sum(jnp.sum(jnp.where(jnp.isnan(y), 0.0, y)) for y in leaves)
 

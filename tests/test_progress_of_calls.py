@@ -86,7 +86,7 @@ def test_the_way_back_of_several_loops(name):
     shown = recorder.run(slope, make(progress=recorder))
     forward, backward = recorder.ways()
     assert forward == [steps]
-    assert sum(backward) == (8 if name == "truncated" else steps)  # the last hang on nothing
+    assert sum(backward) == (8 if name == "truncated" else steps)  # nothing depends on the last
     np.testing.assert_allclose(shown, slope(make()), rtol=1e-14)
 
 

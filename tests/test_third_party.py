@@ -1,7 +1,7 @@
 """Loops in other people's code, differentiated and replaced without touching it.
 
-Every library that loops in its own way stands here once. What `jax.grad` of the original gives, or
-forward mode where it gives nothing, is what the replaced code has to give.
+Every library that loops in its own way stands here once. The replaced code has to give what
+`jax.grad` of the original gives, or forward mode if that has no gradient.
 """
 
 import warnings
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def import_or_skip(name: str):
-    """The module, or a skipped test. What it warns of when imported is its own affair."""
+    """The module, or a skipped test. Its warnings at import are its own affair."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip(name, exc_type=ImportError)

@@ -149,7 +149,7 @@ def assert_same(got, want):
     assert types(got) == types(want)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        # The same operations in the same order: of few bits too.
+        # Operations are in the same order, so narrow types agree, too.
         rtol = min(tolerance(a.dtype), tolerance("float32"))
         np.testing.assert_allclose(*(np.asarray(x).astype("complex128") for x in (a, b)), rtol=rtol)
 

@@ -26,8 +26,8 @@ def in_turn(
 ) -> list:
     """Every combination, for `parametrize`: one in `of` is quick, and all that are `often(...)`.
 
-    Of the others, `slow` in `of` are slow (by default half of them, and of two all), and the rest
-    exhaustive. Each value is in a quick one, if another axis has as many as `of`; each pair of
+    `slow` in `of` of the others are slow (by default half of them, and all of two), and the rest
+    are exhaustive. Each value is in a quick one, if another axis has as many as `of`; each pair of
     values of two axes, if a third has as many.
     """
     cases, some = [], of // 2 if slow is None else slow

@@ -115,6 +115,6 @@ def entries() -> dict[str, Entry]:
 
 
 def readme_table() -> str:
-    """The table of examples/README.md."""
+    """Return the table of examples/README.md."""
     rows = [f"| [{e.name}.py]({e.name}.py) | {e.shows} | {e.takes} |" for e in entries().values()]
     return "\n".join(["| program | what it shows | takes |", "| --- | --- | --- |", *rows])

@@ -190,7 +190,7 @@ class Trace(NamedTuple):
 def backtrace(
     ended: Ended, choices: Int[Array, "room beam"], end: int, max_length: int
 ) -> Int[Array, "n max_length"]:
-    """The tokens of the hypotheses that ended, by their back-pointers."""
+    """Return the tokens of the hypotheses that ended, by their back-pointers."""
     beam = choices.shape[1]
 
     def follow(trace: Trace) -> Trace:

@@ -95,7 +95,7 @@ def is_buffer(value: Any) -> bool:
 
 
 def with_row(cache: Rows, step: Int[Array, ""], row: Rows) -> Rows:
-    """The cache, with the row of a step written in place."""
+    """Return the cache, with the row of a step written in place."""
     write = lambda rows, new: rows.at[step].set(new)
     return jax.tree.map(write, cache, row, is_leaf=is_buffer)
 
@@ -128,7 +128,7 @@ def in_growing_rooms(
         written = jax.tree.leaves(carry.history)[0].shape[0]
 
         def search_on(found: Any) -> tuple[Any, loopkit.LoopInfo]:
-            # What does not depend on the loop would be made before it, needed or not.
+            # A value that does not depend on the loop would be computed before it, needed or not.
             zero = jnp.minimum(found[1].steps, 0)
             zero, history = jax.lax.optimization_barrier((zero, carry.history))
             more = lambda rows: jnp.pad(rows, [(0, room - written)] + [(0, 0)] * (rows.ndim - 1))

@@ -70,7 +70,7 @@ class GRU(eqx.Module):
         real: Bool[Array, " steps"],
         reverse: bool = False,
     ) -> tuple[Float[Array, " size"], Float[Array, "steps size"]]:
-        """The last state and all states along a sequence; padding leaves the state alone."""
+        """Return the last state and all states along a sequence; padding leaves the state alone."""
 
         def step(hidden, x):
             token_gates, is_real = x
@@ -122,6 +122,6 @@ class Pronouncer(eqx.Module):
         )
 
     def search(self, letters: Int[Array, " n"], *, max_length: int = MAX_LENGTH, **options):
-        """The best pronunciations: `beam.beam_search`. The word is read once."""
+        """Return the best pronunciations: `beam.beam_search`. The word is read once."""
         decoder = self.writer.decoder(self.read(letters))
         return beam.beam_search(decoder, start=BLANK, end=BLANK, max_length=max_length, **options)

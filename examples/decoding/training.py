@@ -64,7 +64,7 @@ class Pretrained(NamedTuple):
 def pretrained(
     steps: int, held_out: int, seed: int, writer: Callable[..., Writer] = GRUWriter
 ) -> Pretrained:
-    """A model trained by teacher forcing on all words but some."""
+    """Return a model trained by teacher forcing on all words but some."""
     rng = np.random.default_rng(seed)
     words, others = split(load(), held_out, rng)
     key, key_writer = jax.random.split(jax.random.key(seed))

@@ -67,7 +67,7 @@ class Place:
         at, inside = self.window.starts_in(shape, self.starts)
         room = [shape[a] for a in self.window.axes]
         if all(isinstance(n, int) for n in room) and math.prod(room) < 2**31:
-            # As one number, which takes less to sort; of larger buffers it would not fit.
+            # One number is faster to sort; for larger buffers it would not fit.
             strides = np.array([math.prod(room[i + 1 :]) for i in range(len(room))], at.dtype)
             at = (at * strides).sum(-1, keepdims=True)
         written = jnp.ones(self.batch, bool) if mask is None else mask.reshape(self.batch)
@@ -275,7 +275,7 @@ def _known_start(v: Any, size: int) -> int | None:
 
 
 def _all_differ(rows: Sequence[tuple[Any, int]]) -> bool:
-    """Whether index arrays, for axes of these sizes, are known and point nowhere twice."""
+    """Return whether index arrays, for axes of these sizes, are known and point nowhere twice."""
     if any(_jax.is_tracer(a) or (a < 0).any() or (a >= size).any() for a, size in rows):
         return False
     points = np.stack([a.ravel() for a in np.broadcast_arrays(*(a for a, _ in rows))], -1)

@@ -14,7 +14,7 @@ MODES = ("drop", "fill", "clip", "promise_in_bounds")
 
 
 def mode_name(name: str, mode: object) -> str | None:
-    """The name of an indexing mode."""
+    """Return the name of an indexing mode."""
     if mode is None:
         return None
     label = str(getattr(mode, "name", mode)).lower()
@@ -43,7 +43,7 @@ OPERATORS = (*OF_ONE, "lt", "le", "eq", "ne", "gt", "ge", *OF_TWO, *(f"r{name}" 
 
 
 def without_operators(cls: type[T]) -> type[T]:
-    """The class; its operators say what to write instead."""
+    """Return the class, whose operators then raise an error that says what to write instead."""
 
     def refuse(name: str) -> None:
         raise TypeError(

@@ -94,7 +94,7 @@ def _evaluate_read(
     if inside is not None:
         inside = inside.reshape(*inside.shape, *[1] * len(window.sizes))
         found = jnp.where(inside, found, _jax.zeros(jax.typeof(found)))
-    # What is written next comes after: read twice, the buffer would have to be copied first.
+    # The next write comes after: a buffer that is read twice would have to be copied first.
     return list(lax.optimization_barrier((found, buffer)) if held else (found, buffer))
 
 

@@ -52,7 +52,7 @@ class Window:
         return replace(wider, axes=(*wider.axes, axis))
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether a buffer has room for a slice at all."""
+        """Return whether a buffer has room for a slice at all."""
         pairs = zip(self.sizes, shape, strict=True)
         # A symbolic size may be anything.
         return all(s <= n for s, n in pairs if isinstance(s, int) and isinstance(n, int))
@@ -81,7 +81,7 @@ class Window:
         return starts, ((starts >= 0) & (starts <= last)).all(-1)
 
     def inside(self, shape: Sequence[int], starts: Starts) -> Any:
-        """Whether each slice is inside."""
+        """Return whether each slice is inside."""
         if not self.axes:
             return jnp.ones(starts.shape[:-1], bool)
         return replace(self, mode="drop").starts_in(shape, starts)[1]

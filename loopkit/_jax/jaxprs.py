@@ -44,12 +44,12 @@ COMPARED = (
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> OpenJaxpr:
-    """The equations and variables of a closed jaxpr."""
+    """Return the equations and variables of a closed jaxpr."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def trace(fun: Callable, avals: Sequence[ShapedArray], name: str) -> tuple[Jaxpr, list]:
-    """The jaxpr of `fun(*values) -> list`, and what it closes over (the first arguments)."""
+    """Return the jaxpr of `fun(*values) -> list`, and what it closes over (the first arguments)."""
     try:
         info = debug_info(name, fun, tuple(avals), {})
     except (TypeError, ValueError):
@@ -60,7 +60,7 @@ def trace(fun: Callable, avals: Sequence[ShapedArray], name: str) -> tuple[Jaxpr
 
 
 def is_tracing() -> bool:
-    """Whether anything is being traced or transformed."""
+    """Return whether anything is being traced or transformed."""
     return not core.trace_state_clean()
 
 
@@ -81,7 +81,8 @@ mlir.register_lowering(
 
 
 def trace_closed(fun: Callable, avals: Sequence[ShapedArray], name: str) -> Jaxpr:
-    """The jaxpr of a function that closes over no tracers; arrays it makes are constants of it."""
+    """Return the jaxpr of a function that closes over no tracers; arrays it makes are constants of
+    it."""
     jaxpr, made = trace(fun, avals, name)
     if not made:
         return jaxpr
@@ -98,7 +99,7 @@ def trace_closed(fun: Callable, avals: Sequence[ShapedArray], name: str) -> Jaxp
 def dce(
     jaxpr: Jaxpr, used_outputs: Sequence[bool], keep: Sequence[bool]
 ) -> tuple[Jaxpr, list[bool]]:
-    """The part of a jaxpr that the used outputs need, and which inputs it takes."""
+    """Return the part of a jaxpr that the used outputs need, and which inputs it takes."""
     small, used = pe.dce_jaxpr(cast(Any, open_jaxpr(jaxpr)), list(used_outputs), list(keep))
     return pe.close_jaxpr(small), list(used)
 
@@ -115,7 +116,8 @@ def unknown_outputs(jaxpr: Jaxpr, unknown: Sequence[bool]) -> list[bool]:
 
 
 def with_outputs(jaxpr: Jaxpr, outputs: Sequence[Any], keep: Sequence[bool]) -> Jaxpr:
-    """A jaxpr that returns other variables of its own, without the equations these do not need."""
+    """Return a jaxpr that returns other variables of its own, without the equations these do not
+    need."""
     j = open_jaxpr(jaxpr)
     other = j.replace(outvars=list(outputs), debug_info=j.debug_info.with_unknown_names())
     return dce(other, [True] * len(outputs), keep)[0]
@@ -168,7 +170,8 @@ def batched_call(
 
 
 def bind_equation(eqn: Equation, values: Sequence[Any]) -> list:
-    """The results of an equation on other operands, in the context that it was written in."""
+    """Return the results of an equation on other operands, in the context that it was written
+    in."""
     found = eqn.primitive.get_bind_params(eqn.params)
     subfuns, params = found if isinstance(found, tuple) else ([], found)
     with context_of(eqn):
@@ -185,7 +188,8 @@ def context_of(eqn: Equation) -> Any:
 
 
 def with_custom_rules(eqn: Equation, within: Callable[[Callable], Callable]) -> Any:
-    """A call with a custom derivative, whose rules run as `within(rule)`; any other equation."""
+    """Return a call with a custom derivative, whose rules run as `within(rule)`; any other
+    equation."""
     rules = [k for k in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd") if k in eqn.params]
     if not rules or not eqn.primitive.name.startswith("custom_"):
         return eqn
@@ -198,18 +202,18 @@ def with_custom_rules(eqn: Equation, within: Callable[[Callable], Callable]) -> 
 
 
 def vmapped_axes() -> set:
-    """The names of the axes of `jax.vmap` around what is being traced."""
+    """Return the names of the axes of `jax.vmap` around what is being traced."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return set(core.get_axis_env().axis_sizes).difference(manual)
 
 
 def axis(size: int) -> Any:
-    """A batch axis without a name."""
+    """Return a batch axis without a name."""
     return batching.AxisData(core.no_axis_name, size, None, None)
 
 
 def check_effects(effects: Iterable[Any]) -> list[Any]:
-    """The effects that a loop cannot carry."""
+    """Return the effects that a loop cannot carry."""
     return list(effects_.control_flow_allowed_effects.filter_not_in(effects))
 
 
@@ -222,5 +226,5 @@ def jvp_in_moving(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any]
 
 
 def jit_is_disabled() -> bool:
-    """Whether this thread is under jax.disable_jit."""
+    """Return whether this thread is under jax.disable_jit."""
     return config.disable_jit.value

@@ -48,9 +48,8 @@ def trace_bodies_within(context: Callable | None) -> None:
 
 
 def is_settled() -> bool:
-    """Whether the loop that is being bound is one of this library's own, or what a rule of lax's
-    makes of another loop: nobody wrote it.
-    """
+    """Return whether the loop that is being bound is one of this library's own, or what a rule of
+    lax's makes of another loop: nobody wrote it."""
     frame: Any = sys._getframe(1)
     while (code := frame.f_code).co_filename.endswith(MACHINERY):
         derived = code.co_name.startswith(("_scan", "_while")) or code.co_name == "tangent_fun"
@@ -61,12 +60,12 @@ def is_settled() -> bool:
 
 
 def steps_of(params: dict[str, Any]) -> Jaxpr:
-    """The body of a loop of lax."""
+    """Return the body of a loop of lax."""
     return params["jaxpr"] if "jaxpr" in params else params["body_jaxpr"]
 
 
 def with_steps(params: dict[str, Any], body: Jaxpr) -> dict[str, Any]:
-    """The parameters of a loop of lax with another body."""
+    """Return the parameters of a loop of lax with another body."""
     return params | {"jaxpr" if "jaxpr" in params else "body_jaxpr": body}
 
 

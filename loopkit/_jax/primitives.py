@@ -22,7 +22,7 @@ KEEPS_BARRIERS = jax.__version_info__ >= (0, 11)
 
 
 def declare(name: str) -> core.Primitive:
-    """A primitive with several results, to be completed by `define`."""
+    """Return a primitive with several results, to be completed by `define`."""
     primitive = core.Primitive(name)
     primitive.multiple_results = True
     return primitive
@@ -42,11 +42,11 @@ def define(
 ) -> None:
     """Lower a primitive through `evaluate(*args, **params)`, kept in `evaluations` as it is run.
 
-    Outside jit it is compiled, or left to `run(compiled, evaluate, *args, **params)`. What
-    `evaluate` mixes may differ in rank and type, whatever the user allows in what they write.
-    `types(*avals, **params)` gives result types and effects. `dce(used, equation)`
-    says which operands are used, and gives the equation that is left, or None. For a single CPU,
-    `on_cpu(evaluate)` is lowered, for a single TPU `on_tpu(evaluate)`.
+    Outside jit it is compiled, or left to `run(compiled, evaluate, *args, **params)`. `evaluate`
+    may mix ranks and types, whatever the user allows in their own code. `types(*avals, **params)`
+    gives result types and effects. `dce(used, equation)` says which operands are used, and gives
+    the equation that is left, or None. For a single CPU, `on_cpu(evaluate)` is lowered, for a
+    single TPU `on_tpu(evaluate)`.
     """
 
     def evaluate_as_written(*args: jax.Array, **params: Any) -> Any:
@@ -137,12 +137,14 @@ _targets: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVa
 
 
 def keeps_barriers() -> bool:
-    """Whether the compiler that a program is being lowered for does; no, if that may be any."""
+    """Return whether the compiler that a program is being lowered for does; no, if that may be
+    any."""
     return KEEPS_BARRIERS or "cpu" not in (_targets.get(None) or ("cpu",))
 
 
 def target_device() -> Any:
-    """A device of this process like the one that the program being lowered is for, if it has one.
+    """Return a device of this process like the one that the program being lowered is for, if it has
+    one.
 
     Where none is being lowered, the default device.
     """
@@ -163,7 +165,8 @@ def device_of(values: Sequence[Any]) -> Any:
 
 
 def as_there(values: Sequence[Any] = ()) -> Any:
-    """A context to trace in what computes a loop, where nobody else says for which device."""
+    """Return a context to trace in what computes a loop, where nobody else says for which
+    device."""
     return host_waits(host_waits.value or getattr(device_of(values), "platform", "") == "gpu")
 
 
@@ -254,7 +257,7 @@ def _register_partial_eval(primitive: Primitive, eager: Callable, known_part: Ca
         residuals = [v for v, there in pairs if not there and isinstance(v, core.Var)]
         known, results = known_part(list(unknown), eqn) or (None, [False] * count)
         if known is not None and hasattr(eqn.params["loop"], "unshown"):
-            # What was shown once is run again.
+            # These steps were shown once, and run again.
             again = {"loop": eqn.params["loop"].unshown(backward=False)}
             eqn = eqn.replace(params=eqn.params | again)
         return known, eqn, [not k for k in results], [True] * count, residuals

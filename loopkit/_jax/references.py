@@ -19,12 +19,12 @@ def is_reference(value: object) -> bool:
 
 
 def type_in(reference: Any) -> ShapedArray:
-    """The type of what it holds."""
+    """Return the type of what it holds."""
     return core.typeof(reference).inner_aval
 
 
 def has_references(jaxpr: Jaxpr) -> bool:
-    """Whether it makes, reads or writes references."""
+    """Return whether it makes, reads or writes references."""
     return any(isinstance(e, _EFFECTS) for e in jaxpr.effects)
 
 

@@ -85,7 +85,7 @@ def source() -> str:
 
 
 def is_raised_within(error: Exception) -> bool:
-    """Whether jax or loopkit raises an error by itself, in no function of anyone else's."""
+    """Return whether jax or loopkit raises an error by itself, in no function of anyone else's."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(WITHIN):
         trace = trace.tb_next
@@ -93,5 +93,5 @@ def is_raised_within(error: Exception) -> bool:
 
 
 def name_stack(eqn: Any | None = None) -> str:
-    """The names around an equation; without one, around the code being traced."""
+    """Return the names around an equation; without one, around the code being traced."""
     return str(source_info.current_name_stack() if eqn is None else eqn.source_info.name_stack)

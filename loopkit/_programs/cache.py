@@ -67,12 +67,13 @@ def remember(functions: Sequence[Any], rest: Hashable, make: Callable[[], T]) ->
 
 
 def shared(loop: Any) -> Any:
-    """The loop of the same equations that was there before, if it is known to be the same."""
+    """Return the loop of the same equations that was there before, if it is known to be the
+    same."""
     return interned(loop.replace(lasting=True)) or loop.replace(lasting=False)
 
 
 def interned(program: T, results_only: bool = False) -> T | None:
-    """A program with the same equations that was run before, and so compiled, or this one.
+    """Return a program with the same equations that was run before, and so compiled, or this one.
 
     None if nobody can say what it is equal to. `results_only`: as in `program_key`.
     """

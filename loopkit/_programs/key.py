@@ -44,7 +44,7 @@ FUNCTIONS = ("builtins", "functools", "jax", "jaxlib", "numpy")
 
 
 def program_key(program: object, results_only: bool = False, met: list | None = None) -> Hashable:
-    """The key of a jaxpr, or of whatever else makes one; raises Unknown.
+    """Return the key of a jaxpr, or of whatever else makes one; raises Unknown.
 
     `results_only`: of what it computes, and not of its derivatives. `met`: where to put the
     functions met, which the key has places for.
@@ -142,7 +142,7 @@ def _content(value: np.ndarray) -> Hashable:
 
 
 def is_of_library(kind: type) -> bool:
-    """Whether a class holds nothing that changes."""
+    """Return whether a class holds nothing that changes."""
     return _root(kind) in FUNCTIONS
 
 

@@ -46,12 +46,12 @@ class Bar:
             self.shown.lanes(done, self.lanes)
 
     def is_over(self, stack: set[Run]) -> bool:
-        """Whether its program has ended, if its thread is in these programs. A bar may wait for
-        another."""
+        """Return whether its program has ended, if its thread is in these programs. A bar may wait
+        for another."""
         return self.run is not None and self.progress.last and self.run not in stack
 
     def waits_for(self, progress: ProgressSettings, backward: bool) -> bool:
-        """Whether it was left open for such a loop."""
+        """Return whether it was left open for such a loop."""
         if backward and self.progress.weight:  # each goes back for itself
             return False
         return self.backward == backward and progress.goes_on_with(self.progress)

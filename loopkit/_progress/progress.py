@@ -49,7 +49,7 @@ class ProgressSettings:
         return replace(self, first=self.first and first, last=self.last and last, **more)
 
     def goes_on_with(self, other: ProgressSettings) -> bool:
-        """Whether it goes on with the bar that another loop left open."""
+        """Return whether it goes on with the bar that another loop left open."""
         same = self.name, self.shown_id, self.whole
         return (
             not self.first and not other.last and same == (other.name, other.shown_id, other.whole)

@@ -236,7 +236,7 @@ def _with_bytes(bare: Plan, carry: int, residuals: int) -> Plan:
 
 
 def _everything(loop: Loop) -> Any:
-    """Every operand that can have a tangent has one."""
+    """Return what is active if every operand that can have a tangent has one."""
     types = [*loop.const_types, *loop.body.in_avals[loop.const_count :]]
     flags = list(map(_jax.is_differentiable, types))
     return moving_activity(loop, loop.split([False] * loop.cond_const_count + flags)[0])

@@ -51,7 +51,7 @@ class InPlaceReport:
     min_bytes: int
 
     def __bool__(self) -> bool:
-        """Whether everything is in place."""
+        """Return whether everything is in place."""
         return not self.copies
 
     def __str__(self) -> str:

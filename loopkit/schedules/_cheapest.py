@@ -88,7 +88,7 @@ class Prices:
 
 
 def cheapest_saves(slots: int, segments: int) -> list[Entry]:
-    """Every save of a loop of up to `segments` segments, in the order of time."""
+    """Return every save of a loop of up to `segments` segments, in the order of time."""
     saves = [Entry(0, 0, slots)]
     if slots == 1:
         return saves
@@ -166,14 +166,15 @@ class _Loss:
         return self._price(self._before + length, self._free + 1) - self._kept_before
 
     def _saves(self, length: int) -> bool:
-        """Whether saving costs no more than running on, where the last stretch is that long."""
+        """Return whether saving costs no more than running on, where the last stretch is that
+        long."""
         run_on = self._price(length + 1, self._free)
         return self._drop_last(length) <= run_on or (
             self.inner > 0 and self._drop_inner(length) <= run_on
         )
 
     def due(self, most: int) -> int:
-        """The least length at which saving costs no more than running on, or `most`."""
+        """Return the least length at which saving costs no more than running on, or `most`."""
         enough = 1
         while enough < most and not self._saves(enough):
             enough *= 2
@@ -181,7 +182,7 @@ class _Loss:
         return bisect_left(lengths, True, lo=enough // 2 + 1, key=self._saves)
 
     def cheapest(self, length: int) -> int:
-        """The checkpoint to drop when the last stretch is `length` segments long."""
+        """Return the checkpoint to drop when the last stretch is `length` segments long."""
         if not self.inner or self._drop_last(length) < self._drop_inner(length):
             return -1
         return self.inner

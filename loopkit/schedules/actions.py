@@ -25,7 +25,7 @@ class _OfSlot:
 
 
 class Save(_OfSlot):
-    """Store the live state, the start of `segment`, in `slot`. What was there is lost."""
+    """Store the live state, the start of `segment`, in `slot`. The old state is lost."""
 
 
 class Restore(_OfSlot):

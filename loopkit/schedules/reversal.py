@@ -25,7 +25,7 @@ from loopkit.schedules.online import Placement
 
 
 def gradient(segments: Whole, slots: Whole) -> Iterator[Action]:
-    """The optimal schedule for a loop of known length: forward sweep, then reversal.
+    """Return the optimal schedule for a loop of known length: forward sweep, then reversal.
 
     Arguments: `segments` >= 0; `slots` >= 1, the initial state's included.
     Returns: actions that begin with the start of segment 0 live.
@@ -51,7 +51,8 @@ def gradient(segments: Whole, slots: Whole) -> Iterator[Action]:
 
 
 def online_gradient(placement: Placement, segments: Whole) -> Iterator[Action]:
-    """The schedule of a loop that placed its checkpoints by `placement` and ended after `segments`.
+    """Return the schedule of a loop that placed its checkpoints by `placement` and ended after
+    `segments`.
 
     Returns: actions that begin with the start of segment 0 live. The checkpoints left behind are
     reversed from as they are, none given up.
@@ -102,7 +103,7 @@ def advances(positions: Mapping[int, int], segments: Whole, slots: Whole) -> int
 def kept(
     positions: Mapping[int, int], segments: Whole, slots: Whole, *, give_up: Whole = 16
 ) -> dict[int, int]:
-    """The checkpoints worth keeping: those of `positions` from which reversal is cheapest.
+    """Return the checkpoints worth keeping: those of `positions` from which reversal is cheapest.
 
     Arguments: as for `reverse`; `give_up`, the most checkpoints to give up. The time it takes
     grows with the number of checkpoints and the square of `give_up`.

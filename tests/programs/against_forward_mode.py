@@ -20,7 +20,7 @@ import loopkit
 
 
 def import_or_skip(name: str) -> Any:
-    """The module, or a skipped test. What they warn of when imported is their own affair."""
+    """The module, or a skipped test. Their warnings at import are their own affair."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip(name, exc_type=ImportError)

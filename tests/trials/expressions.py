@@ -1,4 +1,4 @@
-"""The grammar of a step's arithmetic. What goes in moderate comes out moderate."""
+"""The grammar of a step's arithmetic. Moderate inputs give moderate outputs."""
 
 from __future__ import annotations
 

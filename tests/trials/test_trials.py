@@ -20,7 +20,7 @@ from trials.records import Piece
 from trials.relations import draw_related
 from trials.rewritten import draw_kept, draw_split
 
-# What is donated may be of no use, and need not be.
+# A donated argument may be of no use.
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 
 PIECE = 25
@@ -28,7 +28,7 @@ PIECE = 25
 FEW, SHORT = 300, 1500
 """The number of programs in `pytest -m slow`, and their most characters.
 
-Three quarters of all are no longer. What is longer takes most of the time, to trace and compile.
+Three quarters of all are no longer. Longer programs take most of the time, to trace and compile.
 """
 
 

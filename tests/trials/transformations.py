@@ -168,7 +168,7 @@ def draw_pattern(d: Draws, program: Program) -> str:
     """One that the program can go through by what JAX promises."""
     tags = program.tags
     order = d.weighted({1: 50, 2: 32, 0: 8, 3: 10})
-    # What is compiled for a second derivative is ten times as long, and so is a third one's.
+    # The program of a second derivative is ten times as long, and that of a third again so.
     order = min(order, 3 if len(program.body) < 1000 else 2 if len(program.body) < 2500 else 1)
     if "long" in tags:
         order = min(order, 2 if len(program.body) < 1500 else 1)

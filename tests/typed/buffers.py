@@ -32,7 +32,7 @@ total, ys = loopkit.while_loop(
 )
 assert_type(Buffer(jnp.ones(3)).at[0].set(2.0), Buffer)
 
-# Of what it was made for.
+# The type of the element that it was made for.
 arrays = TensorArray.empty(4, 0.0)
 assert_type(arrays, TensorArray[Array])
 assert_type(TensorArray.empty(4, jax.ShapeDtypeStruct((3,), jnp.float32)), TensorArray[Array])

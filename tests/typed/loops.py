@@ -85,7 +85,7 @@ class Bar:
 
 loopkit.scan(add, 0.0, rows, progress=Bar())
 
-# With `return_info`: a tuple, and without knowing it, anything.
+# `return_info=True` gives a tuple, and an unknown bool gives anything.
 assert_type(
     loopkit.while_loop(lambda x: x > 1, halve, 10.0, return_info=True), tuple[Array, LoopInfo]
 )
