@@ -179,8 +179,7 @@ class TensorArray(Generic[E]):
         return iter(self.unstack())
 
     def write(self, index: Integer, element: E | ArrayLike | Tree) -> TensorArray[E]:
-        """Return the array with another element at an index; missing elements before it are
-        zeros."""
+        """Return the array with another element at an index; zeros fill gaps before it."""
         leaves = self._leaves("write", element)
         at = self._place("write", index)
         if not isinstance(at, int) or not self._is_known():
@@ -267,8 +266,7 @@ class TensorArray(Generic[E]):
         return TensorArray._of(data, self._tree, size)._checked()
 
     def _checked(self) -> TensorArray[E]:
-        """Return the array; outside loops, raise an error at run time if it is beyond its
-        capacity."""
+        """Return the array; outside loops, raise an error at run time if it is too full."""
         if self._is_in_loop() or isinstance(self._size, int):
             return self
         room = self._data[0].shape[0]
