@@ -281,7 +281,7 @@ def of_devices() -> list[Case]:
     return [
         Case(f"{what}, {name}", jax.grad(partial(f, scan, **how), (0, 1)), arguments, 100)
         for what, f, arguments in (
-            ("rows of a batch", batch_of_rows, (weights, jnp.zeros((64, 128)))),
+            ("parts of a batch", batch_of_rows, (weights, jnp.zeros((64, 128)))),
             ("parts of a carry", parts_of_carry, (number, jnp.zeros((512, 64)))),
         )
         for name, (scan, how) in ways.items()

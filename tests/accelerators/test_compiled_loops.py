@@ -69,7 +69,7 @@ if jax.__version_info__ >= (0, 11):  # before, loops on several devices keep not
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("what", ["rows of a batch", "parts of a carry"])
+@pytest.mark.parametrize("what", ["parts of a batch", "parts of a carry"])
 @pytest.mark.parametrize("way", WAYS_OF_DEVICES)
 def test_devices_exchange_a_sum_of_cotangents_and_nothing_else(target, what, way):
     """Once, at the end: what is kept of the steps stays where it is."""
@@ -79,5 +79,5 @@ def test_devices_exchange_a_sum_of_cotangents_and_nothing_else(target, what, way
     program = compiled(target, found.function, *found.arguments, shardings=shardings)
     # The compilers of JAX 0.10 take a sum over devices out of one loop, not out of two: it is made
     # once a segment, unless the engine has put it off.
-    in_segments = jax.__version_info__ < (0, 11) and way == "default" and what != "rows of a batch"
+    in_segments = jax.__version_info__ < (0, 11) and way == "default" and what != "parts of a batch"
     assert collectives(program) == {("all-reduce", in_segments): 1}
