@@ -45,7 +45,7 @@ class Solve(NamedTuple):
 
     time: Float[Array, ""]
     state: State
-    slope: State  # at `state`: the last stage of a step is the first of the next
+    slope: State  # the slope at `state`: the last stage of a step is the first of the next
     dt: Float[Array, ""]
     accepted: Bool[Array, ""]  # whether the last step was
     tries: Int[Array, ""]
@@ -188,7 +188,7 @@ def main(argv: list[str] | None = None) -> dict:
     print(f"  {'':11} {'steps':>6}  {'error of place':>14}  {'error of derivative':>19}")
     for name, solver in solvers.items():
         got, steps = jax.jit(lambda e, f=solver: f(e, time, tolerance))(e)
-        # One row of a Jacobian each, backwards through the solution.
+        # Each is one row of a Jacobian, backward through the solution.
         grad = jax.jit(jax.jacrev(lambda e, f=solver: f(e, time, tolerance)[0]))(e)
         errors = np.max(np.abs(got - place)), np.max(np.abs(grad - slope) / np.abs(slope))
         found[name] = {"steps": int(steps), "place": float(errors[0]), "slope": float(errors[1])}

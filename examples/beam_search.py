@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> dict:
     by_beam = evaluate(model, held_out, searched(beam_size=args.beam, stop=args.stop))
     report(held_out, by_choice, by_beam)
 
-    # The search chooses; what it chose has the gradient that it would have had if it were given.
+    # The search chooses; a chosen answer has the gradient that it would have if it were given.
     word, (_, best) = next(iter(held_out)), by_beam.ranked[0][0]
     norms = gradient_norms(model, word, best)
     print(f"\nGradient of the best score of {word!r} in the weights: its norm is")

@@ -32,10 +32,10 @@ from comparison import compare
 
 RADIUS, GRAVITY = 0.1, 9.81  # m, m/s^2; a ball weighs 1 kg
 INERTIA = jnp.array([1.0, 1.0, RADIUS**2 / 2])  # against x, y and spin
-STIFFNESS, LOSS = 1e5, 0.3  # N/m^2; s/m: what an impact loses
+STIFFNESS, LOSS = 1e5, 0.3  # N/m^2; s/m: the loss in an impact
 FRICTION, SLIP, DRAG = 0.4, 0.05, 1e-3  # N/N; m/s, below which it fades; N m s, against rolling
-DT, TOLERANCE, ITERATIONS = 2e-3, 1e-10, 30  # s; m/s; of Newton's method at most
-PARTS = (1.0, 0.5, 0.25, 0.1)  # of a change
+DT, TOLERANCE, ITERATIONS = 2e-3, 1e-10, 30  # s; m/s; the most iterations of Newton's method
+PARTS = (1.0, 0.5, 0.25, 0.1)  # the parts of a change that are tried
 START, RESTING = (0.0, 0.6), ((1.5, 0.1), (2.1, 0.1))
 FIRST, SECOND = jnp.triu_indices(1 + len(RESTING), k=1)  # all pairs of balls
 
@@ -81,7 +81,7 @@ def forces(places: Places, velocities: Velocities) -> Velocities:
 class Newton(NamedTuple):
     """The carry of a step's iteration."""
 
-    velocities: Velocities  # after the step, as far as they are known
+    velocities: Velocities  # the velocities after the step, as far as they are known
     unbalanced: Float[Array, ""]  # m/s
     iterations: Int[Array, ""]
 

@@ -36,7 +36,7 @@ Grid = Float[Array, "rows columns"]
 
 class Maze(NamedTuple):
     walls: Bool[np.ndarray, "rows columns"]
-    ways: Bool[np.ndarray, "rows columns"]  # where one still has to go on: no wall, not the goal
+    ways: Bool[np.ndarray, "rows columns"]  # where one has to go on: not a wall, not the goal
     to: Int[np.ndarray, "4 cells"]  # where a step up, right, down or left leads: walls throw back
 
 

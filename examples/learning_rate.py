@@ -32,7 +32,7 @@ from comparison import compare
 from decoding.dictionary import LETTERS, WIDTHS, spell
 
 WIDTH = WIDTHS[-1]  # letters of the longest word
-WARM_UP = 0.05  # of all steps, in which the rate climbs to its full height
+WARM_UP = 0.05  # the part of all steps in which the rate climbs to its full height
 
 
 class Words(NamedTuple):
@@ -187,11 +187,11 @@ def main(argv: list[str] | None = None) -> dict:
     shift, curves, slopes, found = 0.0, {}, None, []
     for descent in tqdm(range(args.descents + 1), desc="descents", unit="training"):
         (value, losses), slopes = compiled(log_rates + jnp.float32(shift))
-        slope = float(slopes.sum())  # in one factor for all rates
+        slope = float(slopes.sum())  # the gradient in one factor for all rates
         found.append((args.rate * float(np.exp(shift)), float(value), slope))
         if descent in (0, args.descents):
             curves[f"rate {found[-1][0]:.1e}"] = np.asarray(losses)
-        shift -= np.clip(5 * slope / float(value), -1.0, 1.0)  # of a logarithm
+        shift -= np.clip(5 * slope / float(value), -1.0, 1.0)  # the largest change of a logarithm
 
     print(f"\n{'rate':>10} {'error on words held out':>26} {'slope in log rate':>20}")
     for rate, value, slope in found:

@@ -39,9 +39,9 @@ Texts = UInt8[Array, "length batch"]
 
 
 class Network(NamedTuple):
-    table: Float[Array, "bytes two_sizes"]  # what a byte brings to gates and to what is new
-    weight: Float[Array, "size two_sizes"]  # what is remembered brings
-    bias: Float[Array, " size"]  # of the gates: how long a unit remembers
+    table: Float[Array, "bytes two_sizes"]  # from a byte to the gates and to new values
+    weight: Float[Array, "size two_sizes"]  # from the memory to the gates and to new values
+    bias: Float[Array, " size"]  # biases of the gates: how long a unit remembers
     readout: Float[Array, "size bytes"]
 
 

@@ -30,10 +30,10 @@ from adaptive_ode import stepper
 from comparison import compare
 
 TOLERANCE, FIRST_STEP, MAX_STEPS = 1e-9, 1e-2, 1000  # steps from one sight to the next, at most
-NOISE = 3e-3  # of a coordinate that is seen; the inner planet is at a distance of 1
+NOISE = 3e-3  # the error of a coordinate that is seen; the inner planet is at a distance of 1
 NAMES = tuple(f"{what}{i}" for i in (1, 2) for what in ("mass", "x", "y", "u", "v"))
 TRUTH = np.array([[0.02, 1.0, 0.0, 0.0, 1.05], [0.03, -1.7, 0.0, 0.0, -0.75]]).ravel()
-SIZES = np.tile([0.1, 1.0, 1.0, 1.0, 1.0], 2)  # of the unknowns, for the first guess
+SIZES = np.tile([0.1, 1.0, 1.0, 1.0, 1.0], 2)  # the spread of the unknowns in the first guess
 
 Unknowns = Float[Array, "10"]  # in the order of NAMES
 State = Float[Array, "8"]  # places and velocities of both

@@ -30,7 +30,7 @@ import loopkit
 from comparison import compare
 
 SYMBOLS, COPIED, SIZE = 8, 5, 64
-BLANK, SAY = SYMBOLS, SYMBOLS + 1  # what is read while waiting, and while answering
+BLANK, SAY = SYMBOLS, SYMBOLS + 1  # the inputs while waiting, and while answering
 
 Hidden = Float[Array, "batch size"]
 Tokens = Int[Array, "steps batch"]

@@ -181,9 +181,9 @@ def drawn(systems: int, unknowns: int) -> list[np.ndarray]:
 
 
 BEST, WRITTEN = "loopkit.scan, in_axes, blocked", "lax.scan, as first written"
-BESIDE = "numba, parallel"  # what times are shown relative to
-ONCE = "SciPy solve_banded"  # which takes a second
-FLOOR = "(four arrays of this size, scaled)"  # what any gradient reads and writes
+BESIDE = "numba, parallel"  # times are relative to this one
+ONCE = "SciPy solve_banded"  # it takes a second
+FLOOR = "(four arrays of this size, scaled)"  # the arrays that any gradient reads and writes
 Calls = dict[str, Callable[[], Any]]
 
 
@@ -235,7 +235,7 @@ def timed(calls: Calls, repeats: int, once: str | None = None) -> dict[str, list
         for name, run in calls.items():
             if repeat and name == once:
                 continue
-            run()  # so that it is not timed while what ran before gives its memory back
+            run()  # so that an earlier program does not give its memory back during the measurement
             start = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - start)

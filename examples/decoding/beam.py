@@ -50,7 +50,7 @@ class Beam(NamedTuple):
 
     length: Int[Array, ""]  # tokens in each live hypothesis: the steps taken
     last: Int[Array, " beam"]  # the last token of each
-    log_probs: Float[Array, " beam"]  # of each, most probable first; -inf marks an empty place
+    log_probs: Float[Array, " beam"]  # most probable first; -inf marks an empty place
     state: State  # the decoder's state after each: leaves with a leading axis `beam`
     ended: Ended
     history: History

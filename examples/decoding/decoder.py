@@ -136,7 +136,7 @@ def in_growing_rooms(
             later = carry._replace(length=carry.length + zero, history=history)
             return search(later, room - written, larger)
 
-        # An `if` that stays one under vmap: nothing is run where no lane has to go on.
+        # An `if` that stays one under vmap: nothing runs if no lane has to go on.
         return loopkit.while_loop(
             lambda found: ~found[1].stopped, search_on, found, max_steps=1, checkpoints=1
         )

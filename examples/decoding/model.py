@@ -20,7 +20,7 @@ class Memory(eqx.Module):
     """The memory of what the model has read."""
 
     encoded: Float[Array, "letters size"]
-    real: Bool[Array, " letters"]  # which letters are no padding
+    real: Bool[Array, " letters"]  # marks letters that are not padding
     summary: Float[Array, " size"]
 
     def attend(self, query: Float[Array, " size"]) -> Float[Array, " size"]:

@@ -56,7 +56,7 @@ def train(
 class Pretrained(NamedTuple):
     model: Pronouncer
     loss: float  # the last, in nats a phone
-    words: Dictionary  # that it has learned from
+    words: Dictionary  # the words that it has learned from
     held_out: Dictionary
     rng: np.random.Generator
 
@@ -79,7 +79,7 @@ class Results(NamedTuple):
 
     phone_error_rate: Float[np.ndarray, " n"]  # edits to the nearest pronunciation, to its phones
     exact_words: Float[np.ndarray, " n"]  # the share of words without an edit
-    steps: Int[np.ndarray, " words"]  # of the decoder, for each word
+    steps: Int[np.ndarray, " words"]  # steps of the decoder, for each word
     ranked: list[list[tuple]]  # for each word, (score, phones) of its hypotheses, best first
 
 
