@@ -202,7 +202,7 @@ def twice_through_a_custom_vjp():
 
 REFUSED = {
     "`checkpoints` and `memory`": lambda: doubled(checkpoints=2, memory="1 MB")(1.0),
-    '`checkpoints="all"`, and no bound': lambda: doubled(checkpoints="all")(1.0),
+    '`checkpoints="all"` or a policy, and no bound': lambda: doubled(checkpoints="all")(1.0),
     "a `Plan` that stores every step, and no": lambda: jax.grad(
         doubled(checkpoints=loopkit.Plan(0, keeps_all=True))
     )(1.0),

@@ -42,7 +42,7 @@ class Explained:
     waits: str = ""
     """Why they do, if that was left to loopkit."""
     frontier: Frontier | None = None
-    """What may be kept of a step, and what it takes to run the rest again."""
+    """The choices of what to keep of a step, with the time to run the rest again."""
 
     @property
     def row(self) -> tuple[str, ...]:
