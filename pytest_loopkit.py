@@ -1,9 +1,8 @@
 """A plugin of pytest: `pytest -p pytest_loopkit --loopkit-replaces` runs each test inside
 `loopkit.replace_lax_loops`.
 
-It is a module of its own, which pytest loads for those alone who ask for it: importing `loopkit`
-imports JAX, and a project's `conftest.py` may have to set JAX's environment first.
-"""
+It is a module of its own, which pytest loads only if asked to: importing `loopkit` imports JAX, and
+a project's `conftest.py` may have to set JAX's environment first."""
 
 from __future__ import annotations
 
@@ -29,7 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Replacing:
-    """Counts the loops, too: a suite in which none is replaced says nothing about loopkit."""
+    """Runs tests inside `replace_lax_loops`, and counts the loops: a suite without any says
+    nothing."""
 
     def __init__(self) -> None:
         self.in_this_test = 0

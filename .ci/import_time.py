@@ -1,4 +1,4 @@
-"""How long `import loopkit` takes once JAX is there: 0.15 s at most, by `python -X importtime`.
+"""Measure how long `import loopkit` takes after JAX: 0.15 s at most, by `python -X importtime`.
 
 python import_time.py [RUNS]
 """
@@ -16,7 +16,7 @@ LINE = re.compile(r"import time:\s+\d+ \|\s+(\d+) \| (\S+)", re.MULTILINE)
 
 
 def seconds() -> tuple[float, float]:
-    """Of jax, and of loopkit after it."""
+    """Return the seconds that jax takes to import, and loopkit after it."""
     command = [sys.executable, "-X", "importtime", "-c", "import jax\nimport loopkit"]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     taken = {name: int(microseconds) / 1e6 for microseconds, name in LINE.findall(told)}

@@ -1,4 +1,4 @@
-"""What an installed loopkit does first, with nothing beside it but what it depends on.
+"""First steps with an installed loopkit, with nothing installed beside its dependencies.
 
 python smoke.py VERSION
 """

@@ -51,7 +51,7 @@ def layer() -> Workload:
 
 
 def scan(**how: Any) -> Run:
-    """By `loopkit.scan` with these options."""
+    """Run a loop with `loopkit.scan` and these options."""
 
     def loop(body, params, init, n, bound):
         return loopkit.scan(lambda x, _: (body(params, x), None), init, None, bound, **how)[0]
@@ -60,7 +60,8 @@ def scan(**how: Any) -> Run:
 
 
 def while_loop(bounded: bool = True, **how: Any) -> Run:
-    """By `loopkit.while_loop` with these options, and `max_steps` if it is bounded."""
+    """Run a loop with `loopkit.while_loop` and these options, and with `max_steps` if it is
+    bounded."""
 
     def loop(body, params, init, n, bound):
         step = lambda s: (s[0] + 1, body(params, s[1]))
@@ -85,7 +86,8 @@ LOOPS: dict[str, Run] = {
     "loopkit.while_loop, max_steps, 8": while_loop(checkpoints=8),
     "loopkit.while_loop": while_loop(bounded=False),
 }
-"""By what each takes: the number of checkpoints, or `"all"`, if it is not the default."""
+"""The loops, by name. A name has the number of checkpoints, or `"all"`, if that is not the
+default."""
 
 WITHOUT_COUNTS = {name: loop for name, loop in LOOPS.items() if not name.endswith(", 8")}
 
@@ -101,7 +103,7 @@ UNROLLED: dict[str, Run] = {
 
 
 def of_workload(load: Workload, loops: dict[str, Run] | None = None) -> list[Case]:
-    """The gradient of a workload by each loop."""
+    """Return the gradient of a workload by each loop."""
     arguments = workloads.arguments(load, load.steps)
     return [
         Case(name, grad_of(loop, load, load.steps), arguments, load.steps, bytes_of(load.init))
@@ -126,7 +128,7 @@ def rows_in_carry(loop: Callable[..., Any], x: Any, w: Any) -> Any:
 
 
 def rows_stacked(x: Any, w: Any) -> Any:
-    """The same rows as outputs of a scan, which puts them one upon the other."""
+    """Compute the rows as outputs of a scan, which stacks them."""
 
     def body(row, _):
         row = jnp.tanh(w * row)
@@ -170,7 +172,7 @@ BUFFERS: dict[str, Callable[..., Any]] = {
 
 
 def of_rows(shape: tuple[int, ...]) -> list[Case]:
-    """The gradient of 2000 rows of a shape, by each loop."""
+    """Return the gradient of 2000 rows of a shape, by each loop."""
     arguments = jnp.full(shape, 0.5), jnp.ones(shape)
     large = ROWS * bytes_of(arguments[0])
     return [
@@ -183,7 +185,8 @@ def of_rows(shape: tuple[int, ...]) -> list[Case]:
 
 
 def of_decoding() -> list[Case]:
-    """The gradient of the risk of a beam search, `decoding.py`'s, of words of unknown length."""
+    """Return the gradient of the risk of a beam search, `decoding.py`'s, of words of unknown
+    length."""
     decoding = _of_this_folder("decoding")
     count, longest = 8, 20
     params, hiddens, _ = decoding.words(longest)
@@ -206,7 +209,7 @@ def of_decoding() -> list[Case]:
 
 
 def _of_this_folder(name: str) -> Any:
-    """A module of that name: the examples have one, too."""
+    """Return a module of that name: the examples have one, too."""
     spec = importlib.util.spec_from_file_location(f"benchmark_{name}", _HERE / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -228,7 +231,7 @@ def large_carry(x: Any, steps: int = 1000, **how: Any) -> Any:
 
 
 def of_host() -> list[Case]:
-    """The gradient of a loop that keeps its checkpoints on the device, or on the host."""
+    """Return the gradient of a loop that keeps its checkpoints on the device, or on the host."""
     ways = {
         f'`memory={{"device": "{DEVICE}", "host": "{HOST}"}}`': {
             "memory": {"device": DEVICE, "host": HOST}
@@ -247,18 +250,18 @@ def of_host() -> list[Case]:
 
 
 def batch_of_rows(scan: Callable[..., Any], w: Any, x: Any, **how: Any) -> Any:
-    """Each row by itself; the weights are everybody's."""
+    """Map over rows; all share the weights."""
     return jnp.sum(scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, 100, **how)[0] ** 2)
 
 
 def parts_of_carry(scan: Callable[..., Any], p: Any, x: Any, **how: Any) -> Any:
-    """A carry of which each device has a part; one number is everybody's."""
+    """Return a carry of which each device has a part; one number is everybody's."""
     step = lambda x, _: (x + 1e-3 * jnp.sin(p * x), None)
     return jnp.sum(scan(step, x, None, 100, **how)[0] ** 2)
 
 
 def shardings(case: Case, devices: Sequence[Any]) -> list[NamedSharding]:
-    """The first argument on each device, the second spread over them."""
+    """Put the first argument on each device, and spread the second over them."""
     mesh = Mesh(np.asarray(devices), ("d",))
     return [NamedSharding(mesh, P()), NamedSharding(mesh, P("d"))]
 
@@ -278,7 +281,7 @@ def of_devices() -> list[Case]:
     return [
         Case(f"{what}, {name}", jax.grad(partial(f, scan, **how), (0, 1)), arguments, 100)
         for what, f, arguments in (
-            ("rows of a batch", batch_of_rows, (weights, jnp.zeros((64, 128)))),
+            ("parts of a batch", batch_of_rows, (weights, jnp.zeros((64, 128)))),
             ("parts of a carry", parts_of_carry, (number, jnp.zeros((512, 64)))),
         )
         for name, (scan, how) in ways.items()
@@ -286,6 +289,6 @@ def of_devices() -> list[Case]:
 
 
 def two_scans(step: Callable[..., Any], x: Any, xs: None, length: int) -> Any:
-    """A scan of scans of ten steps, each of which is run again."""
+    """Return a scan of scans of ten steps, each of which is run again."""
     inner = jax.checkpoint(lambda x, _: lax.scan(step, x, None, 10))
     return lax.scan(inner, x, None, length // 10)

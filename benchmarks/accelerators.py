@@ -1,4 +1,4 @@
-"""What compilers for a GPU and a TPU make of loops, on a machine that has neither.
+"""Loops compiled for a GPU and a TPU, on a machine that has neither.
 
     pip install '.[accelerators]'
     python benchmarks/accelerators.py                            # everything: some minutes
@@ -40,7 +40,7 @@ MARKS = "<!-- tables -->\n", "<!-- end of tables -->\n"
 
 
 def cells(case: Case, target: str) -> tuple[str, ...]:
-    """What the compiler made of a gradient, in a row of the table of a target."""
+    """Return what the compiler made of a gradient, as a row of a target's table."""
     made = ahead_of_time.compiled(target, case.function, *case.arguments)
     counts = made.counts(*case.arguments)
     executions = Executions(made, counts)
@@ -121,7 +121,7 @@ QUICK = "layer", "rows", "host"
 
 
 def compare(section: Section, targets: Sequence[str]) -> str:
-    """A table for each target, and a line that moves while they are made."""
+    """Return a table for each target, and a line that moves while they are made."""
     text = [f"### {section.title}"]
     cases = section.cases()
     for target in targets:

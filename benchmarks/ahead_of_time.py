@@ -77,11 +77,11 @@ class Compiled:
     seconds: float
     """To compile."""
     thunks: str
-    """What a GPU executes, as a tree; `thunks.py` reads it."""
+    """The tree of operations that a GPU executes; `thunks.py` reads it."""
     thunk_names: dict[int, str]
     """The instruction that each of its numbers is of."""
     module: Any
-    """As JAX handed it to the compiler, loops numbered."""
+    """The module that JAX gave to the compiler, with its loops numbered."""
     numbers: int
 
     @cached_property
@@ -89,7 +89,7 @@ class Compiled:
         return CompiledModule.parse(self.text)
 
     def counts(self, *arguments: Any) -> np.ndarray:
-        """How often each numbered body and branch runs with these arguments."""
+        """Count how often each numbered body and branch runs with these arguments."""
         return iterations.counts(self.module, self.numbers, jax.tree.leaves(arguments))
 
 

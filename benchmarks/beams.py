@@ -59,7 +59,7 @@ def parameters():
 
 
 def decoder(params, hidden, last_step) -> Decoder:
-    """A GRU whose words end at about `last_step`."""
+    """Return a GRU whose words end at about `last_step`."""
     tokens, recurrent, readout = params
 
     def step(state, past, token):
@@ -141,7 +141,7 @@ def with_loop(while_loop, function):
 
 
 class Loop(Exception):
-    """What a beam search hands to its loop, taken out of it."""
+    """The arguments that a beam search passes to its loop, taken out of it."""
 
 
 def by_python(limit: int):
@@ -189,7 +189,8 @@ def by_python(limit: int):
 
 
 def attending(max_length: int):
-    """The search of the examples' transformer, untrained, whose words end at about step 18."""
+    """Return the search of the examples' transformer, untrained, whose words end at about step
+    18."""
 
     def scores(writer, memories):
         def one(memory):
@@ -210,7 +211,7 @@ def attending(max_length: int):
 
 
 def transformer():
-    """Of the examples, and what it has read of eight words."""
+    """Return the transformer of the examples, and its memory of eight words."""
     keys = jax.random.split(jax.random.key(0), 2)
     encoded = jax.random.normal(keys[1], (8, 14, SIZE))
     memories = jax.vmap(lambda x: Memory(x, jnp.ones(14, bool), x[0]))(encoded)
@@ -305,7 +306,8 @@ def check_agree(calls, arguments) -> None:
 
 
 def held_bytes(search, arguments) -> int:
-    """Of what the backward pass of a Python loop holds: arrays that are no arguments, once each."""
+    """Return the bytes that the backward pass of a Python loop holds: arrays other than arguments,
+    each once."""
     *floats, last_steps = arguments
     _, pull = jax.vjp(lambda *floats: search(*floats, last_steps)[0], *floats)
     known = {id(x) for x in jax.tree.leaves(arguments)}

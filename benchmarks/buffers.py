@@ -42,7 +42,8 @@ def second(carry):
 
 
 def rows_in_carry(loop, xs):
-    """The sum of T rows that a loop writes into its carry; T is that of the rows it reads."""
+    """Return the sum of T rows that a loop writes into its carry; T is that of the rows it
+    reads."""
 
     def body(state, _):
         i, ys = state
@@ -227,8 +228,8 @@ def compare_cache(report: Report, repeats: int) -> None:
                 program = jax.jit(function).lower(*args).compile()
                 compiled[megabytes, count] = partial(program, *args)
         times = interleave(compiled, repeats)
-        # Of the second half of the steps: what a call costs besides, as a copy of the cache, is
-        # taken off.
+        # The second half of the steps counts: the other costs of a call, as a copy of the cache,
+        # are taken off.
         each = {
             m: [
                 (a - b) / (steps - first)
@@ -255,7 +256,7 @@ LEAVES, STEPS = (10, 60, 240), 600
 
 
 def neighbours(xs):
-    """A step of a list of leaves: each moves by the two that follow it."""
+    """Return a step of a list of leaves: each moves by the two that follow it."""
     following = zip(xs, [*xs[1:], xs[0]], [*xs[2:], *xs[:2]], strict=True)
     return [x + 0.01 * jnp.sin(y) * z for x, y, z in following]
 

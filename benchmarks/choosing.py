@@ -1,6 +1,6 @@
-"""Which loop when: the tables of docs/choosing.md.
+"""The tables of docs/choosing.md: which loop when.
 
-python benchmarks/choosing.py [--only memory,code,axes,blocks,ys,tracing]
+python benchmarks/choosing.py [--only truncated,code,axes,blocks,ys,tracing]
 """
 
 import argparse
@@ -35,11 +35,11 @@ def gradient(loop, load, bound):
     return jax.grad(loss, argnums=(0, 1))
 
 
-# --- what a gradient keeps -------------------------------------------------------------------
+# --- truncated gradients ---------------------------------------------------------------------
 
 
-def memory(repeats: int) -> None:
-    """Long loops: time against memory."""
+def truncated(repeats: int) -> None:
+    """A gradient that is stopped in the carry: it is another gradient, so it is not compared."""
 
     def scan(**settings):
         def loop(body, params, init, n, bound):
@@ -48,27 +48,17 @@ def memory(repeats: int) -> None:
 
         return loop
 
-    loops = {
-        "lax.scan": run.lax_scan,
-        "lax.scan of jax.checkpoint": run.checkpointed_scan,
-        'loopkit.scan, checkpoints="all"': scan(checkpoints="all"),
-        "loopkit.scan": scan(),
-        "loopkit.scan, checkpoints=8": scan(checkpoints=8),
-    }
+    loops = {"loopkit.scan": scan(), "loopkit.scan, truncate=50": scan(truncate=50)}
     for name in ("mlp", "vector"):
         load = workloads.make(name)
         functions = {k: gradient(loop, load, load.steps) for k, loop in loops.items()}
-        results = harness.measure(functions, (load.params, load.init, load.steps), repeats)
-        show(f"Gradient of {load.steps} steps of {name}", results, "lax.scan")
-        shorter = {"loopkit.scan": scan(), "loopkit.scan, truncate=50": scan(truncate=50)}
-        functions = {k: gradient(loop, load, load.steps) for k, loop in shorter.items()}
         results = harness.measure(
             functions, (load.params, load.init, load.steps), repeats, rtol=float("inf")
         )
-        show(f"Truncated, another gradient: {name}", results, "loopkit.scan")
+        show(f"A truncated gradient of {load.steps} steps of {name}", results, "loopkit.scan")
 
 
-# --- code one cannot edit --------------------------------------------------------------------
+# --- code that you cannot edit ---------------------------------------------------------------
 
 
 def code(repeats: int) -> None:
@@ -100,9 +90,9 @@ def code(repeats: int) -> None:
 
 @contextlib.contextmanager
 def placed(rule):
-    """Inside, every array is sliced as `rule(type, axis)` says."""
+    """Slice every array inside as `rule(type, axis)` says."""
     usual, _axes.in_place = _axes.in_place, rule
-    cache._traced.clear()  # what was traced under another rule
+    cache._traced.clear()  # programs traced under another rule
     try:
         yield
     finally:
@@ -111,7 +101,7 @@ def placed(rule):
 
 
 def axes(repeats: int) -> None:
-    """Scans over the second axis: sliced in place, or transposed first, and what is chosen."""
+    """Scans over the second axis: sliced in place, or transposed first, and loopkit's choice."""
     rows = []
     rules = {"sliced in place": lambda _, axis: axis, "transposed": lambda _, axis: 0}
     shapes = [(32, 512, 64), (32, 512, 8), (256, 1024), (4096, 256), (65536, 64), (200_000, 64)]
@@ -146,8 +136,8 @@ def axes(repeats: int) -> None:
 # --- blocks ----------------------------------------------------------------------------------
 
 
-def blocks(repeats: int, rows: int = 50_000, steps: int = 100) -> None:
-    """A recurrence along the rows of a large batch."""
+def blocks(repeats: int, sequences: int = 50_000, steps: int = 100) -> None:
+    """A recurrence along each sequence of a large batch."""
 
     def smoothed(x):
         step = lambda total, x: (0.9 * total + x / (1 + x * x), total)
@@ -156,16 +146,16 @@ def blocks(repeats: int, rows: int = 50_000, steps: int = 100) -> None:
         _, forth = loopkit.scan(step, zeros, x, **kept)
         return loopkit.scan(step, zeros, forth, reverse=True, **kept)[1]
 
-    x = jax.random.normal(jax.random.key(0), (rows, steps))
+    x = jax.random.normal(jax.random.key(0), (sequences, steps))
     functions = {
         "whole": smoothed,
         "blocked": loopkit.blocked(smoothed),
         **{f"block={n}": loopkit.blocked(smoothed, block=n) for n in (16, 128, 1000, 10_000)},
         "lax.map, batch_size=128": lambda x: lax.map(
-            lambda row: smoothed(row[None])[0], x, batch_size=128
+            lambda x: smoothed(x[None])[0], x, batch_size=128
         ),
     }
-    show(f"{rows} rows of {steps}", harness.measure(functions, (x,), repeats), "whole")
+    show(f"{sequences} sequences of {steps}", harness.measure(functions, (x,), repeats), "whole")
     slopes = {k: jax.grad(lambda x, f=f: jnp.sum(f(x) ** 2)) for k, f in functions.items()}
     show("Its gradient", harness.measure(slopes, (x,), repeats), "whole")
 
@@ -174,7 +164,7 @@ def blocks(repeats: int, rows: int = 50_000, steps: int = 100) -> None:
 
 
 def ys(repeats: int, steps: int = 10_000, every: int = 100) -> None:
-    """Some of a scan's ys, or what they come to: of all of them, or as the scan keeps them."""
+    """Some of a scan's ys, or their sum: selected from all ys, or kept by the scan alone."""
 
     def step(x, _):
         x = x + 0.1 * jnp.sin(x)
@@ -262,7 +252,7 @@ def tracing(repeats: int) -> None:
 
 
 SECTIONS = {
-    "memory": memory,
+    "truncated": truncated,
     "code": code,
     "axes": axes,
     "blocks": blocks,

@@ -29,7 +29,7 @@ def lax_while_loop(body, params, init, n, bound):
 
 
 def checkpointed_scan(body, params, init, n, bound):
-    """Every carry is kept, the residuals of a step are not."""
+    """Scan with `jax.checkpoint`: every carry is stored, and no residuals."""
     step = jax.checkpoint(lambda x, _: (body(params, x), None))
     return lax.scan(step, init, None, length=bound)[0]
 

@@ -1,4 +1,4 @@
-"""What the planner predicts, beside what is measured: times of steps, and the plans it takes.
+"""Predictions of the planner beside measurements: times of steps, and the plans that it takes.
 
     python benchmarks/costs.py [--only prices,plans] [--steps fft,eigh] [--repeats 9] [--cpu]
 
@@ -85,7 +85,7 @@ NAMES = (
 
 
 def make(name: str) -> Case:
-    """The loop over the step of this name."""
+    """Return the loop over the step of this name."""
     if name in LENGTHS:
         return steps.make(name, LENGTHS[name])
     step, params, init, length = _made()[name]
@@ -98,7 +98,7 @@ def _scan(checkpoints=None, loop=loopkit.scan):
 
 
 def _plan(case: Case) -> Plan:
-    """The default plan of the loop's gradient."""
+    """Return the default plan of the loop's gradient."""
 
     def loss(params, init, xs):
         step = lambda carry, x: case.step(params, carry, x)

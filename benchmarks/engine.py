@@ -57,7 +57,7 @@ def against_lax(
     others: dict[str, Run],
     limit: float,
 ) -> None:
-    """Where lax can do the same: each of loopkit's loops over its own."""
+    """Compare each of loopkit's loops with lax's own, if lax has a loop that can do the same."""
     loops = {
         "lax.while_loop": run.lax_while_loop,
         "loopkit.while_loop": run.while_loop(bounded=False),
@@ -185,7 +185,7 @@ def compare_compile(report: Report, load: Workload, repeats: int) -> None:
 
 
 class Counts:
-    """What a call did. An object, so that functions that count here close over the same value."""
+    """Counts of a call. It is an object, so that functions that count close over the same value."""
 
     traces = 0
     compilations = 0

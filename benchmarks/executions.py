@@ -1,8 +1,6 @@
-"""How often each instruction of a compiled program runs, and what that comes to.
+"""Executions: how often each instruction of a compiled program runs, and what that adds up to.
 
-Of loops that know their trip count the program says it; of others, and of branches, the counts of a
-run do (`iterations.py`).
-"""
+The program says it"""
 
 import dataclasses
 import re
@@ -34,7 +32,7 @@ class Loop(NamedTuple):
     trip_count: int | None
     """If the compiler knows it. A GPU that does not asks the device, and waits, in each round."""
     source: str
-    """What of the user's program it is: the path of transformations and loops."""
+    """The part of the user's program that it comes from: a path of transformations and loops."""
 
 
 class Execution(NamedTuple):
@@ -52,12 +50,12 @@ def loops(compiled: Compiled) -> dict[str, Loop]:
 
 
 def unknown(compiled: Compiled) -> list[Loop]:
-    """The loops for which a GPU waits in every round."""
+    """Return the loops for which a GPU waits in every round."""
     return [loop for loop in loops(compiled).values() if loop.trip_count is None]
 
 
 def collectives(compiled: Compiled) -> Counter[tuple[str, bool]]:
-    """How many there are of each kind of exchange between devices, in loops and outside."""
+    """Count each kind of exchange between devices, inside and outside loops."""
     bodies = compiled.program.loop_bodies
     inside = {name for body in bodies for name in compiled.program.runs(body)}
     return Counter(
@@ -70,7 +68,7 @@ def collectives(compiled: Compiled) -> Counter[tuple[str, bool]]:
 
 
 class Executions:
-    """Of a run in which the numbered loops and branches ran `counts` times."""
+    """The executions of a run in which the numbered loops and branches ran `counts` times."""
 
     def __init__(self, compiled: Compiled, counts: Sequence[int]):
         self.program, self.text = compiled.program, compiled.text
@@ -85,7 +83,7 @@ class Executions:
 
     @property
     def cycles(self) -> int:
-        """What a TPU's compiler believes it to take.
+        """Return the cycles of a run, as a TPU's compiler estimates them.
 
         It notes an estimate at each instruction that it has scheduled. Of slices written in place,
         and of going round a loop, it has none: to compare programs by, not to tell the time.
@@ -94,13 +92,13 @@ class Executions:
         return sum(int(cycles[1]) * times for cycles, times in found if cycles)
 
     def copies(self, least: int) -> int:
-        """How often a loop's body copies an array of so many bytes or more."""
+        """Count how often the body of a loop copies an array of at least `least` bytes."""
         return sum(
             e.times for e in self.all if e.in_loop and self._copies_of(e.instruction) >= least
         )
 
     def _copies_of(self, instruction: Any) -> int:
-        """The bytes of an array that is copied."""
+        """Return the bytes of an array that is copied."""
         if instruction.opcode == "fusion":
             computation = self.program.computations[dict(instruction.called())["calls"]]
             instruction = next(i for i in computation.values() if i.root)
@@ -127,7 +125,7 @@ class Executions:
         return next(c[name] for c in self.program.computations.values() if name in c)
 
     def rounds(self, name: str, entered: int) -> int:
-        """How often the body of a loop runs, of which the compiled loop was entered so often."""
+        """Return how often the body of a loop runs, if the loop was entered `entered` times."""
         loop = self.loops[name]
         alike = sum(other.number == loop.number for other in self.loops.values())
         counted = None if loop.number is None or alike > 1 else int(self.counts[loop.number])
@@ -143,7 +141,7 @@ class Executions:
         return entered * trips
 
     def _limit(self, name: str) -> int | None:
-        """Where a loop of the compiler's own ends, if it counts up from nought to a constant."""
+        """Return the limit of a loop of the compiler's own that counts up from 0 to a constant."""
         called = next(
             dict(c[name].called()) for c in self.program.computations.values() if name in c
         )
@@ -155,7 +153,7 @@ class Executions:
         return int(limit.rest.split(")")[0])
 
     def branch_runs(self, name: str) -> dict[str, int]:
-        """How often each branch of a conditional runs, by the name of its computation."""
+        """Return how often each branch of a conditional runs, by the name of its computation."""
         instruction = self.find(name)
         number = _number(instruction)
         if number is None:
@@ -168,7 +166,7 @@ class Executions:
         return {b: int(self.counts[number + n]) for b, n in zip(branches, places, strict=True)}
 
     def _places(self, conditional: Any, branches: Sequence[str]) -> list[int]:
-        """Which branch of JAX's each of two is: JAX names what is in them."""
+        """Find the branch of JAX's for each of two compiled ones: JAX names what is in them."""
         path = re.escape(_source(conditional))
         known: dict[str, int] = {}
         for branch in branches:

@@ -59,7 +59,7 @@ def quantity(record: Record, name: str) -> float:
 
 
 def values(sections: Mapping[str, Section], text: str) -> list[float | None]:
-    """What the lines of a comment ask for, in order."""
+    """Return the values that the lines of a comment ask for, in order."""
     found: list[float | None] = []
     for line in text.strip().splitlines():
         if line.strip() == "-":
@@ -89,7 +89,7 @@ def written(figure: str, value: float | None) -> str:
 
 
 def refreshed(text: str, sections: Mapping[str, Section]) -> str:
-    """A page with the figures that were measured."""
+    """Return a page with the figures that were measured."""
 
     def paragraph(match: re.Match[str]) -> str:
         comment, names, body = match.groups()

@@ -1,4 +1,4 @@
-"""What benchmarks find: figures of contenders and targets, kept in one JSON, shown as tables.
+"""Findings of benchmarks: figures of contenders and targets, kept in one JSON, shown as tables.
 
 Needs no JAX, so that pages and pictures can be made where none is.
 """
@@ -38,7 +38,7 @@ def spread(samples: Iterable[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Record:
-    """What one contender took for one program."""
+    """The measurements of one contender on one program."""
 
     program: str
     contender: str
@@ -66,7 +66,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Section:
-    """What one section found, where and when."""
+    """The findings of one section, with place and date."""
 
     title: str
     date: str
@@ -105,7 +105,7 @@ def save(path: Path, sections: Mapping[str, Section]) -> None:
 
 
 def load(path: Path = COMMITTED) -> dict[str, Section]:
-    """The sections of a file by name; none where there is no file."""
+    """Return the sections of a file by name; none where there is no file."""
     if not path.exists():
         return {}
 
@@ -138,7 +138,7 @@ def show_bytes(count: float) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table with padded columns: readable in a terminal too."""
+    """Return a markdown table with padded columns: readable in a terminal too."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
 
     def line(row):
@@ -149,7 +149,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def table_of(records: Sequence[Record]) -> str:
-    """A row for each, and a column for each kind of figure that any of them has."""
+    """Return a table with a line for each record, and a column for each kind of figure."""
     parts = [*dict.fromkeys(name for r in records for name in r.parts)]
     counts = [*dict.fromkeys(name for r in records for name in r.counts)]
     overs = {r.over for r in records} - {None}

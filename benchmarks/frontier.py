@@ -74,7 +74,8 @@ def nested_scans(levels: int):
 
 
 def equinox(setting):
-    """The checkpointed scan; "bounded" is a while loop, which has neither xs nor ys of its own."""
+    """Run the checkpointed scan; "bounded" is a while loop, which has neither xs nor ys of its
+    own."""
 
     def scan(step, init, xs, length, n):
         kept = {"default": None, "all": "all"}.get(setting, setting)
@@ -101,7 +102,7 @@ def loopkit_scan(**options):
 
 
 def loopkit_until(**options):
-    """The number of steps is not known until the loop ends."""
+    """Scan with `until`: the number of steps is not known until the loop ends."""
 
     def run(step, init, xs, length, n):
         def counted(state, x):
@@ -128,7 +129,7 @@ def compiled(run, case):
 
 
 def plan_of(run, case) -> int:
-    """The predicted peak of the loop's plan."""
+    """Return the predicted peak of the loop's plan."""
 
     def loop(params, init, xs):
         return run(lambda h, x: case.step(params, h, x), init, xs, case.length, case.length)
@@ -153,7 +154,7 @@ def beyond_plans(case) -> int:
 
 
 def predicted(report: Report, case) -> None:
-    """What plans are predicted to need, and what the compiler then needs of that."""
+    """Report the memory that plans are predicted to need, and that the compiler then needs."""
     base, rows = beyond_plans(case), []
     least = None
     try:
@@ -178,7 +179,7 @@ def predicted(report: Report, case) -> None:
 
 
 def within(make, case, limit: int, base: int):
-    """The contender whose gradient needs at most `limit` bytes, or None; and its `memory`.
+    """Return the contender whose gradient needs at most `limit` bytes, or None; and its `memory`.
 
     What the rest of the program needs at other times leaves room for more than `limit - base`.
     """
@@ -289,7 +290,8 @@ def flat_cost(report: Report, repeats: int) -> None:
 
 
 def targets(report: Report, found: Mapping[str, dict]) -> None:
-    """Of what `compare` found for one loop or several: the worst place, and default plans."""
+    """Set targets for what `compare` found for one loop or several: the worst place, and default
+    plans."""
     for kind in KINDS:
         values = {
             (n, s): v for n, f in found.items() for (k, s), v in f["pairs"].items() if k == kind

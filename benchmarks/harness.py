@@ -156,7 +156,7 @@ def compile_times(
 def recorded(
     program: str, results: Mapping[str, Measurement], baseline: str | None
 ) -> list[Record]:
-    """A record for each of the contenders that ran `program`, relative to one of them."""
+    """Return a record for each of the contenders that ran `program`, relative to one of them."""
     return [
         Record(
             program,
@@ -203,7 +203,7 @@ def memory() -> str:
 
 
 def machine() -> dict[str, str]:
-    """What figures depend on."""
+    """Describe the machine and the versions that figures depend on."""
     device = jax.devices()[0]
     is_kept = all(v in os.environ.get(k, "") for k, v in kept_memory().items())
     return {

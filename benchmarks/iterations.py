@@ -1,4 +1,4 @@
-"""How often each loop of a program goes round, found by running the program on a CPU.
+"""Iterations: how often each loop of a program goes round, found by running it on a CPU.
 
 A compiler that does not know a loop's trip count cannot say what the loop costs. So the program, as
 JAX hands it to the compiler, is numbered: loops and branches get an attribute that the compiler
@@ -37,7 +37,7 @@ def number(module: Any) -> int:
 
 
 def counts(module: Any, count: int, arguments: Sequence[Any]) -> np.ndarray:
-    """How often each body of a numbered loop, and each branch, runs with these arguments."""
+    """Count how often each body of a numbered loop, and each branch, runs with these arguments."""
     shell = jax.jit(lambda *_: jnp.zeros(count, jnp.int32), keep_unused=True).lower(*arguments)
     inside = shell.compiler_ir("stablehlo")  # whose program is exchanged for one that counts
     with inside.context, ir.Location.unknown():
@@ -148,7 +148,7 @@ class _Counting:
         return self.replace(op, [*op.operands, counter])
 
     def counts(self, region: Any) -> bool:
-        """Whether anything in a region, or in what it calls, has a number."""
+        """Return whether anything in a region, or in what it calls, has a number."""
         ops = [op.operation for block in region.blocks for op in block.operations]
         return any(
             op.name in (_LOOP, *_BRANCHES)
@@ -169,7 +169,8 @@ class _Counting:
         return stablehlo.constant(ir.DenseElementsAttr.get(values.astype(np.int32)))
 
     def replace(self, op: Any, operands: Sequence[Any]) -> Any:
-        """The same operation with other operands and one more result, which is returned."""
+        """Replace an operation by one with other operands and one more result, and return that
+        result."""
         types = [*(result.type for result in op.results), self.type]
         attributes = {name: op.attributes[name] for name in op.attributes}
         with ir.InsertionPoint(op):

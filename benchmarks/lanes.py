@@ -44,7 +44,7 @@ def goes_on(carry):
 
 
 def contenders(value: bool) -> dict:
-    """A loop of each kind: from the steps, the vector and the matrix to the vector."""
+    """Return a loop of each kind: from the steps, the vector and the matrix to the vector."""
 
     def loop(run):
         def one(n, x, w):
@@ -86,7 +86,7 @@ def programs(section: str) -> dict:
 
 
 def nested(section: str) -> dict:
-    """A loop that ends when its lane says so in each step of a scan, and their gradient."""
+    """Return a loop that ends when its lane says so in each step of a scan, and their gradient."""
 
     def program(run, lanes):
         def one(n, x, w):

@@ -1,4 +1,4 @@
-"""What to keep of a step: budgets of loopkit beside policies of jax.checkpoint, at equal memory.
+"""Budgets of loopkit compared with policies of jax.checkpoint, at equal memory.
 
     python benchmarks/layers.py                                # all loops
     python benchmarks/layers.py --loops transformer --repeats 15
@@ -38,7 +38,7 @@ from harness import describe_machine, measure, ratio, recorded, temp_bytes
 from report import Report
 
 LIMIT = 1.03
-"""Of the time of a policy, at its memory."""
+"""The most time, relative to that of a policy at its memory."""
 TRIES = 5
 COUNTERS = 64
 """Bytes that make no difference."""
@@ -53,7 +53,7 @@ class Case(NamedTuple):
     xs: Any
     length: int
     names: tuple[str, ...]
-    """Of the values in a step that are marked."""
+    """The names of the values in a step that are marked."""
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
@@ -163,7 +163,8 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def gradient(run: Callable, case: Case) -> Callable:
-    """Of all that is differentiable, by `run(step, init, xs, length) -> (carry, ys)`."""
+    """Return the gradient in all inexact arguments, by `run(step, init, xs, length) -> (carry,
+    ys)`."""
 
     def loss(params, init, xs):
         carry, ys = run(partial(case.step, params), init, xs, case.length)

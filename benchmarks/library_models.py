@@ -169,7 +169,8 @@ ARM = """
 def steps_of_mjx(
     bodies: str, iterations: int, how: Callable, steps: int = 100, solver: str = "Newton"
 ) -> Program:
-    """The gradient in the forces on what falls: a ball on the floor, or an arm to its limit."""
+    """Return the gradient in the forces on what falls: a ball on the floor, or an arm to its
+    limit."""
     import mujoco
     from mujoco import mjx
 

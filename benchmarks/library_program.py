@@ -14,14 +14,16 @@ class Program(NamedTuple):
     """Gradients that have to agree: the first is what the others are compared with."""
 
     own: dict[str, Callable]
-    """As the library gives them: its adjoint, `jax.lax`, or forward mode if it has neither."""
+    """The functions as the library has them: with its adjoint, `jax.lax`, or in forward mode if it
+    has neither."""
     ours: dict[str, Callable]
     """Through `checkpointed`, by setting."""
     at: Any
     tolerance: float = 1e-12
-    """Of the largest number of a leaf; more only where a comment says why."""
+    """The tolerance, relative to the largest number of a leaf; a comment gives the reason for a
+    larger one."""
     loss: Callable | None = None
-    """What is differentiated, for tests that ask forward mode, too."""
+    """The function to differentiate, for tests that use forward mode, too."""
 
 
 def reverse(loss: Callable) -> dict[str, Callable]:
@@ -33,6 +35,6 @@ def forward(loss: Callable) -> dict[str, Callable]:
 
 
 def through(loss: Callable, *settings: dict) -> dict[str, Callable]:
-    """The gradient of a loss through `checkpointed`, by default and with other settings."""
+    """Return the gradient of a loss through `checkpointed`, by default and with other settings."""
     name = lambda how: ", ".join(f"{k}={v!r}" for k, v in how.items()) or DEFAULT
     return {name(how): jax.grad(loopkit.checkpointed(loss, **how)) for how in ({}, *settings)}

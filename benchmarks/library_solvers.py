@@ -115,7 +115,7 @@ def dense() -> Program:
 
 
 def by_loopkit(**how: Any) -> Any:
-    """An adjoint of optimistix that runs its iterations in a loop of loopkit."""
+    """Return an adjoint of optimistix that runs its iterations in a loop of loopkit."""
     import optimistix
 
     class Checkpointed(optimistix.AbstractAdjoint):

@@ -9,6 +9,7 @@ function of that name below; for figures in sentences see figures.py.
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import geometric_mean
@@ -74,7 +75,8 @@ def targets(sections: Sections, patterns: str) -> str:
 
 
 def machines(sections: Sections, patterns: str) -> str:
-    """Where and when, a row for sections that were measured alike."""
+    """Return a table of machines and dates, with one row for all sections that were measured
+    alike."""
     alike: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for name, section in matching(sections, patterns).items():
         about, (program, _, part) = section.machine, name.partition("/")
@@ -134,13 +136,13 @@ BESIDES = {
     "flax: NNX RNN": "`nnx.split`, `nnx.merge`",
     "jaxley": "no `checkpoint_lengths`",
 }
-"""What a program of a library is written with so that `checkpointed` sees its loop."""
+"""The change with which a library's program lets `checkpointed` see its loop."""
 
 
 def libraries(sections: Sections, names: str) -> str:
     """Gradients through loops of libraries beside their own.
 
-    Of further sections, measured with another JAX, the time alone.
+    Further sections, measured with another JAX, give the time alone.
     """
     first, *others = (_beside_their_own(sections[name].records) for name in names.split())
     keys = dict.fromkeys(key for found in (first, *others) for key in found)
@@ -175,7 +177,7 @@ def _beside_their_own(records: Sequence[Record]) -> dict[tuple[str, str], tuple[
 
 
 def versions(sections: Sections, patterns: str) -> str:
-    """Where and with what, a sentence a section."""
+    """Return a sentence for each section that names its machine and its versions."""
     sentences = []
     for section in matching(sections, patterns).values():
         about = section.machine
@@ -219,7 +221,7 @@ PEERS = {
         "#tracing-and-compiling-a-gradient",
     ),
 }
-"""What the first pages compare: a section of the engine, a loop, a setting, a heading."""
+"""The rows that the first pages compare: a section of the engine, a loop, a setting, a heading."""
 
 
 def peers(sections: Sections, page: str) -> str:
@@ -241,8 +243,31 @@ def peers(sections: Sections, page: str) -> str:
     )
 
 
+KEEPS = {
+    "lax.scan": ("grad", "lax.scan"),
+    "lax.scan of jax.checkpoint": ("grad", "lax.scan of jax.checkpoint"),
+    'loopkit.scan, checkpoints="all"': ("all", "loopkit.scan, all"),
+    "loopkit.scan": ("grad", "loopkit.scan"),
+    "loopkit.scan, checkpoints=32": ("budgets", "loopkit.scan, 32"),
+    "loopkit.scan, checkpoints=8": ("budgets", "loopkit.scan, 8"),
+}
+"""The settings that docs/choosing.md compares: a section of the engine, and a contender."""
+
+
+def keeps(sections: Sections, loop: str) -> str:
+    """Return a table of one loop's gradient with several settings, from three sections."""
+    found = []
+    for what, (section, contender) in KEEPS.items():
+        records = sections[f"engine/{section}"].records
+        (record,) = (r for r in records if (r.program, r.contender) == (loop, contender))
+        over = what if record.over == contender else record.over
+        found.append(replace(record, contender=what, over=over))
+    return table_of(found)
+
+
 KINDS = {
-    f.__name__: f for f in (tables, targets, machines, pairs, beside, libraries, versions, peers)
+    f.__name__: f
+    for f in (tables, targets, machines, pairs, beside, libraries, versions, peers, keeps)
 }
 
 
@@ -250,7 +275,7 @@ KINDS = {
 
 
 def made(text: str, sections: Sections) -> str:
-    """A page with its blocks and figures made anew."""
+    """Return a page with new blocks and figures."""
 
     def block(match: re.Match[str]) -> str:
         begin, kind, what, end = match.groups()

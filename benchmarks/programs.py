@@ -29,7 +29,7 @@ from report import Report
 PROGRAMS = library_solvers.PROGRAMS | library_models.PROGRAMS
 ALL = "checkpoints='all'"
 PACKAGES = {"ott": "ott-jax", "mjx": "mujoco-mjx", "tfp": "tfp-nightly"}
-"""Where the library has another name."""
+"""The names of packages that differ from those of their modules."""
 
 
 def warm_up() -> None:
@@ -54,7 +54,7 @@ def measured(made: Program, repeats: int) -> dict[str, Measurement]:
 def compare(
     report: Report, repeats: int, wanted: Mapping[str, Callable[[], Program]] = PROGRAMS
 ) -> None:
-    """A table a program. What is not there is left out, and what fails does not stop the others."""
+    """A table a program. Missing libraries are left out, and a failure does not stop the others."""
     found: dict[str, dict[str, Measurement]] = {}
     with jax.enable_x64(True):
         warm_up()

@@ -1,4 +1,4 @@
-"""What `progress` costs, and `debug="finite"`: steps with it and without, in turn.
+"""The cost of `progress` and of `debug="finite"`: steps with and without them, in turn.
 
 Steps of a layer take some 20 us, those of one number some 10 ns.
 

@@ -1,4 +1,4 @@
-"""What a section says while it measures: text for who waits, records for who asks later."""
+"""Reports of sections: text while they measure, and records to keep."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ class Report:
         self.write(table_of(records) + "\n")
 
     def note(self, text: str) -> None:
-        """What a reader of the figures has to know."""
+        """Note something that a reader of the figures has to know."""
         self.write(f"- {text}")
         self.notes.append(text)
 

@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 
 def of_loops(compare: Callable, loops: Iterable[str]) -> Callable[[Report, int], None]:
-    """A section of engine.py, one loop after another."""
+    """Return a section of engine.py, one loop after another."""
 
     def run(report, repeats):
         for name in loops:
@@ -136,7 +136,7 @@ class Bar:
         self.sizes, self.section, self.done = sizes, "", 0
 
     def watch(self, contender: str, does: str, part: float) -> None:
-        """What `harness.watch` is told."""
+        """Follow `harness.watch`: show the contender that runs."""
         self.bar.set_description_str(f"{self.section}: {does} {contender}", refresh=False)
         left = self.done + 1 - self.bar.n
         self.bar.update(min(part / self.sizes.get(self.section, 10), 0.9 * left))

@@ -22,7 +22,7 @@ REPLACED = "loops of lax replaced"
 
 
 def fetched(name: str, folder: Path) -> Path:
-    """The source of the version that is installed."""
+    """Return the source of the version that is installed."""
     wanted = f"{name}=={importlib.metadata.version(name)}"
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", name, wanted]
     subprocess.run([*pip, "-d", str(folder)], check=True)
@@ -38,7 +38,8 @@ def outcome(case: ET.Element) -> str:
 
 
 def run(where: Path, options: list[str], report: Path) -> tuple[dict[str, str], int]:
-    """What became of each test, and in how many of them loops were replaced."""
+    """Run tests, and return the outcome of each, and the number of those in which loops were
+    replaced."""
     command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *options]
     print("$", *command, flush=True)
     subprocess.run(command, cwd=where, check=False)

@@ -1,4 +1,4 @@
-"""What a GPU does in one run of a program: kernels launched, and waits of the host.
+"""Thunks: the work of a GPU in one run of a program: kernels launched, and waits of the host.
 
 Read from the thunk sequence, the tree that the compiled program executes: a loop holds what its
 rounds launch, a graph what is launched together.
@@ -23,7 +23,7 @@ _HOLDERS = {
     "DynamicSliceFusion",
 }
 _SILENT = {"AsyncDone", "WaitForStreams", "CopyDone"}
-"""Which launch nothing themselves."""
+"""Kinds of thunks that launch nothing themselves."""
 
 
 @dataclass
@@ -37,18 +37,18 @@ class Thunk:
 
 
 class Work(NamedTuple):
-    """Of one run."""
+    """The work of a GPU in one run."""
 
     kernels: int
-    """And copies."""
+    """Kernels and copies."""
     launches: int
-    """The same, those of a CUDA graph taken for one."""
+    """Launches of kernels and copies; a CUDA graph counts as one."""
     waits: int
-    """Of the host, for a loop's predicate, or for which branch to take."""
+    """Waits of the host, for a loop's predicate or for the choice of a branch."""
 
 
 def parse(text: str) -> list[Thunk]:
-    """The outermost thunks of a sequence."""
+    """Return the outermost thunks of a sequence."""
     root = Thunk("Root", 0, -1)
     holders, part = [root], {-1: ""}  # what is open, and the part of it that is being read
     for line in text.splitlines():
@@ -70,7 +70,7 @@ def parse(text: str) -> list[Thunk]:
 
 
 def work(compiled: Compiled, counts: Sequence[int]) -> Work:
-    """Of a run in which the numbered loops and branches ran `counts` times."""
+    """Return the work of a run in which the numbered loops and branches ran `counts` times."""
     return _total(parse(compiled.thunks), 1, compiled, Executions(compiled, counts))
 
 
@@ -110,7 +110,8 @@ def _of(thunk: Thunk, times: int, compiled: Compiled, executions: Executions) ->
 
 
 def _runs(thunk: Thunk, times: int, compiled: Compiled, executions: Executions) -> dict[str, int]:
-    """How often each part of a thunk runs; never the predicate of a loop of known trip count."""
+    """Count how often each part of a thunk runs; the predicate of a loop of known trip count never
+    does."""
     if thunk.kind == "While":
         name = compiled.thunk_names[thunk.number]
         rounds = executions.rounds(name, times)
@@ -124,7 +125,8 @@ def _runs(thunk: Thunk, times: int, compiled: Compiled, executions: Executions) 
 
 
 def _computation(conditional: Thunk, part: str, compiled: Compiled) -> str:
-    """That of a branch: by what is in it, since the sequence calls what is true false."""
+    """Return the computation of a branch, by what is in it: the sequence calls the true one
+    false."""
     names = {compiled.thunk_names.get(thunk.number) for thunk in conditional.parts[part]}
     return next(
         name for name, inside in compiled.program.computations.items() if names & inside.keys()

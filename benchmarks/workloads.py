@@ -51,7 +51,7 @@ def lorenz_step(p: Float[Array, "3"], x: Float[Array, "3"]) -> Float[Array, "3"]
 
 
 def make(name: str) -> Workload:
-    """The workload called `name`, with the same random parameters every time."""
+    """Return the workload called `name`, with the same random parameters every time."""
     key_in, key_out, key_state = jax.random.split(jax.random.key(0), 3)
     if name == "mlp":
         params = (

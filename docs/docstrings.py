@@ -1,4 +1,4 @@
-"""What mkdocstrings makes of docstrings of loopkit.schedules, which are written to be read as text.
+"""Prepares docstrings of loopkit.schedules, which are written as plain text, for mkdocstrings.
 
 `Arguments:`, `Returns:` and `Source:` begin paragraphs, `field: what it is` an item of a list, and
 doctests are code.

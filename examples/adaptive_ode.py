@@ -1,13 +1,13 @@
-"""An orbit by adaptive steps, and its exact gradient: a loop of unknown length.
+"""An orbit in adaptive steps, and its exact gradient: a loop of unknown length.
 
 A planet on an eccentric orbit falls past its sun quickly and climbs back slowly. A Runge-Kutta
 method of order 5 with an error estimate of order 4 (Dormand and Prince, 1980) takes long steps far
-out and short ones near the sun; a step whose error is too large is taken back and tried shorter.
-How many steps that makes, nobody knows beforehand. `loopkit.while_loop` differentiates it all the
-same, and a bound on the steps costs nothing.
+out and short ones near the sun. If the error of a step is too large, the method takes it back and
+tries a shorter one. Nobody knows beforehand how many steps that makes. `loopkit.while_loop`
+differentiates the loop all the same, and a bound on the steps costs nothing.
 
-The derivative of the planet's place in the eccentricity is known in closed form. It is compared
-with that of the loop here, and of the same method in diffrax.
+The derivative of the planet's place with respect to the eccentricity is known in closed form. The
+program compares it with the derivative of the loop, and with that of the same method in diffrax.
 
 Run `python examples/adaptive_ode.py`; it needs diffrax and matplotlib, and some seconds. It draws
 the orbit and its steps in adaptive_ode.png.
@@ -45,14 +45,14 @@ class Solve(NamedTuple):
 
     time: Float[Array, ""]
     state: State
-    slope: State  # at `state`: the last stage of a step is the first of the next
+    slope: State  # the slope at `state`: the last stage of a step is the first of the next
     dt: Float[Array, ""]
     accepted: Bool[Array, ""]  # whether the last step was
     tries: Int[Array, ""]
 
 
 def stepper(field: Callable[[State], State], end: float, rtol: float, atol: float):
-    """How a solution starts, and what a step of it does."""
+    """Return a solution's initial state and the function that takes one step of it."""
 
     def start(state: State, dt: float) -> Solve:
         zero = jnp.zeros((), state.dtype)
@@ -66,7 +66,7 @@ def stepper(field: Callable[[State], State], end: float, rtol: float, atol: floa
             stages.append(field(state))
         error = dt * sum(e * k for e, k in zip(ERROR, stages, strict=True))
         scale = atol + rtol * jnp.maximum(jnp.abs(s.state), jnp.abs(state))
-        # What decides on lengths is no part of the solution: the derivative takes steps as given.
+        # The choice of lengths is not part of the solution: the derivative takes steps as given.
         size = jax.lax.stop_gradient(jnp.sqrt(jnp.mean((error / scale) ** 2)))
         accepted = size < 1
         factor = jnp.clip(0.9 * size**-0.2, 0.2, 10.0)
@@ -95,13 +95,14 @@ def gravity(state: State) -> State:
 
 
 def nearest(eccentricity) -> State:
-    """The planet where it is nearest to the sun, on an orbit of semi-axis 1 and period 2 pi."""
+    """Return the planet where it is nearest to the sun, on an orbit of semi-axis 1 and period 2
+    pi."""
     speed = jnp.sqrt((1 + eccentricity) / (1 - eccentricity))
     return jnp.array([1 - eccentricity, 0, 0, speed])
 
 
 def exactly(eccentricity: float, time: float) -> tuple[np.ndarray, np.ndarray]:
-    """The planet's place and its derivative in the eccentricity, by Kepler's equation."""
+    """Return the planet's place and its derivative in the eccentricity, by Kepler's equation."""
     e, anomaly = eccentricity, time
     for _ in range(100):
         anomaly -= (anomaly - e * np.sin(anomaly) - time) / (1 - e * np.cos(anomaly))
@@ -135,7 +136,7 @@ def by_diffrax(eccentricity, time: float, tolerance: float, max_steps: int = MAX
 
 
 def all_steps(eccentricity: float, time: float, tolerance: float) -> Solve:
-    """Every try, for the picture: as many rows as there were."""
+    """Return every try, for the picture: as many rows as there were."""
     start, step = stepper(gravity, time, tolerance, tolerance)
     first = start(nearest(eccentricity), FIRST_STEP)
 
@@ -187,7 +188,7 @@ def main(argv: list[str] | None = None) -> dict:
     print(f"  {'':11} {'steps':>6}  {'error of place':>14}  {'error of derivative':>19}")
     for name, solver in solvers.items():
         got, steps = jax.jit(lambda e, f=solver: f(e, time, tolerance))(e)
-        # One row of a Jacobian each, backwards through the solution.
+        # Each is one row of a Jacobian, backward through the solution.
         grad = jax.jit(jax.jacrev(lambda e, f=solver: f(e, time, tolerance)[0]))(e)
         errors = np.max(np.abs(got - place)), np.max(np.abs(grad - slope) / np.abs(slope))
         found[name] = {"steps": int(steps), "place": float(errors[0]), "slope": float(errors[1])}

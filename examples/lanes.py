@@ -1,9 +1,10 @@
 """A thousand oscillators, each with steps of its own: lanes that do not wait for the slowest.
 
-Van der Pol's oscillator is the stiffer, the larger its one parameter; an explicit method takes more
-steps then. Under `jax.vmap` all of them take as many as the stiffest. With `lanes="compact"`
-those that are through make room: the same steps, and the same numbers but for rounding.
-diffrax solves them too, as it does, and inside `loopkit.checkpointed`.
+Van der Pol's oscillator is stiffer the larger its one parameter, and an explicit method then takes
+more steps. Under `jax.vmap` all oscillators take as many steps as the stiffest. With
+`lanes="compact"` those that have finished make room for the others: the same steps, and the same
+numbers except for rounding. The program also solves them with diffrax, alone and inside
+`loopkit.checkpointed`.
 
 Run `python examples/lanes.py`; it needs diffrax and matplotlib, and two minutes, most of them to
 compile. It draws the lanes over time in lanes.png.
@@ -31,7 +32,7 @@ def field(stiffness, state):
 
 
 def by_loopkit(stiffness, lanes="compact"):
-    """The last state, and the steps taken."""
+    """Return the last state, and the steps taken."""
     start, step = stepper(partial(field, stiffness), END, TOLERANCE, TOLERANCE)
     last, info = loopkit.while_loop(
         lambda s: s.time < END,
@@ -57,7 +58,8 @@ def by_diffrax(stiffness, adjoint):
 
 
 def phases(longest: np.ndarray, widths: list[int]) -> list[tuple[int, int, int]]:
-    """Of each phase its lanes, first and last step, where lanes are so long, the longest first."""
+    """Return each phase's lanes, first and last step, for lanes of these lengths, the longest
+    first."""
     ends = [int(longest[narrower]) for narrower in (*widths[1:], 0)]
     return list(zip(widths, [0, *ends[:-1]], ends, strict=True))
 

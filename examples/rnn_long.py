@@ -2,12 +2,12 @@
 
 A recurrent network reads five symbols, then 20,000 blanks, and then has to say the five symbols
 (Hochreiter and Schmidhuber, 1997). The gradient crosses every step between. The states of all steps
-fill hundreds of megabytes; given a budget in bytes, the loop keeps as much as fits and computes the
-rest again.
+fill hundreds of megabytes. With a budget in bytes, the loop stores what fits, and computes the rest
+again.
 
 The network forgets through gates, one for each unit and symbol; those of the blank start nearly
-closed (after Tallec and Ollivier, 2018). It learns to copy over a hundred blanks, and forgets over
-20,000 what it can say by then; going on with the whole length teaches it to keep that.
+closed (after Tallec and Ollivier, 2018). It learns to copy over a hundred blanks. Over 20,000
+blanks it then forgets some of that, and training on the whole length teaches it to remember.
 
 Run `python examples/rnn_long.py`; it needs matplotlib, optax and tqdm, and a minute. It draws
 the share of symbols copied in rnn_long.png.
@@ -30,7 +30,7 @@ import loopkit
 from comparison import compare
 
 SYMBOLS, COPIED, SIZE = 8, 5, 64
-BLANK, SAY = SYMBOLS, SYMBOLS + 1  # what is read while waiting, and while answering
+BLANK, SAY = SYMBOLS, SYMBOLS + 1  # the inputs while waiting, and while answering
 
 Hidden = Float[Array, "batch size"]
 Tokens = Int[Array, "steps batch"]
@@ -44,7 +44,7 @@ class Network(NamedTuple):
 
 
 def initial(key: PRNGKeyArray, memory: int) -> Network:
-    """A network that remembers for about `memory` blanks."""
+    """Return a network that remembers for about `memory` blanks."""
     keys = jax.random.split(key, 3)
     weight, _ = jnp.linalg.qr(jax.random.normal(keys[1], (SIZE, SIZE)))
     return Network(
@@ -62,7 +62,7 @@ def read(network: Network, hidden: Hidden, token: Int[Array, " batch"]) -> Hidde
 
 
 def answer(network: Network, symbols: Tokens, blanks: int, scan: Callable):
-    """The nats that a copied symbol costs, and the share of them that are right."""
+    """Return the nats that a copied symbol costs, and the share of them that are right."""
     waiting = jnp.full((blanks, symbols.shape[1]), BLANK)
     tokens = jnp.concatenate([symbols, waiting, jnp.full_like(symbols, SAY)])
 

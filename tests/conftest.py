@@ -27,7 +27,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 def pytest_addoption(parser):
-    """Of the random programs in `trials/`."""
+    """Add the options of the random programs in `trials/`."""
     parser.addoption("--loops", default="loopkit", help="loopkit, checkpointed, lax or equinox")
     parser.addoption("--trials", default=5000, type=int, help="how many programs")
     parser.addoption("--trials-seed", default=1000, type=int, help="of the first piece")

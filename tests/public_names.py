@@ -1,4 +1,4 @@
-"""What loopkit shows its users, taken from the package: a new name is tested, or a test fails."""
+"""The public names, taken from the package: a new name is tested, or a test fails."""
 
 import inspect
 

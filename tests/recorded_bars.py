@@ -46,14 +46,14 @@ class Recorder:
         raise AssertionError("not the bar's own")
 
     def run(self, f, *args):
-        """What `f(*args)` gives, once it is there; every bar is then closed, once."""
+        """Return `f(*args)` once it is computed; every bar is then closed, once."""
         out = jax.block_until_ready(f(*args))
         assert [bar.closed for bar in self.bars] == [1] * len(self.bars)
         assert not open_bars._open
         return out
 
     def ways(self, of=lambda bar: bar.steps):
-        """Of the bars forward, and of those backward."""
+        """Split the bars into those that go forward and those that go backward."""
         return tuple([of(bar) for bar in self.bars if bar.backward is way] for way in (False, True))
 
     @property

@@ -52,7 +52,7 @@ class PythonLoops:
     """The reference semantics, for concrete values.
 
     Without `counts` predicates are read, and the steps of each loop noted in the order in which the
-    loops start. With `counts` those numbers are repeated and no predicate is read, so that the
+    loops start. `counts` repeats those numbers and no predicate is read, so that the
     values may be tracers.
     """
 

@@ -1,4 +1,4 @@
-"""What each of two processes runs for `test_multihost.py`; it writes what it finds into a file.
+"""The program of each of the two processes of `test_multihost.py`; it writes its results to a file.
 
 `python spread_programs.py NAME FOLDER --processes N --coordinator HOST:PORT --process-id I`
 """
@@ -28,7 +28,7 @@ COUNTS, STARTS = [3, 7], [0.3, 0.7]
 
 
 def gradient(mesh: Mesh) -> dict:
-    """Of the model in examples/multihost.py."""
+    """Return the gradient of the model in examples/multihost.py."""
     slope = multihost.slope_on(mesh, memory=MEMORY)
     model = multihost.initial(WIDTH).model
     model = jax.device_put(model, NamedSharding(mesh, P()))

@@ -44,7 +44,7 @@ LONGEST = 350
 LONGEST_FUNCTION = 60
 """Lines of a function without its docstring."""
 MOST_PARAMETERS = 10
-"""Of a function that users do not call."""
+"""The most parameters of a function that users do not call."""
 MOST_UNPACKED = 5
 """Names that a tuple is unpacked to by position."""
 PRIVATE = ("jax.interpreters", "jax.extend", "jax._src", "jaxlib")

@@ -350,7 +350,7 @@ def test_no_argument_is_left_out(name):
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if hasattr(jax.lax, name)])
 def test_the_arguments_of_lax_come_first(name):
-    """With the same names, and the same values where they are left out."""
+    """loopkit's functions have lax's arguments first, with the same names and defaults."""
 
     def described(function):
         parameters = inspect.signature(function).parameters.values()

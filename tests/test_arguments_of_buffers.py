@@ -32,7 +32,9 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_operators_of_buffers(operation):
-    text = r"Buffer: a buffer is read and written in slices, got `__\w+__` of all of it\. Read"
+    text = (
+        r"Buffer: a buffer is read and written in slices, got `__\w+__` of the whole buffer\. Read"
+    )
     for b in (loopkit.Buffer(X), loopkit.Buffer(X).at[0]):
         with pytest.raises(TypeError, match=text):
             OPERATIONS[operation](b)

@@ -94,7 +94,8 @@ LARGE = [Plan(3), Plan(3, segment=3), Plan(3, segment=2, host=True, room=4000)]
     ),
 )
 def test_carries_too_large_to_be_written_in_passing(steps, large, plan, monkeypatch):
-    """And those that lie on the host. Without a number of steps it is known to be 40."""
+    """Large carries, and those on the host, are written once. A loop of unknown length takes 40
+    steps."""
     monkeypatch.setattr(waits, "LARGE_CARRY", 8 if large else waits.LARGE_CARRY)
     x = jnp.linspace(0.3, 0.6, 3)
     loss = with_rows if steps is None else stopped
@@ -156,7 +157,8 @@ def test_a_program_for_both():
 
 
 def clipped(x):
-    """With a rule that closes over nothing that lasts, so that a loop of it is like no other."""
+    """This function has a rule that closes over nothing that lasts, so no two loops of it are
+    alike."""
 
     @jax.custom_vjp
     def rule(x):

@@ -48,7 +48,7 @@ def step(params, state, token):
 
 
 def log_prob(params, state, word):
-    """Of one word, without a search."""
+    """Return the log-probability of one word, without a search."""
     total, last = 0.0, START
     for token in word:
         state, log_probs = step(params, state, jnp.asarray(last))

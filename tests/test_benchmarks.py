@@ -1,4 +1,4 @@
-"""What pages say was measured is in docs/benchmarks.json; benchmarks/run.py writes such a file."""
+"""The pages show the figures of docs/benchmarks.json, a file that benchmarks/run.py writes."""
 
 import importlib.util
 import os

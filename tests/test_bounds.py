@@ -125,7 +125,7 @@ def test_one_step_is_taken_before_a_predicate_is_asked_with_buffers():
 
 
 def test_a_limit_that_is_a_result_of_the_step():
-    """What a step returns is not what it was given."""
+    """A step may return another limit than it was given."""
 
     def f(x, **how):
         def step(c):
@@ -141,7 +141,7 @@ def test_a_limit_that_is_a_result_of_the_step():
 
 
 def test_the_very_same_functions_from_several_starts(compilations):
-    """What is known of a start is not part of what is kept of the functions."""
+    """Facts about a start are not part of what is cached for the functions."""
     test = lambda c: (c[0] < c[1]) & (c[2] < 1e3)
     step = lambda c: (c[0] + 1, c[1], c[2] * 1.01)
 
@@ -282,7 +282,7 @@ def test_a_smaller_max_steps_counts():
 
 
 def test_lanes_keep_their_own_tests():
-    """What each lane tests bounds that lane alone."""
+    """A lane's own test bounds that lane alone."""
 
     def f(x, limit):
         test = lambda c: (c[0] < 6) & (c[1] < limit)
@@ -328,7 +328,7 @@ def test_a_counter_that_wraps_around_is_no_bound(name):
 
 
 def test_a_counter_of_an_inner_loop():
-    """As in solvers that look every ten iterations whether they have converged."""
+    """An inner loop may move the counter: solvers test for convergence every ten iterations."""
 
     def f(x, start=0):
         def ten(c):

@@ -36,7 +36,7 @@ def body_runs(plan, steps):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_more_memory_runs_fewer_steps(name):
-    """And is not predicted slower, nor than the default where that fits."""
+    """A plan with more memory is not predicted slower, nor slower than the default if that fits."""
     steps = PROGRAMS[name].steps
     default = outer(name)
     last = None

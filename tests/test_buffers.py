@@ -72,7 +72,7 @@ def test_apply_heeds_pred_where_a_row_is_named_twice(mode):
 
 @pytest.mark.parametrize("pred", [None, [True, True, False]], ids=str)
 def test_what_is_written_over_has_no_gradient(pred):
-    """Of values for a row that is named twice, the last that is written counts."""
+    """If values are set at a row twice, the last one counts."""
     values = jnp.cos(jnp.arange(36.0)).reshape(3, 4, 3)
     pred = None if pred is None else jnp.asarray(pred)[:, None, None]
 
@@ -84,7 +84,7 @@ def test_what_is_written_over_has_no_gradient(pred):
 
 
 def test_a_list_is_an_array_of_rows():
-    """In every write: also where it names a row twice."""
+    """Every write takes a list as rows, even if it names a row twice."""
     for rows in ([1, 2], [1, 1], [[1, 0], [0, 1]]):
         for name in ("multiply", "divide", "power", "min", "max"):
             got = getattr(Buffer(ARRAY).at[rows], name)(3.0)
@@ -183,7 +183,7 @@ def test_lanes_that_stop_apart(body, kind, checkpoints):
 @pytest.mark.parametrize("kind", ["while", "scan"])
 @pytest.mark.parametrize("checkpoints", [Plan(2, 2, "residuals"), Plan(1)], ids=range(2))
 def test_batches(kind, checkpoints):
-    """Of arguments, of cotangents alone, and of residuals that were kept one by one."""
+    """Batches of arguments, of cotangents alone, and of residuals stored one by one."""
     f, wanted = looped(rows_from_rows, kind, checkpoints), reference(rows_from_rows)
     ws = jnp.stack([W, W * 2, W / 2])
     batch = lambda f: jax.vmap(jax.grad(f, (0, 1)), (None, 0))(XS, ws)
@@ -352,8 +352,8 @@ def test_in_place(batch, checkpoints):
     [
         ((0, 0, 0, 0), IndexError, "at most 3 entries"),
         ((..., ...), IndexError, "at most one ellipsis"),
-        (1.5, TypeError, "must be of integers, got 1.5"),
-        (True, TypeError, "must be of integers, got True"),
+        (1.5, TypeError, "must consist of integers, got 1.5"),
+        (True, TypeError, "must consist of integers, got True"),
         (jnp.ones(2), TypeError, "got an array of float64"),
     ],
 )
@@ -391,8 +391,8 @@ def test_masks_of_the_wrong_shape(kind):
         with pytest.raises(IndexError):
             ARRAY[index]
     text = (
-        rf"^loopkit\.Buffer: a mask must have the shape {re.escape(want)} of the axes that it is "
-        rf"for, from axis {axis} of a buffer of shape \(5, 4, 3\), got {re.escape(got)}\. Put it "
+        rf"^loopkit\.Buffer: a mask must have the shape {re.escape(want)} of the axes that it "
+        rf"covers, from axis {axis} of a buffer of shape \(5, 4, 3\), got {re.escape(got)}\. Put "
     )
     ref = Buffer(ARRAY).at[index]
     uses = [lambda: Buffer(ARRAY)[index], ref.get, lambda: ref.apply(jnp.sin)]
@@ -426,10 +426,12 @@ def test_bad_writes():
     ref = Buffer(jnp.arange(3)).at[0]
     with pytest.raises(TypeError, match="values of dtype int64"):
         ref.set(1.5)
-    with pytest.raises(TypeError, match=r"`pred` of `.at\[...\].set` must be of bools"):
+    with pytest.raises(TypeError, match=r"`pred` of `.at\[...\].set` must be bools"):
         ref.set(1, pred=1)
     for wrong in (lambda r: r.set(jnp.ones(4)), lambda r: r.multiply(jnp.ones((2, 3)))):
-        with pytest.raises(ValueError, match=r"must broadcast against \[3\], the shape of what"):
+        with pytest.raises(
+            ValueError, match=r"must broadcast against \[3\], the shape of the indexed"
+        ):
             wrong(Buffer(jnp.zeros((4, 3))).at[0])
     with pytest.raises(ValueError, match=r"`pred` of `.at\[...\].set` must broadcast against \[\]"):
         ref.set(1, pred=jnp.array([True, False]))

@@ -206,7 +206,7 @@ def test_the_second_call_does_not_compile(f, transform, compilations):
 
 
 def test_lanes_in_a_step_that_is_made_anew(compilations):
-    """What they are lanes of is a program like others."""
+    """A new step that holds the same lanes compiles nothing."""
 
     def f(x):
         step = lambda c: (c[0] + 1, jnp.sin(c[1]) * 1.5)

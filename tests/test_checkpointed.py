@@ -1,4 +1,4 @@
-"""The loops of lax inside functions that one cannot edit."""
+"""The loops of lax inside functions that you cannot edit."""
 
 import re
 from collections.abc import Callable

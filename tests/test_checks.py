@@ -61,7 +61,7 @@ def test_written_out_of_bounds():
 
 
 def test_what_an_initial_buffer_counts_as():
-    """As written where a row is not all zeros."""
+    """Entries count as written if the row is not all zeros."""
     rows = jnp.zeros((3, 2, 2)).at[1, 0, 1].set(-2.0).at[2].set(jnp.nan)
     assert first_written(rows).tolist() == [[[yes] * 2] * 2 for yes in (False, True, True)]
     assert first_written(jnp.asarray([0, 3])).tolist() == [False, True]

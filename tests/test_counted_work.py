@@ -1,4 +1,4 @@
-"""How benchmarks/ count the rounds of loops, and what a GPU launches and waits for."""
+"""Counts of benchmarks/: the rounds of loops, and the launches and waits of a GPU."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ from ahead_of_time import Compiled
 
 
 def counted(function, *arguments):
-    """How often each loop and branch runs, in the order of their numbers."""
+    """Count the runs of each loop and branch, in the order of their numbers."""
     lowered = jax.jit(function, keep_unused=True).lower(*arguments)
     module = lowered.compiler_ir("stablehlo")
     count = iterations.number(module)
@@ -62,7 +62,7 @@ def test_attributes_that_were_there_stay():
     assert 'mine = "yes"' in str(module)
 
 
-# As a compiler writes it, which calls what is true false.
+# A compiler writes it like this, and calls the true branch false.
 SEQUENCE = """\
 000: kCommandBuffer [source       | next=008 (1)]
     001: kCopy         [source       | next=002 (1)] kCopy
@@ -114,7 +114,7 @@ NAMES = {3: "while.1", 9: "while.2", 13: "cond.1", 14: "second.1", 15: "second.2
 
 @pytest.mark.parametrize("known", [False, True])
 def test_kernels_launches_and_waits(known):
-    """Of 10 rounds with 50 inside in all, a branch taken 4 times and one 6 times."""
+    """Count 10 rounds with 50 inside in all, one branch taken 4 times and one 6 times."""
     trips = ', backend_config={"known_trip_count":{"n":"10"}}' if known else ""
     program = Compiled("gpu", PROGRAM.replace("KNOWN", trips), 0, 0, 0.0, SEQUENCE, NAMES, None, 4)
     # Before and after: a graph of 2, and 1. A round: a copy, a kernel. The inner loop: a kernel

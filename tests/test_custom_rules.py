@@ -134,7 +134,7 @@ def test_nondiff_arguments():
 
 
 def test_loop_inside_custom_vjp():
-    """As an implicit function does: the loop in the primal, another in the rule."""
+    """The primal holds a loop and the rule another, as in an implicit function."""
 
     def halvings(a, x):
         return loopkit.while_loop(lambda x: x * x > a, lambda x: x * 0.9, x)
@@ -330,7 +330,8 @@ def test_custom_root_and_linear_solve():
 
 
 def test_a_rule_that_wants_both_tangents():
-    """With one alone it has none; the cotangents of both are not asked for one by one."""
+    """The rule has no tangent for one alone; the cotangents of both are not asked for one by
+    one."""
 
     @jax.custom_jvp
     def product(a, b):
@@ -368,7 +369,7 @@ def squares(x, t, loop, limit=30.0):
 
 @pytest.mark.parametrize("loop", ["while", "scan"])
 def test_a_rule_that_loops_over_primals_and_tangents(loop):
-    """What hangs on primals alone is known where the tangents are not."""
+    """Values that depend on primals alone are known where the tangents are not."""
 
     @jax.custom_jvp
     def f(x):

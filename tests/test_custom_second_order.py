@@ -263,7 +263,7 @@ def test_carries_of_a_second_derivative_are_not_on_the_host():
 
 
 def test_a_second_derivative_without_the_first():
-    """Of what was saved for the first one, it needs the number of steps alone."""
+    """The second derivative needs only the number of steps from what was saved for the first."""
 
     def f(x):
         step = lambda x, row: (clipped_vjp(x) + row * x, None)

@@ -60,7 +60,7 @@ def test_greedy_is_a_beam_of_one(model):
 
 @pytest.mark.parametrize("lineages", [False, True])
 def test_attention_in_blocks_is_attention_to_all(lineages):
-    """With more rows and fewer than fill their blocks, or none; values and gradients."""
+    """Rows may be more than fill their blocks, fewer, or none; values and gradients agree."""
     room, heads, width, beam = 75, 2, 3, 3
     keys = jax.random.split(jax.random.key(0), 5)
     axes = (room, beam) if lineages else (room,)

@@ -1,4 +1,4 @@
-"""What a body reports while it runs: each step once, however often it is recomputed."""
+"""Effects of a body: each step reports once, however often it is recomputed."""
 
 import jax
 import jax.export
@@ -50,7 +50,7 @@ def test_each_step_reports_once(transform, checkpoints):
 @pytest.mark.parametrize("transform", ["jit of grad", "hessian", "linearize"])
 @pytest.mark.parametrize("around", ["part", "inner loop"])
 def test_a_part_of_a_step_that_is_run_again_reports_once(around, transform):
-    """What jax.checkpoint runs again in a reversed step has been reported."""
+    """A reversed step does not report again what jax.checkpoint runs again."""
     seen = []
 
     def part(y, row):
@@ -171,7 +171,7 @@ def test_callbacks_with_results():
 @pytest.mark.parametrize("unroll", [1, 2])
 @pytest.mark.parametrize("max_steps", [None, 8])
 def test_the_predicate_is_read_once_a_step(max_steps, unroll):
-    """And once more, to see that it no longer holds."""
+    """The predicate is read once a step, and once more to see that it no longer holds."""
     seen = []
 
     def goes_on(carry):
@@ -187,7 +187,7 @@ def test_the_predicate_is_read_once_a_step(max_steps, unroll):
 
 @pytest.mark.parametrize("checkpoints", [None, Plan(8), "all"], ids=str)
 def test_unrolled_steps_that_are_not_taken_report_nothing(checkpoints):
-    """Of two to an iteration, the last is none; whatever is kept for the gradient."""
+    """The last iteration of two steps runs one step too many, which reports nothing."""
     seen = []
 
     def body(carry):

@@ -25,7 +25,7 @@ def value(x, **how):
 
 
 def with_w(x, **how):
-    """With respect to a constant that the loop closes over."""
+    """Differentiate with respect to a constant that the loop closes over."""
     return long(1.0, SCALE * x, **how)[1]
 
 
@@ -97,7 +97,7 @@ def test_throw_where_one_part_is_used(part, lanes):
 
 
 def test_zeros_stay_symbolic():
-    """What has no derivative gets none from a check: zeros would be NaN before a root at 0."""
+    """A check gives no derivative to a value without one: zeros would be NaN before a root at 0."""
 
     def f(x):
         step = lambda c: (1.5 * c[0], 0.9 * c[1])

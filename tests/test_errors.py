@@ -1,4 +1,4 @@
-"""What is said when an argument is wrong: which function, which argument, where, and what instead.
+"""Errors about wrong arguments name the function, the argument and the place, and say what to do.
 
 TypeError for a wrong type or structure, ValueError for a wrong value. One test a message.
 """

@@ -35,7 +35,8 @@ with open("out.pickle", "wb") as file:
 
 
 def environment():
-    """That of a user, with this copy of the package, and in double precision, as all tests are."""
+    """Return a user's environment, with this copy of the package, in double precision like all
+    tests."""
     package = str(Path(loopkit.__file__).resolve().parents[1])
     paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     without = {"XLA_FLAGS", "PYTEST_CURRENT_TEST"}  # a kernel with it hides what processes print
@@ -44,7 +45,8 @@ def environment():
 
 
 def outcome(entry, folder):
-    """What a notebook's `main` returned, all that it printed, and the picture that it shows."""
+    """Return the result of a notebook's `main`, all that it printed, and the picture that it
+    shows."""
     book = notebook(entry, entry.options)
     book.cells.insert(0, nbformat.v4.new_code_cell(STRICT))
     if not entry.apart:

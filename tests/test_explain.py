@@ -1,4 +1,4 @@
-"""What a function's loops are said to store, in words and in pictures."""
+"""Explanations: what a function's loops are said to store, in words and in pictures."""
 
 import dataclasses
 

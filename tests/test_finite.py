@@ -245,7 +245,7 @@ def test_the_body_is_named_and_where_it_is():
 def test_a_y():
     f = lambda xs: loopkit.scan(lambda h, x: (h, {"y": 1 / x}), 1.0, xs, **ON)
     fails(r"the value of `ys\['y'\]` must stay finite, got inf in step 2", f, XS)
-    # What comes from outside is found where it enters.
+    # A cotangent from outside is found where it enters.
     f = jax.grad(lambda h: jnp.log(loopkit.scan(lambda h, x: (h, h * x), h, XS, **ON)[1]).sum())
     fails(r"the cotangent of `ys` must stay finite, got inf in step 2, going backward", f, 1.0)
 
@@ -471,7 +471,8 @@ def test_no_false_alarm_in_second_derivatives(problem):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_when_off(kind):
-    """The same program, to the letter, and to the bit, before steps were watched and after."""
+    """Programs and results are the same to the letter, and to the bit, before and after
+    watching."""
     texts, values = [], []
     for how in ({}, ON, {"debug": None}):
         f = jax.jit(

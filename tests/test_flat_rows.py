@@ -133,7 +133,7 @@ OTHER_WAYS = [
 
 
 def cases():
-    """Of two modes each second body has one; slowly the other, and half of the other ways."""
+    """Yield cases: quick ones take one of two modes for every second body; slow ones take more."""
     for k, body in enumerate([*FLAT, *WHOLE]):
         both = [(mode, "while", 2) for mode in ("grad", "lanes of all")]
         yield pytest.param(body, *both[k // 2 % 2], marks=() if k % 2 else pytest.mark.slow)

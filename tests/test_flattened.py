@@ -148,7 +148,7 @@ PROGRAMS += [within_calls, buffers_around]
 
 
 def of_lanes(program, lanes, transform):
-    """Of all lanes, in their order."""
+    """Run the program in all lanes, in their order."""
 
     def total(x, ns):
         leaves = jax.tree.leaves(program(lanes, x, ns))
@@ -212,7 +212,7 @@ def test_a_lane_goes_on_with_its_next_step():
 
 
 def inner_loops(fn, *args):
-    """How many loops that end by themselves stand in the first loop."""
+    """Count the loops in the first loop that stop by themselves."""
     closed = jax.make_jaxpr(fn)(*args)
     loops = [e.params["loop"] for e in closed.eqns if "loop" in e.params]
     body = loops[0].body
@@ -249,7 +249,7 @@ def test_a_loop_without_inner_loops_is_as_it_was():
 
 
 def test_an_inner_loop_that_is_flattened_before():
-    """And whose carry has leaves that stay, which became constants of it."""
+    """The carry of the inner loop has leaves that never change, which became constants."""
 
     def run(lanes, x, ns):
         def inner(c, n):
@@ -287,7 +287,7 @@ def test_inner_loops_with_rows_stay():
 
 
 def test_results_of_weak_types():
-    """What is computed with them then has its own type, as it has where lanes wait."""
+    """Values computed from weak types have the same types as where lanes wait."""
 
     def total(lanes, w, ns):
         step = lambda c, n: (sines(n, c * 0.9, 1.1) * 0.5, c)
@@ -317,7 +317,7 @@ def test_a_loop_of_no_steps():
 
 
 def test_inside_shard_map_lanes_wait():
-    """Where what is carried differs between devices."""
+    """Lanes wait where the carry differs between devices."""
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("d")
 

@@ -1,4 +1,4 @@
-"""What cannot be differentiated in someone else's loop: the error says where it is, and what to do.
+"""Errors about loops of other libraries that have no derivative: where they are, and what to do.
 
 Each program works, or raises an error that names the line of the loop, in the code of whoever wrote
 it, what in it is the matter, and the way out; of the same type as the error of the loop unrolled.
@@ -83,7 +83,7 @@ class Refused(NamedTuple):
     step: Callable
     error: type[Exception]
     says: str
-    """What is the matter."""
+    """The reason that the error gives."""
     how: Callable = GRAD
     advice: str = r"jax\.custom_jvp.*jax\.lax\.stop_gradient.*`only`"
     kinds: tuple[str, ...] = ("scan", "while_loop")
@@ -138,7 +138,7 @@ REFUSED = {
 
 
 def line_of(f, text="lax."):
-    """Where a function of this file calls it."""
+    """Return the line where a function of this file calls it."""
     lines, first = inspect.getsourcelines(f)
     at = next(first + i for i, line in enumerate(lines) if text in line)
     return rf"\S+test_foreign_errors\.py:{at} \({f.__name__}\)"
@@ -185,7 +185,7 @@ def test_what_cannot_be_differentiated(name, kind, by, jitted):
 @pytest.mark.parametrize("kind", LOOPS)
 @pytest.mark.parametrize(("step", "type_"), [(raising, RuntimeError), (wrong, TypeError)])
 def test_errors_of_others_stay_what_they_are(kind, step, type_):
-    """What a rule of someone else raises is theirs, and is said to be in the loop besides."""
+    """An error from another library's rule stays the same, and gets a note about the loop."""
     error = error_of(lambda: jax.grad(loopkit.checkpointed(lambda x: LOOPS[kind](step, x)))(0.7))
     assert type(error) is type_
     assert "loopkit" not in str(error)

@@ -117,7 +117,7 @@ def test_in_every_transformation():
 
 
 def writes(body, first):
-    """How many writes there are in the gradient."""
+    """Count the writes in the gradient."""
     gradient = jax.grad(looped(body, "scan", None), 0 if first is None else (0, 1))
     text = jax.jit(gradient).lower(XS, first).as_text()
     return text.count("stablehlo.dynamic_update_slice")

@@ -60,7 +60,7 @@ def test_a_page_is_complete(entry):
 
 @each
 def test_measured_beside_a_peer(entry):
-    """What `compare` printed is a table; the first row is what the others are divided by."""
+    """The output of `compare` is a table; its first row is what the others are divided by."""
     if entry.measured or ("compare(" in entry.source and entry.printed.exists()):
         assert len(entry.costs) > 1
         assert entry.costs[0][2] == "1.00"

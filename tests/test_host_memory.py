@@ -43,7 +43,7 @@ def test_gradients(name, plan):
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_steps_left_over(plan):
-    """Of three to an iteration, of which the last do not count: nothing is saved for those."""
+    """The last steps of an iteration of three do not count, and nothing is saved for them."""
     (problem,) = named("while_scalar")
     x = problem.vector()
     f = derivative(problem.flat_loop(PLANS[plan], max_steps=50, unroll=3), "r")
@@ -96,7 +96,8 @@ def test_where_the_checkpoints_are():
 
 
 def test_a_program_returns_them_where_they_are():
-    """As what a gradient is computed from later: JAX looks at equations, not at types."""
+    """A program returns checkpoints on the host, for a later gradient: JAX looks at equations, not
+    types."""
     f = lambda x: cubic(x, checkpoints=Plan(7, host=True))
     pull = jax.jit(lambda x: jax.vjp(f, x)[1])(jnp.ones(50))
     kinds = [a.sharding.memory_kind for a in jax.tree.leaves(pull) if a.shape == (6, 50)]
@@ -141,7 +142,7 @@ def test_the_least_on_the_host():
 
 
 def test_the_least_on_the_device():
-    """What is refused says what would do, and that does."""
+    """An error names the least budget that is enough, and that budget is enough."""
     kept = lambda least: jax.grad(lambda x: cubic(x, memory={"device": least, "host": "1 MB"}))
     with pytest.raises(
         ValueError, match=r"`memory` must be at least \d+ bytes on the dev"
@@ -181,7 +182,7 @@ def test_wrong_gradients_are_noticed(monkeypatch):
 
 
 def test_checkpoints_that_come_back_as_others_are_noticed(monkeypatch):
-    """In the small loop a gradient hangs on which is which."""
+    """A gradient of the small loop depends on which is which."""
     exchanged = []
 
     def read(array, row, axis, **how):
@@ -209,7 +210,7 @@ def test_how_much_gradients_may_differ():
 
 @pytest.mark.parametrize("account", [0, None])
 def test_it_is_noticed_where_nothing_is_on_the_host(account):
-    """By the compiler's account, as where it does not say."""
+    """The compiler's account shows that nothing is on the host; so does a missing account."""
     device = SimpleNamespace(platform="gpu", device_kind="some card")
     memory = SimpleNamespace(host_temp_size_in_bytes=account)
     program = SimpleNamespace(memory_analysis=lambda: memory)

@@ -37,7 +37,7 @@ LINES = 3
 codes = st.lists(st.integers(0, len(OPS) - 1), min_size=LINES, max_size=LINES)
 values = st.floats(-1.5, 1.5, width=16)
 ILL_CONDITIONED = 10 * DERIVATIVES
-"""As some programs are that are drawn."""
+"""The tolerance for programs that are ill-conditioned, as some drawn ones are."""
 CONFIGURATIONS = [
     # (checkpoints, unroll, max_steps)
     (1, 1, None),

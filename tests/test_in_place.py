@@ -1,4 +1,4 @@
-"""What compiled loops copy."""
+"""Copies that compiled loops make."""
 
 from pathlib import Path
 
@@ -71,7 +71,7 @@ def test_buffers_are_in_place():
 
 
 def test_a_window_that_is_read_after_a_write():
-    """As a cache of keys: a gather must not take the write before it into itself."""
+    """A gather, as from a cache of keys, must not take the write before it into itself."""
 
     def decode(q, keys):
         def body(i, carry):
@@ -164,7 +164,7 @@ def test_parsing():
 @pytest.mark.parametrize("unroll", [1, 3])
 @pytest.mark.parametrize("checkpoints", [None, 1000, "all"])
 def test_steps_that_do_not_count_copy_nothing(unroll, checkpoints):
-    """Of several steps to an iteration, the last may lie beyond the end."""
+    """The last of several steps to an iteration may lie beyond the end."""
 
     def f(x):
         def body(s, _):

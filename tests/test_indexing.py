@@ -1,4 +1,4 @@
-"""What an index touches of a buffer, and what one read or write makes of it, without a loop."""
+"""Indices into buffers: what they touch, and single reads and writes, without a loop."""
 
 import itertools
 
@@ -206,7 +206,7 @@ def test_what_is_read_out_of_bounds():
 
 
 def test_names_of_modes():
-    """As strings, and as jax calls them."""
+    """Modes may be strings, or jax's own names."""
     modes = jax.lax.GatherScatterMode
     for mode, name in {
         None: None,
@@ -236,22 +236,23 @@ def test_types_of_what_is_written():
         else:
             with pytest.raises(TypeError, match=f"values of dtype {want}, .*got {have}"):
                 ref.set(jnp.ones((), have))
-    with pytest.raises(TypeError, match=r"must be given values of dtype float64, .*got key<"):
+    with pytest.raises(TypeError, match=r"needs values of dtype float64, .*got key<"):
         Buffer(jnp.zeros(3)).at[1].set(jax.random.key(0))
 
 
 def test_an_empty_list_is_of_integers():
     assert Buffer(jnp.zeros(SHAPE))[[]].shape == (0, 4, 3)
     for index, got in (([1.5], "an array of float64"), (np.True_, "np.True_")):
-        with pytest.raises(TypeError, match=f"must be of integers, got {got}"):
+        with pytest.raises(TypeError, match=f"must consist of integers, got {got}"):
             Buffer(jnp.zeros(SHAPE))[index]
     for index in (np.asarray(True), jnp.asarray(True)):
-        with pytest.raises(TypeError, match="must be of integers, got an array of bool"):
+        with pytest.raises(TypeError, match="must consist of integers, got an array of bool"):
             Buffer(jnp.zeros(SHAPE))[index]
 
 
 def test_rows_that_are_named_twice():
-    """Of what is set the last is kept, and has the derivative; all that is added is."""
+    """The last value that is set is kept, and has the derivative; all values that are added
+    count."""
     rows, pred = jnp.asarray([0, 2, 2, 0]), jnp.asarray([True, True, True, False])
     values, weights = jnp.asarray([1.0, 2.0, 3.0, 4.0]), jnp.asarray([10.0, 20.0, 30.0])
 

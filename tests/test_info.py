@@ -1,4 +1,4 @@
-"""How many steps were taken and why the loop ended; `throw`; `unroll`."""
+"""Steps taken and why the loop ended; `throw`; `unroll`."""
 
 import equinox as eqx
 import jax

@@ -44,7 +44,7 @@ def test_disable_jit(checkpoints):
 
 @pytest.mark.parametrize("checkpoints", [None, 2, "all"])
 def test_disable_jit_of_no_step(checkpoints):
-    """Which `lax.scan` refuses there."""
+    """A loop of no steps runs under `disable_jit`, where `lax.scan` refuses one."""
 
     def f(x):
         carry, ys = loopkit.scan(lambda c, x: (c * x, c), x, jnp.zeros(0), checkpoints=checkpoints)
@@ -120,7 +120,7 @@ def test_export_with_a_symbolic_batch():
 
 
 def test_export_with_symbolic_features():
-    """Which decides whether an array is transposed before it is sliced."""
+    """A symbolic size decides whether an array is transposed before it is sliced."""
     (size,) = jax.export.symbolic_shape("n")
 
     def f(xs):
@@ -196,7 +196,7 @@ def written_rows(x):
 
 
 def written_slices(x):
-    """Of a table, each time a part of a row, and some rows at once."""
+    """Write to a table: part of a row in some steps, several rows in others."""
 
     def body(c, _):
         i, rows = c

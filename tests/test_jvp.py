@@ -26,7 +26,7 @@ def test_jvp_without_jit(problem: Problem):
 
 @pytest.mark.parametrize("problem", in_turn(PROBLEMS))
 def test_linearize(problem: Problem):
-    """As `jax.vjp` does with each of them, before it transposes: see test_vjp."""
+    """`jax.vjp` linearizes each of them before it transposes: see test_vjp."""
     x = problem.vector()
     y, pushforward = jax.linearize(problem.flat_loop(3), x)
     assert_close(y, expected(problem.name, ""))
@@ -126,7 +126,7 @@ def test_tangents_that_nobody_uses(way):
 
 @pytest.mark.parametrize("way", ["jvp", "linearize"])
 def test_tangents_of_which_one_is_used(way):
-    """Of the others, none is asked for."""
+    """Only the tangent that is used is asked for."""
 
     def f(x, y):
         return loopkit.fori_loop(0, 3, lambda _, c: (jnp.sin(c[0]), jnp.cos(c[1])), (x, y))

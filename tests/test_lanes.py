@@ -220,7 +220,7 @@ def both(f, *args, lanes=(4, 2)):
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_rows_are_written_where_they_belong(reverse):
-    """Of inputs that lanes share, inputs of each lane, outputs along another axis, and keys."""
+    """Cases: shared inputs, inputs of each lane, outputs along another axis, and keys."""
     shared, own = jnp.cos(jnp.arange(10.0)), jnp.sin(jnp.arange(60.0)).reshape(6, 10)
 
     def run(lanes, n, x, rows):

@@ -1,4 +1,4 @@
-"""What is kept of functions, arrays and tracers goes with them."""
+"""Caches let go of functions, arrays and tracers that are gone."""
 
 import gc
 import weakref
@@ -44,7 +44,7 @@ def test_large_arrays_are_let_go():
 
 
 def test_small_arrays_do_not_pile_up():
-    """What a cache of traces keeps is bounded."""
+    """A cache of traces keeps a bounded number of arrays."""
     alive = []
 
     def run(k):

@@ -1,4 +1,4 @@
-"""What `only` is told of a loop: in how many loops of lax it stands, and in which."""
+"""Sites: `only` is told in how many loops of lax a loop stands, and in which."""
 
 from collections.abc import Callable
 
@@ -237,7 +237,7 @@ def test_loops_of_jax_inside_loops_of_jax(by):
 
 @pytest.mark.parametrize("by", ["checkpointed", "replace_lax_loops"])
 def test_the_source_of_a_loop_in_a_rule(by):
-    """Where somebody wrote it, or made the rule of it."""
+    """The source is the line where the loop, or the rule around it, was written."""
     (site,) = all_sites(jax.grad(with_vjp), by)
     assert site.source.endswith("(powers)")
     sites = all_sites(jax.grad(with_jvp), by)

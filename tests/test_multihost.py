@@ -32,7 +32,7 @@ ENDLESS = str(10**6)
 
 
 def run_both(tmp_path: Path, *command: str) -> list[str]:
-    """What the two say, once both have ended well."""
+    """Return what the two processes print, once both have ended well."""
     with pair(tmp_path, *command) as processes:
         statuses = [process.status() for process in processes]
         said = [process.said() for process in processes]
@@ -41,7 +41,7 @@ def run_both(tmp_path: Path, *command: str) -> list[str]:
 
 
 def found(tmp_path: Path, name: str) -> list[dict[str, np.ndarray]]:
-    """What each of the two processes writes."""
+    """Return what each of the two processes writes."""
     run_both(tmp_path, PROGRAMS, name, str(tmp_path))
     return [dict(np.load(tmp_path / f"{name}-{i}.npz")) for i in range(2)]
 

@@ -54,7 +54,7 @@ def number():
 
 
 def real():
-    """The same, to compute with."""
+    """Return a batch with values, to compute with."""
     return number().astype(float)
 
 
@@ -116,7 +116,7 @@ def ys_alone(loops, x, w, **how):
 
 
 def stopping(loops, x, w, **how):
-    """With a collective in `until` alone, and lanes that stop at different steps."""
+    """Stop lanes at different steps, with a collective in `until` alone."""
 
     def until(c, _):
         return (c[0] > number()) | (lax.psum(c[1], "lane") > 3)

@@ -115,7 +115,7 @@ def test_lanes_with_checkpoints(transform, checkpoints):
 
 
 def test_lanes_that_count_in_integers():
-    """What a stopped lane's counter would be by then is at the end of what the root is of."""
+    """The root is zero at the value that a stopped lane's counter would reach."""
 
     def f(n, x):
         def advance(c):
@@ -172,7 +172,7 @@ def test_derivative_of_vmap(body, transform):
 
 
 def test_lanes_that_read_some_slices_in_common():
-    """And others of their own."""
+    """Lanes read some slices in common, and others of their own."""
     common = jnp.linspace(0.1, 0.5, 6)
 
     def f(x, own, stop):
@@ -256,7 +256,7 @@ def test_lanes_of_two_kinds(transform, order, sliced):
 
 @pytest.mark.parametrize("transform", [jax.grad, jax.hessian])
 def test_a_constant_of_the_inner_lanes_alone_that_keeps_them_from_any_step(transform):
-    """And at which the body is infinite: nobody beside them in these lanes has another."""
+    """The body is infinite at that constant, and no other lane of the same axis has another one."""
 
     def f(x, c):
         go = lambda s: (s[0] < 3) & (c > 0) & (s[1] < 5)  # lanes of x stop apart as well
@@ -409,7 +409,7 @@ def test_inner_loops_of_stopped_lanes():
 
 
 def test_a_masked_scan_leaks():
-    """What is usually written instead: the bodies above are worth their while."""
+    """The usual mask instead of a loop leaks NaNs: the bodies above do test something."""
 
     def masked(w):
         def step(x, step):

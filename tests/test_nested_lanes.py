@@ -32,7 +32,7 @@ def stacked(trees):
 
 
 def of_each(f, *args):
-    """The same, of one lane after the other."""
+    """Run the function in one lane after the other."""
     count = NS.size
     flat = [a.reshape(count, *a.shape[2:]) for a in args]
     found = stacked([f(*(a[k] for a in flat)) for k in range(count)])

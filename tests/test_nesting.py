@@ -27,7 +27,7 @@ def loop(x, w, checkpoints=2):
 
 
 def unrolled(x, w):
-    """The same by selection, so that it can stand wherever the loop can."""
+    """Compute the result by selection, so that it can stand wherever the loop can."""
     for _ in range(5):
         x = jnp.where(x < 1.2, x + w * jnp.cos(x), x)
     return x
@@ -139,7 +139,7 @@ def test_reverse_over_reverse_of_a_loop_inside(context):
 
 
 def test_inside_a_while_loop_of_lax():
-    """Which has no reverse mode of its own."""
+    """A while loop of lax, which has no reverse mode, may hold a gradient of loopkit's loop."""
 
     def f(loop):
         def outer(x, w):
@@ -300,7 +300,7 @@ def test_remat_keeps_nothing_of_the_loop():
 
 @pytest.mark.parametrize("inner", ["fori_loop", "while_loop", "checkpoint"])
 def test_the_result_of_an_inner_loop_that_nobody_asks_for(inner):
-    """What flows into it is left out, where the residuals stored are those of both results."""
+    """A result that nobody asks for is left out, although the residuals of both are stored."""
 
     def step(p, a, b):
         once = lambda c: (jnp.sin(c[0]) * p, c[1] * c[0])
@@ -328,7 +328,7 @@ def test_the_result_of_an_inner_loop_that_nobody_asks_for(inner):
 
 
 TWO = np.array([1.0, 2.0])
-"""Of a jitted function that closes over it, it is a constant."""
+"""A constant of a jitted function that closes over it."""
 
 
 def table_of_a_call(loops, x):

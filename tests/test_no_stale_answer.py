@@ -67,7 +67,7 @@ TABLE = np.full(3, 2.0)
 
 
 def through(change, function):
-    """What a fresh function makes of a state that is changed before."""
+    """Change a state, then return what a fresh function computes from it."""
 
     def make(v):
         change(v)

@@ -100,7 +100,7 @@ def test_zeros_of_either_sign():
 
 
 def test_settings_are_not_mixed_up():
-    """The same functions, bounded or not, of different types."""
+    """Calls of the same functions may differ in bounds, settings and types."""
     run = lambda x, **kwargs: loopkit.while_loop(goes_on, body, (0, x), **kwargs)[0]
     assert [run(0.3), run(0.3, max_steps=2), run(0.3, max_steps=3), run(0.3)] == [4, 2, 3, 4]
     grads = [

@@ -21,7 +21,8 @@ CHECKPOINTS = [None, "all", 3, Plan(4, 5), Plan(4, 5, "residuals"), Plan(2, 4, t
 
 
 def kept(bound: int) -> list:
-    """What a loop keeps, with a bound and without; without one it cannot keep every step."""
+    """Return the settings that a loop can keep things by; without a bound it cannot keep every
+    step."""
     pairs = [(checkpoints, most) for checkpoints in CHECKPOINTS for most in (bound, None)]
     return [pair for pair in pairs if pair != ("all", None)]
 
@@ -56,7 +57,7 @@ def assert_one_kernel_each(function, *args) -> None:
 
 
 def halved(x, checkpoints, bound):
-    """Steps of a loop that ends when it likes."""
+    """Take steps of a loop that may stop early."""
     return loopkit.while_loop(
         lambda x: x > 0.1, lambda x: x * jnp.cos(x) / 2, x, max_steps=bound, checkpoints=checkpoints
     )

@@ -48,7 +48,7 @@ OURS = {"reaches_its_bound", "scan_until", "scan_until_reverse", "while_in_scan"
 OURS |= {"until_it_is_large", "bound_methods"}
 """Programs that lax cannot say."""
 CLOSE = dict.fromkeys(("rtol", "atol"), tolerance("float64"))
-"""Of few bits too: there the arithmetic is exact."""
+"""The tolerance, which holds for narrow types too: their arithmetic is exact there."""
 
 
 class Loops(LoopkitLoops):

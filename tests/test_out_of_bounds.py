@@ -42,7 +42,7 @@ def of_each(x, i, mode):
 
 MODES = (None, "clip", "fill", "promise_in_bounds")
 READS = {
-    # What buffers can do as well.
+    # Modes of buffers as well.
     **{f"at[i].get {m}": lambda x, i, m=m: x.at[i].get(mode=m) for m in MODES},
     **{f"at[rows].get {m}": lambda x, i, m=m: x.at[some(i)].get(mode=m) for m in MODES},
     **{f"at[rows, i].get {m}": lambda x, i, m=m: x.at[some(i), i].get(mode=m) for m in MODES},
@@ -170,7 +170,7 @@ def scanned(step, c, loop, **how):
 
 
 def summed(kind, step, c, loop, **how):
-    """The same by another loop: what it reads is added up."""
+    """Add up what another loop reads."""
 
     def body(k, state):
         c, total = state
@@ -221,7 +221,7 @@ def reads_of_carry(reads, xs, kind, loop, **how):
 
 
 def reads_of_slices(reads, xs, kind, loop, **how):
-    """Of slices of the xs, themselves arrays."""
+    """Read from slices of the xs that are arrays themselves."""
 
     def step(c, x):
         i, xs = x
@@ -278,13 +278,13 @@ def tables(what):
 
 
 def results(source, kind, loop, mode, what=None, **how):
-    """What one transformation gives, by the name of a read or a write."""
+    """Return the results of one transformation, by the name of a read or a write."""
     run, table = SOURCES[source]
     what = table if what is None else {n: table[n] for n in what}
     f = lambda xs: run(what, xs, kind, loop, **how)
 
     def total(xs):
-        # What is filled in is NaN: it is no part of the total.
+        # NaN is filled in: it is not part of the total.
         leaves = jax.tree.leaves(f(xs))
         return sum(jnp.sum(jnp.where(jnp.isnan(y), 0.0, y)) for y in leaves)
 

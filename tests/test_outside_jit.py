@@ -34,7 +34,7 @@ WAYS = {
 
 @pytest.mark.parametrize("how", in_turn(WAYS, of=3))
 def test_outside_jit_a_program_is_compiled_as_a_whole(how, compilations):
-    """And not one equation after another, which takes Python that long at each call."""
+    """A program runs as a whole, and not one equation after another, which takes Python long."""
     x = jnp.linspace(0.5, 1.5, 3 + list(WAYS).index(how))
     for f in (steps, with_rules):
         wanted = WAYS[how](f, x)

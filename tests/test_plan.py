@@ -93,7 +93,7 @@ def gradients_of_matrices(loop, plan=None):
     ("segment", "store", "slots"), in_turn([1, 4, 5], ["carries", "residuals"], [3, 20])
 )
 def test_gradients_of_large_matrices(segment, store, slots):
-    """Their products are put off to the end of a segment."""
+    """Products of the matrices are deferred to the end of a segment."""
     got = gradients_of_matrices(loopkit.scan, Plan(slots, segment=segment, store=store))
     assert_close(got, gradients_of_matrices(lax.scan))
 
@@ -234,7 +234,7 @@ def test_the_least_budget(carry, residuals, factors, buffers, bound, exact, loop
 
 
 def test_the_least_of_several_ways():
-    """Where a step can be undone or saved, the error names what the cheaper of both needs."""
+    """If a step can be undone or saved, the error names the need of the cheaper way."""
     saved = StepCosts(10_000, 20_000, 50.0, 80.0, 60.0)
     undone = saved._replace(carry_bytes=100, buffer_bytes=9_900, log_bytes=500)
     for steps in ((undone, saved), (saved, undone)):

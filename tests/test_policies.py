@@ -59,7 +59,7 @@ CASES = [(program, policy) for program in PROGRAMS for policy in MADE]
 
 
 def scans(program, policy):
-    """The same loop by loopkit and by lax, and its operands."""
+    """Return one loop by loopkit and by lax, and its operands."""
     step, init, xs, names = PROGRAMS[program]
     saves = MADE[policy](names)
     ours = lambda init, xs: loopkit.scan(step, init, xs, checkpoints=saves)
@@ -68,7 +68,7 @@ def scans(program, policy):
 
 
 def stacked(loop, operands):
-    """What a loop keeps of every step, but for what it was given: shapes and types."""
+    """Return the shapes and types that a loop keeps of every step, except those it was given."""
     found = saved_residuals(loop, *operands)
     ours = [aval for aval, where in found if "argument" not in where and "constant" not in where]
     rows = [t for t in ours if t.shape[:1] == (STEPS,)]

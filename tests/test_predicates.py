@@ -101,7 +101,7 @@ def test_a_list_beside_what_is_asked():
 
 @pytest.mark.parametrize("how", [{"throw": True}, {"debug": "finite"}], ids=str)
 def test_of_a_loop_that_may_fail(how):
-    """Which is known when its predicate is asked once more, or first."""
+    """`throw` asks the predicate once more, or first."""
 
     def final(rate, stops):
         go = lambda c: ~stops(c * rate)
@@ -154,7 +154,7 @@ def reporting(kind, seen):
 
 @pytest.mark.parametrize("kind", ["until", "until, buffers", "while, buffers", "throw", "debug"])
 def test_what_is_told_without_an_answer(kind):
-    """As often in a derivative as in the value."""
+    """The host hears as often of a predicate in a derivative as in the value."""
     seen = []
     f = reporting(kind, seen)
     jax.block_until_ready(f(0.3))

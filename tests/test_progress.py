@@ -112,7 +112,7 @@ def test_a_loop_that_stops_early():
 
 
 def test_totals():
-    """That of a while loop is its bound, if it has one."""
+    """The total of a while loop is its bound, if it has one."""
 
     def total(upper, **how):
         recorder = Recorder()
@@ -232,7 +232,7 @@ def test_callbacks_of_the_body_are_made_once(checkpoints):
     in_turn(KINDS, ["value", "jvp", "grad", "vmap of grad", "remat"], of=4),
 )
 def test_nothing_is_there_when_it_is_off(kind, transform):
-    """And what shows something calls the host."""
+    """Only a loop that shows its progress calls the host."""
     change = TRANSFORMS[transform][0]
     text = lambda show: jax.jit(change(lambda x: looped(kind, show, x))).lower(0.3).as_text()
     assert "callback" not in text(None)

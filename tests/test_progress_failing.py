@@ -33,7 +33,7 @@ class Failing(Recorder):
 
 
 def all_closed(recorder):
-    """Where a program fails under jit, a thread finds that out."""
+    """If a program fails under jit, a thread closes its bars."""
     until = time.monotonic() + 60
     while any(bar.closed != 1 for bar in recorder.bars) and time.monotonic() < until:
         time.sleep(0.01)
@@ -88,7 +88,7 @@ def test_a_loop_that_fails_has_its_bars_closed(transform):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("transform", [f for f in FAILURES if "jit" not in f])
 def test_outside_jit_they_are_closed_at_once(transform, monkeypatch):
-    """By who called the program: no thread has to find out."""
+    """The caller of the program closes the bars outside jit; no thread has to notice."""
     monkeypatch.setattr(open_bars, "_watch", lambda: None)
     recorder = Recorder()
     f = FAILURES[transform](lambda x: loopkit.fori_loop(0, N, body, x, progress=recorder))

@@ -86,13 +86,13 @@ def test_the_way_back_of_several_loops(name):
     shown = recorder.run(slope, make(progress=recorder))
     forward, backward = recorder.ways()
     assert forward == [steps]
-    assert sum(backward) == (8 if name == "truncated" else steps)  # the last hang on nothing
+    assert sum(backward) == (8 if name == "truncated" else steps)  # nothing depends on the last
     np.testing.assert_allclose(shown, slope(make()), rtol=1e-14)
 
 
 @pytest.mark.parametrize("transform", ["grad", "jit of grad", "jvp"])
 def test_a_literal_in_the_carry(transform):
-    """Of a loop of one block: that none has stopped is a bool of Python."""
+    """The carry of a loop of one block holds a bool of Python: none has stopped."""
     make = lambda **p: lambda x: loopkit.scan(step, x, x * ONES[:8], truncate=4, **p)[0]
     over, recorder = TRANSFORMS[transform][0], Recorder()
     shown = recorder.run(over(make(progress=recorder)), 0.3)

@@ -1,4 +1,4 @@
-"""What there is to see: a line, tqdm, rich, an object; and what is refused."""
+"""Displays of progress: a line, tqdm, rich, an object; and values that are refused."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ def test_wrong_arguments(function, value):
 @pytest.mark.parametrize("word", ["tqdm", "rich"])
 def test_a_package_that_is_missing(monkeypatch, word):
     monkeypatch.setattr(progress.importlib.util, "find_spec", lambda _: None)
-    text = f'`progress` can be "{word}" only where the package .* Run `pip install {word}`'
+    text = f'`progress` can be "{word}" only if the package .* Run `pip install {word}`'
     with pytest.raises(ImportError, match=text):
         CALLS["scan"](word)
 
@@ -64,7 +64,7 @@ def test_packages_are_imported_when_they_are_asked_for():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_line(capsys, kind):
-    """Where there is no terminal, one at the end of each bar."""
+    """Outside a terminal, each bar ends with one line."""
     jax.block_until_ready(jax.grad(lambda x: looped(kind, "line", x, 1234))(0.3))
     first, second = capsys.readouterr().err.splitlines()
     name = {"fori": "fori_loop", "while": "while_loop"}.get(kind, "scan")

@@ -90,7 +90,7 @@ def test_rows_are_those_of_a_python_loop(body, mode, checkpoints):
 
 
 def order(body):
-    """What the steps of the innermost loop do to its buffer, in turn."""
+    """Return the operations on the buffer in the steps of the innermost loop, in order."""
     eqns = list(equations.all_equations(jax.make_jaxpr(looped(body))(0.7, XS)))
     loop = [e.params["loop"] for e in eqns if e.primitive.name == "loopkit_while"][-1]
     names = {read_p: "read", write_p: "write"}

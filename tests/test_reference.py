@@ -7,6 +7,8 @@ import re
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import loopkit
@@ -128,3 +130,103 @@ def test_examples_are_code_that_is_run(name):
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     for block in re.findall(r"\n\n((?:    .*\n?)+)", text):
         assert block.lstrip().startswith("def ") or "loopkit." not in block
+
+
+ARGUMENTS = ROOT / "docs/reference/arguments.md"
+LOOPS = {
+    name: inspect.signature(getattr(loopkit, name)).parameters
+    for name in (
+        *("while_loop", "scan", "fori_loop", "unbounded_scan", "ragged_scan"),
+        *("blocked", "checkpointed", "replace_lax_loops"),
+    )
+}
+POSITIONAL = {"fn", "xs"}
+"""Arguments with a default that are not settings."""
+
+
+def rows(heading):
+    """The rows of the first table below a heading of the page of arguments, as lists of cells."""
+    text = ARGUMENTS.read_text().partition(f"{heading}\n")[2]
+    lines = re.search(r"^\|.*?(?=^$|\Z)", text, re.MULTILINE | re.DOTALL)[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_page_of_arguments_names_each_keyword_where_it_is_taken():
+    told = {}
+    for name, _, default, functions in rows("# Keyword arguments"):
+        for function in re.findall(r"`(\w+)`", functions):
+            told[function, re.search(r"`(\w+)`", name)[1]] = re.findall(r"`([^`]*)`", default)
+    taken = {
+        (function, name): [] if p.default is p.empty else [repr(p.default)]
+        for function, parameters in LOOPS.items()
+        for name, p in parameters.items()
+        if (p.kind is p.KEYWORD_ONLY or p.default is not p.empty) and name not in POSITIONAL
+    }
+    assert told.keys() == taken.keys()
+    assert all(set(taken[key]) <= set(told[key]) for key in taken)
+    defaults = {(name, text) for (_, name), texts in taken.items() for text in texts}
+    assert {(name, text) for (_, name), texts in told.items() for text in texts} == defaults
+
+
+def sin(x, _=None):
+    return jnp.sin(x), None
+
+
+def doubled(**how):
+    return lambda x: loopkit.while_loop(lambda x: x < 5.0, lambda x: 2 * x, x, **how)
+
+
+def symbolic():
+    (n,) = jax.export.symbolic_shape("n")
+    loop = lambda xs: loopkit.scan(lambda c, x: (c + x, c), 0.0, xs, until=lambda c, _: c > 3)
+    return jax.export.export(jax.jit(loop))(jax.ShapeDtypeStruct((n,), jnp.float32))
+
+
+def written_outside():
+    total = jax.new_ref(jnp.zeros(()))
+
+    def step(x, _):
+        total[...] += x
+        return x, None
+
+    return loopkit.scan(step, 1.0, length=3, debug="finite")
+
+
+def twice_through_a_custom_vjp():
+    sin = jax.custom_vjp(jnp.sin)
+    sin.defvjp(lambda x: (jnp.sin(x), x), lambda x, w: (w * jnp.cos(x),))
+    memory = {"device": "20 kB", "host": "100 kB"}
+    loop = lambda x: loopkit.scan(lambda x, _: (sin(x), None), x, None, 2000, memory=memory)[0]
+    return jax.hessian(lambda x: jnp.sum(loop(x)))(jnp.ones(10))
+
+
+REFUSED = {
+    "`checkpoints` and `memory`": lambda: doubled(checkpoints=2, memory="1 MB")(1.0),
+    '`checkpoints="all"` or a policy, and no bound': lambda: doubled(checkpoints="all")(1.0),
+    "a `Plan` that stores every step, and no": lambda: jax.grad(
+        doubled(checkpoints=loopkit.Plan(0, keeps_all=True))
+    )(1.0),
+    "`truncate` and a `Plan`": lambda: loopkit.scan(
+        sin, 1.0, length=9, truncate=3, checkpoints=loopkit.Plan(2)
+    ),
+    '`lanes="flatten"` and `progress`': lambda: doubled(lanes="flatten", progress="line")(1.0),
+    "`_split_transpose=True`": lambda: loopkit.scan(
+        sin, 1.0, length=9, _split_transpose=True, until=lambda x, _: x < 0
+    ),
+    "`unroll=True`": lambda: doubled(unroll=True)(1.0),
+    "a symbolic `length`": symbolic,
+    "`length`, and `xs`": lambda: loopkit.scan(sin, 1.0, jnp.ones(3), 4),
+    "neither `length` nor `xs`": lambda: loopkit.scan(sin, 1.0),
+    '`debug="bounds"`': lambda: loopkit.checkpointed(jnp.sin, debug="bounds"),
+    '`debug="finite"`, and steps that use a reference': written_outside,
+    "checkpoints on the host": twice_through_a_custom_vjp,
+}
+
+
+def test_the_page_of_arguments_says_what_is_refused():
+    refused = [cells[0] for cells in rows("## Combinations that are errors")]
+    assert len(refused) == len(REFUSED)
+    for text, (begin, call) in zip(refused, REFUSED.items(), strict=True):
+        assert text.startswith(begin)
+        with pytest.raises((ValueError, TypeError, NotImplementedError), match="loopkit"):
+            call()

@@ -1,4 +1,4 @@
-"""What a release says of itself: one version, one window of JAX and Python, one changelog."""
+"""Releases: one version, one window of JAX and Python, one changelog."""
 
 import re
 import subprocess

@@ -1,4 +1,5 @@
-"""Which loops checkpointed replaces, and that lax is as it was: sites, threads, errors."""
+"""Replacing: the loops that checkpointed replaces, sites, threads, errors, and lax left as it
+was."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""What is kept between the forward and the backward pass, in bytes.
+"""Residuals: bytes that are kept between the forward and the backward pass.
 
 A checkpointed loop keeps its arguments, a number of carries that does not depend on the number of
 steps, and a few scalars. `jax.lax.scan`, beside it for comparison, keeps something of every step.
@@ -243,7 +243,7 @@ def test_print_saved_residuals(capsys):
 
 @pytest.mark.parametrize("loop", [in_while, in_scan], ids=lambda loop: loop.__name__)
 def test_memory_of_the_compiled_gradient(loop):
-    """The same for 100 steps and for 10000, beside the scan of lax, which has a row for each."""
+    """Memory is the same for 100 steps and for 10000; the scan of lax stores a row for each."""
 
     def temporary(f):
         compiled = jax.jit(jax.grad(lambda x: jnp.sum(f(x)))).lower(X).compile()

@@ -1,4 +1,4 @@
-"""What is kept has room for the bound, and is touched as far as the steps go."""
+"""Stored rows have room for the bound, and are touched only as far as the steps go."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from derivatives import assert_close
 
 
 def gradient(bound, size=512, outer=None):
-    """Of a loop that takes n steps; `outer`: inside another of so many."""
+    """Return the gradient of a loop of n steps; `outer` puts it inside another of so many."""
 
     def loop(x, n):
         step = lambda c: (c[0] + 1, 1.01 * jnp.sin(c[1]) + 0.1)
@@ -59,7 +59,7 @@ def made_blank(function, *args):
 
 
 def test_where_memory_is_not_taken_as_it_is_found():
-    """Where all that comes out is read, or the program is for another machine, it is filled."""
+    """Memory is filled if all that comes out is read, or if the program is for another machine."""
     function, x = gradient(1000)
     assert made_blank(function, x, 7)
     with jax.debug_nans(True):

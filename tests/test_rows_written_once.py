@@ -19,7 +19,7 @@ X = jnp.asarray([0.4, -0.7])
 
 
 class Plain:
-    """The same loops in Python, on plain arrays."""
+    """The loops in Python, on plain arrays."""
 
     lesser = min
 
@@ -46,7 +46,7 @@ def rows(x):
 
 
 def new(b, i, x):
-    """Of a row written before, of one still to be written, and of what a step has read."""
+    """Compute from a row written before, one still to be written, and what a step has read."""
     return jnp.tanh(b[(i - 1) % N] * x + 0.3 * b[(i + 2) % N] * b[(i - 1) % N])
 
 
@@ -234,7 +234,7 @@ LOGS = {
     "two_tables": ([], ["int64", "int64"]),
     "now_and_then": (None, ["int64", "int64"]),
 }
-"""What a step logs, without a bound and with one; None where checkpoints hold the buffer."""
+"""The types that a step logs, without a bound and with one; None if checkpoints hold the buffer."""
 
 
 @pytest.mark.parametrize("name", LOGS)

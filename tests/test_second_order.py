@@ -156,7 +156,7 @@ def test_tangents_of_which_there_are_many_where_the_primal_moves():
 
 
 def test_a_tangent_that_is_a_number_of_python():
-    """Where the first derivative has many directions at once."""
+    """The first derivative has many directions at once."""
 
     def of(scan):
         f = lambda x: jnp.stack([scan(lambda c, _: (jnp.sin(c) * x, None), x, None, 4)[0], x**2])

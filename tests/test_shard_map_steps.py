@@ -1,4 +1,4 @@
-"""What the step of a device holds: rules, predicates, keys, numbers that differ between devices."""
+"""Steps on several devices: rules, predicates, keys and numbers that differ between them."""
 
 import functools as ft
 import itertools
@@ -205,7 +205,7 @@ def raising(x, bound):
 @pytest.mark.parametrize("transform", [lambda f: f, jax.grad], ids=["value", "gradient"])
 @pytest.mark.parametrize(("f", "enough", "says"), [(listed, 3, "capacity"), (raising, 9, "max_st")])
 def test_errors_at_run_time(f, enough, says, transform):
-    """What raises them is the same on all devices; what they hang on is not."""
+    """The function that raises is the same on all devices; the values that it tests are not."""
     xs = jnp.array([0.3, 0.5, 0.7, 0.9])
     local = lambda bound: lambda x: transform(lambda x: f(x, bound))(x[0])[None]
     on_each = lambda bound: jax.jit(
@@ -254,7 +254,7 @@ COUNTING = {
 
 @pytest.mark.parametrize("stored", COUNTING)
 def test_what_is_stored_differs_between_devices_in_part(stored):
-    """What is held behind one barrier stays of its type, also if that is the same everywhere."""
+    """A value behind a barrier keeps its type, even if it is the same everywhere."""
     dtype, size, how = COUNTING[stored]
     cut = lax.stop_gradient if "truncate" in how else lambda v: v
 
@@ -283,7 +283,7 @@ def test_what_is_stored_differs_between_devices_in_part(stored):
 
 
 def test_a_residual_that_is_the_same_everywhere():
-    """Of an inner loop, how many steps it took: each device saves it in rows of its own."""
+    """Each device saves the number of steps of an inner loop in rows of its own."""
     some = np.linspace(0.3, 0.8, 3)
 
     def f(x, n, fori_loop, **how):
@@ -310,7 +310,7 @@ clipped.defvjp(lambda w: (jnp.sin(w), w), lambda w, ct: (jnp.clip(ct, -0.5, 0.5)
 
 
 def test_a_rule_for_what_is_the_same_on_all_devices():
-    """Of the sum of their cotangents, or of each: it is an error until that is said."""
+    """JAX raises an error until the rule says whether cotangents are summed over devices."""
 
     def each(w, n, x, to):
         body = lambda c: (c[0] + 1, c[1] * clipped(to(w)))

@@ -99,7 +99,7 @@ def test_what_a_mask_leaves_out_is_in_no_ones_way():
 
 
 def matrix(f, *shapes):
-    """Of a linear function of several arrays."""
+    """Return the matrix of a linear function of several arrays."""
     sizes = [int(np.prod(shape)) for shape in shapes]
     columns = []
     for one in np.eye(sum(sizes)):
@@ -110,8 +110,8 @@ def matrix(f, *shapes):
 
 @pytest.mark.parametrize(("add", "fresh"), [(False, False), (False, True), (True, False)])
 def test_transposes(add, fresh):
-    """Of values and of the buffer, together and each by itself. Where nobody asks for what was
-    there before, it has the cotangent of what is there now."""
+    """Transpose in the values and in the buffer, together and each by itself. If nobody asks for
+    the cotangent of the old entries, they have that of the new ones."""
     w = np.cos(3.0 * np.arange(15)).reshape(5, 3)
 
     def all_of_them(w):
@@ -139,7 +139,7 @@ def test_transposes(add, fresh):
 
 
 def test_transposes_of_reads():
-    """Where what was read has a cotangent, the buffer that it hands on, or both."""
+    """The value read, the buffer that is returned, or both have a cotangent."""
     w = np.cos(3.0 * np.arange(15)).reshape(5, 3)
     for name in ("rows", "a row out of bounds"):
         *window, starts = PLACES[name]
@@ -154,7 +154,7 @@ def test_transposes_of_reads():
 
 
 def test_tangents():
-    """Of either operand alone, and of both; of neither, none."""
+    """Either operand alone has a tangent, or both, or neither."""
     *window, starts = PLACES["rows"]
     window, mask = Window(*window, "drop"), masks_for((4,), (1, 3))[2]
     value, at = values_for((4,), (1, 3)), jnp.asarray(starts)
@@ -255,7 +255,7 @@ def test_reads_are_in_no_branch():
 
 
 def test_what_compilers_are_promised():
-    """That no two rows are the same, of those that are set; not of those that are added to."""
+    """Compilers are promised that rows that are set differ; rows that are added to may repeat."""
     *window, at = PLACES["rows"]
     window = Window(*window, "drop")
     for add in (False, True):

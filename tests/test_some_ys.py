@@ -30,7 +30,7 @@ REDUCED = {"sum": jnp.sum, "mean": jnp.mean, "last": lambda rows, axis: rows.tak
 
 
 def some(rows, length, every=None, reduce=None, reverse=False):
-    """What is kept of the rows of the steps taken, in the order in which they were taken."""
+    """Select from the rows of the steps taken, in the order in which they were taken."""
     if every is None:
         return REDUCED[reduce](rows, axis=0)
     whole = len(rows) // every

@@ -1,4 +1,4 @@
-"""Leaves that are no arrays: models with functions in them, strings, settings, in every loop."""
+"""Leaves that are not arrays: models with functions in them, strings, settings, in every loop."""
 
 import enum
 import functools as ft
@@ -178,7 +178,7 @@ def test_truncated_unbounded_and_ragged_scans():
 
 
 def test_one_function_is_not_taken_for_another():
-    """The same step, called with models that differ in what is no array."""
+    """A step is called with models that differ in leaves that are not arrays."""
     step = lambda m, x: ({**m, "w": m["act"](m["w"]) + m["set"].number}, None)
     for act, number in ((jnp.tanh, 1), (jnp.cos, 1), (jnp.cos, 2), (jnp.tanh, 1)):
         m = {"w": 0.5, "act": act, "set": Setting(number)}
@@ -201,7 +201,7 @@ def test_the_same_leaves_are_traced_once():
 
 @pytest.mark.parametrize("change", [jax.grad, jax.vmap, lambda f: f])
 def test_programs_are_those_of_the_arrays_alone(change):
-    """As with `eqx.partition` and `eqx.combine` around each step, to the letter."""
+    """The program is that of `eqx.partition` and `eqx.combine` around each step, to the letter."""
 
     def text(scan):
         f = jax.jit(change(lambda w: scan(model(w))["w"]))
@@ -295,7 +295,7 @@ def test_a_method_is_that_of_its_object():
 
 @pytest.mark.slow
 def test_models_of_equinox_train_in_a_scan():
-    """As the same updates in a Python loop, and with a gradient in the learning rate."""
+    """Updates agree with a Python loop, and have a gradient in the learning rate."""
     mlp = eqx.nn.MLP(2, 1, 4, 2, activation=jax.nn.tanh, key=jax.random.key(0))
     xs = jax.random.normal(jax.random.key(1), (6, 5, 2), "float64")
     mlp = jax.tree.map(lambda v: v.astype(float) if eqx.is_array(v) else v, mlp)

@@ -16,7 +16,7 @@ import loopkit
 from turns import in_turn
 
 XS = np.array([0.2, 1.1, 0.6, 1.9, 0.4])
-"""What each lane begins with, and how many steps it takes."""
+"""The first value of each lane, and its number of steps."""
 
 
 def limit(x):

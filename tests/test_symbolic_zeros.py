@@ -297,7 +297,7 @@ def test_fewer_leaves_keep_their_places():
 
 @pytest.mark.parametrize("checkpoints", ["all", 3])
 def test_a_second_derivative_in_what_the_first_is_not_in(checkpoints):
-    """What was saved for the first is not enough for it."""
+    """The values saved for the first derivative are not enough for the second."""
 
     def f(a, b, loops=loopkit, **how):
         step = lambda c: (c[0] + 1, jnp.sin(a * c[1]) + b * jnp.cos(b * c[1]))

@@ -33,7 +33,7 @@ def test_grows_by_doubling():
 
 
 def test_appending_copies_nothing(monkeypatch):
-    """What is appended is stored when all of it is needed, not one by one."""
+    """Appended elements are stored when all of them are needed, not one by one."""
     stored = []
     settled = TensorArray._settled
     monkeypatch.setattr(TensorArray, "_settled", lambda self: (stored.append(1), settled(self))[1])
@@ -282,11 +282,13 @@ def test_errors():
         TensorArray.empty(2, 0).append(1.7)
     with pytest.raises(ValueError, match=r"from_array: `array` must have one leading axis"):
         TensorArray.from_array({"a": jnp.ones(2), "b": jnp.ones(3)})
-    with pytest.raises(ValueError, match=r"in every leaf, got no arrays\. Elements are its rows"):
+    with pytest.raises(ValueError, match=r"in every leaf, got no arrays\. Stack the elements"):
         TensorArray.from_array({})
-    with pytest.raises(IndexError, match=r"read: `index` must be that of an element, got 2 for 2"):
+    with pytest.raises(
+        IndexError, match=r"read: `index` must be the index of an element, got 2 for 2"
+    ):
         array.read(2)
-    with pytest.raises(IndexError, match=r"write: `index` must be that of an element, got -3"):
+    with pytest.raises(IndexError, match=r"write: `index` must be the index of an element, got -3"):
         array.write(-3, THREE)
     with pytest.raises(TypeError, match=r"read: `index` must be one integer, got 1.5"):
         array.read(1.5)

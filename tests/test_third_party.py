@@ -1,7 +1,7 @@
 """Loops in other people's code, differentiated and replaced without touching it.
 
-Every library that loops in its own way stands here once. What `jax.grad` of the original gives, or
-forward mode where it gives nothing, is what the replaced code has to give.
+Every library that loops in its own way stands here once. The replaced code has to give what
+`jax.grad` of the original gives, or forward mode if that has no gradient.
 """
 
 import warnings
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def import_or_skip(name: str):
-    """The module, or a skipped test. What it warns of when imported is its own affair."""
+    """The module, or a skipped test. Its warnings at import are its own affair."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip(name, exc_type=ImportError)
@@ -257,7 +257,7 @@ def test_numpyro_model_with_a_scan():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own use of jax.numpy
 def test_dynamax_likelihood():
-    """That of a hidden Markov model: a scan over what was observed."""
+    """The likelihood of a hidden Markov model is a scan over the observations."""
     models = import_or_skip("dynamax.hidden_markov_model")
     model = models.GaussianHMM(3, 2)
     params, _ = model.initialize(jax.random.key(0))

@@ -1,4 +1,4 @@
-"""What users' type checkers see: programs that are checked by pyright and mypy, and run."""
+"""Types that users' type checkers see: pyright and mypy check these programs, and they run."""
 
 import importlib.util
 import inspect

@@ -36,7 +36,7 @@ def unbounded(f, init, xs=None, *, until, **options):
 
 
 def python_loop(f, init, xs=None, *, until, **_):
-    """As many steps as these values take; what comes out is differentiable in anything."""
+    """Take as many steps as these values need; the results can be differentiated in anything."""
     length = 1000 if xs is None else len(jax.tree.leaves(xs)[0])
     carry, ys = jax.tree.map(jnp.asarray, init), []
     for t in range(length):
@@ -245,7 +245,7 @@ def test_light_segments_are_run_as_one():
 
 
 def looks(f, x):
-    """How often the host looks whether to go on."""
+    """Count how often the host looks whether to go on."""
     counted = []
     original = _unbounded._on_host
     with pytest.MonkeyPatch.context() as patch:
@@ -324,7 +324,7 @@ def test_small_floats_and_keys():
 
 
 def kept_bytes(checkpoints):
-    """What the backward pass of 300 steps on 100 numbers holds."""
+    """Return the bytes that the backward pass of 300 steps on 100 numbers holds."""
     first = jnp.linspace(0.1, 0.2, 100)
 
     def last(x):

@@ -100,7 +100,7 @@ def test_time_to_compile_counts(to_compile, seconds, wanted, tried, monkeypatch)
 
 @pytest.mark.parametrize("gradient", [False, True])
 def test_a_real_trial(gradient):
-    """Of trees, with integers in them, which have no gradient."""
+    """Trees may hold integers, which have no gradient."""
 
     def step(c, x):
         x_row, k = x

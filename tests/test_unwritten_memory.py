@@ -1,4 +1,4 @@
-"""What is kept is not read before it is written: here memory holds NaN until then."""
+"""Memory is written before it is read: here it holds NaN until then."""
 
 import jax
 import jax.numpy as jnp

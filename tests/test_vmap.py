@@ -461,7 +461,7 @@ def test_axes_of_tangents_of_which_some_are_zeros():
 
 
 def test_pullbacks_of_lanes_that_were_run_one_by_one():
-    """What each of them saved is stacked, and all go back together."""
+    """Residuals that each lane saved are stacked, and all lanes go back together."""
 
     def f(x):
         step = lambda c, row: (jnp.sin(c * x) + row, c * c)

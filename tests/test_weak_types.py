@@ -140,7 +140,7 @@ HOW = {
 }
 OF_LAX = "reverse", "unroll"
 LENGTHS = (False, 3), (True, 3), (True, 1), (False, 0)
-"""With and without `x64`."""
+"""Pairs: whether `x64` is on, and a length."""
 PROMOTED = ("int", "a half"), ("three", "bfloat16"), ("module", "float32"), ("float", "strong one")
 PROMOTED += ("weak integers", "bfloat16"), ("float", "only a literal")
 
@@ -149,7 +149,7 @@ def assert_same(got, want):
     assert types(got) == types(want)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        # The same operations in the same order: of few bits too.
+        # Operations are in the same order, so narrow types agree, too.
         rtol = min(tolerance(a.dtype), tolerance("float32"))
         np.testing.assert_allclose(*(np.asarray(x).astype("complex128") for x in (a, b)), rtol=rtol)
 

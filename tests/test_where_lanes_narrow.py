@@ -1,4 +1,4 @@
-"""Of which loops lanes narrow, to how many, and what is told of it."""
+"""Narrowing: which loops do it, to how many lanes, and what `explain` says of it."""
 
 import functools as ft
 import itertools
@@ -193,7 +193,7 @@ def test_a_linear_function_applied_in_another_loop():
 
 
 def test_a_linear_loop_applied_in_another_loop():
-    """Of it the steps alone are saved, which is enough where those of a step are stored."""
+    """The loop saves the steps alone, which is enough if the residuals of a step are stored."""
 
     def run(n, x, lanes):
         halves = lambda c: (c[0] + 1, c[1] * 0.9)

@@ -1,4 +1,4 @@
-"""How closely numbers agree, by their type. A test that asks for less says why.
+"""Tolerances of numbers, by their type. A test that asks for less says why.
 
 Both sides do the same arithmetic, in another order or fused otherwise, so they differ by some
 roundings. Where large terms cancel that is much of what is left: see `DERIVATIVES`.

@@ -1,4 +1,5 @@
-"""Which cases of a test are quick: values take turns, and so do the two pairs of Python and JAX."""
+"""Turns: which cases of a test are quick. Values take turns, and so do the two pairs of Python and
+JAX."""
 
 import itertools
 from collections import defaultdict
@@ -12,8 +13,11 @@ MANY = 4
 """Quick cases of one test, of which one in `SHARE` stays quick."""
 SHARE = 3
 NEWER = jax.__version_info__ >= (0, 11)
-WHOLE = "test_architecture.py", "test_docs.py", "test_reference.py", "test_release.py"
-"""Of the code and the docs as they stand, whose cases are as many files."""
+WHOLE = (
+    *("test_architecture.py", "test_docs.py", "test_prose.py"),
+    *("test_reference.py", "test_release.py"),
+)
+"""Tests of the code and the docs as they stand, with a case for each file."""
 LATE = "slow", "exhaustive", "programs", "trials", "accelerators", "site"
 
 
@@ -22,8 +26,8 @@ def in_turn(
 ) -> list:
     """Every combination, for `parametrize`: one in `of` is quick, and all that are `often(...)`.
 
-    Of the others, `slow` in `of` are slow (by default half of them, and of two all), and the rest
-    exhaustive. Each value is in a quick one, if another axis has as many as `of`; each pair of
+    `slow` in `of` of the others are slow (by default half of them, and all of two), and the rest
+    are exhaustive. Each value is in a quick one, if another axis has as many as `of`; each pair of
     values of two axes, if a third has as many.
     """
     cases, some = [], of // 2 if slow is None else slow
@@ -37,7 +41,7 @@ def in_turn(
 
 
 def take_turns(items: list[pytest.Item]) -> None:
-    """Of many quick cases a third is quick with the oldest JAX, one with newer ones, one slow."""
+    """Make a third of many quick cases quick with the oldest JAX, one with newer ones, one slow."""
     quick = defaultdict(list)
     for item in items:
         if item.path.name in WHOLE:

@@ -59,7 +59,8 @@ def kill_all_of(leader: subprocess.Popen) -> None:
 
 @contextmanager
 def pair(folder: Path, *command: str) -> Iterator[Sequence[Process]]:
-    """The same program twice, with the options of examples/multihost.py that say who is who."""
+    """Start a program twice, with the options of examples/multihost.py that tell the processes
+    apart."""
     who = ["--processes", "2", "--coordinator", f"127.0.0.1:{free_port()}", "--process-id"]
     with program(folder, *command, *who, "0") as one, program(folder, *command, *who, "1") as two:
         yield one, two

@@ -1,4 +1,4 @@
-"""What the gallery knows of an example: gallery.toml, the program, what it printed and drew."""
+"""The entries of the gallery: gallery.toml, the program, its printed output and its picture."""
 
 import ast
 import re
@@ -64,7 +64,7 @@ class Entry:
 
     @cached_property
     def costs(self) -> list[tuple[str, str, str, str]]:
-        """Of each contender its name, time, time as a part of the first's, and memory."""
+        """Return each contender's name, time, time relative to the first's, and memory."""
         if self.measured:
             section, _, program = self.measured.partition(": ")
             return [
@@ -115,6 +115,6 @@ def entries() -> dict[str, Entry]:
 
 
 def readme_table() -> str:
-    """The table of examples/README.md."""
+    """Return the table of examples/README.md."""
     rows = [f"| [{e.name}.py]({e.name}.py) | {e.shows} | {e.takes} |" for e in entries().values()]
     return "\n".join(["| program | what it shows | takes |", "| --- | --- | --- |", *rows])

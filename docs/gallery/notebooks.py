@@ -1,6 +1,6 @@
 """A notebook of each example, made from its source: a cell for each of its parts.
 
-What a program imports from examples/ is written beside the notebook by its first cells, so that a
+The first cells of a notebook write the modules that a program imports from examples/, so that a
 notebook can be taken anywhere. Programs that start processes, or themselves anew, are written out
 and run as they are.
 """

@@ -4,10 +4,10 @@ from entries import Entry, entries
 
 GRID = """# Gallery
 
-Programs of `examples/`. Each says what it does, prints what it measured and draws what it found;
-each is a notebook, too. To run one: `pip install '.[examples]'`, then the command on its page.
-Times and memory are of two cores of a CPU that did other things as well: compare within a table,
-not between them.
+These are the programs of `examples/`. Each says what it does, prints its measurements and draws its
+results, and is a notebook, too. To run one, type `pip install '.[examples]'`, then the command on
+its page. Times and memory are from two cores of a CPU that also did other things: compare within a
+table, not between tables.
 
 <div class="gallery" markdown>
 
@@ -38,8 +38,9 @@ PAGE = """# {title}
 python examples/{name}.py
 ```
 
-It takes {takes} on two cores; `--help` lists its settings. Or as a notebook, which brings all that
-it needs but packages: [{name}.ipynb]({name}.ipynb){{ download="{name}.ipynb" }}.
+It takes {takes} on two cores; `--help` lists its settings. The notebook
+[{name}.ipynb]({name}.ipynb){{ download="{name}.ipynb" }} has everything that it
+needs, except packages.
 
 {guided}{measured}{prints}## The program
 
@@ -56,7 +57,7 @@ BESIDE = """
     ```
 """
 
-GUIDED = """[A page of the documentation]({guide}) tells more of it, with figures.
+GUIDED = """[A page of the documentation]({guide}) says more about it, with figures.
 
 """
 
@@ -70,7 +71,7 @@ PRINTS = """## What it prints
 
 COSTS = """## Compared with other programs
 
-| | time | of the first | temporary memory |
+| | time | relative to the first | temporary memory |
 | --- | ---: | ---: | ---: |
 {rows}
 
@@ -93,7 +94,7 @@ def card(entry: Entry) -> str:
 
 
 def kept(entry: Entry) -> str:
-    """What says that a picture stays as it is on dark pages."""
+    """Return the markup that keeps a picture unchanged on dark pages."""
     return "{ .as-drawn }" if entry.coloured else ""
 
 
@@ -110,6 +111,6 @@ def page(entry: Entry) -> str:
         "guided": GUIDED.format(guide=f"../{entry.guide}") if entry.guide else "",
         "prints": PRINTS.format(name=entry.name) if entry.printed.exists() else "",
         "measured": COSTS.format(rows=rows, of=of) if rows else "",
-        "beside": "\n## Beside it\n" + "".join(files) if files else "",
+        "beside": "\n## Other files of the program\n" + "".join(files) if files else "",
     }
     return PAGE.format(**{**vars(entry), **made})

@@ -27,7 +27,7 @@ PLANS = {
 
 
 def at_work(ink: str, units: int = 12, slots: int = 3) -> Any:
-    """A schedule, a row for each time that it goes back to what it has kept."""
+    """Return a schedule, a row for each time that it goes back to what it has kept."""
     figure, ax = plt.subplots(figsize=(9, 5), layout="constrained")
     row, held, swept = 0, {}, False
 
@@ -65,7 +65,7 @@ def at_work(ink: str, units: int = 12, slots: int = 3) -> Any:
 
 
 def moments(units: int = 12, slots: int = 3) -> dict[str, Any]:
-    """The schedule of `at_work`, for the slider below it (docs/javascripts/schedule.js)."""
+    """Return the schedule of `at_work`, for the slider below it (docs/javascripts/schedule.js)."""
     told: list[dict[str, Any]] = []
     held: dict[int, int] = {}
     swept, left = False, units
@@ -96,7 +96,7 @@ def moments(units: int = 12, slots: int = 3) -> dict[str, Any]:
 
 
 def schedule(plan: Plan, ink: str) -> Any:
-    """As `Plan.plot` draws it, with ink that is seen."""
+    """Draw a plan with `Plan.plot`, in ink that is visible."""
     figure = plan.plot()
     above, below = figure.axes
     for line in (*above.lines, *below.lines):

@@ -305,11 +305,12 @@ PICTURES: dict[str, tuple[Callable[[Sections], Any], Callable[[Any, str], Any]]]
     "lanes": (of_lanes, dots("waiting")),
     "libraries": (of_libraries, dots("the library's own way")),
 }
-"""What is taken from the sections, and how it is drawn."""
+"""For each picture, the function that takes its data from the sections, and the one that draws
+it."""
 
 
 def digest(data: Any) -> str:
-    """What a file says of the figures that it was drawn from."""
+    """Return a digest of the figures, which the file of a picture holds."""
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
 
 

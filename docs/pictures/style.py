@@ -1,4 +1,5 @@
-"""How the pictures of the pages look: each is drawn twice, for light pages and for dark ones."""
+"""The style of the pictures of the pages. Each is drawn twice, for light pages and for dark
+ones."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Decoders that stop when they have said it: spelling to sound, on the CMU Pronouncing Dictionary.
+"""Decoders that stop early: spelling to sound, on the CMU Pronouncing Dictionary.
 
     dictionary   the words, their batches, and the errors of what was found
     decoder      what a search may ask of a model

@@ -1,10 +1,9 @@
-"""Beam search that stops once it has won, and can be differentiated.
+"""Beam search that stops early, and that can be differentiated.
 
-The search is one `loopkit.while_loop`. It has a generous bound, for no one knows how long an output
-will be, but pays only for the steps it takes. Its scores are differentiable in the model, which
-`jax.lax.while_loop` cannot offer: the gradient of a loss of n-best lists is `jax.grad` through the
-search.
-"""
+The search is one `loopkit.while_loop`. It has a generous bound, because nobody knows how long an
+output will be, and costs only the steps that it takes. Its scores are differentiable in the model,
+which `jax.lax.while_loop` cannot offer: the gradient of a loss of n-best lists is `jax.grad`
+through the search."""
 
 from typing import NamedTuple
 
@@ -35,7 +34,7 @@ class Ended(NamedTuple):
 
 
 class History(NamedTuple):
-    """What each step leaves behind."""
+    """The record that each step leaves behind."""
 
     choices: Int[Array, "room beam"]  # token * beam + place of what each grew out of
     lineage: Int[Array, "room beam"] | None  # places in the beam, of those before each
@@ -51,7 +50,7 @@ class Beam(NamedTuple):
 
     length: Int[Array, ""]  # tokens in each live hypothesis: the steps taken
     last: Int[Array, " beam"]  # the last token of each
-    log_probs: Float[Array, " beam"]  # of each, most probable first; -inf marks an empty place
+    log_probs: Float[Array, " beam"]  # most probable first; -inf marks an empty place
     state: State  # the decoder's state after each: leaves with a leading axis `beam`
     ended: Ended
     history: History
@@ -100,7 +99,8 @@ def beam_search(
         return alive & (worst_kept == -jnp.inf) if stop == "first" else alive
 
     def step(beam: Beam) -> tuple[Rows, State, Rows, Array]:
-        """Of the decoder, for each hypothesis; and the cache that it has read."""
+        """Take a step of the decoder for each hypothesis; return the cache that it has read,
+        too."""
         _, lineage, cache = beam.history
 
         def of_one(state, lineage, last):
@@ -190,7 +190,7 @@ class Trace(NamedTuple):
 def backtrace(
     ended: Ended, choices: Int[Array, "room beam"], end: int, max_length: int
 ) -> Int[Array, "n max_length"]:
-    """The tokens of the hypotheses that ended, by their back-pointers."""
+    """Return the tokens of the hypotheses that ended, by their back-pointers."""
     beam = choices.shape[1]
 
     def follow(trace: Trace) -> Trace:

@@ -1,4 +1,4 @@
-"""What a search may ask of a model, once the model has read its input."""
+"""The interface of a decoder: what a search may ask of a model that has read its input."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -95,7 +95,7 @@ def is_buffer(value: Any) -> bool:
 
 
 def with_row(cache: Rows, step: Int[Array, ""], row: Rows) -> Rows:
-    """The cache, with the row of a step written in place."""
+    """Return the cache, with the row of a step written in place."""
     write = lambda rows, new: rows.at[step].set(new)
     return jax.tree.map(write, cache, row, is_leaf=is_buffer)
 
@@ -128,7 +128,7 @@ def in_growing_rooms(
         written = jax.tree.leaves(carry.history)[0].shape[0]
 
         def search_on(found: Any) -> tuple[Any, loopkit.LoopInfo]:
-            # What does not depend on the loop would be made before it, needed or not.
+            # A value that does not depend on the loop would be computed before it, needed or not.
             zero = jnp.minimum(found[1].steps, 0)
             zero, history = jax.lax.optimization_barrier((zero, carry.history))
             more = lambda rows: jnp.pad(rows, [(0, room - written)] + [(0, 0)] * (rows.ndim - 1))
@@ -136,7 +136,7 @@ def in_growing_rooms(
             later = carry._replace(length=carry.length + zero, history=history)
             return search(later, room - written, larger)
 
-        # An `if` that stays one under vmap: nothing is run where no lane has to go on.
+        # An `if` that stays one under vmap: nothing runs if no lane has to go on.
         return loopkit.while_loop(
             lambda found: ~found[1].stopped, search_on, found, max_steps=1, checkpoints=1
         )

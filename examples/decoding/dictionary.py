@@ -1,4 +1,4 @@
-"""The CMU Pronouncing Dictionary: its words, their batches, and the errors of what was found."""
+"""The CMU Pronouncing Dictionary: its words, their batches, and the errors of answers."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ Dictionary = dict[str, list[Phones]]  # the ways to say each word
 
 
 def load() -> Dictionary:
-    """The words of at most WIDTHS[-1] letters, without the stress of their vowels."""
+    """Return the words of at most WIDTHS[-1] letters, without the stress of their vowels."""
     places = {phone: place for place, phone in enumerate(PHONES)}
     return {
         word: [tuple(places[phone.rstrip("012")] for phone in way) for way in ways]
@@ -88,7 +88,7 @@ def all_ways(words: Dictionary, size: int, rng: np.random.Generator) -> Iterator
 
 
 def edit_distance(found: Phones, wanted: Phones) -> int:
-    """The fewest insertions, deletions and substitutions that make one the other."""
+    """Return the fewest insertions, deletions and substitutions that make one the other."""
     row = list(range(len(wanted) + 1))
     for i, phone in enumerate(found, 1):
         diagonal, row[0] = row[0], i

@@ -1,4 +1,4 @@
-"""A writer with a recurrent state, which is all it remembers."""
+"""A writer with a recurrent state, which is its only memory."""
 
 import equinox as eqx
 import jax

@@ -17,14 +17,15 @@ SIZE = 128  # units in a recurrent state, and in what is read at each letter
 
 
 class Memory(eqx.Module):
-    """What was read."""
+    """The memory of what the model has read."""
 
     encoded: Float[Array, "letters size"]
-    real: Bool[Array, " letters"]  # which letters are no padding
+    real: Bool[Array, " letters"]  # marks letters that are not padding
     summary: Float[Array, " size"]
 
     def attend(self, query: Float[Array, " size"]) -> Float[Array, " size"]:
-        """What was read at the letters that the query asks for (Luong et al., 2015)."""
+        """Return what the model has read at the letters that the query attends to (Luong et al.,
+        2015)."""
         return jax.nn.softmax(self.encoded @ query, where=self.real) @ self.encoded
 
 
@@ -69,7 +70,7 @@ class GRU(eqx.Module):
         real: Bool[Array, " steps"],
         reverse: bool = False,
     ) -> tuple[Float[Array, " size"], Float[Array, "steps size"]]:
-        """The last state and all states along a sequence; padding leaves the state alone."""
+        """Return the last state and all states along a sequence; padding leaves the state alone."""
 
         def step(hidden, x):
             token_gates, is_real = x
@@ -102,7 +103,7 @@ class Pronouncer(eqx.Module):
         return Memory(jax.vmap(self.encode)(jnp.concatenate([ahead, back], 1)), real, summary)
 
     def log_prob(self, letters: Int[Array, " n"], phones: Int[Array, " m"]) -> tuple[Array, Array]:
-        """Of the phones up to their first BLANK, each given those before; and how many they are."""
+        """Return the log-probability of the phones up to their first BLANK, and their number."""
         before = jnp.roll(phones, 1).at[0].set(BLANK)
         real = (before != BLANK).at[0].set(True)
         log_probs = self.writer.log_probs(self.read(letters), before, real)
@@ -121,6 +122,6 @@ class Pronouncer(eqx.Module):
         )
 
     def search(self, letters: Int[Array, " n"], *, max_length: int = MAX_LENGTH, **options):
-        """The best pronunciations: `beam.beam_search`. The word is read once."""
+        """Return the best pronunciations: `beam.beam_search`. The word is read once."""
         decoder = self.writer.decoder(self.read(letters))
         return beam.beam_search(decoder, start=BLANK, end=BLANK, max_length=max_length, **options)

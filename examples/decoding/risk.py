@@ -24,7 +24,7 @@ def edit_distance(
     wanted: Int[Array, " m"],
     wanted_length: Int[Array, ""],
 ) -> Int[Array, ""]:
-    """The fewest insertions, deletions and substitutions (Wagner and Fischer, 1974).
+    """Return the fewest insertions, deletions and substitutions (Wagner and Fischer, 1974).
 
     Rows of the table are filled in turn, and only as many as `found` has tokens.
     """

@@ -16,12 +16,12 @@ Choice = Callable[[PRNGKeyArray, LogProbs], Token]
 
 
 def greedy(key: PRNGKeyArray, log_probs: LogProbs) -> Token:
-    """The most probable token."""
+    """Return the most probable token."""
     return jnp.argmax(log_probs)
 
 
 def ancestral(key: PRNGKeyArray, log_probs: LogProbs) -> Token:
-    """A token with the probability that the model gives it."""
+    """Return a token with the probability that the model gives it."""
     return jax.random.categorical(key, log_probs)
 
 

@@ -56,7 +56,7 @@ def train(
 class Pretrained(NamedTuple):
     model: Pronouncer
     loss: float  # the last, in nats a phone
-    words: Dictionary  # that it has learned from
+    words: Dictionary  # the words that it has learned from
     held_out: Dictionary
     rng: np.random.Generator
 
@@ -64,7 +64,7 @@ class Pretrained(NamedTuple):
 def pretrained(
     steps: int, held_out: int, seed: int, writer: Callable[..., Writer] = GRUWriter
 ) -> Pretrained:
-    """A model trained by teacher forcing on all words but some."""
+    """Return a model trained by teacher forcing on all words but some."""
     rng = np.random.default_rng(seed)
     words, others = split(load(), held_out, rng)
     key, key_writer = jax.random.split(jax.random.key(seed))
@@ -74,11 +74,12 @@ def pretrained(
 
 
 class Results(NamedTuple):
-    """How a search did on a list of words, where the nearest of its k best counts, k = 1 to n."""
+    """The results of a search on a list of words; the nearest of its k best counts, for k = 1 to
+    n."""
 
     phone_error_rate: Float[np.ndarray, " n"]  # edits to the nearest pronunciation, to its phones
     exact_words: Float[np.ndarray, " n"]  # the share of words without an edit
-    steps: Int[np.ndarray, " words"]  # of the decoder, for each word
+    steps: Int[np.ndarray, " words"]  # steps of the decoder, for each word
     ranked: list[list[tuple]]  # for each word, (score, phones) of its hypotheses, best first
 
 

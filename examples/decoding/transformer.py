@@ -43,7 +43,7 @@ class Block(eqx.Module):
 
 
 class Attention(NamedTuple):
-    """What a query finds in rows that it sees some at a time (Milakov and Gimelshein, 2018)."""
+    """Attention of a query that sees rows a few at a time (Milakov and Gimelshein, 2018)."""
 
     highest: Float[Array, " heads"]  # score so far
     total: Float[Array, " heads"]  # of the weights, relative to that of the highest score
@@ -84,7 +84,7 @@ def attend_to_past(
     key: Float[Array, "heads width"],
     value: Float[Array, "heads width"],
 ) -> Float[Array, "heads width"]:
-    """Of one query, to its own key and value and all before."""
+    """Let one query attend to its own key and value, and to all before."""
     itself = jnp.ones(1, bool)
     attention = Attention.to_nothing(query).and_to(query, key[None], value[None], itself)
     more = lambda attention, rows, own: attention.and_to(query, *rows[layer], own)

@@ -21,7 +21,7 @@ class Reader(eqx.Module):
         self.readout = eqx.nn.Linear(width, 256, key=last)
 
     def __call__(self, text: UInt8[Array, " length+1"]) -> Float[Array, " length"]:
-        """The log-probability of each byte but the first, given those before it."""
+        """Return the log-probability of each byte but the first, given those before it."""
 
         def read(states, pair):
             seen, following = pair

@@ -35,7 +35,7 @@ class Owner:
     step: Any = None
     """The number of the step, where reads and writes are checked."""
     name: str = ""
-    """What errors call it."""
+    """The name of the buffer in errors."""
 
 
 @jax.tree_util.register_pytree_node_class
@@ -43,10 +43,10 @@ class Owner:
 class Buffer:
     """An array that a loop reads and writes in slices, in place.
 
-    In the body of a loop, the carry leaves that `buffers` names are `Buffer`s. One is read with
-    `b[i]` and written with `b.at[i].set(x)`, which returns the buffer to go on with, as
-    for arrays; indices are all that `jax.numpy` takes. Its gradient costs what the slices cost,
-    not what the buffer does.
+    In the body of a loop, the carry leaves that `buffers` names are `Buffer`s. Read one with
+    `b[i]`, and write it with `b.at[i].set(x)`, which returns the updated buffer, as for arrays.
+    Indices are those of `jax.numpy`. The gradient costs as much as the slices, not as much as the
+    buffer.
 
     - `b[i]`: read; `jnp.asarray(b)` reads everything.
     - `b.at[i].set(x)`, `add`, `subtract`, `multiply`, `divide`, `power`, `min`, `max`, `apply`:
@@ -56,10 +56,9 @@ class Buffer:
     - `b.shape`, `b.dtype`, `b.ndim`, `b.size`, `len(b)`.
 
     As for arrays, reads out of bounds are moved inside and writes are dropped, unless `mode` says
-    otherwise. Where index arrays name a row twice, the last value set is kept.
+    otherwise. If index arrays name a row twice, the last value set is kept.
 
-    `Buffer(array)` makes one outside a loop, to try a body by hand.
-    """
+    `Buffer(array)` makes one outside a loop, to try a body by hand."""
 
     __slots__ = ("_owner", "_value", "_written")
     _is_whole = True
@@ -72,7 +71,8 @@ class Buffer:
 
     @staticmethod
     def _of(value: jax.Array, owner: Owner | None, written: jax.Array | None = None) -> Buffer:
-        """`written`, bools for all of it, says what has been, where that is checked."""
+        """Make a buffer. `written`, bools for all of it, marks what has been written, if that is
+        checked."""
         new = object.__new__(Buffer)
         new._value, new._owner, new._written = value, owner, written
         return new
@@ -124,7 +124,7 @@ class Buffer:
 
     def __setitem__(self, index: Index, value: Never) -> None:
         raise TypeError(
-            "loopkit.Buffer: buffers are not written to by assignment, got b[i] = x. Write "
+            "loopkit.Buffer: a buffer cannot be assigned to, got b[i] = x. Write "
             "`b = b.at[i].set(x)`."
         )
 
@@ -133,7 +133,7 @@ class Buffer:
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(
                 f"loopkit.Buffer: a buffer has no `{name}`. Read what you need with `b[i]`; "
-                "`jnp.asarray(b)` is all of it, as an array."
+                "`jnp.asarray(b)` reads all of it, as an array."
             )
 
     @property
@@ -193,7 +193,7 @@ class Ref:
         unique_indices: bool = False,
         **other: Any,
     ) -> Array:
-        """What is there."""
+        """Read the entries at the index."""
         check_keywords("get", other)
         if not isinstance(fill_value, (int, float, complex, type(None))):
             validate.as_array(f"{AT}get", "fill_value", fill_value)
@@ -215,11 +215,11 @@ class Ref:
         return jnp.where(inside, found, fill_value_of(self.buffer.dtype, fill_value))
 
     def set(self, values: ArrayLike, **how: Unpack[WriteKw]) -> Buffer:
-        """The buffer with `values` there."""
+        """Return the buffer with `values` at the index."""
         return self._put("set", values, how)
 
     def add(self, values: ArrayLike, **how: Unpack[WriteKw]) -> Buffer:
-        """The buffer with `values` added; where an index occurs twice, both are."""
+        """Return the buffer with `values` added; if an index occurs twice, both are added."""
         return self._put("add", values, how, add=True)
 
     def subtract(self, values: ArrayLike, **how: Unpack[WriteKw]) -> Buffer:
@@ -241,7 +241,7 @@ class Ref:
         return self._write("max", jnp.maximum, values, how)
 
     def apply(self, func: Callable[[Array], ArrayLike], **how: Unpack[WriteKw]) -> Buffer:
-        """The buffer with `func` of what is there."""
+        """Return the buffer with `func` applied to the entries at the index."""
         validate.check_callable(f"{AT}apply", "func", func)
         return self._write("apply", lambda old, _: func(old), 0, how)
 
@@ -261,7 +261,7 @@ class Ref:
         return self.buffer._write(place, new, pred)
 
     def _checked(self, name: str, place: indexing.Place, pred: Any, how: How, values: Any) -> Any:
-        """Values to write, in the dtype of the buffer."""
+        """Return the values to write, in the dtype of the buffer."""
         self._check_shape(name, "values", place, values)
         values = self._cast(name, values)
         if how.get("mode") is not None:
@@ -272,7 +272,7 @@ class Ref:
     def _all_at_once(
         self, name: str, combine: Callable[..., Any], values: ArrayLike, how: How, pred: Any
     ) -> Buffer:
-        """Index arrays that may name a row twice: as jax.numpy does it, on the whole array."""
+        """Write at index arrays that may name a row twice: as in jax.numpy, on the whole array."""
         whole = indexing.place(self.buffer.shape, ...)
         array = self.buffer._read(whole)
         index = np.asarray(self.index) if isinstance(self.index, list) else self.index
@@ -305,7 +305,7 @@ class Ref:
         pred = validate.as_array(AT + name, "pred", pred)
         if pred.dtype != bool:
             raise TypeError(
-                f"loopkit.Buffer: `pred` of `.at[...].{name}` must be of bools, got "
+                f"loopkit.Buffer: `pred` of `.at[...].{name}` must be bools, got "
                 f"{errors.short_type(jax.typeof(pred))}. Compare with a number."
             )
         self._check_shape(name, "`pred`", place, pred)
@@ -318,12 +318,12 @@ class Ref:
                 return
         raise ValueError(
             f"loopkit.Buffer: {what} of `.at[...].{name}` must broadcast against {list(want)}, the "
-            f"shape of what is written of {errors.short_type(self.buffer)}, got {list(have)}. "
-            "Reshape them, or index the part of the buffer that they are for."
+            f"shape of the indexed entries of {errors.short_type(self.buffer)}, got {list(have)}. "
+            "Reshape the values, or index the entries that they are for."
         )
 
     def _cast(self, name: str, values: ArrayLike) -> Any:
-        """Values in the dtype of the buffer, if that loses nothing but precision."""
+        """Return values in the dtype of the buffer, if that loses nothing but precision."""
         values = jnp.asarray(values)
         have, want = values.dtype, self.buffer.dtype
         if have == want:
@@ -334,8 +334,8 @@ class Ref:
         ]
         if -1 in rank or rank[0] > rank[1]:
             raise TypeError(
-                f"loopkit.Buffer: `.at[...].{name}` must be given values of dtype {want}, that of "
-                f"the buffer, got {have}. Cast them with .astype, or start from a buffer of {have}."
+                f"loopkit.Buffer: `.at[...].{name}` needs values of dtype {want}, that of the "
+                f"buffer, got {have}. Cast them with .astype, or start from a buffer of {have}."
             )
         return lax.convert_element_type(values, want)
 
@@ -345,5 +345,5 @@ def is_buffer(value: object) -> bool:
 
 
 def plain(tree: PyTree[Any]) -> Any:
-    """The tree with an array for every buffer."""
+    """Return the tree with an array for every buffer."""
     return jax.tree.map(lambda v: v._value if is_buffer(v) else v, tree, is_leaf=is_buffer)

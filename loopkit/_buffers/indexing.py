@@ -1,4 +1,4 @@
-"""What stands between the brackets of `b[...]`, as a window with starts and a layout.
+"""Indexing: turns what stands between the brackets of `b[...]` into a window, starts and a layout.
 
 Indexing follows numpy: `b[i, :, None, rows]` with integers, slices, ellipses, None and arrays of
 integers, in any mixture.
@@ -23,7 +23,7 @@ INDEX_ADVICE = "Index with integers, slices, None, an ellipsis, or arrays of int
 
 @dataclass(frozen=True)
 class Place:
-    """Where an index points, and how what is there is laid out."""
+    """The place that an index points to, and the layout of the entries there."""
 
     window: Window
     starts: Any
@@ -43,16 +43,16 @@ class Place:
         return tuple(self.starts.shape[:-1])
 
     def outward(self, slices: jax.Array) -> Any:
-        """What the index selects, from stacked slices."""
+        """Bring stacked slices into the shape that the index selects."""
         found = jnp.transpose(jnp.squeeze(slices, self.dropped), self.order)
         return jnp.expand_dims(found, self.new)
 
     def inward(self, value: jax.typing.ArrayLike) -> Any:
-        """Stacked slices, from a value for all that the index selects."""
+        """Cut a value for everything that the index selects into stacked slices."""
         return self._stacked(jnp.broadcast_to(value, self.shape))
 
     def inward_mask(self, mask: jax.typing.ArrayLike) -> Any:
-        """A mask for the stacked slices, from one that broadcasts against what is selected."""
+        """Turn a mask that broadcasts against the selected entries into one for the slices."""
         mask = jnp.reshape(mask, (*[1] * (len(self.shape) - jnp.ndim(mask)), *jnp.shape(mask)))
         stacked = self._stacked(mask)
         rest = stacked.shape[len(self.batch) :]
@@ -63,11 +63,11 @@ class Place:
         return jnp.expand_dims(value, self.dropped)
 
     def last_of_equals(self, shape: Sequence[int], mask: jax.Array | None) -> Any:
-        """`mask`, one flag a slice or None, without the slices that a later one writes over."""
+        """Return `mask`, a flag a slice or None, without slices that a later one overwrites."""
         at, inside = self.window.starts_in(shape, self.starts)
         room = [shape[a] for a in self.window.axes]
         if all(isinstance(n, int) for n in room) and math.prod(room) < 2**31:
-            # As one number, which takes less to sort; of larger buffers it would not fit.
+            # One number is faster to sort; for larger buffers it would not fit.
             strides = np.array([math.prod(room[i + 1 :]) for i in range(len(room))], at.dtype)
             at = (at * strides).sum(-1, keepdims=True)
         written = jnp.ones(self.batch, bool) if mask is None else mask.reshape(self.batch)
@@ -76,7 +76,8 @@ class Place:
         return last.reshape(*self.batch, *[1] * len(shape))
 
     def by_element(self, value: jax.Array, mask: jax.Array) -> tuple[Place, Any, Any]:
-        """The same, a slice for each element, with stacked slices and their mask."""
+        """Cut a write into one slice for each element, and return place, stacked slices and
+        mask."""
         window, batch, ndim = self.window, self.batch, len(self.window.sizes)
         rest = [a for a in range(ndim) if a not in window.axes]
         sizes = [window.sizes[a] for a in rest]
@@ -92,7 +93,7 @@ class Place:
 
 
 def _last(places: jax.Array) -> Any:
-    """Which places, integers along the last axis, are not there again later."""
+    """Mark the places, integers along the last axis, that do not occur again later."""
     flat = places.reshape(-1, places.shape[-1])
     if len(flat) <= 64:
         later = np.triu(np.ones((len(flat), len(flat)), bool), 1)
@@ -106,11 +107,10 @@ def _last(places: jax.Array) -> Any:
 
 
 def place(shape: Sequence[int], index: Any, mode: str | None = None, unique: bool = False) -> Place:
-    """Where `index` points in a buffer of this shape.
+    """Find where `index` points in a buffer of this shape.
 
-    `mode` is for slices out of bounds, as in `Window`; None is that of `jax.numpy` for reads.
-    `unique` is the caller's word that the index has no duplicates.
-    """
+    `mode` is for slices out of bounds, as in `Window`; None is that of `jax.numpy` for reads. With
+    `unique` the caller promises that the index has no duplicates."""
     index = index if isinstance(index, tuple) else (index,)
     items = _expanded(shape, index)
     arrays = [v for kind, v, _ in items if kind == "array"]
@@ -171,7 +171,8 @@ def place(shape: Sequence[int], index: Any, mode: str | None = None, unique: boo
 
 
 def _mode(mode: str | None, index: tuple, arrays: list, has_arrays: bool) -> tuple[str, bool]:
-    """What is done with slices out of bounds, and whether negative starts are from the end."""
+    """Choose a mode for slices out of bounds, and say whether negative starts count from the
+    end."""
     # An index without a sign is not from the end, however large, ...
     wrap = not arrays or any(a.dtype.kind == "i" for a in arrays)
     if mode is not None:
@@ -183,7 +184,7 @@ def _mode(mode: str | None, index: tuple, arrays: list, has_arrays: bool) -> tup
 
 
 def _expanded(shape: Sequence[int], index: tuple) -> list[tuple[str, Any, int]]:
-    """(kind, value, axis) of everything in the index, boolean arrays and ellipses spelled out."""
+    """Return (kind, value, axis) for each entry of an index, with masks and ellipses expanded."""
     plain = [_item(v) for v in index]
     used = sum(v.ndim if _is_mask(v) else v is not None and v is not Ellipsis for v in plain)
     if used > len(shape):
@@ -213,9 +214,9 @@ def _expanded(shape: Sequence[int], index: tuple) -> list[tuple[str, Any, int]]:
             want = tuple(shape[axis : axis + v.ndim])
             if any(n not in (0, size) for n, size in zip(v.shape, want, strict=True)):
                 raise IndexError(
-                    f"loopkit.Buffer: a mask must have the shape {want} of the axes that it is "
-                    f"for, from axis {axis} of a buffer of shape {tuple(shape)}, got {v.shape}. "
-                    "Put it where its axes are, with `:` or an ellipsis before it."
+                    f"loopkit.Buffer: a mask must have the shape {want} of the axes that it "
+                    f"covers, from axis {axis} of a buffer of shape {tuple(shape)}, got {v.shape}. "
+                    "Put `:` or an ellipsis before the mask to move it to other axes."
                 )
             items += [("array", rows, axis + i) for i, rows in enumerate(np.nonzero(v))]
         else:
@@ -224,7 +225,7 @@ def _expanded(shape: Sequence[int], index: tuple) -> list[tuple[str, Any, int]]:
 
 
 def _item(v: Any) -> Any:
-    """One entry of an index: None, an ellipsis, a slice, or an array of integers or bools."""
+    """Check one entry of an index: None, an ellipsis, a slice, or an array of integers or bools."""
     if v is None or v is Ellipsis or isinstance(v, slice):
         return v
     if isinstance(v, (list, tuple)):
@@ -238,12 +239,12 @@ def _item(v: Any) -> Any:
         if is_mask and traced:
             raise IndexError(
                 "loopkit.Buffer: a mask used as an index must be known when the loop is traced, "
-                f"got a traced bool{list(v.shape)}. Its number of rows would not be known: write "
-                "with `pred=mask`, or read the rows and use jnp.where."
+                f"got a traced bool{list(v.shape)}. The number of entries would not be known: "
+                "write with `pred=mask`, or read all entries and use jnp.where."
             )
         if is_mask or jnp.issubdtype(v.dtype, jnp.integer):
             return v if traced else np.asarray(v)
-    raise TypeError(f"loopkit.Buffer: an index must be of integers, got {got}. {INDEX_ADVICE}")
+    raise TypeError(f"loopkit.Buffer: an index must consist of integers, got {got}. {INDEX_ADVICE}")
 
 
 def _is_mask(v: object) -> bool:
@@ -266,7 +267,7 @@ def _slice(v: slice, size: int) -> tuple[str, Any]:
 
 
 def _known_start(v: Any, size: int) -> int | None:
-    """Where a known integer points, if that is inside."""
+    """Return the place that a known integer points to, or None if it is out of bounds."""
     if _jax.is_tracer(v) or np.ndim(v):
         return None
     start = int(v) + size if int(v) < 0 else int(v)
@@ -274,7 +275,7 @@ def _known_start(v: Any, size: int) -> int | None:
 
 
 def _all_differ(rows: Sequence[tuple[Any, int]]) -> bool:
-    """Whether index arrays, for axes of these sizes, are known and point nowhere twice."""
+    """Return whether index arrays, for axes of these sizes, are known and point nowhere twice."""
     if any(_jax.is_tracer(a) or (a < 0).any() or (a >= size).any() for a, size in rows):
         return False
     points = np.stack([a.ravel() for a in np.broadcast_arrays(*(a for a, _ in rows))], -1)

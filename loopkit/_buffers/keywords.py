@@ -1,4 +1,4 @@
-"""What the keywords of a buffer's `.at[...]` mean: those of jax.numpy."""
+"""The keywords of a buffer's `.at[...]`, which mean what they mean in jax.numpy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODES = ("drop", "fill", "clip", "promise_in_bounds")
 
 
 def mode_name(name: str, mode: object) -> str | None:
-    """The name of an indexing mode."""
+    """Return the name of an indexing mode."""
     if mode is None:
         return None
     label = str(getattr(mode, "name", mode)).lower()
@@ -22,7 +22,7 @@ def mode_name(name: str, mode: object) -> str | None:
     if label not in MODES:
         raise ValueError(
             f"loopkit.Buffer: `mode` of `.at[...].{name}` must be one of {', '.join(MODES)}, got "
-            f"{mode!r}. They mean what they do in jax.numpy."
+            f"{mode!r}. The modes are those of jax.numpy."
         )
     return "drop" if label == "fill" else label
 
@@ -43,12 +43,12 @@ OPERATORS = (*OF_ONE, "lt", "le", "eq", "ne", "gt", "ge", *OF_TWO, *(f"r{name}" 
 
 
 def without_operators(cls: type[T]) -> type[T]:
-    """The class; its operators say what to write instead."""
+    """Return the class, whose operators then raise an error that says what to write instead."""
 
     def refuse(name: str) -> None:
         raise TypeError(
-            f"loopkit.Buffer: a buffer is read and written in slices, got `{name}` of all of it. "
-            "Read first, with `b[i]`, or `b[...]` for all of it; write with `b.at[i].set`."
+            f"loopkit.Buffer: a buffer is read and written in slices, got `{name}` of the whole "
+            "buffer. Read with `b[i]`, or `b[...]` for all of it, and write with `b.at[i].set`."
         )
 
     for name in OPERATORS:
@@ -57,7 +57,7 @@ def without_operators(cls: type[T]) -> type[T]:
 
 
 def fill_value_of(dtype: np.dtype[Any], fill_value: jax.typing.ArrayLike | None) -> Any:
-    """What jax.numpy reads out of bounds, in mode "fill"."""
+    """Return what jax.numpy reads out of bounds in mode "fill"."""
     if fill_value is None and jnp.issubdtype(dtype, jnp.inexact):
         fill_value = jnp.nan
     elif fill_value is None and jnp.issubdtype(dtype, jnp.integer):

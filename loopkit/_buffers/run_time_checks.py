@@ -1,8 +1,7 @@
-"""Run-time checks of what a loop reads and writes, for finding mistakes. They are slow.
+"""Run-time checks of reads and writes in a loop, for finding mistakes. They are slow.
 
-Beside each buffer the loop carries an array of bools that says what has been written. What the
-initial buffer has in a row that is not all zeros counts as written.
-"""
+Beside each buffer the loop carries an array of bools that marks what has been written. A row of the
+initial buffer counts as written if it is not all zeros."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ from loopkit._buffers import slices
 
 
 def first_written(value: jax.Array) -> Any:
-    """What counts as written in an initial buffer."""
+    """Mark the entries of an initial buffer that count as written."""
     filled = value != jnp.zeros((), value.dtype)
     rows = filled.any(tuple(range(1, filled.ndim)), keepdims=True)
     return jnp.broadcast_to(rows, filled.shape)
 
 
 def check_read(buffer: Any, found: jax.Array, place: Any, bounds: bool) -> Any:
-    """What was read, with an error at run time if it was not to be."""
+    """Return what was read; raise an error at run time if the read is not allowed."""
     if buffer._written is None:
         return found
     if bounds:
@@ -44,7 +43,8 @@ def check_read(buffer: Any, found: jax.Array, place: Any, bounds: bool) -> Any:
 
 
 def check_bounds(buffer: Any, value: jax.typing.ArrayLike, place: Any, pred: Any, verb: str) -> Any:
-    """`value`, with an error at run time if slices that are read or written are not inside."""
+    """Return `value`; raise an error at run time if slices that are read or written are out of
+    bounds."""
     if buffer._written is None:
         return value
     bad = ~place.window.inside(buffer.shape, place.starts)
@@ -78,10 +78,10 @@ def _raise_if(
 
 @dataclass(frozen=True)
 class Outside:
-    """What raises an error that says which slice of a buffer is bad, the first of them.
+    """Raises an error that names the first slice of a buffer that is out of bounds.
 
-    The checks: which are; where each is, along the last axis; the number of the step.
-    """
+    The checks are three arrays: which slices are out of bounds, where each is along the last axis,
+    and the number of the step."""
 
     name: str
     text: str

@@ -3,18 +3,16 @@
     read   (b, starts)             -> x, b
     write  (b, x, starts[, mask])  -> b'
 
-A read passes its buffer on. What reads or writes next takes the buffer from there, so that the
-transpose of a chain of reads and writes is one buffer of cotangents that is handed from each to
-the one before, and added to in place: JAX's own transpose of a slice is an array of zeros as large
-as the buffer.
+A read passes its buffer on, and the next read or write takes it from there. So the transpose of a
+chain of reads and writes is one buffer of cotangents, which goes from each to the one before, and
+is added to in place. JAX's own transpose of a slice is an array of zeros as large as the buffer.
 
     read   ct_b = write(ct_b', ct_x, starts, add)
     write  ct_x, ct_b' = read(ct_b'', starts);  ct_b = write(ct_b', 0, starts)
 
-A write is `fresh` where nobody asks for the cotangent of what the slices held before: ct_b = ct_b'.
-It is `alone` if nothing else of the step touches the buffer: the cotangents read have no write to
-wait for.
-"""
+A write is `fresh` if nobody asks for the cotangent of the entries before it: ct_b = ct_b'. It is
+`alone` if nothing else in the step touches the buffer: the cotangents read have no write to wait
+for."""
 
 from __future__ import annotations
 
@@ -34,10 +32,9 @@ write_p = _jax.declare("loopkit_write")
 
 
 def read(buffer: jax.Array, starts: Starts, window: Window, held: bool = True) -> tuple[Any, Any]:
-    """The slices, and the buffer to go on with.
+    """Return the slices, and the buffer to go on with.
 
-    `held`: what is written to it next waits until they have been read.
-    """
+    `held`: the next write waits until they have been read."""
     buffer, starts = _varying_together(buffer, starts)
     value, buffer = read_p.bind(buffer, starts, window=window, value=True, held=held)
     return value, buffer
@@ -51,17 +48,16 @@ def write(
     mask: jax.Array | None = None,
     add: bool = False,
 ) -> Any:
-    """The buffer with the slices set to `value`, or `value` added to them.
+    """Return the buffer with the slices set to `value`, or with `value` added to them.
 
-    Where the mask is false nothing is written. Slices that are set do not overlap.
-    """
+    Nothing is written where the mask is false. Slices that are set do not overlap."""
     masks = () if mask is None else (mask,)
     operands = _varying_together(buffer, value, starts, *masks)
     return write_p.bind(*operands, window=window, add=add, fresh=False, alone=False)[0]
 
 
 def _varying_together(*values: jax.typing.ArrayLike) -> list:
-    """Values that differ between the same devices, so that no rule has to say it later."""
+    """Make values differ between the same devices, so that no rule has to do it later."""
     types = [jax.typeof(v) for v in values]
     return [_jax.vary_like(v, types) for v in values]
 
@@ -98,7 +94,7 @@ def _evaluate_read(
     if inside is not None:
         inside = inside.reshape(*inside.shape, *[1] * len(window.sizes))
         found = jnp.where(inside, found, _jax.zeros(jax.typeof(found)))
-    # What is written next comes after: read twice, the buffer would have to be copied first.
+    # The next write comes after: a buffer that is read twice would have to be copied first.
     return list(lax.optimization_barrier((found, buffer)) if held else (found, buffer))
 
 
@@ -244,12 +240,11 @@ def _write_transpose(
 
 
 def in_order(found: Any, new: jax.Array, starts: jax.Array, window: Window) -> tuple[Any, Any]:
-    """What was read, and what is to be written there, which waits until it has been.
+    """Tie a read to the write after it: the write waits until the read has happened.
 
     A compiler that drops barriers reads a slice again wherever it is used, and then copies the
-    buffer before it is written; it does not look through a branch, of which it does not know which
-    is taken.
-    """
+    buffer before it is written. It does not look through a branch if it does not know which is
+    taken."""
     if _jax.KEEPS_BARRIERS or not window.axes:
         return found, new
     branch = lambda s, *v: lax.cond(_holds(s), lambda x, y: (x, y), lambda x, y: (y, x), *v)
@@ -257,12 +252,12 @@ def in_order(found: Any, new: jax.Array, starts: jax.Array, window: Window) -> t
 
 
 def _holds(starts: jax.Array) -> Any:
-    """True, which the compiler does not know."""
+    """Return True, without the compiler's knowledge."""
     return ((starts | 1) != 0).all()
 
 
 def _own_places(starts: jax.Array, size: int) -> Any:
-    """Starts with a leading batch, each with its own place along a batch axis of the buffer."""
+    """Give each start of a leading batch its own place along a batch axis of the buffer."""
     place = jnp.arange(size, dtype=starts.dtype).reshape(size, *[1] * (starts.ndim - 1))
     return jnp.concatenate([starts, jnp.broadcast_to(place, (*starts.shape[:-1], 1))], -1)
 
@@ -307,7 +302,7 @@ def _write_batched(
 
 
 def _moved(value: jax.Array, source: int | None, target: int, size: int) -> Any:
-    """`value` with its batch axis moved, or put in."""
+    """Return `value` with its batch axis moved, or inserted."""
     if source is not None:
         return jnp.moveaxis(value, source, target)
     value, shape = jnp.expand_dims(value, target), value.shape
@@ -315,7 +310,7 @@ def _moved(value: jax.Array, source: int | None, target: int, size: int) -> Any:
 
 
 def _read_dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
-    """A read whose value nobody uses only passes its buffer on."""
+    """Let a read whose value nobody uses only pass its buffer on."""
     if not any(used):
         return [False] * len(eqn.invars), None
     if used[0] or not eqn.params["value"]:

@@ -1,4 +1,4 @@
-"""A growing list of arrays of one type: a buffer, and how much of it is in use."""
+"""A growing list of arrays of one type: a buffer, and the number of its entries in use."""
 
 from __future__ import annotations
 
@@ -37,14 +37,13 @@ class TensorArray(Generic[E]):
         print(outputs.stack())  # [[1. 1. 1.]]
         ```
 
-    Methods return the array to go on with; the old one stays as it was. It is a pytree. In the
-    carry of a loop it is a buffer without being named: each step costs what it writes and reads,
-    forward and backward.
+    Methods return an updated array; the old one stays as it was. A `TensorArray` is a pytree. In
+    the carry of a loop it is a buffer without being named: each step costs what it writes and
+    reads, forward and backward.
 
-    Outside `jax.jit` it grows as it is appended to, and n appends cost O(n). Where the number of
-    elements is not known, in a loop or under `jax.jit`, the capacity is fixed: to append past it is
-    an error at run time, in a loop when the loop ends.
-    """
+    Outside `jax.jit` it grows as you append to it, and n appends cost O(n). In a loop or under
+    `jax.jit` the number of elements is not known, and the capacity is fixed: to append past it is
+    an error at run time, which a loop raises when it ends."""
 
     __slots__ = ("_data", "_size", "_stored", "_tail", "_tree")
     _is_whole = True
@@ -54,7 +53,7 @@ class TensorArray(Generic[E]):
     _tree: Any
     _size: Any
     _stored: Any
-    """How many elements are in `data`; later ones are in the tail."""
+    """The number of elements in `data`; later ones are in the tail."""
     _tail: list[list[Any]]
     """Elements not stored yet. It may hold more, appended to another TensorArray."""
 
@@ -84,11 +83,11 @@ class TensorArray(Generic[E]):
     def empty(capacity: int, element: E) -> TensorArray[E]: ...
     @staticmethod
     def empty(capacity: int, element: Any) -> TensorArray[Any]:
-        """Without elements, and room for some.
+        """Make an array without elements, with room for `capacity` of them.
 
         **Arguments:**
 
-        - `capacity`: how many, an int.
+        - `capacity`: the number of elements that it has room for, an int.
         - `element`: an array or a tree of arrays, or of `jax.ShapeDtypeStruct`s, like the elements.
           Leaves that are neither are the same in all elements.
         """
@@ -111,12 +110,15 @@ class TensorArray(Generic[E]):
     def from_array(array: E) -> TensorArray[E]: ...
     @staticmethod
     def from_array(array: Any) -> TensorArray[Any]:
-        """The rows of an array, or of a tree of arrays with as many: the inverse of `stack`."""
+        """Make an array of the rows of an array, or of a tree of arrays: the inverse of `stack`."""
         leaves, tree = jax.tree.flatten(wrapped(f"{NAME}.from_array", "array", array))
         rows = {v.shape[0] if v.ndim else None for v in leaves}
         if len(rows) != 1 or None in rows:
             shapes = ", ".join(short_type(jax.typeof(v)) for v in leaves) or "no arrays"
-            expected, advice = "must have one leading axis in every leaf", "Elements are its rows."
+            expected, advice = (
+                "must have one leading axis in every leaf",
+                "Stack the elements along that axis.",
+            )
             raise _wrong(ValueError, "from_array", "array", expected, shapes, advice)
         return TensorArray._of(leaves, tree, rows.pop())
 
@@ -146,7 +148,7 @@ class TensorArray(Generic[E]):
 
     @property
     def capacity(self) -> int:
-        """How many elements there is room for."""
+        """The number of elements that it has room for."""
         return self._settled()[0].shape[0]
 
     def __len__(self) -> int:
@@ -165,7 +167,7 @@ class TensorArray(Generic[E]):
     # ---------------------------------------------------------------- elements
 
     def read(self, index: Integer) -> E:
-        """The element at an index. Negative ones count from the end."""
+        """Return the element at an index. Negative indices count from the end."""
         at = self._place("read", index)
         if self._tail and isinstance(at, int) and at >= self._stored:
             return self._element(self._tail[at - self._stored])
@@ -177,7 +179,7 @@ class TensorArray(Generic[E]):
         return iter(self.unstack())
 
     def write(self, index: Integer, element: E | ArrayLike | Tree) -> TensorArray[E]:
-        """With another element at an index; those before it that are missing are zeros."""
+        """Return the array with another element at an index; zeros fill gaps before it."""
         leaves = self._leaves("write", element)
         at = self._place("write", index)
         if not isinstance(at, int) or not self._is_known():
@@ -190,7 +192,7 @@ class TensorArray(Generic[E]):
         return self._with(at, leaves, max(int(self._size), at + 1))
 
     def append(self, element: E | ArrayLike | Tree) -> TensorArray[E]:
-        """With one more element."""
+        """Return the array with one more element."""
         leaves = self._leaves("append", element)
         if not self._is_known() or self._is_in_loop():
             return self._with(self._size, leaves, self._size + 1)
@@ -206,9 +208,9 @@ class TensorArray(Generic[E]):
     # ---------------------------------------------------------------- all elements
 
     def stack(self) -> E:
-        """All elements along a new leading axis.
+        """Return all elements, stacked along a new leading axis.
 
-        Where their number is not known there are `capacity` rows, zeros past the last element.
+        If their number is not known, there are `capacity` rows, with zeros past the last element.
         """
         data = [jnp.asarray(v) for v in self._settled()]
         if self._is_known():
@@ -219,7 +221,7 @@ class TensorArray(Generic[E]):
         )
 
     def concat(self) -> E:
-        """All elements, one after the other along their leading axis."""
+        """Return all elements, one after the other along their leading axis."""
         for kind in map(_element_type, self._data):
             if not kind.shape:
                 expected, got = "must have elements with an axis", f"elements {short_type(kind)}"
@@ -229,7 +231,7 @@ class TensorArray(Generic[E]):
         )
 
     def unstack(self) -> list[E]:
-        """All elements, in a list; as many as there is room for where their number is not known."""
+        """Return all elements in a list; `capacity` of them if their number is not known."""
         rows = self.stack()
         count = int(self._size) if self._is_known() else self.capacity
         return [jax.tree.map(lambda v, i=i: v[i], rows) for i in range(count)]
@@ -245,7 +247,7 @@ class TensorArray(Generic[E]):
         return isinstance(size, int) or (is_array and not _jax.is_tracer(size))
 
     def _settled(self) -> list[Any]:
-        """All that is stored, with what is in the tail, in twice the room if need be."""
+        """Return the stored elements with those of the tail, in twice the capacity if need be."""
         count = self._size - self._stored if self._tail else 0
         if not count:
             return self._data
@@ -264,7 +266,7 @@ class TensorArray(Generic[E]):
         return TensorArray._of(data, self._tree, size)._checked()
 
     def _checked(self) -> TensorArray[E]:
-        """With an error at run time if it holds more than it has room for; not inside a loop."""
+        """Return the array; outside loops, raise an error at run time if it is too full."""
         if self._is_in_loop() or isinstance(self._size, int):
             return self
         room = self._data[0].shape[0]
@@ -277,14 +279,14 @@ class TensorArray(Generic[E]):
         return TensorArray._of(data, self._tree, size)
 
     def _place(self, method: str, index: Any) -> Any:
-        """An index from the start: an int if it is known."""
+        """Return an index from the start: an int if it is known."""
         is_array = isinstance(index, (jax.Array, np.ndarray)) and not _jax.is_tracer(index)
         index = index.item() if is_array and not index.ndim else index
         if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
             at = int(index) if index >= 0 else self.size + int(index)
             if self._is_known() and (at < 0 or (method == "read" and at >= self.size)):
                 got, advice = f"{index} for {self.size} elements", "The first has index 0."
-                expected = "must be that of an element"
+                expected = "must be the index of an element"
                 raise _wrong(IndexError, method, "index", expected, got, advice)
             return at
         array = isinstance(index, jax.Array)
@@ -300,12 +302,12 @@ class TensorArray(Generic[E]):
         return bare(self._tree.unflatten(leaves))
 
     def _leaves(self, method: str, element: PyTree[Any]) -> list[Any]:
-        """The leaves of an element, in the types that are stored."""
+        """Return the leaves of an element, in the types that are stored."""
         types = list(map(_element_type, self._data))
         first = self._tree.unflatten(types)
         element, differences = alike(first, wrapped(f"{NAME}.{method}", "element", element))
         leaves, tree = tree_flatten_with_path(element)
-        advice = "All elements are like the one that the array was made for."
+        advice = "Make the array with `empty` for such an element, or cast this one."
         wrong = lambda *what, path=(): _wrong(TypeError, method, "element", *what, advice, path)
         for path, a, b in differences:
             raise wrong(f"must be {named(a)}", named(b), path=path)
@@ -342,7 +344,7 @@ def is_tensor_array(value: object) -> bool:
 
 
 def checked(tree: PyTree[Any]) -> Any:
-    """The tree, its TensorArrays checked not to hold more than they have room for."""
+    """Return the tree, with a check that its TensorArrays hold no more than they have room for."""
     return jax.tree.map(
         lambda v: v._checked() if is_tensor_array(v) else v, tree, is_leaf=is_tensor_array
     )

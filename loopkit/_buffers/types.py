@@ -1,4 +1,4 @@
-"""What the types in the signatures of buffers are called."""
+"""Names for the types in the signatures of buffers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jaxtyping import Array, Bool, Int
 E = TypeVar("E")
 """An element: an array or a tree of arrays."""
 Tree: TypeAlias = tuple[Any, ...] | list[Any] | dict[Any, Any]
-"""What may hold numbers or types in the place of arrays."""
+"""Containers that may hold numbers or types instead of arrays."""
 Integer: TypeAlias = int | np.integer[Any] | Int[Array, ""]
 """One integer."""
 Many: TypeAlias = tuple[Any, ...] | list[Any] | np.ndarray[Any, Any] | Int[Array, "*slices"]
 Index: TypeAlias = Integer | slice | EllipsisType | Many | None
-"""What stands between brackets: as for arrays, but for arrays of bools."""
+"""An index between brackets: as for arrays, but without arrays of bools."""
 How: TypeAlias = Mapping[str, Any]
 """A `WriteKw`, where it is taken apart."""
 
@@ -30,7 +30,7 @@ class ArrayType(Protocol):
 
 
 class WriteKw(TypedDict, total=False):
-    """How to write."""
+    """Keywords of a write."""
 
     pred: bool | np.bool_ | np.ndarray[Any, Any] | Bool[Array, "*slice"] | None
     mode: Any

@@ -1,4 +1,4 @@
-"""Which elements of a buffer a read or a write touches."""
+"""Windows: the elements of a buffer that a read or a write touches."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 Starts: Alias = jax.Array | np.ndarray[Any, Any]
-"""Where slices start, one a row: of NumPy where that is known."""
+"""The starts of slices, one a row; a NumPy array if they are known."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Which elements a read or a write touches, once the starts are known.
+    """The elements that a read or a write touches, once the starts are known.
 
     `starts`, integers `[*batch, len(axes)]`, says where each of a batch of slices begins along
-    `axes`. The slices are stacked in an array `[*batch, *sizes]`, without dropping axes of size
-    one. A mask has the shape of the slices, or size one where it does not vary.
-    """
+    `axes`. The slices are stacked in an array `[*batch, *sizes]`, and keep axes of size one. A mask
+    has the shape of the slices, or size one along axes where it does not vary."""
 
     axes: tuple[int, ...]
     """The axes along which starts are given."""
@@ -38,7 +37,7 @@ class Window:
     """Whether negative starts count from the end."""
 
     def with_axis(self, axis: int, size: int) -> Window:
-        """The same slices of a buffer with one more axis, of which they take all."""
+        """Return the window for a buffer with one more axis, all of which each slice takes."""
         return replace(
             self,
             axes=tuple(a + (a >= axis) for a in self.axes),
@@ -47,18 +46,20 @@ class Window:
         )
 
     def with_index(self, axis: int) -> Window:
-        """The same, where each slice has its own place along the new axis, given last."""
+        """Return the window for a buffer with one more axis; the last start is a slice's place
+        along it."""
         wider = self.with_axis(axis, 1)
         return replace(wider, axes=(*wider.axes, axis))
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether a buffer has room for a slice at all."""
+        """Return whether a buffer has room for a slice at all."""
         pairs = zip(self.sizes, shape, strict=True)
         # A symbolic size may be anything.
         return all(s <= n for s, n in pairs if isinstance(s, int) and isinstance(n, int))
 
     def along(self, sizes: Sequence[Any], dtype: np.dtype[Any]) -> Any:
-        """Sizes along `axes`, as an array; those that are symbolic are known as it runs."""
+        """Return the sizes along `axes`, as an array; symbolic ones are known when the program
+        runs."""
         found = [sizes[a] for a in self.axes]
         if all(isinstance(n, int) for n in found):
             return np.array(found, dtype)
@@ -67,7 +68,8 @@ class Window:
     def starts_in(
         self, shape: Sequence[int], starts: Starts, reads: bool = False
     ) -> tuple[Any, Any]:
-        """The starts along `axes`, from 0; and whether each slice is inside, None if all are."""
+        """Return the starts along `axes`, from 0, and whether each slice is inside, None if all
+        are."""
         if not self.axes:
             return starts, None
         room = self.along(shape, starts.dtype)
@@ -79,20 +81,21 @@ class Window:
         return starts, ((starts >= 0) & (starts <= last)).all(-1)
 
     def inside(self, shape: Sequence[int], starts: Starts) -> Any:
-        """Whether each slice is inside."""
+        """Return whether each slice is inside."""
         if not self.axes:
             return jnp.ones(starts.shape[:-1], bool)
         return replace(self, mode="drop").starts_in(shape, starts)[1]
 
     def point(self, starts: Starts) -> list:
-        """Where a single slice starts, along every axis."""
+        """Return the start of a single slice along every axis."""
         point: list = list(self.offsets)
         for column, axis in enumerate(self.axes):
             point[axis] = starts[column]
         return [jnp.asarray(p, starts.dtype) for p in point]
 
     def every_start(self, starts: Starts) -> tuple[Any, tuple[int, ...]]:
-        """Starts along `axes` and along those where slices begin after 0; and all those axes."""
+        """Return the starts along `axes` and along axes where slices begin after 0, and all those
+        axes."""
         extra = [a for a, offset in enumerate(self.offsets) if offset]
         fixed = np.array([self.offsets[a] for a in extra], starts.dtype)
         fixed = np.broadcast_to(fixed, (*starts.shape[:-1], len(extra)))
@@ -100,7 +103,7 @@ class Window:
 
 
 def outside(buffer: jax.Array, *operands: jax.Array, window: Window, **params: Any) -> tuple:
-    """Which starts are of slices that are not inside, of those that are read or written at all."""
+    """Mark the starts of slices that are out of bounds, among those that are read or written."""
     starts, *masks = operands if "value" in params else operands[1:]
     bad = ~window.inside(buffer.shape, starts)
     if masks:

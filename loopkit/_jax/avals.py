@@ -28,17 +28,17 @@ same_type = core.typematch
 
 
 def stack_type(aval: ShapedArray, size: int, axis: int = 0) -> ShapedArray:
-    """The type of `size` values of type `aval`, stacked."""
+    """Return the type of `size` values of type `aval`, stacked."""
     return cast(ShapedArray, core.unmapped_aval(size, axis, aval))
 
 
 def stack_types(avals: Sequence[ShapedArray], size: int | None) -> list[ShapedArray]:
-    """The types, with a leading axis of this size if there is one."""
+    """Return the types, with a leading axis of this size if there is one."""
     return [t if size is None else stack_type(t, size) for t in avals]
 
 
 def slice_type(aval: ShapedArray, axis: int = 0) -> ShapedArray:
-    """The type of one slice along `axis`."""
+    """Return the type of one slice along `axis`."""
     return cast(ShapedArray, core.mapped_aval(aval.shape[axis], axis, aval))
 
 
@@ -55,12 +55,12 @@ def zeros(aval: ShapedArray) -> jax.Array:
 
 
 def varying(aval: ShapedArray) -> frozenset[str]:
-    """The manual mesh axes over which a value of this type differs between devices."""
+    """Return the manual mesh axes over which a value of this type differs between devices."""
     return frozenset(aval.manual_axis_type.varying)
 
 
 def is_spread(aval: ShapedArray) -> bool:
-    """Whether the type says how values are laid out over devices."""
+    """Return whether the type says how values are laid out over devices."""
     sharding = getattr(aval, "sharding", None)
     return sharding is not None and not sharding.mesh.empty
 
@@ -100,14 +100,15 @@ def type_like(aval: ShapedArray, avals: Sequence[ShapedArray]) -> ShapedArray:
 
 
 def broadcast_like(value: jax.Array, like: jax.Array) -> jax.Array:
-    """A value in the shape of another, laid out over devices as that is, if its type says so."""
+    """Return a value in the shape of another, laid out over devices as that is, if its type says
+    so."""
     aval = jax.typeof(like)
     made = jnp.broadcast_to(value, aval.shape)
     return jax.sharding.reshard(made, aval.sharding) if is_spread(aval) else made
 
 
 def type_of_part(aval: ShapedArray, shape: tuple[int, ...]) -> ShapedArray:
-    """The type of parts of an array, laid out as that is along axes of which they have all.
+    """Return the type of parts of an array, laid out as that is along axes of which they have all.
 
     `shape`: of the parts, behind other axes.
     """
@@ -121,7 +122,8 @@ def type_of_part(aval: ShapedArray, shape: tuple[int, ...]) -> ShapedArray:
 
 
 def gathered(value: jax.Array, axes: int) -> jax.Array:
-    """A value of which every device has all along its first axes, if its type says it has not."""
+    """Return a value of which every device has all along its first axes, if its type says it has
+    not."""
     aval = jax.typeof(value)
     spec = jax.sharding.PartitionSpec(*[None] * axes, *aval.sharding.spec[axes:])
     return (
@@ -134,12 +136,12 @@ def is_differentiable(aval: ShapedArray) -> bool:
 
 
 def float0_zero(aval: ShapedArray) -> Zero:
-    """The symbolic zero in the tangent space of `aval`."""
+    """Return the symbolic zero in the tangent space of `aval`."""
     return Zero(aval.to_tangent_aval())
 
 
 def nonzero(tangents: Sequence[Any]) -> list[bool]:
-    """Which are not symbolically zero."""
+    """Mark the tangents that are not symbolic zeros."""
     return [type(t) is not Zero for t in tangents]
 
 
@@ -149,11 +151,11 @@ def of_shape(aval: ShapedArray, shape: tuple[int, ...]) -> ShapedArray:
 
 
 SYMBOLIC = 16
-"""What an axis of symbolic size (jax.export) is taken to be where bytes and steps are weighed."""
+"""The assumed size of an axis of symbolic size (jax.export), for estimates of bytes and steps."""
 
 
 def elements(aval: ShapedArray) -> int:
-    """How many numbers a value of this type has; one, if it is no array."""
+    """Return the number of elements of a value of this type; one, if it is not an array."""
     return volume(getattr(aval, "shape", ()))
 
 
@@ -170,14 +172,14 @@ def is_tracer(value: object) -> bool:
 
 
 def innermost(value: Any) -> Any:
-    """What the tracers of `jax.vmap` and of derivatives stand for: a value with all of its rows."""
+    """Return the value below the tracers of `jax.vmap` and of derivatives, with all of its rows."""
     while isinstance(value, (batching.BatchTracer, ad.JVPTracer, ad.LinearizeTracer)):
         value = value.val if isinstance(value, batching.BatchTracer) else value.primal
     return value
 
 
 def known(value: Any) -> Any:
-    """A value that is no tracer, or that a tracer is known to stand for; else None."""
+    """Return a value that is no tracer, or that a tracer is known to stand for; else None."""
     if is_tracer(value):
         value = getattr(value, "val", None)
         return value.val if isinstance(value, Literal) else None
@@ -185,7 +187,7 @@ def known(value: Any) -> Any:
 
 
 def origin(tracer: object) -> Any:
-    """What `jit` knows of a tracer: the value that it stands for, or what makes it, or None.
+    """Return what `jit` knows of a tracer: its value, or the equation that makes it, or None.
 
     That is an equation whose operands are tracers, and which of its results the tracer is.
     """
@@ -199,20 +201,22 @@ def origin(tracer: object) -> Any:
 
 
 def as_array(value: object) -> Any:
-    """A JAX value as lax would see it: numpy and Python scalars become (weakly typed) arrays."""
+    """Return a JAX value as lax would see it: numpy and Python scalars become (weakly typed)
+    arrays."""
     if isinstance(value, (core.Tracer, jax.Array)):
         return value
     return jnp.asarray(value)
 
 
 def weak_as(value: Any, aval: ShapedArray) -> Any:
-    """A value of weak type, if that is: what is computed with it then has its own type."""
+    """Return a value of weak type, if that is: what is computed with it then has its own type."""
     how = {"new_dtype": aval.dtype, "weak_type": True, "sharding": None}
     return jax.lax.convert_element_type_p.bind(value, **how) if aval.weak_type else value
 
 
 def same_trace(a: object, b: object) -> bool:
-    """Whether two values belong to the same trace, so that one may take the other's place."""
+    """Return whether two values belong to the same trace, so that one may take the other's
+    place."""
     return getattr(a, "_trace", None) is getattr(b, "_trace", None)
 
 
@@ -223,7 +227,8 @@ def put_beside(rows: np.ndarray[Any, Any] | jax.Array, other: jax.Array) -> jax.
 
 
 def known_on(meshes: Sequence[Any], values: list) -> list:
-    """The values, laid out anyhow over the mesh: what loops name is hidden from `jax.jit`."""
+    """Return the values, laid out anyhow over the mesh: what loops name is hidden from
+    `jax.jit`."""
     if not meshes or not values or not jax.sharding.get_abstract_mesh().empty:
         return values
     anyhow = [jax.sharding.PartitionSpec.UNCONSTRAINED] * jnp.ndim(values[0])

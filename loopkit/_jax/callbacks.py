@@ -21,7 +21,7 @@ SCALAR = ShapedArray((), jnp.dtype("int32"))
 
 
 def tell(host: Callable, values: Sequence[Any], results: int) -> list:
-    """What `host(site, device, *values)` returns, so many numbers; all are int32.
+    """Call `host(site, device, *values)`, and return its results, `results` numbers of type int32.
 
     `site`: an object, the same wherever the same program calls in the same place. `device`: the
     number of that which calls, where each runs the program for itself, else 0.

@@ -44,12 +44,12 @@ COMPARED = (
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> OpenJaxpr:
-    """The equations and variables of a closed jaxpr."""
+    """Return the equations and variables of a closed jaxpr."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def trace(fun: Callable, avals: Sequence[ShapedArray], name: str) -> tuple[Jaxpr, list]:
-    """The jaxpr of `fun(*values) -> list`, and what it closes over (the first arguments)."""
+    """Return the jaxpr of `fun(*values) -> list`, and what it closes over (the first arguments)."""
     try:
         info = debug_info(name, fun, tuple(avals), {})
     except (TypeError, ValueError):
@@ -60,7 +60,7 @@ def trace(fun: Callable, avals: Sequence[ShapedArray], name: str) -> tuple[Jaxpr
 
 
 def is_tracing() -> bool:
-    """Whether anything is being traced or transformed."""
+    """Return whether anything is being traced or transformed."""
     return not core.trace_state_clean()
 
 
@@ -81,14 +81,15 @@ mlir.register_lowering(
 
 
 def trace_closed(fun: Callable, avals: Sequence[ShapedArray], name: str) -> Jaxpr:
-    """The jaxpr of a function that closes over no tracers; arrays it makes are constants of it."""
+    """Return the jaxpr of a function that closes over no tracers; arrays it makes are constants of
+    it."""
     jaxpr, made = trace(fun, avals, name)
     if not made:
         return jaxpr
     if any(map(is_tracer, made)):
         raise jax.errors.UnexpectedTracerError(
-            f"loopkit: what is differentiated ({name}) must not close over values of another trace "
-            "than its own, got a custom derivative whose rule does. Pass them as arguments."
+            f"loopkit: a differentiated function ({name}) must not close over values of another "
+            "trace, got a custom derivative whose rule does. Pass the values as arguments."
         )
     held = list(map(Constant, made))
     values = lambda: [constant_p.bind(of=h) for h in held]
@@ -98,24 +99,25 @@ def trace_closed(fun: Callable, avals: Sequence[ShapedArray], name: str) -> Jaxp
 def dce(
     jaxpr: Jaxpr, used_outputs: Sequence[bool], keep: Sequence[bool]
 ) -> tuple[Jaxpr, list[bool]]:
-    """The part of a jaxpr that the used outputs need, and which inputs it takes."""
+    """Return the part of a jaxpr that the used outputs need, and which inputs it takes."""
     small, used = pe.dce_jaxpr(cast(Any, open_jaxpr(jaxpr)), list(used_outputs), list(keep))
     return pe.close_jaxpr(small), list(used)
 
 
 def used_inputs(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> list[bool]:
-    """Which inputs the used outputs need."""
+    """Mark the inputs that the used outputs need."""
     keep = [False] * len(jaxpr.in_avals)
     return list(pe.dce_jaxpr(cast(Any, open_jaxpr(jaxpr)), list(used_outputs), keep)[1])
 
 
 def unknown_outputs(jaxpr: Jaxpr, unknown: Sequence[bool]) -> list[bool]:
-    """Which outputs depend on inputs that are not known yet."""
+    """Mark the outputs that depend on inputs that are not known yet."""
     return list(pe.partial_eval_jaxpr_nounits(jaxpr, list(unknown), False)[2])
 
 
 def with_outputs(jaxpr: Jaxpr, outputs: Sequence[Any], keep: Sequence[bool]) -> Jaxpr:
-    """A jaxpr that returns other variables of its own, without the equations these do not need."""
+    """Return a jaxpr that returns other variables of its own, without the equations these do not
+    need."""
     j = open_jaxpr(jaxpr)
     other = j.replace(outvars=list(outputs), debug_info=j.debug_info.with_unknown_names())
     return dce(other, [True] * len(outputs), keep)[0]
@@ -127,7 +129,7 @@ def like(v: Any) -> Any:
 
 
 def rearranged(jaxpr: Jaxpr, inputs: Sequence[int], outputs: Sequence[int]) -> Jaxpr:
-    """The same equations, with the inputs in another order and some of the outputs."""
+    """Return the jaxpr with its inputs in another order and some of its outputs."""
     j = open_jaxpr(jaxpr)
     invars, outvars = [j.invars[i] for i in inputs], [j.outvars[i] for i in outputs]
     info = j.debug_info.with_unknown_names()
@@ -168,7 +170,8 @@ def batched_call(
 
 
 def bind_equation(eqn: Equation, values: Sequence[Any]) -> list:
-    """The results of an equation on other operands, in the context that it was written in."""
+    """Return the results of an equation on other operands, in the context that it was written
+    in."""
     found = eqn.primitive.get_bind_params(eqn.params)
     subfuns, params = found if isinstance(found, tuple) else ([], found)
     with context_of(eqn):
@@ -178,14 +181,15 @@ def bind_equation(eqn: Equation, values: Sequence[Any]) -> list:
 
 @contextlib.contextmanager
 def context_of(eqn: Equation) -> Any:
-    """What an equation was written in, for what takes its place."""
+    """Return the context in which an equation was written, for whatever takes its place."""
     names = source_info.current_name_stack() + eqn.source_info.name_stack
     with source_info.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
         yield
 
 
 def with_custom_rules(eqn: Equation, within: Callable[[Callable], Callable]) -> Any:
-    """A call with a custom derivative, whose rules run as `within(rule)`; any other equation."""
+    """Return a call with a custom derivative, whose rules run as `within(rule)`; any other
+    equation."""
     rules = [k for k in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd") if k in eqn.params]
     if not rules or not eqn.primitive.name.startswith("custom_"):
         return eqn
@@ -198,18 +202,18 @@ def with_custom_rules(eqn: Equation, within: Callable[[Callable], Callable]) -> 
 
 
 def vmapped_axes() -> set:
-    """The names of the axes of `jax.vmap` around what is being traced."""
+    """Return the names of the axes of `jax.vmap` around what is being traced."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return set(core.get_axis_env().axis_sizes).difference(manual)
 
 
 def axis(size: int) -> Any:
-    """A batch axis without a name."""
+    """Return a batch axis without a name."""
     return batching.AxisData(core.no_axis_name, size, None, None)
 
 
 def check_effects(effects: Iterable[Any]) -> list[Any]:
-    """The effects that a loop cannot carry."""
+    """Return the effects that a loop cannot carry."""
     return list(effects_.control_flow_allowed_effects.filter_not_in(effects))
 
 
@@ -222,5 +226,5 @@ def jvp_in_moving(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any]
 
 
 def jit_is_disabled() -> bool:
-    """Whether this thread is under jax.disable_jit."""
+    """Return whether this thread is under jax.disable_jit."""
     return config.disable_jit.value

@@ -20,9 +20,9 @@ from loopkit._jax.sources import MACHINERY, PACKAGE
 lax_scan_p = lax_loops.scan_p
 lax_while_p = lax_loops.while_p
 SCAN_KEEPS_RULES = jax.__version_info__ >= (0, 12)
-"""Whether the second derivative of lax.scan heeds custom_jvp rules in the steps."""
+"""Whether the second derivative of lax.scan respects custom_jvp rules in the steps."""
 replacing = jax.make_user_context(None)
-"""What this thread puts in the place of lax's loops, part of every cache's key, or None."""
+"""The replacement for lax's loops in this thread, or None. It is part of every cache's key."""
 _lower = mlir.lower_jaxpr_to_module
 
 
@@ -48,9 +48,8 @@ def trace_bodies_within(context: Callable | None) -> None:
 
 
 def is_settled() -> bool:
-    """Whether the loop that is being bound is one of this library's own, or what a rule of lax's
-    makes of another loop: nobody wrote it.
-    """
+    """Return whether the loop that is being bound is one of this library's own, or what a rule of
+    lax's makes of another loop: nobody wrote it."""
     frame: Any = sys._getframe(1)
     while (code := frame.f_code).co_filename.endswith(MACHINERY):
         derived = code.co_name.startswith(("_scan", "_while")) or code.co_name == "tangent_fun"
@@ -61,12 +60,12 @@ def is_settled() -> bool:
 
 
 def steps_of(params: dict[str, Any]) -> Jaxpr:
-    """The body of a loop of lax."""
+    """Return the body of a loop of lax."""
     return params["jaxpr"] if "jaxpr" in params else params["body_jaxpr"]
 
 
 def with_steps(params: dict[str, Any], body: Jaxpr) -> dict[str, Any]:
-    """The parameters of a loop of lax with another body."""
+    """Return the parameters of a loop of lax with another body."""
     return params | {"jaxpr" if "jaxpr" in params else "body_jaxpr": body}
 
 
@@ -76,7 +75,8 @@ def lower_as_written(on: bool) -> None:
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """How many operands of a lax scan are constants, and how many are the initial carry."""
+    """Return the number of operands of a lax scan that are constants, and that are the initial
+    carry."""
     if "ft_in" in params:  # since jax 0.11
         consts, carry, _ = params["ft_in"].unpack()
         return len(consts), len(carry)

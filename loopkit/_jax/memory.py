@@ -1,4 +1,4 @@
-"""Where values lie: on the device or the host, and memory that is taken as it is found."""
+"""Memory: values on the device or the host, and memory that is used without being filled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from loopkit._jax.types import LoweringContext
 
 
 def on_host(aval: ShapedArray) -> ShapedArray:
-    """The type of a value that is kept in the host's memory."""
+    """Return the type of a value that is kept in the host's memory."""
     _make_room_on_host()
     return aval.update(memory_space=jax.memory.Space.Host)
 
@@ -42,7 +42,7 @@ def placed(value: jax.Array, aval: ShapedArray | None = None) -> Any:
     """`value` in the memory that the type says, the device's if there is none."""
     host, here = is_on_host(aval), is_on_host(jax.typeof(value))
     if isinstance(value, jax.Array) and not is_tracer(value):
-        # What a primitive returns outside jit is on the device, whatever its type says.
+        # Outside jit a primitive returns values on the device, whatever their types say.
         here = value.sharding.memory_kind == "pinned_host"
     if host == here:
         return value
@@ -50,7 +50,7 @@ def placed(value: jax.Array, aval: ShapedArray | None = None) -> Any:
 
 
 def named_on_host(value: jax.Array) -> Any:
-    """A value of the host's memory, with an equation that says so, where JAX looks for one.
+    """Return a value of the host's memory, with an equation that says so, where JAX looks for one.
 
     Without any, it has a program return it in the device's memory, whatever its type.
     """
@@ -60,7 +60,7 @@ def named_on_host(value: jax.Array) -> Any:
 
 
 def blank(aval: ShapedArray) -> jax.Array:
-    """An array whose elements are written before they are read.
+    """Return an array whose elements are written before they are read.
 
     Its memory is taken as it is found, so that what is never written costs no time; on a CPU, no
     memory either.
@@ -74,7 +74,7 @@ def blank(aval: ShapedArray) -> jax.Array:
 
 
 def blank_on_host(aval: ShapedArray) -> jax.Array:
-    """The same in the host's memory. Compilers make zeros on the device, and may then move them."""
+    """Make blank memory on the host. Compilers make zeros on the device, and may then move them."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return placed(zeros(on_device(aval)), aval)
     made = blank_p.bind(jnp.int32(0), shape=aval.shape, dtype=aval.dtype, host=True)
@@ -90,7 +90,7 @@ blank_p.def_abstract_eval(lambda _, shape, dtype, host: ShapedArray(shape, dtype
 
 
 def looks_for_nans() -> bool:
-    """Whether all that a program returns is read, what was never written included."""
+    """Return whether all that a program returns is read, what was never written included."""
     return config.debug_nans.value or config.debug_infs.value
 
 
@@ -107,18 +107,19 @@ def _lower_zeros(ctx: LoweringContext, _: Any, **of: Any) -> Any:
 
 
 def _is_filled(ctx: LoweringContext, alone: bool = True) -> bool:
-    """Whether memory is not taken as it is found; `alone`: only in a program for one device."""
+    """Return whether memory is not taken as it is found; `alone`: only in a program for one
+    device."""
     kept = ctx.module_context.lowering_parameters.for_export
     return filled.value or looks_for_nans() or kept or (alone and not is_alone(ctx))
 
 
 def is_alone(ctx: LoweringContext) -> bool:
-    """Whether a program is for a single device."""
+    """Return whether a program is for a single device."""
     return getattr(ctx.module_context.axis_context, "num_devices", 0) == 1
 
 
 def _is_divided(ctx: Any) -> bool:
-    """Whether a program says itself what each device does, if there are several."""
+    """Return whether a program says itself what each device does, if there are several."""
     context = ctx.module_context.axis_context
     named = getattr(getattr(context, "mesh", None), "axis_names", None)
     return is_alone(ctx) or (named is not None and set(named) == set(context.manual_axes))
@@ -127,10 +128,9 @@ def _is_divided(ctx: Any) -> bool:
 def check_spread_on_host() -> None:
     if jax.__version_info__ < (0, 12):
         raise NotImplementedError(
-            "loopkit: `memory`, or a plan with host=True, can keep checkpoints on the host in a "
-            "program that the compiler divides between several devices only with jax 0.12 or "
-            f"newer, got jax {jax.__version__}, which makes room for them on the devices first. "
-            "Divide it by `jax.shard_map`, or give `memory` as one number."
+            "loopkit: checkpoints on the host need jax 0.12 or newer in a program that the "
+            f"compiler divides between several devices, got jax {jax.__version__}. "
+            "Divide the program with `jax.shard_map`, or pass `memory` as one number."
         )
 
 
@@ -138,7 +138,7 @@ def _lower_blank(ctx: LoweringContext, operand: Any, **of: Any) -> Any:
     small = byte_count(ShapedArray(of["shape"], of["dtype"])) <= ZEROED_BYTES
     if small or _is_filled(ctx) or not _leaves_as_found():
         return _lower_zeros(ctx, operand, **of)
-    # With a side effect it stays in the loop that it is in: outside, it would have to be copied.
+    # A side effect keeps it in its loop: outside, it would have to be copied.
     return jax.ffi.ffi_lowering(UNTOUCHED, has_side_effect=True)(ctx, operand)
 
 
@@ -153,7 +153,7 @@ UNTOUCHED = "dce_sink"
 
 @ft.cache
 def _leaves_as_found() -> bool:
-    """Whether there is such a call, and it may have a result."""
+    """Return whether there is such a call, and it may have a result."""
     call = jax.ffi.ffi_call(UNTOUCHED, jax.ShapeDtypeStruct((1,), jnp.int32))
     try:
         with jax.ensure_compile_time_eval():

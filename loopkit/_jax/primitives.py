@@ -1,4 +1,4 @@
-"""How a primitive is lowered, run, batched and split between known and unknown values."""
+"""Primitives: lowering, running, batching, and splitting into known and unknown values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEEPS_BARRIERS = jax.__version_info__ >= (0, 11)
 
 
 def declare(name: str) -> core.Primitive:
-    """A primitive with several results, to be completed by `define`."""
+    """Return a primitive with several results, to be completed by `define`."""
     primitive = core.Primitive(name)
     primitive.multiple_results = True
     return primitive
@@ -42,11 +42,11 @@ def define(
 ) -> None:
     """Lower a primitive through `evaluate(*args, **params)`, kept in `evaluations` as it is run.
 
-    Outside jit it is compiled, or left to `run(compiled, evaluate, *args, **params)`. What
-    `evaluate` mixes may differ in rank and type, whatever the user allows in what they write.
-    `types(*avals, **params)` gives result types and effects. `dce(used, equation)`
-    says which operands are used, and gives the equation that is left, or None. For a single CPU,
-    `on_cpu(evaluate)` is lowered, for a single TPU `on_tpu(evaluate)`.
+    Outside jit it is compiled, or left to `run(compiled, evaluate, *args, **params)`. `evaluate`
+    may mix ranks and types, whatever the user allows in their own code. `types(*avals, **params)`
+    gives result types and effects. `dce(used, equation)` says which operands are used, and gives
+    the equation that is left, or None. For a single CPU, `on_cpu(evaluate)` is lowered, for a
+    single TPU `on_tpu(evaluate)`.
     """
 
     def evaluate_as_written(*args: jax.Array, **params: Any) -> Any:
@@ -90,14 +90,14 @@ def define(
 
 
 evaluations: dict[core.Primitive, Callable] = {}
-"""What each primitive computes, as `define` was told."""
+"""The function that computes each primitive, as `define` was given it."""
 
 
 @ft.partial(jax.jit, static_argnums=(0, 1))
 def named_results(
     primitive: core.Primitive, params: tuple, *operands: jax.typing.ArrayLike
 ) -> list:
-    """What a primitive returns, in the memory that its types say, also outside jit."""
+    """Evaluate a primitive; results are in the memory that their types name, outside jit too."""
     return list(map(named_on_host, primitive.bind(*operands, **dict(params))))
 
 
@@ -137,12 +137,14 @@ _targets: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVa
 
 
 def keeps_barriers() -> bool:
-    """Whether the compiler that a program is being lowered for does; no, if that may be any."""
+    """Return whether the compiler that a program is being lowered for does; no, if that may be
+    any."""
     return KEEPS_BARRIERS or "cpu" not in (_targets.get(None) or ("cpu",))
 
 
 def target_device() -> Any:
-    """A device of this process like the one that the program being lowered is for, if it has one.
+    """Return a device of this process like the one that the program being lowered is for, if it has
+    one.
 
     Where none is being lowered, the default device.
     """
@@ -157,18 +159,20 @@ def target_device() -> Any:
 
 
 def device_of(values: Sequence[Any]) -> Any:
-    """Where what is made of these values runs outside jit; None if that is not here."""
+    """Return the device on which jax computes with these values outside jit."""
     arrays = (v for v in values if isinstance(v, jax.Array) and not isinstance(v, core.Tracer))
     return next((next(iter(v.devices())) for v in arrays if v.committed), None) or target_device()
 
 
 def as_there(values: Sequence[Any] = ()) -> Any:
-    """A context to trace in what computes a loop, where nobody else says for which device."""
+    """Return a context to trace in what computes a loop, where nobody else says for which
+    device."""
     return host_waits(host_waits.value or getattr(device_of(values), "platform", "") == "gpu")
 
 
 def _checkified(args: Sequence[Any]) -> tuple:
-    """What checkify calls a rule with: a context from jax 0.11 on, error, kinds and operands."""
+    """Sort the arguments of a checkify rule: context (from jax 0.11 on), error, kinds and
+    operands."""
     at = next(i for i, a in enumerate(args) if isinstance(a, checkify.Error))
     return args[:at], args[at], args[at + 1], args[at + 2 :]
 
@@ -209,7 +213,7 @@ def register_batching(primitive: core.Primitive, rule: Callable) -> None:
 def register_partial_eval(
     primitive: core.Primitive, known: Callable, known_equation: Callable
 ) -> None:
-    """How a primitive splits where its primals are known and its tangents are not.
+    """Register how a primitive splits if its primals are known and its tangents are not.
 
     `known(values, **params)`, for primals that are known, gives the primal results, the constants
     of the linear part, and that part's primitive and parameters. `known_equation(eqn)` gives, for
@@ -253,7 +257,7 @@ def _register_partial_eval(primitive: Primitive, eager: Callable, known_part: Ca
         residuals = [v for v, there in pairs if not there and isinstance(v, core.Var)]
         known, results = known_part(list(unknown), eqn) or (None, [False] * count)
         if known is not None and hasattr(eqn.params["loop"], "unshown"):
-            # What was shown once is run again.
+            # These steps were shown once, and run again.
             again = {"loop": eqn.params["loop"].unshown(backward=False)}
             eqn = eqn.replace(params=eqn.params | again)
         return known, eqn, [not k for k in results], [True] * count, residuals
@@ -263,7 +267,7 @@ def _register_partial_eval(primitive: Primitive, eager: Callable, known_part: Ca
 
 
 def register_known_part(primitive: core.Primitive, part: Callable) -> None:
-    """How a primitive is evaluated in part where some of its operands are known.
+    """Register how a primitive is evaluated in part if only some of its operands are known.
 
     `part(unknown, **params)` is None, or says which operands and which results are known, and the
     parameters with which the primitive computes those. All of it is left for later as well.

@@ -19,15 +19,15 @@ def is_reference(value: object) -> bool:
 
 
 def type_in(reference: Any) -> ShapedArray:
-    """The type of what it holds."""
+    """Return the type of what it holds."""
     return core.typeof(reference).inner_aval
 
 
 def has_references(jaxpr: Jaxpr) -> bool:
-    """Whether it makes, reads or writes references."""
+    """Return whether it makes, reads or writes references."""
     return any(isinstance(e, _EFFECTS) for e in jaxpr.effects)
 
 
 def of_values(jaxpr: Jaxpr) -> Jaxpr:
-    """The same function of what references hold; what those hold in the end follows its results."""
+    """Turn references into values: they are operands, and their final values follow the results."""
     return discharge_state(jaxpr)

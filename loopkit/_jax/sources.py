@@ -27,7 +27,7 @@ INNER = tuple(
 """Files that loops go through, or the rules in which they stand."""
 _TOOLS = ft.__file__, contextlib.__file__, "<"  # generated code
 WITHIN = PACKAGE, os.path.join(os.path.dirname(jax.__file__), ""), *_TOOLS
-"""Where the code of jax and loopkit is, and what runs it."""
+"""The folders that hold the code of jax and loopkit, and the tools that run it."""
 
 _BETWEEN = {
     "jax/_src": (
@@ -71,7 +71,7 @@ def source_of(eqn: Any | None) -> tuple[str, int, str] | None:
 
 
 def _caller() -> tuple[str, int, str] | None:
-    """Who called jax or loopkit, where a traceback of jax begins further in."""
+    """Return who called jax or loopkit, if a traceback of jax begins further in."""
     frame: Any = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(WITHIN):
         frame = frame.f_back
@@ -85,7 +85,7 @@ def source() -> str:
 
 
 def is_raised_within(error: Exception) -> bool:
-    """Whether jax or loopkit raises an error by itself, in no function of anyone else's."""
+    """Return whether jax or loopkit raises an error by itself, in no function of anyone else's."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(WITHIN):
         trace = trace.tb_next
@@ -93,5 +93,5 @@ def is_raised_within(error: Exception) -> bool:
 
 
 def name_stack(eqn: Any | None = None) -> str:
-    """The names around an equation; without one, around the code being traced."""
+    """Return the names around an equation; without one, around the code being traced."""
     return str(source_info.current_name_stack() if eqn is None else eqn.source_info.name_stack)

@@ -1,4 +1,4 @@
-"""What JAX's own objects are called in signatures, and as how much of them is used."""
+"""Types: names for JAX's own objects in signatures, with as much of them as is used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 from loopkit._jax.avals import ShapedArray
 
 AxisData: Alias = batching.AxisData
-"""What a rule for `jax.vmap` is told of the axis."""
+"""The axis that a rule for `jax.vmap` is given."""
 LoweringContext: Alias = mlir.LoweringRuleContext
 Primitive: Alias = core.Primitive
 TreeDef: Alias = pytree.PyTreeDef
@@ -24,14 +24,14 @@ Whole: Alias = int | Int[Array, ""]
 
 
 class Atom(Protocol):
-    """What an equation reads: a variable, or a literal. JAX says less of its type than is known."""
+    """A variable or a literal that an equation reads. JAX says less of its type than is known."""
 
     @property
     def aval(self) -> ShapedArray: ...
 
 
 Var: Alias = Atom
-"""What an equation makes, or a jaxpr is given."""
+"""A variable that an equation makes, or that a jaxpr has as an input."""
 
 
 class Equation(Protocol):

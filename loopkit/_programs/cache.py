@@ -43,10 +43,10 @@ _programs = Recent(256)
 
 
 def remember(functions: Sequence[Any], rest: Hashable, make: Callable[[], T]) -> T:
-    """`make()`, or what it returned for the very same functions under the same conditions.
+    """Return `make()`, or its earlier result for the very same functions under the same conditions.
 
-    As in jax.lax, functions are taken to be pure. None is none; without any, and where they close
-    over tracers, which what is made says, it is made anew.
+    As in jax.lax, functions have to be pure. None does not count as a function. Without any
+    function, `make` is called each time; so it is if its result says that they close over tracers.
     """
     functions = [f for f in functions if f is not None]
     if not functions:
@@ -67,12 +67,13 @@ def remember(functions: Sequence[Any], rest: Hashable, make: Callable[[], T]) ->
 
 
 def shared(loop: Any) -> Any:
-    """The loop of the same equations that was there before, if it is known to be the same."""
+    """Return the loop of the same equations that was there before, if it is known to be the
+    same."""
     return interned(loop.replace(lasting=True)) or loop.replace(lasting=False)
 
 
 def interned(program: T, results_only: bool = False) -> T | None:
-    """A program with the same equations that was run before, and so compiled, or this one.
+    """Return a program with the same equations that was run before, and so compiled, or this one.
 
     None if nobody can say what it is equal to. `results_only`: as in `program_key`.
     """

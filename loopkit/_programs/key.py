@@ -2,7 +2,7 @@
 
 A key says all that its program depends on: equations, the contexts they were written in, constants
 by content or identity. Whatever it does not know how to say is `Unknown`, and equal to nothing.
-What is known by identity is alive as long as the program that the key was made of.
+A value known by identity is alive as long as the program that the key was made of.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ RULES = {
     "checkpoint": {"policy"},
     "remat2": {"policy"},
 }
-"""What derivatives read of an equation, and its results do not depend on. Those of an equation
-that is the derivative of a loop do, wherever in it they are."""
+"""Parameters of an equation that only derivatives read, and on which its results do not depend. If
+the equation is the derivative of a loop, its results do depend on these parameters, wherever in it
+they are."""
 
 
 FUNCTIONS = ("builtins", "functools", "jax", "jaxlib", "numpy")
-"""Where classes are from that hold nothing that changes."""
+"""The packages whose classes hold nothing that changes."""
 
 
 def program_key(program: object, results_only: bool = False, met: list | None = None) -> Hashable:
-    """The key of a jaxpr, or of whatever else makes one; raises Unknown.
+    """Return the key of a jaxpr, or of whatever else makes one; raises Unknown.
 
     `results_only`: of what it computes, and not of its derivatives. `met`: where to put the
     functions met, which the key has places for.
@@ -141,7 +142,7 @@ def _content(value: np.ndarray) -> Hashable:
 
 
 def is_of_library(kind: type) -> bool:
-    """Whether a class holds nothing that changes."""
+    """Return whether a class holds nothing that changes."""
     return _root(kind) in FUNCTIONS
 
 

@@ -1,1 +1,1 @@
-"""How far a loop is: what a compiled loop knows of that, and the bars that are open."""
+"""Progress: what a compiled loop knows of how far it is, and the open bars."""

@@ -1,4 +1,4 @@
-"""What `progress` shows by a word: bars of tqdm and rich, which are imported then, or a line."""
+"""The bars that `progress` names by a word: tqdm, rich (each imported on first use) and a line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def _described(name: str, backward: bool) -> str:
 
 
 class TqdmBar:
-    """A bar of tqdm, in a terminal or a notebook; that of an inner loop goes when it is closed."""
+    """A bar of tqdm, in a terminal or a notebook; the bar of an inner loop disappears when it
+    closes."""
 
     def __init__(self, total: int | None, *, name: str, backward: bool):
         from tqdm import auto
@@ -46,7 +47,7 @@ class TqdmBar:
 
 
 class _Display:
-    """Of rich: one for all bars that there are, as it wants it."""
+    """The one display of rich, which shows all bars; rich allows one at a time."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -74,7 +75,7 @@ _display = _Display()
 
 
 class RichBar:
-    """A bar of rich; that of an inner loop goes when it is closed."""
+    """A bar of rich; the bar of an inner loop disappears when it closes."""
 
     def __init__(self, total: int | None, *, name: str, backward: bool):
         with _display.lock:
@@ -96,7 +97,7 @@ class RichBar:
 
 
 class LineBar:
-    """A line of text: written over in a terminal, else written again now and then."""
+    """A line of text, in place in a terminal; elsewhere it is written again now and then."""
 
     def __init__(self, total: int | None, *, name: str, backward: bool):
         self.total, self.name, self.steps = total, _described(name, backward), 0
@@ -126,4 +127,4 @@ class LineBar:
 
 
 BUILT_IN: dict[str, Callable[..., Any]] = {"tqdm": TqdmBar, "rich": RichBar, "line": LineBar}
-"""What opens a bar, for each word."""
+"""The class that opens a bar, for each word."""

@@ -1,10 +1,9 @@
-"""The bars that are open, by number: what compiled loops call, and loops in Python.
+"""The open bars, by number: functions that compiled loops, and loops in Python, call.
 
 A program runs in the thread that called it, unless the runtime has one for it. Its loops are
-nested, so the bars of a thread are a stack. That a program has failed is told to nobody who is
-inside it: what it left open is closed by who called it, or, where that is not this library, by a
-thread that watches whether the program's caller still waits for it.
-"""
+nested, so the bars of a thread are a stack. Nobody inside a program learns that it has failed. So
+its caller closes the bars that it left open. If the caller is not this library, a thread does,
+which watches whether the caller still waits for the program."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ INTERVAL = 0.2
 SHARE, LONGEST = 100, 1.0
 """It is as many times longer as an update takes, up to so many seconds."""
 UPDATES_FASTER = 8
-"""How many times more steps there are at most before an update than before the last."""
+"""The most by which the number of steps between two updates may grow from one to the next."""
 NOT_YET = 2**31 - 1
 SILENT = -1
 """The number of no bar: of all devices that run the same program, the first shows one."""
@@ -47,17 +46,18 @@ class Bar:
             self.shown.lanes(done, self.lanes)
 
     def is_over(self, stack: set[Run]) -> bool:
-        """Whether its program is, where its thread is in these. A bar may wait for another."""
+        """Return whether its program has ended, if its thread is in these programs. A bar may wait
+        for another."""
         return self.run is not None and self.progress.last and self.run not in stack
 
     def waits_for(self, progress: ProgressSettings, backward: bool) -> bool:
-        """Whether it was left open for such a loop."""
+        """Return whether it was left open for such a loop."""
         if backward and self.progress.weight:  # each goes back for itself
             return False
         return self.backward == backward and progress.goes_on_with(self.progress)
 
     def update(self, steps: int, done: int, lanes: int) -> None:
-        """`done`: how many lanes of those of the loop that goes on with it."""
+        """Show an update. `done`: how many of the loop's lanes have stopped."""
         begin = time.perf_counter()
         if lanes:
             self.show_lanes(self.lanes - lanes + done)
@@ -78,7 +78,7 @@ def opened(
     lanes: int = 0,
     site: object = None,
 ) -> int:
-    """The number of a bar. `site`: where a compiled program opens it."""
+    """Open a bar and return its number. `site`: where a compiled program opens it."""
     with closing_if_it_fails():
         run, stack = _runs()
         _close(_left_open(site, run, stack))
@@ -98,7 +98,7 @@ def opened(
 
 
 def updated(number: int, steps: int, done: int = 0, lanes: int = 0) -> int:
-    """Steps to the next update."""
+    """Update a bar, and return the number of steps to the next update."""
     bar = _open.get(number)
     if bar is not None and steps:
         with closing_if_it_fails(number):
@@ -107,7 +107,7 @@ def updated(number: int, steps: int, done: int = 0, lanes: int = 0) -> int:
 
 
 def closed(number: int, progress: ProgressSettings, backward: bool = False) -> None:
-    """After the last step of a loop, unless another goes on with its bar."""
+    """Close a bar after the last step of a loop, unless another goes on with it."""
     bar = _open.get(number)
     own = bar is not None and bar.progress == progress
     if (own and (backward or not progress.first)) or (progress.last and not backward):
@@ -119,7 +119,8 @@ def closed(number: int, progress: ProgressSettings, backward: bool = False) -> N
 
 @contextlib.contextmanager
 def bar(progress: ProgressSettings | None, total: int | None) -> Generator[Callable[[int], Any]]:
-    """What is told how many steps were taken, of a loop in Python."""
+    """Open a bar for a loop in Python, and yield a function that takes the number of steps
+    taken."""
     if progress is None:
         yield lambda _: None
         return
@@ -133,7 +134,7 @@ def bar(progress: ProgressSettings | None, total: int | None) -> Generator[Calla
 def in_parts(
     progress: ProgressSettings | None, total: int | None
 ) -> Generator[ProgressSettings | None]:
-    """A bar for the loops that are run in here, and how they go on with it."""
+    """Give the loops inside one bar, and yield the settings with which they go on with it."""
     if progress is None:
         yield None
         return
@@ -146,7 +147,7 @@ def in_parts(
 
 @contextlib.contextmanager
 def closing_if_it_fails(number: int = SILENT) -> Generator[None, None, None]:
-    """A bar, what is opened in here, and what was by the program that this is called by."""
+    """Close the bars that were opened inside, or by the calling program, if something fails."""
     run, _ = _runs()
     here = [n for n, bar in _of_thread() if run is not None and bar.run == run]
     before = [n for n, _ in _of_thread() if n not in here and n != number]
@@ -175,7 +176,7 @@ def _of_thread() -> list[tuple[int, Bar]]:
 
 
 def _left_open(site: object, run: Run, stack: set[Run]) -> list[int]:
-    """By programs that are over; one that is where it began has begun again."""
+    """Return the bars of programs that have ended; a program that begins again counts as ended."""
     bars = [(number, bar) for number, bar in _of_thread() if bar.run is not None]
     over = [n for n, one in bars if one.is_over(stack)]
     again = [n for n, one in bars if one.site is site and (one.run == run or not one.progress.last)]
@@ -183,7 +184,7 @@ def _left_open(site: object, run: Run, stack: set[Run]) -> list[int]:
 
 
 def _runs() -> tuple[Run, set[Run]]:
-    """The program that called, and all that this thread is in."""
+    """Return the program that called, and all programs that this thread is in."""
     stack = _places(sys._getframe(1))
     names = [name for name, _ in stack]
     called = names.index(CALLED_BY) + 1 if CALLED_BY in names else len(names)
@@ -191,7 +192,8 @@ def _runs() -> tuple[Run, set[Run]]:
 
 
 def _places(frame: Any) -> list[tuple[str, Run]]:
-    """Where a thread is, from the innermost frame on: functions, and frames and their places."""
+    """Return where a thread is, innermost frame first: its functions, and its frames with their
+    places."""
     found = []
     while frame is not None:
         found.append((frame.f_code.co_name, (id(frame), frame.f_lasti)))
@@ -207,7 +209,7 @@ _watching = threading.Lock()
 
 
 def _watch() -> None:
-    """Have a thread look after open bars, if none does."""
+    """Start a thread that watches open bars, if there is none."""
     if _watching.acquire(blocking=False):
         threading.Thread(target=_look, name="loopkit-progress", daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""`progress`: how a loop shows how far it is; what a compiled loop knows of that."""
+"""`progress`: the settings with which a loop shows how far it is."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ METHODS = "start", "update", "close"
 
 @dataclass(frozen=True)
 class ProgressSettings:
-    """How a loop shows how far it is: part of the compiled program."""
+    """The settings of a loop that shows its progress; they are part of the compiled program."""
 
     name: str
-    """Of the function that the user called."""
+    """The name of the function that the user called."""
     start: Callable = field(compare=False, repr=False)
     """Opens a bar, of so many steps."""
     shown: Any = field(compare=False, repr=False)
-    """What has `update` and `close`, unless `start` returns that."""
+    """The object with `update` and `close`, unless `start` returns another one."""
     shown_id: int
     """Two are the same if they are the very same object."""
     told: tuple[str, ...]
-    """What `start` is given by keyword, of "name" and "backward"."""
+    """The keywords that `start` takes, of "name" and "backward"."""
     forward: bool = True
     """Whether steps are shown as they are taken, not only as they are reversed."""
     weight: int = 1
@@ -36,34 +36,34 @@ class ProgressSettings:
     whole: int | None = None
     """The total, where it is not that of the loop: of several loops that have one bar."""
     first: bool = True
-    """Of several, whether the bar is opened for this one, and not left open by one before."""
+    """Whether this loop opens the bar; if not, an earlier loop of the same call left it open."""
     last: bool = True
-    """Of several, whether it is closed after this one, and not left open for one after it."""
+    """Whether this loop closes the bar; if not, a later loop of the same call goes on with it."""
 
     @property
     def backward_only(self) -> ProgressSettings:
         return replace(self, forward=False)
 
     def part(self, first: bool, last: bool, **more: Any) -> ProgressSettings:
-        """For one of several loops, one after the other."""
+        """Return the settings for one of several loops, one after the other."""
         return replace(self, first=self.first and first, last=self.last and last, **more)
 
     def goes_on_with(self, other: ProgressSettings) -> bool:
-        """Whether its bar is that of another, which is left open."""
+        """Return whether it goes on with the bar that another loop left open."""
         same = self.name, self.shown_id, self.whole
         return (
             not self.first and not other.last and same == (other.name, other.shown_id, other.whole)
         )
 
     def opened(self, total: int | None, backward: bool) -> Any:
-        """What has `update` and `close`."""
+        """Open the bar, and return the object with `update` and `close`."""
         know = {"name": self.name, "backward": backward}
         made = self.start(total, **{word: know[word] for word in self.told})
         return made if _has(made, METHODS[1:]) else self.shown
 
 
 def check_progress(function: str, value: Any) -> ProgressSettings | None:
-    """None, a word, or an object with the three methods; or what was checked before."""
+    """Check `progress`: None, a word, an object with three methods, or settings."""
     if value is None or isinstance(value, ProgressSettings):
         return value
     *words, last = (f'"{word}"' for word in BUILT_IN)
@@ -75,9 +75,9 @@ def check_progress(function: str, value: Any) -> ProgressSettings | None:
             advice = "Pass one of the words, or an object of your own."
             raise errors.wrong_value(function, "progress", expected, repr(value), advice)
         if value != "line" and importlib.util.find_spec(value) is None:
-            expected = f'can be "{value}" only where the package {value} is installed'
+            expected = f'can be "{value}" only if the package {value} is installed'
             advice = f'Run `pip install {value}`, or pass "line", which needs no package.'
-            text = errors.wrong(function, "progress", expected, "an environment without", advice)
+            text = errors.wrong(function, "progress", expected, "an environment without it", advice)
             raise ImportError(text)
         return ProgressSettings(function, start, None, id(start), ("name", "backward"))
     if isinstance(value, type) or not _has(value, METHODS):
@@ -93,7 +93,7 @@ def _has(value: object, methods: tuple[str, ...]) -> bool:
 
 
 def _keywords(start: Callable[..., Any]) -> tuple[str, ...]:
-    """Which of what is known of a bar `start` takes."""
+    """Return the keywords, of those known of a bar, that `start` takes."""
     with contextlib.suppress(TypeError, ValueError):  # of some built-in functions nobody can say
         parameters = inspect.signature(start).parameters
         every = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -1,1 +1,1 @@
-"""What a program does, for users to read."""
+"""Reports for users on what a program does."""

@@ -1,4 +1,4 @@
-"""What the loops inside a function store, and what they run again."""
+"""`explain`: what the loops inside a function store, and what they run again."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class Explained:
     """One loop inside a function."""
 
     name: str
-    """Of the function that the user called: "loopkit.scan", "lax.scan", ..."""
+    """The name of the function that the user called: "loopkit.scan", "lax.scan", ..."""
     source: str
     """"file:line" of the call."""
     plan: Plan
-    """Of a loop of lax: that it stores every step."""
+    """The loop's plan; for a loop of lax, a plan that stores every step."""
     scan_bytes: int | None
-    """What jax.lax.scan would store in all; None if nothing bounds the loop."""
+    """The bytes that jax.lax.scan would store in all; None if nothing bounds the loop."""
     lanes: tuple[int, ...] = ()
     """Axes of lanes that wait for each other, under `jax.vmap` with a predicate that differs."""
 
     waits: str = ""
     """Why they do, if that was left to loopkit."""
     frontier: Frontier | None = None
-    """What may be kept of a step, and what it takes to run the rest again."""
+    """The choices of what to keep of a step, with the time to run the rest again."""
 
     @property
     def row(self) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ class Explained:
 
     @property
     def on_gpu(self) -> list[str]:
-        """What is different on a GPU."""
+        """Return lines that say what is different on a GPU."""
         plan = self.plan.on_gpu
         if plan == self.plan or not self.name.startswith("loopkit"):
             return []
@@ -81,7 +81,7 @@ HEADER += ("runs forward", "backward", "as lax.scan")
 
 @dataclass(frozen=True)
 class Explanation:
-    """The loops of a function, in the order in which it meets them. Prints as a table."""
+    """The loops of a function, in the order in which it calls them. It prints as a table."""
 
     loops: tuple[Explained, ...]
 
@@ -93,14 +93,13 @@ class Explanation:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the only loop of loopkit. It is what `checkpoints` accepts: change it with
-        `dataclasses.replace`, and give it to the loop. A scan that stores every step is one of lax.
-        """
+        """The plan of the only loop of loopkit. A loop accepts it as `checkpoints`; change it with
+        `dataclasses.replace`. A scan that stores every step is one of lax."""
         found = [e.plan for e in self.loops if e.name.startswith("loopkit")]
         if len(found) != 1:
             raise ValueError(
                 "loopkit.explain: `fn` must run one loop of loopkit to have a `plan`, got "
-                f"{len(found)}. Those of others are `explain(...)[0].plan` and so on."
+                f"{len(found)}. Choose one of several loops, as in `explain(...)[0].plan`."
             )
         return found[0]
 
@@ -128,7 +127,7 @@ class Explanation:
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Explain what the loops inside `fn` store for a gradient, and how much they run again.
 
-    Nothing is run: `fn` is traced on the types of its arguments.
+    Nothing runs: `explain` traces `fn` on the types of its arguments.
 
     **Arguments:**
 
@@ -138,14 +137,14 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     **Returns:**
 
-    An `Explanation`: a sequence with an entry for each loop, which has its `plan`; that of the only
-    loop is the `plan` of the whole. Printed, it is a table with a row for each loop; if `fn` is a
-    gradient, one for each half of a loop, forward and backward. Bytes are of one step under `carry`
-    and `residuals`; `peak` is what the gradient of the loop is predicted to need beyond that of one
-    step; `runs` count evaluations of the body; the last column is what `jax.lax.scan`
-    would store. Lines below say why lanes wait where `lanes=None` leaves that to loopkit; what may
-    be kept of a step, in bytes, and how long it takes to run the rest again, with the choice that
-    is taken in brackets; and which plan a loop follows on a GPU, if it is another.
+    An `Explanation`: a sequence with an entry for each loop, which has the loop's `plan`. If there
+    is one loop, `plan` of the whole is its plan. It prints as a table, with a line for each loop,
+    or, if `fn` is a gradient, for each half of a loop, forward and backward. `carry` and
+    `residuals` are the bytes of one step. `peak` is the prediction of what the gradient of the loop
+    needs beyond that of one step. `runs` count evaluations of the body. The last column has the
+    bytes that `jax.lax.scan` would store. Lines below the table say why lanes wait if `lanes` is
+    None; the bytes that may be kept of a step, and how long it takes to run the rest again, with
+    the choice that is taken in brackets; and which plan a loop follows on a GPU if that is another.
 
     **Raises:** `TypeError` if `fn` is not callable.
 
@@ -186,10 +185,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 
 def _source(*eqns: _jax.Equation) -> str:
-    """Of an equation; or, if its own is not known, of the nearest one around it.
+    """Return the source line of an equation or, if it has none, of the nearest one around it.
 
-    What is spelled out has none of its own.
-    """
+    Equations of loops that were spelled out have none of their own."""
     out = max((i for i, eqn in enumerate(eqns) if eqn.primitive is evaluated_p), default=0)
     found = next(filter(None, map(_jax.source_of, eqns[out:])), None)
     return "?" if found is None else f"{os.path.basename(found[0])}:{found[1]}"
@@ -205,7 +203,7 @@ def _of_loopkit(source: str, loop: Loop) -> Explained:
 
 
 def _why_waiting(loop: Loop) -> str:
-    """Why its lanes wait, if it was not said what becomes of them."""
+    """Return why a loop's lanes wait, if `lanes` is None."""
     if loop.lane_policy not in (None, "flatten"):
         return ""
     if (lane := loop.lane) is not None:
@@ -214,7 +212,8 @@ def _why_waiting(loop: Loop) -> str:
 
 
 def _of_lax(source: str, eqn: _jax.Equation) -> Explained:
-    """A loop of lax, as if it were differentiated. A while loop has no gradient, and no length."""
+    """Describe a loop of lax, as if it were differentiated. A while loop has no gradient and no
+    length."""
     params = eqn.params
     if eqn.primitive.name == "while":
         carry = params["body_jaxpr"].in_avals[params["body_nconsts"] :]
@@ -237,7 +236,7 @@ def _with_bytes(bare: Plan, carry: int, residuals: int) -> Plan:
 
 
 def _everything(loop: Loop) -> Any:
-    """Every operand that can have a tangent has one."""
+    """Return what is active if every operand that can have a tangent has one."""
     types = [*loop.const_types, *loop.body.in_avals[loop.const_count :]]
     flags = list(map(_jax.is_differentiable, types))
     return moving_activity(loop, loop.split([False] * loop.cond_const_count + flags)[0])

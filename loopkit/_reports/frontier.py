@@ -1,4 +1,4 @@
-"""What may be kept of a step, and what it takes to run the rest again: in words and drawn."""
+"""The frontier of a step: what to keep of it, and the time to run the rest again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Frontier:
 
     choices: tuple[Choice, ...]
     by_hand: Callable[[], dict[str, Choice]] = field(compare=False)
-    """What policies of JAX keep."""
+    """The choices of policies of JAX."""
 
     def __str__(self) -> str:
         return ", ".join(map(_in_words, self.choices))
@@ -76,7 +76,7 @@ def _in_words(choice: Choice) -> str:
 
 
 def _by_hand(loop: Loop, active: Active) -> dict[str, Choice]:
-    """What policies keep of the step, by name."""
+    """Return the choices of policies of JAX, by name."""
     residuals = linearised(loop, active).residuals
 
     def choice(name: str) -> Choice:

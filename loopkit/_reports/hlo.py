@@ -1,4 +1,4 @@
-"""A compiled program as text: its instructions, which of them loops repeat, where they are from."""
+"""A compiled program as text: its instructions, those that loops repeat, and their source lines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Instruction:
 
     name: str
     type: str
-    """As in f32[500,7]."""
+    """The type, such as f32[500,7]."""
     opcode: str
     operands: tuple[str, ...]
     rest: str
@@ -30,7 +30,7 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Of an array; 0 for a tuple."""
+        """The bytes of an array; 0 for a tuple."""
         found = re.fullmatch(r"(\w+)\[([\d,]*)\](\{.*\})?", self.type)
         if found is None:
             return 0
@@ -44,19 +44,19 @@ class Instruction:
         return self.type.split("{")[0]
 
     def called(self) -> Iterator[tuple[str, str]]:
-        """(role, computation) of those it runs."""
+        """Return (role, computation) for each computation that it runs."""
         yield from _CALLED.findall(self.rest)
         for names in _BRANCHES.findall(self.rest):
             yield from (("branch", n) for n in _OPERAND.findall(names))
 
     def number(self, key: str) -> int | None:
-        """Of an attribute."""
+        """Return the number that an attribute has."""
         found = re.search(rf"\b{key}=(\d+)", self.rest)
         return None if found is None else int(found[1])
 
     @property
     def index(self) -> int | None:
-        """Of a get-tuple-element."""
+        """The index of a get-tuple-element."""
         return self.number("index")
 
 
@@ -86,13 +86,14 @@ class CompiledModule:
 
     @cached_property
     def loop_bodies(self) -> list[str]:
-        """The bodies of loops, each once."""
+        """Return the bodies of loops, each once."""
         instructions = (i for c in self.computations.values() for i in c.values())
         called = (run for i in instructions if i.opcode == "while" for run in i.called())
         return list(dict.fromkeys(name for role, name in called if role == "body"))
 
     def runs(self, body: str) -> list[str]:
-        """The computations that a loop's body runs, itself first, without those of loops in it."""
+        """Return the computations that a loop's body runs, itself first, without those of inner
+        loops."""
         found, pending = [], [body]
         while pending:
             name = pending.pop(0)
@@ -103,7 +104,7 @@ class CompiledModule:
         return found
 
     def lines(self, instruction: Instruction) -> list[tuple[str, int]]:
-        """(file, line) where it is from, innermost first."""
+        """Return the (file, line) pairs that an instruction is from, innermost first."""
         source = re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', instruction.rest)
         if source:
             return [(source[1], int(source[2] or 0))]

@@ -1,4 +1,4 @@
-"""Whether compiled loops copy what they carry."""
+"""`in_place_report`: the copies that compiled loops make of what they carry."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Copy:
     """An array that every step of a compiled loop copies."""
 
     type: str
-    """As the compiler writes it: f32[500,7]."""
+    """The type as the compiler writes it, such as f32[500,7]."""
     bytes: int
     leaf: str
     """The leaves of a carry that have this type; empty if none has."""
     element: int | None
-    """Which element of the compiled loop's carry it belongs to, if that can be told."""
+    """The element of the compiled loop's carry that it belongs to, if that is known."""
     source: str
     """file:line, or "" if the compiler does not say."""
     instruction: str
@@ -43,15 +43,15 @@ class Copy:
 
 @dataclass(frozen=True)
 class InPlaceReport:
-    """What the loops of a compiled program copy in each of their steps. It prints as a list."""
+    """The copies that the loops of a compiled program make in each step. It prints as a list."""
 
     copies: tuple[Copy, ...]
     loops: int
-    """How many loops there are in the compiled program."""
+    """The number of loops in the compiled program."""
     min_bytes: int
 
     def __bool__(self) -> bool:
-        """Whether everything is in place."""
+        """Return whether everything is in place."""
         return not self.copies
 
     def __str__(self) -> str:
@@ -80,16 +80,16 @@ def in_place_report(
 
     **Arguments:**
 
-    - `fn`, `args`: a function of trees of arrays; of `jax.ShapeDtypeStruct`s where the values do
-      not matter. What is neither array nor number, such as a string or a function, is static.
+    - `fn`, `args`: a function of trees of arrays, or of `jax.ShapeDtypeStruct`s if the values do
+      not matter. Leaves that are neither arrays nor numbers, such as strings and functions, are
+      static.
     - `grad`: look at the gradient with respect to all floating-point arguments instead.
     - `min_bytes`: copies of smaller arrays are left out.
 
     **Returns:**
 
     An `InPlaceReport`, which is true if there are no copies. It is a sequence of `Copy`s, and
-    prints as a list: type, bytes, the carry leaves of that type, source line. So a test of it is
-    one line.
+    prints as a list: type, bytes, the carry leaves of that type, source line.
 
     **Raises:** `TypeError` and `ValueError` if an argument is of the wrong type or value.
 
@@ -132,7 +132,7 @@ def in_place_report(
 
 
 def _leaf_names(jaxpr: _jax.Jaxpr) -> dict[str, dict[str, None]]:
-    """The carry leaves of the loops in a jaxpr, each once, by their type."""
+    """Return the carry leaves of the loops in a jaxpr, each once, by their type."""
     names: dict[str, dict[str, None]] = {}
     for loop, leaf, aval in _carries(jaxpr):
         names.setdefault(_hlo_type(aval), {})[f"`{leaf}` of {loop}"] = None
@@ -181,7 +181,7 @@ def _report(text: str, names: dict[str, dict[str, None]], min_bytes: int) -> InP
 
 
 def _element(instructions: dict[str, Instruction], copy: Instruction) -> int | None:
-    """Which element of the loop's carry a copy is made of, or becomes."""
+    """Return the element of the loop's carry that a copy is made of, or becomes."""
     at = copy
     while at.opcode in ("copy", "bitcast") and at.operands and at.operands[0] in instructions:
         at = instructions[at.operands[0]]
@@ -194,7 +194,7 @@ def _element(instructions: dict[str, Instruction], copy: Instruction) -> int | N
 def _source(
     program: CompiledModule, instructions: dict[str, Instruction], copy: Instruction
 ) -> str:
-    """The line of the user's that a copy is for: its own, or that of what is copied or uses it."""
+    """Return the user's line that a copy belongs to: its own, or its operand's or its use's."""
     near = [copy, *(instructions[o] for o in copy.operands if o in instructions)]
     near += [i for i in instructions.values() if copy.name in i.operands]
     found = ([x for x in program.lines(i) if not x[0].startswith(_jax.PACKAGE)] for i in near)

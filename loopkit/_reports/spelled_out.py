@@ -1,4 +1,4 @@
-"""Programs in which the phases are seen that lanes narrow in, which are made as it is run."""
+"""Programs with the phases in which lanes narrow, which are made only when a loop is lowered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loopkit._jaxprs import equations
 
 
 def spelled_out(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """A jaxpr whose loops are those that are run."""
+    """Return a jaxpr with the loops that run."""
 
     def in_phases(eqn: _jax.Equation) -> bool:
         if eqn.primitive is narrowed_p:

@@ -79,7 +79,7 @@ class Prices:
         return np.where(free == 0, segments * (segments - 1) // 2, linear)
 
     def of(self, segments: int, free: int) -> int:
-        """The same for integers, in a tenth of the time."""
+        """Compute the costs for integers, in a tenth of the time."""
         if free == 0:
             return segments * (segments - 1) // 2
         first, points, sums = self._lists
@@ -88,7 +88,7 @@ class Prices:
 
 
 def cheapest_saves(slots: int, segments: int) -> list[Entry]:
-    """Every save of a loop of up to `segments` segments, in the order of time."""
+    """Return every save of a loop of up to `segments` segments, in the order of time."""
     saves = [Entry(0, 0, slots)]
     if slots == 1:
         return saves
@@ -117,7 +117,8 @@ def cheapest_saves(slots: int, segments: int) -> list[Entry]:
 
 
 def _least_distance(segment: int, held: int) -> int:
-    """How far apart saves are at least: the last stretch costs about 1 % of the whole at most.
+    """Return the least distance between saves: the last stretch costs about 1 % of the whole at
+    most.
 
     A last stretch of g segments costs at most g**2 / 2. The whole is at least `segment`, and with
     two states held, which only spacing makes rarer, about segment**1.5.
@@ -128,7 +129,7 @@ def _least_distance(segment: int, held: int) -> int:
 
 
 class _Loss:
-    """What is lost by dropping a checkpoint, as a function of the length of the last stretch.
+    """The cost of dropping a checkpoint, as a function of the length of the last stretch.
 
     inner: the cheapest drop but for the first and the last checkpoint, or 0 where there is none.
     inner_loss: what it costs, the last stretch's free slot more not counted.
@@ -165,14 +166,15 @@ class _Loss:
         return self._price(self._before + length, self._free + 1) - self._kept_before
 
     def _saves(self, length: int) -> bool:
-        """Whether saving costs no more than running on, where the last stretch is that long."""
+        """Return whether saving costs no more than running on, where the last stretch is that
+        long."""
         run_on = self._price(length + 1, self._free)
         return self._drop_last(length) <= run_on or (
             self.inner > 0 and self._drop_inner(length) <= run_on
         )
 
     def due(self, most: int) -> int:
-        """The least length at which saving costs no more than running on, or `most`."""
+        """Return the least length at which saving costs no more than running on, or `most`."""
         enough = 1
         while enough < most and not self._saves(enough):
             enough *= 2
@@ -180,7 +182,7 @@ class _Loss:
         return bisect_left(lengths, True, lo=enough // 2 + 1, key=self._saves)
 
     def cheapest(self, length: int) -> int:
-        """The checkpoint to drop when the last stretch is `length` segments long."""
+        """Return the checkpoint to drop when the last stretch is `length` segments long."""
         if not self.inner or self._drop_last(length) < self._drop_inner(length):
             return -1
         return self.inner

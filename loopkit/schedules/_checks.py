@@ -17,6 +17,7 @@ def integer(where: str, argument: str, value: Whole, minimum: int, advice: str) 
 
     `where` names the function as a reader would import it, `advice` says what to change.
     """
+    advice = advice[0].upper() + advice[1:]
     try:
         result = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -24,10 +25,10 @@ def integer(where: str, argument: str, value: Whole, minimum: int, advice: str) 
     if result is None:
         raise TypeError(
             f"loopkit.schedules.{where}: `{argument}` must be an integer, got {value!r} "
-            f"({type(value).__name__}); {advice}"
+            f"({type(value).__name__}). {advice}."
         )
     if result < minimum:
         raise ValueError(
-            f"loopkit.schedules.{where}: `{argument}` must be >= {minimum}, got {result}; {advice}"
+            f"loopkit.schedules.{where}: `{argument}` must be >= {minimum}, got {result}. {advice}."
         )
     return result

@@ -1,4 +1,4 @@
-"""What a schedule is made of: typed actions on one live state and numbered slots.
+"""The actions of a schedule, with types: they act on one live state and on numbered slots.
 
 The *live* state is the one being computed with. A schedule begins with the start of segment 0 live,
 or, where it only reverses, with nothing live. Every action prints as it is written, and names the
@@ -25,7 +25,7 @@ class _OfSlot:
 
 
 class Save(_OfSlot):
-    """Store the live state, the start of `segment`, in `slot`. What was there is lost."""
+    """Store the live state, the start of `segment`, in `slot`. The old state is lost."""
 
 
 class Restore(_OfSlot):

@@ -51,8 +51,8 @@ _FREE_SLOT = "count the slots beside the one that holds the start"
 
 
 def reach(slots: Whole, repetitions: Whole) -> int:
-    """The most segments `slots` slots reverse if none is advanced over more than `repetitions`
-    times.
+    """Return the most segments `slots` slots reverse if none is advanced over more than
+    `repetitions` times.
 
     >>> reach(3, 2)
     10
@@ -64,7 +64,7 @@ def reach(slots: Whole, repetitions: Whole) -> int:
 
 
 def repetition_number(segments: Whole, slots: Whole) -> int:
-    """The smallest r with `reach(slots, r) >= segments`.
+    """Return the smallest r with `reach(slots, r) >= segments`.
 
     An optimal reversal advances over no segment more often.
 
@@ -81,8 +81,8 @@ def repetition_number(segments: Whole, slots: Whole) -> int:
 
 
 def advances(segments: Whole, free: Whole) -> int:
-    """The fewest advances that reverse `segments` segments from a stored start with `free` more
-    slots.
+    """Return the fewest advances that reverse `segments` segments from a stored start with `free`
+    more slots.
 
     Arguments: `segments` >= 0; `free` >= 0, the slots beside the start's.
     Returns: segment evaluations, the `segments` replays not counted. With r the repetition number
@@ -101,7 +101,8 @@ def advances(segments: Whole, free: Whole) -> int:
 
 
 def evaluations(segments: Whole, slots: Whole) -> int:
-    """The fewest evaluations of a forward sweep and its reversal with `slots` slots, less replays.
+    """Return the fewest evaluations of a forward sweep and its reversal with `slots` slots, less
+    replays.
 
     The forward sweep returns the state after the last segment, and only stored states survive it.
     The end of the sweep is then one more thing to reach and to leave behind: this is the reversal
@@ -117,15 +118,14 @@ def evaluations(segments: Whole, slots: Whole) -> int:
 
 
 def split(segments: Whole, free: Whole) -> int:
-    """How many segments to advance from a stored start before saving, so that reversal is optimal.
+    """Return how many segments to advance from a stored start before saving: the optimal split.
 
     Arguments: `segments` >= 2, the length of the stretch from the stored start to the end of the
     segment reversed next; in a forward sweep to a known end, one more than is left (see
     `evaluations`). `free` >= 0, the slots beside the start's.
     Returns: m with advances(segments, free) == m + advances(segments - m, free - 1) + advances(m,
     free). With no free slot it is `segments - 1`, the start of the last segment, reached without
-    saving. Of the optimal splits it is the smallest, which saves fewer states than the largest
-    does.
+    saving. It is the smallest of the optimal splits, which saves fewer states than the largest.
 
     >>> split(10, 2), split(5, 0)
     (4, 4)
@@ -141,7 +141,7 @@ def split(segments: Whole, free: Whole) -> int:
 
 
 class SplitTable(NamedTuple):
-    """What `split_from` reads: a row for each number of free slots. Any array type will do.
+    """The table that `split_from` reads: a row for each number of free slots, in any array type.
 
     starts: [free + 1, columns], start(r) of the module's formula in column r - 1.
     widths: [free + 1, columns], reach(f, r - 1), the last column unbounded, so that stretches
@@ -153,8 +153,8 @@ class SplitTable(NamedTuple):
 
 
 def split_table(segments: Whole, free: Whole, *, columns: Whole = 256) -> SplitTable:
-    """The table by which `split_from` splits up to `segments` segments with up to `free` free
-    slots.
+    """Return the table by which `split_from` splits up to `segments` segments with up to `free`
+    free slots.
 
     Arguments: `columns`, the most columns to make. Up to reach(f + 1, columns) segments with f free
     slots the split is optimal; beyond, where some segment would be advanced over more than

@@ -91,13 +91,13 @@ class Mark(NamedTuple):
 
 
 def first_mark(table: Table) -> Mark:
-    """The first save: segment 0 into slot 0."""
+    """Return the first save: segment 0 into slot 0."""
     segment, slot, cleared = table
     return Mark(segment[0], segment[0], slot[0], cleared[0], segment[1])
 
 
 def next_mark(table: Table, mark: Mark) -> Mark:
-    """The save after `mark`: plain indexing and subtraction, so `mark` may be traced."""
+    """Return the save after `mark`: plain indexing and subtraction, so `mark` may be traced."""
     count = mark.count + 1
     segment, slot, cleared = table
     return Mark(
@@ -106,7 +106,7 @@ def next_mark(table: Table, mark: Mark) -> Mark:
 
 
 def record(positions: Any, mark: Mark, xp: Any) -> Any:
-    """The segment each slot holds after `mark`.
+    """Return the segment each slot holds after `mark`.
 
     Arguments: `positions`, [slots] integers of the library `xp` (numpy or jax.numpy), NEVER where
     a slot is empty.
@@ -135,7 +135,7 @@ class Placement:
         return f"Placement(slots={self.slots}, segments={self.segments}, saves={saves})"
 
     def marks(self, segments: Whole) -> list[Mark]:
-        """The saves that a loop of `segments` segments performs."""
+        """Return the saves that a loop of `segments` segments performs."""
         segments = self._within("marks", segments)
         marks, mark = [], first_mark(self.table)
         while mark.segment < segments:
@@ -144,7 +144,7 @@ class Placement:
         return marks
 
     def positions(self, segments: Whole) -> dict[int, int]:
-        """What a loop of `segments` segments leaves behind: the segment held by each slot in use.
+        """Return the segment that each slot in use holds after a loop of `segments` segments.
 
         >>> thinning(4).positions(11)
         {0: 0, 1: 4, 3: 6, 2: 8}
@@ -162,7 +162,7 @@ class Placement:
         if segments > self.segments:
             raise ValueError(
                 f"loopkit.schedules.{where}: `segments` must be <= {self.segments}, the bound this "
-                f"placement was made for, got {segments}; make the placement with larger `segments`"
+                f"placement was made for, got {segments}. Make a placement for more segments."
             )
         return segments
 
@@ -195,7 +195,7 @@ def thinning(slots: Whole, segments: Whole = NEVER, *, spare: Whole = 0) -> Plac
     if spare >= slots:
         raise ValueError(
             f"loopkit.schedules.online.thinning: `spare` must be < `slots`, which is {slots}, got "
-            f"{spare}; the initial state needs a slot"
+            f"{spare}. The initial state needs a slot."
         )
     saves = [Entry(0, 0, slots)]
     held = {0: 0}  # segment -> slot
@@ -221,9 +221,9 @@ def cheapest(slots: Whole, segments: Whole = NEVER) -> Placement:
     """Save as soon as dropping the checkpoint that is missed least beats running on.
 
     Arguments: `slots` >= 1, the initial state's included; `segments`, a bound on the loop's length.
-    Returns: a Placement. What a loop leaves behind is priced by its optimal reversal, and each
-    choice is the best for a loop that ends one segment later. It saves about a state a segment up
-    to twice the slots, then ever fewer.
+    Returns: a Placement. Each choice is the best for a loop that ends one segment later, whose
+    states are priced by their optimal reversal. It saves about a state a segment up to twice the
+    slots, then ever fewer.
 
     >>> cheapest(4, 400)
     Placement(slots=4, segments=400, saves=58)

@@ -17,7 +17,7 @@ from loopkit.schedules.actions import Action, Advance, Discard, Restore, Reverse
 
 @dataclass(frozen=True)
 class Cost:
-    """What a schedule took.
+    """The cost of a schedule.
 
     advances: segments run without reversing them, forward sweep and recomputation together.
     replays: segments run once more to be reversed.
@@ -34,7 +34,7 @@ class Cost:
 
     @property
     def evaluations(self) -> int:
-        """How many times a segment was run, in all."""
+        """The number of times that a segment was run, in all."""
         return self.advances + self.replays
 
 

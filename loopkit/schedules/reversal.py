@@ -25,7 +25,7 @@ from loopkit.schedules.online import Placement
 
 
 def gradient(segments: Whole, slots: Whole) -> Iterator[Action]:
-    """The optimal schedule for a loop of known length: forward sweep, then reversal.
+    """Return the optimal schedule for a loop of known length: forward sweep, then reversal.
 
     Arguments: `segments` >= 0; `slots` >= 1, the initial state's included.
     Returns: actions that begin with the start of segment 0 live.
@@ -51,7 +51,8 @@ def gradient(segments: Whole, slots: Whole) -> Iterator[Action]:
 
 
 def online_gradient(placement: Placement, segments: Whole) -> Iterator[Action]:
-    """The schedule of a loop that placed its checkpoints by `placement` and ended after `segments`.
+    """Return the schedule of a loop that placed its checkpoints by `placement` and ended after
+    `segments`.
 
     Returns: actions that begin with the start of segment 0 live. The checkpoints left behind are
     reversed from as they are, none given up.
@@ -87,7 +88,7 @@ def reverse(positions: Mapping[int, int], segments: Whole, slots: Whole) -> Iter
 
 
 def advances(positions: Mapping[int, int], segments: Whole, slots: Whole) -> int:
-    """How many advances `reverse(positions, segments, slots)` takes; the replays are not counted.
+    """Count the advances of `reverse(positions, segments, slots)`, without its replays.
 
     >>> advances({0: 0, 1: 2}, 4, 2)
     2
@@ -102,7 +103,7 @@ def advances(positions: Mapping[int, int], segments: Whole, slots: Whole) -> int
 def kept(
     positions: Mapping[int, int], segments: Whole, slots: Whole, *, give_up: Whole = 16
 ) -> dict[int, int]:
-    """The checkpoints worth keeping: those of `positions` from which reversal is cheapest.
+    """Return the checkpoints worth keeping: those of `positions` from which reversal is cheapest.
 
     Arguments: as for `reverse`; `give_up`, the most checkpoints to give up. The time it takes
     grows with the number of checkpoints and the square of `give_up`.
@@ -151,19 +152,19 @@ def _check(
     for slot, segment in positions.items():
         if not 0 <= slot < slots:
             raise ValueError(
-                f"{prefix} use slots 0 to {slots - 1}, got slot {slot}; number the slots from 0, "
-                "or give all of them in `slots`"
+                f"{prefix} use slots 0 to {slots - 1}, got slot {slot}. Number the slots from 0, "
+                "or pass all of them in `slots`."
             )
         if not 0 <= segment < max(segments, 1):
             raise ValueError(
                 f"{prefix} hold segments 0 to {segments - 1}, got segment {segment} in slot "
-                f"{slot}; leave out a state at which nothing is reversed"
+                f"{slot}. Leave out a state at which nothing is reversed."
             )
     got = f"got segments {sorted(positions.values())}"
     if segments and 0 not in positions.values():
-        raise ValueError(f"{prefix} hold segment 0, {got}; keep the initial state")
+        raise ValueError(f"{prefix} hold segment 0, {got}. Keep the initial state.")
     if len(set(positions.values())) != len(positions):
-        raise ValueError(f"{prefix} hold each segment once, {got}; leave out the second copy")
+        raise ValueError(f"{prefix} hold each segment once, {got}. Leave out the second copy.")
     return segments, slots
 
 

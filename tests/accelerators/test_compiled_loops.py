@@ -1,4 +1,4 @@
-"""What the compilers for a GPU and a TPU make of loops, on a machine that has neither.
+"""Loops compiled for a GPU and a TPU, on a machine that has neither.
 
 They come with `pip install '.[accelerators]'`; `pytest -m accelerators` runs this. Programs and
 figures are those of `benchmarks/accelerators.py`, in single precision.
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.accelerators
 
 
 def test_all_residuals_cost_what_they_do_in_lax():
-    """Of a GPU, kernels, waits and memory."""
+    """Kernels, waits and memory on a GPU are those of lax."""
     made = [gradient_of("gpu", "layer", name) for name in ('loopkit.scan, "all"', "lax.scan")]
     ours, theirs = ((g.work, g.program.device_bytes) for g in made)
     assert ours == theirs
@@ -38,13 +38,13 @@ COPIES = {"lax, `.at[i].set` in the carry": 2, "loopkit.scan": 0, 'loopkit.scan,
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", COPIES)
 def test_no_step_copies_a_buffer(target, name):
-    """Where `lax` copies it twice in each step back."""
+    """No step back copies a buffer; `lax` copies it twice in each."""
     found = gradient_of(target, "rows", name)
     assert found.executions.copies(found.case.large) == COPIES[name] * found.case.steps
 
 
 def test_cycles_of_rows_of_short_axes():
-    """Of a TPU, which would fill up each row of 10x5 to one of 16x128."""
+    """A TPU would pad each row of 10x5 to one of 16x128."""
     assert gradient_of("tpu", "short rows", 'loopkit.scan, "all"').executions.cycles <= 36e6
 
 
@@ -69,7 +69,7 @@ if jax.__version_info__ >= (0, 11):  # before, loops on several devices keep not
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("what", ["rows of a batch", "parts of a carry"])
+@pytest.mark.parametrize("what", ["parts of a batch", "parts of a carry"])
 @pytest.mark.parametrize("way", WAYS_OF_DEVICES)
 def test_devices_exchange_a_sum_of_cotangents_and_nothing_else(target, what, way):
     """Once, at the end: what is kept of the steps stays where it is."""
@@ -79,5 +79,5 @@ def test_devices_exchange_a_sum_of_cotangents_and_nothing_else(target, what, way
     program = compiled(target, found.function, *found.arguments, shardings=shardings)
     # The compilers of JAX 0.10 take a sum over devices out of one loop, not out of two: it is made
     # once a segment, unless the engine has put it off.
-    in_segments = jax.__version_info__ < (0, 11) and way == "default" and what != "rows of a batch"
+    in_segments = jax.__version_info__ < (0, 11) and way == "default" and what != "parts of a batch"
     assert collectives(program) == {("all-reduce", in_segments): 1}

@@ -87,7 +87,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_device_stays_within_its_budget(name, target):
-    """And one step; a lane has a budget, and a step, of its own, and so has a tangent."""
+    """The device holds the budget and one step; each lane and each tangent has its own of both."""
     function, x = PROGRAMS[name]
     found = compiled(target, function, x)
     assert found.device_bytes <= DEVICE + 2 * CARRY
@@ -105,7 +105,7 @@ SINGLE = {
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", SINGLE)
 def test_a_single_row(name, target):
-    """Which a compiler would take for the array that it is made of, in the device's memory."""
+    """A compiler would take a single row for the array that it is made of, on the device."""
     steps, options = SINGLE[name]
     loop = lambda x: loopkit.scan(lambda x, _: (swing(x), None), x, None, steps, **options)[0]
     assert compiled(target, jax.grad(lambda x: jnp.sum(loop(x))), X).host_bytes >= CARRY
@@ -127,7 +127,7 @@ def test_a_thousand_carries_of_four_megabytes(target):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_out_of_a_program(target):
-    """What a program saves for another is returned on the host."""
+    """A program returns on the host what it saves for another."""
     place = SingleDeviceSharding(devices(target)[0])
     forward = jax.jit(lambda x: jax.vjp(scan, x)[1], in_shardings=place)
     memory = forward.lower(X).compile().memory_analysis()
@@ -177,7 +177,7 @@ def test_several_devices(name, target):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_a_step_puts_on_the_host_itself(target):
-    """What JAX drops inside a primitive that it does not look into."""
+    """JAX drops memory spaces inside a primitive that it does not look into."""
 
     def step(x, _):
         kept = jax.device_put(jnp.cos(x), jax.memory.Space.Host)
@@ -195,7 +195,7 @@ def test_what_a_step_puts_on_the_host_itself(target):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_it_is_noticed_where_nothing_is_put_there(target):
-    """By the first loop of a process, which compiles a small one."""
+    """The first loop of a process compiles a small one, which shows it."""
     device = devices(target)[0]
     host_memory.check_placed("scan", device, host_memory.compiled(device, host=True))
     nothing = host_memory.compiled(device, host=False)
@@ -204,7 +204,7 @@ def test_it_is_noticed_where_nothing_is_put_there(target):
 
 
 def meanwhile(text):
-    """What runs in loops between the begin and the end of each copy from the host, or to it."""
+    """Return what loops run between the begin and the end of each copy from the host, or to it."""
     found = []
     for name, lines in computations(text).items():
         if f"body=%{name}" not in text:
@@ -221,7 +221,8 @@ def meanwhile(text):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_copies_of_segments_are_made_while_others_run(target):
-    """Of the carry at its start; and of that of the next, while one is run again and reversed."""
+    """Copies of a segment's first carry, and of the next one's, run while a segment runs or is
+    reversed."""
     there, back = meanwhile(compiled(target, with_options(SEGMENTS), X).text)
     assert "while" in there
     assert back.count("while") == 2

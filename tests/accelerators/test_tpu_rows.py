@@ -40,7 +40,7 @@ def test_elementwise_steps_stay_with_vectors(shape):
 
 
 def test_memory_of_many_rows():
-    """Of the padded stack, a quarter; each row takes 512 bytes instead of 4,096."""
+    """The padded stack takes a quarter; each row takes 512 bytes instead of 4,096."""
     steps = 99_999
     assert gradient(steps=steps).device_bytes <= 5 * 512 * (steps + 1)
 

@@ -1,4 +1,4 @@
-"""How often the host waits for a GPU in a gradient: for predicates of loops of unknown length."""
+"""Waits of the host for a GPU in a gradient, for predicates of loops of unknown length."""
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ def test_waits_are_fewer_than_equinox_has(name, peer):
 
 
 def test_a_step_of_unknown_length_waits_once():
-    """Of the forward sweep, for each step and for the end."""
+    """The forward sweep waits once for each step, and once for the end."""
     for name in ("loopkit.while_loop, max_steps", "loopkit.while_loop"):
         found = gradient_of("gpu", "layer", name)
         forward = [

@@ -33,7 +33,8 @@ def worst(aval):
 
 @contextlib.contextmanager
 def step_by_step(on_gpu=False):
-    """As a loop goes on a GPU, or elsewhere; what is read before it is written is `worst`.
+    """Run a loop step by step, as on a GPU or elsewhere; memory that is read before it is written
+    is `worst`.
 
     Given is a counter of the jaxprs that are evaluated, by identity.
     """
@@ -51,7 +52,7 @@ def step_by_step(on_gpu=False):
 
 
 class Swept(NamedTuple):
-    """What came of it, and what was run."""
+    """The result of a sweep, and the steps that it ran."""
 
     both: Any
     """The strategy, as it goes back."""
@@ -59,7 +60,7 @@ class Swept(NamedTuple):
     residuals: list
     cotangents: list
     runs: Counter
-    """Of steps going back: "again" to get to others, "replayed", "reversed"."""
+    """Steps going back: "again" to get to others, "replayed", "reversed"."""
     taken: int
     """Steps going forward, without their residuals; also those that do not count."""
 
@@ -90,7 +91,7 @@ def cotangents_of(loop, active):
 
 
 def steps_of(loop, given):
-    """How many are taken."""
+    """Return the number of steps taken."""
     carry, step = given.init, 0
     while loop.length is None or step < loop.length:
         if loop.cond is not None and not _jax.call_jaxpr(loop.cond)(*given.cond_consts, *carry)[0]:
@@ -146,7 +147,7 @@ def programs(loop, given, on_gpu):
 
 
 def loops_of(program):
-    """Of each loop of a program, whether it says how long it is."""
+    """Say for each loop of a program whether its length is known."""
     whiles = [e for e in equations.all_equations(program) if e.primitive.name == "while"]
     return [isinstance(_length_of(e), _jax.Literal) for e in whiles]
 
@@ -160,7 +161,7 @@ def loops_back(loop, given, on_gpu):
 
 
 def _length_of(eqn):
-    """What a counter of iterations is compared with, if that is all there is to the predicate."""
+    """Return the limit of a counter of iterations, if the predicate tests nothing else."""
     eqns = eqn.params["cond_jaxpr"].eqns
     return eqns[0].invars[1] if [e.primitive.name for e in eqns] == ["lt"] else None
 
@@ -170,7 +171,7 @@ MIXED = [(True, False), (False, True)]
 
 
 def assert_swept(loop, given, wanted=None, on_gpu=(False, False), batch=None):
-    """Results and cotangents are those of `written_out`; what is handed on is as it says."""
+    """Results and cotangents are those of `written_out`, and so is what the sweeps hand over."""
     results, cotangents = wanted or written_out(loop, given)
     found = there_and_back(loop, given, on_gpu, batch)
     assert_same(found.results, results)

@@ -1,4 +1,4 @@
-"""Which leaves have tangents, and cotangents: against the Jacobian of the unrolled loop."""
+"""Activity: the leaves with tangents and cotangents, against the Jacobian of the unrolled loop."""
 
 import itertools
 
@@ -105,7 +105,8 @@ def is_float(value):
 
 
 def reached(loop, operands):
-    """Which inputs (const, carry, xs) move which outputs (carry, ys), after any number of steps."""
+    """Mark the inputs (const, carry, xs) that move outputs (carry, ys), after any number of
+    steps."""
     inputs = [*operands.consts, *operands.init, *operands.xs]
     moving = [i for i, v in enumerate(inputs) if is_float(v)]
     carry_count = loop.carry_count

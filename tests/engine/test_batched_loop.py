@@ -60,7 +60,7 @@ def counted():
 
 @ft.cache
 def until():
-    """What a step is given gets into the predicate after two steps; and there are xs and ys."""
+    """An input of a step reaches the predicate after two steps; the loop has xs and ys."""
 
     def body(consts, carry, x):
         a, b, c, free = carry
@@ -251,7 +251,7 @@ def test_lanes_of_two_axes():
 
 
 def test_whole_constants():
-    """What differs between some lanes may be had by each."""
+    """A constant that differs between some lanes may be given to each."""
     loop, _ = until()
     once = batch_loop(loop, _jax.axis(LANES), Operands([True], [True], [False] * 4, [False]))
     assert once.loop.const_lanes == (1,)

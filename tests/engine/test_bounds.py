@@ -1,4 +1,4 @@
-"""What a predicate says of the number of steps: see also `test_bounds.py` of the public loops."""
+"""Bounds of the number of steps, from predicates: see also `test_bounds.py` of the public loops."""
 
 import itertools
 import operator
@@ -21,7 +21,7 @@ ENDS = -128, -127, -126, -3, 0, 2, 125, 126, 127
 
 
 def counted(first, by, holds):
-    """How often it is added, with all integers; None if a byte does not hold what it becomes."""
+    """Count the steps, with exact integers; None if a value does not fit in a byte."""
     steps = 0
     while holds(first):
         first, steps = first + by, steps + 1
@@ -142,7 +142,7 @@ UNTIL_FIVE = {"cond": lambda _, carry: carry[0] < 5}
 
 
 def test_what_inner_loops_stack():
-    """What is read, and what is stacked, a row each: no counter, of which there may be lanes."""
+    """Rows that are read or stacked are no counters; there may be lanes of them."""
     step = lambda _, c: [lax.scan(lambda s, i: (s + i, i + 1), 0, c[0])[1]]
     loop, _ = make_loop(
         lambda consts, carry, x: (step(consts, carry), []),
@@ -155,7 +155,7 @@ def test_what_inner_loops_stack():
 
 
 def test_inner_loops_of_unknown_length():
-    """As in programs that are exported for any size."""
+    """Programs that are exported for any size have inner loops of unknown length."""
     (n,) = jax.export.symbolic_shape("n")
     number, rows = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in [(), (n,)])
     step = lambda rows, i: lax.scan(lambda i, _: (i + 1, None), i, rows)[0]

@@ -41,7 +41,8 @@ def test_steps_that_are_taken_again():
 
 
 def test_changed_jaxprs():
-    """Of a loop without any to change it is the same; one of lanes is made of another of one."""
+    """A loop with nothing to change stays the same; a loop of lanes is made of another of one
+    lane."""
     loop, other = stops(jnp.sin), stops(jnp.cos)
     assert loop.map_jaxprs(lambda j: j) is loop
     swap = {id(loop.body): other.body, id(loop.cond): other.cond}

@@ -1,4 +1,4 @@
-"""Which carry leaves are counters, and what they are before a step: see also `test_counters.py`."""
+"""Counters in the carry, and their values before a step: see also `test_counters.py`."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,8 @@ def counters(step, *init):
 
 
 def test_through_what_passes_numbers_on():
-    """Of several at once, too; not through what makes others of them."""
+    """Counters are found through equations that pass numbers on, several at once, and not through
+    others."""
     several = np.zeros(3, np.int32)
     filled = lambda by: lax.broadcast_in_dim(np.int32(by), (3,), ())
     assert counters(lambda i, j: [i + filled(2), j - filled(3)], several, several) == (2, -3)

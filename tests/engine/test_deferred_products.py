@@ -1,4 +1,4 @@
-"""Products put off to the end of a segment: the sums that steps would have added to, one by one."""
+"""Deferred products: sums that are computed once a segment, and not added to in every step."""
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ def of_matrices(consts, carry, x):
 
 
 def scaled(consts, carry, x):
-    """What is added is not a product alone."""
+    """Add a product times something else."""
     w, b = consts
     return [jnp.tanh((w * b) @ carry[0]) + x[0]], []
 
@@ -195,7 +195,7 @@ def test_what_is_no_sum_of_products_stays(body):
 
 
 def test_a_factor_that_never_changes():
-    """Where one factor is a constant, summing the other is cheaper."""
+    """If one factor is a constant, it is cheaper to sum the other."""
 
     def backward(u, row, total, ct):
         product = jax.lax.dot_general(u, ct, (((), ()), ((), ())))

@@ -1,4 +1,4 @@
-"""The carry of every step, kept: what is run again, and products put off."""
+"""The strategy that stores every carry: what runs again, and deferred products."""
 
 import functools as ft
 
@@ -40,6 +40,6 @@ def test_products_are_summed_once_a_segment(plan, monkeypatch):
 
 
 def test_a_single_step():
-    """Of which the first row is the last."""
+    """The first row of a single step is the last."""
     loop, given = decided(taken=1, checkpoints=Plan(LENGTH, host=True))
     assert_swept(loop, given)

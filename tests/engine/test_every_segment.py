@@ -60,7 +60,7 @@ def test_no_segment_is_run_to_get_to_another(segment, monkeypatch):
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_residuals(name):
-    """Of each step of a segment; and of segments of one."""
+    """Residuals of each step of a segment; and of segments of one step."""
     assert_counts(name, Plan(4, 2, "residuals"))
     assert_counts(name, Plan(LENGTH, 1, "residuals"))
 
@@ -96,7 +96,8 @@ def test_of_small_carries_a_host_waits_once_a_step(monkeypatch):
 
 
 def test_going_back_a_host_waits_once_a_segment():
-    """Of unknown steps, those left over are reversed apart: the others' loops have a length."""
+    """Steps left over from an unknown number are reversed apart, so the other loops have a
+    length."""
 
     def back(make, *plan, on_gpu=True):
         return loops_back(*make(checkpoints=Plan(*plan)), on_gpu)

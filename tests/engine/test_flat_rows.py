@@ -1,4 +1,4 @@
-"""Which arrays of a loop have flat rows, where loops in its steps take them, and its predicate."""
+"""Flat rows: the arrays of a loop that have them, if inner loops and predicates take them."""
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +112,7 @@ def test_a_loop_inside_with_a_constant_of_its_predicate():
 
 
 def test_a_table_that_the_predicate_of_a_loop_inside_reads():
-    """And its steps, the last of whose inputs is not read."""
+    """The steps of the inner loop read the table, too; their last input is not read."""
     inner, _ = make_loop(
         lambda consts, carry, _: ([carry[0] + 1, row(consts[0], carry[0]).sum()], []),
         [TABLE],

@@ -1,4 +1,4 @@
-"""How a loop holds rows of short axes and stacks of them, and what that changes: nothing else."""
+"""Flat values: how a loop holds rows of short axes and stacks of them, with the same results."""
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +108,7 @@ def as_stack(value):
 
 
 def made(f, *values):
-    """What an equation makes of values of which some are flat: shapes of vectors, or None."""
+    """Return the shapes of the vectors that an equation makes of flat values, or None."""
     arrays = [v.value.reshape(v.shape) if isinstance(v, Flat) else v for v in values]
     j = _jax.open_jaxpr(jax.make_jaxpr(f)(*arrays))
     (eqn,), known = j.eqns, dict(zip(j.invars, values, strict=True))

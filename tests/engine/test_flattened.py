@@ -1,4 +1,5 @@
-"""Where a step is cut, what outlives its pieces, and how many steps of an inner loop are taken."""
+"""Flattening: the cuts of a step, values that outlive its pieces, and steps of inner loops at a
+time."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ def outer_loop(step):
 
 
 def around(inner):
-    """What comes before an inner loop, of which `before` and `t` are read after it."""
+    """Put equations before an inner loop, whose values `before` and `t` are read after it."""
 
     def step(w, t, x):
         before = jax.jit(jnp.cos)(x) * 2.0
@@ -58,7 +59,7 @@ def test_loops_of_one_step_stay(length, inside):
 
 
 def test_what_outlives_a_piece():
-    """What is read in later ones, and the results of none."""
+    """Values that later pieces read outlive a piece; results that none reads do not."""
     nest = _cut(around(inner_loop())[0])
     first, last = nest.made
     assert [v.aval.shape for v in first] == [(), (2,), (), (2,)], "t, before, where it begins"
@@ -69,7 +70,8 @@ def test_what_outlives_a_piece():
 
 
 def test_steps_that_are_taken_at_once():
-    """As many as make the least of what is around, once for each so many, and what is waited."""
+    """Take as many steps at a time as make the sum least of what runs around them and of what
+    waits."""
     for size in (4, 40, 400, 4000):
         inner = inner_loop(step=lambda x, size=size: jnp.resize(jnp.sin(jnp.resize(x, size)), 2))
         loop, _ = around(inner)
@@ -84,7 +86,7 @@ def test_steps_that_are_taken_at_once():
 
 
 def test_loops_inside_that_are_flattened_before():
-    """And those that are already are not cut again."""
+    """Inner loops are flattened first, and loops that are flat are not cut again."""
     middle, _ = make_loop(
         lambda _, carry, __: (
             [carry[0] - 1, while_p.bind(carry[0], carry[1], loop=inner_loop())[1]],

@@ -43,7 +43,7 @@ def assert_counts(name, plan, on_gpu):
 
 @pytest.mark.parametrize("large", [False, True])
 def test_longer_segments(large, monkeypatch):
-    """Of two steps; those that are large are saved only where they have to be."""
+    """Segments of two steps; large carries are saved only where they have to be."""
     if large:
         monkeypatch.setattr(waits, "LARGE_CARRY", -1)
     for name, on_gpu in itertools.product(LOOPS, [*GPUS, *MIXED]):
@@ -98,7 +98,8 @@ def test_climbs_of_small_carries_are_one_loop(monkeypatch):
 
 
 def test_climbs_of_large_carries_are_loops_over_segments_of_known_length(monkeypatch):
-    """As are those over the steps of a segment that are replayed, and reversed."""
+    """The loops over the replayed steps of a segment, and over the reversed ones, have known
+    lengths, too."""
     monkeypatch.setattr(waits, "LARGE_CARRY", -1)
     loop, given = decided(checkpoints=Plan(2, segment=3))
     of_whole = loops_back(loop, given, on_gpu=True)
@@ -107,14 +108,15 @@ def test_climbs_of_large_carries_are_loops_over_segments_of_known_length(monkeyp
 
 @pytest.mark.parametrize("slots", [2, 3])
 def test_as_few_steps_again_as_can_be(slots):
-    """Of a number that is known, going back where free slots are used again."""
+    """For a known number of segments, slots that become free going back are used again."""
     loop, given = known(15, checkpoints=Plan(slots))
     found = assert_swept(loop, given, on_gpu=(True, True))
     assert found.runs["again"] == found.both.how.plan.evaluations()[1] - 15
 
 
 def test_of_a_known_number_of_small_ones_it_does_not_wait(monkeypatch):
-    """And of large ones where it has to know how many are in a stretch."""
+    """The host waits for large carries alone, where it has to know how many segments a stretch
+    has."""
     make = LOOPS["known"][0]
     assert loops_there(*make(checkpoints=Plan(2, segment=2)), on_gpu=True) == [True, True]
     monkeypatch.setattr(waits, "LARGE_CARRY", -1)

@@ -59,7 +59,7 @@ def in_call(rows, i):
 
 
 def test_what_is_sliced_in_a_call_is_so_behind_it():
-    """What is read there is no buffer, and may be used as one likes."""
+    """A value read inside a call is not a buffer, and may be used in any way."""
 
     def sliced(rows, i):
         old, one, rows = in_call(rows, i)

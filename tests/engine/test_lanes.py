@@ -122,7 +122,7 @@ def test_several_steps_to_an_iteration():
 
 
 def test_no_lane_takes_a_step():
-    """And none is reversed: there is nothing finite to take its place."""
+    """No lane is reversed: nothing finite could take its place."""
     stops = np.zeros(2, int)
     for shared, plan in [(False, "all"), (True, Plan(2, 3))]:
         loop, given, singles = of_lanes(stops, shared, checkpoints=plan)
@@ -137,7 +137,7 @@ def safe_inputs(shared):
 
 
 def test_what_is_not_chosen_again_each_step():
-    """Where slices are each lane's own, what a stopped lane goes on with is known at the start."""
+    """If slices are each lane's own, the values of a stopped lane are known at the start."""
     of_one, of_all = safe_inputs(False), safe_inputs(True)
     assert (of_one.shared, of_all.shared) == (False, True)
     assert (of_all.carry, of_all.x) == ([], [])

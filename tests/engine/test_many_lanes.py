@@ -83,7 +83,7 @@ FLAGS = Operands([True], [True, False], [False, True, False], [True])
 
 
 def assert_lanes(lanes, given, one):
-    """As if each lane of the outermost axis were run by itself."""
+    """Assert that the results are those of each lane of the outermost axis by itself."""
     results = run(lanes.loop, lanes.loop.split(lanes.map_operands(given))[0])
     found = lanes.map_results(results)
     axes = [a for _, a in given if a is not None]
@@ -223,7 +223,7 @@ jax.interpreters.batching.primitive_batchers[any_lane_p] = lambda args, dims: (
 
 
 def test_a_predicate_that_asks_all_lanes():
-    """As equinox's: of lanes that narrow, each is asked."""
+    """A predicate of equinox asks all lanes; once lanes narrow, each is asked."""
     asks = lambda limit, carry: any_lane_p.bind(carry[0] < limit[0])
     loop, operands = small(cond=asks)
     plain, _ = small()

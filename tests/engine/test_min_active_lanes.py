@@ -49,7 +49,7 @@ def test_where_all_lanes_are_run_it_is_the_same_loop():
 
 
 def test_a_flag_says_so_too():
-    """By which a step knows in which lanes to write nothing."""
+    """The flag tells a step in which lanes to write nothing."""
     added = lambda go, x: jnp.where(go, x, 0.0)
     body = lambda _, carry, x: ([carry[0] + 1, carry[1], carry[2] + added(carry[1], x[0])], [])
     asks = lambda _, carry: carry[1] & (carry[0] < LIMITS)

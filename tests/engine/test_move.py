@@ -21,7 +21,7 @@ def test_move():
 
 
 def test_move_along_a_mesh():
-    """What is put in is laid out over it, what moves is as it was."""
+    """The axis that is put in is laid out over the mesh; the axis that moves stays as it was."""
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
     value = np.arange(8.0).reshape(4, 2)
     with jax.set_mesh(mesh):

@@ -91,7 +91,8 @@ def inside(few, **how):
 
 
 def test_a_few_steps_at_a_time():
-    """As often as it takes to reach the bound, if there is one."""
+    """The inner loop takes a few steps at a time, as often as it takes to reach its bound, if it
+    has one."""
     for few, most, wanted in [(3, 7, (3, 3)), (7, 7, (7, 1)), (9, 7, (7, 1)), (4, None, (4, None))]:
         found = inside(few, most=most)
         assert (found.loop.length, found.most) == wanted
@@ -126,7 +127,8 @@ def test_checkpoints_of_all_steps_need_a_bound():
 
 
 def test_a_piece_is_one_step():
-    """Of a loop, that may be left out: so that no derivative is taken of what is not run."""
+    """A piece is a loop of one step or none, so that no derivative is taken of what does not
+    run."""
     loop, _ = with_rows()
     body = flattened(loop).loop.body
     inner = [e.params["loop"] for e in _jax.open_jaxpr(body).eqns if e.primitive is while_p]

@@ -164,7 +164,7 @@ LANES = 3
 
 
 def in_lanes(fun):
-    """What `fun()` returns between lanes."""
+    """Return the result of `fun()` between lanes."""
     found = []
     jax.vmap(lambda x: found.append(fun()) or x, axis_name=AXIS)(np.zeros(LANES))
     return found[0]

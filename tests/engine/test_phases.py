@@ -43,7 +43,7 @@ def bounded(rows, **how):
 
 
 def of_all(operands, flags, stops, places):
-    """What each lane is given alone, and all together."""
+    """Return the inputs of each lane alone, and of all together."""
 
     def own(v, flag, lane):
         return v + np.asarray(0.1 * lane, v.dtype) if flag else v
@@ -120,7 +120,7 @@ def test_without_a_bound_nothing_is_counted():
 
 
 def test_a_tangent_that_is_zero_stays_so():
-    """Of each phase there is one dual loop."""
+    """Each phase has one dual loop."""
     loop, _, flags = bounded("xy")
     many = many_lanes(loop, COUNT, flags)
     phases, moving = phases_of(many), []

@@ -1,4 +1,4 @@
-"""How the primitives are defined: whose errors say which loop of lax they are of."""
+"""Definitions of the primitives: the loops of lax that their errors name."""
 
 import pytest
 

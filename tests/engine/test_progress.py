@@ -1,4 +1,5 @@
-"""What a compiled loop carries of a bar: when the host is told, what it says, and what waits."""
+"""Bars in compiled loops: the numbers they carry, calls of the host, its answers, and what
+waits."""
 
 from dataclasses import replace
 
@@ -175,7 +176,7 @@ def test_runs_of_long_steps_are_short():
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_runs_of_steps_of_which_nobody_knows_how_long_they_take(waits):
-    """Where a step holds a loop that ends by itself. A host that waits is told seldom."""
+    """A step may hold a loop that stops by itself. A host that waits is called seldom."""
     inner = lambda y: jax.lax.while_loop(lambda y: y < 1, lambda y: y + 1.0, y)
     bounded = {"cond": lambda _, carry: carry[0] < 9, "length": 1000}
     with _jax.host_waits(waits):

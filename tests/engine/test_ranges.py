@@ -1,4 +1,4 @@
-"""What is known of integers in loops: where counters start, and how many steps inner loops take."""
+"""Ranges of integers in loops: where counters start, and how many steps inner loops take."""
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +109,7 @@ def test_a_step_without_loops_stays_the_same_object():
 
 
 def lengths(f, *args):
-    """How many steps each while loop of loopkit's may take, the outer ones first."""
+    """Return the most steps of each while loop of loopkit's, the outer ones first."""
     jaxpr = jax.make_jaxpr(f)(*args)
     loops = [e.params["loop"] for e in all_equations(jaxpr.jaxpr) if e.primitive is while_p]
     return [(loop.length, loop.cond is None) for loop in loops]

@@ -22,7 +22,7 @@ def order(jaxpr):
 
 
 def rewritten(fun, *values):
-    """What equations do before, and what after, of the same results."""
+    """Return the equations before and after the pass; the results are the same."""
     before = _jax.trace_closed(fun, types_of(values), "step")
     after = read_before_written(before)
     results = [jax.jit(_jax.call_jaxpr(j))(*values) for j in (after, before)]
@@ -75,7 +75,8 @@ def test_several_reads_and_writes():
 
 
 def test_what_stays():
-    """Reads before a write, of what was written, at a place that hangs on it, of other buffers."""
+    """These reads stay: before a write, of what was written, at a place that depends on it, of
+    others."""
 
     def before(rows, others, i, j):
         old, _ = read(rows, j, ROW)
@@ -95,7 +96,7 @@ def test_what_stays():
         return [written, read(others, j, ROW)[0]]
 
     def as_an_operand(rows, others, i, j):
-        """What is written was a whole buffer, that is read later."""
+        """Write a whole buffer that is read later."""
         written = write(rows, others, i, ROW)
         return [written, read(others, i * 0, ROW)[0]]
 

@@ -35,7 +35,7 @@ def of_the_host(y):
 
 
 class Unrolled:
-    """As many steps as any loop here takes, of which those count that are taken."""
+    """The loop unrolled to the most steps that any loop here takes; only the steps taken count."""
 
     @staticmethod
     def while_loop(goes_on, step, init, **_):
@@ -64,7 +64,7 @@ def program(loops, x, bound=ROWS, square=squared, start=lambda y, x: y, **how):
 
 
 def row_bytes(**how):
-    """What the loop around keeps of a step."""
+    """Return the bytes that the outer loop keeps of a step."""
     every = {"checkpoints": "all"} | how
     loops = loopkit.explain(lambda x: program(loopkit, x, **every), X).loops
     (around,) = (loop.plan for loop in loops if loop.plan.bound == 3)

@@ -1,4 +1,4 @@
-"""How a loop is reversed: what is saved of its carry, and which products are put off."""
+"""Reversal of a loop: what is saved of its carry, and which products are deferred."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def test_carries_that_only_ys_read_are_not_saved(slope, saved):
 
 
 def products(segment, store):
-    """Of a step with one large enough."""
+    """Return the products of a step with one that is large enough."""
     numbers = lambda *shape: np.sin(np.arange(np.prod(shape))).reshape(shape)
 
     def dense(consts, carry, x):
@@ -56,7 +56,7 @@ def products(segment, store):
 
 @pytest.mark.parametrize("store", ["carries", "residuals"])
 def test_products_are_put_off_over_several_steps(store, monkeypatch):
-    """Of one step, it would be kept for nothing. A factor that is a row is not kept twice."""
+    """A product of a single step is not deferred. A factor that is a row is not kept twice."""
     monkeypatch.setattr(deferred_products, "SMALLEST", 64)
     assert products(1, store) is None
     found = products(2, store)
@@ -102,7 +102,7 @@ def test_steps_that_ask_the_host_are_not_run_again():
 
 
 def test_a_leaf_that_steps_do_not_read():
-    """Of what it was, there is a cotangent: zero."""
+    """The cotangent of its old value is zero."""
     body = lambda consts, carry, x: ([carry[1] * 2.0, jnp.sin(carry[1])], [])
     moving = Operands([], [], [True, True], [])
     how = reversed_loop(body, [], [0.3, 0.5], length=6, checkpoints=Plan(2), moving=moving)
@@ -128,7 +128,7 @@ def test_loops_that_are_run_again_make_residuals_alone():
 
 
 def test_where_some_tangents_are_zero():
-    """What residuals alone make is not, in calls, too."""
+    """Tangents that residuals alone make are not zero, in calls too."""
 
     def linear(r, a, b):
         inside = jax.jit(lambda r, a, b: (a * 2.0, jnp.cos(r) * b + a))
@@ -196,7 +196,8 @@ def test_what_steps_are_taken_again_from():
 
 
 def summing(consts, carry, x):
-    """Of each kind, one that the derivative reads, one that steps taken again do, and neither."""
+    """Sum leaves of three kinds: the derivative reads one, rerun steps read one, and nothing reads
+    one."""
     (w, e, b, unused), (h, n, s) = consts, carry
     new = jnp.sin(w * h * n.astype(float) * jnp.exp(e)) + b + x[0] * h + x[1]
     return [new, n + 1, s + h + unused + x[2]], []
@@ -208,7 +209,7 @@ SUMMING = [0.3, 0.4, 0.5, 0.7], [0.2, 1, 0.4], [np.arange(6.0)] * 3
 @pytest.mark.parametrize("lanes", [0, 2])
 @pytest.mark.parametrize("again", [False, True])
 def test_what_going_back_reads(again, lanes):
-    """With lanes, also the carry with which those that have stopped go on."""
+    """Going back also reads the carry with which stopped lanes go on."""
     consts, init, xs = SUMMING
     if lanes:
         init = [np.full(lanes, v) for v in init]
@@ -268,7 +269,7 @@ def test_the_same_how_is_not_made_anew():
 
 @pytest.mark.parametrize("lanes", [False, True])
 def test_no_products_of_lanes_are_put_off(lanes, monkeypatch):
-    """And so none are planned for."""
+    """The plan does not count on deferred products, either."""
     monkeypatch.setattr(reversal_, "SMALLEST", 64)
 
     def dense(consts, carry, x):
@@ -312,7 +313,7 @@ def test_whether_a_step_reads_what_it_writes():
 
 
 def test_rows_written_once_are_not_cleared():
-    """Where nobody asks for the cotangent of what they were; the buffer is not the first leaf."""
+    """Nobody asks for the cotangent of the old entries; the buffer is not the first leaf."""
     how = of_rows(reads_what_was_written, Plan(2))
     count = lambda j: sum(e.primitive is write_p for e in equations.all_equations(j))
     assert count(how.without((False, False, True)).backward) == count(how.backward) - 1

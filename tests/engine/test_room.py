@@ -31,7 +31,7 @@ def test_memory_of_devices(monkeypatch):
 
 @pytest.mark.parametrize("stats", [None, {}, {"bytes_in_use": 3}])
 def test_memory_of_the_machine(monkeypatch, stats):
-    """Where devices keep no account; each process has a machine of its own."""
+    """Devices may keep no account; each process has a machine of its own."""
     device = SimpleNamespace(memory_stats=lambda: stats)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     monkeypatch.setattr(jax, "process_count", lambda: 2)

@@ -19,7 +19,7 @@ def runs_of_four(monkeypatch):
 
 
 def runs_of(times, known=True):
-    """How many there are of each of these numbers of steps, which are all taken, in order."""
+    """Count the runs of each of these numbers of steps; all steps are taken, in order."""
     body = lambda i, s: ((s[0] * 31 + i.astype(int)) % 10007, *s[1:])
     after = lambda s, count: (s[0], s[1] + count, s[2] + 1)
     zeros = (jnp.int64(0), jnp.int32(0), jnp.int32(0))
@@ -40,7 +40,7 @@ def runs_of(times, known=True):
 @pytest.mark.usefixtures("runs_of_four")
 @pytest.mark.parametrize("waits", [True, False])
 def test_runs_of_a_known_number_of_steps(waits):
-    """Of the same length where they are at most four times as long."""
+    """Runs have the same length where they are at most four times as long."""
     wanted = {0: 0, 3: 1, 4: 1, 8: 2, 10: 2, 11: 1, 16: 4, 17: 5, 23: 6}
     with _jax.host_waits(waits):
         assert runs_of(wanted) == list(wanted.values())
@@ -49,7 +49,7 @@ def test_runs_of_a_known_number_of_steps(waits):
 @pytest.mark.usefixtures("runs_of_four")
 @pytest.mark.parametrize("waits", [True, False])
 def test_runs_of_steps_that_are_counted_as_it_runs(waits):
-    """Of a host that waits, the last is there even if it is empty."""
+    """If the host waits, the last run exists even if it is empty."""
     wanted = [1, 1, 2, 2, 3, 3] if waits else [0, 1, 1, 2, 2, 3]
     with _jax.host_waits(waits):
         assert runs_of([0, 1, 4, 5, 8, 11], known=False) == wanted

@@ -1,4 +1,4 @@
-"""What a schedule keeps, and the steps that are run again to get to the others."""
+"""Schedules: what they keep, and the steps that run again to get to the others."""
 
 import functools as ft
 
@@ -34,7 +34,8 @@ def wanted(name):
 
 
 def assert_counts(plan, names=("known", "decided")):
-    """As many steps are run as the schedule says; of a known number, the fewest that can be."""
+    """Assert that the loop runs the schedule's number of steps; for a known number, the fewest
+    possible."""
     for name in names:
         make, steps = LOOPS[name]
         loop, given = make(checkpoints=plan)
@@ -86,7 +87,7 @@ def test_on_the_host(segment):
 
 @pytest.mark.parametrize("slots", [2, 3])
 def test_where_checkpoints_are(slots):
-    """As `cheapest` places them, for the steps that there were."""
+    """Checkpoints are where `cheapest` places them, for the steps that were taken."""
     make, steps = LOOPS["decided"]
     loop, given = make(checkpoints=Plan(slots))
     for on_gpu in GPUS:

@@ -76,7 +76,7 @@ class Told:
 
 @pytest.mark.parametrize("on_gpu", GPUS)
 def test_each_step_is_shown_once(on_gpu, monkeypatch):
-    """As it is taken, and as it is reversed; not those that are run again."""
+    """A step shows as it is taken and as it is reversed, and not when it runs again."""
     for make, steps in [(known, LENGTH), (decided, TAKEN)]:
         wanted = written_out(*make())
         for plan in SHOWN:

@@ -45,7 +45,7 @@ def test_each_in_its_turn(repeats, way):
 
 
 def traced_for(repeats, times=None, **how):
-    """How many bodies are in a program, and how many loops; None: of times that are not known."""
+    """Count the bodies and the loops in a program; None if the number of times is not known."""
     bodies = []
 
     def body(i, s):
@@ -74,7 +74,8 @@ def test_no_more_of_a_program_than_is_run(repeats):
 
 
 def test_quotients():
-    """Of what is known a number; of what is not, one division, which minds no sign."""
+    """A quotient of known numbers is a number; any other is one division, which works for either
+    sign."""
     assert steps.quotient(11, 4) == 2
     assert type(steps.quotient(11, 4)) is int
     jaxpr = jax.make_jaxpr(lambda n: steps.quotient(n, 4))(jnp.int32(11))

@@ -1,4 +1,4 @@
-"""The frame of every strategy: what is handed on, and what costs a wait, a copy or room."""
+"""The frame of every strategy: what sweeps hand over, and what costs a wait, a copy or memory."""
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ def test_every_residual_of_rows_that_are_read_or_written(where):
 
 @pytest.mark.parametrize("host", [False, True])
 def test_where_what_is_saved_lies(host):
-    """From the start, and as it is handed on."""
+    """Stored values are in the right memory from the start, and when they are handed over."""
     plans = Plan(LENGTH, host=host), Plan(LENGTH, 4, host=host), Plan(3, 3, host=host)
     for plan in (*plans, Plan(2, host=host), Plan(0, keeps_all=True, host=host)):
         both = of(plan)
@@ -91,7 +91,7 @@ def test_what_leaves_for_the_host_is_a_copy():
 
 @pytest.mark.parametrize("plan", ["all", Plan(LENGTH)], ids=range(2))
 def test_loops_back_over_all_steps(plan):
-    """Of an unknown number, in parts of which a host knows how long they are, where it waits."""
+    """An unknown number of steps is cut into parts of known length, for a host that waits."""
     back = lambda make, on_gpu: loops_back(*make(checkpoints=plan), on_gpu)
     assert back(known, False) == back(known, True) == [True]
     assert back(decided, False) == [False]
@@ -121,7 +121,7 @@ def test_rows_that_are_not_taken():
 
 @pytest.mark.parametrize("plan", [Plan(2), Plan(3, 3)], ids=range(2))
 def test_no_steps_at_all(plan):
-    """Of a loop without a length of its own, and of one of length zero."""
+    """A loop without a length of its own, and one of length zero, take no steps."""
     loop, given = decided(taken=0, checkpoints=plan)
     for on_gpu in GPUS:
         assert_swept(loop, given, on_gpu=on_gpu)

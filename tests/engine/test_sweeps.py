@@ -1,4 +1,4 @@
-"""Each way to keep what a plan keeps, alone: what is handed on, and the cotangents coming back."""
+"""Each strategy by itself: what its sweeps hand over, and the cotangents coming back."""
 
 import jax
 import jax.numpy as jnp

@@ -28,7 +28,7 @@ def positions(segments):
 @pytest.mark.parametrize("segment", [1, 3])
 @pytest.mark.parametrize("thinned", [False, True])
 def test_saves_are_those_of_a_placement(thinned, segment):
-    """Where it is thinned, with spare slots, if there are more than two."""
+    """A thinned schedule with more than two slots has spare ones."""
     segments = -(-BOUND // segment)
     for slots in (1, 2, 3, 5):
         spare = {1: 0, 2: 0, 3: 1, 5: 2}[slots]
@@ -42,7 +42,7 @@ def test_saves_are_those_of_a_placement(thinned, segment):
 
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_of_a_known_number_the_best(slots):
-    """What is held after so many saves is known without them; and a row says what they are."""
+    """The states held after some saves are known without these; a row says what they are."""
     schedule = Schedule.of(Plan(slots, 2, bound=BOUND, exact=True))
     found, free = saves(schedule, 12), slots
     at = 0

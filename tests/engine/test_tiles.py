@@ -1,4 +1,4 @@
-"""What a TPU keeps in tiles of 8 by 128 numbers: which arrays are rows, and what tiles take."""
+"""Tiles of 8 by 128 numbers on a TPU: which arrays are rows, and what tiles take."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ def array(*shape, dtype="float32", **how):
 
 
 def test_rows():
-    """Of several axes, the last of them short, and not too many numbers."""
+    """Rows have several axes, the last of them short, and not too many numbers."""
     long = LONGEST_TILE // 2
     rows = [(2, 2), (3, 2, 1), (3, SHORT - 1), (1, 3, 2), (long, 2)]
     others = [(), (6,), (1, 6), (6, 1), (3, SHORT), (3, 20 * SHORT), (SHORT, 1), (3, 2, 0)]

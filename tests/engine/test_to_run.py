@@ -19,7 +19,7 @@ CONSTS, INIT = [0.9, 0.4], [0.3, 0.2, 1.0]
 
 
 def small():
-    """Of its carry, `total` is needed by nothing else; of its constants, `b` by no derivative."""
+    """Nothing else in the carry needs `total`, and no derivative needs the constant `b`."""
 
     def body(consts, carry, x):
         (w, b), (h, k, total) = consts, carry

@@ -44,7 +44,7 @@ def outer(x, keys, w, settings, how):
 @pytest.mark.parametrize("how", [{"checkpoints": "all"}, {"checkpoints": 2}], ids=str)
 @pytest.mark.parametrize("settings", [{"checkpoints": "all"}, {"checkpoints": 2}], ids=str)
 def test_lanes_of_what_is_not_read(settings, how):
-    """What is stored of the inner loop depends on a key that the way back does not read."""
+    """The residuals of the inner loop depend on a key that the way back does not read."""
     x, w = jnp.asarray(0.3), jnp.asarray(0.9)
     gradient = lambda *of: lambda x, keys, w: jax.grad(outer, (0, 2))(x, keys, w, *of)
     lanes = lambda *of: jax.jit(jax.vmap(gradient(*of), (None, 0, None)))(x, KEYS, w)
@@ -52,7 +52,7 @@ def test_lanes_of_what_is_not_read(settings, how):
 
 
 def test_lanes_that_are_run_on_what_is_there(monkeypatch):
-    """The same, where the lanes of what is stored have to be found out from what is stored."""
+    """The lanes of the residuals have to be found out from the residuals."""
     seen = []
     spread = vmap.spread
     monkeypatch.setattr(vmap, "spread", lambda *args: seen.append(args) or spread(*args))
@@ -159,7 +159,7 @@ def test_a_derivative_in_fewer_inputs_than_it_was_linearised_in(of_a):
 
 @pytest.mark.parametrize("checkpoints", [None, "all"])
 def test_a_constant_of_which_only_functions_are_read(checkpoints):
-    """Of an inner loop, whose constant is what the outer one carries."""
+    """The constant of the inner loop is a carry leaf of the outer one."""
 
     def f(c, scan, **how):
         def step(c, _):

@@ -58,7 +58,7 @@ def test_few_lanes_wait_and_those_of_short_steps(monkeypatch):
 
 
 def test_lanes_wait_where_phases_gain_less_than_they_take_to_compile(monkeypatch):
-    """Which is taken to be half of the time of all steps of five runs, of 20 microseconds each.
+    """The gain counts half the time of all steps of five runs, of 20 microseconds each.
 
     Of 64 lanes there are two phases, each of two equations.
     """

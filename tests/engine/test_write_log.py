@@ -1,4 +1,4 @@
-"""What steps log of their writes, and buffers brought back from it, a step at a time."""
+"""Write logs: what steps log of their writes, and buffers restored from it, a step at a time."""
 
 import jax
 import jax.numpy as jnp
@@ -34,14 +34,14 @@ def row(value, columns=2):
 
 
 def displacing(consts, carry, x):
-    """The same rows again and again, and one that is read from elsewhere."""
+    """Write the same rows again and again, and one that is read from elsewhere."""
     i, k, b = carry
     old, b = read(b, at((i + 1) % 3), ROW)
     return [i + 1, 3 - k, write(b, jnp.cos(3 * old), at(i % 3), ROW)], []
 
 
 def updating(consts, carry, x):
-    """What is written is made of what is read there."""
+    """Write a value that is computed from the entries there."""
     i, k, b = carry
     where = at(i % 3)
     old, b = read(b, where, ROW)
@@ -49,7 +49,7 @@ def updating(consts, carry, x):
 
 
 def narrower(consts, carry, x):
-    """What is read there is more than what is written."""
+    """Read more than is written."""
     i, k, b = carry
     where = at(i % 3)
     old, b = read(b, where, TWO)
@@ -142,7 +142,8 @@ def logged(body, **how):
 
 
 def test_what_is_logged():
-    """Where it is written and what is displaced, if that does not follow from the step's number."""
+    """The log has the place and the old value of a write, unless they follow from the step's
+    number."""
     assert logged(displacing) == ([(1,), (1, 2)], 1)
     assert logged(updating) == ([(1,), (1, 2)], 0)
     assert logged(narrower) == ([(1,), (1, 2)], 1)
@@ -152,7 +153,7 @@ def test_what_is_logged():
 
 
 def inner(consts, init, step, **how):
-    """What a loop in a step makes of `init`."""
+    """Return the result of a loop in a step that begins with `init`."""
     buffers = [i for i, v in enumerate(init) if v.ndim == 2]
     zeros = lambda values: [np.zeros(v.shape, v.dtype) for v in values]
     loop, _ = make_loop(step, zeros(consts), zeros(init), buffers=buffers, **how)
@@ -200,7 +201,7 @@ def two_in_turn(consts, carry, x):
 
 
 def two_runs(consts, carry, x):
-    """Of two buffers, each with its own beginning."""
+    """Write runs to two buffers, each with its own beginning."""
     i, k, b, c = carry
 
     def each(consts, carry, x):
@@ -214,7 +215,7 @@ def two_runs(consts, carry, x):
 
 
 def of_each_kind(consts, carry, x):
-    """What logs nothing, where it writes, and what it displaces, one after the other."""
+    """Write in three ways: one logs nothing, one its place, and one what it displaces."""
     i, k, b, c, d = carry
     window = Window((0, 1), (0, 0), (1, 1), "drop", wrap=False)
     b = write(b, row(5 + k), at(i), ROW)
@@ -235,7 +236,7 @@ def never(consts, carry, x):
 
 
 NESTED = {known_number: 1, runs: 2, two_in_turn: 2, two_runs: 2, of_each_kind: 3, never: 1}
-"""How many buffers they have."""
+"""The number of buffers of each body."""
 
 
 def of_nested(body):
@@ -260,7 +261,7 @@ def test_what_is_logged_of_loops_in_a_step():
 @pytest.mark.parametrize("body", [displacing, counted, of_each_kind])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_several_steps_back(body, reverse):
-    """Of a log with a row for each step, by counters of that step."""
+    """The log has a row for each step, and counters of that step restore it."""
     loop, given, undo = of_nested(body) if body in NESTED else the_undo(body)
     loop = loop.replace(reverse=reverse)
     forward = jax.jit(_jax.call_jaxpr(undo.forward))

@@ -1,4 +1,4 @@
-"""Where steps write to a buffer: which rows are written once, and which follow from counters."""
+"""Write sites: which rows of a buffer are written once, and which follow from counters."""
 
 import jax
 import jax.export
@@ -28,7 +28,7 @@ ROW_OF_ONES = np.ones((1, 2))
 
 
 def loop_of(step, init=None, **how):
-    """Of a counter, another number and a buffer, if nothing else is said."""
+    """Make a loop over a counter, another number and a buffer, unless `init` says otherwise."""
     init = [np.int32(0), np.int32(2), numbers(rows=12)] if init is None else init
     buffers = [i for i, v in enumerate(init) if np.ndim(v) == 2]
     body = lambda consts, carry, x: (step(*carry), [])
@@ -72,7 +72,7 @@ def test_rows_from_the_end():
 
 
 def test_rows_of_which_nobody_knows_how_many_there_are():
-    """As in programs that are exported for any size: they may come around to the first."""
+    """Programs that are exported for any size may come around to the first row again."""
     (n,) = jax.export.symbolic_shape("n")
 
     def once(window):
@@ -87,7 +87,7 @@ def test_rows_of_which_nobody_knows_how_many_there_are():
 
 
 def columns(starts, kind=np.int32):
-    """Of which counter each column of the starts of a write is."""
+    """Return the counter that each column of a write's starts follows."""
     window = Window((0, 1), (0, 0), (1, 1), "drop", wrap=False)
 
     def step(i, k, b):
@@ -151,7 +151,7 @@ def test_writes_beside_which_nothing_touches_the_buffer():
 
 
 def spans_of(step, init=None, **how):
-    """Of the buffer, the last leaf: operand and result that say where rows begin and end.
+    """Return the operand and the result that say where the rows of the last leaf begin and end.
 
     None if it is not known what is written, () if it is known and has to be logged.
     """
@@ -170,7 +170,7 @@ def rows_until(n, b, limit):
 
 
 def test_a_loop_whose_steps_are_not_known():
-    """What it displaces cannot be logged, in a call either."""
+    """Displaced rows cannot be logged, in a call either."""
 
     def rows(n, b, k):
         each = lambda consts, carry, x: ([carry[0] + 1, put(carry[1], carry[0] % 2)], [])

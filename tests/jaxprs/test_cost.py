@@ -1,4 +1,4 @@
-"""What equations are taken to cost."""
+"""Estimated costs of equations."""
 
 import jax
 import jax.export

@@ -21,14 +21,14 @@ SCALAR, VECTOR = (_jax.ShapedArray(shape, jnp.dtype("float64")) for shape in (()
 class Variable:
     aval: _jax.ShapedArray
     operands: list | None = None
-    """What it is made again from; None if it is not."""
+    """The variables that it is computed from again; None if it is not."""
     given: bool = False
     free: bool = False
 
 
 @dataclass
 class Known:
-    """What is known of the variables of a jaxpr."""
+    """Facts about the variables of a jaxpr."""
 
     variables: dict = field(default_factory=dict)
     constants: set = field(default_factory=set)
@@ -203,7 +203,8 @@ def test_the_frontiers_of_random_steps():
 
 
 def kept_of(fun, types, constants=0, carry=1):
-    """What is hoisted and what is stored of a step whose residuals are all that `fun` returns."""
+    """Return what is hoisted and what is stored of a step whose residuals are all that `fun`
+    returns."""
     step = _jax.trace_closed(fun, types, "step")
     residuals = min_cut.Residuals(step, 0, constants, constants + carry, [False] * carry)
     cut = residuals.cut(residuals.least)

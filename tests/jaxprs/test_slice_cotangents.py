@@ -33,7 +33,7 @@ def dynamic_slices(at, table, v):
 
 
 def whole_axes(at, table, v):
-    """What is as long as its axis starts at its start, whatever is said."""
+    """A slice as long as its axis starts at 0, whatever its start says."""
     columns = lax.dynamic_slice(table, (at[4], at[0]), (7, 1))
     return [columns.sum() + v]
 
@@ -90,7 +90,7 @@ def of_each_lane(at, table, v):
 
 
 def several_reads(at, table, v):
-    """Of the same rows, and of what is a result as well as an operand."""
+    """Read the same rows twice, and a value that is a result as well as an operand."""
     a = lax.dynamic_slice(table, (at[0], 0), (1, 6))
     b = lax.dynamic_slice(table, (at[0], 1), (2, 3))
     return [a, (b * U).sum() + a[0, 0]]

@@ -1,4 +1,4 @@
-"""Which changes of the package do the tests not see?
+"""Find the changes of the package that the tests do not see.
 
     python -m mutation ../loopkit/schedules --tests schedules               # in tests/
     python -m mutation ../loopkit/_engine --share 0.2 --tests engine test_vjp.py

@@ -1,4 +1,4 @@
-"""What is changed: one operator, comparison, condition or number at a time.
+"""Changes: one operator, comparison, condition or number at a time.
 
 Left out by rule, since no test can or need see it: annotations, assertions, how an f-string formats
 a number, and the arguments and settings of `SILENT`.
@@ -45,7 +45,7 @@ class Change(NamedTuple):
     column: int
     said: str
     lines: range
-    """Of the statement, or of what of it stands before its block."""
+    """The lines of the statement, or of the part of it before its block."""
     in_function: bool
     """Its code runs when a function is called, not when the module is imported."""
     number: int
@@ -56,7 +56,7 @@ class Change(NamedTuple):
 
 
 def replacements(node: ast.AST) -> Iterator[ast.AST]:
-    """What may stand in its place."""
+    """Yield the nodes that may take its place."""
     new = copy.copy(node)
     if isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign) and type(node.op) in SWAPPED:
         new.op = SWAPPED[type(node.op)]()
@@ -144,7 +144,7 @@ def _change(number: int, node: ast.AST, new: ast.AST, statement: ast.stmt, insid
 
 
 def all_changes(path: Path) -> list[Change]:
-    """By line and column."""
+    """Return all changes, in order of line and column."""
     places = enumerate(_places(ast.parse(path.read_text())))
     found = [_change(number, *place) for number, place in places]
     return sorted(found, key=lambda change: (change.line, change.column))

@@ -19,7 +19,7 @@ LOOKS, STILL = 10.0, 6
 class Outcome(NamedTuple):
     said: list[Any]
     seconds: float
-    """Of the processor."""
+    """The seconds of the processor."""
     ended_by: int
     """The signal that did, or 0."""
 
@@ -32,7 +32,7 @@ def allow(seconds: float) -> None:
 
 
 def in_child(work: Callable[[], Iterator[Any]]) -> Outcome:
-    """What it yields, which JSON has to be able to write."""
+    """Return what `work` yields, which JSON has to be able to write."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -78,7 +78,7 @@ def _listen(reader: int, child: int) -> bytes:
 
 
 def _state(child: int) -> tuple[tuple[str, ...], int]:
-    """Of each of its threads, and how much of the processor it has had."""
+    """Return the state of each thread of the child, and the processor time that it has had."""
     stats = [stat.read_text() for stat in Path(f"/proc/{child}/task").glob("*/stat")]
     fields = [stat.rpartition(")")[2].split() for stat in stats]
     return tuple(field[0] for field in fields), sum(int(f[11]) + int(f[12]) for f in fields)

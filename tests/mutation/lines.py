@@ -1,4 +1,4 @@
-"""Which lines of the package run."""
+"""Lines of the package that run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def noted(folder: str) -> Iterator[set[Line]]:
 
 
 def place(code: CodeType) -> tuple:
-    """The same for a code compiled again; `==` is not, where lines were noted."""
+    """Return the same key for code that is compiled again; `==` does not hold where lines were
+    noted."""
     return code.co_filename, code.co_qualname, tuple(code.co_positions())
 
 
@@ -55,7 +56,7 @@ def functions_of(folder: str) -> dict[tuple, list[FunctionType]]:
 
 
 def pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
-    """Of the codes within two codes that differ, the outermost first, those that differ."""
+    """Yield the pairs of codes inside two codes that differ, the outermost first."""
     if old != new:
         yield old, new
         inside = [[c for c in code.co_consts if isinstance(c, CodeType)] for code in (old, new)]

@@ -1,4 +1,4 @@
-"""What came out, a line a change."""
+"""Records of outcomes, a line a change."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ hypothesis.settings.register_profile(
 
 
 class Test:
-    """What is known of one."""
+    """Facts about a test."""
 
     def __init__(self, name: str, seconds: float, reached: list[lines.Line]):
         self.name, self.seconds = name, seconds
@@ -57,7 +57,7 @@ class Server:
         """Tests that saw a change: do they pass without it?"""
 
     def note(self) -> None:
-        """Which lines each test reaches."""
+        """Note which lines each test reaches."""
         self.folder.mkdir(exist_ok=True)
         for path in self.given.tests:
             file = self.folder / f"{path.parent.name}-{path.stem}.json"
@@ -213,7 +213,7 @@ class Server:
 
 
 def verdict(outcome: forked.Outcome) -> tuple[str, str | None, int]:
-    """What it is, by which test, and how many have run."""
+    """Return the verdict, the test that gave it, and how many tests have run."""
     names = [said for said in outcome.said if isinstance(said, str)]
     ran = sum(isinstance(said, bool) for said in outcome.said)
     if outcome.ended_by in (signal.SIGKILL, signal.SIGXCPU):
@@ -258,7 +258,7 @@ def import_again(path: Path, code: CodeType) -> None:
 
 
 def some(items: list[pytest.Item], most: int) -> list[pytest.Item]:
-    """Of each test so many of its cases, from all over."""
+    """Return so many cases of each test, spread over all of them."""
     cases = defaultdict(list)
     for item in items:
         cases[item.nodeid.partition("[")[0]].append(item)

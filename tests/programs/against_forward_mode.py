@@ -1,4 +1,4 @@
-"""How programs of other libraries are checked: by forward mode of the same program as it is.
+"""Checks of programs of other libraries, by forward mode of the same unchanged program.
 
 `lax.while_loop` has forward mode, of any order, so what it says is independent of loopkit. The
 directional derivatives of the program with its loops replaced have to agree, in double precision,
@@ -20,7 +20,7 @@ import loopkit
 
 
 def import_or_skip(name: str) -> Any:
-    """The module, or a skipped test. What they warn of when imported is their own affair."""
+    """The module, or a skipped test. Their warnings at import are their own affair."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip(name, exc_type=ImportError)
@@ -61,7 +61,8 @@ def expected(loss: Callable, at: Any, order: int) -> dict[str, jax.Array]:
 
 
 def found(loss: Callable, at: Any, order: int, **how: Any) -> dict[str, dict[str, jax.Array]]:
-    """The same through `checkpointed`, in every order of the two modes that ends in a number."""
+    """Return the derivatives through `checkpointed`, in every order of the two modes that ends in a
+    number."""
     f, v = loopkit.checkpointed(loss, **how), direction(at)
     pulled = lambda f: lambda x: dot(jax.grad(f)(x), v)
 

@@ -73,7 +73,7 @@ def descent(drive):
 
 
 def sinkhorn(drive):
-    """By the loop without the rule that ott puts around it, which would stay in force."""
+    """Iterate by the loop without ott's rule around it, which would stay in force."""
     import_or_skip("ott")
     from ott.geometry import pointcloud
     from ott.math import fixed_point_loop

@@ -175,27 +175,27 @@ ERRORS = [
     (lambda: binomial.reach(1, -2), "binomial.reach: `repetitions` must be >= 0, got -2"),
     (
         lambda: binomial.repetition_number(-1, 2),
-        "binomial.repetition_number: `segments` must be >= 0, got -1; count the segments to be",
+        "binomial.repetition_number: `segments` must be >= 0, got -1. Count the segments to be",
     ),
-    (lambda: binomial.repetition_number(1, 0), "`slots` must be >= 1, got 0; count the initial"),
+    (lambda: binomial.repetition_number(1, 0), "`slots` must be >= 1, got 0. Count the initial"),
     (lambda: binomial.advances(-1, 0), "binomial.advances: `segments` must be >= 0, got -1"),
-    (lambda: binomial.advances(1, -1), "binomial.advances: `free` must be >= 0, got -1; count the"),
+    (lambda: binomial.advances(1, -1), "binomial.advances: `free` must be >= 0, got -1. Count the"),
     (lambda: binomial.evaluations(-1, 1), "binomial.evaluations: `segments` must be >= 0, got -1"),
     (
         lambda: binomial.evaluations(1, 0),
-        "loopkit.schedules.binomial.evaluations: `slots` must be >= 1, got 0; "
-        "count the initial state as one slot",
+        "loopkit.schedules.binomial.evaluations: `slots` must be >= 1, got 0. "
+        "Count the initial state as one slot",
     ),
     (
         lambda: binomial.split(1, 0),
-        "binomial.split: `segments` must be >= 2, got 1; a stretch of one",
+        "binomial.split: `segments` must be >= 2, got 1. A stretch of one",
     ),
     (lambda: binomial.split(2, -1), "binomial.split: `free` must be >= 0, got -1"),
     (lambda: binomial.split_table(0, 1), "binomial.split_table: `segments` must be >= 1, got 0"),
     (lambda: binomial.split_table(1, -1), "binomial.split_table: `free` must be >= 0, got -1"),
     (
         lambda: binomial.split_table(1, 1, columns=0),
-        "binomial.split_table: `columns` must be >= 1, got 0; 256 is a good number",
+        "binomial.split_table: `columns` must be >= 1, got 0. 256 is a good number",
     ),
 ]
 
@@ -211,7 +211,7 @@ def test_integers_only():
     with pytest.raises(TypeError) as error:
         binomial.advances(2.5, 1)
     assert str(error.value) == (
-        "loopkit.schedules.binomial.advances: `segments` must be an integer, got 2.5 (float); "
-        "count the segments to be reversed"
+        "loopkit.schedules.binomial.advances: `segments` must be an integer, got 2.5 (float). "
+        "Count the segments to be reversed."
     )
     assert binomial.advances(np.int32(10), np.int64(2)) == 15

@@ -120,7 +120,7 @@ def test_how_often_cheapest_saves(slots, saves, of_the_longest, given_up):
 
 
 def test_many_slots_are_filled_at_a_distance():
-    """Of which the last stretch, which has no free slot, costs about a hundredth of the whole."""
+    """The last stretch, which has no free slot, costs about a hundredth of the whole."""
     *marks, _ = online.cheapest(100, 3000).marks(3000)
     assert all(mark.run >= isqrt(mark.segment) // 8 - 3 for mark in marks)
     assert any(mark.run == isqrt(mark.segment) // 8 - 3 == 3 for mark in marks)
@@ -163,7 +163,8 @@ def test_a_traced_loop_places_the_same(place, slots):
 
     @jax.jit
     def run(segments):
-        """Which segments the slots hold after `segments` segments, as an engine would keep them."""
+        """Return the segments that the slots hold after `segments` segments, as an engine keeps
+        them."""
 
         def save_and_run(loop):
             segment, mark, positions, kept = loop
@@ -207,30 +208,30 @@ def test_programs_print_and_are_kept():
 
 
 ERRORS = [
-    (lambda: online.thinning(0), "online.thinning: `slots` must be >= 1, got 0; count the initial"),
+    (lambda: online.thinning(0), "online.thinning: `slots` must be >= 1, got 0. Count the initial"),
     (
         lambda: online.thinning(2, -1),
-        "online.thinning: `segments` must be >= 0, got -1; give a bound",
+        "online.thinning: `segments` must be >= 0, got -1. Give a bound",
     ),
     (lambda: online.thinning(2, spare=-1), "online.thinning: `spare` must be >= 0, got -1; 0 fill"),
     (
         lambda: online.thinning(2, spare=2),
-        "loopkit.schedules.online.thinning: `spare` must be < `slots`, which is 2, got 2; the "
+        "loopkit.schedules.online.thinning: `spare` must be < `slots`, which is 2, got 2. The "
         "initial state needs a slot",
     ),
-    (lambda: online.cheapest(0), "online.cheapest: `slots` must be >= 1, got 0; count the initial"),
+    (lambda: online.cheapest(0), "online.cheapest: `slots` must be >= 1, got 0. Count the initial"),
     (
         lambda: online.cheapest(2, -1),
-        "online.cheapest: `segments` must be >= 0, got -1; give a bound",
+        "online.cheapest: `segments` must be >= 0, got -1. Give a bound",
     ),
     (
         lambda: online.cheapest(2, 10).positions(11),
         "loopkit.schedules.online.Placement.positions: `segments` must be <= 10, the bound this "
-        "placement was made for, got 11; make the placement with larger `segments`",
+        "placement was made for, got 11. Make a placement for more segments",
     ),
     (
         lambda: online.cheapest(2, 10).marks(-1),
-        "online.Placement.marks: `segments` must be >= 0, got -1; count the segments that the loop",
+        "online.Placement.marks: `segments` must be >= 0, got -1. Count the segments that the loop",
     ),
 ]
 

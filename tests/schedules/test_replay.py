@@ -84,9 +84,9 @@ def test_positions_are_measured_and_nothing_is_live():
 ERRORS = [
     (
         {"segments": -1},
-        "replay.replay: `segments` must be >= 0, got -1; count the segments to be reversed",
+        "replay.replay: `segments` must be >= 0, got -1. Count the segments to be reversed",
     ),
-    ({"slots": -1}, "replay.replay: `slots` must be >= 0, got -1; count the slots"),
+    ({"slots": -1}, "replay.replay: `slots` must be >= 0, got -1. Count the slots"),
 ]
 
 

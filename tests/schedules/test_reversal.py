@@ -152,14 +152,14 @@ def test_nothing_to_reverse():
 
 
 ERRORS = [
-    (lambda: reversal.gradient(-1, 2), "reversal.gradient: `segments` must be >= 0, got -1; count"),
-    (lambda: reversal.gradient(1, 0), "reversal.gradient: `slots` must be >= 1, got 0; count the"),
+    (lambda: reversal.gradient(-1, 2), "reversal.gradient: `segments` must be >= 0, got -1. Count"),
+    (lambda: reversal.gradient(1, 0), "reversal.gradient: `slots` must be >= 1, got 0. Count the"),
     (lambda: reversal.reverse({0: 0}, -1, 2), "reversal.reverse: `segments` must be >= 0, got -1"),
     (lambda: reversal.reverse({0: 0}, 1, 0), "reversal.reverse: `slots` must be >= 1, got 0"),
     (
         lambda: reversal.reverse({0: 0, 2: 1}, 3, 2),
-        "loopkit.schedules.reversal.reverse: `positions` must use slots 0 to 1, got slot 2; number "
-        "the slots from 0, or give all of them in `slots`",
+        "loopkit.schedules.reversal.reverse: `positions` must use slots 0 to 1, got slot 2. Number "
+        "the slots from 0, or pass all of them in `slots`",
     ),
     (
         lambda: reversal.advances({0: 0, 1: 3}, 3, 2),
@@ -168,15 +168,15 @@ ERRORS = [
     ),
     (
         lambda: reversal.reverse({0: 0, 1: 1}, 1, 2),
-        "reversal.reverse: `positions` must hold segments 0 to 0, got segment 1 in slot 1; leave",
+        "reversal.reverse: `positions` must hold segments 0 to 0, got segment 1 in slot 1. Leave",
     ),
     (
         lambda: reversal.kept({0: 1, 1: 2}, 3, 2),
-        "reversal.kept: `positions` must hold segment 0, got segments [1, 2]; keep the initial",
+        "reversal.kept: `positions` must hold segment 0, got segments [1, 2]. Keep the initial",
     ),
     (
         lambda: reversal.reverse({0: 0, 1: 0}, 3, 2),
-        "`positions` must hold each segment once, got segments [0, 0]; leave out the second copy",
+        "`positions` must hold each segment once, got segments [0, 0]. Leave out the second copy",
     ),
     (
         lambda: reversal.kept({0: 0}, 3, 2, give_up=-1),

@@ -36,7 +36,7 @@ def test_a_page_is_legible(open_page, path, scheme):
 
 
 class Links(html.parser.HTMLParser):
-    """Where a page can be entered, and where it leads."""
+    """The anchors of a page, and its links."""
 
     def __init__(self, text):
         super().__init__()

@@ -10,7 +10,7 @@ from trials.values import index, integer, predicate, rows_index, value
 from trials.writer import Variable, Writer, names_in
 
 ROOM = 64
-"""Of a list: more than is ever appended."""
+"""The capacity of a list: more than is ever appended."""
 
 
 def new_buffer(w: Writer, checked: bool = False) -> Variable:
@@ -42,7 +42,7 @@ def empty_list(w: Writer) -> Variable:
 
 
 def place(w: Writer, b: Variable) -> str:
-    """Where a row is: often one that was read or written before."""
+    """Write the place of a row: often one that was read or written before."""
     rows, known = b.type.shape[0], w.places.setdefault((b.origin or b.name, w.checked), [])
     visible = {v.name for v in w.variables}
     again = [text for text in known if visible.issuperset(names_in(text))]

@@ -38,7 +38,7 @@ class Results(NamedTuple):
     value: list[Any]
     """Leaves of what the program returns, with a leading axis of lanes if there are several."""
     derived: Any
-    """What it is after all of its transformations."""
+    """The result after all transformations."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,7 +47,7 @@ class Trial:
     pattern: str
     outside: str = "jit"
     optimized: bool = False
-    """By the compiler, which takes twice as long: in a few trials."""
+    """Whether the optimizing compiler runs it, which takes twice as long: in a few trials."""
     valued: bool = True
     """Whether what the program returns is compared besides, integers and all."""
 
@@ -63,7 +63,7 @@ class Trial:
         return (x, others) if self.lanes else (x[0], {k: v[0] for k, v in others.items()})
 
     def function(self, implementation: Implementation) -> Callable:
-        """What is run: of the arguments, the value and what is derived."""
+        """Return the function to run: from the arguments to the value and the derivatives."""
         f = self.program.of_vector(implementation.function(self.program))
 
         def both(x: Any, others: Any) -> tuple[Any, Any]:

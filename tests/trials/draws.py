@@ -1,4 +1,4 @@
-"""What is chosen at random, and the types of values: in terms that hypothesis can shrink."""
+"""Random choices and the types of values, in terms that hypothesis can shrink."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTEGERS = ("int32", "int64", "int8", "uint8", "int16", "uint32")
 
 @dataclass(frozen=True)
 class Type:
-    """Of one array."""
+    """The type of one array."""
 
     dtype: str = "float64"
     shape: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""The grammar of a step's arithmetic. What goes in moderate comes out moderate."""
+"""The grammar of a step's arithmetic. Moderate inputs give moderate outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trials.values import index, integer, predicate, rows_index, scalar, value
 from trials.writer import Writer
 
 FLOATS: dict[str, tuple[int, Callable[[Writer, Type], str | None]]] = {}
-"""Of each construct its weight, and how it is written: None where the type has none such."""
+"""The weight of each construct, and the function that writes it: None if the type has none such."""
 
 
 def construct(name: str, weight: int):
@@ -117,7 +117,7 @@ def product(w: Writer, t: Type) -> str | None:
 
 @construct("large product", 2)
 def large_product(w: Writer, t: Type) -> str | None:
-    """With a matrix of which a gradient had better be added up at the end."""
+    """Write a product with a matrix whose gradient is better added up at the end."""
     if t.shape != (3,) or t.dtype != "float64":
         return None
     if w.matrix is None:

@@ -62,7 +62,7 @@ def expected(trial: Trial, path: Path | None) -> Any:
 
 
 def failure(trial: Trial, implementation: Implementation, path: Path | None = None) -> str:
-    """What is wrong, in one line; nothing if nothing is."""
+    """Say in one line what is wrong; return nothing if nothing is."""
     if implementation.cannot(trial.program, trial.pattern, trial.outside):
         return ""
     try:

@@ -27,7 +27,7 @@ OWN = frozenset(
         "static leaves",
     }
 )
-"""What loopkit's loops can do, and lax's cannot."""
+"""Options of loopkit's loops that lax's loops do not have."""
 COUNTED = "scan", "fori_loop"
 
 
@@ -43,7 +43,7 @@ class Implementation:
         return self.wrap(program.function({"loops": self.loops} | own))
 
     def cannot(self, program: Program, pattern: str, outside: str) -> str | None:
-        """What of it this implementation does not promise."""
+        """Name what this implementation does not promise of a program."""
         for tag in sorted(program.tags & self.lacks):
             return tag
         letters = [letter for letter in pattern if letter in DERIVATIVES]
@@ -80,7 +80,7 @@ class LaxLoops:
 
 
 class EquinoxLoops:
-    """Of `equinox.internal`, checkpointed."""
+    """The loops of `equinox.internal`, checkpointed."""
 
     def while_loop(self, goes_on, body, init, max_steps=None, **_):
         return eqxi.while_loop(

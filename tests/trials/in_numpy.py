@@ -46,7 +46,7 @@ def evaluate(closed: Any, *args: Any) -> list[Any]:
 
 
 def used(jaxpr: Any) -> list[Any]:
-    """The equations that the results hang on; others may be of what cannot be computed."""
+    """The equations that the results depend on; others may need values that cannot be computed."""
     needed, found = {v for v in jaxpr.outvars if not hasattr(v, "val")}, []
     for eqn in reversed(jaxpr.eqns):
         if not needed.isdisjoint(eqn.outvars):

@@ -42,7 +42,7 @@ LANES_OF_LANES = (
 
 
 def in_lanes(w: Writer) -> None:
-    """A function with a loop, for three values at once, each of which may stop when it likes."""
+    """Write a function with a loop, for three values at once, each of which may stop early."""
     before, allowed = w.variables, w.allowed
     w.variables = [v for v in before if not v.buffer]  # of a step around, not of one lane
     lane, x, k = w.name("lane"), w.name("x"), w.name("k")

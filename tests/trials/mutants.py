@@ -43,7 +43,7 @@ LONGEST = 300
 DRAWN = 20_000
 """Programs among which those for a mutant are looked for: a millisecond each."""
 CHOICE = 10
-"""Of so many that have all that is asked for the cheapest is run, if there are that many."""
+"""The number of programs that have all that is asked for, of which the cheapest is run."""
 
 
 class Mutant(NamedTuple):
@@ -53,10 +53,10 @@ class Mutant(NamedTuple):
     """Text that is there once."""
     new: str
     constructs: tuple[str, ...] = ()
-    """What a program has to have, to show it: others are not run."""
+    """The constructs that a program must have to show the mutant; others are not run."""
     always: tuple[str, ...] = ()
-    """What a program may have, and has more often: of the constructs of which half are left out,
-    and of what is chosen among several."""
+    """Constructs that a program has more often: half of all constructs are left out otherwise, and
+    some are one choice among several."""
 
 
 def mutants() -> list[Mutant]:
@@ -100,7 +100,7 @@ def text_of(program: Any) -> str:
 
 
 def said_of(trial: Trial, wrong: Implementation) -> str | None:
-    """What is wrong; nothing if nothing is; None if it is the same program."""
+    """Say what is wrong; nothing if nothing is; None if it is the same program."""
     try:
         right = text_of(lowered(trial, RIGHT))
     except Exception:  # what JAX or loopkit refuses
@@ -132,7 +132,8 @@ class Drawn(NamedTuple):
 
 @ft.cache
 def drawn(seed: int, always: tuple[str, ...]) -> list[Drawn]:
-    """What the programs of a seed have; trials are drawn again from their numbers."""
+    """Return the constructs in the programs of a seed; trials are drawn again from their
+    numbers."""
     names: dict[str, str] = {}  # each once: there are millions
     found = []
     for number in range(DRAWN if not always else DRAWN // 2):
@@ -157,7 +158,7 @@ def candidates(mutant: Mutant, seed: int, programs: int) -> list[int]:
 
 
 def search(mutant: Mutant, seed: int, numbers: list[int]) -> str:
-    """Which program fails first, and how; or how many would be others, and are as they should."""
+    """Return which program fails first, and how; or how many differ and are right."""
     jax.config.update("jax_enable_x64", True)
     others = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -173,7 +174,7 @@ def search(mutant: Mutant, seed: int, numbers: list[int]) -> str:
 
 
 def apart(mutant: Mutant, seed: int, numbers: list[int]) -> tuple[str, float]:
-    """The same in a process of its own, and the seconds of a processor that it took."""
+    """Search in a process of its own, and return its processor seconds, too."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""What may be asked of a loop: by every option that changes no number, and by those that do."""
+"""Options of a loop: those that change no number, and those that do."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEEPS = (
     {"memory": "20_000"},
     {"memory": "{'device': '50 kB', 'host': '1 MB'}"},
 )
-"""What the backward pass keeps: no number changes by it."""
+"""Settings of what the backward pass keeps: none of them changes a number."""
 
 
 MAYBE_INFINITE = frozenset({"cond", "odd types", "infinite slope beyond the last step"})
@@ -55,7 +55,7 @@ def kept(w: Writer, bound: bool, plan: bool = True) -> dict[str, str]:
 
 
 def noted_together(w: Writer, call: str, how: dict[str, str], body: str) -> None:
-    """What shows mistakes only where one loop has both."""
+    """Note pairs of options that show a mistake only if one loop has both."""
     text = w.text_of(body)
     rows = "store='residuals'" in how.get("checkpoints", "")
     if w.matrix is not None and w.matrix in text and rows:
@@ -76,7 +76,7 @@ def unrolled(w: Writer, whole: bool) -> dict[str, str]:
 
 
 def narrowed(w: Writer) -> dict[str, str]:
-    """What becomes of lanes that have stopped: no number changes by it."""
+    """Choose what happens to lanes that have stopped: it changes no number."""
     if not w.may("options", 60 if w.lanes else 30):
         return {}
     how = w.d.choice(("'compact'", "(1,)", "(2, 1)", "'wait'", "'flatten'"))
@@ -85,7 +85,7 @@ def narrowed(w: Writer) -> dict[str, str]:
 
 
 def watched(w: Writer, lanes: str | None) -> dict[str, str]:
-    """What is shown of a loop, and looked for in it: no number changes by it."""
+    """Choose what is shown of a loop, and looked for in it: it changes no number."""
     how = {}
     if w.may("watched", 20) and lanes != "'flatten'":  # which is in no step that one could show
         how["progress"] = "Quiet()"

@@ -1,4 +1,4 @@
-"""What every program begins with: functions that its steps call.
+"""The prelude of every program: functions that its steps call.
 
 This is text, executed with the names of JAX that the implementation at hand has.
 """

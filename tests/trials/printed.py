@@ -14,7 +14,8 @@ from trials.transformations import LETTERS
 
 
 def printed(trial: Trial) -> str:
-    """What runs the trial through loopkit, and prints what it is and what it should be."""
+    """Write a program that runs the trial through loopkit, and prints its results and the right
+    ones."""
     program, pattern = trial.program, trial.pattern
     used = [LETTERS[letter] for letter in dict.fromkeys(pattern)]
     shown = [transformations.direction, transformations.vector, *used]
@@ -37,7 +38,7 @@ def printed(trial: Trial) -> str:
 
 
 def called_parts(body: str) -> str:
-    """Of the prelude, the definitions that a program calls, and those that these call."""
+    """Return the definitions of the prelude that a program calls, and those that these call."""
     known = [(named(part), part) for part in re.split(r"\n\n\n", PRELUDE.strip()) if part]
     wanted, text = set(), body
     while True:
@@ -49,7 +50,7 @@ def called_parts(body: str) -> str:
 
 
 def named(part: str) -> str:
-    """What a definition is of: a rule is of the function that it belongs to."""
+    """Return the name of a definition; that of a rule is the name of its function."""
     found = re.match(r"@?(\w+)\.def", part) or re.search(
         r"^(?:class |def )?(\w+)\b(?!\.)(?= =|\(|:)", part, re.MULTILINE
     )

@@ -122,7 +122,7 @@ def compiled(text: str) -> Any:
 
 
 def draw_program(d: Draws) -> Program:
-    """Of the constructs that can be left out, half are: then there are more of the others."""
+    """Draw a program. Half of the constructs are left out, so that there are more of the others."""
     allowed = d.some(FREE | LOOP_CONSTRUCTS)
     dtypes = ("float64",) if not d.chance(20) else ("float64", d.choice(NARROW))
     w = Writer(d, allowed, dtypes, loop)
@@ -147,7 +147,8 @@ def draw_program(d: Draws) -> Program:
 
 
 def results(w: Writer, start: int) -> list[str]:
-    """The latest few values, all that is whole, and a number that hangs on all of the loops."""
+    """Return the latest few values, all integers and bools, and a number that depends on all
+    loops."""
     made = [v for v in w.variables[start:] if not v.buffer and v.type.kind != "key"]
     floats = [v.name for v in made if v.type.kind == "float" and 0 not in v.type.shape]
     terms = [f"jnp.sum(jnp.sin({name}))" for name in floats[-10:]] or [scalar(w)]

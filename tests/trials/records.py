@@ -1,4 +1,5 @@
-"""What was run, and how often each construct was in it: one line of JSON a piece.
+"""Records: the programs that ran, and how often each construct was in them, as a line of JSON a
+piece.
 
     python -m trials.records FILE...    # in tests/: counts by construct and transformation
 
@@ -25,7 +26,7 @@ OF_TEXT = {
     "several writes to a buffer": lambda body: len(WRITE.findall(body)) > 1,
     "buffer of zeros": lambda body: re.search(r"^ *v\d+ = jnp\.zeros\(", body, re.MULTILINE),
 }
-"""What a program is seen to have once it is whole."""
+"""Constructs that are found in the text of the whole program."""
 
 
 class Piece:
@@ -55,7 +56,7 @@ class Piece:
 
 
 def constructs_of(trial: Trial) -> set[str]:
-    """What a program has in it, and what is done to it."""
+    """Return the constructs of a program and its transformations."""
     of_pattern = {f"letter: {letter}" for letter in trial.pattern}
     derivatives = "".join(letter for letter in trial.pattern if letter in DERIVATIVES)
     of_pattern |= {f"derivatives: {derivatives}"} if derivatives else set()

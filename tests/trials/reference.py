@@ -1,4 +1,4 @@
-"""The same programs in Python: loops unrolled, branches chosen, lanes one by one, in float64.
+"""Programs in Python: loops unrolled, branches chosen, lanes one by one, in float64.
 
 A program runs twice. The first run, on numbers, notes every decision: whether a loop goes on, which
 branch is taken. The second repeats the decisions, so that its values may be tracers, and JAX can
@@ -19,17 +19,17 @@ from trials.rows import is_key, ys_of
 
 
 class Decisions:
-    """What was decided, in order; or what to decide."""
+    """The decisions that were made, in order; or those to make."""
 
     def __init__(self, noise: Any = None):
         self.made: list[int] = []
         self.repeated: Iterator[int] | None = None
         self.noise = noise
-        """By how much of itself every carry is moved at every step: see `compare`."""
+        """The part of itself by which every carry is moved at every step: see `compare`."""
         self.deciding = True
 
     def undecided(self, run: Callable) -> Any:
-        """What `run` returns, with nothing decided, where types are all that is asked for."""
+        """Return the result of `run` with nothing decided, where only types are asked for."""
         before, self.deciding = self.deciding, False
         try:
             return run()
@@ -58,7 +58,7 @@ class Decisions:
 
 
 def names(decisions: Decisions) -> dict[str, Any]:
-    """What a program finds under the names of JAX and loopkit."""
+    """Return what a program finds under the names of JAX and loopkit."""
     loops = PythonLoops(decisions)
     own = {"scan": loops.scan, "while_loop": loops.while_loop, "fori_loop": loops.fori_loop}
     listing = {"TensorArray": PythonList, "Buffer": NoBuffer, "Plan": loopkit.Plan}
@@ -98,7 +98,7 @@ def arrays(tree: Any) -> Any:
 
 
 def is_static(leaf: Any) -> bool:
-    """Whether it is no array, and handed on."""
+    """Whether it is not an array, and passes through unchanged."""
     return callable(leaf) or isinstance(leaf, str)
 
 

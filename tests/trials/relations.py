@@ -1,4 +1,4 @@
-"""What holds of every program, whatever it computes: for loops too long to be spelled out.
+"""Relations that hold for every program: for loops too long to be spelled out.
 
 The same compiled program gives both sides, and no reference is needed.
 """
@@ -101,7 +101,7 @@ class Related:
     relation: str
 
     def differences(self, implementation: Implementation) -> list:
-        """Of both sides, relative to their scale."""
+        """Return the differences of both sides, relative to their scale."""
         f = reversible(self.program, implementation.function(self.program))
         x, others = self.program.arguments(1)
         others = {k: v[0] for k, v in others.items()} | {"n": np.int32(14), "m": np.int32(11)}

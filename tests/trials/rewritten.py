@@ -74,7 +74,7 @@ class Rewritten:
         return all(alike(a, b) for a, b in pairs) and all(map(close, found, derived, [near] * 9))
 
     def under(self, loops: Any, x: Any, others: Any) -> tuple[Any, list]:
-        """What the program returns, and its derivatives."""
+        """Return the program's results, and its derivatives."""
         f = reversible(self.program, self.program.function({"loops": loops}))
         both_ways = "custom_vjp" not in self.program.tags
 
@@ -91,7 +91,7 @@ class Rewritten:
 
 
 def reversible(program: Program, function: Callable) -> Callable:
-    """Of a vector, with a derivative in reverse mode."""
+    """Return a function of a vector, with a derivative in reverse mode."""
     f = program.of_vector(function)
     return loopkit.checkpointed(f) if "lax's while" in program.tags else f
 
@@ -117,6 +117,6 @@ def draw_split(d: Draws) -> Rewritten:
 
 
 def without_errors(program: Program) -> Program:
-    """With as many steps as it likes."""
+    """Return the program without a limit on its steps that raises an error."""
     body = program.body.replace(", throw=True", "")
     return Program(body, program.floats, program.tags, program.counts)

@@ -1,4 +1,4 @@
-"""What a scan returns of a leaf of y, of its values in the order in which steps were taken."""
+"""Rows: what a scan returns of a leaf of y, from its values in the order of the steps taken."""
 
 from __future__ import annotations
 

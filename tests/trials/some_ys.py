@@ -1,4 +1,4 @@
-"""Which ys of a scan are kept, and of what type they then are: `every` and `reduce`."""
+"""The ys of a scan that are kept, and their types: `every` and `reduce`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ UNSIGNED = frozenset(name for name in INTEGERS if name.startswith("u"))
 
 @dataclass(frozen=True)
 class Kept:
-    """What becomes of each y, a leaf of a tree."""
+    """The reduction of each y, a leaf of a tree."""
 
     every: int | None
     words: tuple[str | None, ...]
 
     def options(self, tree: Tree, one_word: bool) -> dict[str, str]:
-        """As text. `one_word`: for all leaves, which are told the same."""
+        """Return the options as text. `one_word`: one word is enough for all leaves."""
         how = {} if self.every is None else {"every": str(self.every)}
         if any(self.words):
             words = [repr(word) for word in self.words]
@@ -28,7 +28,7 @@ class Kept:
         return how
 
     def type_of(self, at: int, t: Type, steps: int, axis: int | None) -> Type:
-        """Of what the scan returns of a y of type `t`."""
+        """Return the type of what the scan returns of a y of type `t`."""
         word = self.words[at]
         kind = replace(t, dtype=reduced(t, word))
         if axis is None or (self.every is None and word is not None):
@@ -59,7 +59,7 @@ def draw_kept(w: Writer, ys: Sequence[Type], steps: int, how: dict[str, str]) ->
 
 
 def word(w: Writer, t: Type, every: int | None, steps: int, how: dict[str, str]) -> str | None:
-    """What a window of a y comes to."""
+    """Choose the reduction of a window of a y."""
     some = [None, "sum", "mean", "last"] if t.kind != "key" else [None, "last"]
     if t.kind in ("int", "bool") and t.dtype != "int64":
         some.remove("mean")  # of float32, while nothing else in the program is

@@ -15,17 +15,17 @@ from trials.writer import Variable, Writer, names_in
 
 DEEPEST = 3
 MOST_TRIPS = 12
-"""Of the innermost step."""
+"""The most trips of the innermost step."""
 
 
 @dataclass
 class Carry:
-    """What goes from step to step: variables before the loop, and where each stands in its tree."""
+    """The carry: variables before the loop, and the place of each in its tree."""
 
     initial: list[Variable]
     tree: Tree
     counter: int | None = None
-    """Which leaf counts, if one does."""
+    """The leaf that counts, if one does."""
     checked: bool = False
     """Whether what is read of buffers and written is checked at run time."""
 
@@ -42,7 +42,7 @@ class Carry:
 
 
 def leaf_type(w: Writer) -> Type:
-    """Of a value that a loop carries, reads or returns."""
+    """Draw the type of a value that a loop carries, reads or returns."""
     way = w.d.weighted({"float": 12, "int": 2, "other": 4})
     if way == "int":
         return replace(INT, dtype=w.d.choice(INTEGERS))
@@ -117,7 +117,7 @@ def latest(w: Writer, buffer: Variable) -> Variable:
 
 
 def next_leaf(w: Writer, old: Variable, now: list[Variable]) -> str:
-    """What a leaf of the carry becomes."""
+    """Write the next value of a leaf of the carry."""
     if old.buffer:
         return latest(w, old).name
     if old.type.kind == "int" and w.d.chance(60):
@@ -198,14 +198,14 @@ def step(
 
 
 def before_end(w: Writer, counter: Variable, limit: str | None = None) -> None:
-    """How far it is to the end, where that is known to be no less than 0 while the loop runs."""
+    """Note the distance to the end, if it is known to be at least 0 while the loop runs."""
     limit = limit or w.limit
     if limit is not None and "infinite slope beyond the last step" in w.allowed:
         w.let(f"jnp.asarray({limit} - {counter.name}, 'float64')", FLOAT, prefix="left")
 
 
 def within(w: Writer, most: int) -> ExitStack:
-    """Where a step is written: one loop deeper."""
+    """Enter a step: one loop deeper."""
     stack = ExitStack()
     before = w.depth, w.trips, w.limit, w.counter, w.outside
     w.depth, w.trips, w.outside = w.depth + 1, w.trips * max(1, most), w.names

@@ -25,7 +25,7 @@ from trials.transformations import LETTERS, vector
 
 
 class OneStepShort(LaxLoops):
-    """Of loops with a counter, the last step is left out."""
+    """Loops that leave out the last step, if they have a counter."""
 
     def fori_loop(self, lower, upper, body, init, **_):
         return lax.fori_loop(lower, upper - 1, body, init)
@@ -52,7 +52,7 @@ def test_a_wrong_loop_is_seen(wrong):
 
 
 def test_what_is_infinite_is_not_compared():
-    """And is no warning, which would be an error here."""
+    """An infinite value is not compared, and raises no warning, which would be an error here."""
     trial = next(t for t in map(draw_trial, map(Uniform, range(200))) if t.program.eps == 2.0**-52)
     of = lambda *leaves: Results([], np.asarray(leaves))
     expected = of(np.inf, 1.0), of(np.nan, MOVED)

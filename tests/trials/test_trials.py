@@ -20,15 +20,15 @@ from trials.records import Piece
 from trials.relations import draw_related
 from trials.rewritten import draw_kept, draw_split
 
-# What is donated may be of no use, and need not be.
+# A donated argument may be of no use.
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 
 PIECE = 25
 """Programs to a seed."""
 FEW, SHORT = 300, 1500
-"""How many are part of `pytest -m slow`, and how long they are at most, in characters.
+"""The number of programs in `pytest -m slow`, and their most characters.
 
-Three quarters of all are no longer. What is longer takes most of the time, to trace and compile.
+Three quarters of all are no longer. Longer programs take most of the time, to trace and compile.
 """
 
 
@@ -55,7 +55,7 @@ def trials(draw, longest: int | None) -> Trial:
 
 
 def settings(seed: int, programs: int):
-    """How hypothesis draws the programs of a piece."""
+    """Return the settings with which hypothesis draws the programs of a piece."""
     quiet = {"deadline": None, "database": None, "report_multiple_bugs": False}
     phases = [hyp.Phase.generate, hyp.Phase.shrink]
     checks = {"suppress_health_check": list(hyp.HealthCheck), "phases": phases}
@@ -86,7 +86,7 @@ def run_piece(
 
 
 def outcome(trial, implementation) -> str:
-    """What became of it; an error that shows the program, if it is not as it should be."""
+    """Return the outcome of a trial; raise an error that shows the program if it is wrong."""
     lacks = implementation.cannot(trial.program, trial.pattern, trial.outside)
     if lacks:
         return f"left out: {lacks}"

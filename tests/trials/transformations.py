@@ -1,4 +1,5 @@
-"""What is done to a program, in any order: each letter makes a function of (x, others) of another.
+"""Transformations of a program, in any order: each letter makes a function of (x, others) of
+another.
 
 x is an array of float64, in which derivatives are taken; `others` a dict of arrays for which there
 are none. Those that change no number are the identity of the reference.
@@ -153,7 +154,7 @@ LANES = "vwuso"
 DERIVATIVES = "flrFRo"
 REVERSE = "rRo"
 SAME = "cjk"
-"""What changes no number."""
+"""Letters that change no number."""
 
 
 def through(g: Callable, pattern: str) -> Callable:
@@ -167,7 +168,7 @@ def draw_pattern(d: Draws, program: Program) -> str:
     """One that the program can go through by what JAX promises."""
     tags = program.tags
     order = d.weighted({1: 50, 2: 32, 0: 8, 3: 10})
-    # What is compiled for a second derivative is ten times as long, and so is a third one's.
+    # The program of a second derivative is ten times as long, and that of a third again so.
     order = min(order, 3 if len(program.body) < 1000 else 2 if len(program.body) < 2500 else 1)
     if "long" in tags:
         order = min(order, 2 if len(program.body) < 1500 else 1)
@@ -221,7 +222,7 @@ def draw_outside(d: Draws, program: Program, pattern: str) -> str:
 
 
 def run(function: Callable, x: Any, others: Any, way: str) -> Any:
-    """Of arrays; as a whole in one of several ways."""
+    """Run a function of arrays, as a whole in one of several ways."""
     if way == "disable_jit":
         with jax.disable_jit():
             return function(x, others)

@@ -22,14 +22,14 @@ STATIC = {
         ("Model(({0}, {1}), jnp.sin, 'cell')", (".weights[0]", ".weights[1]")),
     ),
 }
-"""Nodes that have leaves that are no arrays."""
+"""Nodes with leaves that are not arrays."""
 FUNCTIONS = {"with a function": "[0]", "model": ".function"}
-"""Where they have a function."""
+"""The place of the function in a tree that has one."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Of so many leaves, in order."""
+    """A tree of some leaves, in order."""
 
     node: str | None = None
     children: tuple[Tree, ...] = ()
@@ -40,7 +40,7 @@ class Tree:
 
     @property
     def shape(self) -> tuple[str, tuple[str, ...]]:
-        """Of a node: its text, and the way to each child."""
+        """Return the text of a node, and the way to each child."""
         assert self.node is not None, "a leaf"
         return (SHAPES | STATIC)[self.node][len(self.children) - 1]
 
@@ -54,11 +54,11 @@ class Tree:
         return self.shape[0].format(*parts)
 
     def paths(self, base: str) -> list[str]:
-        """Where in `base` each leaf is."""
+        """Return the path of each leaf in `base`."""
         return [base] if self.node is None else self._of_children(base, Tree.paths)
 
     def functions(self, base: str) -> list[str]:
-        """Where in `base` there are functions."""
+        """Return the paths of the functions in `base`."""
         if self.node is None:
             return []
         own = [base + FUNCTIONS[self.node]] if self.node in FUNCTIONS else []
@@ -70,7 +70,7 @@ class Tree:
 
 
 def draw_tree(d: Draws, size: int, static: bool = False) -> Tree:
-    """Of `size` leaves, one or more. `static`: with others among them that are no arrays."""
+    """Draw a tree of `size` leaves, one or more. `static`: with others that are not arrays."""
     if size == 1:
         return Tree() if not d.chance(15) else _node(d, (Tree(),), static)
     left = d.number(1, size - 1)

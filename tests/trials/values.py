@@ -9,7 +9,7 @@ from trials.writer import Writer
 
 
 def value(w: Writer, kind: Type) -> str:
-    """What is at hand; simplest first."""
+    """Write a value that is at hand; the simplest come first."""
     same = w.having(lambda v: v.type.fits(kind))
     still = kind.inexact and not any(v.moving for v in same)
     if same and not w.d.chance(75 if still else 12):
@@ -33,7 +33,7 @@ def constant(w: Writer, kind: Type) -> str:
 
 
 def converted(w: Writer, kind: Type) -> str:
-    """Of another dtype or shape."""
+    """Convert a value of another dtype or shape."""
     ok = lambda v: kind.rough or not v.type.rough
     real = ("float", "int", "bool") if kind.kind == "float" else ("float", "complex")
     casts = w.having(lambda v: v.type.shape == kind.shape and v.type.kind in real and ok(v))
@@ -80,7 +80,7 @@ def integer(w: Writer) -> str:
 
 
 def index(w: Writer, rows: int) -> str:
-    """Of a row: out of bounds at times."""
+    """Write the index of a row, which is out of bounds at times."""
     way = w.d.weighted(
         {"plain": 5, "wrapped": 4, "fixed": 2, "shifted": 2, "negative": 1, "data": 2}
     )

@@ -18,9 +18,9 @@ class Variable:
     buffer: str = ""
     """"buffer" or "list" where it is one in a step; "new ..." before the loop."""
     origin: str = ""
-    """Of a buffer that was written to: the one that the step was given."""
+    """The buffer that the step was given, for a buffer that was written to."""
     moving: bool = True
-    """Whether it may hang on an argument that is differentiated: a constant has no derivative."""
+    """Whether it may depend on an argument that is differentiated: a constant has no derivative."""
 
 
 def names_in(text: str) -> list[str]:
@@ -37,34 +37,35 @@ class Writer:
         self.loop = loop
         """Writes a loop, of whatever kind: steps have loops in them, too."""
         self.allowed = allowed
-        """Of the constructs that are drawn or not for a whole program, those that are."""
+        """The constructs that this program may have; half of them are left out for a whole
+        program."""
         self.dtypes = dtypes
-        """Of its floats."""
+        """The dtypes of its floats."""
         self.tags: set[str] = set()
-        """What a transformation or an implementation has to know of it."""
+        """Facts that a transformation or an implementation has to know."""
         self.lines: list[str] = []
         self.variables: list[Variable] = []
         self.indent, self.names = 1, 0
         self.depth = 0
-        """Of loops around."""
+        """The number of loops around."""
         self.deep = self.may("deep nests", 25)
         """Whether loops are in loops as often as can be."""
         self.trips = 1
-        """Of a step at hand, at most: it is unrolled so many times."""
+        """The most trips of the current step: it is unrolled so many times."""
         self.outside = 0
-        """How many names there were before the step at hand."""
+        """The number of names before the current step."""
         self.matrix: str | None = None
         """A large one, which the program makes before its loops."""
         self.limit: str | None = None
-        """Of the counter of the loop around, if it has one."""
+        """The limit of the counter of the loop around, if it has one."""
         self.counter: str | None = None
-        """That counter, if it is an integer."""
+        """The counter of the loop around, if it is an integer."""
         self.lanes = False
         """Whether inside a vmap of the program's own."""
         self.effects = True
         """Whether what is written may have some: of what is rematerialised JAX allows none."""
         self.places: dict[tuple[str, bool], list[str]] = {}
-        """Of each buffer: where rows of it were read or written."""
+        """The places at which rows of each buffer were read or written."""
         self.checked = False
         """Whether every row of a buffer that is read or written has to be one that it has."""
 
@@ -109,7 +110,7 @@ class Writer:
         self.variables = outer
 
     def text_of(self, function: str) -> str:
-        """What was written of it."""
+        """Return the text that a function wrote."""
         first = next(i for i, line in enumerate(self.lines) if f"def {function}(" in line)
         margin = len(self.lines[first]) - len(self.lines[first].lstrip())
         inside = lambda line: len(line) - len(line.lstrip()) > margin
@@ -132,7 +133,7 @@ class Writer:
 
     @contextlib.contextmanager
     def hiding(self) -> Iterator[None]:
-        """What is added meanwhile is out of scope afterwards."""
+        """Put names that are added meanwhile out of scope afterwards."""
         outer = self.variables
         self.variables = list(outer)
         yield

@@ -1,4 +1,4 @@
-"""What type checkers know of buffers and arrays that grow; it also runs."""
+"""Types of buffers and arrays that grow, as type checkers see them; the program also runs."""
 
 from typing import Any, assert_type
 
@@ -32,7 +32,7 @@ total, ys = loopkit.while_loop(
 )
 assert_type(Buffer(jnp.ones(3)).at[0].set(2.0), Buffer)
 
-# Of what it was made for.
+# The type of the element that it was made for.
 arrays = TensorArray.empty(4, 0.0)
 assert_type(arrays, TensorArray[Array])
 assert_type(TensorArray.empty(4, jax.ShapeDtypeStruct((3,), jnp.float32)), TensorArray[Array])

@@ -1,4 +1,4 @@
-"""What type checkers know of functions that loopkit changes, and of reports; it also runs."""
+"""Types of functions that loopkit changes, and of reports; the program also runs."""
 
 from typing import assert_type
 

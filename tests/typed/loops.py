@@ -1,4 +1,4 @@
-"""What type checkers know of the results of loops, and what they accept; it also runs."""
+"""Types of the results of loops, and accepted arguments; the program also runs."""
 
 import dataclasses
 from typing import Any, NamedTuple, assert_type
@@ -85,7 +85,7 @@ class Bar:
 
 loopkit.scan(add, 0.0, rows, progress=Bar())
 
-# With `return_info`: a tuple, and without knowing it, anything.
+# `return_info=True` gives a tuple, and an unknown bool gives anything.
 assert_type(
     loopkit.while_loop(lambda x: x > 1, halve, 10.0, return_info=True), tuple[Array, LoopInfo]
 )

@@ -1,4 +1,4 @@
-"""What type checkers must refuse: to ignore what is no error is one. Nothing here is run."""
+"""Calls that type checkers must refuse: an unneeded ignore is an error. Nothing here runs."""
 
 import jax.numpy as jnp
 from jax import Array
