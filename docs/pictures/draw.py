@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import matplotlib.pyplot as plt
 
+import loopkit
 from loopkit import Plan
 from loopkit._plans.plan import StepCosts
 from loopkit.schedules import reversal
@@ -108,10 +111,32 @@ def schedule(plan: Plan, ink: str) -> Any:
     return figure
 
 
+def frontier(ink: str) -> Any:
+    """Draw what may be stored of a layer of attention, by `Explanation.plot`."""
+    sizes = {"query": (64, 64), "value": (64, 64), "up": (64, 256), "down": (256, 64)}
+    layers = {name: jnp.ones((24, *size)) for name, size in sizes.items()}
+
+    def layer(h: Any, w: Any) -> tuple[Any, None]:
+        scores = jax.nn.softmax(h @ w["query"] @ h.T, axis=-1)
+        h = h + scores @ h @ w["value"]
+        return h + jax.nn.gelu(h @ w["up"]) @ w["down"], None
+
+    within = lambda h: loopkit.scan(layer, h, layers, memory="4 MB")[0]
+    figure = loopkit.explain(within, jnp.ones((128, 64))).plot()[1]
+    line, taken, *policies = figure.axes[0].lines
+    line.set_color(BLUE)
+    taken.set_color(RED)
+    for policy, colour in zip(policies, (ink, ORANGE, GREY), strict=True):
+        policy.set(color=colour, markersize=9, markeredgewidth=2)
+    figure.axes[0].legend(frameon=False)
+    return figure
+
+
 def pictures(ink: str) -> Iterator[tuple[str, Any, dict]]:
     yield "at-work", at_work(ink), {}
     for name, plan in PLANS.items():
         yield name, schedule(plan, ink), {}
+    yield "frontier", frontier(ink), {}
 
 
 def main() -> None:
