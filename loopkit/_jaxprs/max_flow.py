@@ -40,16 +40,18 @@ def fastest(edges: Sequence[Edge]) -> Point:
     return _point(edges, minimum_cut(edges, _nodes(edges), (sizes + 1, 1)))
 
 
-def frontier(edges: Sequence[Edge], apart: float = 0) -> list[Point]:
+def frontier(edges: Sequence[Edge], first: Point | None = None, parts: int = 0) -> list[Point]:
     """The least cut for each price of a size, from the least time to the least size.
 
-    Each is the least for a range of prices. Between two whose sizes are at most so far `apart` no
-    others are sought. Of cuts of one cost, the one nearest to the target is taken. Only edges from
-    the source may have a time: then the target's side grows with the price (Gallo, Grigoriadis &
-    Tarjan 1989), and a cut between two others decides about few nodes.
+    Each is the least for a range of prices. `first` is the fastest, if that is known. Between two
+    whose sizes differ by one in `parts` of that of the first, no others are sought. Of cuts of one
+    cost, the one nearest to the target is taken. Only edges from the source may have a time: then
+    the target's side grows with the price (Gallo, Grigoriadis & Tarjan 1989), and a cut between two
+    others decides about few nodes.
     """
     times = sum(e.time for e in edges if e.time != inf)
-    first = fastest(edges)
+    first = fastest(edges) if first is None else first
+    apart = first.size / parts if parts else 0
     rest = _nodes(edges) - first.side
     last = _point(edges, minimum_cut(edges, rest, (1, times + 1), first.side))
     if last.size >= first.size:

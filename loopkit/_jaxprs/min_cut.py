@@ -177,17 +177,18 @@ class Residuals:
         """The first point of the frontier: nothing is run again but cheap equations."""
         if len(self.step.eqns) > LARGEST_GRAPH and not self.again:
             return Point(0.0, 0.0, tuple(self.wanted))
-        edges, _ = self.graph
-        return self._point(0.0, 0.0, max_flow.fastest(edges).side)
+        return self._point(0.0, 0.0, self._fastest.side)
+
+    @cached_property
+    def _fastest(self) -> max_flow.Point:
+        return max_flow.fastest(self.graph[0])
 
     @cached_property
     def frontier(self) -> list[Point]:
         """The choices from the least time to the fewest bytes."""
         if len(self.step.eqns) > LARGEST_GRAPH and not self.again:
             return [self.least]
-        edges, _ = self.graph
-        bytes_of_first = max_flow.fastest(edges).size
-        found = max_flow.frontier(edges, bytes_of_first // RESOLUTION)
+        found = max_flow.frontier(self.graph[0], self._fastest, RESOLUTION)
         points, before = [], None
         for cut in found:
             price = 0.0

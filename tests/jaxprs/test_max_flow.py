@@ -55,10 +55,10 @@ def test_points_near_to_each_other_are_left_out():
     fewer = 0
     for _ in range(200):
         edges, _ = random_network(rng)
-        every, some = frontier(edges), frontier(edges, apart=3)
+        every, some = frontier(edges), frontier(edges, parts=2)
         assert set(some) <= set(every)
         assert {every[0], every[-1]} <= set(some)
-        assert all(low.size - high.size <= 3 for low, high in _gaps(every, some))
+        assert all(low.size - high.size <= every[0].size / 2 for low, high in _gaps(every, some))
         fewer += len(every) - len(some)
     assert fewer
 
