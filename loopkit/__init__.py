@@ -13,7 +13,6 @@ from loopkit._foreign.checkpointed import checkpointed as checkpointed
 from loopkit._foreign.lax_loop import LoopSite as LoopSite
 from loopkit._foreign.replace import replace_lax_loops as replace_lax_loops
 from loopkit._loops.fori_loop import fori_loop as fori_loop
-from loopkit._loops.info import LoopInfo as LoopInfo
 from loopkit._loops.replay import replay as replay
 from loopkit._loops.scan import scan as scan
 from loopkit._loops.while_loop import while_loop as while_loop
@@ -22,5 +21,6 @@ from loopkit._reports.explain import Explanation as Explanation
 from loopkit._reports.explain import explain as explain
 from loopkit._reports.in_place import InPlaceReport as InPlaceReport
 from loopkit._reports.in_place import in_place_report as in_place_report
+from loopkit._tracing.spec import LoopInfo as LoopInfo
 
 __version__ = "0.1.0"

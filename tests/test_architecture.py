@@ -2,9 +2,12 @@
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import loopkit
@@ -16,8 +19,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROOMS = """
 loopkit
 _reports _foreign
-_extras
 _loops
+_extras
 _tracing
 _engine.rules
 _engine.sweeps
@@ -26,7 +29,7 @@ _engine.lowering
 _engine.passes
 _engine.facts
 _engine
-_types
+_types _keywords
 _programs _plans schedules
 _jaxprs
 _buffers
@@ -47,6 +50,8 @@ MOST_PARAMETERS = 10
 """The most parameters of a function that users do not call."""
 MOST_UNPACKED = 5
 """Names that a tuple is unpacked to by position."""
+MOST_FRAMES, MOST_FILES = 8, 5
+"""Of loopkit, between a call and the body that it traces."""
 PRIVATE = ("jax.interpreters", "jax.extend", "jax._src", "jaxlib")
 
 
@@ -219,3 +224,35 @@ def test_the_package_is_names_only():
     assert isinstance(docstring, ast.Expr)
     for node in rest:
         assert isinstance(node, allowed), ast.unparse(node)
+
+
+CALLS = {
+    "scan": lambda body: loopkit.scan(lambda x, _: (body(x), x), 1.0, jnp.ones(3)),
+    "scan with until": lambda body: loopkit.scan(
+        lambda x, _: (body(x), x), 1.0, jnp.ones(3), until=lambda x, _: x > 9, return_info=True
+    ),
+    "while_loop": lambda body: loopkit.while_loop(lambda x: x < 9, body, 1.0),
+    "fori_loop": lambda body: loopkit.fori_loop(0, 3, lambda _, x: body(x), 1.0),
+    "fori_loop, traced bounds": lambda body: jax.jit(
+        lambda stop: loopkit.fori_loop(0, stop, lambda _, x: body(x), 1.0)
+    )(3),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_body_is_not_far_from_the_call(name: str):
+    """A reader of a traceback goes through few frames of loopkit, in few files."""
+    found: list[str] = []
+
+    def body(x):
+        frame = sys._getframe()
+        found.clear()
+        while frame is not None:
+            found.append(frame.f_code.co_filename)
+            frame = frame.f_back
+        return x * 2
+
+    CALLS[name](body)
+    ours = [file for file in found if Path(file).is_relative_to(PACKAGE)]
+    assert 1 < len(ours) <= MOST_FRAMES, ours
+    assert len(set(ours)) <= MOST_FILES, ours

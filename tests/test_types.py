@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 
 import loopkit
+from loopkit import _keywords as keywords
 from loopkit._foreign.lax_loop import ReplaceKw
-from loopkit._loops import keywords
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = sorted(path for path in (ROOT / "tests/typed").glob("*.py") if path.stem != "rejected")

@@ -13,10 +13,10 @@ from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
-from loopkit._arguments.static_leaves import wrapped
-from loopkit._loops.request import LoopOptions
-from loopkit._loops.scan import NAMES, run_scan
+from loopkit._arguments.static_leaves import bare, wrapped
 from loopkit._tracing.axes import Inputs
+from loopkit._tracing.run import run_scan
+from loopkit._tracing.spec import LoopOptions, LoopSpec, Names
 from loopkit._types import Checkpoints
 
 COUNTS = 1, 2, 4, 8, 16
@@ -24,6 +24,7 @@ ROUNDS = 7
 NOISE = 1.05
 """More steps to an iteration have to be better than fewer by this factor."""
 FUNCTION = "best_unroll"
+NAMES = Names(FUNCTION, "f", "init", "until", "carry, x")
 
 
 def best_unroll(
@@ -82,12 +83,16 @@ def best_unroll(
             expected, got = "must be values that can be measured with", "values that are traced"
             advice = "Call it outside jax.jit, and pass the number that it returns to the loop."
             raise errors.wrong_type(FUNCTION, name, expected, got, advice)
-    validate.check_callable(FUNCTION, "f", f)
-    names, best, least = NAMES._replace(function=FUNCTION), 1, float("inf")
-    inputs = lambda xs: Inputs.of(wrapped(FUNCTION, "xs", xs), 0, length, FUNCTION)
+    best, least = 1, float("inf")
     for count in COUNTS:
         asked = LoopOptions(unroll=count, checkpoints=checkpoints)
-        run = lambda init, xs, asked=asked: run_scan(names, f, init, inputs(xs), asked)
+
+        def run(init: PyTree[Any], xs: PyTree[Any], asked: LoopOptions = asked) -> Any:
+            inputs = Inputs.of(wrapped(FUNCTION, "xs", xs), 0, length, FUNCTION)
+            steps = inputs.length
+            spec = LoopSpec.of(NAMES, (f, None), init, inputs, steps, asked, steps)
+            return bare(run_scan(spec)[:2])
+
         to_compile, seconds = _measured(_gradient(run) if gradient else run, init, xs)
         total = to_compile + uses * seconds
         if total * NOISE < least:

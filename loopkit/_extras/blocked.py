@@ -16,17 +16,17 @@ from jaxtyping import PyTree
 from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._jaxprs import equations
-from loopkit._loops.keywords import BlockedKw
-from loopkit._loops.request import LoopOptions
-from loopkit._loops.scan import NAMES, run_scan
+from loopkit._keywords import BlockedKw
 from loopkit._programs.cache import remember
 from loopkit._progress.open_bars import closing_if_it_fails
 from loopkit._progress.progress import check_progress
 from loopkit._tracing.axes import Inputs, block_axes, joined, leaf_axes, merged, normalised
-from loopkit._tracing.trace import type_key
+from loopkit._tracing.run import run_scan
+from loopkit._tracing.spec import LoopOptions, LoopSpec, Names, type_key
 from loopkit._types import Axes, Decorator, P, Progress, R
 
 FUNCTION = "blocked"
+NAMES = Names("scan", "f", "init", "until", "carry, x")
 ROWS_MULTIPLE = 8
 """Blocks of a multiple of this many rows fill the vector registers."""
 
@@ -138,8 +138,10 @@ def _over_blocks(
         *args, kwargs = tree.unflatten(x)
         return None, _with_rows(fn(*args, **kwargs), out_axes, rows)
 
-    asked, axes = LoopOptions(progress=shown, made_of=((fn,), FUNCTION, tree)), block_axes(out_axes)
-    return run_scan(NAMES, step, None, blocks, asked, out_axes=axes)[1]
+    length, axes, asked = blocks.length, block_axes(out_axes), LoopOptions(progress=shown)
+    spec = LoopSpec.of(NAMES, (step, None), None, blocks, length, asked, length, out_axes=axes)
+    spec = spec._replace(functions=(fn,), rest=(FUNCTION, tree))  # the step is made anew each time
+    return run_scan(spec)[1]
 
 
 def _merged(blocks: PyTree[Any], out_axes: Axes) -> Any:

@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._engine.loop import parts
 from loopkit._engine.passes import ready
-from loopkit._loops.request import Hidden, Stepped
-from loopkit._tracing.trace import Traced
+from loopkit._tracing.spec import LoopSpec
+from loopkit._tracing.trace import trace
+from loopkit._tracing.traced import Traced
 
 LONGEST_SEGMENT = 4096
 """Steps to which segments grow."""
@@ -35,27 +35,16 @@ AT_ONCE = 4 * LONGEST_SEGMENT
 """Steps of segments that are run as one."""
 
 
-class Growing(Stepped):
-    """A scan in segments. How many steps of one are to be taken is said by `Hidden.left`."""
+def segment(spec: LoopSpec) -> tuple[Traced, _jax.TreeDef]:
+    """Trace a segment of a loop, its length still to be set; return it and the tree it carries.
 
-    def segment(self) -> tuple[Traced, Any]:
-        """A segment, its length still to be set, and the tree of what it carries."""
-
-        def step(value: PyTree[Any], hidden: Hidden, x: list) -> tuple[Any, Any]:
-            new, y, go = self.step(value, self.inputs.join(x, ()))
-            steps = hidden.steps + 1 if self.counts else None
-            return (new, hidden._replace(go=go, steps=steps, left=hidden.left - 1)), y
-
-        def goes_on(_: PyTree[Any], hidden: Hidden) -> Any:
-            some = hidden.left > 0
-            return some if hidden.go is None else some & hidden.go
-
-        asked = None if self.until is None else on_device(True, bool)
-        none = on_device(0, np.int32)
-        hidden = Hidden(go=asked, steps=none if self.counts else None, left=none)
-        types, rest = self.inputs.slice_types, (self.inputs.tree,)
-        traced, _, tree = self.traced(step, goes_on, hidden, types, {}, rest)
-        return traced, tree
+    `Hidden.left` says how many steps of it are to be taken.
+    """
+    asked = None if spec.predicate is None else on_device(True, bool)
+    none = on_device(0, np.int32)
+    hidden = spec.hidden(go=asked, steps=none if spec.counts else None, left=none)
+    traced, _, tree = trace(spec, hidden)
+    return traced, tree
 
 
 def segment_lengths(first: int, growth: float, most: int | None) -> Iterator[int]:

@@ -20,19 +20,18 @@ from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
-from loopkit._arguments.static_leaves import bare, seen, wrapped
-from loopkit._extras.growing import Growing
+from loopkit._arguments.static_leaves import bare, wrapped
+from loopkit._extras.growing import segment
 from loopkit._extras.unbounded import check_growth
-from loopkit._loops.info import LoopInfo
-from loopkit._loops.keywords import No, RaggedKw, Yes
-from loopkit._loops.request import Hidden, LoopOptions
+from loopkit._keywords import No, RaggedKw, Yes
 from loopkit._progress.open_bars import closing_if_it_fails
 from loopkit._tracing.axes import Inputs
 from loopkit._tracing.carry_buffers import NONE
-from loopkit._tracing.trace import Names, Traced
+from loopkit._tracing.spec import LoopInfo, LoopOptions, LoopSpec, Names
+from loopkit._tracing.traced import Traced
 from loopkit._types import C, Checkpoints, Debug, Like, Progress, Step, Until, X, Y
 
-NAMES = Names("ragged_scan", "f", "init", "until")
+NAMES = Names("ragged_scan", "f", "init", "until", "carry, x")
 
 
 @overload
@@ -117,15 +116,11 @@ def ragged_scan(
         ```
     """
     name = NAMES.function
-    validate.check_callable(name, "f", f)
-    if until is not None:
-        validate.check_callable(name, "until", until)
     inputs = _check_sequences(sequences)
     batch = validate.check_whole(name, "batch", batch, 1, "an int >= 1, sequences to a batch")
     asked = LoopOptions(checkpoints=checkpoints, buffers=NONE, return_info=return_info)
     asked = asked._replace(progress=progress, debug=debug)
-    own = {"f": seen(f), "until": seen(until)}
-    scan = Growing.of(NAMES, init, 1, asked, (f, until), **own, inputs=inputs[0])
+    spec = LoopSpec.of(NAMES, (f, until), init, inputs[0], 1, asked)
     lengths = [x.length for x in inputs]
     buckets = length_buckets(lengths, growth=_check_growth(name, growth))
 
@@ -135,19 +130,19 @@ def ragged_scan(
         for begin in range(0, len(places), batch)
     ]
     with closing_if_it_fails():
-        return _run(scan, inputs, lengths, batches)
+        return _run(spec, inputs, lengths, batches)
 
 
 def _run(
-    scan: Growing, inputs: list[Inputs], lengths: list[int], batches: list[tuple[int, list[int]]]
+    spec: LoopSpec, inputs: list[Inputs], lengths: list[int], batches: list[tuple[int, list[int]]]
 ) -> Any:
-    (traced, tree), until = scan.segment(), scan.until
+    (traced, tree), until = segment(spec), spec.predicate
     go = None if until is None else jnp.array(True)
     order, results, ys = [], [], []
     loops = [traced.of_length(size) for size, _ in batches]
-    values = [*traced.closed_over, *jax.tree.leaves((scan.init, [x.leaves for x in inputs]))]
+    values = [*traced.closed_over, *jax.tree.leaves((spec.init, [x.leaves for x in inputs]))]
     compiled = any(_jax.is_tracer(_jax.innermost(v)) for v in values)
-    if scan.progress is not None and not compiled:  # else they need not run in turn
+    if spec.progress is not None and not compiled:  # else they need not run in turn
         loops = _with_one_bar(loops, [max(lengths[i] for i in some) for _, some in batches])
     for (size, some), loop in zip(batches, loops, strict=True):
         # Lanes without steps, so that batches have few sizes.
@@ -156,8 +151,9 @@ def _run(
         xs = zip(*(inputs[i].leaves for i in some), strict=True)
 
         def run(left: jax.Array, x: list, loop: Any = loop) -> tuple[list, list]:
-            hidden = Hidden(go=go, steps=jnp.int32(0) if scan.counts else None, left=left)
-            return loop.run(jax.tree.leaves((scan.init, hidden)), x)
+            steps = jnp.int32(0) if spec.counts else None
+            hidden = spec.hidden(go=go, steps=steps, left=left)
+            return loop.run(jax.tree.leaves((spec.init, hidden)), x)
 
         leaves, y = jax.vmap(run)(left, [_stacked(leaf, lanes, size) for leaf in xs])
         carry, after = tree.unflatten([leaf[: len(some)] for leaf in leaves])
@@ -170,7 +166,7 @@ def _run(
     back = np.argsort(order)
     carry, steps, go = jax.tree.map(lambda *parts: jnp.concatenate(parts)[back], *results)
     ys = [ys[place] for place in back]
-    if not scan.return_info:
+    if not spec.return_info:
         return bare((carry, ys))
     return *bare((carry, ys)), LoopInfo(steps, jnp.zeros(steps.shape, bool) if go is None else ~go)
 

@@ -14,7 +14,6 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, Unpack, overload
 
 import jax
@@ -23,29 +22,27 @@ import numpy as np
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
-from loopkit._arguments.static_leaves import bare, seen, wrapped
+from loopkit._arguments.static_leaves import bare, wrapped
 from loopkit._extras.exhausted import memory_left, ran_out, ran_out_after
 from loopkit._extras.growing import (
-    Growing,
     compiled,
     divided,
     joined,
     light_steps,
     on_device,
+    segment,
     segment_lengths,
     together,
 )
-from loopkit._loops.in_python import python_steps
-from loopkit._loops.info import LoopInfo
-from loopkit._loops.keywords import No, UnboundedKw, Yes
-from loopkit._loops.request import LoopOptions
+from loopkit._keywords import No, UnboundedKw, Yes
 from loopkit._progress.open_bars import bar, in_parts
 from loopkit._tracing.axes import Inputs
 from loopkit._tracing.carry_buffers import NONE
-from loopkit._tracing.trace import Names
+from loopkit._tracing.in_python import python_steps
+from loopkit._tracing.spec import LoopInfo, LoopOptions, LoopSpec, Names
 from loopkit._types import C, Checkpoints, Debug, Like, Progress, Step, Until, X, Y
 
-NAMES = Names("unbounded_scan", "f", "init", "until")
+NAMES = Names("unbounded_scan", "f", "init", "until", "carry, x")
 
 
 @overload
@@ -141,7 +138,6 @@ def unbounded_scan(
         ```
     """
     name = NAMES.function
-    validate.check_callable(name, "f", f)
     validate.check_callable(name, "until", until)
     told: Any = None
     if callable(progress) and not hasattr(progress, "start"):
@@ -153,22 +149,21 @@ def unbounded_scan(
     max_segments = validate.check_bound(name, "max_segments", max_segments)
     asked = LoopOptions(checkpoints=checkpoints, buffers=NONE, return_info=return_info)
     asked = asked._replace(progress=progress, debug=debug)
-    own = {"f": seen(f), "until": seen(until)}
-    scan = Growing.of(NAMES, init, 1, asked, (f, until), **own, inputs=inputs)
+    spec = LoopSpec.of(NAMES, (f, until), init, inputs, 1, asked)
     sizes = segment_lengths(segment, check_growth(name, growth), max_segments)
     run = _python_scan if _jax.jit_is_disabled() and inputs.length else _run
     whole = None if inputs is endless else inputs.length
-    with in_parts(scan.progress, whole) as of_segments:
-        result = run(replace(scan, progress=of_segments), sizes, told)
-    return bare(result if scan.return_info else result[:2])
+    with in_parts(spec.progress, whole) as of_segments:
+        result = run(spec._replace(progress=of_segments), sizes, told)
+    return bare(result if spec.return_info else result[:2])
 
 
 def _run(
-    scan: Growing, sizes: Iterator[int], progress: Callable | None
+    spec: LoopSpec, sizes: Iterator[int], progress: Callable | None
 ) -> tuple[Any, Any, LoopInfo]:
-    (traced, _), (carry, tree) = scan.segment(), jax.tree.flatten(scan.init)
-    xs, rows = scan.inputs.leaves, scan.inputs.length
-    if scan.budget is None and progress is None:
+    (traced, _), (carry, tree) = segment(spec), jax.tree.flatten(spec.init)
+    xs, rows = spec.inputs.leaves, spec.inputs.length
+    if spec.budget is None and progress is None:
         sizes = together(sizes, light_steps(traced, [*carry, *xs]), rows)
     steps, stopped = on_device(0, np.int32), on_device(False, bool)
     closed_over, chunks, ys = traced.closed_over, [], []
@@ -177,7 +172,7 @@ def _run(
     room = None if jax.default_backend() == "cpu" else memory_left(carry)
     try:
         for size, left, x in divided(xs, rows, sizes):
-            run = compiled(traced, size, scan.counts)
+            run = compiled(traced, size, spec.counts)
             carry, steps, stopped, taken, ys = run(
                 closed_over, carry, steps, stopped, on_device(left, np.int32), x
             )
@@ -228,14 +223,14 @@ def _(size: int, batched: Any, taken: jax.Array, stopped: jax.Array) -> tuple:
 
 
 def _python_scan(
-    scan: Growing, sizes: Iterator[int], progress: Callable | None
+    spec: LoopSpec, sizes: Iterator[int], progress: Callable | None
 ) -> tuple[Any, Any, LoopInfo]:
     """Step by step, under jax.disable_jit."""
-    carry, ys, stopped, rows = scan.init, [], False, scan.inputs.length
+    carry, ys, stopped, rows = spec.init, [], False, spec.inputs.length
     for size in sizes:
         order = range(len(ys), min(len(ys) + size, rows))
-        with bar(scan.progress, None) as taken:
-            carry, stopped = python_steps(scan, carry, order, ys, taken)
+        with bar(spec.progress, None) as taken:
+            carry, stopped = python_steps(spec, carry, order, ys, taken)
         if progress is not None:
             progress(len(ys))
         if stopped or len(ys) == rows:

@@ -16,7 +16,7 @@ from loopkit._foreign.watched_loop import WatchedLoop
 from loopkit._jaxprs import equations
 from loopkit._plans.budget import SELDOM_REACHED, Budget, stores_every_step
 from loopkit._progress import progress as shown
-from loopkit._tracing.trace import as_loop
+from loopkit._tracing.traced import as_loop
 from loopkit._types import Checkpoints, Debug, Lanes, Memory, Progress
 
 

@@ -11,7 +11,7 @@ from loopkit import _jax
 from loopkit._arguments.failed_step import Watched
 from loopkit._engine.loop import CarryLeaf, parts
 from loopkit._tracing.finite_steps import FiniteSteps
-from loopkit._tracing.trace import as_loop
+from loopkit._tracing.traced import as_loop
 
 
 class WatchedLoop(NamedTuple):

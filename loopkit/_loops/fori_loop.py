@@ -11,13 +11,11 @@ from jaxtyping import Array
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
-from loopkit._loops.info import LoopInfo
-from loopkit._loops.keywords import ForiKw, No, Yes
-from loopkit._loops.request import LoopOptions
-from loopkit._loops.scan import run_scan
-from loopkit._loops.while_loop import run_while
-from loopkit._tracing.axes import Inputs
-from loopkit._tracing.trace import Names
+from loopkit._arguments.static_leaves import bare
+from loopkit._keywords import ForiKw, No, Yes
+from loopkit._tracing.axes import NO_INPUTS, Inputs
+from loopkit._tracing.run import run_scan, run_while
+from loopkit._tracing.spec import LoopInfo, LoopOptions, LoopSpec, Names
 from loopkit._types import (
     Bound,
     BufferSpec,
@@ -32,8 +30,7 @@ from loopkit._types import (
     Unroll,
 )
 
-NAMES = Names("fori_loop", "body_fun", "init_val", "cond_fun", hidden=2)
-"""The carry of the loop that runs is ((counters, value), ...): two levels above the user's."""
+NAMES = Names("fori_loop", "body_fun", "init_val", "cond_fun", "i, carry", hidden=2)
 
 
 @overload
@@ -114,27 +111,21 @@ def fori_loop(
         ```
     """
     name = NAMES.function
-    validate.check_callable(name, "body_fun", body_fun)
     max_steps = validate.check_bound(name, "max_steps", max_steps)
     return_info = validate.check_flag(name, "return_info", return_info)
     lower, upper = _bound("lower", lower), _bound("upper", upper)
-    several, made_of, inner = 1 if unroll is None else unroll, ((body_fun,), name), buffers
-    if buffers is not None:  # of the value, in the carry (counters, value)
+    several, inner = 1 if unroll is None else unroll, buffers
+    if buffers is not None:  # of the value, in the carry ((i, ...), value)
         inner = (lambda carry: buffers(carry[1])) if callable(buffers) else (False, buffers)
     asked = LoopOptions(several, checkpoints, memory, inner, return_info, lanes, progress, debug)
-    asked = asked._replace(made_of=made_of)
     if isinstance(lower, int) and isinstance(upper, int):
         trips = max(0, upper - lower)
         length = trips if max_steps is None else min(trips, max_steps)
-
-        def step(carry: tuple, _: None) -> tuple[tuple, None]:
-            i, val = carry
-            return (i + 1, body_fun(i, val)), None
-
-        inputs, asked = Inputs.of(None, 0, length), asked._replace(return_info=True)
-        (_, val), _, info = run_scan(NAMES, step, (lower, init_val), inputs, asked)
-        info = info._replace(stopped=jnp.array(length == trips))
-        return (val, info) if return_info else val
+        inputs, functions, init = Inputs.of(None, 0, length), (body_fun, None), ((lower,), init_val)
+        spec = LoopSpec.of(NAMES, functions, init, inputs, length, asked, length)
+        (_, val), _, info = run_scan(spec)
+        val = bare(val)
+        return (val, info._replace(stopped=jnp.array(length == trips))) if return_info else val
     if validate.unrolls_all(unroll):
         advice = "Pass the number of steps to unroll."
         expected = "can be True or 0 only if the bounds are static ints"
@@ -142,18 +133,15 @@ def fori_loop(
     first, stop = jnp.asarray(lower), jnp.asarray(upper)
     if first.dtype != stop.dtype:  # a weak type is kept, as in lax
         first, stop = (v.astype(jnp.result_type(lower, upper)) for v in (first, stop))
-
-    def goes_on(carry: tuple) -> Any:
-        (i, stop), _ = carry
-        return i < stop
-
-    def count(carry: tuple) -> tuple:
-        (i, stop), val = carry
-        return (i + 1, stop), body_fun(i, val)
-
-    start = ((first, stop), init_val)
-    out = run_while(NAMES, goes_on, count, start, max_steps, asked)
+    init = (first, stop), init_val
+    spec = LoopSpec.of(NAMES, (body_fun, _goes_on), init, NO_INPUTS, max_steps, asked)
+    out = run_while(spec)
     return (out[0][1], out[1]) if return_info else out[1]
+
+
+def _goes_on(carry: tuple) -> Any:
+    (i, stop), _ = carry
+    return i < stop
 
 
 def _bound(argument: str, value: object) -> Any:

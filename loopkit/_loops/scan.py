@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Unpack, overload
 
 import jax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
-from loopkit._arguments.static_leaves import bare, seen, wrapped
-from loopkit._loops.info import LoopInfo
-from loopkit._loops.keywords import No, ScanKw, Yes
-from loopkit._loops.request import LoopOptions, Scan
-from loopkit._loops.run_scan import run
-from loopkit._loops.scan_of_some import of_some
-from loopkit._loops.some_ys import check_words
-from loopkit._loops.truncate import truncated
+from loopkit._arguments.static_leaves import bare, wrapped
+from loopkit._extras.some_ys import check_words, of_some
+from loopkit._extras.truncate import truncated
+from loopkit._keywords import No, ScanKw, Yes
 from loopkit._tracing.axes import Inputs, has_none
-from loopkit._tracing.trace import Names
+from loopkit._tracing.run import check_split, run_scan
+from loopkit._tracing.spec import LoopInfo, LoopOptions, LoopSpec, Names
 from loopkit._types import (
     Axes,
     BufferSpec,
@@ -39,7 +34,7 @@ from loopkit._types import (
     Y,
 )
 
-NAMES = Names("scan", "f", "init", "until")
+NAMES = Names("scan", "f", "init", "until", "carry, x")
 
 
 @overload
@@ -167,55 +162,36 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
     asked = LoopOptions(unroll, checkpoints, memory, buffers, return_info, lanes, progress, debug)
     reverse = validate.check_flag(name, "reverse", reverse)
     split = validate.check_flag(name, "_split_transpose", _split_transpose)
-    validate.check_callable(name, "f", f)
-    if until is not None:
-        validate.check_callable(name, "until", until)
     truncate = validate.check_bound(name, "truncate", truncate)
-    every = validate.check_bound(name, "every", every)
-    own = {"until": until, "out_axes": out_axes, "reverse": reverse, "split_transpose": split}
-    own |= {"truncate": truncate, "reduce": check_words(reduce)}
-    return run_scan(NAMES, f, init, inputs, asked, every=every, **own)
-
-
-def run_scan(
-    names: Names,
-    f: Callable,
-    init: PyTree[Any],
-    inputs: Inputs,
-    asked: LoopOptions,
-    *,
-    every: int | None = None,
-    reduce: Reduce | None = None,
-    **own: Any,
-) -> Any:
-    """`scan`, under the names of the function that the user called. `own`: fields of `Scan`."""
+    every, reduce = validate.check_bound(name, "every", every), check_words(reduce)
     length, symbolic = inputs.length, _jax.is_symbolic(inputs.length)
-    some = every is not None or reduce is not None
     trips = _jax.SYMBOLIC if symbolic else length
-    functions = f, own.get("until")
-    own |= {"f": seen(f), "until": seen(own.get("until"))}
-    scan = Scan.of(names, init, length, asked, functions, trips, inputs=inputs, **own)
+    own = {"out_axes": out_axes, "reverse": reverse, "split_transpose": split}
+    spec = LoopSpec.of(NAMES, (f, until), init, inputs, length, asked, trips, **own)
     if symbolic:
-        _check_symbolic(scan, {"every": every, "reduce": reduce})
-        scan = replace(scan, budget="all", unroll=1)
-    if scan.split_transpose and scan.budget is None:
-        scan = replace(scan, budget="all")
-    cut = scan.truncate is not None and scan.truncate < length
-    by = truncated if cut else run
-    result = of_some(scan, every, reduce, by) if some else by(scan)
-    return bare(result if scan.return_info else result[:2])
+        _check_symbolic(spec, {"every": every, "reduce": reduce, "truncate": truncate})
+        spec = spec._replace(budget="all", unroll=1)
+    if truncate is not None:
+        check_split(spec, as_lax=False)
+    if split and spec.budget is None:
+        spec = spec._replace(budget="all")
+    if every is not None or reduce is not None:
+        result = of_some(spec, every, reduce, truncate)
+    else:
+        result = truncated(spec, truncate) if truncate is not None else run_scan(spec)
+    return bare(result if spec.return_info else result[:2])
 
 
-def _check_symbolic(scan: Scan, others: dict[str, Any]) -> None:
-    """A scan of symbolic length is one of lax, which stores every step. `others`: what else is"""
-    others |= {"until": scan.until, "truncate": scan.truncate, "buffers": scan.buffers}
-    others |= {"checkpoints": scan.budget, "progress": scan.progress}
-    others["unroll"] = (scan.unroll != 1 and scan.unroll) or None
+def _check_symbolic(spec: LoopSpec, others: dict[str, Any]) -> None:
+    """Raise if a scan of symbolic length, which is that of lax, has settings that lax lacks."""
+    others |= {"until": spec.predicate, "buffers": spec.buffers}
+    others |= {"checkpoints": spec.budget, "progress": spec.progress}
+    others["unroll"] = (spec.unroll != 1 and spec.unroll) or None
     given = [k for k, v in others.items() if v is not None and v != "all"]
-    axes = {"in_axes": scan.inputs.axes, "out_axes": scan.out_axes}
+    axes = {"in_axes": spec.inputs.axes, "out_axes": spec.out_axes}
     given += [k for k, v in axes.items() if any(jax.tree.leaves(v)) or has_none(v)]
     if given:
-        got = f"the symbolic {scan.length} and {', '.join(f'`{k}`' for k in given)}"
+        got = f"the symbolic {spec.length} and {', '.join(f'`{k}`' for k in given)}"
         advice = "Leave those out, or export a program for each length."
         expected = "must be known for what lax.scan lacks"
-        raise errors.wrong_value(scan.names.function, "length", expected, got, advice)
+        raise errors.wrong_value(spec.names.function, "length", expected, got, advice)

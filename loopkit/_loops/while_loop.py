@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Unpack, overload
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
-from loopkit._arguments import errors, validate
-from loopkit._arguments.error_on_use import ErrorIf, error_on_use
-from loopkit._arguments.static_leaves import bare, seen, wrapped
-from loopkit._loops.info import LoopInfo
-from loopkit._loops.keywords import No, WhileKw, Yes
-from loopkit._loops.request import Hidden, LoopOptions, Request
-from loopkit._plans.budget import said, stores_every_step
-from loopkit._progress.open_bars import bar
-from loopkit._tracing.predicate_gradient import SCOPE, ask
-from loopkit._tracing.trace import Names, scalar_bool
+from loopkit._arguments import validate
+from loopkit._keywords import No, WhileKw, Yes
+from loopkit._tracing.axes import NO_INPUTS
+from loopkit._tracing.run import run_while
+from loopkit._tracing.spec import LoopInfo, LoopOptions, LoopSpec, Names
 from loopkit._types import (
     Body,
     BufferSpec,
@@ -33,7 +25,7 @@ from loopkit._types import (
     Unroll,
 )
 
-NAMES = Names("while_loop", "body_fun", "init_val", "cond_fun")
+NAMES = Names("while_loop", "body_fun", "init_val", "cond_fun", "carry")
 
 
 @overload
@@ -153,82 +145,6 @@ def while_loop(
     """
     asked = LoopOptions(unroll, checkpoints, memory, buffers, return_info, lanes, progress, debug)
     throw = validate.check_flag(NAMES.function, "throw", throw)
-    return run_while(NAMES, cond_fun, body_fun, init_val, max_steps, asked, throw)
-
-
-def run_while(
-    names: Names,
-    cond_fun: Callable,
-    body_fun: Callable,
-    init_val: PyTree[Any],
-    max_steps: object,
-    asked: LoopOptions,
-    throw: bool = False,
-) -> Any:
-    """`while_loop`, under the names of the function that the user called."""
-    name = names.function
-    validate.check_callable(name, names.predicate, cond_fun)
-    validate.check_callable(name, names.body, body_fun)
-    max_steps = validate.check_bound(name, "max_steps", max_steps)
-    request = Request.of(names, init_val, max_steps, asked, (body_fun, cond_fun))
-    carried, init_val = request.carried, request.init
-    cond_fun, body_fun = seen(cond_fun), seen(body_fun)
-
-    def in_python() -> tuple[Any, Any]:
-        body, val, steps = request.by_hand(body_fun), init_val, 0
-        with bar(request.progress, max_steps) as taken:
-            while steps != max_steps and cond_fun(val):
-                val, steps = wrapped(name, names.body, body(val)), steps + 1
-                taken(1)
-        return val, jnp.int32(steps)
-
-    if (ran := validate.in_python(in_python)) is not None:
-        val, steps = ran
-        return _finished(request, throw, val, steps, lambda: cond_fun(val))
-    counting = throw or request.return_info or request.counts
-    masking = carried.any or request.body is not None
-    # Where writes to buffers are to be masked, the predicate is part of the carry.
-    holds = lambda val: scalar_bool(name, names.predicate, cond_fun(val))
-    go = ask(holds, init_val) if masking else None
-
-    def step(val: PyTree[Any], hidden: Hidden, _: list) -> tuple:
-        new = body_fun(val)
-        with jax.named_scope(SCOPE):
-            go = holds(new) if masking else None
-        return (new, hidden._replace(go=go, steps=hidden.steps + 1 if counting else None)), None
-
-    def goes_on(val: PyTree[Any], hidden: Hidden) -> Any:
-        return hidden.go if masking else cond_fun(val)
-
-    hidden = request.hidden(go, jnp.int32(0) if counting else None)
-    traced, leaves, tree = request.traced(step, goes_on, hidden, [], {}, ())
-    traced = traced.bounded(leaves)
-    if stores_every_step(request.budget) and traced.loop.length is None:
-        expected = 'can be "all" or a policy only if the number of steps is bounded'
-        got = f"checkpoints={said(request.budget)} with max_steps=None"
-        counted = f"compare a counter with a number in `{names.predicate}`"
-        counted = "bounds that are known as it is traced" if name == "fori_loop" else counted
-        advice = f"Pass `max_steps`, {counted}, or leave it out."
-        raise errors.wrong_value(name, "checkpoints", expected, got, advice)
-    val, hidden = tree.unflatten(traced.run(leaves, [])[0])
-    still_holds = lambda: hidden.go if masking else ask(cond_fun, val)
-    return _finished(request, throw, val, hidden.steps, still_holds)
-
-
-def _finished(
-    request: Request, throw: bool, val: PyTree[Any], steps: Any, still_holds: Callable[[], Any]
-) -> Any:
-    """What the caller is given."""
-    val = request.carried.returned(val)
-    if not (throw or request.return_info):
-        return bare(val)
-    goes_on = still_holds()
-    result = (val, LoopInfo(steps, jnp.logical_not(goes_on))) if request.return_info else val
-    if not throw or request.length is None:
-        return bare(result)
-    names = request.names
-    message = (
-        f"loopkit.{names.function}: `max_steps` must be enough for `{names.predicate}` to "
-        f"become false, got {request.length} steps after which it still holds. Raise `max_steps`."
-    )
-    return bare(error_on_use(ErrorIf(message), [jnp.asarray(goes_on)], result))
+    most = validate.check_bound(NAMES.function, "max_steps", max_steps)
+    spec = LoopSpec.of(NAMES, (body_fun, cond_fun), init_val, NO_INPUTS, most, asked)
+    return run_while(spec, throw)

@@ -42,27 +42,40 @@ _traced = Recent(256)
 _programs = Recent(256)
 
 
-def remember(functions: Sequence[Any], rest: Hashable, make: Callable[[], T]) -> T:
-    """Return `make()`, or its earlier result for the very same functions under the same conditions.
+def recall(functions: Sequence[Any], rest: Hashable) -> tuple[Hashable, Any]:
+    """Look up what was made of the very same functions under the same conditions, and its key.
 
-    As in jax.lax, functions have to be pure. None does not count as a function. Without any
-    function, `make` is called each time; so it is if its result says that they close over tracers.
+    As in jax.lax, functions are taken to be pure. A function of None is left out. Without any
+    there is no key, and nothing to look up.
     """
     functions = [f for f in functions if f is not None]
     if not functions:
-        return make()
+        return None, None
     key = (*map(id, functions), rest, _jax.trace_context())
     try:
         known = _traced.find(key)
     except TypeError:
-        return make()
-    if known is not None and all(ref() is f for ref, f in zip(known[0], functions, strict=True)):
-        return known[1]
-    made = make()
-    if not any(map(_jax.is_tracer, getattr(made, "closed_over", ()))):
-        forget = lambda _: _traced.pop(key, None)
-        with contextlib.suppress(TypeError):  # not all that can be called can be referred to
-            _traced.put(key, (tuple(weakref.ref(f, forget) for f in functions), made))
+        return None, None
+    if known is None or any(ref() is not f for ref, f in zip(known[0], functions, strict=True)):
+        return key, None
+    return key, known[1]
+
+
+def keep(key: Hashable, functions: Sequence[Any], made: Any) -> None:
+    """Have `recall` find what was made, unless its functions close over tracers, as it says."""
+    if key is None or any(map(_jax.is_tracer, getattr(made, "closed_over", ()))):
+        return
+    forget = lambda _: _traced.pop(key, None)
+    with contextlib.suppress(TypeError):  # not all that can be called can be referred to
+        _traced.put(key, (tuple(weakref.ref(f, forget) for f in functions if f is not None), made))
+
+
+def remember(functions: Sequence[Any], rest: Hashable, make: Callable[[], T]) -> T:
+    """Return `make()`, or what it returned before, as `recall` finds it."""
+    key, made = recall(functions, rest)
+    if made is None:
+        made = make()
+        keep(key, functions, made)
     return made
 
 

@@ -120,10 +120,9 @@ class Inputs(NamedTuple):
         of_slices, of_whole = iter(slices), iter(whole)
         return self.tree.unflatten(next(of_whole if a is None else of_slices) for a in self.axes)
 
-    def row(self, t: int) -> Any:
-        """The same, from the arrays as they are, for a step known by its number."""
-        rows = [lax.index_in_dim(x, t, a, keepdims=False) for x, a in self.sliced]
-        return self.join(rows, self.whole)
+    def slices(self, t: int) -> list:
+        """Return what step `t` is given of the arrays."""
+        return [lax.index_in_dim(x, t, a, keepdims=False) for x, a in self.sliced]
 
     def divided(self, count: int, size: int, reverse: bool = False) -> tuple[Inputs, Inputs]:
         """The inputs of `count` blocks of `size` rows, one step each, and those of the rows left.
@@ -144,6 +143,9 @@ class Inputs(NamedTuple):
         head = Inputs(jax.tree.structure(self.leaves), each(blocks), self.axes, count)
         rest = each(lambda x, axis: lax.slice_in_dim(x, after, after + left, axis=axis))
         return head, self._replace(leaves=rest, length=left)
+
+
+NO_INPUTS = Inputs(jax.tree.structure(None), [], [], 0)
 
 
 @ft.lru_cache(1024)

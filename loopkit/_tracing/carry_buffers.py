@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools as ft
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,8 +44,6 @@ class Buffers:
     step: int | None = None
     """Where reads and writes are checked: the leaf that holds the number of the step. The last
     leaves then say what is written, one for each buffer, in order."""
-    checks: bool = False
-    """Whether what runs by hand is checked."""
 
     @property
     def any(self) -> bool:
@@ -124,36 +122,6 @@ class Buffers:
         if self.step is not None:
             out[self.masks :] = masks
         return shape.unflatten(out)
-
-    def checked(self, checks: bool) -> Buffers:
-        """The same; what runs by hand is checked too."""
-        return replace(self, checks=True) if checks else self
-
-    def by_hand(self, body: Callable[..., Any]) -> Any:
-        """A function of the carry that runs outside a compiled loop, on arrays and to arrays.
-
-        `body(carry) -> carry`, or `body(x, carry) -> (carry, y)`, called for step after step.
-        """
-        if not self.any:
-            return body
-        steps, count = itertools.count(), len(self.flags)
-        written: list = []
-
-        def with_arrays(*args: PyTree[Any]) -> Any:
-            *before, carry = args
-            leaves, tree = jax.tree.flatten(carry)
-            if not self.checks:
-                return plain(body(*before, tree.unflatten(self.wrapped(leaves, None)[0])))
-            masks = written or self.first_written(carry)
-            buffers = self.followed_by(1 + len(masks), count)
-            leaves += [jnp.int32(next(steps)), *masks]
-            values, owners = buffers.wrapped(leaves, None)
-            out = body(*before, tree.unflatten(values[:count]))
-            new = out[0] if before else out
-            new, _, *written[:] = buffers.unwrapped((new, *values[count:]), owners, leaves)
-            return (plain(new), *plain(out[1:])) if before else plain(new)
-
-        return with_arrays
 
     def returned(self, tree: PyTree[Any]) -> Any:
         """The final carry, where buffers of a loop around are buffers again."""

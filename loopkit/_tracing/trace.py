@@ -1,218 +1,162 @@
-"""From a user's functions to a loop and its operands: what they close over becomes operands."""
+"""`trace`: from a `LoopSpec` to a loop, whose operands are also what its functions close over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.tree_util import keystr
+from jax.tree_util import keystr, tree_leaves_with_path
 from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors, static_leaves
-from loopkit._arguments.validate import type_of
 from loopkit._buffers.buffer import plain
-from loopkit._engine.facts.bounds import asked, bound_of, limits_in, of_all_steps, of_length
-from loopkit._engine.facts.ranges import with_ranges
-from loopkit._engine.leaves import Operands
-from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, parts
-from loopkit._engine.passes import ready
-from loopkit._engine.passes.rewritten import run
-from loopkit._engine.primitives import while_p
-from loopkit._engine.steps import LAST_STEP
-from loopkit._jaxprs import equations
-from loopkit._programs.cache import shared
-from loopkit._progress.progress import ProgressSettings
+from loopkit._engine.leaves import CarryLeaf, Input
+from loopkit._engine.loop import parts
+from loopkit._programs.cache import keep, recall
 from loopkit._tracing import references
-from loopkit._tracing.carry_buffers import Buffers
-from loopkit._tracing.finite_steps import FiniteSteps
+from loopkit._tracing.finite_steps import FiniteSteps, names_of
 from loopkit._tracing.predicate_gradient import stop_gradient_in_predicate
+from loopkit._tracing.spec import Hidden, LoopSpec, Names
+from loopkit._tracing.traced import Traced, as_loop
+
+TRIES = 4
+"""How often a step is traced until it returns the types that it takes."""
 
 
-class Names(NamedTuple):
-    """How the caller's arguments are called, for errors."""
-
-    function: str
-    """"while_loop", "scan" or "fori_loop"."""
-    body: str
-    init: str
-    predicate: str
-    hidden: int = 1
-    """Levels of the loop's carry above the caller's."""
-
-
-@dataclass(frozen=True)
-class Traced:
-    """The two functions of a loop, and what they close over."""
-
-    loop: Loop
-    """As it is written."""
-    cond_consts: list
-    consts: list
-    carry_types: list
-    """Types of the carry leaves, as the steps take them."""
-    init_types: list
-    """The same; a step may leave strong what it takes as weak: then it is so from the beginning."""
-    y_tree: Any = None
-    references: Sequence[Any] = ()
-    """What they read and write, made outside: leaves behind those of the carry."""
-
-    @property
-    def closed_over(self) -> list:
-        return [*self.cond_consts, *self.consts, *self.references]
-
-    def closing_over(self, values: list) -> Traced:
-        """The same functions, over other values of the same types."""
-        counts = len(self.cond_consts), len(self.consts)
-        cond_consts, consts, held = parts(values, *counts)
-        return replace(self, cond_consts=cond_consts, consts=consts, references=held)
-
-    def of_length(self, length: int) -> Traced:
-        """The same loop with another length."""
-        return replace(self, loop=of_length(self.loop, length))
-
-    def showing(self, progress: ProgressSettings) -> Traced:
-        """The same loop, which shows in another way how far it is."""
-        make = lambda: shared(self.loop.replace(progress=progress))
-        return replace(self, loop=self.loop.derived(progress, make))
-
-    def bounded(self, init: Sequence[Any]) -> Traced:
-        """The same loop, with the bound that its predicate has where it starts from here."""
-        loop, most = self.loop, LAST_STEP if self.loop.length is None else self.loop.length
-        if loop.cond is None:
-            return self
-        limits = limits_in(loop)
-        if not limits.found:
-            return self
-        init = [*init, *references.read(self.references)]
-        bound = bound_of(limits, asked(loop, Operands(self.cond_consts, self.consts, init, [])))
-        if bound is None or bound.steps > most or not bound.is_planned_for(loop.checkpoints):
-            return self
-        values = map(_jax.innermost, (*self.cond_consts, *self.consts, *init))
-        if not any(map(_jax.is_tracer, values)):
-            # Outside jit there is a program for each bound: a few will do.
-            few = 1 << max(0, bound.steps - 1).bit_length()
-            return self.of_length(min(most, few if loop.progress is None else bound.steps))
-        if not bound.exact:
-            return self.of_length(bound.steps)
-        return replace(self, loop=of_all_steps(loop, bound.steps), cond_consts=[])
-
-    def run(self, init: Sequence[Any], xs: Sequence[Any], scan: Callable | None = None) -> tuple:
-        """Final carry leaves and ys leaves; of a `scan` that traces the steps again, if given."""
-        types, count = self.init_types if scan is None else self.carry_types, len(init)
-        init = [*init, *references.read(self.references)]
-        loop = with_ranges(self.loop, Operands(self.cond_consts, self.consts, init, list(xs)))
-        loop, passes = ready(loop)
-        # One that was flattened is no scan any more.
-        bind = while_p.bind if scan is None or loop.cond is not None else scan
-        meshes = loop.derived("meshes", lambda: equations.meshes(loop.body))
-        bound = lambda *operands: bind(*_jax.known_on(meshes, list(operands)), loop=loop)
-        first = [_convert(v, t) for v, t in zip(init, types, strict=True)]
-        operands = [*self.cond_consts, *self.consts, *first, *xs]
-        final, held, ys = parts(run(bound, passes, operands), count, len(self.references))
-        references.write(self.references, held)
-        return final, ys
+def trace(spec: LoopSpec, hidden: Hidden) -> tuple[Traced, list, _jax.TreeDef]:
+    """Return the loop, its initial carry, and the tree of that."""
+    state = spec.init, hidden
+    leaves, tree = jax.tree.flatten(state)
+    functions = spec.functions if spec.carried.hashable else ()
+    key, known = recall(functions, spec.key(leaves, tree))
+    if known is None:
+        known = trace_loop(FlatSteps(spec, state))
+        keep(key, functions, known)
+    return known, leaves, tree
 
 
-def _convert(value: jax.Array, aval: _jax.ShapedArray) -> Any:
-    """An initial value in the type that the loop carries."""
-    have = jax.typeof(value)
-    if have.dtype != aval.dtype or (have.weak_type and not aval.weak_type):
-        value = lax.convert_element_type(value, aval.dtype)
-    return _jax.vary_like(value, [aval])
+class FlatSteps:
+    """The two functions of a loop, of the leaves of its state."""
 
+    def __init__(self, spec: LoopSpec, state: tuple[Any, Hidden], traced: bool = True):
+        """`traced`: whether stopped lanes take steps too, so that writes are to be masked."""
+        leaves, self.tree = jax.tree.flatten(state)
+        self.spec, self.state, self.types = spec, state, list(map(jax.typeof, leaves))
+        own = len(jax.tree.leaves(spec.init))
+        decided = state[1].go is not None
+        self.flag = own if decided and traced else None
+        self.counter = own + decided
+        self.buffers = None
+        if spec.carried.any:
+            number = self.counter if spec.checking else None
+            self.buffers = spec.carried.followed_by(len(leaves) - own, number)
+        self.y_tree: Any = None
 
-def trace_loop(
-    names: Names,
-    step: Callable[[list, list], tuple[Any, Any]],
-    predicate: Callable[[list], Any] | None,
-    init: PyTree[Any],
-    x_types: Sequence[Any],
-    settings: dict[str, Any],
-    buffers: Buffers | None = None,
-    flag: int | None = None,
-    finite: FiniteSteps | None = None,
-) -> Traced:
-    """A loop over trees like `init`; `settings` are the fields of `Loop` that are not jaxprs.
-
-    `step`: carry leaves and x leaves to trees, carry and y. `predicate`: carry leaves to a bool.
-    `flag`: the leaf that says whether there is another step, if one does. `finite`: how steps are
-    watched that have to stay finite.
-    """
-    leaves, tree = jax.tree.flatten(init)
-    paths = [path[names.hidden :] for path, _ in jax.tree_util.tree_leaves_with_path(init)]
-    types = [jax.typeof(v) for v in leaves]
-    y_tree, names_of = None, (names.function, names.predicate)
-
-    def body(*values: jax.Array) -> list:
-        nonlocal y_tree
-        carry, x = parts(values, len(types))
+    def body(self, *values: jax.Array) -> list:
+        """Take a step: the next carry, and y, from the carry and slices of the inputs."""
+        names, buffers = self.spec.names, self.buffers
+        carry, x = parts(values, len(self.types))
         if buffers is None:
-            new, y = step(carry, x)
+            new, y = self.spec.step(self.tree.unflatten(carry), x)
         else:
-            seen, owners = buffers.wrapped(carry, flag)
-            new, y = step(seen, x)
+            seen, owners = buffers.wrapped(carry, self.flag)
+            new, y = self.spec.step(self.tree.unflatten(seen), x)
             new, y = buffers.unwrapped(new, owners, carry), plain(y)
         new = static_leaves.wrapped(names.function, names.body, new, names.hidden)
         y = static_leaves.wrapped(names.function, names.body, y)
-        new = static_leaves.kept(*names[:3], init, new, names.hidden)
-        if jax.tree.structure(new) != tree:
-            _check_structure(names, init, new)
-        y_leaves, y_tree = jax.tree.flatten(y)
+        new = static_leaves.kept(*names[:3], self.state, new, names.hidden)
+        if jax.tree.structure(new) != self.tree:
+            _check_structure(names, self.state, new)
+        y_leaves, self.y_tree = jax.tree.flatten(y)
         return [*jax.tree.leaves(new), *y_leaves]
 
+    def cond(self, *leaves: jax.Array) -> list:
+        """Say whether there is another step."""
+        carry, hidden = self.tree.unflatten(leaves)
+        if hidden.left is None:
+            return [self.spec.goes_on(carry) if hidden.go is None else hidden.go]
+        some = hidden.left > 0
+        return [some if hidden.go is None else some & hidden.go]
+
+    @property
+    def ends(self) -> bool:
+        """Whether there is a predicate."""
+        return self.spec.predicate is not None or self.state[1].left is not None
+
+    def finite(self) -> FiniteSteps:
+        """Return how steps that have to stay finite are watched."""
+        spec, leaves = self.spec, tree_leaves_with_path(self.state)
+        buffers = *spec.carried.flags, *[False] * (len(leaves) - len(spec.carried.flags))
+        held = enumerate(zip(leaves, buffers, strict=True))
+        missing = tuple((i, v.shape, v.dtype) for i, ((_, v), has) in held if has)
+        names = tuple(spec.leaf_name(path) for path, _ in leaves)
+        tree, axes = spec.inputs.tree, spec.inputs.axes
+        of_x = zip(names_of("xs", tree.unflatten(range(len(axes)))), axes, strict=True)
+        x_names = tuple(name for name, axis in of_x if axis is not None)
+        left = None if self.state[1].left is None else self.counter + 1
+        loop = spec.watched(self.tree, missing)
+        return FiniteSteps(loop, names, x_names, self.flag, self.counter, buffers, left)
+
+
+def trace_loop(steps: FlatSteps) -> Traced:
+    """Trace the functions of a loop, as it is written."""
+    spec, names, x_types = steps.spec, steps.spec.names, steps.spec.inputs.slice_types
+    types, tries = steps.types, 0
     # A weakly typed start is promoted, as in lax, where a step returns another dtype. One that
     # differs between devices only after the first step is made to do so before.
-    tries = 0
     while True:
         cond, cond_consts = None, []
-        if predicate is not None:
-            asks = lambda *leaves: [scalar_bool(*names_of, predicate(list(leaves)))]
-            cond, cond_consts = _jax.trace(asks, types, f"{names.function}_cond")
-        jaxpr, consts = _jax.trace(body, [*types, *x_types], f"{names.function}_body")
+        if steps.ends:
+            cond, cond_consts = _jax.trace(steps.cond, types, f"{names.function}_cond")
+        jaxpr, consts = _jax.trace(steps.body, [*types, *x_types], f"{names.function}_body")
         out = list(jaxpr.out_avals[: len(types)])
         decided_by = [] if cond is None else list(cond.out_avals)
-        new = [_joined(a, b, decided_by) for a, b in zip(types, out, strict=True)]
-        settled, types, tries = new == types, new, tries + 1
-        if settled or tries == 4:
+        before, types = types, [_joined(a, b, decided_by) for a, b in zip(types, out, strict=True)]
+        tries += 1
+        if types == before or tries == TRIES:
             break
+    paths = [path[names.hidden :] for path, _ in tree_leaves_with_path(steps.state)]
     _check_types(names, zip(paths, types, out, strict=True))
     of = references.without_references(cond, cond_consts, jaxpr, consts, len(types))
     _check_effects(names, of.body, of.cond)
-    of = of if flag is None else of._replace(body=stop_gradient_in_predicate(of.body, flag))
-    of = of if finite is None else _watched(names, of, finite, y_tree)
-    masks = buffers is not None or finite is not None  # what is written, or must not be infinite
-    carry = _leaves(names, paths, buffers, flag if masks else None)
-    carry += [CarryLeaf("a reference")] * len(of.references)
+    if steps.flag is not None:
+        of = of._replace(body=stop_gradient_in_predicate(of.body, steps.flag))
+    if spec.finite is not None:
+        of = _watched(steps, of)
+    carry = [*_leaves(steps, paths), *[CarryLeaf("a reference")] * len(of.references)]
     types += map(_jax.type_in, of.references)
+    settings = {"length": spec.length, "checkpoints": spec.budget, "unroll": spec.unroll}
+    settings |= {"name": names.function, "lane_policy": spec.lanes, "progress": spec.progress}
+    settings |= {"reverse": spec.reverse, "xs": tuple(map(Input, spec.inputs.places))}
     loop = as_loop(of.cond, of.cond_consts, of.body, of.consts, carry, types, settings)
-    return replace(loop, y_tree=y_tree, references=of.references)
+    return replace(loop, y_tree=steps.y_tree, references=of.references)
 
 
-def _watched(
-    names: Names, of: references.Functions, finite: FiniteSteps, y_tree: _jax.TreeDef
-) -> references.Functions:
+def _watched(steps: FlatSteps, of: references.Functions) -> references.Functions:
+    names = steps.spec.names
     if of.references:
         expected = f"cannot be given where `{names.body}` reads or writes references made outside"
         got = errors.short_type(_jax.type_in(of.references[0]))
         advice = f"Put what it holds into `{names.init}`, and return what is written."
         raise NotImplementedError(errors.wrong(names.function, "debug", expected, got, advice))
-    return of._replace(body=finite.of_jaxpr(of.body, len(of.consts), y_tree))
+    return of._replace(body=steps.finite().of_jaxpr(of.body, len(of.consts), steps.y_tree))
 
 
-def _leaves(names: Names, paths: list, buffers: Buffers | None, flag: int | None) -> list:
-    """The records of a carry's leaves."""
-    of_leaf = [(False, None)] * len(paths)
-    if buffers is not None:
-        of_leaf = list(zip(buffers.flags, buffers.outer, strict=True))
+def _leaves(steps: FlatSteps, paths: list) -> list:
+    """Return the records of a carry's leaves."""
+    flags, outer = [False] * len(paths), [None] * len(paths)
+    if steps.buffers is not None:
+        flags, outer = steps.buffers.flags, steps.buffers.outer
+    # What is written, or must not be infinite, hangs on it.
+    flag = steps.flag if steps.buffers is not None or steps.spec.finite is not None else None
     return [
-        CarryLeaf(names.init + keystr(path), has, i == flag, owner is not None)
-        for i, (path, (has, owner)) in enumerate(zip(paths, of_leaf, strict=True))
+        CarryLeaf(steps.spec.names.init + keystr(path), has, i == flag, owner is not None)
+        for i, (path, has, owner) in enumerate(zip(paths, flags, outer, strict=True))
     ]
 
 
@@ -252,39 +196,6 @@ def _check_effects(names: Names, *jaxprs: _jax.Jaxpr | None) -> None:
         raise NotImplementedError(errors.wrong(names.function, names.body, expected, got, advice))
 
 
-def scalar_bool(function: str, argument: str, value: PyTree[Any]) -> Any:
-    """What a predicate returned, if it is one bool."""
-    if not jax.tree_util.all_leaves([value]):
-        got = f"a {type(value).__name__} ({jax.tree.structure(value)})"
-    else:
-        try:
-            array = _jax.as_array(value)
-            if array.shape == () and array.dtype == bool:
-                return array
-            got = errors.short_type(jax.typeof(array))
-        except (TypeError, ValueError):
-            got = errors.shown(value)
-    advice = "Reduce it with .any() or .all(), or compare with a number."
-    raise errors.wrong_type(function, argument, "must return a scalar bool[]", got, advice)
-
-
-def pair(names: Names, out: PyTree[Any]) -> tuple[Any, Any]:
-    """What a step returned, if it is a carry and a y."""
-    is_sequence = isinstance(out, (tuple, list))
-    if is_sequence and len(out) == 2:
-        return out[0], out[1]
-    got = type(out).__name__ + (f" of length {len(out)}" if is_sequence else "")
-    expected = "must return a pair (carry, y)"
-    advice = "Return `carry, None` if there is nothing to stack."
-    raise errors.wrong_type(names.function, names.body, expected, got, advice)
-
-
-def type_key(values: Sequence[Any]) -> tuple:
-    """The types of values, weak ones told from strong."""
-    types = tuple(map(type_of, values))
-    return types, tuple([t.weak_type for t in types])
-
-
 def _joined(before: _jax.ShapedArray, after: _jax.ShapedArray, decided_by: list) -> Any:
     """The type to start from, so that a step returns it."""
     if before.shape != after.shape:
@@ -294,22 +205,3 @@ def _joined(before: _jax.ShapedArray, after: _jax.ShapedArray, decided_by: list)
         dtype = jnp.result_type(np.zeros((), before.dtype).item(), after.dtype)
         before = before.update(dtype=dtype, weak_type=False)
     return _jax.type_like(before, [after, *decided_by])
-
-
-def as_loop(
-    cond: _jax.Jaxpr | None,
-    cond_consts: list,
-    body: _jax.Jaxpr,
-    consts: list,
-    carry: list,
-    types: list,
-    settings: dict,
-) -> Traced:
-    """A loop of two jaxprs. `settings`: other fields of it."""
-    n, c = len(types), len(consts)
-    settings = {"xs": (Input(),) * (len(body.in_avals) - c - n), **settings}
-    ys, constants = (Output(),) * (len(body.out_avals) - n), (Const(),) * c
-    loop = Loop(cond, body, len(cond_consts), constants, tuple(carry), ys=ys, **settings)
-    pairs = zip(types, loop.carry_types, strict=True)
-    first = [a.update(weak_type=a.weak_type and b.weak_type) for a, b in pairs]
-    return Traced(shared(loop), cond_consts, consts, types, first)

@@ -18,9 +18,12 @@ from jax.tree_util import tree_leaves_with_path
 from jaxtyping import PyTree
 
 from loopkit import _jax
-from loopkit._arguments import errors
-from loopkit._buffers.buffer import Buffer
+from loopkit._arguments import errors, static_leaves, validate
+from loopkit._buffers.buffer import Buffer, plain
+from loopkit._extras.truncate import truncated
 from loopkit._tracing.axes import y_axes
+from loopkit._tracing.run import row_types
+from loopkit._tracing.spec import CarryWithYs, LoopInfo, LoopSpec
 from loopkit._types import Axes, Reduce
 
 FUNCTION = "scan"
@@ -37,13 +40,6 @@ class ReductionState(NamedTuple):
     """Sums over the window at hand."""
     rows: list[Any]
     """What windows come to, buffers."""
-
-
-class CarryWithYs(NamedTuple):
-    """The carry of a loop that keeps some ys."""
-
-    carry: Any
-    ys: ReductionState
 
 
 class RowKind(NamedTuple):
@@ -220,6 +216,39 @@ class SomeYs(NamedTuple):
         windows = taken[: whole * self.every].reshape(whole, self.every, *y.shape[1:])
         rows = self._no_rows(leaf).at[:whole].set(function(windows, axis=1))
         return jnp.moveaxis(rows[::-1] if self.reverse else rows, 0, leaf.axis or 0)
+
+
+def of_some(
+    spec: LoopSpec, every: int | None, reduce: Reduce, truncate: int | None
+) -> tuple[Any, Any, LoopInfo | None]:
+    """Run a scan of which not all ys are wanted, as one that carries what they come to."""
+    all_ys = spec._replace(out_axes=0)
+    kind = every, spec.inputs.length, spec.reverse, spec.predicate is not None
+
+    def in_python() -> tuple[Any, Any, Any]:
+        carry, ys, info = truncated(all_ys._replace(return_info=True), truncate)
+        assert info is not None, "asked for"
+        leaves, tree = jax.tree.flatten(ys)
+        types = [_jax.slice_type(jax.typeof(y)) for y in leaves]
+        some = SomeYs.of(tree, types, spec.out_axes, reduce, *kind)
+        return carry, some.of_all(leaves, int(info.steps)), info
+
+    if spec.inputs.length and (ran := validate.in_python(in_python)) is not None:
+        return ran
+    some = SomeYs.of(*row_types(all_ys), spec.out_axes, reduce, *kind)
+
+    def step(both: CarryWithYs, x: PyTree[Any]) -> tuple[CarryWithYs, list, Any]:
+        new, y, go = spec.take(both.carry, x, spec.predicate is not None)
+        y = static_leaves.wrapped(spec.names.function, spec.names.body, plain(y))
+        ys, own = some.step(both.ys, jax.tree.leaves(y))
+        return CarryWithYs(new, ys), own, go
+
+    init = CarryWithYs(spec.carried.returned(spec.init), some.start())
+    names = spec.names._replace(hidden=spec.names.hidden + 1)
+    made = {"body": step, "made": True, "rest": ("some", some), "names": names}
+    both = spec.over(init, some.buffers(spec.buffers), spec.inputs, out_axes=some.axes, **made)
+    carry, ys, info = truncated(both, truncate)
+    return carry.carry, some.result(carry.ys, ys), info
 
 
 def _check_whole(y: PyTree[Any], leaves: Sequence[RowKind]) -> None:

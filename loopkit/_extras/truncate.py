@@ -1,0 +1,130 @@
+"""Truncated backpropagation through time: blocks of steps, and no gradient between them.
+
+All blocks but the last are steps of an outer loop, whose carry is stopped after each. The last
+runs on its own, so that the gradient of the final carry, which reaches no further back, reverses
+that block alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int32, PyTree
+
+from loopkit import _jax
+from loopkit._arguments import errors
+from loopkit._plans.budget import Budget, Bytes, Policy, stores_every_step
+from loopkit._plans.plan import Plan
+from loopkit._progress.open_bars import closing_if_it_fails
+from loopkit._tracing.axes import SCAN, Inputs, block_axes, joined
+from loopkit._tracing.run import run_scan
+from loopkit._tracing.spec import CarryWithYs, LoopInfo, LoopSpec
+
+FEW_ROWS = 4
+"""Rows of residuals to a carry kept, up to which a block stores the residuals of all its steps."""
+
+
+class Blocks(NamedTuple):
+    """The carry of the outer loop."""
+
+    carry: Any
+    steps: Int32[Array, ""]
+    stopped: Bool[Array, ""]
+
+
+def truncated(spec: LoopSpec, truncate: int | None) -> tuple[Any, Any, LoopInfo | None]:
+    """Run a scan whose gradient is stopped in the carry every `truncate` steps; None: nowhere."""
+    inputs, out_axes, stopping = spec.inputs, spec.out_axes, spec.predicate is not None
+    if truncate is None or truncate >= inputs.length:
+        return run_scan(spec)
+    count = -(-inputs.length // truncate) - 1
+    outer, inner = _shared(spec.budget, count, truncate)
+
+    # One bar: steps are counted by blocks, or, where a block may end before its last, in each.
+    shown = None if spec.progress is None else replace(spec.progress, whole=inputs.length)
+    weight = 0 if stopping else truncate
+    of_blocks = shown and shown.part(True, False, weight=weight)
+    in_block = None if shown is None or weight else shown.part(False, False)
+    in_tail = shown and shown.part(False, True)
+    unroll = min(spec.unroll, truncate)
+
+    def of_block(init: PyTree[Any], inputs: Inputs, before: Any, **changes: Any) -> LoopSpec:
+        changes |= {"before": before if spec.finite else 0, "return_info": True}
+        return spec.over(init, spec.buffers, inputs, budget=inner, unroll=unroll, **changes)
+
+    def block(state: Blocks, x: list) -> tuple[Blocks, Any, Any]:
+        here = inputs._replace(leaves=x, length=truncate)
+        part = of_block(state.carry, here, state.steps, stopped=False, progress=in_block)
+        carry, y, info = run_scan(part)
+        carry = _cut(carry, info.stopped if stopping else None)
+        go = ~info.stopped if stopping else None
+        return Blocks(carry, state.steps + info.steps, info.stopped), y, go
+
+    head, tail = inputs.divided(count, truncate, spec.reverse)
+    # All that a block does, but for its inputs.
+    of_inputs = truncate, inputs.tree, *inputs.axes
+    made_of = inner, unroll, spec.checking, spec.finite, spec.carried.flags
+    rows = (lambda state: state.carry.ys.rows) if spec.keeps_some else None
+    blocks = spec.over(
+        Blocks(spec.init, jnp.int32(0), jnp.array(False)),
+        rows,
+        head,
+        body=block,
+        made=True,
+        predicate=(lambda state, _: state.stopped) if stopping else None,
+        out_axes=block_axes(out_axes),
+        budget=outer,
+        unroll=1,  # an iteration is a loop already: several would be long programs
+        progress=of_blocks,
+        checking=False,
+        finite=None,
+        rest=(*spec.rest, "truncated", of_inputs, *made_of),
+    )
+    with closing_if_it_fails():
+        before, ys, _ = run_scan(blocks)
+        stopped = before.stopped if stopping else None
+        init = _cut(before.carry, stopped)
+        last = of_block(init, tail, before.steps, stopped=before.stopped, progress=in_tail)
+        carry, rest, info = run_scan(last)
+    ys = joined(SCAN, ys, rest, out_axes, spec.reverse, stopped)
+    info = LoopInfo(before.steps + info.steps, info.stopped)
+    return spec.carried.returned(carry), ys, info
+
+
+def _shared(budget: Budget, count: int, truncate: int) -> tuple[Any, Any]:
+    """Return what the loop over blocks keeps, and what each block does."""
+    if isinstance(budget, Plan):
+        advice = (
+            "A truncated scan is a loop over blocks, each a loop of its own, and a plan is of one "
+            "loop. Give the number of carries, or `memory`."
+        )
+        expected, got = "cannot be a Plan together with `truncate`", f"truncate={truncate}"
+        raise errors.wrong_value(SCAN, "checkpoints", expected, got, advice)
+    if isinstance(budget, Bytes):
+        half = replace(budget, loops=2)
+        return half, half
+    if isinstance(budget, int):
+        outer = min(count, max(1, budget // 2))
+        return outer, max(1, budget - outer)
+    if isinstance(budget, Policy):
+        return count, budget
+    stores = stores_every_step(budget) or truncate <= FEW_ROWS * count
+    return count, "all" if stores else None
+
+
+def _cut(carry: PyTree[Any], stopped: jax.Array | None) -> Any:
+    """Stop the gradient of a carry, but for lanes that have ended in it, and but for ys."""
+    if type(carry) is CarryWithYs:
+        return CarryWithYs(_cut(carry.carry, stopped), carry.ys)
+
+    def cut(value: jax.Array) -> Any:
+        if not _jax.is_differentiable(jax.typeof(value)):
+            return value
+        still = lax.stop_gradient(value)
+        return still if stopped is None else jnp.where(stopped, value, still)
+
+    return jax.tree.map(cut, carry)

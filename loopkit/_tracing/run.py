@@ -1,0 +1,137 @@
+"""A `LoopSpec` that is run: in Python, as the scan of lax, or as a loop of the engine."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from loopkit import _jax
+from loopkit._arguments import errors, validate
+from loopkit._arguments.error_on_use import ErrorIf, error_on_use
+from loopkit._arguments.static_leaves import bare
+from loopkit._jaxprs import equations
+from loopkit._plans.budget import said, stores_every_step
+from loopkit._progress.open_bars import bar
+from loopkit._tracing.axes import arranged, has_none, y_axes
+from loopkit._tracing.in_python import python_scan, python_steps
+from loopkit._tracing.predicate_gradient import ask
+from loopkit._tracing.spec import LoopInfo, LoopSpec
+from loopkit._tracing.trace import trace
+from loopkit._tracing.traced import Traced
+
+
+def run_scan(spec: LoopSpec) -> tuple[Any, Any, Any]:
+    """Run a scan: the final carry, ys, and, if it is wanted, a LoopInfo."""
+    carried, inputs, stopping = spec.carried, spec.inputs, spec.predicate is not None
+    in_python = inputs.length != 0 and not spec.keeps_some
+    if in_python and (ran := validate.in_python(lambda: python_scan(spec))) is not None:
+        carry, ys, info = ran
+        return carried.returned(carry), ys, info
+    last = last_ys(spec) if has_none(spec.out_axes) else ()
+    counting = spec.counts or (spec.return_info and stopping)
+    go = jnp.logical_not(jnp.zeros((), bool) | spec.stopped) if stopping else None
+    steps = jnp.asarray(spec.before, jnp.int32) if counting else None
+    traced, leaves, tree = trace(spec, spec.hidden(go=go, steps=steps, last=last))
+    traced = traced.stacked(spec.out_axes)
+    split = spec.split_transpose if _runs_as_lax(spec, traced) else None
+    carry, ys = traced.run(leaves, inputs.arrays, split)
+    final, hidden = tree.unflatten(carry)
+    ys = arranged(traced.y_tree, ys, traced.loop.ys_types, spec.out_axes, hidden.last)
+    info = None
+    if spec.return_info:
+        steps = hidden.steps if stopping else jnp.asarray(inputs.length, jnp.int32)
+        if stopping and spec.finite is not None:
+            steps = steps - spec.before
+        info = LoopInfo(steps, jnp.logical_not(hidden.go) if stopping else jnp.array(False))
+    return carried.returned(final), ys, info
+
+
+def row_types(spec: LoopSpec) -> tuple[_jax.TreeDef, list]:
+    """Return the tree of y, and the types of its leaves: from the loop that stacks all of them."""
+    stopping = spec.predicate is not None
+    hidden = spec.hidden(go=np.True_ if stopping else None)
+    traced, _, _ = trace(spec._replace(out_axes=0, checking=False, finite=None), hidden)
+    return traced.y_tree, traced.loop.y_types
+
+
+def last_ys(spec: LoopSpec) -> list:
+    """Return zeros for the leaves of y of which only the last is wanted."""
+    tree, types = row_types(spec)
+    axes = y_axes(spec.out_axes, tree.unflatten(types))
+    return [_jax.zeros(t) for t, axis in zip(types, axes, strict=True) if axis is None]
+
+
+def _runs_as_lax(spec: LoopSpec, traced: Traced) -> bool:
+    """Whether it is the scan of lax: it stores every step, and has nothing that lax lacks."""
+    leading = not any((*traced.loop.x_axes, *traced.loop.y_axes))
+    as_lax = spec.budget == "all" and spec.predicate is None and leading and not spec.carried.any
+    as_lax = as_lax and spec.progress is None  # which has none on the way back
+    check_split(spec, as_lax)
+    if not as_lax or _jax.is_symbolic(spec.length):
+        return as_lax
+    body = traced.loop.body
+    return not (equations.lax_loses_rules(body) or equations.lax_loses_calls(body))
+
+
+def check_split(spec: LoopSpec, as_lax: bool) -> None:
+    """Raise if `_split_transpose` is asked for, and it is not the scan of lax."""
+    if spec.split_transpose and not as_lax:
+        expected = "can be True only where every step is stored, along leading axes, as in lax.scan"
+        got = f"checkpoints={spec.budget!r} and other settings that lax.scan lacks"
+        argument, advice = "_split_transpose", "Leave it out."
+        raise errors.wrong_value(spec.names.function, argument, expected, got, advice)
+
+
+def run_while(spec: LoopSpec, throw: bool = False) -> Any:
+    """Run a while loop, and return what the caller is given. `throw`: it has to end in time."""
+    informs = throw or spec.return_info
+    if (ran := validate.in_python(lambda: _python_while(spec))) is not None:
+        val, steps, stopped = ran
+        return _finished(spec, throw, val, steps, informs and not stopped and spec.goes_on(val))
+    masking = spec.carried.any or spec.finite is not None
+    # Where writes to buffers are to be masked, the predicate is part of the carry.
+    go = ask(spec.goes_on, spec.init) if masking else None
+    steps = jnp.int32(0) if informs or spec.counts else None
+    traced, leaves, tree = trace(spec, spec.hidden(go=go, steps=steps))
+    traced = traced.bounded(leaves)
+    if stores_every_step(spec.budget) and traced.loop.length is None:
+        name, predicate = spec.names.function, spec.names.predicate
+        expected = 'can be "all" or a policy only if the number of steps is bounded'
+        got = f"checkpoints={said(spec.budget)} with max_steps=None"
+        counted = f"compare a counter with a number in `{predicate}`"
+        counted = "bounds that are known as it is traced" if name == "fori_loop" else counted
+        advice = f"Pass `max_steps`, {counted}, or leave it out."
+        raise errors.wrong_value(name, "checkpoints", expected, got, advice)
+    val, hidden = tree.unflatten(traced.run(leaves, [])[0])
+    still = None
+    if informs:
+        still = hidden.go if masking else ask(spec.goes_on, val)
+    return _finished(spec, throw, val, hidden.steps, still)
+
+
+def _python_while(spec: LoopSpec) -> tuple[Any, jax.Array, bool]:
+    ys: list = []
+    order = itertools.count() if spec.length is None else range(spec.length)
+    with bar(spec.progress, spec.length) as taken:
+        val, stopped = python_steps(spec, spec.init, order, ys, taken)
+    return val, jnp.int32(len(ys)), stopped
+
+
+def _finished(spec: LoopSpec, throw: bool, val: PyTree[Any], steps: Any, goes_on: Any) -> Any:
+    """Return what the caller is given. `goes_on`: whether the predicate still holds."""
+    result = spec.carried.returned(val)
+    if spec.return_info:
+        result = result, LoopInfo(steps, jnp.logical_not(goes_on))
+    if not throw or spec.length is None:
+        return bare(result)
+    function, predicate = spec.names.function, spec.names.predicate
+    message = (
+        f"loopkit.{function}: `max_steps` must be enough for `{predicate}` to "
+        f"become false, got {spec.length} steps after which it still holds. Raise `max_steps`."
+    )
+    return bare(error_on_use(ErrorIf(message), [jnp.asarray(goes_on)], result))

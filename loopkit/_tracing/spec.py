@@ -1,0 +1,298 @@
+"""`LoopSpec`: a loop as it was asked for, every argument checked, and what one step of it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr
+from jaxtyping import Array, Bool, Int32, PyTree
+
+from loopkit import _jax
+from loopkit._arguments import errors, failed_step, static_leaves, validate
+from loopkit._arguments.static_leaves import bare
+from loopkit._arguments.validate import type_of
+from loopkit._buffers.buffer import plain
+from loopkit._plans.budget import Budget, check_budget
+from loopkit._progress.progress import ProgressSettings, check_progress
+from loopkit._tracing.axes import Inputs, without_last
+from loopkit._tracing.carry_buffers import Buffers, find
+from loopkit._tracing.predicate_gradient import SCOPE
+from loopkit._types import BufferSpec
+
+
+class LoopInfo(NamedTuple):
+    """How far a loop went, and why it ended. Under `jax.vmap`, for each lane."""
+
+    steps: Int32[Array, "*lanes"]
+    """Steps taken."""
+    stopped: Bool[Array, "*lanes"]
+    """True if the predicate (or `until`) ended the loop, False if the bound (or length) did."""
+
+
+class Names(NamedTuple):
+    """What the function that the user called takes, and how it calls that, for errors."""
+
+    function: str
+    body: str
+    init: str
+    predicate: str
+    takes: Literal["carry", "carry, x", "i, carry"]
+    """The arguments of the body. Of "i, carry" the carry is ((i, ...), carry)."""
+    hidden: int = 1
+    """Levels of the loop's carry above the caller's."""
+
+
+class LoopOptions(NamedTuple):
+    """The settings that all loops take, as they are given."""
+
+    unroll: Any = 1
+    checkpoints: Any = None
+    memory: Any = None
+    buffers: Any = None
+    return_info: Any = False
+    lanes: Any = None
+    progress: Any = None
+    debug: Any = None
+
+
+class Hidden(NamedTuple):
+    """What a loop carries beside the caller's carry, where it is needed."""
+
+    go: Any = None
+    """Whether to take a step."""
+    steps: Any = None
+    """How many were taken."""
+    left: Any = None
+    """How many may still be, where the length of the loop does not say."""
+    whole: Sequence[Any] = ()
+    """Inputs that every step is given whole."""
+    last: Sequence[Any] = ()
+    """What ys are of which only the last is wanted."""
+    written: Sequence[Any] = ()
+    """Where buffers are checked: for each, which of its elements have been written."""
+
+
+class CarryWithYs(NamedTuple):
+    """The carry of a loop that keeps some of its ys in it."""
+
+    carry: Any
+    ys: Any
+
+
+class LoopSpec(NamedTuple):
+    """A loop as it was asked for. Nothing in it has to be checked again."""
+
+    names: Names
+    body: Callable
+    """The caller's; or, if it is `made`, one of loopkit's."""
+    predicate: Callable | None
+    """A function of the carry that says whether to go on; or, of the carry and y of a step, whether
+    to stop."""
+    init: Any
+    """Arrays, the initial carry."""
+    inputs: Inputs
+    length: Any
+    """The most steps; None for no bound."""
+    budget: Budget
+    unroll: int
+    buffers: Any
+    """As given: which of them there are depends on the carry."""
+    carried: Buffers
+    checking: bool
+    """Whether it is checked what is read and written of buffers."""
+    return_info: bool
+    lanes: Any
+    """What becomes of lanes that have stopped."""
+    progress: ProgressSettings | None
+    finite: tuple[str, str] | None
+    """Name and place of the caller's body, if its steps have to stay finite."""
+    functions: tuple
+    """The caller's, on which all hangs that is traced; not those made anew on every call."""
+    out_axes: Any = 0
+    reverse: bool = False
+    split_transpose: bool = False
+    stopped: Any = False
+    """Whether a scan with a predicate takes no step at all."""
+    before: Any = 0
+    """Steps taken before the first, for errors."""
+    made: bool = False
+    """Whether the body is loopkit's own, and returns the next carry, y, and whether to go on."""
+    rest: tuple = ()
+    """What the trace of a `made` body hangs on besides: types, settings."""
+
+    @classmethod
+    def of(
+        cls,
+        names: Names,
+        functions: tuple[Callable, Callable | None],
+        init: PyTree[Any],
+        inputs: Inputs,
+        length: int | None,
+        asked: LoopOptions,
+        trips: int | None = None,
+        **more: Any,
+    ) -> LoopSpec:
+        """Check what was asked for. `functions`: body and predicate. `trips`: the steps, if known.
+
+        `more`: other fields, which the caller has checked.
+        """
+        name, (body, predicate) = names.function, functions
+        validate.check_callable(name, names.body, body)
+        if predicate is not None or names.takes == "carry":
+            validate.check_callable(name, names.predicate, predicate)
+        unroll = validate.check_unroll(name, asked.unroll, trips)
+        return_info = validate.check_flag(name, "return_info", asked.return_info)
+        init = static_leaves.wrapped(name, names.init, init, names.hidden - 1)
+        carried = find(names, asked.buffers, init)
+        debug = validate.check_debug(name, asked.debug, validate.DEBUGGED)
+        checking, finite = "bounds" in debug and carried.any, None
+        lanes = validate.check_lanes(name, asked.lanes)
+        if "finite" in debug:
+            # Each step is taken for itself, and lanes stay where they are.
+            unroll, lanes = 1, "wait"
+            finite = failed_step.named(body, names.body)
+        elif checking and lanes == "flatten":
+            lanes = "wait"  # what is checked is whether lanes take a step, and not where they are
+        validate.check_beside_flat(name, lanes, asked.progress)
+        return cls(
+            names=names,
+            body=body,
+            predicate=predicate,
+            init=plain(init) if carried.any else init,
+            inputs=inputs,
+            length=length,
+            budget=check_budget(name, asked.checkpoints, asked.memory),
+            unroll=unroll,
+            buffers=asked.buffers,
+            carried=carried,
+            checking=checking,
+            return_info=return_info,
+            lanes=lanes,
+            progress=check_progress(name, asked.progress),
+            finite=finite,
+            functions=functions,
+            **more,
+        )
+
+    def over(
+        self, init: PyTree[Any], buffers: BufferSpec | None, inputs: Inputs, **changes: Any
+    ) -> LoopSpec:
+        """Return the spec of a loop over another carry and other inputs."""
+        changes |= {"inputs": inputs, "length": inputs.length, "buffers": buffers}
+        carried = find(changes.get("names", self.names), buffers, init)
+        return self._replace(init=plain(init), carried=carried, **changes)
+
+    @property
+    def counts(self) -> bool:
+        """Whether run-time errors need the number of the step."""
+        return self.checking or self.finite is not None
+
+    @property
+    def keeps_some(self) -> bool:
+        """Whether the carry holds what some of the ys come to."""
+        return type(self.init) is CarryWithYs
+
+    def hidden(self, **known: Any) -> Hidden:
+        """Return what it carries beside the user's carry, as it begins."""
+        written = self.carried.first_written(self.init) if self.checking else ()
+        return Hidden(**known, whole=self.inputs.whole, written=written)
+
+    def key(self, leaves: Sequence[Any], tree: _jax.TreeDef) -> tuple[Hashable, ...]:
+        """Say what a trace hangs on besides the functions. `leaves`, `tree`: what it carries."""
+        names, inputs, out_axes = self.names, self.inputs, self.out_axes
+        of_xs = inputs.tree, *inputs.axes, *inputs.slice_types, *inputs.places
+        of_ys = jax.tree.structure(out_axes), *jax.tree.leaves(out_axes)
+        settings = self.length, self.budget, self.unroll, self.lanes, self.reverse, self.progress
+        carried = self.carried.flags, self.carried.free, self.checking, self.finite
+        return (names, tree, type_key(leaves), of_xs, of_ys, settings, carried, self.rest)
+
+    def step(self, state: tuple[Any, Hidden], x: Sequence[Any]) -> tuple[tuple[Any, Hidden], Any]:
+        """Take a step: the next state, and y, from a state and slices of the inputs."""
+        carry, hidden = state
+        new, y, go = self.take(carry, self.inputs.join(x, hidden.whole), hidden.go is not None)
+        last = hidden.last
+        if last:
+            y = static_leaves.wrapped(self.names.function, self.names.body, y)
+            y, last = without_last(self.out_axes, y)
+        steps = None if hidden.steps is None else hidden.steps + 1
+        left = None if hidden.left is None else hidden.left - 1
+        return (new, hidden._replace(go=go, steps=steps, left=left, last=last)), y
+
+    def take(self, carry: PyTree[Any], x: PyTree[Any], asks: bool) -> tuple[Any, Any, Any]:
+        """Call the body: the next carry, y, and whether to go on, or None where nobody `asks`."""
+        names, y, go = self.names, None, None
+        if self.made:
+            return self.body(carry, x)
+        if names.takes == "carry, x":
+            new, y = pair(names, self.body(bare(carry), bare(x)))
+        elif names.takes == "carry":
+            new = self.body(bare(carry))
+        else:
+            (i, *stop), value = carry
+            new = (i + 1, *stop), self.body(i, bare(value))
+        if asks:
+            with jax.named_scope(SCOPE):
+                go = self.goes_on(new, y)
+        return new, y, go
+
+    def goes_on(self, carry: PyTree[Any], y: PyTree[Any] = None) -> Any:
+        """Call the predicate: whether to take a step after one that returned this."""
+        assert self.predicate is not None, "asked for"
+        names, ends = self.names, self.names.takes == "carry, x"
+        given = (bare(carry), bare(y)) if ends else (bare(carry),)
+        said = scalar_bool(names.function, names.predicate, self.predicate(*given))
+        return jnp.logical_not(said) if ends else said
+
+    def watched(self, tree: _jax.TreeDef, missing: tuple) -> failed_step.Watched:
+        """Say what errors need to know where a step fails. `tree`: of what the loop carries."""
+        assert self.finite is not None, "asked for"
+        names, x = self.names, None
+        if names.takes == "carry, x":
+            x = self.inputs.tree, tuple(a is None for a in self.inputs.axes)
+        given = *self.finite, names.takes, tree, x, self.keeps_some, missing
+        return failed_step.Watched(names.function, names.body, *given)
+
+    def leaf_name(self, path: jax.tree_util.KeyPath) -> str:
+        """Return what errors call a leaf of the state."""
+        if path[0].idx == 1:
+            field = path[1].name
+            return f"`{ {'whole': 'xs', 'last': 'ys'}.get(field, field) }`"
+        if self.keeps_some and path[1].name == "ys":
+            return "`ys`"
+        return f"`{self.names.init}{keystr(path[self.names.hidden :])}`"
+
+
+def type_key(values: Sequence[Any]) -> tuple:
+    """Return the types of values, weak ones told from strong."""
+    types = tuple(map(type_of, values))
+    return types, tuple([t.weak_type for t in types])
+
+
+def scalar_bool(function: str, argument: str, value: PyTree[Any]) -> Any:
+    """Return what a predicate returned, if it is one bool."""
+    if not jax.tree_util.all_leaves([value]):
+        got = f"a {type(value).__name__} ({jax.tree.structure(value)})"
+    else:
+        try:
+            array = _jax.as_array(value)
+            if array.shape == () and array.dtype == bool:
+                return array
+            got = errors.short_type(jax.typeof(array))
+        except (TypeError, ValueError):
+            got = errors.shown(value)
+    advice = "Reduce it with .any() or .all(), or compare with a number."
+    raise errors.wrong_type(function, argument, "must return a scalar bool[]", got, advice)
+
+
+def pair(names: Names, out: PyTree[Any]) -> tuple[Any, Any]:
+    """Return what a step returned, if it is a carry and a y."""
+    is_sequence = isinstance(out, (tuple, list))
+    if is_sequence and len(out) == 2:
+        return out[0], out[1]
+    got = type(out).__name__ + (f" of length {len(out)}" if is_sequence else "")
+    expected = "must return a pair (carry, y)"
+    advice = "Return `carry, None` if there is nothing to stack."
+    raise errors.wrong_type(names.function, names.body, expected, got, advice)
