@@ -112,6 +112,8 @@ class Inputs(NamedTuple):
 
     @property
     def slice_types(self) -> list:
+        if not self.leaves:
+            return []
         context = _jax.trace_context()
         return [_slice_type(validate.type_of(x), a, context) for x, a in self.sliced]
 

@@ -202,12 +202,14 @@ class LoopSpec(NamedTuple):
 
     def key(self, leaves: Sequence[Any], tree: _jax.TreeDef) -> tuple[Hashable, ...]:
         """Say what a trace hangs on besides the functions. `leaves`, `tree`: what it carries."""
-        names, inputs, out_axes = self.names, self.inputs, self.out_axes
-        of_xs = inputs.tree, *inputs.axes, *inputs.slice_types, *inputs.places
-        of_ys = jax.tree.structure(out_axes), *jax.tree.leaves(out_axes)
+        inputs, out_axes, carried = self.inputs, self.out_axes, self.carried
+        of_xs = inputs.tree, *inputs.axes, *inputs.slice_types
+        of_ys = out_axes
+        if type(out_axes) is not int:
+            of_ys = jax.tree.structure(out_axes), *jax.tree.leaves(out_axes)
         settings = self.length, self.budget, self.unroll, self.lanes, self.reverse, self.progress
-        carried = self.carried.flags, self.carried.free, self.checking, self.finite
-        return (names, tree, type_key(leaves), of_xs, of_ys, settings, carried, self.rest)
+        checks = self.finite, carried.any and (carried.flags, carried.free, self.checking)
+        return (self.names, tree, type_key(leaves), of_xs, of_ys, settings, checks, self.rest)
 
     def step(self, state: tuple[Any, Hidden], x: Sequence[Any]) -> tuple[tuple[Any, Hidden], Any]:
         """Take a step: the next state, and y, from a state and slices of the inputs."""

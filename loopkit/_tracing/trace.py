@@ -32,7 +32,7 @@ def trace(spec: LoopSpec, hidden: Hidden) -> tuple[Traced, list, _jax.TreeDef]:
     """Return the loop, its initial carry, and the tree of that."""
     state = spec.init, hidden
     leaves, tree = jax.tree.flatten(state)
-    functions = spec.functions if spec.carried.hashable else ()
+    functions = spec.functions if not spec.carried.any or spec.carried.hashable else ()
     key, known = recall(functions, spec.key(leaves, tree))
     if known is None:
         known = trace_loop(FlatSteps(spec, state))
