@@ -21,14 +21,14 @@ class Watched:
     argument: str
     """What the function calls its body."""
     body: str
-    """The name of the user's."""
+    """The name of the user's; empty for that of a loop of lax."""
     place: str
     """Its file and line."""
     style: str
-    """What the body takes: "carry", "carry, x", "i, carry", or "leaves" where no tree is known."""
-    carry: Any = None
-    """The tree of the carry and what is hidden in it; of "leaves", how many the carry has."""
-    x: Any = None
+    """What the body takes: "carry", "carry, x" or "i, carry"."""
+    carry: Any
+    """The tree of the carry and what is hidden in it."""
+    x: Any
     """The tree of x, and for each leaf whether it is given whole; None where there is none."""
     beside: bool = False
     """Whether what is carried is the user's carry beside ys of which some are kept."""
@@ -97,7 +97,7 @@ def describe(
 
 def _alone(loop: Watched, kinds: Sequence[str], backward: bool) -> str:
     """Where the step is written, and how to run it."""
-    if loop.style == "leaves":
+    if not loop.body:
         leaves = "carry" if loop.x is None else "carry and x"
         return (
             f"It is the {loop.argument} at {loop.place}; `loopkit.replay()` returns the leaves of "
@@ -148,9 +148,6 @@ def _arguments(failed: Failed) -> tuple:
         jax.random.wrap_key_data(v, impl=impl) if impl is not None else jax.numpy.asarray(v)
         for v, impl in zip((*failed.carry, *failed.x), failed.keys, strict=True)
     ]
-    if loop.style == "leaves":
-        carry = values[: loop.carry]
-        return (carry,) if loop.x is None else (carry, values[count:])
     held, types = iter(values[:count]), {i: type_of for i, *type_of in loop.missing}
     leaves = [
         jax.ShapeDtypeStruct(*types[i]) if i in types else next(held)
@@ -158,8 +155,8 @@ def _arguments(failed: Failed) -> tuple:
     ]
     carry, hidden = loop.carry.unflatten(leaves)
     if loop.style == "i, carry":
-        i, carry = carry
-        return (i[0] if isinstance(i, tuple) else i), bare(carry)
+        (i, *_), carry = carry
+        return i, bare(carry)
     if loop.style == "carry":
         return (bare(carry),)
     tree, whole = loop.x

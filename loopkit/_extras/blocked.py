@@ -15,12 +15,21 @@ from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
+from loopkit._extras.some_ys import of_some
 from loopkit._jaxprs import equations
 from loopkit._keywords import BlockedKw
 from loopkit._programs.cache import remember
 from loopkit._progress.open_bars import closing_if_it_fails
 from loopkit._progress.progress import check_progress
-from loopkit._tracing.axes import Inputs, block_axes, joined, leaf_axes, merged, normalised
+from loopkit._tracing.axes import (
+    Inputs,
+    block_axes,
+    has_none,
+    joined,
+    leaf_axes,
+    merged,
+    normalised,
+)
 from loopkit._tracing.run import run_scan
 from loopkit._tracing.spec import LoopOptions, LoopSpec, Names, type_key
 from loopkit._types import Axes, Decorator, P, Progress, R
@@ -141,7 +150,7 @@ def _over_blocks(
     length, axes, asked = blocks.length, block_axes(out_axes), LoopOptions(progress=shown)
     spec = LoopSpec.of(NAMES, (step, None), None, blocks, length, asked, length, out_axes=axes)
     spec = spec._replace(functions=(fn,), rest=(FUNCTION, tree))  # the step is made anew each time
-    return run_scan(spec)[1]
+    return (of_some(spec) if has_none(axes) else run_scan(spec))[1]
 
 
 def _merged(blocks: PyTree[Any], out_axes: Axes) -> Any:

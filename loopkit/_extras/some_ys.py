@@ -21,9 +21,9 @@ from loopkit import _jax
 from loopkit._arguments import errors, static_leaves, validate
 from loopkit._buffers.buffer import Buffer, plain
 from loopkit._extras.truncate import truncated
-from loopkit._tracing.axes import y_axes
-from loopkit._tracing.run import row_types
-from loopkit._tracing.spec import CarryWithYs, LoopInfo, LoopSpec
+from loopkit._tracing.axes import Inputs, y_axes
+from loopkit._tracing.run import row_types, run_scan
+from loopkit._tracing.spec import CarryWithYs, LoopInfo, LoopOptions, LoopSpec, Names
 from loopkit._types import Axes, Reduce
 
 FUNCTION = "scan"
@@ -31,15 +31,23 @@ REDUCTIONS = "sum", "mean", "last"
 EXPECTED = 'must be None, "sum", "mean" or "last"'
 
 
+class LeafState(NamedTuple):
+    """What the loop carries for a leaf of y, where it is needed."""
+
+    total: Any = None
+    """The sum over the window at hand."""
+    rows: Any = None
+    """What windows come to, a buffer."""
+    last: Any = None
+    """That of the last step."""
+
+
 class ReductionState(NamedTuple):
     """What the loop carries for its ys."""
 
     steps: Any
     """Steps taken, where that matters."""
-    totals: list[Any]
-    """Sums over the window at hand."""
-    rows: list[Any]
-    """What windows come to, buffers."""
+    leaves: list[LeafState]
 
 
 class RowKind(NamedTuple):
@@ -116,58 +124,65 @@ class SomeYs(NamedTuple):
     def _window(self) -> Any:
         return jnp.int32(self.every or self.length)
 
-    def passes(self, leaf: RowKind) -> bool:
-        """Whether a leaf is one of the loop's own ys: stacked in full, or only the last."""
-        return not leaf.sums if self.every is None else leaf.axis is None
+    def stacks(self, leaf: RowKind) -> bool:
+        """Whether the loop itself stacks a leaf, with a row for every step."""
+        return self.every is None and leaf.how is None and leaf.axis is not None
+
+    def keeps_last(self, leaf: RowKind) -> bool:
+        """Whether all that is wanted of a leaf is that of the last step."""
+        if self.every is not None:
+            return leaf.axis is None
+        return leaf.how == "last" or (leaf.how is None and leaf.axis is None)
 
     @property
     def axes(self) -> list[int | None]:
-        """Where those are stacked."""
-        own = filter(self.passes, self.leaves)
-        return [None if self.every is not None or v.how == "last" else v.axis for v in own]
+        """Where the loop's own ys are stacked."""
+        return [v.axis for v in filter(self.stacks, self.leaves)]
 
-    @property
-    def _written(self) -> list[RowKind]:
-        return [v for v in self.leaves if self.rows and not self.passes(v)]
-
-    @property
-    def _summed(self) -> list[RowKind]:
-        return [v for v in self.leaves if v.sums]
+    def _makes_rows(self, leaf: RowKind) -> bool:
+        return self.rows > 0 and not self.keeps_last(leaf)
 
     def start(self) -> ReductionState:
+        """Return the state before the first step."""
         divides = self.stops and self.every is None and any(v.how == "mean" for v in self.leaves)
-        steps = jnp.int32(0) if self._written or divides else None
-        totals = [_jax.zeros(leaf.total_type) for leaf in self._summed]
-        return ReductionState(steps, totals, [self._no_rows(leaf) for leaf in self._written])
+        counts = divides or any(map(self._makes_rows, self.leaves))
+        states = [
+            LeafState(
+                total=_jax.zeros(leaf.total_type) if leaf.sums else None,
+                rows=self._no_rows(leaf) if self._makes_rows(leaf) else None,
+                last=_jax.zeros(leaf.aval) if self.keeps_last(leaf) else None,
+            )
+            for leaf in self.leaves
+        ]
+        return ReductionState(jnp.int32(0) if counts else None, states)
 
     def _no_rows(self, leaf: RowKind) -> Any:
         aval = leaf.aval.update(dtype=leaf.dtype)
         return _jax.zeros(_jax.stack_type(aval, self.rows))
 
     def buffers(self, of_carry: Any) -> Any:
-        """The `buffers` of the loop, where those of the caller's are `of_carry`."""
+        """Return the `buffers` of the loop, where those of the caller's are `of_carry`."""
         if callable(of_carry):
-            return lambda both: (of_carry(both.carry), both.ys.rows)
-        own = [True] * len(self._written)
-        count = None if self.start().steps is None else False
-        spec = ReductionState(count, [False] * len(self._summed), own)
-        return CarryWithYs(False if of_carry is None else of_carry, spec)
+            return lambda both: (of_carry(both.carry), [v.rows for v in both.ys.leaves])
+        steps, states = jax.tree.map(lambda _: False, self.start())
+        states = [v if v.rows is None else v._replace(rows=True) for v in states]
+        return CarryWithYs(False if of_carry is None else of_carry, ReductionState(steps, states))
 
     def step(self, ys: ReductionState, y: Sequence[Any]) -> tuple[ReductionState, list]:
-        """What is carried after a step with these leaves of y, and its own ys."""
-        totals, rows, rest = iter(ys.totals), iter(ys.rows), []
-        after = ReductionState(None if ys.steps is None else ys.steps + 1, [], [])
-        for leaf, value in zip(self.leaves, y, strict=True):
-            if self.passes(leaf):
-                rest.append(value)
-                continue
-            if leaf.sums:
-                value = self._added(next(totals), ys.steps, value.astype(leaf.total_type.dtype))
-                after.totals.append(value)
-            if self.rows:
-                value = leaf.of_total(value, self.every) if leaf.sums else value
-                after.rows.append(self._with_row(next(rows), ys.steps, value))
-        return after, rest
+        """Return what is carried after a step with these leaves of y, and its own ys."""
+        steps, states, own = ys.steps, [], []
+        for leaf, (total, rows, last), value in zip(self.leaves, ys.leaves, y, strict=True):
+            if self.stacks(leaf):
+                own.append(value)
+            elif self.keeps_last(leaf):
+                last = value
+            elif leaf.sums:
+                total = self._added(total, steps, value.astype(leaf.total_type.dtype))
+            if rows is not None:
+                row = leaf.of_total(total, self.every) if leaf.sums else value
+                rows = self._with_row(rows, steps, row)
+            states.append(LeafState(total, rows, last))
+        return ReductionState(None if steps is None else steps + 1, states), own
 
     def _with_row(self, rows: Buffer, steps: Any, value: jax.Array) -> Any:
         """Rows with that of the window, if the step is its last; steps left over are in none."""
@@ -183,43 +198,28 @@ class SomeYs(NamedTuple):
         return jnp.where(begins, 0, total).astype(total.dtype) + value
 
     def result(self, ys: ReductionState, own: Sequence[Any]) -> Any:
-        """The ys as they were asked for, of what was carried and of the loop's own."""
-        totals, rows, rest = iter(ys.totals), iter(ys.rows), iter(own)
+        """Return the ys as they were asked for: from what was carried, and the loop's own."""
+        rest = iter(own)
         steps = self.length if ys.steps is None else ys.steps
 
-        def one(leaf: RowKind) -> Any:
-            if self.passes(leaf):
+        def one(leaf: RowKind, state: LeafState) -> Any:
+            if self.stacks(leaf):
                 return next(rest)
+            if self.keeps_last(leaf):
+                return state.last
             if self.every is None:
-                return leaf.of_total(next(totals), steps)
-            found = next(rows) if self.rows else self._no_rows(leaf)
-            return jnp.moveaxis(found, 0, leaf.axis or 0)
+                return leaf.of_total(state.total, steps)
+            rows = self._no_rows(leaf) if state.rows is None else state.rows
+            return jnp.moveaxis(rows, 0, leaf.axis or 0)
 
-        return self.tree.unflatten(map(one, self.leaves))
-
-    def of_all(self, ys: Sequence[Any], steps: int) -> Any:
-        """The same of all rows, which are stacked along the leading axis, `steps` of them real."""
-        return self.tree.unflatten(
-            self._of_rows(leaf, y, steps) for leaf, y in zip(self.leaves, ys, strict=True)
-        )
-
-    def _of_rows(self, leaf: RowKind, y: jax.Array, steps: int) -> Any:
-        taken = (y[::-1] if self.reverse else y)[:steps]
-        if self.passes(leaf):
-            if leaf.axis is None or leaf.how == "last":
-                return taken[-1] if steps else _jax.zeros(leaf.aval)
-            return jnp.moveaxis(y, 0, leaf.axis)
-        function = {"sum": jnp.sum, "mean": jnp.mean}.get(leaf.how or "", lambda v, axis: v[:, -1])
-        if self.every is None:
-            return function(taken, axis=0)
-        whole = steps // self.every
-        windows = taken[: whole * self.every].reshape(whole, self.every, *y.shape[1:])
-        rows = self._no_rows(leaf).at[:whole].set(function(windows, axis=1))
-        return jnp.moveaxis(rows[::-1] if self.reverse else rows, 0, leaf.axis or 0)
+        return self.tree.unflatten(map(one, self.leaves, ys.leaves))
 
 
 def of_some(
-    spec: LoopSpec, every: int | None, reduce: Reduce, truncate: int | None
+    spec: LoopSpec,
+    every: int | None = None,
+    reduce: Reduce = None,
+    truncate: int | None = None,
 ) -> tuple[Any, Any, LoopInfo | None]:
     """Run a scan of which not all ys are wanted, as one that carries what they come to."""
     all_ys = spec._replace(out_axes=0)
@@ -231,7 +231,7 @@ def of_some(
         leaves, tree = jax.tree.flatten(ys)
         types = [_jax.slice_type(jax.typeof(y)) for y in leaves]
         some = SomeYs.of(tree, types, spec.out_axes, reduce, *kind)
-        return carry, some.of_all(leaves, int(info.steps)), info
+        return carry, _of_all(some, spec.names, leaves, int(info.steps)), info
 
     if spec.inputs.length and (ran := validate.in_python(in_python)) is not None:
         return ran
@@ -249,6 +249,21 @@ def of_some(
     both = spec.over(init, some.buffers(spec.buffers), spec.inputs, out_axes=some.axes, **made)
     carry, ys, info = truncated(both, truncate)
     return carry.carry, some.result(carry.ys, ys), info
+
+
+def _of_all(some: SomeYs, names: Names, ys: list, steps: int) -> Any:
+    """Return the ys as they were asked for, from the rows of all steps."""
+    taken = [(y[::-1] if some.reverse else y)[:steps] for y in ys]  # in the order of the steps
+
+    def step(state: ReductionState, y: list) -> tuple[ReductionState, None, None]:
+        return some.step(state, y)[0], None, None
+
+    asked = LoopOptions(buffers=some.buffers(None).ys)
+    inputs = Inputs.of(taken, 0, steps)
+    spec = LoopSpec.of(names, (step, None), some.start(), inputs, steps, asked, made=True)
+    own = zip(some.leaves, ys, strict=True)
+    own = [jnp.moveaxis(y, 0, leaf.axis or 0) for leaf, y in own if some.stacks(leaf)]
+    return some.result(run_scan(spec)[0], own)
 
 
 def _check_whole(y: PyTree[Any], leaves: Sequence[RowKind]) -> None:

@@ -68,7 +68,7 @@ def truncated(spec: LoopSpec, truncate: int | None) -> tuple[Any, Any, LoopInfo 
     # All that a block does, but for its inputs.
     of_inputs = truncate, inputs.tree, *inputs.axes
     made_of = inner, unroll, spec.checking, spec.finite, spec.carried.flags
-    rows = (lambda state: state.carry.ys.rows) if spec.keeps_some else None
+    rows = (lambda state: [v.rows for v in state.carry.ys.leaves]) if spec.keeps_some else None
     blocks = spec.over(
         Blocks(spec.init, jnp.int32(0), jnp.array(False)),
         rows,
@@ -90,7 +90,7 @@ def truncated(spec: LoopSpec, truncate: int | None) -> tuple[Any, Any, LoopInfo 
         init = _cut(before.carry, stopped)
         last = of_block(init, tail, before.steps, stopped=before.stopped, progress=in_tail)
         carry, rest, info = run_scan(last)
-    ys = joined(SCAN, ys, rest, out_axes, spec.reverse, stopped)
+    ys = joined(SCAN, ys, rest, out_axes, spec.reverse)
     info = LoopInfo(before.steps + info.steps, info.stopped)
     return spec.carried.returned(carry), ys, info
 

@@ -96,13 +96,13 @@ def checkpointed(
         print(jax.grad(loopkit.checkpointed(collatz_like))(2.0))  # 5525
         ```
     """
-    given = {"max_steps": max_steps, "checkpoints": checkpoints, "memory": memory}
+    given: dict[str, Any] = {"max_steps": max_steps, "checkpoints": checkpoints, "memory": memory}
     given |= {"only": only, "lanes": lanes, "progress": progress, "debug": debug}
     if fn is None:
         decorator: Any = ft.partial(checkpointed, **given)
         return decorator
     validate.check_callable("checkpointed", "fn", fn)
-    settings = settings_of("checkpointed", **given)
+    settings = settings_of("checkpointed", given)
     if isinstance(settings.budget, Bytes):
         settings = replace(settings, budget=SharedBudget(**vars(settings.budget)))
 

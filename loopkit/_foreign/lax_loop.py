@@ -7,15 +7,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import jax
+import jax.numpy as jnp
 
 from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._engine.facts.bounds import StepBound, bound_of, limits_of
 from loopkit._engine.loop import CarryLeaf, parts
-from loopkit._foreign.watched_loop import WatchedLoop
 from loopkit._jaxprs import equations
 from loopkit._plans.budget import SELDOM_REACHED, Budget, stores_every_step
+from loopkit._programs.cache import shared
 from loopkit._progress import progress as shown
+from loopkit._tracing.axes import Inputs
+from loopkit._tracing.spec import LoopOptions, LoopSpec, Names
+from loopkit._tracing.trace import trace
 from loopkit._tracing.traced import as_loop
 from loopkit._types import Checkpoints, Debug, Lanes, Memory, Progress
 
@@ -161,13 +165,38 @@ class LaxLoop(NamedTuple):
         }
         init = list(map(_jax.as_array, self.init))
         if settings.finite:
-            watched = WatchedLoop(cond, self.body, *map(len, (cond_consts, self.consts, init)))
-            return watched.run(
-                settings.function, self.kind, [*cond_consts, *self.consts], init, self.xs, fields
-            )
+            return self._watched(cond, cond_consts, init, fields)
         loop = as_loop(cond, cond_consts, self.body, self.consts, carry, types, fields)
         carry, ys = loop.run(init, self.xs)
         return [*carry, *ys]
+
+    def _watched(
+        self, cond: _jax.Jaxpr | None, cond_consts: list, init: list, fields: dict[str, Any]
+    ) -> list:
+        """Run the loop with steps that have to stay finite."""
+
+        def step(carry: list, x: list) -> tuple[list, list, Any]:
+            outs = _jax.call_jaxpr(self.body)(*self.consts, *carry, *(x or ()))
+            new, y = parts(outs, len(carry))
+            return new, y, asks(new)  # once a step: what it prints is printed once
+
+        def asks(carry: list) -> Any:
+            return None if cond is None else _jax.call_jaxpr(cond)(*cond_consts, *carry)[0]
+
+        function, takes = fields["replaced_by"], "carry, x" if self.kind == "scan" else "carry"
+        names = Names(function, self.kind, "carry", self.kind, takes, inputs="x")
+        length, axes = fields["length"], (0,) * len(self.xs)
+        inputs = Inputs(jax.tree.structure(self.xs), self.xs, axes, length or 0)
+        functions = step, None if cond is None else asks
+        spec = LoopSpec.of(names, functions, init, inputs, length, LoopOptions(), made=True)
+        own = {k: fields[k] for k in ("reverse", "progress")}
+        own |= {"budget": fields["checkpoints"], "lanes": fields["lane_policy"], "unroll": 1}
+        spec = spec._replace(finite=("", _jax.source()), functions=(), **own)
+        traced, leaves, tree = trace(spec, spec.hidden(go=asks(init), steps=jnp.int32(0)))
+        changes = {k: fields[k] for k in ("name", "replaced_by")}
+        traced = replace(traced, loop=shared(traced.loop.replace(**changes)))
+        final, ys = traced.run(leaves, self.xs)
+        return [*tree.unflatten(final)[0], *ys]
 
 
 def _makes_references(jaxpr: _jax.Jaxpr) -> bool:

@@ -81,31 +81,22 @@ def replace_lax_loops(
             print(jax.grad(halvings)(10.0))  # 0.0625
         ```
     """
-    given = {"max_steps": max_steps, "checkpoints": checkpoints, "memory": memory}
+    given: dict[str, Any] = {"max_steps": max_steps, "checkpoints": checkpoints, "memory": memory}
     given |= {"only": only, "lanes": lanes, "progress": progress, "debug": debug}
-    settings = settings_of("replace_lax_loops", **given)
-    with replacing(settings):
+    with replacing(settings_of("replace_lax_loops", given)):
         yield
 
 
-def settings_of(
-    function: str,
-    *,
-    max_steps: object,
-    checkpoints: object,
-    memory: object,
-    only: Any,
-    lanes: Any,
-    progress: object,
-    debug: object,
-) -> Settings:
-    max_steps = validate.check_bound(function, "max_steps", max_steps)
-    budget = check_budget(function, checkpoints, memory)
+def settings_of(function: str, given: dict[str, Any]) -> Settings:
+    """Check the settings that were given, all of them."""
+    only, progress = given["only"], given["progress"]
+    max_steps = validate.check_bound(function, "max_steps", given["max_steps"])
+    budget = check_budget(function, given["checkpoints"], given["memory"])
     if only is not None:
         validate.check_callable(function, "only", only)
-    lanes = validate.check_lanes(function, lanes)
+    lanes = validate.check_lanes(function, given["lanes"])
     shown = check_progress(function, progress)
-    finite = "finite" in validate.check_debug(function, debug)
+    finite = "finite" in validate.check_debug(function, given["debug"])
     lanes = "wait" if finite else lanes
     validate.check_beside_flat(function, lanes, progress)
     return Settings(function, max_steps, budget, only, id(only), lanes, shown, finite)

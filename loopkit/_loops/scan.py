@@ -163,7 +163,9 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
     reverse = validate.check_flag(name, "reverse", reverse)
     split = validate.check_flag(name, "_split_transpose", _split_transpose)
     truncate = validate.check_bound(name, "truncate", truncate)
-    every, reduce = validate.check_bound(name, "every", every), check_words(reduce)
+    every = validate.check_bound(name, "every", every)
+    if reduce is not None:
+        check_words(reduce)
     length, symbolic = inputs.length, _jax.is_symbolic(inputs.length)
     trips = _jax.SYMBOLIC if symbolic else length
     own = {"out_axes": out_axes, "reverse": reverse, "split_transpose": split}
@@ -175,7 +177,7 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
         check_split(spec, as_lax=False)
     if split and spec.budget is None:
         spec = spec._replace(budget="all")
-    if every is not None or reduce is not None:
+    if every is not None or reduce is not None or has_none(out_axes):
         result = of_some(spec, every, reduce, truncate)
     else:
         result = truncated(spec, truncate) if truncate is not None else run_scan(spec)

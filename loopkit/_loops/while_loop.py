@@ -145,6 +145,7 @@ def while_loop(
     """
     asked = LoopOptions(unroll, checkpoints, memory, buffers, return_info, lanes, progress, debug)
     throw = validate.check_flag(NAMES.function, "throw", throw)
+    validate.check_callable(NAMES.function, "cond_fun", cond_fun)
     most = validate.check_bound(NAMES.function, "max_steps", max_steps)
     spec = LoopSpec.of(NAMES, (body_fun, cond_fun), init_val, NO_INPUTS, most, asked)
     return run_while(spec, throw)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools as ft
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -41,7 +40,7 @@ class Inputs(NamedTuple):
 
     tree: Any
     leaves: list
-    axes: list[int | None]
+    axes: Sequence[int | None]
     """Where each leaf is sliced; None where it is passed whole."""
     length: int
 
@@ -203,13 +202,9 @@ def normalised(
 
 
 def has_none(axes: Axes) -> bool:
+    if type(axes) is int:
+        return False
     return any(a is None for a in jax.tree.leaves(axes, is_leaf=lambda a: a is None))
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class Last:
-    """The place of a y of which only the last is wanted."""
 
 
 def y_axes(out_axes: Axes, y: PyTree[Any], no_rows: Sequence[bool] = ()) -> list[int | None]:
@@ -218,14 +213,6 @@ def y_axes(out_axes: Axes, y: PyTree[Any], no_rows: Sequence[bool] = ()) -> list
     if no_rows:
         axes = [None if no else axis for axis, no in zip(axes, no_rows, strict=True)]
     return normalised("out_axes", axes, y, extra=1)
-
-
-def without_last(out_axes: Axes, y: PyTree[Any]) -> tuple[Any, list]:
-    """y without the leaves that are not stacked, and those leaves."""
-    leaves, tree = jax.tree.flatten(jax.tree.map(_jax.as_array, y))
-    pairs = list(zip(leaves, y_axes(out_axes, tree.unflatten(leaves)), strict=True))
-    rest = tree.unflatten(Last() if a is None else v for v, a in pairs)
-    return rest, [v for v, a in pairs if a is None]
 
 
 def stacks(
@@ -243,15 +230,10 @@ def stacks(
     return axes, tuple(in_place(t, a) for t, a in zip(shapes, axes, strict=True))
 
 
-def arranged(
-    tree: _jax.TreeDef, ys: Sequence[Any], types: Sequence[Any], out_axes: Axes, last: Sequence[Any]
-) -> Any:
-    """ys as the caller asked for them."""
-    axes, places = stacks(tree, types, out_axes)
-    moved = [jnp.moveaxis(y, p, a) for y, p, a in zip(ys, places, axes, strict=True)]
-    rest, is_last = iter(last), lambda v: isinstance(v, Last)
-    fill = lambda v: next(rest) if is_last(v) else v
-    return jax.tree.map(fill, tree.unflatten(moved), is_leaf=is_last)
+def arranged(tree: _jax.TreeDef, ys: Sequence[Any], types: Sequence[Any], out_axes: Axes) -> Any:
+    """Return ys as the caller asked for them."""
+    triples = zip(ys, *reversed(stacks(tree, types, out_axes)), strict=True)
+    return tree.unflatten([jnp.moveaxis(y, place, axis) for y, place, axis in triples])
 
 
 def block_axes(out_axes: Axes) -> Axes:
@@ -261,23 +243,15 @@ def block_axes(out_axes: Axes) -> Axes:
 
 
 def joined(
-    function: str,
-    head: PyTree[Any],
-    tail: PyTree[Any],
-    out_axes: Axes,
-    reverse: bool = False,
-    ended: jax.Array | None = None,
+    function: str, head: PyTree[Any], tail: PyTree[Any], out_axes: Axes, reverse: bool = False
 ) -> Any:
-    """ys of blocks, then those of the rows left, in the order of the rows.
-
-    `ended`: whether the loop ended before the rows left.
-    """
+    """Return ys of blocks, then those of the rows left, in the order of the rows."""
     leaves, tree = jax.tree.flatten(tail)
     axes = leaf_axes("out_axes", out_axes, tail, "what is returned", function)
 
     def join(blocks: jax.Array, rest: jax.Array, axis: int | None) -> Any:
         if axis is None:
-            return rest if ended is None else jnp.where(ended, blocks, rest)
+            return rest
         rows = merged(blocks, axis % rest.ndim)
         return lax.concatenate([rest, rows] if reverse else [rows, rest], axis % rest.ndim)
 

@@ -124,7 +124,9 @@ class Buffers:
         return shape.unflatten(out)
 
     def returned(self, tree: PyTree[Any]) -> Any:
-        """The final carry, where buffers of a loop around are buffers again."""
+        """Return the final carry, where buffers of a loop around are buffers again."""
+        if not self.any:
+            return tree
         leaves, shape = jax.tree.flatten(tree)
         pairs = itertools.zip_longest(leaves, self.outer)
         values = [v if owner is None else Buffer._of(v, owner) for v, owner in pairs]
@@ -149,13 +151,13 @@ def find(names: Any, buffers: PyTree[Any], init: PyTree[Any]) -> Buffers:
 
     Those that are named, those of a loop around, and what TensorArrays hold.
     """
-    if buffers is NONE:
+    whole = lambda v: getattr(type(v), "_is_whole", False)
+    nodes = jax.tree.leaves(init, is_leaf=whole)
+    if buffers is NONE or (buffers is None and not any(map(whole, nodes))):
         return _without_buffers(len(jax.tree.leaves(init)))
     owns = lambda v: is_buffer(v) or is_tensor_array(v)
     nodes, leaves = jax.tree.leaves(init, is_leaf=owns), jax.tree.leaves(init, is_leaf=is_buffer)
     outer = tuple(v._owner if is_buffer(v) else None for v in leaves)
-    if buffers is None and not any(map(owns, nodes)):
-        return _without_buffers(len(leaves))
     flags = []
     for node in nodes:
         # A TensorArray's last leaf is its size.

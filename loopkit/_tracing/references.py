@@ -22,16 +22,13 @@ class Functions(NamedTuple):
     cond_consts: list
     body: Any
     consts: list
-    references: list
+    references: Sequence[Any] = ()
     """What was made outside: the last leaves of the carry."""
 
 
-def without_references(
-    cond: _jax.Jaxpr | None, cond_consts: list, body: _jax.Jaxpr, consts: list, carry_count: int
-) -> Functions:
-    """Functions of the same constants, carry and x, but for the references among the constants."""
-    if not any(j is not None and _jax.has_references(j) for j in (cond, body)):
-        return Functions(cond, cond_consts, body, consts, [])
+def without_references(functions: Functions, carry_count: int) -> Functions:
+    """Return functions of values, also of what the references among their constants hold."""
+    cond, cond_consts, body, consts, _ = functions
     of = {id(v): v for v in (*cond_consts, *consts) if _jax.is_reference(v)}
     if cond is not None:
         cond, cond_consts = _of_values(cond, cond_consts, of, carry_count, None)

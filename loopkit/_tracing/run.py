@@ -17,7 +17,7 @@ from loopkit._arguments.static_leaves import bare
 from loopkit._jaxprs import equations
 from loopkit._plans.budget import said, stores_every_step
 from loopkit._progress.open_bars import bar
-from loopkit._tracing.axes import arranged, has_none, y_axes
+from loopkit._tracing.axes import arranged
 from loopkit._tracing.in_python import python_scan, python_steps
 from loopkit._tracing.predicate_gradient import ask
 from loopkit._tracing.spec import LoopInfo, LoopSpec
@@ -32,16 +32,15 @@ def run_scan(spec: LoopSpec) -> tuple[Any, Any, Any]:
     if in_python and (ran := validate.in_python(lambda: python_scan(spec))) is not None:
         carry, ys, info = ran
         return carried.returned(carry), ys, info
-    last = last_ys(spec) if has_none(spec.out_axes) else ()
     counting = spec.counts or (spec.return_info and stopping)
     go = jnp.logical_not(jnp.zeros((), bool) | spec.stopped) if stopping else None
     steps = jnp.asarray(spec.before, jnp.int32) if counting else None
-    traced, leaves, tree = trace(spec, spec.hidden(go=go, steps=steps, last=last))
+    traced, leaves, tree = trace(spec, spec.hidden(go=go, steps=steps))
     traced = traced.stacked(spec.out_axes)
     split = spec.split_transpose if _runs_as_lax(spec, traced) else None
     carry, ys = traced.run(leaves, inputs.arrays, split)
     final, hidden = tree.unflatten(carry)
-    ys = arranged(traced.y_tree, ys, traced.loop.ys_types, spec.out_axes, hidden.last)
+    ys = arranged(traced.y_tree, ys, traced.loop.ys_types, spec.out_axes)
     info = None
     if spec.return_info:
         steps = hidden.steps if stopping else jnp.asarray(inputs.length, jnp.int32)
@@ -57,13 +56,6 @@ def row_types(spec: LoopSpec) -> tuple[_jax.TreeDef, list]:
     hidden = spec.hidden(go=np.True_ if stopping else None)
     traced, _, _ = trace(spec._replace(out_axes=0, checking=False, finite=None), hidden)
     return traced.y_tree, traced.loop.y_types
-
-
-def last_ys(spec: LoopSpec) -> list:
-    """Return zeros for the leaves of y of which only the last is wanted."""
-    tree, types = row_types(spec)
-    axes = y_axes(spec.out_axes, tree.unflatten(types))
-    return [_jax.zeros(t) for t, axis in zip(types, axes, strict=True) if axis is None]
 
 
 def _runs_as_lax(spec: LoopSpec, traced: Traced) -> bool:

@@ -17,7 +17,7 @@ from loopkit._arguments.validate import type_of
 from loopkit._buffers.buffer import plain
 from loopkit._plans.budget import Budget, check_budget
 from loopkit._progress.progress import ProgressSettings, check_progress
-from loopkit._tracing.axes import Inputs, without_last
+from loopkit._tracing.axes import Inputs
 from loopkit._tracing.carry_buffers import Buffers, find
 from loopkit._tracing.predicate_gradient import SCOPE
 from loopkit._types import BufferSpec
@@ -43,6 +43,7 @@ class Names(NamedTuple):
     """The arguments of the body. Of "i, carry" the carry is ((i, ...), carry)."""
     hidden: int = 1
     """Levels of the loop's carry above the caller's."""
+    inputs: str = "xs"
 
 
 class LoopOptions(NamedTuple):
@@ -69,8 +70,6 @@ class Hidden(NamedTuple):
     """How many may still be, where the length of the loop does not say."""
     whole: Sequence[Any] = ()
     """Inputs that every step is given whole."""
-    last: Sequence[Any] = ()
-    """What ys are of which only the last is wanted."""
     written: Sequence[Any] = ()
     """Where buffers are checked: for each, which of its elements have been written."""
 
@@ -141,7 +140,7 @@ class LoopSpec(NamedTuple):
         """
         name, (body, predicate) = names.function, functions
         validate.check_callable(name, names.body, body)
-        if predicate is not None or names.takes == "carry":
+        if predicate is not None:
             validate.check_callable(name, names.predicate, predicate)
         unroll = validate.check_unroll(name, asked.unroll, trips)
         return_info = validate.check_flag(name, "return_info", asked.return_info)
@@ -215,19 +214,16 @@ class LoopSpec(NamedTuple):
         """Take a step: the next state, and y, from a state and slices of the inputs."""
         carry, hidden = state
         new, y, go = self.take(carry, self.inputs.join(x, hidden.whole), hidden.go is not None)
-        last = hidden.last
-        if last:
-            y = static_leaves.wrapped(self.names.function, self.names.body, y)
-            y, last = without_last(self.out_axes, y)
         steps = None if hidden.steps is None else hidden.steps + 1
         left = None if hidden.left is None else hidden.left - 1
-        return (new, hidden._replace(go=go, steps=steps, left=left, last=last)), y
+        return (new, hidden._replace(go=go, steps=steps, left=left)), y
 
     def take(self, carry: PyTree[Any], x: PyTree[Any], asks: bool) -> tuple[Any, Any, Any]:
         """Call the body: the next carry, y, and whether to go on, or None where nobody `asks`."""
         names, y, go = self.names, None, None
         if self.made:
-            return self.body(carry, x)
+            new, y, go = self.body(carry, x)
+            return new, y, go if asks else None
         if names.takes == "carry, x":
             new, y = pair(names, self.body(bare(carry), bare(x)))
         elif names.takes == "carry":
@@ -260,8 +256,7 @@ class LoopSpec(NamedTuple):
     def leaf_name(self, path: jax.tree_util.KeyPath) -> str:
         """Return what errors call a leaf of the state."""
         if path[0].idx == 1:
-            field = path[1].name
-            return f"`{ {'whole': 'xs', 'last': 'ys'}.get(field, field) }`"
+            return f"`{self.names.inputs}`" if path[1].name == "whole" else f"`{path[1].name}`"
         if self.keeps_some and path[1].name == "ys":
             return "`ys`"
         return f"`{self.names.init}{keystr(path[self.names.hidden :])}`"

@@ -18,9 +18,9 @@ from loopkit._buffers.buffer import plain
 from loopkit._engine.leaves import CarryLeaf, Input
 from loopkit._engine.loop import parts
 from loopkit._programs.cache import keep, recall
-from loopkit._tracing import references
 from loopkit._tracing.finite_steps import FiniteSteps, names_of
 from loopkit._tracing.predicate_gradient import stop_gradient_in_predicate
+from loopkit._tracing.references import Functions, without_references
 from loopkit._tracing.spec import Hidden, LoopSpec, Names
 from loopkit._tracing.traced import Traced, as_loop
 
@@ -96,7 +96,7 @@ class FlatSteps:
         missing = tuple((i, v.shape, v.dtype) for i, ((_, v), has) in held if has)
         names = tuple(spec.leaf_name(path) for path, _ in leaves)
         tree, axes = spec.inputs.tree, spec.inputs.axes
-        of_x = zip(names_of("xs", tree.unflatten(range(len(axes)))), axes, strict=True)
+        of_x = zip(names_of(spec.names.inputs, tree.unflatten(range(len(axes)))), axes, strict=True)
         x_names = tuple(name for name, axis in of_x if axis is not None)
         left = None if self.state[1].left is None else self.counter + 1
         loop = spec.watched(self.tree, missing)
@@ -122,7 +122,9 @@ def trace_loop(steps: FlatSteps) -> Traced:
             break
     paths = [path[names.hidden :] for path, _ in tree_leaves_with_path(steps.state)]
     _check_types(names, zip(paths, types, out, strict=True))
-    of = references.without_references(cond, cond_consts, jaxpr, consts, len(types))
+    of = Functions(cond, cond_consts, jaxpr, consts)
+    if any(j is not None and _jax.has_references(j) for j in (cond, jaxpr)):
+        of = without_references(of, len(types))
     _check_effects(names, of.body, of.cond)
     if steps.flag is not None:
         of = of._replace(body=stop_gradient_in_predicate(of.body, steps.flag))
@@ -137,7 +139,7 @@ def trace_loop(steps: FlatSteps) -> Traced:
     return replace(loop, y_tree=steps.y_tree, references=of.references)
 
 
-def _watched(steps: FlatSteps, of: references.Functions) -> references.Functions:
+def _watched(steps: FlatSteps, of: Functions) -> Functions:
     names = steps.spec.names
     if of.references:
         expected = f"cannot be given where `{names.body}` reads or writes references made outside"

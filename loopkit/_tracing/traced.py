@@ -96,7 +96,7 @@ class Traced:
         `split`: unless None, it runs as the scan of lax, with `_split_transpose` if it is True.
         """
         types, count = self.init_types if split is None else self.carry_types, len(init)
-        init = [*init, *references.read(self.references)]
+        init = [*init, *references.read(self.references)] if self.references else list(init)
         loop = with_ranges(self.loop, Operands(self.cond_consts, self.consts, init, list(xs)))
         loop, passes = ready(loop)
         # One that was flattened is no scan any more.
@@ -107,7 +107,8 @@ class Traced:
         first = [_convert(v, t) for v, t in zip(init, types, strict=True)]
         operands = [*self.cond_consts, *self.consts, *first, *xs]
         final, held, ys = parts(run(bound, passes, operands), count, len(self.references))
-        references.write(self.references, held)
+        if held:
+            references.write(self.references, held)
         return final, ys
 
 
