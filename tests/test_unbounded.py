@@ -11,7 +11,7 @@ import pytest
 
 import loopkit
 from derivatives import assert_close, derivative
-from loopkit._extras import exhausted, growing
+from loopkit._extras import growing
 from loopkit._extras import unbounded as _unbounded
 from loopkit._extras.growing import AT_ONCE, LONGEST_SEGMENT, segment_lengths, together
 from problems import inexact_vector
@@ -413,7 +413,7 @@ def test_what_would_fit_is_counted_where_the_carry_lies(
     device = jax.devices()[2]
     full = {"bytes_limit": 10, "bytes_in_use": 10}
     stats = {device: {"bytes_limit": 2000, "bytes_in_use": in_use}}
-    monkeypatch.setattr(exhausted, "memory_stats", lambda device: stats.get(device, full))
+    monkeypatch.setattr(growing, "memory_stats", lambda device: stats.get(device, full))
     failing_at(monkeypatch, 2, "RESOURCE_EXHAUSTED: Out of memory")
     start = jnp.ones(1) if through is jax.vmap else 1.0
 
@@ -428,14 +428,14 @@ def test_what_would_fit_is_counted_where_the_carry_lies(
 def test_what_would_fit_on_the_fullest_of_several_devices(monkeypatch):
     left = dict(zip(jax.devices(), [30, 70, 20, 90], strict=False))
     monkeypatch.setattr(
-        exhausted, "memory_stats", lambda device: {"bytes_limit": left.get(device, 1000)}
+        growing, "memory_stats", lambda device: {"bytes_limit": left.get(device, 1000)}
     )
     sharding = jax.sharding.NamedSharding(
         jax.make_mesh((2,), "a", devices=jax.devices()[:2]), jax.sharding.PartitionSpec("a")
     )
-    assert exhausted.memory_left([jax.device_put(jnp.zeros(4), sharding)]) == 30
-    assert exhausted.memory_left([jax.device_put(jnp.zeros(4), jax.devices()[1])]) == 70
-    assert exhausted.memory_left([]) == 30
+    assert growing.memory_left([jax.device_put(jnp.zeros(4), sharding)]) == 30
+    assert growing.memory_left([jax.device_put(jnp.zeros(4), jax.devices()[1])]) == 70
+    assert growing.memory_left([]) == 30
 
 
 def exhausting(where):

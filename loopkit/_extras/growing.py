@@ -7,10 +7,11 @@ would take longer than they do.
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -19,11 +20,11 @@ import numpy as np
 from jax import lax
 
 from loopkit import _jax
+from loopkit._arguments import errors
 from loopkit._engine.loop import parts
 from loopkit._engine.passes import ready
 from loopkit._tracing.spec import LoopSpec
-from loopkit._tracing.trace import trace
-from loopkit._tracing.traced import Traced
+from loopkit._tracing.trace import Traced, trace
 
 LONGEST_SEGMENT = 4096
 """Steps to which segments grow."""
@@ -117,7 +118,7 @@ def compiled(traced: Traced, size: int, counts: bool = False) -> Callable:
     return traced.loop.derived(key, make)
 
 
-@functools.lru_cache(256)
+@lru_cache(256)
 def on_device(number: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """A number where compiled programs take it from, which each call would put there anew."""
     with jax.ensure_compile_time_eval():
@@ -178,3 +179,43 @@ def _is_host_array(value: Any) -> bool:
         and isinstance(value.sharding, jax.sharding.SingleDeviceSharding)
         and next(iter(value.devices())).platform == "cpu"
     )
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether a run-time error of JAX says that memory ran out."""
+    return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
+
+
+def ran_out_after(steps: int, segment: int, y_bytes: int, carry_bytes: int, room: int) -> str:
+    """How far the loop got, what it keeps, and how much of that would fit into so many bytes."""
+    size = partial(errors.size, unit="bytes")
+    carries = f"{room // max(carry_bytes, 1):,} carries of {size(carry_bytes)}"
+    # The rows are in chunks, and once joined in one piece.
+    rows = f"the `ys` of {room // max(2 * y_bytes, 1):,} steps, {size(y_bytes)} each"
+    return (
+        f"loopkit.unbounded_scan: out of memory after {steps:,} steps, in a segment of {segment:,}."
+        f" The device had {size(room)} for it: enough for {rows}, or for {carries}. "
+        "Return less from `f` to be stacked, pass `max_segments` or a smaller `segment`; under "
+        "differentiation pass a small int for `checkpoints`."
+    )
+
+
+def memory_left(carry: Sequence[Any]) -> int:
+    """Bytes not in use where the carry lies, on the fullest of its devices."""
+    values = map(_jax.innermost, carry)
+    arrays = [v for v in values if isinstance(v, jax.Array) and not _jax.is_tracer(v)]
+    placed = [v for v in arrays if v.committed] or arrays
+    devices = {device for array in placed for device in array.sharding.addressable_devices}
+    return min(map(_left_on, devices or jax.local_devices()[:1]))
+
+
+def _left_on(device: _jax.Device) -> int:
+    stats = memory_stats(device)
+    if "bytes_limit" in stats:
+        return max(stats["bytes_limit"] - stats.get("bytes_in_use", 0), 0)
+    # A CPU keeps no account: all that the machine has.
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_stats(device: _jax.Device) -> dict[str, int]:
+    return device.memory_stats() or {}

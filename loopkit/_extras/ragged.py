@@ -28,7 +28,7 @@ from loopkit._progress.open_bars import closing_if_it_fails
 from loopkit._tracing.axes import Inputs
 from loopkit._tracing.carry_buffers import NONE
 from loopkit._tracing.spec import LoopInfo, LoopOptions, LoopSpec, Names
-from loopkit._tracing.traced import Traced
+from loopkit._tracing.trace import Traced
 from loopkit._types import C, Checkpoints, Debug, Like, Progress, Step, Until, X, Y
 
 NAMES = Names("ragged_scan", "f", "init", "until", "carry, x")

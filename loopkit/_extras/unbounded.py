@@ -23,13 +23,15 @@ import numpy as np
 from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._arguments.static_leaves import bare, wrapped
-from loopkit._extras.exhausted import memory_left, ran_out, ran_out_after
 from loopkit._extras.growing import (
     compiled,
     divided,
     joined,
     light_steps,
+    memory_left,
     on_device,
+    ran_out,
+    ran_out_after,
     segment,
     segment_lengths,
     together,
@@ -38,7 +40,7 @@ from loopkit._keywords import No, UnboundedKw, Yes
 from loopkit._progress.open_bars import bar, in_parts
 from loopkit._tracing.axes import Inputs
 from loopkit._tracing.carry_buffers import NONE
-from loopkit._tracing.in_python import python_steps
+from loopkit._tracing.run import python_steps
 from loopkit._tracing.spec import LoopInfo, LoopOptions, LoopSpec, Names
 from loopkit._types import C, Checkpoints, Debug, Like, Progress, Step, Until, X, Y
 

@@ -19,8 +19,7 @@ from loopkit._programs.cache import shared
 from loopkit._progress import progress as shown
 from loopkit._tracing.axes import Inputs
 from loopkit._tracing.spec import LoopOptions, LoopSpec, Names
-from loopkit._tracing.trace import trace
-from loopkit._tracing.traced import as_loop
+from loopkit._tracing.trace import as_loop, trace
 from loopkit._types import Checkpoints, Debug, Lanes, Memory, Progress
 
 

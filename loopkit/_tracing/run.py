@@ -1,8 +1,12 @@
-"""A `LoopSpec` that is run: in Python, as the scan of lax, or as a loop of the engine."""
+"""How a `LoopSpec` is run: as a loop of the engine, as the scan of lax, or, under
+`jax.disable_jit`, in Python, for a debugger and for print.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,22 +18,22 @@ from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._arguments.error_on_use import ErrorIf, error_on_use
 from loopkit._arguments.static_leaves import bare
+from loopkit._engine.loop import parts
 from loopkit._jaxprs import equations
 from loopkit._plans.budget import said, stores_every_step
 from loopkit._progress.open_bars import bar
-from loopkit._tracing.axes import arranged
-from loopkit._tracing.in_python import python_scan, python_steps
+from loopkit._tracing.axes import arranged, y_axes
+from loopkit._tracing.finite_steps import Given
 from loopkit._tracing.predicate_gradient import ask
 from loopkit._tracing.spec import LoopInfo, LoopSpec
-from loopkit._tracing.trace import trace
-from loopkit._tracing.traced import Traced
+from loopkit._tracing.trace import FlatSteps, Traced, names_of, trace
 
 
 def run_scan(spec: LoopSpec) -> tuple[Any, Any, Any]:
     """Run a scan: the final carry, ys, and, if it is wanted, a LoopInfo."""
     carried, inputs, stopping = spec.carried, spec.inputs, spec.predicate is not None
     in_python = inputs.length != 0 and not spec.keeps_some
-    if in_python and (ran := validate.in_python(lambda: python_scan(spec))) is not None:
+    if in_python and (ran := validate.in_python(lambda: _python_scan(spec))) is not None:
         carry, ys, info = ran
         return carried.returned(carry), ys, info
     counting = spec.counts or (spec.return_info and stopping)
@@ -106,14 +110,6 @@ def run_while(spec: LoopSpec, throw: bool = False) -> Any:
     return _finished(spec, throw, val, hidden.steps, still)
 
 
-def _python_while(spec: LoopSpec) -> tuple[Any, jax.Array, bool]:
-    ys: list = []
-    order = itertools.count() if spec.length is None else range(spec.length)
-    with bar(spec.progress, spec.length) as taken:
-        val, stopped = python_steps(spec, spec.init, order, ys, taken)
-    return val, jnp.int32(len(ys)), stopped
-
-
 def _finished(spec: LoopSpec, throw: bool, val: PyTree[Any], steps: Any, goes_on: Any) -> Any:
     """Return what the caller is given. `goes_on`: whether the predicate still holds."""
     result = spec.carried.returned(val)
@@ -127,3 +123,74 @@ def _finished(spec: LoopSpec, throw: bool, val: PyTree[Any], steps: Any, goes_on
         f"become false, got {spec.length} steps after which it still holds. Raise `max_steps`."
     )
     return bare(error_on_use(ErrorIf(message), [jnp.asarray(goes_on)], result))
+
+
+def _python_scan(spec: LoopSpec) -> tuple[Any, Any, LoopInfo]:
+    """Run a scan in Python: the final carry, ys, and how far it went."""
+    carry, length, rows, stopped = spec.init, spec.inputs.length, [], bool(spec.stopped)
+    order = range(length)
+    with bar(spec.progress, length) as taken:
+        if not stopped:
+            order = reversed(order) if spec.reverse else order
+            carry, stopped = python_steps(spec, carry, order, rows, taken)
+    info = LoopInfo(jnp.int32(len(rows)), jnp.array(stopped))
+    like = rows[0] if rows else jax.tree.unflatten(*row_types(spec))
+    blank = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), like)
+    rows += [blank] * (length - len(rows))
+    columns = zip(*map(jax.tree.leaves, rows[::-1] if spec.reverse else rows), strict=True)
+    axes = [a or 0 for a in y_axes(spec.out_axes, blank)]  # where one is None, of_some stands above
+    ys = map(jnp.stack, columns, axes)
+    return carry, jax.tree.structure(blank).unflatten(ys), info
+
+
+def _python_while(spec: LoopSpec) -> tuple[Any, jax.Array, bool]:
+    ys: list = []
+    order = itertools.count() if spec.length is None else range(spec.length)
+    with bar(spec.progress, spec.length) as taken:
+        val, stopped = python_steps(spec, spec.init, order, ys, taken)
+    return val, jnp.int32(len(ys)), stopped
+
+
+def python_steps(
+    spec: LoopSpec,
+    carry: PyTree[Any],
+    order: Iterable[int],
+    ys: list,
+    taken: Callable[[int], Any],
+) -> tuple[Any, bool]:
+    """Take steps of these numbers: the carry after them, and whether the predicate ended them.
+
+    The y of each is put to `ys`.
+    """
+    steps = jnp.int32(len(ys) + spec.before) if spec.counts else None
+    state = carry, spec.hidden(steps=steps)
+    flat, leaves = FlatSteps(spec, state, traced=False), jax.tree.leaves(state)
+    asks_first = spec.predicate is not None and spec.names.takes != "carry, x"
+    asks_last = spec.predicate is not None and not asks_first
+    for t in order:
+        if asks_first and not spec.goes_on(carry):
+            return carry, True
+        new, y = parts(_step(flat, leaves, spec.inputs.slices(t)), len(leaves))
+        leaves, y = new, flat.y_tree.unflatten(y)
+        carry = flat.tree.unflatten(leaves)[0]
+        ys.append(y)
+        taken(1)
+        if asks_last and not spec.goes_on(carry, y):
+            return carry, True
+    return carry, False
+
+
+def _step(flat: FlatSteps, leaves: list, x: list) -> list:
+    """Take a step, whose values are watched if they have to stay finite."""
+    if flat.spec.finite is None:
+        return flat.body(*leaves, *x)
+    finite = flat.finite()
+    loop, buffers = replace(finite.loop, missing=()), (False,) * len(leaves)
+    finite = replace(finite, loop=loop, buffers=buffers)  # what runs here is kept as a whole
+    return finite.around(Given([], leaves, x), lambda seen, _: _named(flat, seen))
+
+
+def _named(flat: FlatSteps, seen: Given) -> tuple[list, Any]:
+    outs = flat.body(*seen.carry, *seen.x)
+    y = outs[len(seen.carry) :]
+    return outs, names_of("ys", flat.y_tree.unflatten(y))
