@@ -32,7 +32,7 @@ def _equinox() -> Any:
 
 @dataclass(frozen=True)
 class ErrorIf:
-    """What raises an equinox error if its check holds, in any lane."""
+    """Raise an equinox error if the check holds, in any lane."""
 
     message: str
 
@@ -55,7 +55,7 @@ class ErrorIf:
 def error_on_use(
     raising: Callable[[Sequence, list], list], checks: Sequence[Any], values: PyTree[Any]
 ) -> Any:
-    """A tree of values, and an error if the checks say so.
+    """Return a tree of values, and raise at run time if the checks say so.
 
     `raising(checks, values)`, hashable, gives the values with an error at run time; under vmap all
     checks have the axis in front.
@@ -67,7 +67,7 @@ def error_on_use(
 
 
 def _bind(raising: Callable, checks: Sequence[Any], values: Sequence[Any]) -> list:
-    """Of symbolic zeros there is nothing to hear."""
+    """Bind the primitive, but for symbolic zeros, which nobody can hear."""
     some = [v for v in values if type(v) is not _jax.Zero]
     out = iter(heard_p.bind(*checks, *some, raising=raising, count=len(checks)) if some else [])
     return [v if type(v) is _jax.Zero else next(out) for v in values]

@@ -1,4 +1,4 @@
-"""What is said when an argument is not what it should be.
+"""Errors about arguments that are not what they should be.
 
 Every message names the function, the argument, the place in its tree, what was expected, what was
 given, and what to change.
@@ -48,13 +48,13 @@ def short_type(aval: Any) -> str:
 def wrong_carry(
     function: str, argument: str, expected: str, differences: list[str], advice: str
 ) -> TypeError:
-    """What comes out of a step is not like what went in."""
+    """Make the error of a step that returns something else than a carry like its own."""
     lines = "\n  ".join([f"must return a carry of the {expected}", *differences])
     return TypeError(f"loopkit.{function}: `{argument}` {lines}\n{advice}")
 
 
 def size(count: float, unit: str = "B") -> str:
-    """So many bytes; the unit is that of a few."""
+    """Write a number of bytes. `unit`: that of a few."""
     for larger, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             return f"{count / scale:,.3g} {larger}"

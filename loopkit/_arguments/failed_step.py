@@ -1,4 +1,4 @@
-"""What is said of a step that made something not finite, and kept of it, to run it alone."""
+"""Errors of a step that made something not finite, and its arguments, to run it alone."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Watched:
 
     function: str
     argument: str
-    """What the function calls its body."""
+    """The name of its body, among its arguments."""
     body: str
     """The name of the user's; empty for that of a loop of lax."""
     place: str
     """Its file and line."""
     style: str
-    """What the body takes: "carry", "carry, x" or "i, carry"."""
+    """The arguments of the body: "carry", "carry, x" or "i, carry"."""
     carry: Any
     """The tree of the carry and what is hidden in it."""
     x: Any
@@ -64,7 +64,7 @@ _last: list[Failed] = []
 
 
 class Bad(NamedTuple):
-    """What is not finite any more: for each lane, whether, and the values."""
+    """A leaf that is not finite any more: in which lanes, and its values."""
 
     name: str
     failed: Any
@@ -136,7 +136,7 @@ def keep(loop: Watched, keys: Sequence[Any], lane: Any, carry: Sequence, x: Sequ
 
 
 def last_arguments() -> tuple | None:
-    """What the body was given in the step that failed last; None if none has."""
+    """Return what the body was given in the step that failed last; None if none has."""
     with _lock:
         failed = _last[0] if _last else None
     return None if failed is None else _arguments(failed)

@@ -56,7 +56,7 @@ class WatchedLeaf(NamedTuple):
 
 @dataclass(frozen=True)
 class WatchParams:
-    """What is watched, and where the lanes of `jax.vmap` are: in front of the operands."""
+    """The leaves that are watched, and which operands have the lanes of `jax.vmap`, in front."""
 
     loop: failed_step.Watched
     carry: int
@@ -80,7 +80,7 @@ class WatchParams:
         return any(leaf.forward for leaf in self.leaves)
 
     def apart(self, operands: Sequence[Any]) -> tuple[list, list, list]:
-        """What is reported, values, and for each leaf its level before, or None."""
+        """Split operands: what is reported, values, and for each leaf its level before, or None."""
         n, count = self.reported, len(self.leaves)
         told = iter(operands[n + count :])
         before = [next(told) if leaf.takes_level else None for leaf in self.leaves]
@@ -100,7 +100,7 @@ def watch(
     values: Sequence[Any],
     before: Sequence[Any],
 ) -> tuple[list, list]:
-    """The values, and for each leaf its level, or None.
+    """Return the values, and for each leaf its level, or None.
 
     `report`: whether the step counts, its number, its carry and x. `before`: levels, or None.
     """
@@ -125,7 +125,7 @@ def _bind(
 def _some(
     how: WatchParams, keep: Sequence[WatchedLeaf | None], kinds: tuple[str, ...]
 ) -> WatchParams:
-    """Of the leaves those that are not None, which may tell and hear less."""
+    """Keep the leaves that are not None, which may tell and hear less."""
     n, count = how.reported, len(how.leaves)
     at = list(how.axes)
     of_levels = iter(at[n + count :])

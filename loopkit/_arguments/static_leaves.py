@@ -22,7 +22,7 @@ VALUES = str, bytes, type, np.dtype, enum.Enum, types.BuiltinFunctionType
 """Types of which what is equal is the same. Of others, only the very same object is known to be."""
 
 MISTAKEN = jax.ShapeDtypeStruct, _jax.ShapedArray, np.ndarray, np.generic
-"""What is meant to be an array, and is none of JAX's."""
+"""Types that are meant as arrays, and are none of JAX's."""
 
 
 @jax.tree_util.register_static
@@ -96,9 +96,10 @@ def seen(function: Callable | None) -> Any:
 
 
 def alike(before: PyTree[Any], after: PyTree[Any]) -> tuple[Any, list[tuple[Any, Any, Any]]]:
-    """`after` with what is equal to leaves of `before` that are no arrays in their place.
+    """Return `after` with leaves of `before` that are no arrays in the place of their equals.
 
-    And what differs from those: path, leaf and the other. Nothing in trees of another structure.
+    Return what differs from those, too: path, leaf and the other; nothing in trees of another
+    structure.
     """
     old, tree = tree_flatten_with_path(before, is_leaf=is_static)
     new, new_tree = jax.tree.flatten(after, is_leaf=is_static)
@@ -116,7 +117,7 @@ def alike(before: PyTree[Any], after: PyTree[Any]) -> tuple[Any, list[tuple[Any,
 def kept(
     function: str, body: str, init: str, before: PyTree[Any], after: PyTree[Any], hidden: int = 0
 ) -> Any:
-    """What a step returned, whose leaves that are no arrays have to be those that it was given."""
+    """Return what a step returned, if its leaves that are no arrays are those that it was given."""
     after, differences = alike(before, after)
     lines = [
         f"`{init}{keystr(path[hidden:])}` is {named(a)}, but `{body}` returns {named(b)}"

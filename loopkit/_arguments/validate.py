@@ -44,7 +44,7 @@ BOUNDS = {
 
 
 def check_bound(function: str, argument: str, value: object) -> int | None:
-    """One of `BOUNDS`: an int, or None."""
+    """Check one of `BOUNDS`: an int, or None."""
     return None if value is None else check_whole(function, argument, value, *BOUNDS[argument])
 
 
@@ -87,7 +87,7 @@ VARIABLE = "LOOPKIT_DEBUG"
 
 
 def check_debug(function: str, debug: Any, kinds: Sequence[str] = DEBUGGED[:1]) -> frozenset[str]:
-    """What is looked for while a loop runs: some of `kinds`."""
+    """Return what is looked for while a loop runs: some of `kinds`."""
     if debug is None:
         asked = [word.strip() for word in os.environ.get(VARIABLE, "").split(",")]
         asked = [word for word in asked if word]
@@ -138,7 +138,7 @@ def as_array(
     path: jax.tree_util.KeyPath = (),
     advice: str = "Pass numbers.",
 ) -> Any:
-    """An array, of whatever jax.numpy makes one of."""
+    """Return the array that jax.numpy makes of a value."""
     try:
         return _jax.as_array(value)
     except (TypeError, ValueError):
@@ -146,14 +146,14 @@ def as_array(
         raise errors.wrong_type(function, argument, "must be an array", got, advice, path) from None
 
 
-def as_arrays(function: str, argument: str, tree: PyTree[Any], hidden: int = 0) -> Any:
-    """The tree with every leaf an array. `hidden` levels of it are not the user's."""
+def as_arrays(function: str, argument: str, tree: PyTree[Any]) -> Any:
+    """Return the tree with every leaf an array."""
     if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree)):
         return tree
 
     advice = "Close over what is not an array, or make it a static field of a pytree node."
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: as_array(function, argument, leaf, path[hidden:], advice), tree
+        lambda path, leaf: as_array(function, argument, leaf, path, advice), tree
     )
 
 
@@ -163,20 +163,20 @@ def is_traced(leaf: object) -> bool:
 
 
 def type_of(value: Any) -> Any:
-    """What `jax.typeof` says, which takes a microsecond an array."""
+    """Return what `jax.typeof` does, which takes a microsecond an array."""
     if type(value) is _jax.ArrayImpl and type(value.sharding) is jax.sharding.SingleDeviceSharding:
         return value.aval
     return jax.typeof(value)
 
 
 def in_python(function: Callable[[], Any]) -> Any:
-    """What a Python loop gives under jax.disable_jit; None where it needs abstract values."""
+    """Run a loop in Python under jax.disable_jit; None elsewhere, and if values are abstract."""
     with contextlib.suppress(jax.errors.ConcretizationTypeError):
         return function() if _jax.jit_is_disabled() else None
 
 
 def holds(dtype: np.dtype[Any], value: jax.Array) -> bool:
-    """Whether nothing of a value is lost in it. Of keys JAX knows no common type."""
+    """Whether nothing of a value is lost in a dtype. JAX knows no common type of keys."""
     if any(jnp.issubdtype(d, jax.dtypes.extended) for d in (dtype, value.dtype)):
         return value.dtype == dtype
     with jax.numpy_dtype_promotion("standard"):

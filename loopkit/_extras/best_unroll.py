@@ -1,4 +1,4 @@
-"""How many steps to compile into one iteration, found by trying."""
+"""`best_unroll`: the number of steps to an iteration, found by trying."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def best_unroll(
 
 
 def _gradient(run: Callable) -> Callable:
-    """Of the sum of all numbers that have a derivative, in all that have one."""
+    """Return the gradient of the sum of all results, in all arguments that have one."""
 
     def slopes(init: PyTree[Any], xs: PyTree[Any]) -> Any:
         leaves, tree = jax.tree.flatten((init, xs))

@@ -52,7 +52,7 @@ def blocked(
     out_axes: Axes = 0,
     progress: Progress = None,
 ) -> Callable[P, R] | Decorator:
-    """`fn` of a batch, computed one block of the batch after another.
+    """Compute `fn` of a batch, one block of the batch after another.
 
         def blocked(fn, *, block):
             def run(x):
@@ -141,7 +141,7 @@ def _in_blocks(fn: Callable, inputs: Inputs, rows: int, out_axes: Axes, shown: A
 def _over_blocks(
     fn: Callable, tree: PyTree[Any], blocks: Inputs, rows: int, out_axes: Axes, shown: Any
 ) -> Any:
-    """What `fn` returns for each block, stacked just before the batch axes."""
+    """Return what `fn` returns for each block, stacked just before the batch axes."""
 
     def step(_: None, x: list) -> tuple[None, Any]:
         *args, kwargs = tree.unflatten(x)
@@ -162,7 +162,7 @@ def _merged(blocks: PyTree[Any], out_axes: Axes) -> Any:
 
 
 def _with_rows(out: PyTree[Any], out_axes: Axes, rows: int) -> Any:
-    """What `fn` returned, if it has a row for each row of its block."""
+    """Return what `fn` returned, if it has a row for each row of its block."""
     out = validate.as_arrays(FUNCTION, "fn", out)
     axes = leaf_axes("out_axes", out_axes, out, "what `fn` returns", FUNCTION)
     axes = normalised("out_axes", axes, out, FUNCTION)

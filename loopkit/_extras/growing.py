@@ -155,7 +155,7 @@ def _sliced(x: Any, start: int, count: int) -> Any:
 
 
 def _lengthened(x: Any, rows: int) -> Any:
-    """With rows at the end that no step reads."""
+    """Return rows with more at the end that no step reads."""
     made = np if isinstance(x, np.ndarray) else jnp
     return made.concatenate([x, made.broadcast_to(x[-1:], (rows, *x.shape[1:]))])
 
@@ -187,7 +187,7 @@ def ran_out(error: BaseException) -> bool:
 
 
 def ran_out_after(steps: int, segment: int, y_bytes: int, carry_bytes: int, room: int) -> str:
-    """How far the loop got, what it keeps, and how much of that would fit into so many bytes."""
+    """Say how far the loop got, what it keeps, and how much of that would fit in so many bytes."""
     size = partial(errors.size, unit="bytes")
     carries = f"{room // max(carry_bytes, 1):,} carries of {size(carry_bytes)}"
     # The rows are in chunks, and once joined in one piece.

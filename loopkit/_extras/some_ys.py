@@ -32,18 +32,18 @@ EXPECTED = 'must be None, "sum", "mean" or "last"'
 
 
 class LeafState(NamedTuple):
-    """What the loop carries for a leaf of y, where it is needed."""
+    """The part of the carry for a leaf of y, where it is needed."""
 
     total: Any = None
     """The sum over the window at hand."""
     rows: Any = None
-    """What windows come to, a buffer."""
+    """A buffer of what windows come to."""
     last: Any = None
     """That of the last step."""
 
 
 class ReductionState(NamedTuple):
-    """What the loop carries for its ys."""
+    """The part of the carry for the ys."""
 
     steps: Any
     """Steps taken, where that matters."""
@@ -63,14 +63,14 @@ class RowKind(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """Of the result."""
+        """The dtype of the result."""
         function = {"sum": jnp.sum, "mean": jnp.mean}.get(self.how or "")
         given = jax.ShapeDtypeStruct((2,), self.aval.dtype)
         return self.aval.dtype if function is None else jax.eval_shape(function, given).dtype
 
     @property
     def total_type(self) -> Any:
-        """Of the sum: as `jnp.sum` has it, numbers of 16 bits are added up in 32."""
+        """The type of the sum: as `jnp.sum` has it, numbers of 16 bits are added up in 32."""
         dtype = jnp.dtype("float32") if _is_short(self.dtype) else self.dtype
         return self.aval.update(dtype=dtype, weak_type=False)
 
@@ -185,7 +185,7 @@ class SomeYs(NamedTuple):
         return ReductionState(None if steps is None else steps + 1, states), own
 
     def _with_row(self, rows: Buffer, steps: Any, value: jax.Array) -> Any:
-        """Rows with that of the window, if the step is its last; steps left over are in none."""
+        """Write the row of the window, if the step is its last; steps left over are in none."""
         window = lax.min(lax.div(steps, self._window), jnp.int32(self.rows - 1))
         row = self.rows - 1 - window if self.reverse else window
         ends = lax.rem(steps, self._window) == self._window - 1
@@ -278,7 +278,7 @@ def _check_whole(y: PyTree[Any], leaves: Sequence[RowKind]) -> None:
 
 
 def _hows(reduce: Reduce, y: PyTree[Any]) -> list[str | None]:
-    """What becomes of each leaf of y, from a prefix of its tree."""
+    """Return what becomes of each leaf of y, from a prefix of its tree."""
     try:
         flat = _jax.broadcast_prefix(reduce, y, is_leaf=lambda v: v is None)
     except ValueError:
@@ -289,14 +289,13 @@ def _hows(reduce: Reduce, y: PyTree[Any]) -> list[str | None]:
     return flat
 
 
-def check_words(reduce: Reduce) -> Any:
-    """`reduce`, whose leaves have to be words that there are."""
+def check_words(reduce: Reduce) -> None:
+    """Raise if a leaf of `reduce` is no word that there is."""
     for path, how in tree_leaves_with_path(reduce):
         if not (isinstance(how, str) and how in REDUCTIONS):
             wrong = errors.wrong_value if isinstance(how, str) else errors.wrong_type
             advice = "Reduce in another way in the carry."
             raise wrong(FUNCTION, "reduce", EXPECTED, errors.shown(how), advice, path)
-    return reduce
 
 
 def _is_short(dtype: np.dtype[Any]) -> bool:

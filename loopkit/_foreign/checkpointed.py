@@ -48,7 +48,7 @@ def checkpointed(
     progress: Progress = None,
     debug: Debug = None,
 ) -> Callable[P, R] | Decorator:
-    """`fn` with every `jax.lax` loop inside it replaced by loopkit's.
+    """Replace every `jax.lax` loop inside `fn` by loopkit's.
 
     `jax.lax.while_loop`, `scan` and `fori_loop` are replaced wherever `fn` calls them, directly or
     through libraries, `jit`, `cond`, `jax.checkpoint`, custom derivatives, other loops, or
@@ -215,7 +215,7 @@ class Program(NamedTuple):
     closed_over: list
     out_tree: Any
     kept: list
-    """What it returns as it is; None in the place of an array."""
+    """Leaves that it returns as they are; None in the place of an array."""
     has_loops: bool
     has_rules: bool
     """Whether it calls functions with custom derivatives, in which there may be loops."""
@@ -224,7 +224,7 @@ class Program(NamedTuple):
 
     @property
     def to_keep(self) -> Program:
-        """The same; of a function without loops, which is called as it is, no more than that."""
+        """Return what to remember: of a function without loops, only that it has none."""
         differentiated = self.has_rules and any(map(_jax.is_tracer, self.closed_over))
         if self.has_loops or differentiated:
             return self

@@ -60,12 +60,12 @@ class Settings:
     """How loops of lax are replaced."""
 
     function: str
-    """What the user called, for errors."""
+    """The function that the user called, for errors."""
     max_steps: int | None
     budget: Budget
     only: Callable[[LoopSite], Any] | None = field(compare=False)
     only_id: int
-    """Of `only`: as part of jit's cache keys, the very same predicate is the same."""
+    """The id of `only`: in jit's cache keys, only the very same predicate is the same."""
     lanes: Lanes
     progress: shown.ProgressSettings | None
     finite: bool
@@ -80,7 +80,7 @@ class Settings:
 
     @property
     def lanes_here(self) -> Lanes:
-        """What becomes of lanes: loops inside another are flattened with that."""
+        """`lanes` for a loop here: loops inside another are flattened with that."""
         return None if self.outer is not None and self.lanes == "flatten" else self.lanes
 
     def replaces(self, loop: LaxLoop) -> bool:

@@ -8,7 +8,7 @@ from loopkit._arguments import failed_step
 
 
 def replay() -> tuple[Any, ...]:
-    """What the body of a loop with `debug="finite"` was given in the step that failed last.
+    """Return what the body of a loop with `debug="finite"` was given in the step that failed last.
 
     So `body(*loopkit.replay())` takes that step alone: in Python, for a debugger, or under
     `jax.debug_nans`, which finds the operation.

@@ -117,7 +117,7 @@ class Inputs(NamedTuple):
         return [_slice_type(validate.type_of(x), a, context) for x, a in self.sliced]
 
     def join(self, slices: Sequence[Any], whole: Sequence[Any]) -> Any:
-        """What a step is given."""
+        """Put together what a step is given."""
         of_slices, of_whole = iter(slices), iter(whole)
         return self.tree.unflatten(next(of_whole if a is None else of_slices) for a in self.axes)
 
@@ -151,7 +151,7 @@ NO_INPUTS = Inputs(jax.tree.structure(None), [], [], 0)
 
 @ft.lru_cache(1024)
 def _slice_type(aval: _jax.ShapedArray, axis: int, _: object) -> Any:
-    """As `_jax.slice_type`, which takes longer than all else that an array costs each call."""
+    """Return `_jax.slice_type`, which takes longer than all else that an array costs each call."""
     return _jax.slice_type(aval, axis)
 
 
@@ -189,7 +189,7 @@ def normalised(
     function: str = SCAN,
     extra: int = 0,
 ) -> list[int | None]:
-    """The same axes, none of them negative. `extra` axes are still to be put in."""
+    """Return the axes, none of them negative. `extra` axes are still to be put in."""
     new = []
     for (path, leaf), axis in zip(tree_leaves_with_path(tree), axes, strict=True):
         rank = len(leaf.shape) + extra

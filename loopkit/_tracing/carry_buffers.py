@@ -37,10 +37,10 @@ class Buffers:
     flags: tuple[bool, ...]
     """Which leaves of the carry are buffers."""
     outer: tuple[Owner | None, ...]
-    """For those that are buffers of a loop around this one: whose."""
+    """The owner of each leaf that is a buffer of a loop around this one."""
 
     names: tuple[str, ...] = ()
-    """What errors call each leaf."""
+    """The name of each leaf in errors."""
     step: int | None = None
     """Where reads and writes are checked: the leaf that holds the number of the step. The last
     leaves then say what is written, one for each buffer, in order."""
@@ -60,7 +60,7 @@ class Buffers:
         return all(owner is None or owner.mask is None for owner in self.outer)
 
     def first_written(self, init: PyTree[Any]) -> list:
-        """For each buffer, where it counts as written before the loop."""
+        """Return, for each buffer, where it counts as written before the loop."""
         return list(map(run_time_checks.first_written, kept(jax.tree.leaves(init), self.flags)))
 
     @property
@@ -69,7 +69,7 @@ class Buffers:
         return len(self.flags) - sum(self.flags)
 
     def followed_by(self, count: int, step: int | None) -> Buffers:
-        """With leaves after them that are not buffers."""
+        """Return the same for a carry with more leaves after these, which are no buffers."""
         return replace(
             self,
             flags=(*self.flags, *[False] * count),
@@ -79,7 +79,7 @@ class Buffers:
         )
 
     def wrapped(self, leaves: Sequence[Any], flag: int | None) -> tuple[list, list]:
-        """Leaves as a body sees them, and the owners of the buffers among them.
+        """Return leaves as a body sees them, and the owners of the buffers among them.
 
         `flag` is the leaf that says whether the step counts.
         """
@@ -102,7 +102,7 @@ class Buffers:
     def unwrapped(
         self, tree: PyTree[Any], owners: Sequence[Owner | None], before: Sequence[Any]
     ) -> Any:
-        """What a body returned, with arrays for buffers.
+        """Return what a body returned, with arrays for buffers.
 
         Anything but the buffer itself in a buffer's place is written over all of it.
         """
@@ -147,9 +147,9 @@ def _without_buffers(count: int) -> Buffers:
 
 
 def find(names: Any, buffers: PyTree[Any], init: PyTree[Any]) -> Buffers:
-    """The buffers among the leaves of `init`, an argument of the caller's that `names` names.
+    """Find the buffers among the leaves of `init`, an argument of the caller's that `names` names.
 
-    Those that are named, those of a loop around, and what TensorArrays hold.
+    They are those that are named, those of a loop around, and what TensorArrays hold.
     """
     whole = lambda v: getattr(type(v), "_is_whole", False)
     nodes = jax.tree.leaves(init, is_leaf=whole)

@@ -27,7 +27,7 @@ SLICES = "dynamic_slice", "gather"
 
 
 class Given(NamedTuple):
-    """What a step is given, leaf by leaf."""
+    """The leaves that a step is given."""
 
     consts: Sequence[Any]
     carry: Sequence[Any]
@@ -40,7 +40,7 @@ class FiniteSteps:
 
     loop: Watched
     names: tuple[str, ...]
-    """Of the leaves of the carry."""
+    """The names of the leaves of the carry."""
     x_names: tuple[str, ...]
     active: int | None
     """The leaf of the carry that says whether a step counts."""
@@ -54,9 +54,9 @@ class FiniteSteps:
     def around(
         self, given: Given, take: Callable[[Given, Any], tuple[list, Sequence[str]]]
     ) -> list:
-        """The next carry and y, of `take`, which also says what the leaves of y are called.
+        """Return the next carry and y of `take`, which also says what the leaves of y are called.
 
-        It is given what the step is, and how bad the worst of the carry is, or None.
+        `take` is given what the step is, and how bad the worst of the carry is, or None.
         """
         report, count = self.report(given), len(self.names)
         consts = [_closed_over(self.loop, jax.typeof(v)) for v in given.consts]
@@ -110,7 +110,7 @@ class FiniteSteps:
         values: Sequence[Any],
         before: Sequence[Any] | None = None,
     ) -> tuple[list, list]:
-        """The values, of which those that have no leaf are not watched; and the levels told."""
+        """Watch the values that have a leaf: all values, and the levels that are told."""
         before = [None] * len(values) if before is None else before
         some = [leaf is not None for leaf in leaves]
         levels = [
@@ -125,7 +125,7 @@ class FiniteSteps:
         )
 
     def of_jaxpr(self, body: _jax.Jaxpr, const_count: int, y_tree: _jax.TreeDef) -> _jax.Jaxpr:
-        """The step, (consts, carry, x) -> (carry, y), watched."""
+        """Return the step, (consts, carry, x) -> (carry, y), watched."""
         j, count = _jax.open_jaxpr(body), len(self.names)
         y_names = names_of("ys", y_tree.unflatten(body.out_avals[count:]))
         of_consts = j.invars[:const_count]
@@ -185,6 +185,6 @@ def _closed_over(loop: Watched, aval: _jax.ShapedArray) -> str:
 
 
 def names_of(argument: str, tree: PyTree[Any], hidden: int = 0) -> tuple[str, ...]:
-    """What errors call the leaves of a tree."""
+    """Return what errors call the leaves of a tree."""
     paths = [path for path, _ in tree_leaves_with_path(tree)]
     return tuple(f"`{argument}{keystr(path[hidden:])}`" for path in paths)

@@ -1,7 +1,7 @@
-"""What decides whether there is another step: no derivative is taken of that.
+"""The predicate of a loop has no derivative, and what it calls needs none.
 
-It may have none, as what the predicate of `jax.lax.while_loop` calls: callbacks, collectives,
-functions with a custom VJP.
+As in `jax.lax.while_loop`, it may call what has no derivative: callbacks, collectives, functions
+with a custom VJP.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from loopkit._buffers.slices import read_p
 from loopkit._jaxprs import equations
 
 SCOPE = "loopkit_predicate"
-"""The name around it in a step, by which what it calls, for no result, is known."""
+"""The named scope of the predicate in a step, by which the calls that it makes are known."""
 
 
 def ask(predicate: Callable[[Any], Any], value: PyTree[Any]) -> Any:
-    """`predicate(value)` outside a loop, of values without tangents; those it closes over, too."""
+    """Return `predicate(value)`, outside a loop, and without a gradient, also in its closure."""
     if not _jax.is_tracing():
         return predicate(value)  # nothing has any
     leaves, tree = jax.tree.flatten(value)
@@ -40,10 +40,10 @@ def _still(value: jax.Array) -> Any:
 
 
 def stop_gradient_in_predicate(jaxpr: _jax.Jaxpr, place: int) -> _jax.Jaxpr:
-    """A step of which what it computes for one output alone, a bool, is of values without tangents.
+    """Stop the gradient into what a step computes for one output alone, a bool.
 
-    So is what its predicate, called in `SCOPE`, calls for no result. Slices are read as they are,
-    of buffers that are written in place, and not of copies.
+    Calls that its predicate makes in `SCOPE` for no result have no gradient either. Slices are read
+    as they are, of buffers that are written in place, and not of copies.
     """
     j = _jax.open_jaxpr(jaxpr)
     read = [v for eqn in j.eqns if eqn.primitive is read_p for v in eqn.outvars]

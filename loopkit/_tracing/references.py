@@ -23,7 +23,7 @@ class Functions(NamedTuple):
     body: Any
     consts: list
     references: Sequence[Any] = ()
-    """What was made outside: the last leaves of the carry."""
+    """Those made outside: the last leaves of the carry."""
 
 
 def without_references(functions: Functions, carry_count: int) -> Functions:

@@ -33,7 +33,7 @@ class LoopInfo(NamedTuple):
 
 
 class Names(NamedTuple):
-    """What the function that the user called takes, and how it calls that, for errors."""
+    """The function that the user called, and its names for its arguments, for errors."""
 
     function: str
     body: str
@@ -60,7 +60,7 @@ class LoopOptions(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """What a loop carries beside the caller's carry, where it is needed."""
+    """The part of a loop's carry that the caller does not see, where it is needed."""
 
     go: Any = None
     """Whether to take a step."""
@@ -104,7 +104,7 @@ class LoopSpec(NamedTuple):
     """Whether it is checked what is read and written of buffers."""
     return_info: bool
     lanes: Any
-    """What becomes of lanes that have stopped."""
+    """`lanes`, as checked."""
     progress: ProgressSettings | None
     finite: tuple[str, str] | None
     """Name and place of the caller's body, if its steps have to stay finite."""
@@ -120,7 +120,7 @@ class LoopSpec(NamedTuple):
     made: bool = False
     """Whether the body is loopkit's own, and returns the next carry, y, and whether to go on."""
     rest: tuple = ()
-    """What the trace of a `made` body hangs on besides: types, settings."""
+    """All else that the trace of a `made` body hangs on: types, settings."""
 
     @classmethod
     def of(

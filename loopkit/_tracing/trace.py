@@ -214,7 +214,7 @@ def _check_effects(names: Names, *jaxprs: _jax.Jaxpr | None) -> None:
 
 
 def _joined(before: _jax.ShapedArray, after: _jax.ShapedArray, decided_by: list) -> Any:
-    """The type to start from, so that a step returns it."""
+    """Return the type to start from, so that a step returns it."""
     if before.shape != after.shape:
         return before
     if before.weak_type and before.dtype != after.dtype:
@@ -238,7 +238,7 @@ class Traced:
     """Types that they begin with: strong from the beginning where a step leaves them strong."""
     y_tree: Any = None
     references: Sequence[Any] = ()
-    """What they read and write, made outside: leaves behind those of the carry."""
+    """References made outside that they read and write: leaves behind those of the carry."""
 
     @property
     def closed_over(self) -> list:
