@@ -26,12 +26,12 @@ def check_callable(function: str, argument: str, value: object) -> None:
         raise errors.wrong_type(function, argument, expected, repr(value), advice)
 
 
-def check_flag(function: str, argument: str, value: object, expected: str = "a bool") -> bool:
+def check_flag(function: str, argument: str, value: object) -> bool:
     """A bool, of Python or numpy, or 0 or 1, as a bool."""
     if isinstance(value, (int, np.bool_, np.integer)) and value in (0, 1):
         return bool(value)
     got, advice = errors.shown(value), f"{STATIC}True or False."
-    raise errors.wrong_type(function, argument, f"must be {expected}", got, advice)
+    raise errors.wrong_type(function, argument, "must be a bool", got, advice)
 
 
 BOUNDS = {

@@ -149,7 +149,9 @@ def _over_blocks(
 
     length, axes, asked = blocks.length, block_axes(out_axes), LoopOptions(progress=shown)
     spec = LoopSpec.of(NAMES, (step, None), None, blocks, length, asked, length, out_axes=axes)
-    spec = spec._replace(functions=(fn,), rest=(FUNCTION, tree))  # the step is made anew each time
+    # The step is made anew on every call: this is what it hangs on.
+    made_of = FUNCTION, tree, jax.tree.structure(axes), *jax.tree.leaves(axes)
+    spec = spec._replace(functions=(fn,), rest=made_of)
     return (of_some(spec) if has_none(axes) else run_scan(spec))[1]
 
 

@@ -67,7 +67,8 @@ def truncated(spec: LoopSpec, truncate: int | None) -> tuple[Any, Any, LoopInfo 
     head, tail = inputs.divided(count, truncate, spec.reverse)
     # All that a block does, but for its inputs.
     of_inputs = truncate, inputs.tree, *inputs.axes
-    made_of = inner, unroll, spec.checking, spec.finite, spec.carried.flags
+    of_ys = jax.tree.structure(out_axes), *jax.tree.leaves(out_axes)
+    made_of = of_ys, inner, unroll, spec.checking, spec.finite, spec.carried.flags
     rows = (lambda state: [v.rows for v in state.carry.ys.leaves]) if spec.keeps_some else None
     blocks = spec.over(
         Blocks(spec.init, jnp.int32(0), jnp.array(False)),

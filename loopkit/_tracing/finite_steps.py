@@ -184,7 +184,6 @@ def _closed_over(loop: Watched, aval: _jax.ShapedArray) -> str:
     return f"what `{loop.argument}` closes over ({errors.short_type(aval)})"
 
 
-def names_of(argument: str, tree: PyTree[Any], hidden: int = 0) -> tuple[str, ...]:
+def names_of(argument: str, tree: PyTree[Any]) -> tuple[str, ...]:
     """Return what errors call the leaves of a tree."""
-    paths = [path for path, _ in tree_leaves_with_path(tree)]
-    return tuple(f"`{argument}{keystr(path[hidden:])}`" for path in paths)
+    return tuple(f"`{argument}{keystr(path)}`" for path, _ in tree_leaves_with_path(tree))

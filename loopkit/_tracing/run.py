@@ -58,7 +58,7 @@ def row_types(spec: LoopSpec) -> tuple[_jax.TreeDef, list]:
     """Return the tree of y, and the types of its leaves: from the loop that stacks all of them."""
     stopping = spec.predicate is not None
     hidden = spec.hidden(go=np.True_ if stopping else None)
-    traced, _, _ = trace(spec._replace(out_axes=0, checking=False, finite=None), hidden)
+    traced, _, _ = trace(spec._replace(checking=False, finite=None), hidden)
     return traced.y_tree, traced.loop.y_types
 
 

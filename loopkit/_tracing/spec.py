@@ -201,14 +201,11 @@ class LoopSpec(NamedTuple):
 
     def key(self, leaves: Sequence[Any], tree: _jax.TreeDef) -> tuple[Hashable, ...]:
         """Say what a trace hangs on besides the functions. `leaves`, `tree`: what it carries."""
-        inputs, out_axes, carried = self.inputs, self.out_axes, self.carried
+        inputs, carried = self.inputs, self.carried
         of_xs = inputs.tree, *inputs.axes, *inputs.slice_types
-        of_ys = out_axes
-        if type(out_axes) is not int:
-            of_ys = jax.tree.structure(out_axes), *jax.tree.leaves(out_axes)
         settings = self.length, self.budget, self.unroll, self.lanes, self.reverse, self.progress
         checks = self.finite, carried.any and (carried.flags, carried.free, self.checking)
-        return (self.names, tree, type_key(leaves), of_xs, of_ys, settings, checks, self.rest)
+        return (self.names, tree, type_key(leaves), of_xs, settings, checks, self.rest)
 
     def step(self, state: tuple[Any, Hidden], x: Sequence[Any]) -> tuple[tuple[Any, Hidden], Any]:
         """Take a step: the next state, and y, from a state and slices of the inputs."""
