@@ -98,11 +98,6 @@ class FlatSteps:
         some = hidden.left > 0
         return [some if hidden.go is None else some & hidden.go]
 
-    @property
-    def ends(self) -> bool:
-        """Whether there is a predicate."""
-        return self.spec.predicate is not None or self.state[1].left is not None
-
     def finite(self) -> FiniteSteps:
         """Return how steps that have to stay finite are watched."""
         spec, leaves = self.spec, tree_leaves_with_path(self.state)
@@ -126,7 +121,7 @@ def trace_loop(steps: FlatSteps) -> Traced:
     # differs between devices only after the first step is made to do so before.
     while True:
         cond, cond_consts = None, []
-        if steps.ends:
+        if spec.predicate is not None or steps.state[1].left is not None:
             cond, cond_consts = _jax.trace(steps.cond, types, f"{names.function}_cond")
         jaxpr, consts = _jax.trace(steps.body, [*types, *x_types], f"{names.function}_body")
         out = list(jaxpr.out_avals[: len(types)])
@@ -138,7 +133,7 @@ def trace_loop(steps: FlatSteps) -> Traced:
     paths = [path[names.hidden :] for path, _ in tree_leaves_with_path(steps.state)]
     _check_types(names, zip(paths, types, out, strict=True))
     of = Functions(cond, cond_consts, jaxpr, consts)
-    if any(j is not None and _jax.has_references(j) for j in (cond, jaxpr)):
+    if _jax.has_references(jaxpr) or (cond is not None and _jax.has_references(cond)):
         of = without_references(of, len(types))
     _check_effects(names, of.body, of.cond)
     if steps.flag is not None:
