@@ -95,14 +95,15 @@ class SomeYs(NamedTuple):
         tree: _jax.TreeDef, types: Sequence[Any], out_axes: Axes, reduce: Reduce, *settings: Any
     ) -> SomeYs:
         """`types`: of the leaves of one y. `settings`: the other fields."""
-        rows = tree.unflatten(types)
-        hows, every = _hows(reduce, rows), settings[0]
+        rows, every = tree.unflatten(types), settings[0]
+        hows = [None] * len(types) if reduce is None else _hows(reduce, rows)
         no_rows = [every is None and how is not None for how in hows]
         leaves = tuple(map(RowKind, types, hows, y_axes(out_axes, rows, no_rows)))
-        _check_whole(rows, leaves)
         some = SomeYs(tree, leaves, *settings)
-        for (path, _), leaf in zip(tree_leaves_with_path(rows), leaves, strict=True):
-            some._check(path, leaf)
+        if reduce is not None:
+            _check_whole(rows, leaves)
+            for (path, _), leaf in zip(tree_leaves_with_path(rows), leaves, strict=True):
+                some._check(path, leaf)
         return some
 
     def _check(self, path: jax.tree_util.KeyPath, leaf: RowKind) -> None:
@@ -160,11 +161,13 @@ class SomeYs(NamedTuple):
         aval = leaf.aval.update(dtype=leaf.dtype)
         return _jax.zeros(_jax.stack_type(aval, self.rows))
 
-    def buffers(self, of_carry: Any) -> Any:
+    def buffers(self, start: ReductionState, of_carry: Any) -> Any:
         """Return the `buffers` of the loop, where those of the caller's are `of_carry`."""
+        if of_carry is None and all(v.rows is None for v in start.leaves):
+            return None
         if callable(of_carry):
             return lambda both: (of_carry(both.carry), [v.rows for v in both.ys.leaves])
-        steps, states = jax.tree.map(lambda _: False, self.start())
+        steps, states = jax.tree.map(lambda _: False, start)
         states = [v if v.rows is None else v._replace(rows=True) for v in states]
         return CarryWithYs(False if of_carry is None else of_carry, ReductionState(steps, states))
 
@@ -243,10 +246,13 @@ def of_some(
         ys, own = some.step(both.ys, jax.tree.leaves(y))
         return CarryWithYs(new, ys), own, go
 
-    init = CarryWithYs(spec.carried.returned(spec.init), some.start())
+    start = some.start()
+    init = CarryWithYs(spec.carried.returned(spec.init), start)
     names = spec.names._replace(hidden=spec.names.hidden + 1)
     made = {"body": step, "made": True, "rest": ("some", some), "names": names}
-    both = spec.over(init, some.buffers(spec.buffers), spec.inputs, out_axes=some.axes, **made)
+    both = spec.over(
+        init, some.buffers(start, spec.buffers), spec.inputs, out_axes=some.axes, **made
+    )
     carry, ys, info = truncated(both, truncate)
     return carry.carry, some.result(carry.ys, ys), info
 
@@ -258,9 +264,11 @@ def _of_all(some: SomeYs, names: Names, ys: list, steps: int) -> Any:
     def step(state: ReductionState, y: list) -> tuple[ReductionState, None, None]:
         return some.step(state, y)[0], None, None
 
-    asked = LoopOptions(buffers=some.buffers(None).ys)
+    start = some.start()
+    buffers = some.buffers(start, None)
+    asked = LoopOptions(buffers=buffers and buffers.ys)
     inputs = Inputs.of(taken, 0, steps)
-    spec = LoopSpec.of(names, (step, None), some.start(), inputs, steps, asked, made=True)
+    spec = LoopSpec.of(names, (step, None), start, inputs, steps, asked, made=True)
     own = zip(some.leaves, ys, strict=True)
     own = [jnp.moveaxis(y, 0, leaf.axis or 0) for leaf, y in own if some.stacks(leaf)]
     return some.result(run_scan(spec)[0], own)

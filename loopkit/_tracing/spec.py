@@ -182,7 +182,8 @@ class LoopSpec(NamedTuple):
         """Return the spec of a loop over another carry and other inputs."""
         changes |= {"inputs": inputs, "length": inputs.length, "buffers": buffers}
         carried = find(changes.get("names", self.names), buffers, init)
-        return self._replace(init=plain(init), carried=carried, **changes)
+        init = plain(init) if carried.any else init
+        return self._replace(init=init, carried=carried, **changes)
 
     @property
     def counts(self) -> bool:
