@@ -51,7 +51,7 @@ MOST_PARAMETERS = 10
 MOST_UNPACKED = 5
 """Names that a tuple is unpacked to by position."""
 MOST_FRAMES, MOST_FILES = 8, 5
-"""Of loopkit, between a call and the body that it traces."""
+"""Frames and files of loopkit between a call and the body that it traces."""
 PRIVATE = ("jax.interpreters", "jax.extend", "jax._src", "jaxlib")
 
 
