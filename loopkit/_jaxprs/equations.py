@@ -54,7 +54,7 @@ def is_remat(eqn: _jax.Equation) -> bool:
 
 
 def called(eqn: _jax.Equation, ins: Sequence[Any]) -> tuple[Any, list]:
-    """The open jaxpr of a call, and its operands: arrays of numpy may be constants of it."""
+    """Return the open jaxpr of a call, and its operands: arrays of numpy may be its constants."""
     jaxpr = eqn.params["jaxpr"]
     return _jax.open_jaxpr(jaxpr), [*getattr(jaxpr, "consts", ()), *ins]
 
@@ -94,25 +94,15 @@ def holds_while_loop(jaxpr: _jax.Jaxpr) -> bool:
     )
 
 
-def interpret(
-    j: _jax.OpenJaxpr, values: Sequence[Any], rule: Callable[[Any, list], Sequence[Any]]
-) -> list:
-    """The results of an open jaxpr, those of each equation by `rule(equation, operands)`.
-
-    Constants come first among the values.
-    """
-    env = dict(zip((*j.constvars, *j.invars), values, strict=True))
-    return run(j.eqns, env, j.outvars, rule)
-
-
 def run(
     eqns: Iterable[Any],
     env: dict,
     outs: Sequence[Any],
     rule: Callable[[Any, list], Sequence[Any]] = _jax.bind_equation,
+    literal: Callable[[Any], Any] = lambda value: value,
 ) -> list:
-    """What equations make of the variables in `env`, where it does not have that already."""
-    read = lambda v: v.val if isinstance(v, _jax.Literal) else env[v]
+    """Return what equations make of the variables in `env`, where it does not have that already."""
+    read = lambda v: literal(v.val) if isinstance(v, _jax.Literal) else env[v]
     for eqn in eqns:
         made = rule(eqn, list(map(read, eqn.invars)))
         env |= {v: x for v, x in zip(eqn.outvars, made, strict=True) if v not in env}

@@ -28,6 +28,7 @@ from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
 from loopkit._engine.passes.batched_loop import in_row, places_at
 from loopkit._engine.primitives import READS
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.dataflow import interpret
 from loopkit._jaxprs.slice_cotangents import passed_on
 
 
@@ -201,7 +202,7 @@ def _flowing(j: _jax.OpenJaxpr, values: Sequence[Any], still: set, live: set) ->
             return [_jax.zeros(v.aval) for v in eqn.outvars]
         return _jax.bind_equation(eqn, ins)
 
-    return equations.interpret(j, values, rule)
+    return interpret(j, values, rule)
 
 
 def _is_in(v: _jax.Atom, kind: set) -> bool:

@@ -23,6 +23,7 @@ from loopkit import _jax
 from loopkit._engine.loop import parts
 from loopkit._engine.lowering.tiles import is_row, is_stack, saved_bytes
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.dataflow import interpret
 
 MUCH = 1 << 27
 """Bytes of padding that are worth changes of shape: more than the fast memory beside the processor
@@ -141,9 +142,9 @@ def _run_flat(jaxpr: _jax.Jaxpr, values: Sequence[Any], found: Changes) -> list:
 def _run(j: _jax.OpenJaxpr, values: Sequence[Any], found: Changes) -> list:
     """The results of a jaxpr, some of whose values are `Flat`."""
 
-    def rule(eqn: _jax.Equation, ins: list) -> Sequence[Any]:
+    def rule(eqn: _jax.Equation, ins: list) -> Sequence[Any] | None:
         if equations.is_call(eqn):
-            return _run(*equations.called(eqn, ins), found)
+            return None
         if eqn.primitive is _jax.lax_while_p:
             return _loop(eqn, ins, found)
         if eqn.primitive.name.startswith("custom_") and "call_jaxpr" in eqn.params:
@@ -153,7 +154,7 @@ def _run(j: _jax.OpenJaxpr, values: Sequence[Any], found: Changes) -> list:
             return made
         return _jax.bind_equation(eqn, list(map(found.plain, ins)))
 
-    return equations.interpret(j, values, rule)
+    return interpret(j, values, rule)
 
 
 def _flat_results(eqn: _jax.Equation, ins: list, found: Changes) -> Sequence[Any] | None:

@@ -18,6 +18,7 @@ from loopkit._engine.passes.rewritten import Rewritten, run
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import EQUATION, UNKNOWN_TRIPS, nanoseconds
+from loopkit._jaxprs.dataflow import interpret
 
 LEAF = 15.0
 """Nanoseconds that a lane is taken to need for each array of what it has, beside its steps."""
@@ -45,9 +46,9 @@ def _with_loops_in_sight(body: _jax.Jaxpr) -> Any:
     def holds_loops(jaxpr: _jax.Jaxpr) -> bool:
         return any(eqn.primitive is while_p for eqn in equations.all_equations(jaxpr))
 
-    def rule(eqn: _jax.Equation, ins: list) -> Sequence[Any]:
+    def rule(eqn: _jax.Equation, ins: list) -> Sequence[Any] | None:
         if equations.is_call(eqn) and holds_loops(eqn.params["jaxpr"]):
-            return equations.interpret(*equations.called(eqn, ins), rule)
+            return None
         if eqn.primitive is while_p and not eqn.params["loop"].masks_itself:
             nest = _cut(eqn.params["loop"])
             if nest is not None and nest.is_worth_it:
@@ -58,7 +59,7 @@ def _with_loops_in_sight(body: _jax.Jaxpr) -> Any:
 
     if not holds_loops(body):
         return body
-    again = lambda *values: equations.interpret(_jax.open_jaxpr(body), values, rule)
+    again = lambda *values: interpret(_jax.open_jaxpr(body), values, rule)
     return _jax.trace_closed(again, body.in_avals, "flattened")
 
 

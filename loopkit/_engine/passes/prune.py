@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from operator import or_
 
 from loopkit import _jax
-from loopkit._engine.fixed_point import fixed_point
 from loopkit._engine.loop import Loop, Operands, kept, parts, spread
 from loopkit._engine.passes.rewritten import Rewritten
+from loopkit._jaxprs.dataflow import fixed_point
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from loopkit._engine.loop import kept
 from loopkit._engine.primitives import PARTIAL_EVAL_RULES, READS, evaluated_p
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import loop_nanoseconds
+from loopkit._jaxprs.dataflow import interpret
 
 
 def to_run(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
@@ -55,10 +56,8 @@ def to_transpose(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
         return jaxpr
 
     def rule(eqn: _jax.Equation, ins: list) -> Any:
-        if equations.is_call(eqn):
-            return equations.interpret(*equations.called(eqn, ins), rule)
         if eqn.primitive not in READS:
-            return _jax.bind_equation(eqn, ins)
+            return None
         read = READS[eqn.primitive](**eqn.params)
         pairs = zip(ins, read, strict=False)
         held = [
@@ -67,5 +66,5 @@ def to_transpose(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
         return eqn.primitive.bind(*held, *ins[len(read) :], **dict(eqn.params, transpose_only=True))
 
     j = _jax.open_jaxpr(jaxpr)
-    run = lambda *values: equations.interpret(j, values, rule)
+    run = lambda *values: interpret(j, values, rule)
     return _jax.trace_closed(run, jaxpr.in_avals, "loop_tangents")

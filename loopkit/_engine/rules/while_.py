@@ -16,7 +16,6 @@ import jax
 from loopkit import _jax
 from loopkit._engine import steps
 from loopkit._engine.facts.activity import moving_activity
-from loopkit._engine.fixed_point import fixed_point
 from loopkit._engine.loop import Loop, kept, parts, spread
 from loopkit._engine.lowering.flat_values import of_vectors
 from loopkit._engine.lowering.scratch import with_scratch
@@ -24,6 +23,7 @@ from loopkit._engine.passes.dual_loop import open_dual
 from loopkit._engine.passes.phases import phases_of
 from loopkit._engine.passes.prune import prune
 from loopkit._engine.primitives import define, dual_p, while_p
+from loopkit._jaxprs.dataflow import fixed_point
 
 
 def evaluate(*operands: jax.Array, loop: Loop) -> list:
