@@ -1,4 +1,4 @@
-"""What a loop reads, carries and gives: a record for each leaf, or a value."""
+"""Operands, carry and results of a loop: a record for each leaf, or a value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Operands(NamedTuple):
-    """What a loop reads, or one value for each (types, flags, axes, tangents)."""
+    """The operands of a loop, or one value for each (types, flags, axes, tangents)."""
 
     cond_consts: list
     consts: list
@@ -47,7 +47,7 @@ class Const(NamedTuple):
 
 class CarryLeaf(NamedTuple):
     name: str = ""
-    """What the caller calls it, for reports."""
+    """Its name in reports, which the caller gives."""
     buffer: bool = False
     """Whether it is read and written in slices."""
     flag: bool = False

@@ -41,7 +41,7 @@ class OneLane:
 
     loop: Loop
     count: int
-    """Of the lanes, of a single axis."""
+    """The number of lanes, which are a single axis."""
     flags: Operands
     """Which operands have lanes."""
     times: Callable[[Loop, int, Operands], Loop] = field(compare=False)
@@ -76,13 +76,13 @@ class Loop:
     replaced_by: str = ""
     """The function of this library that put it in the place of a loop of lax, if one did."""
     lane_policy: Lanes = None
-    """What becomes of lanes that have stopped."""
+    """The choice of the caller: what becomes of lanes that have stopped."""
     min_active_lanes: int = 0
     """Lanes, of a single axis, that are left when it ends: it goes on while more are active."""
     masks_itself: bool = False
     """Whether its step leaves lanes that have stopped as they are, by itself."""
     lane: OneLane | None = field(default=None, repr=False)
-    """What its lanes are lanes of, if others may join them, or they are to narrow."""
+    """The loop of one of its lanes, if others may join them, or they are to narrow."""
     progress: ProgressSettings | None = field(default=None, repr=False)
     """How it shows how far it is, if it does."""
     lasting: bool = field(default=False, compare=False)
@@ -111,7 +111,7 @@ class Loop:
         return replace(self, **{"memory": {}, "lane": None, **changes})
 
     def unrolled(self, unroll: int) -> Loop:
-        """The same loop, so many steps to an iteration; what is derived from it is the same."""
+        """Return this loop, so many steps to an iteration; what is derived from it is the same."""
         return self if self.unroll == unroll else replace(self, unroll=unroll)
 
     def split(self, operands: Sequence[Any]) -> tuple[Operands, list]:
@@ -237,7 +237,7 @@ class Loop:
         return self.progress is not None or self.shows_within
 
     def unshown(self, backward: bool = True) -> Loop:
-        """The same loop, and those in it, without what shows steps that are taken, or reversed."""
+        """Return the loop, and those in it, without bars of steps that are taken, or reversed."""
         how = None if backward or self.progress is None else self.progress.backward_only
         of_loops = lambda jaxpr: equations.unshown(jaxpr, backward)
 
@@ -249,7 +249,7 @@ class Loop:
         return self.derived(("unshown", backward), make) if self.shows else self
 
     def without_debug_effects(self) -> Loop:
-        """The same loop, silent: for steps that are taken a second time."""
+        """Return the loop, silent: for steps that are taken a second time."""
         loop = self.unshown(backward=False)
         if not loop.effects:
             return loop
@@ -271,7 +271,7 @@ class Loop:
             )
 
     def map_jaxprs(self, change: Callable[[_jax.Jaxpr], _jax.Jaxpr]) -> Loop:
-        """The same loop, with its two jaxprs changed."""
+        """Return the loop with its two jaxprs changed."""
         cond = None if self.cond is None else change(self.cond)
         body = change(self.body)
         if cond is self.cond and body is self.body:

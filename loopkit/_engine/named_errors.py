@@ -1,4 +1,4 @@
-"""What goes wrong in a loop that took the place of one of lax: which loop it is, and the way out.
+"""Errors of loops that took the place of one of lax: which loop it is, and the way out.
 
 Whoever reads such an error has not written the loop, and may not know that it is there.
 """
@@ -30,7 +30,7 @@ ERROR_KINDS |= dict.fromkeys(
 def naming_the_loop(rule: Callable) -> Callable:
     """A rule of a primitive that has a loop: its errors say which, if the loop was one of lax.
 
-    What someone else's code raises, in a rule for derivatives that is run inside, stays that.
+    An error of someone else's code, in a rule for derivatives that is run inside, stays as it is.
     """
 
     @ft.wraps(rule)

@@ -1,7 +1,7 @@
 """The six primitives, by name. Each has a file: what it computes and how it is transformed.
 
-With y = f(theta) for a loop, theta its constants, initial carry and xs, L its Jacobian and D its
-dual loop (the same loop over values and tangents):
+Let y = f(theta) be a loop, theta its constants, initial carry and xs, L its Jacobian and D its dual
+loop (the same loop over values and tangents):
 
     while        f(theta)
     dual         f(theta), L t              forward mode: one loop
@@ -36,7 +36,7 @@ hessian_p = _jax.declare("loopkit_hessian")
 narrowed_p = _jax.declare("loopkit_narrowed")
 """One of the linear three, of lanes that narrow: derived, where it is run, from all phases."""
 evaluated_p = _jax.declare("loopkit_evaluated")
-"""What computes a loop, or its derivative, and has no derivative itself."""
+"""A jaxpr that computes a loop, or its derivative, and has no derivative itself."""
 READS: dict[Any, Callable] = {}
 """`(**params)`: which operands the transpose of a primitive reads as it runs, from the first on."""
 PARTIAL_EVAL_RULES: dict[Any, Callable] = {}

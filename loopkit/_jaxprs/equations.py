@@ -24,7 +24,7 @@ def forwarded(jaxpr: _jax.Jaxpr) -> list[int | None]:
 
 
 def variables(eqn: _jax.Equation) -> list:
-    """What an equation reads, but for literals."""
+    """Return the variables that an equation reads: no literals."""
     return [v for v in eqn.invars if not isinstance(v, _jax.Literal)]
 
 
@@ -168,8 +168,8 @@ def map_equations(
 ) -> _jax.Jaxpr:
     """A jaxpr with `change(equation)` for each equation, those inside others first; None for none.
 
-    What does not change stays the same object, and what is shared stays shared. Of which equations
-    the inside is left to `change`, `as_it_is` says.
+    A jaxpr that does not change stays the same object, and what is shared stays shared. Those
+    equations of which `as_it_is` holds are left to `change`, with all inside.
     """
 
     @ft.cache
@@ -252,7 +252,7 @@ def all_equations(jaxpr: _jax.Jaxpr) -> Iterator[Any]:
 
 
 def nested_equations(jaxpr: _jax.Jaxpr, around: tuple = ()) -> Iterator[tuple]:
-    """The same, each before those that it is in, outwards."""
+    """Yield all equations, each before those that it is in, outwards."""
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
         yield (eqn, *around)
         for inner in jaxprs_in(eqn):

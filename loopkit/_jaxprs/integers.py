@@ -57,7 +57,7 @@ def join(ranges: Sequence[Range]) -> Range:
 
 
 def range_of(value: Any) -> Range:
-    """Of an array, or of a tracer, as far as the program says what makes it."""
+    """Return the range of an array, or of a tracer, as far as the program says what makes it."""
     return _range_of(_jax.innermost(value), {}, DEEP)
 
 
@@ -133,7 +133,7 @@ def ranges_after(eqn: _jax.Equation, ins: list[Range]) -> list[Range]:
 
 
 def _of_two(name: str, ins: Sequence[Range], dtype: np.dtype[Any]) -> Range | None:
-    """Of arithmetic with two operands."""
+    """Return the range of arithmetic with two operands."""
     a, b = ins
     if name == "max":
         return Range(max(a.low, b.low), max(a.high, b.high))
@@ -163,7 +163,7 @@ def _of_two(name: str, ins: Sequence[Range], dtype: np.dtype[Any]) -> Range | No
 
 
 def _counted(a: Range, b: Range) -> Range | None:
-    """Of a number that may be large, and 0 or 1: steps are counted like that."""
+    """Return the range of a number that may be large, plus 0 or 1: steps are counted like that."""
     return Range(a.low + b.low, inf) if 0 <= b.low <= b.high <= 1 and 0 <= a.low < FAR else None
 
 

@@ -22,8 +22,8 @@ from loopkit._engine.facts.ranges import with_ranges
 from loopkit._engine.leaves import Operands
 from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, parts
 from loopkit._engine.passes import ready
-from loopkit._engine.passes.rewritten import run
 from loopkit._engine.primitives import while_p
+from loopkit._engine.rewritten import run
 from loopkit._engine.steps import LAST_STEP
 from loopkit._jaxprs import equations
 from loopkit._programs.cache import shared

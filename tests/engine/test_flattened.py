@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loopkit._engine.passes import rewritten
-from loopkit._engine.passes.flattened import LEAF, STEPS_BETWEEN_CHECKS, _cut, _few, flattened
-from loopkit._engine.passes.nest import steps_nanoseconds
+from loopkit._engine import rewritten
+from loopkit._engine.lanes.flattened import LEAF, STEPS_BETWEEN_CHECKS, _cut, _few, flattened
+from loopkit._engine.lanes.nest import steps_nanoseconds
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs.cost import UNKNOWN_TRIPS, nanoseconds
 

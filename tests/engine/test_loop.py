@@ -24,7 +24,7 @@ from loopkit._engine.passes.dual_loop import (
     dual_loop,
     replace_active,
 )
-from loopkit._engine.passes.prune import prune
+from loopkit._engine.passes.unused import prune
 
 from .small_loops import assert_same, make_loop, run
 

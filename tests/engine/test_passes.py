@@ -11,10 +11,11 @@ from jax import lax
 from loopkit import _jax
 from loopkit._buffers.slices import read, write
 from loopkit._buffers.window import Window
+from loopkit._engine import rewritten
+from loopkit._engine.lanes.predicates import axes_between_lanes, lockstep
 from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output
-from loopkit._engine.passes import PASSES, ready, rewritten
+from loopkit._engine.passes import PASSES, ready
 from loopkit._engine.passes.flat_rows import SHORT, flat_rows
-from loopkit._engine.passes.lockstep import axes_between_lanes, lockstep
 from loopkit._jaxprs import equations
 
 from .small_loops import assert_same, make_loop, run, types_of

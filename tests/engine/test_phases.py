@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from loopkit import _jax
+from loopkit._engine.lanes.batched_loop import batch_loop
+from loopkit._engine.lanes.many_lanes import many_lanes, waiting_lanes
+from loopkit._engine.lanes.phases import phases_of
 from loopkit._engine.loop import Operands
-from loopkit._engine.passes.batched_loop import batch_loop
-from loopkit._engine.passes.many_lanes import many_lanes, waiting_lanes
-from loopkit._engine.passes.phases import phases_of
 from loopkit._engine.primitives import dual_p, while_p
 from loopkit._jaxprs import equations
 from loopkit._progress.progress import check_progress

@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 
+from loopkit._engine.lanes.many_lanes import many_lanes
 from loopkit._engine.loop import Operands, kept
-from loopkit._engine.passes.many_lanes import many_lanes
-from loopkit._engine.passes.prune import prune
+from loopkit._engine.passes.unused import prune
 
 from .small_loops import assert_same, make_loop, run
 

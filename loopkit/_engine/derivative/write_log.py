@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from loopkit import _jax
 from loopkit._buffers.slices import in_order, read, read_p, write
 from loopkit._engine.facts.write_sites import Inner, Sites, Span, Write, find_writes, merged
+from loopkit._engine.lanes.batched_loop import in_row, places_at
 from loopkit._engine.loop import Loop, Operands, Output, kept, parts
-from loopkit._engine.passes.batched_loop import in_row, places_at
 from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import read_rows, repeat, repeat_backwards, row_of
 from loopkit._jaxprs import equations

@@ -1,7 +1,7 @@
 """Counters: carry leaves that every step moves by the same integer.
 
-What one is before a step follows from the step's number. So it is neither saved nor stored, and
-what follows from it is made again. So is the flag that says whether a step counts.
+Before a step, the value of a counter follows from the step's number. So it is neither saved nor
+stored, and what follows from it is made again. So is the flag that says whether a step counts.
 """
 
 from __future__ import annotations

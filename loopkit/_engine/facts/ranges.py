@@ -1,7 +1,10 @@
-"""What is known of the integers of a loop, and of the loops inside it.
+"""The ranges of the integers in a loop, and in the loops inside it.
 
-It is used twice. A negative index counts from the end of a buffer: a counter that comes from below
-zero may name a row twice. And where an inner loop's limit has a greatest value, it has a bound.
+The lattice is that of `_jaxprs/integers.py`. If a step leads beyond an end of a range, that end is
+not known: so the fixed point is reached soon.
+
+Ranges are used twice. A negative index counts from the end of a buffer, so a counter that comes
+from below zero may name a row twice. An inner loop whose limit has a greatest value has a bound.
 """
 
 from __future__ import annotations

@@ -49,11 +49,11 @@ class Flat(NamedTuple):
     shape: tuple[int, ...]
     """As it is written."""
     leaf: Any = None
-    """Of which stack that a loop carries it is a state."""
+    """The stack that it is a state of, if a loop carries one."""
 
 
 class Changes:
-    """What is found out while a jaxpr is evaluated."""
+    """Changes of shape, counted while a jaxpr is evaluated."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -311,7 +311,7 @@ def _settled(eqn: Any, asked: list, types: Sequence[Any], first: list, second: l
 
 
 def _tried(eqn: Any, asked: list, types: Sequence[Any], ways: list) -> tuple[Changes, set[int]]:
-    """What a step takes, and which stacks it uses as a whole."""
+    """Try a step: what it takes, and which stacks it uses as a whole."""
     found, failed, fixed = Changes(), set(), eqn.params["body_nconsts"]
     found.depth = 1
 
@@ -344,7 +344,7 @@ def _wrapped(values: Sequence[Any], types: Sequence[Any], ways: Sequence[str | N
 
 
 def _held(value: Any, way: str | None, found: Changes) -> Any:
-    """What a loop begins with, or goes on with."""
+    """Hold a value as a loop carries it."""
     if way is None:
         return found.plain(value)
     return found.flat(value, (value.shape[0], -1) if way == "stack" else (-1,))

@@ -20,8 +20,8 @@ from jax import lax
 from loopkit import _jax
 from loopkit._buffers.slices import read_p, write_p
 from loopkit._engine.loop import Loop, parts
-from loopkit._engine.passes.rewritten import Rewritten
 from loopkit._engine.primitives import while_p
+from loopkit._engine.rewritten import Rewritten
 from loopkit._jaxprs.dataflow import analyse, interpret_marked
 
 SHORT = 16
@@ -145,9 +145,9 @@ def _use(eqn: _jax.Equation, where: list[int]) -> tuple[int, list[int]]:
 
 
 def _in_loop(loop: Loop, inputs: list[int]) -> tuple[int, list[int]]:
-    """How many last axes a loop takes whole of some inputs of its body, if it carries them on.
+    """Return how many last axes a loop takes whole of some inputs of its body, and their leaves.
 
-    And which leaves of the carry they are.
+    It has to carry them on: else it takes none whole.
     """
     leaves = [n - loop.const_count for n in inputs if n >= loop.const_count]
     if min(inputs) < 0 or max(leaves, default=0) >= loop.carry_count:

@@ -7,7 +7,7 @@ from typing import Any
 
 from loopkit import _jax
 from loopkit._engine.loop import Const, Loop, kept, parts, spread
-from loopkit._engine.passes.rewritten import Rewritten
+from loopkit._engine.rewritten import Rewritten
 from loopkit._jaxprs import equations
 
 

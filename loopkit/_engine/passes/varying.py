@@ -1,7 +1,7 @@
 """Loops of which everything varies between the devices of `jax.shard_map`.
 
-What a step makes varying, its transpose sums over the devices in the loop: once a step, which
-deadlocks if devices take different numbers of steps. And devices that are at steps of their own
+If a step makes a value varying, its transpose sums over the devices in the loop: once a step, which
+deadlocks if devices take different numbers of steps. Devices that are at steps of their own also
 read and write rows of their own.
 """
 
@@ -15,7 +15,7 @@ import jax
 
 from loopkit import _jax
 from loopkit._engine.loop import Loop
-from loopkit._engine.passes.rewritten import Rewritten
+from loopkit._engine.rewritten import Rewritten
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.dataflow import interpret
 

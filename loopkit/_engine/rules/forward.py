@@ -20,7 +20,7 @@ from loopkit._engine.derivative.split import primal_half
 from loopkit._engine.facts.activity import moving_activity
 from loopkit._engine.loop import Active, Loop, kept, parts, spread
 from loopkit._engine.lowering.flat_values import of_vectors
-from loopkit._engine.lowering.host_memory import check_host_memory
+from loopkit._engine.lowering.memory import check_host_memory
 from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.primitives import PARTIAL_EVAL_RULES, define, forward_p, pushforward_p, while_p
 from loopkit._engine.rules import while_

@@ -1,4 +1,4 @@
-"""What the primitives that are linear in their last operands have in common.
+"""Rules of the primitives that are linear in their last operands.
 
 No cotangent, or no tangent, is not one of zeros: results that only those reach are symbolic zeros,
 and what reaches no result that is used is left out.
@@ -24,9 +24,9 @@ class Linear:
     ins: str
     outs: str
     reached: Callable[[Loop, Active, Sequence[bool]], Active]
-    """What some of the values that go in reach."""
+    """The leaves that some of the values that go in reach."""
     needed: Callable[[Loop, Active, Sequence[bool]], Active]
-    """What some of the values that come out need."""
+    """The leaves that some of the values that come out need."""
     out_types: Callable[[Loop, Active], list]
 
     def types(
@@ -66,7 +66,7 @@ class Linear:
 
 
 def asked(cts: Sequence[Any], operands: Sequence[Any]) -> list:
-    """What `transpose` returns: cotangents of the last operands, as far as they are asked for."""
+    """Return for `transpose` the cotangents of the last operands, as far as they are asked for."""
     cts = [*[None] * (len(operands) - len(cts)), *cts]
     return [ct if _jax.is_undefined(v) else None for ct, v in zip(cts, operands, strict=True)]
 

@@ -21,11 +21,10 @@ from loopkit import _jax
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.activity import cotangent_activity
 from loopkit._engine.loop import Active, Loop, kept, parts, spread
-from loopkit._engine.passes.dual_loop import dual_loop
-from loopkit._engine.primitives import READS, define, pullback_p, pushforward_p, while_p
+from loopkit._engine.passes.dual_loop import dual_loop, run_dual
+from loopkit._engine.primitives import READS, define, pullback_p, pushforward_p
 from loopkit._engine.rules import while_
 from loopkit._engine.rules.linear import FORWARD, asked
-from loopkit._engine.rules.vmap import batch_tangents
 from loopkit._engine.sweeps import sweeps
 
 
@@ -42,17 +41,6 @@ def evaluate(
     quiet = loop.without_debug_effects()
     loop.check_repeats()
     return run_dual(quiet, primals, tangents, active, batch)
-
-
-def run_dual(
-    loop: Loop, primals: Sequence[Any], tangents: Sequence[Any], active: Active, batch: int | None
-) -> list:
-    """The active outputs' tangents, by the dual loop."""
-    dual, operands = dual_loop(loop, active), [*primals, *tangents]
-    if batch is not None:
-        return batch_tangents(loop, dual, operands, batch)
-    outs = dual.map_results(while_p.bind(*dual.map_operands(operands), loop=dual.loop))
-    return outs[loop.primal_counts[1] :]
 
 
 def arguments(loop: Loop, layout: Active, operands: Sequence[Any]) -> list[list]:

@@ -170,9 +170,9 @@ class EverySegment(Sweep):
         return self.how.merge_saved(counts, held, before)
 
     def save(self, slots: list, carry: list[Any], slot: _jax.Whole) -> list:
-        """The slots, with a carry in one of them.
+        """Return the slots, with a carry in one of them.
 
-        What would be written to a first slot without memory is put into the next, and written over.
+        A first slot without memory is written to the next, which is written over.
         """
         plan = self.layout_plan
         if not plan.rows:
@@ -180,12 +180,12 @@ class EverySegment(Sweep):
         return write_rows(slots, self.leaving(list(carry), slot), slot - plan.spared)
 
     def load_ahead(self, operands: Operands, slots: list, slot: _jax.Whole) -> list:
-        """What the segment before will begin with; empty if nothing is to be had by that."""
+        """Bring what the segment before will begin with; nothing where that is no gain."""
         slot = jnp.maximum(slot, 0)
         return self.load(operands, slots, slot) if self.how.plan.host else []
 
     def load(self, operands: Operands, slots: list, slot: _jax.Whole) -> list:
-        """What a slot holds."""
+        """Return what a slot holds."""
         plan, first = self.layout_plan, kept(operands.init, self.how.slotted)
         if not plan.rows:
             return first

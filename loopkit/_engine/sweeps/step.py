@@ -13,6 +13,7 @@ from loopkit import _jax
 from loopkit._engine import progress
 from loopkit._engine.derivative.deferred_products import Products
 from loopkit._engine.derivative.pieces import Reversal
+from loopkit._engine.lanes.safe_inputs import SafeInputs
 from loopkit._engine.loop import Loop, Operands, kept, parts, spread
 from loopkit._engine.steps import (
     hold,
@@ -23,23 +24,22 @@ from loopkit._engine.steps import (
     row_of,
     write_rows,
 )
-from loopkit._engine.sweeps.lanes import SafeInputs
 
 SMALL_ROW = 1024
 """Bytes of a row that is copied out once, rather than sliced in each kernel that reads it."""
 
 
 class Cotangents(NamedTuple):
-    """What flows back. Each has the linear batch axis first, if there is one."""
+    """Cotangents under way. Each has the linear batch axis first, if there is one."""
 
     consts: list
     """Summed over the steps so far."""
     carry: list
-    """With respect to the carry before the step reversed last."""
+    """Cotangents of the carry before the step reversed last."""
     xs: list
     """Whole arrays, the rows of the steps reversed so far."""
     factors: list
-    """Of products that are put off to the end of the segment, a row for each of its steps."""
+    """Factors of products that are put off to the end of a segment, a row for each of its steps."""
     bar: progress.StepMeter | None = None
     """Where it is shown how far it is."""
 

@@ -19,8 +19,8 @@ from jax import lax
 from loopkit import _jax
 from loopkit._engine import progress
 from loopkit._engine.derivative.pieces import Reversal
+from loopkit._engine.lanes.batched_loop import stacked
 from loopkit._engine.loop import Loop, Operands, kept, parts
-from loopkit._engine.passes.batched_loop import stacked
 from loopkit._engine.steps import (
     Steps,
     after_run,
@@ -64,7 +64,7 @@ class Backward(NamedTuple):
     buffers: list
     """Those that are brought back, as they were after the segment to reverse next."""
     ahead: Sequence[Any] = ()
-    """What is saved of it, if it was brought from the host while another was reversed."""
+    """The checkpoint of it, if it was brought from the host while another was reversed."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Sweep(abc.ABC):
         return step.reverse_rows(0, steps, stacks, s.cts, s.buffers, part, ahead)[0]
 
     def leaving(self, values: list[Any], number: _jax.Whole) -> list[Any]:
-        """What is to be saved, in a place not below 0; if on the host, copies of it.
+        """Return values to be saved, in a place not below 0; if on the host, copies of them.
 
         Steps that go on from it, in its memory, would have to wait until it has arrived there.
         """
@@ -131,7 +131,7 @@ class Sweep(abc.ABC):
 
     @property
     def residual_types(self) -> list[_jax.ShapedArray]:
-        """What the forward sweep hands on.
+        """Types of the residuals, which the forward sweep hands on.
 
         Checkpoints; the log of what was displaced in buffers, and those buffers at the end; the
         segments that checkpoints start; the steps taken, which are each lane's own.
@@ -159,7 +159,7 @@ class Sweep(abc.ABC):
     def blank_stacks(self) -> list:
         """Where the forward sweep saves, with nothing saved yet.
 
-        What is read has been written before: what this costs follows the steps taken.
+        Nothing is read that has not been written: what this costs follows the steps taken.
         """
         types = self.residual_types[: len(self.stack_types)]
         return [_jax.blank_on_host(t) if _jax.is_on_host(t) else _jax.blank(t) for t in types]
@@ -238,7 +238,7 @@ def reverse_segments(
 def _reverse_apart(
     reverse: Callable, length: int, steps: _jax.Whole, state: Backward
 ) -> Cotangents:
-    """The same, the last segment for itself: loops over steps of the others have a known length."""
+    """Go back, the last segment for itself: loops over steps of the others have a known length."""
 
     def reverse_one(segment: _jax.Whole, count: _jax.Whole, s: Backward) -> Backward:
         return reverse(segment * length, count, s._replace(segment=segment))._replace(

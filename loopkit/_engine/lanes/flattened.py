@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from loopkit import _jax
+from loopkit._engine.lanes.nest import Inside, Nest, steps_nanoseconds
 from loopkit._engine.loop import Loop
-from loopkit._engine.passes.nest import Inside, Nest, steps_nanoseconds
-from loopkit._engine.passes.rewritten import Rewritten, run
 from loopkit._engine.primitives import while_p
+from loopkit._engine.rewritten import Rewritten, run
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import EQUATION, UNKNOWN_TRIPS, nanoseconds
 from loopkit._jaxprs.dataflow import interpret
@@ -95,7 +95,7 @@ def _cut(loop: Loop) -> Nest | None:
 def _few(eqn: _jax.Equation, around: float) -> int:
     """Steps of an inner loop to take before it is asked who is through.
 
-    Of an inner loop of m steps, all that is around is run m / n times, and n / 2 steps are waited.
+    An inner loop of m steps runs all that is around m / n times, and n / 2 steps are waited.
     """
     step = max(nanoseconds(eqn.params["loop"].body), EQUATION)
     return math.ceil(min(STEPS_BETWEEN_CHECKS, math.sqrt(2 * UNKNOWN_TRIPS * around / step)))

@@ -31,7 +31,7 @@ WORTH_NARROWING = 64
 ENOUGH = 1e4
 """Nanoseconds that a step of all lanes has to take, or phases gain less than they cost."""
 STEPS, RUNS = 1000, 1000
-"""What a loop without a bound is taken to run, and how often a compiled one is."""
+"""Steps that a loop without a bound is taken to run, and runs of a compiled loop."""
 COMPILE_NANOSECONDS = 3e8, 5e6
 """Nanoseconds to compile a phase and its gradient, and for each equation of a step."""
 TOGETHER = "unvmap_any"

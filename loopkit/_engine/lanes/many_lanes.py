@@ -14,10 +14,10 @@ from typing import Any
 import jax
 
 from loopkit import _jax
-from loopkit._engine.facts.widths import asking_each, may_narrow, widths
+from loopkit._engine.lanes.batched_loop import Batched, batch_loop, move
+from loopkit._engine.lanes.widths import asking_each, may_narrow, widths
 from loopkit._engine.loop import Loop, OneLane, Operands
-from loopkit._engine.passes.batched_loop import Batched, batch_loop, move
-from loopkit._engine.passes.rewritten import Rewritten
+from loopkit._engine.rewritten import Rewritten
 
 COPIED_FOR_LANES = 1 << 16
 """Bytes that may be copied for lanes that share them, if their carry is not more anyway."""
@@ -99,7 +99,7 @@ def _lanes(loop: Loop, axis: _jax.AxisData, flags: Operands) -> ManyLanes:
 
 
 def join(lane: OneLane, axis: _jax.AxisData, dims: Sequence[int | None]) -> OneLane | None:
-    """What lanes of two axes are lanes of; None if they do not narrow, or would have to share much.
+    """Make one axis of two axes of lanes; None if they do not narrow, or would have to share much.
 
     `dims`: where the outer axis is in the operands of the inner lanes.
     """
