@@ -35,27 +35,6 @@ from loopkit._types import Lanes
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class OneLane:
-    """A loop without lanes, of which another is a loop of many."""
-
-    loop: Loop
-    count: int
-    """The number of lanes, which are a single axis."""
-    flags: Operands
-    """Which operands have lanes."""
-    times: Callable[[Loop, int, Operands], Loop] = field(compare=False)
-    """The loop of so many lanes."""
-
-    @property
-    def many(self) -> Loop:
-        return self.times(self.loop, self.count, self.flags)
-
-    def replaced(self, loop: Loop, flags: Operands | None = None) -> Loop:
-        """So many lanes of another loop."""
-        return self.times(loop, self.count, flags or self.flags)
-
-
 @dataclass(frozen=True, eq=False)
 class Loop:
     """A loop, compared and hashed by identity. What is derived from it is kept in `memory`."""
@@ -81,13 +60,13 @@ class Loop:
     """Lanes, of a single axis, that are left when it ends: it goes on while more are active."""
     masks_itself: bool = False
     """Whether its step leaves lanes that have stopped as they are, by itself."""
-    lane: OneLane | None = field(default=None, repr=False)
-    """The loop of one of its lanes, if others may join them, or they are to narrow."""
     progress: ProgressSettings | None = field(default=None, repr=False)
     """How it shows how far it is, if it does."""
     lasting: bool = field(default=False, compare=False)
     """Whether another loop of the same equations is this very loop, and so compiled once."""
     memory: dict = field(default_factory=dict, repr=False, compare=False)
+    lane: Any = field(default=None, repr=False)
+    """The loop of one of its lanes: see `lanes/many_lanes.py`."""
 
     def __post_init__(self) -> None:
         ins, outs = len(self.body.in_avals), len(self.body.out_avals)
@@ -107,8 +86,8 @@ class Loop:
         self.memory[key] = value
 
     def replace(self, **changes: Any) -> Loop:
-        """A loop that differs. Its lanes wait for each other: `lane` is of this one alone."""
-        return replace(self, **{"memory": {}, "lane": None, **changes})
+        """Return a loop that differs."""
+        return replace(self, **{"memory": {}, **changes})
 
     def unrolled(self, unroll: int) -> Loop:
         """Return this loop, so many steps to an iteration; what is derived from it is the same."""
@@ -241,11 +220,7 @@ class Loop:
         how = None if backward or self.progress is None else self.progress.backward_only
         of_loops = lambda jaxpr: equations.unshown(jaxpr, backward)
 
-        def make() -> Loop:
-            if self.lane is not None:
-                return self.lane.replaced(self.lane.loop.unshown(backward))
-            return self.map_jaxprs(of_loops).replace(progress=how)
-
+        make = lambda: self.map_jaxprs(of_loops).replace(progress=how)
         return self.derived(("unshown", backward), make) if self.shows else self
 
     def without_debug_effects(self) -> Loop:
@@ -276,8 +251,6 @@ class Loop:
         body = change(self.body)
         if cond is self.cond and body is self.body:
             return self
-        if self.lane is not None:
-            return self.lane.replaced(self.lane.loop.map_jaxprs(change))
         return self.replace(cond=cond, body=body)
 
     @property

@@ -27,8 +27,29 @@ from loopkit import _jax
 from loopkit._buffers.slices import read, read_p, write_p
 from loopkit._buffers.window import Window
 from loopkit._engine.loop import Loop, Operands, kept, spread
-from loopkit._engine.steps import read_slices, select
+from loopkit._engine.steps import hold, read_slices, select
 from loopkit._jaxprs.dataflow import analyse, interpret_marked
+
+
+@dataclass(frozen=True)
+class EveryInput:
+    """The inputs of a step of a loop without lanes: the derivative may be evaluated at all."""
+
+    consts: list
+    shared = False
+    buffers: tuple[bool, ...] = ()
+
+    def apart_from_carry(self, _: None, x: list) -> tuple[list, list]:
+        return self.consts, x
+
+    def carries(self, _: None, carry: list) -> list:
+        return carry
+
+    def call(self, step: _jax.Jaxpr, _: None, consts: list, carry: list, x: list) -> list:
+        return list(_jax.call_jaxpr(step)(*consts, *carry, *x))
+
+    def hold(self, _: None, new: list, *__: object) -> list:
+        return new
 
 
 @dataclass(frozen=True)
@@ -73,6 +94,18 @@ class SafeInputs:
         first = enumerate(zip(self.buffers, self.carry, strict=False), len(consts))
         places = {i: v for i, (has, v) in first if has}
         return call_sliced(step, [*consts, *carry, *x], places, active)
+
+    def hold(
+        self,
+        active: jax.Array,
+        new: list,
+        old: Sequence[Any] | None,
+        is_buffer: Sequence[bool] = (),
+        leading: int = 0,
+    ) -> list:
+        """Return new values in active lanes, in the others those that were there; None: zeros."""
+        old = [_jax.zeros(jax.typeof(v)) for v in new] if old is None else old
+        return hold(active, new, old, is_buffer, leading)
 
     def apart_from_carry(self, active: jax.Array, x: list) -> tuple[list, list]:
         """Constants and slices."""

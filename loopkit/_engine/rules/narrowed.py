@@ -24,11 +24,18 @@ from loopkit._arguments import errors
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.activity import either
 from loopkit._engine.lanes.batched_loop import Batched
-from loopkit._engine.lanes.many_lanes import AxisPair, ManyLanes, join, waiting_lanes, with_lanes
+from loopkit._engine.lanes.many_lanes import (
+    AxisPair,
+    ManyLanes,
+    OneLane,
+    join,
+    waiting_lanes,
+    with_lanes,
+)
 from loopkit._engine.lanes.phases import phases_of
 from loopkit._engine.lanes.predicates import counted
 from loopkit._engine.lanes.widths import waiting
-from loopkit._engine.loop import Active, Loop, OneLane, Operands, kept, parts, spread
+from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
 from loopkit._engine.passes.dual_loop import active_inputs, replace_active
 from loopkit._engine.primitives import define, hessian_p, narrowed_p, pushforward_p, while_p
 from loopkit._engine.sweeps import sweeps

@@ -13,13 +13,12 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._engine.derivative.pieces import Reversal
-from loopkit._engine.lanes.safe_inputs import SafeInputs
+from loopkit._engine.lanes.safe_inputs import EveryInput, SafeInputs
 from loopkit._engine.loop import Loop, Operands, kept, parts
 from loopkit._engine.lowering.memory import check_room
 from loopkit._engine.steps import (
     Steps,
     guarded_step,
-    hold,
     is_active,
     one_step,
     read_rows,
@@ -47,7 +46,8 @@ class EveryResidual(Sweep):
         return super().blank_stacks
 
     def run(self, loop: Loop, operands: Operands, state: Saving) -> Saving:
-        how, safe = self.how, None
+        how = self.how
+        safe: Any = EveryInput(operands.consts)
         if loop.lanes:
             active = is_active(loop, operands, operands.init)
             every = [True] * loop.carry_count
@@ -58,25 +58,20 @@ class EveryResidual(Sweep):
                 return lax.cond(go, step, lambda s: s, s)
             steps, rows = s
             at = row_of(loop, steps.count) if loop.xs_count or steps.ys else steps.count
-            consts, carry = operands.consts, steps.carry
-            x = read_rows(operands.xs, at, loop.x_axes)
-            active: Any = None if safe is None else is_active(loop, operands, carry)
-            if safe is None:
-                outs = _jax.call_jaxpr(how.split.forward)(*consts, *carry, *x)
-            else:
-                consts, x = safe.apart_from_carry(active, x)
-                outs = safe.call(how.split.forward, active, consts, safe.carries(active, carry), x)
+            x, carry = read_rows(operands.xs, at, loop.x_axes), steps.carry
+            active: Any = is_active(loop, operands, carry) if loop.lanes else None
+            consts, x = safe.apart_from_carry(active, x)
+            outs = safe.call(how.split.forward, active, consts, safe.carries(active, carry), x)
             new, y, stored = parts(outs, loop.carry_count, loop.ys_count)
+            new, y = safe.hold(active, new, carry, safe.buffers), safe.hold(active, y, None)
             lane_counts = None
-            if safe is not None:
-                new = hold(active, new, steps.carry, safe.buffers)
-                y = select(active, y, [_jax.zeros(jax.typeof(v)) for v in y])
+            if loop.lanes:
                 counts = active if go is None else active & go
                 lane_counts = steps.lane_counts + counts.astype(jnp.int32)
             ys = write_if(go, steps.ys, y, at, loop.y_axes) if steps.ys else []
             count = steps.count + 1
             if go is not None:
-                new, (count,) = select(go, new, steps.carry), select(go, [count], [steps.count])
+                new, (count,) = select(go, new, carry), select(go, [count], [steps.count])
             done = Steps(count, new, ys, lane_counts, steps.bar)
             row = self.leaving(how.drop_counters(stored), steps.count)
             return done, write_if(go, rows, row, steps.count)

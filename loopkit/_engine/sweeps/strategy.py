@@ -69,7 +69,7 @@ class Backward(NamedTuple):
 
 @dataclass(frozen=True)
 class Sweep(abc.ABC):
-    """A way to keep what a plan keeps. Those there are have a file each."""
+    """A way to keep what a plan keeps."""
 
     how: Reversal
 
