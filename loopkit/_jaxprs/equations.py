@@ -34,6 +34,13 @@ def maker_of(j: _jax.OpenJaxpr) -> Callable[[Any], Any]:
     return lambda v: None if isinstance(v, _jax.Literal) else makers.get(v)
 
 
+def source(v: _jax.Atom, maker: Callable[[Any], Any], passes: Callable[[Any], bool]) -> Any:
+    """Return where a value comes from, through equations that pass their first operand on."""
+    while (eqn := maker(v)) is not None and passes(eqn):
+        v = eqn.invars[0]
+    return v
+
+
 def following_from(j: _jax.OpenJaxpr, known: Iterable[Any]) -> set:
     """The variables of an open jaxpr that depend on nothing but some of them, these included."""
     found = set(known)

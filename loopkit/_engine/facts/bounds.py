@@ -253,14 +253,16 @@ def _conjuncts(v: _jax.Atom, maker: Callable[[Any], Any], true: bool = True) -> 
 
 
 def _source(v: _jax.Atom, maker: Callable[[Any], Any], place: dict[Any, int]) -> Any:
-    """Where a bool or an integer comes from, through what does not change it, or which operand."""
-    while (eqn := maker(v)) is not None and v not in place and eqn.primitive.name in SAME:
-        have, want = eqn.invars[0].aval.dtype, v.aval.dtype
+    """Return where a bool or an integer comes from, through what does not change it."""
+
+    def passes(eqn: _jax.Equation) -> bool:
+        if eqn.primitive.name not in SAME or eqn.outvars[0] in place:
+            return False
+        have, want = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
         integers = jnp.issubdtype(have, jnp.integer) and jnp.issubdtype(want, jnp.integer)
-        if have != want and not (integers and jnp.can_cast(have, want)):
-            return v
-        v = eqn.invars[0]
-    return v
+        return have == want or bool(integers and jnp.can_cast(have, want))
+
+    return equations.source(v, maker, passes)
 
 
 def _integer(value: Any) -> int | None:

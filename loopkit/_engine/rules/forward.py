@@ -24,6 +24,7 @@ from loopkit._engine.lowering.memory import check_host_memory
 from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.primitives import PARTIAL_EVAL_RULES, define, forward_p, pushforward_p, while_p
 from loopkit._engine.rules import while_
+from loopkit._engine.rules.linear import linear_params
 from loopkit._engine.sweeps import sweeps
 
 
@@ -77,13 +78,7 @@ def jvp(
         source, layout = plain.without_debug_effects(), moving
         fresh = forward_p.bind(*primals, loop=source, active=moving)
         residuals = fresh[loop.primal_counts[1] :]
-    params = {
-        "loop": source,
-        "layout": layout,
-        "active": moving,
-        "batch": None,
-        "transpose_only": False,
-    }
+    params = linear_params(source, layout, moving)
     flowing = pushforward_p.bind(*primals, *residuals, *inputs, **params)
     zeros = list(map(_jax.float0_zero, loop.result_types))
     still = [_jax.float0_zero(jax.typeof(r)) for r in outs[loop.primal_counts[1] :]]

@@ -65,6 +65,12 @@ class Linear:
         return ins, _jax.new_equation(eqn, self.primitive, invars, outvars, params)
 
 
+def linear_params(loop: Loop, layout: Active, active: Active) -> dict[str, Any]:
+    """Return the parameters of a `pushforward` from what a loop has saved for some leaves."""
+    params = {"loop": loop, "layout": layout, "active": active}
+    return {**params, "batch": None, "transpose_only": False}
+
+
 def asked(cts: Sequence[Any], operands: Sequence[Any]) -> list:
     """Return for `transpose` the cotangents of the last operands, as far as they are asked for."""
     cts = [*[None] * (len(operands) - len(cts)), *cts]
