@@ -12,19 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopkit import _jax
+from loopkit._engine import steps as stepping
 from loopkit._engine.derivative.pieces import Reversal
 from loopkit._engine.lanes.safe_inputs import EveryInput, SafeInputs
 from loopkit._engine.loop import Loop, Operands, kept, parts
 from loopkit._engine.lowering.memory import check_room
-from loopkit._engine.steps import (
-    Steps,
-    guarded_step,
-    is_active,
-    one_step,
-    read_rows,
-    row_of,
-    select,
-)
 from loopkit._engine.sweeps import strategy
 from loopkit._engine.sweeps.step import Cotangents, StepReversal
 from loopkit._engine.sweeps.strategy import Backward, Saving, Sweep, run_steps, write_if
@@ -49,7 +41,7 @@ class EveryResidual(Sweep):
         how = self.how
         safe: Any = EveryInput(operands.consts)
         if loop.lanes:
-            active = is_active(loop, operands, operands.init)
+            active = stepping.is_active(loop, operands, operands.init)
             every = [True] * loop.carry_count
             safe = SafeInputs.of(loop, operands, active, every, how.split.forward)
 
@@ -57,9 +49,9 @@ class EveryResidual(Sweep):
             if go is not None and (loop.effects or loop.shows_within):
                 return lax.cond(go, step, lambda s: s, s)
             steps, rows = s
-            at = row_of(loop, steps.count) if loop.xs_count or steps.ys else steps.count
-            x, carry = read_rows(operands.xs, at, loop.x_axes), steps.carry
-            active: Any = is_active(loop, operands, carry) if loop.lanes else None
+            at = stepping.row_of(loop, steps.count) if loop.xs_count or steps.ys else steps.count
+            x, carry = stepping.read_rows(operands.xs, at, loop.x_axes), steps.carry
+            active: Any = stepping.is_active(loop, operands, carry) if loop.lanes else None
             consts, x = safe.apart_from_carry(active, x)
             outs = safe.call(how.split.forward, active, consts, safe.carries(active, carry), x)
             new, y, stored = parts(outs, loop.carry_count, loop.ys_count)
@@ -71,8 +63,11 @@ class EveryResidual(Sweep):
             ys = write_if(go, steps.ys, y, at, loop.y_axes) if steps.ys else []
             count = steps.count + 1
             if go is not None:
-                new, (count,) = select(go, new, carry), select(go, [count], [steps.count])
-            done = Steps(count, new, ys, lane_counts, steps.bar)
+                new, (count,) = (
+                    stepping.select(go, new, carry),
+                    stepping.select(go, [count], [steps.count]),
+                )
+            done = stepping.Steps(count, new, ys, lane_counts, steps.bar)
             row = self.leaving(how.drop_counters(stored), steps.count)
             return done, write_if(go, rows, row, steps.count)
 
@@ -96,8 +91,8 @@ class EveryCarry(Sweep):
                 steps = steps._replace(carry=carry)
             slots = strategy.write_if(go, slots, row, steps.count)
             if go is None:
-                return one_step(loop, operands, steps), slots
-            return guarded_step(loop, operands, loop.length, steps), slots
+                return stepping.one_step(loop, operands, steps), slots
+            return stepping.guarded_step(loop, operands, loop.length, steps), slots
 
         return strategy.run_steps(loop, operands, step, state)
 
@@ -111,7 +106,7 @@ class EveryCarry(Sweep):
             rows = list(map(_jax.placed, slices))
             if self.how.plan.host:  # filling them there would go through the device's memory
                 taken = jnp.arange(length, dtype=jnp.int32) < count
-                rows = select(taken, rows, list(map(jnp.zeros_like, rows)))
+                rows = stepping.select(taken, rows, list(map(jnp.zeros_like, rows)))
             cts, buffers = step.reverse_segment(first, count, rows, s.cts, s.buffers)
             return s._replace(cts=cts, buffers=buffers)
 

@@ -18,25 +18,10 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._engine import progress
+from loopkit._engine import steps as stepping
 from loopkit._engine.derivative.pieces import Reversal
 from loopkit._engine.lanes.batched_loop import stacked
 from loopkit._engine.loop import Loop, Operands, kept, parts
-from loopkit._engine.steps import (
-    Steps,
-    after_run,
-    evaluate,
-    finished,
-    goes_on,
-    in_runs,
-    quotient,
-    read_rows,
-    repeat,
-    repeat_backwards,
-    select,
-    start,
-    while_it_goes_on,
-    write_rows,
-)
 from loopkit._engine.sweeps.step import Cotangents, StepReversal, zero_cotangents
 from loopkit._plans.plan import Plan
 
@@ -46,7 +31,7 @@ PART = 32
 """Steps that are reversed without a wait of the host, where it has to count them."""
 
 
-Saving = tuple[Steps, list]
+Saving = tuple[stepping.Steps, list]
 """The forward sweep: the loop under way, and what is saved of it."""
 
 
@@ -168,11 +153,11 @@ class Sweep(abc.ABC):
         """Final carry, ys, and the residuals."""
         how = self.how
         if loop.length == 0:
-            return [*evaluate(loop, operands), *map(_jax.zeros, self.residual_types)]
+            return [*stepping.evaluate(loop, operands), *map(_jax.zeros, self.residual_types)]
         loop = loop if how.undo is None else how.undo.logged(loop)
-        first = start(loop, operands), self.blank_stacks
+        first = stepping.start(loop, operands), self.blank_stacks
         steps, stacks, *segments = self.run(loop, operands, first)
-        steps = finished(loop, steps)
+        steps = stepping.finished(loop, steps)
         ys, log = parts(steps.ys, how.loop.ys_count)
         buffers = kept(steps.carry, how.undone)
         taken = jnp.int32(loop.length) if loop.cond is None else steps.taken
@@ -231,7 +216,7 @@ def reverse_segments(
         last = lax.div(steps + (length - 1), jnp.int32(length)) - 1
     state = state._replace(segment=jnp.asarray(last, jnp.int32))
     if known:
-        return repeat(last + 1, lambda _, s: reverse_one(s), state).cts
+        return stepping.repeat(last + 1, lambda _, s: reverse_one(s), state).cts
     return lax.while_loop(lambda s: s.segment >= 0, reverse_one, state).cts
 
 
@@ -245,12 +230,14 @@ def _reverse_apart(
             segment=s.segment
         )
 
-    whole = quotient(steps, length)
+    whole = stepping.quotient(steps, length)
     rest = steps - whole * length
     some = min(rest, 1) if isinstance(rest, int) else jnp.minimum(rest, 1)
     state = state._replace(segment=jnp.int32(0))
-    state = repeat(some, lambda _, s: reverse_one(whole, rest, s), state)
-    return repeat_backwards(whole, lambda segment, s: reverse_one(segment, length, s), state).cts
+    state = stepping.repeat(some, lambda _, s: reverse_one(whole, rest, s), state)
+    return stepping.repeat_backwards(
+        whole, lambda segment, s: reverse_one(segment, length, s), state
+    ).cts
 
 
 def run_steps(loop: Loop, operands: Operands, step: Callable, state: Any) -> Any:
@@ -259,9 +246,9 @@ def run_steps(loop: Loop, operands: Operands, step: Callable, state: Any) -> Any
     `state`: the loop under way, and whatever is saved of it.
     """
     if loop.cond is None:
-        after = lambda s, count: (after_run(loop, s[0], count), s[1])
-        return in_runs(loop, loop.length, lambda _, s: step(s), state, after, state[0].bar)
-    another = lambda s: goes_on(loop, operands, s[0], loop.length)
+        after = lambda s, count: (stepping.after_run(loop, s[0], count), s[1])
+        return stepping.in_runs(loop, loop.length, lambda _, s: step(s), state, after, state[0].bar)
+    another = lambda s: stepping.goes_on(loop, operands, s[0], loop.length)
 
     def iteration(s: Any) -> Any:
         s = step(s)
@@ -269,7 +256,7 @@ def run_steps(loop: Loop, operands: Operands, step: Callable, state: Any) -> Any
             s = step(s, another(s))
         return s
 
-    return while_it_goes_on(loop, operands, iteration, state, loop.length)
+    return stepping.while_it_goes_on(loop, operands, iteration, state, loop.length)
 
 
 def write_if(
@@ -283,9 +270,11 @@ def write_if(
     """
     if go is not None and any(map(_jax.is_on_host, map(jax.typeof, arrays))):
         here = list(map(_jax.placed, values))  # of an inner loop's, which are on the host
-        return write_rows(arrays, select(go, here, read_rows(arrays, row, axes)), row, axes)
-    written = write_rows(arrays, values, row, axes)
-    return written if go is None else select(go, written, arrays)
+        return stepping.write_rows(
+            arrays, stepping.select(go, here, stepping.read_rows(arrays, row, axes)), row, axes
+        )
+    written = stepping.write_rows(arrays, values, row, axes)
+    return written if go is None else stepping.select(go, written, arrays)
 
 
 def _is_there(value: object) -> bool:
