@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 class Operands(NamedTuple):
@@ -74,3 +78,19 @@ class Output(NamedTuple):
     """Along which it is stacked."""
     log: bool = False
     """Whether it says what a step displaces in buffers: also in stopped lanes. Logs come last."""
+
+
+def kept(values: Sequence[T], flags: Sequence[bool]) -> list[T]:
+    return [v for v, keep in zip(values, flags, strict=True) if keep]
+
+
+def spread(values: Sequence[Any], flags: Sequence[bool], default: Sequence[Any]) -> list[Any]:
+    """`values` in the flagged places, `default` in the others."""
+    it = iter(values)
+    return [next(it) if keep else d for keep, d in zip(flags, default, strict=True)]
+
+
+def parts(values: Sequence[T], *counts: int) -> list[list[T]]:
+    """`values` cut into consecutive parts of the given sizes, and the rest."""
+    values_ = iter(values)
+    return [*(list(islice(values_, count)) for count in counts), list(values_)]

@@ -22,11 +22,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
 from typing import Any, TypeVar
 
 from loopkit import _jax
-from loopkit._engine.leaves import Active, CarryLeaf, Const, Input, Operands, Output
+from loopkit._engine.leaves import Active, CarryLeaf, Const, Input, Operands, Output, kept, parts
 from loopkit._jaxprs import equations
 from loopkit._plans.budget import Budget
 from loopkit._progress.progress import ProgressSettings
@@ -271,17 +270,26 @@ class Loop:
         return [t.to_tangent_aval() for t in kept(self.result_types, active.outputs)]
 
 
-def kept(values: Sequence[T], flags: Sequence[bool]) -> list[T]:
-    return [v for v, keep in zip(values, flags, strict=True) if keep]
+@dataclass(frozen=True)
+class Rewritten:
+    """A loop that computes what another does, of other operands."""
+
+    loop: Loop
+    map_operands: Callable[..., list]
+    """The operands of that other loop, or one value for each, to those of this."""
+    map_results: Callable[..., list]
+    """The results of this loop to that other's; some of its operands, given second, may be some."""
 
 
-def spread(values: Sequence[Any], flags: Sequence[bool], default: Sequence[Any]) -> list[Any]:
-    """`values` in the flagged places, `default` in the others."""
-    it = iter(values)
-    return [next(it) if keep else d for keep, d in zip(flags, default, strict=True)]
-
-
-def parts(values: Sequence[T], *counts: int) -> list[list[T]]:
-    """`values` cut into consecutive parts of the given sizes, and the rest."""
-    min_active_lanes = iter(values)
-    return [*(list(islice(min_active_lanes, count)) for count in counts), list(min_active_lanes)]
+def run_rewritten(
+    bind: Callable[..., Sequence[Any]], passes: Sequence[Rewritten], operands: Sequence[Any]
+) -> list:
+    """The results of the loop that the passes began with; `bind` runs the one they end with."""
+    given = []
+    for done in passes:
+        given.append(operands)
+        operands = done.map_operands(operands)
+    results = list(bind(*operands))
+    for done, before in zip(reversed(passes), reversed(given), strict=True):
+        results = done.map_results(results, before)
+    return results

@@ -20,10 +20,9 @@ from loopkit._buffers.buffer import plain
 from loopkit._engine.facts.bounds import asked, bound_of, limits_in, of_all_steps, of_length
 from loopkit._engine.facts.ranges import with_ranges
 from loopkit._engine.leaves import Operands
-from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, parts
+from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, parts, run_rewritten
 from loopkit._engine.passes import ready
 from loopkit._engine.primitives import while_p
-from loopkit._engine.rewritten import run
 from loopkit._engine.steps import LAST_STEP
 from loopkit._jaxprs import equations
 from loopkit._programs.cache import shared
@@ -114,7 +113,7 @@ class Traced:
         bound = lambda *operands: bind(*_jax.known_on(meshes, list(operands)), loop=loop)
         first = [_convert(v, t) for v, t in zip(init, types, strict=True)]
         operands = [*self.cond_consts, *self.consts, *first, *xs]
-        final, held, ys = parts(run(bound, passes, operands), count, len(self.references))
+        final, held, ys = parts(run_rewritten(bound, passes, operands), count, len(self.references))
         references.write(self.references, held)
         return final, ys
 

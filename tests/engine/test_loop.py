@@ -8,6 +8,7 @@ import pytest
 from loopkit import _jax
 from loopkit._engine.derivative.write_log import with_log
 from loopkit._engine.facts.activity import forward_activity
+from loopkit._engine.leaves import spread
 from loopkit._engine.loop import (
     Active,
     CarryLeaf,
@@ -17,7 +18,6 @@ from loopkit._engine.loop import (
     Output,
     kept,
     parts,
-    spread,
 )
 from loopkit._engine.passes.dual_loop import (
     active_inputs,

@@ -25,7 +25,8 @@ from loopkit import _jax
 from loopkit._engine.derivative.linearised import Linearised, Variant, linearised
 from loopkit._engine.facts.write_sites import with_fresh_writes, writes_once
 from loopkit._engine.lanes.batched_loop import in_row, places_at
-from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Active, Loop, Operands, kept, parts
 from loopkit._engine.primitives import READS
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.dataflow import interpret

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loopkit import _jax
-from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Active, Loop, Operands, kept, parts
 from loopkit._jaxprs.dataflow import fixed_point
 
 

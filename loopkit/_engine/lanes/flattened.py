@@ -13,9 +13,8 @@ from typing import Any
 
 from loopkit import _jax
 from loopkit._engine.lanes.nest import Inside, Nest, steps_nanoseconds
-from loopkit._engine.loop import Loop
+from loopkit._engine.loop import Loop, Rewritten, run_rewritten
 from loopkit._engine.primitives import while_p
-from loopkit._engine.rewritten import Rewritten, run
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import EQUATION, UNKNOWN_TRIPS, nanoseconds
 from loopkit._jaxprs.dataflow import interpret
@@ -54,7 +53,7 @@ def _with_loops_in_sight(body: _jax.Jaxpr) -> Any:
             if nest is not None and nest.is_worth_it:
                 flat = nest.flat()
                 with _jax.context_of(eqn):
-                    return run(lambda *v: while_p.bind(*v, loop=flat.loop), [flat], ins)
+                    return run_rewritten(lambda *v: while_p.bind(*v, loop=flat.loop), [flat], ins)
         return _jax.bind_equation(eqn, ins)
 
     if not holds_loops(body):

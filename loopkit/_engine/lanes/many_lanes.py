@@ -16,8 +16,7 @@ import jax
 from loopkit import _jax
 from loopkit._engine.lanes.batched_loop import Batched, batch_loop, move
 from loopkit._engine.lanes.widths import asking_each, may_narrow, widths
-from loopkit._engine.loop import Loop, Operands
-from loopkit._engine.rewritten import Rewritten
+from loopkit._engine.loop import Loop, Operands, Rewritten
 
 COPIED_FOR_LANES = 1 << 16
 """Bytes that may be copied for lanes that share them, if their carry is not more anyway."""

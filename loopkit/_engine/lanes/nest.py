@@ -26,9 +26,8 @@ from loopkit import _jax
 from loopkit._buffers.slices import write
 from loopkit._buffers.window import Window
 from loopkit._engine.lanes.predicates import count_type, counting, gated
-from loopkit._engine.loop import CarryLeaf, Const, Loop, parts
+from loopkit._engine.loop import CarryLeaf, Const, Loop, Rewritten, parts
 from loopkit._engine.primitives import while_p
-from loopkit._engine.rewritten import Rewritten
 from loopkit._engine.steps import read_rows, row_of
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import equation_nanoseconds, nanoseconds

@@ -25,7 +25,8 @@ from loopkit import _jax
 from loopkit._engine.lanes.batched_loop import Batched, batch_loop
 from loopkit._engine.lanes.predicates import counted, ended_in_each_lane
 from loopkit._engine.lanes.widths import widths
-from loopkit._engine.loop import Loop, Operands, kept, parts, spread
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Loop, Operands, kept, parts
 from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import is_active
 from loopkit._plans.budget import for_phases

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopkit import _jax
-from loopkit._engine.loop import CarryLeaf, Const, Loop, parts
-from loopkit._engine.rewritten import Rewritten
+from loopkit._engine.loop import CarryLeaf, Const, Loop, Rewritten, parts
 from loopkit._engine.steps import hold, select
 from loopkit._jaxprs import equations
 

@@ -26,7 +26,8 @@ import jax.numpy as jnp
 from loopkit import _jax
 from loopkit._buffers.slices import read, read_p, write_p
 from loopkit._buffers.window import Window
-from loopkit._engine.loop import Loop, Operands, kept, spread
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Loop, Operands, kept
 from loopkit._engine.steps import hold, read_slices, select
 from loopkit._jaxprs.dataflow import analyse, interpret_marked
 

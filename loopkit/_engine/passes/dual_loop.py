@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from loopkit import _jax
 from loopkit._engine.lanes.batched_loop import batch_loop
-from loopkit._engine.loop import Active, CarryLeaf, Const, Loop, kept, parts, spread
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Active, CarryLeaf, Const, Loop, Rewritten, kept, parts
 from loopkit._engine.primitives import while_p
-from loopkit._engine.rewritten import Rewritten
 
 
 def dual_loop(loop: Loop, active: Active) -> Rewritten:

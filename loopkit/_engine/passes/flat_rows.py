@@ -19,9 +19,8 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._buffers.slices import read_p, write_p
-from loopkit._engine.loop import Loop, parts
+from loopkit._engine.loop import Loop, Rewritten, parts
 from loopkit._engine.primitives import while_p
-from loopkit._engine.rewritten import Rewritten
 from loopkit._jaxprs.dataflow import analyse, interpret_marked
 
 SHORT = 16

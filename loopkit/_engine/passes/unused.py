@@ -14,9 +14,9 @@ from operator import or_
 from typing import Any
 
 from loopkit import _jax
-from loopkit._engine.loop import Loop, Operands, kept, parts, spread
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Loop, Operands, Rewritten, kept, parts
 from loopkit._engine.primitives import PARTIAL_EVAL_RULES, READS, evaluated_p
-from loopkit._engine.rewritten import Rewritten
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import loop_nanoseconds
 from loopkit._jaxprs.dataflow import fixed_point, interpret

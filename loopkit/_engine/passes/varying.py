@@ -14,8 +14,7 @@ from typing import Any
 import jax
 
 from loopkit import _jax
-from loopkit._engine.loop import Loop
-from loopkit._engine.rewritten import Rewritten
+from loopkit._engine.loop import Loop, Rewritten
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.dataflow import interpret
 

@@ -18,7 +18,8 @@ from loopkit._engine.derivative.pieces import Reversal
 from loopkit._engine.derivative.reversal import covers, reversal
 from loopkit._engine.derivative.split import primal_half
 from loopkit._engine.facts.activity import moving_activity
-from loopkit._engine.loop import Active, Loop, kept, parts, spread
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Active, Loop, kept, parts
 from loopkit._engine.lowering.flat_values import of_vectors
 from loopkit._engine.lowering.memory import check_host_memory
 from loopkit._engine.lowering.scratch import with_scratch

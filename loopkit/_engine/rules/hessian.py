@@ -16,7 +16,8 @@ import jax
 
 from loopkit import _jax
 from loopkit._engine.facts.activity import backward_activity, forward_activity
-from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Active, Loop, Operands, kept, parts
 from loopkit._engine.passes.dual_loop import active_inputs, dual_loop, replace_active, run_dual
 from loopkit._engine.primitives import define, hessian_p
 

@@ -32,7 +32,8 @@ import jax.numpy as jnp
 from loopkit import _jax
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.activity import cotangent_activity, linear_activity
-from loopkit._engine.loop import Active, Loop, kept, parts, spread
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Active, Loop, kept, parts
 from loopkit._engine.lowering.flat_values import of_vectors
 from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.passes.dual_loop import dual_loop, run_dual

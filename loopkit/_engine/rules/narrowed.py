@@ -35,7 +35,8 @@ from loopkit._engine.lanes.many_lanes import (
 from loopkit._engine.lanes.phases import phases_of
 from loopkit._engine.lanes.predicates import counted
 from loopkit._engine.lanes.widths import waiting
-from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Active, Loop, Operands, kept, parts
 from loopkit._engine.passes.dual_loop import active_inputs, replace_active
 from loopkit._engine.primitives import define, hessian_p, narrowed_p, pushforward_p, while_p
 from loopkit._engine.sweeps import sweeps

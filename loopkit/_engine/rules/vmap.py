@@ -21,7 +21,8 @@ from loopkit._engine.lanes.batched_loop import Batched, batch_loop, leaves_in_ro
 from loopkit._engine.lanes.many_lanes import waiting_lanes, with_lanes
 from loopkit._engine.lanes.phases import phases_of
 from loopkit._engine.lanes.widths import waiting
-from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Active, Loop, Operands, kept, parts
 from loopkit._engine.passes.dual_loop import dual_loop
 from loopkit._engine.primitives import (
     dual_p,

@@ -20,7 +20,8 @@ from loopkit import _jax
 from loopkit._engine import steps
 from loopkit._engine.facts.activity import moving_activity
 from loopkit._engine.lanes.phases import phases_of
-from loopkit._engine.loop import Loop, kept, parts, spread
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Loop, kept, parts
 from loopkit._engine.lowering.flat_values import of_vectors
 from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.passes.dual_loop import open_dual

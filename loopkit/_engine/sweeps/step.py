@@ -14,7 +14,8 @@ from loopkit._engine import progress
 from loopkit._engine.derivative.deferred_products import Products
 from loopkit._engine.derivative.pieces import Reversal
 from loopkit._engine.lanes.safe_inputs import EveryInput, SafeInputs
-from loopkit._engine.loop import Loop, Operands, kept, parts, spread
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Loop, Operands, kept, parts
 from loopkit._engine.steps import (
     in_runs,
     read_rows,
