@@ -3,7 +3,8 @@
 Compilers have moved buffers between memories wrongly, and a wrong gradient says nothing; nor does a
 right one that was kept on the device after all. So before the first loop of a process that keeps
 its checkpoints on the host, a small gradient is computed both ways on the device and compared, and
-the compiler is asked how much of it is on the host."""
+the compiler is asked how much of it is on the host.
+"""
 
 from __future__ import annotations
 

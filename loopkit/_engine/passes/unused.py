@@ -4,7 +4,8 @@ A loop is pruned of the results that are not used, and of what only those need. 
 that is only run, and not differentiated, are pruned where the step is: a buffer that an inner loop
 only writes to is needed neither to run the step again nor to go back. So it is neither saved nor
 stored with the step around it. The next derivative may read it, and takes the step as it is
-written."""
+written.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The residuals or the carry of every step.
 
-Going back over residuals, nothing is computed again. From its carry, each step is run once more."""
+Going back over residuals, nothing is computed again. From its carry, each step is run once more.
+"""
 
 from __future__ import annotations
 
