@@ -27,6 +27,7 @@ _engine.sweeps
 _engine.derivative
 _engine.lowering
 _engine.passes
+_engine.lanes
 _engine.facts
 _engine
 _types _keywords

@@ -230,7 +230,7 @@ def test_which_loops_become_one(monkeypatch):
     assert one(jax.jit(inner)).masks_itself, "a call of nothing else"
     assert not one(lambda n, c: lax.cond(n > 2, lambda: inner(n, c), lambda: c)).masks_itself
     assert one(inner).length is None
-    module = importlib.import_module("loopkit._engine.passes.flattened")
+    module = importlib.import_module("loopkit._engine.lanes.flattened")
     monkeypatch.setattr(module, "STEPS_BETWEEN_CHECKS", 5)
     bounded = one(lambda n, c: inner(n, c, max_steps=12))
     assert bounded.length == 6 * 3, "5, 5 and 2 steps in each of 6"

@@ -246,9 +246,9 @@ def test_a_budget_too_small_names_the_loop():
 
 
 def test_host_memory_that_is_missing_names_the_loop(monkeypatch):
-    kinds = "loopkit._engine.lowering.host_memory.memory_kinds"
+    kinds = "loopkit._engine.lowering.memory.memory_kinds"
     monkeypatch.setattr(kinds, lambda device: {"unpinned_host"})
-    monkeypatch.setattr("loopkit._engine.lowering.host_memory._sound", set())
+    monkeypatch.setattr("loopkit._engine.lowering.memory._sound", set())
     f = lambda x: scanned(lambda x: jnp.sin(x) * x, x).sum()
     memory: Any = {"device": "20 kB", "host": "1 GB"}
     how = loopkit.checkpointed(lambda x: lax.scan(big, x, length=200)[0].sum(), memory=memory)

@@ -11,7 +11,7 @@ import loopkit
 from derivatives import assert_close, derivative
 from loopkit import Plan, _jax
 from loopkit._engine import steps
-from loopkit._engine.lowering import host_memory
+from loopkit._engine.lowering import memory
 from loopkit._plans.budget import Bytes
 from loopkit._plans.costs import StepCosts
 from loopkit._plans.planner import make_plan
@@ -159,8 +159,8 @@ def test_what_is_no_pair_of_budgets():
 
 
 def test_a_device_without_host_memory(monkeypatch):
-    monkeypatch.setattr(host_memory, "memory_kinds", lambda device: {"device"})
-    monkeypatch.setattr(host_memory, "_sound", set())
+    monkeypatch.setattr(memory, "memory_kinds", lambda device: {"device"})
+    monkeypatch.setattr(memory, "_sound", set())
     for options in (
         {"checkpoints": Plan(6, host=True)},
         {"memory": {"device": 10**5, "host": 10**6}},
@@ -173,12 +173,12 @@ def test_a_device_without_host_memory(monkeypatch):
 
 def test_wrong_gradients_are_noticed(monkeypatch):
     """Before the loop's own gradient is computed."""
-    probe = host_memory._probe
-    monkeypatch.setattr(host_memory, "_sound", set())
-    monkeypatch.setattr(host_memory, "_probe", lambda x, on_host: probe(x, on_host) * (1 + on_host))
+    probe = memory._probe
+    monkeypatch.setattr(memory, "_sound", set())
+    monkeypatch.setattr(memory, "_probe", lambda x, on_host: probe(x, on_host) * (1 + on_host))
     with pytest.raises(RuntimeError, match=r"scan: checkpoints in the host's memory must"):
         jax.jit(jax.grad(lambda x: cubic(x, checkpoints=Plan(6, host=True))))(jnp.ones(52))
-    assert not host_memory._sound
+    assert not memory._sound
 
 
 def test_checkpoints_that_come_back_as_others_are_noticed(monkeypatch):
@@ -193,19 +193,19 @@ def test_checkpoints_that_come_back_as_others_are_noticed(monkeypatch):
 
     reads = SimpleNamespace(**vars(jax.lax) | {"dynamic_index_in_dim": read})
     monkeypatch.setattr(steps, "lax", reads)
-    monkeypatch.setattr(host_memory, "SIZE", 61)
-    monkeypatch.setattr(host_memory, "_sound", set())
+    monkeypatch.setattr(memory, "SIZE", 61)
+    monkeypatch.setattr(memory, "_sound", set())
     with pytest.raises(RuntimeError, match=r"scan: checkpoints .* got gradients that differ by"):
-        host_memory.check_host_memory("scan")
+        memory.check_host_memory("scan")
     assert exchanged == [2, 2]
 
 
 def test_how_much_gradients_may_differ():
     device, same = jax.devices()[0], lambda x: x
-    host_memory.check_same("scan", device, [same, same])
-    host_memory.check_same("scan", device, [same, lambda x: x * 1.00005])
+    memory.check_same("scan", device, [same, same])
+    memory.check_same("scan", device, [same, lambda x: x * 1.00005])
     with pytest.raises(RuntimeError, match=r"that differ by 9\.0e-04 on"):
-        host_memory.check_same("scan", device, [same, lambda x: x * 1.001])
+        memory.check_same("scan", device, [same, lambda x: x * 1.001])
 
 
 @pytest.mark.parametrize("account", [0, None])
@@ -215,9 +215,9 @@ def test_it_is_noticed_where_nothing_is_on_the_host(account):
     memory = SimpleNamespace(host_temp_size_in_bytes=account)
     program = SimpleNamespace(memory_analysis=lambda: memory)
     with pytest.raises(RuntimeError, match=rf"scan: `memory`, .* got {account} bytes there"):
-        host_memory.check_placed("scan", device, program)
+        memory.check_placed("scan", device, program)
     memory.host_temp_size_in_bytes = 2048
-    host_memory.check_placed("scan", device, program)
+    memory.check_placed("scan", device, program)
 
 
 def test_a_release_that_makes_room_on_the_devices(monkeypatch):
@@ -230,18 +230,18 @@ def test_a_release_that_makes_room_on_the_devices(monkeypatch):
 
 def test_a_program_for_another_machine_is_not_looked_at(monkeypatch):
     """None of its devices is here to run anything."""
-    monkeypatch.setattr(host_memory, "_sound", set())
+    monkeypatch.setattr(memory, "_sound", set())
     gradient = jax.jit(jax.grad(lambda x: cubic(x, checkpoints=Plan(6, host=True))))
     text = gradient.trace(jnp.ones(56)).lower(lowering_platforms=("tpu",)).as_text()
     assert "annotate_device_placement" in text
-    assert not host_memory._sound
+    assert not memory._sound
 
 
 def test_gradients_are_checked_once(monkeypatch):
     probed = []
-    probe = host_memory._probe
-    monkeypatch.setattr(host_memory, "_sound", set())
-    monkeypatch.setattr(host_memory, "_probe", lambda *args: probed.append(args) or probe(*args))
+    probe = memory._probe
+    monkeypatch.setattr(memory, "_sound", set())
+    monkeypatch.setattr(memory, "_probe", lambda *args: probed.append(args) or probe(*args))
     for size in (53, 54):
         jax.jit(jax.grad(lambda x: cubic(x, checkpoints=Plan(6, host=True))))(jnp.ones(size))
     assert len(probed) == 2  # with and without

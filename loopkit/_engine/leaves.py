@@ -1,12 +1,16 @@
-"""What a loop reads, carries and gives: a record for each leaf, or a value."""
+"""Operands, carry and results of a loop: a record for each leaf, or a value."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 class Operands(NamedTuple):
-    """What a loop reads, or one value for each (types, flags, axes, tangents)."""
+    """The operands of a loop, or one value for each (types, flags, axes, tangents)."""
 
     cond_consts: list
     consts: list
@@ -47,7 +51,7 @@ class Const(NamedTuple):
 
 class CarryLeaf(NamedTuple):
     name: str = ""
-    """What the caller calls it, for reports."""
+    """Its name in reports, which the caller gives."""
     buffer: bool = False
     """Whether it is read and written in slices."""
     flag: bool = False
@@ -74,3 +78,19 @@ class Output(NamedTuple):
     """Along which it is stacked."""
     log: bool = False
     """Whether it says what a step displaces in buffers: also in stopped lanes. Logs come last."""
+
+
+def kept(values: Sequence[T], flags: Sequence[bool]) -> list[T]:
+    return [v for v, keep in zip(values, flags, strict=True) if keep]
+
+
+def spread(values: Sequence[Any], flags: Sequence[bool], default: Sequence[Any]) -> list[Any]:
+    """`values` in the flagged places, `default` in the others."""
+    it = iter(values)
+    return [next(it) if keep else d for keep, d in zip(flags, default, strict=True)]
+
+
+def parts(values: Sequence[T], *counts: int) -> list[list[T]]:
+    """`values` cut into consecutive parts of the given sizes, and the rest."""
+    values_ = iter(values)
+    return [*(list(islice(values_, count)) for count in counts), list(values_)]

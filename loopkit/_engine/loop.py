@@ -22,38 +22,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
 from typing import Any, TypeVar
 
 from loopkit import _jax
-from loopkit._engine.leaves import Active, CarryLeaf, Const, Input, Operands, Output
+from loopkit._engine.leaves import Active, CarryLeaf, Const, Input, Operands, Output, kept, parts
 from loopkit._jaxprs import equations
 from loopkit._plans.budget import Budget
 from loopkit._progress.progress import ProgressSettings
 from loopkit._types import Lanes
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class OneLane:
-    """A loop without lanes, of which another is a loop of many."""
-
-    loop: Loop
-    count: int
-    """Of the lanes, of a single axis."""
-    flags: Operands
-    """Which operands have lanes."""
-    times: Callable[[Loop, int, Operands], Loop] = field(compare=False)
-    """The loop of so many lanes."""
-
-    @property
-    def many(self) -> Loop:
-        return self.times(self.loop, self.count, self.flags)
-
-    def replaced(self, loop: Loop, flags: Operands | None = None) -> Loop:
-        """So many lanes of another loop."""
-        return self.times(loop, self.count, flags or self.flags)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,18 +54,18 @@ class Loop:
     replaced_by: str = ""
     """The function of this library that put it in the place of a loop of lax, if one did."""
     lane_policy: Lanes = None
-    """What becomes of lanes that have stopped."""
+    """The choice of the caller: what becomes of lanes that have stopped."""
     min_active_lanes: int = 0
     """Lanes, of a single axis, that are left when it ends: it goes on while more are active."""
     masks_itself: bool = False
     """Whether its step leaves lanes that have stopped as they are, by itself."""
-    lane: OneLane | None = field(default=None, repr=False)
-    """What its lanes are lanes of, if others may join them, or they are to narrow."""
     progress: ProgressSettings | None = field(default=None, repr=False)
     """How it shows how far it is, if it does."""
     lasting: bool = field(default=False, compare=False)
     """Whether another loop of the same equations is this very loop, and so compiled once."""
     memory: dict = field(default_factory=dict, repr=False, compare=False)
+    lane: Any = field(default=None, repr=False)
+    """The loop of one of its lanes: see `lanes/many_lanes.py`."""
 
     def __post_init__(self) -> None:
         ins, outs = len(self.body.in_avals), len(self.body.out_avals)
@@ -107,11 +85,11 @@ class Loop:
         self.memory[key] = value
 
     def replace(self, **changes: Any) -> Loop:
-        """A loop that differs. Its lanes wait for each other: `lane` is of this one alone."""
-        return replace(self, **{"memory": {}, "lane": None, **changes})
+        """Return a loop that differs."""
+        return replace(self, **{"memory": {}, **changes})
 
     def unrolled(self, unroll: int) -> Loop:
-        """The same loop, so many steps to an iteration; what is derived from it is the same."""
+        """Return this loop, so many steps to an iteration; what is derived from it is the same."""
         return self if self.unroll == unroll else replace(self, unroll=unroll)
 
     def split(self, operands: Sequence[Any]) -> tuple[Operands, list]:
@@ -237,19 +215,15 @@ class Loop:
         return self.progress is not None or self.shows_within
 
     def unshown(self, backward: bool = True) -> Loop:
-        """The same loop, and those in it, without what shows steps that are taken, or reversed."""
+        """Return the loop, and those in it, without bars of steps that are taken, or reversed."""
         how = None if backward or self.progress is None else self.progress.backward_only
         of_loops = lambda jaxpr: equations.unshown(jaxpr, backward)
 
-        def make() -> Loop:
-            if self.lane is not None:
-                return self.lane.replaced(self.lane.loop.unshown(backward))
-            return self.map_jaxprs(of_loops).replace(progress=how)
-
+        make = lambda: self.map_jaxprs(of_loops).replace(progress=how)
         return self.derived(("unshown", backward), make) if self.shows else self
 
     def without_debug_effects(self) -> Loop:
-        """The same loop, silent: for steps that are taken a second time."""
+        """Return the loop, silent: for steps that are taken a second time."""
         loop = self.unshown(backward=False)
         if not loop.effects:
             return loop
@@ -271,13 +245,11 @@ class Loop:
             )
 
     def map_jaxprs(self, change: Callable[[_jax.Jaxpr], _jax.Jaxpr]) -> Loop:
-        """The same loop, with its two jaxprs changed."""
+        """Return the loop with its two jaxprs changed."""
         cond = None if self.cond is None else change(self.cond)
         body = change(self.body)
         if cond is self.cond and body is self.body:
             return self
-        if self.lane is not None:
-            return self.lane.replaced(self.lane.loop.map_jaxprs(change))
         return self.replace(cond=cond, body=body)
 
     @property
@@ -298,17 +270,26 @@ class Loop:
         return [t.to_tangent_aval() for t in kept(self.result_types, active.outputs)]
 
 
-def kept(values: Sequence[T], flags: Sequence[bool]) -> list[T]:
-    return [v for v, keep in zip(values, flags, strict=True) if keep]
+@dataclass(frozen=True)
+class Rewritten:
+    """A loop that computes what another does, of other operands."""
+
+    loop: Loop
+    map_operands: Callable[..., list]
+    """The operands of that other loop, or one value for each, to those of this."""
+    map_results: Callable[..., list]
+    """The results of this loop to that other's; some of its operands, given second, may be some."""
 
 
-def spread(values: Sequence[Any], flags: Sequence[bool], default: Sequence[Any]) -> list[Any]:
-    """`values` in the flagged places, `default` in the others."""
-    it = iter(values)
-    return [next(it) if keep else d for keep, d in zip(flags, default, strict=True)]
-
-
-def parts(values: Sequence[T], *counts: int) -> list[list[T]]:
-    """`values` cut into consecutive parts of the given sizes, and the rest."""
-    min_active_lanes = iter(values)
-    return [*(list(islice(min_active_lanes, count)) for count in counts), list(min_active_lanes)]
+def run_rewritten(
+    bind: Callable[..., Sequence[Any]], passes: Sequence[Rewritten], operands: Sequence[Any]
+) -> list:
+    """The results of the loop that the passes began with; `bind` runs the one they end with."""
+    given = []
+    for done in passes:
+        given.append(operands)
+        operands = done.map_operands(operands)
+    results = list(bind(*operands))
+    for done, before in zip(reversed(passes), reversed(given), strict=True):
+        results = done.map_results(results, before)
+    return results

@@ -1,7 +1,7 @@
 """The six primitives, by name. Each has a file: what it computes and how it is transformed.
 
-With y = f(theta) for a loop, theta its constants, initial carry and xs, L its Jacobian and D its
-dual loop (the same loop over values and tangents):
+Let y = f(theta) be a loop, theta its constants, initial carry and xs, L its Jacobian and D its dual
+loop (the same loop over values and tangents):
 
     while        f(theta)
     dual         f(theta), L t              forward mode: one loop
@@ -11,18 +11,22 @@ dual loop (the same loop over values and tangents):
     hessian      d/dtheta <w, L u>          its own transpose in u
 
 D is a loop itself, so derivatives of any order are the same six on a longer carry.
+
+An error in a loop that took the place of one of lax says which loop it is, and the way out: whoever
+reads it has not written the loop, and may not know that it is there.
 """
 
 from __future__ import annotations
 
 import functools as ft
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from loopkit import _jax
-from loopkit._engine.named_errors import naming_the_loop
+from loopkit._engine.loop import Loop
 from loopkit._jaxprs import equations
 from loopkit._programs.cache import interned
 from loopkit._progress.open_bars import closing_if_it_fails
@@ -36,7 +40,7 @@ hessian_p = _jax.declare("loopkit_hessian")
 narrowed_p = _jax.declare("loopkit_narrowed")
 """One of the linear three, of lanes that narrow: derived, where it is run, from all phases."""
 evaluated_p = _jax.declare("loopkit_evaluated")
-"""What computes a loop, or its derivative, and has no derivative itself."""
+"""A jaxpr that computes a loop, or its derivative, and has no derivative itself."""
 READS: dict[Any, Callable] = {}
 """`(**params)`: which operands the transpose of a primitive reads as it runs, from the first on."""
 PARTIAL_EVAL_RULES: dict[Any, Callable] = {}
@@ -95,3 +99,60 @@ def _values(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
 @ft.partial(jax.jit, static_argnums=0)
 def _evaluated(jaxpr: _jax.Jaxpr, *values: jax.Array) -> list:
     return evaluated_p.bind(*values, jaxpr=jaxpr)
+
+
+DERIVATIVE_ADVICE = (
+    "Give that a derivative of its own (jax.custom_jvp), take none of it (jax.lax.stop_gradient), "
+    "or leave the loop out with `only`."
+)
+
+ERROR_KINDS: dict[type, type[Exception]] = {
+    kind: kind for kind in (NotImplementedError, TypeError, ValueError, RuntimeError)
+}
+ERROR_KINDS |= dict.fromkeys(
+    (AssertionError, AttributeError, IndexError, KeyError), NotImplementedError
+)
+"""Errors that are said anew, and as what: jax's own types have more to them than a text."""
+
+
+def naming_the_loop(rule: Callable) -> Callable:
+    """A rule of a primitive that has a loop: its errors say which, if the loop was one of lax.
+
+    An error of someone else's code, in a rule for derivatives that is run inside, stays as it is.
+    """
+
+    @ft.wraps(rule)
+    def named(*args: Any, **params: Any) -> Any:
+        try:
+            return rule(*args, **params)
+        except Exception as error:
+            loop = params["loop"]
+            if not loop.replaced_by or _is_named(error):
+                raise
+            kind = ERROR_KINDS.get(type(error))
+            if kind is None or not _jax.is_raised_within(error):
+                error.add_note(f"loopkit.{loop.replaced_by}: this is in {_place(loop)}.")
+                raise
+            raise kind(_message(loop, error)) from error
+
+    return named
+
+
+def _is_named(error: Exception) -> bool:
+    """Whether it names a loop already, one inside."""
+    text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return re.search(r"loopkit\.\w+: (this is )?in the (scan|while_loop) at", text) is not None
+
+
+def _message(loop: Loop, error: Exception) -> str:
+    own, text = re.match(r"loopkit\.\w+: ", str(error)), str(error)
+    if own is not None:
+        said = f"{text[own.end() :]} Or leave the loop out with `only`."
+    else:
+        why = text.split("\n")[0].rstrip(".") or type(error).__name__
+        said = f"its steps cannot be differentiated: {why}. {DERIVATIVE_ADVICE}"
+    return f"loopkit.{loop.replaced_by}: in {_place(loop)}: {said}"
+
+
+def _place(loop: Loop) -> str:
+    return f"the {loop.name} at {_jax.source()}"

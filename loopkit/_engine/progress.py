@@ -37,11 +37,11 @@ class StepMeter(NamedTuple):
     """int32 each."""
 
     number: Any
-    """Of the host's bar."""
+    """The host's number of the bar."""
     steps: Any
     """Taken since the host was told."""
     due: Any
-    """With how many it is told again."""
+    """The steps after which the host is told again."""
 
 
 Done = Callable[[], Any]

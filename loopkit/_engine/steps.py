@@ -15,7 +15,7 @@ from loopkit._engine import progress
 from loopkit._engine.loop import Loop, Operands, parts
 
 LAST_STEP = jnp.iinfo(jnp.int32).max
-"""What a counter of steps can hold."""
+"""The largest number that a counter of steps can hold."""
 
 
 class Steps(NamedTuple):

@@ -19,7 +19,8 @@ from jaxtyping import PyTree
 from loopkit import _jax
 from loopkit._arguments import validate
 from loopkit._arguments.validate import type_of
-from loopkit._engine.loop import kept, spread
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import kept
 from loopkit._foreign.lax_loop import LoopSite, ReplaceKw, Settings
 from loopkit._foreign.replace import replacing, settings_of, with_rules
 from loopkit._jaxprs import equations

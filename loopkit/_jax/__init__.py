@@ -17,6 +17,7 @@ from loopkit._jax.avals import (
     Zero,
     add_tangents,
     as_array,
+    asked_for,
     barrier,
     broadcast,
     broadcast_like,

@@ -27,6 +27,12 @@ pvary_p = core.pvary_p
 same_type = core.typematch
 
 
+def asked_for(cts: Sequence[Any], operands: Sequence[Any]) -> list:
+    """Return for a transpose the cotangents of the last operands, as far as they are asked for."""
+    cts = [*[None] * (len(operands) - len(cts)), *cts]
+    return [ct if is_undefined(v) else None for ct, v in zip(cts, operands, strict=True)]
+
+
 def stack_type(aval: ShapedArray, size: int, axis: int = 0) -> ShapedArray:
     """Return the type of `size` values of type `aval`, stacked."""
     return cast(ShapedArray, core.unmapped_aval(size, axis, aval))

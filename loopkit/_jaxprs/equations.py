@@ -24,7 +24,7 @@ def forwarded(jaxpr: _jax.Jaxpr) -> list[int | None]:
 
 
 def variables(eqn: _jax.Equation) -> list:
-    """What an equation reads, but for literals."""
+    """Return the variables that an equation reads: no literals."""
     return [v for v in eqn.invars if not isinstance(v, _jax.Literal)]
 
 
@@ -32,6 +32,13 @@ def maker_of(j: _jax.OpenJaxpr) -> Callable[[Any], Any]:
     """The equation that makes a variable of an open jaxpr; None for inputs and literals."""
     makers = {v: eqn for eqn in j.eqns for v in eqn.outvars}
     return lambda v: None if isinstance(v, _jax.Literal) else makers.get(v)
+
+
+def source(v: _jax.Atom, maker: Callable[[Any], Any], passes: Callable[[Any], bool]) -> Any:
+    """Return where a value comes from, through equations that pass their first operand on."""
+    while (eqn := maker(v)) is not None and passes(eqn):
+        v = eqn.invars[0]
+    return v
 
 
 def following_from(j: _jax.OpenJaxpr, known: Iterable[Any]) -> set:
@@ -54,7 +61,7 @@ def is_remat(eqn: _jax.Equation) -> bool:
 
 
 def called(eqn: _jax.Equation, ins: Sequence[Any]) -> tuple[Any, list]:
-    """The open jaxpr of a call, and its operands: arrays of numpy may be constants of it."""
+    """Return the open jaxpr of a call, and its operands: arrays of numpy may be its constants."""
     jaxpr = eqn.params["jaxpr"]
     return _jax.open_jaxpr(jaxpr), [*getattr(jaxpr, "consts", ()), *ins]
 
@@ -94,25 +101,15 @@ def holds_while_loop(jaxpr: _jax.Jaxpr) -> bool:
     )
 
 
-def interpret(
-    j: _jax.OpenJaxpr, values: Sequence[Any], rule: Callable[[Any, list], Sequence[Any]]
-) -> list:
-    """The results of an open jaxpr, those of each equation by `rule(equation, operands)`.
-
-    Constants come first among the values.
-    """
-    env = dict(zip((*j.constvars, *j.invars), values, strict=True))
-    return run(j.eqns, env, j.outvars, rule)
-
-
 def run(
     eqns: Iterable[Any],
     env: dict,
     outs: Sequence[Any],
     rule: Callable[[Any, list], Sequence[Any]] = _jax.bind_equation,
+    literal: Callable[[Any], Any] = lambda value: value,
 ) -> list:
-    """What equations make of the variables in `env`, where it does not have that already."""
-    read = lambda v: v.val if isinstance(v, _jax.Literal) else env[v]
+    """Return what equations make of the variables in `env`, where it does not have that already."""
+    read = lambda v: literal(v.val) if isinstance(v, _jax.Literal) else env[v]
     for eqn in eqns:
         made = rule(eqn, list(map(read, eqn.invars)))
         env |= {v: x for v, x in zip(eqn.outvars, made, strict=True) if v not in env}
@@ -178,8 +175,8 @@ def map_equations(
 ) -> _jax.Jaxpr:
     """A jaxpr with `change(equation)` for each equation, those inside others first; None for none.
 
-    What does not change stays the same object, and what is shared stays shared. Of which equations
-    the inside is left to `change`, `as_it_is` says.
+    A jaxpr that does not change stays the same object, and what is shared stays shared. Those
+    equations of which `as_it_is` holds are left to `change`, with all inside.
     """
 
     @ft.cache
@@ -262,7 +259,7 @@ def all_equations(jaxpr: _jax.Jaxpr) -> Iterator[Any]:
 
 
 def nested_equations(jaxpr: _jax.Jaxpr, around: tuple = ()) -> Iterator[tuple]:
-    """The same, each before those that it is in, outwards."""
+    """Yield all equations, each before those that it is in, outwards."""
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
         yield (eqn, *around)
         for inner in jaxprs_in(eqn):

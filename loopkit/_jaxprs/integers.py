@@ -7,7 +7,7 @@ one exception: what steps are counted with does not come to the largest integer 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf, isfinite
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from loopkit import _jax
-from loopkit._jaxprs import equations
+from loopkit._jaxprs import dataflow
 
 
 class Range(NamedTuple):
@@ -57,7 +57,7 @@ def join(ranges: Sequence[Range]) -> Range:
 
 
 def range_of(value: Any) -> Range:
-    """Of an array, or of a tracer, as far as the program says what makes it."""
+    """Return the range of an array, or of a tracer, as far as the program says what makes it."""
     return _range_of(_jax.innermost(value), {}, DEEP)
 
 
@@ -93,53 +93,18 @@ def _of_array(value: Any) -> Range:
     return Range(int(value.min()), int(value.max()))
 
 
-After = Callable[[Any, list[Range]], tuple[Any, list[Range]]]
-"""An equation, as it is with operands in these ranges, and the ranges of its results."""
-
-
-def follow(jaxpr: _jax.Jaxpr, ins: Sequence[Range], after: After) -> tuple[Any, list[Range]]:
-    """A jaxpr with its equations as `after` makes them, and the ranges of its results."""
-    j = _jax.open_jaxpr(jaxpr)
-    consts = map(_of_array, getattr(jaxpr, "consts", ()))
-    known = dict(zip((*j.constvars, *j.invars), (*consts, *ins), strict=True))
-    read = lambda v: _of_array(v.val) if isinstance(v, _jax.Literal) else known.get(v, ANY)
-    eqns = []
-    for eqn in j.eqns:
-        eqn, outs = after(eqn, list(map(read, eqn.invars)))
-        eqns.append(eqn)
-        known |= zip(eqn.outvars, outs, strict=True)
-    if any(a is not b for a, b in zip(eqns, j.eqns, strict=True)):
-        new = j.replace(eqns=eqns)
-        jaxpr = new if j is jaxpr else jaxpr.replace(jaxpr=new)
-    return jaxpr, list(map(read, j.outvars))
-
-
-def follow_inside(
-    eqn: _jax.Equation, ins: list[Range], after: After
-) -> tuple[Any, list[Range]] | None:
-    """The same of the jaxprs of a call or a conditional; None of another equation."""
-    if equations.is_call(eqn):
-        inside, outs = follow(eqn.params["jaxpr"], ins, after)
-        changed = {} if inside is eqn.params["jaxpr"] else {"jaxpr": inside}
-    elif eqn.primitive.name == "cond":
-        found = [follow(branch, ins[1:], after) for branch in eqn.params["branches"]]
-        branches, outs_of = zip(*found, strict=True)
-        outs = list(map(join, zip(*outs_of, strict=True)))
-        pairs = zip(branches, eqn.params["branches"], strict=True)
-        changed = {"branches": branches} if any(a is not b for a, b in pairs) else {}
-    else:
-        return None
-    return (eqn.replace(params=eqn.params | changed) if changed else eqn), outs
-
-
-def _after(eqn: _jax.Equation, ins: list[Range]) -> tuple[Any, list[Range]]:
-    return eqn, ranges_after(eqn, ins)
+def follow(
+    jaxpr: _jax.Jaxpr, ins: Sequence[Range], after: dataflow.After
+) -> tuple[Any, list[Range]]:
+    """Return a jaxpr with its equations as `after` makes them, and the ranges of its results."""
+    return dataflow.follow(jaxpr, ins, after, _of_array, join)
 
 
 def ranges_after(eqn: _jax.Equation, ins: list[Range]) -> list[Range]:
-    """Of the results of an equation, from those of its operands."""
-    if (inside := follow_inside(eqn, ins, _after)) is not None:
-        return inside[1]
+    """Return the ranges of the results of an equation, from those of its operands."""
+    after = lambda eqn, ins: (eqn, ranges_after(eqn, ins))
+    if (inside := dataflow.follow_inside(eqn, ins, after, _of_array, join)) is not None:
+        return list(inside[1])
     nothing = [ANY] * len(eqn.outvars)
     if len(eqn.outvars) != 1 or not is_integer(eqn.outvars[0].aval):
         return nothing
@@ -168,7 +133,7 @@ def ranges_after(eqn: _jax.Equation, ins: list[Range]) -> list[Range]:
 
 
 def _of_two(name: str, ins: Sequence[Range], dtype: np.dtype[Any]) -> Range | None:
-    """Of arithmetic with two operands."""
+    """Return the range of arithmetic with two operands."""
     a, b = ins
     if name == "max":
         return Range(max(a.low, b.low), max(a.high, b.high))
@@ -198,7 +163,7 @@ def _of_two(name: str, ins: Sequence[Range], dtype: np.dtype[Any]) -> Range | No
 
 
 def _counted(a: Range, b: Range) -> Range | None:
-    """Of a number that may be large, and 0 or 1: steps are counted like that."""
+    """Return the range of a number that may be large, plus 0 or 1: steps are counted like that."""
     return Range(a.low + b.low, inf) if 0 <= b.low <= b.high <= 1 and 0 <= a.low < FAR else None
 
 

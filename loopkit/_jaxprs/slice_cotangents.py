@@ -9,7 +9,7 @@ far, and adds to it slice by slice.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,40 +18,30 @@ from jax import lax
 from loopkit import _jax
 from loopkit._buffers.slices import read, read_p
 from loopkit._buffers.window import Window
-from loopkit._jaxprs import equations
+from loopkit._jaxprs.dataflow import interpret_marked
+
+
+class Latest(NamedTuple):
+    """Stands for a constant's tangent, as the read before has passed it on."""
+
+    place: int
 
 
 def passed_on(jaxpr: _jax.Jaxpr, known: Sequence[Any], tangents: Sequence[Any], count: int) -> list:
-    """The first `count` tangents, read and passed on, and then what the jaxpr returns."""
-    j, latest = _jax.open_jaxpr(jaxpr), list(tangents[:count])
-    constants = {v: i for i, v in enumerate(j.invars[len(known) : len(known) + count])}
-    outs = _run(j, [*known, *tangents], constants, latest)
-    return [*latest, *outs]
-
-
-def _run(j: _jax.OpenJaxpr, values: Sequence[Any], constants: dict[Any, int], latest: list) -> list:
-    """The results of a jaxpr; variables in `constants` stand for the latest of a constant."""
-
-    def constant(v: _jax.Atom) -> int | None:
-        return None if isinstance(v, _jax.Literal) else constants.get(v)
+    """Return the first `count` tangents, read and passed on, and then what the jaxpr returns."""
+    latest = list(tangents[:count])
+    now = lambda v: latest[v.place] if isinstance(v, Latest) else v
 
     def rule(eqn: _jax.Equation, ins: list) -> list:
-        which = list(map(constant, eqn.invars))
-        ins = [v if w is None else latest[w] for v, w in zip(ins, which, strict=True)]
-        first = which[0] if which else None
-        if first is not None and (found := _as_read(eqn, ins)) is not None:
-            outs, latest[first] = found
-            if eqn.primitive is read_p:
-                constants[eqn.outvars[-1]] = first
-            return outs
-        if equations.is_call(eqn) and any(w is not None for w in which):
-            inside, ins = equations.called(eqn, ins)
-            names = {v: w for v, w in zip(inside.invars, which, strict=True) if w is not None}
-            return _run(inside, ins, names, latest)
-        return _jax.bind_equation(eqn, ins)
+        first, given = ins[0], list(map(now, ins))
+        if not isinstance(first, Latest) or (found := _as_read(eqn, given)) is None:
+            return _jax.bind_equation(eqn, given)
+        outs, latest[first.place] = found
+        return [outs[0], first] if eqn.primitive is read_p else outs
 
-    outs = zip(j.outvars, equations.interpret(j, values, rule), strict=True)
-    return [v if (w := constant(u)) is None else latest[w] for u, v in outs]
+    given = [*known, *map(Latest, range(count)), *tangents[count:]]
+    outs = interpret_marked(_jax.open_jaxpr(jaxpr), given, Latest, rule)
+    return [*latest, *map(now, outs)]
 
 
 def _as_read(eqn: _jax.Equation, ins: Sequence[Any]) -> tuple[list, Any] | None:

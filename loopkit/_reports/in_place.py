@@ -11,7 +11,8 @@ import jax
 
 from loopkit import _jax
 from loopkit._arguments import validate
-from loopkit._engine.loop import kept, spread
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import kept
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
 from loopkit._reports.hlo import CompiledModule, Instruction

@@ -6,7 +6,7 @@ import functools as ft
 from typing import Any
 
 from loopkit import _jax
-from loopkit._engine.passes.phases import phases_of
+from loopkit._engine.lanes.phases import phases_of
 from loopkit._engine.primitives import evaluated_p, narrowed_p, while_p
 from loopkit._engine.rules import narrowed
 from loopkit._jaxprs import equations

@@ -21,7 +21,7 @@ from loopkit._arguments.failed_step import Watched
 from loopkit._arguments.finite import WatchedLeaf, watch
 from loopkit._buffers.slices import read_p, write_p
 from loopkit._engine.loop import parts
-from loopkit._jaxprs import equations
+from loopkit._jaxprs.dataflow import interpret
 
 SLICES = "dynamic_slice", "gather"
 
@@ -163,7 +163,7 @@ class FiniteSteps:
                 triples = zip(given.consts, seen.consts, of_consts, strict=True)
                 consts = [c if v in sliced else s for c, s, v in triples]
                 values = [*consts, *seen.carry, *seen.x]
-                return equations.interpret(j, values, ft.partial(rule, worst)), y_names
+                return interpret(j, values, ft.partial(rule, worst)), y_names
 
             return self.around(given, take)
 

@@ -24,9 +24,8 @@ from loopkit._engine import steps as engine_steps
 from loopkit._engine.facts.bounds import asked, bound_of, limits_in, of_all_steps, of_length
 from loopkit._engine.facts.ranges import with_ranges
 from loopkit._engine.leaves import CarryLeaf, Const, Input, Operands, Output
-from loopkit._engine.loop import Loop, parts
+from loopkit._engine.loop import Loop, parts, run_rewritten
 from loopkit._engine.passes import ready
-from loopkit._engine.passes.rewritten import run
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
 from loopkit._programs.cache import keep, recall, shared
@@ -301,7 +300,7 @@ class Traced:
         bound = lambda *operands: bind(*_jax.known_on(meshes, list(operands)), loop=loop)
         first = [_convert(v, t) for v, t in zip(init, types, strict=True)]
         operands = [*self.cond_consts, *self.consts, *first, *xs]
-        final, held, ys = parts(run(bound, passes, operands), count, len(self.references))
+        final, held, ys = parts(run_rewritten(bound, passes, operands), count, len(self.references))
         if held:
             references.write(self.references, held)
         return final, ys

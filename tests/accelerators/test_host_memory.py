@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import loopkit
 from loopkit import Plan, _jax
-from loopkit._engine.lowering import host_memory
+from loopkit._engine.lowering import memory
 from loopkit._engine.primitives import forward_p
 from loopkit._jaxprs import equations
 
@@ -197,10 +197,10 @@ def test_what_a_step_puts_on_the_host_itself(target):
 def test_it_is_noticed_where_nothing_is_put_there(target):
     """The first loop of a process compiles a small one, which shows it."""
     device = devices(target)[0]
-    host_memory.check_placed("scan", device, host_memory.compiled(device, host=True))
-    nothing = host_memory.compiled(device, host=False)
+    memory.check_placed("scan", device, memory.compiled(device, host=True))
+    nothing = memory.compiled(device, host=False)
     with pytest.raises(RuntimeError, match=r"loopkit.scan: `memory`, .* got 0 bytes there, by the"):
-        host_memory.check_placed("scan", device, nothing)
+        memory.check_placed("scan", device, nothing)
 
 
 def meanwhile(text):

@@ -14,7 +14,8 @@ from loopkit._buffers.slices import read, write
 from loopkit._buffers.window import Window
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.activity import forward_activity
-from loopkit._engine.loop import Operands, kept, parts, spread
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Operands, kept, parts
 from loopkit._engine.sweeps import sweeps
 from loopkit._jaxprs import equations
 from loopkit.schedules import binomial

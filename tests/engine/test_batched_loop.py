@@ -10,8 +10,8 @@ from loopkit import _jax
 from loopkit._buffers.slices import read, write
 from loopkit._buffers.window import Window
 from loopkit._engine.derivative.split import batch_split, split_step
+from loopkit._engine.lanes.batched_loop import MANY_LANES, batch_loop, leaves_in_rows
 from loopkit._engine.loop import Active, Input, Operands, kept
-from loopkit._engine.passes.batched_loop import MANY_LANES, batch_loop, leaves_in_rows
 
 from .small_loops import assert_same, make_loop, run
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import io_callback
 
-from loopkit._engine.loop import OneLane
+from loopkit._engine.lanes.many_lanes import OneLane
+from loopkit._engine.loop import Operands
 from loopkit._programs.key import program_key
 
 from .small_loops import make_loop
@@ -58,17 +59,19 @@ def test_changed_jaxprs():
 
 def test_a_loop_of_lanes():
     """Whatever makes many of it: it is the same one lane."""
-    made = []
-    times = lambda *given: made.append(given) or "many"
     loop, other = stops(jnp.sin), stops(jnp.cos)
-    one = OneLane(loop, 3, "flags", times)
-    assert one == OneLane(loop, 3, "flags", None) != OneLane(loop, 4, "flags", times)
-    assert one.many == one.replaced(other) == one.replaced(other, "more") == "many"
-    assert made == [(loop, 3, "flags"), (other, 3, "flags"), (other, 3, "more")]
-    many = loop.replace(lane=one)
-    assert many.map_jaxprs(lambda j: other.body if j is loop.body else j) == "many"
-    lane, count, flags = made.pop()
-    assert (lane.body, lane.cond, count, flags) == (other.body, loop.cond, 3, "flags")
+    flags = Operands([], [], [True], [])
+    one = OneLane(loop, 3, flags)
+    assert one == OneLane(loop, 3, flags) != OneLane(loop, 4, flags)
+    many = one.many
+    assert (many.lane, many.lanes) == (one, (3,))
+    assert many is one.many is OneLane(loop, 3, flags).many
+    assert one.replaced(other).lane == OneLane(other, 3, flags)
+    assert many.map_jaxprs(lambda j: j) is many
+    halved = many.map_jaxprs(lambda j: other.body if j in (loop.body, many.body) else j)
+    assert (halved.lane.loop.body, halved.lane.loop.cond) == (other.body, loop.cond)
+    assert (halved.lane.count, halved.lane.flags) == (3, flags)
+    assert many.replace().lane is None
 
 
 def test_what_equal_programs_may_differ_in():

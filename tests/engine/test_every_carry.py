@@ -6,7 +6,7 @@ import pytest
 
 from loopkit import Plan
 from loopkit._engine.derivative import deferred_products
-from loopkit._engine.sweeps.every_carry import EveryCarry
+from loopkit._engine.sweeps.every_step import EveryCarry
 
 from .swept_loops import GPUS, LENGTH, assert_swept, decided, dense, known, written_out
 

@@ -10,7 +10,7 @@ from loopkit._engine.derivative import deferred_products
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.activity import forward_activity
 from loopkit._engine.sweeps import sweeps
-from loopkit._engine.sweeps.every_segment import EverySegment
+from loopkit._engine.sweeps.segments import EverySegment
 from loopkit._engine.sweeps.step import StepReversal
 from loopkit._plans import waits
 

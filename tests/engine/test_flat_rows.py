@@ -9,9 +9,8 @@ from jax import lax
 from loopkit import _jax
 from loopkit._buffers.slices import read, write
 from loopkit._buffers.window import Window
-from loopkit._engine.loop import CarryLeaf, Const, Loop
+from loopkit._engine.loop import CarryLeaf, Const, Loop, Rewritten
 from loopkit._engine.passes.flat_rows import flat_rows
-from loopkit._engine.passes.rewritten import Rewritten
 from loopkit._engine.primitives import while_p
 
 from .small_loops import assert_same, make_loop, run

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loopkit._engine.passes import rewritten
-from loopkit._engine.passes.flattened import LEAF, STEPS_BETWEEN_CHECKS, _cut, _few, flattened
-from loopkit._engine.passes.nest import steps_nanoseconds
+from loopkit._engine.lanes.flattened import LEAF, STEPS_BETWEEN_CHECKS, _cut, _few, flattened
+from loopkit._engine.lanes.nest import steps_nanoseconds
+from loopkit._engine.loop import run_rewritten
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs.cost import UNKNOWN_TRIPS, nanoseconds
 
@@ -104,6 +104,6 @@ def test_loops_inside_that_are_flattened_before():
     assert inside.loop.masks_itself
     flat = flattened(middle.replace(lane_policy="flatten"))
     bind = lambda *values: while_p.bind(*values, loop=flat.loop)
-    again, _ = outer_loop(lambda w, t, x: rewritten.run(bind, [flat], [t + 1, x])[1] @ w)
+    again, _ = outer_loop(lambda w, t, x: run_rewritten(bind, [flat], [t + 1, x])[1] @ w)
     (inside,) = _cut(again).inside
     assert inside.loop is flat.loop

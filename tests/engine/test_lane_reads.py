@@ -11,7 +11,7 @@ from buffer_bodies import BODIES, W, first_rows, rows_from_rows
 from derivatives import assert_close
 from loopkit._buffers.slices import read, write
 from loopkit._buffers.window import Window
-from loopkit._engine.sweeps import lane_reads, lanes
+from loopkit._engine.lanes import safe_inputs
 
 STOPS = jnp.asarray([[1, 5, 3], [4, 0, 2]])
 
@@ -35,11 +35,11 @@ def test_buffers_that_are_chosen_of_slice_by_slice():
         f = lambda rows: loopkit.while_loop(stops, step, (0, rows), **how)
         (eqn,) = (e for e in jax.make_jaxpr(f)(jnp.ones(4)).eqns if "loop" in e.params)
         loop = eqn.params["loop"]
-        return lanes.is_sliced(loop.body, loop.const_count + 1)
+        return safe_inputs.is_sliced(loop.body, loop.const_count + 1)
 
     assert sliced(lambda i, rows: rows.at[i].set(jnp.sin(rows[i - 1])))
     assert sliced(lambda i, rows: jax.jit(lambda rows: rows.at[i].set(rows[0]))(rows))
-    whole = lambda f: lanes.is_sliced(jax.make_jaxpr(f)(jnp.ones(4)), 0)
+    whole = lambda f: safe_inputs.is_sliced(jax.make_jaxpr(f)(jnp.ones(4)), 0)
     assert not whole(jnp.sum)
     assert not whole(jax.jit(lambda rows: rows.reshape(2, 2)))
 
@@ -69,7 +69,7 @@ def test_what_is_sliced_in_a_call_is_so_behind_it():
     def whole(rows, i):
         return in_call(rows, i)[2] * 2.0
 
-    of = lambda f: lanes.is_sliced(jax.make_jaxpr(f)(jnp.ones((3, 2)), 0), 0)
+    of = lambda f: safe_inputs.is_sliced(jax.make_jaxpr(f)(jnp.ones((3, 2)), 0), 0)
     assert of(sliced)
     assert not of(whole)
 
@@ -89,7 +89,7 @@ def test_lanes_that_are_not_active_read_what_was_there_first(window):
     starts = jnp.asarray([[0], [1], [1], [0]])
     active = jnp.asarray([False, True, False])
     program = jax.make_jaxpr(step)(rows, starts)
-    found = lane_reads.call(program, [rows, starts], {0: first}, active)
+    found = safe_inputs.call_sliced(program, [rows, starts], {0: first}, active)
     seen = lambda rows: jnp.where(active[:, None], rows, first)
     written = rows.at[1].set(seen(rows)[0] + 1)
     of = lambda rows: read(seen(rows), starts, window)[0]
@@ -108,7 +108,7 @@ def gradients(body, checkpoints):
 
 def between_buffers(body, checkpoints, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(lanes, "is_sliced", lambda *_: False)
+        patched.setattr(safe_inputs, "is_sliced", lambda *_: False)
         return gradients(body, checkpoints)
 
 
@@ -158,6 +158,6 @@ def test_no_step_chooses_between_buffers(monkeypatch):
 
     once = choices()
     with monkeypatch.context() as patched:
-        patched.setattr(lanes, "is_sliced", lambda *_: False)
+        patched.setattr(safe_inputs, "is_sliced", lambda *_: False)
         assert choices() > once
     assert once <= 1, "before the first step, for lanes that take none"

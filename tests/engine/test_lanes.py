@@ -9,8 +9,8 @@ import pytest
 
 from loopkit import Plan
 from loopkit._engine.facts.activity import forward_activity
+from loopkit._engine.lanes.safe_inputs import SafeInputs, _substitution
 from loopkit._engine.loop import Const, Input
-from loopkit._engine.sweeps.lanes import SafeInputs, _substitution
 
 from .small_loops import make_loop
 from .swept_loops import GPUS, assert_swept, cotangents_of, moving, written_out

@@ -8,6 +8,7 @@ import pytest
 from loopkit import _jax
 from loopkit._engine.derivative.write_log import with_log
 from loopkit._engine.facts.activity import forward_activity
+from loopkit._engine.leaves import spread
 from loopkit._engine.loop import (
     Active,
     CarryLeaf,
@@ -17,14 +18,13 @@ from loopkit._engine.loop import (
     Output,
     kept,
     parts,
-    spread,
 )
 from loopkit._engine.passes.dual_loop import (
     active_inputs,
     dual_loop,
     replace_active,
 )
-from loopkit._engine.passes.prune import prune
+from loopkit._engine.passes.unused import prune
 
 from .small_loops import assert_same, make_loop, run
 

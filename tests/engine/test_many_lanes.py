@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from loopkit import _jax
-from loopkit._engine.facts.widths import TOGETHER
-from loopkit._engine.loop import Operands
-from loopkit._engine.passes.many_lanes import (
+from loopkit._engine.lanes.many_lanes import (
     COPIED_FOR_LANES,
     AxisPair,
     join,
     waiting_lanes,
     with_lanes,
 )
+from loopkit._engine.lanes.widths import TOGETHER
+from loopkit._engine.loop import Operands
 
 from .small_loops import assert_same, make_loop, run
 

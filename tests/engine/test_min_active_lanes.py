@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from loopkit import _jax
+from loopkit._engine.lanes.predicates import ended_in_each_lane
 from loopkit._engine.loop import CarryLeaf
-from loopkit._engine.passes.min_active_lanes import ended_in_each_lane
 
 from .small_loops import assert_same, make_loop, run
 

@@ -7,10 +7,10 @@ import pytest
 
 import loopkit
 from loopkit import Plan, _jax
+from loopkit._engine.lanes.batched_loop import batch_loop
+from loopkit._engine.lanes.flattened import _cut, flattened
+from loopkit._engine.lanes.nest import Inside, Nest
 from loopkit._engine.loop import Operands
-from loopkit._engine.passes.batched_loop import batch_loop
-from loopkit._engine.passes.flattened import _cut, flattened
-from loopkit._engine.passes.nest import Inside, Nest
 from loopkit._engine.primitives import while_p
 
 from .small_loops import assert_same, make_loop, run

@@ -11,10 +11,10 @@ from jax import lax
 from loopkit import _jax
 from loopkit._buffers.slices import read, write
 from loopkit._buffers.window import Window
-from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output
-from loopkit._engine.passes import PASSES, ready, rewritten
+from loopkit._engine.lanes.predicates import axes_between_lanes, lockstep
+from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, Rewritten, run_rewritten
+from loopkit._engine.passes import PASSES, ready
 from loopkit._engine.passes.flat_rows import SHORT, flat_rows
-from loopkit._engine.passes.lockstep import axes_between_lanes, lockstep
 from loopkit._jaxprs import equations
 
 from .small_loops import assert_same, make_loop, run, types_of
@@ -272,14 +272,14 @@ def of_all_kinds():
 def followed(loop, operands, passes):
     values = operands.flat
     bind = lambda *values: run(loop, loop.split(values)[0])
-    return rewritten.run(bind, passes, values)
+    return run_rewritten(bind, passes, values)
 
 
 @pytest.mark.parametrize("rewrite", PASSES)
 def test_a_pass_changes_no_result(rewrite):
     loop, operands = of_all_kinds()
     new = rewrite(loop)
-    passes = [new] if isinstance(new, rewritten.Rewritten) else []
+    passes = [new] if isinstance(new, Rewritten) else []
     last = new.loop if passes else new
     assert_same(followed(last, operands, passes), run(loop, operands))
     again = rewrite(last)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from loopkit import _jax
+from loopkit._engine.lanes.batched_loop import batch_loop
+from loopkit._engine.lanes.many_lanes import OneLane, waiting_lanes
+from loopkit._engine.lanes.phases import phases_of
 from loopkit._engine.loop import Operands
-from loopkit._engine.passes.batched_loop import batch_loop
-from loopkit._engine.passes.many_lanes import many_lanes, waiting_lanes
-from loopkit._engine.passes.phases import phases_of
 from loopkit._engine.primitives import dual_p, while_p
 from loopkit._jaxprs import equations
 from loopkit._progress.progress import check_progress
@@ -59,7 +59,7 @@ def of_all(operands, flags, stops, places):
 
 
 def assert_as_alone(loop, operands, flags, stops=STOPS):
-    many = many_lanes(loop, COUNT, flags)
+    many = OneLane(loop, COUNT, flags).many
     waiting, phases = waiting_lanes(many.lane), phases_of(many)
     assert phases.widths == (6, 4, 2)
     each, given = of_all(operands, flags, stops, waiting.axes)
@@ -107,7 +107,7 @@ def unbounded():
 
 def test_without_a_bound_nothing_is_counted():
     loop = unbounded()
-    many = many_lanes(loop, COUNT, Operands([True], [], [False, True, False], []))
+    many = OneLane(loop, COUNT, Operands([True], [], [False, True, False], [])).many
     phases = phases_of(many)
     assert phases.one is loop
     eqns = equations.all_equations(phases.traced(many.operand_types))
@@ -122,7 +122,7 @@ def test_without_a_bound_nothing_is_counted():
 def test_a_tangent_that_is_zero_stays_so():
     """Each phase has one dual loop."""
     loop, _, flags = bounded("xy")
-    many = many_lanes(loop, COUNT, flags)
+    many = OneLane(loop, COUNT, flags).many
     phases, moving = phases_of(many), []
     at = len(many.operand_types) - 4
     assert many.operand_types[at].shape == (COUNT,)
@@ -149,7 +149,7 @@ def test_which_loops_have_phases():
         ((8, 6), None),
         ("wait", None),
     ]:
-        phases = phases_of(many_lanes(loop.replace(lane_policy=narrows), COUNT, flags))
+        phases = phases_of(OneLane(loop.replace(lane_policy=narrows), COUNT, flags).many)
         assert (phases and phases.widths) == widths
 
 
@@ -157,9 +157,9 @@ def test_all_phases_have_one_bar():
     loop, _, flags = bounded("")
     for given, whole in [(None, 6), (20, 20)]:
         shown = check_progress("scan", "line").part(True, True, whole=given)
-        many = many_lanes(loop.replace(progress=shown), COUNT, flags)
+        many = OneLane(loop.replace(progress=shown), COUNT, flags).many
         found = [phases_of(many).phase(number).progress for number in range(3)]
         assert [p.first for p in found] == [True, False, False]
         assert [p.last for p in found] == [False, False, True]
         assert [p.whole for p in found] == [whole] * 3
-    assert phases_of(many_lanes(loop, COUNT, flags)).phase(0).progress is None
+    assert phases_of(OneLane(loop, COUNT, flags).many).phase(0).progress is None

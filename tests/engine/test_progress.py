@@ -9,7 +9,8 @@ import pytest
 
 from loopkit import _jax
 from loopkit._engine import progress
-from loopkit._engine.loop import OneLane
+from loopkit._engine.lanes.many_lanes import OneLane
+from loopkit._engine.loop import Operands
 from loopkit._engine.primitives import while_p
 from loopkit._engine.progress import WAITING_BYTES, Closing, Opening, StepMeter, Update
 from loopkit._jaxprs.cost import nanoseconds
@@ -67,9 +68,9 @@ def test_what_shows_no_more():
 
 def test_lanes_that_show_no_more():
     """They are lanes of what shows no more."""
-    one = OneLane(add(length=9), 3, None, lambda loop, count, flags: (loop, count, flags))
-    lane, count, flags = one.loop.replace(lane=one).unshown()
-    assert (lane.progress, count, flags) == (None, 3, None)
+    flags = Operands([], [], [True], [])
+    lane = OneLane(add(length=9), 3, flags).many.unshown().lane
+    assert (lane.loop.progress, lane.count, lane.flags) == (None, 3, flags)
 
 
 # ---------------------------------------------------------------- what the host is told

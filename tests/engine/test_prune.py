@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 
+from loopkit._engine.lanes.many_lanes import OneLane
 from loopkit._engine.loop import Operands, kept
-from loopkit._engine.passes.many_lanes import many_lanes
-from loopkit._engine.passes.prune import prune
+from loopkit._engine.passes.unused import prune
 
 from .small_loops import assert_same, make_loop, run
 
@@ -95,7 +95,7 @@ def test_lanes_stay_lanes_of_what_is_left():
     asks = lambda limit, carry: carry[1] < limit[0]
     loop, operands = make_loop(body, CONSTS, INIT, XS, cond=asks, cond_consts=[4])
     flagged = Operands([True], [False, True, False], [False] * 4, [True, False, False])
-    pruned = prune(many_lanes(loop, 2, flagged), flags("..c...."))
+    pruned = prune(OneLane(loop, 2, flagged).many, flags("..c...."))
     lane = pruned.loop.lane
     assert (lane.loop.carry_count, lane.count) == (3, 2)
     assert lane.flags == Operands([True], [False, True], [False] * 3, [True])

@@ -6,19 +6,19 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from loopkit._engine.lowering import room
+from loopkit._engine.lowering import memory
 
 
 def test_all_of_it_may_be_filled(monkeypatch):
-    monkeypatch.setattr(room, "all_memory", lambda: 300)
-    room.check_room("scan", 3, 100)
+    monkeypatch.setattr(memory, "all_memory", lambda: 300)
+    memory.check_room("scan", 3, 100)
     with pytest.raises(ValueError, match=r"scan: .* 4 steps of 100 bytes, which are 400 B, got"):
-        room.check_room("scan", 4, 100)
+        memory.check_room("scan", 4, 100)
 
 
 def test_nothing_is_refused_where_nobody_says(monkeypatch):
-    monkeypatch.setattr(room, "all_memory", lambda: None)
-    room.check_room("scan", 10**9, 10**9)
+    monkeypatch.setattr(memory, "all_memory", lambda: None)
+    memory.check_room("scan", 10**9, 10**9)
 
 
 def test_memory_of_devices(monkeypatch):
@@ -26,7 +26,7 @@ def test_memory_of_devices(monkeypatch):
     device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 7000, "bytes_in_use": 6999})
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     monkeypatch.setattr(jax, "device_count", lambda: 4)
-    assert room.all_memory() == 28_000
+    assert memory.all_memory() == 28_000
 
 
 @pytest.mark.parametrize("stats", [None, {}, {"bytes_in_use": 3}])
@@ -37,11 +37,11 @@ def test_memory_of_the_machine(monkeypatch, stats):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1000}
     monkeypatch.setattr(os, "sysconf", pages.__getitem__, raising=False)
-    assert room.all_memory() == 2 * 4_096_000
+    assert memory.all_memory() == 2 * 4_096_000
     for refuses in (ValueError, OSError, AttributeError):
 
         def sysconf(name, error=refuses):
             raise error
 
         monkeypatch.setattr(os, "sysconf", sysconf, raising=False)
-        assert room.all_memory() is None
+        assert memory.all_memory() is None

@@ -6,7 +6,7 @@ import pytest
 
 from loopkit import Plan
 from loopkit._engine.sweeps.in_segments import InSegments
-from loopkit._engine.sweeps.scheduled import Scheduled
+from loopkit._engine.sweeps.segments import Scheduled
 from loopkit.schedules.online import NEVER, cheapest
 
 from .swept_loops import (

@@ -10,7 +10,7 @@ from loopkit import Plan, _jax
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.activity import forward_activity
 from loopkit._engine.loop import Operands
-from loopkit._engine.passes.transpose_only import to_run, to_transpose
+from loopkit._engine.passes.unused import to_run, to_transpose
 from loopkit._engine.primitives import evaluated_p, forward_p, pushforward_p
 
 from .small_loops import assert_same, make_loop, types_of

@@ -6,8 +6,8 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from loopkit import _jax
-from loopkit._engine.facts import widths as widths_
-from loopkit._engine.facts.widths import (
+from loopkit._engine.lanes import widths as widths_
+from loopkit._engine.lanes.widths import (
     ENOUGH,
     LEAST,
     WORTH_NARROWING,

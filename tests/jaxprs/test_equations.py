@@ -12,6 +12,7 @@ from loopkit._buffers.slices import read
 from loopkit._buffers.window import Window
 from loopkit._engine.passes.varying import all_varying
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.dataflow import interpret
 
 FLOAT = _jax.ShapedArray((), jnp.dtype("float64"))
 ROWS = _jax.ShapedArray((4, 2), jnp.dtype("float64"))
@@ -56,7 +57,7 @@ def test_the_rule_makes_the_results():
         seen.append(eqn.primitive.name)
         return _jax.bind_equation(eqn, ins)
 
-    got = equations.interpret(_jax.open_jaxpr(jaxpr), [2.0, 5.0], rule)
+    got = interpret(_jax.open_jaxpr(jaxpr), [2.0, 5.0], rule)
     assert seen == names(jaxpr)
     assert [np.asarray(v).tolist() for v in got] == [[7.0], 2.0, 3.0, [2.0]]
 
@@ -64,14 +65,14 @@ def test_the_rule_makes_the_results():
 def test_values_may_be_anything():
     jaxpr = traced(lambda x, y: [(x + y) * x - 2.0], FLOAT, FLOAT)
     write = lambda eqn, ins: [f"{eqn.primitive.name}({', '.join(map(str, ins))})"]
-    (got,) = equations.interpret(_jax.open_jaxpr(jaxpr), ["x", "y"], write)
+    (got,) = interpret(_jax.open_jaxpr(jaxpr), ["x", "y"], write)
     assert got == "sub(mul(add(x, y), x), 2.0)"
 
 
 def test_constants_come_first():
     j = _jax.open_jaxpr(traced(lambda x, y: [x - y], FLOAT, FLOAT))
     j = j.replace(constvars=j.invars[:1], invars=j.invars[1:])
-    assert equations.interpret(j, [7, 2], lambda eqn, ins: [ins[0] - ins[1]]) == [5]
+    assert interpret(j, [7, 2], lambda eqn, ins: [ins[0] - ins[1]]) == [5]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_constants_come_first():
 def test_counts_have_to_fit(values, results):
     j = _jax.open_jaxpr(traced(lambda x, y: [x - y], FLOAT, FLOAT))
     with pytest.raises(ValueError, match="zip"):
-        equations.interpret(j, values, lambda *_: [0.0] * results)
+        interpret(j, values, lambda *_: [0.0] * results)
 
 
 # ---------------------------------------------------------------- map_equations

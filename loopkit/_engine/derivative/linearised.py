@@ -15,8 +15,9 @@ import jax
 from loopkit import _jax
 from loopkit._engine.derivative import rerun
 from loopkit._engine.facts.counters import find_counters
-from loopkit._engine.loop import Active, Loop, kept, parts, spread
-from loopkit._engine.passes.transpose_only import to_transpose
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Active, Loop, kept, parts
+from loopkit._engine.passes.unused import to_transpose
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.inlined import inlined
 from loopkit._jaxprs.min_cut import Residuals

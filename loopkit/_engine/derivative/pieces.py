@@ -18,12 +18,12 @@ from loopkit._engine.derivative.split import (
 from loopkit._engine.derivative.write_log import Undo
 from loopkit._engine.facts.counters import Counters, at_step
 from loopkit._engine.facts.write_sites import holds_write
-from loopkit._engine.fixed_point import fixed_point
-from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
-from loopkit._engine.passes.prune import Pruned, prune
-from loopkit._engine.passes.transpose_only import to_run
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Active, Loop, Operands, kept, parts
+from loopkit._engine.passes.unused import Pruned, prune, to_run
 from loopkit._engine.steps import hold, read_slices, repeat
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.dataflow import fixed_point
 from loopkit._plans.plan import Plan
 
 

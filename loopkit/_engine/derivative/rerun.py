@@ -13,6 +13,7 @@ from loopkit import _jax
 from loopkit._engine.loop import Loop
 from loopkit._engine.primitives import PARTIAL_EVAL_RULES, forward_p
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.dataflow import interpret
 
 ROOM = 1024
 """Bytes of residuals up to which they are kept, with every step of the loop around."""
@@ -35,7 +36,7 @@ def apart(loop: Loop, step: _jax.Jaxpr) -> _jax.Jaxpr:
         results = _result_count(eqn)
         return [*outs[:results], *list(_jax.bind_equation(eqn, fewer))[results:]]
 
-    run = lambda *values: equations.interpret(j, values, rule)
+    run = lambda *values: interpret(j, values, rule)
     return _jax.trace_closed(run, step.in_avals, "loop_step")
 
 

@@ -24,10 +24,12 @@ import jax
 from loopkit import _jax
 from loopkit._engine.derivative.linearised import Linearised, Variant, linearised
 from loopkit._engine.facts.write_sites import with_fresh_writes, writes_once
-from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
-from loopkit._engine.passes.batched_loop import in_row, places_at
+from loopkit._engine.lanes.batched_loop import in_row, places_at
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Active, Loop, Operands, kept, parts
 from loopkit._engine.primitives import READS
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.dataflow import interpret
 from loopkit._jaxprs.slice_cotangents import passed_on
 
 
@@ -201,7 +203,7 @@ def _flowing(j: _jax.OpenJaxpr, values: Sequence[Any], still: set, live: set) ->
             return [_jax.zeros(v.aval) for v in eqn.outvars]
         return _jax.bind_equation(eqn, ins)
 
-    return equations.interpret(j, values, rule)
+    return interpret(j, values, rule)
 
 
 def _is_in(v: _jax.Atom, kind: set) -> bool:

@@ -23,11 +23,12 @@ import jax.numpy as jnp
 from loopkit import _jax
 from loopkit._buffers.slices import in_order, read, read_p, write
 from loopkit._engine.facts.write_sites import Inner, Sites, Span, Write, find_writes, merged
+from loopkit._engine.lanes.batched_loop import in_row, places_at
 from loopkit._engine.loop import Loop, Operands, Output, kept, parts
-from loopkit._engine.passes.batched_loop import in_row, places_at
 from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import read_rows, repeat, repeat_backwards, row_of
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.dataflow import interpret
 
 largest_p = _jax.declare("loopkit_largest")
 """The largest of some integers, of all lanes in common: a loop to there has one predicate."""
@@ -156,7 +157,7 @@ def _logging(j: _jax.OpenJaxpr, values: Sequence[Any], sites: Sites) -> list:
             reads[eqn.outvars[-1]] = (ins[1], eqn.params["window"], outs[0])
         return outs
 
-    return [*equations.interpret(j, values, rule), *log]
+    return [*interpret(j, values, rule), *log]
 
 
 def _log_size(site: Any) -> int:

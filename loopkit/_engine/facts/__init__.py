@@ -1,1 +1,1 @@
-"""What is found out about a loop from its equations."""
+"""Facts of a loop, found in its equations."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loopkit import _jax
-from loopkit._engine.fixed_point import fixed_point
-from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Active, Loop, Operands, kept, parts
+from loopkit._jaxprs.dataflow import fixed_point
 
 
 def forward_activity(loop: Loop, nonzero: Operands) -> Active:

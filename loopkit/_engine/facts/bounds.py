@@ -36,12 +36,12 @@ PLANNED = 1 << 24
 
 
 class Limit(NamedTuple):
-    """What has to hold for another step: a counter is not yet at its limit."""
+    """A condition for another step: a counter is not yet at its limit."""
 
     counter: int
     """Which operand of the predicate it is."""
     by: int
-    """What each step adds to it."""
+    """The integer that each step adds to it."""
     beyond: int
     """1 if it may take a step at the limit itself, else 0."""
     limit: int | None
@@ -49,7 +49,7 @@ class Limit(NamedTuple):
     operand: int
     """Which of them."""
     dtype: Any
-    """Of the counter."""
+    """The type of the counter."""
 
     def ends(self, ranges: Sequence[Range]) -> tuple[float, float]:
         """From where and to where it is farthest, in these ranges of the operands."""
@@ -88,7 +88,7 @@ class Limit(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What is known of a predicate, whatever the loop starts from."""
+    """The limits in a predicate, whatever the loop starts from."""
 
     found: tuple[Limit, ...]
     alone: bool
@@ -127,12 +127,12 @@ def limits_in(loop: Loop) -> Limits:
 
 
 def asked(loop: Loop, of: Operands) -> list:
-    """Of its operands, those of what says whether there is another step."""
+    """Return the operands that say whether there is another step."""
     return [*(of.cond_consts if loop.flag is None else of.consts), *of.init]
 
 
 def _limits_of_flag(loop: Loop) -> Limits:
-    """The same of a loop whose steps say whether there is another; operands are the body's."""
+    """Find the limits in the flag that says if there is another step; operands are the body's."""
     assert loop.flag is not None, "there is a leaf that says so"
     j = _jax.open_jaxpr(loop.body)
     place = {v: i for i, v in enumerate(j.invars[: loop.const_count])}
@@ -205,7 +205,7 @@ def bound_of(limits: Limits, operands: Sequence[Any]) -> StepBound | None:
 
 
 def bound_in(limits: Limits, ranges: Sequence[Range]) -> StepBound | None:
-    """The same, for all operands in these ranges."""
+    """Return the bound that limits are together, for all operands in these ranges."""
     found = [(limit.steps(ranges), limit.is_known(ranges)) for limit in limits.found]
     bounds = [(n, known) for n, known in found if n is not None and n <= LAST_STEP]
     if not bounds:
@@ -215,7 +215,7 @@ def bound_in(limits: Limits, ranges: Sequence[Range]) -> StepBound | None:
 
 
 def _moved_by(after: _jax.Atom, before: _jax.Atom, maker: Callable[[Any], Any]) -> int | None:
-    """What a step adds to a counter, inner loops of known length included."""
+    """Return how much a step adds to a counter, inner loops of known length included."""
     eqn = maker(after)
     if eqn is None or (found := _steps_in(eqn)) is None:
         return moved_by(after, before, maker)
@@ -229,7 +229,7 @@ def _moved_by(after: _jax.Atom, before: _jax.Atom, maker: Callable[[Any], Any]) 
 
 
 def _steps_in(eqn: _jax.Equation) -> tuple[Any, int, int, int] | None:
-    """Of a loop that takes just so many: its body, how many constants and carries, and how many."""
+    """Return body, constants, carries and steps of a loop of known length; None for all others."""
     params = eqn.params
     if eqn.primitive is _jax.lax_scan_p:
         found = params["jaxpr"], *_jax.scan_counts(params), params["length"]
@@ -253,14 +253,16 @@ def _conjuncts(v: _jax.Atom, maker: Callable[[Any], Any], true: bool = True) -> 
 
 
 def _source(v: _jax.Atom, maker: Callable[[Any], Any], place: dict[Any, int]) -> Any:
-    """Where a bool or an integer comes from, through what does not change it, or which operand."""
-    while (eqn := maker(v)) is not None and v not in place and eqn.primitive.name in SAME:
-        have, want = eqn.invars[0].aval.dtype, v.aval.dtype
+    """Return where a bool or an integer comes from, through what does not change it."""
+
+    def passes(eqn: _jax.Equation) -> bool:
+        if eqn.primitive.name not in SAME or eqn.outvars[0] in place:
+            return False
+        have, want = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
         integers = jnp.issubdtype(have, jnp.integer) and jnp.issubdtype(want, jnp.integer)
-        if have != want and not (integers and jnp.can_cast(have, want)):
-            return v
-        v = eqn.invars[0]
-    return v
+        return have == want or bool(integers and jnp.can_cast(have, want))
+
+    return equations.source(v, maker, passes)
 
 
 def _integer(value: Any) -> int | None:

@@ -1,7 +1,7 @@
 """Counters: carry leaves that every step moves by the same integer.
 
-What one is before a step follows from the step's number. So it is neither saved nor stored, and
-what follows from it is made again. So is the flag that says whether a step counts.
+Before a step, the value of a counter follows from the step's number. So it is neither saved nor
+stored, and what follows from it is made again. So is the flag that says whether a step counts.
 """
 
 from __future__ import annotations
@@ -46,20 +46,15 @@ def _found(loop: Loop) -> Counters:
 
 def moved_by(after: _jax.Atom, before: _jax.Atom, maker: Callable[[Any], Any]) -> int | None:
     """The integer that `after` is more than `before`; None if it is not known."""
-    eqn = maker(after)
-    while eqn is not None and eqn.primitive.name in ("convert_element_type", "copy"):
-        if eqn.invars[0].aval.dtype != before.aval.dtype:
-            return None
-        eqn = maker(eqn.invars[0])
+    of_type = lambda eqn: eqn.invars[0].aval.dtype == before.aval.dtype
+    copies = lambda eqn: eqn.primitive.name in ("convert_element_type", "copy") and of_type(eqn)
+    eqn = maker(equations.source(after, maker, copies))
     if eqn is None or eqn.primitive.name not in ("add", "sub"):
         return None
     a, b = eqn.invars
     if eqn.primitive.name == "add" and b is before:
         a, b = b, a
-    while (source := maker(b)) is not None:
-        if source.primitive.name not in KEEPS_VALUE:
-            return None
-        b = source.invars[0]
+    b = equations.source(b, maker, lambda eqn: eqn.primitive.name in KEEPS_VALUE)
     if a is not before or not isinstance(b, _jax.Literal) or np.ndim(b.val):
         return None
     return int(b.val) if eqn.primitive.name == "add" else -int(b.val)

@@ -1,7 +1,10 @@
-"""What is known of the integers of a loop, and of the loops inside it.
+"""The ranges of the integers in a loop, and in the loops inside it.
 
-It is used twice. A negative index counts from the end of a buffer: a counter that comes from below
-zero may name a row twice. And where an inner loop's limit has a greatest value, it has a bound.
+The lattice is that of `_jaxprs/integers.py`. If a step leads beyond an end of a range, that end is
+not known: so the fixed point is reached soon.
+
+Ranges are used twice. A negative index counts from the end of a buffer, so a counter that comes
+from below zero may name a row twice. An inner loop whose limit has a greatest value has a bound.
 """
 
 from __future__ import annotations
@@ -27,13 +30,13 @@ from loopkit._engine.leaves import Operands
 from loopkit._engine.loop import Loop
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.dataflow import fixed_point
 from loopkit._jaxprs.integers import (
     ANY,
     FAR,
     WIDE,
     Range,
     follow,
-    follow_inside,
     is_integer,
     join,
     range_of,
@@ -77,17 +80,15 @@ def _knowing(loop: Loop, ranges: Sequence[Range]) -> tuple[Loop, list[Range]]:
 
     def make() -> tuple[Loop, list[Range]]:
         of, _ = loop.split(ranges)
-        counted, now = _counted(loop, of), of.init
-        while True:  # until no step leads out of them
+        counted = _counted(loop, of)
+
+        def step(now: list[Range]) -> tuple:
             carry = [counted.get(i, r) for i, r in enumerate(now)]
             body, after = follow(loop.body, [*of.consts, *carry, *of.xs], _after)
-            new = [
-                r if i in counted else _widened(r, a)
-                for i, (r, a) in enumerate(zip(now, after, strict=False))
-            ]
-            if new == now:
-                break
-            now = new
+            handed_on = [now[i] if i in counted else after[i] for i in range(loop.carry_count)]
+            return handed_on, body, after, carry
+
+        _, body, after, carry = fixed_point(of.init, step, _widened)
         leaves = zip(loop.carry, loop.carry_types, carry, strict=True)
         known = tuple(c._replace(counter_lower_bound=_least(r, t)) for c, t, r in leaves)
         changed = body is not loop.body or known != loop.carry
@@ -140,7 +141,7 @@ def _after(eqn: _jax.Equation, ins: list[Range]) -> tuple[Any, list[Range]]:
         if loop is not eqn.params["loop"]:
             eqn = eqn.replace(params=eqn.params | {"loop": loop})
         return eqn, outs
-    return follow_inside(eqn, ins, _after) or (eqn, ranges_after(eqn, ins))
+    return eqn, ranges_after(eqn, ins)
 
 
 def _bound(loop: Loop, of: Operands) -> StepBound | None:

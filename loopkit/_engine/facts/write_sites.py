@@ -56,15 +56,15 @@ class Inner:
     sites: dict[int, Any]
     loop: Loop | None
     spans: tuple[Span, ...] = ()
-    """Of other buffers than those of the sites."""
+    """Rows of other buffers than those of the sites."""
 
 
 Sites = dict[int, Any]
-"""What writes to the buffers in a jaxpr: by the place of the equation, a Write or an Inner."""
+"""A Write or an Inner for each equation that writes to buffers, by its place in the jaxpr."""
 
 
 def find_writes(loop: Loop, leaf: int) -> Sites | None:
-    """What writes to a buffer; None if something else than reads and writes makes the next one."""
+    """Return the sites that write to a buffer; None if it is made in any other way."""
     j, found = _jax.open_jaxpr(loop.body), {}
     start = j.invars[loop.const_count + leaf]
     if _trace_back(j, j.outvars[leaf], leaf, found) is not start:
@@ -239,7 +239,7 @@ def _span(j: _jax.OpenJaxpr, at: int, site: Inner, leaf: int, loop: Loop) -> Spa
 
 
 def _span_of(eqn: _jax.Equation, site: Inner, leaf: int) -> Span | None:
-    """The same, within the equation: a counter that it takes and returns goes from row to row."""
+    """Return the span within an equation, in which a counter goes from row to row."""
     if len(site.sites) != 1:
         return None
     ((at, inner),) = site.sites.items()
@@ -262,7 +262,7 @@ def _span_of(eqn: _jax.Equation, site: Inner, leaf: int) -> Span | None:
 
 
 def _span_of_steps(j: _jax.OpenJaxpr, at: int, site: Write, leaf: int, loop: Loop) -> Span | None:
-    """What the steps of a loop write, a row each."""
+    """Return the rows that the steps of a loop write, one each."""
     carry, starts = j.invars[loop.const_count :], j.eqns[at].invars[2]
     for axis, column in zip(site.window.axes, counted_columns(j, starts, loop), strict=True):
         if column is None or site.window.sizes[axis] != 1 or site.window.mode != "drop":

@@ -1,1 +1,1 @@
-"""What the compiler of one platform needs of loops, and what a machine has room for."""
+"""Lowering of loops as one platform's compiler needs it, and the room that a machine has."""

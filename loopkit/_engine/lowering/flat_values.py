@@ -23,6 +23,7 @@ from loopkit import _jax
 from loopkit._engine.loop import parts
 from loopkit._engine.lowering.tiles import is_row, is_stack, saved_bytes
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.dataflow import interpret
 
 MUCH = 1 << 27
 """Bytes of padding that are worth changes of shape: more than the fast memory beside the processor
@@ -48,11 +49,11 @@ class Flat(NamedTuple):
     shape: tuple[int, ...]
     """As it is written."""
     leaf: Any = None
-    """Of which stack that a loop carries it is a state."""
+    """The stack that it is a state of, if a loop carries one."""
 
 
 class Changes:
-    """What is found out while a jaxpr is evaluated."""
+    """Changes of shape, counted while a jaxpr is evaluated."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -141,9 +142,9 @@ def _run_flat(jaxpr: _jax.Jaxpr, values: Sequence[Any], found: Changes) -> list:
 def _run(j: _jax.OpenJaxpr, values: Sequence[Any], found: Changes) -> list:
     """The results of a jaxpr, some of whose values are `Flat`."""
 
-    def rule(eqn: _jax.Equation, ins: list) -> Sequence[Any]:
+    def rule(eqn: _jax.Equation, ins: list) -> Sequence[Any] | None:
         if equations.is_call(eqn):
-            return _run(*equations.called(eqn, ins), found)
+            return None
         if eqn.primitive is _jax.lax_while_p:
             return _loop(eqn, ins, found)
         if eqn.primitive.name.startswith("custom_") and "call_jaxpr" in eqn.params:
@@ -153,7 +154,7 @@ def _run(j: _jax.OpenJaxpr, values: Sequence[Any], found: Changes) -> list:
             return made
         return _jax.bind_equation(eqn, list(map(found.plain, ins)))
 
-    return equations.interpret(j, values, rule)
+    return interpret(j, values, rule)
 
 
 def _flat_results(eqn: _jax.Equation, ins: list, found: Changes) -> Sequence[Any] | None:
@@ -310,7 +311,7 @@ def _settled(eqn: Any, asked: list, types: Sequence[Any], first: list, second: l
 
 
 def _tried(eqn: Any, asked: list, types: Sequence[Any], ways: list) -> tuple[Changes, set[int]]:
-    """What a step takes, and which stacks it uses as a whole."""
+    """Try a step: what it takes, and which stacks it uses as a whole."""
     found, failed, fixed = Changes(), set(), eqn.params["body_nconsts"]
     found.depth = 1
 
@@ -343,7 +344,7 @@ def _wrapped(values: Sequence[Any], types: Sequence[Any], ways: Sequence[str | N
 
 
 def _held(value: Any, way: str | None, found: Changes) -> Any:
-    """What a loop begins with, or goes on with."""
+    """Hold a value as a loop carries it."""
     if way is None:
         return found.plain(value)
     return found.flat(value, (value.shape[0], -1) if way == "stack" else (-1,))

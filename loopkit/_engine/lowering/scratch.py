@@ -85,7 +85,7 @@ def _named(v: _jax.Atom, names: dict) -> Any:
 
 
 def _called(eqn: _jax.Equation) -> _jax.Jaxpr | None:
-    """What an equation evaluates, in variables of its own, if it is a loop or a call of loops."""
+    """Return the jaxpr of a loop, or of a call of loops, in variables of its own."""
     evaluate, types = _jax.evaluations.get(eqn.primitive), [v.aval for v in eqn.invars]
     if evaluate is not None:
         return _jax.trace_closed(lambda *v: evaluate(*v, **eqn.params), types, "loop")
@@ -109,7 +109,7 @@ class _Level:
         self.inputs: list = []
         """The scratch, if it is an input."""
         self.latest: list = []
-        """What scratch was last written as."""
+        """The variable that each scratch was last written as."""
         self.taken: set = set()
         """Scratch that the equation at hand uses already."""
 

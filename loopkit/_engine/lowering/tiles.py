@@ -1,4 +1,4 @@
-"""What a TPU keeps in tiles of 8 by 128 numbers: which arrays these are wasted on, and how much."""
+"""The tiles of a TPU, of 8 by 128 numbers: which arrays they are wasted on, and how much."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loopkit import _jax
 from loopkit._engine.passes.flat_rows import SHORT
 
 LANES, SUBLANES = 128, 8
-"""Of a tile."""
+"""The sides of a tile."""
 LONGEST_TILE = 4096
 """Numbers of a row that may be a vector."""
 
@@ -40,7 +40,7 @@ def _is_plain(aval: _jax.ShapedArray) -> bool:
 
 
 def padded_bytes(shape: Sequence[int], itemsize: int) -> int:
-    """Of an array in tiles, the better of its last two axes in the lanes."""
+    """Return the bytes of an array in tiles, the better of its last two axes in the lanes."""
     if len(shape) < 2:
         return _jax.volume(shape) * itemsize
     *lead, a, b = shape
@@ -50,6 +50,6 @@ def padded_bytes(shape: Sequence[int], itemsize: int) -> int:
 
 
 def saved_bytes(aval: _jax.ShapedArray) -> int:
-    """By rows that are vectors."""
+    """Return the bytes that are saved if rows are vectors."""
     flat, size = (aval.shape[0], _jax.volume(aval.shape[1:])), aval.dtype.itemsize
     return padded_bytes(aval.shape, size) - padded_bytes(flat, size)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from loopkit._engine.loop import Loop
+from loopkit._engine.lanes.flattened import flattened
+from loopkit._engine.lanes.predicates import axes_between_lanes, lockstep
+from loopkit._engine.loop import Loop, Rewritten
 from loopkit._engine.passes.flat_rows import flat_rows
-from loopkit._engine.passes.flattened import flattened
 from loopkit._engine.passes.hoist_invariant_carry import hoist_invariant_carry
-from loopkit._engine.passes.lockstep import axes_between_lanes, lockstep
 from loopkit._engine.passes.reads_first import reads_first
-from loopkit._engine.passes.rewritten import Rewritten
 from loopkit._engine.passes.varying import varying
 
 PASSES: Sequence[Callable[[Loop], Loop | Rewritten]] = (

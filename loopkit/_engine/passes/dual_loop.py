@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from loopkit import _jax
-from loopkit._engine.loop import Active, CarryLeaf, Const, Loop, kept, parts, spread
-from loopkit._engine.passes.rewritten import Rewritten
+from loopkit._engine.lanes.batched_loop import batch_loop
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Active, CarryLeaf, Const, Loop, Rewritten, kept, parts
+from loopkit._engine.primitives import while_p
 
 
 def dual_loop(loop: Loop, active: Active) -> Rewritten:
@@ -78,6 +81,29 @@ def open_dual(loop: Loop, active: Active, trace: Callable = _jax.trace) -> Rewri
         return [*carry, *ys, *t_carry, *t_ys]
 
     return Rewritten(new, map_operands, map_results)
+
+
+def run_dual(
+    loop: Loop, primals: Sequence[Any], tangents: Sequence[Any], active: Active, batch: int | None
+) -> list:
+    """The active outputs' tangents, by the dual loop."""
+    dual, operands = dual_loop(loop, active), [*primals, *tangents]
+    if batch is not None:
+        return _batch_tangents(loop, dual, operands, batch)
+    outs = dual.map_results(while_p.bind(*dual.map_operands(operands), loop=dual.loop))
+    return outs[loop.primal_counts[1] :]
+
+
+def _batch_tangents(loop: Loop, dual: Rewritten, operands: Sequence[Any], size: int) -> list:
+    """The tangents that come out of the dual loop, where those that go in have a leading batch."""
+    count, results = loop.operand_count, loop.primal_counts[1]
+    dims = dual.map_operands([None] * count + [0] * (len(operands) - count))
+    flags = dual.loop.split([d is not None for d in dims])[0]
+    ys = [False] * loop.ys_count + [True] * (dual.loop.ys_count - loop.ys_count)
+    batched = batch_loop(dual.loop, _jax.axis(size), flags, ys)
+    moved = batched.map_operands(zip(dual.map_operands(operands), dims, strict=True))
+    found = dual.map_results(batched.map_results(while_p.bind(*moved, loop=batched.loop)))
+    return [jnp.moveaxis(t, a, 0) for t, a in found[results:]]
 
 
 def replace_active(

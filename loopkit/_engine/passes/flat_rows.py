@@ -19,10 +19,9 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._buffers.slices import read_p, write_p
-from loopkit._engine.loop import Loop, parts
-from loopkit._engine.passes.rewritten import Rewritten
+from loopkit._engine.loop import Loop, Rewritten, parts
 from loopkit._engine.primitives import while_p
-from loopkit._jaxprs import equations
+from loopkit._jaxprs.dataflow import analyse, interpret_marked
 
 SHORT = 16
 """Elements of a last axis that are enough for a vector unit. From there on reshaping what is read
@@ -108,60 +107,56 @@ def _flattened(jaxpr: _jax.Jaxpr, counts: Sequence[int]) -> _jax.Jaxpr:
     def run(*values: jax.Array) -> list:
         triples = zip(values, pairs, strict=True)
         ins = [Rows(v, t.shape[-n:]) if n else v for v, (t, n) in triples]
-        return [v.value if isinstance(v, Rows) else v for v in _run(j, ins)]
+        outs = interpret_marked(j, ins, Rows, _on_rows)
+        return [v.value if isinstance(v, Rows) else v for v in outs]
 
     return _jax.trace_closed(run, types, "flat_rows")
 
 
-def _whole_axes(j: _jax.OpenJaxpr, arrays: set) -> tuple[int, list[int]]:
-    """How many last axes all uses of some inputs take whole, and which outputs are those inputs."""
-    count, arrays = max(v.aval.ndim for v in arrays), set(arrays)
-    for eqn in j.eqns:
-        where = [n for n, v in enumerate(eqn.invars) if _is_in(v, arrays)]
-        if where:
-            found, after = _use(eqn, where)
-            count = min(count, found)
-            arrays.update(after)
-    return count, [n for n, v in enumerate(j.outvars) if _is_in(v, arrays)]
+def _whole_axes(jaxpr: _jax.Jaxpr, arrays: Sequence[int]) -> tuple[int, list[int]]:
+    """How many last axes all uses of some inputs take whole, and which outputs are those inputs.
+
+    The fact of a value is whether it is one of these arrays.
+    """
+    counts = [max(jaxpr.in_avals[i].ndim for i in arrays)]
+
+    def transfer(eqn: _jax.Equation, ins: list[bool]) -> list[bool]:
+        count, after = _use(eqn, [n for n, is_array in enumerate(ins) if is_array])
+        counts.append(count)
+        return [n in after for n in range(len(eqn.outvars))]
+
+    flags = [i in arrays for i in range(len(jaxpr.in_avals))]
+    outs = analyse(jaxpr, flags, transfer, False)
+    return min(counts), [n for n, is_array in enumerate(outs) if is_array]
 
 
-def _is_in(v: _jax.Atom, arrays: set) -> bool:
-    return not isinstance(v, _jax.Literal) and v in arrays
-
-
-def _use(eqn: _jax.Equation, where: list[int]) -> tuple[int, list]:
+def _use(eqn: _jax.Equation, where: list[int]) -> tuple[int, list[int]]:
     """How many last axes an equation takes whole, and which results are the array again."""
-    if equations.is_call(eqn):
-        inner = _jax.open_jaxpr(eqn.params["jaxpr"])
-        count, outputs = _whole_axes(inner, {inner.invars[n] for n in where})
-        return count, [eqn.outvars[n] for n in outputs]
     if eqn.primitive is while_p:
         loop = eqn.params["loop"]
-        count, leaves = _in_loop(loop, [n - loop.cond_const_count for n in where])
-        return count, [eqn.outvars[n] for n in leaves]
+        return _in_loop(loop, [n - loop.cond_const_count for n in where])
     if eqn.primitive is lax.reshape_p:
         return eqn.invars[0].aval.ndim, []
     if where != [0]:
         return 0, []
-    return _taken_whole(eqn), eqn.outvars[-1:] if eqn.primitive in (read_p, write_p) else []
+    again = eqn.primitive in (read_p, write_p)
+    return _taken_whole(eqn), [len(eqn.outvars) - 1] if again else []
 
 
 def _in_loop(loop: Loop, inputs: list[int]) -> tuple[int, list[int]]:
-    """How many last axes a loop takes whole of some inputs of its body, if it carries them on.
+    """Return how many last axes a loop takes whole of some inputs of its body, and their leaves.
 
-    And which leaves of the carry they are.
+    It has to carry them on: else it takes none whole.
     """
     leaves = [n - loop.const_count for n in inputs if n >= loop.const_count]
     if min(inputs) < 0 or max(leaves, default=0) >= loop.carry_count:
         return 0, []
-    body = _jax.open_jaxpr(loop.body)
-    count, outputs = _whole_axes(body, {body.invars[n] for n in inputs})
+    count, outputs = _whole_axes(loop.body, inputs)
     if outputs != leaves:
         return 0, []
     if loop.cond is not None and leaves:
-        cond = _jax.open_jaxpr(loop.cond)
-        in_cond, _ = _whole_axes(cond, {cond.invars[loop.cond_const_count + n] for n in leaves})
-        count = min(count, in_cond)
+        asked = [loop.cond_const_count + n for n in leaves]
+        count = min(count, _whole_axes(loop.cond, asked)[0])
     return count, leaves
 
 
@@ -197,20 +192,8 @@ def _last(flags: Iterable[bool]) -> int:
     return len(list(itertools.takewhile(bool, reversed(list(flags)))))
 
 
-def _run(j: _jax.OpenJaxpr, values: Sequence[Any]) -> list:
-    """The results of a jaxpr, some of whose values are `Rows`."""
-
-    def rule(eqn: _jax.Equation, ins: list) -> list:
-        on_rows = any(isinstance(v, Rows) for v in ins)
-        return _on_rows(eqn, ins) if on_rows else _jax.bind_equation(eqn, ins)
-
-    return equations.interpret(j, values, rule)
-
-
 def _on_rows(eqn: _jax.Equation, ins: list) -> list:
     params = eqn.params
-    if equations.is_call(eqn):
-        return _run(*equations.called(eqn, ins))
     if eqn.primitive is while_p:
         return _loop_on_rows(params["loop"], ins)
     rows, *others = ins

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from loopkit import _jax
-from loopkit._engine.loop import Const, Loop, kept, parts, spread
-from loopkit._engine.passes.rewritten import Rewritten
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Const, Loop, Rewritten, kept, parts
 from loopkit._jaxprs import equations
 
 

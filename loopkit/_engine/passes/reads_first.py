@@ -50,7 +50,7 @@ def _one_moved(eqns: Sequence[Any]) -> list | None:
 
 
 def _needed(eqns: Sequence[Any], read: _jax.Equation) -> list | None:
-    """What makes the operands of a read, of a write and what follows it; None if it is the write.
+    """Return what makes the operands of a read, of the equations after a write; None if it does.
 
     Or if it has effects, whose order has to stay.
     """

@@ -1,7 +1,7 @@
 """Loops of which everything varies between the devices of `jax.shard_map`.
 
-What a step makes varying, its transpose sums over the devices in the loop: once a step, which
-deadlocks if devices take different numbers of steps. And devices that are at steps of their own
+If a step makes a value varying, its transpose sums over the devices in the loop: once a step, which
+deadlocks if devices take different numbers of steps. Devices that are at steps of their own also
 read and write rows of their own.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 import jax
 
 from loopkit import _jax
-from loopkit._engine.loop import Loop
-from loopkit._engine.passes.rewritten import Rewritten
+from loopkit._engine.loop import Loop, Rewritten
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.dataflow import interpret
 
 HOLDING = (
     *("scan", "while", "cond", "checkpoint", "remat2", "closed_call", "core_call"),
@@ -77,17 +77,17 @@ class _Varying:
         return found
 
     def run(self, j: _jax.OpenJaxpr, values: Sequence[Any]) -> list:
-        def rule(eqn: _jax.Equation, ins: list) -> Sequence[Any]:
+        def rule(eqn: _jax.Equation, ins: list) -> Sequence[Any] | None:
             pairs = zip(eqn.invars, ins, strict=True)
             if all(isinstance(v, _jax.Literal) or jax.typeof(x) == v.aval for v, x in pairs):
                 return _jax.bind_equation(eqn, ins)
             if eqn.primitive is _jax.pvary_p:
                 return [_jax.vary_like(ins[0], [v.aval for v in eqn.outvars])]
             if equations.is_call(eqn):
-                return self.run(*equations.called(eqn, ins))
+                return None
             if eqn.primitive.name in HOLDING or "loop" in eqn.params:
                 params = equations.with_jaxprs(eqn.params, self.inside)
                 eqn = _jax.with_custom_rules(eqn.replace(params=params), self.rule)
             return _jax.bind_equation(eqn, [_jax.vary_like(x, self.like) for x in ins])
 
-        return [_jax.vary_like(v, self.like) for v in equations.interpret(j, values, rule)]
+        return [_jax.vary_like(v, self.like) for v in interpret(j, values, rule)]

@@ -26,6 +26,7 @@ from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.passes.dual_loop import dual_loop
 from loopkit._engine.primitives import define, dual_p, forward_p, pushforward_p, while_p
 from loopkit._engine.rules import while_
+from loopkit._engine.rules.linear import linear_params
 from loopkit._engine.sweeps import sweeps
 
 
@@ -56,13 +57,7 @@ def known(values: Sequence[Any], *, loop: Loop, active: Active) -> tuple:
     if any(both.how.on_host):
         residuals = list(map(_jax.placed, residuals, both.residual_types))
         residuals = list(map(_jax.named_on_host, residuals))
-    params = {
-        "loop": loop,
-        "layout": active,
-        "active": active,
-        "batch": None,
-        "transpose_only": False,
-    }
+    params = linear_params(loop, active, active)
     return results, [*values, *residuals], pushforward_p, params
 
 

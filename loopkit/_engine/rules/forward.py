@@ -18,12 +18,14 @@ from loopkit._engine.derivative.pieces import Reversal
 from loopkit._engine.derivative.reversal import covers, reversal
 from loopkit._engine.derivative.split import primal_half
 from loopkit._engine.facts.activity import moving_activity
-from loopkit._engine.loop import Active, Loop, kept, parts, spread
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Active, Loop, kept, parts
 from loopkit._engine.lowering.flat_values import of_vectors
-from loopkit._engine.lowering.host_memory import check_host_memory
+from loopkit._engine.lowering.memory import check_host_memory
 from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.primitives import PARTIAL_EVAL_RULES, define, forward_p, pushforward_p, while_p
 from loopkit._engine.rules import while_
+from loopkit._engine.rules.linear import linear_params
 from loopkit._engine.sweeps import sweeps
 
 
@@ -77,13 +79,7 @@ def jvp(
         source, layout = plain.without_debug_effects(), moving
         fresh = forward_p.bind(*primals, loop=source, active=moving)
         residuals = fresh[loop.primal_counts[1] :]
-    params = {
-        "loop": source,
-        "layout": layout,
-        "active": moving,
-        "batch": None,
-        "transpose_only": False,
-    }
+    params = linear_params(source, layout, moving)
     flowing = pushforward_p.bind(*primals, *residuals, *inputs, **params)
     zeros = list(map(_jax.float0_zero, loop.result_types))
     still = [_jax.float0_zero(jax.typeof(r)) for r in outs[loop.primal_counts[1] :]]

@@ -16,11 +16,10 @@ import jax
 
 from loopkit import _jax
 from loopkit._engine.facts.activity import backward_activity, forward_activity
-from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
-from loopkit._engine.passes.dual_loop import active_inputs, dual_loop, replace_active
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Active, Loop, Operands, kept, parts
+from loopkit._engine.passes.dual_loop import active_inputs, dual_loop, replace_active, run_dual
 from loopkit._engine.primitives import define, hessian_p
-from loopkit._engine.rules.linear import BACKWARD, asked
-from loopkit._engine.rules.pushforward import run_dual
 
 
 def evaluate(
@@ -39,6 +38,14 @@ def evaluate(
         return list(pull(cts))
 
     return one(cts, u) if batch is None else jax.vmap(one)(cts, u)
+
+
+def result_types(
+    *_: object, loop: Loop, active: Active, batch: int | None, **__: object
+) -> tuple[list, Any]:
+    """Types of the cotangents, with a leading batch if there is one; and the effects."""
+    types = _jax.stack_types(loop.input_types(active), batch)
+    return types, loop.without_debug_effects().effects
 
 
 def second_order(
@@ -105,7 +112,7 @@ def transpose(
     zeros = map(_jax.float0_zero, loop.operand_types[loop.cond_const_count :])
     tangents = spread(cts, active.inputs, list(zeros))
     out = second_order(loop, values, w, moving, tangents, moving, batch)
-    return asked(out, operands)
+    return _jax.asked_for(out, operands)
 
 
-define(hessian_p, evaluate, BACKWARD.types, jvp=jvp, transpose=transpose)
+define(hessian_p, evaluate, result_types, jvp=jvp, transpose=transpose)

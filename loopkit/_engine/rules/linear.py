@@ -1,4 +1,20 @@
-"""What the primitives that are linear in their last operands have in common.
+"""pushforward and pullback: the tangents L t of a loop, and its cotangents L^T w.
+
+    pushforward  operands  those of the loop, residuals of `forward`, tangents of the active inputs
+                 results   tangents of the active outputs
+                 JVP       in t, itself; in the primals, that of D
+                 transpose `pullback`
+    pullback     operands  those of the loop, residuals of `forward`, cotangents of active outputs
+                 results   cotangents of the active inputs
+                 JVP       in w, itself; in the primals, `hessian`
+                 transpose `pushforward`
+
+The residuals of a pushforward are there for its transpose; run as it is, it is D, which needs none.
+`batch` is None or the size of a leading axis of tangents or cotangents, which the primals do not
+have: the trajectory is replayed once for all of them. `unused_init` says of which carry leaves
+nobody asks for the cotangent of the initial value, as of a buffer that starts with zeros; it is
+zeros then. If one is `transpose_only`, operands that the pullback does not read are zeros: the
+pushforward is not run, and the pullback has no derivative.
 
 No cotangent, or no tangent, is not one of zeros: results that only those reach are symbolic zeros,
 and what reaches no result that is used is left out.
@@ -10,10 +26,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from loopkit import _jax
+from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.activity import cotangent_activity, linear_activity
-from loopkit._engine.loop import Active, Loop, kept, spread
-from loopkit._engine.primitives import pullback_p, pushforward_p
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Active, Loop, kept, parts
+from loopkit._engine.lowering.flat_values import of_vectors
+from loopkit._engine.lowering.scratch import with_scratch
+from loopkit._engine.passes.dual_loop import dual_loop, run_dual
+from loopkit._engine.primitives import READS, define, pullback_p, pushforward_p
+from loopkit._engine.rules import while_
+from loopkit._engine.rules.hessian import second_order
+from loopkit._engine.rules.two_loops import stored_pullback
+from loopkit._engine.sweeps import sweeps
 
 
 @dataclass(frozen=True)
@@ -24,9 +52,9 @@ class Linear:
     ins: str
     outs: str
     reached: Callable[[Loop, Active, Sequence[bool]], Active]
-    """What some of the values that go in reach."""
+    """The leaves that some of the values that go in reach."""
     needed: Callable[[Loop, Active, Sequence[bool]], Active]
-    """What some of the values that come out need."""
+    """The leaves that some of the values that come out need."""
     out_types: Callable[[Loop, Active], list]
 
     def types(
@@ -65,12 +93,158 @@ class Linear:
         return ins, _jax.new_equation(eqn, self.primitive, invars, outvars, params)
 
 
-def asked(cts: Sequence[Any], operands: Sequence[Any]) -> list:
-    """What `transpose` returns: cotangents of the last operands, as far as they are asked for."""
-    cts = [*[None] * (len(operands) - len(cts)), *cts]
-    return [ct if _jax.is_undefined(v) else None for ct, v in zip(cts, operands, strict=True)]
+def linear_params(loop: Loop, layout: Active, active: Active) -> dict[str, Any]:
+    """Return the parameters of a `pushforward` from what a loop has saved for some leaves."""
+    params = {"loop": loop, "layout": layout, "active": active}
+    return {**params, "batch": None, "transpose_only": False}
 
 
 by_tangents, by_cotangents = linear_activity, cotangent_activity
 FORWARD = Linear(pushforward_p, "inputs", "outputs", by_tangents, by_cotangents, Loop.output_types)
 BACKWARD = Linear(pullback_p, "outputs", "inputs", by_cotangents, by_tangents, Loop.input_types)
+
+
+def evaluate_pushforward(
+    *operands: jax.Array,
+    loop: Loop,
+    layout: Active,
+    active: Active,
+    batch: int | None,
+    transpose_only: bool,
+) -> list:
+    assert not transpose_only, "what it reads is not there"
+    primals, _, tangents = arguments(loop, layout, operands)
+    quiet = loop.without_debug_effects()
+    loop.check_repeats()
+    return run_dual(quiet, primals, tangents, active, batch)
+
+
+def arguments(loop: Loop, layout: Active, operands: Sequence[Any]) -> list[list]:
+    """Primals, residuals and linear operands."""
+    return parts(operands, loop.operand_count, len(sweeps(reversal(loop, layout)).residual_types))
+
+
+def jvp_of_pushforward(
+    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[list, list]:
+    loop, active = params["loop"], params["active"]
+    assert not params["transpose_only"], "what it reads is not there"
+    values, residuals, linear = arguments(loop, params["layout"], primals)
+    t_values, _, t_linear = arguments(loop, params["layout"], tangents)
+    out = pushforward_p.bind(*primals, **params)
+    flowing = FORWARD.of([*values, *residuals], t_linear, params)
+    if not any(_jax.nonzero(t_values[loop.cond_const_count :])):
+        return out, flowing
+    quiet = loop.without_debug_effects()
+    if params["batch"] is None:
+        dual = dual_loop(quiet, active)
+        still = [_jax.float0_zero(jax.typeof(t)) for t in linear]
+        at, moves = dual.map_operands([*values, *linear]), dual.map_operands([*t_values, *still])
+        second = dual.map_results(while_.jvp(at, moves, loop=dual.loop)[1])[loop.primal_counts[1] :]
+    else:
+        tangents_at = lambda *at: run_dual(quiet, at, linear, active, params["batch"])
+        second = _jax.jvp_in_moving(tangents_at, values, t_values)[1]
+    return out, list(map(_jax.add_tangents, flowing, second))
+
+
+def transpose_pushforward(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
+    loop, layout, active = params["loop"], params["layout"], params["active"]
+    values, residuals, linear = arguments(loop, layout, operands)
+    zeros = [_jax.float0_zero(l.aval) for l in linear]
+    live = cotangent_activity(loop, active, _jax.nonzero(cts))
+    reaching = kept(live.outputs, active.outputs)
+    cts = [_jax.instantiate(c) for c in kept(cts, reaching)]
+    if not any(live.inputs):
+        return _jax.asked_for(zeros, operands)
+    # Of a tangent that is known, which is zero, nobody asks for the cotangent.
+    flags = [_jax.is_undefined(v) for v in linear]
+    flags = spread(flags, active.inputs, [False] * len(active.inputs))
+    _, wanted, _ = parts(flags, loop.const_count, loop.carry_count)
+    unused_init = tuple(l and not a for l, a in zip(live.carry, wanted, strict=True))
+    params = dict(params, layout=layout, active=live, unused_init=unused_init)
+    out = pullback_p.bind(*values, *residuals, *cts, **params)
+    return _jax.asked_for(spread(out, kept(live.inputs, active.inputs), zeros), operands)
+
+
+def pullback_reads(*, loop: Loop, layout: Active, active: Active, **_: object) -> list[bool]:
+    """Which operands of the loop its pullback reads."""
+    return reversal(loop, layout, active).reads
+
+
+define(
+    pushforward_p,
+    evaluate_pushforward,
+    FORWARD.types,
+    jvp=jvp_of_pushforward,
+    transpose=transpose_pushforward,
+    dce=FORWARD.dce,
+)
+READS[pushforward_p] = pullback_reads
+
+
+def evaluate_pullback(
+    *operands: jax.Array,
+    loop: Loop,
+    layout: Active,
+    active: Active,
+    batch: int | None,
+    unused_init: tuple[bool, ...],
+    transpose_only: bool,
+) -> list:
+    primals, residuals, cts = arguments(loop, layout, operands)
+    how = reversal(loop, layout, active).without(unused_init)
+    with jax.named_scope(f"loopkit.{loop.name}.backward"):
+        out = sweeps(how).backward(loop.split(primals)[0], residuals, cts, batch)
+    unasked = _unused_results(active, unused_init)
+    return [_jax.zeros(jax.typeof(v)) if u else v for v, u in zip(out, unasked, strict=True)]
+
+
+def _unused_results(active: Active, unused_init: Sequence[bool]) -> list[bool]:
+    """Which results are cotangents that nobody asks for."""
+    flags = [*[False] * len(active.consts), *unused_init, *[False] * len(active.xs)]
+    return kept(flags, active.inputs)
+
+
+def jvp_of_pullback(
+    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[list, list]:
+    loop, active, batch = params["loop"], params["active"], params["batch"]
+    assert not params["transpose_only"], "what it reads is not there"
+    values, residuals, cts = arguments(loop, params["layout"], primals)
+    t_values, _, t_cts = arguments(loop, params["layout"], tangents)
+    out = pullback_p.bind(*primals, **params)
+    if loop.holds_custom_vjp:
+        # The last residual: the steps taken.
+        operands, moves = [*values, residuals[-1], *cts], [*t_values, None, *t_cts]
+        stored = lambda *at: stored_pullback(loop, active, batch, at)
+        return out, _jax.jvp_in_moving(stored, operands, moves)[1]
+    flowing = BACKWARD.of([*values, *residuals], t_cts, params)
+    moves = t_values[loop.cond_const_count :]
+    if batch is not None:
+        repeated = lambda t: jnp.broadcast_to(t, (batch, *jnp.shape(t)))
+        moves = [t if type(t) is _jax.Zero else repeated(t) for t in moves]
+    second = second_order(loop, values, cts, active, moves, active, batch)
+    return out, list(map(_jax.add_tangents, flowing, second))
+
+
+def transpose_pullback(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
+    loop = params["loop"]
+    values, residuals, _ = arguments(loop, params["layout"], operands)
+    unused_init = _unused_results(params["active"], params.pop("unused_init"))
+    types = BACKWARD.types(**params)[0]
+    tangents = [
+        _jax.float0_zero(t) if u else c for t, u, c in zip(types, unused_init, cts, strict=True)
+    ]
+    return _jax.asked_for(FORWARD.of([*values, *residuals], tangents, params), operands)
+
+
+define(
+    pullback_p,
+    evaluate_pullback,
+    BACKWARD.types,
+    jvp=jvp_of_pullback,
+    transpose=transpose_pullback,
+    dce=BACKWARD.dce,
+    on_cpu=with_scratch,
+    on_tpu=of_vectors,
+)

@@ -23,13 +23,21 @@ from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.activity import either
-from loopkit._engine.facts.widths import waiting
-from loopkit._engine.loop import Active, Loop, OneLane, Operands, kept, parts, spread
-from loopkit._engine.passes.batched_loop import Batched
-from loopkit._engine.passes.counted import counted
+from loopkit._engine.lanes.batched_loop import Batched
+from loopkit._engine.lanes.many_lanes import (
+    AxisPair,
+    ManyLanes,
+    OneLane,
+    join,
+    waiting_lanes,
+    with_lanes,
+)
+from loopkit._engine.lanes.phases import phases_of
+from loopkit._engine.lanes.predicates import counted
+from loopkit._engine.lanes.widths import waiting
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Active, Loop, Operands, kept, parts
 from loopkit._engine.passes.dual_loop import active_inputs, replace_active
-from loopkit._engine.passes.many_lanes import AxisPair, ManyLanes, join, waiting_lanes, with_lanes
-from loopkit._engine.passes.phases import phases_of
 from loopkit._engine.primitives import define, hessian_p, narrowed_p, pushforward_p, while_p
 from loopkit._engine.sweeps import sweeps
 
@@ -70,7 +78,7 @@ def linear_lanes(
     transpose_only: bool = False,
     **params: Any,
 ) -> OneLane | None:
-    """The same of a linear primitive: silent, and what is active has lanes, too."""
+    """Return the lanes of a linear primitive, if they narrow. All that is active has lanes."""
     with waiting(transpose_only):  # its operands may be missing
         lanes = lanes_of(loop, axis, dims)
     if lanes is None:
@@ -99,7 +107,7 @@ def check_saved(loop: Loop, saved: Sequence[Any], places: Sequence[Any]) -> None
 def derivative(
     primitive: _jax.Primitive, lane: OneLane, operands: Sequence[Any], params: dict[str, Any]
 ) -> list:
-    """What a linear primitive gives, of operands of all lanes without what was saved."""
+    """Return the results of a linear primitive of all lanes, without what was saved."""
     active, batch = params["active"], params["batch"]
     what = {"of": primitive, "active": active, "moving": params.get("moving", active)}
     return narrowed_p.bind(*operands, loop=lane.many, batch=batch, **what)

@@ -1,6 +1,6 @@
 """The cotangents of a loop as two loops: one that stores every carry, and one that goes back.
 
-What `pullback` computes, written so that it can be differentiated as any loop can. A function with
+They compute what `pullback` computes, and can be differentiated as any loop can. A function with
 a custom VJP needs this: its rule is code of its own, which may be linear in nothing, and the next
 derivative is the derivative of that code. Memory grows with the length.
 """

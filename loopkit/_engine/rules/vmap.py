@@ -11,21 +11,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
-
 from loopkit import _jax
 from loopkit._engine.derivative.pieces import build
 from loopkit._engine.derivative.reversal import can_replay, decide, reversal
 from loopkit._engine.derivative.split import batch_split, split_step
 from loopkit._engine.derivative.write_log import batch_undo
 from loopkit._engine.facts.activity import either
-from loopkit._engine.facts.widths import waiting
-from loopkit._engine.loop import Active, Loop, Operands, kept, parts, spread
-from loopkit._engine.passes.batched_loop import Batched, batch_loop, leaves_in_rows, move
+from loopkit._engine.lanes.batched_loop import Batched, batch_loop, leaves_in_rows, move
+from loopkit._engine.lanes.many_lanes import waiting_lanes, with_lanes
+from loopkit._engine.lanes.phases import phases_of
+from loopkit._engine.lanes.widths import waiting
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Active, Loop, Operands, kept, parts
 from loopkit._engine.passes.dual_loop import dual_loop
-from loopkit._engine.passes.many_lanes import waiting_lanes, with_lanes
-from loopkit._engine.passes.phases import phases_of
-from loopkit._engine.passes.rewritten import Rewritten
 from loopkit._engine.primitives import (
     dual_p,
     forward_p,
@@ -36,18 +34,6 @@ from loopkit._engine.primitives import (
 )
 from loopkit._engine.rules import narrowed
 from loopkit._engine.sweeps import sweeps
-
-
-def batch_tangents(loop: Loop, dual: Rewritten, operands: Sequence[Any], size: int) -> list:
-    """The tangents that come out of the dual loop, where those that go in have a leading batch."""
-    count, results = loop.operand_count, loop.primal_counts[1]
-    dims = dual.map_operands([None] * count + [0] * (len(operands) - count))
-    flags = dual.loop.split([d is not None for d in dims])[0]
-    ys = [False] * loop.ys_count + [True] * (dual.loop.ys_count - loop.ys_count)
-    batched = batch_loop(dual.loop, _jax.axis(size), flags, ys)
-    moved = batched.map_operands(zip(dual.map_operands(operands), dims, strict=True))
-    found = dual.map_results(batched.map_results(while_p.bind(*moved, loop=batched.loop)))
-    return [jnp.moveaxis(t, a, 0) for t, a in found[results:]]
 
 
 def _batch_while(

@@ -4,6 +4,9 @@ operands  cond_consts, consts, init, xs
 results   carry, ys
 JVP       one `dual`, in the leaves that turn out to be active
 transpose of a loop that is linear in some operands: a pullback, at zero
+
+Beside it stands `evaluated`: what computes a loop, or its derivative, as a jaxpr. It has no
+derivative, being made where none is asked for any more.
 """
 
 from __future__ import annotations
@@ -16,14 +19,15 @@ import jax
 from loopkit import _jax
 from loopkit._engine import steps
 from loopkit._engine.facts.activity import moving_activity
-from loopkit._engine.fixed_point import fixed_point
-from loopkit._engine.loop import Loop, kept, parts, spread
+from loopkit._engine.lanes.phases import phases_of
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Loop, kept, parts
 from loopkit._engine.lowering.flat_values import of_vectors
 from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.passes.dual_loop import open_dual
-from loopkit._engine.passes.phases import phases_of
-from loopkit._engine.passes.prune import prune
-from loopkit._engine.primitives import define, dual_p, while_p
+from loopkit._engine.passes.unused import prune
+from loopkit._engine.primitives import define, dual_p, evaluated_p, while_p
+from loopkit._jaxprs.dataflow import fixed_point
 
 
 def evaluate(*operands: jax.Array, loop: Loop) -> list:
@@ -70,7 +74,7 @@ def transpose(cts: Sequence[Any], *operands: Any, loop: Loop) -> list:
 
 
 def known_part(unknown: list[bool], loop: Loop) -> tuple | None:
-    """What is known where some operands are not: a rule may loop over primals and tangents."""
+    """Find the part that is known where some operands are not: a rule may loop over both halves."""
     flags = loop.split(unknown)[0]
 
     def reached(carry: list[bool]) -> list[list[bool]]:
@@ -109,3 +113,14 @@ define(
     on_tpu=of_vectors,
 )
 _jax.register_known_part(while_p, known_part)
+
+
+def _evaluate_jaxpr(*values: jax.Array, jaxpr: _jax.Jaxpr, **_: object) -> list:
+    return list(_jax.call_jaxpr(jaxpr)(*values))
+
+
+def _jaxpr_types(*_: object, jaxpr: _jax.Jaxpr, **__: object) -> tuple[list, Any]:
+    return list(jaxpr.out_avals), jaxpr.effects
+
+
+_jax.define(evaluated_p, _evaluate_jaxpr, _jaxpr_types, on_cpu=with_scratch, on_tpu=of_vectors)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from loopkit import _jax
 from loopkit._engine.derivative.pieces import Reversal
-from loopkit._engine.sweeps.every_carry import EveryCarry
-from loopkit._engine.sweeps.every_residual import EveryResidual
-from loopkit._engine.sweeps.every_segment import EverySegment
+from loopkit._engine.sweeps.every_step import EveryCarry, EveryResidual
 from loopkit._engine.sweeps.in_segments import InSegments
-from loopkit._engine.sweeps.scheduled import Scheduled
+from loopkit._engine.sweeps.segments import EverySegment, Scheduled
 from loopkit._engine.sweeps.strategy import Sweep
 
 STRATEGIES: dict[str, type[Sweep]] = {

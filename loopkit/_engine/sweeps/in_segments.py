@@ -23,7 +23,7 @@ from loopkit import _jax
 from loopkit._engine.loop import Loop, Operands, kept
 from loopkit._engine.steps import Steps, read_rows, repeat, take, write_rows
 from loopkit._engine.sweeps import tables
-from loopkit._engine.sweeps.scheduled import Scheduled
+from loopkit._engine.sweeps.segments import Scheduled
 from loopkit._engine.sweeps.step import Cotangents, StepReversal
 from loopkit._engine.sweeps.strategy import Backward, Saving, reverse_segments
 from loopkit._plans.waits import writes_in_passing

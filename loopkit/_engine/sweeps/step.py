@@ -13,9 +13,10 @@ from loopkit import _jax
 from loopkit._engine import progress
 from loopkit._engine.derivative.deferred_products import Products
 from loopkit._engine.derivative.pieces import Reversal
-from loopkit._engine.loop import Loop, Operands, kept, parts, spread
+from loopkit._engine.lanes.safe_inputs import EveryInput, SafeInputs
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Loop, Operands, kept, parts
 from loopkit._engine.steps import (
-    hold,
     in_runs,
     read_rows,
     read_slices,
@@ -23,23 +24,22 @@ from loopkit._engine.steps import (
     row_of,
     write_rows,
 )
-from loopkit._engine.sweeps.lanes import SafeInputs
 
 SMALL_ROW = 1024
 """Bytes of a row that is copied out once, rather than sliced in each kernel that reads it."""
 
 
 class Cotangents(NamedTuple):
-    """What flows back. Each has the linear batch axis first, if there is one."""
+    """Cotangents under way. Each has the linear batch axis first, if there is one."""
 
     consts: list
     """Summed over the steps so far."""
     carry: list
-    """With respect to the carry before the step reversed last."""
+    """Cotangents of the carry before the step reversed last."""
     xs: list
     """Whole arrays, the rows of the steps reversed so far."""
     factors: list
-    """Of products that are put off to the end of the segment, a row for each of its steps."""
+    """Factors of products that are put off to the end of a segment, a row for each of its steps."""
     bar: progress.StepMeter | None = None
     """Where it is shown how far it is."""
 
@@ -78,15 +78,13 @@ class StepReversal:
         """
         self.how, self.operands, self.taken, self.batch = how, operands, taken, batch
         self.ct_ys, self.log = ct_ys, log
-        self.safe: SafeInputs | None = None
         self.products: Products | None = None
-        consts = operands.consts
+        self.safe: Any = EveryInput(operands.consts)
         if how.loop.lanes:
             self.safe = SafeInputs.of(how.loop, operands, taken > 0, how.saved, how.forward)
-            consts = self.safe.consts
-        self.hoisted = list(_jax.call_jaxpr(how.split.hoist)(*consts))
+        self.hoisted = list(_jax.call_jaxpr(how.split.hoist)(*self.safe.consts))
         self.backward, self.late = how.backward, [False] * sum(how.active.consts)
-        if batch is None and self.safe is None and log is not None and how.products is not None:
+        if batch is None and not how.loop.lanes and log is not None and how.products is not None:
             self.products, self.backward = how.products, how.products.step
             self.late = list(how.products.put_off[: len(self.late)])
         if batch is not None:
@@ -105,12 +103,14 @@ class StepReversal:
         counts = ft.partial(self.how.counts, self.operands, taken=self.taken)
         return undo.rewound(loop, self.operands.init, self.log, counts, first, count, buffers)
 
+    def running(self, step: _jax.Whole) -> Any:
+        """Return the lanes that take a step; None where there are no lanes."""
+        return step < self.taken if self.how.loop.lanes else None
+
     def counts(self, step: _jax.Whole) -> list:
         """The counters before a step; of lanes that have stopped, those of a step they take."""
         counts = self.how.counts(self.operands, step, self.taken)
-        if self.safe is None:
-            return counts
-        values = self.safe.carries(step < self.taken, kept(counts, self.how.saved))
+        values = self.safe.carries(self.running(step), kept(counts, self.how.saved))
         return spread(values, self.how.saved, counts)
 
     def replay(
@@ -141,17 +141,12 @@ class StepReversal:
 
     def residuals(self, step: _jax.Whole, carry: list, x: list | None = None) -> tuple[list, list]:
         """The next carry, and the row of this step."""
-        how, consts, inputs = self.how, self.operands.consts, carry
+        how, safe, active = self.how, self.safe, self.running(step)
         x = read_slices(how.loop, self.operands, step) if x is None else x
-        active = step < self.taken
-        if self.safe is not None:
-            consts, x = self.safe.apart_from_carry(active, x)
-            inputs = self.safe.carries(active, carry)
-            outs = self.safe.call(how.forward, active, consts, inputs, x)
-            new, stored = parts(outs, sum(how.saved))
-            return hold(active, new, carry, self.safe.buffers), stored
-        new, stored = parts(_jax.call_jaxpr(how.forward)(*consts, *inputs, *x), sum(how.saved))
-        return new, stored
+        consts, x = safe.apart_from_carry(active, x)
+        outs = safe.call(how.forward, active, consts, safe.carries(active, carry), x)
+        new, stored = parts(outs, sum(how.saved))
+        return safe.hold(active, new, carry, safe.buffers), stored
 
     def computed_once(self, stored: list) -> list:
         """Residuals of the step at hand.
@@ -255,17 +250,12 @@ class StepReversal:
         """Cotangents of constants, with those so far, of the carry and of slices; and factors."""
         active, axis = self.how.active, 0 if self.batch is None else 1
         buffers = kept(self.how.loop.is_buffer, active.carry)
-        consts, hoisted, before, running = self.operands.consts, self.hoisted, flowing, None
-        if self.safe is not None:
-            running = step < self.taken
-            consts, x = self.safe.apart_from_carry(running, x)
-            if self.safe.shared:
-                hoisted = list(_jax.call_jaxpr(self.how.split.hoist)(*consts))
-            zeros = list(map(jnp.zeros_like, flowing))
-            flowing = hold(running, flowing, zeros, buffers, axis)
-        outs = _jax.call_jaxpr(self.backward)(*consts, *hoisted, *x, *row, *so_far, *flowing)
+        safe, running = self.safe, self.running(step)
+        consts, x = safe.apart_from_carry(running, x)
+        hoisted = _jax.call_jaxpr(self.how.split.hoist)(*consts) if safe.shared else self.hoisted
+        given = safe.hold(running, flowing, None, buffers, axis)
+        outs = _jax.call_jaxpr(self.backward)(*consts, *hoisted, *x, *row, *so_far, *given)
         counts = len(so_far) - sum(self.late), sum(active.carry), sum(active.xs)
         d_consts, d_carry, d_x, factors = parts(outs, *counts)
-        if self.safe is not None:
-            d_carry = hold(running, d_carry, before[: len(d_carry)], buffers, axis)
+        d_carry = safe.hold(running, d_carry, flowing[: len(d_carry)], buffers, axis)
         return [d_consts, d_carry, d_x, factors]

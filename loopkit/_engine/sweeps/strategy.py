@@ -18,25 +18,10 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._engine import progress
+from loopkit._engine import steps as stepping
 from loopkit._engine.derivative.pieces import Reversal
+from loopkit._engine.lanes.batched_loop import stacked
 from loopkit._engine.loop import Loop, Operands, kept, parts
-from loopkit._engine.passes.batched_loop import stacked
-from loopkit._engine.steps import (
-    Steps,
-    after_run,
-    evaluate,
-    finished,
-    goes_on,
-    in_runs,
-    quotient,
-    read_rows,
-    repeat,
-    repeat_backwards,
-    select,
-    start,
-    while_it_goes_on,
-    write_rows,
-)
 from loopkit._engine.sweeps.step import Cotangents, StepReversal, zero_cotangents
 from loopkit._plans.plan import Plan
 
@@ -46,7 +31,7 @@ PART = 32
 """Steps that are reversed without a wait of the host, where it has to count them."""
 
 
-Saving = tuple[Steps, list]
+Saving = tuple[stepping.Steps, list]
 """The forward sweep: the loop under way, and what is saved of it."""
 
 
@@ -64,12 +49,12 @@ class Backward(NamedTuple):
     buffers: list
     """Those that are brought back, as they were after the segment to reverse next."""
     ahead: Sequence[Any] = ()
-    """What is saved of it, if it was brought from the host while another was reversed."""
+    """The checkpoint of it, if it was brought from the host while another was reversed."""
 
 
 @dataclass(frozen=True)
 class Sweep(abc.ABC):
-    """A way to keep what a plan keeps. Those there are have a file each."""
+    """A way to keep what a plan keeps."""
 
     how: Reversal
 
@@ -120,7 +105,7 @@ class Sweep(abc.ABC):
         return step.reverse_rows(0, steps, stacks, s.cts, s.buffers, part, ahead)[0]
 
     def leaving(self, values: list[Any], number: _jax.Whole) -> list[Any]:
-        """What is to be saved, in a place not below 0; if on the host, copies of it.
+        """Return values to be saved, in a place not below 0; if on the host, copies of them.
 
         Steps that go on from it, in its memory, would have to wait until it has arrived there.
         """
@@ -131,7 +116,7 @@ class Sweep(abc.ABC):
 
     @property
     def residual_types(self) -> list[_jax.ShapedArray]:
-        """What the forward sweep hands on.
+        """Types of the residuals, which the forward sweep hands on.
 
         Checkpoints; the log of what was displaced in buffers, and those buffers at the end; the
         segments that checkpoints start; the steps taken, which are each lane's own.
@@ -159,7 +144,7 @@ class Sweep(abc.ABC):
     def blank_stacks(self) -> list:
         """Where the forward sweep saves, with nothing saved yet.
 
-        What is read has been written before: what this costs follows the steps taken.
+        Nothing is read that has not been written: what this costs follows the steps taken.
         """
         types = self.residual_types[: len(self.stack_types)]
         return [_jax.blank_on_host(t) if _jax.is_on_host(t) else _jax.blank(t) for t in types]
@@ -168,11 +153,11 @@ class Sweep(abc.ABC):
         """Final carry, ys, and the residuals."""
         how = self.how
         if loop.length == 0:
-            return [*evaluate(loop, operands), *map(_jax.zeros, self.residual_types)]
+            return [*stepping.evaluate(loop, operands), *map(_jax.zeros, self.residual_types)]
         loop = loop if how.undo is None else how.undo.logged(loop)
-        first = start(loop, operands), self.blank_stacks
+        first = stepping.start(loop, operands), self.blank_stacks
         steps, stacks, *segments = self.run(loop, operands, first)
-        steps = finished(loop, steps)
+        steps = stepping.finished(loop, steps)
         ys, log = parts(steps.ys, how.loop.ys_count)
         buffers = kept(steps.carry, how.undone)
         taken = jnp.int32(loop.length) if loop.cond is None else steps.taken
@@ -231,26 +216,28 @@ def reverse_segments(
         last = lax.div(steps + (length - 1), jnp.int32(length)) - 1
     state = state._replace(segment=jnp.asarray(last, jnp.int32))
     if known:
-        return repeat(last + 1, lambda _, s: reverse_one(s), state).cts
+        return stepping.repeat(last + 1, lambda _, s: reverse_one(s), state).cts
     return lax.while_loop(lambda s: s.segment >= 0, reverse_one, state).cts
 
 
 def _reverse_apart(
     reverse: Callable, length: int, steps: _jax.Whole, state: Backward
 ) -> Cotangents:
-    """The same, the last segment for itself: loops over steps of the others have a known length."""
+    """Go back, the last segment for itself: loops over steps of the others have a known length."""
 
     def reverse_one(segment: _jax.Whole, count: _jax.Whole, s: Backward) -> Backward:
         return reverse(segment * length, count, s._replace(segment=segment))._replace(
             segment=s.segment
         )
 
-    whole = quotient(steps, length)
+    whole = stepping.quotient(steps, length)
     rest = steps - whole * length
     some = min(rest, 1) if isinstance(rest, int) else jnp.minimum(rest, 1)
     state = state._replace(segment=jnp.int32(0))
-    state = repeat(some, lambda _, s: reverse_one(whole, rest, s), state)
-    return repeat_backwards(whole, lambda segment, s: reverse_one(segment, length, s), state).cts
+    state = stepping.repeat(some, lambda _, s: reverse_one(whole, rest, s), state)
+    return stepping.repeat_backwards(
+        whole, lambda segment, s: reverse_one(segment, length, s), state
+    ).cts
 
 
 def run_steps(loop: Loop, operands: Operands, step: Callable, state: Any) -> Any:
@@ -259,9 +246,9 @@ def run_steps(loop: Loop, operands: Operands, step: Callable, state: Any) -> Any
     `state`: the loop under way, and whatever is saved of it.
     """
     if loop.cond is None:
-        after = lambda s, count: (after_run(loop, s[0], count), s[1])
-        return in_runs(loop, loop.length, lambda _, s: step(s), state, after, state[0].bar)
-    another = lambda s: goes_on(loop, operands, s[0], loop.length)
+        after = lambda s, count: (stepping.after_run(loop, s[0], count), s[1])
+        return stepping.in_runs(loop, loop.length, lambda _, s: step(s), state, after, state[0].bar)
+    another = lambda s: stepping.goes_on(loop, operands, s[0], loop.length)
 
     def iteration(s: Any) -> Any:
         s = step(s)
@@ -269,7 +256,7 @@ def run_steps(loop: Loop, operands: Operands, step: Callable, state: Any) -> Any
             s = step(s, another(s))
         return s
 
-    return while_it_goes_on(loop, operands, iteration, state, loop.length)
+    return stepping.while_it_goes_on(loop, operands, iteration, state, loop.length)
 
 
 def write_if(
@@ -283,9 +270,11 @@ def write_if(
     """
     if go is not None and any(map(_jax.is_on_host, map(jax.typeof, arrays))):
         here = list(map(_jax.placed, values))  # of an inner loop's, which are on the host
-        return write_rows(arrays, select(go, here, read_rows(arrays, row, axes)), row, axes)
-    written = write_rows(arrays, values, row, axes)
-    return written if go is None else select(go, written, arrays)
+        return stepping.write_rows(
+            arrays, stepping.select(go, here, stepping.read_rows(arrays, row, axes)), row, axes
+        )
+    written = stepping.write_rows(arrays, values, row, axes)
+    return written if go is None else stepping.select(go, written, arrays)
 
 
 def _is_there(value: object) -> bool:

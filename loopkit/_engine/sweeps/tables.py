@@ -26,7 +26,7 @@ from loopkit.schedules.online import NEVER, Mark, Table, cheapest, record, thinn
 from loopkit.schedules.reversal import gradient
 
 COLUMNS = 32
-"""Of a table of splits; XLA sums so many in one kernel."""
+"""Columns of a table of splits; XLA sums so many in one kernel."""
 
 
 class Slots(NamedTuple):

@@ -20,9 +20,8 @@ import jax.numpy as jnp
 
 from loopkit import _jax
 from loopkit._engine.facts.write_sites import writes_rows
-from loopkit._engine.loop import Input, Loop, Operands, parts
-from loopkit._engine.passes.min_active_lanes import ended_in_each_lane
-from loopkit._engine.passes.rewritten import Rewritten
+from loopkit._engine.lanes.predicates import ended_in_each_lane
+from loopkit._engine.loop import Input, Loop, Operands, Rewritten, parts
 
 MANY_LANES = 8
 """Lanes of which rows are laid together. Of fewer, processors read ahead in each."""

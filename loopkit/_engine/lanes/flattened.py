@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from loopkit import _jax
-from loopkit._engine.loop import Loop
-from loopkit._engine.passes.nest import Inside, Nest, steps_nanoseconds
-from loopkit._engine.passes.rewritten import Rewritten, run
+from loopkit._engine.lanes.nest import Inside, Nest, steps_nanoseconds
+from loopkit._engine.loop import Loop, Rewritten, run_rewritten
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import EQUATION, UNKNOWN_TRIPS, nanoseconds
+from loopkit._jaxprs.dataflow import interpret
 
 LEAF = 15.0
 """Nanoseconds that a lane is taken to need for each array of what it has, beside its steps."""
@@ -45,20 +45,20 @@ def _with_loops_in_sight(body: _jax.Jaxpr) -> Any:
     def holds_loops(jaxpr: _jax.Jaxpr) -> bool:
         return any(eqn.primitive is while_p for eqn in equations.all_equations(jaxpr))
 
-    def rule(eqn: _jax.Equation, ins: list) -> Sequence[Any]:
+    def rule(eqn: _jax.Equation, ins: list) -> Sequence[Any] | None:
         if equations.is_call(eqn) and holds_loops(eqn.params["jaxpr"]):
-            return equations.interpret(*equations.called(eqn, ins), rule)
+            return None
         if eqn.primitive is while_p and not eqn.params["loop"].masks_itself:
             nest = _cut(eqn.params["loop"])
             if nest is not None and nest.is_worth_it:
                 flat = nest.flat()
                 with _jax.context_of(eqn):
-                    return run(lambda *v: while_p.bind(*v, loop=flat.loop), [flat], ins)
+                    return run_rewritten(lambda *v: while_p.bind(*v, loop=flat.loop), [flat], ins)
         return _jax.bind_equation(eqn, ins)
 
     if not holds_loops(body):
         return body
-    again = lambda *values: equations.interpret(_jax.open_jaxpr(body), values, rule)
+    again = lambda *values: interpret(_jax.open_jaxpr(body), values, rule)
     return _jax.trace_closed(again, body.in_avals, "flattened")
 
 
@@ -94,7 +94,7 @@ def _cut(loop: Loop) -> Nest | None:
 def _few(eqn: _jax.Equation, around: float) -> int:
     """Steps of an inner loop to take before it is asked who is through.
 
-    Of an inner loop of m steps, all that is around is run m / n times, and n / 2 steps are waited.
+    An inner loop of m steps runs all that is around m / n times, and n / 2 steps are waited.
     """
     step = max(nanoseconds(eqn.params["loop"].body), EQUATION)
     return math.ceil(min(STEPS_BETWEEN_CHECKS, math.sqrt(2 * UNKNOWN_TRIPS * around / step)))

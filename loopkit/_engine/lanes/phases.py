@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 
 from loopkit import _jax
-from loopkit._engine.facts.widths import widths
-from loopkit._engine.loop import Loop, Operands, kept, parts, spread
-from loopkit._engine.passes.batched_loop import Batched, batch_loop
-from loopkit._engine.passes.counted import counted
-from loopkit._engine.passes.min_active_lanes import ended_in_each_lane
+from loopkit._engine.lanes.batched_loop import Batched, batch_loop
+from loopkit._engine.lanes.predicates import counted, ended_in_each_lane
+from loopkit._engine.lanes.widths import widths
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Loop, Operands, kept, parts
 from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import is_active
 from loopkit._plans.budget import for_phases
@@ -62,7 +62,7 @@ class Phases:
 
     @ft.partial(jax.jit, static_argnums=0, inline=True)
     def run(self, *operands: jax.Array) -> list:
-        """What the loop of all lanes gives, of the same operands."""
+        """Return the results of the loop of all lanes, from the same operands."""
         every = self._from(0, *self._begun(operands))
         return [*every.carry[: self.one.carry_count - self.bounded], *every.ys]
 
@@ -77,7 +77,7 @@ class Phases:
         return self._with(ended, on, later)
 
     def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list, list]:
-        """What `run` gives, and its tangents; symbolic zeros stay so."""
+        """Return the results of `run` and their tangents; symbolic zeros stay so."""
         moving, jaxpr = _jax.nonzero(tangents), self.traced(list(map(jax.typeof, primals)))
         dual, moved = _jax.jvp_jaxpr(jaxpr, moving)
         results, found = parts(_called(dual, *primals, *kept(tangents, moving)), len(moved))
@@ -91,7 +91,7 @@ class Phases:
         return self.one.derived((*key, *map(tuple, self.flags)), make)
 
     def _begun(self, operands: Sequence[Any]) -> tuple[Operands, PhaseLanes]:
-        """What all lanes read, and those lanes before the first step."""
+        """Return what all lanes read, and the lanes before the first step."""
         loop = self.whole.loop
         count = loop.cond_const_count, loop.const_count, loop.carry_count - self.bounded
         cond_consts, consts, carry, xs = parts(operands, *count)
@@ -157,11 +157,11 @@ class Phases:
         return PhaseLanes(carry, ys)
 
     def _ys(self, ys: Sequence[Any]) -> zip:
-        """With where they have lanes."""
+        """Pair ys with the axis of their lanes."""
         return zip(ys, self.whole.ys, strict=True)
 
     def _given(self, given: Operands, which: jax.Array) -> Operands:
-        """Of some lanes, what has lanes."""
+        """Take some lanes of all that has lanes."""
         groups = zip(given, self.whole.axes, strict=True)
         of = lambda v, axis: v if axis is None else _taken(v, which, axis)
         consts, own, _, xs = ([*map(of, vs, axes)] for vs, axes in groups)

@@ -25,8 +25,8 @@ from jax import lax
 from loopkit import _jax
 from loopkit._buffers.slices import write
 from loopkit._buffers.window import Window
-from loopkit._engine.loop import CarryLeaf, Const, Loop, parts
-from loopkit._engine.passes.rewritten import Rewritten
+from loopkit._engine.lanes.predicates import count_type, counting, gated
+from loopkit._engine.loop import CarryLeaf, Const, Loop, Rewritten, parts
 from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import read_rows, row_of
 from loopkit._jaxprs import equations
@@ -44,7 +44,7 @@ class Inside:
 
     eqn: Any
     loop: Loop
-    """Of a few steps. If the inner loop has a bound, its first carry leaf counts them."""
+    """A loop of a few steps. If the inner loop has a bound, its first carry leaf counts them."""
     most: int | None
     """How often so many steps are taken at most."""
 
@@ -54,9 +54,9 @@ class Inside:
         if inner.masks_itself:
             return cls(eqn, inner, None)
         if inner.length is None:
-            return cls(eqn, _gated(inner).replace(length=few), None)
-        counting = _gated(_counting(inner)).replace(length=min(few, inner.length))
-        return cls(eqn, counting, max(1, math.ceil(inner.length / few)))
+            return cls(eqn, gated(inner).replace(length=few), None)
+        counts = gated(counting(inner)).replace(length=min(few, inner.length))
+        return cls(eqn, counts, max(1, math.ceil(inner.length / few)))
 
     @property
     def counted(self) -> bool:
@@ -97,41 +97,6 @@ class Inside:
         return [*gate, *equations.run((), env, names), *carry]
 
 
-def _gated(loop: Loop) -> Loop:
-    """The loop of one constant of the predicate more: whether to take any step."""
-    assert loop.cond is not None, "it ends by itself"
-    asks = _jax.call_jaxpr(loop.cond)
-    go = _jax.ShapedArray((), jnp.dtype(bool))
-    cond = lambda here, *values: [here & asks(*values)[0]]
-    return loop.replace(
-        cond=_jax.trace_closed(cond, [go, *loop.cond.in_avals], "here"),
-        cond_const_count=loop.cond_const_count + 1,
-        lane_policy="wait",
-    )
-
-
-def _counting(loop: Loop) -> Loop:
-    """The loop that counts its steps in its first carry leaf, and ends at its bound by itself."""
-    assert loop.cond is not None, "it ends by itself"
-    k, c = loop.cond_const_count, loop.const_count
-    asks, steps, count = _jax.call_jaxpr(loop.cond), _jax.call_jaxpr(loop.body), _count()
-
-    def goes_on(*values: Any) -> list:
-        consts, (taken, *carry) = parts(values, k)
-        return [asks(*consts, *carry)[0] & (taken < loop.length)]
-
-    def step(*values: jax.Array) -> list:
-        consts, (taken, *carry) = parts(values, c)
-        return [taken + 1, *steps(*consts, *carry)]
-
-    asked, body = loop.cond.in_avals, loop.body.in_avals
-    return loop.replace(
-        cond=_jax.trace_closed(goes_on, [*asked[:k], count, *asked[k:]], "counting_cond"),
-        body=_jax.trace_closed(step, [*body[:c], count, *body[c:]], "counting_body"),
-        carry=(CarryLeaf("steps"), *loop.carry),
-    )
-
-
 class State(NamedTuple):
     """Where a lane is, and what it has."""
 
@@ -143,7 +108,7 @@ class State(NamedTuple):
     """In which inner loop it is, from 1; 0: between two steps."""
     carry: list
     made: list[list]
-    """What a piece of the step makes that outlives it."""
+    """The values of each piece of the step that outlive it."""
     inner: list[list]
     """The carry of each inner loop."""
     ys: list
@@ -178,7 +143,7 @@ class Nest:
         bit = _jax.ShapedArray((), jnp.dtype(bool))
         inner = [list(map(_strong, i.loop.carry_types)) for i in self.inside]
         carry, ys = list(map(_strong, loop.carry_types)), list(map(_strong, loop.ys_types))
-        return State(bit, _count(), _count(), carry, made, inner, ys)
+        return State(bit, count_type(), count_type(), carry, made, inner, ys)
 
     def _into(self, operands: Sequence[Any]) -> list:
         """The operands of the one loop, from those of the outer."""
@@ -234,7 +199,7 @@ class Nest:
         return go if loop.length is None else go & (state.steps < loop.length)
 
     def _advance(self, *values: jax.Array) -> list:
-        """What each lane does next, and where it is then."""
+        """Do what is next in each lane, and say where it is then."""
         loop, step = self.outer, _jax.open_jaxpr(self.outer.body)
         counts = loop.cond_const_count, loop.const_count, loop.xs_count
         cond_consts, consts, xs, leaves = parts(values, *counts)
@@ -274,9 +239,9 @@ class Nest:
     def _piece(
         self, number: int, env: dict, here: jax.Array, ends: Sequence[Any], old: Sequence[Any]
     ) -> list:
-        """What a piece makes of what it ends with, in lanes that are here; in others, what is old.
+        """Run a piece in lanes that are here, and return what it ends with; in others, what is old.
 
-        What outlives it is put into `env`.
+        Values that outlive the piece are put into `env`.
         """
         eqns, made = self.pieces[number], self.made[number]
         inside = {v for eqn in eqns for v in eqn.outvars}
@@ -310,12 +275,8 @@ class Nest:
         return results[1 + len(made) :]
 
 
-def _count() -> Any:
-    return _jax.ShapedArray((), jnp.dtype("int32"))
-
-
 def _zero_count() -> Any:
-    return _jax.Literal(np.int32(0), _count())
+    return _jax.Literal(np.int32(0), count_type())
 
 
 def _strong(aval: _jax.ShapedArray) -> Any:

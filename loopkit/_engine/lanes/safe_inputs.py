@@ -8,6 +8,9 @@ that does, constants included. Constants may have the leading lane axes alone; s
 looked for next to its own, and further out only where all of those take no step. Where lanes read
 slices in common, the first slices are gone: a stopped lane is then given all inputs of a lane that
 is active now.
+
+To choose between two buffers costs as much as they are large. So what is chosen is what is read of
+them, a slice.
 """
 
 from __future__ import annotations
@@ -15,16 +18,39 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from loopkit import _jax
-from loopkit._engine.loop import Loop, Operands, kept, spread
-from loopkit._engine.steps import read_slices, select
-from loopkit._engine.sweeps import lane_reads
-from loopkit._engine.sweeps.lane_reads import is_sliced
+from loopkit._buffers.slices import read, read_p, write_p
+from loopkit._buffers.window import Window
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Loop, Operands, kept
+from loopkit._engine.steps import hold, read_slices, select
+from loopkit._jaxprs.dataflow import analyse, interpret_marked
+
+
+@dataclass(frozen=True)
+class EveryInput:
+    """The inputs of a step of a loop without lanes: the derivative may be evaluated at all."""
+
+    consts: list
+    shared = False
+    buffers: tuple[bool, ...] = ()
+
+    def apart_from_carry(self, _: None, x: list) -> tuple[list, list]:
+        return self.consts, x
+
+    def carries(self, _: None, carry: list) -> list:
+        return carry
+
+    def call(self, step: _jax.Jaxpr, _: None, consts: list, carry: list, x: list) -> list:
+        return list(_jax.call_jaxpr(step)(*consts, *carry, *x))
+
+    def hold(self, _: None, new: list, *__: object) -> list:
+        return new
 
 
 @dataclass(frozen=True)
@@ -68,7 +94,19 @@ class SafeInputs:
         """The results of a step at inputs that these functions gave."""
         first = enumerate(zip(self.buffers, self.carry, strict=False), len(consts))
         places = {i: v for i, (has, v) in first if has}
-        return lane_reads.call(step, [*consts, *carry, *x], places, active)
+        return call_sliced(step, [*consts, *carry, *x], places, active)
+
+    def hold(
+        self,
+        active: jax.Array,
+        new: list,
+        old: Sequence[Any] | None,
+        is_buffer: Sequence[bool] = (),
+        leading: int = 0,
+    ) -> list:
+        """Return new values in active lanes, in the others those that were there; None: zeros."""
+        old = [_jax.zeros(jax.typeof(v)) for v in new] if old is None else old
+        return hold(active, new, old, is_buffer, leading)
 
     def apart_from_carry(self, active: jax.Array, x: list) -> tuple[list, list]:
         """Constants and slices."""
@@ -78,7 +116,7 @@ class SafeInputs:
         return consts, _where(active, x, self.loop.xs_lanes)
 
     def carries(self, active: jax.Array, carry: list) -> list:
-        """Of leaves that are None it says nothing.
+        """Return carry leaves; those that are None stay so.
 
         The flag stays as it is: nothing is written to the buffers of a lane that has stopped.
         """
@@ -121,3 +159,57 @@ def _where(active: jax.Array, values: Sequence[Any], lanes: Sequence[int]) -> li
 
 def _each(substitute: Callable, values: Sequence[Any], lanes: Sequence[int]) -> list:
     return [substitute(v, n) for v, n in zip(values, lanes, strict=True)]
+
+
+def is_sliced(jaxpr: _jax.Jaxpr, place: int) -> bool:
+    """Return whether an input is read and written in slices, and nothing else is done with it.
+
+    The fact of a value is whether it is this buffer.
+    """
+    otherwise = []
+
+    def transfer(eqn: _jax.Equation, ins: list[bool]) -> list[bool]:
+        goes_on = ins[:1] == [True] and eqn.primitive in (read_p, write_p)
+        otherwise.append(any(ins[goes_on:]))
+        return [False] * (len(eqn.outvars) - 1) + [goes_on] * bool(eqn.outvars)
+
+    analyse(jaxpr, [i == place for i in range(len(jaxpr.in_avals))], transfer, False)
+    return not any(otherwise)
+
+
+class Begun(NamedTuple):
+    """Stands for a buffer, with what lanes that have stopped read in its place."""
+
+    value: Any
+    first: Any
+
+
+def call_sliced(
+    jaxpr: _jax.Jaxpr, values: Sequence[Any], first: dict[int, Any], active: jax.Array
+) -> list:
+    """Return the results; of the inputs in `first`, lanes that have stopped read what is there."""
+
+    def rule(eqn: _jax.Equation, ins: list) -> list:
+        (buffer, first), *given = ins
+        *found, after = _jax.bind_equation(eqn, [buffer, *given])
+        if eqn.primitive is read_p and eqn.params["value"]:
+            window = eqn.params["window"]
+            other, _ = read(first, given[0], window, held=False)
+            goes_on = _of_slices(active, given[0], window)
+            found[0] = jnp.where(goes_on, found[0], other)
+        return [*found, Begun(after, first)]
+
+    given = [Begun(v, first[i]) if i in first else v for i, v in enumerate(values)]
+    outs = interpret_marked(_jax.open_jaxpr(jaxpr), given, Begun, rule)
+    return [v.value if isinstance(v, Begun) else v for v in outs]
+
+
+def _of_slices(active: jax.Array, starts: jax.Array, window: Window) -> Any:
+    """Which elements of slices are of active lanes; the lanes are the first axes of the buffer."""
+    lanes, batch = range(active.ndim), starts.shape[:-1]
+    placed = [a for a in lanes if a in window.axes]
+    whole = [a for a in lanes if a not in window.axes]
+    columns = tuple(starts[..., window.axes.index(a)] for a in placed)
+    found = active.transpose(*placed, *whole)[columns]
+    sizes = [active.shape[a] if a in whole else 1 for a in range(len(window.sizes))]
+    return found.reshape(*(batch if placed else (1,) * len(batch)), *sizes)

@@ -7,27 +7,64 @@ wait for each other in every other loop that is made of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
 
 from loopkit import _jax
-from loopkit._engine.facts.widths import asking_each, may_narrow, widths
-from loopkit._engine.loop import Loop, OneLane, Operands
-from loopkit._engine.passes.batched_loop import Batched, batch_loop, move
-from loopkit._engine.passes.rewritten import Rewritten
+from loopkit._engine.lanes.batched_loop import Batched, batch_loop, move
+from loopkit._engine.lanes.widths import asking_each, may_narrow, widths
+from loopkit._engine.loop import Loop, Operands, Rewritten
 
 COPIED_FOR_LANES = 1 << 16
 """Bytes that may be copied for lanes that share them, if their carry is not more anyway."""
 
 
-def many_lanes(loop: Loop, count: int, flags: Operands) -> Loop:
-    """The loop of so many lanes, where operands have them that `flags` says."""
-    lane = OneLane(loop, count, flags, many_lanes)
-    make = lambda: waiting_lanes(lane).loop.replace(lane=lane)
-    return loop.derived(("many lanes", count, *map(tuple, flags)), make)
+@dataclass(frozen=True)
+class OneLane:
+    """A loop without lanes, of which another is a loop of many."""
+
+    loop: Loop
+    count: int
+    """The number of lanes, which are a single axis."""
+    flags: Operands
+    """Which operands have lanes."""
+
+    @property
+    def many(self) -> Loop:
+        """The loop of so many lanes."""
+        key = ("many lanes", self.count, *map(tuple, self.flags))
+        return self.loop.derived(key, lambda: LoopOfLanes.made_of(self))
+
+    def replaced(self, loop: Loop, flags: Operands | None = None) -> Loop:
+        """Return so many lanes of another loop."""
+        return OneLane(loop, self.count, flags or self.flags).many
+
+
+@dataclass(frozen=True, eq=False)
+class LoopOfLanes(Loop):
+    """A loop of lanes that wait for each other, which others may join, or which are to narrow."""
+
+    @classmethod
+    def made_of(cls, lane: OneLane) -> Loop:
+        return cls(**_fields(waiting_lanes(lane).loop, lane))
+
+    def replace(self, **changes: Any) -> Loop:
+        """Return a loop that differs. Its lanes wait for each other, and none joins them."""
+        return Loop(**_fields(self, None) | changes)
+
+    def map_jaxprs(self, change: Callable[[_jax.Jaxpr], _jax.Jaxpr]) -> Loop:
+        same = super().map_jaxprs(change) is self
+        return self if same else self.lane.replaced(self.lane.loop.map_jaxprs(change))
+
+    def unshown(self, backward: bool = True) -> Loop:
+        return self.lane.replaced(self.lane.loop.unshown(backward)) if self.shows else self
+
+
+def _fields(loop: Loop, lane: OneLane | None) -> dict:
+    return {f.name: getattr(loop, f.name) for f in fields(Loop)} | {"memory": {}, "lane": lane}
 
 
 def waiting_lanes(lane: OneLane) -> Batched:
@@ -93,13 +130,13 @@ def _adds_lanes(loop: Loop, axis: _jax.AxisData, flags: Operands) -> bool:
 
 
 def _lanes(loop: Loop, axis: _jax.AxisData, flags: Operands) -> ManyLanes:
-    lane = OneLane(loop, axis.size, flags, many_lanes)
+    lane = OneLane(loop, axis.size, flags)
     new, map_results = waiting_lanes(lane), lambda results, _=(): list(results)
     return ManyLanes(lane.many, new.map_operands, map_results, lane, new.results)
 
 
 def join(lane: OneLane, axis: _jax.AxisData, dims: Sequence[int | None]) -> OneLane | None:
-    """What lanes of two axes are lanes of; None if they do not narrow, or would have to share much.
+    """Make one axis of two axes of lanes; None if they do not narrow, or would have to share much.
 
     `dims`: where the outer axis is in the operands of the inner lanes.
     """
@@ -114,7 +151,7 @@ def join(lane: OneLane, axis: _jax.AxisData, dims: Sequence[int | None]) -> OneL
     if count * copied > max(COPIED_FOR_LANES, count * _jax.byte_count(*loop.carry_types)):
         return None
     flags = loop.split([a or b for a, b in pairs])[0]
-    return OneLane(loop, count, flags, many_lanes)
+    return OneLane(loop, count, flags)
 
 
 def _joined(lane: OneLane, new: OneLane, two: AxisPair) -> ManyLanes:

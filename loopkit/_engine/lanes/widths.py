@@ -15,6 +15,7 @@ from loopkit import _jax
 from loopkit._engine.loop import Loop
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import nanoseconds
+from loopkit._jaxprs.dataflow import interpret
 from loopkit._plans.budget import Bytes
 
 LEAST = 8
@@ -30,7 +31,7 @@ WORTH_NARROWING = 64
 ENOUGH = 1e4
 """Nanoseconds that a step of all lanes has to take, or phases gain less than they cost."""
 STEPS, RUNS = 1000, 1000
-"""What a loop without a bound is taken to run, and how often a compiled one is."""
+"""Steps that a loop without a bound is taken to run, and runs of a compiled loop."""
 COMPILE_NANOSECONDS = 3e8, 5e6
 """Nanoseconds to compile a phase and its gradient, and for each equation of a step."""
 TOGETHER = "unvmap_any"
@@ -126,14 +127,10 @@ def asking_each(loop: Loop) -> Loop | None:
         return None
 
     def rule(eqn: _jax.Equation, ins: list) -> Any:
-        if equations.is_call(eqn):
-            return equations.interpret(*equations.called(eqn, ins), rule)
-        if eqn.primitive.name in (TOGETHER, "nonbatchable"):
-            return ins
-        return _jax.bind_equation(eqn, ins)
+        return ins if eqn.primitive.name in (TOGETHER, "nonbatchable") else None
 
     def make() -> Loop:
-        run = lambda *values: equations.interpret(_jax.open_jaxpr(cond), values, rule)
+        run = lambda *values: interpret(_jax.open_jaxpr(cond), values, rule)
         return loop.replace(cond=_jax.trace_closed(run, cond.in_avals, "loop_cond"))
 
     return loop.derived("asking each", make)

@@ -1,4 +1,4 @@
-"""Checkpoints in the host's memory: are they there, and do they come back as they were?
+"""Is there room for what is to be kept, and does what is put on the host come back as it was?
 
 Compilers have moved buffers between memories wrongly, and a wrong gradient says nothing; nor does a
 right one that was kept on the device after all. So before the first loop of a process that keeps
@@ -8,6 +8,7 @@ the compiler is asked how much of it is on the host.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from loopkit import _jax
+from loopkit._arguments import errors
 from loopkit._engine.loop import CarryLeaf, Loop
 from loopkit._engine.primitives import while_p
 from loopkit._plans.plan import Plan
@@ -105,3 +107,30 @@ def _probe(x: jax.Array, host: bool) -> Any:
     plan = Plan(3, segment=2, host=host)
     loop = Loop(None, body, 0, (), (CarryLeaf(),), (), (), 23, checkpoints=plan, name="probe")
     return jnp.sum(while_p.bind(x, loop=loop)[0] ** 2)
+
+
+def check_room(name: str, steps: int, step_bytes: int) -> None:
+    """Raise where all memory there is does not hold so many steps."""
+    needed, there = steps * step_bytes, all_memory()
+    if there is None or needed <= there:
+        return
+    raise errors.wrong_value(
+        name,
+        "checkpoints",
+        f'can be "all" only where there is room for {steps:,} steps of {step_bytes:,} bytes, '
+        f"which are {errors.size(needed)}",
+        f"{errors.size(there)} of memory",
+        "Lower `max_steps` to what the loop may take, or leave `checkpoints` out and give "
+        "`memory`, which keeps as much as fits.",
+    )
+
+
+def all_memory() -> int | None:
+    """Bytes of all devices, used or not; None where nobody says."""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if limit is not None:
+        return limit * jax.device_count()
+    try:  # a CPU keeps no account: all that the machine has
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * jax.process_count()
+    except (AttributeError, ValueError, OSError):
+        return None

@@ -1,0 +1,158 @@
+"""Loops whose predicates say more than that of the loop they are made of.
+
+- `counted`, `counting`: a loop counts its steps, and ends at its bound by itself.
+- `gated`: a loop takes no step unless it is told to.
+- `ended_in_each_lane`: a loop that ends before all of its lanes have stopped says so in each lane.
+  `Loop.min_active_lanes` is cheaper: lanes are counted where it is asked whether the loop goes on,
+  and not in its steps. It holds for a single axis of lanes. Where there are others around, each
+  batch ends for itself, and its lanes have to be held while another goes on.
+- `lockstep`: lanes read each other's values, by the name of the axis of `jax.vmap` that they are.
+  What a lane holds once it has stopped is still read, and has a derivative. So all lanes go on
+  together while one of them does, and a step keeps those that have stopped as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from loopkit import _jax
+from loopkit._engine.loop import CarryLeaf, Const, Loop, Rewritten, parts
+from loopkit._engine.steps import hold, select
+from loopkit._jaxprs import equations
+
+
+def counted(loop: Loop) -> Loop:
+    """The loop whose last carry leaf is the steps taken; it has to begin at zero."""
+    return loop.derived("counted", lambda: _counted(loop))
+
+
+def _counted(loop: Loop) -> Loop:
+    assert loop.cond is not None, "nobody knows how many steps it takes"
+    k, c, n, flag = loop.cond_const_count, loop.const_count, loop.carry_count, loop.flag
+    asks, steps = _jax.call_jaxpr(loop.cond), _jax.call_jaxpr(loop.body)
+    count = _jax.type_like(_jax.ShapedArray(loop.lanes, jnp.dtype("int32")), loop.cond.out_avals)
+    asked, taken = loop.cond.in_avals, loop.body.in_avals
+
+    def goes_on(*values: jax.Array) -> list:
+        go = asks(*values[: k + n])[0]
+        return [go if loop.length is None else go & (values[-1] < loop.length)]
+
+    cond = _jax.trace_closed(goes_on, [*asked, count], "counted_cond")
+
+    def advance(*values: jax.Array) -> list:
+        consts, carry, (count, *x) = parts(values, c, n)
+        if flag is not None:  # it is to say that the bound is reached, too
+            carry[flag] = _jax.call_jaxpr(cond)(*carry, count)[0]
+        new, y = parts(steps(*consts, *carry, *x), n)
+        return [*new, count + 1, *y]
+
+    body = _jax.trace_closed(advance, [*taken[: c + n], count, *taken[c + n :]], "counted_body")
+    return loop.replace(cond=cond, body=body, carry=(*loop.carry, CarryLeaf("steps")))
+
+
+def gated(loop: Loop) -> Loop:
+    """The loop of one constant of the predicate more: whether to take any step."""
+    assert loop.cond is not None, "it ends by itself"
+    asks = _jax.call_jaxpr(loop.cond)
+    go = _jax.ShapedArray((), jnp.dtype(bool))
+    cond = lambda here, *values: [here & asks(*values)[0]]
+    return loop.replace(
+        cond=_jax.trace_closed(cond, [go, *loop.cond.in_avals], "here"),
+        cond_const_count=loop.cond_const_count + 1,
+        lane_policy="wait",
+    )
+
+
+def counting(loop: Loop) -> Loop:
+    """The loop that counts its steps in its first carry leaf, and ends at its bound by itself."""
+    assert loop.cond is not None, "it ends by itself"
+    k, c = loop.cond_const_count, loop.const_count
+    asks, steps, count = _jax.call_jaxpr(loop.cond), _jax.call_jaxpr(loop.body), count_type()
+
+    def goes_on(*values: Any) -> list:
+        consts, (taken, *carry) = parts(values, k)
+        return [asks(*consts, *carry)[0] & (taken < loop.length)]
+
+    def step(*values: jax.Array) -> list:
+        consts, (taken, *carry) = parts(values, c)
+        return [taken + 1, *steps(*consts, *carry)]
+
+    asked, body = loop.cond.in_avals, loop.body.in_avals
+    return loop.replace(
+        cond=_jax.trace_closed(goes_on, [*asked[:k], count, *asked[k:]], "counting_cond"),
+        body=_jax.trace_closed(step, [*body[:c], count, *body[c:]], "counting_body"),
+        carry=(CarryLeaf("steps"), *loop.carry),
+    )
+
+
+def count_type() -> Any:
+    """Return the type of a number of steps."""
+    return _jax.ShapedArray((), jnp.dtype("int32"))
+
+
+def ended_in_each_lane(loop: Loop) -> Loop:
+    """Return the loop whose predicate and flag hold in no lane once no more than so many do."""
+    if not loop.min_active_lanes:
+        return loop
+    return loop.derived("ended in each lane", lambda: _ended_in_each_lane(loop))
+
+
+def _ended_in_each_lane(loop: Loop) -> Loop:
+    assert loop.cond is not None, "it has lanes"
+    asked, flag = _jax.call_jaxpr(loop.cond), loop.flag
+
+    def goes_on(*values: jax.Array) -> list:
+        (active,) = asked(*values)
+        around = tuple(range(1, active.ndim))
+        return [active & (active.any(around).sum() > loop.min_active_lanes)]
+
+    cond, body = _jax.trace_closed(goes_on, loop.cond.in_avals, "loop_cond"), loop.body
+    if flag is not None:
+
+        def masked(*values: jax.Array) -> list:
+            consts, carry, x = parts(values, loop.const_count, loop.carry_count)
+            carry[flag] = _jax.call_jaxpr(cond)(*carry)[0]
+            return _jax.call_jaxpr(loop.body)(*consts, *carry, *x)
+
+        body = _jax.trace_closed(masked, body.in_avals, "loop_body")
+    return loop.replace(cond=cond, body=body, min_active_lanes=0)
+
+
+def axes_between_lanes(loop: Loop) -> tuple:
+    """The axes of `jax.vmap` along which a step reads what others have."""
+    axes = _jax.vmapped_axes() if loop.axis_names and loop.cond is not None else set()
+    return tuple(axes & equations.axis_names(loop.body, others=True)) if axes else ()
+
+
+def lockstep(loop: Loop) -> Loop | Rewritten:
+    """The loop of the lanes together, whose body takes the predicate's constants first."""
+    axes, cond, body = axes_between_lanes(loop), loop.cond, loop.body
+    if cond is None or not axes:
+        return loop
+    k, c, n = loop.cond_const_count, loop.const_count, loop.carry_count
+    asks, steps = _jax.call_jaxpr(cond), _jax.call_jaxpr(body)
+    # Writes to buffers are masked already.
+    source = equations.forwarded(body)
+    same = [leaf.buffer or source[i] == c + i for i, leaf in enumerate(loop.carry)]
+
+    def any_goes_on(*values: jax.Array) -> list:
+        return [lax.psum(asks(*values)[0].astype(int), axes) > 0]
+
+    def held(*values: jax.Array) -> list:
+        own, carry, x = parts(values, k + c, n)
+        active = asks(*own[:k], *carry)[0]
+        new, y = parts(steps(*own[k:], *carry, *x), n)
+        return [*hold(active, new, carry, same), *select(active, y, list(map(jnp.zeros_like, y)))]
+
+    types = [*cond.in_avals[:k], *body.in_avals]
+    new = loop.replace(
+        cond=_jax.trace(any_goes_on, cond.in_avals, "any_lane")[0],
+        body=_jax.trace(held, types, "lanes_in_step")[0],
+        consts=(Const(),) * k + loop.consts,
+    )
+    map_operands = lambda operands: [*operands[:k], *operands]
+    return Rewritten(new, map_operands, lambda results, _=(): list(results))

@@ -1,0 +1,317 @@
+"""Carries at the starts of segments: of all, or of some, which a schedule chooses.
+
+Going back, a segment is run again from its own carry. Where a schedule chooses, it is reached from
+the last checkpoint before it, saving more on the way where slots are free.
+"""
+
+from __future__ import annotations
+
+import functools as ft
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from loopkit import _jax
+from loopkit._engine import steps as stepping
+from loopkit._engine.loop import Loop, Operands, kept
+from loopkit._engine.sweeps import tables
+from loopkit._engine.sweeps.step import Cotangents, StepReversal
+from loopkit._engine.sweeps.strategy import (
+    Backward,
+    Saving,
+    Sweep,
+    reverse_segments,
+    run_steps,
+    write_if,
+)
+from loopkit._plans.planner import RECORDED
+from loopkit._plans.waits import writes_in_passing
+from loopkit.schedules.online import NEVER
+
+
+class EverySegment(Sweep):
+    def run(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
+        length = self.how.plan.segment
+
+        def known(segment: _jax.Whole, state: Saving, count: _jax.Whole = length) -> Saving:
+            steps, slots = state
+            assert loop.length is not None, "a loop without a predicate has a length"
+            slots = self.save(slots, kept(steps.carry, self.how.slotted), segment)
+            if loop.length % length and not _jax.host_waits.value:
+                count = jnp.minimum((segment + 1) * length, loop.length) - steps.count
+            return stepping.take(loop, operands, count, steps), slots
+
+        def take_next(state: Saving) -> Saving:
+            return self.take_segments(
+                loop, operands, *state, lax.div(state[0].count, jnp.int32(length))
+            )
+
+        if loop.cond is None and _jax.host_waits.value:
+            assert loop.length is not None, "a loop without a predicate has a length"
+            whole, rest = divmod(loop.length, length)
+            state = stepping.repeat(whole, known, state)
+            return known(jnp.int32(whole), state, rest) if rest else state
+        if loop.cond is None:
+            return stepping.repeat(self.how.plan.segments, known, state)
+        if self.how.plan.segments == 1:
+            return self.take_segments(loop, operands, *state, jnp.int32(0))
+        if _jax.host_waits.value and writes_in_passing(self.how.plan):
+            return self.run_flat(loop, operands, state)[:2]
+        another = lambda s: stepping.goes_on(loop, operands, s[0], loop.length)
+        return lax.while_loop(another, take_next, state)
+
+    def run_flat(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
+        """In one loop, of which a host reads the predicate once a step; also: how often it saved.
+
+        A step that saves nothing writes a slot over itself.
+        """
+        length = jnp.int32(self.how.plan.segment)
+
+        def step(s: Any, go: jax.Array | None = None) -> Any:
+            steps, (slots, number) = s
+            segment, slot = self.saved_as(number)
+            due = (lax.div(steps.count, length) == segment) & (lax.rem(steps.count, length) == 0)
+            due = due if go is None else due & go
+            slots = self.save_if(due, slots, kept(steps.carry, self.how.slotted), slot)
+            saved = slots, number + due.astype(jnp.int32)
+            if go is None:
+                return stepping.one_step(loop, operands, steps), saved
+            return stepping.guarded_step(loop, operands, loop.length, steps), saved
+
+        steps, slots = state
+        steps, (slots, number) = run_steps(loop, operands, step, (steps, (slots, steps.count)))
+        return steps, slots, number
+
+    def saved_as(self, number: _jax.Whole) -> tuple[Any, Any]:
+        """The segment whose start is saved after `number` others, and where."""
+        return number, number
+
+    def save_if(self, due: jax.Array, slots: list, carry: list, slot: _jax.Whole) -> list:
+        return (
+            write_if(due, slots, carry, slot - self.layout_plan.spared)
+            if self.layout_plan.rows
+            else slots
+        )
+
+    def take_segments(
+        self,
+        loop: Loop,
+        operands: Operands,
+        steps: stepping.Steps,
+        slots: list,
+        slot: _jax.Whole,
+        segments: _jax.Whole = 1,
+    ) -> Saving:
+        """Save the carry, and run so many segments."""
+        slots = self.save(slots, kept(steps.carry, self.how.slotted), slot)
+        stop = steps.count + segments * self.how.plan.segment
+        if loop.length is not None:
+            stop = lax.min(stop, jnp.int32(loop.length))
+        return stepping.advance(loop, operands, steps, stop), slots
+
+    def reverse(self, step: StepReversal, steps: _jax.Whole, s: Backward) -> Cotangents:
+        reverse_one = ft.partial(self.reverse_segment, step)
+        length = self.how.plan.segment
+        last = stepping.quotient(steps + (length - 1), length) - 1
+        s = s._replace(rows=self.rows(step), ahead=self.load_ahead(step.operands, s.stacks, last))
+        # It may have no step. Products of what was not written would then be wrong.
+        if self.how.plan.segments == 1 and (step.products is None or isinstance(steps, int)):
+            return reverse_one(0, steps, s._replace(segment=jnp.int32(0))).cts
+        return reverse_segments(reverse_one, length, steps, s)
+
+    def rows(self, step: StepReversal) -> list:
+        """Where those of a segment are stored."""
+        length = self.how.plan.segment
+        types = _jax.stack_types(self.how.row_types, length) if length > 1 else []
+        # Products that are put off read whole segments, taken or not.
+        return list(map(_jax.blank if step.products is None else _jax.zeros, types))
+
+    def reverse_segment(
+        self, step: StepReversal, first: _jax.Whole, count: _jax.Whole, s: Backward
+    ) -> Backward:
+        """Back over the segment of `count` steps that begins with step `first`."""
+        if self.how.plan.segment == 1:
+            carry, s = self.reach(step, first, first + count, s)
+            cts, buffers = step.reverse_carry(first, carry, s.cts)
+            return s._replace(cts=cts.after(self.how.loop, 1), buffers=buffers)
+        carry, s = self.replayed(step, first, count, s)
+        buffers = self.how.split_saved(carry)[1]
+        cts, buffers = step.reverse_segment(first, count, s.rows, s.cts, buffers)
+        return s._replace(cts=cts, buffers=buffers)
+
+    def replayed(
+        self, step: StepReversal, first: _jax.Whole, count: _jax.Whole, s: Backward
+    ) -> tuple[list, Backward]:
+        """The carry after a segment that is run again, and its rows."""
+        carry, s = self.reach(step, first, first + count, s)
+        carry, rows = step.replay(first, count, carry, s.rows)
+        return carry, s._replace(rows=rows)
+
+    def reach(
+        self, step: StepReversal, first: _jax.Whole, end: _jax.Whole, s: Backward
+    ) -> tuple[list, Backward]:
+        """The carry before step `first`, where a segment begins that ends at step `end`."""
+        carry = self.loaded(step, s.segment, first, end, s)
+        return carry, s._replace(ahead=self.load_ahead(step.operands, s.stacks, s.segment - 1))
+
+    def loaded(
+        self, step: StepReversal, slot: _jax.Whole, first: _jax.Whole, end: _jax.Whole, s: Backward
+    ) -> list:
+        """The carry before step `first`, of a slot, and of buffers as they were at step `end`."""
+        held = [*s.ahead] or self.load(step.operands, s.stacks, slot)
+        before = step.rewind(first, end - first, s.buffers)
+        counts = self.how.counts(step.operands, first, step.taken)
+        return self.how.merge_saved(counts, held, before)
+
+    def save(self, slots: list, carry: list[Any], slot: _jax.Whole) -> list:
+        """Return the slots, with a carry in one of them.
+
+        A first slot without memory is written to the next, which is written over.
+        """
+        plan = self.layout_plan
+        if not plan.rows:
+            return slots
+        return stepping.write_rows(slots, self.leaving(list(carry), slot), slot - plan.spared)
+
+    def load_ahead(self, operands: Operands, slots: list, slot: _jax.Whole) -> list:
+        """Bring what the segment before will begin with; nothing where that is no gain."""
+        slot = jnp.maximum(slot, 0)
+        return self.load(operands, slots, slot) if self.how.plan.host else []
+
+    def load(self, operands: Operands, slots: list, slot: _jax.Whole) -> list:
+        """Return what a slot holds."""
+        plan, first = self.layout_plan, kept(operands.init, self.how.slotted)
+        if not plan.rows:
+            return first
+        rows = stepping.read_rows(slots, slot - plan.spared)
+        if not plan.spared:
+            return rows
+        return [jnp.where(slot == 0, f, row) for f, row in zip(first, rows, strict=True)]
+
+
+class Scheduled(EverySegment):
+    @property
+    def segment_count(self) -> int:
+        return self.layout_plan.slots
+
+    def run(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
+        length, schedule = self.how.plan.segment, tables.Schedule.of(self.how.plan)
+
+        def run_on(
+            s: tuple[stepping.Steps, list, tables.Slots],
+        ) -> tuple[stepping.Steps, list, tables.Slots]:
+            steps, slots, placed = s
+            slot, run, placed = schedule.save(placed)
+            run = lax.min(run, lax.div(stepping.LAST_STEP - steps.count, jnp.int32(length)))
+            return *self.take_segments(loop, operands, steps, slots, slot, run), placed
+
+        another = lambda s: stepping.goes_on(loop, operands, s[0], loop.length)
+        first = *state, schedule.start(state[0].count)
+        steps, slots, placed = lax.while_loop(another, run_on, first)
+        return steps, slots, placed.segments
+
+    def reverse_segment(
+        self, step: StepReversal, first: _jax.Whole, count: _jax.Whole, s: Backward
+    ) -> Backward:
+        return self.freed(super().reverse_segment(step, first, count, s))
+
+    def load_ahead(self, operands: Operands, slots: list, slot: _jax.Whole) -> list:
+        """Nothing: it is not known which slot is next before what is run again has been saved."""
+        return []
+
+    def freed(self, s: Backward) -> Backward:
+        """Without the checkpoint of the segment that was reversed, if there was one."""
+        return s._replace(segments=jnp.where(s.segments >= s.segment, NEVER, s.segments))
+
+    def reach(
+        self, step: StepReversal, first: _jax.Whole, end: _jax.Whole, s: Backward
+    ) -> tuple[list, Backward]:
+        carry, segment = self.nearest(step, end, s)
+        carry, stacks, segments = self.climb(step, carry, segment, s)
+        return carry, s._replace(stacks=stacks, segments=segments)
+
+    def nearest(self, step: StepReversal, end: _jax.Whole, s: Backward) -> tuple[list, Any]:
+        """The last checkpoint before a segment that ends at step `end`, and its segment."""
+        slot, segment = tables.latest(s.segments, s.segment)
+        return self.loaded(step, slot, segment * self.how.plan.segment, end, s), segment
+
+    def climb(
+        self, step: StepReversal, carry: list, segment: _jax.Whole, s: Backward
+    ) -> tuple[list, list, Any]:
+        """From `segment` to that of `s`, saving on the way: the carry there, slots and their
+        segments."""
+        target = s.segment
+
+        def advance(climb: tuple[list, Any, list, Any]) -> tuple[list, Any, list, Any]:
+            carry, segment, stacks, segments = climb
+            run, slot = self.following(segment, target, segments)
+            carry = self.advance_segments(step, segment, run, carry)
+            stacks, segments = self.saved(slot, carry, segment + run, stacks, segments)
+            return carry, segment + run, stacks, segments
+
+        climb = carry, segment, s.stacks, s.segments
+        carry, _, stacks, segments = lax.while_loop(lambda c: c[1] < target, advance, climb)
+        return carry, stacks, segments
+
+    def replayed(
+        self, step: StepReversal, first: _jax.Whole, count: _jax.Whole, s: Backward
+    ) -> tuple[list, Backward]:
+        if not self.records_on_the_way or step.products is not None:
+            return super().replayed(step, first, count, s)  # products read rows not taken, too
+        target, length = s.segment, self.how.plan.segment
+
+        def advance(climb: tuple[list, Any, list, Any, list]) -> tuple[list, Any, list, Any, list]:
+            carry, segment, stacks, segments, rows = climb
+            run, slot = self.following(segment, target, segments)
+            there = segment == target
+            steps = jnp.where(there, count, run * length)
+            carry, rows = step.replay(segment * length, steps, carry, rows, within=False)
+            segment = jnp.where(there, target + 1, segment + run)
+            slot = jnp.where(there, -1, slot)
+            return carry, segment, *self.saved(slot, carry, segment, stacks, segments), rows
+
+        climb = *self.nearest(step, first + count, s), s.stacks, s.segments, s.rows
+        climb = lax.while_loop(lambda c: c[1] <= target, advance, climb)
+        carry, _, stacks, segments, rows = climb
+        return carry, s._replace(stacks=stacks, segments=segments, rows=rows)
+
+    @property
+    def records_on_the_way(self) -> bool:
+        """Whether steps that lead to a segment also store rows, to be written over.
+
+        They are then the same loop as those of the segment, and the step is compiled once less.
+        Where rows are small, and all slots are many, such steps are few.
+        """
+        plan = self.how.plan
+        small = plan.step.residual_bytes <= RECORDED
+        return plan.thinned and plan.store == "residuals" and small and not plan.host
+
+    def following(
+        self, segment: _jax.Whole, target: _jax.Whole, segments: jax.Array
+    ) -> tuple[Any, Any]:
+        """How many segments to run from `segment`, and the slot to save in then; -1 without one."""
+        free, slot = tables.free_slots(segments)
+        run = tables.Schedule.of(self.how.plan).split(target + 1 - segment, free)
+        return run, jnp.where(free > 0, slot, -1)
+
+    def saved(
+        self, slot: _jax.Whole, carry: list, segment: _jax.Whole, stacks: list, segments: jax.Array
+    ) -> tuple[list, Any]:
+        """Slots and their segments, with the carry at a start; as they are if `slot` < 0."""
+        how, save = self.how, slot >= 0
+        if how.plan.rows:
+            # Without a free slot, a row is written over itself.
+            place = jnp.maximum(slot, 0)
+            old = stepping.read_rows(stacks, place - how.plan.spared)
+            pairs = zip(how.split_saved(carry)[0], old, strict=True)
+            stacks = self.save(stacks, [jnp.where(save, n, o) for n, o in pairs], place)
+        return stacks, tables.saved(segments, slot, segment)
+
+    def advance_segments(
+        self, step: StepReversal, segment: _jax.Whole, run: _jax.Whole, carry: list
+    ) -> list:
+        """So many segments, from the carry at the start of the first."""
+        length = self.how.plan.segment
+        return self.how.advance(step.operands, step.taken, carry, segment * length, run * length)
