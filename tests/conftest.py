@@ -36,8 +36,13 @@ def pytest_addoption(parser):
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    """What is exhaustive runs where `-m` names it, or chooses nothing."""
     take_turns(items)
+    if config.option.markexpr and "exhaustive" not in config.option.markexpr:
+        late = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=late)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
 
 
 STANDARD = {

@@ -44,6 +44,35 @@ def derivative(f: Callable, pattern: str) -> Callable:
     return f
 
 
+def orders(f: Callable, x: jax.Array, second: str) -> dict[str, jax.Array]:
+    """The derivatives that are made on the way to a second one, and that one, as one program.
+
+    Each is under its pattern, the value under "". Second is "fr", "rf" or "rr".
+    """
+    outer, inner = second
+    if inner == "f":
+        first = lambda x: dict(zip(("", "f"), jax.jvp(f, (x,), (direction(x, 0),)), strict=True))
+    else:
+
+        def first(x):
+            y, pullback = jax.vjp(f, x)
+            return {"": y, "r": pullback(direction(y, 0))[0]}
+
+    if outer == "f":
+        found, moves = jax.jvp(first, (x,), (direction(x, 1),))
+        return found | {"f": moves[""], second: moves[inner]}
+    found, pullback = jax.vjp(first, x)
+    return found | {second: pullback({k: direction(v, 1) for k, v in found.items()})[0]}
+
+
+@ft.cache
+def expected_orders(name: str, second: str) -> dict[str, np.ndarray]:
+    """The `orders` of a problem's reference at its own arguments."""
+    entry = TABLE[name]
+    found = orders(entry.flat_reference(), entry.vector(), second)
+    return {pattern: np.asarray(value) for pattern, value in found.items()}
+
+
 @ft.cache
 def expected(name: str, pattern: str) -> np.ndarray:
     """The derivative of a problem's reference at its own arguments."""

@@ -12,6 +12,8 @@ import pytest
 
 import loopkit
 
+pytestmark = pytest.mark.every_case
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE, TESTS = ROOT / "loopkit", ROOT / "tests"
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -120,6 +120,7 @@ def test_counts_that_are_traced():
                 jax.jit(lambda n, call=call, argument=argument: call(**{argument: n}))(2)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "memory", [0, "0 B", "0.0 MB", "0.4 B", "-1 MB", "3", "MB", "1 XB", "", " "]
 )
@@ -154,6 +155,7 @@ def test_lanes(call):
 SHOWING = (*LANES, unbounded_scan, ragged_scan, blocked)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("call", SHOWING, ids=lambda call: call.__name__)
 def test_progress(call):
     for value in (1, True, [], X, object()):
@@ -207,6 +209,7 @@ def test_lengths():
 AXES = [(call, argument) for call in (scan, blocked) for argument in ("in_axes", "out_axes")]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("case", AXES, ids=by_name)
 def test_axes(case):
     call, argument = case
@@ -224,6 +227,7 @@ CALLED = [
 ]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("case", CALLED, ids=by_name)
 def test_functions(case):
     for value in ("x", 1, True, [], X):
@@ -233,6 +237,7 @@ def test_functions(case):
 OF_FUNCTIONS = [name for name, f in FUNCTIONS.items() if "fn" in inspect.signature(f).parameters]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("function", OF_FUNCTIONS)
 def test_functions_that_are_none(function):
     for value in ("x", 1, X):
@@ -244,6 +249,7 @@ ARRAYS = [(unbounded_scan, "init"), (unbounded_scan, "xs"), (ragged_scan, "init"
 ARRAYS += [(ragged_scan, "sequences")]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("case", ARRAYS, ids=by_name)
 def test_trees_of_arrays(case):
     for value in (np.array(["x"]), {"a": [np.array([None])]}, [jax.ShapeDtypeStruct((2,), int)]):
@@ -340,6 +346,7 @@ def refusals():
     yield from ((case.function, case.argument) for case in CASES)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_no_argument_is_left_out(name):
     passed_on = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD

@@ -30,6 +30,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_operators_of_buffers(operation):
     text = (
@@ -72,6 +73,7 @@ def test_values_that_are_no_arrays():
     np.testing.assert_array_equal(loopkit.Buffer(X).at[:].subtract([1.0, 2.0, 3.0])[:], -1)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "buffers",
     [

@@ -22,16 +22,16 @@ from turns import in_turn
 PLANS = [*CHECKPOINTS, 4, Plan(2, segment=3), Plan(100, segment=3, store="residuals")]
 
 
-@pytest.mark.parametrize(("problem", "checkpoints"), in_turn(PROBLEMS, PLANS, of=14, slow=1))
+@pytest.mark.slow
+@pytest.mark.parametrize(("problem", "checkpoints"), in_turn(PROBLEMS, PLANS, of=14))
 def test_gradients(problem: Problem, checkpoints):
     with _jax.host_waits(True):
         got = jax.jit(derivative(problem.flat_loop(checkpoints), "r"))(problem.vector())
     assert_close(got, expected(problem.name, "r"))
 
 
-@pytest.mark.parametrize(
-    ("problem", "pattern"), in_turn(PROBLEMS, ["rr", "fr", "rf"], of=14, slow=2)
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("problem", "pattern"), in_turn(PROBLEMS, ["rr", "fr", "rf"], of=14))
 def test_second_derivatives(problem: Problem, pattern):
     with _jax.host_waits(True):
         got = jax.jit(derivative(problem.flat_loop(4), pattern))(problem.vector())
@@ -44,6 +44,7 @@ def chaotic(x, length, checkpoints):
     return x + jnp.sum(ys**2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", [False, True])
 @pytest.mark.parametrize(("length", "checkpoints"), [(9, 3), (20, 8), (23, 1), (100, 2), (100, 8)])
 def test_what_is_saved_elsewhere(length, checkpoints, there):
@@ -65,6 +66,7 @@ def stopped(x, steps, checkpoints, most=40, unroll=1):
     return jnp.sum(loopkit.while_loop(lambda c: c[0] < steps, step, (0, x), **how)[1])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("steps", "most", "unroll"), in_turn([0, 1, 2, 11, 12, 39], [40, None], [1, 3], of=3)
 )
@@ -89,9 +91,7 @@ LARGE = [Plan(3), Plan(3, segment=3), Plan(3, segment=2, host=True, room=4000)]
 
 @pytest.mark.parametrize(
     ("steps", "large", "plan"),
-    in_turn(
-        [0, 1, 11, 39, None], [False, True], [*LARGE, Plan(4, host=True, room=4000)], of=4, slow=1
-    ),
+    in_turn([0, 1, 11, 39, None], [False, True], [*LARGE, Plan(4, host=True, room=4000)], of=4),
 )
 def test_carries_too_large_to_be_written_in_passing(steps, large, plan, monkeypatch):
     """Large carries, and those on the host, are written once. A loop of unknown length takes 40
@@ -107,6 +107,7 @@ def test_carries_too_large_to_be_written_in_passing(steps, large, plan, monkeypa
     assert_close(got, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", STOPPING, ids=str)
 def test_lanes_that_stop_apart(plan):
     x, steps = jnp.linspace(0.3, 0.6, 12).reshape(4, 3), jnp.array([0, 5, 12, 23])
@@ -116,6 +117,7 @@ def test_lanes_that_stop_apart(plan):
     assert_close(got, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [Plan(1), Plan(5, bound=60), Plan(5, segment=3, thinned=True)])
 def test_what_slots_hold_follows_from_how_often_was_saved(plan):
     schedule = tables.Schedule.of(plan)
@@ -134,6 +136,7 @@ def test_a_plan_that_is_thinned_has_saves_of_its_own():
     assert thinned.tolist() != cheapest.tolist()
 
 
+@pytest.mark.slow
 def test_rows_that_are_counted():
     """Two times a known number of them, and three."""
     gradient, steps = jax.grad(lambda x, n: stopped(x, n, "all", 70)), 2 * PART + 3
@@ -168,6 +171,7 @@ def clipped(x):
     return rule(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_loops_with_rules_outside_jit_go_as_where_they_run(platform, monkeypatch):
     seen = []

@@ -42,11 +42,12 @@ WAYS = itertools.product(
     (0, 1, -1), (0, 1, -1), (False, True), (None, 5), (None, 2, "all"), (None, 1, 3, 4)
 )
 CASES = [
-    pytest.param(*way, marks=() if number % 3 == 0 else pytest.mark.slow)
+    pytest.param(*way, marks=() if number % 3 == 0 else pytest.mark.exhaustive)
     for number, way in enumerate(itertools.islice(WAYS, 5, None, 29))
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("axis", "out_axis", "reverse", "stop", "checkpoints", "truncate"), CASES)
 def test_axes_and_truncation(axis, out_axis, reverse, stop, checkpoints, truncate):
     def looped(x, w, h):
@@ -79,6 +80,7 @@ def test_axes_and_truncation(axis, out_axis, reverse, stop, checkpoints, truncat
     assert_close(got, jax.jvp(pulled(reference), at, along))
 
 
+@pytest.mark.exhaustive
 def test_axes_under_vmap():
     xs = jnp.stack([inputs(1), inputs(1) / 2], 1)
 
@@ -124,6 +126,7 @@ def test_blocks_of_trees_that_hold_nothing_but_arrays():
     assert_close((got.a, got.b), (rows.a * 2, rows.b))
 
 
+@pytest.mark.slow
 def test_whole_inputs_and_last_outputs():
     table = jnp.arange(4.0)
 
@@ -175,6 +178,7 @@ def test_a_truncated_scan_has_no_single_plan():
         loopkit.scan(lambda h, _: (h, None), 0.0, length=9, truncate=3, checkpoints=loopkit.Plan(4))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -216,6 +220,7 @@ def test_blocked(block):
     assert_close(doubled(a.T), a.T * 2)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("settings", "args", "message"),
     [
@@ -252,6 +257,7 @@ def test_derivatives_of_blocks(pattern):
     assert_close(derivative(of(in_blocks), pattern)(w), derivative(of(smooth), pattern)(w))
 
 
+@pytest.mark.slow
 def test_blocks_under_vmap_and_jit():
     a = jnp.arange(84.0).reshape(2, 14, 3)
     f = loopkit.blocked(rows, block=4, in_axes=(0, None))
@@ -265,6 +271,7 @@ def test_blocks_keep_their_rows():
         loopkit.blocked(rows, block=0)
 
 
+@pytest.mark.slow
 def test_rows_without_elements_are_joined():
     step = lambda c, x: (c * x, (jnp.zeros((0, 2)) * c, c))
     found = loopkit.scan(step, 2.0, jnp.arange(1.0, 8.0), truncate=3)

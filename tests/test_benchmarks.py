@@ -24,6 +24,7 @@ WHOLLY = "README.md", "docs/index.md", "docs/benchmarks.md"
 """Pages whose figures are all measured by the benchmarks, or said not to be."""
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_says_what_was_measured(name):
     assert page.made(PAGES[name], SECTIONS) == PAGES[name], "python benchmarks/page.py"
@@ -58,6 +59,7 @@ def test_every_section_is_on_the_page():
         assert any(fnmatchcase(name, pattern) for pattern in patterns), name
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("row", page.PEERS)
 def test_a_row_of_the_first_page_leads_to_its_table(row):
     *_, anchor = page.PEERS[row]
@@ -65,6 +67,7 @@ def test_a_row_of_the_first_page_leads_to_its_table(row):
     assert anchor[1:] in [re.sub(r"[^\w ]", "", t).lower().replace(" ", "-") for t in titles]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", measured.PICTURES)
 def test_a_picture_was_drawn_from_what_was_measured(name, scheme):
@@ -114,6 +117,7 @@ def test_a_text_may_stand_there_twice():
     assert got == told(names, "57 ms\nand again 57 ms")
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("names", "text", "message"),
     [
@@ -173,6 +177,7 @@ def test_run_replaces_the_sections_that_it_has_measured(tmp_path):
     assert [t.at_most for t in section.targets] == [1.3]
 
 
+@pytest.mark.exhaustive
 def test_libraries_that_are_missing_or_fail_do_not_stop_the_others():
     import jax
     import jax.numpy as jnp

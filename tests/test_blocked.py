@@ -32,6 +32,7 @@ def counted(calls):
 # ---------------------------------------------------------------- traced once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [None, 1000, 999])
 @pytest.mark.parametrize("transform", ["value", "grad"])
 def test_new_arrays_do_not_trace(block, transform, monkeypatch):
@@ -91,6 +92,7 @@ def test_a_fori_loop_over_a_large_array_is_traced_once():
     assert calls.count == traced
 
 
+@pytest.mark.slow
 def test_other_values_closed_over_are_not_mixed_up():
     x = jnp.arange(6.0)
 
@@ -199,6 +201,7 @@ def test_a_decorator_checks_its_arguments():
 # ---------------------------------------------------------------- a row for each row
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("block", [None, 3, 4, 8, 20])
 @pytest.mark.parametrize("fn", [jnp.sum, lambda x: x[:1], lambda x: {"a": [x, x.sum()]}])
 def test_results_have_a_row_for_each_row(fn, block):
@@ -217,6 +220,7 @@ def test_results_without_rows_may_have_any_shape(block):
 # ---------------------------------------------------------------- progress
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("block", "count"), [(3, 4), (5, 2), (4, 3), (10, 1)])
 def test_reports_once_a_block(block, count):
     seen = []

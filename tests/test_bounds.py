@@ -93,6 +93,7 @@ def test_bounds_of_own_loops(case):
     assert_close(jax.jit(jax.grad(f))(x), f(x, lax) / x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", in_turn(TABLE, of=3))
 def test_bounds_of_own_loops_with_buffers(case):
     """Their predicate is asked after each step, and never the only thing that says how many."""
@@ -124,6 +125,7 @@ def test_one_step_is_taken_before_a_predicate_is_asked_with_buffers():
     assert f(0.5) == 3
 
 
+@pytest.mark.slow
 def test_a_limit_that_is_a_result_of_the_step():
     """A step may return another limit than it was given."""
 
@@ -140,6 +142,7 @@ def test_a_limit_that_is_a_result_of_the_step():
     assert_close(jax.grad(with_buffer)(0.5), jax.grad(f)(0.5))
 
 
+@pytest.mark.slow
 def test_the_very_same_functions_from_several_starts(compilations):
     """Facts about a start are not part of what is cached for the functions."""
     test = lambda c: (c[0] < c[1]) & (c[2] < 1e3)
@@ -157,6 +160,7 @@ def test_the_very_same_functions_from_several_starts(compilations):
     assert compilations == []
 
 
+@pytest.mark.slow
 def test_own_bound_and_that_of_the_predicate():
     def whole(x, limit=20, **options):
         test = lambda c: (c[0] < limit) & (c[1] < 100.0)
@@ -193,6 +197,7 @@ def test_a_predicate_that_prints(loops, capfd):
     assert capfd.readouterr().out.count("asked") == 4
 
 
+@pytest.mark.slow
 def test_everything_is_kept_without_max_steps():
     def f(x):
         test = lambda c: (c[0] < 20) & (c[1] < 100.0)

@@ -7,6 +7,7 @@ import pytest
 
 import loopkit
 from budgeted_programs import PROGRAMS
+from turns import later
 
 RANGE = 1, 1.5, 2.5, 5, 12, 40, 200, 2000
 """Budgets, over the least that will do."""
@@ -53,9 +54,8 @@ def test_more_memory_runs_fewer_steps(name):
         last = runs, time
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in PROGRAMS]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [n if n in QUICK else later(n) for n in PROGRAMS])
 def test_budgets_are_kept(name):
     """Up to a carry: in the least plan, the one it begins with may be that on its way."""
     loss, args, steps = PROGRAMS[name]

@@ -160,6 +160,7 @@ def test_a_truncated_scan_over_large_arrays_is_traced_once(until, transform, mon
     assert transform(f)(0.3, 2 * rows) == jax.jit(wanted)(0.3)
 
 
+@pytest.mark.exhaustive
 def test_truncated_scans_that_differ_are_not_mixed_up():
     row, table = jnp.arange(10.0), jnp.ones(10)
 
@@ -261,6 +262,7 @@ def python_closed_over(kind, w):
 PLACES = ["cell", "two of them", "dict", "partial", "module"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "transform"), in_turn(PLACES, TRANSFORMS))
 def test_closing_over_a_differentiated_value(kind, transform, compilations):
     """Its body is compiled once, and used again with another value in its place."""
@@ -314,6 +316,7 @@ def test_functions_that_write_to_what_they_close_over():
     assert jax.grad(f)(3.0) == jax.grad(f)(3.0) > 1
 
 
+@pytest.mark.slow
 def test_tracers_that_are_the_same_are_told_from_others():
     def f(w, v):
         return loopkit.fori_loop(0, 2, lambda _, x: x * w + v, jnp.ones(2))
@@ -325,6 +328,7 @@ def test_tracers_that_are_the_same_are_told_from_others():
     np.testing.assert_allclose(apart, 4 * x + 2)
 
 
+@pytest.mark.slow
 def test_differentiated_values_are_let_go():
     alive = []
 
@@ -337,6 +341,7 @@ def test_differentiated_values_are_let_go():
     assert alive[0]() is None
 
 
+@pytest.mark.slow
 def test_a_step_is_traced_a_few_times_at_most():
     """Deep nests must not take time exponential in their depth."""
 

@@ -43,6 +43,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("f", [in_while, in_scan, in_unrolled], ids=lambda f: f.__name__)
 def test_errors_of_steps(f, transform):

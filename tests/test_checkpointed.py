@@ -51,6 +51,7 @@ def grows(x):
 GROWN = jax.grad(lambda x: ((x * x + 1.0) ** 2 + 1.0) ** 2 + 1.0)
 
 
+@pytest.mark.exhaustive
 def test_loops_inside_calls_of_every_kind():
     calls = {
         "jit": jax.jit(grows),
@@ -66,6 +67,7 @@ def test_loops_inside_calls_of_every_kind():
     assert_close(got, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", ["checkpointed", "replace_lax_loops"])
 def test_loops_inside_shard_map(around):
     """Each device takes steps of its own number."""
@@ -126,6 +128,7 @@ def test_pytrees_go_in_and_out():
     assert_close(jax.grad(end)(k, settle), jax.jacfwd(end)(k, settle.__wrapped__))
 
 
+@pytest.mark.slow
 def test_loops_inside_custom_derivatives():
     @jax.custom_jvp
     def f(x):
@@ -167,6 +170,7 @@ class Growth:
         return lax.while_loop(lambda y: y < 100.0, lambda y: y * self.rate, x)
 
 
+@pytest.mark.slow
 def test_objects_that_change_are_read_again():
     growth = Growth(2.0)
     assert growth.until_large(1.5) == 192.0
@@ -190,6 +194,7 @@ def test_results_that_are_no_arrays_of_jax_are_not_shared():
     np.testing.assert_array_equal(counted(1.0)[1], np.zeros(2))
 
 
+@pytest.mark.exhaustive
 def test_donated_arguments_and_keys():
     f = jax.jit(lambda x: lax.fori_loop(0, 3, lambda _, y: y * 2, x), donate_argnums=0)
     x = jnp.ones(8)
@@ -260,6 +265,7 @@ def test_loops_over_references_stay():
     assert_close(loopkit.checkpointed(f)(1.0), jnp.asarray(15.0))
 
 
+@pytest.mark.slow
 def test_the_line_search_of_optax():
     def f(a):
         def loss(x):
@@ -289,6 +295,7 @@ def test_transpose_of_a_linear_loop():
     assert_close(got, wanted)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

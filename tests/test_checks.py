@@ -27,6 +27,7 @@ NAMED = {"fori": "init_val", "scan": r"init\[1\]", "until": r"init\[1\]", "while
 SAME, LAST = lambda i: 0, lambda i: 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_read_before_written(kind):
     text = f"buffer `{NAMED[kind]}` is read at index 2 in step 1, where nothing has been written"
@@ -38,6 +39,7 @@ def test_read_before_written(kind):
         f(XS)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_right_raises_nothing(kind):
     f, plain = filled(kind, LAST, debug="bounds"), filled(kind, LAST)
@@ -46,6 +48,7 @@ def test_what_is_right_raises_nothing(kind):
         assert_close(jax.value_and_grad(f)(XS), jax.value_and_grad(plain)(XS))
 
 
+@pytest.mark.slow
 def test_gradients_are_checked_too():
     with pytest.raises(Exception, match="is read at index 1 in step 0"):
         jax.block_until_ready(jax.jit(jax.grad(filled("while", SAME, debug="bounds")))(XS))
@@ -60,6 +63,7 @@ def test_written_out_of_bounds():
     assert float(filled("while", LAST, 9)(XS)) == 12
 
 
+@pytest.mark.slow
 def test_what_an_initial_buffer_counts_as():
     """Entries count as written if the row is not all zeros."""
     rows = jnp.zeros((3, 2, 2)).at[1, 0, 1].set(-2.0).at[2].set(jnp.nan)
@@ -68,6 +72,7 @@ def test_what_an_initial_buffer_counts_as():
     assert [bool(first_written(jnp.asarray(n))) for n in (0, 2)] == [False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(), (3,), (3, 2)])
 def test_read_as_a_whole_before_anything_is_written(shape):
     def f(start):
@@ -143,6 +148,7 @@ def test_the_environment_variable(monkeypatch):
         filled("fori", SAME)(XS)
 
 
+@pytest.mark.slow
 def test_both():
     with pytest.raises(Exception, match="is read at index 1 in step 0"):
         jax.block_until_ready(filled("while", SAME, debug=("finite", "bounds"))(XS))

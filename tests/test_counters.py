@@ -41,6 +41,7 @@ def looped(kind, plan):
     return f
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients(kind, plan):
@@ -48,6 +49,7 @@ def test_gradients(kind, plan):
     assert_close(jax.jit(jax.value_and_grad(f))(XS), jax.value_and_grad(by_hand)(XS, 2, 7))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("plan", [None, "all", Plan(2, 3, "residuals")], ids=str)
 def test_batches_and_second_derivatives(plan):
     """Counters that start apart, and lanes that stop apart."""
@@ -98,6 +100,7 @@ def test_numbers_wrap_around_as_in_the_loop():
     assert_close(jax.grad(f)(1.0), want)
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_a_counter():
     def f(xs, plan):
         body = lambda c, _: ((c[0] + 1, c[1].at[c[0]].set(xs[c[0]] * c[0])), None)

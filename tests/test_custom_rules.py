@@ -59,6 +59,7 @@ def test_gradient_of_custom_vjp(checkpoints):
     assert_close(got, jax.value_and_grad(wanted, (0, 1))(0.7, 1.2))
 
 
+@pytest.mark.exhaustive
 def test_custom_vjp_in_lanes():
     ns, xs = np.asarray([2, 0, 4]), jnp.asarray([0.7, 0.2, -0.5])
     f = lambda n, x, w: steps(lambda x: clipped(x, w) + x / 3, x, count=n)
@@ -163,6 +164,7 @@ def bent_jvp(primals, tangents):
     return bent(x, w), jnp.cos(x) * w * x_dot / 2 + 3 * jnp.sin(x) * w_dot
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("checkpoints", CHECKPOINTS)
 def test_custom_jvp(checkpoints):
     f = lambda x, w: steps(lambda x: bent(x, w) + x / 3, x, checkpoints=checkpoints)
@@ -175,6 +177,7 @@ def test_custom_jvp(checkpoints):
     assert_close(jax.jit(jax.hessian(f))(0.7, 1.2), jax.hessian(wanted)(0.7, 1.2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"checkpoints": "all"}, {"truncate": 2}, {"memory": "1 MB"}])
 def test_custom_jvp_in_second_derivatives_of_scans(settings):
     """jax before 0.12 forgets the rule there, in a scan of its own."""
@@ -199,6 +202,7 @@ def test_custom_jvp_in_second_derivatives_of_scans(settings):
             assert_close(jax.jit(outer(jax.grad(g)))(1.2), outer(jax.grad(over(wanted)))(1.2))
 
 
+@pytest.mark.exhaustive
 def test_relu_and_other_library_rules():
     """jax.nn and jnp functions with custom derivatives at their kinks."""
     body = lambda x: jax.nn.relu(x) + jax.nn.softplus(-x) / 3 + jnp.sinc(x) + jax.nn.silu(x) / 2
@@ -217,6 +221,7 @@ def host_cosine(x):
     return jax.pure_callback(np.cos, result, x, vmap_method="broadcast_all")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", CHECKPOINTS)
 def test_callbacks_on_values_without_gradients(checkpoints):
     def body_with(cosine):
@@ -229,6 +234,7 @@ def test_callbacks_on_values_without_gradients(checkpoints):
     assert_close(jax.jit(jax.hessian(f))(0.7), jax.hessian(wanted)(0.7))
 
 
+@pytest.mark.slow
 def test_callbacks_in_lanes():
     ns, xs = np.asarray([3, 0, 1]), jnp.asarray([0.7, 0.2, -0.5])
     f = lambda n, x: steps(lambda x: x * host_cosine(lax.stop_gradient(x)), x, count=n)
@@ -302,6 +308,7 @@ def test_a_cotangent_that_is_needed_does_raise():
 # ---------------------------------------------------------------- solvers in the body
 
 
+@pytest.mark.exhaustive
 def test_custom_root_and_linear_solve():
     """An implicit step: each solves an equation by a loop of loopkit's own."""
 

@@ -132,6 +132,7 @@ def test_scan_that_stops(reverse):
     assert_close(derivative(got, "rr")(THETA), derivative(flat(wanted), "rr")(THETA))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("until", [None, lambda x, y: x[0] > 0.8])
 @pytest.mark.parametrize("rule", RULES)
 def test_scan_along_other_axes(rule, until):

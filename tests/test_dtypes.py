@@ -26,6 +26,7 @@ def power(x, n, **kwargs):
 FLOATS = ["bfloat16", "float16", "float32", "float64", "complex64", "complex128"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_inexact_dtypes(dtype):
     x = jnp.asarray([0.5, -0.25], dtype)
@@ -41,6 +42,7 @@ def test_inexact_dtypes(dtype):
     assert tangent.dtype == jnp.dtype(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64", "bool"])
 def test_exact_dtypes(dtype):
     """Beside a float, in the carry, the xs and the ys."""
@@ -57,6 +59,7 @@ def test_exact_dtypes(dtype):
     assert_close(run(loopkit.scan), run(lax.scan))
 
 
+@pytest.mark.slow
 def test_complex_parameters():
     """The gradient of a real function of complex arguments, and holomorphic ones."""
     z, w = 0.3 + 0.4j, 0.5 - 0.2j
@@ -75,6 +78,7 @@ def test_complex_parameters():
     assert_close(holomorphic(z), jnp.asarray(8 * z**7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", CHECKPOINTS)
 def test_typed_keys(checkpoints):
     """Keys in the carry, in the xs and in the ys: the same numbers in recomputation."""
@@ -96,6 +100,7 @@ def test_typed_keys(checkpoints):
     assert_close(run(loopkit.scan, checkpoints=checkpoints), run(lax.scan))
 
 
+@pytest.mark.slow
 def test_keys_in_a_while_loop_with_lanes():
     def f(x, key):
         def body(carry):
@@ -119,6 +124,7 @@ def test_legacy_keys():
     assert_close(loopkit.while_loop(lambda c: c[2] < 3, body, init), wanted)
 
 
+@pytest.mark.slow
 def test_numpy_and_python_scalars():
     """An initial value may be anything that jax takes for an array."""
     for one in (1.0, np.float64(1.0), np.ones(()), jnp.ones(())):
@@ -161,6 +167,7 @@ def test_weak_types_are_promoted_as_in_lax(which, kind):
     assert types(got) == types(wanted)
 
 
+@pytest.mark.slow
 def test_single_precision_by_default():
     """Without x64 nothing is double."""
     with jax.enable_x64(False):

@@ -41,6 +41,7 @@ def test_no_step(max_steps):
     assert_close(jax.grad(jax.grad(f))(1.5), jnp.asarray(0.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [0, 1])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("checkpoints", CHECKPOINTS)
@@ -102,6 +103,7 @@ def test_ranges(traced, lower, upper):
 # ---------------------------------------------------------------- trees
 
 
+@pytest.mark.slow
 def test_empty_carries():
     assert loopkit.while_loop(lambda _: False, lambda c: c, ()) == ()
     carry, ys = loopkit.scan(lambda c, x: (c, 2 * x), None, jnp.arange(3.0))
@@ -113,6 +115,7 @@ def test_empty_carries():
     assert_close(grad(1.0), jnp.asarray(3.0))
 
 
+@pytest.mark.slow
 def test_trees_of_every_kind():
     Pair = collections.namedtuple("Pair", "left right")
     linear = eqx.nn.Linear(2, 2, key=jax.random.key(0), dtype=jnp.float64)

@@ -86,6 +86,7 @@ def test_scan_steps_report_once():
     assert sorted(seen) == list(range(6))
 
 
+@pytest.mark.slow
 def test_lanes_report_each_of_their_steps():
     seen = []
     f = lambda x: reporting(lambda step, x: seen.append((int(step), float(x))), 3, x, 1)
@@ -185,6 +186,7 @@ def test_the_predicate_is_read_once_a_step(max_steps, unroll):
     assert sorted(seen) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [None, Plan(8), "all"], ids=str)
 def test_unrolled_steps_that_are_not_taken_report_nothing(checkpoints):
     """The last iteration of two steps runs one step too many, which reports nothing."""
@@ -219,6 +221,7 @@ SCANS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("scan", SCANS.values(), ids=SCANS)
 def test_a_gradient_is_that_of_what_the_host_returned(scan, around):

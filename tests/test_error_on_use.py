@@ -63,7 +63,7 @@ def thrown():
     """Each transformation of one of the two is quick."""
     both = enumerate([value, with_w])
     for (k, transform), (j, f) in itertools.product(enumerate(TRANSFORMS), both):
-        marks = pytest.mark.slow if (k + k // len(DERIVATIVES) + j) % 2 else ()
+        marks = pytest.mark.exhaustive if (k + k // len(DERIVATIVES) + j) % 2 else ()
         yield pytest.param(transform, f, marks=marks, id=f"{transform}-{f.__name__}")
 
 
@@ -96,6 +96,7 @@ def test_throw_where_one_part_is_used(part, lanes):
         jax.block_until_ready(run(x, 3))
 
 
+@pytest.mark.slow
 def test_zeros_stay_symbolic():
     """A check gives no derivative to a value without one: zeros would be NaN before a root at 0."""
 
@@ -113,6 +114,7 @@ def test_what_is_no_part_of_a_derivative_is_not_heard():
     assert jax.jit(jax.grad(f))(1.0) == 1.0
 
 
+@pytest.mark.slow
 def test_one_lane_is_enough():
     f = jax.jit(jax.vmap(jax.grad(value)))
     jax.block_until_ready(f(jnp.asarray([60.0, 70.0])))
@@ -156,7 +158,7 @@ OUTSIDE = {"last": 8}, 2, r"at index [67] in step [56], outside of its shape"
 def of_rows():
     """Each way to differentiate, of linear rows or of others; slowly of the other of the two."""
     for t, transform in enumerate(OF_ROWS):
-        for k, marks in enumerate([(), pytest.mark.slow]):
+        for k, marks in enumerate([(), pytest.mark.exhaustive]):
             linear = (t + k) % 2 == 0
             if linear and transform == "hessian":
                 continue  # zero: nothing is read
@@ -171,6 +173,7 @@ def unchecked(transform, linear):
     return OF_ROWS[transform](lambda xs: rows(xs, linear=linear))(XS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transform", "linear", "checkpoints", "wrong", "more", "text"), list(of_rows())
 )
@@ -186,6 +189,7 @@ def test_buffers(transform, linear, checkpoints, wrong, more, text):
     assert_close(checked()(XS), unchecked(transform, linear))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", ["value", "tangent", "grad", "linearize"])
 def test_tensor_array(transform):
     def f(n):

@@ -316,6 +316,7 @@ def check(message: str, case: Case) -> None:
         assert re.search(text, message), f"{text!r} not in: {message}"
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_message(case: Case):
     with pytest.raises(case.error) as caught:
@@ -326,6 +327,7 @@ def test_message(case: Case):
 TRANSFORMED = [case for case in CASES if case.name in {"another shape", "predicate with an axis"}]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("case", TRANSFORMED, ids=lambda case: case.name)
 @pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint, jax.vmap, jax.grad])
 def test_message_under_a_transformation(transform, case: Case):
@@ -351,6 +353,7 @@ def test_errors_of_the_body_are_its_own():
         loopkit.while_loop(lambda _: True, body, 1.0, max_steps=2)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "call",
     [

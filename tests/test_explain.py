@@ -130,6 +130,7 @@ def test_one_loop_has_a_plan(fn):
     assert [found[i] for i in range(len(found))] == list(found)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize(
     "asked", [Plan(3), Plan(4, segment=3), Plan(20, segment=3), Plan(50), "all"], ids=str

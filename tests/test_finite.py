@@ -88,6 +88,7 @@ def test_a_value(kind):
     assert_close(carry_of(kind, loopkit.replay()), jnp.full(2, 0.25))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"truncated"}))
 def test_a_tangent(kind):
     f = lambda h: jax.jvp(lambda h: KINDS[kind](root, XS, h, **ON), (h,), (h,))
@@ -102,10 +103,11 @@ REVERSED = [(k, c) for k, c in REVERSED if (k, c) != ("while", "all")]
 
 
 def every_third(cases):
-    late = pytest.mark.slow
+    late = pytest.mark.exhaustive
     return [pytest.param(*c, marks=() if i % 3 == 0 else late) for i, c in enumerate(cases)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "plan"), every_third(REVERSED), ids=str)
 def test_a_cotangent(kind, plan):
     """The first step met going back, which has a slope that is infinite: the last."""
@@ -116,12 +118,14 @@ def test_a_cotangent(kind, plan):
     assert_close(carry_of(kind, before), jnp.zeros(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["1 kB", "1 MB"])
 def test_a_cotangent_within_a_budget_in_bytes(memory):
     f = jax.grad(lambda h: loopkit.scan(root, h, XS, memory=memory, **ON)[0])
     fails("the cotangent of `init` must stay finite, got inf in step 4, going backward", f, 1.0)
 
 
+@pytest.mark.exhaustive
 def test_a_cotangent_of_truncated_steps():
     """Numbers of steps go on from block to block."""
 
@@ -137,6 +141,7 @@ def test_a_cotangent_of_truncated_steps():
         assert_close(replayed, (jnp.asarray(1.0 + number), jnp.asarray(0.0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", EAGER)
 def test_loops_outside_jit(kind):
     f = lambda h: EAGER[kind](divided, XS, h, **ON)
@@ -186,6 +191,7 @@ LANES = [{"max_steps": 9}, {"checkpoints": 2}, {"max_steps": 9, "checkpoints": "
 LANES += [{"max_steps": 9, "lanes": "compact"}, {"max_steps": 9, "unroll": 4}]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", LANES, ids=str)
 def test_lanes_that_stop_apart(how):
     """Those that have stopped take steps that count for nothing, and are no error."""
@@ -209,6 +215,7 @@ def test_the_first_lane_that_fails_is_to_be_run_again(how):
     assert_close(before, ((jnp.asarray(3), jnp.asarray(1.0)),))
 
 
+@pytest.mark.slow
 def test_lanes_of_lanes():
     f = jax.vmap(jax.vmap(lambda h, x: loopkit.scan(divided, h, x, **ON)[0]), in_axes=(1, 0))
     xs = jnp.ones((2, 3, 4)).at[1, 2, 3].set(0.0)
@@ -226,6 +233,7 @@ def test_every_leaf_that_fails_is_named():
     fails(text, lambda xs: loopkit.scan(step, init, xs, **ON), XS)
 
 
+@pytest.mark.exhaustive
 def test_the_body_is_named_and_where_it_is():
     line = root.__code__.co_firstlineno
     text = rf"`f` is `root` at .*test_finite.py:{line}. Run that step alone, with jax.debug_nans "
@@ -267,6 +275,7 @@ def test_ys_of_which_some_are_kept(how):
     assert_close(replayed, (jnp.asarray(8.0), jnp.asarray(0.0)))
 
 
+@pytest.mark.exhaustive
 def test_what_is_closed_over():
     def loss(w):
         step = lambda h, x: (h + jnp.where(x > 1, jnp.sqrt(w * x), 0.0).sum(), None)
@@ -280,6 +289,7 @@ def test_what_is_closed_over():
     fails(text, jax.grad(rows), jnp.array([1.0, 2.0, 0.0, 3.0]))
 
 
+@pytest.mark.slow
 def test_a_cotangent_of_xs():
     f = jax.grad(
         lambda xs: loopkit.scan(lambda h, x: (h + jnp.sqrt(x["a"]), None), 0.0, {"a": xs}, **ON)[0]
@@ -289,6 +299,7 @@ def test_a_cotangent_of_xs():
     )
 
 
+@pytest.mark.exhaustive
 def test_what_was_not_finite_from_the_start():
     """It may stay so, and is found once it has become worse, or was finite in between."""
     least = lambda xs: loopkit.scan(lambda h, x: (jnp.minimum(h, x), h), jnp.inf, xs, **ON)
@@ -306,6 +317,7 @@ def test_what_was_not_finite_from_the_start():
     assert np.isnan(jax.grad(lambda h: stays(h) * jnp.nan)(1.0))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("init", [jnp.inf, jnp.nan])
 def test_a_y_of_what_is_passed_on(init):
     """It is no worse than that, which is no output of the check itself."""
@@ -341,6 +353,7 @@ def test_leaves_of_all_kinds():
     assert_close(jax.random.key_data(carry["key"]), jax.random.key_data(key))
 
 
+@pytest.mark.slow
 def test_buffers():
     """The rows that a step writes, and the cotangents of those that it reads."""
     f = lambda b: loopkit.fori_loop(
@@ -364,6 +377,7 @@ def test_buffers():
     assert_close(appended(2).stack()[:2], jnp.float32([0.5, 1.0]))
 
 
+@pytest.mark.exhaustive
 def test_loops_in_loops():
     """The innermost that watches is the one that is named, whichever that is."""
 
@@ -385,6 +399,7 @@ def square(x):
 square.defvjp(lambda x: (x * x, x), lambda x, ct: (ct / x,))
 
 
+@pytest.mark.exhaustive
 def test_custom_vjp():
     """A body without a JVP has a gradient, and none is traced."""
     f = lambda h: loopkit.scan(lambda h, x: (square(h) * x, None), h, XS, **ON)[0]
@@ -435,6 +450,7 @@ def test_loops_of_lax(checkpoints):
     fails(r"in step 3 in lane 1, going", lanes, jnp.array([2, 5, 3]), jnp.ones(3))
 
 
+@pytest.mark.slow
 def test_on_devices():
     mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = PartitionSpec("a")
@@ -444,6 +460,7 @@ def test_on_devices():
     fails("got inf at index .0. in step 2", f, jnp.ones(2))
 
 
+@pytest.mark.slow
 def test_recomputed_under_jax_checkpoint():
     f = jax.checkpoint(lambda h: loopkit.scan(root, h, XS, **ON)[0])
     fails("the cotangent of `init` must stay finite, got inf in step 4", jax.grad(f), 1.0)
@@ -452,7 +469,8 @@ def test_recomputed_under_jax_checkpoint():
 MODES = ["", "f", "r", "fr", "rr"]
 
 
-@pytest.mark.parametrize(("problem", "checkpoints"), in_turn(PROBLEMS, CHECKPOINTS, of=15, slow=2))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("problem", "checkpoints"), in_turn(PROBLEMS, CHECKPOINTS, of=15))
 def test_no_false_alarm(problem, checkpoints):
     """Over the table of loops, in one of which a tangent that nobody reads is a NaN."""
     modes = ["", "r"] if problem.name == "dead_leaf" else MODES[:3]
@@ -462,6 +480,7 @@ def test_no_false_alarm(problem, checkpoints):
         assert_close(run(problem.vector()), expected(problem.name, pattern))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("problem", named("scan_until", "while_in_scan"), ids=lambda p: p.name)
 def test_no_false_alarm_in_second_derivatives(problem):
     for pattern in MODES[3:]:
@@ -469,6 +488,7 @@ def test_no_false_alarm_in_second_derivatives(problem):
         assert_close(run(problem.vector()), expected(problem.name, pattern))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_when_off(kind):
     """Programs and results are the same to the letter, and to the bit, before and after
@@ -499,6 +519,7 @@ CALLS = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", CALLS)
 def test_bad_values(name):
     text = rf"loopkit.{name}: `debug` must be None, \"finite\".*, got "

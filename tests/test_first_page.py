@@ -7,12 +7,14 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import loopkit
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.slow
 def test_memory_is_what_readme_says():
     text = (ROOT / "README.md").read_text().partition("## Memory")[2]
     (block,) = re.findall(r"```python\n(.*?)```", text.partition("\n## ")[0], flags=re.DOTALL)

@@ -13,6 +13,7 @@ from derivatives import assert_close
 from kinds import loop
 from loopkit._engine.passes.flat_rows import SHORT
 from loopkit._jaxprs import equations
+from turns import later
 
 N = 5
 XS = jnp.cos(jnp.arange(N * 6.0)).reshape(N, 3, 2)
@@ -133,14 +134,12 @@ OTHER_WAYS = [
 
 
 def cases():
-    """Yield cases: quick ones take one of two modes for every second body; slow ones take more."""
+    """Of two modes each second body has one; the other and all other ways are exhaustive."""
     for k, body in enumerate([*FLAT, *WHOLE]):
         both = [(mode, "while", 2) for mode in ("grad", "lanes of all")]
-        yield pytest.param(body, *both[k // 2 % 2], marks=() if k % 2 else pytest.mark.slow)
-        for way in (both[1 - k // 2 % 2], *OTHER_WAYS[k % 2 :: 2]):
-            yield pytest.param(body, *way, marks=pytest.mark.slow)
-        for way in OTHER_WAYS[1 - k % 2 :: 2]:
-            yield pytest.param(body, *way, marks=pytest.mark.exhaustive)
+        yield pytest.param(body, *both[k // 2 % 2], marks=() if k % 2 else pytest.mark.exhaustive)
+        for way in (both[1 - k // 2 % 2], *OTHER_WAYS):
+            yield later(body, *way)
 
 
 @ft.cache
@@ -148,6 +147,7 @@ def expected(body, mode):
     return MODES[mode](reference(body))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("body", "mode", "kind", "checkpoints"), list(cases()))
 def test_rows_are_those_of_a_python_loop(body, mode, kind, checkpoints):
     got = jax.jit(lambda: MODES[mode](looped(body, kind, checkpoints)))()
@@ -162,6 +162,7 @@ def carried(f, *args):
     return [t.shape for t in loop.carry_types], [t.shape for t in loop.const_types]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("kind", ["fori", "while"])
 @pytest.mark.parametrize("body", FLAT)
 def test_rows_taken_whole_are_vectors(body, kind):
@@ -179,6 +180,7 @@ def test_other_rows_keep_their_axes(body):
     assert (N, 6) in consts
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("shape", "flat"),
     [
@@ -197,6 +199,7 @@ def test_only_short_axes_are_made_one(shape, flat):
     assert (N, *flat) in carry
 
 
+@pytest.mark.slow
 def test_slices_are_moved_inside_as_lax_moves_them():
     def f(xs):
         # Beyond the start also once it has been counted from the end.
@@ -227,6 +230,7 @@ def test_the_same_step_alone_and_in_a_loop():
     assert (N + 1, 6) not in shapes
 
 
+@pytest.mark.slow
 def test_elements_of_a_tensor_array_are_vectors():
     def f(w, xs):
         ta = loopkit.TensorArray.empty(N, jax.ShapeDtypeStruct((3, 2), XS.dtype))
@@ -266,6 +270,7 @@ def test_rows_are_read_after_an_inner_loop():
     assert_close(f(FIRST, loopkit.fori_loop), f(FIRST, lax.fori_loop))
 
 
+@pytest.mark.slow
 def test_integers_and_weak_types():
     table = jnp.arange(N * 6).reshape(N, 3, 2)
 

@@ -86,11 +86,10 @@ def with_rules(x, n, **options):
 BODIES = elementwise, mixed, in_loops, with_rules
 
 
-WAYS = in_turn(
-    BODIES, ["all", None, 2], ["grad", "lanes", "second order", "unrolled"], of=8, slow=1
-)
+WAYS = in_turn(BODIES, ["all", None, 2], ["grad", "lanes", "second order", "unrolled"], of=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("body", "checkpoints", "how"), WAYS)
 def test_derivatives(body, checkpoints, how, on_tpu):
     options = {"checkpoints": checkpoints} | ({"unroll": 3} if how == "unrolled" else {})
@@ -109,9 +108,10 @@ def test_derivatives(body, checkpoints, how, on_tpu):
     assert_close(got, jax.jit(into(plain))(*args))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("body", "checkpoints", "mode"),
-    in_turn(FLAT, [2, "all"], ["grad", "jvp", "lanes of all"], of=12, slow=2),
+    in_turn(FLAT, [2, "all"], ["grad", "jvp", "lanes of all"], of=12),
 )
 def test_buffers(body, checkpoints, mode, on_tpu):
     got = jax.jit(lambda: MODES[mode](looped(body, "while", checkpoints)))()
@@ -120,9 +120,10 @@ def test_buffers(body, checkpoints, mode, on_tpu):
         assert_close(a, b)
 
 
-TURNS = in_turn(PROBLEMS, ["f", "r", "rr"], ["all", None], of=24, slow=3)
+TURNS = in_turn(PROBLEMS, ["f", "r", "rr"], ["all", None], of=24)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("problem", "pattern", "checkpoints"), TURNS)
 def test_every_problem(problem: Problem, pattern, checkpoints, on_tpu):
     got = jax.jit(derivative(problem.flat_loop(checkpoints), pattern))(problem.vector())
@@ -190,6 +191,7 @@ def test_changes_of_shape_are_those_between_rows_and_others_in_loops():
     assert flat_values._reshapes(jax.make_jaxpr(lambda x: x.reshape(6))(X)) == 0
 
 
+@pytest.mark.slow
 def test_stacks_that_are_read_as_a_whole_keep_their_shape(on_tpu):
     """Rows of which a step reads more than one, or a part."""
 

@@ -21,8 +21,9 @@ COUNTS = np.random.default_rng(0).integers(0, 7, (9, 6), np.int32)
 XS = np.linspace(0.1, 2.0, 9)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("problem", "pattern"), in_turn(NESTED, ["", "f", "r", "ff", "fr", "rf", "rr"], of=7, slow=2)
+    ("problem", "pattern"), in_turn(NESTED, ["", "f", "r", "ff", "fr", "rf", "rr"], of=7)
 )
 def test_vmap_of_a_derivative(problem: Problem, pattern):
     xs = rows(problem)
@@ -40,6 +41,7 @@ def test_derivative_of_vmap(problem: Problem, pattern):
     assert_close(got, derivative(reference, pattern)(xs.ravel()))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("problem", "checkpoints"), in_turn(NESTED[1:], CHECKPOINTS))
 def test_checkpoints(problem: Problem, checkpoints):
     xs = rows(problem)
@@ -165,9 +167,10 @@ def of_lanes(program, lanes, transform):
     }[transform]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "transform"),
-    in_turn(PROGRAMS, ["value", "jvp", "grad", "vmap(grad)", "second"], of=8, slow=3),
+    in_turn(PROGRAMS, ["value", "jvp", "grad", "vmap(grad)", "second"], of=8),
 )
 def test_as_lanes_that_wait(program, transform):
     got, want = (jax.jit(of_lanes(program, lanes, transform))(XS) for lanes in ("flatten", "wait"))
@@ -205,6 +208,7 @@ def steps_of_all(lanes):
     return len(seen)
 
 
+@pytest.mark.slow
 def test_a_lane_goes_on_with_its_next_step():
     """Two lanes that take 30 steps in turns: 8 times 30 where they wait, 4 times 31 each alone."""
     assert steps_of_all("wait") >= 240
@@ -248,6 +252,7 @@ def test_a_loop_without_inner_loops_is_as_it_was():
         assert text("flatten") == text("wait")
 
 
+@pytest.mark.exhaustive
 def test_an_inner_loop_that_is_flattened_before():
     """The carry of the inner loop has leaves that never change, which became constants."""
 
@@ -316,6 +321,7 @@ def test_a_loop_of_no_steps():
     )
 
 
+@pytest.mark.exhaustive
 def test_inside_shard_map_lanes_wait():
     """Lanes wait where the carry differs between devices."""
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -339,6 +345,7 @@ def test_flattened_once():
     assert_close(twice(0.3), three_deep("wait", three_deep("wait", 0.3, ns)[0], ns)[0])
 
 
+@pytest.mark.exhaustive
 def test_loops_of_lax():
     """In `checkpointed`, the outermost one is flattened with those in it."""
 
@@ -368,6 +375,7 @@ def test_steps_of_lanes_in_different_steps_are_not_shown():
         loopkit.checkpointed(jnp.sin, lanes="flatten", progress="line")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"debug": "bounds"}, {"debug": "finite"}])
 def test_what_is_checked_of_steps_makes_lanes_wait(how):
     """Also where lanes that are elsewhere would be out of bounds, or have a NaN."""
@@ -386,6 +394,7 @@ def test_what_is_checked_of_steps_makes_lanes_wait(how):
     assert_close(got, jax.vmap(ft.partial(run, "wait"))(XS, COUNTS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"checkpoints": "all"}, {"truncate": 2}])
 def test_everything_is_kept_where_nobody_knows_how_much(how):
     """Also of a scan that would be lax's own, and of the blocks of one."""
@@ -396,6 +405,7 @@ def test_everything_is_kept_where_nobody_knows_how_much(how):
     assert_close(got, want)
 
 
+@pytest.mark.slow
 def test_a_bound_of_all_steps():
     """Everything can be stored where outer and inner loops have bounds."""
 

@@ -226,6 +226,7 @@ def test_loops_of_ones_own_say_what_jax_says():
         jax.grad(f)(0.7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", LOOPS)
 def test_only_is_a_way_out(loop):
     """The loop whose derivative nobody needs."""
@@ -260,6 +261,7 @@ def test_host_memory_that_is_missing_names_the_loop(monkeypatch):
     assert f(jnp.ones(3)).shape == ()
 
 
+@pytest.mark.slow
 def test_all_without_a_bound_names_the_loop():
     f = lambda x: until(jnp.sin, x)
     error = error_of(lambda: loopkit.checkpointed(f, checkpoints="all")(0.7))

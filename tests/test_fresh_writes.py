@@ -92,6 +92,7 @@ def expected(body):
     return both(reference(body))(XS, FIRST)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("body", "way"), in_turn(BODIES, range(len(WAYS))))
 def test_gradients(body, way):
     got = jax.jit(both(looped(body, *WAYS[way])))(XS, FIRST)
@@ -123,6 +124,7 @@ def writes(body, first):
     return text.count("stablehlo.dynamic_update_slice")
 
 
+@pytest.mark.exhaustive
 def test_no_more_writes_than_needed():
     for body in BODIES:
         assert writes(body, None) < writes(body, FIRST), body.__name__
@@ -135,6 +137,7 @@ NARROW = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [Plan(2, 100), "all"], ids=["log", "all"])
 @pytest.mark.parametrize("which", NARROW)
 def test_counters_that_start_over_write_rows_again(which, checkpoints):

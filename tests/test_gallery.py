@@ -34,6 +34,7 @@ def test_the_readme_has_the_same_table():
     assert readme_table() in (EXAMPLES / "README.md").read_text()
 
 
+@pytest.mark.every_case
 @each
 def test_a_page_is_complete(entry):
     page = pages.page(entry)
@@ -58,6 +59,7 @@ def test_a_page_is_complete(entry):
     assert f"]({entry.name}.md)" in card
 
 
+@pytest.mark.every_case
 @each
 def test_measured_beside_a_peer(entry):
     """The output of `compare` is a table; its first row is what the others are divided by."""

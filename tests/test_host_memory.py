@@ -17,8 +17,6 @@ from loopkit._plans.costs import StepCosts
 from loopkit._plans.planner import make_plan
 from problems import named
 
-pytestmark = pytest.mark.slow
-
 PLANS = {
     "segments": Plan(100, segment=2, host=True),
     "few": Plan(2, segment=2, host=True),
@@ -29,6 +27,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ["while_scalar", "scan_until", "scan_xs_ys"])
 def test_gradients(name, plan):
@@ -41,6 +40,7 @@ def test_gradients(name, plan):
     assert_close(jax.jit(jax.vmap(f))(lanes), jnp.stack(each))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_steps_left_over(plan):
     """The last steps of an iteration of three do not count, and nothing is saved for them."""
@@ -50,6 +50,7 @@ def test_steps_left_over(plan):
     assert_close(jax.jit(f)(x), derivative(problem.flat_reference(), "r")(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["carries", "residuals"])
 @pytest.mark.parametrize("outer", ["residuals", "every carry"])
 def test_what_a_loop_in_a_step_saves_is_saved_there(outer, inner):
@@ -76,6 +77,7 @@ def test_what_a_loop_in_a_step_saves_is_saved_there(outer, inner):
     assert_close(jax.jit(jax.vmap(jax.grad(f, 1)))(ns, xs), each)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["f", "fr", "rr"])
 def test_other_derivatives(pattern):
     (problem,) = named("scan_xs_ys")
@@ -237,6 +239,7 @@ def test_a_program_for_another_machine_is_not_looked_at(monkeypatch):
     assert not memory._sound
 
 
+@pytest.mark.slow
 def test_gradients_are_checked_once(monkeypatch):
     probed = []
     probe = memory._probe

@@ -79,6 +79,7 @@ def loop_carries(jaxpr):
 # ---------------------------------------------------------------- threads, and calls cut short
 
 
+@pytest.mark.slow
 def test_eight_threads():
     """Each with loops of its own, and all with one, at the same time."""
     barrier, wrong = threading.Barrier(8, timeout=120), []
@@ -151,6 +152,7 @@ def test_tracing_that_is_cut_short(around, place, error):
 # ---------------------------------------------------------------- numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int32", "uint32", "int64"])
 def test_counters_near_their_end(dtype):
     """They count up to the largest number there is, and the gradient knows where they were."""
@@ -181,6 +183,7 @@ def test_a_fori_loop_beyond_31_bits():
     assert_close(jax.jit(jax.value_and_grad(f))(0.5, first), (jnp.asarray(3.0), jnp.asarray(6.0)))
 
 
+@pytest.mark.exhaustive
 def test_predicates_of_nan():
     """A comparison with NaN is false: the loop takes no step, or stops."""
     f = lambda x: loopkit.while_loop(lambda x: x < 10.0, lambda x: x * x * x, x)
@@ -226,6 +229,7 @@ def test_eight_loops_in_one_another():
     assert_close(got, jax.jit(jax.value_and_grad(by_hand, (0, 1)))(0.7, 1.3))
 
 
+@pytest.mark.slow
 def test_double_precision_switched_between_calls():
     f = lambda x: powers(x, checkpoints=2)
     for wide in (True, False, True, False):
@@ -252,6 +256,7 @@ def test_arrays_that_are_given_away(around):
         assert_close(f(kept), 8 * kept)
 
 
+@pytest.mark.slow
 def test_arrays_on_several_devices():
     devices = jax.devices()[:3]
     f = lambda x: powers(x, checkpoints=2)

@@ -70,6 +70,7 @@ def test_buffers_are_in_place():
     assert report.loops > 1
 
 
+@pytest.mark.slow
 def test_a_window_that_is_read_after_a_write():
     """A gather, as from a cache of keys, must not take the write before it into itself."""
 

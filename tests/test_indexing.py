@@ -78,6 +78,7 @@ def test_which_rows_are_known_to_differ():
     assert not jax.eval_shape(lambda i: jnp.zeros(place(SHAPE, i).unique), jnp.arange(2)).shape[0]
 
 
+@pytest.mark.exhaustive
 def test_of_elements_that_are_named_twice_the_last_is_kept():
     elements = np.indices(SHAPE).reshape(3, -1)[:, np.random.default_rng(0).permutation(60)]
     for count, from_end in ((64, 0), (65, 5)):  # few are compared with each other, many sorted
@@ -88,6 +89,7 @@ def test_of_elements_that_are_named_twice_the_last_is_kept():
         np.testing.assert_array_equal(last.ravel(), [i + 60 >= count for i in range(count)])
 
 
+@pytest.mark.exhaustive
 def test_elements_that_are_named_twice_in_a_buffer_of_any_size():
     """More elements than 32 bits count, or a number of them that is not known yet."""
     large = 2**17, 2**17
@@ -112,6 +114,7 @@ def test_starts_are_as_wide_as_they_need_to_be():
     assert place((2**16, 2**16), rows).starts.dtype == np.int32
 
 
+@pytest.mark.slow
 def test_signs_of_an_index():
     """One of several is enough for what is negative to be from the end."""
     signed, unsigned = jnp.asarray([-1, 0]), jnp.asarray([1, 2], "uint8")
@@ -177,6 +180,7 @@ def test_whether_a_slice_fits():
     assert not fits((n, 4), (n, 3))
 
 
+@pytest.mark.slow
 def test_a_buffer_of_unknown_size():
     """Exported, it is read and written as one of the size that it is given."""
 
@@ -266,6 +270,7 @@ def test_rows_that_are_named_twice():
     assert slopes == [[0, 0, 30, 10], [10, 0, 30, 0], [10, 30, 30, 10]]
 
 
+@pytest.mark.exhaustive
 def test_filled_where_nothing_is():
     b = Buffer(jnp.arange(6.0).reshape(3, 2))
     for index in (7, -4, jnp.asarray([1, 3]), (slice(None), jnp.asarray([1, 2]))):

@@ -58,6 +58,7 @@ def test_scan_without_until():
     assert (info.steps, info.stopped) == (4, False)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize(
     ("max_steps", "steps", "stopped"), [(None, 4, True), (4, 4, True), (3, 3, False), (0, 0, False)]
@@ -79,6 +80,7 @@ def test_lanes():
     assert info.stopped.tolist() == [True, True, True, False]
 
 
+@pytest.mark.slow
 def test_beside_derivatives():
     def f(x):
         x, info = double(x)
@@ -105,6 +107,7 @@ def test_throw_where_the_bound_is_reached(jit):
         jax.block_until_ready(f(1.0))
 
 
+@pytest.mark.slow
 def test_throw_in_derivatives_and_lanes():
     def f(x):
         return loopkit.while_loop(lambda x: x < 8.0, lambda x: 2 * x, x, max_steps=2, throw=True)
@@ -161,6 +164,7 @@ def test_unrolling_reports_the_same(unroll):
     assert (x, info.steps, info.stopped) == (4.0, 2, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unroll", [2, 4])
 def test_unrolled_steps_that_are_not_taken_are_not_evaluated(unroll):
     """The fourth step would take the root of a negative number."""
@@ -173,6 +177,7 @@ def test_unrolled_steps_that_are_not_taken_are_not_evaluated(unroll):
     assert_close(jax.grad(f, (0, 1))(3.0, 0.5), wanted(3.0, 0.5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unroll", [True, False, 0, 1, 3, 100])
 def test_unroll_of_scan_and_fori_loop(unroll):
     f = lambda x: loopkit.scan(lambda x, _: (1.5 * x, x), x, length=4, unroll=unroll)[0]
@@ -189,6 +194,7 @@ def test_split_transpose_is_accepted():
     assert jax.grad(f)(1.0) == 1.5**3
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "settings",
     [

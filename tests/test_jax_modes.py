@@ -19,6 +19,7 @@ def power(x, n, **kwargs):
     )[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("checkpoints", CHECKPOINTS)
 def test_disable_jit(checkpoints):
     def run():
@@ -42,6 +43,7 @@ def test_disable_jit(checkpoints):
     assert_close(got, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [None, 2, "all"])
 def test_disable_jit_of_no_step(checkpoints):
     """A loop of no steps runs under `disable_jit`, where `lax.scan` refuses one."""
@@ -70,6 +72,7 @@ def test_disable_jit_runs_the_body_as_python():
     assert seen == [1.0, 2.0, 4.0, 1.0, 2.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", in_turn(CHECKPOINTS))
 def test_no_tracer_leaks(checkpoints):
     with jax.checking_leaks():
@@ -119,6 +122,7 @@ def test_export_with_a_symbolic_batch():
     assert_close(again.call(jnp.asarray([1.1, 0.5, 0.2])), f(jnp.asarray([1.1, 0.5, 0.2])))
 
 
+@pytest.mark.slow
 def test_export_with_symbolic_features():
     """A symbolic size decides whether an array is transposed before it is sliced."""
     (size,) = jax.export.symbolic_shape("n")
@@ -266,10 +270,11 @@ def of_a_size():
         first, later = ["grad", "jvp"], ["value", "hessian", "vmap of grad"]
         names = [first[k % 2], later[k % 3], first[k % 2 - 1] if k % 3 else later[k % 3 - 1]]
         for j, name in enumerate(names):
-            marks = pytest.mark.slow if j else ()
+            marks = pytest.mark.exhaustive if j else ()
             yield pytest.param(f, name, marks=marks, id=f"{f.__name__}-{name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("f", "transform"), list(of_a_size()))
 def test_export_of_a_symbolic_size(f, transform):
     (size,) = jax.export.symbolic_shape("n")

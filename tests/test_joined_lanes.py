@@ -19,6 +19,7 @@ def lanes_of(f, *args):
     return [loop.lanes for loop in loopkit.explain(f, *args).loops]
 
 
+@pytest.mark.exhaustive
 def test_the_product_narrows():
     """One long lane in each row: rows alone would gain nothing."""
     ns = np.where(np.arange(16) == 3, 200, 2) * np.ones((16, 1), int)
@@ -62,6 +63,7 @@ def test_few_lanes_of_many():
     assert_close(jax.jit(f)(ns, xs).ravel(), jnp.asarray(want))
 
 
+@pytest.mark.slow
 def test_results_that_nobody_uses():
     def pair(n, x):
         body = lambda c: (c[0] + 1, jnp.sin(c[1]), jnp.cos(c[2]))
@@ -75,6 +77,7 @@ def test_results_that_nobody_uses():
     assert_close(f(NS, GRID), of_each(lambda n, x: pair(n, x)[0], NS, GRID))
 
 
+@pytest.mark.exhaustive
 def test_what_would_have_to_be_copied():
     """A large array that each row has is not copied for each lane of it: the rows narrow then."""
     large = jnp.ones((4, 100, 100))
@@ -89,6 +92,7 @@ def test_what_would_have_to_be_copied():
     assert_close(jax.jit(f)(NS, GRID, large), want)
 
 
+@pytest.mark.exhaustive
 def test_a_bound_where_the_outer_lanes_narrow():
     """Those inside are too few to do so, and each of them counts its steps."""
     ns, xs, large = np.resize(NS, (16, 2)), np.resize(GRID, (16, 2)), jnp.ones((16, 400))
@@ -108,6 +112,7 @@ def test_a_bound_where_the_outer_lanes_narrow():
     assert_close(got, want)
 
 
+@pytest.mark.exhaustive
 def test_widths_of_all_lanes():
     """Those that are given are of all axes together; of one axis alone some are left out."""
     of = lambda lanes: lambda n, x: grow(n, x, 0.9, lanes=lanes)
@@ -119,6 +124,7 @@ def test_widths_of_all_lanes():
             assert_close(how(jax.vmap(program))(NS[0], GRID[0]), jax.vmap(wanted)(NS[0], GRID[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [lambda f: f, jax.grad], ids=["value", "grad"])
 def test_an_inner_loop_of_fewer_lanes_than_its_widths(transform):
     """The outer loop has narrowed before."""
@@ -134,6 +140,7 @@ def test_an_inner_loop_of_fewer_lanes_than_its_widths(transform):
     assert_close(run((2, 1)), run("wait"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", ["scan", "while"])
 def test_what_an_inner_loop_saves_has_its_place(outer):
     """It would narrow, and waits in lanes of a loop that does not."""
@@ -179,6 +186,7 @@ def test_vectors_in_every_direction():
     both(lambda lanes, n, x: jax.jacrev(ft.partial(wound, lanes, n))(x), NS, xs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["pushforward", "pullback"])
 def test_what_is_linear_is_transposed(way):
     slope = lambda n, x: (

@@ -43,6 +43,7 @@ def test_linearize_in_jit(checkpoints):
     assert_close(pushed(x, direction(x, 0)), expected(problem.name, "f"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", tagged("core"), ids=lambda problem: problem.name)
 def test_jacfwd(problem: Problem):
     x, reference = problem.vector(), problem.flat_reference()
@@ -50,6 +51,7 @@ def test_jacfwd(problem: Problem):
     assert_close(jax.jit(jax.jacfwd(problem.flat_loop()))(x), jnp.stack(columns, axis=1))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("perturbed", [(0,), (1,), (2,), (0, 2)])
 def test_jvp_of_some_arguments(perturbed):
     (problem,) = named("while_vector")

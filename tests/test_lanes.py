@@ -34,7 +34,7 @@ def one_by_one(problem: Problem, pattern: str, xs: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    ("problem", "pattern", "widths"), in_turn(STOPPING, ["", "f", "r"], WIDTHS, of=10, slow=2)
+    ("problem", "pattern", "widths"), in_turn(STOPPING, ["", "f", "r"], WIDTHS, of=10)
 )
 def test_vmap_of_a_derivative(problem: Problem, pattern, widths):
     xs = rows(problem)
@@ -55,7 +55,7 @@ def of_all(problem: Problem, xs, **how):
 
 
 @pytest.mark.parametrize(
-    ("problem", "pattern", "widths"), in_turn(STOPPING, ["f", "r"], WIDTHS, of=9, slow=2)
+    ("problem", "pattern", "widths"), in_turn(STOPPING, ["f", "r"], WIDTHS, of=9)
 )
 def test_derivative_of_vmap(problem: Problem, pattern, widths):
     xs = rows(problem)
@@ -64,6 +64,7 @@ def test_derivative_of_vmap(problem: Problem, pattern, widths):
     assert_close(got, derivative(reference, pattern)(xs.ravel()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("problem", "pattern", "inside"),
     in_turn(named("while_scalar", "scan_until"), ["fr", "rf", "rr", "ff"], [False, True], of=4),
@@ -79,6 +80,7 @@ def test_second_derivatives(problem: Problem, pattern, inside):
         assert_close(got, derivative(reference, pattern)(xs.ravel()))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("problem", "checkpoints"), in_turn(named("while_scalar", "scan_until"), CHECKPOINTS)
 )
@@ -89,6 +91,7 @@ def test_checkpoints(problem: Problem, checkpoints):
     assert_close(got, derivative(reference, "r")(xs.ravel()))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", in_turn(["while_scalar", "scan_until"]))
 def test_without_jit(name):
     (problem,) = named(name)
@@ -120,13 +123,13 @@ def grow_in_python(n, x, w):
     return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transform", "in_axes"),
     in_turn(
         ["value", "jvp", "grad", "hessian"],
         [(0, None, None), (0, 0, None), (0, None, 0), (0, 0, 0)],
         of=4,
-        slow=2,
     ),
 )
 def test_each_operand_batched_alone(transform, in_axes):
@@ -148,6 +151,7 @@ def test_each_operand_batched_alone(transform, in_axes):
     assert_close(got, jnp.stack([at(grow_in_python)(*of_lane(k)) for k in range(6)]))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lanes", [(4, 2), (2,)])
 @pytest.mark.parametrize("axes", [((0, 0, None), (None, None, 0)), ((None, 0, None), (0, None, 0))])
 def test_nested_vmap(axes, lanes):
@@ -164,6 +168,7 @@ def test_nested_vmap(axes, lanes):
     assert_close(jax.jit(table(together(run)))(NS, XS, WS), stack([stack(row) for row in want]))
 
 
+@pytest.mark.exhaustive
 def test_nested_lanes():
     """Lanes of lanes, each of which has steps of its own."""
     ns = np.random.default_rng(0).integers(0, 8, (3, 6))
@@ -180,6 +185,7 @@ def test_nested_lanes():
         assert_close(rows, jnp.stack(want))
 
 
+@pytest.mark.slow
 def test_outer_lanes_of_few_inner_ones():
     """Two lanes, which are too few, in each of twelve, which are not."""
     ns = np.stack([np.tile(NS, 2), np.repeat(NS, 2)], 1)
@@ -189,6 +195,7 @@ def test_outer_lanes_of_few_inner_ones():
     assert_close(jax.jit(jax.vmap(jax.grad(few, 1)))(ns, np.tile(XS, 2)), jnp.stack(want))
 
 
+@pytest.mark.exhaustive
 def test_all_lanes_alike_and_none_that_goes_on():
     for ns in (np.full(6, 4), np.zeros(6, int), np.asarray([0, 0, 0, 0, 0, 7])):
         got = jax.vmap(jax.value_and_grad(grow, (1, 2)), (0, 0, None))(ns, XS, 0.9)
@@ -218,6 +225,7 @@ def both(f, *args, lanes=(4, 2)):
     return got
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reverse", [False, True])
 def test_rows_are_written_where_they_belong(reverse):
     """Cases: shared inputs, inputs of each lane, outputs along another axis, and keys."""
@@ -247,6 +255,7 @@ def test_rows_are_written_where_they_belong(reverse):
     np.testing.assert_array_equal(got[4].stopped, True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("checkpoints", [None, 2, "all"])
 def test_the_bound_counts_the_steps_of_all_phases(checkpoints):
     def run(lanes, n, x):
@@ -266,6 +275,7 @@ def test_the_bound_counts_the_steps_of_all_phases(checkpoints):
     np.testing.assert_array_equal(info.stopped, NS <= 4)
 
 
+@pytest.mark.slow
 def test_a_bound_that_is_too_low_is_an_error():
     loop = lambda n: loopkit.while_loop(
         lambda c: c < n, lambda c: c + 1, 0, max_steps=4, lanes=(3, 1), throw=True
@@ -275,6 +285,7 @@ def test_a_bound_that_is_too_low_is_an_error():
         jax.block_until_ready(jax.vmap(loop)(NS))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("bound", in_turn([None, 12]))
 def test_buffers(bound):
     """Rows that are read, added to and overwritten; those of a lane move with it."""
@@ -296,6 +307,7 @@ def test_buffers(bound):
     both(run, NS, XS)
 
 
+@pytest.mark.exhaustive
 def test_buffers_of_nested_lanes():
     """A lane that is to go on in the next phase writes nothing while other rows are in this."""
     ns = np.random.default_rng(3).integers(0, 9, (3, 6))
@@ -311,6 +323,7 @@ def test_buffers_of_nested_lanes():
     assert_close(rows((4, 2)), rows("wait"))
 
 
+@pytest.mark.exhaustive
 def test_tensor_arrays():
     def run(lanes, n, x):
         def body(c):
@@ -327,6 +340,7 @@ def test_tensor_arrays():
     both(run, NS, XS)
 
 
+@pytest.mark.exhaustive
 def test_steps_report_once():
     """Each real step of each lane, also under a gradient."""
     seen = []
@@ -362,7 +376,7 @@ def test_lanes_that_ask_the_host_are_not_run_again():
 
 
 @pytest.mark.parametrize(
-    ("body", "transform"), in_turn(BODIES, ["value", "jvp", "grad", "hessian"], of=5, slow=2)
+    ("body", "transform"), in_turn(BODIES, ["value", "jvp", "grad", "hessian"], of=5)
 )
 def test_lanes_that_have_stopped_cannot_put_nan_anywhere(body, transform):
     ns = np.asarray([2.0, 0.0, 4.0, 1.0])

@@ -5,11 +5,13 @@ import weakref
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import loopkit
 from loopkit._programs.cache import Recent
 
 
+@pytest.mark.exhaustive
 def test_functions_are_let_go():
     class Rate:
         value = 2.0
@@ -29,6 +31,7 @@ def test_functions_are_let_go():
     assert [reference() for reference in references] == [None, None]
 
 
+@pytest.mark.exhaustive
 def test_large_arrays_are_let_go():
     alive = []
 
@@ -43,6 +46,7 @@ def test_large_arrays_are_let_go():
     assert [reference() for reference in alive] == [None, None, None]
 
 
+@pytest.mark.exhaustive
 def test_small_arrays_do_not_pile_up():
     """A cache of traces keeps a bounded number of arrays."""
     alive = []
@@ -59,6 +63,7 @@ def test_small_arrays_do_not_pile_up():
     assert kept * 80_000 <= 2**24
 
 
+@pytest.mark.slow
 def test_tracers_are_let_go():
     """A trace of a loop inside jit cannot turn up outside it."""
 

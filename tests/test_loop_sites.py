@@ -111,6 +111,7 @@ def nest(site):
     return () if site is None else (site.kind, *nest(site.outer))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("by", ["checkpointed", "replace_lax_loops"])
 @pytest.mark.parametrize("name", NESTS)
 def test_only_is_told_where_a_loop_stands(name, by):
@@ -142,6 +143,7 @@ def test_the_loop_around_is_described():
     assert "test_loop_sites.py" in outer.source
 
 
+@pytest.mark.slow
 def test_a_cached_function_is_asked_about_in_each_place():
     """jit keeps what it has traced, and lax the steps of a loop: not for loops elsewhere."""
     inner = jax.jit(powers)
@@ -153,6 +155,7 @@ def test_a_cached_function_is_asked_about_in_each_place():
     assert_close(loopkit.checkpointed(f, only=outermost)(1.1), f(1.1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["checkpointed", "replace_lax_loops"])
 def test_loops_in_rules_stand_where_the_rule_is_called(by):
     sites = []
@@ -173,6 +176,7 @@ def test_loops_in_rules_stand_where_the_rule_is_called(by):
     assert set(sites) == {(S,), (S, S), (W, S)}
 
 
+@pytest.mark.exhaustive
 def test_what_lax_makes_of_a_loop_that_is_left_is_not_asked_about():
     """Its derivatives, and the same for many rows, are loops too."""
     asked = []
@@ -225,6 +229,7 @@ def test_outermost_leaves_scans_inside_other_loops(f, wanted, by):
             assert replaced(str(jax.make_jaxpr(lambda x: f(x))(1.5))) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["checkpointed", "replace_lax_loops"])
 def test_loops_of_jax_inside_loops_of_jax(by):
     """No line of anyone else's stands between the two."""

@@ -218,7 +218,7 @@ def taking_turns():
     for k, program in enumerate(PROGRAMS):
         names = [*np.roll(FIRST, 2 * k), *np.roll(LATER, 3 * k)[: len(LATER) // 2]]
         for j, name in enumerate(names):
-            marks = () if j < 2 else pytest.mark.slow
+            marks = () if j < 2 else pytest.mark.exhaustive
             yield pytest.param(program, str(name), marks=marks, id=f"{program.__name__}-{name}")
 
 
@@ -234,6 +234,7 @@ def summed_gradient(program):
     return TRANSFORMS["gradient of a sum"](lambda x, w: program(Masked, x, w))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"checkpoints": "all", "max_steps": 9}, {"unroll": 3}, {}])
 @pytest.mark.parametrize("program", [in_predicate, mean_of_stopped_lanes, permuted])
 def test_however_it_is_run(program, how):
@@ -241,12 +242,14 @@ def test_however_it_is_run(program, how):
     assert_close(got, summed_gradient(program))
 
 
+@pytest.mark.slow
 def test_in_loops_of_lax():
     mine = lambda x, w: mean_of_stopped_lanes(lax, x, w)
     got = TRANSFORMS["gradient of a sum"](loopkit.checkpointed(mine))
     assert_close(got, summed_gradient(mean_of_stopped_lanes))
 
 
+@pytest.mark.slow
 def test_the_name_of_a_mesh_axis_too():
     """`spmd_axis_name`, for lanes on different devices."""
     mesh = Mesh(np.asarray(jax.devices()[:LANES]), ("d",))
@@ -263,6 +266,7 @@ def test_the_name_of_a_mesh_axis_too():
         assert_close(take(loopkit)(xs), take(Masked)(XS))
 
 
+@pytest.mark.exhaustive
 def test_buffers_of_lanes_in_step():
     """A lane that has stopped writes nothing, and is still read."""
 

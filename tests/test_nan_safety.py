@@ -13,7 +13,7 @@ from jax import lax
 import loopkit
 from derivatives import assert_close
 from problems import CHECKPOINTS
-from turns import in_turn
+from turns import in_turn, later
 
 
 def root(step, n, x, w):
@@ -104,11 +104,13 @@ def test_lanes(body, transform):
     check_lanes(body, transform, None)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("transform", ["reverse over forward", "reverse over reverse"])
 def test_lanes_in_other_orders(transform):
     check_lanes(root, transform, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("transform", "checkpoints"), in_turn(["grad", "hessian"], CHECKPOINTS))
 def test_lanes_with_checkpoints(transform, checkpoints):
     check_lanes(root, transform, checkpoints, bound=6)
@@ -136,17 +138,15 @@ def test_lanes_that_count_in_integers():
     assert_close(jax.jit(jax.vmap(jax.grad(f, 1)))(ns, xs), jnp.stack(wanted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "transform"),
     [
         (root, "jvp"),
         (root, "reverse over reverse"),
         (reciprocal, "grad"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((root, "grad"), (root, "hessian"))
-        ),
-        pytest.param(reciprocal, "hessian", marks=pytest.mark.slow),
+        *(later(*case) for case in ((root, "grad"), (root, "hessian"))),
+        later(reciprocal, "hessian"),
     ],
 )
 def test_derivative_of_vmap(body, transform):
@@ -171,6 +171,7 @@ def test_derivative_of_vmap(body, transform):
     assert_close(jax.jit(take(total))(parameters), take(reference)(parameters))
 
 
+@pytest.mark.slow
 def test_lanes_that_read_some_slices_in_common():
     """Lanes read some slices in common, and others of their own."""
     common = jnp.linspace(0.1, 0.5, 6)
@@ -254,6 +255,7 @@ def test_lanes_of_two_kinds(transform, order, sliced):
     assert_close(got, jnp.asarray(wanted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [jax.grad, jax.hessian])
 def test_a_constant_of_the_inner_lanes_alone_that_keeps_them_from_any_step(transform):
     """The body is infinite at that constant, and no other lane of the same axis has another one."""
@@ -351,6 +353,7 @@ def test_scan_with_until(checkpoints, transform):
 # ---------------------------------------------------------------- what must not be hidden
 
 
+@pytest.mark.slow
 def test_nan_of_one_lane_stays_there():
     """A lane that is NaN in earnest says so, and the others do not."""
     xs = jnp.asarray([0.3, jnp.nan, -0.4, 0.9])
@@ -371,12 +374,14 @@ def test_an_infinite_derivative_is_reported():
     assert jnp.isinf(jax.grad(f)(0.0))
 
 
+@pytest.mark.slow
 def test_debug_nans():
     """No NaN is made on the way either, where jax looks for it."""
     with jax.debug_nans(True):
         check_lanes(root, "grad", 2)
 
 
+@pytest.mark.slow
 def test_inner_loops_of_stopped_lanes():
     """The inner loop's number of steps depends on the lane, whose outer loop has stopped."""
 

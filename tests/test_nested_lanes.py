@@ -14,7 +14,7 @@ import loopkit
 from derivatives import assert_close, derivative
 from problems import Problem
 from test_lanes import STOPPING, WS, XS, grow, grow_in_python, one_by_one, rows
-from turns import in_turn
+from turns import in_turn, later
 
 NS = np.random.default_rng(0).integers(0, 9, (4, 6))
 WIDTHS = (8, 3)
@@ -42,9 +42,7 @@ def of_each(f, *args):
 # ---------------------------------------------------------------- every loop, in every mode
 
 
-@pytest.mark.parametrize(
-    ("problem", "pattern"), in_turn(STOPPING, ["", "f", "r", "rf"], of=5, slow=2)
-)
+@pytest.mark.parametrize(("problem", "pattern"), in_turn(STOPPING, ["", "f", "r", "rf"], of=5))
 def test_derivatives_in_each_lane(problem: Problem, pattern):
     xs = rows(problem, 6)
     one = derivative(problem.flat_loop(3, lanes=(4, 2)), pattern)
@@ -52,7 +50,8 @@ def test_derivatives_in_each_lane(problem: Problem, pattern):
     assert_close(got.reshape(6, *got.shape[2:]), one_by_one(problem, pattern, xs))
 
 
-@pytest.mark.parametrize(("problem", "pattern"), in_turn(STOPPING, ["f", "r", "rf"], of=4, slow=2))
+@pytest.mark.slow
+@pytest.mark.parametrize(("problem", "pattern"), in_turn(STOPPING, ["f", "r", "rf"], of=4))
 def test_derivatives_of_all_lanes(problem: Problem, pattern):
     xs = rows(problem, 6)
     references = [problem.flat_reference(x) for x in xs]
@@ -101,6 +100,7 @@ def test_modes(mode, of, jit):
     assert_close(got, of_each(lambda n, x: jnp.asarray(wanted(n, x, 0.9)), NS, xs))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("axes", "order"),
     in_turn(
@@ -152,6 +152,7 @@ def both(f, *args, around=lambda f: f):
 GRID = np.linspace(-1, 1, 24).reshape(4, 6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reverse", [False, True])
 def test_ys_and_keys(reverse):
     own = jnp.sin(jnp.arange(240.0)).reshape(4, 6, 10)
@@ -178,7 +179,8 @@ def test_ys_and_keys(reverse):
     np.testing.assert_array_equal(info.stopped, True)
 
 
-@pytest.mark.parametrize("bound", [None, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("bound", [None, later(12)])
 def test_buffers_and_lists(bound):
     def rows_of(lanes, n, x):
         def body(c):
@@ -199,9 +201,14 @@ def test_buffers_and_lists(bound):
     both(value, NS, GRID, around=lambda f: lambda n, x: jax.grad(lambda x: jnp.sum(f(n, x)))(x))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "checkpoints",
-    [None, pytest.param(2, marks=pytest.mark.slow), pytest.param("all", marks=pytest.mark.slow)],
+    [
+        None,
+        later(2),
+        later("all"),
+    ],
 )
 def test_bounds(checkpoints):
     def bounded(lanes, n, x):
@@ -215,6 +222,7 @@ def test_bounds(checkpoints):
     np.testing.assert_array_equal(info.stopped, NS <= 4)
 
 
+@pytest.mark.slow
 def test_a_bound_that_is_too_low_is_an_error():
     loop = lambda n: loopkit.while_loop(
         lambda c: c < n, lambda c: c + 1, 0, max_steps=4, lanes=WIDTHS, throw=True
@@ -282,6 +290,7 @@ def test_steps_report_once():
         assert sorted(real) == sorted((int(n), i) for n in NS.ravel() for i in range(n))
 
 
+@pytest.mark.exhaustive
 def test_lanes_that_have_stopped_cannot_put_nan_anywhere():
     body = lambda i, n, x: jnp.sqrt(n - i) * x  # infinite slope after the last step
 

@@ -111,24 +111,28 @@ def derivatives(f):
     return jax.jit(both)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", CONTEXTS, ids=lambda context: context.__name__)
 def test_loop_inside(context):
     got = derivatives(context(loop))(0.4, 0.7)
     assert_close(got, derivatives(context(unrolled))(0.4, 0.7))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("context", [in_cond, in_remat_in_scan, in_vmap_in_scan])
 def test_stopping_scan_inside(context):
     got = derivatives(context(stopping_scan))(0.4, 0.7)
     assert_close(got, derivatives(context(unrolled))(0.4, 0.7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", [in_scan, in_cond, in_remat], ids=lambda f: f.__name__)
 def test_loop_inside_without_jit(context):
     got = jax.grad(context(loop), (0, 1))(0.4, 0.7)
     assert_close(got, jax.grad(context(unrolled), (0, 1))(0.4, 0.7))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("context", [in_scan, in_remat_in_scan], ids=lambda f: f.__name__)
 def test_reverse_over_reverse_of_a_loop_inside(context):
     def curved(loop):
@@ -218,6 +222,7 @@ BODIES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_inside_the_body(body):
     def looped(x, w):
@@ -232,6 +237,7 @@ def test_inside_the_body(body):
     assert_close(derivatives(looped)(0.4, 0.7), derivatives(reference)(0.4, 0.7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", CHECKPOINTS)
 def test_three_deep(checkpoints):
     def nest(scan):
@@ -257,6 +263,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("place", ["around", "inside"])
 def test_policies(place, policy):
@@ -298,6 +305,7 @@ def test_remat_keeps_nothing_of_the_loop():
     assert saved(f) >= 200
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("inner", ["fori_loop", "while_loop", "checkpoint"])
 def test_the_result_of_an_inner_loop_that_nobody_asks_for(inner):
     """A result that nobody asks for is left out, although the residuals of both are stored."""
@@ -358,6 +366,7 @@ def devices_of_a_call(loops, x):
     return jax.jit(run)(x, jnp.ones((2, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [table_of_a_call, buffer_of_a_call, devices_of_a_call])
 def test_calls_with_arrays_of_their_own(program):
     def both(loops):
@@ -366,6 +375,7 @@ def test_calls_with_arrays_of_their_own(program):
     assert_near(both(loopkit), both(lax))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("nest", ["loop", "gradient"])
 def test_second_derivatives_of_rules_in_nests_outside_jit(nest):
     def f(loops, w, x):

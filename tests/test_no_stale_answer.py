@@ -17,6 +17,7 @@ from jax import lax
 
 import loopkit
 from tolerances import assert_near
+from turns import later
 
 RATE = 2.0
 
@@ -253,12 +254,13 @@ def cases():
         for j, mode in enumerate(modes[half:]):
             run = RUNS[(k + j) % len(RUNS)]
             name = f"{place}-{run.__name__}-{mode}"
-            yield pytest.param(place, run, [mode], marks=pytest.mark.slow, id=name)
+            yield pytest.param(place, run, [mode], marks=pytest.mark.exhaustive, id=name)
         for run in (scan, *RUNS):
             marks, name = pytest.mark.exhaustive, f"{place}-{run.__name__}-every mode"
             yield pytest.param(place, run, modes, marks=marks, id=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "run", "modes"), list(cases()))
 def test_one_after_the_other(place, run, modes):
     x = jnp.asarray(0.5)
@@ -280,6 +282,7 @@ def test_random_numbers_are_drawn_anew():
     assert len({float(draw()) for _ in range(3)}) == 3
 
 
+@pytest.mark.slow
 def test_a_callback_is_the_one_that_was_passed():
     def run(loops, v):
         told = []
@@ -311,6 +314,7 @@ def test_the_very_same_function_is_pure_as_in_lax():
     assert lax.scan(body, 1.0, None, 2)[0] == loopkit.scan(body, 1.0, None, 2)[0] == 4.0
 
 
+@pytest.mark.slow
 def test_a_function_that_died_is_not_taken_for_another():
     """Python gives a new function the place of one that is gone."""
     places = set()
@@ -322,6 +326,7 @@ def test_a_function_that_died_is_not_taken_for_another():
     assert len(places) < 30
 
 
+@pytest.mark.exhaustive
 def test_lanes_are_part_of_a_loop():
     """Loops whose equations are the same, and whose constants have other axes."""
 
@@ -408,9 +413,8 @@ FEW = {"reverse": False, "until": None, "axis": 0, "out": 0}
 SOME = [how for how in EVERY_SETTING if how.items() >= FEW.items()]
 
 
-@pytest.mark.parametrize(
-    "settings", [SOME, pytest.param(EVERY_SETTING[::5], marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [SOME, later(EVERY_SETTING[::5])])
 def test_the_very_same_function_under_other_settings(settings):
     for how in settings:
         length, has_xs = how["length"], how["xs"]

@@ -99,6 +99,7 @@ def test_zeros_of_either_sign():
     assert signs == [1.0, -1.0]
 
 
+@pytest.mark.slow
 def test_settings_are_not_mixed_up():
     """Calls of the same functions may differ in bounds, settings and types."""
     run = lambda x, **kwargs: loopkit.while_loop(goes_on, body, (0, x), **kwargs)[0]

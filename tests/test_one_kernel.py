@@ -77,6 +77,7 @@ def nested(x, checkpoints, bound):
     return loop(x)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("checkpoints", "bound"), kept(20_000))
 def test_loops_in_steps(checkpoints, bound):
     """The bound is of more bytes than are filled with zeros."""
@@ -102,6 +103,7 @@ def test_loops_of_lax(checkpoints):
     assert_one_kernel_each(jax.grad(loopkit.checkpointed(loss, checkpoints=checkpoints)), 0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [None, "all", 3], ids=str)
 def test_buffers(checkpoints):
     def loss(x):
@@ -124,6 +126,7 @@ def test_buffers(checkpoints):
     assert_one_kernel_each(jax.grad(loss), 0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [None, "all", 3], ids=str)
 def test_lanes(checkpoints):
     gradient = jax.vmap(jax.grad(lambda x: nested(x, checkpoints, 50)))
@@ -158,6 +161,7 @@ def poisoned(request, monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("checkpoints", "bound"), kept(50))
 def test_steps_read_nothing_that_others_left(poisoned, checkpoints, bound):
     """The inner loop takes other numbers of steps in each step of the loop around."""

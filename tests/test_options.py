@@ -15,6 +15,7 @@ from option_programs import PROGRAMS
 from problems import TABLE
 from reference_loops import LaxLoops, LoopkitLoops
 from tolerances import tolerance
+from turns import later
 
 OPTIONS = {
     "default": {},
@@ -209,7 +210,8 @@ def test_value_and_gradient_under_every_option(name, option):
     assert_same(got, (numbers, derivatives["r"]), name in LAX)
 
 
-@pytest.mark.parametrize("name", ["no_step", pytest.param("few_bits", marks=pytest.mark.slow)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["no_step", later("few_bits")])
 def test_numbers_without_jit(name):
     check(name, "2 carries", compiled=False)
 

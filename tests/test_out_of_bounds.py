@@ -336,11 +336,11 @@ def cases():
         if its_turn.get(other) and (source != "slices" or kind == "scan"):
             # Constants and buffers together have each read.
             quick = kind in OFTEN.get(source, ()) and (mode, k) == ("grad", 0)
-            seldom = other == 2 or sum(at) % 4 == 3
-            marks = () if quick else pytest.mark.exhaustive if seldom else pytest.mark.slow
+            marks = () if quick else pytest.mark.exhaustive
             yield pytest.param(source, kind, mode, k, sum(at) % PARTS, marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "kind", "mode", "checkpoints", "part"), list(cases()))
 def test_as_lax(source, kind, mode, checkpoints, part):
     what = tuple(SOURCES[source][1])[part::PARTS]
@@ -348,6 +348,7 @@ def test_as_lax(source, kind, mode, checkpoints, part):
     assert_same(got, wanted(source, kind, mode, what))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "how",
     [{"memory": 4000}, {"unroll": 3}, {"checkpoints": Plan(4)}],
@@ -360,6 +361,7 @@ def test_options_change_no_number(source, how):
     assert_same(got, wanted(source, "scan", "grad", names))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["grad", "jvp"])
 def test_rows_that_steps_promise_to_write_once(mode):
     """A counter that comes from before the start: there the cotangents read are of other rows."""

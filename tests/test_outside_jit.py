@@ -32,6 +32,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", in_turn(WAYS, of=3))
 def test_outside_jit_a_program_is_compiled_as_a_whole(how, compilations):
     """A program runs as a whole, and not one equation after another, which takes Python long."""
@@ -49,6 +50,7 @@ def test_outside_jit_a_program_is_compiled_as_a_whole(how, compilations):
         assert compilations == []
 
 
+@pytest.mark.exhaustive
 def test_outside_jit_a_program_that_is_not_pure_is_run_as_it_is():
     seen, x = [], jnp.linspace(0.5, 1.5, 3)
 
@@ -72,6 +74,7 @@ def test_outside_jit_a_program_that_is_not_pure_is_run_as_it_is():
         donates(y)
 
 
+@pytest.mark.slow
 def test_outside_jit_arrays_may_be_on_several_devices():
     first, second = jax.devices()[:2]
     a, b = jax.device_put(jnp.arange(3.0), first), jax.device_put(jnp.arange(3.0), second)
@@ -84,6 +87,7 @@ def test_outside_jit_arrays_may_be_on_several_devices():
         assert_close(jax.grad(moves, argnums=1)(a, b), jax.grad(steps)(a + 1))
 
 
+@pytest.mark.exhaustive
 def test_outside_jit_without_jit():
     x, f = jnp.linspace(0.5, 1.5, 3), loopkit.checkpointed(steps)
     seen = []
@@ -97,6 +101,7 @@ def test_outside_jit_without_jit():
         f(x * jnp.nan)
 
 
+@pytest.mark.slow
 def test_outside_jit_what_is_closed_over_is_differentiated():
     x = jnp.linspace(0.5, 1.5, 3)
     outer = lambda w: loopkit.checkpointed(lambda x: with_rules(x * w))(x)

@@ -46,6 +46,7 @@ def temporary(*args, **options):
     return function.lower(args[2]).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [300_000, "1 MB", "0.5 MiB", 5_000_000])
 def test_a_budget_in_bytes_is_kept(memory):
     count = {"1 MB": 10**6, "0.5 MiB": 2**19}.get(memory, memory)
@@ -55,6 +56,7 @@ def test_a_budget_in_bytes_is_kept(memory):
     assert needed - least >= 0.5 * count, "a budget is there to be used"
 
 
+@pytest.mark.slow
 def test_the_result_does_not_depend_on_the_budget():
     want = gradient(lax.scan, network, jnp.ones((7, 96)), 13)(jnp.ones((7, 96)))
     plans = [
@@ -89,6 +91,7 @@ def gradients_of_matrices(loop, plan=None):
     return jax.jit(jax.grad(loss, (0, 1, 2)))(MATRIX, MATRIX - 0.3, x, 11)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("segment", "store", "slots"), in_turn([1, 4, 5], ["carries", "residuals"], [3, 20])
 )
@@ -106,6 +109,7 @@ def test_predicted_peak():
     assert make_plan(100, 100, True, step).slot_bytes == 100_000
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("slots", [1, 2, 5, 9])
 def test_predicted_runs_are_the_optimum(slots):
     plan = make_plan(Plan(slots), 60, True, StepCosts(8, 8))
@@ -158,6 +162,7 @@ def test_large_products_are_added_up_seldom():
     assert dearer > 1.5 * without
 
 
+@pytest.mark.slow
 def test_a_table_that_the_body_reads_is_not_counted():
     """Nor is its cotangent: a single step has both."""
     table = jnp.ones((10_000, 5))
@@ -254,6 +259,7 @@ def test_the_least_budget_of_a_loop():
         gradient(loopkit.scan, vector, X, 30, memory=100)(X)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -277,6 +283,7 @@ def test_a_plan_that_stores_every_step_needs_a_bound():
         )(2.0)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
@@ -301,6 +308,7 @@ def test_plans_that_no_loop_can_follow(fields, error, message):
         replace(Plan(1), **fields)
 
 
+@pytest.mark.slow
 def test_a_plan_of_every_step_written_by_hand():
     every = Plan(1, keeps_all=True)
     gradient = lambda plan: jax.grad(

@@ -33,6 +33,7 @@ STOPPING = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("checkpoints", [None, 2, "all"])
 @pytest.mark.parametrize("kind", STOPPING)
 def test_until_may_ask_what_has_no_derivative(kind, checkpoints):
@@ -64,6 +65,7 @@ READS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("reads", "kind", "checkpoints"),
     in_turn(READS, ["the host", "a rule for reverse mode"], [None, 2]),
@@ -87,6 +89,7 @@ def test_beside_buffers(reads, kind, checkpoints):
     assert_close(outcome(STOPPING[kind]), outcome(lambda x: x > 3))
 
 
+@pytest.mark.slow
 def test_a_list_beside_what_is_asked():
     def final(x, stops):
         step = lambda c, _: ((1.3 * c[0], c[1].append(c[0])), None)
@@ -99,6 +102,7 @@ def test_a_list_beside_what_is_asked():
     assert_close(outcome(told_by_the_host), outcome(lambda x: x > 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"throw": True}, {"debug": "finite"}], ids=str)
 def test_of_a_loop_that_may_fail(how):
     """`throw` asks the predicate once more, or first."""

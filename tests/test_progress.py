@@ -16,7 +16,7 @@ from kinds import KINDS
 from problems import CHECKPOINTS
 from recorded_bars import Plain, Recorder
 from shown_loops import ONES, TRANSFORMS, N, looped, nested, step, stops_at
-from turns import in_turn
+from turns import in_turn, later
 
 PLAN = loopkit.Plan(slots=2, segment=3, bound=N)
 SETTINGS = {str(c): {"checkpoints": c} for c in (*CHECKPOINTS, 40)}
@@ -53,7 +53,7 @@ def test_whatever_is_kept(kind, setting):
         np.testing.assert_array_equal(shown, plain)
 
 
-@pytest.mark.parametrize("order", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("order", [2, later(3)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_second_order(kind, order):
     """Forward once; a way back for each derivative that goes back."""
@@ -67,6 +67,7 @@ def test_second_order(kind, order):
     np.testing.assert_allclose(shown, plain, rtol=1e-14)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("transform", [jax.hessian, jax.jacfwd, jax.jacrev])
 def test_jacobians(transform):
     recorder = Recorder()
@@ -88,6 +89,7 @@ def test_a_plain_object():
         assert end == "close"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", CHECKPOINTS)
 def test_no_steps(checkpoints):
     recorder = Recorder()
@@ -132,6 +134,7 @@ def test_totals():
     assert recorder.totals == ([100], [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "unroll"), in_turn(KINDS, [2, 4, 8], of=3))
 def test_unrolled(kind, unroll):
     recorder = Recorder()
@@ -139,6 +142,7 @@ def test_unrolled(kind, unroll):
     assert recorder.ways() == ([N], [N])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("inner", "checkpoints"), in_turn(KINDS, CHECKPOINTS, of=4))
 def test_loops_in_loops(inner, checkpoints):
     """The bar of an inner loop comes and goes with each step of the outer one."""
@@ -149,6 +153,7 @@ def test_loops_in_loops(inner, checkpoints):
     np.testing.assert_allclose(shown, jax.grad(f(None))(0.3), rtol=1e-14)
 
 
+@pytest.mark.slow
 def test_inner_loops_of_unrolled_steps():
     """A step that does not count shows nothing."""
     recorder = Recorder()
@@ -158,6 +163,7 @@ def test_inner_loops_of_unrolled_steps():
     assert recorder.ways() == ([3] * 5, [3] * 5)
 
 
+@pytest.mark.slow
 def test_inside_loops_of_lax():
     recorder = Recorder()
     step = lambda x, _: (looped("while", recorder, x), None)
@@ -165,6 +171,7 @@ def test_inside_loops_of_lax():
     assert recorder.ways() == ([N] * 3, [N] * 3)
 
 
+@pytest.mark.slow
 def test_inside_custom_derivatives():
     recorder = Recorder()
 
@@ -189,6 +196,7 @@ def test_lanes_have_one_bar(lanes):
     assert bar.done[-1] == (4, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", CHECKPOINTS)
 def test_a_gradient_of_lanes(checkpoints):
     recorder, x, n = Recorder(), jnp.asarray([0.1, 0.2, 0.3]), jnp.asarray([2, 7, 0])

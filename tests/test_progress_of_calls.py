@@ -66,6 +66,7 @@ OF_ONE_BAR = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", in_turn(OF_ONE_BAR))
 def test_one_bar_for_a_call(name):
     """However many loops it is made of."""
@@ -90,6 +91,7 @@ def test_the_way_back_of_several_loops(name):
     np.testing.assert_allclose(shown, slope(make()), rtol=1e-14)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("transform", ["grad", "jit of grad", "jvp"])
 def test_a_literal_in_the_carry(transform):
     """The carry of a loop of one block holds a bool of Python: none has stopped."""
@@ -117,6 +119,7 @@ def test_replaced_loops():
     assert recorder.ways(lambda bar: (bar.name, bar.steps)) == ([("scan", 5)], [("scan", 5)])
 
 
+@pytest.mark.slow
 def test_replaced_scans_that_store_every_step():
     """They are lax's own, if nobody wants to see them."""
     recorder, f = Recorder(), lambda x: lax.scan(step, x, ONES)[0]
@@ -133,6 +136,7 @@ def test_in_python(kind):
     assert recorder.ways() == ([N], [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in OF_ONE_BAR if not name.startswith("check")])
 def test_several_loops_in_python(name):
     make, steps, total = OF_ONE_BAR[name]

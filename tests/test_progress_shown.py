@@ -33,6 +33,7 @@ CALLS = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("function", "value"), in_turn(CALLS, WRONG, of=3))
 def test_wrong_arguments(function, value):
     given, error, text = WRONG[value]

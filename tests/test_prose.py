@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.every_case
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     *(path for path in ROOT.glob("*.md") if path.name != "SECURITY.md"),

@@ -52,6 +52,7 @@ def loss(scan, **options):
 FLOATS = [xs["x"] for xs in SEQUENCES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3, 64])
 def test_value(batch):
     carries, ys, info = ragged(0.5, SEQUENCES, batch=batch, return_info=True)
@@ -112,6 +113,7 @@ def test_inside_jit_a_predicate_is_an_error():
         jax.jit(lambda w: ragged(w, SEQUENCES, until=lambda h, _: h > 0.9)[0])(0.5)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [

@@ -13,6 +13,7 @@ from loopkit import _jax
 from loopkit._buffers.slices import read_p, write_p
 from loopkit._engine.passes.reads_first import read_before_written
 from loopkit._jaxprs import equations
+from turns import later
 
 N = 6
 XS = jnp.sin(3 * jnp.arange(N * 2.0)).reshape(N, 2)
@@ -78,11 +79,12 @@ def expected(body, mode):
     return MODES[mode](reference(body))
 
 
-slow = lambda value: pytest.param(value, marks=pytest.mark.slow)
+late = lambda value: later(value)
 
 
-@pytest.mark.parametrize("checkpoints", [None, slow(2)])
-@pytest.mark.parametrize("mode", [m if m in ("grad", "lanes") else slow(m) for m in MODES])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("checkpoints", [None, late(2)])
+@pytest.mark.parametrize("mode", [m if m in ("grad", "lanes") else late(m) for m in MODES])
 @pytest.mark.parametrize("body", BODIES)
 def test_rows_are_those_of_a_python_loop(body, mode, checkpoints):
     got = jax.jit(lambda: MODES[mode](looped(body, checkpoints)))()
@@ -142,7 +144,7 @@ def test_other_jaxprs_stay_the_same():
 
 
 @NEWEST
-@pytest.mark.parametrize("grad", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("grad", [False, later(True)])
 def test_swapped_rows_are_not_copied(grad):
     def f(rows):
         def swap(i, rows):

@@ -16,6 +16,8 @@ from loopkit import schedules
 from public_names import PUBLIC
 from test_docs import python_blocks, run_in_fresh_interpreter
 
+pytestmark = pytest.mark.every_case
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs/reference").glob("*.md"))
 TYPES = ROOT / "docs/reference/types.md"
@@ -94,6 +96,7 @@ def test_the_overview_links_to_every_public_name_and_every_page():
     assert all(f"reference/{page.name}" in (ROOT / "mkdocs.yml").read_text() for page in PAGES)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", PUBLIC)
 def test_types_in_signatures_are_on_the_page_of_types(name):
     known = {*PUBLIC, *listed_types()}
@@ -104,6 +107,7 @@ def test_types_in_signatures_are_on_the_page_of_types(name):
             )
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", PUBLIC)
 def test_what_readers_can_call_says_what_it_is(name):
     value = PUBLIC[name]
@@ -123,6 +127,7 @@ def test_examples_of_schedules_run(name, tmp_path):
         run_in_fresh_interpreter(page, tmp_path)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", [*PUBLIC, *MODULES])
 def test_examples_are_code_that_is_run(name):
     """No indented block, other than what a function amounts to in Python, and formulas."""

@@ -86,6 +86,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "mode"),
     in_turn(
@@ -108,6 +109,7 @@ def test_memory_outside(name, mode):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), got, expected)
 
 
+@pytest.mark.slow
 def test_memory_of_the_caller_is_written_at_every_call():
     seen = jax.new_ref(jnp.zeros(3))
 
@@ -146,6 +148,7 @@ def test_memory_of_loops_that_grow():
     assert total[...] == ys.sum() == 5050
 
 
+@pytest.mark.slow
 def test_derivatives_of_what_memory_held_before():
     def f(x, y):
         held = jax.new_ref(y)

@@ -10,6 +10,8 @@ import pytest
 
 import loopkit
 
+pytestmark = pytest.mark.every_case
+
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 

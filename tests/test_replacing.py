@@ -59,6 +59,7 @@ def test_counted_while_loops_have_a_length():
     assert_close(jax.grad(loopkit.checkpointed(f, checkpoints="all"))(2.0), jnp.asarray(192.0))
 
 
+@pytest.mark.exhaustive
 def test_what_jax_lowers_to_loops_is_left_alone():
     """A scan is lowered to a while loop, and so are special functions: no `max_steps` of theirs."""
     sites = []
@@ -75,6 +76,7 @@ def test_what_jax_lowers_to_loops_is_left_alone():
     assert {site.kind for site in sites} == {"scan"}
 
 
+@pytest.mark.slow
 def test_replacement_is_undone_also_on_error():
     compiled = jax.jit(grows)
     compiled(1.5)

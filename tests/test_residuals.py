@@ -103,6 +103,7 @@ PLANNED = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", PLANNED)
 def test_what_is_kept_is_what_is_planned(name):
     """Carries, the unit in each slot, the steps taken, and the arguments: no more.
@@ -241,6 +242,7 @@ def test_print_saved_residuals(capsys):
         assert all(int(size) <= WIDTH for size in shape.split(",") if size), report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", [in_while, in_scan], ids=lambda loop: loop.__name__)
 def test_memory_of_the_compiled_gradient(loop):
     """Memory is the same for 100 steps and for 10000; the scan of lax stores a row for each."""

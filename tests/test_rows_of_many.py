@@ -11,7 +11,7 @@ import loopkit
 from derivatives import assert_close
 from kinds import loop
 from loopkit import Plan
-from turns import in_turn
+from turns import in_turn, later
 
 LANES = 9
 XS = jnp.cos(jnp.arange(LANES * 6 * 2.0)).reshape(LANES, 6, 2)
@@ -19,7 +19,7 @@ WS = jnp.linspace(0.5, 1.5, LANES)
 SLOW = [("scan", None), ("scan", "all"), ("while", Plan(1)), ("until", 2), ("fori", None)]
 WAYS = [
     *[("scan", Plan(2, 2, "residuals")), ("while", None)],
-    *[pytest.param(*way, marks=pytest.mark.slow) for way in SLOW],
+    *[later(*way) for way in SLOW],
 ]
 
 
@@ -72,6 +72,7 @@ def of_reference(results, *args):
     return results(reference, *args)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "plan"), WAYS, ids=range(len(WAYS)))
 def test_lanes_of_derivatives_and_derivatives_of_lanes(kind, plan):
     got = jax.jit(lambda: derivatives(looped(kind, plan)))()
@@ -86,6 +87,7 @@ def from_the_start(f, axis):
     return grads, jax.vmap(jax.vmap(f, lanes, out_axes=axis), (None, 0, None))(XS, ws, first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "axis"), in_turn(["scan", "while"], [0, 1, 2]))
 def test_rows_that_differ_from_the_start(kind, axis):
     got = jax.jit(lambda: from_the_start(looped(kind, None), axis))()
@@ -104,6 +106,7 @@ def one_by_one(f):
 APART = {"while": ("while", None), "until": ("until", Plan(2, 2)), "two": ("while", 2)}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("way", "unroll"), in_turn(APART, [1, 3]))
 def test_lanes_that_stop_apart(way, unroll):
     g = jax.value_and_grad(cubed(looped(*APART[way], unroll)), (0, 1))
@@ -118,6 +121,7 @@ def in_lanes_of_lanes(f, outer):
     return jax.vmap(jax.vmap(jax.grad(cubed(f), (0, 1))), outer)(*args)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("outer", [(0, None), (None, 0), (0, 0)])
 @pytest.mark.parametrize(("kind", "plan"), WAYS, ids=range(len(WAYS)))
 def test_lanes_of_lanes(kind, plan, outer):
@@ -126,6 +130,7 @@ def test_lanes_of_lanes(kind, plan, outer):
     assert_close(got, of_reference(in_lanes_of_lanes, outer))
 
 
+@pytest.mark.exhaustive
 def test_lanes_that_start_apart():
     """Each lane writes at a row of its own, and puts rows out besides."""
 
@@ -144,6 +149,7 @@ def test_lanes_that_start_apart():
     assert_close(jax.jit(lambda: grads(buffered))(), grads(lax.scan))
 
 
+@pytest.mark.exhaustive
 def test_an_inner_loop_that_writes_rows():
     def f(outer, inner, xs, w):
         def body(state, x):

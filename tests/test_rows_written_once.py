@@ -182,6 +182,7 @@ def expected(program, modes):
     return derivative(lambda x: program(Plain, x, 7), modes)(X)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("program", in_turn(PROGRAMS))
 def test_gradients(program):
     (got,) = derivatives(Loops(3, 2 * N), program, ["r"])
@@ -271,6 +272,7 @@ def test_an_inner_loop_and_then_a_row_that_is_logged():
     assert_close(jax.jit(jax.grad(logged))(0.7), wanted)
 
 
+@pytest.mark.slow
 def test_memory_without_a_bound_is_that_of_few_buffers():
     def loss(x):
         def body(c):
@@ -285,6 +287,7 @@ def test_memory_without_a_bound_is_that_of_few_buffers():
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * 2000 * 50 * 8
 
 
+@pytest.mark.slow
 def test_an_inner_loop_copies_no_buffer():
     """Its residuals are few, so that it needs no buffer as it leaves it."""
 
@@ -311,6 +314,7 @@ WRAPPING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRAPPING)
 def test_an_index_that_wraps_around_writes_rows_twice(name):
     start, index, steps = WRAPPING[name]
@@ -337,6 +341,7 @@ NARROW = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NARROW)
 def test_an_outer_counter_that_wraps_around(name):
     """The inner loop then starts below zero, and writes rows from the end and from the start."""

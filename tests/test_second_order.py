@@ -14,6 +14,7 @@ MAIN = named("while_scalar", "scan_until", "while_in_while")
 OTHERS = [problem for problem in PROBLEMS if problem not in MAIN]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("problem", "pattern", "checkpoints"), in_turn(MAIN, ["fr", "rf", "rr"], CHECKPOINTS, of=3)
 )
@@ -22,6 +23,7 @@ def test_second_order(problem: Problem, pattern, checkpoints):
     assert_close(got(problem.vector()), expected(problem.name, pattern))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("problem", "pattern"), in_turn(OTHERS, ["fr", "rr"], of=4))
 def test_second_order_of_every_loop(problem: Problem, pattern):
     got = jax.jit(derivative(problem.flat_loop(2), pattern))
@@ -31,6 +33,7 @@ def test_second_order_of_every_loop(problem: Problem, pattern):
 OTHER_CARRIES = named("leaves_change_places", "params_in_the_carry", "stops_gradients", "dead_leaf")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["ff", "rf"])
 @pytest.mark.parametrize("problem", OTHER_CARRIES, ids=lambda problem: problem.name)
 def test_second_order_of_a_tangent(problem: Problem, pattern):
@@ -59,6 +62,7 @@ HESSIANS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [*[("while_scalar", kind) for kind in HESSIANS], ("scan_until", "hessian")],
@@ -73,6 +77,7 @@ def test_hessian(name, kind):
     assert_close(got, jnp.stack(rows))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("argnums", [(0, 1), (2, 0), (1, 1)], ids=str)
 def test_mixed_second_derivative(argnums):
     (problem,) = named("while_vector")
@@ -85,6 +90,7 @@ def test_mixed_second_derivative(argnums):
     assert_close(mixed(problem.loop(3)), mixed(problem.reference()))
 
 
+@pytest.mark.slow
 def test_linearize_of_a_gradient():
     (problem,) = named("while_in_while")
     x = problem.vector()
@@ -95,6 +101,7 @@ def test_linearize_of_a_gradient():
         assert_close(hessian_product(e), jax.jvp(wanted, (x,), (e,))[1])
 
 
+@pytest.mark.slow
 def test_gradient_of_a_gradient_step():
     """The loop's own body takes a gradient, and the loop is differentiated."""
 
@@ -119,6 +126,7 @@ def test_gradient_of_a_gradient_step():
     assert_close(losses(looped), losses(unrolled))
 
 
+@pytest.mark.exhaustive
 def test_the_jacobian_of_a_jacobian_in_reverse():
     def final(scan):
         step = lambda w: lambda x, _: (jnp.sin(x * w), None)
@@ -130,6 +138,7 @@ def test_the_jacobian_of_a_jacobian_in_reverse():
     assert_close(norm(ours), norm(own))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("result", [0, 1], ids=["carry", "ys"])
 def test_where_one_result_alone_is_curved(result):
     def f(x):
@@ -155,6 +164,7 @@ def test_tangents_of_which_there_are_many_where_the_primal_moves():
     assert_close(got, wanted)
 
 
+@pytest.mark.slow
 def test_a_tangent_that_is_a_number_of_python():
     """The first derivative has many directions at once."""
 

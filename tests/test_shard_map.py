@@ -68,6 +68,7 @@ def one_by_one(f):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 def test_value(name):
     """Devices take as many steps as their own lane needs."""
@@ -82,6 +83,7 @@ def test_gradient_inside(checkpoints):
     assert_close(got, one_by_one(jax.value_and_grad(unrolled, 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 def test_gradient_of_a_replicated_parameter_inside(name):
     """The cotangent of what does not vary between devices is their sum, the same on each."""
@@ -91,6 +93,7 @@ def test_gradient_of_a_replicated_parameter_inside(name):
     assert_close(got, (x_bar, jnp.sum(w_bar)[None]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("transform", ["jvp", "grad", "hessian", "reverse over reverse"])
 def test_derivative_outside(name, transform):
@@ -118,6 +121,7 @@ def test_derivative_outside(name, transform):
     assert_close(jax.jit(lambda: take(sharded))(), take(reference))
 
 
+@pytest.mark.slow
 def test_second_order_inside():
     hessian = lambda f: jax.jacfwd(jax.grad(f, 1), 1)
     got = jax.jit(on_each_device(hessian(loop)))(NS, XS, 0.8)
@@ -155,6 +159,7 @@ def test_gradient_of_a_mean_over_devices():
     assert_close(got, jax.value_and_grad(reference, (1, 2))(None, jnp.asarray(XS), 0.8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", kinds.KINDS)
 def test_collectives_in_the_body(kind):
     """Devices in step, since the predicate is the same on each."""
@@ -189,6 +194,7 @@ def test_a_predicate_that_is_a_collective():
     assert_close(got, (jnp.full(4, 8.0), jnp.asarray(3 * 4 * np.sum(XS))))
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_the_same_everywhere_stays_so():
     """Without varying operands its result may leave the shard_map unsharded."""
     local = lambda w: jax.value_and_grad(lambda w: loop(4, 0.3, w))(w)
@@ -213,6 +219,7 @@ def test_a_carry_that_begins_the_same_everywhere():
     assert_close(got, one_by_one(jax.value_and_grad(wanted, 1)))
 
 
+@pytest.mark.slow
 def test_nested_loops_inside():
     def f(loop, n, x, w):
         for_each = lambda x, y: (loop(n, x * y, w), None)
@@ -230,6 +237,7 @@ def test_nested_loops_inside():
     assert_close(got, one_by_one(jax.value_and_grad(wanted, 1)))
 
 
+@pytest.mark.slow
 def test_sharded_arrays_without_shard_map():
     """The compiler partitions the loop and its gradient."""
     sharding = NamedSharding(MESH, P("d"))
@@ -243,6 +251,7 @@ def test_sharded_arrays_without_shard_map():
     assert x_bar.sharding.is_equivalent_to(sharding, 1)
 
 
+@pytest.mark.slow
 def test_lanes_over_sharded_arrays():
     """vmap with lanes on different devices."""
     sharding = NamedSharding(MESH, P("d"))
@@ -251,6 +260,7 @@ def test_lanes_over_sharded_arrays():
     assert_close(got, one_by_one(jax.grad(unrolled, 1)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("compile", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize("named", ["shard_map", "constraint"])
 def test_a_mesh_that_only_the_body_names(named, compile):
@@ -297,6 +307,7 @@ def test_a_mesh_of_explicit_axes_that_only_types_and_the_body_name():
         assert jax.typeof(got) == jax.typeof(wanted)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("checkpoints", [None, 2, "all"])
 @pytest.mark.parametrize("kind", ["while", "until", "buffer"])
 def test_lanes_spread_over_a_mesh_of_explicit_axes(kind, checkpoints):

@@ -15,7 +15,7 @@ import loopkit
 from derivatives import assert_close
 from loopkit import _jax
 from test_shard_map import MESH, NS, XS, loop, on_each_device, one_by_one
-from turns import in_turn
+from turns import in_turn, later
 
 
 @jax.custom_jvp
@@ -125,9 +125,10 @@ def until_cases():
         slow = [(forward if turn == 0 else "grad", "all")]
         yield from (pytest.param(step, what, *how) for how in quick)
         slow += [(forward, 2)] if turn == 1 else []
-        yield from (pytest.param(step, what, *how, marks=pytest.mark.slow) for how in slow)
+        yield from (later(step, what, *how) for how in slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "what", "transform", "checkpoints"), list(until_cases()))
 def test_until(step, what, transform, checkpoints):
     """One of carry, xs and constants differs between devices, which stop where theirs says."""
@@ -141,8 +142,9 @@ def test_until(step, what, transform, checkpoints):
 MESHES = {"one axis": MESH, "two axes": SQUARE}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "check"), in_turn(MESHES, [True, False]))
-@pytest.mark.parametrize("transform", ["grad", pytest.param("hessian", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transform", ["grad", later("hessian")])
 def test_until_on_meshes(transform, mesh, check):
     mesh = MESHES[mesh]
     x = XS[: mesh.shape["d"]]
@@ -154,6 +156,7 @@ def test_until_on_meshes(transform, mesh, check):
     assert_close(got, jax.jit(lambda x: taken(transform, wanted, x))(x))
 
 
+@pytest.mark.slow
 def test_gradient_inside_of_until():
     """Cotangents of what is the same everywhere are summed over the devices, once."""
 
@@ -173,6 +176,7 @@ def test_gradient_inside_of_until():
     assert_close(take(loopkit.scan, True), take(masked_scan, False))
 
 
+@pytest.mark.slow
 def test_a_loop_of_lax_that_devices_leave_at_different_steps():
     """Its carry need not vary where its predicate does."""
 
@@ -252,6 +256,7 @@ COUNTING = {
 """The type of what is the same everywhere, how large the rest is, and how the loop is run."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", COUNTING)
 def test_what_is_stored_differs_between_devices_in_part(stored):
     """A value behind a barrier keeps its type, even if it is the same everywhere."""
@@ -282,6 +287,7 @@ def test_what_is_stored_differs_between_devices_in_part(stored):
     assert_close(got, jax.vmap(wanted)(lanes, jnp.cos(lanes)).reshape(-1))
 
 
+@pytest.mark.slow
 def test_a_residual_that_is_the_same_everywhere():
     """Each device saves the number of steps of an inner loop in rows of its own."""
     some = np.linspace(0.3, 0.8, 3)
@@ -309,6 +315,7 @@ def clipped(w):
 clipped.defvjp(lambda w: (jnp.sin(w), w), lambda w, ct: (jnp.clip(ct, -0.5, 0.5) * jnp.cos(w),))
 
 
+@pytest.mark.exhaustive
 def test_a_rule_for_what_is_the_same_on_all_devices():
     """JAX raises an error until the rule says whether cotangents are summed over devices."""
 

@@ -108,6 +108,7 @@ def matrix(f, *shapes):
     return np.stack(columns, -1), np.cumsum(sizes)[:-1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("add", "fresh"), [(False, False), (False, True), (True, False)])
 def test_transposes(add, fresh):
     """Transpose in the values and in the buffer, together and each by itself. If nobody asks for
@@ -191,6 +192,7 @@ def test_what_has_no_derivative_gives_none():
         assert [type(v) for v in cts] == [*kinds, type(None)]
 
 
+@pytest.mark.exhaustive
 def test_lanes():
     """Each as if it were alone, whatever of a buffer, its values, masks and places differs."""
     *window, starts = PLACES["rows"]

@@ -97,9 +97,7 @@ WAYS = {
 PATTERNS = ["", "f", "r", "fr", "rf", "rr"]
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "pattern"), in_turn(SCANS, SETTINGS, PATTERNS, of=12, slow=2)
-)
+@pytest.mark.parametrize(("name", "settings", "pattern"), in_turn(SCANS, SETTINGS, PATTERNS, of=12))
 def test_transformations(name, settings, pattern):
     turn = SCANS.index(name) + 2 * list(SETTINGS).index(settings)
     way = list(WAYS.values())[turn % len(WAYS)]
@@ -107,6 +105,7 @@ def test_transformations(name, settings, pattern):
     assert_close(got(TABLE[name].vector()), expected(name, settings, pattern))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "settings"), in_turn(NESTED, SETTINGS, of=3))
 def test_scans_in_loops(name, settings):
     x = TABLE[name].vector()
@@ -115,11 +114,10 @@ def test_scans_in_loops(name, settings):
         assert_close(got, expected(name, settings, pattern))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings", "lanes", "pattern"),
-    in_turn(
-        ["scan_until", "scan_reverse"], SETTINGS, [None, (2,)], ["", "f", "r", "fr"], of=10, slow=2
-    ),
+    in_turn(["scan_until", "scan_reverse"], SETTINGS, [None, (2,)], ["", "f", "r", "fr"], of=10),
 )
 def test_lanes(name, settings, lanes, pattern):
     x = TABLE[name].vector()
@@ -130,6 +128,7 @@ def test_lanes(name, settings, lanes, pattern):
     assert_close(got, jnp.stack(wanted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["f", "r", "fr"])
 def test_derivatives_of_lanes(pattern):
     x = TABLE["scan_until"].vector()
@@ -192,9 +191,10 @@ def scanned(h, every, reduce, stop=None, reverse=False, axis=0, truncate=None, *
 BY_LEAF = {"row": "mean", "count": "mean", "on": "sum"}, {"row": None, "count": "last", "on": None}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("every", "reduce", "stop", "reverse", "axis", "truncate"),
-    in_turn([3, None], BY_LEAF, [None, 7], [False, True], [0, -1], [None, 2, 4], of=11, slow=1),
+    in_turn([3, None], BY_LEAF, [None, 7], [False, True], [0, -1], [None, 2, 4], of=11),
 )
 def test_leaf_by_leaf(every, reduce, stop, reverse, axis, truncate):
     if stop and not every and not all(reduce.values()):
@@ -220,6 +220,7 @@ def test_leaf_by_leaf(every, reduce, stop, reverse, axis, truncate):
             assert_near(scanned(0.4, *how), wanted)
 
 
+@pytest.mark.slow
 def test_other_buffers_and_checks():
     """The rows lie beside the buffers of the caller, which are named as without them."""
 
@@ -256,6 +257,7 @@ MODES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_modes(mode):
     of_rows = MODES[mode] if mode != "export" else lambda f: f
@@ -263,6 +265,7 @@ def test_modes(mode):
     assert_close(MODES[mode](kept)(jnp.float64(0.4)), wanted)
 
 
+@pytest.mark.slow
 def test_shard_map():
     mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     of_devices = jax.sharding.PartitionSpec("i")
@@ -274,6 +277,7 @@ def test_shard_map():
     assert_close(jax.jit(lambda h: grad(f, h))(hs), jnp.stack(wanted))
 
 
+@pytest.mark.slow
 def test_a_step_reports_once():
     seen = []
 
@@ -303,6 +307,7 @@ def test_information_and_lengths():
     assert last == 9  # not stacked: that of the last step
 
 
+@pytest.mark.exhaustive
 def test_types():
     def body(carry, x):
         key, h = carry
@@ -323,6 +328,7 @@ def test_types():
         assert_near(ys[k], function(all_ys[k]))
 
 
+@pytest.mark.slow
 def test_weak_types_and_promotion():
     """A start that a step promotes; ys are of the types that they have without `every`."""
     body = lambda h, _: (h + 0.5, (h, 1.0))
@@ -341,6 +347,7 @@ def test_static_leaves():
     assert ys["h"].shape == (2,)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "how",
     [{"every": 100}, {"every": 100, "reduce": "mean"}, {"reduce": "sum"}, {"reduce": "mean"}],
@@ -423,6 +430,7 @@ def test_a_tensor_array_is_not_summed():
     assert got["x"] == 15
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("how", "error", "message"),
     [

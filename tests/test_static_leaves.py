@@ -122,6 +122,7 @@ LOOPS = [scanned, stopping, last_only, whiling, counting, buffered, listed, nest
 LOOPS += [of_functions_alone]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("loop", in_turn(LOOPS, of=3))
 def test_derivatives(loop):
     """Under disable_jit each loop is one of Python's, on the leaves as they are."""
@@ -141,6 +142,7 @@ def test_derivatives(loop):
     assert_close(jax.jit(jax.jacfwd(jax.jacfwd(loop)))(w), second)
 
 
+@pytest.mark.slow
 def test_a_loop_that_may_raise():
     def loop(w):
         goes_on = lambda c: c["i"] < 4
@@ -157,6 +159,7 @@ def test_a_loop_that_may_raise():
     assert_close(jax.grad(loop)(w), jax.jvp(loop, (w,), (1.0,))[1])
 
 
+@pytest.mark.slow
 def test_truncated_unbounded_and_ragged_scans():
     step = lambda m, x: (advanced(m, x), (m["w"], m["act"]))
     wanted, (ws, _) = loopkit.scan(step, model(0.7), XS)
@@ -230,6 +233,7 @@ def changing(key, value):
 ARRAY = r"`init\['w'\]` is float64\[\], weak_type, but `f` returns <"
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("call", "text"),
     [
@@ -262,6 +266,7 @@ def test_another_structure_is_said_to_be_one():
 LIST = TensorArray.empty(3, model(0.5))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("change", "text"),
     [

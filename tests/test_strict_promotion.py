@@ -145,6 +145,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "bits"), in_turn(PROGRAMS, [32, 64]))
 def test_as_under_standard_promotion(name, bits):
     """To the last bit, of one lane, of several that stop apart, and of their sum."""

@@ -139,7 +139,7 @@ def crossed(loops, often, modes):
     for k, loop in enumerate(loops):
         hands = np.array_split(np.roll(modes, -k), len(WAYS))[::-1]
         for way, some in zip(WAYS, hands, strict=True):
-            slow = () if loop in often or way == "constant" else pytest.mark.slow
+            slow = () if loop in often or way == "constant" else pytest.mark.exhaustive
             cases.append(pytest.param(loop, way, some, marks=slow, id=f"{loop}-{way}"))
     return cases
 
@@ -165,6 +165,7 @@ def reference(way, run, steep=lambda x: jnp.sqrt(x - 1.0)):
     return lambda x: compared_with(way, lax.stop_gradient(steep(x)), x, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loop", "way", "modes"), crossed(LOOPS, OFTEN, list(MODES)))
 def test_compared_with(loop, way, modes):
     f = lambda x: compared_with(way, jnp.sqrt(x - 1.0), x, LOOPS[loop])
@@ -177,6 +178,7 @@ def python_of(step, c, consts, xs):
     return in_python(step, c, consts, unstacked(xs))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("nest", "way", "modes"), crossed(NESTS, (), 2 * REVERSE))
 def test_compared_with_in_a_nest(nest, way, modes):
     f = lambda x: compared_with(way, jnp.sqrt(x - 1.0), x, NESTS[nest])
@@ -247,6 +249,7 @@ def test_values_used_without_a_derivative(loop, kind):
     agree(f, g, np.roll(REVERSE, turn)[:1])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("checkpoints", [None, 1, "all"])
 def test_second_order_in_some_of_the_inputs(checkpoints):
     """The other input stays, at a place where its slope is infinite."""
@@ -271,6 +274,7 @@ def test_second_order_in_some_of_the_inputs(checkpoints):
         assert_close(got, wanted)
 
 
+@pytest.mark.exhaustive
 def test_fewer_leaves_keep_their_places():
     """Cotangents of a joint derivative are matched to its outputs one by one."""
 
@@ -295,6 +299,7 @@ def test_fewer_leaves_keep_their_places():
         assert_close(second(ft.partial(loopkit.scan, checkpoints=checkpoints)), wanted)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("checkpoints", ["all", 3])
 def test_a_second_derivative_in_what_the_first_is_not_in(checkpoints):
     """The values saved for the first derivative are not enough for the second."""

@@ -32,6 +32,7 @@ def test_grows_by_doubling():
     assert repr(array) == "TensorArray(5 of float64[3], capacity 8)"
 
 
+@pytest.mark.slow
 def test_appending_copies_nothing(monkeypatch):
     """Appended elements are stored when all of them are needed, not one by one."""
     stored = []
@@ -47,6 +48,7 @@ def test_appending_copies_nothing(monkeypatch):
     assert len(stored) == 1
 
 
+@pytest.mark.slow
 def test_the_old_one_stays_as_it_was():
     array = filled(2, 2)
     one, other = array.append(THREE * 10), array.append(THREE * 20)
@@ -162,6 +164,7 @@ def test_an_index_that_is_not_known():
             np.testing.assert_array_equal(row, before[i])
 
 
+@pytest.mark.slow
 def test_functions_that_are_traced_leave_nothing_in_it():
     """Neither what they append, nor what of it they have stored."""
     both = TensorArray.from_array((jnp.zeros((1, 3)), jnp.zeros(1)))
@@ -224,6 +227,7 @@ def test_in_a_python_loop():
     assert total == 2
 
 
+@pytest.mark.exhaustive
 def test_random_keys():
     """They are elements as others are: JAX neither pads nor converts them."""
     key, data = jax.random.key, jax.random.key_data

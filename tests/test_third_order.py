@@ -13,6 +13,7 @@ from turns import in_turn
 PATTERNS = ["".join(modes) for modes in it.product("fr", repeat=3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("problem", "pattern"), in_turn(named("while_scalar", "scan_until"), PATTERNS)
 )

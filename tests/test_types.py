@@ -32,6 +32,7 @@ CHECKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
 def test_programs_run(path):
     runpy.run_path(str(path))
@@ -60,6 +61,7 @@ def test_every_public_type_is_known(tmp_path):
     run_checker("pyright", *verify, cwd=tmp_path, env=env)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", KEYWORDS)
 def test_overloads_take_every_keyword(name):
     parameters = inspect.signature(getattr(loopkit, name)).parameters.values()

@@ -123,12 +123,14 @@ def test_derivatives(name, pattern):
     assert_close(got, expected(name, pattern))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "pattern"), in_turn(PROGRAMS, ["r", "rr", "f"], of=3))
 def test_derivatives_of_segments_run_as_one(name, pattern, as_one):
     got = derivative(function(name, unbounded), pattern)(point(name))
     assert_close(got, expected(name, pattern))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [1, 3, "all"])
 def test_checkpoints(checkpoints):
     for name in ("spiral", "over_rows"):
@@ -147,6 +149,7 @@ def test_jacobians():
 STARTS = jnp.array([[0.3, 1.15], [1.5, 1.2], [0.7, 1.3], [0.2, 1.25]])
 
 
+@pytest.mark.exhaustive
 def test_lanes_stop_apart():
     carry, ys, info = jax.vmap(lambda x: spiral(unbounded, x, return_info=True))(STARTS)
     alone = [spiral(python_loop, x) for x in STARTS]
@@ -187,6 +190,7 @@ def test_gradient_of_rows():
     assert_close(jax.vmap(jax.grad(loss))(jnp.stack([XS, 2 * XS]))[0], grad)
 
 
+@pytest.mark.slow
 def test_info_and_bounds():
     check_info_and_bounds()
 
@@ -219,6 +223,7 @@ def test_progress():
         assert seen == [2, 6, 12]
 
 
+@pytest.mark.slow
 def test_without_jit():
     for name, (program, _) in PROGRAMS.items():
         with jax.disable_jit():
@@ -275,6 +280,7 @@ def enough(carry, _):
     return carry[1] >= 50
 
 
+@pytest.mark.slow
 def test_a_second_call_compiles_nothing(compilations):
     def loss(x):
         return loopkit.unbounded_scan(step, (x, 0), until=enough, segment=8)[1].sum()
@@ -285,6 +291,7 @@ def test_a_second_call_compiles_nothing(compilations):
     assert len(compilations) == before
 
 
+@pytest.mark.slow
 def test_other_lengths_compile_nothing(compilations):
     rows = lambda last: loopkit.unbounded_scan(
         lambda c, _: (c + 1, {"c": c}), 0, until=lambda c, _: c >= last, segment=8
@@ -351,6 +358,7 @@ def test_inside_jit_it_says_what_to_do():
         run(point("spiral"))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [

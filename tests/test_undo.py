@@ -11,8 +11,6 @@ from loopkit import Plan, _jax
 from loopkit._engine.derivative.write_log import find_undo
 from loopkit._engine.primitives import while_p
 
-pytestmark = pytest.mark.slow
-
 
 def the_loop(f, *args):
     """The loop in a function that has one."""
@@ -89,6 +87,7 @@ def test_only_rows_that_are_provably_written_once():
     assert written(lambda i, k: i, by=2) == [(1, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [Plan(2, 2, "residuals"), Plan(1), "all"], ids=range(3))
 def test_inner_loops_log_too(checkpoints):
     """The edit distance of two words, softened; the table is filled by two loops."""
@@ -148,6 +147,7 @@ def test_a_body_that_makes_another_buffer_is_saved():
     assert find_undo(loop, [True] * loop.carry_count) is None
 
 
+@pytest.mark.slow
 def test_memory_budgets_count_the_log():
     grad = lambda **how: jax.grad(
         lambda x: loopkit.scan(
@@ -166,6 +166,7 @@ def test_memory_budgets_count_the_log():
         grad(memory=1000)(2.0)
 
 
+@pytest.mark.slow
 def test_batches_of_which_more_moves_than_the_gradient_is_of():
     """The loop is run forward again, and what it logs is laid out anew."""
 

@@ -14,6 +14,7 @@ from problems import named
 KEEPS_ALL = Plan(0, keeps_all=True, store="residuals")
 
 
+@pytest.mark.exhaustive
 def test_more_steps_to_an_iteration_than_there_are():
     """All steps of a segment are one iteration."""
     x = jnp.ones((32, 64))
@@ -98,6 +99,7 @@ def test_time_to_compile_counts(to_compile, seconds, wanted, tried, monkeypatch)
     assert made == list(trials.COUNTS[:tried])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradient", [False, True])
 def test_a_real_trial(gradient):
     """Trees may hold integers, which have no gradient."""

@@ -10,7 +10,7 @@ from loopkit import Plan, _jax
 from problems import PROBLEMS, Problem
 from turns import in_turn
 
-TURNS = in_turn(PROBLEMS, ["r", "rr"], ["all", None, 3], of=11, slow=2)
+TURNS = in_turn(PROBLEMS, ["r", "rr"], ["all", None, 3], of=11)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,6 +35,7 @@ def poisoned():
     jax.clear_caches()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("problem", "pattern", "checkpoints"), TURNS)
 def test_what_is_not_written_is_not_read(problem: Problem, pattern, checkpoints):
     got = jax.jit(derivative(problem.flat_loop(checkpoints), pattern))(problem.vector())
@@ -45,6 +46,7 @@ PUT_OFF = Plan(3, 4), Plan(12, 4), Plan(3, 4, "residuals"), Plan(12)
 PUT_OFF += Plan(3, 4, host=True), Plan(12, 4, host=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PUT_OFF, ids=range(6))
 def test_products_that_are_put_off_read_whole_segments(plan):
     """Seven of eleven steps, in segments of four."""
@@ -64,6 +66,7 @@ def test_products_that_are_put_off_read_whole_segments(plan):
     assert_close(found(w, 7), jax.grad(unrolled)(w))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", ["plain", "lanes", "second order"])
 def test_lanes_that_stop_apart(transform):
     def loss(x, n, **options):

@@ -14,6 +14,7 @@ def test_value(problem: Problem):
     assert_close(jax.jit(problem.loop())(*problem.args), wanted)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("checkpoints", CHECKPOINTS[1:])
 @pytest.mark.parametrize("problem", tagged("core"), ids=lambda problem: problem.name)
 def test_value_with_checkpoints(problem: Problem, checkpoints):

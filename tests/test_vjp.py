@@ -29,6 +29,7 @@ def test_vjp_without_jit(problem: Problem, checkpoints):
     assert_close(pullback(-2 * w)[0], -2 * expected(problem.name, "r"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", CHECKPOINTS)
 def test_trees_of_arguments_and_results(checkpoints):
     """The cotangents of the same tree through loopkit and through Python, without flattening."""
@@ -44,6 +45,7 @@ def test_trees_of_arguments_and_results(checkpoints):
     assert_close(grads(problem.loop(checkpoints)), grads(problem.reference()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argnums", [0, 1, 2, (0, 2), (2, 1)], ids=str)
 def test_argnums(argnums):
     (problem,) = named("while_vector")
@@ -54,6 +56,7 @@ def test_argnums(argnums):
     assert_close(grads(problem.loop(3)), grads(problem.reference()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", tagged("core"), ids=lambda problem: problem.name)
 def test_jacrev(problem: Problem):
     x, reference = problem.vector(), problem.flat_reference()
@@ -104,6 +107,7 @@ def test_a_leaf_that_is_returned_twice_and_read_twice():
 # ---------------------------------------------------------------- every length, every budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [None, 1, 2, 3, 4, 5, 7])
 def test_every_number_of_steps(checkpoints):
     """One compiled gradient for each budget, run for every length from 0 to 40."""

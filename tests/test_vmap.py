@@ -73,6 +73,7 @@ def test_derivative_of_vmap(name, pattern):
     assert_close(got, derivative(reference, pattern)(xs.ravel()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("problem", "checkpoints"), in_turn(named("while_scalar", "scan_until"), CHECKPOINTS)
 )
@@ -82,6 +83,7 @@ def test_checkpoints(problem: Problem, checkpoints):
     assert_close(got, one_by_one(problem, "r", xs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["while_scalar", "scan_until"])
 def test_without_jit(name):
     (problem,) = named(name)
@@ -90,6 +92,7 @@ def test_without_jit(name):
     assert_close(got, one_by_one(problem, "r", xs))
 
 
+@pytest.mark.exhaustive
 def test_mixed_types_and_keys():
     (problem,) = named("carry_of_mixed_types")
     xs = lanes(problem)
@@ -151,6 +154,7 @@ def test_each_operand_batched_alone(transform, in_axes):
     assert_close(got, jnp.stack(each))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [None, 2])
 def test_only_the_tangent_is_batched(checkpoints):
     directions = jnp.asarray([[1.0, 0.0], [0.3, -2.0], [0.0, 0.0]])
@@ -172,6 +176,7 @@ def test_only_the_cotangent_is_batched(checkpoints):
     assert_close(jax.vmap(pullback)(weights), tuple(each))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jacfwd", "jacrev"])
 def test_a_batched_direction_does_not_batch_the_primal(kind):
     """Whatever is recomputed, is recomputed once and not for every row of the Jacobian."""
@@ -214,6 +219,7 @@ def test_untouched_outputs_stay_unbatched():
 # ---------------------------------------------------------------- where the axis is
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("in_axis", "out_axis"), [(1, 0), (0, 1), (-1, -1), (2, 1)])
 def test_axes(in_axis, out_axis):
     """Axes other than the first, of the carry and of the xs."""
@@ -237,6 +243,7 @@ def test_axes(in_axis, out_axis):
     assert_close(batched(loopkit.scan), batched(lax.scan))
 
 
+@pytest.mark.exhaustive
 def test_nested_vmap():
     """One axis for the predicate, another for the body, and a derivative outside and between."""
 
@@ -253,6 +260,7 @@ def test_nested_vmap():
     assert_close(outer, jnp.sum(wanted[1][1], axis=1))
 
 
+@pytest.mark.slow
 def test_nested_vmap_over_one_operand():
     ws = jnp.asarray([[0.5, 1.1], [0.9, 1.2], [0.3, 0.6]])
     got = jax.vmap(jax.vmap(jax.grad(grow, 2), (None, None, 0)), (0, 0, 0))(NS, XS, ws)
@@ -261,16 +269,19 @@ def test_nested_vmap_over_one_operand():
     assert_close(got, jnp.asarray(each))
 
 
+@pytest.mark.slow
 def test_no_lane_takes_a_step():
     values, grads = jax.vmap(jax.value_and_grad(grow, 1))(np.zeros(3, int), XS, WS)
     assert_close((values, grads), (jnp.asarray(XS), jnp.ones(3)))
 
 
+@pytest.mark.slow
 def test_one_lane():
     got = jax.vmap(jax.grad(grow, 2))(NS[2:], XS[2:], WS[2:])
     assert_close(got, jax.grad(grow_in_python, 2)(NS[2], XS[2], WS[2])[None])
 
 
+@pytest.mark.slow
 def test_no_lane():
     empty = jnp.zeros(0)
     assert jax.vmap(jax.grad(grow, 1))(jnp.zeros(0, int), empty, empty).shape == (0,)
@@ -351,6 +362,7 @@ def test_lanes_of_a_scan_stop_where_they_stop(transform):
     assert_close(got, jnp.stack(wanted))
 
 
+@pytest.mark.slow
 def test_collectives_over_the_batched_axis():
     """An unbatched predicate leaves the lanes in step, so that they may talk."""
 
@@ -393,6 +405,7 @@ def test_jacobians_in_lanes():
     assert_close(got, jnp.stack(wanted))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("checkpoints", in_turn(CHECKPOINTS))
 def test_a_mask_that_only_the_step_number_decides(checkpoints):
     """One lane saves the step number alone; its batched step must not ask for the state as well."""
@@ -439,6 +452,7 @@ def test_unrolled_steps_beyond_the_bound_do_not_count(curved, unroll, checkpoint
     assert_close(got, {name: slopes_alone(curved, name) for name in SLOPES})
 
 
+@pytest.mark.slow
 def test_axes_of_tangents_of_which_some_are_zeros():
     """A rule says that one of the ys has no slope, in zeros: they have both axes all the same."""
 
@@ -460,6 +474,7 @@ def test_axes_of_tangents_of_which_some_are_zeros():
     assert_close(jax.jit(jax.vmap(jax.vmap(linear, 0), 1, 1))(tangents), wanted)
 
 
+@pytest.mark.slow
 def test_pullbacks_of_lanes_that_were_run_one_by_one():
     """Residuals that each lane saved are stacked, and all lanes go back together."""
 

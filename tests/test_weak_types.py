@@ -101,6 +101,7 @@ LOOPS = {kind: ft.partial(counting, kind) for kind in ("fori", "while")}
 LOOPS |= {"fori to a traced bound": counting_to}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("init", "x64"), in_turn(INITS, [False, True]))
 def test_types_are_those_of_lax(init, x64):
     """Those that lax takes; most of them."""

@@ -24,6 +24,7 @@ def compiled(f, *args):
     return re.sub("jit_.*?[ ,]", "", jax.jit(f).lower(*args).as_text())
 
 
+@pytest.mark.exhaustive
 def test_where_it_does_not_apply_programs_are_the_same():
     few, many = jnp.arange(8), jnp.arange(64)
     xs, more = (n.astype(float) * 0.1 for n in (few, many))
@@ -59,6 +60,7 @@ def of_size(lanes, n, x, length=1000, effect=False, memory=None):
     return loopkit.while_loop(lambda c: c[0] > 0, body, (n, x), **options)[1]
 
 
+@pytest.mark.exhaustive
 def test_none_decides_by_what_a_step_costs(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
@@ -163,6 +165,7 @@ def test_lanes_that_speak_wait():
     assert_close(got, want)
 
 
+@pytest.mark.slow
 def test_widths_that_exceed_the_lanes():
     """They are left out, as where an outer loop has narrowed."""
     for lanes in ((7, 2), (6, 2), (9, 7), (9, 6)):
@@ -176,6 +179,7 @@ def grown(w):
     return jnp.stack([jnp.asarray(grow_in_python(n, x, w)) for n, x in zip(NS, XS, strict=True)])
 
 
+@pytest.mark.exhaustive
 def test_a_linear_function_applied_in_another_loop():
     """All derivatives of a loop agree on its phases, wherever they are taken."""
 
@@ -192,6 +196,7 @@ def test_a_linear_function_applied_in_another_loop():
         slopes((4, 2), "all")
 
 
+@pytest.mark.exhaustive
 def test_a_linear_loop_applied_in_another_loop():
     """The loop saves the steps alone, which is enough if the residuals of a step are stored."""
 
@@ -208,6 +213,7 @@ def test_a_linear_loop_applied_in_another_loop():
     assert_close(slopes((4, 2)), slopes("wait"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", [{}, {"checkpoints": 8}, {"memory": "600 kB"}], ids=str)
 def test_phases_share_a_budget(how):
     """The gradient needs what that of lanes that wait does, and two carries to gather them."""
@@ -230,6 +236,7 @@ def test_phases_share_a_budget(how):
 # ---------------------------------------------------------------- other people's loops
 
 
+@pytest.mark.exhaustive
 def test_loops_of_lax():
     halvings = lambda x: lax.while_loop(lambda x: x > 1.0, lambda x: x / 2, x)
     xs = jnp.asarray([9.0, 1.0, 100.0, 3.0, 0.5, 40.0])

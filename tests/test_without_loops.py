@@ -50,6 +50,7 @@ def test_a_function_without_loops_is_traced_once_and_then_called():
     assert len(calls) == 4  # other arguments may have it run a loop
 
 
+@pytest.mark.slow
 def test_gradients_of_a_function_with_a_rule_are_compiled_once(compilations):
     def f(x):
         y = lax.fori_loop(0, 3, lambda _, y: jax.nn.relu(y) * x, x)
@@ -67,6 +68,7 @@ class Scale:
     by = 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", [jnp.sin, jax.nn.relu], ids=["plain", "with a rule"])
 def test_a_function_without_loops_reads_anew_what_it_closes_over(act):
     scale, table = Scale(), {"large": jnp.full(20_000, 2.0)}
@@ -108,6 +110,7 @@ def test_arguments_of_a_function_without_loops_are_not_written_to():
     assert len(xs) == 1
 
 
+@pytest.mark.slow
 def test_a_rule_with_a_loop_in_a_function_without():
     @jax.custom_jvp
     def f(x):

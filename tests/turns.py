@@ -1,57 +1,56 @@
-"""Turns: which cases of a test are quick. Values take turns, and so do the two pairs of Python and
-JAX."""
+"""Which cases of a test run when: in every run, with `-m slow`, or in the nightly run alone.
+
+That hangs on the cases and their order, and on nothing that is installed.
+"""
 
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
 import pytest
 
-MANY = 4
-"""Quick cases of one test, of which one in `SHARE` stays quick."""
-SHARE = 3
-NEWER = jax.__version_info__ >= (0, 11)
-WHOLE = (
-    *("test_architecture.py", "test_docs.py", "test_prose.py"),
-    *("test_reference.py", "test_release.py"),
-)
-"""Tests of the code and the docs as they stand, with a case for each file."""
-LATE = "slow", "exhaustive", "programs", "trials", "accelerators", "site"
+MANY = {"quick": 4, "slow": 2}
+"""Of so many cases of one test in one tier, or more, the first and every nth stay there."""
+SHARE = {"quick": 5, "slow": 7}
+"""That n. Axes of two, three, four or six values still take turns."""
+WHOLE = "every_case", "exhaustive", "programs", "trials", "accelerators", "site"
+"""Marks of tests all of whose cases run with the first."""
 
 
-def in_turn(
-    *axes: Iterable, of: int = 2, slow: int | None = None, often: Callable = lambda *_: False
-) -> list:
+def in_turn(*axes: Iterable, of: int = 2, often: Callable = lambda *_: False) -> list:
     """Every combination, for `parametrize`: one in `of` is quick, and all that are `often(...)`.
 
-    `slow` in `of` of the others are slow (by default half of them, and all of two), and the rest
-    are exhaustive. Each value is in a quick one, if another axis has as many as `of`; each pair of
-    values of two axes, if a third has as many.
+    The others are exhaustive. Each value is in a quick one, if another axis has as many as `of`;
+    each pair of values of two axes, if a third has as many.
     """
-    cases, some = [], of // 2 if slow is None else slow
+    cases = []
     for numbered in itertools.product(*map(enumerate, axes)):
         at, values = zip(*numbered, strict=True)
-        turn = sum(at) % of
-        late = pytest.mark.slow if turn <= some else pytest.mark.exhaustive
-        marks = () if turn == 0 or often(*values) else late
+        marks = () if sum(at) % of == 0 or often(*values) else pytest.mark.exhaustive
         cases.append(pytest.param(*values, marks=marks, id="-".join(map(name_of, values))))
     return cases
 
 
+def later(*values: Any) -> Any:
+    """An exhaustive case of these values."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
 def take_turns(items: list[pytest.Item]) -> None:
-    """Make a third of many quick cases quick with the oldest JAX, one with newer ones, one slow."""
-    quick = defaultdict(list)
+    """Of many cases of one test in one tier most go to the exhaustive one.
+
+    Of a test marked `every_case` none does: its cases take no time, and each says something else.
+    """
+    many = defaultdict(list)
     for item in items:
-        if item.path.name in WHOLE:
-            continue
-        if "[" in item.name and not any(map(item.get_closest_marker, LATE)):
-            quick[item.nodeid.partition("[")[0]].append(item)
-    for cases in quick.values():
+        if not any(map(item.get_closest_marker, WHOLE)):
+            tier = "slow" if item.get_closest_marker("slow") else "quick"
+            many[item.nodeid.partition("[")[0], tier].append(item)
+    for (_, tier), cases in many.items():
         for at, item in enumerate(cases):
-            if len(cases) >= MANY and at % SHARE != NEWER:
-                item.add_marker(getattr(pytest.mark, "slow" if at % SHARE == 2 else "exhaustive"))
+            if len(cases) >= MANY[tier] and at % SHARE[tier]:
+                item.add_marker(pytest.mark.exhaustive)
 
 
 def name_of(value: Any) -> str:

@@ -149,6 +149,7 @@ def flags_of(found):
     return [bool(f) for f in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
 def test_against_the_jacobian(body):
     loop, operands = loop_of(body)
@@ -177,6 +178,7 @@ def test_against_the_jacobian(body):
         assert flags_of(both.ys) == flags_of(active.ys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [chain, two_islands, integers], ids=lambda f: f.__name__)
 def test_parts_of_what_is_active(body):
     """Flags that have a place for each active input, or output."""

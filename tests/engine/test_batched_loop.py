@@ -122,6 +122,7 @@ def choices(operands):
         yield Operands(*(list(map(bool, group)) for group in groups))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", LOOPS, ids=lambda f: f.__name__)
 def test_against_every_lane(make):
     loop, operands = make()

@@ -125,6 +125,7 @@ BODIES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("body", "shape"), BODIES, ids=lambda v: getattr(v, "__name__", ""))
 def test_the_sums_of_all_steps(body, shape):
     found, (backward, fixed, xs, rows) = products_of(body, shape=shape)
@@ -175,6 +176,7 @@ def test_rows_have_the_numbers_that_they_are_given():
     assert _jax.open_jaxpr(backward).invars[before + place] is row
 
 
+@pytest.mark.slow
 def test_what_is_not_worth_it(monkeypatch):
     monkeypatch.setattr(deferred_products, "SMALLEST", SIZE * SIZE * 8)
     assert not any(products_of(dense)[0].put_off)

@@ -14,6 +14,7 @@ ends_early = ft.partial(decided, taken=4)
 PLANS = [Plan(LENGTH), Plan(LENGTH, host=True)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("unroll", [1, 3])
 def test_each_step_is_run_once_more(unroll):
     for make, steps in [(known, LENGTH), (ends_early, 4)]:
@@ -27,6 +28,7 @@ def test_each_step_is_run_once_more(unroll):
                 assert found.taken == (steps if loop.cond is None else -(-steps // unroll) * unroll)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [Plan(8, 4), Plan(8, 2), Plan(8, 4, host=True)], ids=range(3))
 def test_products_are_summed_once_a_segment(plan, monkeypatch):
     monkeypatch.setattr(deferred_products, "SMALLEST", 64)
@@ -39,6 +41,7 @@ def test_products_are_summed_once_a_segment(plan, monkeypatch):
         assert not found.runs["reversed"], "but without the products"
 
 
+@pytest.mark.slow
 def test_a_single_step():
     """The first row of a single step is the last."""
     loop, given = decided(taken=1, checkpoints=Plan(LENGTH, host=True))

@@ -47,6 +47,7 @@ def assert_counts(name, plan, ways=GPUS, **how):
         assert found.runs == {"again": within, "replayed": steps, "reversed": steps}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("segment", [3, 5, 9])
 def test_no_segment_is_run_to_get_to_another(segment, monkeypatch):
     """Not even as one; of those that are large, no step chooses whether to save."""
@@ -58,6 +59,7 @@ def test_no_segment_is_run_to_get_to_another(segment, monkeypatch):
         assert_counts(name, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 def test_residuals(name):
     """Residuals of each step of a segment; and of segments of one step."""
@@ -65,18 +67,21 @@ def test_residuals(name):
     assert_counts(name, Plan(LENGTH, 1, "residuals"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 def test_several_steps_to_an_iteration(name):
     assert_counts(name, Plan(3, 3), unroll=2)
     assert_counts(name, Plan(2, 4, "residuals"), unroll=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 def test_on_the_host(name):
     assert_counts(name, Plan(LENGTH, 1, "residuals", host=True))
     assert_counts(name, Plan(3, 3, host=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [6, 7])
 def test_of_a_known_number_of_steps_a_host_does_not_wait(length):
     """Elsewhere, a loop for the steps left over would cost more than not to know how many."""
@@ -95,6 +100,7 @@ def test_of_small_carries_a_host_waits_once_a_step(monkeypatch):
     assert there(True) == [False, False]
 
 
+@pytest.mark.slow
 def test_going_back_a_host_waits_once_a_segment():
     """Steps left over from an unknown number are reversed apart, so the other loops have a
     length."""

@@ -122,6 +122,7 @@ def made(f, *values):
     return array.shape if isinstance(out, Flat) else "plain"
 
 
+@pytest.mark.slow
 def test_what_is_elementwise():
     assert made(jnp.add, as_rows(ROW), as_rows(ROW)) == (6,)
     assert made(jnp.add, as_rows(ROW), ROW) == (6,)

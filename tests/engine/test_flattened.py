@@ -85,6 +85,7 @@ def test_steps_that_are_taken_at_once():
         assert nest.inside[0].loop.length == _few(nest.inside[0].eqn, once)
 
 
+@pytest.mark.slow
 def test_loops_inside_that_are_flattened_before():
     """Inner loops are flattened first, and loops that are flat are not cut again."""
     middle, _ = make_loop(

@@ -41,6 +41,7 @@ def assert_counts(name, plan, on_gpu):
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("large", [False, True])
 def test_longer_segments(large, monkeypatch):
     """Segments of two steps; large carries are saved only where they have to be."""
@@ -54,17 +55,20 @@ def test_longer_segments(large, monkeypatch):
             assert found.both.predicated_store is not large
 
 
+@pytest.mark.exhaustive
 def test_segments_of_three():
     found = assert_swept(*decided(13, 12, checkpoints=Plan(7)), on_gpu=(True, True))
     assert found.both.wider == 3
 
 
+@pytest.mark.slow
 def test_of_large_carries_the_steps_beyond_the_last_segment(monkeypatch):
     monkeypatch.setattr(waits, "LARGE_CARRY", -1)
     found = assert_swept(*known(checkpoints=Plan(2, segment=2)), on_gpu=(True, True))
     assert not found.both.predicated_store
 
 
+@pytest.mark.exhaustive
 def test_longer_segments_whose_slots_are_on_the_host():
     for name, on_gpu in itertools.product(LOOPS, [*GPUS, *MIXED]):
         found = assert_counts(name, Plan(2, host=True, room=1000), on_gpu)
@@ -72,6 +76,7 @@ def test_longer_segments_whose_slots_are_on_the_host():
             assert found.both.wider > 1
 
 
+@pytest.mark.exhaustive
 def test_slots_that_all_have_memory():
     """The first one, too."""
     plan = Plan(17)
@@ -106,6 +111,7 @@ def test_climbs_of_large_carries_are_loops_over_segments_of_known_length(monkeyp
     assert of_whole.count(True) == len(["climb", "climb", "replayed", "reversed"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [2, 3])
 def test_as_few_steps_again_as_can_be(slots):
     """For a known number of segments, slots that become free going back are used again."""

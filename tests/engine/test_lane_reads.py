@@ -112,18 +112,20 @@ def between_buffers(body, checkpoints, monkeypatch):
         return gradients(body, checkpoints)
 
 
+@pytest.mark.exhaustive
 def test_as_if_buffers_were_chosen(monkeypatch):
     wanted = between_buffers(rows_from_rows, None, monkeypatch)
     assert_close(gradients(rows_from_rows, None), wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("body", "checkpoints"), list(zip(BODIES, [3, "all"] * 4, strict=False)))
 def test_as_if_buffers_were_chosen_whatever_is_kept(body, checkpoints, monkeypatch):
     wanted = between_buffers(body, checkpoints, monkeypatch)
     assert_close(gradients(body, checkpoints), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [None, 2, "all"])
 def test_rows_without_a_derivative_are_not_read(checkpoints):
     """Where a lane stops, the next row is zero, and the square root has no derivative there."""
@@ -142,6 +144,7 @@ def test_rows_without_a_derivative_are_not_read(checkpoints):
     assert_close(jax.jit(jax.grad(every))(xs), wanted)
 
 
+@pytest.mark.exhaustive
 def test_no_step_chooses_between_buffers(monkeypatch):
     def loss(x):
         def one(stop):

@@ -91,6 +91,7 @@ def lane_by_lane(loop, singles):
 PLANS = ["all", Plan(LENGTH), Plan(2, 3), Plan(3, 2, "residuals"), Plan(2, host=True)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shared", [False, True])
 def test_as_each_lane_by_itself(shared):
     """Whatever is kept: no lane that has stopped, or takes no step at all, makes a NaN."""
@@ -102,6 +103,7 @@ def test_as_each_lane_by_itself(shared):
         assert_swept(loop, given, wanted, on_gpu)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shared", [False, True])
 def test_lanes_of_two_axes_of_which_several_cotangents_come_back(shared):
     """Also where no lane of an inner axis takes a step."""
@@ -114,6 +116,7 @@ def test_lanes_of_two_axes_of_which_several_cotangents_come_back(shared):
         assert_swept(loop, given, wanted, batch=batch)
 
 
+@pytest.mark.slow
 def test_several_steps_to_an_iteration():
     loop, _, singles = of_lanes(STOPS, False)
     wanted = lane_by_lane(loop, singles)
@@ -121,6 +124,7 @@ def test_several_steps_to_an_iteration():
     assert_swept(loop, given, wanted)
 
 
+@pytest.mark.slow
 def test_no_lane_takes_a_step():
     """No lane is reversed: nothing finite could take its place."""
     stops = np.zeros(2, int)
@@ -136,6 +140,7 @@ def safe_inputs(shared):
     return SafeInputs.of(loop, given, jnp.asarray(STOPS > 0), every, loop.body)
 
 
+@pytest.mark.slow
 def test_what_is_not_chosen_again_each_step():
     """If slices are each lane's own, the values of a stopped lane are known at the start."""
     of_one, of_all = safe_inputs(False), safe_inputs(True)

@@ -65,6 +65,7 @@ def until():
 # ---------------------------------------------------------------- records
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("field", "more"),
     [
@@ -228,6 +229,7 @@ NONZERO = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nonzero", NONZERO)
 def test_the_dual_loop(nonzero):
     loop, operands = scan()
@@ -250,6 +252,7 @@ def test_the_dual_loop(nonzero):
     assert_same(moved, of_wanted)
 
 
+@pytest.mark.slow
 def test_the_dual_of_a_loop_with_a_predicate():
     loop, operands = until()
     active = Active((True, True), (True, True, False), (False,), (True, False))

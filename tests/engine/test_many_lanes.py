@@ -6,6 +6,7 @@ import itertools
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from loopkit import _jax
 from loopkit._engine.lanes.many_lanes import (
@@ -95,6 +96,7 @@ def assert_lanes(lanes, given, one):
         assert_same([pick(v, a, lane) for v, a in zip(found, lanes.results, strict=True)], wanted)
 
 
+@pytest.mark.slow
 def test_lanes_of_one_axis():
     loop, operands = small()
     lanes, given = in_lanes(loop, operands, FLAGS)
@@ -104,6 +106,7 @@ def test_lanes_of_one_axis():
     assert_lanes(lanes, given, lambda own: run(loop, loop.split(own)[0]))
 
 
+@pytest.mark.slow
 def test_lanes_of_two_axes():
     loop, operands = small()
     inner, _ = in_lanes(loop, operands, FLAGS)

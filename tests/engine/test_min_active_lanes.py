@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from loopkit import _jax
 from loopkit._engine.lanes.predicates import ended_in_each_lane
@@ -27,6 +28,7 @@ def steps_taken(limits, left):
     return run(new, operands)[0].tolist()
 
 
+@pytest.mark.slow
 def test_none_goes_on_once_no_more_are_active_than_are_left():
     assert steps_taken(LIMITS, 1) == [2, 5, 3, 5]
     assert steps_taken(LIMITS, 2) == [2, 3, 3, 3]

@@ -57,6 +57,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_same_results(name):
     loop, operands = LOOPS[name]()
@@ -152,6 +153,7 @@ def test_whether_it_is_worth_it():
     assert not nest(200).is_worth_it
 
 
+@pytest.mark.slow
 def test_weak_types():
     """No leaf of the one loop is of weak type; results are, where they were."""
 
@@ -173,6 +175,7 @@ def test_weak_types():
 # ---------------------------------------------------------------- in lanes
 
 
+@pytest.mark.exhaustive
 def test_lanes_are_in_steps_of_their_own():
     loop, operands = with_rows()
     flat, axes = flattened(loop), [0, 0, None, 1, None]

@@ -69,11 +69,13 @@ def assert_as_alone(loop, operands, flags, stops=STOPS):
         assert_same([np.asarray(v).take(lane, p) for v, p in pairs], run(loop, values))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "reverse"), [("xy", True), ("x", False), ("y", False)])
 def test_every_lane_as_if_alone(rows, reverse):
     assert_as_alone(*bounded(rows, reverse=reverse))
 
 
+@pytest.mark.slow
 def test_lanes_of_which_each_has_lanes():
     """A lane goes on while one in it does; a constant that differs between those goes with it."""
     loop, operands, flags = bounded("y")

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from loopkit._engine.lanes.many_lanes import OneLane
 from loopkit._engine.loop import Operands, kept
@@ -45,6 +46,7 @@ NEEDED = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_what_is_left():
     for results, bounded, wanted in NEEDED:
         loop, operands = small(bounded)
@@ -91,6 +93,7 @@ def test_it_is_made_once():
     assert prune(loop, used) is not prune(loop, used, flags(".v........"))
 
 
+@pytest.mark.slow
 def test_lanes_stay_lanes_of_what_is_left():
     asks = lambda limit, carry: carry[1] < limit[0]
     loop, operands = make_loop(body, CONSTS, INIT, XS, cond=asks, cond_consts=[4])

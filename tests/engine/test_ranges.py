@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 import loopkit
@@ -181,6 +182,7 @@ def test_known_arrays_outside_jit_share_programs(compilations):
     assert not compilations
 
 
+@pytest.mark.exhaustive
 def test_gradients_with_bounds_from_ranges():
     rows = np.array([3, 0, 9], np.int32)
 

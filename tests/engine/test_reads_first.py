@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from loopkit import _jax
 from loopkit._buffers.slices import read, read_p, write, write_p
@@ -74,6 +75,7 @@ def test_several_reads_and_writes():
     assert after == ["read", "read", "write", "read", "write", "sub"]
 
 
+@pytest.mark.slow
 def test_what_stays():
     """These reads stay: before a write, of what was written, at a place that depends on it, of
     others."""

@@ -97,6 +97,7 @@ def many_inside(loops, x, **how):
     return jnp.sum(v) + jnp.sum(sums) + jnp.sum(jnp.sin(total)) * x[1]
 
 
+@pytest.mark.exhaustive
 def test_steps_are_kept_where_only_inner_loops_are_run_again():
     f = lambda x, **how: many_inside(loopkit, x, **how)
     plan_of = lambda **how: loopkit.explain(ft.partial(f, **how), X).loops[0].plan
@@ -120,6 +121,7 @@ def test_few_steps(monkeypatch):
     assert row_bytes(bound=FEW_STEPS + 1, start=start) < 100
 
 
+@pytest.mark.exhaustive
 def test_what_depends_on_constants_alone_is_run_once():
     """Nothing of it is kept with a step, however many it might take."""
     of_constants = lambda y, x: x[0] + 1
@@ -143,6 +145,7 @@ def with_totals(loops, x, **how):
     return jnp.sum(jnp.sin(c[2]) * c[1])
 
 
+@pytest.mark.exhaustive
 def test_what_residuals_do_not_depend_on_is_not_kept():
     every = lambda x: with_totals(loopkit, x, checkpoints="all")
     (around,) = (e.plan for e in loopkit.explain(every, X).loops if e.plan.bound == 3)
@@ -177,10 +180,11 @@ DERIVATIVES = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=[pytest.mark.slow] * (n == "reverse over forward"))
+        pytest.param(n, marks=[pytest.mark.exhaustive] * (n == "reverse over forward"))
         for n in DERIVATIVES
     ],
 )
@@ -191,6 +195,7 @@ def test_derivatives(name):
     assert_close(derived(loopkit)(X), derived(Unrolled)(X))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("start", [lambda y, x: y, lambda y, x: x[0]], ids=["carry", "constant"])
 def test_lanes_that_stop_apart(start):
     xs = jnp.stack([X, 2 * X, X[::-1], 0.1 * X])
@@ -202,6 +207,7 @@ def test_lanes_that_stop_apart(start):
     assert_close(jax.jit(jax.grad(total(loopkit)))(xs), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("square", [by_rule, squared], ids=["rule", "none"])
 def test_outside_jit(square):
     grad = jax.grad(lambda x: program(loopkit, x, square=square, checkpoints="all"))

@@ -206,6 +206,7 @@ def summing(consts, carry, x):
 SUMMING = [0.3, 0.4, 0.5, 0.7], [0.2, 1, 0.4], [np.arange(6.0)] * 3
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("lanes", [0, 2])
 @pytest.mark.parametrize("again", [False, True])
 def test_what_going_back_reads(again, lanes):

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import loopkit
 from derivatives import assert_close
@@ -41,6 +42,7 @@ def test_the_host_is_told_when_enough_steps_are_taken(monkeypatch):
     assert told == [10, 400, 400, 190]
 
 
+@pytest.mark.slow
 def test_steps_beyond_the_last_whole_run():
     """On a GPU, where all others have the same length, and a prime number of steps."""
 

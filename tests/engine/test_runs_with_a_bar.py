@@ -75,6 +75,7 @@ def test_runs_of_one_length_are_compiled_for_it():
     assert of(17) == of(None) == (4, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("runs_of_four")
 @pytest.mark.parametrize("unroll", [1, 3])
 def test_a_bar_is_told_of_each_run(unroll, monkeypatch):

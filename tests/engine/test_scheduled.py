@@ -49,20 +49,24 @@ def assert_counts(plan, names=("known", "decided")):
                 assert climbs == found.both.how.plan.evaluations()[1] - steps
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("slots", [1, 2])
 def test_steps(slots):
     assert_counts(Plan(slots), LOOPS)
 
 
+@pytest.mark.exhaustive
 def test_thinned():
     assert_counts(Plan(4, thinned=True))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("plan", [Plan(3, 2), Plan(2, 3, "residuals")], ids=range(2))
 def test_segments(plan):
     assert_counts(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_rows_are_stored_on_the_way(slots):
     """One loop over steps is all that goes forward, and it is run as often as two would be."""
@@ -80,11 +84,13 @@ def test_rows_are_stored_on_the_way(slots):
         assert backward[0] == backward[1] - 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("segment", [1, 3])
 def test_on_the_host(segment):
     assert_counts(Plan(4 - segment, segment, host=True))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("slots", [2, 3])
 def test_where_checkpoints_are(slots):
     """Checkpoints are where `cheapest` places them, for the steps that were taken."""

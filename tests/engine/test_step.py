@@ -30,6 +30,7 @@ PLANS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", PLANS)
 def test_buffers_that_are_brought_back(strategy):
     """From the log: no row of theirs is saved."""
@@ -44,6 +45,7 @@ def test_buffers_that_are_brought_back(strategy):
             assert all(t.size < 80 for t in found.both.stack_types)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("end", [None, 7])
 def test_buffers_of_segments_that_are_longer_on_a_gpu(end):
     loops = lambda **how: rewriting(8, end, **how)
@@ -74,6 +76,7 @@ class Told:
         return [jnp.int32(1 if isinstance(call, progress.Update) else 0)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("on_gpu", GPUS)
 def test_each_step_is_shown_once(on_gpu, monkeypatch):
     """A step shows as it is taken and as it is reversed, and not when it runs again."""

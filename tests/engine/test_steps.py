@@ -31,6 +31,7 @@ def digits(numbers):
 BOTH_WAYS = [(steps.repeat, 1), (steps.repeat_backwards, -1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("repeats", "way"), BOTH_WAYS)
 def test_each_in_its_turn(repeats, way):
     """Several to an iteration or one, those left over too."""
@@ -86,6 +87,7 @@ def test_quotients():
 # ---------------------------------------------------------------- rows, lanes
 
 
+@pytest.mark.slow
 def test_rows():
     stack = np.arange(24.0).reshape(2, 3, 4)
     read = lambda row, **axes: steps.read_rows([stack, stack.T], row, **axes)
@@ -199,6 +201,7 @@ def few(limit, **settings):
     return mixed(cond=lambda limits, carry: carry[1] < limits[0], cond_consts=[limit], **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unroll", [1, 2, 3])
 def test_whole_loops(unroll):
     for make in (mixed, lambda **how: few(0.9, **how), lambda **how: few(-9.0, **how)):
@@ -207,6 +210,7 @@ def test_whole_loops(unroll):
             assert_same(steps.evaluate(loop, operands), run(loop, operands))
 
 
+@pytest.mark.slow
 def test_some_steps_and_then_the_others():
     for loop, operands in (mixed(), few(9.0)):
         state = steps.advance(loop, operands, steps.start(loop, operands), 2)

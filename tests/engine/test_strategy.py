@@ -32,6 +32,7 @@ def of(plan, make=decided):
     return sweeps(reversal(loop, forward_activity(loop, moving(loop))))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reverse", [False, True])
 def test_cotangents_of_two(reverse):
     """Also with rows along other axes, first or last one first."""
@@ -41,6 +42,7 @@ def test_cotangents_of_two(reverse):
             assert_swept(*make(reverse=reverse, checkpoints=plan), wanted, batch=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["xs", "ys", "neither"])
 def test_every_residual_of_rows_that_are_read_or_written(where):
     """From the end."""
@@ -89,6 +91,7 @@ def test_what_leaves_for_the_host_is_a_copy():
     assert jnp.array_equal(there[0], values[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["all", Plan(LENGTH)], ids=range(2))
 def test_loops_back_over_all_steps(plan):
     """An unknown number of steps is cut into parts of known length, for a host that waits."""
@@ -98,6 +101,7 @@ def test_loops_back_over_all_steps(plan):
     assert back(decided, True) == [False, True, False]
 
 
+@pytest.mark.exhaustive
 def test_parts_of_steps(monkeypatch):
     monkeypatch.setattr(strategy, "PART", 2)
     for plan in SHOWN:

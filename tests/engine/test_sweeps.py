@@ -29,6 +29,7 @@ CASES = [(*which, ways) for which in PLANS for ways in GPUS]
 CASES += [("schedule", Plan(4), ways) for ways in MIXED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "case"), in_turn([known, decided], CASES))
 def test_what_is_saved_is_enough(make, case):
     """Also where loops go one way as on a GPU, and the other way as elsewhere."""

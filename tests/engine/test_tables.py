@@ -25,6 +25,7 @@ def positions(segments):
     return {slot: segment for slot, segment in enumerate(segments) if segment != NEVER}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("segment", [1, 3])
 @pytest.mark.parametrize("thinned", [False, True])
 def test_saves_are_those_of_a_placement(thinned, segment):
@@ -40,6 +41,7 @@ def test_saves_are_those_of_a_placement(thinned, segment):
             assert positions(held) == placement.positions(start + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_of_a_known_number_the_best(slots):
     """The states held after some saves are known without these; a row says what they are."""
@@ -56,12 +58,14 @@ def test_of_a_known_number_the_best(slots):
     assert len(found) == slots
 
 
+@pytest.mark.slow
 def test_what_is_held_where_slots_are_used_again():
     schedule = Schedule.of(Plan(3, bound=BOUND))
     for count, (_, _, held) in enumerate(saves(schedule, BOUND), 1):
         assert schedule.held(jnp.int32(count)).tolist() == held
 
 
+@pytest.mark.slow
 def test_splits():
     schedule = Schedule.of(Plan(4, bound=BOUND))
     for free in range(4):
@@ -70,6 +74,7 @@ def test_splits():
             assert int(found) == binomial.split(segments, free)
 
 
+@pytest.mark.slow
 def test_slots():
     segments = jnp.asarray([0, 5, NEVER, 3, NEVER], jnp.int32)
     found = lambda pair: tuple(map(int, pair))

@@ -136,6 +136,7 @@ MOVED = [0.1, 0.2, 0.3]
 PLACES = {"alone": lambda f: f, "in a call": lambda f: jax.jit(f)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", PLACES)
 def test_what_a_transpose_does_not_read_is_zeros(how):
     loop, active, _ = small()
@@ -153,6 +154,7 @@ def test_what_a_transpose_does_not_read_is_zeros(how):
     assert np.all(np.abs(np.asarray(wanted)) > 0.01)
 
 
+@pytest.mark.slow
 def test_branches_keep_their_operands():
     held = with_residuals()
 

@@ -41,6 +41,7 @@ def outer(x, keys, w, settings, how):
     return loopkit.while_loop(lambda c: c[0] < n, step, (0, x), max_steps=n, **how)[1] ** 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", [{"checkpoints": "all"}, {"checkpoints": 2}], ids=str)
 @pytest.mark.parametrize("settings", [{"checkpoints": "all"}, {"checkpoints": 2}], ids=str)
 def test_lanes_of_what_is_not_read(settings, how):
@@ -51,6 +52,7 @@ def test_lanes_of_what_is_not_read(settings, how):
     assert_close(lanes(settings, how), lanes(None, None))
 
 
+@pytest.mark.exhaustive
 def test_lanes_that_are_run_on_what_is_there(monkeypatch):
     """The lanes of the residuals have to be found out from the residuals."""
     seen = []
@@ -62,6 +64,7 @@ def test_lanes_that_are_run_on_what_is_there(monkeypatch):
     assert seen
 
 
+@pytest.mark.slow
 def test_a_matrix_that_is_read_where_lanes_of_what_is_stored_are_found_out():
     """It has no axis of lanes, and goes to all of them as it is."""
     w, x = jnp.array([[0.9, -0.4], [0.3, 1.1]]), jnp.array([0.3, -0.5])
@@ -81,6 +84,7 @@ def test_a_matrix_that_is_read_where_lanes_of_what_is_stored_are_found_out():
     assert_close(lanes(jax.grad, ours), lanes(jax.jacfwd, jax.lax.while_loop))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [100, 10_000])
 @pytest.mark.parametrize("checkpoints", [None, 3])
 def test_a_buffer_that_an_inner_loop_writes_to(rows, checkpoints):
@@ -111,6 +115,7 @@ def test_a_buffer_that_an_inner_loop_writes_to(rows, checkpoints):
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * 8 * rows + 20_000
 
 
+@pytest.mark.slow
 def test_what_only_residuals_need_is_kept():
     """The inner loop keeps a product with `w`, which no result that is used needs."""
 
@@ -139,6 +144,7 @@ def two_results(a):
     return sum(jax.lax.fori_loop(0, 3, each, (jnp.sin(a), a * 2)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("of_a", [one_result, two_results])
 def test_a_derivative_in_fewer_inputs_than_it_was_linearised_in(of_a):
     def f(a, b):
@@ -157,6 +163,7 @@ def test_a_derivative_in_fewer_inputs_than_it_was_linearised_in(of_a):
     assert_close(jax.grad(along(loopkit.checkpointed(f)))(0.4), jax.grad(along(f))(0.4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [None, "all"])
 def test_a_constant_of_which_only_functions_are_read(checkpoints):
     """The constant of the inner loop is a carry leaf of the outer one."""
@@ -172,6 +179,7 @@ def test_a_constant_of_which_only_functions_are_read(checkpoints):
     assert_close(jax.grad(ours)(0.7), jax.grad(lambda c: f(c, jax.lax.scan))(0.7))
 
 
+@pytest.mark.exhaustive
 def test_a_loop_that_logs_takes_all_its_inputs():
     def h(w, scan, **how):
         def step(c, z):

@@ -4,6 +4,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -83,6 +84,7 @@ def test_values_and_slopes_stay():
         assert_same(*both)
 
 
+@pytest.mark.exhaustive
 def test_what_is_made_varying_before():
     """It is so already."""
 
@@ -111,6 +113,7 @@ def test_constants_of_a_jaxpr_inside():
     assert_same([on_devices(local)(XS, W)], [np.stack([np.array([5.0, 7.0]) - W] * 4)])
 
 
+@pytest.mark.slow
 def test_a_loop_varies_as_its_predicate_does():
     asks = lambda limit, carry: carry[0] < limit[0]
     step = lambda consts, carry, x: ([carry[0] + 1, carry[1] * consts[0]], [carry[1]])

@@ -129,6 +129,7 @@ def bring_back(loop, given, undo):
         assert_same(buffers, kept(carries[step], undo.leaves), tol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_buffers_are_brought_back(body):
     bring_back(*the_undo(body))
@@ -243,6 +244,7 @@ def of_nested(body):
     return the_undo(body, [1, 2, *(numbers(i, rows=12) for i in range(NESTED[body]))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", NESTED, ids=lambda body: body.__name__)
 def test_loops_in_a_step_are_brought_back(body):
     bring_back(*of_nested(body))
@@ -258,6 +260,7 @@ def test_what_is_logged_of_loops_in_a_step():
     assert shapes(of_each_kind) == [(2,), (1,), (1, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [displacing, counted, of_each_kind])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_several_steps_back(body, reverse):
@@ -291,6 +294,7 @@ def test_which_leaves_are_brought_back():
         assert (find_undo(loop, [True] * 3) is not None) == there
 
 
+@pytest.mark.slow
 def test_lanes_of_buffers():
     """The log of each is its own, behind the ys."""
 

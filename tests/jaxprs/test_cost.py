@@ -72,6 +72,7 @@ MEASURED = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", MEASURED)
 def test_prices_are_what_was_measured(name):
     """Nanoseconds on one core at 2.1 GHz, jax 0.12: `benchmarks/costs.py` has more."""

@@ -75,6 +75,7 @@ def test_constants_come_first():
     assert interpret(j, [7, 2], lambda eqn, ins: [ins[0] - ins[1]]) == [5]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("values", "results"), [([1.0], 1), ([1.0, 2.0, 3.0], 1), ([1.0, 2.0], 0), ([1.0, 2.0], 2)]
 )

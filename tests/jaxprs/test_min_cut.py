@@ -133,6 +133,7 @@ def values_of(jaxpr, inputs):
 INPUTS = [np.float64(0.7), np.array([0.3, -0.4, 1.2]), np.float64(1.1), np.array([2.0, 0.5, -0.1])]
 
 
+@pytest.mark.exhaustive
 def test_random_steps():
     rng = random.Random(5)
     for _ in range(40):
@@ -167,6 +168,7 @@ def made_again(targets, chosen):
     return found
 
 
+@pytest.mark.slow
 def test_the_frontiers_of_random_steps():
     rng, lengths = random.Random(7), set()
     for _ in range(60):

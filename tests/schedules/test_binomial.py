@@ -39,6 +39,7 @@ def test_split_is_optimal(optimum):
     assert [binomial.split(l, 0) for l in range(2, 9)] == list(range(1, 8))
 
 
+@pytest.mark.slow
 def test_the_formulas_of_the_module():
     for free in range(12):
         s = free + 1
@@ -200,6 +201,7 @@ ERRORS = [
 ]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("call", "text"), ERRORS)
 def test_errors(call, text):
     with pytest.raises(ValueError) as error:

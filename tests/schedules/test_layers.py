@@ -24,6 +24,7 @@ def test_every_module_has_its_place():
     assert set(NAMES) == set(BELOW)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", NAMES)
 def test_integers_only(name):
     """A schedule knows nothing of JAX, and imports run downward."""
@@ -51,6 +52,7 @@ def test_integers_only(name):
     }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", NAMES)
 def test_examples(name):
     results = doctest.testmod(importlib.import_module(f"loopkit.schedules.{name}"))

@@ -52,6 +52,7 @@ def test_marks_follow_each_other(place):
     assert place(5, 0).marks(0) == []
 
 
+@pytest.mark.every_case
 @placements
 @pytest.mark.parametrize("segments", [0, 1, 2, 8, 9, 100])
 def test_no_save_stands_at_the_bound_or_beyond(place, segments):
@@ -71,6 +72,7 @@ def test_thinning_doubles_the_spacing():
     assert len(program.table.segment) < 8 + 4 * 30
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("slots", [1, 2, 3, 4, 6, 10, 16])
 def test_cheapest_is_optimal_in_the_range_of_algorithm_one(slots):
     segments = min(binomial.reach(slots, 2) - 1, 150)
@@ -80,6 +82,7 @@ def test_cheapest_is_optimal_in_the_range_of_algorithm_one(slots):
         assert evaluations(program.positions(n), n, slots) == best
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("slots", [1, 2, 3, 4, 5, 8, 12, 16, 24, 40])
 def test_cheapest_is_near_the_optimum(slots):
     """Body evaluations: the replays, one a segment, included."""
@@ -96,6 +99,7 @@ def test_cheapest_is_near_the_optimum(slots):
             assert found <= 1.05 * best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [2, 3, 4, 8, 16, 40])
 def test_cheapest_stays_near_the_optimum_and_saves_seldom(slots):
     program = online.cheapest(slots)
@@ -107,6 +111,7 @@ def test_cheapest_stays_near_the_optimum_and_saves_seldom(slots):
     assert len(program.table.segment) < 7000
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("slots", "saves", "of_the_longest", "given_up"),
     [(2, 14, 6537, 0), (3, 34, 1145, 1), (4, 58, 360, 2), (8, 184, 746, 5), (16, 534, 1311, 10)],
@@ -126,6 +131,7 @@ def test_many_slots_are_filled_at_a_distance():
     assert any(mark.run == isqrt(mark.segment) // 8 - 3 == 3 for mark in marks)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("slots", "spare"), [(4, 2), (6, 2), (9, 3), (16, 4), (40, 6)])
 def test_thinning_with_spare_slots_is_near_the_optimum(slots, spare):
     program = online.thinning(slots, 100 * slots, spare=spare)
@@ -236,6 +242,7 @@ ERRORS = [
 ]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("call", "text"), ERRORS)
 def test_errors(call, text):
     with pytest.raises(ValueError) as error:

@@ -49,6 +49,7 @@ VIOLATIONS = [
 ]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("actions", "text"), VIOLATIONS)
 def test_violations(actions, text):
     segments = 1 if actions[:1] == [Reverse(0)] else 2

@@ -11,6 +11,7 @@ from loopkit.schedules.replay import replay
 from . import exact
 
 
+@pytest.mark.slow
 def test_gradient_is_the_optimum_on_a_grid():
     optimum = exact.advances(301, 39)
     for slots in (*range(1, 13), 16, 24, 32, 40):
@@ -21,6 +22,7 @@ def test_gradient_is_the_optimum_on_a_grid():
             assert cost.peak_slots == min(segments, slots)
 
 
+@pytest.mark.slow
 def test_every_length_and_number_of_slots():
     """The schedules of a grid, online and offline, are executable: nothing crashes."""
     for slots in range(1, 11):
@@ -84,6 +86,7 @@ def test_slots_in_any_order():
     assert costs[0].advances == reversal.advances(shuffled, 40, 6)
 
 
+@pytest.mark.slow
 def test_kept_against_every_way_to_reverse():
     """Among all reversals a computer could do, keeping the best checkpoints is best but rarely.
 
@@ -132,6 +135,7 @@ def test_how_many_are_given_up_by_default():
     assert len(reversal.kept(dict(enumerate(range(30))), 10**6, 30, give_up=17)) == 30 - 17
 
 
+@pytest.mark.slow
 def test_thinning_needs_to_give_up_and_cheapest_does_not():
     for slots in (4, 16):
         for segments in range(10 * slots, 100 * slots, 37):
@@ -189,6 +193,7 @@ ERRORS = [
 ]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("call", "text"), ERRORS)
 def test_errors(call, text):
     """Raised by the call, before the first action is asked for."""

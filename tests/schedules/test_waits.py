@@ -17,6 +17,7 @@ def planned(length, slots, **step):
     return Plan(slots, bound=length, exact=True, step=STEP._replace(**step))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("length", "slots"), CASES)
 def test_steps_against_the_optimum(length, slots):
     """Advances as the schedule takes them, and what is replayed and recorded of each segment."""
@@ -31,6 +32,7 @@ def test_steps_against_the_optimum(length, slots):
     assert waits(gpu, length) <= waits(plan, length)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("length", "slots"), CASES)
 def test_slots_and_rows_share_the_memory(length, slots):
     plan = planned(length, slots)
@@ -53,6 +55,7 @@ def test_large_steps_are_not_run_more_often():
     assert plan.on_gpu == plan
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "plan",
     [
@@ -72,6 +75,7 @@ def test_without_a_bound():
     assert "on a GPU   6 carries, then the carries of 3 steps at a time" in str(plan)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("segment", [1, 3])
 @pytest.mark.parametrize("bound", [None, 1000])
 @pytest.mark.parametrize("room", [None, 4_000, 20_000, 200_000])

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not us
 
 PIECE = 25
 """Programs to a seed."""
-FEW, SHORT = 300, 1500
+FEW, SHORT = 50, 1500
 """The number of programs in `pytest -m slow`, and their most characters.
 
 Three quarters of all are no longer. Longer programs take most of the time, to trace and compile.
