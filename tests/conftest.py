@@ -37,7 +37,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config, items):
-    """What is exhaustive runs where `-m` names it, or chooses nothing."""
+    """Leave exhaustive cases out, unless `-m` names them or chooses nothing."""
     take_turns(items)
     if config.option.markexpr and "exhaustive" not in config.option.markexpr:
         late = [item for item in items if item.get_closest_marker("exhaustive")]

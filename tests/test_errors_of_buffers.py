@@ -1,4 +1,4 @@
-"""What errors say of a buffer's indices, of what is written, and of which leaves are buffers."""
+"""Errors of buffers: their indices, what steps write, and which leaves are buffers."""
 
 import re
 

@@ -134,7 +134,7 @@ OTHER_WAYS = [
 
 
 def cases():
-    """Of two modes each second body has one; the other and all other ways are exhaustive."""
+    """Yield cases: quick ones take one of two modes for every second body."""
     for k, body in enumerate([*FLAT, *WHOLE]):
         both = [(mode, "while", 2) for mode in ("grad", "lanes of all")]
         yield pytest.param(body, *both[k // 2 % 2], marks=() if k % 2 else pytest.mark.exhaustive)

@@ -1,6 +1,6 @@
-"""Which cases of a test run when: in every run, with `-m slow`, or in the nightly run alone.
+"""Turns: which cases of a test run always, with `-m slow`, or in the nightly run alone.
 
-That hangs on the cases and their order, and on nothing that is installed.
+The cases and their order decide that, and nothing that is installed does.
 """
 
 import itertools
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 MANY = {"quick": 4, "slow": 2}
-"""Of so many cases of one test in one tier, or more, the first and every nth stay there."""
+"""A test with so many cases in one tier keeps the first and every nth of them there."""
 SHARE = {"quick": 5, "slow": 7}
 """That n. Axes of two, three, four or six values still take turns."""
 WHOLE = "every_case", "exhaustive", "programs", "trials", "accelerators", "site"
@@ -38,9 +38,9 @@ def later(*values: Any) -> Any:
 
 
 def take_turns(items: list[pytest.Item]) -> None:
-    """Of many cases of one test in one tier most go to the exhaustive one.
+    """Make most cases of a test exhaustive that has many in one tier.
 
-    Of a test marked `every_case` none does: its cases take no time, and each says something else.
+    A test marked `every_case` keeps all: its cases take no time, and each says something else.
     """
     many = defaultdict(list)
     for item in items:
