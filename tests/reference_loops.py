@@ -19,7 +19,8 @@ class LoopkitLoops:
         self, bound: int, checkpoints: Any = None, max_steps: int | None = None, **options: Any
     ):
         self.options = {"checkpoints": checkpoints, **options}
-        if checkpoints == "all" and max_steps is None:
+        keeps_all = checkpoints == "all" or getattr(checkpoints, "keeps_all", False)
+        if keeps_all and max_steps is None:
             max_steps = bound  # saving every step needs to know how many there can be
         self.bound = {} if max_steps is None else {"max_steps": max_steps}
 

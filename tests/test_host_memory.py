@@ -214,17 +214,19 @@ def test_how_much_gradients_may_differ():
 def test_it_is_noticed_where_nothing_is_on_the_host(account):
     """The compiler's account shows that nothing is on the host; so does a missing account."""
     device = SimpleNamespace(platform="gpu", device_kind="some card")
-    memory = SimpleNamespace(host_temp_size_in_bytes=account)
-    program = SimpleNamespace(memory_analysis=lambda: memory)
+    found = SimpleNamespace(host_temp_size_in_bytes=account)
+    program = SimpleNamespace(memory_analysis=lambda: found)
     with pytest.raises(RuntimeError, match=rf"scan: `memory`, .* got {account} bytes there"):
         memory.check_placed("scan", device, program)
-    memory.host_temp_size_in_bytes = 2048
+    found.host_temp_size_in_bytes = 2048
     memory.check_placed("scan", device, program)
 
 
 def test_a_release_that_makes_room_on_the_devices(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-    with pytest.raises(NotImplementedError, match=r"`memory`, .* divides .* jax 0.12 or newer"):
+    with pytest.raises(
+        NotImplementedError, match=r"need jax 0\.12 or newer .* divides .*`memory` as one"
+    ):
         _jax.check_spread_on_host()
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
     _jax.check_spread_on_host()

@@ -270,7 +270,10 @@ LIST = TensorArray.empty(3, model(0.5))
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"act": jnp.cos}, r"`element\['act'\]` must be <.*tanh.*>, got <.*cos.*>\. All elements"),
+        (
+            {"act": jnp.cos},
+            r"`element\['act'\]` must be <.*tanh.*>, got <.*cos.*>\. Make the array",
+        ),
         ({"act": 1.0}, r"`element\['act'\]` must be <.*tanh.*>, got float64\[\], weak_type"),
         ({"w": jnp.cos}, r"`element\['w'\]` must be float64\[\], got <.*cos"),
         ({"act": None}, r"`element` must have the structure .*\{'act': \*, .* got .*'act': None, "),

@@ -219,7 +219,7 @@ ERRORS = [
         lambda: online.thinning(2, -1),
         "online.thinning: `segments` must be >= 0, got -1. Give a bound",
     ),
-    (lambda: online.thinning(2, spare=-1), "online.thinning: `spare` must be >= 0, got -1; 0 fill"),
+    (lambda: online.thinning(2, spare=-1), "online.thinning: `spare` must be >= 0, got -1. 0 fill"),
     (
         lambda: online.thinning(2, spare=2),
         "loopkit.schedules.online.thinning: `spare` must be < `slots`, which is 2, got 2. The "

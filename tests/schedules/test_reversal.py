@@ -167,8 +167,8 @@ ERRORS = [
     ),
     (
         lambda: reversal.advances({0: 0, 1: 3}, 3, 2),
-        "reversal.advances: `positions` must hold segments 0 to 2, got segment 3 in slot 1; "
-        "leave out a state at which nothing is reversed",
+        "reversal.advances: `positions` must hold segments 0 to 2, got segment 3 in slot 1. "
+        "Leave out a state at which nothing is reversed",
     ),
     (
         lambda: reversal.reverse({0: 0, 1: 1}, 1, 2),
@@ -184,7 +184,7 @@ ERRORS = [
     ),
     (
         lambda: reversal.kept({0: 0}, 3, 2, give_up=-1),
-        "reversal.kept: `give_up` must be >= 0, got -1; 0 keeps every checkpoint",
+        "reversal.kept: `give_up` must be >= 0, got -1. 0 keeps every checkpoint",
     ),
     (
         lambda: reversal.online_gradient(online.cheapest(2, 5), 6),
