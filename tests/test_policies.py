@@ -212,3 +212,20 @@ def test_a_policy_without_a_bound():
     text = 'can be "all" or a policy only if.*got checkpoints=the policy `dots_saveable`'
     with pytest.raises(ValueError, match=text):
         jax.grad(loop)(1.0)
+
+
+@jax.jit
+def hidden(x):
+    return checkpoint_name(jnp.sin(x) ** 2, "wave")
+
+
+def test_names_within_jitted_functions():
+    saves = POLICIES.save_only_these_names("wave")
+    step = lambda x, _: (hidden(hidden(x) + x), None)
+    ours = lambda x: loopkit.scan(step, x, None, STEPS, checkpoints=saves)[0]
+    x = normal(3, 6)
+    theirs = lambda x: lax.scan(
+        jax.checkpoint(step, policy=saves, prevent_cse=False), x, None, STEPS
+    )[0]
+    assert stacked(ours, (x,)) == stacked(theirs, (x,))
+    assert_close(jax.jacrev(ours)(x), jax.jacrev(theirs)(x))

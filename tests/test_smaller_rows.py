@@ -9,7 +9,7 @@ from jax import lax
 import loopkit
 from derivatives import assert_close, derivative, expected
 from loopkit import Plan
-from loopkit._engine.derivative import reversal
+from loopkit._engine.derivative import linearised
 from problems import PROBLEMS, named
 from turns import in_turn
 
@@ -62,8 +62,8 @@ def loss(step=network, loops=loopkit, **options):
 @pytest.fixture
 def small_steps_count(monkeypatch):
     """Frontiers are made of small steps, too."""
-    monkeypatch.setattr(reversal, "SMALLEST_ROW", 0)
-    monkeypatch.setattr(reversal, "CHECKPOINT_BYTES", 0)
+    monkeypatch.setattr(linearised, "SMALLEST_ROW", 0)
+    monkeypatch.setattr(linearised, "CHECKPOINT_BYTES", 0)
 
 
 BUDGETS = 3_000, 6_000, 10_000, 15_000, 20_000, 10**6

@@ -67,6 +67,7 @@ from loopkit._jax.jaxprs import (
     close_jaxpr,
     context_of,
     dce,
+    is_laid_out,
     is_tracing,
     jit_is_disabled,
     jvp_in_moving,

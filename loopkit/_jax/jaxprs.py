@@ -124,6 +124,13 @@ def with_outputs(jaxpr: Jaxpr, outputs: Sequence[Any], keep: Sequence[bool]) -> 
     return dce(other, [True] * len(outputs), keep)[0]
 
 
+def is_laid_out(eqn: Equation) -> bool:
+    """Return whether a call says where its operands or results lie, or takes their memory."""
+    named = (s for key in ("in_shardings", "out_shardings") for s in eqn.params.get(key, ()))
+    placed = any(not isinstance(s, UnspecifiedValue) for s in named)
+    return placed or any(eqn.params.get("donated_invars", ()))
+
+
 def like(v: Any) -> Any:
     """A new variable of the same type; what is not used stays so."""
     return v if isinstance(v, core.DropVar) else core.Var(v.aval)

@@ -14,7 +14,7 @@ def inlined(jaxpr: _jax.Jaxpr, is_call: Callable[[Any], bool] = equations.is_cal
 
     def can_be(eqn: _jax.Equation) -> bool:
         inside = eqn.params["jaxpr"] if is_call(eqn) else None
-        return inside is not None and not _has_constants(inside)
+        return inside is not None and not _has_constants(inside) and not _jax.is_laid_out(eqn)
 
     j = _jax.open_jaxpr(jaxpr)
     if not any(map(can_be, j.eqns)):

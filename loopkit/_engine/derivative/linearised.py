@@ -20,8 +20,9 @@ from loopkit._engine.loop import Active, Loop, kept, parts
 from loopkit._engine.passes.unused import to_transpose
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.inlined import inlined
-from loopkit._jaxprs.min_cut import Residuals
+from loopkit._jaxprs.min_cut import LARGEST_GRAPH, Residuals
 from loopkit._plans.budget import Policy, policy_of
+from loopkit._plans.planner import CHECKPOINT_BYTES
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +47,16 @@ class Linearised:
 Variant = Literal["as it is", "inner loops again", "opened"]
 """How the body is linearised. "inner loops again": wide ones are run again, as where the residuals
 of every step are kept. "opened": a cut sees what is inside `jax.checkpoint`."""
+
+
+SMALLEST_ROW = 1 << 12
+"""Bytes of residuals of a step up to which a loop keeps all of them, or none."""
+
+
+def has_frontier(loop: Loop, row_bytes: int) -> bool:
+    """Whether so many bytes of residuals of a step are worth a choice of what to keep of them."""
+    is_large = (loop.length or 1) * row_bytes > CHECKPOINT_BYTES
+    return is_large and row_bytes > SMALLEST_ROW
 
 
 def linearised(loop: Loop, active: Active, variant: Variant = "as it is") -> Linearised:
@@ -84,10 +95,14 @@ def _linearise(loop: Loop, active: Active, variant: Variant) -> Linearised:
     tangents, used = _tangents(loop, tree, whole.out_avals[n:], active)
     outs = _jax.open_jaxpr(whole).outvars
     keep = [True] * len(whole.in_avals)
-    whole = inlined(_jax.with_outputs(whole, [*outs[:n], *kept(outs[n:], used)], keep))
+    whole = _jax.with_outputs(whole, [*outs[:n], *kept(outs[n:], used)], keep)
+    policy, saves_all = policy_of(loop.checkpoints), isinstance(loop.checkpoints, Policy)
+    if policy is not None or has_frontier(loop, _jax.byte_count(*whole.out_avals[n:])):
+        spelled_out = inlined(whole)
+        is_short = len(_jax.open_jaxpr(spelled_out).eqns) <= LARGEST_GRAPH
+        whole = spelled_out if is_short else whole
     free = [by is not None for by in find_counters(loop)]
     remade = rerun.found(loop, whole) if again else set()
-    policy, saves_all = policy_of(loop.checkpoints), isinstance(loop.checkpoints, Policy)
     if policy is not None:
         _check_policy(loop, policy, whole, saves_all)
     slices = c + loop.carry_count

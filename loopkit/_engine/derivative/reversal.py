@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from loopkit import _jax
 from loopkit._engine.derivative.deferred_products import SMALLEST
-from loopkit._engine.derivative.linearised import Linearised, Variant, linearised
+from loopkit._engine.derivative.linearised import Linearised, Variant, has_frontier, linearised
 from loopkit._engine.derivative.pieces import Reversal, build, saved_leaves
 from loopkit._engine.derivative.split import Split, keep_split, split_step
 from loopkit._engine.derivative.write_log import find_undo
@@ -22,11 +22,9 @@ from loopkit._jaxprs.min_cut import Point
 from loopkit._plans.budget import Bytes, Share
 from loopkit._plans.costs import Row, StepCosts
 from loopkit._plans.plan import Plan
-from loopkit._plans.planner import CHECKPOINT_BYTES, best_plan
+from loopkit._plans.planner import best_plan
 
 KEY = "reversal"
-SMALLEST_ROW = 1 << 12
-"""Bytes of residuals of a step up to which all are stored or none."""
 
 
 def reversal(loop: Loop, layout: Active, active: Active | None = None) -> Reversal:
@@ -97,7 +95,9 @@ def _of_split(loop: Loop, active: Active, variant: Variant = "as it is") -> Reve
         buffers = _jax.byte_count(*kept(loop.carry_types, undo.leaves))
         log = _jax.byte_count(*undo.log_types)
         left = step.carry_bytes - buffers
-        logging = step._replace(carry_bytes=left, buffer_bytes=buffers, log_bytes=log)
+        logging = step._replace(
+            carry_bytes=left, buffer_bytes=buffers, log_bytes=log, smaller_rows=()
+        )
         steps = (logging, step)
     checkpoints, unasked = loop.checkpoints, isinstance(loop.checkpoints, (Share, type(None)))
     if loop.has_impure_callback and unasked and loop.length is not None:
@@ -117,8 +117,7 @@ def _of_split(loop: Loop, active: Active, variant: Variant = "as it is") -> Reve
 
 def _with_smaller_rows(step: StepCosts, whole: Linearised) -> StepCosts:
     """The same, with the ways to store less of a step, where there is something to be had."""
-    steps = whole.loop.length or 1
-    if steps * step.residual_bytes <= CHECKPOINT_BYTES or step.residual_bytes <= SMALLEST_ROW:
+    if not has_frontier(whole.loop, step.residual_bytes):
         return step
     free = {v for v, is_free in zip(whole.carry, whole.residuals.free, strict=True) if is_free}
 
