@@ -158,7 +158,7 @@ XS = {
         *(r"\['a'\]", r"\['b'\]\[0\]", r"\b3\b", r"\b4\b"),
     ),
     "xs without an axis": (
-        scanning(xs={"a": jnp.ones(3), "b": 1.0}, length=None),
+        scanning(xs={"a": jnp.ones(3), "b": jnp.asarray(1.0)}, length=None),
         *(r"\['b'\]", r"float(32|64)\[\]", "axis"),
     ),
 }

@@ -18,7 +18,8 @@ from jaxtyping import PyTree
 from loopkit import _jax
 from loopkit._arguments import errors
 
-VALUES = str, bytes, type, np.dtype, enum.Enum, types.BuiltinFunctionType
+NUMBERS = bool, int, float, complex
+VALUES = str, bytes, type, np.dtype, enum.Enum, types.BuiltinFunctionType, *NUMBERS
 """Types of which what is equal is the same. Of others, only the very same object is known to be."""
 
 MISTAKEN = jax.ShapeDtypeStruct, _jax.ShapedArray, np.ndarray, np.generic
@@ -54,12 +55,19 @@ def is_static(node: object) -> bool:
     return type(node) is Static
 
 
-def wrapped(function: str, argument: str, tree: PyTree[Any], hidden: int = 0) -> Any:
-    """The tree of arrays, and of `Static` for what is none. `hidden` levels are not the user's."""
+def wrapped(
+    function: str, argument: str, tree: PyTree[Any], hidden: int = 0, numbers: bool = False
+) -> Any:
+    """The tree of arrays, and of `Static` for what is none. `hidden` levels are not the user's.
+
+    `numbers`: whether those of Python stay what they are.
+    """
     if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree)):
         return tree
 
     def wrap(path: jax.tree_util.KeyPath, leaf: object) -> Any:
+        if numbers and type(leaf) in NUMBERS:
+            return Static(leaf)
         if isinstance(leaf, (str, bytes)):  # which NumPy may take for the name of a dtype
             return Static(leaf)
         try:

@@ -97,7 +97,8 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
     - `init`: a pytree of arrays, the initial carry. Leaves that are no arrays, such as a model's
       functions and names, are handed on as they are: a step returns the same, or what equals them.
     - `xs`: a pytree of arrays, scanned over along `in_axes`; None for no input. Leaves that are no
-      arrays are given to every step, in `xs` and from there in `ys`.
+      arrays, Python's numbers among them, are given to every step as they are, and from there in
+      `ys`.
     - `length`: steps, a static int; needed if no leaf of `xs` is scanned over. Where it is
       symbolic (`jax.export`), the loop is lax's, without settings that it lacks.
     - `reverse`: go from the last row of `xs` and `ys` to the first.
@@ -158,7 +159,10 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
     The backward pass is checkpointed in the manner of Griewank (1992).
     """
     name = NAMES.function
-    inputs = Inputs.of(wrapped(name, "xs", xs), in_axes, length)
+    validate.check_callable(name, NAMES.body, f)
+    # A number of Python has no axis; with `in_axes=None` it is an array that every step is given.
+    numbers = isinstance(in_axes, int)
+    inputs = Inputs.of(wrapped(name, "xs", xs, numbers=numbers), in_axes, length)
     asked = LoopOptions(unroll, checkpoints, memory, buffers, return_info, lanes, progress, debug)
     reverse = validate.check_flag(name, "reverse", reverse)
     split = validate.check_flag(name, "_split_transpose", _split_transpose)
