@@ -164,3 +164,24 @@ def test_plots():
 def test_a_picture_needs_a_length():
     with pytest.raises(ValueError, match=r"loopkit\.Plan\.plot: `steps` must be given"):
         Plan(4).plot()
+
+
+def test_parts_of_steps_that_run_again_are_counted():
+    """What `jax.checkpoint` in a step runs again, and what a budget does not keep of a step."""
+    hidden = jax.checkpoint(lambda c, _: (jnp.sin(jnp.exp(c)), None))
+    every = lambda c: loopkit.scan(hidden, c, None, 10, checkpoints="all")[0]
+    assert loopkit.explain(every, X)[0].row[8] == "about 10"
+    plain = lambda c: loopkit.scan(lambda c, _: (jnp.sin(c), None), c, None, 10, checkpoints="all")
+    assert loopkit.explain(plain, X)[0].row[8] == "0"
+
+    wide = jnp.ones((64, 64))
+    layer = lambda h, w: (h + jnp.tanh(h @ w) @ w.T, None)
+    budget = lambda h, w: loopkit.scan(layer, h, w, memory="600 kB")[0]
+    (found,) = loopkit.explain(budget, wide, jnp.ones((12, 64, 64)))
+    assert found.plan.price > 0
+    assert found.row[8].startswith("about ")
+
+
+def test_one_carry_is_a_carry():
+    assert Plan(1).stored == "1 carry"
+    assert Plan(2).stored == "2 carries"

@@ -188,6 +188,10 @@ def test_names_that_are_not_there():
     text = r"the names of the policy.*got 'attention'. The names in it are 'mixed', 'mlp'"
     with pytest.raises(ValueError, match=text):
         gradient_with(checkpoints=saves)
+    both = POLICIES.save_from_both_policies(POLICIES.dots_saveable, saves)
+    with pytest.raises(ValueError, match="got 'attention'"):
+        gradient_with(checkpoints=both)
+    gradient_with(checkpoints=lambda prim, *_, **of: of.get("name") in ("mixed", "attention"))
     plain = lambda x: loopkit.scan(lambda x, _: (x * x, None), x, None, 3, checkpoints=saves)[0]
     with pytest.raises(ValueError, match=r"got 'attention', 'mixed'\. It has none\. Mark values"):
         jax.grad(plain)(1.0)
@@ -209,7 +213,9 @@ def test_a_policy_that_offloads_within_a_budget():
 def test_a_policy_without_a_bound():
     saves = POLICIES.dots_saveable
     loop = lambda x: loopkit.while_loop(lambda x: x < 3, lambda x: x + x, x, checkpoints=saves)
-    text = 'can be "all" or a policy only if.*got checkpoints=the policy `dots_saveable`'
+    text = (
+        'can be "all" or a policy only if.*got checkpoints=the policy `(dots_saveable|DotsSaveable)'
+    )
     with pytest.raises(ValueError, match=text):
         jax.grad(loop)(1.0)
 

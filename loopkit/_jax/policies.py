@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from jax._src import ad_checkpoint
 from jax._src.interpreters import partial_eval as pe
 
 from loopkit._jax.types import Equation
@@ -33,10 +34,22 @@ def verdict(policy: Callable[..., Any], eqn: Equation) -> Any:
     )
 
 
-def asked_names(policy: Callable[..., Any]) -> frozenset[str]:
-    """The names that a policy of JAX keeps, of values marked by `checkpoint_name`."""
-    if not inspect.isfunction(policy):
-        return frozenset()
-    found = inspect.getclosurevars(policy).nonlocals
-    names = ("names_which_can_be_saved", "names_which_can_be_offloaded", "names_not_to_save")
-    return frozenset(n for key in names if key in found for n in found[key])
+def asked_names(policy: object) -> frozenset[str]:
+    """Return the names, given to `checkpoint_name`, that a policy of JAX's own speaks of."""
+    is_function = inspect.isfunction(policy)
+    made_by = (policy if is_function else type(policy)).__module__
+    if made_by != ad_checkpoint.__name__:
+        return frozenset()  # nothing is known of a user's own
+    held = inspect.getclosurevars(policy).nonlocals if is_function else vars(policy)
+    found: frozenset[str] = frozenset()
+    for value in held.values():
+        if isinstance(value, (set, frozenset)):
+            found |= value
+        elif callable(value):
+            found |= asked_names(value)
+    return found
+
+
+def name_of(policy: object) -> str:
+    """Return what an error calls a policy."""
+    return getattr(policy, "__name__", None) or repr(policy)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._arguments.validate import check_whole
 from loopkit._plans.plan import Plan
@@ -58,9 +59,9 @@ def stores_every_step(budget: object) -> bool:
 
 
 def said(budget: object) -> str:
-    """What was passed for `checkpoints` to have something kept of every step."""
-    name = getattr(policy_of(budget), "__name__", None)
-    return repr(budget) if name is None else f"the policy `{name}`"
+    """Return what was passed for `checkpoints` to have something kept of every step."""
+    policy = policy_of(budget)
+    return repr(budget) if policy is None else f"the policy `{_jax.name_of(policy)}`"
 
 
 def policy_of(budget: object) -> Callable[..., Any] | None:

@@ -210,7 +210,7 @@ class Plan:
         if self.strategy in ("every residual", "every carry"):
             what = self._row_words if self.keeps_all else "the carry"
             return f"{what} of every step{where}"
-        words = f"{self.slots} carries{where}"
+        words = f"{self.slots} {'carry' if self.slots == 1 else 'carries'}{where}"
         if self.segment > 1:
             words += f", then {self._row_words} of {self.segment} steps at a time"
         return words

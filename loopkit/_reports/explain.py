@@ -12,7 +12,7 @@ import jax
 from loopkit import _jax
 from loopkit._arguments import validate
 from loopkit._arguments.errors import size
-from loopkit._engine.derivative.reversal import reversal
+from loopkit._engine.derivative.reversal import remat_nanoseconds, reversal
 from loopkit._engine.derivative.split import split_step
 from loopkit._engine.facts.activity import moving_activity
 from loopkit._engine.lanes.widths import why_never, why_waiting
@@ -20,6 +20,7 @@ from loopkit._engine.leaves import spread
 from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, kept
 from loopkit._engine.primitives import evaluated_p
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.cost import nanoseconds
 from loopkit._plans.plan import Plan
 from loopkit._reports.frontier import Frontier, frontier_of
 from loopkit._reports.spelled_out import spelled_out
@@ -44,6 +45,8 @@ class Explained:
     """Why they do, if that was left to loopkit."""
     frontier: Frontier | None = None
     """The choices of what to keep of a step, with the time to run the rest again."""
+    again: float = 0.0
+    """The part of a step that its reversal runs again beside whole runs, as a part of its time."""
 
     @property
     def row(self) -> tuple[str, ...]:
@@ -58,6 +61,8 @@ class Explained:
             stored, peak = plan.stored, size(plan.peak_bytes)
             runs = (None, None) if plan.bound is None else plan.evaluations()
         forward, backward = ("" if r is None else f"{r:,}" for r in runs)
+        if plan.bound and round(plan.bound * self.again):
+            backward = f"about {runs[1] + round(plan.bound * self.again):,}"
         of_step = size(plan.step.carry_bytes), size(plan.step.residual_bytes)
         as_scan = "" if self.scan_bytes is None else size(self.scan_bytes)
         lanes = "".join(f" x {n}" for n in self.lanes).replace(" x", ",", 1)
@@ -142,10 +147,11 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     is one loop, `plan` of the whole is its plan. It prints as a table, with a line for each loop,
     or, if `fn` is a gradient, for each half of a loop, forward and backward. `carry` and
     `residuals` are the bytes of one step. `peak` is the prediction of what the gradient of the loop
-    needs beyond that of one step. `runs` count evaluations of the body. The last column has the
-    bytes that `jax.lax.scan` would store. Lines below the table say why lanes wait if `lanes` is
-    None; the bytes that may be kept of a step, and how long it takes to run the rest again, with
-    the choice that is taken in brackets; and which plan a loop follows on a GPU if that is another.
+    needs beyond that of one step. `runs` count evaluations of the body, with "about" where
+    parts of steps run again. The last column has the bytes that `jax.lax.scan` would store. Lines
+    below the table say why lanes wait if `lanes` is None; the bytes that may be kept of a step, and
+    how long it takes to run the rest again, with the choice that is taken in brackets; and which
+    plan a loop follows on a GPU if that is another.
 
     **Raises:** `TypeError` if `fn` is not callable.
 
@@ -199,8 +205,11 @@ def _of_loopkit(source: str, loop: Loop) -> Explained:
     how = reversal(loop, active)
     whole = None if loop.length is None else loop.length * how.split.uncut_bytes
     name, waits = f"loopkit.{loop.name}", _why_waiting(loop) if loop.lanes else ""
-    frontier = frontier_of(loop, active, how.plan)
-    return Explained(name, source, how.plan, whole, loop.lanes, waits, frontier)
+    frontier, again = frontier_of(loop, active, how.plan), 0.0
+    if (run := nanoseconds(loop.body)) > 0:
+        hidden = 0.0 if how.split.variant == "opened" else remat_nanoseconds(loop.body)
+        again = (how.plan.row.nanoseconds + hidden) / run
+    return Explained(name, source, how.plan, whole, loop.lanes, waits, frontier, again)
 
 
 def _why_waiting(loop: Loop) -> str:
@@ -228,7 +237,8 @@ def _of_lax(source: str, eqn: _jax.Equation) -> Explained:
     stored = split_step(loop, _everything(loop)).uncut_bytes
     bounded = Plan(1, bound=length, exact=True)
     plan = _with_bytes(bounded, _jax.byte_count(*loop.carry_types), stored)
-    return Explained("lax.scan", source, plan, length * stored)
+    again = remat_nanoseconds(loop.body) / (nanoseconds(loop.body) or 1.0)
+    return Explained("lax.scan", source, plan, length * stored, again=again)
 
 
 def _with_bytes(bare: Plan, carry: int, residuals: int) -> Plan:

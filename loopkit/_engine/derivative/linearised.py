@@ -118,8 +118,8 @@ def _check_policy(
     if not saves_all and any(_jax.offloads(policy, eqn) for eqn in j.eqns):
         raise ValueError(
             f"loopkit.{loop.name}: a policy in `checkpoints` that puts values into the host's "
-            f"memory cannot be given together with `memory`, got `{policy.__name__}`. Leave out "
-            '`memory`, or give memory={"device": ..., "host": ...} and no policy.'
+            f"memory cannot be given together with `memory`, got `{_jax.name_of(policy)}`. Leave "
+            'out `memory`, or give memory={"device": ..., "host": ...} and no policy.'
         )
     if loop.replaced_by:  # the names may be those of another loop
         return

@@ -65,7 +65,7 @@ def can_replay(loop: Loop, split: Split, saved: Sequence[bool]) -> bool:
 
 def _planned(loop: Loop, active: Active) -> Reversal:
     found = _of_split(loop, active)
-    if isinstance(loop.checkpoints, Bytes) and (hidden := _remat_nanoseconds(loop.body)):
+    if isinstance(loop.checkpoints, Bytes) and (hidden := remat_nanoseconds(loop.body)):
         opened, steps = _of_split(loop, active, "opened"), loop.length or 1
         gained = found.plan.nanoseconds(steps) - opened.plan.nanoseconds(steps)
         keeps_rows = opened.plan.keeps_all or opened.plan.store == "residuals"
@@ -80,7 +80,7 @@ def _planned(loop: Loop, active: Active) -> Reversal:
     return found
 
 
-def _remat_nanoseconds(body: _jax.Jaxpr) -> float:
+def remat_nanoseconds(body: _jax.Jaxpr) -> float:
     """Predicted time of what `jax.checkpoint` in a step runs again in its backward half."""
     return sum(equation_nanoseconds(e) for e in _jax.open_jaxpr(body).eqns if is_remat(e))
 
