@@ -61,8 +61,9 @@ class Explained:
             stored, peak = plan.stored, size(plan.peak_bytes)
             runs = (None, None) if plan.bound is None else plan.evaluations()
         forward, backward = ("" if r is None else f"{r:,}" for r in runs)
-        if plan.bound and round(plan.bound * self.again):
-            backward = f"about {runs[1] + round(plan.bound * self.again):,}"
+        parts = round((plan.bound or 0) * self.again)
+        if parts and runs[1] is not None:
+            backward = f"about {runs[1] + parts:,}"
         of_step = size(plan.step.carry_bytes), size(plan.step.residual_bytes)
         as_scan = "" if self.scan_bytes is None else size(self.scan_bytes)
         lanes = "".join(f" x {n}" for n in self.lanes).replace(" x", ",", 1)
