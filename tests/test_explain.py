@@ -167,7 +167,7 @@ def test_a_picture_needs_a_length():
 
 
 def test_parts_of_steps_that_run_again_are_counted():
-    """What `jax.checkpoint` in a step runs again, and what a budget does not keep of a step."""
+    """Both what `jax.checkpoint` runs again and what a budget does not keep are counted."""
     hidden = jax.checkpoint(lambda c, _: (jnp.sin(jnp.exp(c)), None))
     every = lambda c: loopkit.scan(hidden, c, None, 10, checkpoints="all")[0]
     assert loopkit.explain(every, X)[0].row[8] == "about 10"

@@ -2,11 +2,12 @@
 
 A network has a source, a target and edges with capacities. A cut is the set of nodes on the
 target's side; it costs the capacities of the edges that lead into that set. The least cost is the
-greatest flow (Ford & Fulkerson 1956), found by shortest paths, layer by layer (Dinitz 1970).
+greatest flow (Ford & Fulkerson 1956).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 from typing import NamedTuple
@@ -89,72 +90,110 @@ def _point(edges: Iterable[Edge], side: frozenset[int]) -> Point:
 def minimum_cut(
     edges: Iterable[Edge],
     nodes: frozenset[int],
-    weights: tuple[float, float],
+    weights: tuple[int, int],
     side: frozenset[int] = frozenset(),
 ) -> frozenset[int]:
-    """The target's side of a least cut: `side`, and those of `nodes` that belong there.
+    """Return the target's side of a least cut: `side`, and those of `nodes` that belong there.
 
-    `weights`: of times and of sizes. All other nodes are on the source's side.
+    `weights` are those of times and of sizes. All other nodes are on the source's side.
     """
-    ends: list[int] = []
-    room: list[float] = []
-    out: dict[int, list[int]] = {n: [] for n in (SOURCE, TARGET, *nodes)}
+    place = {SOURCE: SOURCE, TARGET: TARGET} | {n: k for k, n in enumerate(nodes, TARGET + 1)}
+    preflow = _Preflow(len(place))
     for start, end, time, size in edges:
-        a = start if start in nodes else TARGET if start in side else SOURCE
-        b = end if end in nodes else TARGET if end in side or end == TARGET else SOURCE
-        capacity = (weights[0] * time if time else 0) + (weights[1] * size if size else 0)
-        if a != b and a != TARGET and b != SOURCE and capacity:
-            out[a].append(len(ends))
-            out[b].append(len(ends) + 1)
-            ends += b, a
-            room += capacity, 0
-    while (distance := _distances(ends, room, out))[SOURCE] < inf:
-        _push(ends, room, out, distance)
-    return side.union(n for n, far in distance.items() if far < inf) - {SOURCE, TARGET}
+        a = place[start] if start in nodes else TARGET if start in side else SOURCE
+        b = place[end] if end in nodes else TARGET if end in side or end == TARGET else SOURCE
+        if a != b and a != TARGET and b != SOURCE:
+            preflow.add(a, b, weights[0] * time if time else 0, weights[1] * size if size else 0)
+    preflow.run()
+    return side.union(n for n in nodes if preflow.height[place[n]] < len(place))
 
 
-def _distances(ends: list[int], room: list[float], out: dict[int, list[int]]) -> dict:
-    """How many edges with room there are from each node to the target."""
-    distance: dict[int, float] = dict.fromkeys(out, inf)
-    distance[TARGET], layer, far = 0, [TARGET], 0
-    while layer:
-        far, before = far + 1, []
-        for b in layer:
-            for e in out[b]:
-                a = ends[e]
-                if distance[a] == inf and room[e ^ 1]:
-                    distance[a] = far
-                    before.append(a)
-        layer = before
-    return distance
+class _Preflow:
+    """Flow that is pushed from the source towards the target, as far as edges have room.
 
+    Nodes may be left with an excess that cannot reach the target: for a cut that is enough. Source:
+    Goldberg & Tarjan 1988, with heights that are measured again from time to time.
+    """
 
-def _push(ends: list[int], room: list[float], out: dict[int, list[int]], distance: dict) -> None:
-    """As much flow as the shortest paths have room for."""
-    pending = {n: list(edges) for n, edges in out.items()}
-    path: list[int] = []
-    node = SOURCE
-    while True:
-        if node == TARGET:
-            flow = min(room[e] for e in path)
-            full = 0
-            for k in range(len(path) - 1, -1, -1):
-                e = path[k]
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.ends: list[int] = []
+        self.room: list[float] = []
+        self.out: list[list[int]] = [[] for _ in range(count)]
+        self.excess: list[float] = [0] * count
+        self.height: list[int] = []
+        """Edges to the target, or fewer; `count` where it cannot be reached."""
+
+    def add(self, start: int, end: int, *capacities: float) -> None:
+        """Add an edge with the sum of some capacities."""
+        room = sum(capacities)
+        if room:
+            self.out[start].append(len(self.ends))
+            self.out[end].append(len(self.ends) + 1)
+            self.ends += end, start
+            self.room += room, 0
+
+    def run(self) -> None:
+        """Push as much as reaches the target, and leave exact heights."""
+        enough = 1 + sum(r for r in self.room if r < inf)
+        self.room = [min(r, enough) for r in self.room]
+        self._label()
+        for e in self.out[SOURCE]:
+            self.excess[self.ends[e]] += self.room[e]
+            self.room[e ^ 1] += self.room[e]
+            self.room[e] = 0
+        while (work := self._discharge_all()) > 0:
+            self._label()
+        assert work == 0, "nothing is left that could be pushed"
+
+    def _label(self) -> None:
+        """Measure the distances to the target."""
+        self.height = [self.count] * self.count
+        self.height[TARGET], layer, far = 0, [TARGET], 0
+        while layer:
+            far, before = far + 1, []
+            for b in layer:
+                for e in self.out[b]:
+                    a = self.ends[e]
+                    if self.height[a] == self.count and self.room[e ^ 1] and a != SOURCE:
+                        self.height[a] = far
+                        before.append(a)
+            layer = before
+
+    def _discharge_all(self) -> int:
+        """Push until nothing can be, or labels have grown stale; return how many have changed."""
+        active = deque(n for n in range(TARGET + 1, self.count) if self._is_active(n))
+        changed = 0
+        while active and changed <= self.count:
+            changed += self._discharge(active.popleft(), active)
+        return changed + len(active)
+
+    def _is_active(self, n: int) -> bool:
+        return self.excess[n] > 0 and self.height[n] < self.count
+
+    def _discharge(self, n: int, active: deque[int]) -> int:
+        """Push the excess of a node on; return how often its label has changed."""
+        changed, ends, room, height = 0, self.ends, self.room, self.height
+        while self._is_active(n):
+            lowest = self.count
+            for e in self.out[n]:
+                if not room[e]:
+                    continue
+                end = ends[e]
+                if height[end] + 1 != height[n]:
+                    lowest = min(lowest, height[end] + 1)
+                    continue
+                flow = min(room[e], self.excess[n])
                 room[e] -= flow
                 room[e ^ 1] += flow
-                if not room[e]:
-                    full = k
-            node = ends[path[full] ^ 1]
-            del path[full:]
-            continue
-        edges, step = pending[node], distance[node] - 1
-        while edges and not (room[edges[-1]] and distance[ends[edges[-1]]] == step):
-            edges.pop()
-        if edges:
-            path.append(edges[-1])
-            node = ends[edges[-1]]
-        elif path:
-            node = ends[path.pop() ^ 1]
-            pending[node].pop()
-        else:
-            return
+                self.excess[n] -= flow
+                if end != TARGET and not self.excess[end]:
+                    active.append(end)
+                self.excess[end] += flow
+                if not self.excess[n]:
+                    return changed
+                if room[e]:
+                    lowest = min(lowest, height[end] + 1)
+            height[n] = lowest
+            changed += 1
+        return changed

@@ -4,6 +4,7 @@ import itertools
 import random
 from math import inf
 
+from loopkit._jaxprs import max_flow
 from loopkit._jaxprs.max_flow import SOURCE, TARGET, Edge, fastest, frontier
 
 from .hull import lower_hull
@@ -68,3 +69,23 @@ def _gaps(every, some):
     for low, high in itertools.pairwise(some):
         if every.index(high) > every.index(low) + 1:
             yield low, high
+
+
+def test_a_long_chain_takes_few_rounds(monkeypatch):
+    """Flow that finds the next edges full goes down the whole chain."""
+    rounds = []
+    label = max_flow._Preflow._label
+    monkeypatch.setattr(
+        max_flow._Preflow, "_label", lambda self: (rounds.append(self), label(self))[1]
+    )
+    edges = [Edge(SOURCE, 3, 0, 10)]
+    for k in range(1, 500):
+        maker, value, before = 2 * k + 2, 2 * k + 3, 2 * k + 1
+        edges += [Edge(SOURCE, maker, 7), Edge(before, maker, inf), Edge(maker, value, 0, 10)]
+        edges += [Edge(value, TARGET, inf)]
+    points = frontier(edges)
+    assert [(p.time, p.size) for p in points] == [
+        (0, 4990),
+        (7 * 498, 10),
+    ]  # the first of them is as small as the input
+    assert len(rounds) < 40
