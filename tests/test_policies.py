@@ -235,3 +235,20 @@ def test_names_within_jitted_functions():
     )[0]
     assert stacked(ours, (x,)) == stacked(theirs, (x,))
     assert_close(jax.jacrev(ours)(x), jax.jacrev(theirs)(x))
+
+
+def test_the_same_policy_is_compiled_once(compilations):
+    """Even if it is made anew, as where it is written in a call."""
+    step = lambda c, _: (checkpoint_name(jnp.sin(c), "wave") * 1.1, None)
+
+    def slope(*names):
+        saves = POLICIES.save_only_these_names(*names)
+        loss = lambda c: loopkit.scan(step, c, None, STEPS, checkpoints=saves)[0]
+        return float(jax.grad(loss)(1.0))
+
+    first = slope("wave")
+    compilations.clear()
+    assert slope("wave") == first
+    assert not compilations
+    with pytest.raises(ValueError, match="got 'other'"):
+        slope("other")

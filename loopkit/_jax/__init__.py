@@ -107,7 +107,7 @@ from loopkit._jax.memory import (
     on_host,
     placed,
 )
-from loopkit._jax.policies import asked_names, may_save, name_of, offloads
+from loopkit._jax.policies import asked_names, held_by, may_save, name_of, offloads
 from loopkit._jax.primitives import (
     KEEPS_BARRIERS,
     as_there,

@@ -34,15 +34,25 @@ def verdict(policy: Callable[..., Any], eqn: Equation) -> Any:
     )
 
 
-def asked_names(policy: object) -> frozenset[str]:
-    """Return the names, given to `checkpoint_name`, that a policy of JAX's own speaks of."""
+def held_by(policy: object) -> tuple[Any, dict[str, Any]] | None:
+    """Return what makes a policy of JAX's own what it is: code or type, and the values it holds.
+
+    Nothing is known of a user's own policy: None.
+    """
     is_function = inspect.isfunction(policy)
     made_by = (policy if is_function else type(policy)).__module__
-    if made_by != ad_checkpoint.__name__:
-        return frozenset()  # nothing is known of a user's own
-    held = inspect.getclosurevars(policy).nonlocals if is_function else vars(policy)
+    if made_by != ad_checkpoint.__name__ or not callable(policy):
+        return None
+    if is_function:
+        function: Any = policy
+        return function.__code__, dict(inspect.getclosurevars(function).nonlocals)
+    return type(policy), dict(vars(policy))
+
+
+def asked_names(policy: object) -> frozenset[str]:
+    """Return the names, given to `checkpoint_name`, that a policy of JAX's own speaks of."""
     found: frozenset[str] = frozenset()
-    for value in held.values():
+    for value in (held_by(policy) or (None, {}))[1].values():
         if isinstance(value, (set, frozenset)):
             found |= value
         elif callable(value):

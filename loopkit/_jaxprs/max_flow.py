@@ -90,7 +90,7 @@ def _point(edges: Iterable[Edge], side: frozenset[int]) -> Point:
 def minimum_cut(
     edges: Iterable[Edge],
     nodes: frozenset[int],
-    weights: tuple[int, int],
+    weights: tuple[float, float],
     side: frozenset[int] = frozenset(),
 ) -> frozenset[int]:
     """Return the target's side of a least cut: `side`, and those of `nodes` that belong there.

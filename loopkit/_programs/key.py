@@ -85,6 +85,8 @@ class _Keys:
             return kind, of(value.func), of(value.args), of(value.keywords)
         if isinstance(value, types.MethodType):
             return kind, of(value.__func__), of(value.__self__)
+        if callable(value) and (policy := _jax.held_by(value)) is not None:
+            return policy[0], of(policy[1])
         if met is not None and callable(value) and is_of_library(kind):
             met.append(value)
             return kind
