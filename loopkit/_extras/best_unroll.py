@@ -40,11 +40,11 @@ def best_unroll(
     """Measure which `unroll` makes a scan fastest.
 
     More steps in an iteration need less bookkeeping, but take longer to compile. Which number wins
-    depends on the step and on the device. This function compiles `loopkit.scan(f, init, xs, length,
-    unroll=n)` with 1, 2, 4, 8 and 16 steps in an iteration, and runs each eight times on the given
-    values. It adds the time to compile to that of `uses` runs. It stops if compiling alone takes
-    longer than the best so far. Call it once, outside `jax.jit`, and write the number that it
-    returns into the program.
+    depends on the step and on the device. This function compiles
+    `loopkit.scan(f, init, xs, length, unroll=n)` with 1, 2, 4, 8 and 16 steps in an iteration, and
+    runs each eight times on the given values. It adds the time to compile to that of `uses` runs.
+    It stops if compiling alone takes longer than the best so far. Call it once, outside `jax.jit`,
+    and write the number that it returns into the program.
 
     **Arguments:**
 

@@ -44,11 +44,11 @@ def fastest(edges: Sequence[Edge]) -> Point:
 def frontier(edges: Sequence[Edge], first: Point | None = None, parts: int = 0) -> list[Point]:
     """Return the least cut for each price of a size, from the least time to the least size.
 
-    Each cut is the least for a range of prices. `first` is the fastest, if the caller knows it. Two
-    cuts may differ in size by one in `parts` of the size of the first; then no cut between them is
-    looked for. Among cuts of one cost, the one nearest to the target is taken. Only edges from the
-    source may have a time. Then the target's side grows with the price (Gallo, Grigoriadis & Tarjan
-    1989), and a cut between two others decides about few nodes.
+    Each cut is the least for a range of prices. `first` is the fastest, if the caller knows it. If
+    two cuts differ in size by at most one in `parts` of the size of the first, no cut between them
+    is looked for. Among cuts of one cost, the one nearest to the target is taken. Only edges from
+    the source may have a time. Then the target's side grows with the price (Gallo, Grigoriadis &
+    Tarjan 1989), and a cut between two others decides about few nodes.
     """
     times = sum(e.time for e in edges if e.time != inf)
     first = fastest(edges) if first is None else first

@@ -121,10 +121,10 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: lax takes th
       with `jax.lax.stop_gradient`, in every mode. The backward pass then keeps the residuals of at
       most `truncate` steps, and the carry once every `truncate` steps.
     - `checkpoints`: what the backward pass keeps. None: about the square root of n carries for n
-      steps, at about one extra forward pass. All residuals if they have at most 1 kB, or at most
-      1 MB and steps are expensive. An int c: at most c carries, which recomputes more. "all": all
-      that the derivative of each step reads, as in lax.scan. A policy of `jax.checkpoint`: what it
-      saves of each step. A `Plan`: what the plan says.
+      steps, at about one extra forward pass; or all residuals, if they have at most 1 kB, or at
+      most 1 MB and steps are expensive. An int c: at most c carries; fewer carries cost more
+      recomputation. "all": all that the derivative of each step reads, as in lax.scan. A policy of
+      `jax.checkpoint`: what it saves of each step. A `Plan`: what the plan says.
     - `memory`: a budget in bytes instead, such as "64 MB", as in `loopkit.while_loop`.
     - `buffers`, `return_info`, `lanes`, `progress`, `debug`: as in
       `loopkit.while_loop`.
