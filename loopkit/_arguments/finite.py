@@ -68,7 +68,7 @@ class WatchParams:
     lanes: tuple[int, ...] = ()
     """The sizes of the axes of vmap, the outermost first."""
     axes: tuple[tuple[bool, ...], ...] = ()
-    """For each operand, which of those axes it has."""
+    """For each operand, which of the axes of vmap it has."""
 
     @property
     def reported(self) -> int:

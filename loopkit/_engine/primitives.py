@@ -12,8 +12,8 @@ loop (the same loop over values and tangents):
 
 D is a loop itself, so derivatives of any order are the same six on a longer carry.
 
-An error in a loop that took the place of one of lax says which loop it is, and the way out: whoever
-reads it has not written the loop, and may not know that it is there.
+An error in a loop that replaced one of lax names that loop, and a way out. Its reader has not
+written the loop, and may not know that loopkit runs it.
 """
 
 from __future__ import annotations

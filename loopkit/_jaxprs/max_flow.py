@@ -111,8 +111,8 @@ def minimum_cut(
 class _Preflow:
     """Flow that is pushed from the source towards the target, as far as edges have room.
 
-    Nodes may be left with an excess that cannot reach the target: for a cut that is enough. Source:
-    Goldberg & Tarjan 1988, with heights that are measured again from time to time.
+    Nodes may keep an excess that cannot reach the target: for a cut that is enough. The method is
+    that of Goldberg & Tarjan 1988, with heights that are measured again from time to time.
     """
 
     def __init__(self, count: int) -> None:
@@ -122,7 +122,7 @@ class _Preflow:
         self.out: list[list[int]] = [[] for _ in range(count)]
         self.excess: list[float] = [0] * count
         self.height: list[int] = []
-        """Edges to the target, or fewer; `count` where it cannot be reached."""
+        """A lower bound of the edges to the target; `count` if no path leads there."""
 
     def add(self, start: int, end: int, *capacities: float) -> None:
         """Add an edge with the sum of some capacities."""
@@ -161,7 +161,7 @@ class _Preflow:
             layer = before
 
     def _discharge_all(self) -> int:
-        """Push until nothing can be, or labels have grown stale; return how many have changed."""
+        """Push until nothing can move, or labels are stale; return 0 once no label changes."""
         active = deque(n for n in range(TARGET + 1, self.count) if self._is_active(n))
         changed = 0
         while active and changed <= self.count:

@@ -69,8 +69,7 @@ class Cut:
     given: set
     """The constants and the slices from which the residuals are made."""
     remake: Callable[[dict], list]
-    """A function from an environment of constants, slices, hoisted and stored variables to
-    residuals."""
+    """A function from a dict of constants, slices, hoisted and stored variables to residuals."""
     uncut: int
     """The bytes of the residuals as they are, which jax.lax.scan stores of a step."""
     again: list

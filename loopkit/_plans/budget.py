@@ -35,8 +35,7 @@ class Share:
 
     part: float = 1.0
     likely: float = 1.0
-    """The part of the bound that the plan is made for. A loop that takes more steps recomputes
-    more."""
+    """The part of the bound that the plan is made for. Loops that take more steps rerun more."""
 
 
 SELDOM_REACHED = Share(likely=0.2)

@@ -11,8 +11,7 @@ class Row(NamedTuple):
     """One way to store the residuals of a step: store some, and run the others again from them."""
 
     price: float
-    """The price of a byte, in nanoseconds, from which this way is the best. 0: it reruns
-    nothing."""
+    """The price of a byte, in nanoseconds, from which this way is best. 0: it reruns nothing."""
     bytes: int
     arrays: int
     nanoseconds: float
@@ -35,9 +34,9 @@ class StepCosts(NamedTuple):
     factor_bytes: int = 0
     """The bytes of the factors of deferred products, which a segment multiplies at its end."""
     product_bytes: int = 0
-    """The bytes of those products, which a segment adds up."""
+    """The bytes of deferred products, which a segment adds up."""
     log_bytes: int = 0
-    """The bytes that a step logs of what it displaces in buffers. Checkpoints leave those out."""
+    """The bytes that a step logs of what it displaces in buffers that checkpoints leave out."""
     buffer_bytes: int = 0
     """The bytes of the buffers that are logged."""
 

@@ -32,8 +32,7 @@ has to clear it first."""
 ARRAY = 5.0
 """Nanoseconds to write an array and read it again, however small, in a loop of one kernel."""
 IN_PASSING = 0.2
-"""A segment adds up its products at its end. A step that adds its own takes this part of that
-time."""
+"""The time of a step to add its product, relative to that of a segment that adds up its own."""
 TRANSFER = 0.1
 """Nanoseconds to bring a byte to the host and back. XLA assumes 34 GB/s for the PCIe of an H100,
 which gives 0.06; programs do not reach all of that."""
@@ -63,8 +62,7 @@ class Plan:
     segment: int = 1
     """The number of steps in a segment."""
     store: Store = "carries"
-    """Whether the loop stores the carry or the residuals of each step while it reverses a
-    segment."""
+    """Whether a loop stores the carries or the residuals of the segment that it reverses."""
     price: float = 0.0
     """The nanoseconds that a stored byte of residuals is worth. The loop does not store what it can
     run again for less. With 0 it stores all that cheap, elementwise equations do not make."""

@@ -23,28 +23,26 @@ from loopkit._plans.plan import CACHES, Plan
 KEPT = 1 << 10
 """The bytes of all residuals up to which a loop keeps them: checkpointing would gain nothing."""
 NESTED = 1 << 17
-"""That limit for a loop of exactly its bound of steps, if a step runs other loops. To run such a
-step again, those loops would be compiled again, at each level of nesting."""
+"""The bytes of all residuals up to which a loop of known length keeps them if its steps run other
+loops. To run such a step again, those loops would be compiled again, at each level of nesting."""
 REPLAYED = 1 << 13
 """The bytes of all residuals up to which a loop keeps nothing and runs again as a whole. With as
 few bytes of carries, it keeps every carry."""
 CACHED_BYTES = CACHES[0][0]
-"""The bytes of all residuals up to which a loop of known length keeps them if steps are
-expensive."""
+"""The bytes of all residuals up to which a loop of known length and expensive steps keeps them."""
 EXPENSIVE = 4.0
 """A step is expensive if it takes this many times as long as storing its residuals."""
 CHECKPOINT_BYTES = 1 << 19
 """The bytes of checkpoints, and of rows, that a loop of unknown length may use: a core's cache
 holds as many, and setting them to zero takes no time worth counting."""
 ROOM_FOR_ROWS = 1 << 14
-"""The bytes of rows that such a loop uses if it does not have to use more."""
+"""The bytes of rows that a loop of unknown length uses if it does not have to use more."""
 RECORDED = ROOM_FOR_ROWS >> 6
-"""The bytes of the residuals of a step up to which such a loop stores them in its rows, whatever
-their arrays cost. If it stored carries, it would run each step again to reverse it, and would
-compile the step once more for that."""
+"""The bytes of the residuals of a step up to which a loop of unknown length has them in its rows,
+whatever their arrays cost. If it stored carries, it would run each step again to reverse it, and
+would compile the step once more for that."""
 ALIKE = 2
-"""The residuals of a step are stored in place of its log if they are at most this many times as
-large."""
+"""Residuals are stored in place of the log if they have at most this many times its bytes."""
 
 
 def best_plan(

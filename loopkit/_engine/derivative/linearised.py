@@ -1,7 +1,7 @@
-"""The derivative of one step, not yet cut: what it computes, and the linear function of that.
+"""The derivative of one step before it is cut: its values, and the linear function of these.
 
-`jax.linearize` of the body is traced once. Calls of jitted functions are spelled out, so that a cut
-sees what is inside them.
+`jax.linearize` of the body is traced once. If there is a choice of what to store, calls of jitted
+functions are spelled out, so that a cut sees what is inside them.
 """
 
 from __future__ import annotations

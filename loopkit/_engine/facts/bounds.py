@@ -1,8 +1,8 @@
-"""How many steps a while loop can take, as far as its predicate says it.
+"""How many steps a while loop can take, as far as its predicate says.
 
-i < 10 and improves        10 - i steps at most, if i is known and each step adds one
-not (i >= 10 or done)      the same
-i < 10                     just that many
+i < 10 and improves        at most 10 - i steps, if i is known and each step adds one
+not (i >= 10 or done)      at most 10 - i steps
+i < 10                     exactly 10 - i steps
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Write:
     """A function of counters that returns where it writes, if counters of the steps determine
     that."""
     index_counters: tuple[int, ...] = ()
-    """The carry leaves of these counters."""
+    """The carry leaves of the counters that `starts` takes."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Span:
     after: int
     """The result that says where the span ends."""
     offset: int
-    """The distance of a row from that counter."""
+    """The number to add to the counter for the place of a row."""
     starts: _jax.Jaxpr
     """(counter) -> starts of the slice that is written"""
 

@@ -47,7 +47,7 @@ class Inside:
     """A loop of a few steps. If the inner loop has a bound, its first carry leaf counts its
     steps."""
     most: int | None
-    """How often a lane takes so many steps at most."""
+    """The most times that a lane runs the loop of a few steps."""
 
     @classmethod
     def of(cls, eqn: _jax.Equation, few: int) -> Inside:
