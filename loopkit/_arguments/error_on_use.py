@@ -24,7 +24,7 @@ heard_p = _jax.declare("loopkit_heard")
 
 @ft.cache
 def _equinox() -> Any:
-    """Import equinox for the first loop with an error; that takes longer than importing loopkit."""
+    """Import equinox once a loop can raise; that takes longer than importing loopkit."""
     with jax.ensure_compile_time_eval():  # the import has no part in the trace of the loop
         import equinox
     return equinox

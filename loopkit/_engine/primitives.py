@@ -38,7 +38,7 @@ pushforward_p = _jax.declare("loopkit_pushforward")
 pullback_p = _jax.declare("loopkit_pullback")
 hessian_p = _jax.declare("loopkit_hessian")
 narrowed_p = _jax.declare("loopkit_narrowed")
-"""One of the three linear primitives, of lanes that narrow. When it runs, all phases derive it."""
+"""One of the three linear primitives, of lanes that narrow; it is derived from all phases."""
 evaluated_p = _jax.declare("loopkit_evaluated")
 """A jaxpr that computes a loop, or its derivative, and has no derivative itself."""
 READS: dict[Any, Callable] = {}

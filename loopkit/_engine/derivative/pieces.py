@@ -133,7 +133,7 @@ class Reversal:
         return self.loop.derived(key, lambda: replace(self, unused_init=unused_init))
 
     def prune_results(self, wanted: Sequence[bool]) -> Pruned:
-        """Return the loop that saves what this one saves, and has only the wanted results."""
+        """Return the loop that saves the same leaves, and has only the wanted results."""
         assert self.undo is None, "what is displaced is logged by all there is"
         carry, ys, _ = parts(wanted, self.loop.carry_count, self.loop.ys_count)
         read = [False] * len(self.loop.body.in_avals)

@@ -1,8 +1,8 @@
 """Which leaves of a loop have tangents, and which cotangents reach an input.
 
 Every rule uses this pair of functions. So integer leaves, leaves that nothing differentiable enters
-and symbolic zeros cost nothing, and a cotangent that nobody needs never enters the body. That is
-not the same as a cotangent of zeros, of which custom rules may make anything.
+and symbolic zeros cost nothing, and a cotangent that nobody needs never enters the body. No
+cotangent is not the same as a cotangent of zeros, of which custom rules may make anything.
 """
 
 from __future__ import annotations

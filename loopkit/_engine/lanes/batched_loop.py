@@ -6,7 +6,7 @@ The new axis is the first of a carry leaf, with one exception: if the loop has l
 is not one of them, it comes after the lane axes. So a mask over the lanes broadcasts from the left.
 
 In derivatives, the axis comes second in a buffer that steps only write rows to. Then the row that a
-step writes is one piece of memory, and not as many pieces as the axis is long, as in ys of a scan.
+step writes is one piece of memory, as in the ys of a scan, not as many pieces as the axis is long.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from loopkit._engine.lanes.predicates import ended_in_each_lane
 from loopkit._engine.loop import Input, Loop, Operands, Rewritten, parts
 
 MANY_LANES = 8
-"""The least lanes for which rows are one piece. Processors read ahead in each of fewer pieces."""
+"""The least lanes for which rows are one piece. In fewer pieces, processors read ahead in each."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def _with_loops_in_sight(body: _jax.Jaxpr) -> Any:
 
 def _cut(loop: Loop) -> Nest | None:
     """Return the step cut at its inner loops; None if there is none to cut it at."""
-    if loop.lanes or loop.length == 0:  # no step has rows to read
+    if loop.lanes or loop.length == 0:  # a loop of no steps has no rows
         return None
     if any(map(_jax.varying, (t for j in loop.jaxprs for t in (*j.in_avals, *j.out_avals)))):
         return None  # inner loops may vary over fewer devices than the state would

@@ -19,7 +19,7 @@ from loopkit._jaxprs.dataflow import interpret
 from loopkit._plans.budget import Bytes
 
 LEAST = 8
-"""So many lanes take no longer than fewer do."""
+"""The number of lanes that take no longer than fewer lanes do."""
 LAST = 12
 """The number of lanes in the last phase, if there are many."""
 SHRINK = 4.5

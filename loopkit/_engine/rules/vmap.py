@@ -136,7 +136,7 @@ def _one_batch(
 def _varying(
     loop: Loop, read: list[bool], values: list, dims: list, size: int
 ) -> tuple[list, list]:
-    """Return operands with zeros for those that are not read, so that all have the axis."""
+    """Return operands and axes, with batched zeros for operands neither read nor batched."""
     lost = [d is None and not r for d, r in zip(dims, read, strict=True)]
     assert any(lost), "what is saved depends on the operands"
     zeros = map(_jax.zeros, _jax.stack_types(kept(loop.operand_types, lost), size))

@@ -87,7 +87,7 @@ class EveryCarry(Sweep):
         def step(s: Saving, go: jax.Array | None = None) -> Saving:
             steps, slots = s
             row = self.leaving(kept(steps.carry, self.how.slotted), steps.count)
-            if self.how.plan.host:  # copied before the step, not in one kernel with it
+            if self.how.plan.host:  # sent before the step, not in one kernel with it
                 row, carry = _jax.barrier((row, steps.carry))
                 steps = steps._replace(carry=carry)
             slots = strategy.write_if(go, slots, row, steps.count)
