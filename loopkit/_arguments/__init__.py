@@ -1,1 +1,1 @@
-"""Arguments, and what is said when something is wrong: at once, or when a program runs."""
+"""Arguments, and the errors about them: at once, or when a program runs."""

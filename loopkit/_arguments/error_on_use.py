@@ -1,9 +1,9 @@
-"""Errors at run time that hang on whatever is used of a result: its value or a derivative of it.
+"""Errors at run time that depend on what is used of a result: its value or a derivative of it.
 
-    heard   (checks, values) -> values
+heard (checks, values) -> values
 
-The compiler leaves out what nobody uses, an error too. So tangents and cotangents go through the
-same checks as the values whose they are.
+The compiler removes what nobody uses, errors too. So tangents and cotangents go through the same
+checks as their values.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ heard_p = _jax.declare("loopkit_heard")
 
 @ft.cache
 def _equinox() -> Any:
-    """Imported by the first loop with an error: that takes longer than to import all of loopkit."""
-    with jax.ensure_compile_time_eval():  # a loop that is traced, whose trace it has no part in
+    """Import equinox once a loop can raise; that takes longer than importing loopkit."""
+    with jax.ensure_compile_time_eval():  # the import has no part in the trace of the loop
         import equinox
     return equinox
 
 
 @dataclass(frozen=True)
 class ErrorIf:
-    """Raise an equinox error if the check holds, in any lane."""
+    """Raise an equinox error if the check holds in any lane."""
 
     message: str
 
     def __call__(self, checks: Sequence[Any], values: list) -> list:
         keys = [jnp.issubdtype(v.dtype, jax.dtypes.prng_key) for v in values]
-        if any(keys):  # which equinox does not take
+        if any(keys):  # equinox does not take these
             data = [jax.random.key_data(v) if k else v for v, k in zip(values, keys, strict=True)]
             raised = zip(self(checks, data), values, keys, strict=True)
             made = lambda data, key: jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
@@ -57,8 +57,8 @@ def error_on_use(
 ) -> Any:
     """Return a tree of values, and raise at run time if the checks say so.
 
-    `raising(checks, values)`, hashable, gives the values with an error at run time; under vmap all
-    checks have the axis in front.
+    `raising(checks, values)` is hashable, and returns the values with an error at run time. Under
+    vmap, all checks have the batch axis in front.
     """
     leaves, tree = jax.tree.flatten(values)
     if not any(map(_jax.is_tracer, (*checks, *leaves))):
@@ -67,7 +67,7 @@ def error_on_use(
 
 
 def _bind(raising: Callable, checks: Sequence[Any], values: Sequence[Any]) -> list:
-    """Bind the primitive, but for symbolic zeros, which nobody can hear."""
+    """Bind the primitive to all values but symbolic zeros, whose errors nobody would see."""
     some = [v for v in values if type(v) is not _jax.Zero]
     out = iter(heard_p.bind(*checks, *some, raising=raising, count=len(checks)) if some else [])
     return [v if type(v) is _jax.Zero else next(out) for v in values]

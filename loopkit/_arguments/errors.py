@@ -1,7 +1,7 @@
 """Errors about arguments that are not what they should be.
 
-Every message names the function, the argument, the place in its tree, what was expected, what was
-given, and what to change.
+Every message names the function, the argument and the place in its tree. It says what was expected,
+what was given, and what to change.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def wrong(
     advice: str,
     path: jax.tree_util.KeyPath = (),
 ) -> str:
-    """One message, for any argument."""
+    """Return the message about an argument."""
     return f"loopkit.{function}: `{argument}{keystr(path)}` {expected}, got {got}. {advice}"
 
 
 def shown(value: object) -> str:
-    """A value that is not what it should be."""
+    """Return how errors show a value that is not what it should be."""
     return f"{value!r} of type {type(value).__name__}"
 
 
 def short_type(aval: Any) -> str:
-    """A type as users write it: float32[3,4]; a weak type is marked."""
+    """Return a type as users write it, such as float32[3,4]; a weak type is marked."""
     weak = ", weak_type" if getattr(aval, "weak_type", False) else ""
     axes = getattr(getattr(aval, "manual_axis_type", None), "varying", ())
     varying = f", varying over {', '.join(sorted(axes))}" if axes else ""
@@ -48,13 +48,13 @@ def short_type(aval: Any) -> str:
 def wrong_carry(
     function: str, argument: str, expected: str, differences: list[str], advice: str
 ) -> TypeError:
-    """Make the error of a step that returns something else than a carry like its own."""
+    """Make the error about a step that returns something other than a carry like its own."""
     lines = "\n  ".join([f"must return a carry of the {expected}", *differences])
     return TypeError(f"loopkit.{function}: `{argument}` {lines}\n{advice}")
 
 
 def size(count: float, unit: str = "B") -> str:
-    """Write a number of bytes. `unit`: that of a few."""
+    """Return a number of bytes in words. `unit` is the unit of a few."""
     for larger, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             return f"{count / scale:,.3g} {larger}"

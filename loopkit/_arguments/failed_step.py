@@ -1,4 +1,4 @@
-"""Errors of a step that made something not finite, and its arguments, to run it alone."""
+"""Errors of a step whose results are not finite, and the arguments to run that step alone."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ from loopkit._arguments.static_leaves import bare
 
 @dataclass(frozen=True)
 class Watched:
-    """A loop whose steps are watched, as errors speak of it."""
+    """A loop whose steps are watched, as errors describe it."""
 
     function: str
     argument: str
-    """The name of its body, among its arguments."""
+    """The name of its body among its arguments."""
     body: str
-    """The name of the user's; empty for that of a loop of lax."""
+    """The name of the user's body; empty for a loop of lax."""
     place: str
-    """Its file and line."""
+    """The file and the line of the body."""
     style: str
     """The arguments of the body: "carry", "carry, x" or "i, carry"."""
     carry: Any
-    """The tree of the carry and what is hidden in it."""
+    """The tree of the carry and of its hidden part."""
     x: Any
-    """The tree of x, and for each leaf whether it is given whole; None where there is none."""
+    """The tree of x and, for each leaf, whether each step gets it whole; None if there is no x."""
     beside: bool = False
-    """Whether what is carried is the user's carry beside ys of which some are kept."""
+    """Whether the loop carries the user's carry together with some of the ys."""
     missing: tuple[tuple[int, tuple[int, ...], Any], ...] = ()
-    """Leaves of the carry that are too large to be kept of every step, buffers: which, and what."""
+    """The places, shapes and dtypes of buffers in the carry, which are too large to keep at each
+    step."""
 
 
 def named(function: Callable[..., Any], otherwise: str) -> tuple[str, str]:
-    """The name of a function, if one can call it by that, and its file and line."""
+    """Return the name of a function, if it can be called by that name, and its file and line."""
     while inner := getattr(function, "__wrapped__", None) or getattr(function, "func", None):
         function = inner
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
     name = getattr(function, "__name__", otherwise)
-    if code is None:  # an object that is called
+    if code is None:  # an object that can be called
         code = getattr(type(function).__call__, "__code__", None) if callable(function) else None
     place = "an unknown place" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
     return (name if name.isidentifier() else otherwise), place
@@ -54,7 +55,7 @@ class Failed(NamedTuple):
 
     loop: Watched
     keys: Sequence[Any]
-    """For each leaf, the implementation of random keys, if it holds any."""
+    """The implementation of random keys for each leaf that holds keys, else None."""
     carry: Sequence[Any]
     x: Sequence[Any]
 
@@ -64,7 +65,7 @@ _last: list[Failed] = []
 
 
 class Bad(NamedTuple):
-    """A leaf that is not finite any more: in which lanes, and its values."""
+    """A leaf that is no longer finite, with the lanes in which it is not, and its values."""
 
     name: str
     failed: Any
@@ -74,7 +75,7 @@ class Bad(NamedTuple):
 def describe(
     loop: Watched, kinds: Sequence[str], bad: Sequence[Bad], step: object
 ) -> tuple[str, Any]:
-    """The error, and the first lane that fails."""
+    """Return the message of the error, and the first lane that fails."""
     first = next(b for b in bad if b.failed.any())
     lanes = list(map(tuple, np.argwhere(first.failed)))
     lane = tuple(map(int, lanes[0]))
@@ -96,7 +97,7 @@ def describe(
 
 
 def _alone(loop: Watched, kinds: Sequence[str], backward: bool) -> str:
-    """Where the step is written, and how to run it."""
+    """Say where the step is written, and how to run it."""
     if not loop.body:
         leaves = "carry" if loop.x is None else "carry and x"
         return (
@@ -124,7 +125,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _of_lane(value: Any, lane: tuple[int, ...]) -> Any:
-    """The value of one lane, of an array that has lanes in front, of size 1 where all share it."""
+    """Return the value of one lane; an axis of lanes has size 1 if all lanes share the value."""
     pairs = zip(lane, np.shape(value), strict=False)
     return np.asarray(value)[tuple(0 if size == 1 else i for i, size in pairs)]
 
@@ -136,7 +137,7 @@ def keep(loop: Watched, keys: Sequence[Any], lane: Any, carry: Sequence, x: Sequ
 
 
 def last_arguments() -> tuple | None:
-    """Return what the body was given in the step that failed last; None if none has."""
+    """Return what the body was given in the step that failed last, or None if none has failed."""
     with _lock:
         failed = _last[0] if _last else None
     return None if failed is None else _arguments(failed)

@@ -1,12 +1,12 @@
 """A step whose values, tangents and cotangents must stay finite; an error at run time names it.
 
-    watch   (report, values, levels before) -> values, levels
+watch (report, values, levels before) -> values, levels
 
-A level says how bad a leaf is: 0 if it is finite, 1 if it holds an infinity, 2 if a NaN. Where a
-step begins, `watch` tells the levels of its carry; where it ends, it compares them with those of
-the next carry, and what has become worse is an error. The transpose of either is the other one: a
-cotangent is told where the step ends, and compared where it begins. So one primitive serves all
-derivatives, and a leaf that was not finite from the start is no error.
+A level says how bad a leaf is: 0 if it is finite, 1 if it holds an infinity, 2 if it holds a NaN.
+At the start of a step, `watch` returns the levels of its carry. At the end, it compares these with
+the levels of the next carry, and reports a leaf that has become worse. The transpose of each is the
+other: it returns the level of a cotangent at the end of the step, and compares at the start. So one
+primitive serves all derivatives, and a leaf that was not finite from the start is no error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from loopkit._arguments import failed_step
 watch_p = _jax.declare("loopkit_watch")
 
 LEVEL = jnp.float32
-"""The type of levels: one that has tangents, so that derivatives hand them on as well."""
+"""The dtype of levels. It has tangents, so derivatives pass levels on as well."""
 
 
 class WatchedLeaf(NamedTuple):
@@ -36,15 +36,15 @@ class WatchedLeaf(NamedTuple):
     emits_level: bool = False
     """Whether its level is a result."""
     takes_level: bool = False
-    """Whether a level is an operand, which it must not exceed."""
+    """Whether a level is an operand, which the leaf must not exceed."""
     forward: bool = False
-    """Whether it is checked."""
+    """Whether the leaf is checked."""
     backward: bool = False
-    """Whether its cotangent is."""
+    """Whether its cotangent is checked."""
 
     @property
     def is_heard_alone(self) -> bool:
-        """Whether it is there for others, which may be as bad."""
+        """Whether it is not checked itself, but other leaves may be as bad as its level says."""
         return self.takes_level and not (self.forward or self.backward)
 
     @property
@@ -56,23 +56,23 @@ class WatchedLeaf(NamedTuple):
 
 @dataclass(frozen=True)
 class WatchParams:
-    """The leaves that are watched, and which operands have the lanes of `jax.vmap`, in front."""
+    """The leaves that are watched, and which operands have the lanes of `jax.vmap` in front."""
 
     loop: failed_step.Watched
     carry: int
     x: int
-    """Leaves of the carry, and of x, that are reported."""
+    """The numbers of leaves of the carry and of x that are reported."""
     leaves: tuple[WatchedLeaf, ...]
     kinds: tuple[str, ...] = ()
-    """Empty for values; else "tangent" or "cotangent", the last derivative last."""
+    """Empty for values; else "tangent" or "cotangent" for each derivative, the last one last."""
     lanes: tuple[int, ...] = ()
-    """Sizes of the axes of vmap, the outermost first."""
+    """The sizes of the axes of vmap, the outermost first."""
     axes: tuple[tuple[bool, ...], ...] = ()
-    """For each operand, which of those it has."""
+    """For each operand, which of the axes of vmap it has."""
 
     @property
     def reported(self) -> int:
-        """Operands that are reported: whether the step counts, its number, carry, x."""
+        """The number of reported operands: whether the step counts, its number, carry, x."""
         return 2 + self.carry + self.x
 
     @property
@@ -80,14 +80,14 @@ class WatchParams:
         return any(leaf.forward for leaf in self.leaves)
 
     def apart(self, operands: Sequence[Any]) -> tuple[list, list, list]:
-        """Split operands: what is reported, values, and for each leaf its level before, or None."""
+        """Split operands into what is reported, values, and the level before for each, or None."""
         n, count = self.reported, len(self.leaves)
         told = iter(operands[n + count :])
         before = [next(told) if leaf.takes_level else None for leaf in self.leaves]
         return list(operands[:n]), list(operands[n : n + count]), before
 
     def results(self, outs: Sequence[Any]) -> tuple[list, list]:
-        """Values, and for each leaf the level that it tells, or None."""
+        """Split results into values and, for each leaf, its level, or None."""
         told = iter(outs[len(self.leaves) :])
         levels = [next(told) if leaf.emits_level else None for leaf in self.leaves]
         return list(outs[: len(self.leaves)]), levels
@@ -102,7 +102,7 @@ def watch(
 ) -> tuple[list, list]:
     """Return the values, and for each leaf its level, or None.
 
-    `report`: whether the step counts, its number, its carry and x. `before`: levels, or None.
+    `report` has whether the step counts, its number, its carry and x. `before` has levels, or None.
     """
     active, step, carry, x = report
     how = WatchParams(loop, len(carry), len(x), tuple(leaves))
@@ -125,21 +125,21 @@ def _bind(
 def _some(
     how: WatchParams, keep: Sequence[WatchedLeaf | None], kinds: tuple[str, ...]
 ) -> WatchParams:
-    """Keep the leaves that are not None, which may tell and hear less."""
+    """Keep the leaves that are not None, which may return and take fewer levels."""
     n, count = how.reported, len(how.leaves)
     at = list(how.axes)
     of_levels = iter(at[n + count :])
     level_axes = [next(of_levels) if leaf.takes_level else None for leaf in how.leaves]
     chosen = [(i, leaf) for i, leaf in enumerate(keep) if leaf is not None]
     axes = [*at[:n], *(at[n + i] for i, _ in chosen)]
-    # A level has the lanes of what tells it.
+    # A level has the lanes of its leaf.
     axes += [level_axes[i] or at[n + i] for i, leaf in chosen if leaf.takes_level]
     leaves = tuple(leaf for leaf in keep if leaf is not None)
     return replace(how, leaves=leaves, kinds=kinds, axes=tuple(axes))
 
 
 def _in_front(value: jax.Array, flags: Sequence[bool], lanes: Sequence[int]) -> Any:
-    """The value with an axis for each of the lanes, of size 1 where it has none."""
+    """Return the value with an axis for each of the lanes, of size 1 if it lacks that axis."""
     front = [n if has else 1 for n, has in zip(lanes, flags, strict=True)]
     return value.reshape((*front, *value.shape[sum(flags) :]))
 
@@ -151,7 +151,7 @@ def _level(value: jax.Array, lanes: int) -> Any:
 
 
 def _levels(how: WatchParams, values: Sequence[Any]) -> list:
-    """The levels that leaves tell."""
+    """Return the levels of the leaves that return theirs."""
     flags = how.axes[how.reported : how.reported + len(values)]
     triples = zip(how.leaves, values, flags, strict=True)
     return [_level(v, sum(has)) for leaf, v, has in triples if leaf.emits_level]
@@ -175,12 +175,12 @@ def _evaluate(*operands: jax.Array, how: WatchParams) -> list:
     for leaf, v, flags, level in zip(how.leaves, values, how.axes[n:], heard, strict=False):
         if leaf.forward:
             v = _in_front(v, flags, how.lanes)
-            # What has no level of its own may be as bad as the worst that the step was given.
+            # A leaf without a level before may be as bad as the worst that the step was given.
             bad = _level(v, lanes) > (worst if level is None else level)
             checked.append(v)
             failed.append(bad & fronted[0])
     done = _reported(how, keys[2:], failed, checked, fronted)
-    # The values depend on the call, which would be left out otherwise.
+    # The values depend on the call. Otherwise the compiler would remove it.
     return [*(jnp.where(done, v, _jax.zeros(jax.typeof(v))) for v in values), *told]
 
 
@@ -189,7 +189,7 @@ def _is_number(value: jax.Array) -> bool:
 
 
 def _reported(how: WatchParams, keys: tuple, failed: list, checked: list, report: list) -> Any:
-    """True, once there is nothing to report."""
+    """Return True, once nothing is left to report."""
     found = jnp.bool_(False)
     for bad in failed:
         found = found | bad.any()
@@ -312,7 +312,7 @@ def _batched(
 
 
 def _dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
-    """A step is checked in all that it returns, if anything of that is used."""
+    """Keep all checks of a step if anything that it returns is used."""
     how, count = eqn.params["how"], len(eqn.invars)
     if not any(used):
         return [False] * count, None
@@ -337,7 +337,7 @@ def _dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
 
 
 def _alone(_: object, evaluate: Callable[..., Any], *operands: jax.Array, how: WatchParams) -> list:
-    """Outside jit the error is raised where the step is taken."""
+    """Evaluate outside jit, so that the error is raised where the step is taken."""
     return evaluate(*operands, how=how)
 
 

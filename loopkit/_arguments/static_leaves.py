@@ -1,6 +1,6 @@
-"""Leaves that are no arrays: functions, strings, settings. They are part of the tree's structure.
+"""Leaves that are not arrays: functions, strings, settings. They are part of the tree's structure.
 
-Functions of the user see them as they are; between those, each stands in its tree as a `Static`.
+Functions of the user get them as they are. Elsewhere, each is in its tree as a `Static`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from loopkit._arguments import errors
 
 NUMBERS = bool, int, float, complex
 VALUES = str, bytes, type, np.dtype, enum.Enum, types.BuiltinFunctionType, *NUMBERS
-"""Types of which what is equal is the same. Of others, only the very same object is known to be."""
+"""Types of which equal values are the same leaf. Of others, only the same object is."""
 
 MISTAKEN = jax.ShapeDtypeStruct, _jax.ShapedArray, np.ndarray, np.generic
-"""Types that are meant as arrays, and are none of JAX's."""
+"""Types that users pass as arrays, although they are not arrays of JAX."""
 
 
 @jax.tree_util.register_static
 class Static:
-    """The place of a leaf that is no array."""
+    """The place of a leaf that is not an array."""
 
     __slots__ = ("value",)
 
@@ -46,7 +46,7 @@ class Static:
 
 
 def _key(value: object) -> Any:
-    if isinstance(value, types.MethodType):  # a new object every time
+    if isinstance(value, types.MethodType):  # each access makes a new object
         return value.__func__, id(value.__self__)
     return (type(value), value) if isinstance(value, VALUES) else id(value)
 
@@ -58,9 +58,10 @@ def is_static(node: object) -> bool:
 def wrapped(
     function: str, argument: str, tree: PyTree[Any], hidden: int = 0, numbers: bool = False
 ) -> Any:
-    """The tree of arrays, and of `Static` for what is none. `hidden` levels are not the user's.
+    """Return the tree with `Static` for leaves that are not arrays.
 
-    `numbers`: whether those of Python stay what they are.
+    Errors leave out `hidden` levels of a path, which the user does not see. With `numbers`, numbers
+    of Python stay as they are, in a `Static`.
     """
     if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree)):
         return tree
@@ -68,7 +69,7 @@ def wrapped(
     def wrap(path: jax.tree_util.KeyPath, leaf: object) -> Any:
         if numbers and type(leaf) in NUMBERS:
             return Static(leaf)
-        if isinstance(leaf, (str, bytes)):  # which NumPy may take for the name of a dtype
+        if isinstance(leaf, (str, bytes)):  # NumPy may take it for the name of a dtype
             return Static(leaf)
         try:
             return _jax.as_array(leaf)
@@ -84,30 +85,29 @@ def wrapped(
 
 
 def shape_of(tree: PyTree[Any]) -> Any:
-    """The structure as the user knows it, in which what is no array is a leaf."""
+    """Return the structure that the user knows: there, `Static` is a leaf."""
     return jax.tree.structure(tree, is_leaf=is_static)
 
 
 def _is_whole(node: object) -> bool:
-    """A leaf that is no array, or a buffer: made anew, it would not know what was written."""
+    """Return whether a node is a `Static` or a buffer, which would lose its state if rebuilt."""
     return is_static(node) or getattr(type(node), "_is_whole", False)
 
 
 def bare(tree: PyTree[Any]) -> Any:
-    """The tree with every leaf as the user knows it."""
+    """Return the tree with every leaf as the user knows it."""
     return jax.tree.map(lambda v: v.value if is_static(v) else v, tree, is_leaf=_is_whole)
 
 
 def seen(function: Callable | None) -> Any:
-    """A function of the user's, if there is one, of trees that hold `Static`s."""
+    """Return a function of trees with `Static`s that calls the user's function, if there is one."""
     return None if function is None else lambda *args: function(*map(bare, args))
 
 
 def alike(before: PyTree[Any], after: PyTree[Any]) -> tuple[Any, list[tuple[Any, Any, Any]]]:
-    """Return `after` with leaves of `before` that are no arrays in the place of their equals.
+    """Return `after`, with each equal `Static` replaced by that of `before`, and the differences.
 
-    Return what differs from those, too: path, leaf and the other; nothing in trees of another
-    structure.
+    A difference is a path, a leaf and the other leaf. Trees of different structures have none.
     """
     old, tree = tree_flatten_with_path(before, is_leaf=is_static)
     new, new_tree = jax.tree.flatten(after, is_leaf=is_static)
@@ -125,7 +125,7 @@ def alike(before: PyTree[Any], after: PyTree[Any]) -> tuple[Any, list[tuple[Any,
 def kept(
     function: str, body: str, init: str, before: PyTree[Any], after: PyTree[Any], hidden: int = 0
 ) -> Any:
-    """Return what a step returned, if its leaves that are no arrays are those that it was given."""
+    """Return the result of a step, if it has the `Static` leaves that the step was given."""
     after, differences = alike(before, after)
     lines = [
         f"`{init}{keystr(path[hidden:])}` is {named(a)}, but `{body}` returns {named(b)}"
@@ -143,12 +143,12 @@ def _are_equal(a: Static, b: Static) -> bool:
         return True
     try:
         return type(a.value) is type(b.value) and bool(a.value == b.value)
-    except Exception:  # what `==` of another library's does is its own affair
+    except Exception:  # `==` of another library may raise anything
         return False
 
 
 def named(value: Any) -> str:
-    """A leaf, or the type of one, as errors speak of it."""
+    """Return what errors call a leaf, or the type of one."""
     if is_static(value):
         return repr(value.value)
     return errors.short_type(jax.typeof(value) if isinstance(value, jax.Array) else value)

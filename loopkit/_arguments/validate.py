@@ -27,7 +27,7 @@ def check_callable(function: str, argument: str, value: object) -> None:
 
 
 def check_flag(function: str, argument: str, value: object) -> bool:
-    """A bool, of Python or numpy, or 0 or 1, as a bool."""
+    """Return a bool of Python or NumPy, or 0 or 1, as a bool."""
     if isinstance(value, (int, np.bool_, np.integer)) and value in (0, 1):
         return bool(value)
     got, advice = errors.shown(value), f"{STATIC}True or False."
@@ -49,14 +49,14 @@ def check_bound(function: str, argument: str, value: object) -> int | None:
 
 
 def unrolls_all(unroll: object) -> bool:
-    """Whether all steps are asked for, as in lax by True or 0."""
+    """Return whether the value asks to unroll all steps, as True or 0 do in lax."""
     if isinstance(unroll, (bool, np.bool_)):
         return bool(unroll)
     return isinstance(unroll, (int, np.integer)) and unroll == 0
 
 
 def check_unroll(function: str, unroll: object, length: int | None = None) -> int:
-    """Steps to an iteration. All of them can be asked for where their number is known."""
+    """Return the steps in an iteration; with a known length, a caller may ask for all."""
     if isinstance(unroll, (bool, np.bool_)) and not unroll:
         return 1
     if length is None:
@@ -83,11 +83,11 @@ def check_whole(function: str, argument: str, value: Any, least: int, expected: 
 
 DEBUGGED = "finite", "bounds"
 VARIABLE = "LOOPKIT_DEBUG"
-"""The environment variable that says what is looked for where nothing is asked."""
+"""The environment variable that says what to look for if the argument `debug` is None."""
 
 
 def check_debug(function: str, debug: Any, kinds: Sequence[str] = DEBUGGED[:1]) -> frozenset[str]:
-    """Return what is looked for while a loop runs: some of `kinds`."""
+    """Return what to look for while a loop runs: some of `kinds`."""
     if debug is None:
         asked = [word.strip() for word in os.environ.get(VARIABLE, "").split(",")]
         asked = [word for word in asked if word]
@@ -107,7 +107,7 @@ def check_debug(function: str, debug: Any, kinds: Sequence[str] = DEBUGGED[:1]) 
 
 
 def check_lanes(function: str, lanes: object) -> Any:
-    """None, "wait", "compact", or widths as a tuple of ints."""
+    """Return None, "wait", "compact", "flatten", or widths as a tuple of ints."""
     if lanes is None or (isinstance(lanes, str) and lanes in ("wait", "compact", "flatten")):
         return lanes
     expected = 'must be None, "wait", "compact", "flatten" or a tuple of ints >= 1, each less than '
@@ -124,7 +124,7 @@ def check_lanes(function: str, lanes: object) -> Any:
 
 
 def check_beside_flat(function: str, lanes: object, progress: object) -> None:
-    """Raise if steps are to be counted of a loop whose lanes are in different ones."""
+    """Raise if a loop whose lanes are in different steps is to show its progress."""
     if lanes == "flatten" and progress is not None:
         expected = 'must be None where `lanes` is "flatten": lanes are then in different steps'
         advice = 'Leave it out, or pass `lanes="wait"`.'
@@ -158,25 +158,25 @@ def as_arrays(function: str, argument: str, tree: PyTree[Any]) -> Any:
 
 
 def is_traced(leaf: object) -> bool:
-    """Whether a leaf becomes abstract where a whole function is traced; others stay as they are."""
+    """Return whether tracing a whole function makes a leaf abstract; others stay as they are."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, complex))
 
 
 def type_of(value: Any) -> Any:
-    """Return what `jax.typeof` does, which takes a microsecond an array."""
+    """Return `jax.typeof(value)`, which itself takes a microsecond for each array."""
     if type(value) is _jax.ArrayImpl and type(value.sharding) is jax.sharding.SingleDeviceSharding:
         return value.aval
     return jax.typeof(value)
 
 
 def in_python(function: Callable[[], Any]) -> Any:
-    """Run a loop in Python under jax.disable_jit; None elsewhere, and if values are abstract."""
+    """Run a loop in Python under jax.disable_jit; return None elsewhere, or for abstract values."""
     with contextlib.suppress(jax.errors.ConcretizationTypeError):
         return function() if _jax.jit_is_disabled() else None
 
 
 def holds(dtype: np.dtype[Any], value: jax.Array) -> bool:
-    """Whether nothing of a value is lost in a dtype. JAX knows no common type of keys."""
+    """Return whether a dtype holds a value without loss. JAX has no common type for random keys."""
     if any(jnp.issubdtype(d, jax.dtypes.extended) for d in (dtype, value.dtype)):
         return value.dtype == dtype
     with jax.numpy_dtype_promotion("standard"):

@@ -1,1 +1,1 @@
-"""The engine: six primitives on one description of a loop. See docs/design.md."""
+"""The engine: six primitives on one description of a loop. docs/design.md describes it."""

@@ -46,38 +46,39 @@ class Const(NamedTuple):
     """A constant of the steps."""
 
     lanes: int = 0
-    """How many of the lane axes it begins with."""
+    """The number of lane axes that it begins with."""
 
 
 class CarryLeaf(NamedTuple):
     name: str = ""
     """Its name in reports, which the caller gives."""
     buffer: bool = False
-    """Whether it is read and written in slices."""
+    """Whether steps read and write it in slices."""
     flag: bool = False
     """Whether it says if a step is active, and so masks the writes to buffers."""
     outer: bool = False
     """Whether it is a buffer of a loop around this one, too."""
     counter_lower_bound: int | None = None
-    """An integer that it is known never to be less than, if it is a counter of rows."""
+    """A lower bound of its values, if it is a counter of rows."""
 
 
 class Input(NamedTuple):
     """One of the xs."""
 
     axis: int = 0
-    """Along which it is sliced."""
+    """The axis along which it is sliced."""
     lanes: int = 0
-    """How many of the lane axes a slice begins with."""
+    """The number of lane axes that a slice begins with."""
 
 
 class Output(NamedTuple):
     """One of the ys."""
 
     axis: int = 0
-    """Along which it is stacked."""
+    """The axis along which it is stacked."""
     log: bool = False
-    """Whether it says what a step displaces in buffers: also in stopped lanes. Logs come last."""
+    """Whether it logs what a step displaces in buffers, in stopped lanes too. Logs are the last
+    ys."""
 
 
 def kept(values: Sequence[T], flags: Sequence[bool]) -> list[T]:
@@ -85,12 +86,12 @@ def kept(values: Sequence[T], flags: Sequence[bool]) -> list[T]:
 
 
 def spread(values: Sequence[Any], flags: Sequence[bool], default: Sequence[Any]) -> list[Any]:
-    """`values` in the flagged places, `default` in the others."""
+    """Return `values` in the flagged places, `default` in the others."""
     it = iter(values)
     return [next(it) if keep else d for keep, d in zip(flags, default, strict=True)]
 
 
 def parts(values: Sequence[T], *counts: int) -> list[list[T]]:
-    """`values` cut into consecutive parts of the given sizes, and the rest."""
+    """Return `values` cut into consecutive parts of the given sizes, and the rest."""
     values_ = iter(values)
     return [*(list(islice(values_, count)) for count in counts), list(values_)]

@@ -1,20 +1,20 @@
-"""The description of a loop: what every primitive of the engine takes as its parameter.
+"""The description of a loop, which every primitive of the engine takes as its parameter.
 
 A loop has no arrays in it. Its operands are, in this order,
 
-    cond_consts, consts, init, xs
+cond_consts, consts, init, xs
 
 and one step computes, with x the slice of each xs that belongs to the step,
 
     active       = cond(*cond_consts, *carry)
     *carry, *y   = body(*consts, *carry, *x)
 
-until `active` is false or `length` steps are taken. Without `cond` it takes exactly `length` steps.
-Row t of the ys is written by step t (from the end if `reverse`); rows that no step writes are zero.
+until `active` is false or `length` steps are taken. Without `cond`, a loop takes exactly `length`
+steps. Step t writes row t of the ys (from the end if `reverse`); rows that no step writes are zero.
 
-Under vmap with a batched predicate `active` has axes of its own, the *lanes*. All lanes step
-together until none is active, and a lane that is not keeps its carry. Every carry, and every y,
-then begins with the lane axes.
+Under vmap with a batched predicate, `active` has axes of its own, the *lanes*. All lanes step
+together until none is active, and a lane that is not active keeps its carry. Every carry, and every
+y, then begins with the lane axes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """A loop, compared and hashed by identity. What is derived from it is kept in `memory`."""
+    """A loop, compared and hashed by identity. `memory` keeps what is derived from it."""
 
     cond: _jax.Jaxpr | None
     body: _jax.Jaxpr
@@ -49,20 +49,20 @@ class Loop:
     reverse: bool = False
     checkpoints: Budget = None
     unroll: int = 1
-    """Steps to an iteration."""
+    """The steps in one iteration."""
     name: str = "while_loop"
     replaced_by: str = ""
-    """The function of this library that put it in the place of a loop of lax, if one did."""
+    """The function of loopkit that replaced a loop of lax by this one, if one did."""
     lane_policy: Lanes = None
-    """The choice of the caller: what becomes of lanes that have stopped."""
+    """The caller's choice of what lanes do after they have stopped."""
     min_active_lanes: int = 0
-    """Lanes, of a single axis, that are left when it ends: it goes on while more are active."""
+    """The loop goes on while more lanes than this, of a single axis, are active."""
     masks_itself: bool = False
-    """Whether its step leaves lanes that have stopped as they are, by itself."""
+    """Whether its step itself leaves lanes that have stopped as they are."""
     progress: ProgressSettings | None = field(default=None, repr=False)
-    """How it shows how far it is, if it does."""
+    """How the loop shows its progress, if it does."""
     lasting: bool = field(default=False, compare=False)
-    """Whether another loop of the same equations is this very loop, and so compiled once."""
+    """Whether loops with the same equations are this very loop, and so compiled once."""
     memory: dict = field(default_factory=dict, repr=False, compare=False)
     lane: Any = field(default=None, repr=False)
     """The loop of one of its lanes: see `lanes/many_lanes.py`."""
@@ -75,25 +75,25 @@ class Loop:
         assert self.cond is None or len(self.cond.in_avals) == taken, "a predicate of the carry"
 
     def derived(self, key: Hashable, make: Callable[[], T]) -> T:
-        """`make()`, once for each key."""
+        """Return `make()`, called once for each key."""
         if key not in self.memory:
             self.memory[key] = make()
         return self.memory[key]
 
     def remember(self, key: Hashable, value: Any) -> None:
-        """Have `derived` return this for the key."""
+        """Set the value that `derived` returns for the key."""
         self.memory[key] = value
 
     def replace(self, **changes: Any) -> Loop:
-        """Return a loop that differs."""
+        """Return a loop with other fields."""
         return replace(self, **{"memory": {}, **changes})
 
     def unrolled(self, unroll: int) -> Loop:
-        """Return this loop, so many steps to an iteration; what is derived from it is the same."""
+        """Return this loop, with so many steps in an iteration; its derived values stay."""
         return self if self.unroll == unroll else replace(self, unroll=unroll)
 
     def split(self, operands: Sequence[Any]) -> tuple[Operands, list]:
-        """The operands of the loop, and what follows them."""
+        """Return the operands of the loop, and those that follow them."""
         counts = (self.cond_const_count, self.const_count, self.carry_count, self.xs_count)
         *of_loop, rest = parts(operands, *counts)
         return Operands(*of_loop), rest
@@ -120,7 +120,7 @@ class Loop:
 
     @property
     def primal_counts(self) -> tuple[int, int]:
-        """How many operands and how many results are primal."""
+        """The number of operands, and of results, that are primal."""
         return self.operand_count, self.carry_count + self.ys_count
 
     @cached_property
@@ -139,7 +139,7 @@ class Loop:
 
     @cached_property
     def cond_types(self) -> list[_jax.ShapedArray]:
-        """Types of the constants of the predicate."""
+        """The types of the constants of the predicate."""
         return [] if self.cond is None else list(self.cond.in_avals[: self.cond_const_count])
 
     @cached_property
@@ -196,7 +196,7 @@ class Loop:
 
     @cached_property
     def axis_names(self) -> set:
-        """The named axes that steps speak along."""
+        """The named axes along which steps communicate."""
         return set().union(*map(equations.axis_names, self.jaxprs))
 
     @cached_property
@@ -206,16 +206,16 @@ class Loop:
 
     @cached_property
     def shows_within(self) -> bool:
-        """Whether a loop in a step shows how far it is."""
+        """Whether a loop in a step shows its progress."""
         return any(map(equations.shows, self.jaxprs))
 
     @property
     def shows(self) -> bool:
-        """Whether it shows how far it is, or a loop in it does."""
+        """Whether the loop, or one in it, shows its progress."""
         return self.progress is not None or self.shows_within
 
     def unshown(self, backward: bool = True) -> Loop:
-        """Return the loop, and those in it, without bars of steps that are taken, or reversed."""
+        """Return the loop, and those in it, without forward bars; with `backward`, without bars."""
         how = None if backward or self.progress is None else self.progress.backward_only
         of_loops = lambda jaxpr: equations.unshown(jaxpr, backward)
 
@@ -223,7 +223,7 @@ class Loop:
         return self.derived(("unshown", backward), make) if self.shows else self
 
     def without_debug_effects(self) -> Loop:
-        """Return the loop, silent: for steps that are taken a second time."""
+        """Return the silent loop, for steps that are taken a second time."""
         loop = self.unshown(backward=False)
         if not loop.effects:
             return loop
@@ -231,11 +231,11 @@ class Loop:
 
     @cached_property
     def has_impure_callback(self) -> bool:
-        """Whether a step reads what it may not find again, so that it must not be run again."""
+        """Whether a step reads values that may differ the next time, so it must not run again."""
         return any(map(equations.has_impure_callback, self.jaxprs))
 
     def check_repeats(self) -> None:
-        """Raise if the steps must not be run again."""
+        """Raise if the steps must not run again."""
         if self.has_impure_callback:
             raise NotImplementedError(
                 f"loopkit.{self.name}: steps that are run again for a derivative must give the "
@@ -261,30 +261,31 @@ class Loop:
         return [*self.carry_types, *self.ys_types]
 
     def input_types(self, active: Active) -> list[_jax.ShapedArray]:
-        """Types of the active inputs' tangents."""
+        """Return the types of the active inputs' tangents."""
         types = self.operand_types[self.cond_const_count :]
         return [t.to_tangent_aval() for t in kept(types, active.inputs)]
 
     def output_types(self, active: Active) -> list[_jax.ShapedArray]:
-        """Types of the active outputs' tangents."""
+        """Return the types of the active outputs' tangents."""
         return [t.to_tangent_aval() for t in kept(self.result_types, active.outputs)]
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A loop that computes what another does, of other operands."""
+    """A loop that computes the results of another loop from other operands."""
 
     loop: Loop
     map_operands: Callable[..., list]
-    """The operands of that other loop, or one value for each, to those of this."""
+    """A function from the operands of the other loop, or values for them, to those of this loop."""
     map_results: Callable[..., list]
-    """The results of this loop to that other's; some of its operands, given second, may be some."""
+    """A function from the results of this loop, and the operands of the other, to the results of
+    the other."""
 
 
 def run_rewritten(
     bind: Callable[..., Sequence[Any]], passes: Sequence[Rewritten], operands: Sequence[Any]
 ) -> list:
-    """The results of the loop that the passes began with; `bind` runs the one they end with."""
+    """Run the loop that the passes end with; return the results of the one they began with."""
     given = []
     for done in passes:
         given.append(operands)

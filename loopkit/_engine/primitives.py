@@ -12,8 +12,8 @@ loop (the same loop over values and tangents):
 
 D is a loop itself, so derivatives of any order are the same six on a longer carry.
 
-An error in a loop that took the place of one of lax says which loop it is, and the way out: whoever
-reads it has not written the loop, and may not know that it is there.
+An error in a loop that replaced one of lax names that loop, and a way out. Its reader has not
+written the loop, and may not know that loopkit runs it.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ pushforward_p = _jax.declare("loopkit_pushforward")
 pullback_p = _jax.declare("loopkit_pullback")
 hessian_p = _jax.declare("loopkit_hessian")
 narrowed_p = _jax.declare("loopkit_narrowed")
-"""One of the linear three, of lanes that narrow: derived, where it is run, from all phases."""
+"""One of the three linear primitives, of lanes that narrow; it is derived from all phases."""
 evaluated_p = _jax.declare("loopkit_evaluated")
 """A jaxpr that computes a loop, or its derivative, and has no derivative itself."""
 READS: dict[Any, Callable] = {}
-"""`(**params)`: which operands the transpose of a primitive reads as it runs, from the first on."""
+"""`(**params)`: flags for the first operands of a primitive, whether its transpose reads them."""
 PARTIAL_EVAL_RULES: dict[Any, Callable] = {}
-"""`(used, **params)`: which operands a primitive needs where it is only run, for the used results,
-and a function of those that returns the results; None if it needs all."""
+"""`(used, **params)`: which operands a primitive needs to run for the used results alone, and a
+function of these that returns the results; None if it needs all operands."""
 
 
 def define(primitive: _jax.Primitive, evaluate: Callable, types: Callable, **rules: Any) -> None:
-    """As in `_jax`; what has the same equations is compiled once, also outside jit."""
-    if primitive is not while_p:  # all others are derivatives
+    """Define a primitive as `_jax` does; outside jit too, equal equations are compiled once."""
+    if primitive is not while_p:  # the others are derivatives
         evaluate, types = naming_the_loop(evaluate), naming_the_loop(types)
     rules |= {k: naming_the_loop(rules[k]) for k in ("jvp", "transpose") if k in rules}
     _jax.define(primitive, evaluate, types, run=_run, **rules)
@@ -70,7 +70,8 @@ def _run_once(
 ) -> Any:
     if params["loop"].lasting:
         return compiled(*operands, **params)
-    # A loop with rules for derivatives is equal to no other; what it computes may be.
+    # A loop with rules for derivatives equals no other loop, but its results may have equal
+    # equations.
     types = list(map(jax.typeof, operands))
     with _jax.as_there(operands):
         jaxpr, closed_over = _jax.trace(lambda *values: evaluate(*values, **params), types, "loop")
@@ -81,7 +82,7 @@ def _run_once(
 
 
 def _values(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """A jaxpr in which derivatives of loops are what computes them: it hangs on no rule."""
+    """Return a jaxpr with derivatives of loops replaced by their equations, so no rule is left."""
     values = while_p, evaluated_p
     derives = lambda eqn: eqn.primitive in _jax.evaluations and eqn.primitive not in values
 
@@ -112,13 +113,14 @@ ERROR_KINDS: dict[type, type[Exception]] = {
 ERROR_KINDS |= dict.fromkeys(
     (AssertionError, AttributeError, IndexError, KeyError), NotImplementedError
 )
-"""Errors that are said anew, and as what: jax's own types have more to them than a text."""
+"""Errors that are raised again with another text, and their new types. JAX's own are more than
+text."""
 
 
 def naming_the_loop(rule: Callable) -> Callable:
-    """A rule of a primitive that has a loop: its errors say which, if the loop was one of lax.
+    """Return a rule whose errors name the loop, if it replaced a loop of lax.
 
-    An error of someone else's code, in a rule for derivatives that is run inside, stays as it is.
+    An error in code of others, in a rule for derivatives that runs inside, stays as it is.
     """
 
     @ft.wraps(rule)
@@ -139,7 +141,7 @@ def naming_the_loop(rule: Callable) -> Callable:
 
 
 def _is_named(error: Exception) -> bool:
-    """Whether it names a loop already, one inside."""
+    """Return whether an error names a loop already, one inside."""
     text = "\n".join([str(error), *getattr(error, "__notes__", [])])
     return re.search(r"loopkit\.\w+: (this is )?in the (scan|while_loop) at", text) is not None
 

@@ -1,7 +1,8 @@
-"""How a loop says how far it is, as it runs: of the host's bar it carries three numbers.
+"""Show how far a loop is while it runs: it carries three numbers of the host's bar.
 
-Steps are counted where a run of them ends. The host is told once enough are, and says how many
-that will be the next time: so it hears of a loop some five times a second, whatever a step takes.
+A loop counts its steps at the end of each run of steps. It calls the host once it has taken as many
+as the host asked for, and the host then says how many the next are. So the host hears of a loop
+about five times a second, however long a step takes.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from loopkit._progress import open_bars
 from loopkit._progress.progress import ProgressSettings
 
 RUN = 2e6
-"""Nanoseconds that a run of steps is believed to take: to end it costs a few hundred."""
+"""The assumed nanoseconds of a run of steps. Ending a run costs a few hundred."""
 PARTS = 100
-"""Into how many runs a loop of known length is cut at least, if it has as many steps."""
+"""The least number of runs into which a loop of known length is cut, if it has as many steps."""
 WAITING_BYTES = 1 << 16
-"""Bytes of what can be made to wait without being missed."""
+"""The most bytes of a value that waits for the host. Larger values go on without waiting."""
 RUN_STEPS = 256
-"""Steps of a run, where nothing says how long the loop is."""
+"""The steps in a run if nothing says how long the loop is."""
 
 
 class StepMeter(NamedTuple):
-    """int32 each."""
+    """The three numbers that a loop carries for its bar, int32 each."""
 
     number: Any
     """The host's number of the bar."""
     steps: Any
-    """Taken since the host was told."""
+    """The steps taken since the last call of the host."""
     due: Any
-    """The steps after which the host is told again."""
+    """The steps after which to call the host again."""
 
 
 Done = Callable[[], Any]
@@ -95,7 +96,7 @@ class Closing(Call):
 
 
 def is_shown(loop: Loop) -> bool:
-    """Whether it has a bar as its steps are taken."""
+    """Return whether the loop has a bar for the steps that it takes forward."""
     return loop.progress is not None and loop.progress.forward
 
 
@@ -106,9 +107,9 @@ def opened(
     known: Sequence[Any],
     backward: bool = False,
 ) -> StepMeter:
-    """A bar, of so many steps; None if nobody knows. It varies over the devices as `like` does.
+    """Open a bar of so many steps (None if nobody knows), which varies over devices as `like` does.
 
-    `known`: what has to be, first.
+    `known` are values that have to be known before the bar opens.
     """
     total = jnp.asarray(-1 if total is None else total, jnp.int32)
     bits = sum(map(_bit, filter(_can_wait, known)), jnp.int32(0))
@@ -121,7 +122,7 @@ def opened(
 def after(
     loop: Loop, bar: StepMeter, count: _jax.Whole, backward: bool = False, done: Done = no_lanes
 ) -> StepMeter:
-    """After so many more steps. `done`: how many lanes are."""
+    """Count so many more steps. `done` returns the number of lanes that have stopped."""
 
     def told(bar: StepMeter) -> StepMeter:
         update = Update.of(loop, backward)
@@ -129,13 +130,13 @@ def after(
         return bar._replace(steps=jnp.zeros_like(bar.steps), due=due)
 
     bar = bar._replace(steps=bar.steps + count)
-    if _jax.host_waits.value:  # for what decides, too
+    if _jax.host_waits.value:  # in that case, the host waits for a predicate too
         return told(bar)
     return lax.cond(bar.steps >= bar.due, told, lambda bar: bar, bar)
 
 
 def closed(loop: Loop, bar: StepMeter, results: Sequence[Any], backward: bool = False) -> list:
-    """The results, which wait for it, or what is small of them."""
+    """Close the bar; return the results, of which the small ones wait for that."""
     (zero,) = _jax.tell(Closing.of(loop, backward), [*bar], 1)
     held = lambda v: jnp.where(zero == 0, v, jnp.zeros_like(v))
     small = lambda v: _jax.byte_count(jax.typeof(v)) <= WAITING_BYTES  # a literal may be Python's
@@ -143,21 +144,21 @@ def closed(loop: Loop, bar: StepMeter, results: Sequence[Any], backward: bool = 
 
 
 def _can_wait(value: jax.Array) -> bool:
-    """Whether it is an array of numbers, here."""
+    """Return whether a value is an array of numbers on the device."""
     aval = jax.typeof(value)
     known = all(isinstance(n, int) and n > 0 for n in aval.shape)
     return known and isinstance(aval.dtype, np.dtype) and not _jax.is_on_host(aval)
 
 
 def _bit(value: jax.Array) -> Any:
-    """A number that hangs on it, as no compiler knows what it is."""
+    """Return a number that depends on a value, in a way that no compiler can evaluate."""
     value = jnp.asarray(value)
     first = lax.slice(value, (0,) * value.ndim, (1,) * value.ndim)
     return jnp.logical_not(first).astype(jnp.int32).reshape(())
 
 
 def run_length(loop: Loop) -> int:
-    """Steps to a run."""
+    """Return the number of steps in a run."""
 
     def find() -> int:
         most = RUN_STEPS if loop.length is None else max(1, loop.length // PARTS)

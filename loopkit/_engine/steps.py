@@ -1,4 +1,4 @@
-"""Taking steps: reading a slice of xs, running the body, writing a row of ys, minding the lanes."""
+"""Take steps: read a slice of xs, run the body, write a row of ys, and mask the lanes."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ LAST_STEP = jnp.iinfo(jnp.int32).max
 
 
 class Steps(NamedTuple):
-    """A loop under way."""
+    """The state of a loop between two steps."""
 
     count: Any
-    """Steps taken, int32."""
+    """The number of steps taken, int32."""
     carry: list
     ys: list
-    """Whole arrays, written up to `count`."""
+    """Whole arrays, written up to row `count`."""
     lane_counts: Any
-    """Steps taken by each lane, int32[lanes]; None where there are no lanes."""
+    """The number of steps taken by each lane, int32[lanes]; None without lanes."""
     bar: progress.StepMeter | None = None
-    """Where the loop shows how far it is."""
+    """The bar, if the loop shows its progress."""
 
     @property
     def taken(self) -> Any:
-        """Steps taken: by each lane, if there are lanes."""
+        """The number of steps taken; by each lane, if there are lanes."""
         return self.count if self.lane_counts is None else self.lane_counts
 
 
 def row_of(loop: Loop, step: _jax.Whole) -> Any:
-    """The row of xs and ys that belongs to a step."""
+    """Return the row of xs and ys that belongs to a step."""
     if not loop.reverse:
         return step
     assert loop.length is not None, "a loop in reverse has a length"
@@ -46,12 +46,12 @@ def row_of(loop: Loop, step: _jax.Whole) -> Any:
 
 
 def read_slices(loop: Loop, operands: Operands, step: _jax.Whole) -> list:
-    """The slices of xs that belong to a step."""
+    """Return the slices of xs that belong to a step."""
     return read_rows(operands.xs, row_of(loop, step), loop.x_axes) if operands.xs else []
 
 
 def read_rows(arrays: Sequence[Any], row: _jax.Whole, axes: Sequence[int] | int = 0) -> list:
-    """Rows, brought to the device from wherever they are kept."""
+    """Return rows, brought to the device from the memory that holds them."""
     return [
         _jax.placed(
             lax.dynamic_index_in_dim(a, row, axis, keepdims=False, allow_negative_indices=False)
@@ -76,7 +76,7 @@ def _each(axes: Sequence[int] | int, arrays: Sequence[Any]) -> Sequence[int]:
 
 
 def spread_lanes(active: Any, value: jax.Array, leading: int) -> Any:
-    """A mask over the lanes, shaped so that it broadcasts against `value`.
+    """Return a mask over the lanes, shaped so that it broadcasts against `value`.
 
     `leading` axes of `value` come before its lane axes.
     """
@@ -85,7 +85,7 @@ def spread_lanes(active: Any, value: jax.Array, leading: int) -> Any:
 
 
 def select(active: Any, new: Sequence[Any], old: Sequence[Any], leading: int = 0) -> list:
-    """`new` in the active lanes, `old` in the others."""
+    """Return `new` in the active lanes, `old` in the others."""
     return [
         jnp.where(spread_lanes(active, n, leading), n, o) for n, o in zip(new, old, strict=True)
     ]
@@ -94,9 +94,9 @@ def select(active: Any, new: Sequence[Any], old: Sequence[Any], leading: int = 0
 def hold(
     active: Any, new: Sequence, old: Sequence, is_buffer: Sequence[bool] = (), leading: int = 0
 ) -> list:
-    """The carry after a step that only the active lanes take, or its cotangents before one.
+    """Return the carry after a step that only active lanes take, or its cotangents before the step.
 
-    Steps write nothing into the buffers of the others. Values that `is_buffer` leaves out are none.
+    Steps write nothing into the buffers of other lanes. Values beyond `is_buffer` are not buffers.
     """
     selected = select(active, new, old, leading)
     flags = [*is_buffer, *[False] * (len(selected) - len(is_buffer))]
@@ -104,13 +104,13 @@ def hold(
 
 
 def is_active(loop: Loop, operands: Operands, carry: Sequence[Any]) -> Any:
-    """The predicate: a scalar, or one a lane."""
+    """Return the predicate: a scalar, or a value for each lane."""
     assert loop.cond is not None
     return _jax.call_jaxpr(loop.cond)(*operands.cond_consts, *carry)[0]
 
 
 def goes_on(loop: Loop, operands: Operands, state: Steps, stop: Any | None) -> Any:
-    """Whether any lane is active, and fewer than `stop` steps have been taken."""
+    """Return whether any lane is active, and fewer than `stop` steps have been taken."""
     if loop.cond is None:
         return state.count < stop
     active = is_active(loop, operands, state.carry)
@@ -139,7 +139,7 @@ def one_step(loop: Loop, operands: Operands, state: Steps) -> Steps:
 
 
 def guarded_step(loop: Loop, operands: Operands, stop: _jax.Whole | None, state: Steps) -> Steps:
-    """A step if the loop goes on; for bodies unrolled several to an iteration."""
+    """Take a step if the loop goes on; for bodies with several steps in an iteration."""
     go = goes_on(loop, operands, state, stop)
     if loop.effects or loop.shows_within:
         return lax.cond(go, lambda s: one_step(loop, operands, s), lambda s: s, state)
@@ -163,7 +163,7 @@ def guarded_step(loop: Loop, operands: Operands, stop: _jax.Whole | None, state:
 
 
 def start(loop: Loop, operands: Operands) -> Steps:
-    """No step taken yet. Counters vary over the devices if the predicate does."""
+    """Return the state before any step. Counters vary over the devices if the predicate does."""
     decides = [] if loop.cond is None else loop.cond.out_avals
     count, carry = _jax.vary_like(jnp.int32(0), decides), first_carry(loop, operands)
     lane_counts = count + _jax.zeros(decides[0]).astype(jnp.int32) if loop.lanes else None
@@ -177,7 +177,7 @@ def first_carry(loop: Loop, operands: Operands) -> list:
 
 
 def after_run(loop: Loop, steps: Steps, count: _jax.Whole) -> Steps:
-    """After a run of so many steps."""
+    """Return the state after a run of so many steps."""
     if steps.bar is None:
         return steps
     lanes_done = lambda: (steps.lane_counts < steps.count).sum(dtype=jnp.int32)
@@ -186,7 +186,7 @@ def after_run(loop: Loop, steps: Steps, count: _jax.Whole) -> Steps:
 
 
 def finished(loop: Loop, steps: Steps) -> Steps:
-    """After the last run, its bar closed."""
+    """Return the state after the last run, with its bar closed."""
     if steps.bar is None:
         return steps
     carry = progress.closed(loop, steps.bar, steps.carry)
@@ -194,7 +194,7 @@ def finished(loop: Loop, steps: Steps) -> Steps:
 
 
 def advance(loop: Loop, operands: Operands, state: Steps, stop: Any | None) -> Steps:
-    """Steps until the predicate fails or `stop` steps have been taken in all."""
+    """Take steps until the predicate fails, or `stop` steps have been taken in all."""
     if loop.cond is None:
         return take(loop, operands, stop - state.count, state)
 
@@ -208,7 +208,7 @@ def advance(loop: Loop, operands: Operands, state: Steps, stop: Any | None) -> S
 
 
 def take(loop: Loop, operands: Operands, count: Any, state: Steps) -> Steps:
-    """So many steps, none of which is left out."""
+    """Take exactly so many steps."""
     step = lambda _, s: one_step(loop, operands, s)
     return in_runs(loop, count, step, state, ft.partial(after_run, loop), state.bar)
 
@@ -216,7 +216,7 @@ def take(loop: Loop, operands: Operands, count: Any, state: Steps) -> Steps:
 def while_it_goes_on(
     loop: Loop, operands: Operands, body: Callable[[Any], Any], state: Any, stop: Any | None
 ) -> Any:
-    """`body(state)` while the loop goes on. `state`: that under way, and what is saved of it."""
+    """Run `body(state)` while the loop goes on. `state`: the loop's, and what is saved of it."""
     another = lambda s, stop=stop: goes_on(loop, operands, s[0], stop)
     if state[0].bar is None:
         return lax.while_loop(another, body, state)
@@ -240,7 +240,7 @@ def in_runs(
     bar: progress.StepMeter | None,
     part: int = 1,
 ) -> Any:
-    """As `repeat`; with a bar, in runs of steps, and `after(state, count)` after each."""
+    """Run as `repeat` does; with a bar, in runs of steps, and `after(state, count)` after each."""
     if bar is None:
         return repeat(times, body, state, loop.unroll, part)
     length = progress.run_length(loop)
@@ -248,7 +248,7 @@ def in_runs(
     def run(first: _jax.Whole, count: _jax.Whole, s: Any) -> Any:
         return after(repeat(count, lambda k, s: body(first + k, s), s, loop.unroll), count)
 
-    if isinstance(times, int):  # a loop of known length is a little faster
+    if isinstance(times, int):  # loops of known length are faster
         some = range(min(length, times), min(4 * length, times) + 1)
         length = next((n for n in some if n and not times % n), length)
     if _jax.host_waits.value or (isinstance(times, int) and not times % length):
@@ -264,10 +264,10 @@ def in_runs(
 def repeat(
     times: Any, body: Callable[[Any, Any], Any], state: Any, unroll: int = 1, part: int = 1
 ) -> Any:
-    """`body(i, state)` for i in range(times), `unroll` of them to an iteration.
+    """Run `body(i, state)` for i in range(times), with `unroll` of them in an iteration.
 
-    `times` may be known or traced; the steps left over run in a loop of their own. If it is traced,
-    `part` of them may run in a loop of known length.
+    `times` may be known or traced. The steps left over run in a loop of their own. If `times` is
+    traced, `part` steps at a time may run in a loop of known length.
     """
     if part > 1 and not isinstance(times, int):
         whole = quotient(times, part)
@@ -302,22 +302,22 @@ def repeat(
 
 
 def quotient(count: _jax.Whole, by: int) -> Any:
-    """`count // by`. A count is not negative: if it is traced, there is no sign to mind."""
+    """Return `count // by`. A count is not negative, so a traced one needs no code for signs."""
     return lax.div(count, jnp.int32(by)) if _jax.is_tracer(count) else count // by
 
 
 def repeat_backwards(
     times: Any, body: Callable[[Any, Any], Any], state: Any, unroll: int = 1, part: int = 1
 ) -> Any:
-    """`body(i, state)` for i from times - 1 down to 0.
+    """Run `body(i, state)` for i from times - 1 down to 0.
 
-    Counted upwards: of a long loop that counts down, compilers do not see how long it is.
+    The loop counts upward, because compilers do not see the length of a long loop that counts down.
     """
     return repeat(times, lambda k, s: body(times - 1 - k, s), state, unroll, part)
 
 
 def evaluate(loop: Loop, operands: Operands) -> list:
-    """The results of the loop: final carry, then ys."""
+    """Return the results of the loop: the final carry, then the ys."""
     every = loop.cond is None and loop.length != 0
     if every and not progress.is_shown(loop) and not any((*loop.x_axes, *loop.y_axes)):
         return scan(loop, operands)
@@ -331,7 +331,7 @@ def evaluate(loop: Loop, operands: Operands) -> list:
 
 
 def scan(loop: Loop, operands: Operands, split_transpose: bool = False) -> list:
-    """A loop of known length, which may be symbolic, as lax.scan runs it."""
+    """Run a loop of known length, which may be symbolic, with lax.scan."""
 
     def body(carry: list, x: list) -> tuple[list, list]:
         outs = _jax.call_jaxpr(loop.body)(*operands.consts, *carry, *x)

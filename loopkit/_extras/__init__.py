@@ -1,1 +1,1 @@
-"""Functions that are made of the public loops."""
+"""Functions made of the public loops."""

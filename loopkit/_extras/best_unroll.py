@@ -1,4 +1,4 @@
-"""`best_unroll`: the number of steps to an iteration, found by trying."""
+"""`best_unroll`: find the best number of steps in an iteration by trying."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from loopkit._types import Checkpoints
 COUNTS = 1, 2, 4, 8, 16
 ROUNDS = 7
 NOISE = 1.05
-"""More steps to an iteration have to be better than fewer by this factor."""
+"""More steps in an iteration have to be better than fewer by this factor."""
 FUNCTION = "best_unroll"
 NAMES = Names(FUNCTION, "f", "init", "until", "carry, x")
 
@@ -39,21 +39,21 @@ def best_unroll(
 ) -> int:
     """Measure which `unroll` makes a scan fastest.
 
-    More steps to an iteration cost less bookkeeping and take longer to compile. Which wins depends
-    on the step and on the device. This compiles `loopkit.scan(f, init, xs, length, unroll=n)` with
-    1, 2, 4, 8 and 16 steps to an iteration, runs each eight times on the values given, and weighs
-    the time to compile together with that of `uses` runs. It stops where compiling alone takes
-    longer than the best so far. Call it once, outside `jax.jit`, and write the number that it
-    returns into the program.
+    More steps in an iteration need less bookkeeping, but take longer to compile. Which number wins
+    depends on the step and on the device. This function compiles
+    `loopkit.scan(f, init, xs, length, unroll=n)` with 1, 2, 4, 8 and 16 steps in an iteration, and
+    runs each eight times on the given values. It adds the time to compile to that of `uses` runs.
+    It stops if compiling alone takes longer than the best so far. Call it once, outside `jax.jit`,
+    and write the number that it returns into the program.
 
     **Arguments:**
 
     - `f`, `init`, `xs`, `length`, `checkpoints`: as in `loopkit.scan`. `f` is called, with all its
-      side effects. For a while loop pass `lambda carry, _: (body(carry), None)` and about as many
-      steps as it takes.
-    - `gradient`: whether to time the gradient of the sum of all results in `init` and `xs`, rather
-      than the results.
-    - `uses`: how often the compiled program is going to run.
+      side effects. For a while loop, pass `lambda carry, _: (body(carry), None)` and about as many
+      steps as the loop takes.
+    - `gradient`: whether to time the gradient of the sum of all results with respect to `init` and
+      `xs`, rather than the results.
+    - `uses`: how often you expect the compiled program to run.
 
     **Returns:**
 
@@ -61,7 +61,7 @@ def best_unroll(
 
     **Raises:**
 
-    - `TypeError` if it is called while `init` or `xs` are traced, as inside `jax.jit`.
+    - `TypeError` if `init` or `xs` is traced, as inside `jax.jit`.
     - `TypeError` and `ValueError` as `loopkit.scan`.
 
     !!! example
@@ -103,7 +103,7 @@ def best_unroll(
 
 
 def _gradient(run: Callable) -> Callable:
-    """Return the gradient of the sum of all results, in all arguments that have one."""
+    """Return the gradient of the sum of all results, for all arguments that have one."""
 
     def slopes(init: PyTree[Any], xs: PyTree[Any]) -> Any:
         leaves, tree = jax.tree.flatten((init, xs))
@@ -122,7 +122,7 @@ def _gradient(run: Callable) -> Callable:
 
 
 def _measured(run: Callable, init: PyTree[Any], xs: PyTree[Any]) -> tuple[float, float]:
-    """Seconds to trace and compile, and to run."""
+    """Return the seconds to trace and compile, and the seconds to run."""
     begin = time.perf_counter()
     compiled = jax.jit(run).lower(init, xs).compile()
     to_compile, seconds = time.perf_counter() - begin, []

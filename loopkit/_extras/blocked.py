@@ -1,4 +1,4 @@
-"""`blocked`: a batch in blocks whose working set stays in the processor's cache."""
+"""`blocked`: compute a batch in blocks whose working set stays in the processor's cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from loopkit._types import Axes, Decorator, P, Progress, R
 FUNCTION = "blocked"
 NAMES = Names("scan", "f", "init", "until", "carry, x")
 ROWS_MULTIPLE = 8
-"""Blocks of a multiple of this many rows fill the vector registers."""
+"""Blocks whose number of rows is a multiple of this fill the vector registers."""
 
 
 @overload
@@ -59,21 +59,21 @@ def blocked(
                 return concatenate([fn(x[i : i + block]) for i in range(0, len(x), block)])
             return run
 
-    A loop over a large batch reads and writes memory in every step. Over a block that fits in the
-    cache it does not. `fn` must treat the rows of its batch independently; its derivatives, in
-    every mode, are computed block by block too. A `jax.debug.callback` in it is called once a
-    block, and not again where a gradient computes the block again.
+    A loop over a large batch reads and writes memory in every step. A loop over a block that fits
+    in the cache does not. `fn` must treat the rows of its batch independently. Its derivatives, in
+    every mode, are computed block by block too. A `jax.debug.callback` in `fn` is called once for
+    each block, and not again if a gradient computes the block again.
 
     **Arguments:**
 
-    - `fn`: a function of arrays with a batch axis, any pytrees of them, to such arrays.
-    - `block`: rows to a block, a static int. None: as many as fit in half of the second-level
-      cache, by the bytes that `fn` and the loops in it read and write for a row; on other devices
-      than CPUs, all. What is left over is a smaller block.
+    - `fn`: a function from arrays with a batch axis, in any pytrees, to such arrays.
+    - `block`: the rows in a block, a static int. With None, a block has as many rows as fit in half
+      of the second-level cache, by the bytes that `fn` and the loops in it read and write for a
+      row. On devices other than CPUs, it then has all rows. The rows left over are a smaller block.
     - `in_axes`, `out_axes`: the batch axes of the positional arguments and of the results, as in
-      `jax.vmap`. An argument with None is given whole to every block; a result with None is that
-      of the last block. Keyword arguments have their batch axis first.
-    - `progress`: as in `loopkit.while_loop`; a step is a block. Nothing is shown of a single block.
+      `jax.vmap`. With None, every block gets the whole argument, or the result is that of the last
+      block. Keyword arguments have their batch axis first.
+    - `progress`: as in `loopkit.while_loop`; a step is a block. A single block shows nothing.
 
     **Returns:**
 
@@ -81,8 +81,8 @@ def blocked(
 
     **Raises:**
 
-    `TypeError` and `ValueError` if an argument is wrong, or a result has no row for each row of
-    its block, be it one block for all.
+    `TypeError` and `ValueError` if an argument is wrong, or if a result does not have a row for
+    each row of its block, even if one block holds the whole batch.
 
     !!! example
 
@@ -132,7 +132,7 @@ def _in_blocks(fn: Callable, inputs: Inputs, rows: int, out_axes: Axes, shown: A
     blocks = _over_blocks(fn, inputs.tree, head, rows, out_axes, first)
     if not left:
         return _merged(blocks, out_axes)
-    # One more block, so that this too is traced once and runs as one program.
+    # The rest is one more block, so that it too is traced once and runs as one program.
     rest, _ = tail.divided(1, left)
     end = _merged(_over_blocks(fn, inputs.tree, rest, left, out_axes, last), out_axes)
     return joined(FUNCTION, blocks, end, out_axes)
@@ -149,7 +149,7 @@ def _over_blocks(
 
     length, axes, asked = blocks.length, block_axes(out_axes), LoopOptions(progress=shown)
     spec = LoopSpec.of(NAMES, (step, None), None, blocks, length, asked, length, out_axes=axes)
-    # The step is made anew on every call: this is what it hangs on.
+    # Each call makes a new step; the trace depends on these.
     made_of = FUNCTION, tree, jax.tree.structure(axes), *jax.tree.leaves(axes)
     spec = spec._replace(functions=(fn,), rest=made_of)
     return (of_some(spec) if has_none(axes) else run_scan(spec))[1]
@@ -164,7 +164,7 @@ def _merged(blocks: PyTree[Any], out_axes: Axes) -> Any:
 
 
 def _with_rows(out: PyTree[Any], out_axes: Axes, rows: int) -> Any:
-    """Return what `fn` returned, if it has a row for each row of its block."""
+    """Return the result of `fn`, if it has a row for each row of its block."""
     out = validate.as_arrays(FUNCTION, "fn", out)
     axes = leaf_axes("out_axes", out_axes, out, "what `fn` returns", FUNCTION)
     axes = normalised("out_axes", axes, out, FUNCTION)
@@ -178,7 +178,7 @@ def _with_rows(out: PyTree[Any], out_axes: Axes, rows: int) -> Any:
 
 
 def _rows_in_cache(fn: Callable, inputs: Inputs) -> int:
-    """Rows whose working set fills half of the cache; a divisor of the batch if one is near."""
+    """Return how many rows fill half of the cache; a divisor of the batch if one is near."""
     if jax.default_backend() != "cpu":
         return inputs.length
     key = (FUNCTION, inputs.tree, *inputs.axes, type_key(inputs.leaves))
@@ -191,7 +191,7 @@ def _rows_in_cache(fn: Callable, inputs: Inputs) -> int:
 
 
 def _working_set(fn: Callable, inputs: Inputs) -> int:
-    """Bytes that `fn` and the loops in it read and write for the whole batch."""
+    """Return the bytes that `fn` and the loops in it read and write for the whole batch."""
 
     def flat(*leaves: jax.Array) -> list:
         *args, kwargs = inputs.tree.unflatten(leaves)
@@ -203,9 +203,9 @@ def _working_set(fn: Callable, inputs: Inputs) -> int:
 
 
 def _loop_bytes(jaxpr: _jax.Jaxpr) -> int:
-    """Bytes of what loops return, at any depth: they are written to memory.
+    """Return the bytes that loops at any depth return, and so write to memory.
 
-    Of several jaxprs in an equation, such as the branches of a conditional, the largest counts.
+    If an equation has several jaxprs, such as branches, the one with the most bytes counts.
     """
     total = 0
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
@@ -217,7 +217,7 @@ def _loop_bytes(jaxpr: _jax.Jaxpr) -> int:
 
 @ft.cache
 def cache_bytes() -> int:
-    """Bytes of a core's second-level cache; 1 MiB where the system does not say."""
+    """Return the bytes of a core's second-level cache; 1 MiB if the system does not say."""
     path = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
     units = {"K": 1 << 10, "M": 1 << 20}
     with contextlib.suppress(OSError, ValueError, KeyError):

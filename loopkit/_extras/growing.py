@@ -1,7 +1,7 @@
 """Segments of a loop that grows: their lengths, their programs, the rows they read and write.
 
-Segments that together need next to no memory are run as one: to look between them, on the host,
-would take longer than they do.
+Segments that together need little memory run as one. A look at the predicate between them, on the
+host, would take longer than they do.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from loopkit._tracing.spec import LoopSpec
 from loopkit._tracing.trace import Traced, trace
 
 LONGEST_SEGMENT = 4096
-"""Steps to which segments grow."""
+"""The steps up to which segments grow."""
 
 LIGHT = 1 << 16
-"""Bytes of rows and checkpoints that are made room for without a look whether they are needed."""
+"""The bytes of rows and checkpoints to reserve without knowing whether the loop needs them."""
 
 AT_ONCE = 4 * LONGEST_SEGMENT
-"""Steps of segments that are run as one."""
+"""The most steps of segments that run as one."""
 
 
 def segment(spec: LoopSpec) -> tuple[Traced, _jax.TreeDef]:
-    """Trace a segment of a loop, its length still to be set; return it and the tree it carries.
+    """Trace a segment of a loop, without its length; return it and the tree that it carries.
 
-    `Hidden.left` says how many steps of it are to be taken.
+    `Hidden.left` says how many of its steps to take.
     """
     asked = None if spec.predicate is None else on_device(True, bool)
     none = on_device(0, np.int32)
@@ -49,7 +49,7 @@ def segment(spec: LoopSpec) -> tuple[Traced, _jax.TreeDef]:
 
 
 def segment_lengths(first: int, growth: float, most: int | None) -> Iterator[int]:
-    """The lengths of the segments: first, first * growth, first * growth**2, ..., to a cap."""
+    """Yield the lengths of segments: first, first * growth, first * growth**2, ..., to a cap."""
     size, cap = float(first), max(first, LONGEST_SEGMENT)
     for _ in itertools.count() if most is None else range(most):
         yield int(size) if size < cap else cap
@@ -57,7 +57,7 @@ def segment_lengths(first: int, growth: float, most: int | None) -> Iterator[int
 
 
 def together(sizes: Iterator[int], light: int, rows: int) -> Iterator[int]:
-    """The lengths of segments, added up to `light` steps as long as they have rows to read."""
+    """Yield the lengths of segments, added up to `light` steps while there are rows to read."""
     total, left = 0, rows
     for size in sizes:
         if total and (total >= left or total + size > light):
@@ -68,7 +68,7 @@ def together(sizes: Iterator[int], light: int, rows: int) -> Iterator[int]:
 
 
 def light_steps(traced: Traced, operands: list) -> int:
-    """How many steps at most need little memory."""
+    """Return how many steps need little memory."""
     operands = [*operands, *traced.closed_over]
     lanes = max((_lanes(v) for v in operands if _jax.is_tracer(v)), default=1)
     loop, _ = ready(traced.loop)
@@ -83,14 +83,14 @@ def light_steps(traced: Traced, operands: list) -> int:
 
 
 def _lanes(tracer: jax.Array) -> int:
-    """How many values `jax.vmap` has put into one."""
+    """Return how many lanes `jax.vmap` has put into one value."""
     return jax.typeof(_jax.innermost(tracer)).size // max(tracer.size, 1)
 
 
 def compiled(traced: Traced, size: int, counts: bool = False) -> Callable:
-    """A segment as one program, which JAX also differentiates only once.
+    """Return a segment as one program, which JAX also differentiates only once.
 
-    `counts`: whether the loop carries the number of the step.
+    `counts` says whether the loop carries the number of the step.
     """
 
     def make() -> Callable:
@@ -120,13 +120,13 @@ def compiled(traced: Traced, size: int, counts: bool = False) -> Callable:
 
 @lru_cache(256)
 def on_device(number: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """A number where compiled programs take it from, which each call would put there anew."""
+    """Return a number as an array on the device, which the cache keeps for later calls."""
     with jax.ensure_compile_time_eval():
         return jnp.asarray(number, dtype)
 
 
 def divided(xs: list, rows: int, sizes: Iterator[int]) -> Iterator[tuple[int, int, list]]:
-    """For each segment its length, the steps it may take, and its rows of `xs`."""
+    """Yield, for each segment, its length, the steps it may take, and its rows of `xs`."""
     if not xs:
         yield from ((size, size, []) for size in sizes)
         return
@@ -136,7 +136,7 @@ def divided(xs: list, rows: int, sizes: Iterator[int]) -> Iterator[tuple[int, in
     starts = [sum(lengths[:k]) for k in range(len(lengths))]
     steps = [min(size, rows - start) for size, start in zip(lengths, starts, strict=True)]
     if any(map(_jax.is_tracer, xs)):
-        # The transpose of a split is a concatenation; that of a slice is as long as `xs`.
+        # The transpose of a split is a concatenation. That of a slice is as long as `xs`.
         parts = [lax.split(x, [*steps, rows - sum(steps)])[:-1] for x in xs]
         slices = [list(x) for x in zip(*parts, strict=True)]
     else:
@@ -161,8 +161,8 @@ def _lengthened(x: Any, rows: int) -> Any:
 
 
 def joined(chunks: list[tuple[Any, int]]) -> Any:
-    """The first rows of each chunk, so many as is said beside it."""
-    if all(_is_host_array(chunk) for chunk, _ in chunks):  # no program for these lengths
+    """Join the first rows of each chunk, as many as the number beside it says."""
+    if all(_is_host_array(chunk) for chunk, _ in chunks):  # this compiles nothing
         rows = [np.asarray(chunk)[:most] for chunk, most in chunks]
         return _jax.put_beside(np.concatenate(rows) if len(rows) > 1 else rows[0], chunks[0][0])
     parts = [
@@ -172,7 +172,7 @@ def joined(chunks: list[tuple[Any, int]]) -> Any:
 
 
 def _is_host_array(value: Any) -> bool:
-    """Whether the host reads the array where it lies."""
+    """Return whether the host can read the array in place."""
     return (
         not _jax.is_tracer(value)
         and isinstance(value.dtype, np.dtype)
@@ -182,15 +182,15 @@ def _is_host_array(value: Any) -> bool:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether a run-time error of JAX says that memory ran out."""
+    """Return whether a run-time error of JAX says that memory ran out."""
     return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
 
 
 def ran_out_after(steps: int, segment: int, y_bytes: int, carry_bytes: int, room: int) -> str:
-    """Say how far the loop got, what it keeps, and how much of that would fit in so many bytes."""
+    """Say how far the loop got, what it keeps, and how much of that fits in `room` bytes."""
     size = partial(errors.size, unit="bytes")
     carries = f"{room // max(carry_bytes, 1):,} carries of {size(carry_bytes)}"
-    # The rows are in chunks, and once joined in one piece.
+    # Each row needs memory twice: in a chunk, and in the array that joins the chunks.
     rows = f"the `ys` of {room // max(2 * y_bytes, 1):,} steps, {size(y_bytes)} each"
     return (
         f"loopkit.unbounded_scan: out of memory after {steps:,} steps, in a segment of {segment:,}."
@@ -201,7 +201,7 @@ def ran_out_after(steps: int, segment: int, y_bytes: int, carry_bytes: int, room
 
 
 def memory_left(carry: Sequence[Any]) -> int:
-    """Bytes not in use where the carry lies, on the fullest of its devices."""
+    """Return the free bytes on the fullest of the devices that hold the carry."""
     values = map(_jax.innermost, carry)
     arrays = [v for v in values if isinstance(v, jax.Array) and not _jax.is_tracer(v)]
     placed = [v for v in arrays if v.committed] or arrays
@@ -213,7 +213,7 @@ def _left_on(device: _jax.Device) -> int:
     stats = memory_stats(device)
     if "bytes_limit" in stats:
         return max(stats["bytes_limit"] - stats.get("bytes_in_use", 0), 0)
-    # A CPU keeps no account: all that the machine has.
+    # A CPU keeps no account of its memory: take all that the machine has.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

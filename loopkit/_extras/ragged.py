@@ -1,7 +1,7 @@
 """`ragged_scan`: sequences of many lengths, scanned in batches of nearly one length.
 
-A batch is padded to the length of its bucket, and each of its lanes stops at its own end. Buckets
-are few, so that few programs are compiled; and narrow, so that little of a batch is padding.
+A batch is padded to the length of its bucket, and each of its lanes stops at its own end. There are
+few buckets, so that few programs are compiled. They are narrow, so batches have little padding.
 """
 
 from __future__ import annotations
@@ -62,38 +62,39 @@ def ragged_scan(
     progress: Progress = None,
     debug: Debug = None,
 ) -> tuple[C, list[Y]] | tuple[C, list[Y], LoopInfo]:
-    """Scan each of a list of sequences, of whatever lengths, in batches.
+    """Scan each sequence in a list, of any lengths, in batches.
 
         def ragged_scan(f, init, sequences, *, until=None):
             results = [loopkit.scan(f, init, xs, until=until) for xs in sequences]
             carries, ys = zip(*results)
             return jnp.stack(carries), list(ys)  # without the rows past a stop
 
-    Sequences of similar lengths go together: padded to the length of their bucket, under
-    `jax.vmap`. No step is taken in the padding. `jax.grad` and `jax.jvp` go through it, also in
-    what the sequences hold; `jax.jit` and `jax.vmap` do where no `until` is given.
+    Sequences of similar lengths run together, padded to the length of their bucket, under
+    `jax.vmap`. No step is taken in the padding. You can differentiate the function with `jax.grad`
+    and `jax.jvp`, with respect to the sequences too. Without `until`, `jax.jit` and `jax.vmap`
+    apply as well.
 
     **Arguments:**
 
     - `f`: `(Carry, X) -> (Carry, Y)`, a step of one sequence.
-    - `init`: a pytree of arrays, and of what is none as in `loopkit.scan`: the initial carry, the
-      same for all sequences.
-    - `sequences`: a list of pytrees of arrays, each scanned over along its leading axis. They
-      differ in its length only.
-    - `until`: `(Carry, Y) -> bool[]`. A sequence stops after the first step for which it holds.
-    - `batch`: the most sequences to a batch.
-    - `growth`: how many times longer each bucket is than the one before: see
+    - `init`: a pytree of arrays, the initial carry of every sequence. Leaves that are not arrays
+      pass through unchanged, as in `loopkit.scan`.
+    - `sequences`: a list of pytrees of arrays, each scanned over along its leading axis. They may
+      differ only in the length of that axis.
+    - `until`: `(Carry, Y) -> bool[]`. A sequence stops after the first step for which this holds.
+    - `batch`: the most sequences in a batch.
+    - `growth`: how many times longer each bucket is than the one before, as in
       `loopkit.length_buckets`.
     - `checkpoints`: what the backward pass keeps of each batch, as in `loopkit.scan`.
     - `return_info`: also return a `LoopInfo`, with an entry for each sequence.
-    - `progress`: as in `loopkit.while_loop`; steps are those of the longest sequence of each batch.
-    - `debug`: as in `loopkit.while_loop`; lanes are those of a batch.
+    - `progress`: as in `loopkit.while_loop`; a batch takes the steps of its longest sequence.
+    - `debug`: as in `loopkit.while_loop`; a lane is a sequence of a batch.
 
     **Returns:**
 
     The final carries, stacked along a new leading axis in the order of the sequences, and a list
-    of `ys`, each with as many rows as steps were taken; with `return_info`, a
-    `LoopInfo(steps, stopped)` as well.
+    of `ys`, each with a row for each step taken; with `return_info`, a `LoopInfo(steps, stopped)`
+    as well.
 
     **Raises:**
 
@@ -142,10 +143,10 @@ def _run(
     loops = [traced.of_length(size) for size, _ in batches]
     values = [*traced.closed_over, *jax.tree.leaves((spec.init, [x.leaves for x in inputs]))]
     compiled = any(_jax.is_tracer(_jax.innermost(v)) for v in values)
-    if spec.progress is not None and not compiled:  # else they need not run in turn
+    if spec.progress is not None and not compiled:  # compiled loops may run in any order
         loops = _with_one_bar(loops, [max(lengths[i] for i in some) for _, some in batches])
     for (size, some), loop in zip(batches, loops, strict=True):
-        # Lanes without steps, so that batches have few sizes.
+        # Add lanes that take no step, so that there are few batch sizes to compile.
         lanes = 1 << (len(some) - 1).bit_length()
         left = jnp.array([lengths[i] for i in some] + [0] * (lanes - len(some)), jnp.int32)
         xs = zip(*(inputs[i].leaves for i in some), strict=True)
@@ -172,7 +173,7 @@ def _run(
 
 
 def _with_one_bar(loops: list[Traced], steps: list[int]) -> list[Traced]:
-    """Loops that show how far all of them are, one after another."""
+    """Return loops that run one after another, and show how far all of them are together."""
     shown, last = [], len(loops) - 1
     for number, loop in enumerate(loops):
         assert loop.loop.progress is not None, "asked for"
@@ -184,11 +185,11 @@ def _with_one_bar(loops: list[Traced], steps: list[int]) -> list[Traced]:
 def length_buckets(
     lengths: Sequence[int], *, growth: float = 1.25, first: int = 8
 ) -> dict[int, list[int]]:
-    """Group sequences by length, such that little is padding and few lengths are left.
+    """Group sequences by length, with little padding and few different lengths.
 
-    Buckets hold sequences of at most `first`, then of at most `first * growth`, and so on: no
-    sequence longer than `first` is padded to more than `growth` times its length, and their number
-    grows with the logarithm of the longest.
+    The first bucket holds sequences of at most `first` steps, the next those of at most
+    `first * growth`, and so on. So a sequence longer than `first` is padded to at most `growth`
+    times its length. The number of buckets grows with the logarithm of the longest sequence.
 
     **Arguments:**
 
@@ -198,8 +199,8 @@ def length_buckets(
 
     **Returns:**
 
-    A dict from the length of each bucket that is not empty, shortest first, to the places in
-    `lengths` of its sequences.
+    A dict with an entry for each bucket that is not empty, shortest first: from its length to the
+    places of its sequences in `lengths`.
 
     **Raises:**
 
@@ -240,7 +241,7 @@ def _check_growth(function: str, growth: object) -> float:
 
 
 def _check_sequences(sequences: PyTree[Any]) -> list[Inputs]:
-    """The sequences as arrays, of rows of one type."""
+    """Return the sequences as arrays, and check that their rows have one type."""
     name = NAMES.function
     if not isinstance(sequences, (list, tuple)) or not sequences:
         got = "none" if isinstance(sequences, (list, tuple)) else type(sequences).__name__
@@ -268,11 +269,11 @@ def _zeros(x: jax.Array, rows: int) -> Any:
 
 
 def _stacked(sequences: Sequence[Any], lanes: int, size: int) -> Any:
-    """An array of lanes, each a sequence with rows after its end that no step reads."""
+    """Stack sequences as lanes, each with rows after its end that no step reads."""
     first = sequences[0]
     sequences = [*sequences, *[first[:0]] * (lanes - len(sequences))]
     concrete = not any(map(_jax.is_tracer, sequences))
-    if concrete and isinstance(first.dtype, np.dtype):  # on the host, nothing is compiled
+    if concrete and isinstance(first.dtype, np.dtype):  # NumPy compiles nothing
         stacked = np.zeros((lanes, size, *first.shape[1:]), first.dtype)
         for row, xs in zip(stacked, sequences, strict=True):
             row[: len(xs)] = xs

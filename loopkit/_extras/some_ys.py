@@ -1,8 +1,8 @@
-"""Some of a scan's ys in place of all: one of each window of steps, or what windows come to.
+"""Some of a scan's ys in place of all: one for each window of steps, or a reduction of the window.
 
-Steps are cut into windows, in the order in which they are taken: of `every` steps each, or one of
-all steps. A sum is a carry leaf that nothing depends on, so derivatives save nothing for it. What a
-window comes to is written to a buffer after the last of its steps.
+The steps are cut into windows, in the order in which the loop takes them: windows of `every` steps,
+or one window of all steps. A sum is a carry leaf that nothing depends on, so derivatives save
+nothing for it. After the last step of a window, its result is written to a buffer.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ EXPECTED = 'must be None, "sum", "mean" or "last"'
 
 
 class LeafState(NamedTuple):
-    """The part of the carry for a leaf of y, where it is needed."""
+    """The part of the carry for a leaf of y. Unused fields are None."""
 
     total: Any = None
-    """The sum over the window at hand."""
+    """The sum over the current window."""
     rows: Any = None
-    """A buffer of what windows come to."""
+    """A buffer with the results of the windows."""
     last: Any = None
-    """That of the last step."""
+    """The y of the last step."""
 
 
 class ReductionState(NamedTuple):
     """The part of the carry for the ys."""
 
     steps: Any
-    """Steps taken, where that matters."""
+    """The number of steps taken, or None if nothing depends on it."""
     leaves: list[LeafState]
 
 
 class RowKind(NamedTuple):
-    """A leaf of y, and what becomes of it."""
+    """A leaf of y, and how it is reduced."""
 
     aval: Any
     how: str | None
@@ -70,7 +70,7 @@ class RowKind(NamedTuple):
 
     @property
     def total_type(self) -> Any:
-        """The type of the sum: as `jnp.sum` has it, numbers of 16 bits are added up in 32."""
+        """The type of the sum. As in `jnp.sum`, numbers of 16 bits are added up in 32 bits."""
         dtype = jnp.dtype("float32") if _is_short(self.dtype) else self.dtype
         return self.aval.update(dtype=dtype, weak_type=False)
 
@@ -88,13 +88,13 @@ class SomeYs(NamedTuple):
     length: int
     reverse: bool
     stops: bool
-    """Whether it may stop before all steps are taken."""
+    """Whether the loop may stop before it has taken all steps."""
 
     @staticmethod
     def of(
         tree: _jax.TreeDef, types: Sequence[Any], out_axes: Axes, reduce: Reduce, *settings: Any
     ) -> SomeYs:
-        """`types`: of the leaves of one y. `settings`: the other fields."""
+        """Choose from the `types` of the leaves of one y; `settings` has the other fields."""
         rows, every = tree.unflatten(types), settings[0]
         hows = [None] * len(types) if reduce is None else _hows(reduce, rows)
         no_rows = [every is None and how is not None for how in hows]
@@ -118,7 +118,7 @@ class SomeYs(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many windows there may be, if their number is wanted."""
+        """The most windows; 0 without `every`."""
         return 0 if self.every is None else self.length // self.every
 
     @property
@@ -126,18 +126,18 @@ class SomeYs(NamedTuple):
         return jnp.int32(self.every or self.length)
 
     def stacks(self, leaf: RowKind) -> bool:
-        """Whether the loop itself stacks a leaf, with a row for every step."""
+        """Return whether the loop itself stacks a leaf, with a row for every step."""
         return self.every is None and leaf.how is None and leaf.axis is not None
 
     def keeps_last(self, leaf: RowKind) -> bool:
-        """Whether all that is wanted of a leaf is that of the last step."""
+        """Return whether only the last value of a leaf is kept."""
         if self.every is not None:
             return leaf.axis is None
         return leaf.how == "last" or (leaf.how is None and leaf.axis is None)
 
     @property
     def axes(self) -> list[int | None]:
-        """Where the loop's own ys are stacked."""
+        """The axes along which the loop stacks its own ys."""
         return [v.axis for v in filter(self.stacks, self.leaves)]
 
     def _makes_rows(self, leaf: RowKind) -> bool:
@@ -162,7 +162,7 @@ class SomeYs(NamedTuple):
         return _jax.zeros(_jax.stack_type(aval, self.rows))
 
     def buffers(self, start: ReductionState, of_carry: Any) -> Any:
-        """Return the `buffers` of the loop, where those of the caller's are `of_carry`."""
+        """Return the `buffers` of the loop; the caller's are `of_carry`."""
         if of_carry is None and all(v.rows is None for v in start.leaves):
             return None
         if callable(of_carry):
@@ -172,7 +172,7 @@ class SomeYs(NamedTuple):
         return CarryWithYs(False if of_carry is None else of_carry, ReductionState(steps, states))
 
     def step(self, ys: ReductionState, y: Sequence[Any]) -> tuple[ReductionState, list]:
-        """Return what is carried after a step with these leaves of y, and its own ys."""
+        """Return the state after a step with these leaves of y, and the ys that the loop stacks."""
         steps, states, own = ys.steps, [], []
         for leaf, (total, rows, last), value in zip(self.leaves, ys.leaves, y, strict=True):
             if self.stacks(leaf):
@@ -188,7 +188,7 @@ class SomeYs(NamedTuple):
         return ReductionState(None if steps is None else steps + 1, states), own
 
     def _with_row(self, rows: Buffer, steps: Any, value: jax.Array) -> Any:
-        """Write the row of the window, if the step is its last; steps left over are in none."""
+        """Write the row of the window at its last step. Steps left over are in no window."""
         window = lax.min(lax.div(steps, self._window), jnp.int32(self.rows - 1))
         row = self.rows - 1 - window if self.reverse else window
         ends = lax.rem(steps, self._window) == self._window - 1
@@ -201,7 +201,7 @@ class SomeYs(NamedTuple):
         return jnp.where(begins, 0, total).astype(total.dtype) + value
 
     def result(self, ys: ReductionState, own: Sequence[Any]) -> Any:
-        """Return the ys as they were asked for: from what was carried, and the loop's own."""
+        """Return the requested ys, from the state and from the ys that the loop has stacked."""
         rest = iter(own)
         steps = self.length if ys.steps is None else ys.steps
 
@@ -224,7 +224,7 @@ def of_some(
     reduce: Reduce = None,
     truncate: int | None = None,
 ) -> tuple[Any, Any, LoopInfo | None]:
-    """Run a scan of which not all ys are wanted, as one that carries what they come to."""
+    """Run a scan that keeps some of its ys, as a loop that carries their reductions."""
     all_ys = spec._replace(out_axes=0)
     kind = every, spec.inputs.length, spec.reverse, spec.predicate is not None
 
@@ -258,7 +258,7 @@ def of_some(
 
 
 def _of_all(some: SomeYs, names: Names, ys: list, steps: int) -> Any:
-    """Return the ys as they were asked for, from the rows of all steps."""
+    """Return the requested ys, from the rows of all steps."""
     taken = [(y[::-1] if some.reverse else y)[:steps] for y in ys]  # in the order of the steps
 
     def step(state: ReductionState, y: list) -> tuple[ReductionState, None, None]:
@@ -275,7 +275,7 @@ def _of_all(some: SomeYs, names: Names, ys: list, steps: int) -> Any:
 
 
 def _check_whole(y: PyTree[Any], leaves: Sequence[RowKind]) -> None:
-    """Raise where something would be summed leaf by leaf that is more than its leaves."""
+    """Raise if a node of y that is more than its leaves would be summed leaf by leaf."""
     whole, rest = lambda v: getattr(type(v), "_is_whole", False), iter(leaves)
     for path, node in tree_leaves_with_path(y, is_leaf=whole):
         own = [next(rest) for _ in jax.tree.leaves(node)]
@@ -286,7 +286,7 @@ def _check_whole(y: PyTree[Any], leaves: Sequence[RowKind]) -> None:
 
 
 def _hows(reduce: Reduce, y: PyTree[Any]) -> list[str | None]:
-    """Return what becomes of each leaf of y, from a prefix of its tree."""
+    """Return how each leaf of y is reduced, from a prefix of its tree."""
     try:
         flat = _jax.broadcast_prefix(reduce, y, is_leaf=lambda v: v is None)
     except ValueError:
@@ -298,7 +298,7 @@ def _hows(reduce: Reduce, y: PyTree[Any]) -> list[str | None]:
 
 
 def check_words(reduce: Reduce) -> None:
-    """Raise if a leaf of `reduce` is no word that there is."""
+    """Raise if a leaf of `reduce` is not one of the reductions."""
     for path, how in tree_leaves_with_path(reduce):
         if not (isinstance(how, str) and how in REDUCTIONS):
             wrong = errors.wrong_value if isinstance(how, str) else errors.wrong_type

@@ -1,8 +1,8 @@
 """Truncated backpropagation through time: blocks of steps, and no gradient between them.
 
-All blocks but the last are steps of an outer loop, whose carry is stopped after each. The last
-runs on its own, so that the gradient of the final carry, which reaches no further back, reverses
-that block alone.
+All blocks but the last are steps of an outer loop, which stops the gradient of the carry after each
+block. The last block runs on its own. The gradient of the final carry reaches no further back, so
+it reverses only that block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from loopkit._tracing.run import run_scan
 from loopkit._tracing.spec import CarryWithYs, LoopInfo, LoopSpec
 
 FEW_ROWS = 4
-"""Rows of residuals to a carry kept, up to which a block stores the residuals of all its steps."""
+"""The most rows of residuals, for each kept carry, with which a block stores all its residuals."""
 
 
 class Blocks(NamedTuple):
@@ -37,14 +37,14 @@ class Blocks(NamedTuple):
 
 
 def truncated(spec: LoopSpec, truncate: int | None) -> tuple[Any, Any, LoopInfo | None]:
-    """Run a scan whose gradient is stopped in the carry every `truncate` steps; None: nowhere."""
+    """Run a scan that stops the gradient of the carry every `truncate` steps, or never if None."""
     inputs, out_axes, stopping = spec.inputs, spec.out_axes, spec.predicate is not None
     if truncate is None or truncate >= inputs.length:
         return run_scan(spec)
     count = -(-inputs.length // truncate) - 1
     outer, inner = _shared(spec.budget, count, truncate)
 
-    # One bar: steps are counted by blocks, or, where a block may end before its last, in each.
+    # One bar counts the steps by blocks or, if a block may end early, within each block.
     shown = None if spec.progress is None else replace(spec.progress, whole=inputs.length)
     weight = 0 if stopping else truncate
     of_blocks = shown and shown.part(True, False, weight=weight)
@@ -65,7 +65,7 @@ def truncated(spec: LoopSpec, truncate: int | None) -> tuple[Any, Any, LoopInfo 
         return Blocks(carry, state.steps + info.steps, info.stopped), y, go
 
     head, tail = inputs.divided(count, truncate, spec.reverse)
-    # All that a block does, but for its inputs.
+    # These are all settings of a block but its inputs.
     of_inputs = truncate, inputs.tree, *inputs.axes
     of_ys = jax.tree.structure(out_axes), *jax.tree.leaves(out_axes)
     made_of = of_ys, inner, unroll, spec.checking, spec.finite, spec.carried.flags
@@ -79,7 +79,7 @@ def truncated(spec: LoopSpec, truncate: int | None) -> tuple[Any, Any, LoopInfo 
         predicate=(lambda state, _: state.stopped) if stopping else None,
         out_axes=block_axes(out_axes),
         budget=outer,
-        unroll=1,  # an iteration is a loop already: several would be long programs
+        unroll=1,  # an iteration is a loop already: several would make a long program
         progress=of_blocks,
         checking=False,
         finite=None,
@@ -97,7 +97,7 @@ def truncated(spec: LoopSpec, truncate: int | None) -> tuple[Any, Any, LoopInfo 
 
 
 def _shared(budget: Budget, count: int, truncate: int) -> tuple[Any, Any]:
-    """Return what the loop over blocks keeps, and what each block does."""
+    """Return what the loop over blocks keeps, and what each block keeps."""
     if isinstance(budget, Plan):
         advice = (
             "A truncated scan is a loop over blocks, each a loop of its own, and a plan is of one "
@@ -118,7 +118,7 @@ def _shared(budget: Budget, count: int, truncate: int) -> tuple[Any, Any]:
 
 
 def _cut(carry: PyTree[Any], stopped: jax.Array | None) -> Any:
-    """Stop the gradient of a carry, but for lanes that have ended in it, and but for ys."""
+    """Stop the gradient of a carry, except for ys and for lanes that ended in the block."""
     if type(carry) is CarryWithYs:
         return CarryWithYs(_cut(carry.carry, stopped), carry.ys)
 

@@ -1,11 +1,11 @@
 """`unbounded_scan`: a scan that grows, outside jit, until it has seen enough.
 
-XLA must know how many rows the results have; nobody knows how many steps this loop takes. So it
-runs in segments of a known length, each a compiled loop, and between two of them looks, on the
-host, whether to go on. The lengths grow geometrically, so that few programs are ever compiled.
+XLA must know how many rows the results have, but this loop may take any number of steps. So the
+loop runs in segments of a known length, each a compiled loop. Between two segments, it looks on the
+host whether to go on. The lengths grow geometrically, so that few programs are compiled.
 
-A segment is a loop of the engine, with a predicate: it stops after the last step, not after its
-last row. Derivatives are those of its segments, one after another.
+A segment is a loop of the engine, with a predicate, which may stop it before its last row. The
+derivative of the whole is that of its segments, one after another.
 """
 
 from __future__ import annotations
@@ -84,43 +84,44 @@ def unbounded_scan(
                     break
             return carry, jnp.stack(ys)
 
-    It runs compiled segments of growing length, and looks between them whether to go on, unless
-    they are light: up to 64 kB of results and checkpoints it runs them as one. Memory follows the
-    steps taken. `jax.grad`, `jax.jvp` and `jax.vmap` go through it, in any order;
-    inside `jax.jit`, where shapes must be known, use `loopkit.scan` with `until` and a `length`.
+    This runs compiled segments of growing length, and looks between them whether to go on. Segments
+    with up to 64 kB of results and checkpoints run as one. Memory follows the steps taken. You can
+    apply `jax.grad`, `jax.jvp` and `jax.vmap`, in any order. Inside `jax.jit`, shapes must be
+    known: use `loopkit.scan` with `until` and a `length`.
 
     **Arguments:**
 
     - `f`: `(Carry, X) -> (Carry, Y)`.
-    - `init`: a pytree of arrays, and of what is none as in `loopkit.scan`, the initial carry.
-    - `xs`: a pytree of arrays, scanned over along their leading axis; the loop also ends after
-      their last row. None for no input.
-    - `until`: `(Carry, Y) -> bool[]`. Stop after the first step for which it holds.
-    - `segment`: steps in the first segment.
-    - `max_segments`: the most segments to run; None for no bound. A bound on the steps, for
-      loops that may not end. A loop that reaches it returns what it has, without an error: only
-      `LoopInfo.stopped` (False) tells.
+    - `init`: a pytree of arrays, the initial carry. Leaves that are not arrays pass through
+      unchanged, as in `loopkit.scan`.
+    - `xs`: a pytree of arrays, scanned over along their leading axis; None for no input. The loop
+      also ends after the last row.
+    - `until`: `(Carry, Y) -> bool[]`. The loop stops after the first step for which this holds.
+    - `segment`: the number of steps in the first segment.
+    - `max_segments`: the most segments to run; None for no bound. It bounds the steps of loops that
+      may not end. A loop that reaches it returns what it has, without an error:
+      `LoopInfo.stopped` is then False.
     - `checkpoints`: what the backward pass keeps of each segment, as in `loopkit.scan`.
     - `growth`: how many times longer each segment is than the one before, at least 1. No segment
       is longer than 4096 steps, unless the first is.
-    - `progress`: as in `loopkit.while_loop`; the total is the number of rows of `xs`. Or a function
-      that is called after each segment with the number of steps taken so far, an int.
+    - `progress`: as in `loopkit.while_loop`; the total is the number of rows of `xs`. It may also
+      be a function, which is called after each segment with the number of steps taken, an int.
     - `return_info`: also return a `LoopInfo`.
     - `debug`: as in `loopkit.while_loop`.
 
     **Returns:**
 
-    The final carry and the `ys`, with as many rows as steps were taken; with `return_info`, a
-    `LoopInfo(steps, stopped)` as well. Under `jax.vmap` there are as many rows as the longest lane
-    took steps, and a lane's rows past its own stop are zero.
+    The final carry and the `ys`, with a row for each step taken; with `return_info`, a
+    `LoopInfo(steps, stopped)` as well. Under `jax.vmap`, there is a row for each step of the lane
+    that took the most steps. Rows of a lane after its own last step are zero.
 
     **Raises:**
 
     `TypeError` inside `jax.jit`, or if a function returns something of another structure or type
     than it should; `ValueError` if an argument has a wrong value; `MemoryError` if the device has
-    no memory left, with the steps taken until then and an estimate of how many would fit. That is
-    the forward pass, which also stores the checkpoints. A backward pass runs when this function
-    has long returned; if memory ends there, with what one segment computes again, the error is
+    no memory left for the forward pass, which also stores the checkpoints. That error says how many
+    steps were taken, and about how many would fit. A backward pass runs after this function has
+    returned. If memory runs out there, in the part that one segment computes again, the error is
     JAX's own (RESOURCE_EXHAUSTED). Pass a smaller int for `checkpoints`, or a smaller `segment`
     and `growth=1`.
 
@@ -130,7 +131,7 @@ def unbounded_scan(
         import jax
         import loopkit
 
-        def halve(rate):  # how long it takes is nobody's guess
+        def halve(rate):  # the number of steps depends on the rate
             def step(x, _):
                 return x * rate, x
             _, xs = loopkit.unbounded_scan(step, 1.0, until=lambda x, _: x < 0.5)
@@ -170,7 +171,7 @@ def _run(
     steps, stopped = on_device(0, np.int32), on_device(False, bool)
     closed_over, chunks, ys = traced.closed_over, [], []
     longest = size = 0
-    # A CPU keeps no account of what is in use, and may be asked when memory has run out.
+    # A CPU keeps no account of memory in use, so it can be asked after memory has run out.
     room = None if jax.default_backend() == "cpu" else memory_left(carry)
     try:
         for size, left, x in divided(xs, rows, sizes):
@@ -196,7 +197,7 @@ def _run(
 
 
 def _on_host(taken: jax.Array, stopped: jax.Array) -> tuple[int, bool]:
-    """Most steps of any lane, and whether all have stopped, as Python values."""
+    """Return the most steps of any lane, and whether all lanes stopped, as Python values."""
     if not (_jax.is_tracer(taken) or _jax.is_tracer(stopped)):
         return taken.item(), stopped.item()
     for over in (lambda *values: values, _over_lanes):
@@ -227,7 +228,7 @@ def _(size: int, batched: Any, taken: jax.Array, stopped: jax.Array) -> tuple:
 def _python_scan(
     spec: LoopSpec, sizes: Iterator[int], progress: Callable | None
 ) -> tuple[Any, Any, LoopInfo]:
-    """Step by step, under jax.disable_jit."""
+    """Run the scan step by step in Python, under jax.disable_jit."""
     carry, ys, stopped, rows = spec.init, [], False, spec.inputs.length
     for size in sizes:
         order = range(len(ys), min(len(ys) + size, rows))

@@ -1,1 +1,1 @@
-"""Loops of lax, in code that one cannot edit, as loopkit's."""
+"""Replace the loops of lax by loopkit's, in code that you cannot edit."""

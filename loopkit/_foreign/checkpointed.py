@@ -1,7 +1,7 @@
-"""`checkpointed`: the loops inside someone else's function, which is traced with them replaced.
+"""`checkpointed`: trace someone else's function, with its loops replaced.
 
-Equations bound one by one take microseconds each, in Python. So outside jit a program is compiled
-as a whole, where that does the same, and once for all its calls.
+Equations that are bound one by one take microseconds each, in Python. So outside jit, a function is
+compiled as one program, if that gives the same results, and once for all its calls.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from loopkit._types import Checkpoints, Debug, Decorator, Lanes, Memory, P, Prog
 
 
 class SharedBudget(Bytes):
-    """A budget for all the loops of a function, which are still to be counted."""
+    """A budget for all the loops of a function, whose number is not known yet."""
 
 
 @overload
@@ -53,32 +53,34 @@ def checkpointed(
 
     `jax.lax.while_loop`, `scan` and `fori_loop` are replaced wherever `fn` calls them, directly or
     through libraries, `jit`, `cond`, `jax.checkpoint`, custom derivatives, other loops, or
-    `shard_map`. The result computes the same values. It can be differentiated in every mode where
-    `fn` could not, and the backward pass of long loops fits in memory.
+    `shard_map`. The result computes the same values. You can differentiate it in every mode, even
+    if `fn` has no gradient, and the backward pass of long loops fits in memory.
 
     **Arguments:**
 
     - `fn`: any function that JAX can trace. Arguments that are arrays, floats or complex numbers
-        become abstract, as under `jax.jit`; bools, ints, strings, functions and other leaves are
-        passed to `fn` as they are, and returned as they are. With an object that may have changed
-        since the last call, such as the `self` of a method, `fn` is traced at every call;
-        functions are taken to be pure, and the same if they are the very same object. What `fn`
-        closes over is read when it is traced, as under `jax.jit`. A function in which tracing finds
-        no loop is called as it is from then on.
+        become abstract, as under `jax.jit`. Bools, ints, strings, functions and other leaves are
+        passed to `fn`, and returned, as they are. `fn` has to be pure: calls with the very same
+        functions and types share a trace. If an argument is an object that may have changed, such
+        as the `self` of a method, `fn` is traced at every call. Values that `fn` closes over are
+        read when it is traced, as under `jax.jit`. If tracing finds no loop, later calls run `fn`
+        itself.
     - `max_steps`: the most steps of each while loop, a static int; None for no bound. A loop that
-        needs more stops there.
+        needs more steps stops there.
     - `checkpoints`: what the backward pass of each loop keeps, as in `loopkit.while_loop`. With
         "all", while loops need a bound: `max_steps`, or their own.
-    - `memory`: the same as a budget in bytes, as there. The loops of `fn` share it in equal parts:
-        it is what the gradient may need beyond what it needs for a single step of each.
-    - `only`: `LoopSite -> bool`, called once a loop as it is traced: whether to replace it. A
-        `LoopSite` has `kind`, `name_stack`, `source`, `length`, `carry_bytes`, `depth` (of loops
-        around it) and `outer` (the `LoopSite` of the innermost of these, or None). A function
-        that is called in two places, in other loops, is asked about in each.
-    - `lanes`: what becomes of lanes of `jax.vmap` that have stopped, as in `loopkit.while_loop`.
-        With "flatten", loops that stand in no other are flattened, with those inside them.
-    - `progress`: shows how far each loop is, as there; those of loops in loops come and go.
-    - `debug`: the same for each loop, with the line that called it in the place of its body.
+    - `memory`: a budget in bytes instead, as in `loopkit.while_loop`. The loops of `fn` share it in
+        equal parts. It limits what the gradient needs beyond that of a single step of each loop.
+    - `only`: `LoopSite -> bool`, called once for each loop that is traced. It returns whether to
+        replace the loop. A `LoopSite` has `kind`, `name_stack`, `source`, `length`, `carry_bytes`,
+        `depth` (the number of loops around it) and `outer` (the `LoopSite` of the innermost of
+        these, or None). If a function with a loop is called in two other loops,
+        `only` is called for each.
+    - `lanes`: what lanes of `jax.vmap` do after they have stopped, as in `loopkit.while_loop`. With
+        "flatten", each loop that is in no other loop is flattened, with the loops inside it.
+    - `progress`: shows how far each loop is, as in `loopkit.while_loop`. The bars of inner loops
+        come and go.
+    - `debug`: as in `loopkit.while_loop`, for each loop; errors name the line that called the loop.
 
     **Returns:**
 
@@ -86,8 +88,8 @@ def checkpointed(
 
     **Raises:**
 
-    `TypeError` if `fn` or `only` is not callable or a setting is of the wrong type; `ValueError`
-    if it has a wrong value, or if `checkpoints="all"` and a while loop has no bound.
+    `TypeError` if `fn` or `only` is not callable or a setting is of the wrong type; `ValueError` if
+    it has a wrong value, or if `checkpoints="all"` and a while loop has no bound.
 
     !!! example
 
@@ -123,7 +125,7 @@ def _call(fn: Callable, settings: Settings, args: tuple, kwargs: dict) -> Any:
     if any(type(v) is not _jax.ArrayImpl for v in leaves):
         leaves = [_jax.as_array(v) if validate.is_traced(v) else v for v in leaves]
     types = [type_of(v) if isinstance(v, jax.Array) else None for v in leaves]
-    bound = isinstance(fn, MethodType)  # to an object that may change
+    bound = isinstance(fn, MethodType)  # its object may change
     functions, new = [] if bound else [fn], []
 
     def traced() -> Program:
@@ -135,7 +137,7 @@ def _call(fn: Callable, settings: Settings, args: tuple, kwargs: dict) -> Any:
     classes = [v for v in (*static, *owner) if isinstance(v, type)]
     try:
         if not all(map(is_of_library, classes)):
-            raise Unknown  # what a class holds may change, as in its objects
+            raise Unknown  # a class may change, as an object may
         exact = _is_plain(tree) and not static
         key = (settings, *types, tree if exact else program_key((tree, static), met=functions))
     except Unknown:  # an object that may change
@@ -143,7 +145,7 @@ def _call(fn: Callable, settings: Settings, args: tuple, kwargs: dict) -> Any:
     known = remember(functions, key, traced)
     if known.jaxpr is not None:
         return known.run(leaves, again=not new)
-    # Without loops `fn` is called as it is, and reads anew what it closes over.
+    # A function without loops is called as it is, so it reads what it closes over at each call.
     args, kwargs = tree.unflatten(leaves)
     if not any(map(_jax.is_tracer, leaves)):
         return fn(*args, **kwargs)
@@ -155,7 +157,7 @@ def _call(fn: Callable, settings: Settings, args: tuple, kwargs: dict) -> Any:
 
 @ft.lru_cache(256)
 def _is_plain(tree: PyTree[Any]) -> bool:
-    """Whether whatever equals this tree is the same."""
+    """Return whether every tree that equals this one has the same nodes."""
     kind, keys = tree.node_data() or (tuple, ())
     known = kind in (tuple, list) or (kind is dict and all(type(k) is str for k in keys))
     return known and all(map(_is_plain, tree.children()))
@@ -176,7 +178,7 @@ def _traced(fn: Callable, settings: Settings, leaves: list, tree: _jax.TreeDef) 
     with replacing(settings):
         types = list(map(jax.typeof, kept(leaves, traced)))
         jaxpr, consts = _jax.trace(flat, types, name)
-    # What loops compute and nobody uses, JAX would leave out of its own.
+    # Remove the results of loops that nobody uses, as JAX does for its own loops.
     jaxpr, _ = _jax.dce(jaxpr, [True] * len(jaxpr.out_avals), [True] * len(jaxpr.in_avals))
     found = list(equations.all_equations(jaxpr))
     has_loops = any("loop" in e.params or e.primitive.name in ("scan", "while") for e in found)
@@ -189,7 +191,7 @@ def _traced(fn: Callable, settings: Settings, leaves: list, tree: _jax.TreeDef) 
 
 
 def _shared(jaxpr: _jax.Jaxpr) -> Any:
-    """The budget of the whole function in equal parts, one for each time that a loop is run."""
+    """Divide the budget of the whole function into equal parts, one for each run of a loop."""
     count = sum(_takes_part(eqn) for eqn in equations.all_equations(jaxpr))
     if not count:
         return jaxpr
@@ -212,27 +214,27 @@ class Program(NamedTuple):
     """A function of arrays, traced, with its loops replaced."""
 
     jaxpr: Any
-    """None if there is no need to run it."""
+    """The traced function; None if nobody needs to run it."""
     closed_over: list
     out_tree: Any
     kept: list
-    """Leaves that it returns as they are; None in the place of an array."""
+    """The leaves that the function returns as they are; None in the place of an array."""
     has_loops: bool
     has_rules: bool
-    """Whether it calls functions with custom derivatives, in which there may be loops."""
+    """Whether it calls functions with custom derivatives, which may hold loops."""
     known: bool
-    """Whether programs of the same equations are this very one."""
+    """Whether programs with the same equations are this very one."""
 
     @property
     def to_keep(self) -> Program:
-        """Return what to remember: of a function without loops, only that it has none."""
+        """The program to remember; of a function without loops, only that it has none."""
         differentiated = self.has_rules and any(map(_jax.is_tracer, self.closed_over))
         if self.has_loops or differentiated:
             return self
         return self._replace(jaxpr=None, closed_over=[], kept=[])
 
     def run(self, leaves: Sequence[Any], again: bool = False) -> Any:
-        """Its results; `again` if it has been run before."""
+        """Run the program; `again` says whether it ran before."""
         arrays = [v for v in leaves if isinstance(v, jax.Array)]
         values = [*self.closed_over, *arrays]
         as_one = (self.known or again) and _on_one_device(values) and is_pure(self.jaxpr)
@@ -250,8 +252,9 @@ def _compiled(jaxpr: _jax.Jaxpr) -> Callable:
 
 @ft.lru_cache(256)
 def is_pure(jaxpr: _jax.Jaxpr) -> bool:
-    """Whether it does the same compiled as a whole: it has no effects, nothing is donated, and all
-    of it is on one device.
+    """Return whether the program does the same if it is compiled as a whole.
+
+    Then it has no effects, donates nothing, and is all on one device.
     """
     for eqn in equations.all_equations(jaxpr):
         budget = getattr(eqn.params.get("loop"), "checkpoints", None)
@@ -262,7 +265,7 @@ def is_pure(jaxpr: _jax.Jaxpr) -> bool:
 
 
 def _on_one_device(values: Sequence[Any]) -> bool:
-    """Whether all are arrays, or stand for arrays, of the same devices, outside jit."""
+    """Return whether all values are (or stand for) arrays of the same devices, outside jit."""
     if _jax.jit_is_disabled():
         return False
     found = set()

@@ -1,4 +1,4 @@
-"""A loop of lax, as it was written: what it is, and loopkit's loop in its place."""
+"""A loop of lax, as it was written, and loopkit's loop in its place."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from loopkit._types import Checkpoints, Debug, Lanes, Memory, Progress
 
 
 class LoopSite(NamedTuple):
-    """A loop of lax, as `only` is asked about it."""
+    """A loop of lax, as `only` gets it."""
 
     kind: Literal["scan", "while_loop"]
-    """A fori_loop is a scan if lax knows its bounds."""
+    """The kind of the loop. A fori_loop is a scan if lax knows its bounds."""
     name_stack: str
-    """The `jax.named_scope`s around it, up to the innermost `jit`, separated by slashes."""
+    """The `jax.named_scope`s around the loop, up to the innermost `jit`, separated by slashes."""
     source: str
-    """`file:line (function)` of the call that wrote it, outside JAX itself."""
+    """The call that made the loop, as `file:line (function)`, outside JAX itself."""
     length: int | None
-    """Its steps, if they are known; else None."""
+    """The number of steps, if it is known; else None."""
     carry_bytes: int
-    """Bytes of its carry."""
+    """The bytes of the carry."""
     depth: int = 0
-    """How many loops of lax it stands in."""
+    """The number of loops of lax around this one."""
     outer: LoopSite | None = None
-    """The innermost of those, as it is where its steps are traced: a while loop has no `length`
-    yet, and `carry_bytes` are of all that it is called with."""
+    """The innermost loop around this one, as it is while its steps are traced. A while loop has no
+    `length` yet, and its `carry_bytes` count all its operands."""
 
 
 class ReplaceKw(TypedDict, total=False):
-    """How loops of lax are to be replaced."""
+    """The settings with which to replace loops of lax, as keywords."""
 
     max_steps: int | None
     checkpoints: Checkpoints
@@ -57,7 +57,7 @@ class ReplaceKw(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Settings:
-    """How loops of lax are replaced."""
+    """The settings with which to replace loops of lax, checked."""
 
     function: str
     """The function that the user called, for errors."""
@@ -65,29 +65,30 @@ class Settings:
     budget: Budget
     only: Callable[[LoopSite], Any] | None = field(compare=False)
     only_id: int
-    """The id of `only`: in jit's cache keys, only the very same predicate is the same."""
+    """The id of `only`: two settings are equal in jit's cache keys only if they have the same
+    `only`."""
     lanes: Lanes
     progress: shown.ProgressSettings | None
     finite: bool
-    """Whether what loops carry has to stay finite."""
+    """Whether the carries of loops have to stay finite."""
     outer: LoopSite | None = None
-    """The loop of lax whose steps are being traced, where anybody asks."""
+    """The loop of lax whose steps are being traced, if a setting depends on it."""
 
     @property
     def asks_where(self) -> bool:
-        """Whether it matters which loops a loop stands in."""
+        """Whether a setting depends on the loops around a loop."""
         return self.only is not None or self.lanes == "flatten"
 
     @property
     def lanes_here(self) -> Lanes:
-        """`lanes` for a loop here: loops inside another are flattened with that."""
+        """`lanes` for a loop here. The outermost loop is flattened with the loops inside it."""
         return None if self.outer is not None and self.lanes == "flatten" else self.lanes
 
     def replaces(self, loop: LaxLoop) -> bool:
         as_lax = loop.kind == "scan" and self.budget == "all"
         as_lax = as_lax and not self.finite and self.progress is None
         if not loop.replaceable or (as_lax and not equations.lax_loses_rules(loop.body)):
-            return False  # a scan that stores every step is lax's own
+            return False  # lax's own scan stores every step already
         return self.only is None or bool(self.only(loop.site(self.outer)))
 
 
@@ -96,7 +97,7 @@ class LaxLoop(NamedTuple):
 
     kind: Literal["scan", "while_loop"]
     cond: Any
-    """None for a scan."""
+    """The predicate; None for a scan."""
     cond_consts: list
     body: Any
     consts: list
@@ -107,7 +108,7 @@ class LaxLoop(NamedTuple):
 
     @property
     def length(self) -> int | None:
-        """Its steps, if they are known."""
+        """The number of steps, if it is known."""
         return self.bound.steps if self.bound is not None and self.bound.exact else None
 
     def site(self, outer: LoopSite | None) -> LoopSite:
@@ -115,8 +116,10 @@ class LaxLoop(NamedTuple):
 
     @property
     def replaceable(self) -> bool:
-        """Whether it is over arrays alone, without references to memory, and has no effects that
-        loopkit's loops lack or should not have twice, nor a length that is symbolic.
+        """Whether loopkit can run the loop.
+
+        Its values are arrays, without references to memory, and its length is not symbolic. It has
+        no effects that loopkit's loops lack, or that must not happen twice.
         """
         if _jax.is_symbolic(self.length):
             return False
@@ -131,7 +134,7 @@ class LaxLoop(NamedTuple):
         )
 
     def run(self, settings: Settings) -> list:
-        """The loop's results, computed by loopkit."""
+        """Return the results of the loop, which loopkit computes."""
         cond, cond_consts, length = self.cond, self.cond_consts, self.length
         budget = settings.budget
         if self.kind == "while_loop":
@@ -177,7 +180,7 @@ class LaxLoop(NamedTuple):
         def step(carry: list, x: list) -> tuple[list, list, Any]:
             outs = _jax.call_jaxpr(self.body)(*self.consts, *carry, *(x or ()))
             new, y = parts(outs, len(carry))
-            return new, y, asks(new)  # once a step: what it prints is printed once
+            return new, y, asks(new)  # once for each step, so that it prints once
 
         def asks(carry: list) -> Any:
             return None if cond is None else _jax.call_jaxpr(cond)(*cond_consts, *carry)[0]
@@ -199,7 +202,7 @@ class LaxLoop(NamedTuple):
 
 
 def _makes_references(jaxpr: _jax.Jaxpr) -> bool:
-    """Whether a step has references to memory of its own: JAX takes them out of its own loops."""
+    """Return whether a step makes references to memory, which JAX removes from its own loops."""
     found = (v.aval for eqn in equations.all_equations(jaxpr) for v in eqn.outvars)
     return any(hasattr(aval, "inner_aval") for aval in found)
 
@@ -210,7 +213,7 @@ def site_of(
     carry: Iterable[Any],
     outer: LoopSite | None,
 ) -> LoopSite:
-    """The loop that is being called, of these types of its carry."""
+    """Describe the loop that is being called, from the types of its carry."""
     depth, size = 0 if outer is None else outer.depth + 1, _jax.byte_count(*carry)
     return LoopSite(kind, _jax.name_stack(), _jax.source(), length, size, depth, outer)
 

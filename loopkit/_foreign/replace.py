@@ -1,9 +1,9 @@
-"""`replace_lax_loops`: loopkit's loops in the place of lax's, in code that one cannot edit.
+"""`replace_lax_loops`: replace the loops of lax by loopkit's, in code that you cannot edit.
 
-`jax.lax.scan`, `while_loop` and `fori_loop` all end in one of two primitives. While a thread is
-inside the context, binding one of those runs loopkit's loop instead; so it does not matter by
-which name, or when, a library imported the function that it calls. The context is part of the key
-of JAX's caches: what `jit` traced outside is traced anew inside, and not used outside again.
+`jax.lax.scan`, `while_loop` and `fori_loop` all bind one of two primitives. While a thread is
+inside the context, binding one of them runs loopkit's loop instead. So it does not matter when, or
+by which name, a library imported the function that it calls. The context is part of the key of
+JAX's caches: `jit` traces a function again inside the context, and does not use that outside.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from loopkit._types import Checkpoints, Debug, Lanes, Memory, Progress
 
 _lock = threading.Lock()
 _users = 0
-"""Threads, and nested contexts of them, for which the primitives are diverted."""
+"""The number of contexts, in all threads, for which the primitives are diverted."""
 
 _left: weakref.WeakKeyDictionary[Any, Settings] = weakref.WeakKeyDictionary()
-"""Steps of loops that were left to lax, and how it was decided: what lax makes of them is too."""
+"""Steps of loops that were left to lax, with the settings that decided so. If lax rewrites such a
+loop, the result is left to lax too."""
 
 DIVERTED = {_jax.lax_scan_p: lax_loop.scan, _jax.lax_while_p: lax_loop.while_loop}
 
@@ -49,16 +50,17 @@ def replace_lax_loops(
 ) -> Generator[None, None, None]:
     """Replace every `jax.lax` loop that is traced inside the `with` block by loopkit's.
 
-    As `loopkit.checkpointed`, for a whole program: loops keep their values, and gain a gradient
-    in every mode and a choice of what it keeps in memory. Functions that were compiled before are
-    traced again inside; outside, nothing changes. Only the thread that enters is affected, and
-    contexts nest, the innermost counting.
+    The context does for a whole program what `loopkit.checkpointed` does for a function. Loops keep
+    their values, and gain a gradient in every mode and a choice of what it keeps in memory.
+    Functions that were compiled before are traced again inside. Outside, nothing changes. Only the
+    thread that enters the context is affected. If contexts are nested, the innermost one counts.
 
     **Arguments:**
 
     - `max_steps`, `checkpoints`, `only`, `lanes`, `progress`, `debug`: as in
       `loopkit.checkpointed`.
-    - `memory`: as there, but each loop has the whole budget: how many there are is not known.
+    - `memory`: as in `loopkit.checkpointed`, but each loop has the whole budget, because the number
+      of loops is not known.
 
     **Returns:**
 
@@ -88,7 +90,7 @@ def replace_lax_loops(
 
 
 def settings_of(function: str, given: dict[str, Any]) -> Settings:
-    """Check the settings that were given, all of them."""
+    """Check all settings that were given."""
     only, progress = given["only"], given["progress"]
     max_steps = validate.check_bound(function, "max_steps", given["max_steps"])
     budget = check_budget(function, given["checkpoints"], given["memory"])
@@ -104,7 +106,7 @@ def settings_of(function: str, given: dict[str, Any]) -> Settings:
 
 @contextmanager
 def replacing(settings: Settings) -> Generator[None, None, None]:
-    """Loops of lax that this thread traces inside are replaced."""
+    """Replace the loops of lax that this thread traces inside the context."""
     global _users
     with _lock:
         _users += 1
@@ -127,7 +129,7 @@ def replacing(settings: Settings) -> Generator[None, None, None]:
 
 
 def _inside(kind: Any, carry: Sequence[Any], length: int | None) -> Any:
-    """The context in which the steps of a loop of lax are traced."""
+    """Return the context in which the steps of a loop of lax are traced."""
     settings = _jax.replacing.value
     if settings is None or not settings.asks_where:
         return nullcontext()
@@ -160,7 +162,7 @@ def _within(param: Any, settings: Settings) -> Any:
 
 
 def with_rules(jaxpr: _jax.Jaxpr, settings: Settings) -> Any:
-    """Loops in custom derivatives are replaced too; JAX traces those when it differentiates."""
+    """Replace loops in custom derivatives too; JAX traces those when it differentiates."""
 
     def within(rule: Callable) -> Callable:
         def run(*args: jax.typing.ArrayLike) -> Any:

@@ -1,1 +1,1 @@
-"""Jaxprs: looking into them, rewriting them, weighing them. Nothing here knows of loops."""
+"""Jaxprs: looking into them, rewriting them, weighing them. No file here knows of loops."""

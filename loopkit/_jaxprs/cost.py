@@ -1,8 +1,8 @@
 """The predicted time of a step: nanoseconds of one core, added up from its equations.
 
-Prices were measured on a CPU, in a loop over the primitive alone, and are right within a factor of
-about two from 1 to 1,000,000 numbers of 32 bits. `python benchmarks/costs.py` measures them again.
-Decisions follow from ratios: is a step run again, or is what it has computed stored?
+The prices were measured on a CPU, in a loop over the primitive alone. They are right within a
+factor of about two, from 1 to 1,000,000 numbers of 32 bits. `python benchmarks/costs.py` measures
+them again. Decisions follow from ratios: does a loop run a step again, or store its results?
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from loopkit import _jax
 from loopkit._jaxprs import equations
 
 EQUATION = 0.3
-"""Nanoseconds that an equation takes at least: it is part of a kernel with others."""
+"""The nanoseconds that an equation takes at least: it is part of a kernel with others."""
 ELEMENT = 0.04
-"""Nanoseconds to an element of plain arithmetic, which one vector instruction does for many."""
+"""The nanoseconds for an element of plain arithmetic; one vector instruction computes many."""
 FLOPS = 120.0
-"""Of a product of matrices, in a nanosecond."""
+"""The floating-point operations of a product of matrices in a nanosecond."""
 ITERATION = 4.0
-"""Nanoseconds that a step of a loop takes beyond its equations."""
+"""The nanoseconds that a step of a loop takes beyond its equations."""
 UNKNOWN_TRIPS = 10
-"""Steps that an inner loop is taken to run if its equations do not say."""
+"""The assumed steps of an inner loop whose equations do not say how many it takes."""
 
 _PLAIN = """
     abs add add_any and ceil clamp clz complex conj convert_element_type copy copy_p eq eq_to floor
@@ -39,11 +39,11 @@ _FREE = """
     random_unwrap random_wrap reshape sharding_constraint split squeeze stop_gradient tie unstack
 """
 FREE = frozenset(_FREE.split())
-"""Primitives that cost nothing for each element: a kernel that reads the result sees through."""
+"""Primitives that cost nothing for each element: the kernel that reads the result computes them."""
 
 
 class Price(NamedTuple):
-    """Nanoseconds, however few elements there are, and nanoseconds to each."""
+    """The nanoseconds for any number of elements, and the nanoseconds for each element."""
 
     start: float
     element: float
@@ -81,19 +81,19 @@ _PRICES = {
     "select_and_scatter select_and_scatter_add": (50, 3.5),
 }
 PRICES = {name: Price(*of) for names, of in _PRICES.items() for name in names.split()}
-"""Of primitives whose time is that of the elements of their largest operand or result."""
+"""Prices of primitives whose time depends on the elements of their largest operand or result."""
 WHOLE = {"div": Price(3, 0.7), "rem": Price(3, 0.7)}
-"""Of those that take another time for integers."""
+"""Prices of primitives that take another time for integers."""
 _COLLECTIVE = """
     all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast pmax pmin ppermute
     preduced precv psend psum psum_invariant ragged_all_to_all reduce_scatter unreduced_pmax
     unreduced_pmin unreduced_psum unreduced_reduce_scatter vary_unreduced_cast
 """
 PRICES |= dict.fromkeys(_COLLECTIVE.split(), Price(5_000, 0.2))
-"""Devices wait for each other."""
+"""Collectives, in which devices wait for each other, have a price of their own."""
 PRICES |= dict.fromkeys(["ffi_call", "io_callback", "pure_callback"], Price(1_000, 1))
 UNKNOWN_PRICE = Price(1, 0.5)
-"""Of a primitive of another library: many only mark something, and some compute a lot."""
+"""The price of a primitive of another library: many only mark something, and some compute a lot."""
 
 _LIBRARY = {
     "cholesky": (250, 3.5, 0.005),
@@ -110,12 +110,12 @@ _LIBRARY = {
     "tridiagonal": (250, 13, 0.024),
 }
 LIBRARY = {name: of for names, of in _LIBRARY.items() for name in names.split()}
-"""Of factorisations: a call, each element of the matrix, and each times the smaller side."""
+"""Prices of factorisations: a call, each element of the matrix, and each times the smaller side."""
 CACHED_ARRAY = 1 << 18
-"""Words of a matrix that a core's cache holds."""
+"""The words of a matrix that fit in a core's cache."""
 INLINE, MULTIPLE = 27, 8
-"""Products up to which two small matrices are multiplied within a kernel; what the sides of larger
-ones had better be multiples of."""
+"""The most products for which a kernel multiplies two small matrices itself, and the number that
+the sides of larger matrices should be multiples of."""
 
 
 def nanoseconds(jaxpr: _jax.Jaxpr) -> float:
@@ -124,7 +124,7 @@ def nanoseconds(jaxpr: _jax.Jaxpr) -> float:
 
 
 def loop_nanoseconds(loop: Any) -> float:
-    """Predict the time of a loop of the engine; one that ends by itself may do so at once."""
+    """Predict the time of a loop of the engine; with a predicate, it may stop after a few steps."""
     trips = loop.length
     if loop.cond is not None:
         trips = UNKNOWN_TRIPS if trips is None else min(trips, UNKNOWN_TRIPS)
@@ -153,19 +153,19 @@ def equation_nanoseconds(eqn: _jax.Equation) -> float:
 
 
 def _around(eqn: _jax.Equation, inner: list) -> float:
-    """Of an equation that runs jaxprs: one of its branches, or each as often as it says."""
+    """Predict the time of an equation that runs jaxprs: one branch, or all, several times."""
     name, costs = eqn.primitive.name, list(map(nanoseconds, inner))
-    if name in ("cond", "custom_linear_solve"):  # of a solve, which runs one of its functions
+    if name in ("cond", "custom_linear_solve"):  # a solve runs one of its functions
         return max(costs)
     if name in ("scan", "while"):
         trips = _jax.volume([eqn.params.get("length", UNKNOWN_TRIPS)])
         return trips * (ITERATION + sum(costs))
-    grid = getattr(eqn.params.get("grid_mapping"), "grid", ())  # of a Pallas kernel
+    grid = getattr(eqn.params.get("grid_mapping"), "grid", ())  # a Pallas kernel has one
     return sum(costs) * _jax.volume(grid)
 
 
 def _words(v: _jax.Atom) -> float:
-    """Elements of a variable; one of more than 32 bits counts as several."""
+    """Return the elements of a variable; an element of more than 32 bits counts as several."""
     itemsize = getattr(getattr(v.aval, "dtype", None), "itemsize", 4)
     return _jax.elements(v.aval) * max(1.0, itemsize / 4)
 
@@ -179,7 +179,7 @@ def _largest(eqn: _jax.Equation) -> float:
 
 
 def _known(size: Any) -> int:
-    """The length of an axis, or what stands for one that is not known."""
+    """Return the length of an axis, or a number that stands for it if it is not known."""
     return _jax.volume([size])
 
 
@@ -187,7 +187,7 @@ def _known(size: Any) -> int:
 
 
 def _logarithmic(start: float, each: float, axis: Callable[[Any], Any]) -> Callable[[Any], float]:
-    """Of n log n operations along axes of a length."""
+    """Return a measure of n log n operations along axes of length n."""
 
     def measure(eqn: _jax.Equation) -> float:
         length = max(2, _jax.volume([axis(eqn)]))
@@ -197,7 +197,7 @@ def _logarithmic(start: float, each: float, axis: Callable[[Any], Any]) -> Calla
 
 
 def _along(name: str) -> Callable[[Any], Any]:
-    """How long the axis is that a parameter names."""
+    """Return a function that reads the length of the axis that a parameter names."""
     return lambda eqn: eqn.invars[0].aval.shape[eqn.params[name]]
 
 
@@ -218,7 +218,7 @@ def _window(eqn: _jax.Equation) -> float:
 
 
 def _slices(touched: int, each: float) -> Callable[[Any], float]:
-    """Of a gather or a scatter: so much to each slice, and to copy what it is of."""
+    """Return a measure of a gather or a scatter, which copies an operand, or -1 for the result."""
 
     def measure(eqn: _jax.Equation) -> float:
         indices = eqn.invars[1].aval
@@ -230,7 +230,7 @@ def _slices(touched: int, each: float) -> Callable[[Any], float]:
 
 
 def _part(touched: int) -> Callable[[Any], float]:
-    """Of a primitive that touches a part of an array: -1 for the result, else an operand."""
+    """Return a measure of a primitive that touches a part of an array: -1 is the result."""
 
     def measure(eqn: _jax.Equation) -> float:
         return EQUATION + ELEMENT * _words(eqn.outvars[0] if touched < 0 else eqn.invars[touched])
@@ -255,7 +255,7 @@ def _dot(eqn: _jax.Equation) -> float:
     batch = _jax.volume(left.shape[a] for a in batched)
     sides = [max(1, _jax.elements(v) // max(1, batch * depth)) for v in (left, right)]
     m, n, k = *sides, depth
-    if min(sides) == 1 and m * n * k > INLINE:  # a matrix is read once, for a vector
+    if min(sides) == 1 and m * n * k > INLINE:  # a product with a vector reads the matrix once
         words = max(map(_words, eqn.invars))
         each = 0.1 if max(sides) == 1 else 0.03
         return 5 + min(0.25 * words, 40 + each * words) + 0.25 * max(0, words - CACHED_ARRAY)
@@ -264,7 +264,7 @@ def _dot(eqn: _jax.Equation) -> float:
 
 
 def _product(m: int, n: int, k: int) -> float:
-    """Of two matrices of 32 bits."""
+    """Predict the time of a product of two matrices of 32 bits."""
     if m * n * k <= INLINE:
         return 0.4 * m * n * k
     begin = 600 if any(side % MULTIPLE for side in (m, n, k)) else 100
@@ -282,7 +282,7 @@ def _ragged_dot(eqn: _jax.Equation) -> float:
 
 
 def _convolution(eqn: _jax.Equation) -> float:
-    """Of a direct loop, or, where features are the last axis, of a product of matrices."""
+    """Predict the time of a convolution: a direct loop, or a matrix product (features last)."""
     dimensions, kernel = eqn.params["dimension_numbers"], eqn.invars[1].aval
     depth = _jax.elements(kernel) / max(1, _known(kernel.shape[dimensions.rhs_spec[0]]))
     last = dimensions.lhs_spec[1] == len(kernel.shape) - 1 and depth >= MULTIPLE
@@ -327,11 +327,11 @@ MEASURES: dict[str, Callable[[Any], float]] = {
     "swap": _part(1),
     "addupdate": _part(1),
 }
-"""Primitives whose time is not that of elements alone."""
+"""Primitives whose time does not depend on the number of elements alone."""
 
 
 def factor_bytes(jaxpr: _jax.Jaxpr, consts: int, smallest: int) -> tuple[int, int]:
-    """Of what multiplies into the gradients of large matrices among the constants, and of those."""
+    """Return the bytes of the factors of large matrices' gradients, and of the gradients."""
     j = _jax.open_jaxpr(jaxpr)
     matrices = {v for v in j.invars[:consts] if _jax.is_differentiable(v.aval)}
     others, total, products = set(j.invars[consts:]), 0, 0

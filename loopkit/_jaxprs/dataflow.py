@@ -1,8 +1,8 @@
-"""Walk a jaxpr from its inputs to its results, through calls: with values, or with facts of them.
+"""Walk a jaxpr from its inputs to its results, through calls: with values, or with facts.
 
-Where a rule gives arrays, a walk evaluates a jaxpr again. Where it gives facts, the elements of a
-lattice, a walk analyses the jaxpr. A rule speaks of one equation: recursion through calls and
-branches, and the fixed point of what steps hand on to one another, are here.
+If a rule gives arrays, the walk evaluates a jaxpr again. If it gives facts, the elements of a
+lattice, the walk analyses the jaxpr. A rule covers one equation. This file covers recursion through
+calls and branches, and the fixed point of what a step passes to the next.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from loopkit import _jax
 from loopkit._jaxprs.equations import is_call, run
 
 Rule = Callable[[Any, list], Sequence[Any] | None]
-"""`(equation, operands)`: the results; None where a call is entered, or an equation is bound."""
+"""`(equation, operands)` gives the results, or None to enter the call or to bind the equation."""
 After = Callable[[Any, list], tuple[Any, Sequence[Any]]]
-"""`(equation, facts of operands)`: the equation as it is then, and the facts of its results."""
+"""`(equation, facts of operands)` gives the changed equation, and the facts of its results."""
 
 
 def interpret(
     j: _jax.OpenJaxpr, values: Sequence[Any], rule: Rule, literal: Callable = lambda value: value
 ) -> list:
-    """Return the results of an open jaxpr, those of each equation by a rule.
+    """Return the results of an open jaxpr, with those of each equation given by a rule.
 
-    Constants come first among the values. `literal` is applied to arrays in the program.
+    The values begin with the constants. `literal` is applied to arrays in the program.
     """
 
     def made(eqn: _jax.Equation, ins: list) -> Sequence[Any]:
@@ -44,7 +44,7 @@ def interpret(
 def interpret_marked(j: _jax.OpenJaxpr, values: Sequence[Any], mark: type, rule: Rule) -> list:
     """Return the results of an open jaxpr, some of whose values are of the type `mark`.
 
-    The rule is asked of equations with a marked operand. All others are evaluated as they are.
+    The rule is asked about equations with a marked operand. All others are evaluated as they are.
     """
 
     def of_marked(eqn: _jax.Equation, ins: list) -> Sequence[Any] | None:
@@ -60,8 +60,8 @@ def analyse(
 ) -> list:
     """Return the facts of the results, from those of the inputs.
 
-    There is `nothing` to say of arrays in the program, and of what follows from nothing else. No
-    branch and no loop is entered, unless the transfer function does that.
+    The fact `nothing` holds for arrays in the program, and for results of operands that all have
+    it. The walk enters no branch and no loop, unless the transfer function does.
     """
     j = _jax.open_jaxpr(jaxpr)
 
@@ -78,7 +78,7 @@ def follow(
 ) -> tuple[Any, list]:
     """Return a jaxpr with its equations as `after` makes them, and the facts of its results.
 
-    Calls and branches are followed inside. `join` is applied to the facts of all branches.
+    The walk also enters calls and branches. `join` joins the facts of all branches.
     """
     j, eqns = _jax.open_jaxpr(jaxpr), []
 
@@ -100,7 +100,7 @@ def follow(
 def follow_inside(
     eqn: _jax.Equation, ins: list, after: After, literal: Callable, join: Callable
 ) -> tuple[Any, Sequence[Any]] | None:
-    """Follow the jaxprs of a call or of a branch; None for any other equation."""
+    """Follow the jaxprs of a call or of a branch; return None for any other equation."""
     if eqn.primitive.name == "cond":
         ins, old = ins[1:], eqn.params["branches"]
     elif is_call(eqn):
@@ -115,9 +115,9 @@ def follow_inside(
 
 
 def fixed_point(facts: Sequence[Any], step: Callable, join: Callable = or_) -> tuple:
-    """Return the least facts, with these, to which a step adds none; and what else it finds.
+    """Return the least facts, with these, to which a step adds none, and what else it finds.
 
-    `step(facts)`: the facts of what it hands on, and more. By default, facts are flags.
+    `step(facts)` returns the facts of what a step passes on, and more. By default, facts are flags.
     """
     now = list(facts)
     while True:

@@ -13,7 +13,7 @@ from loopkit._buffers.slices import read_p
 
 
 def forwarded(jaxpr: _jax.Jaxpr) -> list[int | None]:
-    """For each output, the input that it passes on unchanged, if any."""
+    """Return, for each output, the input that it passes on unchanged, or None."""
     j = _jax.open_jaxpr(jaxpr)
     place: dict[Any, int] = {v: i for i, v in enumerate(j.invars)}
     for eqn in j.eqns:
@@ -24,12 +24,12 @@ def forwarded(jaxpr: _jax.Jaxpr) -> list[int | None]:
 
 
 def variables(eqn: _jax.Equation) -> list:
-    """Return the variables that an equation reads: no literals."""
+    """Return the variables that an equation reads, without literals."""
     return [v for v in eqn.invars if not isinstance(v, _jax.Literal)]
 
 
 def maker_of(j: _jax.OpenJaxpr) -> Callable[[Any], Any]:
-    """The equation that makes a variable of an open jaxpr; None for inputs and literals."""
+    """Return a function from a variable of an open jaxpr to the equation that makes it, or None."""
     makers = {v: eqn for eqn in j.eqns for v in eqn.outvars}
     return lambda v: None if isinstance(v, _jax.Literal) else makers.get(v)
 
@@ -42,7 +42,7 @@ def source(v: _jax.Atom, maker: Callable[[Any], Any], passes: Callable[[Any], bo
 
 
 def following_from(j: _jax.OpenJaxpr, known: Iterable[Any]) -> set:
-    """The variables of an open jaxpr that depend on nothing but some of them, these included."""
+    """Return the known variables, and those of an open jaxpr that depend on nothing else."""
     found = set(known)
     for eqn in j.eqns:
         if found.issuperset(variables(eqn)) and not eqn.effects:
@@ -51,27 +51,27 @@ def following_from(j: _jax.OpenJaxpr, known: Iterable[Any]) -> set:
 
 
 def is_call(eqn: _jax.Equation) -> bool:
-    """Whether an equation does nothing but evaluate a jaxpr."""
+    """Return whether an equation does nothing but evaluate a jaxpr."""
     return eqn.primitive.name in ("jit", "pjit") and hasattr(eqn.params.get("jaxpr"), "eqns")
 
 
 def is_remat(eqn: _jax.Equation) -> bool:
-    """Whether it is a call of a function under `jax.checkpoint`."""
+    """Return whether an equation calls a function under `jax.checkpoint`."""
     return eqn.primitive.name in ("checkpoint", "remat2", "RematTraced")
 
 
 def called(eqn: _jax.Equation, ins: Sequence[Any]) -> tuple[Any, list]:
-    """Return the open jaxpr of a call, and its operands: arrays of numpy may be its constants."""
+    """Return the open jaxpr of a call and its operands, constants (maybe NumPy arrays) first."""
     jaxpr = eqn.params["jaxpr"]
     return _jax.open_jaxpr(jaxpr), [*getattr(jaxpr, "consts", ()), *ins]
 
 
 USED_UP = ("loopkit_forward", "loopkit_pullback")
-"""Primitives that are derivatives already: of their custom rules, only the code is left."""
+"""Primitives that are derivatives already: only the code of their custom rules is left."""
 
 
 def holds_custom_vjp(jaxpr: _jax.Jaxpr) -> bool:
-    """Whether a function with a custom VJP, and so without a JVP, is called anywhere inside."""
+    """Return whether any function inside has a custom VJP, and so no JVP."""
     return any(
         eqn.primitive.name.startswith("custom_vjp_call")
         or (eqn.primitive.name not in USED_UP and any(map(holds_custom_vjp, jaxprs_in(eqn))))
@@ -80,21 +80,21 @@ def holds_custom_vjp(jaxpr: _jax.Jaxpr) -> bool:
 
 
 def lax_loses_rules(jaxpr: _jax.Jaxpr) -> bool:
-    """Whether a scan of lax with these steps has a second derivative without their custom rules."""
+    """Return whether second derivatives of a lax scan of these steps lose their custom rules."""
     if _jax.SCAN_KEEPS_RULES:
         return False
     return any(eqn.primitive.name == "custom_jvp_call" for eqn in all_equations(jaxpr))
 
 
 def lax_loses_calls(jaxpr: _jax.Jaxpr) -> bool:
-    """Whether a scan of lax with these steps, differentiated, leaves out what returns nothing."""
+    """Return whether derivatives of a scan of lax with these steps lose calls without results."""
     if not any(isinstance(e, _jax.IO_EFFECTS) for e in jaxpr.effects):
         return False
     return any(e.primitive.name == "io_callback" and not e.outvars for e in all_equations(jaxpr))
 
 
 def holds_while_loop(jaxpr: _jax.Jaxpr) -> bool:
-    """Whether a loop is run anywhere inside that ends when its values say so."""
+    """Return whether a loop inside ends when its values say so."""
     return any(
         eqn.primitive.name == "while" or getattr(eqn.params.get("loop"), "cond", None) is not None
         for eqn in all_equations(jaxpr)
@@ -108,7 +108,7 @@ def run(
     rule: Callable[[Any, list], Sequence[Any]] = _jax.bind_equation,
     literal: Callable[[Any], Any] = lambda value: value,
 ) -> list:
-    """Return what equations make of the variables in `env`, where it does not have that already."""
+    """Return what equations compute of the variables in `env`; values in `env` are not replaced."""
     read = lambda v: literal(v.val) if isinstance(v, _jax.Literal) else env[v]
     for eqn in eqns:
         made = rule(eqn, list(map(read, eqn.invars)))
@@ -117,13 +117,16 @@ def run(
 
 
 def shows(jaxpr: _jax.Jaxpr) -> bool:
-    """Whether a loop is anywhere inside that shows how far it is."""
+    """Return whether a loop inside shows its progress."""
     found = (eqn.params.get("loop") for eqn in all_equations(jaxpr))
     return any(getattr(loop, "progress", None) is not None for loop in found)
 
 
 def unshown(jaxpr: _jax.Jaxpr, backward: bool) -> _jax.Jaxpr:
-    """A jaxpr whose loops do not show steps that are taken, or those reversed either."""
+    """Return a jaxpr whose loops show no forward steps.
+
+    With `backward`, they do not show the steps that they reverse either.
+    """
 
     def hidden(eqn: Any) -> Any:
         loop = eqn.params.get("loop")
@@ -134,9 +137,9 @@ def unshown(jaxpr: _jax.Jaxpr, backward: bool) -> _jax.Jaxpr:
 
 
 def without_debug_effects(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """A jaxpr that neither prints nor calls what returns nothing, for steps that are run again.
+    """Return a jaxpr for steps that run again: it neither prints nor calls what returns nothing.
 
-    Nor do its loops show their steps, but where they are reversed.
+    Its loops show only the steps that they reverse.
     """
 
     def quiet(eqn: _jax.Equation) -> Any:
@@ -149,7 +152,10 @@ def without_debug_effects(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
 
 
 def reported_once(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """The tangents of a step, of which `jax.checkpoint` reports nothing as it runs parts again."""
+    """Return the tangents of a step that reports nothing in parts under `jax.checkpoint`.
+
+    Those parts run again, and the step itself has reported already.
+    """
 
     def quiet(eqn: _jax.Equation) -> Any:
         if not is_remat(eqn):
@@ -161,22 +167,22 @@ def reported_once(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
 
 
 def has_impure_callback(jaxpr: _jax.Jaxpr) -> bool:
-    """Whether it calls the host for values, which may be others the next time."""
+    """Return whether a jaxpr gets values from the host that may differ the next time."""
     return any(isinstance(e, _jax.IO_EFFECTS) for e in without_debug_effects(jaxpr).effects)
 
 
 def calls_the_host(jaxpr: _jax.Jaxpr) -> bool:
-    """Whether a function of the host is called, a pure one."""
+    """Return whether a jaxpr calls a pure function of the host."""
     return any(eqn.primitive.name == "pure_callback" for eqn in all_equations(jaxpr))
 
 
 def map_equations(
     jaxpr: _jax.Jaxpr, change: Callable, as_it_is: Callable | None = None
 ) -> _jax.Jaxpr:
-    """A jaxpr with `change(equation)` for each equation, those inside others first; None for none.
+    """Return a jaxpr with `change(equation)` for each equation, inner ones first; None drops one.
 
-    A jaxpr that does not change stays the same object, and what is shared stays shared. Those
-    equations of which `as_it_is` holds are left to `change`, with all inside.
+    A jaxpr that does not change stays the same object, and a shared one stays shared. If `as_it_is`
+    holds for an equation, its own jaxprs are left to `change`.
     """
 
     @ft.cache
@@ -203,7 +209,7 @@ def map_equations(
 
 
 def _with_branches_alike(params: dict[str, Any]) -> dict[str, Any]:
-    """Each branch of a `cond` says that it has the effects of all: of those that are left."""
+    """Give each branch of a `cond` the effects that are left in all its branches."""
     branches = params.get("branches", ())
     said = frozenset().union(*(b.effects for b in branches))
     left = frozenset().union(*(eqn.effects for b in branches for eqn in b.eqns))
@@ -219,7 +225,7 @@ def _with_branches_alike(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _effects_inside(eqn: _jax.Equation) -> Any:
-    """The effects of an equation whose jaxprs have changed."""
+    """Return the effects of an equation whose jaxprs have changed."""
     found = jaxprs_in(eqn) if eqn.effects else []
     if not found or any(isinstance(e, _jax.JaxprInputEffect) for j in found for e in j.effects):
         return eqn.effects
@@ -227,7 +233,7 @@ def _effects_inside(eqn: _jax.Equation) -> Any:
 
 
 def with_jaxprs(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Parameters of an equation, with `change(value)` for each jaxpr and each loop among them."""
+    """Return parameters of an equation, with `change(value)` for each jaxpr and loop in them."""
 
     def inside(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -242,7 +248,7 @@ def with_jaxprs(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[st
 
 
 def jaxprs_in(eqn: _jax.Equation) -> list:
-    """The jaxprs that are parameters of an equation."""
+    """Return the jaxprs that are parameters of an equation."""
     found: list = []
 
     def find(value: Any) -> Any:
@@ -254,12 +260,12 @@ def jaxprs_in(eqn: _jax.Equation) -> list:
 
 
 def all_equations(jaxpr: _jax.Jaxpr) -> Iterator[Any]:
-    """The equations of a jaxpr and of all those in it, as often as they are run in a pass."""
+    """Return the equations of a jaxpr and of all jaxprs inside, each as often as it occurs."""
     return (eqn for eqn, *_ in nested_equations(jaxpr))
 
 
 def nested_equations(jaxpr: _jax.Jaxpr, around: tuple = ()) -> Iterator[tuple]:
-    """Yield all equations, each before those that it is in, outwards."""
+    """Yield each equation together with the equations around it, the innermost first."""
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
         yield (eqn, *around)
         for inner in jaxprs_in(eqn):
@@ -267,7 +273,7 @@ def nested_equations(jaxpr: _jax.Jaxpr, around: tuple = ()) -> Iterator[tuple]:
 
 
 def meshes(jaxpr: _jax.Jaxpr) -> list:
-    """The meshes that equations name themselves, and types do not."""
+    """Return the meshes that equations name and types do not."""
     named = lambda p: (p.get("mesh"), getattr(p.get("sharding"), "mesh", None))
     found = (mesh for eqn in all_equations(jaxpr) for mesh in named(eqn.params))
     found = (mesh for mesh in found if isinstance(mesh, jax.sharding.Mesh))
@@ -275,9 +281,10 @@ def meshes(jaxpr: _jax.Jaxpr) -> list:
 
 
 def axis_names(jaxpr: _jax.Jaxpr, others: bool = False) -> set:
-    """The axes of `jax.vmap` and of meshes that equations name; not all say so by an effect.
+    """Return the axes of `jax.vmap` and of meshes that equations name.
 
-    `others`: only where they read what others along the axis have.
+    Not all equations show them as an effect. With `others`, only equations count that read what
+    other elements along the axis have.
     """
     eqns = [e for e in all_equations(jaxpr) if not (others and e.primitive.name == "axis_index")]
     found = (eqn.params.get(key) for eqn in eqns for key in ("axes", "axis_name"))

@@ -10,7 +10,7 @@ from loopkit._jaxprs import equations
 
 
 def inlined(jaxpr: _jax.Jaxpr, is_call: Callable[[Any], bool] = equations.is_call) -> _jax.Jaxpr:
-    """A jaxpr without calls of jitted functions, or others; the same object if it has none."""
+    """Return a jaxpr without calls of jitted or other functions; the same object if it has none."""
 
     def can_be(eqn: _jax.Equation) -> bool:
         inside = eqn.params["jaxpr"] if is_call(eqn) else None
@@ -35,7 +35,7 @@ def _looked_up(v: _jax.Atom, env: dict) -> Any:
 def _spelled_out(
     j: _jax.OpenJaxpr, env: dict, can_be: Callable[[Any], bool], fresh: bool = False
 ) -> tuple[list, dict]:
-    """The equations, and what stands for which variable; with `fresh` results, all are new."""
+    """Return the equations, and the value of each replaced variable; `fresh` renames results."""
     eqns: list = []
     for eqn in j.eqns:
         invars = [_looked_up(v, env) for v in eqn.invars]

@@ -1,8 +1,8 @@
-"""Which integers an array can hold, from what the program makes it of.
+"""Which integers an array can hold, as far as the program says.
 
-The lattice: ranges with two ends, larger where less is known; an end that is not known is
-infinite. `join` is the smallest range that holds others. What may wrap around is not known, with
-one exception: what steps are counted with does not come to the largest integer of 4 bytes.
+The lattice consists of ranges with two ends; a larger range says less, and an unknown end is
+infinite. `join` gives the smallest range that holds others. A number that may wrap around is not
+known, with one exception: a counter of steps does not reach the largest integer of 4 bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from loopkit._jaxprs import dataflow
 
 
 class Range(NamedTuple):
-    """The least and the greatest integer that there can be; infinity where that is not known."""
+    """The least and the greatest possible integer; an end that is not known is infinite."""
 
     low: float = -inf
     high: float = inf
@@ -31,17 +31,17 @@ class Range(NamedTuple):
 
     @property
     def is_point(self) -> bool:
-        """Whether there is but one."""
+        """Whether there is exactly one integer."""
         return self.low == self.high
 
 
 ANY = Range()
 FAR = 1 << 30
-"""A counter that starts below this does not come to the largest integer of 4 bytes."""
+"""A counter that starts below this number does not reach the largest integer of 4 bytes."""
 WIDE = 4
-"""Bytes of integers that count over all rows of a buffer without starting over."""
+"""The bytes of an integer that counts over all rows of a buffer without wrapping around."""
 LOOKED_AT = 4096
-"""Entries up to which an array is looked at."""
+"""The most entries of an array whose values are read."""
 DEEP = 50
 MANY_EQUATIONS = 1000
 """How far equations are followed back, and how many of them."""
@@ -49,7 +49,7 @@ KEEPS_ENTRIES = (
     *("broadcast_in_dim", "copy", "copy_p", "dynamic_slice", "nonbatchable", "pvary"),
     *("reduce_max", "reduce_min", "reshape", "rev", "slice", "squeeze", "transpose"),
 )
-"""Primitives whose result has entries of their first operand only."""
+"""Primitives whose result has only entries of their first operand."""
 
 
 def join(ranges: Sequence[Range]) -> Range:
@@ -62,7 +62,7 @@ def range_of(value: Any) -> Range:
 
 
 def _range_of(value: Any, found: dict[int, Range], deep: int) -> Range:
-    """`found`: those of tracers, by identity."""
+    """Return the range of a value. `found` holds the ranges of tracers, by identity."""
     if not _jax.is_tracer(value):
         return ANY if _jax.is_symbolic(value) else _of_array(value)
     if id(value) not in found and is_integer(value.aval) and deep and len(found) < MANY_EQUATIONS:
@@ -77,7 +77,7 @@ def _range_of(value: Any, found: dict[int, Range], deep: int) -> Range:
 
 
 def is_integer(aval: _jax.ShapedArray) -> bool:
-    """Whether it is a type of arrays of integers, or bools, that has as many as it says."""
+    """Return whether a type is of arrays of integers or bools, of a known size and not empty."""
     dtype = getattr(aval, "dtype", None)
     kinds = jnp.integer, jnp.bool_
     integer = dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
@@ -88,7 +88,7 @@ def _of_array(value: Any) -> Range:
     if not is_integer(jax.typeof(value)) or np.size(value) > LOOKED_AT:
         return ANY
     if np.ndim(value) and isinstance(value, jax.Array):
-        return ANY  # a device's would be waited for
+        return ANY  # reading an array of a device would wait for it
     value = np.asarray(value)
     return Range(int(value.min()), int(value.max()))
 
@@ -133,7 +133,7 @@ def ranges_after(eqn: _jax.Equation, ins: list[Range]) -> list[Range]:
 
 
 def _of_two(name: str, ins: Sequence[Range], dtype: np.dtype[Any]) -> Range | None:
-    """Return the range of arithmetic with two operands."""
+    """Return the range of arithmetic with two operands; None if it is not known."""
     a, b = ins
     if name == "max":
         return Range(max(a.low, b.low), max(a.high, b.high))
@@ -163,7 +163,7 @@ def _of_two(name: str, ins: Sequence[Range], dtype: np.dtype[Any]) -> Range | No
 
 
 def _counted(a: Range, b: Range) -> Range | None:
-    """Return the range of a number that may be large, plus 0 or 1: steps are counted like that."""
+    """Return the range of a number that may be large, plus 0 or 1, as steps are counted."""
     return Range(a.low + b.low, inf) if 0 <= b.low <= b.high <= 1 and 0 <= a.low < FAR else None
 
 
@@ -175,6 +175,6 @@ def _converted(found: Range, have: np.dtype[Any], want: np.dtype[Any]) -> Range:
 
 
 def within(found: Range, dtype: np.dtype[Any]) -> Range:
-    """The range, if all of it can be represented: else it may have wrapped around."""
+    """Return the range, if the dtype holds all of it. Otherwise it may have wrapped around."""
     holds = jnp.iinfo(dtype)
     return found if holds.min <= found.low and found.high <= holds.max else ANY

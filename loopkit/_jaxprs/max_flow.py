@@ -13,7 +13,7 @@ from math import inf
 from typing import NamedTuple
 
 SOURCE, TARGET = 0, 1
-"""Numbers of these two nodes. Others follow."""
+"""The numbers of these two nodes. Other nodes have higher numbers."""
 
 
 class Edge(NamedTuple):
@@ -23,7 +23,7 @@ class Edge(NamedTuple):
     end: int
     time: float = 0
     size: float = 0
-    """Whole numbers, or infinite."""
+    """Both costs are whole numbers, or infinite."""
 
 
 class Point(NamedTuple):
@@ -36,19 +36,19 @@ class Point(NamedTuple):
 
 
 def fastest(edges: Sequence[Edge]) -> Point:
-    """The cut of least time, and of those, of least size."""
+    """Return the cut of least time and, among those, of least size."""
     sizes = sum(e.size for e in edges if e.size != inf)
     return _point(edges, minimum_cut(edges, _nodes(edges), (sizes + 1, 1)))
 
 
 def frontier(edges: Sequence[Edge], first: Point | None = None, parts: int = 0) -> list[Point]:
-    """The least cut for each price of a size, from the least time to the least size.
+    """Return the least cut for each price of a size, from the least time to the least size.
 
-    Each is the least for a range of prices. `first` is the fastest, if that is known. Between two
-    whose sizes differ by one in `parts` of that of the first, no others are sought. Of cuts of one
-    cost, the one nearest to the target is taken. Only edges from the source may have a time: then
-    the target's side grows with the price (Gallo, Grigoriadis & Tarjan 1989), and a cut between two
-    others decides about few nodes.
+    Each cut is the least for a range of prices. `first` is the fastest, if the caller knows it. If
+    two cuts differ in size by at most one in `parts` of the size of the first, no cut between them
+    is looked for. Among cuts of one cost, the one nearest to the target is taken. Only edges from
+    the source may have a time. Then the target's side grows with the price (Gallo, Grigoriadis &
+    Tarjan 1989), and a cut between two others decides about few nodes.
     """
     times = sum(e.time for e in edges if e.time != inf)
     first = fastest(edges) if first is None else first
@@ -61,7 +61,7 @@ def frontier(edges: Sequence[Edge], first: Point | None = None, parts: int = 0) 
 
 
 def _between(edges: Sequence[Edge], low: Point, high: Point, apart: float) -> Iterator[Point]:
-    """The points between two of them."""
+    """Yield the points between two points."""
     more, less = high.time - low.time, low.size - high.size
     if less <= apart:
         return
@@ -111,8 +111,8 @@ def minimum_cut(
 class _Preflow:
     """Flow that is pushed from the source towards the target, as far as edges have room.
 
-    Nodes may be left with an excess that cannot reach the target: for a cut that is enough. Source:
-    Goldberg & Tarjan 1988, with heights that are measured again from time to time.
+    Nodes may keep an excess that cannot reach the target: for a cut that is enough. The method is
+    that of Goldberg & Tarjan 1988, with heights that are measured again from time to time.
     """
 
     def __init__(self, count: int) -> None:
@@ -122,7 +122,7 @@ class _Preflow:
         self.out: list[list[int]] = [[] for _ in range(count)]
         self.excess: list[float] = [0] * count
         self.height: list[int] = []
-        """Edges to the target, or fewer; `count` where it cannot be reached."""
+        """A lower bound of the edges to the target; `count` if no path leads there."""
 
     def add(self, start: int, end: int, *capacities: float) -> None:
         """Add an edge with the sum of some capacities."""
@@ -161,7 +161,7 @@ class _Preflow:
             layer = before
 
     def _discharge_all(self) -> int:
-        """Push until nothing can be, or labels have grown stale; return how many have changed."""
+        """Push until nothing can move, or labels are stale; return 0 once no label changes."""
         active = deque(n for n in range(TARGET + 1, self.count) if self._is_active(n))
         changed = 0
         while active and changed <= self.count:

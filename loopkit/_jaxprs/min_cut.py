@@ -1,14 +1,14 @@
-"""What to store of a step for its backward half, and what to run again, for every price of a byte.
+"""Choose what to store of a step for its backward half, and what to run again.
 
-The residuals of a step are derived from one another: 1 - y**2 beside y, four stages of a
-Runge-Kutta step beside the state before it, softmax beside the scores. What is not stored is run
-again going back. Cheap, elementwise equations cost nothing there: they become part of kernels that
-read their operands anyway. Any other equation costs its predicted time. At a given price of a
-stored byte the best choice is a minimum cut of the graph of the step; from one price to the next
-the choices are nested, and their costs are convex. This list is the frontier of the step. It begins
-with the fewest bytes from which the residuals follow by cheap equations alone.
+The residuals of a step follow from one another: 1 - y**2 from y, four stages of a Runge-Kutta step
+from the state before it, softmax from the scores. Going back, the loop runs again what it did not
+store. Cheap, elementwise equations cost nothing there: they become part of kernels that read their
+operands anyway. Any other equation costs its predicted time. At a given price of a stored byte, the
+best choice is a minimum cut of the graph of the step. From one price to the next, the choices are
+nested, and their costs are convex. The list of choices is the frontier of the step. It begins with
+the fewest bytes from which the residuals follow by cheap equations alone.
 
-Source: Chen et al. 2016 for the trade; the cut is that of a maximum flow (`max_flow.py`).
+Chen et al. 2016 describe the trade; the cut is that of a maximum flow (`max_flow.py`).
 """
 
 from __future__ import annotations
@@ -35,56 +35,56 @@ _FREE_TO_REMAKE = """
 CHEAP = frozenset(_FREE_TO_REMAKE.split())
 """Primitives that cost nothing to run again."""
 UNREPEATABLE = frozenset(("rng_uniform", "pure_callback"))
-"""Primitives that may give another result, or take any time, when they run again. Those with
-effects are not run again either."""
+"""Primitives that may give another result, or take any time, when they run again. Primitives with
+effects do not run again either."""
 
 EACH = 32
-"""What an array costs beyond its bytes, in bytes."""
+"""The cost of an array beyond its bytes, in bytes."""
 LARGEST_GRAPH = 4000
-"""Equations of a step for which a cut is sought; of longer ones the residuals are stored."""
+"""The most equations of a step for which a cut is computed. Longer steps store their residuals."""
 RESOLUTION = 64
-"""Parts of the bytes of the first point of a frontier: points nearer to each other are left out."""
+"""A frontier leaves out points that are nearer than this part of the bytes of its first point."""
 PICOSECONDS = 1000
-"""Times are whole numbers of picoseconds, so that a cut is exact."""
+"""The picoseconds in a nanosecond. Times are whole picoseconds, so that a cut is exact."""
 
 
 class Point(NamedTuple):
     """A choice of what to store of a step: the best for a range of prices."""
 
     price: float
-    """Nanoseconds a byte from which on it is the best."""
+    """The price of a byte, in nanoseconds, from which this choice is the best."""
     nanoseconds: float
-    """What it takes to run again the rest, beyond cheap equations."""
+    """The time to run the rest again, without cheap equations."""
     stored: tuple[_jax.Var, ...]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What to compute once, what to store of each step, and how the rest follows."""
+    """A step divided into what is computed once, what is stored of each step, and what follows."""
 
     hoisted: list
     """Variables that depend on constants alone."""
     stored: list
     """Variables to store of each step."""
     given: set
-    """The constants and the slices that the residuals are made of."""
+    """The constants and the slices from which the residuals are made."""
     remake: Callable[[dict], list]
-    """Residuals, from an environment of constants, slices, hoisted and stored variables."""
+    """A function from a dict of constants, slices, hoisted and stored variables to residuals."""
     uncut: int
-    """Bytes of the residuals as they are: what jax.lax.scan stores of a step."""
+    """The bytes of the residuals as they are, which jax.lax.scan stores of a step."""
     again: list
-    """Equations that are run again."""
+    """Equations that run again."""
     offloaded: list[bool]
-    """Which stored variables a policy puts into the host's memory."""
+    """For each stored variable, whether a policy puts it into the host's memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class Residuals:
     """The residuals of a step: its outputs from `results` on.
 
-    The inputs are `constants`, then the carry, then the xs from `slices` on. To store a carry leaf
-    that is `free` costs nothing. Equations whose ids are in `again` are run again, whatever they
-    cost, unless they depend on constants alone.
+    The inputs are `constants`, then the carry, then the xs from `slices` on. A carry leaf that is
+    `free` costs nothing to store. Equations whose ids are in `again` run again, whatever they cost,
+    unless they depend on constants alone.
     """
 
     jaxpr: _jax.Jaxpr
@@ -94,11 +94,11 @@ class Residuals:
     free: Sequence[bool]
     again: Container[int] = ()
     policy: Callable[..., Any] | None = None
-    """A policy of `jax.checkpoint`: nothing else is stored but what it saves."""
+    """A policy of `jax.checkpoint`. With one, only what it saves is stored."""
     saves_all: bool = False
-    """Whether all that the policy saves, and a residual depends on, is stored."""
+    """Whether to store all that the policy saves and that a residual depends on."""
     given: set = field(init=False)
-    """Constants and slices, and what follows from constants: at hand going back."""
+    """Constants, slices and what follows from constants. Going back, these are there."""
 
     def __post_init__(self) -> None:
         known = equations.following_from(self.step, self.step.invars[: self.constants])
@@ -116,7 +116,7 @@ class Residuals:
 
     @cached_property
     def times(self) -> dict[int, float]:
-        """Picoseconds to run each equation again, by its id; infinite if it may not be."""
+        """Picoseconds to run each equation again, by its id; infinite if it must not run again."""
         return {id(eqn): self._time(eqn) for eqn in self.step.eqns}
 
     def _time(self, eqn: _jax.Equation) -> float:
@@ -127,7 +127,7 @@ class Residuals:
         return max(1, round(PICOSECONDS * equation_nanoseconds(eqn)))
 
     def _may_store(self, eqn: _jax.Equation) -> bool:
-        """Whether the results of an equation may be stored."""
+        """Return whether the results of an equation may be stored."""
         if id(eqn) in self.again:
             return False
         if self.policy is None or not is_repeatable(eqn):
@@ -138,8 +138,9 @@ class Residuals:
     def graph(self) -> tuple[list[Edge], dict[int, _jax.Var]]:
         """The network of the step, and the variable that each node stands for.
 
-        An equation is on the target's side if it is run again, a variable if it is at hand going
-        back. Where the edge from the one to the other is cut, the variable is stored.
+        An equation is on the target's side if it runs again. A variable is on that side if its
+        value is there going back. If the edge from the equation to its variable is cut, the
+        variable is stored.
         """
         places = {v: n for n, v in enumerate(self._needed(), TARGET + 1)}
         edges = [Edge(places[v], TARGET, inf) for v in self.wanted]
@@ -164,7 +165,7 @@ class Residuals:
         return [u for u in equations.variables(eqn) if u not in self.given]
 
     def _needed(self) -> dict:
-        """The variables that the residuals can be made from, in the order of the step."""
+        """Return the variables from which the residuals can be made, in the order of the step."""
         needed = set(self.wanted)
         for eqn in reversed(self.step.eqns):
             if not needed.isdisjoint(eqn.outvars) and self.times[id(eqn)] < inf:
@@ -174,7 +175,7 @@ class Residuals:
 
     @cached_property
     def least(self) -> Point:
-        """The first point of the frontier: nothing is run again but cheap equations."""
+        """The first point of the frontier, where only cheap equations run again."""
         if len(self.step.eqns) > LARGEST_GRAPH and not self.again:
             return Point(0.0, 0.0, tuple(self.wanted))
         return self._point(0.0, 0.0, self._fastest.side)
@@ -207,13 +208,13 @@ class Residuals:
         return Point(price, nanoseconds, tuple(variables[n] for n in sorted(ends)))
 
     def at(self, price: float) -> Point:
-        """The best choice at a price."""
+        """Return the best choice at a price."""
         if price <= 0:
             return self.least
         return [point for point in self.frontier if point.price <= price][-1]
 
     def cut(self, point: Point) -> Cut:
-        """What becomes of a step of which so much is stored."""
+        """Divide the step for a choice of what to store."""
         j, maker = self.step, equations.maker_of(self.step)
         given = {*j.invars[: self.constants], *j.invars[self.slices :]}
         met, needed, hoisted, read = given.union(point.stored), set(), [], set()
@@ -249,7 +250,7 @@ class Residuals:
 
 
 def is_repeatable(eqn: _jax.Equation) -> bool:
-    """Whether an equation gives the same result each time that it runs, and does nothing else."""
+    """Return whether an equation gives the same result each time, and has no other effect."""
     if eqn.effects or eqn.primitive.name in UNREPEATABLE:
         return False
     inside = (e for j in equations.jaxprs_in(eqn) for e in equations.all_equations(j))
@@ -257,7 +258,7 @@ def is_repeatable(eqn: _jax.Equation) -> bool:
 
 
 def _size(v: _jax.Var) -> int:
-    """What it costs to store a variable, in bytes."""
+    """Return the cost of storing a variable, in bytes."""
     return _jax.byte_count(v.aval) + EACH
 
 

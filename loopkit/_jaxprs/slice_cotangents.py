@@ -1,9 +1,9 @@
-"""Constants that a step reads slices of, so that their cotangents are added to in place.
+"""Constants that a step reads in slices, so that their cotangents are added to in place.
 
-JAX's transpose of a slice is an array of zeros with one slice set: for a table that every step
-reads a row of, as much work a step as the table is large. Here each read of a constant's tangent
-passes it on to the next, and the last is a result; the transpose is then given the cotangent so
-far, and adds to it slice by slice.
+JAX's transpose of a slice is an array of zeros with one slice set. If every step reads a row of a
+table, that is as much work in each step as the table is large. Here, each read of a constant's
+tangent passes the tangent on to the next read, and the last one is a result. The transpose then
+gets the cotangent so far, and adds to it slice by slice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from loopkit._jaxprs.dataflow import interpret_marked
 
 
 class Latest(NamedTuple):
-    """Stands for a constant's tangent, as the read before has passed it on."""
+    """A mark for a constant's tangent, as the latest read has passed it on."""
 
     place: int
 
@@ -45,7 +45,7 @@ def passed_on(jaxpr: _jax.Jaxpr, known: Sequence[Any], tangents: Sequence[Any], 
 
 
 def _as_read(eqn: _jax.Equation, ins: Sequence[Any]) -> tuple[list, Any] | None:
-    """The results of an equation that reads slices of its first operand, and what follows that."""
+    """Return the results of an equation that reads slices of its first operand, and the operand."""
     params = eqn.params
     if eqn.primitive is read_p and params["value"]:
         found, after = read(ins[0], ins[1], params["window"])
@@ -53,7 +53,7 @@ def _as_read(eqn: _jax.Equation, ins: Sequence[Any]) -> tuple[list, Any] | None:
     if eqn.primitive is lax.dynamic_slice_p and len(ins) == 1 + ins[0].ndim:
         buffer, *starts = ins
         sizes = params["slice_sizes"]
-        # Slices that are as long as the axis start at its start.
+        # A slice that is as long as the axis starts at index 0.
         axes = tuple(i for i, size in enumerate(sizes) if size != buffer.shape[i])
         window = Window(axes, (0,) * buffer.ndim, sizes, "clip", wrap=False)
         at = jnp.stack([starts[i] for i in axes]) if axes else jnp.zeros(0, jnp.int32)
@@ -65,7 +65,7 @@ def _as_read(eqn: _jax.Equation, ins: Sequence[Any]) -> tuple[list, Any] | None:
 
 
 def _wide(starts: jax.Array) -> Any:
-    """Starts of a type that has room for every size."""
+    """Return starts in a type that holds every size."""
     return starts if starts.dtype.itemsize >= 4 else starts.astype(jnp.int32)
 
 
@@ -83,7 +83,7 @@ def _gathered(buffer: jax.Array, starts: jax.Array, **params: Any) -> tuple[list
     ]
     of_batch = [int(a) for a in numbers.operand_batching_dims]
     mapped = list(map(int, numbers.start_index_map))
-    # Where cotangents are moved inside too, slices that are as long as the axis start at its start.
+    # If slices are clipped into the array, one that is as long as the axis starts at index 0.
     kept = [i for i, a in enumerate(mapped) if label != "clip" or sizes[a] != buffer.shape[a]]
     axes = (*(mapped[i] for i in kept), *of_batch)
     window = Window(axes, (0,) * buffer.ndim, sizes, label, wrap=False)

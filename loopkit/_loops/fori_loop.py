@@ -1,4 +1,4 @@
-"""`fori_loop`: as in lax, and differentiable whatever its bounds."""
+"""`fori_loop`: the loop of lax, differentiable with static and with traced bounds."""
 
 from __future__ import annotations
 
@@ -75,19 +75,20 @@ def fori_loop(
                 val = body_fun(i, val)
             return val
 
-    It takes the place of `jax.lax.fori_loop`. Where `lower` or `upper` is traced it is a while
-    loop, and has a gradient all the same.
+    This replaces `jax.lax.fori_loop`. If `lower` or `upper` is traced, it runs as a while loop, and
+    still has a gradient.
 
     **Arguments:**
 
     - `lower`, `upper`: integers, static or traced.
     - `body_fun`: `(int[], T) -> T`.
-    - `init_val`: a pytree of arrays, and of what is none as in `loopkit.scan`.
-    - `unroll`: steps to an iteration of the compiled loop; True or 0 for all, if their number is
-      known.
+    - `init_val`: a pytree of arrays. Leaves that are not arrays pass through unchanged, as in
+      `loopkit.scan`.
+    - `unroll`: the steps in one iteration of the compiled loop; True or 0 for all steps, if their
+      number is known.
     - `max_steps`: the most steps to take, a static int.
     - `checkpoints`, `memory`, `buffers`, `return_info`, `lanes`, `progress`, `debug`: as
-      in `loopkit.while_loop`; "all" needs static bounds, or `max_steps` where `lower` or `upper` is
+      in `loopkit.while_loop`; "all" needs static bounds, or `max_steps` if `lower` or `upper` is
       traced.
 
     **Returns:**
@@ -115,7 +116,7 @@ def fori_loop(
     return_info = validate.check_flag(name, "return_info", return_info)
     lower, upper = _bound("lower", lower), _bound("upper", upper)
     several, inner = 1 if unroll is None else unroll, buffers
-    if buffers is not None:  # of the value, in the carry ((i, ...), value)
+    if buffers is not None:  # they are in the value; the carry is ((i, ...), value)
         inner = (lambda carry: buffers(carry[1])) if callable(buffers) else (False, buffers)
     asked = LoopOptions(several, checkpoints, memory, inner, return_info, lanes, progress, debug)
     if isinstance(lower, int) and isinstance(upper, int):
@@ -131,7 +132,7 @@ def fori_loop(
         expected = "can be True or 0 only if the bounds are static ints"
         raise errors.wrong_value(name, "unroll", expected, repr(unroll), advice)
     first, stop = jnp.asarray(lower), jnp.asarray(upper)
-    if first.dtype != stop.dtype:  # a weak type is kept, as in lax
+    if first.dtype != stop.dtype:  # weak types stay weak, as in lax
         first, stop = (v.astype(jnp.result_type(lower, upper)) for v in (first, stop))
     init = (first, stop), init_val
     spec = LoopSpec.of(NAMES, (body_fun, _goes_on), init, NO_INPUTS, max_steps, asked)
@@ -145,7 +146,7 @@ def _goes_on(carry: tuple) -> Any:
 
 
 def _bound(argument: str, value: object) -> Any:
-    """A Python int where the bound is known, else a scalar integer array."""
+    """Return a Python int if the bound is known, else a scalar integer array."""
     if _jax.is_symbolic(value):
         return jnp.asarray(value)
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):

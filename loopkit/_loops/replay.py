@@ -10,7 +10,7 @@ from loopkit._arguments import failed_step
 def replay() -> tuple[Any, ...]:
     """Return what the body of a loop with `debug="finite"` was given in the step that failed last.
 
-    So `body(*loopkit.replay())` takes that step alone: in Python, for a debugger, or under
+    `body(*loopkit.replay())` takes that step alone: in Python, for a debugger, or under
     `jax.debug_nans`, which finds the operation.
 
     **Arguments:**
@@ -20,11 +20,11 @@ def replay() -> tuple[Any, ...]:
     **Returns:**
 
     The arguments of the body, a tuple: `(carry, x)` of a scan, `(carry,)` of a `while_loop`,
-    `(i, carry)` of a `fori_loop`. Going backward, they are those of the step whose cotangent was
-    the first not to be finite. Under `jax.vmap`, those of the first lane that failed. Of a loop of
-    lax in `loopkit.checkpointed` or `loopkit.replace_lax_loops`, lists of leaves: `(carry, x)` or
-    `(carry,)`. Buffers are not kept of every step: in the place of one is a
-    `jax.ShapeDtypeStruct`.
+    `(i, carry)` of a `fori_loop`. If the loop failed going backward, they are those of the step
+    with the first cotangent that is not finite. Under `jax.vmap`, they are those of the first lane
+    that failed. For a loop of lax in `loopkit.checkpointed` or `loopkit.replace_lax_loops`, `carry`
+    and `x` are lists of leaves. A buffer is not kept at each step; a `jax.ShapeDtypeStruct` takes
+    its place.
 
     **Raises:**
 

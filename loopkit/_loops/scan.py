@@ -1,4 +1,4 @@
-"""`scan`: as in lax, checkpointed, and able to stop early."""
+"""`scan`: the scan of lax, with checkpoints, which can stop early."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def scan(
 def scan(
     f: Step[C, X, Y], init: Like[C], xs: Like[X] = ..., *lax: Any, **kw: Unpack[ScanKw[C, Y, bool]]
 ) -> Any: ...
-def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax takes by position
+def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: lax takes these by position
     f: Step[C, X, Y],
     init: Like[C],
     xs: Like[X] = None,
@@ -88,57 +88,56 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
                     break
             return carry, ys
 
-    It takes the place of `jax.lax.scan`, with the same positional arguments. Its backward pass
-    keeps checkpoints instead of the residuals of every step.
+    This replaces `jax.lax.scan`, and takes the same positional arguments. Its backward pass keeps
+    checkpoints instead of the residuals of every step.
 
     **Arguments:**
 
-    - `f`: `(Carry, X) -> (Carry, Y)`, pure: the very same function may be traced only once.
-    - `init`: a pytree of arrays, the initial carry. Leaves that are no arrays, such as a model's
-      functions and names, are handed on as they are: a step returns the same, or what equals them.
-    - `xs`: a pytree of arrays, scanned over along `in_axes`; None for no input. Leaves that are no
-      arrays, Python's numbers among them, are given to every step as they are, and from there in
-      `ys`.
-    - `length`: steps, a static int; needed if no leaf of `xs` is scanned over. Where it is
-      symbolic (`jax.export`), the loop is lax's, without settings that it lacks.
+    - `f`: `(Carry, X) -> (Carry, Y)`, pure: loopkit may trace the very same function only once.
+    - `init`: a pytree of arrays, the initial carry. Leaves that are not arrays, such as a model's
+      functions and names, pass through unchanged: a step returns the same leaves, or equal ones.
+    - `xs`: a pytree of arrays, scanned over along `in_axes`; None for no input. Every step gets
+      leaves that are not arrays, Python's numbers among them, as they are, and `ys` may hold them.
+    - `length`: steps, a static int; needed if no leaf of `xs` is scanned over. If it is symbolic
+      (`jax.export`), the loop is lax's, and takes only settings that lax has.
     - `reverse`: go from the last row of `xs` and `ys` to the first.
-    - `unroll`: steps to an iteration of the compiled loop; True or 0 for all of them.
-    - `_split_transpose`: as in `jax.lax.scan`, for which every step is stored.
-    - `until`: `(Carry, Y) -> bool[]`. Stop after the first step for which it holds. Cost follows
-      the steps taken.
+    - `unroll`: the steps in one iteration of the compiled loop; True or 0 for all steps.
+    - `_split_transpose`: as in `jax.lax.scan`; the loop then stores every step.
+    - `until`: `(Carry, Y) -> bool[]`. The loop stops after the first step for which this holds, and
+      costs only the steps it takes.
     - `in_axes`: the axis of `xs` to scan over: an int, or a tree of ints that is a prefix of `xs`.
-      Negative axes count from the end. None: every step is given the whole array. Arrays are sliced
-      where they lie, without a transposed copy, unless that would be slower.
+      Negative axes count from the end. With None, every step gets the whole array. Arrays are
+      sliced where they lie, unless a transposed copy makes the loop faster.
     - `out_axes`: the axis of `ys` along which they are stacked: an int, or a tree of ints that is a
-      prefix of `Y`. None: the y of the last step taken, not stacked (zeros if none is taken).
-    - `every`: keep the ys of every so many-th step taken, counted from 1, of steps k, 2k, ...:
-      rows `ys[k - 1::k]` (with `reverse`, counted from the last), `length // k` of them, in the
-      memory of those, forward and backward.
-    - `reduce`: what becomes of the ys of `every` steps, or, without it, of all steps taken: "sum",
-      "mean", "last", or a tree of those and None that is a prefix of `Y`. With `every` there are
-      `length // every` rows, of the last ys where it is None; without, no axis of rows, or all rows
-      where it is None. Dtypes are those of `jnp.sum` and `jnp.mean`.
+      prefix of `Y`. With None, the result is the y of the last step taken (zeros without a step).
+    - `every`: keep the ys of every k-th step taken only: of steps k, 2k, ..., counted from 1. These
+      are the rows `ys[k - 1::k]` (with `reverse`, counted from the last), `length // k` of them.
+      The loop needs memory for these rows only, forward and backward.
+    - `reduce`: "sum", "mean" or "last" of the ys of each `every` steps or, without `every`, of all
+      steps taken. It may be a tree of these words and None that is a prefix of `Y`. With `every`,
+      there are `length // every` rows, and None keeps the last y of each. Without it, the result
+      has no axis of rows, and None keeps all rows. Dtypes are those of `jnp.sum` and `jnp.mean`.
     - `truncate`: stop the gradient in the carry every so many steps, counted from the first, as
       with `jax.lax.stop_gradient`, in every mode. The backward pass then keeps the residuals of at
       most `truncate` steps, and the carry once every `truncate` steps.
-    - `checkpoints`: what the backward pass keeps. None: about the square root of the number of
-      steps in carries, about one extra forward pass; all residuals if they have 1 kB at most, or
-      1 MB and steps are expensive. An int c: at most c carries, at the price of more recomputation.
-      "all": what the derivative of every step reads, as lax.scan. A policy of `jax.checkpoint`:
-      what it keeps, of every step. A `Plan`: what it says.
-    - `memory`: the same as a budget in bytes, such as "64 MB", as in `loopkit.while_loop`.
+    - `checkpoints`: what the backward pass keeps. None: about the square root of n carries for n
+      steps, at about one extra forward pass; or all residuals, if they have at most 1 kB, or at
+      most 1 MB and steps are expensive. An int c: at most c carries; fewer carries cost more
+      recomputation. "all": all that the derivative of each step reads, as in lax.scan. A policy of
+      `jax.checkpoint`: what it saves of each step. A `Plan`: what the plan says.
+    - `memory`: a budget in bytes instead, such as "64 MB", as in `loopkit.while_loop`.
     - `buffers`, `return_info`, `lanes`, `progress`, `debug`: as in
       `loopkit.while_loop`.
 
     **Returns:**
 
     The final carry and the stacked `ys`; with `return_info`, a `LoopInfo(steps, stopped)` as well.
-    Rows of `ys` that no step wrote are zero; `info.steps` says how many were. So are those of
-    windows of `every` steps that were not completed.
+    Rows of `ys` that no step wrote are zero, and `info.steps` is the number of steps taken. With
+    `every`, the rows of windows that the loop did not complete are zero, too.
 
     **Raises:**
 
-    `TypeError` if `f` or `until` return something of another structure or type than they should,
+    `TypeError` if `f` or `until` returns something of another structure or type than it should,
     `ValueError` if lengths disagree or an argument has a wrong value.
 
     !!! example
@@ -160,7 +159,7 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
     """
     name = NAMES.function
     validate.check_callable(name, NAMES.body, f)
-    # A number of Python has no axis; with `in_axes=None` it is an array that every step is given.
+    # A number of Python has no axis. With `in_axes=None`, it becomes an array that every step gets.
     numbers = isinstance(in_axes, int)
     inputs = Inputs.of(wrapped(name, "xs", xs, numbers=numbers), in_axes, length)
     asked = LoopOptions(unroll, checkpoints, memory, buffers, return_info, lanes, progress, debug)
@@ -189,7 +188,7 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: what lax tak
 
 
 def _check_symbolic(spec: LoopSpec, others: dict[str, Any]) -> None:
-    """Raise if a scan of symbolic length, which is that of lax, has settings that lax lacks."""
+    """Raise if a scan of symbolic length, which lax runs, has settings that lax lacks."""
     others |= {"until": spec.predicate, "buffers": spec.buffers}
     others |= {"checkpoints": spec.budget, "progress": spec.progress}
     others["unroll"] = (spec.unroll != 1 and spec.unroll) or None

@@ -1,4 +1,4 @@
-"""`while_loop`: as in lax, and differentiable in every mode."""
+"""`while_loop`: the while loop of lax, differentiable in every mode."""
 
 from __future__ import annotations
 
@@ -70,53 +70,55 @@ def while_loop(
                 val, steps = body_fun(val), steps + 1
             return val
 
-    It takes the place of `jax.lax.while_loop`. Its cost follows the steps taken, not `max_steps`.
+    This replaces `jax.lax.while_loop`. Its cost follows the steps taken, not `max_steps`.
 
     **Arguments:**
 
     - `cond_fun`: `T -> bool[]`.
-    - `body_fun`: `T -> T`, with the structure, shapes and dtypes of `init_val`. Both are pure: the
-      very same functions may be traced only once.
-    - `init_val`: a pytree of arrays, the initial carry, and of what is none as in `loopkit.scan`.
-    - `max_steps`: the most steps to take, a static int; None for no bound but that of `cond_fun`.
-      That has one where it compares, perhaps among other tests, a counter of the carry whose first
-      value is a number, and to which every step adds the same number, with a number.
-    - `checkpoints`: what the backward pass keeps. None: about the square root of the bound in
-      carries, or without one 32 to 128, at about one extra forward pass; all residuals if they have
-      1 kB at most. An int c: at most c carries, at the price of more recomputation. "all": what the
-      derivative of every step reads, and no recomputation; it needs a bound, and room for as many
-      steps, of which a CPU touches what is taken. A policy of `jax.checkpoint`, such as
-      `jax.checkpoint_policies.dots_saveable`: what it keeps, of every step; beside `memory`, what
-      may be kept of a step at all. A `Plan`: what it says.
-    - `memory`: the same as a budget in bytes, an int or a string such as "64 MB": what the backward
-      pass may need beyond what it needs for a single step, which has the gradient of what the body
-      closes over. A dict of two, `{"device": "64 MB", "host": "4 GB"}`, keeps the checkpoints in
-      the host's memory. Give one of the two.
+    - `body_fun`: `T -> T`, with the structure, shapes and dtypes of `init_val`. Both are pure:
+      loopkit may trace the very same functions only once.
+    - `init_val`: a pytree of arrays, the initial carry. Leaves that are not arrays pass through
+      unchanged, as in `loopkit.scan`.
+    - `max_steps`: the most steps to take, a static int; None for no explicit bound. loopkit still
+      finds a bound if `cond_fun` compares a counter in the carry with a number, alone or among
+      other tests. The counter has to start at a number, and every step has to add the same number.
+    - `checkpoints`: what the backward pass keeps. None: about the square root of n carries for a
+      bound of n steps, or 32 to 128 without a bound, at about one extra forward pass; or all
+      residuals, if they have at most 1 kB. An int c: at most c carries; fewer carries cost more
+      recomputation. "all": all that the derivative of each step reads, without recomputation. That
+      needs a bound, and memory for as many steps, of which a CPU touches only the part for steps
+      taken. A policy of `jax.checkpoint`, such as `jax.checkpoint_policies.dots_saveable`: what it
+      saves of each step or, together with `memory`, what may be kept of a step. A `Plan`: what the
+      plan says.
+    - `memory`: a budget in bytes instead, an int or a string such as "64 MB". It limits what the
+      backward pass needs beyond the gradient of a single step, which includes the gradient of
+      values that the body closes over. A dict such as `{"device": "64 MB", "host": "4 GB"}` keeps
+      the checkpoints in the host's memory. Only a policy can be given together with `memory`.
     - `buffers`: which leaves of the carry are read and written in slices: a function of the carry
       that returns them, or a tree of bools that matches it. In the body they are
       `loopkit.Buffer`s, written in place, forward and backward.
-    - `unroll`: steps to an iteration of the compiled loop. `loopkit.best_unroll` measures which
-      number takes least time.
+    - `unroll`: the steps in one iteration of the compiled loop. `loopkit.best_unroll` measures
+      which number takes the least time.
     - `throw`: raise an error at run time if `max_steps` steps were not enough.
     - `return_info`: also return a `LoopInfo`.
-    - `lanes`: what becomes of lanes that have stopped, where `cond_fun` differs between lanes of
-      `jax.vmap`. "wait": they take steps that count for nothing until all have stopped, as in lax.
-      "compact": once a part of them is left, those are gathered, and go on in a loop of fewer, and
-      so on. A tuple: the widths to go on with, each less than the one before; those are left out
-      that are no fewer than the lanes. None: "compact" where that is believed to gain more than it
-      takes longer to compile, else "wait". "flatten": where loops in `body_fun` end by themselves,
-      a lane that is through with one goes on with its own next step, while others are still inside;
-      with no such loop in it, the same as None.
+    - `lanes`: what lanes do after they have stopped, if `cond_fun` differs between lanes of
+      `jax.vmap`. "wait": they take steps that do not count until all have stopped, as in lax.
+      "compact": once only a part of the lanes is left, it goes on in a loop of fewer lanes, which
+      may happen several times. A tuple: decreasing numbers of lanes to go on with; numbers that
+      are not smaller than the batch are ignored. "flatten": a lane that has finished an inner loop
+      of `body_fun` goes on with its own next step, while others are still inside. If no inner loop
+      ends by itself, this does what None does. None: "compact" if it is expected to save more time
+      than it adds to compilation, else "wait".
     - `progress`: shows how far the loop is, and how far its gradient is on the way back: "tqdm" or
       "rich", which have to be installed, "line", or an object with `start(total)`, `update(steps)`
-      and `close()`. Not with `lanes="flatten"`. See the guide to progress.
+      and `close()`. It does not go together with `lanes="flatten"`. See the guide to progress.
     - `debug`: "finite" raises an error at run time at the first step after which the carry, a row
-      of ys, a tangent or a cotangent is no longer finite, with the step, the lane, the leaf, and
-      the line of the body; `loopkit.replay` returns what that step was given. Steps are then
-      taken one to an iteration, and lanes wait. "bounds" raises one where a buffer is read in a row
-      that nothing has been written to, or read or written out of bounds: the error names buffer,
-      index and step. A tuple of both looks for both. They are slow. None: what the environment
-      variable LOOPKIT_DEBUG says, as `LOOPKIT_DEBUG=finite,bounds`; nothing if it is not set.
+      of ys, a tangent or a cotangent is no longer finite. The error names the step, the lane, the
+      leaf, and the line of the body, and `loopkit.replay` returns the arguments of that step. Each
+      step is then an iteration of its own, and lanes wait. "bounds" raises an error if a buffer is
+      read at a row that was never written, or is read or written out of bounds. That error names
+      buffer, index and step. A tuple of both looks for both. Both are slow. None: what the
+      environment variable LOOPKIT_DEBUG says, as `LOOPKIT_DEBUG=finite,bounds`, or nothing.
 
     **Returns:**
 
@@ -125,7 +127,7 @@ def while_loop(
     **Raises:**
 
     `TypeError` if a function returns something of another structure or type than it should, or an
-    argument is of the wrong type; `ValueError` if it has a wrong value.
+    argument is of the wrong type; `ValueError` if an argument has a wrong value.
 
     !!! example
 

@@ -1,4 +1,4 @@
-"""What may be kept for the backward pass, as users say it: `checkpoints` or `memory`."""
+"""Read what users say a loop may keep for its backward pass: `checkpoints` or `memory`."""
 
 from __future__ import annotations
 
@@ -24,53 +24,53 @@ class Bytes:
     loops: int = 1
     """How many loops share it, in equal parts."""
     host: int | None = None
-    """Of checkpoints in the host's memory; None if they are kept on the device."""
+    """A second budget, for checkpoints in the host's memory. None keeps them on the device."""
     saves: Callable[..., Any] | None = None
-    """A policy of `jax.checkpoint`: what may be kept of a step."""
+    """A policy of `jax.checkpoint`, which says what may be kept of a step."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Part of what is kept without a budget: of the bytes, if they are many."""
+    """A part of what a loop keeps without a budget. It applies if those bytes are many."""
 
     part: float = 1.0
     likely: float = 1.0
-    """The part of the bound that is planned for. Of more steps, more are run again."""
+    """The part of the bound that the plan is made for. Loops that take more steps rerun more."""
 
 
 SELDOM_REACHED = Share(likely=0.2)
-"""For a bound that was found in a predicate which may end the loop before."""
+"""The share for a bound found in a predicate that may end the loop earlier."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a policy of `jax.checkpoint` keeps of a step is kept of every step."""
+    """Keep, of every step, what a policy of `jax.checkpoint` saves."""
 
     saves: Callable[..., Any]
 
 
 Budget = int | str | Bytes | Share | Policy | Plan | None
-"""What may be kept for the backward pass, as users say it: `checkpoints` and `memory`."""
+"""How much a loop may keep for its backward pass, from `checkpoints` and `memory`."""
 
 
 def stores_every_step(budget: object) -> bool:
-    """Whether something is to be kept of every step, however many there are."""
+    """Return whether the budget keeps something of every step, however many steps there are."""
     return budget == "all" or isinstance(budget, Policy)
 
 
 def said(budget: object) -> str:
-    """Return what was passed for `checkpoints` to have something kept of every step."""
+    """Return, for errors, the `checkpoints` that asked to keep something of every step."""
     policy = policy_of(budget)
     return repr(budget) if policy is None else f"the policy `{_jax.name_of(policy)}`"
 
 
 def policy_of(budget: object) -> Callable[..., Any] | None:
-    """The policy that says what may be kept of a step, if any."""
+    """Return the policy that says what may be kept of a step; None if the budget has none."""
     return budget.saves if isinstance(budget, (Bytes, Policy)) else None
 
 
 def check_budget(function: str, checkpoints: object, memory: object) -> Budget:
-    """What a loop may keep."""
+    """Check `checkpoints` and `memory`, and return the budget that they give."""
     if callable(checkpoints):
         if memory is None:
             return Policy(checkpoints)
@@ -113,7 +113,7 @@ def _in_bytes(function: str, memory: object) -> Bytes:
 
 
 def read_bytes(function: str, value: object) -> int:
-    """Bytes, from an int or a string such as "64 MB" or "1.5 GiB"."""
+    """Return a number of bytes, from an int or a string such as "64 MB" or "1.5 GiB"."""
     expected = 'an int >= 1 (bytes) or a string such as "64 MB" or "1.5 GiB"'
     if not isinstance(value, str):
         return check_whole(function, "memory", value, 1, expected)
@@ -126,11 +126,12 @@ def read_bytes(function: str, value: object) -> int:
 
 
 def for_phases(budget: Budget, widths: Sequence[int]) -> list[Budget]:
-    """A budget for a loop of many lanes, in parts for phases of fewer and fewer.
+    """Split the budget of a loop of many lanes among its phases of fewer and fewer lanes.
 
-    Without one, all have as much as the loop of all lanes would, and each the same part of what it
-    would take alone. Of a budget each takes half of what is left; what the last one leaves is for
-    the lanes that are moved. A carry is one of all lanes, and of carries the last phase takes all.
+    Without a budget, each phase keeps the same part of what it would keep alone, so that all phases
+    together keep what the loop of all lanes would. A budget in bytes is halved for each phase: half
+    of what is left. What the last phase leaves is for moving the lanes. A budget in carries counts
+    carries of all lanes; there, the last phase takes all that is left.
     """
     last = len(widths) - 1
     if isinstance(budget, Bytes):
@@ -138,7 +139,7 @@ def for_phases(budget: Budget, widths: Sequence[int]) -> list[Budget]:
     part = widths[0] / sum(widths)
     if budget is None:
         return [Share(part)] * len(widths)
-    if isinstance(budget, Share):  # each takes part of the steps
+    if isinstance(budget, Share):  # each phase takes part of the steps
         return [Share(part, likely=budget.likely * part)] * len(widths)
     carries = budget.slots if isinstance(budget, Plan) and not budget.keeps_all else budget
     if not isinstance(carries, int):

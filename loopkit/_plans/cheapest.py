@@ -1,7 +1,7 @@
 """The fastest plan within a budget of bytes.
 
-Of all plans that fit, that of least predicted time is taken. Bytes count as well as steps: what is
-written and read has a price that rises where it leaves the caches.
+Among the plans that fit, loopkit takes the one with the least predicted time. That time counts
+bytes as well as steps: reading and writing a byte costs more once the caches are full.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from loopkit._plans.costs import Store
 from loopkit._plans.plan import CACHES, SPARED, TABLES, Plan
 
 FEW_SLOTS = 32
-"""Slots that such a loop may use, however large its carry."""
+"""The slots that a loop of unknown length may use, however large its carry."""
 MANY_SLOTS = 1024
-"""Slots, and steps to a segment, that it needs at most, however small its carry."""
+"""The most slots, and the most steps in a segment, that a loop needs, however small its carry."""
 PLACED = 128
-"""Slots at most where a schedule places the checkpoints online: its tables grow with them."""
+"""The most slots if a schedule places the checkpoints online: its tables grow with the slots."""
 SPLIT = 512
-"""Slots at most where recomputation is split."""
+"""The most slots if a schedule for a known number of steps splits the recomputation."""
 NEAR_LEAST_TIME = 1.02
-"""Times the least predicted time up to which a plan is taken that moves less to the host."""
+"""A plan may take this many times the least predicted time if it moves less to the host."""
 PLANNED_REACH = 100
-"""Steps to a carry of its budget for which a loop without a bound is planned."""
+"""A loop without a bound is planned for this many steps to each carry of its budget."""
 
 
 class TooLittle(ValueError):
-    """No plan needs as few bytes as there may be."""
+    """No plan fits in the given number of bytes."""
 
     def __init__(self, message: str, needed: int):
         super().__init__(message)
@@ -46,10 +46,10 @@ def cheapest_plan(
     loops: int = 1,
     unasked: Plan | None = None,
 ) -> Plan:
-    """The plan of least predicted time that needs at most `count` bytes, and `most` slots.
+    """Return the plan of least predicted time, of at most `count` bytes and `most` slots.
 
-    Checkpoints may be in so many bytes of the host's memory. `unasked` is what would be taken
-    without a budget.
+    With `host`, checkpoints may take that many bytes of the host's memory. `unasked` is the plan
+    that loopkit would take without a budget.
     """
     step, steps = loop.step, loop.bound
     if steps is None:
@@ -62,7 +62,7 @@ def cheapest_plan(
     small += [] if unasked is None else [unasked]
     plans += small
     plans = [p for p in plans if p.peak_bytes <= count and p.host_bytes <= room]
-    if plans and host is not None:  # on an accelerator steps are faster than what goes to the host
+    if plans and host is not None:  # transfers to the host take longer than steps
         least = min(p.nanoseconds(steps) for p in plans)
         near = [p for p in plans if p.nanoseconds(steps) <= NEAR_LEAST_TIME * least]
         return min(near, key=lambda p: (p.host_bytes, p.nanoseconds(steps)))
@@ -74,14 +74,14 @@ def cheapest_plan(
 
 
 def _smallest(loop: Plan) -> Iterator[Plan]:
-    """Plans of which one needs the fewest bytes."""
-    bound, few = loop.bound, 1 + loop.host  # on the host, one that has memory
+    """Yield plans, among them the one that needs the fewest bytes."""
+    bound, few = loop.bound, 1 + loop.host  # on the host, also a slot with memory
     yield replace(loop, slots=few)
     if bound is None:
         return
     for price in _prices(loop):
         yield replace(loop, segment=max(bound, 1), store="residuals", price=price, keeps_all=True)
-    # With a slot for every segment there are no tables, which may be more than small carries.
+    # If each segment has a slot, the plan needs no tables. Those may be larger than small carries.
     segments = {-(-bound // slots) for slots in range(1, 1 + min(SPARED, bound))}
     for segment in segments.union(_leaves(bound, loop.exact)):
         slots = max(few, -(-bound // segment))
@@ -93,7 +93,7 @@ def _smallest(loop: Plan) -> Iterator[Plan]:
 def _refusal(
     plans: Sequence[Plan], count: int, host: int | None, loops: int, name: str
 ) -> TooLittle:
-    """What to say where none of these plans fits."""
+    """Make the error for a budget in which none of these plans fits."""
     each = " for each of the loops that share it" if loops > 1 else ""
     fewest = min(p.host_bytes for p in plans)
     if host is not None and host < fewest:
@@ -117,7 +117,7 @@ def _refusal(
 
 
 def _candidates(count: int, room: int, loop: Plan, steps: int, most: int | None) -> Iterator[Plan]:
-    """Plans whose checkpoints are in `room` bytes, and near `count` bytes on the device."""
+    """Yield plans whose checkpoints fit in `room` bytes, near `count` bytes on the device."""
     step, bound = loop.step, loop.bound
     if bound is not None:
         for price in _prices(loop):
@@ -139,31 +139,31 @@ def _candidates(count: int, room: int, loop: Plan, steps: int, most: int | None)
             if most is not None:
                 slots = min(slots, most - (plan.row_bytes > 0))
             least = min(segments, 1 + loop.host)
-            # To save one of a few carries may cost more than to compute it again.
+            # Saving one of a few carries may cost more than computing it again.
             for some in {*range(least, slots if segments <= FEW_SLOTS else 0), slots}:
                 if some >= least and not (some >= steps and segment > 1):
                     yield replace(plan, slots=some)
 
 
 def _prices(loop: Plan) -> list[float]:
-    """Prices at which residuals are stored in different ways."""
+    """Return the prices at which the residuals are stored in different ways."""
     return [row.price for row in loop.step.rows]
 
 
 def _rows(loop: Plan) -> list[tuple[Store, float]]:
-    """What a segment may store of a step, and at which price."""
+    """Return what a segment may store of a step, with the price of each choice."""
     priced = {"carries": [0.0], "residuals": _prices(loop)}
     return [(store, price) for store in loop.step.stores for price in priced[store]]
 
 
 def _slots_in(count: int, carry: int, place: int = 0) -> int:
-    """How many slots so many bytes are enough for, with `place` bytes each beside the carries."""
-    few = (count + carry) // (carry + place)  # of which one has no carry
+    """Return how many slots fit in `count` bytes, with `place` bytes each beside the carry."""
+    few = (count + carry) // (carry + place)  # one of these has no carry
     return max(count // (carry + place), min(few, SPARED))
 
 
 def _leaves(steps: int, exact: bool) -> list[int]:
-    """Segment lengths to try."""
+    """Return the segment lengths to try."""
     leaves, segment = set(), 1.0
     while segment <= min(steps, 4 * MANY_SLOTS):
         near = exact and segment >= 8
@@ -173,7 +173,10 @@ def _leaves(steps: int, exact: bool) -> list[int]:
 
 
 def near_divisor(bound: int, segment: int) -> int:
-    """A divisor of `bound` near `segment`: segments all of one length have a trip count."""
+    """Return a divisor of `bound` near `segment`, or `segment` if there is none.
+
+    If all segments have one length, compilers know how many steps each loop takes.
+    """
     near = range(max(1, math.ceil(0.7 * segment)), math.floor(1.4 * segment) + 1)
     divisors = [k for k in near if bound % k == 0]
     return min(divisors, key=lambda k: abs(k - segment), default=segment)

@@ -1,4 +1,4 @@
-"""What planning has to know of one step of a loop: bytes, and predicted nanoseconds."""
+"""The costs of one step of a loop that a plan depends on: bytes and predicted nanoseconds."""
 
 from __future__ import annotations
 
@@ -8,54 +8,55 @@ Store = Literal["carries", "residuals"]
 
 
 class Row(NamedTuple):
-    """One way to store the residuals of a step: some, from which the others are run again."""
+    """One way to store the residuals of a step: store some, and run the others again from them."""
 
     price: float
-    """Nanoseconds a byte from which on it is the best; 0 for the one that runs nothing again."""
+    """The price of a byte, in nanoseconds, from which this way is best. 0: it reruns nothing."""
     bytes: int
     arrays: int
     nanoseconds: float
-    """To run again what is not stored, beyond cheap equations."""
+    """The time to run again what is not stored, without cheap equations."""
 
 
 class StepCosts(NamedTuple):
-    """What planning has to know of one step of a loop."""
+    """The bytes and predicted times of one step of a loop."""
 
     carry_bytes: int
-    """Of what a checkpoint holds."""
+    """The bytes of one checkpoint."""
     residual_bytes: int
-    """Of what the derivative reads, loop constants excluded."""
+    """The bytes that the derivative of a step reads, without constants of the loop."""
     run: float = 1.0
-    """Nanoseconds to run it."""
+    """Nanoseconds to run the step."""
     record: float = 1.0
-    """Nanoseconds to run it and make its residuals."""
+    """Nanoseconds to run the step and make its residuals."""
     remake: float = 1.0
-    """Nanoseconds to make its residuals from the carry."""
+    """Nanoseconds to make the residuals of the step from its carry."""
     factor_bytes: int = 0
-    """Of the factors of products that are put off to the end of a segment."""
+    """The bytes of the factors of deferred products, which a segment multiplies at its end."""
     product_bytes: int = 0
-    """Of these products, which are added up there."""
+    """The bytes of deferred products, which a segment adds up."""
     log_bytes: int = 0
-    """Of what it displaces in buffers, where that is logged so that checkpoints leave them out."""
+    """The bytes that a step logs of what it displaces in buffers that checkpoints leave out."""
     buffer_bytes: int = 0
-    """Of those buffers."""
+    """The bytes of the buffers that are logged."""
 
     carry_arrays: int = 0
-    """How many arrays a checkpoint is."""
+    """The number of arrays in a checkpoint."""
     residual_arrays: int = 0
-    """How many the residuals are."""
+    """The number of arrays in the residuals."""
     holds_loops: bool = False
-    """Whether it runs loops that are differentiated with it."""
+    """Whether the step runs loops that are differentiated with it."""
     offloaded_bytes: int = 0
-    """Of residuals that a policy puts into the host's memory."""
+    """The bytes of residuals that a policy puts into the host's memory."""
     smaller_rows: tuple[Row, ...] = ()
-    """Ways to store less than all residuals, from more bytes to fewer, at higher prices."""
+    """Ways to store fewer bytes than all residuals, from more bytes to fewer, at higher prices."""
 
     @property
     def stores(self) -> tuple[Store, ...]:
-        """What is worth storing of the segment at hand.
+        """Return what is worth storing of each step of a segment.
 
-        From stored carries, buffers are taken back a step at a time, which costs a loop a step.
+        If a segment stores carries, writes to buffers are undone one step at a time, which costs a
+        loop in each step.
         """
         if self.buffer_bytes and self.residual_bytes < self.buffer_bytes:
             return ("residuals",)
@@ -63,11 +64,11 @@ class StepCosts(NamedTuple):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The ways to store the residuals of a step, from more bytes to fewer."""
+        """Return the ways to store the residuals of a step, from more bytes to fewer."""
         return Row(0.0, self.residual_bytes, self.residual_arrays, 0.0), *self.smaller_rows
 
     def row(self, store: Store, price: float = 0.0) -> Row:
-        """What a segment stores of a step; of residuals, the best at a price."""
+        """Return what a segment stores of a step: its carry, or the best residuals at a price."""
         if store == "carries":
             return Row(0.0, self.carry_bytes, self.carry_arrays, 0.0)
         return [row for row in self.rows if row.price <= price][-1]

@@ -1,9 +1,10 @@
 """A plan: what a loop keeps for its backward pass, and what that is predicted to cost.
 
-Time is cut into segments of `segment` steps. Going forward, the carry at the start of a segment is
-saved in one of `slots`; going back, one segment at a time is reached from the last checkpoint
-before it, replayed, storing one row a step, and then reversed. With a slot for every step nothing
-is replayed; with the residuals of every step stored nothing is computed again.
+A plan cuts the steps into segments of `segment` steps. Going forward, the loop saves the carry at
+the start of a segment in one of `slots`. Going back, it takes one segment at a time. It runs from
+the last checkpoint to the start of the segment, replays the segment, storing one row for each step,
+and reverses it. With a slot for every step, it replays nothing. With the residuals of every step
+stored, it computes nothing again.
 """
 
 from __future__ import annotations
@@ -22,61 +23,63 @@ from loopkit.schedules import binomial
 SEGMENT = 20.0
 """Nanoseconds that a segment costs beyond its steps."""
 SCHEDULED = 300.0
-"""The same, where a schedule says what is saved and run again."""
+"""Nanoseconds that a segment costs beyond its steps if a schedule says what to save and rerun."""
 CACHES = (1 << 20, 0.06), (1 << 25, 0.12), (math.inf, 0.8)
-"""Up to so many bytes in use, so many nanoseconds to write and read one of them. Beyond the last
-cache, memory is new at every call, and has to be cleared by the system first."""
+"""Pairs of a number of bytes in use and the nanoseconds to write and read one byte. Each price
+holds up to its number of bytes. Memory beyond the last cache is new at every call, and the system
+has to clear it first."""
 
 ARRAY = 5.0
-"""Nanoseconds to write an array and read it again, however small, in a loop that is one kernel."""
+"""Nanoseconds to write an array and read it again, however small, in a loop of one kernel."""
 IN_PASSING = 0.2
-"""Of the time that a segment takes to add up its products, what a step takes to add its own."""
+"""The time of a step to add its product, relative to that of a segment that adds up its own."""
 TRANSFER = 0.1
-"""Nanoseconds to bring a byte to the host and back: 0.06 at the 34 GB/s of which XLA takes the PCIe
-of an H100 to be, and not all of it is to be had."""
+"""Nanoseconds to bring a byte to the host and back. XLA assumes 34 GB/s for the PCIe of an H100,
+which gives 0.06; programs do not reach all of that."""
 COUNTERS = 512
-"""Bytes of step numbers and the like."""
+"""The bytes of step numbers and other counters."""
 TABLES = 384
-"""Bytes that following a schedule takes beside them."""
+"""The bytes of tables, beside the counters, that following a schedule needs."""
 SPARED = 16
-"""Slots up to which the first has no memory."""
+"""The most slots with which the first slot has no memory of its own."""
 
 Strategy = Literal["every residual", "every carry", "every segment", "schedule"]
-"""Of every step, or of the first of every segment; "schedule": in the slots that there are."""
+"""The steps that the forward pass saves: every step (residuals or carries), or the first of every
+segment. With "schedule", it saves carries in as many slots as there are."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the backward pass of a loop keeps: accepted by `checkpoints`.
+    """A choice of what the backward pass of a loop keeps; pass it as `checkpoints`.
 
-    `Plan(slots=8, segment=16)` keeps 8 carries, and those of the 16 steps being reversed.
-    `bound`, `exact` and `step` are filled in for the loop that it is used for.
+    `Plan(slots=8, segment=16)` keeps 8 carries, and the carries of the 16 steps that are being
+    reversed. loopkit fills in `bound`, `exact` and `step` for the loop that uses the plan.
     """
 
     slots: int
-    """Carries saved at the starts of segments, the initial one among them; as many as steps: one
-    for each, and no replay."""
+    """The number of carries saved at the starts of segments, including the initial one. With as
+    many slots as steps, the loop saves each carry and replays nothing."""
     segment: int = 1
-    """Steps in a segment, the segment of checkpointing."""
+    """The number of steps in a segment."""
     store: Store = "carries"
-    """What is stored of each step of the segment at hand."""
+    """Whether a loop stores the carries or the residuals of the segment that it reverses."""
     price: float = 0.0
-    """Nanoseconds that a stored byte of residuals is worth: what is run again for less is not
-    stored. 0 stores all that is not made by cheap, elementwise equations."""
+    """The nanoseconds that a stored byte of residuals is worth. The loop does not store what it can
+    run again for less. With 0 it stores all that cheap, elementwise equations do not make."""
     keeps_all: bool = False
     """Whether the forward pass itself stores the residuals of every step."""
     thinned: bool = False
-    """Whether checkpoints are thinned evenly; else the one that costs least is dropped."""
+    """Whether checkpoints are thinned evenly. Otherwise the one that costs least is dropped."""
     host: bool = False
-    """Whether what the forward pass saves is kept in the host's memory."""
+    """Whether the host's memory holds what the forward pass saves."""
     room: int | None = None
-    """Bytes of the device that were given beside those of the host; None if none were."""
+    """The bytes of the device in a budget for device and host. None for any other budget."""
     bound: int | None = None
-    """The most steps the loop can take; None if nothing bounds it."""
+    """The most steps that the loop can take; None if nothing bounds it."""
     exact: bool = False
-    """Whether it takes just that many."""
+    """Whether the loop takes exactly `bound` steps."""
     step: StepCosts = UNKNOWN_COSTS
-    """The loop's step."""
+    """The costs of one step of the loop."""
 
     def __post_init__(self) -> None:
         put = ft.partial(object.__setattr__, self)
@@ -105,7 +108,7 @@ class Plan:
 
     @property
     def strategy(self) -> Strategy:
-        """What the forward pass saves, which decides how both passes go."""
+        """The steps that the forward pass saves, which decides how both passes run."""
         if self.keeps_all:
             return "every residual"
         if self.bound is None or self.slots * self.segment < self.bound:
@@ -115,34 +118,35 @@ class Plan:
 
     @property
     def on_gpu(self) -> Plan:
-        """The plan that is followed on a GPU, in the same memory.
+        """The plan that a GPU follows, in the same memory.
 
-        To get from a kept carry to another the host waits there, once a segment. Longer segments
+        On a GPU, the host waits once for each segment between two kept carries. So longer segments
         may be worth a few more runs of the step.
         """
         return for_waiting_hosts(self)
 
     @property
     def segments(self) -> int | None:
-        """How many segments the bound comes to; None without a bound."""
+        """The number of segments in the bound; None without a bound."""
         return None if self.bound is None else -(-self.bound // self.segment)
 
     @property
     def spared(self) -> int:
-        """1 if the first slot has no memory: the initial carry is at hand anyway. Else 0.
+        """1 if the first slot has no memory, because the initial carry is there anyway; else 0.
 
-        To choose between that and the others takes compile time, for little where they are many.
+        The choice between the initial carry and the other slots takes time to compile. With many
+        slots, it saves too little.
         """
         return int(self.slots <= SPARED and self.strategy != "every carry")
 
     @property
     def rows(self) -> int:
-        """Slots that have memory."""
+        """The number of slots that have memory."""
         return self.slots - self.spared
 
     @property
     def slot_bytes(self) -> int:
-        """Of what the forward pass hands on to the backward pass."""
+        """The bytes that the forward pass saves for the backward pass."""
         if self.strategy == "every residual":
             return (self.bound or 0) * self.row.bytes
         segments = 4 * self.slots if self.strategy == "schedule" else 0
@@ -150,17 +154,17 @@ class Plan:
 
     @property
     def row(self) -> Row:
-        """What is stored of a step, by the forward pass or in the segment at hand."""
+        """The part of a step that is stored, by the forward pass or while a segment is reversed."""
         return self.step.row(self.store, self.price)
 
     @property
     def factor_bytes(self) -> int:
-        """Of the factors of products that a segment puts off, for a step."""
+        """The bytes, for each step, of the factors of deferred products of a segment."""
         return 0 if self.price else self.step.factor_bytes
 
     @property
     def row_bytes(self) -> int:
-        """Of what is stored of the segment at hand."""
+        """The bytes that are stored of a segment while it is reversed."""
         if self.segment == 1 or self.strategy == "every residual":
             return 0
         row = 0 if self.strategy == "every carry" else self.row.bytes
@@ -168,31 +172,31 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted: what the gradient needs of the device beyond that of a single step."""
+        """The predicted bytes of the device, beyond the gradient of a single step."""
         if self.bound is not None and self.bound <= 1:
             return 0
         return self.slot_bytes - self.host_bytes + self.row_bytes + self.least_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Of what is kept in the host's memory."""
+        """The bytes that are kept in the host's memory."""
         if self.host:
             return self.slot_bytes
         return (self.bound or 0) * self.step.offloaded_bytes if self.keeps_all else 0
 
     @property
     def least_bytes(self) -> int:
-        """What any plan needs: the carry on its way, the sums, a few counters."""
+        """The bytes that any plan needs: the current carry with its buffers, logs, counters."""
         counters = {"every segment": COUNTERS, "schedule": COUNTERS + TABLES}
         log = 0 if self.keeps_all else (self.bound or 0) * self.step.log_bytes
         carry = self.step.carry_bytes + self.step.buffer_bytes
         return carry + log + counters.get(self.strategy, 0)
 
     def evaluations(self, steps: int | None = None) -> tuple[int, int]:
-        """Predicted runs of the body, forward and backward, for a loop of `steps` steps.
+        """Predict the runs of the body, forward and backward, for a loop of `steps` steps.
 
-        The number of steps is the bound by default. Where it is not known beforehand the backward
-        count is that of the best placement, which online placement comes close to.
+        The number of steps is the bound by default. If the loop does not know it beforehand, the
+        backward count is that of the best placement, which online placement comes close to.
         """
         steps = self._steps("evaluations", steps)
         if self.strategy == "every residual":
@@ -205,7 +209,7 @@ class Plan:
 
     @property
     def stored(self) -> str:
-        """What is stored, in words."""
+        """A description, in words, of what is stored."""
         where = " on the host" if self.host else ""
         if self.strategy in ("every residual", "every carry"):
             what = self._row_words if self.keeps_all else "the carry"
@@ -242,7 +246,7 @@ class Plan:
         return "\n".join(["Plan", *(f"  {line}" for line in lines)])
 
     def plot(self, steps: int | None = None, ax: Any = None) -> Any:
-        """Draw the schedule: the step at hand over time, and below it the bytes in use.
+        """Draw the schedule: the current step over time, and below it the bytes in use.
 
         **Arguments:**
 
@@ -258,7 +262,7 @@ class Plan:
         return draw(self, self._steps("plot", steps), ax)
 
     def _steps(self, method: str, steps: object) -> int:
-        """How many steps a loop takes, by default its bound."""
+        """Return how many steps a loop takes: its bound, unless `steps` says."""
         steps = self.bound if steps is None else steps
         if steps is None:
             raise ValueError(
@@ -268,7 +272,7 @@ class Plan:
         return check_whole(f"Plan.{method}", "steps", steps, 0, "an int >= 0, steps of the loop")
 
     def nanoseconds(self, steps: int) -> float:
-        """Predicted time, less that of the steps' reversal proper: for comparing plans."""
+        """Predict the time beyond what any plan takes to reverse the steps, for comparing plans."""
         step, steps = self.step, self._steps("nanoseconds", steps)
         in_use = self.peak_bytes
         price = _price(in_use)
@@ -297,5 +301,5 @@ class Plan:
 
 
 def _price(count: int) -> float:
-    """Nanoseconds to write and read a byte of so many."""
+    """Return the nanoseconds to write and read a byte if `count` bytes are in use."""
     return next(price for size, price in CACHES if count <= size)

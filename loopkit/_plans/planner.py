@@ -21,26 +21,28 @@ from loopkit._plans.costs import StepCosts, Store
 from loopkit._plans.plan import CACHES, Plan
 
 KEPT = 1 << 10
-"""Bytes of all residuals of a loop up to which it keeps them: to checkpoint gains nothing."""
+"""The bytes of all residuals up to which a loop keeps them: checkpointing would gain nothing."""
 NESTED = 1 << 17
-"""The same of a loop that takes just its bound of steps, which hold loops. To run such a step again
-compiles all of them again, and at each level of loops in loops."""
+"""The bytes of all residuals up to which a loop of known length keeps them if its steps run other
+loops. To run such a step again, those loops would be compiled again, at each level of nesting."""
 REPLAYED = 1 << 13
-"""Bytes up to which it is run again as a whole, and keeps nothing; of carries, keeps all."""
+"""The bytes of all residuals up to which a loop keeps nothing and runs again as a whole. With as
+few bytes of carries, it keeps every carry."""
 CACHED_BYTES = CACHES[0][0]
-"""Bytes of residuals up to which a loop of known length keeps them if its steps are expensive."""
+"""The bytes of all residuals up to which a loop of known length and expensive steps keeps them."""
 EXPENSIVE = 4.0
-"""So many times as long as to store its residuals does an expensive step take to run again."""
+"""A step is expensive if it takes this many times as long as storing its residuals."""
 CHECKPOINT_BYTES = 1 << 19
-"""Bytes of checkpoints, and of rows, that a loop may use whose steps are not known: what a core's
-cache holds, and what is set to zero in no time."""
+"""The bytes of checkpoints, and of rows, that a loop of unknown length may use: a core's cache
+holds as many, and setting them to zero takes no time worth counting."""
 ROOM_FOR_ROWS = 1 << 14
-"""Bytes of rows that it uses where it does not have to use more."""
+"""The bytes of rows that a loop of unknown length uses if it does not have to use more."""
 RECORDED = ROOM_FOR_ROWS >> 6
-"""Bytes of residuals up to which its rows are those, whatever their arrays cost: where carries are
-stored, a step is run again to reverse it, and compiled once more for that."""
+"""The bytes of the residuals of a step up to which a loop of unknown length has them in its rows,
+whatever their arrays cost. If it stored carries, it would run each step again to reverse it, and
+would compile the step once more for that."""
 ALIKE = 2
-"""Residuals up to this many times the log of a step are stored in its place: all of them."""
+"""Residuals are stored in place of the log if they have at most this many times its bytes."""
 
 
 def best_plan(
@@ -50,9 +52,10 @@ def best_plan(
     steps: Sequence[StepCosts],
     name: str = "while_loop",
 ) -> Plan:
-    """The plan for a loop whose steps can be undone or saved in several ways.
+    """Return the best plan for a loop whose steps can be undone or saved in several ways.
 
-    Of one plan for each, that of fewest bytes, or, within a budget of bytes, of least time.
+    It makes one plan for each way. It takes the one of fewest bytes or, within a budget of bytes,
+    the one of least time.
     """
     plans, refused = [], []
     for step in steps:
@@ -70,12 +73,12 @@ def best_plan(
 def make_plan(
     budget: Budget, bound: int | None, exact: bool, step: StepCosts, name: str = "while_loop"
 ) -> Plan:
-    """The plan for a loop of `bound` steps at most; `exact` if it takes just that many."""
+    """Return the plan for a loop of at most `bound` steps, or exactly as many if `exact`."""
     loop = Plan(1, bound=bound, exact=exact, step=step)
     if isinstance(budget, Share):
         return _shared(make_plan(None, bound, exact, step, name), budget)
     if budget is None and bound and bound * step.residual_bytes <= step.buffer_bytes:
-        # No more than one of the buffers that would be brought back from their last state.
+        # The residuals take no more than one copy of the buffers that the loop would undo.
         return replace(loop, segment=bound, store="residuals", keeps_all=True)
     if not step.carry_bytes and bound and (budget is None or isinstance(budget, int)):
         return _without_carry(loop, bound)
@@ -99,7 +102,7 @@ def make_plan(
 
 
 def _shared(whole: Plan, share: Share) -> Plan:
-    """The plan that keeps part of what `whole` does."""
+    """Return a plan that keeps part of what `whole` keeps."""
     plan = whole
     if share.likely < 1 and whole.strategy == "every segment" and whole.segments != 1:
         few = _about_the_root(replace(whole, bound=max(1, int(share.likely * (whole.bound or 1)))))
@@ -114,7 +117,7 @@ def _shared(whole: Plan, share: Share) -> Plan:
 
 
 def _without_carry(loop: Plan, bound: int) -> Plan:
-    """Where nothing has to be saved to run a step again, no step is run to get to another."""
+    """Return the plan for a loop that needs no saved carry to run a step again."""
     if not loop.step.residual_bytes:
         return replace(loop, segment=bound, store="residuals", keeps_all=True)
     segment = min(16, bound) if loop.step.factor_bytes else 1
@@ -122,7 +125,7 @@ def _without_carry(loop: Plan, bound: int) -> Plan:
 
 
 def _adapted(plan: Plan, loop: Plan) -> Plan:
-    """A plan made elsewhere, for this loop."""
+    """Fit a plan made elsewhere to this loop."""
     if plan.keeps_all and loop.bound is None:
         raise ValueError(
             "loopkit: `checkpoints` can be a plan that stores every step only if the number of "
@@ -134,7 +137,7 @@ def _adapted(plan: Plan, loop: Plan) -> Plan:
 
 
 def _default(loop: Plan) -> Plan:
-    """One extra forward pass, and about the square root of the steps in memory."""
+    """Return the default plan: one extra forward pass, about the root of the steps in memory."""
     plan = _about_the_root(loop)
     if loop.bound is None or not loop.exact or plan.keeps_all:
         return plan
@@ -148,7 +151,7 @@ def _default(loop: Plan) -> Plan:
 
 
 def _about_the_root(loop: Plan) -> Plan:
-    """The same, whatever a step costs."""
+    """Return the default plan, whatever a step costs."""
     step, bound = loop.step, loop.bound
     if bound is not None and step.log_bytes and step.residual_bytes <= ALIKE * step.log_bytes:
         return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
@@ -158,7 +161,7 @@ def _about_the_root(loop: Plan) -> Plan:
     if bound is not None and bound * (step.residual_bytes + step.factor_bytes) <= REPLAYED:
         return replace(loop, slots=1, segment=bound, store="residuals")
     if bound is not None and bound * step.carry_bytes <= REPLAYED and not step.factor_bytes:
-        # A segment of several steps would be run to its end, besides: one more copy to compile.
+        # A segment of several steps would also be run to its end: one more copy to compile.
         return replace(loop, slots=bound)
     if loop.exact:
         assert bound is not None, "a loop that takes just so many steps has a length"
@@ -180,7 +183,7 @@ def _about_the_root(loop: Plan) -> Plan:
 
 
 def _balanced(loop: Plan, store: Store, most: int) -> Plan:
-    """A slot for every segment, slots and rows of about the same size."""
+    """Return a plan with a slot for every segment, and slots about as large as rows."""
     step, bound = loop.step, loop.bound or 0
     row = step.row(store, loop.price).bytes + replace(loop, store=store).factor_bytes
     slots = max(1, min(bound, most, _root(bound * row / step.carry_bytes)))
@@ -191,7 +194,7 @@ def _balanced(loop: Plan, store: Store, most: int) -> Plan:
 
 
 def _with_smaller_rows(plan: Plan, bound: int) -> Plan:
-    """The plan, or a faster one that stores less of each step, in no more memory."""
+    """Return the plan, or a faster one that stores less of each step in no more memory."""
     rows = [replace(plan, store="residuals", price=r.price) for r in plan.step.smaller_rows]
     plans = [_balanced(p, "residuals", bound) for p in rows]
     whole = [replace(p, slots=0, segment=max(bound, 1), keeps_all=True) for p in rows]
@@ -200,25 +203,25 @@ def _with_smaller_rows(plan: Plan, bound: int) -> Plan:
 
 
 def _or_every_carry(plan: Plan) -> Plan:
-    """The plan, or one that keeps every carry if that takes no more memory."""
+    """Return the plan, or one that keeps every carry if that takes no more memory."""
     every = replace(plan, slots=max(1, plan.bound or 1), segment=1, store="carries")
     fits = every.peak_bytes <= plan.peak_bytes and not plan.step.factor_bytes
     return every if fits else plan
 
 
 def _cheaper_store(loop: Plan) -> Store:
-    """What a long segment had better store."""
+    """Return what a long segment stores in less time: carries or residuals."""
     plans = [replace(loop, slots=1, segment=16, store=s) for s in loop.step.stores]
     return min(plans, key=lambda p: p.nanoseconds(16)).store
 
 
 def _root(value: float) -> int:
-    """The square root, rounded up."""
+    """Return the square root, rounded up."""
     return math.isqrt(max(0, math.ceil(value) - 1)) + 1
 
 
 def _in_carries(budget: int, loop: Plan) -> Plan:
-    """At most `budget` carries, of which a row of a segment is as many as it has the bytes of."""
+    """Return the plan for a budget in carries; rows of a segment count by their bytes."""
     bound = loop.bound
     if bound is not None and budget >= bound:
         return replace(loop, slots=max(bound, 1))

@@ -1,4 +1,4 @@
-"""A picture of a plan: which step is at hand when, and what is stored meanwhile."""
+"""A picture of a plan: which step runs when, and how many bytes are stored meanwhile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loopkit.schedules import online, reversal
 from loopkit.schedules.actions import Action, Advance, Discard, Restore, Reverse, Save
 
 Plan = Any
-"""A `loopkit.Plan`, which imports this file."""
+"""The type of `loopkit.Plan`, whose file imports this one."""
 
 LINE_STYLES = {
     "forward": ("-", "tab:blue"),
@@ -18,31 +18,31 @@ LINE_STYLES = {
     "replayed": (":", "tab:orange"),
     "reversed": ("-", "tab:red"),
 }
-"""Line style and colour."""
+"""The line style and colour of each kind of stretch."""
 
 
 class Stretch(NamedTuple):
-    """Steps run or reversed one after another."""
+    """Steps that run, or are reversed, one after another."""
 
     kind: str
     time: int
-    """Steps run and reversed before."""
+    """The number of steps run and reversed before."""
     start: int
     stop: int
 
 
 class Picture(NamedTuple):
-    """What is drawn, in steps and bytes."""
+    """The content of a drawing, in steps and bytes."""
 
     stretches: list[Stretch]
     saves: list[tuple[int, int]]
-    """(time, step) of every checkpoint."""
+    """The (time, step) of every checkpoint."""
     in_use: list[tuple[int, int]]
-    """(time, bytes from then on)"""
+    """The (time, bytes) of every change; the bytes hold from that time on."""
 
 
 def picture(plan: Plan, steps: int) -> Picture:
-    """The schedule of a loop of `steps` steps."""
+    """Return the schedule of a loop of `steps` steps."""
     if plan.strategy in ("every residual", "every carry"):
         return _every_step(plan, steps)
     segments = -(-steps // plan.segment)
@@ -67,7 +67,7 @@ def picture(plan: Plan, steps: int) -> Picture:
                 kind = "recomputed" if swept else "forward"
                 run(kind, start * plan.segment, min(stop * plan.segment, steps))
             case Save(segment, slot):
-                if segment or not plan.spared:  # the initial carry is there anyway
+                if segment or not plan.spared:  # the initial carry needs no memory
                     held.add(slot)
                 drawn.saves.append((time, segment * plan.segment))
                 use()

@@ -1,9 +1,9 @@
-"""A schedule for GPUs: few waits of the host, at the price of a few more steps.
+"""A schedule for GPUs: the host waits less often, at the price of a few more steps.
 
-A GPU runs what the host has launched. Of a loop whose length is not known when it is compiled, the
-host reads the predicate before each iteration, and waits for it. To get from a kept carry to
-another takes such a wait for each segment. Where a plan keeps carries alone, some of the slots may
-hold the rows of a longer segment instead.
+A GPU runs what the host has launched. If the compiler does not know the length of a loop, the host
+reads the predicate before each iteration, and waits for it. Between two kept carries, it waits once
+for each segment. So if a plan keeps carries alone, some of the slots may hold the rows of a longer
+segment instead.
 """
 
 from __future__ import annotations
@@ -14,35 +14,37 @@ from functools import lru_cache
 from typing import Any
 
 AnyPlan = Any
-"""A `loopkit.Plan`, which imports this file."""
+"""The type of `loopkit.Plan`, whose file imports this one."""
 
 LAUNCH = 3_800.0
-"""Nanoseconds to launch a kernel: what each takes of many short ones in a row, the next launched
-while the last still runs (NVIDIA, "Getting Started with CUDA Graphs", 2019)."""
+"""Nanoseconds to launch a kernel. Each of many short kernels in a row takes this time, if the next
+is launched while the last still runs (NVIDIA, "Getting Started with CUDA Graphs", 2019)."""
 STEP = 2 * LAUNCH
-"""To launch those of a small step."""
+"""Nanoseconds to launch the kernels of a small step."""
 GPU_SPEEDUP = 30.0
-"""A GPU runs a large step in so much less time than is predicted for a CPU (`_jaxprs/cost.py`).
+"""The predicted time of a large step on a CPU (`_jaxprs/cost.py`), divided by that on a GPU.
 
-By what XLA says of an H100 (132 cores of 128 units at 1.98 GHz, 3.35 TB/s) that is 17 for adding
-numbers, which takes 0.04 ns there and 8 bytes here, and 670 for products of matrices. Nearer the
-first: steps that a GPU waits for seldom fill it.
+XLA describes an H100 as 132 cores of 128 units at 1.98 GHz, with 3.35 TB/s. By that, the ratio is
+670 for products of matrices. It is 17 for adding numbers: each takes 0.04 ns on the CPU, and moves
+8 bytes on the GPU. The value is nearer to that of adding, because steps that a GPU waits for seldom
+fill it.
 """
 WAIT = 12_000.0
-"""Nanoseconds until the host has read a predicate, and the device runs again: 5.8 microseconds more
-a kernel where the host waits for each (9.6 against 3.8, as for `LAUNCH`), and about 6 to copy a few
-bytes to the host (Wu et al. 2026, "DualPath", arXiv:2602.21548, section 5.2: 5 to 7 a copy)."""
+"""Nanoseconds until the host has read a predicate and the device runs again. A kernel takes 5.8
+microseconds more if the host waits for each (9.6 against 3.8, as for `LAUNCH`). To copy a few bytes
+to the host takes about 6 (Wu et al. 2026, "DualPath", arXiv:2602.21548, section 5.2: 5 to 7 a
+copy)."""
 MORE = 1.1
-"""Runs of a step at most, relative to those with as many carries and segments of one step."""
+"""The most runs of a step, relative to the same memory with segments of one step."""
 LARGE_CARRY = 1 << 23
-"""Bytes of a carry that are written in less time than a host waits."""
+"""The bytes of a carry that take less time to write than a wait of the host."""
 WAITING_REACH = 100
-"""Steps to a slot for which a loop without a bound is planned."""
+"""A loop without a bound is planned for this many steps to each slot."""
 
 
 @lru_cache(maxsize=256)
 def for_waiting_hosts(plan: AnyPlan) -> AnyPlan:
-    """The plan itself, or one for longer segments whose carries and rows need no more memory."""
+    """Return the plan, or one of longer segments whose carries and rows need no more memory."""
     if plan.strategy != "schedule" or (plan.segment > 1 and not plan.host):
         return plan
     steps = WAITING_REACH * plan.slots if plan.bound is None else plan.bound
@@ -52,7 +54,7 @@ def for_waiting_hosts(plan: AnyPlan) -> AnyPlan:
 
 
 def _among_rows(plan: AnyPlan) -> Iterator[AnyPlan]:
-    """Plans for rows that lie in slots."""
+    """Yield plans whose rows lie in slots."""
     for segment in range(2, plan.rows + 2):
         slots = plan.rows + plan.spared - (segment - 1)
         if slots > 0:
@@ -60,7 +62,7 @@ def _among_rows(plan: AnyPlan) -> Iterator[AnyPlan]:
 
 
 def _beside_rows(plan: AnyPlan, steps: int) -> Iterator[AnyPlan]:
-    """Plans for rows that lie in what room there is on the device, and slots on the host."""
+    """Yield plans with slots on the host, and rows in the room left on the device."""
     store = "carries" if plan.segment == 1 else plan.store
     times = 2
     while times * plan.segment <= steps:
@@ -73,13 +75,16 @@ def _beside_rows(plan: AnyPlan, steps: int) -> Iterator[AnyPlan]:
 
 
 def _runs(plan: AnyPlan, steps: int) -> float:
-    """Of a step, forward and backward, until each is reversed."""
+    """Return how often a step runs, forward and backward, until each step is reversed."""
     replayed = steps * (1 - 1 / plan.segment)
     return sum(plan.evaluations(steps)) + replayed
 
 
 def waits(plan: AnyPlan, steps: int) -> int:
-    """Of the host, going back: for each segment run to get to another, and for its end."""
+    """Return how often the host waits, going back.
+
+    It waits for each segment that runs to reach another, and at the end of each segment.
+    """
     segments = -(-steps // plan.segment)
     forward, again = plan.evaluations(steps)
     return (again - forward) // plan.segment + segments
@@ -91,8 +96,8 @@ def _nanoseconds(plan: AnyPlan, steps: int) -> float:
 
 
 def writes_in_passing(plan: AnyPlan) -> bool:
-    """Whether a slot is written over itself where nothing is saved, rather than wait once more.
+    """Return whether a slot is written over itself, if nothing is saved, to avoid one more wait.
 
-    One in the host's memory is not, nor is a large one.
+    A slot in the host's memory is not, and neither is a large one.
     """
     return not plan.host and plan.step.carry_bytes <= LARGE_CARRY

@@ -1,8 +1,8 @@
-"""Along which axis each leaf of a tree is sliced or stacked, and whether in place.
+"""The axis along which each leaf of a tree is sliced or stacked, and whether in place.
 
-An array is sliced where it lies, unless every step would use a few bytes of each of more cache
-lines than are still at hand for the next step. Then it is transposed first. Measured in
-docs/choosing.md.
+An array is sliced where it lies, with one exception. If every step used a few bytes each of more
+cache lines than stay cached until the next step, the array is transposed first. docs/choosing.md
+has the measurements.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from loopkit._arguments import errors, validate
 from loopkit._arguments.errors import short_type
 
 LINE = 64
-"""Bytes of a cache line."""
+"""The bytes of a cache line."""
 SHORT_RUN_BYTES = 16
-"""Fewer contiguous bytes than this make poor use of a line."""
+"""Fewer contiguous bytes than this make poor use of a cache line."""
 SCANNED_BYTES = 1 << 13
-"""Bytes of cache lines that are still at hand a step later."""
+"""The bytes of cache lines that are still cached one step later."""
 
 SCAN = "scan"
 
 Axes = Any
-"""A tree prefix of ints and Nones."""
+"""The type of a tree prefix of ints and Nones."""
 
 
 class Inputs(NamedTuple):
-    """`xs`, leaf by leaf."""
+    """The leaves of `xs`, and how each is sliced."""
 
     tree: Any
     leaves: list
     axes: Sequence[int | None]
-    """Where each leaf is sliced; None where it is passed whole."""
+    """The axis along which each leaf is sliced; None if each step gets it whole."""
     length: int
 
     @staticmethod
@@ -52,7 +52,7 @@ class Inputs(NamedTuple):
         function: str = SCAN,
         argument: str = "xs",
     ) -> Inputs:
-        """`xs`, and the number of steps, on which `length` and every leaf of `xs` must agree."""
+        """Check `xs`, and that `length` and every leaf agree on the number of steps."""
         if length is not None:
             expected = "an int >= 0, the number of steps"
             length = validate.check_whole(function, "length", length, 0, expected)
@@ -92,7 +92,7 @@ class Inputs(NamedTuple):
 
     @property
     def sliced(self) -> list[tuple[Any, int]]:
-        """The leaves that are, and along which axis."""
+        """The leaves that are sliced, each with its axis."""
         return [(x, a) for x, a in zip(self.leaves, self.axes, strict=True) if a is not None]
 
     @property
@@ -101,7 +101,7 @@ class Inputs(NamedTuple):
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Where the sliced arrays are sliced, once those that gain from it are transposed."""
+        """The axes along which arrays are sliced, after transposing those that gain from it."""
         return tuple(in_place(jax.typeof(x), a) for x, a in self.sliced)
 
     @property
@@ -117,18 +117,18 @@ class Inputs(NamedTuple):
         return [_slice_type(validate.type_of(x), a, context) for x, a in self.sliced]
 
     def join(self, slices: Sequence[Any], whole: Sequence[Any]) -> Any:
-        """Put together what a step is given."""
+        """Return what a step is given, put together from slices and whole leaves."""
         of_slices, of_whole = iter(slices), iter(whole)
         return self.tree.unflatten(next(of_whole if a is None else of_slices) for a in self.axes)
 
     def slices(self, t: int) -> list:
-        """Return what step `t` is given of the arrays."""
+        """Return the slices that step `t` is given."""
         return [lax.index_in_dim(x, t, a, keepdims=False) for x, a in self.sliced]
 
     def divided(self, count: int, size: int, reverse: bool = False) -> tuple[Inputs, Inputs]:
-        """The inputs of `count` blocks of `size` rows, one step each, and those of the rows left.
+        """Return the inputs of `count` blocks of `size` rows, one step each, and of the rows left.
 
-        The blocks are the first rows, or the last if `reverse`.
+        The blocks are the first rows, or the last rows if `reverse`.
         """
         whole, left = count * size, self.length - count * size
         first, after = (left, 0) if reverse else (0, whole)
@@ -151,12 +151,12 @@ NO_INPUTS = Inputs(jax.tree.structure(None), [], [], 0)
 
 @ft.lru_cache(1024)
 def _slice_type(aval: _jax.ShapedArray, axis: int, _: object) -> Any:
-    """Return `_jax.slice_type`, which takes longer than all else that an array costs each call."""
+    """Return `_jax.slice_type`; without the cache, it would take most of the time of each call."""
     return _jax.slice_type(aval, axis)
 
 
 def in_place(aval: _jax.ShapedArray, axis: int) -> int:
-    """`axis`, or 0 if an array of this type had better be transposed before it is sliced."""
+    """Return `axis`, or 0 if transposing an array of this type before slicing takes less time."""
     item = getattr(aval.dtype, "itemsize", LINE)
     run = _jax.volume(aval.shape[axis + 1 :]) * item
     lines = _jax.volume(aval.shape[:axis])
@@ -166,7 +166,7 @@ def in_place(aval: _jax.ShapedArray, axis: int) -> int:
 def leaf_axes(
     argument: str, axes: Axes, tree: PyTree[Any], of: str, function: str = SCAN
 ) -> list[int | None]:
-    """The axis of each leaf of a tree, from a prefix of it. `of` names the tree."""
+    """Return the axis of each leaf of a tree, from a prefix of the tree. `of` names the tree."""
     try:
         flat = _jax.broadcast_prefix(axes, tree, is_leaf=lambda a: a is None)
     except ValueError:
@@ -189,7 +189,7 @@ def normalised(
     function: str = SCAN,
     extra: int = 0,
 ) -> list[int | None]:
-    """Return the axes, none of them negative. `extra` axes are still to be put in."""
+    """Return the axes, none of them negative. `extra` axes are not in the leaves yet."""
     new = []
     for (path, leaf), axis in zip(tree_leaves_with_path(tree), axes, strict=True):
         rank = len(leaf.shape) + extra
@@ -208,7 +208,7 @@ def has_none(axes: Axes) -> bool:
 
 
 def y_axes(out_axes: Axes, y: PyTree[Any], no_rows: Sequence[bool] = ()) -> list[int | None]:
-    """Where each leaf of y is stacked, None for not at all. `y` may be a tree of types."""
+    """Return the axis along which each leaf of y (or its type) is stacked, None for not stacked."""
     axes = leaf_axes("out_axes", out_axes, y, "what `f` returns as y")
     if no_rows:
         axes = [None if no else axis for axis, no in zip(axes, no_rows, strict=True)]
@@ -218,7 +218,7 @@ def y_axes(out_axes: Axes, y: PyTree[Any], no_rows: Sequence[bool] = ()) -> list
 def stacks(
     tree: _jax.TreeDef, types: Sequence[Any], out_axes: Axes
 ) -> tuple[list[int], tuple[int, ...]]:
-    """For each leaf of ys, the axis asked for, and the one along which rows are written.
+    """Return, for each leaf of ys, the requested axis, and the axis along which rows are written.
 
     `types` are those of ys stacked along the leading axis.
     """
@@ -231,13 +231,13 @@ def stacks(
 
 
 def arranged(tree: _jax.TreeDef, ys: Sequence[Any], types: Sequence[Any], out_axes: Axes) -> Any:
-    """Return ys as the caller asked for them."""
+    """Return ys with the axes and the tree that the caller asked for."""
     triples = zip(ys, *reversed(stacks(tree, types, out_axes)), strict=True)
     return tree.unflatten([jnp.moveaxis(y, place, axis) for y, place, axis in triples])
 
 
 def block_axes(out_axes: Axes) -> Axes:
-    """Where to stack blocks that are stacked along `out_axes`: just before those axes."""
+    """Return where to stack blocks that are stacked along `out_axes`: just before those axes."""
     before = lambda axis: axis - 1 if isinstance(axis, (int, np.integer)) and axis < 0 else axis
     return jax.tree.map(before, out_axes)
 
@@ -245,7 +245,7 @@ def block_axes(out_axes: Axes) -> Axes:
 def joined(
     function: str, head: PyTree[Any], tail: PyTree[Any], out_axes: Axes, reverse: bool = False
 ) -> Any:
-    """Return ys of blocks, then those of the rows left, in the order of the rows."""
+    """Return the ys of blocks and those of the rows left, in the order of the rows."""
     leaves, tree = jax.tree.flatten(tail)
     axes = leaf_axes("out_axes", out_axes, tail, "what is returned", function)
 
@@ -259,6 +259,6 @@ def joined(
 
 
 def merged(blocks: jax.Array, axis: int) -> Any:
-    """One axis for the number of the block and the row in it."""
-    rows = blocks.shape[axis] * blocks.shape[axis + 1]  # where rows are empty, -1 is not known
+    """Merge the axis of blocks with the axis of rows that follows it."""
+    rows = blocks.shape[axis] * blocks.shape[axis + 1]  # -1 would fail for empty rows
     return blocks.reshape(*blocks.shape[:axis], rows, *blocks.shape[axis + 2 :])

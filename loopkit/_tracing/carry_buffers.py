@@ -1,4 +1,4 @@
-"""Which leaves of a carry are buffers, and how a body sees them."""
+"""Find the buffers among the leaves of a carry, and show them to a body."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from loopkit._buffers.tensor_array import checked, is_tensor_array
 from loopkit._engine.loop import kept
 
 NONE = object()
-"""The `buffers` of a loop that takes none: what holds them is then a tree like any other."""
+"""The `buffers` of a loop that takes none: a tree that holds buffers is then a tree like any
+other."""
 
 ADVICE = (
     "Pass a function of the carry that returns leaves of it, or a tree of bools that matches it."
@@ -42,8 +43,8 @@ class Buffers:
     names: tuple[str, ...] = ()
     """The name of each leaf in errors."""
     step: int | None = None
-    """Where reads and writes are checked: the leaf that holds the number of the step. The last
-    leaves then say what is written, one for each buffer, in order."""
+    """The leaf that holds the number of the step, if reads and writes are checked. The last leaves
+    then say what is written, one for each buffer, in order."""
 
     @property
     def any(self) -> bool:
@@ -56,7 +57,7 @@ class Buffers:
 
     @property
     def hashable(self) -> bool:
-        """Whether a trace may be used again: not where it reads what a loop around it masks by."""
+        """Whether a trace may be used again: not if it reads a mask of a loop around it."""
         return all(owner is None or owner.mask is None for owner in self.outer)
 
     def first_written(self, init: PyTree[Any]) -> list:
@@ -65,11 +66,11 @@ class Buffers:
 
     @property
     def masks(self) -> int:
-        """Where the leaves begin that say what is written."""
+        """The place of the first leaf that says what is written."""
         return len(self.flags) - sum(self.flags)
 
     def followed_by(self, count: int, step: int | None) -> Buffers:
-        """Return the same for a carry with more leaves after these, which are no buffers."""
+        """Return buffers for a carry with `count` more leaves after these, none of them buffers."""
         return replace(
             self,
             flags=(*self.flags, *[False] * count),
@@ -104,7 +105,7 @@ class Buffers:
     ) -> Any:
         """Return what a body returned, with arrays for buffers.
 
-        Anything but the buffer itself in a buffer's place is written over all of it.
+        If a leaf is not the buffer that it replaces, all of the buffer is overwritten.
         """
         leaves, shape = jax.tree.flatten(tree, is_leaf=is_buffer)
         if len(leaves) != len(owners):
@@ -124,7 +125,7 @@ class Buffers:
         return shape.unflatten(out)
 
     def returned(self, tree: PyTree[Any]) -> Any:
-        """Return the final carry, where buffers of a loop around are buffers again."""
+        """Return the final carry, in which buffers of a loop around are buffers again."""
         if not self.any:
             return tree
         leaves, shape = jax.tree.flatten(tree)
@@ -147,9 +148,9 @@ def _without_buffers(count: int) -> Buffers:
 
 
 def find(names: Any, buffers: PyTree[Any], init: PyTree[Any]) -> Buffers:
-    """Find the buffers among the leaves of `init`, an argument of the caller's that `names` names.
+    """Find the buffers in `init`, an argument of the caller that `names` names.
 
-    They are those that are named, those of a loop around, and what TensorArrays hold.
+    They are the named leaves, buffers of a loop around, and the arrays that TensorArrays hold.
     """
     whole = lambda v: getattr(type(v), "_is_whole", False)
     nodes = jax.tree.leaves(init, is_leaf=whole)
@@ -191,7 +192,7 @@ def _named(names: Any, buffers: PyTree[Any], init: PyTree[Any]) -> list[bool]:
         flags = _jax.broadcast_prefix(buffers, init)
     except ValueError as error:
         expected = "must be a prefix of the tree of the carry"
-        for _ in range(names.hidden - 1):  # what the caller put before the user's carry
+        for _ in range(names.hidden - 1):  # the caller put these before the user's carry
             (_, buffers), (_, init) = buffers, init
         got = f"{jax.tree.structure(buffers)} for a carry of structure {jax.tree.structure(init)}"
         raise errors.wrong_value(function, "buffers", expected, got, ADVICE) from error

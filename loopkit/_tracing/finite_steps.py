@@ -1,5 +1,7 @@
-"""Steps around whose body `watch` stands: what they are given, what they return, what they close
-over, and the rows of buffers that they read and write.
+"""Steps whose body has `watch` around it.
+
+It watches what the steps are given, return and close over, and the rows of buffers that they read
+and write.
 """
 
 from __future__ import annotations
@@ -49,14 +51,15 @@ class FiniteSteps:
     buffers: tuple[bool, ...]
     """Which leaves of the carry are buffers."""
     left: int | None = None
-    """The leaf that says how many steps may be taken, if one does: none, if it is not positive."""
+    """The leaf that says how many steps may be taken, if there is one. If it is 0 or less, none
+    may."""
 
     def around(
         self, given: Given, take: Callable[[Given, Any], tuple[list, Sequence[str]]]
     ) -> list:
-        """Return the next carry and y of `take`, which also says what the leaves of y are called.
+        """Return the next carry and y of `take`, which also returns the names of the leaves of y.
 
-        `take` is given what the step is, and how bad the worst of the carry is, or None.
+        `take` gets what the step is given, and how bad the worst leaf of the carry is, or None.
         """
         report, count = self.report(given), len(self.names)
         consts = [_closed_over(self.loop, jax.typeof(v)) for v in given.consts]
@@ -70,7 +73,8 @@ class FiniteSteps:
         worst = lax.stop_gradient(ft.reduce(jnp.maximum, told)) if told else None
         outs, y_names = take(entered, worst)
         new, y = parts(outs, count)
-        # What a step passes on is no worse after it; what is made of it may be as bad.
+        # A leaf that a step passes on is no worse after it. A new leaf may be as bad as the worst
+        # before.
         passed = [out is inside for out, inside in zip(new, entered.carry, strict=True)]
         before = parts(levels, len(consts), count)[1]
         leaves = [
@@ -87,7 +91,7 @@ class FiniteSteps:
         return [*(old if same else v for same, old, v in carry), *found[count:]]
 
     def _some(self, leaves: list, values: Sequence[Any], count: int | None = None) -> list:
-        """The leaves that can be watched; those of the carry are at the same place of `values`."""
+        """Return leaves, with None for those that cannot be watched, such as buffers."""
         first = len(values) - len(self.x_names) - len(self.names) if count is None else 0
         buffers = [False] * first + [*self.buffers]
         buffers += [False] * (len(values) - len(buffers))
@@ -110,7 +114,7 @@ class FiniteSteps:
         values: Sequence[Any],
         before: Sequence[Any] | None = None,
     ) -> tuple[list, list]:
-        """Watch the values that have a leaf: all values, and the levels that are told."""
+        """Watch the values that have a leaf; return all values, and the levels."""
         before = [None] * len(values) if before is None else before
         some = [leaf is not None for leaf in leaves]
         levels = [
@@ -129,7 +133,7 @@ class FiniteSteps:
         j, count = _jax.open_jaxpr(body), len(self.names)
         y_names = names_of("ys", y_tree.unflatten(body.out_avals[count:]))
         of_consts = j.invars[:const_count]
-        # Of constants of which a step reads slices, cotangents are as small as those.
+        # If a step reads slices of a constant, the cotangents are as small as those slices.
         sliced = {eqn.invars[0] for eqn in j.eqns if _reads_slices(eqn)}.intersection(of_consts)
         names = {v: _closed_over(self.loop, v.aval) for v in sliced}
         leaves = zip(j.invars[const_count:], self.names, self.buffers, strict=False)

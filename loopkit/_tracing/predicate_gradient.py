@@ -1,7 +1,7 @@
-"""The predicate of a loop has no derivative, and what it calls needs none.
+"""Keep gradients out of the predicate of a loop.
 
-As in `jax.lax.while_loop`, it may call what has no derivative: callbacks, collectives, functions
-with a custom VJP.
+As in `jax.lax.while_loop`, a predicate may call functions without a derivative: callbacks,
+collectives, functions with a custom VJP.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from loopkit._buffers.slices import read_p
 from loopkit._jaxprs import equations
 
 SCOPE = "loopkit_predicate"
-"""The named scope of the predicate in a step, by which the calls that it makes are known."""
+"""The named scope of the predicate in a step, which marks the calls that the predicate makes."""
 
 
 def ask(predicate: Callable[[Any], Any], value: PyTree[Any]) -> Any:
-    """Return `predicate(value)`, outside a loop, and without a gradient, also in its closure."""
+    """Return `predicate(value)` outside a loop, without a gradient, in what it closes over too."""
     if not _jax.is_tracing():
-        return predicate(value)  # nothing has any
+        return predicate(value)  # there is no gradient to stop
     leaves, tree = jax.tree.flatten(value)
     asked = lambda *leaves: [predicate(tree.unflatten(leaves))]
     jaxpr, closed_over = _jax.trace(asked, list(map(jax.typeof, leaves)), "predicate")
@@ -42,8 +42,8 @@ def _still(value: jax.Array) -> Any:
 def stop_gradient_in_predicate(jaxpr: _jax.Jaxpr, place: int) -> _jax.Jaxpr:
     """Stop the gradient into what a step computes for one output alone, a bool.
 
-    Calls that its predicate makes in `SCOPE` for no result have no gradient either. Slices are read
-    as they are, of buffers that are written in place, and not of copies.
+    Calls that the predicate makes in `SCOPE` without using a result get no gradient either. Reads
+    of buffers stay as they are, because a copy could not be written in place.
     """
     j = _jax.open_jaxpr(jaxpr)
     read = [v for eqn in j.eqns if eqn.primitive is read_p for v in eqn.outvars]
@@ -67,7 +67,7 @@ def stop_gradient_in_predicate(jaxpr: _jax.Jaxpr, place: int) -> _jax.Jaxpr:
 
 
 def _makers(j: _jax.OpenJaxpr, variables: list) -> set[int]:
-    """The places of the equations that variables depend on."""
+    """Return the places of the equations that variables depend on."""
     wanted = {v for v in variables if not isinstance(v, _jax.Literal)}
     found: set[int] = set()
     for i in reversed(range(len(j.eqns))):
@@ -79,7 +79,7 @@ def _makers(j: _jax.OpenJaxpr, variables: list) -> set[int]:
 
 
 def _stops(v: _jax.Atom) -> Any:
-    """An equation that gives a variable without its tangent."""
+    """Return an equation that gives a variable without its tangent."""
     j = _jax.open_jaxpr(_jax.trace_closed(lambda x: [lax.stop_gradient(x)], [v.aval], "still"))
     (eqn,) = j.eqns
     return eqn.replace(invars=[v])

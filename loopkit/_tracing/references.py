@@ -1,7 +1,7 @@
 """References to memory (`jax.new_ref`) in the functions of a loop.
 
-One that a step makes for itself is taken out of it, and what is left is a function of values. One
-that was made outside is a leaf of the carry, read before the loop and written after it.
+A reference that a step makes for itself is removed, which leaves a function of values. A reference
+made outside is a leaf of the carry. It is read before the loop, and written after it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from loopkit._engine.loop import parts
 
 
 class Functions(NamedTuple):
-    """The two functions of a loop, of values."""
+    """The two functions of a loop, as functions of values."""
 
     cond: Any
     cond_consts: list
     body: Any
     consts: list
     references: Sequence[Any] = ()
-    """Those made outside: the last leaves of the carry."""
+    """The references made outside: the last leaves of the carry."""
 
 
 def without_references(functions: Functions, carry_count: int) -> Functions:
-    """Return functions of values, also of what the references among their constants hold."""
+    """Return functions of values, which take what references among their constants hold."""
     cond, cond_consts, body, consts, _ = functions
     of = {id(v): v for v in (*cond_consts, *consts) if _jax.is_reference(v)}
     if cond is not None:
@@ -39,9 +39,10 @@ def without_references(functions: Functions, carry_count: int) -> Functions:
 def _of_values(
     jaxpr: _jax.Jaxpr, consts: list, references: dict, carry_count: int, behind: int | None
 ) -> tuple[Any, list]:
-    """The function of (constants, carry, references, x), and its constants.
+    """Return the function of (constants, carry, references, x), and its constants.
 
-    What the references hold in the end stands behind so many of its results; None: it does not.
+    It returns what the references hold in the end after its first `behind` results; with None, it
+    does not return that.
     """
     kept, of_values = [v for v in consts if id(v) not in references], _jax.of_values(jaxpr)
 
@@ -65,5 +66,6 @@ def read(references: Sequence[Any]) -> list:
 
 def write(references: Sequence[Any], values: Sequence[Any]) -> None:
     for reference, value in zip(references, values, strict=True):
-        # In lanes, jax 0.10 takes what is given for `...` to have them where the reference does.
+        # Under vmap, jax 0.10 expects a value written to `...` to have its lanes where the
+        # reference has.
         reference[slice(None) if value.ndim else ...] = value

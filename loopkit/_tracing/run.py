@@ -1,5 +1,6 @@
-"""How a `LoopSpec` is run: as a loop of the engine, as the scan of lax, or, under
-`jax.disable_jit`, in Python, for a debugger and for print.
+"""Run a `LoopSpec`: as a loop of the engine, as the scan of lax, or in Python.
+
+A loop runs in Python under `jax.disable_jit`, for a debugger and for print.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from loopkit._tracing.trace import FlatSteps, Traced, names_of, trace
 
 
 def run_scan(spec: LoopSpec) -> tuple[Any, Any, Any]:
-    """Run a scan: the final carry, ys, and, if it is wanted, a LoopInfo."""
+    """Run a scan; return the final carry, ys, and a LoopInfo or None."""
     carried, inputs, stopping = spec.carried, spec.inputs, spec.predicate is not None
     in_python = inputs.length != 0 and not spec.keeps_some
     if in_python and (ran := validate.in_python(lambda: _python_scan(spec))) is not None:
@@ -55,7 +56,7 @@ def run_scan(spec: LoopSpec) -> tuple[Any, Any, Any]:
 
 
 def row_types(spec: LoopSpec) -> tuple[_jax.TreeDef, list]:
-    """Return the tree of y, and the types of its leaves: from the loop that stacks all of them."""
+    """Return the tree of y, and the types of its leaves, from the loop that stacks all of them."""
     stopping = spec.predicate is not None
     hidden = spec.hidden(go=np.True_ if stopping else None)
     traced, _, _ = trace(spec._replace(checking=False, finite=None), hidden)
@@ -63,10 +64,10 @@ def row_types(spec: LoopSpec) -> tuple[_jax.TreeDef, list]:
 
 
 def _runs_as_lax(spec: LoopSpec, traced: Traced) -> bool:
-    """Whether it is the scan of lax: it stores every step, and has nothing that lax lacks."""
+    """Return whether the loop runs as the scan of lax: it stores all, with no other setting."""
     leading = not any((*traced.loop.x_axes, *traced.loop.y_axes))
     as_lax = spec.budget == "all" and spec.predicate is None and leading and not spec.carried.any
-    as_lax = as_lax and spec.progress is None  # which has none on the way back
+    as_lax = as_lax and spec.progress is None  # lax shows no progress on the way back
     check_split(spec, as_lax)
     if not as_lax or _jax.is_symbolic(spec.length):
         return as_lax
@@ -75,7 +76,7 @@ def _runs_as_lax(spec: LoopSpec, traced: Traced) -> bool:
 
 
 def check_split(spec: LoopSpec, as_lax: bool) -> None:
-    """Raise if `_split_transpose` is asked for, and it is not the scan of lax."""
+    """Raise if `_split_transpose` is asked for, and the loop does not run as the scan of lax."""
     if spec.split_transpose and not as_lax:
         expected = "can be True only where every step is stored, along leading axes, as in lax.scan"
         got = f"checkpoints={spec.budget!r} and other settings that lax.scan lacks"
@@ -84,13 +85,13 @@ def check_split(spec: LoopSpec, as_lax: bool) -> None:
 
 
 def run_while(spec: LoopSpec, throw: bool = False) -> Any:
-    """Run a while loop, and return what the caller is given. `throw`: it has to end in time."""
+    """Run a while loop; return the caller's result. `throw` raises if the bound ends the loop."""
     informs = throw or spec.return_info
     if (ran := validate.in_python(lambda: _python_while(spec))) is not None:
         val, steps, stopped = ran
         return _finished(spec, throw, val, steps, informs and not stopped and spec.goes_on(val))
     masking = spec.carried.any or spec.finite is not None
-    # Where writes to buffers are to be masked, the predicate is part of the carry.
+    # If writes to buffers need a mask, the predicate is part of the carry.
     go = ask(spec.goes_on, spec.init) if masking else None
     steps = jnp.int32(0) if informs or spec.counts else None
     traced, leaves, tree = trace(spec, spec.hidden(go=go, steps=steps))
@@ -111,7 +112,7 @@ def run_while(spec: LoopSpec, throw: bool = False) -> Any:
 
 
 def _finished(spec: LoopSpec, throw: bool, val: PyTree[Any], steps: Any, goes_on: Any) -> Any:
-    """Return what the caller is given. `goes_on`: whether the predicate still holds."""
+    """Return the caller's result. `goes_on` says whether the predicate still holds."""
     result = spec.carried.returned(val)
     if spec.return_info:
         result = result, LoopInfo(steps, jnp.logical_not(goes_on))
@@ -126,7 +127,7 @@ def _finished(spec: LoopSpec, throw: bool, val: PyTree[Any], steps: Any, goes_on
 
 
 def _python_scan(spec: LoopSpec) -> tuple[Any, Any, LoopInfo]:
-    """Run a scan in Python: the final carry, ys, and how far it went."""
+    """Run a scan in Python; return the final carry, ys, and a LoopInfo."""
     carry, length, rows, stopped = spec.init, spec.inputs.length, [], bool(spec.stopped)
     order = range(length)
     with bar(spec.progress, length) as taken:
@@ -138,7 +139,7 @@ def _python_scan(spec: LoopSpec) -> tuple[Any, Any, LoopInfo]:
     blank = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), like)
     rows += [blank] * (length - len(rows))
     columns = zip(*map(jax.tree.leaves, rows[::-1] if spec.reverse else rows), strict=True)
-    axes = [a or 0 for a in y_axes(spec.out_axes, blank)]  # where one is None, of_some stands above
+    axes = [a or 0 for a in y_axes(spec.out_axes, blank)]  # of_some handles any None
     ys = map(jnp.stack, columns, axes)
     return carry, jax.tree.structure(blank).unflatten(ys), info
 
@@ -158,9 +159,9 @@ def python_steps(
     ys: list,
     taken: Callable[[int], Any],
 ) -> tuple[Any, bool]:
-    """Take steps of these numbers: the carry after them, and whether the predicate ended them.
+    """Take steps of these numbers; return the carry, and whether the predicate ended them.
 
-    The y of each is put to `ys`.
+    The y of each step is appended to `ys`.
     """
     steps = jnp.int32(len(ys) + spec.before) if spec.counts else None
     state = carry, spec.hidden(steps=steps)
@@ -181,12 +182,12 @@ def python_steps(
 
 
 def _step(flat: FlatSteps, leaves: list, x: list) -> list:
-    """Take a step, whose values are watched if they have to stay finite."""
+    """Take a step, and watch its values if they have to stay finite."""
     if flat.spec.finite is None:
         return flat.body(*leaves, *x)
     finite = flat.finite()
     loop, buffers = replace(finite.loop, missing=()), (False,) * len(leaves)
-    finite = replace(finite, loop=loop, buffers=buffers)  # what runs here is kept as a whole
+    finite = replace(finite, loop=loop, buffers=buffers)  # everything is kept whole in Python
     return finite.around(Given([], leaves, x), lambda seen, _: _named(flat, seen))
 
 

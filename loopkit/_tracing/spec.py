@@ -1,4 +1,4 @@
-"""`LoopSpec`: a loop as it was asked for, every argument checked, and what one step of it does."""
+"""`LoopSpec`: a requested loop, with every argument checked, and what one of its steps does."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from loopkit._types import BufferSpec
 
 
 class LoopInfo(NamedTuple):
-    """How far a loop went, and why it ended. Under `jax.vmap`, for each lane."""
+    """The steps that a loop took, and why it ended; under `jax.vmap`, for each lane."""
 
     steps: Int32[Array, "*lanes"]
-    """Steps taken."""
+    """The number of steps taken."""
     stopped: Bool[Array, "*lanes"]
     """True if the predicate (or `until`) ended the loop, False if the bound (or length) did."""
 
@@ -40,14 +40,14 @@ class Names(NamedTuple):
     init: str
     predicate: str
     takes: Literal["carry", "carry, x", "i, carry"]
-    """The arguments of the body. Of "i, carry" the carry is ((i, ...), carry)."""
+    """The arguments of the body. With "i, carry", the carry of the loop is ((i, ...), carry)."""
     hidden: int = 1
-    """Levels of the loop's carry above the caller's."""
+    """The levels of the loop's carry above the caller's."""
     inputs: str = "xs"
 
 
 class LoopOptions(NamedTuple):
-    """The settings that all loops take, as they are given."""
+    """The settings that all loops take, as the caller passes them."""
 
     unroll: Any = 1
     checkpoints: Any = None
@@ -60,18 +60,18 @@ class LoopOptions(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """The part of a loop's carry that the caller does not see, where it is needed."""
+    """The hidden part of a loop's carry, beside the caller's. Unused fields are empty."""
 
     go: Any = None
     """Whether to take a step."""
     steps: Any = None
-    """How many were taken."""
+    """The number of steps taken."""
     left: Any = None
-    """How many may still be, where the length of the loop does not say."""
+    """The number of steps that may still be taken, if the length of the loop does not say."""
     whole: Sequence[Any] = ()
-    """Inputs that every step is given whole."""
+    """Inputs that every step gets whole."""
     written: Sequence[Any] = ()
-    """Where buffers are checked: for each, which of its elements have been written."""
+    """Masks of the written elements of each buffer, if buffers are checked."""
 
 
 class CarryWithYs(NamedTuple):
@@ -82,45 +82,46 @@ class CarryWithYs(NamedTuple):
 
 
 class LoopSpec(NamedTuple):
-    """A loop as it was asked for. Nothing in it has to be checked again."""
+    """A requested loop, whose settings need no more checks."""
 
     names: Names
     body: Callable
-    """The caller's; or, if it is `made`, one of loopkit's."""
+    """The caller's body or, if `made`, one of loopkit's."""
     predicate: Callable | None
-    """A function of the carry that says whether to go on; or, of the carry and y of a step, whether
-    to stop."""
+    """A function of the carry that says whether to go on, or a function of the carry and y of a
+    step that says whether to stop."""
     init: Any
-    """Arrays, the initial carry."""
+    """The initial carry, with arrays as leaves."""
     inputs: Inputs
     length: Any
     """The most steps; None for no bound."""
     budget: Budget
     unroll: int
     buffers: Any
-    """As given: which of them there are depends on the carry."""
+    """The argument `buffers`, as given: which leaves it selects depends on the carry."""
     carried: Buffers
     checking: bool
-    """Whether it is checked what is read and written of buffers."""
+    """Whether reads and writes of buffers are checked."""
     return_info: bool
     lanes: Any
-    """`lanes`, as checked."""
+    """The argument `lanes`, checked."""
     progress: ProgressSettings | None
     finite: tuple[str, str] | None
-    """Name and place of the caller's body, if its steps have to stay finite."""
+    """The name and the place of the caller's body, if its steps have to stay finite."""
     functions: tuple
-    """The caller's, on which all hangs that is traced; not those made anew on every call."""
+    """The caller's functions, on which a trace depends; functions made on every call are left
+    out."""
     out_axes: Any = 0
     reverse: bool = False
     split_transpose: bool = False
     stopped: Any = False
     """Whether a scan with a predicate takes no step at all."""
     before: Any = 0
-    """Steps taken before the first, for errors."""
+    """The number of steps taken before the first, for errors."""
     made: bool = False
     """Whether the body is loopkit's own, and returns the next carry, y, and whether to go on."""
     rest: tuple = ()
-    """All else that the trace of a `made` body hangs on: types, settings."""
+    """All else that the trace of a `made` body depends on: types, settings."""
 
     @classmethod
     def of(
@@ -134,9 +135,9 @@ class LoopSpec(NamedTuple):
         trips: int | None = None,
         **more: Any,
     ) -> LoopSpec:
-        """Check what was asked for. `functions`: body and predicate. `trips`: the steps, if known.
+        """Check a request. `functions` are body and predicate, and `trips` the steps, if known.
 
-        `more`: other fields, which the caller has checked.
+        `more` has other fields, which the caller has checked.
         """
         name, (body, predicate) = names.function, functions
         validate.check_callable(name, names.body, body)
@@ -150,11 +151,11 @@ class LoopSpec(NamedTuple):
         checking, finite = "bounds" in debug and carried.any, None
         lanes = validate.check_lanes(name, asked.lanes)
         if "finite" in debug:
-            # Each step is taken for itself, and lanes stay where they are.
+            # Each step is an iteration of its own, and lanes stay where they are.
             unroll, lanes = 1, "wait"
             finite = failed_step.named(body, names.body)
         elif checking and lanes == "flatten":
-            lanes = "wait"  # what is checked is whether lanes take a step, and not where they are
+            lanes = "wait"  # the checks need lanes that stay where they are
         validate.check_beside_flat(name, lanes, asked.progress)
         return cls(
             names=names,
@@ -192,16 +193,16 @@ class LoopSpec(NamedTuple):
 
     @property
     def keeps_some(self) -> bool:
-        """Whether the carry holds what some of the ys come to."""
+        """Whether the carry holds some of the ys."""
         return type(self.init) is CarryWithYs
 
     def hidden(self, **known: Any) -> Hidden:
-        """Return what it carries beside the user's carry, as it begins."""
+        """Return the initial value of what the loop carries beside the user's carry."""
         written = self.carried.first_written(self.init) if self.checking else ()
         return Hidden(**known, whole=self.inputs.whole, written=written)
 
     def key(self, leaves: Sequence[Any], tree: _jax.TreeDef) -> tuple[Hashable, ...]:
-        """Say what a trace hangs on besides the functions. `leaves`, `tree`: what it carries."""
+        """Return what a trace depends on besides the functions. `leaves`, `tree`: its carry."""
         inputs, carried = self.inputs, self.carried
         of_xs = inputs.tree, *inputs.axes, *inputs.slice_types
         settings = self.length, self.budget, self.unroll, self.lanes, self.reverse, self.progress
@@ -209,7 +210,7 @@ class LoopSpec(NamedTuple):
         return (self.names, tree, type_key(leaves), of_xs, settings, checks, self.rest)
 
     def step(self, state: tuple[Any, Hidden], x: Sequence[Any]) -> tuple[tuple[Any, Hidden], Any]:
-        """Take a step: the next state, and y, from a state and slices of the inputs."""
+        """Take a step: return the next state, and y, from a state and slices of the inputs."""
         carry, hidden = state
         new, y, go = self.take(carry, self.inputs.join(x, hidden.whole), hidden.go is not None)
         steps = None if hidden.steps is None else hidden.steps + 1
@@ -217,7 +218,7 @@ class LoopSpec(NamedTuple):
         return (new, hidden._replace(go=go, steps=steps, left=left)), y
 
     def take(self, carry: PyTree[Any], x: PyTree[Any], asks: bool) -> tuple[Any, Any, Any]:
-        """Call the body: the next carry, y, and whether to go on, or None where nobody `asks`."""
+        """Call the body; return the next carry, y, and whether to go on (None unless `asks`)."""
         names, y, go = self.names, None, None
         if self.made:
             new, y, go = self.body(carry, x)
@@ -235,7 +236,7 @@ class LoopSpec(NamedTuple):
         return new, y, go
 
     def goes_on(self, carry: PyTree[Any], y: PyTree[Any] = None) -> Any:
-        """Call the predicate: whether to take a step after one that returned this."""
+        """Call the predicate: return whether to go on after a step with this carry and y."""
         assert self.predicate is not None, "asked for"
         names, ends = self.names, self.names.takes == "carry, x"
         given = (bare(carry), bare(y)) if ends else (bare(carry),)
@@ -243,7 +244,7 @@ class LoopSpec(NamedTuple):
         return jnp.logical_not(said) if ends else said
 
     def watched(self, tree: _jax.TreeDef, missing: tuple) -> failed_step.Watched:
-        """Say what errors need to know where a step fails. `tree`: of what the loop carries."""
+        """Return what errors need to know about a failed step. `tree` is of the loop's carry."""
         assert self.finite is not None, "asked for"
         names, x = self.names, None
         if names.takes == "carry, x":
@@ -261,13 +262,13 @@ class LoopSpec(NamedTuple):
 
 
 def type_key(values: Sequence[Any]) -> tuple:
-    """Return the types of values, weak ones told from strong."""
+    """Return the types of values, and which of them are weak."""
     types = tuple(map(type_of, values))
     return types, tuple([t.weak_type for t in types])
 
 
 def scalar_bool(function: str, argument: str, value: PyTree[Any]) -> Any:
-    """Return what a predicate returned, if it is one bool."""
+    """Return the result of a predicate, if it is one bool."""
     if not jax.tree_util.all_leaves([value]):
         got = f"a {type(value).__name__} ({jax.tree.structure(value)})"
     else:
@@ -283,7 +284,7 @@ def scalar_bool(function: str, argument: str, value: PyTree[Any]) -> Any:
 
 
 def pair(names: Names, out: PyTree[Any]) -> tuple[Any, Any]:
-    """Return what a step returned, if it is a carry and a y."""
+    """Return the result of a step, if it is a pair of a carry and a y."""
     is_sequence = isinstance(out, (tuple, list))
     if is_sequence and len(out) == 2:
         return out[0], out[1]

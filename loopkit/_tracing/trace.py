@@ -1,6 +1,6 @@
-"""`trace`: from a `LoopSpec` to a `Traced` loop, and how that is run.
+"""Make a `Traced` loop of a `LoopSpec`, and run that loop.
 
-What the functions of a loop close over becomes operands of the loop.
+Values that the functions of a loop close over become operands of the loop.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from loopkit._tracing.spec import Hidden, LoopSpec, Names
 from loopkit._types import Axes
 
 TRIES = 4
-"""How often a step is traced until it returns the types that it takes."""
+"""The most times that a step is traced until it returns the types that it takes."""
 
 
 def trace(spec: LoopSpec, hidden: Hidden) -> tuple[Traced, list, _jax.TreeDef]:
-    """Return the loop, its initial carry, and the tree of that."""
+    """Return the loop, its initial carry, and the tree of the carry."""
     state = spec.init, hidden
     leaves, tree = jax.tree.flatten(state)
     functions = spec.functions if not spec.carried.any or spec.carried.hashable else ()
@@ -55,10 +55,10 @@ def trace(spec: LoopSpec, hidden: Hidden) -> tuple[Traced, list, _jax.TreeDef]:
 
 
 class FlatSteps:
-    """The two functions of a loop, of the leaves of its state."""
+    """The two functions of a loop, as functions of the leaves of its state."""
 
     def __init__(self, spec: LoopSpec, state: tuple[Any, Hidden], traced: bool = True):
-        """`traced`: whether stopped lanes take steps too, so that writes are to be masked."""
+        """`traced` says whether stopped lanes take steps too, so that writes need a mask."""
         leaves, self.tree = jax.tree.flatten(state)
         self.spec, self.state, self.types = spec, state, list(map(jax.typeof, leaves))
         own = len(jax.tree.leaves(spec.init))
@@ -72,7 +72,7 @@ class FlatSteps:
         self.y_tree: Any = None
 
     def body(self, *values: jax.Array) -> list:
-        """Take a step: the next carry, and y, from the carry and slices of the inputs."""
+        """Take a step: return the next carry, and y, from the carry and slices of the inputs."""
         names, buffers = self.spec.names, self.buffers
         carry, x = parts(values, len(self.types))
         if buffers is None:
@@ -90,7 +90,7 @@ class FlatSteps:
         return [*jax.tree.leaves(new), *y_leaves]
 
     def cond(self, *leaves: jax.Array) -> list:
-        """Say whether there is another step."""
+        """Return whether there is another step."""
         carry, hidden = self.tree.unflatten(leaves)
         if hidden.left is None:
             return [self.spec.goes_on(carry) if hidden.go is None else hidden.go]
@@ -113,11 +113,11 @@ class FlatSteps:
 
 
 def trace_loop(steps: FlatSteps) -> Traced:
-    """Trace the functions of a loop, as it is written."""
+    """Trace the functions of a loop, as the caller wrote them."""
     spec, names, x_types = steps.spec, steps.spec.names, steps.spec.inputs.slice_types
     types, tries = steps.types, 0
-    # A weakly typed start is promoted, as in lax, where a step returns another dtype. One that
-    # differs between devices only after the first step is made to do so before.
+    # As in lax, a weakly typed start is promoted if a step returns another dtype. A value that
+    # differs between devices only after the first step is made to differ before it.
     while True:
         cond, cond_consts = None, []
         if spec.predicate is not None or steps.state[1].left is not None:
@@ -163,7 +163,7 @@ def _leaves(steps: FlatSteps, paths: list) -> list:
     flags, outer = [False] * len(paths), [None] * len(paths)
     if steps.buffers is not None:
         flags, outer = steps.buffers.flags, steps.buffers.outer
-    # What is written, or must not be infinite, hangs on it.
+    # Writes, and checks for finite values, depend on the flag.
     flag = steps.flag if steps.buffers is not None or steps.spec.finite is not None else None
     return [
         CarryLeaf(steps.spec.names.init + keystr(path), has, i == flag, owner is not None)
@@ -212,7 +212,7 @@ def _joined(before: _jax.ShapedArray, after: _jax.ShapedArray, decided_by: list)
     if before.shape != after.shape:
         return before
     if before.weak_type and before.dtype != after.dtype:
-        # The result counts as strong, whatever it is: so it does in lax.
+        # The result counts as strong in any case, as in lax.
         dtype = jnp.result_type(np.zeros((), before.dtype).item(), after.dtype)
         before = before.update(dtype=dtype, weak_type=False)
     return _jax.type_like(before, [after, *decided_by])
@@ -223,16 +223,16 @@ class Traced:
     """The two functions of a loop, and what they close over."""
 
     loop: Loop
-    """As it is written."""
+    """The loop as the caller wrote it, before any pass."""
     cond_consts: list
     consts: list
     carry_types: list
-    """Types of the carry leaves, as the steps take them."""
+    """The types of the carry's leaves, as the steps take them."""
     init_types: list
-    """Types that they begin with: strong from the beginning where a step leaves them strong."""
+    """The types of the initial carry. They are strong if a step makes them strong."""
     y_tree: Any = None
     references: Sequence[Any] = ()
-    """References made outside that they read and write: leaves behind those of the carry."""
+    """The references made outside that the steps use: leaves after those of the carry."""
 
     @property
     def closed_over(self) -> list:
@@ -248,12 +248,12 @@ class Traced:
         return replace(self, loop=of_length(self.loop, length))
 
     def showing(self, progress: ProgressSettings) -> Traced:
-        """Return the same loop, which shows in another way how far it is."""
+        """Return the same loop with another way to show its progress."""
         make = lambda: shared(self.loop.replace(progress=progress))
         return replace(self, loop=self.loop.derived(progress, make))
 
     def bounded(self, init: Sequence[Any]) -> Traced:
-        """Return the same loop, with the bound that its predicate has if it starts from `init`."""
+        """Return the loop with the bound that its predicate has if the loop starts from `init`."""
         loop, most = (
             self.loop,
             engine_steps.LAST_STEP if self.loop.length is None else self.loop.length,
@@ -269,7 +269,7 @@ class Traced:
             return self
         values = map(_jax.innermost, (*self.cond_consts, *self.consts, *init))
         if not any(map(_jax.is_tracer, values)):
-            # Outside jit there is a program for each bound: a few will do.
+            # Outside jit, each bound needs a program of its own: round up, so that there are few.
             few = 1 << max(0, bound.steps - 1).bit_length()
             return self.of_length(min(most, few if loop.progress is None else bound.steps))
         if not bound.exact:
@@ -277,7 +277,7 @@ class Traced:
         return replace(self, loop=of_all_steps(loop, bound.steps), cond_consts=[])
 
     def stacked(self, out_axes: Axes) -> Traced:
-        """Return the loop with its ys stacked where they will be, if they are not moved after."""
+        """Return the loop with ys stacked along their final axes, unless they are moved later."""
         _, places = stacks(self.y_tree, self.loop.ys_types, out_axes)
         if not any(places):
             return self
@@ -285,15 +285,15 @@ class Traced:
         return replace(self, loop=self.loop.derived(("ys", places), make))
 
     def run(self, init: Sequence[Any], xs: Sequence[Any], split: bool | None = None) -> tuple:
-        """Run the loop: the leaves of the final carry and of ys.
+        """Run the loop; return the leaves of the final carry, and of ys.
 
-        `split`: unless None, it runs as the scan of lax, with `_split_transpose` if it is True.
+        If `split` is not None, it runs as the scan of lax, with that value for `_split_transpose`.
         """
         types, count = self.init_types if split is None else self.carry_types, len(init)
         init = [*init, *references.read(self.references)] if self.references else list(init)
         loop = with_ranges(self.loop, Operands(self.cond_consts, self.consts, init, list(xs)))
         loop, passes = ready(loop)
-        # One that was flattened is no scan any more.
+        # A loop that was flattened is no longer a scan.
         as_lax = split is not None and loop.cond is None
         bind = partial(_lax_scan, split=split) if as_lax else while_p.bind
         meshes = loop.derived("meshes", lambda: equations.meshes(loop.body))
@@ -308,9 +308,9 @@ class Traced:
 
 @partial(jax.jit, static_argnames=("loop", "split"), inline=True)
 def _lax_scan(*operands: jax.Array, loop: Loop, split: bool) -> list:
-    """Run the scan of lax, which stores the residuals of every step, of the step as traced."""
+    """Run the traced step with the scan of lax, which stores the residuals of every step."""
     given, _ = loop.split(operands)
-    if loop.length == 0:  # which lax refuses where nothing is traced
+    if loop.length == 0:  # lax refuses this outside a trace
         return engine_steps.evaluate(loop, given)
     return engine_steps.scan(loop, given, split)
 
@@ -332,7 +332,7 @@ def as_loop(
     types: list,
     settings: dict,
 ) -> Traced:
-    """Make a loop of two jaxprs. `settings`: its other fields."""
+    """Make a loop of two jaxprs. `settings` has its other fields."""
     n, c = len(types), len(consts)
     settings = {"xs": (Input(),) * (len(body.in_avals) - c - n), **settings}
     ys, constants = (Output(),) * (len(body.out_avals) - n), (Const(),) * c

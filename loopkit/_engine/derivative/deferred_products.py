@@ -1,13 +1,13 @@
-"""Gradients of matrices, one product a segment instead of one a step.
+"""Gradients of matrices, as one product for each segment instead of one for each step.
 
 The cotangent of a weight matrix is a sum over the steps of products of two factors, in most loops
 x_t and the cotangent of x_t W. Adding each product to the sum as it arises reads and writes the
-whole matrix every step. Where the factors are smaller than the matrix they are kept instead, and
-multiplied at the end of a segment, the axis of the steps being one more to contract:
+whole matrix in every step. If the factors are smaller than the matrix, they are kept instead. At
+the end of a segment they are multiplied, with the axis of the steps as one more axis to contract:
 
-    sum_t  dot(a_t, b_t)  =  dot(a, b),  contracted over t as well
+sum_t dot(a_t, b_t) = dot(a, b), contracted over t as well
 
-A factor that is a row of the segment anyway is not kept twice.
+A factor that is a row of the segment is not kept twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from loopkit._engine.loop import kept
 from loopkit._jaxprs import equations
 
 SMALLEST = 1 << 15
-"""Bytes of a matrix below which its sum stays in the nearest cache."""
+"""The bytes of a matrix up to which its sum stays in the nearest cache."""
 UNARY = ("transpose", "reshape", "squeeze", "neg", "convert_element_type", "copy", "copy_p")
 """Linear primitives that may come after the product."""
 
@@ -33,25 +33,25 @@ Term = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Products:
-    """The backward half of a step, its products put off."""
+    """The backward half of a step, with its products deferred."""
 
     step: _jax.Jaxpr
-    """As the backward half, but for the outputs put off, then the factors."""
+    """The backward half with the factors as its last outputs, and without the deferred outputs."""
     put_off: tuple[bool, ...]
-    """Which outputs of the backward half are left to `sums`."""
+    """Which outputs of the backward half `sums` computes."""
     terms: tuple[tuple[Term, ...], ...]
-    """Of each output that is put off."""
+    """The terms of each deferred output."""
     factors: tuple[Any, ...]
     """Variables that are kept for each step."""
     rows: dict
-    """Variables that are rows of the segment: which of them."""
+    """The number of the row for each variable that is a row of the segment."""
 
     @property
     def factor_types(self) -> list[_jax.ShapedArray]:
         return [v.aval for v in self.factors]
 
     def sums(self, factors: Sequence[Any], rows: Sequence[Any]) -> list:
-        """The outputs put off, over all steps whose factors and rows are stacked."""
+        """Return the deferred outputs, summed over the steps whose factors and rows are stacked."""
         place = dict(zip(self.factors, factors, strict=True))
         place.update({v: rows[i] for v, i in self.rows.items()})
         return [
@@ -62,9 +62,9 @@ class Products:
 def put_off(
     backward: _jax.Jaxpr, consts: int, fixed: int, first_row: int, rows: Sequence[int | None]
 ) -> Products:
-    """The products worth putting off among the first `consts` outputs of a backward half.
+    """Find the products worth deferring among the first `consts` outputs of a backward half.
 
-    Its first `fixed` inputs are the same for all steps; `rows` says, for each of its inputs from
+    Its first `fixed` inputs are the same for all steps. `rows` says, for each of its inputs from
     `first_row` on, which row of the segment it is. After the rows come the sums so far.
     """
     j = _jax.open_jaxpr(backward)
@@ -93,7 +93,7 @@ def put_off(
 
 
 def _terms(v: _jax.Atom, maker: Callable[[Any], Any], still: set, sums: set) -> list[Term] | None:
-    """The products that `v` adds to a sum so far, or None if it is not their sum."""
+    """Return the products that `v` adds to a sum so far, or None if it is not their sum."""
     after: list = []
     while True:
         if not isinstance(v, _jax.Literal) and v in sums:
@@ -121,7 +121,7 @@ def _factors(terms: Sequence[Term]) -> list:
 
 
 def _pays(out: _jax.Atom, terms: Sequence[Term], present: set) -> bool:
-    """Whether the factors to keep are smaller than the sum that is not read and written."""
+    """Return whether the factors to keep are smaller than the sum that is not read and written."""
     new = set(_factors(terms)) - present
     size = _jax.byte_count(out.aval)
     return size > SMALLEST and sum(_jax.byte_count(v.aval) for v in new) < 2 * size

@@ -1,7 +1,7 @@
-"""The derivative of one step, not yet cut: what it computes, and the linear function of that.
+"""The derivative of one step before it is cut: its values, and the linear function of these.
 
-`jax.linearize` of the body is traced once. Calls of jitted functions are spelled out, so that a cut
-sees what is inside them.
+`jax.linearize` of the body is traced once. If there is a choice of what to store, calls of jitted
+functions are spelled out, so that a cut sees what is inside them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Linearised:
     loop: Loop
     active: Active
     residuals: Residuals
-    """What the step computes, and of that, what the tangents read."""
+    """The values that a step computes, among them those that the tangents read."""
     tangents: _jax.Jaxpr
     """(residuals, tangents of active inputs) -> tangents of active outputs"""
     holds_wide: bool
-    """Whether it has inner loops that could be run again, and keeps their residuals."""
+    """Whether it has inner loops that could run again, and keeps their residuals."""
 
     @property
     def carry(self) -> list[_jax.Var]:
@@ -45,29 +45,29 @@ class Linearised:
 
 
 Variant = Literal["as it is", "inner loops again", "opened"]
-"""How the body is linearised. "inner loops again": wide ones are run again, as where the residuals
-of every step are kept. "opened": a cut sees what is inside `jax.checkpoint`."""
+"""How the body is linearised. With "inner loops again", wide inner loops run again, as if the
+residuals of every step are kept. With "opened", a cut sees what is inside `jax.checkpoint`."""
 
 
 SMALLEST_ROW = 1 << 12
-"""Bytes of residuals of a step up to which a loop keeps all of them, or none."""
+"""The bytes of residuals of a step up to which a loop keeps all of them, or none."""
 
 
 def has_frontier(loop: Loop, row_bytes: int) -> bool:
-    """Whether so many bytes of residuals of a step are worth a choice of what to keep of them."""
+    """Return whether a step has so many bytes of residuals that choosing among them is worth it."""
     is_large = (loop.length or 1) * row_bytes > CHECKPOINT_BYTES
     return is_large and row_bytes > SMALLEST_ROW
 
 
 def linearised(loop: Loop, active: Active, variant: Variant = "as it is") -> Linearised:
-    """The derivative of the body in its active inputs and outputs."""
+    """Return the derivative of the body in its active inputs and outputs."""
     if loop.checkpoints == "all":
         variant = "inner loops again"
     return loop.derived(("linearised", active, variant), lambda: _linearise(loop, active, variant))
 
 
 def _linearised(body: _jax.Jaxpr, active: Active) -> tuple[_jax.Jaxpr, Any]:
-    """(consts, carry, x) -> carry, y, residuals; and the tree of the linear function of these."""
+    """Return (consts, carry, x) -> carry, y, residuals, and the tree of the linear function."""
     tree = None
 
     def linearised(*values: jax.Array) -> list:
@@ -138,9 +138,9 @@ def _check_policy(
 def _tangents(
     loop: Loop, tree: _jax.TreeDef, residual_types: Sequence[Any], active: Active
 ) -> tuple[_jax.Jaxpr, list[bool]]:
-    """(residuals, tangents of active inputs) -> tangents of active outputs
+    """Return (residuals, tangents of active inputs) -> tangents of active outputs.
 
-    And which residuals are read at all: those that it takes.
+    Also return which residuals it reads: the others are not among its inputs.
     """
 
     def pushforward(*values: jax.Array) -> list:
@@ -150,7 +150,7 @@ def _tangents(
     types = [t.to_tangent_aval() for t in kept(loop.body.in_avals, active.inputs)]
     linear = _jax.trace_closed(pushforward, [*residual_types, *types], "loop_tangents")
     linear = equations.reported_once(linear)
-    if not loop.holds_custom_vjp:  # else the next derivative is that of this code
+    if not loop.holds_custom_vjp:  # else this code gets the next derivative
         linear = to_transpose(linear)
     moving = [True] * sum(active.inputs)
     keep = [*[False] * len(residual_types), *moving]

@@ -1,4 +1,4 @@
-"""The pieces of a step that the two sweeps run, and where they keep what."""
+"""The pieces of a step that the two sweeps run, and where they keep values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Reversal:
     """How a loop is reversed in its active leaves: the plan and the pieces of a step."""
 
     loop: Loop
-    """Silent: its steps run a second time."""
+    """The silent loop, because its steps run a second time."""
     active: Active
     plan: Plan
     split: Split
@@ -47,22 +47,22 @@ class Reversal:
     counters: Counters
     """Carry leaves that follow from the number of the step."""
     unused_init: tuple[bool, ...] = ()
-    """Carry leaves whose initial value's cotangent nobody asks for; empty if all are wanted."""
+    """Carry leaves whose initial value needs no cotangent; empty if all cotangents are wanted."""
     layout_plan: Plan | None = None
-    """The plan that says how what is saved is laid out, where another is followed."""
+    """The plan by which saved values are laid out, if the sweeps follow another plan."""
 
     @cached_property
     def backward(self) -> _jax.Jaxpr:
         """(consts, hoisted, x, stored, cotangents) -> cotangents of the active consts, carry, x
 
-        Made when it is asked for: the body may hold what must not be transposed.
+        It is made on the first use, because the body may hold parts that cannot be transposed.
         """
         back = self.split.backward(self.active, self.unused_init or [False] * len(self.saved))
         return back if self.loop.holds_custom_vjp else to_run(back)
 
     @cached_property
     def reads(self) -> list[bool]:
-        """Which operands of the loop going back reads."""
+        """Which operands of the loop the backward sweep reads."""
         loop, again = self.loop, not self.plan.keeps_all
         consts, xs, _ = parts(self.split.reads, loop.const_count, loop.xs_count)
         carry = [by is not None for by in self.counters]
@@ -76,7 +76,7 @@ class Reversal:
 
     @cached_property
     def products(self) -> Products | None:
-        """Of the backward half, those worth putting off to the end of a segment of rows."""
+        """The products of the backward half worth deferring to the end of a segment of rows."""
         plan = self.plan
         if plan.segment == 1 or plan.keeps_all or plan.price or self.layout_plan is not None:
             return None
@@ -98,12 +98,12 @@ class Reversal:
 
     @cached_property
     def undone(self) -> tuple[bool, ...]:
-        """Which of the saved leaves are brought back, and so need no slot."""
+        """Which of the saved leaves are undone, and so need no slot."""
         return (False,) * len(self.saved) if self.undo is None else self.undo.leaves
 
     @property
     def log_types(self) -> list[_jax.ShapedArray]:
-        """What one step logs to bring them back."""
+        """The types that one step logs to undo buffers."""
         return [] if self.undo is None else self.undo.log_types
 
     @cached_property
@@ -114,26 +114,26 @@ class Reversal:
 
     @cached_property
     def counted_rows(self) -> list[int | None]:
-        """For each residual, the counter that it is, as a number of a carry leaf."""
+        """For each residual, the carry leaf of the counter that it is, or None."""
         first = self.loop.const_count
         counter = {first + i: i for i, by in enumerate(self.counters) if by is not None}
         source = equations.forwarded(self.split.forward)[self.split.results :]
         return [None if s is None else counter.get(s) for s in source]
 
     def for_waiting_hosts(self) -> Reversal:
-        """The same, where each iteration of a loop of unknown length has a price."""
+        """Return the reversal for a host that waits in loops of unknown length."""
         plan = self.plan.on_gpu
         return self if plan == self.plan else replace(self, plan=plan, layout_plan=self.plan)
 
     def without(self, unused_init: tuple[bool, ...]) -> Reversal:
-        """The same, where nobody asks for the cotangents of some initial values."""
+        """Return the reversal without cotangents of some initial values, which nobody wants."""
         if not any(unused_init):
             return self
         key = ("without", self.plan, self.active, unused_init, self.loop.unroll)
         return self.loop.derived(key, lambda: replace(self, unused_init=unused_init))
 
     def prune_results(self, wanted: Sequence[bool]) -> Pruned:
-        """The loop that saves what this one does, and has only the wanted results."""
+        """Return the loop that saves the same leaves, and has only the wanted results."""
         assert self.undo is None, "what is displaced is logged by all there is"
         carry, ys, _ = parts(wanted, self.loop.carry_count, self.loop.ys_count)
         read = [False] * len(self.loop.body.in_avals)
@@ -143,7 +143,7 @@ class Reversal:
         return prune(self.loop, [*map(or_, carry, self.saved), *ys], read)
 
     def pruned(self, pruned: Pruned) -> Reversal:
-        """How that loop is run, and what it saves."""
+        """Return how the pruned loop is reversed."""
         split, (_, consts, carry, xs) = self.split, self.loop.split(pruned.operands)[0]
         outs = [*pruned.results, *[True] * len(split.stored_types)]
         forward, _ = _jax.dce(split.forward, outs, [*consts, *carry, *xs])
@@ -170,31 +170,31 @@ class Reversal:
     def rereads(self) -> bool:
         """Whether a step's residuals depend on what the step itself writes to buffers.
 
-        But for an inner loop that goes back from the buffer as it leaves it, and needs that.
+        One case does not count: an inner loop whose residuals hold the buffer as it leaves it.
         """
         buffers = kept(self.loop.carry_types, self.undone)
         left = any(_jax.same_type(t, b) for t in self.split.stored_types for b in buffers)
         return not left and holds_write(self.remaking)
 
     def split_saved(self, saved: Sequence[Any]) -> tuple[list, list]:
-        """Of the saved leaves, those that a slot holds, and the buffers that are brought back."""
+        """Split the saved leaves into those that a slot holds, and the buffers that are undone."""
         in_slots, undone = kept(self.slotted, self.saved), kept(self.undone, self.saved)
         return kept(saved, in_slots), kept(saved, undone)
 
     def merge_saved(self, counts: list, slot: Sequence[Any], buffers: Sequence[Any]) -> list:
-        """The saved leaves before a step, of which `counts` has the counters."""
+        """Return the saved leaves before a step; `counts` has the counters."""
         return kept(spread(buffers, self.undone, spread(slot, self.slotted, counts)), self.saved)
 
     def counts(self, operands: Operands, step: _jax.Whole, taken: jax.Array) -> list:
-        """The carry before a step, as far as it is counters; None for the others."""
+        """Return the counters before a step, and None for the other carry leaves."""
         return at_step(self.loop, operands.init, self.counters, step, taken)
 
     def drop_counters(self, residuals: Sequence[Any]) -> list:
-        """The residuals of a step that are stored."""
+        """Return the residuals of a step that are stored."""
         return kept(residuals, [i is None for i in self.counted_rows])
 
     def restore_counters(self, row: Sequence[Any], counts: Sequence[Any]) -> list:
-        """The residuals of a step, from those that are stored and the counters."""
+        """Return the residuals of a step, from the stored ones and the counters."""
         stored = iter(row)
         return [next(stored) if i is None else counts[i] for i in self.counted_rows]
 
@@ -209,15 +209,15 @@ class Reversal:
 
     @property
     def row_types(self) -> list[_jax.ShapedArray]:
-        """What one step leaves for its reversal."""
+        """The types of the rows that one step leaves for its reversal."""
         if self.plan.store == "carries":
             return self.slot_types
         decide = [] if self.loop.cond is None else self.loop.cond.out_avals
         types = self.drop_counters(self.split.stored_types)
-        return [_jax.type_like(t, decide) for t in types]  # as where they are written does
+        return [_jax.type_like(t, decide) for t in types]  # as they vary where they are written
 
     def advance(self, operands: Operands, steps: Any, carry: list, first: Any, times: Any) -> list:
-        """The saved carry leaves, `times` steps after step `first`; a lane takes `steps` in all."""
+        """Return the saved leaves, `times` steps after step `first`; lanes take `steps` in all."""
 
         def step(k: _jax.Whole, carry: list) -> list:
             x = read_slices(self.loop, operands, first + k)
@@ -248,16 +248,16 @@ def build(
 
 
 def _again(loop: Loop, split: Split, results: Sequence[bool]) -> _jax.Jaxpr:
-    """The forward half of a step, as it is run again: some of its results, and what is stored."""
+    """Return the forward half of a step that runs again: some results, and the stored values."""
     wanted = [*results, *[True] * len(split.stored_types)]
     forward, _ = _jax.dce(split.forward, wanted, [True] * len(split.forward.in_avals))
     silent = equations.without_debug_effects(forward)
-    # The next derivative of a rule is that of this code.
+    # If there is a custom rule, this code gets the next derivative.
     return silent if loop.holds_custom_vjp else to_run(silent)
 
 
 def saved_leaves(loop: Loop, split: Split) -> tuple[bool, ...]:
-    """The carry leaves that replaying needs: a fixed point of what the derivative reads."""
+    """Return the carry leaves that replaying needs: a fixed point of what the derivative reads."""
 
     def carry_read(jaxpr: _jax.Jaxpr, outputs: Sequence[bool]) -> list[bool]:
         return parts(_jax.used_inputs(jaxpr, outputs), loop.const_count, loop.carry_count)[1]

@@ -1,8 +1,8 @@
-"""Inner loops that are run again going back, where the residuals of every step are kept.
+"""Inner loops that run again going back, if the residuals of every step are kept.
 
-A loop inside a step that ends when it likes has residuals for as many steps as it might take, most
-of them never written. Kept with every step of the loop around it, that room would be paid for, and
-not the steps taken. From what the loop starts with they follow in one more run.
+An inner loop that may stop early has residuals for as many steps as its bound, and most of them are
+never written. If each step of the outer loop kept them, it would need memory for the bound, and not
+for the steps taken. The residuals follow in one more run from what the inner loop starts with.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from loopkit._jaxprs import equations
 from loopkit._jaxprs.dataflow import interpret
 
 ROOM = 1024
-"""Bytes of residuals up to which they are kept, with every step of the loop around."""
+"""The bytes of an inner loop's residuals up to which each step of the outer loop keeps them."""
 FEW_STEPS = 16
-"""A bound on the steps up to which they are kept: about as many are taken."""
+"""The bound of an inner loop up to which they are kept, because it takes about as many steps."""
 
 
 def apart(loop: Loop, step: _jax.Jaxpr) -> _jax.Jaxpr:
-    """A step of the loop in which such loops stand twice: for results, and for residuals.
+    """Return a step in which each of these loops occurs twice: for results, and for residuals.
 
-    The second is given zeros where residuals do not depend on what the first is given.
+    The second gets zeros for operands on which no residual depends.
     """
     j, wide = _jax.open_jaxpr(step), found(loop, step)
 
@@ -41,8 +41,8 @@ def apart(loop: Loop, step: _jax.Jaxpr) -> _jax.Jaxpr:
 
 
 def found(loop: Loop, step: _jax.Jaxpr) -> set[int]:
-    """Such loops in a step of the loop, as the identities of their equations."""
-    if loop.holds_custom_vjp:  # the next derivative is that of the code that goes back
+    """Return the wide loops in a step of the loop, as the identities of their equations."""
+    if loop.holds_custom_vjp:  # the code that goes back gets the next derivative
         return set()
     j = _jax.open_jaxpr(step)
     inputs = j.invars[: loop.const_count], j.invars[loop.const_count + loop.carry_count :]
@@ -53,7 +53,7 @@ def found(loop: Loop, step: _jax.Jaxpr) -> set[int]:
 
 
 def _is_wide(eqn: _jax.Equation, given: set, read: set) -> bool:
-    """Whether its residuals take more room than what they depend on and is not given anyway."""
+    """Return whether the residuals of a loop need more memory than the operands that give them."""
     if eqn.primitive is not forward_p or eqn.effects:
         return False
     loop = eqn.params["loop"]
@@ -69,7 +69,7 @@ def _is_wide(eqn: _jax.Equation, given: set, read: set) -> bool:
 
 
 def _operands(eqn: _jax.Equation, values: Any) -> zip:
-    """Each with its variable, and whether residuals depend on it."""
+    """Return each operand with its variable, and whether residuals depend on it."""
     used = [i >= _result_count(eqn) for i in range(len(eqn.outvars))]
     with_few = PARTIAL_EVAL_RULES[forward_p](used, **eqn.params)
     needed = [True] * len(eqn.invars) if with_few is None else with_few[0]

@@ -1,4 +1,4 @@
-"""How a loop is reversed: the plan that is best for its step, and the pieces that it runs."""
+"""How a loop is reversed: the best plan for its step, and the pieces that it runs."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ KEY = "reversal"
 
 
 def reversal(loop: Loop, layout: Active, active: Active | None = None) -> Reversal:
-    """How to reverse a loop whose forward sweep was laid out for the leaves of `layout`.
+    """Return how to reverse a loop whose forward sweep was laid out for the leaves of `layout`.
 
-    `active` may be fewer leaves; what the forward sweep saved stays as it is.
+    `active` may have fewer leaves. The layout of what the forward sweep saved stays the same.
     """
     base = loop.derived((KEY, layout), lambda: _planned(loop, layout))
     if active is None or active == layout:
         return base
-    # Stored residuals are those of the layout; others are made again, for what is needed of them.
+    # Stored residuals are those of the layout. Residuals that are made again are made for `active`.
     split = base.split
     fewer = split_step(loop, active, base.plan.price, base.split.variant)
     if not base.plan.keeps_all and can_replay(loop, fewer, base.saved):
@@ -47,18 +47,18 @@ def reversal(loop: Loop, layout: Active, active: Active | None = None) -> Revers
 
 
 def decide(loop: Loop, layout: Active, made: Reversal) -> None:
-    """Reverse the loop like this from now on: it saves what another does, of which it is lanes."""
+    """Reverse the loop like `made` from now on, so that its lanes save what one lane saves."""
     keep_split(loop, layout, made.plan.price, made.split)
     loop.remember((KEY, layout), made)
 
 
 def covers(layout: Active, active: Active) -> bool:
-    """Whether what was saved for `layout` is enough to go back for `active`."""
+    """Return whether what was saved for `layout` is enough to go back for `active`."""
     return all(b or not a for a, b in zip(sum(active, ()), sum(layout, ()), strict=True))
 
 
 def can_replay(loop: Loop, split: Split, saved: Sequence[bool]) -> bool:
-    """Whether the residuals of a split can be made from these leaves of the carry."""
+    """Return whether the residuals of a split can be made from these leaves of the carry."""
     needed = saved_leaves(loop.without_debug_effects(), split)
     return all(s or not n for s, n in zip(saved, needed, strict=True))
 
@@ -73,15 +73,15 @@ def _planned(loop: Loop, active: Active) -> Reversal:
             return opened
     if not found.split.holds_wide or found.plan.keeps_all:
         return found
-    with suppress(ValueError):  # of a budget that is too little
+    with suppress(ValueError):  # the budget may be too small
         kept_whole = _of_split(loop, active, "inner loops again")
         if kept_whole.plan.keeps_all and kept_whole.plan.peak_bytes <= found.plan.peak_bytes:
-            return kept_whole  # the inner loops are run again, and the step is not
+            return kept_whole  # the inner loops run again, and the step does not
     return found
 
 
 def remat_nanoseconds(body: _jax.Jaxpr) -> float:
-    """Predicted time of what `jax.checkpoint` in a step runs again in its backward half."""
+    """Predict the time of parts under `jax.checkpoint` that a step runs again going back."""
     return sum(equation_nanoseconds(e) for e in _jax.open_jaxpr(body).eqns if is_remat(e))
 
 
@@ -116,7 +116,7 @@ def _of_split(loop: Loop, active: Active, variant: Variant = "as it is") -> Reve
 
 
 def _with_smaller_rows(step: StepCosts, whole: Linearised) -> StepCosts:
-    """The same, with the ways to store less of a step, where there is something to be had."""
+    """Add the ways to store less of a step, if that is worth a choice."""
     if not has_frontier(whole.loop, step.residual_bytes):
         return step
     free = {v for v, is_free in zip(whole.carry, whole.residuals.free, strict=True) if is_free}
@@ -130,7 +130,7 @@ def _with_smaller_rows(step: StepCosts, whole: Linearised) -> StepCosts:
 
 
 def _step_of(quiet: Reversal) -> StepCosts:
-    """What planning has to know of a step."""
+    """Return the costs of a step, for planning."""
     loop, split = quiet.loop, quiet.split
     factors = (0, 0) if loop.lanes else factor_bytes(quiet.forward, loop.const_count, SMALLEST)
     stored = quiet.drop_counters(split.stored_types)

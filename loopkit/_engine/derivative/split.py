@@ -1,16 +1,16 @@
-"""The derivative of one step, split in two: what is stored going forward, what is done going back.
+"""The derivative of one step, split in two: values stored going forward, and work going back.
 
-The linearised step is cut at its residuals, the values that the backward half reads, or at some
-from which these follow (`min_cut.py`). What depends on constants alone is computed once, before the
-sweep ("hoisted"); slices of xs are read again; the rest is stored.
+The linearised step is cut at its residuals, the values that the backward half reads, or at values
+from which these follow (`min_cut.py`). Values that depend on constants alone are computed once,
+before the sweep ("hoisted"). Slices of xs are read again. The rest is stored.
 
     hoist(consts)                                -> hoisted
     forward(consts, carry, x)                    -> carry, y, stored
     backward(consts, hoisted, x, stored, so far, cts)
                                                  -> cotangents of the active consts, carry, x
 
-Cotangents of the constants are added to those of the steps reversed so far, in place where a step
-reads slices of them.
+Cotangents of the constants are added to those of the steps reversed so far. If a step reads slices
+of a constant, that happens in place.
 """
 
 from __future__ import annotations
@@ -35,29 +35,31 @@ from loopkit._jaxprs.slice_cotangents import passed_on
 
 @dataclass(frozen=True)
 class Split:
-    """The two halves of a step's derivative. See the module."""
+    """The two halves of a step's derivative, as the module describes them."""
 
     hoist: _jax.Jaxpr
     forward: _jax.Jaxpr
     results: int
-    """How many outputs of `forward` are carry or y."""
+    """The number of outputs of `forward` that are carry or y."""
     backward: Callable[[Active, Sequence[bool]], _jax.Jaxpr]
     """The backward half, for the leaves that cotangents flow through.
 
-    The second argument says of which carry leaves nobody asks for the initial value's cotangent.
+    The second argument says for which carry leaves nobody wants the cotangent of the initial value.
     """
     uncut_bytes: int
-    """Of all residuals of a step, as jax.lax.scan would store them; of one lane, as plans are."""
+    """The bytes of all residuals of a step, as jax.lax.scan stores them, for one lane as in
+    plans."""
     reads: tuple[bool, ...]
     """Which constants, and after them which xs, the backward half reads."""
     offloaded: tuple[bool, ...] = ()
     """Which stored residuals are kept in the host's memory; empty if none are."""
     holds_wide: bool = False
-    """Whether a step has inner loops that could be run again, in the place of their residuals."""
+    """Whether a step has inner loops that could run again instead of storing their residuals."""
     variant: Variant = "as it is"
     """How the body was linearised."""
     stored_batched: tuple[bool, ...] = ()
-    """For the split of a batched loop made from another split: which rows have the new axis."""
+    """Which rows have the new axis, if the split is that of a batched loop made from another
+    split."""
 
     @property
     def stored_types(self) -> list[_jax.ShapedArray]:
@@ -67,7 +69,7 @@ class Split:
 def split_step(
     loop: Loop, active: Active, price: float = 0.0, variant: Variant = "as it is"
 ) -> Split:
-    """The halves of the derivative, cut where it is best at a price of a byte."""
+    """Return the halves of the derivative, cut in the best way at a price of a byte."""
     whole = linearised(loop, active, variant)
     make = lambda: replace(_cut(whole, price), variant=variant)
     return loop.derived(_key(active, price, variant), make)
@@ -84,10 +86,9 @@ def _key(active: Active, price: float, variant: Variant) -> tuple:
 
 
 def primal_half(loop: Loop, active: Active) -> Loop:
-    """The loop whose steps are the forward half of the step's derivative.
+    """Return the loop whose steps are the forward half of the step's derivative.
 
-    A custom rule is for one derivative. What it computes is ordinary code, of which the next
-    derivative is taken.
+    A custom rule serves one derivative. The next derivative is that of the rule's own code.
     """
     if not loop.holds_custom_vjp:
         return loop
@@ -110,7 +111,7 @@ def _cut(whole: Linearised, price: float) -> Split:
     inputs, results = list(j.invars), j.outvars[:n]
     every = [True] * len(inputs)
     forward = _jax.with_outputs(whole.residuals.jaxpr, [*results, *cut.stored], every)
-    # Nothing hoisted depends on the carry, the slices or effects.
+    # Hoisted values depend neither on the carry nor on slices or effects.
     silent = j.replace(eqns=[eqn for eqn in j.eqns if not eqn.effects])
     hoist = _jax.with_outputs(silent, cut.hoisted, [True] * c + [False] * (len(inputs) - c))
 
@@ -147,9 +148,9 @@ def _cut(whole: Linearised, price: float) -> Split:
 
 
 def _linear_part(tangents: _jax.Jaxpr, active: Active, live: Active) -> tuple[_jax.Jaxpr, list]:
-    """(residuals, tangents of live inputs) -> tangents of live outputs, and the types of those.
+    """Return (residuals, tangents of live inputs) -> tangents of live outputs, and their types.
 
-    What only reaches other outputs is left out: it may be something that cannot be transposed.
+    Equations that only reach other outputs are left out, because some may not be transposable.
     """
     count = len(tangents.in_avals) - sum(active.inputs)
     flows, types = kept(live.inputs, active.inputs), tangents.in_avals[count:]
@@ -162,10 +163,10 @@ def _linear_part(tangents: _jax.Jaxpr, active: Active, live: Active) -> tuple[_j
 
 
 def _where_it_flows(tangents: _jax.Jaxpr, count: int, flows: Sequence[bool]) -> _jax.Jaxpr:
-    """(residuals, some tangents) -> tangents, where the other tangents are zero.
+    """Return (residuals, some tangents) -> tangents, with zeros for the other tangents.
 
-    What only these reach is zero, and not computed. A loop that is there to be transposed cannot be
-    run; and one that others reach, too, may read these for results that are of no use.
+    Values that only the other tangents reach are zero, and are not computed. A loop that exists to
+    be transposed cannot run. Others may read such values for results that are not used.
     """
     j = _jax.open_jaxpr(tangents)
 
@@ -183,7 +184,7 @@ def _where_it_flows(tangents: _jax.Jaxpr, count: int, flows: Sequence[bool]) -> 
 
 
 def _flowing(j: _jax.OpenJaxpr, values: Sequence[Any], still: set, live: set) -> list:
-    """The results of a linear jaxpr. Adds to the variables that are zero, and that are not."""
+    """Return the results of a linear jaxpr, and update the sets of zero and nonzero variables."""
 
     def rule(eqn: _jax.Equation, ins: list) -> Any:
         of = lambda kind: [i for i, v in enumerate(eqn.invars) if _is_in(v, kind)]
@@ -218,9 +219,10 @@ def batch_split(
     y_places: Sequence[Any],
     active: Active,
 ) -> Split:
-    """vmap of a split, residual for residual. Every active input has the new axis.
+    """Return vmap of a split, residual for residual. Every active input has the new axis.
 
-    `y_places`: where it is in the ys. Those that no lane changes have it, too, if lanes stop apart.
+    `y_places` says where the axis is in the ys. If lanes stop separately, ys that are equal in all
+    lanes have the axis, too.
     """
     slices = in_row(places.xs, loop.x_axes)
     consts, carry = places.consts, places.init

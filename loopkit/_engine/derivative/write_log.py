@@ -1,13 +1,13 @@
-"""Buffers are not copied into checkpoints: going back, what steps wrote is taken out again.
+"""Undo the writes of steps going back, so that checkpoints need no copies of buffers.
 
-Going forward, each write leaves in a log where it wrote and what it displaced, which is as large
-as what is written, not as the buffer. Going back, the log is played backwards, so that the buffer
-is as it was before any step that is replayed. Nothing displaced is logged where a row is provably
-written once: there the initial buffer has it; nor where it was written, if a counter says that. An
-inner loop that ends when it likes logs where its rows begin and end.
+Going forward, each write logs where it wrote and what it displaced. The log is as large as what is
+written, not as the buffer. Going back, the log is played backward, so that the buffer is as it was
+before any step that is replayed. If a row is provably written once, its old value is not logged:
+the initial buffer has it. The place is not logged if a counter determines it. An inner loop that
+may stop early logs where its rows begin and end.
 
-This is for buffers that a step reads from and writes to. A log needs a bound on the steps, and so
-do rows that an inner loop writes more than once. Others are saved as any carry.
+All this applies to buffers that a step reads and writes. A log needs a bound on the steps, and so
+do rows that an inner loop writes more than once. Other buffers are saved like any carry.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from loopkit._jaxprs import equations
 from loopkit._jaxprs.dataflow import interpret
 
 largest_p = _jax.declare("loopkit_largest")
-"""The largest of some integers, of all lanes in common: a loop to there has one predicate."""
+"""The largest of some integers over all lanes, so that a loop to that number has one predicate."""
 
 
 @dataclass(frozen=True, eq=False)
 class Undo:
-    """How the buffers of a loop are brought back. Compared by identity."""
+    """How the buffers of a loop are undone. Undos are compared by identity."""
 
     leaves: tuple[bool, ...]
-    """Which carry leaves: buffers that are not saved."""
+    """Which carry leaves are buffers that are not saved."""
     counted: tuple[bool, ...]
-    """Which carry leaves say where a step wrote: counters."""
+    """Which carry leaves are counters that say where a step wrote."""
     log_types: list[_jax.ShapedArray]
-    """What one step logs."""
+    """The types that one step logs."""
     forward: _jax.Jaxpr
     """(consts, carry, x) -> carry, y, log"""
     back: _jax.Jaxpr
     """(initial buffers, counters before a step, buffers after it, its log) -> buffers before it"""
     batched: tuple[bool, ...] = ()
-    """In the batched loop made from another: which parts of the log have the new axis."""
+    """Which parts of the log have the new axis, if this is for a batched loop made from another."""
 
     def logged(self, loop: Loop) -> Loop:
-        """The loop with its log after the ys. It must be bounded."""
+        """Return the loop with its log after the ys. The loop must be bounded."""
         return loop.derived(("logged", self), lambda: with_log(loop, self.forward))
 
     def rewound(
@@ -65,9 +65,10 @@ class Undo:
         count: _jax.Whole,
         buffers: list,
     ) -> list:
-        """The buffers before step `first`, from those `count` steps later, or less.
+        """Return the buffers before step `first`, from those `count` steps later, or fewer.
 
-        `log`: a row for each step of a loop that has run; `counts`: the counters before a step.
+        `log` has a row for each step of the loop that has run. `counts` returns the counters before
+        a step.
         """
         initial = kept(init, self.leaves)
 
@@ -80,18 +81,18 @@ class Undo:
 
 
 def with_log(loop: Loop, body: _jax.Jaxpr) -> Loop:
-    """The loop with a body that returns a log after its ys, stacked along leading axes."""
+    """Return the loop with a body that returns a log after its ys, stacked along leading axes."""
     count = len(body.out_avals) - len(loop.body.out_avals)
     return loop.replace(body=body, ys=(*loop.ys, *[Output(log=True)] * count))
 
 
 def find_undo(loop: Loop, saved: Sequence[bool]) -> Undo | None:
-    """How to do without saving buffers among the `saved` carry leaves; None if none can be."""
+    """Return how to undo buffers among the `saved` carry leaves; None if none can be undone."""
     sites, leaves = {}, []
     for leaf, (is_buffer, keep) in enumerate(zip(loop.is_buffer, saved, strict=True)):
         found = find_writes(loop, leaf) if is_buffer and keep else None
         if found and loop.length is None and any(map(_log_size, found.values())):
-            found = None  # there is no room for a log
+            found = None  # a log would have no bound
         leaves.append(found is not None)
         sites = merged(sites, found or {})
     if not any(leaves):
@@ -117,13 +118,13 @@ def find_undo(loop: Loop, saved: Sequence[bool]) -> Undo | None:
 
 
 def _logged(body: _jax.Jaxpr, sites: Sites) -> _jax.Jaxpr:
-    """A step that returns its log after its results."""
+    """Return a step that returns its log after its results."""
     step = lambda *values: _logging(_jax.open_jaxpr(body), values, sites)
     return _jax.trace_closed(step, body.in_avals, "loop_step_logged")
 
 
 def _logging(j: _jax.OpenJaxpr, values: Sequence[Any], sites: Sites) -> list:
-    """The results of a jaxpr, then the log of what it writes."""
+    """Return the results of a jaxpr, then the log of its writes."""
     log: list = []
     reads: dict[Any, tuple] = {}
     numbers = itertools.count()
@@ -153,7 +154,7 @@ def _logging(j: _jax.OpenJaxpr, values: Sequence[Any], sites: Sites) -> list:
             return outs
         outs = _jax.bind_equation(eqn, ins)
         if eqn.primitive is read_p and eqn.params["value"]:
-            # What is written next may be what was just read.
+            # The next write may replace what was just read.
             reads[eqn.outvars[-1]] = (ins[1], eqn.params["window"], outs[0])
         return outs
 
@@ -167,7 +168,7 @@ def _log_size(site: Any) -> int:
 
 
 def _undone(sites: Sites, state: dict, initial: dict, counts: dict, log: Sequence[Any]) -> dict:
-    """The buffers before the equations at the sites, last first."""
+    """Return the buffers before the equations at the sites, undone from the last to the first."""
     order = sorted(sites)
     *logs, _ = parts(log, *[_log_size(sites[at]) for at in order])
     for at, rows in reversed(list(zip(order, logs, strict=True))):
@@ -201,7 +202,7 @@ def _undone_inside(site: Inner, state: dict, initial: dict, log: Sequence[Any]) 
 
 
 def _restored(span: Span, state: dict, initial: dict, first: jax.Array, last: jax.Array) -> dict:
-    """The buffer without the rows of a span; rows beyond it have not been written yet."""
+    """Return the buffer without the rows of a span; rows after it have not been written yet."""
 
     def back(k: jax.Array, buffer: jax.Array) -> Any:
         (starts,) = _jax.call_jaxpr(span.starts)(first + k.astype(first.dtype))
@@ -215,7 +216,7 @@ def _restored(span: Span, state: dict, initial: dict, first: jax.Array, last: ja
 def batch_undo(
     undo: Undo, loop: Loop, axis: _jax.AxisData, places: Operands, ys: Sequence[int | None]
 ) -> Undo:
-    """vmap of an undo of `loop`, log for log; the axes are those of the batched loop."""
+    """Return vmap of an undo of `loop`, log for log. The axes are those of the batched loop."""
     consts, carry = places.consts, places.init
     slices, rows = in_row(places.xs, loop.x_axes), in_row(ys, loop.y_axes)
     outs = [*carry, *rows, *["free"] * len(undo.log_types)]

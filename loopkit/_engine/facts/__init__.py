@@ -1,1 +1,1 @@
-"""Facts of a loop, found in its equations."""
+"""Facts about a loop, found in its equations."""

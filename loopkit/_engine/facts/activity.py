@@ -1,8 +1,8 @@
 """Which leaves of a loop have tangents, and which cotangents reach an input.
 
-One pair of functions that every rule uses, so that integer leaves, leaves that nothing
-differentiable enters and symbolic zeros cost nothing, and a cotangent that nobody needs never
-enters the body: no cotangent is not a cotangent of zeros, of which rules may make anything.
+Every rule uses this pair of functions. So integer leaves, leaves that nothing differentiable enters
+and symbolic zeros cost nothing, and a cotangent that nobody needs never enters the body. No
+cotangent is not the same as a cotangent of zeros, of which custom rules may make anything.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from loopkit._jaxprs.dataflow import fixed_point
 
 
 def forward_activity(loop: Loop, nonzero: Operands) -> Active:
-    """The leaves with a tangent, where those of `nonzero` have one at the start.
+    """Return the leaves with a tangent, if those of `nonzero` have one at the start.
 
-    A carry leaf is active if its initial value is, or if a step makes it so: the least fixed point.
+    A carry leaf is active if its initial value is active, or if a step makes it active. That is the
+    least fixed point.
     """
     types = loop.const_types, loop.carry_types, loop.x_types
     consts, carry, xs = (
@@ -39,10 +40,10 @@ def forward_activity(loop: Loop, nonzero: Operands) -> Active:
 def backward_activity(
     loop: Loop, active: Active, carry: Sequence[bool], ys: Sequence[bool]
 ) -> Active:
-    """The part of `active` whose tangents reach one of the outputs with a cotangent.
+    """Return the part of `active` whose tangents reach one of the outputs with a cotangent.
 
-    Not what the outputs depend on: a value that a step only compares with has no cotangent, which
-    is not a cotangent of zeros.
+    This is less than what the outputs depend on. A value that a step only compares with has no
+    cotangent, which is not the same as a cotangent of zeros.
     """
     ys = tuple(a and b for a, b in zip(active.ys, ys, strict=True))
     live = tuple(a and b for a, b in zip(active.carry, carry, strict=True))
@@ -64,13 +65,13 @@ def backward_activity(
 
 
 def moving_activity(loop: Loop, nonzero: Operands) -> Active:
-    """The leaves with a tangent, as far as they reach an output."""
+    """Return the leaves with a tangent that reaches an output."""
     active = forward_activity(loop, nonzero)
     return backward_activity(loop, active, active.carry, active.ys)
 
 
 def linear_activity(loop: Loop, active: Active, nonzero: Sequence[bool]) -> Active:
-    """The part of `active` that the tangents of some of its inputs reach, and the outputs from it.
+    """Return the part of `active` that tangents of some inputs reach, and that reaches outputs.
 
     `nonzero` has a flag for each active input.
     """
@@ -80,7 +81,7 @@ def linear_activity(loop: Loop, active: Active, nonzero: Sequence[bool]) -> Acti
 
 
 def cotangent_activity(loop: Loop, active: Active, nonzero: Sequence[bool]) -> Active:
-    """The part of `active` that reaches some of its outputs; a flag for each active output."""
+    """Return the part of `active` that reaches the active outputs flagged in `nonzero`."""
     flags = spread(nonzero, active.outputs, [False] * len(active.outputs))
     return backward_activity(loop, active, *parts(flags, loop.carry_count))
 

@@ -1,8 +1,8 @@
-"""How many steps a while loop can take, as far as its predicate says it.
+"""How many steps a while loop can take, as far as its predicate says.
 
-i < 10 and improves        10 - i steps at most, if i is known and each step adds one
-not (i >= 10 or done)      the same
-i < 10                     just that many
+i < 10 and improves        at most 10 - i steps, if i is known and each step adds one
+not (i >= 10 or done)      at most 10 - i steps
+i < 10                     exactly 10 - i steps
 """
 
 from __future__ import annotations
@@ -25,40 +25,41 @@ from loopkit._plans.budget import stores_every_step
 from loopkit._programs.cache import shared
 
 SAME = ("convert_element_type", "copy", "copy_p", "nonbatchable")
-"""Primitives that pass a value on; the last one, of equinox, where lanes do not differ in it."""
+"""Primitives that pass a value on. The last one, of equinox, marks a value equal in all lanes."""
 UPWARDS = {"lt": 0, "le": 1}
 DOWNWARDS = {"gt": 0, "ge": 1}
-"""Comparisons of a counter with a limit, and how many steps they allow beyond their distance."""
+"""Comparisons of a counter with a limit, and the steps that they allow beyond the distance."""
 MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 NEGATED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
 PLANNED = 1 << 24
-"""Steps beyond which plans take a bound for none, and its schedule would take seconds to make."""
+"""The largest bound for which a loop is planned. Beyond it, its schedule would take seconds to
+make."""
 
 
 class Limit(NamedTuple):
     """A condition for another step: a counter is not yet at its limit."""
 
     counter: int
-    """Which operand of the predicate it is."""
+    """The operand of the predicate that is the counter."""
     by: int
     """The integer that each step adds to it."""
     beyond: int
-    """1 if it may take a step at the limit itself, else 0."""
+    """1 if the loop may take a step at the limit itself, else 0."""
     limit: int | None
-    """None if it is an operand, too."""
+    """The limit; None if it is an operand, too."""
     operand: int
-    """Which of them."""
+    """The operand that is the limit."""
     dtype: Any
     """The type of the counter."""
 
     def ends(self, ranges: Sequence[Range]) -> tuple[float, float]:
-        """From where and to where it is farthest, in these ranges of the operands."""
+        """Return the start and the limit that are farthest apart, for operands in these ranges."""
         up, counter = self.by > 0, ranges[self.counter]
         limit = ranges[self.operand] if self.limit is None else Range(self.limit, self.limit)
         return (counter.low, limit.high) if up else (counter.high, limit.low)
 
     def steps(self, ranges: Sequence[Range]) -> int | None:
-        """The most that it allows; None if that is not known, or if it is no limit."""
+        """Return the most steps that it allows; None if that is not known, or not limited."""
         if not all(map(isfinite, self.ends(ranges))):
             return None
         first, last = map(int, self.ends(ranges))
@@ -66,19 +67,19 @@ class Limit(NamedTuple):
         failing = last + way * self.beyond
         steps = max(0, -(way * (first - failing) // abs(self.by)))
         farthest = first + steps * self.by
-        if not self.is_known(ranges):  # from elsewhere it may come beyond
+        if not self.is_known(ranges):  # another start may lead beyond this one
             farthest = failing + self.by - way
         if not (holds.min <= min(failing, farthest) and max(failing, farthest) <= holds.max):
             return None  # the counter wraps around, and may never get there
         return steps
 
     def is_known(self, ranges: Sequence[Range]) -> bool:
-        """Whether it allows just as many."""
+        """Return whether it allows exactly as many steps."""
         limit = () if self.limit is not None else (ranges[self.operand],)
         return all(r.is_point for r in (ranges[self.counter], *limit))
 
     def inside(self, ranges: Sequence[Range]) -> Range:
-        """The counter where a step is taken."""
+        """Return the range of the counter at the start of a step."""
         counter, (_, last) = ranges[self.counter], self.ends(ranges)
         if self.steps(ranges) is None:
             return ANY
@@ -92,9 +93,9 @@ class Limits(NamedTuple):
 
     found: tuple[Limit, ...]
     alone: bool
-    """Whether the predicate asks for nothing else, and does nothing else."""
+    """Whether the predicate tests nothing else, and has no effects."""
     anyway: int = 0
-    """Steps that may be taken whatever they say."""
+    """The steps that the loop may take whatever the limits say."""
 
 
 class StepBound(NamedTuple):
@@ -102,24 +103,27 @@ class StepBound(NamedTuple):
 
     steps: int
     exact: bool
-    """Whether it takes just as many."""
+    """Whether the loop takes exactly as many steps."""
 
     def is_planned_for(self, checkpoints: object) -> bool:
-        """Else it is taken for none: what is kept would be for steps that nobody takes."""
+        """Return whether a plan uses the bound.
+
+        If the bound is too large, storage would be for steps that nobody takes.
+        """
         return self.exact or stores_every_step(checkpoints) or self.steps <= PLANNED
 
 
 def limits_of(
     cond: _jax.Jaxpr, cond_const_count: int, body: _jax.Jaxpr, const_count: int
 ) -> Limits:
-    """The limits that a predicate sets to counters of the body; operands are its own."""
+    """Return the limits that a predicate sets to counters of the body; operands are its own."""
     test, step = _jax.open_jaxpr(cond), _jax.open_jaxpr(body)
     place = {v: i for i, v in enumerate(test.invars)}
     return _limits(test, test.outvars[0], place, cond_const_count, step, const_count)
 
 
 def limits_in(loop: Loop) -> Limits:
-    """The limits of a loop that ends when its values say so; operands are `asked(loop, ...)`."""
+    """Return the limits of a loop with a predicate; operands are `asked(loop, ...)`."""
     counts = loop.cond_const_count, loop.body, loop.const_count
     of_predicate = lambda loop: limits_of(loop.cond, *counts)
     find = of_predicate if loop.flag is None else _limits_of_flag
@@ -127,7 +131,7 @@ def limits_in(loop: Loop) -> Limits:
 
 
 def asked(loop: Loop, of: Operands) -> list:
-    """Return the operands that say whether there is another step."""
+    """Return the operands that decide whether there is another step."""
     return [*(of.cond_consts if loop.flag is None else of.consts), *of.init]
 
 
@@ -151,9 +155,9 @@ def _limits(
     step: Any,
     step_consts: int,
 ) -> Limits:
-    """`holds`: the variable of `test` that is asked for; `place`: which operand a variable is.
+    """Find the limits in `holds`, the result of `test`; `place` has the operand of a variable.
 
-    Operands are as many constants, and the carry.
+    The operands are as many constants, and the carry.
     """
     maker, made = equations.maker_of(test), equations.maker_of(step)
     inside = [None] * const_count + step.invars[step_consts:]
@@ -174,7 +178,7 @@ def _limits(
             number = _integer(stop.val)
             return None if number is None else Limit(i, by, beyond, number, -1, dtype)
         j = place.get(stop, -1)
-        # What no step changes.
+        # A limit must be a value that no step changes.
         return Limit(i, by, beyond, None, j, dtype) if j >= 0 and after[j] is inside[j] else None
 
     tests, found = _conjuncts(holds, maker), []
@@ -188,24 +192,24 @@ def _limits(
 
 
 def of_length(loop: Loop, length: int) -> Loop:
-    """The loop, which takes at most so many steps."""
+    """Return the loop with another bound on its steps."""
     return loop.derived(("length", length), lambda: shared(loop.replace(length=length)))
 
 
 def of_all_steps(loop: Loop, length: int) -> Loop:
-    """The loop, which takes just so many steps, and has no predicate any more."""
+    """Return the loop without its predicate, which takes exactly so many steps."""
     every = {"cond": None, "cond_const_count": 0, "length": length}
     return loop.derived(("exact", length), lambda: shared(loop.replace(**every)))
 
 
 def bound_of(limits: Limits, operands: Sequence[Any]) -> StepBound | None:
-    """The bound that they are together, for these operands of the predicate; None if not known."""
+    """Return the bound that limits give for these operands of the predicate; None if not known."""
     known = map(_integer, operands)
     return bound_in(limits, [ANY if n is None else Range(n, n) for n in known])
 
 
 def bound_in(limits: Limits, ranges: Sequence[Range]) -> StepBound | None:
-    """Return the bound that limits are together, for all operands in these ranges."""
+    """Return the bound that limits give together, for all operands in these ranges."""
     found = [(limit.steps(ranges), limit.is_known(ranges)) for limit in limits.found]
     bounds = [(n, known) for n, known in found if n is not None and n <= LAST_STEP]
     if not bounds:
@@ -242,7 +246,7 @@ def _steps_in(eqn: _jax.Equation) -> tuple[Any, int, int, int] | None:
 
 
 def _conjuncts(v: _jax.Atom, maker: Callable[[Any], Any], true: bool = True) -> list:
-    """The equations of what has to hold, or not to, for `v` to hold, or not to."""
+    """Return the equations that have to hold (or not) for `v` to hold (or not)."""
     eqn = maker(_source(v, maker, {}))
     if eqn is not None and v.aval.dtype == bool:
         if eqn.primitive.name == "not":
@@ -253,7 +257,7 @@ def _conjuncts(v: _jax.Atom, maker: Callable[[Any], Any], true: bool = True) -> 
 
 
 def _source(v: _jax.Atom, maker: Callable[[Any], Any], place: dict[Any, int]) -> Any:
-    """Return where a bool or an integer comes from, through what does not change it."""
+    """Return where a bool or an integer comes from, through equations that do not change it."""
 
     def passes(eqn: _jax.Equation) -> bool:
         if eqn.primitive.name not in SAME or eqn.outvars[0] in place:
@@ -266,7 +270,7 @@ def _source(v: _jax.Atom, maker: Callable[[Any], Any], place: dict[Any, int]) ->
 
 
 def _integer(value: Any) -> int | None:
-    """A scalar integer that is known now."""
+    """Return a scalar integer if it is known now, else None."""
     value = _jax.known(value)
     if value is None or jnp.shape(value) != ():
         return None

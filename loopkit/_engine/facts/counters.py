@@ -1,7 +1,8 @@
 """Counters: carry leaves that every step moves by the same integer.
 
-Before a step, the value of a counter follows from the step's number. So it is neither saved nor
-stored, and what follows from it is made again. So is the flag that says whether a step counts.
+Before a step, the value of a counter follows from the step's number. So a counter is neither saved
+nor stored, and values that follow from it are made again. The flag that says whether a step counts
+is a counter in this sense, too.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from loopkit._jaxprs import equations
 KEEPS_VALUE = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze")
 
 Counters = tuple[int | None, ...]
-"""For each carry leaf, by how much a step moves it; None where it is no counter."""
+"""The number by which a step moves each carry leaf; None if the leaf is not a counter."""
 
 
 def find_counters(loop: Loop) -> Counters:
-    """The counters of a loop."""
+    """Return the counters of a loop."""
     return loop.derived("counters", lambda: _found(loop))
 
 
@@ -36,7 +37,7 @@ def _found(loop: Loop) -> Counters:
         moved_by(out, v, maker) if jnp.issubdtype(v.aval.dtype, jnp.integer) else None
         for out, v in zip(j.outvars, before, strict=False)
     ]
-    # Of lanes that go on together, each has a flag of its own.
+    # Lanes that go on together have a flag each, which is not a counter.
     if loop.flag is not None and equations.forwarded(loop.cond) == [
         loop.cond_const_count + loop.flag
     ]:
@@ -45,7 +46,7 @@ def _found(loop: Loop) -> Counters:
 
 
 def moved_by(after: _jax.Atom, before: _jax.Atom, maker: Callable[[Any], Any]) -> int | None:
-    """The integer that `after` is more than `before`; None if it is not known."""
+    """Return the integer that `after` is more than `before`; None if it is not known."""
     of_type = lambda eqn: eqn.invars[0].aval.dtype == before.aval.dtype
     copies = lambda eqn: eqn.primitive.name in ("convert_element_type", "copy") and of_type(eqn)
     eqn = maker(equations.source(after, maker, copies))
@@ -63,9 +64,9 @@ def moved_by(after: _jax.Atom, before: _jax.Atom, maker: Callable[[Any], Any]) -
 def at_step(
     loop: Loop, init: Sequence[Any], counters: Counters, step: _jax.Whole, taken: jax.Array
 ) -> list[Any]:
-    """The counters before a step, of all lanes as if none had stopped; None for other leaves.
+    """Return the counters before a step, as if no lane had stopped; None for other leaves.
 
-    Lanes take so many steps.
+    `taken` is the number of steps of each lane.
     """
     out: list[Any] = [None] * len(counters)
     for i, (v, by, kind) in enumerate(zip(init, counters, loop.carry_types, strict=True)):

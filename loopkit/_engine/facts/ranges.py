@@ -1,10 +1,10 @@
 """The ranges of the integers in a loop, and in the loops inside it.
 
 The lattice is that of `_jaxprs/integers.py`. If a step leads beyond an end of a range, that end is
-not known: so the fixed point is reached soon.
+not known. So the fixed point is reached soon.
 
-Ranges are used twice. A negative index counts from the end of a buffer, so a counter that comes
-from below zero may name a row twice. An inner loop whose limit has a greatest value has a bound.
+Ranges have two uses. A negative index counts from the end of a buffer, so a counter that starts
+below zero may name a row twice. An inner loop whose limit has a greatest value has a bound.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ from loopkit._jaxprs.integers import (
 )
 
 LARGEST_START = 8
-"""The largest start of a counter that is told from larger ones: each has a program of its own."""
+"""The largest start of a counter that has a program of its own; larger starts share one."""
 
 
 def with_ranges(loop: Loop, operands: Operands) -> Loop:
-    """The loop, knowing where its counters of rows start, and inner loops their bounds, too."""
+    """Return the loop with the starts of its row counters, and with bounds of its inner loops."""
     inside = equations.holds_while_loop(loop.body)
-    # Where the number of steps is known, it says whether a row is written twice.
+    # If the number of steps is known, it says whether a row is written twice.
     if not inside and (loop.cond is None or not any(loop.is_buffer)):
         return loop
     ranges = [range_of(v) if inside else ANY for v in operands.flat]
-    if not inside:  # all that matters is where its counters start
+    if not inside:  # only the starts of its counters matter
         first = loop.cond_const_count + loop.const_count
         for i, (v, by) in enumerate(zip(operands.init, find_counters(loop), strict=True), first):
             ranges[i] = Range(range_of(v).low, FAR) if by == 1 else ANY
     if not any(map(_jax.is_tracer, map(_jax.innermost, operands.flat))):
-        # Outside jit there is a program for each.
+        # Outside jit, each range needs a program of its own: take one of a few.
         ranges = [_rounded(r, v) for r, v in zip(ranges, operands.flat, strict=True)]
     return _knowing(loop, ranges)[0]
 
 
 def _rounded(found: Range, value: jax.Array) -> Range:
-    """A larger range, of which there are few."""
+    """Return a larger range, one of a few."""
     if not found.is_known:
         return ANY
     low, high = map(int, found)
@@ -76,7 +76,7 @@ def _rounded(found: Range, value: jax.Array) -> Range:
 
 
 def _knowing(loop: Loop, ranges: Sequence[Range]) -> tuple[Loop, list[Range]]:
-    """The loop, if its operands are in these ranges, and the ranges of its results."""
+    """Return the loop for operands in these ranges, and the ranges of its results."""
 
     def make() -> tuple[Loop, list[Range]]:
         of, _ = loop.split(ranges)
@@ -100,13 +100,13 @@ def _knowing(loop: Loop, ranges: Sequence[Range]) -> tuple[Loop, list[Range]]:
 
 
 def _widened(before: Range, after: Range) -> Range:
-    """The range, without the ends that a step leads beyond."""
+    """Return the range without the ends that a step leads beyond."""
     low = before.low if after.low >= before.low else -inf
     return Range(low, before.high if after.high <= before.high else inf)
 
 
 def _counted(loop: Loop, of: Operands) -> dict[int, Range]:
-    """The counters whose limits are known, and what they are where a step is taken."""
+    """Return the range at the start of a step of each counter whose limits are known."""
     if loop.lanes:
         return {}  # a lane that has stopped may be anywhere
     if loop.cond is not None:
@@ -124,7 +124,7 @@ def _counted(loop: Loop, of: Operands) -> dict[int, Range]:
 
 
 def _least(found: Range, aval: _jax.ShapedArray) -> int | None:
-    """Where a counter of rows starts, as far as it matters."""
+    """Return where a counter of rows starts, as far as that matters."""
     counts = is_integer(aval) and aval.dtype.itemsize >= WIDE and not aval.shape
     return min(int(found.low), LARGEST_START) if counts and 0 <= found.low < FAR else None
 
@@ -145,14 +145,15 @@ def _after(eqn: _jax.Equation, ins: list[Range]) -> tuple[Any, list[Range]]:
 
 
 def _bound(loop: Loop, of: Operands) -> StepBound | None:
-    """The bound of an inner loop that had none, or a larger one.
+    """Return the bound of an inner loop that has none, or a larger one.
 
-    One whose counter goes on from where it was left is through after as many steps in all.
+    Only limits of counters with a known start count. A counter that goes on from the last run of
+    the inner loop has no known start.
     """
     if loop.cond is None or loop.lanes or loop.lane is not None or loop.xs or loop.ys:
         return None
     if loop.progress is not None:
-        return None  # which would show it
+        return None  # the bar would show the bound
     limits, ranges = limits_in(loop), asked(loop, of)
     found = (limit for limit in limits.found if ranges[limit.counter].is_point)
     bound = bound_in(limits._replace(found=tuple(found)), ranges)

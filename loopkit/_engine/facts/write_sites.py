@@ -1,4 +1,4 @@
-"""Where a step writes to its buffers, found in its jaxpr."""
+"""Find where a step writes to its buffers, in its jaxpr."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ class Write:
     fresh: bool
     """Whether no other write of the loop is to the same rows."""
     starts: _jax.Jaxpr | None = None
-    """Where it writes, if counters of the steps say that."""
+    """A function of counters that returns where it writes, if counters of the steps determine
+    that."""
     index_counters: tuple[int, ...] = ()
-    """These counters, as numbers of carry leaves."""
+    """The carry leaves of the counters that `starts` takes."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Rows that an equation writes one after the other, and nothing else in the loop writes."""
+    """Rows that an equation writes one after another, and that nothing else in the loop writes."""
 
     leaf: int
     window: Window
     before: int
-    """Which operand of the equation says where it begins."""
+    """The operand of the equation that says where the span begins."""
     after: int
-    """Which result says where it ends."""
+    """The result that says where the span ends."""
     offset: int
-    """How far from there a row is."""
+    """The number to add to the counter for the place of a row."""
     starts: _jax.Jaxpr
-    """(where it is) -> starts of the slice that is written"""
+    """(counter) -> starts of the slice that is written"""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Inner:
     sites: dict[int, Any]
     loop: Loop | None
     spans: tuple[Span, ...] = ()
-    """Rows of other buffers than those of the sites."""
+    """Spans of other buffers than those of the sites."""
 
 
 Sites = dict[int, Any]
@@ -64,7 +65,7 @@ Sites = dict[int, Any]
 
 
 def find_writes(loop: Loop, leaf: int) -> Sites | None:
-    """Return the sites that write to a buffer; None if it is made in any other way."""
+    """Return the sites that write to a buffer; None if the step makes it in any other way."""
     j, found = _jax.open_jaxpr(loop.body), {}
     start = j.invars[loop.const_count + leaf]
     if _trace_back(j, j.outvars[leaf], leaf, found) is not start:
@@ -73,13 +74,13 @@ def find_writes(loop: Loop, leaf: int) -> Sites | None:
 
 
 def writes_once(loop: Loop, leaf: int) -> bool:
-    """Whether each step writes to rows of a buffer that no other step writes to, in one place."""
+    """Return whether each step writes, in one place, rows of a buffer that no other step does."""
     sites = find_writes(loop, leaf)
     return bool(sites) and all(isinstance(s, Write) and s.fresh for s in sites.values())
 
 
 def writes_rows(loop: Loop, leaf: int) -> bool:
-    """Whether a step does nothing to a buffer but write one row of it, which no other writes."""
+    """Return whether a step only writes one row of a buffer, which no other step writes."""
     sites = find_writes(loop, leaf) if writes_once(loop, leaf) else None
     if sites is None:
         return False
@@ -92,7 +93,7 @@ def writes_rows(loop: Loop, leaf: int) -> bool:
 
 
 def with_fresh_writes(linear: _jax.Jaxpr, leaves: Sequence[tuple[int, int]]) -> _jax.Jaxpr:
-    """`linear` with its writes to buffers marked as fresh; `leaves` are pairs (input, output)."""
+    """Return `linear` with writes to buffers marked fresh; `leaves` are pairs (input, output)."""
     j, fresh = _jax.open_jaxpr(linear), {}
     for before, after in leaves:
         sites: Sites = {}
@@ -114,9 +115,9 @@ def with_fresh_writes(linear: _jax.Jaxpr, leaves: Sequence[tuple[int, int]]) -> 
 
 
 def _trace_back(j: _jax.OpenJaxpr, var: _jax.Var, leaf: int, sites: Sites) -> Any:
-    """The input of `j` that becomes the output `var` by reads and writes; None if none does.
+    """Return the input of `j` that becomes the output `var` by reads and writes, or None.
 
-    Fills in the sites of the writes.
+    This also fills in the sites of the writes.
     """
     maker, places = equations.maker_of(j), {id(eqn): at for at, eqn in enumerate(j.eqns)}
     while (eqn := maker(var)) is not None:
@@ -150,7 +151,7 @@ def _trace_back(j: _jax.OpenJaxpr, var: _jax.Var, leaf: int, sites: Sites) -> An
 
 
 def holds_write(jaxpr: _jax.Jaxpr) -> bool:
-    """Whether a jaxpr writes to a buffer, loops in it included."""
+    """Return whether a jaxpr, or a loop in it, writes to a buffer."""
     return any(eqn.primitive is write_p for eqn in equations.all_equations(jaxpr))
 
 
@@ -167,9 +168,9 @@ def merged(a: Sites, b: Sites) -> Sites:
 
 
 def _freshened(sites: Sites, j: _jax.OpenJaxpr, loop: Loop, leaf: int) -> Sites | None:
-    """The sites of a buffer, where one that writes to another row each step is marked.
+    """Return the sites of a buffer, and mark a site that writes to another row in each step.
 
-    None if not even what is displaced could be logged.
+    Return None if a log could not even hold what is displaced.
     """
     if len(sites) == 1:
         ((at, site),) = sites.items()
@@ -181,7 +182,7 @@ def _freshened(sites: Sites, j: _jax.OpenJaxpr, loop: Loop, leaf: int) -> Sites 
 
 
 def _ends_by_itself(sites: Sites) -> bool:
-    """Whether what writes is in a loop whose steps are not known."""
+    """Return whether a write is in a loop whose number of steps is not known."""
     inside = [s for s in sites.values() if isinstance(s, Inner)]
     return any(
         (s.loop is not None and s.loop.cond is not None) or _ends_by_itself(s.sites) for s in inside
@@ -189,7 +190,7 @@ def _ends_by_itself(sites: Sites) -> bool:
 
 
 def _is_fresh(site: Write, j: _jax.OpenJaxpr, eqn: _jax.Equation, loop: Loop) -> bool:
-    """Whether a single write is to consecutive rows, and comes to none of them again."""
+    """Return whether a single write goes through consecutive rows, and writes none twice."""
     if site.window.mode != "drop":
         return False
     shape, carry = eqn.invars[0].aval.shape, j.invars[loop.const_count :]
@@ -201,7 +202,7 @@ def _is_fresh(site: Write, j: _jax.OpenJaxpr, eqn: _jax.Equation, loop: Loop) ->
         leaf, offset = column
         rows = shape[axis]
         if loop.length is not None and not _jax.is_symbolic(rows) and loop.length <= rows:
-            return True  # also where they wrap around
+            return True  # this holds if they wrap around, too
         up = moved_by(j.outvars[leaf], carry[leaf], maker) == 1
         if up and _stays_above(site.window, loop.carry[leaf].counter_lower_bound, offset):
             return True
@@ -209,7 +210,7 @@ def _is_fresh(site: Write, j: _jax.OpenJaxpr, eqn: _jax.Equation, loop: Loop) ->
 
 
 def _told(site: Write, eqn: _jax.Equation, loop: Loop) -> Write:
-    """The site, with where it writes, if that follows from the number of the step."""
+    """Return the site with its starts, if these follow from the number of the step."""
     starts = _jax.with_outputs(loop.body, [eqn.invars[2]], [True] * len(loop.body.in_avals))
     used = _jax.used_inputs(starts, [True])
     consts, carry, xs = parts(used, loop.const_count, loop.carry_count)
@@ -221,12 +222,12 @@ def _told(site: Write, eqn: _jax.Equation, loop: Loop) -> Write:
 
 
 def _stays_above(window: Window, least: int | None, offset: int) -> bool:
-    """Whether no start of a counter that goes up is one from the end."""
+    """Return whether no start of a counter that goes up counts from the end."""
     return not window.wrap or (least is not None and 0 <= least + offset < FAR)
 
 
 def _span(j: _jax.OpenJaxpr, at: int, site: Inner, leaf: int, loop: Loop) -> Span | None:
-    """The rows that an equation with others inside writes, if it writes them once."""
+    """Return the span that an equation with others inside writes, if it writes each row once."""
     eqn, carry = j.eqns[at], j.invars[loop.const_count : loop.const_count + loop.carry_count]
     found = _span_of(eqn, site, leaf)
     if found is None or eqn.invars[found.before] not in carry:
@@ -262,7 +263,7 @@ def _span_of(eqn: _jax.Equation, site: Inner, leaf: int) -> Span | None:
 
 
 def _span_of_steps(j: _jax.OpenJaxpr, at: int, site: Write, leaf: int, loop: Loop) -> Span | None:
-    """Return the rows that the steps of a loop write, one each."""
+    """Return the rows that the steps of a loop write, one in each step."""
     carry, starts = j.invars[loop.const_count :], j.eqns[at].invars[2]
     for axis, column in zip(site.window.axes, counted_columns(j, starts, loop), strict=True):
         if column is None or site.window.sizes[axis] != 1 or site.window.mode != "drop":
@@ -283,9 +284,9 @@ def _span_of_steps(j: _jax.OpenJaxpr, at: int, site: Write, leaf: int, loop: Loo
 def counted_columns(
     j: _jax.OpenJaxpr, starts: _jax.Atom, loop: Loop
 ) -> list[tuple[int, int] | None]:
-    """For each column of the starts of a single slice, the counter that it is.
+    """Return the counter that is each column of the starts of a single slice, or None.
 
-    As the number of a carry leaf, and what is added to it; None if it is none.
+    A counter is given as a carry leaf, and the number that is added to it.
     """
     maker = equations.maker_of(j)
     carry = j.invars[loop.const_count : loop.const_count + loop.carry_count]
@@ -309,7 +310,7 @@ def counted_columns(
 
 
 def _source(v: _jax.Atom, maker: Callable[[Any], Any]) -> tuple[Any, int]:
-    """Where a value comes from, and the constant that is added to it."""
+    """Return where a value comes from, and the constant that is added to it."""
     offset = 0
     while (eqn := maker(v)) is not None:
         name, ins = eqn.primitive.name, eqn.invars

@@ -1,12 +1,12 @@
 """A loop with one more axis: vmap of its jaxprs.
 
-The two jaxprs are batched to a fixed point of which carry leaves have the axis.
+The two jaxprs are batched until the set of carry leaves with the axis no longer grows.
 
-The new axis is the first of a carry leaf, unless the loop has lanes that it does not add to: then
-it comes after the lane axes, so that a mask over the lanes always broadcasts from the left.
+The new axis is the first of a carry leaf, with one exception: if the loop has lanes, and the axis
+is not one of them, it comes after the lane axes. So a mask over the lanes broadcasts from the left.
 
-For derivatives it is the second of a buffer that steps do nothing but write rows to. What a step
-writes then lies together, not in as many places as the axis is long, as the ys of a scan do.
+In derivatives, the axis comes second in a buffer that steps only write rows to. Then the row that a
+step writes is one piece of memory, as in the ys of a scan, not as many pieces as the axis is long.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from loopkit._engine.lanes.predicates import ended_in_each_lane
 from loopkit._engine.loop import Input, Loop, Operands, Rewritten, parts
 
 MANY_LANES = 8
-"""Lanes of which rows are laid together. Of fewer, processors read ahead in each."""
+"""The least lanes for which rows are one piece. In fewer pieces, processors read ahead in each."""
 
 
 @dataclass(frozen=True)
 class Batched(Rewritten):
-    """A batched loop. The other's operands and results are pairs here: a value, and where it has
-    the new axis (None: nowhere).
+    """A batched loop.
+
+    Operands and results of the other loop are pairs here: a value, and the place of the new axis in
+    it, or None.
     """
 
     axes: Operands
-    """Where the batched loop's operands have it."""
+    """The place of the new axis in each operand of the batched loop."""
     ys: list
 
     @property
@@ -50,12 +52,12 @@ def batch_loop(
     whole: bool = False,
     in_rows: Sequence[int] = (),
 ) -> Batched:
-    """`loop` over operands of which some are batched; `ys` forces results to be.
+    """Return `loop` over operands of which some are batched; `ys` forces results to be batched.
 
-    `whole`: if the axis becomes a lane, so are constants that differ between lanes already. Then a
-    lane can be given those of another (lanes.py).
+    If the axis becomes a lane axis, `whole` also batches constants that differ between lanes
+    already. Then a lane can get the constants of another (safe_inputs.py).
 
-    `in_rows`: carry leaves, buffers, in whose rows the axis is to lie, unless it becomes a lane.
+    `in_rows` has carry leaves, buffers, in whose rows the axis is to lie, unless it is a lane axis.
     """
     ys = [False] * loop.ys_count if ys is None else list(ys)
     key = ("batched", axis, *map(tuple, batched), tuple(ys), whole, tuple(in_rows))
@@ -136,34 +138,34 @@ def places_at(flags: Sequence[bool], place: int) -> list[int | None]:
 
 
 def stacked(axes: Sequence[int | None], rows: Sequence[int]) -> list[int | None]:
-    """The axes in arrays of rows, from those in one row. Rows are along the axes `rows`."""
+    """Return the axes in arrays of rows, from those in one row. Rows are along the axes `rows`."""
     return [None if a is None else a + (a >= row) for a, row in zip(axes, rows, strict=True)]
 
 
 def in_row(axes: Sequence[int | None], rows: Sequence[int]) -> list[int | None]:
-    """The axes in one row, from those in the arrays."""
+    """Return the axes in one row, from those in the arrays."""
     return [None if a is None else a - (a > row) for a, row in zip(axes, rows, strict=True)]
 
 
 def _shifted(row: int, axis: int | None) -> int:
-    """The axis of the rows, once each row has one more axis."""
+    """Return the axis of the rows, after each row has got one more axis."""
     return row + (axis is not None and axis < row)
 
 
 def _places(lanes: Sequence[int], batched: Sequence[bool], joins: bool) -> list[int | None]:
-    """Where the axis goes in constants or slices: behind the lane axes, or before them."""
+    """Return where the axis goes in constants or slices: after the lane axes, or before them."""
     return [(0 if joins else n) if f else None for f, n in zip(batched, lanes, strict=True)]
 
 
 def _lanes(lanes: int, batched: bool, joins: bool) -> int:
-    """How many lane axes lead in an array, once the new axis is in."""
+    """Return how many lane axes an array begins with, after the new axis is in."""
     return lanes if not joins else lanes + 1 if batched else 0
 
 
 def move(
     value: jax.typing.ArrayLike, source: int | None, target: int | None, size: int, over: Any = None
 ) -> Any:
-    """`value` with its batch axis moved, or put in, laid out over a mesh axis if types say so."""
+    """Return `value` with its batch axis moved or added, over a mesh axis if types say so."""
     if target is None:
         assert source is None, "a batched operand of a leaf that is not batched"
         return value
@@ -177,8 +179,8 @@ def move(
 
 
 def leaves_in_rows(loop: Loop, axis: _jax.AxisData, dims: Sequence[int | None]) -> tuple[int, ...]:
-    """Buffers in whose rows the axis goes, if it need not be moved there."""
-    # A symbolic size may be anything.
+    """Return the buffers in whose rows the axis goes, if it need not be moved there."""
+    # A symbolic size may be any number.
     if loop.lanes or not isinstance(axis.size, int) or axis.size < MANY_LANES:
         return ()
     places = enumerate(zip(loop.is_buffer, dims, strict=True))

@@ -1,8 +1,8 @@
-"""A loop and the loops in its step made one, in which each lane is in a step of its own.
+"""Make one loop of a loop and the loops in its step, so that each lane is in a step of its own.
 
-Under vmap an inner loop runs until its slowest lane is done, in every step of the loop around. Here
-a lane goes on with its next step as soon as it is through: see nest.py. An inner loop is cut out of
-the step if it ends by itself, and stands in no branch.
+Under vmap, an inner loop runs until its slowest lane has stopped, in every step of the outer loop.
+In the one loop, a lane goes on with its next step as soon as it has finished an inner loop
+(nest.py). An inner loop is cut out of the step if it has a predicate, and is in no branch.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from loopkit._jaxprs.cost import EQUATION, UNKNOWN_TRIPS, nanoseconds
 from loopkit._jaxprs.dataflow import interpret
 
 LEAF = 15.0
-"""Nanoseconds that a lane is taken to need for each array of what it has, beside its steps."""
+"""The assumed nanoseconds for each array that a lane has, beside its steps."""
 STEPS_BETWEEN_CHECKS = 64
-"""Steps of an inner loop that are taken before it is asked who is through."""
+"""The most steps of an inner loop between two checks of which lanes have finished."""
 
 
 def flattened(loop: Loop) -> Loop | Rewritten:
-    """The one loop; the loop itself if that is not asked for, or no inner loop ends by itself."""
+    """Return the one loop, or the loop itself if nobody asked or no inner loop can be cut."""
     nest = _cut(loop) if loop.lane_policy == "flatten" else None
     return loop if nest is None else nest.flat()
 
 
 def _ends_by_itself(eqn: Any) -> bool:
-    """Whether it is a loop with a predicate that has nothing but a carry."""
+    """Return whether an equation is a loop with a predicate, and with nothing but a carry."""
     loop = eqn.params.get("loop")
     if eqn.primitive is not while_p or loop.cond is None:
         return False
@@ -40,7 +40,7 @@ def _ends_by_itself(eqn: Any) -> bool:
 
 
 def _with_loops_in_sight(body: _jax.Jaxpr) -> Any:
-    """A body without calls around its inner loops, which are flattened themselves."""
+    """Return a body without calls around its inner loops, which are flattened themselves."""
 
     def holds_loops(jaxpr: _jax.Jaxpr) -> bool:
         return any(eqn.primitive is while_p for eqn in equations.all_equations(jaxpr))
@@ -63,8 +63,8 @@ def _with_loops_in_sight(body: _jax.Jaxpr) -> Any:
 
 
 def _cut(loop: Loop) -> Nest | None:
-    """The step cut at its inner loops; None if there is none to cut it at."""
-    if loop.lanes or loop.length == 0:  # which has no rows to read
+    """Return the step cut at its inner loops; None if there is none to cut it at."""
+    if loop.lanes or loop.length == 0:  # a loop of no steps has no rows
         return None
     if any(map(_jax.varying, (t for j in loop.jaxprs for t in (*j.in_avals, *j.out_avals)))):
         return None  # inner loops may vary over fewer devices than the state would
@@ -92,9 +92,10 @@ def _cut(loop: Loop) -> Nest | None:
 
 
 def _few(eqn: _jax.Equation, around: float) -> int:
-    """Steps of an inner loop to take before it is asked who is through.
+    """Return the steps of an inner loop to take between two checks of which lanes have finished.
 
-    An inner loop of m steps runs all that is around m / n times, and n / 2 steps are waited.
+    With n such steps, an inner loop of m steps runs the rest of the step m / n times, and a lane
+    waits for n / 2 steps.
     """
     step = max(nanoseconds(eqn.params["loop"].body), EQUATION)
     return math.ceil(min(STEPS_BETWEEN_CHECKS, math.sqrt(2 * UNKNOWN_TRIPS * around / step)))

@@ -1,8 +1,8 @@
-"""A loop of many lanes that knows what they are lanes of.
+"""A loop of many lanes that knows the loop of one lane.
 
-As long as a loop is only given axes, nothing is decided: lanes of another axis join those that
-there are, and all of them narrow together once the loop is run or differentiated (phases.py). They
-wait for each other in every other loop that is made of it.
+As long as a loop only gets axes, nothing is decided. Lanes of another axis join the others, and all
+of them narrow together when the loop runs or is differentiated (phases.py). In any other loop that
+is made of it, the lanes wait for each other.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from loopkit._engine.lanes.widths import asking_each, may_narrow, widths
 from loopkit._engine.loop import Loop, Operands, Rewritten
 
 COPIED_FOR_LANES = 1 << 16
-"""Bytes that may be copied for lanes that share them, if their carry is not more anyway."""
+"""The bytes that may be copied for lanes that share them, even if their carry has fewer bytes."""
 
 
 @dataclass(frozen=True)
 class OneLane:
-    """A loop without lanes, of which another is a loop of many."""
+    """A loop without lanes, of which another loop has many."""
 
     loop: Loop
     count: int
@@ -39,20 +39,20 @@ class OneLane:
         return self.loop.derived(key, lambda: LoopOfLanes.made_of(self))
 
     def replaced(self, loop: Loop, flags: Operands | None = None) -> Loop:
-        """Return so many lanes of another loop."""
+        """Return as many lanes of another loop."""
         return OneLane(loop, self.count, flags or self.flags).many
 
 
 @dataclass(frozen=True, eq=False)
 class LoopOfLanes(Loop):
-    """A loop of lanes that wait for each other, which others may join, or which are to narrow."""
+    """A loop of lanes that wait for each other, which others may join, or which may narrow."""
 
     @classmethod
     def made_of(cls, lane: OneLane) -> Loop:
         return cls(**_fields(waiting_lanes(lane).loop, lane))
 
     def replace(self, **changes: Any) -> Loop:
-        """Return a loop that differs. Its lanes wait for each other, and none joins them."""
+        """Return a loop with other fields. Its lanes wait for each other, and none joins them."""
         return Loop(**_fields(self, None) | changes)
 
     def map_jaxprs(self, change: Callable[[_jax.Jaxpr], _jax.Jaxpr]) -> Loop:
@@ -68,22 +68,22 @@ def _fields(loop: Loop, lane: OneLane | None) -> dict:
 
 
 def waiting_lanes(lane: OneLane) -> Batched:
-    """The loop of many lanes that wait for each other."""
+    """Return the loop of many lanes that wait for each other."""
     return batch_loop(lane.loop, _jax.axis(lane.count), lane.flags, whole=True)
 
 
 @dataclass(frozen=True)
 class ManyLanes(Rewritten):
-    """Lanes, and what they are made of. Operands are pairs of a value and where it has an axis."""
+    """The loops of many lanes and of one. Operands are pairs of a value and its lane axis."""
 
     lane: OneLane
     results: list
-    """Where results have it."""
+    """The lane axis of each result."""
 
 
 @dataclass(frozen=True)
 class AxisPair:
-    """How two axes of lanes are one, the outer before the inner."""
+    """Two axes of lanes as one, with the outer axis before the inner."""
 
     outer: int
     inner: int
@@ -91,10 +91,10 @@ class AxisPair:
     def joined(
         self, value: jax.Array, place: int | None, outer: int | None, inner: int | None
     ) -> Any:
-        """A value with the one axis at `place`, where the two are now."""
+        """Return a value with the merged axis at `place`, from the places of the two axes."""
         if place is None:
             return value
-        # `inner` does not count the outer one.
+        # `inner` does not count the outer axis.
         value = move(value, outer, place, self.outer)
         value = move(value, None if inner is None else place + 1, place + 1, self.inner)
         return value.reshape(*value.shape[:place], -1, *value.shape[place + 2 :])
@@ -105,9 +105,9 @@ class AxisPair:
 
 
 def with_lanes(loop: Loop, axis: _jax.AxisData, dims: Sequence[int | None]) -> ManyLanes | None:
-    """The loop with an axis of lanes that narrow, or may where others join them; None if not.
+    """Return the loop with an axis of lanes that narrow, or may narrow later; None if they do not.
 
-    `dims`: where the axis is in the operands.
+    `dims` has the place of the axis in the operands.
     """
     if (lane := loop.lane) is not None:
         if (new := join(lane, axis, dims)) is not None:
@@ -136,9 +136,9 @@ def _lanes(loop: Loop, axis: _jax.AxisData, flags: Operands) -> ManyLanes:
 
 
 def join(lane: OneLane, axis: _jax.AxisData, dims: Sequence[int | None]) -> OneLane | None:
-    """Make one axis of two axes of lanes; None if they do not narrow, or would have to share much.
+    """Merge two axes of lanes; return None if they do not narrow, or would copy too much.
 
-    `dims`: where the outer axis is in the operands of the inner lanes.
+    `dims` has the place of the outer axis in the operands of the inner lanes.
     """
     if not may_narrow(loop := lane.loop, axis):
         return None

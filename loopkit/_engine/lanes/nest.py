@@ -1,13 +1,13 @@
-"""A step cut at the loops in it, and the one loop that this becomes.
+"""A step cut at its inner loops, and the one loop that this becomes.
 
     while any lane goes on:
-        lanes between two steps        take what comes before the inner loop, and enter it
+        lanes between two steps        run the part before the inner loop, and enter it
         lanes in the inner loop        take a few of its steps
-        lanes that are through with it take what comes after it
+        lanes that have finished it    run the part after it
 
-Each of the three is a loop itself, of no step in lanes that are elsewhere: so derivatives are taken
-only at values that a lane has there, and what no lane needs is not run. Several inner loops follow
-each other in the same way.
+Each of the three is a loop itself, and takes no step in lanes that are elsewhere. So derivatives
+are taken only at values that a lane has there, and parts that no lane needs do not run. Several
+inner loops follow each other in the same way.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ class Inside:
 
     eqn: Any
     loop: Loop
-    """A loop of a few steps. If the inner loop has a bound, its first carry leaf counts them."""
+    """A loop of a few steps. If the inner loop has a bound, its first carry leaf counts its
+    steps."""
     most: int | None
-    """How often so many steps are taken at most."""
+    """The most times that a lane runs the loop of a few steps."""
 
     @classmethod
     def of(cls, eqn: _jax.Equation, few: int) -> Inside:
@@ -64,7 +65,7 @@ class Inside:
 
     @property
     def begins(self) -> list:
-        """The carry that it begins with, as variables of the step."""
+        """The carry that the inner loop begins with, as variables of the step."""
         count = len(self.eqn.outvars)
         return self.eqn.invars[len(self.eqn.invars) - count :]
 
@@ -72,14 +73,14 @@ class Inside:
         return dict(zip(self.eqn.outvars, carry[self.counted :], strict=True))
 
     def goes_on(self, env: dict, here: jax.Array, carry: Sequence[Any]) -> Any:
-        """Whether there are steps left to take, in lanes that are here."""
+        """Return whether lanes that are here have steps left to take."""
         given, _ = self.loop.split(self._operands(env, here, carry))
         assert self.loop.cond is not None, "it ends by itself"
         return _jax.call_jaxpr(self.loop.cond)(*given.cond_consts, *carry)[0]
 
     def some_steps(self, env: dict, here: jax.Array, carry: Sequence[Any]) -> list:
         if self.loop.masks_itself:
-            # A step of it leaves lanes as they are that are elsewhere.
+            # A step of this loop leaves lanes that are elsewhere as they are.
             given, _ = self.loop.split(self._operands(env, here, carry))
             return _jax.call_jaxpr(self.loop.body)(*given.consts, *carry)
         if (flag := self.loop.flag) is None:
@@ -98,47 +99,47 @@ class Inside:
 
 
 class State(NamedTuple):
-    """Where a lane is, and what it has."""
+    """The place of a lane in the step, and its values."""
 
     go: Any
-    """Whether it takes another step."""
+    """Whether the lane takes another step."""
     steps: Any
-    """Steps of the outer loop that it has taken."""
+    """The number of steps of the outer loop that it has taken."""
     at: Any
-    """In which inner loop it is, from 1; 0: between two steps."""
+    """The inner loop that it is in, from 1; 0 between two steps."""
     carry: list
     made: list[list]
-    """The values of each piece of the step that outlive it."""
+    """The values of each piece of the step that are used after the piece."""
     inner: list[list]
     """The carry of each inner loop."""
     ys: list
-    """Whole arrays."""
+    """The ys, as whole arrays."""
 
 
 @dataclass(frozen=True, eq=False)
 class Nest:
-    """A loop whose step is cut at the loops in it."""
+    """A loop whose step is cut at its inner loops."""
 
     outer: Loop
     pieces: list[list]
-    """Equations: one list more than there are inner loops."""
+    """Lists of equations: one list more than there are inner loops."""
     inside: list[Inside]
     made: list[list]
-    """For each piece, its variables that outlive it."""
+    """For each piece, its variables that are used after the piece."""
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether steps inside cost enough for it to matter how many of them are waited for."""
+        """Whether inner steps cost enough that waiting for them matters."""
         around = sum(map(steps_nanoseconds, self.pieces))
         return 2 * sum(nanoseconds(i.eqn.params["loop"].body) for i in self.inside) >= around
 
     def flat(self) -> Rewritten:
-        """The one loop in the outer one's place."""
+        """Return the one loop that replaces the outer loop."""
         return Rewritten(self._loop(), self._into, self._back)
 
     @property
     def types(self) -> State:
-        """Types of the state."""
+        """The types of the state."""
         loop, made = self.outer, [[_strong(v.aval) for v in of] for of in self.made]
         bit = _jax.ShapedArray((), jnp.dtype(bool))
         inner = [list(map(_strong, i.loop.carry_types)) for i in self.inside]
@@ -146,7 +147,7 @@ class Nest:
         return State(bit, count_type(), count_type(), carry, made, inner, ys)
 
     def _into(self, operands: Sequence[Any]) -> list:
-        """The operands of the one loop, from those of the outer."""
+        """Return the operands of the one loop, from those of the outer loop."""
         given, types = self.outer.split(operands)[0], self.types
         carry = [_as(v, t) for v, t in zip(given.init, types.carry, strict=True)]
         state = jax.tree.map(_jax.zeros, types)._replace(carry=carry)
@@ -154,12 +155,12 @@ class Nest:
         return [*given.cond_consts, *given.consts, *given.xs, *jax.tree.leaves(state)]
 
     def _back(self, results: Sequence[Any], _: object = ()) -> list:
-        """The results of the outer loop, from those of the one."""
+        """Return the results of the outer loop, from those of the one loop."""
         state = jax.tree.structure(self.types).unflatten(results)
         return list(map(_jax.weak_as, [*state.carry, *state.ys], self.outer.result_types))
 
     def _loop(self) -> Loop:
-        """The one loop."""
+        """Make the one loop."""
         old, types, bound = self.outer, jax.tree.leaves(self.types), self._bound()
         consts = [*old.cond_types, *old.const_types, *old.xs_types]
         count, ys = len(types) - len(old.ys), CarryLeaf("ys", buffer=True)
@@ -176,7 +177,7 @@ class Nest:
             xs=(),
             ys=(),
             length=bound,
-            # Nobody knows how many steps "all" are.
+            # The number of steps is not known, so "all" would need unbounded memory.
             checkpoints=None if unknown else old.checkpoints,
             reverse=False,
             unroll=1,
@@ -185,21 +186,21 @@ class Nest:
         )
 
     def _bound(self) -> int | None:
-        """The most steps of the one loop, if that of each of them is known."""
+        """Return the most steps of the one loop, if the bounds of all loops are known."""
         most = [inside.most for inside in self.inside if inside.most is not None]
         if self.outer.length is None or len(most) < len(self.inside):
             return None
         return self.outer.length * (sum(most) - len(most) + 1)
 
     def _goes_on(self, cond_consts: Sequence[Any], state: State) -> Any:
-        """Whether the outer loop takes another step."""
+        """Return whether the outer loop takes another step."""
         loop, go = self.outer, jnp.bool_(True)
         if loop.cond is not None:
             go = _jax.call_jaxpr(loop.cond)(*cond_consts, *state.carry)[0]
         return go if loop.length is None else go & (state.steps < loop.length)
 
     def _advance(self, *values: jax.Array) -> list:
-        """Do what is next in each lane, and say where it is then."""
+        """Run the next part in each lane, and return the new state."""
         loop, step = self.outer, _jax.open_jaxpr(self.outer.body)
         counts = loop.cond_const_count, loop.const_count, loop.xs_count
         cond_consts, consts, xs, leaves = parts(values, *counts)
@@ -239,9 +240,9 @@ class Nest:
     def _piece(
         self, number: int, env: dict, here: jax.Array, ends: Sequence[Any], old: Sequence[Any]
     ) -> list:
-        """Run a piece in lanes that are here, and return what it ends with; in others, what is old.
+        """Run a piece in lanes that are here, and return its results; other lanes keep `old`.
 
-        Values that outlive the piece are put into `env`.
+        Values that are used after the piece are put into `env`.
         """
         eqns, made = self.pieces[number], self.made[number]
         inside = {v for eqn in eqns for v in eqn.outvars}
@@ -284,14 +285,14 @@ def _strong(aval: _jax.ShapedArray) -> Any:
 
 
 def _as(value: jax.typing.ArrayLike, aval: _jax.ShapedArray) -> Any:
-    """A value in the type that a loop carries."""
+    """Return a value in the type that a loop carries."""
     if jax.typeof(value).weak_type and not aval.weak_type:
         value = lax.convert_element_type(value, aval.dtype)
     return _jax.vary_like(value, [aval])
 
 
 def _with_row(rows: jax.Array, value: jax.Array, row: jax.Array, axis: int, here: jax.Array) -> Any:
-    """Rows with one more, in lanes that are here."""
+    """Return rows with one more, in lanes that are here."""
     ones = (1,) * rows.ndim
     sizes = tuple(1 if a == axis else n for a, n in enumerate(rows.shape))
     window = Window((axis,), (0,) * rows.ndim, sizes, "promise_in_bounds", wrap=False)

@@ -5,9 +5,9 @@
      40 lanes, while more than 12 are
      12 lanes, while any is
 
-Those that go on are gathered between two phases, and each lane leaves with the phase in which it
-stops. A phase is a loop as any other, whose predicate asks besides whether enough lanes are
-active: so all derivatives follow, and each phase has checkpoints of its own.
+Lanes that go on are gathered between two phases, and each lane leaves with the phase in which it
+stops. A phase is a loop like any other, whose predicate also tests whether enough lanes are active.
+So all derivatives follow, and each phase has checkpoints of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PhaseLanes(NamedTuple):
 
     carry: list
     ys: list
-    """Written as far as steps were taken; none before the first phase."""
+    """The ys, written as far as steps were taken; empty before the first phase."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class Phases:
     flags: Operands
     """Which of its operands have lanes."""
     widths: tuple[int, ...]
-    """Lanes of each phase; of the first, all."""
+    """The number of lanes in each phase; the first phase has all."""
 
     @property
     def bounded(self) -> bool:
@@ -62,12 +62,12 @@ class Phases:
 
     @ft.partial(jax.jit, static_argnums=0, inline=True)
     def run(self, *operands: jax.Array) -> list:
-        """Return the results of the loop of all lanes, from the same operands."""
+        """Return the results of the loop of all lanes, from its operands."""
         every = self._from(0, *self._begun(operands))
         return [*every.carry[: self.one.carry_count - self.bounded], *every.ys]
 
     def _from(self, number: int, given: Operands, begun: PhaseLanes) -> PhaseLanes:
-        """Lanes that begin with this phase, after the last one."""
+        """Return the lanes that begin with this phase, as they are after the last phase."""
         ended = self._advanced(number, given, begun)
         if number + 1 == len(self.widths):
             return ended
@@ -77,7 +77,7 @@ class Phases:
         return self._with(ended, on, later)
 
     def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list, list]:
-        """Return the results of `run` and their tangents; symbolic zeros stay so."""
+        """Return the results of `run` and their tangents; symbolic zeros stay symbolic."""
         moving, jaxpr = _jax.nonzero(tangents), self.traced(list(map(jax.typeof, primals)))
         dual, moved = _jax.jvp_jaxpr(jaxpr, moving)
         results, found = parts(_called(dual, *primals, *kept(tangents, moving)), len(moved))
@@ -85,13 +85,13 @@ class Phases:
         return results, spread(found, moved, zeros)
 
     def traced(self, types: Sequence[Any]) -> _jax.Jaxpr:
-        """`run`, as a jaxpr of operands of such types."""
+        """Return `run` as a jaxpr, for operands of these types."""
         key = ("phases traced", self.widths, tuple(types), _jax.trace_context())
         make = lambda: _jax.trace_closed(lambda *values: self.run(*values), types, "loop_phases")
         return self.one.derived((*key, *map(tuple, self.flags)), make)
 
     def _begun(self, operands: Sequence[Any]) -> tuple[Operands, PhaseLanes]:
-        """Return what all lanes read, and the lanes before the first step."""
+        """Return the operands that all lanes read, and the lanes before the first step."""
         loop = self.whole.loop
         count = loop.cond_const_count, loop.const_count, loop.carry_count - self.bounded
         cond_consts, consts, carry, xs = parts(operands, *count)
@@ -100,7 +100,7 @@ class Phases:
         return Operands(cond_consts, consts, [], xs), PhaseLanes(carry, [])
 
     def phase(self, number: int) -> Loop:
-        """The loop of so many lanes, while more are active than the next one has."""
+        """Return the loop of a phase, which runs while more lanes are active than the next has."""
         return self.one.derived(
             ("phase", number, self.widths, *map(tuple, self.flags)), lambda: self._phase(number)
         )
@@ -116,23 +116,23 @@ class Phases:
             lane_policy="wait",
             min_active_lanes=narrower,
         )
-        # Lanes that go on in the next phase may wait for those of another batch in this.
+        # Lanes that go on in the next phase may wait for lanes of another batch in this phase.
         return phase if len(loop.lanes) == 1 else ended_in_each_lane(phase)
 
     def _shown(self, loop: Loop, number: int) -> ProgressSettings | None:
-        """One bar for all phases."""
+        """Return settings for one bar over all phases."""
         if loop.progress is None:
             return None
         first, last = number == 0, number + 1 == len(self.widths)
         return loop.progress.part(first, last, whole=loop.progress.whole or loop.length)
 
     def _active(self, number: int, given: Operands, carry: Sequence[Any]) -> Any:
-        """Which lanes are active, or hold one that is, as there may be lanes in them."""
+        """Return which lanes are active, or hold an active lane of another axis."""
         active = is_active(self._of_width(number).loop, given, carry)
         return active.any(tuple(range(1, active.ndim)))
 
     def _advanced(self, number: int, given: Operands, left: PhaseLanes) -> PhaseLanes:
-        """The lanes after a phase, whose own steps and rows begin at zero."""
+        """Return the lanes after a phase, whose own steps and rows begin at zero."""
         loop, xs = self.phase(number), given.xs
         begun = left.carry[-1].max() if number and (xs or left.ys) else 0
         if number:
@@ -151,7 +151,7 @@ class Phases:
         return PhaseLanes(carry, [_taken(v, which, a) for v, a in self._ys(lanes.ys)])
 
     def _with(self, lanes: PhaseLanes, which: jax.Array, new: PhaseLanes) -> PhaseLanes:
-        """The lanes, of which some are others."""
+        """Return the lanes with some of them replaced."""
         carry = [_put(v, which, 0, w) for v, w in zip(lanes.carry, new.carry, strict=True)]
         ys = [_put(v, which, a, w) for (v, a), w in zip(self._ys(lanes.ys), new.ys, strict=True)]
         return PhaseLanes(carry, ys)
@@ -174,7 +174,7 @@ def _called(jaxpr: _jax.Jaxpr, *values: jax.Array) -> list:
 
 
 def phases_of(loop: Loop) -> Phases | None:
-    """The phases of a loop of many lanes; None if these wait for each other."""
+    """Return the phases of a loop of many lanes; None if these wait for each other."""
     if (lane := loop.lane) is None:
         return None
     narrower = tuple(n for n in widths(lane.loop, lane.count) if n < lane.count)
@@ -198,12 +198,12 @@ def _put(value: jax.Array, which: jax.Array, axis: int, new: Any) -> Any:
 
 
 def _rolled(loop: Loop, rows: jax.Array, by: _jax.Whole, axis: int) -> Any:
-    """Rows moved by so many steps."""
+    """Return rows moved by so many steps."""
     return jnp.roll(rows, -by if loop.reverse else by, axis)
 
 
 def _after(loop: Loop, begun: Any, old: Any, new: Any, axis: int) -> Any:
-    """The rows of the first steps, so many, and those of the steps after them."""
+    """Return the old rows of the first `begun` steps, and the new rows of the steps after them."""
     assert loop.length is not None, "rows have a length"
     step = jnp.arange(loop.length, dtype=jnp.int32)
     step = step[::-1] if loop.reverse else step

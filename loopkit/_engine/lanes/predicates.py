@@ -1,14 +1,14 @@
-"""Loops whose predicates say more than that of the loop they are made of.
+"""Loops whose predicates say more than those of the loops that they are made of.
 
-- `counted`, `counting`: a loop counts its steps, and ends at its bound by itself.
-- `gated`: a loop takes no step unless it is told to.
+- `counted`, `counting`: a loop counts its steps, and its predicate ends it at its bound.
+- `gated`: a loop takes no step unless its gate is open.
 - `ended_in_each_lane`: a loop that ends before all of its lanes have stopped says so in each lane.
-  `Loop.min_active_lanes` is cheaper: lanes are counted where it is asked whether the loop goes on,
-  and not in its steps. It holds for a single axis of lanes. Where there are others around, each
-  batch ends for itself, and its lanes have to be held while another goes on.
-- `lockstep`: lanes read each other's values, by the name of the axis of `jax.vmap` that they are.
-  What a lane holds once it has stopped is still read, and has a derivative. So all lanes go on
-  together while one of them does, and a step keeps those that have stopped as they are.
+  `Loop.min_active_lanes` is cheaper: it counts lanes when the predicate is read, and not in each
+  step. But it works for a single axis of lanes. With other axes around, each batch ends for itself,
+  and its lanes have to be held while another batch goes on.
+- `lockstep`: lanes read each other's values by the name of their axis of `jax.vmap`. The values of
+  a lane that has stopped are still read, and have a derivative. So all lanes go on together while
+  one of them does, and a step keeps lanes that have stopped as they are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from loopkit._jaxprs import equations
 
 
 def counted(loop: Loop) -> Loop:
-    """The loop whose last carry leaf is the steps taken; it has to begin at zero."""
+    """Return the loop whose last carry leaf counts the steps taken. It has to start at zero."""
     return loop.derived("counted", lambda: _counted(loop))
 
 
@@ -45,7 +45,7 @@ def _counted(loop: Loop) -> Loop:
 
     def advance(*values: jax.Array) -> list:
         consts, carry, (count, *x) = parts(values, c, n)
-        if flag is not None:  # it is to say that the bound is reached, too
+        if flag is not None:  # the flag has to say that the bound is reached, too
             carry[flag] = _jax.call_jaxpr(cond)(*carry, count)[0]
         new, y = parts(steps(*consts, *carry, *x), n)
         return [*new, count + 1, *y]
@@ -55,7 +55,7 @@ def _counted(loop: Loop) -> Loop:
 
 
 def gated(loop: Loop) -> Loop:
-    """The loop of one constant of the predicate more: whether to take any step."""
+    """Return the loop with one more constant of the predicate: whether to take any step."""
     assert loop.cond is not None, "it ends by itself"
     asks = _jax.call_jaxpr(loop.cond)
     go = _jax.ShapedArray((), jnp.dtype(bool))
@@ -68,7 +68,7 @@ def gated(loop: Loop) -> Loop:
 
 
 def counting(loop: Loop) -> Loop:
-    """The loop that counts its steps in its first carry leaf, and ends at its bound by itself."""
+    """Return the loop that counts its steps in its first carry leaf, and ends at its bound."""
     assert loop.cond is not None, "it ends by itself"
     k, c = loop.cond_const_count, loop.const_count
     asks, steps, count = _jax.call_jaxpr(loop.cond), _jax.call_jaxpr(loop.body), count_type()
@@ -95,7 +95,7 @@ def count_type() -> Any:
 
 
 def ended_in_each_lane(loop: Loop) -> Loop:
-    """Return the loop whose predicate and flag hold in no lane once no more than so many do."""
+    """Return the loop whose predicate and flag are false in all lanes once few are active."""
     if not loop.min_active_lanes:
         return loop
     return loop.derived("ended in each lane", lambda: _ended_in_each_lane(loop))
@@ -123,13 +123,13 @@ def _ended_in_each_lane(loop: Loop) -> Loop:
 
 
 def axes_between_lanes(loop: Loop) -> tuple:
-    """The axes of `jax.vmap` along which a step reads what others have."""
+    """Return the axes of `jax.vmap` along which a step reads the values of other lanes."""
     axes = _jax.vmapped_axes() if loop.axis_names and loop.cond is not None else set()
     return tuple(axes & equations.axis_names(loop.body, others=True)) if axes else ()
 
 
 def lockstep(loop: Loop) -> Loop | Rewritten:
-    """The loop of the lanes together, whose body takes the predicate's constants first."""
+    """Return the loop of the lanes together, whose body takes the predicate's constants first."""
     axes, cond, body = axes_between_lanes(loop), loop.cond, loop.body
     if cond is None or not axes:
         return loop

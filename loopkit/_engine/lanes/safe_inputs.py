@@ -1,16 +1,15 @@
 """Inputs at which the derivative of a step may be evaluated in every lane.
 
-A lane that has stopped still runs the body, and nothing that comes out is used; but the body's
-derivative there may be infinite, and zero times infinity is NaN in whatever all lanes share. So
-derivatives are evaluated where the body is known to be active: a stopped lane gets its own first
-step (initial carry, first slices), and one that takes no step at all gets the first step of a lane
-that does, constants included. Constants may have the leading lane axes alone; so such a lane is
-looked for next to its own, and further out only where all of those take no step. Where lanes read
-slices in common, the first slices are gone: a stopped lane is then given all inputs of a lane that
-is active now.
+A lane that has stopped still runs the body, and the result is not used. But the body's derivative
+there may be infinite, and zero times infinity is NaN in values that all lanes share. So derivatives
+are evaluated only where the body is known to be active. A stopped lane gets its own first step
+(initial carry, first slices). A lane that takes no step at all gets the first step of a lane that
+does, constants included. Constants may have only the leading lane axes. So such a lane looks for
+another next to it, and further out only if none of these takes a step. If lanes read slices in
+common, the first slices are gone: a stopped lane then gets all inputs of a lane that is active now.
 
-To choose between two buffers costs as much as they are large. So what is chosen is what is read of
-them, a slice.
+To choose between two buffers costs as much as they are large. So the choice is made for each slice
+that is read of them.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from loopkit._jaxprs.dataflow import analyse, interpret_marked
 
 @dataclass(frozen=True)
 class EveryInput:
-    """The inputs of a step of a loop without lanes: the derivative may be evaluated at all."""
+    """The inputs of a step of a loop without lanes, where any derivative may be evaluated."""
 
     consts: list
     shared = False
@@ -60,23 +59,23 @@ class SafeInputs:
     loop: Loop
     consts: list
     carry: list
-    """A carry at which each lane is active. Empty where slices are shared."""
+    """A carry at which each lane is active; empty if lanes share slices."""
     x: list
-    """The slices that go with it."""
+    """The slices that belong to that carry."""
     shared: bool
     """Whether lanes read slices in common."""
     flags: list[bool]
     """Which leaf of the carry says whether a step counts."""
     buffers: list[bool]
-    """Which leaves are chosen of as they are read, slice by slice."""
+    """Which leaves are buffers, for which the choice is made slice by slice."""
 
     @staticmethod
     def of(
         loop: Loop, operands: Operands, active: jax.Array, saved: Sequence[bool], step: _jax.Jaxpr
     ) -> SafeInputs:
-        """For a loop with lanes, of which some are `active` at the start.
+        """Make the inputs for a loop with lanes, of which some are `active` at the start.
 
-        `step` takes the constants, of the carry the `saved` leaves, and the slices.
+        `step` takes the constants, the `saved` leaves of the carry, and the slices.
         """
         shared = any(n < len(loop.lanes) for n in loop.xs_lanes)
         substitute = _substitution(active)
@@ -91,7 +90,7 @@ class SafeInputs:
         return SafeInputs(loop, consts, carry, x, shared, flags, buffers)
 
     def call(self, step: _jax.Jaxpr, active: jax.Array, consts: list, carry: list, x: list) -> list:
-        """The results of a step at inputs that these functions gave."""
+        """Return the results of a step at inputs that the other methods returned."""
         first = enumerate(zip(self.buffers, self.carry, strict=False), len(consts))
         places = {i: v for i, (has, v) in first if has}
         return call_sliced(step, [*consts, *carry, *x], places, active)
@@ -104,21 +103,22 @@ class SafeInputs:
         is_buffer: Sequence[bool] = (),
         leading: int = 0,
     ) -> list:
-        """Return new values in active lanes, in the others those that were there; None: zeros."""
+        """Return new values in active lanes, old values in the others; None stands for zeros."""
         old = [_jax.zeros(jax.typeof(v)) for v in new] if old is None else old
         return hold(active, new, old, is_buffer, leading)
 
     def apart_from_carry(self, active: jax.Array, x: list) -> tuple[list, list]:
-        """Constants and slices."""
+        """Return constants and slices at which each lane is active."""
         if not self.shared:
             return self.consts, select(active, x, self.x)
         consts = _where(active, self.consts, self.loop.const_lanes)
         return consts, _where(active, x, self.loop.xs_lanes)
 
     def carries(self, active: jax.Array, carry: list) -> list:
-        """Return carry leaves; those that are None stay so.
+        """Return carry leaves at which each lane is active; leaves that are None stay None.
 
-        The flag stays as it is: nothing is written to the buffers of a lane that has stopped.
+        The flag stays as it is, so that nothing is written to the buffers of a lane that has
+        stopped.
         """
         triples = zip(carry, self.flags, self.buffers, strict=True)
         moved = [v is not None and not flag and not buffer for v, flag, buffer in triples]
@@ -131,9 +131,9 @@ class SafeInputs:
 
 
 def _substitution(active: jax.Array) -> Callable:
-    """A function that gives lanes that are not active the value of one that is.
+    """Return a function that gives lanes that are not active the value of an active lane.
 
-    Its second argument says how many lane axes the value begins with; all of them by default.
+    Its second argument is the number of lane axes that the value begins with, all by default.
     """
     levels = []
     for lanes in range(active.ndim if active.size else 0, 0, -1):
@@ -162,9 +162,9 @@ def _each(substitute: Callable, values: Sequence[Any], lanes: Sequence[int]) -> 
 
 
 def is_sliced(jaxpr: _jax.Jaxpr, place: int) -> bool:
-    """Return whether an input is read and written in slices, and nothing else is done with it.
+    """Return whether an input is only read and written in slices.
 
-    The fact of a value is whether it is this buffer.
+    The fact about a value is whether it is this buffer.
     """
     otherwise = []
 
@@ -178,7 +178,7 @@ def is_sliced(jaxpr: _jax.Jaxpr, place: int) -> bool:
 
 
 class Begun(NamedTuple):
-    """Stands for a buffer, with what lanes that have stopped read in its place."""
+    """A mark for a buffer, with the buffer that stopped lanes read in its place."""
 
     value: Any
     first: Any
@@ -187,7 +187,7 @@ class Begun(NamedTuple):
 def call_sliced(
     jaxpr: _jax.Jaxpr, values: Sequence[Any], first: dict[int, Any], active: jax.Array
 ) -> list:
-    """Return the results; of the inputs in `first`, lanes that have stopped read what is there."""
+    """Return the results of a jaxpr; stopped lanes read the buffers in `first` instead."""
 
     def rule(eqn: _jax.Equation, ins: list) -> list:
         (buffer, first), *given = ins
@@ -205,7 +205,7 @@ def call_sliced(
 
 
 def _of_slices(active: jax.Array, starts: jax.Array, window: Window) -> Any:
-    """Which elements of slices are of active lanes; the lanes are the first axes of the buffer."""
+    """Return which elements of slices are of active lanes; lanes are the first buffer axes."""
     lanes, batch = range(active.ndim), starts.shape[:-1]
     placed = [a for a in lanes if a in window.axes]
     whole = [a for a in lanes if a not in window.axes]

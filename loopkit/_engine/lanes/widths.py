@@ -1,7 +1,7 @@
-"""To how many lanes a batched loop narrows as lanes stop.
+"""The number of lanes to which a batched loop narrows as lanes stop.
 
-Lanes that have stopped cost what the others cost. So a loop of many lanes is run in phases, each of
-fewer lanes than the one before: see passes/phases.py.
+Lanes that have stopped take as much time as others. So a loop of many lanes runs in phases, each of
+fewer lanes than the one before (phases.py).
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from loopkit._jaxprs.dataflow import interpret
 from loopkit._plans.budget import Bytes
 
 LEAST = 8
-"""Lanes that take no longer than fewer do."""
+"""The number of lanes that take no longer than fewer lanes do."""
 LAST = 12
-"""Lanes of the last phase, where there are many."""
+"""The number of lanes in the last phase, if there are many."""
 SHRINK = 4.5
-"""About how many times fewer lanes a phase has at most. Phases are compiled each for itself."""
+"""The factor by which a phase has at most fewer lanes. Each phase is compiled separately."""
 LATER = 1.2
-"""A power of the part of the way: at first lanes narrow by less, since many of them stop then."""
+"""The power that shapes the widths: first phases narrow by less, because many lanes stop then."""
 WORTH_NARROWING = 64
-"""Lanes from which on it is decided, unless it is said."""
+"""The least lanes that narrow without being asked."""
 ENOUGH = 1e4
-"""Nanoseconds that a step of all lanes has to take, or phases gain less than they cost."""
+"""The least nanoseconds of a step of all lanes with which phases gain more than they cost."""
 STEPS, RUNS = 1000, 1000
-"""Steps that a loop without a bound is taken to run, and runs of a compiled loop."""
+"""The assumed steps of a loop without a bound, and the assumed runs of a compiled loop."""
 COMPILE_NANOSECONDS = 3e8, 5e6
-"""Nanoseconds to compile a phase and its gradient, and for each equation of a step."""
+"""The nanoseconds to compile a phase and its gradient, and those for each equation of a step."""
 TOGETHER = "unvmap_any"
-"""A primitive of equinox: whether something holds in any lane."""
+"""A primitive of equinox that says whether something holds in any lane."""
 
 waiting = jax.make_user_context(False)
-"""Whether lanes wait, whatever is asked: where what a loop saves is already laid out."""
+"""Whether lanes wait whatever is asked, because the layout of saved values is fixed already."""
 
 
 def widths(loop: Loop, count: int) -> tuple[int, ...]:
-    """To how many lanes a loop narrows of which there are so many lanes; none if they wait.
+    """Return the widths to which a loop of `count` lanes narrows; none if its lanes wait.
 
-    It hangs on the loop of one lane: so all its derivatives agree. Widths that the user gives may
-    be more than there are lanes, if others are to join these.
+    That depends on the loop of one lane, so that all its derivatives agree. Widths of the user may
+    be larger than the number of lanes, in case others join these.
     """
     asked = loop.lane_policy
     if asked == "wait":
@@ -58,14 +58,14 @@ def widths(loop: Loop, count: int) -> tuple[int, ...]:
 
 
 def may_narrow(loop: Loop, axis: _jax.AxisData) -> bool:
-    """Whether a loop narrows that is given this axis of lanes, or may where others join these."""
+    """Return whether a loop with this axis of lanes narrows, or may narrow after others join."""
     if loop.lane_policy == "wait" or waiting.value or not _apart(loop, axis):
         return False
     return loop.lane_policy not in (None, "flatten") or not why_never(loop)
 
 
 def _narrower(size: int) -> tuple[int, ...]:
-    """About as many times fewer lanes in each phase."""
+    """Return widths that shrink by about the same factor in each phase."""
     if size <= LEAST:
         return ()
     last = min(LAST, max(LEAST, size // 2))
@@ -75,9 +75,9 @@ def _narrower(size: int) -> tuple[int, ...]:
 
 
 def why_waiting(loop: Loop, count: int) -> str:
-    """Why so many lanes wait, unless they are told to narrow; empty if they do not.
+    """Return why so many lanes wait, unless they are told to narrow; empty if they narrow.
 
-    Phases have to gain more than they take longer to compile.
+    Phases have to gain more time than they take to compile.
     """
     if (why := why_never(loop)) or count < WORTH_NARROWING:
         return why or f"are fewer than {WORTH_NARROWING}"
@@ -92,10 +92,10 @@ def why_waiting(loop: Loop, count: int) -> str:
 
 
 def why_never(loop: Loop) -> str:
-    """Why lanes wait however many they are.
+    """Return why lanes wait, however many there are; empty if they may narrow.
 
-    They may be spread over devices, of which nothing is known while a loop is traced; on a GPU few
-    take hardly less time than many; what is enough memory for one loop may not be for several.
+    They may be spread over devices, of which nothing is known while a loop is traced. On a GPU, few
+    lanes take almost as long as many. Memory that is enough for one loop may not be for several.
     """
     reasons = {
         "have steps that call the host": bool(loop.effects),
@@ -107,18 +107,18 @@ def why_never(loop: Loop) -> str:
 
 
 def _apart(loop: Loop, axis: _jax.AxisData) -> bool:
-    """Whether lanes can be moved: they are on one device, of a known number, and do not speak."""
+    """Return whether lanes can be moved: on one device, of a known number, not communicating."""
     spread = axis.spmd_name or axis.explicit_mesh_axis
     speak = axis.name in loop.axis_names
-    # A flag beside which the predicate asks for more does not say which lanes write to buffers.
+    # If the predicate tests more than a flag, the flag does not say which lanes write to buffers.
     masked = loop.flag is None or not loop.cond_const_count
     return isinstance(axis.size, int) and masked and not spread and not speak
 
 
 def asking_each(loop: Loop) -> Loop | None:
-    """The loop without what equinox puts into predicates so that lanes go on together.
+    """Return the loop without what equinox puts into predicates so that lanes go on together.
 
-    None if there is nothing of that.
+    Return None if the predicate has none of that.
     """
     cond = loop.cond
     if cond is None or not any(

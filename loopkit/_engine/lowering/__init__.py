@@ -1,1 +1,1 @@
-"""Lowering of loops as one platform's compiler needs it, and the room that a machine has."""
+"""Lowering of loops as one platform's compiler needs it, and the memory of this machine."""

@@ -1,13 +1,12 @@
-"""Rows of short axes as vectors, where a compiler pads short axes: while a program is lowered.
+"""Compute rows of short axes as vectors, if the compiler pads short axes.
 
-A TPU keeps arrays in tiles of 8 by 128 numbers: rows of [10, 5] stacked to [T, 10, 5] take twenty
-times the memory that they need, and [T, 50] two and a half times. But to make a vector of a row,
-and a row of a vector, is an operation of its own there. So rows that steps read and write as
-vectors stay vectors in between, as far as elementwise equations go, and so do what loops carry and
-what they stack.
+A TPU keeps arrays in tiles of 8 by 128 numbers. Rows of [10, 5] stacked to [T, 10, 5] take twenty
+times the memory that they need, and [T, 50] two and a half times. But a change from a row to a
+vector, or back, is an operation of its own there. So rows that steps read and write as vectors stay
+vectors in elementwise equations between, and so do the values that loops carry and stack.
 
-Changes of shape inside loops are counted, with it and without it. Where it takes more of them, it
-is done for the memory alone, if that is much.
+Changes of shape inside loops are counted with vectors and without. If vectors take more of them,
+they are used only if they save much memory.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from loopkit._jaxprs import equations
 from loopkit._jaxprs.dataflow import interpret
 
 MUCH = 1 << 27
-"""Bytes of padding that are worth changes of shape: more than the fast memory beside the processor
-holds, 128 MiB of a v5e. Elsewhere it is read at 819 GB/s at best."""
+"""The bytes of padding that are worth changes of shape. This is more than the 128 MiB of fast
+memory beside the processor of a v5e; other memory is read at 819 GB/s at best."""
 _ELEMENTWISE = """
     abs add add_any and ceil clamp convert_element_type copy copy_p div eq floor ge gt imag
     integer_pow is_finite le lt max min mul ne neg nextafter not one_minus_square or real rem round
@@ -38,52 +37,52 @@ _COSTLY = """
     lgamma log log1p logistic pow sin sinh tan tanh
 """
 ELEMENTWISE = frozenset((_ELEMENTWISE + _COSTLY).split())
-"""Primitives of which an element of the result hangs on those in the same place."""
+"""Primitives for which an element of the result depends only on operands in the same place."""
 
 
 class Flat(NamedTuple):
-    """Stands for an array whose last axes are one, while a jaxpr is evaluated."""
+    """A mark for an array whose last axes are merged, while a jaxpr is evaluated."""
 
     value: Any
-    """A row, [n]; or rows, [T, n]."""
+    """A row, [n], or rows, [T, n]."""
     shape: tuple[int, ...]
-    """As it is written."""
+    """The shape as it is written."""
     leaf: Any = None
-    """The stack that it is a state of, if a loop carries one."""
+    """The stack that a loop carries, if this is one of its states."""
 
 
 class Changes:
-    """Changes of shape, counted while a jaxpr is evaluated."""
+    """Counted changes of shape, while a jaxpr is evaluated."""
 
     def __init__(self) -> None:
         self.count = 0
-        """Changes of shape, those in loops alone."""
+        """The number of changes of shape in loops."""
         self.depth = 0
         self.saved = 0
-        """Bytes."""
+        """The bytes of padding that vectors save."""
         self.lost: list = []
-        """Stacks that are used as a whole."""
+        """Stacks that a step uses as a whole."""
         self.made: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def once(self, value: jax.Array, axes: int, make: Callable[[], Any]) -> Any:
-        """`make()`, counted once for each value and number of axes; 0: as it is written."""
+        """Return `make()`, counted once for each value and number of axes (0: its own shape)."""
         key = (id(value), axes)
         if key not in self.made:
             self.count += self.depth > 0
-            self.made[key] = make(), value  # which lives as long as its id is a key
+            self.made[key] = make(), value  # it lives as long as its id is a key
         return self.made[key][0]
 
     def plain(self, value: jax.typing.ArrayLike | Flat) -> Any:
-        """A value in its own shape."""
+        """Return a value in its own shape."""
         if not isinstance(value, Flat):
             return value
         if value.value.ndim > 1:
             self.lost.append(value.leaf)
         made = self.once(value.value, 0, lambda: value.value.reshape(value.shape))
-        return made.reshape(value.shape)  # the same row may have axes of one besides
+        return made.reshape(value.shape)  # the same row may also have axes of one
 
     def flat(self, value: jax.Array | Flat, shape: tuple[int, ...] = (-1,)) -> Any:
-        """A row as a vector; or, in that shape, rows as vectors."""
+        """Return a row as a vector or, with that shape, rows as vectors."""
         array = value.value if isinstance(value, Flat) else value
         if isinstance(value, Flat) and array.ndim == len(shape):
             return array
@@ -91,7 +90,7 @@ class Changes:
 
 
 def of_vectors(evaluate: Callable) -> Callable:
-    """A function of arrays that returns a list, its rows of short axes computed as vectors."""
+    """Return a function of arrays that computes rows of short axes as vectors."""
 
     def evaluated(*operands: jax.Array, **params: Any) -> list:
         types = list(map(jax.typeof, operands))
@@ -105,7 +104,7 @@ def of_vectors(evaluate: Callable) -> Callable:
 
 
 def _pays(jaxpr: _jax.Jaxpr) -> bool:
-    """Whether vectors spare changes of shape, or much memory."""
+    """Return whether vectors spare changes of shape, or much memory."""
     if not _has_short_rows(jaxpr):
         return False
     found = Changes()
@@ -114,14 +113,14 @@ def _pays(jaxpr: _jax.Jaxpr) -> bool:
 
 
 def _has_short_rows(jaxpr: _jax.Jaxpr) -> bool:
-    """Whether a loop stacks rows of short axes, or makes such rows of vectors."""
+    """Return whether a loop stacks rows of short axes, or makes such rows of vectors."""
     loops = [e for e in equations.all_equations(jaxpr) if e.primitive is _jax.lax_while_p]
     stacks = any(is_stack(v.aval) for eqn in loops for v in eqn.invars)
     return stacks or bool(_reshapes(jaxpr))
 
 
 def _reshapes(jaxpr: _jax.Jaxpr, inside: bool = False) -> int:
-    """Changes of shape in loops, as they are written."""
+    """Return the number of changes of shape in loops, as they are written."""
     count = 0
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
         if equations.is_call(eqn):
@@ -140,7 +139,7 @@ def _run_flat(jaxpr: _jax.Jaxpr, values: Sequence[Any], found: Changes) -> list:
 
 
 def _run(j: _jax.OpenJaxpr, values: Sequence[Any], found: Changes) -> list:
-    """The results of a jaxpr, some of whose values are `Flat`."""
+    """Return the results of a jaxpr, some of whose values are `Flat`."""
 
     def rule(eqn: _jax.Equation, ins: list) -> Sequence[Any] | None:
         if equations.is_call(eqn):
@@ -148,7 +147,7 @@ def _run(j: _jax.OpenJaxpr, values: Sequence[Any], found: Changes) -> list:
         if eqn.primitive is _jax.lax_while_p:
             return _loop(eqn, ins, found)
         if eqn.primitive.name.startswith("custom_") and "call_jaxpr" in eqn.params:
-            return _inside(eqn.params["call_jaxpr"], ins, found)  # of no derivative any more
+            return _inside(eqn.params["call_jaxpr"], ins, found)  # no derivative follows
         made = _flat_results(eqn, ins, found)
         if made is not None:
             return made
@@ -158,7 +157,7 @@ def _run(j: _jax.OpenJaxpr, values: Sequence[Any], found: Changes) -> list:
 
 
 def _flat_results(eqn: _jax.Equation, ins: list, found: Changes) -> Sequence[Any] | None:
-    """The results of an equation on vectors, if it can be evaluated on them."""
+    """Return the results of an equation on vectors, if it can be evaluated on them."""
     flats = [isinstance(v, Flat) for v in ins]
     out = eqn.outvars[0].aval if eqn.outvars else None
     if eqn.primitive is _jax.blank_p and out is not None and is_stack(out):
@@ -185,7 +184,7 @@ def _flat_results(eqn: _jax.Equation, ins: list, found: Changes) -> Sequence[Any
 
 
 def _in_shape(eqn: _jax.Equation, ins: list, out: Any) -> Sequence[Any] | None:
-    """A vector in another shape is the same vector."""
+    """Return a vector in another shape, which is the same vector."""
     value, shape = ins[0], tuple(out.shape)
     if eqn.primitive is lax.reshape_p and eqn.params["dimensions"] is not None:
         return None
@@ -224,7 +223,7 @@ def _update(ins: list, found: Changes) -> Sequence[Any] | None:
 
 
 def _reduced(eqn: _jax.Equation, row: Flat) -> Sequence[Any] | None:
-    """Over all axes, it does not matter how many there are; over axes of one, nothing is done."""
+    """Reduce a vector: over all axes, their number does not matter; axes of one need no work."""
     axes = eqn.params.get("axes", ())
     if row.value.ndim > 1:
         return None
@@ -241,7 +240,7 @@ def _elementwise(eqn: _jax.Equation, ins: list, out: Any, found: Changes) -> Seq
     shapes = {v.shape if isinstance(v, Flat) else jnp.shape(v) for v in ins} - {()}
     if shapes != {tuple(out.shape)}:
         return None
-    # A stack, if there is one.
+    # This is a stack, if there is one.
     most = max((v for v in ins if isinstance(v, Flat)), key=lambda v: v.value.ndim)
     shape = (-1,) if most.value.ndim == 1 else most.value.shape
     scalar = lambda v: not isinstance(v, Flat) and jnp.ndim(v) == 0
@@ -256,7 +255,7 @@ def _elementwise(eqn: _jax.Equation, ins: list, out: Any, found: Changes) -> Seq
 
 
 def _loop(eqn: _jax.Equation, ins: list, found: Changes) -> list:
-    """A loop that carries vectors for rows, and for stacks rows of them, where that works out."""
+    """Evaluate a loop that carries rows as vectors, and stacks as rows of vectors, if possible."""
     asked, values = parts(ins, eqn.params["cond_nconsts"])
     asked, types = list(map(found.plain, asked)), [v.aval for v in eqn.invars[len(asked) :]]
     best, ways = _best(eqn, asked, types)
@@ -289,7 +288,7 @@ def _inside(jaxpr: _jax.Jaxpr, values: list, found: Changes) -> list:
 
 
 def _best(eqn: _jax.Equation, asked: list, types: Sequence[Any]) -> tuple[Changes, list]:
-    """In which way to hold what a loop reads and carries, and what a step then takes."""
+    """Return the changes that a step takes, and how to hold what a loop reads and carries."""
     stacks = ["stack" if is_stack(t) else None for t in types]
     rows = ["row" if is_row(t) else None for t in types]
     orders = [(stacks, rows), (stacks, [None] * len(rows))]
@@ -300,7 +299,7 @@ def _best(eqn: _jax.Equation, asked: list, types: Sequence[Any]) -> tuple[Change
 
 
 def _settled(eqn: Any, asked: list, types: Sequence[Any], first: list, second: list) -> tuple:
-    """One way if there is one, and else the other; less the stacks that a step uses as a whole."""
+    """Hold values in the first way or else the second, but not stacks used as a whole."""
     ways = [a or b for a, b in zip(first, second, strict=True)]
     while True:
         found, failed = _tried(eqn, asked, types, ways)
@@ -311,7 +310,7 @@ def _settled(eqn: Any, asked: list, types: Sequence[Any], first: list, second: l
 
 
 def _tried(eqn: Any, asked: list, types: Sequence[Any], ways: list) -> tuple[Changes, set[int]]:
-    """Try a step: what it takes, and which stacks it uses as a whole."""
+    """Try a step: return the changes that it takes, and the stacks that it uses as a whole."""
     found, failed, fixed = Changes(), set(), eqn.params["body_nconsts"]
     found.depth = 1
 

@@ -1,9 +1,9 @@
-"""Is there room for what is to be kept, and does what is put on the host come back as it was?
+"""Check that there is memory for saved values, and that those on the host come back unchanged.
 
-Compilers have moved buffers between memories wrongly, and a wrong gradient says nothing; nor does a
-right one that was kept on the device after all. So before the first loop of a process that keeps
-its checkpoints on the host, a small gradient is computed both ways on the device and compared, and
-the compiler is asked how much of it is on the host.
+Compilers have moved buffers between memories wrongly, and a wrong gradient does not show that. A
+right gradient does not show it either if its checkpoints stayed on the device. So before the first
+loop of a process that keeps its checkpoints on the host, a small gradient is computed both ways on
+the device and compared. The compiler is asked how much of it is on the host.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from loopkit._plans.plan import Plan
 
 KIND = "pinned_host"
 SIZE = 256
-"""Numbers in the carry of the small loop."""
+"""The numbers in the carry of the small loop."""
 HOST_ADVICE = "Give `memory` as one number, or a plan with host=False."
 
 _sound: set[Any] = set()
-"""Devices on which gradients have come out right."""
+"""Devices on which the gradients were equal."""
 
 
 def check_host_memory(name: str) -> None:
-    """Raise unless checkpoints can be kept on the host. Looks once for each device.
+    """Raise unless checkpoints can be kept on the host. The check runs once for each device.
 
-    A program for a machine of another kind than this one is not looked at.
+    It does not run for a program for a machine of another kind.
     """
     device = _jax.target_device()
     if device is None or device in _sound:
         return
     check_kinds(name, device)
-    _sound.add(device)  # the gradients below are of loops that come here too
+    _sound.add(device)  # the gradients below run loops that check, too
     try:
         programs = [compiled(device, host) for host in (False, True)]
         check_placed(name, device, programs[1])
@@ -65,7 +65,7 @@ def memory_kinds(device: _jax.Device) -> set[str]:
 
 
 def compiled(device: _jax.Device, host: bool) -> Any:
-    """The gradient of a small loop, for a device, which need not be of this machine."""
+    """Compile the gradient of a small loop for a device, perhaps of another machine."""
     place = jax.sharding.SingleDeviceSharding(device)
     gradient = jax.grad(lambda x: _probe(x, host))
     function = jax.jit(gradient, in_shardings=place, out_shardings=place)
@@ -73,9 +73,9 @@ def compiled(device: _jax.Device, host: bool) -> Any:
 
 
 def check_placed(name: str, device: _jax.Device, program: jax.stages.Compiled) -> None:
-    """Raise unless the compiler says that something of a program is on the host.
+    """Raise unless the compiler says that a part of the program is on the host.
 
-    A CPU is its own host: there is one memory, and nothing to be seen.
+    A CPU is its own host: there is one memory, and nothing to check.
     """
     if device.platform == "cpu":
         return
@@ -102,7 +102,7 @@ def check_same(name: str, device: _jax.Device, programs: list) -> None:
 
 
 def _probe(x: jax.Array, host: bool) -> Any:
-    """A loop that saves, recomputes and overwrites checkpoints; its slopes are about one."""
+    """Run a loop that saves, recomputes and overwrites checkpoints; its slopes are about one."""
     body = _jax.trace_closed(lambda x: [x + 0.02 * jnp.sin(5 * x)], [jax.typeof(x)], "probe")
     plan = Plan(3, segment=2, host=host)
     loop = Loop(None, body, 0, (), (CarryLeaf(),), (), (), 23, checkpoints=plan, name="probe")
@@ -110,7 +110,7 @@ def _probe(x: jax.Array, host: bool) -> Any:
 
 
 def check_room(name: str, steps: int, step_bytes: int) -> None:
-    """Raise where all memory there is does not hold so many steps."""
+    """Raise if all memory of the machine is too small for so many steps."""
     needed, there = steps * step_bytes, all_memory()
     if there is None or needed <= there:
         return
@@ -126,11 +126,11 @@ def check_room(name: str, steps: int, step_bytes: int) -> None:
 
 
 def all_memory() -> int | None:
-    """Bytes of all devices, used or not; None where nobody says."""
+    """Return the bytes of all devices, used or not; None if they are not known."""
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit is not None:
         return limit * jax.device_count()
-    try:  # a CPU keeps no account: all that the machine has
+    try:  # a CPU keeps no account: take all that the machine has
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * jax.process_count()
     except (AttributeError, ValueError, OSError):
         return None

@@ -1,8 +1,8 @@
-"""Make the memory that inner loops write to once, outside all loops: for programs on a CPU.
+"""Make the memory that inner loops write to once, outside all loops, in programs on a CPU.
 
-An inner loop may begin with arrays whose memory is taken as it is found. What takes it is a call,
-and XLA does not compile a loop with a call in it as one kernel. So the loop around carries such an
-array, its scratch, from step to step: each step writes to what the step before has left.
+An inner loop may begin with arrays whose memory is not filled. A call makes such an array, and XLA
+does not compile a loop with a call in it as one kernel. So the outer loop carries the array, its
+scratch, from step to step: each step writes to what the step before has left.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from loopkit._engine.loop import parts
 from loopkit._jaxprs import equations
 
 FILLED = 1 << 12
-"""Bytes that are filled with zeros in a step, rather than carried: that takes a tenth of a
-microsecond, and what is filled has no memory where it is not used."""
+"""The bytes that a step fills with zeros rather than carry them. Filling takes a tenth of a
+microsecond, and an array of zeros needs no memory if it is not used."""
 
 
 def with_scratch(evaluate: Callable) -> Callable:
-    """A function that returns a list as `evaluate` does, in whose loops no memory is made."""
+    """Return a function like `evaluate`, which returns a list, without new memory in loops."""
 
     def evaluated(*operands: jax.Array, **params: Any) -> list:
         within = params["jaxpr"] if "jaxpr" in params else params["loop"].body
@@ -46,9 +46,9 @@ def _is_of_interest(eqn: _jax.Equation) -> bool:
 
 
 def _lifted(jaxpr: _jax.Jaxpr, inside: bool) -> tuple[_jax.Jaxpr, list]:
-    """A jaxpr in whose loops no memory is made, and the types of its scratch.
+    """Return a jaxpr in whose loops no memory is made, and the types of its scratch.
 
-    If it is `inside` of a loop, it makes none itself: the scratch is its last inputs, and its last
+    A jaxpr `inside` a loop makes no memory itself: its last inputs are the scratch, and its last
     outputs are what it leaves of that.
     """
     if not any(map(_is_of_interest, equations.all_equations(jaxpr))):
@@ -61,7 +61,7 @@ def _lifted(jaxpr: _jax.Jaxpr, inside: bool) -> tuple[_jax.Jaxpr, list]:
 
 
 def _inlined(jaxpr: _jax.Jaxpr) -> Any:
-    """An open jaxpr with the equations that loops, and calls of loops, are evaluated by."""
+    """Return an open jaxpr with loops, and calls of them, replaced by their equations."""
     j, eqns = _jax.open_jaxpr(jaxpr), []
 
     def inline(j: _jax.OpenJaxpr, operands: Sequence[Any]) -> list:
@@ -85,14 +85,14 @@ def _named(v: _jax.Atom, names: dict) -> Any:
 
 
 def _called(eqn: _jax.Equation) -> _jax.Jaxpr | None:
-    """Return the jaxpr of a loop, or of a call of loops, in variables of its own."""
+    """Return the jaxpr of a loop, or of a call of loops, with variables of its own."""
     evaluate, types = _jax.evaluations.get(eqn.primitive), [v.aval for v in eqn.invars]
     if evaluate is not None:
         return _jax.trace_closed(lambda *v: evaluate(*v, **eqn.params), types, "loop")
     inner = None
     if equations.is_call(eqn):
         inner = eqn.params["jaxpr"]
-    elif eqn.primitive.name.startswith("custom_"):  # of no derivative any more
+    elif eqn.primitive.name.startswith("custom_"):  # no derivative follows
         inner = eqn.params.get("call_jaxpr")
     if inner is None or not _runs_loops(inner):
         return None
@@ -107,11 +107,11 @@ class _Level:
         self.eqns: list = []
         self.names: dict = {}
         self.inputs: list = []
-        """The scratch, if it is an input."""
+        """The scratch that is an input."""
         self.latest: list = []
         """The variable that each scratch was last written as."""
         self.taken: set = set()
-        """Scratch that the equation at hand uses already."""
+        """The scratch that the current equation uses already."""
 
     def add(self, at: int, eqn: _jax.Equation) -> None:
         self.taken = set()
@@ -136,7 +136,7 @@ class _Level:
         self.names.update(zip(eqn.outvars, outs, strict=False))
 
     def splice(self, j: _jax.OpenJaxpr, operands: Sequence[Any] = ()) -> list:
-        """Put in the equations of a jaxpr whose variables are its own: its outputs."""
+        """Add the equations of a jaxpr whose variables are its own, and return its outputs."""
         names = dict(zip(j.invars, operands, strict=True))
         for eqn in j.eqns:
             self.append(eqn.replace(invars=[_named(v, names) for v in eqn.invars]))
@@ -150,7 +150,7 @@ class _Level:
                 self.latest[i] = _written(eqn, place) or last
 
     def scratch(self, at: int, aval: _jax.ShapedArray) -> Any:
-        """Scratch of a type for equation `at`: some that is not needed any more, or else new."""
+        """Return scratch of a type for equation `at`: free scratch, or else new."""
         for i, last in enumerate(self.latest):
             if i not in self.taken and _jax.same_type(last.aval, aval) and not self.reads(at, last):
                 self.taken.add(i)
@@ -166,7 +166,7 @@ class _Level:
         return new
 
     def reads(self, at: int, value: _jax.Var) -> bool:
-        """Whether a value is read by an equation from `at` on, or is a result."""
+        """Return whether an equation from `at` on reads a value, or the value is a result."""
         read = (v for eqn in self.j.eqns[at:] for v in eqn.invars)
         return any(_named(v, self.names) is value for v in (*read, *self.j.outvars))
 
@@ -181,7 +181,7 @@ class _Level:
 
 
 def _written(eqn: _jax.Equation, place: int) -> Any:
-    """The result that is written where an operand lies; None if there is none."""
+    """Return the result that overwrites an operand; None if there is none."""
     name, operand = eqn.primitive.name, eqn.invars[place]
     if eqn.primitive is _jax.lax_while_p:
         at = place - eqn.params["cond_nconsts"] - eqn.params["body_nconsts"]
@@ -196,7 +196,7 @@ def _written(eqn: _jax.Equation, place: int) -> Any:
 
 
 def _loop(eqn: _jax.Equation, step: _jax.Jaxpr, operands: list, scratch: list) -> list:
-    """A loop of lax with another step, which has scratch besides: its results, and the scratch."""
+    """Run a loop of lax with a step that takes scratch, too; return results and scratch."""
     run, params = _jax.call_jaxpr(step), eqn.params
     if eqn.primitive is _jax.lax_while_p:
         counts = params["cond_nconsts"], params["body_nconsts"]

@@ -1,4 +1,4 @@
-"""The tiles of a TPU, of 8 by 128 numbers: which arrays they are wasted on, and how much."""
+"""The tiles of a TPU, of 8 by 128 numbers: which arrays waste them, and how much."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from loopkit._engine.passes.flat_rows import SHORT
 LANES, SUBLANES = 128, 8
 """The sides of a tile."""
 LONGEST_TILE = 4096
-"""Numbers of a row that may be a vector."""
+"""The most numbers of a row that may be a vector."""
 
 
 def is_row(aval: _jax.ShapedArray) -> bool:
-    """Whether it is a small array of several axes, the last of them short."""
+    """Return whether a type is a small array of several axes, the last of them short."""
     shape = getattr(aval, "shape", ())
     if len(shape) < 2 or not all(isinstance(n, int) for n in shape):
         return False
@@ -25,14 +25,14 @@ def is_row(aval: _jax.ShapedArray) -> bool:
 
 
 def is_stack(aval: _jax.ShapedArray) -> bool:
-    """Whether it is several such rows."""
+    """Return whether a type is several such rows."""
     shape = getattr(aval, "shape", ())
     several = len(shape) > 2 and isinstance(shape[0], int) and shape[0] > 1
     return several and is_row(_jax.of_shape(aval, shape[1:]))
 
 
 def _is_plain(aval: _jax.ShapedArray) -> bool:
-    """Whether it is of numbers, and nothing but its shape matters."""
+    """Return whether a type has numbers, and nothing but its shape matters."""
     kind = aval.dtype
     number = jnp.issubdtype(kind, jnp.number) or jnp.issubdtype(kind, jnp.bool_)
     placed = _jax.is_spread(aval) or bool(_jax.varying(aval)) or _jax.is_on_host(aval)
@@ -40,7 +40,7 @@ def _is_plain(aval: _jax.ShapedArray) -> bool:
 
 
 def padded_bytes(shape: Sequence[int], itemsize: int) -> int:
-    """Return the bytes of an array in tiles, the better of its last two axes in the lanes."""
+    """Return the bytes of an array in tiles, with the better of its last two axes in the lanes."""
     if len(shape) < 2:
         return _jax.volume(shape) * itemsize
     *lead, a, b = shape

@@ -1,4 +1,4 @@
-"""Loops made of loops: the same results by other steps. Every loop takes those in `PASSES`."""
+"""Passes: loops that give the same results by other steps. Every loop takes those in `PASSES`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from loopkit._engine.passes.reads_first import reads_first
 from loopkit._engine.passes.varying import varying
 
 PASSES: Sequence[Callable[[Loop], Loop | Rewritten]] = (
-    flattened,  # before all that is done to a step
-    reads_first,  # while a step is as it was written: what follows may call it
+    flattened,  # before any other change to a step
+    reads_first,  # while a step is as it was written: later passes may call it
     lockstep,  # makes another predicate
-    varying,  # all that the predicate decides varies as it does
-    hoist_invariant_carry,  # of what is left, every later part works on all
-    flat_rows,  # after that, since tables that were carried are constants then
+    varying,  # all that the predicate decides varies as the predicate does
+    hoist_invariant_carry,  # the later passes work on all leaves that are left
+    flat_rows,  # last, since tables that were carried are constants by then
 )
-"""In this order. A pass that leaves operands and results as they are returns just the loop."""
+"""The passes, in order. A pass that keeps operands and results as they are returns just the
+loop."""
 
 
 def ready(loop: Loop) -> tuple[Loop, tuple[Rewritten, ...]]:
-    """The loop as it runs, and what was done to it."""
+    """Return the loop as it runs, and the passes that changed its operands or results."""
 
     def make() -> tuple[Loop, tuple[Rewritten, ...]]:
         last, done = loop, []

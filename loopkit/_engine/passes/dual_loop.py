@@ -16,7 +16,7 @@ from loopkit._engine.primitives import while_p
 
 
 def dual_loop(loop: Loop, active: Active) -> Rewritten:
-    """D, of the loop's operands and the active inputs' tangents.
+    """Return D, over the loop's operands and the active inputs' tangents.
 
     Its results are those of the loop and the active outputs' tangents.
     """
@@ -25,7 +25,7 @@ def dual_loop(loop: Loop, active: Active) -> Rewritten:
 
 
 def open_dual(loop: Loop, active: Active, trace: Callable = _jax.trace) -> Rewritten:
-    """D, whose first constants are what the rules of a step close over."""
+    """Return D, whose first constants are the values that the rules of a step close over."""
     body = _jax.call_jaxpr(loop.body)
     counts = loop.const_count, loop.carry_count, loop.xs_count
     both = [n + sum(flags) for n, flags in zip(counts, active[:3], strict=True)]
@@ -86,7 +86,7 @@ def open_dual(loop: Loop, active: Active, trace: Callable = _jax.trace) -> Rewri
 def run_dual(
     loop: Loop, primals: Sequence[Any], tangents: Sequence[Any], active: Active, batch: int | None
 ) -> list:
-    """The active outputs' tangents, by the dual loop."""
+    """Return the active outputs' tangents, which the dual loop computes."""
     dual, operands = dual_loop(loop, active), [*primals, *tangents]
     if batch is not None:
         return _batch_tangents(loop, dual, operands, batch)
@@ -95,7 +95,7 @@ def run_dual(
 
 
 def _batch_tangents(loop: Loop, dual: Rewritten, operands: Sequence[Any], size: int) -> list:
-    """The tangents that come out of the dual loop, where those that go in have a leading batch."""
+    """Return the tangents that the dual loop computes, if those given have a leading batch."""
     count, results = loop.operand_count, loop.primal_counts[1]
     dims = dual.map_operands([None] * count + [0] * (len(operands) - count))
     flags = dual.loop.split([d is not None for d in dims])[0]
@@ -109,7 +109,7 @@ def _batch_tangents(loop: Loop, dual: Rewritten, operands: Sequence[Any], size: 
 def replace_active(
     loop: Loop, primals: Sequence[Any], active: Active, moving: Sequence[Any]
 ) -> list:
-    """The operands with other values for the active inputs."""
+    """Return the operands with other values for the active inputs."""
     count = loop.cond_const_count
     return [*primals[:count], *spread(moving, active.inputs, primals[count:])]
 

@@ -1,9 +1,9 @@
 """Rows of several short axes, carried as vectors.
 
 Compilers turn a row of shape [10, 5] into ten runs of five numbers, each too short for a vector
-unit, and one of shape [50] into one run. So the last axes of a buffer that every read and write
-takes whole are made one, outside the loop, where that is free; in a step only what is read and
-written is reshaped. The same for constants that steps read slices of.
+unit, and a row of shape [50] into one run. So this pass merges the last axes of a buffer, if every
+read and write takes them whole. Outside the loop, the reshape is free. In a step, only slices are
+reshaped. Constants that steps read in slices are treated in the same way.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from loopkit._engine.primitives import while_p
 from loopkit._jaxprs.dataflow import analyse, interpret_marked
 
 SHORT = 16
-"""Elements of a last axis that are enough for a vector unit. From there on reshaping what is read
-and written costs as much as it gains."""
+"""The length of a last axis that is enough for a vector unit. From there on, reshaping slices costs
+as much as it gains."""
 
 Counts = tuple[int, ...]
-"""For each of several arrays, how many of its last axes are made one; 0: none."""
+"""For each of several arrays, how many of its last axes are merged; 0 for none."""
 
 
 class Rows(NamedTuple):
-    """Stands for an array whose last axes are one, while a jaxpr is evaluated."""
+    """A mark for an array with merged last axes, while a jaxpr is evaluated."""
 
     value: Any
     tail: tuple[int, ...]
-    """The sizes of the axes that are one."""
+    """The sizes of the axes that are merged."""
 
     @property
     def lead(self) -> int:
-        """How many axes come before them."""
+        """The number of axes before the merged ones."""
         return self.value.ndim - 1
 
     def of_row(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """The sizes of slices, these axes made one."""
+        """Return the sizes of slices, with the merged axes as one."""
         return (*sizes[: self.lead], self.value.shape[-1])
 
 
 def flat_rows(loop: Loop) -> Loop | Rewritten:
-    """The loop over flat rows."""
+    """Return the loop over flat rows."""
     consts = tuple(_count(loop, t, i) for i, t in enumerate(loop.const_types))
     leaves = zip(loop.carry_types, loop.carry, strict=True)
-    # Of a buffer of a loop around it, that loop decides.
+    # The loop around decides about its own buffers.
     carry = tuple(
         _count(loop, t, loop.const_count + i) if leaf.buffer and not leaf.outer else 0
         for i, (t, leaf) in enumerate(leaves)
@@ -74,24 +74,24 @@ def flat_rows(loop: Loop) -> Loop | Rewritten:
 
 
 def _merged(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """The shape with its last axes made one."""
+    """Return the shape with its last axes merged."""
     return (*shape[:-count], _jax.volume(shape[-count:])) if count else shape
 
 
 def _count(loop: Loop, kind: Any, place: int) -> int:
-    """How many of the last axes of an input of the body are to be made one."""
+    """Return how many of the last axes of an input of the body to merge."""
     shape = kind.shape
     if len(shape) < 3 or not jnp.issubdtype(kind.dtype, jnp.number) or _jax.is_spread(kind):
         return 0
     if any(map(_jax.is_symbolic, shape)) or not 0 < shape[-1] < SHORT:
         return 0
     count = min(_in_loop(loop, [place])[0], len(shape) - 1)
-    # Ones change nothing.
+    # Axes of size one make no difference.
     return count if sum(n > 1 for n in shape[len(shape) - count :]) > 1 else 0
 
 
 def _over(loop: Loop, consts: Counts, carry: Counts) -> Loop:
-    """The loop, where some constants and carry leaves have flat rows."""
+    """Return the loop in which some constants and carry leaves have flat rows."""
     body = _flattened(loop.body, [*consts, *carry, *[0] * loop.xs_count])
     cond = loop.cond
     if cond is not None:
@@ -114,9 +114,9 @@ def _flattened(jaxpr: _jax.Jaxpr, counts: Sequence[int]) -> _jax.Jaxpr:
 
 
 def _whole_axes(jaxpr: _jax.Jaxpr, arrays: Sequence[int]) -> tuple[int, list[int]]:
-    """How many last axes all uses of some inputs take whole, and which outputs are those inputs.
+    """Return how many last axes all uses of inputs take whole, and the outputs that are the inputs.
 
-    The fact of a value is whether it is one of these arrays.
+    The fact about a value is whether it is one of these arrays.
     """
     counts = [max(jaxpr.in_avals[i].ndim for i in arrays)]
 
@@ -131,7 +131,7 @@ def _whole_axes(jaxpr: _jax.Jaxpr, arrays: Sequence[int]) -> tuple[int, list[int
 
 
 def _use(eqn: _jax.Equation, where: list[int]) -> tuple[int, list[int]]:
-    """How many last axes an equation takes whole, and which results are the array again."""
+    """Return how many last axes an equation takes whole, and which results are the array again."""
     if eqn.primitive is while_p:
         loop = eqn.params["loop"]
         return _in_loop(loop, [n - loop.cond_const_count for n in where])
@@ -146,7 +146,7 @@ def _use(eqn: _jax.Equation, where: list[int]) -> tuple[int, list[int]]:
 def _in_loop(loop: Loop, inputs: list[int]) -> tuple[int, list[int]]:
     """Return how many last axes a loop takes whole of some inputs of its body, and their leaves.
 
-    It has to carry them on: else it takes none whole.
+    The loop has to pass these leaves on from step to step. Otherwise it takes no axis whole.
     """
     leaves = [n - loop.const_count for n in inputs if n >= loop.const_count]
     if min(inputs) < 0 or max(leaves, default=0) >= loop.carry_count:
@@ -161,7 +161,7 @@ def _in_loop(loop: Loop, inputs: list[int]) -> tuple[int, list[int]]:
 
 
 def _taken_whole(eqn: _jax.Equation) -> int:
-    """How many last axes of its first operand an equation takes whole; 0 unless it takes slices."""
+    """Return how many last axes of its first operand an equation takes whole; 0 without slices."""
     shape, params = eqn.invars[0].aval.shape, eqn.params
     most, along = len(shape), ()
     if eqn.primitive in (read_p, write_p):
@@ -176,19 +176,19 @@ def _taken_whole(eqn: _jax.Equation) -> int:
         numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
         gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
         along = (*gone, *numbers.start_index_map)
-        # They must come last in the result, too.
+        # These axes must come last in the result, too.
         offsets, ndim = numbers.offset_dims, eqn.outvars[0].aval.ndim
         most = _last(o == ndim - len(offsets) + i for i, o in enumerate(offsets))
     else:
         return 0
     sized = enumerate(zip(sizes, shape, strict=True))
     count = min(most, _last(a not in along and n == size for a, (n, size) in sized))
-    # All of it in its own shape, beside rows in another, would be a copy.
+    # To use all of it in its own shape, beside flat rows, would need a copy.
     return count if count < len(shape) else 0
 
 
 def _last(flags: Iterable[bool]) -> int:
-    """How many flags at the end are true."""
+    """Return how many flags at the end are true."""
     return len(list(itertools.takewhile(bool, reversed(list(flags)))))
 
 
@@ -208,7 +208,7 @@ def _on_rows(eqn: _jax.Equation, ins: list) -> list:
     if eqn.primitive is lax.dynamic_slice_p:
         sizes = rows.of_row(params["slice_sizes"])
         starts = others[: rows.lead + 1]
-        # Negative starts count from the end no more: whoever wrote this has seen to it.
+        # Negative starts no longer count from the end: the writer of this slice has handled them.
         found = lax.dynamic_slice_p.bind(rows.value, *starts, slice_sizes=sizes)
         return [_unmerged(found, rows)]
     if eqn.primitive is lax.slice_p:

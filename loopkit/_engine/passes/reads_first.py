@@ -1,9 +1,10 @@
-"""Reads of a buffer as it was before a write are made before it.
+"""Move reads of a buffer before a write that they do not depend on.
 
-    b.at[i].set(b[j]).at[j].set(b[i])
+b.at[i].set(b[j]).at[j].set(b[i])
 
-reads b[i] after b has been written to, so that a compiler would keep a copy of all of b. The read
-does not depend on the write: it is moved before it, and the write goes on from there.
+reads b[i] as it was before the write, after the write has happened. So a compiler would keep a copy
+of all of b. The read does not depend on the write, so it is moved before the write, which then goes
+on from the buffer that the read passes on.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from loopkit._jaxprs.equations import variables
 
 
 def reads_first(loop: Loop) -> Loop:
-    """The loop whose steps read buffers before they write to them, wherever they can."""
+    """Return the loop whose steps read buffers before they write to them, if possible."""
     body = read_before_written(loop.body) if any(loop.is_buffer) else loop.body
     return loop if body is loop.body else loop.replace(body=body)
 
 
 def read_before_written(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """A jaxpr in which reads of a buffer come before the write to it, wherever they can."""
+    """Return a jaxpr in which reads of a buffer come before the write to it, if possible."""
     j = _jax.open_jaxpr(jaxpr)
     eqns, moved = list(j.eqns), None
     while (new := _one_moved(eqns)) is not None:
@@ -33,7 +34,7 @@ def read_before_written(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
 
 
 def _one_moved(eqns: Sequence[Any]) -> list | None:
-    """The equations with one read moved before a write; None if there is none to move."""
+    """Return the equations with one read moved before a write; None if there is none to move."""
     for at, write in enumerate(eqns):
         if write.primitive is not write_p:
             continue
@@ -50,9 +51,10 @@ def _one_moved(eqns: Sequence[Any]) -> list | None:
 
 
 def _needed(eqns: Sequence[Any], read: _jax.Equation) -> list | None:
-    """Return what makes the operands of a read, of the equations after a write; None if it does.
+    """Return the equations after a write that make the operands of a read; None if it cannot move.
 
-    Or if it has effects, whose order has to stay.
+    A read cannot move if it depends on the write, or if such an equation has effects, whose order
+    has to stay.
     """
     write, found, operands = eqns[0], [], set(variables(read))
     for eqn in reversed(eqns):

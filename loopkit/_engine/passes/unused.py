@@ -1,9 +1,9 @@
-"""Loops without what nobody uses.
+"""Loops without their unused parts.
 
-A loop is pruned of the results that are not used, and of what only those need. The loops in a step
-that is only run, and not differentiated, are pruned where the step is: a buffer that an inner loop
-only writes to is needed neither to run the step again nor to go back. So it is neither saved nor
-stored with the step around it. The next derivative may read it, and takes the step as it is
+A loop is pruned of the results that are not used, and of what only those need. If a step only runs,
+and is not differentiated, the loops in it are pruned too. For example, neither running the step
+again nor going back needs a buffer that an inner loop only writes to. So that buffer is neither
+saved nor stored with the outer step. The next derivative may read it, and uses the step as it is
 written.
 """
 
@@ -25,16 +25,16 @@ from loopkit._jaxprs.dataflow import fixed_point, interpret
 
 @dataclass(frozen=True)
 class Pruned(Rewritten):
-    """The loop, and which operands and results of the other it has."""
+    """The pruned loop, and which operands and results of the other loop it has."""
 
     operands: list[bool]
     results: list[bool]
 
 
 def prune(loop: Loop, used: Sequence[bool], inputs: Sequence[bool] = ()) -> Pruned:
-    """The loop with only the results that are used, and what those need.
+    """Return the loop with only the used results, and what those need.
 
-    `inputs`: of a step; those that are needed besides.
+    `inputs` flags more inputs of a step that are needed.
     """
     key = ("pruned", tuple(used), tuple(inputs))
     return loop.derived(key, lambda: _prune(loop, used, inputs))
@@ -81,7 +81,7 @@ def _prune(loop: Loop, used: Sequence[bool], inputs: Sequence[bool]) -> Pruned:
 
 
 def to_run(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """A jaxpr to be run: its loops compute what is used, of operands that they need for that."""
+    """Return a jaxpr to be run: its loops take only operands that the used results need."""
     if not any(eqn.primitive in PARTIAL_EVAL_RULES for eqn in equations.all_equations(jaxpr)):
         return jaxpr
     j = _jax.open_jaxpr(jaxpr)
@@ -103,7 +103,7 @@ def _evaluated(used: list[bool], eqn: _jax.Equation) -> Any:
         return eqn
     needed, run = found
     invars, outvars = kept(eqn.invars, needed), kept(eqn.outvars, used)
-    # The loops that compute it are none of the user's.
+    # These loops are not the user's, so they are not replaced.
     with _jax.replacing(None), _jax.as_there():
         jaxpr = _jax.trace_closed(run, [v.aval for v in invars], "loop")
     params = {"jaxpr": jaxpr, "nanoseconds": loop_nanoseconds(eqn.params["loop"])}
@@ -111,9 +111,9 @@ def _evaluated(used: list[bool], eqn: _jax.Equation) -> Any:
 
 
 def to_transpose(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """A linear jaxpr, to be transposed and run: what that does not read of loops is zeros.
+    """Return a linear jaxpr to be transposed and run: its loops get zeros for operands never read.
 
-    Not in branches: a compiler was seen to fail where these have lost operands.
+    Branches stay as they are: a compiler was seen to fail if these have lost operands.
     """
     if not any(eqn.primitive in READS for eqn in equations.all_equations(jaxpr)):
         return jaxpr

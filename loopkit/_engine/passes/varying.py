@@ -1,8 +1,8 @@
-"""Loops of which everything varies between the devices of `jax.shard_map`.
+"""Loops in which everything varies between the devices of `jax.shard_map`.
 
-If a step makes a value varying, its transpose sums over the devices in the loop: once a step, which
-deadlocks if devices take different numbers of steps. Devices that are at steps of their own also
-read and write rows of their own.
+If a step makes a value varying, its transpose sums over the devices in the loop, once a step. That
+deadlocks if devices take different numbers of steps. Devices at different steps also read and write
+different rows.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ HOLDING = (
     *("scan", "while", "cond", "checkpoint", "remat2", "closed_call", "core_call"),
     *("custom_jvp_call", "custom_vjp_call", "custom_linear_solve"),
 )
-"""Primitives whose jaxprs are of their operands; those of scatter, say, combine two scalars."""
+"""Primitives whose jaxprs apply to their operands; that of a scatter, say, combines two scalars."""
 
 
 def varying(loop: Loop) -> Loop | Rewritten:
-    """The loop all of which varies as its predicate does."""
+    """Return the loop in which everything varies as its predicate does."""
     cond = loop.cond
     if cond is None or not any(map(_jax.varying, cond.out_avals)):
         return loop
@@ -39,7 +39,7 @@ def varying(loop: Loop) -> Loop | Rewritten:
 
 
 def all_varying(jaxpr: _jax.Jaxpr, like: Sequence[_jax.ShapedArray]) -> _jax.Jaxpr:
-    """A jaxpr whose inputs and outputs vary over the manual axes over which one of `like` does."""
+    """Return a jaxpr whose inputs and outputs vary over the manual axes of any type in `like`."""
     return jaxpr if not any(map(_jax.varying, like)) else _Varying(like).jaxpr(jaxpr)
 
 
@@ -56,12 +56,12 @@ class _Varying:
         return new if type(new) is type(value) else _jax.open_jaxpr(new)
 
     def _inside(self, value: Any) -> Any:
-        """A jaxpr or a loop in an equation."""
+        """Return a jaxpr or a loop in an equation, with everything varying."""
         loops = hasattr(value, "map_jaxprs")
         return value.map_jaxprs(self.inside) if loops else self.jaxpr(value)
 
     def rule(self, rule: Callable) -> Callable:
-        """A custom rule, if it gives a jaxpr, the values of its constants, and more."""
+        """Return a custom rule that varies, if it returns a jaxpr with its constants, and more."""
 
         def found(*args: jax.Array) -> Any:
             out = rule(*args)

@@ -1,4 +1,4 @@
-"""A file for each primitive: what it computes and how it is transformed; and what they share."""
+"""A file for each primitive: what it computes and how it is transformed, and what they share."""
 
 from loopkit._engine.rules import dual as dual
 from loopkit._engine.rules import forward as forward

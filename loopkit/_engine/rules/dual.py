@@ -3,10 +3,10 @@
     operands  those of the loop, tangents of the active inputs
     results   those of the loop, tangents of the active outputs
     JVP       that of D, which is a loop
-    splits    into `forward`, known, and `pushforward`, linear, where only the tangents are unknown
+    splits    into `forward`, known, and `pushforward`, linear, if only the tangents are unknown
 
-The dual body is traced when the primitive is lowered or differentiated, never before: a body that
-holds a function with a custom VJP has no JVP, and still has a gradient.
+The dual body is traced when the primitive is lowered or differentiated, never before. A body that
+calls a function with a custom VJP has no JVP, and still has a gradient.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def jvp(
 
 
 def known(values: Sequence[Any], *, loop: Loop, active: Active) -> tuple:
-    """Partial evaluation with the primals known: see `_jax.register_partial_eval`."""
+    """Evaluate partially, with the primals known: see `_jax.register_partial_eval`."""
     outs = forward_p.bind(*values, loop=loop, active=active)
     results, residuals = parts(outs, loop.primal_counts[1])
     both = sweeps(reversal(loop, active))
@@ -62,7 +62,7 @@ def known(values: Sequence[Any], *, loop: Loop, active: Active) -> tuple:
 
 
 def known_equation(eqn: _jax.Equation) -> Any:
-    """For jax.checkpoint: the primal results alone, so that nothing is saved."""
+    """Return the primal results alone, so that jax.checkpoint saves nothing."""
     loop = primal_half(eqn.params["loop"], eqn.params["active"])
     operands, results = loop.primal_counts
     invars, outvars = eqn.invars[:operands], eqn.outvars[:results]
@@ -70,7 +70,7 @@ def known_equation(eqn: _jax.Equation) -> Any:
 
 
 def dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
-    """Without tangents that nobody uses; without any, it is the loop itself."""
+    """Remove tangents that nobody uses; without tangents, the loop itself is left."""
     loop, active = eqn.params["loop"], eqn.params["active"]
     operands, results = loop.primal_counts
     if any(used[results:]):

@@ -34,7 +34,7 @@ def evaluate(*operands: jax.Array, loop: Loop, active: Active) -> list:
 
 
 def _swept(loop: Loop, how: Reversal, run: Loop, operands: Sequence[Any]) -> list:
-    """The forward sweep of `run`, which is the loop or what is needed of it."""
+    """Return the forward sweep of `run`, which is the loop or the part of it that is needed."""
     with jax.named_scope(f"loopkit.{loop.name}.forward"):
         if any(how.on_host):
             check_host_memory(loop.name)
@@ -45,9 +45,9 @@ def _swept(loop: Loop, how: Reversal, run: Loop, operands: Sequence[Any]) -> lis
 
 
 def runs_with(used: list[bool], *, loop: Loop, active: Active) -> tuple[list[bool], Any] | None:
-    """Without what neither the used results nor the residuals need.
+    """Leave out what neither the used results nor the residuals need.
 
-    Such as a buffer that steps only write to, where they are run again.
+    An example is a buffer that steps only write to, if they run again.
     """
     results, how = loop.primal_counts[1], reversal(loop, active)
     few = None if how.undo is not None else how.prune_results(used[:results])
@@ -87,7 +87,7 @@ def jvp(
 
 
 def dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
-    """Without its residuals, it is the loop itself."""
+    """Return the loop itself if no residual is used."""
     loop = eqn.params["loop"]
     results = loop.primal_counts[1]
     if any(used[results:]):

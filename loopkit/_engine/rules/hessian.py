@@ -43,7 +43,7 @@ def evaluate(
 def result_types(
     *_: object, loop: Loop, active: Active, batch: int | None, **__: object
 ) -> tuple[list, Any]:
-    """Types of the cotangents, with a leading batch if there is one; and the effects."""
+    """Return the types of the cotangents, with a leading batch if there is one, and the effects."""
     types = _jax.stack_types(loop.input_types(active), batch)
     return types, loop.without_debug_effects().effects
 
@@ -57,9 +57,9 @@ def second_order(
     wanted: Active,
     batch: int | None,
 ) -> list:
-    """d/dtheta <w, L u> in the wanted inputs, symbolically zero where u moves nothing.
+    """Return d/dtheta <w, L u> in the wanted inputs, symbolically zero where u moves nothing.
 
-    `cts` are those of the outputs that `given` has; `tangents`, u, are one for each input.
+    `cts` are the cotangents of the outputs that `given` has. `tangents`, u, has one for each input.
     """
     zeros = list(map(_jax.float0_zero, _jax.stack_types(loop.input_types(wanted), batch)))
     flags = [False] * loop.cond_const_count + _jax.nonzero(tangents)
@@ -78,7 +78,7 @@ def second_order(
 
 
 def _reached(loop: Loop, moving: Active, wanted: Active) -> Active:
-    """The wanted inputs on which the tangents of the moving ones depend."""
+    """Return the wanted inputs on which the tangents of the moving ones depend."""
     dual = dual_loop(loop.without_debug_effects(), moving).loop
 
     def beside(flags: Sequence[bool], tangents: Sequence[bool], of: bool) -> list[bool]:

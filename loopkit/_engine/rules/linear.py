@@ -9,15 +9,15 @@
                  JVP       in w, itself; in the primals, `hessian`
                  transpose `pushforward`
 
-The residuals of a pushforward are there for its transpose; run as it is, it is D, which needs none.
-`batch` is None or the size of a leading axis of tangents or cotangents, which the primals do not
-have: the trajectory is replayed once for all of them. `unused_init` says of which carry leaves
-nobody asks for the cotangent of the initial value, as of a buffer that starts with zeros; it is
-zeros then. If one is `transpose_only`, operands that the pullback does not read are zeros: the
-pushforward is not run, and the pullback has no derivative.
+Only the transpose of a pushforward reads the residuals. A pushforward that runs is D, which needs
+none. `batch` is None or the size of a leading axis of tangents or cotangents that the primals lack:
+the trajectory is replayed once for all of them. `unused_init` flags carry leaves whose initial
+value needs no cotangent, such as a buffer that starts with zeros; the cotangent is then zeros. If a
+primitive is `transpose_only`, operands that the pullback does not read are zeros: the pushforward
+is not run, and the pullback has no derivative.
 
-No cotangent, or no tangent, is not one of zeros: results that only those reach are symbolic zeros,
-and what reaches no result that is used is left out.
+No cotangent (or tangent) is not the same as a cotangent of zeros. Results that only zeros reach are
+symbolic zeros, and what reaches no used result is left out.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ class Linear:
     ins: str
     outs: str
     reached: Callable[[Loop, Active, Sequence[bool]], Active]
-    """The leaves that some of the values that go in reach."""
+    """A function that returns the leaves that some of the given values reach."""
     needed: Callable[[Loop, Active, Sequence[bool]], Active]
-    """The leaves that some of the values that come out need."""
+    """A function that returns the leaves that some of the results need."""
     out_types: Callable[[Loop, Active], list]
 
     def types(
         self, *_: object, loop: Loop, active: Active, batch: int | None, **__: object
     ) -> tuple[list, Any]:
-        """Result types, of values with a leading batch, if there is one; and the effects."""
+        """Return the result types, with a leading batch if there is one, and the effects."""
         types = _jax.stack_types(self.out_types(loop, active), batch)
         return types, loop.without_debug_effects().effects
 
     def of(self, known: Sequence[Any], values: Sequence[Any], params: dict[str, Any]) -> list:
-        """The map of values of which some are symbolically zero."""
+        """Return the map of values of which some are symbolically zero."""
         active = params["active"]
         live = self.reached(params["loop"], active, _jax.nonzero(values))
         zeros = list(map(_jax.float0_zero, self.types(**params)[0]))
@@ -77,7 +77,7 @@ class Linear:
         return spread(out, kept(getattr(live, self.outs), getattr(active, self.outs)), zeros)
 
     def dce(self, used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
-        """Without the values that reach none of the used results."""
+        """Remove the values that reach none of the used results."""
         if not any(used):
             return [False] * len(eqn.invars), None
         active = eqn.params["active"]
@@ -120,7 +120,7 @@ def evaluate_pushforward(
 
 
 def arguments(loop: Loop, layout: Active, operands: Sequence[Any]) -> list[list]:
-    """Primals, residuals and linear operands."""
+    """Split operands into primals, residuals and linear operands."""
     return parts(operands, loop.operand_count, len(sweeps(reversal(loop, layout)).residual_types))
 
 
@@ -156,7 +156,7 @@ def transpose_pushforward(cts: Sequence[Any], *operands: Any, **params: Any) -> 
     cts = [_jax.instantiate(c) for c in kept(cts, reaching)]
     if not any(live.inputs):
         return _jax.asked_for(zeros, operands)
-    # Of a tangent that is known, which is zero, nobody asks for the cotangent.
+    # A known tangent is zero, and nobody wants its cotangent.
     flags = [_jax.is_undefined(v) for v in linear]
     flags = spread(flags, active.inputs, [False] * len(active.inputs))
     _, wanted, _ = parts(flags, loop.const_count, loop.carry_count)
@@ -167,7 +167,7 @@ def transpose_pushforward(cts: Sequence[Any], *operands: Any, **params: Any) -> 
 
 
 def pullback_reads(*, loop: Loop, layout: Active, active: Active, **_: object) -> list[bool]:
-    """Which operands of the loop its pullback reads."""
+    """Return which operands of the loop its pullback reads."""
     return reversal(loop, layout, active).reads
 
 
@@ -200,7 +200,7 @@ def evaluate_pullback(
 
 
 def _unused_results(active: Active, unused_init: Sequence[bool]) -> list[bool]:
-    """Which results are cotangents that nobody asks for."""
+    """Return which results are cotangents that nobody wants."""
     flags = [*[False] * len(active.consts), *unused_init, *[False] * len(active.xs)]
     return kept(flags, active.inputs)
 
@@ -214,7 +214,7 @@ def jvp_of_pullback(
     t_values, _, t_cts = arguments(loop, params["layout"], tangents)
     out = pullback_p.bind(*primals, **params)
     if loop.holds_custom_vjp:
-        # The last residual: the steps taken.
+        # The last residual is the number of steps taken.
         operands, moves = [*values, residuals[-1], *cts], [*t_values, None, *t_cts]
         stored = lambda *at: stored_pullback(loop, active, batch, at)
         return out, _jax.jvp_in_moving(stored, operands, moves)[1]

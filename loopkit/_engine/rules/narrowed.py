@@ -1,12 +1,12 @@
 """vmap of the derivatives of a loop whose lanes narrow as they stop.
 
-For what its phases save, there is no place among what one lane at a time does. So `forward` saves
-nothing then but the steps taken, and the linear primitives become one that is the derivative of all
-phases, which are run again from the operands.
+`forward` has no place for what the phases save, because its layout is that of one lane at a time.
+So it saves nothing but the steps taken. The linear primitives become one primitive, which is the
+derivative of all phases, and runs them again from the operands.
 
     operands  those of the loop of all lanes, then those of the primitive `of` that are linear
     results   those of that primitive
-    JVP       that of what computes it; so is the transpose, in what is linear
+    JVP       that of its evaluation; so is the transpose, in the linear operands
     vmap      lanes of another axis join those that there are
 """
 
@@ -43,11 +43,11 @@ from loopkit._engine.sweeps import sweeps
 
 
 def lanes_of(loop: Loop, axis: _jax.AxisData, dims: Sequence[Any]) -> ManyLanes | None:
-    """The lanes of a loop that is differentiated in each of them, if they narrow."""
+    """Return the lanes of a loop that is differentiated in each of them, if they narrow."""
     if loop.has_impure_callback or loop.holds_custom_vjp:
-        return None  # it must not be run again, or its rule reads what was saved
+        return None  # it must not run again, or its rule reads saved values
     if loop.lane_policy is None:
-        return None  # what is run again is asked for
+        return None  # loops run again only if the user asks for it
     if loop.lane is not None:
         loop = loop.derived("its lanes are not joined", loop.replace)
     found = with_lanes(loop, axis, dims)
@@ -57,7 +57,7 @@ def lanes_of(loop: Loop, axis: _jax.AxisData, dims: Sequence[Any]) -> ManyLanes 
 def forward(
     loop: Loop, lanes: ManyLanes, args: Sequence[Any], dims: Sequence[Any], active: Active
 ) -> tuple:
-    """The results, zeros for what would be saved, and the steps taken."""
+    """Return the results, zeros for the saved values, and the steps taken."""
     lane = lanes.lane
     flags = lane.flags._replace(init=[*lane.flags.init, False])
     counting = lane.replaced(counted(lane.loop), flags)
@@ -78,8 +78,8 @@ def linear_lanes(
     transpose_only: bool = False,
     **params: Any,
 ) -> OneLane | None:
-    """Return the lanes of a linear primitive, if they narrow. All that is active has lanes."""
-    with waiting(transpose_only):  # its operands may be missing
+    """Return the lanes of a linear primitive, if they narrow. All active leaves have lanes."""
+    with waiting(transpose_only):  # operands may be missing then
         lanes = lanes_of(loop, axis, dims)
     if lanes is None:
         return None
@@ -91,8 +91,9 @@ def linear_lanes(
 
 
 def check_saved(loop: Loop, saved: Sequence[Any], places: Sequence[Any]) -> None:
-    """Raise if zeros were saved, where they are read. Of what is saved, `saved` says where it has
-    lanes, and `places` where they should be.
+    """Raise if zeros were saved, and are read.
+
+    `saved` has the lane axis of each saved value, and `places` the axis that it should have.
     """
     zeros = any(s is None and p is not None for s, p in zip(saved, places, strict=True))
     if zeros and saved[-1] is not None:
@@ -107,7 +108,7 @@ def check_saved(loop: Loop, saved: Sequence[Any], places: Sequence[Any]) -> None
 def derivative(
     primitive: _jax.Primitive, lane: OneLane, operands: Sequence[Any], params: dict[str, Any]
 ) -> list:
-    """Return the results of a linear primitive of all lanes, without what was saved."""
+    """Return the results of a linear primitive of all lanes, without saved values."""
     active, batch = params["active"], params["batch"]
     what = {"of": primitive, "active": active, "moving": params.get("moving", active)}
     return narrowed_p.bind(*operands, loop=lane.many, batch=batch, **what)
@@ -157,7 +158,7 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple
 
 
 def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
-    """In the linear operands that are asked for."""
+    """Transpose in the linear operands that are unknown."""
     unknown = [_jax.is_undefined(v) for v in operands]
     types = [v.aval for v in kept(operands, unknown)]
     linear = lambda *moved: evaluate(*spread(moved, unknown, operands), **params)
@@ -166,7 +167,7 @@ def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
 
 
 def _batch(axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple:
-    """Lanes of another axis join those that there are, where they narrow together."""
+    """Join lanes of another axis with those that there are, if they narrow together."""
     lane, count = params["loop"].lane, params["loop"].operand_count
     new = join(lane, axis, dims[:count])
     if new is None:
@@ -190,7 +191,7 @@ def _linear_places(
     batch: int | None,
     **_: object,
 ) -> tuple[list, list]:
-    """Where linear operands, and results, have lanes."""
+    """Return the lane axes of the linear operands, and of the results."""
     leading = 0 if batch is None else 1
     inputs, outputs = many.axes.flat[many.loop.cond_const_count :], many.results
     behind = lambda axes, flags: [a + leading for a in kept(axes, flags)]

@@ -1,8 +1,8 @@
 """The cotangents of a loop as two loops: one that stores every carry, and one that goes back.
 
-They compute what `pullback` computes, and can be differentiated as any loop can. A function with
-a custom VJP needs this: its rule is code of its own, which may be linear in nothing, and the next
-derivative is the derivative of that code. Memory grows with the length.
+They compute what `pullback` computes, and are differentiated like any loop. A function with a
+custom VJP needs this. Its rule is code of its own, which may not be linear in anything, and the
+next derivative is the derivative of that code. Memory grows with the length.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from loopkit._engine.sweeps.step import StepReversal, zero_cotangents
 
 
 def stored_pullback(loop: Loop, active: Active, batch: int | None, operands: Sequence[Any]) -> list:
-    """The cotangents of the active inputs.
+    """Return the cotangents of the active inputs.
 
-    `operands`: those of the loop, the steps that were taken, cotangents of the active outputs.
+    `operands` has those of the loop, the steps taken, and cotangents of the active outputs.
     """
     if loop.length is None:
         expected = (
@@ -117,7 +117,7 @@ def _two_loops(loop: Loop, active: Active, batch: int | None, *values: jax.Array
 
 
 def _carries(loop: Loop, saved: Sequence[bool], primals: Sequence[Any]) -> list:
-    """The saved carry leaves before every step, in rows."""
+    """Return the saved carry leaves before every step, in rows."""
     step = _jax.call_jaxpr(loop.body)
 
     def storing(*values: jax.Array) -> list:

@@ -1,8 +1,8 @@
 """vmap of a loop: one function for all six primitives.
 
 A batch axis that only tangents or cotangents have becomes the primitive's `batch` parameter, so
-that the trajectory is computed once for all of them. Any other batch axis goes into the loop
-itself (batched_loop.py), and the same primitive is bound on the batched loop.
+that the trajectory is computed once for all of them. Any other batch axis goes into the loop itself
+(batched_loop.py), and the same primitive is bound on the batched loop.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def _batch_while(
     if (new := with_lanes(loop, axis, dims)) is not None:
         return new.map_results(while_p.bind(*new.map_operands(pairs), loop=new.loop)), new.results
     if (phases := phases_of(loop)) is not None:
-        # Its lanes narrow, and the others wait for each other in each phase.
+        # The lanes of this loop narrow, and those of the new axis wait for each other in each
+        # phase.
         return _jax.batched_call(phases.run, axis, args, dims)
     batched = batch_loop(loop, axis, loop.split([d is not None for d in dims])[0])
     return while_p.bind(*batched.map_operands(pairs), loop=batched.loop), batched.results
@@ -61,7 +62,7 @@ def _batch_dual(
 
 def _laid_out(loop: Loop, axis: _jax.AxisData, batched: Batched, layout: Active) -> None:
     """Make the batched loop save what the loop itself saves, in the same slots."""
-    with waiting(True):  # what loops in a step save has its place here
+    with waiting(True):  # the layout has room for what inner loops save
         _laid_out_as(loop, axis, batched, layout)
 
 
@@ -71,14 +72,14 @@ def _laid_out_as(loop: Loop, axis: _jax.AxisData, batched: Batched, layout: Acti
     split = None if how.plan.keeps_all else split_step(new, layout)
     if split is None or not can_replay(new, split, how.saved):
         split = batch_split(how.split, loop, axis, places, ys, layout)
-    split = replace(split, uncut_bytes=how.split.uncut_bytes)  # of one lane, as the plan is
+    split = replace(split, uncut_bytes=how.split.uncut_bytes)  # of one lane, as in plans
     undo = None if how.undo is None else batch_undo(how.undo, loop, axis, places, ys)
     made = build(new, layout, how.plan, how.saved, split, undo, how.counters)
     decide(new, layout, made)
 
 
 def _residual_axes(loop: Loop, batched: Batched, layout: Active) -> list:
-    """Where the new axis is in the residuals."""
+    """Return the place of the new axis in each residual."""
     both = sweeps(reversal(loop, layout))
     return both.residual_axes(reversal(batched.loop, layout), batched.axes.init)
 
@@ -98,9 +99,9 @@ def _batch_forward(
 def _batched_for(
     loop: Loop, axis: _jax.AxisData, dims: Sequence[Any], force: bool, layout: Active
 ) -> Batched:
-    """A batched loop of its own for the derivative primitives, which share the layout of `loop`.
+    """Return a batched loop of its own for the derivative primitives, with the layout of `loop`.
 
-    `dims`: where the axis is in the operands. `force`: all that is active gets it.
+    `dims` has the place of the axis in the operands. With `force`, all active leaves get the axis.
     """
     places = loop.split(dims)[0]
     flags, ys = Operands(*([d is not None for d in p] for p in places)), None
@@ -123,7 +124,7 @@ def _batched_for(
 def _one_batch(
     primitive: _jax.Primitive, known: list, linear: list, size: int, params: dict[str, Any]
 ) -> list:
-    """The results where the linear operands alone have an axis, and perhaps a batch behind it."""
+    """Return the results if only linear operands have the axis, and perhaps a batch after it."""
     batch = params["batch"]
     if batch is None:
         return primitive.bind(*known, *linear, **dict(params, batch=size))
@@ -135,7 +136,7 @@ def _one_batch(
 def _varying(
     loop: Loop, read: list[bool], values: list, dims: list, size: int
 ) -> tuple[list, list]:
-    """The operands of which none is read with an axis of lanes, zeros; and where all have it."""
+    """Return operands and axes, with batched zeros for operands neither read nor batched."""
     lost = [d is None and not r for d, r in zip(dims, read, strict=True)]
     assert any(lost), "what is saved depends on the operands"
     zeros = map(_jax.zeros, _jax.stack_types(kept(loop.operand_types, lost), size))
@@ -143,11 +144,11 @@ def _varying(
 
 
 def batch_linear(primitive: _jax.Primitive, ins: str, outs: str) -> Any:
-    """The rule for a primitive with linear operands.
+    """Return the rule for a primitive with linear operands.
 
-    `ins` and `outs` say, for its linear operands and its results, whether they go with the
-    active "inputs" or the active "outputs" of the loop; operands, with those of `moving` if there
-    is such a parameter.
+    `ins` and `outs` say, for its linear operands and its results, whether they belong to the active
+    "inputs" or the active "outputs" of the loop. Operands belong to those of `moving`, if there is
+    such a parameter.
     """
 
     def rule(axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple:
@@ -164,7 +165,7 @@ def batch_linear(primitive: _jax.Primitive, ins: str, outs: str) -> Any:
             results = _one_batch(primitive, [*values, *residuals], stacked, size, params)
             return results, [0] * len(results)
 
-        # Tangents and cotangents that differ between lanes need inputs that do.
+        # Tangents and cotangents that differ between lanes need inputs that differ, too.
         lane = narrowed.linear_lanes(axis, value_dims, **params)
         if lane is None:
             batched = _batched_for(loop, axis, value_dims, True, layout)
@@ -178,14 +179,14 @@ def batch_linear(primitive: _jax.Primitive, ins: str, outs: str) -> Any:
             pairs = zip(residual_dims, places, strict=True)
             apart = any(d is not None and p is None for d, p in pairs)
             if apart and params["transpose_only"]:
-                # What was saved depends on operands that are not there: these vary, too.
+                # What was saved depends on operands that are missing: these vary, too.
                 read = reversal(loop, layout, active).reads
                 values, value_dims = _varying(loop, read, values, value_dims, size)
                 full, dims = [*values, *residuals, *linear], [*value_dims, *residual_dims]
                 dims += linear_dims
                 return rule(axis, full, dims, **params)
             if apart:
-                # Lanes that were run one at a time saved elsewhere: run them again, together.
+                # Lanes that ran one at a time saved elsewhere: run them again, together.
                 forward = (axis, values, value_dims)
                 fresh, found = _batch_forward(*forward, loop=loop, active=layout)
                 residuals = fresh[loop.primal_counts[1] :]

@@ -1,12 +1,10 @@
 """while: the results of a loop.
 
-operands  cond_consts, consts, init, xs
-results   carry, ys
-JVP       one `dual`, in the leaves that turn out to be active
-transpose of a loop that is linear in some operands: a pullback, at zero
+operands cond_consts, consts, init, xs results carry, ys JVP one `dual`, in the leaves that turn out
+to be active transpose of a loop that is linear in some operands: a pullback, at zero
 
-Beside it stands `evaluated`: what computes a loop, or its derivative, as a jaxpr. It has no
-derivative, being made where none is asked for any more.
+`evaluated` is here, too: the equations of a loop, or of its derivative, as a jaxpr. It has no
+derivative, because it is made where nobody asks for one any more.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop) -> tuple
     active = moving_activity(loop, loop.split(_jax.nonzero(tangents))[0])
     moving = list(map(_jax.instantiate, kept(tangents[loop.cond_const_count :], active.inputs)))
     if any(map(_jax.is_tracer, _jax.jvp_jaxpr(loop.body, active.inputs)[0].consts)):
-        # Rules in it close over values of a trace, which become operands.
+        # Rules in the body close over values of a trace, which become operands.
         dual = open_dual(loop, active)
         outs = dual.map_results(
             while_p.bind(*dual.map_operands([*primals, *moving]), loop=dual.loop)
@@ -60,7 +58,7 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop) -> tuple
 
 
 def transpose(cts: Sequence[Any], *operands: Any, loop: Loop) -> list:
-    """A rule for custom derivatives, say, may loop over tangents."""
+    """Transpose a loop over tangents, such as one in a rule for custom derivatives."""
     quiet = loop.without_debug_effects()
     unknown = [_jax.is_undefined(v) for v in operands]
     reached = _jax.nonzero(cts)
@@ -74,7 +72,7 @@ def transpose(cts: Sequence[Any], *operands: Any, loop: Loop) -> list:
 
 
 def known_part(unknown: list[bool], loop: Loop) -> tuple | None:
-    """Find the part that is known where some operands are not: a rule may loop over both halves."""
+    """Find the part that does not depend on unknown operands: a rule may loop over both halves."""
     flags = loop.split(unknown)[0]
 
     def reached(carry: list[bool]) -> list[list[bool]]:
@@ -86,7 +84,7 @@ def known_part(unknown: list[bool], loop: Loop) -> tuple | None:
         return None
     pruned = prune(loop.without_debug_effects(), [not u for u in (*carry, *ys)])
     if any(pruned.map_operands(unknown)):
-        return None  # whether it goes on is not known
+        return None  # the predicate is not known
     return pruned.operands, pruned.results, {"loop": pruned.loop}
 
 

@@ -1,4 +1,4 @@
-"""The forward and the backward sweep of a loop under differentiation: a file for each strategy."""
+"""The forward and the backward sweep of a loop under differentiation: a class for each strategy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STRATEGIES: dict[str, type[Sweep]] = {
 
 
 def sweeps(how: Reversal) -> Sweep:
-    """Those of a plan, on the device at hand."""
+    """Return the sweeps of a plan, on the device at hand."""
     if how.plan.strategy == "schedule" and _jax.host_waits.value:
         return InSegments(how.for_waiting_hosts())
     return STRATEGIES[how.plan.strategy](how)

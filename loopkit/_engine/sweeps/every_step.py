@@ -1,6 +1,6 @@
-"""The residuals or the carry of every step.
+"""Sweeps that save the residuals or the carry of every step.
 
-Going back over residuals, nothing is computed again. From its carry, each step is run once more.
+Going back over residuals, nothing is computed again. From its carry, each step runs once more.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ class EveryCarry(Sweep):
     def blank_stacks(self) -> list:
         if self.how.plan.segment == 1 or self.how.plan.host:
             return super().blank_stacks
-        # Where products are put off, rows are read a segment at a time.
+        # Deferred products read rows a segment at a time.
         return list(map(_jax.zeros, self.stack_types))
 
     def run(self, loop: Loop, operands: Operands, state: Saving) -> Saving:
         def step(s: Saving, go: jax.Array | None = None) -> Saving:
             steps, slots = s
             row = self.leaving(kept(steps.carry, self.how.slotted), steps.count)
-            if self.how.plan.host:  # on its way before the step, not made in one kernel with it
+            if self.how.plan.host:  # sent before the step, not in one kernel with it
                 row, carry = _jax.barrier((row, steps.carry))
                 steps = steps._replace(carry=carry)
             slots = strategy.write_if(go, slots, row, steps.count)
@@ -111,5 +111,5 @@ class EveryCarry(Sweep):
             cts, buffers = step.reverse_segment(first, count, rows, s.cts, s.buffers)
             return s._replace(cts=cts, buffers=buffers)
 
-        # Products are summed once in each.
+        # Each segment sums its products once.
         return strategy.reverse_segments(reverse_one, length, steps, s)

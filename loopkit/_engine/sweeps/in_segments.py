@@ -1,12 +1,12 @@
-"""A schedule where the host waits for the device in each iteration of a loop of unknown length.
+"""A schedule for a host that waits in each iteration of a loop of unknown length.
 
-Runs and climbs go a segment of known length at a time. Where it costs less than to wait, the slot
-at hand is written over itself wherever nothing is saved: then a run of known length does not wait
-at all, and a climb in one loop once a segment. Elsewhere a loop over segments ends at each save.
-Longer segments may be worth having; their rows lie in slots that a shorter schedule leaves free
-(`_plans/waits.py`). Segments are counted in segments of the plan at hand meanwhile, and handed on
-in those of the plan that laid out the slots: a gradient may go on where hosts do not wait, and
-back.
+Runs and climbs go a segment of known length at a time. If that costs less than a wait, the current
+slot is written over itself wherever nothing is saved. Then a run of known length does not wait at
+all, and a climb is one loop that waits once for each segment. Otherwise a loop over segments ends
+at each save. Longer segments may be worth their cost; their rows lie in slots that a shorter
+schedule leaves free (`_plans/waits.py`). Inside the sweeps, segments are numbered by the current
+plan. Between the sweeps, they are numbered by the plan that laid out the slots: a gradient may go
+on where hosts do not wait, and the other way around.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from loopkit._plans.waits import writes_in_passing
 from loopkit.schedules.online import NEVER
 
 Climb = tuple[list, Any, Any, list, Any]
-"""The carry at hand, its segment, where to save next, the slots, and their segments."""
+"""The current carry, its segment, where to save next, the slots, and their segments."""
 
 
 class InSegments(Scheduled):
@@ -64,7 +64,7 @@ class InSegments(Scheduled):
         return segment, slot
 
     def run_in_passing(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
-        """A known number of steps, in a loop over all segments."""
+        """Run a known number of steps, in a loop over all segments."""
         whole, rest, saves = self.cut(loop)
 
         def take_next(
@@ -77,14 +77,14 @@ class InSegments(Scheduled):
             return run_known(loop, operands, count, steps), stacks
 
         state = repeat(whole, take_next, state)
-        # Of a choice that it knows, a compiler would make a copy of all slots.
+        # If the compiler knew this choice, it would make a copy of all slots.
         state = (
             take_next(lax.optimization_barrier(jnp.int32(whole)), state, rest) if rest else state
         )
         return *state, self.schedule.held(len(saves))
 
     def run_between_saves(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
-        """A known number of steps, in a loop over saves of loops over segments."""
+        """Run a known number of steps, in a loop over saves of loops over segments."""
         whole, rest, saves = self.cut(loop)
         length = self.how.plan.segment
 
@@ -99,21 +99,21 @@ class InSegments(Scheduled):
         return run_known(loop, operands, rest, steps), stacks, self.schedule.held(len(saves))
 
     def cut(self, loop: Loop) -> tuple[int, int, np.ndarray]:
-        """Segments that are whole, the steps beyond them, and what is saved."""
+        """Return the number of whole segments, the steps after them, and the saves."""
         assert loop.length is not None, "a loop without a predicate has a length"
         return *divmod(loop.length, self.how.plan.segment), self.schedule.saves[:-1]
 
     @property
     def wider(self) -> int:
-        """How many of the segments handed on are one of those counted in."""
+        """The number of segments of the layout in one segment of the plan."""
         return self.how.plan.segment // self.layout_plan.segment
 
     def reverse(self, step: StepReversal, steps: _jax.Whole, s: Backward) -> Cotangents:
-        # Of a climb whose length it knows, too, a compiler would make copies.
+        # If the compiler knew the length of this climb, it would make copies.
         segments = lax.optimization_barrier(s.segments)
         if self.how.layout_plan is None:
             return super().reverse(step, steps, s._replace(segments=segments))
-        # What was saved elsewhere may lie between these segments, or where their rows will.
+        # What was saved elsewhere may lie between these segments, or where their rows will be.
         segments = segments[: self.how.plan.slots]
         fits = (segments != NEVER) & (segments % self.wider == 0)
         segments = jnp.where(fits, lax.div(segments, jnp.int32(self.wider)), NEVER)
@@ -156,7 +156,7 @@ class InSegments(Scheduled):
     def climb_in_passing(
         self, step: StepReversal, carry: list, segment: _jax.Whole, s: Backward
     ) -> tuple[list, list, Any]:
-        """In a loop over all segments."""
+        """Climb in a loop over all segments."""
         target, schedule = s.segment, self.schedule
 
         def advance(climb: Climb) -> Climb:

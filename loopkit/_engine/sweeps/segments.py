@@ -1,7 +1,7 @@
-"""Carries at the starts of segments: of all, or of some, which a schedule chooses.
+"""Sweeps that save carries at the starts of segments: of all, or of some that a schedule chooses.
 
-Going back, a segment is run again from its own carry. Where a schedule chooses, it is reached from
-the last checkpoint before it, saving more on the way where slots are free.
+Going back, a segment runs again from its own carry. With a schedule, the sweep reaches the segment
+from the last checkpoint before it, and saves more on the way if slots are free.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class EverySegment(Sweep):
         return lax.while_loop(another, take_next, state)
 
     def run_flat(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
-        """In one loop, of which a host reads the predicate once a step; also: how often it saved.
+        """Run in one loop, whose predicate a host reads once a step; also count the saves.
 
         A step that saves nothing writes a slot over itself.
         """
@@ -85,7 +85,7 @@ class EverySegment(Sweep):
         return steps, slots, number
 
     def saved_as(self, number: _jax.Whole) -> tuple[Any, Any]:
-        """The segment whose start is saved after `number` others, and where."""
+        """Return the segment whose start is saved after `number` others, and its slot."""
         return number, number
 
     def save_if(self, due: jax.Array, slots: list, carry: list, slot: _jax.Whole) -> list:
@@ -116,22 +116,22 @@ class EverySegment(Sweep):
         length = self.how.plan.segment
         last = stepping.quotient(steps + (length - 1), length) - 1
         s = s._replace(rows=self.rows(step), ahead=self.load_ahead(step.operands, s.stacks, last))
-        # It may have no step. Products of what was not written would then be wrong.
+        # The loop may take no step. Products of rows that were never written would then be wrong.
         if self.how.plan.segments == 1 and (step.products is None or isinstance(steps, int)):
             return reverse_one(0, steps, s._replace(segment=jnp.int32(0))).cts
         return reverse_segments(reverse_one, length, steps, s)
 
     def rows(self, step: StepReversal) -> list:
-        """Where those of a segment are stored."""
+        """Return arrays for the rows of a segment."""
         length = self.how.plan.segment
         types = _jax.stack_types(self.how.row_types, length) if length > 1 else []
-        # Products that are put off read whole segments, taken or not.
+        # Deferred products read whole segments, with steps that were not taken.
         return list(map(_jax.blank if step.products is None else _jax.zeros, types))
 
     def reverse_segment(
         self, step: StepReversal, first: _jax.Whole, count: _jax.Whole, s: Backward
     ) -> Backward:
-        """Back over the segment of `count` steps that begins with step `first`."""
+        """Go back over the segment of `count` steps that begins with step `first`."""
         if self.how.plan.segment == 1:
             carry, s = self.reach(step, first, first + count, s)
             cts, buffers = step.reverse_carry(first, carry, s.cts)
@@ -144,7 +144,7 @@ class EverySegment(Sweep):
     def replayed(
         self, step: StepReversal, first: _jax.Whole, count: _jax.Whole, s: Backward
     ) -> tuple[list, Backward]:
-        """The carry after a segment that is run again, and its rows."""
+        """Run a segment again; return the carry after it, and the state with its rows."""
         carry, s = self.reach(step, first, first + count, s)
         carry, rows = step.replay(first, count, carry, s.rows)
         return carry, s._replace(rows=rows)
@@ -152,14 +152,14 @@ class EverySegment(Sweep):
     def reach(
         self, step: StepReversal, first: _jax.Whole, end: _jax.Whole, s: Backward
     ) -> tuple[list, Backward]:
-        """The carry before step `first`, where a segment begins that ends at step `end`."""
+        """Return the carry before step `first`, which begins a segment that ends at step `end`."""
         carry = self.loaded(step, s.segment, first, end, s)
         return carry, s._replace(ahead=self.load_ahead(step.operands, s.stacks, s.segment - 1))
 
     def loaded(
         self, step: StepReversal, slot: _jax.Whole, first: _jax.Whole, end: _jax.Whole, s: Backward
     ) -> list:
-        """The carry before step `first`, of a slot, and of buffers as they were at step `end`."""
+        """Return the carry before step `first`, from a slot, and from buffers at step `end`."""
         held = [*s.ahead] or self.load(step.operands, s.stacks, slot)
         before = step.rewind(first, end - first, s.buffers)
         counts = self.how.counts(step.operands, first, step.taken)
@@ -168,7 +168,7 @@ class EverySegment(Sweep):
     def save(self, slots: list, carry: list[Any], slot: _jax.Whole) -> list:
         """Return the slots, with a carry in one of them.
 
-        A first slot without memory is written to the next, which is written over.
+        If the first slot has no memory, its carry goes to the next, which is overwritten later.
         """
         plan = self.layout_plan
         if not plan.rows:
@@ -176,12 +176,12 @@ class EverySegment(Sweep):
         return stepping.write_rows(slots, self.leaving(list(carry), slot), slot - plan.spared)
 
     def load_ahead(self, operands: Operands, slots: list, slot: _jax.Whole) -> list:
-        """Bring what the segment before will begin with; nothing where that is no gain."""
+        """Load the carry of the segment before, if that saves time; else return nothing."""
         slot = jnp.maximum(slot, 0)
         return self.load(operands, slots, slot) if self.how.plan.host else []
 
     def load(self, operands: Operands, slots: list, slot: _jax.Whole) -> list:
-        """Return what a slot holds."""
+        """Return the carry that a slot holds."""
         plan, first = self.layout_plan, kept(operands.init, self.how.slotted)
         if not plan.rows:
             return first
@@ -218,11 +218,11 @@ class Scheduled(EverySegment):
         return self.freed(super().reverse_segment(step, first, count, s))
 
     def load_ahead(self, operands: Operands, slots: list, slot: _jax.Whole) -> list:
-        """Nothing: it is not known which slot is next before what is run again has been saved."""
+        """Return nothing: the next slot is known only after the segment has run again."""
         return []
 
     def freed(self, s: Backward) -> Backward:
-        """Without the checkpoint of the segment that was reversed, if there was one."""
+        """Free the slot of the segment that was reversed, if it had one."""
         return s._replace(segments=jnp.where(s.segments >= s.segment, NEVER, s.segments))
 
     def reach(
@@ -233,15 +233,17 @@ class Scheduled(EverySegment):
         return carry, s._replace(stacks=stacks, segments=segments)
 
     def nearest(self, step: StepReversal, end: _jax.Whole, s: Backward) -> tuple[list, Any]:
-        """The last checkpoint before a segment that ends at step `end`, and its segment."""
+        """Return the last checkpoint before a segment that ends at step `end`, and its segment."""
         slot, segment = tables.latest(s.segments, s.segment)
         return self.loaded(step, slot, segment * self.how.plan.segment, end, s), segment
 
     def climb(
         self, step: StepReversal, carry: list, segment: _jax.Whole, s: Backward
     ) -> tuple[list, list, Any]:
-        """From `segment` to that of `s`, saving on the way: the carry there, slots and their
-        segments."""
+        """Advance from `segment` to that of `s`, and save on the way.
+
+        Return the carry there, the slots, and their segments.
+        """
         target = s.segment
 
         def advance(climb: tuple[list, Any, list, Any]) -> tuple[list, Any, list, Any]:
@@ -279,10 +281,10 @@ class Scheduled(EverySegment):
 
     @property
     def records_on_the_way(self) -> bool:
-        """Whether steps that lead to a segment also store rows, to be written over.
+        """Whether steps that lead to a segment also store rows, which are overwritten.
 
-        They are then the same loop as those of the segment, and the step is compiled once less.
-        Where rows are small, and all slots are many, such steps are few.
+        These steps and those of the segment are then one loop, and the step is compiled once less.
+        If rows are small, and there are many slots, few steps are concerned.
         """
         plan = self.how.plan
         small = plan.step.residual_bytes <= RECORDED
@@ -291,7 +293,7 @@ class Scheduled(EverySegment):
     def following(
         self, segment: _jax.Whole, target: _jax.Whole, segments: jax.Array
     ) -> tuple[Any, Any]:
-        """How many segments to run from `segment`, and the slot to save in then; -1 without one."""
+        """Return how many segments to run from `segment`, and the slot to save in then, or -1."""
         free, slot = tables.free_slots(segments)
         run = tables.Schedule.of(self.how.plan).split(target + 1 - segment, free)
         return run, jnp.where(free > 0, slot, -1)
@@ -299,7 +301,7 @@ class Scheduled(EverySegment):
     def saved(
         self, slot: _jax.Whole, carry: list, segment: _jax.Whole, stacks: list, segments: jax.Array
     ) -> tuple[list, Any]:
-        """Slots and their segments, with the carry at a start; as they are if `slot` < 0."""
+        """Return slots and their segments, with the carry at a start; unchanged if `slot` < 0."""
         how, save = self.how, slot >= 0
         if how.plan.rows:
             # Without a free slot, a row is written over itself.
@@ -312,6 +314,6 @@ class Scheduled(EverySegment):
     def advance_segments(
         self, step: StepReversal, segment: _jax.Whole, run: _jax.Whole, carry: list
     ) -> list:
-        """So many segments, from the carry at the start of the first."""
+        """Advance so many segments, from the carry at the start of the first."""
         length = self.how.plan.segment
         return self.how.advance(step.operands, step.taken, carry, segment * length, run * length)

@@ -1,4 +1,4 @@
-"""Replaying steps and reversing them: what the backward sweep does within a segment."""
+"""Replay steps and reverse them: the work of the backward sweep within a segment."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from loopkit._engine.steps import (
 )
 
 SMALL_ROW = 1024
-"""Bytes of a row that is copied out once, rather than sliced in each kernel that reads it."""
+"""The bytes of a row up to which it is copied out once, rather than sliced in each kernel."""
 
 
 class Cotangents(NamedTuple):
-    """Cotangents under way. Each has the linear batch axis first, if there is one."""
+    """The cotangents between two steps. Each has the linear batch axis first, if there is one."""
 
     consts: list
-    """Summed over the steps so far."""
+    """Cotangents of the constants, summed over the steps so far."""
     carry: list
     """Cotangents of the carry before the step reversed last."""
     xs: list
-    """Whole arrays, the rows of the steps reversed so far."""
+    """Whole arrays, with the rows of the steps reversed so far."""
     factors: list
-    """Factors of products that are put off to the end of a segment, a row for each of its steps."""
+    """Factors of deferred products, a row for each step of the segment."""
     bar: progress.StepMeter | None = None
-    """Where it is shown how far it is."""
+    """The bar, if the loop shows its progress."""
 
     def after(self, loop: Loop, count: _jax.Whole) -> Cotangents:
-        """After so many more steps."""
+        """Return the state after so many more steps."""
         if self.bar is None:
             return self
         return self._replace(bar=progress.after(loop, self.bar, count, backward=True))
 
 
 def _divided(values: Sequence[Any], flags: Sequence[bool]) -> tuple[list, list]:
-    """The flagged values, and the others."""
+    """Return the flagged values, and the others."""
     return kept(values, flags), kept(values, [not f for f in flags])
 
 
@@ -61,7 +61,7 @@ def zero_cotangents(types: Sequence[Any], batch: int | None) -> list:
 
 
 class StepReversal:
-    """Replaying and reversing steps, with what all of them read."""
+    """Replay and reverse steps, with the values that all of them read."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class StepReversal:
         ct_ys: Sequence[Any] = (),
         log: Any = None,
     ):
-        """For the sweep of a plan; or, without the log of what steps displaced, step by step.
+        """Prepare for the sweep of a plan or, without a log of writes, for single steps.
 
-        `taken`: steps that each lane took.
+        `taken` is the number of steps that each lane took.
         """
         self.how, self.operands, self.taken, self.batch = how, operands, taken, batch
         self.ct_ys, self.log = ct_ys, log
@@ -96,7 +96,7 @@ class StepReversal:
             )
 
     def rewind(self, first: _jax.Whole, count: _jax.Whole, buffers: list) -> list:
-        """The buffers before step `first`, from those `count` steps later, or less."""
+        """Return the buffers before step `first`, from those `count` steps later, or fewer."""
         loop, undo = self.how.loop, self.how.undo
         if undo is None:
             return buffers
@@ -104,11 +104,11 @@ class StepReversal:
         return undo.rewound(loop, self.operands.init, self.log, counts, first, count, buffers)
 
     def running(self, step: _jax.Whole) -> Any:
-        """Return the lanes that take a step; None where there are no lanes."""
+        """Return the lanes that take a step; None without lanes."""
         return step < self.taken if self.how.loop.lanes else None
 
     def counts(self, step: _jax.Whole) -> list:
-        """The counters before a step; of lanes that have stopped, those of a step they take."""
+        """Return the counters before a step; stopped lanes get those of a step they take."""
         counts = self.how.counts(self.operands, step, self.taken)
         values = self.safe.carries(self.running(step), kept(counts, self.how.saved))
         return spread(values, self.how.saved, counts)
@@ -116,11 +116,11 @@ class StepReversal:
     def replay(
         self, first: _jax.Whole, count: _jax.Whole, carry: list, rows: list, within: bool = True
     ) -> tuple[list, list]:
-        """Steps `first` to `first + count`, storing what each leaves for its reversal.
+        """Run steps `first` to `first + count`, and store what each leaves for its reversal.
 
-        Returned with the carry after them, or, where carries are stored, before the last of them.
-        There may be more steps than rows, unless they are `within` a segment: what those beyond
-        leave is of no use.
+        Also return the carry after them or, if carries are stored, before the last of them. There
+        may be more steps than rows, unless they are `within` a segment. What the others leave is
+        not used.
         """
         how = self.how
         if how.plan.store == "carries":
@@ -140,7 +140,7 @@ class StepReversal:
         return repeat(count, step, (carry, rows), how.loop.unroll)
 
     def residuals(self, step: _jax.Whole, carry: list, x: list | None = None) -> tuple[list, list]:
-        """The next carry, and the row of this step."""
+        """Return the next carry, and the row of this step."""
         how, safe, active = self.how, self.safe, self.running(step)
         x = read_slices(how.loop, self.operands, step) if x is None else x
         consts, x = safe.apart_from_carry(active, x)
@@ -149,9 +149,9 @@ class StepReversal:
         return safe.hold(active, new, carry, safe.buffers), stored
 
     def computed_once(self, stored: list) -> list:
-        """Residuals of the step at hand.
+        """Return residuals of the current step, behind a barrier.
 
-        Fused with the backward half they would be computed again in each of its kernels.
+        If they were fused with the backward half, each of its kernels would compute them again.
         """
         made = [s is None for s in self.how.sources]
         held = _jax.barrier(kept(stored, made))
@@ -160,7 +160,7 @@ class StepReversal:
     def reverse_segment(
         self, first: _jax.Whole, count: _jax.Whole, rows: list, cts: Cotangents, buffers: list
     ) -> tuple[Cotangents, list]:
-        """Back over a segment whose rows are stored; beyond its last step they are zero."""
+        """Go back over a segment whose rows are stored; beyond its last step they are zero."""
         cts, buffers = self.reverse_rows(first, count, rows, cts, buffers)
         if self.products is None:
             return cts, buffers
@@ -171,12 +171,12 @@ class StepReversal:
     def reverse_carry(
         self, step: _jax.Whole, carry: list, cts: Cotangents, row: _jax.Whole = 0
     ) -> tuple[Cotangents, list]:
-        """Back over one step, given the carry before it; and the buffers before it."""
+        """Go back over one step from the carry before it; also return the buffers before it."""
         new, stored = self.residuals(step, carry)
         stored = self.computed_once(stored)
         buffers = self.how.split_saved(carry)[1]
         if self.how.rereads:
-            # They have been written to, and going on from them saves a copy.
+            # The step has written to these buffers, and going on from them saves a copy.
             buffers = self.rewind(step, 1, self.how.split_saved(new)[1])
         return self.reverse(step, stored, cts, row), buffers
 
@@ -190,16 +190,16 @@ class StepReversal:
         part: int = 1,
         ahead: Sequence[bool] = (),
     ) -> tuple[Cotangents, list]:
-        """Back over steps `first + count - 1` to `first`; and the buffers before them.
+        """Go back over steps `first + count - 1` to `first`; also return the buffers before them.
 
-        `rows`: arrays, or a function of the number of a row. `part`: as in `repeat`. `ahead`: of
-        which arrays a row is read while the one after it is reversed.
+        `rows` are arrays, or a function of the number of a row. `part` is as in `repeat`. `ahead`
+        flags arrays of which a row is read while the one after it is reversed.
         """
         flags = list(ahead) or [False] * (0 if callable(rows) else len(rows))
         early, late = ([], []) if callable(rows) else _divided(rows, flags)
 
         def read(k: _jax.Whole, before: list) -> list:
-            """The row of a step, of which some has been read before."""
+            """Return the row of a step, of which a part has been read before."""
             if callable(rows):
                 return rows(k)
             row = spread(read_rows(late, k), [not f for f in flags], [None] * len(flags))
@@ -230,7 +230,7 @@ class StepReversal:
     def reverse(
         self, step: _jax.Whole, row: list, cts: Cotangents, place: _jax.Whole
     ) -> Cotangents:
-        """Back over one step, number `place` of its segment, given its residuals."""
+        """Go back over one step, number `place` of its segment, from its residuals."""
         how, loop, axis = self.how, self.how.loop, 0 if self.batch is None else 1
         at = row_of(loop, step)
         y_axes = [axis + a for a in kept(loop.y_axes, how.active.ys)]
@@ -247,7 +247,7 @@ class StepReversal:
         )
 
     def back(self, step: _jax.Whole, x: list, row: list, so_far: list, flowing: list) -> list[list]:
-        """Cotangents of constants, with those so far, of the carry and of slices; and factors."""
+        """Return cotangents of constants (with those so far), carry and slices, and factors."""
         active, axis = self.how.active, 0 if self.batch is None else 1
         buffers = kept(self.how.loop.is_buffer, active.carry)
         safe, running = self.safe, self.running(step)

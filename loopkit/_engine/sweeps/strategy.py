@@ -1,8 +1,8 @@
-"""The frame of every strategy: what the forward sweep hands on to the backward sweep, and how.
+"""The frame of every strategy: what the forward sweep passes to the backward sweep, and how.
 
-Time is cut into segments. Going back, newest first, a segment is reached from what was saved, a row
-is stored for each of its steps, and the rows are reversed. No step is in a branch, and what is
-saved is touched once a segment, not once a step.
+The steps are cut into segments. Going back, newest first, the sweep reaches a segment from what was
+saved, stores a row for each of its steps, and reverses the rows. No step is in a branch, and saved
+values are touched once a segment, not once a step.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from loopkit._engine.sweeps.step import Cotangents, StepReversal, zero_cotangent
 from loopkit._plans.plan import Plan
 
 FILLING_SHOWS = 1 << 20
-"""Bytes of zeros from which on filling them shows."""
+"""The bytes of zeros from which on filling them takes time."""
 PART = 32
-"""Steps that are reversed without a wait of the host, where it has to count them."""
+"""The steps that are reversed without a wait of the host, if it has to count them."""
 
 
 Saving = tuple[stepping.Steps, list]
-"""The forward sweep: the loop under way, and what is saved of it."""
+"""The forward sweep: the state of the loop, and what is saved of it."""
 
 
 class Backward(NamedTuple):
@@ -42,72 +42,72 @@ class Backward(NamedTuple):
     """The segment to reverse next."""
     stacks: list
     segments: Any
-    """The segment that each slot holds; none where slot and segment have the same number."""
+    """The segment that each slot holds; empty if slot and segment have the same number."""
     rows: list
-    """One for each step of a segment: carries or residuals."""
+    """A row for each step of a segment: carries or residuals."""
     cts: Cotangents
     buffers: list
-    """Those that are brought back, as they were after the segment to reverse next."""
+    """Buffers that are undone, as they were after the segment to reverse next."""
     ahead: Sequence[Any] = ()
-    """The checkpoint of it, if it was brought from the host while another was reversed."""
+    """The next segment's checkpoint, if it came from the host while another was reversed."""
 
 
 @dataclass(frozen=True)
 class Sweep(abc.ABC):
-    """A way to keep what a plan keeps."""
+    """A way to save what a plan keeps."""
 
     how: Reversal
 
     @property
     def layout_plan(self) -> Plan:
-        """The plan that says how what is saved is laid out."""
+        """The plan by which saved values are laid out."""
         return self.how.layout_plan or self.how.plan
 
     @property
     def stack_types(self) -> list[_jax.ShapedArray]:
-        """Where checkpoints are saved."""
+        """The types of the arrays in which checkpoints are saved."""
         return self.stacked(self.how.slot_types, self.layout_plan.rows)
 
     def stacked(self, types: Sequence[Any], rows: int) -> list[_jax.ShapedArray]:
-        """As many rows; of one on the host, a GPU's compiler takes the stack for the row itself."""
+        """Return types of stacks; on the host, they have 2 rows or more, for compilers of GPUs."""
         counts = [2 if there and rows == 1 else rows for there in self.how.on_host]
         return [_jax.stack_type(t, n) for t, n in zip(types, counts, strict=True)]
 
     @property
     def segment_count(self) -> int:
-        """For how many slots it is noted which segment they hold."""
+        """The number of slots whose segment is noted."""
         return 0
 
     def stack_axes(self, batched: Reversal, carry: Sequence[int | None]) -> list[int | None]:
-        """Where the axis of the batched loop is in what is saved, and it is so in its carry."""
+        """Return the axis of the batched loop in saved arrays, from its axis in the carry."""
         saved = kept(carry, self.how.slotted)
         return stacked(saved, [0] * len(saved))
 
     @abc.abstractmethod
     def run(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
-        """The loop from its start to its end, and what is saved of it; the segments of slots, if
-        any.
+        """Run the loop to its end; return it, what is saved of it, and segments of slots, if any.
 
-        `state`: no step taken, and nothing saved yet.
+        `state` is before any step, with nothing saved.
         """
 
     def reverse(self, step: StepReversal, steps: _jax.Whole, s: Backward) -> Cotangents:
-        """Back over so many steps, an int if it is known: here, over a row for each that is saved.
+        """Go back over so many steps, an int if it is known: here, over a row for each saved step.
 
-        `s`: all of what the forward sweep handed on, before the last segment is chosen.
+        `s` has all that the forward sweep passed on, before the last segment is chosen.
         """
         part = PART if _jax.host_waits.value else 1
         ahead, stacks = self.how.on_host, s.stacks
         if any(
             ahead
-        ):  # else the first is read as a row of a row of a loop around, if there is one,
-            stacks = _jax.barrier(stacks)  # which not every compiler for TPUs can
+        ):  # else the first row is read as a row of a row of an outer loop, if there is one
+            stacks = _jax.barrier(stacks)  # not every compiler for TPUs can do that
         return step.reverse_rows(0, steps, stacks, s.cts, s.buffers, part, ahead)[0]
 
     def leaving(self, values: list[Any], number: _jax.Whole) -> list[Any]:
         """Return values to be saved, in a place not below 0; if on the host, copies of them.
 
-        Steps that go on from it, in its memory, would have to wait until it has arrived there.
+        Without a copy, the next steps would use the same memory, and wait until it has arrived
+        there.
         """
         return [
             jnp.where(number < 0, _jax.zeros(jax.typeof(v)), v) if goes and not _is_there(v) else v
@@ -116,10 +116,10 @@ class Sweep(abc.ABC):
 
     @property
     def residual_types(self) -> list[_jax.ShapedArray]:
-        """Types of the residuals, which the forward sweep hands on.
+        """The types of the residuals, which the forward sweep passes on.
 
-        Checkpoints; the log of what was displaced in buffers, and those buffers at the end; the
-        segments that checkpoints start; the steps taken, which are each lane's own.
+        They are checkpoints, the log of what was displaced in buffers, those buffers at the end,
+        the segments that checkpoints start, and the steps taken, which are each lane's own.
         """
         how, loop, int32 = self.how, self.how.loop, jnp.dtype("int32")
         pairs = zip(self.stack_types, how.on_host, strict=True)
@@ -132,7 +132,7 @@ class Sweep(abc.ABC):
         return [*stacks, *undoing, *(_jax.type_like(t, decide) for t in (segments, taken))]
 
     def residual_axes(self, batched: Reversal, carry: Sequence[int | None]) -> list[int | None]:
-        """Where the axis of the batched loop is in the residuals, and it is so in its carry."""
+        """Return the axis of the batched loop in the residuals, from its axis in the carry."""
         how, axes = self.how, self.stack_axes(batched, carry)
         if batched.undo is not None:
             axes += [1 if f else None for f in batched.undo.batched]
@@ -142,15 +142,15 @@ class Sweep(abc.ABC):
 
     @property
     def blank_stacks(self) -> list:
-        """Where the forward sweep saves, with nothing saved yet.
+        """The arrays in which the forward sweep saves, before it has saved anything.
 
-        Nothing is read that has not been written: what this costs follows the steps taken.
+        They are written before they are read, so their cost follows the steps taken.
         """
         types = self.residual_types[: len(self.stack_types)]
         return [_jax.blank_on_host(t) if _jax.is_on_host(t) else _jax.blank(t) for t in types]
 
     def forward(self, loop: Loop, operands: Operands) -> list:
-        """Final carry, ys, and the residuals."""
+        """Return the final carry, ys, and the residuals."""
         how = self.how
         if loop.length == 0:
             return [*stepping.evaluate(loop, operands), *map(_jax.zeros, self.residual_types)]
@@ -168,7 +168,7 @@ class Sweep(abc.ABC):
     def backward(
         self, operands: Operands, residuals: Sequence[Any], cts: Sequence[Any], batch: int | None
     ) -> list:
-        """Cotangents of the active constants, initial carry and xs.
+        """Return cotangents of the active constants, initial carry and xs.
 
         `batch` is None or the size of a leading batch of cotangents.
         """
@@ -199,7 +199,7 @@ def reverse_segments(
     steps: _jax.Whole,
     state: Backward,
 ) -> Cotangents:
-    """Back over all segments of `length` steps by `reverse(first step, how many, state)`."""
+    """Go back over all segments of `length` steps by `reverse(first step, how many, state)`."""
     known = isinstance(steps, int)
     even = known and not steps % length
     if _jax.host_waits.value and length > 1 and not even:
@@ -212,7 +212,7 @@ def reverse_segments(
 
     if known:
         last = -(-steps // length) - 1
-    else:  # traced steps are not negative: no sign to mind
+    else:  # traced steps are not negative, and need no code for signs
         last = lax.div(steps + (length - 1), jnp.int32(length)) - 1
     state = state._replace(segment=jnp.asarray(last, jnp.int32))
     if known:
@@ -223,7 +223,7 @@ def reverse_segments(
 def _reverse_apart(
     reverse: Callable, length: int, steps: _jax.Whole, state: Backward
 ) -> Cotangents:
-    """Go back, the last segment for itself: loops over steps of the others have a known length."""
+    """Go back with the last segment by itself, so that the others have a known length."""
 
     def reverse_one(segment: _jax.Whole, count: _jax.Whole, s: Backward) -> Backward:
         return reverse(segment * length, count, s._replace(segment=segment))._replace(
@@ -241,9 +241,9 @@ def _reverse_apart(
 
 
 def run_steps(loop: Loop, operands: Operands, step: Callable, state: Any) -> Any:
-    """`step(state, go)` to the end of the loop; `go` says whether it counts, None that it does.
+    """Run `step(state, go)` to the end of the loop; `go` says if the step counts (None: yes).
 
-    `state`: the loop under way, and whatever is saved of it.
+    `state` is that of the loop, and what is saved of it.
     """
     if loop.cond is None:
         after = lambda s, count: (stepping.after_run(loop, s[0], count), s[1])
@@ -264,12 +264,12 @@ def write_if(
 ) -> list:
     """Write rows, unless `go` is false.
 
-    The compiler turns this choice between arrays into one between rows. Written as that, with the
-    old row read beside the write, it would copy the arrays. Of arrays on the host there is no such
+    The compiler turns this choice between arrays into one between rows. If the code read the old
+    row beside the write, the compiler would copy the arrays. Arrays on the host have no such
     choice: the row comes to the device, and goes back.
     """
     if go is not None and any(map(_jax.is_on_host, map(jax.typeof, arrays))):
-        here = list(map(_jax.placed, values))  # of an inner loop's, which are on the host
+        here = list(map(_jax.placed, values))  # those of an inner loop are on the host
         return stepping.write_rows(
             arrays, stepping.select(go, here, stepping.read_rows(arrays, row, axes)), row, axes
         )
@@ -278,16 +278,16 @@ def write_if(
 
 
 def _is_there(value: object) -> bool:
-    """Whether it is on the host, as what an inner loop has saved there."""
+    """Return whether a value is on the host, as what an inner loop has saved there."""
     return _jax.is_on_host(jax.typeof(value))
 
 
 def _no_cotangents(how: Reversal, ct_carry: list, batch: int | None) -> Cotangents:
-    """The cotangents before any step is reversed."""
+    """Return the cotangents before any step is reversed."""
     loop, active = how.loop, how.active
 
     def distinct(v: Any) -> Any:
-        # Of equal zeros XLA makes one and copies it: more memory traffic than to fill each.
+        # XLA would make equal zeros once and copy them: more memory traffic than to fill each.
         if _jax.byte_count(jax.typeof(v)) < FILLING_SHOWS:
             return v
         return v + lax.optimization_barrier(jnp.zeros((), v.dtype))
@@ -301,7 +301,7 @@ def _no_cotangents(how: Reversal, ct_carry: list, batch: int | None) -> Cotangen
 
 
 def _in_common(jaxpr: _jax.Jaxpr) -> list:
-    """A type that varies between devices as far as all inputs do."""
+    """Return a type that varies over the devices over which all inputs vary, if there is one."""
     fewest = sorted(jaxpr.in_avals, key=lambda t: len(_jax.varying(t)))[:1]
     axes = [_jax.varying(t) for t in fewest]
     return [t for t in fewest if all(axes[0] <= _jax.varying(v) for v in jaxpr.in_avals)]

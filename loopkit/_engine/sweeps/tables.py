@@ -1,7 +1,7 @@
 """The schedules, as a compiled loop steps through them.
 
-A slot holds the carry at the start of a segment, or nothing.
-What to save, and where, is chosen ahead in `loopkit.schedules`; here the tables are read.
+A slot holds the carry at the start of a segment, or nothing. `loopkit.schedules` chooses ahead what
+to save, and where. This file reads the tables.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from loopkit.schedules.online import NEVER, Mark, Table, cheapest, record, thinn
 from loopkit.schedules.reversal import gradient
 
 COLUMNS = 32
-"""Columns of a table of splits; XLA sums so many in one kernel."""
+"""The columns of a table of splits; XLA sums so many in one kernel."""
 
 
 class Slots(NamedTuple):
     """A sweep's place in its schedule."""
 
     segments: Any
-    """int32[slots]: the segment that each slot holds, NEVER where it is free."""
+    """The segment that each slot holds, int32[slots]; NEVER for a free slot."""
     count: Any
-    """Saves so far."""
+    """The number of saves so far."""
     save: Any
-    """int32[4], the next one: its row of the table."""
+    """The row of the table for the next save, int32[4]."""
 
 
 @dataclass(frozen=True)
 class Schedule:
     """The tables of a plan's forward and backward sweep.
 
-    A row is read at once: each number that a compiled loop carries or reads costs a kernel.
+    A row is read at once, because each number that a compiled loop carries or reads costs a kernel.
     """
 
     slots: int
     saves: np.ndarray
-    """[saves, 4]: segment, slot, cleared, run; as in `online.Mark`."""
+    """[saves, 4]: segment, slot, cleared, run, as in `online.Mark`."""
     splits: np.ndarray
     """[free slots, 2, columns]: starts and widths, as in `binomial.SplitTable`."""
 
@@ -59,22 +59,22 @@ class Schedule:
         return _schedule(plan.slots, max(1, -(-bound // plan.segment)), plan.thinned, plan.exact)
 
     def start(self, like: jax.Array) -> Slots:
-        """No slot taken; integers vary over the devices as `like` does."""
+        """Return the state with no slot taken; integers vary over the devices as `like` does."""
         start = Slots(jnp.full(self.slots, NEVER, jnp.int32), jnp.int32(0), self.saves[0])
         return Slots(*(_jax.vary_like(jnp.asarray(v), [jax.typeof(like)]) for v in start))
 
     def save(self, state: Slots) -> tuple[Any, Any, Slots]:
-        """The slot to save into, the segments to run until the next save, and what follows."""
+        """Return the slot to save into, the segments to run until the next save, and the state."""
         segment, slot, cleared, run = _numbers_in(state.save)
         segments = record(state.segments, Mark(state.count, segment, slot, cleared, run), jnp)
         return slot, run, Slots(segments, state.count + 1, _row(self.saves, state.count + 1))
 
     def row(self, number: _jax.Whole) -> list:
-        """Segment, slot, cleared and run of the save after `number` others."""
+        """Return segment, slot, cleared and run of the save after `number` others."""
         return _numbers_in(_row(self.saves, number))
 
     def held(self, count: _jax.Whole) -> Any:
-        """The segments that slots hold after `count` saves."""
+        """Return the segments that slots hold after `count` saves."""
         number = np.arange(len(self.saves), dtype=np.int32)
         slots = np.arange(self.slots, dtype=np.int32)[:, None]
         last = lambda where: jnp.max(jnp.where((where == slots) & (number < count), number, -1), 1)
@@ -82,8 +82,10 @@ class Schedule:
         return jnp.where(saved > cleared, jnp.asarray(self.saves[:, 0])[saved], NEVER)
 
     def split(self, remaining: _jax.Whole, free: _jax.Whole) -> Any:
-        """Segments to advance before saving, where `remaining` segments end with the one to
-        reverse."""
+        """Return the segments to advance before the next save.
+
+        The last of the `remaining` segments is the one to reverse.
+        """
         starts, widths = _row(self.splits, free)
         return split_from(SplitTable(starts[None], widths[None]), remaining, 0, jnp)
 
@@ -116,31 +118,31 @@ def _schedule(slots: int, segments: int, thinned: bool, exact: bool) -> Schedule
 
 
 def _best(slots: int, segments: int) -> Table:
-    """The saves of the forward sweep over a known number of segments: a climb to their end."""
+    """Return the saves of a forward sweep over a known number of segments: a climb to the end."""
     sweep = takewhile(lambda a: not isinstance(a, Restore), gradient(segments, slots))
     saves = [(a.segment, a.slot, slots) for a in sweep if isinstance(a, Save)]
     return Table(*zip(*saves, (segments, slots, slots), (segments, slots, slots), strict=True))
 
 
 def latest(segments: jax.Array, target: _jax.Whole) -> tuple[Any, Any]:
-    """The slot that holds the last segment not after `target`, and that segment."""
+    """Return the slot that holds the last segment not after `target`, and that segment."""
     segment = jnp.max(jnp.where(segments <= target, segments, -1))
     return _place(segments == segment), segment
 
 
 def free_slots(segments: jax.Array) -> tuple[Any, Any]:
-    """How many slots are free, and one of them."""
+    """Return how many slots are free, and one of them."""
     free = segments == NEVER
     return free.sum(dtype=jnp.int32), _place(free)
 
 
 def saved(segments: jax.Array, slot: _jax.Whole, segment: _jax.Whole) -> Any:
-    """The slots once one of them holds `segment`; as they were if `slot` is none of them."""
+    """Return the slots after `slot` holds `segment`; unchanged if there is no such slot."""
     return jnp.where(_numbers(segments) == slot, segment, segments)
 
 
 def _place(flags: jax.Array) -> Any:
-    """Where the last of some flags is set; 0 if none is."""
+    """Return the place of the last flag that is set; 0 if none is."""
     return jnp.max(jnp.where(flags, _numbers(flags), 0))
 
 
