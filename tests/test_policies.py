@@ -238,7 +238,7 @@ def test_names_within_jitted_functions():
 
 
 def test_the_same_policy_is_compiled_once(compilations):
-    """It is often made anew, where it is written in a call."""
+    """A policy that is written within a call is another object each time."""
     step = lambda c, _: (checkpoint_name(jnp.sin(c), "wave") * 1.1, None)
 
     def slope(*names):
