@@ -78,8 +78,10 @@ def first_page(data: Any, ink: str) -> Any:
             for x, y, (label, *_) in zip(xs, ys, rows, strict=True):
                 below = who == "loopkit" or (who, label) == ("equinox", "all")
                 place, side = (0, -13 if below else 7), "center"
+                if (who, label) == ("equinox", "default"):  # beside the line, which is steep
+                    place, side = (6, 3), "left"
                 if label == "checkpoint":  # not across a line
-                    place, side = ((7, -3), "left") if loop == "mlp" else ((0, 7), "right")
+                    place, side = ((7, -3), "left") if loop == "mlp" else ((8, 10), "center")
                 text = {"xytext": place, "textcoords": "offset points", "ha": side}
                 ax.annotate(label, (x, y), color=ink, fontsize=8, **text)
         ax.set(xscale="log", ylim=(0, None), title=LOOPS[loop])
