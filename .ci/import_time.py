@@ -12,8 +12,8 @@ MOST = 0.15
 JAX = 0.5
 """Seconds that JAX takes where nothing else runs. Where it takes longer, so may loopkit."""
 PROGRAM = "import jax\nimport gc\ngc.freeze()\nimport loopkit"
-"""The garbage collector leaves the objects of JAX alone. A search of them takes 0.04 s, and falls on
-loopkit or on something else, by chance."""
+"""The garbage collector leaves the objects of JAX alone. A search of them takes 0.04 s, and falls
+on loopkit or on something else, by chance."""
 LINE = re.compile(r"import time:\s+\d+ \|\s+(\d+) \| (\S+)", re.MULTILINE)
 """One of what is imported at the top: a name without spaces before it."""
 
