@@ -252,12 +252,12 @@ def compare(report: Report, repeats: int, name: str) -> dict[str, float]:
     results = measure(functions, arguments(case), repeats)
     report.measured(recorded(name, results, "nothing_saveable"))
     found = {p: ratio(results[mine].seconds, results[p].seconds) for p, mine in pairs.items()}
-    title = f"{name}, loopkit with the memory of a policy"
+    title = f"{name}, loopkit"
     report.measured(
         [
             Record(
                 title,
-                policy,
+                f"with the memory of {policy}",
                 seconds=spread(results[pairs[policy]].seconds),
                 ratio=found[policy],
                 over=policy,
