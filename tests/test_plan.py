@@ -298,7 +298,7 @@ def test_a_plan_that_stores_every_step_needs_a_bound():
         ),
         ({"slots": 3, "room": -1}, ValueError, r"`room` must be an int >= 0, bytes, or None, got"),
         ({"slots": 3, "exact": 3}, TypeError, r"`exact` must be a bool, got 3 of type int"),
-        ({"slots": 3, "step": 3}, TypeError, r"`step` must be a Step, got 3\. Leave it out"),
+        ({"slots": 3, "step": 3}, TypeError, r"`step` must be StepCosts, got 3\. Leave it out"),
     ],
 )
 def test_plans_that_no_loop_can_follow(fields, error, message):

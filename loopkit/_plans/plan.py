@@ -104,7 +104,7 @@ class Plan:
             raise errors.wrong_value("Plan", "price", expected, repr(self.price), advice)
         if not isinstance(self.step, StepCosts):
             advice = "Leave it out: it is filled in for the loop."
-            raise errors.wrong_type("Plan", "step", "must be a Step", repr(self.step), advice)
+            raise errors.wrong_type("Plan", "step", "must be StepCosts", repr(self.step), advice)
 
     @property
     def strategy(self) -> Strategy:
