@@ -112,14 +112,17 @@ NAMES = {
 }
 
 
+SHAPE = r"(?s)loopkit[\w.\[\]]*: .+?\. .+?\. Got:( .+\.|(\n  [^\n]+)+)"
+"""The shape of every message: what is wrong, what to do, and the values."""
+
+
 def refused(call, argument, value, *errors):
     name = NAMES.get(call, call.__name__)
     with pytest.raises(errors or (TypeError, ValueError)) as caught:
         call(**{argument: value})
     message = str(caught.value)
     assert re.match(rf"loopkit\.{re.escape(name)}: `{argument}", message), message
-    assert ", got " in message
-    assert message.rsplit(". ", 1)[-1].endswith("."), message
+    assert re.fullmatch(SHAPE, message), message
 
 
 def by_name(case):

@@ -33,9 +33,7 @@ OPERATIONS = {
 @pytest.mark.every_case
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_operators_of_buffers(operation):
-    text = (
-        r"Buffer: a buffer is read and written in slices, got `__\w+__` of the whole buffer\. Read"
-    )
+    text = r"Buffer: a buffer has no operators[.] Read .*`b\.at\[i\]\.set`[.] Got: `__\w+__` of a"
     for b in (loopkit.Buffer(X), loopkit.Buffer(X).at[0]):
         with pytest.raises(TypeError, match=text):
             OPERATIONS[operation](b)
@@ -53,20 +51,22 @@ def test_values_that_are_no_arrays():
     names = "set", "add", "subtract", "multiply", "divide", "power", "min", "max"
     for name in names:
         for value in (None, "x", object()):
-            text = rf"Buffer\.at\[...\]\.{name}: `values` must be an array, got .*Pass numbers\."
+            text = rf"Buffer\.at\[...\]\.{name}: `values` must be an array[.] Pass numbers[.] Got: "
             with pytest.raises(TypeError, match=text):
                 getattr(ref, name)(value)
     with pytest.raises(TypeError, match=r"Buffer\.at\[...\]\.apply: `func` must be a function"):
         ref.apply(3)
-    with pytest.raises(TypeError, match=r"Buffer\.at\[...\]\.set: `pred` must be an array, got"):
+    with pytest.raises(
+        TypeError, match=r"Buffer\.at\[...\]\.set: `pred` must be an array[.] .*Got:"
+    ):
         ref.set(1.0, pred="x")
     with pytest.raises(TypeError, match=r"Buffer\.at\[...\]\.get: `fill_value` must be an array"):
         ref.get(mode="fill", fill_value="x")
-    with pytest.raises(TypeError, match="got wrap_negative_indices"):
+    with pytest.raises(TypeError, match="Got: wrap_negative_indices"):
         ref.get(wrap_negative_indices="yes")
     for value in (None, "x", object()):
         with pytest.raises(
-            TypeError, match=r"Buffer: `value` must be an array, got .*Pass numbers"
+            TypeError, match=r"Buffer: `value` must be an array[.] Pass numbers[.] Got: "
         ):
             loopkit.Buffer(value)
     assert float(ref.subtract([1.0][0])[0]) == -1
@@ -82,7 +82,9 @@ def test_values_that_are_no_arrays():
     ],
 )
 def test_functions_that_return_no_leaves(buffers):
-    text = r"`buffers` must return leaves of the carry that it is given, got .*Pass a function of"
+    text = (
+        r"`buffers` must return leaves of the carry that it is given[.] Pass a function of.* Got: "
+    )
     with pytest.raises(TypeError, match=rf"loopkit\.while_loop: {text}"):
         loopkit.while_loop(lambda c: c[0] < 2, lambda c: c, (1, 2.0), buffers=buffers)
     with pytest.raises(TypeError, match=rf"loopkit\.fori_loop: {text}"):
@@ -94,7 +96,7 @@ def test_flags_of_buffers():
         for wrong in ("x", 1, 2.0):
             refused(call, "buffers", wrong, TypeError)
     with pytest.raises(
-        TypeError, match=r"`buffers` must be a function or a tree of bools, got 'x'"
+        TypeError, match=r"`buffers` must be a function or a tree of bools[.] .*Got: 'x'"
     ):
         loopkit.fori_loop(0, 2, lambda _, c: c, (1.0, X), buffers=(False, "x"))
     seen = []

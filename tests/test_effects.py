@@ -233,7 +233,9 @@ def test_a_gradient_is_that_of_what_the_host_returned(scan, around):
 @pytest.mark.parametrize("derivative", [jax.hessian, lambda f: lambda x: jax.linearize(f, x)[1](x)])
 def test_steps_that_ask_the_host_are_not_run_again(derivative):
     f = random_product(loopkit.scan, np.random.default_rng(0))
-    with pytest.raises(NotImplementedError, match="must give the same again, got a jax"):
+    with pytest.raises(
+        NotImplementedError, match=r"must return the same values again[.] .*Got: a jax"
+    ):
         derivative(f)(1.7)
 
 
@@ -244,7 +246,7 @@ def test_a_gradient_without_a_bound_cannot_ask_the_host():
         body = lambda y: y * x * io_callback(lambda: np.float64(2.0), number)
         return loopkit.while_loop(lambda y: y < 20.0, body, 1.0, **settings)
 
-    with pytest.raises(NotImplementedError, match=r'with `checkpoints="all"` and a bound'):
+    with pytest.raises(NotImplementedError, match=r'pass `checkpoints="all"` and bound the steps'):
         jax.grad(f)(1.5)
     assert jax.grad(lambda x: f(x, max_steps=5))(1.5) == 3 * 2**3 * 1.5**2
 

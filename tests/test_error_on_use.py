@@ -151,8 +151,8 @@ OF_ROWS = {
 }
 
 
-UNWRITTEN = {"back": 0}, 0, r"is read at index \d in step \d, where nothing has been"
-OUTSIDE = {"last": 8}, 2, r"at index [67] in step [56], outside of its shape"
+UNWRITTEN = {"back": 0}, 0, r"before it is read[.] .*Got: a read at index \d in step \d"
+OUTSIDE = {"last": 8}, 2, r"within its shape .*Got: index [67] in step [56]"
 
 
 def of_rows():

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import loopkit
+from argument_calls import SHAPE
 
 F32 = jnp.ones(3, "float32")
 I32 = jnp.int32(0)
@@ -311,6 +312,7 @@ CASES = [
 
 def check(message: str, case: Case) -> None:
     assert message.startswith(f"loopkit.{case.function}: "), message
+    assert re.fullmatch(SHAPE, message), message
     assert re.search(rf"`{case.argument}\b", message), message
     for text in case.says:
         assert re.search(text, message), f"{text!r} not in: {message}"
@@ -364,10 +366,10 @@ def test_errors_of_the_body_are_its_own():
     ],
 )
 def test_messages_say_what_to_change(call):
-    """The last sentence is advice."""
+    """The sentence before the values is advice."""
     with pytest.raises((TypeError, ValueError)) as caught:
         call()
-    advice = str(caught.value).rstrip().rstrip(".").rsplit(". ", 1)[-1]
+    advice = str(caught.value).partition(". Got: ")[0].rsplit(". ", 1)[-1]
     assert len(advice.split()) >= 3, advice
 
 

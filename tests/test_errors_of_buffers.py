@@ -21,9 +21,9 @@ TWO = jnp.asarray(2)
     [
         ((0, 0, 0, 0), IndexError, "at most 3 entries"),
         ((..., ...), IndexError, "at most one ellipsis"),
-        (1.5, TypeError, "must consist of integers, got 1.5"),
-        (True, TypeError, "must consist of integers, got True"),
-        (jnp.ones(2), TypeError, "got an array of float64"),
+        (1.5, TypeError, "must consist of integers[.] .*Got: 1.5"),
+        (True, TypeError, "must consist of integers[.] .*Got: True"),
+        (jnp.ones(2), TypeError, "Got: an array of float64"),
     ],
 )
 def test_bad_index(index, error, text):
@@ -61,7 +61,8 @@ def test_masks_of_the_wrong_shape(kind):
             ARRAY[index]
     text = (
         rf"^loopkit\.Buffer: a mask must have the shape {re.escape(want)} of the axes that it "
-        rf"covers, from axis {axis} of a buffer of shape \(5, 4, 3\), got {re.escape(got)}\. Put "
+        rf"covers, from axis {axis} of a buffer of shape \(5, 4, 3\)\. Put .* "
+        rf"Got: {re.escape(got)}\.$"
     )
     ref = Buffer(ARRAY).at[index]
     uses = [lambda: Buffer(ARRAY)[index], ref.get, lambda: ref.apply(jnp.sin)]
@@ -77,7 +78,7 @@ def test_masks_of_the_wrong_shape(kind):
 def test_masks_of_too_many_axes():
     for index in (YES[None], (TWO, YES[..., 0], TWO), (YES, 0), (YES[..., 0], YES[..., 0])):
         with pytest.raises(
-            IndexError, match=r"Buffer: an index must have at most 3 entries, .*got"
+            IndexError, match=r"Buffer: an index must have at most 3 entries, .*[.] .*Got: \d"
         ):
             Buffer(ARRAY)[index]
 
@@ -93,25 +94,23 @@ def test_traced_masks_and_slices():
 
 def test_bad_writes():
     ref = Buffer(jnp.arange(3)).at[0]
-    with pytest.raises(TypeError, match="values of dtype int64"):
+    with pytest.raises(TypeError, match="values of the dtype of the buffer, int64"):
         ref.set(1.5)
     with pytest.raises(TypeError, match=r"`pred` of `.at\[...\].set` must be bools"):
         ref.set(1, pred=1)
     for wrong in (lambda r: r.set(jnp.ones(4)), lambda r: r.multiply(jnp.ones((2, 3)))):
-        with pytest.raises(
-            ValueError, match=r"must broadcast against \[3\], the shape of the indexed"
-        ):
+        with pytest.raises(ValueError, match=r"must broadcast to \[3\], the shape of the indexed"):
             wrong(Buffer(jnp.zeros((4, 3))).at[0])
-    with pytest.raises(ValueError, match=r"`pred` of `.at\[...\].set` must broadcast against \[\]"):
+    with pytest.raises(ValueError, match=r"`pred` of `.at\[...\].set` must broadcast to \[\]"):
         ref.set(1, pred=jnp.array([True, False]))
     with pytest.raises(ValueError, match=r"`mode` of `.at\[...\].add` must be one of drop"):
         ref.add(1, mode="wrap")
     with pytest.raises(TypeError, match="takes mode, pred, unique_indices"):
         ref.max(1, foo=1)
-    with pytest.raises(TypeError, match="got wrap_negative_indices"):
+    with pytest.raises(TypeError, match="Got: wrap_negative_indices"):
         ref.set(1, wrap_negative_indices=False)
     assert ref.set(7, wrap_negative_indices=True)[0] == 7
-    with pytest.raises(TypeError, match="`len` needs an axis"):
+    with pytest.raises(TypeError, match="`len` needs a buffer with an axis"):
         len(Buffer(1.0))
 
 
@@ -119,7 +118,7 @@ def test_bad_writes():
     ("buffers", "error", "text"),
     [
         (lambda c: 3, TypeError, "must return leaves of the carry"),
-        ((True, 1), TypeError, "must be a function or a tree of bools, got 1"),
+        ((True, 1), TypeError, "must be a function or a tree of bools[.] .*Got: 1"),
         ((True, True, True), ValueError, "must be a prefix of the tree of the carry"),
     ],
 )
@@ -129,14 +128,16 @@ def test_bad_buffers(buffers, error, text):
 
 
 def test_the_tree_of_buffers_is_compared_with_that_of_the_value():
-    text = r"fori_loop: `buffers` .* got PyTreeDef\(\(\*,\)\) for a carry .*\(\(\*, \*\)\)\."
+    text = r"fori_loop: `buffers` .* Got: PyTreeDef\(\(\*,\)\) for a carry .*\(\(\*, \*\)\)\."
     with pytest.raises(ValueError, match=text):
         loopkit.fori_loop(0, 2, lambda i, c: c, (1, 2.0), buffers=(True,))
 
 
 def test_what_only_arrays_can_do():
     buffer = loopkit.Buffer(jnp.ones(3))
-    with pytest.raises(TypeError, match=r"cannot be assigned to, got .*`b = b\.at\[i\]\.set\(x\)`"):
+    with pytest.raises(
+        TypeError, match=r"cannot be assigned to[.] Write `b = b\.at\[i\]\.set\(x\)`[.] Got"
+    ):
         buffer[jnp.asarray(0)] = 1.0
-    with pytest.raises(AttributeError, match=r"loopkit\.Buffer: a buffer has no `sum`\. Read what"):
+    with pytest.raises(AttributeError, match=r"loopkit\.Buffer: a buffer has no `sum`\. Read the"):
         buffer.sum()

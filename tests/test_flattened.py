@@ -368,10 +368,10 @@ def test_loops_of_lax():
 
 def test_steps_of_lanes_in_different_steps_are_not_shown():
     step = lambda c, n: (sines(n, c, 1.1), None)
-    text = 'loopkit.scan: `progress` must be None where `lanes` is "flatten".*Leave it out'
+    text = 'loopkit.scan: `progress` must be None if `lanes` is "flatten".*Leave it out'
     with pytest.raises(ValueError, match=text):
         loopkit.scan(step, 0.3, COUNTS[0], lanes="flatten", progress="line")
-    with pytest.raises(ValueError, match="`progress` must be None where"):
+    with pytest.raises(ValueError, match="`progress` must be None if"):
         loopkit.checkpointed(jnp.sin, lanes="flatten", progress="line")
 
 

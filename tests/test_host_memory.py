@@ -168,7 +168,7 @@ def test_a_device_without_host_memory(monkeypatch):
         {"memory": {"device": 10**5, "host": 10**6}},
     ):
         with pytest.raises(
-            NotImplementedError, match=r"scan: `memory`, or a plan .* got cpu with dev"
+            NotImplementedError, match=r"scan: `memory`, or a plan .* Got: cpu with dev"
         ):
             jax.grad(lambda x, options=options: cubic(x, **options))(jnp.ones(51))
 
@@ -178,7 +178,9 @@ def test_wrong_gradients_are_noticed(monkeypatch):
     probe = memory._probe
     monkeypatch.setattr(memory, "_sound", set())
     monkeypatch.setattr(memory, "_probe", lambda x, on_host: probe(x, on_host) * (1 + on_host))
-    with pytest.raises(RuntimeError, match=r"scan: checkpoints in the host's memory must"):
+    with pytest.raises(
+        RuntimeError, match=r"scan: checkpoints must come back unchanged from the host"
+    ):
         jax.jit(jax.grad(lambda x: cubic(x, checkpoints=Plan(6, host=True))))(jnp.ones(52))
     assert not memory._sound
 
@@ -197,7 +199,7 @@ def test_checkpoints_that_come_back_as_others_are_noticed(monkeypatch):
     monkeypatch.setattr(steps, "lax", reads)
     monkeypatch.setattr(memory, "SIZE", 61)
     monkeypatch.setattr(memory, "_sound", set())
-    with pytest.raises(RuntimeError, match=r"scan: checkpoints .* got gradients that differ by"):
+    with pytest.raises(RuntimeError, match=r"scan: checkpoints .* Got: gradients that differ by"):
         memory.check_host_memory("scan")
     assert exchanged == [2, 2]
 
@@ -216,7 +218,9 @@ def test_it_is_noticed_where_nothing_is_on_the_host(account):
     device = SimpleNamespace(platform="gpu", device_kind="some card")
     found = SimpleNamespace(host_temp_size_in_bytes=account)
     program = SimpleNamespace(memory_analysis=lambda: found)
-    with pytest.raises(RuntimeError, match=rf"scan: `memory`, .* got {account} bytes there"):
+    with pytest.raises(
+        RuntimeError, match=rf"scan: the compiler must put .* Got: {account} bytes there"
+    ):
         memory.check_placed("scan", device, program)
     found.host_temp_size_in_bytes = 2048
     memory.check_placed("scan", device, program)

@@ -221,9 +221,13 @@ def test_names_of_modes():
         modes.PROMISE_IN_BOUNDS: "promise_in_bounds",
     }.items():
         assert mode_name("set", mode) == name
-    with pytest.raises(ValueError, match=r"must be one of drop, .*got <GatherScatterMode.ONE_HOT"):
+    with pytest.raises(
+        ValueError, match=r"must be one of drop, .*[.] .*Got: <GatherScatterMode.ONE_HOT"
+    ):
         mode_name("set", modes.ONE_HOT)
-    with pytest.raises(ValueError, match=r"`mode` of `.at\[...\].get` must be one of .*got 3\. "):
+    with pytest.raises(
+        ValueError, match=r"`mode` of `.at\[...\].get` must be one of .*[.] .*Got: 3\."
+    ):
         mode_name("get", 3)
 
 
@@ -238,19 +242,21 @@ def test_types_of_what_is_written():
         if fits:
             assert ref.set(jnp.ones((), have))[:].tolist() == [0, 1, 0]
         else:
-            with pytest.raises(TypeError, match=f"values of dtype {want}, .*got {have}"):
+            with pytest.raises(
+                TypeError, match=f"values of the dtype of .*, {want}[.] .*Got: {have}"
+            ):
                 ref.set(jnp.ones((), have))
-    with pytest.raises(TypeError, match=r"needs values of dtype float64, .*got key<"):
+    with pytest.raises(TypeError, match=r"needs values of .*, float64[.] .*Got: key<"):
         Buffer(jnp.zeros(3)).at[1].set(jax.random.key(0))
 
 
 def test_an_empty_list_is_of_integers():
     assert Buffer(jnp.zeros(SHAPE))[[]].shape == (0, 4, 3)
     for index, got in (([1.5], "an array of float64"), (np.True_, "np.True_")):
-        with pytest.raises(TypeError, match=f"must consist of integers, got {got}"):
+        with pytest.raises(TypeError, match=f"must consist of integers[.] .*Got: {got}"):
             Buffer(jnp.zeros(SHAPE))[index]
     for index in (np.asarray(True), jnp.asarray(True)):
-        with pytest.raises(TypeError, match="must consist of integers, got an array of bool"):
+        with pytest.raises(TypeError, match=r"must consist of integers[.] .*Got: an array of bool"):
             Buffer(jnp.zeros(SHAPE))[index]
 
 

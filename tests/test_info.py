@@ -210,5 +210,5 @@ def test_split_transpose_is_for_scans_as_those_of_lax(settings):
         step = lambda h, x: (1.5 * h * x, jnp.ones(2) * h)
         return loopkit.scan(step, 1.0, jnp.ones(3), _split_transpose=True, **settings)
 
-    with pytest.raises(ValueError, match="`_split_transpose` can be True only where every step is"):
+    with pytest.raises(ValueError, match="`_split_transpose` can be True only if the loop stores"):
         run()

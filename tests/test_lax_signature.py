@@ -112,7 +112,9 @@ def test_all_steps_at_once_need_a_known_number_of_them(unroll):
     if unroll == 0:  # lax takes True for 1 there
         with pytest.raises(ValueError, match="Can only use `unroll` in `fori_loop` if"):
             jax.jit(lambda n: lax.fori_loop(0, n, body, 0.3, unroll=0))(3)
-    message = rf"loopkit.fori_loop: `unroll` can be True or 0 only if .* static ints, got {unroll}"
+    message = (
+        rf"loopkit.fori_loop: `unroll` can be True or 0 only if .* static ints[.] .*Got: {unroll}"
+    )
     with pytest.raises(ValueError, match=message):
         jax.jit(lambda n: loopkit.fori_loop(0, n, body, 0.3, unroll=unroll))(3)
     (size,) = jax.export.symbolic_shape("n")

@@ -15,9 +15,9 @@ from shown_loops import ONES, STOPS, looped, nested, step, stops_at
 from turns import in_turn
 
 WRONG = {
-    "a word": ("bar", ValueError, '"tqdm", "rich", "line" or an object with start.*got \'bar\''),
-    "a number": (3, TypeError, "an object with start.*got 3 of type int"),
-    "a flag": (True, TypeError, "got True of type bool. Give it the three methods"),
+    "a word": ("bar", ValueError, '"tqdm", "rich", "line" or an object with start.*Got: \'bar\''),
+    "a number": (3, TypeError, "an object with start.*Got: 3 of type int"),
+    "a flag": (True, TypeError, "Give the object the three methods[.] Got: True of type bool"),
     "a class": (Plain, TypeError, "Pass an instance of the class"),
     "two methods": (type("Two", (), {"start": len, "close": len})(), TypeError, "of type Two"),
 }
@@ -54,7 +54,9 @@ def test_a_package_that_is_missing(monkeypatch, word):
 def test_not_with_a_symbolic_length():
     (n,) = jax.export.symbolic_shape("n")
     f = jax.jit(lambda xs: loopkit.scan(step, 0.3, xs, progress="line"))
-    with pytest.raises(ValueError, match=r"`length` must be known for what lax\.scan lacks"):
+    with pytest.raises(
+        ValueError, match=r"`length` must be known if the call has arguments that lax"
+    ):
         jax.export.export(f)(jax.ShapeDtypeStruct((n,), jnp.float64))
 
 

@@ -124,7 +124,7 @@ def test_inside_jit_a_predicate_is_an_error():
         ({"sequences": [jnp.ones(2), "ab"]}, ValueError, r"`sequences\[1\]` must have an array"),
         ({"batch": 0}, ValueError, "`batch` must be an int >= 1"),
         ({"growth": 1}, ValueError, "`growth` must be more than 1"),
-        ({"growth": None}, TypeError, "`growth` must be a number >= 1"),
+        ({"growth": None}, TypeError, "`growth` must be a finite number >= 1"),
         ({"until": 1}, TypeError, "`until` must be a function"),
     ],
 )  # fmt: skip

@@ -166,8 +166,8 @@ def test_steps_that_have_to_stay_finite_have_no_memory_outside():
     rows = jax.new_ref(jnp.zeros(3))
     step = lambda c, t: (c + rows[0] * t, None)
     message = (
-        r"loopkit.scan: `debug` cannot be given where `f` reads or writes references made outside, "
-        r"got float64\[3\]. Put what it holds into `init`"
+        r"loopkit.scan: `debug` cannot be given if `f` reads or writes references made outside[.] "
+        r"Put the values of the references into `init`[.] Got: a reference to float64\[3\]"
     )
     with pytest.raises(NotImplementedError, match=message):
         loopkit.scan(step, 1.0, X, debug="finite")

@@ -113,5 +113,5 @@ def test_without_a_budget_jax_checkpoint_is_obeyed():
 
 @pytest.mark.parametrize("price", [-1.0, float("nan"), float("inf"), "1", True, None])
 def test_a_price_that_is_none(price):
-    with pytest.raises(ValueError, match="`price` must be a finite number >= 0, nanoseconds"):
+    with pytest.raises(ValueError, match=r"`price` must be a finite number >= 0 .nanoseconds"):
         Plan(1, price=price)

@@ -422,7 +422,9 @@ def test_a_tensor_array_is_not_summed():
         step = lambda rows, x: (rows.append(x), {"rows": rows.append(x), "x": x})
         return loopkit.scan(step, start, jnp.arange(6.0), reduce=reduce)[1]
 
-    message = r"`reduce\['rows'\]` can be summed only of numbers, got a TensorArray"
+    message = (
+        r"`reduce\['rows'\]` can be \"sum\" or \"mean\" only for numbers[.] .*Got: a TensorArray"
+    )
     with pytest.raises(ValueError, match=message):
         run("sum")
     got = run({"rows": "last", "x": "sum"})
@@ -434,20 +436,20 @@ def test_a_tensor_array_is_not_summed():
 @pytest.mark.parametrize(
     ("how", "error", "message"),
     [
-        ({"every": 0}, ValueError, "`every` must be an int >= 1 .steps. or None, got 0"),
-        ({"every": 2.0}, TypeError, "`every` must be an int >= 1 .steps. or None, got 2.0"),
-        ({"reduce": "max"}, ValueError, r"`reduce` must be None, \"sum\", .* got 'max'"),
-        ({"reduce": {"a": 3}}, TypeError, r"`reduce\['a'\]` must be None, \"sum\", .* got 3"),
+        ({"every": 0}, ValueError, "`every` must be an int >= 1 .steps. or None[.] .*Got: 0"),
+        ({"every": 2.0}, TypeError, "`every` must be an int >= 1 .steps. or None[.] .*Got: 2.0"),
+        ({"reduce": "max"}, ValueError, r"`reduce` must be None, \"sum\", .* Got: 'max'"),
+        ({"reduce": {"a": 3}}, TypeError, r"`reduce\['a'\]` must be None, \"sum\", .* Got: 3"),
         (
             {"reduce": {"a": "sum"}},
             ValueError,
-            "`reduce` must be a tree prefix of what `f` returns .* or whole subtree, must be None",
+            "`reduce` must be a tree prefix of the y that `f` returns[.] Pass None, .* for each le",
         ),
-        ({"reduce": "sum"}, ValueError, r"`reduce\['key'\]` can be summed only of numbers"),
+        ({"reduce": "sum"}, ValueError, r"`reduce\['key'\]` can be \"sum\" or .* for numbers"),
         (
             {"every": 2, "reduce": {"a": "sum", "key": None}, "out_axes": None},
             ValueError,
-            r"`out_axes\['a'\]` must be an axis for what `every` and `reduce` make rows of",
+            r"`out_axes\['a'\]` must be an axis for ys that `every` and `reduce` stack",
         ),
     ],
 )
@@ -460,5 +462,5 @@ def test_errors(how, error, message):
 def test_symbolic_lengths():
     (n,) = jax.export.symbolic_shape("n")
     f = jax.jit(lambda xs: loopkit.scan(lambda h, x: (h, x), 0.0, xs, every=2, reduce="sum"))
-    with pytest.raises(ValueError, match="got the symbolic n and `every`, `reduce`"):
+    with pytest.raises(ValueError, match="Got: the symbolic n and `every`, `reduce`"):
         jax.export.export(f)(jax.ShapeDtypeStruct((n,), "float64"))

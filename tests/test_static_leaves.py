@@ -230,23 +230,23 @@ def changing(key, value):
     return lambda: loopkit.scan(lambda m, x: ({**m, key: value}, None), model(0.5), XS)
 
 
-ARRAY = r"`init\['w'\]` is float64\[\], weak_type, but `f` returns <"
+ARRAY = r"`init\['w'\]`: expected float64\[\], weak_type, got <"
 
 
 @pytest.mark.every_case
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (changing("act", jnp.cos), r"`init\['act'\]` is <.*tanh.*>, but `f` returns <.*cos"),
-        (changing("name", "other"), r"`init\['name'\]` is 'cell', but `f` returns 'other'"),
-        (changing("set", Setting(4)), r"`init\['set'\]` is <.*Setting.*>, but `f` returns <"),
-        (changing("set", 3.0), r"`init\['set'\]` is <.*, but `f` returns float64\[\]"),
+        (changing("act", jnp.cos), r"`init\['act'\]`: expected <.*tanh.*>, got <.*cos"),
+        (changing("name", "other"), r"`init\['name'\]`: expected 'cell', got 'other'"),
+        (changing("set", Setting(4)), r"`init\['set'\]`: expected <.*Setting.*>, got <"),
+        (changing("set", 3.0), r"`init\['set'\]`: expected <.*, got float64\[\]"),
         (changing("w", jnp.cos), ARRAY),
-        (changing("name", jnp.cos), "Return them unchanged from `f`; what changes has to be an a"),
+        (changing("name", jnp.cos), "Make an array of each leaf that changes[.] Got:\n  `init"),
         (lambda: loopkit.fori_loop(0, 2, lambda i, m: {**m, "act": len}, model(1.0)), r"`init_val"),
         (
             lambda: loopkit.while_loop(lambda m: True, lambda m: {**m, "act": len}, model(1.0)),
-            r"while_loop: `body_fun` must return a carry of the very leaves of `init_val`",
+            r"while_loop: `body_fun` must return the leaves of `init_val` that are not arrays unch",
         ),
     ],
 )
@@ -272,11 +272,14 @@ LIST = TensorArray.empty(3, model(0.5))
     [
         (
             {"act": jnp.cos},
-            r"`element\['act'\]` must be <.*tanh.*>, got <.*cos.*>\. Make the array",
+            r"`element\['act'\]` must be <.*tanh.*>[.] Make the array .*Got: <.*cos.*>",
         ),
-        ({"act": 1.0}, r"`element\['act'\]` must be <.*tanh.*>, got float64\[\], weak_type"),
-        ({"w": jnp.cos}, r"`element\['w'\]` must be float64\[\], got <.*cos"),
-        ({"act": None}, r"`element` must have the structure .*\{'act': \*, .* got .*'act': None, "),
+        ({"act": 1.0}, r"`element\['act'\]` must be <.*tanh.*>[.] .*Got: float64\[\], weak_type"),
+        ({"w": jnp.cos}, r"`element\['w'\]` must be float64\[\][.] .*Got: <.*cos"),
+        (
+            {"act": None},
+            r"`element` must have the structure .*\{'act': \*, .* Got: .*'act': None, ",
+        ),
     ],
 )
 def test_elements_are_of_the_same_leaves(change, text):

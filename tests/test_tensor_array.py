@@ -236,9 +236,11 @@ def test_random_keys():
         array = array.append(key(i))
     assert_close(data(array.write(1, key(7)).stack()), data(jnp.stack([key(0), key(7), key(2)])))
     for value in (1.5, jax.random.key(0, impl="rbg")):
-        with pytest.raises(TypeError, match=r"append: `element` must be key<fry>\[\], got"):
+        with pytest.raises(TypeError, match=r"append: `element` must be key<fry>\[\][.] .*Got:"):
             array.append(value)
-    with pytest.raises(TypeError, match=r"append: `element` must be float64\[3\], got key<fry>"):
+    with pytest.raises(
+        TypeError, match=r"append: `element` must be float64\[3\][.] .*Got: key<fry>"
+    ):
         filled(1).append(jax.random.split(key(0), 3))
 
     def noisy(x, loop, drawn, count=4):
@@ -272,7 +274,7 @@ def test_errors():
         TensorArray.empty(2, {})
     with pytest.raises(ValueError, match=r"TensorArray.empty: `element` must have an array in it"):
         TensorArray.empty(2, {"a": "red"})
-    with pytest.raises(TypeError, match=r"append: `element` must be float64\[3\], got 'red'"):
+    with pytest.raises(TypeError, match=r"append: `element` must be float64\[3\][.] .*Got: 'red'"):
         array.append("red")
     red = np.array(["red"])
     for call, where in (
@@ -280,29 +282,37 @@ def test_errors():
         (lambda: TensorArray.empty(2, {"a": red}), r"empty: `element\['a'\]`"),
         (lambda: TensorArray.from_array([red]), r"from_array: `array\[0\]`"),
     ):
-        with pytest.raises(TypeError, match=rf"TensorArray\.{where} must be an array, got"):
+        with pytest.raises(TypeError, match=rf"TensorArray\.{where} must be an array[.] .*Got:"):
             call()
-    with pytest.raises(TypeError, match=r"append: `element` must be int64\[\], got float64"):
+    with pytest.raises(TypeError, match=r"append: `element` must be int64\[\][.] .*Got: float64"):
         TensorArray.empty(2, 0).append(1.7)
-    with pytest.raises(ValueError, match=r"from_array: `array` must have one leading axis"):
+    with pytest.raises(
+        ValueError, match=r"from_array: `array` must have leaves with leading axes of one"
+    ):
         TensorArray.from_array({"a": jnp.ones(2), "b": jnp.ones(3)})
-    with pytest.raises(ValueError, match=r"in every leaf, got no arrays\. Stack the elements"):
+    with pytest.raises(ValueError, match=r"of one length[.] Stack the elements .*Got: no arrays"):
         TensorArray.from_array({})
     with pytest.raises(
-        IndexError, match=r"read: `index` must be the index of an element, got 2 for 2"
+        IndexError, match=r"read: `index` must be the index of an element[.] .*Got: 2 for 2"
     ):
         array.read(2)
-    with pytest.raises(IndexError, match=r"write: `index` must be the index of an element, got -3"):
+    with pytest.raises(
+        IndexError, match=r"write: `index` must be the index of an element[.] .*Got: -3"
+    ):
         array.write(-3, THREE)
-    with pytest.raises(TypeError, match=r"read: `index` must be one integer, got 1.5"):
+    with pytest.raises(TypeError, match=r"read: `index` must be one integer[.] .*Got: 1.5"):
         array.read(1.5)
     with pytest.raises(TypeError, match=r"append: `element` must have the structure"):
         array.append((THREE,))
-    with pytest.raises(TypeError, match=r"append: `element` must be float64\[3\], got float64"):
+    with pytest.raises(
+        TypeError, match=r"append: `element` must be float64\[3\][.] .*Got: float64"
+    ):
         array.append(jnp.ones(2))
-    with pytest.raises(TypeError, match=r"write: `element` must be float64\[3\], got complex128"):
+    with pytest.raises(
+        TypeError, match=r"write: `element` must be float64\[3\][.] .*Got: complex128"
+    ):
         array.write(0, jnp.asarray(THREE, complex))
-    with pytest.raises(TypeError, match="`len` must be known when a program is traced"):
+    with pytest.raises(TypeError, match=r"`len` needs a known number of elements[.] Use `.size`"):
         jax.jit(len)(array)
     with pytest.raises(ValueError, match=r"concat: `self` must have elements with an axis"):
         TensorArray.from_array(np.ones(3)).concat()

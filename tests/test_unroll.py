@@ -66,7 +66,9 @@ def test_derivatives_with_every_way_of_storing(name, checkpoints):
 
 def test_what_is_no_unroll():
     for unroll in ("auto", "fast", 1.5):
-        with pytest.raises(TypeError, match=r"scan: `unroll` must be an int >= 0, .* bool, got"):
+        with pytest.raises(
+            TypeError, match=r"scan: `unroll` must be an int >= 0 .* bool[.] .*Got:"
+        ):
             loopkit.scan(lambda x, _: (x, None), 1.0, length=3, unroll=unroll)
 
 
@@ -137,7 +139,7 @@ def test_inside_jit_is_an_error():
         (lambda x: loopkit.best_unroll(step, x, length=3), "init"),
         (lambda x: loopkit.best_unroll(step, 1.0, x), "xs"),
     ):
-        message = f"best_unroll: `{name}` must be values that can be measured with, got .* traced"
+        message = f"best_unroll: `{name}` must hold values to measure with[.] .*Got: traced"
         with pytest.raises(TypeError, match=message):
             jax.jit(f)(jnp.ones(3))
 
@@ -146,7 +148,9 @@ def test_arguments():
     step = lambda x, _: (x, None)
     with pytest.raises(TypeError, match="best_unroll: `gradient` must be a bool"):
         loopkit.best_unroll(step, 1.0, length=3, gradient="yes")
-    with pytest.raises(ValueError, match="best_unroll: `uses` must be an int >= 1, runs, got 0"):
+    with pytest.raises(
+        ValueError, match=r"best_unroll: `uses` must be an int >= 1 .runs.[.] .*Got: 0"
+    ):
         loopkit.best_unroll(step, 1.0, length=3, uses=0)
     with pytest.raises(TypeError, match="best_unroll: `f` must be a function"):
         loopkit.best_unroll(None, 1.0, length=3)

@@ -232,10 +232,12 @@ def test_derivatives_are_those_of_lax(start, how, derivative):
 
 def test_a_carry_that_cannot_be_promoted_is_refused_as_before():
     text = (
-        r"`f` must return a carry of the types of `init`, got\n  `init` is float32\[\], but `f` "
-        r"returns int32\[\]\nCast in `f`"
+        r"`f` must return a carry of the types of `init`[.] Cast in `f` .* Got:\n  `init`: "
+        r"expected float32\[\], got int32\[\]$"
     )
     with pytest.raises(TypeError, match=text):
         loopkit.scan(lambda c, _: (jnp.int32(c), None), jnp.float32(1), None, 2)
-    with pytest.raises(TypeError, match=r"`init_val` is int32\[\], but `body_fun` returns float"):
+    with pytest.raises(
+        TypeError, match=r"`body_fun` must.*\n  `init_val`: expected int32\[\], got float"
+    ):
         loopkit.fori_loop(0, 2, lambda _, x: x + 0.5, jnp.int32(1))

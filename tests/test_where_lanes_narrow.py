@@ -191,7 +191,7 @@ def test_a_linear_function_applied_in_another_loop():
 
     slopes = lambda *how: jax.jit(jax.vmap(jax.grad(lambda x, n: run(n, x, *how))))(XS, NS)
     assert_close(slopes((4, 2), 2), slopes("wait", 2))
-    text = '`lanes` must be "wait" where a loop is linearised outside another loop'
+    text = '`lanes` must be "wait" if the loop is linearised outside another loop'
     with pytest.raises(NotImplementedError, match=text):
         slopes((4, 2), "all")
 

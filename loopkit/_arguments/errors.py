@@ -1,7 +1,7 @@
 """Errors about arguments that are not what they should be.
 
-Every message names the function, the argument and the place in its tree. It says what was expected,
-what was given, and what to change.
+Every message names the function, the argument and the place in its tree. Its first sentence says
+what is wrong, the next one or two say what to do, and the last one shows the values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ def wrong(
     path: jax.tree_util.KeyPath = (),
 ) -> str:
     """Return the message about an argument."""
-    return f"loopkit.{function}: `{argument}{keystr(path)}` {expected}, got {got}. {advice}"
+    return message(function, f"`{argument}{keystr(path)}` {expected}", got, advice)
+
+
+def message(function: str, problem: str, got: str, advice: str) -> str:
+    return f"loopkit.{function}: {problem}. {advice} Got: {got}."
 
 
 def shown(value: object) -> str:
@@ -46,11 +50,14 @@ def short_type(aval: Any) -> str:
 
 
 def wrong_carry(
-    function: str, argument: str, expected: str, differences: list[str], advice: str
+    function: str, argument: str, expected: str, init: str, differences: list[tuple], advice: str
 ) -> TypeError:
-    """Make the error about a step that returns something other than a carry like its own."""
-    lines = "\n  ".join([f"must return a carry of the {expected}", *differences])
-    return TypeError(f"loopkit.{function}: `{argument}` {lines}\n{advice}")
+    """Make the error about a step that returns something other than a carry like its own.
+
+    Each difference has a path in `init`, what is there, and what the step returns.
+    """
+    lines = [f"\n  `{init}{keystr(path)}`: expected {a}, got {b}" for path, a, b in differences]
+    return TypeError(f"loopkit.{function}: `{argument}` {expected}. {advice} Got:{''.join(lines)}")
 
 
 def size(count: float, unit: str = "B") -> str:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from loopkit._arguments import errors
 from loopkit._arguments.static_leaves import bare
 
 
@@ -89,29 +90,26 @@ def describe(
     others = [b.name for b in bad if b is not first and b.failed.any()]
     also = f", and {_listed(others)}" if others else ""
     where = "" if not lane else f" in {_lanes(lanes)}"
-    text = (
-        f"loopkit.{loop.function}: the {kind} of {first.name}{also} must stay finite, got {what} "
-        f"in step {number}{where}, going {'backward' if backward else 'forward'}. "
-    )
-    return f"{text}{_alone(loop, kinds, backward)} Steps are counted from 0.", lane
+    advice, body = _alone(loop, kinds, backward)
+    direction = "backward" if backward else "forward"
+    got = f"{what} in step {number}{where}, going {direction}, in {body} at {loop.place}"
+    advice = f"{advice} Steps are counted from 0."
+    problem = f"the {kind} of {first.name}{also} must stay finite"
+    return errors.message(loop.function, problem, got, advice), lane
 
 
-def _alone(loop: Watched, kinds: Sequence[str], backward: bool) -> str:
-    """Say where the step is written, and how to run it."""
+def _alone(loop: Watched, kinds: Sequence[str], backward: bool) -> tuple[str, str]:
+    """Say how to run the step, and what its body is."""
     if not loop.body:
         leaves = "carry" if loop.x is None else "carry and x"
-        return (
-            f"It is the {loop.argument} at {loop.place}; `loopkit.replay()` returns the leaves of "
-            f"its {leaves} before that step."
-        )
-    called = "" if loop.body == loop.argument else f"`{loop.body}` "
+        advice = f"Look at the leaves of the {leaves} before that step: `loopkit.replay()`."
+        return advice, f"the {loop.argument}"
+    called = "" if loop.body == loop.argument else f", which is `{loop.body}`"
     run = f"`{loop.body}(*loopkit.replay())`"
     if kinds:
         run = f"`{'jax.vjp' if backward else 'jax.jvp'}` of `{loop.body}` at `loopkit.replay()`"
-    return (
-        f"`{loop.argument}` is {called}at {loop.place}. Run that step alone, with jax.debug_nans "
-        f"or in a debugger: {run}."
-    )
+    advice = f"Run that step alone, with jax.debug_nans or in a debugger: {run}."
+    return advice, f"`{loop.argument}`{called}"
 
 
 def _lanes(lanes: list) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
+from jax.tree_util import tree_flatten_with_path, tree_map_with_path
 from jaxtyping import PyTree
 
 from loopkit import _jax
@@ -127,14 +127,11 @@ def kept(
 ) -> Any:
     """Return the result of a step, if it has the `Static` leaves that the step was given."""
     after, differences = alike(before, after)
-    lines = [
-        f"`{init}{keystr(path[hidden:])}` is {named(a)}, but `{body}` returns {named(b)}"
-        for path, a, b in differences
-    ]
-    if lines:
-        expected = f"very leaves of `{init}` where they are no arrays, got"
-        advice = f"Return them unchanged from `{body}`; what changes has to be an array."
-        raise errors.wrong_carry(function, body, expected, lines, advice)
+    differing = [(path[hidden:], named(a), named(b)) for path, a, b in differences]
+    if differing:
+        expected = f"must return the leaves of `{init}` that are not arrays unchanged"
+        advice = "Make an array of each leaf that changes."
+        raise errors.wrong_carry(function, body, expected, init, differing, advice)
     return after
 
 

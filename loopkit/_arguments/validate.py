@@ -17,20 +17,20 @@ from jaxtyping import PyTree
 from loopkit import _jax
 from loopkit._arguments import errors
 
-STATIC = "It is part of the compiled program: pass "
+STATIC = ", which becomes part of the compiled program."
 
 
 def check_callable(function: str, argument: str, value: object) -> None:
     if not callable(value):
         expected, advice = "must be a function", "Pass a callable."
-        raise errors.wrong_type(function, argument, expected, repr(value), advice)
+        raise errors.wrong_type(function, argument, expected, errors.shown(value), advice)
 
 
 def check_flag(function: str, argument: str, value: object) -> bool:
     """Return a bool of Python or NumPy, or 0 or 1, as a bool."""
     if isinstance(value, (int, np.bool_, np.integer)) and value in (0, 1):
         return bool(value)
-    got, advice = errors.shown(value), f"{STATIC}True or False."
+    got, advice = errors.shown(value), f"Pass True or False{STATIC}"
     raise errors.wrong_type(function, argument, "must be a bool", got, advice)
 
 
@@ -60,9 +60,9 @@ def check_unroll(function: str, unroll: object, length: int | None = None) -> in
     if isinstance(unroll, (bool, np.bool_)) and not unroll:
         return 1
     if length is None:
-        expected = "an int >= 1, the steps to an iteration"
+        expected = "an int >= 1 (steps in an iteration)"
         return check_whole(function, "unroll", unroll, 1, expected)
-    expected = "an int >= 0, the steps to an iteration (0 for all), or a bool"
+    expected = "an int >= 0 (steps in an iteration, 0 for all) or a bool"
     steps = 0 if unrolls_all(unroll) else check_whole(function, "unroll", unroll, 0, expected)
     return max(1, min(steps or length, length))
 
@@ -77,7 +77,7 @@ def check_whole(function: str, argument: str, value: Any, least: int, expected: 
         return whole
     wrong, advice = errors.wrong_value, f"Pass at least {least}."
     if whole is None:
-        wrong, advice = errors.wrong_type, f"{STATIC}a Python int, not a float or a traced value."
+        wrong, advice = errors.wrong_type, f"Pass an int that is not traced{STATIC}"
     raise wrong(function, argument, f"must be {expected}", errors.shown(value), advice)
 
 
@@ -93,15 +93,15 @@ def check_debug(function: str, debug: Any, kinds: Sequence[str] = DEBUGGED[:1]) 
         asked = [word for word in asked if word]
         if set(asked) <= set(DEBUGGED):
             return frozenset(asked) & frozenset(kinds)
-        expected = f'must be None only where {VARIABLE} is empty, "finite", "bounds" or both'
-        advice = "Separate them with a comma."
+        expected = f'can be None only if {VARIABLE} is empty, "finite", "bounds" or both'
+        advice = "Separate the two words with a comma."
         raise errors.wrong_value(function, "debug", expected, repr(",".join(asked)), advice)
     asked = debug if isinstance(debug, (tuple, list, set, frozenset)) else [debug]
     if all(isinstance(word, str) and word in kinds for word in asked):
         return frozenset(asked)
     wrong = errors.wrong_value if isinstance(debug, str) else errors.wrong_type
-    words = " or ".join(f'"{kind}"' for kind in kinds)
-    expected = f"must be None, {words}" + (", or a tuple of them" if len(kinds) > 1 else "")
+    words = " or ".join(["None", *(f'"{kind}"' for kind in kinds)])
+    expected = f"must be {words}" + (", or a tuple of them" if len(kinds) > 1 else "")
     advice = 'Pass "finite" to find the step that makes a NaN.'
     raise wrong(function, "debug", expected, errors.shown(debug), advice)
 
@@ -112,13 +112,12 @@ def check_lanes(function: str, lanes: object) -> Any:
         return lanes
     expected = 'must be None, "wait", "compact", "flatten" or a tuple of ints >= 1, each less than '
     expected += "the last"
+    advice = "Pass numbers of lanes that shrink, as in (64, 16)."
     if not isinstance(lanes, (tuple, list)):
         wrong = errors.wrong_value if isinstance(lanes, str) else errors.wrong_type
-        advice = "Pass the numbers of lanes to go on with, as in (64, 16)."
         raise wrong(function, "lanes", expected, errors.shown(lanes), advice)
     widths = tuple(check_whole(function, "lanes", n, 1, expected[8:]) for n in lanes)
     if not widths or any(b >= a for a, b in itertools.pairwise(widths)):
-        advice = "Pass numbers of lanes that shrink, as in (64, 16)."
         raise errors.wrong_value(function, "lanes", expected, str(widths), advice)
     return widths
 
@@ -126,7 +125,7 @@ def check_lanes(function: str, lanes: object) -> Any:
 def check_beside_flat(function: str, lanes: object, progress: object) -> None:
     """Raise if a loop whose lanes are in different steps is to show its progress."""
     if lanes == "flatten" and progress is not None:
-        expected = 'must be None where `lanes` is "flatten": lanes are then in different steps'
+        expected = 'must be None if `lanes` is "flatten", since lanes are then in different steps'
         advice = 'Leave it out, or pass `lanes="wait"`.'
         raise errors.wrong_value(function, "progress", expected, errors.shown(progress), advice)
 
@@ -151,7 +150,7 @@ def as_arrays(function: str, argument: str, tree: PyTree[Any]) -> Any:
     if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree)):
         return tree
 
-    advice = "Close over what is not an array, or make it a static field of a pytree node."
+    advice = "Close over the value, or make it a static field of a pytree node."
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: as_array(function, argument, leaf, path, advice), tree
     )

@@ -18,7 +18,13 @@ from jaxtyping import Array, ArrayLike, PyTree
 from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._buffers import indexing, run_time_checks, slices
-from loopkit._buffers.keywords import check_keywords, fill_value_of, mode_name, without_operators
+from loopkit._buffers.keywords import (
+    check_keywords,
+    fill_value_of,
+    mode_name,
+    without_operators,
+    wrong,
+)
 from loopkit._buffers.types import How, Index, WriteKw
 
 AT = "Buffer.at[...]."
@@ -104,7 +110,8 @@ class Buffer:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError("loopkit.Buffer: `len` needs an axis, got a buffer of shape ().")
+            problem, got = "`len` needs a buffer with an axis", "a buffer of shape ()"
+            raise TypeError(wrong(problem, got, "Read the number with `b[()]`."))
         return self.shape[0]
 
     def __iter__(self) -> Iterator[Array]:
@@ -123,18 +130,14 @@ class Buffer:
         return run_time_checks.check_read(self, self._read(place), place, True)
 
     def __setitem__(self, index: Index, value: Never) -> None:
-        raise TypeError(
-            "loopkit.Buffer: a buffer cannot be assigned to, got b[i] = x. Write "
-            "`b = b.at[i].set(x)`."
-        )
+        advice = "Write `b = b.at[i].set(x)`."
+        raise TypeError(wrong("a buffer cannot be assigned to", "`b[i] = x`", advice))
 
     if not TYPE_CHECKING:  # which know by themselves what a buffer lacks
 
         def __getattr__(self, name: str) -> Any:
-            raise AttributeError(
-                f"loopkit.Buffer: a buffer has no `{name}`. Read what you need with `b[i]`; "
-                "`jnp.asarray(b)` reads all of it, as an array."
-            )
+            advice = "Read the entries with `b[i]`, or all of them, as an array, with `b[...]`."
+            raise AttributeError(wrong(f"a buffer has no `{name}`", f"`b.{name}`", advice))
 
     @property
     def at(self) -> At:
@@ -304,10 +307,8 @@ class Ref:
             return place, None
         pred = validate.as_array(AT + name, "pred", pred)
         if pred.dtype != bool:
-            raise TypeError(
-                f"loopkit.Buffer: `pred` of `.at[...].{name}` must be bools, got "
-                f"{errors.short_type(jax.typeof(pred))}. Compare with a number."
-            )
+            problem, got = f"`pred` of `.at[...].{name}` must be bools", jax.typeof(pred)
+            raise TypeError(wrong(problem, errors.short_type(got), "Compare with a number."))
         self._check_shape(name, "`pred`", place, pred)
         return place, pred
 
@@ -316,11 +317,10 @@ class Ref:
         with contextlib.suppress(ValueError):
             if jnp.broadcast_shapes(have, want) == want:
                 return
-        raise ValueError(
-            f"loopkit.Buffer: {what} of `.at[...].{name}` must broadcast against {list(want)}, the "
-            f"shape of the indexed entries of {errors.short_type(self.buffer)}, got {list(have)}. "
-            "Reshape the values, or index the entries that they are for."
-        )
+        problem = f"{what} of `.at[...].{name}` must broadcast to {list(want)}, the shape of the "
+        problem += f"indexed entries of {errors.short_type(self.buffer)}"
+        advice = "Reshape the values, or index the entries that they are for."
+        raise ValueError(wrong(problem, f"{list(have)}", advice))
 
     def _cast(self, name: str, values: ArrayLike) -> Any:
         """Return values in the dtype of the buffer, if that loses nothing but precision."""
@@ -333,10 +333,9 @@ class Ref:
             next((i for i, k in enumerate(kinds) if jnp.issubdtype(d, k)), -1) for d in (have, want)
         ]
         if -1 in rank or rank[0] > rank[1]:
-            raise TypeError(
-                f"loopkit.Buffer: `.at[...].{name}` needs values of dtype {want}, that of the "
-                f"buffer, got {have}. Cast them with .astype, or start from a buffer of {have}."
-            )
+            problem = f"`.at[...].{name}` needs values of the dtype of the buffer, {want}"
+            advice = f"Cast them with .astype, or start from a buffer of {have}."
+            raise TypeError(wrong(problem, f"{have}", advice))
         return lax.convert_element_type(values, want)
 
 

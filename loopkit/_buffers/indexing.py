@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from loopkit import _jax
+from loopkit._buffers.keywords import wrong
 from loopkit._buffers.window import Window
 
 INDEX_ADVICE = "Index with integers, slices, None, an ellipsis, or arrays of integers."
@@ -188,16 +189,12 @@ def _expanded(shape: Sequence[int], index: tuple) -> list[tuple[str, Any, int]]:
     plain = [_item(v) for v in index]
     used = sum(v.ndim if _is_mask(v) else v is not None and v is not Ellipsis for v in plain)
     if used > len(shape):
-        raise IndexError(
-            f"loopkit.Buffer: an index must have at most {len(shape)} entries, one for each axis "
-            f"of a buffer of shape {tuple(shape)}, got {used}. {INDEX_ADVICE}"
-        )
+        problem = f"an index must have at most {len(shape)} entries, one for each axis of a buffer "
+        raise IndexError(wrong(f"{problem}of shape {tuple(shape)}", f"{used}", INDEX_ADVICE))
     ellipses = [i for i, v in enumerate(plain) if v is Ellipsis]
     if len(ellipses) > 1:
-        raise IndexError(
-            f"loopkit.Buffer: an index must have at most one ellipsis, got {len(ellipses)}. "
-            f"{INDEX_ADVICE}"
-        )
+        problem = "an index must have at most one ellipsis"
+        raise IndexError(wrong(problem, f"{len(ellipses)}", INDEX_ADVICE))
     if not ellipses:
         plain.append(Ellipsis)
     items: list[tuple[str, Any, int]] = []
@@ -213,11 +210,10 @@ def _expanded(shape: Sequence[int], index: tuple) -> list[tuple[str, Any, int]]:
         elif _is_mask(v):
             want = tuple(shape[axis : axis + v.ndim])
             if any(n not in (0, size) for n, size in zip(v.shape, want, strict=True)):
-                raise IndexError(
-                    f"loopkit.Buffer: a mask must have the shape {want} of the axes that it "
-                    f"covers, from axis {axis} of a buffer of shape {tuple(shape)}, got {v.shape}. "
-                    "Put `:` or an ellipsis before the mask to move it to other axes."
-                )
+                problem = f"a mask must have the shape {want} of the axes that it covers, from "
+                problem += f"axis {axis} of a buffer of shape {tuple(shape)}"
+                advice = "Put `:` or an ellipsis before the mask to move it to other axes."
+                raise IndexError(wrong(problem, f"{v.shape}", advice))
             items += [("array", rows, axis + i) for i, rows in enumerate(np.nonzero(v))]
         else:
             items.append(("array", v, axis))
@@ -237,14 +233,13 @@ def _item(v: Any) -> Any:
         traced, is_mask = _jax.is_tracer(v), v.dtype == np.dtype(bool) and v.ndim
         got = f"an array of {v.dtype}"
         if is_mask and traced:
-            raise IndexError(
-                "loopkit.Buffer: a mask used as an index must be known when the loop is traced, "
-                f"got a traced bool{list(v.shape)}. The number of entries would not be known: "
-                "write with `pred=mask`, or read all entries and use jnp.where."
-            )
+            problem = "a mask used as an index must be known when the loop is traced, since it "
+            problem += "decides how many entries there are"
+            advice = "Write with `pred=mask`, or read all entries and use jnp.where."
+            raise IndexError(wrong(problem, f"a traced bool{list(v.shape)}", advice))
         if is_mask or jnp.issubdtype(v.dtype, jnp.integer):
             return v if traced else np.asarray(v)
-    raise TypeError(f"loopkit.Buffer: an index must consist of integers, got {got}. {INDEX_ADVICE}")
+    raise TypeError(wrong("an index must consist of integers", got, INDEX_ADVICE))
 
 
 def _is_mask(v: object) -> bool:
@@ -257,10 +252,9 @@ def _slice(v: slice, size: int) -> tuple[str, Any]:
     try:
         start, stop, step = v.indices(size)
     except (TypeError, jax.errors.JAXTypeError):
-        raise IndexError(
-            f"loopkit.Buffer: a slice must have static ends, got {v}. Its length would not be "
-            "known: index with `start + jnp.arange(length)`."
-        ) from None
+        problem = "a slice must have static ends, since they decide its length"
+        advice = "Index with `start + jnp.arange(length)`."
+        raise IndexError(wrong(problem, f"{v}", advice)) from None
     if step == 1:
         return "slice", (start, max(0, stop - start))
     return "steps", np.arange(start, stop, step, dtype=np.int32)

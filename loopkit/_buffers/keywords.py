@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools as ft
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from loopkit._arguments import errors
+
 T = TypeVar("T")
 
 MODES = ("drop", "fill", "clip", "promise_in_bounds")
+
+wrong = ft.partial(errors.message, "Buffer")
 
 
 def mode_name(name: str, mode: object) -> str | None:
@@ -20,20 +25,16 @@ def mode_name(name: str, mode: object) -> str | None:
     label = str(getattr(mode, "name", mode)).lower()
     label = {"fill_or_drop": "drop"}.get(label, label)
     if label not in MODES:
-        raise ValueError(
-            f"loopkit.Buffer: `mode` of `.at[...].{name}` must be one of {', '.join(MODES)}, got "
-            f"{mode!r}. The modes are those of jax.numpy."
-        )
+        problem = f"`mode` of `.at[...].{name}` must be one of {', '.join(MODES)}"
+        raise ValueError(wrong(problem, repr(mode), "Pass a mode of jax.numpy."))
     return "drop" if label == "fill" else label
 
 
 def check_keywords(name: str, other: dict) -> None:
     other = {k: v for k, v in other.items() if not (k == "wrap_negative_indices" and v in (True,))}
     if other:
-        raise TypeError(
-            f"loopkit.Buffer: `.at[...].{name}` takes mode, pred, unique_indices and "
-            f"indices_are_sorted, got {', '.join(other)}. Leave the others out."
-        )
+        problem = f"`.at[...].{name}` takes mode, pred, unique_indices and indices_are_sorted"
+        raise TypeError(wrong(problem, ", ".join(other), "Leave the others out."))
 
 
 OF_ONE = ("neg", "pos", "abs", "invert", "bool", "int", "float", "complex", "index", "round")
@@ -46,10 +47,8 @@ def without_operators(cls: type[T]) -> type[T]:
     """Return the class, whose operators then raise an error that says what to write instead."""
 
     def refuse(name: str) -> None:
-        raise TypeError(
-            f"loopkit.Buffer: a buffer is read and written in slices, got `{name}` of the whole "
-            "buffer. Read with `b[i]`, or `b[...]` for all of it, and write with `b.at[i].set`."
-        )
+        advice = "Read entries with `b[i]`, or all of them with `b[...]`. Write with `b.at[i].set`."
+        raise TypeError(wrong("a buffer has no operators", f"`{name}` of a buffer", advice))
 
     for name in OPERATORS:
         setattr(cls, f"__{name}__", lambda *_, name=f"__{name}__": refuse(name))

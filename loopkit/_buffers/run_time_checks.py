@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from loopkit import _jax
+from loopkit._arguments import errors
 from loopkit._arguments.error_on_use import error_on_use
 from loopkit._buffers import slices
 
@@ -35,11 +36,9 @@ def check_read(buffer: Any, found: jax.Array, place: Any, bounds: bool) -> Any:
     written, _ = slices.read(buffer._written, place.starts, place.window)
     inside = place.window.inside(buffer.shape, place.starts)
     bad = ~written.all(tuple(range(len(place.batch), written.ndim))) & inside
-    text = (
-        "is read at index {index} in step {step}, where nothing has been written. Write first, or "
-        "start from a buffer that has what is to be read: rows of zeros count as empty."
-    )
-    return _raise_if(buffer, found, bad, place, text)
+    problem, got = "must be written before it is read", "a read at index {} in step {}"
+    advice = "Write first, or start from a buffer with entries, where rows of zeros count as empty."
+    return _raise_if(buffer, found, bad, place, problem, got, advice)
 
 
 def check_bounds(buffer: Any, value: jax.typing.ArrayLike, place: Any, pred: Any, verb: str) -> Any:
@@ -51,15 +50,13 @@ def check_bounds(buffer: Any, value: jax.typing.ArrayLike, place: Any, pred: Any
     if pred is not None:
         mask = place.inward_mask(pred)
         bad = bad & mask.any(tuple(range(len(place.batch), mask.ndim)))
-    text = (
-        f"is {verb} at index {{index}} in step {{step}}, outside of its shape {buffer.shape}. Pass "
-        "`mode` to `.at[...].get` or `.at[...].set` if that is meant."
-    )
-    return _raise_if(buffer, value, bad, place, text)
+    problem, got = f"must be {verb} within its shape {buffer.shape}", "index {} in step {}"
+    advice = "Pass `mode` to `.at[...].get` or `.at[...].set` to allow other indices."
+    return _raise_if(buffer, value, bad, place, problem, got, advice)
 
 
 def _raise_if(
-    buffer: Any, value: jax.typing.ArrayLike, bad: jax.Array, place: Any, text: str
+    buffer: Any, value: jax.typing.ArrayLike, bad: jax.Array, place: Any, *text: str
 ) -> Any:
     owner = buffer._owner
     if owner.mask is not None:
@@ -73,7 +70,7 @@ def _raise_if(
     if window.axes:
         point = point.at[..., np.array(window.axes)].set(place.starts.astype(jnp.int32))
     point = point[..., np.array(partly, np.int32)]
-    return error_on_use(Outside(owner.name, text), [bad, point, owner.step], value)
+    return error_on_use(Outside((owner.name, *text)), [bad, point, owner.step], value)
 
 
 @dataclass(frozen=True)
@@ -83,8 +80,8 @@ class Outside:
     The checks are three arrays: which slices are out of bounds, where each is along the last axis,
     and the number of the step."""
 
-    name: str
-    text: str
+    text: tuple[str, ...]
+    """The name of the buffer, what is wrong, where, and what to do."""
 
     def __call__(self, checks: Sequence[Any], values: list) -> list:
         def call(*checks: jax.Array) -> Any:
@@ -107,5 +104,6 @@ class Outside:
         index = tuple(map(int, np.broadcast_to(point, (*bad.shape, point.shape[-1]))[first]))
         steps = step.reshape((*step.shape, *[1] * (bad.ndim - step.ndim)))
         number = int(np.broadcast_to(steps, bad.shape)[first])
-        text = self.text.format(index=index[0] if len(index) == 1 else index, step=number)
-        raise IndexError(f"loopkit: buffer `{self.name}` {text}")
+        name, problem, got, advice = self.text
+        got = got.format(index[0] if len(index) == 1 else index, number)
+        raise IndexError(errors.wrong("Buffer", name, problem, got, advice))

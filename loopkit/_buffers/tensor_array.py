@@ -58,10 +58,9 @@ class TensorArray(Generic[E]):
     """Elements not stored yet. It may hold more, appended to another TensorArray."""
 
     def __init__(self, *_: Any, **__: Any):
-        raise TypeError(
-            f"loopkit.{NAME}: an array must be made with `empty` or `from_array`, got a call of "
-            f"the class. Write `{NAME}.empty(capacity, element)`, or `{NAME}.from_array(rows)`."
-        )
+        problem = "an array must be made with `empty` or `from_array`"
+        advice = f"Write `{NAME}.empty(capacity, element)`, or `{NAME}.from_array(rows)`."
+        raise TypeError(errors.message(NAME, problem, "a call of the class", advice))
 
     @staticmethod
     def _of(data: Sequence[Any], tree: _jax.TreeDef, size: Any) -> TensorArray[Any]:
@@ -91,14 +90,14 @@ class TensorArray(Generic[E]):
         - `element`: an array or a tree of arrays, or of `jax.ShapeDtypeStruct`s, like the elements.
           Leaves that are neither are the same in all elements.
         """
-        expected = "an int >= 0, a number of elements"
+        expected = "an int >= 0 (elements)"
         capacity = validate.check_whole(f"{NAME}.empty", "capacity", capacity, 0, expected)
         is_type = lambda v: isinstance(v, jax.ShapeDtypeStruct)
         zero = lambda v: jnp.zeros(v.shape, v.dtype) if is_type(v) else v
         element = wrapped(f"{NAME}.empty", "element", jax.tree.map(zero, element))
         types, tree = jax.tree.flatten(element)
         if not types:
-            expected, advice = "must have an array in it", "Count without a TensorArray."
+            expected, advice = "must have an array in it", "Count with an int instead."
             raise _wrong(ValueError, "empty", "element", expected, f"{bare(element)!r}", advice)
         return TensorArray._of([jnp.zeros((capacity, *t.shape), t.dtype) for t in types], tree, 0)
 
@@ -115,10 +114,8 @@ class TensorArray(Generic[E]):
         rows = {v.shape[0] if v.ndim else None for v in leaves}
         if len(rows) != 1 or None in rows:
             shapes = ", ".join(short_type(jax.typeof(v)) for v in leaves) or "no arrays"
-            expected, advice = (
-                "must have one leading axis in every leaf",
-                "Stack the elements along that axis.",
-            )
+            expected = "must have leaves with leading axes of one length"
+            advice = "Stack the elements along their leading axis."
             raise _wrong(ValueError, "from_array", "array", expected, shapes, advice)
         return TensorArray._of(leaves, tree, rows.pop())
 
@@ -153,10 +150,8 @@ class TensorArray(Generic[E]):
 
     def __len__(self) -> int:
         if not self._is_known():
-            raise TypeError(
-                f"loopkit.{NAME}: `len` must be known when a program is traced, got a traced "
-                "number of elements. Use `.size`."
-            )
+            problem = "`len` needs a known number of elements"
+            raise TypeError(errors.message(NAME, problem, "a traced number", "Use `.size`."))
         return int(self._size)
 
     def __repr__(self) -> str:
@@ -270,12 +265,12 @@ class TensorArray(Generic[E]):
         if self._is_in_loop() or isinstance(self._size, int):
             return self
         room = self._data[0].shape[0]
-        message = (
-            f"loopkit.{NAME}: `append` and `write` must stay within the capacity of {room}, "
-            "which is fixed in a loop and under jax.jit. Make the array with a larger capacity."
-        )
+        problem = f"`append` and `write` must stay within the capacity of {room}, which is fixed "
+        problem += "in a loop and under jax.jit"
+        got, advice = "more elements than that", "Make the array with a larger capacity."
+        raising = ErrorIf(errors.message(NAME, problem, got, advice))
         too_many = jnp.asarray(self._size > room)
-        size, *data = error_on_use(ErrorIf(message), [too_many], [self._size, *self._data])
+        size, *data = error_on_use(raising, [too_many], [self._size, *self._data])
         return TensorArray._of(data, self._tree, size)
 
     def _place(self, method: str, index: Any) -> Any:
@@ -285,14 +280,14 @@ class TensorArray(Generic[E]):
         if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
             at = int(index) if index >= 0 else self.size + int(index)
             if self._is_known() and (at < 0 or (method == "read" and at >= self.size)):
-                got, advice = f"{index} for {self.size} elements", "The first has index 0."
+                got, advice = f"{index} for {self.size} elements", "Pass 0 for the first."
                 expected = "must be the index of an element"
                 raise _wrong(IndexError, method, "index", expected, got, advice)
             return at
         array = isinstance(index, jax.Array)
         if not array or index.ndim or not jnp.issubdtype(index.dtype, jnp.integer):
             got = short_type(jax.typeof(index)) if array else repr(index)
-            advice = "Read several elements with `stack`."
+            advice = "Use `stack` to read several elements."
             raise _wrong(TypeError, method, "index", "must be one integer", got, advice)
         index = index.astype(jnp.int32) if index.dtype.itemsize < 4 else index
         size = self.size if self._is_known() else self._size.astype(index.dtype)
@@ -307,7 +302,7 @@ class TensorArray(Generic[E]):
         first = self._tree.unflatten(types)
         element, differences = alike(first, wrapped(f"{NAME}.{method}", "element", element))
         leaves, tree = tree_flatten_with_path(element)
-        advice = "Make the array with `empty` for such an element, or cast this one."
+        advice = "Make the array with `empty` for elements like this one, or cast it."
         wrong = lambda *what, path=(): _wrong(TypeError, method, "element", *what, advice, path)
         for path, a, b in differences:
             raise wrong(f"must be {named(a)}", named(b), path=path)

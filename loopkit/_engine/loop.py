@@ -25,6 +25,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from loopkit import _jax
+from loopkit._arguments import errors
 from loopkit._engine.leaves import Active, CarryLeaf, Const, Input, Operands, Output, kept, parts
 from loopkit._jaxprs import equations
 from loopkit._plans.budget import Budget
@@ -237,12 +238,11 @@ class Loop:
     def check_repeats(self) -> None:
         """Raise if the steps must not run again."""
         if self.has_impure_callback:
-            raise NotImplementedError(
-                f"loopkit.{self.name}: steps that are run again for a derivative must give the "
-                "same again, got a jax.experimental.io_callback that returns values. "
-                'Store what they return, with `checkpoints="all"` and a bound on the steps, which '
-                "is enough for a gradient; or call jax.pure_callback, if it is pure."
-            )
+            problem = "steps that run again for a derivative must return the same values again"
+            got = "a jax.experimental.io_callback that returns values"
+            advice = 'To store them for a gradient, pass `checkpoints="all"` and bound the steps. '
+            advice += "If the callback is pure, call jax.pure_callback instead."
+            raise NotImplementedError(errors.message(self.name, problem, got, advice))
 
     def map_jaxprs(self, change: Callable[[_jax.Jaxpr], _jax.Jaxpr]) -> Loop:
         """Return the loop with its two jaxprs changed."""

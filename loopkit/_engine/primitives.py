@@ -26,6 +26,7 @@ from typing import Any
 import jax
 
 from loopkit import _jax
+from loopkit._arguments import errors
 from loopkit._engine.loop import Loop
 from loopkit._jaxprs import equations
 from loopkit._programs.cache import interned
@@ -103,8 +104,8 @@ def _evaluated(jaxpr: _jax.Jaxpr, *values: jax.Array) -> list:
 
 
 DERIVATIVE_ADVICE = (
-    "Give that a derivative of its own (jax.custom_jvp), take none of it (jax.lax.stop_gradient), "
-    "or leave the loop out with `only`."
+    "Write a derivative (jax.custom_jvp), take none (jax.lax.stop_gradient), or leave the loop out "
+    "with `only`."
 )
 
 ERROR_KINDS: dict[type, type[Exception]] = {
@@ -148,12 +149,12 @@ def _is_named(error: Exception) -> bool:
 
 def _message(loop: Loop, error: Exception) -> str:
     own, text = re.match(r"loopkit\.\w+: ", str(error)), str(error)
+    function, place = loop.replaced_by, f"in {_place(loop)}"
     if own is not None:
-        said = f"{text[own.end() :]} Or leave the loop out with `only`."
-    else:
-        why = text.split("\n")[0].rstrip(".") or type(error).__name__
-        said = f"its steps cannot be differentiated: {why}. {DERIVATIVE_ADVICE}"
-    return f"loopkit.{loop.replaced_by}: in {_place(loop)}: {said}"
+        return f"loopkit.{function}: {place}, which `only` can leave out: {text[own.end() :]}"
+    why = text.split("\n")[0].rstrip(".") or type(error).__name__
+    problem = f"{place}: the steps must have a derivative"
+    return errors.message(function, problem, why, DERIVATIVE_ADVICE)
 
 
 def _place(loop: Loop) -> str:

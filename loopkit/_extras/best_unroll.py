@@ -77,11 +77,11 @@ def best_unroll(
         ```
     """
     gradient = validate.check_flag(FUNCTION, "gradient", gradient)
-    uses = validate.check_whole(FUNCTION, "uses", uses, 1, "an int >= 1, runs")
+    uses = validate.check_whole(FUNCTION, "uses", uses, 1, "an int >= 1 (runs)")
     for name, tree in (("init", init), ("xs", xs)):
         if any(map(_jax.is_tracer, jax.tree.leaves(tree))):
-            expected, got = "must be values that can be measured with", "values that are traced"
-            advice = "Call it outside jax.jit, and pass the number that it returns to the loop."
+            expected, got = "must hold values to measure with", "traced values"
+            advice = "Call best_unroll outside jax.jit, and pass what it returns to the loop."
             raise errors.wrong_type(FUNCTION, name, expected, got, advice)
     best, least = 1, float("inf")
     for count in COUNTS:

@@ -110,9 +110,9 @@ def blocked(
         kwargs = validate.as_arrays(FUNCTION, "args", kwargs)
         axes = in_axes if isinstance(in_axes, (tuple, list)) else [in_axes] * len(args)
         if len(axes) != len(args):
-            got = f"{in_axes!r} for {len(args)} arguments"
-            advice = "Give an axis or None for each, or one for all."
-            expected = "must go with the positional arguments"
+            got = f"{in_axes!r} for {len(args)} positional arguments"
+            advice = "Pass an axis or None for each, or one for all."
+            expected = "must have an entry for each positional argument"
             raise errors.wrong_value(FUNCTION, "in_axes", expected, got, advice)
         inputs = Inputs.of((*args, kwargs), (*axes, 0), None, FUNCTION, "args")
         rows = block or _rows_in_cache(fn, inputs)
@@ -172,7 +172,7 @@ def _with_rows(out: PyTree[Any], out_axes: Axes, rows: int) -> Any:
         if axis is not None and leaf.shape[axis] != rows:
             got = f"{errors.short_type(jax.typeof(leaf))} for a block of {rows}, axis {axis}"
             advice = "Return a row for each row of the block, or set `out_axes`."
-            expected = "must return as many rows as it is given"
+            expected = "must return as many rows as it gets"
             raise errors.wrong_value(FUNCTION, "fn", expected, got, advice, path)
     return out
 

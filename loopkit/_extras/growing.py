@@ -192,12 +192,11 @@ def ran_out_after(steps: int, segment: int, y_bytes: int, carry_bytes: int, room
     carries = f"{room // max(carry_bytes, 1):,} carries of {size(carry_bytes)}"
     # Each row needs memory twice: in a chunk, and in the array that joins the chunks.
     rows = f"the `ys` of {room // max(2 * y_bytes, 1):,} steps, {size(y_bytes)} each"
-    return (
-        f"loopkit.unbounded_scan: out of memory after {steps:,} steps, in a segment of {segment:,}."
-        f" The device had {size(room)} for it: enough for {rows}, or for {carries}. "
-        "Return less from `f` to be stacked, pass `max_segments` or a smaller `segment`; under "
-        "differentiation pass a small int for `checkpoints`."
-    )
+    got = f"{steps:,} steps, then a segment of {segment:,}, with {size(room)} on the device, which "
+    got += f"is enough for {rows}, or for {carries}"
+    advice = "Return less from `f` to be stacked, or pass `max_segments` or a smaller `segment`. "
+    advice += "For a derivative, pass a small int as `checkpoints`."
+    return errors.message("unbounded_scan", "the device ran out of memory", got, advice)
 
 
 def memory_left(carry: Sequence[Any]) -> int:

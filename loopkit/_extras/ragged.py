@@ -118,7 +118,7 @@ def ragged_scan(
     """
     name = NAMES.function
     inputs = _check_sequences(sequences)
-    batch = validate.check_whole(name, "batch", batch, 1, "an int >= 1, sequences to a batch")
+    batch = validate.check_whole(name, "batch", batch, 1, "an int >= 1 (sequences in a batch)")
     asked = LoopOptions(checkpoints=checkpoints, buffers=NONE, return_info=return_info)
     asked = asked._replace(progress=progress, debug=debug)
     spec = LoopSpec.of(NAMES, (f, until), init, inputs[0], 1, asked)
@@ -215,7 +215,7 @@ def length_buckets(
         ```
     """
     name = "length_buckets"
-    first = validate.check_whole(name, "first", first, 1, "an int >= 1, a length")
+    first = validate.check_whole(name, "first", first, 1, "an int >= 1 (a length)")
     growth = _check_growth(name, growth)
     expected = "a list of ints >= 0"
     if isinstance(lengths, (str, Mapping, Set)) or not hasattr(lengths, "__iter__"):
@@ -235,7 +235,7 @@ def length_buckets(
 def _check_growth(function: str, growth: object) -> float:
     growth = check_growth(function, growth, "bucket")
     if growth == 1:
-        advice = "Buckets of equal lengths never reach the longest sequence: pass 1.25, say."
+        advice = "Pass 1.25, say, since buckets of one length never reach the longest sequence."
         raise errors.wrong_value(function, "growth", "must be more than 1", "1", advice)
     return growth
 
@@ -246,16 +246,16 @@ def _check_sequences(sequences: PyTree[Any]) -> list[Inputs]:
     if not isinstance(sequences, (list, tuple)) or not sequences:
         got = "none" if isinstance(sequences, (list, tuple)) else type(sequences).__name__
         expected = "must be a list of at least one sequence"
-        advice = "For rows of one array use `loopkit.scan` under `jax.vmap`."
+        advice = "Use `loopkit.scan` under `jax.vmap` for the rows of one array."
         raise errors.wrong_type(name, "sequences", expected, got, advice)
     sequences = wrapped(name, "sequences", list(sequences))
     inputs = [Inputs.of(xs, 0, None, name, f"sequences[{i}]") for i, xs in enumerate(sequences)]
     types = [_row_types(xs) for xs in inputs]
     for place, other in enumerate(types):
         if other != types[0]:
-            expected = "must all be like the first, but for their lengths"
+            expected = "must all have rows like those of the first"
             got = f"rows of {', '.join(other[0])} at {place} and of {', '.join(types[0][0])} at 0"
-            advice = "Cast or reshape them."
+            advice = "Cast or reshape the sequences."
             raise errors.wrong_value(name, "sequences", expected, got, advice)
     return inputs
 
@@ -290,7 +290,7 @@ def _on_host(steps: jax.Array) -> list[int]:
     traced = jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError
     with contextlib.suppress(*traced):
         return np.asarray(steps).tolist()
-    advice = "Inside jit, and under vmap, leave it out, or scan padded arrays with `loopkit.scan`."
-    got = "a predicate that is traced"
-    expected = "must be known between batches, for it decides how many `ys` there are"
+    advice = "Inside jit or vmap, leave `until` out, or use `loopkit.scan` with padded arrays."
+    got = "a traced predicate"
+    expected = "must be known between batches, since it decides how many `ys` there are"
     raise errors.wrong_type(NAMES.function, "until", expected, got, advice)

@@ -108,11 +108,11 @@ class SomeYs(NamedTuple):
 
     def _check(self, path: jax.tree_util.KeyPath, leaf: RowKind) -> None:
         if leaf.sums and jnp.issubdtype(leaf.aval.dtype, jax.dtypes.extended):
-            expected, got = "can be summed only of numbers", errors.short_type(leaf.aval)
+            expected, got = 'can be "sum" or "mean" only for numbers', errors.short_type(leaf.aval)
             advice = 'Pass "last" or None for this leaf.'
             raise errors.wrong_value(FUNCTION, "reduce", expected, got, advice, path)
         if leaf.sums and leaf.axis is None and self.every is not None:
-            expected = "must be an axis for what `every` and `reduce` make rows of"
+            expected = "must be an axis for ys that `every` and `reduce` stack"
             advice = "Pass an axis, or leave `every` out."
             raise errors.wrong_value(FUNCTION, "out_axes", expected, "None", advice, path)
 
@@ -280,7 +280,7 @@ def _check_whole(y: PyTree[Any], leaves: Sequence[RowKind]) -> None:
     for path, node in tree_leaves_with_path(y, is_leaf=whole):
         own = [next(rest) for _ in jax.tree.leaves(node)]
         if whole(node) and any(leaf.sums for leaf in own):
-            expected, got = "can be summed only of numbers", f"a {type(node).__name__}"
+            expected, got = 'can be "sum" or "mean" only for numbers', f"a {type(node).__name__}"
             advice = 'Pass "last" or None for it, or return its numbers.'
             raise errors.wrong_value(FUNCTION, "reduce", expected, got, advice, path)
 
@@ -291,8 +291,8 @@ def _hows(reduce: Reduce, y: PyTree[Any]) -> list[str | None]:
         flat = _jax.broadcast_prefix(reduce, y, is_leaf=lambda v: v is None)
     except ValueError:
         got = f"{reduce!r} for {jax.tree.structure(y)}"
-        advice = f"Each leaf, or whole subtree, {EXPECTED}."
-        expected = "must be a tree prefix of what `f` returns as y"
+        advice = 'Pass None, "sum", "mean" or "last" for each leaf, or for whole subtrees.'
+        expected = "must be a tree prefix of the y that `f` returns"
         raise errors.wrong_value(FUNCTION, "reduce", expected, got, advice) from None
     return flat
 
@@ -302,7 +302,7 @@ def check_words(reduce: Reduce) -> None:
     for path, how in tree_leaves_with_path(reduce):
         if not (isinstance(how, str) and how in REDUCTIONS):
             wrong = errors.wrong_value if isinstance(how, str) else errors.wrong_type
-            advice = "Reduce in another way in the carry."
+            advice = "Use the carry to reduce in another way."
             raise wrong(FUNCTION, "reduce", EXPECTED, errors.shown(how), advice, path)
 
 

@@ -99,10 +99,7 @@ def truncated(spec: LoopSpec, truncate: int | None) -> tuple[Any, Any, LoopInfo 
 def _shared(budget: Budget, count: int, truncate: int) -> tuple[Any, Any]:
     """Return what the loop over blocks keeps, and what each block keeps."""
     if isinstance(budget, Plan):
-        advice = (
-            "A truncated scan is a loop over blocks, each a loop of its own, and a plan is of one "
-            "loop. Give the number of carries, or `memory`."
-        )
+        advice = "Pass a number of carries, or `memory`, since each block is a loop of its own."
         expected, got = "cannot be a Plan together with `truncate`", f"truncate={truncate}"
         raise errors.wrong_value(SCAN, "checkpoints", expected, got, advice)
     if isinstance(budget, Bytes):

@@ -148,7 +148,7 @@ def unbounded_scan(
     xs = wrapped(name, "xs", xs)
     endless = Inputs(jax.tree.structure(xs), [], [], sys.maxsize)
     inputs = Inputs.of(xs, 0, None, name) if jax.tree.leaves(xs) else endless
-    segment = validate.check_whole(name, "segment", segment, 1, "an int >= 1, in steps")
+    segment = validate.check_whole(name, "segment", segment, 1, "an int >= 1 (steps)")
     max_segments = validate.check_bound(name, "max_segments", max_segments)
     asked = LoopOptions(checkpoints=checkpoints, buffers=NONE, return_info=return_info)
     asked = asked._replace(progress=progress, debug=debug)
@@ -204,11 +204,8 @@ def _on_host(taken: jax.Array, stopped: jax.Array) -> tuple[int, bool]:
         with contextlib.suppress(jax.errors.ConcretizationTypeError):
             most, done = over(taken, stopped)
             return int(most), bool(done)
-    advice = (
-        "Inside jit use `loopkit.scan` with `length`, the most steps, and `until`: it costs the "
-        "steps it takes."
-    )
-    got = "a predicate that is traced"
+    advice = "Inside jit, use `loopkit.scan` with `until` and with the most steps as `length`."
+    got = "a traced predicate"
     expected = "must be known between segments, outside jax.jit"
     raise errors.wrong_type(NAMES.function, "until", expected, got, advice)
 
@@ -244,10 +241,10 @@ def _python_scan(
 
 def check_growth(function: str, growth: object, what: str = "segment") -> float:
     got = errors.shown(growth)
-    expected = f"must be a number >= 1, how much longer each {what} is than the last"
+    expected = f"must be a finite number >= 1 (the factor from a {what} to the next)"
     if isinstance(growth, bool) or not isinstance(growth, (int, float, np.integer, np.floating)):
         raise errors.wrong_type(function, "growth", expected, got, "Pass a Python number.")
     if not 1 <= growth < math.inf:
-        advice = "Less than 1 would have them shrink."
+        advice = f"Pass at least 1, so that no {what} is shorter than the last."
         raise errors.wrong_value(function, "growth", expected, got, advice)
     return float(growth)

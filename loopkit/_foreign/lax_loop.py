@@ -145,7 +145,7 @@ class LaxLoop(NamedTuple):
                 expected = (
                     'can be "all" or a policy only if the number of steps of every loop is bounded'
                 )
-                got = f"no bound in the while_loop at {_jax.source()}"
+                got = f"a while_loop without a bound at {_jax.source()}"
                 advice = "Pass `max_steps`, or leave that loop out with `only`."
                 raise errors.wrong_value(settings.function, "checkpoints", expected, got, advice)
             if length is not None:

@@ -89,8 +89,8 @@ def trace_closed(fun: Callable, avals: Sequence[ShapedArray], name: str) -> Jaxp
         return jaxpr
     if any(map(is_tracer, made)):
         raise jax.errors.UnexpectedTracerError(
-            f"loopkit: a differentiated function ({name}) must not close over values of another "
-            "trace, got a custom derivative whose rule does. Pass the values as arguments."
+            "loopkit: a differentiated function must not close over values of another trace. Pass "
+            f"the values as arguments. Got: a custom derivative whose rule does, in {name}."
         )
     held = list(map(Constant, made))
     values = lambda: [constant_p.bind(of=h) for h in held]

@@ -129,8 +129,8 @@ def check_spread_on_host() -> None:
     if jax.__version_info__ < (0, 12):
         raise NotImplementedError(
             "loopkit: checkpoints on the host need jax 0.12 or newer in a program that the "
-            f"compiler divides between several devices, got jax {jax.__version__}. "
-            "Divide the program with `jax.shard_map`, or pass `memory` as one number."
+            "compiler divides between several devices. Divide the program with `jax.shard_map`, or "
+            f"pass `memory` as one number. Got: jax {jax.__version__}."
         )
 
 

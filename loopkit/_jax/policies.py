@@ -28,9 +28,9 @@ def verdict(policy: Callable[..., Any], eqn: Equation) -> Any:
     if isinstance(said, (bool, pe.SaveableType, pe.RecomputeType, pe.Offloadable)):
         return pe.ensure_enum(said)
     raise TypeError(
-        "loopkit: `checkpoints` must be a policy of jax.checkpoint if it is a function: one that "
-        "returns a bool, or an `Offloadable`, for a primitive and the types of its operands, got "
-        f"{said!r} for `{eqn.primitive}`. Pass one of `jax.checkpoint_policies`."
+        "loopkit: `checkpoints` must be a policy of jax.checkpoint if it is a function, which "
+        "returns a bool or an `Offloadable` for a primitive and the types of its operands. Pass "
+        f"one of `jax.checkpoint_policies`. Got: {said!r} for `{eqn.primitive}`."
     )
 
 

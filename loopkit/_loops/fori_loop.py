@@ -128,7 +128,7 @@ def fori_loop(
         val = bare(val)
         return (val, info._replace(stopped=jnp.array(length == trips))) if return_info else val
     if validate.unrolls_all(unroll):
-        advice = "Pass the number of steps to unroll."
+        advice = "Pass the number of steps in an iteration."
         expected = "can be True or 0 only if the bounds are static ints"
         raise errors.wrong_value(name, "unroll", expected, repr(unroll), advice)
     first, stop = jnp.asarray(lower), jnp.asarray(upper)

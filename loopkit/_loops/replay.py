@@ -52,7 +52,7 @@ def replay() -> tuple[Any, ...]:
     found = failed_step.last_arguments()
     if found is None:
         raise RuntimeError(
-            'loopkit.replay: a loop must have failed in this process, with `debug="finite"`, got '
-            "none. Pass that to the loop, and wait for its result (jax.block_until_ready)."
+            'loopkit.replay: a loop with `debug="finite"` must have failed in this process. Pass '
+            "that to the loop, and wait for its result with jax.block_until_ready. Got: no failure."
         )
     return found

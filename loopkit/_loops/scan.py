@@ -197,6 +197,6 @@ def _check_symbolic(spec: LoopSpec, others: dict[str, Any]) -> None:
     given += [k for k, v in axes.items() if any(jax.tree.leaves(v)) or has_none(v)]
     if given:
         got = f"the symbolic {spec.length} and {', '.join(f'`{k}`' for k in given)}"
-        advice = "Leave those out, or export a program for each length."
-        expected = "must be known for what lax.scan lacks"
+        advice = "Leave those arguments out, or export a program for each length."
+        expected = "must be known if the call has arguments that lax.scan lacks"
         raise errors.wrong_value(spec.names.function, "length", expected, got, advice)

@@ -77,7 +77,7 @@ def check_budget(function: str, checkpoints: object, memory: object) -> Budget:
         return replace(_in_bytes(function, memory), saves=checkpoints)
     if memory is not None:
         if checkpoints is not None:
-            advice = "They are one budget, in bytes and in carries: leave one of them out."
+            advice = "Leave one of them out: they are one budget, in bytes and in carries."
             got = f"memory={memory!r} and checkpoints={checkpoints!r}"
             expected = "cannot be given together with `checkpoints`"
             raise errors.wrong_value(function, "memory", expected, got, advice)
@@ -86,10 +86,8 @@ def check_budget(function: str, checkpoints: object, memory: object) -> Budget:
         return checkpoints
     if isinstance(checkpoints, str):
         if checkpoints != "all":
-            advice = (
-                'The only string is "all", which stores what every step\'s derivative reads. '
-                "A budget in bytes is `memory`."
-            )
+            advice = 'Pass "all" to store what the derivative of every step reads. '
+            advice += "Pass a budget in bytes as `memory`."
             expected = 'must be None, an int >= 1, "all", a policy of jax.checkpoint or a Plan'
             got = repr(checkpoints)
             raise errors.wrong_value(function, "checkpoints", expected, got, advice)
@@ -104,9 +102,7 @@ def _in_bytes(function: str, memory: object) -> Bytes:
     if set(memory) != {"device", "host"}:
         got = f"the keys {list(memory)}"
         expected = 'must have the keys "device" and "host" if it is a dict'
-        advice = (
-            'Checkpoints are then kept on the host: memory={"device": "64 MB", "host": "4 GB"}.'
-        )
+        advice = 'Pass memory={"device": "64 MB", "host": "4 GB"} to keep checkpoints on the host.'
         raise errors.wrong_value(function, "memory", expected, got, advice)
     device, host = (read_bytes(function, memory[k]) for k in ("device", "host"))
     return Bytes(device, host=host)
@@ -120,7 +116,7 @@ def read_bytes(function: str, value: object) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]+)\s*", value)
     count = int(float(found[1]) * UNITS.get(found[2].lower(), 0)) if found else 0
     if count < 1:
-        advice = "Units are B, kB, MB, GB, TB, KiB, MiB, GiB, TiB."
+        advice = "Write a number and a unit: B, kB, MB, GB, TB, KiB, MiB, GiB or TiB."
         raise errors.wrong_value(function, "memory", f"must be {expected}", repr(value), advice)
     return count
 

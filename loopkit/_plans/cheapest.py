@@ -94,12 +94,12 @@ def _refusal(
     plans: Sequence[Plan], count: int, host: int | None, loops: int, name: str
 ) -> TooLittle:
     """Make the error for a budget in which none of these plans fits."""
-    each = " for each of the loops that share it" if loops > 1 else ""
+    each = f" in each of the {loops} loops that share it" if loops > 1 else ""
     fewest = min(p.host_bytes for p in plans)
     if host is not None and host < fewest:
         return TooLittle(
-            f"loopkit.{name}: `memory` must be at least {fewest * loops} bytes on the "
-            f"host, got {host * loops} bytes. That is one checkpoint{each}. Pass more for 'host'.",
+            f"loopkit.{name}: `memory` must be at least {fewest * loops} bytes on the host, for a "
+            f"checkpoint{each}. Pass more for 'host'. Got: {host * loops} bytes.",
             fewest,
         )
     fit = [p for p in plans if host is None or p.host_bytes <= host]
@@ -109,9 +109,9 @@ def _refusal(
     if host is not None:
         where, advice = " on the device", f"{needed} or more for 'device'"
     return TooLittle(
-        f"loopkit.{name}: `memory` must be at least {needed} bytes{where}, got {count * loops} "
-        f"bytes. That is a carry of {least.step.carry_bytes} bytes, and what else a gradient needs "
-        f"however little is kept{each}. Pass {advice}.",
+        f"loopkit.{name}: `memory` must be at least {needed} bytes{where}, for a carry of "
+        f"{least.step.carry_bytes} bytes and for what every gradient needs besides{each}. Pass "
+        f"{advice}. Got: {count * loops} bytes.",
         needed,
     )
 

@@ -87,23 +87,23 @@ class Plan:
             put(name, check_flag("Plan", name, getattr(self, name)))
         for name, what in (("bound", "steps"), ("room", "bytes")):
             if getattr(self, name) is not None:
-                expected = f"an int >= 0, {what}, or None"
+                expected = f"an int >= 0 ({what}) or None"
                 put(name, check_whole("Plan", name, getattr(self, name), 0, expected))
         few = int(not self.keeps_all and self.bound != 0)
         for name, least, what in (("slots", few, "carries to keep"), ("segment", 1, "steps")):
-            expected = f"an int >= {least}, {what}"
+            expected = f"an int >= {least} ({what})"
             put(name, check_whole("Plan", name, getattr(self, name), least, expected))
         if self.store not in get_args(Store):
             expected = f"must be one of {', '.join(map(repr, get_args(Store)))}"
-            advice = "It says what is stored of each step of the segment at hand."
+            advice = "Pass the word for what the plan stores of each step in a segment."
             raise errors.wrong_value("Plan", "store", expected, repr(self.store), advice)
         is_number = isinstance(self.price, (int, float)) and not isinstance(self.price, bool)
         if not is_number or not 0 <= self.price < math.inf:
-            expected = "must be a finite number >= 0, nanoseconds a byte"
-            advice = "0 stores all residuals that do not follow from others by cheap equations."
+            expected = "must be a finite number >= 0 (nanoseconds a byte)"
+            advice = "Pass 0 to store all residuals that no cheap equation makes from others."
             raise errors.wrong_value("Plan", "price", expected, repr(self.price), advice)
         if not isinstance(self.step, StepCosts):
-            advice = "Leave it out: it is filled in for the loop."
+            advice = "Leave it out: loopkit fills it in for the loop."
             raise errors.wrong_type("Plan", "step", "must be StepCosts", repr(self.step), advice)
 
     @property
@@ -265,11 +265,10 @@ class Plan:
         """Return how many steps a loop takes: its bound, unless `steps` says."""
         steps = self.bound if steps is None else steps
         if steps is None:
-            raise ValueError(
-                f"loopkit.Plan.{method}: `steps` must be given for a loop without a bound, got "
-                "None. Pass the number of steps that the loop takes."
-            )
-        return check_whole(f"Plan.{method}", "steps", steps, 0, "an int >= 0, steps of the loop")
+            expected = "must be given for a loop without a bound"
+            advice = "Pass the number of steps that the loop takes."
+            raise errors.wrong_value(f"Plan.{method}", "steps", expected, "None", advice)
+        return check_whole(f"Plan.{method}", "steps", steps, 0, "an int >= 0 (steps of the loop)")
 
     def nanoseconds(self, steps: int) -> float:
         """Predict the time beyond what any plan takes to reverse the steps, for comparing plans."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from loopkit._arguments import errors
 from loopkit._plans.budget import Budget, Bytes, Share, stores_every_step
 from loopkit._plans.cheapest import (
     FEW_SLOTS,
@@ -85,7 +86,7 @@ def make_plan(
     step = step._replace(carry_bytes=max(step.carry_bytes, 1))
     loop = replace(loop, step=step)
     if isinstance(budget, Plan):
-        return _adapted(budget, loop)
+        return _adapted(budget, loop, name)
     if stores_every_step(budget):
         assert bound is not None, "checked where the loop is made"
         return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
@@ -124,13 +125,12 @@ def _without_carry(loop: Plan, bound: int) -> Plan:
     return replace(loop, slots=-(-bound // segment) * segment, segment=segment)
 
 
-def _adapted(plan: Plan, loop: Plan) -> Plan:
+def _adapted(plan: Plan, loop: Plan, name: str) -> Plan:
     """Fit a plan made elsewhere to this loop."""
     if plan.keeps_all and loop.bound is None:
-        raise ValueError(
-            "loopkit: `checkpoints` can be a plan that stores every step only if the number of "
-            f"steps is bounded, got {plan} and max_steps=None. Pass `max_steps`."
-        )
+        expected = "can be a plan that stores every step only if the number of steps is bounded"
+        got, advice = f"{plan} and max_steps=None", "Pass `max_steps`."
+        raise errors.wrong_value(name, "checkpoints", expected, got, advice)
     if plan.keeps_all:
         plan = replace(plan, segment=max(1, loop.bound or 1), store="residuals")
     return replace(plan, bound=loop.bound, exact=loop.exact, step=loop.step)

@@ -99,8 +99,8 @@ def draw(plan: Plan, steps: int, ax: Any) -> Any:
         import matplotlib.pyplot as plt
     except ImportError as error:
         raise ImportError(
-            "loopkit.Plan.plot: matplotlib must be installed to draw, and was not found. "
-            "Run `pip install loopkit[plot]`."
+            "loopkit.Plan.plot: the package matplotlib must be installed. Run `pip install "
+            "loopkit[plot]`. Got: an environment without it."
         ) from error
     if ax is None:
         _, ax = plt.subplots(
@@ -109,7 +109,7 @@ def draw(plan: Plan, steps: int, ax: Any) -> Any:
     try:
         above, below = ax
     except (TypeError, ValueError):
-        advice = "Pass two axes of matplotlib, or leave it out."
+        advice = "Pass two axes of matplotlib, or leave `ax` out."
         raise errors.wrong_type(
             "Plan.plot", "ax", "must be a pair of axes", repr(ax), advice
         ) from None

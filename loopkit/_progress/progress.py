@@ -72,7 +72,7 @@ def check_progress(function: str, value: Any) -> ProgressSettings | None:
     if isinstance(value, str):
         start = BUILT_IN.get(value)
         if start is None:
-            advice = "Pass one of the words, or an object of your own."
+            advice = "Pass one of these words, or an object of your own."
             raise errors.wrong_value(function, "progress", expected, repr(value), advice)
         if value != "line" and importlib.util.find_spec(value) is None:
             expected = f'can be "{value}" only if the package {value} is installed'
@@ -81,7 +81,7 @@ def check_progress(function: str, value: Any) -> ProgressSettings | None:
             raise ImportError(text)
         return ProgressSettings(function, start, None, id(start), ("name", "backward"))
     if isinstance(value, type) or not _has(value, METHODS):
-        got, advice = errors.shown(value), "Give it the three methods."
+        got, advice = errors.shown(value), "Give the object the three methods."
         if isinstance(value, type):
             advice = "Pass an instance of the class."
         raise errors.wrong_type(function, "progress", expected, got, advice)

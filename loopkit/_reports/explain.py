@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from loopkit import _jax
-from loopkit._arguments import validate
+from loopkit._arguments import errors, validate
 from loopkit._arguments.errors import size
 from loopkit._engine.derivative.reversal import remat_nanoseconds, reversal
 from loopkit._engine.derivative.split import split_step
@@ -104,10 +104,9 @@ class Explanation:
         `dataclasses.replace`. A scan that stores every step is one of lax."""
         found = [e.plan for e in self.loops if e.name.startswith("loopkit")]
         if len(found) != 1:
-            raise ValueError(
-                "loopkit.explain: `fn` must run one loop of loopkit to have a `plan`, got "
-                f"{len(found)}. Choose one of several loops, as in `explain(...)[0].plan`."
-            )
+            expected = "must run one loop of loopkit to have a `plan`"
+            advice = "Choose one of several loops, as in `explain(...)[0].plan`."
+            raise errors.wrong_value("explain", "fn", expected, f"{len(found)} loops", advice)
         return found[0]
 
     def __str__(self) -> str:

@@ -111,7 +111,7 @@ def in_place_report(
     name = "in_place_report"
     validate.check_callable(name, "fn", fn)
     grad = validate.check_flag(name, "grad", grad)
-    min_bytes = validate.check_whole(name, "min_bytes", min_bytes, 0, "an int >= 0, in bytes")
+    min_bytes = validate.check_whole(name, "min_bytes", min_bytes, 0, "an int >= 0 (bytes)")
     leaves, tree = jax.tree.flatten(args)
     given = [hasattr(v, "dtype") or isinstance(v, numbers.Number) for v in leaves]
     of_arrays = lambda *arrays: fn(*tree.unflatten(spread(arrays, given, leaves)))

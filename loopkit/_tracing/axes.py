@@ -54,14 +54,14 @@ class Inputs(NamedTuple):
     ) -> Inputs:
         """Check `xs`, and that `length` and every leaf agree on the number of steps."""
         if length is not None:
-            expected = "an int >= 0, the number of steps"
+            expected = "an int >= 0 (steps)"
             length = validate.check_whole(function, "length", length, 0, expected)
         leaves = tree_leaves_with_path(xs)
         axes = leaf_axes("in_axes", in_axes, xs, f"`{argument}`", function)
         wrong = ft.partial(errors.wrong_value, function, argument)
         for (path, leaf), axis in zip(leaves, axes, strict=True):
             if leaf.ndim == 0 and axis is not None:
-                advice = "Give it a leading axis, one row a step, or close over it."
+                advice = "Give it an axis with a row for each step, or close over it."
                 expected = "must have a leading axis to scan over"
                 raise wrong(expected, short_type(jax.typeof(leaf)), advice, path)
         axes = normalised("in_axes", axes, xs, function)
@@ -75,19 +75,20 @@ class Inputs(NamedTuple):
                 got = f"{called} {rows} and length={length}"
                 raise wrong("must have `length` rows", got, advice, path)
             if first is not None and rows != first[1]:
-                advice = "Every leaf is sliced along its own axis, one row a step."
+                advice = "Slice or pad the leaves, since each step takes a row of every leaf."
                 got = f"{rows} rows, and {first[1]} in `{argument}{keystr(first[0])}`"
-                raise wrong("must have as many rows in every leaf", got, advice, path)
+                raise wrong("must have equally many rows in every leaf", got, advice, path)
             first = (path, rows)
         if first is not None:
             length = first[1]
         if length is None:
             if function != SCAN:
-                advice = "How many rows there are is read off them."
+                advice = "Pass at least one array to be sliced."
                 raise wrong("must have an array with rows", "none", advice)
             got = f"`{argument}` without leaves{' to scan over' if leaves else ''} and length=None"
             expected = "must say how many steps to take"
-            raise errors.wrong_value(function, "length", expected, got, "Pass `length`.")
+            advice = "Pass `length`, or an array in `xs`."
+            raise errors.wrong_value(function, "length", expected, got, advice)
         return Inputs(jax.tree.structure(xs), [leaf for _, leaf in leaves], axes, length)
 
     @property
@@ -176,7 +177,7 @@ def leaf_axes(
         raise errors.wrong_value(function, argument, expected, got, advice) from None
     for (path, _), axis in zip(tree_leaves_with_path(tree), flat, strict=True):
         if isinstance(axis, bool) or not isinstance(axis, (int, np.integer, type(None))):
-            expected, advice = "must have ints or None", "Pass the number of an axis, or None."
+            expected, advice = "must hold ints or None", "Pass the number of an axis, or None."
             got = errors.shown(axis)
             raise errors.wrong_type(function, argument, expected, got, advice, path)
     return flat
@@ -194,9 +195,9 @@ def normalised(
     for (path, leaf), axis in zip(tree_leaves_with_path(tree), axes, strict=True):
         rank = len(leaf.shape) + extra
         if axis is not None and not -rank <= axis < rank:
-            expected, got = "must name axes that are there", f"axis {axis} for {short_type(leaf)}"
-            bounds = "it has no axes" if not rank else f"axes go from {-rank} to {rank - 1}"
-            raise errors.wrong_value(function, argument, expected, got, f"Here {bounds}.", path)
+            expected, got = "must name axes of the arrays", f"axis {axis} for {short_type(leaf)}"
+            advice = f"Pass {f'an axis from {-rank} to {rank - 1}, or ' if rank else ''}None."
+            raise errors.wrong_value(function, argument, expected, got, advice, path)
         new.append(axis if axis is None else int(axis) % rank)
     return new
 

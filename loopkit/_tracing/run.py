@@ -78,7 +78,7 @@ def _runs_as_lax(spec: LoopSpec, traced: Traced) -> bool:
 def check_split(spec: LoopSpec, as_lax: bool) -> None:
     """Raise if `_split_transpose` is asked for, and the loop does not run as the scan of lax."""
     if spec.split_transpose and not as_lax:
-        expected = "can be True only where every step is stored, along leading axes, as in lax.scan"
+        expected = "can be True only if the loop stores all steps on leading axes, as lax.scan does"
         got = f"checkpoints={spec.budget!r} and other settings that lax.scan lacks"
         argument, advice = "_split_transpose", "Leave it out."
         raise errors.wrong_value(spec.names.function, argument, expected, got, advice)
@@ -101,8 +101,8 @@ def run_while(spec: LoopSpec, throw: bool = False) -> Any:
         expected = 'can be "all" or a policy only if the number of steps is bounded'
         got = f"checkpoints={said(spec.budget)} with max_steps=None"
         counted = f"compare a counter with a number in `{predicate}`"
-        counted = "bounds that are known as it is traced" if name == "fori_loop" else counted
-        advice = f"Pass `max_steps`, {counted}, or leave it out."
+        counted = "pass static bounds" if name == "fori_loop" else counted
+        advice = f"Pass `max_steps`, {counted}, or leave `checkpoints` out."
         raise errors.wrong_value(name, "checkpoints", expected, got, advice)
     val, hidden = tree.unflatten(traced.run(leaves, [])[0])
     still = None
@@ -119,10 +119,9 @@ def _finished(spec: LoopSpec, throw: bool, val: PyTree[Any], steps: Any, goes_on
     if not throw or spec.length is None:
         return bare(result)
     function, predicate = spec.names.function, spec.names.predicate
-    message = (
-        f"loopkit.{function}: `max_steps` must be enough for `{predicate}` to "
-        f"become false, got {spec.length} steps after which it still holds. Raise `max_steps`."
-    )
+    expected = f"must be enough for `{predicate}` to become false"
+    got = f"{spec.length} steps, after which `{predicate}` still holds"
+    message = errors.wrong(function, "max_steps", expected, got, "Pass a larger number.")
     return bare(error_on_use(ErrorIf(message), [jnp.asarray(goes_on)], result))
 
 

@@ -151,9 +151,9 @@ def trace_loop(steps: FlatSteps) -> Traced:
 def _watched(steps: FlatSteps, of: Functions) -> Functions:
     names = steps.spec.names
     if of.references:
-        expected = f"cannot be given where `{names.body}` reads or writes references made outside"
-        got = errors.short_type(_jax.type_in(of.references[0]))
-        advice = f"Put what it holds into `{names.init}`, and return what is written."
+        expected = f"cannot be given if `{names.body}` reads or writes references made outside"
+        got = f"a reference to {errors.short_type(_jax.type_in(of.references[0]))}"
+        advice = f"Put the values of the references into `{names.init}`."
         raise NotImplementedError(errors.wrong(names.function, "debug", expected, got, advice))
     return of._replace(body=steps.finite().of_jaxpr(of.body, len(of.consts), steps.y_tree))
 
@@ -174,34 +174,33 @@ def _leaves(steps: FlatSteps, paths: list) -> list:
 def _check_types(names: Names, carry: Iterable[tuple[Any, Any, Any]]) -> None:
     function, body, init, *_ = names
     differences = [
-        f"`{init}{keystr(path)}` is {errors.short_type(before)}, "
-        f"but `{body}` returns {errors.short_type(after)}"
+        (path, errors.short_type(before), errors.short_type(after))
         for path, before, after in carry
         if not _jax.same_type(before, after)
     ]
     if differences:
-        advice = f"or start from an `{init}` of the type that a step returns."
-        advice = f"Cast in `{body}` (for instance with .astype), {advice}"
-        raise errors.wrong_carry(function, body, f"types of `{init}`, got", differences, advice)
+        expected = f"must return a carry of the types of `{init}`"
+        advice = f"Cast in `{body}` (.astype), or pass `{init}` in the types that it returns."
+        raise errors.wrong_carry(function, body, expected, init, differences, advice)
 
 
 def _check_structure(names: Names, before: PyTree[Any], after: PyTree[Any]) -> None:
     function, body, init, *_ = names
     trees = map(static_leaves.shape_of, (before, after))
     differences = [
-        f"at `{init}{keystr(tuple(path[names.hidden :]))}`: expected {a}, got {b}, so {why}"
+        (tuple(path[names.hidden :]), a, f"{b}, so {why}")
         for path, a, b, why in _jax.equality_errors_pytreedef(*trees)
     ]
     if differences:
-        expected = f"structure of `{init}`, but they differ:"
-        advice = f"Return from `{body}` the same tree as `{init}`."
-        raise errors.wrong_carry(function, body, expected, differences, advice)
+        expected = f"must return a carry of the structure of `{init}`"
+        advice = f"Return a tree like `{init}`."
+        raise errors.wrong_carry(function, body, expected, init, differences, advice)
 
 
 def _check_effects(names: Names, *jaxprs: _jax.Jaxpr | None) -> None:
     effects = [e for j in jaxprs if j is not None for e in _jax.check_effects(j.effects)]
     if effects:
-        expected = "may have only side effects that a compiled loop can have"
+        expected = "may have only side effects that compiled loops can have"
         advice = "Use jax.debug.print, jax.debug.callback or jax.experimental.io_callback."
         got = ", ".join(map(str, effects))
         raise NotImplementedError(errors.wrong(names.function, names.body, expected, got, advice))

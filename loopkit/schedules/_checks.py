@@ -24,11 +24,12 @@ def integer(where: str, argument: str, value: Whole, minimum: int, advice: str) 
         result = None
     if result is None:
         raise TypeError(
-            f"loopkit.schedules.{where}: `{argument}` must be an integer, got {value!r} "
-            f"({type(value).__name__}). {advice}."
+            f"loopkit.schedules.{where}: `{argument}` must be an int >= {minimum}. {advice}. Got: "
+            f"{value!r} of type {type(value).__name__}."
         )
     if result < minimum:
         raise ValueError(
-            f"loopkit.schedules.{where}: `{argument}` must be >= {minimum}, got {result}. {advice}."
+            f"loopkit.schedules.{where}: `{argument}` must be an int >= {minimum}. {advice}. Got: "
+            f"{result}."
         )
     return result

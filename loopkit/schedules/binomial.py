@@ -131,9 +131,7 @@ def split(segments: Whole, free: Whole) -> int:
     (4, 4)
     """
     where = "binomial.split"
-    segments = integer(
-        where, "segments", segments, 2, "a stretch of one segment is replayed as it is"
-    )
+    segments = integer(where, "segments", segments, 2, "replay a stretch of one segment as it is")
     free = integer(where, "free", free, 0, _FREE_SLOT)
     s = free + 1
     r = repetition_number(segments, s)
@@ -165,7 +163,7 @@ def split_table(segments: Whole, free: Whole, *, columns: Whole = 256) -> SplitT
     where = "binomial.split_table"
     segments = integer(where, "segments", segments, 1, COUNT_SEGMENTS)
     free = integer(where, "free", free, 0, _FREE_SLOT)
-    columns = integer(where, "columns", columns, 1, "256 is a good number")
+    columns = integer(where, "columns", columns, 1, "pass 256, say")
     needed = (
         1 if free == 0 else repetition_number(segments, 2)
     )  # row 0 is linear: one column says it

@@ -161,8 +161,8 @@ class Placement:
         segments = integer(where, "segments", segments, 0, "count the segments that the loop ran")
         if segments > self.segments:
             raise ValueError(
-                f"loopkit.schedules.{where}: `segments` must be <= {self.segments}, the bound this "
-                f"placement was made for, got {segments}. Make a placement for more segments."
+                f"loopkit.schedules.{where}: `segments` must be <= {self.segments}, the bound of "
+                f"this placement. Make a placement for more segments. Got: {segments}."
             )
         return segments
 
@@ -191,11 +191,11 @@ def thinning(slots: Whole, segments: Whole = NEVER, *, spare: Whole = 0) -> Plac
     """
     slots = integer("online.thinning", "slots", slots, 1, SLOTS)
     segments = integer("online.thinning", "segments", segments, 0, _BOUND)
-    spare = integer("online.thinning", "spare", spare, 0, "0 fills all slots")
+    spare = integer("online.thinning", "spare", spare, 0, "pass 0 to fill all slots")
     if spare >= slots:
         raise ValueError(
-            f"loopkit.schedules.online.thinning: `spare` must be < `slots`, which is {slots}, got "
-            f"{spare}. The initial state needs a slot."
+            f"loopkit.schedules.online.thinning: `spare` must be < `slots`, which is {slots}. "
+            f"Leave a slot for the initial state. Got: {spare}."
         )
     saves = [Entry(0, 0, slots)]
     held = {0: 0}  # segment -> slot

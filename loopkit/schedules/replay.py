@@ -60,7 +60,7 @@ def replay(
     if positions is not None:
         machine.live = None
         machine.held = {slot: Save(segment, slot) for slot, segment in positions.items()}
-        machine.measure("what `positions` holds")
+        machine.measure(f"positions={positions}")
     for number, action in enumerate(actions):
         machine.execute(f"action {number}, {action!r}", action)
     return machine.finish()
@@ -78,14 +78,17 @@ class _Machine:
         self.peak_slots = 0
 
     def fail(self, what: str, why: str) -> Never:
-        raise ValueError(f"loopkit.schedules.replay: {what}: {why}")
+        raise ValueError(
+            f"loopkit.schedules.replay.replay: {why}. Change that, or an action before it. Got: "
+            f"{what}."
+        )
 
     def execute(self, what: str, action: Action) -> None:
         match action:
             case Advance(start, stop):
                 self.require_live(what, start)
                 if stop <= start:
-                    self.fail(what, f"must end after {start}, where it begins")
+                    self.fail(what, f"an advance must end after {start}, where it begins")
                 self.advances += stop - start
                 self.live = stop
             case Save(segment, slot):
@@ -99,7 +102,7 @@ class _Machine:
                 self.live = segment
             case Discard(slot):
                 if self.held.pop(slot, None) is None:
-                    self.fail(what, f"slot {slot} is empty already")
+                    self.fail(what, f"slot {slot} must hold a state, but is empty already")
             case Reverse(segment):
                 self.require_live(what, segment)
                 self.require_next(what, segment)
@@ -109,27 +112,29 @@ class _Machine:
     def require_live(self, what: str, segment: int) -> None:
         if self.live != segment:
             live = "nothing" if self.live is None else f"the start of segment {self.live}"
-            self.fail(what, f"needs the start of segment {segment}, but {live} is live")
+            self.fail(what, f"the start of segment {segment} must be live, but {live} is")
 
     def require_next(self, what: str, segment: int) -> None:
         if segment != self.next:
             due = "none is left" if self.next < 0 else f"segment {self.next} is next"
-            self.fail(what, f"reverses segment {segment}, but {due}")
+            self.fail(what, f"segments must be reversed once each, the last one first, and {due}")
         self.next -= 1
 
     def require_held(self, what: str, stored: Save) -> None:
         there = self.held.get(stored.slot)
         if there != stored:
-            content = "nothing" if there is None else f"the start of segment {there.segment}"
-            self.fail(what, f"slot {stored.slot} holds {content}")
+            content = "nothing" if there is None else f"that of segment {there.segment}"
+            said = f"must hold the start of segment {stored.segment}, but holds {content}"
+            self.fail(what, f"slot {stored.slot} {said}")
 
     def measure(self, what: str) -> None:
         for slot in self.held:
             if self.slots is not None and not 0 <= slot < self.slots:
-                self.fail(what, f"uses slot {slot}, but there are {self.slots} slots")
+                self.fail(what, f"slot {slot} must not be used, as there are {self.slots} slots")
         self.peak_slots = max(self.peak_slots, len(self.held))
 
     def finish(self) -> Cost:
         if self.next >= 0:
-            self.fail("the end", f"segments 0 to {self.next} are not reversed")
+            left = f"the end, with segments 0 to {self.next} left"
+            self.fail(left, "a schedule must reverse all segments")
         return Cost(self.advances, self.replays, self.saves, self.restores, self.peak_slots)

@@ -113,7 +113,7 @@ def kept(
     {0: 0, 2: 20}
     """
     segments, slots = _check("kept", positions, segments, slots)
-    give_up = integer("reversal.kept", "give_up", give_up, 0, "0 keeps every checkpoint")
+    give_up = integer("reversal.kept", "give_up", give_up, 0, "pass 0 to keep every checkpoint")
     by_age = sorted((segment, slot) for slot, segment in positions.items())
     starts = [segment for segment, _ in by_age] + [segments]
     # best[i][e]: the cost of all stretches before checkpoint i, e older ones having been given up;
@@ -152,19 +152,19 @@ def _check(
     for slot, segment in positions.items():
         if not 0 <= slot < slots:
             raise ValueError(
-                f"{prefix} use slots 0 to {slots - 1}, got slot {slot}. Number the slots from 0, "
-                "or pass all of them in `slots`."
+                f"{prefix} use slots 0 to {slots - 1}. Number the slots from 0, or pass a larger "
+                f"number as `slots`. Got: slot {slot}."
             )
         if not 0 <= segment < max(segments, 1):
             raise ValueError(
-                f"{prefix} hold segments 0 to {segments - 1}, got segment {segment} in slot "
-                f"{slot}. Leave out a state at which nothing is reversed."
+                f"{prefix} hold segments 0 to {segments - 1}. Leave out a state from which nothing "
+                f"is reversed. Got: segment {segment} in slot {slot}."
             )
-    got = f"got segments {sorted(positions.values())}"
+    got = f"Got: segments {sorted(positions.values())}."
     if segments and 0 not in positions.values():
-        raise ValueError(f"{prefix} hold segment 0, {got}. Keep the initial state.")
+        raise ValueError(f"{prefix} hold segment 0. Keep the initial state. {got}")
     if len(set(positions.values())) != len(positions):
-        raise ValueError(f"{prefix} hold each segment once, {got}. Leave out the second copy.")
+        raise ValueError(f"{prefix} hold each segment once. Leave out the second copy. {got}")
     return segments, slots
 
 

@@ -37,7 +37,7 @@ def test_steps_that_are_taken_again():
     assert speaks.without_debug_effects() is quiet
     assert [loop.has_impure_callback for loop in (silent, speaks, asks)] == [False, False, True]
     speaks.check_repeats()
-    with pytest.raises(NotImplementedError, match=r"loopkit\.while_loop: steps that are run again"):
+    with pytest.raises(NotImplementedError, match=r"loopkit\.while_loop: steps that run again"):
         asks.check_repeats()
 
 

@@ -12,7 +12,9 @@ from loopkit._engine.lowering import memory
 def test_all_of_it_may_be_filled(monkeypatch):
     monkeypatch.setattr(memory, "all_memory", lambda: 300)
     memory.check_room("scan", 3, 100)
-    with pytest.raises(ValueError, match=r"scan: .* 4 steps of 100 bytes, which are 400 B, got"):
+    with pytest.raises(
+        ValueError, match=r"scan: .* 4 steps of 100 bytes, 400 B in all, fit.* Got: 300 B"
+    ):
         memory.check_room("scan", 4, 100)
 
 

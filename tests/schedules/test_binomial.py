@@ -172,48 +172,73 @@ def test_a_table_too_narrow_still_splits_well():
 
 
 ERRORS = [
-    (lambda: binomial.reach(-1, 2), "binomial.reach: `slots` must be >= 0, got -1"),
-    (lambda: binomial.reach(1, -2), "binomial.reach: `repetitions` must be >= 0, got -2"),
+    (lambda: binomial.reach(-1, 2), "binomial.reach: `slots` must be an int >= 0.", "-1"),
+    (lambda: binomial.reach(1, -2), "binomial.reach: `repetitions` must be an int >= 0.", "-2"),
     (
         lambda: binomial.repetition_number(-1, 2),
-        "binomial.repetition_number: `segments` must be >= 0, got -1. Count the segments to be",
+        "binomial.repetition_number: `segments` must be an int >= 0. Count the segments to be",
+        "-1",
     ),
-    (lambda: binomial.repetition_number(1, 0), "`slots` must be >= 1, got 0. Count the initial"),
-    (lambda: binomial.advances(-1, 0), "binomial.advances: `segments` must be >= 0, got -1"),
-    (lambda: binomial.advances(1, -1), "binomial.advances: `free` must be >= 0, got -1. Count the"),
-    (lambda: binomial.evaluations(-1, 1), "binomial.evaluations: `segments` must be >= 0, got -1"),
+    (
+        lambda: binomial.repetition_number(1, 0),
+        "`slots` must be an int >= 1. Count the initial",
+        "0",
+    ),
+    (lambda: binomial.advances(-1, 0), "binomial.advances: `segments` must be an int >= 0.", "-1"),
+    (
+        lambda: binomial.advances(1, -1),
+        "binomial.advances: `free` must be an int >= 0. Count the",
+        "-1",
+    ),
+    (
+        lambda: binomial.evaluations(-1, 1),
+        "binomial.evaluations: `segments` must be an int >= 0.",
+        "-1",
+    ),
     (
         lambda: binomial.evaluations(1, 0),
-        "loopkit.schedules.binomial.evaluations: `slots` must be >= 1, got 0. "
-        "Count the initial state as one slot",
+        "loopkit.schedules.binomial.evaluations: `slots` must be an int >= 1. Count the initial "
+        "state as one slot",
+        "0",
     ),
     (
         lambda: binomial.split(1, 0),
-        "binomial.split: `segments` must be >= 2, got 1. A stretch of one",
+        "binomial.split: `segments` must be an int >= 2. Replay a stretch of one",
+        "1",
     ),
-    (lambda: binomial.split(2, -1), "binomial.split: `free` must be >= 0, got -1"),
-    (lambda: binomial.split_table(0, 1), "binomial.split_table: `segments` must be >= 1, got 0"),
-    (lambda: binomial.split_table(1, -1), "binomial.split_table: `free` must be >= 0, got -1"),
+    (lambda: binomial.split(2, -1), "binomial.split: `free` must be an int >= 0.", "-1"),
+    (
+        lambda: binomial.split_table(0, 1),
+        "binomial.split_table: `segments` must be an int >= 1.",
+        "0",
+    ),
+    (
+        lambda: binomial.split_table(1, -1),
+        "binomial.split_table: `free` must be an int >= 0.",
+        "-1",
+    ),
     (
         lambda: binomial.split_table(1, 1, columns=0),
-        "binomial.split_table: `columns` must be >= 1, got 0. 256 is a good number",
+        "binomial.split_table: `columns` must be an int >= 1. Pass 256, say",
+        "0",
     ),
 ]
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize(("call", "text"), ERRORS)
-def test_errors(call, text):
+@pytest.mark.parametrize(("call", "text", "got"), ERRORS)
+def test_errors(call, text, got):
     with pytest.raises(ValueError) as error:
         call()
     assert text in str(error.value)
+    assert str(error.value).endswith(f" Got: {got}.")
 
 
 def test_integers_only():
     with pytest.raises(TypeError) as error:
         binomial.advances(2.5, 1)
     assert str(error.value) == (
-        "loopkit.schedules.binomial.advances: `segments` must be an integer, got 2.5 (float). "
-        "Count the segments to be reversed."
+        "loopkit.schedules.binomial.advances: `segments` must be an int >= 0. Count the segments "
+        "to be reversed. Got: 2.5 of type float."
     )
     assert binomial.advances(np.int32(10), np.int64(2)) == 15

@@ -214,37 +214,55 @@ def test_programs_print_and_are_kept():
 
 
 ERRORS = [
-    (lambda: online.thinning(0), "online.thinning: `slots` must be >= 1, got 0. Count the initial"),
+    (
+        lambda: online.thinning(0),
+        "online.thinning: `slots` must be an int >= 1. Count the initial",
+        "0",
+    ),
     (
         lambda: online.thinning(2, -1),
-        "online.thinning: `segments` must be >= 0, got -1. Give a bound",
+        "online.thinning: `segments` must be an int >= 0. Give a bound",
+        "-1",
     ),
-    (lambda: online.thinning(2, spare=-1), "online.thinning: `spare` must be >= 0, got -1. 0 fill"),
+    (
+        lambda: online.thinning(2, spare=-1),
+        "online.thinning: `spare` must be an int >= 0. Pass 0 to fill",
+        "-1",
+    ),
     (
         lambda: online.thinning(2, spare=2),
-        "loopkit.schedules.online.thinning: `spare` must be < `slots`, which is 2, got 2. The "
-        "initial state needs a slot",
+        "loopkit.schedules.online.thinning: `spare` must be < `slots`, which is 2. Leave "
+        "a slot for the initial state",
+        "2",
     ),
-    (lambda: online.cheapest(0), "online.cheapest: `slots` must be >= 1, got 0. Count the initial"),
+    (
+        lambda: online.cheapest(0),
+        "online.cheapest: `slots` must be an int >= 1. Count the initial",
+        "0",
+    ),
     (
         lambda: online.cheapest(2, -1),
-        "online.cheapest: `segments` must be >= 0, got -1. Give a bound",
+        "online.cheapest: `segments` must be an int >= 0. Give a bound",
+        "-1",
     ),
     (
         lambda: online.cheapest(2, 10).positions(11),
-        "loopkit.schedules.online.Placement.positions: `segments` must be <= 10, the bound this "
-        "placement was made for, got 11. Make a placement for more segments",
+        "loopkit.schedules.online.Placement.positions: `segments` must be <= 10, the bound of this "
+        "placement. Make a placement for more segments",
+        "11",
     ),
     (
         lambda: online.cheapest(2, 10).marks(-1),
-        "online.Placement.marks: `segments` must be >= 0, got -1. Count the segments that the loop",
+        "online.Placement.marks: `segments` must be an int >= 0. Count the segments that the loop",
+        "-1",
     ),
 ]
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize(("call", "text"), ERRORS)
-def test_errors(call, text):
+@pytest.mark.parametrize(("call", "text", "got"), ERRORS)
+def test_errors(call, text, got):
     with pytest.raises(ValueError) as error:
         call()
     assert text in str(error.value)
+    assert str(error.value).endswith(f" Got: {got}.")

@@ -27,25 +27,30 @@ def test_a_schedule_by_hand():
 
 def test_saving_replaces_what_the_slot_held():
     actions = [Save(0, 0), Advance(0, 1), Save(1, 0), Reverse(1), Restore(0, 0)]
-    with pytest.raises(ValueError, match="slot 0 holds the start of segment 1"):
+    with pytest.raises(
+        ValueError, match="slot 0 must hold the start of segment 0, but holds that of segment 1"
+    ):
         replay(actions, 2, slots=1)
 
 
 VIOLATIONS = [
-    ([Advance(1, 2)], "needs the start of segment 1, but the start of segment 0 is live"),
-    ([Reverse(0), Advance(0, 1)], "needs the start of segment 0, but nothing is live"),
-    ([Advance(0, 0)], "action 0, Advance(start=0, stop=0): must end after 0, where it begins"),
+    ([Advance(1, 2)], "the start of segment 1 must be live, but the start of segment 0 is"),
+    ([Reverse(0), Advance(0, 1)], "the start of segment 0 must be live, but nothing is"),
+    ([Advance(0, 0)], "an advance must end after 0, where it begins"),
+    ([Save(1, 0)], "the start of segment 1 must be live, but the start of segment 0 is"),
+    ([Save(0, 2)], "slot 2 must not be used, as there are 2 slots"),
+    ([Restore(0, 1)], "slot 1 must hold the start of segment 0, but holds nothing"),
     (
-        [Save(1, 0)],
-        "action 0, Save(segment=1, slot=0): needs the start of segment 1, but the start of",
+        [Save(0, 1), Restore(1, 1)],
+        "slot 1 must hold the start of segment 1, but holds that of segm",
     ),
-    ([Save(0, 2)], "action 0, Save(segment=0, slot=2): uses slot 2, but there are 2 slots"),
-    ([Restore(0, 1)], "action 0, Restore(segment=0, slot=1): slot 1 holds nothing"),
-    ([Save(0, 1), Restore(1, 1)], "slot 1 holds the start of segment 0"),
-    ([Discard(0)], "action 0, Discard(slot=0): slot 0 is empty already"),
-    ([Save(0, 0), Reverse(0)], "reverses segment 0, but segment 1 is next"),
-    ([Save(0, 0), Advance(0, 1), Reverse(1), Reverse(0)], "but nothing is live"),
-    ([], "loopkit.schedules.replay: the end: segments 0 to 1 are not reversed"),
+    ([Discard(0)], "slot 0 must hold a state, but is empty already"),
+    (
+        [Save(0, 0), Reverse(0)],
+        "segments must be reversed once each, the last one first, and segment 1 is",
+    ),
+    ([Save(0, 0), Advance(0, 1), Reverse(1), Reverse(0)], "the start of segment 0 must be live"),
+    ([], "a schedule must reverse all segments"),
 ]
 
 
@@ -55,18 +60,25 @@ def test_violations(actions, text):
     segments = 1 if actions[:1] == [Reverse(0)] else 2
     with pytest.raises(ValueError) as error:
         replay(actions, segments, slots=2)
-    assert str(error.value).startswith("loopkit.schedules.replay: ")
-    assert text in str(error.value)
+    got = (
+        f"action {len(actions) - 1}, {actions[-1]!r}"
+        if actions
+        else "the end, with segments 0 to 1"
+    )
+    assert str(error.value).startswith(f"loopkit.schedules.replay.replay: {text}")
+    assert f". Change that, or an action before it. Got: {got}" in str(error.value)
 
 
 def test_a_segment_is_reversed_once():
-    with pytest.raises(ValueError, match="reverses segment 0, but none is left"):
+    with pytest.raises(
+        ValueError, match=r"once each, the last one first, and none is left[.] .* Got: action"
+    ):
         replay([Save(0, 0), Reverse(0), Restore(0, 0), Reverse(0)], 1)
 
 
 def test_the_segment_that_is_due():
     again = [Restore(0, 0), Advance(0, 1), Reverse(1)]
-    with pytest.raises(ValueError, match="reverses segment 1, but segment 0 is next"):
+    with pytest.raises(ValueError, match="once each, the last one first, and segment 0 is next"):
         replay([Save(0, 0), Advance(0, 1), Reverse(1), *again], 2)
 
 
@@ -76,23 +88,27 @@ def test_nothing_to_reverse():
 
 def test_positions_are_measured_and_nothing_is_live():
     assert replay([Restore(0, 1), Reverse(0)], 1, slots=2, positions={1: 0}).peak_slots == 1
-    with pytest.raises(ValueError, match="what `positions` holds: uses slot 4, but there are 2"):
+    with pytest.raises(
+        ValueError, match=r"slot 4 must not be used, as there are 2 .* Got: positions={4: 0}"
+    ):
         replay([], 1, slots=2, positions={4: 0})
-    with pytest.raises(ValueError, match="needs the start of segment 0, but nothing is live"):
+    with pytest.raises(ValueError, match="the start of segment 0 must be live, but nothing is"):
         replay([Advance(0, 1)], 1, positions={})
 
 
 ERRORS = [
     (
         {"segments": -1},
-        "replay.replay: `segments` must be >= 0, got -1. Count the segments to be reversed",
+        "replay.replay: `segments` must be an int >= 0. Count the segments to be reversed",
+        "-1",
     ),
-    ({"slots": -1}, "replay.replay: `slots` must be >= 0, got -1. Count the slots"),
+    ({"slots": -1}, "replay.replay: `slots` must be an int >= 0. Count the slots", "-1"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "text"), ERRORS)
-def test_errors(arguments, text):
+@pytest.mark.parametrize(("arguments", "text", "got"), ERRORS)
+def test_errors(arguments, text, got):
     with pytest.raises(ValueError) as error:
         machine.replay([], **({"segments": 0} | arguments))
     assert text in str(error.value)
+    assert str(error.value).endswith(f" Got: {got}.")

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 
 from loopkit import _jax
+from loopkit._arguments import errors
 from loopkit._engine.derivative import rerun
 from loopkit._engine.facts.counters import find_counters
 from loopkit._engine.leaves import spread
@@ -116,23 +117,21 @@ def _check_policy(
     """Raise unless each name that a policy knows is that of a value in the step."""
     j = _jax.open_jaxpr(step)
     if not saves_all and any(_jax.offloads(policy, eqn) for eqn in j.eqns):
-        raise ValueError(
-            f"loopkit.{loop.name}: a policy in `checkpoints` that puts values into the host's "
-            f"memory cannot be given together with `memory`, got `{_jax.name_of(policy)}`. Leave "
-            'out `memory`, or give memory={"device": ..., "host": ...} and no policy.'
-        )
+        expected = "cannot be a policy that puts values on the host together with `memory`"
+        advice = 'Leave out `memory`, or pass memory={"device": ..., "host": ...} and no policy.'
+        got = f"`{_jax.name_of(policy)}`"
+        raise errors.wrong_value(loop.name, "checkpoints", expected, got, advice)
     if loop.replaced_by:  # the names may be those of another loop
         return
     named = (e for e in equations.all_equations(step) if e.primitive.name == "name")
     names = sorted({eqn.params["name"] for eqn in named})
     missing = sorted(_jax.asked_names(policy).difference(names))
     if missing:
-        there = f"The names in it are {', '.join(map(repr, names))}." if names else "It has none."
-        raise ValueError(
-            f"loopkit.{loop.name}: the names of the policy in `checkpoints` must occur in the "
-            f"step, got {', '.join(map(repr, missing))}. {there} Mark values by "
-            "`jax.ad_checkpoint.checkpoint_name(value, name)` inside the step."
-        )
+        there = ", ".join(map(repr, names)) or "no names"
+        got = f"{', '.join(map(repr, missing))} for a step with {there}"
+        expected = "must be a policy whose names occur in the step"
+        advice = "Mark values in the step with `jax.ad_checkpoint.checkpoint_name(value, name)`."
+        raise errors.wrong_value(loop.name, "checkpoints", expected, got, advice)
 
 
 def _tangents(

@@ -24,7 +24,7 @@ from loopkit._plans.plan import Plan
 KIND = "pinned_host"
 SIZE = 256
 """The numbers in the carry of the small loop."""
-HOST_ADVICE = "Give `memory` as one number, or a plan with host=False."
+HOST_ADVICE = "Pass `memory` as one number, or a plan with host=False."
 
 _sound: set[Any] = set()
 """Devices on which the gradients were equal."""
@@ -53,11 +53,10 @@ def check_kinds(name: str, device: _jax.Device) -> None:
     """Raise unless the device has memory of the host."""
     kinds = memory_kinds(device)
     if KIND not in kinds:
-        raise NotImplementedError(
-            f"loopkit.{name}: `memory`, or a plan with host=True, can keep checkpoints on the host "
-            f"only with a device that has memory of the kind {KIND!r}, got {device.device_kind} "
-            f"with {', '.join(sorted(kinds))}. {HOST_ADVICE}"
-        )
+        problem = "`memory`, or a plan with host=True, can keep checkpoints on the host only if "
+        problem += f"the device has memory of the kind {KIND!r}"
+        got = f"{device.device_kind} with {', '.join(sorted(kinds))}"
+        raise NotImplementedError(errors.message(name, problem, got, HOST_ADVICE))
 
 
 def memory_kinds(device: _jax.Device) -> set[str]:
@@ -81,11 +80,10 @@ def check_placed(name: str, device: _jax.Device, program: jax.stages.Compiled) -
         return
     found = getattr(program.memory_analysis(), "host_temp_size_in_bytes", None)
     if not found:
-        raise RuntimeError(
-            f"loopkit.{name}: `memory`, or a plan with host=True, must have checkpoints put in the "
-            f"host's memory, got {found} bytes there, by the compiler's account, on "
-            f"{device.device_kind} with jax {jax.__version__}. {HOST_ADVICE}"
-        )
+        problem = "the compiler must put checkpoints into the host's memory for `memory`, or for a "
+        problem += "plan with host=True"
+        got = f"{found} bytes there, by its own account, {_versions(device)}"
+        raise RuntimeError(errors.message(name, problem, got, HOST_ADVICE))
 
 
 def check_same(name: str, device: _jax.Device, programs: list) -> None:
@@ -94,11 +92,13 @@ def check_same(name: str, device: _jax.Device, programs: list) -> None:
         x = jax.device_put(np.linspace(0.1, 0.9, SIZE, dtype=np.float32), device)
     here, there = (np.asarray(program(x)) for program in programs)
     if not np.allclose(here, there, rtol=1e-4):
-        raise RuntimeError(
-            f"loopkit.{name}: checkpoints in the host's memory must come back as they were, "
-            f"got gradients that differ by {np.max(np.abs(here - there)):.1e} on "
-            f"{device.device_kind} with jax {jax.__version__}. {HOST_ADVICE}"
-        )
+        problem = "checkpoints must come back unchanged from the host's memory"
+        got = f"gradients that differ by {np.max(np.abs(here - there)):.1e} {_versions(device)}"
+        raise RuntimeError(errors.message(name, problem, got, HOST_ADVICE))
+
+
+def _versions(device: _jax.Device) -> str:
+    return f"on {device.device_kind} with jax {jax.__version__}"
 
 
 def _probe(x: jax.Array, host: bool) -> Any:
@@ -117,10 +117,10 @@ def check_room(name: str, steps: int, step_bytes: int) -> None:
     raise errors.wrong_value(
         name,
         "checkpoints",
-        f'can be "all" only where there is room for {steps:,} steps of {step_bytes:,} bytes, '
-        f"which are {errors.size(needed)}",
+        f'can be "all" only if {steps:,} steps of {step_bytes:,} bytes, {errors.size(needed)} in '
+        "all, fit in the memory",
         f"{errors.size(there)} of memory",
-        "Lower `max_steps` to what the loop may take, or leave `checkpoints` out and give "
+        "Lower `max_steps` to the most steps that the loop takes, or replace `checkpoints` by "
         "`memory`, which keeps as much as fits.",
     )
 

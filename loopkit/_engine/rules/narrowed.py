@@ -97,9 +97,9 @@ def check_saved(loop: Loop, saved: Sequence[Any], places: Sequence[Any]) -> None
     """
     zeros = any(s is None and p is not None for s, p in zip(saved, places, strict=True))
     if zeros and saved[-1] is not None:
-        expected = 'must be "wait" where a loop is linearised outside another loop, and what that '
-        expected += "gives is applied in steps of which all residuals are stored"
-        advice = "Pass it, or linearise in the step."
+        expected = 'must be "wait" if the loop is linearised outside another loop, and its '
+        expected += "linear part runs in that loop, which stores all residuals of its steps"
+        advice = 'Pass `lanes="wait"`, or linearise in the step.'
         raise NotImplementedError(
             errors.wrong(loop.name, "lanes", expected, repr(loop.lane_policy), advice)
         )

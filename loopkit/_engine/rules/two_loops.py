@@ -30,22 +30,18 @@ def stored_pullback(loop: Loop, active: Active, batch: int | None, operands: Seq
     `operands` has those of the loop, the steps taken, and cotangents of the active outputs.
     """
     if loop.length is None:
-        expected = (
-            "may call a function with a custom VJP in a second derivative only where the steps "
-            "have a bound, since every carry is stored"
-        )
-        advice = "Give max_steps, or give the function a custom JVP."
+        expected = "may call a function with a custom VJP in a second derivative only if the steps "
+        expected += "have a bound, since loopkit then stores every carry"
+        advice = "Pass `max_steps`, or give the function a custom JVP."
         raise NotImplementedError(
-            errors.wrong(loop.name, "body_fun", expected, "a loop without one", advice)
+            errors.wrong(loop.name, "body_fun", expected, "a loop without a bound", advice)
         )
     if any(reversal(loop, active).on_host):
-        expected = (
-            "can keep checkpoints on the host where the body calls a function with a custom VJP "
-            "only in a first derivative: in a second one every carry is stored on the device"
-        )
-        advice = "Give `memory` as one number, a plan with host=False, or a custom JVP."
+        expected = "cannot keep checkpoints on the host in a second derivative if the body calls a "
+        expected += "function with a custom VJP, since the device then stores every carry"
+        advice = "Pass `memory` as one number or a plan with host=False, or write a custom JVP."
         raise NotImplementedError(
-            errors.wrong(loop.name, "memory", expected, "a second derivative", advice)
+            errors.wrong(loop.name, "memory", expected, "checkpoints on the host", advice)
         )
     key = ("stored pullback", active, batch)
     jaxpr = loop.derived(key, lambda: _traced(loop, active, batch))
