@@ -247,7 +247,7 @@ def test_a_budget_of_its_own_is_kept():
 
 
 def test_a_budget_too_small_says_what_would_do():
-    match = "`memory` must be at least .* in each of the 2 loops that share it"
+    match = "`memory` must be at least .* in each of the 4 loops that share it"
     with pytest.raises(ValueError, match=match):
         jax.grad(loopkit.checkpointed(long_loops, memory=100))(jnp.ones(1000))
 

@@ -422,10 +422,8 @@ def test_custom_vjp():
 def test_loops_of_lax(checkpoints):
     how = {"checkpoints": checkpoints, "max_steps": 9, **ON}
     scan = loopkit.checkpointed(lambda h: lax.scan(root, h, XS)[0], **how)
-    text = r"checkpointed: the cotangent of `carry\[0\]` must stay finite[.] Look at the leaves of the "
-    text += (
-        r"carry and x before that step: `loopkit.replay\(\)`[.] Steps are counted from 0[.] Got: "
-    )
+    text = r"checkpointed: the cotangent of `carry\[0\]` must stay finite[.] Look at the leaves of "
+    text += r"the carry and x before that step: `loopkit.replay\(\)`[.] .* Got: "
     text += r"inf in step 4, going backward, in the scan at .*test_finite.py:\d+ "
     assert_close(fails(text, jax.grad(scan), 1.0), ([jnp.asarray(0.0)], [jnp.asarray(9.0)]))
     loop = lambda h: lax.while_loop(

@@ -101,5 +101,5 @@ def test_room_on_an_accelerator(monkeypatch):
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Device])
     function, x = gradient(1000, 4)
-    with pytest.raises(ValueError, match=r"steps of 32 bytes, 32 kB in all, .*Got: 1 kB"):
+    with pytest.raises(ValueError, match=r"steps of 32 bytes, 32 kB in all, .*Got: 4 kB"):
         function(x, 3)

@@ -37,7 +37,7 @@ def check_read(buffer: Any, found: jax.Array, place: Any, bounds: bool) -> Any:
     inside = place.window.inside(buffer.shape, place.starts)
     bad = ~written.all(tuple(range(len(place.batch), written.ndim))) & inside
     problem, got = "must be written before it is read", "a read at index {} in step {}"
-    advice = "Write first, or start from a buffer with entries, where rows of zeros count as empty."
+    advice = "Write first, or fill the initial buffer, where rows of zeros count as empty."
     return _raise_if(buffer, found, bad, place, problem, got, advice)
 
 

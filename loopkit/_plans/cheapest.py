@@ -94,7 +94,7 @@ def _refusal(
     plans: Sequence[Plan], count: int, host: int | None, loops: int, name: str
 ) -> TooLittle:
     """Make the error for a budget in which none of these plans fits."""
-    each = f" in each of the {loops} loops that share it" if loops > 1 else ""
+    each = f", in each of the {loops} loops that share it" if loops > 1 else ""
     fewest = min(p.host_bytes for p in plans)
     if host is not None and host < fewest:
         return TooLittle(

@@ -30,8 +30,10 @@ def stored_pullback(loop: Loop, active: Active, batch: int | None, operands: Seq
     `operands` has those of the loop, the steps taken, and cotangents of the active outputs.
     """
     if loop.length is None:
-        expected = "may call a function with a custom VJP in a second derivative only if the steps "
-        expected += "have a bound, since loopkit then stores every carry"
+        expected = (
+            "may call a function with a custom VJP in a second derivative only if the steps have a "
+            "bound, since loopkit then stores every carry"
+        )
         advice = "Pass `max_steps`, or give the function a custom JVP."
         raise NotImplementedError(
             errors.wrong(loop.name, "body_fun", expected, "a loop without a bound", advice)
