@@ -93,7 +93,9 @@ def test_a_value(kind):
 def test_a_tangent(kind):
     f = lambda h: jax.jvp(lambda h: KINDS[kind](root, XS, h, **ON), (h,), (h,))
     before = fails(
-        r"the tangent of `init.*` must stay finite, .* in step 2, going forward", f, jnp.ones(2)
+        r"the tangent of `init.*` must stay finite[.] .* Got: .* step 2, going forward",
+        f,
+        jnp.ones(2),
     )
     assert_close(carry_of(kind, before), jnp.full(2, 2.0))
 
@@ -113,7 +115,9 @@ def test_a_cotangent(kind, plan):
     """The first step met going back, which has a slope that is infinite: the last."""
     f = jax.grad(lambda h: KINDS[kind](root, XS, h, checkpoints=plan, **ON).sum())
     before = fails(
-        r"the cotangent of `init.*` must stay finite, .* in step 4, going backward", f, jnp.ones(2)
+        r"the cotangent of `init.*` must stay finite[.] .* Got: .* step 4, going backward",
+        f,
+        jnp.ones(2),
     )
     assert_close(carry_of(kind, before), jnp.zeros(2))
 
@@ -288,7 +292,9 @@ def test_what_is_closed_over():
         return loopkit.scan(step, 0.0, XS, **ON)[0]
 
     kind = jnp.zeros(3).dtype
-    text = rf"the cotangent of what `f` closes over \({kind}\[3\]\) must stay finite, .* in step 4"
+    text = (
+        rf"cotangent of what `f` closes over \({kind}\[3\]\) must stay finite[.] .* Got: .* step 4"
+    )
     fails(text, jax.grad(loss), jnp.zeros(3))
     rows = lambda w: loopkit.fori_loop(0, 4, lambda i, h: h + jnp.sqrt(w[i]), 0.0, **ON)
     text = r"cotangent of what `body_fun` closes over .*, in a row that is read, .* in step 2"
