@@ -245,14 +245,16 @@ def test_the_body_is_named_and_where_it_is():
     text = (
         r"Run that step alone, with jax.debug_nans or in a debugger: `root\(\*loopkit.replay\(\)\)`"
     )
-    text += rf". Got: .*, going forward, in `f`, which is `root` at .*test_finite.py:{line}\."
+    text += rf". Steps are counted from 0. Got: .*in `f`, which is `root` at .*finite.py:{line}\."
     run = lambda xs: loopkit.scan(root, -1.0, xs, **ON)[0]
     replayed = fails(text, run, XS)
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="sqrt"):
         root(*replayed)
     unnamed = lambda xs: loopkit.scan(lambda h, x: (h / x, None), 1.0, xs, **ON)[0]
     fails(
-        r"Run .*: `f\(\*loopkit.replay\(\)\)`. Got: .* in `f` at .*test_finite.py:\d+", unnamed, XS
+        r"Run .*: `f\(\*loopkit.replay\(\)\)`. .* Got: .* in `f` at .*test_finite.py:\d+",
+        unnamed,
+        XS,
     )
     f = jax.grad(lambda h: loopkit.scan(root, h, XS, **ON)[0])
     fails(r"debugger: `jax.vjp` of `root` at `loopkit.replay\(\)`", f, 1.0)
