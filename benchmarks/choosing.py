@@ -19,7 +19,7 @@ import findings
 import harness
 import loopkit
 import workloads
-from loopkit._programs import cache
+from loopkit import _programs as cache
 from loopkit._tracing import axes as _axes
 
 

@@ -17,8 +17,8 @@ from jax import lax
 import loopkit
 from derivatives import assert_close
 from loopkit import Plan
+from loopkit import _programs as cache
 from loopkit._foreign.replace import DIVERTED
-from loopkit._programs import cache
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="measures or forks as on Linux")
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import loopkit
-from loopkit._programs.cache import Recent
+from loopkit._programs import Recent
 
 
 @pytest.mark.exhaustive

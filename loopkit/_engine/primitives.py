@@ -29,7 +29,7 @@ from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._engine.loop import Loop
 from loopkit._jaxprs import equations
-from loopkit._programs.cache import interned
+from loopkit._programs import interned
 from loopkit._progress.open_bars import closing_if_it_fails
 
 while_p = _jax.declare("loopkit_while")

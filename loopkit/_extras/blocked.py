@@ -18,7 +18,7 @@ from loopkit._arguments import errors, validate
 from loopkit._extras.some_ys import of_some
 from loopkit._jaxprs import equations
 from loopkit._keywords import BlockedKw
-from loopkit._programs.cache import remember
+from loopkit._programs import remember
 from loopkit._progress.open_bars import closing_if_it_fails
 from loopkit._progress.progress import check_progress
 from loopkit._tracing.axes import (

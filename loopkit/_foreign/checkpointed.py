@@ -25,8 +25,7 @@ from loopkit._foreign.lax_loop import LoopSite, ReplaceKw, Settings
 from loopkit._foreign.replace import replacing, settings_of, with_rules
 from loopkit._jaxprs import equations
 from loopkit._plans.budget import Bytes
-from loopkit._programs.cache import interned, remember, shared
-from loopkit._programs.key import Unknown, is_of_library, program_key
+from loopkit._programs import Unknown, interned, is_of_library, program_key, remember, shared
 from loopkit._types import Checkpoints, Debug, Decorator, Lanes, Memory, P, Progress, R
 
 

@@ -15,7 +15,7 @@ from loopkit._engine.facts.bounds import StepBound, bound_of, limits_of
 from loopkit._engine.loop import CarryLeaf, parts
 from loopkit._jaxprs import equations
 from loopkit._plans.budget import SELDOM_REACHED, Budget, stores_every_step
-from loopkit._programs.cache import shared
+from loopkit._programs import shared
 from loopkit._progress import progress as shown
 from loopkit._tracing.axes import Inputs
 from loopkit._tracing.spec import LoopOptions, LoopSpec, Names

@@ -28,7 +28,7 @@ from loopkit._engine.loop import Loop, parts, run_rewritten
 from loopkit._engine.passes import ready
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
-from loopkit._programs.cache import keep, recall, shared
+from loopkit._programs import keep, recall, shared
 from loopkit._progress.progress import ProgressSettings
 from loopkit._tracing import references
 from loopkit._tracing.axes import stacks

@@ -7,7 +7,7 @@ from jax.experimental import io_callback
 
 from loopkit._engine.lanes.many_lanes import OneLane
 from loopkit._engine.loop import Operands
-from loopkit._programs.key import program_key
+from loopkit._programs import program_key
 
 from .small_loops import make_loop
 

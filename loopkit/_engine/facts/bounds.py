@@ -22,7 +22,7 @@ from loopkit._engine.steps import LAST_STEP
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.integers import ANY, Range
 from loopkit._plans.budget import stores_every_step
-from loopkit._programs.cache import shared
+from loopkit._programs import shared
 
 SAME = ("convert_element_type", "copy", "copy_p", "nonbatchable")
 """Primitives that pass a value on. The last one, of equinox, marks a value equal in all lanes."""

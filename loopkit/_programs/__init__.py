@@ -1,1 +1,0 @@
-"""Programs that are known already: the very same functions, or the same equations."""
