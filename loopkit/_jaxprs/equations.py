@@ -171,9 +171,50 @@ def has_impure_callback(jaxpr: _jax.Jaxpr) -> bool:
     return any(isinstance(e, _jax.IO_EFFECTS) for e in without_debug_effects(jaxpr).effects)
 
 
-def calls_the_host(jaxpr: _jax.Jaxpr) -> bool:
-    """Return whether a jaxpr calls a pure function of the host."""
-    return any(eqn.primitive.name == "pure_callback" for eqn in all_equations(jaxpr))
+def inlined(jaxpr: _jax.Jaxpr, is_call: Callable[[Any], bool] = is_call) -> _jax.Jaxpr:
+    """Return a jaxpr without calls of jitted or other functions; the same object if it has none."""
+
+    def inside(eqn: _jax.Equation) -> Any:
+        if not is_call(eqn) or _jax.is_laid_out(eqn):
+            return None
+        called = eqn.params["jaxpr"]
+        constants = getattr(called, "consts", ()) or _jax.open_jaxpr(called).constvars
+        return None if constants else called
+
+    return expanded(jaxpr, inside)
+
+
+def expanded(jaxpr: _jax.Jaxpr, inside: Callable[[Any], Any]) -> _jax.Jaxpr:
+    """Return a jaxpr with the equations of `inside(equation)`, a jaxpr without constants, for each.
+
+    An equation stays if that is None, and the jaxpr is the same object if all stay.
+    """
+    j, eqns = _jax.open_jaxpr(jaxpr), []
+
+    def expand(j: _jax.OpenJaxpr, names: dict, fresh: bool) -> list:
+        """Append equations, in which variables have new names; `fresh` renames results too."""
+        for eqn in j.eqns:
+            invars = [renamed(v, names) for v in eqn.invars]
+            if (made := inside(eqn)) is not None:
+                made = _jax.open_jaxpr(made)
+                outs = expand(made, dict(zip(made.invars, invars, strict=True)), True)
+                names |= zip(eqn.outvars, outs, strict=True)
+                continue
+            if fresh:
+                names |= zip(eqn.outvars, map(_jax.like, eqn.outvars), strict=True)
+            outvars = [names[v] for v in eqn.outvars] if fresh else eqn.outvars
+            eqns.append(eqn.replace(invars=invars, outvars=outvars) if names else eqn)
+        return [renamed(v, names) for v in j.outvars]
+
+    outvars = expand(j, {}, False)
+    if len(eqns) == len(j.eqns) and all(a is b for a, b in zip(eqns, j.eqns, strict=True)):
+        return jaxpr
+    return _jax.close_jaxpr(j.replace(eqns=eqns, outvars=outvars))
+
+
+def renamed(v: _jax.Atom, names: dict) -> Any:
+    """Return a variable, or what stands for it in `names`; a literal stays as it is."""
+    return v if isinstance(v, _jax.Literal) else names.get(v, v)
 
 
 def map_equations(

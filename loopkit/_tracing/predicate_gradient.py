@@ -61,7 +61,7 @@ def stop_gradient_in_predicate(jaxpr: _jax.Jaxpr, place: int) -> _jax.Jaxpr:
                     stops = _stops(v)
                     still[v] = stops.outvars[0]
                     eqns.append(stops)
-            eqn = eqn.replace(invars=[_in_place(v, still) for v in eqn.invars])
+            eqn = eqn.replace(invars=[equations.renamed(v, still) for v in eqn.invars])
         eqns.append(eqn)
     return jaxpr.replace(jaxpr=j.replace(eqns=eqns)) if still else jaxpr
 
@@ -83,7 +83,3 @@ def _stops(v: _jax.Atom) -> Any:
     j = _jax.open_jaxpr(_jax.trace_closed(lambda x: [lax.stop_gradient(x)], [v.aval], "still"))
     (eqn,) = j.eqns
     return eqn.replace(invars=[v])
-
-
-def _in_place(v: _jax.Atom, still: dict) -> Any:
-    return v if isinstance(v, _jax.Literal) else still.get(v, v)

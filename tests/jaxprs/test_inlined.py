@@ -7,7 +7,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from loopkit import _jax
 from loopkit._jaxprs import equations
-from loopkit._jaxprs.inlined import inlined
+from loopkit._jaxprs.equations import inlined
 
 X = jnp.linspace(0.1, 0.9, 4)
 

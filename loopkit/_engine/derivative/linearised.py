@@ -20,7 +20,6 @@ from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Active, Loop, kept, parts
 from loopkit._engine.passes.unused import to_transpose
 from loopkit._jaxprs import equations
-from loopkit._jaxprs.inlined import inlined
 from loopkit._jaxprs.min_cut import LARGEST_GRAPH, Residuals
 from loopkit._plans.budget import Policy, policy_of
 from loopkit._plans.planner import CHECKPOINT_BYTES
@@ -88,7 +87,7 @@ def _linearised(body: _jax.Jaxpr, active: Active) -> tuple[_jax.Jaxpr, Any]:
 
 def _linearise(loop: Loop, active: Active, variant: Variant) -> Linearised:
     n, c, again = len(loop.body.out_avals), loop.const_count, variant == "inner loops again"
-    body = inlined(loop.body, equations.is_remat) if variant == "opened" else loop.body
+    body = equations.inlined(loop.body, equations.is_remat) if variant == "opened" else loop.body
     whole, tree = _linearised(body, active)
     wide = rerun.found(loop, whole)
     if wide and again:
@@ -99,7 +98,7 @@ def _linearise(loop: Loop, active: Active, variant: Variant) -> Linearised:
     whole = _jax.with_outputs(whole, [*outs[:n], *kept(outs[n:], used)], keep)
     policy, saves_all = policy_of(loop.checkpoints), isinstance(loop.checkpoints, Policy)
     if policy is not None or has_frontier(loop, _jax.byte_count(*whole.out_avals[n:])):
-        spelled_out = inlined(whole)
+        spelled_out = equations.inlined(whole)
         is_short = len(_jax.open_jaxpr(spelled_out).eqns) <= LARGEST_GRAPH
         whole = spelled_out if is_short else whole
     free = [by is not None for by in find_counters(loop)]

@@ -16,6 +16,7 @@ from jax import lax
 from loopkit import _jax
 from loopkit._engine.loop import parts
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.equations import renamed
 
 FILLED = 1 << 12
 """The bytes that a step fills with zeros rather than carry them. Filling takes a tenth of a
@@ -53,35 +54,10 @@ def _lifted(jaxpr: _jax.Jaxpr, inside: bool) -> tuple[_jax.Jaxpr, list]:
     """
     if not any(map(_is_of_interest, equations.all_equations(jaxpr))):
         return jaxpr, []
-    j = _inlined(jaxpr)
-    level = _Level(j, inside)
-    for at, eqn in enumerate(j.eqns):
+    level = _Level(_jax.open_jaxpr(equations.expanded(jaxpr, _called)), inside)
+    for at, eqn in enumerate(level.j.eqns):
         level.add(at, eqn)
     return level.jaxpr(), [v.aval for v in level.inputs]
-
-
-def _inlined(jaxpr: _jax.Jaxpr) -> Any:
-    """Return an open jaxpr with loops, and calls of them, replaced by their equations."""
-    j, eqns = _jax.open_jaxpr(jaxpr), []
-
-    def inline(j: _jax.OpenJaxpr, operands: Sequence[Any]) -> list:
-        names = dict(zip(j.invars, operands, strict=True))
-        for eqn in j.eqns:
-            eqn = eqn.replace(invars=[_named(v, names) for v in eqn.invars])
-            inner = _called(eqn)
-            if inner is None:
-                eqns.append(eqn)
-            else:
-                outs = inline(_jax.open_jaxpr(inner), eqn.invars)
-                names.update(zip(eqn.outvars, outs, strict=True))
-        return [_named(v, names) for v in j.outvars]
-
-    outs = inline(j, j.invars)
-    return j.replace(eqns=eqns, outvars=outs, debug_info=j.debug_info.with_unknown_names())
-
-
-def _named(v: _jax.Atom, names: dict) -> Any:
-    return v if isinstance(v, _jax.Literal) else names.get(v, v)
 
 
 def _called(eqn: _jax.Equation) -> _jax.Jaxpr | None:
@@ -120,7 +96,7 @@ class _Level:
             out = eqn.outvars[0]
             self.names[out] = self.scratch(at, out.aval)
             return
-        eqn = eqn.replace(invars=[_named(v, self.names) for v in eqn.invars])
+        eqn = eqn.replace(invars=[renamed(v, self.names) for v in eqn.invars])
         if eqn.primitive not in (_jax.lax_while_p, _jax.lax_scan_p):
             self.append(eqn)
             return
@@ -139,8 +115,8 @@ class _Level:
         """Add the equations of a jaxpr whose variables are its own, and return its outputs."""
         names = dict(zip(j.invars, operands, strict=True))
         for eqn in j.eqns:
-            self.append(eqn.replace(invars=[_named(v, names) for v in eqn.invars]))
-        return [_named(v, names) for v in j.outvars]
+            self.append(eqn.replace(invars=[renamed(v, names) for v in eqn.invars]))
+        return [renamed(v, names) for v in j.outvars]
 
     def append(self, eqn: _jax.Equation) -> None:
         self.eqns.append(eqn)
@@ -168,10 +144,10 @@ class _Level:
     def reads(self, at: int, value: _jax.Var) -> bool:
         """Return whether an equation from `at` on reads a value, or the value is a result."""
         read = (v for eqn in self.j.eqns[at:] for v in eqn.invars)
-        return any(_named(v, self.names) is value for v in (*read, *self.j.outvars))
+        return any(renamed(v, self.names) is value for v in (*read, *self.j.outvars))
 
     def jaxpr(self) -> _jax.Jaxpr:
-        outs = [_named(v, self.names) for v in self.j.outvars]
+        outs = [renamed(v, self.names) for v in self.j.outvars]
         if self.inside:
             outs += self.latest
         ins = [*self.j.invars, *self.inputs]
