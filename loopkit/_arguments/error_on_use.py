@@ -103,9 +103,7 @@ def _dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
     needed = [*[any(used)] * eqn.params["count"], *used]
     if all(used) or not any(used):
         return needed, eqn if any(used) else None
-    invars = [v for v, need in zip(eqn.invars, needed, strict=True) if need]
-    outvars = [v for v, use in zip(eqn.outvars, used, strict=True) if use]
-    return needed, _jax.new_equation(eqn, heard_p, invars, outvars, eqn.params)
+    return needed, _jax.part_of(eqn, needed, used, eqn.params)
 
 
 evaluate = lambda *operands, raising, count: raising(operands[:count], list(operands[count:]))

@@ -327,13 +327,11 @@ def _dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
     report, _, before = how.apart([True] * count)
     needed = [leaf is not None for leaf in keep]
     needed = [*report, *needed, *(n for n, b in zip(needed, before, strict=True) if b)]
-    invars = [v for v, need in zip(eqn.invars, needed, strict=True) if need]
     wanted = [
         *needed[how.reported : how.reported + len(keep)],
         *(told for told in levels if told is not None),
     ]
-    outvars = [v for v, want in zip(eqn.outvars, wanted, strict=True) if want]
-    return needed, _jax.new_equation(eqn, watch_p, invars, outvars, {"how": some})
+    return needed, _jax.part_of(eqn, needed, wanted, {"how": some})
 
 
 def _alone(_: object, evaluate: Callable[..., Any], *operands: jax.Array, how: WatchParams) -> list:

@@ -1,19 +1,22 @@
-"""The types of values, and what is known of tracers."""
+"""The types of values and of JAX's own objects, and what is known of tracers."""
 
 from __future__ import annotations
 
 import functools as ft
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Any, cast
+from typing import Any, Protocol, cast
+from typing import TypeAlias as Alias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import core
-from jax._src.interpreters import ad, batching, pxla
+from jax._src.interpreters import ad, batching, mlir, pxla
 from jax._src.interpreters import partial_eval as pe
-from jaxtyping import PyTree
+from jax._src.lib import Device as Device
+from jax._src.lib import pytree
+from jaxtyping import Array, Int, PyTree
 
 ShapedArray = core.ShapedArray
 Literal = core.Literal
@@ -240,3 +243,59 @@ def known_on(meshes: Sequence[Any], values: list) -> list:
     anyhow = [jax.sharding.PartitionSpec.UNCONSTRAINED] * jnp.ndim(values[0])
     sharding = jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec(*anyhow))
     return [jax.lax.with_sharding_constraint(values[0], sharding), *values[1:]]
+
+
+AxisData: Alias = batching.AxisData
+"""The axis that a rule for `jax.vmap` is given."""
+LoweringContext: Alias = mlir.LoweringRuleContext
+Primitive: Alias = core.Primitive
+TreeDef: Alias = pytree.PyTreeDef
+Whole: Alias = int | Int[Array, ""]
+"""A whole number, known or traced."""
+
+
+class Atom(Protocol):
+    """A variable or a literal that an equation reads. JAX says less of its type than is known."""
+
+    @property
+    def aval(self) -> ShapedArray: ...
+
+
+Var: Alias = Atom
+"""A variable that an equation makes, or that a jaxpr has as an input."""
+
+
+class Equation(Protocol):
+    @property
+    def primitive(self) -> Primitive: ...
+    @property
+    def invars(self) -> list[Atom]: ...
+    @property
+    def outvars(self) -> list[Var]: ...
+    @property
+    def params(self) -> dict[str, Any]: ...
+    @property
+    def effects(self) -> Any: ...
+    @property
+    def source_info(self) -> Any: ...
+    @property
+    def ctx(self) -> Any: ...
+    def replace(self, **changes: Any) -> Equation: ...
+
+
+class OpenJaxpr(Protocol):
+    """Equations and variables, without constants."""
+
+    @property
+    def constvars(self) -> list[Var]: ...
+    @property
+    def invars(self) -> list[Var]: ...
+    @property
+    def outvars(self) -> list[Atom]: ...
+    @property
+    def eqns(self) -> Sequence[Equation]: ...
+    @property
+    def effects(self) -> Any: ...
+    @property
+    def debug_info(self) -> Any: ...
+    def replace(self, **changes: Any) -> Any: ...

@@ -1,4 +1,4 @@
-"""Programs as JAX traces them: made, cut, derived and batched."""
+"""Programs as JAX traces them: made, cut, derived and batched, with references or without."""
 
 from __future__ import annotations
 
@@ -17,9 +17,18 @@ from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
 from jax._src.named_sharding import UnspecifiedValue
 from jax._src.random.prng import PRNGImpl
+from jax._src.state.discharge import discharge_state
+from jax._src.state.types import AbstractRef, RefEffect
 
-from loopkit._jax.avals import ShapedArray, Zero, is_tracer, slice_type
-from loopkit._jax.types import AxisData, Equation, OpenJaxpr
+from loopkit._jax.avals import (
+    AxisData,
+    Equation,
+    OpenJaxpr,
+    ShapedArray,
+    Zero,
+    is_tracer,
+    slice_type,
+)
 
 call_jaxpr = core.jaxpr_as_fun
 close_jaxpr = pe.close_jaxpr
@@ -236,3 +245,25 @@ def jvp_in_moving(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any]
 def jit_is_disabled() -> bool:
     """Return whether this thread is under jax.disable_jit."""
     return config.disable_jit.value
+
+
+_EFFECTS = RefEffect, core.InternalMutableArrayEffect
+
+
+def is_reference(value: object) -> bool:
+    return isinstance(core.typeof(value), AbstractRef)
+
+
+def type_in(reference: Any) -> ShapedArray:
+    """Return the type of what it holds."""
+    return core.typeof(reference).inner_aval
+
+
+def has_references(jaxpr: Jaxpr) -> bool:
+    """Return whether it makes, reads or writes references."""
+    return any(isinstance(e, _EFFECTS) for e in jaxpr.effects)
+
+
+def of_values(jaxpr: Jaxpr) -> Jaxpr:
+    """Turn references into values: they are operands, and their final values follow the results."""
+    return discharge_state(jaxpr)

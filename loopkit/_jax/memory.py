@@ -13,6 +13,7 @@ from jax._src.interpreters import ad, mlir
 from jax._src.lax.control_flow import loops as lax_loops
 
 from loopkit._jax.avals import (
+    LoweringContext,
     ShapedArray,
     byte_count,
     is_spread,
@@ -21,7 +22,6 @@ from loopkit._jax.avals import (
     varying,
     zeros,
 )
-from loopkit._jax.types import LoweringContext
 
 
 def on_host(aval: ShapedArray) -> ShapedArray:

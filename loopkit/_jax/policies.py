@@ -9,7 +9,7 @@ from typing import Any
 from jax._src import ad_checkpoint
 from jax._src.interpreters import partial_eval as pe
 
-from loopkit._jax.types import Equation
+from loopkit._jax.avals import Equation
 
 
 def may_save(policy: Callable[..., Any], eqn: Equation) -> bool:

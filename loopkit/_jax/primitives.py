@@ -13,9 +13,9 @@ from jax._src import checkify, config, core, dispatch
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
 
+from loopkit._jax.avals import AxisData, Equation, LoweringContext, Primitive
 from loopkit._jax.jaxprs import trace
 from loopkit._jax.memory import filled_where_it_shows, is_alone, is_on_host, named_on_host
-from loopkit._jax.types import AxisData, Equation, LoweringContext, Primitive
 
 KEEPS_BARRIERS = jax.__version_info__ >= (0, 11)
 """Whether the compiler for CPUs keeps lax.optimization_barrier until it has fused operations."""
@@ -291,11 +291,19 @@ def register_known_part(primitive: core.Primitive, part: Callable) -> None:
         if found is None:
             return None
         operands, results, known_params = found
-        invars = [v for v, k in zip(eqn.invars, operands, strict=True) if k]
-        outvars = [v for v, k in zip(eqn.outvars, results, strict=True) if k]
-        return new_equation(eqn, primitive, invars, outvars, known_params), results
+        return part_of(eqn, operands, results, known_params), results
 
     _register_partial_eval(primitive, eager, known_part)
+
+
+def part_of(
+    eqn: Equation, ins: Sequence[bool], outs: Sequence[bool], params: dict, primitive: Any = None
+) -> Any:
+    """`eqn` with the flagged operands and results alone, other parameters, maybe another
+    primitive."""
+    invars = [v for v, keep in zip(eqn.invars, ins, strict=True) if keep]
+    outvars = [v for v, keep in zip(eqn.outvars, outs, strict=True) if keep]
+    return new_equation(eqn, primitive or eqn.primitive, invars, outvars, params)
 
 
 def new_equation(

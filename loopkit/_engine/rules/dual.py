@@ -77,9 +77,7 @@ def dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
         live = cotangent_activity(loop, active, used[results:])
         ins = [True] * operands + kept(live.inputs, active.inputs)
         outs = [True] * results + kept(live.outputs, active.outputs)
-        invars, outvars = kept(eqn.invars, ins), kept(eqn.outvars, outs)
-        params = {"loop": loop, "active": live}
-        return ins, _jax.new_equation(eqn, dual_p, invars, outvars, params)
+        return ins, _jax.part_of(eqn, ins, outs, {"loop": loop, "active": live})
     plain = known_equation(eqn)
     needed, plain = while_.dce(used[:results], plain)
     return [*needed, *[False] * (len(eqn.invars) - operands)], plain

@@ -88,9 +88,7 @@ class Linear:
         if any(u and not f for u, f in zip(used, found, strict=True)):
             return [True] * len(eqn.invars), eqn
         ins = [True] * (len(eqn.invars) - len(reaching)) + reaching
-        invars, outvars = kept(eqn.invars, ins), kept(eqn.outvars, found)
-        params = dict(eqn.params, active=live)
-        return ins, _jax.new_equation(eqn, self.primitive, invars, outvars, params)
+        return ins, _jax.part_of(eqn, ins, found, dict(eqn.params, active=live))
 
 
 def linear_params(loop: Loop, layout: Active, active: Active) -> dict[str, Any]:

@@ -95,8 +95,7 @@ def dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
     if all(used):
         return [True] * len(eqn.invars), eqn
     pruned = prune(loop, used)
-    invars, outvars = pruned.map_operands(eqn.invars), kept(eqn.outvars, pruned.results)
-    new = _jax.new_equation(eqn, while_p, invars, outvars, {"loop": pruned.loop})
+    new = _jax.part_of(eqn, pruned.operands, pruned.results, {"loop": pruned.loop})
     return pruned.operands, new
 
 
