@@ -9,7 +9,7 @@ import pytest
 
 import loopkit
 from kinds import KINDS
-from loopkit._progress import bars, progress
+from loopkit._progress import progress
 from recorded_bars import Plain, Recorder
 from shown_loops import ONES, STOPS, looped, nested, step, stops_at
 from turns import in_turn
@@ -91,7 +91,7 @@ class Terminal:
 
 @pytest.fixture
 def often(monkeypatch):
-    monkeypatch.setattr(bars, "OFTEN", -1.0)
+    monkeypatch.setattr(progress, "OFTEN", -1.0)
 
 
 @pytest.mark.usefixtures("often")
@@ -128,7 +128,7 @@ def test_tqdm_in_a_notebook(monkeypatch):
     OfNotebooks.__module__ = "tqdm.notebook"
     monkeypatch.setattr(auto, "tqdm", type("tqdm", (OfNotebooks,), {"__module__": "tqdm.auto"}))
     jax.block_until_ready(nested("tqdm", 0.3))
-    assert made == [(True, bars.OFTEN), *[(False, bars.OFTEN)] * 4]
+    assert made == [(True, progress.OFTEN), *[(False, progress.OFTEN)] * 4]
 
 
 def test_rich(capsys):
