@@ -25,8 +25,6 @@ from loopkit._engine.loop import Loop, Operands, kept, parts
 from loopkit._engine.sweeps.step import Cotangents, StepReversal, zero_cotangents
 from loopkit._plans.plan import Plan
 
-FILLING_SHOWS = 1 << 20
-"""The bytes of zeros from which on filling them takes time."""
 PART = 32
 """The steps that are reversed without a wait of the host, if it has to count them."""
 
@@ -110,7 +108,9 @@ class Sweep(abc.ABC):
         there.
         """
         return [
-            jnp.where(number < 0, _jax.zeros(jax.typeof(v)), v) if goes and not _is_there(v) else v
+            jnp.where(number < 0, _jax.zeros(jax.typeof(v)), v)
+            if goes and not _jax.is_on_host(jax.typeof(v))
+            else v
             for v, goes in zip(values, self.how.on_host, strict=True)
         ]
 
@@ -277,27 +277,15 @@ def write_if(
     return written if go is None else stepping.select(go, written, arrays)
 
 
-def _is_there(value: object) -> bool:
-    """Return whether a value is on the host, as what an inner loop has saved there."""
-    return _jax.is_on_host(jax.typeof(value))
-
-
 def _no_cotangents(how: Reversal, ct_carry: list, batch: int | None) -> Cotangents:
     """Return the cotangents before any step is reversed."""
     loop, active = how.loop, how.active
-
-    def distinct(v: Any) -> Any:
-        # XLA would make equal zeros once and copy them: more memory traffic than to fill each.
-        if _jax.byte_count(jax.typeof(v)) < FILLING_SHOWS:
-            return v
-        return v + lax.optimization_barrier(jnp.zeros((), v.dtype))
-
     consts = zero_cotangents(kept(loop.const_types, active.consts), batch)
     xs = zero_cotangents(kept(loop.xs_types, active.xs), batch)
     if loop.cond is None:
-        # Every row will be written.
+        # Every row will be written. XLA would make equal zeros once and copy them.
         xs = [rows + k for k, rows in enumerate(xs)]
-    return Cotangents(list(map(distinct, consts)), ct_carry, xs, [])
+    return Cotangents(consts, ct_carry, xs, [])
 
 
 def _in_common(jaxpr: _jax.Jaxpr) -> list:
