@@ -104,21 +104,14 @@ def best_unroll(
 
 def _gradient(run: Callable) -> Callable:
     """Return the gradient of the sum of all results, for all arguments that have one."""
+    import equinox as eqx  # which takes longer to import than loopkit
 
-    def slopes(init: PyTree[Any], xs: PyTree[Any]) -> Any:
-        leaves, tree = jax.tree.flatten((init, xs))
-        moves = [_jax.is_differentiable(jax.typeof(v)) for v in map(jnp.asarray, leaves)]
+    def total(both: tuple) -> Any:
+        outs = map(jnp.asarray, jax.tree.leaves(run(*both)))
+        sums = [jnp.sum(v).real for v in outs if _jax.is_differentiable(jax.typeof(v))]
+        return sum(sums, jnp.zeros(()))
 
-        def total(moving: list) -> Any:
-            each = iter(moving)
-            given = [next(each) if m else v for m, v in zip(moves, leaves, strict=True)]
-            outs = map(jnp.asarray, jax.tree.leaves(run(*tree.unflatten(given))))
-            sums = [jnp.sum(v) for v in outs if _jax.is_differentiable(jax.typeof(v))]
-            return sum(map(jnp.real, sums), jnp.zeros(()))
-
-        return jax.grad(total)([v for m, v in zip(moves, leaves, strict=True) if m])
-
-    return slopes
+    return lambda *both: eqx.filter_grad(total)(both)
 
 
 def _measured(run: Callable, init: PyTree[Any], xs: PyTree[Any]) -> tuple[float, float]:
