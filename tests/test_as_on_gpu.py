@@ -10,11 +10,10 @@ import pytest
 import loopkit
 from derivatives import assert_close, derivative, direction, expected
 from loopkit import Plan, _jax
-from loopkit._engine.sweeps import tables
+from loopkit._engine.sweeps import segments, tables
 from loopkit._engine.sweeps.in_segments import InSegments
 from loopkit._engine.sweeps.strategy import PART
 from loopkit._jax import primitives
-from loopkit._plans import waits
 from loopkit.schedules import online
 from problems import CHECKPOINTS, PROBLEMS, Problem
 from turns import in_turn
@@ -96,7 +95,7 @@ LARGE = [Plan(3), Plan(3, segment=3), Plan(3, segment=2, host=True, room=4000)]
 def test_carries_too_large_to_be_written_in_passing(steps, large, plan, monkeypatch):
     """Large carries, and those on the host, are written once. A loop of unknown length takes 40
     steps."""
-    monkeypatch.setattr(waits, "LARGE_CARRY", 8 if large else waits.LARGE_CARRY)
+    monkeypatch.setattr(segments, "LARGE_CARRY", 8 if large else segments.LARGE_CARRY)
     x = jnp.linspace(0.3, 0.6, 3)
     loss = with_rows if steps is None else stopped
     count = 40 if steps is None else steps

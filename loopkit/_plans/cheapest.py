@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from loopkit._plans.costs import Store
-from loopkit._plans.plan import CACHES, SPARED, TABLES, Plan
+from loopkit._plans.costs import CACHES, SPARED, TABLES, Store
+from loopkit._plans.plan import Plan
 
 FEW_SLOTS = 32
 """The slots that a loop of unknown length may use, however large its carry."""

@@ -1,7 +1,8 @@
-"""The costs of one step of a loop that a plan depends on: bytes and predicted nanoseconds."""
+"""The costs that a plan depends on: of one step of a loop, of bytes, and of what goes on beside."""
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 Store = Literal["carries", "residuals"]
@@ -75,3 +76,49 @@ class StepCosts(NamedTuple):
 
 
 UNKNOWN_COSTS = StepCosts(0, 0)
+
+SEGMENT = 20.0
+"""Nanoseconds that a segment costs beyond its steps."""
+SCHEDULED = 300.0
+"""Nanoseconds that a segment costs beyond its steps if a schedule says what to save and rerun."""
+CACHES = (1 << 20, 0.06), (1 << 25, 0.12), (math.inf, 0.8)
+"""Pairs of a number of bytes in use and the nanoseconds to write and read one byte. Each price
+holds up to its number of bytes. Memory beyond the last cache is new at every call, and the system
+has to clear it first."""
+
+ARRAY = 5.0
+"""Nanoseconds to write an array and read it again, however small, in a loop of one kernel."""
+IN_PASSING = 0.2
+"""The time of a step to add its product, relative to that of a segment that adds up its own."""
+TRANSFER = 0.1
+"""Nanoseconds to bring a byte to the host and back. XLA assumes 34 GB/s for the PCIe of an H100,
+which gives 0.06; programs do not reach all of that."""
+COUNTERS = 512
+"""The bytes of step numbers and other counters."""
+TABLES = 384
+"""The bytes of tables, beside the counters, that following a schedule needs."""
+SPARED = 16
+"""The most slots with which the first slot has no memory of its own."""
+LAUNCH = 3_800.0
+"""Nanoseconds to launch a kernel. Each of many short kernels in a row takes this time, if the next
+is launched while the last still runs (NVIDIA, "Getting Started with CUDA Graphs", 2019)."""
+GPU_STEP = 2 * LAUNCH
+"""Nanoseconds to launch the kernels of a small step."""
+GPU_SPEEDUP = 30.0
+"""The predicted time of a large step on a CPU (`_jaxprs/cost.py`), divided by that on a GPU.
+
+XLA describes an H100 as 132 cores of 128 units at 1.98 GHz, with 3.35 TB/s. By that, the ratio is
+670 for products of matrices. It is 17 for adding numbers: each takes 0.04 ns on the CPU, and moves
+8 bytes on the GPU. The value is nearer to that of adding, because steps that a GPU waits for seldom
+fill it.
+"""
+WAIT = 12_000.0
+"""Nanoseconds until the host has read a predicate and the device runs again. A kernel takes 5.8
+microseconds more if the host waits for each (9.6 against 3.8, as for `LAUNCH`). To copy a few bytes
+to the host takes about 6 (Wu et al. 2026, "DualPath", arXiv:2602.21548, section 5.2: 5 to 7 a
+copy)."""
+
+
+def price_of_byte(count: int) -> float:
+    """Return the nanoseconds to write and read a byte if `count` bytes are in use."""
+    return next(price for size, price in CACHES if count <= size)

@@ -11,37 +11,20 @@ from __future__ import annotations
 
 import functools as ft
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from loopkit._arguments import errors
 from loopkit._arguments.validate import check_flag, check_whole
+from loopkit._plans import costs
 from loopkit._plans.costs import UNKNOWN_COSTS, Row, StepCosts, Store
-from loopkit._plans.waits import for_waiting_hosts
 from loopkit.schedules import binomial
 
-SEGMENT = 20.0
-"""Nanoseconds that a segment costs beyond its steps."""
-SCHEDULED = 300.0
-"""Nanoseconds that a segment costs beyond its steps if a schedule says what to save and rerun."""
-CACHES = (1 << 20, 0.06), (1 << 25, 0.12), (math.inf, 0.8)
-"""Pairs of a number of bytes in use and the nanoseconds to write and read one byte. Each price
-holds up to its number of bytes. Memory beyond the last cache is new at every call, and the system
-has to clear it first."""
-
-ARRAY = 5.0
-"""Nanoseconds to write an array and read it again, however small, in a loop of one kernel."""
-IN_PASSING = 0.2
-"""The time of a step to add its product, relative to that of a segment that adds up its own."""
-TRANSFER = 0.1
-"""Nanoseconds to bring a byte to the host and back. XLA assumes 34 GB/s for the PCIe of an H100,
-which gives 0.06; programs do not reach all of that."""
-COUNTERS = 512
-"""The bytes of step numbers and other counters."""
-TABLES = 384
-"""The bytes of tables, beside the counters, that following a schedule needs."""
-SPARED = 16
-"""The most slots with which the first slot has no memory of its own."""
+MORE = 1.1
+"""The most runs of a step, relative to the same memory with segments of one step."""
+WAITING_REACH = 100
+"""A loop without a bound is planned for this many steps to each slot."""
 
 Strategy = Literal["every residual", "every carry", "every segment", "schedule"]
 """The steps that the forward pass saves: every step (residuals or carries), or the first of every
@@ -137,7 +120,7 @@ class Plan:
         The choice between the initial carry and the other slots takes time to compile. With many
         slots, it saves too little.
         """
-        return int(self.slots <= SPARED and self.strategy != "every carry")
+        return int(self.slots <= costs.SPARED and self.strategy != "every carry")
 
     @property
     def rows(self) -> int:
@@ -187,7 +170,7 @@ class Plan:
     @property
     def least_bytes(self) -> int:
         """The bytes that any plan needs: the current carry with its buffers, logs, counters."""
-        counters = {"every segment": COUNTERS, "schedule": COUNTERS + TABLES}
+        counters = {"every segment": costs.COUNTERS, "schedule": costs.COUNTERS + costs.TABLES}
         log = 0 if self.keeps_all else (self.bound or 0) * self.step.log_bytes
         carry = self.step.carry_bytes + self.step.buffer_bytes
         return carry + log + counters.get(self.strategy, 0)
@@ -274,31 +257,87 @@ class Plan:
         """Predict the time beyond what any plan takes to reverse the steps, for comparing plans."""
         step, steps = self.step, self._steps("nanoseconds", steps)
         in_use = self.peak_bytes
-        price = _price(in_use)
-        save = TRANSFER if self.host else price
+        price = costs.price_of_byte(in_use)
+        save = costs.TRANSFER if self.host else price
         if self.strategy == "every residual":
-            row = ARRAY * self.row.arrays + save * self.row.bytes + self.row.nanoseconds
-            adding = IN_PASSING * _price(step.product_bytes) * step.product_bytes
+            row = costs.ARRAY * self.row.arrays + save * self.row.bytes + self.row.nanoseconds
+            adding = costs.IN_PASSING * costs.price_of_byte(step.product_bytes) * step.product_bytes
             return steps * (step.record + row + adding)
-        slot = ARRAY * step.carry_arrays + save * step.carry_bytes
+        slot = costs.ARRAY * step.carry_arrays + save * step.carry_bytes
         segments = -(-steps // self.segment)
         beside = steps * price * 2 * step.log_bytes
-        adding = _price(step.product_bytes) * step.product_bytes
+        adding = costs.price_of_byte(step.product_bytes) * step.product_bytes
         put_off = self.segment > 1 and not self.price
-        beside += adding * (segments if put_off else IN_PASSING * steps)
+        beside += adding * (segments if put_off else costs.IN_PASSING * steps)
         if self.strategy == "every carry":
             return beside + steps * (step.run + step.remake + slot)
         run, again = self.evaluations(steps)
-        row = ARRAY * self.row.arrays + price * self.row.bytes + self.row.nanoseconds
+        row = costs.ARRAY * self.row.arrays + price * self.row.bytes + self.row.nanoseconds
         row = row if self.segment > 1 else 0
         replay = step.record + row
         if self.store == "carries":
             replay = step.run * (1 - 1 / self.segment) + step.remake + row
         passes = (run + again - steps) * step.run
-        each = SCHEDULED if self.strategy == "schedule" else SEGMENT
+        each = costs.SCHEDULED if self.strategy == "schedule" else costs.SEGMENT
         return beside + passes + steps * replay + segments * (each + slot)
 
 
-def _price(count: int) -> float:
-    """Return the nanoseconds to write and read a byte if `count` bytes are in use."""
-    return next(price for size, price in CACHES if count <= size)
+@ft.lru_cache(maxsize=256)
+def for_waiting_hosts(plan: Plan) -> Plan:
+    """Return the plan, or one of longer segments whose carries and rows need no more memory.
+
+    A GPU runs what the host has launched. If the compiler does not know the length of a loop, the
+    host reads the predicate before each iteration, and waits for it. Between two kept carries, it
+    waits once for each segment. So if a plan keeps carries alone, some of the slots may hold the
+    rows of a longer segment instead.
+    """
+    if plan.strategy != "schedule" or (plan.segment > 1 and not plan.host):
+        return plan
+    steps = WAITING_REACH * plan.slots if plan.bound is None else plan.bound
+    plans = [plan, *(_beside_rows(plan, steps) if plan.host else _among_rows(plan))]
+    most = MORE * _runs(plan, steps)
+    return min(
+        (p for p in plans if _runs(p, steps) <= most), key=lambda p: _on_gpu_nanoseconds(p, steps)
+    )
+
+
+def _among_rows(plan: Plan) -> Iterator[Plan]:
+    """Yield plans whose rows lie in slots."""
+    for segment in range(2, plan.rows + 2):
+        slots = plan.rows + plan.spared - (segment - 1)
+        if slots > 0:
+            yield replace(plan, slots=slots, segment=segment, store="carries")
+
+
+def _beside_rows(plan: Plan, steps: int) -> Iterator[Plan]:
+    """Yield plans with slots on the host, and rows in the room left on the device."""
+    store = "carries" if plan.segment == 1 else plan.store
+    times = 2
+    while times * plan.segment <= steps:
+        wider = replace(plan, segment=times * plan.segment, store=store)
+        on_its_way = plan.step.carry_bytes
+        if wider.peak_bytes + on_its_way > (plan.room or 0):
+            return
+        yield wider
+        times += 1 + times // 8
+
+
+def _runs(plan: Plan, steps: int) -> float:
+    """Return how often a step runs, forward and backward, until each step is reversed."""
+    replayed = steps * (1 - 1 / plan.segment)
+    return sum(plan.evaluations(steps)) + replayed
+
+
+def waits(plan: Plan, steps: int) -> int:
+    """Return how often the host waits, going back.
+
+    It waits for each segment that runs to reach another, and at the end of each segment.
+    """
+    segments = -(-steps // plan.segment)
+    forward, again = plan.evaluations(steps)
+    return (again - forward) // plan.segment + segments
+
+
+def _on_gpu_nanoseconds(plan: Plan, steps: int) -> float:
+    step = max(costs.GPU_STEP, plan.step.run / costs.GPU_SPEEDUP)
+    return _runs(plan, steps) * step + waits(plan, steps) * costs.WAIT

@@ -18,8 +18,8 @@ from loopkit._plans.cheapest import (
     cheapest_plan,
     near_divisor,
 )
-from loopkit._plans.costs import StepCosts, Store
-from loopkit._plans.plan import CACHES, Plan
+from loopkit._plans.costs import CACHES, StepCosts, Store
+from loopkit._plans.plan import Plan
 
 KEPT = 1 << 10
 """The bytes of all residuals up to which a loop keeps them: checkpointing would gain nothing."""

@@ -9,10 +9,9 @@ from loopkit import Plan
 from loopkit._engine.derivative import deferred_products
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.activity import forward_activity
-from loopkit._engine.sweeps import sweeps
+from loopkit._engine.sweeps import segments, sweeps
 from loopkit._engine.sweeps.segments import EverySegment
 from loopkit._engine.sweeps.step import StepReversal
-from loopkit._plans import waits
 
 from .swept_loops import (
     GPUS,
@@ -54,7 +53,7 @@ def test_no_segment_is_run_to_get_to_another(segment, monkeypatch):
     plan = Plan(-(-LENGTH // segment), segment)
     for name in LOOPS:
         assert_counts(name, plan, [*GPUS, *MIXED])
-    monkeypatch.setattr(waits, "LARGE_CARRY", -1)
+    monkeypatch.setattr(segments, "LARGE_CARRY", -1)
     for name in LOOPS:
         assert_counts(name, plan)
 
@@ -96,7 +95,7 @@ def test_of_small_carries_a_host_waits_once_a_step(monkeypatch):
     there = lambda on_gpu: loops_there(*decided(checkpoints=Plan(3, 3)), on_gpu)
     assert there(True) == [False]
     assert there(False) == [False, False]
-    monkeypatch.setattr(waits, "LARGE_CARRY", -1)
+    monkeypatch.setattr(segments, "LARGE_CARRY", -1)
     assert there(True) == [False, False]
 
 

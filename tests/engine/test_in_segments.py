@@ -6,8 +6,8 @@ import itertools
 import pytest
 
 from loopkit import Plan
+from loopkit._engine.sweeps import segments
 from loopkit._engine.sweeps.in_segments import InSegments
-from loopkit._plans import waits
 
 from .swept_loops import (
     GPUS,
@@ -46,7 +46,7 @@ def assert_counts(name, plan, on_gpu):
 def test_longer_segments(large, monkeypatch):
     """Segments of two steps; large carries are saved only where they have to be."""
     if large:
-        monkeypatch.setattr(waits, "LARGE_CARRY", -1)
+        monkeypatch.setattr(segments, "LARGE_CARRY", -1)
     for name, on_gpu in itertools.product(LOOPS, [*GPUS, *MIXED]):
         found = assert_counts(name, Plan(4), on_gpu)
         assert isinstance(found.both, InSegments) == on_gpu[1]
@@ -63,7 +63,7 @@ def test_segments_of_three():
 
 @pytest.mark.slow
 def test_of_large_carries_the_steps_beyond_the_last_segment(monkeypatch):
-    monkeypatch.setattr(waits, "LARGE_CARRY", -1)
+    monkeypatch.setattr(segments, "LARGE_CARRY", -1)
     found = assert_swept(*known(checkpoints=Plan(2, segment=2)), on_gpu=(True, True))
     assert not found.both.predicated_store
 
@@ -90,7 +90,7 @@ def test_of_small_carries_a_host_waits_once_a_step(plan, monkeypatch):
     """Not once a run of steps as well; large ones are not written over themselves for that."""
     make = LOOPS["decided"][0]
     assert loops_there(*make(checkpoints=plan), on_gpu=True) == [False]
-    monkeypatch.setattr(waits, "LARGE_CARRY", -1)
+    monkeypatch.setattr(segments, "LARGE_CARRY", -1)
     assert loops_there(*make(checkpoints=plan), on_gpu=True) == [False, False]
 
 
@@ -98,14 +98,14 @@ def test_climbs_of_small_carries_are_one_loop(monkeypatch):
     """Over segments; to large ones, of loops from one that is saved to the next."""
     loop, given = decided(checkpoints=Plan(2))
     assert loops_back(loop, given, on_gpu=True) == [False, False]
-    monkeypatch.setattr(waits, "LARGE_CARRY", -1)
+    monkeypatch.setattr(segments, "LARGE_CARRY", -1)
     assert loops_back(loop, given, on_gpu=True) == [False, False, False]
 
 
 def test_climbs_of_large_carries_are_loops_over_segments_of_known_length(monkeypatch):
     """The loops over the replayed steps of a segment, and over the reversed ones, have known
     lengths, too."""
-    monkeypatch.setattr(waits, "LARGE_CARRY", -1)
+    monkeypatch.setattr(segments, "LARGE_CARRY", -1)
     loop, given = decided(checkpoints=Plan(2, segment=3))
     of_whole = loops_back(loop, given, on_gpu=True)
     assert of_whole.count(True) == len(["climb", "climb", "replayed", "reversed"])
@@ -125,5 +125,5 @@ def test_of_a_known_number_of_small_ones_it_does_not_wait(monkeypatch):
     has."""
     make = LOOPS["known"][0]
     assert loops_there(*make(checkpoints=Plan(2, segment=2)), on_gpu=True) == [True, True]
-    monkeypatch.setattr(waits, "LARGE_CARRY", -1)
+    monkeypatch.setattr(segments, "LARGE_CARRY", -1)
     assert loops_there(*make(checkpoints=Plan(2, segment=2)), on_gpu=True) == [True, False, True]

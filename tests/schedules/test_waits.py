@@ -4,7 +4,7 @@ import pytest
 
 from loopkit import Plan
 from loopkit._plans.costs import StepCosts
-from loopkit._plans.waits import MORE, waits
+from loopkit._plans.plan import MORE, waits
 from loopkit.schedules import binomial, reversal
 from loopkit.schedules.replay import replay
 

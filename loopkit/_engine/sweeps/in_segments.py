@@ -4,7 +4,7 @@ Runs and climbs go a segment of known length at a time. If that costs less than 
 slot is written over itself wherever nothing is saved. Then a run of known length does not wait at
 all, and a climb is one loop that waits once for each segment. Otherwise a loop over segments ends
 at each save. Longer segments may be worth their cost; their rows lie in slots that a shorter
-schedule leaves free (`_plans/waits.py`). Inside the sweeps, segments are numbered by the current
+schedule leaves free (`for_waiting_hosts`). Inside the sweeps, segments are numbered by the current
 plan. Between the sweeps, they are numbered by the plan that laid out the slots: a gradient may go
 on where hosts do not wait, and the other way around.
 """
@@ -21,12 +21,11 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._engine.loop import Loop, Operands, kept
-from loopkit._engine.steps import Steps, read_rows, repeat, take, write_rows
+from loopkit._engine.steps import read_rows, repeat, take, write_rows
 from loopkit._engine.sweeps import tables
-from loopkit._engine.sweeps.segments import Scheduled
+from loopkit._engine.sweeps.segments import Scheduled, writes_in_passing
 from loopkit._engine.sweeps.step import Cotangents, StepReversal
 from loopkit._engine.sweeps.strategy import Backward, Saving, reverse_segments
-from loopkit._plans.waits import writes_in_passing
 from loopkit.schedules.online import NEVER
 
 Climb = tuple[list, Any, Any, list, Any]
@@ -74,7 +73,7 @@ class InSegments(Scheduled):
             due = saves[:, 0] == segment
             slot = jnp.max(jnp.where(due, saves[:, 1], 0))
             stacks = self.save_if(due.any(), stacks, kept(steps.carry, self.how.slotted), slot)
-            return run_known(loop, operands, count, steps), stacks
+            return take(loop, operands, count, steps), stacks
 
         state = repeat(whole, take_next, state)
         # If the compiler knew this choice, it would make a copy of all slots.
@@ -92,11 +91,11 @@ class InSegments(Scheduled):
             steps, stacks = state
             segment, slot, _, run = self.schedule.row(number)
             stacks = self.save(stacks, kept(steps.carry, self.how.slotted), slot)
-            one = lambda _, s: run_known(loop, operands, length, s)
+            one = lambda _, s: take(loop, operands, length, s)
             return repeat(lax.min(run, whole - segment), one, steps), stacks
 
         steps, stacks = repeat(len(saves), stretch, state)
-        return run_known(loop, operands, rest, steps), stacks, self.schedule.held(len(saves))
+        return take(loop, operands, rest, steps), stacks, self.schedule.held(len(saves))
 
     def cut(self, loop: Loop) -> tuple[int, int, np.ndarray]:
         """Return the number of whole segments, the steps after them, and the saves."""
@@ -182,7 +181,3 @@ class InSegments(Scheduled):
         if isinstance(run, int):
             return one(step, segment, run, carry)
         return repeat(run, lambda k, c: one(step, segment + k, 1, c), carry)
-
-
-def run_known(loop: Loop, operands: Operands, count: int, steps: Steps) -> Steps:
-    return take(loop, operands, count, steps)

@@ -26,9 +26,20 @@ from loopkit._engine.sweeps.strategy import (
     run_steps,
     write_if,
 )
+from loopkit._plans.plan import Plan
 from loopkit._plans.planner import RECORDED
-from loopkit._plans.waits import writes_in_passing
 from loopkit.schedules.online import NEVER
+
+LARGE_CARRY = 1 << 23
+"""The bytes of a carry that take less time to write than a wait of the host."""
+
+
+def writes_in_passing(plan: Plan) -> bool:
+    """Return whether a slot is written over itself, if nothing is saved, to avoid one more wait.
+
+    A slot in the host's memory is not, and neither is a large one.
+    """
+    return not plan.host and plan.step.carry_bytes <= LARGE_CARRY
 
 
 class EverySegment(Sweep):

@@ -16,14 +16,7 @@ from loopkit._engine.derivative.pieces import Reversal
 from loopkit._engine.lanes.safe_inputs import EveryInput, SafeInputs
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Loop, Operands, kept, parts
-from loopkit._engine.steps import (
-    in_runs,
-    read_rows,
-    read_slices,
-    repeat,
-    row_of,
-    write_rows,
-)
+from loopkit._engine.steps import in_runs, read_rows, read_slices, repeat, row_of, write_rows
 
 SMALL_ROW = 1024
 """The bytes of a row up to which it is copied out once, rather than sliced in each kernel."""
