@@ -9,7 +9,7 @@ from derivatives import assert_close
 from kinds import KINDS, loop
 from loopkit import Plan, _jax
 from loopkit._engine.derivative.reversal import reversal
-from loopkit._engine.facts.counters import find_counters
+from loopkit._engine.facts.bounds import find_counters
 from loopkit._engine.loop import Active
 from loopkit._engine.primitives import while_p
 from loopkit._plans.costs import StepCosts

@@ -12,8 +12,8 @@ from jax import lax
 
 import loopkit
 from derivatives import assert_close
+from loopkit._engine.lanes.many_lanes import _narrower
 from loopkit._engine.lanes.phases import phases_of
-from loopkit._engine.lanes.widths import _narrower
 from loopkit._engine.steps import evaluate
 from test_lanes import NS, XS, grow, grow_in_python
 

@@ -15,7 +15,7 @@ from loopkit._arguments.errors import size
 from loopkit._engine.derivative.reversal import remat_nanoseconds, reversal
 from loopkit._engine.derivative.split import split_step
 from loopkit._engine.facts.activity import moving_activity
-from loopkit._engine.lanes.widths import why_never, why_waiting
+from loopkit._engine.lanes.many_lanes import why_never, why_waiting
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, kept
 from loopkit._engine.primitives import evaluated_p

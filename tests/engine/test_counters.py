@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from loopkit._engine.facts.counters import at_step, find_counters
+from loopkit._engine.facts.bounds import at_step, find_counters
 
 from .small_loops import assert_same, make_loop
 

@@ -11,12 +11,12 @@ import pytest
 from loopkit import _jax
 from loopkit._engine.lanes.many_lanes import (
     COPIED_FOR_LANES,
+    TOGETHER,
     AxisPair,
     join,
     waiting_lanes,
     with_lanes,
 )
-from loopkit._engine.lanes.widths import TOGETHER
 from loopkit._engine.loop import Operands
 
 from .small_loops import assert_same, make_loop, run

@@ -6,8 +6,8 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from loopkit import _jax
-from loopkit._engine.lanes import widths as widths_
-from loopkit._engine.lanes.widths import (
+from loopkit._engine.lanes import many_lanes
+from loopkit._engine.lanes.many_lanes import (
     ENOUGH,
     LEAST,
     WORTH_NARROWING,
@@ -37,9 +37,9 @@ def test_widths_of_so_many():
 
 def costing(monkeypatch, step, phase=0.0, equation=0.0, runs=1000):
     """Nanoseconds of a step of a lane, and of what is compiled."""
-    monkeypatch.setattr(widths_, "nanoseconds", lambda _: step)
-    monkeypatch.setattr(widths_, "COMPILE_NANOSECONDS", (phase, equation))
-    monkeypatch.setattr(widths_, "RUNS", runs)
+    monkeypatch.setattr(many_lanes, "nanoseconds", lambda _: step)
+    monkeypatch.setattr(many_lanes, "COMPILE_NANOSECONDS", (phase, equation))
+    monkeypatch.setattr(many_lanes, "RUNS", runs)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
 
@@ -113,7 +113,7 @@ def test_widths_that_are_asked_for():
     assert widths(doubling(length=9, lane_policy=(40, 20)), 40) == (20,)
 
 
-in_any_lane = Primitive(widths_.TOGETHER)
+in_any_lane = Primitive(many_lanes.TOGETHER)
 in_any_lane.def_abstract_eval(lambda x: x)
 
 

@@ -15,7 +15,7 @@ import jax
 from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._engine.derivative import rerun
-from loopkit._engine.facts.counters import find_counters
+from loopkit._engine.facts.bounds import find_counters
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Active, Loop, kept, parts
 from loopkit._engine.passes.unused import to_transpose

@@ -12,11 +12,9 @@ import jax
 
 from loopkit import _jax
 from loopkit._engine.derivative.deferred_products import Products, put_off
-from loopkit._engine.derivative.split import (
-    Split,
-)
+from loopkit._engine.derivative.split import Split
 from loopkit._engine.derivative.write_log import Undo
-from loopkit._engine.facts.counters import Counters, at_step
+from loopkit._engine.facts.bounds import Counters, at_step
 from loopkit._engine.facts.write_sites import holds_write
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts

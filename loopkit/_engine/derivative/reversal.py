@@ -12,7 +12,7 @@ from loopkit._engine.derivative.linearised import Linearised, Variant, has_front
 from loopkit._engine.derivative.pieces import Reversal, build, saved_leaves
 from loopkit._engine.derivative.split import Split, keep_split, split_step
 from loopkit._engine.derivative.write_log import find_undo
-from loopkit._engine.facts.counters import find_counters
+from loopkit._engine.facts.bounds import find_counters
 from loopkit._engine.loop import Active, Loop, kept
 from loopkit._engine.primitives import forward_p
 from loopkit._jaxprs import equations

@@ -1,4 +1,9 @@
-"""How many steps a while loop can take, as far as its predicate says.
+"""Counters, and how many steps a while loop can take, as far as its predicate says.
+
+A counter is a carry leaf that every step moves by the same integer. Before a step, its value
+follows from the step's number. So a counter is neither saved nor stored, and values that follow
+from it are made again. The flag that says whether a step counts is a counter in this sense, too. A
+predicate that compares a counter with a limit bounds the steps:
 
 i < 10 and improves        at most 10 - i steps, if i is known and each step adds one
 not (i >= 10 or done)      at most 10 - i steps
@@ -11,10 +16,11 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from loopkit import _jax
-from loopkit._engine.facts.counters import moved_by
 from loopkit._engine.leaves import Operands
 from loopkit._engine.loop import Loop
 from loopkit._engine.primitives import while_p
@@ -23,6 +29,66 @@ from loopkit._jaxprs import equations
 from loopkit._jaxprs.integers import ANY, Range
 from loopkit._plans.budget import stores_every_step
 from loopkit._programs import shared
+
+KEEPS_VALUE = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze")
+
+Counters = tuple[int | None, ...]
+"""The number by which a step moves each carry leaf; None if the leaf is not a counter."""
+
+
+def find_counters(loop: Loop) -> Counters:
+    """Return the counters of a loop."""
+    return loop.derived("counters", lambda: _found(loop))
+
+
+def _found(loop: Loop) -> Counters:
+    j = _jax.open_jaxpr(loop.body)
+    maker = equations.maker_of(j)
+    before = j.invars[loop.const_count : loop.const_count + loop.carry_count]
+    found = [
+        moved_by(out, v, maker) if jnp.issubdtype(v.aval.dtype, jnp.integer) else None
+        for out, v in zip(j.outvars, before, strict=False)
+    ]
+    # Lanes that go on together have a flag each, which is not a counter.
+    if loop.flag is not None and equations.forwarded(loop.cond) == [
+        loop.cond_const_count + loop.flag
+    ]:
+        found[loop.flag] = 0
+    return tuple(found)
+
+
+def moved_by(after: _jax.Atom, before: _jax.Atom, maker: Callable[[Any], Any]) -> int | None:
+    """Return the integer that `after` is more than `before`; None if it is not known."""
+    of_type = lambda eqn: eqn.invars[0].aval.dtype == before.aval.dtype
+    copies = lambda eqn: eqn.primitive.name in ("convert_element_type", "copy") and of_type(eqn)
+    eqn = maker(equations.source(after, maker, copies))
+    if eqn is None or eqn.primitive.name not in ("add", "sub"):
+        return None
+    a, b = eqn.invars
+    if eqn.primitive.name == "add" and b is before:
+        a, b = b, a
+    b = equations.source(b, maker, lambda eqn: eqn.primitive.name in KEEPS_VALUE)
+    if a is not before or not isinstance(b, _jax.Literal) or np.ndim(b.val):
+        return None
+    return int(b.val) if eqn.primitive.name == "add" else -int(b.val)
+
+
+def at_step(
+    loop: Loop, init: Sequence[Any], counters: Counters, step: _jax.Whole, taken: jax.Array
+) -> list[Any]:
+    """Return the counters before a step, as if no lane had stopped; None for other leaves.
+
+    `taken` is the number of steps of each lane.
+    """
+    out: list[Any] = [None] * len(counters)
+    for i, (v, by, kind) in enumerate(zip(init, counters, loop.carry_types, strict=True)):
+        if i == loop.flag and by is not None:
+            out[i] = jnp.broadcast_to(step < taken, v.shape) if loop.lanes else jnp.array(True)
+        elif by is not None:
+            out[i] = v + jnp.asarray(step, v.dtype) * np.array(by).astype(v.dtype)
+        out[i] = None if out[i] is None else _jax.vary_like(out[i], [kind])
+    return out
+
 
 SAME = ("convert_element_type", "copy", "copy_p", "nonbatchable")
 """Primitives that pass a value on. The last one, of equinox, marks a value equal in all lanes."""
@@ -170,7 +236,7 @@ def _limits(
         i = place[counter]
         if not jnp.issubdtype(inside[i].aval.dtype, jnp.integer):
             return None
-        by = _moved_by(after[i], inside[i], made)
+        by = _moved_in_all(after[i], inside[i], made)
         if not by or (by > 0) != (name in UPWARDS):
             return None
         beyond, dtype = (UPWARDS | DOWNWARDS)[name], counter.aval.dtype
@@ -218,7 +284,7 @@ def bound_in(limits: Limits, ranges: Sequence[Range]) -> StepBound | None:
     return StepBound(max(steps, limits.anyway), limits.alone and known)
 
 
-def _moved_by(after: _jax.Atom, before: _jax.Atom, maker: Callable[[Any], Any]) -> int | None:
+def _moved_in_all(after: _jax.Atom, before: _jax.Atom, maker: Callable[[Any], Any]) -> int | None:
     """Return how much a step adds to a counter, inner loops of known length included."""
     eqn = maker(after)
     if eqn is None or (found := _steps_in(eqn)) is None:
@@ -228,7 +294,7 @@ def _moved_by(after: _jax.Atom, before: _jax.Atom, maker: Callable[[Any], Any]) 
     if place >= carry or eqn.invars[consts + place] is not before:
         return None
     j = _jax.open_jaxpr(body)
-    by = _moved_by(j.outvars[place], j.invars[consts + place], equations.maker_of(j))
+    by = _moved_in_all(j.outvars[place], j.invars[consts + place], equations.maker_of(j))
     return None if by is None else by * length
 
 

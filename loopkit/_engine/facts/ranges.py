@@ -21,11 +21,11 @@ from loopkit._engine.facts.bounds import (
     StepBound,
     asked,
     bound_in,
+    find_counters,
     limits_in,
     of_all_steps,
     of_length,
 )
-from loopkit._engine.facts.counters import find_counters
 from loopkit._engine.leaves import Operands
 from loopkit._engine.loop import Loop
 from loopkit._engine.primitives import while_p

@@ -12,7 +12,7 @@ import numpy as np
 from loopkit import _jax
 from loopkit._buffers.slices import read_p, write_p
 from loopkit._buffers.window import Window
-from loopkit._engine.facts.counters import KEEPS_VALUE, find_counters, moved_by
+from loopkit._engine.facts.bounds import KEEPS_VALUE, find_counters, moved_by
 from loopkit._engine.loop import Loop, parts
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 
 from loopkit import _jax
 from loopkit._engine.lanes.batched_loop import Batched, batch_loop
+from loopkit._engine.lanes.many_lanes import widths
 from loopkit._engine.lanes.predicates import counted, ended_in_each_lane
-from loopkit._engine.lanes.widths import widths
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Loop, Operands, kept, parts
 from loopkit._engine.primitives import while_p

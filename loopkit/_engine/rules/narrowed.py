@@ -29,12 +29,12 @@ from loopkit._engine.lanes.many_lanes import (
     ManyLanes,
     OneLane,
     join,
+    waiting,
     waiting_lanes,
     with_lanes,
 )
 from loopkit._engine.lanes.phases import phases_of
 from loopkit._engine.lanes.predicates import counted
-from loopkit._engine.lanes.widths import waiting
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts
 from loopkit._engine.passes.dual_loop import active_inputs, replace_active

@@ -18,9 +18,8 @@ from loopkit._engine.derivative.split import batch_split, split_step
 from loopkit._engine.derivative.write_log import batch_undo
 from loopkit._engine.facts.activity import either
 from loopkit._engine.lanes.batched_loop import Batched, batch_loop, leaves_in_rows, move
-from loopkit._engine.lanes.many_lanes import waiting_lanes, with_lanes
+from loopkit._engine.lanes.many_lanes import waiting, waiting_lanes, with_lanes
 from loopkit._engine.lanes.phases import phases_of
-from loopkit._engine.lanes.widths import waiting
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts
 from loopkit._engine.passes.dual_loop import dual_loop
