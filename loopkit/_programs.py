@@ -98,6 +98,12 @@ def shared(loop: Any) -> Any:
     return interned(loop.replace(lasting=True)) or loop.replace(lasting=False)
 
 
+def with_fields(loop: Any, **changes: Any) -> Any:
+    """Return the loop with other fields, made once for each."""
+    make = lambda: shared(loop.replace(**changes))
+    return loop.derived(("with_fields", *changes.items()), make)
+
+
 def interned(program: T, results_only: bool = False) -> T | None:
     """Return a program with the same equations that was run before, and so compiled, or this one.
 

@@ -94,7 +94,7 @@ def compiled(traced: Traced, size: int, counts: bool = False) -> Callable:
     """
 
     def make() -> Callable:
-        segment = traced.of_length(size).closing_over([None] * len(traced.closed_over))
+        segment = traced.with_fields(length=size).closing_over([None] * len(traced.closed_over))
 
         def run(
             closed_over: list,

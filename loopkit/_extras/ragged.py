@@ -140,7 +140,7 @@ def _run(
     (traced, tree), until = segment(spec), spec.predicate
     go = None if until is None else jnp.array(True)
     order, results, ys = [], [], []
-    loops = [traced.of_length(size) for size, _ in batches]
+    loops = [traced.with_fields(length=size) for size, _ in batches]
     values = [*traced.closed_over, *jax.tree.leaves((spec.init, [x.leaves for x in inputs]))]
     compiled = any(_jax.is_tracer(_jax.innermost(v)) for v in values)
     if spec.progress is not None and not compiled:  # compiled loops may run in any order
@@ -178,7 +178,7 @@ def _with_one_bar(loops: list[Traced], steps: list[int]) -> list[Traced]:
     for number, loop in enumerate(loops):
         assert loop.loop.progress is not None, "asked for"
         part = loop.loop.progress.part(number == 0, number == last, whole=sum(steps))
-        shown.append(loop.showing(part))
+        shown.append(loop.with_fields(progress=part))
     return shown
 
 

@@ -21,15 +21,14 @@ from loopkit import _jax
 from loopkit._arguments import errors, static_leaves
 from loopkit._buffers.buffer import plain
 from loopkit._engine import steps as engine_steps
-from loopkit._engine.facts.bounds import asked, bound_of, limits_in, of_all_steps, of_length
+from loopkit._engine.facts.bounds import asked, bound_of, limits_in, of_all_steps
 from loopkit._engine.facts.ranges import with_ranges
 from loopkit._engine.leaves import CarryLeaf, Const, Input, Operands, Output
 from loopkit._engine.loop import Loop, parts, run_rewritten
 from loopkit._engine.passes import ready
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
-from loopkit._programs import keep, recall, shared
-from loopkit._progress.progress import ProgressSettings
+from loopkit._programs import keep, recall, shared, with_fields
 from loopkit._tracing import references
 from loopkit._tracing.axes import stacks
 from loopkit._tracing.finite_steps import FiniteSteps, names_of
@@ -242,14 +241,9 @@ class Traced:
         cond_consts, consts, held = parts(values, len(self.cond_consts), len(self.consts))
         return replace(self, cond_consts=cond_consts, consts=consts, references=held)
 
-    def of_length(self, length: int) -> Traced:
-        """Return the same loop with another length."""
-        return replace(self, loop=of_length(self.loop, length))
-
-    def showing(self, progress: ProgressSettings) -> Traced:
-        """Return the same loop with another way to show its progress."""
-        make = lambda: shared(self.loop.replace(progress=progress))
-        return replace(self, loop=self.loop.derived(progress, make))
+    def with_fields(self, **changes: Any) -> Traced:
+        """Return the same loop with other fields."""
+        return replace(self, loop=with_fields(self.loop, **changes))
 
     def bounded(self, init: Sequence[Any]) -> Traced:
         """Return the loop with the bound that its predicate has if the loop starts from `init`."""
@@ -270,9 +264,9 @@ class Traced:
         if not any(map(_jax.is_tracer, values)):
             # Outside jit, each bound needs a program of its own: round up, so that there are few.
             few = 1 << max(0, bound.steps - 1).bit_length()
-            return self.of_length(min(most, few if loop.progress is None else bound.steps))
+            return self.with_fields(length=min(most, few if loop.progress is None else bound.steps))
         if not bound.exact:
-            return self.of_length(bound.steps)
+            return self.with_fields(length=bound.steps)
         return replace(self, loop=of_all_steps(loop, bound.steps), cond_consts=[])
 
     def stacked(self, out_axes: Axes) -> Traced:
@@ -280,8 +274,7 @@ class Traced:
         _, places = stacks(self.y_tree, self.loop.ys_types, out_axes)
         if not any(places):
             return self
-        make = lambda: shared(self.loop.replace(ys=tuple(map(Output, places))))
-        return replace(self, loop=self.loop.derived(("ys", places), make))
+        return self.with_fields(ys=tuple(map(Output, places)))
 
     def run(self, init: Sequence[Any], xs: Sequence[Any], split: bool | None = None) -> tuple:
         """Run the loop; return the leaves of the final carry, and of ys.

@@ -28,7 +28,7 @@ from loopkit._engine.steps import LAST_STEP
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.integers import ANY, Range
 from loopkit._plans.budget import stores_every_step
-from loopkit._programs import shared
+from loopkit._programs import with_fields
 
 KEEPS_VALUE = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze")
 
@@ -257,15 +257,9 @@ def _limits(
     return Limits(tuple(f for f in found if f is not None), alone)
 
 
-def of_length(loop: Loop, length: int) -> Loop:
-    """Return the loop with another bound on its steps."""
-    return loop.derived(("length", length), lambda: shared(loop.replace(length=length)))
-
-
 def of_all_steps(loop: Loop, length: int) -> Loop:
     """Return the loop without its predicate, which takes exactly so many steps."""
-    every = {"cond": None, "cond_const_count": 0, "length": length}
-    return loop.derived(("exact", length), lambda: shared(loop.replace(**every)))
+    return with_fields(loop, cond=None, cond_const_count=0, length=length)
 
 
 def bound_of(limits: Limits, operands: Sequence[Any]) -> StepBound | None:

@@ -24,7 +24,6 @@ from loopkit._engine.facts.bounds import (
     find_counters,
     limits_in,
     of_all_steps,
-    of_length,
 )
 from loopkit._engine.leaves import Operands
 from loopkit._engine.loop import Loop
@@ -43,6 +42,7 @@ from loopkit._jaxprs.integers import (
     ranges_after,
     within,
 )
+from loopkit._programs import with_fields
 
 LARGEST_START = 8
 """The largest start of a counter that has a program of its own; larger starts share one."""
@@ -137,7 +137,7 @@ def _after(eqn: _jax.Equation, ins: list[Range]) -> tuple[Any, list[Range]]:
             eqn = eqn.replace(invars=eqn.invars[loop.cond_const_count :])
             loop = of_all_steps(loop, bound.steps)
         elif bound is not None:
-            loop = of_length(loop, bound.steps)
+            loop = with_fields(loop, length=bound.steps)
         if loop is not eqn.params["loop"]:
             eqn = eqn.replace(params=eqn.params | {"loop": loop})
         return eqn, outs

@@ -161,7 +161,8 @@ class OneLane:
     def many(self) -> Loop:
         """The loop of so many lanes."""
         key = ("many lanes", self.count, *map(tuple, self.flags))
-        return self.loop.derived(key, lambda: LoopOfLanes.made_of(self))
+        make = lambda: LoopOfLanes(**_fields(waiting_lanes(self).loop, self))
+        return self.loop.derived(key, make)
 
     def replaced(self, loop: Loop, flags: Operands | None = None) -> Loop:
         """Return as many lanes of another loop."""
@@ -171,10 +172,6 @@ class OneLane:
 @dataclass(frozen=True, eq=False)
 class LoopOfLanes(Loop):
     """A loop of lanes that wait for each other, which others may join, or which may narrow."""
-
-    @classmethod
-    def made_of(cls, lane: OneLane) -> Loop:
-        return cls(**_fields(waiting_lanes(lane).loop, lane))
 
     def replace(self, **changes: Any) -> Loop:
         """Return a loop with other fields. Its lanes wait for each other, and none joins them."""

@@ -61,20 +61,16 @@ def _batch_dual(
 
 def _laid_out(loop: Loop, axis: _jax.AxisData, batched: Batched, layout: Active) -> None:
     """Make the batched loop save what the loop itself saves, in the same slots."""
-    with waiting(True):  # the layout has room for what inner loops save
-        _laid_out_as(loop, axis, batched, layout)
-
-
-def _laid_out_as(loop: Loop, axis: _jax.AxisData, batched: Batched, layout: Active) -> None:
     new, places, ys = batched.loop, batched.axes, batched.ys
-    how = reversal(loop, layout)
-    split = None if how.plan.keeps_all else split_step(new, layout)
-    if split is None or not can_replay(new, split, how.saved):
-        split = batch_split(how.split, loop, axis, places, ys, layout)
-    split = replace(split, uncut_bytes=how.split.uncut_bytes)  # of one lane, as in plans
-    undo = None if how.undo is None else batch_undo(how.undo, loop, axis, places, ys)
-    made = build(new, layout, how.plan, how.saved, split, undo, how.counters)
-    decide(new, layout, made)
+    with waiting(True):  # the layout has room for what inner loops save
+        how = reversal(loop, layout)
+        split = None if how.plan.keeps_all else split_step(new, layout)
+        if split is None or not can_replay(new, split, how.saved):
+            split = batch_split(how.split, loop, axis, places, ys, layout)
+        split = replace(split, uncut_bytes=how.split.uncut_bytes)  # of one lane, as in plans
+        undo = None if how.undo is None else batch_undo(how.undo, loop, axis, places, ys)
+        made = build(new, layout, how.plan, how.saved, split, undo, how.counters)
+        decide(new, layout, made)
 
 
 def _residual_axes(loop: Loop, batched: Batched, layout: Active) -> list:
