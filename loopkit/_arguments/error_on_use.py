@@ -93,9 +93,8 @@ def _batched(
 ) -> tuple:
     checks = list(args[:count])
     if any(d is not None for d in dims[:count]):
-        each = lambda check: jnp.broadcast_to(check, (axis.size, *check.shape))
-        pairs = zip(checks, dims[:count], strict=True)
-        checks = [each(c) if d is None else jnp.moveaxis(c, d, 0) for c, d in pairs]
+        pairs = zip(checks, dims, strict=False)
+        checks = [_jax.move(c, d, 0, axis.size) for c, d in pairs]
     return _bind(raising, checks, args[count:]), dims[count:]
 
 

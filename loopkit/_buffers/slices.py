@@ -289,24 +289,16 @@ def _write_batched(
         buffer, of_buffer = jnp.broadcast_to(buffer, (axis.size, *buffer.shape)), 0
     if of_starts is None:
         place, window = starts.ndim - 1 + of_buffer, window.with_axis(of_buffer, axis.size)
-        value = _moved(value, of_value, place, axis.size)
+        value = _jax.move(value, of_value, place, axis.size)
         # A mask need not be as large as what it masks.
-        masks = [_moved(m, d, place, 1) for m, d in zip(masks, of_masks, strict=True)]
+        masks = [_jax.move(m, d, place, 1) for m, d in zip(masks, of_masks, strict=True)]
     else:
         starts = _own_places(jnp.moveaxis(starts, of_starts, 0), axis.size)
         place, window = starts.ndim - 1 + of_buffer, window.with_index(of_buffer)
-        each = lambda v, d: jnp.expand_dims(_moved(v, d, 0, axis.size), place)
+        each = lambda v, d: jnp.expand_dims(_jax.move(v, d, 0, axis.size), place)
         value, masks = each(value, of_value), list(map(each, masks, of_masks))
     out = write_p.bind(buffer, value, starts, *masks, window=window, **how)
     return out, [of_buffer]
-
-
-def _moved(value: jax.Array, source: int | None, target: int, size: int) -> Any:
-    """Return `value` with its batch axis moved, or inserted."""
-    if source is not None:
-        return jnp.moveaxis(value, source, target)
-    value, shape = jnp.expand_dims(value, target), value.shape
-    return jnp.broadcast_to(value, (*shape[:target], size, *shape[target:]))
 
 
 def _read_dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:

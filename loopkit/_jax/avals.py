@@ -116,6 +116,22 @@ def broadcast_like(value: jax.Array, like: jax.Array) -> jax.Array:
     return jax.sharding.reshard(made, aval.sharding) if is_spread(aval) else made
 
 
+def move(
+    value: jax.typing.ArrayLike, source: int | None, target: int | None, size: int, over: Any = None
+) -> Any:
+    """Return `value` with its batch axis moved or added, over a mesh axis if types say so."""
+    if target is None:
+        assert source is None, "a batched operand of a leaf that is not batched"
+        return value
+    if source is None and over is not None:
+        return broadcast(value, size, target, over)
+    if source is None:
+        shape = list(jnp.shape(value))
+        shape.insert(target, size)
+        return jnp.broadcast_to(jnp.expand_dims(value, target), shape)
+    return jnp.moveaxis(value, source, target)
+
+
 def type_of_part(aval: ShapedArray, shape: tuple[int, ...]) -> ShapedArray:
     """Return the type of parts of an array, laid out as that is along axes of which they have all.
 
@@ -215,6 +231,14 @@ def as_array(value: object) -> Any:
     if isinstance(value, (core.Tracer, jax.Array)):
         return value
     return jnp.asarray(value)
+
+
+def as_type(value: Any, aval: ShapedArray) -> Any:
+    """Return a value in the type that a loop carries, which no longer is weak, or varies more."""
+    have = jax.typeof(value)
+    if have.dtype != aval.dtype or (have.weak_type and not aval.weak_type):
+        value = jax.lax.convert_element_type(value, aval.dtype)
+    return vary_like(value, [aval])
 
 
 def weak_as(value: Any, aval: ShapedArray) -> Any:

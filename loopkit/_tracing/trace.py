@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.tree_util import keystr, tree_leaves_with_path
 from jaxtyping import PyTree
 
@@ -290,7 +289,7 @@ class Traced:
         bind = partial(_lax_scan, split=split) if as_lax else while_p.bind
         meshes = loop.derived("meshes", lambda: equations.meshes(loop.body))
         bound = lambda *operands: bind(*_jax.known_on(meshes, list(operands)), loop=loop)
-        first = [_convert(v, t) for v, t in zip(init, types, strict=True)]
+        first = [_jax.as_type(v, t) for v, t in zip(init, types, strict=True)]
         operands = [*self.cond_consts, *self.consts, *first, *xs]
         final, held, ys = parts(run_rewritten(bound, passes, operands), count, len(self.references))
         if held:
@@ -305,14 +304,6 @@ def _lax_scan(*operands: jax.Array, loop: Loop, split: bool) -> list:
     if loop.length == 0:  # lax refuses this outside a trace
         return engine_steps.evaluate(loop, given)
     return engine_steps.scan(loop, given, split)
-
-
-def _convert(value: jax.Array, aval: _jax.ShapedArray) -> Any:
-    """Return an initial value in the type that the loop carries."""
-    have = jax.typeof(value)
-    if have.dtype != aval.dtype or (have.weak_type and not aval.weak_type):
-        value = lax.convert_element_type(value, aval.dtype)
-    return _jax.vary_like(value, [aval])
 
 
 def as_loop(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loopkit._engine.lanes.batched_loop import move
+from loopkit._jax import move
 
 from .small_loops import assert_same
 

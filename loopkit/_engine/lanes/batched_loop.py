@@ -15,9 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from loopkit import _jax
 from loopkit._engine.facts.write_sites import writes_rows
 from loopkit._engine.lanes.predicates import ended_in_each_lane
@@ -127,7 +124,7 @@ def _rewritten(loop: Loop, axis: _jax.AxisData, axes: Operands, ys: list) -> Bat
     pairs = lambda values, places: list(zip(values, places, strict=True))
     over = axis.explicit_mesh_axis
     map_operands = lambda given: [
-        move(v, d, a, axis.size, over) for (v, d), a in pairs(given, axes.flat)
+        _jax.move(v, d, a, axis.size, over) for (v, d), a in pairs(given, axes.flat)
     ]
     map_results = lambda results, _=(): pairs(results, [*axes.init, *ys])
     return Batched(loop, map_operands, map_results, axes, ys)
@@ -160,22 +157,6 @@ def _places(lanes: Sequence[int], batched: Sequence[bool], joins: bool) -> list[
 def _lanes(lanes: int, batched: bool, joins: bool) -> int:
     """Return how many lane axes an array begins with, after the new axis is in."""
     return lanes if not joins else lanes + 1 if batched else 0
-
-
-def move(
-    value: jax.typing.ArrayLike, source: int | None, target: int | None, size: int, over: Any = None
-) -> Any:
-    """Return `value` with its batch axis moved or added, over a mesh axis if types say so."""
-    if target is None:
-        assert source is None, "a batched operand of a leaf that is not batched"
-        return value
-    if source is None and over is not None:
-        return _jax.broadcast(value, size, target, over)
-    if source is None:
-        shape = list(jnp.shape(value))
-        shape.insert(target, size)
-        return jnp.broadcast_to(jnp.expand_dims(value, target), shape)
-    return jnp.moveaxis(value, source, target)
 
 
 def leaves_in_rows(loop: Loop, axis: _jax.AxisData, dims: Sequence[int | None]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from loopkit import _jax
-from loopkit._engine.lanes.batched_loop import Batched, batch_loop, move
+from loopkit._engine.lanes.batched_loop import Batched, batch_loop
 from loopkit._engine.loop import Loop, Operands, Rewritten
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import nanoseconds
@@ -217,8 +217,8 @@ class AxisPair:
         if place is None:
             return value
         # `inner` does not count the outer axis.
-        value = move(value, outer, place, self.outer)
-        value = move(value, None if inner is None else place + 1, place + 1, self.inner)
+        value = _jax.move(value, outer, place, self.outer)
+        value = _jax.move(value, None if inner is None else place + 1, place + 1, self.inner)
         return value.reshape(*value.shape[:place], -1, *value.shape[place + 2 :])
 
     def apart(self, value: jax.Array, place: int) -> Any:

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from loopkit import _jax
 from loopkit._buffers.slices import write
@@ -149,7 +148,7 @@ class Nest:
     def _into(self, operands: Sequence[Any]) -> list:
         """Return the operands of the one loop, from those of the outer loop."""
         given, types = self.outer.split(operands)[0], self.types
-        carry = [_as(v, t) for v, t in zip(given.init, types.carry, strict=True)]
+        carry = [_jax.as_type(v, t) for v, t in zip(given.init, types.carry, strict=True)]
         state = jax.tree.map(_jax.zeros, types)._replace(carry=carry)
         state = state._replace(go=self._goes_on(given.cond_consts, state))
         return [*given.cond_consts, *given.consts, *given.xs, *jax.tree.leaves(state)]
@@ -255,7 +254,7 @@ class Nest:
         def body(*values: jax.Array) -> list:
             known = dict(zip(names, values, strict=False))
             outs = equations.run(eqns, known, [*made, *ends])
-            return [jnp.bool_(False), *map(_as, outs, types[1:])]
+            return [jnp.bool_(False), *map(_jax.as_type, outs, types[1:])]
 
         consts = [env[v] for v in names]
         loop = Loop(
@@ -271,7 +270,7 @@ class Nest:
             replaced_by=self.outer.replaced_by,
             lane_policy="wait",
         )
-        results = while_p.bind(*consts, *map(_as, first, types), loop=loop)
+        results = while_p.bind(*consts, *map(_jax.as_type, first, types), loop=loop)
         env |= zip(made, results[1:], strict=False)
         return results[1 + len(made) :]
 
@@ -282,13 +281,6 @@ def _zero_count() -> Any:
 
 def _strong(aval: _jax.ShapedArray) -> Any:
     return aval.update(weak_type=False) if aval.weak_type else aval
-
-
-def _as(value: jax.typing.ArrayLike, aval: _jax.ShapedArray) -> Any:
-    """Return a value in the type that a loop carries."""
-    if jax.typeof(value).weak_type and not aval.weak_type:
-        value = lax.convert_element_type(value, aval.dtype)
-    return _jax.vary_like(value, [aval])
 
 
 def _with_row(rows: jax.Array, value: jax.Array, row: jax.Array, axis: int, here: jax.Array) -> Any:

@@ -17,7 +17,7 @@ from loopkit._engine.derivative.reversal import can_replay, decide, reversal
 from loopkit._engine.derivative.split import batch_split, split_step
 from loopkit._engine.derivative.write_log import batch_undo
 from loopkit._engine.facts.activity import either
-from loopkit._engine.lanes.batched_loop import Batched, batch_loop, leaves_in_rows, move
+from loopkit._engine.lanes.batched_loop import Batched, batch_loop, leaves_in_rows
 from loopkit._engine.lanes.many_lanes import waiting, waiting_lanes, with_lanes
 from loopkit._engine.lanes.phases import phases_of
 from loopkit._engine.leaves import spread
@@ -156,7 +156,9 @@ def batch_linear(primitive: _jax.Primitive, ins: str, outs: str) -> Any:
         size, over = axis.size, axis.explicit_mesh_axis
         same = all(d is None for d in [*value_dims, *residual_dims])
         if same and axis.name not in loop.axis_names:
-            stacked = [move(v, d, 0, size, over) for v, d in zip(linear, linear_dims, strict=True)]
+            stacked = [
+                _jax.move(v, d, 0, size, over) for v, d in zip(linear, linear_dims, strict=True)
+            ]
             results = _one_batch(primitive, [*values, *residuals], stacked, size, params)
             return results, [0] * len(results)
 
@@ -187,7 +189,7 @@ def batch_linear(primitive: _jax.Primitive, ins: str, outs: str) -> Any:
                 residuals = fresh[loop.primal_counts[1] :]
                 residual_dims = found[loop.primal_counts[1] :]
             triples = zip(residuals, residual_dims, places, strict=True)
-            moved += [move(*v, size, over) for v in triples]
+            moved += [_jax.move(*v, size, over) for v in triples]
         leading = 0 if batch is None else 1
         of = {"inputs": batched.axes.flat[loop.cond_const_count :], "outputs": batched.results}
 
@@ -195,7 +197,7 @@ def batch_linear(primitive: _jax.Primitive, ins: str, outs: str) -> Any:
             return [a + leading for a in kept(of[side], getattr(leaves, side))]
 
         into = [p for side in ins.split() for p in linear_places(side, moving)]
-        moved += [move(*v, size, over) for v in zip(linear, linear_dims, into, strict=True)]
+        moved += [_jax.move(*v, size, over) for v in zip(linear, linear_dims, into, strict=True)]
         if lane is None:
             results = primitive.bind(*moved, **dict(params, loop=batched.loop))
         else:
