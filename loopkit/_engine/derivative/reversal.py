@@ -37,9 +37,9 @@ def reversal(loop: Loop, layout: Active, active: Active | None = None) -> Revers
         return base
     # Stored residuals are those of the layout. Residuals that are made again are made for `active`.
     split = base.split
-    fewer = split_step(loop, active, base.plan.price, base.split.variant)
-    if not base.plan.keeps_all and can_replay(loop, fewer, base.saved):
-        split = fewer
+    if not base.plan.keeps_all:
+        fewer = split_step(loop, active, base.plan.price, base.split.variant)
+        split = fewer if can_replay(loop, fewer, base.saved) else split
     return loop.derived(
         (KEY, layout, active),
         lambda: build(loop, active, base.plan, base.saved, split, base.undo, base.counters),
