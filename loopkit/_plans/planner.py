@@ -106,7 +106,8 @@ def _shared(whole: Plan, share: Share) -> Plan:
     """Return a plan that keeps part of what `whole` keeps."""
     plan = whole
     if share.likely < 1 and whole.strategy == "every segment" and whole.segments != 1:
-        few = _about_the_root(replace(whole, bound=max(1, int(share.likely * (whole.bound or 1)))))
+        likely = max(1, int(share.likely * (whole.bound or 1)))
+        few = _about_the_root(Plan(1, bound=likely, exact=whole.exact, step=whole.step))
         if few.strategy == "every segment" and few.segments != 1:
             plan = replace(few, bound=whole.bound)
     if share.part == 1 or plan.keeps_all or plan.peak_bytes <= CHECKPOINT_BYTES:
