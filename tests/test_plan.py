@@ -14,7 +14,7 @@ from jax import lax
 import loopkit
 from derivatives import assert_close
 from loopkit import Plan
-from loopkit._plans.budget import Bytes
+from loopkit._plans.budget import SELDOM_REACHED, Bytes
 from loopkit._plans.cheapest import TooLittle
 from loopkit._plans.costs import StepCosts
 from loopkit._plans.planner import best_plan, make_plan
@@ -187,18 +187,26 @@ def test_small_loops_keep_everything_or_nothing(exact):
 
 
 def test_steps_that_hold_loops_are_not_run_again():
-    """Each loop in them would be compiled again; of more bytes, or where a step may not be taken,
-    they are.
+    """Each loop in them would be compiled again; of more bytes, they are.
+
+    Where a step may not be taken, fewer bytes are kept.
     """
-    small, large = (
-        StepCosts(400, 10_000, holds_loops=True),
-        StepCosts(400, 20_000, holds_loops=True),
-    )
+    few, small, large = (StepCosts(400, n, holds_loops=True) for n in (800, 10_000, 20_000))
     assert make_plan(None, 10, True, small).keeps_all
     assert not make_plan(None, 10, True, small._replace(holds_loops=False)).keeps_all
     assert not make_plan(None, 10, True, large).keeps_all
     assert not make_plan(None, 10, False, small).keeps_all
+    assert make_plan(None, 10, False, few).keeps_all
+    assert not make_plan(None, 10, False, few._replace(holds_loops=False)).keeps_all
     assert not make_plan(3, 10, True, small).keeps_all
+
+
+def test_a_bound_that_is_seldom_reached_brings_no_slots_without_segments():
+    """Every carry of the likely steps would be few bytes; those of all steps are not."""
+    step = StepCosts(72, 166, 200, 500, 500)
+    plan = make_plan(SELDOM_REACHED, 512, False, step)
+    assert plan == make_plan(None, 512, False, step)
+    assert plan.slots == plan.segments
 
 
 def test_rows_without_a_bound():

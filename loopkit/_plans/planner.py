@@ -28,7 +28,7 @@ NESTED = 1 << 17
 loops. To run such a step again, those loops would be compiled again, at each level of nesting."""
 REPLAYED = 1 << 13
 """The bytes of all residuals up to which a loop keeps nothing and runs again as a whole. With as
-few bytes of carries, it keeps every carry."""
+few bytes of carries, it keeps every carry. If its steps run other loops, it keeps the residuals."""
 CACHED_BYTES = CACHES[0][0]
 """The bytes of all residuals up to which a loop of known length and expensive steps keeps them."""
 EXPENSIVE = 4.0
@@ -43,7 +43,8 @@ RECORDED = ROOM_FOR_ROWS >> 6
 whatever their arrays cost. If it stored carries, it would run each step again to reverse it, and
 would compile the step once more for that."""
 ALIKE = 2
-"""Residuals are stored in place of the log if they have at most this many times its bytes."""
+"""Residuals are stored if they have at most this many times the bytes of what is stored otherwise:
+in place of a log, or where only inner loops then run again."""
 
 
 def best_plan(
@@ -106,7 +107,8 @@ def _shared(whole: Plan, share: Share) -> Plan:
     """Return a plan that keeps part of what `whole` keeps."""
     plan = whole
     if share.likely < 1 and whole.strategy == "every segment" and whole.segments != 1:
-        few = _about_the_root(replace(whole, bound=max(1, int(share.likely * (whole.bound or 1)))))
+        likely = max(1, int(share.likely * (whole.bound or 1)))
+        few = _about_the_root(Plan(1, bound=likely, exact=whole.exact, step=whole.step))
         if few.strategy == "every segment" and few.segments != 1:
             plan = replace(few, bound=whole.bound)
     if share.part == 1 or plan.keeps_all or plan.peak_bytes <= CHECKPOINT_BYTES:
@@ -155,7 +157,9 @@ def _about_the_root(loop: Plan) -> Plan:
     step, bound = loop.step, loop.bound
     if bound is not None and step.log_bytes and step.residual_bytes <= ALIKE * step.log_bytes:
         return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
-    few = NESTED if step.holds_loops and loop.exact else KEPT
+    few = KEPT
+    if step.holds_loops:
+        few = NESTED if loop.exact else REPLAYED
     if bound is not None and bound * step.residual_bytes <= few:
         return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
     if bound is not None and bound * (step.residual_bytes + step.factor_bytes) <= REPLAYED:

@@ -97,6 +97,26 @@ def many_inside(loops, x, **how):
     return jnp.sum(v) + jnp.sum(sums) + jnp.sum(jnp.sin(total)) * x[1]
 
 
+def in_few_rounds(loops, x):
+    """At most three steps, which run loops of vectors without a bound."""
+
+    def step(c):
+        shrink = lambda v: v * (0.6 + 0.1 * jnp.sin(v * x[1]))
+        v = loops.while_loop(lambda v: jnp.max(v) > 0.4, shrink, c[1] + x[0])
+        return c[0] + 1, jnp.cos(v * x[1])
+
+    goes_on = lambda c: (c[0] < 3) & (c[1][0] < 10)
+    return jnp.sum(loops.while_loop(goes_on, step, (0, jnp.full(60, x[0])))[1])
+
+
+def test_few_steps_are_kept_where_only_inner_loops_are_run_again():
+    f, wanted = (ft.partial(in_few_rounds, loops) for loops in (loopkit, Unrolled))
+    (around,) = (e.plan for e in loopkit.explain(f, X).loops if e.plan.bound == 3)
+    assert around.keeps_all
+    assert around.step.residual_bytes < 2000  # not what the inner loops would store
+    assert_close(jax.jit(jax.grad(f))(X), jax.grad(wanted)(X))
+
+
 @pytest.mark.exhaustive
 def test_steps_are_kept_where_only_inner_loops_are_run_again():
     f = lambda x, **how: many_inside(loopkit, x, **how)

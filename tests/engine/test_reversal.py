@@ -325,3 +325,21 @@ def test_where_buffers_are_brought_back():
     """Not where the residuals of all steps are kept, nor where a log would be larger."""
     assert of_rows(reads_what_was_written, Plan(2)).undo is not None
     assert of_rows(reads_what_was_written, "all").undo is None
+
+
+@pytest.mark.parametrize(("checkpoints", "again"), [("all", False), (Plan(2), True)])
+def test_fewer_leaves_of_steps_that_are_stored(checkpoints, again):
+    """A step is differentiated for fewer leaves only where it runs again."""
+
+    def body(consts, carry, x):
+        return [jnp.sin(carry[0]), carry[1] * jnp.cos(carry[0] * carry[1])], []
+
+    loop, _ = make_loop(body, [], [0.3, 0.5], length=6, checkpoints=checkpoints)
+    both, one = (
+        forward_activity(loop, Operands([], [], moving, []))
+        for moving in ([True, True], [False, True])
+    )
+    stored = reversal(loop, both)
+    fewer = reversal(loop, both, one)
+    assert (fewer.split is not stored.split) == again
+    assert any(key[:2] == ("linearised", one) for key in loop.memory) == again

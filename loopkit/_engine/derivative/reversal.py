@@ -22,7 +22,7 @@ from loopkit._jaxprs.min_cut import Point
 from loopkit._plans.budget import Bytes, Share
 from loopkit._plans.costs import Row, StepCosts
 from loopkit._plans.plan import Plan
-from loopkit._plans.planner import best_plan
+from loopkit._plans.planner import ALIKE, REPLAYED, best_plan
 
 KEY = "reversal"
 
@@ -37,9 +37,9 @@ def reversal(loop: Loop, layout: Active, active: Active | None = None) -> Revers
         return base
     # Stored residuals are those of the layout. Residuals that are made again are made for `active`.
     split = base.split
-    fewer = split_step(loop, active, base.plan.price, base.split.variant)
-    if not base.plan.keeps_all and can_replay(loop, fewer, base.saved):
-        split = fewer
+    if not base.plan.keeps_all:
+        fewer = split_step(loop, active, base.plan.price, base.split.variant)
+        split = fewer if can_replay(loop, fewer, base.saved) else split
     return loop.derived(
         (KEY, layout, active),
         lambda: build(loop, active, base.plan, base.saved, split, base.undo, base.counters),
@@ -75,7 +75,8 @@ def _planned(loop: Loop, active: Active) -> Reversal:
         return found
     with suppress(ValueError):  # the budget may be too small
         kept_whole = _of_split(loop, active, "inner loops again")
-        if kept_whole.plan.keeps_all and kept_whole.plan.peak_bytes <= found.plan.peak_bytes:
+        room = max(REPLAYED, ALIKE * found.plan.peak_bytes)
+        if kept_whole.plan.keeps_all and kept_whole.plan.peak_bytes <= room:
             return kept_whole  # the inner loops run again, and the step does not
     return found
 
@@ -143,7 +144,8 @@ def _step_of(quiet: Reversal) -> StepCosts:
         *factors,
         carry_arrays=len(quiet.slot_types),
         residual_arrays=len(stored),
-        holds_loops=any(e.primitive is forward_p for e in equations.all_equations(split.forward)),
+        holds_loops=split.variant == "inner loops again"
+        or any(e.primitive is forward_p for e in equations.all_equations(split.forward)),
         offloaded_bytes=_jax.byte_count(
             *kept(split.stored_types, split.offloaded or [False] * len(split.stored_types))
         ),
