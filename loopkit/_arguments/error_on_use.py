@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from loopkit import _jax
+from loopkit._arguments.taken import if_taken
 
 heard_p = _jax.declare("loopkit_heard")
 
@@ -57,13 +58,14 @@ def error_on_use(
 ) -> Any:
     """Return a tree of values, and raise at run time if the checks say so.
 
-    `raising(checks, values)` is hashable, and returns the values with an error at run time. Under
-    vmap, all checks have the batch axis in front.
+    `raising(checks, values)` is hashable, and returns the values with an error at run time if the
+    first check holds anywhere. Under vmap, all checks have the batch axis in front.
     """
     leaves, tree = jax.tree.flatten(values)
     if not any(map(_jax.is_tracer, (*checks, *leaves))):
         return tree.unflatten(raising(checks, leaves))
-    return tree.unflatten(_bind(raising, list(checks), list(map(jnp.asarray, leaves))))
+    checks = [if_taken(checks[0]), *checks[1:]]
+    return tree.unflatten(_bind(raising, checks, list(map(jnp.asarray, leaves))))
 
 
 def _bind(raising: Callable, checks: Sequence[Any], values: Sequence[Any]) -> list:

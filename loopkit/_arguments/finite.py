@@ -22,6 +22,7 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._arguments import failed_step
+from loopkit._arguments.taken import if_taken
 
 watch_p = _jax.declare("loopkit_watch")
 
@@ -107,7 +108,7 @@ def watch(
     active, step, carry, x = report
     how = WatchParams(loop, len(carry), len(x), tuple(leaves))
     how = replace(how, axes=((),) * (how.reported + len(leaves) + len([*_given(before)])))
-    return _bind(how, [active, step, *carry, *x], values, before)
+    return _bind(how, [if_taken(active), step, *carry, *x], values, before)
 
 
 def _given(values: Sequence[Any]) -> list:

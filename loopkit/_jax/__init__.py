@@ -64,6 +64,7 @@ from loopkit._jax.avals import (
     zeros,
 )
 from loopkit._jax.callbacks import tell
+from loopkit._jax.checks import bind_check, bind_custom, checkify_p
 from loopkit._jax.jaxprs import (
     COMPARED,
     IO_EFFECTS,

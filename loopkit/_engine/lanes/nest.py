@@ -25,6 +25,7 @@ from loopkit import _jax
 from loopkit._buffers.slices import write
 from loopkit._buffers.window import Window
 from loopkit._engine.lanes.predicates import count_type, counting, gated
+from loopkit._engine.lanes.vain_steps import bound_if
 from loopkit._engine.loop import CarryLeaf, Const, Loop, Rewritten, parts
 from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import read_rows, row_of
@@ -253,7 +254,7 @@ class Nest:
 
         def body(*values: jax.Array) -> list:
             known = dict(zip(names, values, strict=False))
-            outs = equations.run(eqns, known, [*made, *ends])
+            outs = equations.run(eqns, known, [*made, *ends], bound_if(values[len(names)]))
             return [jnp.bool_(False), *map(_jax.as_type, outs, types[1:])]
 
         consts = [env[v] for v in names]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from loopkit._engine.lanes.flattened import flattened
 from loopkit._engine.lanes.predicates import axes_between_lanes, lockstep
+from loopkit._engine.lanes.vain_steps import without_vain_checks
 from loopkit._engine.loop import Loop, Rewritten
 from loopkit._engine.passes.flat_rows import flat_rows
 from loopkit._engine.passes.hoist_invariant_carry import hoist_invariant_carry
@@ -13,6 +14,7 @@ from loopkit._engine.passes.reads_first import reads_first
 from loopkit._engine.passes.varying import varying
 
 PASSES: Sequence[Callable[[Loop], Loop | Rewritten]] = (
+    without_vain_checks,  # while a step is one: parts of it know less of the whole
     flattened,  # before any other change to a step
     reads_first,  # while a step is as it was written: later passes may call it
     lockstep,  # makes another predicate
