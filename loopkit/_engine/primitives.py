@@ -84,8 +84,10 @@ def _run_once(
 
 def _values(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """Return a jaxpr with derivatives of loops replaced by their equations, so no rule is left."""
-    values = while_p, evaluated_p
-    derives = lambda eqn: eqn.primitive in _jax.evaluations and eqn.primitive not in values
+
+    def derives(eqn: _jax.Equation) -> bool:
+        of_loop = eqn.primitive in _jax.evaluations and "loop" in eqn.params
+        return of_loop and eqn.primitive is not while_p
 
     def change(eqn: _jax.Equation) -> Any:
         if not derives(eqn):

@@ -14,6 +14,7 @@ from loopkit._engine.loop import Loop
 from loopkit._engine.primitives import PARTIAL_EVAL_RULES, forward_p
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.dataflow import interpret
+from loopkit._jaxprs.min_cut import is_repeatable
 
 ROOM = 1024
 """The bytes of an inner loop's residuals up to which each step of the outer loop keeps them."""
@@ -54,13 +55,13 @@ def found(loop: Loop, step: _jax.Jaxpr) -> set[int]:
 
 def _is_wide(eqn: _jax.Equation, given: set, read: set) -> bool:
     """Return whether the residuals of a loop need more memory than the operands that give them."""
-    if eqn.primitive is not forward_p or eqn.effects:
+    if eqn.primitive is not forward_p or not is_repeatable(eqn):
         return False
     loop = eqn.params["loop"]
     residuals = (v for v in eqn.outvars[_result_count(eqn) :] if v in read)
     room = _jax.byte_count(*(v.aval for v in residuals))
     takes_few = loop.cond is None or (loop.length is not None and loop.length <= FEW_STEPS)
-    if takes_few or room <= ROOM or loop.has_impure_callback:
+    if takes_few or room <= ROOM:
         return False
     operands = {
         u for _, u, n in _operands(eqn, eqn.invars) if n and not isinstance(u, _jax.Literal)

@@ -82,7 +82,7 @@ def _scan(params: dict, ins: list, counts: Any) -> list:
     k, n = _jax.scan_counts(params)
     consts, init, xs = parts(ins, k, n)
     step = _closing_over(params["jaxpr"], counts)
-    how = {name: params[name] for name in ("length", "reverse", "unroll", "_split_transpose")}
+    how = {name: params[name] for name in ("length", "reverse", "unroll")}
     carry, ys = lax.scan(lambda c, x: tuple(parts(step(*consts, *c, *x), n)), init, xs, **how)
     return [*carry, *ys]
 
@@ -131,7 +131,7 @@ def _where_flagged(loop: Loop, flag: int | None, asks: Any) -> Rewritten:
     c, n = loop.const_count, loop.carry_count
 
     def step(counts: jax.Array, *values: jax.Array) -> list:
-        consts, carry, x = parts(values, c, n)
+        carry = parts(values, c, n)[1]
         if flag is not None:
             counts = counts & carry[flag]
         if asks is not None:

@@ -1,0 +1,421 @@
+"""No error comes from a step that a lane does not take, and each error of a step that it does.
+
+Lane i takes `COUNTS[i]` steps. A step checks that its argument is not negative, in one of many
+ways, and the argument is negative in every step that is not taken.
+"""
+
+import functools as ft
+
+import equinox
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import checkify
+
+import loopkit
+from derivatives import assert_close
+
+LATE = pytest.mark.exhaustive
+COUNTS = jnp.array([3, 1, 0, 2])
+STARTS = jnp.array([2.0, 3.0, 1.5, 4.0])
+MOST = 4
+
+
+def half(x, a):
+    return jnp.sin(x) * jnp.sqrt(a)
+
+
+def plain(x, a):
+    return half(half(x, a), a)
+
+
+def thrown(x, a):
+    body = lambda c: (c[0] + 1, half(c[1], jnp.abs(a)))
+    goes_on = lambda c: (c[0] < 2) | (a < 0)
+    return loopkit.while_loop(goes_on, body, (0, x), max_steps=3, throw=True)[1]
+
+
+def finite(x, a):
+    return loopkit.scan(lambda x, _: (half(x, a), None), x, None, 2, debug="finite")[0]
+
+
+def finite_while(x, a):
+    body = lambda c: (c[0] + 1, half(c[1], a))
+    return loopkit.while_loop(lambda c: c[0] < 2, body, (0, x), max_steps=3, debug="finite")[1]
+
+
+def rows(x, a):
+    def body(i, c):
+        x, rows = c
+        rows = rows.at[jnp.where(a < 0, 5, i)].set(half(x, jnp.abs(a)))
+        return rows[jnp.where(a < 0, 5, i)], rows
+
+    start = x, jnp.ones(2)
+    return loopkit.fori_loop(0, 2, body, start, buffers=lambda c: c[1], debug="bounds")[0]
+
+
+def appended(x, a):
+    def body(c):
+        i, x, kept = c
+        x = half(x, jnp.abs(a))
+        return i + 1, x, kept.append(x)
+
+    start = 0, x, loopkit.TensorArray.empty(2, x)
+    goes_on = lambda c: c[0] < jnp.where(a < 0, 3, 2)
+    kept = loopkit.while_loop(goes_on, body, start, max_steps=3)[2]
+    return kept.read(1)
+
+
+def error_if(x, a):
+    return plain(equinox.error_if(x, a < 0, "the argument is negative"), jnp.abs(a))
+
+
+def in_steps(x, a):
+    step = lambda _, x: half(equinox.error_if(x, a < 0, "the argument is negative"), jnp.abs(a))
+    return loopkit.fori_loop(0, 2, step, x)
+
+
+def in_call(x, a):
+    return jax.jit(error_if)(x, a)
+
+
+def in_branch(x, a):
+    return lax.cond(x > 9.0, lambda: x, lambda: error_if(x, a))
+
+
+def in_branch_not_taken(x, a):
+    return lax.cond(
+        a < 0, lambda: x, lambda: equinox.error_if(plain(x, a), a < 0, "the argument is negative")
+    )
+
+
+def in_scan(x, a):
+    step = lambda x, a: (
+        half(equinox.error_if(x, a < 0, "the argument is negative"), jnp.abs(a)),
+        None,
+    )
+    return lax.scan(step, x, jnp.stack([a, a]))[0]
+
+
+def in_while(x, a):
+    """Differentiable, because the loop itself has no part in the result."""
+    x = plain(x, jnp.abs(a))
+    step = lambda c: (c[0] + 1, equinox.error_if(c[1], a < 0, "the argument is negative"))
+    return x + 0.0 * lax.while_loop(lambda c: c[0] < 2, step, (0, lax.stop_gradient(x)))[1]
+
+
+def in_checkpoint(x, a):
+    return jax.checkpoint(thrown)(x, a)
+
+
+@jax.custom_jvp
+def in_custom_jvp(x, a):
+    return thrown(x, a)
+
+
+@in_custom_jvp.defjvp
+def _(primals, tangents):
+    thrown(*primals)
+    return thrown(*primals), jax.jvp(lambda x, a: plain(x, jnp.abs(a)), primals, tangents)[1]
+
+
+@jax.custom_vjp
+def in_custom_vjp(x, a):
+    return thrown(x, a)
+
+
+in_custom_vjp.defvjp(
+    lambda x, a: (thrown(x, a), (x, a)),
+    lambda xa, ct: jax.vjp(lambda x, a: plain(x, jnp.abs(a)), *xa)[1](ct),
+)
+
+
+def in_lanes(x, a):
+    return jnp.mean(jax.vmap(thrown, (None, 0))(x, jnp.stack([a, a])))
+
+
+CHECKS = {
+    f.__name__: f
+    for f in (
+        *(thrown, finite, finite_while, rows, appended, error_if, in_steps, in_call, in_branch),
+        *(in_branch_not_taken, in_scan, in_while, in_checkpoint, in_lanes),
+    )
+}
+CHECKS |= {"in_custom_jvp": in_custom_jvp, "in_custom_vjp": in_custom_vjp}
+
+
+def while_loop(step, a, n, **how):
+    body = lambda c: (c[0] + 1, step(c[1], argument(a, c[0], n)))
+    return loopkit.while_loop(lambda c: c[0] < n, body, (0, a), **how)[1]
+
+
+def argument(a, t, n):
+    return jnp.where(t < n, a + jnp.asarray(t, a.dtype), -1.0)
+
+
+def fori_loop(step, a, n, **how):
+    return loopkit.fori_loop(0, n, lambda t, x: step(x, argument(a, t, n)), a, **how)
+
+
+def until(step, a, n, **how):
+    """A lane takes one step at least, so that of no steps begins with a step that does nothing."""
+
+    def body(x, t):
+        return step(x, argument(a, t, jnp.maximum(n, 1))), t
+
+    stop = lambda x, t: t + 1 >= n
+    x = loopkit.scan(body, a, jnp.arange(MOST), until=stop, **how)[0]
+    return jnp.where(n > 0, x, a)
+
+
+def unbounded(step, a, n, **how):
+    def body(c, _):
+        t, x = c
+        return (t + 1, step(x, argument(a, t, jnp.maximum(n, 1)))), t
+
+    stop = lambda c, t: c[0] >= n
+    x = loopkit.unbounded_scan(body, (0, a), until=stop, segment=2, **how)[0][1]
+    return jnp.where(n > 0, x, a)
+
+
+def blocks(step, a, n):
+    """The loop of a truncated gradient, which stops nothing as long as it is."""
+    return until(step, a, n, truncate=MOST - 1)
+
+
+def with_rows(step, a, n):
+    """The loop carries a buffer."""
+
+    def body(c):
+        t, x, rows = c
+        x = step(x, argument(a, t, n))
+        return t + 1, x, rows.at[t].set(x)
+
+    start = 0, a, jnp.zeros(MOST)
+    how = {"max_steps": MOST, "buffers": lambda c: c[2], "debug": "bounds"}
+    _, x, rows = loopkit.while_loop(lambda c: c[0] < n, body, start, **how)
+    return jnp.where(n > 0, rows[n - 1], x)
+
+
+def nested(step, a, n, **how):
+    """Outer steps of one inner step each, in a loop of its own."""
+
+    def body(t, x):
+        inner = lambda s, x: step(x, argument(a, jnp.where(s < 1, t, n), n))
+        return loopkit.fori_loop(0, jnp.where(t < n, 1, 5), inner, x)
+
+    return loopkit.fori_loop(0, n, body, a, **how)
+
+
+def nested_scan(step, a, n):
+    """The loop between has no predicate."""
+
+    def body(t, x):
+        inner = lambda x, _: (step(x, argument(a, t, n)), None)
+        return loopkit.scan(inner, x, None, 1)[0]
+
+    return loopkit.fori_loop(0, n, body, a, max_steps=MOST)
+
+
+def nested_lax(step, a, n):
+    """The loop between is one of lax."""
+
+    def body(t, x):
+        inner = lambda x, _: (step(x, argument(a, t, n)), None)
+        return lax.scan(inner, x, None, 1)[0]
+
+    return loopkit.fori_loop(0, n, body, a, max_steps=MOST)
+
+
+OUTER = {
+    "while": while_loop,
+    "while-bounded": ft.partial(while_loop, max_steps=MOST),
+    "while-unrolled": ft.partial(while_loop, unroll=3),
+    "while-bounded-unrolled": ft.partial(while_loop, max_steps=MOST, unroll=3),
+    "while-finite": ft.partial(while_loop, max_steps=MOST, debug="finite"),
+    "while-compact": ft.partial(while_loop, max_steps=MOST, lanes="compact"),
+    "while-widths": ft.partial(while_loop, lanes=(3, 2, 1)),
+    "while-flatten": ft.partial(while_loop, max_steps=MOST, lanes="flatten"),
+    "fori": ft.partial(fori_loop, max_steps=MOST),
+    "fori-all": ft.partial(fori_loop, max_steps=MOST, checkpoints="all"),
+    "fori-segments": ft.partial(fori_loop, max_steps=MOST, checkpoints=2),
+    "until": until,
+    "until-unrolled": ft.partial(until, unroll=3),
+    "until-finite": ft.partial(until, debug="finite"),
+    "until-widths": ft.partial(until, lanes=(3, 1)),
+    "until-flatten": ft.partial(until, lanes="flatten"),
+    "unbounded": unbounded,
+    "blocks": blocks,
+    "rows": with_rows,
+    "nested": ft.partial(nested, max_steps=MOST),
+    "nested-widths": ft.partial(nested, lanes=(3, 2, 1)),
+    "nested-flatten": ft.partial(nested, max_steps=MOST, lanes="flatten"),
+    "nested-scan": nested_scan,
+    "nested-lax": nested_lax,
+}
+OUTSIDE = {"unbounded"}
+"""Loops that run outside jit alone."""
+
+
+def lanes_of(f):
+    return lambda a: jax.vmap(f)(a, COUNTS)
+
+
+MODES = {
+    "value": lanes_of,
+    "jvp": lambda f: lambda a: jax.jvp(lanes_of(f), (a,), (jnp.cos(a),))[1],
+    "vmap-jvp": lambda f: lanes_of(lambda a, n: jax.jvp(lambda a: f(a, n), (a,), (a,))[1]),
+    "grad": lambda f: jax.grad(lambda a: jnp.sum(lanes_of(f)(a))),
+    "vmap-grad": lambda f: lanes_of(jax.grad(f)),
+    "grad-grad": lambda f: jax.grad(lambda a: jnp.sum(lanes_of(jax.grad(f))(a))),
+    "vmap-grad-grad": lambda f: lanes_of(jax.grad(jax.grad(f))),
+    "grad-jvp": lambda f: jax.grad(lambda a: jnp.sum(MODES["jvp"](f)(a))),
+}
+WITH_JVP = ("jvp", "vmap-jvp", "grad-jvp")
+
+
+def in_python(a, n):
+    """The loop of one lane, in Python."""
+    x = a
+    for t in range(MOST):
+        x = jnp.where(t < n, plain(x, a + float(t)), x)
+    return x
+
+
+@ft.cache
+def wanted(mode):
+    return MODES[mode](in_python)(STARTS)
+
+
+def derived(check, outer, mode, jit):
+    f = MODES[mode](ft.partial(OUTER[outer], CHECKS[check]))
+    return jax.jit(f) if jit and outer not in OUTSIDE else f
+
+
+def assert_no_error(check, outer, mode, jit):
+    assert_close(derived(check, outer, mode, jit)(STARTS), wanted(mode))
+
+
+def cases():
+    """Each check in each loop, with modes in turn."""
+    for i, check in enumerate(CHECKS):
+        modes = [m for m in MODES if check != "in_custom_vjp" or m not in WITH_JVP]
+        for j, outer in enumerate(OUTER):
+            mode = modes[(i + j) % len(modes)]
+            case = check, outer, mode, (i + j // len(modes)) % 2 == 0
+            late = (i + j) % len(OUTER)
+            marks = () if late == 0 and i % 3 == 0 else pytest.mark.slow if late == 7 else LATE
+            yield pytest.param(*case, marks=marks, id="-".join(case[:3]))
+
+
+@pytest.mark.parametrize(("check", "outer", "mode", "jit"), list(cases()))
+def test_no_error(check, outer, mode, jit):
+    assert_no_error(check, outer, mode, jit)
+
+
+TEXTS = {
+    **dict.fromkeys(CHECKS, "argument is negative"),
+    **dict.fromkeys(("thrown", "in_checkpoint", "in_lanes"), "must be enough"),
+    **dict.fromkeys(("in_custom_jvp", "in_custom_vjp"), "must be enough"),
+    **dict.fromkeys(("finite", "finite_while"), "must stay finite"),
+    "rows": "outside of its shape",
+    "appended": "within the capacity",
+}
+
+
+@pytest.fixture
+def last_is_bad(monkeypatch):
+    """In the third step, which only the first lane takes, the argument is negative as well."""
+    before = argument
+    worse = lambda a, t, n: jnp.where(t == 2, -1.0, before(a, t, n))
+    monkeypatch.setitem(globals(), "argument", worse)
+
+
+@pytest.mark.usefixtures("last_is_bad")
+@pytest.mark.parametrize(("check", "outer", "mode", "jit"), list(cases()))
+def test_error_of_a_step_that_is_taken(check, outer, mode, jit):
+    if check == "in_branch_not_taken":
+        pytest.skip("its branch is not taken there either")
+    with pytest.raises(Exception, match=TEXTS[check]):
+        jax.block_until_ready(derived(check, outer, mode, jit)(STARTS))
+
+
+UNROLLED = [name for name in OUTER if name.endswith("unrolled")]
+
+
+@pytest.mark.parametrize("check", ["thrown", "finite", "error_if"])
+@pytest.mark.parametrize("outer", UNROLLED)
+def test_one_lane_of_unrolled_steps(outer, check):
+    """Steps beyond the last are in the same iteration."""
+    f = ft.partial(OUTER[outer], CHECKS[check])
+    for a, n in zip(STARTS, COUNTS, strict=True):
+        assert_close(jax.jit(jax.grad(f))(a, n), jax.grad(in_python)(a, n))
+
+
+COUNTS_OF_LAST = jnp.array([1, 0, 3, 2])
+"""Lane 2 takes most steps."""
+
+
+def test_which_step_and_lane_is_not_finite():
+    """Stopped lanes have arguments as bad, and are not named."""
+    argument_of = lambda t, n: jnp.where(t < jnp.minimum(n, 2), 1.0, -1.0)
+    outer = {"inner": None, "outer": "finite"}
+    inner = {"inner": finite, "outer": plain}
+    step_of = {"inner": 0, "outer": 2}
+    for which, debug in outer.items():
+        step = lambda t, x, n, which=which: inner[which](x, argument_of(t, n))
+        f = lambda a, n, debug=debug, step=step: loopkit.fori_loop(
+            0, n, lambda t, x: step(t, x, n), a, max_steps=MOST, debug=debug
+        )
+        text = f"got nan in step {step_of[which]} in lane 2, going forward"
+        with pytest.raises(Exception, match=text):
+            jax.block_until_ready(jax.vmap(f)(STARTS, COUNTS_OF_LAST))
+
+
+def checked(x, a):
+    checkify.check(a >= 0, "the argument is negative")
+    return plain(x, jnp.abs(a))
+
+
+@pytest.mark.parametrize("outer", ["while-bounded", "fori", "until", "nested", "while-flatten"])
+def test_checkify_around_lanes(outer):
+    f = lanes_of(ft.partial(OUTER[outer], checked))
+    error, found = jax.jit(checkify.checkify(f))(STARTS)
+    assert error.get() is None
+    assert_close(found, wanted("value"))
+
+
+@pytest.mark.usefixtures("last_is_bad")
+def test_checkify_hears_a_step_that_is_taken():
+    f = lanes_of(ft.partial(OUTER["fori"], checked))
+    error, _ = jax.jit(checkify.checkify(f))(STARTS)
+    assert "the argument is negative" in str(error.get())
+
+
+def test_ragged():
+    """Rows after a stop, and those of padding, are as bad."""
+    lengths = [2, 1, 1]
+    columns = [2.0, 3.0, -1.0, -1.0], [1.5, -1.0], [4.0]
+    sequences = [jnp.array(c) for c in columns]
+
+    def run(sequences):
+        pairs = zip(sequences, lengths, strict=True)
+        rows = [(xs, jnp.full(len(xs), n)) for xs, n in pairs]
+        step = lambda c, x: ((c[0] + 1, thrown(c[1], x[0] - 1.0)), x[1])
+        stop = lambda c, n: c[0] >= n
+        flat = [jnp.stack([xs, n.astype(xs.dtype)], 1) for xs, n in rows]
+        return loopkit.ragged_scan(step, (0.0, 1.0), flat, until=stop)[0][1]
+
+    def unrolled(sequences):
+        ends = []
+        for xs, n in zip(sequences, lengths, strict=True):
+            end = jnp.ones(())
+            for x in xs[:n]:
+                end = plain(end, x - 1.0)
+            ends.append(end)
+        return jnp.stack(ends)
+
+    assert_close(run(sequences), unrolled(sequences))
+    total = lambda f: lambda sequences: jnp.sum(f(sequences))
+    assert_close(jax.grad(total(run))(sequences), jax.grad(total(unrolled))(sequences))
