@@ -96,19 +96,19 @@ class WatchParams:
 
 def watch(
     loop: failed_step.Watched,
-    report: tuple[Any, Any, Sequence[Any], Sequence[Any]],
+    report: tuple[Any, Sequence[Any], Sequence[Any]],
     leaves: Sequence[WatchedLeaf],
     values: Sequence[Any],
     before: Sequence[Any],
 ) -> tuple[list, list]:
     """Return the values, and for each leaf its level, or None.
 
-    `report` has whether the step counts, its number, its carry and x. `before` has levels, or None.
+    `report` has the number of the step, its carry and x. `before` has levels, or None.
     """
-    active, step, carry, x = report
+    step, carry, x = report
     how = WatchParams(loop, len(carry), len(x), tuple(leaves))
     how = replace(how, axes=((),) * (how.reported + len(leaves) + len([*_given(before)])))
-    return _bind(how, [if_taken(active), step, *carry, *x], values, before)
+    return _bind(how, [if_taken(jnp.bool_(True)), step, *carry, *x], values, before)
 
 
 def _given(values: Sequence[Any]) -> list:

@@ -59,9 +59,6 @@ def _raise_if(
     buffer: Any, value: jax.typing.ArrayLike, bad: jax.Array, place: Any, *text: str
 ) -> Any:
     owner = buffer._owner
-    if owner.mask is not None:
-        bad = bad & owner.mask
-
     window = place.window
     axes = range(len(buffer.shape))
     partly = [a for a in axes if window.sizes[a] != buffer.shape[a]] or axes[:1]

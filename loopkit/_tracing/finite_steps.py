@@ -44,15 +44,10 @@ class FiniteSteps:
     names: tuple[str, ...]
     """The names of the leaves of the carry."""
     x_names: tuple[str, ...]
-    active: int | None
-    """The leaf of the carry that says whether a step counts."""
     number: int
     """The leaf that counts the steps."""
     buffers: tuple[bool, ...]
     """Which leaves of the carry are buffers."""
-    left: int | None = None
-    """The leaf that says how many steps may be taken, if there is one. If it is 0 or less, none
-    may."""
 
     def around(
         self, given: Given, take: Callable[[Given, Any], tuple[list, Sequence[str]]]
@@ -101,11 +96,8 @@ class FiniteSteps:
         ]
 
     def report(self, given: Given) -> tuple:
-        active = lax.full((), True) if self.active is None else given.carry[self.active]
-        if self.left is not None:
-            active = active & (given.carry[self.left] > 0)
         carry = [v for v, has in zip(given.carry, self.buffers, strict=True) if not has]
-        return active, given.carry[self.number], carry, list(given.x)
+        return given.carry[self.number], carry, list(given.x)
 
     def watched(
         self,

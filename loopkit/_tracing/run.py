@@ -90,8 +90,8 @@ def run_while(spec: LoopSpec, throw: bool = False) -> Any:
     if (ran := validate.in_python(lambda: _python_while(spec))) is not None:
         val, steps, stopped = ran
         return _finished(spec, throw, val, steps, informs and not stopped and spec.goes_on(val))
-    masking = spec.carried.any or spec.finite is not None
     # If writes to buffers need a mask, the predicate is part of the carry.
+    masking = spec.carried.any
     go = ask(spec.goes_on, spec.init) if masking else None
     steps = jnp.int32(0) if informs or spec.counts else None
     traced, leaves, tree = trace(spec, spec.hidden(go=go, steps=steps))

@@ -105,9 +105,8 @@ class FlatSteps:
         tree, axes = spec.inputs.tree, spec.inputs.axes
         of_x = zip(names_of(spec.names.inputs, tree.unflatten(range(len(axes)))), axes, strict=True)
         x_names = tuple(name for name, axis in of_x if axis is not None)
-        left = None if self.state[1].left is None else self.counter + 1
         loop = spec.watched(self.tree, missing)
-        return FiniteSteps(loop, names, x_names, self.flag, self.counter, buffers, left)
+        return FiniteSteps(loop, names, x_names, self.counter, buffers)
 
 
 def trace_loop(steps: FlatSteps) -> Traced:
@@ -161,8 +160,7 @@ def _leaves(steps: FlatSteps, paths: list) -> list:
     flags, outer = [False] * len(paths), [None] * len(paths)
     if steps.buffers is not None:
         flags, outer = steps.buffers.flags, steps.buffers.outer
-    # Writes, and checks for finite values, depend on the flag.
-    flag = steps.flag if steps.buffers is not None or steps.spec.finite is not None else None
+    flag = None if steps.buffers is None else steps.flag  # writes depend on it
     return [
         CarryLeaf(steps.spec.names.init + keystr(path), has, i == flag, owner is not None)
         for i, (path, has, owner) in enumerate(zip(paths, flags, outer, strict=True))
