@@ -344,6 +344,7 @@ def test_error_of_a_step_that_is_taken(check, outer, mode, jit):
 UNROLLED = [name for name in OUTER if name.endswith("unrolled")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", ["thrown", "finite", "error_if"])
 @pytest.mark.parametrize("outer", UNROLLED)
 def test_one_lane_of_unrolled_steps(outer, check):
@@ -357,6 +358,7 @@ COUNTS_OF_LAST = jnp.array([1, 0, 3, 2])
 """Lane 2 takes most steps."""
 
 
+@pytest.mark.slow
 def test_which_step_and_lane_is_not_finite():
     """Stopped lanes have arguments as bad, and are not named."""
     argument_of = lambda t, n: jnp.where(t < jnp.minimum(n, 2), 1.0, -1.0)
@@ -393,6 +395,7 @@ def test_checkify_hears_a_step_that_is_taken():
     assert "the argument is negative" in str(error.get())
 
 
+@pytest.mark.slow
 def test_ragged():
     """Rows after a stop, and those of padding, are as bad."""
     lengths = [2, 1, 1]
