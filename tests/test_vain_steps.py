@@ -316,10 +316,10 @@ def test_no_error(check, outer, mode, jit):
 
 TEXTS = {
     **dict.fromkeys(CHECKS, "argument is negative"),
-    **dict.fromkeys(("thrown", "in_checkpoint", "in_lanes"), "must be enough"),
-    **dict.fromkeys(("in_custom_jvp", "in_custom_vjp"), "must be enough"),
+    **dict.fromkeys(("thrown", "in_checkpoint", "in_lanes"), "max_steps"),
+    **dict.fromkeys(("in_custom_jvp", "in_custom_vjp"), "max_steps"),
     **dict.fromkeys(("finite", "finite_while"), "must stay finite"),
-    "rows": "outside of its shape",
+    "rows": "within its shape",
     "appended": "within the capacity",
 }
 
@@ -370,7 +370,7 @@ def test_which_step_and_lane_is_not_finite():
         f = lambda a, n, debug=debug, step=step: loopkit.fori_loop(
             0, n, lambda t, x: step(t, x, n), a, max_steps=MOST, debug=debug
         )
-        text = f"got nan in step {step_of[which]} in lane 2, going forward"
+        text = f"nan in step {step_of[which]} in lane 2, going forward"
         with pytest.raises(Exception, match=text):
             jax.block_until_ready(jax.vmap(f)(STARTS, COUNTS_OF_LAST))
 
