@@ -83,7 +83,12 @@ def _scan(params: dict, ins: list, counts: Any) -> list:
     consts, init, xs = parts(ins, k, n)
     step = _closing_over(params["jaxpr"], counts)
     how = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, ys = lax.scan(lambda c, x: tuple(parts(step(*consts, *c, *x), n)), init, xs, **how)
+
+    def body(carry: list, x: list) -> tuple[list, list]:
+        new, y = parts(step(*consts, *carry, *x), n)
+        return new, y
+
+    carry, ys = lax.scan(body, init, xs, **how)
     return [*carry, *ys]
 
 
@@ -122,8 +127,9 @@ def without_vain_checks(loop: Loop) -> Loop | Rewritten:
 def _asked(loop: Loop) -> int | None:
     """Return the leaf of the carry that is the predicate, if one is."""
     place = None if loop.cond is None else equations.forwarded(loop.cond)[0]
-    own = place is not None and place >= loop.cond_const_count
-    return place - loop.cond_const_count if own else None
+    if place is None or place < loop.cond_const_count:
+        return None
+    return place - loop.cond_const_count
 
 
 def _where_flagged(loop: Loop, flag: int | None, asks: Any) -> Rewritten:
