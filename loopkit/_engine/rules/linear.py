@@ -27,20 +27,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from loopkit import _jax
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.activity import cotangent_activity, linear_activity
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Active, Loop, kept, parts
-from loopkit._engine.lowering.flat_values import of_vectors
-from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.passes.dual_loop import dual_loop, run_dual
 from loopkit._engine.primitives import READS, define, pullback_p, pushforward_p
 from loopkit._engine.rules import while_
-from loopkit._engine.rules.hessian import second_order
-from loopkit._engine.rules.two_loops import stored_pullback
 from loopkit._engine.sweeps import sweeps
 
 
@@ -178,71 +173,3 @@ define(
     dce=FORWARD.dce,
 )
 READS[pushforward_p] = pullback_reads
-
-
-def evaluate_pullback(
-    *operands: jax.Array,
-    loop: Loop,
-    layout: Active,
-    active: Active,
-    batch: int | None,
-    unused_init: tuple[bool, ...],
-    transpose_only: bool,
-) -> list:
-    primals, residuals, cts = arguments(loop, layout, operands)
-    how = reversal(loop, layout, active).without(unused_init)
-    with jax.named_scope(f"loopkit.{loop.name}.backward"):
-        out = sweeps(how).backward(loop.split(primals)[0], residuals, cts, batch)
-    unasked = _unused_results(active, unused_init)
-    return [_jax.zeros(jax.typeof(v)) if u else v for v, u in zip(out, unasked, strict=True)]
-
-
-def _unused_results(active: Active, unused_init: Sequence[bool]) -> list[bool]:
-    """Return which results are cotangents that nobody wants."""
-    flags = [*[False] * len(active.consts), *unused_init, *[False] * len(active.xs)]
-    return kept(flags, active.inputs)
-
-
-def jvp_of_pullback(
-    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
-) -> tuple[list, list]:
-    loop, active, batch = params["loop"], params["active"], params["batch"]
-    assert not params["transpose_only"], "what it reads is not there"
-    values, residuals, cts = arguments(loop, params["layout"], primals)
-    t_values, _, t_cts = arguments(loop, params["layout"], tangents)
-    out = pullback_p.bind(*primals, **params)
-    if loop.holds_custom_vjp:
-        # The last residual is the number of steps taken.
-        operands, moves = [*values, residuals[-1], *cts], [*t_values, None, *t_cts]
-        stored = lambda *at: stored_pullback(loop, active, batch, at)
-        return out, _jax.jvp_in_moving(stored, operands, moves)[1]
-    flowing = BACKWARD.of([*values, *residuals], t_cts, params)
-    moves = t_values[loop.cond_const_count :]
-    if batch is not None:
-        repeated = lambda t: jnp.broadcast_to(t, (batch, *jnp.shape(t)))
-        moves = [t if type(t) is _jax.Zero else repeated(t) for t in moves]
-    second = second_order(loop, values, cts, active, moves, active, batch)
-    return out, list(map(_jax.add_tangents, flowing, second))
-
-
-def transpose_pullback(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
-    loop = params["loop"]
-    values, residuals, _ = arguments(loop, params["layout"], operands)
-    unused_init = _unused_results(params["active"], params.pop("unused_init"))
-    types = BACKWARD.types(**params)[0]
-    tangents = [
-        _jax.float0_zero(t) if u else c for t, u, c in zip(types, unused_init, cts, strict=True)
-    ]
-    return _jax.asked_for(FORWARD.of([*values, *residuals], tangents, params), operands)
-
-
-define(
-    pullback_p,
-    evaluate_pullback,
-    BACKWARD.types,
-    jvp=jvp_of_pullback,
-    transpose=transpose_pullback,
-    dce=BACKWARD.dce,
-    on_cpu=with_scratch,
-    on_tpu=of_vectors,
-)
