@@ -7,8 +7,8 @@ JVP       itself, with tangents
 splits    into itself in w, and `hessian` in the primals, if the tangents are not all known
 transpose `pushforward`
 
-`unused_init` flags carry leaves whose initial value needs no cotangent, such as a buffer that starts
-with zeros; the cotangent is then zeros.
+`unused_init` flags carry leaves whose initial value needs no cotangent, such as a buffer that
+starts with zeros; the cotangent is then zeros.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from loopkit._engine.loop import Active, Loop, kept
 from loopkit._engine.lowering.flat_values import of_vectors
 from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.primitives import define, pullback_p
-from loopkit._engine.rules.along import Along, moved_by_pullback, moving
+from loopkit._engine.rules.along import Along, moved_by_forward, moved_by_pullback, moving
 from loopkit._engine.rules.hessian import second_order
 from loopkit._engine.rules.linear import BACKWARD, FORWARD, arguments
 from loopkit._engine.rules.two_loops import stored_pullback
@@ -78,12 +78,18 @@ def jvp(
     if along is not None:
         by_others = ft.partial(apart, along=along, **params)
         return _jax.jvp_in_moving(by_others, primals, tangents)
-    if params["loop"].holds_custom_vjp:
+    loop, flags = params["loop"], moving(primals, tangents)
+    if loop.holds_custom_vjp or _lacks_tangents(flags, **params):
         return _with_hessian(primals, tangents, **params)
-    flags = moving(primals, tangents)
-    moved = _moved(flags, **params)
-    along = Along(flags, moved)
+    along = Along(flags, _moved(flags, **params))
     return along.apart(pullback_p.bind(*primals, *kept(tangents, flags), **params, along=along))
+
+
+def _lacks_tangents(flags: tuple[bool, ...], loop: Loop, layout: Active, **_: object) -> bool:
+    """Return whether `forward` has left out tangents of what it saved, as if they were zero."""
+    operands, results = loop.primal_counts
+    saved = moved_by_forward(loop, layout, flags[:operands])[results:]
+    return any(m and not has for m, has in zip(saved, flags[operands:], strict=False))
 
 
 def _moved(flags: tuple[bool, ...], **params: Any) -> tuple[bool, ...]:
