@@ -1,20 +1,15 @@
-"""pushforward and pullback: the tangents L t of a loop, and its cotangents L^T w.
+"""pushforward: the tangents L t of a loop, and what it shares with its transpose, `pullback`.
 
-    pushforward  operands  those of the loop, residuals of `forward`, tangents of the active inputs
-                 results   tangents of the active outputs
-                 JVP       in t, itself; in the primals, that of D
-                 transpose `pullback`
-    pullback     operands  those of the loop, residuals of `forward`, cotangents of active outputs
-                 results   cotangents of the active inputs
-                 JVP       in w, itself; in the primals, `hessian`
-                 transpose `pushforward`
+    operands  those of the loop, residuals of `forward`, tangents of the active inputs
+    results   tangents of the active outputs
+    JVP       in t, itself; in the primals, that of D
+    transpose `pullback`
 
-Only the transpose of a pushforward reads the residuals. A pushforward that runs is D, which needs
-none. `batch` is None or the size of a leading axis of tangents or cotangents that the primals lack:
-the trajectory is replayed once for all of them. `unused_init` flags carry leaves whose initial
-value needs no cotangent, such as a buffer that starts with zeros; the cotangent is then zeros. If a
-primitive is `transpose_only`, operands that the pullback does not read are zeros: the pushforward
-is not run, and the pullback has no derivative.
+Only the transpose reads the residuals. A pushforward that runs is D, which needs none. `batch` is
+None or the size of a leading axis of tangents or cotangents that the primals lack: the trajectory
+is replayed once for all of them. If a primitive is `transpose_only`, operands that the pullback
+does not read are zeros: the pushforward is not run, and the pullback is differentiated with what
+was saved or not at all.
 
 No cotangent (or tangent) is not the same as a cotangent of zeros. Results that only zeros reach are
 symbolic zeros, and what reaches no used result is left out.
