@@ -117,7 +117,7 @@ def moved_by_pullback(loop: Loop, how: Reversal, operands: Sequence[bool]) -> li
         stored = how.restore_counters(rows, [False] * len(carry))
     else:
         moved = spread(undone, how.undone, spread(rows, how.slotted, carry))
-        saved = kept(map(or_, moved, carry), how.saved)
+        saved = kept(list(map(or_, moved, carry)), how.saved)
         stored = _jax.jvp_jaxpr(how.forward, [*consts, *saved, *xs])[1][len(saved) :]
     hoisted = _jax.jvp_jaxpr(how.split.hoist, consts)[1]
     of_step = [*consts, *hoisted, *xs, *stored]

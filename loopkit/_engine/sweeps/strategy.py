@@ -169,7 +169,7 @@ class Sweep(abc.ABC):
         taken = jnp.int32(loop.length) if loop.cond is None else steps.taken
         if not segments:
             segments = [jnp.zeros(0, jnp.int32) + (0 if loop.cond is None else steps.count)]
-        return [*steps.carry, *ys, *stacks, *log, *buffers, *segments, taken]
+        return [*steps.carry, *ys, *saved, *log, *buffers, *segments, taken]
 
     def backward(
         self, operands: Operands, residuals: Sequence[Any], cts: Sequence[Any], batch: int | None
