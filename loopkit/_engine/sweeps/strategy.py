@@ -158,11 +158,9 @@ class Sweep(abc.ABC):
         if loop.length == 0:
             return [*stepping.evaluate(loop, operands), *map(_jax.zeros, self.residual_types)]
         loop = loop if how.undo is None else how.undo.logged(loop)
-        first = (
-            stepping.start(loop, operands),
-            list(self.blank_stacks if stacks is None else stacks),
-        )
-        steps, stacks, *segments = self.run(loop, operands, first)
+        empty = self.blank_stacks if stacks is None else list(stacks)
+        first = stepping.start(loop, operands), empty
+        steps, saved, *segments = self.run(loop, operands, first)
         steps = stepping.finished(loop, steps)
         ys, log = parts(steps.ys, how.loop.ys_count)
         buffers = kept(steps.carry, how.undone)
