@@ -11,6 +11,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import iterations
+import loopkit
 import thunks
 from ahead_of_time import Compiled
 
@@ -131,3 +132,26 @@ def test_counts_that_contradict_the_compiler():
     program = Compiled("gpu", PROGRAM.replace("KNOWN", trips), 0, 0, 0.0, SEQUENCE, NAMES, None, 4)
     with pytest.raises(ValueError, match=r"while\.1.*entered 1 times, went round 9 times"):
         thunks.work(program, [9, 50, 4, 6])
+
+
+@pytest.mark.parametrize("checkpoints", [None, 3, "all"])
+def test_forward_over_reverse_runs_as_often_as_a_gradient(checkpoints):
+    """Steps and their tangents run together, forward and backward."""
+
+    def loss(w, xs):
+        step = lambda h, x: (jnp.tanh(w * h + x), h * h)
+        h, ys = loopkit.scan(step, w, xs, checkpoints=checkpoints)
+        return jnp.sum(h) + jnp.sum(ys)
+
+    gradient = jax.value_and_grad(loss)
+    along = lambda w, xs: jax.jvp(lambda w: gradient(w, xs), (w,), (w + 1,))
+    given = jnp.linspace(0.1, 0.4, 300), jnp.linspace(0.0, 1.0, 40)
+    assert counted(along, *given) == counted(gradient, *given)
+
+
+def test_a_hessian_takes_all_tangents_along_one_gradient():
+    loss = lambda x: jnp.sum(
+        loopkit.while_loop(lambda x: x[0] < 9, lambda x: x * x[::-1] + 1, x, max_steps=30)
+    )
+    x = jnp.linspace(0.1, 0.3, 3)
+    assert sum(counted(jax.hessian(loss), x)) == sum(counted(jax.grad(loss), x))

@@ -173,3 +173,82 @@ def test_a_tangent_that_is_a_number_of_python():
         return jax.jvp(jax.jacrev(f), (0.8,), (1.0,))
 
     assert_close(of(loopkit.scan), of(jax.lax.scan))
+
+
+def stepwise(step, x, rows, **_):
+    """The scan of an unrolled loop, which takes no settings."""
+    ys = []
+    for row in rows:
+        x, y = step(x, row)
+        ys.append(y)
+    return x, jnp.stack(ys)
+
+
+def loss_of(scan, settings):
+    """A loss of weights, a first carry, and rows, in which each of them meets the others."""
+
+    def loss(w, x, rows):
+        step = lambda x, row: ((new := jnp.tanh(w @ x + row)), new * x)
+        x, ys = scan(step, x, rows, **settings)
+        return jnp.sum(x**3) + jnp.sum(jnp.sin(ys))
+
+    return loss
+
+
+WEIGHTS = jnp.asarray([[0.5, -0.3], [0.2, 0.7]])
+FIRST, ROWS = jnp.asarray([0.4, -0.6]), jnp.linspace(-0.5, 0.9, 10).reshape(5, 2)
+ALONG = jnp.asarray([[[1.0, 2.0], [0.5, -1.0]], [[0.3, -0.2], [1.5, 0.4]]])
+
+
+def mixed(loss):
+    """Tangents of the first carry, cotangents of the weights."""
+    gradient = lambda x: jax.grad(loss)(WEIGHTS, x, ROWS)
+    return jax.jvp(gradient, (FIRST,), (FIRST + 1,))
+
+
+def of_lanes(loss, x=FIRST, w=WEIGHTS):
+    """Lanes of carries and of directions; the weights are the same in all lanes."""
+
+    def product(x, along):
+        return jax.jvp(lambda w: jax.grad(loss, (0, 2))(w, x, ROWS), (w,), (along,))[1]
+
+    return jax.vmap(product)(jnp.stack([x, 2 * x]), ALONG)
+
+
+def of_directions(loss):
+    return jax.vmap(lambda x: of_lanes(loss, x))(jnp.stack([FIRST, -FIRST]))
+
+
+def of_cotangents(loss):
+    """Lanes of cotangents alone, and of directions beside them."""
+    several = lambda w: loss(w, FIRST, ROWS) * jnp.asarray([1.0, -2.0]) + w[0]
+    pulled_back = lambda ct: lambda w: jax.vjp(several, w)[1](ct)[0]
+    one = lambda ct, along: jax.jvp(pulled_back(ct), (WEIGHTS,), (along,))[1]
+    return jax.vmap(one, (0, None))(jnp.eye(2), ALONG[0]), jax.vmap(one)(jnp.eye(2), ALONG)
+
+
+def gradient_of_lanes(loss):
+    total = lambda w, x: sum(jnp.sum(v * v) for v in jax.tree.leaves(of_lanes(loss, x, w)))
+    return jax.grad(total, (0, 1))(WEIGHTS, FIRST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "settings"),
+    in_turn(
+        [mixed, of_lanes, of_directions, of_cotangents, gradient_of_lanes],
+        [
+            {},
+            {"checkpoints": "all"},
+            {"checkpoints": 2},
+            {"checkpoints": loopkit.Plan(2, segment=2, store="residuals")},
+            {"until": lambda x, _: x[0] > 9},
+        ],
+        of=2,
+    ),
+)
+def test_forward_over_reverse(way, settings):
+    wanted = way(loss_of(stepwise, {}))
+    got = jax.jit(lambda: way(loss_of(loopkit.scan, settings)))()
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert_close(g, w)

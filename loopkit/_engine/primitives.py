@@ -10,7 +10,8 @@ loop (the same loop over values and tangents):
     pullback     L^T w, from checkpoints    transpose: pushforward
     hessian      d/dtheta <w, L u>          its own transpose in u
 
-D is a loop itself, so derivatives of any order are the same six on a longer carry.
+D is a loop itself, so derivatives of any order are the same six on a longer carry. In forward mode
+`forward` and `pullback` return tangents beside their results (rules/along.py).
 
 An error in a loop that replaced one of lax names that loop, and a way out. Its reader has not
 written the loop, and may not know that loopkit runs it.

@@ -140,6 +140,7 @@ from loopkit._jax.primitives import (
     register_bounds,
     register_known_part,
     register_partial_eval,
+    register_split,
     target_device,
 )
 from loopkit._jax.sources import PACKAGE, is_raised_within, name_stack, source, source_of

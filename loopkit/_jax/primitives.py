@@ -266,6 +266,21 @@ def _register_partial_eval(primitive: Primitive, eager: Callable, known_part: Ca
     pe.partial_eval_jaxpr_custom_rules[primitive] = rule
 
 
+def register_split(primitive: core.Primitive, splits: Callable, apart: Callable) -> None:
+    """Register how a primitive is computed by others if some of its operands are unknown.
+
+    `splits(**params)` says whether `apart(*operands, **params)` computes the results by others.
+    """
+
+    def eager(trace: Any, *tracers: Any, **params: Any) -> list:
+        if not splits(**params) or all(t.is_known() for t in tracers):
+            return trace.default_process_primitive(primitive, tracers, params)
+        with core.set_current_trace(trace):
+            return list(map(trace.to_jaxpr_tracer, apart(*tracers, **params)))
+
+    pe.custom_partial_eval_rules[primitive] = eager
+
+
 def register_known_part(primitive: core.Primitive, part: Callable) -> None:
     """Register how a primitive is evaluated in part if only some of its operands are known.
 

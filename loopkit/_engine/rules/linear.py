@@ -1,20 +1,15 @@
-"""pushforward and pullback: the tangents L t of a loop, and its cotangents L^T w.
+"""pushforward: the tangents L t of a loop, and what it shares with its transpose, `pullback`.
 
-    pushforward  operands  those of the loop, residuals of `forward`, tangents of the active inputs
-                 results   tangents of the active outputs
-                 JVP       in t, itself; in the primals, that of D
-                 transpose `pullback`
-    pullback     operands  those of the loop, residuals of `forward`, cotangents of active outputs
-                 results   cotangents of the active inputs
-                 JVP       in w, itself; in the primals, `hessian`
-                 transpose `pushforward`
+    operands  those of the loop, residuals of `forward`, tangents of the active inputs
+    results   tangents of the active outputs
+    JVP       in t, itself; in the primals, that of D
+    transpose `pullback`
 
-Only the transpose of a pushforward reads the residuals. A pushforward that runs is D, which needs
-none. `batch` is None or the size of a leading axis of tangents or cotangents that the primals lack:
-the trajectory is replayed once for all of them. `unused_init` flags carry leaves whose initial
-value needs no cotangent, such as a buffer that starts with zeros; the cotangent is then zeros. If a
-primitive is `transpose_only`, operands that the pullback does not read are zeros: the pushforward
-is not run, and the pullback has no derivative.
+Only the transpose reads the residuals. A pushforward that runs is D, which needs none. `batch` is
+None or the size of a leading axis of tangents or cotangents that the primals lack: the trajectory
+is replayed once for all of them. If a primitive is `transpose_only`, operands that the pullback
+does not read are zeros: the pushforward is not run, and the pullback is differentiated with what
+was saved or not at all.
 
 No cotangent (or tangent) is not the same as a cotangent of zeros. Results that only zeros reach are
 symbolic zeros, and what reaches no used result is left out.
@@ -27,20 +22,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from loopkit import _jax
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.activity import cotangent_activity, linear_activity
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Active, Loop, kept, parts
-from loopkit._engine.lowering.flat_values import of_vectors
-from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.passes.dual_loop import dual_loop, run_dual
 from loopkit._engine.primitives import READS, define, pullback_p, pushforward_p
 from loopkit._engine.rules import while_
-from loopkit._engine.rules.hessian import second_order
-from loopkit._engine.rules.two_loops import stored_pullback
 from loopkit._engine.sweeps import sweeps
 
 
@@ -178,71 +168,3 @@ define(
     dce=FORWARD.dce,
 )
 READS[pushforward_p] = pullback_reads
-
-
-def evaluate_pullback(
-    *operands: jax.Array,
-    loop: Loop,
-    layout: Active,
-    active: Active,
-    batch: int | None,
-    unused_init: tuple[bool, ...],
-    transpose_only: bool,
-) -> list:
-    primals, residuals, cts = arguments(loop, layout, operands)
-    how = reversal(loop, layout, active).without(unused_init)
-    with jax.named_scope(f"loopkit.{loop.name}.backward"):
-        out = sweeps(how).backward(loop.split(primals)[0], residuals, cts, batch)
-    unasked = _unused_results(active, unused_init)
-    return [_jax.zeros(jax.typeof(v)) if u else v for v, u in zip(out, unasked, strict=True)]
-
-
-def _unused_results(active: Active, unused_init: Sequence[bool]) -> list[bool]:
-    """Return which results are cotangents that nobody wants."""
-    flags = [*[False] * len(active.consts), *unused_init, *[False] * len(active.xs)]
-    return kept(flags, active.inputs)
-
-
-def jvp_of_pullback(
-    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
-) -> tuple[list, list]:
-    loop, active, batch = params["loop"], params["active"], params["batch"]
-    assert not params["transpose_only"], "what it reads is not there"
-    values, residuals, cts = arguments(loop, params["layout"], primals)
-    t_values, _, t_cts = arguments(loop, params["layout"], tangents)
-    out = pullback_p.bind(*primals, **params)
-    if loop.holds_custom_vjp:
-        # The last residual is the number of steps taken.
-        operands, moves = [*values, residuals[-1], *cts], [*t_values, None, *t_cts]
-        stored = lambda *at: stored_pullback(loop, active, batch, at)
-        return out, _jax.jvp_in_moving(stored, operands, moves)[1]
-    flowing = BACKWARD.of([*values, *residuals], t_cts, params)
-    moves = t_values[loop.cond_const_count :]
-    if batch is not None:
-        repeated = lambda t: jnp.broadcast_to(t, (batch, *jnp.shape(t)))
-        moves = [t if type(t) is _jax.Zero else repeated(t) for t in moves]
-    second = second_order(loop, values, cts, active, moves, active, batch)
-    return out, list(map(_jax.add_tangents, flowing, second))
-
-
-def transpose_pullback(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
-    loop = params["loop"]
-    values, residuals, _ = arguments(loop, params["layout"], operands)
-    unused_init = _unused_results(params["active"], params.pop("unused_init"))
-    types = BACKWARD.types(**params)[0]
-    tangents = [
-        _jax.float0_zero(t) if u else c for t, u, c in zip(types, unused_init, cts, strict=True)
-    ]
-    return _jax.asked_for(FORWARD.of([*values, *residuals], tangents, params), operands)
-
-
-define(
-    pullback_p,
-    evaluate_pullback,
-    BACKWARD.types,
-    jvp=jvp_of_pullback,
-    transpose=transpose_pullback,
-    dce=BACKWARD.dce,
-    on_cpu=with_scratch,
-    on_tpu=of_vectors,
-)

@@ -7,6 +7,7 @@ that the trajectory is computed once for all of them. Any other batch axis goes 
 
 from __future__ import annotations
 
+import functools as ft
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,7 +32,8 @@ from loopkit._engine.primitives import (
     pushforward_p,
     while_p,
 )
-from loopkit._engine.rules import narrowed
+from loopkit._engine.rules import forward, narrowed, pullback
+from loopkit._engine.rules.along import Along
 from loopkit._engine.sweeps import sweeps
 
 
@@ -80,30 +82,132 @@ def _residual_axes(loop: Loop, batched: Batched, layout: Active) -> list:
 
 
 def _batch_forward(
-    axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], *, loop: Loop, active: Active
+    axis: _jax.AxisData,
+    args: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    loop: Loop,
+    active: Active,
+    along: Along | None = None,
 ) -> tuple:
-    if (lanes := narrowed.lanes_of(loop, axis, dims)) is not None:
-        return narrowed.forward(loop, lanes, args, dims, active)
     keeps_all = reversal(loop, active).plan.keeps_all
-    batched = _batched_for(loop, axis, dims, keeps_all, active)
-    values = batched.map_operands(zip(args, dims, strict=True))
-    outs = forward_p.bind(*values, loop=batched.loop, active=active)
-    return outs, [*batched.results, *_residual_axes(loop, batched, active)]
+    if along is None:
+        if (lanes := narrowed.lanes_of(loop, axis, dims)) is not None:
+            return narrowed.forward(loop, lanes, args, dims, active)
+        batched = _batched_for(loop, axis, dims, active if keeps_all else None, active)
+        values = batched.map_operands(zip(args, dims, strict=True))
+        outs = forward_p.bind(*values, loop=batched.loop, active=active)
+        return outs, [*batched.results, *_residual_axes(loop, batched, active)]
+    params = {"loop": loop, "active": active, "along": along}
+    value_dims = dims[: loop.operand_count]
+    if _same(loop, axis, value_dims):
+        return _more_directions(forward_p, axis, args, dims, params)
+    if narrowed.lanes_of(loop, axis, value_dims) is not None:
+        return _jax.batched_call(ft.partial(forward.apart, **params), axis, args, dims)
+    leaves = _leaves(loop, along, active if keeps_all else None)
+    batched = _batched_for(loop, axis, value_dims, leaves, active)
+    results = [*batched.results, *_residual_axes(loop, batched, active)]
+    return _along_batched(forward_p, axis, args, dims, params, batched, batched.axes.flat, results)
+
+
+def _batch_pullback(
+    axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], **params: Any
+) -> tuple:
+    along = params.get("along")
+    if along is None:
+        return _batch_cotangents(axis, args, dims, **params)
+    loop, layout, active = (params[k] for k in ("loop", "layout", "active"))
+    count = len(sweeps(reversal(loop, layout)).residual_types)
+    values, saved, _ = parts(dims, loop.operand_count, count)
+    if _same(loop, axis, dims[: len(along.operands)]):
+        return _more_directions(pullback_p, axis, args, dims, params)
+    by_others = ft.partial(pullback.apart, **params)
+    if _same(loop, axis, values) or narrowed.linear_lanes(axis, values, **params) is not None:
+        return _jax.batched_call(by_others, axis, args, dims)
+    batched = _batched_for(loop, axis, values, _leaves(loop, along, layout), layout)
+    places = _residual_axes(loop, batched, layout)
+    if any(d is not None and p is None for d, p in zip(saved, places, strict=True)):
+        return _jax.batched_call(by_others, axis, args, dims)
+    leading = params["batch"] is not None
+    of = batched.axes.flat[loop.cond_const_count :]
+    cts = [a + leading for a in kept(batched.results, active.outputs)]
+    results = [a + leading for a in kept(of, active.inputs)]
+    places = [*batched.axes.flat, *places, *cts]
+    return _along_batched(pullback_p, axis, args, dims, params, batched, places, results)
+
+
+def _same(loop: Loop, axis: _jax.AxisData, dims: Sequence[Any]) -> bool:
+    """Return whether operands are the same all along an axis, and steps do not ask for it."""
+    return all(d is None for d in dims) and axis.name not in loop.axis_names
+
+
+def _leaves(loop: Loop, along: Along, leaves: Active | None) -> Active:
+    """Return the leaves that get an axis along which tangents differ: those with a tangent, too."""
+    _, consts, carry, xs = loop.split(along.operands[: loop.operand_count])[0]
+    moving = Active(tuple(consts), tuple(carry), tuple(xs), (False,) * loop.ys_count)
+    return moving if leaves is None else either(moving, leaves)
+
+
+def _more_directions(
+    primitive: _jax.Primitive,
+    axis: _jax.AxisData,
+    args: Sequence[Any],
+    dims: Sequence[Any],
+    params: dict[str, Any],
+) -> tuple[list, list]:
+    """Return results without the axis, and tangents with it."""
+    along: Along = params["along"]
+    size, over, more = axis.size, axis.explicit_mesh_axis, along.directions
+    known, tangents = parts(args, len(along.operands))
+    pairs = zip(tangents, dims[len(known) :], strict=True)
+    tangents = [move(v, d, 0, size, over) for v, d in pairs]
+    if more is not None:
+        tangents = [v.reshape(size * more, *v.shape[2:]) for v in tangents]
+    every = along._replace(directions=size if more is None else size * more)
+    outs, moved = parts(
+        primitive.bind(*known, *tangents, **dict(params, along=every)), len(along.results)
+    )
+    if more is not None:
+        moved = [v.reshape(size, more, *v.shape[1:]) for v in moved]
+    return [*outs, *moved], [*[None] * len(outs), *[0] * len(moved)]
+
+
+def _along_batched(
+    primitive: _jax.Primitive,
+    axis: _jax.AxisData,
+    args: Sequence[Any],
+    dims: Sequence[Any],
+    params: dict[str, Any],
+    batched: Batched,
+    places: Sequence[Any],
+    results: Sequence[Any],
+) -> tuple[list, list]:
+    """Return results and tangents of the batched loop; each tangent has the axis of its value."""
+    along: Along = params["along"]
+    leading, count = along.directions is not None, params["loop"].operand_count
+    beside = lambda axes, flags: [a + leading for a in kept(axes, flags)]
+    into = [*places, *beside(places, along.operands)]
+    pairs = list(zip(args, dims, strict=True))
+    moved = batched.map_operands(pairs[:count])
+    for (value, dim), place in zip(pairs[count:], into[count:], strict=True):
+        moved.append(move(value, dim, place, axis.size, axis.explicit_mesh_axis))
+    outs = primitive.bind(*moved, **dict(params, loop=batched.loop))
+    return outs, [*results, *beside(results, along.results)]
 
 
 def _batched_for(
-    loop: Loop, axis: _jax.AxisData, dims: Sequence[Any], force: bool, layout: Active
+    loop: Loop, axis: _jax.AxisData, dims: Sequence[Any], leaves: Active | None, layout: Active
 ) -> Batched:
     """Return a batched loop of its own for the derivative primitives, with the layout of `loop`.
 
-    `dims` has the place of the axis in the operands. With `force`, all active leaves get the axis.
+    `dims` has the place of the axis in the operands. All of `leaves`, if given, get the axis.
     """
     places = loop.split(dims)[0]
     flags, ys = Operands(*([d is not None for d in p] for p in places)), None
-    if force:
-        pairs = zip(flags[1:], layout[:3], strict=True)
+    if leaves is not None:
+        pairs = zip(flags[1:], leaves[:3], strict=True)
         forced = ([f or a for f, a in zip(*pair, strict=True)] for pair in pairs)
-        flags, ys = Operands(flags.cond_consts, *forced), layout.ys
+        flags, ys = Operands(flags.cond_consts, *forced), leaves.ys
     in_rows = leaves_in_rows(loop, axis, places.init)
     key = ("batched for", axis, *map(tuple, flags), ys, layout, in_rows)
 
@@ -165,7 +269,7 @@ def batch_linear(primitive: _jax.Primitive, ins: str, outs: str) -> Any:
         # Tangents and cotangents that differ between lanes need inputs that differ, too.
         lane = narrowed.linear_lanes(axis, value_dims, **params)
         if lane is None:
-            batched = _batched_for(loop, axis, value_dims, True, layout)
+            batched = _batched_for(loop, axis, value_dims, layout, layout)
         else:
             batched = waiting_lanes(lane)
         moved = batched.map_operands(zip(values, value_dims, strict=True))
@@ -207,9 +311,10 @@ def batch_linear(primitive: _jax.Primitive, ins: str, outs: str) -> Any:
     return rule
 
 
+_batch_cotangents = batch_linear(pullback_p, "outputs", "inputs")
 _jax.register_batching(while_p, _batch_while)
 _jax.register_batching(dual_p, _batch_dual)
 _jax.register_batching(forward_p, _batch_forward)
 _jax.register_batching(pushforward_p, batch_linear(pushforward_p, "inputs", "outputs"))
-_jax.register_batching(pullback_p, batch_linear(pullback_p, "outputs", "inputs"))
+_jax.register_batching(pullback_p, _batch_pullback)
 _jax.register_batching(hessian_p, batch_linear(hessian_p, "outputs inputs", "inputs"))

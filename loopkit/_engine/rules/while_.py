@@ -9,6 +9,7 @@ derivative, because it is made where nobody asks for one any more.
 
 from __future__ import annotations
 
+import functools as ft
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,4 +121,17 @@ def _jaxpr_types(*_: object, jaxpr: _jax.Jaxpr, **__: object) -> tuple[list, Any
     return list(jaxpr.out_avals), jaxpr.effects
 
 
-_jax.define(evaluated_p, _evaluate_jaxpr, _jaxpr_types, on_cpu=with_scratch, on_tpu=of_vectors)
+def _jvp_of_jaxpr(
+    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[list, list]:
+    return _jax.jvp_in_moving(ft.partial(_evaluate_jaxpr, **params), primals, tangents)
+
+
+_jax.define(
+    evaluated_p,
+    _evaluate_jaxpr,
+    _jaxpr_types,
+    jvp=_jvp_of_jaxpr,
+    on_cpu=with_scratch,
+    on_tpu=of_vectors,
+)

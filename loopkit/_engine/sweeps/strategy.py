@@ -149,21 +149,25 @@ class Sweep(abc.ABC):
         types = self.residual_types[: len(self.stack_types)]
         return [_jax.blank_on_host(t) if _jax.is_on_host(t) else _jax.blank(t) for t in types]
 
-    def forward(self, loop: Loop, operands: Operands) -> list:
-        """Return the final carry, ys, and the residuals."""
+    def forward(self, loop: Loop, operands: Operands, stacks: Sequence[Any] | None = None) -> list:
+        """Return the final carry, ys, and the residuals.
+
+        `stacks` are the arrays to save in, by default blank ones.
+        """
         how = self.how
         if loop.length == 0:
             return [*stepping.evaluate(loop, operands), *map(_jax.zeros, self.residual_types)]
         loop = loop if how.undo is None else how.undo.logged(loop)
-        first = stepping.start(loop, operands), self.blank_stacks
-        steps, stacks, *segments = self.run(loop, operands, first)
+        empty = self.blank_stacks if stacks is None else list(stacks)
+        first = stepping.start(loop, operands), empty
+        steps, saved, *segments = self.run(loop, operands, first)
         steps = stepping.finished(loop, steps)
         ys, log = parts(steps.ys, how.loop.ys_count)
         buffers = kept(steps.carry, how.undone)
         taken = jnp.int32(loop.length) if loop.cond is None else steps.taken
         if not segments:
             segments = [jnp.zeros(0, jnp.int32) + (0 if loop.cond is None else steps.count)]
-        return [*steps.carry, *ys, *stacks, *log, *buffers, *segments, taken]
+        return [*steps.carry, *ys, *saved, *log, *buffers, *segments, taken]
 
     def backward(
         self, operands: Operands, residuals: Sequence[Any], cts: Sequence[Any], batch: int | None
