@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jax._src import checkify, linear_util
 
+from loopkit._jax.avals import Equation
 from loopkit._jax.jaxprs import bind_equation, context_of, open_jaxpr, trace, with_custom_rules
-from loopkit._jax.types import Equation
 
 checkify_p = checkify.check_p
 

@@ -43,8 +43,7 @@ RECORDED = ROOM_FOR_ROWS >> 6
 whatever their arrays cost. If it stored carries, it would run each step again to reverse it, and
 would compile the step once more for that."""
 ALIKE = 2
-"""Residuals are stored if they have at most this many times the bytes of what is stored otherwise:
-in place of a log, or where only inner loops then run again."""
+"""Residuals are stored in place of the log if they have at most this many times its bytes."""
 
 
 def best_plan(

@@ -22,9 +22,12 @@ from loopkit._jaxprs.min_cut import Point
 from loopkit._plans.budget import Bytes, Share
 from loopkit._plans.costs import Row, StepCosts
 from loopkit._plans.plan import Plan
-from loopkit._plans.planner import ALIKE, REPLAYED, best_plan
+from loopkit._plans.planner import REPLAYED, best_plan
 
 KEY = "reversal"
+HARDLY_MORE = 1.1
+"""A plan that runs only inner loops again may take this many times the bytes of one that runs whole
+steps again."""
 
 
 def reversal(loop: Loop, layout: Active, active: Active | None = None) -> Reversal:
@@ -75,7 +78,7 @@ def _planned(loop: Loop, active: Active) -> Reversal:
         return found
     with suppress(ValueError):  # the budget may be too small
         kept_whole = _of_split(loop, active, "inner loops again")
-        room = max(REPLAYED, ALIKE * found.plan.peak_bytes)
+        room = max(REPLAYED, HARDLY_MORE * found.plan.peak_bytes)
         if kept_whole.plan.keeps_all and kept_whole.plan.peak_bytes <= room:
             return kept_whole  # the inner loops run again, and the step does not
     return found
