@@ -14,7 +14,7 @@ from loopkit._arguments import errors, validate
 from loopkit._arguments.errors import size
 from loopkit._engine.derivative.reversal import remat_nanoseconds, reversal
 from loopkit._engine.derivative.split import split_step
-from loopkit._engine.facts.activity import moving_activity
+from loopkit._engine.facts.activity import whole_activity
 from loopkit._engine.lanes.many_lanes import why_never, why_waiting
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, kept
@@ -201,7 +201,7 @@ def _source(*eqns: _jax.Equation) -> str:
 
 
 def _of_loopkit(source: str, loop: Loop) -> Explained:
-    active = _everything(loop)
+    active = whole_activity(loop)
     how = reversal(loop, active)
     whole = None if loop.length is None else loop.length * how.split.uncut_bytes
     name, waits = f"loopkit.{loop.name}", _why_waiting(loop) if loop.lanes else ""
@@ -234,7 +234,7 @@ def _of_lax(source: str, eqn: _jax.Equation) -> Explained:
     records = (Const(),) * consts, (CarryLeaf(),) * carries, (Input(),) * xs, (Output(),) * ys
     length = params["length"]
     loop = Loop(None, params["jaxpr"], 0, *records, length, name="scan")
-    stored = split_step(loop, _everything(loop)).uncut_bytes
+    stored = split_step(loop, whole_activity(loop)).uncut_bytes
     bounded = Plan(1, bound=length, exact=True)
     plan = _with_bytes(bounded, _jax.byte_count(*loop.carry_types), stored)
     again = remat_nanoseconds(loop.body) / (nanoseconds(loop.body) or 1.0)
@@ -244,10 +244,3 @@ def _of_lax(source: str, eqn: _jax.Equation) -> Explained:
 def _with_bytes(bare: Plan, carry: int, residuals: int) -> Plan:
     step = bare.step._replace(carry_bytes=carry, residual_bytes=residuals)
     return replace(bare, step=step)
-
-
-def _everything(loop: Loop) -> Any:
-    """Return what is active if every operand that can have a tangent has one."""
-    types = [*loop.const_types, *loop.body.in_avals[loop.const_count :]]
-    flags = list(map(_jax.is_differentiable, types))
-    return moving_activity(loop, loop.split([False] * loop.cond_const_count + flags)[0])
