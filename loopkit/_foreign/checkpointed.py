@@ -65,8 +65,12 @@ def checkpointed(
         needs more steps stops there.
     - `checkpoints`: what the backward pass of each loop keeps, as in `loopkit.while_loop`. With
         "all", while loops need a bound: `max_steps`, or their own.
-    - `memory`: a budget in bytes instead, as in `loopkit.while_loop`. The loops of `fn` share it in
-        equal parts. It limits what the gradient needs beyond that of a single step of each loop.
+    - `memory`: a budget in bytes instead, for the gradient of `fn` in all its arguments. It limits
+        the temporary memory of the whole gradient, as predicted: what the loops save and need while
+        they are reversed, and the values between them. The loops share it so that the gradient
+        takes the least predicted time. Loops with a budget of their own keep it. If the gradient
+        needs more, taking it raises an error that names the least budget that will do, and what
+        takes most of it.
     - `only`: `LoopSite -> bool`, called once for each loop that is traced. It returns whether to
         replace the loop. A `LoopSite` has `kind`, `name_stack`, `source`, `length`, `carry_bytes`,
         `depth` (the number of loops around it) and `outer` (the `LoopSite` of the innermost of
@@ -85,7 +89,8 @@ def checkpointed(
     **Raises:**
 
     `TypeError` if `fn` or `only` is not callable or a setting is of the wrong type; `ValueError` if
-    it has a wrong value, or if `checkpoints="all"` and a while loop has no bound.
+    it has a wrong value, or if `checkpoints="all"` and a while loop has no bound. The gradient
+    raises `ValueError` if `memory` is not enough.
 
     !!! example
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class Choice(NamedTuple):
-    """What a loop may need, and the time that it takes then."""
+    """The bytes that a loop may need, and the time that it takes within them."""
 
     saved: int
     """The bytes from its forward sweep until it is reversed."""
@@ -32,7 +32,7 @@ Choices = Mapping[Hashable, Sequence[Choice]]
 
 
 class Moment(NamedTuple):
-    """A moment of a gradient: what lives then."""
+    """The values and the loops that need memory at a moment of a gradient."""
 
     what: str
     """The equation that runs, in words."""

@@ -1,4 +1,4 @@
-"""What lives while the gradient of a function is computed: a moment for each of its equations.
+"""Find what lives at each moment while the gradient of a function is computed.
 
 The gradient runs the equations of the function, and then those of its linear part, backward. A
 value lives until its last reader. A residual lives until the first equation of the linear part that
@@ -148,9 +148,8 @@ class _Walk:
         for k, eqn in enumerate(self.ahead):
             for v in equations.variables(eqn):
                 last[v] = 2 * k + (not takes_over(eqn))
-        results = step.outvars[: self.residuals.results]
         last |= self._until(step)
-        given = {v for v in step.outvars if v in set(results)} if self.whole else set()
+        given = set(_variables(step.outvars[: self.residuals.results])) if self.whole else set()
         for v in step.invars if not self.whole else ():
             if v in last and last[v] >= 2 * len(self.ahead):
                 self._lives(_size(v), 0, last[v])
@@ -198,7 +197,7 @@ class _Walk:
             times = [2 * self._when_reversed(j) + 1 for j in readers.get(v, ())]
             for time in times[:-1] if self.whole else times[-1:]:
                 self._lives(_size(v), time, time if self.whole else end)
-        outs = {v for v in linear.outvars if not isinstance(v, _jax.Literal)}
+        outs = set(_variables(linear.outvars))
         for j, eqn in enumerate(self.back):
             death = 2 * self._when_reversed(j) + (not takes_over(eqn))
             for v in eqn.outvars:
@@ -245,6 +244,10 @@ def described(eqn: _jax.Equation) -> str:
 def takes_over(eqn: _jax.Equation) -> bool:
     """Return whether results can have the memory of operands that nothing else reads."""
     return eqn.primitive.name in CHEAP or eqn.primitive.name in IN_PLACE
+
+
+def _variables(values: Sequence[_jax.Atom]) -> list:
+    return [v for v in values if not isinstance(v, _jax.Literal)]
 
 
 def _size(v: _jax.Var) -> int:

@@ -42,7 +42,7 @@ from loopkit._plans.planner import all_plans
 from loopkit._programs import shared
 
 FACTS = "linearised", "split", "forward activity", "backward activity"
-"""What is derived of a loop and does not depend on its budget."""
+"""Keys of what is derived of a loop and does not depend on its budget."""
 INNER_CHOICES = 5
 """For how many choices of the loops in a step the step is split again."""
 
