@@ -245,7 +245,9 @@ def test_a_budget_of_its_own_is_kept():
 
 
 def test_a_budget_too_small_says_what_would_do():
-    match = r"`memory` must be at least \d+ bytes, got 100 bytes. Most of it, \d+ bytes, is for going"
+    match = (
+        r"`memory` must be at least \d+ bytes, got 100 bytes. Most of it, \d+ bytes, is for going"
+    )
     with pytest.raises(ValueError, match=match):
         jax.grad(loopkit.checkpointed(long_loops, memory=100))(jnp.ones(1000))
 

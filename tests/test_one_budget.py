@@ -220,3 +220,23 @@ def test_functions_with_a_derivative_in_some_inputs_only():
 def test_a_loop_left_to_lax_with_a_loop_in_it():
     f = loopkit.checkpointed(nested, memory=10**4, only=lambda site: site.depth > 0)
     assert_close(jax.grad(f)(X, W), jax.grad(lambda x: nested(x, W, unrolled))(X))
+
+
+def test_explain_says_what_holds_the_peak():
+    said = loopkit.explain(loopkit.checkpointed(two_wide, memory="1 MB"), *WIDE)
+    gradient = said.gradient
+    assert gradient.peak == sum(count for _, count in gradient.holders) <= 10**6
+    assert gradient.peak == max(count for _, count in gradient.timeline) > 5 * 10**5
+    saved = max(gradient.holders, key=lambda held: held[1])
+    assert "scan at test_one_budget.py" in saved[0]
+    assert saved[1] > gradient.peak / 2
+    assert f"predicted: {gradient.peak / 1e3:.0f} kB: " in str(said).splitlines()[-1]
+    assert loopkit.explain(two_wide, *WIDE).gradient is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("f", [two_wide, nested_wide])
+def test_the_prediction_is_near_the_figure_of_the_compiler(f):
+    gradient = loopkit.explain(loopkit.checkpointed(f, memory="2 MB"), *WIDE).gradient
+    assert gradient.compiled == compiled_bytes(loopkit.checkpointed(f, memory="2 MB"), *WIDE)
+    assert 0.9 * gradient.peak < gradient.compiled < 1.1 * gradient.peak

@@ -12,7 +12,7 @@ CHOICES = st.lists(CHOICE, min_size=1, max_size=6)
 
 
 def options(some):
-    return {key: choices for key, choices in enumerate(some)}
+    return dict(enumerate(some))
 
 
 def at_once(count):

@@ -38,7 +38,8 @@ class Part(Bytes):
     """
 
     number: int | None = 0
-    """The number of the loop in its program; 0 before it has one, None once it has its part."""
+    """The number of the loop in its program; 0 before it has one, None once it has its part. Until
+    then, it has the default plan."""
     refusal: str = ""
     """Why no derivative of the program fits in the budget, if none does."""
 

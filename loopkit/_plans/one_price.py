@@ -9,9 +9,19 @@ the best one, up to what a single step from one choice to the next leaves of the
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T", bound=Any)
+
+
+class Count(NamedTuple):
+    """The budget of a loop, by its number in the program."""
+
+    number: int
+    device: int
+    host: int | None
 
 
 class Choice(NamedTuple):
@@ -24,8 +34,8 @@ class Choice(NamedTuple):
     nanoseconds: float
     host: int = 0
     """The bytes that it saves in the host's memory."""
-    counts: tuple[tuple[int, int, int], ...] = ()
-    """The budgets that lead to this choice: a number of a loop, bytes, and bytes of the host."""
+    counts: tuple[Count, ...] = ()
+    """The budgets, of this loop and of those in its steps, that lead to this choice."""
 
 
 Choices = Mapping[Hashable, Sequence[Choice]]
@@ -60,15 +70,16 @@ class State:
     nanoseconds: float
 
     @property
-    def counts(self) -> tuple[tuple[int, int, int], ...]:
+    def counts(self) -> tuple[Count, ...]:
         return tuple(count for choice in self.chosen.values() for count in choice.counts)
 
 
 def state_of(moments: Sequence[Moment], chosen: Mapping[Hashable, Choice]) -> State:
     """Return what a program needs with these choices."""
     peak = max(moments, key=lambda m: m.bytes(chosen))
-    time, host = (sum(c[i] for c in chosen.values()) for i in (2, 3))
-    return State(chosen, peak, peak.bytes(chosen), int(host), time)
+    time = sum(c.nanoseconds for c in chosen.values())
+    host = sum(c.host for c in chosen.values())
+    return State(chosen, peak, peak.bytes(chosen), host, time)
 
 
 def without_dominated(moments: Iterable[Moment]) -> list[Moment]:
@@ -131,16 +142,16 @@ def few(states: Iterable[State], most: int) -> list[State]:
     return [found[round(k * (len(found) - 1) / (most - 1))] for k in range(most)]
 
 
-def fastest_first(items: Iterable, size) -> list:
+def fastest_first(items: Iterable[T], size: Callable[[T], float]) -> list[T]:
     """Return the items to which no other is preferable, from the fastest to the smallest."""
-    found: list = []
+    found: list[T] = []
     for item in sorted(items, key=lambda c: (c.nanoseconds, size(c))):
         if not found or size(item) < size(found[-1]):
             found.append(item)
     return found
 
 
-def _hull(choices: Sequence[Choice], size) -> list[tuple[float, Choice]]:
+def _hull(choices: Sequence[Choice], size: Callable[[Choice], float]) -> list[tuple[float, Choice]]:
     """Return the choices that are the best at some price, and the lowest price for each."""
     hull: list[tuple[float, Choice]] = []
     for choice in fastest_first(choices, size):

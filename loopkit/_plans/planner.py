@@ -110,6 +110,8 @@ def make_plan(
         unasked = _default(loop) if host is None else None
         if isinstance(budget, Part) and budget.refusal:
             raise ValueError(budget.refusal)
+        if isinstance(budget, Part) and budget.number is not None:
+            return _default(loop)
         firm, count = not isinstance(budget, Part), budget.count // loops
         return cheapest_plan(count, loop, name, host, None, loops, unasked, firm)
     if isinstance(budget, int):

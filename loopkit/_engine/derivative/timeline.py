@@ -46,10 +46,11 @@ def met_in(eqn: _jax.Equation, times: int = 1, primal: bool = False) -> Iterator
 
     With `primal`, yield those that may be differentiated.
     """
-    loop, active = eqn.params.get("loop"), eqn.params.get("active")
+    loop = eqn.params.get("loop")
     if loop is not None:
         if eqn.primitive in ((while_p,) if primal else (dual_p, forward_p, pushforward_p)):
-            layout = whole_activity(loop) if primal else eqn.params.get("layout", active)
+            of_linear = eqn.params.get("layout", eqn.params.get("active"))
+            layout: Any = whole_activity(loop) if primal else of_linear
             yield Met(key_of(loop), loop, layout, eqn.primitive, times, described(eqn))
         return
     if eqn.primitive.name == "scan":
@@ -223,7 +224,8 @@ class _Walk:
                 if met.primitive is dual_p:  # under `jax.checkpoint`, it runs here
                     self._held.setdefault(k, []).append((met.key, met.times))
                 elif some := waiting.get(met.key):
-                    self._saves(*some.pop(0), k)
+                    first, forward = some.pop(0)
+                    self._saves(first, forward, k)
         return found
 
     def _saves(self, first: int, met: Met, last: int) -> None:

@@ -30,11 +30,13 @@ from loopkit._plans.budget import Bytes, Part
 from loopkit._plans.cheapest import steps_of
 from loopkit._plans.one_price import (
     Choice,
+    Count,
     State,
     best_within,
     by_price,
     fastest_first,
     few,
+    state_of,
     without_dominated,
 )
 from loopkit._plans.plan import Plan
@@ -68,13 +70,13 @@ def with_parts(jaxpr: _jax.Jaxpr) -> Any:
     line = timeline_of(numbered)
     found, least = best_within(budget.count, budget.host, line.moments, _choices_in(line, budget))
     refusal = "" if found is not None else _refusal(budget, least, line)
-    counts = {number: pair for number, *pair in (found or least).counts}
+    counts = {count.number: count for count in (found or least).counts}
 
     def with_its_part(eqn: _jax.Equation) -> Any:
         part = getattr(eqn.params.get("loop"), "checkpoints", None)
         if not isinstance(part, Part) or part.number is None:
             return eqn
-        device, host = counts.get(part.number, (part.count, part.host))
+        _, device, host = counts.get(part.number, (part.number, part.count, part.host))
         settled = replace(part, count=device, host=host, number=None, refusal=refusal)
         return _with_budget(eqn, settled, shared)
 
@@ -102,6 +104,13 @@ def timeline_of(jaxpr: _jax.Jaxpr) -> Timeline:
         return all_at_once([m for e in _jax.open_jaxpr(body).eqns for m in met_in(e, primal=True)])
     free = Residuals(whole.residuals.jaxpr, results, 0, n, [True] * n)
     return timeline(free, whole.tangents, whole=True)
+
+
+def predicted(jaxpr: _jax.Jaxpr) -> tuple[Timeline, State]:
+    """Return what lives while the gradient of a program is computed, whose loops have budgets."""
+    line = timeline_of(jaxpr)
+    chosen = {key: choices_of(m.loop, m.active, Bytes(1))[0] for key, m in line.loops.items()}
+    return line, state_of(line.moments, chosen)
 
 
 def choices_of(loop: Loop, active: Active, budget: Bytes) -> list[Choice]:
@@ -138,13 +147,14 @@ def _choice(plan: Plan, step: State, number: Any) -> Choice:
     host = plan.host_bytes if plan.host else 0
     counts = step.counts
     if number is not None:
-        counts = (number, max(1, plan.peak_bytes), max(1, host) if plan.host else None), *counts
+        on_host = max(1, host) if plan.host else None
+        counts = Count(number, max(1, plan.peak_bytes), on_host), *counts
     return Choice(saved, working, time, host + step.host, counts)
 
 
 def _with_counts(loop: Loop, state: State) -> Loop:
     """Return the loop with these budgets for the loops in its step."""
-    counts = {number: count for number, *count in state.counts}
+    counts = {count.number: count for count in state.counts}
     if not counts:
         return loop
 
@@ -152,8 +162,8 @@ def _with_counts(loop: Loop, state: State) -> Loop:
         part = getattr(eqn.params.get("loop"), "checkpoints", None)
         if not isinstance(part, Part) or part.number not in counts:
             return eqn
-        device, host = counts[part.number]
-        return _with_budget(eqn, replace(part, count=device, host=host))
+        _, device, host = counts[part.number]
+        return _with_budget(eqn, replace(part, count=device, host=host, number=None))
 
     return loop.replace(body=equations.map_equations(loop.body, with_count))
 
