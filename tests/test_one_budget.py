@@ -217,6 +217,14 @@ def test_functions_with_a_derivative_in_some_inputs_only():
     assert_close(jax.grad(budgeted)(X, jnp.ones(())), wanted)
 
 
+def test_functions_without_a_derivative_run():
+    def f(x):
+        halved = lambda c: jax.pure_callback(lambda v: v / 2, jax.ShapeDtypeStruct((), c.dtype), c)
+        return lax.scan(lambda c, _: (halved(c), None), x, length=3)[0]
+
+    assert_close(loopkit.checkpointed(f, memory=100)(8.0), jnp.float64(1.0))
+
+
 def test_a_loop_left_to_lax_with_a_loop_in_it():
     f = loopkit.checkpointed(nested, memory=10**4, only=lambda site: site.depth > 0)
     assert_close(jax.grad(f)(X, W), jax.grad(lambda x: nested(x, W, unrolled))(X))

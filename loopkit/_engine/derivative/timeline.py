@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from loopkit import _jax
 from loopkit._engine.derivative.reversal import reversal
-from loopkit._engine.facts.activity import whole_activity
 from loopkit._engine.loop import Active, Loop
 from loopkit._engine.primitives import dual_p, forward_p, pushforward_p, while_p
 from loopkit._jaxprs import equations
@@ -44,13 +43,12 @@ class Met(NamedTuple):
 def met_in(eqn: _jax.Equation, times: int = 1, primal: bool = False) -> Iterator[Met]:
     """Yield the loops in an equation that are differentiated, without the loops in these.
 
-    With `primal`, yield those that may be differentiated.
+    With `primal`, yield those that may be differentiated, with None for what is active.
     """
     loop = eqn.params.get("loop")
     if loop is not None:
         if eqn.primitive in ((while_p,) if primal else (dual_p, forward_p, pushforward_p)):
-            of_linear = eqn.params.get("layout", eqn.params.get("active"))
-            layout: Any = whole_activity(loop) if primal else of_linear
+            layout: Any = eqn.params.get("layout", eqn.params.get("active"))
             yield Met(key_of(loop), loop, layout, eqn.primitive, times, described(eqn))
         return
     if eqn.primitive.name == "scan":

@@ -6,7 +6,8 @@ steps again, and for each step otherwise. So a choice for the outer loop is one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from loopkit._plans.budget import Bytes, Part
 from loopkit._plans.cheapest import steps_of
 from loopkit._plans.one_price import (
     Choice,
+    Choices,
     Count,
     State,
     best_within,
@@ -67,8 +69,8 @@ def with_parts(jaxpr: _jax.Jaxpr) -> Any:
     numbered = equations.map_equations(jaxpr, with_number)
     if budget is None:
         return jaxpr
-    line = timeline_of(numbered)
-    found, least = best_within(budget.count, budget.host, line.moments, _choices_in(line, budget))
+    line, choices = timeline_of(numbered, budget)
+    found, least = best_within(budget.count, budget.host, line.moments, choices)
     refusal = "" if found is not None else _refusal(budget, least, line)
     counts = {count.number: count for count in (found or least).counts}
 
@@ -93,24 +95,37 @@ def _with_budget(eqn: _jax.Equation, budget: Bytes, made: Callable = lambda loop
     return eqn.replace(params=eqn.params | {"loop": new})
 
 
-def timeline_of(jaxpr: _jax.Jaxpr) -> Timeline:
-    """Return what lives while the gradient of a program in all its inputs is computed."""
+def timeline_of(jaxpr: _jax.Jaxpr, budget: Bytes) -> tuple[Timeline, Choices]:
+    """Return what lives while the gradient of a program is computed, and the choices of its loops.
+
+    If there is no derivative in all inputs, there may be one in some. Then all loops that have a
+    derivative live at the same time.
+    """
     body = inlined(jaxpr)
+    with suppress(Exception):  # users' rules raise what they like
+        line = _of_gradient(body)
+        return line, {k: choices_of(m.loop, m.active, budget) for k, m in line.loops.items()}
+    loops, choices = [], {}
+    for met in (m for e in _jax.open_jaxpr(body).eqns for m in met_in(e, primal=True)):
+        with suppress(Exception):
+            each = met._replace(active=whole_activity(met.loop))
+            choices[met.key] = choices_of(each.loop, each.active, budget)
+            loops.append(each)
+    return all_at_once(loops), choices
+
+
+def _of_gradient(body: _jax.Jaxpr) -> Timeline:
     n, results = len(body.in_avals), len(body.out_avals)
     loop = Loop(None, body, 0, (Const(),) * n, (), (), (Output(),) * results, 1)
-    try:
-        whole = linearised(loop, whole_activity(loop))
-    except Exception:  # users' rules raise what they like; there is a derivative in fewer inputs
-        return all_at_once([m for e in _jax.open_jaxpr(body).eqns for m in met_in(e, primal=True)])
+    whole = linearised(loop, whole_activity(loop))
     free = Residuals(whole.residuals.jaxpr, results, 0, n, [True] * n)
     return timeline(free, whole.tangents, whole=True)
 
 
 def predicted(jaxpr: _jax.Jaxpr) -> tuple[Timeline, State]:
     """Return what lives while the gradient of a program is computed, whose loops have budgets."""
-    line = timeline_of(jaxpr)
-    chosen = {key: choices_of(m.loop, m.active, Bytes(1))[0] for key, m in line.loops.items()}
-    return line, state_of(line.moments, chosen)
+    line, choices = timeline_of(jaxpr, Bytes(1))
+    return line, state_of(line.moments, {key: some[0] for key, some in choices.items()})
 
 
 def choices_of(loop: Loop, active: Active, budget: Bytes) -> list[Choice]:
@@ -119,15 +134,12 @@ def choices_of(loop: Loop, active: Active, budget: Bytes) -> list[Choice]:
     return loop.derived(key, lambda: _choices(loop, active, budget))
 
 
-def _choices_in(line: Timeline, budget: Bytes) -> dict[Hashable, list[Choice]]:
-    return {key: choices_of(met.loop, met.active, budget) for key, met in line.loops.items()}
-
-
 def _choices(loop: Loop, active: Active, budget: Bytes) -> list[Choice]:
     whole = linearised(loop, active)
     line = timeline(whole.residuals, whole.tangents)
     moments = without_dominated(line.moments)
-    states = few(by_price(moments, _choices_in(line, budget)), INNER_CHOICES)
+    inner = {k: choices_of(m.loop, m.active, budget) for k, m in line.loops.items()}
+    states = few(by_price(moments, inner), INNER_CHOICES)
     if key_of(loop) is loop:  # a budget of its own
         return [_choice(reversal(loop, active).plan, states[0], None)]
     found = []
