@@ -186,7 +186,7 @@ def test_more_bytes_take_no_more_runs():
 def test_the_least_that_an_error_names_will_do():
     least, _ = bytes_for_all(two, X, W)
     jax.eval_shape(jax.grad(loopkit.checkpointed(two, memory=least)), X, W)
-    said = r"got \d+ bytes. Most of it, \d+ bytes, is for what scan at test_one_budget.py:\d+ saves"
+    said = r"Most of it, \d+ bytes, is for what scan at test_one_budget.py:\d+ saves"
     with pytest.raises(ValueError, match=said):
         jax.eval_shape(jax.grad(loopkit.checkpointed(two, memory=least - 1)), X, W)
 
@@ -200,10 +200,10 @@ def test_on_the_host_too():
     loops = loopkit.explain(f, X, W).loops
     assert 0 < sum(loop.plan.host_bytes for loop in loops) <= 10**6
     few = loopkit.checkpointed(two, memory={"device": 10**6, "host": 1})
-    with pytest.raises(ValueError, match=r"at least \d+ bytes on the host, got 1 bytes"):
+    with pytest.raises(ValueError, match=r"at least \d+ bytes on the host. .* Got: 1 bytes"):
         jax.eval_shape(jax.grad(few), X, W)
     few = loopkit.checkpointed(two, memory={"device": 1, "host": 10**6})
-    with pytest.raises(ValueError, match=r"at least \d+ bytes on the device, got 1 bytes"):
+    with pytest.raises(ValueError, match=r"at least \d+ bytes on the device. .* Got: 1 bytes"):
         jax.eval_shape(jax.grad(few), X, W)
 
 

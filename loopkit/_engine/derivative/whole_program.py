@@ -190,6 +190,6 @@ def _refusal(budget: Bytes, least: State, line: Timeline) -> str:
             advice = f"{needed} or more for 'host'"
     most, count = max(line.holders(least), key=lambda pair: pair[1])
     return (
-        f"loopkit.checkpointed: `memory` must be at least {needed} bytes{where}, got {got} bytes. "
-        f"Most of it, {count} bytes, is for {most}. Pass {advice}."
+        f"loopkit.checkpointed: `memory` must be at least {needed} bytes{where}. Most of it, "
+        f"{count} bytes, is for {most}. Pass {advice}. Got: {got} bytes."
     )
