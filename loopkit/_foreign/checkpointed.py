@@ -19,18 +19,15 @@ from jaxtyping import PyTree
 from loopkit import _jax
 from loopkit._arguments import validate
 from loopkit._arguments.validate import type_of
+from loopkit._engine.derivative.whole_program import with_parts
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import kept
 from loopkit._foreign.lax_loop import LoopSite, ReplaceKw, Settings
 from loopkit._foreign.replace import replacing, settings_of, with_rules
 from loopkit._jaxprs import equations
-from loopkit._plans.budget import Bytes
-from loopkit._programs import Unknown, interned, is_of_library, program_key, remember, shared
+from loopkit._plans.budget import Bytes, Part
+from loopkit._programs import Unknown, interned, is_of_library, program_key, remember
 from loopkit._types import Checkpoints, Debug, Decorator, Lanes, Memory, P, Progress, R
-
-
-class SharedBudget(Bytes):
-    """A budget for all the loops of a function, whose number is not known yet."""
 
 
 @overload
@@ -68,8 +65,12 @@ def checkpointed(
         needs more steps stops there.
     - `checkpoints`: what the backward pass of each loop keeps, as in `loopkit.while_loop`. With
         "all", while loops need a bound: `max_steps`, or their own.
-    - `memory`: a budget in bytes instead, as in `loopkit.while_loop`. The loops of `fn` share it in
-        equal parts. It limits what the gradient needs beyond that of a single step of each loop.
+    - `memory`: a budget in bytes instead, for the gradient of `fn` in all its arguments. It limits
+        the temporary memory of the whole gradient, as predicted: what the loops save and need while
+        they are reversed, and the values between them. The loops share it so that the gradient
+        takes the least predicted time. Loops with a budget of their own keep it. If the gradient
+        needs more, taking it raises an error that names the least budget that will do, and what
+        takes most of it.
     - `only`: `LoopSite -> bool`, called once for each loop that is traced. It returns whether to
         replace the loop. A `LoopSite` has `kind`, `name_stack`, `source`, `length`, `carry_bytes`,
         `depth` (the number of loops around it) and `outer` (the `LoopSite` of the innermost of
@@ -88,7 +89,8 @@ def checkpointed(
     **Raises:**
 
     `TypeError` if `fn` or `only` is not callable or a setting is of the wrong type; `ValueError` if
-    it has a wrong value, or if `checkpoints="all"` and a while loop has no bound.
+    it has a wrong value, or if `checkpoints="all"` and a while loop has no bound. The gradient
+    raises `ValueError` if `memory` is not enough.
 
     !!! example
 
@@ -110,7 +112,7 @@ def checkpointed(
     validate.check_callable("checkpointed", "fn", fn)
     settings = settings_of("checkpointed", given)
     if isinstance(settings.budget, Bytes):
-        settings = replace(settings, budget=SharedBudget(**vars(settings.budget)))
+        settings = replace(settings, budget=Part(**vars(settings.budget)))
 
     @ft.wraps(fn)
     def replaced(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -183,30 +185,10 @@ def _traced(fn: Callable, settings: Settings, leaves: list, tree: _jax.TreeDef) 
     has_loops = any("loop" in e.params or e.primitive.name in ("scan", "while") for e in found)
     rules = "custom_jvp_call", "custom_vjp_call"
     has_rules = any(e.primitive.name.startswith(rules) for e in found)
-    jaxpr = with_rules(_shared(jaxpr), settings)
+    jaxpr = with_rules(with_parts(jaxpr), settings)
     same = interned(jaxpr)
     known = same is not None
     return Program(same or jaxpr, consts, out_tree, rest, has_loops, has_rules, known)
-
-
-def _shared(jaxpr: _jax.Jaxpr) -> Any:
-    """Divide the budget of the whole function into equal parts, one for each run of a loop."""
-    count = sum(_takes_part(eqn) for eqn in equations.all_equations(jaxpr))
-    if not count:
-        return jaxpr
-
-    def with_its_part(eqn: _jax.Equation) -> Any:
-        if not _takes_part(eqn):
-            return eqn
-        loop = eqn.params["loop"]
-        part = Bytes(**vars(loop.checkpoints) | {"loops": count})
-        return eqn.replace(params=eqn.params | {"loop": shared(loop.replace(checkpoints=part))})
-
-    return equations.map_equations(jaxpr, with_its_part)
-
-
-def _takes_part(eqn: _jax.Equation) -> bool:
-    return isinstance(getattr(eqn.params.get("loop"), "checkpoints", None), SharedBudget)
 
 
 class Program(NamedTuple):

@@ -30,6 +30,21 @@ class Bytes:
 
 
 @dataclass(frozen=True)
+class Part(Bytes):
+    """The bytes that one loop may take of the budget of a whole program.
+
+    They were found for a first derivative. A loop that needs more, as one of a second derivative
+    may, takes as few bytes as it can.
+    """
+
+    number: int | None = 0
+    """The number of the loop in its program; 0 before it has one, None once it has its part. Until
+    then, it has the default plan."""
+    refusal: str = ""
+    """Why no derivative of the program fits in the budget, if none does."""
+
+
+@dataclass(frozen=True)
 class Share:
     """A part of what a loop keeps without a budget. It applies if those bytes are many."""
 

@@ -24,6 +24,10 @@ SPLIT = 512
 """The most slots if a schedule for a known number of steps splits the recomputation."""
 NEAR_LEAST_TIME = 1.02
 """A plan may take this many times the least predicted time if it moves less to the host."""
+GRADES = 3
+"""How many sizes are planned for before the size doubles, if a budget is to be divided."""
+NEXT_SEGMENT, NEXT_OF_FEW = 1.15, 1.5
+"""The ratio of the lengths of segments to try, for one budget and for each of many sizes."""
 PLANNED_REACH = 100
 """A loop without a bound is planned for this many steps to each carry of its budget."""
 
@@ -45,11 +49,13 @@ def cheapest_plan(
     most: int | None = None,
     loops: int = 1,
     unasked: Plan | None = None,
+    firm: bool = True,
 ) -> Plan:
     """Return the plan of least predicted time, of at most `count` bytes and `most` slots.
 
     With `host`, checkpoints may take that many bytes of the host's memory. `unasked` is the plan
-    that loopkit would take without a budget.
+    that loopkit would take without a budget. If nothing fits in the bytes, that is an error only if
+    they are `firm`.
     """
     step, steps = loop.step, loop.bound
     if steps is None:
@@ -70,7 +76,46 @@ def cheapest_plan(
         return min(plans, key=lambda p: (p.nanoseconds(steps), p.peak_bytes))
     if most is not None:
         return replace(loop, slots=1)
+    if not firm:
+        return min(small, key=lambda p: (p.host_bytes, p.peak_bytes))
     raise _refusal(small, count, host, loops, name)
+
+
+def plans_by_time(loop: Plan, most: int, host: int | None, unasked: Plan | None) -> list[Plan]:
+    """Return plans from the fastest to the smallest, each the fastest in its bytes.
+
+    They take at most `most` bytes of the device and, if those are given, `host` bytes of the host.
+    More bytes do not remove any plan from the list.
+    """
+    small = [*_smallest(loop), *([] if unasked is None else [unasked])]
+    few = min(small, key=lambda p: (p.host_bytes, p.peak_bytes))
+    steps, part = steps_of(loop), 1.0 if host is None else host / most
+    plans = dict.fromkeys(small)
+    for count in _sizes(few.peak_bytes, most):
+        room = int(count * part)
+        plans |= dict.fromkeys(_candidates(count, room, loop, steps, None, NEXT_OF_FEW))
+    priced = [(p.nanoseconds(steps), p.peak_bytes, p.host_bytes * loop.host, p) for p in plans]
+    room = most if host is None else host
+    found: list[Plan] = []
+    least = math.inf
+    for _, device, on_host, plan in sorted(priced, key=lambda found: found[:3]):
+        size = device + on_host / part
+        if size < least and (plan is few or (device <= most and on_host <= room)):
+            found.append(plan)
+            least = size
+    return found
+
+
+def steps_of(loop: Plan) -> int:
+    """Return the steps for which plans of a loop are compared."""
+    return PLANNED_REACH * FEW_SLOTS if loop.bound is None else loop.bound
+
+
+def _sizes(least: int, most: int) -> list[int]:
+    """Return numbers of bytes to plan for; a greater `most` only adds some."""
+    first = math.ceil(GRADES * math.log2(max(least, 1)))
+    last = math.floor(GRADES * math.log2(max(most, 1)))
+    return [min(least, most), *(math.ceil(2 ** (k / GRADES)) for k in range(first, last + 1))]
 
 
 def _smallest(loop: Plan) -> Iterator[Plan]:
@@ -116,8 +161,13 @@ def _refusal(
     )
 
 
-def _candidates(count: int, room: int, loop: Plan, steps: int, most: int | None) -> Iterator[Plan]:
-    """Yield plans whose checkpoints fit in `room` bytes, near `count` bytes on the device."""
+def _candidates(
+    count: int, room: int, loop: Plan, steps: int, most: int | None, ratio: float = NEXT_SEGMENT
+) -> Iterator[Plan]:
+    """Yield plans whose checkpoints fit in `room` bytes, near `count` bytes on the device.
+
+    `ratio` is that of one length of segments to the next.
+    """
     step, bound = loop.step, loop.bound
     if bound is not None:
         for price in _prices(loop):
@@ -127,7 +177,7 @@ def _candidates(count: int, room: int, loop: Plan, steps: int, most: int | None)
         for segment in {1, min(16, bound)} - {0} if "carries" in step.stores else ():
             yield replace(loop, slots=-(-bound // segment) * segment, segment=segment)
     for store, price in _rows(loop):
-        for segment in _leaves(steps, loop.exact):
+        for segment in _leaves(steps, loop.exact, ratio):
             segments = -(-steps // segment)
             plan = replace(loop, slots=1, segment=segment, store=store, price=price)
             left = room if loop.host else count - plan.row_bytes - plan.least_bytes
@@ -140,7 +190,8 @@ def _candidates(count: int, room: int, loop: Plan, steps: int, most: int | None)
                 slots = min(slots, most - (plan.row_bytes > 0))
             least = min(segments, 1 + loop.host)
             # Saving one of a few carries may cost more than computing it again.
-            for some in {*range(least, slots if segments <= FEW_SLOTS else 0), slots}:
+            fewer = slots if segments <= FEW_SLOTS and ratio == NEXT_SEGMENT else 0
+            for some in {*range(least, fewer), slots}:
                 if some >= least and not (some >= steps and segment > 1):
                     yield replace(plan, slots=some)
 
@@ -162,13 +213,13 @@ def _slots_in(count: int, carry: int, place: int = 0) -> int:
     return max(count // (carry + place), min(few, SPARED))
 
 
-def _leaves(steps: int, exact: bool) -> list[int]:
+def _leaves(steps: int, exact: bool, ratio: float = NEXT_SEGMENT) -> list[int]:
     """Return the segment lengths to try."""
     leaves, segment = set(), 1.0
     while segment <= min(steps, 4 * MANY_SLOTS):
         near = exact and segment >= 8
         leaves.add(near_divisor(steps, int(segment)) if near else int(segment))
-        segment = max(segment + 1, segment * 1.15)
+        segment = max(segment + 1, segment * ratio)
     return sorted(leaves)
 
 

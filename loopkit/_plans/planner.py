@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from loopkit._arguments import errors
-from loopkit._plans.budget import Budget, Bytes, Share, stores_every_step
+from loopkit._plans.budget import Budget, Bytes, Part, Share, stores_every_step
 from loopkit._plans.cheapest import (
     FEW_SLOTS,
     MANY_SLOTS,
@@ -17,6 +17,7 @@ from loopkit._plans.cheapest import (
     TooLittle,
     cheapest_plan,
     near_divisor,
+    plans_by_time,
 )
 from loopkit._plans.costs import CACHES, StepCosts, Store
 from loopkit._plans.plan import Plan
@@ -71,6 +72,16 @@ def best_plan(
     return min(plans, key=lambda p: p.peak_bytes)
 
 
+def all_plans(budget: Bytes, bound: int | None, exact: bool, step: StepCosts) -> list[Plan]:
+    """Return the plans for budgets up to this one, from the fastest to the smallest."""
+    step = step._replace(carry_bytes=max(step.carry_bytes, 1))
+    loop = Plan(1, bound=bound, exact=exact, step=step)
+    if budget.host is not None:
+        loop = replace(loop, host=True, room=budget.count)
+        return plans_by_time(loop, budget.count, budget.host, None)
+    return plans_by_time(loop, budget.count, None, _default(loop))
+
+
 def make_plan(
     budget: Budget, bound: int | None, exact: bool, step: StepCosts, name: str = "while_loop"
 ) -> Plan:
@@ -96,7 +107,12 @@ def make_plan(
             loop = replace(loop, host=True, room=budget.count // loops)
             host = host // loops
         unasked = _default(loop) if host is None else None
-        return cheapest_plan(budget.count // loops, loop, name, host, None, loops, unasked)
+        if isinstance(budget, Part) and budget.refusal:
+            raise ValueError(budget.refusal)
+        if isinstance(budget, Part) and budget.number is not None:
+            return _default(loop)
+        firm, count = not isinstance(budget, Part), budget.count // loops
+        return cheapest_plan(count, loop, name, host, None, loops, unasked, firm)
     if isinstance(budget, int):
         return _in_carries(budget, loop)
     return _default(loop)

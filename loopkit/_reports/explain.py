@@ -14,7 +14,7 @@ from loopkit._arguments import errors, validate
 from loopkit._arguments.errors import size
 from loopkit._engine.derivative.reversal import remat_nanoseconds, reversal
 from loopkit._engine.derivative.split import split_step
-from loopkit._engine.facts.activity import moving_activity
+from loopkit._engine.facts.activity import whole_activity
 from loopkit._engine.lanes.many_lanes import why_never, why_waiting
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, kept
@@ -23,6 +23,7 @@ from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import nanoseconds
 from loopkit._plans.plan import Plan
 from loopkit._reports.frontier import Frontier, frontier_of
+from loopkit._reports.gradient import GradientBytes, gradient_bytes
 from loopkit._reports.spelled_out import spelled_out
 
 
@@ -91,6 +92,10 @@ class Explanation:
     """The loops of a function, in the order in which it calls them. It prints as a table."""
 
     loops: tuple[Explained, ...]
+    gradient: GradientBytes | None = None
+    """The memory of the gradient in all arguments, if its loops share a budget: `peak` bytes, the
+    `holders` of these, the `timeline` of all bytes, and `compiled`, the compiler's figure, which
+    takes as long as to compile the gradient."""
 
     def __len__(self) -> int:
         return len(self.loops)
@@ -118,6 +123,7 @@ class Explanation:
         lines += [f"lanes that wait, {e.source}: they {e.waits}" for e in self.loops if e.waits]
         lines += [f"to keep of a step, {e.source}: {e.frontier}" for e in self._with_frontiers]
         lines += [line for loop in self.loops for line in loop.on_gpu]
+        lines += [] if self.gradient is None else [str(self.gradient)]
         return "\n".join(line.rstrip() for line in lines)
 
     @property
@@ -125,9 +131,10 @@ class Explanation:
         return [e for e in self.loops if e.frontier is not None and e.frontier.choices]
 
     def plot(self, steps: int | None = None) -> list[Any]:
-        """Draw each loop of loopkit as `Plan.plot` does, and then the frontiers that there are."""
+        """Draw each loop of loopkit as `Plan.plot` does, the frontiers, and the bytes over time."""
         figures = [e.plan.plot(steps) for e in self.loops if e.name.startswith("loopkit")]
-        return figures + [e.frontier.plot() for e in self._with_frontiers if e.frontier]
+        figures += [e.frontier.plot() for e in self._with_frontiers if e.frontier]
+        return figures if self.gradient is None else [*figures, self.gradient.plot()]
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -150,8 +157,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     needs beyond that of one step. `runs` count evaluations of the body, with "about" where
     parts of steps run again. The last column has the bytes that `jax.lax.scan` would store. Lines
     below the table say why lanes wait if `lanes` is None; the bytes that may be kept of a step, and
-    how long it takes to run the rest again, with the choice that is taken in brackets; and which
-    plan a loop follows on a GPU if that is another.
+    how long it takes to run the rest again, with the choice that is taken in brackets; which plan a
+    loop follows on a GPU if that is another; and, of a function whose loops share a budget, the
+    peak of its gradient and what holds most of it.
 
     **Raises:** `TypeError` if `fn` is not callable.
 
@@ -188,7 +196,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
                 found.append(_of_loopkit(source, loop))
         elif eqn.primitive.name in ("scan", "while"):
             found.append(_of_lax(source, eqn))
-    return Explanation(tuple(found))
+    return Explanation(tuple(found), gradient_bytes(jaxpr))
 
 
 def _source(*eqns: _jax.Equation) -> str:
@@ -201,7 +209,7 @@ def _source(*eqns: _jax.Equation) -> str:
 
 
 def _of_loopkit(source: str, loop: Loop) -> Explained:
-    active = _everything(loop)
+    active = whole_activity(loop)
     how = reversal(loop, active)
     whole = None if loop.length is None else loop.length * how.split.uncut_bytes
     name, waits = f"loopkit.{loop.name}", _why_waiting(loop) if loop.lanes else ""
@@ -234,7 +242,7 @@ def _of_lax(source: str, eqn: _jax.Equation) -> Explained:
     records = (Const(),) * consts, (CarryLeaf(),) * carries, (Input(),) * xs, (Output(),) * ys
     length = params["length"]
     loop = Loop(None, params["jaxpr"], 0, *records, length, name="scan")
-    stored = split_step(loop, _everything(loop)).uncut_bytes
+    stored = split_step(loop, whole_activity(loop)).uncut_bytes
     bounded = Plan(1, bound=length, exact=True)
     plan = _with_bytes(bounded, _jax.byte_count(*loop.carry_types), stored)
     again = remat_nanoseconds(loop.body) / (nanoseconds(loop.body) or 1.0)
@@ -244,10 +252,3 @@ def _of_lax(source: str, eqn: _jax.Equation) -> Explained:
 def _with_bytes(bare: Plan, carry: int, residuals: int) -> Plan:
     step = bare.step._replace(carry_bytes=carry, residual_bytes=residuals)
     return replace(bare, step=step)
-
-
-def _everything(loop: Loop) -> Any:
-    """Return what is active if every operand that can have a tangent has one."""
-    types = [*loop.const_types, *loop.body.in_avals[loop.const_count :]]
-    flags = list(map(_jax.is_differentiable, types))
-    return moving_activity(loop, loop.split([False] * loop.cond_const_count + flags)[0])

@@ -11,7 +11,7 @@ from loopkit._engine.derivative.deferred_products import SMALLEST
 from loopkit._engine.derivative.linearised import Linearised, Variant, has_frontier, linearised
 from loopkit._engine.derivative.pieces import Reversal, build, saved_leaves
 from loopkit._engine.derivative.split import Split, keep_split, split_step
-from loopkit._engine.derivative.write_log import find_undo
+from loopkit._engine.derivative.write_log import Undo, find_undo
 from loopkit._engine.facts.bounds import find_counters
 from loopkit._engine.loop import Active, Loop, kept
 from loopkit._engine.primitives import forward_p
@@ -89,7 +89,15 @@ def remat_nanoseconds(body: _jax.Jaxpr) -> float:
     return sum(equation_nanoseconds(e) for e in _jax.open_jaxpr(body).eqns if is_remat(e))
 
 
-def _of_split(loop: Loop, active: Active, variant: Variant = "as it is") -> Reversal:
+def step_costs(loop: Loop, active: Active) -> tuple[StepCosts, ...]:
+    """Return the costs of a step, for each way to undo its writes or to save its buffers."""
+    return _unplanned(loop, active, "as it is")[2]
+
+
+def _unplanned(
+    loop: Loop, active: Active, variant: Variant
+) -> tuple[Reversal, Undo | None, tuple[StepCosts, ...]]:
+    """Return the reversal before it has a plan, how writes can be undone, and costs of a step."""
     split = split_step(loop, active, variant=variant)
     saved = saved_leaves(loop.without_debug_effects(), split)
     quiet = build(loop, active, Plan(1), saved, split, None, find_counters(loop))
@@ -103,6 +111,11 @@ def _of_split(loop: Loop, active: Active, variant: Variant = "as it is") -> Reve
             carry_bytes=left, buffer_bytes=buffers, log_bytes=log, smaller_rows=()
         )
         steps = (logging, step)
+    return quiet, undo, steps
+
+
+def _of_split(loop: Loop, active: Active, variant: Variant = "as it is") -> Reversal:
+    quiet, undo, steps = _unplanned(loop, active, variant)
     checkpoints, unasked = loop.checkpoints, isinstance(loop.checkpoints, (Share, type(None)))
     if loop.has_impure_callback and unasked and loop.length is not None:
         checkpoints = "all"

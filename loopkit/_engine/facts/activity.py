@@ -70,6 +70,13 @@ def moving_activity(loop: Loop, nonzero: Operands) -> Active:
     return backward_activity(loop, active, active.carry, active.ys)
 
 
+def whole_activity(loop: Loop) -> Active:
+    """Return the leaves with a tangent, if every operand that can have one has one."""
+    types = [*loop.const_types, *loop.body.in_avals[loop.const_count :]]
+    flags = [False] * loop.cond_const_count + list(map(_jax.is_differentiable, types))
+    return moving_activity(loop, loop.split(flags)[0])
+
+
 def linear_activity(loop: Loop, active: Active, nonzero: Sequence[bool]) -> Active:
     """Return the part of `active` that tangents of some inputs reach, and that reaches outputs.
 

@@ -1,0 +1,254 @@
+"""Find what lives at each moment while the gradient of a function is computed.
+
+The gradient runs the equations of the function, and then those of its linear part, backward. A
+value lives until its last reader. A residual lives until the first equation of the linear part that
+reads it is reversed. Residuals that follow from others by cheap equations take no memory, because
+compilers compute them where they are read. What loops save is not among the values here: it depends
+on their plans.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from loopkit import _jax
+from loopkit._engine.derivative.reversal import reversal
+from loopkit._engine.loop import Active, Loop
+from loopkit._engine.primitives import dual_p, forward_p, pushforward_p, while_p
+from loopkit._jaxprs import equations
+from loopkit._jaxprs.min_cut import CHEAP, Residuals
+from loopkit._plans.budget import Part
+from loopkit._plans.one_price import Moment, State
+from loopkit._plans.plan import Plan
+
+IN_PLACE = frozenset(("dynamic_update_slice", "loopkit_write", "scatter", "scatter-add"))
+"""Primitives that write into the memory of an operand that nothing else reads."""
+
+
+class Met(NamedTuple):
+    """A loop that an equation runs or reverses."""
+
+    key: Hashable
+    loop: Loop
+    active: Active
+    primitive: Any
+    times: int
+    what: str
+    """The loop, in words."""
+
+
+def met_in(eqn: _jax.Equation, times: int = 1, primal: bool = False) -> Iterator[Met]:
+    """Yield the loops in an equation that are differentiated, without the loops in these.
+
+    With `primal`, yield those that may be differentiated, with None for what is active.
+    """
+    loop = eqn.params.get("loop")
+    if loop is not None:
+        if eqn.primitive in ((while_p,) if primal else (dual_p, forward_p, pushforward_p)):
+            layout: Any = eqn.params.get("layout", eqn.params.get("active"))
+            yield Met(key_of(loop), loop, layout, eqn.primitive, times, described(eqn))
+        return
+    if eqn.primitive.name == "scan":
+        times *= _jax.volume([eqn.params["length"]])
+    for inside in equations.jaxprs_in(eqn):
+        for each in _jax.open_jaxpr(inside).eqns:
+            yield from met_in(each, times, primal)
+
+
+def key_of(loop: Loop) -> Hashable:
+    """Return the number of a loop that has a part of the budget, or the loop itself."""
+    part = loop.checkpoints
+    return part.number if isinstance(part, Part) and part.number else loop
+
+
+def saved_bytes(plan: Plan) -> int:
+    """Return the bytes of the device that the forward sweep of a loop leaves."""
+    logged = 0 if plan.keeps_all else (plan.bound or 0) * plan.step.log_bytes
+    buffers = 0 if plan.keeps_all else plan.step.buffer_bytes
+    return plan.slot_bytes - (plan.host_bytes if plan.host else 0) + logged + buffers
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The moments of a gradient, and the loops in it."""
+
+    moments: Sequence[Moment]
+    loops: Mapping[Hashable, Met]
+
+    def holders(self, state: State) -> list[tuple[str, int]]:
+        """Return what holds the bytes at the peak, and how many."""
+        peak, chosen = state.peak, state.chosen
+        found = [(f"values that are read later, in {peak.what}", peak.values)]
+        for key, times in peak.held:
+            found.append((f"what {self.loops[key].what} saves", times * chosen[key].saved))
+        if peak.reversed is not None:
+            what = self.loops[peak.reversed].what
+            found.append((f"going back through {what}", chosen[peak.reversed].working))
+        return found
+
+
+def timeline(residuals: Residuals, linear: _jax.Jaxpr, whole: bool = False) -> Timeline:
+    """Return the timeline of a function (results, residuals) and its linear part.
+
+    Operands and results are no temporary memory of a `whole` program, and are that of a step.
+    """
+    walk = _Walk(residuals, linear, whole)
+    return Timeline(walk.moments, walk.loops)
+
+
+def all_at_once(loops: Sequence[Met]) -> Timeline:
+    """Return the timeline of loops of which all save what they save before one is reversed."""
+    held = tuple((met.key, met.times) for met in loops)
+    moments = [Moment(met.what, 0, held, met.key) for met in loops] or [Moment("nothing", 0)]
+    return Timeline(moments, {met.key: met for met in loops})
+
+
+@dataclass
+class _Walk:
+    """A walk through a function (results, residuals), and back through its linear part."""
+
+    residuals: Residuals
+    linear: _jax.Jaxpr
+    whole: bool
+    moments: list[Moment] = field(default_factory=list)
+    loops: dict[Hashable, Met] = field(default_factory=dict)
+    _changes: dict[int, int] = field(default_factory=dict)
+    """How many more bytes live from a time on. Equation k reads at 2 k, and writes at 2 k + 1."""
+    _held: dict[int, list] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.ahead = list(self.residuals.step.eqns)
+        self.back = list(_jax.open_jaxpr(self.linear).eqns)
+        self._going_forward()
+        self._going_back()
+        reversed_at = self._loops()
+        eqns, values = [*self.ahead, *reversed(self.back)], 0
+        for k, eqn in enumerate(eqns):
+            values += self._changes.get(2 * k, 0) + self._changes.get(2 * k + 1, 0)
+            held = tuple(self._held.get(k, ()))
+            for met in reversed_at.get(k, [None]):
+                key = None if met is None else met.key
+                self.moments.append(Moment(described(eqn), values, held, key))
+        self.moments = self.moments or [Moment("nothing", 0)]
+
+    def _lives(self, size: int, birth: int, death: int) -> None:
+        """Count bytes from one time to another, both included."""
+        self._changes[birth] = self._changes.get(birth, 0) + size
+        self._changes[death + 1] = self._changes.get(death + 1, 0) - size
+
+    def _when_reversed(self, number: int) -> int:
+        return len(self.ahead) + len(self.back) - 1 - number
+
+    def _going_forward(self) -> None:
+        step, last = self.residuals.step, {}
+        for k, eqn in enumerate(self.ahead):
+            for v in equations.variables(eqn):
+                last[v] = 2 * k + (not takes_over(eqn))
+        last |= self._until(step)
+        given = set(_variables(step.outvars[: self.residuals.results])) if self.whole else set()
+        for v in step.invars if not self.whole else ():
+            if v in last and last[v] >= 2 * len(self.ahead):
+                self._lives(_size(v), 0, last[v])
+        for k, eqn in enumerate(self.ahead):
+            for v in eqn.outvars:
+                if v not in given:
+                    self._lives(_size(v), 2 * k + 1, max(2 * k + 1, last.get(v, 0)))
+
+    def _until(self, step: _jax.OpenJaxpr) -> dict:
+        """Return, for each stored variable, the time at which it is read last going back."""
+        first: dict[Any, int] = {}
+        for j, eqn in enumerate(self.back):
+            for v in equations.variables(eqn):
+                first.setdefault(v, j)
+        stored = set(self.residuals.least.stored)
+        sources: dict[Any, frozenset] = {v: frozenset((v,)) for v in stored}
+        for eqn in step.eqns:
+            found = [sources[v] for v in equations.variables(eqn) if v in sources]
+            for v in eqn.outvars:
+                if v not in sources:
+                    sources[v] = frozenset().union(*found)
+        until: dict[Any, int] = {}
+        read = zip(
+            step.outvars[self.residuals.results :],
+            _jax.open_jaxpr(self.linear).invars,
+            strict=False,
+        )
+        for v, inside in read:
+            if isinstance(v, _jax.Literal) or inside not in first:
+                continue
+            time = 2 * self._when_reversed(first[inside]) + 1
+            for s in sources.get(v, ()):
+                until[s] = max(until.get(s, 0), time)
+        return until
+
+    def _going_back(self) -> None:
+        linear, count = _jax.open_jaxpr(self.linear), len(self.residuals.jaxpr.out_avals)
+        moving = linear.invars[count - self.residuals.results :]
+        readers: dict[Any, list[int]] = {}
+        for j, eqn in enumerate(self.back):
+            for v in set(equations.variables(eqn)):
+                readers.setdefault(v, []).append(j)
+        begin, end = 2 * len(self.ahead), 2 * (len(self.ahead) + len(self.back))
+        for v in moving:
+            times = [2 * self._when_reversed(j) + 1 for j in readers.get(v, ())]
+            for time in times[:-1] if self.whole else times[-1:]:
+                self._lives(_size(v), time, time if self.whole else end)
+        outs = set(_variables(linear.outvars))
+        for j, eqn in enumerate(self.back):
+            death = 2 * self._when_reversed(j) + (not takes_over(eqn))
+            for v in eqn.outvars:
+                if v in outs and not self.whole:
+                    self._lives(_size(v), begin, max(begin, death))
+                elif v in readers and v not in outs:
+                    birth = 2 * self._when_reversed(readers[v][-1]) + 1
+                    self._lives(_size(v), birth, max(birth, death))
+
+    def _loops(self) -> dict[int, list]:
+        """Find when loops run forward, and return when they are reversed."""
+        waiting: dict[Hashable, list] = {}
+        for k, eqn in enumerate(self.ahead):
+            for met in met_in(eqn):
+                self.loops.setdefault(met.key, met)
+                waiting.setdefault(met.key, []).append((k, met))
+        found: dict[int, list] = {}
+        for j, eqn in enumerate(self.back):
+            k = self._when_reversed(j)
+            for met in met_in(eqn):
+                self.loops.setdefault(met.key, met)
+                found.setdefault(k, []).append(met)
+                if met.primitive is dual_p:  # under `jax.checkpoint`, it runs here
+                    self._held.setdefault(k, []).append((met.key, met.times))
+                elif some := waiting.get(met.key):
+                    first, forward = some.pop(0)
+                    self._saves(first, forward, k)
+        return found
+
+    def _saves(self, first: int, met: Met, last: int) -> None:
+        """Count what a loop saves, from equation `first` to equation `last`."""
+        plan = reversal(met.loop, met.active).plan
+        self._lives(-met.times * saved_bytes(plan), 2 * first + 1, 2 * last + 1)
+        for k in range(first, last + 1):
+            self._held.setdefault(k, []).append((met.key, met.times))
+
+
+def described(eqn: _jax.Equation) -> str:
+    """Return what an equation does and the line that it comes from."""
+    loop, source = eqn.params.get("loop"), _jax.source_of(eqn)
+    name = eqn.primitive.name if loop is None else loop.name
+    return name if source is None else f"{name} at {os.path.basename(source[0])}:{source[1]}"
+
+
+def takes_over(eqn: _jax.Equation) -> bool:
+    """Return whether results can have the memory of operands that nothing else reads."""
+    return eqn.primitive.name in CHEAP or eqn.primitive.name in IN_PLACE
+
+
+def _variables(values: Sequence[_jax.Atom]) -> list:
+    return [v for v in values if not isinstance(v, _jax.Literal)]
+
+
+def _size(v: _jax.Var) -> int:
+    return _jax.byte_count(v.aval)

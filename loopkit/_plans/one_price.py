@@ -1,0 +1,166 @@
+"""One price of a byte for all the loops of a program.
+
+Each loop has a list of choices: bytes that it needs, and the time that it takes within them. At a
+price, each takes the choice of least time plus price times bytes. The bytes of the program at a
+moment are those of its values, of what loops have saved and not yet reversed, and of the loop that
+is being reversed. As the price rises, they fall. The smallest price at which the program fits is
+the best one, up to what a single step from one choice to the next leaves of the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T", bound=Any)
+
+
+class Count(NamedTuple):
+    """The budget of a loop, by its number in the program."""
+
+    number: int
+    device: int
+    host: int | None
+
+
+class Choice(NamedTuple):
+    """The bytes that a loop may need, and the time that it takes within them."""
+
+    saved: int
+    """The bytes from its forward sweep until it is reversed."""
+    working: int
+    """The bytes beside these while it is reversed."""
+    nanoseconds: float
+    host: int = 0
+    """The bytes that it saves in the host's memory."""
+    counts: tuple[Count, ...] = ()
+    """The budgets, of this loop and of those in its steps, that lead to this choice."""
+
+
+Choices = Mapping[Hashable, Sequence[Choice]]
+
+
+class Moment(NamedTuple):
+    """The values and the loops that need memory at a moment of a gradient."""
+
+    what: str
+    """The equation that runs, in words."""
+    values: int
+    """The bytes of values, without those that loops save."""
+    held: tuple[tuple[Hashable, int], ...] = ()
+    """The loops whose saved values live, and how many times."""
+    reversed: Hashable = None
+    """The loop that is being reversed, if one is."""
+
+    def bytes(self, chosen: Mapping[Hashable, Choice]) -> int:
+        """Return the bytes that live, for a choice of each loop."""
+        working = 0 if self.reversed is None else chosen[self.reversed].working
+        return self.values + working + sum(n * chosen[key].saved for key, n in self.held)
+
+
+@dataclass(frozen=True)
+class State:
+    """A choice for each loop, and what the program needs with them."""
+
+    chosen: Mapping[Hashable, Choice]
+    peak: Moment
+    bytes: int
+    host: int
+    nanoseconds: float
+
+    @property
+    def counts(self) -> tuple[Count, ...]:
+        return tuple(count for choice in self.chosen.values() for count in choice.counts)
+
+
+def state_of(moments: Sequence[Moment], chosen: Mapping[Hashable, Choice]) -> State:
+    """Return what a program needs with these choices."""
+    peak = max(moments, key=lambda m: m.bytes(chosen))
+    time = sum(c.nanoseconds for c in chosen.values())
+    host = sum(c.host for c in chosen.values())
+    return State(chosen, peak, peak.bytes(chosen), host, time)
+
+
+def without_dominated(moments: Iterable[Moment]) -> list[Moment]:
+    """Return the moments of which one has the peak, whatever the loops choose."""
+    most: dict[Hashable, Moment] = {}
+    for m in moments:
+        if m[2:] not in most or m.values > most[m[2:]].values:
+            most[m[2:]] = m
+    return list(most.values())
+
+
+def by_price(
+    moments: Sequence[Moment], choices: Choices, host_price: float = 0.0
+) -> Iterator[State]:
+    """Yield the states that are the best at some price, from a price of zero up.
+
+    `host_price` is the price of a byte of the host, relative to one of the device.
+    """
+    size = lambda c: c.saved + c.working + host_price * c.host
+    hulls = {key: _hull(some, size) for key, some in choices.items()}
+    chosen = {key: hull[0][1] for key, hull in hulls.items()}
+    yield state_of(moments, chosen)
+    later = [(price, key, c) for key, hull in hulls.items() for price, c in hull[1:]]
+    for _, key, choice in sorted(later, key=lambda step: step[0]):
+        chosen = {**chosen, key: choice}
+        yield state_of(moments, chosen)
+
+
+def best_within(
+    count: int, host: int | None, moments: Sequence[Moment], choices: Choices
+) -> tuple[State | None, State]:
+    """Return the state of least time within a budget, and the one of fewest bytes.
+
+    It is that of the smallest price at which the program fits. Between that price and the one
+    before lies a state that does not fit. So one of the loops may take a choice in between.
+    """
+    moments, price = without_dominated(moments), count / host if host else 0.0
+    fits = lambda s: s.bytes <= count and (host is None or s.host <= host)
+    states = list(by_price(moments, choices, price))
+    least = min(states, key=lambda s: (s.host, s.bytes) if host is not None else s.bytes)
+    number = next((i for i, s in enumerate(states) if fits(s)), None)
+    if number is None:
+        return None, least
+    found, fastest = states[number], states[max(0, number - 1)].nanoseconds
+    changed = (
+        state_of(moments, {**found.chosen, key: choice})
+        for key, some in choices.items()
+        for choice in some
+    )
+    # What is faster than the state before would make a little more memory slower.
+    fit = [s for s in changed if s.nanoseconds >= fastest and fits(s)]
+    return min([found, *fit], key=lambda s: s.nanoseconds), least
+
+
+def few(states: Iterable[State], most: int) -> list[State]:
+    """Return at most so many of the states, evenly from the fastest to the smallest."""
+    found = fastest_first(states, lambda s: s.bytes)
+    if len(found) <= most:
+        return found
+    return [found[round(k * (len(found) - 1) / (most - 1))] for k in range(most)]
+
+
+def fastest_first(items: Iterable[T], size: Callable[[T], float]) -> list[T]:
+    """Return the items to which no other is preferable, from the fastest to the smallest."""
+    found: list[T] = []
+    for item in sorted(items, key=lambda c: (c.nanoseconds, size(c))):
+        if not found or size(item) < size(found[-1]):
+            found.append(item)
+    return found
+
+
+def _hull(choices: Sequence[Choice], size: Callable[[Choice], float]) -> list[tuple[float, Choice]]:
+    """Return the choices that are the best at some price, and the lowest price for each."""
+    hull: list[tuple[float, Choice]] = []
+    for choice in fastest_first(choices, size):
+        price = 0.0
+        while hull:
+            before = hull[-1][1]
+            price = (choice.nanoseconds - before.nanoseconds) / (size(before) - size(choice))
+            if price > hull[-1][0] or len(hull) == 1:
+                break
+            hull.pop()
+        hull.append((price, choice))
+    return hull

@@ -1,0 +1,89 @@
+"""The memory of a whole gradient: what lives at each moment of it, as predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from loopkit import _jax
+from loopkit._arguments.errors import size
+from loopkit._engine.derivative.whole_program import predicted
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import kept
+from loopkit._jaxprs import equations
+from loopkit._plans.budget import Part
+
+FEW = 3
+"""How many of those that hold bytes at the peak are printed."""
+
+
+@dataclass(frozen=True)
+class GradientBytes:
+    """The temporary memory of the gradient of a function in all its arguments."""
+
+    timeline: tuple[tuple[str, int], ...]
+    """For each equation, forward and then backward, what it is and the bytes that live then."""
+    holders: tuple[tuple[str, int], ...]
+    """For each of those that hold bytes at the peak, what it is and its bytes."""
+    program: Any = field(repr=False, compare=False)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that live at one moment, as predicted."""
+        return max(count for _, count in self.timeline)
+
+    @cached_property
+    def compiled(self) -> int:
+        """The compiler's figure. It takes as long as to compile the gradient."""
+        types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in self.program.in_avals]
+        compiled = jax.jit(_gradient_of(self.program)).lower(*types).compile()
+        figures: Any = compiled.memory_analysis()
+        return figures.temp_size_in_bytes
+
+    def __str__(self) -> str:
+        most = sorted(self.holders, key=lambda held: -held[1])[:FEW]
+        held = "; ".join(f"{size(count)} for {what}" for what, count in most if count > 0)
+        return f"peak of the gradient, predicted: {size(self.peak)}: {held}"
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the bytes over the equations, forward and then backward."""
+        import matplotlib.pyplot as plt
+
+        ax = plt.subplots(layout="constrained")[1] if ax is None else ax
+        ax.step(range(len(self.timeline)), [n / 1e6 for _, n in self.timeline], where="mid")
+        ax.set(xlabel="equations, forward and then backward", ylabel="MB that live, predicted")
+        return ax.figure
+
+
+def gradient_bytes(jaxpr: _jax.Jaxpr) -> GradientBytes | None:
+    """Return the memory of a gradient; None unless the loops of a program share a budget."""
+    found = (getattr(e.params.get("loop"), "checkpoints", None) for e in _outermost(jaxpr))
+    if not any(isinstance(budget, Part) for budget in found):
+        return None
+    line, state = predicted(jaxpr)
+    bytes_then = tuple((m.what, m.bytes(state.chosen)) for m in line.moments)
+    return GradientBytes(bytes_then, tuple(line.holders(state)), jaxpr)
+
+
+def _outermost(jaxpr: _jax.Jaxpr) -> list:
+    """Return the equations of loops that are not derivatives yet."""
+    return [e for e in equations.all_equations(jaxpr) if e.primitive.name == "loopkit_while"]
+
+
+def _gradient_of(jaxpr: _jax.Jaxpr) -> Any:
+    """Return the function from the inputs of a program to their cotangents, for ones."""
+    outs = list(map(_jax.is_differentiable, jaxpr.out_avals))
+    ins = list(map(_jax.is_differentiable, jaxpr.in_avals))
+
+    def gradient(*values: jax.Array) -> Sequence[Any]:
+        def of(*moving: jax.Array) -> list:
+            return kept(_jax.call_jaxpr(jaxpr)(*spread(moving, ins, values)), outs)
+
+        results, pullback = jax.vjp(of, *kept(values, ins))
+        return pullback([jax.numpy.ones_like(v) for v in results])
+
+    return gradient
