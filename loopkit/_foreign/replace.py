@@ -20,7 +20,8 @@ import jax
 from loopkit import _jax
 from loopkit._arguments import validate
 from loopkit._foreign import lax_loop
-from loopkit._foreign.lax_loop import LoopSite, Settings, site_of
+from loopkit._foreign.lax_loop import Settings
+from loopkit._foreign.sites import LeftLoop, LoopSite, asked, site_of
 from loopkit._jaxprs import equations
 from loopkit._plans.budget import check_budget
 from loopkit._progress.progress import check_progress
@@ -44,6 +45,7 @@ def replace_lax_loops(
     checkpoints: Checkpoints = None,
     memory: Memory = None,
     only: Callable[[LoopSite], Any] | None = None,
+    strict: bool | None = None,
     lanes: Lanes = None,
     progress: Progress = None,
     debug: Debug = None,
@@ -59,6 +61,8 @@ def replace_lax_loops(
 
     - `max_steps`, `checkpoints`, `only`, `lanes`, `progress`, `debug`: as in
       `loopkit.checkpointed`.
+    - `strict`: as in `loopkit.checkpointed`, but there may be no loop at all. The block ends with
+      the error if `only` chooses none.
     - `memory`: as in `loopkit.checkpointed`, but each loop has the whole budget, because the number
       of loops is not known.
 
@@ -84,24 +88,30 @@ def replace_lax_loops(
         ```
     """
     given: dict[str, Any] = {"max_steps": max_steps, "checkpoints": checkpoints, "memory": memory}
-    given |= {"only": only, "lanes": lanes, "progress": progress, "debug": debug}
-    with replacing(settings_of("replace_lax_loops", given)):
+    given |= {"only": only, "strict": strict}
+    given |= {"lanes": lanes, "progress": progress, "debug": debug}
+    settings = settings_of("replace_lax_loops", given)
+    with replacing(settings):
         yield
+    settings.check_chosen()
 
 
 def settings_of(function: str, given: dict[str, Any]) -> Settings:
     """Check all settings that were given."""
-    only, progress = given["only"], given["progress"]
+    only, progress, strict = given["only"], given["progress"], given["strict"]
     max_steps = validate.check_bound(function, "max_steps", given["max_steps"])
     budget = check_budget(function, given["checkpoints"], given["memory"])
     if only is not None:
         validate.check_callable(function, "only", only)
+    if strict is not None:
+        strict = validate.check_flag(function, "strict", strict)
     lanes = validate.check_lanes(function, given["lanes"])
     shown = check_progress(function, progress)
     finite = "finite" in validate.check_debug(function, given["debug"])
     lanes = "wait" if finite else lanes
     validate.check_beside_flat(function, lanes, progress)
-    return Settings(function, max_steps, budget, only, id(only), lanes, shown, finite)
+    chosen = only, id(only), asked(only), strict
+    return Settings(function, max_steps, budget, *chosen, lanes, shown, finite)
 
 
 @contextmanager
@@ -149,8 +159,10 @@ def _diverted(bind: Callable, describe: Callable) -> Callable:
                 inside = replace(settings, outer=loop.site(settings.outer))
                 params = {k: _within(v, inside) for k, v in params.items()}
                 loop = describe(operands, params)
-            if settings.replaces(loop):
+            if not (why := settings.why_left(loop)):
                 return loop.run(settings)
+            if (notes := _jax.noting.value) is not None:
+                notes.left[LeftLoop(loop.site(settings.outer), why)] = None
         _left[_jax.steps_of(params)] = decided
         return bind(*operands, **params)
 

@@ -91,6 +91,7 @@ from loopkit._jax.lax_loops import (
     lax_scan_p,
     lax_while_p,
     lower_as_written,
+    noting,
     replacing,
     scan_counts,
     steps_of,

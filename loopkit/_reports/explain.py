@@ -19,6 +19,7 @@ from loopkit._engine.lanes.widths import why_never, why_waiting
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, kept
 from loopkit._engine.primitives import evaluated_p
+from loopkit._foreign.sites import LeftLoop, left_within
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import nanoseconds
 from loopkit._plans.plan import Plan
@@ -55,7 +56,7 @@ class Explained:
         if plan.bound is not None and not plan.exact:
             steps = f"<= {steps}"
         if not self.name.startswith("loopkit"):
-            stored = "every step" if self.name == "lax.scan" else "no gradient"
+            stored = "no gradient" if self.scan_bytes is None else "every step"
             peak, runs = "", (None, None) if plan.bound is None else (plan.bound, 0)
         else:
             stored, peak = plan.stored, size(plan.peak_bytes)
@@ -91,6 +92,9 @@ class Explanation:
     """The loops of a function, in the order in which it calls them. It prints as a table."""
 
     loops: tuple[Explained, ...]
+    left: tuple[LeftLoop, ...] = ()
+    """The loops that `checkpointed` or `replace_lax_loops` leaves to lax, each with a `site`, a
+    `LoopSite`, and the reason, `why`."""
 
     def __len__(self) -> int:
         return len(self.loops)
@@ -118,6 +122,7 @@ class Explanation:
         lines += [f"lanes that wait, {e.source}: they {e.waits}" for e in self.loops if e.waits]
         lines += [f"to keep of a step, {e.source}: {e.frontier}" for e in self._with_frontiers]
         lines += [line for loop in self.loops for line in loop.on_gpu]
+        lines += [f"left to lax, {os.path.basename(e.site.source)}: {e.why}" for e in self.left]
         return "\n".join(line.rstrip() for line in lines)
 
     @property
@@ -150,8 +155,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     needs beyond that of one step. `runs` count evaluations of the body, with "about" where
     parts of steps run again. The last column has the bytes that `jax.lax.scan` would store. Lines
     below the table say why lanes wait if `lanes` is None; the bytes that may be kept of a step, and
-    how long it takes to run the rest again, with the choice that is taken in brackets; and which
-    plan a loop follows on a GPU if that is another.
+    how long it takes to run the rest again, with the choice that is taken in brackets; which plan a
+    loop follows on a GPU if that is another; and why `loopkit.checkpointed` or
+    `loopkit.replace_lax_loops` leaves a loop to lax.
 
     **Raises:** `TypeError` if `fn` is not callable.
 
@@ -176,7 +182,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         args, kwargs = tree.unflatten(spread(values, traced, leaves))
         return list(filter(validate.is_traced, jax.tree.leaves(fn(*args, **kwargs))))
 
-    jaxpr = spelled_out(jax.make_jaxpr(flat)(*kept(leaves, traced)))
+    trace = lambda: jax.make_jaxpr(flat)(*kept(leaves, traced))
+    jaxpr = spelled_out(trace())
     seen: set[int] = set()
     found = []
     for eqn, *around in equations.nested_equations(jaxpr):
@@ -188,7 +195,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
                 found.append(_of_loopkit(source, loop))
         elif eqn.primitive.name in ("scan", "while"):
             found.append(_of_lax(source, eqn))
-    return Explanation(tuple(found))
+    of_lax = any(e.name.startswith("lax") for e in found)
+    return Explanation(tuple(found), left_within(trace) if of_lax else ())
 
 
 def _source(*eqns: _jax.Equation) -> str:
@@ -223,7 +231,7 @@ def _why_waiting(loop: Loop) -> str:
 
 def _of_lax(source: str, eqn: _jax.Equation) -> Explained:
     """Describe a loop of lax, as if it were differentiated. A while loop has no gradient and no
-    length."""
+    length, and some steps have no gradient."""
     params = eqn.params
     if eqn.primitive.name == "while":
         carry = params["body_jaxpr"].in_avals[params["body_nconsts"] :]
@@ -234,9 +242,12 @@ def _of_lax(source: str, eqn: _jax.Equation) -> Explained:
     records = (Const(),) * consts, (CarryLeaf(),) * carries, (Input(),) * xs, (Output(),) * ys
     length = params["length"]
     loop = Loop(None, params["jaxpr"], 0, *records, length, name="scan")
-    stored = split_step(loop, _everything(loop)).uncut_bytes
-    bounded = Plan(1, bound=length, exact=True)
-    plan = _with_bytes(bounded, _jax.byte_count(*loop.carry_types), stored)
+    bounded, carry = Plan(1, bound=length, exact=True), _jax.byte_count(*loop.carry_types)
+    try:
+        stored = split_step(loop, _everything(loop)).uncut_bytes
+    except (TypeError, ValueError, NotImplementedError):
+        return Explained("lax.scan", source, _with_bytes(bounded, carry, 0), None)
+    plan = _with_bytes(bounded, carry, stored)
     again = remat_nanoseconds(loop.body) / (nanoseconds(loop.body) or 1.0)
     return Explained("lax.scan", source, plan, length * stored, again=again)
 
