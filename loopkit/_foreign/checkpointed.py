@@ -94,8 +94,8 @@ def checkpointed(
     **Raises:**
 
     `TypeError` if `fn` or `only` is not callable or a setting is of the wrong type; `ValueError` if
-    it has a wrong value, if `checkpoints="all"` and a while loop has no bound, if `only` chooses
-    none of the loops, or as `strict` says.
+    it has a wrong value, if `checkpoints="all"` and a while loop that is differentiated has no
+    bound, if `only` chooses none of the loops, or as `strict` says.
 
     !!! example
 
@@ -189,8 +189,8 @@ def _traced(fn: Callable, settings: Settings, leaves: list, tree: _jax.TreeDef) 
     jaxpr, _ = _jax.dce(jaxpr, [True] * len(jaxpr.out_avals), [True] * len(jaxpr.in_avals))
     found = list(equations.all_equations(jaxpr))
     has_loops = any("loop" in e.params or e.primitive.name in ("scan", "while") for e in found)
-    rules = "custom_jvp_call", "custom_vjp_call"
-    has_rules = any(e.primitive.name.startswith(rules) for e in found)
+    rules = "custom_jvp_call", "custom_vjp_call", "CustomJVP", "CustomVJP"
+    has_rules = any(_jax.name_of_primitive(e).startswith(rules) for e in found)
     if not has_rules:  # loops in rules are traced later
         _check_found(settings, has_loops)
     jaxpr = with_rules(_shared(jaxpr), settings)

@@ -8,6 +8,7 @@ JAX's caches: `jit` traces a function again inside the context, and does not use
 
 from __future__ import annotations
 
+import functools as ft
 import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -34,8 +35,6 @@ _users = 0
 _left: weakref.WeakKeyDictionary[Any, Settings] = weakref.WeakKeyDictionary()
 """Steps of loops that were left to lax, with the settings that decided so. If lax rewrites such a
 loop, the result is left to lax too."""
-
-DIVERTED = {_jax.lax_scan_p: lax_loop.scan, _jax.lax_while_p: lax_loop.while_loop}
 
 
 @contextmanager
@@ -121,12 +120,12 @@ def replacing(settings: Settings) -> Generator[None, None, None]:
     with _lock:
         _users += 1
         if _users == 1:
-            for primitive, describe in DIVERTED.items():
-                primitive.bind = _diverted(primitive.bind, describe)
+            for primitive, diverted in DIVERTED.items():
+                primitive.bind = diverted(primitive.bind)
             _jax.lower_as_written(True)
             _jax.trace_bodies_within(_inside)
     try:
-        with _jax.replacing(settings):
+        with _jax.replacing(settings), _jax.scan_as_primitive():
             yield
     finally:
         with _lock:
@@ -147,7 +146,7 @@ def _inside(kind: Any, carry: Sequence[Any], length: int | None) -> Any:
     return _jax.replacing(replace(settings, outer=outer))
 
 
-def _diverted(bind: Callable, describe: Callable) -> Callable:
+def _diverted(describe: Callable, bind: Callable) -> Callable:
     def diverted(*operands: jax.typing.ArrayLike, **params: Any) -> Any:
         settings = _jax.replacing.value
         if settings is None:
@@ -167,6 +166,28 @@ def _diverted(bind: Callable, describe: Callable) -> Callable:
         return bind(*operands, **params)
 
     return diverted
+
+
+def _refused(bind: Callable) -> Callable:
+    def refused(*operands: jax.typing.ArrayLike, **params: Any) -> Any:
+        settings = _jax.replacing.value
+        if settings is not None and _jax.is_scan3(params):
+            expected = "is a scan that was traced under `jax_scan3`, and cannot be replaced"
+            raise NotImplementedError(
+                f"loopkit.{settings.function}: the loop at {_jax.source()} {expected}. Trace it "
+                f"inside `{settings.function}`, or without the flag."
+            )
+        return bind(*operands, **params)
+
+    return refused
+
+
+DIVERTED = {
+    _jax.lax_scan_p: ft.partial(_diverted, lax_loop.scan),
+    _jax.lax_while_p: ft.partial(_diverted, lax_loop.while_loop),
+    _jax.hi_primitive_p: _refused,
+}
+"""The function that makes another `bind`, for each primitive that a loop of lax binds."""
 
 
 def _within(param: Any, settings: Settings) -> Any:

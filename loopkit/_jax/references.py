@@ -30,4 +30,12 @@ def has_references(jaxpr: Jaxpr) -> bool:
 
 def of_values(jaxpr: Jaxpr) -> Jaxpr:
     """Turn references into values: they are operands, and their final values follow the results."""
-    return discharge_state(jaxpr)
+    try:
+        return discharge_state(jaxpr)
+    except NotImplementedError as error:
+        if "call_hi_primitive" not in str(error):
+            raise
+        raise NotImplementedError(
+            "loopkit: a step must not run a scan that was traced under `jax_scan3`. Trace it in "
+            "the step, or without the flag."
+        ) from error

@@ -13,7 +13,7 @@ def inlined(jaxpr: _jax.Jaxpr, is_call: Callable[[Any], bool] = equations.is_cal
     """Return a jaxpr without calls of jitted or other functions; the same object if it has none."""
 
     def can_be(eqn: _jax.Equation) -> bool:
-        inside = eqn.params["jaxpr"] if is_call(eqn) else None
+        inside = equations.jaxprs_in(eqn)[0] if is_call(eqn) else None
         return inside is not None and not _has_constants(inside) and not _jax.is_laid_out(eqn)
 
     j = _jax.open_jaxpr(jaxpr)
@@ -40,7 +40,7 @@ def _spelled_out(
     for eqn in j.eqns:
         invars = [_looked_up(v, env) for v in eqn.invars]
         if can_be(eqn):
-            inside = _jax.open_jaxpr(eqn.params["jaxpr"])
+            inside = _jax.open_jaxpr(equations.jaxprs_in(eqn)[0])
             given = dict(zip(inside.invars, invars, strict=True))
             more, within = _spelled_out(inside, given, can_be, True)
             eqns += more
