@@ -57,7 +57,7 @@ COUNTS = [
     *((loop, "unroll", 1) for loop in (while_loop, fori_loop_to)),
     *((loop, "unroll", 0) for loop in (scan, fori_loop)),
     *((loop, "checkpoints", 1) for loop in (*ALL_LOOPS, unbounded_scan, ragged_scan, *REPLACING)),
-    *((loop, "memory", 1) for loop in (*ALL_LOOPS, *REPLACING)),
+    *((loop, "memory", 1) for loop in (*ALL_LOOPS, ragged_scan, *REPLACING)),
     *(
         (best_unroll, name, least)
         for name, least in (("length", 0), ("checkpoints", 1), ("uses", 1))

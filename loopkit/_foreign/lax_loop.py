@@ -15,7 +15,7 @@ from loopkit._engine.facts.bounds import StepBound, bound_of, limits_of
 from loopkit._engine.loop import CarryLeaf, parts
 from loopkit._foreign.sites import Asked, LoopSite, site_of
 from loopkit._jaxprs import equations
-from loopkit._plans.budget import SELDOM_REACHED, Budget, stores_every_step
+from loopkit._plans.budget import SELDOM_REACHED, Budget
 from loopkit._programs.cache import shared
 from loopkit._progress import progress as shown
 from loopkit._tracing.axes import Inputs
@@ -140,13 +140,6 @@ class LaxLoop(NamedTuple):
             planned = self.bound is not None and self.bound.is_planned_for(settings.budget)
             own = self.bound.steps if self.bound is not None and planned else None
             bounds = [b for b in (own, settings.max_steps) if b is not None]
-            if not bounds and stores_every_step(settings.budget):
-                expected = (
-                    'can be "all" or a policy only if the number of steps of every loop is bounded'
-                )
-                got = f"a while_loop without a bound at {_jax.source()}"
-                advice = "Pass `max_steps`, or leave that loop out with `only`."
-                raise errors.wrong_value(settings.function, "checkpoints", expected, got, advice)
             if length is not None:
                 cond, cond_consts = None, []
             elif settings.max_steps is None and budget is None:

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from loopkit import _jax
-from loopkit._arguments import validate
+from loopkit._arguments import errors, validate
 from loopkit._foreign import lax_loop
 from loopkit._foreign.lax_loop import Settings
 from loopkit._foreign.sites import LeftLoop, LoopSite, asked, site_of
@@ -172,11 +172,10 @@ def _refused(bind: Callable) -> Callable:
     def refused(*operands: jax.typing.ArrayLike, **params: Any) -> Any:
         settings = _jax.replacing.value
         if settings is not None and _jax.is_scan3(params):
-            expected = "is a scan that was traced under `jax_scan3`, and cannot be replaced"
-            raise NotImplementedError(
-                f"loopkit.{settings.function}: the loop at {_jax.source()} {expected}. Trace it "
-                f"inside `{settings.function}`, or without the flag."
-            )
+            problem = "a scan that was traced under `jax_scan3` cannot be replaced"
+            advice = f"Trace it inside `{settings.function}`, or without the flag."
+            got = f"the loop at {_jax.source()}"
+            raise NotImplementedError(errors.message(settings.function, problem, got, advice))
         return bind(*operands, **params)
 
     return refused

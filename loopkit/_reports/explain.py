@@ -22,6 +22,7 @@ from loopkit._engine.primitives import evaluated_p
 from loopkit._foreign.sites import LeftLoop, left_within
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import nanoseconds
+from loopkit._plans.budget import stores_every_step
 from loopkit._plans.plan import Plan
 from loopkit._reports.frontier import Frontier, frontier_of
 from loopkit._reports.spelled_out import spelled_out
@@ -48,6 +49,8 @@ class Explained:
     """The choices of what to keep of a step, with the time to run the rest again."""
     again: float = 0.0
     """The part of a step that its reversal runs again beside whole runs, as a part of its time."""
+    gradient: bool = True
+    """Whether the loop has a gradient, if it can have one."""
 
     @property
     def row(self) -> tuple[str, ...]:
@@ -55,8 +58,8 @@ class Explained:
         steps = "no bound" if plan.bound is None else f"{plan.bound:,}"
         if plan.bound is not None and not plan.exact:
             steps = f"<= {steps}"
-        if not self.name.startswith("loopkit"):
-            stored = "no gradient" if self.scan_bytes is None else "every step"
+        if not self.name.startswith("loopkit") or not self.gradient:
+            stored = "every step" if self.gradient and self.name == "lax.scan" else "no gradient"
             peak, runs = "", (None, None) if plan.bound is None else (plan.bound, 0)
         else:
             stored, peak = plan.stored, size(plan.peak_bytes)
@@ -75,7 +78,7 @@ class Explained:
     def on_gpu(self) -> list[str]:
         """Return lines that say what is different on a GPU."""
         plan = self.plan.on_gpu
-        if plan == self.plan or not self.name.startswith("loopkit"):
+        if plan == self.plan or not self.name.startswith("loopkit") or not self.gradient:
             return []
         runs = ""
         if plan.bound is not None:
@@ -209,6 +212,9 @@ def _source(*eqns: _jax.Equation) -> str:
 
 
 def _of_loopkit(source: str, loop: Loop) -> Explained:
+    if loop.length is None and stores_every_step(loop.checkpoints):
+        bare = _with_bytes(Plan(1), _jax.byte_count(*loop.carry_types), 0)
+        return Explained(f"loopkit.{loop.name}", source, bare, None, gradient=False)
     active = _everything(loop)
     how = reversal(loop, active)
     whole = None if loop.length is None else loop.length * how.split.uncut_bytes
@@ -246,7 +252,8 @@ def _of_lax(source: str, eqn: _jax.Equation) -> Explained:
     try:
         stored = split_step(loop, _everything(loop)).uncut_bytes
     except (TypeError, ValueError, NotImplementedError):
-        return Explained("lax.scan", source, _with_bytes(bounded, carry, 0), None)
+        bare = _with_bytes(bounded, carry, 0)
+        return Explained("lax.scan", source, bare, None, gradient=False)
     plan = _with_bytes(bounded, carry, stored)
     again = remat_nanoseconds(loop.body) / (nanoseconds(loop.body) or 1.0)
     return Explained("lax.scan", source, plan, length * stored, again=again)
