@@ -10,8 +10,8 @@ from loopkit._extras.ragged import length_buckets as length_buckets
 from loopkit._extras.ragged import ragged_scan as ragged_scan
 from loopkit._extras.unbounded import unbounded_scan as unbounded_scan
 from loopkit._foreign.checkpointed import checkpointed as checkpointed
-from loopkit._foreign.lax_loop import LoopSite as LoopSite
 from loopkit._foreign.replace import replace_lax_loops as replace_lax_loops
+from loopkit._foreign.sites import LoopSite as LoopSite
 from loopkit._loops.fori_loop import fori_loop as fori_loop
 from loopkit._loops.replay import replay as replay
 from loopkit._loops.scan import scan as scan

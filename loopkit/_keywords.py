@@ -80,6 +80,7 @@ class BlockedKw(TypedDict, total=False):
 
 
 class RaggedKw(Kw[Info], Generic[C, Y, Info], total=False):
+    memory: Memory
     until: Until[C, Y] | None
     batch: int
     growth: float

@@ -48,6 +48,7 @@ FLAGS = [
     *((use, flag) for use in (set_to, get) for flag in ("unique_indices", "indices_are_sorted")),
     *((report, "grad") for report in REPORTING),
     (best_unroll, "gradient"),
+    *((call, "strict") for call in REPLACING),
 ]
 NO_FLAGS = ["no", "", 2, -1, 0.0, 1.0, math.nan, [], jnp.asarray(True), np.ones(1, bool)]
 
@@ -56,7 +57,7 @@ COUNTS = [
     *((loop, "unroll", 1) for loop in (while_loop, fori_loop_to)),
     *((loop, "unroll", 0) for loop in (scan, fori_loop)),
     *((loop, "checkpoints", 1) for loop in (*ALL_LOOPS, unbounded_scan, ragged_scan, *REPLACING)),
-    *((loop, "memory", 1) for loop in (*ALL_LOOPS, *REPLACING)),
+    *((loop, "memory", 1) for loop in (*ALL_LOOPS, ragged_scan, *REPLACING)),
     *(
         (best_unroll, name, least)
         for name, least in (("length", 0), ("checkpoints", 1), ("uses", 1))
@@ -81,7 +82,8 @@ def test_flags(case):
     call, argument = case
     for value in NO_FLAGS:
         refused(call, argument, value, TypeError)
-    refused(call, argument, None, TypeError)
+    if argument != "strict":
+        refused(call, argument, None, TypeError)
     for value in (np.False_, 0, np.int64(0)):
         call(**{argument: value})
 

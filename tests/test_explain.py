@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import matplotlib
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 
 import loopkit
 from loopkit import Plan
@@ -180,6 +181,15 @@ def test_parts_of_steps_that_run_again_are_counted():
     (found,) = loopkit.explain(budget, wide, jnp.ones((12, 64, 64)))
     assert found.plan.price > 0
     assert found.row[8].startswith("about ")
+
+
+def test_a_loop_of_lax_without_a_gradient_is_listed():
+    def told(x):
+        step = lambda c, _: (io_callback(jnp.sin, jax.ShapeDtypeStruct((), "float64"), c), None)
+        return lax.scan(step, x, length=3)[0]
+
+    (loop,) = loopkit.explain(told, 1.0)
+    assert (loop.row[2], loop.row[3], loop.row[5]) == ("3", "8 B", "no gradient")
 
 
 def test_one_carry_is_a_carry():

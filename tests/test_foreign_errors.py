@@ -265,13 +265,30 @@ def test_host_memory_that_is_missing_names_the_loop(monkeypatch):
 @pytest.mark.slow
 def test_all_without_a_bound_names_the_loop():
     f = lambda x: until(jnp.sin, x)
-    error = error_of(lambda: loopkit.checkpointed(f, checkpoints="all")(0.7))
+    error = error_of(lambda: jax.grad(loopkit.checkpointed(f, checkpoints="all"))(0.7))
     assert type(error) is ValueError
-    match = r'`checkpoints` can be "all" or a policy only .*[.] Pass `max_steps`, .* Got: a '
-    match += rf"while_loop without a bound at {line_of(until)}"
-    assert re.search(match, str(error))
+    match = (
+        rf"the while_loop at {line_of(until)}, which `only` can leave out: `checkpoints` can be "
+    )
+    assert re.search(match + r'"all" or a policy only .*[.] Pass `max_steps`', str(error))
     settings: Any = {"checkpoints": "all", "max_steps": 4}
     assert_close(jax.grad(loopkit.checkpointed(f, **settings))(0.7), jax.jacfwd(f)(0.7))
+
+
+def test_all_needs_no_bound_where_nobody_differentiates():
+    """A loop in a function that has a rule, the value alone, forward mode, a table of the loops."""
+
+    @jax.custom_vjp
+    def solved(x):
+        return until(jnp.sin, x)
+
+    solved.defvjp(lambda x: (solved(x), x), lambda x, ct: (ct * jnp.cos(x),))
+    kept = loopkit.checkpointed(lambda x: scanned(solved, x), checkpoints="all")
+    assert_close(jax.grad(kept)(0.7), jax.grad(lambda x: scanned(solved, x))(0.7))
+    plain = loopkit.checkpointed(lambda x: until(jnp.sin, x), checkpoints="all")
+    assert_close(plain(0.7), until(jnp.sin, 0.7))
+    assert_close(jax.jacfwd(plain)(0.7), jax.jacfwd(lambda x: until(jnp.sin, x))(0.7))
+    assert loopkit.explain(plain, 0.7)[0].row[5] == "no gradient"
 
 
 def with_reference(x):

@@ -102,6 +102,28 @@ def test_buckets():
     assert loopkit.length_buckets([]) == {}
 
 
+def test_wide_buckets_pad_to_less_than_twice_the_longest():
+    assert loopkit.length_buckets([900, 5000], growth=100.0) == {8192: [0, 1]}
+    assert loopkit.length_buckets([2, 3, 900], growth=1e4) == {8: [0, 1], 1024: [2]}
+    assert loopkit.length_buckets([4096], growth=1e4) == {4096: [0]}
+    lengths = np.random.default_rng(1).integers(0, 30_000, 300).tolist()
+    for growth in (1.25, 2.0, 7.0, 1e3):
+        for size, places in loopkit.length_buckets(lengths, growth=growth).items():
+            assert size <= max(8, 2 * max(lengths[i] for i in places))
+
+
+def test_a_budget_in_bytes():
+    """Each sequence of a batch has it, and numbers do not change."""
+    sequences = [jnp.sin(jnp.arange(n, dtype=float)) for n in (300, 280)]
+    step = lambda c, x: (jnp.sin(c) * x, None)
+    total = lambda w, **how: loopkit.ragged_scan(step, w, sequences, **how)[0].sum()
+    few = lambda w: total(w, memory="1 kB")
+    assert_close(jax.grad(few)(0.5), jax.grad(total)(0.5))
+    plans = [loop.plan for loop in loopkit.explain(few, 0.5)]
+    assert plans
+    assert all(plan.peak_bytes <= 1000 for plan in plans)
+
+
 @pytest.mark.parametrize(("lengths", "error"), [([3, -1], ValueError), ([3, 1.5], TypeError)])
 def test_lengths_that_are_none(lengths, error):
     with pytest.raises(error, match=r"loopkit\.length_buckets: `lengths` must be a list of ints"):

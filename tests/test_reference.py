@@ -197,6 +197,16 @@ def written_outside():
     return loopkit.scan(step, 1.0, length=3, debug="finite")
 
 
+def written_by_lax(x):
+    total = jax.new_ref(x)
+
+    def step(x, _):
+        total[...] += x
+        return x, None
+
+    return jax.lax.scan(step, x, length=3)[0]
+
+
 def twice_through_a_custom_vjp():
     sin = jax.custom_vjp(jnp.sin)
     sin.defvjp(lambda x: (jnp.sin(x), x), lambda x, w: (w * jnp.cos(x),))
@@ -222,6 +232,10 @@ REFUSED = {
     "a symbolic `length`": symbolic,
     "`length`, and `xs`": lambda: loopkit.scan(sin, 1.0, jnp.ones(3), 4),
     "neither `length` nor `xs`": lambda: loopkit.scan(sin, 1.0),
+    "`only` that chooses none": lambda: loopkit.checkpointed(
+        lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x + 1, x), only=lambda site: False
+    )(1.0),
+    "`strict=True`, and a loop": lambda: loopkit.checkpointed(written_by_lax, strict=True)(1.0),
     '`debug="bounds"`': lambda: loopkit.checkpointed(jnp.sin, debug="bounds"),
     '`debug="finite"`, and steps that use a reference': written_outside,
     "checkpoints on the host": twice_through_a_custom_vjp,

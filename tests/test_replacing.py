@@ -44,7 +44,7 @@ def test_sites_inside_the_library_of_jax():
         )[0]
 
     xs = jnp.arange(4.0)
-    jax.make_jaxpr(loopkit.checkpointed(f, only=sites.append))(1.0)
+    jax.make_jaxpr(loopkit.checkpointed(f, only=sites.append, strict=False))(1.0)
     assert [s.kind for s in sites] == ["scan", "scan"]
     assert "searchsorted" in sites[0].source
     assert "test_replacing.py" in sites[1].source
@@ -103,7 +103,7 @@ def test_other_threads_keep_their_loops():
         thread.start()
         thread.join()
         trace("here")
-        with loopkit.replace_lax_loops(only=lambda site: False):
+        with loopkit.replace_lax_loops(only=lambda site: False, strict=False):
             trace("nested")
     trace("after")
     assert {k: "loopkit" in text for k, text in texts.items()} == {

@@ -338,13 +338,11 @@ def scan(loop: Loop, operands: Operands, split_transpose: bool = False) -> list:
         new, y = parts(outs, loop.carry_count)
         return new, y
 
-    carry, ys = lax.scan(
-        body,
-        first_carry(loop, operands),
-        operands.xs,
-        None if operands.xs else loop.length,
-        reverse=loop.reverse,
-        unroll=loop.unroll,
-        _split_transpose=split_transpose,
-    )
+    init, length = first_carry(loop, operands), None if operands.xs else loop.length
+    with _jax.scan_as_primitive():
+        carry, ys = lax.scan(
+            *(body, init, operands.xs, length, loop.reverse),
+            unroll=loop.unroll,
+            _split_transpose=split_transpose,
+        )
     return [*carry, *ys]

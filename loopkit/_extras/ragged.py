@@ -29,7 +29,7 @@ from loopkit._tracing.axes import Inputs
 from loopkit._tracing.carry_buffers import NONE
 from loopkit._tracing.spec import LoopInfo, LoopOptions, LoopSpec, Names
 from loopkit._tracing.trace import Traced
-from loopkit._types import C, Checkpoints, Debug, Like, Progress, Step, Until, X, Y
+from loopkit._types import C, Checkpoints, Debug, Like, Memory, Progress, Step, Until, X, Y
 
 NAMES = Names("ragged_scan", "f", "init", "until", "carry, x")
 
@@ -58,6 +58,7 @@ def ragged_scan(
     batch: int = 64,
     growth: float = 1.25,
     checkpoints: Checkpoints = None,
+    memory: Memory = None,
     return_info: bool = False,
     progress: Progress = None,
     debug: Debug = None,
@@ -86,6 +87,7 @@ def ragged_scan(
     - `growth`: how many times longer each bucket is than the one before, as in
       `loopkit.length_buckets`.
     - `checkpoints`: what the backward pass keeps of each batch, as in `loopkit.scan`.
+    - `memory`: a budget in bytes instead, for each sequence of a batch.
     - `return_info`: also return a `LoopInfo`, with an entry for each sequence.
     - `progress`: as in `loopkit.while_loop`; a batch takes the steps of its longest sequence.
     - `debug`: as in `loopkit.while_loop`; a lane is a sequence of a batch.
@@ -119,8 +121,8 @@ def ragged_scan(
     name = NAMES.function
     inputs = _check_sequences(sequences)
     batch = validate.check_whole(name, "batch", batch, 1, "an int >= 1 (sequences in a batch)")
-    asked = LoopOptions(checkpoints=checkpoints, buffers=NONE, return_info=return_info)
-    asked = asked._replace(progress=progress, debug=debug)
+    asked = LoopOptions(checkpoints=checkpoints, memory=memory, buffers=NONE)
+    asked = asked._replace(return_info=return_info, progress=progress, debug=debug)
     spec = LoopSpec.of(NAMES, (f, until), init, inputs[0], 1, asked)
     lengths = [x.length for x in inputs]
     buckets = length_buckets(lengths, growth=_check_growth(name, growth))
@@ -189,7 +191,8 @@ def length_buckets(
 
     The first bucket holds sequences of at most `first` steps, the next those of at most
     `first * growth`, and so on. So a sequence longer than `first` is padded to at most `growth`
-    times its length. The number of buckets grows with the logarithm of the longest sequence.
+    times its length, and the longest of a bucket to less than twice its length. The number of
+    buckets grows with the logarithm of the longest sequence.
 
     **Arguments:**
 
@@ -229,7 +232,16 @@ def length_buckets(
     buckets: dict[int, list[int]] = {size: [] for size in sizes}
     for place, length in enumerate(lengths):
         buckets[sizes[bisect.bisect_left(sizes, length)]].append(place)
-    return {size: places for size, places in buckets.items() if places}
+    return {
+        _narrowed(size, first, max(lengths[i] for i in places)): places
+        for size, places in buckets.items()
+        if places
+    }
+
+
+def _narrowed(size: int, first: int, longest: int) -> int:
+    """Return the length of a bucket: if its longest sequence fills less than half, a power of 2."""
+    return size if size <= max(first, 2 * longest) else 1 << (longest - 1).bit_length()
 
 
 def _check_growth(function: str, growth: object) -> float:

@@ -17,13 +17,14 @@ import numpy as np
 from jaxtyping import PyTree
 
 from loopkit import _jax
-from loopkit._arguments import validate
+from loopkit._arguments import errors, validate
 from loopkit._arguments.validate import type_of
 from loopkit._engine.derivative.whole_program import with_parts
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import kept
-from loopkit._foreign.lax_loop import LoopSite, ReplaceKw, Settings
+from loopkit._foreign.lax_loop import ReplaceKw, Settings
 from loopkit._foreign.replace import replacing, settings_of, with_rules
+from loopkit._foreign.sites import LoopSite
 from loopkit._jaxprs import equations
 from loopkit._plans.budget import Bytes, Part
 from loopkit._programs import Unknown, interned, is_of_library, program_key, remember
@@ -41,6 +42,7 @@ def checkpointed(
     checkpoints: Checkpoints = None,
     memory: Memory = None,
     only: Callable[[LoopSite], Any] | None = None,
+    strict: bool | None = None,
     lanes: Lanes = None,
     progress: Progress = None,
     debug: Debug = None,
@@ -75,7 +77,10 @@ def checkpointed(
         replace the loop. A `LoopSite` has `kind`, `name_stack`, `source`, `length`, `carry_bytes`,
         `depth` (the number of loops around it) and `outer` (the `LoopSite` of the innermost of
         these, or None). If a function with a loop is called in two other loops,
-        `only` is called for each.
+        `only` is called for each. If there are loops, it must choose one.
+    - `strict`: True raises an error for a loop that loopkit cannot replace, unless `only` leaves
+        it, and if `fn` has no loop. By default such a loop stays as it is, and `loopkit.explain`
+        says why. False also allows an `only` that chooses no loop.
     - `lanes`: what lanes of `jax.vmap` do after they have stopped, as in `loopkit.while_loop`. With
         "flatten", each loop that is in no other loop is flattened, with the loops inside it.
     - `progress`: shows how far each loop is, as in `loopkit.while_loop`. The bars of inner loops
@@ -89,8 +94,9 @@ def checkpointed(
     **Raises:**
 
     `TypeError` if `fn` or `only` is not callable or a setting is of the wrong type; `ValueError` if
-    it has a wrong value, or if `checkpoints="all"` and a while loop has no bound. The gradient
-    raises `ValueError` if `memory` is not enough.
+    it has a wrong value, if `checkpoints="all"` and a while loop that is differentiated has no
+    bound, if `only` chooses none of the loops, or as `strict` says. The gradient raises
+    `ValueError` if `memory` is not enough.
 
     !!! example
 
@@ -105,7 +111,8 @@ def checkpointed(
         ```
     """
     given: dict[str, Any] = {"max_steps": max_steps, "checkpoints": checkpoints, "memory": memory}
-    given |= {"only": only, "lanes": lanes, "progress": progress, "debug": debug}
+    given |= {"only": only, "strict": strict}
+    given |= {"lanes": lanes, "progress": progress, "debug": debug}
     if fn is None:
         decorator: Any = ft.partial(checkpointed, **given)
         return decorator
@@ -183,12 +190,23 @@ def _traced(fn: Callable, settings: Settings, leaves: list, tree: _jax.TreeDef) 
     jaxpr, _ = _jax.dce(jaxpr, [True] * len(jaxpr.out_avals), [True] * len(jaxpr.in_avals))
     found = list(equations.all_equations(jaxpr))
     has_loops = any("loop" in e.params or e.primitive.name in ("scan", "while") for e in found)
-    rules = "custom_jvp_call", "custom_vjp_call"
-    has_rules = any(e.primitive.name.startswith(rules) for e in found)
+    rules = "custom_jvp_call", "custom_vjp_call", "CustomJVP", "CustomVJP"
+    has_rules = any(_jax.name_of_primitive(e).startswith(rules) for e in found)
+    if not has_rules:  # loops in rules are traced later
+        _check_found(settings, has_loops)
     jaxpr = with_rules(with_parts(jaxpr), settings)
     same = interned(jaxpr)
     known = same is not None
     return Program(same or jaxpr, consts, out_tree, rest, has_loops, has_rules, known)
+
+
+def _check_found(settings: Settings, has_loops: bool) -> None:
+    """Raise if there is no loop to replace, and there has to be one."""
+    if has_loops:
+        settings.check_chosen()
+    elif settings.strict:
+        expected, advice = "can be True only where `fn` has a loop of lax", "Leave it out."
+        raise errors.wrong_value("checkpointed", "strict", expected, "no loop", advice)
 
 
 class Program(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypedDict
 
@@ -13,34 +13,15 @@ from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._engine.facts.bounds import StepBound, bound_of, limits_of
 from loopkit._engine.loop import CarryLeaf, parts
+from loopkit._foreign.sites import Asked, LoopSite, site_of
 from loopkit._jaxprs import equations
-from loopkit._plans.budget import SELDOM_REACHED, Budget, stores_every_step
+from loopkit._plans.budget import SELDOM_REACHED, Budget
 from loopkit._programs import shared
 from loopkit._progress import progress as shown
 from loopkit._tracing.axes import Inputs
 from loopkit._tracing.spec import LoopOptions, LoopSpec, Names
 from loopkit._tracing.trace import as_loop, trace
 from loopkit._types import Checkpoints, Debug, Lanes, Memory, Progress
-
-
-class LoopSite(NamedTuple):
-    """A loop of lax, as `only` gets it."""
-
-    kind: Literal["scan", "while_loop"]
-    """The kind of the loop. A fori_loop is a scan if lax knows its bounds."""
-    name_stack: str
-    """The `jax.named_scope`s around the loop, up to the innermost `jit`, separated by slashes."""
-    source: str
-    """The call that made the loop, as `file:line (function)`, outside JAX itself."""
-    length: int | None
-    """The number of steps, if it is known; else None."""
-    carry_bytes: int
-    """The bytes of the carry."""
-    depth: int = 0
-    """The number of loops of lax around this one."""
-    outer: LoopSite | None = None
-    """The innermost loop around this one, as it is while its steps are traced. A while loop has no
-    `length` yet, and its `carry_bytes` count all its operands."""
 
 
 class ReplaceKw(TypedDict, total=False):
@@ -50,6 +31,7 @@ class ReplaceKw(TypedDict, total=False):
     checkpoints: Checkpoints
     memory: Memory
     only: Callable[[LoopSite], Any] | None
+    strict: bool | None
     lanes: Lanes
     progress: Progress
     debug: Debug
@@ -67,6 +49,9 @@ class Settings:
     only_id: int
     """The id of `only`: two settings are equal in jit's cache keys only if they have the same
     `only`."""
+    asked: Asked = field(compare=False)
+    """The answers of `only` so far."""
+    strict: bool | None
     lanes: Lanes
     progress: shown.ProgressSettings | None
     finite: bool
@@ -76,20 +61,36 @@ class Settings:
 
     @property
     def asks_where(self) -> bool:
-        """Whether a setting depends on the loops around a loop."""
-        return self.only is not None or self.lanes == "flatten"
+        """Whether a setting depends on the loops around a loop, or somebody notes them."""
+        flat = self.lanes == "flatten"
+        return self.only is not None or flat or _jax.noting.value is not None
 
     @property
     def lanes_here(self) -> Lanes:
         """`lanes` for a loop here. The outermost loop is flattened with the loops inside it."""
         return None if self.outer is not None and self.lanes == "flatten" else self.lanes
 
-    def replaces(self, loop: LaxLoop) -> bool:
+    def why_left(self, loop: LaxLoop) -> str:
+        """Return why a loop is left to lax; empty if it is replaced."""
+        if self.only is not None:
+            site = loop.site(self.outer)
+            if not self.asked.answer(site, bool(self.only(site))):
+                return "`only` leaves it"
         as_lax = loop.kind == "scan" and self.budget == "all"
         as_lax = as_lax and not self.finite and self.progress is None
-        if not loop.replaceable or (as_lax and not equations.lax_loses_rules(loop.body)):
-            return False  # lax's own scan stores every step already
-        return self.only is None or bool(self.only(loop.site(self.outer)))
+        if as_lax and not equations.lax_loses_rules(loop.body):
+            return "lax's own scan stores every step already"
+        if loop.obstacle and self.strict:
+            expected = "can be True only where loopkit can replace every loop"
+            got = f"the {loop.kind} at {_jax.source()}: {loop.obstacle}"
+            advice = "Leave that loop out with `only`, or pass `strict=False`."
+            raise errors.wrong_value(self.function, "strict", expected, got, advice)
+        return loop.obstacle
+
+    def check_chosen(self) -> None:
+        """Raise if `only` has left every loop so far."""
+        if self.strict is not False:
+            self.asked.check(self.function)
 
 
 class LaxLoop(NamedTuple):
@@ -115,23 +116,21 @@ class LaxLoop(NamedTuple):
         return site_of(self.kind, self.length, map(jax.typeof, self.init), outer)
 
     @property
-    def replaceable(self) -> bool:
-        """Whether loopkit can run the loop.
-
-        Its values are arrays, without references to memory, and its length is not symbolic. It has
-        no effects that loopkit's loops lack, or that must not happen twice.
-        """
+    def obstacle(self) -> str:
+        """Why loopkit cannot run the loop; empty if it can."""
         if _jax.is_symbolic(self.length):
-            return False
+            return "its number of steps is symbolic"
         types = [jax.typeof(v) for v in (*self.cond_consts, *self.consts, *self.init, *self.xs)]
+        if not all(type(t) is _jax.ShapedArray for t in types):
+            return "it uses references to memory, or other values that are not arrays"
         jaxprs = [self.body] if self.cond is None else [self.cond, self.body]
-        return all(type(t) is _jax.ShapedArray for t in types) and not any(
-            j.consts
-            or _jax.check_effects(j.effects)
-            or equations.has_impure_callback(j)
-            or _makes_references(j)
-            for j in jaxprs
-        )
+        if any(_jax.check_effects(j.effects) for j in jaxprs):
+            return "its steps have effects that loops of loopkit lack"
+        if any(map(equations.has_impure_callback, jaxprs)):
+            return "its steps get values from the host"
+        if any(j.consts or _makes_references(j) for j in jaxprs):
+            return "its steps make references to memory"
+        return ""
 
     def run(self, settings: Settings) -> list:
         """Return the results of the loop, which loopkit computes."""
@@ -141,13 +140,6 @@ class LaxLoop(NamedTuple):
             planned = self.bound is not None and self.bound.is_planned_for(settings.budget)
             own = self.bound.steps if self.bound is not None and planned else None
             bounds = [b for b in (own, settings.max_steps) if b is not None]
-            if not bounds and stores_every_step(settings.budget):
-                expected = (
-                    'can be "all" or a policy only if the number of steps of every loop is bounded'
-                )
-                got = f"a while_loop without a bound at {_jax.source()}"
-                advice = "Pass `max_steps`, or leave that loop out with `only`."
-                raise errors.wrong_value(settings.function, "checkpoints", expected, got, advice)
             if length is not None:
                 cond, cond_consts = None, []
             elif settings.max_steps is None and budget is None:
@@ -205,17 +197,6 @@ def _makes_references(jaxpr: _jax.Jaxpr) -> bool:
     """Return whether a step makes references to memory, which JAX removes from its own loops."""
     found = (v.aval for eqn in equations.all_equations(jaxpr) for v in eqn.outvars)
     return any(hasattr(aval, "inner_aval") for aval in found)
-
-
-def site_of(
-    kind: Literal["scan", "while_loop"],
-    length: int | None,
-    carry: Iterable[Any],
-    outer: LoopSite | None,
-) -> LoopSite:
-    """Describe the loop that is being called, from the types of its carry."""
-    depth, size = 0 if outer is None else outer.depth + 1, _jax.byte_count(*carry)
-    return LoopSite(kind, _jax.name_stack(), _jax.source(), length, size, depth, outer)
 
 
 def scan(operands: Sequence[Any], params: dict[str, Any]) -> LaxLoop:

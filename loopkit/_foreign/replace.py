@@ -8,6 +8,7 @@ JAX's caches: `jit` traces a function again inside the context, and does not use
 
 from __future__ import annotations
 
+import functools as ft
 import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -18,9 +19,10 @@ from typing import Any
 import jax
 
 from loopkit import _jax
-from loopkit._arguments import validate
+from loopkit._arguments import errors, validate
 from loopkit._foreign import lax_loop
-from loopkit._foreign.lax_loop import LoopSite, Settings, site_of
+from loopkit._foreign.lax_loop import Settings
+from loopkit._foreign.sites import LeftLoop, LoopSite, asked, site_of
 from loopkit._jaxprs import equations
 from loopkit._plans.budget import check_budget
 from loopkit._progress.progress import check_progress
@@ -34,8 +36,6 @@ _left: weakref.WeakKeyDictionary[Any, Settings] = weakref.WeakKeyDictionary()
 """Steps of loops that were left to lax, with the settings that decided so. If lax rewrites such a
 loop, the result is left to lax too."""
 
-DIVERTED = {_jax.lax_scan_p: lax_loop.scan, _jax.lax_while_p: lax_loop.while_loop}
-
 
 @contextmanager
 def replace_lax_loops(
@@ -44,6 +44,7 @@ def replace_lax_loops(
     checkpoints: Checkpoints = None,
     memory: Memory = None,
     only: Callable[[LoopSite], Any] | None = None,
+    strict: bool | None = None,
     lanes: Lanes = None,
     progress: Progress = None,
     debug: Debug = None,
@@ -59,6 +60,8 @@ def replace_lax_loops(
 
     - `max_steps`, `checkpoints`, `only`, `lanes`, `progress`, `debug`: as in
       `loopkit.checkpointed`.
+    - `strict`: as in `loopkit.checkpointed`, but there may be no loop at all. The block ends with
+      the error if `only` chooses none.
     - `memory`: as in `loopkit.checkpointed`, but each loop has the whole budget, because the number
       of loops is not known.
 
@@ -84,24 +87,30 @@ def replace_lax_loops(
         ```
     """
     given: dict[str, Any] = {"max_steps": max_steps, "checkpoints": checkpoints, "memory": memory}
-    given |= {"only": only, "lanes": lanes, "progress": progress, "debug": debug}
-    with replacing(settings_of("replace_lax_loops", given)):
+    given |= {"only": only, "strict": strict}
+    given |= {"lanes": lanes, "progress": progress, "debug": debug}
+    settings = settings_of("replace_lax_loops", given)
+    with replacing(settings):
         yield
+    settings.check_chosen()
 
 
 def settings_of(function: str, given: dict[str, Any]) -> Settings:
     """Check all settings that were given."""
-    only, progress = given["only"], given["progress"]
+    only, progress, strict = given["only"], given["progress"], given["strict"]
     max_steps = validate.check_bound(function, "max_steps", given["max_steps"])
     budget = check_budget(function, given["checkpoints"], given["memory"])
     if only is not None:
         validate.check_callable(function, "only", only)
+    if strict is not None:
+        strict = validate.check_flag(function, "strict", strict)
     lanes = validate.check_lanes(function, given["lanes"])
     shown = check_progress(function, progress)
     finite = "finite" in validate.check_debug(function, given["debug"])
     lanes = "wait" if finite else lanes
     validate.check_beside_flat(function, lanes, progress)
-    return Settings(function, max_steps, budget, only, id(only), lanes, shown, finite)
+    chosen = only, id(only), asked(only), strict
+    return Settings(function, max_steps, budget, *chosen, lanes, shown, finite)
 
 
 @contextmanager
@@ -111,12 +120,12 @@ def replacing(settings: Settings) -> Generator[None, None, None]:
     with _lock:
         _users += 1
         if _users == 1:
-            for primitive, describe in DIVERTED.items():
-                primitive.bind = _diverted(primitive.bind, describe)
+            for primitive, diverted in DIVERTED.items():
+                primitive.bind = diverted(primitive.bind)
             _jax.lower_as_written(True)
             _jax.trace_bodies_within(_inside)
     try:
-        with _jax.replacing(settings):
+        with _jax.replacing(settings), _jax.scan_as_primitive():
             yield
     finally:
         with _lock:
@@ -137,7 +146,7 @@ def _inside(kind: Any, carry: Sequence[Any], length: int | None) -> Any:
     return _jax.replacing(replace(settings, outer=outer))
 
 
-def _diverted(bind: Callable, describe: Callable) -> Callable:
+def _diverted(describe: Callable, bind: Callable) -> Callable:
     def diverted(*operands: jax.typing.ArrayLike, **params: Any) -> Any:
         settings = _jax.replacing.value
         if settings is None:
@@ -149,12 +158,35 @@ def _diverted(bind: Callable, describe: Callable) -> Callable:
                 inside = replace(settings, outer=loop.site(settings.outer))
                 params = {k: _within(v, inside) for k, v in params.items()}
                 loop = describe(operands, params)
-            if settings.replaces(loop):
+            if not (why := settings.why_left(loop)):
                 return loop.run(settings)
+            if (notes := _jax.noting.value) is not None:
+                notes.left[LeftLoop(loop.site(settings.outer), why)] = None
         _left[_jax.steps_of(params)] = decided
         return bind(*operands, **params)
 
     return diverted
+
+
+def _refused(bind: Callable) -> Callable:
+    def refused(*operands: jax.typing.ArrayLike, **params: Any) -> Any:
+        settings = _jax.replacing.value
+        if settings is not None and _jax.is_scan3(params):
+            problem = "a scan that was traced under `jax_scan3` cannot be replaced"
+            advice = f"Trace it inside `{settings.function}`, or without the flag."
+            got = f"the loop at {_jax.source()}"
+            raise NotImplementedError(errors.message(settings.function, problem, got, advice))
+        return bind(*operands, **params)
+
+    return refused
+
+
+DIVERTED = {
+    _jax.lax_scan_p: ft.partial(_diverted, lax_loop.scan),
+    _jax.lax_while_p: ft.partial(_diverted, lax_loop.while_loop),
+    _jax.hi_primitive_p: _refused,
+}
+"""The function that makes another `bind`, for each primitive that a loop of lax binds."""
 
 
 def _within(param: Any, settings: Settings) -> Any:

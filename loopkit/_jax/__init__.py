@@ -107,6 +107,7 @@ from loopkit._jax.lax_loops import (
     lax_scan_p,
     lax_while_p,
     lower_as_written,
+    noting,
     replacing,
     scan_counts,
     steps_of,
@@ -123,7 +124,15 @@ from loopkit._jax.memory import (
     on_host,
     placed,
 )
-from loopkit._jax.policies import asked_names, held_by, may_save, name_of, offloads
+from loopkit._jax.next_jax import (
+    hi_primitive_p,
+    is_object,
+    is_scan3,
+    name_of_primitive,
+    scan_as_primitive,
+    with_params,
+)
+from loopkit._jax.policies import asked_names, checkpoint_name, held_by, may_save, name_of, offloads
 from loopkit._jax.primitives import (
     KEEPS_BARRIERS,
     as_there,

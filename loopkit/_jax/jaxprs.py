@@ -29,6 +29,7 @@ from loopkit._jax.avals import (
     is_tracer,
     slice_type,
 )
+from loopkit._jax.next_jax import hi_primitive_p, scan_as_primitive, with_rules
 
 call_jaxpr = core.jaxpr_as_fun
 close_jaxpr = pe.close_jaxpr
@@ -65,7 +66,8 @@ def trace(fun: Callable, avals: Sequence[ShapedArray], name: str) -> tuple[Jaxpr
     except (TypeError, ValueError):
         info = debug_info(name, lambda *a: fun(*a), tuple(avals), {})
     wrapped = linear_util.wrap_init(fun, debug_info=info.with_unknown_names())
-    jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, tuple(avals))
+    with scan_as_primitive():
+        jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, tuple(avals))
     return pe.close_jaxpr(pe.convert_constvars_jaxpr(jaxpr)), list(consts)
 
 
@@ -155,7 +157,8 @@ def rearranged(jaxpr: Jaxpr, inputs: Sequence[int], outputs: Sequence[int]) -> J
 
 def jvp_jaxpr(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
     """(inputs, nonzero tangents) -> (outputs, nonzero tangents), and which outputs have those."""
-    dual, moved = ad.jvp_jaxpr(jaxpr, list(nonzero), False)
+    with scan_as_primitive():
+        dual, moved = ad.jvp_jaxpr(jaxpr, list(nonzero), False)
     return dual, list(moved)
 
 
@@ -207,6 +210,8 @@ def context_of(eqn: Equation) -> Any:
 def with_custom_rules(eqn: Equation, within: Callable[[Callable], Callable]) -> Any:
     """Return a call with a custom derivative, whose rules run as `within(rule)`; any other
     equation."""
+    if eqn.primitive is hi_primitive_p:
+        return eqn.replace(params={"_prim": with_rules(eqn.params["_prim"], within)})
     rules = [k for k in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd") if k in eqn.params]
     if not rules or not eqn.primitive.name.startswith("custom_"):
         return eqn
@@ -266,4 +271,12 @@ def has_references(jaxpr: Jaxpr) -> bool:
 
 def of_values(jaxpr: Jaxpr) -> Jaxpr:
     """Turn references into values: they are operands, and their final values follow the results."""
-    return discharge_state(jaxpr)
+    try:
+        return discharge_state(jaxpr)
+    except NotImplementedError as error:
+        if "call_hi_primitive" not in str(error):
+            raise
+        raise NotImplementedError(
+            "loopkit: a step must not run a scan that was traced under `jax_scan3`. Trace it in "
+            "the step, or without the flag. Got: such a scan."
+        ) from error

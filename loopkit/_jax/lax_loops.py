@@ -23,6 +23,9 @@ SCAN_KEEPS_RULES = jax.__version_info__ >= (0, 12)
 """Whether the second derivative of lax.scan respects custom_jvp rules in the steps."""
 replacing = jax.make_user_context(None)
 """The replacement for lax's loops in this thread, or None. It is part of every cache's key."""
+noting = jax.make_user_context(None)
+"""Who wants to know of the loops that this thread leaves to lax, or None. It is part of every
+cache's key too."""
 _lower = mlir.lower_jaxpr_to_module
 
 

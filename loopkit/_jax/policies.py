@@ -11,6 +11,21 @@ from jax._src.interpreters import partial_eval as pe
 
 from loopkit._jax.avals import Equation
 
+_NAMING = tuple(
+    vars(ad_checkpoint)[name]
+    for name in ("CheckpointName", "CheckpointNameFwd")
+    if name in vars(ad_checkpoint)
+)
+"""The operations that `checkpoint_name` makes under `jax_remat3`."""
+
+
+def checkpoint_name(eqn: Equation) -> str | None:
+    """Return the name that an equation gives to a value; None if it gives none."""
+    operation: Any = eqn.params.get("_prim")
+    if isinstance(operation, _NAMING):
+        return operation.name
+    return eqn.params["name"] if eqn.primitive is ad_checkpoint.name_p else None
+
 
 def may_save(policy: Callable[..., Any], eqn: Equation) -> bool:
     """Whether a policy lets the results of an equation be kept; on the host also counts."""
@@ -24,7 +39,10 @@ def offloads(policy: Callable[..., Any], eqn: Equation) -> bool:
 
 def verdict(policy: Callable[..., Any], eqn: Equation) -> Any:
     """`Saveable`, `Recompute` or `Offloadable(...)`."""
-    said = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+    name = checkpoint_name(eqn)
+    primitive = eqn.primitive if name is None else ad_checkpoint.name_p
+    params = eqn.params if name is None else {"name": name}
+    said = policy(primitive, *(v.aval for v in eqn.invars), **params)
     if isinstance(said, (bool, pe.SaveableType, pe.RecomputeType, pe.Offloadable)):
         return pe.ensure_enum(said)
     raise TypeError(

@@ -74,6 +74,7 @@ def define(
     primitive.def_impl(ft.partial(filled_where_it_shows, outside))
     primitive.def_effectful_abstract_eval(types)
     checkify.error_checks[primitive] = functionalized
+    vars(primitive)["to_lojax"] = evaluate_as_written  # of steps under `jax_remat3` and the like
     for platform in (None, "gpu"):
         lower_by(primitive, evaluate_as_written, platform=platform)
     for platform, rewritten in (("cpu", on_cpu), ("tpu", on_tpu)):

@@ -21,6 +21,7 @@ INNER = tuple(
         "source_info_util.py",
         "traceback_util.py",
         "custom_derivatives.py",
+        "hijax.py",
         "api.py",
     )
 )
@@ -32,6 +33,7 @@ WITHIN = PACKAGE, os.path.join(os.path.dirname(jax.__file__), ""), *_TOOLS
 _BETWEEN = {
     "jax/_src": (
         "core",
+        "hijax",
         "linear_util",
         "traceback_util",
         "api_util",

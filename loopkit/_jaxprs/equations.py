@@ -57,7 +57,7 @@ def is_call(eqn: _jax.Equation) -> bool:
 
 def is_remat(eqn: _jax.Equation) -> bool:
     """Return whether an equation calls a function under `jax.checkpoint`."""
-    return eqn.primitive.name in ("checkpoint", "remat2", "RematTraced")
+    return _jax.name_of_primitive(eqn) in ("checkpoint", "remat2", "RematTraced")
 
 
 def called(eqn: _jax.Equation, ins: Sequence[Any]) -> tuple[Any, list]:
@@ -73,7 +73,7 @@ USED_UP = ("loopkit_forward", "loopkit_pullback")
 def holds_custom_vjp(jaxpr: _jax.Jaxpr) -> bool:
     """Return whether any function inside has a custom VJP, and so no JVP."""
     return any(
-        eqn.primitive.name.startswith("custom_vjp_call")
+        _jax.name_of_primitive(eqn).startswith(("custom_vjp_call", "CustomVJP"))
         or (eqn.primitive.name not in USED_UP and any(map(holds_custom_vjp, jaxprs_in(eqn))))
         for eqn in _jax.open_jaxpr(jaxpr).eqns
     )
@@ -177,7 +177,7 @@ def inlined(jaxpr: _jax.Jaxpr, is_call: Callable[[Any], bool] = is_call) -> _jax
     def inside(eqn: _jax.Equation) -> Any:
         if not is_call(eqn) or _jax.is_laid_out(eqn):
             return None
-        called = eqn.params["jaxpr"]
+        called = jaxprs_in(eqn)[0]
         constants = getattr(called, "consts", ()) or _jax.open_jaxpr(called).constvars
         return None if constants else called
 
@@ -282,6 +282,8 @@ def with_jaxprs(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[st
             if all(a is b for a, b in zip(new, value, strict=True)):
                 return value
             return type(value)(*new) if hasattr(value, "_fields") else tuple(new)
+        if _jax.is_object(value):
+            return _jax.with_params(value, lambda params: with_jaxprs(params, change))
         holds = hasattr(value, "eqns") or hasattr(value, "map_jaxprs")
         return change(value) if holds else value
 

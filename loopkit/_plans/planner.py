@@ -99,7 +99,12 @@ def make_plan(
     if isinstance(budget, Plan):
         return _adapted(budget, loop, name)
     if stores_every_step(budget):
-        assert bound is not None, "checked where the loop is made"
+        if bound is None:  # nobody differentiates some of the loops that are replaced
+            expected = (
+                'can be "all" or a policy only if the number of steps of every loop is bounded'
+            )
+            got, advice = "no bound", "Pass `max_steps`."
+            raise errors.wrong_value(name, "checkpoints", expected, got, advice)
         return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
     if isinstance(budget, Bytes):
         loops, host = budget.loops, budget.host

@@ -19,8 +19,10 @@ from loopkit._engine.lanes.many_lanes import why_never, why_waiting
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, kept
 from loopkit._engine.primitives import evaluated_p
+from loopkit._foreign.sites import LeftLoop, left_within
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import nanoseconds
+from loopkit._plans.budget import stores_every_step
 from loopkit._plans.plan import Plan
 from loopkit._reports.frontier import Frontier, frontier_of
 from loopkit._reports.gradient import GradientBytes, gradient_bytes
@@ -48,6 +50,8 @@ class Explained:
     """The choices of what to keep of a step, with the time to run the rest again."""
     again: float = 0.0
     """The part of a step that its reversal runs again beside whole runs, as a part of its time."""
+    gradient: bool = True
+    """Whether the loop has a gradient, if it can have one."""
 
     @property
     def row(self) -> tuple[str, ...]:
@@ -55,8 +59,8 @@ class Explained:
         steps = "no bound" if plan.bound is None else f"{plan.bound:,}"
         if plan.bound is not None and not plan.exact:
             steps = f"<= {steps}"
-        if not self.name.startswith("loopkit"):
-            stored = "every step" if self.name == "lax.scan" else "no gradient"
+        if not self.name.startswith("loopkit") or not self.gradient:
+            stored = "every step" if self.gradient and self.name == "lax.scan" else "no gradient"
             peak, runs = "", (None, None) if plan.bound is None else (plan.bound, 0)
         else:
             stored, peak = plan.stored, size(plan.peak_bytes)
@@ -75,7 +79,7 @@ class Explained:
     def on_gpu(self) -> list[str]:
         """Return lines that say what is different on a GPU."""
         plan = self.plan.on_gpu
-        if plan == self.plan or not self.name.startswith("loopkit"):
+        if plan == self.plan or not self.name.startswith("loopkit") or not self.gradient:
             return []
         runs = ""
         if plan.bound is not None:
@@ -96,6 +100,9 @@ class Explanation:
     """The memory of the gradient in all arguments, if its loops share a budget: `peak` bytes, the
     `holders` of these, the `timeline` of all bytes, and `compiled`, the compiler's figure, which
     takes as long as to compile the gradient."""
+    left: tuple[LeftLoop, ...] = ()
+    """The loops that `checkpointed` or `replace_lax_loops` leaves to lax, each with a `site`, a
+    `LoopSite`, and the reason, `why`."""
 
     def __len__(self) -> int:
         return len(self.loops)
@@ -124,6 +131,7 @@ class Explanation:
         lines += [f"to keep of a step, {e.source}: {e.frontier}" for e in self._with_frontiers]
         lines += [line for loop in self.loops for line in loop.on_gpu]
         lines += [] if self.gradient is None else [str(self.gradient)]
+        lines += [f"left to lax, {os.path.basename(e.site.source)}: {e.why}" for e in self.left]
         return "\n".join(line.rstrip() for line in lines)
 
     @property
@@ -158,8 +166,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     parts of steps run again. The last column has the bytes that `jax.lax.scan` would store. Lines
     below the table say why lanes wait if `lanes` is None; the bytes that may be kept of a step, and
     how long it takes to run the rest again, with the choice that is taken in brackets; which plan a
-    loop follows on a GPU if that is another; and, of a function whose loops share a budget, the
-    peak of its gradient and what holds most of it.
+    loop follows on a GPU if that is another; of a function whose loops share a budget, the peak of
+    its gradient and what holds most of it; and why `loopkit.checkpointed` or
+    `loopkit.replace_lax_loops` leaves a loop to lax.
 
     **Raises:** `TypeError` if `fn` is not callable.
 
@@ -184,7 +193,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         args, kwargs = tree.unflatten(spread(values, traced, leaves))
         return list(filter(validate.is_traced, jax.tree.leaves(fn(*args, **kwargs))))
 
-    jaxpr = spelled_out(jax.make_jaxpr(flat)(*kept(leaves, traced)))
+    trace = lambda: jax.make_jaxpr(flat)(*kept(leaves, traced))
+    jaxpr = spelled_out(trace())
     seen: set[int] = set()
     found = []
     for eqn, *around in equations.nested_equations(jaxpr):
@@ -196,7 +206,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
                 found.append(_of_loopkit(source, loop))
         elif eqn.primitive.name in ("scan", "while"):
             found.append(_of_lax(source, eqn))
-    return Explanation(tuple(found), gradient_bytes(jaxpr))
+    of_lax = any(e.name.startswith("lax") for e in found)
+    return Explanation(tuple(found), gradient_bytes(jaxpr), left_within(trace) if of_lax else ())
 
 
 def _source(*eqns: _jax.Equation) -> str:
@@ -209,6 +220,9 @@ def _source(*eqns: _jax.Equation) -> str:
 
 
 def _of_loopkit(source: str, loop: Loop) -> Explained:
+    if loop.length is None and stores_every_step(loop.checkpoints):
+        bare = _with_bytes(Plan(1), _jax.byte_count(*loop.carry_types), 0)
+        return Explained(f"loopkit.{loop.name}", source, bare, None, gradient=False)
     active = whole_activity(loop)
     how = reversal(loop, active)
     whole = None if loop.length is None else loop.length * how.split.uncut_bytes
@@ -231,7 +245,7 @@ def _why_waiting(loop: Loop) -> str:
 
 def _of_lax(source: str, eqn: _jax.Equation) -> Explained:
     """Describe a loop of lax, as if it were differentiated. A while loop has no gradient and no
-    length."""
+    length, and some steps have no gradient."""
     params = eqn.params
     if eqn.primitive.name == "while":
         carry = params["body_jaxpr"].in_avals[params["body_nconsts"] :]
@@ -242,9 +256,13 @@ def _of_lax(source: str, eqn: _jax.Equation) -> Explained:
     records = (Const(),) * consts, (CarryLeaf(),) * carries, (Input(),) * xs, (Output(),) * ys
     length = params["length"]
     loop = Loop(None, params["jaxpr"], 0, *records, length, name="scan")
-    stored = split_step(loop, whole_activity(loop)).uncut_bytes
-    bounded = Plan(1, bound=length, exact=True)
-    plan = _with_bytes(bounded, _jax.byte_count(*loop.carry_types), stored)
+    bounded, carry = Plan(1, bound=length, exact=True), _jax.byte_count(*loop.carry_types)
+    try:
+        stored = split_step(loop, whole_activity(loop)).uncut_bytes
+    except (TypeError, ValueError, NotImplementedError):
+        bare = _with_bytes(bounded, carry, 0)
+        return Explained("lax.scan", source, bare, None, gradient=False)
+    plan = _with_bytes(bounded, carry, stored)
     again = remat_nanoseconds(loop.body) / (nanoseconds(loop.body) or 1.0)
     return Explained("lax.scan", source, plan, length * stored, again=again)
 

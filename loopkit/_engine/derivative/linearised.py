@@ -122,8 +122,8 @@ def _check_policy(
         raise errors.wrong_value(loop.name, "checkpoints", expected, got, advice)
     if loop.replaced_by:  # the names may be those of another loop
         return
-    named = (e for e in equations.all_equations(step) if e.primitive.name == "name")
-    names = sorted({eqn.params["name"] for eqn in named})
+    named = map(_jax.checkpoint_name, equations.all_equations(step))
+    names = sorted({name for name in named if name is not None})
     missing = sorted(_jax.asked_names(policy).difference(names))
     if missing:
         there = ", ".join(map(repr, names)) or "no names"

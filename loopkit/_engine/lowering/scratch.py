@@ -194,6 +194,6 @@ def _loop(eqn: _jax.Equation, step: _jax.Jaxpr, operands: list, scratch: list) -
         return [*new, *left], y
 
     how = {k: params[k] for k in ("length", "reverse", "unroll")}
-    with _jax.context_of(eqn):
+    with _jax.context_of(eqn), _jax.scan_as_primitive():
         done, ys = lax.scan(of_row, [*init, *scratch], xs, **how)
     return [*done[:carried], *ys, *done[carried:]]

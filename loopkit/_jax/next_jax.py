@@ -1,0 +1,71 @@
+"""JAX's next generation, behind flags that are off by default: what it writes otherwise."""
+
+from __future__ import annotations
+
+import copy
+import functools as ft
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from jax._src import config, hijax
+from jax._src.lax.control_flow import loops as lax_loops
+
+from loopkit._jax.avals import Equation
+
+hi_primitive_p = hijax.call_hi_primitive_p
+"""The primitive of all operations that are objects: `jax_remat3` makes those of functions under
+`jax.checkpoint`, `jax_custom_vjp3` and `jax_custom_jvp3` those of functions with a rule."""
+_Object: Any = getattr(hijax, "HiPrim", ())
+_RULES = "fwd", "bwd", "bwd_accums", "jvp_rule"
+
+_SCAN3 = getattr(config, "scan3", None)
+_SCAN = getattr(lax_loops, "Scan3", ())
+
+
+def scan_as_primitive() -> AbstractContextManager[object]:
+    """Have lax.scan bind its primitive, which has all rules, whatever `jax_scan3` says.
+
+    With the flag, jax 0.12 makes another primitive of it, over references: it has no gradient, no
+    vmap and no place in other loops yet, and runs a reversed scan forward.
+    """
+    return nullcontext() if _SCAN3 is None or not _SCAN3.value else _SCAN3(False)
+
+
+def is_scan3(params: dict[str, Any]) -> bool:
+    """Return whether the parameters of a `hi_primitive_p` are those of a scan under `jax_scan3`."""
+    return isinstance(params["_prim"], _SCAN)
+
+
+def name_of_primitive(eqn: Equation) -> str:
+    """Return the name of a primitive; of an operation that is an object, that of its class."""
+    operation = eqn.params.get("_prim")
+    return type(operation).__name__ if isinstance(operation, _Object) else eqn.primitive.name
+
+
+def is_object(value: object) -> bool:
+    """Return whether the value is an operation that is an object."""
+    return isinstance(value, _Object)
+
+
+def with_params(operation: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Return an operation with the parameters that `change` returns, among them its jaxprs.
+
+    One of a function with a rule stays as it is: JAX holds that function as an object.
+    """
+    traced = operation.params.get("traced")
+    if traced is not None:
+        change({"jaxpr": traced.jaxpr})
+        return operation
+    params = change(operation.params)
+    same = all(params[k] is v for k, v in operation.params.items())
+    return operation if same else type(operation)(**params)
+
+
+def with_rules(operation: Any, within: Callable[[Callable], Callable]) -> Any:
+    """Return an operation whose rules for derivatives run as `within(rule)`."""
+    found = {k: v for k, v in operation.params.items() if k in _RULES and v is not None}
+    rules = {k: ft.update_wrapper(within(v), v) for k, v in found.items()}
+    new = copy.copy(operation)
+    vars(new).update(rules, params=operation.params | rules)
+    return new
