@@ -159,6 +159,22 @@ def test_static_arguments_and_decorator():
     assert_close(jax.grad(lambda x: power(x, 3, name="cube")["cube"])(2.0), jnp.asarray(12.0))
 
 
+def test_numbers_of_a_model_stay_as_they_are():
+    """Equinox knows settings by their types: a rate of dropout is no input of a scan."""
+
+    def deep(model, x, rate):
+        assert isinstance(rate, jax.Array)
+        assert (type(model["rate"]), type(model["heads"])) == (float, int)
+        weights, rest = eqx.partition(model, eqx.is_array)
+        step = lambda x, w: (jnp.sin(eqx.combine(w, rest)["w"] * x) * rest["rate"], None)
+        return lax.scan(step, x, weights)[0] * rate
+
+    model = {"w": jnp.linspace(0.5, 1.5, 7), "rate": 0.9, "heads": 2, "act": jnp.tanh}
+    slope = lambda f: eqx.filter_grad(lambda model: f(model, 0.3, jnp.asarray(2.0)))(model)["w"]
+    assert_close(slope(loopkit.checkpointed(deep)), slope(deep))
+    assert len(loopkit.explain(loopkit.checkpointed(deep), model, 0.3, 2.0)) == 1
+
+
 class Growth:
     """No pytree: JAX does not see what it holds."""
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import tree_leaves_with_path
 from jaxtyping import PyTree
 
 from loopkit import _jax
@@ -157,8 +158,18 @@ def as_arrays(function: str, argument: str, tree: PyTree[Any]) -> Any:
 
 
 def is_traced(leaf: object) -> bool:
-    """Return whether tracing a whole function makes a leaf abstract; others stay as they are."""
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, complex))
+    """Return whether a leaf is an array."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+
+
+def are_traced(args: tuple, kwargs: dict[str, Any]) -> list[bool]:
+    """Return which leaves tracing a whole function makes abstract; others stay as they are.
+
+    A number of Python is abstract if it is an argument. In a tree it may be a setting of a model.
+    """
+    leaves = tree_leaves_with_path((args, kwargs))
+    number = lambda path, v: len(path) == 2 and isinstance(v, (float, complex))
+    return [is_traced(v) or number(path, v) for path, v in leaves]
 
 
 def type_of(value: Any) -> Any:

@@ -56,13 +56,13 @@ def checkpointed(
 
     **Arguments:**
 
-    - `fn`: any function that JAX can trace. Arguments that are arrays, floats or complex numbers
-        become abstract, as under `jax.jit`. Bools, ints, strings, functions and other leaves are
-        passed to `fn`, and returned, as they are. `fn` has to be pure: calls with the very same
-        functions and types share a trace. If an argument is an object that may have changed, such
-        as the `self` of a method, `fn` is traced at every call. Values that `fn` closes over are
-        read when it is traced, as under `jax.jit`. If tracing finds no loop, later calls run `fn`
-        itself.
+    - `fn`: any function that JAX can trace. Arrays become abstract, as under `jax.jit`, and so do
+        arguments that are floats or complex numbers. Other leaves are passed to `fn`, and returned,
+        as they are: bools, ints, strings, functions, and the numbers in a model. `fn` has to be
+        pure: calls with the very same functions and types share a trace. If an argument is an
+        object that may have changed, such as the `self` of a method, `fn` is traced at every call.
+        Values that `fn` closes over are read when it is traced, as under `jax.jit`. If tracing
+        finds no loop, later calls run `fn` itself.
     - `max_steps`: the most steps of each while loop, a static int; None for no bound. A loop that
         needs more steps stops there.
     - `checkpoints`: what the backward pass of each loop keeps, as in `loopkit.while_loop`. With
@@ -131,7 +131,8 @@ def checkpointed(
 def _call(fn: Callable, settings: Settings, args: tuple, kwargs: dict) -> Any:
     leaves, tree = jax.tree.flatten((args, kwargs))
     if any(type(v) is not _jax.ArrayImpl for v in leaves):
-        leaves = [_jax.as_array(v) if validate.is_traced(v) else v for v in leaves]
+        traced_ones = validate.are_traced(args, kwargs)
+        leaves = [_jax.as_array(v) if t else v for v, t in zip(leaves, traced_ones, strict=True)]
     types = [type_of(v) if isinstance(v, jax.Array) else None for v in leaves]
     bound = isinstance(fn, MethodType)  # its object may change
     functions, new = [] if bound else [fn], []

@@ -70,6 +70,7 @@ from loopkit._jax.jaxprs import (
     IO_EFFECTS,
     Jaxpr,
     JaxprInputEffect,
+    acts,
     axis,
     batch_jaxpr,
     batched_call,

@@ -234,6 +234,11 @@ def axis(size: int) -> Any:
     return batching.AxisData(core.no_axis_name, size, None, None)
 
 
+def acts(effects: Iterable[Any]) -> bool:
+    """Return whether effects do more than name the axes over which devices exchange values."""
+    return not all(isinstance(e, core.NamedAxisEffect) for e in effects)
+
+
 def check_effects(effects: Iterable[Any]) -> list[Any]:
     """Return the effects that a loop cannot carry."""
     return list(effects_.control_flow_allowed_effects.filter_not_in(effects))

@@ -36,7 +36,7 @@ CHEAP = frozenset(_FREE_TO_REMAKE.split())
 """Primitives that cost nothing to run again."""
 UNREPEATABLE = frozenset(("rng_uniform", "pure_callback"))
 """Primitives that may give another result, or take any time, when they run again. Primitives with
-effects do not run again either."""
+effects do not run again either, except collectives."""
 
 EACH = 32
 """The cost of an array beyond its bytes, in bytes."""
@@ -251,10 +251,8 @@ class Residuals:
 
 def is_repeatable(eqn: _jax.Equation) -> bool:
     """Return whether an equation gives the same result each time, and has no other effect."""
-    if eqn.effects or eqn.primitive.name in UNREPEATABLE:
-        return False
     inside = (e for j in equations.jaxprs_in(eqn) for e in equations.all_equations(j))
-    return not any(e.effects or e.primitive.name in UNREPEATABLE for e in inside)
+    return not any(_jax.acts(e.effects) or e.primitive.name in UNREPEATABLE for e in (eqn, *inside))
 
 
 def _size(v: _jax.Var) -> int:

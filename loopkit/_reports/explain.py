@@ -153,8 +153,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     **Arguments:**
 
     - `fn`: a function that calls loops, of loopkit or of lax, at any depth.
-    - `args`, `kwargs`: its arguments, or `jax.ShapeDtypeStruct`s. Arrays, floats and complex
-      numbers become abstract; other leaves are passed to `fn` as they are.
+    - `args`, `kwargs`: its arguments, or `jax.ShapeDtypeStruct`s. Arrays become abstract, and
+      so do arguments that are floats or complex numbers. `fn` gets other leaves as they are.
 
     **Returns:**
 
@@ -187,7 +187,10 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """
     validate.check_callable("explain", "fn", fn)
     leaves, tree = jax.tree.flatten((args, kwargs))
-    traced = [validate.is_traced(v) or isinstance(v, jax.ShapeDtypeStruct) for v in leaves]
+    traced = [
+        t or isinstance(v, jax.ShapeDtypeStruct)
+        for v, t in zip(leaves, validate.are_traced(args, kwargs), strict=True)
+    ]
 
     def flat(*values: jax.Array) -> Any:
         args, kwargs = tree.unflatten(spread(values, traced, leaves))

@@ -165,13 +165,15 @@ class StepReversal:
         self, step: _jax.Whole, carry: list, cts: Cotangents, row: _jax.Whole = 0
     ) -> tuple[Cotangents, list]:
         """Go back over one step from the carry before it; also return the buffers before it."""
-        new, stored = self.residuals(step, carry)
+        # Read twice, slices that are divided between devices might be gathered twice.
+        x = read_slices(self.how.loop, self.operands, step)
+        new, stored = self.residuals(step, carry, x)
         stored = self.computed_once(stored)
         buffers = self.how.split_saved(carry)[1]
         if self.how.rereads:
             # The step has written to these buffers, and going on from them saves a copy.
             buffers = self.rewind(step, 1, self.how.split_saved(new)[1])
-        return self.reverse(step, stored, cts, row), buffers
+        return self.reverse(step, stored, cts, row, x), buffers
 
     def reverse_rows(
         self,
@@ -221,7 +223,7 @@ class StepReversal:
         return cts, before if repeats else self.rewind(first, count, buffers)
 
     def reverse(
-        self, step: _jax.Whole, row: list, cts: Cotangents, place: _jax.Whole
+        self, step: _jax.Whole, row: list, cts: Cotangents, place: _jax.Whole, x: list | None = None
     ) -> Cotangents:
         """Go back over one step, number `place` of its segment, from its residuals."""
         how, loop, axis = self.how, self.how.loop, 0 if self.batch is None else 1
@@ -229,7 +231,7 @@ class StepReversal:
         y_axes = [axis + a for a in kept(loop.y_axes, how.active.ys)]
         x_axes = [axis + a for a in kept(loop.x_axes, how.active.xs)]
         flowing = [*cts.carry, *read_rows(self.ct_ys, at, y_axes)]
-        x = read_slices(loop, self.operands, step)
+        x = read_slices(loop, self.operands, step) if x is None else x
         d_consts, d_carry, d_x, factors = self.back(step, x, row, cts.consts, flowing)
         return Cotangents(
             spread(d_consts, [not late for late in self.late], cts.consts),

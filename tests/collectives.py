@@ -1,0 +1,44 @@
+"""Counts what a compiled program sends between devices, with the trips of its loops."""
+
+import re
+from collections import Counter
+
+KINDS = "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"
+SIZES = {"f64": 8, "f32": 4, "s64": 8, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "pred": 1}
+BEGINS = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+SENT = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(?:-start)?\(")
+ARRAY = re.compile(rf"({'|'.join(SIZES)})\[([\d,]*)\]")
+CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+
+
+def sent(text: str) -> tuple[Counter, Counter]:
+    """Return how often an optimised program runs each kind of collective, and their bytes."""
+    lines: dict[str, list[str]] = {}
+    entry, name = "", ""
+    for line in text.splitlines():
+        if begins := BEGINS.match(line):
+            name = begins[2]
+            entry = name if begins[1] else entry
+        lines.setdefault(name, []).append(line)
+    counts, sizes = Counter(), Counter()
+
+    def run(name: str, times: int) -> None:
+        for line in lines.get(name, ()):
+            if found := SENT.search(line):
+                counts[found[2]] += times
+                sizes[found[2]] += times * sum(map(size, ARRAY.findall(found[1])))
+            trips = TRIPS.search(line)
+            assert trips or " while(" not in line, f"the trips of a loop are not known: {line}"
+            for called in CALLED.findall(line):
+                run(called, times * (int(trips[1]) if trips else 1))
+
+    run(entry, 1)
+    return counts, sizes
+
+
+def size(array: tuple[str, str]) -> int:
+    total = SIZES[array[0]]
+    for n in filter(None, array[1].split(",")):
+        total *= int(n)
+    return total
