@@ -25,7 +25,6 @@ from loopkit._engine.derivative.timeline import (
 from loopkit._engine.facts.activity import whole_activity
 from loopkit._engine.loop import Active, Const, Loop, Output
 from loopkit._jaxprs import equations
-from loopkit._jaxprs.equations import inlined
 from loopkit._jaxprs.min_cut import Residuals
 from loopkit._plans.budget import Bytes, Part
 from loopkit._plans.cheapest import steps_of
@@ -101,7 +100,7 @@ def timeline_of(jaxpr: _jax.Jaxpr, budget: Bytes) -> tuple[Timeline, Choices]:
     If there is no derivative in all inputs, there may be one in some. Then all loops that have a
     derivative live at the same time.
     """
-    body = inlined(jaxpr)
+    body = equations.inlined(jaxpr)
     with suppress(Exception):  # users' rules raise what they like
         line = _of_gradient(body)
         return line, {k: choices_of(m.loop, m.active, budget) for k, m in line.loops.items()}
