@@ -160,7 +160,7 @@ def _more_directions(
     size, over, more = axis.size, axis.explicit_mesh_axis, along.directions
     known, tangents = parts(args, len(along.operands))
     pairs = zip(tangents, dims[len(known) :], strict=True)
-    tangents = [move(v, d, 0, size, over) for v, d in pairs]
+    tangents = [_jax.move(v, d, 0, size, over) for v, d in pairs]
     if more is not None:
         tangents = [v.reshape(size * more, *v.shape[2:]) for v in tangents]
     every = along._replace(directions=size if more is None else size * more)
@@ -190,7 +190,7 @@ def _along_batched(
     pairs = list(zip(args, dims, strict=True))
     moved = batched.map_operands(pairs[:count])
     for (value, dim), place in zip(pairs[count:], into[count:], strict=True):
-        moved.append(move(value, dim, place, axis.size, axis.explicit_mesh_axis))
+        moved.append(_jax.move(value, dim, place, axis.size, axis.explicit_mesh_axis))
     outs = primitive.bind(*moved, **dict(params, loop=batched.loop))
     return outs, [*results, *beside(results, along.results)]
 
