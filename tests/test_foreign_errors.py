@@ -235,7 +235,7 @@ def test_only_is_a_way_out(loop):
     x = jnp.asarray(0.7)
     wanted = jax.grad(lambda x: scanned(jnp.sin, x))(x)
     for only in (None, lambda site: site.source.endswith("(scanned)") and loop != "scan"):
-        assert_close(jax.grad(loopkit.checkpointed(f, only=only))(x), wanted)
+        assert_close(jax.grad(loopkit.checkpointed(f, only=only, strict=False))(x), wanted)
 
 
 def test_a_budget_too_small_names_the_loop():

@@ -149,7 +149,7 @@ def test_an_only_that_nobody_can_refer_to():
 
 def test_a_function_without_loops_is_no_error_unless_strict():
     assert_close(loopkit.checkpointed(jnp.sin, strict=False)(1.5), jnp.sin(1.5))
-    expected = r"checkpointed: `strict` can be True only where `fn` has a loop of lax, got no loop"
+    expected = r"checkpointed: `strict` can be True only where `fn` has a loop of lax"
     with pytest.raises(ValueError, match=expected):
         loopkit.checkpointed(jnp.sin, strict=True)(1.5)
     with loopkit.replace_lax_loops(strict=True):  # JAX may have all of a program in its caches
