@@ -264,7 +264,7 @@ def test_all_is_kept_where_the_predicate_says_how_much():
     assert_close(jax.grad(loopkit.checkpointed(f, checkpoints="all"))(x), 12 * x**11)
     endless = lambda x: lax.while_loop(lambda y: y < 100.0, lambda y: y * x, x)
     with pytest.raises(ValueError, match='can be "all" or a policy only if the number of'):
-        loopkit.checkpointed(endless, checkpoints="all")(x)
+        jax.grad(loopkit.checkpointed(endless, checkpoints="all"))(x)
 
 
 def test_a_bound_that_nobody_reaches_is_none_for_plans():

@@ -324,7 +324,7 @@ def test_transpose_of_a_linear_loop():
 )
 def test_errors(settings, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        loopkit.checkpointed(grows, **settings)(1.5)
+        jax.grad(loopkit.checkpointed(grows, **settings))(1.5)
 
 
 def test_leaves_that_stay_come_back_as_arrays():

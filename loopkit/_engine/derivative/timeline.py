@@ -251,4 +251,4 @@ def _variables(values: Sequence[_jax.Atom]) -> list:
 
 
 def _size(v: _jax.Var) -> int:
-    return _jax.byte_count(v.aval)
+    return 0 if _jax.is_on_host(v.aval) else _jax.byte_count(v.aval)

@@ -23,6 +23,8 @@ from loopkit._jaxprs import equations
 
 IN_ANY_LANE = "unvmap_any"
 """A primitive of equinox that says whether something holds in any lane, such as an error."""
+CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback"))
+"""Primitives that call the host, as an error at run time does."""
 
 
 def is_checked(eqn: _jax.Equation) -> bool:
@@ -35,7 +37,10 @@ def is_checked(eqn: _jax.Equation) -> bool:
 
 
 def holds_checks(jaxpr: _jax.Jaxpr) -> bool:
-    return any(map(is_checked, _jax.open_jaxpr(jaxpr).eqns))
+    """Return whether a jaxpr holds checks. What asks all lanes is one only where it may raise."""
+    raises = any(e.primitive.name in CALLBACKS for e in equations.all_equations(jaxpr))
+    eqns = _jax.open_jaxpr(jaxpr).eqns
+    return any(is_checked(e) for e in eqns if raises or e.primitive.name != IN_ANY_LANE)
 
 
 def run_if(j: _jax.OpenJaxpr, values: Sequence[Any], counts: Any) -> list:

@@ -115,7 +115,7 @@ def jvp(
     if along is not None:
         by_others = ft.partial(apart, loop=loop, active=active, along=along)
         return _jax.jvp_in_moving(by_others, primals, tangents)
-    if loop.holds_custom_vjp:
+    if loop.holds_custom_vjp or loop.effects:  # not all effects can be under a vmap of tangents
         return _with_pushforward(primals, tangents, loop, active)
     flags = moving(primals, tangents)
     along = Along(flags, moved_by_forward(loop, active, flags))
