@@ -232,23 +232,26 @@ def gradient_of_lanes(loss):
     return jax.grad(total, (0, 1))(WEIGHTS, FIRST)
 
 
+SETTINGS = {
+    "default": {},
+    "all": {"checkpoints": "all"},
+    "2": {"checkpoints": 2},
+    "residuals": {"checkpoints": loopkit.Plan(2, segment=2, store="residuals")},
+    "until": {"until": lambda x, _: x[0] > 9},
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "settings"),
     in_turn(
         [mixed, of_lanes, of_directions, of_cotangents, gradient_of_lanes],
-        [
-            {},
-            {"checkpoints": "all"},
-            {"checkpoints": 2},
-            {"checkpoints": loopkit.Plan(2, segment=2, store="residuals")},
-            {"until": lambda x, _: x[0] > 9},
-        ],
+        SETTINGS,
         of=2,
     ),
 )
 def test_forward_over_reverse(way, settings):
     wanted = way(loss_of(stepwise, {}))
-    got = jax.jit(lambda: way(loss_of(loopkit.scan, settings)))()
+    got = jax.jit(lambda: way(loss_of(loopkit.scan, SETTINGS[settings])))()
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         assert_close(g, w)
