@@ -264,7 +264,9 @@ def of_all_steps(loop: Loop, length: int) -> Loop:
 
 def bound_of(limits: Limits, operands: Sequence[Any]) -> StepBound | None:
     """Return the bound that limits give for these operands of the predicate; None if not known."""
-    known = map(_integer, operands)
+    # Reading other operands would wait for their device.
+    read = {i for limit in limits.found for i in (limit.counter, limit.operand)}
+    known = [_integer(v) if i in read else None for i, v in enumerate(operands)]
     return bound_in(limits, [ANY if n is None else Range(n, n) for n in known])
 
 
