@@ -194,6 +194,24 @@ def _candidates(
             for some in {*range(least, fewer), slots}:
                 if some >= least and not (some >= steps and segment > 1):
                     yield replace(plan, slots=some)
+            if slots == segments and (last := _last_in(count, replace(plan, slots=slots))):
+                yield replace(plan, slots=slots - last, keeps_last=last)
+
+
+def can_keep_last(plan: Plan) -> bool:
+    """Return whether the last segments may keep their rows: on the device, and without a log."""
+    moved = plan.host or plan.step.buffer_bytes or plan.step.offloaded_bytes
+    known = plan.exact and plan.strategy == "every segment" and plan.store == "residuals"
+    return known and not moved
+
+
+def _last_in(count: int, plan: Plan) -> int:
+    """Return how many of the last segments may keep their rows if the plan takes `count` bytes."""
+    if not can_keep_last(plan):
+        return 0
+    rows = plan.segment * plan.row.bytes
+    room = count - plan.peak_bytes + (0 if plan.factor_bytes else plan.row_bytes)
+    return max(0, min(plan.slots - 2, room // max(1, rows - plan.step.carry_bytes)))
 
 
 def _prices(loop: Plan) -> list[float]:

@@ -6,6 +6,9 @@ import math
 from typing import Literal, NamedTuple
 
 Store = Literal["carries", "residuals"]
+Strategy = Literal["every residual", "every carry", "every segment", "schedule"]
+"""The steps that the forward pass saves: every step (residuals or carries), or the first of every
+segment. With "schedule", it saves carries in as many slots as there are."""
 
 
 class Row(NamedTuple):
@@ -77,6 +80,10 @@ class StepCosts(NamedTuple):
 
 UNKNOWN_COSTS = StepCosts(0, 0)
 
+MORE = 1.1
+"""The most runs of a step, relative to the same memory with segments of one step."""
+WAITING_REACH = 100
+"""A loop without a bound is planned for this many steps to each slot."""
 SEGMENT = 20.0
 """Nanoseconds that a segment costs beyond its steps."""
 SCHEDULED = 300.0

@@ -13,22 +13,13 @@ import functools as ft
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from loopkit._arguments import errors
 from loopkit._arguments.validate import check_flag, check_whole
 from loopkit._plans import costs
-from loopkit._plans.costs import UNKNOWN_COSTS, Row, StepCosts, Store
+from loopkit._plans.costs import UNKNOWN_COSTS, Row, StepCosts, Store, Strategy
 from loopkit.schedules import binomial
-
-MORE = 1.1
-"""The most runs of a step, relative to the same memory with segments of one step."""
-WAITING_REACH = 100
-"""A loop without a bound is planned for this many steps to each slot."""
-
-Strategy = Literal["every residual", "every carry", "every segment", "schedule"]
-"""The steps that the forward pass saves: every step (residuals or carries), or the first of every
-segment. With "schedule", it saves carries in as many slots as there are."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +42,8 @@ class Plan:
     run again for less. With 0 it stores all that cheap, elementwise equations do not make."""
     keeps_all: bool = False
     """Whether the forward pass itself stores the residuals of every step."""
+    keeps_last: int = 0
+    """The number of segments, the last ones, whose residuals the forward pass itself stores."""
     thinned: bool = False
     """Whether checkpoints are thinned evenly. Otherwise the one that costs least is dropped."""
     host: bool = False
@@ -73,7 +66,8 @@ class Plan:
                 expected = f"an int >= 0 ({what}) or None"
                 put(name, check_whole("Plan", name, getattr(self, name), 0, expected))
         few = int(not self.keeps_all and self.bound != 0)
-        for name, least, what in (("slots", few, "carries to keep"), ("segment", 1, "steps")):
+        whole = ("slots", few, "carries to keep"), ("segment", 1, "steps")
+        for name, least, what in (*whole, ("keeps_last", 0, "segments")):
             expected = f"an int >= {least} ({what})"
             put(name, check_whole("Plan", name, getattr(self, name), least, expected))
         if self.store not in get_args(Store):
@@ -94,7 +88,7 @@ class Plan:
         """The steps that the forward pass saves, which decides how both passes run."""
         if self.keeps_all:
             return "every residual"
-        if self.bound is None or self.slots * self.segment < self.bound:
+        if self.bound is None or (self.slots + self.keeps_last) * self.segment < self.bound:
             return "schedule"
         carries = self.store == "carries" and self.slots >= self.bound
         return "every carry" if carries else "every segment"
@@ -112,6 +106,17 @@ class Plan:
     def segments(self) -> int | None:
         """The number of segments in the bound; None without a bound."""
         return None if self.bound is None else -(-self.bound // self.segment)
+
+    @property
+    def stores_rows(self) -> bool:
+        """Whether the forward pass stores the residuals of some steps."""
+        return self.keeps_all or self.keeps_last > 0
+
+    @property
+    def rerun(self) -> int:
+        """The number of steps that run again, before those whose residuals are stored."""
+        segments = 0 if self.keeps_all else (self.segments or 0) - self.keeps_last
+        return max(0, segments) * self.segment
 
     @property
     def spared(self) -> int:
@@ -133,7 +138,8 @@ class Plan:
         if self.strategy == "every residual":
             return (self.bound or 0) * self.row.bytes
         segments = 4 * self.slots if self.strategy == "schedule" else 0
-        return self.rows * self.step.carry_bytes + segments
+        last = self.keeps_last * self.segment * self.row.bytes
+        return self.rows * self.step.carry_bytes + segments + last
 
     @property
     def row(self) -> Row:
@@ -148,7 +154,8 @@ class Plan:
     @property
     def row_bytes(self) -> int:
         """The bytes that are stored of a segment while it is reversed."""
-        if self.segment == 1 or self.strategy == "every residual":
+        used_again = self.keeps_last and not self.factor_bytes  # rows of the last segments
+        if self.segment == 1 or self.strategy == "every residual" or used_again:
             return 0
         row = 0 if self.strategy == "every carry" else self.row.bytes
         return self.segment * (row + self.factor_bytes)
@@ -184,6 +191,8 @@ class Plan:
         steps = self._steps("evaluations", steps)
         if self.strategy == "every residual":
             return steps, 0
+        if self.keeps_last:
+            return steps, min(steps, self.rerun)
         if steps == 0 or self.strategy != "schedule":
             return steps, steps
         segments = -(-steps // self.segment)
@@ -198,6 +207,8 @@ class Plan:
             what = self._row_words if self.keeps_all else "the carry"
             return f"{what} of every step{where}"
         words = f"{self.slots} {'carry' if self.slots == 1 else 'carries'}{where}"
+        if self.keeps_last:
+            words += f" and {self._row_words} of the last {(self.bound or 0) - self.rerun} steps"
         if self.segment > 1:
             words += f", then {self._row_words} of {self.segment} steps at a time"
         return words
@@ -256,24 +267,22 @@ class Plan:
     def nanoseconds(self, steps: int) -> float:
         """Predict the time beyond what any plan takes to reverse the steps, for comparing plans."""
         step, steps = self.step, self._steps("nanoseconds", steps)
-        in_use = self.peak_bytes
-        price = costs.price_of_byte(in_use)
+        price = costs.price_of_byte(self.peak_bytes)
+        adding = costs.price_of_byte(step.product_bytes) * step.product_bytes
         save = costs.TRANSFER if self.host else price
         if self.strategy == "every residual":
             row = costs.ARRAY * self.row.arrays + save * self.row.bytes + self.row.nanoseconds
-            adding = costs.IN_PASSING * costs.price_of_byte(step.product_bytes) * step.product_bytes
-            return steps * (step.record + row + adding)
+            return steps * (step.record + row + costs.IN_PASSING * adding)
         slot = costs.ARRAY * step.carry_arrays + save * step.carry_bytes
         segments = -(-steps // self.segment)
         beside = steps * price * 2 * step.log_bytes
-        adding = costs.price_of_byte(step.product_bytes) * step.product_bytes
         put_off = self.segment > 1 and not self.price
         beside += adding * (segments if put_off else costs.IN_PASSING * steps)
         if self.strategy == "every carry":
             return beside + steps * (step.run + step.remake + slot)
         run, again = self.evaluations(steps)
         row = costs.ARRAY * self.row.arrays + price * self.row.bytes + self.row.nanoseconds
-        row = row if self.segment > 1 else 0
+        row = row if self.segment > 1 or self.keeps_last else 0
         replay = step.record + row
         if self.store == "carries":
             replay = step.run * (1 - 1 / self.segment) + step.remake + row
@@ -293,9 +302,9 @@ def for_waiting_hosts(plan: Plan) -> Plan:
     """
     if plan.strategy != "schedule" or (plan.segment > 1 and not plan.host):
         return plan
-    steps = WAITING_REACH * plan.slots if plan.bound is None else plan.bound
+    steps = costs.WAITING_REACH * plan.slots if plan.bound is None else plan.bound
     plans = [plan, *(_beside_rows(plan, steps) if plan.host else _among_rows(plan))]
-    most = MORE * _runs(plan, steps)
+    most = costs.MORE * _runs(plan, steps)
     return min(
         (p for p in plans if _runs(p, steps) <= most), key=lambda p: _on_gpu_nanoseconds(p, steps)
     )
@@ -324,8 +333,7 @@ def _beside_rows(plan: Plan, steps: int) -> Iterator[Plan]:
 
 def _runs(plan: Plan, steps: int) -> float:
     """Return how often a step runs, forward and backward, until each step is reversed."""
-    replayed = steps * (1 - 1 / plan.segment)
-    return sum(plan.evaluations(steps)) + replayed
+    return sum(plan.evaluations(steps)) + steps * (1 - 1 / plan.segment)
 
 
 def waits(plan: Plan, steps: int) -> int:
@@ -333,9 +341,8 @@ def waits(plan: Plan, steps: int) -> int:
 
     It waits for each segment that runs to reach another, and at the end of each segment.
     """
-    segments = -(-steps // plan.segment)
     forward, again = plan.evaluations(steps)
-    return (again - forward) // plan.segment + segments
+    return (again - forward) // plan.segment + -(-steps // plan.segment)
 
 
 def _on_gpu_nanoseconds(plan: Plan, steps: int) -> float:

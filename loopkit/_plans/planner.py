@@ -15,6 +15,7 @@ from loopkit._plans.cheapest import (
     PLACED,
     PLANNED_REACH,
     TooLittle,
+    can_keep_last,
     cheapest_plan,
     near_divisor,
     plans_by_time,
@@ -155,7 +156,13 @@ def _adapted(plan: Plan, loop: Plan, name: str) -> Plan:
         raise errors.wrong_value(name, "checkpoints", expected, got, advice)
     if plan.keeps_all:
         plan = replace(plan, segment=max(1, loop.bound or 1), store="residuals")
-    return replace(plan, bound=loop.bound, exact=loop.exact, step=loop.step)
+    plan = replace(plan, bound=loop.bound, exact=loop.exact, step=loop.step)
+    if plan.keeps_last and not can_keep_last(plan):
+        expected = "can be a plan that keeps the last segments only if the number of steps is known"
+        expected += ", no writes are logged, and it stores residuals and has slots for all others"
+        advice = "Leave `keeps_last` out, or pass `memory` instead of a plan."
+        raise errors.wrong_value(name, "checkpoints", expected, plan.stored, advice)
+    return plan
 
 
 def _default(loop: Plan) -> Plan:

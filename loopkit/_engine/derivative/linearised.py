@@ -97,10 +97,9 @@ def _linearise(loop: Loop, active: Active, variant: Variant) -> Linearised:
     keep = [True] * len(whole.in_avals)
     whole = _jax.with_outputs(whole, [*outs[:n], *kept(outs[n:], used)], keep)
     policy, saves_all = policy_of(loop.checkpoints), isinstance(loop.checkpoints, Policy)
-    if policy is not None or has_frontier(loop, _jax.byte_count(*whole.out_avals[n:])):
-        spelled_out = equations.inlined(whole)
-        is_short = len(_jax.open_jaxpr(spelled_out).eqns) <= LARGEST_GRAPH
-        whole = spelled_out if is_short else whole
+    spelled_out = equations.inlined(whole)
+    if len(_jax.open_jaxpr(spelled_out).eqns) <= LARGEST_GRAPH:
+        whole = spelled_out
     free = [by is not None for by in find_counters(loop)]
     remade = rerun.found(loop, whole) if again else set()
     if policy is not None:

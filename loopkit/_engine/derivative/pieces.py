@@ -135,7 +135,7 @@ class Reversal:
         assert self.undo is None, "what is displaced is logged by all there is"
         carry, ys, _ = parts(wanted, self.loop.carry_count, self.loop.ys_count)
         read = [False] * len(self.loop.body.in_avals)
-        if self.plan.keeps_all:
+        if self.plan.stores_rows:
             stored = [False] * self.split.results + [True] * len(self.split.stored_types)
             read = _jax.used_inputs(self.split.forward, stored)
         return prune(self.loop, [*map(or_, carry, self.saved), *ys], read)
@@ -200,7 +200,8 @@ class Reversal:
     def on_host(self) -> list[bool]:
         """Which arrays that the forward sweep saves are in the host's memory."""
         if not self.plan.keeps_all:
-            return [self.plan.host] * sum(self.slotted)
+            rows = len(self.row_types) if self.plan.keeps_last else 0
+            return [self.plan.host] * (sum(self.slotted) + rows)
         types = self.split.stored_types
         offloaded = self.split.offloaded or [False] * len(types)
         return [self.plan.host or f for f in self.drop_counters(offloaded)]

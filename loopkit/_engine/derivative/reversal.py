@@ -40,7 +40,7 @@ def reversal(loop: Loop, layout: Active, active: Active | None = None) -> Revers
         return base
     # Stored residuals are those of the layout. Residuals that are made again are made for `active`.
     split = base.split
-    if not base.plan.keeps_all:
+    if not base.plan.stores_rows:
         fewer = split_step(loop, active, base.plan.price, base.split.variant)
         split = fewer if can_replay(loop, fewer, base.saved) else split
     return loop.derived(

@@ -94,11 +94,10 @@ def moved_by_forward(loop: Loop, layout: Active, operands: tuple[bool, ...]) -> 
 
     def found() -> tuple[bool, ...]:
         how, active = reversal(loop, layout), forward_activity(loop, loop.split(operands)[0])
-        if how.plan.keeps_all:
+        saved = [] if how.plan.keeps_all else kept(active.carry, how.slotted)
+        if how.plan.stores_rows:
             of_step = _jax.jvp_jaxpr(how.split.forward, active.inputs)[1]
-            saved = how.drop_counters(of_step[how.split.results :])
-        else:
-            saved = kept(active.carry, how.slotted)
+            saved += how.drop_counters(of_step[how.split.results :])
         if how.undo is not None:
             of_step = _jax.jvp_jaxpr(how.undo.forward, active.inputs)[1]
             saved += [*of_step[len(active.outputs) :], *kept(active.carry, how.undone)]
@@ -113,12 +112,15 @@ def moved_by_pullback(loop: Loop, how: Reversal, operands: Sequence[bool]) -> li
     counts = loop.operand_count, stacks, len(how.log_types), sum(how.undone)
     values, rows, _, undone, rest = parts(operands, *counts)
     consts, carry, xs, _ = forward_activity(loop, loop.split(values)[0])
-    if how.plan.keeps_all:
+    slots, rows = parts(rows, 0 if how.plan.keeps_all else sum(how.slotted))
+    stored = [False] * len(how.split.stored_types)
+    if how.plan.stores_rows:
         stored = how.restore_counters(rows, [False] * len(carry))
-    else:
-        moved = spread(undone, how.undone, spread(rows, how.slotted, carry))
+    if not how.plan.keeps_all:
+        moved = spread(undone, how.undone, spread(slots, how.slotted, carry))
         saved = kept(list(map(or_, moved, carry)), how.saved)
-        stored = _jax.jvp_jaxpr(how.forward, [*consts, *saved, *xs])[1][len(saved) :]
+        again = _jax.jvp_jaxpr(how.forward, [*consts, *saved, *xs])[1][len(saved) :]
+        stored = list(map(or_, stored, again))
     hoisted = _jax.jvp_jaxpr(how.split.hoist, consts)[1]
     of_step = [*consts, *hoisted, *xs, *stored]
     ct_carry, ct_ys = parts(rest[2:], sum(how.active.carry))

@@ -66,7 +66,7 @@ def _laid_out(loop: Loop, axis: _jax.AxisData, batched: Batched, layout: Active)
     new, places, ys = batched.loop, batched.axes, batched.ys
     with waiting(True):  # the layout has room for what inner loops save
         how = reversal(loop, layout)
-        split = None if how.plan.keeps_all else split_step(new, layout)
+        split = None if how.plan.stores_rows else split_step(new, layout)
         if split is None or not can_replay(new, split, how.saved):
             split = batch_split(how.split, loop, axis, places, ys, layout)
         split = replace(split, uncut_bytes=how.split.uncut_bytes)  # of one lane, as in plans
@@ -90,11 +90,11 @@ def _batch_forward(
     active: Active,
     along: Along | None = None,
 ) -> tuple:
-    keeps_all = reversal(loop, active).plan.keeps_all
+    stores_rows = reversal(loop, active).plan.stores_rows
     if along is None:
         if (lanes := narrowed.lanes_of(loop, axis, dims)) is not None:
             return narrowed.forward(loop, lanes, args, dims, active)
-        batched = _batched_for(loop, axis, dims, active if keeps_all else None, active)
+        batched = _batched_for(loop, axis, dims, active if stores_rows else None, active)
         values = batched.map_operands(zip(args, dims, strict=True))
         outs = forward_p.bind(*values, loop=batched.loop, active=active)
         return outs, [*batched.results, *_residual_axes(loop, batched, active)]
@@ -104,7 +104,7 @@ def _batch_forward(
         return _more_directions(forward_p, axis, args, dims, params)
     if narrowed.lanes_of(loop, axis, value_dims) is not None:
         return _jax.batched_call(ft.partial(forward.apart, **params), axis, args, dims)
-    leaves = _leaves(loop, along, active if keeps_all else None)
+    leaves = _leaves(loop, along, active if stores_rows else None)
     batched = _batched_for(loop, axis, value_dims, leaves, active)
     results = [*batched.results, *_residual_axes(loop, batched, active)]
     return _along_batched(forward_p, axis, args, dims, params, batched, batched.axes.flat, results)

@@ -6,6 +6,7 @@ from loopkit import _jax
 from loopkit._engine.derivative.pieces import Reversal
 from loopkit._engine.sweeps.every_step import EveryCarry, EveryResidual
 from loopkit._engine.sweeps.in_segments import InSegments
+from loopkit._engine.sweeps.last_segments import LastSegments
 from loopkit._engine.sweeps.segments import EverySegment, Scheduled
 from loopkit._engine.sweeps.strategy import Sweep
 
@@ -21,4 +22,4 @@ def sweeps(how: Reversal) -> Sweep:
     """Return the sweeps of a plan, on the device at hand."""
     if how.plan.strategy == "schedule" and _jax.host_waits.value:
         return InSegments(how.for_waiting_hosts())
-    return STRATEGIES[how.plan.strategy](how)
+    return (LastSegments if how.plan.keeps_last else STRATEGIES[how.plan.strategy])(how)

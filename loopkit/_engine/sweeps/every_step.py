@@ -5,7 +5,7 @@ Going back over residuals, nothing is computed again. From its carry, each step 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ class EveryResidual(Sweep):
         return self.stacked(self.how.row_types, self.how.plan.segment)
 
     def stack_axes(self, batched: Reversal, carry: Sequence[int | None]) -> list[int | None]:
-        return [1 if f else None for f in self.how.drop_counters(batched.split.stored_batched)]
+        return row_axes(self.how, batched)
 
     @property
     def blank_stacks(self) -> list:
@@ -39,40 +39,51 @@ class EveryResidual(Sweep):
         return super().blank_stacks
 
     def run(self, loop: Loop, operands: Operands, state: Saving) -> Saving:
-        how = self.how
-        safe: Any = EveryInput(operands.consts)
+        return run_steps(loop, operands, recorded(self, loop, operands), state)
+
+
+def row_axes(how: Reversal, batched: Reversal) -> list[int | None]:
+    """Return the axis of the batched loop in stacks of rows."""
+    return [1 if f else None for f in how.drop_counters(batched.split.stored_batched)]
+
+
+def recorded(sweep: Sweep, loop: Loop, operands: Operands, first: int = 0) -> Callable:
+    """Return the function that takes a step, and writes its residuals, from step `first` on."""
+    how = sweep.how
+    safe: Any = EveryInput(operands.consts)
+    if loop.lanes:
+        active = stepping.is_active(loop, operands, operands.init)
+        every = [True] * loop.carry_count
+        safe = SafeInputs.of(loop, operands, active, every, how.split.forward)
+
+    def step(s: Saving, go: jax.Array | None = None) -> Saving:
+        if go is not None and (loop.effects or loop.shows_within):
+            return lax.cond(go, step, lambda s: s, s)
+        steps, rows = s
+        at = stepping.row_of(loop, steps.count) if loop.xs_count or steps.ys else steps.count
+        x, carry = stepping.read_rows(operands.xs, at, loop.x_axes), steps.carry
+        active: Any = stepping.is_active(loop, operands, carry) if loop.lanes else None
+        consts, x = safe.apart_from_carry(active, x)
+        outs = safe.call(how.split.forward, active, consts, safe.carries(active, carry), x)
+        new, y, stored = parts(outs, loop.carry_count, loop.ys_count)
+        new, y = safe.hold(active, new, carry, safe.buffers), safe.hold(active, y, None)
+        lane_counts = None
         if loop.lanes:
-            active = stepping.is_active(loop, operands, operands.init)
-            every = [True] * loop.carry_count
-            safe = SafeInputs.of(loop, operands, active, every, how.split.forward)
+            counts = active if go is None else active & go
+            lane_counts = steps.lane_counts + counts.astype(jnp.int32)
+        ys = write_if(go, steps.ys, y, at, loop.y_axes) if steps.ys else []
+        count = steps.count + 1
+        if go is not None:
+            new, (count,) = (
+                stepping.select(go, new, carry),
+                stepping.select(go, [count], [steps.count]),
+            )
+        done = stepping.Steps(count, new, ys, lane_counts, steps.bar)
+        place = steps.count - first if first else steps.count
+        row = sweep.leaving(how.drop_counters(stored), place)
+        return done, write_if(go, rows, row, place)
 
-        def step(s: Saving, go: jax.Array | None = None) -> Saving:
-            if go is not None and (loop.effects or loop.shows_within):
-                return lax.cond(go, step, lambda s: s, s)
-            steps, rows = s
-            at = stepping.row_of(loop, steps.count) if loop.xs_count or steps.ys else steps.count
-            x, carry = stepping.read_rows(operands.xs, at, loop.x_axes), steps.carry
-            active: Any = stepping.is_active(loop, operands, carry) if loop.lanes else None
-            consts, x = safe.apart_from_carry(active, x)
-            outs = safe.call(how.split.forward, active, consts, safe.carries(active, carry), x)
-            new, y, stored = parts(outs, loop.carry_count, loop.ys_count)
-            new, y = safe.hold(active, new, carry, safe.buffers), safe.hold(active, y, None)
-            lane_counts = None
-            if loop.lanes:
-                counts = active if go is None else active & go
-                lane_counts = steps.lane_counts + counts.astype(jnp.int32)
-            ys = write_if(go, steps.ys, y, at, loop.y_axes) if steps.ys else []
-            count = steps.count + 1
-            if go is not None:
-                new, (count,) = (
-                    stepping.select(go, new, carry),
-                    stepping.select(go, [count], [steps.count]),
-                )
-            done = stepping.Steps(count, new, ys, lane_counts, steps.bar)
-            row = self.leaving(how.drop_counters(stored), steps.count)
-            return done, write_if(go, rows, row, steps.count)
-
-        return run_steps(loop, operands, step, state)
+    return step
 
 
 class EveryCarry(Sweep):

@@ -1,0 +1,76 @@
+"""Sweeps that store the residuals of the last segments, and the carry at the start of each other.
+
+Going back, the steps of the last segments are reversed first, from what is stored. Unless products
+are deferred, their memory then holds the rows of each segment that runs again.
+"""
+
+from __future__ import annotations
+
+import functools as ft
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+
+from loopkit import _jax
+from loopkit._engine import steps as stepping
+from loopkit._engine.derivative.pieces import Reversal
+from loopkit._engine.loop import Loop, Operands, kept, parts
+from loopkit._engine.sweeps.every_step import recorded, row_axes
+from loopkit._engine.sweeps.segments import EverySegment
+from loopkit._engine.sweeps.step import Cotangents, StepReversal
+from loopkit._engine.sweeps.strategy import Backward, Saving, reverse_segments
+
+
+class LastSegments(EverySegment):
+    @property
+    def stack_types(self) -> list[_jax.ShapedArray]:
+        plan, rows = self.how.plan, self.how.plan.keeps_last * self.how.plan.segment
+        slots = (_jax.stack_type(t, plan.rows) for t in self.how.slot_types)
+        return [*slots, *(_jax.stack_type(t, rows) for t in self.how.row_types)]
+
+    def stack_axes(self, batched: Reversal, carry: Sequence[int | None]) -> list[int | None]:
+        return [*super().stack_axes(batched, carry), *row_axes(self.how, batched)]
+
+    @property
+    def blank_stacks(self) -> list:
+        # Deferred products read whole segments, with steps that were not taken.
+        zero = self.how.products is not None and (self.how.plan.bound or 0) % self.how.plan.segment
+        return list(map(_jax.zeros, self.stack_types)) if zero else super().blank_stacks
+
+    def leaving(self, values: list[Any], number: _jax.Whole) -> list[Any]:
+        return values  # nothing is on the host
+
+    def run(self, loop: Loop, operands: Operands, state: Saving) -> Saving:
+        how, plan = self.how, self.how.plan
+        steps, stacks = state
+        slots, rows = parts(stacks, sum(how.slotted))
+
+        def save_and_run(segment: _jax.Whole, s: Saving) -> Saving:
+            steps, slots = s
+            slots = self.save(slots, kept(steps.carry, how.slotted), segment)
+            return stepping.take(loop, operands, plan.segment, steps), slots
+
+        steps, slots = stepping.repeat(plan.rerun // plan.segment, save_and_run, (steps, slots))
+        step = recorded(self, loop, operands, plan.rerun)
+        after = lambda s, count: (stepping.after_run(loop, s[0], count), s[1])
+        last, s = (plan.bound or 0) - plan.rerun, (steps, rows)
+        steps, rows = stepping.in_runs(loop, last, lambda _, s: step(s), s, after, steps.bar)
+        return steps, [*slots, *rows]
+
+    def reverse(self, step: StepReversal, steps: _jax.Whole, s: Backward) -> Cotangents:
+        first, length = self.how.plan.rerun, self.how.plan.segment
+        slots, rows = parts(s.stacks, sum(self.how.slotted))
+        s = s._replace(stacks=slots, ahead=[])
+
+        def reverse_stored(row: _jax.Whole, count: _jax.Whole, s: Backward) -> Backward:
+            some = [lax.dynamic_slice_in_dim(v, row, length) for v in rows]
+            return s._replace(cts=step.reverse_segment(first + row, count, some, s.cts, [])[0])
+
+        if step.products is None:
+            cts, _ = step.reverse_rows(first, steps - first, rows, s.cts, [])
+            s = s._replace(cts=cts, rows=rows)
+        else:  # each segment sums its products once
+            cts = reverse_segments(reverse_stored, length, steps - first, s)
+            s = s._replace(cts=cts, rows=self.rows(step))
+        return reverse_segments(ft.partial(self.reverse_segment, step), length, first, s)
