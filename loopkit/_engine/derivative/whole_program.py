@@ -88,16 +88,17 @@ def _measured(numbered: _jax.Jaxpr, budget: Part, line: Timeline, choices: Choic
 
     What it needs beyond the budget is taken off the bytes that loopkit plans with.
     """
-    count = budget.count
-    for left in reversed(range(COMPILED)):
-        found, least = best_within(count if left else 0, None, line.moments, choices)
+    count, tries = budget.count, 1
+    while True:
+        found, least = best_within(count, None, line.moments, choices)
         made = _settled(numbered, found or least)
         needed = temporary_bytes(made)
         if needed <= budget.count:
             return made
         if found is None:
             break
-        count = found.bytes - (needed - budget.count)
+        tries += 1
+        count = 0 if tries == COMPILED else found.bytes - (needed - budget.count)
     refusal = (
         f"loopkit.checkpointed: `memory` must be at least {needed} bytes, which the smallest plan "
         f"needs once it is compiled. Pass `memory={needed}` or more. Got: {budget.count} bytes."
