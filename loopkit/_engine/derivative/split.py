@@ -119,8 +119,8 @@ def _cut(whole: Linearised, price: float) -> Split:
     def make_backward(live: Active, unused_init: Sequence[bool]) -> _jax.Jaxpr:
         def backward(*values: jax.Array) -> list:
             given, so_far, cts = parts(values, len(known), sum(live.consts))
-            values = dict(zip(known, given, strict=True))
-            residuals = _behind_a_barrier(whole.residuals, cut, values)
+            there = dict(zip(known, given, strict=True))
+            residuals = _behind_a_barrier(whole.residuals, cut, there)
             transpose = jax.linear_transpose(
                 lambda *moving: passed_on(linear, residuals, moving, sum(live.consts)), *flowing
             )
