@@ -116,3 +116,26 @@ def lanes(x, w, n, **options):
     stops = n - jnp.arange(8.0)
     alone = lambda x, stop: newton(x, w, stop, max_steps=n, **options)
     return jnp.sum(jax.vmap(alone)(x, stops))
+
+
+@program(SMALL, jnp.cos(jnp.arange(256.0)).reshape(16, 16), steps=100)
+def descent(w, x, n, **options):
+    """Steps of gradient descent: to make the residuals of a step takes half of a run."""
+    loss = lambda w: jnp.mean((jnp.tanh(x @ w) @ w - x) ** 2)
+    step = lambda w, _: (w - 0.5 * jax.grad(loss)(w), None)
+    return loss(loopkit.scan(step, w, None, n, **options)[0])
+
+
+@program(jnp.tile(SMALL, (1, 3)), jnp.ones(16), steps=64)
+def decoder(w, x, n, **options):
+    """Attention over a cache that the carry holds: there is room for few carries."""
+
+    def step(c, t):
+        x, cache = c
+        q, k, v = jnp.split(x @ w, 3)
+        cache = jax.lax.dynamic_update_index_in_dim(cache, jnp.stack([k, v]), t, 0)
+        weights = jax.nn.softmax(jnp.where(jnp.arange(n) <= t, cache[:, 0] @ q, -1e9))
+        return (x + weights @ cache[:, 1], cache), None
+
+    (x, _), _ = loopkit.scan(step, (x, jnp.zeros((n, 2, 16))), jnp.arange(n), **options)
+    return jnp.sum(x**2)

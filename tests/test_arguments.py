@@ -47,7 +47,7 @@ FLAGS = [
     *((plan, flag) for flag in ("keeps_all", "thinned", "host", "exact")),
     *((use, flag) for use in (set_to, get) for flag in ("unique_indices", "indices_are_sorted")),
     *((report, "grad") for report in REPORTING),
-    (best_unroll, "gradient"),
+    *((best_unroll, "gradient"), (checkpointed, "measure")),
     *((call, "strict") for call in REPLACING),
 ]
 NO_FLAGS = ["no", "", 2, -1, 0.0, 1.0, math.nan, [], jnp.asarray(True), np.ones(1, bool)]

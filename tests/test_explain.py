@@ -1,6 +1,7 @@
 """Explanations: what a function's loops are said to store, in words and in pictures."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +130,23 @@ def test_one_loop_has_a_plan(fn):
         _ = found.plan
     assert len(found) == len(found.loops)
     assert [found[i] for i in range(len(found))] == list(found)
+
+
+def test_a_little_more_memory_that_would_halve_the_runs():
+    def f(x, **options):
+        return loopkit.scan(lambda x, _: (jnp.sin(x), None), x, length=64, **options)[0]
+
+    x = jnp.ones(1000)
+    found = loopkit.explain(lambda x: f(x, memory=12_000), x)
+    more = found[0].with_more
+    assert (found.plan.slots, more.slots) == (1, 2)
+    assert loopkit.explain(lambda x: f(x, memory=more.peak_bytes), x).plan == more
+    runs = [p.evaluations()[1] for p in (more, found.plan)]
+    said = rf"with a peak of 16.9 kB, test_explain.py:\d+: {runs[0]} whole runs backward, not 2,080"
+    assert re.search(said, str(found))
+    assert runs == [430, 2080]
+    for memory in ("1 MB", None, {"device": 20_000, "host": 20_000}):
+        assert loopkit.explain(lambda x, m=memory: f(x, memory=m), x)[0].with_more is None
 
 
 @pytest.mark.every_case

@@ -221,6 +221,7 @@ REFUSED = {
     "a `Plan` that stores every step, and no": lambda: jax.grad(
         doubled(checkpoints=loopkit.Plan(0, keeps_all=True))
     )(1.0),
+    "`measure=True`, and no `memory`": lambda: loopkit.checkpointed(jnp.sin, measure=True),
     "`truncate` and a `Plan`": lambda: loopkit.scan(
         sin, 1.0, length=9, truncate=3, checkpoints=loopkit.Plan(2)
     ),

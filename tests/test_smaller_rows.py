@@ -111,6 +111,28 @@ def test_without_a_budget_jax_checkpoint_is_obeyed():
     assert loopkit.explain(f, START).plan.step.residual_bytes <= START.nbytes
 
 
+@pytest.mark.slow
+def test_a_layer_is_run_again_in_the_memory_of_one():
+    """Whether its residuals are made from its carry by a replay, or as it is reversed."""
+    layers, width = 6, 16
+    wide = jnp.cos(jnp.arange(64.0 * layers * width)).reshape(layers, width, 64) / 8
+    x = jnp.sin(jnp.arange(64.0 * 64)).reshape(4, 64, width)
+
+    def layer(x, w):
+        q, k, v, _ = jnp.split(x @ w, 4, axis=-1)
+        x = x + jax.nn.softmax(q @ k.swapaxes(-1, -2)) @ v
+        return x + jax.nn.gelu(x @ w) @ w.T, None
+
+    def beyond_the_plan(**options):
+        f = lambda w: jnp.mean(loopkit.scan(layer, x, w, **options)[0] ** 2)
+        compiled = jax.jit(jax.grad(f)).lower(wide).compile()
+        plan = loopkit.explain(f, wide).plan
+        return compiled.memory_analysis().temp_size_in_bytes - plan.peak_bytes
+
+    replayed = beyond_the_plan(checkpoints=Plan(layers))
+    assert beyond_the_plan(checkpoints=Plan(0, keeps_all=True, price=1e3)) <= replayed + x.nbytes
+
+
 @pytest.mark.parametrize("price", [-1.0, float("nan"), float("inf"), "1", True, None])
 def test_a_price_that_is_none(price):
     with pytest.raises(ValueError, match=r"`price` must be a finite number >= 0 .nanoseconds"):

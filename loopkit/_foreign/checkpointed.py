@@ -41,6 +41,7 @@ def checkpointed(
     max_steps: int | None = None,
     checkpoints: Checkpoints = None,
     memory: Memory = None,
+    measure: bool = False,
     only: Callable[[LoopSite], Any] | None = None,
     strict: bool | None = None,
     lanes: Lanes = None,
@@ -73,6 +74,10 @@ def checkpointed(
         takes the least predicted time. Loops with a budget of their own keep it. If the gradient
         needs more, taking it raises an error that names the least budget that will do, and what
         takes most of it.
+    - `measure`: True limits what the compiler reports for that gradient, and not what loopkit
+        predicts. loopkit then compiles the gradient each time that it traces `fn`, up to four times
+        with smaller and smaller plans, and raises the error only if none fits. `fn` needs a
+        gradient in all its arguments, and `memory` must be one number of bytes.
     - `only`: `LoopSite -> bool`, called once for each loop that is traced. It returns whether to
         replace the loop. A `LoopSite` has `kind`, `name_stack`, `source`, `length`, `carry_bytes`,
         `depth` (the number of loops around it) and `outer` (the `LoopSite` of the innermost of
@@ -114,12 +119,19 @@ def checkpointed(
     given |= {"only": only, "strict": strict}
     given |= {"lanes": lanes, "progress": progress, "debug": debug}
     if fn is None:
-        decorator: Any = ft.partial(checkpointed, **given)
+        decorator: Any = ft.partial(checkpointed, measure=measure, **given)
         return decorator
     validate.check_callable("checkpointed", "fn", fn)
-    settings = settings_of("checkpointed", given)
+    settings, budget = settings_of("checkpointed", given), None
+    measured = validate.check_flag("checkpointed", "measure", measure)
     if isinstance(settings.budget, Bytes):
-        settings = replace(settings, budget=Part(**vars(settings.budget)))
+        budget = Part(**vars(settings.budget), measured=measured)
+        settings = replace(settings, budget=budget)
+    if measured and (budget is None or budget.host is not None):
+        expected = "can be True only if `memory` is a number of bytes"
+        advice = 'Pass a budget for one memory, such as `memory="64 MB"`.'
+        got = f"memory={memory!r}"
+        raise errors.wrong_value("checkpointed", "measure", expected, got, advice)
 
     @ft.wraps(fn)
     def replaced(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -30,6 +30,7 @@ class ReplaceKw(TypedDict, total=False):
     max_steps: int | None
     checkpoints: Checkpoints
     memory: Memory
+    measure: bool
     only: Callable[[LoopSite], Any] | None
     strict: bool | None
     lanes: Lanes

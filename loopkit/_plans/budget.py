@@ -42,6 +42,8 @@ class Part(Bytes):
     then, it has the default plan."""
     refusal: str = ""
     """Why no derivative of the program fits in the budget, if none does."""
+    measured: bool = False
+    """Whether the budget limits what the compiler reports, and not what loopkit predicts."""
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,17 @@ bytes as well as steps: reading and writing a byte costs more once the caches ar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from loopkit._plans.costs import CACHES, SPARED, TABLES, Store
+from loopkit._plans.costs import SPARED, TABLES, Store
 from loopkit._plans.plan import Plan
 
 FEW_SLOTS = 32
 """The slots that a loop of unknown length may use, however large its carry."""
+FEW_SEGMENTS = 8
+"""The fewest segments of which a plan may keep the last ones, in as many parts."""
 MANY_SLOTS = 1024
 """The most slots, and the most steps in a segment, that a loop needs, however small its carry."""
 PLACED = 128
@@ -24,8 +26,9 @@ SPLIT = 512
 """The most slots if a schedule for a known number of steps splits the recomputation."""
 NEAR_LEAST_TIME = 1.02
 """A plan may take this many times the least predicted time if it moves less to the host."""
-GRADES = 3
-"""How many sizes are planned for before the size doubles, if a budget is to be divided."""
+NEXT_SLOTS = 1.15
+"""The ratio of the numbers of slots to try, from 14 on. They do not depend on the budget: so a
+larger one has all plans of a smaller one."""
 NEXT_SEGMENT, NEXT_OF_FEW = 1.15, 1.5
 """The ratio of the lengths of segments to try, for one budget and for each of many sizes."""
 PLANNED_REACH = 100
@@ -57,28 +60,33 @@ def cheapest_plan(
     that loopkit would take without a budget. If nothing fits in the bytes, that is an error only if
     they are `firm`.
     """
-    step, steps = loop.step, loop.bound
+    steps = loop.bound
     if steps is None:
-        steps = PLANNED_REACH * max(1, min(count // step.carry_bytes, MANY_SLOTS))
-    room = count if host is None else host
-    # More slots than fit in a cache are not always better than those that do.
-    sizes = {min(count, size) for size, _ in CACHES}
-    plans = [p for size in sizes for p in _candidates(int(size), room, loop, steps, most)]
+        steps = PLANNED_REACH * max(1, min(count // loop.step.carry_bytes, MANY_SLOTS))
     small = list(_smallest(loop)) if most is None else []
     small += [] if unasked is None else [unasked]
-    plans += small
-    plans = [p for p in plans if p.peak_bytes <= count and p.host_bytes <= room]
-    if plans and host is not None:  # transfers to the host take longer than steps
-        least = min(p.nanoseconds(steps) for p in plans)
-        near = [p for p in plans if p.nanoseconds(steps) <= NEAR_LEAST_TIME * least]
-        return min(near, key=lambda p: (p.host_bytes, p.nanoseconds(steps)))
-    if plans:
-        return min(plans, key=lambda p: (p.nanoseconds(steps), p.peak_bytes))
+    if host is None and most is None:
+        plans = _by_size(loop, steps, tuple(small))
+        if fit := [p for p in plans if p.peak_bytes <= count]:
+            return fit[-1]
+    else:
+        plans = [*_candidates(loop, steps, most, NEXT_SEGMENT), *small]
+        fit = [p for p in plans if p.peak_bytes <= count and p.host_bytes <= (host or 0)]
+        least = min((p.nanoseconds(steps) for p in fit), default=0.0)
+        least *= NEAR_LEAST_TIME if host else 1  # transfers to the host take longer than steps
+        if near := [p for p in fit if p.nanoseconds(steps) <= least]:
+            return min(near, key=lambda p: (p.host_bytes, p.nanoseconds(steps), p.peak_bytes))
     if most is not None:
         return replace(loop, slots=1)
     if not firm:
         return min(small, key=lambda p: (p.host_bytes, p.peak_bytes))
     raise _refusal(small, count, host, loops, name)
+
+
+@lru_cache(maxsize=256)
+def _by_size(loop: Plan, steps: int, small: tuple[Plan, ...]) -> list[Plan]:
+    plans = dict.fromkeys([*small, *_candidates(loop, steps, None, NEXT_SEGMENT)])
+    return _worth_their_bytes(plans, steps, lambda p: p.peak_bytes)
 
 
 def plans_by_time(loop: Plan, most: int, host: int | None, unasked: Plan | None) -> list[Plan]:
@@ -90,32 +98,40 @@ def plans_by_time(loop: Plan, most: int, host: int | None, unasked: Plan | None)
     small = [*_smallest(loop), *([] if unasked is None else [unasked])]
     few = min(small, key=lambda p: (p.host_bytes, p.peak_bytes))
     steps, part = steps_of(loop), 1.0 if host is None else host / most
-    plans = dict.fromkeys(small)
-    for count in _sizes(few.peak_bytes, most):
-        room = int(count * part)
-        plans |= dict.fromkeys(_candidates(count, room, loop, steps, None, NEXT_OF_FEW))
-    priced = [(p.nanoseconds(steps), p.peak_bytes, p.host_bytes * loop.host, p) for p in plans]
-    room = most if host is None else host
+    fits = lambda p: p.peak_bytes <= most and p.host_bytes * loop.host <= part * most
+    plans = dict.fromkeys([*small, *_candidates(loop, steps, None, NEXT_OF_FEW)])
+    fit = [p for p in plans if p is few or fits(p)]
+    size = lambda p: p.peak_bytes + p.host_bytes * loop.host / part
+    return _worth_their_bytes(fit, steps, size)[::-1]
+
+
+def _worth_their_bytes(
+    plans: Iterable[Plan], steps: int, size: Callable[[Plan], float]
+) -> list[Plan]:
+    """Return plans from the smallest to the fastest.
+
+    Each takes less time than all smaller ones, and runs no more steps. The time of a run is surer
+    than that of a byte.
+    """
     found: list[Plan] = []
-    least = math.inf
-    for _, device, on_host, plan in sorted(priced, key=lambda found: found[:3]):
-        size = device + on_host / part
-        if size < least and (plan is few or (device <= most and on_host <= room)):
+    least, runs = math.inf, math.inf
+    for plan in sorted(plans, key=size):
+        time = plan.nanoseconds(steps)
+        if time < least and (again := runs_again(plan, steps)) <= runs:
             found.append(plan)
-            least = size
+            least, runs = time, again
     return found
+
+
+def runs_again(plan: Plan, steps: int) -> int:
+    """Return the runs of a step going back, in whole or for its residuals alone."""
+    twice = plan.strategy in ("every segment", "schedule") and plan.segment > 1
+    return plan.evaluations(steps)[1] + steps * (twice and plan.store == "carries")
 
 
 def steps_of(loop: Plan) -> int:
     """Return the steps for which plans of a loop are compared."""
     return PLANNED_REACH * FEW_SLOTS if loop.bound is None else loop.bound
-
-
-def _sizes(least: int, most: int) -> list[int]:
-    """Return numbers of bytes to plan for; a greater `most` only adds some."""
-    first = math.ceil(GRADES * math.log2(max(least, 1)))
-    last = math.floor(GRADES * math.log2(max(most, 1)))
-    return [min(least, most), *(math.ceil(2 ** (k / GRADES)) for k in range(first, last + 1))]
 
 
 def _smallest(loop: Plan) -> Iterator[Plan]:
@@ -161,10 +177,8 @@ def _refusal(
     )
 
 
-def _candidates(
-    count: int, room: int, loop: Plan, steps: int, most: int | None, ratio: float = NEXT_SEGMENT
-) -> Iterator[Plan]:
-    """Yield plans whose checkpoints fit in `room` bytes, near `count` bytes on the device.
+def _candidates(loop: Plan, steps: int, most: int | None, ratio: float) -> Iterator[Plan]:
+    """Yield plans of all sizes, with at most so many slots, those for rows included.
 
     `ratio` is that of one length of segments to the next.
     """
@@ -176,26 +190,23 @@ def _candidates(
             )
         for segment in {1, min(16, bound)} - {0} if "carries" in step.stores else ():
             yield replace(loop, slots=-(-bound // segment) * segment, segment=segment)
-    for store, price in _rows(loop):
-        for segment in _leaves(steps, loop.exact, ratio):
-            segments = -(-steps // segment)
+    for segment in _leaves(steps, loop.exact, ratio):
+        segments = -(-steps // segment)
+        for store, price in _rows(loop):
             plan = replace(loop, slots=1, segment=segment, store=store, price=price)
-            left = room if loop.host else count - plan.row_bytes - plan.least_bytes
-            slots = _slots_in(left, step.carry_bytes)
-            if slots < segments or bound is None:
-                slots = _slots_in(left, step.carry_bytes, place=4)
-                slots = min(slots, SPLIT if loop.exact else PLACED)
-            slots = min(slots, segments)
-            if most is not None:
-                slots = min(slots, most - (plan.row_bytes > 0))
-            least = min(segments, 1 + loop.host)
-            # Saving one of a few carries may cost more than computing it again.
-            fewer = slots if segments <= FEW_SLOTS and ratio == NEXT_SEGMENT else 0
-            for some in {*range(least, fewer), slots}:
-                if some >= least and not (some >= steps and segment > 1):
-                    yield replace(plan, slots=some)
-            if slots == segments and (last := _last_in(count, replace(plan, slots=slots))):
-                yield replace(plan, slots=slots - last, keeps_last=last)
+            for slots in _slot_counts(plan, segments, most):
+                if slots < steps or segment == 1:
+                    yield replace(plan, slots=slots)
+            if FEW_SEGMENTS <= segments <= FEW_SLOTS:
+                yield from _keeping_last(replace(plan, slots=segments))
+
+
+def _keeping_last(plan: Plan) -> Iterator[Plan]:
+    """Yield plans that keep the last segments, from few of them to most."""
+    if can_keep_last(plan):
+        for part in range(1, FEW_SEGMENTS):
+            last = plan.slots * part // FEW_SEGMENTS
+            yield replace(plan, slots=plan.slots - last, keeps_last=last)
 
 
 def can_keep_last(plan: Plan) -> bool:
@@ -205,13 +216,21 @@ def can_keep_last(plan: Plan) -> bool:
     return known and not moved
 
 
-def _last_in(count: int, plan: Plan) -> int:
-    """Return how many of the last segments may keep their rows if the plan takes `count` bytes."""
-    if not can_keep_last(plan):
-        return 0
-    rows = plan.segment * plan.row.bytes
-    room = count - plan.peak_bytes + (0 if plan.factor_bytes else plan.row_bytes)
-    return max(0, min(plan.slots - 2, room // max(1, rows - plan.step.carry_bytes)))
+def _slot_counts(plan: Plan, segments: int, most: int | None) -> list[int]:
+    """Return the numbers of slots to try for so many segments."""
+    last = min(segments, SPLIT if plan.exact else PLACED)
+    slots, found = min(segments, 1 + plan.host), []
+    while slots <= last:
+        found.append(slots)
+        slots = max(slots + 1, int(slots * NEXT_SLOTS))
+    found += [last] if plan.bound is None else [last, segments]
+    if most is not None:  # in carries, those for the rows of a segment included
+        slot = plan.step.carry_bytes + 4
+        left = most * slot - plan.row_bytes
+        room = max(left // slot, min((left + slot - 4) // slot, SPARED))
+        room = min(room, most - (plan.row_bytes > 0))
+        found = [*(n for n in found if n <= room), min(room, last)]
+    return [n for n in dict.fromkeys(found) if n > 0]
 
 
 def _prices(loop: Plan) -> list[float]:
@@ -223,12 +242,6 @@ def _rows(loop: Plan) -> list[tuple[Store, float]]:
     """Return what a segment may store of a step, with the price of each choice."""
     priced = {"carries": [0.0], "residuals": _prices(loop)}
     return [(store, price) for store in loop.step.stores for price in priced[store]]
-
-
-def _slots_in(count: int, carry: int, place: int = 0) -> int:
-    """Return how many slots fit in `count` bytes, with `place` bytes each beside the carry."""
-    few = (count + carry) // (carry + place)  # one of these has no carry
-    return max(count // (carry + place), min(few, SPARED))
 
 
 def _leaves(steps: int, exact: bool, ratio: float = NEXT_SEGMENT) -> list[int]:

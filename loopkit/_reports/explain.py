@@ -22,11 +22,15 @@ from loopkit._engine.primitives import evaluated_p
 from loopkit._foreign.sites import LeftLoop, left_within
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import nanoseconds
-from loopkit._plans.budget import stores_every_step
+from loopkit._plans.budget import Bytes, stores_every_step
 from loopkit._plans.plan import Plan
+from loopkit._plans.planner import make_plan
 from loopkit._reports.frontier import Frontier, frontier_of
 from loopkit._reports.gradient import GradientBytes, gradient_bytes
 from loopkit._reports.spelled_out import spelled_out
+
+A_LITTLE_MORE = 1.5
+"""How much more of a budget `explain` looks at, to say what that would save."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class Explained:
     """The part of a step that its reversal runs again beside whole runs, as a part of its time."""
     gradient: bool = True
     """Whether the loop has a gradient, if it can have one."""
+    with_more: Plan | None = None
+    """The plan in a little more memory, if the loop would run at most half as many steps again."""
 
     @property
     def row(self) -> tuple[str, ...]:
@@ -74,6 +80,15 @@ class Explained:
         lanes = "".join(f" x {n}" for n in self.lanes).replace(" x", ",", 1)
         name = f"{self.name}{lanes} lanes" if lanes else self.name
         return (name, self.source, steps, *of_step, stored, peak, forward, backward, as_scan)
+
+    @property
+    def cliff(self) -> list[str]:
+        """Return a line that says what a little more memory would save."""
+        if self.with_more is None:
+            return []
+        runs = [p.evaluations()[1] for p in (self.with_more, self.plan)]
+        saved = "{:,} whole runs backward, not {:,}".format(*runs)
+        return [f"with a peak of {size(self.with_more.peak_bytes)}, {self.source}: {saved}"]
 
     @property
     def on_gpu(self) -> list[str]:
@@ -129,7 +144,7 @@ class Explanation:
         lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
         lines += [f"lanes that wait, {e.source}: they {e.waits}" for e in self.loops if e.waits]
         lines += [f"to keep of a step, {e.source}: {e.frontier}" for e in self._with_frontiers]
-        lines += [line for loop in self.loops for line in loop.on_gpu]
+        lines += [line for loop in self.loops for line in (*loop.on_gpu, *loop.cliff)]
         lines += [] if self.gradient is None else [str(self.gradient)]
         lines += [f"left to lax, {os.path.basename(e.site.source)}: {e.why}" for e in self.left]
         return "\n".join(line.rstrip() for line in lines)
@@ -166,7 +181,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     parts of steps run again. The last column has the bytes that `jax.lax.scan` would store. Lines
     below the table say why lanes wait if `lanes` is None; the bytes that may be kept of a step, and
     how long it takes to run the rest again, with the choice that is taken in brackets; which plan a
-    loop follows on a GPU if that is another; of a function whose loops share a budget, the peak of
+    loop follows on a GPU if that is another; which peak would halve the runs backward, if that is
+    at most half as much again as the budget; of a function whose loops share a budget, the peak of
     its gradient and what holds most of it; and why `loopkit.checkpointed` or
     `loopkit.replace_lax_loops` leaves a loop to lax.
 
@@ -234,7 +250,18 @@ def _of_loopkit(source: str, loop: Loop) -> Explained:
     if (run := nanoseconds(loop.body)) > 0:
         hidden = 0.0 if how.split.variant == "opened" else remat_nanoseconds(loop.body)
         again = (how.plan.row.nanoseconds + hidden) / run
-    return Explained(name, source, how.plan, whole, loop.lanes, waits, frontier, again)
+    more = _with_more(loop, how.plan)
+    return Explained(name, source, how.plan, whole, loop.lanes, waits, frontier, again, True, more)
+
+
+def _with_more(loop: Loop, plan: Plan) -> Plan | None:
+    """Return the plan in a little more memory, if a budget just misses one of far fewer runs."""
+    budget, bound = loop.checkpoints, plan.bound
+    if not isinstance(budget, Bytes) or budget.host is not None or bound is None:
+        return None
+    budget = replace(budget, count=int(A_LITTLE_MORE * budget.count))
+    more, runs = make_plan(budget, bound, plan.exact, plan.step, loop.name), plan.evaluations()[1]
+    return more if runs and 2 * more.evaluations()[1] <= runs else None
 
 
 def _why_waiting(loop: Loop) -> str:

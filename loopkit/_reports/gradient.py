@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import jax
-
 from loopkit import _jax
 from loopkit._arguments.errors import size
-from loopkit._engine.derivative.whole_program import predicted
-from loopkit._engine.leaves import spread
-from loopkit._engine.loop import kept
+from loopkit._engine.derivative.whole_program import predicted, temporary_bytes
 from loopkit._jaxprs import equations
 from loopkit._plans.budget import Part
 
@@ -39,10 +34,7 @@ class GradientBytes:
     @cached_property
     def compiled(self) -> int:
         """The compiler's figure. It takes as long as to compile the gradient."""
-        types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in self.program.in_avals]
-        compiled = jax.jit(_gradient_of(self.program)).lower(*types).compile()
-        figures: Any = compiled.memory_analysis()
-        return figures.temp_size_in_bytes
+        return temporary_bytes(self.program)
 
     def __str__(self) -> str:
         most = sorted(self.holders, key=lambda held: -held[1])[:FEW]
@@ -72,18 +64,3 @@ def gradient_bytes(jaxpr: _jax.Jaxpr) -> GradientBytes | None:
 def _outermost(jaxpr: _jax.Jaxpr) -> list:
     """Return the equations of loops that are not derivatives yet."""
     return [e for e in equations.all_equations(jaxpr) if e.primitive.name == "loopkit_while"]
-
-
-def _gradient_of(jaxpr: _jax.Jaxpr) -> Any:
-    """Return the function from the inputs of a program to their cotangents, for ones."""
-    outs = list(map(_jax.is_differentiable, jaxpr.out_avals))
-    ins = list(map(_jax.is_differentiable, jaxpr.in_avals))
-
-    def gradient(*values: jax.Array) -> Sequence[Any]:
-        def of(*moving: jax.Array) -> list:
-            return kept(_jax.call_jaxpr(jaxpr)(*spread(moving, ins, values)), outs)
-
-        results, pullback = jax.vjp(of, *kept(values, ins))
-        return pullback([jax.numpy.ones_like(v) for v in results])
-
-    return gradient

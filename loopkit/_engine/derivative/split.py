@@ -30,6 +30,7 @@ from loopkit._engine.loop import Active, Loop, Operands, kept, parts
 from loopkit._engine.primitives import READS
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.dataflow import interpret
+from loopkit._jaxprs.min_cut import Cut, Residuals
 from loopkit._jaxprs.slice_cotangents import passed_on
 
 
@@ -118,7 +119,8 @@ def _cut(whole: Linearised, price: float) -> Split:
     def make_backward(live: Active, unused_init: Sequence[bool]) -> _jax.Jaxpr:
         def backward(*values: jax.Array) -> list:
             given, so_far, cts = parts(values, len(known), sum(live.consts))
-            residuals = cut.remake(dict(zip(known, given, strict=True)))
+            there = dict(zip(known, given, strict=True))
+            residuals = _behind_a_barrier(whole.residuals, cut, there)
             transpose = jax.linear_transpose(
                 lambda *moving: passed_on(linear, residuals, moving, sum(live.consts)), *flowing
             )
@@ -145,6 +147,17 @@ def _cut(whole: Linearised, price: float) -> Split:
     reads = (*(a or b for a, b in zip(given, hoisting, strict=False)), *given[c:])
     offloaded = tuple(cut.offloaded) if any(cut.offloaded) else ()
     return Split(hoist, forward, n, make_backward, cut.uncut, reads, offloaded, whole.holds_wide)
+
+
+def _behind_a_barrier(residuals: Residuals, cut: Cut, values: dict) -> list:
+    """Return all residuals. Those that take time to run again are behind a barrier.
+
+    Without it, compilers run them again in each kernel that reads them, or hold more at once.
+    """
+    least = residuals.cut(residuals.least)
+    made = [v for v in least.stored if v not in values]
+    found = equations.run(cut.again, dict(values), made)
+    return least.remake(values | dict(zip(made, _jax.barrier(found), strict=True)))
 
 
 def _linear_part(tangents: _jax.Jaxpr, active: Active, live: Active) -> tuple[_jax.Jaxpr, list]:

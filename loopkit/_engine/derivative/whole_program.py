@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import jax
+
 from loopkit import _jax
 from loopkit._engine.derivative.linearised import linearised
 from loopkit._engine.derivative.reversal import reversal, step_costs
@@ -23,7 +25,8 @@ from loopkit._engine.derivative.timeline import (
     timeline,
 )
 from loopkit._engine.facts.activity import whole_activity
-from loopkit._engine.loop import Active, Const, Loop, Output
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Active, Const, Loop, Output, kept
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.min_cut import Residuals
 from loopkit._plans.budget import Bytes, Part
@@ -46,6 +49,10 @@ from loopkit._programs import shared
 
 FACTS = "linearised", "split", "forward activity", "backward activity"
 """Keys of what is derived of a loop and does not depend on its budget."""
+COMPILED = 4
+"""How often a gradient is compiled, at most, to fit in a budget. The last plan is the smallest."""
+NO_DERIVATIVE = TypeError, ValueError, NotImplementedError, RuntimeError
+"""Errors of JAX, loopkit and rules, if there is no derivative or a budget is too small for it."""
 INNER_CHOICES = 5
 """For how many choices of the loops in a step the step is split again."""
 
@@ -69,9 +76,62 @@ def with_parts(jaxpr: _jax.Jaxpr) -> Any:
     if budget is None:
         return jaxpr
     line, choices = timeline_of(numbered, budget)
+    if budget.measured:
+        return _measured(numbered, budget, line, choices)
     found, least = best_within(budget.count, budget.host, line.moments, choices)
     refusal = "" if found is not None else _refusal(budget, least, line)
-    counts = {count.number: count for count in (found or least).counts}
+    return _settled(numbered, found or least, refusal)
+
+
+def _measured(numbered: _jax.Jaxpr, budget: Part, line: Timeline, choices: Choices) -> Any:
+    """Return the program for which the compiler needs no more than the budget.
+
+    What it needs beyond the budget is taken off the bytes that loopkit plans with.
+    """
+    count, tries = budget.count, 1
+    while True:
+        found, least = best_within(count, None, line.moments, choices)
+        made = _settled(numbered, found or least)
+        needed = temporary_bytes(made)
+        if needed <= budget.count:
+            return made
+        if found is None:
+            break
+        tries += 1
+        count = 0 if tries == COMPILED else found.bytes - (needed - budget.count)
+    refusal = (
+        f"loopkit.checkpointed: `memory` must be at least {needed} bytes, which the smallest plan "
+        f"needs once it is compiled. Pass `memory={needed}` or more. Got: {budget.count} bytes."
+    )
+    return _settled(numbered, least, refusal)
+
+
+def temporary_bytes(jaxpr: _jax.Jaxpr) -> int:
+    """Return the compiler's figure for the temporary memory of the gradient in all inputs."""
+    types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in jaxpr.in_avals]
+    compiled = jax.jit(_gradient_of(jaxpr)).lower(*types).compile()
+    figures: Any = compiled.memory_analysis()
+    return figures.temp_size_in_bytes
+
+
+def _gradient_of(jaxpr: _jax.Jaxpr) -> Callable:
+    """Return the function from the inputs of a program to their cotangents, for ones."""
+    outs = list(map(_jax.is_differentiable, jaxpr.out_avals))
+    ins = list(map(_jax.is_differentiable, jaxpr.in_avals))
+
+    def gradient(*values: jax.Array) -> Any:
+        def of(*moving: jax.Array) -> list:
+            return kept(_jax.call_jaxpr(jaxpr)(*spread(moving, ins, values)), outs)
+
+        results, pullback = jax.vjp(of, *kept(values, ins))
+        return pullback([jax.numpy.ones_like(v) for v in results])
+
+    return gradient
+
+
+def _settled(numbered: _jax.Jaxpr, state: State, refusal: str = "") -> Any:
+    """Return the program whose loops have the parts of a state."""
+    counts = {count.number: count for count in state.counts}
 
     def with_its_part(eqn: _jax.Equation) -> Any:
         part = getattr(eqn.params.get("loop"), "checkpoints", None)
@@ -101,12 +161,12 @@ def timeline_of(jaxpr: _jax.Jaxpr, budget: Bytes) -> tuple[Timeline, Choices]:
     derivative live at the same time.
     """
     body = equations.inlined(jaxpr)
-    with suppress(Exception):  # users' rules raise what they like
+    with suppress(*NO_DERIVATIVE):
         line = _of_gradient(body)
         return line, {k: choices_of(m.loop, m.active, budget) for k, m in line.loops.items()}
     loops, choices = [], {}
     for met in (m for e in _jax.open_jaxpr(body).eqns for m in met_in(e, primal=True)):
-        with suppress(Exception):
+        with suppress(*NO_DERIVATIVE):
             each = met._replace(active=whole_activity(met.loop))
             choices[met.key] = choices_of(each.loop, each.active, budget)
             loops.append(each)

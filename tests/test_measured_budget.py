@@ -1,0 +1,84 @@
+"""`measure=True`: the compiler's figure for a gradient is within the budget."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import loopkit
+from derivatives import assert_close
+from test_one_budget import PROGRAMS, W, X, bytes_for_all, compiled_bytes, twice, two, unrolled
+
+
+def test_the_compiler_needs_no_more_than_the_budget():
+    budget = 3500
+    assert compiled_bytes(loopkit.checkpointed(twice, memory=budget), X, W) > budget
+    measured = loopkit.checkpointed(twice, memory=budget, measure=True)
+    assert compiled_bytes(measured, X, W) <= budget
+    wanted = jax.grad(lambda x, w: twice(x, w, unrolled), (0, 1))(X, W)
+    assert_close(jax.jit(jax.grad(measured, (0, 1)))(X, W), wanted)
+
+
+@pytest.mark.slow
+def test_the_smallest_plan_that_an_error_names_will_do():
+    few = loopkit.checkpointed(two, memory=1600, measure=True)
+    assert_close(few(X, W), two(X, W, unrolled))
+    said = r"must be at least (\d+) bytes, which the smallest plan needs once it is compiled"
+    with pytest.raises(ValueError, match=said + r"\. Pass .*\. Got: 1600 bytes\.") as refused:
+        jax.grad(few)(X, W)
+    least = int(re.search(said, str(refused.value))[1])
+    assert compiled_bytes(loopkit.checkpointed(two, memory=least, measure=True), X, W) <= least
+    with pytest.raises(ValueError, match=said):
+        jax.grad(loopkit.checkpointed(two, memory=least - 1, measure=True))(X, W)
+
+
+@pytest.mark.slow
+def test_a_budget_below_the_prediction_is_enough_if_the_compiler_says_so():
+    """An error of the prediction may lie on either side."""
+
+    def f(x):  # the compiler needs no cotangents for what is only added
+        y, _ = lax.scan(lambda c, _: (jnp.sin(c), None), x, length=3)
+        return jnp.sum(y) + sum(jnp.sum(jnp.cos(x * k)) for k in range(9))
+
+    x = jnp.ones(1000)
+    with pytest.raises(ValueError, match="must be at least") as refused:
+        jax.grad(loopkit.checkpointed(f, memory=1))(x)
+    predicted = int(re.search(r"at least (\d+)", str(refused.value))[1])
+    slope = jax.jit(jax.grad(loopkit.checkpointed(f, memory=predicted)))
+    needed = slope.lower(x).compile().memory_analysis().temp_size_in_bytes
+    assert needed < predicted
+    measured = loopkit.checkpointed(f, memory=needed, measure=True)
+    assert_close(jax.grad(measured)(x), jax.grad(f)(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("f", PROGRAMS)
+def test_programs_of_several_loops(f):
+    least, whole = bytes_for_all(f, X, W)
+    for budget in (2 * least, whole):
+        measured = loopkit.checkpointed(f, memory=budget, measure=True)
+        assert compiled_bytes(measured, X, W) <= budget
+
+
+@pytest.mark.slow
+def test_inside_other_transformations():
+    budget = 3500
+    measured = loopkit.checkpointed(twice, memory=budget, measure=True)
+    lanes = jnp.stack([X, jnp.cos(X)])
+    wanted = jnp.stack([jax.grad(lambda x: twice(x, W, unrolled))(x) for x in lanes])
+    each = jax.grad(measured, (0, 1))(X, W)
+    assert_close(each, jax.grad(lambda x, w: twice(x, w, unrolled), (0, 1))(X, W))
+    assert_close(jax.jit(jax.vmap(jax.grad(measured), (0, None)))(lanes, W), wanted)
+    with jax.disable_jit():
+        assert_close(measured(X, W), twice(X, W, unrolled))
+
+
+def test_one_memory_in_bytes():
+    expected = r"`measure` can be True only if `memory` is a number of bytes\. .*Got: memory="
+    for memory in (None, {"device": 10**6, "host": 10**6}):
+        with pytest.raises(ValueError, match=expected):
+            loopkit.checkpointed(two, memory=memory, measure=True)
+    with pytest.raises(ValueError, match=expected):
+        loopkit.checkpointed(measure=True)(two)
