@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import loopkit
-from loopkit._reports.hlo import CompiledModule
+from loopkit._reports.in_place import CompiledModule
 
 ROWS = jnp.ones((300, 7))
 

@@ -22,7 +22,7 @@ from jax import lax
 
 from loopkit import _jax
 from loopkit._arguments import failed_step
-from loopkit._arguments.taken import if_taken
+from loopkit._arguments.error_on_use import if_taken
 
 watch_p = _jax.declare("loopkit_watch")
 

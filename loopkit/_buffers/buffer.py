@@ -19,13 +19,15 @@ from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._buffers import indexing, run_time_checks, slices
 from loopkit._buffers.keywords import (
+    How,
+    Index,
+    WriteKw,
     check_keywords,
     fill_value_of,
     mode_name,
     without_operators,
     wrong,
 )
-from loopkit._buffers.types import How, Index, WriteKw
 
 AT = "Buffer.at[...]."
 

@@ -1,17 +1,49 @@
-"""The keywords of a buffer's `.at[...]`, which mean what they mean in jax.numpy."""
+"""Types in the signatures of buffers, and the keywords of `.at[...]`, which are jax.numpy's."""
 
 from __future__ import annotations
 
 import functools as ft
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from types import EllipsisType
+from typing import Any, Protocol, TypeAlias, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Int
 
 from loopkit._arguments import errors
 
 T = TypeVar("T")
+E = TypeVar("E")
+"""An element: an array or a tree of arrays."""
+Tree: TypeAlias = tuple[Any, ...] | list[Any] | dict[Any, Any]
+"""Containers that may hold numbers or types instead of arrays."""
+Integer: TypeAlias = int | np.integer[Any] | Int[Array, ""]
+"""One integer."""
+Many: TypeAlias = tuple[Any, ...] | list[Any] | np.ndarray[Any, Any] | Int[Array, "*slices"]
+Index: TypeAlias = Integer | slice | EllipsisType | Many | None
+"""An index between brackets: as for arrays, but without arrays of bools."""
+How: TypeAlias = Mapping[str, Any]
+"""A `WriteKw`, where it is taken apart."""
+
+
+class ArrayType(Protocol):
+    """A `jax.ShapeDtypeStruct`, whose attributes checkers do not know."""
+
+    shape: Any
+    dtype: Any
+
+
+class WriteKw(TypedDict, total=False):
+    """Keywords of a write."""
+
+    pred: bool | np.bool_ | np.ndarray[Any, Any] | Bool[Array, "*slice"] | None
+    mode: Any
+    unique_indices: bool
+    indices_are_sorted: bool
+    wrap_negative_indices: bool
+
 
 MODES = ("drop", "fill", "clip", "promise_in_bounds")
 
