@@ -36,8 +36,6 @@ class Copy:
     bytes: int
     leaf: str
     """The leaves of a carry that have this type; empty if none has."""
-    element: int | None
-    """The element of the compiled loop's carry that it belongs to, if that is known."""
     source: str
     """file:line, or "" if the compiler does not say."""
     instruction: str
@@ -181,21 +179,9 @@ def _report(text: str, names: dict[str, dict[str, None]], min_bytes: int) -> InP
             for i in instructions.values():
                 if i.opcode in ("copy", "copy-start") and i.bytes >= min_bytes:
                     leaf = " or ".join(names.get(i.shape, ()))
-                    element = _element(instructions, i) if computation == body else None
                     source = _source(program, instructions, i)
-                    copies.append(Copy(i.shape, i.bytes, leaf, element, source, i.name))
+                    copies.append(Copy(i.shape, i.bytes, leaf, source, i.name))
     return InPlaceReport(tuple(copies), len(program.loop_bodies), min_bytes)
-
-
-def _element(instructions: dict[str, Instruction], copy: Instruction) -> int | None:
-    """Return the element of the loop's carry that a copy is made of, or becomes."""
-    at = copy
-    while at.opcode in ("copy", "bitcast") and at.operands and at.operands[0] in instructions:
-        at = instructions[at.operands[0]]
-    if at.opcode == "get-tuple-element":
-        return at.index
-    results = (i.operands for i in instructions.values() if i.root and i.opcode == "tuple")
-    return next((o.index(copy.name) for o in results if copy.name in o), None)
 
 
 def _source(
@@ -254,11 +240,6 @@ class Instruction:
         """Return the number that an attribute has."""
         found = re.search(rf"\b{key}=(\d+)", self.rest)
         return None if found is None else int(found[1])
-
-    @property
-    def index(self) -> int | None:
-        """The index of a get-tuple-element."""
-        return self.number("index")
 
 
 @dataclass
