@@ -12,9 +12,9 @@ from loopkit._extras.unbounded import unbounded_scan as unbounded_scan
 from loopkit._foreign.checkpointed import checkpointed as checkpointed
 from loopkit._foreign.lax_loop import LoopSite as LoopSite
 from loopkit._foreign.replace import replace_lax_loops as replace_lax_loops
-from loopkit._loops.fori_loop import fori_loop as fori_loop
 from loopkit._loops.scan import scan as scan
-from loopkit._loops.while_loop import while_loop as while_loop
+from loopkit._loops.while_loops import fori_loop as fori_loop
+from loopkit._loops.while_loops import while_loop as while_loop
 from loopkit._plans.plan import Plan as Plan
 from loopkit._reports.explain import Explanation as Explanation
 from loopkit._reports.explain import explain as explain

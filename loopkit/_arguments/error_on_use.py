@@ -21,6 +21,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jaxtyping import PyTree
 
 from loopkit import _jax
@@ -62,6 +64,30 @@ class ErrorIf:
         same = [_jax.zeros(_jax.ShapedArray(t.shape, t.dtype)) for t in types]
         raised = _equinox().error_if(same, failed, self.message)
         return [jnp.where(failed, r, v) for r, v in zip(raised, values, strict=True)]
+
+
+def call_if(
+    found: jax.Array, report: Callable[..., Any], operands: Sequence[Any], values: Sequence[Any]
+) -> list:
+    """Return the values; if `found` holds at run time, call `report(*operands)`, which raises."""
+    if not any(map(_jax.is_tracer, (found, *operands))):
+        if found:
+            report(*operands)
+        return list(values)
+    types = list(map(jax.typeof, operands))
+    same = lambda v: _jax.vary_like(v, types)
+
+    def call(*operands: jax.Array) -> Any:
+        def on_host(*given: jax.Array) -> Any:
+            report(*given)
+            return np.True_
+
+        return same(jax.pure_callback(on_host, jax.ShapeDtypeStruct((), jnp.bool_), *operands))
+
+    # Called only where there is something to report.
+    done = lax.cond(found, call, lambda *_: same(jnp.bool_(True)), *operands)
+    # The values depend on the call. Otherwise the compiler would remove it.
+    return [jnp.where(done, v, _jax.zeros(jax.typeof(v))) for v in values]
 
 
 def error_on_use(

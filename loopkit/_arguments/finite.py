@@ -11,6 +11,7 @@ primitive serves all derivatives, and a leaf that was not finite from the start 
 
 from __future__ import annotations
 
+import functools as ft
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,11 +19,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from loopkit import _jax
 from loopkit._arguments import failed_step
-from loopkit._arguments.error_on_use import if_taken
+from loopkit._arguments.error_on_use import call_if, if_taken
 
 watch_p = _jax.declare("loopkit_watch")
 
@@ -164,36 +164,16 @@ def _evaluate(*operands: jax.Array, how: WatchParams) -> list:
             bad = _level(v, lanes) > (level if leaf.takes_level else worst)
             checked.append(v)
             failed.append(bad & fronted[0])
-    done = _reported(how, keys[2:], failed, checked, fronted)
-    # The values depend on the call. Otherwise the compiler would remove it.
-    return [*(jnp.where(done, v, _jax.zeros(jax.typeof(v))) for v in values), *told]
+    found = ft.reduce(jnp.logical_or, [bad.any() for bad in failed])
+    report = ft.partial(_raise, how, keys[2:])
+    return [*call_if(found, report, [*failed, *checked, *fronted], values), *told]
 
 
 def _is_number(value: jax.Array) -> bool:
     return not jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
-def _reported(how: WatchParams, keys: tuple, failed: list, checked: list, report: list) -> Any:
-    """Return True, once nothing is left to report."""
-    found = jnp.bool_(False)
-    for bad in failed:
-        found = found | bad.any()
-    operands = [*failed, *checked, *report]
-    if not any(map(_jax.is_tracer, operands)):
-        if found:
-            _raise(how, keys, *operands)
-        return True
-    types = list(map(jax.typeof, operands))
-    same = lambda v: _jax.vary_like(v, types)
-
-    def call(*operands: jax.Array) -> Any:
-        out = jax.ShapeDtypeStruct((), jnp.bool_)
-        return same(jax.pure_callback(lambda *v: _raise(how, keys, *v), out, *operands))
-
-    return lax.cond(found, call, lambda *_: same(jnp.bool_(True)), *operands)
-
-
-def _raise(how: WatchParams, keys: tuple, *given: jax.Array) -> Any:
+def _raise(how: WatchParams, keys: tuple, *given: jax.Array) -> None:
     operands = list(map(np.asarray, given))
     names = [leaf.name for leaf in how.leaves if leaf.forward]
     count = len(names)
