@@ -119,9 +119,9 @@ def while_loop(
       of `body_fun` goes on with its own next step, while others are still inside. If no inner loop
       ends by itself, this does what None does. None: "compact" if it is expected to save more time
       than it adds to compilation, else "wait".
-    - `progress`: shows how far the loop is, and how far its gradient is on the way back: "tqdm" or
-      "rich", which have to be installed, "line", or an object with `start(total)`, `update(steps)`
-      and `close()`. It does not go together with `lanes="flatten"`. See the guide to progress.
+    - `progress`: shows how far the loop is, and how far its gradient is on the way back: "tqdm",
+      which has to be installed, "line", or an object with `start(total)`, `update(steps)` and
+      `close()`. It does not go together with `lanes="flatten"`. See the guide to progress.
     - `debug`: "finite" raises an error at run time at the first step after which the carry, a row
       of ys, a tangent or a cotangent is no longer finite. The error names the step, the lane, the
       leaf, and the line of the body, and `loopkit.replay` returns the arguments of that step. Each
