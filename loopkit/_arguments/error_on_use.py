@@ -125,8 +125,9 @@ def _taken_batched(_: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any]) -
     return taken_p.bind(*args), dims
 
 
-def _taken_alone(_: object, evaluate: Any, condition: jax.typing.ArrayLike) -> list:
-    return evaluate(condition)
+def evaluate_alone(_: object, evaluate: Any, *operands: jax.Array, **params: Any) -> list:
+    """Evaluate outside jit, so that an error is raised where the step is taken."""
+    return evaluate(*operands, **params)
 
 
 def _types(*types: _jax.ShapedArray, raising: Callable, count: int) -> tuple[list, Any]:
@@ -162,7 +163,7 @@ def _dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
 
 
 itself = lambda condition: [condition]
-_jax.define(taken_p, itself, _taken_types, jvp=_taken_jvp, run=_taken_alone)
+_jax.define(taken_p, itself, _taken_types, jvp=_taken_jvp, run=evaluate_alone)
 _jax.register_batching(taken_p, _taken_batched)
 
 evaluate = lambda *operands, raising, count: raising(operands[:count], list(operands[count:]))

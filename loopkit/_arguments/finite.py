@@ -12,7 +12,7 @@ primitive serves all derivatives, and a leaf that was not finite from the start 
 from __future__ import annotations
 
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from loopkit import _jax
 from loopkit._arguments import failed_step
-from loopkit._arguments.error_on_use import call_if, if_taken
+from loopkit._arguments.error_on_use import call_if, evaluate_alone, if_taken
 
 watch_p = _jax.declare("loopkit_watch")
 
@@ -265,10 +265,7 @@ def _dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
     return needed, _jax.part_of(eqn, needed, wanted, {"how": _with_leaves(how, keep)})
 
 
-def _alone(_: object, evaluate: Callable[..., Any], *operands: jax.Array, how: WatchParams) -> list:
-    """Evaluate outside jit, so that the error is raised where the step is taken."""
-    return evaluate(*operands, how=how)
-
-
-_jax.define(watch_p, _evaluate, _types, jvp=_jvp, transpose=_transpose, dce=_dce, run=_alone)
+_jax.define(
+    watch_p, _evaluate, _types, jvp=_jvp, transpose=_transpose, dce=_dce, run=evaluate_alone
+)
 _jax.register_batching(watch_p, _batched)

@@ -96,7 +96,9 @@ class SomeYs(NamedTuple):
     ) -> SomeYs:
         """Choose from the `types` of the leaves of one y; `settings` has the other fields."""
         rows, every = tree.unflatten(types), settings[0]
-        hows = [None] * len(types) if reduce is None else _hows(reduce, rows)
+        advice = 'Pass None, "sum", "mean" or "last" for each leaf, or for whole subtrees.'
+        of = "the y that `f` returns"
+        hows = validate.from_prefix(FUNCTION, "reduce", reduce, rows, of, advice)
         no_rows = [every is None and how is not None for how in hows]
         leaves = tuple(map(RowKind, types, hows, y_axes(out_axes, rows, no_rows)))
         some = SomeYs(tree, leaves, *settings)
@@ -283,18 +285,6 @@ def _check_whole(y: PyTree[Any], leaves: Sequence[RowKind]) -> None:
             expected, got = 'can be "sum" or "mean" only for numbers', f"a {type(node).__name__}"
             advice = 'Pass "last" or None for it, or return its numbers.'
             raise errors.wrong_value(FUNCTION, "reduce", expected, got, advice, path)
-
-
-def _hows(reduce: Reduce, y: PyTree[Any]) -> list[str | None]:
-    """Return how each leaf of y is reduced, from a prefix of its tree."""
-    try:
-        flat = _jax.broadcast_prefix(reduce, y, is_leaf=lambda v: v is None)
-    except ValueError:
-        got = f"{reduce!r} for {jax.tree.structure(y)}"
-        advice = 'Pass None, "sum", "mean" or "last" for each leaf, or for whole subtrees.'
-        expected = "must be a tree prefix of the y that `f` returns"
-        raise errors.wrong_value(FUNCTION, "reduce", expected, got, advice) from None
-    return flat
 
 
 def check_words(reduce: Reduce) -> None:
