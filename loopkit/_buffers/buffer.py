@@ -260,7 +260,7 @@ class Ref:
         place, pred = self._place(name, how)
         self._check_shape(name, "values", place, values)
         if not place.unique:
-            return self._all_at_once(name, combine, values, how, pred)
+            return self._all_at_once(name, combine, place, values, how, pred)
         old = self.buffer._read(place)
         new = self._checked(name, place, pred, how, combine(old, values))
         return self.buffer._write(place, new, pred)
@@ -268,14 +268,23 @@ class Ref:
     def _checked(self, name: str, place: indexing.Place, pred: Any, how: How, values: Any) -> Any:
         """Return the values to write, in the dtype of the buffer."""
         self._check_shape(name, "values", place, values)
-        values = self._cast(name, values)
+        return self._in_bounds(name, place, pred, how, self._cast(name, values))
+
+    def _in_bounds(self, name: str, place: indexing.Place, pred: Any, how: How, values: Any) -> Any:
+        """Return the values, with the error about what is written out of bounds, if asked for."""
         if how.get("mode") is not None:
             return values
         verb = f"written with .{name}"
         return run_time_checks.check_bounds(self.buffer, values, place, pred, verb)
 
     def _all_at_once(
-        self, name: str, combine: Callable[..., Any], values: ArrayLike, how: How, pred: Any
+        self,
+        name: str,
+        combine: Callable[..., Any],
+        place: indexing.Place,
+        values: ArrayLike,
+        how: How,
+        pred: Any,
     ) -> Buffer:
         """Write at index arrays that may name a row twice: as in jax.numpy, on the whole array."""
         whole = indexing.place(self.buffer.shape, ...)
@@ -292,11 +301,14 @@ class Ref:
             new = ref.apply(lambda old: combine(old, None), **how)
         else:
             if pred is not None:
-                shape = indexing.place(self.buffer.shape, self.index).shape
                 other = 1 if name in ("multiply", "divide", "power") else ref.get()
-                values = jnp.where(pred, jnp.broadcast_to(values, shape), other)
+                values = jnp.where(pred, jnp.broadcast_to(values, place.shape), other)
             new = getattr(ref, name)(values, **how)
-        return self.buffer._write(whole, new, None)
+        new = self.buffer._write(whole, self._in_bounds(name, place, pred, how, new), None)
+        if new._written is not None:  # by what is at the index alone
+            blank = jnp.zeros(place.shape, self.buffer.dtype)
+            new._written = self.buffer._write(place, blank, pred)._written
+        return new
 
     def _place(self, name: str, how: How) -> tuple[indexing.Place, Any]:
         how = dict(how)
