@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -61,7 +60,6 @@ class Failed(NamedTuple):
     x: Sequence[Any]
 
 
-_lock = threading.Lock()
 _last: list[Failed] = []
 
 
@@ -130,8 +128,7 @@ def _of_lane(value: Any, lane: tuple[int, ...]) -> Any:
 
 def keep(loop: Watched, keys: Sequence[Any], lane: Any, carry: Sequence, x: Sequence) -> None:
     failed = Failed(loop, keys, *([_of_lane(v, lane) for v in values] for values in (carry, x)))
-    with _lock:
-        _last[:] = [failed]
+    _last[:] = [failed]
 
 
 def replay() -> tuple[Any, ...]:
@@ -176,14 +173,12 @@ def replay() -> tuple[Any, ...]:
         print(x < 0)  # True
         ```
     """
-    with _lock:
-        failed = _last[0] if _last else None
-    if failed is None:
+    if not _last:
         raise RuntimeError(
             'loopkit.replay: a loop with `debug="finite"` must have failed in this process. Pass '
             "that to the loop, and wait for its result with jax.block_until_ready. Got: no failure."
         )
-    return _arguments(failed)
+    return _arguments(_last[0])
 
 
 def _arguments(failed: Failed) -> tuple:

@@ -278,10 +278,10 @@ def _of_all(some: SomeYs, names: Names, ys: list, steps: int) -> Any:
 
 def _check_whole(y: PyTree[Any], leaves: Sequence[RowKind]) -> None:
     """Raise if a node of y that is more than its leaves would be summed leaf by leaf."""
-    whole, rest = lambda v: getattr(type(v), "_is_whole", False), iter(leaves)
-    for path, node in tree_leaves_with_path(y, is_leaf=whole):
+    rest = iter(leaves)
+    for path, node in tree_leaves_with_path(y, is_leaf=static_leaves.is_whole):
         own = [next(rest) for _ in jax.tree.leaves(node)]
-        if whole(node) and any(leaf.sums for leaf in own):
+        if static_leaves.is_whole(node) and any(leaf.sums for leaf in own):
             expected, got = 'can be "sum" or "mean" only for numbers', f"a {type(node).__name__}"
             advice = 'Pass "last" or None for it, or return its numbers.'
             raise errors.wrong_value(FUNCTION, "reduce", expected, got, advice, path)
