@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Never, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, ArrayLike, PyTree
 
 from loopkit import _jax
@@ -22,6 +21,7 @@ from loopkit._buffers.keywords import (
     How,
     Index,
     WriteKw,
+    cast,
     check_keywords,
     fill_value_of,
     mode_name,
@@ -268,7 +268,7 @@ class Ref:
     def _checked(self, name: str, place: indexing.Place, pred: Any, how: How, values: Any) -> Any:
         """Return the values to write, in the dtype of the buffer."""
         self._check_shape(name, "values", place, values)
-        return self._in_bounds(name, place, pred, how, self._cast(name, values))
+        return self._in_bounds(name, place, pred, how, cast(name, values, self.buffer.dtype))
 
     def _in_bounds(self, name: str, place: indexing.Place, pred: Any, how: How, values: Any) -> Any:
         """Return the values, with the error about what is written out of bounds, if asked for."""
@@ -335,22 +335,6 @@ class Ref:
         problem += f"indexed entries of {errors.short_type(self.buffer)}"
         advice = "Reshape the values, or index the entries that they are for."
         raise ValueError(wrong(problem, f"{list(have)}", advice))
-
-    def _cast(self, name: str, values: ArrayLike) -> Any:
-        """Return values in the dtype of the buffer, if that loses nothing but precision."""
-        values = jnp.asarray(values)
-        have, want = values.dtype, self.buffer.dtype
-        if have == want:
-            return values
-        kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-        rank = [
-            next((i for i, k in enumerate(kinds) if jnp.issubdtype(d, k)), -1) for d in (have, want)
-        ]
-        if -1 in rank or rank[0] > rank[1]:
-            problem = f"`.at[...].{name}` needs values of the dtype of the buffer, {want}"
-            advice = f"Cast them with .astype, or start from a buffer of {have}."
-            raise TypeError(wrong(problem, f"{have}", advice))
-        return lax.convert_element_type(values, want)
 
 
 def is_buffer(value: object) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias, TypedDict, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, ArrayLike, Bool, Int
 
 from loopkit._arguments import errors
 
@@ -87,7 +87,7 @@ def without_operators(cls: type[T]) -> type[T]:
     return cls
 
 
-def fill_value_of(dtype: np.dtype[Any], fill_value: jax.typing.ArrayLike | None) -> Any:
+def fill_value_of(dtype: np.dtype[Any], fill_value: ArrayLike | None) -> Any:
     """Return what jax.numpy reads out of bounds in mode "fill"."""
     if fill_value is None and jnp.issubdtype(dtype, jnp.inexact):
         fill_value = jnp.nan
@@ -95,3 +95,20 @@ def fill_value_of(dtype: np.dtype[Any], fill_value: jax.typing.ArrayLike | None)
         unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
         fill_value = jnp.iinfo(dtype).max if unsigned else jnp.iinfo(dtype).min
     return jnp.asarray(True if fill_value is None else fill_value, dtype)
+
+
+def cast(name: str, values: ArrayLike, dtype: np.dtype[Any]) -> Any:
+    """Return values in the dtype of a buffer, if that loses nothing but precision."""
+    values = jnp.asarray(values)
+    if values.dtype == dtype:
+        return values
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    have, want = (
+        next((i for i, k in enumerate(kinds) if jnp.issubdtype(d, k)), -1)
+        for d in (values.dtype, dtype)
+    )
+    if -1 in (have, want) or have > want:
+        problem = f"`.at[...].{name}` needs values of the dtype of the buffer, {dtype}"
+        advice = f"Cast them with .astype, or start from a buffer of {values.dtype}."
+        raise TypeError(wrong(problem, f"{values.dtype}", advice))
+    return jax.lax.convert_element_type(values, dtype)
