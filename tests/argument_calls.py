@@ -51,6 +51,10 @@ def blocked(**how):
     return loopkit.blocked(lambda x: x * 2, **how)(X)
 
 
+def best_unroll(**how):
+    return loopkit.best_unroll(step, 1.0, **{"length": 3, "uses": 1, **how})
+
+
 def checkpointed(**how):
     return loopkit.checkpointed(lambda x: x * 2, **how)(1.0)
 

@@ -16,6 +16,7 @@ from argument_calls import (
     REPLACING,
     REPORTING,
     X,
+    best_unroll,
     blocked,
     by_name,
     checkpointed,
@@ -46,6 +47,7 @@ FLAGS = [
     *((plan, flag) for flag in ("keeps_all", "thinned", "host", "exact")),
     *((use, flag) for use in (set_to, get) for flag in ("unique_indices", "indices_are_sorted")),
     *((report, "grad") for report in REPORTING),
+    (best_unroll, "gradient"),
     *((call, "strict") for call in REPLACING),
 ]
 NO_FLAGS = ["no", "", 2, -1, 0.0, 1.0, math.nan, [], jnp.asarray(True), np.ones(1, bool)]
@@ -56,6 +58,10 @@ COUNTS = [
     *((loop, "unroll", 0) for loop in (scan, fori_loop)),
     *((loop, "checkpoints", 1) for loop in (*ALL_LOOPS, unbounded_scan, ragged_scan, *REPLACING)),
     *((loop, "memory", 1) for loop in (*ALL_LOOPS, ragged_scan, *REPLACING)),
+    *(
+        (best_unroll, name, least)
+        for name, least in (("length", 0), ("checkpoints", 1), ("uses", 1))
+    ),
     *((steps, "length", 0), (scan, "truncate", 1), (scan, "every", 1), (blocked, "block", 1)),
     *(
         (unbounded_scan, "segment", 1),
@@ -339,6 +345,7 @@ def refusals():
     yield from ((call.__name__, "buffers") for call in ALL_LOOPS)
     yield from ((name, "fn") for name in OF_FUNCTIONS)
     yield "length_buckets", "lengths"
+    yield from (("best_unroll", name) for name in ("f", "init", "xs"))  # tests/test_unroll.py
     yield from ((call.__name__, "lanes") for call in LANES)
     yield from ((call.__name__, "progress") for call in SHOWING)
     yield from ((call.__name__, "debug") for call in WATCHING)

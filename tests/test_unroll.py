@@ -1,12 +1,14 @@
-"""`unroll`: steps to an iteration."""
+"""`unroll`: steps to an iteration, given or found by measuring."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import loopkit
 from derivatives import assert_close, derivative
 from loopkit import Plan
+from loopkit._extras import best_unroll as trials
 from problems import named
 
 KEEPS_ALL = Plan(0, keeps_all=True, store="residuals")
@@ -68,3 +70,87 @@ def test_what_is_no_unroll():
             TypeError, match=r"scan: `unroll` must be an int >= 0 .* bool[.] .*Got:"
         ):
             loopkit.scan(lambda x, _: (x, None), 1.0, length=3, unroll=unroll)
+
+
+def timed(monkeypatch, to_compile, seconds):
+    """Trials that take just so long, of `count` steps to an iteration."""
+    made = []
+
+    def measured(run, init, xs):
+        run(init, xs)
+        made.append(trials.COUNTS[len(made)])
+        return to_compile(made[-1]), seconds(made[-1])
+
+    monkeypatch.setattr(trials, "_measured", measured)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("to_compile", "seconds", "wanted", "tried"),
+    [
+        (lambda n: 0.1 * n, lambda n: 1e-6 / n, 1, 2),  # a run saves less than compiling costs
+        (lambda n: 0.1 * n, lambda n: 1e-2 / n, 8, 5),
+        (lambda n: 0.001, lambda n: 1e-3 * (1 - 0.002 * n), 1, 5),  # within the noise
+        (lambda n: 3.0**n, lambda n: 1e-2 / n, 1, 3),  # to compile four takes longer than all runs
+    ],
+)
+def test_time_to_compile_counts(to_compile, seconds, wanted, tried, monkeypatch):
+    made = timed(monkeypatch, to_compile, seconds)
+    step = lambda x, _: (x * 0.5, None)
+    assert loopkit.best_unroll(step, 1.0, length=100) == wanted
+    assert made == list(trials.COUNTS[:tried])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_real_trial(gradient):
+    """Trees may hold integers, which have no gradient."""
+
+    def step(c, x):
+        x_row, k = x
+        new = {"a": c["a"] + 0.1 * c["a"] ** 2 * x_row, "n": c["n"] + k}
+        return new, (c["a"], c["n"], new["a"].astype(complex))
+
+    init, xs = {"a": 0.5, "n": 3}, (np.linspace(0, 1, 20), jnp.arange(20))
+    found = loopkit.best_unroll(step, init, xs, gradient=gradient, checkpoints="all", uses=10)
+    assert found in trials.COUNTS
+    assert type(found) is int
+
+
+def test_steps_are_run_on_the_values_given():
+    """They may hold loops that end by themselves, write to the host, and read what is random."""
+    seen = []
+    inside = lambda x: loopkit.while_loop(lambda y: y < 1, lambda y: y + x, x)
+
+    def step(x, _):
+        jax.debug.callback(lambda x: seen.append(float(x)), x)
+        return x + 0.1 * inside(x), None
+
+    loopkit.best_unroll(step, 0.5, length=2, uses=1)
+    jax.effects_barrier()
+    want = [0.5, float(step(0.5, None)[0])]
+    assert set(seen) == set(want)
+    assert len(seen) >= len(want) * (trials.ROUNDS + 1)
+
+
+def test_inside_jit_is_an_error():
+    step = lambda x, _: (x, None)
+    for f, name in (
+        (lambda x: loopkit.best_unroll(step, x, length=3), "init"),
+        (lambda x: loopkit.best_unroll(step, 1.0, x), "xs"),
+    ):
+        message = f"best_unroll: `{name}` must hold values to measure with[.] .*Got: traced"
+        with pytest.raises(TypeError, match=message):
+            jax.jit(f)(jnp.ones(3))
+
+
+def test_arguments():
+    step = lambda x, _: (x, None)
+    with pytest.raises(TypeError, match="best_unroll: `gradient` must be a bool"):
+        loopkit.best_unroll(step, 1.0, length=3, gradient="yes")
+    with pytest.raises(
+        ValueError, match=r"best_unroll: `uses` must be an int >= 1 .runs.[.] .*Got: 0"
+    ):
+        loopkit.best_unroll(step, 1.0, length=3, uses=0)
+    with pytest.raises(TypeError, match="best_unroll: `f` must be a function"):
+        loopkit.best_unroll(None, 1.0, length=3)

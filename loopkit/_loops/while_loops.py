@@ -108,7 +108,8 @@ def while_loop(
     - `buffers`: which leaves of the carry are read and written in slices: a function of the carry
       that returns them, or a tree of bools that matches it. In the body they are
       `loopkit.Buffer`s, written in place, forward and backward.
-    - `unroll`: the steps in one iteration of the compiled loop.
+    - `unroll`: the steps in one iteration of the compiled loop. `loopkit.best_unroll` measures
+      which number takes the least time.
     - `throw`: raise an error at run time if `max_steps` steps were not enough.
     - `return_info`: also return a `LoopInfo`.
     - `lanes`: what lanes do after they have stopped, if `cond_fun` differs between lanes of
