@@ -16,16 +16,11 @@ import matplotlib.pyplot as plt
 
 import loopkit
 from loopkit import Plan
-from loopkit._engine.derivative.linearised import linearised
-from loopkit._engine.facts.activity import whole_activity
-from loopkit._jaxprs import equations
-from loopkit._jaxprs.min_cut import PICOSECONDS
 from loopkit._plans.plan import StepCosts
 from loopkit.schedules import reversal
 from loopkit.schedules.reversal import Advance, Discard, Restore, Reverse, Save
 from style import BLUE, GREY, HERE, ORANGE, RED, save
 
-POLICIES = "nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable"
 LOOP = Plan(1, bound=60, exact=True, step=StepCosts(carry_bytes=400, residual_bytes=400))
 PLANS = {
     "four-checkpoints": replace(LOOP, slots=4),
@@ -116,20 +111,8 @@ def schedule(plan: Plan, ink: str) -> Any:
     return figure
 
 
-def by_policy(name: str, f: Any, x: jax.Array) -> tuple[float, float]:
-    """Return the MB that a policy of JAX keeps of a step, and the ms to run the rest again."""
-    jaxpr = jax.make_jaxpr(f)(x)
-    (loop,) = (e.params["loop"] for e in equations.all_equations(jaxpr) if "loop" in e.params)
-    residuals = linearised(loop, whole_activity(loop)).residuals
-    policy = getattr(jax.checkpoint_policies, name)
-    exact = replace(residuals, policy=policy, saves_all=True)
-    cut = exact.cut(exact.least)
-    again = sum(residuals.times[id(eqn)] for eqn in cut.again) / PICOSECONDS
-    return sum(v.aval.size * v.aval.dtype.itemsize for v in cut.stored) / 1e6, again / 1e6
-
-
 def frontier(ink: str) -> Any:
-    """Draw what may be stored of a layer of attention, by `Explanation.plot`, beside policies."""
+    """Draw what may be stored of a layer of attention, by `Explanation.plot`."""
     sizes = {"query": (64, 64), "value": (64, 64), "up": (64, 256), "down": (256, 64)}
     layers = {name: jnp.ones((24, *size)) for name, size in sizes.items()}
 
@@ -139,15 +122,13 @@ def frontier(ink: str) -> Any:
         return h + jax.nn.gelu(h @ w["up"]) @ w["down"], None
 
     within = lambda h: loopkit.scan(layer, h, layers, memory="4 MB")[0]
-    x = jnp.ones((128, 64))
-    figure = loopkit.explain(within, x).plot()[1]
-    ax = figure.axes[0]
-    line, taken = ax.lines
+    figure = loopkit.explain(within, jnp.ones((128, 64))).plot()[1]
+    line, taken, *policies = figure.axes[0].lines
     line.set_color(BLUE)
     taken.set_color(RED)
-    for name, colour in zip(POLICIES, (ink, ORANGE, GREY), strict=True):
-        ax.plot(*by_policy(name, within, x), "x", color=colour, ms=9, mew=2, label=name)
-    ax.legend(frameon=False)
+    for policy, colour in zip(policies, (ink, ORANGE, GREY), strict=True):
+        policy.set(color=colour, markersize=9, markeredgewidth=2)
+    figure.axes[0].legend(frameon=False)
     return figure
 
 

@@ -97,7 +97,8 @@ class Explanation:
     loops: tuple[Explained, ...]
     gradient: GradientBytes | None = None
     """The memory of the gradient in all arguments, if its loops share a budget: `peak` bytes, the
-    `holders` of these, and the `timeline` of all bytes, as predicted."""
+    `holders` of these, the `timeline` of all bytes, and `compiled`, the compiler's figure, which
+    takes as long as to compile the gradient."""
     left: tuple[LeftLoop, ...] = ()
     """The loops that `checkpointed` or `replace_lax_loops` leaves to lax, each with a `site`, a
     `LoopSite`, and the reason, `why`."""
@@ -228,7 +229,7 @@ def _of_loopkit(source: str, loop: Loop) -> Explained:
     how = reversal(loop, active)
     whole = None if loop.length is None else loop.length * how.split.uncut_bytes
     name, waits = f"loopkit.{loop.name}", _why_waiting(loop) if loop.lanes else ""
-    frontier, again = frontier_of(how.plan), 0.0
+    frontier, again = frontier_of(loop, active, how.plan), 0.0
     if (run := nanoseconds(loop.body)) > 0:
         hidden = 0.0 if how.split.variant == "opened" else remat_nanoseconds(loop.body)
         again = (how.plan.row.nanoseconds + hidden) / run

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
+
+import jax
 
 from loopkit import _jax
 from loopkit._arguments.errors import size
+from loopkit._engine.derivative.linearised import linearised
 from loopkit._engine.derivative.whole_program import predicted
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import Active, Loop, kept
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.min_cut import PICOSECONDS
 from loopkit._plans.budget import Part
 from loopkit._plans.plan import Plan
 
+BY_HAND = "nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable"
+"""Policies of JAX that a picture shows."""
 FEW = 3
 """How many of those that hold bytes at the peak are printed."""
 
@@ -31,35 +41,53 @@ class Frontier:
     """The best ways to keep part of a step, from more bytes to fewer."""
 
     choices: tuple[Choice, ...]
+    by_hand: Callable[[], dict[str, Choice]] = field(compare=False)
+    """The choices of policies of JAX."""
 
     def __str__(self) -> str:
         return ", ".join(map(_in_words, self.choices))
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw bytes against time: the frontier, and what is taken."""
+        """Draw bytes against time: the frontier, what is taken, and policies of JAX beside it."""
         ax = _axes(ax)
         megabytes = lambda choices: [c.bytes / 1e6 for c in choices]
         milliseconds = lambda choices: [c.nanoseconds / 1e6 for c in choices]
         ax.plot(megabytes(self.choices), milliseconds(self.choices), "o-", label="frontier")
         taken = [c for c in self.choices if c.is_taken]
         ax.plot(megabytes(taken), milliseconds(taken), "o", ms=12, mfc="none", label="taken")
+        for name, choice in self.by_hand().items():
+            ax.plot(megabytes([choice]), milliseconds([choice]), "x", label=name)
         ax.set(xlabel="MB kept of a step", ylabel="ms to run the rest again, predicted")
         ax.legend()
         return ax.figure
 
 
-def frontier_of(plan: Plan) -> Frontier:
+def frontier_of(loop: Loop, active: Active, plan: Plan) -> Frontier:
     """Return the frontier of a loop's step; empty where all residuals are small."""
     keeps_rows = plan.keeps_all or (plan.store == "residuals" and plan.segment > 1)
     rows = plan.step.rows if plan.step.smaller_rows else ()
     taken = lambda row: keeps_rows and row == plan.row
     choices = (Choice(row.bytes, row.nanoseconds, taken(row)) for row in rows)
-    return Frontier(tuple(choices))
+    return Frontier(tuple(choices), lambda: _by_hand(loop, active))
 
 
 def _in_words(choice: Choice) -> str:
     words = f"{size(choice.bytes)} and {choice.nanoseconds / 1e6:.2g} ms"
     return f"[{words}]" if choice.is_taken else words
+
+
+def _by_hand(loop: Loop, active: Active) -> dict[str, Choice]:
+    """Return the choices of policies of JAX, by name."""
+    residuals = linearised(loop, active).residuals
+
+    def choice(name: str) -> Choice:
+        policy = getattr(jax.checkpoint_policies, name)
+        exact = replace(residuals, policy=policy, saves_all=True)
+        cut = exact.cut(exact.least)
+        again = sum(residuals.times[id(eqn)] for eqn in cut.again)
+        return Choice(_jax.byte_count(*(v.aval for v in cut.stored)), again / PICOSECONDS)
+
+    return {name: choice(name) for name in BY_HAND}
 
 
 @dataclass(frozen=True)
@@ -70,11 +98,20 @@ class GradientBytes:
     """For each equation, forward and then backward, what it is and the bytes that live then."""
     holders: tuple[tuple[str, int], ...]
     """For each of those that hold bytes at the peak, what it is and its bytes."""
+    program: Any = field(repr=False, compare=False)
 
     @property
     def peak(self) -> int:
         """The most bytes that live at one moment, as predicted."""
         return max(count for _, count in self.timeline)
+
+    @cached_property
+    def compiled(self) -> int:
+        """The compiler's figure. It takes as long as to compile the gradient."""
+        types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in self.program.in_avals]
+        compiled = jax.jit(_gradient_of(self.program)).lower(*types).compile()
+        figures: Any = compiled.memory_analysis()
+        return figures.temp_size_in_bytes
 
     def __str__(self) -> str:
         most = sorted(self.holders, key=lambda held: -held[1])[:FEW]
@@ -96,12 +133,27 @@ def gradient_bytes(jaxpr: _jax.Jaxpr) -> GradientBytes | None:
         return None
     line, state = predicted(jaxpr)
     bytes_then = tuple((m.what, m.bytes(state.chosen)) for m in line.moments)
-    return GradientBytes(bytes_then, tuple(line.holders(state)))
+    return GradientBytes(bytes_then, tuple(line.holders(state)), jaxpr)
 
 
 def _outermost(jaxpr: _jax.Jaxpr) -> list:
     """Return the equations of loops that are not derivatives yet."""
     return [e for e in equations.all_equations(jaxpr) if e.primitive.name == "loopkit_while"]
+
+
+def _gradient_of(jaxpr: _jax.Jaxpr) -> Any:
+    """Return the function from the inputs of a program to their cotangents, for ones."""
+    outs = list(map(_jax.is_differentiable, jaxpr.out_avals))
+    ins = list(map(_jax.is_differentiable, jaxpr.in_avals))
+
+    def gradient(*values: jax.Array) -> Sequence[Any]:
+        def of(*moving: jax.Array) -> list:
+            return kept(_jax.call_jaxpr(jaxpr)(*spread(moving, ins, values)), outs)
+
+        results, pullback = jax.vjp(of, *kept(values, ins))
+        return pullback([jax.numpy.ones_like(v) for v in results])
+
+    return gradient
 
 
 def _axes(ax: Any) -> Any:
