@@ -36,7 +36,7 @@ from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
 import iterations  # noqa: E402
-from loopkit._reports.hlo import CompiledModule  # noqa: E402
+from loopkit._reports.in_place import CompiledModule  # noqa: E402
 
 if not jax.config.jax_platforms:  # or the plugin of a GPU looks for one, and fails
     jax.config.update("jax_platforms", "cpu")

@@ -65,7 +65,7 @@ class Bars(Protocol):
     def close(self) -> Any: ...
 
 
-Progress: Alias = Literal["tqdm", "rich", "line"] | Bars | None
+Progress: Alias = Literal["tqdm", "line"] | Bars | None
 """The way in which a loop shows how far it is."""
 Reduce: Alias = Any
 """How to reduce ys: "sum", "mean", "last", None, or a tree of those that is a prefix of a y."""

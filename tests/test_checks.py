@@ -63,6 +63,32 @@ def test_written_out_of_bounds():
     assert float(filled("while", LAST, 9)(XS)) == 12
 
 
+ROWS_TWICE = {
+    "set": lambda b, i: b.at[i].set(1.0),
+    "max": lambda b, i: b.at[i].max(1.0),
+    "multiply": lambda b, i: b.at[i].multiply(2.0, pred=jnp.asarray([True, False])),
+    "apply": lambda b, i: b.at[i].apply(jnp.cos),
+}
+
+
+@pytest.mark.parametrize("name", ROWS_TWICE)
+@pytest.mark.parametrize(
+    ("last", "text"), [(0, "Got: a read at index 2 in step 0"), (7, "written with .{}.*index 7")]
+)
+def test_index_arrays_that_may_name_a_row_twice(name, last, text):
+    """They write to what they name alone, and are checked."""
+
+    def body(i, both):
+        b, total = both
+        b = ROWS_TWICE[name](b, jnp.stack([i + last, i]))
+        return b, total + b[2]
+
+    how = {"buffers": (True, False), "debug": "bounds"}
+    run = lambda: loopkit.fori_loop(0, 2, body, (jnp.zeros(5), 0.0), **how)
+    with pytest.raises(Exception, match=text.format(name)):
+        jax.block_until_ready(run())
+
+
 @pytest.mark.slow
 def test_what_an_initial_buffer_counts_as():
     """Entries count as written if the row is not all zeros."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import loopkit
-from loopkit._reports.hlo import CompiledModule
+from loopkit._reports.in_place import CompiledModule
 
 ROWS = jnp.ones((300, 7))
 
@@ -154,7 +154,7 @@ def test_parsing():
     assert (copy.opcode, copy.bytes, copy.operands, copy.root) == ("copy", 16, ("p",), True)
     assert program.lines(copy) == [("/b.py", 3)]
     assert program.lines(fusion) == [("/a.py", 9), ("/a.py", 8)]
-    assert program.computations["body"]["gte"].index == 1
+    assert program.computations["body"]["gte"].number("index") == 1
     assert program.computations["body"]["arg"].bytes == 0
     sizes = {"pred[3]": 3, "bf16[2,2]{1,0}": 8, "c64[]": 8, "s8[5]": 5, "f8e4m3fn[4]": 4}
     for kind, size in sizes.items():

@@ -28,7 +28,7 @@ MODULES = {
 }
 ALIASES = {
     target.id
-    for module in (loopkit._types, loopkit._buffers.types)
+    for module in (loopkit._types, loopkit._buffers.keywords)
     for node in ast.parse(inspect.getsource(module)).body
     if isinstance(node, ast.AnnAssign) and isinstance(target := node.target, ast.Name)
 }

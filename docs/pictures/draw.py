@@ -18,7 +18,7 @@ import loopkit
 from loopkit import Plan
 from loopkit._plans.plan import StepCosts
 from loopkit.schedules import reversal
-from loopkit.schedules.actions import Advance, Discard, Restore, Reverse, Save
+from loopkit.schedules.reversal import Advance, Discard, Restore, Reverse, Save
 from style import BLUE, GREY, HERE, ORANGE, RED, save
 
 LOOP = Plan(1, bound=60, exact=True, step=StepCosts(carry_bytes=400, residual_bytes=400))

@@ -1,9 +1,15 @@
-"""Errors at run time that depend on what is used of a result: its value or a derivative of it.
+"""Errors at run time: two primitives, for the condition and for the values that it concerns.
 
+taken (condition)      -> condition
 heard (checks, values) -> values
 
-The compiler removes what nobody uses, errors too. So tangents and cotangents go through the same
-checks as their values.
+Every condition that may raise an error at run time passes through `taken`. A loop whose steps may
+be taken in vain, as by lanes that have stopped, finds it there, and makes the condition false in
+such a step (`_engine/lanes/vain_steps.py`).
+
+Whether an error is raised depends on what is used of a result, its value or a derivative of it: the
+compiler removes what nobody uses, errors too. So tangents and cotangents go through the same checks
+as their values, in `heard`.
 """
 
 from __future__ import annotations
@@ -15,12 +21,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jaxtyping import PyTree
 
 from loopkit import _jax
-from loopkit._arguments.taken import if_taken
 
+taken_p = _jax.declare("loopkit_taken")
 heard_p = _jax.declare("loopkit_heard")
+
+
+def if_taken(condition: jax.typing.ArrayLike) -> Any:
+    """Return a condition, which loops around make false in steps that are not taken."""
+    return taken_p.bind(condition)[0]
 
 
 @ft.cache
@@ -53,6 +66,30 @@ class ErrorIf:
         return [jnp.where(failed, r, v) for r, v in zip(raised, values, strict=True)]
 
 
+def call_if(
+    found: jax.Array, report: Callable[..., Any], operands: Sequence[Any], values: Sequence[Any]
+) -> list:
+    """Return the values; if `found` holds at run time, call `report(*operands)`, which raises."""
+    if not any(map(_jax.is_tracer, (found, *operands))):
+        if found:
+            report(*operands)
+        return list(values)
+    types = list(map(jax.typeof, operands))
+    same = lambda v: _jax.vary_like(v, types)
+
+    def call(*operands: jax.Array) -> Any:
+        def on_host(*given: jax.Array) -> Any:
+            report(*given)
+            return np.True_
+
+        return same(jax.pure_callback(on_host, jax.ShapeDtypeStruct((), jnp.bool_), *operands))
+
+    # Called only where there is something to report.
+    done = lax.cond(found, call, lambda *_: same(jnp.bool_(True)), *operands)
+    # The values depend on the call. Otherwise the compiler would remove it.
+    return [jnp.where(done, v, _jax.zeros(jax.typeof(v))) for v in values]
+
+
 def error_on_use(
     raising: Callable[[Sequence, list], list], checks: Sequence[Any], values: PyTree[Any]
 ) -> Any:
@@ -73,6 +110,24 @@ def _bind(raising: Callable, checks: Sequence[Any], values: Sequence[Any]) -> li
     some = [v for v in values if type(v) is not _jax.Zero]
     out = iter(heard_p.bind(*checks, *some, raising=raising, count=len(checks)) if some else [])
     return [v if type(v) is _jax.Zero else next(out) for v in values]
+
+
+def _taken_types(condition: _jax.ShapedArray) -> tuple[list, Any]:
+    return [condition], set()
+
+
+def _taken_jvp(primals: Sequence[Any], _: Sequence[Any]) -> tuple[list, list]:
+    outs = taken_p.bind(*primals)
+    return outs, [_jax.float0_zero(jax.typeof(v)) for v in outs]
+
+
+def _taken_batched(_: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any]) -> tuple:
+    return taken_p.bind(*args), dims
+
+
+def evaluate_alone(_: object, evaluate: Any, *operands: jax.Array, **params: Any) -> list:
+    """Evaluate outside jit, so that an error is raised where the step is taken."""
+    return evaluate(*operands, **params)
 
 
 def _types(*types: _jax.ShapedArray, raising: Callable, count: int) -> tuple[list, Any]:
@@ -106,6 +161,10 @@ def _dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
         return needed, eqn if any(used) else None
     return needed, _jax.part_of(eqn, needed, used, eqn.params)
 
+
+itself = lambda condition: [condition]
+_jax.define(taken_p, itself, _taken_types, jvp=_taken_jvp, run=evaluate_alone)
+_jax.register_batching(taken_p, _taken_batched)
 
 evaluate = lambda *operands, raising, count: raising(operands[:count], list(operands[count:]))
 _jax.define(heard_p, evaluate, _types, jvp=_jvp, transpose=_transpose, dce=_dce)

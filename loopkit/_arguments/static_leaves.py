@@ -89,14 +89,18 @@ def shape_of(tree: PyTree[Any]) -> Any:
     return jax.tree.structure(tree, is_leaf=is_static)
 
 
-def _is_whole(node: object) -> bool:
-    """Return whether a node is a `Static` or a buffer, which would lose its state if rebuilt."""
-    return is_static(node) or getattr(type(node), "_is_whole", False)
+def is_whole(node: object) -> bool:
+    """Return whether a node is a buffer, which would lose its state if rebuilt."""
+    return getattr(type(node), "_is_whole", False)
 
 
 def bare(tree: PyTree[Any]) -> Any:
     """Return the tree with every leaf as the user knows it."""
-    return jax.tree.map(lambda v: v.value if is_static(v) else v, tree, is_leaf=_is_whole)
+    return jax.tree.map(
+        lambda v: v.value if is_static(v) else v,
+        tree,
+        is_leaf=lambda v: is_static(v) or is_whole(v),
+    )
 
 
 def seen(function: Callable | None) -> Any:

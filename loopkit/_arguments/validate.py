@@ -157,6 +157,18 @@ def as_arrays(function: str, argument: str, tree: PyTree[Any]) -> Any:
     )
 
 
+def from_prefix(
+    function: str, argument: str, prefix: PyTree[Any], tree: PyTree[Any], of: str, advice: str
+) -> list:
+    """Return a leaf of `prefix`, or None, for each leaf of a tree, which `of` names."""
+    try:
+        return _jax.broadcast_prefix(prefix, tree, is_leaf=lambda v: v is None)
+    except ValueError:
+        expected = f"must be a tree prefix of {of}"
+        got = f"{prefix!r} for {jax.tree.structure(tree)}"
+        raise errors.wrong_value(function, argument, expected, got, advice) from None
+
+
 def is_traced(leaf: object) -> bool:
     """Return whether a leaf is an array."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))

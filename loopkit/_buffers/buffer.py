@@ -12,20 +12,22 @@ from typing import TYPE_CHECKING, Any, Never, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, ArrayLike, PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._buffers import indexing, run_time_checks, slices
 from loopkit._buffers.keywords import (
+    How,
+    Index,
+    WriteKw,
+    cast,
     check_keywords,
     fill_value_of,
     mode_name,
     without_operators,
     wrong,
 )
-from loopkit._buffers.types import How, Index, WriteKw
 
 AT = "Buffer.at[...]."
 
@@ -258,7 +260,7 @@ class Ref:
         place, pred = self._place(name, how)
         self._check_shape(name, "values", place, values)
         if not place.unique:
-            return self._all_at_once(name, combine, values, how, pred)
+            return self._all_at_once(name, combine, place, values, how, pred)
         old = self.buffer._read(place)
         new = self._checked(name, place, pred, how, combine(old, values))
         return self.buffer._write(place, new, pred)
@@ -266,14 +268,23 @@ class Ref:
     def _checked(self, name: str, place: indexing.Place, pred: Any, how: How, values: Any) -> Any:
         """Return the values to write, in the dtype of the buffer."""
         self._check_shape(name, "values", place, values)
-        values = self._cast(name, values)
+        return self._in_bounds(name, place, pred, how, cast(name, values, self.buffer.dtype))
+
+    def _in_bounds(self, name: str, place: indexing.Place, pred: Any, how: How, values: Any) -> Any:
+        """Return the values, with the error about what is written out of bounds, if asked for."""
         if how.get("mode") is not None:
             return values
         verb = f"written with .{name}"
         return run_time_checks.check_bounds(self.buffer, values, place, pred, verb)
 
     def _all_at_once(
-        self, name: str, combine: Callable[..., Any], values: ArrayLike, how: How, pred: Any
+        self,
+        name: str,
+        combine: Callable[..., Any],
+        place: indexing.Place,
+        values: ArrayLike,
+        how: How,
+        pred: Any,
     ) -> Buffer:
         """Write at index arrays that may name a row twice: as in jax.numpy, on the whole array."""
         whole = indexing.place(self.buffer.shape, ...)
@@ -290,11 +301,14 @@ class Ref:
             new = ref.apply(lambda old: combine(old, None), **how)
         else:
             if pred is not None:
-                shape = indexing.place(self.buffer.shape, self.index).shape
                 other = 1 if name in ("multiply", "divide", "power") else ref.get()
-                values = jnp.where(pred, jnp.broadcast_to(values, shape), other)
+                values = jnp.where(pred, jnp.broadcast_to(values, place.shape), other)
             new = getattr(ref, name)(values, **how)
-        return self.buffer._write(whole, new, None)
+        new = self.buffer._write(whole, self._in_bounds(name, place, pred, how, new), None)
+        if new._written is not None:  # by what is at the index alone
+            blank = jnp.zeros(place.shape, self.buffer.dtype)
+            new._written = self.buffer._write(place, blank, pred)._written
+        return new
 
     def _place(self, name: str, how: How) -> tuple[indexing.Place, Any]:
         how = dict(how)
@@ -321,22 +335,6 @@ class Ref:
         problem += f"indexed entries of {errors.short_type(self.buffer)}"
         advice = "Reshape the values, or index the entries that they are for."
         raise ValueError(wrong(problem, f"{list(have)}", advice))
-
-    def _cast(self, name: str, values: ArrayLike) -> Any:
-        """Return values in the dtype of the buffer, if that loses nothing but precision."""
-        values = jnp.asarray(values)
-        have, want = values.dtype, self.buffer.dtype
-        if have == want:
-            return values
-        kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-        rank = [
-            next((i for i, k in enumerate(kinds) if jnp.issubdtype(d, k)), -1) for d in (have, want)
-        ]
-        if -1 in rank or rank[0] > rank[1]:
-            problem = f"`.at[...].{name}` needs values of the dtype of the buffer, {want}"
-            advice = f"Cast them with .astype, or start from a buffer of {have}."
-            raise TypeError(wrong(problem, f"{have}", advice))
-        return lax.convert_element_type(values, want)
 
 
 def is_buffer(value: object) -> bool:

@@ -1,17 +1,49 @@
-"""The keywords of a buffer's `.at[...]`, which mean what they mean in jax.numpy."""
+"""Types in the signatures of buffers, and the keywords of `.at[...]`, which are jax.numpy's."""
 
 from __future__ import annotations
 
 import functools as ft
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from types import EllipsisType
+from typing import Any, Protocol, TypeAlias, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Int
 
 from loopkit._arguments import errors
 
 T = TypeVar("T")
+E = TypeVar("E")
+"""An element: an array or a tree of arrays."""
+Tree: TypeAlias = tuple[Any, ...] | list[Any] | dict[Any, Any]
+"""Containers that may hold numbers or types instead of arrays."""
+Integer: TypeAlias = int | np.integer[Any] | Int[Array, ""]
+"""One integer."""
+Many: TypeAlias = tuple[Any, ...] | list[Any] | np.ndarray[Any, Any] | Int[Array, "*slices"]
+Index: TypeAlias = Integer | slice | EllipsisType | Many | None
+"""An index between brackets: as for arrays, but without arrays of bools."""
+How: TypeAlias = Mapping[str, Any]
+"""A `WriteKw`, where it is taken apart."""
+
+
+class ArrayType(Protocol):
+    """A `jax.ShapeDtypeStruct`, whose attributes checkers do not know."""
+
+    shape: Any
+    dtype: Any
+
+
+class WriteKw(TypedDict, total=False):
+    """Keywords of a write."""
+
+    pred: bool | np.bool_ | np.ndarray[Any, Any] | Bool[Array, "*slice"] | None
+    mode: Any
+    unique_indices: bool
+    indices_are_sorted: bool
+    wrap_negative_indices: bool
+
 
 MODES = ("drop", "fill", "clip", "promise_in_bounds")
 
@@ -55,7 +87,7 @@ def without_operators(cls: type[T]) -> type[T]:
     return cls
 
 
-def fill_value_of(dtype: np.dtype[Any], fill_value: jax.typing.ArrayLike | None) -> Any:
+def fill_value_of(dtype: np.dtype[Any], fill_value: ArrayLike | None) -> Any:
     """Return what jax.numpy reads out of bounds in mode "fill"."""
     if fill_value is None and jnp.issubdtype(dtype, jnp.inexact):
         fill_value = jnp.nan
@@ -63,3 +95,20 @@ def fill_value_of(dtype: np.dtype[Any], fill_value: jax.typing.ArrayLike | None)
         unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
         fill_value = jnp.iinfo(dtype).max if unsigned else jnp.iinfo(dtype).min
     return jnp.asarray(True if fill_value is None else fill_value, dtype)
+
+
+def cast(name: str, values: ArrayLike, dtype: np.dtype[Any]) -> Any:
+    """Return values in the dtype of a buffer, if that loses nothing but precision."""
+    values = jnp.asarray(values)
+    if values.dtype == dtype:
+        return values
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    have, want = (
+        next((i for i, k in enumerate(kinds) if jnp.issubdtype(d, k)), -1)
+        for d in (values.dtype, dtype)
+    )
+    if -1 in (have, want) or have > want:
+        problem = f"`.at[...].{name}` needs values of the dtype of the buffer, {dtype}"
+        advice = f"Cast them with .astype, or start from a buffer of {values.dtype}."
+        raise TypeError(wrong(problem, f"{values.dtype}", advice))
+    return jax.lax.convert_element_type(values, dtype)

@@ -12,11 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from loopkit import _jax
 from loopkit._arguments import errors
-from loopkit._arguments.error_on_use import error_on_use
+from loopkit._arguments.error_on_use import call_if, error_on_use
 from loopkit._buffers import slices
 
 
@@ -81,22 +79,10 @@ class Outside:
     """The name of the buffer, what is wrong, where, and what to do."""
 
     def __call__(self, checks: Sequence[Any], values: list) -> list:
-        def call(*checks: jax.Array) -> Any:
-            out = jax.ShapeDtypeStruct(checks[2].shape, jnp.bool_)
-            return jax.pure_callback(self.report, out, *checks, vmap_method="broadcast_all")
+        return call_if(checks[0].any(), self.report, checks, values)
 
-        # Called where there is something to report.
-        nothing = lambda *checks: jnp.ones(checks[2].shape, bool)
-        done = lax.cond(checks[0].any(), call, nothing, *checks).all()
-        # The values depend on the call, which would be left out otherwise.
-        return [jnp.where(done, v, _jax.zeros(jax.typeof(v))) for v in values]
-
-    def report(
-        self, bad: jax.typing.ArrayLike, point: jax.typing.ArrayLike, step: jax.typing.ArrayLike
-    ) -> Any:
-        bad, point, step = map(np.asarray, (bad, point, step))
-        if not bad.any():
-            return np.ones(step.shape, bool)
+    def report(self, *checks: jax.Array) -> None:
+        bad, point, step = map(np.asarray, checks)
         first = tuple(np.argwhere(bad)[0])
         index = tuple(map(int, np.broadcast_to(point, (*bad.shape, point.shape[-1]))[first]))
         steps = step.reshape((*step.shape, *[1] * (bad.ndim - step.ndim)))

@@ -17,7 +17,7 @@ from loopkit._arguments.error_on_use import ErrorIf, error_on_use
 from loopkit._arguments.errors import short_type
 from loopkit._arguments.static_leaves import alike, bare, named, shape_of, wrapped
 from loopkit._buffers.buffer import Buffer
-from loopkit._buffers.types import ArrayType, E, Integer, Tree
+from loopkit._buffers.keywords import ArrayType, E, Integer, Tree
 
 NAME = "TensorArray"
 

@@ -96,7 +96,9 @@ class SomeYs(NamedTuple):
     ) -> SomeYs:
         """Choose from the `types` of the leaves of one y; `settings` has the other fields."""
         rows, every = tree.unflatten(types), settings[0]
-        hows = [None] * len(types) if reduce is None else _hows(reduce, rows)
+        advice = 'Pass None, "sum", "mean" or "last" for each leaf, or for whole subtrees.'
+        of = "the y that `f` returns"
+        hows = validate.from_prefix(FUNCTION, "reduce", reduce, rows, of, advice)
         no_rows = [every is None and how is not None for how in hows]
         leaves = tuple(map(RowKind, types, hows, y_axes(out_axes, rows, no_rows)))
         some = SomeYs(tree, leaves, *settings)
@@ -276,25 +278,13 @@ def _of_all(some: SomeYs, names: Names, ys: list, steps: int) -> Any:
 
 def _check_whole(y: PyTree[Any], leaves: Sequence[RowKind]) -> None:
     """Raise if a node of y that is more than its leaves would be summed leaf by leaf."""
-    whole, rest = lambda v: getattr(type(v), "_is_whole", False), iter(leaves)
-    for path, node in tree_leaves_with_path(y, is_leaf=whole):
+    rest = iter(leaves)
+    for path, node in tree_leaves_with_path(y, is_leaf=static_leaves.is_whole):
         own = [next(rest) for _ in jax.tree.leaves(node)]
-        if whole(node) and any(leaf.sums for leaf in own):
+        if static_leaves.is_whole(node) and any(leaf.sums for leaf in own):
             expected, got = 'can be "sum" or "mean" only for numbers', f"a {type(node).__name__}"
             advice = 'Pass "last" or None for it, or return its numbers.'
             raise errors.wrong_value(FUNCTION, "reduce", expected, got, advice, path)
-
-
-def _hows(reduce: Reduce, y: PyTree[Any]) -> list[str | None]:
-    """Return how each leaf of y is reduced, from a prefix of its tree."""
-    try:
-        flat = _jax.broadcast_prefix(reduce, y, is_leaf=lambda v: v is None)
-    except ValueError:
-        got = f"{reduce!r} for {jax.tree.structure(y)}"
-        advice = 'Pass None, "sum", "mean" or "last" for each leaf, or for whole subtrees.'
-        expected = "must be a tree prefix of the y that `f` returns"
-        raise errors.wrong_value(FUNCTION, "reduce", expected, got, advice) from None
-    return flat
 
 
 def check_words(reduce: Reduce) -> None:

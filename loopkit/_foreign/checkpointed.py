@@ -22,9 +22,8 @@ from loopkit._arguments.validate import type_of
 from loopkit._engine.derivative.whole_program import with_parts
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import kept
-from loopkit._foreign.lax_loop import ReplaceKw, Settings
+from loopkit._foreign.lax_loop import LoopSite, ReplaceKw, Settings
 from loopkit._foreign.replace import replacing, settings_of, with_rules
-from loopkit._foreign.sites import LoopSite
 from loopkit._jaxprs import equations
 from loopkit._plans.budget import Bytes, Part
 from loopkit._programs import Unknown, interned, is_of_library, program_key, remember

@@ -21,8 +21,7 @@ import jax
 from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._foreign import lax_loop
-from loopkit._foreign.lax_loop import Settings
-from loopkit._foreign.sites import LeftLoop, LoopSite, asked, site_of
+from loopkit._foreign.lax_loop import LeftLoop, LoopSite, Settings, asked, site_of
 from loopkit._jaxprs import equations
 from loopkit._plans.budget import check_budget
 from loopkit._progress.progress import check_progress

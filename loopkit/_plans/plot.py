@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from loopkit._arguments import errors
 from loopkit.schedules import online, reversal
-from loopkit.schedules.actions import Action, Advance, Discard, Restore, Reverse, Save
+from loopkit.schedules.reversal import Action, Advance, Discard, Restore, Reverse, Save
 
 Plan = Any
 """The type of `loopkit.Plan`, whose file imports this one."""

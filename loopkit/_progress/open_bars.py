@@ -2,8 +2,8 @@
 
 A program runs in the thread that called it, unless the runtime has one for it. Its loops are
 nested, so the bars of a thread are a stack. Nobody inside a program learns that it has failed. So
-its caller closes the bars that it left open. If the caller is not this library, a thread does,
-which watches whether the caller still waits for the program."""
+its caller closes the bars that it left open. If the caller is not this library, the next bar of
+that thread does."""
 
 from __future__ import annotations
 
@@ -92,8 +92,6 @@ def opened(
         bar.site, bar.run = site, run
         number = next(_numbers) % NOT_YET
         _open[number] = bar
-        if run is not None:
-            _watch()
         return number
 
 
@@ -184,47 +182,15 @@ def _left_open(site: object, run: Run, stack: set[Run]) -> list[int]:
 
 
 def _runs() -> tuple[Run, set[Run]]:
-    """Return the program that called, and all programs that this thread is in."""
-    stack = _places(sys._getframe(1))
-    names = [name for name, _ in stack]
-    called = names.index(CALLED_BY) + 1 if CALLED_BY in names else len(names)
-    return next((place for _, place in stack[called:]), None), {place for _, place in stack}
-
-
-def _places(frame: Any) -> list[tuple[str, Run]]:
-    """Return where a thread is, innermost frame first: its functions, and its frames with their
-    places."""
-    found = []
+    """Return the program that called, and all programs that this thread is in: their frames."""
+    frame, names, places = sys._getframe(1), [], []
     while frame is not None:
-        found.append((frame.f_code.co_name, (id(frame), frame.f_lasti)))
+        names.append(frame.f_code.co_name)
+        places.append((id(frame), frame.f_lasti))
         frame = frame.f_back
-    return found
+    called = names.index(CALLED_BY) + 1 if CALLED_BY in names else len(names)
+    return next(iter(places[called:]), None), set(places)
 
 
 CALLED_BY = "_wrapped_callback"
 """The function of JAX that programs call."""
-EVERY = 0.1
-"""Seconds between two looks."""
-_watching = threading.Lock()
-
-
-def _watch() -> None:
-    """Start a thread that watches open bars, if there is none."""
-    if _watching.acquire(blocking=False):
-        threading.Thread(target=_look, name="loopkit-progress", daemon=True).start()
-
-
-def _look() -> None:
-    try:
-        while bars := [(n, bar) for n, bar in _open_now() if bar.run is not None]:
-            time.sleep(EVERY)
-            frames = sys._current_frames()
-            stacks = {thread: {p for _, p in _places(frame)} for thread, frame in frames.items()}
-            over = [n for n, bar in bars if bar.is_over(stacks.get(bar.thread, set()))]
-            with contextlib.suppress(Exception):  # there is nobody to hear of it
-                _close(over)
-            del frames
-    finally:
-        _watching.release()
-    if any(bar.run is not None for _, bar in _open_now()):  # opened at the last moment
-        _watch()

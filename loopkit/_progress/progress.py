@@ -1,6 +1,6 @@
 """`progress`: the settings with which a loop shows how far it is, and the bars that it names.
 
-tqdm and rich are imported on first use.
+tqdm is imported on first use.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import contextlib
 import importlib.util
 import inspect
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -55,56 +54,6 @@ class TqdmBar:
         self.bar.close()
 
 
-class _Display:
-    """The one display of rich, which shows all bars; rich allows one at a time."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.shown: Any = None
-        self.count = 0
-
-    def opened(self) -> Any:
-        from rich import progress
-
-        if self.shown is None:
-            lanes = progress.TextColumn("{task.fields[lanes]}")
-            self.shown = progress.Progress(*progress.Progress.get_default_columns(), lanes)
-            self.shown.start()
-        self.count += 1
-        return self.shown
-
-    def closed(self) -> None:
-        self.count -= 1
-        if not self.count:
-            self.shown.stop()
-            self.shown = None
-
-
-_display = _Display()
-
-
-class RichBar:
-    """A bar of rich; the bar of an inner loop disappears when it closes."""
-
-    def __init__(self, total: int | None, *, name: str, backward: bool):
-        with _display.lock:
-            self.shown = _display.opened()
-            self.inner = _display.count > 1
-            self.task = self.shown.add_task(_described(name, backward), total=total, lanes="")
-
-    def update(self, steps: int) -> None:
-        self.shown.advance(self.task, steps)
-
-    def lanes(self, done: int, of: int) -> None:
-        self.shown.update(self.task, lanes=f"{done} of {of} lanes done")
-
-    def close(self) -> None:
-        with _display.lock:
-            if self.inner:
-                self.shown.remove_task(self.task)
-            _display.closed()
-
-
 class LineBar:
     """A line of text, in place in a terminal; elsewhere it is written again now and then."""
 
@@ -135,7 +84,7 @@ class LineBar:
         self.stream.flush()
 
 
-BUILT_IN: dict[str, Callable[..., Any]] = {"tqdm": TqdmBar, "rich": RichBar, "line": LineBar}
+BUILT_IN: dict[str, Callable[..., Any]] = {"tqdm": TqdmBar, "line": LineBar}
 """The class that opens a bar, for each word."""
 
 
@@ -193,8 +142,7 @@ def check_progress(function: str, value: Any) -> ProgressSettings | None:
     """Check `progress`: None, a word, an object with three methods, or settings."""
     if value is None or isinstance(value, ProgressSettings):
         return value
-    *words, last = (f'"{word}"' for word in BUILT_IN)
-    words = f"{', '.join(words)}, {last}"
+    words = ", ".join(f'"{word}"' for word in BUILT_IN)
     expected = f"must be {words} or an object with start(total), update(steps) and close()"
     if isinstance(value, str):
         start = BUILT_IN.get(value)

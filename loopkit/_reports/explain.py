@@ -19,14 +19,13 @@ from loopkit._engine.lanes.many_lanes import why_never, why_waiting
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, kept
 from loopkit._engine.primitives import evaluated_p
-from loopkit._foreign.sites import LeftLoop, left_within
+from loopkit._foreign.lax_loop import LeftLoop, left_within
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import nanoseconds
 from loopkit._plans.budget import Bytes, stores_every_step
 from loopkit._plans.plan import Plan
 from loopkit._plans.planner import make_plan
-from loopkit._reports.frontier import Frontier, frontier_of
-from loopkit._reports.gradient import GradientBytes, gradient_bytes
+from loopkit._reports.memory import Frontier, GradientBytes, frontier_of, gradient_bytes
 from loopkit._reports.spelled_out import spelled_out
 
 A_LITTLE_MORE = 1.5

@@ -1,10 +1,17 @@
-"""`in_place_report`: the copies that compiled loops make of what they carry."""
+"""`in_place_report`: the copies that compiled loops make of what they carry.
+
+They are found in the text of the compiled program: its instructions, those that loops repeat, and
+their source lines.
+"""
 
 from __future__ import annotations
 
+import math
 import numbers
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -15,7 +22,6 @@ from loopkit._engine.leaves import spread
 from loopkit._engine.loop import kept
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
-from loopkit._reports.hlo import CompiledModule, Instruction
 from loopkit._reports.spelled_out import spelled_out
 
 _KINDS = {"i": "s", "u": "u", "f": "f", "c": "c"}
@@ -30,8 +36,6 @@ class Copy:
     bytes: int
     leaf: str
     """The leaves of a carry that have this type; empty if none has."""
-    element: int | None
-    """The element of the compiled loop's carry that it belongs to, if that is known."""
     source: str
     """file:line, or "" if the compiler does not say."""
     instruction: str
@@ -175,21 +179,9 @@ def _report(text: str, names: dict[str, dict[str, None]], min_bytes: int) -> InP
             for i in instructions.values():
                 if i.opcode in ("copy", "copy-start") and i.bytes >= min_bytes:
                     leaf = " or ".join(names.get(i.shape, ()))
-                    element = _element(instructions, i) if computation == body else None
                     source = _source(program, instructions, i)
-                    copies.append(Copy(i.shape, i.bytes, leaf, element, source, i.name))
+                    copies.append(Copy(i.shape, i.bytes, leaf, source, i.name))
     return InPlaceReport(tuple(copies), len(program.loop_bodies), min_bytes)
-
-
-def _element(instructions: dict[str, Instruction], copy: Instruction) -> int | None:
-    """Return the element of the loop's carry that a copy is made of, or becomes."""
-    at = copy
-    while at.opcode in ("copy", "bitcast") and at.operands and at.operands[0] in instructions:
-        at = instructions[at.operands[0]]
-    if at.opcode == "get-tuple-element":
-        return at.index
-    results = (i.operands for i in instructions.values() if i.root and i.opcode == "tuple")
-    return next((o.index(copy.name) for o in results if copy.name in o), None)
 
 
 def _source(
@@ -201,3 +193,112 @@ def _source(
     found = ([x for x in program.lines(i) if not x[0].startswith(_jax.PACKAGE)] for i in near)
     best = max(found, key=len)
     return "{}:{}".format(*best[0]) if best else ""
+
+
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\([^=]*?\)|\S+) ([\w\-]+)\((.*)$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_CALLED = re.compile(r"\b(body|condition|calls|to_apply)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_BYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    type: str
+    """The type, such as f32[500,7]."""
+    opcode: str
+    operands: tuple[str, ...]
+    rest: str
+    root: bool
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of an array; 0 for a tuple."""
+        found = re.fullmatch(r"(\w+)\[([\d,]*)\](\{.*\})?", self.type)
+        if found is None:
+            return 0
+        kind, shape, _ = found.groups()
+        width = _BYTES.get(kind) or int(re.sub(r"\D.*", "", kind.lstrip("sufb")) or 8) // 8
+        return math.prod(map(int, filter(None, shape.split(","))), start=max(width, 1))
+
+    @property
+    def shape(self) -> str:
+        """The type without its layout."""
+        return self.type.split("{")[0]
+
+    def called(self) -> Iterator[tuple[str, str]]:
+        """Return (role, computation) for each computation that it runs."""
+        yield from _CALLED.findall(self.rest)
+        for names in _BRANCHES.findall(self.rest):
+            yield from (("branch", n) for n in _OPERAND.findall(names))
+
+    def number(self, key: str) -> int | None:
+        """Return the number that an attribute has."""
+        found = re.search(rf"\b{key}=(\d+)", self.rest)
+        return None if found is None else int(found[1])
+
+
+@dataclass
+class CompiledModule:
+    """The computations of a compiled program, and the stack frames they name."""
+
+    computations: dict[str, dict[str, Instruction]] = field(default_factory=dict)
+    tables: dict[str, dict[int, str]] = field(default_factory=dict)
+
+    @staticmethod
+    def parse(text: str) -> CompiledModule:
+        program, here, table = CompiledModule(), None, None
+        for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
+            if found := _COMPUTATION.match(line):
+                here, table = program.computations.setdefault(found[2], {}), None
+            elif re.fullmatch(r"\w+", line):
+                table = program.tables.setdefault(line, {})
+            elif table is not None and re.match(r"\d+ ", line):
+                number, value = line.split(" ", 1)
+                table[int(number)] = value
+            elif here is not None and (found := _INSTRUCTION.match(line)):
+                root, name, kind, opcode, rest = found.groups()
+                operands = tuple(_OPERAND.findall(rest.split(")", 1)[0]))
+                here[name] = Instruction(name, kind, opcode, operands, rest, bool(root))
+        return program
+
+    @cached_property
+    def loop_bodies(self) -> list[str]:
+        """Return the bodies of loops, each once."""
+        instructions = (i for c in self.computations.values() for i in c.values())
+        called = (run for i in instructions if i.opcode == "while" for run in i.called())
+        return list(dict.fromkeys(name for role, name in called if role == "body"))
+
+    def runs(self, body: str) -> list[str]:
+        """Return the computations that a loop's body runs, itself first, without those of inner
+        loops."""
+        found, pending = [], [body]
+        while pending:
+            name = pending.pop(0)
+            if name not in found and name in self.computations:
+                found.append(name)
+                inner = [i for i in self.computations[name].values() if i.opcode != "while"]
+                pending += [called for i in inner for _, called in i.called()]
+        return found
+
+    def lines(self, instruction: Instruction) -> list[tuple[str, int]]:
+        """Return the (file, line) pairs that an instruction is from, innermost first."""
+        source = re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', instruction.rest)
+        if source:
+            return [(source[1], int(source[2] or 0))]
+        out: list[tuple[str, int]] = []
+        frames, frame = self.tables.get("StackFrames", {}), instruction.number("stack_frame_id")
+        while frame is not None and frame in frames and len(out) < 100:
+            numbers = dict(re.findall(r"(\w+)=(\d+)", frames[frame]))
+            place = self.tables.get("FileLocations", {}).get(int(numbers["file_location_id"]), "")
+            where = dict(re.findall(r"(\w+)=(\d+)", place))
+            name = self.tables.get("FileNames", {}).get(int(where.get("file_name_id", 0)), "")
+            if name:
+                out.append((name.strip('"'), int(where.get("line", 0))))
+            # Written as one more than it is: the parent of an outermost frame, which is 0, as 1.
+            frame = int(numbers.get("parent_frame_id", 1)) - 1
+        return out

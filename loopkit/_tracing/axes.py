@@ -168,13 +168,8 @@ def leaf_axes(
     argument: str, axes: Axes, tree: PyTree[Any], of: str, function: str = SCAN
 ) -> list[int | None]:
     """Return the axis of each leaf of a tree, from a prefix of the tree. `of` names the tree."""
-    try:
-        flat = _jax.broadcast_prefix(axes, tree, is_leaf=lambda a: a is None)
-    except ValueError:
-        got = f"{axes!r} for {jax.tree.structure(tree)}"
-        advice = "Give an int or None for each leaf, or for whole subtrees."
-        expected = f"must be a tree prefix of {of}"
-        raise errors.wrong_value(function, argument, expected, got, advice) from None
+    advice = "Give an int or None for each leaf, or for whole subtrees."
+    flat = validate.from_prefix(function, argument, axes, tree, of, advice)
     for (path, _), axis in zip(tree_leaves_with_path(tree), flat, strict=True):
         if isinstance(axis, bool) or not isinstance(axis, (int, np.integer, type(None))):
             expected, advice = "must hold ints or None", "Pass the number of an axis, or None."

@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors
-from loopkit._arguments.static_leaves import bare
+from loopkit._arguments.static_leaves import bare, is_whole
 from loopkit._buffers import indexing, run_time_checks
 from loopkit._buffers.buffer import Buffer, Owner, is_buffer, plain
 from loopkit._buffers.tensor_array import checked, is_tensor_array
@@ -152,9 +152,8 @@ def find(names: Any, buffers: PyTree[Any], init: PyTree[Any]) -> Buffers:
 
     They are the named leaves, buffers of a loop around, and the arrays that TensorArrays hold.
     """
-    whole = lambda v: getattr(type(v), "_is_whole", False)
-    nodes = jax.tree.leaves(init, is_leaf=whole)
-    if buffers is NONE or (buffers is None and not any(map(whole, nodes))):
+    nodes = jax.tree.leaves(init, is_leaf=is_whole)
+    if buffers is NONE or (buffers is None and not any(map(is_whole, nodes))):
         return _without_buffers(len(jax.tree.leaves(init)))
     owns = lambda v: is_buffer(v) or is_tensor_array(v)
     nodes, leaves = jax.tree.leaves(init, is_leaf=owns), jax.tree.leaves(init, is_leaf=is_buffer)

@@ -58,20 +58,20 @@ class FiniteSteps:
         """
         report, count = self.report(given), len(self.names)
         consts = [_closed_over(self.loop, jax.typeof(v)) for v in given.consts]
-        leaves = [WatchedLeaf(name, backward=True) for name in consts]
-        leaves += [WatchedLeaf(name, emits_level=True, backward=True) for name in self.names]
-        leaves += [WatchedLeaf(name, backward=True) for name in self.x_names]
+        names = [*consts, *self.names, *self.x_names]
+        leaves = [WatchedLeaf(name, backward=True) for name in names]
         values = [*given.consts, *given.carry, *given.x]
-        seen, levels = self.watched(report, self._some(leaves, values), values)
+        leaves = self._some(leaves, values, len(consts))
+        seen, levels = watch(self.loop, report, leaves, values, [None] * len(values))
         entered = Given(*parts(seen, len(consts), count))
-        told = [level for level in parts(levels, len(consts), count)[1] if level is not None]
+        _, before, _ = parts(levels, len(consts), count)
+        told = [level for level in before if level is not None]
         worst = lax.stop_gradient(ft.reduce(jnp.maximum, told)) if told else None
         outs, y_names = take(entered, worst)
         new, y = parts(outs, count)
         # A leaf that a step passes on is no worse after it. A new leaf may be as bad as the worst
         # before.
         passed = [out is inside for out, inside in zip(new, entered.carry, strict=True)]
-        before = parts(levels, len(consts), count)[1]
         leaves = [
             None
             if same and level is None
@@ -79,46 +79,25 @@ class FiniteSteps:
             for same, name, level in zip(passed, self.names, before, strict=True)
         ]
         leaves += [WatchedLeaf(name, forward=True, backward=True) for name in y_names]
-        values, before = [*new, *y], [*before, *[None] * len(y)]
-        leaves = self._some(leaves, values, len(given.carry))
-        found = self.watched(report, leaves, values, before)[0]
+        leaves = self._some(leaves, [*new, *y], 0)
+        found, _ = watch(self.loop, report, leaves, [*new, *y], [*before, *[None] * len(y)])
         carry = zip(passed, given.carry, found, strict=False)
         return [*(old if same else v for same, old, v in carry), *found[count:]]
 
-    def _some(self, leaves: list, values: Sequence[Any], count: int | None = None) -> list:
-        """Return leaves, with None for those that cannot be watched, such as buffers."""
-        first = len(values) - len(self.x_names) - len(self.names) if count is None else 0
-        buffers = [False] * first + [*self.buffers]
-        buffers += [False] * (len(values) - len(buffers))
+    def _some(self, leaves: list, values: Sequence[Any], first: int) -> list:
+        """Return leaves, with None for those that cannot be watched, such as buffers.
+
+        The leaves of the carry are behind the `first` leaves.
+        """
+        buffers = [*[False] * first, *self.buffers, *[False] * len(values)]
         return [
-            leaf if leaf is not None and not has and _is_watched(v) else None
-            for leaf, v, has in zip(leaves, values, buffers, strict=True)
+            leaf if not has and _is_watched(v) else None
+            for leaf, v, has in zip(leaves, values, buffers, strict=False)
         ]
 
     def report(self, given: Given) -> tuple:
         carry = [v for v, has in zip(given.carry, self.buffers, strict=True) if not has]
         return given.carry[self.number], carry, list(given.x)
-
-    def watched(
-        self,
-        report: tuple,
-        leaves: Sequence[WatchedLeaf | None],
-        values: Sequence[Any],
-        before: Sequence[Any] | None = None,
-    ) -> tuple[list, list]:
-        """Watch the values that have a leaf; return all values, and the levels."""
-        before = [None] * len(values) if before is None else before
-        some = [leaf is not None for leaf in leaves]
-        levels = [
-            b if leaf is not None and leaf.takes_level else None
-            for b, leaf in zip(before, leaves, strict=True)
-        ]
-        pick = lambda of: [v for v, has in zip(of, some, strict=True) if has]
-        found, told = map(iter, watch(self.loop, report, pick(leaves), pick(values), pick(levels)))
-        return (
-            [next(found) if has else v for v, has in zip(values, some, strict=True)],
-            [next(told) if has else None for has in some],
-        )
 
     def of_jaxpr(self, body: _jax.Jaxpr, const_count: int, y_tree: _jax.TreeDef) -> _jax.Jaxpr:
         """Return the step, (consts, carry, x) -> (carry, y), watched."""
@@ -134,7 +113,7 @@ class FiniteSteps:
         def step(*values: jax.Array) -> list:
             given = Given(*parts(values, const_count, count))
             report = self.report(given)
-            one = lambda leaf, value, level: self.watched(report, [leaf], [value], [level])[0]
+            one = lambda leaf, value, level: watch(self.loop, report, [leaf], [value], [level])[0]
 
             def rule(worst: jax.Array | None, eqn: _jax.Equation, ins: list) -> list:
                 touches = eqn.primitive in (read_p, write_p) or _reads_slices(eqn)

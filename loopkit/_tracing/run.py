@@ -25,7 +25,7 @@ from loopkit._plans.budget import said, stores_every_step
 from loopkit._progress.open_bars import bar
 from loopkit._tracing.axes import arranged, y_axes
 from loopkit._tracing.finite_steps import Given
-from loopkit._tracing.predicate_gradient import ask
+from loopkit._tracing.functions import ask
 from loopkit._tracing.spec import LoopInfo, LoopSpec
 from loopkit._tracing.trace import FlatSteps, Traced, names_of, trace
 

@@ -19,7 +19,7 @@ from loopkit._plans.budget import Budget, check_budget
 from loopkit._progress.progress import ProgressSettings, check_progress
 from loopkit._tracing.axes import Inputs
 from loopkit._tracing.carry_buffers import Buffers, find
-from loopkit._tracing.predicate_gradient import SCOPE
+from loopkit._tracing.functions import SCOPE
 from loopkit._types import BufferSpec
 
 

@@ -28,11 +28,15 @@ from loopkit._engine.passes import ready
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
 from loopkit._programs import keep, recall, shared, with_fields
-from loopkit._tracing import references
 from loopkit._tracing.axes import stacks
 from loopkit._tracing.finite_steps import FiniteSteps, names_of
-from loopkit._tracing.predicate_gradient import stop_gradient_in_predicate
-from loopkit._tracing.references import Functions, without_references
+from loopkit._tracing.functions import (
+    Functions,
+    read,
+    stop_gradient_in_predicate,
+    without_references,
+    write,
+)
 from loopkit._tracing.spec import Hidden, LoopSpec, Names
 from loopkit._types import Axes
 
@@ -253,7 +257,7 @@ class Traced:
         limits = limits_in(loop)
         if not limits.found:
             return self
-        init = [*init, *references.read(self.references)]
+        init = [*init, *read(self.references)]
         bound = bound_of(limits, asked(loop, Operands(self.cond_consts, self.consts, init, [])))
         if bound is None or bound.steps > most or not bound.is_planned_for(loop.checkpoints):
             return self
@@ -279,7 +283,7 @@ class Traced:
         If `split` is not None, it runs as the scan of lax, with that value for `_split_transpose`.
         """
         types, count = self.init_types if split is None else self.carry_types, len(init)
-        init = [*init, *references.read(self.references)] if self.references else list(init)
+        init = [*init, *read(self.references)] if self.references else list(init)
         loop = with_ranges(self.loop, Operands(self.cond_consts, self.consts, init, list(xs)))
         loop, passes = ready(loop)
         # A loop that was flattened is no longer a scan.
@@ -291,7 +295,7 @@ class Traced:
         operands = [*self.cond_consts, *self.consts, *first, *xs]
         final, held, ys = parts(run_rewritten(bound, passes, operands), count, len(self.references))
         if held:
-            references.write(self.references, held)
+            write(self.references, held)
         return final, ys
 
 

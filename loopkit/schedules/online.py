@@ -2,38 +2,19 @@
 
 A placement is a fixed program: which state to save at which segment into which slot, whatever the
 loop computes. So the choosing is done ahead, on Python integers, and a running loop only reads a
-table. The same functions step through it on Python ints, numpy ints and traced integers. A traced
-loop:
+table:
 
 ```python
-import jax
-import jax.numpy as jnp
-from loopkit.schedules.online import NEVER, Table, cheapest, first_mark, next_mark, record
+from loopkit.schedules.online import cheapest
 
 program = cheapest(slots=8, segments=100_000)
-table = Table(*(jnp.asarray(column, jnp.int32) for column in program.table))
-
-
-@jax.jit
-def slots_after(ran):
-    def act(state):
-        mark, positions = state
-        # save the carry into slot mark.slot, always a real one, then run mark.run segments
-        return next_mark(table, mark), record(positions, mark, jnp)
-
-    empty = jnp.full(8, NEVER, jnp.int32)  # the segment each slot holds
-    state = first_mark(table), empty
-    return jax.lax.while_loop(lambda state: state[0].segment < ran, act, state)[1]
-
-
-positions = slots_after(1000)
-by_age = jnp.argsort(positions)  # a stack of slots, empty ones last
-print(by_age)  # [0 3 4 5 6 2 7 1]
+print(program.marks(3)[-1])  # Mark(count=2, segment=2, slot=2, cleared=8, run=1)
 print(program.positions(1000))  # {0: 0, 3: 271, 4: 554, 5: 761, 6: 895, 2: 952, 7: 973}
 ```
 
 A mark is acted on only if the loop goes on, so nothing is dropped for a state at which the loop
-has ended. The stretch that begins at slot `by_age[k]` is reversed with `slots - 1 - k` free slots.
+has ended. The stretch that begins at the k-th of these states is reversed with `slots - 1 - k` free
+slots.
 
 Two placements: `thinning` doubles the spacing whenever the slots are full, and saves seldom;
 `cheapest` drops the checkpoint whose loss costs least. Below reach(slots, 2) segments, with up to
@@ -48,6 +29,7 @@ algorithm for unsteady adjoint calculation", SIAM Journal on Scientific Computin
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -90,21 +72,6 @@ class Mark(NamedTuple):
     run: Any
 
 
-def first_mark(table: Table) -> Mark:
-    """Return the first save: segment 0 into slot 0."""
-    segment, slot, cleared = table
-    return Mark(segment[0], segment[0], slot[0], cleared[0], segment[1])
-
-
-def next_mark(table: Table, mark: Mark) -> Mark:
-    """Return the save after `mark`: plain indexing and subtraction, so `mark` may be traced."""
-    count = mark.count + 1
-    segment, slot, cleared = table
-    return Mark(
-        count, segment[count], slot[count], cleared[count], segment[count + 1] - segment[count]
-    )
-
-
 def record(positions: Any, mark: Mark, xp: Any) -> Any:
     """Return the segment each slot holds after `mark`.
 
@@ -137,11 +104,11 @@ class Placement:
     def marks(self, segments: Whole) -> list[Mark]:
         """Return the saves that a loop of `segments` segments performs."""
         segments = self._within("marks", segments)
-        marks, mark = [], first_mark(self.table)
-        while mark.segment < segments:
-            marks.append(mark)
-            mark = next_mark(self.table, mark)
-        return marks
+        segment, slot, cleared = self.table
+        return [
+            Mark(k, segment[k], slot[k], cleared[k], segment[k + 1] - segment[k])
+            for k in range(bisect_left(segment, segments))
+        ]
 
     def positions(self, segments: Whole) -> dict[int, int]:
         """Return the segment that each slot in use holds after a loop of `segments` segments.

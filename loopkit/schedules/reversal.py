@@ -1,13 +1,13 @@
-"""Reversing a loop from whatever checkpoints its forward sweep has left.
+"""Schedules as actions, which act on one live state and on numbered slots.
+
+The *live* state is the one being computed with. A schedule begins with the start of segment 0 live.
+Every action prints as it is written, and names the segment it is about.
 
 Segments are reversed newest first. The youngest checkpoint at or before the segment is restored,
 and from there the sweep *climbs*: it advances to the optimal split, saves, and goes on, until the
 segment's start is live. When the segment that begins at a checkpoint has been reversed, its slot is
 free, so the stretch between the i-th checkpoint and the next is reversed with `slots - 1 - i` free
-slots, each stretch at the binomial optimum (`loopkit.schedules.binomial`). Given the checkpoints,
-only one thing can be better: to give some up before reversal begins, for the sake of the later
-stretches. To give one up later gains no more, so the best choice is a shortest path over the
-checkpoints, and `kept` finds it.
+slots, each stretch at the binomial optimum (`loopkit.schedules.binomial`).
 
 A forward sweep of known length is the same climb, towards the end of the last segment; forward and
 reverse sweep together then take `binomial.evaluations(segments, slots)` advances, the fewest there
@@ -17,11 +17,52 @@ are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from loopkit.schedules import binomial
 from loopkit.schedules._checks import COUNT_SEGMENTS, SLOTS, Whole, integer
-from loopkit.schedules.actions import Action, Advance, Discard, Restore, Reverse, Save
 from loopkit.schedules.online import Placement
+
+
+@dataclass(frozen=True)
+class Advance:
+    """Run the segments from `start` up to, not including, `stop`: the start of `stop` is live."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Save:
+    """Store the live state, the start of `segment`, in `slot`. The old state is lost."""
+
+    segment: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Make the start of `segment`, which `slot` holds, the live state. It stays stored."""
+
+    segment: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class Discard:
+    """Empty `slot`."""
+
+    slot: int
+
+
+@dataclass(frozen=True)
+class Reverse:
+    """Replay `segment` from the live state, its start, and run it backward: nothing is live."""
+
+    segment: int
+
+
+Action = Advance | Save | Restore | Discard | Reverse
 
 
 def gradient(segments: Whole, slots: Whole) -> Iterator[Action]:
@@ -47,7 +88,7 @@ def gradient(segments: Whole, slots: Whole) -> Iterator[Action]:
     """
     segments = integer("reversal.gradient", "segments", segments, 0, COUNT_SEGMENTS)
     slots = integer("reversal.gradient", "slots", slots, 1, SLOTS)
-    return _gradient(segments, _Stack({}, slots))
+    return _Stack({}, slots).gradient(segments)
 
 
 def online_gradient(placement: Placement, segments: Whole) -> Iterator[Action]:
@@ -61,119 +102,32 @@ def online_gradient(placement: Placement, segments: Whole) -> Iterator[Action]:
     return _online_gradient(placement, int(segments), positions)
 
 
-def reverse(positions: Mapping[int, int], segments: Whole, slots: Whole) -> Iterator[Action]:
-    """Reverse `segments` segments from the checkpoints in `positions`.
-
-    Arguments: `positions`, for each slot in use the segment whose start it holds, in any order,
-    with segment 0 among them; `segments` >= 0; `slots` >= 1, slots in all.
-    Returns: actions that begin with nothing live. They advance `advances(positions, segments,
-    slots)` times.
-
-    >>> for action in reverse({0: 0, 1: 2}, 4, 2): print(action)
-    Restore(segment=2, slot=1)
-    Advance(start=2, stop=3)
-    Reverse(segment=3)
-    Restore(segment=2, slot=1)
-    Reverse(segment=2)
-    Discard(slot=1)
-    Restore(segment=0, slot=0)
-    Advance(start=0, stop=1)
-    Reverse(segment=1)
-    Restore(segment=0, slot=0)
-    Reverse(segment=0)
-    Discard(slot=0)
-    """
-    segments, slots = _check("reverse", positions, segments, slots)
-    return _Stack(positions, slots).reverse(segments)
-
-
-def advances(positions: Mapping[int, int], segments: Whole, slots: Whole) -> int:
-    """Count the advances of `reverse(positions, segments, slots)`, without its replays.
-
-    >>> advances({0: 0, 1: 2}, 4, 2)
-    2
-    """
-    segments, slots = _check("advances", positions, segments, slots)
-    starts = [*sorted(positions.values()), segments]
-    return sum(
-        binomial.advances(starts[i + 1] - starts[i], slots - 1 - i) for i in range(len(positions))
-    )
-
-
-def kept(
-    positions: Mapping[int, int], segments: Whole, slots: Whole, *, give_up: Whole = 16
-) -> dict[int, int]:
-    """Return the checkpoints worth keeping: those of `positions` from which reversal is cheapest.
-
-    Arguments: as for `reverse`; `give_up`, the most checkpoints to give up. The time it takes
-    grows with the number of checkpoints and the square of `give_up`.
-    Returns: the part of `positions` to reverse from, exactly the best that gives up so many.
-
-    >>> kept({0: 0, 1: 10, 2: 20}, 40, 3)      # the last stretch is worth a free slot
-    {0: 0, 2: 20}
-    """
-    segments, slots = _check("kept", positions, segments, slots)
-    give_up = integer("reversal.kept", "give_up", give_up, 0, "pass 0 to keep every checkpoint")
-    by_age = sorted((segment, slot) for slot, segment in positions.items())
-    starts = [segment for segment, _ in by_age] + [segments]
-    # best[i][e]: the cost of all stretches before checkpoint i, e older ones having been given up;
-    # checkpoint i is then the (i - e)-th. The end counts as a checkpoint, the last.
-    best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
-    for i in range(1, len(starts)):
-        reached: dict[int, tuple[int, int]] = {}
-        for before in range(max(0, i - 1 - give_up), i):
-            for given, (cost, _) in best[before].items():
-                now = given + i - 1 - before
-                if now > give_up:
-                    continue
-                stretch = starts[i] - starts[before]
-                total = cost + binomial.advances(stretch, slots - 1 - (before - given))
-                if now not in reached or total < reached[now][0]:
-                    reached[now] = (total, before)
-        best.append(reached)
-    i = len(starts) - 1
-    given = min(best[i], key=lambda e: (best[i][e][0], e))
-    chain = []
-    while i > 0:
-        before = best[i][given][1]
-        given -= i - 1 - before
-        i = before
-        chain.append(by_age[i])
-    return {slot: segment for segment, slot in reversed(chain)}
-
-
-def _check(
-    function: str, positions: Mapping[int, int], segments: Whole, slots: Whole
-) -> tuple[int, int]:
-    where = f"reversal.{function}"
-    segments = integer(where, "segments", segments, 0, COUNT_SEGMENTS)
-    slots = integer(where, "slots", slots, 1, SLOTS)
-    prefix = f"loopkit.schedules.{where}: `positions` must"
-    for slot, segment in positions.items():
-        if not 0 <= slot < slots:
-            raise ValueError(
-                f"{prefix} use slots 0 to {slots - 1}. Number the slots from 0, or pass a larger "
-                f"number as `slots`. Got: slot {slot}."
-            )
-        if not 0 <= segment < max(segments, 1):
-            raise ValueError(
-                f"{prefix} hold segments 0 to {segments - 1}. Leave out a state from which nothing "
-                f"is reversed. Got: segment {segment} in slot {slot}."
-            )
-    got = f"Got: segments {sorted(positions.values())}."
-    if segments and 0 not in positions.values():
-        raise ValueError(f"{prefix} hold segment 0. Keep the initial state. {got}")
-    if len(set(positions.values())) != len(positions):
-        raise ValueError(f"{prefix} hold each segment once. Leave out the second copy. {got}")
-    return segments, slots
+def _online_gradient(
+    placement: Placement, segments: int, positions: Mapping[int, int]
+) -> Iterator[Action]:
+    for mark in placement.marks(segments):
+        yield Save(mark.segment, mark.slot)
+        if mark.cleared != placement.slots:
+            yield Discard(mark.cleared)
+        yield Advance(mark.segment, min(segments, mark.segment + mark.run))
+    yield from _Stack(positions, placement.slots).reverse(segments)
 
 
 class _Stack:
-    """The checkpoints by age, youngest on top, and the free slots."""
+    """The checkpoints by age, youngest on top, and the free slots.
+
+    `positions` has, for each slot in use, the segment whose start it holds.
+    """
 
     def __init__(self, positions: Mapping[int, int], slots: int):
         self.by_age = sorted((segment, slot) for slot, segment in positions.items())
         self.free = [slot for slot in reversed(range(slots)) if slot not in positions]
+
+    def gradient(self, segments: int) -> Iterator[Action]:
+        if segments:
+            yield self.save(0)
+            yield from self.climb(0, segments)
+            yield from self.reverse(segments)
 
     def climb(self, segment: int, target: int) -> Iterator[Action]:
         """From the start of `segment`, live and on top of the stack, make that of `target` live."""
@@ -200,21 +154,3 @@ class _Stack:
                 self.by_age.pop()
                 self.free.append(slot)
                 yield Discard(slot)
-
-
-def _gradient(segments: int, stack: _Stack) -> Iterator[Action]:
-    if segments:
-        yield stack.save(0)
-        yield from stack.climb(0, segments)
-        yield from stack.reverse(segments)
-
-
-def _online_gradient(
-    placement: Placement, segments: int, positions: Mapping[int, int]
-) -> Iterator[Action]:
-    for mark in placement.marks(segments):
-        yield Save(mark.segment, mark.slot)
-        if mark.cleared != placement.slots:
-            yield Discard(mark.cleared)
-        yield Advance(mark.segment, min(segments, mark.segment + mark.run))
-    yield from _Stack(positions, placement.slots).reverse(segments)

@@ -1,7 +1,4 @@
-"""The optimum by dynamic programming and by search: slow, and right by definition."""
-
-import heapq
-from itertools import count
+"""The optimum by dynamic programming: slow, and right by definition."""
 
 import numpy as np
 
@@ -20,39 +17,3 @@ def advances(segments, free):
             m = np.arange(1, l)
             table[f, l] = np.min(m + table[f - 1, l - m] + table[f, m])
     return table
-
-
-def _cheapest_path(start, moves, finished):
-    number = count()
-    distance = {start: 0}
-    queue = [(0, 0, start)]
-    while queue:
-        so_far, _, node = heapq.heappop(queue)
-        if finished(node):
-            return so_far
-        if so_far == distance[node]:
-            for cost, other in moves(node):
-                if so_far + cost < distance.get(other, 10**9):
-                    distance[other] = so_far + cost
-                    heapq.heappush(queue, (so_far + cost, next(number), other))
-    return None
-
-
-def reversal(positions, segments, slots):
-    """The fewest advances that reverse from the segments stored, over everything one could do."""
-
-    def moves(node):
-        stored, live, target = node
-        for segment in stored:
-            yield 0, (stored, segment, target)
-            yield 0, (stored - {segment}, live, target)
-        if live is not None:
-            if live < target:
-                yield 1, (stored, live + 1, target)
-            if live == target:
-                yield 0, (stored, None, target - 1)
-            if len(stored) < slots:
-                yield 0, (stored | {live}, live, target)
-
-    start = (frozenset(positions), None, segments - 1)
-    return _cheapest_path(start, moves, lambda node: node[2] < 0)

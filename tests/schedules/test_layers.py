@@ -12,11 +12,9 @@ NAMES = [module.name for module in pkgutil.iter_modules(schedules.__path__)]
 BELOW = {
     "_checks": set(),
     "_cheapest": set(),
-    "actions": set(),
     "binomial": {"_checks"},
     "online": {"_checks", "_cheapest"},
-    "replay": {"_checks", "actions"},
-    "reversal": {"_checks", "actions", "binomial", "online"},
+    "reversal": {"_checks", "binomial", "online"},
 }
 
 

@@ -1,11 +1,9 @@
 from itertools import pairwise
 from math import isqrt
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from loopkit.schedules import binomial, online
 from loopkit.schedules._cheapest import Prices
@@ -163,48 +161,14 @@ def test_prices_are_the_optimum():
 
 @placements
 @pytest.mark.parametrize("slots", [1, 3, 8])
-def test_a_traced_loop_places_the_same(place, slots):
-    program = place(slots)
-    table = online.Table(*(jnp.asarray(column, jnp.int32) for column in program.table))
-
-    @jax.jit
-    def run(segments):
-        """Return the segments that the slots hold after `segments` segments, as an engine keeps
-        them."""
-
-        def save_and_run(loop):
-            segment, mark, positions, kept = loop
-            kept = kept.at[mark.slot].set(segment)  # the carry is the segment's number
-            positions = online.record(positions, mark, jnp)
-            segment = jnp.minimum(segments, segment + mark.run)
-            return segment, online.next_mark(table, mark), positions, kept
-
-        positions = jnp.full(slots, online.NEVER, jnp.int32)
-        start = (jnp.int32(0), online.first_mark(table), positions, positions)
-        *_, positions, kept = lax.while_loop(lambda loop: loop[0] < segments, save_and_run, start)
-        return positions, kept
-
-    for segments in (0, 1, 2, 7, 8, 9, 50, 333, 10**4, 10**7, 2**31 - 2):
-        positions, kept = run(jnp.int32(segments))
-        held = {
-            slot: segment
-            for slot, segment in enumerate(positions.tolist())
-            if segment != online.NEVER
-        }
-        assert held == program.positions(segments)
-        assert all(kept[slot] == segment for slot, segment in held.items())
-
-
-def test_numpy_integers_and_the_bound():
-    program = online.cheapest(3, 10)
-    table = online.Table(*map(np.asarray, program.table))
-    mark = online.first_mark(table)
-    positions = np.full(3, online.NEVER)
-    while mark.segment < 10:
-        positions = online.record(positions, mark, np)
-        mark = online.next_mark(table, mark)
-    assert mark.run == 0
-    assert dict(enumerate(positions.tolist())) == program.positions(10)
+@pytest.mark.parametrize("library", [np, jnp], ids=["numpy", "jax"])
+def test_what_slots_hold_after_each_mark(place, slots, library):
+    program = place(slots, 50)
+    positions = library.full(slots, online.NEVER, np.int32)
+    for mark in program.marks(50):
+        positions = online.record(positions, mark, library)
+        found = {s: n for s, n in enumerate(positions.tolist()) if n != online.NEVER}
+        assert found == program.positions(mark.segment + 1)
 
 
 def test_programs_print_and_are_kept():

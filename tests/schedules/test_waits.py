@@ -6,7 +6,8 @@ from loopkit import Plan
 from loopkit._plans.costs import StepCosts
 from loopkit._plans.plan import MORE, waits
 from loopkit.schedules import binomial, reversal
-from loopkit.schedules.replay import replay
+
+from .machine import replay
 
 STEP = StepCosts(1024, 2048, run=3000.0, record=3000.0, remake=3000.0)
 LENGTHS = 20, 50, 100, 257, 300, 1000, 5000

@@ -1,7 +1,7 @@
 """Checks of steps that are taken in vain: by lanes that have stopped, or beyond the last step.
 
 Such a step is discarded, and its checks must not fail. A check says where its condition is
-(`_arguments/taken.py`). A loop that holds checks carries a flag, which says whether the step
+(`_arguments/error_on_use.py`). A loop that holds checks carries a flag, which says whether the step
 counts, and each condition holds only where the flag is set. The loop takes the same from the step
 around it as a constant. So what a check in loops within loops knows is what all of them know.
 """
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopkit import _jax
-from loopkit._arguments.taken import if_taken, taken_p
+from loopkit._arguments.error_on_use import if_taken, taken_p
 from loopkit._engine.leaves import CarryLeaf, Const
 from loopkit._engine.loop import Loop, Rewritten, parts
 from loopkit._jaxprs import equations

@@ -20,10 +20,9 @@ from jax import lax
 from loopkit import _jax
 from loopkit._engine.steps import LAST_STEP
 from loopkit._plans.plan import Plan
-from loopkit.schedules.actions import Restore, Save
 from loopkit.schedules.binomial import SplitTable, split_from, split_table
 from loopkit.schedules.online import NEVER, Mark, Table, cheapest, record, thinning
-from loopkit.schedules.reversal import gradient
+from loopkit.schedules.reversal import Restore, Save, gradient
 
 COLUMNS = 32
 """The columns of a table of splits; XLA sums so many in one kernel."""

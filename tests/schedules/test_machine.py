@@ -1,8 +1,8 @@
 import pytest
 
-from loopkit.schedules import replay as machine
-from loopkit.schedules.actions import Advance, Discard, Restore, Reverse, Save
-from loopkit.schedules.replay import Cost, replay
+from loopkit.schedules.reversal import Advance, Discard, Restore, Reverse, Save
+
+from .machine import Cost, replay
 
 
 def test_a_schedule_by_hand():
@@ -65,14 +65,12 @@ def test_violations(actions, text):
         if actions
         else "the end, with segments 0 to 1"
     )
-    assert str(error.value).startswith(f"loopkit.schedules.replay.replay: {text}")
-    assert f". Change that, or an action before it. Got: {got}" in str(error.value)
+    assert str(error.value).startswith(text)
+    assert f": {got}" in str(error.value)
 
 
 def test_a_segment_is_reversed_once():
-    with pytest.raises(
-        ValueError, match=r"once each, the last one first, and none is left[.] .* Got: action"
-    ):
+    with pytest.raises(ValueError, match="once each, the last one first, and none is left: action"):
         replay([Save(0, 0), Reverse(0), Restore(0, 0), Reverse(0)], 1)
 
 
@@ -89,26 +87,8 @@ def test_nothing_to_reverse():
 def test_positions_are_measured_and_nothing_is_live():
     assert replay([Restore(0, 1), Reverse(0)], 1, slots=2, positions={1: 0}).peak_slots == 1
     with pytest.raises(
-        ValueError, match=r"slot 4 must not be used, as there are 2 .* Got: positions={4: 0}"
+        ValueError, match=r"slot 4 must not be used, as there are 2 slots: positions=\{4: 0\}"
     ):
         replay([], 1, slots=2, positions={4: 0})
     with pytest.raises(ValueError, match="the start of segment 0 must be live, but nothing is"):
         replay([Advance(0, 1)], 1, positions={})
-
-
-ERRORS = [
-    (
-        {"segments": -1},
-        "replay.replay: `segments` must be an int >= 0. Count the segments to be reversed",
-        "-1",
-    ),
-    ({"slots": -1}, "replay.replay: `slots` must be an int >= 0. Count the slots", "-1"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "text", "got"), ERRORS)
-def test_errors(arguments, text, got):
-    with pytest.raises(ValueError) as error:
-        machine.replay([], **({"segments": 0} | arguments))
-    assert text in str(error.value)
-    assert str(error.value).endswith(f" Got: {got}.")

@@ -1,9 +1,10 @@
-"""The frontier of a step: what to keep of it, and the time to run the rest again."""
+"""The frontier of a step, and the memory of a gradient: `explain` prints both below its table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -11,13 +12,17 @@ import jax
 from loopkit import _jax
 from loopkit._arguments.errors import size
 from loopkit._engine.derivative.linearised import linearised
+from loopkit._engine.derivative.whole_program import predicted, temporary_bytes
 from loopkit._engine.loop import Active, Loop
+from loopkit._jaxprs import equations
 from loopkit._jaxprs.min_cut import PICOSECONDS
-from loopkit._plans.costs import Row
+from loopkit._plans.budget import Part
 from loopkit._plans.plan import Plan
 
 BY_HAND = "nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable"
 """Policies of JAX that a picture shows."""
+FEW = 3
+"""How many of those that hold bytes at the peak are printed."""
 
 
 class Choice(NamedTuple):
@@ -43,9 +48,7 @@ class Frontier:
 
     def plot(self, ax: Any = None) -> Any:
         """Draw bytes against time: the frontier, what is taken, and policies of JAX beside it."""
-        import matplotlib.pyplot as plt
-
-        ax = plt.subplots(layout="constrained")[1] if ax is None else ax
+        ax = _axes(ax)
         megabytes = lambda choices: [c.bytes / 1e6 for c in choices]
         milliseconds = lambda choices: [c.nanoseconds / 1e6 for c in choices]
         ax.plot(megabytes(self.choices), milliseconds(self.choices), "o-", label="frontier")
@@ -59,15 +62,12 @@ class Frontier:
 
 
 def frontier_of(loop: Loop, active: Active, plan: Plan) -> Frontier:
-    """The frontier of a loop's step; empty where all residuals are small."""
+    """Return the frontier of a loop's step; empty where all residuals are small."""
     keeps_rows = plan.keeps_all or (plan.store == "residuals" and plan.segment > 1)
     rows = plan.step.rows if plan.step.smaller_rows else ()
-    choices = (_of_row(row, keeps_rows and row == plan.row) for row in rows)
+    taken = lambda row: keeps_rows and row == plan.row
+    choices = (Choice(row.bytes, row.nanoseconds, taken(row)) for row in rows)
     return Frontier(tuple(choices), lambda: _by_hand(loop, active))
-
-
-def _of_row(row: Row, is_taken: bool) -> Choice:
-    return Choice(row.bytes, row.nanoseconds, is_taken)
 
 
 def _in_words(choice: Choice) -> str:
@@ -87,3 +87,58 @@ def _by_hand(loop: Loop, active: Active) -> dict[str, Choice]:
         return Choice(_jax.byte_count(*(v.aval for v in cut.stored)), again / PICOSECONDS)
 
     return {name: choice(name) for name in BY_HAND}
+
+
+@dataclass(frozen=True)
+class GradientBytes:
+    """The temporary memory of the gradient of a function in all its arguments."""
+
+    timeline: tuple[tuple[str, int], ...]
+    """For each equation, forward and then backward, what it is and the bytes that live then."""
+    holders: tuple[tuple[str, int], ...]
+    """For each of those that hold bytes at the peak, what it is and its bytes."""
+    program: Any = field(repr=False, compare=False)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that live at one moment, as predicted."""
+        return max(count for _, count in self.timeline)
+
+    @cached_property
+    def compiled(self) -> int:
+        """The compiler's figure. It takes as long as to compile the gradient."""
+        return temporary_bytes(self.program)
+
+    def __str__(self) -> str:
+        most = sorted(self.holders, key=lambda held: -held[1])[:FEW]
+        held = "; ".join(f"{size(count)} for {what}" for what, count in most if count > 0)
+        return f"peak of the gradient, predicted: {size(self.peak)}: {held}"
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the bytes over the equations, forward and then backward."""
+        ax = _axes(ax)
+        ax.step(range(len(self.timeline)), [n / 1e6 for _, n in self.timeline], where="mid")
+        ax.set(xlabel="equations, forward and then backward", ylabel="MB that live, predicted")
+        return ax.figure
+
+
+def gradient_bytes(jaxpr: _jax.Jaxpr) -> GradientBytes | None:
+    """Return the memory of a gradient; None unless the loops of a program share a budget."""
+    found = (getattr(e.params.get("loop"), "checkpoints", None) for e in _outermost(jaxpr))
+    if not any(isinstance(budget, Part) for budget in found):
+        return None
+    line, state = predicted(jaxpr)
+    bytes_then = tuple((m.what, m.bytes(state.chosen)) for m in line.moments)
+    return GradientBytes(bytes_then, tuple(line.holders(state)), jaxpr)
+
+
+def _outermost(jaxpr: _jax.Jaxpr) -> list:
+    """Return the equations of loops that are not derivatives yet."""
+    return [e for e in equations.all_equations(jaxpr) if e.primitive.name == "loopkit_while"]
+
+
+def _axes(ax: Any) -> Any:
+    """Return axes to draw on."""
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(layout="constrained")[1] if ax is None else ax

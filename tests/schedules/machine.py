@@ -7,12 +7,9 @@ schedule cost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Never
 
-from loopkit.schedules._checks import COUNT_SEGMENTS, Whole, integer
-from loopkit.schedules.actions import Action, Advance, Discard, Restore, Reverse, Save
+from loopkit.schedules.reversal import Advance, Discard, Restore, Reverse, Save
 
 
 @dataclass(frozen=True)
@@ -33,30 +30,19 @@ class Cost:
     peak_slots: int
 
     @property
-    def evaluations(self) -> int:
+    def evaluations(self):
         """The number of times that a segment was run, in all."""
         return self.advances + self.replays
 
 
-def replay(
-    actions: Iterable[Action],
-    segments: Whole,
-    *,
-    slots: Whole | None = None,
-    positions: Mapping[int, int] | None = None,
-) -> Cost:
+def replay(actions, segments, *, slots=None, positions=None):
     """Execute `actions`, a schedule that reverses `segments` segments, and return what it cost.
 
-    Arguments: `slots`, how many there are, if that is limited; `positions`, the segment whose start
-    each slot holds to begin with, nothing then being live (by default nothing is stored and the
-    start of segment 0 is live).
-    Raises: ValueError at the first action that cannot be executed, or if segments are left over.
+    `slots` says how many there are, if that is limited. `positions` has the segment whose start
+    each slot holds to begin with, nothing then being live; by default nothing is stored and the
+    start of segment 0 is live. The first action that cannot be executed raises ValueError.
     """
-    where = "replay.replay"
-    machine = _Machine(
-        segments=integer(where, "segments", segments, 0, COUNT_SEGMENTS),
-        slots=None if slots is None else integer(where, "slots", slots, 0, "count the slots"),
-    )
+    machine = _Machine(segments, slots)
     if positions is not None:
         machine.live = None
         machine.held = {slot: Save(segment, slot) for slot, segment in positions.items()}
@@ -69,21 +55,18 @@ def replay(
 class _Machine:
     """live: the segment whose start is live. held: for each slot in use, its last save."""
 
-    def __init__(self, segments: int, slots: int | None):
+    def __init__(self, segments, slots):
         self.slots = slots
-        self.live: int | None = 0
-        self.held: dict[int, Save] = {}
+        self.live = 0
+        self.held = {}
         self.next = segments - 1  # to be reversed
         self.advances = self.replays = self.saves = self.restores = 0
         self.peak_slots = 0
 
-    def fail(self, what: str, why: str) -> Never:
-        raise ValueError(
-            f"loopkit.schedules.replay.replay: {why}. Change that, or an action before it. Got: "
-            f"{what}."
-        )
+    def fail(self, what, why):
+        raise ValueError(f"{why}: {what}")
 
-    def execute(self, what: str, action: Action) -> None:
+    def execute(self, what, action):
         match action:
             case Advance(start, stop):
                 self.require_live(what, start)
@@ -109,31 +92,31 @@ class _Machine:
                 self.replays += 1
                 self.live = None
 
-    def require_live(self, what: str, segment: int) -> None:
+    def require_live(self, what, segment):
         if self.live != segment:
             live = "nothing" if self.live is None else f"the start of segment {self.live}"
             self.fail(what, f"the start of segment {segment} must be live, but {live} is")
 
-    def require_next(self, what: str, segment: int) -> None:
+    def require_next(self, what, segment):
         if segment != self.next:
             due = "none is left" if self.next < 0 else f"segment {self.next} is next"
             self.fail(what, f"segments must be reversed once each, the last one first, and {due}")
         self.next -= 1
 
-    def require_held(self, what: str, stored: Save) -> None:
+    def require_held(self, what, stored):
         there = self.held.get(stored.slot)
         if there != stored:
             content = "nothing" if there is None else f"that of segment {there.segment}"
             said = f"must hold the start of segment {stored.segment}, but holds {content}"
             self.fail(what, f"slot {stored.slot} {said}")
 
-    def measure(self, what: str) -> None:
+    def measure(self, what):
         for slot in self.held:
             if self.slots is not None and not 0 <= slot < self.slots:
                 self.fail(what, f"slot {slot} must not be used, as there are {self.slots} slots")
         self.peak_slots = max(self.peak_slots, len(self.held))
 
-    def finish(self) -> Cost:
+    def finish(self):
         if self.next >= 0:
             left = f"the end, with segments 0 to {self.next} left"
             self.fail(left, "a schedule must reverse all segments")
