@@ -145,6 +145,16 @@ def check_rnn_long(out, printed):
     assert "Gradient over 40 steps" in printed
 
 
+def check_layers(out, printed):
+    assert out["curve"][0] > 7.9  # all bytes are equally likely
+    assert out["curve"][-1] < 7.5
+    assert out["gap"] < 1e-6  # jax.nn.dot_product_attention works in single precision
+    assert out["share"] == 1 / 8
+    assert 0 < len(out["text"]) <= 40
+    assert out["costs"]["memory='60 kB'"].bytes < out["costs"]["lax.scan"].bytes / 2
+    assert "On 8 devices" in printed
+
+
 def check_replace_scan(out, printed):
     assert "-from jax import lax\n+import loopkit as lax\n" in printed
     before, after = (np.array(out["curves"][name]) for name in ("jax.lax", "loopkit"))
