@@ -59,3 +59,25 @@ def test_powers():
     for order in range(4):
         assert_close(jax.jit(f)(1.1), jnp.asarray(factor * 1.1 ** (8 - order)))
         f, factor = jax.grad(f), factor * (8 - order)
+
+
+def test_lanes_with_a_residual_in_common():
+    """The mask of a step is one for all lanes, and has no tangent in any direction."""
+    import loopkit
+
+    def step(carry, _):
+        even, x = carry
+        return (~even, jnp.sin(x) + jnp.where(even, 0.1, x) * 0.5), None
+
+    def unrolled(x):
+        carry = jnp.bool_(False), x
+        for _ in range(3):
+            carry, _ = step(carry, None)
+        return carry[1]
+
+    def third(f):
+        second = lambda x: jax.jvp(jax.grad(f), (x,), (x,))[1]
+        return jax.vmap(lambda x: jax.jvp(second, (x,), (x,))[1])(jnp.asarray([0.3, 0.7]))
+
+    loop = lambda x: loopkit.scan(step, (False, x), length=3)[0][1]
+    assert_close(jax.jit(lambda: third(loop))(), third(unrolled))

@@ -185,7 +185,7 @@ def _along_batched(
     """Return results and tangents of the batched loop; each tangent has the axis of its value."""
     along: Along = params["along"]
     leading, count = along.directions is not None, params["loop"].operand_count
-    beside = lambda axes, flags: [a + leading for a in kept(axes, flags)]
+    beside = lambda axes, flags: [None if a is None else a + leading for a in kept(axes, flags)]
     into = [*places, *beside(places, along.operands)]
     pairs = list(zip(args, dims, strict=True))
     moved = batched.map_operands(pairs[:count])
