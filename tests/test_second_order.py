@@ -48,6 +48,12 @@ def test_second_order_without_jit(problem: Problem, pattern):
     assert_close(got(problem.vector()), expected(problem.name, pattern))
 
 
+def test_jax_checkpoint_around_a_loop():
+    cubed = lambda x: loopkit.fori_loop(0, 3, lambda _, y: x * y, 1.0, checkpoints=1)
+    second = jax.jit(jax.grad(jax.grad(jax.checkpoint(cubed))))
+    assert_close(second(0.5), jnp.asarray(3.0))
+
+
 def outer(jacobian, inner):
     return lambda f: jacobian(inner(f))
 

@@ -59,3 +59,62 @@ def test_powers():
     for order in range(4):
         assert_close(jax.jit(f)(1.1), jnp.asarray(factor * 1.1 ** (8 - order)))
         f, factor = jax.grad(f), factor * (8 - order)
+
+
+def test_lanes_with_a_residual_in_common():
+    """The mask of a step is one for all lanes, and has no tangent in any direction."""
+    import loopkit
+
+    def step(carry, _):
+        even, x = carry
+        return (~even, jnp.sin(x) + jnp.where(even, 0.1, x) * 0.5), None
+
+    def unrolled(x):
+        carry = jnp.bool_(False), x
+        for _ in range(3):
+            carry, _ = step(carry, None)
+        return carry[1]
+
+    def third(f):
+        second = lambda x: jax.jvp(jax.grad(f), (x,), (x,))[1]
+        return jax.vmap(lambda x: jax.jvp(second, (x,), (x,))[1])(jnp.asarray([0.3, 0.7]))
+
+    loop = lambda x: loopkit.scan(step, (False, x), length=3)[0][1]
+    assert_close(jax.jit(lambda: third(loop))(), third(unrolled))
+
+
+@pytest.mark.slow
+def test_lanes_of_loops_in_branches():
+    """Branches share what they save. So the mask of one has the tangent of the other's carry."""
+    import loopkit
+
+    rows = jnp.linspace(0.5, 1.2, 3)
+
+    def masked(carry, row):
+        even, x = carry
+        return (~even, jnp.tanh(x) * row + jnp.where(even, 0.1, x) * 0.5), x
+
+    def of(scan):
+        first = lambda x, rows, w: scan(masked, (jnp.bool_(False), x), rows)[1] * w
+        step = lambda w: lambda c, row: (jnp.sin(c) * jnp.exp(row) + c * w, c)
+        second = lambda x, rows, w: scan(step(w), w * 2, rows) * x
+        return lambda *at: jax.lax.cond(at[1][0] > 0.4, first, second, *at)
+
+    def unrolled(step, carry, rows):
+        for row in rows:
+            carry, _ = step(carry, row)
+        return carry
+
+    def third(f):
+        gradient = jax.grad(lambda *at: jnp.sum(f(*at) ** 2), (0, 1, 2))
+
+        def along(x, v):
+            second = lambda w: jax.jvp(gradient, (x, rows, w), (v, rows, weights))[1]
+            return jax.jvp(second, (weights,), (v,))[1]
+
+        return jax.vmap(along)(*jnp.asarray([[[0.3, -0.2], [0.4, 0.1]], [[1, 2], [3, 4.0]]]))
+
+    weights = jnp.asarray([0.5, 0.7])
+    loop = of(lambda *given: loopkit.scan(*given)[0])
+    for got, wanted in zip(jax.jit(lambda: third(loop))(), third(of(unrolled)), strict=True):
+        assert_close(got, wanted)

@@ -121,8 +121,13 @@ def compiled(traced: Traced, size: int, counts: bool = False) -> Callable:
 @lru_cache(256)
 def on_device(number: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Return a number as an array on the device, which the cache keeps for later calls."""
+    return moved(np.asarray(number, dtype))
+
+
+def moved(value: np.ndarray[Any, Any]) -> jax.Array:
+    """Return an array on the device. `jax.transfer_guard` allows that, since it is explicit."""
     with jax.ensure_compile_time_eval():
-        return jnp.asarray(number, dtype)
+        return jax.device_put(value)
 
 
 def divided(xs: list, rows: int, sizes: Iterator[int]) -> Iterator[tuple[int, int, list]]:
@@ -145,7 +150,8 @@ def divided(xs: list, rows: int, sizes: Iterator[int]) -> Iterator[tuple[int, in
     if not lengths:
         yield 0, 0, xs
     for size, left, x in zip(lengths, steps, slices, strict=True):
-        yield size, left, [_lengthened(row, size - left) for row in x] if left < size else x
+        x = [_lengthened(row, size - left) for row in x] if left < size else x
+        yield size, left, [moved(row) if isinstance(row, np.ndarray) else row for row in x]
 
 
 def _sliced(x: Any, start: int, count: int) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools as ft
 import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Unpack, overload
@@ -21,7 +22,7 @@ from jaxtyping import PyTree
 from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._arguments.static_leaves import bare, wrapped
-from loopkit._extras.growing import segment
+from loopkit._extras.growing import moved, on_device, segment
 from loopkit._extras.unbounded import check_growth
 from loopkit._keywords import No, RaggedKw, Yes
 from loopkit._progress.open_bars import closing_if_it_fails
@@ -140,7 +141,7 @@ def _run(
     spec: LoopSpec, inputs: list[Inputs], lengths: list[int], batches: list[tuple[int, list[int]]]
 ) -> Any:
     (traced, tree), until = segment(spec), spec.predicate
-    go = None if until is None else jnp.array(True)
+    go = None if until is None else on_device(True, bool)
     order, results, ys = [], [], []
     loops = [traced.with_fields(length=size) for size, _ in batches]
     values = [*traced.closed_over, *jax.tree.leaves((spec.init, [x.leaves for x in inputs]))]
@@ -150,28 +151,35 @@ def _run(
     for (size, some), loop in zip(batches, loops, strict=True):
         # Add lanes that take no step, so that there are few batch sizes to compile.
         lanes = 1 << (len(some) - 1).bit_length()
-        left = jnp.array([lengths[i] for i in some] + [0] * (lanes - len(some)), jnp.int32)
+        own = [lengths[i] for i in some]
+        left = moved(np.array([*own, *[0] * (lanes - len(some))], np.int32))
         xs = zip(*(inputs[i].leaves for i in some), strict=True)
 
         def run(left: jax.Array, x: list, loop: Any = loop) -> tuple[list, list]:
-            steps = jnp.int32(0) if spec.counts else None
+            steps = on_device(0, np.int32) if spec.counts else None
             hidden = spec.hidden(go=go, steps=steps, left=left)
             return loop.run(jax.tree.leaves((spec.init, hidden)), x)
 
         leaves, y = jax.vmap(run)(left, [_stacked(leaf, lanes, size) for leaf in xs])
-        carry, after = tree.unflatten([leaf[: len(some)] for leaf in leaves])
-        steps = (left[: len(some)] - after.left) if until is not None else left[: len(some)]
-        known = _on_host(steps) if until is not None else [lengths[i] for i in some]
-        rows = ([_row(leaf, lane, n) for leaf in y] for lane, n in enumerate(known))
+        *leaves, steps = (lax.slice_in_dim(v, 0, len(some)) for v in (*leaves, left))
+        carry, after = tree.unflatten(leaves)
+        steps = steps if until is None else steps - after.left
+        known = _on_host(steps) if until is not None else own
+        rows = (
+            [_row(leaf, on_device(lane, np.int32), n) for leaf in y] for lane, n in enumerate(known)
+        )
         ys += map(traced.y_tree.unflatten, rows)
         order += some
         results.append((carry, steps, after.go))
     back = np.argsort(order)
-    carry, steps, go = jax.tree.map(lambda *parts: jnp.concatenate(parts)[back], *results)
+    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
+    leaves, whole = jax.tree.flatten(joined)
+    carry, steps, go = whole.unflatten(_taken(leaves, moved(back)))
     ys = [ys[place] for place in back]
     if not spec.return_info:
         return bare((carry, ys))
-    return *bare((carry, ys)), LoopInfo(steps, jnp.zeros(steps.shape, bool) if go is None else ~go)
+    stopped = moved(np.zeros(len(ys), bool)) if go is None else ~go
+    return *bare((carry, ys)), LoopInfo(steps, stopped)
 
 
 def _with_one_bar(loops: list[Traced], steps: list[int]) -> list[Traced]:
@@ -283,25 +291,30 @@ def _zeros(x: jax.Array, rows: int) -> Any:
 def _stacked(sequences: Sequence[Any], lanes: int, size: int) -> Any:
     """Stack sequences as lanes, each with rows after its end that no step reads."""
     first = sequences[0]
-    sequences = [*sequences, *[first[:0]] * (lanes - len(sequences))]
     concrete = not any(map(_jax.is_tracer, sequences))
     if concrete and isinstance(first.dtype, np.dtype):  # NumPy compiles nothing
         stacked = np.zeros((lanes, size, *first.shape[1:]), first.dtype)
-        for row, xs in zip(stacked, sequences, strict=True):
-            row[: len(xs)] = xs
-        return jnp.asarray(stacked)
+        for row, xs in zip(stacked, sequences, strict=False):
+            row[: len(xs)] = jax.device_get(xs)
+        return moved(stacked)
+    sequences = [*sequences, *[first[:0]] * (lanes - len(sequences))]
     return jnp.stack([jnp.concatenate([xs, _zeros(xs, size - len(xs))]) for xs in sequences])
 
 
-def _row(leaf: jax.Array, lane: int, steps: int) -> Any:
-    sizes = (1, steps, *leaf.shape[2:])
-    return lax.dynamic_slice(leaf, (lane, *[0] * (leaf.ndim - 1)), sizes)[0]
+@ft.partial(jax.jit, static_argnames="steps")
+def _row(leaf: jax.Array, lane: jax.Array, steps: int) -> Any:
+    return lax.dynamic_index_in_dim(leaf, lane, keepdims=False)[:steps]
+
+
+@jax.jit
+def _taken(values: list, places: jax.Array) -> list:
+    return [v[places] for v in values]
 
 
 def _on_host(steps: jax.Array) -> list[int]:
     traced = jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError
     with contextlib.suppress(*traced):
-        return np.asarray(steps).tolist()
+        return jax.device_get(steps).tolist()
     advice = "Inside jit or vmap, leave `until` out, or use `loopkit.scan` with padded arrays."
     got = "a traced predicate"
     expected = "must be known between batches, since it decides how many `ys` there are"

@@ -199,7 +199,8 @@ def _run(
 def _on_host(taken: jax.Array, stopped: jax.Array) -> tuple[int, bool]:
     """Return the most steps of any lane, and whether all lanes stopped, as Python values."""
     if not (_jax.is_tracer(taken) or _jax.is_tracer(stopped)):
-        return taken.item(), stopped.item()
+        most, done = jax.device_get((taken, stopped))
+        return most.item(), done.item()
     for over in (lambda *values: values, _over_lanes):
         with contextlib.suppress(jax.errors.ConcretizationTypeError):
             most, done = over(taken, stopped)

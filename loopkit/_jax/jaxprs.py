@@ -25,7 +25,6 @@ from loopkit._jax.avals import (
     Equation,
     OpenJaxpr,
     ShapedArray,
-    Zero,
     is_tracer,
     slice_type,
 )
@@ -245,11 +244,15 @@ def check_effects(effects: Iterable[Any]) -> list[Any]:
 
 
 def jvp_in_moving(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple:
-    """`jax.jvp` of `fun(*primals)`, in the operands whose tangents are not symbolically zero."""
-    places = [i for i, t in enumerate(tangents) if t is not None and type(t) is not Zero]
-    known = dict(enumerate(primals))
-    at = lambda *moved: fun(*(known | dict(zip(places, moved, strict=True))).values())
-    return jax.jvp(at, [primals[i] for i in places], [tangents[i] for i in places])
+    """`jax.jvp` of `fun(*primals) -> list`, with symbolic zeros among all tangents, or None."""
+    with core.take_current_trace() as around, source_info.transform_name_stack("jvp"):
+        trace = ad.JVPTrace(around, core.TraceTag())
+        pairs = zip(primals, tangents, strict=True)
+        moved = [v if t is None else ad.maybe_jvp_tracer(trace, v, t) for v, t in pairs]
+        with core.set_current_trace(trace):
+            outs = fun(*moved)
+        pairs = list(map(trace.to_primal_tangent_pair, outs))
+    return [v for v, _ in pairs], [t for _, t in pairs]
 
 
 def jit_is_disabled() -> bool:

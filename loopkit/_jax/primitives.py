@@ -267,10 +267,14 @@ def _register_partial_eval(primitive: Primitive, eager: Callable, known_part: Ca
     pe.partial_eval_jaxpr_custom_rules[primitive] = rule
 
 
-def register_split(primitive: core.Primitive, splits: Callable, apart: Callable) -> None:
+def register_split(
+    primitive: core.Primitive, splits: Callable, apart: Callable, known_equation: Callable
+) -> None:
     """Register how a primitive is computed by others if some of its operands are unknown.
 
     `splits(**params)` says whether `apart(*operands, **params)` computes the results by others.
+    `known_equation(eqn)` gives, for jax.checkpoint, the equation of the first results alone, which
+    reads the first operands.
     """
 
     def eager(trace: Any, *tracers: Any, **params: Any) -> list:
@@ -279,7 +283,15 @@ def register_split(primitive: core.Primitive, splits: Callable, apart: Callable)
         with core.set_current_trace(trace):
             return list(map(trace.to_jaxpr_tracer, apart(*tracers, **params)))
 
-    pe.custom_partial_eval_rules[primitive] = eager
+    def known_part(unknown: list[bool], eqn: Equation) -> tuple | None:
+        if not splits(**eqn.params):
+            return None
+        known = known_equation(eqn)
+        if any(unknown[: len(known.invars)]):
+            return None
+        return known, [i < len(known.outvars) for i in range(len(eqn.outvars))]
+
+    _register_partial_eval(primitive, eager, known_part)
 
 
 def register_known_part(primitive: core.Primitive, part: Callable) -> None:

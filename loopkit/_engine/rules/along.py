@@ -83,6 +83,19 @@ class Along(NamedTuple):
         return [v for group in one(*tangents) for v in group]
 
 
+def splits(along: Along | None = None, **_: object) -> bool:
+    """Return whether a primitive with these parameters has tangents, and splits without them."""
+    return along is not None
+
+
+def without_tangents(eqn: _jax.Equation) -> Any:
+    """Return the equation of the results alone."""
+    params = {k: v for k, v in eqn.params.items() if k != "along"}
+    operands, results = map(len, eqn.params["along"][:2])
+    ends = eqn.invars[:operands], eqn.outvars[:results]
+    return _jax.new_equation(eqn, eqn.primitive, *ends, params)
+
+
 def moving(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[bool, ...]:
     """Return which tangents are those of numbers, and not symbolically zero."""
     pairs = zip(map(jax.typeof, values), _jax.nonzero(tangents), strict=True)

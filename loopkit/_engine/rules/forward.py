@@ -28,7 +28,13 @@ from loopkit._engine.lowering.memory import check_host_memory
 from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.primitives import PARTIAL_EVAL_RULES, define, forward_p, pushforward_p, while_p
 from loopkit._engine.rules import while_
-from loopkit._engine.rules.along import Along, moved_by_forward, moving
+from loopkit._engine.rules.along import (
+    Along,
+    moved_by_forward,
+    moving,
+    splits,
+    without_tangents,
+)
 from loopkit._engine.rules.linear import linear_params
 from loopkit._engine.sweeps import sweeps
 
@@ -162,13 +168,11 @@ def dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
         return while_.dce(used[:results], plain)
     count = len(along.results)
     if not any(used[count:]):
-        params = {"loop": loop, "active": active}
-        ends = eqn.invars[:operands], eqn.outvars[:count]
-        needed, plain = dce(used[:count], _jax.new_equation(eqn, forward_p, *ends, params))
+        needed, plain = dce(used[:count], without_tangents(eqn))
         return [*needed, *[False] * (len(every) - operands)], plain
     return every, eqn
 
 
 define(forward_p, evaluate, result_types, jvp=jvp, dce=dce, on_cpu=with_scratch, on_tpu=of_vectors)
-_jax.register_split(forward_p, lambda along=None, **_: along is not None, apart)
+_jax.register_split(forward_p, splits, apart, without_tangents)
 PARTIAL_EVAL_RULES[forward_p] = runs_with

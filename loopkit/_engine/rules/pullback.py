@@ -27,7 +27,14 @@ from loopkit._engine.loop import Active, Loop, kept
 from loopkit._engine.lowering.flat_values import of_vectors
 from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.primitives import define, pullback_p
-from loopkit._engine.rules.along import Along, moved_by_forward, moved_by_pullback, moving
+from loopkit._engine.rules.along import (
+    Along,
+    moved_by_forward,
+    moved_by_pullback,
+    moving,
+    splits,
+    without_tangents,
+)
 from loopkit._engine.rules.hessian import second_order
 from loopkit._engine.rules.linear import BACKWARD, FORWARD, arguments
 from loopkit._engine.rules.two_loops import stored_pullback
@@ -146,9 +153,7 @@ def dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
     operands, results = len(along.operands), len(along.results)
     if any(used[results:]):
         return [True] * len(eqn.invars), eqn
-    params = {k: v for k, v in eqn.params.items() if k != "along"}
-    ends = eqn.invars[:operands], eqn.outvars[:results]
-    needed, plain = BACKWARD.dce(used[:results], _jax.new_equation(eqn, pullback_p, *ends, params))
+    needed, plain = BACKWARD.dce(used[:results], without_tangents(eqn))
     return [*needed, *[False] * (len(eqn.invars) - operands)], plain
 
 
@@ -162,4 +167,4 @@ define(
     on_cpu=with_scratch,
     on_tpu=of_vectors,
 )
-_jax.register_split(pullback_p, lambda along=None, **_: along is not None, apart)
+_jax.register_split(pullback_p, splits, apart, without_tangents)

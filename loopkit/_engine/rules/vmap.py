@@ -117,8 +117,7 @@ def _batch_pullback(
     if along is None:
         return _batch_cotangents(axis, args, dims, **params)
     loop, layout, active = (params[k] for k in ("loop", "layout", "active"))
-    count = len(sweeps(reversal(loop, layout)).residual_types)
-    values, saved, _ = parts(dims, loop.operand_count, count)
+    values = dims[: loop.operand_count]
     if _same(loop, axis, dims[: len(along.operands)]):
         return _more_directions(pullback_p, axis, args, dims, params)
     by_others = ft.partial(pullback.apart, **params)
@@ -126,13 +125,14 @@ def _batch_pullback(
         return _jax.batched_call(by_others, axis, args, dims)
     batched = _batched_for(loop, axis, values, _leaves(loop, along, layout), layout)
     places = _residual_axes(loop, batched, layout)
-    if any(d is not None and p is None for d, p in zip(saved, places, strict=True)):
-        return _jax.batched_call(by_others, axis, args, dims)
     leading = params["batch"] is not None
     of = batched.axes.flat[loop.cond_const_count :]
     cts = [a + leading for a in kept(batched.results, active.outputs)]
     results = [a + leading for a in kept(of, active.inputs)]
     places = [*batched.axes.flat, *places, *cts]
+    every = [*places, *kept(places, along.operands)]
+    if any(d is not None and p is None for d, p in zip(dims, every, strict=True)):
+        return _jax.batched_call(by_others, axis, args, dims)
     return _along_batched(pullback_p, axis, args, dims, params, batched, places, results)
 
 
@@ -185,7 +185,7 @@ def _along_batched(
     """Return results and tangents of the batched loop; each tangent has the axis of its value."""
     along: Along = params["along"]
     leading, count = along.directions is not None, params["loop"].operand_count
-    beside = lambda axes, flags: [a + leading for a in kept(axes, flags)]
+    beside = lambda axes, flags: [None if a is None else a + leading for a in kept(axes, flags)]
     into = [*places, *beside(places, along.operands)]
     pairs = list(zip(args, dims, strict=True))
     moved = batched.map_operands(pairs[:count])
