@@ -197,7 +197,5 @@ def test_what_has_the_shape_of_a_row():
         return [n + 1, rows, row, write(small, row[:1], (n - 1)[None], one)], []
 
     factor = np.linspace(0.5, 1.5, 6).reshape(3, 2)
-    made = make_loop(
-        body, [TABLE, factor], [1, ROWS, factor - 1, factor], length=3, buffers=[1, 3]
-    )
+    made = make_loop(body, [TABLE, factor], [1, ROWS, factor - 1, factor], length=3, buffers=[1, 3])
     assert shapes(*made) == ([FLAT, (6,)], [(), FLAT, (6,), (3, 2)])

@@ -260,7 +260,8 @@ def _on_slices(eqn: _jax.Equation, ins: list) -> list:
     if shapes and (out := shapes[-1])[-len(tail) :] == tail:
         if name in ELEMENTWISE and {*shapes} <= {(), out}:
             values = [_flat(v, tail) if s else v for v, s in zip(ins, shapes, strict=False)]
-            return [Rows(*_jax.bind_equation(eqn, values), tail)]
+            (made,) = _jax.bind_equation(eqn, values)
+            return [Rows(made, tail)]
         if name in RESHAPES and _jax.volume(out) == _jax.volume(shapes[0]):
             return [Rows(ins[0].value.reshape(*out[: -len(tail)], _jax.volume(tail)), tail)]
     return _jax.bind_equation(eqn, list(map(_plain, ins)))

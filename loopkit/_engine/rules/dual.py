@@ -21,7 +21,6 @@ from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.derivative.split import primal_half
 from loopkit._engine.facts.activity import cotangent_activity
 from loopkit._engine.loop import Active, Loop, kept, parts
-from loopkit._engine.lowering.flat_values import of_vectors
 from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.passes.dual_loop import dual_loop
 from loopkit._engine.primitives import define, dual_p, forward_p, pushforward_p, while_p
@@ -83,5 +82,5 @@ def dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
     return [*needed, *[False] * (len(eqn.invars) - operands)], plain
 
 
-define(dual_p, evaluate, result_types, jvp=jvp, dce=dce, on_cpu=with_scratch, on_tpu=of_vectors)
+define(dual_p, evaluate, result_types, jvp=jvp, dce=dce, on_cpu=with_scratch)
 _jax.register_partial_eval(dual_p, known, known_equation)

@@ -23,7 +23,6 @@ from loopkit._engine.derivative.split import primal_half
 from loopkit._engine.facts.activity import moving_activity
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Active, Loop, kept, parts
-from loopkit._engine.lowering.flat_values import of_vectors
 from loopkit._engine.lowering.memory import check_host_memory
 from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.primitives import PARTIAL_EVAL_RULES, define, forward_p, pushforward_p, while_p
@@ -169,6 +168,6 @@ def dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
     return every, eqn
 
 
-define(forward_p, evaluate, result_types, jvp=jvp, dce=dce, on_cpu=with_scratch, on_tpu=of_vectors)
+define(forward_p, evaluate, result_types, jvp=jvp, dce=dce, on_cpu=with_scratch)
 _jax.register_split(forward_p, lambda along=None, **_: along is not None, apart)
 PARTIAL_EVAL_RULES[forward_p] = runs_with

@@ -24,7 +24,6 @@ from loopkit import _jax
 from loopkit._engine.derivative.pieces import Reversal
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.loop import Active, Loop, kept
-from loopkit._engine.lowering.flat_values import of_vectors
 from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.primitives import define, pullback_p
 from loopkit._engine.rules.along import Along, moved_by_forward, moved_by_pullback, moving
@@ -160,6 +159,5 @@ define(
     transpose=transpose,
     dce=dce,
     on_cpu=with_scratch,
-    on_tpu=of_vectors,
 )
 _jax.register_split(pullback_p, lambda along=None, **_: along is not None, apart)
