@@ -125,6 +125,12 @@ def _jvp_of_jaxpr(
     return _jax.jvp_in_moving(ft.partial(_evaluate_jaxpr, **params), primals, tangents)
 
 
+def _batch_jaxpr(
+    axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], **params: Any
+) -> tuple[list, list]:
+    return _jax.batched_call(ft.partial(_evaluate_jaxpr, **params), axis, args, dims)
+
+
 _jax.define(
     evaluated_p,
     _evaluate_jaxpr,
@@ -132,3 +138,4 @@ _jax.define(
     jvp=_jvp_of_jaxpr,
     on_cpu=with_scratch,
 )
+_jax.register_batching(evaluated_p, _batch_jaxpr)
