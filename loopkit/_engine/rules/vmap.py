@@ -32,8 +32,9 @@ from loopkit._engine.primitives import (
     pushforward_p,
     while_p,
 )
-from loopkit._engine.rules import forward, narrowed, pullback
+from loopkit._engine.rules import forward, narrowed
 from loopkit._engine.rules.along import Along
+from loopkit._engine.rules.linear import pullback_apart
 from loopkit._engine.sweeps import sweeps
 
 
@@ -121,7 +122,7 @@ def _batch_pullback(
     values, saved, _ = parts(dims, loop.operand_count, count)
     if _same(loop, axis, dims[: len(along.operands)]):
         return _more_directions(pullback_p, axis, args, dims, params)
-    by_others = ft.partial(pullback.apart, **params)
+    by_others = ft.partial(pullback_apart, **params)
     if _same(loop, axis, values) or narrowed.linear_lanes(axis, values, **params) is not None:
         return _jax.batched_call(by_others, axis, args, dims)
     batched = _batched_for(loop, axis, values, _leaves(loop, along, layout), layout)
