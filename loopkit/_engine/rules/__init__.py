@@ -1,6 +1,5 @@
 """The rules of the primitives: how each is computed and transformed, and what they share."""
 
-from loopkit._engine.rules import dual as dual
 from loopkit._engine.rules import forward as forward
 from loopkit._engine.rules import hessian as hessian
 from loopkit._engine.rules import linear as linear
