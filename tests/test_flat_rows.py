@@ -71,7 +71,18 @@ def in_a_loop(i, rows, xs, w):
     return rows
 
 
+FACTORS = jnp.cos(jnp.arange(6.0)).reshape(3, 2)
+
+
+def by_a_row(i, rows, xs, w):
+    """Slices meet another row, a number, a mask, and equations that need their axes."""
+    row = jnp.where(rows[i] * FACTORS > 0.1, jnp.sin(rows[i]) * w, jnp.clip(xs[i], -0.5, 0.5))
+    row = row * FACTORS - 0.1 * jnp.roll(row, 1, 0) + row.sum(1, keepdims=True)
+    return rows.at[i + 1].set(jax.nn.softplus(row)[::-1])
+
+
 FLAT = once, from_before, again, by_arrays, by_slices, where_positive, in_a_call, in_a_loop
+FLAT += (by_a_row,)
 
 
 def of_parts(i, rows, xs, w):
@@ -171,6 +182,54 @@ def test_rows_taken_whole_are_vectors(body, kind):
     assert (N + 1, 3, 2) not in carry
     assert (N, 6) in consts
     assert (N, 3, 2) not in consts
+
+
+def row_shapes(loop):
+    """How many results of equations in a step end in the axes of a row."""
+    types = (v.aval for eqn in equations.all_equations(loop.body) for v in eqn.outvars)
+    return sum(t.shape[-2:] == (3, 2) for t in types)
+
+
+def test_elementwise_steps_are_of_vectors():
+    """Another row, and one that is carried, are vectors as well; the derivative is of vectors."""
+
+    def f(w, xs, row, first):
+        def body(i, carry):
+            rows, row = carry
+            row = jnp.where(row > w, xs[i] * FACTORS, jnp.tanh(rows[i]) + w * row)
+            return rows.at[i + 1].set(row), row
+
+        rows, row = loopkit.fori_loop(0, N, body, (first, row), buffers=lambda c: c[0])
+        return jnp.sum(jnp.sin(rows)) + jnp.sum(row**2)
+
+    def unrolled(w, xs, row, first):
+        rows = first
+        for i in range(N):
+            row = jnp.where(row > w, xs[i] * FACTORS, jnp.tanh(rows[i]) + w * row)
+            rows = rows.at[i + 1].set(row)
+        return jnp.sum(jnp.sin(rows)) + jnp.sum(row**2)
+
+    args = W, XS, FACTORS * 0.5, FIRST
+    eqns = equations.all_equations(jax.make_jaxpr(jax.grad(f, (0, 1, 2, 3)))(*args))
+    loops = [e.params["loop"] for e in eqns if "loop" in e.params]
+    assert loops
+    assert not any(map(row_shapes, loops))
+    got, want = (jax.grad(g, (0, 1, 2, 3))(*args) for g in (f, unrolled))
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b)
+
+
+def test_rows_are_shown_as_they_are_written(capsys):
+    """An equation without results gets them with their axes."""
+
+    def body(i, rows):
+        row = rows[i] + 1
+        jax.debug.callback(lambda row: print(row.shape), row)
+        return rows.at[i + 1].set(row)
+
+    loopkit.fori_loop(0, 2, body, FIRST, buffers=True)
+    jax.effects_barrier()
+    assert capsys.readouterr().out == "(3, 2)\n" * 2
 
 
 @pytest.mark.parametrize("body", WHOLE)

@@ -342,3 +342,36 @@ def test_devices():
         total = lambda lanes: lambda x: jnp.sum(jnp.sin(program(lanes)(NS, x)))
         assert_close(jax.jit(program((4, 2)))(NS, GRID), program("wait")(NS, GRID))
         assert_close(jax.jit(jax.grad(total((4, 2))))(GRID), jax.jit(jax.grad(total("wait")))(GRID))
+
+
+@jax.custom_vjp
+def sloped(x):
+    """A sine with one and a half times its slope."""
+    return jnp.sin(x)
+
+
+sloped.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (1.5 * g * jnp.cos(x),))
+
+
+@pytest.mark.exhaustive
+def test_a_derivative_in_steps_of_lanes_that_narrow_outside_jit():
+    """The rule is the user's, so what is compiled is spelled out, derivatives in steps too."""
+    slope = jax.grad(lambda x: loopkit.scan(lambda c, _: (sloped(c), None), x, None, 2)[0])
+
+    def f(x):
+        step = lambda c: c + 0.1 * slope(c)
+        inner = lambda c: loopkit.while_loop(
+            lambda c: c < 0.9, step, c, max_steps=3, lanes=(3, 2, 1)
+        )
+        return loopkit.scan(lambda c, _: (inner(c) + 0.05, None), x, None, 3)[0]
+
+    def unrolled(x):
+        for _ in range(3):
+            for _ in range(3):
+                if x < 0.9:
+                    x = x + 0.1 * 1.5**2 * jnp.cos(jnp.sin(x)) * jnp.cos(x)
+            x = x + 0.05
+        return x
+
+    xs = jnp.linspace(0.1, 1.0, 3)
+    assert_close(jax.vmap(f)(xs), jnp.stack([unrolled(x) for x in xs]))

@@ -1,4 +1,4 @@
-"""The six primitives, by name. Each has a file: what it computes and how it is transformed.
+"""The six primitives, by name. The files of rules/ say how each is computed and transformed.
 
 Let y = f(theta) be a loop, theta its constants, initial carry and xs, L its Jacobian and D its dual
 loop (the same loop over values and tangents):

@@ -38,15 +38,13 @@ def define(
     dce: Callable | None = None,
     run: Callable | None = None,
     on_cpu: Callable | None = None,
-    on_tpu: Callable | None = None,
 ) -> None:
     """Lower a primitive through `evaluate(*args, **params)`, kept in `evaluations` as it is run.
 
     Outside jit it is compiled, or left to `run(compiled, evaluate, *args, **params)`. `evaluate`
     may mix ranks and types, whatever the user allows in their own code. `types(*avals, **params)`
     gives result types and effects. `dce(used, equation)` says which operands are used, and gives
-    the equation that is left, or None. For a single CPU, `on_cpu(evaluate)` is lowered, for a
-    single TPU `on_tpu(evaluate)`.
+    the equation that is left, or None. For a single CPU, `on_cpu(evaluate)` is lowered.
     """
 
     def evaluate_as_written(*args: jax.Array, **params: Any) -> Any:
@@ -77,9 +75,8 @@ def define(
     vars(primitive)["to_lojax"] = evaluate_as_written  # of steps under `jax_remat3` and the like
     for platform in (None, "gpu"):
         lower_by(primitive, evaluate_as_written, platform=platform)
-    for platform, rewritten in (("cpu", on_cpu), ("tpu", on_tpu)):
-        if rewritten is not None:
-            lower_by(primitive, evaluate_as_written, rewritten(evaluate_as_written), platform)
+    if on_cpu is not None:
+        lower_by(primitive, evaluate_as_written, on_cpu(evaluate_as_written), "cpu")
     if jvp is not None:
         ad.primitive_jvps[primitive] = jvp
     if transpose is not None:

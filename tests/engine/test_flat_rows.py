@@ -184,3 +184,18 @@ def test_sizes_that_nobody_knows(sizes):
     body = _jax.trace_closed(step, [table, integer, number], "step")
     loop = Loop(None, body, 0, (Const(),), (CarryLeaf(),) * 2, (), (), length=3)
     assert flat_rows(loop) is loop
+
+
+def test_what_has_the_shape_of_a_row():
+    """A constant and a leaf are vectors as rows are, and a buffer of that shape stays as it is."""
+    one = Window((0,), (0, 0), (1, 2), "drop")
+
+    def body(consts, carry, _):
+        n, rows, row, small = carry
+        row = row * consts[1] + jnp.sin(row)
+        rows = next_row(consts[0], n, write(rows, row[None], n[None], ROW))
+        return [n + 1, rows, row, write(small, row[:1], (n - 1)[None], one)], []
+
+    factor = np.linspace(0.5, 1.5, 6).reshape(3, 2)
+    made = make_loop(body, [TABLE, factor], [1, ROWS, factor - 1, factor], length=3, buffers=[1, 3])
+    assert shapes(*made) == ([FLAT, (6,)], [(), FLAT, (6,), (3, 2)])

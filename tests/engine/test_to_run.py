@@ -172,3 +172,13 @@ def test_branches_keep_their_operands():
 def test_without_loops_a_jaxpr_stays():
     jaxpr = _jax.trace_closed(lambda x: [x * 2.0], types_of([0.3]), "tangents")
     assert to_transpose(jaxpr) is jaxpr
+
+
+def test_what_is_run_may_have_lanes():
+    """Lanes of a step that is spelled out, with the derivative of a loop in it."""
+    _, _, values = small()
+    jaxpr = to_run(_jax.trace_closed(alone, types_of(values), "step"))
+    step = _jax.call_jaxpr(jaxpr)
+    rows = jnp.linspace(0.2, 0.8, 3)
+    run = jax.jit(lambda h: step(*values[:2], h, *values[3:])[0])
+    assert_same([jax.jit(jax.vmap(run))(rows)], [jnp.stack([run(h) for h in rows])])

@@ -24,7 +24,7 @@ import numpy as np
 from loopkit import _jax
 from loopkit._buffers.slices import write
 from loopkit._buffers.window import Window
-from loopkit._engine.lanes.predicates import count_type, counting, gated
+from loopkit._engine.lanes.predicates import count_type, counted, gated
 from loopkit._engine.lanes.vain_steps import bound_if
 from loopkit._engine.loop import CarryLeaf, Const, Loop, Rewritten, parts
 from loopkit._engine.primitives import while_p
@@ -44,8 +44,7 @@ class Inside:
 
     eqn: Any
     loop: Loop
-    """A loop of a few steps. If the inner loop has a bound, its first carry leaf counts its
-    steps."""
+    """A loop of a few steps. If the inner loop has a bound, the last carry leaf counts them."""
     most: int | None
     """The most times that a lane runs the loop of a few steps."""
 
@@ -56,7 +55,7 @@ class Inside:
             return cls(eqn, inner, None)
         if inner.length is None:
             return cls(eqn, gated(inner).replace(length=few), None)
-        counts = gated(counting(inner)).replace(length=min(few, inner.length))
+        counts = gated(counted(inner)).replace(length=min(few, inner.length))
         return cls(eqn, counts, max(1, math.ceil(inner.length / few)))
 
     @property
@@ -70,7 +69,7 @@ class Inside:
         return self.eqn.invars[len(self.eqn.invars) - count :]
 
     def results(self, carry: Sequence[Any]) -> dict:
-        return dict(zip(self.eqn.outvars, carry[self.counted :], strict=True))
+        return dict(zip(self.eqn.outvars, carry[: len(self.eqn.outvars)], strict=True))
 
     def goes_on(self, env: dict, here: jax.Array, carry: Sequence[Any]) -> Any:
         """Return whether lanes that are here have steps left to take."""
@@ -214,7 +213,7 @@ class Nest:
             env |= inside.results(carry)
         inner, at, here = list(state.inner), state.at, state.go & (state.at == 0)
         for number, inside in enumerate(self.inside):
-            begins = [*[_zero_count()] * inside.counted, *inside.begins]
+            begins = [*inside.begins, *[_zero_count()] * inside.counted]
             inner[number] = self._piece(number, env, here, begins, inner[number])
             at = jnp.where(here, number + 1, at)
             here = state.go & (at == number + 1)

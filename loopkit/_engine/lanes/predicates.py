@@ -1,6 +1,6 @@
 """Loops whose predicates say more than those of the loops that they are made of.
 
-- `counted`, `counting`: a loop counts its steps, and its predicate ends it at its bound.
+- `counted`: a loop counts its steps, and its predicate ends it at its bound.
 - `gated`: a loop takes no step unless its gate is open.
 - `ended_in_each_lane`: a loop that ends before all of its lanes have stopped says so in each lane.
   `Loop.min_active_lanes` is cheaper: it counts lanes when the predicate is read, and not in each
@@ -34,7 +34,7 @@ def _counted(loop: Loop) -> Loop:
     assert loop.cond is not None, "nobody knows how many steps it takes"
     k, c, n, flag = loop.cond_const_count, loop.const_count, loop.carry_count, loop.flag
     asks, steps = _jax.call_jaxpr(loop.cond), _jax.call_jaxpr(loop.body)
-    count = _jax.type_like(_jax.ShapedArray(loop.lanes, jnp.dtype("int32")), loop.cond.out_avals)
+    count = _jax.type_like(count_type(loop.lanes), loop.cond.out_avals)
     asked, taken = loop.cond.in_avals, loop.body.in_avals
 
     def goes_on(*values: jax.Array) -> list:
@@ -45,7 +45,7 @@ def _counted(loop: Loop) -> Loop:
 
     def advance(*values: jax.Array) -> list:
         consts, carry, (count, *x) = parts(values, c, n)
-        if flag is not None:  # the flag has to say that the bound is reached, too
+        if flag is not None and not k:  # the flag has to say that the bound is reached, too
             carry[flag] = _jax.call_jaxpr(cond)(*carry, count)[0]
         new, y = parts(steps(*consts, *carry, *x), n)
         return [*new, count + 1, *y]
@@ -67,31 +67,9 @@ def gated(loop: Loop) -> Loop:
     )
 
 
-def counting(loop: Loop) -> Loop:
-    """Return the loop that counts its steps in its first carry leaf, and ends at its bound."""
-    assert loop.cond is not None, "it ends by itself"
-    k, c = loop.cond_const_count, loop.const_count
-    asks, steps, count = _jax.call_jaxpr(loop.cond), _jax.call_jaxpr(loop.body), count_type()
-
-    def goes_on(*values: Any) -> list:
-        consts, (taken, *carry) = parts(values, k)
-        return [asks(*consts, *carry)[0] & (taken < loop.length)]
-
-    def step(*values: jax.Array) -> list:
-        consts, (taken, *carry) = parts(values, c)
-        return [taken + 1, *steps(*consts, *carry)]
-
-    asked, body = loop.cond.in_avals, loop.body.in_avals
-    return loop.replace(
-        cond=_jax.trace_closed(goes_on, [*asked[:k], count, *asked[k:]], "counting_cond"),
-        body=_jax.trace_closed(step, [*body[:c], count, *body[c:]], "counting_body"),
-        carry=(CarryLeaf("steps"), *loop.carry),
-    )
-
-
-def count_type() -> Any:
-    """Return the type of a number of steps."""
-    return _jax.ShapedArray((), jnp.dtype("int32"))
+def count_type(lanes: tuple[int, ...] = ()) -> Any:
+    """Return the type of a number of steps, in each lane."""
+    return _jax.ShapedArray(lanes, jnp.dtype("int32"))
 
 
 def ended_in_each_lane(loop: Loop) -> Loop:

@@ -2,8 +2,12 @@
 
 Compilers turn a row of shape [10, 5] into ten runs of five numbers, each too short for a vector
 unit, and a row of shape [50] into one run. So this pass merges the last axes of a buffer, if every
-read and write takes them whole. Outside the loop, the reshape is free. In a step, only slices are
-reshaped. Constants that steps read in slices are treated in the same way.
+read and write takes them whole. Constants that steps read in slices are treated in the same way.
+
+A TPU keeps arrays in tiles of 8 by 128 numbers. There, a change from a row to a vector is an
+operation of its own, and a stack of rows of [10, 5] takes eight times the memory of one of vectors.
+So slices stay vectors through elementwise equations, and so do the constants and the leaves of the
+carry that have the shape of a row. For any other equation, slices get their own shape.
 """
 
 from __future__ import annotations
@@ -27,6 +31,17 @@ SHORT = 16
 """The length of a last axis that is enough for a vector unit. From there on, reshaping slices costs
 as much as it gains."""
 
+_ELEMENTWISE = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type
+    copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow
+    is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not one_minus_square or
+    pow real rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh xor
+"""
+ELEMENTWISE = frozenset(_ELEMENTWISE.split())
+"""Primitives for which an element of the result depends only on operands in the same place."""
+RESHAPES = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
+"""Primitives that may change nothing but the shape."""
+
 Counts = tuple[int, ...]
 """For each of several arrays, how many of its last axes are merged; 0 for none."""
 
@@ -37,6 +52,8 @@ class Rows(NamedTuple):
     value: Any
     tail: tuple[int, ...]
     """The sizes of the axes that are merged."""
+    sliced: bool = False
+    """Whether steps take slices of it, all of them with merged axes."""
 
     @property
     def lead(self) -> int:
@@ -49,16 +66,22 @@ class Rows(NamedTuple):
 
 
 def flat_rows(loop: Loop) -> Loop | Rewritten:
-    """Return the loop over flat rows."""
-    consts = tuple(_count(loop, t, i) for i, t in enumerate(loop.const_types))
+    """Return the loop over flat rows, in which all that has the shape of a row is a vector."""
+    consts = [_count(loop, t, i) for i, t in enumerate(loop.const_types)]
     leaves = zip(loop.carry_types, loop.carry, strict=True)
     # The loop around decides about its own buffers.
-    carry = tuple(
+    carry = [
         _count(loop, t, loop.const_count + i) if leaf.buffer and not leaf.outer else 0
         for i, (t, leaf) in enumerate(leaves)
-    )
+    ]
     if not any(consts) and not any(carry):
         return loop
+    pairs = zip([*loop.const_types, *loop.carry_types], [*consts, *carry], strict=True)
+    rows = {t.shape[-n:] for t, n in pairs if n}
+    of_row = lambda t, n: n or (t.ndim if t.shape in rows and _has_numbers(t) else 0)
+    consts = tuple(map(of_row, loop.const_types, consts))
+    triples = zip(loop.carry_types, carry, loop.is_buffer, strict=True)
+    carry = tuple(n if buffer else of_row(t, n) for t, n, buffer in triples)
     counts = [*[0] * loop.cond_const_count, *consts, *carry, *[0] * loop.xs_count]
 
     def map_operands(operands: Sequence[Any]) -> list:
@@ -81,7 +104,7 @@ def _merged(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
 def _count(loop: Loop, kind: Any, place: int) -> int:
     """Return how many of the last axes of an input of the body to merge."""
     shape = kind.shape
-    if len(shape) < 3 or not jnp.issubdtype(kind.dtype, jnp.number) or _jax.is_spread(kind):
+    if len(shape) < 3 or not _has_numbers(kind):
         return 0
     if any(map(_jax.is_symbolic, shape)) or not 0 < shape[-1] < SHORT:
         return 0
@@ -90,25 +113,31 @@ def _count(loop: Loop, kind: Any, place: int) -> int:
     return count if sum(n > 1 for n in shape[len(shape) - count :]) > 1 else 0
 
 
+def _has_numbers(kind: Any) -> bool:
+    return jnp.issubdtype(kind.dtype, jnp.number) and not _jax.is_spread(kind)
+
+
 def _over(loop: Loop, consts: Counts, carry: Counts) -> Loop:
     """Return the loop in which some constants and carry leaves have flat rows."""
-    body = _flattened(loop.body, [*consts, *carry, *[0] * loop.xs_count])
+    none, ys = [0] * loop.xs_count, [0] * loop.ys_count
+    body = _flattened(loop.body, [*consts, *carry, *none], [*carry, *ys])
     cond = loop.cond
     if cond is not None:
-        cond = _flattened(cond, [*[0] * loop.cond_const_count, *carry])
+        cond = _flattened(cond, [*[0] * loop.cond_const_count, *carry], [0])
     return loop.replace(cond=cond, body=body)
 
 
-def _flattened(jaxpr: _jax.Jaxpr, counts: Sequence[int]) -> _jax.Jaxpr:
+def _flattened(jaxpr: _jax.Jaxpr, counts: Sequence[int], results: Sequence[int]) -> _jax.Jaxpr:
     j = _jax.open_jaxpr(jaxpr)
     pairs = [(v.aval, n) for v, n in zip(j.invars, counts, strict=True)]
     types = [_jax.of_shape(t, _merged(t.shape, n)) for t, n in pairs]
 
     def run(*values: jax.Array) -> list:
         triples = zip(values, pairs, strict=True)
-        ins = [Rows(v, t.shape[-n:]) if n else v for v, (t, n) in triples]
+        ins = [Rows(v, t.shape[-n:], n < t.ndim) if n else v for v, (t, n) in triples]
         outs = interpret_marked(j, ins, Rows, _on_rows)
-        return [v.value if isinstance(v, Rows) else v for v in outs]
+        ends = zip(outs, (v.aval for v in j.outvars), results, strict=True)
+        return [_flat(v, t.shape[-n:]) if n else _plain(v) for v, t, n in ends]
 
     return _jax.trace_closed(run, types, "flat_rows")
 
@@ -193,32 +222,49 @@ def _last(flags: Iterable[bool]) -> int:
 
 
 def _on_rows(eqn: _jax.Equation, ins: list) -> list:
-    params = eqn.params
+    arrays = [isinstance(v, Rows) and v.sliced for v in ins]
+    if not any(arrays):
+        return _on_slices(eqn, ins)
     if eqn.primitive is while_p:
-        return _loop_on_rows(params["loop"], ins)
+        taken = [v if array else _plain(v) for v, array in zip(ins, arrays, strict=True)]
+        return _loop_on_rows(eqn.params["loop"], taken)
     rows, *others = ins
+    params, slices = eqn.params, lambda value: Rows(value, rows.tail)
     if eqn.primitive is read_p:
         *found, after = read_p.bind(rows.value, *others, **_windowed(params, rows))
-        return [*(_unmerged(v, rows) for v in found), Rows(after, rows.tail)]
+        return [*map(slices, found), rows._replace(value=after)]
     if eqn.primitive is write_p:
         new, starts, *masks = others
-        pieces = [_merged_end(new, rows), starts, *(_merged_mask(m, rows) for m in masks)]
+        pieces = [_flat(new, rows.tail), starts, *(_merged_mask(m, rows) for m in masks)]
         (after,) = write_p.bind(rows.value, *pieces, **_windowed(params, rows))
-        return [Rows(after, rows.tail)]
+        return [rows._replace(value=after)]
     if eqn.primitive is lax.dynamic_slice_p:
         sizes = rows.of_row(params["slice_sizes"])
         starts = others[: rows.lead + 1]
         # Negative starts no longer count from the end: the writer of this slice has handled them.
-        found = lax.dynamic_slice_p.bind(rows.value, *starts, slice_sizes=sizes)
-        return [_unmerged(found, rows)]
+        return [slices(lax.dynamic_slice_p.bind(rows.value, *starts, slice_sizes=sizes))]
     if eqn.primitive is lax.slice_p:
         limits = rows.of_row(params["limit_indices"])
         starts = (*params["start_indices"][: rows.lead], 0)
-        return [_unmerged(lax.slice(rows.value, starts, limits), rows)]
+        return [slices(lax.slice(rows.value, starts, limits))]
     if eqn.primitive is lax.reshape_p:
         return [rows.value.reshape(params["new_sizes"])]
     (starts,) = others
-    return [_gathered(rows, starts, params)]
+    return [slices(_gathered(rows, starts, params))]
+
+
+def _on_slices(eqn: _jax.Equation, ins: list) -> list:
+    """Return the results of an equation on slices, which stay vectors if that changes nothing."""
+    tail, name = next(v.tail for v in ins if isinstance(v, Rows)), eqn.primitive.name
+    shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars) if name in ELEMENTWISE | RESHAPES]
+    if shapes and (out := shapes[-1])[-len(tail) :] == tail:
+        if name in ELEMENTWISE and {*shapes} <= {(), out}:
+            values = [_flat(v, tail) if s else v for v, s in zip(ins, shapes, strict=False)]
+            (made,) = _jax.bind_equation(eqn, values)
+            return [Rows(made, tail)]
+        if name in RESHAPES and _jax.volume(out) == _jax.volume(shapes[0]):
+            return [Rows(ins[0].value.reshape(*out[: -len(tail)], _jax.volume(tail)), tail)]
+    return _jax.bind_equation(eqn, list(map(_plain, ins)))
 
 
 def _windowed(params: dict, rows: Rows) -> dict:
@@ -227,19 +273,26 @@ def _windowed(params: dict, rows: Rows) -> dict:
     return {**params, "window": replace(window, offsets=offsets, sizes=rows.of_row(window.sizes))}
 
 
-def _unmerged(value: jax.Array, rows: Rows) -> Any:
-    return value.reshape(*value.shape[:-1], *rows.tail)
+def _plain(value: Any) -> Any:
+    """Return a value with the axes that it is written with."""
+    if not isinstance(value, Rows):
+        return value
+    return value.value.reshape(*value.value.shape[:-1], *value.tail)
 
 
-def _merged_end(value: jax.Array, rows: Rows) -> Any:
-    return value.reshape(*value.shape[: -len(rows.tail)], rows.value.shape[-1])
+def _flat(value: Any, tail: tuple[int, ...]) -> Any:
+    """Return a value with its last axes merged, those of the tail."""
+    if isinstance(value, Rows) and value.tail == tail:
+        return value.value
+    value = _plain(value)
+    return value.reshape(*value.shape[: value.ndim - len(tail)], _jax.volume(tail))
 
 
-def _merged_mask(mask: jax.Array, rows: Rows) -> Any:
-    count = len(rows.tail)
+def _merged_mask(mask: Any, rows: Rows) -> Any:
+    mask, count = _plain(mask), len(rows.tail)
     if mask.shape[-count:] == (1,) * count:
         return mask.reshape(*mask.shape[:-count], 1)
-    return _merged_end(jnp.broadcast_to(mask, (*mask.shape[:-count], *rows.tail)), rows)
+    return _flat(jnp.broadcast_to(mask, (*mask.shape[:-count], *rows.tail)), rows.tail)
 
 
 def _gathered(rows: Rows, starts: jax.Array, params: dict) -> Any:
@@ -248,7 +301,7 @@ def _gathered(rows: Rows, starts: jax.Array, params: dict) -> Any:
     numbers = numbers._replace(offset_dims=offsets)
     sizes = rows.of_row(params["slice_sizes"])
     how = {**params, "dimension_numbers": numbers, "slice_sizes": sizes}
-    return _unmerged(lax.gather_p.bind(rows.value, starts, **how), rows)
+    return lax.gather_p.bind(rows.value, starts, **how)
 
 
 def _loop_on_rows(loop: Loop, ins: list) -> list:
@@ -257,4 +310,4 @@ def _loop_on_rows(loop: Loop, ins: list) -> list:
     flat = loop.derived(("on rows", consts, carry), lambda: _over(loop, consts, carry))
     outs = while_p.bind(*(v.value if isinstance(v, Rows) else v for v in ins), loop=flat)
     pairs = zip(outs, [*tails.init, *[()] * loop.ys_count], strict=True)
-    return [Rows(v, tail) if tail else v for v, tail in pairs]
+    return [Rows(v, tail, True) if tail else v for v, tail in pairs]

@@ -1,10 +1,22 @@
-"""forward: a loop and its checkpoints, the known half of a linearised loop.
+"""The primitives of a loop that is differentiated as it runs: `dual` and `forward`.
 
-operands  those of the loop, and tangents of those that move (`along`)
-results   those of the loop, then the residuals: checkpoints, the segments they start, steps taken;
-          and tangents of those that move
-JVP       itself, with tangents
-splits    into itself without tangents, and `pushforward`, if the tangents are not all known
+dual: a loop and its tangents, in forward mode.
+
+    operands  those of the loop, tangents of the active inputs
+    results   those of the loop, tangents of the active outputs
+    JVP       that of D, which is a loop
+    splits    into `forward`, known, and `pushforward`, linear, if only the tangents are unknown
+
+forward: a loop and its checkpoints, the known half of a linearised loop.
+
+    operands  those of the loop, and tangents of those that move (`along`)
+    results   those of the loop, then the residuals: checkpoints, the segments they start, steps
+              taken; and tangents of those that move
+    JVP       itself, with tangents
+    splits    into itself without tangents, and `pushforward`, if the tangents are not all known
+
+The dual body is traced when the primitive is lowered or differentiated, never before. A body that
+calls a function with a custom VJP has no JVP, and still has a gradient.
 """
 
 from __future__ import annotations
@@ -20,13 +32,20 @@ from loopkit import _jax
 from loopkit._engine.derivative.pieces import Reversal
 from loopkit._engine.derivative.reversal import covers, reversal
 from loopkit._engine.derivative.split import primal_half
-from loopkit._engine.facts.activity import moving_activity
+from loopkit._engine.facts.activity import cotangent_activity, moving_activity
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Active, Loop, kept, parts
-from loopkit._engine.lowering.flat_values import of_vectors
 from loopkit._engine.lowering.memory import check_host_memory
 from loopkit._engine.lowering.scratch import with_scratch
-from loopkit._engine.primitives import PARTIAL_EVAL_RULES, define, forward_p, pushforward_p, while_p
+from loopkit._engine.passes.dual_loop import dual_loop
+from loopkit._engine.primitives import (
+    PARTIAL_EVAL_RULES,
+    define,
+    dual_p,
+    forward_p,
+    pushforward_p,
+    while_p,
+)
 from loopkit._engine.rules import while_
 from loopkit._engine.rules.along import (
     Along,
@@ -37,6 +56,62 @@ from loopkit._engine.rules.along import (
 )
 from loopkit._engine.rules.linear import linear_params
 from loopkit._engine.sweeps import sweeps
+
+
+def evaluate_dual(*operands: jax.Array, loop: Loop, active: Active) -> list:
+    dual = dual_loop(loop, active)
+    return dual.map_results(while_.evaluate(*dual.map_operands(operands), loop=dual.loop))
+
+
+def types_of_dual(*_: object, loop: Loop, active: Active) -> tuple[list, Any]:
+    return [*loop.result_types, *loop.output_types(active)], loop.effects
+
+
+def jvp_of_dual(
+    primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop, active: Active
+) -> tuple[list, list]:
+    dual = dual_loop(loop, active)
+    outs, moved = while_.jvp(
+        dual.map_operands(primals), dual.map_operands(tangents), loop=dual.loop
+    )
+    return dual.map_results(outs), dual.map_results(moved)
+
+
+def known_part(values: Sequence[Any], *, loop: Loop, active: Active) -> tuple:
+    """Evaluate partially, with the primals known: see `_jax.register_partial_eval`."""
+    outs = forward_p.bind(*values, loop=loop, active=active)
+    results, residuals = parts(outs, loop.primal_counts[1])
+    both = sweeps(reversal(loop, active))
+    if any(both.how.on_host):
+        residuals = list(map(_jax.placed, residuals, both.residual_types))
+        residuals = list(map(_jax.named_on_host, residuals))
+    params = linear_params(loop, active, active)
+    return results, [*values, *residuals], pushforward_p, params
+
+
+def known_equation(eqn: _jax.Equation) -> Any:
+    """Return the primal results alone, so that jax.checkpoint saves nothing."""
+    loop = primal_half(eqn.params["loop"], eqn.params["active"])
+    operands, results = loop.primal_counts
+    invars, outvars = eqn.invars[:operands], eqn.outvars[:results]
+    return _jax.new_equation(eqn, while_p, invars, outvars, {"loop": loop})
+
+
+def dce_dual(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
+    """Remove tangents that nobody uses; without tangents, the loop itself is left."""
+    loop, active = eqn.params["loop"], eqn.params["active"]
+    operands, results = loop.primal_counts
+    if any(used[results:]):
+        live = cotangent_activity(loop, active, used[results:])
+        ins = [True] * operands + kept(live.inputs, active.inputs)
+        outs = [True] * results + kept(live.outputs, active.outputs)
+        return ins, _jax.part_of(eqn, ins, outs, {"loop": loop, "active": live})
+    needed, plain = while_.dce(used[:results], known_equation(eqn))
+    return [*needed, *[False] * (len(eqn.invars) - operands)], plain
+
+
+define(dual_p, evaluate_dual, types_of_dual, jvp=jvp_of_dual, dce=dce_dual, on_cpu=with_scratch)
+_jax.register_partial_eval(dual_p, known_part, known_equation)
 
 
 def evaluate(*operands: jax.Array, loop: Loop, active: Active, along: Along | None = None) -> list:
@@ -163,9 +238,7 @@ def dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
     if along is None:
         if any(used[results:]):
             return every, eqn
-        loop = primal_half(loop, active)
-        plain = _jax.new_equation(eqn, while_p, eqn.invars, eqn.outvars[:results], {"loop": loop})
-        return while_.dce(used[:results], plain)
+        return while_.dce(used[:results], known_equation(eqn))
     count = len(along.results)
     if not any(used[count:]):
         needed, plain = dce(used[:count], without_tangents(eqn))
@@ -173,6 +246,6 @@ def dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
     return every, eqn
 
 
-define(forward_p, evaluate, result_types, jvp=jvp, dce=dce, on_cpu=with_scratch, on_tpu=of_vectors)
+define(forward_p, evaluate, result_types, jvp=jvp, dce=dce, on_cpu=with_scratch)
 _jax.register_split(forward_p, splits, apart, without_tangents)
 PARTIAL_EVAL_RULES[forward_p] = runs_with

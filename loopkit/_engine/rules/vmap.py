@@ -8,7 +8,7 @@ that the trajectory is computed once for all of them. Any other batch axis goes 
 from __future__ import annotations
 
 import functools as ft
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,8 +32,9 @@ from loopkit._engine.primitives import (
     pushforward_p,
     while_p,
 )
-from loopkit._engine.rules import forward, narrowed, pullback
+from loopkit._engine.rules import forward, narrowed
 from loopkit._engine.rules.along import Along
+from loopkit._engine.rules.linear import pullback_apart
 from loopkit._engine.sweeps import sweeps
 
 
@@ -120,7 +121,7 @@ def _batch_pullback(
     values = dims[: loop.operand_count]
     if _same(loop, axis, dims[: len(along.operands)]):
         return _more_directions(pullback_p, axis, args, dims, params)
-    by_others = ft.partial(pullback.apart, **params)
+    by_others = ft.partial(pullback_apart, **params)
     if _same(loop, axis, values) or narrowed.linear_lanes(axis, values, **params) is not None:
         return _jax.batched_call(by_others, axis, args, dims)
     batched = _batched_for(loop, axis, values, _leaves(loop, along, layout), layout)
@@ -157,19 +158,36 @@ def _more_directions(
 ) -> tuple[list, list]:
     """Return results without the axis, and tangents with it."""
     along: Along = params["along"]
-    size, over, more = axis.size, axis.explicit_mesh_axis, along.directions
     known, tangents = parts(args, len(along.operands))
+    count = len(along.results)
+
+    def bind(tangents: list, directions: int) -> list:
+        every = along._replace(directions=directions)
+        return primitive.bind(*known, *tangents, **dict(params, along=every))
+
     pairs = zip(tangents, dims[len(known) :], strict=True)
-    tangents = [_jax.move(v, d, 0, size, over) for v, d in pairs]
-    if more is not None:
-        tangents = [v.reshape(size * more, *v.shape[2:]) for v in tangents]
-    every = along._replace(directions=size if more is None else size * more)
-    outs, moved = parts(
-        primitive.bind(*known, *tangents, **dict(params, along=every)), len(along.results)
-    )
-    if more is not None:
-        moved = [v.reshape(size, more, *v.shape[1:]) for v in moved]
-    return [*outs, *moved], [*[None] * len(outs), *[0] * len(moved)]
+    outs = _in_one_batch(bind, pairs, axis, along.directions, count)
+    return outs, [*[None] * count, *[0] * (len(outs) - count)]
+
+
+def _in_one_batch(
+    bind: Callable[[list, int], list],
+    pairs: Iterable[tuple],
+    axis: _jax.AxisData,
+    batch: int | None,
+    without: int = 0,
+) -> list:
+    """Return the results of `bind(values, size)` for a batch that an axis makes, or joins.
+
+    `pairs` are values and the places of the axis. The first results are `without` a batch.
+    """
+    size, over = axis.size, axis.explicit_mesh_axis
+    values = [_jax.move(v, d, 0, size, over) for v, d in pairs]
+    if batch is None:
+        return bind(values, size)
+    flat = [v.reshape(size * batch, *v.shape[2:]) for v in values]
+    plain, results = parts(bind(flat, size * batch), without)
+    return [*plain, *(r.reshape(size, batch, *r.shape[1:]) for r in results)]
 
 
 def _along_batched(
@@ -220,18 +238,6 @@ def _batched_for(
     return loop.derived(key, make)
 
 
-def _one_batch(
-    primitive: _jax.Primitive, known: list, linear: list, size: int, params: dict[str, Any]
-) -> list:
-    """Return the results if only linear operands have the axis, and perhaps a batch after it."""
-    batch = params["batch"]
-    if batch is None:
-        return primitive.bind(*known, *linear, **dict(params, batch=size))
-    flat = [v.reshape(size * batch, *v.shape[2:]) for v in linear]
-    results = primitive.bind(*known, *flat, **dict(params, batch=size * batch))
-    return [r.reshape(size, batch, *r.shape[1:]) for r in results]
-
-
 def _varying(
     loop: Loop, read: list[bool], values: list, dims: list, size: int
 ) -> tuple[list, list]:
@@ -255,15 +261,14 @@ def batch_linear(primitive: _jax.Primitive, ins: str, outs: str) -> Any:
         moving = params.get("moving", active)
         has_residuals, layout = "layout" in params, params.get("layout", either(active, moving))
         residual_count = len(sweeps(reversal(loop, layout)).residual_types) if has_residuals else 0
-        values, residuals, linear = parts(args, loop.operand_count, residual_count)
-        value_dims, residual_dims, linear_dims = parts(dims, loop.operand_count, residual_count)
+        counts = loop.operand_count, residual_count
+        values, residuals, linear = parts(args, *counts)
+        value_dims, residual_dims, linear_dims = parts(dims, *counts)
         size, over = axis.size, axis.explicit_mesh_axis
         same = all(d is None for d in [*value_dims, *residual_dims])
         if same and axis.name not in loop.axis_names:
-            stacked = [
-                _jax.move(v, d, 0, size, over) for v, d in zip(linear, linear_dims, strict=True)
-            ]
-            results = _one_batch(primitive, [*values, *residuals], stacked, size, params)
+            of = lambda v, n: primitive.bind(*values, *residuals, *v, **dict(params, batch=n))
+            results = _in_one_batch(of, zip(linear, linear_dims, strict=True), axis, batch)
             return results, [0] * len(results)
 
         # Tangents and cotangents that differ between lanes need inputs that differ, too.
@@ -283,15 +288,12 @@ def batch_linear(primitive: _jax.Primitive, ins: str, outs: str) -> Any:
                 # What was saved depends on operands that are missing: these vary, too.
                 read = reversal(loop, layout, active).reads
                 values, value_dims = _varying(loop, read, values, value_dims, size)
-                full, dims = [*values, *residuals, *linear], [*value_dims, *residual_dims]
-                dims += linear_dims
-                return rule(axis, full, dims, **params)
+                places = [*value_dims, *residual_dims, *linear_dims]
+                return rule(axis, [*values, *residuals, *linear], places, **params)
             if apart:
                 # Lanes that ran one at a time saved elsewhere: run them again, together.
-                forward = (axis, values, value_dims)
-                fresh, found = _batch_forward(*forward, loop=loop, active=layout)
-                residuals = fresh[loop.primal_counts[1] :]
-                residual_dims = found[loop.primal_counts[1] :]
+                fresh = _batch_forward(axis, values, value_dims, loop=loop, active=layout)
+                residuals, residual_dims = (found[loop.primal_counts[1] :] for found in fresh)
             triples = zip(residuals, residual_dims, places, strict=True)
             moved += [_jax.move(*v, size, over) for v in triples]
         leading = 0 if batch is None else 1

@@ -21,7 +21,6 @@ from loopkit._engine.facts.activity import moving_activity
 from loopkit._engine.lanes.phases import phases_of
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Loop, kept, parts
-from loopkit._engine.lowering.flat_values import of_vectors
 from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.passes.dual_loop import open_dual
 from loopkit._engine.passes.unused import prune
@@ -108,7 +107,6 @@ define(
     transpose=transpose,
     dce=dce,
     on_cpu=with_scratch,
-    on_tpu=of_vectors,
 )
 _jax.register_known_part(while_p, known_part)
 
@@ -127,11 +125,17 @@ def _jvp_of_jaxpr(
     return _jax.jvp_in_moving(ft.partial(_evaluate_jaxpr, **params), primals, tangents)
 
 
+def _batch_jaxpr(
+    axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], **params: Any
+) -> tuple[list, list]:
+    return _jax.batched_call(ft.partial(_evaluate_jaxpr, **params), axis, args, dims)
+
+
 _jax.define(
     evaluated_p,
     _evaluate_jaxpr,
     _jaxpr_types,
     jvp=_jvp_of_jaxpr,
     on_cpu=with_scratch,
-    on_tpu=of_vectors,
 )
+_jax.register_batching(evaluated_p, _batch_jaxpr)
