@@ -232,7 +232,7 @@ def _with_pushforward(
 
 def dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
     """Leave out tangents that nobody uses, and what is saved: the loop, or its dual, is left."""
-    loop, active, along = eqn.params["loop"], eqn.params["active"], eqn.params.get("along")
+    loop, along = eqn.params["loop"], eqn.params.get("along")
     operands, results = loop.primal_counts
     every = [True] * len(eqn.invars)
     if along is None:
