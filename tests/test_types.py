@@ -13,7 +13,7 @@ from jax import lax
 
 import loopkit
 from loopkit import _keywords as keywords
-from loopkit._foreign.lax_loop import ReplaceKw
+from loopkit._foreign.lax_loop import CheckpointedKw, ReplaceKw
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = sorted(path for path in (ROOT / "tests/typed").glob("*.py") if path.stem != "rejected")
@@ -23,7 +23,7 @@ KEYWORDS = {
     "scan": keywords.ScanKw,
     "unbounded_scan": keywords.UnboundedKw,
     "ragged_scan": keywords.RaggedKw,
-    "checkpointed": ReplaceKw,
+    "checkpointed": CheckpointedKw,
     "replace_lax_loops": ReplaceKw,
 }
 CHECKS = {

@@ -22,7 +22,7 @@ from loopkit._arguments.validate import type_of
 from loopkit._engine.derivative.whole_program import with_parts
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import kept
-from loopkit._foreign.lax_loop import LoopSite, ReplaceKw, Settings
+from loopkit._foreign.lax_loop import CheckpointedKw, LoopSite, Settings
 from loopkit._foreign.replace import replacing, settings_of, with_rules
 from loopkit._jaxprs import equations
 from loopkit._plans.budget import Bytes, Part
@@ -31,9 +31,9 @@ from loopkit._types import Checkpoints, Debug, Decorator, Lanes, Memory, P, Prog
 
 
 @overload
-def checkpointed(fn: Callable[P, R], **kw: Unpack[ReplaceKw]) -> Callable[P, R]: ...
+def checkpointed(fn: Callable[P, R], **kw: Unpack[CheckpointedKw]) -> Callable[P, R]: ...
 @overload
-def checkpointed(fn: None = None, **kw: Unpack[ReplaceKw]) -> Decorator: ...
+def checkpointed(fn: None = None, **kw: Unpack[CheckpointedKw]) -> Decorator: ...
 def checkpointed(
     fn: Callable[P, R] | None = None,
     *,

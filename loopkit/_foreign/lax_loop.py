@@ -127,12 +127,17 @@ class ReplaceKw(TypedDict, total=False):
     max_steps: int | None
     checkpoints: Checkpoints
     memory: Memory
-    measure: bool
     only: Callable[[LoopSite], Any] | None
     strict: bool | None
     lanes: Lanes
     progress: Progress
     debug: Debug
+
+
+class CheckpointedKw(ReplaceKw, total=False):
+    """The settings of `checkpointed`, as keywords."""
+
+    measure: bool
 
 
 @dataclass(frozen=True)

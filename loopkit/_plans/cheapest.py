@@ -197,7 +197,7 @@ def _candidates(loop: Plan, steps: int, most: int | None, ratio: float) -> Itera
             for slots in _slot_counts(plan, segments, most):
                 if slots < steps or segment == 1:
                     yield replace(plan, slots=slots)
-            if FEW_SEGMENTS <= segments <= FEW_SLOTS:
+            if most is None and FEW_SEGMENTS <= segments <= FEW_SLOTS:
                 yield from _keeping_last(replace(plan, slots=segments))
 
 

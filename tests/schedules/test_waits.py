@@ -3,8 +3,8 @@
 import pytest
 
 from loopkit import Plan
-from loopkit._plans.costs import StepCosts
-from loopkit._plans.plan import MORE, waits
+from loopkit._plans.costs import MORE, StepCosts
+from loopkit._plans.plan import waits
 from loopkit.schedules import binomial, reversal
 
 from .machine import replay
