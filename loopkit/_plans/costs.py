@@ -54,6 +54,10 @@ class StepCosts(NamedTuple):
     """The bytes of residuals that a policy puts into the host's memory."""
     smaller_rows: tuple[Row, ...] = ()
     """Ways to store fewer bytes than all residuals, from more bytes to fewer, at higher prices."""
+    largest: int = 0
+    """The bytes of the largest array among the residuals of a step, or in its carry."""
+    pooled: float = 0.0
+    """Nanoseconds that a step takes more if it reads arrays that are too large for one thread."""
 
     @property
     def stores(self) -> tuple[Store, ...]:
@@ -71,6 +75,10 @@ class StepCosts(NamedTuple):
         """Return the ways to store the residuals of a step, from more bytes to fewer."""
         return Row(0.0, self.residual_bytes, self.residual_arrays, 0.0), *self.smaller_rows
 
+    def handing_over(self, rows: int) -> float:
+        """Return what a step takes more to go back if so many rows of it are in one array."""
+        return self.pooled if rows * self.largest > ONE_THREAD else 0.0
+
     def row(self, store: Store, price: float = 0.0) -> Row:
         """Return what a segment stores of a step: its carry, or the best residuals at a price."""
         if store == "carries":
@@ -79,6 +87,12 @@ class StepCosts(NamedTuple):
 
 
 UNKNOWN_COSTS = StepCosts(0, 0)
+
+ONE_THREAD = 1 << 16
+"""The bytes of an array up to which XLA for CPUs runs operations on it in order, if it runs a loop
+operation by operation. If a loop has a larger array, XLA hands them to a pool of threads."""
+POOLED = 60.0
+"""Nanoseconds to hand one equation of a step, and what goes back over it, to a pool of threads."""
 
 MORE = 1.1
 """The most runs of a step, relative to the same memory with segments of one step."""

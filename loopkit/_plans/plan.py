@@ -154,8 +154,7 @@ class Plan:
     @property
     def row_bytes(self) -> int:
         """The bytes that are stored of a segment while it is reversed."""
-        used_again = self.keeps_last and not self.factor_bytes  # rows of the last segments
-        if self.segment == 1 or self.strategy == "every residual" or used_again:
+        if self.segment == 1 or self.strategy == "every residual":
             return 0
         row = 0 if self.strategy == "every carry" else self.row.bytes
         return self.segment * (row + self.factor_bytes)
@@ -267,19 +266,19 @@ class Plan:
     def nanoseconds(self, steps: int) -> float:
         """Predict the time beyond what any plan takes to reverse the steps, for comparing plans."""
         step, steps = self.step, self._steps("nanoseconds", steps)
-        price = costs.price_of_byte(self.peak_bytes)
-        adding = costs.price_of_byte(step.product_bytes) * step.product_bytes
-        save = costs.TRANSFER if self.host else price
+        price, product = map(costs.price_of_byte, (self.peak_bytes, step.product_bytes))
+        adding, save = product * step.product_bytes, costs.TRANSFER if self.host else price
         if self.strategy == "every residual":
             row = costs.ARRAY * self.row.arrays + save * self.row.bytes + self.row.nanoseconds
-            return steps * (step.record + row + costs.IN_PASSING * adding)
+            row += step.record + costs.IN_PASSING * adding
+            return steps * (row + step.handing_over(steps))
         slot = costs.ARRAY * step.carry_arrays + save * step.carry_bytes
         segments = -(-steps // self.segment)
         beside = steps * price * 2 * step.log_bytes
         put_off = self.segment > 1 and not self.price
         beside += adding * (segments if put_off else costs.IN_PASSING * steps)
         if self.strategy == "every carry":
-            return beside + steps * (step.run + step.remake + slot)
+            return beside + steps * (step.run + step.remake + slot + step.handing_over(steps))
         run, again = self.evaluations(steps)
         row = costs.ARRAY * self.row.arrays + price * self.row.bytes + self.row.nanoseconds
         row = row if self.segment > 1 or self.keeps_last else 0
@@ -288,6 +287,7 @@ class Plan:
             replay = step.run * (1 - 1 / self.segment) + step.remake + row
         passes = (run + again - steps) * step.run
         each = costs.SCHEDULED if self.strategy == "schedule" else costs.SEGMENT
+        replay += step.handing_over(self.segment if self.segment > 1 else self.slots)
         return beside + passes + steps * replay + segments * (each + slot)
 
 

@@ -16,11 +16,11 @@ from loopkit._engine.facts.bounds import find_counters
 from loopkit._engine.loop import Active, Loop, kept
 from loopkit._engine.primitives import forward_p
 from loopkit._jaxprs import equations
-from loopkit._jaxprs.cost import equation_nanoseconds, factor_bytes, nanoseconds
+from loopkit._jaxprs.cost import LIBRARY, equation_nanoseconds, factor_bytes, nanoseconds
 from loopkit._jaxprs.equations import is_remat
 from loopkit._jaxprs.min_cut import Point
 from loopkit._plans.budget import Bytes, Share
-from loopkit._plans.costs import Row, StepCosts
+from loopkit._plans.costs import POOLED, Row, StepCosts
 from loopkit._plans.plan import Plan
 from loopkit._plans.planner import REPLAYED, best_plan
 
@@ -146,6 +146,12 @@ def _with_smaller_rows(step: StepCosts, whole: Linearised) -> StepCosts:
     return step._replace(smaller_rows=tuple(map(row, whole.residuals.frontier[1:])))
 
 
+def _launched(step: _jax.Jaxpr) -> int:
+    """Return how many equations XLA for CPUs runs one by one; a loop of one kernel has none."""
+    calls = any(e.primitive.name in LIBRARY for e in equations.all_equations(step))
+    return len(_jax.open_jaxpr(step).eqns) if calls else 0
+
+
 def _step_of(quiet: Reversal) -> StepCosts:
     """Return the costs of a step, for planning."""
     loop, split = quiet.loop, quiet.split
@@ -162,6 +168,8 @@ def _step_of(quiet: Reversal) -> StepCosts:
         residual_arrays=len(stored),
         holds_loops=split.variant == "inner loops again"
         or any(e.primitive is forward_p for e in equations.all_equations(split.forward)),
+        largest=max(map(_jax.byte_count, (*stored, *quiet.slot_types)), default=0),
+        pooled=POOLED * _launched(quiet.forward),
         offloaded_bytes=_jax.byte_count(
             *kept(split.stored_types, split.offloaded or [False] * len(split.stored_types))
         ),

@@ -1,7 +1,7 @@
 """Sweeps that store the residuals of the last segments, and the carry at the start of each other.
 
-Going back, the steps of the last segments are reversed first, from what is stored. Unless products
-are deferred, their memory then holds the rows of each segment that runs again.
+Going back, the steps of the last segments are reversed first, from what is stored. Segments that
+run again have rows of their own: in the memory of the others, compilers would copy those.
 """
 
 from __future__ import annotations
@@ -61,16 +61,14 @@ class LastSegments(EverySegment):
     def reverse(self, step: StepReversal, steps: _jax.Whole, s: Backward) -> Cotangents:
         first, length = self.how.plan.rerun, self.how.plan.segment
         slots, rows = parts(s.stacks, sum(self.how.slotted))
-        s = s._replace(stacks=slots, ahead=[])
 
         def reverse_stored(row: _jax.Whole, count: _jax.Whole, s: Backward) -> Backward:
+            # XLA for CPUs runs operations on small arrays one after another, without a pool of
+            # threads. And each segment sums its deferred products once.
             some = [lax.dynamic_slice_in_dim(v, row, length) for v in rows]
             return s._replace(cts=step.reverse_segment(first + row, count, some, s.cts, [])[0])
 
-        if step.products is None:
-            cts, _ = step.reverse_rows(first, steps - first, rows, s.cts, [])
-            s = s._replace(cts=cts, rows=rows)
-        else:  # each segment sums its products once
-            cts = reverse_segments(reverse_stored, length, steps - first, s)
-            s = s._replace(cts=cts, rows=self.rows(step))
+        s = s._replace(stacks=slots, ahead=[])
+        s = s._replace(cts=reverse_segments(reverse_stored, length, steps - first, s))
+        s = s._replace(rows=self.rows(step))
         return reverse_segments(ft.partial(self.reverse_segment, step), length, first, s)
