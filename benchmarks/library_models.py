@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from library_program import Program, forward, reverse, through
 
-BUDGETS = [{"memory": size} for size in ("256 kB", "1 MB", "4 MB")]
-FROM_LITTLE_TO_MUCH = [{"memory": f"{2**k} kB"} for k in range(7, 15)]
+BUDGETS = [{"memory": size} for size in ("3.5 MB", "4 MB")]
+FROM_LITTLE_TO_MUCH = [{"memory": f"{2**k} kB"} for k in range(8, 15)]
 
 # --- likelihoods and samplers ----------------------------------------------------------------
 

@@ -1,5 +1,7 @@
 """Plans that store the residuals of the last segments, whose steps then run once."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,6 +10,7 @@ from jax import lax
 import loopkit
 from derivatives import assert_close
 from loopkit import Plan
+from loopkit._plans.plot import picture
 
 W = jnp.cos(jnp.arange(9.0)).reshape(3, 3)
 LENGTHS = {12: [(2, 4, 1), (1, 4, 2), (11, 1, 1), (5, 1, 7), (1, 6, 1)], 11: [(2, 4, 1), (1, 3, 3)]}
@@ -140,3 +143,16 @@ def test_what_keeps_no_last_segments():
         jax.grad(lambda x: loopkit.while_loop(lambda x: x < 3, lambda x: x * 2, x, **until))(0.5)
     with pytest.raises(ValueError, match=r"Plan: `keeps_last` must be an int >= 0 \(segments\)"):
         Plan(2, keeps_last=-1)
+
+
+def test_a_picture_of_the_plan():
+    drawn = picture(replace(plan(2, 4, 1), bound=11, exact=True), 11)
+    ahead = [("forward", 0, 0, 4), ("forward", 4, 4, 8), ("forward", 8, 8, 11)]
+    assert drawn.stretches[:3] == ahead
+        ("forward", 0, 0, 4),
+        ("forward", 4, 4, 8),
+        ("forward", 8, 8, 11),
+    ]
+    assert drawn.stretches[3:5] == [("reversed", 11, 11, 8), ("replayed", 14, 4, 8)]
+    assert [kind for kind, *_ in drawn.stretches[5:]] == ["reversed", "replayed", "reversed"]
+    assert drawn.saves == [(0, 0), (4, 4)]

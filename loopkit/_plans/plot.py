@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from loopkit._arguments import errors
@@ -46,12 +46,16 @@ def picture(plan: Plan, steps: int) -> Picture:
     if plan.strategy in ("every residual", "every carry"):
         return _every_step(plan, steps)
     segments = -(-steps // plan.segment)
-    if plan.strategy == "every segment" or plan.exact:
-        actions: Iterable[Action] = reversal.gradient(segments, plan.slots)
+    again = plan.rerun // plan.segment if plan.keeps_last else segments
+    actions: Iterable[Action]
+    if plan.keeps_last:
+        actions = _keeping_last(segments, again)
+    elif plan.strategy == "every segment" or plan.exact:
+        actions = reversal.gradient(segments, plan.slots)
     else:
         actions = reversal.online_gradient(online.cheapest(plan.slots, segments), segments)
     drawn = Picture([], [], [(0, 0)])
-    time, held, swept = 0, set(), False
+    time, held, swept, kept = 0, set(), False, 0
 
     def run(kind: str, start: int, stop: int) -> None:
         nonlocal time
@@ -59,13 +63,15 @@ def picture(plan: Plan, steps: int) -> Picture:
         time += abs(stop - start)
 
     def use(rows: int = 0) -> None:
-        drawn.in_use.append((time, len(held) * plan.step.carry_bytes + rows))
+        last = kept * plan.segment * plan.row.bytes
+        drawn.in_use.append((time, len(held) * plan.step.carry_bytes + rows + last))
 
     for action in actions:
         match action:
             case Advance(start, stop):
                 kind = "recomputed" if swept else "forward"
                 run(kind, start * plan.segment, min(stop * plan.segment, steps))
+                kept = max(0, stop - again)
             case Save(segment, slot):
                 if segment or not plan.spared:  # the initial carry needs no memory
                     held.add(slot)
@@ -78,12 +84,26 @@ def picture(plan: Plan, steps: int) -> Picture:
                 use()
             case Reverse(segment):
                 first, last = segment * plan.segment, min((segment + 1) * plan.segment, steps)
-                use(plan.row_bytes)
-                if plan.segment > 1:
+                use(plan.row_bytes if segment < again else 0)
+                if plan.segment > 1 and segment < again:
                     run("replayed", first, last)
                 run("reversed", last, first)
+                kept = min(kept, max(0, segment - again))
                 use()
     return drawn
+
+
+def _keeping_last(segments: int, again: int) -> Iterator[Action]:
+    """Yield the actions if the first segments run again, and the others run once."""
+    for segment in range(again):
+        yield Save(segment, segment)
+        yield Advance(segment, segment + 1)
+    yield Advance(again, segments)
+    yield from (Reverse(segment) for segment in reversed(range(again, segments)))
+    for segment in reversed(range(again)):
+        yield Restore(segment, segment)
+        yield Reverse(segment)
+        yield Discard(segment)
 
 
 def _every_step(plan: Plan, steps: int) -> Picture:
