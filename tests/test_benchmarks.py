@@ -148,6 +148,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
     assert findings.load(tmp_path / "none.json") == {}
 
 
+@pytest.mark.slow
 def test_run_replaces_the_sections_that_it_has_measured(tmp_path):
     file = tmp_path / "found.json"
     findings.save(file, FOUND | {"engine/early": FOUND["engine/grad"]})
@@ -215,6 +216,7 @@ def test_libraries_that_are_missing_or_fail_do_not_stop_the_others():
     ]
 
 
+@pytest.mark.slow
 def test_a_section_of_which_nothing_is_installed_is_left_out(tmp_path):
     tmp_path.joinpath("numba.py").write_text("raise ImportError('there is no numba')")
     file = tmp_path / "found.json"

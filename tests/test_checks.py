@@ -54,6 +54,7 @@ def test_gradients_are_checked_too():
         jax.block_until_ready(jax.jit(jax.grad(filled("while", SAME, debug="bounds")))(XS))
 
 
+@pytest.mark.slow
 def test_written_out_of_bounds():
     text = r"Buffer: `init_val\[1\]` must be written with .set within .*Got: index 6 in step 5"
     with pytest.raises(Exception, match=text):

@@ -426,6 +426,7 @@ def test_custom_vjp():
     assert_close(jax.grad(lambda h: fine(h, **ON))(2.0), jax.grad(fine)(2.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [None, "all"])
 def test_loops_of_lax(checkpoints):
     how = {"checkpoints": checkpoints, "max_steps": 9, **ON}

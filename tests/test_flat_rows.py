@@ -190,6 +190,7 @@ def row_shapes(loop):
     return sum(t.shape[-2:] == (3, 2) for t in types)
 
 
+@pytest.mark.slow
 def test_elementwise_steps_are_of_vectors():
     """Another row, and one that is carried, are vectors as well; the derivative is of vectors."""
 

@@ -175,6 +175,7 @@ def test_what_an_inner_loop_saves_has_its_place(outer):
     assert_close(got, wanted)
 
 
+@pytest.mark.slow
 def test_vectors_in_every_direction():
     """Derivatives in lanes of two axes, and a third axis of what goes in."""
     xs = np.stack([GRID, 0.5 - GRID], -1)

@@ -16,6 +16,7 @@ W = jnp.cos(jnp.arange(9.0)).reshape(3, 3)
 LENGTHS = {12: [(2, 4, 1), (1, 4, 2), (11, 1, 1), (5, 1, 7), (1, 6, 1)], 11: [(2, 4, 1), (1, 3, 3)]}
 """For each number of steps, plans: (slots, segment, keeps_last)."""
 PLANS = [(length, *plan) for length, plans in LENGTHS.items() for plan in plans]
+PLANS = [PLANS[-1], *(pytest.param(*plan, marks=pytest.mark.slow) for plan in PLANS[:-1])]
 
 
 def plan(slots, segment, last):
@@ -65,6 +66,7 @@ def test_derivatives_of_first_and_second_order(length, slots, segment, last):
     assert_close(jax.jit(lambda: orders(got))(), jax.jit(lambda: orders(wanted))())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unroll", [1, 2])
 @pytest.mark.parametrize("jit", [False, True])
 def test_lanes_of_vmap(unroll, jit):

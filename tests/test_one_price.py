@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,6 +52,7 @@ MOMENTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(MOMENTS, st.lists(CHOICES, min_size=3, max_size=3))
 @settings(max_examples=150, deadline=None)
 def test_more_bytes_are_never_slower_and_the_least_named_will_do(moments, some):

@@ -218,6 +218,7 @@ def test_rows_without_a_bound():
     assert make_plan(None, 1000, False, small).store == "carries"
 
 
+@pytest.mark.slow
 @given(
     carry=st.integers(0, 10**5),
     residuals=st.integers(0, 10**6),

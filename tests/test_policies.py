@@ -133,6 +133,7 @@ def test_a_budget_says_how_much_of_what_may_be_kept_is_kept():
     assert len({plan.peak_bytes for plan in plans}) >= 3
 
 
+@pytest.mark.slow
 def test_of_a_while_loop():
     def loop(x):
         body = lambda x: jnp.sin(x) * checkpoint_name(jnp.exp(-x * x), "bell") + 0.3
@@ -161,6 +162,7 @@ def test_loops_that_one_cannot_edit():
     assert len(kept) == 2  # the name, and the carry
 
 
+@pytest.mark.slow
 def test_values_on_the_host():
     step, init, xs, _ = PROGRAMS["block"]
     saves = POLICIES.save_and_offload_only_these_names(

@@ -66,6 +66,7 @@ def test_value(batch):
             assert_close(got, want)
 
 
+@pytest.mark.slow
 def test_each_stops_at_its_own_step():
     until = lambda h, _: h > 0.9
     carries, ys, info = ragged(0.5, SEQUENCES, until=until, return_info=True)

@@ -40,6 +40,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads how much memory was touched as on Linux")
 @pytest.mark.parametrize("outer", [None, 5])
 def test_memory_follows_the_steps_taken(outer):

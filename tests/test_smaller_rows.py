@@ -33,6 +33,7 @@ def test_gradients(problem, plan):
     assert_close(got(problem.vector()), expected(problem.name, "r"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("problem", "pattern", "plan"), in_turn(MAIN, ["fr", "rr", "rf"], PLANS, of=9)
 )
@@ -69,6 +70,7 @@ def small_steps_count(monkeypatch):
 BUDGETS = 3_000, 6_000, 10_000, 15_000, 20_000, 10**6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", BUDGETS)
 @pytest.mark.parametrize("lanes", [False, True])
 def test_budgets(small_steps_count, memory, lanes):

@@ -105,6 +105,7 @@ def test_explain_says_what_was_decided(monkeypatch):
     assert " lanes " not in str(loopkit.explain(of_size, None, 3, jnp.ones(4)))
 
 
+@pytest.mark.slow
 def test_explain_says_why_lanes_wait(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
@@ -251,6 +252,7 @@ def test_loops_of_lax():
         assert len(loopkit.explain(jax.vmap(halvings), xs).loops) == 3
 
 
+@pytest.mark.slow
 def test_a_predicate_that_asks_all_lanes():
     """equinox's loops go on in all lanes while one does; lanes that narrow are asked one by one."""
     eqxi = pytest.importorskip("equinox.internal")

@@ -117,6 +117,7 @@ def test_going_back_a_host_waits_once_a_segment():
     assert back(lambda **how: known(6, **how), 3, 3, on_gpu=False) == [True, True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["carries", "residuals"])
 def test_products_are_summed_once_a_segment(store, monkeypatch):
     monkeypatch.setattr(deferred_products, "SMALLEST", 64)

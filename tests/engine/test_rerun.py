@@ -109,6 +109,7 @@ def in_few_rounds(loops, x):
     return jnp.sum(loops.while_loop(goes_on, step, (0, jnp.full(60, x[0])))[1])
 
 
+@pytest.mark.slow
 def test_few_steps_are_kept_where_only_inner_loops_are_run_again():
     f, wanted = (ft.partial(in_few_rounds, loops) for loops in (loopkit, Unrolled))
     (around,) = (e.plan for e in loopkit.explain(f, X).loops if e.plan.bound == 3)

@@ -45,6 +45,7 @@ def first_failure(implementation: Implementation, programs: int) -> str:
     return next(filter(None, (failure(t, implementation) for t in trials)), "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [OneStepShort, NoTangents])
 def test_a_wrong_loop_is_seen(wrong):
     said = first_failure(Implementation("lax", wrong(), OWN), 200)
