@@ -70,7 +70,7 @@ def cheapest_plan(
         if fit := [p for p in plans if p.peak_bytes <= count]:
             return fit[-1]
     else:
-        plans = [*_candidates(loop, steps, most, NEXT_SEGMENT), *small]
+        plans = [*_candidates(loop, steps, most, NEXT_SEGMENT, host), *small]
         fit = [p for p in plans if p.peak_bytes <= count and p.host_bytes <= (host or 0)]
         least = min((p.nanoseconds(steps) for p in fit), default=0.0)
         least *= NEAR_LEAST_TIME if host else 1  # transfers to the host take longer than steps
@@ -115,7 +115,7 @@ def _worth_their_bytes(
     """
     found: list[Plan] = []
     least, runs = math.inf, math.inf
-    for plan in sorted(plans, key=size):
+    for plan in sorted(plans, key=lambda p: (size(p), p.nanoseconds(steps))):
         time = plan.nanoseconds(steps)
         if time < least and (again := runs_again(plan, steps)) <= runs:
             found.append(plan)
@@ -177,10 +177,12 @@ def _refusal(
     )
 
 
-def _candidates(loop: Plan, steps: int, most: int | None, ratio: float) -> Iterator[Plan]:
+def _candidates(
+    loop: Plan, steps: int, most: int | None, ratio: float, host: int | None = None
+) -> Iterator[Plan]:
     """Yield plans of all sizes, with at most so many slots, those for rows included.
 
-    `ratio` is that of one length of segments to the next.
+    `ratio` is that of one length of segments to the next. With `host`, slots fill so many bytes.
     """
     step, bound = loop.step, loop.bound
     if bound is not None:
@@ -194,8 +196,9 @@ def _candidates(loop: Plan, steps: int, most: int | None, ratio: float) -> Itera
         segments = -(-steps // segment)
         for store, price in _rows(loop):
             plan = replace(loop, slots=1, segment=segment, store=store, price=price)
-            for slots in _slot_counts(plan, segments, most):
-                if slots < steps or segment == 1:
+            counts = _slot_counts(plan, segments, most)
+            for slots in counts if host is None else [_slots_in(host, plan, segments)]:
+                if slots > 0 and (slots < steps or segment == 1):
                     yield replace(plan, slots=slots)
             if most is None and FEW_SEGMENTS <= segments <= FEW_SLOTS:
                 yield from _keeping_last(replace(plan, slots=segments))
@@ -231,6 +234,13 @@ def _slot_counts(plan: Plan, segments: int, most: int | None) -> list[int]:
         room = min(room, most - (plan.row_bytes > 0))
         found = [*(n for n in found if n <= room), min(room, last)]
     return [n for n in dict.fromkeys(found) if n > 0]
+
+
+def _slots_in(host: int, plan: Plan, segments: int) -> int:
+    """Return how many slots fit in so many bytes of the host."""
+    if (every := host // plan.step.carry_bytes) >= segments:
+        return segments if plan.bound is not None else min(segments, PLACED)
+    return min(every, host // (plan.step.carry_bytes + 4), SPLIT if plan.exact else PLACED)
 
 
 def _prices(loop: Plan) -> list[float]:

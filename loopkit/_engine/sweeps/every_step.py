@@ -123,4 +123,4 @@ class EveryCarry(Sweep):
             return s._replace(cts=cts, buffers=buffers)
 
         # Each segment sums its products once.
-        return strategy.reverse_segments(reverse_one, length, steps, s)
+        return strategy.reverse_segments(reverse_one, length, steps, s).cts

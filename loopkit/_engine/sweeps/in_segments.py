@@ -118,7 +118,7 @@ class InSegments(Scheduled):
         segments = jnp.where(fits, lax.div(segments, jnp.int32(self.wider)), NEVER)
         s = s._replace(segments=segments, rows=self.rows(step) if self.how.plan.host else [])
         reverse_one = ft.partial(self.reverse_segment, step)
-        return reverse_segments(reverse_one, self.how.plan.segment, steps, s)
+        return reverse_segments(reverse_one, self.how.plan.segment, steps, s).cts
 
     def reverse_segment(
         self, step: StepReversal, first: _jax.Whole, count: _jax.Whole, s: Backward

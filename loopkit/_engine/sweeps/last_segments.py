@@ -1,7 +1,7 @@
 """Sweeps that store the residuals of the last segments, and the carry at the start of each other.
 
-Going back, the steps of the last segments are reversed first, from what is stored. Segments that
-run again have rows of their own: in the memory of the others, compilers would copy those.
+Going back, the rows of one of the last segments after another are copied out and reversed. Then the
+memory of the copy holds the rows of each segment that runs again.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class LastSegments(EverySegment):
             # XLA for CPUs runs operations on small arrays one after another, without a pool of
             # threads. And each segment sums its deferred products once.
             some = [lax.dynamic_slice_in_dim(v, row, length) for v in rows]
-            return s._replace(cts=step.reverse_segment(first + row, count, some, s.cts, [])[0])
+            cts, _ = step.reverse_segment(first + row, count, some, s.cts, [])
+            return s._replace(rows=some, cts=cts)
 
-        s = s._replace(stacks=slots, ahead=[])
-        s = s._replace(cts=reverse_segments(reverse_stored, length, steps - first, s))
-        s = s._replace(rows=self.rows(step))
-        return reverse_segments(ft.partial(self.reverse_segment, step), length, first, s)
+        s = s._replace(stacks=slots, rows=self.rows(step), ahead=[])
+        s = reverse_segments(reverse_stored, length, steps - first, s)
+        return reverse_segments(ft.partial(self.reverse_segment, step), length, first, s).cts

@@ -130,12 +130,13 @@ class EverySegment(Sweep):
         # The loop may take no step. Products of rows that were never written would then be wrong.
         if self.how.plan.segments == 1 and (step.products is None or isinstance(steps, int)):
             return reverse_one(0, steps, s._replace(segment=jnp.int32(0))).cts
-        return reverse_segments(reverse_one, length, steps, s)
+        return reverse_segments(reverse_one, length, steps, s).cts
 
     def rows(self, step: StepReversal) -> list:
         """Return arrays for the rows of a segment."""
-        length = self.how.plan.segment
-        types = _jax.stack_types(self.how.row_types, length) if length > 1 else []
+        plan = self.how.plan
+        stored = self.how.row_types if plan.segment > 1 or plan.keeps_last else []
+        types = _jax.stack_types(stored, plan.segment)
         # Deferred products read whole segments, with steps that were not taken.
         return list(map(_jax.blank if step.products is None else _jax.zeros, types))
 

@@ -202,7 +202,7 @@ def reverse_segments(
     length: int,
     steps: _jax.Whole,
     state: Backward,
-) -> Cotangents:
+) -> Backward:
     """Go back over all segments of `length` steps by `reverse(first step, how many, state)`."""
     known = isinstance(steps, int)
     even = known and not steps % length
@@ -220,13 +220,11 @@ def reverse_segments(
         last = lax.div(steps + (length - 1), jnp.int32(length)) - 1
     state = state._replace(segment=jnp.asarray(last, jnp.int32))
     if known:
-        return stepping.repeat(last + 1, lambda _, s: reverse_one(s), state).cts
-    return lax.while_loop(lambda s: s.segment >= 0, reverse_one, state).cts
+        return stepping.repeat(last + 1, lambda _, s: reverse_one(s), state)
+    return lax.while_loop(lambda s: s.segment >= 0, reverse_one, state)
 
 
-def _reverse_apart(
-    reverse: Callable, length: int, steps: _jax.Whole, state: Backward
-) -> Cotangents:
+def _reverse_apart(reverse: Callable, length: int, steps: _jax.Whole, state: Backward) -> Backward:
     """Go back with the last segment by itself, so that the others have a known length."""
 
     def reverse_one(segment: _jax.Whole, count: _jax.Whole, s: Backward) -> Backward:
@@ -241,7 +239,7 @@ def _reverse_apart(
     state = stepping.repeat(some, lambda _, s: reverse_one(whole, rest, s), state)
     return stepping.repeat_backwards(
         whole, lambda segment, s: reverse_one(segment, length, s), state
-    ).cts
+    )
 
 
 def run_steps(loop: Loop, operands: Operands, step: Callable, state: Any) -> Any:
