@@ -115,8 +115,8 @@ def _worth_their_bytes(
     """
     found: list[Plan] = []
     least, runs = math.inf, math.inf
-    for plan in sorted(plans, key=lambda p: (size(p), p.nanoseconds(steps))):
-        time = plan.nanoseconds(steps)
+    priced = [(size(p), p.nanoseconds(steps), p) for p in plans]
+    for _, time, plan in sorted(priced, key=lambda found: found[:2]):
         if time < least and (again := runs_again(plan, steps)) <= runs:
             found.append(plan)
             least, runs = time, again
@@ -196,8 +196,13 @@ def _candidates(
         segments = -(-steps // segment)
         for store, price in _rows(loop):
             plan = replace(loop, slots=1, segment=segment, store=store, price=price)
-            counts = _slot_counts(plan, segments, most)
-            for slots in counts if host is None else [_slots_in(host, plan, segments)]:
+            if host is not None:
+                counts = [_slots_in(host, plan, segments)]
+            elif price and bound is not None and most is None:
+                counts = [segments]  # what runs a part again does not run whole steps again, too
+            else:
+                counts = _slot_counts(plan, segments, most)
+            for slots in counts:
                 if slots > 0 and (slots < steps or segment == 1):
                     yield replace(plan, slots=slots)
             if most is None and FEW_SEGMENTS <= segments <= FEW_SLOTS:
