@@ -237,10 +237,10 @@ def temporary_bytes(f, x):
 def test_loops_share_a_budget_in_bytes():
     x, budget = jnp.linspace(1.0, 1.2, 1000), 1 << 20
     stored, wanted = temporary_bytes(long_loops, x)
-    used, gradient = temporary_bytes(loopkit.checkpointed(long_loops, memory="1 MiB"), x)
+    within = loopkit.checkpointed(long_loops, memory="1 MiB", measure=True)
+    used, gradient = temporary_bytes(within, x)
     assert_close(gradient, wanted)
-    step = 10 * x.nbytes  # compilers may need more than predicted
-    assert used < budget + 4 * step < stored
+    assert budget / 3 < used <= budget < stored
     text = str(jax.make_jaxpr(loopkit.checkpointed(long_loops, memory=budget))(x))
     parts = list(map(int, re.findall(r"Part\(count=(\d+),", text)))
     assert len(set(parts)) > 1

@@ -86,7 +86,7 @@ def with_parts(jaxpr: _jax.Jaxpr) -> Any:
 def _measured(numbered: _jax.Jaxpr, budget: Part, line: Timeline, choices: Choices) -> Any:
     """Return the program for which the compiler needs no more than the budget.
 
-    What it needs beyond the budget is taken off the bytes that loopkit plans with.
+    If it needs more, loopkit plans with fewer bytes: in proportion, and then by what is too much.
     """
     count, tries = budget.count, 1
     while True:
@@ -98,7 +98,9 @@ def _measured(numbered: _jax.Jaxpr, budget: Part, line: Timeline, choices: Choic
         if found is None:
             break
         tries += 1
-        count = 0 if tries == COMPILED else found.bytes - (needed - budget.count)
+        by_proportion = found.bytes * budget.count // needed
+        by_excess = found.bytes - (needed - budget.count)
+        count = {2: by_proportion, COMPILED: 0}.get(tries, by_excess)
     refusal = (
         f"loopkit.checkpointed: `memory` must be at least {needed} bytes, which the smallest plan "
         f"needs once it is compiled. Pass `memory={needed}` or more. Got: {budget.count} bytes."
