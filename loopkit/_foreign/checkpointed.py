@@ -206,10 +206,12 @@ def _traced(fn: Callable, settings: Settings, leaves: list, tree: _jax.TreeDef) 
     has_rules = any(_jax.name_of_primitive(e).startswith(rules) for e in found)
     if not has_rules:  # loops in rules are traced later
         _check_found(settings, has_loops)
-    jaxpr = with_rules(with_parts(jaxpr), settings)
+    planned = with_parts(jaxpr, settings.budget) if isinstance(settings.budget, Part) else jaxpr
+    changed = has_loops or planned is not jaxpr
+    jaxpr = with_rules(planned, settings)
     same = interned(jaxpr)
     known = same is not None
-    return Program(same or jaxpr, consts, out_tree, rest, has_loops, has_rules, known)
+    return Program(same or jaxpr, consts, out_tree, rest, changed, has_rules, known)
 
 
 def _check_found(settings: Settings, has_loops: bool) -> None:
@@ -230,7 +232,8 @@ class Program(NamedTuple):
     out_tree: Any
     kept: list
     """The leaves that the function returns as they are; None in the place of an array."""
-    has_loops: bool
+    changed: bool
+    """Whether it has loops, or code that runs again in its gradient."""
     has_rules: bool
     """Whether it calls functions with custom derivatives, which may hold loops."""
     known: bool
@@ -240,7 +243,7 @@ class Program(NamedTuple):
     def to_keep(self) -> Program:
         """The program to remember; of a function without loops, only that it has none."""
         differentiated = self.has_rules and any(map(_jax.is_tracer, self.closed_over))
-        if self.has_loops or differentiated:
+        if self.changed or differentiated:
             return self
         return self._replace(jaxpr=None, closed_over=[], kept=[])
 

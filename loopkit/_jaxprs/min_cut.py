@@ -14,20 +14,20 @@ Chen et al. 2016 describe the trade; the cut is that of a maximum flow (`max_flo
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
 
 from loopkit import _jax
 from loopkit._jaxprs import equations, max_flow
-from loopkit._jaxprs.cost import equation_nanoseconds
+from loopkit._jaxprs.cost import FREE, equation_nanoseconds
 from loopkit._jaxprs.max_flow import SOURCE, TARGET, Edge
 
 _FREE_TO_REMAKE = """
     abs add add_any and bitcast_convert_type broadcast_in_dim ceil clamp complex concatenate conj
     convert_element_type copy copy_p div dynamic_slice eq expand_dims floor ge gt imag integer_pow
-    iota is_finite le lt max min mul ne neg not one_minus_square or pad pvary real
+    iota is_finite le lt max min mul name ne neg not one_minus_square or pad pvary real
     reduce_precision rem reshape rev round select_n shift_left shift_right_arithmetic
     shift_right_logical sign slice split sqrt square squeeze stack stop_gradient sub transpose
     unstack xor
@@ -97,6 +97,8 @@ class Residuals:
     """A policy of `jax.checkpoint`. With one, only what it saves is stored."""
     saves_all: bool = False
     """Whether to store all that the policy saves and that a residual depends on."""
+    whole: Container[_jax.Var] = ()
+    """Variables that do not follow from others by cheap equations alone."""
     given: set = field(init=False)
     """Constants, slices and what follows from constants. Going back, these are there."""
 
@@ -121,6 +123,8 @@ class Residuals:
 
     def _time(self, eqn: _jax.Equation) -> float:
         if not is_repeatable(eqn) or (self.saves_all and self._may_store(eqn)):
+            return inf
+        if any(v in self.whole for v in eqn.outvars):
             return inf
         if _is_cheap(eqn) or id(eqn) in self.again:
             return 0
@@ -179,6 +183,37 @@ class Residuals:
         if len(self.step.eqns) > LARGEST_GRAPH and not self.again:
             return Point(0.0, 0.0, tuple(self.wanted))
         return self._point(0.0, 0.0, self._fastest.side)
+
+    @cached_property
+    def at_most(self) -> list:
+        """The variables that a compiler keeps at most: it changes shapes where it reads them."""
+        found = dict.fromkeys(map(self._in_memory, self.wanted))
+        return [v for v in found if _is_variable(v) and v not in self.given]
+
+    def at_least(self, linear: _jax.Jaxpr) -> list:
+        """Return what a compiler keeps of the residuals, at least.
+
+        It makes cheap equations a part of what reads their results, and a product is no such part.
+        """
+        inside = _jax.open_jaxpr(linear)
+        by_products = {
+            v
+            for eqn in inside.eqns
+            if eqn.primitive.name not in FREE and not _is_cheap(eqn)
+            for v in equations.variables(eqn)
+        }
+        pairs = zip(self.step.outvars[self.results :], inside.invars, strict=False)
+        read = [v for v, inner in pairs if inner in by_products and _is_variable(v)]
+        return list(replace(self, whole=set(map(self._in_memory, read))).least.stored)
+
+    def _in_memory(self, v: _jax.Var) -> Any:
+        """Return the variable that has the elements of another, maybe in another shape."""
+        passes = lambda eqn: eqn.primitive.name in FREE and bool(equations.variables(eqn))
+        return equations.source(v, self._maker, passes)
+
+    @cached_property
+    def _maker(self) -> Callable[[Any], Any]:
+        return equations.maker_of(self.step)
 
     @cached_property
     def _fastest(self) -> max_flow.Point:

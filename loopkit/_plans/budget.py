@@ -40,8 +40,6 @@ class Part(Bytes):
     number: int | None = 0
     """The number of the loop in its program; 0 before it has one, None once it has its part. Until
     then, it has the default plan."""
-    refusal: str = ""
-    """Why no derivative of the program fits in the budget, if none does."""
     measured: bool = False
     """Whether the budget limits what the compiler reports, and not what loopkit predicts."""
 

@@ -134,9 +134,9 @@ def best_within(
     return min([found, *fit], key=lambda s: s.nanoseconds), least
 
 
-def few(states: Iterable[State], most: int) -> list[State]:
-    """Return at most so many of the states, evenly from the fastest to the smallest."""
-    found = fastest_first(states, lambda s: s.bytes)
+def few(items: Iterable[T], most: int) -> list[T]:
+    """Return at most so many items, evenly from the fastest to the smallest."""
+    found = fastest_first(items, lambda item: item.bytes)
     if len(found) <= most:
         return found
     return [found[round(k * (len(found) - 1) / (most - 1))] for k in range(most)]

@@ -113,8 +113,6 @@ def make_plan(
             loop = replace(loop, host=True, room=budget.count // loops)
             host = host // loops
         unasked = _default(loop) if host is None else None
-        if isinstance(budget, Part) and budget.refusal:
-            raise ValueError(budget.refusal)
         if isinstance(budget, Part) and budget.number is not None:
             return _default(loop)
         firm, count = not isinstance(budget, Part), budget.count // loops

@@ -137,7 +137,7 @@ class Explanation:
 
     def __str__(self) -> str:
         if not self.loops:
-            return "no loops"
+            return "no loops" if self.gradient is None else f"no loops\n{self.gradient}"
         rows = [HEADER, *(loop.row for loop in self.loops)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]

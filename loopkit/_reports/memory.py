@@ -11,8 +11,10 @@ import jax
 
 from loopkit import _jax
 from loopkit._arguments.errors import size
+from loopkit._engine.derivative.choices import predicted
 from loopkit._engine.derivative.linearised import linearised
-from loopkit._engine.derivative.whole_program import predicted, temporary_bytes
+from loopkit._engine.derivative.straight_line import is_stretch
+from loopkit._engine.derivative.whole_program import temporary_bytes
 from loopkit._engine.loop import Active, Loop
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.min_cut import PICOSECONDS
@@ -97,6 +99,9 @@ class GradientBytes:
     """For each equation, forward and then backward, what it is and the bytes that live then."""
     holders: tuple[tuple[str, int], ...]
     """For each of those that hold bytes at the peak, what it is and its bytes."""
+    again: float
+    """The nanoseconds of the code between loops that runs again, as predicted: what is under
+    `jax.checkpoint`, and what a budget puts there."""
     program: Any = field(repr=False, compare=False)
 
     @property
@@ -112,7 +117,9 @@ class GradientBytes:
     def __str__(self) -> str:
         most = sorted(self.holders, key=lambda held: -held[1])[:FEW]
         held = "; ".join(f"{size(count)} for {what}" for what, count in most if count > 0)
-        return f"peak of the gradient, predicted: {size(self.peak)}: {held}"
+        again = f"; code between loops that runs again: {self.again / 1e6:.2g} ms"
+        said = f"peak of the gradient, predicted: {size(self.peak)}: {held}"
+        return said + again if self.again else said
 
     def plot(self, ax: Any = None) -> Any:
         """Draw the bytes over the equations, forward and then backward."""
@@ -123,13 +130,14 @@ class GradientBytes:
 
 
 def gradient_bytes(jaxpr: _jax.Jaxpr) -> GradientBytes | None:
-    """Return the memory of a gradient; None unless the loops of a program share a budget."""
-    found = (getattr(e.params.get("loop"), "checkpoints", None) for e in _outermost(jaxpr))
-    if not any(isinstance(budget, Part) for budget in found):
+    """Return the memory of a gradient; None unless a program has a budget."""
+    found = [getattr(e.params.get("loop"), "checkpoints", None) for e in _outermost(jaxpr)]
+    divided = any(map(is_stretch, equations.all_equations(jaxpr)))
+    if not divided and not any(isinstance(budget, Part) for budget in found):
         return None
     line, state = predicted(jaxpr)
     bytes_then = tuple((m.what, m.bytes(state.chosen)) for m in line.moments)
-    return GradientBytes(bytes_then, tuple(line.holders(state)), jaxpr)
+    return GradientBytes(bytes_then, tuple(line.holders(state)), line.again, jaxpr)
 
 
 def _outermost(jaxpr: _jax.Jaxpr) -> list:

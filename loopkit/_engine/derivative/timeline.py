@@ -2,9 +2,10 @@
 
 The gradient runs the equations of the function, and then those of its linear part, backward. A
 value lives until its last reader. A residual lives until the first equation of the linear part that
-reads it is reversed. Residuals that follow from others by cheap equations take no memory, because
-compilers compute them where they are read. What loops save is not among the values here: it depends
-on their plans.
+reads it is reversed. Of the residuals of a step, those that follow from others by cheap equations
+take no memory: a loop computes them where they are read. Code between loops is left to the
+compiler, which may keep all. What loops save is not among the values here: it depends on their
+plans.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.loop import Active, Loop
 from loopkit._engine.primitives import dual_p, forward_p, pushforward_p, while_p
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.cost import equation_nanoseconds
 from loopkit._jaxprs.min_cut import CHEAP, Residuals
 from loopkit._plans.budget import Part
 from loopkit._plans.one_price import Moment, State
@@ -77,6 +79,10 @@ class Timeline:
 
     moments: Sequence[Moment]
     loops: Mapping[Hashable, Met]
+    of_gradient: bool = True
+    """Whether these are the moments of a gradient in all inputs. There may be none."""
+    again: float = 0.0
+    """The nanoseconds of what runs again under `jax.checkpoint`."""
 
     def holders(self, state: State) -> list[tuple[str, int]]:
         """Return what holds the bytes at the peak, and how many."""
@@ -90,20 +96,31 @@ class Timeline:
         return found
 
 
-def timeline(residuals: Residuals, linear: _jax.Jaxpr, whole: bool = False) -> Timeline:
+class Outside(NamedTuple):
+    """The operands and results of a part that are no temporary memory of its program."""
+
+    operands: int
+    """How many of its operands, the first ones, are arguments of the program."""
+    moving: int
+    """How many of these have a tangent."""
+    results: bool
+    """Whether its results are those of the program."""
+
+
+def timeline(residuals: Residuals, linear: _jax.Jaxpr, outside: Outside | None = None) -> Timeline:
     """Return the timeline of a function (results, residuals) and its linear part.
 
-    Operands and results are no temporary memory of a `whole` program, and are that of a step.
+    The function is a part of a program, or a step of a loop, which gets its carry from there.
     """
-    walk = _Walk(residuals, linear, whole)
-    return Timeline(walk.moments, walk.loops)
+    walk = _Walk(residuals, linear, outside or Outside(0, 0, False), outside is None)
+    return Timeline(walk.moments, walk.loops, again=walk.again)
 
 
 def all_at_once(loops: Sequence[Met]) -> Timeline:
     """Return the timeline of loops of which all save what they save before one is reversed."""
     held = tuple((met.key, met.times) for met in loops)
     moments = [Moment(met.what, 0, held, met.key) for met in loops] or [Moment("nothing", 0)]
-    return Timeline(moments, {met.key: met for met in loops})
+    return Timeline(moments, {met.key: met for met in loops}, of_gradient=False)
 
 
 @dataclass
@@ -112,12 +129,16 @@ class _Walk:
 
     residuals: Residuals
     linear: _jax.Jaxpr
-    whole: bool
+    outside: Outside
+    is_step: bool
+    again: float = 0.0
     moments: list[Moment] = field(default_factory=list)
     loops: dict[Hashable, Met] = field(default_factory=dict)
     _changes: dict[int, int] = field(default_factory=dict)
     """How many more bytes live from a time on. Equation k reads at 2 k, and writes at 2 k + 1."""
     _held: dict[int, list] = field(default_factory=dict)
+    _moving: set = field(default_factory=set)
+    """The variables of the linear part that are no residuals."""
 
     def __post_init__(self) -> None:
         self.ahead = list(self.residuals.step.eqns)
@@ -128,10 +149,14 @@ class _Walk:
         eqns, values = [*self.ahead, *reversed(self.back)], 0
         for k, eqn in enumerate(eqns):
             values += self._changes.get(2 * k, 0) + self._changes.get(2 * k + 1, 0)
+            inside = 0
+            if k >= len(self.ahead) and equations.is_remat(eqn):
+                inside, time = _run_again(eqn, self._moving)
+                self.again += time
             held = tuple(self._held.get(k, ()))
             for met in reversed_at.get(k, [None]):
                 key = None if met is None else met.key
-                self.moments.append(Moment(described(eqn), values, held, key))
+                self.moments.append(Moment(described(eqn), values + inside, held, key))
         self.moments = self.moments or [Moment("nothing", 0)]
 
     def _lives(self, size: int, birth: int, death: int) -> None:
@@ -148,9 +173,12 @@ class _Walk:
             for v in equations.variables(eqn):
                 last[v] = 2 * k + (not takes_over(eqn))
         last |= self._until(step)
-        given = set(_variables(step.outvars[: self.residuals.results])) if self.whole else set()
-        for v in step.invars if not self.whole else ():
-            if v in last and last[v] >= 2 * len(self.ahead):
+        returned = step.outvars[: self.residuals.results] if self.outside.results else ()
+        given = set(_variables(returned))
+        # A loop has the memory of its carry while it goes forward.
+        since = 2 * len(self.ahead) if self.is_step else 0
+        for v in step.invars[self.outside.operands :]:
+            if v in last and last[v] >= since:
                 self._lives(_size(v), 0, last[v])
         for k, eqn in enumerate(self.ahead):
             for v in eqn.outvars:
@@ -163,7 +191,8 @@ class _Walk:
         for j, eqn in enumerate(self.back):
             for v in equations.variables(eqn):
                 first.setdefault(v, j)
-        stored = set(self.residuals.least.stored)
+        of = self.residuals
+        stored = set(of.least.stored if self.is_step else of.at_most)
         sources: dict[Any, frozenset] = {v: frozenset((v,)) for v in stored}
         for eqn in step.eqns:
             found = [sources[v] for v in equations.variables(eqn) if v in sources]
@@ -187,20 +216,22 @@ class _Walk:
     def _going_back(self) -> None:
         linear, count = _jax.open_jaxpr(self.linear), len(self.residuals.jaxpr.out_avals)
         moving = linear.invars[count - self.residuals.results :]
+        self._moving.update(moving, *(eqn.outvars for eqn in self.back))
         readers: dict[Any, list[int]] = {}
         for j, eqn in enumerate(self.back):
             for v in set(equations.variables(eqn)):
                 readers.setdefault(v, []).append(j)
         begin, end = 2 * len(self.ahead), 2 * (len(self.ahead) + len(self.back))
-        for v in moving:
+        for k, v in enumerate(moving):
+            outside = k < self.outside.moving
             times = [2 * self._when_reversed(j) + 1 for j in readers.get(v, ())]
-            for time in times[:-1] if self.whole else times[-1:]:
-                self._lives(_size(v), time, time if self.whole else end)
+            for time in times[:-1] if outside else times[-1:]:
+                self._lives(_size(v), time, time if outside else end)
         outs = set(_variables(linear.outvars))
         for j, eqn in enumerate(self.back):
             death = 2 * self._when_reversed(j) + (not takes_over(eqn))
             for v in eqn.outvars:
-                if v in outs and not self.whole:
+                if v in outs and not self.outside.results:
                     self._lives(_size(v), begin, max(begin, death))
                 elif v in readers and v not in outs:
                     birth = 2 * self._when_reversed(readers[v][-1]) + 1
@@ -232,6 +263,37 @@ class _Walk:
         self._lives(-met.times * saved_bytes(plan), 2 * first + 1, 2 * last + 1)
         for k in range(first, last + 1):
             self._held.setdefault(k, []).append((met.key, met.times))
+
+
+def _run_again(eqn: _jax.Equation, moving: set) -> tuple[int, float]:
+    """Return the most bytes that live while code under `jax.checkpoint` is reversed, and its time.
+
+    The time is that of what runs again.
+    """
+    inside = _jax.open_jaxpr(equations.inlined(_jax.close_jaxpr(equations.jaxprs_in(eqn)[0])))
+    pairs = list(zip(inside.invars, eqn.invars, strict=True))
+    tangents = [v for v, o in pairs if not isinstance(o, _jax.Literal) and o in moving]
+    moved, halves = set(tangents), ([], [])
+    for each in inside.eqns:
+        is_linear = not moved.isdisjoint(equations.variables(each))
+        halves[is_linear].append(each)
+        if is_linear:
+            moved.update(each.outvars)
+    known = [v for v in inside.invars if v not in moved]
+    made = {v for each in halves[0] for v in each.outvars}.union(known)
+    read = dict.fromkeys(v for e in halves[1] for v in equations.variables(e) if v in made)
+    make = lambda eqns, ins, outs: _jax.close_jaxpr(
+        inside.replace(
+            eqns=eqns, invars=ins, outvars=outs, debug_info=inside.debug_info.with_unknown_names()
+        )
+    )
+    first, linear = make(halves[0], known, list(read)), [*read, *tangents]
+    outs = [v for v in inside.outvars if not isinstance(v, _jax.Literal) and v in moved]
+    n = len(known)
+    residuals = Residuals(first, 0, 0, n, [True] * n)
+    line = timeline(residuals, make(halves[1], linear, outs), Outside(n, len(tangents), True))
+    time = sum(map(equation_nanoseconds, halves[0]))
+    return max(moment.values for moment in line.moments), time
 
 
 def described(eqn: _jax.Equation) -> str:

@@ -1,0 +1,147 @@
+"""List what the loops of a program may need, from the fastest to the smallest.
+
+A loop in another loop is a part of its step. What it saves counts once if the outer loop runs its
+steps again, and for each step otherwise. So a choice for the outer loop is one for all loops in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from loopkit import _jax
+from loopkit._engine.derivative.linearised import linearised
+from loopkit._engine.derivative.reversal import reversal, step_costs
+from loopkit._engine.derivative.timeline import (
+    Outside,
+    Timeline,
+    all_at_once,
+    key_of,
+    met_in,
+    saved_bytes,
+    timeline,
+)
+from loopkit._engine.facts.activity import whole_activity
+from loopkit._engine.loop import Active, Const, Loop, Output
+from loopkit._jaxprs import equations
+from loopkit._jaxprs.min_cut import Residuals
+from loopkit._plans.budget import Bytes, Part
+from loopkit._plans.cheapest import steps_of
+from loopkit._plans.one_price import (
+    Choice,
+    Choices,
+    Count,
+    State,
+    by_price,
+    fastest_first,
+    few,
+    state_of,
+    without_dominated,
+)
+from loopkit._plans.plan import Plan
+from loopkit._plans.planner import all_plans
+
+FACTS = "linearised", "split", "forward activity", "backward activity"
+"""Keys of what is derived of a loop and does not depend on its budget."""
+NO_DERIVATIVE = TypeError, ValueError, NotImplementedError, RuntimeError
+"""Errors of JAX, loopkit and rules, if there is no derivative or a budget is too small for it."""
+INNER_CHOICES = 5
+"""For how many choices of the loops in a step the step is split again."""
+
+
+def with_budget(eqn: _jax.Equation, budget: Bytes, made: Callable = lambda loop: loop) -> Any:
+    """Return the equation of a loop with another budget. What does not depend on it stays."""
+    loop = eqn.params["loop"]
+    new = made(loop.replace(checkpoints=budget))
+    for key, value in loop.memory.items():
+        if isinstance(key, tuple) and key[0] in FACTS:
+            new.memory.setdefault(key, value)
+    return eqn.replace(params=eqn.params | {"loop": new})
+
+
+def timeline_of(jaxpr: _jax.Jaxpr, budget: Bytes) -> tuple[Timeline, Choices]:
+    """Return what lives while the gradient of a program is computed, and the choices of its loops.
+
+    If there is no derivative in all inputs, there may be one in some. Then all loops that have a
+    derivative live at the same time.
+    """
+    body = equations.inlined(jaxpr)
+    with suppress(*NO_DERIVATIVE):
+        line = _of_gradient(body)
+        return line, {k: choices_of(m.loop, m.active, budget) for k, m in line.loops.items()}
+    loops, choices = [], {}
+    for met in (m for e in _jax.open_jaxpr(body).eqns for m in met_in(e, primal=True)):
+        with suppress(*NO_DERIVATIVE):
+            each = met._replace(active=whole_activity(met.loop))
+            choices[met.key] = choices_of(each.loop, each.active, budget)
+            loops.append(each)
+    return all_at_once(loops), choices
+
+
+def _of_gradient(body: _jax.Jaxpr) -> Timeline:
+    n, results = len(body.in_avals), len(body.out_avals)
+    loop = Loop(None, body, 0, (Const(),) * n, (), (), (Output(),) * results, 1)
+    active = whole_activity(loop)
+    whole = linearised(loop, active)
+    free = Residuals(whole.residuals.jaxpr, results, 0, n, [True] * n)
+    return timeline(free, whole.tangents, Outside(n, sum(active.inputs), True))
+
+
+def predicted(jaxpr: _jax.Jaxpr) -> tuple[Timeline, State]:
+    """Return what lives while the gradient of a program is computed, whose loops have budgets."""
+    line, choices = timeline_of(jaxpr, Bytes(1))
+    return line, state_of(line.moments, {key: some[0] for key, some in choices.items()})
+
+
+def choices_of(loop: Loop, active: Active, budget: Bytes) -> list[Choice]:
+    """Return what a loop may need, from the fastest to the smallest."""
+    key = "choices", active, budget.count, budget.host
+    return loop.derived(key, lambda: _choices(loop, active, budget))
+
+
+def _choices(loop: Loop, active: Active, budget: Bytes) -> list[Choice]:
+    whole = linearised(loop, active)
+    line = timeline(whole.residuals, whole.tangents)
+    moments = without_dominated(line.moments)
+    inner = {k: choices_of(m.loop, m.active, budget) for k, m in line.loops.items()}
+    states = few(by_price(moments, inner), INNER_CHOICES)
+    if key_of(loop) is loop:  # a budget of its own
+        return [_choice(reversal(loop, active).plan, states[0], None)]
+    found = []
+    for state in states:
+        made = _with_counts(loop, state)
+        for step in step_costs(made, active):
+            plans = all_plans(budget, loop.length, loop.cond is None, step)
+            found += [_choice(plan, state, key_of(loop)) for plan in plans]
+    return fastest_first(found, lambda c: c.saved + c.working)
+
+
+def _choice(plan: Plan, step: State, number: Any) -> Choice:
+    """Return what a loop needs with a plan, and a choice for the loops in its step."""
+    saved, steps = saved_bytes(plan), steps_of(plan)
+    time = plan.nanoseconds(steps) + steps * step.nanoseconds
+    working = max(0, plan.peak_bytes - saved) + step.bytes
+    host = plan.host_bytes if plan.host else 0
+    counts = step.counts
+    if number is not None:
+        on_host = max(1, host) if plan.host else None
+        counts = Count(number, max(1, plan.peak_bytes), on_host), *counts
+    return Choice(saved, working, time, host + step.host, counts)
+
+
+def _with_counts(loop: Loop, state: State) -> Loop:
+    """Return the loop with these budgets for the loops in its step."""
+    counts = {count.number: count for count in state.counts}
+    if not counts:
+        return loop
+
+    def with_count(eqn: _jax.Equation) -> Any:
+        part = getattr(eqn.params.get("loop"), "checkpoints", None)
+        if not isinstance(part, Part) or part.number not in counts:
+            return eqn
+        _, device, host = counts[part.number]
+        return with_budget(eqn, replace(part, count=device, host=host, number=None))
+
+    return loop.replace(body=equations.map_equations(loop.body, with_count))

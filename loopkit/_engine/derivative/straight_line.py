@@ -1,0 +1,272 @@
+"""Run code between loops again in a gradient, so that less of it lives: `_plans/stretches.py`.
+
+Loops, and equations that must not run again, are blocks of their own. Between these, blocks end
+where few bytes go from one to the next. A stretch that runs again is put under `jax.checkpoint`,
+which is right in every transformation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from loopkit import _jax
+from loopkit._engine.derivative.linearised import Linearised, linearised
+from loopkit._engine.derivative.timeline import Met, Outside, Timeline, met_in, timeline
+from loopkit._engine.facts.activity import moving_activity
+from loopkit._engine.loop import Const, Loop, Output
+from loopkit._engine.primitives import forward_p
+from loopkit._jaxprs import equations
+from loopkit._jaxprs.cost import equation_nanoseconds
+from loopkit._jaxprs.min_cut import PICOSECONDS, Residuals, is_repeatable
+from loopkit._plans.stretches import Block, Division, Row, divisions
+from loopkit._programs import shared
+
+BLOCKS = 48
+"""About how many blocks a program has."""
+NAME = "loopkit: {}"
+"""The name of a value of a block, by its number."""
+STORED = "loopkit: stored"
+"""The name of a value that a stretch stores although it runs again."""
+POLICY = jax.checkpoint_policies.save_only_these_names(STORED)
+"""The policy of all stretches."""
+
+
+class Divided(NamedTuple):
+    """A program, and the ways to divide it."""
+
+    body: _jax.OpenJaxpr
+    cuts: Sequence[int]
+    """Where blocks start, and the number of equations."""
+    loops: Mapping[Hashable, Met]
+    """The loops of the program."""
+    divisions: list[Division]
+
+    def program(self, division: Division) -> Any:
+        """Return the program whose stretches run again as a division says."""
+
+        def divided(*values: jax.Array) -> list:
+            env: dict[Any, Any] = dict(zip(self.body.invars, values, strict=True))
+            for stretch in division.stretches:
+                start, stop = self.cuts[stretch.start], self.cuts[stretch.stop]
+                eqns = self.body.eqns[start:stop]
+                if not stretch.again:
+                    equations.run(eqns, env, [])
+                    continue
+                reads, makes = _ends(self.body, start, stop)
+                again = _running_again(eqns, reads, makes, stretch.stored)
+                env |= zip(makes, again(*(env[v] for v in reads)), strict=True)
+            return equations.run([], env, self.body.outvars)
+
+        types = [v.aval for v in self.body.invars]
+        return _jax.trace_closed(divided, types, "divided")
+
+
+def _running_again(
+    eqns: Sequence[_jax.Equation], reads: list, makes: list, stored: frozenset
+) -> Callable[..., list]:
+    def named(eqn: _jax.Equation, ins: list) -> list:
+        outs = zip(eqn.outvars, _jax.bind_equation(eqn, ins), strict=True)
+        return [checkpoint_name(x, STORED) if v in stored else x for v, x in outs]
+
+    def stretch(*values: jax.Array) -> list:
+        return equations.run(eqns, dict(zip(reads, values, strict=True)), makes, named)
+
+    return jax.checkpoint(stretch, policy=POLICY)
+
+
+def is_stretch(eqn: _jax.Equation) -> bool:
+    """Return whether an equation is a stretch that runs again."""
+    return eqn.params.get("policy") is POLICY
+
+
+def divided(jaxpr: _jax.Jaxpr) -> Divided:
+    """Return the ways to divide a program without calls."""
+    body = _jax.open_jaxpr(jaxpr)
+    cuts = [*_starts(body), len(body.eqns)]
+    sizes = {v: _jax.byte_count(v.aval) for e in body.eqns for v in e.outvars}
+    sizes |= dict.fromkeys(_variables(body.outvars), 0)
+    moving, blocks, loops = _moving(body), [], {}
+    for start, stop in pairwise(cuts):
+        reads, makes = _ends(body, start, stop)
+        eqns, arguments = body.eqns[start:stop], set(body.invars)
+        reads.sort(key=lambda v: v not in arguments)
+        count = sum(v in arguments for v in reads)
+        piece = _piece(eqns, reads, makes, count, [v in moving for v in reads])
+        made = [v for eqn in eqns for v in eqn.outvars]
+        blocks.append(_block(piece, reads[count:], made, start, sizes))
+        loops |= piece.line.loops
+    return Divided(body, cuts, loops, divisions(blocks, sizes))
+
+
+def _moving(body: _jax.OpenJaxpr) -> set:
+    """Return the variables that have a tangent if all inputs have one that can."""
+    found = {v for v in body.invars if _jax.is_differentiable(v.aval)}
+    for eqn in body.eqns:
+        if not found.isdisjoint(equations.variables(eqn)):
+            found.update(v for v in eqn.outvars if _jax.is_differentiable(v.aval))
+    return found
+
+
+def _variables(values: Sequence[_jax.Atom]) -> list:
+    return [v for v in values if not isinstance(v, _jax.Literal)]
+
+
+def _stays(eqn: _jax.Equation) -> bool:
+    """Return whether an equation does not run again: a loop has a plan for that."""
+    return not is_repeatable(eqn) or any(True for _ in met_in(eqn, primal=True))
+
+
+def _starts(body: _jax.OpenJaxpr) -> Iterator[int]:
+    """Yield where blocks start: of windows of as many bytes, where the fewest go on."""
+    made = [_jax.byte_count(*(v.aval for v in eqn.outvars)) for eqn in body.eqns]
+    crossing, window = _crossing(body, made), sum(made) / BLOCKS
+    stays = list(map(_stays, body.eqns))
+    best, filled = None, 0
+    yield 0
+    for k in range(1, len(body.eqns)):
+        filled += made[k - 1]
+        if stays[k] or stays[k - 1]:
+            yield k
+            best, filled = None, 0
+            continue
+        if best is None or crossing[k] <= crossing[best]:
+            best = k
+        if filled >= window:
+            yield best
+            best, filled = None, 0
+
+
+def _crossing(body: _jax.OpenJaxpr, made: Sequence[int]) -> list[int]:
+    """Return the bytes of values from before each equation that it, or a later one, reads."""
+    last = {v: k for k, eqn in enumerate(body.eqns) for v in equations.variables(eqn)}
+    changes = [0] * (len(made) + 2)
+    for k, eqn in enumerate(body.eqns):
+        for v in eqn.outvars:
+            if v in last:
+                changes[k + 1] += _jax.byte_count(v.aval)
+                changes[last[v] + 1] -= _jax.byte_count(v.aval)
+    found, live = [], 0
+    for change in changes:
+        live += change
+        found.append(live)
+    return found
+
+
+def _ends(body: _jax.OpenJaxpr, start: int, stop: int) -> tuple[list, list]:
+    """Return the variables that some equations read of others, and that others read of them."""
+    eqns, later = body.eqns[start:stop], body.eqns[stop:]
+    made = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
+    reads = dict.fromkeys(v for eqn in eqns for v in equations.variables(eqn) if v not in made)
+    wanted = {v for eqn in later for v in equations.variables(eqn)}.union(_variables(body.outvars))
+    return list(reads), [v for v in made if v in wanted]
+
+
+class Piece(NamedTuple):
+    """The derivative of some equations. A value that one makes is known by its number."""
+
+    results: Sequence[int]
+    """The values that later equations read."""
+    kept: dict[Hashable, int]
+    """The bytes of each value that the derivative reads, and that is no argument of a program."""
+    made: dict[Hashable, int]
+    """The bytes of those values that live if the equations run again."""
+    rows: tuple[Row, ...]
+    through: float
+    line: Timeline
+
+
+def _block(
+    piece: Piece, reads: Sequence[_jax.Var], made: Sequence[_jax.Var], start: int, sizes: dict
+) -> Block:
+    """Return a piece as a block of a program; adds the sizes of values that it alone knows."""
+    known: dict[Hashable, Any] = {("made", k): v for k, v in enumerate(made)}
+    known |= {("read", k): v for k, v in enumerate(reads)}
+    values = piece.kept | piece.made
+    known |= {v: (start, v) for v in values if v not in known}
+    for v, size in values.items():
+        sizes.setdefault(known[v], size)
+    whose = lambda values: frozenset(known[v] for v in values)
+    bytes_kept = sum(sizes[known[v]] for v in piece.kept)
+    return Block(
+        frozenset(reads),
+        whose(("made", k) for k in piece.results),
+        whose(piece.kept),
+        whose(piece.made),
+        tuple(row._replace(stored=whose(row.stored)) for row in piece.rows),
+        piece.through,
+        tuple(m._replace(values=m.values - bytes_kept) for m in piece.line.moments),
+        tuple((met.key, met.times) for met in piece.line.loops.values()),
+    )
+
+
+def _piece(
+    eqns: Sequence[_jax.Equation], reads: list, makes: list, count: int, moving: list[bool]
+) -> Piece:
+    """Return the derivative of equations, of whose operands the first are arguments."""
+    names: dict[Any, str] = {}
+
+    def named(eqn: _jax.Equation, ins: list) -> list:
+        outs = _jax.bind_equation(eqn, ins)
+        for v in eqn.outvars:
+            names[v] = NAME.format(len(names))
+        return [checkpoint_name(x, names[v]) for v, x in zip(eqn.outvars, outs, strict=True)]
+
+    def block(*values: jax.Array) -> list:
+        return equations.run(eqns, dict(zip(reads, values, strict=True)), makes, named)
+
+    jaxpr = _jax.trace_closed(block, [v.aval for v in reads], "block")
+    n, numbers = len(reads), {v: k for k, v in enumerate(names)}
+    loop = shared(Loop(None, jaxpr, 0, (Const(),) * n, (), (), (Output(),) * len(makes), 1))
+    again, results = not any(map(_stays, eqns)), [numbers[v] for v in makes]
+    key = "piece", count, again, *results, *moving
+    active = lambda: moving_activity(loop, loop.split(moving)[0])
+    return loop.derived(key, lambda: _linearised(linearised(loop, active()), count, results, again))
+
+
+def _linearised(whole: Linearised, count: int, results: Sequence[int], again: bool) -> Piece:
+    step, n = whole.residuals.step, whole.loop.const_count
+    residuals = Residuals(whole.residuals.jaxpr, len(results), 0, n, [True] * n)
+    numbers = {NAME.format(k): ("made", k) for k in range(len(step.eqns))}
+    known: dict[Any, tuple[str, int]] = {}
+    for eqn in step.eqns:
+        if (value := numbers.get(_jax.checkpoint_name(eqn) or "")) is not None:
+            known |= dict.fromkeys((*eqn.outvars, *equations.variables(eqn)), value)
+    arguments = set(step.invars[:count])
+    known |= {v: ("read", k - count) for k, v in enumerate(step.invars)}
+    saved = {v for eqn in step.eqns if eqn.primitive is forward_p for v in eqn.outvars}
+    size = lambda v: 0 if v in saved else _jax.byte_count(v.aval)
+    named = lambda some: {known.get(v, id(v)): size(v) for v in some if v not in arguments}
+    kept, made = named(residuals.at_most), named(residuals.at_least(whole.tangents))
+    outside = Outside(count, sum(whole.active.inputs[:count]), False)
+    line = timeline(residuals, whole.tangents, outside)
+    if not again:
+        return Piece(results, kept, made, (), 0.0, line)
+    policy = jax.checkpoint_policies.save_only_these_names(*numbers)
+    some = replace(residuals, policy=policy)
+    stored = lambda point: frozenset(known[v] for v in point.stored if known[v][0] == "made")
+    time = lambda point: sum(map(equation_nanoseconds, some.cut(point).again))
+    rows = tuple(Row(point.price, time(point), stored(point)) for point in some.frontier)
+    return Piece(results, kept, made, rows, _through(residuals), line)
+
+
+def _through(residuals: Residuals) -> float:
+    """Return the time of the equations that the results need, and the residuals do not."""
+    step = residuals.step
+
+    def needed(values: Sequence[_jax.Atom]) -> set[int]:
+        found, wanted = set(), set(_variables(values))
+        for eqn in reversed(step.eqns):
+            if not wanted.isdisjoint(eqn.outvars):
+                found.add(id(eqn))
+                wanted.update(equations.variables(eqn))
+        return found
+
+    ends = step.outvars[: residuals.results], step.outvars[residuals.results :]
+    more = needed(ends[0]) - needed(ends[1])
+    return sum(residuals.times[k] for k in more) / PICOSECONDS

@@ -1,0 +1,200 @@
+"""A budget for code without loops, and between loops: which of it runs again in the gradient."""
+
+import re
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import loopkit
+from derivatives import assert_close
+from test_one_budget import compiled_bytes
+
+
+def layer(x, w):
+    return x + jax.nn.gelu(jnp.tanh(x @ w[0]) @ w[1])
+
+
+def layers(ws, x):
+    """Layers in a Python loop."""
+    for w in ws:
+        x = layer(x, w)
+    return jnp.sum(x**2)
+
+
+def with_skips(ws, x):
+    """Values of the first layers are read by the last ones."""
+    met = []
+    for w in ws[: len(ws) // 2]:
+        met.append(x)
+        x = jnp.sin(layer(x, w))
+    for w in ws[len(ws) // 2 :]:
+        x = layer(x, w) * jnp.cos(met.pop())
+    return jnp.sum(x)
+
+
+def between(ws, x, scan=lax.scan):
+    """Layers before, between and after two loops."""
+    x = layer(layer(x, ws[0]), ws[1])
+    x, ys = scan(lambda c, _: (jnp.sin(c) + 0.1, jnp.sum(c)), x, length=6)
+    x = layer(layer(x, ws[2]), ws[3])
+    x, _ = scan(lambda c, _: (jnp.cos(c) * c, None), x, length=5)
+    return jnp.sum(layer(x, ws[4]) ** 2) + jnp.sum(ys**2)
+
+
+def arguments(n=8, batch=32, width=8):
+    grid = lambda a, b, k: jnp.asarray(np.sin(np.arange(a * b) * (k + 1.0)).reshape(a, b))
+    ws = [(grid(width, 2 * width, k) / 3, grid(2 * width, width, k) / 3) for k in range(n)]
+    return ws, grid(batch, width, 0.3)
+
+
+def least(f, *args):
+    """The fewest bytes that will do, as the error says."""
+    with pytest.raises(ValueError, match=r"must be at least \d+ bytes") as refused:
+        jax.eval_shape(jax.grad(loopkit.checkpointed(f, memory=1)), *args)
+    return int(re.search(r"at least (\d+)", str(refused.value))[1])
+
+
+def within(f, *args, part=0.0):
+    """`f` with a budget: from the least that will do (0) to what `f` needs without one (1)."""
+    low, high = least(f, *args), compiled_bytes(f, *args)
+    return loopkit.checkpointed(f, memory=max(low, int(low + part * (high - low))))
+
+
+@pytest.mark.parametrize("f", [layers, with_skips, between])
+def test_every_derivative_is_that_without_a_budget(f):
+    ws, x = arguments(6, 24, 3)
+    budgeted = within(f, ws, x)
+    tangent = jnp.cos(x)
+
+    def all_of(f):
+        g = lambda x: f(ws, x)
+        slope = jax.grad(g)
+        lanes = jax.vmap(jax.grad(f), (None, 0))(ws, jnp.stack([x, tangent]))
+        moved = jax.jvp(g, (x,), (tangent,))
+        second = jax.jvp(slope, (x,), (tangent,)), jax.grad(lambda x: jnp.sum(slope(x) ** 2))(x)
+        return f(ws, x), jax.grad(f)(ws, x), moved, second, lanes
+
+    assert "prevent_cse" in str(jax.make_jaxpr(budgeted)(ws, x))
+    assert_close(jax.jit(lambda: all_of(budgeted))(), jax.jit(lambda: all_of(f))())
+
+
+def test_the_compiler_needs_no_more_than_the_budget():
+    args = arguments(12, 256, 8)
+    whole, low = compiled_bytes(layers, *args), least(layers, *args)
+    assert low < 0.4 * whole
+    used = []
+    for budget in np.linspace(low, whole, 4):
+        used.append(compiled_bytes(loopkit.checkpointed(layers, memory=int(budget)), *args))
+        assert used[-1] <= budget
+    assert used[0] < 0.6 * used[-1]
+
+
+def test_a_measured_budget_where_values_are_read_much_later():
+    args = arguments(12, 256, 8)
+    budget = compiled_bytes(with_skips, *args) // 2
+    measured = loopkit.checkpointed(with_skips, memory=budget, measure=True)
+    assert compiled_bytes(measured, *args) <= budget
+
+
+def test_it_needs_less_than_a_checkpoint_for_each_layer():
+    ws, x = arguments(12, 256, 8)
+    by_hand = compiled_bytes(lambda ws, x: _by_hand(ws, x), ws, x)
+    budgeted = loopkit.checkpointed(layers, memory=by_hand, measure=True)
+    assert compiled_bytes(budgeted, ws, x) <= by_hand
+
+
+def _by_hand(ws, x):
+    for w in ws:
+        x = jax.checkpoint(layer)(x, w)
+    return jnp.sum(x**2)
+
+
+def test_more_bytes_take_no_more_time():
+    args = arguments(12, 256, 8)
+    times = []
+    for budget in np.linspace(least(layers, *args), 2 * compiled_bytes(layers, *args), 8):
+        said = loopkit.explain(loopkit.checkpointed(layers, memory=int(budget)), *args)
+        times.append(0.0 if said.gradient is None else said.gradient.again)
+    assert all(more <= 1.02 * less for less, more in pairwise(times))
+    assert times[0] > 0 == times[-1]
+
+
+def test_explain_says_what_runs_again():
+    args = arguments(12, 256, 8)
+    budget = int(0.5 * compiled_bytes(layers, *args))
+    said = loopkit.explain(loopkit.checkpointed(layers, memory=budget), *args)
+    assert said.gradient.peak <= budget
+    assert said.gradient.compiled <= budget
+    assert re.search(r"no loops\npeak .*; code between loops that runs again: .* ms$", str(said))
+    assert str(loopkit.explain(layers, *args)) == "no loops"
+
+
+def test_a_large_budget_changes_nothing():
+    args = arguments(3, 4, 3)
+    changed = jax.make_jaxpr(loopkit.checkpointed(layers, memory="1 GB"))(*args)
+    assert str(changed) == str(jax.make_jaxpr(layers)(*args))
+
+
+def test_a_budget_too_small_is_an_error_of_gradients_alone():
+    ws, x = arguments(4, 4, 3)
+    few = loopkit.checkpointed(layers, memory=1)
+    assert_close(few(ws, x), layers(ws, x))
+    assert_close(jax.jvp(few, (ws, x), (ws, x)), jax.jvp(layers, (ws, x), (ws, x)))
+    assert_close(
+        jax.vmap(few, (None, 0))(ws, x[:, None]), jax.vmap(layers, (None, 0))(ws, x[:, None])
+    )
+    for transform in (jax.grad, lambda f: jax.vmap(jax.grad(f), (None, 0)), jax.jacrev):
+        with pytest.raises(ValueError, match=r"`memory` must be at least \d+ bytes\. Most of it"):
+            transform(few)(ws, x[None])
+
+
+def test_what_must_not_run_again_does_not():
+    """A callback that returns a value, and one that reports, run once each."""
+    seen = []
+
+    def f(ws, x):
+        x = layer(x, ws[0])
+        x = x + jax.pure_callback(lambda v: seen.append("pure") or v * 0, x, lax.stop_gradient(x))
+        jax.debug.callback(lambda v: seen.append("debug"), x[0, 0])
+        for w in ws[1:]:
+            x = layer(x, w)
+        return jnp.sum(x**2)
+
+    ws, x = arguments(6, 16, 3)
+    wanted = jax.grad(f)(ws, x)
+    jax.effects_barrier()
+    seen.clear()
+    assert_close(jax.jit(jax.grad(within(f, ws, x)))(ws, x), wanted)
+    jax.effects_barrier()
+    assert sorted(seen) == ["debug", "pure"]
+
+
+def test_random_numbers_are_the_same_when_they_are_made_again():
+    def f(ws, x, key=None):
+        for k, w in enumerate(ws):
+            kept = jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), k), 0.5, x.shape)
+            x = layer(jnp.where(kept, x, 0.0), w)
+        return jnp.sum(x**2)
+
+    args = arguments(6, 16, 3)
+    assert_close(jax.grad(within(f, *args))(*args), jax.grad(f)(*args))
+
+
+def test_custom_rules_and_checkpoints_of_the_user_inside():
+    @jax.custom_vjp
+    def doubled(x):
+        return jnp.sin(x)
+
+    doubled.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (2 * ct * jnp.cos(x),))
+
+    def f(ws, x):
+        for w in ws:
+            x = jax.checkpoint(layer)(doubled(x), w) + jax.nn.relu(x)
+        return jnp.sum(x**2)
+
+    args = arguments(6, 16, 3)
+    assert_close(jax.grad(within(f, *args))(*args), jax.grad(f)(*args))
