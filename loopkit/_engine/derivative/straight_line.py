@@ -19,11 +19,12 @@ from loopkit import _jax
 from loopkit._engine.derivative.linearised import Linearised, linearised
 from loopkit._engine.derivative.timeline import Met, Outside, Timeline, met_in, timeline
 from loopkit._engine.facts.activity import moving_activity
-from loopkit._engine.loop import Const, Loop, Output
+from loopkit._engine.loop import Const, Loop, Output, kept
 from loopkit._engine.primitives import forward_p
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import equation_nanoseconds
 from loopkit._jaxprs.min_cut import PICOSECONDS, Residuals, is_repeatable
+from loopkit._plans.one_price import without_dominated
 from loopkit._plans.stretches import Block, Division, Row, divisions
 from loopkit._programs import shared
 
@@ -40,7 +41,9 @@ POLICY = jax.checkpoint_policies.save_only_these_names(STORED)
 class Divided(NamedTuple):
     """A program, and the ways to divide it."""
 
+    whole: _jax.Jaxpr
     body: _jax.OpenJaxpr
+    """The same without calls."""
     cuts: Sequence[int]
     """Where blocks start, and the number of equations."""
     loops: Mapping[Hashable, Met]
@@ -49,6 +52,8 @@ class Divided(NamedTuple):
 
     def program(self, division: Division) -> Any:
         """Return the program whose stretches run again as a division says."""
+        if not any(stretch.again for stretch in division.stretches):
+            return self.whole
 
         def divided(*values: jax.Array) -> list:
             env: dict[Any, Any] = dict(zip(self.body.invars, values, strict=True))
@@ -86,31 +91,27 @@ def is_stretch(eqn: _jax.Equation) -> bool:
 
 
 def divided(jaxpr: _jax.Jaxpr) -> Divided:
-    """Return the ways to divide a program without calls."""
-    body = _jax.open_jaxpr(jaxpr)
+    """Return the ways to divide a program."""
+    body = _jax.open_jaxpr(equations.inlined(jaxpr))
     cuts = [*_starts(body), len(body.eqns)]
     sizes = {v: _jax.byte_count(v.aval) for e in body.eqns for v in e.outvars}
     sizes |= dict.fromkeys(_variables(body.outvars), 0)
-    moving, blocks, loops = _moving(body), [], {}
+    moving, blocks, loops = set(filter(_moves, body.invars)), [], {}
     for start, stop in pairwise(cuts):
         reads, makes = _ends(body, start, stop)
         eqns, arguments = body.eqns[start:stop], set(body.invars)
         reads.sort(key=lambda v: v not in arguments)
         count = sum(v in arguments for v in reads)
         piece = _piece(eqns, reads, makes, count, [v in moving for v in reads])
+        moving.update(kept(makes, piece.moving))
         made = [v for eqn in eqns for v in eqn.outvars]
         blocks.append(_block(piece, reads[count:], made, start, sizes))
         loops |= piece.line.loops
-    return Divided(body, cuts, loops, divisions(blocks, sizes))
+    return Divided(jaxpr, body, cuts, loops, divisions(blocks, sizes))
 
 
-def _moving(body: _jax.OpenJaxpr) -> set:
-    """Return the variables that have a tangent if all inputs have one that can."""
-    found = {v for v in body.invars if _jax.is_differentiable(v.aval)}
-    for eqn in body.eqns:
-        if not found.isdisjoint(equations.variables(eqn)):
-            found.update(v for v in eqn.outvars if _jax.is_differentiable(v.aval))
-    return found
+def _moves(v: _jax.Var) -> bool:
+    return _jax.is_differentiable(v.aval)
 
 
 def _variables(values: Sequence[_jax.Atom]) -> list:
@@ -172,6 +173,8 @@ class Piece(NamedTuple):
 
     results: Sequence[int]
     """The values that later equations read."""
+    moving: Sequence[bool]
+    """Which of these have a tangent if all arguments of the program have one that can."""
     kept: dict[Hashable, int]
     """The bytes of each value that the derivative reads, and that is no argument of a program."""
     made: dict[Hashable, int]
@@ -191,6 +194,7 @@ def _block(
     known |= {v: (start, v) for v in values if v not in known}
     for v, size in values.items():
         sizes.setdefault(known[v], size)
+    moments = without_dominated(piece.line.moments)
     whose = lambda values: frozenset(known[v] for v in values)
     bytes_kept = sum(sizes[known[v]] for v in piece.kept)
     return Block(
@@ -200,7 +204,7 @@ def _block(
         whose(piece.made),
         tuple(row._replace(stored=whose(row.stored)) for row in piece.rows),
         piece.through,
-        tuple(m._replace(values=m.values - bytes_kept) for m in piece.line.moments),
+        tuple(m._replace(values=m.values - bytes_kept) for m in moments),
         tuple((met.key, met.times) for met in piece.line.loops.values()),
     )
 
@@ -241,18 +245,21 @@ def _linearised(whole: Linearised, count: int, results: Sequence[int], again: bo
     known |= {v: ("read", k - count) for k, v in enumerate(step.invars)}
     saved = {v for eqn in step.eqns if eqn.primitive is forward_p for v in eqn.outvars}
     size = lambda v: 0 if v in saved else _jax.byte_count(v.aval)
-    named = lambda some: {known.get(v, id(v)): size(v) for v in some if v not in arguments}
-    kept, made = named(residuals.at_most), named(residuals.at_least(whole.tangents))
+    named: Callable[..., dict[Hashable, int]] = lambda some: {
+        known.get(v, id(v)): size(v) for v in some if v not in arguments
+    }
+    most, least = named(residuals.at_most), named(residuals.at_least(whole.tangents))
     outside = Outside(count, sum(whole.active.inputs[:count]), False)
     line = timeline(residuals, whole.tangents, outside)
+    moving = whole.active.ys
     if not again:
-        return Piece(results, kept, made, (), 0.0, line)
+        return Piece(results, moving, most, least, (), 0.0, line)
     policy = jax.checkpoint_policies.save_only_these_names(*numbers)
     some = replace(residuals, policy=policy)
     stored = lambda point: frozenset(known[v] for v in point.stored if known[v][0] == "made")
     time = lambda point: sum(map(equation_nanoseconds, some.cut(point).again))
     rows = tuple(Row(point.price, time(point), stored(point)) for point in some.frontier)
-    return Piece(results, kept, made, rows, _through(residuals), line)
+    return Piece(results, moving, most, least, rows, _through(residuals), line)
 
 
 def _through(residuals: Residuals) -> float:

@@ -22,7 +22,7 @@ from loopkit._engine.derivative.choices import (
     with_budget,
 )
 from loopkit._engine.derivative.straight_line import divided
-from loopkit._engine.derivative.timeline import Timeline
+from loopkit._engine.derivative.timeline import Timeline, met_in
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import kept
 from loopkit._jaxprs import equations
@@ -75,6 +75,8 @@ def with_parts(jaxpr: _jax.Jaxpr, budget: Part) -> Any:
 
     numbered = equations.map_equations(jaxpr, with_number)
     ways = _Ways(numbered, budget)
+    if not ways.first and not ways.others:  # it has no derivative
+        return jaxpr
     best = ways.within(budget.count, budget.host)
     if budget.measured:
         return _measured(ways, best)
@@ -86,17 +88,22 @@ class _Ways:
     """The ways to run a program, from the fastest to the smallest. Most are made if asked for."""
 
     def __init__(self, numbered: _jax.Jaxpr, budget: Part) -> None:
-        line, self.choices = timeline_of(numbered, budget)
-        self.first, self.budget = Way(line, 0.0, lambda: numbered), budget
-        self._body = equations.inlined(numbered) if line.of_gradient else None
+        self.budget, self.choices = budget, {}
+        self._numbered, self._divides = numbered, True
+        self.first: list[Way] = []
+        eqns = _jax.open_jaxpr(equations.inlined(numbered)).eqns
+        if any(True for eqn in eqns for _ in met_in(eqn, primal=True)):
+            line, self.choices = timeline_of(numbered, budget)
+            self.first.append(Way(line, 0.0, lambda: numbered))
+            self._divides = line.of_gradient
 
     @cached_property
     def others(self) -> list[Way]:
         """The ways in which some code runs again."""
-        if self._body is None:
+        if not self._divides:
             return []
         try:
-            found = divided(self._body)
+            found = divided(self._numbered)
         except NO_DERIVATIVE:  # of a part that has one only with the rest
             return []
         more = dict(self.choices)
@@ -110,17 +117,18 @@ class _Ways:
 
     def within(self, count: int, host: int | None) -> Best:
         """Return the fastest way within so many bytes; if there is none, the smallest."""
-        best = self._in(self.first, count, host)
-        if best.fits and best.state.nanoseconds <= self._fastest:
-            return best
-        every = [best, *(self._in(way, count, host) for way in self.others)]
+        every = [self._in(way, count, host) for way in self.first]
+        if any(b.fits and b.state.nanoseconds <= self._fastest for b in every):
+            return every[0]
+        every += [self._in(way, count, host) for way in self.others]
         if fit := [b for b in every if b.fits]:
             return min(fit, key=lambda b: b.nanoseconds)
-        return min(every, key=lambda b: b.state.bytes if host is None else b.state.host)
+        size = lambda b: b.state.bytes if host is None else b.state.host
+        return min(every, key=size)
 
     def smallest(self) -> list[Best]:
         """Return the ways that need the fewest bytes."""
-        found = [self._in(way, 0, None) for way in (self.first, *self.others)]
+        found = [self._in(way, 0, None) for way in (*self.first, *self.others)]
         return sorted(found, key=lambda best: best.state.bytes)[:COMPILED]
 
     @property
