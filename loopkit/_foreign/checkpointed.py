@@ -62,20 +62,22 @@ def checkpointed(
         pure: calls with the very same functions and types share a trace. If an argument is an
         object that may have changed, such as the `self` of a method, `fn` is traced at every call.
         Values that `fn` closes over are read when it is traced, as under `jax.jit`. If tracing
-        finds no loop, later calls run `fn` itself.
+        finds no loop, and the budget asks for no code to run again, later calls run `fn` itself.
     - `max_steps`: the most steps of each while loop, a static int; None for no bound. A loop that
         needs more steps stops there.
     - `checkpoints`: what the backward pass of each loop keeps, as in `loopkit.while_loop`. With
         "all", while loops need a bound: `max_steps`, or their own.
-    - `memory`: a budget in bytes instead, for the gradient of `fn` in all its arguments. It limits
-        the temporary memory of the whole gradient, as predicted: what the loops save and need while
-        they are reversed, and the values between them. The loops share it so that the gradient
-        takes the least predicted time. Loops with a budget of their own keep it. If the gradient
-        needs more, taking it raises an error that names the least budget that will do, and what
-        takes most of it.
+    - `memory`: a budget in bytes instead, for the gradient of `fn` in all its arguments, with loops
+        or without. It limits the temporary memory of the whole gradient, as predicted: what the
+        loops save and need while they are reversed, and the values between them. The loops share it
+        with the code between them, parts of which run again in the gradient, so that it takes the
+        least predicted time. Loops with a budget of their own keep it. If the gradient needs more,
+        taking it raises an error that names the least budget that will do, and what takes most of
+        it.
     - `measure`: True limits what the compiler reports for that gradient, and not what loopkit
-        predicts. loopkit then compiles the gradient each time that it traces `fn`, up to four times
-        with smaller and smaller plans, and raises the error only if none fits. `fn` needs a
+        predicts. loopkit then compiles the gradient each time that it traces `fn`: once or twice if
+        the first plan fits, and a few times more, with smaller plans, if it does not. It raises the
+        error only if none fits. `fn` needs a
         gradient in all its arguments, and `memory` must be one number of bytes.
     - `only`: `LoopSite -> bool`, called once for each loop that is traced. It returns whether to
         replace the loop. A `LoopSite` has `kind`, `name_stack`, `source`, `length`, `carry_bytes`,

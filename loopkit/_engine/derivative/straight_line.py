@@ -43,7 +43,7 @@ class Divided(NamedTuple):
 
     whole: _jax.Jaxpr
     body: _jax.OpenJaxpr
-    """The same without calls."""
+    """The program without calls of jitted functions."""
     cuts: Sequence[int]
     """Where blocks start, and the number of equations."""
     loops: Mapping[Hashable, Met]
