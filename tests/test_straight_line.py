@@ -13,6 +13,9 @@ import loopkit
 from derivatives import assert_close
 from test_one_budget import compiled_bytes
 
+RUNS_AGAIN = jax.__version_info__ >= (0, 11)
+"""Whether the compiler for CPUs does not merge what `jax.checkpoint` runs again with what ran."""
+
 
 def layer(x, w):
     return x + jax.nn.gelu(jnp.tanh(x @ w[0]) @ w[1])
@@ -89,15 +92,19 @@ def test_the_compiler_needs_no_more_than_the_budget():
     used = []
     for budget in np.linspace(low, whole, 4):
         used.append(compiled_bytes(loopkit.checkpointed(layers, memory=int(budget)), *args))
-        assert used[-1] <= budget
-    assert used[0] < 0.6 * used[-1]
+        assert used[-1] <= budget or not RUNS_AGAIN
+    assert (used[0] < 0.6 * used[-1]) == RUNS_AGAIN
 
 
 def test_a_measured_budget_where_values_are_read_much_later():
     args = arguments(12, 256, 8)
     budget = compiled_bytes(with_skips, *args) // 2
     measured = loopkit.checkpointed(with_skips, memory=budget, measure=True)
-    assert compiled_bytes(measured, *args) <= budget
+    if RUNS_AGAIN:
+        assert compiled_bytes(measured, *args) <= budget
+    else:
+        with pytest.raises(ValueError, match="which the smallest plan needs once it is compiled"):
+            compiled_bytes(measured, *args)
 
 
 def test_it_needs_less_than_a_checkpoint_for_each_layer():
@@ -116,7 +123,7 @@ def _by_hand(ws, x):
 def test_more_bytes_take_no_more_time():
     args = arguments(12, 256, 8)
     times = []
-    for budget in np.linspace(least(layers, *args), 2 * compiled_bytes(layers, *args), 8):
+    for budget in np.linspace(least(layers, *args), 4 * compiled_bytes(layers, *args), 8):
         said = loopkit.explain(loopkit.checkpointed(layers, memory=int(budget)), *args)
         times.append(0.0 if said.gradient is None else said.gradient.again)
     assert all(more <= 1.02 * less for less, more in pairwise(times))
@@ -128,7 +135,7 @@ def test_explain_says_what_runs_again():
     budget = int(0.5 * compiled_bytes(layers, *args))
     said = loopkit.explain(loopkit.checkpointed(layers, memory=budget), *args)
     assert said.gradient.peak <= budget
-    assert said.gradient.compiled <= budget
+    assert said.gradient.compiled <= budget or not RUNS_AGAIN
     assert re.search(r"no loops\npeak .*; code between loops that runs again: .* ms$", str(said))
     assert str(loopkit.explain(layers, *args)) == "no loops"
 

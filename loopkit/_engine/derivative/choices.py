@@ -86,7 +86,7 @@ def _of_gradient(body: _jax.Jaxpr) -> Timeline:
     active = whole_activity(loop)
     whole = linearised(loop, active)
     free = Residuals(whole.residuals.jaxpr, results, 0, n, [True] * n)
-    return timeline(free, whole.tangents, Outside(n, sum(active.inputs), True))
+    return timeline(free, whole.tangents, Outside(n, sum(active.inputs), True, free.at_most))
 
 
 def predicted(jaxpr: _jax.Jaxpr) -> tuple[Timeline, State]:

@@ -249,7 +249,7 @@ def _linearised(whole: Linearised, count: int, results: Sequence[int], again: bo
         known.get(v, id(v)): size(v) for v in some if v not in arguments
     }
     most, least = named(residuals.at_most), named(residuals.at_least(whole.tangents))
-    outside = Outside(count, sum(whole.active.inputs[:count]), False)
+    outside = Outside(count, sum(whole.active.inputs[:count]), False, residuals.at_most)
     line = timeline(residuals, whole.tangents, outside)
     moving = whole.active.ys
     if not again:

@@ -97,7 +97,7 @@ class Timeline:
 
 
 class Outside(NamedTuple):
-    """The operands and results of a part that are no temporary memory of its program."""
+    """A part of a program: what of it is no temporary memory, and what its residuals take."""
 
     operands: int
     """How many of its operands, the first ones, are arguments of the program."""
@@ -105,6 +105,8 @@ class Outside(NamedTuple):
     """How many of these have a tangent."""
     results: bool
     """Whether its results are those of the program."""
+    stored: Sequence[_jax.Var]
+    """The variables that are kept until it is reversed, from which the residuals follow."""
 
 
 def timeline(residuals: Residuals, linear: _jax.Jaxpr, outside: Outside | None = None) -> Timeline:
@@ -112,7 +114,8 @@ def timeline(residuals: Residuals, linear: _jax.Jaxpr, outside: Outside | None =
 
     The function is a part of a program, or a step of a loop, which gets its carry from there.
     """
-    walk = _Walk(residuals, linear, outside or Outside(0, 0, False), outside is None)
+    step = Outside(0, 0, False, residuals.least.stored)
+    walk = _Walk(residuals, linear, outside or step, outside is None)
     return Timeline(walk.moments, walk.loops, again=walk.again)
 
 
@@ -191,8 +194,7 @@ class _Walk:
         for j, eqn in enumerate(self.back):
             for v in equations.variables(eqn):
                 first.setdefault(v, j)
-        of = self.residuals
-        stored = set(of.least.stored if self.is_step else of.at_most)
+        stored = set(self.outside.stored)
         sources: dict[Any, frozenset] = {v: frozenset((v,)) for v in stored}
         for eqn in step.eqns:
             found = [sources[v] for v in equations.variables(eqn) if v in sources]
@@ -290,8 +292,9 @@ def _run_again(eqn: _jax.Equation, moving: set) -> tuple[int, float]:
     first, linear = make(halves[0], known, list(read)), [*read, *tangents]
     outs = [v for v in inside.outvars if not isinstance(v, _jax.Literal) and v in moved]
     n = len(known)
-    residuals = Residuals(first, 0, 0, n, [True] * n)
-    line = timeline(residuals, make(halves[1], linear, outs), Outside(n, len(tangents), True))
+    residuals, back = Residuals(first, 0, 0, n, [True] * n), make(halves[1], linear, outs)
+    outside = Outside(n, len(tangents), True, residuals.at_least(back))
+    line = timeline(residuals, back, outside)
     time = sum(map(equation_nanoseconds, halves[0]))
     return max(moment.values for moment in line.moments), time
 
