@@ -27,6 +27,7 @@ import buffers
 import costs
 import engine
 import frontier
+import functions
 import harness
 import lanes
 import programs
@@ -106,6 +107,7 @@ def parts() -> Iterator[tuple[str, Part]]:
 
     yield "programs/newest", Part("Loops of libraries", programs.compare)
     yield "programs/oldest", Part("Loops of libraries, oldest JAX", programs.compare)
+    yield "functions/budget", Part(functions.TITLE, functions.compare)
     for name, title, keeps_memory in systems.SECTIONS:
         yield f"systems/{name}", Part(title, systems.compare, None, keeps_memory)
 
