@@ -38,6 +38,8 @@ dual_p = _jax.declare("loopkit_dual")
 forward_p = _jax.declare("loopkit_forward")
 pushforward_p = _jax.declare("loopkit_pushforward")
 pullback_p = _jax.declare("loopkit_pullback")
+pullback_onto_p = _jax.declare("loopkit_pullback_onto")
+"""A `pullback` whose results are added to what was there before."""
 hessian_p = _jax.declare("loopkit_hessian")
 narrowed_p = _jax.declare("loopkit_narrowed")
 """One of the three linear primitives, of lanes that narrow; it is derived from all phases."""

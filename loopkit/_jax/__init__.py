@@ -153,4 +153,5 @@ from loopkit._jax.primitives import (
     register_split,
     target_device,
 )
+from loopkit._jax.references import transpose_onto_references
 from loopkit._jax.sources import PACKAGE, is_raised_within, name_stack, source, source_of

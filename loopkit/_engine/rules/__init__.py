@@ -3,5 +3,6 @@
 from loopkit._engine.rules import forward as forward
 from loopkit._engine.rules import hessian as hessian
 from loopkit._engine.rules import linear as linear
+from loopkit._engine.rules import onto as onto
 from loopkit._engine.rules import vmap as vmap
 from loopkit._engine.rules import while_ as while_

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import functools as ft
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -44,7 +44,7 @@ from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Active, Loop, kept, parts
 from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.passes.dual_loop import dual_loop, run_dual
-from loopkit._engine.primitives import READS, define, pullback_p, pushforward_p
+from loopkit._engine.primitives import READS, define, pullback_onto_p, pullback_p, pushforward_p
 from loopkit._engine.rules import while_
 from loopkit._engine.rules.along import (
     Along,
@@ -160,7 +160,9 @@ def jvp_of_pushforward(
     return out, list(map(_jax.add_tangents, flowing, second))
 
 
-def transpose_pushforward(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
+def transpose_pushforward(
+    cts: Sequence[Any], *operands: Any, sums: Sequence[Any] | None = None, **params: Any
+) -> list:
     loop, layout, active = params["loop"], params["layout"], params["active"]
     values, residuals, linear = arguments(loop, layout, operands)
     zeros = [_jax.float0_zero(l.aval) for l in linear]
@@ -175,8 +177,13 @@ def transpose_pushforward(cts: Sequence[Any], *operands: Any, **params: Any) -> 
     _, wanted, _ = parts(flags, loop.const_count, loop.carry_count)
     unused_init = tuple(l and not a for l, a in zip(live.carry, wanted, strict=True))
     params = dict(params, layout=layout, active=live, unused_init=unused_init)
-    out = pullback_p.bind(*values, *residuals, *cts, **params)
-    return _jax.asked_for(spread(out, kept(live.inputs, active.inputs), zeros), operands)
+    reached = kept(live.inputs, active.inputs)
+    before = kept(arguments(loop, layout, sums or [None] * len(operands))[2], reached)
+    primitive, onto = pullback_p, tuple(s is not None for s in before)
+    if any(onto):
+        primitive, params = pullback_onto_p, dict(params, onto=onto)
+    out = primitive.bind(*kept(before, onto), *values, *residuals, *cts, **params)
+    return _jax.asked_for(spread(out, reached, zeros), operands)
 
 
 def pullback_reads(*, loop: Loop, layout: Active, active: Active, **_: object) -> list[bool]:
@@ -192,6 +199,7 @@ define(
     transpose=transpose_pushforward,
     dce=FORWARD.dce,
 )
+_jax.transpose_onto_references(pushforward_p)
 READS[pushforward_p] = pullback_reads
 
 
@@ -206,15 +214,19 @@ def evaluate_pullback(
     batch: int | None,
     transpose_only: bool,
     along: Along | None = None,
+    sums: Sequence[Any] | None = None,
     **params: Any,
 ) -> list:
     loop, how = params["loop"], _how(**params)
+    if sums is not None and not _jax.keeps_barriers():
+        # The compiler would copy the sums between the steps of an iteration.
+        how = replace(how, loop=how.loop.unrolled(1))
     unasked = _unused_results(params["active"], params["unused_init"])
 
     def swept(*operands: jax.Array) -> list:
         primals, residuals, cts = arguments(loop, params["layout"], operands)
         with jax.named_scope(f"loopkit.{loop.name}.backward"):
-            out = sweeps(how).backward(loop.split(primals)[0], residuals, cts, batch)
+            out = sweeps(how).backward(loop.split(primals)[0], residuals, cts, batch, sums)
         return [_jax.zeros(jax.typeof(v)) if u else v for v, u in zip(out, unasked, strict=True)]
 
     if along is None:

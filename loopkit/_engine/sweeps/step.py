@@ -64,13 +64,16 @@ class StepReversal:
         batch: int | None,
         ct_ys: Sequence[Any] = (),
         log: Any = None,
+        adds: Sequence[bool] = (),
     ):
         """Prepare for the sweep of a plan or, without a log of writes, for single steps.
 
-        `taken` is the number of steps that each lane took.
+        `taken` is the number of steps that each lane took. `adds` flags active xs whose cotangents
+        are added to rows, and do not replace them; by default, none.
         """
         self.how, self.operands, self.taken, self.batch = how, operands, taken, batch
         self.ct_ys, self.log = ct_ys, log
+        self.adds = list(adds) or [False] * sum(how.active.xs)
         self.products: Products | None = None
         self.safe: Any = EveryInput(operands.consts)
         if how.loop.lanes:
@@ -233,10 +236,15 @@ class StepReversal:
         flowing = [*cts.carry, *read_rows(self.ct_ys, at, y_axes)]
         x = read_slices(loop, self.operands, step) if x is None else x
         d_consts, d_carry, d_x, factors = self.back(step, x, row, cts.consts, flowing)
+        sums = _jax.barrier(kept(cts.xs, self.adds))
+        xs = spread(sums, self.adds, cts.xs)
+        before = read_rows(sums, at, kept(x_axes, self.adds))
+        total = [b + d for b, d in zip(before, kept(d_x, self.adds), strict=True)]
+        d_x = spread(total, self.adds, d_x)
         return Cotangents(
             spread(d_consts, [not late for late in self.late], cts.consts),
             d_carry,
-            write_rows(cts.xs, d_x, at, x_axes),
+            write_rows(xs, d_x, at, x_axes),
             write_rows(cts.factors, factors, place),
             cts.bar,
         )

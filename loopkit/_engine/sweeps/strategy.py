@@ -170,11 +170,17 @@ class Sweep(abc.ABC):
         return [*steps.carry, *ys, *saved, *log, *buffers, *segments, taken]
 
     def backward(
-        self, operands: Operands, residuals: Sequence[Any], cts: Sequence[Any], batch: int | None
+        self,
+        operands: Operands,
+        residuals: Sequence[Any],
+        cts: Sequence[Any],
+        batch: int | None,
+        sums: Sequence[Any] | None = None,
     ) -> list:
         """Return cotangents of the active constants, initial carry and xs.
 
-        `batch` is None or the size of a leading batch of cotangents.
+        `batch` is None or the size of a leading batch of cotangents. `sums` has for each result an
+        array that it is added to, or None.
         """
         how, loop, active = self.how, self.how.loop, self.how.active
         counts = len(self.stack_types), len(how.log_types), sum(how.undone)
@@ -182,18 +188,22 @@ class Sweep(abc.ABC):
         steps = taken if loop.length is None or loop.cond is not None else loop.length
         steps = taken.max(initial=0) if loop.lanes else steps
         ct_carry, ct_ys = parts(cts, sum(active.carry))
-        flowing, bar = _no_cotangents(how, ct_carry, batch), None
+        before = sums or [None] * sum(active.inputs)
+        consts, carry, xs = parts(before, sum(active.consts), sum(active.carry))
+        flowing, bar = _no_cotangents(how, ct_carry, batch, consts, xs), None
         if loop.progress is not None:
             bar = progress.opened(loop, steps, taken, [*residuals, *cts], backward=True)
         if loop.length != 0:
             flowing = flowing._replace(bar=bar)
-            step = StepReversal(how, operands, taken, batch, ct_ys, log)
+            adds = [s is not None for s in xs]
+            step = StepReversal(how, operands, taken, batch, ct_ys, log, adds)
             if step.products is not None:
                 types = _jax.stack_types(step.products.factor_types, how.plan.segment)
                 flowing = flowing._replace(factors=list(map(_jax.zeros, types)))
             flowing = self.reverse(step, steps, Backward(0, stacks, segments, [], flowing, buffers))
             bar = flowing.bar
-        results = [*flowing.consts, *flowing.carry, *flowing.xs]
+        init = [d if s is None else s + d for d, s in zip(flowing.carry, carry, strict=True)]
+        results = [*flowing.consts, *init, *flowing.xs]
         return results if bar is None else progress.closed(loop, bar, results, backward=True)
 
 
@@ -279,15 +289,21 @@ def write_if(
     return written if go is None else stepping.select(go, written, arrays)
 
 
-def _no_cotangents(how: Reversal, ct_carry: list, batch: int | None) -> Cotangents:
-    """Return the cotangents before any step is reversed."""
+def _no_cotangents(
+    how: Reversal, ct_carry: list, batch: int | None, on_consts: list, on_xs: list
+) -> Cotangents:
+    """Return the cotangents before any step is reversed.
+
+    `on_consts` and `on_xs` have the arrays that they are added to, or None.
+    """
     loop, active = how.loop, how.active
     consts = zero_cotangents(kept(loop.const_types, active.consts), batch)
     xs = zero_cotangents(kept(loop.xs_types, active.xs), batch)
     if loop.cond is None:
         # Every row will be written. XLA would make equal zeros once and copy them.
         xs = [rows + k for k, rows in enumerate(xs)]
-    return Cotangents(consts, ct_carry, xs, [])
+    begun = lambda zeros, sums: [z if s is None else s for z, s in zip(zeros, sums, strict=True)]
+    return Cotangents(begun(consts, on_consts), ct_carry, begun(xs, on_xs), [])
 
 
 def _in_common(jaxpr: _jax.Jaxpr) -> list:
