@@ -161,6 +161,11 @@ def jvp_jaxpr(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> tuple[Jaxpr, list[bool]]
     return dual, list(moved)
 
 
+def moved_outputs(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> list[bool]:
+    """Mark the outputs that have a tangent if the marked inputs have one."""
+    return jvp_jaxpr(jaxpr, nonzero)[1]
+
+
 def batch_jaxpr(
     jaxpr: Jaxpr,
     axis: AxisData,
