@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax._src import effects
 from jax.experimental import io_callback
+from jax.extend.core import Primitive
 
 import loopkit
 from loopkit import Plan
@@ -286,3 +288,17 @@ def test_what_returns_nothing_is_called_once(checkpoints, ordered):
     jax.block_until_ready(jax.jit(jax.grad(f))(0.3))
     jax.effects_barrier()
     assert (seen if ordered else sorted(seen)) == [0, 1, 2, 3, 4]
+
+
+def test_an_effect_that_no_loop_can_have():
+    class Odd(effects.Effect):
+        __str__ = lambda _: "odd"
+
+    odd_p = Primitive("odd")
+    odd_p.def_effectful_abstract_eval(lambda x: (x, {Odd()}))
+    message = (
+        r"loopkit\.scan: `f` may have only side effects that compiled loops can have\. "
+        r"Use jax\.debug\.print, jax\.debug\.callback or .*io_callback\. Got: odd\."
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        loopkit.scan(lambda c, _: (odd_p.bind(c), None), 1.0, length=2)

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import loopkit
 from derivatives import assert_close, derivative
+from loopkit import _jax
+from loopkit._engine.lanes.batched_loop import batch_loop, waiting
 from problems import Problem
 from test_lanes import STOPPING, WS, XS, grow, grow_in_python, one_by_one, rows
 from turns import in_turn, later
@@ -375,3 +377,23 @@ def test_a_derivative_in_steps_of_lanes_that_narrow_outside_jit():
 
     xs = jnp.linspace(0.1, 1.0, 3)
     assert_close(jax.vmap(f)(xs), jnp.stack([unrolled(x) for x in xs]))
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_lanes_of_a_step_wait_where_they_must(first):
+    """A batched loop is kept apart for the two: a layout of saved values lets no lanes narrow."""
+
+    def goes(x):
+        grows = lambda c: c * (1 + x)
+        return loopkit.while_loop(lambda c: c < 2, grows, x, max_steps=9, lanes="compact")
+
+    outer = lambda x: loopkit.scan(lambda c, _: (c + goes(x + 0 * c), None), x, length=3)[0]
+    loop_in = lambda jaxpr: next(
+        eqn.params["loop"] for eqn in _jax.open_jaxpr(jaxpr).eqns if "loop" in eqn.params
+    )
+    loop = loop_in(jax.make_jaxpr(outer)(0.3))
+    flags = loop.split([True] * loop.operand_count)[0]
+    for waits in (first, not first):
+        with waiting(waits):
+            batched = batch_loop(loop, _jax.axis(32), flags).loop
+        assert (loop_in(batched.body).lane is None) == waits

@@ -52,12 +52,21 @@ PARTIAL_EVAL_RULES: dict[Any, Callable] = {}
 function of these that returns the results; None if it needs all operands."""
 
 
-def define(primitive: _jax.Primitive, evaluate: Callable, types: Callable, **rules: Any) -> None:
+def define(
+    primitive: _jax.SeriesPrimitive, evaluate: Callable, types: Callable, **rules: Any
+) -> None:
     """Define a primitive as `_jax` does; outside jit too, equal equations are compiled once."""
     if primitive is not while_p:  # the others are derivatives
         evaluate, types = naming_the_loop(evaluate), naming_the_loop(types)
-    rules |= {k: naming_the_loop(rules[k]) for k in ("jvp", "transpose") if k in rules}
+    rules.setdefault("taylor", _no_series)
+    rules |= {k: naming_the_loop(rules[k]) for k in ("jvp", "taylor", "transpose") if k in rules}
     _jax.define(primitive, evaluate, types, run=_run, **rules)
+
+
+def _no_series(*_: object, loop: Loop, **__: object) -> Any:
+    problem = "jax.experimental.jet must not go through a gradient of the loop"
+    advice = "Take the gradient of what jet returns, or nest jax.jvp."
+    raise NotImplementedError(errors.message(loop.name, problem, "a gradient", advice))
 
 
 def _run(

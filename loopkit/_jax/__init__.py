@@ -89,6 +89,7 @@ from loopkit._jax.jaxprs import (
     jvp_jaxpr,
     like,
     make_jaxpr_effects,
+    moved_outputs,
     of_values,
     open_jaxpr,
     rearranged,
@@ -155,3 +156,4 @@ from loopkit._jax.primitives import (
 )
 from loopkit._jax.references import transpose_onto_references
 from loopkit._jax.sources import PACKAGE, is_raised_within, name_stack, source, source_of
+from loopkit._jax.taylor import SeriesPrimitive, series_outputs, taylor

@@ -29,6 +29,7 @@ from loopkit._jax.avals import (
     slice_type,
 )
 from loopkit._jax.next_jax import hi_primitive_p, scan_as_primitive, with_rules
+from loopkit._jax.sources import source
 
 call_jaxpr = core.jaxpr_as_fun
 close_jaxpr = pe.close_jaxpr
@@ -161,6 +162,11 @@ def jvp_jaxpr(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> tuple[Jaxpr, list[bool]]
     return dual, list(moved)
 
 
+def moved_outputs(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> list[bool]:
+    """Mark the outputs that have a tangent if the marked inputs have one."""
+    return jvp_jaxpr(jaxpr, nonzero)[1]
+
+
 def batch_jaxpr(
     jaxpr: Jaxpr,
     axis: AxisData,
@@ -286,5 +292,5 @@ def of_values(jaxpr: Jaxpr) -> Jaxpr:
             raise
         raise NotImplementedError(
             "loopkit: a step must not run a scan that was traced under `jax_scan3`. Trace it in "
-            "the step, or without the flag. Got: such a scan."
+            f"the step, or without the flag. Got: such a scan in the loop at {source()}."
         ) from error

@@ -16,24 +16,26 @@ from jax._src.interpreters import partial_eval as pe
 from loopkit._jax.avals import AxisData, Equation, LoweringContext, Primitive
 from loopkit._jax.jaxprs import trace
 from loopkit._jax.memory import filled_where_it_shows, is_alone, is_on_host, named_on_host
+from loopkit._jax.taylor import SeriesPrimitive
 
 KEEPS_BARRIERS = jax.__version_info__ >= (0, 11)
 """Whether the compiler for CPUs keeps lax.optimization_barrier until it has fused operations."""
 
 
-def declare(name: str) -> core.Primitive:
+def declare(name: str) -> SeriesPrimitive:
     """Return a primitive with several results, to be completed by `define`."""
-    primitive = core.Primitive(name)
+    primitive = SeriesPrimitive(name)
     primitive.multiple_results = True
     return primitive
 
 
 def define(
-    primitive: core.Primitive,
+    primitive: SeriesPrimitive,
     evaluate: Callable,
     types: Callable,
     *,
     jvp: Callable | None = None,
+    taylor: Callable | None = None,
     transpose: Callable | None = None,
     dce: Callable | None = None,
     run: Callable | None = None,
@@ -79,6 +81,7 @@ def define(
         lower_by(primitive, evaluate_as_written, on_cpu(evaluate_as_written), "cpu")
     if jvp is not None:
         ad.primitive_jvps[primitive] = jvp
+    primitive.taylor = taylor
     if transpose is not None:
         ad.primitive_transposes[primitive] = transpose
     if dce is not None:

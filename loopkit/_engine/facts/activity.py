@@ -7,7 +7,7 @@ cotangent is not the same as a cotangent of zeros, of which custom rules may mak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from loopkit import _jax
 from loopkit._engine.leaves import spread
@@ -15,8 +15,12 @@ from loopkit._engine.loop import Active, Loop, Operands, kept, parts
 from loopkit._jaxprs.dataflow import fixed_point
 
 
-def forward_activity(loop: Loop, nonzero: Operands) -> Active:
+def forward_activity(
+    loop: Loop, nonzero: Operands, moved_outputs: Callable = _jax.moved_outputs
+) -> Active:
     """Return the leaves with a tangent, if those of `nonzero` have one at the start.
+
+    `moved_outputs(jaxpr, moving)` marks outputs, for marked inputs.
 
     A carry leaf is active if its initial value is active, or if a step makes it active. That is the
     least fixed point.
@@ -28,13 +32,13 @@ def forward_activity(loop: Loop, nonzero: Operands) -> Active:
     )
 
     def moved(flags: list[bool]) -> list[list[bool]]:
-        return parts(_jax.jvp_jaxpr(loop.body, [*consts, *flags, *xs])[1], loop.carry_count)
+        return parts(moved_outputs(loop.body, [*consts, *flags, *xs]), loop.carry_count)
 
     def found() -> Active:
         flags, ys = fixed_point(carry, moved)
         return Active(consts, tuple(flags), xs, tuple(ys))
 
-    return loop.derived(("forward activity", consts, carry, xs), found)
+    return loop.derived(("forward activity", moved_outputs, consts, carry, xs), found)
 
 
 def backward_activity(

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from loopkit import _jax
 from loopkit._engine.facts.write_sites import writes_rows
 from loopkit._engine.lanes.predicates import ended_in_each_lane
@@ -22,6 +24,11 @@ from loopkit._engine.loop import Input, Loop, Operands, Rewritten, parts
 
 MANY_LANES = 8
 """The least lanes for which rows are one piece. In fewer pieces, processors read ahead in each."""
+
+waiting = jax.make_user_context(False)
+"""Whether lanes wait whatever is asked, because the layout of saved values is fixed already.
+
+It decides how the loops in a step get an axis, so it belongs to the key of whatever batches one."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ def batch_loop(
     `in_rows` has carry leaves, buffers, in whose rows the axis is to lie, unless it is a lane axis.
     """
     ys = [False] * loop.ys_count if ys is None else list(ys)
-    key = ("batched", axis, *map(tuple, batched), tuple(ys), whole, tuple(in_rows))
+    key = ("batched", axis, *map(tuple, batched), tuple(ys), whole, tuple(in_rows), waiting.value)
     return loop.derived(key, lambda: _batch_loop(loop, axis, batched, ys, whole, in_rows))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from loopkit import _jax
-from loopkit._engine.lanes.batched_loop import Batched, batch_loop
+from loopkit._engine.lanes.batched_loop import Batched, batch_loop, waiting
 from loopkit._engine.loop import Loop, Operands, Rewritten
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import nanoseconds
@@ -43,9 +43,6 @@ COMPILE_NANOSECONDS = 3e8, 5e6
 """The nanoseconds to compile a phase and its gradient, and those for each equation of a step."""
 TOGETHER = "unvmap_any"
 """A primitive of equinox that says whether something holds in any lane."""
-
-waiting = jax.make_user_context(False)
-"""Whether lanes wait whatever is asked, because the layout of saved values is fixed already."""
 
 
 def widths(loop: Loop, count: int) -> tuple[int, ...]:
@@ -160,7 +157,7 @@ class OneLane:
     @property
     def many(self) -> Loop:
         """The loop of so many lanes."""
-        key = ("many lanes", self.count, *map(tuple, self.flags))
+        key = ("many lanes", self.count, waiting.value, *map(tuple, self.flags))
         make = lambda: LoopOfLanes(**_fields(waiting_lanes(self).loop, self))
         return self.loop.derived(key, make)
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from loopkit import _jax
-from loopkit._engine.lanes.batched_loop import Batched, batch_loop
+from loopkit._engine.lanes.batched_loop import Batched, batch_loop, waiting
 from loopkit._engine.lanes.many_lanes import widths
 from loopkit._engine.lanes.predicates import counted, ended_in_each_lane
 from loopkit._engine.leaves import spread
@@ -102,7 +102,8 @@ class Phases:
     def phase(self, number: int) -> Loop:
         """Return the loop of a phase, which runs while more lanes are active than the next has."""
         return self.one.derived(
-            ("phase", number, self.widths, *map(tuple, self.flags)), lambda: self._phase(number)
+            ("phase", number, self.widths, waiting.value, *map(tuple, self.flags)),
+            lambda: self._phase(number),
         )
 
     def _of_width(self, number: int) -> Batched:

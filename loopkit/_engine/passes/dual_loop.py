@@ -24,63 +24,83 @@ def dual_loop(loop: Loop, active: Active) -> Rewritten:
     return loop.derived(("dual", active), lambda: open_dual(loop, active, trace))
 
 
-def open_dual(loop: Loop, active: Active, trace: Callable = _jax.trace) -> Rewritten:
-    """Return D, whose first constants are the values that the rules of a step close over."""
+def _push_tangents(
+    step: Callable, inputs: list, moving: list, keep: Sequence[bool]
+) -> tuple[list, list]:
+    def differentiated(*inputs: jax.Array) -> tuple[list, list]:
+        outs = step(*inputs)
+        return kept(outs, keep), outs
+
+    _, tangents, outs = jax.jvp(differentiated, inputs, moving, has_aux=True)
+    return outs, tangents
+
+
+def open_dual(
+    loop: Loop,
+    active: Active,
+    trace: Callable = _jax.trace,
+    terms: int = 1,
+    push: Callable = _push_tangents,
+) -> Rewritten:
+    """Return D, whose first constants are the values that the rules of a step close over.
+
+    D may have more than one tangent for each active leaf, the `terms` of a series.
+    `push(step, inputs, tangents, keep)` returns a step's results, and the tangents of some.
+    """
     body = _jax.call_jaxpr(loop.body)
     counts = loop.const_count, loop.carry_count, loop.xs_count
-    both = [n + sum(flags) for n, flags in zip(counts, active[:3], strict=True)]
+    each = lambda values, flags: [v for v in kept(values, flags) for _ in range(terms)]
+    both = [n + terms * sum(flags) for n, flags in zip(counts, active[:3], strict=True)]
 
     def dual_body(*values: jax.Array) -> list:
         groups = parts(values, *both[:2])
         pairs = [parts(group, n) for group, n in zip(groups, counts, strict=True)]
         primals, moving = ([v for pair in pairs for v in pair[k]] for k in (0, 1))
 
-        def differentiated(*moving: jax.Array) -> tuple[list, list]:
-            outs = body(*spread(moving, active.inputs, primals))
-            return kept(outs, active.outputs), outs
-
+        step = lambda *inputs: body(*spread(inputs, active.inputs, primals))
         inputs = kept(primals, active.inputs)
-        _, tangents, outs = jax.jvp(differentiated, inputs, moving, has_aux=True)
+        outs, tangents = push(step, inputs, moving, active.outputs)
         new, y = parts(outs, loop.carry_count)
-        t_new, t_y = parts(tangents, sum(active.carry))
+        t_new, t_y = parts(tangents, terms * sum(active.carry))
         return [*new, *t_new, *y, *t_y]
 
     types = []
     for group, flags in zip(
         (loop.const_types, loop.carry_types, loop.x_types), active[:3], strict=True
     ):
-        types += [*group, *(t.to_tangent_aval() for t in kept(group, flags))]
+        types += [*group, *(t.to_tangent_aval() for t in each(group, flags))]
     dual, closed_over = trace(dual_body, types, "dual_body")
-    cond = None
-    if loop.cond is not None:
-        predicate = _jax.call_jaxpr(loop.cond)
-        used = loop.cond_const_count + loop.carry_count
-        tangents = [t.to_tangent_aval() for t in kept(loop.carry_types, active.carry)]
-        cond = _jax.trace_closed(
-            lambda *a: predicate(*a[:used]), [*loop.cond.in_avals, *tangents], "dual_cond"
-        )
-    tangents = (CarryLeaf(buffer=leaf.buffer) for leaf in kept(loop.carry, active.carry))
+    types = [t.to_tangent_aval() for t in each(loop.carry_types, active.carry)]
+    cond = None if loop.cond is None else _dual_cond(loop, loop.cond, types)
+    tangents = (CarryLeaf(buffer=leaf.buffer) for leaf in each(loop.carry, active.carry))
     new = loop.replace(
         cond=cond,
         body=dual,
-        consts=(*[Const()] * len(closed_over), *loop.consts, *kept(loop.consts, active.consts)),
+        consts=(*[Const()] * len(closed_over), *loop.consts, *each(loop.consts, active.consts)),
         carry=(*loop.carry, *tangents),
-        xs=(*loop.xs, *kept(loop.xs, active.xs)),
-        ys=(*loop.ys, *kept(loop.ys, active.ys)),
+        xs=(*loop.xs, *each(loop.xs, active.xs)),
+        ys=(*loop.ys, *each(loop.ys, active.ys)),
     )
 
     def map_operands(operands: Sequence[Any]) -> list:
         p, tangents = loop.split(operands)
-        t_consts, t_carry, t_xs = parts(tangents, sum(active.consts), sum(active.carry))
+        t_consts, t_carry, t_xs = parts(tangents, *(terms * sum(flags) for flags in active[:2]))
         given = [*closed_over, *p.consts, *t_consts]
         return [*p.cond_consts, *given, *p.init, *t_carry, *p.xs, *t_xs]
 
     def map_results(results: Sequence[Any], _: object = ()) -> list:
-        counts = loop.carry_count, sum(active.carry), loop.ys_count
+        counts = loop.carry_count, terms * sum(active.carry), loop.ys_count
         carry, t_carry, ys, t_ys = parts(results, *counts)
         return [*carry, *ys, *t_carry, *t_ys]
 
     return Rewritten(new, map_operands, map_results)
+
+
+def _dual_cond(loop: Loop, cond: _jax.Jaxpr, tangents: Sequence[Any]) -> _jax.Jaxpr:
+    """Return the predicate over values and tangents, which reads the values alone."""
+    predicate, used = _jax.call_jaxpr(cond), loop.cond_const_count + loop.carry_count
+    of_values = lambda *a: predicate(*a[:used])
+    return _jax.trace_closed(of_values, [*cond.in_avals, *tangents], "dual_cond")
 
 
 def run_dual(

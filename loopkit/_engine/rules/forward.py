@@ -38,6 +38,7 @@ from loopkit._engine.loop import Active, Loop, kept, parts
 from loopkit._engine.lowering.memory import check_host_memory
 from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.passes.dual_loop import dual_loop
+from loopkit._engine.passes.taylor_loop import taylor
 from loopkit._engine.primitives import (
     PARTIAL_EVAL_RULES,
     define,
@@ -77,6 +78,15 @@ def jvp_of_dual(
     return dual.map_results(outs), dual.map_results(moved)
 
 
+def taylor_of_dual(
+    primals: Sequence[Any], series: Sequence[Any], order: int, *, loop: Loop, active: Active
+) -> tuple[list, list]:
+    dual = dual_loop(loop, active)
+    given = dual.map_operands(primals), dual.map_operands(series)
+    outs, moved = taylor(*given, order, loop=dual.loop)
+    return dual.map_results(outs), dual.map_results(moved)
+
+
 def known_part(values: Sequence[Any], *, loop: Loop, active: Active) -> tuple:
     """Evaluate partially, with the primals known: see `_jax.register_partial_eval`."""
     outs = forward_p.bind(*values, loop=loop, active=active)
@@ -110,7 +120,15 @@ def dce_dual(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
     return [*needed, *[False] * (len(eqn.invars) - operands)], plain
 
 
-define(dual_p, evaluate_dual, types_of_dual, jvp=jvp_of_dual, dce=dce_dual, on_cpu=with_scratch)
+define(
+    dual_p,
+    evaluate_dual,
+    types_of_dual,
+    jvp=jvp_of_dual,
+    taylor=taylor_of_dual,
+    dce=dce_dual,
+    on_cpu=with_scratch,
+)
 _jax.register_partial_eval(dual_p, known_part, known_equation)
 
 

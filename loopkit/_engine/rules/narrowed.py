@@ -23,13 +23,12 @@ from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.facts.activity import either
-from loopkit._engine.lanes.batched_loop import Batched
+from loopkit._engine.lanes.batched_loop import Batched, waiting
 from loopkit._engine.lanes.many_lanes import (
     AxisPair,
     ManyLanes,
     OneLane,
     join,
-    waiting,
     waiting_lanes,
     with_lanes,
 )

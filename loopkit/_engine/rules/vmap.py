@@ -18,8 +18,8 @@ from loopkit._engine.derivative.reversal import can_replay, decide, reversal
 from loopkit._engine.derivative.split import batch_split, split_step
 from loopkit._engine.derivative.write_log import batch_undo
 from loopkit._engine.facts.activity import either
-from loopkit._engine.lanes.batched_loop import Batched, batch_loop, leaves_in_rows
-from loopkit._engine.lanes.many_lanes import waiting, waiting_lanes, with_lanes
+from loopkit._engine.lanes.batched_loop import Batched, batch_loop, leaves_in_rows, waiting
+from loopkit._engine.lanes.many_lanes import waiting_lanes, with_lanes
 from loopkit._engine.lanes.phases import phases_of
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts
@@ -227,7 +227,7 @@ def _batched_for(
         forced = ([f or a for f, a in zip(*pair, strict=True)] for pair in pairs)
         flags, ys = Operands(flags.cond_consts, *forced), leaves.ys
     in_rows = leaves_in_rows(loop, axis, places.init)
-    key = ("batched for", axis, *map(tuple, flags), ys, layout, in_rows)
+    key = ("batched for", axis, *map(tuple, flags), ys, layout, in_rows, waiting.value)
 
     def make() -> Batched:
         found = batch_loop(loop, axis, flags, ys, whole=True, in_rows=in_rows)
