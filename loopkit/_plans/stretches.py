@@ -54,6 +54,8 @@ class Block:
     """The moments at which it runs and is reversed, without the bytes of what is kept."""
     loops: tuple[tuple[Hashable, int], ...] = ()
     """Its loops that save something, and how many times."""
+    summed: int = 0
+    """The bytes of its cotangents of arguments that blocks after it read too."""
 
     def row(self, price: float) -> Row:
         return [row for row in self.rows if row.price <= price][-1]
@@ -94,7 +96,7 @@ def divisions(blocks: Sequence[Block], sizes: Sizes) -> list[Division]:
 
     They do not depend on a budget. So what fits in one budget fits in each larger one.
     """
-    made: dict[tuple[Stretch, ...], None] = {}
+    made: dict[tuple[Stretch, ...], None] = {(_kept(0, len(blocks)),): None}
     for bounds in _bounds(blocks, sizes):
         pairs = list(zip(bounds, (*bounds[1:], len(blocks)), strict=True))
         for price in _prices(blocks, pairs, sizes):
@@ -216,12 +218,15 @@ def _moments(
         total += _total(_held(stretch, blocks) - live, sizes)
         live |= _held(stretch, blocks)
         there, values = set(live), total
+        # A compiler may sum the cotangents of an argument when the stretch has all of them.
+        summed = sum(block.summed for block in blocks[stretch.start : stretch.stop])
         for k in range(stretch.start, stretch.stop):
             block = blocks[k]
             more = block.again if stretch.again else block.kept
             values += _total(more - there, sizes)
             there |= more
-            beside = values + passing[k]
+            beside = values + passing[k] + summed
+            summed -= block.summed
             for m in block.moments:
                 held = (*loops, *m.held)
                 found.append(Moment(m.what, beside + m.values, held, m.reversed))
