@@ -92,11 +92,11 @@ class Division:
 
 
 def divisions(blocks: Sequence[Block], sizes: Sizes) -> list[Division]:
-    """Return the ways to divide a program, from the fastest to the one of fewest bytes.
+    """Return the program as it is, and the ways to divide it, the fastest first.
 
     They do not depend on a budget. So what fits in one budget fits in each larger one.
     """
-    made: dict[tuple[Stretch, ...], None] = {(_kept(0, len(blocks)),): None}
+    made: dict[tuple[Stretch, ...], None] = {}
     for bounds in _bounds(blocks, sizes):
         pairs = list(zip(bounds, (*bounds[1:], len(blocks)), strict=True))
         for price in _prices(blocks, pairs, sizes):
@@ -106,8 +106,8 @@ def divisions(blocks: Sequence[Block], sizes: Sizes) -> list[Division]:
                 made[(*some, last)] = None
     passing = [_total(values, sizes) for values in _passing(blocks)]
     make = lambda stretches: Division(stretches, _moments(stretches, blocks, sizes, passing))
-    found = list(map(make, made))
-    return fastest_first(found, lambda division: division.bytes)
+    whole = make((_kept(0, len(blocks)),))
+    return [whole, *fastest_first(map(make, made), lambda division: division.bytes)]
 
 
 def _kept(start: int, stop: int) -> Stretch:
