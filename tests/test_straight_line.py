@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 
 import loopkit
 from derivatives import assert_close
@@ -205,3 +206,63 @@ def test_custom_rules_and_checkpoints_of_the_user_inside():
 
     args = arguments(6, 16, 3)
     assert_close(jax.grad(within(f, *args))(*args), jax.grad(f)(*args))
+
+
+def recurrent(w, x):
+    """Steps in a Python loop that share their weights."""
+    h = x
+    for _ in range(24):
+        h = jnp.tanh(h @ w + x)
+    return jnp.sum(h**2)
+
+
+def test_cotangents_of_shared_weights_do_not_wait_for_each_other():
+    """A compiler that sums all of them at the end keeps all of them until then."""
+    args = jnp.sin(jnp.arange(64.0 * 64).reshape(64, 64)), jnp.cos(jnp.arange(256.0).reshape(4, 64))
+    budget = least(recurrent, *args)
+    budgeted = loopkit.checkpointed(recurrent, memory=budget)
+    used, whole = (compiled_bytes(f, *args) for f in (budgeted, recurrent))
+    assert 1.25 * budget < 0.3 * whole
+    assert (used <= 1.25 * budget) == RUNS_AGAIN
+    assert_close(jax.grad(budgeted, (0, 1))(*args), jax.grad(recurrent, (0, 1))(*args))
+
+
+def test_code_with_callbacks_of_values_without_tangents_is_divided():
+    def f(ws, x):
+        for w in ws:
+            x = layer(x, w)
+            io_callback(lambda v: None, None, lax.stop_gradient(x[0, 0]))
+        return jnp.sum(x**2)
+
+    args = arguments(6, 32, 4)
+    assert least(f, *args) < 0.6 * compiled_bytes(f, *args)
+
+
+def test_code_with_references_is_left_as_it_is():
+    def f(ws, x):
+        total = jax.new_ref(x)
+        for w in ws:
+            x = layer(x, w)
+            total[...] += jnp.sin(x)
+        return jnp.sum(total[...] ** 2)
+
+    args = arguments(3, 8, 3)
+    budgeted = loopkit.checkpointed(f, memory=least(f, *args))
+    assert_close(jax.grad(budgeted)(*args), jax.grad(f)(*args))
+
+
+def test_a_refusal_for_two_memories_names_the_least_for_one():
+    args = arguments(6, 32, 4)
+    few = loopkit.checkpointed(layers, memory={"device": 1, "host": "1 MB"})
+    with pytest.raises(ValueError, match=rf"must be at least {least(layers, *args)} bytes on the"):
+        jax.grad(few)(*args)
+
+
+def test_a_measured_budget_of_sharded_arrays():
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        ws, x = arguments(4, 32, 4)
+        rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+        args = ws, jax.device_put(x, rows)
+        measured = loopkit.checkpointed(layers, memory="20 kB", measure=True)
+        assert_close(jax.jit(jax.grad(measured))(*args), jax.jit(jax.grad(layers))(*args))

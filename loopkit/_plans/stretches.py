@@ -54,6 +54,8 @@ class Block:
     """The moments at which it runs and is reversed, without the bytes of what is kept."""
     loops: tuple[tuple[Hashable, int], ...] = ()
     """Its loops that save something, and how many times."""
+    summed: int = 0
+    """The bytes of its cotangents of arguments that blocks after it read too."""
 
     def row(self, price: float) -> Row:
         return [row for row in self.rows if row.price <= price][-1]
@@ -90,7 +92,7 @@ class Division:
 
 
 def divisions(blocks: Sequence[Block], sizes: Sizes) -> list[Division]:
-    """Return the ways to divide a program, from the fastest to the one of fewest bytes.
+    """Return the program as it is, and the ways to divide it, the fastest first.
 
     They do not depend on a budget. So what fits in one budget fits in each larger one.
     """
@@ -104,8 +106,8 @@ def divisions(blocks: Sequence[Block], sizes: Sizes) -> list[Division]:
                 made[(*some, last)] = None
     passing = [_total(values, sizes) for values in _passing(blocks)]
     make = lambda stretches: Division(stretches, _moments(stretches, blocks, sizes, passing))
-    found = list(map(make, made))
-    return fastest_first(found, lambda division: division.bytes)
+    whole = make((_kept(0, len(blocks)),))
+    return [whole, *fastest_first(map(make, made), lambda division: division.bytes)]
 
 
 def _kept(start: int, stop: int) -> Stretch:
@@ -216,12 +218,15 @@ def _moments(
         total += _total(_held(stretch, blocks) - live, sizes)
         live |= _held(stretch, blocks)
         there, values = set(live), total
+        # A compiler may sum the cotangents of an argument when the stretch has all of them.
+        summed = sum(block.summed for block in blocks[stretch.start : stretch.stop])
         for k in range(stretch.start, stretch.stop):
             block = blocks[k]
             more = block.again if stretch.again else block.kept
             values += _total(more - there, sizes)
             there |= more
-            beside = values + passing[k]
+            beside = values + passing[k] + summed
+            summed -= block.summed
             for m in block.moments:
                 held = (*loops, *m.held)
                 found.append(Moment(m.what, beside + m.values, held, m.reversed))

@@ -29,6 +29,7 @@ WAYS = {
     "on the host": {"checkpoints": loopkit.Plan(slots=3, host=True)},
     "thinned": {"checkpoints": loopkit.Plan(slots=2, thinned=True)},
     "bytes": {"memory": "50 kB"},
+    "a policy": {"checkpoints": jax.checkpoint_policies.dots_saveable, "memory": "50 kB"},
     "unrolled": {"unroll": 2},
     "narrowed": {"lanes": (2, 1)},
 }

@@ -52,7 +52,7 @@ class Divided(NamedTuple):
 
     def program(self, division: Division) -> Any:
         """Return the program whose stretches run again as a division says."""
-        if not any(stretch.again for stretch in division.stretches):
+        if len(division.stretches) == 1 and not division.stretches[0].again:
             return self.whole
 
         def divided(*values: jax.Array) -> list:
@@ -60,16 +60,32 @@ class Divided(NamedTuple):
             for stretch in division.stretches:
                 start, stop = self.cuts[stretch.start], self.cuts[stretch.stop]
                 eqns = self.body.eqns[start:stop]
-                if not stretch.again:
-                    equations.run(eqns, env, [])
-                    continue
                 reads, makes = _ends(self.body, start, stop)
-                again = _running_again(eqns, reads, makes, stretch.stored)
-                env |= zip(makes, again(*(env[v] for v in reads)), strict=True)
+                if stretch.again:
+                    again = _running_again(eqns, reads, makes, stretch.stored)
+                    env |= zip(makes, again(*(env[v] for v in reads)), strict=True)
+                else:
+                    equations.run(eqns, env, [])
+                shared = _read_from(self.body, stop).intersection(reads)
+                env |= {v: _apart(env[v]) for v in reads if v in shared}
             return equations.run([], env, self.body.outvars)
 
         types = [v.aval for v in self.body.invars]
         return _jax.trace_closed(divided, types, "divided")
+
+
+def _read_from(body: _jax.OpenJaxpr, number: int) -> set:
+    """Return the variables that equations from a number on read."""
+    return {v for eqn in body.eqns[number:] for v in equations.variables(eqn)}
+
+
+def _apart(value: jax.Array) -> jax.Array:
+    """Return a value whose cotangents are summed one stretch after another.
+
+    A compiler that sums those of all stretches at the end would keep all of them until then.
+    """
+    moves = _jax.is_differentiable(jax.typeof(value))
+    return jax.lax.optimization_barrier(value) if moves else value
 
 
 def _running_again(
@@ -105,7 +121,9 @@ def divided(jaxpr: _jax.Jaxpr) -> Divided:
         piece = _piece(eqns, reads, makes, count, [v in moving for v in reads])
         moving.update(kept(makes, piece.moving))
         made = [v for eqn in eqns for v in eqn.outvars]
-        blocks.append(_block(piece, reads[count:], made, start, sizes))
+        block = _block(piece, reads[count:], made, start, sizes)
+        shared = _read_from(body, stop).intersection(reads[:count], moving)
+        blocks.append(replace(block, summed=_jax.byte_count(*(v.aval for v in shared))))
         loops |= piece.line.loops
     return Divided(jaxpr, body, cuts, loops, divisions(blocks, sizes))
 
@@ -161,10 +179,10 @@ def _crossing(body: _jax.OpenJaxpr, made: Sequence[int]) -> list[int]:
 
 def _ends(body: _jax.OpenJaxpr, start: int, stop: int) -> tuple[list, list]:
     """Return the variables that some equations read of others, and that others read of them."""
-    eqns, later = body.eqns[start:stop], body.eqns[stop:]
+    eqns = body.eqns[start:stop]
     made = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
     reads = dict.fromkeys(v for eqn in eqns for v in equations.variables(eqn) if v not in made)
-    wanted = {v for eqn in later for v in equations.variables(eqn)}.union(_variables(body.outvars))
+    wanted = _read_from(body, stop).union(_variables(body.outvars))
     return list(reads), [v for v in made if v in wanted]
 
 

@@ -172,10 +172,16 @@ class _Walk:
 
     def _going_forward(self) -> None:
         step, last = self.residuals.step, {}
+        same: dict[Any, Any] = {}
+        """The results of barriers, which have the memory of operands."""
         for k, eqn in enumerate(self.ahead):
+            if eqn.primitive.name == "optimization_barrier":
+                pairs = zip(eqn.outvars, eqn.invars, strict=True)
+                same |= {v: equations.renamed(u, same) for v, u in pairs}
+                continue
             for v in equations.variables(eqn):
-                last[v] = 2 * k + (not takes_over(eqn))
-        last |= self._until(step)
+                last[same.get(v, v)] = 2 * k + (not takes_over(eqn))
+        last |= {same.get(v, v): time for v, time in self._until(step).items()}
         returned = step.outvars[: self.residuals.results] if self.outside.results else ()
         given = set(_variables(returned))
         # A loop has the memory of its carry while it goes forward.
@@ -185,7 +191,7 @@ class _Walk:
                 self._lives(_size(v), 0, last[v])
         for k, eqn in enumerate(self.ahead):
             for v in eqn.outvars:
-                if v not in given:
+                if v not in given and v not in same:
                     self._lives(_size(v), 2 * k + 1, max(2 * k + 1, last.get(v, 0)))
 
     def _until(self, step: _jax.OpenJaxpr) -> dict:
@@ -227,8 +233,9 @@ class _Walk:
         for k, v in enumerate(moving):
             outside = k < self.outside.moving
             times = [2 * self._when_reversed(j) + 1 for j in readers.get(v, ())]
-            for time in times[:-1] if outside else times[-1:]:
-                self._lives(_size(v), time, time if outside else end)
+            # A compiler may sum the cotangents of an argument when it has all of them.
+            for time in times[1:] if outside else times[-1:]:
+                self._lives(_size(v), time, times[0] if outside else end)
         outs = set(_variables(linear.outvars))
         for j, eqn in enumerate(self.back):
             death = 2 * self._when_reversed(j) + (not takes_over(eqn))
@@ -308,7 +315,8 @@ def described(eqn: _jax.Equation) -> str:
 
 def takes_over(eqn: _jax.Equation) -> bool:
     """Return whether results can have the memory of operands that nothing else reads."""
-    return eqn.primitive.name in CHEAP or eqn.primitive.name in IN_PLACE
+    name = eqn.primitive.name
+    return name in CHEAP or name in IN_PLACE or name == "optimization_barrier"
 
 
 def _variables(values: Sequence[_jax.Atom]) -> list:

@@ -92,10 +92,11 @@ class _Ways:
         self._numbered, self._divides = numbered, True
         self.first: list[Way] = []
         eqns = _jax.open_jaxpr(equations.inlined(numbered)).eqns
-        if any(True for eqn in eqns for _ in met_in(eqn, primal=True)):
+        refers = _jax.has_references(numbered)
+        if refers or any(True for eqn in eqns for _ in met_in(eqn, primal=True)):
             line, self.choices = timeline_of(numbered, budget)
             self.first.append(Way(line, 0.0, lambda: numbered))
-            self._divides = line.of_gradient
+            self._divides = line.of_gradient and not refers
 
     @cached_property
     def others(self) -> list[Way]:
@@ -123,7 +124,7 @@ class _Ways:
         every += [self._in(way, count, host) for way in self.others]
         if fit := [b for b in every if b.fits]:
             return min(fit, key=lambda b: b.nanoseconds)
-        size = lambda b: b.state.bytes if host is None else b.state.host
+        size = lambda b: (0 if host is None else b.state.host, b.state.bytes)
         return min(every, key=size)
 
     def smallest(self) -> list[Best]:
@@ -189,8 +190,7 @@ def _refused(jaxpr: _jax.Jaxpr, reason: str) -> Any:
 
 def temporary_bytes(jaxpr: _jax.Jaxpr) -> int:
     """Return the compiler's figure for the temporary memory of the gradient in all inputs."""
-    types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in jaxpr.in_avals]
-    compiled = jax.jit(_gradient_of(jaxpr)).lower(*types).compile()
+    compiled = jax.jit(_gradient_of(jaxpr)).lower(*jaxpr.in_avals).compile()
     figures: Any = compiled.memory_analysis()
     return figures.temp_size_in_bytes
 
