@@ -24,7 +24,7 @@ def hidden(weights):
 
 
 def likelihood(weights):
-    """Of sequences of different lengths, side by side."""
+    """Sequences have different lengths, side by side."""
     lengths = jnp.array([15, 3, 1, 9])
     one = lambda seen, length: hidden(weights).forward(seen, length)[0]
     return jnp.sum(jax.vmap(one)(SEEN.reshape(4, 15), lengths))
