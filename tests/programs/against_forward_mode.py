@@ -88,3 +88,26 @@ def assert_agrees(
         for way, number in ways.items():
             np.testing.assert_allclose(number, wanted[name], rtol, err_msg=f"{name}, {way}")
     return wanted
+
+
+def assert_leaves_near(got: Any, wanted: Any, rtol: float) -> None:
+    """rtol: of the largest number of each leaf."""
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert np.all(np.isfinite(w))
+        np.testing.assert_allclose(g, w, rtol, rtol * np.max(np.abs(w)))
+
+
+def assert_as_without_loopkit(
+    loss: Callable, at: Any, order: int = 1, rtol: float = 1e-10, **how: Any
+) -> Any:
+    """For programs without a forward mode: value and gradient are those of reverse mode."""
+    v = direction(at)
+
+    def derivatives(f):
+        if order == 1:
+            return jax.value_and_grad(f)
+        return lambda x: (f(x), jax.grad(f)(x), jax.grad(lambda x: dot(jax.grad(f)(x), v))(x))
+
+    wanted = jax.jit(derivatives(loss))(at)
+    assert_leaves_near(jax.jit(derivatives(loopkit.checkpointed(loss, **how)))(at), wanted, rtol)
+    return wanted
