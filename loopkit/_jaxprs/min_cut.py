@@ -14,7 +14,7 @@ Chen et al. 2016 describe the trade; the cut is that of a maximum flow (`max_flo
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
@@ -97,8 +97,6 @@ class Residuals:
     """A policy of `jax.checkpoint`. With one, only what it saves is stored."""
     saves_all: bool = False
     """Whether to store all that the policy saves and that a residual depends on."""
-    whole: Container[_jax.Var] = ()
-    """Variables that do not follow from others by cheap equations alone."""
     given: set = field(init=False)
     """Constants, slices and what follows from constants. Going back, these are there."""
 
@@ -123,8 +121,6 @@ class Residuals:
 
     def _time(self, eqn: _jax.Equation) -> float:
         if not is_repeatable(eqn) or (self.saves_all and self._may_store(eqn)):
-            return inf
-        if any(v in self.whole for v in eqn.outvars):
             return inf
         if _is_cheap(eqn) or id(eqn) in self.again:
             return 0
@@ -186,30 +182,21 @@ class Residuals:
 
     @cached_property
     def at_most(self) -> list:
-        """The variables that a compiler keeps at most: it changes shapes where it reads them."""
+        """The variables that a compiler keeps at most.
+
+        It changes shapes where it reads them. It may keep what a comparison reads, which is larger.
+        """
         found = dict.fromkeys(map(self._in_memory, self.wanted))
         return [v for v in found if _is_variable(v) and v not in self.given]
 
-    def at_least(self, linear: _jax.Jaxpr) -> list:
-        """Return what a compiler keeps of the residuals, at least.
-
-        It makes cheap equations a part of what reads their results, and a product is no such part.
-        """
-        inside = _jax.open_jaxpr(linear)
-        by_products = {
-            v
-            for eqn in inside.eqns
-            if eqn.primitive.name not in FREE and not _is_cheap(eqn)
-            for v in equations.variables(eqn)
-        }
-        pairs = zip(self.step.outvars[self.results :], inside.invars, strict=False)
-        read = [v for v, inner in pairs if inner in by_products and _is_variable(v)]
-        return list(replace(self, whole=set(map(self._in_memory, read))).least.stored)
-
     def _in_memory(self, v: _jax.Var) -> Any:
-        """Return the variable that has the elements of another, maybe in another shape."""
         passes = lambda eqn: eqn.primitive.name in FREE and bool(equations.variables(eqn))
-        return equations.source(v, self._maker, passes)
+        v = equations.source(v, self._maker, passes)
+        eqn = self._maker(v)
+        if eqn is None or not _is_cheap(eqn):
+            return v
+        compared = max(equations.variables(eqn), key=_size, default=v)
+        return self._in_memory(compared) if _size(compared) > _size(v) else v
 
     @cached_property
     def _maker(self) -> Callable[[Any], Any]:

@@ -43,9 +43,7 @@ class Block:
     makes: Values
     """The values that blocks after it read."""
     kept: Values
-    """The values that live until it is reversed, its own and those of blocks before it."""
-    again: Values
-    """The values that live while it is reversed, if it runs again."""
+    """The values that its derivative reads, its own and those of blocks before it."""
     rows: tuple[Row, ...]
     """The choices of what to store if it runs again; empty if it cannot."""
     through: float
@@ -124,7 +122,7 @@ def _union(values: Iterable[Values]) -> Values:
 
 def _bounds(blocks: Sequence[Block], sizes: Sizes) -> Iterator[list[int]]:
     """Yield where stretches start, for one limit after another."""
-    made = [_total(b.again - b.reads, sizes) for b in blocks]
+    made = [_total(b.kept - b.reads, sizes) for b in blocks]
     crossing = [
         _total(past | block.reads, sizes)
         for block, past in zip(blocks, _passing(blocks), strict=True)
@@ -222,9 +220,8 @@ def _moments(
         summed = sum(block.summed for block in blocks[stretch.start : stretch.stop])
         for k in range(stretch.start, stretch.stop):
             block = blocks[k]
-            more = block.again if stretch.again else block.kept
-            values += _total(more - there, sizes)
-            there |= more
+            values += _total(block.kept - there, sizes)
+            there |= block.kept
             beside = values + passing[k] + summed
             summed -= block.summed
             for m in block.moments:

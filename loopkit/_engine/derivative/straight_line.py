@@ -195,8 +195,6 @@ class Piece(NamedTuple):
     """Which of these have a tangent if all arguments of the program have one that can."""
     kept: dict[Hashable, int]
     """The bytes of each value that the derivative reads, and that is no argument of a program."""
-    made: dict[Hashable, int]
-    """The bytes of those values that live if the equations run again."""
     rows: tuple[Row, ...]
     through: float
     line: Timeline
@@ -208,9 +206,8 @@ def _block(
     """Return a piece as a block of a program; adds the sizes of values that it alone knows."""
     known: dict[Hashable, Any] = {("made", k): v for k, v in enumerate(made)}
     known |= {("read", k): v for k, v in enumerate(reads)}
-    values = piece.kept | piece.made
-    known |= {v: (start, v) for v in values if v not in known}
-    for v, size in values.items():
+    known |= {v: (start, v) for v in piece.kept if v not in known}
+    for v, size in piece.kept.items():
         sizes.setdefault(known[v], size)
     moments = without_dominated(piece.line.moments)
     whose = lambda values: frozenset(known[v] for v in values)
@@ -219,7 +216,6 @@ def _block(
         frozenset(reads),
         whose(("made", k) for k in piece.results),
         whose(piece.kept),
-        whose(piece.made),
         tuple(row._replace(stored=whose(row.stored)) for row in piece.rows),
         piece.through,
         tuple(m._replace(values=m.values - bytes_kept) for m in moments),
@@ -263,21 +259,20 @@ def _linearised(whole: Linearised, count: int, results: Sequence[int], again: bo
     known |= {v: ("read", k - count) for k, v in enumerate(step.invars)}
     saved = {v for eqn in step.eqns if eqn.primitive is forward_p for v in eqn.outvars}
     size = lambda v: 0 if v in saved else _jax.byte_count(v.aval)
-    named: Callable[..., dict[Hashable, int]] = lambda some: {
-        known.get(v, id(v)): size(v) for v in some if v not in arguments
+    kept: dict[Hashable, int] = {
+        known.get(v, id(v)): size(v) for v in residuals.at_most if v not in arguments
     }
-    most, least = named(residuals.at_most), named(residuals.at_least(whole.tangents))
     outside = Outside(count, sum(whole.active.inputs[:count]), False, residuals.at_most)
     line = timeline(residuals, whole.tangents, outside)
     moving = whole.active.ys
     if not again:
-        return Piece(results, moving, most, least, (), 0.0, line)
+        return Piece(results, moving, kept, (), 0.0, line)
     policy = jax.checkpoint_policies.save_only_these_names(*numbers)
     some = replace(residuals, policy=policy)
     stored = lambda point: frozenset(known[v] for v in point.stored if known[v][0] == "made")
     time = lambda point: sum(map(equation_nanoseconds, some.cut(point).again))
     rows = tuple(Row(point.price, time(point), stored(point)) for point in some.frontier)
-    return Piece(results, moving, most, least, rows, _through(residuals), line)
+    return Piece(results, moving, kept, rows, _through(residuals), line)
 
 
 def _through(residuals: Residuals) -> float:

@@ -300,7 +300,7 @@ def _run_again(eqn: _jax.Equation, moving: set) -> tuple[int, float]:
     outs = [v for v in inside.outvars if not isinstance(v, _jax.Literal) and v in moved]
     n = len(known)
     residuals, back = Residuals(first, 0, 0, n, [True] * n), make(halves[1], linear, outs)
-    outside = Outside(n, len(tangents), True, residuals.at_least(back))
+    outside = Outside(n, len(tangents), True, residuals.at_most)
     line = timeline(residuals, back, outside)
     time = sum(map(equation_nanoseconds, halves[0]))
     return max(moment.values for moment in line.moments), time
