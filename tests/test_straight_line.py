@@ -68,9 +68,11 @@ def within(f, *args, part=0.0):
     return loopkit.checkpointed(f, memory=max(low, int(low + part * (high - low))))
 
 
-@pytest.mark.parametrize("f", [layers, with_skips, between])
+@pytest.mark.parametrize(
+    "f", [layers, *(pytest.param(f, marks=pytest.mark.slow) for f in (with_skips, between))]
+)
 def test_every_derivative_is_that_without_a_budget(f):
-    ws, x = arguments(6, 24, 3)
+    ws, x = arguments(4 if f is layers else 6, 24, 3)
     budgeted = within(f, ws, x)
     tangent = jnp.cos(x)
 
@@ -97,6 +99,7 @@ def test_the_compiler_needs_no_more_than_the_budget():
     assert (used[0] < 0.6 * used[-1]) == RUNS_AGAIN
 
 
+@pytest.mark.slow
 def test_a_measured_budget_where_values_are_read_much_later():
     args = arguments(12, 256, 8)
     budget = compiled_bytes(with_skips, *args) // 2
@@ -121,6 +124,7 @@ def _by_hand(ws, x):
     return jnp.sum(x**2)
 
 
+@pytest.mark.slow
 def test_more_bytes_take_no_more_time():
     args = arguments(12, 256, 8)
     times = []
@@ -181,6 +185,7 @@ def test_what_must_not_run_again_does_not():
     assert sorted(seen) == ["debug", "pure"]
 
 
+@pytest.mark.slow
 def test_random_numbers_are_the_same_when_they_are_made_again():
     def f(ws, x, key=None):
         for k, w in enumerate(ws):
@@ -192,6 +197,7 @@ def test_random_numbers_are_the_same_when_they_are_made_again():
     assert_close(jax.grad(within(f, *args))(*args), jax.grad(f)(*args))
 
 
+@pytest.mark.slow
 def test_custom_rules_and_checkpoints_of_the_user_inside():
     @jax.custom_vjp
     def doubled(x):
@@ -238,6 +244,7 @@ def test_code_with_callbacks_of_values_without_tangents_is_divided():
     assert least(f, *args) < 0.6 * compiled_bytes(f, *args)
 
 
+@pytest.mark.slow
 def test_code_with_references_is_left_as_it_is():
     def f(ws, x):
         total = jax.new_ref(x)
@@ -258,6 +265,7 @@ def test_a_refusal_for_two_memories_names_the_least_for_one():
         jax.grad(few)(*args)
 
 
+@pytest.mark.slow
 def test_a_measured_budget_of_sharded_arrays():
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
