@@ -119,7 +119,7 @@ def _compare(report: Report, repeats: int, name: str, function: Callable, args: 
             report.note(f"{name}: {label}: {refused}")
         else:
             contenders[label] = within
-    results = measure(contenders, args, repeats, rtol=2e-2)
+    results = measure(contenders, args, repeats, rtol=2e-2, afresh=True)
     report.measured(recorded(name, results, "everything kept"))
     for hand in BY_HAND:
         ours = results.get(f"loopkit, in the memory of {hand}")

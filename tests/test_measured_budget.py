@@ -82,3 +82,11 @@ def test_one_memory_in_bytes():
             loopkit.checkpointed(two, memory=memory, measure=True)
     with pytest.raises(ValueError, match=expected):
         loopkit.checkpointed(measure=True)(two)
+
+
+def test_a_function_of_an_axis_around_it_is_not_compiled_alone():
+    f = lambda x: jnp.sum(jnp.sin(x) ** 2) + jnp.sum(lax.pmean(x, "i"))
+    measured = loopkit.checkpointed(f, memory="1 MB", measure=True)
+    expected = r"`measure` cannot be True where `fn` exchanges values along an axis around it\. "
+    with pytest.raises(ValueError, match=expected + r"Leave it out\. Got: .* the axis 'i'"):
+        jax.vmap(jax.grad(measured), axis_name="i")(X)

@@ -80,6 +80,7 @@ from loopkit._jax.jaxprs import (
     close_jaxpr,
     context_of,
     dce,
+    free_axes,
     has_references,
     is_laid_out,
     is_reference,

@@ -244,6 +244,11 @@ def acts(effects: Iterable[Any]) -> bool:
     return not all(isinstance(e, core.NamedAxisEffect) for e in effects)
 
 
+def free_axes(effects: Iterable[Any]) -> list[str]:
+    """Return the names of axes around a program over which it exchanges values."""
+    return sorted(str(e.name) for e in effects if isinstance(e, core.NamedAxisEffect))
+
+
 def check_effects(effects: Iterable[Any]) -> list[Any]:
     """Return the effects that a loop cannot carry."""
     return list(effects_.control_flow_allowed_effects.filter_not_in(effects))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from loopkit import _jax
+from loopkit._arguments import errors
 from loopkit._arguments.no_gradient import without_gradient
 from loopkit._engine.derivative.choices import (
     NO_DERIVATIVE,
@@ -63,6 +64,10 @@ def with_parts(jaxpr: _jax.Jaxpr, budget: Part) -> Any:
 
     The parts are for the gradient in all inputs. Only loops without a number take part.
     """
+    if budget.measured and (axes := _jax.free_axes(jaxpr.effects)):
+        expected = "cannot be True where `fn` exchanges values along an axis around it"
+        got, advice = f"a function of the axis {', '.join(map(repr, axes))}", "Leave it out."
+        raise errors.wrong_value("checkpointed", "measure", expected, got, advice)
     count = 0
 
     def with_number(eqn: _jax.Equation) -> Any:
