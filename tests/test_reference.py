@@ -222,6 +222,9 @@ REFUSED = {
         doubled(checkpoints=loopkit.Plan(0, keeps_all=True))
     )(1.0),
     "`measure=True`, and no `memory`": lambda: loopkit.checkpointed(jnp.sin, measure=True),
+    "`measure=True` for a function": lambda: jax.vmap(
+        loopkit.checkpointed(lambda x: jax.lax.pmean(x, "i"), memory=9, measure=True), axis_name="i"
+    )(jnp.ones(2)),
     "`truncate` and a `Plan`": lambda: loopkit.scan(
         sin, 1.0, length=9, truncate=3, checkpoints=loopkit.Plan(2)
     ),
