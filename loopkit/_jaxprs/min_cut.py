@@ -185,9 +185,16 @@ class Residuals:
         """The variables that a compiler keeps at most.
 
         It changes shapes where it reads them. It may keep what a comparison reads, which is larger.
+        A cheap function of one value that it keeps, as 1 - y**2 of y, is not kept.
         """
         found = dict.fromkeys(map(self._in_memory, self.wanted))
-        return [v for v in found if _is_variable(v) and v not in self.given]
+        kept = {v for v in found if _is_variable(v) and v not in self.given}
+        return [v for v in found if v in kept and not self._follows(v, kept)]
+
+    def _follows(self, v: _jax.Var, kept: set) -> bool:
+        eqn = self._maker(v)
+        operands = set() if eqn is None or not _is_cheap(eqn) else set(equations.variables(eqn))
+        return len(operands) == 1 and operands.isdisjoint({v}) and operands <= kept
 
     def _in_memory(self, v: _jax.Var) -> Any:
         passes = lambda eqn: eqn.primitive.name in FREE and bool(equations.variables(eqn))
