@@ -33,6 +33,8 @@ REPLAYED = 1 << 13
 few bytes of carries, it keeps every carry. If its steps run other loops, it keeps the residuals."""
 CACHED_BYTES = CACHES[0][0]
 """The bytes of all residuals up to which a loop of known length and expensive steps keeps them."""
+NESTED_BYTES = CACHED_BYTES << 2
+"""As `CACHED_BYTES`, if the steps run other loops: a replay would run and compile them again."""
 EXPENSIVE = 4.0
 """A step is expensive if it takes this many times as long as storing its residuals."""
 CHECKPOINT_BYTES = 1 << 19
@@ -168,13 +170,17 @@ def _default(loop: Plan) -> Plan:
     plan = _about_the_root(loop)
     if loop.bound is None or not loop.exact or plan.keeps_all:
         return plan
+    most = NESTED_BYTES if loop.step.holds_loops else CACHED_BYTES
     whole = replace(loop, segment=max(loop.bound, 1), store="residuals", keeps_all=True)
-    times = [p.nanoseconds(loop.bound) for p in (whole, plan)]
-    stored = times[0] - loop.bound * loop.step.record
-    is_expensive = loop.step.record * loop.bound >= EXPENSIVE * stored
-    return (
-        whole if whole.slot_bytes <= CACHED_BYTES and is_expensive and times[0] < times[1] else plan
-    )
+    found = [replace(whole, price=row.price) for row in loop.step.rows]
+    fit = [p for p in found if p.slot_bytes <= most and _is_expensive(p, loop.bound)]
+    return min([plan, *fit], key=lambda p: p.nanoseconds(loop.bound))
+
+
+def _is_expensive(whole: Plan, bound: int) -> bool:
+    """Return whether a step takes much longer than storing what the plan keeps of it."""
+    run = bound * whole.step.record
+    return run >= EXPENSIVE * (whole.nanoseconds(bound) - run - bound * whole.row.nanoseconds)
 
 
 def _about_the_root(loop: Plan) -> Plan:
