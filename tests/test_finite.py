@@ -524,6 +524,17 @@ def test_nothing_when_off(kind):
     jax.tree.map(np.testing.assert_array_equal, values[0], values[2])
 
 
+def test_a_watched_constant_is_stored_once():
+    w, x = jnp.eye(64) / 2, jnp.ones((3, 64))
+
+    def loss(x, how):
+        step = lambda c: (c[0] + 1, jnp.tanh(c[1] @ w))
+        return loopkit.while_loop(lambda c: c[0] < 30, step, (0, x), max_steps=40, **how)[1].sum()
+
+    plain, watched = (loopkit.explain(jax.grad(loss), x, how)[0].plan.step for how in ({}, ON))
+    assert watched.residual_bytes == plain.residual_bytes
+
+
 CALLS = {
     "scan": lambda **how: loopkit.scan(root, 1.0, XS, **how),
     "while_loop": lambda **how: loopkit.while_loop(lambda h: h > 1, lambda h: h / 2, 9.0, **how),

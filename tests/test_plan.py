@@ -16,7 +16,7 @@ from derivatives import assert_close
 from loopkit import Plan
 from loopkit._plans.budget import SELDOM_REACHED, Bytes
 from loopkit._plans.cheapest import TooLittle
-from loopkit._plans.costs import StepCosts
+from loopkit._plans.costs import Row, StepCosts
 from loopkit._plans.planner import best_plan, make_plan
 from loopkit.schedules import binomial
 from turns import in_turn
@@ -199,6 +199,26 @@ def test_steps_that_hold_loops_are_not_run_again():
     assert make_plan(None, 10, False, few).keeps_all
     assert not make_plan(None, 10, False, few._replace(holds_loops=False)).keeps_all
     assert not make_plan(3, 10, True, small).keeps_all
+
+
+def test_steps_that_hold_loops_keep_more_by_default():
+    """A replay would run the inner loops again; a smaller row does where all is too much."""
+    small, run = Row(0.1, 30_000, 4, 2e3), {"run": 2e5, "record": 2e5}
+    step = StepCosts(70_000, 200_000, remake=2e5, holds_loops=True, smaller_rows=(small,), **run)
+    plan = make_plan(None, 100, True, step)
+    assert plan.keeps_all
+    assert plan.row == small
+    assert not make_plan(None, 100, True, step._replace(holds_loops=False)).keeps_all
+    assert not make_plan(None, 200, True, step).keeps_all  # 6 MB
+    cheap = step._replace(run=100.0, record=100.0, remake=100.0)
+    assert not make_plan(None, 100, True, cheap).keeps_all
+
+
+def test_a_few_steps_keep_every_carry():
+    step = StepCosts(1 << 22, 1 << 22, run=1e7, record=1e7, remake=1e5)
+    plans = {n: make_plan(None, n, True, step) for n in (2, 5, 9, 10)}
+    stores = {n: plan.strategy for n, plan in plans.items()}
+    assert stores == {**dict.fromkeys((2, 5, 9), "every carry"), 10: "every segment"}
 
 
 def test_a_bound_that_is_seldom_reached_brings_no_slots_without_segments():

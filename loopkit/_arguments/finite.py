@@ -193,8 +193,10 @@ def _types(*types: _jax.ShapedArray, how: WatchParams) -> tuple[list, Any]:
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, how: WatchParams) -> tuple[list, list]:
-    report, _, _ = how.apart(primals)
+    report, values, _ = how.apart(primals)
     outs = watch_p.bind(*primals, how=how)
+    if not how.checks:  # the values are as they were, constants of the loop among them
+        outs = [*values, *outs[len(values) :]]
     _, moved, moved_before = how.apart(tangents)
     keep = [
         leaf._replace(takes_level=_flows(b)) if _flows(t) else None

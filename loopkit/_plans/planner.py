@@ -46,6 +46,9 @@ RECORDED = ROOM_FOR_ROWS >> 6
 """The bytes of the residuals of a step up to which a loop of unknown length has them in its rows,
 whatever their arrays cost. If it stored carries, it would run each step again to reverse it, and
 would compile the step once more for that."""
+EVERY_CARRY = 9
+"""The number of steps up to which a loop keeps every carry if that takes less time. Compilers then
+need at most an eighth more than for the fewest bytes."""
 ALIKE = 2
 """Residuals are stored in place of the log if they have at most this many times its bytes."""
 
@@ -238,10 +241,12 @@ def _with_smaller_rows(plan: Plan, bound: int) -> Plan:
 
 
 def _or_every_carry(plan: Plan) -> Plan:
-    """Return the plan, or one that keeps every carry if that takes no more memory."""
+    """Return the plan, or one that keeps every carry if that takes hardly any more memory."""
     every = replace(plan, slots=max(1, plan.bound or 1), segment=1, store="carries")
-    fits = every.peak_bytes <= plan.peak_bytes and not plan.step.factor_bytes
-    return every if fits else plan
+    if every.peak_bytes <= plan.peak_bytes and not plan.step.factor_bytes:
+        return every
+    some = (plan, every) if (plan.bound or 0) <= EVERY_CARRY else (plan,)
+    return min(some, key=lambda p: p.nanoseconds(p.bound or 0))
 
 
 def _cheaper_store(loop: Plan) -> Store:
