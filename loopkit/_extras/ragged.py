@@ -74,7 +74,8 @@ def ragged_scan(
     Sequences of similar lengths run together, padded to the length of their bucket, under
     `jax.vmap`. No step is taken in the padding. You can differentiate the function with `jax.grad`
     and `jax.jvp`, with respect to the sequences too. Without `until`, `jax.jit` and `jax.vmap`
-    apply as well.
+    apply as well. Buckets run one after another. If a step takes as long for many lanes as for few,
+    `loopkit.scan` with `until` on padded sequences, under `jax.vmap`, takes less time.
 
     **Arguments:**
 
