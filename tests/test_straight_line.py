@@ -164,6 +164,17 @@ def test_a_budget_too_small_is_an_error_of_gradients_alone():
             transform(few)(ws, x[None])
 
 
+def test_a_refusal_names_the_least_as_compiled_and_a_line():
+    args = arguments(12, 256, 8)
+    predicted = least(with_skips, *args)
+    few, said = loopkit.checkpointed(with_skips, memory=predicted // 2), r"at least (\d+) bytes"
+    with pytest.raises(ValueError, match=rf"{said}.* at test_straight_line\.py:\d+\. ") as refused:
+        jax.grad(few)(*args)
+    said = int(re.search(said, str(refused.value))[1])
+    budgeted = loopkit.checkpointed(with_skips, memory=said)
+    assert compiled_bytes(budgeted, *args) <= said < predicted or not RUNS_AGAIN
+
+
 def test_what_must_not_run_again_does_not():
     """A callback that returns a value, and one that reports, run once each."""
     seen = []

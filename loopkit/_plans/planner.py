@@ -177,7 +177,7 @@ def _default(loop: Plan) -> Plan:
     whole = replace(loop, segment=max(loop.bound, 1), store="residuals", keeps_all=True)
     found = [replace(whole, price=row.price) for row in loop.step.rows]
     fit = [p for p in found if p.slot_bytes <= most and _is_expensive(p, loop.bound)]
-    return min([plan, *fit], key=lambda p: p.nanoseconds(loop.bound))
+    return min([plan, *fit], key=lambda p: p.nanoseconds(p.bound or 0))
 
 
 def _is_expensive(whole: Plan, bound: int) -> bool:

@@ -233,7 +233,8 @@ def _piece(
         outs = _jax.bind_equation(eqn, ins)
         for v in eqn.outvars:
             names[v] = NAME.format(len(names))
-        return [checkpoint_name(x, names[v]) for v, x in zip(eqn.outvars, outs, strict=True)]
+        with _jax.context_of(eqn):
+            return [checkpoint_name(x, names[v]) for v, x in zip(eqn.outvars, outs, strict=True)]
 
     def block(*values: jax.Array) -> list:
         return equations.run(eqns, dict(zip(reads, values, strict=True)), makes, named)

@@ -310,6 +310,7 @@ def described(eqn: _jax.Equation) -> str:
     """Return what an equation does and the line that it comes from."""
     loop, source = eqn.params.get("loop"), _jax.source_of(eqn)
     name = eqn.primitive.name if loop is None else loop.name
+    name = name if _jax.checkpoint_name(eqn) is None else "code"
     return name if source is None else f"{name} at {os.path.basename(source[0])}:{source[1]}"
 
 

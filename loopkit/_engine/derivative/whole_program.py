@@ -34,6 +34,9 @@ from loopkit._programs import shared
 COMPILED = 4
 """How often a gradient is compiled to fit in a budget, until the plan is the smallest, and how many
 of the smallest plans are compiled then."""
+TOO_HIGH = 8
+"""How many times the compiler's figure a prediction may be. Up to this, a gradient is compiled
+before its budget is refused."""
 DIVISIONS = 12
 """For how many choices of the code that runs again the loops of a program are planned."""
 
@@ -85,8 +88,17 @@ def with_parts(jaxpr: _jax.Jaxpr, budget: Part) -> Any:
     best = ways.within(budget.count, budget.host)
     if budget.measured:
         return _measured(ways, best)
-    made = _settled(best.way.program(), best.state)
-    return made if best.fits else _refused(made, _refusal(budget, best.state, best.way.line))
+    if best.fits:
+        return _settled(best.way.program(), best.state)
+    if _may_fit(budget, best) and not _jax.free_axes(jaxpr.effects):
+        return _smallest(budget, best)
+    return _refused(_settled(best.way.program(), best.state), _refusal(budget, best))
+
+
+def _may_fit(budget: Part, best: Best) -> bool:
+    """Return whether the smallest way is predicted to need too much, but so little that the
+    compiler may need less."""
+    return budget.host is None and budget.count < best.state.bytes <= TOO_HIGH * budget.count
 
 
 class _Ways:
@@ -174,11 +186,17 @@ def _measured(ways: _Ways, best: Best) -> Any:
             if fewer <= limit:
                 return again
             made, needed = min((made, needed), (again, fewer), key=lambda pair: pair[1])
-    return _refused(
-        made,
-        f"loopkit.checkpointed: `memory` must be at least {needed} bytes, which the smallest plan "
-        f"needs once it is compiled. Pass `memory={needed}` or more. Got: {limit} bytes.",
-    )
+    return _refused(made, _refusal_as_compiled(limit, needed, best))
+
+
+def _smallest(budget: Part, best: Best) -> Any:
+    """Return the program in its smallest way, if the compiler needs less than was predicted."""
+    made, needed = _compiled(best)
+    if needed <= budget.count:
+        return made
+    if needed < best.state.bytes:
+        return _refused(made, _refusal_as_compiled(budget.count, needed, best))
+    return _refused(made, _refusal(budget, best))
 
 
 def _compiled(best: Best) -> tuple[Any, int]:
@@ -230,16 +248,31 @@ def _settled(numbered: _jax.Jaxpr, state: State) -> Any:
     return equations.map_equations(numbered, with_its_part)
 
 
-def _refusal(budget: Bytes, least: State, line: Timeline) -> str:
+def _refusal(budget: Bytes, best: Best) -> str:
     """Return the error for a budget in which no gradient of the program fits."""
+    least = best.state
     where, needed, got, advice = "", least.bytes, budget.count, f"`memory={least.bytes}` or more"
     if budget.host is not None:
         where, advice = " on the device", f"{needed} or more for 'device'"
         if least.host > budget.host:
             where, needed, got = " on the host", least.host, budget.host
             advice = f"{needed} or more for 'host'"
-    most, count = max(line.holders(least), key=lambda pair: pair[1])
+    most, count = _holds_most(best)
     return (
         f"loopkit.checkpointed: `memory` must be at least {needed} bytes{where}. Most of it, "
         f"{count} bytes, is for {most}. Pass {advice}. Got: {got} bytes."
     )
+
+
+def _refusal_as_compiled(limit: int, needed: int, best: Best) -> str:
+    """Return the error for a budget in which no gradient fits once it is compiled."""
+    return (
+        f"loopkit.checkpointed: `memory` must be at least {needed} bytes, which the smallest plan "
+        f"needs once it is compiled. Most of it is for {_holds_most(best)[0]}. "
+        f"Pass `memory={needed}` or more. Got: {limit} bytes."
+    )
+
+
+def _holds_most(best: Best) -> tuple[str, int]:
+    """Return what holds most of the memory at the peak, and its bytes."""
+    return max(best.way.line.holders(best.state), key=lambda pair: pair[1])
