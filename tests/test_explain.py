@@ -201,6 +201,23 @@ def test_parts_of_steps_that_run_again_are_counted():
     assert found.row[8].startswith("about ")
 
 
+def test_the_memory_of_the_whole_gradient_stands_below_a_budget_of_a_loop():
+    """The budget leaves out the cotangent of the weights; the compiler does not."""
+    w, x = jnp.ones((64, 64)) / 64, jnp.ones((8, 64))
+
+    def loss(w, x, memory=None):
+        return jnp.sum(
+            loopkit.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, 200, memory=memory)[0]
+        )
+
+    explained = loopkit.explain(lambda w, x: loss(w, x, "100 kB"), w, x)
+    limited, whole = explained[0].plan.peak_bytes, explained.gradient
+    assert limited <= 100_000 < limited + w.nbytes < whole.peak
+    assert whole.compiled == pytest.approx(whole.peak, rel=0.2)
+    assert "peak of the gradient, predicted" in str(explained)
+    assert loopkit.explain(loss, w, x).gradient is None
+
+
 def test_a_loop_of_lax_without_a_gradient_is_listed():
     def told(x):
         step = lambda c, _: (io_callback(jnp.sin, jax.ShapeDtypeStruct((), "float64"), c), None)

@@ -111,7 +111,7 @@ class Explanation:
 
     loops: tuple[Explained, ...]
     gradient: GradientBytes | None = None
-    """The memory of the gradient in all arguments, if its loops share a budget: `peak` bytes, the
+    """The memory of the gradient in all arguments, if a loop has a budget in bytes: `peak`, the
     `holders` of these, the `timeline` of all bytes, and `compiled`, the compiler's figure, which
     takes as long as to compile the gradient."""
     left: tuple[LeftLoop, ...] = ()
@@ -181,7 +181,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     below the table say why lanes wait if `lanes` is None; the bytes that may be kept of a step, and
     how long it takes to run the rest again, with the choice that is taken in brackets; which plan a
     loop follows on a GPU if that is another; which peak would halve the runs backward, if that is
-    at most half as much again as the budget; of a function whose loops share a budget, the peak of
+    at most half as much again as the budget; of a function with a budget in bytes, the peak of
     its gradient and what holds most of it; and why `loopkit.checkpointed` or
     `loopkit.replace_lax_loops` leaves a loop to lax.
 

@@ -18,7 +18,7 @@ from loopkit._engine.derivative.whole_program import temporary_bytes
 from loopkit._engine.loop import Active, Loop
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.min_cut import PICOSECONDS
-from loopkit._plans.budget import Part
+from loopkit._plans.budget import Bytes
 from loopkit._plans.plan import Plan
 
 BY_HAND = "nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable"
@@ -133,7 +133,7 @@ def gradient_bytes(jaxpr: _jax.Jaxpr) -> GradientBytes | None:
     """Return the memory of a gradient; None unless a program has a budget."""
     found = [getattr(e.params.get("loop"), "checkpoints", None) for e in _outermost(jaxpr)]
     divided = any(map(is_stretch, equations.all_equations(jaxpr)))
-    if not divided and not any(isinstance(budget, Part) for budget in found):
+    if not divided and not any(isinstance(budget, Bytes) for budget in found):
         return None
     line, state = predicted(jaxpr)
     bytes_then = tuple((m.what, m.bytes(state.chosen)) for m in line.moments)
