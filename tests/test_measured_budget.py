@@ -89,3 +89,22 @@ def test_a_function_of_an_axis_around_it_is_not_compiled_alone():
     expected = r"`measure` cannot be True where `fn` exchanges values along an axis around it\. "
     with pytest.raises(ValueError, match=expected + r"Leave it out\. Got: .* the axis 'i'"):
         jax.vmap(jax.grad(measured), axis_name="i")(X)
+
+
+def test_a_gradient_that_does_not_compile_here_is_not_measured():
+    """A prediction alone decides then, unless `measure` asks for more."""
+    mesh = jax.sharding.AbstractMesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
+    f = lambda x: jnp.sum(jnp.sin(jnp.cos(jnp.sin(x))))
+    with jax.sharding.use_abstract_mesh(mesh):
+        rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+        x = jax.ShapeDtypeStruct((4096,), X.dtype, sharding=rows)
+        slope = lambda **how: jax.eval_shape(jax.grad(loopkit.checkpointed(f, **how)), x)
+        with pytest.raises(ValueError, match=r"must be at least \d+ bytes\. Most") as refused:
+            slope(memory=1)
+        predicted = int(re.search(r"at least (\d+)", str(refused.value))[1])
+        assert slope(memory=predicted).shape == x.shape
+        with pytest.raises(ValueError, match=rf"must be at least {predicted} bytes\. Most"):
+            slope(memory=predicted // 2)
+        expected = r"`measure` can be True only if the gradient of `fn` in all its arguments comp"
+        with pytest.raises(ValueError, match=expected + r".* Leave it out\. Got: ValueError: "):
+            slope(memory=predicted, measure=True)

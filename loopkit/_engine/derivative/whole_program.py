@@ -191,7 +191,10 @@ def _measured(ways: _Ways, best: Best) -> Any:
 
 def _smallest(budget: Part, best: Best) -> Any:
     """Return the program in its smallest way, if the compiler needs less than was predicted."""
-    made, needed = _compiled(best)
+    try:
+        made, needed = _compiled(best)
+    except NotCompiledError:
+        made, needed = _settled(best.way.program(), best.state), best.state.bytes
     if needed <= budget.count:
         return made
     if needed < best.state.bytes:
@@ -199,10 +202,20 @@ def _smallest(budget: Part, best: Best) -> Any:
     return _refused(made, _refusal(budget, best))
 
 
+class NotCompiledError(ValueError):
+    """The gradient in all inputs does not compile: there is none, or no device for it."""
+
+
 def _compiled(best: Best) -> tuple[Any, int]:
     """Return a program, and the compiler's figure for its gradient."""
     made = _settled(best.way.program(), best.state)
-    return made, temporary_bytes(made)
+    try:
+        return made, temporary_bytes(made)
+    except Exception as error:
+        raise NotCompiledError(
+            "loopkit.checkpointed: `measure` can be True only if the gradient of `fn` in all its "
+            f"arguments compiles here. Leave it out. Got: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _refused(jaxpr: _jax.Jaxpr, reason: str) -> Any:
