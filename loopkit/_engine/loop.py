@@ -37,7 +37,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """A loop, compared and hashed by identity. `memory` keeps what is derived from it."""
+    """A loop, compared and hashed by identity. `memory` keeps what is derived from it, and
+    `step_memory` what does not depend on how many bytes it may keep."""
 
     cond: _jax.Jaxpr | None
     body: _jax.Jaxpr
@@ -65,6 +66,7 @@ class Loop:
     lasting: bool = field(default=False, compare=False)
     """Whether loops with the same equations are this very loop, and so compiled once."""
     memory: dict = field(default_factory=dict, repr=False, compare=False)
+    step_memory: dict = field(default_factory=dict, repr=False, compare=False)
     lane: Any = field(default=None, repr=False)
     """The loop of one of its lanes: see `lanes/many_lanes.py`."""
 
@@ -81,13 +83,27 @@ class Loop:
             self.memory[key] = make()
         return self.memory[key]
 
+    def derived_of_step(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return `make()`, called once for each key, whatever number of bytes the loop may keep."""
+        if key not in self.step_memory:
+            self.step_memory[key] = make()
+        return self.step_memory[key]
+
     def remember(self, key: Hashable, value: Any) -> None:
         """Set the value that `derived` returns for the key."""
         self.memory[key] = value
 
+    def remember_of_step(self, key: Hashable, value: Any) -> None:
+        """Set the value that `derived_of_step` returns for the key."""
+        self.step_memory[key] = value
+
     def replace(self, **changes: Any) -> Loop:
         """Return a loop with other fields."""
-        return replace(self, **{"memory": {}, **changes})
+        return replace(self, **{"memory": {}, "step_memory": {}, **changes})
+
+    def with_bytes(self, budget: Budget) -> Loop:
+        """Return a loop with another number of bytes; what is derived of its step stays."""
+        return replace(self, checkpoints=budget, memory={}, step_memory=dict(self.step_memory))
 
     def unrolled(self, unroll: int) -> Loop:
         """Return this loop, with so many steps in an iteration; its derived values stay."""

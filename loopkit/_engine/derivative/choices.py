@@ -43,8 +43,6 @@ from loopkit._plans.one_price import (
 from loopkit._plans.plan import Plan
 from loopkit._plans.planner import all_plans
 
-FACTS = "linearised", "split", "forward activity", "backward activity"
-"""Keys of what is derived of a loop and does not depend on its budget."""
 NO_DERIVATIVE = TypeError, ValueError, NotImplementedError, RuntimeError
 """Errors of JAX, loopkit and rules, if there is no derivative or a budget is too small for it."""
 INNER_CHOICES = 5
@@ -52,13 +50,9 @@ INNER_CHOICES = 5
 
 
 def with_budget(eqn: _jax.Equation, budget: Bytes, made: Callable = lambda loop: loop) -> Any:
-    """Return the equation of a loop with another budget. What does not depend on it stays."""
-    loop = eqn.params["loop"]
-    new = made(loop.replace(checkpoints=budget))
-    for key, value in loop.memory.items():
-        if isinstance(key, tuple) and key[0] in FACTS:
-            new.memory.setdefault(key, value)
-    return eqn.replace(params=eqn.params | {"loop": new})
+    """Return the equation of a loop with another budget."""
+    loop = made(eqn.params["loop"].with_bytes(budget))
+    return eqn.replace(params=eqn.params | {"loop": loop})
 
 
 def timeline_of(jaxpr: _jax.Jaxpr, budget: Bytes) -> tuple[Timeline, Choices]:

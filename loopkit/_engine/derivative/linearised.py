@@ -63,7 +63,8 @@ def linearised(loop: Loop, active: Active, variant: Variant = "as it is") -> Lin
     """Return the derivative of the body in its active inputs and outputs."""
     if loop.checkpoints == "all":
         variant = "inner loops again"
-    return loop.derived(("linearised", active, variant), lambda: _linearise(loop, active, variant))
+    make = lambda: _linearise(loop, active, variant)
+    return loop.derived_of_step(("linearised", active, variant), make)
 
 
 def _linearised(body: _jax.Jaxpr, active: Active) -> tuple[_jax.Jaxpr, Any]:

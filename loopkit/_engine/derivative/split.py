@@ -73,13 +73,13 @@ def split_step(
     """Return the halves of the derivative, cut in the best way at a price of a byte."""
     whole = linearised(loop, active, variant)
     make = lambda: replace(_cut(whole, price), variant=variant)
-    return loop.derived(_key(active, price, variant), make)
+    return loop.derived_of_step(_key(active, price, variant), make)
 
 
 def keep_split(loop: Loop, active: Active, price: float, split: Split) -> None:
     """Split the loop's step like this from now on."""
     for each in {price, 0.0}:
-        loop.remember(_key(active, each, "as it is"), split)
+        loop.remember_of_step(_key(active, each, "as it is"), split)
 
 
 def _key(active: Active, price: float, variant: Variant) -> tuple:

@@ -38,7 +38,7 @@ def forward_activity(
         flags, ys = fixed_point(carry, moved)
         return Active(consts, tuple(flags), xs, tuple(ys))
 
-    return loop.derived(("forward activity", moved_outputs, consts, carry, xs), found)
+    return loop.derived_of_step(("forward activity", moved_outputs, consts, carry, xs), found)
 
 
 def backward_activity(
@@ -65,7 +65,7 @@ def backward_activity(
         flags, consts, xs = fixed_point(live, reaching)
         return Active(tuple(consts), tuple(flags), tuple(xs), ys)
 
-    return loop.derived(("backward activity", active, live, ys), found)
+    return loop.derived_of_step(("backward activity", active, live, ys), found)
 
 
 def moving_activity(loop: Loop, nonzero: Operands) -> Active:
