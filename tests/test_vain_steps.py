@@ -203,7 +203,7 @@ def nested(step, a, n, **how):
 
     def body(t, x):
         inner = lambda s, x: step(x, argument(a, jnp.where(s < 1, t, n), n))
-        return loopkit.fori_loop(0, jnp.where(t < n, 1, 5), inner, x)
+        return loopkit.fori_loop(0, jnp.where(t < n, 1, 5), inner, x, max_steps=5)
 
     return loopkit.fori_loop(0, n, body, a, **how)
 
