@@ -103,6 +103,7 @@ from loopkit._jax.jaxprs import (
     vmapped_axes,
     with_custom_rules,
     with_outputs,
+    without_constants,
 )
 from loopkit._jax.lax_loops import (
     SCAN_KEEPS_RULES,

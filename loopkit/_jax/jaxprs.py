@@ -68,7 +68,12 @@ def trace(fun: Callable, avals: Sequence[ShapedArray], name: str) -> tuple[Jaxpr
     wrapped = linear_util.wrap_init(fun, debug_info=info.with_unknown_names())
     with scan_as_primitive():
         jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, tuple(avals))
-    return pe.close_jaxpr(pe.convert_constvars_jaxpr(jaxpr)), list(consts)
+    return without_constants(jaxpr), list(consts)
+
+
+def without_constants(jaxpr: Any) -> Jaxpr:
+    """Return a jaxpr whose first arguments are what it closes over."""
+    return pe.close_jaxpr(pe.convert_constvars_jaxpr(open_jaxpr(jaxpr)))
 
 
 def is_tracing() -> bool:

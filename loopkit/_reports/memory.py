@@ -135,6 +135,7 @@ def gradient_bytes(jaxpr: _jax.Jaxpr) -> GradientBytes | None:
     divided = any(map(is_stretch, equations.all_equations(jaxpr)))
     if not divided and not any(isinstance(budget, Bytes) for budget in found):
         return None
+    jaxpr = _jax.without_constants(jaxpr)
     line, state = predicted(jaxpr)
     bytes_then = tuple((m.what, m.bytes(state.chosen)) for m in line.moments)
     return GradientBytes(bytes_then, tuple(line.holders(state)), line.again, jaxpr)
