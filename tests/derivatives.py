@@ -14,6 +14,7 @@ import numpy as np
 
 from problems import TABLE
 from tolerances import DERIVATIVES
+from trials.in_numpy import evaluate
 
 
 def direction(like: jax.Array, seed: int) -> jax.Array:
@@ -65,19 +66,26 @@ def orders(f: Callable, x: jax.Array, second: str) -> dict[str, jax.Array]:
     return found | {second: pullback({k: direction(v, 1) for k, v in found.items()})[0]}
 
 
+def in_numpy(f: Callable, *args: Any) -> Any:
+    """What `f` returns, by NumPy: XLA takes long to compile a loop that is written out."""
+    closed, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
+    found = map(np.asarray, evaluate(closed, *jax.tree.leaves(args)))
+    return jax.tree.unflatten(jax.tree.structure(shapes), list(found))
+
+
 @ft.cache
 def expected_orders(name: str, second: str) -> dict[str, np.ndarray]:
     """The `orders` of a problem's reference at its own arguments."""
     entry = TABLE[name]
-    found = orders(entry.flat_reference(), entry.vector(), second)
-    return {pattern: np.asarray(value) for pattern, value in found.items()}
+    reference = entry.flat_reference()
+    return in_numpy(lambda x: orders(reference, x, second), entry.vector())
 
 
 @ft.cache
 def expected(name: str, pattern: str) -> np.ndarray:
     """The derivative of a problem's reference at its own arguments."""
     entry = TABLE[name]
-    return np.asarray(derivative(entry.flat_reference(), pattern)(entry.vector()))
+    return in_numpy(derivative(entry.flat_reference(), pattern), entry.vector())
 
 
 def assert_close(got: Any, wanted: Any, tol: float = DERIVATIVES) -> None:
