@@ -14,7 +14,7 @@ import numpy as np
 
 from problems import TABLE
 from tolerances import DERIVATIVES
-from trials.in_numpy import evaluate
+from trials.in_numpy import evaluate, is_key
 
 
 def direction(like: jax.Array, seed: int) -> jax.Array:
@@ -69,8 +69,9 @@ def orders(f: Callable, x: jax.Array, second: str) -> dict[str, jax.Array]:
 def in_numpy(f: Callable, *args: Any) -> Any:
     """What `f` returns, by NumPy: XLA takes long to compile a loop that is written out."""
     closed, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
-    found = map(np.asarray, evaluate(closed, *jax.tree.leaves(args)))
-    return jax.tree.unflatten(jax.tree.structure(shapes), list(found))
+    found = evaluate(closed, *jax.tree.leaves(args))
+    leaves = [leaf if is_key(leaf) else np.asarray(leaf) for leaf in found]
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
 @ft.cache

@@ -112,7 +112,7 @@ doubled.defvjp(
 
 
 def second_derivative(f):
-    return jax.grad(lambda x, w: jnp.sin(jax.grad(f)(x, w)), (0, 1))(0.4, 0.9)
+    return jax.jit(jax.grad(lambda x, w: jnp.sin(jax.grad(f)(x, w)), (0, 1)))(0.4, 0.9)
 
 
 def test_custom_vjp_is_differentiated_again():

@@ -16,8 +16,8 @@ from loopkit._jaxprs import equations
 from turns import later
 
 N = 5
-XS = jnp.cos(jnp.arange(N * 6.0)).reshape(N, 3, 2)
-FIRST = jnp.sin(jnp.arange((N + 1) * 6.0)).reshape(N + 1, 3, 2)
+XS = jnp.asarray(np.cos(np.arange(N * 6.0)).reshape(N, 3, 2))
+FIRST = jnp.asarray(np.sin(np.arange((N + 1) * 6.0)).reshape(N + 1, 3, 2))
 W = jnp.array(0.7)
 
 

@@ -285,7 +285,7 @@ def in_python(a, n):
 
 @ft.cache
 def wanted(mode):
-    return MODES[mode](in_python)(STARTS)
+    return jax.jit(MODES[mode](in_python))(STARTS)
 
 
 def derived(check, outer, mode, jit):
