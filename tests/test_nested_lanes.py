@@ -91,7 +91,7 @@ OF_ALL = {
 
 
 @pytest.mark.parametrize(
-    ("mode", "of", "jit"), in_turn(MODES, ["value", "each", *OF_ALL], [True, False], of=4)
+    ("mode", "of", "jit"), in_turn(MODES, ["value", "each", *OF_ALL], [False, True], of=4)
 )
 def test_modes(mode, of, jit):
     xs = np.linspace(-1, 1, 24).reshape(4, 6)

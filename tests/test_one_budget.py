@@ -124,7 +124,7 @@ def compiled_bytes(f, *args):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-WIDE = np.sin(np.arange(64 * 32.0)).reshape(64, 32), np.eye(32) * 0.9
+WIDE = jnp.asarray(np.sin(np.arange(64 * 32.0)).reshape(64, 32)), jnp.asarray(np.eye(32) * 0.9)
 
 
 def two_wide(x, w):

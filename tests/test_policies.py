@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 import loopkit
 from derivatives import assert_close, orders
 from loopkit import _jax
-from turns import in_turn, later
+from turns import in_turn
 
 POLICIES = jax.checkpoint_policies
 STEPS = 5
@@ -98,13 +98,20 @@ def flat(loop, operands):
     return results, vector
 
 
-COMPARED = [("block", "nothing"), ("recurrent", "exponentials"), ("recurrent", "dots and names")]
+COMPARED = [("recurrent", policy) for policy in ("exponentials", "dots and names", "nothing")]
 SECOND = ["fr", "rf", "rr"]
 
 
 @pytest.mark.parametrize(
     ("case", "second"),
-    [*in_turn(COMPARED, SECOND, of=3), *(later(("block", "exponentials"), way) for way in SECOND)],
+    [
+        *in_turn(COMPARED, SECOND, of=3),
+        *(
+            pytest.param(("block", policy), way, marks=pytest.mark.slow)
+            for policy in ("nothing", "exponentials")
+            for way in SECOND
+        ),
+    ],
 )
 def test_numbers_are_those_of_lax(case, second):
     """In the value, first derivatives and a second one, as one program."""

@@ -111,6 +111,7 @@ def test_a_measured_budget_where_values_are_read_much_later():
             compiled_bytes(measured, *args)
 
 
+@pytest.mark.slow
 def test_it_needs_less_than_a_checkpoint_for_each_layer():
     ws, x = arguments(12, 256, 8)
     by_hand = compiled_bytes(lambda ws, x: _by_hand(ws, x), ws, x)
