@@ -67,7 +67,7 @@ def orders(f: Callable, x: jax.Array, second: str) -> dict[str, jax.Array]:
 
 
 def in_numpy(f: Callable, *args: Any) -> Any:
-    """What `f` returns, by NumPy: XLA takes long to compile a loop that is written out."""
+    """Compute `f` by NumPy: XLA takes long to compile a loop that is written out."""
     closed, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
     found = evaluate(closed, *jax.tree.leaves(args))
     leaves = [leaf if is_key(leaf) else np.asarray(leaf) for leaf in found]
