@@ -374,7 +374,7 @@ def squares(x, t, loop, limit=30.0):
     return x + jnp.sum(ys[0]), t + jnp.sum(ys[1])
 
 
-@pytest.mark.parametrize("loop", ["while", "scan"])
+@pytest.mark.parametrize("loop", ["while", pytest.param("scan", marks=pytest.mark.slow)])
 def test_a_rule_that_loops_over_primals_and_tangents(loop):
     """Values that depend on primals alone are known where the tangents are not."""
 

@@ -163,6 +163,7 @@ def test_a_budget_too_small_is_an_error_of_gradients_alone():
             transform(few)(ws, x[None])
 
 
+@pytest.mark.slow
 def test_a_refusal_names_the_least_as_compiled_and_a_line():
     args = arguments(12, 256, 8)
     predicted = least(with_skips, *args)
