@@ -5,6 +5,7 @@ told not to optimise what comes out, which takes a quarter of the time to compil
 `JAX_DISABLE_MOST_OPTIMIZATIONS=0 pytest` has it optimise.
 """
 
+import gc
 import os
 from pathlib import Path
 
@@ -43,6 +44,16 @@ def pytest_collection_modifyitems(config, items):
         late = [item for item in items if item.get_closest_marker("exhaustive")]
         config.hook.pytest_deselected(items=late)
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+
+
+def pytest_collection_finish():
+    """Leave what was imported out of garbage collections, and collect more seldom.
+
+    JAX makes millions of objects, few of them in cycles: collections took a twentieth of the time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 STANDARD = {

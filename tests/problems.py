@@ -21,6 +21,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from reference_loops import LoopkitLoops, PythonLoops
+from trials.in_numpy import eagerly
 
 CHECKPOINTS = (None, 1, 3, "all")
 
@@ -43,7 +44,8 @@ class Problem:
     def reference(self, *args: Any) -> Callable:
         """The program near `args` (its own by default), where it takes as many steps as there."""
         recording = PythonLoops()
-        self.program(recording, *(args or self.args))
+        with eagerly():  # XLA would compile each operation
+            self.program(recording, *(args or self.args))
         # A fresh one for each call: it goes through its counts.
         return lambda *args: self.program(PythonLoops(recording.counts), *args)
 

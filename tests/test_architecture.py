@@ -1,6 +1,7 @@
 """The layers of the library, held in place: imports run downward, and one file opens onto jax."""
 
 import ast
+import functools as ft
 import re
 import sys
 from collections.abc import Iterator
@@ -79,6 +80,12 @@ def layer_of(module: str) -> int:
     return max(places)[1]
 
 
+@ft.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@ft.cache
 def modules() -> set[str]:
     return {name_of(path) for path in FILES}
 
@@ -87,7 +94,7 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
     """(line, module) of every import, those inside functions too."""
     known = modules()
     package = name_of(path) if path.name == "__init__.py" else name_of(path).rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         if isinstance(node, ast.ImportFrom):
@@ -103,12 +110,12 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
                 )
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_run_downward(path: Path):
-    here = layer_of(name_of(path))
-    for line, module in imports(path):
-        if is_part_of(module, "loopkit"):
-            assert layer_of(module) >= here, f"{path}:{line} imports {module} from above"
+def test_imports_run_downward():
+    for path in FILES:
+        here = layer_of(name_of(path))
+        for line, module in imports(path):
+            if is_part_of(module, "loopkit"):
+                assert layer_of(module) >= here, f"{path}:{line} imports {module} from above"
 
 
 def test_no_module_imports_itself_in_a_circle():
@@ -162,26 +169,26 @@ def test_every_room_has_its_tests():
     }
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_one_door_to_jax(path: Path):
-    for line, module in imports(path):
-        if not is_part_of(name_of(path), "loopkit._jax"):
-            inside = any(is_part_of(module, private) for private in PRIVATE)
-            assert not inside, f"{path}:{line} imports {module}; only loopkit/_jax may"
-        assert not is_part_of(module, "equinox.internal"), f"{path}:{line} imports {module}"
+def test_one_door_to_jax():
+    for path in FILES:
+        for line, module in imports(path):
+            if not is_part_of(name_of(path), "loopkit._jax"):
+                inside = any(is_part_of(module, private) for private in PRIVATE)
+                assert not inside, f"{path}:{line} imports {module}; only loopkit/_jax may"
+            assert not is_part_of(module, "equinox.internal"), f"{path}:{line} imports {module}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_attribute_leads_past_the_door(path: Path):
+def test_no_attribute_leads_past_the_door():
     """`jax._src.core` written out, without an import."""
-    if is_part_of(name_of(path), "loopkit._jax"):
-        return
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute):
-            written = ast.unparse(node)
-            inside = any(is_part_of(written, private) for private in PRIVATE)
-            assert not inside, f"{path}:{node.lineno}: {written}"
-            assert not is_part_of(written, "eqx.internal"), f"{path}:{node.lineno}: {written}"
+    for path in FILES:
+        if is_part_of(name_of(path), "loopkit._jax"):
+            continue
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Attribute):
+                written = ast.unparse(node)
+                inside = any(is_part_of(written, private) for private in PRIVATE)
+                assert not inside, f"{path}:{node.lineno}: {written}"
+                assert not is_part_of(written, "eqx.internal"), f"{path}:{node.lineno}: {written}"
 
 
 def test_schedules_know_nothing_of_jax():
@@ -191,32 +198,34 @@ def test_schedules_know_nothing_of_jax():
                 assert module.split(".")[0] not in {"jax", "equinox"}, f"{path}:{line}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_files_are_short(path: Path):
-    length = len(path.read_text().splitlines())
-    assert length <= LONGEST, f"{path} has {length} lines"
+def test_files_are_short():
+    for path in FILES:
+        length = len(path.read_text().splitlines())
+        assert length <= LONGEST, f"{path} has {length} lines"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_functions_can_be_taken_in(path: Path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef):
-            first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
-            lines = node.body[-1].end_lineno - first.lineno + node.body[0].lineno - node.lineno
-            assert lines < LONGEST_FUNCTION, f"{path}: {node.name} has {lines + 1} lines"
-            count = len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
-            public = hasattr(loopkit, node.name)
-            assert public or count <= MOST_PARAMETERS, f"{path}: {node.name} takes {count}"
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
-            count = len(node.targets[0].elts)
-            assert count <= MOST_UNPACKED, f"{path}:{node.lineno} unpacks {count}"
+def test_functions_can_be_taken_in():
+    for path in FILES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef):
+                first = (
+                    node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+                )
+                lines = node.body[-1].end_lineno - first.lineno + node.body[0].lineno - node.lineno
+                assert lines < LONGEST_FUNCTION, f"{path}: {node.name} has {lines + 1} lines"
+                count = len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
+                public = hasattr(loopkit, node.name)
+                assert public or count <= MOST_PARAMETERS, f"{path}: {node.name} takes {count}"
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+                count = len(node.targets[0].elts)
+                assert count <= MOST_UNPACKED, f"{path}:{node.lineno} unpacks {count}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_nothing_is_printed(path: Path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            assert node.func.id not in {"print", "breakpoint"}, f"{path}:{node.lineno}"
+def test_nothing_is_printed():
+    for path in FILES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in {"print", "breakpoint"}, f"{path}:{node.lineno}"
 
 
 def test_the_package_is_names_only():

@@ -234,6 +234,7 @@ def temporary_bytes(f, x):
     return compiled.memory_analysis().temp_size_in_bytes, compiled(x)
 
 
+@pytest.mark.slow
 def test_loops_share_a_budget_in_bytes():
     x, budget = jnp.linspace(1.0, 1.2, 1000), 1 << 20
     stored, wanted = temporary_bytes(long_loops, x)

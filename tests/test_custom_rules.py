@@ -112,7 +112,7 @@ doubled.defvjp(
 
 
 def second_derivative(f):
-    return jax.grad(lambda x, w: jnp.sin(jax.grad(f)(x, w)), (0, 1))(0.4, 0.9)
+    return jax.jit(jax.grad(lambda x, w: jnp.sin(jax.grad(f)(x, w)), (0, 1)))(0.4, 0.9)
 
 
 def test_custom_vjp_is_differentiated_again():
@@ -374,7 +374,7 @@ def squares(x, t, loop, limit=30.0):
     return x + jnp.sum(ys[0]), t + jnp.sum(ys[1])
 
 
-@pytest.mark.parametrize("loop", ["while", "scan"])
+@pytest.mark.parametrize("loop", ["while", pytest.param("scan", marks=pytest.mark.slow)])
 def test_a_rule_that_loops_over_primals_and_tangents(loop):
     """Values that depend on primals alone are known where the tangents are not."""
 

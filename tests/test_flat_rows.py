@@ -4,6 +4,7 @@ import functools as ft
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -16,8 +17,8 @@ from loopkit._jaxprs import equations
 from turns import later
 
 N = 5
-XS = jnp.cos(jnp.arange(N * 6.0)).reshape(N, 3, 2)
-FIRST = jnp.sin(jnp.arange((N + 1) * 6.0)).reshape(N + 1, 3, 2)
+XS = jnp.asarray(np.cos(np.arange(N * 6.0)).reshape(N, 3, 2))
+FIRST = jnp.asarray(np.sin(np.arange((N + 1) * 6.0)).reshape(N + 1, 3, 2))
 W = jnp.array(0.7)
 
 

@@ -12,9 +12,9 @@ import loopkit
 from turns import in_turn
 
 N, WIDTH = 6, 3
-WEIGHTS = jnp.sin(jnp.arange(1.0, 1 + N * WIDTH**2)).reshape(N, WIDTH, WIDTH)
-SHARED = jnp.cos(jnp.arange(1.0 * WIDTH**2)).reshape(WIDTH, WIDTH)
-START = jnp.linspace(0.2, 1.1, 2 * WIDTH).reshape(2, WIDTH)
+WEIGHTS = jnp.asarray(np.sin(np.arange(1.0, 1 + N * WIDTH**2)).reshape(N, WIDTH, WIDTH))
+SHARED = jnp.asarray(np.cos(np.arange(1.0 * WIDTH**2)).reshape(WIDTH, WIDTH))
+START = jnp.asarray(np.linspace(0.2, 1.1, 2 * WIDTH).reshape(2, WIDTH))
 EVERY = WEIGHTS, SHARED, START
 BATCHES = jnp.stack([START, 0.5 - START, START**2])
 
@@ -121,7 +121,7 @@ def test_what_references_hold(name, plan):
         plan = {}
     add = into_references(ft.partial(loop, **plan))
     got = jax.jit(add)(shaped(WEIGHTS), SHARED, START)
-    wanted, *others = by_sums(ft.partial(by_hand, order=order))(*EVERY)
+    wanted, *others = jax.jit(by_sums(ft.partial(by_hand, order=order)))(*EVERY)
     assert_near(got, (shaped(wanted), *others))
 
 
@@ -183,7 +183,7 @@ def test_microbatches(over):
         return tuple(ref[...] for ref in refs)
 
     total = lambda *weights: sum(by_hand(*weights, c) for c in BATCHES)
-    grads = jax.grad(total, argnums=(0, 1))(WEIGHTS, SHARED)
+    grads = jax.jit(jax.grad(total, argnums=(0, 1)))(WEIGHTS, SHARED)
     assert_near(accumulated(), tuple(0.25 + grad for grad in grads))
 
 

@@ -10,8 +10,9 @@ from jax._src.ad_checkpoint import saved_residuals
 from jax.ad_checkpoint import checkpoint_name
 
 import loopkit
-from derivatives import assert_close, derivative
+from derivatives import assert_close, orders
 from loopkit import _jax
+from turns import in_turn
 
 POLICIES = jax.checkpoint_policies
 STEPS = 5
@@ -97,12 +98,26 @@ def flat(loop, operands):
     return results, vector
 
 
-@pytest.mark.parametrize("pattern", ["", "f", "r", "fr", "rr", "rf"])
-@pytest.mark.parametrize(("program", "policy"), CASES[::5])
-def test_numbers_are_those_of_lax(program, policy, pattern):
-    ours, theirs, operands = scans(program, policy)
+COMPARED = [("recurrent", policy) for policy in ("exponentials", "dots and names", "nothing")]
+SECOND = ["fr", "rf", "rr"]
+
+
+@pytest.mark.parametrize(
+    ("case", "second"),
+    [
+        *in_turn(COMPARED, SECOND, of=3),
+        *(
+            pytest.param(("block", policy), way, marks=pytest.mark.slow)
+            for policy in ("nothing", "exponentials")
+            for way in SECOND
+        ),
+    ],
+)
+def test_numbers_are_those_of_lax(case, second):
+    """In the value, first derivatives and a second one, as one program."""
+    ours, theirs, operands = scans(*case)
     (ours, vector), (theirs, _) = flat(ours, operands), flat(theirs, operands)
-    got, expected = derivative(ours, pattern)(vector), derivative(theirs, pattern)(vector)
+    got, expected = (jax.jit(lambda x, f=f: orders(f, x, second))(vector) for f in (ours, theirs))
     assert_close(got, expected)
 
 

@@ -10,7 +10,10 @@ from derivatives import assert_close
 
 LENGTHS = (3, 0, 21, 4, 17, 9, 9, 8, 1)
 SEQUENCES = [
-    {"x": jnp.sin(jnp.arange(2.0 * n) + k).reshape(n, 2), "row": jnp.arange(n)}
+    {
+        "x": jnp.asarray(np.sin(np.arange(2.0 * n) + k).reshape(n, 2)),
+        "row": jnp.asarray(np.arange(n)),
+    }
     for k, n in enumerate(LENGTHS)
 ]
 

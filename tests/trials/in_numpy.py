@@ -93,8 +93,10 @@ def eagerly() -> Iterator[None]:
     try:
         for p, impl in before:
             p.impl = own(p, impl)
-        with jax.disable_jit(), warnings.catch_warnings():
-            # Types are no longer weak, so a counter of int64 seems to be written to rows of int32.
+        # Types are no longer weak: a constant is promoted with what it meets, and a counter of
+        # int64 seems to be written to rows of int32.
+        standard = jax.numpy_dtype_promotion("standard")
+        with jax.disable_jit(), standard, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "scatter inputs have incompatible", FutureWarning)
             yield
     finally:

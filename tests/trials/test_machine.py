@@ -64,6 +64,7 @@ def test_what_is_infinite_is_not_compared():
         compare(trial, of(np.inf, 2.0), expected)
 
 
+@pytest.mark.slow
 def test_a_program_is_printed_so_that_it_runs():
     trial = next(
         t for t in map(draw_trial, map(Uniform, range(200))) if t.pattern == "r" and t.lanes == ""
@@ -101,6 +102,7 @@ def test_every_letter_is_drawn():
     assert patterns == set(LETTERS)
 
 
+@pytest.mark.slow
 def test_a_relation_that_does_not_hold_is_seen():
     """A transpose that is not the transpose."""
     doubled = lambda v: linear_call(lambda _, x: x, lambda _, ct: 2 * ct, (), v)
