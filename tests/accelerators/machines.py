@@ -26,11 +26,11 @@ __all__ = [
 
 
 @lru_cache
-def devices(target: str) -> list[Any]:
-    """Four; the test is left out where there is no compiler for them."""
+def devices(target: str, count: int = 4) -> list[Any]:
+    """Return devices of a target; the test is left out where there is no compiler for them."""
     if reason := ahead_of_time.why_not():
         pytest.skip(reason)
-    return ahead_of_time.devices(target)
+    return ahead_of_time.devices(target, count)
 
 
 class Compiled(NamedTuple):
