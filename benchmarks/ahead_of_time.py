@@ -46,12 +46,11 @@ _CARD = Path(__file__).with_name("h100_sxm.txtpb")
 
 
 @lru_cache
-def devices(target: str) -> list[Any]:
-    """Four, which need not exist."""
+def devices(target: str, count: int = 4) -> list[Any]:
+    """Return devices of one machine, which need not exist."""
     if target == "tpu":
-        place, how = "v5e:2x2", {}
-        return topologies.get_topology_desc(place, "tpu", **how).devices
-    how = {"target_config": _CARD.read_text(), "topology": "1x1x4"}
+        return topologies.get_topology_desc(f"v5e:2x{count // 2}", "tpu").devices
+    how = {"target_config": _CARD.read_text(), "topology": f"1x1x{count}"}
     return topologies.get_topology_desc("", "cuda", **how).devices
 
 

@@ -21,16 +21,16 @@ from thunks import Work, work
 
 __all__ = [
     *("TARGETS", "Compiled", "Gradient", "case", "compiled", "compilers", "computations"),
-    *("cycles", "devices", "figures", "gradient_of", "lowered", "programs"),
+    *("cycles", "devices", "figures", "gradient_of", "lowered", "meanwhile", "programs"),
 ]
 
 
 @lru_cache
-def devices(target: str) -> list[Any]:
-    """Four; the test is left out where there is no compiler for them."""
+def devices(target: str, count: int = 4) -> list[Any]:
+    """Return devices of a target; the test is left out where there is no compiler for them."""
     if reason := ahead_of_time.why_not():
         pytest.skip(reason)
-    return ahead_of_time.devices(target)
+    return ahead_of_time.devices(target, count)
 
 
 class Compiled(NamedTuple):
@@ -64,6 +64,23 @@ def computations(text: str) -> dict[str, list[str]]:
         if begins:
             lines = found.setdefault(begins[1], [])
         lines.append(line)
+    return found
+
+
+def meanwhile(text: str, what: str = r" (while|fusion)\(") -> list[list[str]]:
+    """Return what loops run between the begin and the end of each copy from the host, or to it."""
+    found = []
+    for name, lines in computations(text).items():
+        if f"body=%{name}" not in text:
+            continue
+        for begun, line in enumerate(lines):
+            start = re.match(r"\s*%?([\w.\-]+) = .*S\(5\).* [\w\-]+-start\(", line)
+            if start:
+                ends = (
+                    i for i, at in enumerate(lines) if re.search(rf"-done\(.*%{start[1]}\b", at)
+                )
+                between = "\n".join(lines[begun + 1 : next(ends)])
+                found.append(re.findall(what, between))
     return found
 
 

@@ -16,7 +16,7 @@ from loopkit._engine.lowering import memory
 from loopkit._engine.primitives import forward_p
 from loopkit._jaxprs import equations
 
-from .machines import TARGETS, compiled, computations, devices, figures, lowered
+from .machines import TARGETS, compiled, devices, figures, lowered, meanwhile
 
 pytestmark = pytest.mark.accelerators
 
@@ -203,22 +203,6 @@ def test_it_is_noticed_where_nothing_is_put_there(target):
         RuntimeError, match=r"scan: the compiler must put .* Got: 0 bytes there, by its"
     ):
         memory.check_placed("scan", device, nothing)
-
-
-def meanwhile(text):
-    """Return what loops run between the begin and the end of each copy from the host, or to it."""
-    found = []
-    for name, lines in computations(text).items():
-        if f"body=%{name}" not in text:
-            continue
-        for begun, line in enumerate(lines):
-            start = re.match(r"\s*%?([\w.\-]+) = .*S\(5\).* [\w\-]+-start\(", line)
-            if start:
-                ends = (
-                    i for i, at in enumerate(lines) if re.search(rf"-done\(.*%{start[1]}\b", at)
-                )
-                found.append(re.findall(r" (while|fusion)\(", "\n".join(lines[begun : next(ends)])))
-    return found
 
 
 @pytest.mark.parametrize("target", TARGETS)
