@@ -220,6 +220,18 @@ def test_errors_at_run_time(f, enough, says, transform):
         jax.block_until_ready(on_each(2)(xs))
 
 
+def test_a_check_that_is_the_same_on_devices_of_which_some_have_stopped():
+    def f(x, **how):
+        count = lambda: loopkit.while_loop(lambda i: i < 2, lambda i: i + 1, 0, max_steps=3, **how)
+        return loopkit.while_loop(lambda y: y < 2, lambda y: y * y + count(), x, **how, max_steps=9)
+
+    each = lambda x: f(x[0], throw=True)[None]
+    sharded = jax.shard_map(each, mesh=MESH, in_specs=P("d"), out_specs=P("d"))
+    x = jnp.linspace(-0.9, 2.4, 4)
+    wanted = [lax.while_loop(lambda y: y < 2, lambda y: y * y + 2, v) for v in x]
+    assert_close(jax.jit(sharded)(x), jnp.stack(wanted))
+
+
 def test_keys_that_differ_between_devices():
     """Their zeros stand for them in what is only transposed, and differ between devices too."""
 

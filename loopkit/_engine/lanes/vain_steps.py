@@ -55,6 +55,8 @@ def bound_if(counts: Any) -> Callable[[Any, list], list]:
 
 
 def _bind(eqn: _jax.Equation, ins: list, counts: Any) -> list:
+    if eqn.primitive is _jax.pvary_p:  # where `counts` varies, what is made of it does already
+        return [_jax.vary_like(ins[0], [eqn.outvars[0].aval])]
     if not is_checked(eqn):
         return _jax.bind_equation(eqn, ins)
     if eqn.primitive is taken_p or eqn.primitive.name == IN_ANY_LANE:
