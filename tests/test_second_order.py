@@ -54,6 +54,19 @@ def test_jax_checkpoint_around_a_loop():
     assert_close(second(0.5), jnp.asarray(3.0))
 
 
+def test_a_pullback_that_jax_checkpoint_returns():
+    """JAX transposes a call of `jax.checkpoint` only if none of its tangents is known."""
+
+    def total(x, scan, remat, **how):
+        f = lambda x: jnp.sum(scan(lambda c, _: (jnp.sin(c) * c, None), x, None, 6, **how)[0])
+        y, pull = remat(lambda x: jax.vjp(f, x))(x)
+        return jnp.sum(jnp.sin(remat(lambda pull, y: pull(jnp.cos(y))[0])(pull, y)))
+
+    x = jnp.array([0.9, 1.7])
+    slope = jax.grad(total)(x, loopkit.scan, jax.checkpoint, checkpoints=2)
+    assert_close(slope, jax.grad(total)(x, lax.scan, lambda f: f))
+
+
 def outer(jacobian, inner):
     return lambda f: jacobian(inner(f))
 

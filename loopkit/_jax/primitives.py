@@ -281,7 +281,10 @@ def register_split(
         if not splits(**params) or all(t.is_known() for t in tracers):
             return trace.default_process_primitive(primitive, tracers, params)
         with core.set_current_trace(trace):
-            return list(map(trace.to_jaxpr_tracer, apart(*tracers, **params)))
+            outs = list(map(trace.to_jaxpr_tracer, apart(*tracers, **params)))
+        # A tangent that is zero is known, too. Transposed, jax.checkpoint returns none that is.
+        known = len(params["along"].results)
+        return [*outs[:known], *map(trace.instantiate_const, outs[known:])]
 
     def known_part(unknown: list[bool], eqn: Equation) -> tuple | None:
         if not splits(**eqn.params):
