@@ -23,7 +23,6 @@ def new_buffer(w: Writer, checked: bool = False) -> Variable:
     w.tags.add("buffers")
     text = value(w, kind) if checked or w.d.chance(70) else f"jnp.zeros({shape}, '{kind.dtype}')"
     if checked:
-        w.d.note("option: checks")
         w.tags.add("checks")
         text = f"1 + ({text}) ** 2"
     made = w.let(text, kind)

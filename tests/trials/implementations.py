@@ -12,7 +12,7 @@ from jax import lax
 import loopkit
 from loopkit._jax import SCAN_KEEPS_RULES
 from trials.programs import Program
-from trials.transformations import DERIVATIVES, REVERSE
+from trials.transformations import DERIVATIVES, REPLACED, REVERSE
 
 OWN = frozenset(
     {
@@ -20,6 +20,7 @@ OWN = frozenset(
         "axes",
         "some ys",
         "truncate",
+        "checkpointed",
         "list",
         "max_steps",
         "return_info",
@@ -51,7 +52,7 @@ class Implementation:
             return "no step without jit"
         if self.name == "lax" and "while" in program.tags and set(letters) & set(REVERSE):
             return "reverse mode of while loops"
-        if self.name != "loopkit" and "k" in pattern:
+        if self.name != "loopkit" and set(pattern) & set(REPLACED):
             return "loops of lax replaced in part"
         if self.name != "loopkit" and "s" in pattern:
             return "carries that become varying"

@@ -18,8 +18,9 @@ from trials.reference import per_leaf, stop_gradients
 
 def silent(how: dict[str, Any]) -> dict[str, Any]:
     """Without what would say of the first part that there is more to come, or zeros empty."""
-    how = {k: v for k, v in how.items() if k != "throw" and (k, v) != ("debug", "bounds")}
-    return how | {"return_info": True}
+    finite = {"debug": "finite"} if "finite" in how.get("debug", ()) else {}
+    how = {k: v for k, v in how.items() if k not in ("throw", "debug")}
+    return how | finite | {"return_info": True}
 
 
 class InTwo:

@@ -8,6 +8,7 @@ from trials import options
 from trials.draws import INT
 from trials.expressions import expression
 from trials.lax_loops import lax_loop
+from trials.layers import layers
 from trials.scans import scan
 from trials.steps import (
     Carry,
@@ -29,6 +30,7 @@ from trials.writer import Writer
 def loop(w: Writer) -> None:
     kinds = {"scan": 5, "while": 4, "fori": 3, "lax": 2}
     kinds |= {"in lanes": 2} if not w.lanes and w.may("lanes", 60) else {}
+    kinds |= {"layers": 3} if "layers" in w.allowed else {}
     kind = w.d.weighted(kinds)
     w.d.note(f"loop: {kind}")
     LOOPS[kind](w)
@@ -98,7 +100,7 @@ def while_loop(w: Writer) -> None:
     bound = options.bounded(w, most, throws=True)
     how = bound | options.kept(w, bool(bound)) | options.unrolled(w, False) | carry.named()
     how |= options.narrowed(w)
-    how |= options.watched(w, how.get("lanes"))
+    how |= options.watched(w, how.get("lanes"), carry.checked)
     if not bound:
         w.tags.add("no bound")
         w.d.note("no bound")
@@ -125,7 +127,7 @@ def fori_loop(w: Writer) -> None:
         w.d.note("no bound")
     how = bound | options.kept(w, known or bool(bound)) | options.unrolled(w, known)
     how |= options.narrowed(w)
-    how |= options.watched(w, how.get("lanes"))
+    how |= options.watched(w, how.get("lanes"), carry.checked)
     call = f"loops.fori_loop({lower}, {upper}, {body}, {carry.init}@)"
     finished(w, carry, call, how | carry.named(), body)
 
@@ -155,4 +157,5 @@ LOOPS = {
     "fori": fori_loop,
     "lax": lax_loop,
     "in lanes": in_lanes,
+    "layers": layers,
 }

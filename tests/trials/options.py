@@ -36,8 +36,8 @@ KEEPS = (
 """Settings of what the backward pass keeps: none of them changes a number."""
 
 
-MAYBE_INFINITE = frozenset({"cond", "odd types", "infinite slope beyond the last step"})
-"""Constructs that make infinite numbers, or slopes, that do not count."""
+MAYBE_INFINITE = frozenset({"odd types", "infinite slope beyond the last step"})
+"""Constructs that make infinite numbers, or slopes, that do not count; so do bad branches."""
 
 
 def kept(w: Writer, bound: bool, plan: bool = True) -> dict[str, str]:
@@ -84,17 +84,19 @@ def narrowed(w: Writer) -> dict[str, str]:
     return {"lanes": how}
 
 
-def watched(w: Writer, lanes: str | None) -> dict[str, str]:
+def watched(w: Writer, lanes: str | None, checked: bool) -> dict[str, str]:
     """Choose what is shown of a loop, and looked for in it: it changes no number."""
     how = {}
     if w.may("watched", 20) and lanes != "'flatten'":  # which is in no step that one could show
         how["progress"] = "Quiet()"
     exact = w.dtypes == ("float64",) and not w.allowed & MAYBE_INFINITE
-    if exact and w.may("watched", 70):
-        how["debug"] = "'finite'"
-    for name in how:
-        w.d.note(f"option: {name}")
-        w.tags.add(name)
+    exact = exact and "bad branch" not in w.tags
+    kinds = ["bounds"] * checked + ["finite"] * (exact and w.may("watched", 70))
+    if kinds:
+        how["debug"] = repr(tuple(kinds) if kinds[1:] else kinds[0])
+        w.d.note(f"option: debug={how['debug']}")
+    w.d.counts.update(f"option: {name}" for name in how)
+    w.tags.update(how)
     return how
 
 

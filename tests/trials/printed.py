@@ -76,6 +76,7 @@ def arguments_of(trial: Trial) -> str:
 HEADER = """\
 import functools as ft
 import os
+import re
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 

@@ -42,6 +42,7 @@ LOOP_CONSTRUCTS = frozenset(
         "truncate",
         "until",
         "lanes",
+        "layers",
         "again",
         "long loops",
     }

@@ -62,6 +62,7 @@ def names(decisions: Decisions) -> dict[str, Any]:
     loops = PythonLoops(decisions)
     own = {"scan": loops.scan, "while_loop": loops.while_loop, "fori_loop": loops.fori_loop}
     listing = {"TensorArray": PythonList, "Buffer": NoBuffer, "Plan": loopkit.Plan}
+    listing["checkpointed"] = same
     own_lax = own | {"cond": loops.cond, "switch": loops.switch}
     own_jax = {"jit": same, "checkpoint": same, "vmap": one_by_one}
     own_jax |= {"pure_callback": lambda f, like, *x, **_: jnp.asarray(f(*x), like.dtype)}

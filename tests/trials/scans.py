@@ -127,7 +127,7 @@ def scan_options(w: Writer, carry: Carry, most: int, axes: list, xs: tuple) -> d
             w.line(f"return {predicate(w)}")
         how["until"] = stop
     how |= options.kept(w, True, "truncate" not in how) | options.unrolled(w, True)
-    how |= options.watched(w, None)
+    how |= options.watched(w, None, carry.checked)
     asked = {"checkpoints", "memory", "until", "truncate", "in_axes", "progress"} & set(how)
     if not asked and "axes" not in w.allowed and not any(v.buffer for v in carry.initial):
         how |= options.flag(w, "_split_transpose", 20)

@@ -37,8 +37,7 @@ class Carry:
         """The argument that says which leaves are buffers; not of those of a loop around."""
         paths = self.tree.paths("c")
         own = [p for p, v in zip(paths, self.initial, strict=True) if v.buffer == "new buffer"]
-        named = {"buffers": f"lambda c: [{', '.join(own)}]"} if own else {}
-        return named | ({"debug": "'bounds'"} if self.checked else {})
+        return {"buffers": f"lambda c: [{', '.join(own)}]"} if own else {}
 
 
 def leaf_type(w: Writer) -> Type:
@@ -68,7 +67,7 @@ def draw_carry(w: Writer, counter: str | None = None) -> Carry:
         w.d.note("leaf that begins as a constant")
     checked = False
     if w.may("buffer", 50):
-        checked = not w.buffers() and w.may("options", 30)
+        checked = not w.buffers() and w.may("options", 50)
         initial.append(new_buffer(w, checked))
     if w.may("list", 25) and not checked:
         initial.append(empty_list(w))

@@ -14,14 +14,16 @@ from jax.custom_derivatives import linear_call
 
 import loopkit
 from trials import in_numpy
-from trials.compare import MOVED, IllConditioned, Results, compare
+from trials.compare import MOVED, IllConditioned, Results, Trial, compare
 from trials.drawn import draw_trial
 from trials.hunt import Uniform, failure
 from trials.implementations import OWN, Implementation, LaxLoops
+from trials.layers import CALLS
+from trials.mutants import PACKAGE, mutants
 from trials.prelude import PRELUDE
 from trials.printed import called_parts, printed
 from trials.relations import Related
-from trials.transformations import LETTERS, vector
+from trials.transformations import BUDGETS, LETTERS, vector
 
 
 class OneStepShort(LaxLoops):
@@ -38,6 +40,11 @@ class NoTangents(LaxLoops):
         inexact = lambda v: jnp.issubdtype(jnp.asarray(v).dtype, jnp.inexact)
         init = jax.tree.map(lambda v: lax.stop_gradient(v) if inexact(v) else v, init)
         return lax.scan(f, init, xs, length, reverse)
+
+
+@functools.cache
+def drawn() -> list[Trial]:
+    return [draw_trial(Uniform(number)) for number in range(500)]
 
 
 def first_failure(implementation: Implementation, programs: int) -> str:
@@ -98,8 +105,26 @@ def test_the_reference_is_what_jax_computes():
 
 
 def test_every_letter_is_drawn():
-    patterns = {letter for n in range(400) for letter in draw_trial(Uniform(n)).pattern}
-    assert patterns == set(LETTERS)
+    assert {letter for trial in drawn() for letter in trial.pattern} == set(LETTERS)
+
+
+def test_what_is_looked_for_in_loops_is_drawn():
+    """Each kind by itself, and both."""
+    bodies = "".join(trial.program.body for trial in drawn())
+    for kinds in ("'bounds'", "'finite'", "('bounds', 'finite')"):
+        assert f"debug={kinds}" in bodies
+
+
+def test_layers_without_a_loop_meet_each_budget():
+    layers = [trial for trial in drawn() if "for k in range(" in trial.program.body]
+    assert {letter for trial in layers for letter in trial.pattern} >= set(BUDGETS)
+    bodies = re.sub(r"network\d+", "network", "".join(trial.program.body for trial in layers))
+    assert all(call.format("network") in bodies for call in CALLS)
+
+
+def test_each_mistake_made_on_purpose_has_one_place():
+    for mutant in mutants():
+        assert (PACKAGE / mutant.file).read_text().count(mutant.old) == 1, mutant.name
 
 
 @pytest.mark.slow

@@ -123,23 +123,33 @@ def rematerialized(g: Callable, seed: int) -> Callable:
 
 
 def replaced(g: Callable, seed: int) -> Callable:
-    """The loops of lax in it, or some of them, are loopkit's."""
-    innermost = lambda site: site.depth > 0
-    whole = lambda site: site.kind != "scan" or site.depth == 0
-    ways = (
-        {},
-        {"checkpoints": 2},
-        {"memory": "50 kB"},
-        None,
-        {"only": whole},
-        {"only": innermost},
-    )
-    how = ways[seed % len(ways)]
-    return _within_least(g) if how is None else loopkit.checkpointed(g, **how)
+    """The loops of lax in it are loopkit's."""
+    return loopkit.checkpointed(g)
 
 
-def _within_least(g: Callable) -> Callable:
-    """Return a function whose gradient has the fewest bytes that will do: code runs again."""
+def replaced_with_two(g: Callable, seed: int) -> Callable:
+    return loopkit.checkpointed(g, checkpoints=2)
+
+
+def replaced_outside(g: Callable, seed: int) -> Callable:
+    outside = lambda site: site.kind != "scan" or site.depth == 0
+    return loopkit.checkpointed(g, only=outside, strict=False)
+
+
+def replaced_inside(g: Callable, seed: int) -> Callable:
+    return loopkit.checkpointed(g, only=lambda site: site.depth > 0, strict=False)
+
+
+def within_bytes(g: Callable, seed: int) -> Callable:
+    return loopkit.checkpointed(g, memory="50 kB")
+
+
+def within_measured_bytes(g: Callable, seed: int) -> Callable:
+    return loopkit.checkpointed(g, memory="1 MB", measure=True)
+
+
+def within_least(g: Callable, seed: int) -> Callable:
+    """Its gradient has the fewest bytes that will do: code runs again."""
 
     def run(x: jax.Array, *others: Any) -> Any:
         few = loopkit.checkpointed(g, memory=1)
@@ -173,11 +183,21 @@ LETTERS: dict[str, Callable] = {
     "j": jitted,
     "c": rematerialized,
     "k": replaced,
+    "2": replaced_with_two,
+    "O": replaced_outside,
+    "I": replaced_inside,
+    "b": within_bytes,
+    "m": within_measured_bytes,
+    "B": within_least,
 }
 LANES = "vwuso"
 DERIVATIVES = "flrFRo"
 REVERSE = "rRo"
-SAME = "cjk"
+BUDGETS = "bmB"
+"""Letters by which code outside of loops may run again, too."""
+REPLACED = "k2OI" + BUDGETS
+"""Letters by which loopkit replaces loops of lax."""
+SAME = "cj" + REPLACED
 """Letters that change no number."""
 
 
@@ -214,16 +234,20 @@ def draw_pattern(d: Draws, program: Program) -> str:
             ways = {"s": 2}  # under vmap both branches are taken, by JAX's own word
         if "pullback that is not linear" in tags:
             ways = {k: n for k, n in ways.items() if k != "u"}
-        if tags & {"callback", "host"}:
+        if tags & {"callback", "host", "measured"}:
             ways = {k: n for k, n in ways.items() if k != "s"}
         one_by_one = [at for at, letter in enumerate(letters) if letter == "r"]
         if one_by_one and "v" in ways and "io_callback" not in tags and d.chance(20):
             letters[d.choice(one_by_one)] = "o"
         elif ways and "io_callback" not in tags:
             letters.insert(d.number(0, len(letters)), d.weighted(ways))
-    for letter in SAME:
+    for letter in "cj":
         if d.chance(15) and not (letter == "c" and "io_callback" in tags):
             letters.insert(d.number(0, len(letters)), letter)
+    if d.chance(40 if "layers" in tags else 15):
+        letter = d.choice(BUDGETS if "layers" in tags else REPLACED)
+        inside = letters.index("s") + 1 if letter == "m" and "s" in letters else 0
+        letters.insert(d.number(inside, len(letters)), letter)
     if set(letters) & set("lrRo") and "lax's while" in tags:
         letters.insert(0, "k")  # of its own it has no reverse mode
     return "".join(letters)
