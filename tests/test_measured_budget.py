@@ -26,7 +26,7 @@ def test_the_smallest_plan_that_an_error_names_will_do():
     few = loopkit.checkpointed(two, memory=1600, measure=True)
     assert_close(few(X, W), two(X, W, unrolled))
     said = r"must be at least (\d+) bytes, which the smallest plan needs once it is compiled"
-    with pytest.raises(ValueError, match=said + r"\. Pass .*\. Got: 1600 bytes\.") as refused:
+    with pytest.raises(ValueError, match=said + r"\. .* Pass .*\. Got: 1600 bytes\.") as refused:
         jax.grad(few)(X, W)
     least = int(re.search(said, str(refused.value))[1])
     assert compiled_bytes(loopkit.checkpointed(two, memory=least, measure=True), X, W) <= least

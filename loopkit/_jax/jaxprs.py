@@ -73,7 +73,8 @@ def trace(fun: Callable, avals: Sequence[ShapedArray], name: str) -> tuple[Jaxpr
 
 def without_constants(jaxpr: Any) -> Jaxpr:
     """Return a jaxpr whose first arguments are what it closes over."""
-    return pe.close_jaxpr(pe.convert_constvars_jaxpr(open_jaxpr(jaxpr)))
+    opened: Any = open_jaxpr(jaxpr)
+    return pe.close_jaxpr(pe.convert_constvars_jaxpr(opened))
 
 
 def is_tracing() -> bool:
