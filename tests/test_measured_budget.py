@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import loopkit
 from derivatives import assert_close, in_numpy
@@ -84,12 +86,52 @@ def test_one_memory_in_bytes():
         loopkit.checkpointed(measure=True)(two)
 
 
-def test_a_function_of_an_axis_around_it_is_not_compiled_alone():
+def test_a_part_of_a_program_is_not_compiled_alone():
     f = lambda x: jnp.sum(jnp.sin(x) ** 2) + jnp.sum(lax.pmean(x, "i"))
+    expected = (
+        r"`measure` cannot be True under `jax\.shard_map`, or where `fn` exchanges values along an "
+        r"axis around it\. Leave it out, or put `checkpointed` around what has that axis\. "
+        r"Got: a function of the axis 'i'"
+    )
     measured = loopkit.checkpointed(f, memory="1 MB", measure=True)
-    expected = r"`measure` cannot be True where `fn` exchanges values along an axis around it\. "
-    with pytest.raises(ValueError, match=expected + r"Leave it out\. Got: .* the axis 'i'"):
+    with pytest.raises(ValueError, match=expected):
         jax.vmap(jax.grad(measured), axis_name="i")(X)
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+    divided = lambda f: jax.shard_map(jax.grad(f), mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    with pytest.raises(ValueError, match=expected):
+        divided(loopkit.checkpointed(one, memory="1 MB", measure=True))(X)
+    with pytest.raises(ValueError, match=r"at least (\d+) bytes\. Most of it") as refused:
+        divided(loopkit.checkpointed(one, memory=100))(X)
+    least = int(re.search(r"at least (\d+)", str(refused.value))[1])
+    assert 100 < least < 2400  # no compiler was asked
+    assert_close(divided(loopkit.checkpointed(one, memory=least))(X), jax.grad(one)(X))
+
+
+def one(x):
+    return jnp.sum(lax.scan(lambda c, _: (jnp.sin(c), None), x, length=50)[0])
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_arrays_on_several_devices(axis_type):
+    """Their types name a mesh without devices, for which nothing can be compiled."""
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(axis_type,))
+    x = jax.device_put(X, NamedSharding(mesh, P("rows")))
+    measured = loopkit.checkpointed(one, memory="1 MB", measure=True)
+    assert_close(jax.jit(jax.grad(measured))(x), jax.grad(one)(X))
+    few = loopkit.checkpointed(one, memory=200)  # predicted to be too small
+    assert_close(jax.jit(few)(x), one(X))
+
+
+def test_a_function_without_a_gradient_in_all_arguments():
+    """It still runs, and has its gradient in the others."""
+    f = lambda x, y: one(x) + jnp.sum(jax.pure_callback(lambda v: v, y, y))
+    few = loopkit.checkpointed(f, memory=300)
+    assert_close(jax.jit(few)(X, X), f(X, X))
+    with pytest.raises(ValueError, match=r"at least (\d+) bytes\. Most of it") as refused:
+        jax.grad(few)(X, X)
+    least = int(re.search(r"at least (\d+)", str(refused.value))[1])
+    assert 300 < least < 2400
+    assert_close(jax.grad(loopkit.checkpointed(f, memory=least))(X, X), jax.grad(f)(X, X))
 
 
 def test_a_gradient_that_does_not_compile_here_is_not_measured():

@@ -47,6 +47,7 @@ from loopkit._jax.avals import (
     move,
     nonzero,
     of_shape,
+    on_devices,
     origin,
     put_beside,
     pvary_p,

@@ -74,6 +74,18 @@ def is_spread(aval: ShapedArray) -> bool:
     return sharding is not None and not sharding.mesh.empty
 
 
+def on_devices(aval: ShapedArray) -> Any:
+    """Return the type with the devices of its mesh, which a type alone lacks, to compile for it."""
+    if not is_spread(aval) or not jax.sharding.get_abstract_mesh().empty:
+        return aval
+    mesh = aval.sharding.mesh
+    devices = np.asarray(jax.devices()[: mesh.size]).reshape(mesh.axis_sizes)
+    placed = jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+    where = jax.sharding.NamedSharding(placed, aval.sharding.spec)
+    weak = aval.weak_type
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=where, weak_type=weak)
+
+
 def vary_like(value: Any, avals: Sequence[ShapedArray]) -> Any:
     """`value` made to vary over every manual axis over which one of `avals` does."""
     axes = frozenset().union(*map(varying, avals)) - varying(jax.typeof(value))

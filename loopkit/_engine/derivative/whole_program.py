@@ -67,9 +67,11 @@ def with_parts(jaxpr: _jax.Jaxpr, budget: Part) -> Any:
 
     The parts are for the gradient in all inputs. Only loops without a number take part.
     """
-    if budget.measured and (axes := _jax.free_axes(jaxpr.effects)):
-        expected = "cannot be True where `fn` exchanges values along an axis around it"
-        got, advice = f"a function of the axis {', '.join(map(repr, axes))}", "Leave it out."
+    if budget.measured and (axes := _axes_around(jaxpr)):
+        expected = "cannot be True under `jax.shard_map`, or where `fn` exchanges values along an "
+        expected += "axis around it"
+        got = f"a function of the axis {', '.join(map(repr, axes))}"
+        advice = "Leave it out, or put `checkpointed` around what has that axis."
         raise errors.wrong_value("checkpointed", "measure", expected, got, advice)
     count = 0
 
@@ -90,7 +92,7 @@ def with_parts(jaxpr: _jax.Jaxpr, budget: Part) -> Any:
         return _measured(ways, best)
     if best.fits:
         return _settled(best.way.program(), best.state)
-    if _may_fit(budget, best) and not _jax.free_axes(jaxpr.effects):
+    if _may_fit(budget, best) and not _axes_around(jaxpr):
         return _smallest(budget, best)
     return _refused(_settled(best.way.program(), best.state), _refusal(budget, best))
 
@@ -99,6 +101,12 @@ def _may_fit(budget: Part, best: Best) -> bool:
     """Return whether the smallest way is predicted to need too much, but so little that the
     compiler may need less."""
     return budget.host is None and budget.count < best.state.bytes <= TOO_HIGH * budget.count
+
+
+def _axes_around(jaxpr: _jax.Jaxpr) -> list[str]:
+    """Return the axes without which a program cannot be compiled: it is a part of what has them."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return sorted({*_jax.free_axes(jaxpr.effects), *manual})
 
 
 class _Ways:
@@ -226,7 +234,8 @@ def _refused(jaxpr: _jax.Jaxpr, reason: str) -> Any:
 
 def temporary_bytes(jaxpr: _jax.Jaxpr) -> int:
     """Return the compiler's figure for the temporary memory of the gradient in all inputs."""
-    compiled = jax.jit(_gradient_of(jaxpr)).lower(*jaxpr.in_avals).compile()
+    types = map(_jax.on_devices, jaxpr.in_avals)
+    compiled = jax.jit(_gradient_of(jaxpr)).lower(*types).compile()
     figures: Any = compiled.memory_analysis()
     return figures.temp_size_in_bytes
 
