@@ -342,4 +342,4 @@ def test_fewer_leaves_of_steps_that_are_stored(checkpoints, again):
     stored = reversal(loop, both)
     fewer = reversal(loop, both, one)
     assert (fewer.split is not stored.split) == again
-    assert any(key[:2] == ("linearised", one) for key in loop.memory) == again
+    assert any(key[:2] == ("linearised", one) for key in loop.step_memory) == again
