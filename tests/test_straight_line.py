@@ -286,17 +286,3 @@ def test_a_measured_budget_of_sharded_arrays():
         args = ws, jax.device_put(x, rows)
         measured = loopkit.checkpointed(layers, memory="20 kB", measure=True)
         assert_close(jax.jit(jax.grad(measured))(*args), jax.jit(jax.grad(layers))(*args))
-
-
-def test_values_that_the_next_block_reads_end_a_stretch():
-    """A limit on what a stretch makes counts them, so a layer each may run again."""
-
-    def experts(ws, x):
-        for a, b in ws:
-            h = jnp.einsum("nd,edf->enf", x, a)
-            x = x + jnp.einsum("enf,efd->nd", jax.nn.relu(h), b)
-        return jnp.mean(x**2)
-
-    ws = [(jnp.ones((4, 8, 16)) / 9, jnp.ones((4, 16, 8)) / 9)] * 3
-    args = ws, jnp.ones((64, 8))
-    assert least(experts, *args) < 0.5 * compiled_bytes(experts, *args)

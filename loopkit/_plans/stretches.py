@@ -122,8 +122,7 @@ def _union(values: Iterable[Values]) -> Values:
 
 def _bounds(blocks: Sequence[Block], sizes: Sizes) -> Iterator[list[int]]:
     """Yield where stretches start, for one limit after another."""
-    kept = _union(block.kept for block in blocks)
-    made = [_total((b.kept - b.reads) | (b.makes & kept), sizes) for b in blocks]
+    made = [_total(b.kept - b.reads, sizes) for b in blocks]
     crossing = [
         _total(past | block.reads, sizes)
         for block, past in zip(blocks, _passing(blocks), strict=True)
@@ -214,11 +213,9 @@ def _moments(
     loops: list[tuple[Hashable, int]] = []
     found, total = [], 0
     for stretch in stretches:
-        there, values, held = set(live), total, _held(stretch, blocks)
-        total += _total(held - live, sizes)
-        live |= held
-        if stretch.again:  # it holds them while it is reversed, too
-            there, values = set(live), total
+        total += _total(_held(stretch, blocks) - live, sizes)
+        live |= _held(stretch, blocks)
+        there, values = set(live), total
         # A compiler may sum the cotangents of an argument when the stretch has all of them.
         summed = sum(block.summed for block in blocks[stretch.start : stretch.stop])
         for k in range(stretch.start, stretch.stop):
