@@ -286,3 +286,18 @@ def test_a_measured_budget_of_sharded_arrays():
         args = ws, jax.device_put(x, rows)
         measured = loopkit.checkpointed(layers, memory="20 kB", measure=True)
         assert_close(jax.jit(jax.grad(measured))(*args), jax.jit(jax.grad(layers))(*args))
+
+
+def test_what_all_devices_save_is_taken_off_the_arrays_of_all():
+    """Outside `jax.shard_map`, what a loop in it saves is one array of all devices."""
+    mesh = jax.sharding.Mesh(jax.devices(), ("i",))
+
+    def part(x):
+        return lax.scan(lambda c, _: (jnp.sin(c), None), jnp.sin(x), length=50)[0]
+
+    spec = jax.sharding.PartitionSpec("i")
+    f = lambda x: jnp.sum(jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=spec)(x))
+    x = jnp.asarray(np.linspace(0.0, 1.0, 400))
+    budget = least(f, x)
+    assert budget < 20 * x.nbytes
+    assert_close(jax.jit(jax.grad(loopkit.checkpointed(f, memory=budget)))(x), jax.grad(f)(x))

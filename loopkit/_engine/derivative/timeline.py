@@ -57,7 +57,7 @@ def met_in(eqn: _jax.Equation, times: int = 1, primal: bool = False) -> Iterator
         times *= _jax.volume([eqn.params["length"]])
     if eqn.primitive.name == "shard_map":  # what each device saves is part of one array
         mesh = eqn.params["mesh"]
-        times *= _jax.volume([mesh.shape[axis] for axis in eqn.params["manual_axes"]])
+        times *= _jax.volume([mesh.shape[axis] for axis in eqn.params["newly_manual_axes"]])
     for inside in equations.jaxprs_in(eqn):
         for each in _jax.open_jaxpr(inside).eqns:
             yield from met_in(each, times, primal)
