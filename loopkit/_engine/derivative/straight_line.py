@@ -25,7 +25,7 @@ from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import equation_nanoseconds
 from loopkit._jaxprs.min_cut import PICOSECONDS, Residuals, is_repeatable
 from loopkit._plans.one_price import without_dominated
-from loopkit._plans.stretches import Block, Division, Row, divisions
+from loopkit._plans.stretches import Block, Division, Row, Stretch, divisions
 from loopkit._programs import shared
 
 BLOCKS = 48
@@ -57,8 +57,7 @@ class Divided(NamedTuple):
 
         def divided(*values: jax.Array) -> list:
             env: dict[Any, Any] = dict(zip(self.body.invars, values, strict=True))
-            for stretch in division.stretches:
-                start, stop = self.cuts[stretch.start], self.cuts[stretch.stop]
+            for start, stop, stretch in self._parts(division):
                 eqns = self.body.eqns[start:stop]
                 reads, makes = _ends(self.body, start, stop)
                 if stretch.again:
@@ -66,12 +65,21 @@ class Divided(NamedTuple):
                     env |= zip(makes, again(*(env[v] for v in reads)), strict=True)
                 else:
                     equations.run(eqns, env, [])
+                    env |= {v: _apart(env[v]) for v in makes}
                 shared = _read_from(self.body, stop).intersection(reads)
                 env |= {v: _apart(env[v]) for v in reads if v in shared}
             return equations.run([], env, self.body.outvars)
 
         types = [v.aval for v in self.body.invars]
         return _jax.trace_closed(divided, types, "divided")
+
+    def _parts(self, division: Division) -> Iterator[tuple[int, int, Stretch]]:
+        """Yield what is run as one: a stretch that runs again, or a block of one that does not."""
+        for stretch in division.stretches:
+            blocks = range(stretch.start, stretch.stop + 1)
+            ends = (stretch.start, stretch.stop) if stretch.again else blocks
+            for start, stop in pairwise(self.cuts[k] for k in ends):
+                yield start, stop, stretch
 
 
 def _read_from(body: _jax.OpenJaxpr, number: int) -> set:
@@ -80,9 +88,9 @@ def _read_from(body: _jax.OpenJaxpr, number: int) -> set:
 
 
 def _apart(value: jax.Array) -> jax.Array:
-    """Return a value whose cotangents are summed one stretch after another.
+    """Return a value that no fusion crosses, and whose cotangents are summed part by part.
 
-    A compiler that sums those of all stretches at the end would keep all of them until then.
+    A compiler that sums those of all parts at the end would keep all of them until then.
     """
     moves = _jax.is_differentiable(jax.typeof(value))
     return jax.lax.optimization_barrier(value) if moves else value
