@@ -248,3 +248,19 @@ def test_the_prediction_is_near_the_figure_of_the_compiler(f):
     gradient = loopkit.explain(loopkit.checkpointed(f, memory="2 MB"), *WIDE).gradient
     assert gradient.compiled == compiled_bytes(loopkit.checkpointed(f, memory="2 MB"), *WIDE)
     assert 0.9 * gradient.peak < gradient.compiled < 1.1 * gradient.peak
+
+
+def test_loops_that_are_differentiated_inside_stay_as_they_are_laid_out():
+    """The function itself takes a gradient; what its loops have saved is read in it."""
+
+    def program(x):
+        step = lambda c, _: ((jnp.sin(c[0]) + c[0], jnp.sin(c[1]) + jnp.sin(c[1]) / 2), None)
+        outs = lax.scan(step, (jnp.full((2, 3), x), x), None, 1)[0]
+        return jnp.concatenate([v.ravel() for v in (x, *outs, jnp.sum(jnp.sin(x)) ** 2)])
+
+    def slope(x):
+        y, pullback = jax.vjp(program, x)
+        return pullback(jnp.cos(jnp.arange(1.0 * y.size)))[0]
+
+    within = loopkit.checkpointed(slope, memory="50 kB")
+    assert_close(jax.jit(jax.grad(within))(0.5), jax.grad(slope)(0.5))

@@ -26,6 +26,7 @@ from loopkit._engine.derivative.straight_line import divided
 from loopkit._engine.derivative.timeline import Timeline, met_in
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import kept
+from loopkit._engine.primitives import dual_p, while_p
 from loopkit._jaxprs import equations
 from loopkit._plans.budget import Bytes, Part
 from loopkit._plans.one_price import State, best_within, few
@@ -39,6 +40,10 @@ TOO_HIGH = 8
 before its budget is refused."""
 DIVISIONS = 12
 """For how many choices of the code that runs again the loops of a program are planned."""
+
+
+WITH_PARTS = while_p, dual_p
+"""The primitives of loops that take part. What the others save, or have saved, is laid out."""
 
 
 class Way(NamedTuple):
@@ -78,7 +83,7 @@ def with_parts(jaxpr: _jax.Jaxpr, budget: Part) -> Any:
     def with_number(eqn: _jax.Equation) -> Any:
         nonlocal count
         part = getattr(eqn.params.get("loop"), "checkpoints", None)
-        if not isinstance(part, Part) or part.number != 0:
+        if not isinstance(part, Part) or part.number != 0 or eqn.primitive not in WITH_PARTS:
             return eqn
         count += 1
         return with_budget(eqn, replace(part, number=count))
@@ -261,7 +266,7 @@ def _settled(numbered: _jax.Jaxpr, state: State) -> Any:
 
     def with_its_part(eqn: _jax.Equation) -> Any:
         part = getattr(eqn.params.get("loop"), "checkpoints", None)
-        if not isinstance(part, Part) or part.number is None:
+        if not isinstance(part, Part) or not part.number:
             return eqn
         _, device, host = counts.get(part.number, (part.number, part.count, part.host))
         settled = replace(part, count=device, host=host, number=None)
