@@ -65,7 +65,9 @@ class Divided(NamedTuple):
                     env |= zip(makes, again(*(env[v] for v in reads)), strict=True)
                 else:
                     equations.run(eqns, env, [])
-                    env |= {v: _apart(env[v]) for v in makes}
+                    inside = stop < self.cuts[stretch.stop]
+                    if inside and stretch is not division.stretches[-1]:  # that is reversed at once
+                        env |= {v: _apart(env[v]) for v in makes}
                 shared = _read_from(self.body, stop).intersection(reads)
                 env |= {v: _apart(env[v]) for v in reads if v in shared}
             return equations.run([], env, self.body.outvars)
