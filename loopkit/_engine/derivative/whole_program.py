@@ -40,8 +40,6 @@ TOO_HIGH = 8
 before its budget is refused."""
 DIVISIONS = 12
 """For how many choices of the code that runs again the loops of a program are planned."""
-
-
 WITH_PARTS = while_p, dual_p
 """The primitives of loops that take part. What the others save, or have saved, is laid out."""
 
