@@ -61,7 +61,7 @@ def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
     return jnp.asarray(values, jnp.float32)
 
 
-def _centred(x):
+def centred(x):
     x = x - x.mean(-1, keepdims=True)
     return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5)
 
@@ -70,13 +70,13 @@ def transformer(batch: int, length: int, layers: int = 12, width: int = 256, hea
     def step(_, h, p):
         q, k, v = (
             a.reshape(batch, length, heads, width // heads)
-            for a in jnp.split(named(_centred(h) @ p["qkv"], "qkv"), 3, -1)
+            for a in jnp.split(named(centred(h) @ p["qkv"], "qkv"), 3, -1)
         )
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.float32(np.sqrt(width // heads))
         scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)
         mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1), v)
         h = h + named(mixed.reshape(batch, length, width) @ p["out"], "attention")
-        return h + named(jax.nn.gelu(_centred(h) @ p["up"]) @ p["down"], "mlp"), None
+        return h + named(jax.nn.gelu(centred(h) @ p["up"]) @ p["down"], "mlp"), None
 
     sizes = {"qkv": (width, 3 * width), "out": (width, width)}
     sizes |= {"up": (width, 4 * width), "down": (4 * width, width)}

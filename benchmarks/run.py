@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 import beams
 import buffers
+import cards
 import costs
 import engine
 import frontier
@@ -108,6 +109,8 @@ def parts() -> Iterator[tuple[str, Part]]:
     yield "programs/newest", Part("Loops of libraries", programs.compare)
     yield "programs/oldest", Part("Loops of libraries, oldest JAX", programs.compare)
     yield "functions/budget", Part(functions.TITLE, functions.compare)
+    for name, (title, run) in cards.SECTIONS.items():
+        yield f"cards/{name}", Part(title, run)
     for name, title, keeps_memory in systems.SECTIONS:
         yield f"systems/{name}", Part(title, systems.compare, None, keeps_memory)
 
