@@ -23,7 +23,6 @@ from jax.ad_checkpoint import checkpoint_name as named
 
 import accelerator_programs as programs
 import layers
-import loopkit
 from accelerator_programs import Case
 from findings import Record, show_bytes, spread
 from harness import interleave, measure, ratio, recorded
@@ -55,6 +54,11 @@ def _chain(kernels: int, asks: bool) -> Callable[[jax.Array], jax.Array]:
     return lambda x: lax.fori_loop(0, ROUNDS, lambda _, x: body(x), x)
 
 
+def _repeated(name: str) -> int:
+    """Return the rounds of a loop, or the bytes of a copy."""
+    return ROUNDS if "kernels" in name else COPIED
+
+
 def prices(report: Report, repeats: int) -> None:
     """Nanoseconds of a launch, of a wait, and of a byte to the host and back."""
     device = jax.devices()[0]
@@ -69,9 +73,6 @@ def prices(report: Report, repeats: int) -> None:
     calls["to the host"] = lambda: jax.device_put(large, host)
     away = jax.device_put(large, host)
     calls["back"] = lambda: jax.device_put(away, here)
-    calls["both, in a program"] = partial(
-        jax.jit(lambda x: jax.device_put(jax.device_put(x + 1, host), here) * 2), large
-    )
     seconds = interleave(calls, repeats)
     report.measured(
         [
@@ -79,9 +80,7 @@ def prices(report: Report, repeats: int) -> None:
                 "prices",
                 name,
                 seconds=spread(s),
-                counts={
-                    "ns a round or byte": spread(s).mid / (ROUNDS if "kernels" in name else COPIED) * 1e9
-                },
+                counts={"ns a round or byte": 1e9 * spread(s).mid / _repeated(name)},
             )
             for name, s in seconds.items()
         ]

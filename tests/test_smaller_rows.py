@@ -1,5 +1,7 @@
 """Part of the residuals is stored, and the rest is run again: no number changes by it."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -139,3 +141,21 @@ def test_a_layer_is_run_again_in_the_memory_of_one():
 def test_a_price_that_is_none(price):
     with pytest.raises(ValueError, match=r"`price` must be a finite number >= 0 .nanoseconds"):
         Plan(1, price=price)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_what_runs_again_is_behind_a_barrier_on_a_cpu_alone(platform):
+    """Compilers for accelerators would write out what they compute where it is read."""
+
+    def layer(x, w):
+        return jnp.tanh(jnp.exp(jnp.sin(x @ w))) @ w, None
+
+    def loss(x, ws, **how):
+        return loopkit.scan(layer, x, ws, **how)[0].sum()
+
+    types = jax.ShapeDtypeStruct((64, 64), "float64"), jax.ShapeDtypeStruct((40, 64, 64), "float64")
+    for how in ({"memory": "4 MB"}, {"checkpoints": 4}):
+        gradient = jax.jit(jax.grad(lambda x, ws, how=how: loss(x, ws, **how)))
+        text = gradient.trace(*types).lower(lowering_platforms=(platform,)).as_text()
+        held = re.findall(r"optimization_barrier.*xf64", text)
+        assert bool(held) == (platform == "cpu")

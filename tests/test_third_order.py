@@ -4,8 +4,10 @@ import itertools as it
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import loopkit
 from derivatives import assert_close, derivative, expected
 from problems import named
 from turns import in_turn
@@ -50,8 +52,6 @@ def test_fourth_order(checkpoints):
 
 def test_powers():
     """x -> x^8 in three squarings: every derivative is known."""
-    import loopkit
-
     f = lambda x: loopkit.while_loop(
         lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] ** 2), (0, x), checkpoints=1
     )[1]
@@ -63,7 +63,6 @@ def test_powers():
 
 def test_lanes_with_a_residual_in_common():
     """The mask of a step is one for all lanes, and has no tangent in any direction."""
-    import loopkit
 
     def step(carry, _):
         even, x = carry
@@ -86,8 +85,6 @@ def test_lanes_with_a_residual_in_common():
 @pytest.mark.slow
 def test_lanes_of_loops_in_branches():
     """Branches share what they save. So the mask of one has the tangent of the other's carry."""
-    import loopkit
-
     rows = jnp.linspace(0.5, 1.2, 3)
 
     def masked(carry, row):
@@ -118,3 +115,37 @@ def test_lanes_of_loops_in_branches():
     loop = of(lambda *given: loopkit.scan(*given)[0])
     for got, wanted in zip(jax.jit(lambda: third(loop))(), third(of(unrolled)), strict=True):
         assert_close(got, wanted)
+
+
+@pytest.mark.slow
+def test_a_budget_for_the_derivative_of_a_derivative():
+    """An inner loop of one step has fewer tangents than a loop that may take many."""
+    weights = np.cos(np.arange(12.0)).reshape(3, 4)
+
+    def f(x, count):
+        steps, y = jnp.int32(4.99 * jnp.sin(jnp.float64(count)) ** 2), x.mean()
+
+        def body(carry):
+            total, v, i = carry
+
+            def layer(h, w):
+                jnp.float64(i / 4) + jnp.float64(i / 4) / 2.0  # not used
+                return h + jnp.tanh(h @ w @ weights) @ weights.T, None
+
+            h, _ = loopkit.scan(layer, jnp.full(3, y), v[None], 1)
+            return total + jnp.sin(h).mean() + jnp.sin(y), jnp.sin(v) + v / 2.0, i + 1
+
+        init = y, jnp.full((3, 3), y), 0
+        return jnp.sin(loopkit.while_loop(lambda carry: carry[2] < steps, body, init)[0]) ** 2
+
+    def reverse(g):
+        def slope(x, count):
+            y, pullback = jax.vjp(lambda x: g(x, count), x)
+            return pullback(jnp.cos(jnp.arange(1.0 * y.size)).reshape(y.shape))[0]
+
+        return slope
+
+    x, count = jnp.linspace(-1.0, 0.5, 6), jnp.int32(1)
+    second = reverse(reverse(f))
+    within = jax.jit(loopkit.checkpointed(second, memory="50 kB"))
+    assert_close(within(x, count), second(x, count))

@@ -144,6 +144,7 @@ from loopkit._jax.primitives import (
     declare,
     define,
     evaluations,
+    for_accelerators,
     host_waits,
     keeps_barriers,
     lower_by,

@@ -104,6 +104,7 @@ def named_results(
 
 host_waits = jax.make_user_context(False)
 """Whether the host waits in each iteration of a loop of unknown length, as that of a GPU does."""
+_no_cpu = jax.make_user_context(False)
 
 
 def lower_by(
@@ -123,9 +124,10 @@ def lower_by(
 
     def rule(ctx: LoweringContext, *operands: Any, **params: Any) -> Any:
         ctx.module_context = ctx.module_context.replace(all_default_mem_kind=False)
-        token = _targets.set(tuple(ctx.platforms or ctx.module_context.platforms))
+        targets = tuple(ctx.platforms or ctx.module_context.platforms)
+        token, waits = _targets.set(targets), host_waits.value or platform == "gpu"
         try:
-            with host_waits(True) if platform == "gpu" else contextlib.nullcontext():
+            with host_waits(waits), _no_cpu("cpu" not in targets):
                 return (alone if is_alone(ctx) else spread)(ctx, *operands, **params)
         finally:
             _targets.reset(token)
@@ -137,10 +139,14 @@ _targets: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVa
 """The platforms that a program is being lowered for."""
 
 
+def for_accelerators() -> bool:
+    """Return whether a program is being lowered for GPUs or TPUs alone."""
+    return _no_cpu.value or host_waits.value
+
+
 def keeps_barriers() -> bool:
-    """Return whether the compiler that a program is being lowered for does; no, if that may be
-    any."""
-    return KEEPS_BARRIERS or "cpu" not in (_targets.get(None) or ("cpu",))
+    """Return whether the compiler that a program is lowered for does; no, if that may be any."""
+    return KEEPS_BARRIERS or _no_cpu.value
 
 
 def target_device() -> Any:
@@ -172,8 +178,7 @@ def as_there(values: Sequence[Any] = ()) -> Any:
 
 
 def _checkified(args: Sequence[Any]) -> tuple:
-    """Sort the arguments of a checkify rule: context (from jax 0.11 on), error, kinds and
-    operands."""
+    """Sort a checkify rule's arguments: context (from jax 0.11 on), error, kinds, operands."""
     at = next(i for i, a in enumerate(args) if isinstance(a, checkify.Error))
     return args[:at], args[at], args[at + 1], args[at + 2 :]
 

@@ -111,18 +111,18 @@ ARRAY = 5.0
 """Nanoseconds to write an array and read it again, however small, in a loop of one kernel."""
 IN_PASSING = 0.2
 """The time of a step to add its product, relative to that of a segment that adds up its own."""
-TRANSFER = 0.1
-"""Nanoseconds to bring a byte to the host and back. XLA assumes 34 GB/s for the PCIe of an H100,
-which gives 0.06; programs do not reach all of that."""
+TRANSFER = 0.055
+"""Nanoseconds to bring a byte to the host and back: 0.029 and 0.026 on an H200, for 64 MB at once.
+"""
 COUNTERS = 512
 """The bytes of step numbers and other counters."""
 TABLES = 384
 """The bytes of tables, beside the counters, that following a schedule needs."""
 SPARED = 16
 """The most slots with which the first slot has no memory of its own."""
-LAUNCH = 3_800.0
-"""Nanoseconds to launch a kernel. Each of many short kernels in a row takes this time, if the next
-is launched while the last still runs (NVIDIA, "Getting Started with CUDA Graphs", 2019)."""
+LAUNCH = 2_450.0
+"""Nanoseconds to launch a short kernel and run it, on an H200 (docs/accelerators.md). A kernel in a
+CUDA graph takes 1,040 of them."""
 GPU_STEP = 2 * LAUNCH
 """Nanoseconds to launch the kernels of a small step."""
 GPU_SPEEDUP = 30.0
@@ -133,11 +133,8 @@ XLA describes an H100 as 132 cores of 128 units at 1.98 GHz, with 3.35 TB/s. By 
 8 bytes on the GPU. The value is nearer to that of adding, because steps that a GPU waits for seldom
 fill it.
 """
-WAIT = 12_000.0
-"""Nanoseconds until the host has read a predicate and the device runs again. A kernel takes 5.8
-microseconds more if the host waits for each (9.6 against 3.8, as for `LAUNCH`). To copy a few bytes
-to the host takes about 6 (Wu et al. 2026, "DualPath", arXiv:2602.21548, section 5.2: 5 to 7 a
-copy)."""
+WAIT = 13_900.0
+"""Nanoseconds until the host has read a predicate and the device runs again, on an H200."""
 
 
 def price_of_byte(count: int) -> float:

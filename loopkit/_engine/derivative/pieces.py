@@ -49,12 +49,25 @@ class Reversal:
     layout_plan: Plan | None = None
     """The plan by which saved values are laid out, if the sweeps follow another plan."""
 
-    @cached_property
+    @property
     def backward(self) -> _jax.Jaxpr:
         """(consts, hoisted, x, stored, cotangents) -> cotangents of the active consts, carry, x
 
         It is made on the first use, because the body may hold parts that cannot be transposed.
         """
+        return self.backward_there if _jax.for_accelerators() else self.backward_here
+
+    @cached_property
+    def backward_here(self) -> _jax.Jaxpr:
+        """The backward half for a CPU, or for any platform."""
+        return self._make_backward()
+
+    @cached_property
+    def backward_there(self) -> _jax.Jaxpr:
+        """The backward half for GPUs and TPUs, without barriers."""
+        return self._make_backward() if self.plan.price else self.backward_here
+
+    def _make_backward(self) -> _jax.Jaxpr:
         back = self.split.backward(self.active, self.unused_init or [False] * len(self.saved))
         return back if self.loop.holds_custom_vjp else to_run(back)
 

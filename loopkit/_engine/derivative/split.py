@@ -150,10 +150,13 @@ def _cut(whole: Linearised, price: float) -> Split:
 
 
 def _behind_a_barrier(residuals: Residuals, cut: Cut, values: dict) -> list:
-    """Return all residuals. Those that take time to run again are behind a barrier.
+    """Return all residuals. Those that take time to run again are behind a barrier on a CPU.
 
-    Without it, compilers run them again in each kernel that reads them, or hold more at once.
+    Without it, the compiler for CPUs runs them again in each kernel that reads them, or holds more
+    at once. With it, those for GPUs and TPUs write out what they would compute where it is read.
     """
+    if _jax.for_accelerators():
+        return cut.remake(values)
     least = residuals.cut(residuals.least)
     made = [v for v in least.stored if v not in values]
     found = equations.run(cut.again, dict(values), made)

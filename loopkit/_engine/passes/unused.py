@@ -119,8 +119,8 @@ def to_transpose(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
         return jaxpr
 
     def rule(eqn: _jax.Equation, ins: list) -> Any:
-        if eqn.primitive not in READS:
-            return None
+        if eqn.primitive not in READS or eqn.params["loop"].holds_custom_vjp:
+            return None  # a custom rule has a derivative by the operands alone
         read = READS[eqn.primitive](**eqn.params)
         pairs = zip(ins, read, strict=False)
         held = [

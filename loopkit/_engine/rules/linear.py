@@ -252,14 +252,18 @@ def jvp_of_pullback(
         by_others = ft.partial(pullback_apart, along=along, **params)
         return _jax.jvp_in_moving(by_others, primals, tangents)
     loop, flags = params["loop"], moving(primals, tangents)
-    if loop.holds_custom_vjp or _lacks_tangents(flags, **params):
+    here = not params["transpose_only"]
+    if here and (loop.holds_custom_vjp or _lacks_tangents(flags, **params)):
         return _with_hessian(primals, tangents, **params)
     along = Along(flags, _moved(flags, **params))
     return along.apart(pullback_p.bind(*primals, *kept(tangents, flags), **params, along=along))
 
 
 def _lacks_tangents(flags: tuple[bool, ...], loop: Loop, layout: Active, **_: object) -> bool:
-    """Return whether `forward` has left out tangents of what it saved, as if they were zero."""
+    """Return whether `forward` may have left out tangents of what it saved, as if they were zero.
+
+    They may be zero: what an inlined loop saves has fewer tangents than `moved_by_forward` says.
+    """
     operands, results = loop.primal_counts
     saved = moved_by_forward(loop, layout, flags[:operands])[results:]
     return any(m and not has for m, has in zip(saved, flags[operands:], strict=False))
