@@ -301,3 +301,23 @@ def test_what_all_devices_save_is_taken_off_the_arrays_of_all():
     budget = least(f, x)
     assert budget < 20 * x.nbytes
     assert_close(jax.jit(jax.grad(loopkit.checkpointed(f, memory=budget)))(x), jax.grad(f)(x))
+
+
+def test_a_loop_of_a_checkpoint_inside_shard_map_is_planned_outside():
+    """Its step is traced where nothing names the axis over which values vary."""
+    wide = np.cos(np.arange(216.0)).reshape(3, 72)
+
+    def network(x):
+        step = lambda h, w: (h + jnp.tanh(h @ w @ wide) @ wide.T, None)
+        return loopkit.scan(step, jnp.full(3, x), jnp.full((2, 3, 3), x))[0]
+
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("d")
+    part = lambda x: jax.checkpoint(network)(x[0])[None]
+    f = jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=spec)
+    x = jnp.array([0.5, 0.1])
+    gradient = lambda f: jax.vjp(f, x)[1](jnp.ones((2, 3)))[0]
+    with pytest.raises(ValueError, match=r"`memory` must be at least \d+ bytes") as refused:
+        gradient(loopkit.checkpointed(f, memory=1))
+    (least,) = re.findall(r"at least (\d+) bytes", str(refused.value))
+    assert_close(gradient(loopkit.checkpointed(f, memory=int(least))), gradient(f))

@@ -157,6 +157,11 @@ def divided(xs: list, rows: int, sizes: Iterator[int]) -> Iterator[tuple[int, in
 def _sliced(x: Any, start: int, count: int) -> Any:
     if _is_host_array(x) and not x.committed:
         return np.asarray(x)[start : start + count]
+    return _slice_of(x, on_device(start, np.int32), count)
+
+
+@partial(jax.jit, static_argnums=2)
+def _slice_of(x: jax.Array, start: jax.Array, count: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, start, count)
 
 

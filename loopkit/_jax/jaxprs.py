@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from loopkit._jax.avals import (
     ShapedArray,
     is_tracer,
     slice_type,
+    varying,
 )
 from loopkit._jax.next_jax import hi_primitive_p, scan_as_primitive, with_rules
 from loopkit._jax.sources import source
@@ -66,9 +67,25 @@ def trace(fun: Callable, avals: Sequence[ShapedArray], name: str) -> tuple[Jaxpr
     except (TypeError, ValueError):
         info = debug_info(name, lambda *a: fun(*a), tuple(avals), {})
     wrapped = linear_util.wrap_init(fun, debug_info=info.with_unknown_names())
-    with scan_as_primitive():
+    with scan_as_primitive(), naming_axes(avals):
         jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, tuple(avals))
     return without_constants(jaxpr), list(consts)
+
+
+@contextlib.contextmanager
+def naming_axes(avals: Sequence[ShapedArray]) -> Generator[None]:
+    """Trace as inside the `jax.shard_map` over whose axes values of these types vary.
+
+    Parts of a program are traced again outside of it.
+    """
+    of = next((t for t in avals if varying(t) - core.get_axis_env().axis_sizes.keys()), None)
+    if of is None:
+        yield
+        return
+    mesh = of.sharding.mesh
+    named = core.extend_axis_env_nd([(name, mesh.shape[name]) for name in mesh.manual_axes])
+    with named, jax.sharding.use_abstract_mesh(mesh), config._check_vma(True):
+        yield
 
 
 def without_constants(jaxpr: Any) -> Jaxpr:
