@@ -74,6 +74,12 @@ def targets(sections: Sections, patterns: str) -> str:
     return f"Missed:\n\n{targets_table(missed)}\n\n{rest}" if missed else rest
 
 
+def _hardware(about: Mapping[str, str]) -> str:
+    """Return the processor and the memory of a machine, and its GPU if that was measured."""
+    card = about.get("device", "").removeprefix("gpu, ") if "gpu" in about.get("device", "") else ""
+    return ", ".join(filter(None, [card, about.get("processor"), about.get("memory")]))
+
+
 def machines(sections: Sections, patterns: str) -> str:
     """Return a table of machines and dates, with one row for all sections that were measured
     alike."""
@@ -83,7 +89,7 @@ def machines(sections: Sections, patterns: str) -> str:
         known = [what for what in ("python", "jax", "equinox") if what in about]
         how = (
             section.date,
-            ", ".join(about[what] for what in ("processor", "memory") if what in about),
+            _hardware(about),
             ", ".join(f"{what} {about[what]}" for what in known),
             about.get("memory of arrays", ""),
             str(section.repeats or ""),
@@ -181,10 +187,9 @@ def versions(sections: Sections, patterns: str) -> str:
     sentences = []
     for section in matching(sections, patterns).values():
         about = section.machine
-        where = f"{about['processor']}, {about['memory']}, {section.date}"
-        libraries = about.get("libraries", "")
-        rounds = f"{section.repeats} rounds"
-        sentences.append(f"Measured on {where}, with JAX {about['jax']}, {libraries}; {rounds}.")
+        where = f"{_hardware(about)}, {section.date}"
+        with_ = ", ".join([f"JAX {about['jax']}", *filter(None, [about.get("libraries")])])
+        sentences.append(f"Measured on {where}, with {with_}; {section.repeats} rounds.")
     return " ".join(sentences)
 
 
