@@ -149,3 +149,51 @@ def test_a_budget_for_the_derivative_of_a_derivative():
     second = reverse(reverse(f))
     within = jax.jit(loopkit.checkpointed(second, memory="50 kB"))
     assert_close(within(x, count), second(x, count))
+
+
+@jax.custom_jvp
+def surrogate(x, y):
+    return x * jnp.cos(y)
+
+
+surrogate.defjvps(
+    lambda t, out, x, y: t * jnp.cos(y), lambda t, out, x, y: -3.0 * t * x * jnp.sin(y)
+)
+
+
+def of_surrogate(run):
+    """Three steps with a rule that is not the derivative, by `run(step, init)`."""
+
+    def step(x, c, k):
+        return surrogate(x, c) + jnp.sin(c).mean() * jnp.cos(k) / 3.0
+
+    def f(x):
+        c = run(lambda c, k: step(x, c, k), x)
+        return jnp.concatenate([jnp.sin(c), c[:1] ** 2])
+
+    return f
+
+
+def stopping(step, x):
+    body = lambda s: (s[0] + 1.0, step(s[1], s[0]))
+    return loopkit.while_loop(lambda s: s[0] < 3 * x[0] ** 0, body, (0.0, x), max_steps=5)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["rfr", "rff"])
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda step, x: loopkit.scan(lambda c, k: (step(c, k), None), x, jnp.arange(3.0))[0],
+        stopping,
+    ],
+    ids=["scan", "while_loop"],
+)
+def test_a_rule_that_is_not_the_derivative(run, pattern):
+    """Its second derivatives do not commute."""
+    unrolled = lambda step, x: step(step(step(x, 0.0), 1.0), 2.0)
+    x = jnp.array([0.6, 0.8, 0.3])
+    got, want = (derivative(of_surrogate(r), pattern) for r in (run, unrolled))
+    assert_close(jax.jit(got)(x), jax.jit(want)(x))
+    lanes = jnp.stack([x, x + 0.1])
+    assert_close(jax.jit(jax.vmap(got))(lanes), jax.jit(jax.vmap(want))(lanes))

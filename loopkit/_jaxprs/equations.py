@@ -79,11 +79,17 @@ def holds_custom_vjp(jaxpr: _jax.Jaxpr) -> bool:
     )
 
 
+def holds_custom_jvp(jaxpr: _jax.Jaxpr) -> bool:
+    """Return whether any function inside has a custom JVP."""
+    rules = "custom_jvp_call", "CustomJVP"
+    return any(_jax.name_of_primitive(eqn).startswith(rules) for eqn in all_equations(jaxpr))
+
+
 def lax_loses_rules(jaxpr: _jax.Jaxpr) -> bool:
     """Return whether second derivatives of a lax scan of these steps lose their custom rules."""
     if _jax.SCAN_KEEPS_RULES:
         return False
-    return any(eqn.primitive.name == "custom_jvp_call" for eqn in all_equations(jaxpr))
+    return holds_custom_jvp(jaxpr)
 
 
 def lax_loses_calls(jaxpr: _jax.Jaxpr) -> bool:

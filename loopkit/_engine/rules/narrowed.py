@@ -38,6 +38,7 @@ from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts
 from loopkit._engine.passes.dual_loop import active_inputs, replace_active
 from loopkit._engine.primitives import define, hessian_p, narrowed_p, pushforward_p, while_p
+from loopkit._engine.rules.hessian import pullback_along
 from loopkit._engine.sweeps import sweeps
 
 
@@ -110,6 +111,7 @@ def derivative(
     """Return the results of a linear primitive of all lanes, without saved values."""
     active, batch = params["active"], params["batch"]
     what = {"of": primitive, "active": active, "moving": params.get("moving", active)}
+    what["of_pullback"] = params.get("of_pullback", False)
     return narrowed_p.bind(*operands, loop=lane.many, batch=batch, **what)
 
 
@@ -119,6 +121,7 @@ def evaluate(
     of: _jax.Primitive,
     active: Active,
     moving: Active,
+    of_pullback: bool,
     batch: int | None,
 ) -> list:
     values, linear = parts(operands, loop.operand_count)
@@ -139,6 +142,8 @@ def evaluate(
         if of is pushforward_p:
             return list(jax.linearize(run(values, active), *inputs)[1](*given))
         w, u = parts(given, sum(moving.outputs))
+        if of_pullback:
+            return pullback_along(loop, values, active, moving, w, u)
         tangents = tangents_at(u) if of is hessian_p else run(values, active)
         return list(jax.vjp(tangents, *inputs)[1](w))
 
