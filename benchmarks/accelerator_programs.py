@@ -16,6 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import contenders as run
+import gpt
+import layers
 import loopkit
 import workloads
 from workloads import Run, Workload, grad_of
@@ -244,6 +246,35 @@ def of_host() -> list[Case]:
         Case(name, jax.grad(partial(large_carry, **how)), [LARGE], 1000)
         for name, how in ways.items()
     ]
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+def policies_of_maxtext() -> dict[str, Callable]:
+    """Return what MaxText calls its policies, for the names of `gpt.py`."""
+    made = jax.checkpoint_policies
+    return {
+        "full": made.nothing_saveable,
+        "save_qkv_proj": made.save_only_these_names("qkv"),
+        "save_dot_except_mlp": made.save_only_these_names("qkv", "attention"),
+        "minimal": made.dots_with_no_batch_dims_saveable,
+        "minimal_offloaded": made.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    }
+
+
+def of_gpt() -> list[Case]:
+    """Return the gradient through layers by each policy."""
+    case = gpt.layers_of_gpt()
+    return [
+        Case(name, layers.gradient(layers.by_policy(policy), case), layers.arguments(case), 24)
+        for name, policy in policies_of_maxtext().items()
+    ]
+
+
+def gpt_within(memory: Any) -> Callable[..., Any]:
+    """Return the same gradient with loopkit, within a budget."""
+    return layers.gradient(layers.ours(memory=memory), gpt.layers_of_gpt())
 
 
 # --- several devices ------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import jax
 
 import accelerator_programs as programs
 import ahead_of_time
+import iterations
 import workloads
 from accelerator_programs import Case
 from ahead_of_time import TARGETS
@@ -36,6 +37,14 @@ HEADERS = {
     ),
     "tpu": ("", "memory", "Mcycles", "copies a step", "to compile"),
 }
+GPT_HEADER = (
+    *("policy, with lax", "memory", "on the host", "10^12 products", "Mcycles"),
+    *("loopkit, memory", "on the host", "products relative to lax", "Mcycles relative to lax"),
+)
+TRIES = 8
+"""The most budgets that are tried to stay within the memory of a policy."""
+COUNTERS = 1024
+"""Bytes that make no difference."""
 MARKS = "<!-- tables -->\n", "<!-- end of tables -->\n"
 
 
@@ -68,6 +77,64 @@ def what_devices_exchange(case: Case, target: str) -> tuple[str, ...]:
         for where in (False, True)
     )
     return case.name, at_the_end, in_loops
+
+
+class Needed(NamedTuple):
+    """What a compiled gradient needs."""
+
+    device: int
+    host: int
+    multiplications: float
+    cycles: int
+
+    def shown(self, target: str) -> tuple[str, ...]:
+        host = show_bytes(self.host) if self.host else ""
+        cycles = f"{self.cycles / 1e6:,.0f}" if target == "tpu" else ""
+        return show_bytes(self.device), host, f"{self.multiplications / 1e12:.3g}", cycles
+
+
+def _needed(function: Callable, case: Case, target: str) -> Needed:
+    made = ahead_of_time.compiled(target, function, *case.arguments)
+    counts = made.counts(*case.arguments)
+    cycles = Executions(made, counts).cycles if target == "tpu" else 0
+    many = iterations.multiplications(made.module, counts)
+    return Needed(made.device_bytes, made.host_bytes, many, cycles)
+
+
+def by_policy_and_budget(case: Case, target: str) -> tuple[str, ...]:
+    """Return a row of what a policy needs of lax, and loopkit in as much memory."""
+    theirs = _needed(case.function, case, target)
+    if (ours := _within(theirs, case, target)) is None:
+        return case.name, *theirs.shown(target), "no plan found", "", "", ""
+    relative = [f"{ours.multiplications / theirs.multiplications:.2f}"]
+    relative.append(f"{ours.cycles / theirs.cycles:.2f}" if theirs.cycles else "")
+    return case.name, *theirs.shown(target), *ours.shown(target)[:2], *relative
+
+
+def _within(most: Needed, case: Case, target: str) -> Needed | None:
+    """Return what loopkit needs with the largest budget found with which it needs no more.
+
+    What the compiler needs beyond a budget is taken off. After that, the budget is halved in
+    between.
+    """
+    best, low, high, memory = None, 0, most.device, most.device
+    for _ in range(TRIES):
+        budget = {"device": memory, "host": most.host} if most.host else memory
+        try:
+            found = _needed(programs.gpt_within(budget), case, target)
+        except ValueError:  # less than any plan needs
+            low, memory = memory, (memory + high) // 2
+            continue
+        over = found.device - most.device
+        if over <= COUNTERS and found.host <= most.host + COUNTERS:
+            if best is None or found.multiplications <= best.multiplications:
+                best = found
+            low, memory = memory, (memory + high) // 2
+        else:
+            high, memory = memory, (low + memory) // 2 if low else memory - max(over, memory // 8)
+        if high - low <= most.device // 64:
+            break
+    return best
 
 
 def of_engine(name: str) -> list[Case]:
@@ -109,6 +176,12 @@ SECTIONS = {
         programs.of_host,
         where_the_bytes_are,
         ("", "on the device", "on the host"),
+    ),
+    "gpt": Section(
+        "24 layers of a GPT in the memory of a policy",
+        programs.of_gpt,
+        by_policy_and_budget,
+        GPT_HEADER,
     ),
     "devices": Section(
         "Four devices: what they exchange",

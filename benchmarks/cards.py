@@ -19,9 +19,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name as named
 
 import accelerator_programs as programs
+import gpt
 import layers
 from accelerator_programs import Case
 from findings import Record, show_bytes, spread
@@ -34,7 +34,6 @@ COPIED = 1 << 26
 """Bytes that are copied to the host and back."""
 LIMIT = 1.03
 """The most time, relative to that of a policy in the same memory."""
-NAMES = "qkv", "attention", "up", "down"
 
 
 # --- what a plan takes for granted ----------------------------------------------------------------
@@ -123,30 +122,6 @@ def host(report: Report, repeats: int) -> None:
 # --- layers ---------------------------------------------------------------------------------------
 
 
-def gpt(batch: int = 2, length: int = 2048, count: int = 24, width: int = 1024, heads: int = 16):
-    """Layers of a GPT in bfloat16, whose softmax is taken in float32."""
-
-    def step(_, h, p):
-        shape = batch, length, heads, width // heads
-        qkv = named(layers.centred(h) @ p["qkv"], "qkv")
-        q, k, v = (a.reshape(shape) for a in jnp.split(qkv, 3, -1))
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * shape[-1] ** -0.5
-        scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1).astype(h.dtype), v)
-        h = h + named(mixed.reshape(h.shape) @ p["out"], "attention")
-        up = named(layers.centred(h) @ p["up"], "up")
-        return h + named(jax.nn.gelu(up) @ p["down"], "down"), None
-
-    sizes = {"qkv": (width, 3 * width), "out": (width, width)}
-    sizes |= {"up": (width, 4 * width), "down": (4 * width, width)}
-    xs = {
-        k: layers.normal(i, count, *size, scale=size[0] ** -0.5).astype(jnp.bfloat16)
-        for i, (k, size) in enumerate(sizes.items())
-    }
-    init = layers.normal(9, batch, length, width).astype(jnp.bfloat16)
-    return layers.Case(step, jnp.zeros(()), init, xs, count, NAMES)
-
-
 def policies() -> dict[str, Callable]:
     """Policies as MaxText has them: `full`, `minimal`, `save_qkv_proj`, one that offloads; all."""
     made = jax.checkpoint_policies
@@ -161,7 +136,7 @@ def policies() -> dict[str, Callable]:
 def offloaded() -> Callable:
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[*NAMES],
+        names_which_can_be_offloaded=[*gpt.NAMES],
         offload_src="device",
         offload_dst="pinned_host",
     )
@@ -169,7 +144,7 @@ def offloaded() -> Callable:
 
 def layers_of_gpt(report: Report, repeats: int) -> None:
     """Policies of lax, and loopkit in the memory of each."""
-    case = gpt()
+    case = gpt.layers_of_gpt()
     runs = {name: layers.by_policy(policy) for name, policy in policies().items()}
     limits = {name: layers.needed(run, case) for name, run in runs.items()}
     runs["names on the host"] = layers.by_policy(offloaded())

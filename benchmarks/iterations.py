@@ -7,6 +7,8 @@ loops and calls, is then run on a CPU. What it returns are the exact counts of t
 compiled, for these arguments, whoever made its loops.
 """
 
+import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -49,6 +51,44 @@ def counts(module: Any, count: int, arguments: Sequence[Any]) -> np.ndarray:
         for op in [*program.body.operations]:
             inside.body.append(op)
     return np.asarray(shell.compile()(*arguments))
+
+
+def multiplications(module: Any, counts: Sequence[int]) -> float:
+    """Count the multiplications in products of matrices, by how often each numbered body runs."""
+    products: list[tuple[str, float | None, int]] = []  # None: as often as the function is called
+    calls: list[tuple[str, float | None, str]] = []
+
+    def visit(block: Any, function: str, times: float | None) -> None:
+        for op in (each.operation for each in block.operations):
+            if op.name == "stablehlo.dot_general":
+                products.append((function, times, _multiplied(op)))
+            elif op.name == _CALL:
+                callee = ir.FlatSymbolRefAttr(op.attributes["callee"]).value
+                calls.append((function, times, callee))
+            elif op.name == _LOOP:
+                visit(op.regions[1].blocks[0], function, int(counts[_number(op)]))
+            elif op.name in _BRANCHES:
+                for k, region in enumerate(op.regions):
+                    visit(region.blocks[0], function, int(counts[_number(op) + k]))
+
+    def runs(function: str) -> float:
+        if function == "main":
+            return 1
+        of = [(caller, times) for caller, times, callee in calls if callee == function]
+        return sum(runs(caller) if times is None else times for caller, times in of)
+
+    for op in (each.operation for each in module.body.operations):
+        if op.name == "func.func":
+            visit(op.regions[0].blocks[0], ir.StringAttr(op.attributes["sym_name"]).value, None)
+    return sum(n * (runs(f) if times is None else times) for f, times, n in products)
+
+
+def _multiplied(product: Any) -> int:
+    """Return the multiplications in a product of two arrays."""
+    shapes = [ir.RankedTensorType(v.type).shape for v in (*product.operands, product.results[0])]
+    numbers = re.search(r"contracting_dims = \[([\d, ]*)\]", str(product))
+    axes = [int(n) for n in numbers[1].split(",")] if numbers and numbers[1].strip() else []
+    return math.prod(shapes[2]) * math.prod(shapes[0][a] for a in axes)
 
 
 def _all(block: Any) -> Iterator[Any]:
