@@ -80,7 +80,7 @@ def what_devices_exchange(case: Case, target: str) -> tuple[str, ...]:
 
 
 class Needed(NamedTuple):
-    """What a compiled gradient needs."""
+    """The memory and the work of a compiled gradient."""
 
     device: int
     host: int

@@ -22,7 +22,7 @@ def program(target, run):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_default_needs_what_a_policy_that_saves_nothing_needs(target):
-    """What runs again is fused with what reads it, as in lax."""
+    """Values that run again are fused with their readers, as in lax."""
     ours, theirs = program(target, layers.ours()), program(target, layers.by_policy(FULL))
     assert ours.device_bytes <= 1.02 * theirs.device_bytes
     assert ours.text.count(" fusion(") <= 1.05 * theirs.text.count(" fusion(")
