@@ -1,10 +1,8 @@
 """The programs that are compiled for accelerators: gradients of loops, by lax, equinox, loopkit."""
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import equinox.internal as eqxi
@@ -21,8 +19,6 @@ import layers
 import loopkit
 import workloads
 from workloads import Run, Workload, grad_of
-
-_HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -187,35 +183,27 @@ def of_rows(shape: tuple[int, ...]) -> list[Case]:
 
 
 def of_decoding() -> list[Case]:
-    """Return the gradient of the risk of a beam search, `decoding.py`'s, of words of unknown
-    length."""
-    decoding = _of_this_folder("decoding")
+    """Return the gradient of the risk of a beam search, of words of unknown length."""
+    import beams  # needs what the examples need
+
     count, longest = 8, 20
-    params, hiddens, _ = decoding.words(longest)
+    params, hiddens, _ = beams.words(longest)
     lasts = jnp.full(count, longest, jnp.int32) - jnp.arange(count) % 4
     arguments = params, hiddens[:count], lasts
     loops = {
-        "lax.scan of the bound": decoding.by_scan,
-        "equinox while_loop, max_steps": decoding.by_equinox,
+        "lax.scan of the bound": beams.by_scan,
+        "equinox while_loop, max_steps": beams.by_equinox,
         "loopkit.while_loop, max_steps": loopkit.while_loop,
     }
     return [
         Case(
             name,
-            decoding.slope_of(decoding.with_loop(loop, decoding.search_of(200))),
+            beams.slope_of(beams.with_loop(loop, beams.search_of(200))),
             arguments,
             longest,
         )
         for name, loop in loops.items()
     ]
-
-
-def _of_this_folder(name: str) -> Any:
-    """Return a module of that name: the examples have one, too."""
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", _HERE / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # --- a carry that is kept on the host -------------------------------------------------------------
