@@ -109,7 +109,8 @@ def _choices(loop: Loop, active: Active, budget: Bytes) -> list[Choice]:
         for step in step_costs(made, active):
             plans = all_plans(budget, loop.length, loop.cond is None, step)
             found += [_choice(plan, state, key_of(loop)) for plan in plans]
-    return fastest_first(found, lambda c: c.saved + c.working)
+    price = budget.count / budget.host if budget.host else 0.0  # as `best_within` weighs them
+    return fastest_first(found, lambda c: c.saved + c.working + price * c.host)
 
 
 def _choice(plan: Plan, step: State, number: Any) -> Choice:
