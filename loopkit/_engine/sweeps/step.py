@@ -148,9 +148,10 @@ class StepReversal:
         """Return residuals of the current step, behind a barrier on a CPU.
 
         If they were fused with the backward half, each of its kernels would compute them again.
-        Compilers for GPUs and TPUs do that where it takes less time than to read them.
+        Compilers for GPUs and TPUs do that where it takes less time than to read them. With
+        checkpoints on the host, a step of two kernels leaves time to bring the next one.
         """
-        if _jax.for_accelerators():
+        if _jax.for_accelerators() and not self.how.plan.host:
             return stored
         made = [s is None for s in self.how.sources]
         held = _jax.barrier(kept(stored, made))
