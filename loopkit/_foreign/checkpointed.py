@@ -72,10 +72,10 @@ def checkpointed(
         loops save and need while they are reversed, and the values between them. The loops share it
         with the code between them, parts of which run again in the gradient, so that it takes the
         least predicted time. Loops with a budget of their own keep it, and loops that `fn` itself
-        differentiates keep their default. If the gradient needs more,
-        taking it raises an error that names the least budget that will do, and what takes most of
-        it. A budget that is predicted to be too small by less than eight times is compiled first,
-        and refused only if the compiler agrees.
+        differentiates keep their default. If the gradient needs more, taking it raises an error
+        that names the least budget that will do, and what takes most of it. A budget that is
+        predicted to be too small by less than eight times is compiled first, and refused only if
+        the compiler agrees.
     - `measure`: True limits what the compiler reports for that gradient, and not what loopkit
         predicts. loopkit then compiles the gradient each time that it traces `fn`: once or twice if
         the first plan fits, and a few times more, with smaller plans, if it does not. It raises the
