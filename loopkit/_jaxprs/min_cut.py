@@ -6,7 +6,8 @@ store. Cheap, elementwise equations cost nothing there: they become part of kern
 operands anyway. Any other equation costs its predicted time. At a given price of a stored byte, the
 best choice is a minimum cut of the graph of the step. From one price to the next, the choices are
 nested, and their costs are convex. The list of choices is the frontier of the step. It begins with
-the fewest bytes from which the residuals follow by cheap equations alone.
+the fewest bytes from which the residuals follow by cheap equations alone. A budget may lie between
+two choices that are far apart. For it there are more, which are the best at no price.
 
 Chen et al. 2016 describe the trade; the cut is that of a maximum flow (`max_flow.py`).
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from math import inf
 from typing import Any, NamedTuple
 
@@ -44,6 +46,12 @@ LARGEST_GRAPH = 4000
 """The most equations of a step for which a cut is computed. Longer steps store their residuals."""
 RESOLUTION = 64
 """A frontier leaves out points that are nearer than this part of the bytes of its first point."""
+FAR = 0.8
+"""Two points are far apart if the second has at most this part of the bytes of the first."""
+LONGEST_SEARCH = 1 << 14
+"""The most equations to visit, in a search between two points."""
+TRIFLE = 1e-9
+"""The part of its price by which a choice is cheaper than the next one of the frontier."""
 PICOSECONDS = 1000
 """The picoseconds in a nanosecond. Times are whole picoseconds, so that a cut is exact."""
 
@@ -109,6 +117,11 @@ class Residuals:
         return _jax.open_jaxpr(self.jaxpr)
 
     @cached_property
+    def _costless(self) -> list:
+        carry = self.step.invars[self.constants : self.slices]
+        return [v for v, is_free in zip(carry, self.free, strict=True) if is_free]
+
+    @cached_property
     def wanted(self) -> list:
         """The residuals that have to be stored or made."""
         found = dict.fromkeys(v for v in self.step.outvars[self.results :] if _is_variable(v))
@@ -144,10 +157,9 @@ class Residuals:
         """
         places = {v: n for n, v in enumerate(self._needed(), TARGET + 1)}
         edges = [Edge(places[v], TARGET, inf) for v in self.wanted]
-        costless = zip(self.step.invars[self.constants : self.slices], self.free, strict=True)
-        for v, is_free in costless:
+        for v in self.step.invars[self.constants : self.slices]:
             if v in places:
-                edges.append(Edge(SOURCE, places[v], 0, 0 if is_free else _size(v)))
+                edges.append(Edge(SOURCE, places[v], 0, 0 if v in self._costless else _size(v)))
         for eqn in self.step.eqns:
             made = [v for v in eqn.outvars if v in places]
             if not made:
@@ -219,15 +231,55 @@ class Residuals:
         if len(self.step.eqns) > LARGEST_GRAPH and not self.again:
             return [self.least]
         found = max_flow.frontier(self.graph[0], self._fastest, RESOLUTION)
-        points, before = [], None
-        for cut in found:
-            price = 0.0
-            if before is not None:
-                more, less = cut.time - before.time, before.size - cut.size
-                price = more / (PICOSECONDS * less)
-            before = cut
+        points = [self._point(0.0, found[0].time / PICOSECONDS, found[0].side)]
+        for before, cut in pairwise(found):
+            price = (cut.time - before.time) / (PICOSECONDS * (before.size - cut.size))
             points.append(self._point(price, cut.time / PICOSECONDS, cut.side))
         return points
+
+    @cached_property
+    def choices(self) -> list[Point]:
+        """The frontier, and choices between points that are far apart, at nearly the next price."""
+        found = self.frontier[:1]
+        for more, less in pairwise(self.frontier):
+            points = [*self._between(more, less), less]
+            prices = [less.price * (1 - TRIFLE * n) for n in reversed(range(len(points)))]
+            found += [p._replace(price=price) for p, price in zip(points, prices, strict=True)]
+        return found
+
+    def _between(self, more: Point, less: Point) -> list[Point]:
+        """Leave out of `more` one variable after another, the least time for its bytes first."""
+        size = lambda stored: sum(_size(v) for v in stored if v not in self._costless)
+        stored, points = dict.fromkeys((*self._costless, *more.stored)), []
+        grain = size(stored) // RESOLUTION
+        large = [v for v in more.stored if _size(v) > grain]
+        searched = len(large) ** 2 * len(self.step.eqns)
+        if size(less.stored) > FAR * size(stored) or searched > LONGEST_SEARCH:
+            return []
+        time, most = more.nanoseconds * PICOSECONDS, less.nanoseconds * PICOSECONDS
+        while True:
+            room = size(stored) - size(less.stored) - grain
+            some = [v for v in large if v in stored and _size(v) < room]
+            times = {v: self._again(stored.keys() - {v})[0] for v in some}
+            if not (fit := [v for v in times if times[v] < most]):
+                return points
+            left_out = min(fit, key=lambda v: (times[v] - time) / _size(v))
+            del stored[left_out]
+            time, read = self._again(stored)
+            kept = tuple(v for v in stored if v in read)
+            points.append(Point(less.price, time / PICOSECONDS, kept))
+
+    def _again(self, stored: Container[_jax.Var]) -> tuple[float, set]:
+        """Return the picoseconds to make the residuals of what is stored, and what is read."""
+        read, again, pending = set(self.given), {}, list(self.wanted)
+        while pending:
+            if (v := pending.pop()) not in read:
+                read.add(v)
+                if v not in stored:
+                    eqn = self._maker(v)
+                    again[id(eqn)] = inf if eqn is None else self.times[id(eqn)]
+                    pending += [] if eqn is None else equations.variables(eqn)
+        return sum(again.values()), read
 
     def _point(self, price: float, nanoseconds: float, side: frozenset[int]) -> Point:
         edges, variables = self.graph
@@ -240,7 +292,7 @@ class Residuals:
         """Return the best choice at a price."""
         if price <= 0:
             return self.least
-        return [point for point in self.frontier if point.price <= price][-1]
+        return [point for point in self.choices if point.price <= price][-1]
 
     def cut(self, point: Point) -> Cut:
         """Divide the step for a choice of what to store."""
@@ -264,13 +316,10 @@ class Residuals:
                 pending += equations.variables(eqn)
         order = [eqn for eqn in j.eqns if any(v in needed for v in eqn.outvars)]
 
-        def remake(values: dict) -> list:
-            return equations.run(order, dict(values), j.outvars[self.results :])
-
+        remake = lambda values: equations.run(order, dict(values), j.outvars[self.results :])
         uncut = _jax.byte_count(*(v.aval for v in self.wanted))
         offloaded = [self._is_offloaded(maker(v)) for v in point.stored]
-        stored = list(point.stored)
-        return Cut(hoisted, stored, read & given, remake, uncut, order, offloaded)
+        return Cut(hoisted, list(point.stored), read & given, remake, uncut, order, offloaded)
 
     def _is_offloaded(self, eqn: _jax.Equation | None) -> bool:
         if eqn is None or self.policy is None:

@@ -15,13 +15,14 @@ from jax.sharding import SingleDeviceSharding
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import accelerator_programs as programs
 import ahead_of_time
+import iterations
 from ahead_of_time import TARGETS as TARGETS
 from executions import Executions
 from thunks import Work, work
 
 __all__ = [
     *("TARGETS", "Compiled", "Gradient", "case", "compiled", "compilers", "computations"),
-    *("cycles", "devices", "figures", "gradient_of", "lowered", "meanwhile", "programs"),
+    *("counted", "cycles", "devices", "figures", "gradient_of", "lowered", "meanwhile", "programs"),
 ]
 
 
@@ -53,6 +54,13 @@ def lowered(target: str, function: Any, *types: Any) -> Any:
 
 def compiled(target: str, function: Any, *types: Any) -> Compiled:
     return figures(lowered(target, function, *types).compile())
+
+
+def counted(target: str, function: Any, *arguments: Any) -> tuple[ahead_of_time.Compiled, float]:
+    """Return the compiled function, and how many numbers it multiplies in products of matrices."""
+    devices(target)
+    made = ahead_of_time.compiled(target, function, *arguments)
+    return made, iterations.multiplications(made.module, made.counts(*arguments))
 
 
 def computations(text: str) -> dict[str, list[str]]:

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from .machines import TARGETS, compiled, compilers, cycles, programs
+from .machines import TARGETS, compiled, compilers, counted, cycles, programs
 
 __all__ = ["compilers"]
 
@@ -33,3 +33,17 @@ def test_a_budget_takes_fewer_cycles_and_bytes_than_a_policy():
     ours = program("tpu", layers.ours(memory="120 MB"))
     assert ours.device_bytes <= 0.85 * theirs.device_bytes
     assert cycles(ours.text, 12) <= 0.9 * cycles(theirs.text, 12)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_budget_with_the_host_multiplies_as_little_as_a_policy_that_offloads(target):
+    """What fits lies between two points of the frontier of a layer."""
+    policy = programs.policies_of_maxtext()["minimal_offloaded"]
+    case = gpt.layers_of_gpt(**SIZES | {"width": 1024, "heads": 16})
+    needed = lambda run: counted(target, layers.gradient(run, case), *layers.arguments(case))
+    theirs, products = needed(layers.by_policy(policy))
+    budget = {"device": theirs.device_bytes * 3 // 4, "host": theirs.host_bytes}
+    ours, more = needed(layers.ours(memory=budget))
+    assert more <= 1.03 * products
+    assert ours.device_bytes <= theirs.device_bytes
+    assert ours.host_bytes <= theirs.host_bytes

@@ -168,6 +168,20 @@ def made_again(targets, chosen):
     return found
 
 
+def check_choices(residuals, time, known):
+    """Check that all choices have the times that they say, in order, at prices of their own."""
+    choices, prices = residuals.choices, [point.price for point in residuals.choices]
+    assert prices == sorted(set(prices))
+    assert [residuals.at(p) for p in prices] == choices
+    assert [p for p in choices if p in residuals.frontier] == residuals.frontier
+    costs = []
+    for point in choices:
+        stored = {known.variables[v] for v in point.stored}
+        assert round(point.nanoseconds * min_cut.PICOSECONDS) == time(stored)
+        costs.append((time(stored), -cost(stored)))
+    assert costs == sorted(set(costs))
+
+
 @pytest.mark.slow
 def test_the_frontiers_of_random_steps():
     rng, lengths = random.Random(7), set()
@@ -193,6 +207,7 @@ def test_the_frontiers_of_random_steps():
         prices = [point.price for point in residuals.frontier]
         assert prices == sorted(set(prices))
         assert [residuals.at(p) for p in prices] == residuals.frontier
+        check_choices(residuals, time, known)
         lengths.add(len(found))
 
         values, outs = values_of(jaxpr, INPUTS)
@@ -253,3 +268,17 @@ def test_of_very_long_steps_the_residuals_are_stored(monkeypatch):
     assert kept_of(fun, [VECTOR]) == ([], ["input"])
     monkeypatch.setattr(min_cut, "LARGEST_GRAPH", 1)
     assert kept_of(fun, [VECTOR]) == ([], ["mul", "mul", "input"])
+
+
+def test_between_points_that_are_far_apart_there_are_more_choices():
+    types = [_jax.ShapedArray((40, 40), jnp.dtype("float64"))] * 2
+    three_times = lambda x: jnp.exp(jnp.exp(jnp.exp(x)))
+    step = _jax.trace_closed(lambda w, h: [h, jnp.exp(h), three_times(h[:10])], types, "step")
+    residuals = min_cut.Residuals(step, 1, 1, 2, [True])
+    large, small = step.jaxpr.outvars[1:]
+    kept = [set(point.stored) - set(step.jaxpr.invars) for point in residuals.choices]
+    assert kept == [{large, small}, {large}, {small}, set()]
+    both, beside, fewer, none = residuals.choices
+    assert residuals.frontier == [both, fewer, none]
+    assert both.nanoseconds < beside.nanoseconds < fewer.nanoseconds < none.nanoseconds
+    assert both.price < beside.price < fewer.price

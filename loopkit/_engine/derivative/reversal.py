@@ -143,7 +143,7 @@ def _with_smaller_rows(step: StepCosts, whole: Linearised) -> StepCosts:
         size = _jax.byte_count(*(v.aval for v in stored))
         return Row(point.price, size, len(stored), point.nanoseconds)
 
-    return step._replace(smaller_rows=tuple(map(row, whole.residuals.frontier[1:])))
+    return step._replace(smaller_rows=tuple(map(row, whole.residuals.choices[1:])))
 
 
 def _launched(step: _jax.Jaxpr) -> int:
