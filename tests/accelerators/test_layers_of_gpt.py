@@ -37,7 +37,7 @@ def test_a_budget_takes_fewer_cycles_and_bytes_than_a_policy():
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_budget_with_the_host_multiplies_as_little_as_a_policy_that_offloads(target):
-    """What fits lies between two points of the frontier of a layer."""
+    """The bytes of the host lie between two points of the frontier of a layer."""
     policy = programs.policies_of_maxtext()["minimal_offloaded"]
     case = gpt.layers_of_gpt(**SIZES | {"width": 1024, "heads": 16})
     needed = lambda run: counted(target, layers.gradient(run, case), *layers.arguments(case))
