@@ -21,11 +21,13 @@ from trials.rows import is_key, ys_of
 class Decisions:
     """The decisions that were made, in order; or those to make."""
 
-    def __init__(self, noise: Any = None):
+    def __init__(self, noise: Any = None, from_start: bool = False):
         self.made: list[int] = []
         self.repeated: Iterator[int] | None = None
         self.noise = noise
         """The part of itself by which every carry is moved at every step: see `compare`."""
+        self.from_start = from_start
+        """Whether it is moved before the first step, too."""
         self.deciding = True
 
     def undecided(self, run: Callable) -> Any:
@@ -43,6 +45,9 @@ class Decisions:
             return next(self.repeated)
         self.made.append(int(what))
         return self.made[-1]
+
+    def begun(self, carry: Any) -> Any:
+        return self.moved(arrays(carry)) if self.from_start else arrays(carry)
 
     def moved(self, carry: Any) -> Any:
         if self.noise is None:
@@ -148,7 +153,7 @@ class PythonLoops:
     def while_loop(
         self, goes_on: Callable, body: Callable, init: Any, *, max_steps: Any = None, **how: Any
     ) -> Any:
-        carry, steps, going = arrays(init), 0, None
+        carry, steps, going = self.decisions.begun(init), 0, None
         while steps != max_steps:
             if not self.decisions.decide(goes_on(carry)):
                 break
@@ -168,7 +173,8 @@ class PythonLoops:
         max_steps: Any = None,
         **how: Any,
     ) -> Any:
-        carry, known = arrays(init), isinstance(lower, int) and isinstance(upper, int)
+        known = isinstance(lower, int) and isinstance(upper, int)
+        carry = self.decisions.begun(init)
         trips = upper - lower if known else self.decisions.decide(jnp.asarray(upper) - lower)
         trips = max(0, trips)
         steps = trips if max_steps is None else min(trips, max_steps)
@@ -179,7 +185,7 @@ class PythonLoops:
         return carry
 
     def scan(self, f: Callable, init: Any, xs: Any = None, length: int = 0, **how: Any) -> Any:
-        carry, xs = arrays(init), arrays(xs)
+        carry, xs = self.decisions.begun(init), arrays(xs)
         leaves, tree = jax.tree.flatten(xs)
         axes = per_leaf(how.get("in_axes", 0), xs)
         until, truncate = how.get("until"), how.get("truncate")

@@ -16,12 +16,14 @@ import loopkit
 from trials import in_numpy
 from trials.compare import MOVED, IllConditioned, Results, Trial, compare
 from trials.drawn import draw_trial
+from trials.draws import Type
 from trials.hunt import Uniform, failure
 from trials.implementations import OWN, Implementation, LaxLoops
 from trials.layers import CALLS
 from trials.mutants import PACKAGE, mutants
 from trials.prelude import PRELUDE
 from trials.printed import called_parts, printed
+from trials.programs import Program
 from trials.relations import Related
 from trials.transformations import BUDGETS, LETTERS, vector
 
@@ -69,6 +71,21 @@ def test_what_is_infinite_is_not_compared():
             compare(trial, of(got, 1.0), expected)
     with pytest.raises(AssertionError, match=r"derived\[1\] is \(2\+0j\), expected \(1\+0j\)"):
         compare(trial, of(np.inf, 2.0), expected)
+
+
+@pytest.mark.parametrize(("margin", "hangs"), [(0.0, True), (-0.5, False)])
+def test_what_hangs_on_roundings_is_not_compared(margin, hangs):
+    """A mean of equal numbers may be a little more, or less, than one of them."""
+    body = f"""
+def program(a1, n, m, flag, key):
+    least = jnp.full((40, 3), a1[0]).mean() + {margin}
+    return (loops.while_loop(lambda x: x > least, lambda x: x - 1.0, a1[0], max_steps=9),)
+"""
+    trial = Trial(Program(body, (Type(shape=(3,)),), frozenset()), "r")
+    assert trial.hangs_on_roundings() == hangs
+    value, derived = (np.asarray(v) for v in ([100.0], [9.0] * 3))
+    with pytest.raises(IllConditioned if hangs else AssertionError):
+        compare(trial, Results(list(value), derived))
 
 
 @pytest.mark.slow
