@@ -31,6 +31,8 @@ class Case:
     steps: int
     large: int | None = None
     """Bytes of what no step should copy: the carry, or the buffer in it."""
+    shardings: Any = None
+    """Where the arguments are, on several devices."""
 
 
 def bytes_of(tree: Any) -> int:
@@ -251,18 +253,30 @@ def policies_of_maxtext() -> dict[str, Callable]:
     }
 
 
-def of_gpt() -> list[Case]:
-    """Return the gradient through layers by each policy."""
-    case = gpt.layers_of_gpt()
+def of_gpt(devices: Sequence[Any] = ()) -> list[Case]:
+    """Return the gradient through layers by each policy, on one device or on several."""
     return [
-        Case(name, layers.gradient(layers.by_policy(policy), case), layers.arguments(case), 24)
+        _of_layers(name, layers.by_policy(policy), tuple(devices))
         for name, policy in policies_of_maxtext().items()
     ]
 
 
-def gpt_within(memory: Any) -> Callable[..., Any]:
-    """Return the same gradient with loopkit, within a budget."""
-    return layers.gradient(layers.ours(memory=memory), gpt.layers_of_gpt())
+def gpt_within(memory: dict[str, int], devices: Sequence[Any] = ()) -> Case:
+    """Return the same gradient with loopkit, within a budget for each device."""
+    shared = {where: count * max(1, len(devices)) for where, count in memory.items()}
+    if not shared["host"]:
+        return _of_layers("", layers.ours(memory=shared["device"]), tuple(devices))
+    return _of_layers("", layers.ours(memory=shared), tuple(devices))
+
+
+def _of_layers(name: str, run: Callable[..., Any], devices: Sequence[Any]) -> Case:
+    """Return the gradient for a batch that gives each device two sequences."""
+    case = gpt.layers_of_gpt(2 * max(1, len(devices)), devices=devices)
+    gradient, places = layers.gradient(run, case), None
+    if devices:
+        whole, places = gradient, gpt.shardings(devices)
+        gradient = lambda *given: lax.with_sharding_constraint(whole(*given), places)
+    return Case(name, gradient, layers.arguments(case), 24, shardings=places)
 
 
 # --- several devices ------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox
 import jax
@@ -93,25 +93,29 @@ class Needed(NamedTuple):
         return show_bytes(self.device), host, f"{self.multiplications / 1e12:.3g}", cycles
 
 
-def _needed(function: Callable, case: Case, target: str) -> Needed:
-    made = ahead_of_time.compiled(target, function, *case.arguments)
+def _needed(case: Case, target: str) -> Needed:
+    """Return what each device needs; products are those of all devices."""
+    made = ahead_of_time.compiled(target, case.function, *case.arguments, shardings=case.shardings)
     counts = made.counts(*case.arguments)
     cycles = Executions(made, counts).cycles if target == "tpu" else 0
     many = iterations.multiplications(made.module, counts)
     return Needed(made.device_bytes, made.host_bytes, many, cycles)
 
 
-def by_policy_and_budget(case: Case, target: str) -> tuple[str, ...]:
+def by_policy_and_budget(case: Case, target: str, count: int = 1) -> tuple[str, ...]:
     """Return a row of what a policy needs of lax, and loopkit in as much memory."""
-    theirs = _needed(case.function, case, target)
-    if (ours := _within(theirs, case, target)) is None:
+    devices = ahead_of_time.devices(target, count) if count > 1 else ()
+    if devices:
+        case = next(c for c in programs.of_gpt(devices) if c.name == case.name)
+    theirs = _needed(case, target)
+    if (ours := _within(theirs, target, devices)) is None:
         return case.name, *theirs.shown(target), "no plan found", "", "", ""
     relative = [f"{ours.multiplications / theirs.multiplications:.2f}"]
     relative.append(f"{ours.cycles / theirs.cycles:.2f}" if theirs.cycles else "")
     return case.name, *theirs.shown(target), *ours.shown(target)[:2], *relative
 
 
-def _within(most: Needed, case: Case, target: str) -> Needed | None:
+def _within(most: Needed, target: str, devices: Sequence[Any]) -> Needed | None:
     """Return what loopkit needs with the largest budget found with which it needs no more.
 
     What the compiler needs beyond a budget is taken off. After that, the budget is halved in
@@ -119,9 +123,9 @@ def _within(most: Needed, case: Case, target: str) -> Needed | None:
     """
     best, low, high, memory = None, 0, most.device, most.device
     for _ in range(TRIES):
-        budget = {"device": memory, "host": most.host} if most.host else memory
         try:
-            found = _needed(programs.gpt_within(budget), case, target)
+            budget = {"device": memory, "host": most.host}
+            found = _needed(programs.gpt_within(budget, devices), target)
         except ValueError:  # less than any plan needs
             low, memory = memory, (memory + high) // 2
             continue
@@ -148,6 +152,7 @@ class Section(NamedTuple):
     cases: Callable[[], list[Case]]
     cells: Callable[[Case, str], tuple[str, ...]] = cells
     header: Sequence[str] | None = None
+    targets: Sequence[str] = tuple(TARGETS)
 
 
 SECTIONS = {
@@ -183,6 +188,13 @@ SECTIONS = {
         by_policy_and_budget,
         GPT_HEADER,
     ),
+    "gpt8": Section(
+        "The same on eight devices, with two sequences and an eighth of the weights on each",
+        programs.of_gpt,
+        partial(by_policy_and_budget, count=8),
+        GPT_HEADER,
+        ("tpu",),
+    ),
     "devices": Section(
         "Four devices: what they exchange",
         programs.of_devices,
@@ -197,7 +209,7 @@ def compare(section: Section, targets: Sequence[str]) -> str:
     """Return a table for each target, and a line that moves while they are made."""
     text = [f"### {section.title}"]
     cases = section.cases()
-    for target in targets:
+    for target in filter(section.targets.__contains__, targets):
         rows = []
         for number, case in enumerate(cases, 1):
             print(f"\r\033[K{target} {number}/{len(cases)}: {case.name}", end="", file=sys.stderr)

@@ -162,16 +162,20 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def gradient(run: Callable, case: Case) -> Callable:
-    """Return the gradient in all inexact arguments, by `run(step, init, xs, length) -> (carry,
-    ys)`."""
+def loss(run: Callable, case: Case) -> Callable:
+    """Return a number of what `run(step, init, xs, length) -> (carry, ys)` returns."""
 
-    def loss(params, init, xs):
+    def of(params, init, xs):
         carry, ys = run(partial(case.step, params), init, xs, case.length)
         total = jnp.sum(carry**2)
         return total if ys is None else total + jnp.sum(ys**2)
 
-    return jax.grad(loss, (0, 1, 2)) if case.xs is not None else jax.grad(loss, (0, 1))
+    return of
+
+
+def gradient(run: Callable, case: Case) -> Callable:
+    """Return the gradient of `loss` in all inexact arguments."""
+    return jax.grad(loss(run, case), (0, 1, 2) if case.xs is not None else (0, 1))
 
 
 def arguments(case: Case) -> tuple:

@@ -25,7 +25,9 @@ def kalman() -> Program:
         dynamics = params.dynamics._replace(weights=weights)
         return -model.marginal_log_prob(params._replace(dynamics=dynamics), seen)
 
-    return Program(reverse(loss), through(loss, *FROM_LITTLE_TO_MUCH), params.dynamics.weights)
+    return Program(
+        reverse(loss), through(loss, *FROM_LITTLE_TO_MUCH), params.dynamics.weights, loss=loss
+    )
 
 
 def hidden_markov() -> Program:
@@ -39,7 +41,7 @@ def hidden_markov() -> Program:
         emissions = params.emissions._replace(means=means)
         return -model.marginal_log_prob(params._replace(emissions=emissions), seen)
 
-    return Program(reverse(loss), through(loss, *BUDGETS), params.emissions.means)
+    return Program(reverse(loss), through(loss, *BUDGETS), params.emissions.means, loss=loss)
 
 
 def log_density_of_scan(values, seen):
@@ -65,7 +67,7 @@ def log_density_of_scan(values, seen):
 def log_density_of_numpyro() -> Program:
     values = {"drift": jnp.asarray(0.2), "shock": jnp.cos(jnp.arange(10000.0) ** 2)}
     loss = lambda values: log_density_of_scan(values, jnp.sin(jnp.arange(10000.0)))
-    return Program(reverse(loss), through(loss, {"checkpoints": "all"}), values)
+    return Program(reverse(loss), through(loss, {"checkpoints": "all"}), values, loss=loss)
 
 
 def nuts_of_blackjax() -> Program:
@@ -113,7 +115,7 @@ def rnn_of_linen() -> Program:
     layer = nn.RNN(nn.GRUCell(32, param_dtype=float, dtype=float))
     loss = lambda weights: jnp.mean(layer.apply(weights, sequences) ** 2)
     weights = layer.init(jax.random.key(1), sequences)
-    return Program(reverse(loss), through(loss), weights)
+    return Program(reverse(loss), through(loss), weights, loss=loss)
 
 
 def rnn_of_nnx() -> Program:
@@ -127,7 +129,7 @@ def rnn_of_nnx() -> Program:
     def loss(weights):
         return jnp.mean(nnx.merge(graph, weights, rest)(sequences, initial_carry=start) ** 2)
 
-    return Program(reverse(loss), through(loss), weights)
+    return Program(reverse(loss), through(loss), weights, loss=loss)
 
 
 # --- simulators ------------------------------------------------------------------------------
@@ -190,7 +192,7 @@ def steps_of_mjx(
         return jnp.mean(jax.lax.scan(step, mjx.make_data(model), forces)[1] ** 2)
 
     forces = 0.1 * jax.random.normal(jax.random.key(0), (steps, model.nv))
-    return Program(how(loss), through(loss), forces)
+    return Program(how(loss), through(loss), forces, loss=loss if how is reverse else None)
 
 
 def tokamak_of_torax() -> Program:

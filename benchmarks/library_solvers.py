@@ -244,7 +244,7 @@ def sinkhorn_of_ott() -> Program:
             return cost(here)
 
     here = 0.5 + jax.random.normal(jax.random.key(0), (64, 3))
-    return Program(reverse(cost), through(cost_by_lax, ALL), here)
+    return Program(reverse(cost), through(cost_by_lax, ALL), here, loss=cost_by_lax)
 
 
 PROGRAMS: dict[str, Callable[[], Program]] = {

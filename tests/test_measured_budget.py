@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import loopkit
 from derivatives import assert_close, in_numpy
+from loopkit._engine.derivative import whole_program
 from test_one_budget import PROGRAMS, W, X, bytes_for_all, compiled_bytes, twice, two, unrolled
 
 
@@ -53,6 +54,28 @@ def test_a_budget_below_the_prediction_is_enough_if_the_compiler_says_so(how):
     assert needed < predicted
     measured = jax.jit(jax.grad(loopkit.checkpointed(f, memory=needed, **how)))
     assert_close(measured(x), jax.jit(jax.grad(f))(x))
+
+
+def test_a_budget_that_is_hard_to_meet_is_used(monkeypatch):
+    """If the compiler keeps asking for a little more, the plan is not the smallest at once."""
+    figures, limit = [], 40_000
+
+    def step(c, _):
+        return jnp.sin(c) * c, None
+
+    def f(x):
+        return jnp.sum(lax.scan(step, x, length=1000)[0])
+
+    def reported(jaxpr):
+        figures.append(int(0.8 * limit + 0.3 * temporary_bytes(jaxpr)))
+        return figures[-1]
+
+    temporary_bytes = whole_program.temporary_bytes
+    monkeypatch.setattr(whole_program, "temporary_bytes", reported)
+    measured = loopkit.checkpointed(f, memory=limit, measure=True)
+    jax.eval_shape(jax.grad(measured), jnp.ones(100))
+    assert len(figures) == 3
+    assert figures[1] > limit >= figures[2] > 0.95 * limit
 
 
 @pytest.mark.slow

@@ -28,10 +28,9 @@ ROUNDINGS = {True: 2000.0, False: 16.0}
 """So many as large as the type's, all in the same direction: with all bits, with few."""
 ILL = 1e-4
 """Relative to the largest number: what is known no better is not compared, and counted."""
-
-
 TIE = 1e-12
-"""What decides otherwise if every carry moves by this part of itself hangs on roundings."""
+"""The part of itself by which every carry moves to see whether the steps hang on roundings."""
+
 
 UNKNOWN = np.errstate(invalid="ignore")
 """Infinity less infinity is NaN: not compared, and no reason for a warning."""

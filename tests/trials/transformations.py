@@ -141,18 +141,19 @@ def replaced_inside(g: Callable, seed: int) -> Callable:
 
 
 def within_bytes(g: Callable, seed: int) -> Callable:
-    return loopkit.checkpointed(g, memory="50 kB")
-
-
-def within_measured_bytes(g: Callable, seed: int) -> Callable:
-    return loopkit.checkpointed(g, memory="1 MB", measure=True)
+    return _within(g, 50_000)
 
 
 def within_least(g: Callable, seed: int) -> Callable:
     """Its gradient has the fewest bytes that will do: code runs again."""
+    return _within(g, 1)
+
+
+def _within(g: Callable, memory: int) -> Callable:
+    """Within so many bytes or, if they are refused, within those that the error names."""
 
     def run(x: jax.Array, *others: Any) -> Any:
-        few = loopkit.checkpointed(g, memory=1)
+        few = loopkit.checkpointed(g, memory=memory)
 
         def gradient(x: jax.Array) -> Any:
             y, pull = jax.vjp(lambda x: few(x, *others), x)
@@ -167,6 +168,10 @@ def within_least(g: Callable, seed: int) -> Callable:
         return few(x, *others)
 
     return run
+
+
+def within_measured_bytes(g: Callable, seed: int) -> Callable:
+    return loopkit.checkpointed(g, memory="1 MB", measure=True)
 
 
 LETTERS: dict[str, Callable] = {

@@ -32,9 +32,12 @@ from loopkit._plans.budget import Bytes, Part
 from loopkit._plans.one_price import State, best_within, few
 from loopkit._programs import shared
 
-COMPILED = 4
-"""How often a gradient is compiled to fit in a budget, until the plan is the smallest, and how many
-of the smallest plans are compiled then."""
+COMPILED = 5
+"""How often a gradient is compiled to fit in a budget, until the plan is the smallest."""
+SMALLEST = 4
+"""How many of the smallest plans are compiled then."""
+FLATTEST = 0.25
+"""The least bytes of the compiler's that a byte less of a plan is taken to save."""
 TOO_HIGH = 8
 """How many times the compiler's figure a prediction may be. Up to this, a gradient is compiled
 before its budget is refused."""
@@ -158,7 +161,7 @@ class _Ways:
     def smallest(self) -> list[Best]:
         """Return the ways that need the fewest bytes."""
         found = [self._in(way, 0, None) for way in (*self.first, *self.others)]
-        return sorted(found, key=lambda best: best.state.bytes)[:COMPILED]
+        return sorted(found, key=lambda best: best.state.bytes)[:SMALLEST]
 
     @property
     def _fastest(self) -> float:
@@ -172,10 +175,11 @@ class _Ways:
 def _measured(ways: _Ways, best: Best) -> Any:
     """Return the program for which the compiler needs no more than the budget.
 
-    If it needs more, loopkit plans with fewer bytes: in proportion, and then by what is too much.
-    If it needs less, loopkit tries once what is faster by as much as was predicted too high.
+    If it needs more, loopkit plans with fewer bytes: in proportion, then by what the last two plans
+    say of the others, and last with as few as can be. If it needs less, loopkit tries once what is
+    faster by as much as was predicted too high.
     """
-    limit, tries = ways.budget.count, 1
+    limit = ways.budget.count
     made, needed = _compiled(best)
     if needed <= limit:
         more = ways.within(best.state.bytes * limit // max(1, needed), None)
@@ -183,14 +187,17 @@ def _measured(ways: _Ways, best: Best) -> Any:
             faster, larger = _compiled(more)
             return faster if larger <= limit else made
         return made
-    while best.fits:
-        tries += 1
-        by_proportion = best.state.bytes * limit // needed
-        by_excess = best.state.bytes - (needed - limit)
-        best = ways.within({2: by_proportion, COMPILED: 0}.get(tries, by_excess), None)
+    fewer = best.state.bytes * limit // needed
+    for tries in range(2, COMPILED + 1):
+        if not best.fits:
+            break
+        before, more = best.state.bytes, needed
+        best = ways.within(0 if tries == COMPILED else fewer, None)
         made, needed = _compiled(best)
         if needed <= limit:
             return made
+        saved = (more - needed) / max(1, before - best.state.bytes)
+        fewer = best.state.bytes - int(1.1 * (needed - limit) / min(max(saved, FLATTEST), 1))
     for other in ways.smallest():
         if other.way is not best.way:
             again, fewer = _compiled(other)

@@ -1,0 +1,156 @@
+"""One budget for a program: gradients in a part of the memory that `jax.lax` takes for them.
+
+    python benchmarks/budgets.py                           # all programs
+    python benchmarks/budgets.py --programs three,decoder --repeats 15
+
+Each program gets 10, 20, 40 and 70 percent of the temporary memory of its gradient by JAX, as
+`checkpointed(f, memory=..., measure=True)`. If it has three loops or more, it also gets the same
+bytes in equal shares for its loops, by `replace_lax_loops(memory=...)`, at 20 percent.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import jax
+
+import functions
+import harness
+import layers
+import library_models
+import library_solvers
+import loopkit
+import programs_of_loops
+from harness import Measurement, describe_machine, measure, ratio, recorded, temp_bytes
+from library_program import Program
+from report import Report
+
+PARTS = {0.1: 1.5, 0.2: 1.4, 0.4: 1.25, 0.7: 1.1}
+"""The parts, and the most time relative to that of JAX; 1.33 is one more forward pass."""
+SLACK = 1.02
+SHARED = 0.2
+"""The part at which equal shares are compared."""
+TITLE = "One budget for a program"
+Made = tuple[Callable, tuple]
+
+
+def of_layers(make: Callable[[], layers.Case]) -> Made:
+    case = make()
+    return layers.loss(jax.lax.scan, case), layers.arguments(case)
+
+
+def of_function(make: Callable[[], Made]) -> Made:
+    function, arguments = make()
+    return partial(function, wrap=lambda f: f), arguments
+
+
+def of_library(make: Callable[[], Program]) -> Made:
+    made = make()
+    assert made.loss is not None
+    return made.loss, (made.at,)
+
+
+LIBRARIES = {
+    name: make
+    for name, make in (library_models.PROGRAMS | library_solvers.PROGRAMS).items()
+    if name.partition(":")[0] in ("dynamax", "numpyro", "flax", "jaxley", "ott")
+    or name == "mjx: contact"
+}
+PROGRAMS: Mapping[str, Callable[[], Made]] = {
+    **{name: partial(of_layers, make) for name, make in layers.CASES.items()},
+    **{f"{n}, no loops": partial(of_function, f) for n, f in functions.FUNCTIONS.items()},
+    **programs_of_loops.PROGRAMS,
+    **{name: partial(of_library, make) for name, make in LIBRARIES.items()},
+}
+
+
+def compare(
+    report: Report, repeats: int, wanted: Mapping[str, Callable[[], Made]] = PROGRAMS
+) -> None:
+    for name, make in wanted.items():
+        with jax.enable_x64(name in LIBRARIES):
+            try:
+                made = make()
+            except ImportError as missing:
+                report.note(f"{name} is left out: {missing}")
+            else:
+                _compare(report, repeats, name, *made)
+
+
+def _compare(report: Report, repeats: int, name: str, loss: Callable, arguments: tuple) -> None:
+    of = tuple(range(len(arguments)))
+    contenders = {"JAX": jax.grad(loss, of)}
+    whole = temp_bytes(jax.jit(contenders["JAX"]).lower(*arguments).compile()) or 0
+    for part in PARTS:
+        within = loopkit.checkpointed(loss, memory=max(1, int(part * whole)), measure=True)
+        gradient = jax.grad(within, of)
+        try:
+            jax.eval_shape(gradient, *arguments)
+        except ValueError as refused:
+            report.note(f"{name}, {part:.0%}: {refused}")
+        else:
+            contenders[f"{part:.0%}"] = gradient
+    loops = len(loopkit.explain(loopkit.checkpointed(loss), *arguments).loops)
+    if loops >= 3:
+        contenders |= _in_shares(loss, of, arguments, int(SHARED * whole) // loops)
+    results = measure(contenders, arguments, repeats, rtol=2e-2, afresh=True)
+    report.measured(recorded(name, results, "JAX"))
+    _targets(report, name, results, whole)
+
+
+def _in_shares(loss: Callable, of: tuple, arguments: tuple, share: int) -> dict[str, Callable]:
+    """Return the gradient in which each loop has as many bytes, if they are enough."""
+
+    def gradient(*given):
+        with loopkit.replace_lax_loops(memory=share):
+            return jax.grad(loss, of)(*given)
+
+    try:
+        jax.eval_shape(gradient, *arguments)
+    except ValueError:
+        return {}
+    return {f"{SHARED:.0%} in equal shares": gradient}
+
+
+def _targets(report: Report, name: str, results: Mapping[str, Measurement], whole: int) -> None:
+    before = None
+    for part, most in PARTS.items():
+        if (ours := results.get(f"{part:.0%}")) is None:
+            continue
+        report.target(
+            f"{name}, {part:.0%}: time", ratio(ours.seconds, results["JAX"].seconds), most
+        )
+        report.target(
+            f"{name}, {part:.0%}: memory of the budget", (ours.temp_bytes or 0) / (part * whole), 1
+        )
+        if before is not None:
+            over = ratio(ours.seconds, before.seconds)
+            report.target(f"{name}, {part:.0%}: time by that of the budget before", over, SLACK)
+        before = ours
+    equal, one = results.get(f"{SHARED:.0%} in equal shares"), results.get(f"{SHARED:.0%}")
+    if equal is not None and one is not None:
+        report.target(
+            f"{name}: time by that of equal shares", ratio(one.seconds, equal.seconds), 0.87
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--programs", default="", help="whose names contain one of these")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="keep the report")
+    given = parser.parse_args()
+    harness.use_one_thread()
+    begun, report = time.perf_counter(), Report()
+    wanted = {n: p for n, p in PROGRAMS.items() if any(s in n for s in given.programs.split(","))}
+    report.write(f"# {TITLE}\n\n{describe_machine()}\n")
+    compare(report, given.repeats, wanted)
+    report.summary()
+    report.save(given.markdown)
+    print(f"{time.perf_counter() - begun:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
