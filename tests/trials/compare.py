@@ -29,7 +29,7 @@ ROUNDINGS = {True: 2000.0, False: 16.0}
 ILL = 1e-4
 """Relative to the largest number: what is known no better is not compared, and counted."""
 TIE = 1e-12
-"""The part of itself by which every carry moves to see whether the steps hang on roundings."""
+"""The part of itself by which every carry moves to see whether roundings decide about steps."""
 
 
 UNKNOWN = np.errstate(invalid="ignore")
@@ -103,7 +103,7 @@ class Trial:
         return tree.unflatten(once), tree.unflatten(moves)
 
     @UNKNOWN
-    def hangs_on_roundings(self) -> bool:
+    def is_decided_by_roundings(self) -> bool:
         """Return whether a loop takes other steps if its carries move by `TIE`."""
 
         def decided(tie: float | None) -> list[list[int]]:
@@ -201,7 +201,7 @@ def compare(trial: Trial, got: Results, expected: tuple[Results, Results] | None
     try:
         _compare(trial, got, expected)
     except AssertionError:
-        if trial.hangs_on_roundings():
+        if trial.is_decided_by_roundings():
             raise IllConditioned from None
         raise
 

@@ -73,8 +73,8 @@ def test_what_is_infinite_is_not_compared():
         compare(trial, of(np.inf, 2.0), expected)
 
 
-@pytest.mark.parametrize(("margin", "hangs"), [(0.0, True), (-0.5, False)])
-def test_what_hangs_on_roundings_is_not_compared(margin, hangs):
+@pytest.mark.parametrize(("margin", "rounded"), [(0.0, True), (-0.5, False)])
+def test_what_is_decided_by_roundings_is_not_compared(margin, hangs):
     """A mean of equal numbers may be a little more, or less, than one of them."""
     body = f"""
 def program(a1, n, m, flag, key):
@@ -82,9 +82,9 @@ def program(a1, n, m, flag, key):
     return (loops.while_loop(lambda x: x > least, lambda x: x - 1.0, a1[0], max_steps=9),)
 """
     trial = Trial(Program(body, (Type(shape=(3,)),), frozenset()), "r")
-    assert trial.hangs_on_roundings() == hangs
+    assert trial.is_decided_by_roundings() == rounded
     value, derived = (np.asarray(v) for v in ([100.0], [9.0] * 3))
-    with pytest.raises(IllConditioned if hangs else AssertionError):
+    with pytest.raises(IllConditioned if rounded else AssertionError):
         compare(trial, Results(list(value), derived))
 
 
