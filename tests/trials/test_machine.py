@@ -74,7 +74,7 @@ def test_what_is_infinite_is_not_compared():
 
 
 @pytest.mark.parametrize(("margin", "rounded"), [(0.0, True), (-0.5, False)])
-def test_what_is_decided_by_roundings_is_not_compared(margin, hangs):
+def test_what_roundings_decide_is_not_compared(margin, rounded):
     """A mean of equal numbers may be a little more, or less, than one of them."""
     body = f"""
 def program(a1, n, m, flag, key):
