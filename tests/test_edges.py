@@ -149,3 +149,44 @@ def test_results_have_the_type_of_the_carry():
     assert isinstance(out, Box)
     assert out.unit == "metre"
     assert out.value == 4.0
+
+
+SETTINGS = [{}, {"checkpoints": 1}, {"checkpoints": 2}, {"checkpoints": "all"}, {"memory": "1 MB"}]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("bound", [1, 2, 5])
+def test_fewer_steps_than_the_bound(bound, settings):
+    """Of any size: with few bytes a loop keeps residuals, with more it keeps carries."""
+
+    def run(x, n):
+        body = lambda c: (c[0] + 1, jnp.sin(c[1]) * jnp.cos(c[1]))
+        return loopkit.while_loop(lambda c: c[0] < n, body, (0, x), max_steps=bound, **settings)[1]
+
+    def unrolled(x, n):
+        for _ in range(n):
+            x = jnp.sin(x) * jnp.cos(x)
+        return x
+
+    slopes = lambda f: jax.grad(lambda x, n: jnp.sum(jnp.sin(f(x, n))))
+    of_loop = jax.jit(slopes(run))
+    for size in (3, 50, 2000):
+        x = jnp.linspace(-1.0, 1.0, size)
+        for n in range(bound + 1):
+            assert_close(of_loop(x, n), slopes(unrolled)(x, n))
+        counts = jnp.array([bound, 0])
+        got = jax.jit(jax.vmap(slopes(run)))(jnp.stack([x, x]), counts)
+        assert_close(got[0], slopes(unrolled)(x, bound))
+        assert_close(got[1], slopes(unrolled)(x, 0))
+
+
+@pytest.mark.parametrize("bound", [1, 2])
+def test_second_derivatives_of_no_step(bound):
+    def f(x, n):
+        body = lambda c: (c[0] + 1, jnp.sin(c[1]) + jnp.sin(c[1]).mean())
+        c = loopkit.while_loop(lambda c: c[0] < n, body, (0, x), max_steps=bound)
+        return jnp.sum(jnp.sin(c[1]))
+
+    x = jnp.linspace(-1.0, 1.0, 9)
+    twice = jax.jit(jax.jacrev(jax.jacfwd(f)))
+    assert_close(twice(x, 0), jnp.diag(-jnp.sin(x)))

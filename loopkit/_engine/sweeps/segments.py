@@ -127,8 +127,10 @@ class EverySegment(Sweep):
         length = self.how.plan.segment
         last = stepping.quotient(steps + (length - 1), length) - 1
         s = s._replace(rows=self.rows(step), ahead=self.load_ahead(step.operands, s.stacks, last))
-        # The loop may take no step. Products of rows that were never written would then be wrong.
-        if self.how.plan.segments == 1 and (step.products is None or isinstance(steps, int)):
+        # If no step is taken, a segment of one step would be reversed all the same, and products of
+        # rows that were never written would be wrong.
+        may_be_empty = not isinstance(steps, int) and (length == 1 or step.products is not None)
+        if self.how.plan.segments == 1 and not may_be_empty:
             return reverse_one(0, steps, s._replace(segment=jnp.int32(0))).cts
         return reverse_segments(reverse_one, length, steps, s).cts
 
