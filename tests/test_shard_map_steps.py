@@ -232,6 +232,22 @@ def test_a_check_that_is_the_same_on_devices_of_which_some_have_stopped():
     assert_close(jax.jit(sharded)(x), jnp.stack(wanted))
 
 
+def test_what_a_checked_loop_returns_is_the_same_on_devices_of_which_some_have_stopped():
+    """An inner loop reads a list, which is checked, and the list is the same everywhere."""
+
+    def body(y):
+        start = loopkit.TensorArray.empty(4, jnp.zeros(()))
+        pick = lambda c, _: ((c[0] + c[1].read(2), c[1]), None)
+        (more, kept), _ = loopkit.scan(pick, (y, start), None, 2)
+        return y * y + more + jnp.sum(kept.stack()) + 1
+
+    x = jnp.linspace(-0.9, 2.4, 4)
+    each = lambda x: loopkit.while_loop(lambda y: y < 2, body, x[0], max_steps=9)[None]
+    sharded = jax.shard_map(each, mesh=MESH, in_specs=P("d"), out_specs=P("d"))
+    wanted = [lax.while_loop(lambda y: y < 2, lambda y: y * y + y + 1, v) for v in x]
+    assert_close(jax.jit(sharded)(x), jnp.stack(wanted))
+
+
 def test_keys_that_differ_between_devices():
     """Their zeros stand for them in what is only transposed, and differ between devices too."""
 

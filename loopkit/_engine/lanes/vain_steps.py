@@ -54,9 +54,21 @@ def bound_if(counts: Any) -> Callable[[Any, list], list]:
     return lambda eqn, ins: _bind(eqn, ins, counts)
 
 
+def _alike(eqn: _jax.Equation, ins: list) -> list:
+    """Return the operands, all of which vary over the devices over which one varies since.
+
+    A loop whose checks ask `counts` may return values that vary over the devices as `counts` does.
+    """
+    pairs = zip(map(jax.typeof, ins), eqn.invars, strict=True)
+    since = [t for t, of in pairs if _jax.varying(t) - _jax.varying(of.aval)]
+    return [_jax.vary_like(v, since) for v in ins] if since else ins
+
+
 def _bind(eqn: _jax.Equation, ins: list, counts: Any) -> list:
     if eqn.primitive is _jax.pvary_p:  # where `counts` varies, what is made of it does already
         return [_jax.vary_like(ins[0], [eqn.outvars[0].aval])]
+    if "loop" not in eqn.params:
+        ins = _alike(eqn, ins)
     if not is_checked(eqn):
         return _jax.bind_equation(eqn, ins)
     if eqn.primitive is taken_p or eqn.primitive.name == IN_ANY_LANE:
