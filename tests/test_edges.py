@@ -157,7 +157,7 @@ SETTINGS = [{}, {"checkpoints": 1}, {"checkpoints": 2}, {"checkpoints": "all"}, 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("bound", [1, 2, 5])
 def test_fewer_steps_than_the_bound(bound, settings):
-    """With few bytes a loop keeps residuals, and with more it keeps carries."""
+    """A loop of few bytes keeps residuals, and one of more keeps carries."""
 
     def run(x, n):
         body = lambda c: (c[0] + 1, jnp.sin(c[1]) * jnp.cos(c[1]))
