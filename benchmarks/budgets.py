@@ -33,23 +33,29 @@ SLACK = 1.02
 SHARED = 0.2
 """The part at which equal shares are compared."""
 TITLE = "One budget for a program"
-Made = tuple[Callable, tuple]
+Made = tuple[Callable, tuple, Callable | None]
+"""A loss, its arguments, and the gradient of a library's own if JAX has none."""
 
 
 def of_layers(make: Callable[[], layers.Case]) -> Made:
     case = make()
-    return layers.loss(jax.lax.scan, case), layers.arguments(case)
+    return layers.loss(jax.lax.scan, case), layers.arguments(case), None
 
 
-def of_function(make: Callable[[], Made]) -> Made:
+def of_function(make: Callable[[], tuple[Callable, tuple]]) -> Made:
     function, arguments = make()
-    return partial(function, wrap=lambda f: f), arguments
+    return partial(function, wrap=lambda f: f), arguments, None
+
+
+def of_loops(make: Callable[[], tuple[Callable, tuple]]) -> Made:
+    return *make(), None
 
 
 def of_library(make: Callable[[], Program]) -> Made:
     made = make()
     assert made.loss is not None
-    return made.loss, (made.at,)
+    own = next(iter(made.own.values()))
+    return made.loss, (made.at,), lambda at: (own(at),)
 
 
 LIBRARIES = {
@@ -61,7 +67,7 @@ LIBRARIES = {
 PROGRAMS: Mapping[str, Callable[[], Made]] = {
     **{name: partial(of_layers, make) for name, make in layers.CASES.items()},
     **{f"{n}, no loops": partial(of_function, f) for n, f in functions.FUNCTIONS.items()},
-    **programs_of_loops.PROGRAMS,
+    **{name: partial(of_loops, make) for name, make in programs_of_loops.PROGRAMS.items()},
     **{name: partial(of_library, make) for name, make in LIBRARIES.items()},
 }
 
@@ -79,9 +85,16 @@ def compare(
                 _compare(report, repeats, name, *made)
 
 
-def _compare(report: Report, repeats: int, name: str, loss: Callable, arguments: tuple) -> None:
+def _compare(
+    report: Report,
+    repeats: int,
+    name: str,
+    loss: Callable,
+    arguments: tuple,
+    own: Callable | None,
+) -> None:
     of = tuple(range(len(arguments)))
-    contenders = {"JAX": jax.grad(loss, of)}
+    contenders = {"JAX": own or jax.grad(loss, of)}
     whole = temp_bytes(jax.jit(contenders["JAX"]).lower(*arguments).compile()) or 0
     for part in PARTS:
         within = loopkit.checkpointed(loss, memory=max(1, int(part * whole)), measure=True)

@@ -23,7 +23,6 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 import beams
-import budgets
 import buffers
 import cards
 import costs
@@ -111,7 +110,6 @@ def parts() -> Iterator[tuple[str, Part]]:
     yield "programs/newest", Part("Loops of libraries", programs.compare)
     yield "programs/oldest", Part("Loops of libraries, oldest JAX", programs.compare)
     yield "functions/budget", Part(functions.TITLE, functions.compare)
-    yield "budgets/programs", Part(budgets.TITLE, budgets.compare)
     yield "second/products", Part(second_order.TITLE, second_order.compare)
     for name, (title, run) in cards.SECTIONS.items():
         yield f"cards/{name}", Part(title, run)
