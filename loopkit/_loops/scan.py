@@ -171,13 +171,14 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: lax takes th
         check_words(reduce)
     length, symbolic = inputs.length, _jax.is_symbolic(inputs.length)
     trips = _jax.SYMBOLIC if symbolic else length
+    beyond = {"truncate": truncate, "every": every, "reduce": reduce}
     own = {"out_axes": out_axes, "reverse": reverse, "split_transpose": split}
     spec = LoopSpec.of(NAMES, (f, until), init, inputs, length, asked, trips, **own)
     if symbolic:
-        _check_symbolic(spec, {"every": every, "reduce": reduce, "truncate": truncate})
+        _check_symbolic(spec, beyond)
         spec = spec._replace(budget="all", unroll=1)
-    if truncate is not None:
-        check_split(spec, as_lax=False)
+    given = [name for name, value in beyond.items() if value is not None]
+    check_split(spec, [*given, *["out_axes"] * has_none(out_axes)])
     if split and spec.budget is None:
         spec = spec._replace(budget="all")
     if every is not None or reduce is not None or has_none(out_axes):
@@ -189,7 +190,7 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: lax takes th
 
 def _check_symbolic(spec: LoopSpec, others: dict[str, Any]) -> None:
     """Raise if a scan of symbolic length, which lax runs, has settings that lax lacks."""
-    others |= {"until": spec.predicate, "buffers": spec.buffers}
+    others = others | {"until": spec.predicate, "buffers": spec.buffers}
     others |= {"checkpoints": spec.budget, "progress": spec.progress}
     others["unroll"] = (spec.unroll != 1 and spec.unroll) or None
     given = [k for k, v in others.items() if v is not None and v != "all"]

@@ -6,7 +6,7 @@ A loop runs in Python under `jax.disable_jit`, for a debugger and for print.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,21 +65,27 @@ def row_types(spec: LoopSpec) -> tuple[_jax.TreeDef, list]:
 
 def _runs_as_lax(spec: LoopSpec, traced: Traced) -> bool:
     """Return whether the loop runs as the scan of lax: it stores all, with no other setting."""
-    leading = not any((*traced.loop.x_axes, *traced.loop.y_axes))
-    as_lax = spec.budget == "all" and spec.predicate is None and leading and not spec.carried.any
-    as_lax = as_lax and spec.progress is None  # lax shows no progress on the way back
-    check_split(spec, as_lax)
-    if not as_lax or _jax.is_symbolic(spec.length):
-        return as_lax
+    asked = {
+        "checkpoints": spec.budget != "all",
+        "until": spec.predicate is not None,
+        "in_axes": any(traced.loop.x_axes),
+        "out_axes": any(traced.loop.y_axes),
+        "buffers": spec.carried.any,
+        "progress": spec.progress is not None,  # lax shows no progress on the way back
+    }
+    beyond = [name for name, is_asked in asked.items() if is_asked]
+    check_split(spec, beyond)
+    if beyond or _jax.is_symbolic(spec.length):
+        return not beyond
     body = traced.loop.body
     return not (equations.lax_loses_rules(body) or equations.lax_loses_calls(body))
 
 
-def check_split(spec: LoopSpec, as_lax: bool) -> None:
-    """Raise if `_split_transpose` is asked for, and the loop does not run as the scan of lax."""
-    if spec.split_transpose and not as_lax:
+def check_split(spec: LoopSpec, beyond: Sequence[str]) -> None:
+    """Raise if `_split_transpose` is asked for beside arguments that the scan of lax lacks."""
+    if spec.split_transpose and beyond:
         expected = "can be True only if the loop stores all steps on leading axes, as lax.scan does"
-        got = f"checkpoints={spec.budget!r} and other settings that lax.scan lacks"
+        got = f"it is True, with {', '.join(f'`{name}`' for name in beyond)}"
         argument, advice = "_split_transpose", "Leave it out."
         raise errors.wrong_value(spec.names.function, argument, expected, got, advice)
 

@@ -47,7 +47,10 @@ def scan(w: Writer) -> None:
         w.line(f"return {new}, {y_tree.text(values) if ys else None}")
     how = scan_options(w, carry, most, axes, xs)
     kept = draw_kept(w, ys, most, how)
-    how |= kept.options(y_tree, len(set(kept.words)) == 1 and w.d.chance(50))
+    some = kept.options(y_tree, len(set(kept.words)) == 1 and w.d.chance(50))
+    if some:
+        how.pop("_split_transpose", None)  # lax has no such scan
+    how |= some
     out_axes = stacked_along(w, ys, how, kept)
     how |= {} if out_axes is None else {"out_axes": y_tree.text([str(a) for a in out_axes])}
     how |= options.flag(w, "return_info", 20, "return_info")
