@@ -24,6 +24,27 @@ def test_the_compiler_needs_no_more_than_the_budget():
     assert_close(jax.jit(jax.grad(measured, (0, 1)))(X, W), wanted)
 
 
+def test_what_a_function_closes_over_is_a_constant_for_the_compiler(monkeypatch):
+    """It needs no cotangent. Yet a loop that reads a constant may need a copy of it."""
+    matrix, x = jnp.cos(jnp.arange(64.0 * 64)).reshape(64, 64), jnp.ones((8, 64))
+
+    def f(x):
+        step = lambda c, _: (jnp.tanh(c @ matrix) + jnp.sin(c), None)
+        return jnp.sum(lax.scan(step, x, None, 20)[0])
+
+    figures, temporary_bytes = [], whole_program.temporary_bytes
+
+    def reported(*given):
+        figures.append(temporary_bytes(*given))
+        return figures[-1]
+
+    monkeypatch.setattr(whole_program, "temporary_bytes", reported)
+    measured = loopkit.checkpointed(f, memory=30_000, measure=True)
+    compiled = jax.jit(jax.grad(measured)).lower(x).compile().memory_analysis()
+    assert compiled.temp_size_in_bytes in figures
+    assert compiled.temp_size_in_bytes <= 30_000
+
+
 @pytest.mark.slow
 def test_the_smallest_plan_that_an_error_names_will_do():
     few = loopkit.checkpointed(two, memory=1600, measure=True)
@@ -66,7 +87,7 @@ def test_a_budget_that_is_hard_to_meet_is_used(monkeypatch):
     def f(x):
         return jnp.sum(lax.scan(step, x, length=1000)[0])
 
-    def reported(jaxpr):
+    def reported(jaxpr, *given):
         figures.append(int(0.8 * limit + 0.3 * temporary_bytes(jaxpr)))
         return figures[-1]
 

@@ -83,7 +83,7 @@ class Entry:
     def beside(self) -> list[Path]:
         """The files of examples/ that it reads or imports, and what those import."""
         found = dict.fromkeys(EXAMPLES / name for name in self.reads)
-        waiting = [self.program, *found]
+        waiting = [path for path in (self.program, *found) if path.suffix == ".py"]
         while waiting:
             for path in imported(waiting.pop()):
                 if path not in found:

@@ -210,7 +210,8 @@ def _traced(fn: Callable, settings: Settings, leaves: list, tree: _jax.TreeDef) 
     has_rules = any(_jax.name_of_primitive(e).startswith(rules) for e in found)
     if not has_rules:  # loops in rules are traced later
         _check_found(settings, has_loops)
-    planned = with_parts(jaxpr, settings.budget) if isinstance(settings.budget, Part) else jaxpr
+    budget = settings.budget
+    planned = with_parts(jaxpr, budget, consts) if isinstance(budget, Part) else jaxpr
     changed = has_loops or planned is not jaxpr
     jaxpr = with_rules(planned, settings)
     same = interned(jaxpr)

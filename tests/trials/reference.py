@@ -47,9 +47,10 @@ class Decisions:
         return self.made[-1]
 
     def begun(self, carry: Any) -> Any:
-        return self.moved(arrays(carry)) if self.from_start else arrays(carry)
+        return self.moved(carry) if self.from_start else arrays(carry)
 
     def moved(self, carry: Any) -> Any:
+        carry = arrays(carry)
         if self.noise is None:
             return carry
 

@@ -6,7 +6,7 @@ among the plans of the loops. The fastest way that fits is taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -68,10 +68,12 @@ class Best(NamedTuple):
         return self.way.nanoseconds + self.state.nanoseconds
 
 
-def with_parts(jaxpr: _jax.Jaxpr, budget: Part) -> Any:
+def with_parts(jaxpr: _jax.Jaxpr, budget: Part, first: Sequence[Any] = ()) -> Any:
     """Return a program of which code runs again, and whose loops have parts of a budget.
 
     The parts are for the gradient in all inputs. Only loops without a number take part.
+
+    `first` has the values of the first inputs. The compiler gets those that are known.
     """
     if budget.measured and (axes := _axes_around(jaxpr)):
         expected = "cannot be True under `jax.shard_map`, or where `fn` exchanges values along an "
@@ -90,7 +92,7 @@ def with_parts(jaxpr: _jax.Jaxpr, budget: Part) -> Any:
         return with_budget(eqn, replace(part, number=count))
 
     numbered = equations.map_equations(jaxpr, with_number)
-    ways = _Ways(numbered, budget)
+    ways = _Ways(numbered, budget, first)
     if not ways.first and not ways.others:  # it has no derivative
         return jaxpr
     best = ways.within(budget.count, budget.host)
@@ -99,7 +101,7 @@ def with_parts(jaxpr: _jax.Jaxpr, budget: Part) -> Any:
     if best.fits:
         return _settled(best.way.program(), best.state)
     if _may_fit(budget, best) and not _axes_around(jaxpr):
-        return _smallest(budget, best)
+        return _smallest(ways, best)
     return _refused(_settled(best.way.program(), best.state), _refusal(budget, best))
 
 
@@ -118,8 +120,9 @@ def _axes_around(jaxpr: _jax.Jaxpr) -> list[str]:
 class _Ways:
     """The ways to run a program, from the fastest to the smallest. Most are made if asked for."""
 
-    def __init__(self, numbered: _jax.Jaxpr, budget: Part) -> None:
+    def __init__(self, numbered: _jax.Jaxpr, budget: Part, first: Sequence[Any]) -> None:
         self.budget, self.choices = budget, {}
+        self._known = [None if _jax.is_tracer(v) else v for v in first]
         self._numbered, self._divides = numbered, True
         self.first: list[Way] = []
         eqns = _jax.open_jaxpr(equations.inlined(numbered)).eqns
@@ -146,6 +149,18 @@ class _Ways:
         some = few(found.divisions, DIVISIONS) if found.loops else found.divisions
         make = lambda d: Timeline(d.moments, found.loops)
         return [Way(make(d), d.nanoseconds, partial(found.program, d)) for d in some]
+
+    def compiled(self, best: Best) -> tuple[Any, int]:
+        """Return the program in a way, and the compiler's figure for its gradient."""
+        made = _settled(best.way.program(), best.state)
+        try:
+            return made, temporary_bytes(made, self._known)
+        except Exception as error:
+            raise NotCompiledError(
+                "loopkit.checkpointed: `measure` can be True only if the gradient of `fn` in all "
+                "its arguments compiles here. Leave it out. "
+                f"Got: {type(error).__name__}: {error}"
+            ) from error
 
     def within(self, count: int, host: int | None) -> Best:
         """Return the fastest way within so many bytes; if there is none, the smallest."""
@@ -180,11 +195,11 @@ def _measured(ways: _Ways, best: Best) -> Any:
     faster by as much as was predicted too high.
     """
     limit = ways.budget.count
-    made, needed = _compiled(best)
+    made, needed = ways.compiled(best)
     if needed <= limit:
         more = ways.within(best.state.bytes * limit // max(1, needed), None)
         if more.nanoseconds < best.nanoseconds:
-            faster, larger = _compiled(more)
+            faster, larger = ways.compiled(more)
             return faster if larger <= limit else made
         return made
     fewer = best.state.bytes * limit // needed
@@ -193,24 +208,25 @@ def _measured(ways: _Ways, best: Best) -> Any:
             break
         before, more = best.state.bytes, needed
         best = ways.within(0 if tries == COMPILED else fewer, None)
-        made, needed = _compiled(best)
+        made, needed = ways.compiled(best)
         if needed <= limit:
             return made
         saved = (more - needed) / max(1, before - best.state.bytes)
         fewer = best.state.bytes - int(1.1 * (needed - limit) / min(max(saved, FLATTEST), 1))
     for other in ways.smallest():
         if other.way is not best.way:
-            again, fewer = _compiled(other)
+            again, fewer = ways.compiled(other)
             if fewer <= limit:
                 return again
             made, needed = min((made, needed), (again, fewer), key=lambda pair: pair[1])
     return _refused(made, _refusal_as_compiled(limit, needed, best))
 
 
-def _smallest(budget: Part, best: Best) -> Any:
+def _smallest(ways: _Ways, best: Best) -> Any:
     """Return the program in its smallest way, if the compiler needs less than was predicted."""
+    budget = ways.budget
     try:
-        made, needed = _compiled(best)
+        made, needed = ways.compiled(best)
     except NotCompiledError:
         made, needed = _settled(best.way.program(), best.state), best.state.bytes
     if needed <= budget.count:
@@ -224,45 +240,33 @@ class NotCompiledError(ValueError):
     """The gradient in all inputs does not compile: there is none, or no device for it."""
 
 
-def _compiled(best: Best) -> tuple[Any, int]:
-    """Return a program, and the compiler's figure for its gradient."""
-    made = _settled(best.way.program(), best.state)
-    try:
-        return made, temporary_bytes(made)
-    except Exception as error:
-        raise NotCompiledError(
-            "loopkit.checkpointed: `measure` can be True only if the gradient of `fn` in all its "
-            f"arguments compiles here. Leave it out. Got: {type(error).__name__}: {error}"
-        ) from error
-
-
 def _refused(jaxpr: _jax.Jaxpr, reason: str) -> Any:
     """Return the program, whose gradient raises an error."""
     run = lambda *values: without_gradient(_jax.call_jaxpr(jaxpr)(*values), reason)
     return _jax.trace_closed(run, jaxpr.in_avals, "refused")
 
 
-def temporary_bytes(jaxpr: _jax.Jaxpr) -> int:
-    """Return the compiler's figure for the temporary memory of the gradient in all inputs."""
-    types = map(_jax.on_devices, jaxpr.in_avals)
-    compiled = jax.jit(_gradient_of(jaxpr)).lower(*types).compile()
-    figures: Any = compiled.memory_analysis()
-    return figures.temp_size_in_bytes
+def temporary_bytes(jaxpr: _jax.Jaxpr, first: Sequence[Any] = ()) -> int:
+    """Return the compiler's figure for the temporary memory of the gradient in all inputs.
 
-
-def _gradient_of(jaxpr: _jax.Jaxpr) -> Callable:
-    """Return the function from the inputs of a program to their cotangents, for ones."""
+    `first` has values for the first inputs, which are constants then, or None.
+    """
+    types = list(map(_jax.on_devices, jaxpr.in_avals))
+    known = [*first, *[None] * (len(types) - len(first))]
+    free = [v is None for v in known]
     outs = list(map(_jax.is_differentiable, jaxpr.out_avals))
-    ins = list(map(_jax.is_differentiable, jaxpr.in_avals))
+    ins = list(map(_jax.is_differentiable, kept(jaxpr.in_avals, free)))
 
     def gradient(*values: jax.Array) -> Any:
         def of(*moving: jax.Array) -> list:
-            return kept(_jax.call_jaxpr(jaxpr)(*spread(moving, ins, values)), outs)
+            given = spread(spread(moving, ins, values), free, known)
+            return kept(_jax.call_jaxpr(jaxpr)(*given), outs)
 
         results, pullback = jax.vjp(of, *kept(values, ins))
         return pullback([jax.numpy.ones_like(v) for v in results])
 
-    return gradient
+    figures: Any = jax.jit(gradient).lower(*kept(types, free)).compile().memory_analysis()
+    return figures.temp_size_in_bytes
 
 
 def _settled(numbered: _jax.Jaxpr, state: State) -> Any:
