@@ -43,6 +43,7 @@ def test_what_a_function_closes_over_is_a_constant_for_the_compiler(monkeypatch)
     compiled = jax.jit(jax.grad(measured)).lower(x).compile().memory_analysis()
     assert compiled.temp_size_in_bytes in figures
     assert compiled.temp_size_in_bytes <= 30_000
+    assert loopkit.explain(measured, x).gradient.compiled == compiled.temp_size_in_bytes
 
 
 @pytest.mark.slow

@@ -103,6 +103,7 @@ class GradientBytes:
     """The nanoseconds of the code between loops that runs again, as predicted: what is under
     `jax.checkpoint`, and what a budget puts there."""
     program: Any = field(repr=False, compare=False)
+    constants: list = field(repr=False, compare=False)
 
     @property
     def peak(self) -> int:
@@ -112,7 +113,7 @@ class GradientBytes:
     @cached_property
     def compiled(self) -> int:
         """The compiler's figure. It takes as long as to compile the gradient."""
-        return temporary_bytes(self.program)
+        return temporary_bytes(self.program, self.constants)
 
     def __str__(self) -> str:
         most = sorted(self.holders, key=lambda held: -held[1])[:FEW]
@@ -135,10 +136,11 @@ def gradient_bytes(jaxpr: _jax.Jaxpr) -> GradientBytes | None:
     divided = any(map(is_stretch, equations.all_equations(jaxpr)))
     if not divided and not any(isinstance(budget, Bytes) for budget in found):
         return None
-    jaxpr = _jax.without_constants(jaxpr)
-    line, state = predicted(jaxpr)
+    alone = _jax.without_constants(jaxpr)
+    line, state = predicted(alone)
     bytes_then = tuple((m.what, m.bytes(state.chosen)) for m in line.moments)
-    return GradientBytes(bytes_then, tuple(line.holders(state)), line.again, jaxpr)
+    holders = tuple(line.holders(state))
+    return GradientBytes(bytes_then, holders, line.again, alone, list(jaxpr.consts))
 
 
 def _outermost(jaxpr: _jax.Jaxpr) -> list:
