@@ -14,7 +14,7 @@ Chen et al. 2016 describe the trade; the cut is that of a maximum flow (`max_flo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -25,20 +25,7 @@ from loopkit import _jax
 from loopkit._jaxprs import equations, max_flow
 from loopkit._jaxprs.cost import FREE, equation_nanoseconds
 from loopkit._jaxprs.max_flow import SOURCE, TARGET, Edge
-
-_FREE_TO_REMAKE = """
-    abs add add_any and bitcast_convert_type broadcast_in_dim ceil clamp complex concatenate conj
-    convert_element_type copy copy_p div dynamic_slice eq expand_dims floor ge gt imag integer_pow
-    iota is_finite le lt max min mul name ne neg not one_minus_square or pad pvary real
-    reduce_precision rem reshape rev round select_n shift_left shift_right_arithmetic
-    shift_right_logical sign slice split sqrt square squeeze stack stop_gradient sub transpose
-    unstack xor
-"""
-CHEAP = frozenset(_FREE_TO_REMAKE.split())
-"""Primitives that cost nothing to run again."""
-UNREPEATABLE = frozenset(("rng_uniform", "pure_callback"))
-"""Primitives that may give another result, or take any time, when they run again. Primitives with
-effects do not run again either, except collectives."""
+from loopkit._jaxprs.repeatable import is_cheap, is_repeatable
 
 EACH = 32
 """The cost of an array beyond its bytes, in bytes."""
@@ -135,7 +122,7 @@ class Residuals:
     def _time(self, eqn: _jax.Equation) -> float:
         if not is_repeatable(eqn) or (self.saves_all and self._may_store(eqn)):
             return inf
-        if _is_cheap(eqn) or id(eqn) in self.again:
+        if is_cheap(eqn) or id(eqn) in self.again:
             return 0
         return max(1, round(PICOSECONDS * equation_nanoseconds(eqn)))
 
@@ -205,14 +192,14 @@ class Residuals:
 
     def _follows(self, v: _jax.Var, kept: set) -> bool:
         eqn = self._maker(v)
-        operands = set() if eqn is None or not _is_cheap(eqn) else set(equations.variables(eqn))
+        operands = set() if eqn is None or not is_cheap(eqn) else set(equations.variables(eqn))
         return len(operands) == 1 and operands.isdisjoint({v}) and operands <= kept
 
     def _in_memory(self, v: _jax.Var) -> Any:
         passes = lambda eqn: eqn.primitive.name in FREE and bool(equations.variables(eqn))
         v = equations.source(v, self._maker, passes)
         eqn = self._maker(v)
-        if eqn is None or not _is_cheap(eqn):
+        if eqn is None or not is_cheap(eqn):
             return v
         compared = max(equations.variables(eqn), key=_size, default=v)
         return self._in_memory(compared) if _size(compared) > _size(v) else v
@@ -248,26 +235,45 @@ class Residuals:
         return found
 
     def _between(self, more: Point, less: Point) -> list[Point]:
-        """Leave out of `more` one variable after another, the least time for its bytes first."""
-        size = lambda stored: sum(_size(v) for v in stored if v not in self._costless)
-        stored, points = dict.fromkeys((*self._costless, *more.stored)), []
-        grain = size(stored) // RESOLUTION
+        """Return choices between two points that are far apart, each with less time or bytes."""
+        size, points = self._bytes, [more]
+        grain = size(more.stored) // RESOLUTION
         large = [v for v in more.stored if _size(v) > grain]
         searched = len(large) ** 2 * len(self.step.eqns)
-        if size(less.stored) > FAR * size(stored) or searched > LONGEST_SEARCH:
+        if size(less.stored) > FAR * size(more.stored) or searched > LONGEST_SEARCH:
             return []
+        carry = {*self.step.invars[self.constants : self.slices]}.difference(self._costless)
+        beside = [()] if carry.issubset(more.stored) else [(), carry]
+        found = [p for some in beside for p in self._without_some(more, less, some)]
+        for point in sorted(found, key=lambda p: (p.nanoseconds, size(p.stored))):
+            if size(point.stored) < size(points[-1].stored) - grain:
+                points.append(point)
+        return points[1:]
+
+    def _without_some(
+        self, more: Point, less: Point, beside: Iterable[_jax.Var]
+    ) -> Iterator[Point]:
+        """Leave out of `more` one variable after another, the least time for its bytes first.
+
+        What lies `beside` may be stored instead.
+        """
+        stored = dict.fromkeys((*self._costless, *more.stored, *beside))
+        kept, grain = more.stored, self._bytes(more.stored) // RESOLUTION
         time, most = more.nanoseconds * PICOSECONDS, less.nanoseconds * PICOSECONDS
         while True:
-            room = size(stored) - size(less.stored) - grain
-            some = [v for v in large if v in stored and _size(v) < room]
-            times = {v: self._again(stored.keys() - {v})[0] for v in some}
-            if not (fit := [v for v in times if times[v] < most]):
-                return points
-            left_out = min(fit, key=lambda v: (times[v] - time) / _size(v))
+            room = self._bytes(kept) - self._bytes(less.stored) - grain
+            some = [v for v in kept if grain < _size(v) < room and v not in self._costless]
+            made = {v: self._again(stored.keys() - {v}) for v in some}
+            if not (fit := [v for v in some if made[v][0] < most]):
+                return
+            rest = {v: tuple(u for u in stored if u in made[v][1] and u is not v) for v in fit}
+            yield from (Point(less.price, made[v][0] / PICOSECONDS, rest[v]) for v in fit)
+            left_out = min(fit, key=lambda v: (made[v][0] - time) / _size(v))
+            time, kept = made[left_out][0], rest[left_out]
             del stored[left_out]
-            time, read = self._again(stored)
-            kept = tuple(v for v in stored if v in read)
-            points.append(Point(less.price, time / PICOSECONDS, kept))
+
+    def _bytes(self, stored: Iterable[_jax.Var]) -> int:
+        return sum(_size(v) for v in stored if v not in self._costless)
 
     def _again(self, stored: Container[_jax.Var]) -> tuple[float, set]:
         """Return the picoseconds to make the residuals of what is stored, and what is read."""
@@ -308,7 +314,7 @@ class Residuals:
             met.add(v)
             eqn = maker(v)
             assert eqn is not None, "what is neither given nor stored is made by an equation"
-            if v in self.given and not (_is_cheap(eqn) and self.times[id(eqn)] < inf):
+            if v in self.given and not (is_cheap(eqn) and self.times[id(eqn)] < inf):
                 hoisted.append(v)
             else:
                 assert self.times[id(eqn)] < inf, "what may not be made again is stored"
@@ -327,12 +333,6 @@ class Residuals:
         return _jax.offloads(self.policy, eqn)
 
 
-def is_repeatable(eqn: _jax.Equation) -> bool:
-    """Return whether an equation gives the same result each time, and has no other effect."""
-    inside = (e for j in equations.jaxprs_in(eqn) for e in equations.all_equations(j))
-    return not any(_jax.acts(e.effects) or e.primitive.name in UNREPEATABLE for e in (eqn, *inside))
-
-
 def _size(v: _jax.Var) -> int:
     """Return the cost of storing a variable, in bytes."""
     return _jax.byte_count(v.aval) + EACH
@@ -340,11 +340,3 @@ def _size(v: _jax.Var) -> int:
 
 def _is_variable(v: _jax.Atom) -> bool:
     return not isinstance(v, _jax.Literal)
-
-
-def _is_cheap(eqn: _jax.Equation) -> bool:
-    if eqn.effects:
-        return False
-    if equations.is_call(eqn):
-        return all(map(_is_cheap, _jax.open_jaxpr(eqn.params["jaxpr"]).eqns))
-    return eqn.primitive.name in CHEAP

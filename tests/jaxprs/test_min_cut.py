@@ -282,3 +282,23 @@ def test_between_points_that_are_far_apart_there_are_more_choices():
     assert residuals.frontier == [both, fewer, none]
     assert both.nanoseconds < beside.nanoseconds < fewer.nanoseconds < none.nanoseconds
     assert both.price < beside.price < fewer.price
+
+
+def test_between_such_points_the_carry_may_be_stored_instead():
+    typed = lambda *shape: _jax.ShapedArray(shape, jnp.dtype("float64"))
+
+    def fun(wide, back, up, h):
+        centred = h - jnp.mean(h, 1, keepdims=True)
+        first = centred @ wide @ back @ wide
+        then = h + first @ back
+        again = then - jnp.mean(then, 1, keepdims=True)
+        return [h, centred, first, again, again @ up]
+
+    types = [typed(40, 120), typed(120, 40), typed(40, 160), typed(40, 40)]
+    step = _jax.trace_closed(fun, types, "step")
+    residuals = min_cut.Residuals(step, 1, 3, 4, [False])
+    carry, (_, first, _, second) = step.jaxpr.invars[3], step.jaxpr.outvars[1:]
+    fastest, beside, *_ = residuals.choices
+    assert set(fastest.stored) == set(step.jaxpr.outvars[1:])
+    assert set(beside.stored) == {carry, first, second}
+    assert beside not in residuals.frontier

@@ -14,7 +14,7 @@ from loopkit._engine.loop import Loop
 from loopkit._engine.primitives import PARTIAL_EVAL_RULES, forward_p
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.dataflow import interpret
-from loopkit._jaxprs.min_cut import is_repeatable
+from loopkit._jaxprs.repeatable import is_repeatable
 
 ROOM = 1024
 """The bytes of an inner loop's residuals up to which each step of the outer loop keeps them."""

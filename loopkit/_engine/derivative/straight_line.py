@@ -23,7 +23,8 @@ from loopkit._engine.loop import Const, Loop, Output, kept
 from loopkit._engine.primitives import forward_p
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import equation_nanoseconds
-from loopkit._jaxprs.min_cut import PICOSECONDS, Residuals, is_repeatable
+from loopkit._jaxprs.min_cut import PICOSECONDS, Residuals
+from loopkit._jaxprs.repeatable import is_repeatable
 from loopkit._plans.one_price import without_dominated
 from loopkit._plans.stretches import Block, Division, Row, Stretch, divisions
 from loopkit._programs import shared

@@ -21,7 +21,8 @@ from loopkit._engine.loop import Active, Loop
 from loopkit._engine.primitives import dual_p, forward_p, pushforward_p, while_p
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import equation_nanoseconds
-from loopkit._jaxprs.min_cut import CHEAP, Residuals
+from loopkit._jaxprs.min_cut import Residuals
+from loopkit._jaxprs.repeatable import CHEAP
 from loopkit._plans.budget import Part
 from loopkit._plans.one_price import Moment, State
 from loopkit._plans.plan import Plan
