@@ -6,6 +6,7 @@
 | loop        | step                                                        | steps |
 | ----------- | ----------------------------------------------------------- | ----- |
 | transformer | a layer, 256 wide, 4 heads, 8 sequences of 128              | 12    |
+| small       | the same, 64 wide, 32 sequences of 64, as in examples/      | 12    |
 | long        | the same, 2 sequences of 512: attention scores are large    | 12    |
 | gru         | a gated recurrent unit, batch 32, width 128                 | 2,000 |
 | selective   | a selective state space: 256 channels, 16 states each       | 1,000 |
@@ -154,6 +155,7 @@ def unet(size: int = 32, channels: int = 16, batch: int = 4, length: int = 20):
 
 CASES: dict[str, Callable[[], Case]] = {
     "transformer": partial(transformer, 8, 128),
+    "small": partial(transformer, 32, 64, width=64),
     "long": partial(transformer, 2, 512),
     "gru": gru,
     "selective": selective,
