@@ -235,16 +235,17 @@ class Residuals:
         return found
 
     def _between(self, more: Point, less: Point) -> list[Point]:
-        """Return choices between two points that are far apart, each with less time or bytes."""
+        """Return choices between two points that are far apart; of two, none is the better one."""
         size, points = self._bytes, [more]
         grain = size(more.stored) // RESOLUTION
         large = [v for v in more.stored if _size(v) > grain]
         searched = len(large) ** 2 * len(self.step.eqns)
         if size(less.stored) > FAR * size(more.stored) or searched > LONGEST_SEARCH:
             return []
-        carry = {*self.step.invars[self.constants : self.slices]}.difference(self._costless)
-        beside = [()] if carry.issubset(more.stored) else [(), carry]
-        found = [p for some in beside for p in self._without_some(more, less, some)]
+        carry = self.step.invars[self.constants : self.slices]
+        beside = [v for v in carry if v not in self._costless and v not in more.stored]
+        found = [*self._without_some(more, less, ())]
+        found += self._without_some(more, less, beside) if beside else ()
         for point in sorted(found, key=lambda p: (p.nanoseconds, size(p.stored))):
             if size(point.stored) < size(points[-1].stored) - grain:
                 points.append(point)
