@@ -134,6 +134,7 @@ from loopkit._jax.next_jax import (
     is_object,
     is_scan3,
     name_of_primitive,
+    params_of,
     scan_as_primitive,
     with_params,
 )

@@ -43,6 +43,12 @@ def name_of_primitive(eqn: Equation) -> str:
     return type(operation).__name__ if isinstance(operation, _Object) else eqn.primitive.name
 
 
+def params_of(eqn: Equation) -> dict[str, Any]:
+    """Return the parameters of an equation; of an operation that is an object, its own."""
+    operation: Any = eqn.params.get("_prim")
+    return operation.params if isinstance(operation, _Object) else eqn.params
+
+
 def is_object(value: object) -> bool:
     """Return whether the value is an operation that is an object."""
     return isinstance(value, _Object)

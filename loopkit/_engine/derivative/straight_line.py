@@ -114,7 +114,7 @@ def _running_again(
 
 def is_stretch(eqn: _jax.Equation) -> bool:
     """Return whether an equation is a stretch that runs again."""
-    return eqn.params.get("policy") is POLICY
+    return _jax.params_of(eqn).get("policy") is POLICY
 
 
 def divided(jaxpr: _jax.Jaxpr) -> Divided:

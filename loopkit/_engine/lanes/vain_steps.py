@@ -81,7 +81,7 @@ def _bind(eqn: _jax.Equation, ins: list, counts: Any) -> list:
     if holding is None:
         return _jax.bind_equation(eqn, ins)
     with _jax.context_of(eqn):
-        return holding(eqn.params, ins, counts)
+        return holding(_jax.params_of(eqn), ins, counts)
 
 
 def _closing_over(jaxpr: _jax.Jaxpr, counts: Any) -> Callable[..., list]:

@@ -19,7 +19,7 @@ from loopkit._jaxprs import equations
 from loopkit._jaxprs.dataflow import interpret
 
 HOLDING = (
-    *("scan", "while", "cond", "checkpoint", "remat2", "closed_call", "core_call"),
+    *("scan", "while", "cond", "checkpoint", "remat2", "RematTraced", "closed_call", "core_call"),
     *("custom_jvp_call", "custom_vjp_call", "custom_linear_solve"),
 )
 """Primitives whose jaxprs apply to their operands; that of a scatter, say, combines two scalars."""
@@ -85,7 +85,7 @@ class _Varying:
                 return [_jax.vary_like(ins[0], [v.aval for v in eqn.outvars])]
             if equations.is_call(eqn):
                 return None
-            if eqn.primitive.name in HOLDING or "loop" in eqn.params:
+            if _jax.name_of_primitive(eqn) in HOLDING or "loop" in eqn.params:
                 params = equations.with_jaxprs(eqn.params, self.inside)
                 eqn = _jax.with_custom_rules(eqn.replace(params=params), self.rule)
             return _jax.bind_equation(eqn, [_jax.vary_like(x, self.like) for x in ins])
