@@ -103,7 +103,7 @@ class GradientBytes:
     """The nanoseconds of the code between loops that runs again, as predicted: what is under
     `jax.checkpoint`, and what a budget puts there."""
     program: Any = field(repr=False, compare=False)
-    constants: list = field(repr=False, compare=False)
+    constants: list[Any] = field(repr=False, compare=False)
 
     @property
     def peak(self) -> int:
