@@ -1,14 +1,16 @@
 """Timing for machines that are noisy: what is compared runs side by side.
 
 All contenders are compiled before the first is timed. Then come rounds; in each, every contender
-runs once, in turn, so that a slow spell of the machine falls on all of them alike. Times are
-medians over the rounds. A ratio is the median of the ratios within the rounds: it never divides a
-quiet moment of one by a busy moment of the other. Its quartiles are printed beside it.
+runs once, so that a slow spell of the machine falls on all of them alike. The order differs from
+round to round, because what frees much memory slows down the call after it. Times are medians over
+the rounds. A ratio is the median of the ratios within the rounds: it never divides a quiet moment
+of one by a busy moment of the other. Its quartiles are printed beside it.
 """
 
 import gc
 import os
 import platform
+import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +60,7 @@ def _sample(call: Callable[[], Any], number: int) -> float:
 
 
 def interleave(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of one call of each, one entry a round, the calls of a round in turn."""
+    """Seconds of one call of each, one entry a round, the calls of a round in any order."""
     numbers = {}
     for name, call in calls.items():
         watch(str(name), "warming up", 0)
@@ -69,10 +71,12 @@ def interleave(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str
         for call in calls.values():
             jax.block_until_ready(call())
     seconds: dict[str, list[float]] = {name: [] for name in calls}
+    order, shuffle = list(calls), random.Random(0).shuffle
     for _ in range(repeats):
-        for name, call in calls.items():
+        shuffle(order)
+        for name in order:
             watch(str(name), "timing", 1 / repeats)
-            seconds[name].append(_sample(call, numbers[name]))
+            seconds[name].append(_sample(calls[name], numbers[name]))
     return seconds
 
 

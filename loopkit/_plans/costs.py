@@ -75,6 +75,16 @@ class StepCosts(NamedTuple):
         """Return the ways to store the residuals of a step, from more bytes to fewer."""
         return Row(0.0, self.residual_bytes, self.residual_arrays, 0.0), *self.smaller_rows
 
+    @property
+    def working_bytes(self) -> int:
+        """Return about the bytes that live while a step is reversed: residuals and cotangents."""
+        return 2 * self.residual_bytes
+
+    @property
+    def adding(self) -> float:
+        """Return the nanoseconds to add the products of a step to those of others."""
+        return price_of_byte(self.product_bytes) * self.product_bytes
+
     def handing_over(self, rows: int) -> float:
         """Return what a step takes more to go back if so many rows of it are in one array."""
         return self.pooled if rows * self.largest > ONE_THREAD else 0.0

@@ -266,8 +266,8 @@ class Plan:
     def nanoseconds(self, steps: int) -> float:
         """Predict the time beyond what any plan takes to reverse the steps, for comparing plans."""
         step, steps = self.step, self._steps("nanoseconds", steps)
-        price, product = map(costs.price_of_byte, (self.peak_bytes, step.product_bytes))
-        adding, save = product * step.product_bytes, costs.TRANSFER if self.host else price
+        price = costs.price_of_byte(self.peak_bytes + step.working_bytes)
+        adding, save = step.adding, costs.TRANSFER if self.host else price
         if self.strategy == "every residual":
             row = costs.ARRAY * self.row.arrays + save * self.row.bytes + self.row.nanoseconds
             row += step.record + costs.IN_PASSING * adding

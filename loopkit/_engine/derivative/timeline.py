@@ -145,7 +145,7 @@ class _Walk:
     """How many more bytes live from a time on. Equation k reads at 2 k, and writes at 2 k + 1."""
     _held: dict[int, list] = field(default_factory=dict)
     _moving: set = field(default_factory=set)
-    """The variables of the linear part that are no residuals."""
+    """The variables of the linear part that follow from tangents."""
 
     def __post_init__(self) -> None:
         self.ahead = list(self.residuals.step.eqns)
@@ -228,7 +228,10 @@ class _Walk:
     def _going_back(self) -> None:
         linear, count = _jax.open_jaxpr(self.linear), len(self.residuals.jaxpr.out_avals)
         moving = linear.invars[count - self.residuals.results :]
-        self._moving.update(moving, *(eqn.outvars for eqn in self.back))
+        self._moving.update(moving)
+        for eqn in self.back:
+            if not self._moving.isdisjoint(equations.variables(eqn)):
+                self._moving.update(eqn.outvars)
         readers: dict[Any, list[int]] = {}
         for j, eqn in enumerate(self.back):
             for v in set(equations.variables(eqn)):
@@ -281,9 +284,12 @@ class _Walk:
 def _run_again(eqn: _jax.Equation, moving: set) -> tuple[int, float]:
     """Return the most bytes that live while code under `jax.checkpoint` is reversed, and its time.
 
-    The time is that of what runs again.
+    The time is that of what runs again. The code may make residuals alone, which the outer walk
+    counts: so it does under `jax_remat3`.
     """
     inside = _jax.open_jaxpr(equations.inlined(_jax.close_jaxpr(equations.jaxprs_in(eqn)[0])))
+    if moving.isdisjoint(equations.variables(eqn)):
+        return 0, sum(map(equation_nanoseconds, inside.eqns))
     pairs = list(zip(inside.invars, eqn.invars, strict=True))
     tangents = [v for v, o in pairs if not isinstance(o, _jax.Literal) and o in moving]
     moved, halves = set(tangents), ([], [])
