@@ -21,6 +21,16 @@ def scan3():
     jax.config.update("jax_scan3", False)
 
 
+@pytest.fixture
+def remat3():
+    """Makes an operation that is an object of what is under `jax.checkpoint`."""
+    if not hasattr(jax.config, "jax_remat3"):
+        pytest.skip("this JAX does not have the flag")
+    jax.config.update("jax_remat3", True)
+    yield
+    jax.config.update("jax_remat3", False)
+
+
 def step(c, x):
     return jnp.sin(c) * x + 0.1, c * x
 
@@ -142,3 +152,15 @@ def test_a_scan_that_was_traced_with_the_flag_is_an_error(scan3):
     wanted = r"a step must not run a scan that was traced under .* in the loop at .*test_next_jax"
     with pytest.raises(NotImplementedError, match=wanted):
         loopkit.scan(lambda c, _: (before(c), None), X, length=2)
+
+
+def test_checkpoint_in_the_step_of_a_loop_in_a_loop_of_lanes(remat3):
+    starts, counts = jnp.array([0.3, -0.7, 1.1]), jnp.array([3, 1, 2])
+    inner = lambda x, wrap: loopkit.fori_loop(0, 1, lambda _, x: wrap(jnp.sin)(x), x, max_steps=5)
+
+    def total(starts, wrap):
+        steps = lambda a, n: loopkit.fori_loop(0, n, lambda _, x: inner(x, wrap), a, lanes=(2, 1))
+        return jax.vmap(steps)(starts, counts).sum()
+
+    got = jax.jit(lambda x: slope(total)(x, jax.checkpoint))(starts)
+    assert_close(got, slope(total)(starts, lambda f: f))

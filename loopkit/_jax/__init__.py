@@ -103,6 +103,7 @@ from loopkit._jax.jaxprs import (
     used_inputs,
     vmapped_axes,
     with_custom_rules,
+    with_equations,
     with_outputs,
     without_constants,
 )

@@ -158,6 +158,15 @@ def with_outputs(jaxpr: Jaxpr, outputs: Sequence[Any], keep: Sequence[bool]) -> 
     return dce(other, [True] * len(outputs), keep)[0]
 
 
+def with_equations(jaxpr: OpenJaxpr, eqns: Sequence[Equation], **changes: Any) -> OpenJaxpr:
+    """Return a jaxpr with other equations, marked as high if JAX has to rewrite one of them.
+
+    JAX marks a jaxpr when it traces it. A loop of loopkit hides the marks of its steps.
+    """
+    high = (e.primitive.is_high(*(v.aval for v in e.invars), **e.params) for e in eqns)
+    return jaxpr.replace(eqns=eqns, is_high=jaxpr.is_high or any(high), **changes)
+
+
 def is_laid_out(eqn: Equation) -> bool:
     """Return whether a call says where its operands or results lie, or takes their memory."""
     named = (s for key in ("in_shardings", "out_shardings") for s in eqn.params.get(key, ()))

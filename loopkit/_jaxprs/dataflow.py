@@ -92,7 +92,7 @@ def follow(
     env = dict(zip((*j.constvars, *j.invars), (*consts, *facts), strict=True))
     outs = run(j.eqns, env, j.outvars, made, literal)
     if any(a is not b for a, b in zip(eqns, j.eqns, strict=True)):
-        new = j.replace(eqns=eqns)
+        new = _jax.with_equations(j, eqns)
         jaxpr = new if j is jaxpr else jaxpr.replace(jaxpr=new)
     return jaxpr, outs
 

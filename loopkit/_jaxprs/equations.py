@@ -215,7 +215,7 @@ def expanded(jaxpr: _jax.Jaxpr, inside: Callable[[Any], Any]) -> _jax.Jaxpr:
     outvars = expand(j, {}, False)
     if len(eqns) == len(j.eqns) and all(a is b for a, b in zip(eqns, j.eqns, strict=True)):
         return jaxpr
-    return _jax.close_jaxpr(j.replace(eqns=eqns, outvars=outvars))
+    return _jax.close_jaxpr(_jax.with_equations(j, eqns, outvars=outvars))
 
 
 def renamed(v: _jax.Atom, names: dict) -> Any:
@@ -249,7 +249,7 @@ def map_equations(
             return value
         eqns = [eqn for eqn in eqns if eqn is not None]
         effects = j.effects and _jax.make_jaxpr_effects(j.constvars, j.invars, j.outvars, eqns)
-        new = j.replace(eqns=eqns, effects=effects)
+        new = _jax.with_equations(j, eqns, effects=effects)
         return new if j is value else value.replace(jaxpr=new)
 
     return changed(jaxpr)

@@ -152,7 +152,8 @@ class _Level:
             outs += self.latest
         ins = [*self.j.invars, *self.inputs]
         effects = _jax.make_jaxpr_effects(self.j.constvars, ins, outs, self.eqns)
-        new = self.j.replace(invars=ins, outvars=outs, eqns=self.eqns, effects=effects)
+        changes: Any = {"invars": ins, "outvars": outs, "effects": effects}
+        new = _jax.with_equations(self.j, self.eqns, **changes)
         return _jax.close_jaxpr(new)
 
 
