@@ -215,7 +215,7 @@ def test_the_memory_of_the_whole_gradient_stands_below_a_budget_of_a_loop():
     assert limited <= 100_000 < limited + w.nbytes < whole.peak
     assert whole.compiled == pytest.approx(whole.peak, rel=0.2)
     assert "peak of the gradient, predicted" in str(explained)
-    assert loopkit.explain(loss, w, x).gradient is None
+    assert "peak of the gradient, predicted" not in str(loopkit.explain(loss, w, x))
 
 
 def test_a_loop_of_lax_without_a_gradient_is_listed():

@@ -239,7 +239,9 @@ def test_explain_says_what_holds_the_peak():
     assert "scan at test_one_budget.py" in saved[0]
     assert saved[1] > gradient.peak / 2
     assert f"predicted: {gradient.peak / 1e3:.0f} kB: " in str(said).splitlines()[-1]
-    assert loopkit.explain(two_wide, *WIDE).gradient is None
+    alone = loopkit.explain(two_wide, *WIDE)
+    assert "peak of the gradient" not in str(alone)
+    assert alone.gradient.peak > gradient.peak
 
 
 @pytest.mark.slow

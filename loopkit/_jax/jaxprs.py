@@ -158,7 +158,7 @@ def with_outputs(jaxpr: Jaxpr, outputs: Sequence[Any], keep: Sequence[bool]) -> 
     return dce(other, [True] * len(outputs), keep)[0]
 
 
-def with_equations(jaxpr: OpenJaxpr, eqns: Sequence[Equation], **changes: Any) -> OpenJaxpr:
+def with_equations(jaxpr: OpenJaxpr, eqns: Sequence[Equation], **changes: Any) -> Any:
     """Return a jaxpr with other equations, marked as high if JAX has to rewrite one of them.
 
     JAX marks a jaxpr when it traces it. A loop of loopkit hides the marks of its steps.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -25,7 +26,13 @@ from loopkit._jaxprs.cost import nanoseconds
 from loopkit._plans.budget import Bytes, stores_every_step
 from loopkit._plans.plan import Plan
 from loopkit._plans.planner import make_plan
-from loopkit._reports.memory import Frontier, GradientBytes, frontier_of, gradient_bytes
+from loopkit._reports.memory import (
+    Frontier,
+    GradientBytes,
+    frontier_of,
+    gradient_bytes,
+    is_budgeted,
+)
 from loopkit._reports.spelled_out import spelled_out
 
 A_LITTLE_MORE = 1.5
@@ -110,13 +117,22 @@ class Explanation:
     """The loops of a function, in the order in which it calls them. It prints as a table."""
 
     loops: tuple[Explained, ...]
-    gradient: GradientBytes | None = None
-    """The memory of the gradient in all arguments, if a loop has a budget in bytes: `peak`, the
-    `holders` of these, the `timeline` of all bytes, and `compiled`, the compiler's figure, which
-    takes as long as to compile the gradient."""
+    program: Any = field(repr=False, compare=False)
+    """The traced function."""
     left: tuple[LeftLoop, ...] = ()
     """The loops that `checkpointed` or `replace_lax_loops` leaves to lax, each with a `site`, a
     `LoopSite`, and the reason, `why`."""
+
+    @cached_property
+    def gradient(self) -> GradientBytes:
+        """The memory of the gradient in all arguments: `peak`, as predicted, the `holders` of these
+        bytes, the `timeline` of all bytes, and `compiled`, the compiler's figure, which takes as
+        long as to compile the gradient."""
+        return gradient_bytes(self.program)
+
+    @cached_property
+    def _budgeted(self) -> bool:
+        return is_budgeted(self.program)
 
     def __len__(self) -> int:
         return len(self.loops)
@@ -137,14 +153,14 @@ class Explanation:
 
     def __str__(self) -> str:
         if not self.loops:
-            return "no loops" if self.gradient is None else f"no loops\n{self.gradient}"
+            return f"no loops\n{self.gradient}" if self._budgeted else "no loops"
         rows = [HEADER, *(loop.row for loop in self.loops)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
         lines += [f"lanes that wait, {e.source}: they {e.waits}" for e in self.loops if e.waits]
         lines += [f"to keep of a step, {e.source}: {e.frontier}" for e in self._with_frontiers]
         lines += [line for loop in self.loops for line in (*loop.on_gpu, *loop.cliff)]
-        lines += [] if self.gradient is None else [str(self.gradient)]
+        lines += [str(self.gradient)] if self._budgeted else []
         lines += [f"left to lax, {os.path.basename(e.site.source)}: {e.why}" for e in self.left]
         return "\n".join(line.rstrip() for line in lines)
 
@@ -156,7 +172,7 @@ class Explanation:
         """Draw each loop of loopkit as `Plan.plot` does, the frontiers, and the bytes over time."""
         figures = [e.plan.plot(steps) for e in self.loops if e.name.startswith("loopkit")]
         figures += [e.frontier.plot() for e in self._with_frontiers if e.frontier]
-        return figures if self.gradient is None else [*figures, self.gradient.plot()]
+        return [*figures, self.gradient.plot()] if self._budgeted else figures
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -181,8 +197,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     below the table say why lanes wait if `lanes` is None; the bytes that may be kept of a step, and
     how long it takes to run the rest again, with the choice that is taken in brackets; which plan a
     loop follows on a GPU if that is another; which peak would halve the runs backward, if that is
-    at most half as much again as the budget; of a function with a budget in bytes, the peak of
-    its gradient and what holds most of it; and why `loopkit.checkpointed` or
+    at most half as much again as the budget; if a budget in bytes plans loops, or has code run
+    again, the peak of the gradient and what holds most of it; and why `loopkit.checkpointed` or
     `loopkit.replace_lax_loops` leaves a loop to lax.
 
     **Raises:** `TypeError` if `fn` is not callable.
@@ -225,7 +241,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         elif eqn.primitive.name in ("scan", "while"):
             found.append(_of_lax(source, eqn))
     of_lax = any(e.name.startswith("lax") for e in found)
-    return Explanation(tuple(found), gradient_bytes(jaxpr), left_within(trace) if of_lax else ())
+    return Explanation(tuple(found), jaxpr, left_within(trace) if of_lax else ())
 
 
 def _source(*eqns: _jax.Equation) -> str:

@@ -130,17 +130,20 @@ class GradientBytes:
         return ax.figure
 
 
-def gradient_bytes(jaxpr: _jax.Jaxpr) -> GradientBytes | None:
-    """Return the memory of a gradient; None unless a program has a budget."""
-    found = [getattr(e.params.get("loop"), "checkpoints", None) for e in _outermost(jaxpr)]
-    divided = any(map(is_stretch, equations.all_equations(jaxpr)))
-    if not divided and not any(isinstance(budget, Bytes) for budget in found):
-        return None
+def gradient_bytes(jaxpr: _jax.Jaxpr) -> GradientBytes:
+    """Return the memory of a gradient."""
     alone = _jax.without_constants(jaxpr)
     line, state = predicted(alone)
     bytes_then = tuple((m.what, m.bytes(state.chosen)) for m in line.moments)
     holders = tuple(line.holders(state))
     return GradientBytes(bytes_then, holders, line.again, alone, list(jaxpr.consts))
+
+
+def is_budgeted(jaxpr: _jax.Jaxpr) -> bool:
+    """Return whether a budget in bytes plans a loop, or has code between loops run again."""
+    budgets = (getattr(e.params.get("loop"), "checkpoints", None) for e in _outermost(jaxpr))
+    again = any(map(is_stretch, equations.all_equations(jaxpr)))
+    return again or any(isinstance(budget, Bytes) for budget in budgets)
 
 
 def _outermost(jaxpr: _jax.Jaxpr) -> list:
