@@ -23,6 +23,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 import beams
+import budgets
 import buffers
 import cards
 import costs
@@ -31,6 +32,7 @@ import frontier
 import functions
 import harness
 import lanes
+import layers
 import programs
 import progress
 import second_order
@@ -109,7 +111,11 @@ def parts() -> Iterator[tuple[str, Part]]:
 
     yield "programs/newest", Part("Loops of libraries", programs.compare)
     yield "programs/oldest", Part("Loops of libraries, oldest JAX", programs.compare)
+    for name in layers.CASES:
+        compare = partial(layers.compare, name=name)
+        yield f"layers/{name}", Part(f"Policies and budgets at equal memory, {name}", compare)
     yield "functions/budget", Part(functions.TITLE, functions.compare)
+    yield "budgets/programs", Part(budgets.TITLE, budgets.compare)
     yield "second/products", Part(second_order.TITLE, second_order.compare)
     for name, (title, run) in cards.SECTIONS.items():
         yield f"cards/{name}", Part(title, run)
