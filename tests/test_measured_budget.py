@@ -46,6 +46,23 @@ def test_what_a_function_closes_over_is_a_constant_for_the_compiler(monkeypatch)
     assert loopkit.explain(measured, x).gradient.compiled == compiled.temp_size_in_bytes
 
 
+def along(xs, w):
+    """Most of the memory is for what the loop makes, whatever its plan."""
+    start, step = jnp.zeros((4, 16)), lambda h, x: (jnp.tanh(h @ w + jnp.sin(x)),) * 2
+    return jnp.sum(lax.scan(step, start, xs)[1] ** 2)
+
+
+def test_a_little_more_than_the_least_is_used():
+    """With one carry, steps run 500,500 times."""
+    args = jnp.ones((1000, 4, 16)), jnp.eye(16) / 2
+    with pytest.raises(ValueError, match=r"at least \d+ bytes, which the smallest") as refused:
+        jax.grad(loopkit.checkpointed(along, memory=400_000, measure=True))(*args)
+    budget = 2100 + int(re.search(r"at least (\d+)", str(refused.value))[1])
+    measured = loopkit.checkpointed(along, memory=budget, measure=True)
+    assert compiled_bytes(measured, *args) <= budget
+    assert loopkit.explain(measured, *args).plan.evaluations(1000)[1] < 10_000
+
+
 @pytest.mark.slow
 def test_the_smallest_plan_that_an_error_names_will_do():
     few = loopkit.checkpointed(two, memory=1600, measure=True)

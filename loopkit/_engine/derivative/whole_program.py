@@ -29,11 +29,16 @@ from loopkit._engine.loop import kept
 from loopkit._engine.primitives import dual_p, while_p
 from loopkit._jaxprs import equations
 from loopkit._plans.budget import Bytes, Part
-from loopkit._plans.one_price import State, best_within, few
+from loopkit._plans.one_price import State, best_within, by_price, few
 from loopkit._programs import shared
 
 COMPILED = 5
 """How often a gradient is compiled to fit in a budget, until the plan is the smallest."""
+HALVINGS = 4
+"""How often a gradient is compiled for the fastest plan between one that fits and one that does
+not."""
+WORTH = 1.25
+"""The least time of a plan that fits, relative to one that does not, with which that is tried."""
 SMALLEST = 4
 """How many of the smallest plans are compiled then."""
 FLATTEST = 0.25
@@ -173,6 +178,12 @@ class _Ways:
         size = lambda b: (0 if host is None else b.state.host, b.state.bytes)
         return min(every, key=size)
 
+    def between(self, larger: Best, smaller: Best) -> list[Best]:
+        """Return the states between two, from the fastest to the smallest, in the way of one."""
+        way = smaller.way
+        found = [Best(way, s, True) for s in by_price(way.line.moments, self.choices)]
+        return [b for b in found if larger.nanoseconds < b.nanoseconds < smaller.nanoseconds]
+
     def smallest(self) -> list[Best]:
         """Return the ways that need the fewest bytes."""
         found = [self._in(way, 0, None) for way in (*self.first, *self.others)]
@@ -191,27 +202,22 @@ def _measured(ways: _Ways, best: Best) -> Any:
     """Return the program for which the compiler needs no more than the budget.
 
     If it needs more, loopkit plans with fewer bytes: in proportion, then by what the last two plans
-    say of the others, and last with as few as can be. If it needs less, loopkit tries once what is
-    faster by as much as was predicted too high.
+    say of the others, and last with as few as can be.
     """
     limit = ways.budget.count
     made, needed = ways.compiled(best)
     if needed <= limit:
-        more = ways.within(best.state.bytes * limit // max(1, needed), None)
-        if more.nanoseconds < best.nanoseconds:
-            faster, larger = ways.compiled(more)
-            return faster if larger <= limit else made
-        return made
+        return _with_room(ways, best, made, needed)
     fewer = best.state.bytes * limit // needed
     for tries in range(2, COMPILED + 1):
         if not best.fits:
             break
-        before, more = best.state.bytes, needed
+        larger, more = best, needed
         best = ways.within(0 if tries == COMPILED else fewer, None)
         made, needed = ways.compiled(best)
         if needed <= limit:
-            return made
-        saved = (more - needed) / max(1, before - best.state.bytes)
+            return _fastest_between(ways, larger, best, made)
+        saved = (more - needed) / max(1, larger.state.bytes - best.state.bytes)
         fewer = best.state.bytes - int(1.1 * (needed - limit) / min(max(saved, FLATTEST), 1))
     for other in ways.smallest():
         if other.way is not best.way:
@@ -222,15 +228,43 @@ def _measured(ways: _Ways, best: Best) -> Any:
     return _refused(made, _refusal_as_compiled(limit, needed, best))
 
 
+def _with_room(ways: _Ways, best: Best, made: Any, needed: int) -> Any:
+    """Return a program that is faster by as much as was predicted too high, if it fits."""
+    limit = ways.budget.count
+    more = ways.within(best.state.bytes * limit // max(1, needed), None)
+    if more.nanoseconds >= best.nanoseconds:
+        return made
+    faster, larger = ways.compiled(more)
+    return faster if larger <= limit else _fastest_between(ways, more, best, made)
+
+
+def _fastest_between(ways: _Ways, larger: Best, best: Best, made: Any) -> Any:
+    """Return the fastest program that fits between one that does not and one that does, `made`."""
+    if best.nanoseconds < WORTH * larger.nanoseconds:
+        return made
+    between = ways.between(larger, best)
+    for _ in range(HALVINGS):
+        if not between:
+            break
+        half = len(between) // 2
+        again, needed = ways.compiled(between[half])
+        if needed <= ways.budget.count:
+            made, between = again, between[:half]
+        else:
+            between = between[half + 1 :]
+    return made
+
+
 def _smallest(ways: _Ways, best: Best) -> Any:
-    """Return the program in its smallest way, if the compiler needs less than was predicted."""
+    """Return the program in its smallest way, or a faster one, if the compiler needs less than was
+    predicted."""
     budget = ways.budget
     try:
         made, needed = ways.compiled(best)
     except NotCompiledError:
         made, needed = _settled(best.way.program(), best.state), best.state.bytes
     if needed <= budget.count:
-        return made
+        return _with_room(ways, best, made, needed)
     if needed < best.state.bytes:
         return _refused(made, _refusal_as_compiled(budget.count, needed, best))
     return _refused(made, _refusal(budget, best))
