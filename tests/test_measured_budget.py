@@ -53,7 +53,7 @@ def along(xs, w):
 
 
 def test_a_little_more_than_the_least_is_used():
-    """With one carry, steps run 500,500 times."""
+    """A plan of one carry runs steps again 500,500 times."""
     args = jnp.ones((1000, 4, 16)), jnp.eye(16) / 2
     with pytest.raises(ValueError, match=r"at least \d+ bytes, which the smallest") as refused:
         jax.grad(loopkit.checkpointed(along, memory=400_000, measure=True))(*args)
