@@ -146,7 +146,10 @@ def haliax_fold():
             return Layer(hax.random.normal(key, (width,)), 0.5)
 
         def __call__(self, x):
-            return x + self.rate * hax.tanh(hax.sin(x * self.w)) * hax.sum(hax.cos(x), width)
+            y = hax.tanh(hax.sin(x * self.w))
+            for _ in range(3):
+                y = hax.tanh(hax.sin(y) * y)
+            return x + self.rate * y * hax.sum(hax.cos(x), width)
 
     axis, keys = hax.Axis("layer", LAYERS), jax.random.split(jax.random.key(0), LAYERS)
     stack = hax.nn.Stacked.init(axis, Layer)(key=keys)
