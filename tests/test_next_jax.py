@@ -82,6 +82,10 @@ def test_scans_of_lax_are_replaced(way, reverse, scan3):
     assert jax.config.jax_scan3
 
 
+def test_explain_lists_a_scan_of_lax(scan3):
+    assert [e.name for e in loopkit.explain(total(WAYS["a scan of lax"]), X)] == ["lax.scan"]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", WAYS)
 def test_replaced_scans_in_every_mode(way, scan3):

@@ -227,7 +227,10 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         args, kwargs = tree.unflatten(spread(values, traced, leaves))
         return list(filter(validate.is_traced, jax.tree.leaves(fn(*args, **kwargs))))
 
-    trace = lambda: jax.make_jaxpr(flat)(*kept(leaves, traced))
+    def trace() -> Any:
+        with _jax.scan_as_primitive():
+            return jax.make_jaxpr(flat)(*kept(leaves, traced))
+
     jaxpr = spelled_out(trace())
     seen: set[int] = set()
     found = []
