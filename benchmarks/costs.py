@@ -1,6 +1,6 @@
 """Predictions of the planner beside measurements: times of steps, and the plans that it takes.
 
-    python benchmarks/costs.py [--only prices,plans] [--steps fft,eigh] [--repeats 9] [--cpu]
+    python benchmarks/costs.py [--only prices,plans,long] [--steps fft,eigh] [--repeats 9] [--cpu]
 
 | step     | what it is                                        | steps  |
 | -------- | ------------------------------------------------- | ------ |
@@ -165,16 +165,63 @@ def compare_plans(report: Report, repeats: int, names: Sequence[str] = NAMES) ->
         report.target(f"{name}: time of the default over that of the best plan", over, WITHIN)
 
 
+def _scattered(w, x, u):
+    x = x.at[jnp.array([5, 0, 11, 7])].add(jnp.sin(w[:4] * x[:4] + u))
+    return 0.9 * jnp.cos(w * x)
+
+
+def _neighbours(w, x, u):
+    return 0.9 * jnp.cos(w * x[jnp.roll(jnp.arange(16), 1)] + u)
+
+
+def _implicit(w, x, u):
+    return jnp.linalg.solve(3 * jnp.eye(16) + 0.1 * jnp.outer(w, x), jnp.sin(x) + u)
+
+
+def _ordered(w, x, u):
+    return jnp.sort(jnp.sin(x * w + u))
+
+
+LONG = {"scatter": _scattered, "gather": _neighbours, "solve": _implicit, "sort": _ordered}
+"""Steps on 16 numbers that XLA does not make one kernel of a loop of."""
+LONG_STEPS = 30_000
+
+
+def compare_long_loops(report: Report, repeats: int, names: Sequence[str] = tuple(LONG)) -> None:
+    """Gradients of long loops with inputs and outputs, beside those of lax."""
+    xs = jnp.linspace(0.1, 0.3, LONG_STEPS)
+    for name in names:
+
+        def gradient(loop, step=LONG[name], **options):
+            def loss(w, xs):
+                taken = lambda x, u: (y := step(w, x, u), y.sum())
+                x, ys = loop(taken, jnp.ones(16), xs, **options)
+                return (x**2).sum() + jnp.sin(ys).sum()
+
+            return jax.grad(loss, (0, 1))
+
+        functions = {
+            "lax": gradient(lax.scan),
+            "default": gradient(loopkit.scan),
+            "checkpoints='all'": gradient(loopkit.scan, checkpoints="all"),
+        }
+        found = harness.measure(functions, (jnp.linspace(0.5, 1.5, 16), xs), repeats, rtol=1e-2)
+        report.measured(harness.recorded(name, found, "lax"))
+        over = harness.ratio(found["checkpoints='all'"].seconds, found["lax"].seconds)
+        report.target(f"{name}, {LONG_STEPS:,} steps: time of 'all' over that of lax", over, 1.0)
+
+
 SECTIONS = {
     "prices": ("Times of steps, predicted and measured", compare_prices),
     "plans": ("The default beside other plans", compare_plans),
+    "long": ("Long loops whose steps are not one kernel", compare_long_loops),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(SECTIONS))
-    parser.add_argument("--steps", default=",".join(NAMES))
+    parser.add_argument("--steps", default=",".join(dict.fromkeys([*NAMES, *LONG])))
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--cpu", action="store_true", help="time of all cores, not of the clock")
     given = parser.parse_args()
@@ -185,7 +232,8 @@ def main() -> None:
     for section in given.only.split(","):
         title, run = SECTIONS[section]
         report.write(f"\n## {section}: {title}\n")
-        run(report, given.repeats, given.steps.split(","))
+        names = LONG if section == "long" else NAMES
+        run(report, given.repeats, [n for n in names if n in given.steps.split(",")])
     report.summary()
 
 

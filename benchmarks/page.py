@@ -74,6 +74,10 @@ def targets(sections: Sections, patterns: str) -> str:
     return f"Missed:\n\n{targets_table(missed)}\n\n{rest}" if missed else rest
 
 
+LONG = 200
+"""The letters of a note that go into a table."""
+
+
 def _hardware(about: Mapping[str, str]) -> str:
     """Return the processor and the memory of a machine, and its GPU if that was measured."""
     card = about.get("device", "").removeprefix("gpu, ") if "gpu" in about.get("device", "") else ""
@@ -93,7 +97,7 @@ def machines(sections: Sections, patterns: str) -> str:
             ", ".join(f"{what} {about[what]}" for what in known),
             about.get("memory of arrays", ""),
             str(section.repeats or ""),
-            section.note,
+            section.note if len(section.note) <= LONG else "notes below",
         )
         alike.setdefault(how, {}).setdefault(program, []).append(part)
     header = ("sections", "date", "machine", "versions", "memory of arrays", "rounds", "")
@@ -101,7 +105,12 @@ def machines(sections: Sections, patterns: str) -> str:
         ("; ".join(f"{p}: {', '.join(parts)}".strip(": ") for p, parts in names.items()), *how)
         for how, names in alike.items()
     ]
-    return table(header, rows)
+    long = {n: s.note for n, s in matching(sections, patterns).items() if len(s.note) > LONG}
+    lists = [
+        folded(f"Notes of {name}", "\n".join(f"- {part}" for part in note.split("; ")))
+        for name, note in long.items()
+    ]
+    return "\n\n".join([table(header, rows), *lists])
 
 
 def pairs(sections: Sections, kind: str) -> str:

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 from tqdm import tqdm
 
 import beams
@@ -166,7 +167,8 @@ class Bar:
 def measured(name: str, repeats: int, quick: bool) -> Section:
     part, report = PARTS[name], Report(quiet=True)
     begun = time.perf_counter()
-    (part.quick if quick else part.run)(report, repeats)
+    with jax.enable_x64(False):  # libraries that an earlier section imported may have set it
+        (part.quick if quick else part.run)(report, repeats)
     took = f"{time.perf_counter() - begun:.0f} s"
     notes = [ROUGH] * quick + ["CPU time"] * (harness.clock is time.process_time)
     return Section(

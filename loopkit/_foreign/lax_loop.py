@@ -16,6 +16,7 @@ from loopkit._arguments.errors import size
 from loopkit._engine.facts.bounds import StepBound, bound_of, limits_of
 from loopkit._engine.loop import CarryLeaf, parts
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.kernels import lax_takes_longer
 from loopkit._plans.budget import SELDOM_REACHED, Budget
 from loopkit._programs import shared
 from loopkit._progress import progress as shown
@@ -181,6 +182,7 @@ class Settings:
                 return "`only` leaves it"
         as_lax = loop.kind == "scan" and self.budget == "all"
         as_lax = as_lax and not self.finite and self.progress is None
+        as_lax = as_lax and not lax_takes_longer(loop.body, loop.length)
         if as_lax and not equations.lax_loses_rules(loop.body):
             return "lax's own scan stores every step already"
         if loop.obstacle and self.strict:

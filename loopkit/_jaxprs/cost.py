@@ -111,6 +111,7 @@ _LIBRARY = {
 }
 LIBRARY = {name: of for names, of in _LIBRARY.items() for name in names.split()}
 """Prices of factorisations: a call, each element of the matrix, and each times the smaller side."""
+SCATTERS = [f"scatter{s}" for s in ("", "-add", "-sub", "-mul", "-min", "-max")]
 CACHED_ARRAY = 1 << 18
 """The words of a matrix that fit in a core's cache."""
 INLINE, MULTIPLE = 27, 8
@@ -316,9 +317,7 @@ MEASURES: dict[str, Callable[[Any], float]] = {
         ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window
     ),
     "gather": _slices(-1, 1.0),
-    **dict.fromkeys(
-        (f"scatter{s}" for s in ("", "-add", "-sub", "-mul", "-min", "-max")), _slices(2, 1.5)
-    ),
+    **dict.fromkeys(SCATTERS, _slices(2, 1.5)),
     "dynamic_slice": _part(-1),
     "loopkit_read": _part(-1),
     "dynamic_update_slice": _part(1),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
+from loopkit._jaxprs.kernels import ONE_THREAD
+
 Store = Literal["carries", "residuals"]
 Strategy = Literal["every residual", "every carry", "every segment", "schedule"]
 """The steps that the forward pass saves: every step (residuals or carries), or the first of every
@@ -54,8 +56,10 @@ class StepCosts(NamedTuple):
     """The bytes of residuals that a policy puts into the host's memory."""
     smaller_rows: tuple[Row, ...] = ()
     """Ways to store fewer bytes than all residuals, from more bytes to fewer, at higher prices."""
-    largest: int = 0
-    """The bytes of the largest array among the residuals of a step, or in its carry."""
+    largest_carry: int = 0
+    """The bytes of the largest array in the carry."""
+    largest_residual: int = 0
+    """The bytes of the largest array among the residuals of a step."""
     pooled: float = 0.0
     """Nanoseconds that a step takes more if it reads arrays that are too large for one thread."""
 
@@ -85,9 +89,26 @@ class StepCosts(NamedTuple):
         """Return the nanoseconds to add the products of a step to those of others."""
         return price_of_byte(self.product_bytes) * self.product_bytes
 
-    def handing_over(self, rows: int) -> float:
-        """Return what a step takes more to go back if so many rows of it are in one array."""
-        return self.pooled if rows * self.largest > ONE_THREAD else 0.0
+    def in_order(self, steps: int) -> int:
+        """Return how many steps at a time have rows for one thread, with few rows to spare.
+
+        0: the rows of all steps are, or those of a few are not, or XLA makes one kernel of a loop.
+        """
+        most = min(ONE_THREAD // max(self.largest_residual, 1), MANY_ROWS)
+        if not self.pooled or steps * self.largest_residual <= ONE_THREAD or most < FEW_ROWS:
+            return 0
+        lengths = range(max(FEW_ROWS, most // 2), most + 1)
+        return min(lengths, key=lambda length: (-steps % length, -length))
+
+    def handing_over(self, rows: int, store: Store, copied: bool = False) -> float:
+        """Return what a step takes more to go back if so many rows of it are in one array.
+
+        They may be copied from and to small arrays, a few at a time.
+        """
+        if copied and self.in_order(rows):
+            return 0.0
+        largest = self.largest_carry if store == "carries" else self.largest_residual
+        return self.pooled if rows * largest > ONE_THREAD else 0.0
 
     def row(self, store: Store, price: float = 0.0) -> Row:
         """Return what a segment stores of a step: its carry, or the best residuals at a price."""
@@ -98,11 +119,10 @@ class StepCosts(NamedTuple):
 
 UNKNOWN_COSTS = StepCosts(0, 0)
 
-ONE_THREAD = 1 << 16
-"""The bytes of an array up to which XLA for CPUs runs operations on it in order, if it runs a loop
-operation by operation. If a loop has a larger array, XLA hands them to a pool of threads."""
-POOLED = 60.0
-"""Nanoseconds to hand one equation of a step, and what goes back over it, to a pool of threads."""
+FEW_ROWS, MANY_ROWS = 16, 128
+"""The fewest and the most steps whose rows are copied at a time."""
+POOLED = 200.0
+"""Nanoseconds to hand one kernel of a step, and what goes back over it, to a pool of threads."""
 
 MORE = 1.1
 """The most runs of a step, relative to the same memory with segments of one step."""

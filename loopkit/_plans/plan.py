@@ -266,28 +266,28 @@ class Plan:
     def nanoseconds(self, steps: int) -> float:
         """Predict the time beyond what any plan takes to reverse the steps, for comparing plans."""
         step, steps = self.step, self._steps("nanoseconds", steps)
-        price = costs.price_of_byte(self.peak_bytes + step.working_bytes)
-        adding, save = step.adding, costs.TRANSFER if self.host else price
+        price, adding = costs.price_of_byte(self.peak_bytes + step.working_bytes), step.adding
+        save = costs.TRANSFER if self.host else price
+        row = costs.ARRAY * self.row.arrays + self.row.nanoseconds
         if self.strategy == "every residual":
-            row = costs.ARRAY * self.row.arrays + save * self.row.bytes + self.row.nanoseconds
-            row += step.record + costs.IN_PASSING * adding
-            return steps * (row + step.handing_over(steps))
+            row += save * self.row.bytes + step.record + costs.IN_PASSING * adding
+            return steps * (row + step.handing_over(steps, "residuals", copied=self.exact))
         slot = costs.ARRAY * step.carry_arrays + save * step.carry_bytes
         segments = -(-steps // self.segment)
         beside = steps * price * 2 * step.log_bytes
         put_off = self.segment > 1 and not self.price
         beside += adding * (segments if put_off else costs.IN_PASSING * steps)
         if self.strategy == "every carry":
-            return beside + steps * (step.run + step.remake + slot + step.handing_over(steps))
+            save = slot + step.handing_over(steps, "carries")
+            return beside + steps * (step.run + step.remake + save)
         run, again = self.evaluations(steps)
-        row = costs.ARRAY * self.row.arrays + price * self.row.bytes + self.row.nanoseconds
-        row = row if self.segment > 1 or self.keeps_last else 0
+        row = row + price * self.row.bytes if self.segment > 1 or self.keeps_last else 0
         replay = step.record + row
         if self.store == "carries":
             replay = step.run * (1 - 1 / self.segment) + step.remake + row
         passes = (run + again - steps) * step.run
         each = costs.SCHEDULED if self.strategy == "schedule" else costs.SEGMENT
-        replay += step.handing_over(self.segment if self.segment > 1 else self.slots)
+        replay += step.handing_over(self.segment if self.segment > 1 else self.slots, self.store)
         return beside + passes + steps * replay + segments * (each + slot)
 
 

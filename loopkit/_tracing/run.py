@@ -21,6 +21,7 @@ from loopkit._arguments.error_on_use import ErrorIf, error_on_use
 from loopkit._arguments.static_leaves import bare
 from loopkit._engine.loop import parts
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.kernels import lax_takes_longer
 from loopkit._plans.budget import said, stores_every_step
 from loopkit._progress.open_bars import bar
 from loopkit._tracing.axes import arranged, y_axes
@@ -78,6 +79,8 @@ def _runs_as_lax(spec: LoopSpec, traced: Traced) -> bool:
     if beyond or _jax.is_symbolic(spec.length):
         return not beyond
     body = traced.loop.body
+    if not spec.split_transpose and lax_takes_longer(body, spec.length):
+        return False
     return not (equations.lax_loses_rules(body) or equations.lax_loses_calls(body))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import or_
@@ -228,11 +228,22 @@ class Reversal:
         types = self.drop_counters(self.split.stored_types)
         return [_jax.type_like(t, decide) for t in types]  # as they vary where they are written
 
-    def advance(self, operands: Operands, steps: Any, carry: list, first: Any, times: Any) -> list:
-        """Return the saved leaves, `times` steps after step `first`; lanes take `steps` in all."""
+    def advance(
+        self,
+        operands: Operands,
+        steps: Any,
+        carry: list,
+        first: Any,
+        times: Any,
+        slices: Callable[[Any], list] | None = None,
+    ) -> list:
+        """Return the saved leaves, `times` steps after step `first`; lanes take `steps` in all.
+
+        `slices(step)` are those of xs, if operands do not have all of them.
+        """
 
         def step(k: _jax.Whole, carry: list) -> list:
-            x = read_slices(self.loop, operands, first + k)
+            x = slices(first + k) if slices else read_slices(self.loop, operands, first + k)
             new = _jax.call_jaxpr(self.step)(*operands.consts, *carry, *x)
             if not self.loop.lanes:
                 return new

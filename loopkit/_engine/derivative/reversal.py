@@ -16,8 +16,9 @@ from loopkit._engine.facts.bounds import find_counters
 from loopkit._engine.loop import Active, Loop, kept
 from loopkit._engine.primitives import forward_p
 from loopkit._jaxprs import equations
-from loopkit._jaxprs.cost import LIBRARY, equation_nanoseconds, factor_bytes, nanoseconds
+from loopkit._jaxprs.cost import equation_nanoseconds, factor_bytes, nanoseconds
 from loopkit._jaxprs.equations import is_remat
+from loopkit._jaxprs.kernels import launched
 from loopkit._jaxprs.min_cut import Point
 from loopkit._plans.budget import Bytes, Share
 from loopkit._plans.costs import POOLED, Row, StepCosts
@@ -98,10 +99,10 @@ def _unplanned(
     loop: Loop, active: Active, variant: Variant
 ) -> tuple[Reversal, Undo | None, tuple[StepCosts, ...]]:
     """Return the reversal before it has a plan, how writes can be undone, and costs of a step."""
-    split = split_step(loop, active, variant=variant)
+    split, whole = split_step(loop, active, variant=variant), linearised(loop, active, variant)
     saved = saved_leaves(loop.without_debug_effects(), split)
     quiet = build(loop, active, Plan(1), saved, split, None, find_counters(loop))
-    step = _with_smaller_rows(_step_of(quiet), linearised(loop, active, variant))
+    step = _with_smaller_rows(_step_of(quiet, whole), whole)
     undo, steps = find_undo(loop, saved), (step,)
     if undo is not None:
         buffers = _jax.byte_count(*kept(loop.carry_types, undo.leaves))
@@ -146,13 +147,7 @@ def _with_smaller_rows(step: StepCosts, whole: Linearised) -> StepCosts:
     return step._replace(smaller_rows=tuple(map(row, whole.residuals.choices[1:])))
 
 
-def _launched(step: _jax.Jaxpr) -> int:
-    """Return how many equations XLA for CPUs runs one by one; a loop of one kernel has none."""
-    calls = any(e.primitive.name in LIBRARY for e in equations.all_equations(step))
-    return len(_jax.open_jaxpr(step).eqns) if calls else 0
-
-
-def _step_of(quiet: Reversal) -> StepCosts:
+def _step_of(quiet: Reversal, whole: Linearised) -> StepCosts:
     """Return the costs of a step, for planning."""
     loop, split = quiet.loop, quiet.split
     factors = (0, 0) if loop.lanes else factor_bytes(quiet.forward, loop.const_count, SMALLEST)
@@ -168,8 +163,9 @@ def _step_of(quiet: Reversal) -> StepCosts:
         residual_arrays=len(stored),
         holds_loops=split.variant == "inner loops again"
         or any(e.primitive is forward_p for e in equations.all_equations(split.forward)),
-        largest=max(map(_jax.byte_count, (*stored, *quiet.slot_types)), default=0),
-        pooled=POOLED * _launched(quiet.forward),
+        largest_carry=max(map(_jax.byte_count, quiet.slot_types), default=0),
+        largest_residual=max(map(_jax.byte_count, stored), default=0),
+        pooled=POOLED * launched(quiet.forward, whole.tangents),
         offloaded_bytes=_jax.byte_count(
             *kept(split.stored_types, split.offloaded or [False] * len(split.stored_types))
         ),

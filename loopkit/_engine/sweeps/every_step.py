@@ -21,9 +21,18 @@ from loopkit._engine.lowering.memory import check_room
 from loopkit._engine.sweeps import strategy
 from loopkit._engine.sweeps.step import Cotangents, StepReversal
 from loopkit._engine.sweeps.strategy import Backward, Saving, Sweep, run_steps, write_if
+from loopkit._engine.sweeps.window import is_seen_in_parts, rows_from, run_part
 
 
 class EveryResidual(Sweep):
+    @property
+    def part(self) -> int:
+        """The steps whose rows are written and read at a time, or 0 if all are."""
+        how = self.how
+        if how.loop.cond is not None or any(how.on_host) or any(map(_jax.is_spread, how.row_types)):
+            return 0
+        return how.plan.step.in_order(how.plan.segment)
+
     @property
     def stack_types(self) -> list[_jax.ShapedArray]:
         return self.stacked(self.how.row_types, self.how.plan.segment)
@@ -39,7 +48,16 @@ class EveryResidual(Sweep):
         return super().blank_stacks
 
     def run(self, loop: Loop, operands: Operands, state: Saving) -> Saving:
+        if loop.cond is None:
+            return record(self, loop, operands, state, self.how.plan.segment, 0, self.part)
         return run_steps(loop, operands, recorded(self, loop, operands), state)
+
+    def reverse(self, step: StepReversal, steps: _jax.Whole, s: Backward) -> Cotangents:
+        if not self.part or _jax.for_accelerators():
+            return super().reverse(step, steps, s)
+        reverse_one = stored_reversal(step, s.stacks, self.part)
+        rows = list(map(_jax.blank, _jax.stack_types(self.how.row_types, self.part)))
+        return strategy.reverse_segments(reverse_one, self.part, steps, s._replace(rows=rows)).cts
 
 
 def row_axes(how: Reversal, batched: Reversal) -> list[int | None]:
@@ -47,7 +65,77 @@ def row_axes(how: Reversal, batched: Reversal) -> list[int | None]:
     return [1 if f else None for f in how.drop_counters(batched.split.stored_batched)]
 
 
-def recorded(sweep: Sweep, loop: Loop, operands: Operands, first: int = 0) -> Callable:
+def record(
+    sweep: Sweep,
+    loop: Loop,
+    operands: Operands,
+    state: Saving,
+    count: int,
+    first: int,
+    length: int,
+) -> Saving:
+    """Run `count` steps, and write the residuals of step `first` to the first row.
+
+    With a length, the rows of so many steps are written to small arrays, and copied from there.
+    """
+    if not length or _jax.for_accelerators():
+        return _record(recorded(sweep, loop, operands, first), loop, count, state)
+    how, (_, rows) = sweep.how, state
+    total, types = _length_of(rows, length), _jax.stack_types(how.row_types, length)
+    zero = how.products is not None  # which read the rows of steps that were not taken, too
+    empty = list(map(_jax.zeros if zero else _jax.blank, types))
+
+    def run_one(part: _jax.Whole, s: tuple) -> tuple:
+        steps, rows, some = s
+        row = part * length
+        taken = length if not count % length else jnp.minimum(length, count - row)
+        place, axes = rows_from(row, length, total), [0] * len(rows)
+        some = empty if zero else place.read(rows, axes) if total % length else some
+
+        def run(loop: Loop, operands: Operands, steps: stepping.Steps) -> Saving:
+            step = recorded(sweep, loop, operands, steps.count - row + place.low)
+            return _record(step, loop, taken, (steps, some))
+
+        if is_seen_in_parts(how, length):
+            steps, some = run_part(loop, operands, first + row, length, steps, run)
+        else:
+            steps, some = run(loop, operands, steps)
+        return steps, place.write(rows, some, axes), some
+
+    return stepping.repeat(-(-count // length), run_one, (*state, empty))[:2]
+
+
+def _length_of(stacks: list, default: int) -> int:
+    """Return the number of rows, or another if nothing is stored."""
+    return stacks[0].shape[0] if stacks else default
+
+
+def _record(step: Callable, loop: Loop, count: _jax.Whole, state: Saving) -> Saving:
+    after = lambda s, count: (stepping.after_run(loop, s[0], count), s[1])
+    return stepping.in_runs(loop, count, lambda _, s: step(s), state, after, state[0].bar)
+
+
+def stored_reversal(step: StepReversal, stored: list, length: int, first: int = 0) -> Callable:
+    """Return the function that goes back over so many steps, whose rows it copies out first.
+
+    Each part sums its deferred products once.
+    """
+    total = _length_of(stored, length)
+
+    def reverse(step: StepReversal, row: _jax.Whole, count: _jax.Whole, s: Backward) -> Backward:
+        place = rows_from(row, length, total)
+        some = place.read(stored, [0] * len(stored))
+        if total % length:
+            rows = lambda k: stepping.read_rows(some, k + (row - place.low))
+            cts, _ = step.reverse_rows(first + row, count, rows, s.cts, [])
+        else:
+            cts, _ = step.reverse_segment(first + row, count, some, s.cts, [])
+        return s._replace(rows=some, cts=cts)
+
+    return strategy.in_parts(step, length, reverse, first)
+
+
+def recorded(sweep: Sweep, loop: Loop, operands: Operands, first: _jax.Whole = 0) -> Callable:
     """Return the function that takes a step, and writes its residuals, from step `first` on."""
     how = sweep.how
     safe: Any = EveryInput(operands.consts)
@@ -79,7 +167,7 @@ def recorded(sweep: Sweep, loop: Loop, operands: Operands, first: int = 0) -> Ca
                 stepping.select(go, [count], [steps.count]),
             )
         done = stepping.Steps(count, new, ys, lane_counts, steps.bar)
-        place = steps.count - first if first else steps.count
+        place = steps.count if isinstance(first, int) and not first else steps.count - first
         row = sweep.leaving(how.drop_counters(stored), place)
         return done, write_if(go, rows, row, place)
 

@@ -6,20 +6,18 @@ memory of the copy holds the rows of each segment that runs again.
 
 from __future__ import annotations
 
-import functools as ft
 from collections.abc import Sequence
 from typing import Any
-
-from jax import lax
 
 from loopkit import _jax
 from loopkit._engine import steps as stepping
 from loopkit._engine.derivative.pieces import Reversal
 from loopkit._engine.loop import Loop, Operands, kept, parts
-from loopkit._engine.sweeps.every_step import recorded, row_axes
+from loopkit._engine.sweeps.every_step import record, row_axes, stored_reversal
 from loopkit._engine.sweeps.segments import EverySegment
 from loopkit._engine.sweeps.step import Cotangents, StepReversal
 from loopkit._engine.sweeps.strategy import Backward, Saving, reverse_segments
+from loopkit._engine.sweeps.window import take_segment
 
 
 class LastSegments(EverySegment):
@@ -49,26 +47,19 @@ class LastSegments(EverySegment):
         def save_and_run(segment: _jax.Whole, s: Saving) -> Saving:
             steps, slots = s
             slots = self.save(slots, kept(steps.carry, how.slotted), segment)
-            return stepping.take(loop, operands, plan.segment, steps), slots
+            first = segment * plan.segment
+            return take_segment(how, loop, operands, first, plan.segment, steps), slots
 
         steps, slots = stepping.repeat(plan.rerun // plan.segment, save_and_run, (steps, slots))
-        step = recorded(self, loop, operands, plan.rerun)
-        after = lambda s, count: (stepping.after_run(loop, s[0], count), s[1])
-        last, s = (plan.bound or 0) - plan.rerun, (steps, rows)
-        steps, rows = stepping.in_runs(loop, last, lambda _, s: step(s), s, after, steps.bar)
+        length = plan.segment if plan.step.pooled else 0
+        last = (plan.bound or 0) - plan.rerun
+        steps, rows = record(self, loop, operands, (steps, rows), last, plan.rerun, length)
         return steps, [*slots, *rows]
 
     def reverse(self, step: StepReversal, steps: _jax.Whole, s: Backward) -> Cotangents:
         first, length = self.how.plan.rerun, self.how.plan.segment
         slots, rows = parts(s.stacks, sum(self.how.slotted))
-
-        def reverse_stored(row: _jax.Whole, count: _jax.Whole, s: Backward) -> Backward:
-            # XLA for CPUs runs operations on small arrays one after another, without a pool of
-            # threads. And each segment sums its deferred products once.
-            some = [lax.dynamic_slice_in_dim(v, row, length) for v in rows]
-            cts, _ = step.reverse_segment(first + row, count, some, s.cts, [])
-            return s._replace(rows=some, cts=cts)
-
         s = s._replace(stacks=slots, rows=self.rows(step), ahead=[])
+        reverse_stored = stored_reversal(step, rows, length, first)
         s = reverse_segments(reverse_stored, length, steps - first, s)
-        return reverse_segments(ft.partial(self.reverse_segment, step), length, first, s).cts
+        return reverse_segments(self.reversal(step), length, first, s).cts

@@ -7,6 +7,7 @@ from the last checkpoint before it, and saves more on the way if slots are free.
 from __future__ import annotations
 
 import functools as ft
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,10 +23,12 @@ from loopkit._engine.sweeps.strategy import (
     Backward,
     Saving,
     Sweep,
+    in_parts,
     reverse_segments,
     run_steps,
     write_if,
 )
+from loopkit._engine.sweeps.window import take_segment
 from loopkit._plans.plan import Plan
 from loopkit._plans.planner import RECORDED
 from loopkit.schedules.online import NEVER
@@ -52,7 +55,8 @@ class EverySegment(Sweep):
             slots = self.save(slots, kept(steps.carry, self.how.slotted), segment)
             if loop.length % length and not _jax.host_waits.value:
                 count = jnp.minimum((segment + 1) * length, loop.length) - steps.count
-            return stepping.take(loop, operands, count, steps), slots
+            first = segment * length
+            return take_segment(self.how, loop, operands, first, count, steps), slots
 
         def take_next(state: Saving) -> Saving:
             return self.take_segments(
@@ -123,8 +127,7 @@ class EverySegment(Sweep):
         return stepping.advance(loop, operands, steps, stop), slots
 
     def reverse(self, step: StepReversal, steps: _jax.Whole, s: Backward) -> Cotangents:
-        reverse_one = ft.partial(self.reverse_segment, step)
-        length = self.how.plan.segment
+        reverse_one, length = self.reversal(step), self.how.plan.segment
         last = stepping.quotient(steps + (length - 1), length) - 1
         s = s._replace(rows=self.rows(step), ahead=self.load_ahead(step.operands, s.stacks, last))
         # If no step is taken, a segment of one step would be reversed all the same, and products of
@@ -133,6 +136,10 @@ class EverySegment(Sweep):
         if self.how.plan.segments == 1 and not may_be_empty:
             return reverse_one(0, steps, s._replace(segment=jnp.int32(0))).cts
         return reverse_segments(reverse_one, length, steps, s).cts
+
+    def reversal(self, step: StepReversal) -> Callable:
+        """Return the function that goes back over a segment: `reverse(first, count, state)`."""
+        return in_parts(step, self.how.plan.segment, self.reverse_segment)
 
     def rows(self, step: StepReversal) -> list:
         """Return arrays for the rows of a segment."""
@@ -206,6 +213,9 @@ class EverySegment(Sweep):
 
 
 class Scheduled(EverySegment):
+    def reversal(self, step: StepReversal) -> Callable:
+        return ft.partial(self.reverse_segment, step)  # which runs steps of other segments, too
+
     @property
     def segment_count(self) -> int:
         return self.layout_plan.slots

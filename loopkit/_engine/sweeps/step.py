@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,8 @@ from loopkit._engine.derivative.pieces import Reversal
 from loopkit._engine.lanes.safe_inputs import EveryInput, SafeInputs
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Loop, Operands, kept, parts
-from loopkit._engine.steps import in_runs, read_rows, read_slices, repeat, row_of, write_rows
+from loopkit._engine.steps import in_runs, read_rows, repeat, row_of, write_rows
+from loopkit._engine.sweeps.window import Window
 
 SMALL_ROW = 1024
 """The bytes of a row up to which it is copied out once, rather than sliced in each kernel."""
@@ -74,6 +76,7 @@ class StepReversal:
         self.how, self.operands, self.taken, self.batch = how, operands, taken, batch
         self.ct_ys, self.log = ct_ys, log
         self.adds = list(adds) or [False] * sum(how.active.xs)
+        self.window: Window | None = None
         self.products: Products | None = None
         self.safe: Any = EveryInput(operands.consts)
         if how.loop.lanes:
@@ -90,6 +93,33 @@ class StepReversal:
             self.backward, _ = _jax.batch_jaxpr(
                 self.backward, _jax.axis(batch), axes, [0] * len(types[1])
             )
+
+    def seeing(self, window: Window) -> StepReversal:
+        """Return the reversal of steps that see only some rows of xs, and of cotangents of ys."""
+        seen = copy.copy(self)
+        xs = window.read(self.operands.xs, self.how.loop.x_axes)
+        seen.operands, seen.window = self.operands._replace(xs=xs), window
+        seen.ct_ys = window.read(self.ct_ys, self.axes(self.how.loop.y_axes, self.how.active.ys))
+        return seen
+
+    def axes(self, of_step: Sequence[int], active: Sequence[bool]) -> list[int]:
+        """Return the stacked axes of cotangents."""
+        return [axis + (self.batch is not None) for axis in kept(of_step, active)]
+
+    @property
+    def x_axes(self) -> list[int]:
+        """The stacked axes of the cotangents of xs."""
+        return self.axes(self.how.loop.x_axes, self.how.active.xs)
+
+    def row(self, step: _jax.Whole) -> Any:
+        """Return the row of xs and cotangents that belongs to a step."""
+        row = row_of(self.how.loop, step)
+        return row if self.window is None else row - self.window.low
+
+    def slices(self, step: _jax.Whole) -> list:
+        """Return the slices of xs that belong to a step."""
+        xs = self.operands.xs
+        return read_rows(xs, self.row(step), self.how.loop.x_axes) if xs else []
 
     def rewind(self, first: _jax.Whole, count: _jax.Whole, buffers: list) -> list:
         """Return the buffers before step `first`, from those `count` steps later, or fewer."""
@@ -123,7 +153,7 @@ class StepReversal:
             rows = write_rows(rows, how.split_saved(carry)[0], 0)
 
             def step(k: _jax.Whole, s: tuple[list, list]) -> tuple[list, list]:
-                carry = how.advance(self.operands, self.taken, s[0], first + k, 1)
+                carry = how.advance(self.operands, self.taken, s[0], first + k, 1, self.slices)
                 return carry, write_rows(s[1], how.split_saved(carry)[0], k + 1)
 
             return repeat(count - 1, step, (carry, rows), how.loop.unroll)
@@ -138,7 +168,7 @@ class StepReversal:
     def residuals(self, step: _jax.Whole, carry: list, x: list | None = None) -> tuple[list, list]:
         """Return the next carry, and the row of this step."""
         how, safe, active = self.how, self.safe, self.running(step)
-        x = read_slices(how.loop, self.operands, step) if x is None else x
+        x = self.slices(step) if x is None else x
         consts, x = safe.apart_from_carry(active, x)
         outs = safe.call(how.forward, active, consts, safe.carries(active, carry), x)
         new, stored = parts(outs, sum(how.saved))
@@ -173,7 +203,7 @@ class StepReversal:
     ) -> tuple[Cotangents, list]:
         """Go back over one step from the carry before it; also return the buffers before it."""
         # Read twice, slices that are divided between devices might be gathered twice.
-        x = read_slices(self.how.loop, self.operands, step)
+        x = self.slices(step)
         new, stored = self.residuals(step, carry, x)
         stored = self.computed_once(stored)
         buffers = self.how.split_saved(carry)[1]
@@ -233,12 +263,10 @@ class StepReversal:
         self, step: _jax.Whole, row: list, cts: Cotangents, place: _jax.Whole, x: list | None = None
     ) -> Cotangents:
         """Go back over one step, number `place` of its segment, from its residuals."""
-        how, loop, axis = self.how, self.how.loop, 0 if self.batch is None else 1
-        at = row_of(loop, step)
-        y_axes = [axis + a for a in kept(loop.y_axes, how.active.ys)]
-        x_axes = [axis + a for a in kept(loop.x_axes, how.active.xs)]
+        at, x_axes = self.row(step), self.x_axes
+        y_axes = self.axes(self.how.loop.y_axes, self.how.active.ys)
         flowing = [*cts.carry, *read_rows(self.ct_ys, at, y_axes)]
-        x = read_slices(loop, self.operands, step) if x is None else x
+        x = self.slices(step) if x is None else x
         d_consts, d_carry, d_x, factors = self.back(step, x, row, cts.consts, flowing)
         sums = _jax.barrier(kept(cts.xs, self.adds))
         xs = spread(sums, self.adds, cts.xs)

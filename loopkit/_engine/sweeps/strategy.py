@@ -8,6 +8,7 @@ values are touched once a segment, not once a step.
 from __future__ import annotations
 
 import abc
+import functools as ft
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from loopkit._engine.derivative.pieces import Reversal
 from loopkit._engine.lanes.batched_loop import stacked
 from loopkit._engine.loop import Loop, Operands, kept, parts
 from loopkit._engine.sweeps.step import Cotangents, StepReversal, zero_cotangents
+from loopkit._engine.sweeps.window import is_seen_in_parts, rows_of_steps
 from loopkit._plans.plan import Plan
 
 PART = 32
@@ -205,6 +207,20 @@ class Sweep(abc.ABC):
         init = [d if s is None else s + d for d, s in zip(flowing.carry, carry, strict=True)]
         results = [*flowing.consts, *init, *flowing.xs]
         return results if bar is None else progress.closed(loop, bar, results, backward=True)
+
+
+def in_parts(step: StepReversal, length: int, reverse: Callable, first: int = 0) -> Callable:
+    """Return `reverse` for steps that may see only their own rows; it begins at step `first`."""
+    if not is_seen_in_parts(step.how, length):
+        return ft.partial(reverse, step)
+
+    def reverse_part(row: _jax.Whole, count: _jax.Whole, s: Backward) -> Backward:
+        window, axes = rows_of_steps(step.how.loop, first + row, length), step.x_axes
+        xs, cts = s.cts.xs, s.cts._replace(xs=window.read(s.cts.xs, axes))
+        s = reverse(step.seeing(window), row, count, s._replace(cts=cts))
+        return s._replace(cts=s.cts._replace(xs=window.write(xs, s.cts.xs, axes)))
+
+    return reverse_part
 
 
 def reverse_segments(

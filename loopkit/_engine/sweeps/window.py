@@ -1,0 +1,98 @@
+"""A few steps of a loop that see only their own rows of stacked arrays.
+
+XLA for CPUs runs operations on small arrays one after another. If a loop has a large array, it
+hands them to a pool of threads, and waits for the threads at each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from loopkit import _jax
+from loopkit._engine import steps as stepping
+from loopkit._engine.derivative.pieces import Reversal
+from loopkit._engine.loop import Loop, Operands
+from loopkit._jaxprs.kernels import ONE_THREAD
+
+
+class Window(NamedTuple):
+    """Rows that follow each other."""
+
+    low: Any
+    """The first of them."""
+    rows: int
+
+    def read(self, arrays: Sequence[Any], axes: Sequence[int]) -> list:
+        pairs = zip(arrays, axes, strict=True)
+        return [lax.dynamic_slice_in_dim(a, self.low, self.rows, axis) for a, axis in pairs]
+
+    def write(self, arrays: Sequence[Any], parts: Sequence[Any], axes: Sequence[int]) -> list:
+        triples = zip(arrays, parts, axes, strict=True)
+        return [lax.dynamic_update_slice_in_dim(a, p, self.low, axis) for a, p, axis in triples]
+
+
+def rows_from(first: _jax.Whole, length: int, of: int) -> Window:
+    """Return the window of `length` rows that begins with a row, or ends with the last."""
+    return Window(first if not of % length else jnp.minimum(first, of - length), length)
+
+
+def rows_of_steps(loop: Loop, first: _jax.Whole, length: int) -> Window:
+    """Return the window of xs and ys that steps `first` to `first + length` see."""
+    assert loop.length is not None, "a loop that runs in parts has a length"
+    window = rows_from(first, length, loop.length)
+    return window._replace(low=loop.length - length - window.low) if loop.reverse else window
+
+
+def is_seen_in_parts(how: Reversal, length: int) -> bool:
+    """Return whether `length` steps at a time see only their own rows of xs and ys."""
+    loop = how.loop
+    if loop.cond is not None or loop.progress is not None or not how.plan.step.pooled:
+        return False
+    if _jax.for_accelerators() or not 1 < length < (loop.length or 0):
+        return False
+    stacked = (*loop.xs_types, *loop.ys_types)
+    if any(map(_jax.is_spread, stacked)):  # a part of the rows may be on one device
+        return False
+    return any(_jax.byte_count(t) > ONE_THREAD for t in stacked)
+
+
+def run_part(
+    loop: Loop,
+    operands: Operands,
+    first: _jax.Whole,
+    length: int,
+    steps: stepping.Steps,
+    run: Callable[[Loop, Operands, stepping.Steps], tuple[stepping.Steps, Any]],
+) -> tuple[stepping.Steps, Any]:
+    """Return the state after `run` has taken steps from `first` on, and what else it returns.
+
+    The loop that it gets has `length` steps, and counts them from 0, or ends with the last of them.
+    """
+    window = rows_of_steps(loop, first, length)
+    begin = rows_from(first, length, loop.length or 0).low
+    seen = operands._replace(xs=window.read(operands.xs, loop.x_axes))
+    ys = window.read(steps.ys, loop.y_axes)
+    state = steps._replace(count=steps.count - begin, ys=ys)
+    state, rest = run(loop.replace(length=length), seen, state)
+    ys = window.write(steps.ys, state.ys, loop.y_axes)
+    return state._replace(count=state.count + begin, ys=ys), rest
+
+
+def take_segment(
+    how: Reversal,
+    loop: Loop,
+    operands: Operands,
+    first: _jax.Whole,
+    count: _jax.Whole,
+    steps: stepping.Steps,
+) -> stepping.Steps:
+    """Take `count` steps, from step `first` on, which begins a segment."""
+    length = how.plan.segment
+    if not is_seen_in_parts(how, length):
+        return stepping.take(loop, operands, count, steps)
+    take = lambda loop, operands, steps: (stepping.take(loop, operands, count, steps), None)
+    return run_part(loop, operands, first, length, steps, take)[0]

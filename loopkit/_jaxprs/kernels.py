@@ -1,0 +1,39 @@
+"""Which loops XLA for CPUs compiles as one kernel, and how many kernels it launches of others.
+
+A loop of small steps is one kernel unless a step holds one of a few instructions. Otherwise XLA
+launches the kernels of a step one by one. If an array of the loop is large, a pool of threads gets
+them, and each then waits for the threads.
+"""
+
+import jax
+
+from loopkit import _jax
+from loopkit._jaxprs import equations
+from loopkit._jaxprs.cost import LIBRARY, MEASURES, SCATTERS
+
+ONE_THREAD = 1 << 16
+"""The bytes of an array up to which XLA for CPUs runs operations on it in order, if it runs a loop
+operation by operation. If a loop has a larger array, XLA hands them to a pool of threads."""
+_OTHERS = "fft sort triangular_solve tridiagonal_solve ffi_call io_callback pure_callback"
+ALONE = frozenset({*LIBRARY, *SCATTERS, *_OTHERS.split()})
+"""Primitives that keep a loop from becoming one kernel."""
+
+
+def launched(step: _jax.Jaxpr, tangents: _jax.Jaxpr) -> int:
+    """Return how many kernels of a step are launched, if its loop, or the loop back, is not one."""
+    scatters_back = any(e.primitive.name == "gather" for e in equations.all_equations(tangents))
+    if not scatters_back and not _stands_alone(step) and not _stands_alone(tangents):
+        return 0
+    return sum(e.primitive.name in MEASURES for e in _jax.open_jaxpr(step).eqns)
+
+
+def lax_takes_longer(body: _jax.Jaxpr, length: int) -> bool:
+    """Return whether the scan of lax, whose steps write to large arrays, waits for threads."""
+    if jax.default_backend() != "cpu" or not _stands_alone(body):
+        return False
+    made = (v.aval for eqn in body.eqns for v in eqn.outvars)
+    return length * max(map(_jax.byte_count, made), default=0) > ONE_THREAD
+
+
+def _stands_alone(jaxpr: _jax.Jaxpr) -> bool:
+    return any(e.primitive.name in ALONE for e in equations.all_equations(jaxpr))
