@@ -17,23 +17,24 @@ operation by operation. If a loop has a larger array, XLA hands them to a pool o
 _OTHERS = "fft sort triangular_solve tridiagonal_solve ffi_call io_callback pure_callback"
 ALONE = frozenset({*LIBRARY, *SCATTERS, *_OTHERS.split()})
 """Primitives that keep a loop from becoming one kernel."""
+ALONE_BACK = ALONE | {"gather"}
+"""Primitives that keep the loop that goes back from it: the transpose of a gather is a scatter."""
 
 
 def launched(step: _jax.Jaxpr, tangents: _jax.Jaxpr) -> int:
     """Return how many kernels of a step are launched, if its loop, or the loop back, is not one."""
-    scatters_back = any(e.primitive.name == "gather" for e in equations.all_equations(tangents))
-    if not scatters_back and not _stands_alone(step) and not _stands_alone(tangents):
+    if not _holds(step, ALONE) and not _holds(tangents, ALONE_BACK):
         return 0
     return sum(e.primitive.name in MEASURES for e in _jax.open_jaxpr(step).eqns)
 
 
 def lax_takes_longer(body: _jax.Jaxpr, length: int) -> bool:
     """Return whether the scan of lax, whose steps write to large arrays, waits for threads."""
-    if jax.default_backend() != "cpu" or not _stands_alone(body):
+    if jax.default_backend() != "cpu" or not _holds(body, ALONE_BACK):
         return False
     made = (v.aval for eqn in body.eqns for v in eqn.outvars)
     return length * max(map(_jax.byte_count, made), default=0) > ONE_THREAD
 
 
-def _stands_alone(jaxpr: _jax.Jaxpr) -> bool:
-    return any(e.primitive.name in ALONE for e in equations.all_equations(jaxpr))
+def _holds(jaxpr: _jax.Jaxpr, names: frozenset[str]) -> bool:
+    return any(e.primitive.name in names for e in equations.all_equations(jaxpr))
