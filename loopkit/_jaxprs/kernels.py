@@ -14,6 +14,8 @@ from loopkit._jaxprs.cost import LIBRARY, MEASURES, SCATTERS
 ONE_THREAD = 1 << 16
 """The bytes of an array up to which XLA for CPUs runs operations on it in order, if it runs a loop
 operation by operation. If a loop has a larger array, XLA hands them to a pool of threads."""
+FEW_ROWS, MANY_ROWS = 16, 128
+"""The fewest and the most steps whose rows are copied at a time."""
 _OTHERS = "fft sort triangular_solve tridiagonal_solve ffi_call io_callback pure_callback"
 ALONE = frozenset({*LIBRARY, *SCATTERS, *_OTHERS.split()})
 """Primitives that keep a loop from becoming one kernel."""
@@ -34,6 +36,19 @@ def lax_takes_longer(body: _jax.Jaxpr, length: int) -> bool:
         return False
     made = (v.aval for eqn in body.eqns for v in eqn.outvars)
     return length * max(map(_jax.byte_count, made), default=0) > ONE_THREAD
+
+
+def rows_at_a_time(steps: int, largest: int) -> int:
+    """Return how many steps at a time have arrays of rows for one thread, with few rows to spare.
+
+    `largest` is the bytes of a row. 0: the arrays of all steps are small, or those of a few are
+    not.
+    """
+    most = min(ONE_THREAD // max(largest, 1), MANY_ROWS)
+    if steps * largest <= ONE_THREAD or most < FEW_ROWS:
+        return 0
+    lengths = range(max(FEW_ROWS, most // 2), most + 1)
+    return min(lengths, key=lambda length: (-steps % length, -length))
 
 
 def _holds(jaxpr: _jax.Jaxpr, names: frozenset[str]) -> bool:

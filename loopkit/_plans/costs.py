@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
-from loopkit._jaxprs.kernels import ONE_THREAD
+from loopkit._jaxprs.kernels import ONE_THREAD, rows_at_a_time
 
 Store = Literal["carries", "residuals"]
 Strategy = Literal["every residual", "every carry", "every segment", "schedule"]
@@ -89,26 +89,15 @@ class StepCosts(NamedTuple):
         """Return the nanoseconds to add the products of a step to those of others."""
         return price_of_byte(self.product_bytes) * self.product_bytes
 
-    def in_order(self, steps: int) -> int:
-        """Return how many steps at a time have rows for one thread, with few rows to spare.
-
-        0: the rows of all steps are, or those of a few are not, or XLA makes one kernel of a loop.
-        """
-        most = min(ONE_THREAD // max(self.largest_residual, 1), MANY_ROWS)
-        if not self.pooled or steps * self.largest_residual <= ONE_THREAD or most < FEW_ROWS:
-            return 0
-        lengths = range(max(FEW_ROWS, most // 2), most + 1)
-        return min(lengths, key=lambda length: (-steps % length, -length))
-
     def handing_over(self, rows: int, store: Store, copied: bool = False) -> float:
         """Return what a step takes more to go back if so many rows of it are in one array.
 
         They may be copied from and to small arrays, a few at a time.
         """
-        if copied and self.in_order(rows):
-            return 0.0
         largest = self.largest_carry if store == "carries" else self.largest_residual
-        return self.pooled if rows * largest > ONE_THREAD else 0.0
+        if rows * largest <= ONE_THREAD or (copied and rows_at_a_time(rows, largest)):
+            return 0.0
+        return self.pooled
 
     def row(self, store: Store, price: float = 0.0) -> Row:
         """Return what a segment stores of a step: its carry, or the best residuals at a price."""
@@ -119,8 +108,6 @@ class StepCosts(NamedTuple):
 
 UNKNOWN_COSTS = StepCosts(0, 0)
 
-FEW_ROWS, MANY_ROWS = 16, 128
-"""The fewest and the most steps whose rows are copied at a time."""
 POOLED = 200.0
 """Nanoseconds to hand one kernel of a step, and what goes back over it, to a pool of threads."""
 

@@ -22,16 +22,18 @@ from loopkit._engine.sweeps import strategy
 from loopkit._engine.sweeps.step import Cotangents, StepReversal
 from loopkit._engine.sweeps.strategy import Backward, Saving, Sweep, run_steps, write_if
 from loopkit._engine.sweeps.window import is_seen_in_parts, rows_from, run_part
+from loopkit._jaxprs.kernels import rows_at_a_time
 
 
 class EveryResidual(Sweep):
     @property
     def part(self) -> int:
         """The steps whose rows are written and read at a time, or 0 if all are."""
-        how = self.how
-        if how.loop.cond is not None or any(how.on_host) or any(map(_jax.is_spread, how.row_types)):
+        how, types = self.how, self.how.row_types
+        if how.loop.cond is not None or any(how.on_host) or any(map(_jax.is_spread, types)):
             return 0
-        return how.plan.step.in_order(how.plan.segment)
+        largest = max(map(_jax.byte_count, types), default=0)
+        return rows_at_a_time(how.plan.segment, largest) if how.plan.step.pooled else 0
 
     @property
     def stack_types(self) -> list[_jax.ShapedArray]:

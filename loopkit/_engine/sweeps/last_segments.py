@@ -18,6 +18,7 @@ from loopkit._engine.sweeps.segments import EverySegment
 from loopkit._engine.sweeps.step import Cotangents, StepReversal
 from loopkit._engine.sweeps.strategy import Backward, Saving, reverse_segments
 from loopkit._engine.sweeps.window import take_segment
+from loopkit._jaxprs.kernels import ONE_THREAD
 
 
 class LastSegments(EverySegment):
@@ -51,7 +52,8 @@ class LastSegments(EverySegment):
             return take_segment(how, loop, operands, first, plan.segment, steps), slots
 
         steps, slots = stepping.repeat(plan.rerun // plan.segment, save_and_run, (steps, slots))
-        length = plan.segment if plan.step.pooled else 0
+        small = plan.segment * max(map(_jax.byte_count, how.row_types), default=0) <= ONE_THREAD
+        length = plan.segment if small and plan.step.pooled else 0
         last = (plan.bound or 0) - plan.rerun
         steps, rows = record(self, loop, operands, (steps, rows), last, plan.rerun, length)
         return steps, [*slots, *rows]

@@ -57,7 +57,8 @@ def is_seen_in_parts(how: Reversal, length: int) -> bool:
     stacked = (*loop.xs_types, *loop.ys_types)
     if any(map(_jax.is_spread, stacked)):  # a part of the rows may be on one device
         return False
-    return any(_jax.byte_count(t) > ONE_THREAD for t in stacked)
+    largest = max(map(_jax.byte_count, stacked), default=0)
+    return largest > ONE_THREAD >= largest * length // (loop.length or 1)
 
 
 def run_part(
