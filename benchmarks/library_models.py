@@ -153,7 +153,7 @@ def voltage_of_jaxley() -> Program:
 
     nested = jax.grad(partial(loss, checkpoint_lengths=[32, 32]))
     own = reverse(loss) | {"own, checkpoint_lengths=[32, 32]": nested}
-    return Program(own, through(loss), parameters, loss=loss)
+    return Program(own, through(loss, {"checkpoints": "all"}), parameters, loss=loss)
 
 
 BALL = """

@@ -116,3 +116,15 @@ def test_more_memory_is_never_predicted_to_take_longer(part):
         f, at = loss(loopkit.scan, 660, memory=int(memory))
         times.append(loopkit.explain(jax.grad(f), *at).loops[0].plan.nanoseconds(660))
     assert times[1] <= times[0]
+
+
+@pytest.mark.parametrize("places", [jnp.array([3]), jnp.array([3, 1])])
+@pytest.mark.parametrize("way", ["read", "write"])
+def test_one_place_makes_a_kernel_and_several_do_not(places, way):
+    def taken(h, x):
+        h = jnp.sin(h[places]) * x + h.sum() if way == "read" else h.at[places].add(x)
+        return jnp.cos(h).sum() * jnp.ones(16), x
+
+    f = lambda xs: loopkit.scan(taken, jnp.ones(16), xs)[0].sum()
+    step = loopkit.explain(jax.grad(f), jnp.ones(99)).loops[0].plan.step
+    assert (step.pooled == 0) == (len(places) == 1)

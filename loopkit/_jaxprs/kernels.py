@@ -52,4 +52,10 @@ def rows_at_a_time(steps: int, largest: int) -> int:
 
 
 def _holds(jaxpr: _jax.Jaxpr, names: frozenset[str]) -> bool:
-    return any(e.primitive.name in names for e in equations.all_equations(jaxpr))
+    return any(e.primitive.name in names and not _at_one(e) for e in equations.all_equations(jaxpr))
+
+
+def _at_one(eqn: _jax.Equation) -> bool:
+    """Return whether it reads or writes at one index: XLA makes slices of those."""
+    indexed = eqn.primitive.name in ("gather", *SCATTERS)
+    return indexed and _jax.volume(eqn.invars[1].aval.shape[:-1]) == 1

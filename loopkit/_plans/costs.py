@@ -95,9 +95,12 @@ class StepCosts(NamedTuple):
         They may be copied from and to small arrays, a few at a time.
         """
         largest = self.largest_carry if store == "carries" else self.largest_residual
-        if rows * largest <= ONE_THREAD or (copied and rows_at_a_time(rows, largest)):
-            return 0.0
-        return self.pooled
+        small = rows * largest <= ONE_THREAD or (copied and self.at_a_time(rows))
+        return 0.0 if small else self.pooled
+
+    def at_a_time(self, steps: int) -> int:
+        """Return how many steps at a time have their residuals copied; 0 if those of all have."""
+        return rows_at_a_time(steps, self.largest_residual) if self.pooled else 0
 
     def row(self, store: Store, price: float = 0.0) -> Row:
         """Return what a segment stores of a step: its carry, or the best residuals at a price."""

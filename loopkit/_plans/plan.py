@@ -153,11 +153,11 @@ class Plan:
 
     @property
     def row_bytes(self) -> int:
-        """The bytes that are stored of a segment while it is reversed."""
-        if self.segment == 1 or self.strategy == "every residual":
-            return 0
+        """The bytes that are stored of a segment, or copied of some steps, while it is reversed."""
+        if self.strategy == "every residual":
+            return self.exact * self.step.at_a_time(self.bound or 0) * self.row.bytes
         row = 0 if self.strategy == "every carry" else self.row.bytes
-        return self.segment * (row + self.factor_bytes)
+        return 0 if self.segment == 1 else self.segment * (row + self.factor_bytes)
 
     @property
     def peak_bytes(self) -> int:
