@@ -30,9 +30,9 @@ def launched(step: _jax.Jaxpr, tangents: _jax.Jaxpr) -> int:
     return sum(e.primitive.name in MEASURES for e in _jax.open_jaxpr(step).eqns)
 
 
-def lax_takes_longer(body: _jax.Jaxpr, length: int) -> bool:
+def lax_takes_longer(body: _jax.Jaxpr, length: int | None) -> bool:
     """Return whether the scan of lax, whose steps write to large arrays, waits for threads."""
-    if jax.default_backend() != "cpu" or not _holds(body, ALONE_BACK):
+    if length is None or jax.default_backend() != "cpu" or not _holds(body, ALONE_BACK):
         return False
     made = (v.aval for eqn in body.eqns for v in eqn.outvars)
     return length * max(map(_jax.byte_count, made), default=0) > ONE_THREAD
