@@ -159,3 +159,35 @@ def test_what_runs_again_is_behind_a_barrier_on_a_cpu_alone(platform):
         text = gradient.trace(*types).lower(lowering_platforms=(platform,)).as_text()
         held = re.findall(r"optimization_barrier.*xf64", text)
         assert bool(held) == (platform == "cpu")
+
+
+def filtered(scan, **options):
+    """Return a loss over a particle filter, whose steps take long to draw and keep few bytes."""
+
+    def f(drift):
+        def step(carry, seen):
+            x, key = carry
+            key, noise, draw = jax.random.split(key, 3)
+            x = drift * x + 0.3 * jax.random.normal(noise, x.shape)
+            fit = -0.5 * (seen - x) ** 2
+            chosen = jax.random.categorical(draw, lax.stop_gradient(fit), shape=x.shape)
+            return (x[chosen], key), jnp.log(jnp.mean(jnp.exp(fit)))
+
+        seen = jnp.sin(jnp.arange(600) / 50)
+        return scan(step, (jnp.zeros(64), jax.random.key(0)), seen, **options)[1].sum()
+
+    return f
+
+
+def test_what_took_long_is_kept_of_small_steps():
+    whole = loopkit.explain(filtered(loopkit.scan, checkpoints="all"), 0.9).plan
+    memory = 0.7 * whole.peak_bytes
+    plan = loopkit.explain(filtered(loopkit.scan, memory=int(memory)), 0.9).plan
+    assert plan.keeps_all
+    assert plan.price > 0
+    assert plan.peak_bytes <= memory
+    found = (
+        jax.jit(jax.grad(f))(0.9)
+        for f in (filtered(lax.scan), filtered(loopkit.scan, memory=int(memory)))
+    )
+    assert_close(*found)

@@ -51,12 +51,15 @@ residuals of every step are kept. With "opened", a cut sees what is inside `jax.
 
 SMALLEST_ROW = 1 << 12
 """The bytes of residuals of a step up to which a loop keeps all of them, or none."""
+LONG_FOR_A_BYTE = 20.0
+"""The nanoseconds for each such byte beyond which a step has a choice however few there are."""
 
 
-def has_frontier(loop: Loop, row_bytes: int) -> bool:
-    """Return whether a step has so many bytes of residuals that choosing among them is worth it."""
+def has_frontier(loop: Loop, row_bytes: int, nanoseconds: float) -> bool:
+    """Return whether choosing among the residuals of a step is worth it: many bytes, or much
+    time."""
     is_large = (loop.length or 1) * row_bytes > CHECKPOINT_BYTES
-    return is_large and row_bytes > SMALLEST_ROW
+    return is_large and (row_bytes > SMALLEST_ROW or nanoseconds > LONG_FOR_A_BYTE * row_bytes)
 
 
 def linearised(loop: Loop, active: Active, variant: Variant = "as it is") -> Linearised:

@@ -135,7 +135,7 @@ def _of_split(loop: Loop, active: Active, variant: Variant = "as it is") -> Reve
 
 def _with_smaller_rows(step: StepCosts, whole: Linearised) -> StepCosts:
     """Add the ways to store less of a step, if that is worth a choice."""
-    if not has_frontier(whole.loop, step.residual_bytes):
+    if not has_frontier(whole.loop, step.residual_bytes, step.run):
         return step
     free = {v for v, is_free in zip(whole.carry, whole.residuals.free, strict=True) if is_free}
 
