@@ -19,6 +19,7 @@ import pytest
 import loopkit
 from derivatives import assert_close
 from loopkit import _jax
+from loopkit._jaxprs import equations
 from tolerances import assert_near
 from turns import in_turn
 
@@ -138,6 +139,16 @@ def test_the_second_call_does_not_trace(loop):
         assert f(x).tolist() == first.tolist()
         f(2 * x)
     assert calls == []
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_second_call_walks_through_no_step(loop, monkeypatch):
+    f, _ = LOOPS[loop]
+    x, walks, walk = jnp.asarray(0.3), [], equations.all_equations
+    f(x)
+    monkeypatch.setattr(equations, "all_equations", lambda j: walks.append(j) or walk(j))
+    f(2 * x)
+    assert walks == []
 
 
 @pytest.mark.parametrize("until", [None, stops])

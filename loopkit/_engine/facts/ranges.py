@@ -50,7 +50,7 @@ LARGEST_START = 8
 
 def with_ranges(loop: Loop, operands: Operands) -> Loop:
     """Return the loop with the starts of its row counters, and with bounds of its inner loops."""
-    inside = equations.holds_while_loop(loop.body)
+    inside = loop.derived("holds a while loop", lambda: equations.holds_while_loop(loop.body))
     # If the number of steps is known, it says whether a row is written twice.
     if not inside and (loop.cond is None or not any(loop.is_buffer)):
         return loop
