@@ -24,6 +24,7 @@ from loopkit._jax.avals import (
     AxisData,
     Equation,
     OpenJaxpr,
+    Primitive,
     ShapedArray,
     is_tracer,
     slice_type,
@@ -165,6 +166,14 @@ def with_equations(jaxpr: OpenJaxpr, eqns: Sequence[Equation], **changes: Any) -
     """
     high = (e.primitive.is_high(*(v.aval for v in e.invars), **e.params) for e in eqns)
     return jaxpr.replace(eqns=eqns, is_high=jaxpr.is_high or any(high), **changes)
+
+
+def new_equation(
+    eqn: Equation, primitive: Primitive, invars: Sequence[Any], outvars: Sequence[Any], params: dict
+) -> Any:
+    """`eqn` with another primitive, operands and results; its source and context are kept."""
+    _, effects = primitive.abstract_eval(*[v.aval for v in invars], **params)
+    return pe.new_jaxpr_eqn(invars, outvars, primitive, params, effects, eqn.source_info, eqn.ctx)
 
 
 def is_laid_out(eqn: Equation) -> bool:

@@ -14,7 +14,7 @@ from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
 
 from loopkit._jax.avals import AxisData, Equation, LoweringContext, Primitive
-from loopkit._jax.jaxprs import trace
+from loopkit._jax.jaxprs import new_equation, trace
 from loopkit._jax.memory import filled_where_it_shows, is_alone, is_on_host, named_on_host
 from loopkit._jax.taylor import SeriesPrimitive
 
@@ -104,7 +104,7 @@ def named_results(
 
 host_waits = jax.make_user_context(False)
 """Whether the host waits in each iteration of a loop of unknown length, as that of a GPU does."""
-_no_cpu = jax.make_user_context(False)
+_no_cpu, _one_cpu = jax.make_user_context(False), jax.make_user_context(False)
 
 
 def lower_by(
@@ -126,9 +126,10 @@ def lower_by(
         ctx.module_context = ctx.module_context.replace(all_default_mem_kind=False)
         targets = tuple(ctx.platforms or ctx.module_context.platforms)
         token, waits = _targets.set(targets), host_waits.value or platform == "gpu"
+        one, cpu = is_alone(ctx), targets == ("cpu",)
         try:
-            with host_waits(waits), _no_cpu("cpu" not in targets):
-                return (alone if is_alone(ctx) else spread)(ctx, *operands, **params)
+            with host_waits(waits), _no_cpu("cpu" not in targets), _one_cpu(one and cpu):
+                return (alone if one else spread)(ctx, *operands, **params)
         finally:
             _targets.reset(token)
 
@@ -142,6 +143,11 @@ _targets: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVa
 def for_accelerators() -> bool:
     """Return whether a program is being lowered for GPUs or TPUs alone."""
     return _no_cpu.value or host_waits.value
+
+
+def for_one_cpu() -> bool:
+    """Return whether a program is being lowered for a single CPU alone."""
+    return _one_cpu.value
 
 
 def keeps_barriers() -> bool:
@@ -340,11 +346,3 @@ def part_of(
     invars = [v for v, keep in zip(eqn.invars, ins, strict=True) if keep]
     outvars = [v for v, keep in zip(eqn.outvars, outs, strict=True) if keep]
     return new_equation(eqn, primitive or eqn.primitive, invars, outvars, params)
-
-
-def new_equation(
-    eqn: Equation, primitive: Primitive, invars: Sequence[Any], outvars: Sequence[Any], params: dict
-) -> Any:
-    """`eqn` with another primitive, operands and results; its source and context are kept."""
-    _, effects = primitive.abstract_eval(*[v.aval for v in invars], **params)
-    return pe.new_jaxpr_eqn(invars, outvars, primitive, params, effects, eqn.source_info, eqn.ctx)

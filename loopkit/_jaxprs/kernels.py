@@ -10,6 +10,7 @@ import jax
 from loopkit import _jax
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import LIBRARY, MEASURES, SCATTERS
+from loopkit._jaxprs.products import transposes_to_several_axes
 
 ONE_THREAD = 1 << 16
 """The bytes of an array up to which XLA for CPUs runs operations on it in order, if it runs a loop
@@ -31,8 +32,16 @@ def launched(step: _jax.Jaxpr, tangents: _jax.Jaxpr) -> int:
 
 
 def lax_takes_longer(body: _jax.Jaxpr, length: int | None) -> bool:
-    """Return whether the scan of lax, whose steps write to large arrays, waits for threads."""
-    if length is None or jax.default_backend() != "cpu" or not _holds(body, ALONE_BACK):
+    """Return whether the gradient of the scan of lax takes longer than that of a loop of ours.
+
+    Its steps write to large arrays, and may wait for threads for that. It moves the axes of
+    operands to sum products over several axes.
+    """
+    if length is None or jax.default_backend() != "cpu":
+        return False
+    if transposes_to_several_axes(body):
+        return True
+    if not _holds(body, ALONE_BACK):
         return False
     made = (v.aval for eqn in body.eqns for v in eqn.outvars)
     return length * max(map(_jax.byte_count, made), default=0) > ONE_THREAD

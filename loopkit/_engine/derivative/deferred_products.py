@@ -21,6 +21,7 @@ from typing import Any
 from loopkit import _jax
 from loopkit._engine.loop import kept
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.products import product
 
 SMALLEST = 1 << 15
 """The bytes of a matrix up to which its sum stays in the nearest cache."""
@@ -117,7 +118,7 @@ def _terms(v: _jax.Atom, maker: Callable[[Any], Any], still: set, sums: set) -> 
 
 
 def _factors(terms: Sequence[Term]) -> list:
-    return [v for product, *_ in terms for v in product.invars]
+    return [v for made, *_ in terms for v in made.invars]
 
 
 def _pays(out: _jax.Atom, terms: Sequence[Term], present: set) -> bool:
@@ -128,13 +129,13 @@ def _pays(out: _jax.Atom, terms: Sequence[Term], present: set) -> bool:
 
 
 def _evaluate(term: Term, place: dict) -> Any:
-    product, *after = term
-    (left, right), (left_batch, right_batch) = product.params["dimension_numbers"]
+    made, *after = term
+    (left, right), (left_batch, right_batch) = made.params["dimension_numbers"]
     shift = lambda axes: tuple(a + 1 for a in axes)
     contracted = (0, *shift(left)), (0, *shift(right))
     numbers = contracted, (shift(left_batch), shift(right_batch))
-    product = product.replace(params={**product.params, "dimension_numbers": numbers})
-    (value,) = _jax.bind_equation(product, [place[v] for v in product.invars])
+    made = made.replace(params={**made.params, "dimension_numbers": numbers})
+    value = product(made, *(place[v] for v in made.invars))
     for eqn in after:
         (value,) = _jax.bind_equation(eqn, [value])
     return value

@@ -19,6 +19,7 @@ from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Loop, Operands, kept, parts
 from loopkit._engine.steps import in_runs, read_rows, repeat, row_of, write_rows
 from loopkit._engine.sweeps.window import Window
+from loopkit._jaxprs.products import with_merged_axes
 
 SMALL_ROW = 1024
 """The bytes of a row up to which it is copied out once, rather than sliced in each kernel."""
@@ -93,6 +94,7 @@ class StepReversal:
             self.backward, _ = _jax.batch_jaxpr(
                 self.backward, _jax.axis(batch), axes, [0] * len(types[1])
             )
+        self.backward = with_merged_axes(self.backward)
 
     def seeing(self, window: Window) -> StepReversal:
         """Return the reversal of steps that see only some rows of xs, and of cotangents of ys."""
