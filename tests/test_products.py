@@ -152,3 +152,19 @@ def test_where_every_residual_is_kept_without_the_scan_of_lax(width):
     is_large = h.nbytes >= MOVED
     assert ("loopkit_while" in str(program)) == is_large
     assert is_large == (width == 64)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_without_loops(devices, monkeypatch):
+    """With several devices, values may be divided along any axis when the function is traced."""
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    w, h = arguments(64, (8, 16))
+
+    def f(w, h):
+        for x in w:
+            h = jnp.tanh(jnp.einsum("btk,kn->btn", h, x))
+        return (h**2).sum()
+
+    gradient = jax.jit(jax.grad(loopkit.checkpointed(f, memory="1 MB"), (0, 1)))
+    assert summed_over(gradient.lower(w, h).as_text()) == ({1} if devices == 1 else {1, 2})
+    assert_close(gradient(w, h), jax.jit(jax.grad(f, (0, 1)))(w, h))

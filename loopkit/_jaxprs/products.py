@@ -1,14 +1,14 @@
-"""Products of matrices summed over several axes, as products summed over one.
+"""Products of matrices whose axes lie together, as products of fewer axes.
 
 The gradient of w in x @ w is a sum over all axes of x but the last. If there are several, XLA for
 CPUs copies an operand to move them, and takes 1.4 to 2.5 times as long as for the same sum over one
-axis. To merge axes that lie together moves nothing.
+axis. To merge axes that lie together moves nothing. Other compilers move no axes, and on several
+devices an axis may be divided between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from loopkit import _jax
 from loopkit._jaxprs import equations
 
 Run = tuple[int, ...]
-"""Axes of an operand that lie together and are summed over."""
+"""Axes of an operand that lie together, and are all summed over or all not."""
 MOVED = 1 << 14
 """The bytes of an operand that are worth not moving."""
 
@@ -26,62 +26,96 @@ MOVED = 1 << 14
 def with_merged_axes(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """Return a jaxpr whose products, at any depth, sum over merged axes.
 
-    It is the same object unless a program is being lowered for a single CPU: in any other, an axis
-    may be divided between devices.
+    It is the same object unless a program is being lowered for a single CPU.
     """
-    return equations.map_equations(jaxpr, _as_call) if _jax.for_one_cpu() else jaxpr
+    if not _jax.for_one_cpu():
+        return jaxpr
+    return _with_calls(jaxpr, lambda eqn: _are_long(left for left, _ in _summed(eqn)))
+
+
+def ready_to_transpose(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    """Return a jaxpr of whose products transposes sum over merged axes, but for those in loops.
+
+    It is the same object unless there is one device, a CPU.
+    """
+    one_cpu = jax.default_backend() == "cpu" and jax.device_count() == 1
+    return _with_calls(jaxpr, _gains_by_merging) if one_cpu else jaxpr
 
 
 def transposes_to_several_axes(jaxpr: _jax.Jaxpr) -> bool:
     """Return whether a transpose of a product in a jaxpr sums over axes that are worth merging."""
-    return any(map(_has_several_free_axes, equations.all_equations(jaxpr)))
-
-
-def _has_several_free_axes(eqn: _jax.Equation) -> bool:
-    if eqn.primitive.name != "dot_general" or _jax.byte_count(eqn.outvars[0].aval) < MOVED:
-        return False
-    contracted, batched = eqn.params["dimension_numbers"]
-    for v, *used in zip(eqn.invars, contracted, batched, strict=True):
-        free = [axis not in {*used[0], *used[1]} for axis in range(v.aval.ndim)]
-        if any(a and b for a, b in pairwise(free)):
-            return True
-    return False
-
-
-def _as_call(eqn: _jax.Equation) -> _jax.Equation:
-    """Return a product as a call of a function that merges its axes, if there are any to merge."""
-    if eqn.primitive.name != "dot_general" or not any(len(left) > 1 for left, _ in _runs(eqn)):
-        return eqn
-    call = jax.jit(lambda left, right: [product(eqn, left, right)])
-    (made,) = _jax.open_jaxpr(_jax.trace_closed(call, [v.aval for v in eqn.invars], "product")).eqns
-    return eqn.replace(primitive=made.primitive, params=made.params)
+    products = (e for e in equations.all_equations(jaxpr) if e.primitive.name == "dot_general")
+    return any(map(_gains_by_merging, products))
 
 
 def product(eqn: _jax.Equation, left: jax.Array, right: jax.Array) -> Any:
-    """Evaluate the equation of a product, over merged axes if it is lowered for a single CPU."""
-    if not _jax.for_one_cpu():
-        return _jax.bind_equation(eqn, [left, right])[0]
+    """Evaluate the equation of a product, with merged axes if it is lowered for a single CPU."""
+    if _jax.for_one_cpu():
+        return _merged_product(eqn, left, right)
+    return _jax.bind_equation(eqn, [left, right])[0]
+
+
+def _with_calls(jaxpr: _jax.Jaxpr, gains: Callable[[Any], bool]) -> _jax.Jaxpr:
+    """Return a jaxpr with calls of functions that merge axes for products that gain by it."""
+
+    def as_call(eqn: _jax.Equation) -> _jax.Equation:
+        if eqn.primitive.name != "dot_general" or not gains(eqn):
+            return eqn
+        call = jax.jit(lambda *operands: [_merged_product(eqn, *operands)])
+        made = _jax.trace_closed(call, [v.aval for v in eqn.invars], "product")
+        (call,) = _jax.open_jaxpr(made).eqns
+        return eqn.replace(primitive=call.primitive, params=call.params)
+
+    return equations.map_equations(jaxpr, as_call, lambda eqn: "loop" in eqn.params)
+
+
+def _gains_by_merging(eqn: _jax.Equation) -> bool:
+    """Return whether a transpose of a product sums over several axes, of many bytes."""
+    is_large = _jax.byte_count(eqn.outvars[0].aval) >= MOVED
+    return is_large and any(_are_long(_free(eqn, k, v.aval.ndim)) for k, v in enumerate(eqn.invars))
+
+
+def _are_long(runs: Iterable[Run]) -> bool:
+    return any(len(run) > 1 for run in runs)
+
+
+def _merged_product(eqn: _jax.Equation, *operands: jax.Array) -> Any:
+    """Evaluate the equation of a product with merged axes."""
     _, batched = eqn.params["dimension_numbers"]
-    operands, contracted, batch = [], [], []
-    for value, runs, axes in zip((left, right), zip(*_runs(eqn), strict=True), batched, strict=True):
-        shape, place = _merged(value.shape, runs)
-        operands.append(lax.reshape(value, shape))
-        contracted.append(tuple(place[run[0]] for run in runs))
-        batch.append(tuple(place[axis] for axis in axes))
-    numbers = tuple(contracted), tuple(batch)
-    eqn = eqn.replace(params=eqn.params | {"dimension_numbers": numbers})
-    return _jax.bind_equation(eqn, operands)[0]
+    summed, flat, numbers = _summed(eqn), [], ([], [])
+    for side, value in enumerate(operands):
+        runs = [run[side] for run in summed]
+        shape, place = _merged(value.shape, [*runs, *_free(eqn, side, value.ndim)])
+        flat.append(lax.reshape(value, shape))
+        numbers[0].append(tuple(place[run[0]] for run in runs))
+        numbers[1].append(tuple(place[axis] for axis in batched[side]))
+    eqn = eqn.replace(params=eqn.params | {"dimension_numbers": tuple(map(tuple, numbers))})
+    return lax.reshape(_jax.bind_equation(eqn, flat)[0], eqn.outvars[0].aval.shape)
 
 
-def _runs(eqn: _jax.Equation) -> list[tuple[Run, Run]]:
+def _summed(eqn: _jax.Equation) -> list[tuple[Run, Run]]:
     """Return the axes that are summed over, in runs that lie together in both operands."""
     (left, right), _ = eqn.params["dimension_numbers"]
     runs: list[tuple[Run, Run]] = []
-    for l, r in sorted(zip(left, right, strict=True)):
-        if runs and (l - 1, r - 1) == (runs[-1][0][-1], runs[-1][1][-1]):
-            runs[-1] = (*runs[-1][0], l), (*runs[-1][1], r)
+    for i, k in sorted(zip(left, right, strict=True)):
+        if runs and (i - 1, k - 1) == (runs[-1][0][-1], runs[-1][1][-1]):
+            runs[-1] = (*runs[-1][0], i), (*runs[-1][1], k)
         else:
-            runs.append(((l,), (r,)))
+            runs.append(((i,), (k,)))
+    return runs
+
+
+def _free(eqn: _jax.Equation, side: int, count: int) -> list[Run]:
+    """Return which of `count` axes only one operand has, in runs that lie together."""
+    summed, batched = eqn.params["dimension_numbers"]
+    runs: list[Run] = []
+    for axis in range(count):
+        if axis in summed[side] or axis in batched[side]:
+            continue
+        if runs and runs[-1][-1] == axis - 1:
+            runs[-1] = (*runs[-1], axis)
+        else:
+            runs.append((axis,))
     return runs
 
 

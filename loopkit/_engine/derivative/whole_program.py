@@ -28,6 +28,7 @@ from loopkit._engine.leaves import spread
 from loopkit._engine.loop import kept
 from loopkit._engine.primitives import dual_p, while_p
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.products import ready_to_transpose
 from loopkit._plans.budget import Bytes, Part
 from loopkit._plans.one_price import State, best_within, by_price, few
 from loopkit._programs import shared
@@ -96,7 +97,7 @@ def with_parts(jaxpr: _jax.Jaxpr, budget: Part, first: Sequence[Any] = ()) -> An
         count += 1
         return with_budget(eqn, replace(part, number=count))
 
-    numbered = equations.map_equations(jaxpr, with_number)
+    numbered = ready_to_transpose(equations.map_equations(jaxpr, with_number))
     ways = _Ways(numbered, budget, first)
     if not ways.first and not ways.others:  # it has no derivative
         return jaxpr
