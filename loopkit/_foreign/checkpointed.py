@@ -25,6 +25,7 @@ from loopkit._engine.loop import kept
 from loopkit._foreign.lax_loop import CheckpointedKw, LoopSite, Settings
 from loopkit._foreign.replace import replacing, settings_of, with_rules
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.products import ready_to_transpose
 from loopkit._plans.budget import Bytes, Part
 from loopkit._programs import Unknown, interned, is_of_library, program_key, remember
 from loopkit._types import Checkpoints, Debug, Decorator, Lanes, Memory, P, Progress, R
@@ -204,6 +205,7 @@ def _traced(fn: Callable, settings: Settings, leaves: list, tree: _jax.TreeDef) 
         jaxpr, consts = _jax.trace(flat, types, name)
     # Remove the results of loops that nobody uses, as JAX does for its own loops.
     jaxpr, _ = _jax.dce(jaxpr, [True] * len(jaxpr.out_avals), [True] * len(jaxpr.in_avals))
+    jaxpr = ready_to_transpose(jaxpr)
     found = list(equations.all_equations(jaxpr))
     has_loops = any("loop" in e.params or e.primitive.name in ("scan", "while") for e in found)
     rules = "custom_jvp_call", "custom_vjp_call", "CustomJVP", "CustomVJP"

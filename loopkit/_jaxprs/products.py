@@ -66,7 +66,9 @@ def _with_calls(jaxpr: _jax.Jaxpr, gains: Callable[[Any], bool]) -> _jax.Jaxpr:
         (call,) = _jax.open_jaxpr(made).eqns
         return eqn.replace(primitive=call.primitive, params=call.params)
 
-    return equations.map_equations(jaxpr, as_call, lambda eqn: "loop" in eqn.params)
+    # Kernels of Pallas are written for a device, and loops are lowered by themselves.
+    as_it_is = lambda eqn: not eqn.params.keys().isdisjoint(("loop", "grid_mapping"))
+    return equations.map_equations(jaxpr, as_call, as_it_is)
 
 
 def _gains_by_merging(eqn: _jax.Equation) -> bool:

@@ -28,8 +28,8 @@ from loopkit._engine.leaves import spread
 from loopkit._engine.loop import kept
 from loopkit._engine.primitives import dual_p, while_p
 from loopkit._jaxprs import equations
-from loopkit._jaxprs.products import ready_to_transpose
 from loopkit._plans.budget import Bytes, Part
+from loopkit._plans.costs import price_of_byte
 from loopkit._plans.one_price import State, best_within, by_price, few
 from loopkit._programs import shared
 
@@ -71,7 +71,8 @@ class Best(NamedTuple):
 
     @property
     def nanoseconds(self) -> float:
-        return self.way.nanoseconds + self.state.nanoseconds
+        values = price_of_byte(self.state.bytes) * self.state.peak.values
+        return self.way.nanoseconds + self.state.nanoseconds + values
 
 
 def with_parts(jaxpr: _jax.Jaxpr, budget: Part, first: Sequence[Any] = ()) -> Any:
@@ -97,7 +98,7 @@ def with_parts(jaxpr: _jax.Jaxpr, budget: Part, first: Sequence[Any] = ()) -> An
         count += 1
         return with_budget(eqn, replace(part, number=count))
 
-    numbered = ready_to_transpose(equations.map_equations(jaxpr, with_number))
+    numbered = equations.map_equations(jaxpr, with_number)
     ways = _Ways(numbered, budget, first)
     if not ways.first and not ways.others:  # it has no derivative
         return jaxpr
