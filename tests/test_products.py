@@ -156,7 +156,7 @@ def test_where_every_residual_is_kept_without_the_scan_of_lax(width):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_without_loops(devices, monkeypatch):
-    """With several devices, values may be divided along any axis when the function is traced."""
+    """A value may be divided along any axis if there are several devices."""
     monkeypatch.setattr(jax, "device_count", lambda: devices)
     w, h = arguments(64, (8, 16))
 
