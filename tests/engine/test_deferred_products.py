@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import loopkit
 from loopkit import _jax
 from loopkit._engine.derivative import deferred_products
 from loopkit._engine.derivative.deferred_products import put_off
@@ -249,3 +250,24 @@ def test_the_step_keeps_what_is_not_put_off():
     others = kept(backward.out_avals, [not late for late in found.put_off])
     assert list(found.step.out_avals) == [*others, *found.factor_types]
     assert list(found.step.in_avals) == list(backward.in_avals)
+
+
+def test_factors_are_gone_before_the_loop_before_goes_back():
+    def layer(h, w):
+        q, k, v = jnp.split(h @ w["qkv"], 3, -1)
+        scores = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k))
+        h = h + jnp.einsum("bqk,bkd->bqd", scores, v)
+        return h + jax.nn.gelu(h @ w["up"]) @ w["up"].T, None
+
+    def loss(w, words, h):
+        h, _ = loopkit.scan(layer, h, w)
+        total = lambda t, h: (t + jax.nn.logsumexp(h @ words, -1).sum(), None)
+        return loopkit.scan(total, jnp.float32(0), h.reshape(-1, 128, 128))[0]
+
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    weights = {"qkv": array(6, 128, 384), "up": array(6, 128, 512)}
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
+    program = gradient.lower(weights, array(128, 2000), array(8, 128, 128))
+    factors = 8 * array(128, 2000).size * 4
+    without = program.compile().memory_analysis().temp_size_in_bytes - factors
+    assert without < (10e6 if _jax.KEEPS_BARRIERS else 16e6)

@@ -192,7 +192,7 @@ class Sweep(abc.ABC):
         ct_carry, ct_ys = parts(cts, sum(active.carry))
         before = sums or [None] * sum(active.inputs)
         consts, carry, xs = parts(before, sum(active.consts), sum(active.carry))
-        flowing, bar = _no_cotangents(how, ct_carry, batch, consts, xs), None
+        flowing, bar, puts_off = _no_cotangents(how, ct_carry, batch, consts, xs), None, False
         if loop.progress is not None:
             bar = progress.opened(loop, steps, taken, [*residuals, *cts], backward=True)
         if loop.length != 0:
@@ -203,9 +203,11 @@ class Sweep(abc.ABC):
                 types = _jax.stack_types(step.products.factor_types, how.plan.segment)
                 flowing = flowing._replace(factors=list(map(_jax.zeros, types)))
             flowing = self.reverse(step, steps, Backward(0, stacks, segments, [], flowing, buffers))
-            bar = flowing.bar
+            bar, puts_off = flowing.bar, step.products is not None
         init = [d if s is None else s + d for d, s in zip(flowing.carry, carry, strict=True)]
         results = [*flowing.consts, *init, *flowing.xs]
+        if puts_off:  # else a compiler may keep the factors, and multiply them later
+            results = _jax.barrier(results)
         return results if bar is None else progress.closed(loop, bar, results, backward=True)
 
 
