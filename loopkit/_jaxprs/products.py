@@ -61,8 +61,12 @@ def _with_calls(jaxpr: _jax.Jaxpr, gains: Callable[[Any], bool]) -> _jax.Jaxpr:
     def as_call(eqn: _jax.Equation) -> _jax.Equation:
         if eqn.primitive.name != "dot_general" or not gains(eqn):
             return eqn
-        call = jax.jit(lambda *operands: [_merged_product(eqn, *operands)])
-        made = _jax.trace_closed(call, [v.aval for v in eqn.invars], "product")
+
+        def merged_product(*operands: jax.Array) -> list:
+            return [_merged_product(eqn, *operands)]
+
+        types = [v.aval for v in eqn.invars]
+        made = _jax.trace_closed(jax.jit(merged_product), types, "product")
         (call,) = _jax.open_jaxpr(made).eqns
         return eqn.replace(primitive=call.primitive, params=call.params)
 
