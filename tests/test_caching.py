@@ -109,11 +109,18 @@ def with_a_rule(x):
 
 with_a_rule.defjvp(lambda primals, tangents: (with_a_rule(*primals), 0.1 * tangents[0]))
 TABLE = jnp.arange(4.0)
+
+
+def scan_of_lax(x):
+    return loopkit.scan(row_body, x, TABLE, checkpoints="all")[0]
+
+
 LOOPS = {
     "while_loop": (while_loop, "body"),
     "while_loop with info": (while_loop_with_info, "body"),
     "predicate": (while_loop, "goes_on"),
     "scan": (scan, "row_body"),
+    "scan, every residual": (scan_of_lax, "row_body"),
     "scan with until": (stopping_scan, "row_body"),
     "until": (stopping_scan, "stops"),
     "fori_loop": (fori_loop, "counted"),

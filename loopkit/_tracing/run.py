@@ -19,7 +19,7 @@ from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._arguments.error_on_use import ErrorIf, error_on_use
 from loopkit._arguments.static_leaves import bare
-from loopkit._engine.loop import parts
+from loopkit._engine.loop import Loop, parts
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.kernels import lax_takes_longer
 from loopkit._plans.budget import said, stores_every_step
@@ -78,10 +78,14 @@ def _runs_as_lax(spec: LoopSpec, traced: Traced) -> bool:
     check_split(spec, beyond)
     if beyond or _jax.is_symbolic(spec.length):
         return not beyond
-    body = traced.loop.body
-    if not spec.split_transpose and lax_takes_longer(body, spec.length):
-        return False
-    return not (equations.lax_loses_rules(body) or equations.lax_loses_calls(body))
+    slower, loses = traced.loop.derived("as lax", lambda: _as_lax(traced.loop))
+    return not loses and (spec.split_transpose or not slower)
+
+
+def _as_lax(loop: Loop) -> tuple[bool, bool]:
+    """Return whether the scan of lax takes longer, and whether it loses rules or calls."""
+    slower = lax_takes_longer(loop.body, loop.length)
+    return slower, equations.lax_loses_rules(loop.body) or equations.lax_loses_calls(loop.body)
 
 
 def check_split(spec: LoopSpec, beyond: Sequence[str]) -> None:
