@@ -33,7 +33,12 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
-from jax.sharding import SingleDeviceSharding  # noqa: E402
+from jax.sharding import (  # noqa: E402
+    AbstractDevice,
+    AbstractMesh,
+    SingleDeviceSharding,
+    use_abstract_mesh,
+)
 
 import iterations  # noqa: E402
 from loopkit._reports.in_place import CompiledModule  # noqa: E402
@@ -99,12 +104,17 @@ def compiled(
 
     Arguments are trees of arrays, or of `jax.ShapeDtypeStruct`s.
     """
-    place = SingleDeviceSharding(devices(target)[0])
+    device = devices(target)[0]
+    place = SingleDeviceSharding(device)
     how = {"in_shardings": place, "out_shardings": place}
     if shardings is not None:
         how = {"in_shardings": shardings}
     types = jax.tree.map(_type_of, arguments)
-    lowered = jax.jit(function, keep_unused=True, **how).lower(*types)
+    kind = AbstractDevice(device.device_kind, None, device.platform)
+    with use_abstract_mesh(
+        AbstractMesh((), (), abstract_device=kind)
+    ):  # what loops are planned for
+        lowered = jax.jit(function, keep_unused=True, **how).lower(*types)
     module = lowered.compiler_ir("stablehlo")
     numbers = iterations.number(module)
     with tempfile.TemporaryDirectory() as folder:

@@ -98,9 +98,10 @@ def test_a_bound_that_there_is_no_room_for():
 
 def test_room_on_an_accelerator(monkeypatch):
     class Device:
+        platform, device_kind = "tpu", "TPU v5 lite"
         memory_stats = staticmethod(lambda: {"bytes_limit": 1000})
 
-    monkeypatch.setattr(jax, "local_devices", lambda: [Device])
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [Device])
     function, x = gradient(1000, 4)
     with pytest.raises(ValueError, match=r"steps of 32 bytes, 32 kB in all, .*Got: 4 kB"):
         function(x, 3)

@@ -130,6 +130,7 @@ from loopkit._jax.memory import (
     named_on_host,
     on_host,
     placed,
+    traced_for,
 )
 from loopkit._jax.next_jax import (
     hi_primitive_p,

@@ -9,7 +9,7 @@ import jax
 
 from loopkit import _jax
 from loopkit._jaxprs import equations
-from loopkit._jaxprs.cost import LIBRARY, MEASURES, SCATTERS
+from loopkit._jaxprs.prices import LIBRARY, MEASURES, SCATTERS
 from loopkit._jaxprs.products import transposes_to_several_axes
 
 ONE_THREAD = 1 << 16

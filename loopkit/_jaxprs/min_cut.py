@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 
 from loopkit import _jax
 from loopkit._jaxprs import equations, max_flow
-from loopkit._jaxprs.cost import FREE, equation_nanoseconds
+from loopkit._jaxprs.cost import equation_nanoseconds
+from loopkit._jaxprs.devices import Device
 from loopkit._jaxprs.max_flow import SOURCE, TARGET, Edge
+from loopkit._jaxprs.prices import FREE
 from loopkit._jaxprs.repeatable import is_cheap, is_repeatable
 
 EACH = 32
@@ -92,6 +94,8 @@ class Residuals:
     """A policy of `jax.checkpoint`. With one, only what it saves is stored."""
     saves_all: bool = False
     """Whether to store all that the policy saves and that a residual depends on."""
+    device: Device | None = None
+    """The accelerator whose times the equations take, if it is one."""
     given: set = field(init=False)
     """Constants, slices and what follows from constants. Going back, these are there."""
 
@@ -124,7 +128,7 @@ class Residuals:
             return inf
         if is_cheap(eqn) or id(eqn) in self.again:
             return 0
-        return max(1, round(PICOSECONDS * equation_nanoseconds(eqn)))
+        return max(1, round(PICOSECONDS * equation_nanoseconds(eqn, self.device)))
 
     def _may_store(self, eqn: _jax.Equation) -> bool:
         """Return whether the results of an equation may be stored."""

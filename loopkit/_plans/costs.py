@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
+from loopkit._jaxprs.devices import LAUNCH, SPEEDUP, Device
 from loopkit._jaxprs.kernels import ONE_THREAD, rows_at_a_time
 
 Store = Literal["carries", "residuals"]
@@ -60,8 +61,25 @@ class StepCosts(NamedTuple):
     """The bytes of the largest array in the carry."""
     largest_residual: int = 0
     """The bytes of the largest array among the residuals of a step."""
+    device: Device | None = None
+    """The accelerator that takes these times, if it is one."""
     pooled: float = 0.0
     """Nanoseconds that a step takes more if it reads arrays that are too large for one thread."""
+
+    @property
+    def array(self) -> float:
+        """Return the nanoseconds to write an array and read it again, however small."""
+        return ARRAY if self.device is None else self.device.launch
+
+    @property
+    def segment(self) -> float:
+        """Return the nanoseconds that a segment costs beyond its steps."""
+        return SEGMENT if self.device is None else 4 * self.device.launch
+
+    @property
+    def on_gpu(self) -> float:
+        """Return the nanoseconds to run the step on a GPU, even if it was traced for a CPU."""
+        return max(GPU_STEP, self.run if self.device else self.run / SPEEDUP)
 
     @property
     def stores(self) -> tuple[Store, ...]:
@@ -87,7 +105,7 @@ class StepCosts(NamedTuple):
     @property
     def adding(self) -> float:
         """Return the nanoseconds to add the products of a step to those of others."""
-        return price_of_byte(self.product_bytes) * self.product_bytes
+        return price_of_byte(self.product_bytes, self.device) * self.product_bytes
 
     def handing_over(self, rows: int, store: Store, copied: bool = False) -> float:
         """Return what a step takes more to go back if so many rows of it are in one array.
@@ -140,23 +158,19 @@ TABLES = 384
 """The bytes of tables, beside the counters, that following a schedule needs."""
 SPARED = 16
 """The most slots with which the first slot has no memory of its own."""
-LAUNCH = 2_450.0
-"""Nanoseconds to launch a short kernel and run it, on an H200 (docs/accelerators.md). A kernel in a
-CUDA graph takes 1,040 of them."""
 GPU_STEP = 2 * LAUNCH
 """Nanoseconds to launch the kernels of a small step."""
-GPU_SPEEDUP = 30.0
-"""The predicted time of a large step on a CPU (`_jaxprs/cost.py`), divided by that on a GPU.
-
-XLA describes an H100 as 132 cores of 128 units at 1.98 GHz, with 3.35 TB/s. By that, the ratio is
-670 for products of matrices. It is 17 for adding numbers: each takes 0.04 ns on the CPU, and moves
-8 bytes on the GPU. The value is nearer to that of adding, because steps that a GPU waits for seldom
-fill it.
-"""
 WAIT = 13_900.0
 """Nanoseconds until the host has read a predicate and the device runs again, on an H200."""
 
 
-def price_of_byte(count: int) -> float:
+def price_of_byte(count: int, device: Device | None = None) -> float:
     """Return the nanoseconds to write and read a byte if `count` bytes are in use."""
+    if device is not None:
+        return device.byte
     return next(price for size, price in CACHES if count <= size)
+
+
+def price_beyond_caches(count: int, device: Device | None) -> float:
+    """Return what a byte takes more than one that a cache holds."""
+    return price_of_byte(count, device) - price_of_byte(0, device)

@@ -266,17 +266,17 @@ class Plan:
     def nanoseconds(self, steps: int) -> float:
         """Predict the time beyond what any plan takes to reverse the steps, for comparing plans."""
         step, steps = self.step, self._steps("nanoseconds", steps)
-        price, adding = costs.price_of_byte(self.peak_bytes + step.working_bytes), step.adding
+        price = costs.price_of_byte(self.peak_bytes + step.working_bytes, step.device)
         save = costs.TRANSFER if self.host else price
-        row = costs.ARRAY * self.row.arrays + self.row.nanoseconds
+        row = step.array * self.row.arrays + self.row.nanoseconds
         if self.strategy == "every residual":
-            row += save * self.row.bytes + step.record + costs.IN_PASSING * adding
+            row += save * self.row.bytes + step.record + costs.IN_PASSING * step.adding
             return steps * (row + step.handing_over(steps, "residuals", copied=self.exact))
-        slot = costs.ARRAY * step.carry_arrays + save * step.carry_bytes
+        slot = step.array * step.carry_arrays + save * step.carry_bytes
         segments = -(-steps // self.segment)
         beside = steps * price * 2 * step.log_bytes
         put_off = self.segment > 1 and not self.price
-        beside += adding * (segments if put_off else costs.IN_PASSING * steps)
+        beside += step.adding * (segments if put_off else costs.IN_PASSING * steps)
         if self.strategy == "every carry":
             save = slot + step.handing_over(steps, "carries")
             return beside + steps * (step.run + step.remake + save)
@@ -286,7 +286,7 @@ class Plan:
         if self.store == "carries":
             replay = step.run * (1 - 1 / self.segment) + step.remake + row
         passes = (run + again - steps) * step.run
-        each = costs.SCHEDULED if self.strategy == "schedule" else costs.SEGMENT
+        each = costs.SCHEDULED if self.strategy == "schedule" else step.segment
         replay += step.handing_over(self.segment if self.segment > 1 else self.slots, self.store)
         return beside + passes + steps * replay + segments * (each + slot)
 
@@ -346,5 +346,4 @@ def waits(plan: Plan, steps: int) -> int:
 
 
 def _on_gpu_nanoseconds(plan: Plan, steps: int) -> float:
-    step = max(costs.GPU_STEP, plan.step.run / costs.GPU_SPEEDUP)
-    return _runs(plan, steps) * step + waits(plan, steps) * costs.WAIT
+    return _runs(plan, steps) * plan.step.on_gpu + waits(plan, steps) * costs.WAIT

@@ -49,6 +49,8 @@ would compile the step once more for that."""
 EVERY_CARRY = 9
 """The number of steps up to which a loop keeps every carry if that takes less time. Compilers then
 need at most an eighth more than for the fewest bytes."""
+HARDLY_ANY = 32
+"""The default may take this part of the bytes that live while a step is reversed to be faster."""
 ALIKE = 2
 """Residuals are stored in place of the log if they have at most this many times its bytes."""
 
@@ -232,11 +234,12 @@ def _balanced(loop: Plan, store: Store, most: int) -> Plan:
 
 
 def _with_smaller_rows(plan: Plan, bound: int) -> Plan:
-    """Return the plan, or a faster one that stores less of each step in no more memory."""
+    """Return the plan, or a faster one that stores less of each step in hardly any more memory."""
     rows = [replace(plan, store="residuals", price=r.price) for r in plan.step.smaller_rows]
     plans = [_balanced(p, "residuals", bound) for p in rows]
     whole = [replace(p, slots=0, segment=max(bound, 1), keeps_all=True) for p in rows]
-    fit = [p for p in (*plans, *whole) if p.peak_bytes <= plan.peak_bytes]
+    most = plan.peak_bytes + plan.step.working_bytes // HARDLY_ANY
+    fit = [p for p in (*plans, *whole) if p.peak_bytes <= most]
     return min([plan, *fit], key=lambda p: p.nanoseconds(bound))
 
 

@@ -265,8 +265,8 @@ def _of_loopkit(source: str, loop: Loop) -> Explained:
     whole = None if loop.length is None else loop.length * how.split.uncut_bytes
     name, waits = f"loopkit.{loop.name}", _why_waiting(loop) if loop.lanes else ""
     frontier, again = frontier_of(loop, active, how.plan), 0.0
-    if (run := nanoseconds(loop.body)) > 0:
-        hidden = 0.0 if how.split.variant == "opened" else remat_nanoseconds(loop.body)
+    if (run := nanoseconds(loop.body, loop.device)) > 0:
+        hidden = 0.0 if how.split.variant == "opened" else remat_nanoseconds(loop)
         again = (how.plan.row.nanoseconds + hidden) / run
     more = _with_more(loop, how.plan)
     return Explained(name, source, how.plan, whole, loop.lanes, waits, frontier, again, True, more)
@@ -311,7 +311,7 @@ def _of_lax(source: str, eqn: _jax.Equation) -> Explained:
         bare = _with_bytes(bounded, carry, 0)
         return Explained("lax.scan", source, bare, None, gradient=False)
     plan = _with_bytes(bounded, carry, stored)
-    again = remat_nanoseconds(loop.body) / (nanoseconds(loop.body) or 1.0)
+    again = remat_nanoseconds(loop) / (nanoseconds(loop.body, loop.device) or 1.0)
     return Explained("lax.scan", source, plan, length * stored, again=again)
 
 

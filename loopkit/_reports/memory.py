@@ -44,9 +44,12 @@ class Frontier:
     choices: tuple[Choice, ...]
     by_hand: Callable[[], dict[str, Choice]] = field(compare=False)
     """The choices of policies of JAX."""
+    device: str = ""
+    """The accelerator whose times these are; empty for a CPU."""
 
     def __str__(self) -> str:
-        return ", ".join(map(_in_words, self.choices))
+        times = f" (times of {self.device})" if self.device else ""
+        return ", ".join(map(_in_words, self.choices)) + times
 
     def plot(self, ax: Any = None) -> Any:
         """Draw bytes against time: the frontier, what is taken, and policies of JAX beside it."""
@@ -69,7 +72,8 @@ def frontier_of(loop: Loop, active: Active, plan: Plan) -> Frontier:
     rows = plan.step.rows if plan.step.smaller_rows else ()
     taken = lambda row: keeps_rows and row == plan.row
     choices = (Choice(row.bytes, row.nanoseconds, taken(row)) for row in rows)
-    return Frontier(tuple(choices), lambda: _by_hand(loop, active))
+    device = "" if loop.device is None else loop.device.kind
+    return Frontier(tuple(choices), lambda: _by_hand(loop, active), device)
 
 
 def _in_words(choice: Choice) -> str:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from loopkit._jaxprs import cost
+from loopkit._jaxprs import prices
 from loopkit._jaxprs.cost import nanoseconds
 
 RUN_JAXPRS = """
@@ -25,13 +25,13 @@ def primitives():
 
 
 def test_each_primitive_has_a_price():
-    priced = {*cost.MEASURES, *cost.PRICES, *cost.FREE, *cost.PLAIN, *RUN_JAXPRS.split()}
+    priced = {*prices.MEASURES, *prices.PRICES, *prices.FREE, *prices.PLAIN, *RUN_JAXPRS.split()}
     assert len(primitives()) > 100
     assert set(primitives()) <= priced
 
 
 def test_no_primitive_has_two_prices():
-    places = [cost.MEASURES, cost.PRICES, cost.FREE, cost.PLAIN, RUN_JAXPRS.split()]
+    places = [prices.MEASURES, prices.PRICES, prices.FREE, prices.PLAIN, RUN_JAXPRS.split()]
     assert sum(map(len, places)) == len(set().union(*places))
 
 

@@ -79,7 +79,7 @@ def _of_gradient(body: _jax.Jaxpr) -> Timeline:
     loop = Loop(None, body, 0, (Const(),) * n, (), (), (Output(),) * results, 1)
     active = whole_activity(loop)
     whole = linearised(loop, active)
-    free = Residuals(whole.residuals.jaxpr, results, 0, n, [True] * n)
+    free = Residuals(whole.residuals.jaxpr, results, 0, n, [True] * n, device=loop.device)
     return timeline(free, whole.tangents, Outside(n, sum(active.inputs), True, free.at_most))
 
 

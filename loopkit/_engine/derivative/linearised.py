@@ -109,7 +109,7 @@ def _linearise(loop: Loop, active: Active, variant: Variant) -> Linearised:
     if policy is not None:
         _check_policy(loop, policy, whole, saves_all)
     slices = c + loop.carry_count
-    residuals = Residuals(whole, n, c, slices, free, remade, policy, saves_all)
+    residuals = Residuals(whole, n, c, slices, free, remade, policy, saves_all, loop.device)
     return Linearised(loop, active, residuals, tangents, bool(wide) and not again)
 
 

@@ -69,7 +69,7 @@ def can_replay(loop: Loop, split: Split, saved: Sequence[bool]) -> bool:
 
 def _planned(loop: Loop, active: Active) -> Reversal:
     found = _of_split(loop, active)
-    if isinstance(loop.checkpoints, Bytes) and (hidden := remat_nanoseconds(loop.body)):
+    if isinstance(loop.checkpoints, Bytes) and (hidden := remat_nanoseconds(loop)):
         opened, steps = _of_split(loop, active, "opened"), loop.length or 1
         gained = found.plan.nanoseconds(steps) - opened.plan.nanoseconds(steps)
         keeps_rows = opened.plan.keeps_all or opened.plan.store == "residuals"
@@ -85,9 +85,10 @@ def _planned(loop: Loop, active: Active) -> Reversal:
     return found
 
 
-def remat_nanoseconds(body: _jax.Jaxpr) -> float:
+def remat_nanoseconds(loop: Loop) -> float:
     """Predict the time of parts under `jax.checkpoint` that a step runs again going back."""
-    return sum(equation_nanoseconds(e) for e in _jax.open_jaxpr(body).eqns if is_remat(e))
+    eqns = filter(is_remat, _jax.open_jaxpr(loop.body).eqns)
+    return sum(equation_nanoseconds(e, loop.device) for e in eqns)
 
 
 def step_costs(loop: Loop, active: Active) -> tuple[StepCosts, ...]:
@@ -155,9 +156,7 @@ def _step_of(quiet: Reversal, whole: Linearised) -> StepCosts:
     return StepCosts(
         _jax.byte_count(*quiet.slot_types),
         _jax.byte_count(*stored),
-        nanoseconds(quiet.step),
-        nanoseconds(quiet.forward),
-        nanoseconds(quiet.remaking),
+        *(nanoseconds(j, loop.device) for j in (quiet.step, quiet.forward, quiet.remaking)),
         *factors,
         carry_arrays=len(quiet.slot_types),
         residual_arrays=len(stored),
@@ -165,7 +164,8 @@ def _step_of(quiet: Reversal, whole: Linearised) -> StepCosts:
         or any(e.primitive is forward_p for e in equations.all_equations(split.forward)),
         largest_carry=max(map(_jax.byte_count, quiet.slot_types), default=0),
         largest_residual=max(map(_jax.byte_count, stored), default=0),
-        pooled=POOLED * launched(quiet.forward, whole.tangents),
+        pooled=0.0 if loop.device else POOLED * launched(quiet.forward, whole.tangents),
+        device=loop.device,
         offloaded_bytes=_jax.byte_count(
             *kept(split.stored_types, split.offloaded or [False] * len(split.stored_types))
         ),

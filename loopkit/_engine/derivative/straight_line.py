@@ -261,7 +261,8 @@ def _piece(
 
 def _linearised(whole: Linearised, count: int, results: Sequence[int], again: bool) -> Piece:
     step, n = whole.residuals.step, whole.loop.const_count
-    residuals = Residuals(whole.residuals.jaxpr, len(results), 0, n, [True] * n)
+    device = whole.loop.device
+    residuals = Residuals(whole.residuals.jaxpr, len(results), 0, n, [True] * n, device=device)
     numbers = {NAME.format(k): ("made", k) for k in range(len(step.eqns))}
     known: dict[Any, tuple[str, int]] = {}
     for eqn in step.eqns:
@@ -282,7 +283,7 @@ def _linearised(whole: Linearised, count: int, results: Sequence[int], again: bo
     policy = jax.checkpoint_policies.save_only_these_names(*numbers)
     some = replace(residuals, policy=policy)
     stored = lambda point: frozenset(known[v] for v in point.stored if known[v][0] == "made")
-    time = lambda point: sum(map(equation_nanoseconds, some.cut(point).again))
+    time = lambda point: sum(equation_nanoseconds(e, device) for e in some.cut(point).again)
     rows = tuple(Row(point.price, time(point), stored(point)) for point in some.frontier)
     return Piece(results, moving, kept, rows, _through(residuals), line)
 

@@ -21,6 +21,7 @@ from loopkit._engine.loop import Active, Loop
 from loopkit._engine.primitives import dual_p, forward_p, pushforward_p, while_p
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import equation_nanoseconds
+from loopkit._jaxprs.devices import Device
 from loopkit._jaxprs.min_cut import Residuals
 from loopkit._jaxprs.repeatable import CHEAP
 from loopkit._plans.budget import Part
@@ -158,7 +159,7 @@ class _Walk:
             values += self._changes.get(2 * k, 0) + self._changes.get(2 * k + 1, 0)
             inside = 0
             if k >= len(self.ahead) and equations.is_remat(eqn):
-                inside, time = _run_again(eqn, self._moving)
+                inside, time = _run_again(eqn, self._moving, self.residuals.device)
                 self.again += time
             held = tuple(self._held.get(k, ()))
             for met in reversed_at.get(k, [None]):
@@ -281,7 +282,7 @@ class _Walk:
             self._held.setdefault(k, []).append((met.key, met.times))
 
 
-def _run_again(eqn: _jax.Equation, moving: set) -> tuple[int, float]:
+def _run_again(eqn: _jax.Equation, moving: set, device: Device | None) -> tuple[int, float]:
     """Return the most bytes that live while code under `jax.checkpoint` is reversed, and its time.
 
     The time is that of what runs again. The code may make residuals alone, which the outer walk
@@ -289,7 +290,7 @@ def _run_again(eqn: _jax.Equation, moving: set) -> tuple[int, float]:
     """
     inside = _jax.open_jaxpr(equations.inlined(_jax.close_jaxpr(equations.jaxprs_in(eqn)[0])))
     if moving.isdisjoint(equations.variables(eqn)):
-        return 0, sum(map(equation_nanoseconds, inside.eqns))
+        return 0, sum(equation_nanoseconds(e, device) for e in inside.eqns)
     pairs = list(zip(inside.invars, eqn.invars, strict=True))
     tangents = [v for v, o in pairs if not isinstance(o, _jax.Literal) and o in moving]
     moved, halves = set(tangents), ([], [])
@@ -309,10 +310,13 @@ def _run_again(eqn: _jax.Equation, moving: set) -> tuple[int, float]:
     first, linear = make(halves[0], known, list(read)), [*read, *tangents]
     outs = [v for v in inside.outvars if not isinstance(v, _jax.Literal) and v in moved]
     n = len(known)
-    residuals, back = Residuals(first, 0, 0, n, [True] * n), make(halves[1], linear, outs)
+    residuals, back = (
+        Residuals(first, 0, 0, n, [True] * n, device=device),
+        make(halves[1], linear, outs),
+    )
     outside = Outside(n, len(tangents), True, residuals.at_most)
     line = timeline(residuals, back, outside)
-    time = sum(map(equation_nanoseconds, halves[0]))
+    time = sum(equation_nanoseconds(e, device) for e in halves[0])
     return max(moment.values for moment in line.moments), time
 
 

@@ -16,20 +16,16 @@ import jax
 from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._arguments.no_gradient import without_gradient
-from loopkit._engine.derivative.choices import (
-    NO_DERIVATIVE,
-    choices_of,
-    timeline_of,
-    with_budget,
-)
+from loopkit._engine.derivative.choices import NO_DERIVATIVE, choices_of, timeline_of, with_budget
 from loopkit._engine.derivative.straight_line import divided
 from loopkit._engine.derivative.timeline import Timeline, met_in
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import kept
 from loopkit._engine.primitives import dual_p, while_p
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.devices import planned_for
 from loopkit._plans.budget import Bytes, Part
-from loopkit._plans.costs import price_of_byte
+from loopkit._plans.costs import price_beyond_caches
 from loopkit._plans.one_price import State, best_within, by_price, few
 from loopkit._programs import shared
 
@@ -71,8 +67,8 @@ class Best(NamedTuple):
 
     @property
     def nanoseconds(self) -> float:
-        price = price_of_byte(self.state.bytes) - price_of_byte(0)  # what a cache holds is free
-        return self.way.nanoseconds + self.state.nanoseconds + price * self.state.peak.values
+        beyond = price_beyond_caches(self.state.bytes, planned_for()) * self.state.peak.values
+        return self.way.nanoseconds + self.state.nanoseconds + beyond
 
 
 def with_parts(jaxpr: _jax.Jaxpr, budget: Part, first: Sequence[Any] = ()) -> Any:

@@ -16,8 +16,9 @@ from loopkit._engine.lanes.nest import Inside, Nest, steps_nanoseconds
 from loopkit._engine.loop import Loop, Rewritten, run_rewritten
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
-from loopkit._jaxprs.cost import EQUATION, UNKNOWN_TRIPS, nanoseconds
+from loopkit._jaxprs.cost import UNKNOWN_TRIPS, nanoseconds
 from loopkit._jaxprs.dataflow import interpret
+from loopkit._jaxprs.prices import EQUATION
 
 LEAF = 15.0
 """The assumed nanoseconds for each array that a lane has, beside its steps."""

@@ -266,6 +266,7 @@ class Nest:
             xs=(),
             ys=(),
             length=1,
+            device=self.outer.device,
             name=self.outer.name,
             replaced_by=self.outer.replaced_by,
             lane_policy="wait",

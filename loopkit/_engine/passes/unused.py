@@ -106,7 +106,10 @@ def _evaluated(used: list[bool], eqn: _jax.Equation) -> Any:
     # These loops are not the user's, so they are not replaced.
     with _jax.replacing(None), _jax.as_there():
         jaxpr = _jax.trace_closed(run, [v.aval for v in invars], "loop")
-    params = {"jaxpr": jaxpr, "nanoseconds": loop_nanoseconds(eqn.params["loop"])}
+    params = {
+        "jaxpr": jaxpr,
+        "nanoseconds": loop_nanoseconds(eqn.params["loop"], eqn.params["loop"].device),
+    }
     return _jax.new_equation(eqn, evaluated_p, invars, outvars, params)
 
 

@@ -1,0 +1,142 @@
+"""The devices for which loops are planned, and what equations take on an accelerator.
+
+Products of matrices take what the arithmetic takes, or what it takes to move their operands and
+results, whichever is longer. Anything else passes over its largest array once. Peaks and bandwidths
+are those that the makers name: NVIDIA in its data sheets (dense products), AMD in its data sheets,
+Google in https://cloud.google.com/tpu/docs/system-architecture-tpu-vm. JAX has a device for each of
+the two parts of a chip of TPU v2, v3 and v7.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from loopkit import _jax
+from loopkit._jaxprs import prices
+
+LAUNCH = 2_450.0
+"""Nanoseconds to launch a short kernel and run it, on an H200 (docs/accelerators.md). A kernel in a
+CUDA graph takes 1,040 of them."""
+TPU_KERNEL = 300.0
+"""Nanoseconds that a kernel of a TPU takes, however little it does."""
+SPEEDUP = 30.0
+"""The predicted time of an equation on a CPU, divided by that on an accelerator, if it neither
+multiplies matrices nor passes over arrays: a factorisation, a sort.
+
+XLA describes an H100 as 132 cores of 128 units at 1.98 GHz, with 3.35 TB/s. By that, the ratio is
+670 for products of matrices. It is 17 for adding numbers: each takes 0.04 ns on the CPU, and moves
+8 bytes on the GPU. The value is nearer to that of adding, because such steps seldom fill it.
+"""
+
+
+class Device(NamedTuple):
+    """An accelerator, as the prices of its equations see it."""
+
+    kind: str
+    """A part of JAX's `device_kind`."""
+    flops: float
+    """The operations of products of 16-bit numbers in a nanosecond."""
+    bandwidth: float
+    """The bytes read or written in a nanosecond."""
+    launch: float = LAUNCH
+    """The nanoseconds that a kernel takes, however little it does."""
+    wide: float = 2.0
+    """How many times as long products of 32-bit numbers take, as they are by default."""
+
+    @property
+    def byte(self) -> float:
+        """Return the nanoseconds to write a byte and read it again."""
+        return 2 / self.bandwidth
+
+
+def _tpu(kind: str, flops: float, bandwidth: float) -> Device:
+    return Device(kind, flops, bandwidth, TPU_KERNEL, 1.0)
+
+
+GPUS = (
+    Device("H100 PCIe", 756_000, 2_000),
+    Device("H100", 989_000, 3_350),
+    Device("GH200", 989_000, 4_000),
+    Device("H200", 989_000, 4_800),
+    Device("B200", 2_250_000, 8_000),
+    Device("A100-SXM4-80GB", 312_000, 2_039),
+    Device("A100", 312_000, 1_555),
+    Device("A10G", 70_000, 600),
+    Device("L40S", 362_000, 864),
+    Device("L4", 121_000, 300),
+    Device("T4", 65_000, 320, wide=8),
+    Device("V100", 125_000, 900, wide=8),
+    Device("RTX 4090", 165_000, 1_008),
+    Device("MI300X", 1_307_000, 5_300),
+    Device("MI250X", 191_500, 1_600, wide=4),
+)
+TPUS = (
+    _tpu("TPU v2", 23_000, 350),
+    _tpu("TPU v3", 61_500, 450),
+    _tpu("TPU v4", 275_000, 1_200),
+    _tpu("TPU v5 lite", 197_000, 819),
+    _tpu("TPU v5e", 197_000, 819),
+    _tpu("TPU v5", 459_000, 2_765),
+    _tpu("TPU v6", 918_000, 1_640),
+    _tpu("TPU7x", 1_153_500, 3_690),
+)
+USUAL = {"gpu": GPUS[1], "cuda": GPUS[1], "rocm": GPUS[1], "tpu": TPUS[3]}
+"""The device that stands for those of a platform that are not in the table."""
+PRODUCTS = frozenset(
+    ["dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot", "symmetric_product"]
+)
+SERIAL = 20.0
+"""The CPU's price of an element from which a primitive does more than pass over its operands."""
+
+
+def planned_for() -> Device | None:
+    """Return the device that the code being traced is for; None if it is a CPU.
+
+    It is that of the mesh that is set, or else the default device.
+    """
+    platform, kind = _jax.traced_for()
+    found = (d for d in (*GPUS, *TPUS) if d.kind in kind)
+    return next(found, USUAL.get(platform)) if platform in USUAL else None
+
+
+def nanoseconds(eqn: _jax.Equation, device: Device) -> float:
+    """Predict the time of an equation that holds no others, on an accelerator."""
+    name = eqn.primitive.name
+    if name in prices.FREE:
+        return 0.0
+    if name in prices.OUTSIDE:
+        return prices.nanoseconds(eqn)
+    reads = [prices.touched(eqn)] if name in prices.TOUCHED else [*eqn.outvars, *eqn.invars]
+    sizes = [_jax.byte_count(v.aval) for v in reads if hasattr(v.aval, "dtype")]
+    if name in PRODUCTS:
+        multiplied = 2 * _slowness(eqn, device) * _multiplications(eqn) / device.flops
+        return device.launch + max(multiplied, sum(sizes) / device.bandwidth)
+    passing = max(sizes, default=0) / device.bandwidth
+    if name in prices.PLAIN:  # part of a kernel with others
+        return passing
+    price = prices.PRICES.get(name)
+    if name in prices.TOUCHED or (price is not None and price.element < SERIAL):
+        return device.launch + passing
+    return device.launch + max(passing, prices.nanoseconds(eqn) / SPEEDUP)
+
+
+def _multiplications(eqn: _jax.Equation) -> int:
+    """Return how many numbers a product of matrices, or a convolution, multiplies."""
+    left, right, results = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        depth = _jax.volume(left.shape[a] for a in contracted)
+    elif eqn.primitive.name == "conv_general_dilated":
+        features = _jax.volume([right.shape[eqn.params["dimension_numbers"].rhs_spec[0]]])
+        depth = _jax.elements(right) // max(1, features)
+    else:
+        depth = _jax.volume(left.shape[-1:])
+    return depth * _jax.elements(results)
+
+
+def _slowness(eqn: _jax.Equation, device: Device) -> float:
+    """Return how many times as long as with 16-bit numbers a product takes."""
+    dtype = eqn.invars[0].aval.dtype
+    parts = 4 if dtype.kind == "c" else 1
+    size = dtype.itemsize // (2 if dtype.kind == "c" else 1)
+    return parts * {1: 0.5, 2: 1.0, 4: device.wide}.get(size, 16.0)
