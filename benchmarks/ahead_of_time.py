@@ -97,6 +97,13 @@ class Compiled:
         return iterations.counts(self.module, self.numbers, jax.tree.leaves(arguments))
 
 
+def planned_for(target: str) -> Any:
+    """Return a context in which loops are planned for a target."""
+    device = devices(target)[0]
+    kind = AbstractDevice(device.device_kind, None, device.platform)
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=kind))
+
+
 def compiled(
     target: str, function: Callable[..., Any], *arguments: Any, shardings: Any = None
 ) -> Compiled:
@@ -104,16 +111,12 @@ def compiled(
 
     Arguments are trees of arrays, or of `jax.ShapeDtypeStruct`s.
     """
-    device = devices(target)[0]
-    place = SingleDeviceSharding(device)
+    place = SingleDeviceSharding(devices(target)[0])
     how = {"in_shardings": place, "out_shardings": place}
     if shardings is not None:
         how = {"in_shardings": shardings}
     types = jax.tree.map(_type_of, arguments)
-    kind = AbstractDevice(device.device_kind, None, device.platform)
-    with use_abstract_mesh(
-        AbstractMesh((), (), abstract_device=kind)
-    ):  # what loops are planned for
+    with planned_for(target):
         lowered = jax.jit(function, keep_unused=True, **how).lower(*types)
     module = lowered.compiler_ir("stablehlo")
     numbers = iterations.number(module)

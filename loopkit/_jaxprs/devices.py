@@ -42,6 +42,9 @@ class Device(NamedTuple):
     """The nanoseconds that a kernel takes, however little it does."""
     wide: float = 2.0
     """How many times as long products of 32-bit numbers take, as they are by default."""
+    copies_beside: bool = False
+    """Whether copies to the host and back take no time while steps run. An H200 was seen to wait
+    for them."""
 
     @property
     def byte(self) -> float:
@@ -50,7 +53,7 @@ class Device(NamedTuple):
 
 
 def _tpu(kind: str, flops: float, bandwidth: float) -> Device:
-    return Device(kind, flops, bandwidth, TPU_KERNEL, 1.0)
+    return Device(kind, flops, bandwidth, TPU_KERNEL, 1.0, copies_beside=True)
 
 
 GPUS = (

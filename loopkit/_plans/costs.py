@@ -76,6 +76,12 @@ class StepCosts(NamedTuple):
         """Return the nanoseconds that a segment costs beyond its steps."""
         return SEGMENT if self.device is None else 4 * self.device.launch
 
+    def to_host(self, count: int, steps: int) -> float:
+        """Return the nanoseconds to bring bytes to the host and back, beyond those of the steps
+        that run meanwhile."""
+        beside = self.device is not None and self.device.copies_beside
+        return max(0.0, TRANSFER * count - 2 * steps * self.run * beside)
+
     @property
     def on_gpu(self) -> float:
         """Return the nanoseconds to run the step on a GPU, even if it was traced for a CPU."""

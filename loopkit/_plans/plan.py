@@ -267,19 +267,19 @@ class Plan:
         """Predict the time beyond what any plan takes to reverse the steps, for comparing plans."""
         step, steps = self.step, self._steps("nanoseconds", steps)
         price = costs.price_of_byte(self.peak_bytes + step.working_bytes, step.device)
-        save = costs.TRANSFER if self.host else price
+        save = step.to_host if self.host else lambda count, _: price * count
         row = step.array * self.row.arrays + self.row.nanoseconds
         if self.strategy == "every residual":
-            row += save * self.row.bytes + step.record + costs.IN_PASSING * step.adding
+            row += save(self.row.bytes, 1) + step.record + costs.IN_PASSING * step.adding
             return steps * (row + step.handing_over(steps, "residuals", copied=self.exact))
-        slot = step.array * step.carry_arrays + save * step.carry_bytes
+        slot = step.array * step.carry_arrays + save(step.carry_bytes, self.segment)
         segments = -(-steps // self.segment)
         beside = steps * price * 2 * step.log_bytes
         put_off = self.segment > 1 and not self.price
         beside += step.adding * (segments if put_off else costs.IN_PASSING * steps)
         if self.strategy == "every carry":
-            save = slot + step.handing_over(steps, "carries")
-            return beside + steps * (step.run + step.remake + save)
+            slot += step.handing_over(steps, "carries")
+            return beside + steps * (step.run + step.remake + slot)
         run, again = self.evaluations(steps)
         row = row + price * self.row.bytes if self.segment > 1 or self.keeps_last else 0
         replay = step.record + row

@@ -15,7 +15,7 @@ from .machines import TARGETS, case, compilers, gradient_of, programs
 
 # isort: split
 import ahead_of_time
-from ahead_of_time import compiled
+from ahead_of_time import compiled, planned_for
 from executions import collectives
 
 __all__ = ["compilers"]
@@ -54,9 +54,10 @@ def test_checkpoints_are_on_the_host(target, host):
     memory = {"device": "256 MB", "host": host}
     loss, x = partial(programs.large_carry, memory=memory), programs.LARGE
     program = compiled(target, jax.grad(loss), x)
-    plan = loopkit.explain(loss, x).plan
+    with planned_for(target):
+        plan = loopkit.explain(loss, x).plan
     assert program.device_bytes <= 256e6 + programs.bytes_of(x)
-    assert plan.host_bytes > 256e6
+    assert plan.host_bytes >= 15 * programs.bytes_of(x)
     assert abs(program.host_bytes - plan.host_bytes) < programs.bytes_of(x)
 
 

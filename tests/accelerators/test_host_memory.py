@@ -53,14 +53,14 @@ def with_options(options):
     return jax.grad(lambda x: scan(x, options))
 
 
-grad = jax.grad(scan)
+grad, every = jax.grad(scan), with_options(EVERY)
 PROGRAMS = {
     "scan": (grad, X),
     "while loop": (jax.grad(bounded), X),
     "without a bound": (jax.grad(unbounded), X),
     "residuals": (with_options(ALL), X),
     "few": (with_options(FEW), X),
-    "every carry": (with_options(EVERY), X),
+    "every carry": (every, X),
     "in jit": (jax.grad(lambda x: jax.jit(scan)(x)), X),
     "lanes": (jax.vmap(grad), LANES),
     "lanes that stop apart": (jax.vmap(jax.grad(bounded)), LANES),
@@ -150,13 +150,13 @@ def test_outside_jit(target):
 
 
 LAID_OUT = {
-    "shard_map": lambda mesh: jax.shard_map(grad, mesh=mesh, in_specs=P("d"), out_specs=P("d")),
+    "shard_map": lambda mesh: jax.shard_map(every, mesh=mesh, in_specs=P("d"), out_specs=P("d")),
     "around shard_map": lambda mesh: jax.grad(
         lambda x: jax.shard_map(
-            lambda x: scan(x).reshape(1), mesh=mesh, in_specs=P("d"), out_specs=P("d")
+            lambda x: scan(x, EVERY).reshape(1), mesh=mesh, in_specs=P("d"), out_specs=P("d")
         )(x).sum()
     ),
-    "by the compiler": lambda mesh: grad,
+    "by the compiler": lambda mesh: every,
 }
 
 

@@ -3,6 +3,8 @@
 import jax
 import pytest
 
+from loopkit import Plan
+
 from .machines import TARGETS, compiled, compilers, counted, cycles, programs
 
 __all__ = ["compilers"]
@@ -21,9 +23,19 @@ def program(target, run):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_default_needs_what_a_policy_that_saves_nothing_needs(target):
-    """Values that run again are fused with their readers, as in lax."""
+def test_the_default_needs_less_than_a_policy_that_saves_nothing(target):
+    """It keeps the sums of a softmax, and no scores."""
     ours, theirs = program(target, layers.ours()), program(target, layers.by_policy(FULL))
+    assert ours.device_bytes <= 0.85 * theirs.device_bytes
+    if target == "tpu":
+        assert cycles(ours.text, 12) <= 0.9 * cycles(theirs.text, 12)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_values_that_run_again_are_fused_with_their_readers(target):
+    """As in lax, if nothing but the carry is kept."""
+    every_carry = layers.ours(checkpoints=Plan(SIZES["count"]))
+    ours, theirs = program(target, every_carry), program(target, layers.by_policy(FULL))
     assert ours.device_bytes <= 1.02 * theirs.device_bytes
     assert ours.text.count(" fusion(") <= 1.05 * theirs.text.count(" fusion(")
 
@@ -35,15 +47,18 @@ def test_a_budget_takes_fewer_cycles_and_bytes_than_a_policy():
     assert cycles(ours.text, 12) <= 0.9 * cycles(theirs.text, 12)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_budget_with_the_host_multiplies_as_little_as_a_policy_that_offloads(target):
-    """The bytes of the host lie between two points of the frontier of a layer."""
+@pytest.mark.parametrize(("target", "host", "again"), [("tpu", 1, 1.03), ("gpu", 0.5, 1.2)])
+def test_a_budget_with_the_host_against_a_policy_that_offloads(target, host, again):
+    """The bytes of the host lie between two points of the frontier of a layer.
+
+    A TPU copies while it multiplies. A GPU waits, so some products take less time than copies do.
+    """
     policy = programs.policies_of_maxtext()["minimal_offloaded"]
     case = gpt.layers_of_gpt(**SIZES | {"width": 1024, "heads": 16})
     needed = lambda run: counted(target, layers.gradient(run, case), *layers.arguments(case))
     theirs, products = needed(layers.by_policy(policy))
     budget = {"device": theirs.device_bytes * 3 // 4, "host": theirs.host_bytes}
     ours, more = needed(layers.ours(memory=budget))
-    assert more <= 1.03 * products
+    assert more <= again * products
     assert ours.device_bytes <= theirs.device_bytes
-    assert ours.host_bytes <= theirs.host_bytes
+    assert ours.host_bytes <= host * theirs.host_bytes
