@@ -34,7 +34,8 @@ few bytes of carries, it keeps every carry. If its steps run other loops, it kee
 CACHED_BYTES = CACHES[0][0]
 """The bytes of all residuals up to which a loop of known length and expensive steps keeps them."""
 NESTED_BYTES = CACHED_BYTES << 2
-"""As `CACHED_BYTES`, if the steps run other loops: a replay would run and compile them again."""
+"""As `CACHED_BYTES`, if the steps run other loops, which a replay would run and compile again, or
+run on an accelerator, which a replay would have to launch again."""
 EXPENSIVE = 4.0
 """A step is expensive if it takes this many times as long as storing its residuals."""
 CHECKPOINT_BYTES = 1 << 19
@@ -175,10 +176,11 @@ def _default(loop: Plan) -> Plan:
     plan = _about_the_root(loop)
     if loop.bound is None or not loop.exact or plan.keeps_all:
         return plan
-    most = NESTED_BYTES if loop.step.holds_loops else CACHED_BYTES
+    device = loop.step.device
+    most = NESTED_BYTES if loop.step.holds_loops or device else CACHED_BYTES
     whole = replace(loop, segment=max(loop.bound, 1), store="residuals", keeps_all=True)
     found = [replace(whole, price=row.price) for row in loop.step.rows]
-    fit = [p for p in found if p.slot_bytes <= most and _is_expensive(p, loop.bound)]
+    fit = [p for p in found if p.slot_bytes <= most and (device or _is_expensive(p, loop.bound))]
     return min([plan, *fit], key=lambda p: p.nanoseconds(p.bound or 0))
 
 

@@ -175,6 +175,19 @@ def test_the_device_changes_no_number(memory, kind):
     np.testing.assert_allclose(second[1], first, rtol=1e-9, atol=1e-11)
 
 
+def test_an_accelerator_keeps_all_of_a_loop_of_small_steps():
+    """To launch its steps once more would take as long as the steps."""
+
+    def plan(steps):
+        loss = lambda x: loopkit.scan(lambda x, _: (jnp.tanh(x), None), x, None, steps)[0].sum()
+        return loopkit.explain(loss, jnp.ones(128)).plan
+
+    with at("NVIDIA H100 80GB HBM3", "gpu"):
+        assert plan(2000).keeps_all
+        assert plan(5000).strategy == "every segment"
+    assert plan(2000).strategy == "every segment"
+
+
 def test_one_program_for_several_platforms():
     given = arguments()
     with at("NVIDIA H100 80GB HBM3", "gpu"):
