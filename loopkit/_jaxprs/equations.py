@@ -301,10 +301,18 @@ def jaxprs_in(eqn: _jax.Equation) -> list:
     found: list = []
 
     def find(value: Any) -> Any:
-        value.map_jaxprs(find) if hasattr(value, "map_jaxprs") else found.append(value)
+        if isinstance(value, (dict, tuple)):
+            for each in value.values() if isinstance(value, dict) else value:
+                find(each)
+        elif _jax.is_object(value):
+            _jax.with_params(value, find)
+        elif hasattr(value, "map_jaxprs"):
+            value.map_jaxprs(find)
+        elif hasattr(value, "eqns"):
+            found.append(value)
         return value
 
-    with_jaxprs(eqn.params, find)
+    find(dict(eqn.params))
     return found
 
 
