@@ -28,7 +28,7 @@ from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._engine.leaves import Active, CarryLeaf, Const, Input, Operands, Output, kept, parts
 from loopkit._jaxprs import equations
-from loopkit._jaxprs.devices import Device, planned_for
+from loopkit._jaxprs.accelerators import Accelerator, planned_for
 from loopkit._plans.budget import Budget
 from loopkit._progress.progress import ProgressSettings
 from loopkit._types import Lanes
@@ -64,7 +64,7 @@ class Loop:
     """Whether its step itself leaves lanes that have stopped as they are."""
     progress: ProgressSettings | None = field(default=None, repr=False)
     """How the loop shows its progress, if it does."""
-    device: Device | None = field(default_factory=planned_for, repr=False)
+    device: Accelerator | None = field(default_factory=planned_for, repr=False)
     """The accelerator that it is planned for, if it is one."""
     lasting: bool = field(default=False, compare=False)
     """Whether loops with the same equations are this very loop, and so compiled once."""

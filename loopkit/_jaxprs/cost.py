@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from loopkit import _jax
-from loopkit._jaxprs import devices, equations, prices
-from loopkit._jaxprs.devices import Device
+from loopkit._jaxprs import accelerators, equations, prices
+from loopkit._jaxprs.accelerators import Accelerator
 
 ITERATION = 4.0
 """The nanoseconds that a step of a loop takes beyond its equations, on a CPU."""
@@ -17,12 +17,12 @@ UNKNOWN_TRIPS = 10
 """The assumed steps of an inner loop whose equations do not say how many it takes."""
 
 
-def nanoseconds(jaxpr: _jax.Jaxpr, device: Device | None = None) -> float:
+def nanoseconds(jaxpr: _jax.Jaxpr, device: Accelerator | None = None) -> float:
     """Predict the time of a jaxpr."""
     return sum(equation_nanoseconds(eqn, device) for eqn in _jax.open_jaxpr(jaxpr).eqns)
 
 
-def loop_nanoseconds(loop: Any, device: Device | None = None) -> float:
+def loop_nanoseconds(loop: Any, device: Accelerator | None = None) -> float:
     """Predict the time of a loop of the engine; with a predicate, it may stop after a few steps."""
     trips = loop.length
     if loop.cond is not None:
@@ -30,7 +30,7 @@ def loop_nanoseconds(loop: Any, device: Device | None = None) -> float:
     return trips * (_iteration(device) + nanoseconds(loop.body, device))
 
 
-def equation_nanoseconds(eqn: _jax.Equation, device: Device | None = None) -> float:
+def equation_nanoseconds(eqn: _jax.Equation, device: Accelerator | None = None) -> float:
     """Predict the time of an equation."""
     if "nanoseconds" in eqn.params:
         return eqn.params["nanoseconds"]
@@ -39,10 +39,10 @@ def equation_nanoseconds(eqn: _jax.Equation, device: Device | None = None) -> fl
     inner = () if eqn.primitive.name in prices.KNOWN else equations.jaxprs_in(eqn)
     if inner:
         return _around(eqn, [nanoseconds(j, device) for j in inner], device)
-    return prices.nanoseconds(eqn) if device is None else devices.nanoseconds(eqn, device)
+    return prices.nanoseconds(eqn) if device is None else accelerators.nanoseconds(eqn, device)
 
 
-def _around(eqn: _jax.Equation, inner: list[float], device: Device | None) -> float:
+def _around(eqn: _jax.Equation, inner: list[float], device: Accelerator | None) -> float:
     """Predict the time of an equation that runs jaxprs: one branch, or all, several times."""
     name = eqn.primitive.name
     if name in ("cond", "custom_linear_solve"):  # a solve runs one of its functions
@@ -54,7 +54,7 @@ def _around(eqn: _jax.Equation, inner: list[float], device: Device | None) -> fl
     return sum(inner) * _jax.volume(grid)
 
 
-def _iteration(device: Device | None) -> float:
+def _iteration(device: Accelerator | None) -> float:
     return ITERATION if device is None else device.launch
 
 

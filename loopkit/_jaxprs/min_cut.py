@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 from loopkit import _jax
 from loopkit._jaxprs import equations, max_flow
+from loopkit._jaxprs.accelerators import Accelerator
 from loopkit._jaxprs.cost import equation_nanoseconds
-from loopkit._jaxprs.devices import Device
 from loopkit._jaxprs.max_flow import SOURCE, TARGET, Edge
 from loopkit._jaxprs.prices import FREE
 from loopkit._jaxprs.repeatable import is_cheap, is_repeatable
@@ -94,7 +94,7 @@ class Residuals:
     """A policy of `jax.checkpoint`. With one, only what it saves is stored."""
     saves_all: bool = False
     """Whether to store all that the policy saves and that a residual depends on."""
-    device: Device | None = None
+    device: Accelerator | None = None
     """The accelerator whose times the equations take, if it is one."""
     given: set = field(init=False)
     """Constants, slices and what follows from constants. Going back, these are there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
-from loopkit._jaxprs.devices import LAUNCH, SPEEDUP, Device
+from loopkit._jaxprs.accelerators import LAUNCH, SPEEDUP, Accelerator
 from loopkit._jaxprs.kernels import ONE_THREAD, rows_at_a_time
 
 Store = Literal["carries", "residuals"]
@@ -61,7 +61,7 @@ class StepCosts(NamedTuple):
     """The bytes of the largest array in the carry."""
     largest_residual: int = 0
     """The bytes of the largest array among the residuals of a step."""
-    device: Device | None = None
+    device: Accelerator | None = None
     """The accelerator that takes these times, if it is one."""
     pooled: float = 0.0
     """Nanoseconds that a step takes more if it reads arrays that are too large for one thread."""
@@ -170,13 +170,13 @@ WAIT = 13_900.0
 """Nanoseconds until the host has read a predicate and the device runs again, on an H200."""
 
 
-def price_of_byte(count: int, device: Device | None = None) -> float:
+def price_of_byte(count: int, device: Accelerator | None = None) -> float:
     """Return the nanoseconds to write and read a byte if `count` bytes are in use."""
     if device is not None:
         return device.byte
     return next(price for size, price in CACHES if count <= size)
 
 
-def price_beyond_caches(count: int, device: Device | None) -> float:
+def price_beyond_caches(count: int, device: Accelerator | None) -> float:
     """Return what a byte takes more than one that a cache holds."""
     return price_of_byte(count, device) - price_of_byte(0, device)

@@ -20,8 +20,8 @@ from loopkit._engine.derivative.reversal import reversal
 from loopkit._engine.loop import Active, Loop
 from loopkit._engine.primitives import dual_p, forward_p, pushforward_p, while_p
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.accelerators import Accelerator
 from loopkit._jaxprs.cost import equation_nanoseconds
-from loopkit._jaxprs.devices import Device
 from loopkit._jaxprs.min_cut import Residuals
 from loopkit._jaxprs.repeatable import CHEAP
 from loopkit._plans.budget import Part
@@ -282,7 +282,7 @@ class _Walk:
             self._held.setdefault(k, []).append((met.key, met.times))
 
 
-def _run_again(eqn: _jax.Equation, moving: set, device: Device | None) -> tuple[int, float]:
+def _run_again(eqn: _jax.Equation, moving: set, device: Accelerator | None) -> tuple[int, float]:
     """Return the most bytes that live while code under `jax.checkpoint` is reversed, and its time.
 
     The time is that of what runs again. The code may make residuals alone, which the outer walk

@@ -23,7 +23,7 @@ from loopkit._engine.leaves import spread
 from loopkit._engine.loop import kept
 from loopkit._engine.primitives import dual_p, while_p
 from loopkit._jaxprs import equations
-from loopkit._jaxprs.devices import planned_for
+from loopkit._jaxprs.accelerators import planned_for
 from loopkit._plans.budget import Bytes, Part
 from loopkit._plans.costs import price_beyond_caches
 from loopkit._plans.one_price import State, best_within, by_price, few

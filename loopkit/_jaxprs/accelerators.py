@@ -1,4 +1,4 @@
-"""The devices for which loops are planned, and what equations take on an accelerator.
+"""Accelerators, for which loops are planned, and what equations take on them.
 
 Products of matrices take what the arithmetic takes, or what it takes to move their operands and
 results, whichever is longer. Anything else passes over its largest array once. Peaks and bandwidths
@@ -18,7 +18,7 @@ LAUNCH = 2_450.0
 """Nanoseconds to launch a short kernel and run it, on an H200 (docs/accelerators.md). A kernel in a
 CUDA graph takes 1,040 of them."""
 TPU_KERNEL = 300.0
-"""Nanoseconds that a kernel of a TPU takes, however little it does."""
+"""Nanoseconds that a kernel of a TPU takes, however little it does. Nobody has timed it: a guess."""
 SPEEDUP = 30.0
 """The predicted time of an equation on a CPU, divided by that on an accelerator, if it neither
 multiplies matrices nor passes over arrays: a factorisation, a sort.
@@ -29,7 +29,7 @@ XLA describes an H100 as 132 cores of 128 units at 1.98 GHz, with 3.35 TB/s. By 
 """
 
 
-class Device(NamedTuple):
+class Accelerator(NamedTuple):
     """An accelerator, as the prices of its equations see it."""
 
     kind: str
@@ -43,8 +43,8 @@ class Device(NamedTuple):
     wide: float = 2.0
     """How many times as long products of 32-bit numbers take, as they are by default."""
     copies_beside: bool = False
-    """Whether copies to the host and back take no time while steps run. An H200 was seen to wait
-    for them."""
+    """Whether copies to the host and back are taken to cost nothing while steps run. An H200 was
+    seen to wait for them; a TPU has not been timed."""
 
     @property
     def byte(self) -> float:
@@ -52,26 +52,26 @@ class Device(NamedTuple):
         return 2 / self.bandwidth
 
 
-def _tpu(kind: str, flops: float, bandwidth: float) -> Device:
-    return Device(kind, flops, bandwidth, TPU_KERNEL, 1.0, copies_beside=True)
+def _tpu(kind: str, flops: float, bandwidth: float) -> Accelerator:
+    return Accelerator(kind, flops, bandwidth, TPU_KERNEL, 1.0, copies_beside=True)
 
 
 GPUS = (
-    Device("H100 PCIe", 756_000, 2_000),
-    Device("H100", 989_000, 3_350),
-    Device("GH200", 989_000, 4_000),
-    Device("H200", 989_000, 4_800),
-    Device("B200", 2_250_000, 8_000),
-    Device("A100-SXM4-80GB", 312_000, 2_039),
-    Device("A100", 312_000, 1_555),
-    Device("A10G", 70_000, 600),
-    Device("L40S", 362_000, 864),
-    Device("L4", 121_000, 300),
-    Device("T4", 65_000, 320, wide=8),
-    Device("V100", 125_000, 900, wide=8),
-    Device("RTX 4090", 165_000, 1_008),
-    Device("MI300X", 1_307_000, 5_300),
-    Device("MI250X", 191_500, 1_600, wide=4),
+    Accelerator("H100 PCIe", 756_000, 2_000),
+    Accelerator("H100", 989_000, 3_350),
+    Accelerator("GH200", 989_000, 4_000),
+    Accelerator("H200", 989_000, 4_800),
+    Accelerator("B200", 2_250_000, 8_000),
+    Accelerator("A100-SXM4-80GB", 312_000, 2_039),
+    Accelerator("A100", 312_000, 1_555),
+    Accelerator("A10G", 70_000, 600),
+    Accelerator("L40S", 362_000, 864),
+    Accelerator("L4", 121_000, 300),
+    Accelerator("T4", 65_000, 320, wide=8),
+    Accelerator("V100", 125_000, 900, wide=8),
+    Accelerator("RTX 4090", 165_000, 1_008),
+    Accelerator("MI300X", 1_307_000, 5_300),
+    Accelerator("MI250X", 191_500, 1_600, wide=4),
 )
 TPUS = (
     _tpu("TPU v2", 23_000, 350),
@@ -92,7 +92,7 @@ SERIAL = 20.0
 """The CPU's price of an element from which a primitive does more than pass over its operands."""
 
 
-def planned_for() -> Device | None:
+def planned_for() -> Accelerator | None:
     """Return the device that the code being traced is for; None if it is a CPU.
 
     It is that of the mesh that is set, or else the default device.
@@ -102,7 +102,7 @@ def planned_for() -> Device | None:
     return next(found, USUAL.get(platform)) if platform in USUAL else None
 
 
-def nanoseconds(eqn: _jax.Equation, device: Device) -> float:
+def nanoseconds(eqn: _jax.Equation, device: Accelerator) -> float:
     """Predict the time of an equation that holds no others, on an accelerator."""
     name = eqn.primitive.name
     if name in prices.FREE:
@@ -137,7 +137,7 @@ def _multiplications(eqn: _jax.Equation) -> int:
     return depth * _jax.elements(results)
 
 
-def _slowness(eqn: _jax.Equation, device: Device) -> float:
+def _slowness(eqn: _jax.Equation, device: Accelerator) -> float:
     """Return how many times as long as with 16-bit numbers a product takes."""
     dtype = eqn.invars[0].aval.dtype
     parts = 4 if dtype.kind == "c" else 1

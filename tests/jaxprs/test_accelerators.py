@@ -11,8 +11,8 @@ from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import loopkit
+from loopkit._jaxprs.accelerators import GPUS, TPUS, planned_for
 from loopkit._jaxprs.cost import nanoseconds
-from loopkit._jaxprs.devices import GPUS, TPUS, planned_for
 from loopkit._plans.costs import StepCosts
 
 H100, V5E = GPUS[1], TPUS[3]
