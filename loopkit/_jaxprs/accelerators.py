@@ -18,7 +18,7 @@ LAUNCH = 2_450.0
 """Nanoseconds to launch a short kernel and run it, on an H200 (docs/accelerators.md). A kernel in a
 CUDA graph takes 1,040 of them."""
 TPU_KERNEL = 300.0
-"""Nanoseconds that a kernel of a TPU takes, however little it does. Nobody has timed it: a guess."""
+"""Nanoseconds that a kernel of a TPU takes, however little it does: a guess, not a measurement."""
 SPEEDUP = 30.0
 """The predicted time of an equation on a CPU, divided by that on an accelerator, if it neither
 multiplies matrices nor passes over arrays: a factorisation, a sort.
