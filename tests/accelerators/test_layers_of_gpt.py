@@ -47,11 +47,12 @@ def test_a_budget_takes_fewer_cycles_and_bytes_than_a_policy():
     assert cycles(ours.text, 12) <= 0.9 * cycles(theirs.text, 12)
 
 
-@pytest.mark.parametrize(("target", "host", "again"), [("tpu", 1, 1.03), ("gpu", 0.5, 1.2)])
+@pytest.mark.parametrize(("target", "host", "again"), [("tpu", 0.75, 1.1), ("gpu", 0.25, 1.2)])
 def test_a_budget_with_the_host_against_a_policy_that_offloads(target, host, again):
     """The bytes of the host lie between two points of the frontier of a layer.
 
-    A TPU copies while it multiplies. A GPU waits, so some products take less time than copies do.
+    To multiply a little more takes less time than to copy all that the policy does. A GPU waits for
+    copies, so it copies less than a TPU.
     """
     policy = programs.policies_of_maxtext()["minimal_offloaded"]
     case = gpt.layers_of_gpt(**SIZES | {"width": 1024, "heads": 16})
@@ -62,3 +63,5 @@ def test_a_budget_with_the_host_against_a_policy_that_offloads(target, host, aga
     assert more <= again * products
     assert ours.device_bytes <= theirs.device_bytes
     assert ours.host_bytes <= host * theirs.host_bytes
+    if target == "tpu":
+        assert cycles(ours.text, 12) <= 0.95 * cycles(theirs.text, 12)
