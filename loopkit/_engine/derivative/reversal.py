@@ -156,7 +156,9 @@ def _step_of(quiet: Reversal, whole: Linearised) -> StepCosts:
     return StepCosts(
         _jax.byte_count(*quiet.slot_types),
         _jax.byte_count(*stored),
-        *(nanoseconds(j, loop.device) for j in (quiet.step, quiet.forward, quiet.remaking)),
+        nanoseconds(quiet.step, loop.device),
+        nanoseconds(quiet.forward, loop.device),
+        nanoseconds(quiet.remaking, loop.device),
         *factors,
         carry_arrays=len(quiet.slot_types),
         residual_arrays=len(stored),
