@@ -66,6 +66,7 @@ from loopkit._jax.avals import (
 )
 from loopkit._jax.callbacks import tell
 from loopkit._jax.checks import bind_check, bind_custom, checkify_p
+from loopkit._jax.devices import traced_for
 from loopkit._jax.jaxprs import (
     COMPARED,
     IO_EFFECTS,
@@ -130,7 +131,6 @@ from loopkit._jax.memory import (
     named_on_host,
     on_host,
     placed,
-    traced_for,
 )
 from loopkit._jax.next_jax import (
     hi_primitive_p,

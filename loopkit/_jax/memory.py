@@ -24,17 +24,6 @@ from loopkit._jax.avals import (
 )
 
 
-def traced_for() -> tuple[str, str]:
-    """Return the platform and the kind of the device that code is traced for: that of the mesh that
-    is set, or else the default device."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is None:
-        device = config.default_device.value
-    if isinstance(device, str) or device is None:
-        device = jax.local_devices(backend=device)[0]
-    return device.platform, device.device_kind
-
-
 def on_host(aval: ShapedArray) -> ShapedArray:
     """Return the type of a value that is kept in the host's memory."""
     _make_room_on_host()

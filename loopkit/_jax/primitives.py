@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
-from jax._src import checkify, config, core, dispatch
+from jax._src import checkify, core, dispatch
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
 
 from loopkit._jax.avals import AxisData, Equation, LoweringContext, Primitive
+from loopkit._jax.devices import default_device
 from loopkit._jax.jaxprs import new_equation, trace
 from loopkit._jax.memory import filled_where_it_shows, is_alone, is_on_host, named_on_host
 from loopkit._jax.taylor import SeriesPrimitive
@@ -163,8 +164,7 @@ def target_device() -> Any:
     """
     platforms = _targets.get(None)
     if platforms is None:
-        default = config.default_device.value
-        return default if isinstance(default, jax.Device) else jax.local_devices()[0]
+        return default_device()
     for platform in platforms:
         with contextlib.suppress(RuntimeError):  # no such devices here
             return jax.local_devices(backend=platform)[0]

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from jax import lax
+
 from loopkit import _jax
 from loopkit._jaxprs import prices
 
@@ -88,6 +90,11 @@ USUAL = {"gpu": GPUS[1], "cuda": GPUS[1], "rocm": GPUS[1], "tpu": TPUS[3]}
 PRODUCTS = frozenset(
     ["dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot", "symmetric_product"]
 )
+PASSES = 6
+"""How many products of 16-bit numbers a TPU makes of one of 32-bit numbers, if its precision is the
+highest."""
+LONGEST = 16.0
+"""How many times as long as with 16-bit numbers a product of 64-bit numbers takes."""
 SERIAL = 20.0
 """The CPU's price of an element from which a primitive does more than pass over its operands."""
 
@@ -139,7 +146,9 @@ def _multiplications(eqn: _jax.Equation) -> int:
 
 def _slowness(eqn: _jax.Equation, device: Accelerator) -> float:
     """Return how many times as long as with 16-bit numbers a product takes."""
-    dtype = eqn.invars[0].aval.dtype
+    dtype, precision = eqn.invars[0].aval.dtype, eqn.params.get("precision")
+    exact = lax.Precision.HIGHEST in (precision if isinstance(precision, tuple) else [precision])
     parts = 4 if dtype.kind == "c" else 1
     size = dtype.itemsize // (2 if dtype.kind == "c" else 1)
-    return parts * {1: 0.5, 2: 1.0, 4: device.wide}.get(size, 16.0)
+    wide = min(device.wide * (PASSES if exact else 1), LONGEST)
+    return parts * {1: 0.5, 2: 1.0, 4: wide}.get(size, LONGEST)

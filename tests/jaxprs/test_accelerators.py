@@ -1,6 +1,7 @@
 """The predicted times of equations on an accelerator, and which one a loop is planned for."""
 
 import contextlib
+import re
 
 import jax
 import jax.export
@@ -16,6 +17,7 @@ from loopkit._jaxprs.cost import nanoseconds
 from loopkit._plans.costs import StepCosts
 
 H100, V5E = GPUS[1], TPUS[3]
+T4 = next(gpu for gpu in GPUS if gpu.kind == "T4")
 
 
 def at(kind, platform):
@@ -53,7 +55,7 @@ def test_the_device_of_the_mesh(kind, platform, found):
 
 
 @pytest.mark.parametrize("default", [None, "cpu", "a device"])
-def test_the_default_device(default):
+def test_a_cpu_by_default(default):
     default = jax.local_devices(backend="cpu")[0] if default == "a device" else default
     with jax.default_device(default) if default else contextlib.nullcontext():
         assert planned_for() is None or jax.default_backend() != "cpu"
@@ -73,6 +75,11 @@ def test_products_of_large_matrices_take_what_arithmetic_takes():
     assert least < product("bfloat16") < 1.01 * least
     for dtype, times in {"float32": 2, "float64": 16, "complex64": 8, "int8": 0.5}.items():
         assert product(dtype) == pytest.approx(times * product("bfloat16"), rel=0.01)
+    exact = lambda x, y: jnp.matmul(x, y, precision="highest")
+    numbers = ((8192, 8192), "float32")
+    for device, times in ((H100, 6), (V5E, 6), (T4, 2)):
+        slow, fast = (predicted(device, f, numbers, numbers) for f in (exact, jnp.matmul))
+        assert slow == pytest.approx(times * fast, rel=0.01)
     tpu = [
         predicted(V5E, jnp.matmul, ((8192, 8192), t), ((8192, 8192), t))
         for t in ("bfloat16", "float32")
@@ -147,7 +154,7 @@ def arguments(dtype="float64"):
 
 
 def test_plans_differ_from_device_to_device_and_nothing_is_stale():
-    loss, given = layers(6_000_000), arguments()
+    loss, given = layers(3_000_000), arguments()
     shown = lambda: str(loopkit.explain(loss, *given))
     on_cpu = shown()
     with at("NVIDIA H100 80GB HBM3", "gpu"):
@@ -158,6 +165,9 @@ def test_plans_differ_from_device_to_device_and_nothing_is_stale():
     assert "times of TPU v5 lite" in on_tpu
     assert "times of" not in on_cpu
     assert shown() == on_cpu
+    times = [text.split("to keep of a step")[1] for text in (on_cpu, on_gpu, on_tpu)]
+    kept = [re.findall(r"\[(.*?) and ", text) for text in times]
+    assert kept[0] != kept[1], "an H100 keeps something else of a step"
 
 
 @pytest.mark.parametrize("memory", [None, 3_000_000, 6_000_000, "8 MB"])

@@ -310,10 +310,8 @@ def _run_again(eqn: _jax.Equation, moving: set, device: Accelerator | None) -> t
     first, linear = make(halves[0], known, list(read)), [*read, *tangents]
     outs = [v for v in inside.outvars if not isinstance(v, _jax.Literal) and v in moved]
     n = len(known)
-    residuals, back = (
-        Residuals(first, 0, 0, n, [True] * n, device=device),
-        make(halves[1], linear, outs),
-    )
+    residuals = Residuals(first, 0, 0, n, [True] * n, device=device)
+    back = make(halves[1], linear, outs)
     outside = Outside(n, len(tangents), True, residuals.at_most)
     line = timeline(residuals, back, outside)
     time = sum(equation_nanoseconds(e, device) for e in halves[0])

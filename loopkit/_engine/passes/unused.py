@@ -106,10 +106,8 @@ def _evaluated(used: list[bool], eqn: _jax.Equation) -> Any:
     # These loops are not the user's, so they are not replaced.
     with _jax.replacing(None), _jax.as_there():
         jaxpr = _jax.trace_closed(run, [v.aval for v in invars], "loop")
-    params = {
-        "jaxpr": jaxpr,
-        "nanoseconds": loop_nanoseconds(eqn.params["loop"], eqn.params["loop"].device),
-    }
+    loop = eqn.params["loop"]
+    params = {"jaxpr": jaxpr, "nanoseconds": loop_nanoseconds(loop, loop.device)}
     return _jax.new_equation(eqn, evaluated_p, invars, outvars, params)
 
 
