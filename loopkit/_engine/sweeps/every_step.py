@@ -139,12 +139,12 @@ def stored_reversal(step: StepReversal, stored: list, length: int, first: int = 
 
 def recorded(sweep: Sweep, loop: Loop, operands: Operands, first: _jax.Whole = 0) -> Callable:
     """Return the function that takes a step, and writes its residuals, from step `first` on."""
-    how = sweep.how
+    how, half = sweep.how, sweep.half or sweep.how.split.forward
     safe: Any = EveryInput(operands.consts)
     if loop.lanes:
         active = stepping.is_active(loop, operands, operands.init)
         every = [True] * loop.carry_count
-        safe = SafeInputs.of(loop, operands, active, every, how.split.forward)
+        safe = SafeInputs.of(loop, operands, active, every, half)
 
     def step(s: Saving, go: jax.Array | None = None) -> Saving:
         if go is not None and (loop.effects or loop.shows_within):
@@ -154,7 +154,7 @@ def recorded(sweep: Sweep, loop: Loop, operands: Operands, first: _jax.Whole = 0
         x, carry = stepping.read_rows(operands.xs, at, loop.x_axes), steps.carry
         active: Any = stepping.is_active(loop, operands, carry) if loop.lanes else None
         consts, x = safe.apart_from_carry(active, x)
-        outs = safe.call(how.split.forward, active, consts, safe.carries(active, carry), x)
+        outs = safe.call(half, active, consts, safe.carries(active, carry), x)
         new, y, stored = parts(outs, loop.carry_count, loop.ys_count)
         new, y = safe.hold(active, new, carry, safe.buffers), safe.hold(active, y, None)
         lane_counts = None

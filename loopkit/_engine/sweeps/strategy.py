@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import functools as ft
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ from loopkit._engine import steps as stepping
 from loopkit._engine.derivative.pieces import Reversal
 from loopkit._engine.lanes.batched_loop import stacked
 from loopkit._engine.loop import Loop, Operands, kept, parts
+from loopkit._engine.sweeps.cut_ahead import cut_ahead
 from loopkit._engine.sweeps.step import Cotangents, StepReversal, zero_cotangents
 from loopkit._engine.sweeps.window import is_seen_in_parts, rows_of_steps
 from loopkit._plans.plan import Plan
@@ -57,6 +58,8 @@ class Sweep(abc.ABC):
     """A way to save what a plan keeps."""
 
     how: Reversal
+    half: _jax.Jaxpr | None = None
+    """The forward half of a step, if it gets slices of constants besides them."""
 
     @property
     def layout_plan(self) -> Plan:
@@ -161,8 +164,9 @@ class Sweep(abc.ABC):
             return [*stepping.evaluate(loop, operands), *map(_jax.zeros, self.residual_types)]
         loop = loop if how.undo is None else how.undo.logged(loop)
         empty = self.blank_stacks if stacks is None else list(stacks)
+        half, loop, operands = cut_ahead(how.split.forward, loop, operands)
         first = stepping.start(loop, operands), empty
-        steps, saved, *segments = self.run(loop, operands, first)
+        steps, saved, *segments = replace(self, half=half).run(loop, operands, first)
         steps = stepping.finished(loop, steps)
         ys, log = parts(steps.ys, how.loop.ys_count)
         buffers = kept(steps.carry, how.undone)
