@@ -11,6 +11,7 @@ import gc
 import os
 import platform
 import random
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -90,7 +91,8 @@ def measure(
 ) -> dict[str, Measurement]:
     """Compiles every function, checks that all agree with the first, then times them interleaved.
 
-    `arguments` is one tuple for all, or a tuple for each name; `afresh`, with empty caches each.
+    Functions that are compiled to the same code share their times. `arguments` is one tuple for
+    all, or a tuple for each name; `afresh`, with empty caches each.
     """
 
     def args_of(name):
@@ -115,11 +117,20 @@ def measure(
             if not error <= rtol:
                 raise AssertionError(f"{name} differs from {reference_name} by {error:.1e}")
 
-    seconds = interleave(calls, repeats)
+    codes = {name: (_code(c), id(args_of(name))) for name, c in compiled.items()}
+    timed = {codes[name]: name for name in reversed(codes)}
+    seconds = interleave({name: calls[name] for name in calls if name in timed.values()}, repeats)
     return {
-        name: Measurement(name, seconds[name], compile_seconds[name], temp_bytes(compiled[name]))
+        name: Measurement(
+            *(name, seconds[timed[codes[name]]], compile_seconds[name], temp_bytes(compiled[name]))
+        )
         for name in calls
     }
+
+
+def _code(compiled: Any) -> str:
+    """Return the code of a compiled function, without its name and those of its lines."""
+    return re.sub(r"^HloModule.*|, metadata=\{[^}]*\}", "", compiled.as_text(), flags=re.M)
 
 
 def compile_times(
