@@ -188,6 +188,11 @@ def like(v: Any) -> Any:
     return v if isinstance(v, core.DropVar) else core.Var(v.aval)
 
 
+def is_dropped(v: Any) -> bool:
+    """Return whether nothing reads a result."""
+    return isinstance(v, core.DropVar)
+
+
 def rearranged(jaxpr: Jaxpr, inputs: Sequence[int], outputs: Sequence[int]) -> Jaxpr:
     """Return the jaxpr with its inputs in another order and some of its outputs."""
     j = open_jaxpr(jaxpr)

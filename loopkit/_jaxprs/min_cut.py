@@ -14,7 +14,7 @@ Chen et al. 2016 describe the trade; the cut is that of a maximum flow (`max_flo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -96,6 +96,8 @@ class Residuals:
     """Whether to store all that the policy saves and that a residual depends on."""
     device: Accelerator | None = None
     """The accelerator whose times the equations take, if it is one."""
+    only: Set[_jax.Var] | None = None
+    """The variables that may be stored, if not all may."""
     given: set = field(init=False)
     """Constants, slices and what follows from constants. Going back, these are there."""
 
@@ -156,10 +158,9 @@ class Residuals:
             if not made:
                 continue
             number, storable = len(places) + len(edges) + TARGET + 1, self._may_store(eqn)
-            edges += [
-                Edge(number, places[v], 0 if storable else inf, _size(v) if storable else 0)
-                for v in made
-            ]
+            for v in made:
+                free = storable and (self.only is None or v in self.only)
+                edges.append(Edge(number, places[v], 0 if free else inf, _size(v) if free else 0))
             edges.append(Edge(SOURCE, number, self.times[id(eqn)]))
             edges += [Edge(places[u], number, inf) for u in self._operands(eqn) if u in places]
         return edges, {n: v for v, n in places.items()}

@@ -18,8 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from loopkit import _jax
 from loopkit._engine.derivative.linearised import Linearised, linearised
 from loopkit._engine.derivative.timeline import Met, Outside, Timeline, met_in, timeline
-from loopkit._engine.facts.activity import moving_activity
-from loopkit._engine.loop import Const, Loop, Output, kept
+from loopkit._engine.loop import Active, Const, Loop, Output, kept
 from loopkit._engine.primitives import forward_p
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import equation_nanoseconds
@@ -31,8 +30,6 @@ from loopkit._programs import shared
 
 BLOCKS = 48
 """About how many blocks a program has."""
-NAME = "loopkit: {}"
-"""The name of a value of a block, by its number."""
 STORED = "loopkit: stored"
 """The name of a value that a stretch stores although it runs again."""
 POLICY = jax.checkpoint_policies.save_only_these_names(STORED)
@@ -45,6 +42,8 @@ class Divided(NamedTuple):
     whole: _jax.Jaxpr
     body: _jax.OpenJaxpr
     """The program without calls of jitted functions."""
+    last: Mapping[_jax.Var, int]
+    """The last equation that reads each variable."""
     cuts: Sequence[int]
     """Where blocks start, and the number of equations."""
     loops: Mapping[Hashable, Met]
@@ -60,7 +59,7 @@ class Divided(NamedTuple):
             env: dict[Any, Any] = dict(zip(self.body.invars, values, strict=True))
             for start, stop, stretch in self._parts(division):
                 eqns = self.body.eqns[start:stop]
-                reads, makes = _ends(self.body, start, stop)
+                reads, makes = _ends(self.body, self.last, start, stop)
                 if stretch.again:
                     again = _running_again(eqns, reads, makes, stretch.stored)
                     env |= zip(makes, again(*(env[v] for v in reads)), strict=True)
@@ -69,8 +68,7 @@ class Divided(NamedTuple):
                     inside = stop < self.cuts[stretch.stop]
                     if inside and stretch is not division.stretches[-1]:  # that is reversed at once
                         env |= {v: _apart(env[v]) for v in makes}
-                shared = _read_from(self.body, stop).intersection(reads)
-                env |= {v: _apart(env[v]) for v in reads if v in shared}
+                env |= {v: _apart(env[v]) for v in reads if self.last[v] >= stop}
             return equations.run([], env, self.body.outvars)
 
         types = [v.aval for v in self.body.invars]
@@ -83,11 +81,6 @@ class Divided(NamedTuple):
             ends = (stretch.start, stretch.stop) if stretch.again else blocks
             for start, stop in pairwise(self.cuts[k] for k in ends):
                 yield start, stop, stretch
-
-
-def _read_from(body: _jax.OpenJaxpr, number: int) -> set:
-    """Return the variables that equations from a number on read."""
-    return {v for eqn in body.eqns[number:] for v in equations.variables(eqn)}
 
 
 def _apart(value: jax.Array) -> jax.Array:
@@ -120,23 +113,24 @@ def is_stretch(eqn: _jax.Equation) -> bool:
 def divided(jaxpr: _jax.Jaxpr) -> Divided:
     """Return the ways to divide a program."""
     body = _jax.open_jaxpr(equations.inlined(jaxpr))
-    cuts = [*_starts(body), len(body.eqns)]
+    last = {v: k for k, eqn in enumerate(body.eqns) for v in equations.variables(eqn)}
+    cuts = [*_starts(body, last), len(body.eqns)]
     sizes = {v: _jax.byte_count(v.aval) for e in body.eqns for v in e.outvars}
     sizes |= dict.fromkeys(_variables(body.outvars), 0)
     moving, blocks, loops = set(filter(_moves, body.invars)), [], {}
     for start, stop in pairwise(cuts):
-        reads, makes = _ends(body, start, stop)
+        reads, makes = _ends(body, last, start, stop)
         eqns, arguments = body.eqns[start:stop], set(body.invars)
         reads.sort(key=lambda v: v not in arguments)
         count = sum(v in arguments for v in reads)
-        piece = _piece(eqns, reads, makes, count, [v in moving for v in reads])
+        piece = _piece(body, eqns, reads, makes, count, [v in moving for v in reads])
         moving.update(kept(makes, piece.moving))
         made = [v for eqn in eqns for v in eqn.outvars]
         block = _block(piece, reads[count:], made, start, sizes)
-        shared = _read_from(body, stop).intersection(reads[:count], moving)
+        shared = [v for v in reads[:count] if last[v] >= stop and v in moving]
         blocks.append(replace(block, summed=_jax.byte_count(*(v.aval for v in shared))))
         loops |= piece.line.loops
-    return Divided(jaxpr, body, cuts, loops, divisions(blocks, sizes))
+    return Divided(jaxpr, body, last, cuts, loops, divisions(blocks, sizes))
 
 
 def _moves(v: _jax.Var) -> bool:
@@ -152,10 +146,10 @@ def _stays(eqn: _jax.Equation) -> bool:
     return not is_repeatable(eqn) or any(True for _ in met_in(eqn, primal=True))
 
 
-def _starts(body: _jax.OpenJaxpr) -> Iterator[int]:
+def _starts(body: _jax.OpenJaxpr, last: Mapping[_jax.Var, int]) -> Iterator[int]:
     """Yield where blocks start: of windows of as many bytes, where the fewest go on."""
     made = [_jax.byte_count(*(v.aval for v in eqn.outvars)) for eqn in body.eqns]
-    crossing, window = _crossing(body, made), sum(made) / BLOCKS
+    crossing, window = _crossing(body, last, made), sum(made) / BLOCKS
     stays = list(map(_stays, body.eqns))
     best, filled = None, 0
     yield 0
@@ -172,9 +166,8 @@ def _starts(body: _jax.OpenJaxpr) -> Iterator[int]:
             best, filled = None, 0
 
 
-def _crossing(body: _jax.OpenJaxpr, made: Sequence[int]) -> list[int]:
+def _crossing(body: _jax.OpenJaxpr, last: Mapping[_jax.Var, int], made: Sequence[int]) -> list[int]:
     """Return the bytes of values from before each equation that it, or a later one, reads."""
-    last = {v: k for k, eqn in enumerate(body.eqns) for v in equations.variables(eqn)}
     changes = [0] * (len(made) + 2)
     for k, eqn in enumerate(body.eqns):
         for v in eqn.outvars:
@@ -188,13 +181,14 @@ def _crossing(body: _jax.OpenJaxpr, made: Sequence[int]) -> list[int]:
     return found
 
 
-def _ends(body: _jax.OpenJaxpr, start: int, stop: int) -> tuple[list, list]:
+def _ends(
+    body: _jax.OpenJaxpr, last: Mapping[_jax.Var, int], start: int, stop: int
+) -> tuple[list, list]:
     """Return the variables that some equations read of others, and that others read of them."""
-    eqns = body.eqns[start:stop]
+    eqns, results = body.eqns[start:stop], set(_variables(body.outvars))
     made = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
     reads = dict.fromkeys(v for eqn in eqns for v in equations.variables(eqn) if v not in made)
-    wanted = _read_from(body, stop).union(_variables(body.outvars))
-    return list(reads), [v for v in made if v in wanted]
+    return list(reads), [v for v in made if last.get(v, -1) >= stop or v in results]
 
 
 class Piece(NamedTuple):
@@ -235,39 +229,64 @@ def _block(
 
 
 def _piece(
-    eqns: Sequence[_jax.Equation], reads: list, makes: list, count: int, moving: list[bool]
+    body: _jax.OpenJaxpr,
+    eqns: Sequence[_jax.Equation],
+    reads: list,
+    makes: list,
+    count: int,
+    moving: list[bool],
 ) -> Piece:
     """Return the derivative of equations, of whose operands the first are arguments."""
-    names: dict[Any, str] = {}
-
-    def named(eqn: _jax.Equation, ins: list) -> list:
-        outs = _jax.bind_equation(eqn, ins)
-        for v in eqn.outvars:
-            names[v] = NAME.format(len(names))
-        with _jax.context_of(eqn):
-            return [checkpoint_name(x, names[v]) for v, x in zip(eqn.outvars, outs, strict=True)]
-
-    def block(*values: jax.Array) -> list:
-        return equations.run(eqns, dict(zip(reads, values, strict=True)), makes, named)
-
-    jaxpr = _jax.trace_closed(block, [v.aval for v in reads], "block")
-    n, numbers = len(reads), {v: k for k, v in enumerate(names)}
-    loop = shared(Loop(None, jaxpr, 0, (Const(),) * n, (), (), (Output(),) * len(makes), 1))
+    made = [v for eqn in eqns for v in eqn.outvars]
+    numbers, n, ends = {v: k for k, v in enumerate(made)}, len(reads), set(makes)
+    inside = [v for v in made if v not in ends and not _jax.is_dropped(v)]
+    info = body.debug_info.with_unknown_names()
+    j = body.replace(eqns=eqns, invars=reads, outvars=[*makes, *inside], debug_info=info)
+    outputs = len(j.outvars)
+    jaxpr, _ = _jax.dce(j, [True] * outputs, [True] * n)
+    loop = shared(Loop(None, jaxpr, 0, (Const(),) * n, (), (), (Output(),) * outputs, 1))
     again, results = not any(map(_stays, eqns)), [numbers[v] for v in makes]
-    key = "piece", count, again, *results, *moving
-    active = lambda: moving_activity(loop, loop.split(moving)[0])
-    return loop.derived(key, lambda: _linearised(linearised(loop, active()), count, results, again))
+    values = [*results, *(numbers[v] for v in inside)]
+    flags = _moving(eqns, reads, makes, moving)
+    active = Active(flags[0], (), (), (*flags[1], *[False] * len(inside)))
+    key = "piece", count, again, len(results), *values, active
+    make = lambda: _linearised(linearised(loop, active), count, len(results), values, again)
+    return loop.derived(key, make)
 
 
-def _linearised(whole: Linearised, count: int, results: Sequence[int], again: bool) -> Piece:
-    step, n = whole.residuals.step, whole.loop.const_count
-    device = whole.loop.device
-    residuals = Residuals(whole.residuals.jaxpr, len(results), 0, n, [True] * n, device=device)
-    numbers = {NAME.format(k): ("made", k) for k in range(len(step.eqns))}
+STILL = frozenset(("stop_gradient", "floor", "ceil", "round", "sign"))
+"""Primitives whose results have no tangents."""
+
+
+def _moving(
+    eqns: Sequence[_jax.Equation], reads: list, makes: list, given: Sequence[bool]
+) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Return which operands have tangents that reach a result, and which results have tangents."""
+    passing = [eqn for eqn in eqns if eqn.primitive.name not in STILL]
+    moved = set(kept(reads, given))
+    for eqn in passing:
+        if not moved.isdisjoint(equations.variables(eqn)):
+            moved.update(filter(_moves, eqn.outvars))
+    reaching = moved.intersection(makes)
+    for eqn in reversed(passing):
+        if not reaching.isdisjoint(eqn.outvars):
+            reaching.update(moved.intersection(equations.variables(eqn)))
+    return tuple(v in reaching for v in reads), tuple(v in moved for v in makes)
+
+
+def _linearised(
+    whole: Linearised, count: int, results: int, values: Sequence[int], again: bool
+) -> Piece:
+    """Return the derivative of a block; `values` are the numbers of its results, and of others."""
+    outs, n, device = whole.residuals.step.outvars, whole.loop.const_count, whole.loop.device
+    some = [*outs[:results], *outs[len(values) :]]
+    jaxpr = _jax.with_outputs(whole.residuals.jaxpr, some, [True] * n)
+    residuals = Residuals(jaxpr, results, 0, n, [True] * n, device=device)
+    step = residuals.step
     known: dict[Any, tuple[str, int]] = {}
-    for eqn in step.eqns:
-        if (value := numbers.get(_jax.checkpoint_name(eqn) or "")) is not None:
-            known |= dict.fromkeys((*eqn.outvars, *equations.variables(eqn)), value)
+    for v, number in zip(outs, values, strict=False):
+        if not isinstance(v, _jax.Literal):
+            known.setdefault(v, ("made", number))
     arguments = set(step.invars[:count])
     known |= {v: ("read", k - count) for k, v in enumerate(step.invars)}
     saved = {v for eqn in step.eqns if eqn.primitive is forward_p for v in eqn.outvars}
@@ -277,15 +296,14 @@ def _linearised(whole: Linearised, count: int, results: Sequence[int], again: bo
     }
     outside = Outside(count, sum(whole.active.inputs[:count]), False, residuals.at_most)
     line = timeline(residuals, whole.tangents, outside)
-    moving = whole.active.ys
+    moving, made = whole.active.ys[:results], values[:results]
     if not again:
-        return Piece(results, moving, kept, (), 0.0, line)
-    policy = jax.checkpoint_policies.save_only_these_names(*numbers)
-    some = replace(residuals, policy=policy)
+        return Piece(made, moving, kept, (), 0.0, line)
+    some = replace(residuals, only=known.keys() - set(step.invars))
     stored = lambda point: frozenset(known[v] for v in point.stored if known[v][0] == "made")
     time = lambda point: sum(equation_nanoseconds(e, device) for e in some.cut(point).again)
     rows = tuple(Row(point.price, time(point), stored(point)) for point in some.frontier)
-    return Piece(results, moving, kept, rows, _through(residuals), line)
+    return Piece(made, moving, kept, rows, _through(residuals), line)
 
 
 def _through(residuals: Residuals) -> float:
