@@ -223,6 +223,17 @@ def test_a_few_steps_keep_every_carry():
     assert stores == {**dict.fromkeys((2, 5, 9), "every carry"), 10: "every segment"}
 
 
+def test_every_carry_is_kept_where_that_takes_little_more():
+    """An eighth of what lives while a step is reversed; segments of steps are one more loop."""
+    step = StepCosts(1 << 18, 5 << 18, run=4e6, record=4e6, remake=3e6)
+    every, few = make_plan(None, 20, True, step), make_plan(None, 24, True, step)
+    assert (every.strategy, few.strategy) == ("every carry", "every segment")
+    some = replace(every, slots=10, segment=2, store="residuals")
+    assert 0 < every.peak_bytes - some.peak_bytes <= step.working_bytes // 8
+    slower = step._replace(remake=4e8)
+    assert make_plan(None, 20, True, slower).strategy == "every segment"
+
+
 def test_a_bound_that_is_seldom_reached_brings_no_slots_without_segments():
     """Every carry of the likely steps would be few bytes; those of all steps are not."""
     step = StepCosts(72, 166, 200, 500, 500)

@@ -219,6 +219,31 @@ def test_the_frontiers_of_random_steps():
     assert lengths >= {1, 2, 3}
 
 
+@pytest.mark.slow
+def test_where_only_some_variables_may_be_stored():
+    rng, fewer = random.Random(8), 0
+    for _ in range(60):
+        step = random_step(rng)
+        jaxpr = _jax.open_jaxpr(step)
+        made = [v for eqn in jaxpr.eqns for v in eqn.outvars]
+        only = {v for v in made if rng.random() < 0.5}
+        where = len(CONSTANTS), len(TYPES) - len(XS), [False] * len(CARRY)
+        residuals = min_cut.Residuals(step, 1, *where, only=only)
+        known = described(jaxpr, where[2], all_again=True)
+        makers = {known.variables[v]: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        wanted = [known.variables[v] for v in jaxpr.outvars[1:] if not isinstance(v, _jax.Literal)]
+        others = {known.variables[v] for v in made if v not in only}
+        ways = list(every_way(known.variables.values(), wanted))
+        time = lambda way, w=wanted, m=makers, r=residuals: sum(
+            r.times[id(m[v])] for v in made_again(w, way)
+        )
+        hull = lambda ways, time=time: lower_hull(sorted((time(way), cost(way)) for way in ways))
+        stored = [{known.variables[v] for v in point.stored} for point in residuals.frontier]
+        assert [(time(s), cost(s)) for s in stored] == hull(w for w in ways if w.isdisjoint(others))
+        fewer += hull(ways) != hull(w for w in ways if w.isdisjoint(others))
+    assert fewer > 5
+
+
 def kept_of(fun, types, constants=0, carry=1):
     """Return what is hoisted and what is stored of a step whose residuals are all that `fun`
     returns."""
