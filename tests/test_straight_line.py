@@ -12,6 +12,8 @@ from jax.experimental import io_callback
 
 import loopkit
 from derivatives import assert_close
+from loopkit._engine.derivative.straight_line import _moving
+from loopkit._jaxprs import equations
 from test_one_budget import compiled_bytes
 
 RUNS_AGAIN = jax.__version_info__ >= (0, 11)
@@ -262,6 +264,19 @@ def test_code_with_callbacks_of_values_without_tangents_is_divided():
 
 
 @pytest.mark.slow
+def test_what_moves_is_what_the_derivative_moves():
+    """Operands that are only compared or rounded do not, nor what is made of these alone."""
+
+    def block(a, b, c, n):
+        still = jnp.round(b) + jnp.sign(b) * jnp.floor(b) + lax.stop_gradient(jnp.ceil(b))
+        return jnp.where(c > 0, a, still), still, jnp.sin(a) * still, n + 1
+
+    types = [jax.ShapeDtypeStruct((3,), float)] * 3 + [jax.ShapeDtypeStruct((), int)]
+    j = equations.inlined(jax.make_jaxpr(block)(*types)).jaxpr
+    flags = _moving(j.eqns, j.invars, j.outvars, [True, True, True, False])
+    assert flags == ((True, False, False, False), (True, False, True, False))
+
+
 def test_code_with_references_is_left_as_it_is():
     def f(ws, x):
         total = jax.new_ref(x)
