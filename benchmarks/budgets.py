@@ -4,8 +4,9 @@
     python benchmarks/budgets.py --programs three,decoder --repeats 15
 
 Each program gets 10, 20, 40 and 70 percent of the temporary memory of its gradient by JAX, as
-`checkpointed(f, memory=..., measure=True)`. If it has three loops or more, it also gets the same
-bytes in equal shares for its loops, by `replace_lax_loops(memory=...)`, at 20 percent.
+`checkpointed(f, memory=..., measure=True)`. If it has three loops or more, it also gets 20 percent
+in equal shares for its loops, by `replace_lax_loops(memory=...)`: the largest shares with which the
+gradient, compiled, takes no more than these bytes.
 """
 
 import argparse
@@ -107,24 +108,31 @@ def _compare(
             contenders[f"{part:.0%}"] = gradient
     loops = len(loopkit.explain(loopkit.checkpointed(loss), *arguments).loops)
     if loops >= 3:
-        contenders |= _in_shares(loss, of, arguments, int(SHARED * whole) // loops)
+        contenders |= _in_shares(loss, of, arguments, int(SHARED * whole), loops)
     results = measure(contenders, arguments, repeats, rtol=2e-2, afresh=True)
     report.measured(recorded(name, results, "JAX"))
     _targets(report, name, results, whole)
 
 
-def _in_shares(loss: Callable, of: tuple, arguments: tuple, share: int) -> dict[str, Callable]:
-    """Return the gradient in which each loop has as many bytes, if they are enough."""
+def _in_shares(loss: Callable, of: tuple, arguments: tuple, budget: int, loops: int) -> dict:
+    """Return the gradient whose loops have equal shares, the largest with which all of it fits."""
 
-    def gradient(*given):
-        with loopkit.replace_lax_loops(memory=share):
-            return jax.grad(loss, of)(*given)
+    def sharing(share: float) -> Callable:
+        def gradient(*given):
+            with loopkit.replace_lax_loops(memory=max(1, int(share))):
+                return jax.grad(loss, of)(*given)
 
-    try:
-        jax.eval_shape(gradient, *arguments)
-    except ValueError:
-        return {}
-    return {f"{SHARED:.0%} in equal shares": gradient}
+        return gradient
+
+    for halves in range(-4, 13):  # from four times the bytes, for loops that do not live together
+        gradient = sharing(budget / loops * 2 ** (-halves / 2))
+        try:
+            compiled = jax.jit(gradient).lower(*arguments).compile()
+        except ValueError:  # too few bytes for a loop
+            return {}
+        if (temp_bytes(compiled) or 0) <= budget:
+            return {f"{SHARED:.0%} in equal shares": gradient}
+    return {}
 
 
 def _targets(report: Report, name: str, results: Mapping[str, Measurement], whole: int) -> None:

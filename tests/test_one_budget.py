@@ -155,6 +155,34 @@ def test_the_compiler_needs_no_more_than_the_budget(f):
     assert used[1] > 0.1 * stored
 
 
+def wave_then_filter(speed, w, u):
+    """Loops whose ys are read by the next, each with memory of its own while it is reversed."""
+
+    def move(state, _):
+        u, v = state
+        v = v + 0.1 * speed * (jnp.roll(u, 1, -1) - u)
+        return (u + 0.1 * v, v), u[:, ::8]
+
+    _, seen = lax.scan(move, (u, jnp.zeros_like(u)), length=200)
+    see = lambda h, x: (jnp.tanh(h @ w + x), h)
+    _, states = lax.scan(see, jnp.zeros((8, 16)), seen)
+    decay = lambda c, h: (0.9 * c + h**2, jnp.sum(c))
+    return jnp.mean(lax.scan(decay, jnp.zeros((8, 16)), states, reverse=True)[1])
+
+
+@pytest.mark.parametrize("part", [0.3, 0.4, 0.7])
+def test_memory_is_taken_when_a_loop_begins(part):
+    """Not when the program does: loops that run one after another need it one after another."""
+    args = jnp.ones(128), jnp.eye(16), jnp.ones((8, 128))
+
+    def compiled(f):
+        return jax.jit(jax.grad(f, (0, 1, 2))).lower(*args).compile().memory_analysis()
+
+    budget = int(part * compiled(wave_then_filter).temp_size_in_bytes)
+    within = loopkit.checkpointed(wave_then_filter, memory=budget)
+    assert 0.85 * budget < compiled(within).temp_size_in_bytes <= budget
+
+
 def runs(f, memory, *args):
     """The runs of steps of all loops, forward and backward."""
     loops = loopkit.explain(loopkit.checkpointed(f, memory=memory), *args).loops

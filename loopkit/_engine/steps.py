@@ -169,7 +169,9 @@ def start(loop: Loop, operands: Operands) -> Steps:
     lane_counts = count + _jax.zeros(decides[0]).astype(jnp.int32) if loop.lanes else None
     shown = progress.is_shown(loop)
     bar = progress.opened(loop, loop.length, count, operands.flat) if shown else None
-    return Steps(count, carry, list(map(_jax.zeros, loop.ys_types)), lane_counts, bar)
+    made = _jax.blank if loop.cond is None else _jax.zeros_after  # then every row is written
+    after = _jax.moment(operands.flat) if loop.ys_types else 0
+    return Steps(count, carry, [made(t, after) for t in loop.ys_types], lane_counts, bar)
 
 
 def first_carry(loop: Loop, operands: Operands) -> list:

@@ -129,9 +129,11 @@ from loopkit._jax.memory import (
     blank_p,
     check_spread_on_host,
     is_on_host,
+    moment,
     named_on_host,
     on_host,
     placed,
+    zeros_after,
 )
 from loopkit._jax.next_jax import (
     hi_primitive_p,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax._src import ad_util, config, core
-from jax._src.interpreters import ad, mlir
+from jax._src.interpreters import ad, batching, mlir
 from jax._src.lax.control_flow import loops as lax_loops
 
 from loopkit._jax.avals import (
@@ -59,25 +61,60 @@ def named_on_host(value: jax.Array) -> Any:
     return value
 
 
-def blank(aval: ShapedArray) -> jax.Array:
+def blank(aval: ShapedArray, after: Any = 0) -> jax.Array:
     """Return an array whose elements are written before they are read.
 
     Its memory is taken as it is found, so that what is never written costs no time; on a CPU, no
-    memory either.
+    memory either. There, XLA takes memory as soon as it can: here, when it has `after`, which
+    `moment` returns.
     """
+    return _made(aval, after, zero=False)
+
+
+def zeros_after(aval: ShapedArray, after: Any) -> jax.Array:
+    """Return zeros; if they take much memory, they are made when there is `after`."""
+    return _made(aval, after, zero=True) if byte_count(aval) > LITTLE else zeros(aval)
+
+
+LITTLE = 1 << 12
+"""Bytes that are zeros from the beginning of a program."""
+
+
+def moment(arrays: Sequence[Any]) -> Any:
+    """Return a zero of which XLA for CPUs does not know that it is one before it has the arrays."""
+    some = list(filter(_has_a_number, arrays))
+    some = some if len(some) <= AWAITED else [*some[: AWAITED // 2], *some[-AWAITED // 2 :]]
+    return moment_p.bind(*some) if some else 0
+
+
+AWAITED = 4
+"""The most arrays that a moment waits for: the first and the last of them."""
+
+
+def _has_a_number(value: Any) -> bool:
+    """Return whether a value of a trace has a number to read, on the only device there is."""
+    if not is_tracer(value) or not jnp.issubdtype(value.dtype, jnp.number):
+        return False
+    known = all(isinstance(n, int) and n for n in value.shape)
+    aval = jax.typeof(value)
+    return known and not is_on_host(aval) and not is_spread(aval) and not varying(aval)
+
+
+def _made(aval: ShapedArray, after: Any, zero: bool) -> jax.Array:
     explicit = jax.sharding.get_abstract_mesh().explicit_axes  # which zeros take on
     laid_out = is_spread(aval) or bool(varying(aval) or explicit)
     known_size = all(isinstance(n, int) for n in aval.shape)
     if laid_out or not known_size or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return zeros(aval)
-    return blank_p.bind(jnp.int32(0), shape=aval.shape, dtype=aval.dtype, host=False)
+    after = after if is_tracer(after) else jnp.int32(0)
+    return blank_p.bind(after, shape=aval.shape, dtype=aval.dtype, host=False, zero=zero)
 
 
 def blank_on_host(aval: ShapedArray) -> jax.Array:
     """Make blank memory on the host. Compilers make zeros on the device, and may then move them."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return placed(zeros(on_device(aval)), aval)
-    made = blank_p.bind(jnp.int32(0), shape=aval.shape, dtype=aval.dtype, host=True)
+    made = blank_p.bind(jnp.int32(0), shape=aval.shape, dtype=aval.dtype, host=True, zero=False)
     return placed(vary_like(made, [aval]), aval)
 
 
@@ -85,8 +122,17 @@ filled = jax.make_user_context(False)
 """Whether blank arrays are filled with zeros, part of every cache's key."""
 
 blank_p = core.Primitive("loopkit_blank")
-blank_p.def_impl(lambda _, shape, dtype, host: ad.zeros_like_aval(ShapedArray(shape, dtype)))
-blank_p.def_abstract_eval(lambda _, shape, dtype, host: ShapedArray(shape, dtype))
+blank_p.def_impl(lambda _, shape, dtype, **__: ad.zeros_like_aval(ShapedArray(shape, dtype)))
+blank_p.def_abstract_eval(lambda _, shape, dtype, **__: ShapedArray(shape, dtype))
+moment_p = core.Primitive("loopkit_moment")
+moment_p.def_impl(lambda *_: jnp.int32(0))
+moment_p.def_abstract_eval(lambda *_: ShapedArray((), jnp.dtype("int32")))
+ad.primitive_jvps[moment_p] = lambda arrays, _: _no_tangent(moment_p.bind(*arrays))
+batching.primitive_batchers[moment_p] = lambda arrays, _: (moment_p.bind(*arrays), None)
+
+
+def _no_tangent(value: jax.Array) -> tuple[jax.Array, Any]:
+    return value, ad.Zero(jax.typeof(value).to_tangent_aval())
 
 
 def looks_for_nans() -> bool:
@@ -101,9 +147,34 @@ def filled_where_it_shows(run: Callable, *args: Any, **params: Any) -> Any:
         return run(*args, **params)
 
 
-def _lower_zeros(ctx: LoweringContext, _: Any, **of: Any) -> Any:
+def _lower_zeros(ctx: LoweringContext, after: Any, **of: Any) -> Any:
     fill = lambda _: ad.zeros_like_aval(ShapedArray(of["shape"], of["dtype"]))
-    return mlir.lower_fun(fill, multiple_results=False)(ctx, _)
+    return mlir.lower_fun(fill, multiple_results=False)(ctx, after)
+
+
+def _lower_zeros_after(ctx: LoweringContext, after: Any, **of: Any) -> Any:
+    fill = lambda after: lax.broadcast(after.astype(of["dtype"]), of["shape"])
+    return mlir.lower_fun(fill, multiple_results=False)(ctx, after)
+
+
+def _lower_moment(ctx: LoweringContext, *arrays: Any) -> Any:
+    if _is_filled(ctx):
+        return _lower_no_moment(ctx, *arrays)
+    return mlir.lower_fun(_when_there, multiple_results=False)(ctx, *arrays)
+
+
+def _when_there(*arrays: jax.Array) -> jax.Array:
+    """Return whether a number of any array is both 0 and 1."""
+    never = []
+    for array in arrays:
+        number = lax.slice(array, (0,) * array.ndim, (1,) * array.ndim).reshape(())
+        zero, one = (lax.eq(number, np.asarray(n, array.dtype)) for n in (0, 1))
+        never.append(lax.bitwise_and(zero, one))
+    return lax.convert_element_type(ft.reduce(lax.bitwise_or, never), np.int32)
+
+
+def _lower_no_moment(ctx: LoweringContext, *arrays: Any) -> Any:
+    return mlir.lower_fun(lambda *_: jnp.int32(0), multiple_results=False)(ctx, *arrays)
 
 
 def _is_filled(ctx: LoweringContext, alone: bool = True) -> bool:
@@ -134,12 +205,14 @@ def check_spread_on_host() -> None:
         )
 
 
-def _lower_blank(ctx: LoweringContext, operand: Any, **of: Any) -> Any:
+def _lower_blank(ctx: LoweringContext, after: Any, **of: Any) -> Any:
     small = byte_count(ShapedArray(of["shape"], of["dtype"])) <= ZEROED_BYTES
-    if small or _is_filled(ctx) or not _leaves_as_found():
-        return _lower_zeros(ctx, operand, **of)
+    if _is_filled(ctx):
+        return _lower_zeros(ctx, after, **of)
+    if small or of["zero"] or not _leaves_as_found():
+        return _lower_zeros_after(ctx, after, **of)
     # A side effect keeps it in its loop: outside, it would have to be copied.
-    return jax.ffi.ffi_lowering(UNTOUCHED, has_side_effect=True)(ctx, operand)
+    return jax.ffi.ffi_lowering(UNTOUCHED, has_side_effect=True)(ctx, after)
 
 
 ZEROED_BYTES = 1 << 16
@@ -163,15 +236,17 @@ def _leaves_as_found() -> bool:
     return True
 
 
-def _lower_empty(ctx: LoweringContext, operand: Any, **of: Any) -> Any:
+def _lower_empty(ctx: LoweringContext, after: Any, **of: Any) -> Any:
     if of["host"] and not _is_divided(ctx):
         check_spread_on_host()
-    if _is_filled(ctx, alone=not (of["host"] and _is_divided(ctx))):
-        return _lower_zeros(ctx, operand, **of)
-    make = lambda _: jax.lax.empty(of["shape"], of["dtype"])
-    return mlir.lower_fun(make, multiple_results=False)(ctx, operand)
+    if of["zero"] or _is_filled(ctx, alone=not (of["host"] and _is_divided(ctx))):
+        return _lower_zeros(ctx, after, **of)
+    make = lambda _: lax.empty(of["shape"], of["dtype"])
+    return mlir.lower_fun(make, multiple_results=False)(ctx, after)
 
 
+mlir.register_lowering(moment_p, _lower_no_moment)
+mlir.register_lowering(moment_p, _lower_moment, platform="cpu")
 mlir.register_lowering(blank_p, _lower_zeros)
 mlir.register_lowering(blank_p, _lower_empty, platform="gpu")
 mlir.register_lowering(blank_p, _lower_empty, platform="tpu")

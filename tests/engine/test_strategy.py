@@ -67,7 +67,7 @@ def test_where_what_is_saved_lies(host):
     plans = Plan(LENGTH, host=host), Plan(LENGTH, 4, host=host), Plan(3, 3, host=host)
     for plan in (*plans, Plan(2, host=host), Plan(0, keeps_all=True, host=host)):
         both = of(plan)
-        blank = jax.make_jaxpr(lambda both=both: both.blank_stacks)().out_avals
+        blank = jax.make_jaxpr(lambda both=both: both.blank_stacks())().out_avals
         types = both.residual_types[: len(both.stack_types)]
         assert list(map(_jax.is_on_host, blank)) == [host] * len(blank)
         assert list(map(_jax.is_on_host, types)) == [host] * len(blank)

@@ -43,7 +43,12 @@ def _runs_loops(jaxpr: _jax.Jaxpr) -> bool:
 
 
 def _is_of_interest(eqn: _jax.Equation) -> bool:
-    return eqn.primitive in _jax.evaluations or eqn.primitive is _jax.blank_p
+    return eqn.primitive in _jax.evaluations or _is_blank(eqn)
+
+
+def _is_blank(eqn: _jax.Equation) -> bool:
+    kind = eqn.params
+    return eqn.primitive is _jax.blank_p and not kind["host"] and not kind["zero"]
 
 
 def _lifted(jaxpr: _jax.Jaxpr, inside: bool) -> tuple[_jax.Jaxpr, list]:
@@ -91,8 +96,7 @@ class _Level:
 
     def add(self, at: int, eqn: _jax.Equation) -> None:
         self.taken = set()
-        is_blank = eqn.primitive is _jax.blank_p and not eqn.params["host"]
-        if self.inside and is_blank and _jax.byte_count(eqn.outvars[0].aval) > FILLED:
+        if self.inside and _is_blank(eqn) and _jax.byte_count(eqn.outvars[0].aval) > FILLED:
             out = eqn.outvars[0]
             self.names[out] = self.scratch(at, out.aval)
             return
@@ -131,12 +135,17 @@ class _Level:
             if i not in self.taken and _jax.same_type(last.aval, aval) and not self.reads(at, last):
                 self.taken.add(i)
                 return last
-        made = _jax.open_jaxpr(_jax.trace(lambda: [_jax.blank(aval)], [], "scratch")[0])
+        read = [] if self.inside else equations.variables(self.j.eqns[at])
+        after = [
+            v for v in (renamed(v, self.names) for v in read) if not isinstance(v, _jax.Literal)
+        ]
+        make = lambda *values: [_jax.blank(aval, _jax.moment(values))]
+        made = _jax.open_jaxpr(_jax.trace_closed(make, [v.aval for v in after], "scratch"))
         new = made.outvars[0]
         if self.inside:
             self.inputs.append(new)
         else:
-            self.splice(made)
+            self.splice(made, after)
         self.taken.add(len(self.latest))
         self.latest.append(new)
         return new

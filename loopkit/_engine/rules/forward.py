@@ -143,7 +143,7 @@ def evaluate(*operands: jax.Array, loop: Loop, active: Active, along: Along | No
         return _swept(loop, how, run, values, stacks)
 
     # Tangents of what is saved are written before they are read, too.
-    stacks, moved = sweeps(how).blank_stacks, sweeps(how).blank_stacks
+    stacks, moved = sweeps(how).blank_stacks(), sweeps(how).blank_stacks()
     moving = along.results[loop.primal_counts[1] :][: len(stacks)]
     within = along._replace(operands=(*along.operands, *moving))
     values, tangents = parts(operands, loop.operand_count)

@@ -42,12 +42,11 @@ class EveryResidual(Sweep):
     def stack_axes(self, batched: Reversal, carry: Sequence[int | None]) -> list[int | None]:
         return row_axes(self.how, batched)
 
-    @property
-    def blank_stacks(self) -> list:
+    def blank_stacks(self, after: Any = 0) -> list:
         how = self.how
         here = kept(how.row_types, [not there for there in how.on_host])
         check_room(how.loop.name, how.plan.segment, _jax.byte_count(*here))
-        return super().blank_stacks
+        return super().blank_stacks(after)
 
     def run(self, loop: Loop, operands: Operands, state: Saving) -> Saving:
         if loop.cond is None:
@@ -58,7 +57,8 @@ class EveryResidual(Sweep):
         if not self.part or _jax.for_accelerators():
             return super().reverse(step, steps, s)
         reverse_one = stored_reversal(step, s.stacks, self.part)
-        rows = list(map(_jax.blank, _jax.stack_types(self.how.row_types, self.part)))
+        types = _jax.stack_types(self.how.row_types, self.part)
+        rows = [_jax.blank(t, step.after) for t in types]
         return strategy.reverse_segments(reverse_one, self.part, steps, s._replace(rows=rows)).cts
 
 
@@ -177,12 +177,11 @@ def recorded(sweep: Sweep, loop: Loop, operands: Operands, first: _jax.Whole = 0
 
 
 class EveryCarry(Sweep):
-    @property
-    def blank_stacks(self) -> list:
+    def blank_stacks(self, after: Any = 0) -> list:
         if self.how.plan.segment == 1 or self.how.plan.host:
-            return super().blank_stacks
+            return super().blank_stacks(after)
         # Deferred products read rows a segment at a time.
-        return list(map(_jax.zeros, self.stack_types))
+        return [_jax.zeros_after(t, after) for t in self.stack_types]
 
     def run(self, loop: Loop, operands: Operands, state: Saving) -> Saving:
         def step(s: Saving, go: jax.Array | None = None) -> Saving:

@@ -31,11 +31,12 @@ class LastSegments(EverySegment):
     def stack_axes(self, batched: Reversal, carry: Sequence[int | None]) -> list[int | None]:
         return [*super().stack_axes(batched, carry), *row_axes(self.how, batched)]
 
-    @property
-    def blank_stacks(self) -> list:
+    def blank_stacks(self, after: Any = 0) -> list:
         # Deferred products read whole segments, with steps that were not taken.
         zero = self.how.products is not None and (self.how.plan.bound or 0) % self.how.plan.segment
-        return list(map(_jax.zeros, self.stack_types)) if zero else super().blank_stacks
+        if not zero:
+            return super().blank_stacks(after)
+        return [_jax.zeros_after(t, after) for t in self.stack_types]
 
     def leaving(self, values: list[Any], number: _jax.Whole) -> list[Any]:
         return values  # nothing is on the host

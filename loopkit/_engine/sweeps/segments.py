@@ -147,7 +147,8 @@ class EverySegment(Sweep):
         stored = self.how.row_types if plan.segment > 1 or plan.keeps_last else []
         types = _jax.stack_types(stored, plan.segment)
         # Deferred products read whole segments, with steps that were not taken.
-        return list(map(_jax.blank if step.products is None else _jax.zeros, types))
+        made = _jax.blank if step.products is None else _jax.zeros_after
+        return [made(t, step.after) for t in types]
 
     def reverse_segment(
         self, step: StepReversal, first: _jax.Whole, count: _jax.Whole, s: Backward

@@ -51,9 +51,9 @@ def _divided(values: Sequence[Any], flags: Sequence[bool]) -> tuple[list, list]:
     return kept(values, flags), kept(values, [not f for f in flags])
 
 
-def zero_cotangents(types: Sequence[Any], batch: int | None) -> list:
+def zero_cotangents(types: Sequence[Any], batch: int | None, after: Any = 0) -> list:
     tangents = [t.to_tangent_aval() for t in types]
-    return list(map(_jax.zeros, _jax.stack_types(tangents, batch)))
+    return [_jax.zeros_after(t, after) for t in _jax.stack_types(tangents, batch)]
 
 
 class StepReversal:
@@ -68,12 +68,15 @@ class StepReversal:
         ct_ys: Sequence[Any] = (),
         log: Any = None,
         adds: Sequence[bool] = (),
+        after: Any = 0,
     ):
         """Prepare for the sweep of a plan or, without a log of writes, for single steps.
 
         `taken` is the number of steps that each lane took. `adds` flags active xs whose cotangents
-        are added to rows, and do not replace them; by default, none.
+        are added to rows, and do not replace them; by default, none. The memory for the rows of
+        steps is taken when there is `after`.
         """
+        self.after = after
         self.how, self.operands, self.taken, self.batch = how, operands, taken, batch
         self.ct_ys, self.log = ct_ys, log
         self.adds = list(adds) or [False] * sum(how.active.xs)

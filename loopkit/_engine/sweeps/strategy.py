@@ -145,14 +145,15 @@ class Sweep(abc.ABC):
         # Each lane has steps of its own, if the axis makes lanes.
         return [*axes, None, 0 if len(batched.loop.lanes) > len(how.loop.lanes) else None]
 
-    @property
-    def blank_stacks(self) -> list:
-        """The arrays in which the forward sweep saves, before it has saved anything.
+    def blank_stacks(self, after: Any = 0) -> list:
+        """Return the arrays in which the forward sweep saves, made when there is `after`.
 
         They are written before they are read, so their cost follows the steps taken.
         """
         types = self.residual_types[: len(self.stack_types)]
-        return [_jax.blank_on_host(t) if _jax.is_on_host(t) else _jax.blank(t) for t in types]
+        return [
+            _jax.blank_on_host(t) if _jax.is_on_host(t) else _jax.blank(t, after) for t in types
+        ]
 
     def forward(self, loop: Loop, operands: Operands, stacks: Sequence[Any] | None = None) -> list:
         """Return the final carry, ys, and the residuals.
@@ -163,7 +164,7 @@ class Sweep(abc.ABC):
         if loop.length == 0:
             return [*stepping.evaluate(loop, operands), *map(_jax.zeros, self.residual_types)]
         loop = loop if how.undo is None else how.undo.logged(loop)
-        empty = self.blank_stacks if stacks is None else list(stacks)
+        empty = self.blank_stacks(_jax.moment(operands.flat)) if stacks is None else list(stacks)
         half, loop, operands = cut_ahead(how.split.forward, loop, operands)
         first = stepping.start(loop, operands), empty
         steps, saved, *segments = replace(self, half=half).run(loop, operands, first)
@@ -196,16 +197,18 @@ class Sweep(abc.ABC):
         ct_carry, ct_ys = parts(cts, sum(active.carry))
         before = sums or [None] * sum(active.inputs)
         consts, carry, xs = parts(before, sum(active.consts), sum(active.carry))
-        flowing, bar, puts_off = _no_cotangents(how, ct_carry, batch, consts, xs), None, False
+        after = _jax.moment([*residuals, *cts])
+        flowing = _no_cotangents(how, ct_carry, batch, consts, xs, after)
+        bar, puts_off = None, False
         if loop.progress is not None:
             bar = progress.opened(loop, steps, taken, [*residuals, *cts], backward=True)
         if loop.length != 0:
             flowing = flowing._replace(bar=bar)
             adds = [s is not None for s in xs]
-            step = StepReversal(how, operands, taken, batch, ct_ys, log, adds)
+            step = StepReversal(how, operands, taken, batch, ct_ys, log, adds, after)
             if step.products is not None:
                 types = _jax.stack_types(step.products.factor_types, how.plan.segment)
-                flowing = flowing._replace(factors=list(map(_jax.zeros, types)))
+                flowing = flowing._replace(factors=[_jax.zeros_after(t, after) for t in types])
             flowing = self.reverse(step, steps, Backward(0, stacks, segments, [], flowing, buffers))
             bar, puts_off = flowing.bar, step.products is not None
         init = [d if s is None else s + d for d, s in zip(flowing.carry, carry, strict=True)]
@@ -312,18 +315,17 @@ def write_if(
 
 
 def _no_cotangents(
-    how: Reversal, ct_carry: list, batch: int | None, on_consts: list, on_xs: list
+    how: Reversal, ct_carry: list, batch: int | None, on_consts: list, on_xs: list, after: Any
 ) -> Cotangents:
-    """Return the cotangents before any step is reversed.
+    """Return the cotangents before any step is reversed, made when there is `after`.
 
     `on_consts` and `on_xs` have the arrays that they are added to, or None.
     """
     loop, active = how.loop, how.active
-    consts = zero_cotangents(kept(loop.const_types, active.consts), batch)
-    xs = zero_cotangents(kept(loop.xs_types, active.xs), batch)
+    consts = zero_cotangents(kept(loop.const_types, active.consts), batch, after)
+    xs = zero_cotangents(kept(loop.xs_types, active.xs), batch, after)
     if loop.cond is None:
-        # Every row will be written. XLA would make equal zeros once and copy them.
-        xs = [rows + k for k, rows in enumerate(xs)]
+        xs = [_jax.blank(jax.typeof(rows), after) for rows in xs]  # every row will be written
     begun = lambda zeros, sums: [z if s is None else s for z, s in zip(zeros, sums, strict=True)]
     return Cotangents(begun(consts, on_consts), ct_carry, begun(xs, on_xs), [])
 
