@@ -51,9 +51,9 @@ def _divided(values: Sequence[Any], flags: Sequence[bool]) -> tuple[list, list]:
     return kept(values, flags), kept(values, [not f for f in flags])
 
 
-def zero_cotangents(types: Sequence[Any], batch: int | None, after: Any = 0) -> list:
+def zero_cotangents(types: Sequence[Any], batch: int | None) -> list:
     tangents = [t.to_tangent_aval() for t in types]
-    return [_jax.zeros_after(t, after) for t in _jax.stack_types(tangents, batch)]
+    return list(map(_jax.zeros, _jax.stack_types(tangents, batch)))
 
 
 class StepReversal:

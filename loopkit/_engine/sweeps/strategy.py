@@ -24,7 +24,7 @@ from loopkit._engine.derivative.pieces import Reversal
 from loopkit._engine.lanes.batched_loop import stacked
 from loopkit._engine.loop import Loop, Operands, kept, parts
 from loopkit._engine.sweeps.cut_ahead import cut_ahead
-from loopkit._engine.sweeps.step import Cotangents, StepReversal, zero_cotangents
+from loopkit._engine.sweeps.step import Cotangents, StepReversal
 from loopkit._engine.sweeps.window import is_seen_in_parts, rows_of_steps
 from loopkit._plans.plan import Plan
 
@@ -322,12 +322,15 @@ def _no_cotangents(
     `on_consts` and `on_xs` have the arrays that they are added to, or None.
     """
     loop, active = how.loop, how.active
-    consts = zero_cotangents(kept(loop.const_types, active.consts), batch, after)
-    xs = zero_cotangents(kept(loop.xs_types, active.xs), batch, after)
-    if loop.cond is None:
-        xs = [_jax.blank(jax.typeof(rows), after) for rows in xs]  # every row will be written
-    begun = lambda zeros, sums: [z if s is None else s for z, s in zip(zeros, sums, strict=True)]
-    return Cotangents(begun(consts, on_consts), ct_carry, begun(xs, on_xs), [])
+    whole = _jax.blank if loop.cond is None else _jax.zeros_after  # then every row is written
+
+    def begun(types: Sequence[Any], sums: list, make: Callable) -> list:
+        types = _jax.stack_types([t.to_tangent_aval() for t in types], batch)
+        return [make(t, after) if s is None else s for t, s in zip(types, sums, strict=True)]
+
+    consts = begun(kept(loop.const_types, active.consts), on_consts, _jax.zeros_after)
+    xs = begun(kept(loop.xs_types, active.xs), on_xs, whole)
+    return Cotangents(consts, ct_carry, xs, [])
 
 
 def _in_common(jaxpr: _jax.Jaxpr) -> list:
