@@ -169,7 +169,7 @@ def start(loop: Loop, operands: Operands) -> Steps:
     lane_counts = count + _jax.zeros(decides[0]).astype(jnp.int32) if loop.lanes else None
     shown = progress.is_shown(loop)
     bar = progress.opened(loop, loop.length, count, operands.flat) if shown else None
-    made = _jax.blank if loop.cond is None else _jax.zeros_after  # then every row is written
+    made = _jax.written if loop.cond is None else _jax.zeros_after
     after = _jax.moment(operands.flat) if loop.ys_types else 0
     return Steps(count, carry, [made(t, after) for t in loop.ys_types], lane_counts, bar)
 

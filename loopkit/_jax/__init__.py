@@ -133,6 +133,7 @@ from loopkit._jax.memory import (
     named_on_host,
     on_host,
     placed,
+    written,
     zeros_after,
 )
 from loopkit._jax.next_jax import (

@@ -68,12 +68,21 @@ def blank(aval: ShapedArray, after: Any = 0) -> jax.Array:
     memory either. There, XLA takes memory as soon as it can: here, when it has `after`, which
     `moment` returns.
     """
-    return _made(aval, after, zero=False)
+    return _made(aval, after, None, True)
+
+
+def written(aval: ShapedArray, after: Any, fill: int = 0) -> jax.Array:
+    """Return an array all of whose elements are written before they are read.
+
+    On a CPU it is blank. Compilers for other devices get one that is filled: they do more with it.
+    Of arrays that are filled with the same number, they may make one, and copy it.
+    """
+    return _made(aval, after, fill, True)
 
 
 def zeros_after(aval: ShapedArray, after: Any) -> jax.Array:
     """Return zeros; if they take much memory, they are made when there is `after`."""
-    return _made(aval, after, zero=True) if byte_count(aval) > LITTLE else zeros(aval)
+    return _made(aval, after, 0, False) if byte_count(aval) > LITTLE else zeros(aval)
 
 
 LITTLE = 1 << 12
@@ -100,21 +109,25 @@ def _has_a_number(value: Any) -> bool:
     return known and not is_on_host(aval) and not is_spread(aval) and not varying(aval)
 
 
-def _made(aval: ShapedArray, after: Any, zero: bool) -> jax.Array:
+def _made(aval: ShapedArray, after: Any, fill: int | None, found: bool) -> jax.Array:
+    """Return an array that is filled, with 0 by default, where memory is not left as `found`."""
     explicit = jax.sharding.get_abstract_mesh().explicit_axes  # which zeros take on
     laid_out = is_spread(aval) or bool(varying(aval) or explicit)
     known_size = all(isinstance(n, int) for n in aval.shape)
     if laid_out or not known_size or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-        return zeros(aval)
+        return zeros(aval) + fill if fill else zeros(aval)
     after = after if is_tracer(after) else jnp.int32(0)
-    return blank_p.bind(after, shape=aval.shape, dtype=aval.dtype, host=False, zero=zero)
+    how = {"host": False, "fill": fill, "found": found}
+    return blank_p.bind(after, shape=aval.shape, dtype=aval.dtype, **how)
 
 
 def blank_on_host(aval: ShapedArray) -> jax.Array:
     """Make blank memory on the host. Compilers make zeros on the device, and may then move them."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return placed(zeros(on_device(aval)), aval)
-    made = blank_p.bind(jnp.int32(0), shape=aval.shape, dtype=aval.dtype, host=True, zero=False)
+    made = blank_p.bind(
+        jnp.int32(0), shape=aval.shape, dtype=aval.dtype, host=True, fill=None, found=True
+    )
     return placed(vary_like(made, [aval]), aval)
 
 
@@ -147,8 +160,8 @@ def filled_where_it_shows(run: Callable, *args: Any, **params: Any) -> Any:
         return run(*args, **params)
 
 
-def _lower_zeros(ctx: LoweringContext, after: Any, **of: Any) -> Any:
-    fill = lambda _: ad.zeros_like_aval(ShapedArray(of["shape"], of["dtype"]))
+def _lower_filled(ctx: LoweringContext, after: Any, **of: Any) -> Any:
+    fill = lambda _: jnp.full(of["shape"], of["fill"] or 0, of["dtype"])
     return mlir.lower_fun(fill, multiple_results=False)(ctx, after)
 
 
@@ -208,8 +221,8 @@ def check_spread_on_host() -> None:
 def _lower_blank(ctx: LoweringContext, after: Any, **of: Any) -> Any:
     small = byte_count(ShapedArray(of["shape"], of["dtype"])) <= ZEROED_BYTES
     if _is_filled(ctx):
-        return _lower_zeros(ctx, after, **of)
-    if small or of["zero"] or not _leaves_as_found():
+        return _lower_filled(ctx, after, **of)
+    if small or not of["found"] or not _leaves_as_found():
         return _lower_zeros_after(ctx, after, **of)
     # A side effect keeps it in its loop: outside, it would have to be copied.
     return jax.ffi.ffi_lowering(UNTOUCHED, has_side_effect=True)(ctx, after)
@@ -239,15 +252,16 @@ def _leaves_as_found() -> bool:
 def _lower_empty(ctx: LoweringContext, after: Any, **of: Any) -> Any:
     if of["host"] and not _is_divided(ctx):
         check_spread_on_host()
-    if of["zero"] or _is_filled(ctx, alone=not (of["host"] and _is_divided(ctx))):
-        return _lower_zeros(ctx, after, **of)
+    told = of["fill"] is not None
+    if told or _is_filled(ctx, alone=not (of["host"] and _is_divided(ctx))):
+        return _lower_filled(ctx, after, **of)
     make = lambda _: lax.empty(of["shape"], of["dtype"])
     return mlir.lower_fun(make, multiple_results=False)(ctx, after)
 
 
 mlir.register_lowering(moment_p, _lower_no_moment)
 mlir.register_lowering(moment_p, _lower_moment, platform="cpu")
-mlir.register_lowering(blank_p, _lower_zeros)
+mlir.register_lowering(blank_p, _lower_filled)
 mlir.register_lowering(blank_p, _lower_empty, platform="gpu")
 mlir.register_lowering(blank_p, _lower_empty, platform="tpu")
 mlir.register_lowering(blank_p, _lower_blank, platform="cpu")

@@ -24,7 +24,7 @@ from loopkit.schedules.online import NEVER
 from .small_loops import assert_same, make_loop
 
 
-def worst(aval, after=0):
+def worst(aval, after=0, fill=0):
     """NaN, or the largest integers."""
     kind = aval.dtype
     value = jnp.nan if jnp.issubdtype(kind, jnp.inexact) else True
@@ -47,6 +47,7 @@ def step_by_step(on_gpu=False):
 
     with pytest.MonkeyPatch.context() as patch, jax.disable_jit(), _jax.host_waits(on_gpu):
         patch.setattr(_jax, "blank", worst)
+        patch.setattr(_jax, "written", worst)
         patch.setattr(_jax, "blank_on_host", lambda t: _jax.placed(worst(t), t))
         patch.setattr(_jax, "call_jaxpr", counting)
         yield runs

@@ -48,7 +48,7 @@ def _is_of_interest(eqn: _jax.Equation) -> bool:
 
 def _is_blank(eqn: _jax.Equation) -> bool:
     kind = eqn.params
-    return eqn.primitive is _jax.blank_p and not kind["host"] and not kind["zero"]
+    return eqn.primitive is _jax.blank_p and kind["found"] and not kind["host"]
 
 
 def _lifted(jaxpr: _jax.Jaxpr, inside: bool) -> tuple[_jax.Jaxpr, list]:

@@ -322,14 +322,16 @@ def _no_cotangents(
     `on_consts` and `on_xs` have the arrays that they are added to, or None.
     """
     loop, active = how.loop, how.active
-    whole = _jax.blank if loop.cond is None else _jax.zeros_after  # then every row is written
 
     def begun(types: Sequence[Any], sums: list, make: Callable) -> list:
         types = _jax.stack_types([t.to_tangent_aval() for t in types], batch)
-        return [make(t, after) if s is None else s for t, s in zip(types, sums, strict=True)]
+        pairs = enumerate(zip(types, sums, strict=True))
+        return [make(k, t) if s is None else s for k, (t, s) in pairs]
 
-    consts = begun(kept(loop.const_types, active.consts), on_consts, _jax.zeros_after)
-    xs = begun(kept(loop.xs_types, active.xs), on_xs, whole)
+    clear = lambda _, t: _jax.zeros_after(t, after)
+    whole = lambda k, t: _jax.written(t, after, k)
+    consts = begun(kept(loop.const_types, active.consts), on_consts, clear)
+    xs = begun(kept(loop.xs_types, active.xs), on_xs, whole if loop.cond is None else clear)
     return Cotangents(consts, ct_carry, xs, [])
 
 
