@@ -116,7 +116,8 @@ def parts() -> Iterator[tuple[str, Part]]:
         compare = partial(layers.compare, name=name)
         yield f"layers/{name}", Part(f"Policies and budgets at equal memory, {name}", compare)
     yield "functions/budget", Part(functions.TITLE, functions.compare)
-    yield "budgets/programs", Part(budgets.TITLE, budgets.compare)
+    for name, title in budgets.SECTIONS.items():
+        yield f"budgets/{name}", Part(title, partial(budgets.compare, section=name))
     yield "second/products", Part(second_order.TITLE, second_order.compare)
     for name, (title, run) in cards.SECTIONS.items():
         yield f"cards/{name}", Part(title, run)
