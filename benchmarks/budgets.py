@@ -87,17 +87,11 @@ def compare(
             except ImportError as missing:
                 report.note(f"{name} is left out: {missing}")
             else:
-                one(report, repeats, name, *made)
+                one(report, repeats, name, made)
 
 
-def _compare(
-    report: Report,
-    repeats: int,
-    name: str,
-    loss: Callable,
-    arguments: tuple,
-    own: Callable | None,
-) -> None:
+def _compare(report: Report, repeats: int, name: str, made: Made) -> None:
+    loss, arguments, own = made
     of = tuple(range(len(arguments)))
     contenders = {"JAX": own or jax.grad(loss, of)}
     whole = temp_bytes(jax.jit(contenders["JAX"]).lower(*arguments).compile()) or 0
@@ -115,14 +109,8 @@ def _compare(
     _targets(report, name, results, whole)
 
 
-def _compare_shares(
-    report: Report,
-    repeats: int,
-    name: str,
-    loss: Callable,
-    arguments: tuple,
-    own: Callable | None,
-) -> None:
+def _compare_shares(report: Report, repeats: int, name: str, made: Made) -> None:
+    loss, arguments, own = made
     loops = len(loopkit.explain(loopkit.checkpointed(loss), *arguments).loops)
     if loops < 3:
         return

@@ -263,7 +263,6 @@ def test_code_with_callbacks_of_values_without_tangents_is_divided():
     assert least(f, *args) < 0.6 * compiled_bytes(f, *args)
 
 
-@pytest.mark.slow
 def test_what_moves_is_what_the_derivative_moves():
     """Operands that are only compared or rounded do not, nor what is made of these alone."""
 
@@ -277,6 +276,7 @@ def test_what_moves_is_what_the_derivative_moves():
     assert flags == ((True, False, False, False), (True, False, True, False))
 
 
+@pytest.mark.slow
 def test_code_with_references_is_left_as_it_is():
     def f(ws, x):
         total = jax.new_ref(x)
