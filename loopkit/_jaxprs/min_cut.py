@@ -26,7 +26,6 @@ from loopkit._jaxprs import equations, max_flow
 from loopkit._jaxprs.accelerators import Accelerator
 from loopkit._jaxprs.cost import equation_nanoseconds
 from loopkit._jaxprs.max_flow import SOURCE, TARGET, Edge
-from loopkit._jaxprs.prices import FREE
 from loopkit._jaxprs.repeatable import is_cheap, is_repeatable
 
 EACH = 32
@@ -183,31 +182,6 @@ class Residuals:
         if len(self.step.eqns) > LARGEST_GRAPH and not self.again:
             return Point(0.0, 0.0, tuple(self.wanted))
         return self._point(0.0, 0.0, self._fastest.side)
-
-    @cached_property
-    def at_most(self) -> list:
-        """The variables that a compiler keeps at most.
-
-        It changes shapes where it reads them. It may keep what a comparison reads, which is larger.
-        A cheap function of one value that it keeps, as 1 - y**2 of y, is not kept.
-        """
-        found = dict.fromkeys(map(self._in_memory, self.wanted))
-        kept = {v for v in found if _is_variable(v) and v not in self.given}
-        return [v for v in found if v in kept and not self._follows(v, kept)]
-
-    def _follows(self, v: _jax.Var, kept: set) -> bool:
-        eqn = self._maker(v)
-        operands = set() if eqn is None or not is_cheap(eqn) else set(equations.variables(eqn))
-        return len(operands) == 1 and operands.isdisjoint({v}) and operands <= kept
-
-    def _in_memory(self, v: _jax.Var) -> Any:
-        passes = lambda eqn: eqn.primitive.name in FREE and bool(equations.variables(eqn))
-        v = equations.source(v, self._maker, passes)
-        eqn = self._maker(v)
-        if eqn is None or not is_cheap(eqn):
-            return v
-        compared = max(equations.variables(eqn), key=_size, default=v)
-        return self._in_memory(compared) if _size(compared) > _size(v) else v
 
     @cached_property
     def _maker(self) -> Callable[[Any], Any]:

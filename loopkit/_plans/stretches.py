@@ -213,8 +213,9 @@ def _moments(
     loops: list[tuple[Hashable, int]] = []
     found, total = [], 0
     for stretch in stretches:
-        total += _total(_held(stretch, blocks) - live, sizes)
-        live |= _held(stretch, blocks)
+        before = _held(stretch, blocks) if stretch.again else frozenset()
+        total += _total(before - live, sizes)
+        live |= before
         there, values = set(live), total
         # A compiler may sum the cotangents of an argument when the stretch has all of them.
         summed = sum(block.summed for block in blocks[stretch.start : stretch.stop])
@@ -228,6 +229,8 @@ def _moments(
                 held = (*loops, *m.held)
                 found.append(Moment(m.what, beside + m.values, held, m.reversed))
             loops += block.loops
+        if not stretch.again:
+            live, total = there, values
     return tuple(without_dominated(found))
 
 

@@ -26,6 +26,7 @@ from loopkit._engine.derivative.timeline import (
 from loopkit._engine.facts.activity import whole_activity
 from loopkit._engine.loop import Active, Const, Loop, Output
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.compiled_memory import kept_by_compiler
 from loopkit._jaxprs.min_cut import Residuals
 from loopkit._plans.budget import Bytes, Part
 from loopkit._plans.cheapest import steps_of
@@ -80,7 +81,8 @@ def _of_gradient(body: _jax.Jaxpr) -> Timeline:
     active = whole_activity(loop)
     whole = linearised(loop, active)
     free = Residuals(whole.residuals.jaxpr, results, 0, n, [True] * n, device=loop.device)
-    return timeline(free, whole.tangents, Outside(n, sum(active.inputs), True, free.at_most))
+    stored = kept_by_compiler(free, whole.tangents)
+    return timeline(free, whole.tangents, Outside(n, sum(active.inputs), True, stored))
 
 
 def predicted(jaxpr: _jax.Jaxpr) -> tuple[Timeline, State]:

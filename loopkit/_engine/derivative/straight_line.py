@@ -7,7 +7,7 @@ which is right in every transformation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,10 +17,22 @@ from jax.ad_checkpoint import checkpoint_name
 
 from loopkit import _jax
 from loopkit._engine.derivative.linearised import Linearised, linearised
-from loopkit._engine.derivative.timeline import Met, Outside, Timeline, met_in, timeline
+from loopkit._engine.derivative.timeline import (
+    Met,
+    Outside,
+    Timeline,
+    met_in,
+    timeline,
+)
 from loopkit._engine.loop import Active, Const, Loop, Output, kept
 from loopkit._engine.primitives import forward_p
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.accelerators import planned_for
+from loopkit._jaxprs.compiled_memory import (
+    index_bytes,
+    kept_by_compiler,
+    term_bytes,
+)
 from loopkit._jaxprs.cost import equation_nanoseconds
 from loopkit._jaxprs.min_cut import PICOSECONDS, Residuals
 from loopkit._jaxprs.repeatable import is_repeatable
@@ -57,30 +69,53 @@ class Divided(NamedTuple):
 
         def divided(*values: jax.Array) -> list:
             env: dict[Any, Any] = dict(zip(self.body.invars, values, strict=True))
-            for start, stop, stretch in self._parts(division):
-                eqns = self.body.eqns[start:stop]
-                reads, makes = _ends(self.body, self.last, start, stop)
+            for stretch in division.stretches:
                 if stretch.again:
-                    again = _running_again(eqns, reads, makes, stretch.stored)
-                    env |= zip(makes, again(*(env[v] for v in reads)), strict=True)
-                else:
-                    equations.run(eqns, env, [])
-                    inside = stop < self.cuts[stretch.stop]
-                    if inside and stretch is not division.stretches[-1]:  # that is reversed at once
-                        env |= {v: _apart(env[v]) for v in makes}
-                env |= {v: _apart(env[v]) for v in reads if self.last[v] >= stop}
+                    self._run_again(stretch, env)
+                else:  # the last one is reversed at once
+                    self._run(stretch, env, apart=stretch is not division.stretches[-1])
             return equations.run([], env, self.body.outvars)
 
         types = [v.aval for v in self.body.invars]
         return _jax.trace_closed(divided, types, "divided")
 
-    def _parts(self, division: Division) -> Iterator[tuple[int, int, Stretch]]:
-        """Yield what is run as one: a stretch that runs again, or a block of one that does not."""
-        for stretch in division.stretches:
-            blocks = range(stretch.start, stretch.stop + 1)
-            ends = (stretch.start, stretch.stop) if stretch.again else blocks
-            for start, stop in pairwise(self.cuts[k] for k in ends):
-                yield start, stop, stretch
+    def _ends(self, start: int, stop: int) -> tuple[list, list]:
+        return _ends(self.body, self.last, start, stop)
+
+    def _run(
+        self, stretch: Stretch, env: dict, rule: Any = _jax.bind_equation, apart: bool = False
+    ) -> None:
+        """Run the blocks of a stretch; no fusion crosses their ends if it runs again or `apart`."""
+        cuts = self.cuts[stretch.start : stretch.stop + 1]
+        for start, stop in pairwise(cuts):
+            equations.run(self.body.eqns[start:stop], env, [], rule)
+            reads, makes = self._ends(start, stop)
+            if stretch.again or (apart and stop < cuts[-1]):
+                env |= {v: _apart(env[v]) for v in makes}
+            if not stretch.again:
+                self._part(env, reads, stop)
+
+    def _part(self, env: dict, reads: list, stop: int) -> None:
+        """Sum cotangents by part, of what is read before an equation and after it."""
+        env |= {v: _apart(env[v]) for v in reads if self.last[v] >= stop}
+
+    def _run_again(self, stretch: Stretch, env: dict) -> None:
+        """Run a stretch that runs again when it is reversed."""
+        start, stop = self.cuts[stretch.start], self.cuts[stretch.stop]
+        reads, makes = self._ends(start, stop)
+
+        def named(eqn: _jax.Equation, ins: list) -> list:
+            outs = zip(eqn.outvars, _jax.bind_equation(eqn, ins), strict=True)
+            return [checkpoint_name(x, STORED) if v in stretch.stored else x for v, x in outs]
+
+        def again(*values: jax.Array) -> list:
+            inside: dict[Any, Any] = dict(zip(reads, values, strict=True))
+            self._run(stretch, inside, named)
+            return equations.run([], inside, makes)
+
+        made = jax.checkpoint(again, policy=POLICY)(*(env[v] for v in reads))
+        env |= zip(makes, made, strict=True)
+        self._part(env, reads, stop)
 
 
 def _apart(value: jax.Array) -> jax.Array:
@@ -90,19 +125,6 @@ def _apart(value: jax.Array) -> jax.Array:
     """
     moves = _jax.is_differentiable(jax.typeof(value))
     return jax.lax.optimization_barrier(value) if moves else value
-
-
-def _running_again(
-    eqns: Sequence[_jax.Equation], reads: list, makes: list, stored: frozenset
-) -> Callable[..., list]:
-    def named(eqn: _jax.Equation, ins: list) -> list:
-        outs = zip(eqn.outvars, _jax.bind_equation(eqn, ins), strict=True)
-        return [checkpoint_name(x, STORED) if v in stored else x for v, x in outs]
-
-    def stretch(*values: jax.Array) -> list:
-        return equations.run(eqns, dict(zip(reads, values, strict=True)), makes, named)
-
-    return jax.checkpoint(stretch, policy=POLICY)
 
 
 def is_stretch(eqn: _jax.Equation) -> bool:
@@ -118,6 +140,7 @@ def divided(jaxpr: _jax.Jaxpr) -> Divided:
     sizes = {v: _jax.byte_count(v.aval) for e in body.eqns for v in e.outvars}
     sizes |= dict.fromkeys(_variables(body.outvars), 0)
     moving, blocks, loops = set(filter(_moves, body.invars)), [], {}
+    indices = index_bytes(body.eqns, planned_for())
     for start, stop in pairwise(cuts):
         reads, makes = _ends(body, last, start, stop)
         eqns, arguments = body.eqns[start:stop], set(body.invars)
@@ -128,7 +151,10 @@ def divided(jaxpr: _jax.Jaxpr) -> Divided:
         made = [v for eqn in eqns for v in eqn.outvars]
         block = _block(piece, reads[count:], made, start, sizes)
         shared = [v for v in reads[:count] if last[v] >= stop and v in moving]
-        blocks.append(replace(block, summed=_jax.byte_count(*(v.aval for v in shared))))
+        terms = term_bytes(eqns)
+        summed = sum(min(terms[v], _jax.byte_count(v.aval)) for v in shared)
+        moments = tuple(m._replace(values=m.values + indices) for m in block.moments)
+        blocks.append(replace(block, summed=summed, moments=moments))
         loops |= piece.line.loops
     return Divided(jaxpr, body, last, cuts, loops, divisions(blocks, sizes))
 
@@ -291,10 +317,9 @@ def _linearised(
     known |= {v: ("read", k - count) for k, v in enumerate(step.invars)}
     saved = {v for eqn in step.eqns if eqn.primitive is forward_p for v in eqn.outvars}
     size = lambda v: 0 if v in saved else _jax.byte_count(v.aval)
-    kept: dict[Hashable, int] = {
-        known.get(v, id(v)): size(v) for v in residuals.at_most if v not in arguments
-    }
-    outside = Outside(count, sum(whole.active.inputs[:count]), False, residuals.at_most)
+    stored = kept_by_compiler(residuals, whole.tangents)
+    kept: dict[Hashable, int] = {known.get(v, id(v)): size(v) for v in stored if v not in arguments}
+    outside = Outside(count, sum(whole.active.inputs[:count]), False, stored)
     line = timeline(residuals, whole.tangents, outside)
     moving, made = whole.active.ys[:results], values[:results]
     if not again:

@@ -21,6 +21,13 @@ from loopkit._engine.loop import Active, Loop
 from loopkit._engine.primitives import dual_p, forward_p, pushforward_p, while_p
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.accelerators import Accelerator
+from loopkit._jaxprs.compiled_memory import (
+    ELEMENTWISE,
+    added_bytes,
+    index_bytes,
+    kept_by_compiler,
+    term_bytes,
+)
 from loopkit._jaxprs.cost import equation_nanoseconds
 from loopkit._jaxprs.min_cut import Residuals
 from loopkit._jaxprs.repeatable import CHEAP
@@ -155,6 +162,8 @@ class _Walk:
         self._going_back()
         reversed_at = self._loops()
         eqns, values = [*self.ahead, *reversed(self.back)], 0
+        if self.is_step or self.outside.results:
+            values = index_bytes(self.ahead, self.residuals.device)
         for k, eqn in enumerate(eqns):
             values += self._changes.get(2 * k, 0) + self._changes.get(2 * k + 1, 0)
             inside = 0
@@ -196,8 +205,8 @@ class _Walk:
                 self._lives(_size(v), 0, last[v])
         for k, eqn in enumerate(self.ahead):
             for v in eqn.outvars:
-                if v not in given and v not in same:
-                    self._lives(_size(v), 2 * k + 1, max(2 * k + 1, last.get(v, 0)))
+                if v in last and v not in given and v not in same:  # others are made going back
+                    self._lives(_size(v), 2 * k + 1, max(2 * k + 1, last[v]))
 
     def _until(self, step: _jax.OpenJaxpr) -> dict:
         """Return, for each stored variable, the time at which it is read last going back."""
@@ -213,12 +222,8 @@ class _Walk:
                 if v not in sources:
                     sources[v] = frozenset().union(*found)
         until: dict[Any, int] = {}
-        read = zip(
-            step.outvars[self.residuals.results :],
-            _jax.open_jaxpr(self.linear).invars,
-            strict=False,
-        )
-        for v, inside in read:
+        inputs = _jax.open_jaxpr(self.linear).invars
+        for v, inside in zip(step.outvars[self.residuals.results :], inputs, strict=False):
             if isinstance(v, _jax.Literal) or inside not in first:
                 continue
             time = 2 * self._when_reversed(first[inside]) + 1
@@ -238,12 +243,15 @@ class _Walk:
             for v in set(equations.variables(eqn)):
                 readers.setdefault(v, []).append(j)
         begin, end = 2 * len(self.ahead), 2 * (len(self.ahead) + len(self.back))
+        terms = term_bytes(self.back)
         for k, v in enumerate(moving):
-            outside = k < self.outside.moving
-            times = [2 * self._when_reversed(j) + 1 for j in readers.get(v, ())]
+            time = lambda j: 2 * self._when_reversed(j) + 1
+            first, *more = readers.get(v, [None])
+            if k >= self.outside.moving and first is not None:
+                self._lives(_size(v), time([first, *more][-1]), end)
             # A compiler may sum the cotangents of an argument when it has all of them.
-            for time in times[1:] if outside else times[-1:]:
-                self._lives(_size(v), time, times[0] if outside else end)
+            for j in more if k < self.outside.moving else ():
+                self._lives(added_bytes(v, self.back[j], terms), time(j), time(first))
         outs = set(_variables(linear.outvars))
         for j, eqn in enumerate(self.back):
             death = 2 * self._when_reversed(j) + (not takes_over(eqn))
@@ -252,7 +260,9 @@ class _Walk:
                     self._lives(_size(v), begin, max(begin, death))
                 elif v in readers and v not in outs:
                     birth = 2 * self._when_reversed(readers[v][-1]) + 1
-                    self._lives(_size(v), birth, max(birth, death))
+                    # A kernel that reads it may add up its terms.
+                    added = terms[v] if eqn.primitive.name in ELEMENTWISE else _size(v)
+                    self._lives(min(_size(v), added), birth, max(birth, death))
 
     def _loops(self) -> dict[int, list]:
         """Find when loops run forward, and return when they are reversed."""
@@ -312,7 +322,7 @@ def _run_again(eqn: _jax.Equation, moving: set, device: Accelerator | None) -> t
     n = len(known)
     residuals = Residuals(first, 0, 0, n, [True] * n, device=device)
     back = make(halves[1], linear, outs)
-    outside = Outside(n, len(tangents), True, residuals.at_most)
+    outside = Outside(n, len(tangents), True, kept_by_compiler(residuals, back))
     line = timeline(residuals, back, outside)
     time = sum(equation_nanoseconds(e, device) for e in halves[0])
     return max(moment.values for moment in line.moments), time

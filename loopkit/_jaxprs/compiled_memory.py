@@ -1,0 +1,183 @@
+"""Find what XLA has in memory of a function and its linear part, if it compiles both together.
+
+XLA puts a cheap function of one array into each kernel that reads its result. So 1 - y**2 is not
+kept if y is: the kernels that read it compute it. A value with one reader becomes a part of that
+kernel, whatever it costs. All other values are kept until the linear part has read them. A sum of
+cotangents is a kernel, too: its terms are kept until all of them are there.
+
+The rules are those of XLA's `InstructionFusion` and `CpuInstructionFusion`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from loopkit import _jax
+from loopkit._jaxprs import equations
+from loopkit._jaxprs.accelerators import Accelerator
+from loopkit._jaxprs.min_cut import Residuals
+from loopkit._jaxprs.repeatable import CHEAP
+
+_DEAR = """
+    acos acosh asin asinh atan atan2 atanh cbrt cosh div erf erf_inv erfc exp exp2 expm1 log log1p
+    logistic pow rem rsqrt sinh sqrt tanh
+"""
+DEAR = frozenset(_DEAR.split())
+"""Elementwise primitives that XLA computes once for all their readers."""
+COMPLEX = frozenset(("abs", "cos", "sign", "sin", "tan"))
+"""Primitives that are dear for complex numbers alone."""
+DUPLICATED = (CHEAP | COMPLEX) - DEAR
+"""Primitives that XLA computes for each reader, if they read one array."""
+ELEMENTWISE = DUPLICATED | DEAR
+"""Primitives that can be a part of the kernel that reads their result."""
+_VIEWS = """
+    copy copy_p expand_dims name pvary reshape squeeze stop_gradient transpose
+"""
+VIEWS = frozenset(_VIEWS.split())
+"""Primitives that a product reads through: their results have the elements of an operand."""
+POOLS = frozenset(("reduce_window_max", "reduce_window_min"))
+"""Primitives whose gradient goes to the element that was chosen."""
+
+
+def kept_by_compiler(residuals: Residuals, linear: _jax.Jaxpr) -> list:
+    """Return the variables that a compiler keeps of a function for its linear part.
+
+    The linear part reads the residuals of the function, and then tangents.
+    """
+    return _Kept(residuals, _jax.open_jaxpr(linear)).found()
+
+
+def term_bytes(eqns: Sequence[_jax.Equation]) -> Mapping[_jax.Var, int]:
+    """Return the bytes of the terms of each variable's cotangent, if a kernel adds them all up.
+
+    What elementwise equations and slices add is computed there. It is read as the terms of their
+    results. A product, a loop and the like make an array for each variable that they read.
+    """
+    found: Counter[_jax.Var] = Counter()
+    for eqn in reversed(eqns):
+        for v in set(equations.variables(eqn)):
+            found[v] += added_bytes(v, eqn, found)
+    return found
+
+
+def added_bytes(v: _jax.Var, eqn: _jax.Equation, terms: Mapping[_jax.Var, int]) -> int:
+    """Return the bytes that an equation adds to the terms of the cotangent of a variable."""
+    name, whole = eqn.primitive.name, _jax.byte_count(v.aval)
+    if name != "reduce_sum" and name not in ELEMENTWISE:
+        return whole
+    read = terms if name in ELEMENTWISE else {}
+    made = sum(read.get(u, _jax.byte_count(u.aval)) for u in eqn.outvars)
+    return made if name in VIEWS else min(whole, made)
+
+
+def index_bytes(eqns: Iterable[_jax.Equation], device: Accelerator | None) -> int:
+    """Return the bytes of indices that XLA for CPUs makes first of all, to reverse max-pooling.
+
+    There is an integer for each axis of each element.
+    """
+    pooled = [eqn.invars[0].aval for eqn in eqns if eqn.primitive.name in POOLS]
+    shapes = [t.shape for t in pooled if _jax.is_differentiable(t)]
+    return 0 if device else sum(4 * len(shape) * _jax.volume(shape) for shape in shapes)
+
+
+class _Kept:
+    """A function and its linear part, in which readers are counted."""
+
+    def __init__(self, residuals: Residuals, linear: _jax.OpenJaxpr) -> None:
+        step, results = residuals.step, residuals.results
+        self._maker, self._given = equations.maker_of(step), residuals.given
+        self._residuals = list(map(self._viewed, step.outvars[results:]))
+        self._readers = Counter(v for e in step.eqns for v in set(equations.variables(e)))
+        self._readers.update(v for v in step.outvars[:results] if _is_variable(v))
+        self._read_whole = self._going_back(linear)
+
+    def _going_back(self, linear: _jax.OpenJaxpr) -> set:
+        """Count who reads the residuals; return those that no kernel can make for itself."""
+        pairs = zip(linear.invars, self._residuals, strict=False)
+        name, whole = {inside: v for inside, v in pairs if _is_variable(v)}, set()
+        for eqn in linear.eqns:
+            for v in {name[v] for v in equations.variables(eqn) if v in name}:
+                if eqn.primitive.name in VIEWS:
+                    name |= dict.fromkeys(eqn.outvars, v)
+                else:
+                    self._readers[v] += 1
+                    if eqn.primitive.name not in ELEMENTWISE:
+                        whole.add(v)
+        return whole
+
+    def found(self) -> list:
+        """Return what is kept."""
+        kept: dict[_jax.Var, None] = {}
+        pending = [(v, True) for v in reversed(self._residuals) if _is_variable(v)]
+        met = set()
+        while pending:
+            v, once = reading = pending.pop()
+            if reading in met:
+                continue
+            met.add(reading)
+            once = once and self._readers[v] <= 1
+            eqn = None if v in self._given or v in self._read_whole else self._maker(v)
+            if eqn is not None and self._is_fused(eqn, v, once):
+                pending += [(u, once) for u in reversed(equations.variables(eqn))]
+            elif v not in self._given:
+                kept[v] = None
+        return list(kept)
+
+    def _is_fused(self, eqn: _jax.Equation, v: _jax.Var, once: bool) -> bool:
+        """Return whether kernels that read a value compute it; `once` says if there is only one."""
+        if eqn.effects or eqn.primitive.name not in ELEMENTWISE:
+            return False
+        return once or self._is_duplicated(eqn, v)
+
+    def _viewed(self, v: _jax.Var) -> Any:
+        """Return the array that a value is a view of."""
+        return equations.source(v, self._maker, _is_view)
+
+    def _is_duplicated(self, eqn: _jax.Equation, v: _jax.Var) -> bool:
+        """Return whether each of its readers computes a value.
+
+        It does if that reads one array, beside broadcasts and arrays of fewer axes, or no more
+        elements than there are.
+        """
+        if eqn.primitive.name not in DUPLICATED or _is_dear(eqn):
+            return False
+        some = equations.variables(eqn)
+        arrays = [u for u in some if _axes(u) >= _axes(v) and not self._is_broadcast(u)]
+        return len(arrays) <= 1 or sum(map(_volume, set(some))) <= _volume(v)
+
+    def _is_broadcast(self, v: _jax.Var) -> bool:
+        eqn = self._maker(v)
+        return eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "iota")
+
+
+def _is_dear(eqn: _jax.Equation) -> bool:
+    """Return whether XLA takes an equation for dear because of its types."""
+    if not eqn.invars:
+        return False
+    first = eqn.invars[0].aval
+    if eqn.primitive.name == "convert_element_type":
+        return first.dtype == "float32" and eqn.outvars[0].aval.dtype == "bfloat16"
+    return eqn.primitive.name in COMPLEX and first.dtype.kind == "c"
+
+
+def _is_view(eqn: _jax.Equation) -> bool:
+    """Return whether a result has the elements of the first operand."""
+    some = equations.variables(eqn)
+    if eqn.primitive.name == "broadcast_in_dim":
+        return bool(some) and _volume(some[0]) == _volume(eqn.outvars[0])
+    return eqn.primitive.name in VIEWS and bool(some)
+
+
+def _axes(v: _jax.Var) -> int:
+    """Return the number of axes longer than one."""
+    return sum(_jax.volume([n]) != 1 for n in v.aval.shape)
+
+
+def _volume(v: _jax.Var) -> int:
+    return _jax.volume(v.aval.shape)
+
+
+def _is_variable(v: _jax.Atom) -> bool:
+    return not isinstance(v, _jax.Literal)

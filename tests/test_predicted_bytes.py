@@ -1,0 +1,54 @@
+"""The bytes that are predicted for a gradient of code without loops, and those that XLA needs."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import loopkit
+from test_straight_line import RUNS_AGAIN
+
+
+def chain(x):
+    for k in range(24):
+        x = x + jax.nn.gelu(jnp.tanh(x @ WIDE[k]) @ WIDE[k].T)
+    return (x**2).mean()
+
+
+def pools(x):
+    for k in range(6):
+        x = jnp.tanh(lax.conv_general_dilated(x, KERNELS[k], (1, 1), "SAME"))
+        if k % 2:
+            x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "VALID")
+    return (x**2).mean()
+
+
+def recurrent(x):
+    h = jnp.zeros((64, 64), x.dtype)
+    for k in range(24):
+        z = jax.nn.sigmoid(h @ WIDE[0][:, :64] + x[k])
+        h = h + z * (jnp.tanh(h @ WIDE[1][:, :64] + x[k]) - h)
+    return (h**2).mean()
+
+
+numbers = lambda *shape: 0.1 * jax.random.normal(jax.random.key(len(shape)), shape, "float32")
+WIDE = numbers(24, 64, 128)
+KERNELS = numbers(6, 8, 8, 3, 3)
+PROGRAMS = {
+    "chain": (chain, numbers(1024, 64)),
+    "pools": (pools, numbers(4, 8, 96, 96)),
+    "recurrent": (recurrent, numbers(24, 64, 64)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_least_bytes_that_are_predicted_are_those_that_xla_needs(name):
+    f, x = PROGRAMS[name]
+    with pytest.raises(ValueError, match="must be at least") as refused:
+        jax.eval_shape(jax.grad(loopkit.checkpointed(f, memory=1)), x)
+    predicted = int(re.search(r"at least (\d+)", str(refused.value))[1])
+    compiled = jax.jit(jax.grad(loopkit.checkpointed(f, memory=predicted))).lower(x).compile()
+    needed = compiled.memory_analysis().temp_size_in_bytes
+    assert needed == pytest.approx(predicted, rel=0.15) or not RUNS_AGAIN
