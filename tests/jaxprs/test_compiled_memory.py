@@ -1,4 +1,4 @@
-"""What XLA has in memory of a function and its linear part: rules, and what it compiles."""
+"""XLA's memory for a function and its linear part: the rules, and what it compiles."""
 
 import jax
 import jax.numpy as jnp
