@@ -58,6 +58,7 @@ from loopkit._jax.avals import (
     stack_types,
     type_like,
     type_of_part,
+    variables,
     vary_like,
     varying,
     volume,

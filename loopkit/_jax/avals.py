@@ -339,3 +339,8 @@ class OpenJaxpr(Protocol):
     @property
     def is_high(self) -> bool: ...
     def replace(self, **changes: Any) -> Any: ...
+
+
+def variables(values: Iterable[Atom]) -> list[Var]:
+    """Return the variables among values, without literals."""
+    return [v for v in values if not isinstance(v, Literal)]

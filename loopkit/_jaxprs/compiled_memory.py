@@ -90,13 +90,13 @@ class _Kept:
         self._maker, self._given = equations.maker_of(step), residuals.given
         self._residuals = list(map(self._viewed, step.outvars[results:]))
         self._readers = Counter(v for e in step.eqns for v in set(equations.variables(e)))
-        self._readers.update(v for v in step.outvars[:results] if _is_variable(v))
+        self._readers.update(_jax.variables(step.outvars[:results]))
         self._read_whole = self._going_back(linear)
 
     def _going_back(self, linear: _jax.OpenJaxpr) -> set:
         """Count who reads the residuals; return those that no kernel can make for itself."""
         pairs = zip(linear.invars, self._residuals, strict=False)
-        name, whole = {inside: v for inside, v in pairs if _is_variable(v)}, set()
+        name, whole = {inside: v for inside, v in pairs if not isinstance(v, _jax.Literal)}, set()
         for eqn in linear.eqns:
             for v in {name[v] for v in equations.variables(eqn) if v in name}:
                 if eqn.primitive.name in VIEWS:
@@ -110,7 +110,7 @@ class _Kept:
     def found(self) -> list:
         """Return what is kept."""
         kept: dict[_jax.Var, None] = {}
-        pending = [(v, True) for v in reversed(self._residuals) if _is_variable(v)]
+        pending = [(v, True) for v in reversed(_jax.variables(self._residuals))]
         met = set()
         while pending:
             v, once = reading = pending.pop()
@@ -177,7 +177,3 @@ def _axes(v: _jax.Var) -> int:
 
 def _volume(v: _jax.Var) -> int:
     return _jax.volume(v.aval.shape)
-
-
-def _is_variable(v: _jax.Atom) -> bool:
-    return not isinstance(v, _jax.Literal)

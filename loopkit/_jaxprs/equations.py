@@ -25,7 +25,7 @@ def forwarded(jaxpr: _jax.Jaxpr) -> list[int | None]:
 
 def variables(eqn: _jax.Equation) -> list:
     """Return the variables that an equation reads, without literals."""
-    return [v for v in eqn.invars if not isinstance(v, _jax.Literal)]
+    return _jax.variables(eqn.invars)
 
 
 def maker_of(j: _jax.OpenJaxpr) -> Callable[[Any], Any]:

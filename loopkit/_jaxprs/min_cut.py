@@ -116,7 +116,7 @@ class Residuals:
     @cached_property
     def wanted(self) -> list:
         """The residuals that have to be stored or made."""
-        found = dict.fromkeys(v for v in self.step.outvars[self.results :] if _is_variable(v))
+        found = dict.fromkeys(_jax.variables(self.step.outvars[self.results :]))
         return [v for v in found if v not in self.given]
 
     @cached_property
@@ -285,7 +285,7 @@ class Residuals:
         j, maker = self.step, equations.maker_of(self.step)
         given = {*j.invars[: self.constants], *j.invars[self.slices :]}
         met, needed, hoisted, read = given.union(point.stored), set(), [], set()
-        pending = [v for v in j.outvars[self.results :] if _is_variable(v)]
+        pending = _jax.variables(j.outvars[self.results :])
         while pending:
             v = pending.pop()
             read.add(v)
@@ -316,7 +316,3 @@ class Residuals:
 def _size(v: _jax.Var) -> int:
     """Return the cost of storing a variable, in bytes."""
     return _jax.byte_count(v.aval) + EACH
-
-
-def _is_variable(v: _jax.Atom) -> bool:
-    return not isinstance(v, _jax.Literal)

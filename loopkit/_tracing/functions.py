@@ -129,7 +129,7 @@ def stop_gradient_in_predicate(jaxpr: _jax.Jaxpr, place: int) -> _jax.Jaxpr:
 
 def _makers(j: _jax.OpenJaxpr, variables: list) -> set[int]:
     """Return the places of the equations that variables depend on."""
-    wanted = {v for v in variables if not isinstance(v, _jax.Literal)}
+    wanted = set(_jax.variables(variables))
     found: set[int] = set()
     for i in reversed(range(len(j.eqns))):
         eqn = j.eqns[i]

@@ -13,7 +13,7 @@ from typing import Any
 
 from loopkit import _jax
 from loopkit._engine.derivative.linearised import linearised
-from loopkit._engine.derivative.reversal import reversal, step_costs
+from loopkit._engine.derivative.reversal import NotReversedError, asked, reversal, step_costs
 from loopkit._engine.derivative.timeline import (
     Outside,
     Timeline,
@@ -44,8 +44,6 @@ from loopkit._plans.one_price import (
 from loopkit._plans.plan import Plan
 from loopkit._plans.planner import all_plans
 
-NO_DERIVATIVE = TypeError, ValueError, NotImplementedError, RuntimeError
-"""Errors of JAX, loopkit and rules, if there is no derivative or a budget is too small for it."""
 INNER_CHOICES = 5
 """For how many choices of the loops in a step the step is split again."""
 
@@ -63,12 +61,12 @@ def timeline_of(jaxpr: _jax.Jaxpr, budget: Bytes) -> tuple[Timeline, Choices]:
     derivative live at the same time.
     """
     body = equations.inlined(jaxpr)
-    with suppress(*NO_DERIVATIVE):
+    with suppress(NotReversedError):
         line = _of_gradient(body)
         return line, {k: choices_of(m.loop, m.active, budget) for k, m in line.loops.items()}
     loops, choices = [], {}
     for met in (m for e in _jax.open_jaxpr(body).eqns for m in met_in(e, primal=True)):
-        with suppress(*NO_DERIVATIVE):
+        with suppress(NotReversedError):
             each = met._replace(active=whole_activity(met.loop))
             choices[met.key] = choices_of(each.loop, each.active, budget)
             loops.append(each)
@@ -79,7 +77,8 @@ def _of_gradient(body: _jax.Jaxpr) -> Timeline:
     n, results = len(body.in_avals), len(body.out_avals)
     loop = Loop(None, body, 0, (Const(),) * n, (), (), (Output(),) * results, 1)
     active = whole_activity(loop)
-    whole = linearised(loop, active)
+    with asked():
+        whole = linearised(loop, active)
     free = Residuals(whole.residuals.jaxpr, results, 0, n, [True] * n, device=loop.device)
     stored = kept_by_compiler(free, whole.tangents)
     return timeline(free, whole.tangents, Outside(n, sum(active.inputs), True, stored))
@@ -98,17 +97,22 @@ def choices_of(loop: Loop, active: Active, budget: Bytes) -> list[Choice]:
 
 
 def _choices(loop: Loop, active: Active, budget: Bytes) -> list[Choice]:
-    whole = linearised(loop, active)
+    with asked():
+        whole = linearised(loop, active)
     line = timeline(whole.residuals, whole.tangents)
     moments = without_dominated(line.moments)
     inner = {k: choices_of(m.loop, m.active, budget) for k, m in line.loops.items()}
     states = few(by_price(moments, inner), INNER_CHOICES)
     if key_of(loop) is loop:  # a budget of its own
-        return [_choice(reversal(loop, active).plan, states[0], None)]
+        with asked():
+            plan = reversal(loop, active).plan
+        return [_choice(plan, states[0], None)]
     found = []
     for state in states:
         made = _with_counts(loop, state)
-        for step in step_costs(made, active):
+        with asked():
+            steps = step_costs(made, active)
+        for step in steps:
             plans = all_plans(budget, loop.length, loop.cond is None, step)
             found += [_choice(plan, state, key_of(loop)) for plan in plans]
     price = budget.count / budget.host if budget.host else 0.0  # as `best_within` weighs them

@@ -49,7 +49,7 @@ def found(loop: Loop, step: _jax.Jaxpr) -> set[int]:
     inputs = j.invars[: loop.const_count], j.invars[loop.const_count + loop.carry_count :]
     given = equations.following_from(j, (v for some in inputs for v in some))
     read = {v for eqn in j.eqns for v in equations.variables(eqn)}
-    read |= {v for v in j.outvars if not isinstance(v, _jax.Literal)}
+    read.update(_jax.variables(j.outvars))
     return {id(eqn) for eqn in j.eqns if _is_wide(eqn, given, read)}
 
 

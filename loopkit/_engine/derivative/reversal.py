@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from loopkit import _jax
@@ -29,6 +29,22 @@ KEY = "reversal"
 HARDLY_MORE = 1.1
 """A plan that runs only inner loops again may take this many times the bytes of one that runs whole
 steps again."""
+
+
+class NotReversedError(Exception):
+    """A loop has no derivative, or a budget is too small for it."""
+
+
+@contextmanager
+def asked() -> Generator[None, None, None]:
+    """Raise `NotReversedError` for what JAX, loopkit or a rule raises in its place.
+
+    A prediction asks for derivatives that may never be taken.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise NotReversedError from error
 
 
 def reversal(loop: Loop, layout: Active, active: Active | None = None) -> Reversal:

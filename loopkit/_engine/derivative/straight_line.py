@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from loopkit import _jax
 from loopkit._engine.derivative.linearised import Linearised, linearised
+from loopkit._engine.derivative.reversal import asked
 from loopkit._engine.derivative.timeline import (
     Met,
     Outside,
@@ -138,7 +139,7 @@ def divided(jaxpr: _jax.Jaxpr) -> Divided:
     last = {v: k for k, eqn in enumerate(body.eqns) for v in equations.variables(eqn)}
     cuts = [*_starts(body, last), len(body.eqns)]
     sizes = {v: _jax.byte_count(v.aval) for e in body.eqns for v in e.outvars}
-    sizes |= dict.fromkeys(_variables(body.outvars), 0)
+    sizes |= dict.fromkeys(_jax.variables(body.outvars), 0)
     moving, blocks, loops = set(filter(_moves, body.invars)), [], {}
     indices = index_bytes(body.eqns, planned_for())
     for start, stop in pairwise(cuts):
@@ -161,10 +162,6 @@ def divided(jaxpr: _jax.Jaxpr) -> Divided:
 
 def _moves(v: _jax.Var) -> bool:
     return _jax.is_differentiable(v.aval)
-
-
-def _variables(values: Sequence[_jax.Atom]) -> list:
-    return [v for v in values if not isinstance(v, _jax.Literal)]
 
 
 def _stays(eqn: _jax.Equation) -> bool:
@@ -211,7 +208,7 @@ def _ends(
     body: _jax.OpenJaxpr, last: Mapping[_jax.Var, int], start: int, stop: int
 ) -> tuple[list, list]:
     """Return the variables that some equations read of others, and that others read of them."""
-    eqns, results = body.eqns[start:stop], set(_variables(body.outvars))
+    eqns, results = body.eqns[start:stop], set(_jax.variables(body.outvars))
     made = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
     reads = dict.fromkeys(v for eqn in eqns for v in equations.variables(eqn) if v not in made)
     return list(reads), [v for v in made if last.get(v, -1) >= stop or v in results]
@@ -276,7 +273,9 @@ def _piece(
     flags = _moving(eqns, reads, makes, moving)
     active = Active(flags[0], (), (), (*flags[1], *[False] * len(inside)))
     key = "piece", count, again, len(results), *values, active
-    make = lambda: _linearised(linearised(loop, active), count, len(results), values, again)
+    with asked():
+        whole = linearised(loop, active)
+    make = lambda: _linearised(whole, count, len(results), values, again)
     return loop.derived(key, make)
 
 
@@ -336,7 +335,7 @@ def _through(residuals: Residuals) -> float:
     step = residuals.step
 
     def needed(values: Sequence[_jax.Atom]) -> set[int]:
-        found, wanted = set(), set(_variables(values))
+        found, wanted = set(), set(_jax.variables(values))
         for eqn in reversed(step.eqns):
             if not wanted.isdisjoint(eqn.outvars):
                 found.add(id(eqn))

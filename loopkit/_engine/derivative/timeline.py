@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from loopkit import _jax
-from loopkit._engine.derivative.reversal import reversal
+from loopkit._engine.derivative.reversal import asked, reversal
 from loopkit._engine.loop import Active, Loop
 from loopkit._engine.primitives import dual_p, forward_p, pushforward_p, while_p
 from loopkit._jaxprs import equations
@@ -197,7 +197,7 @@ class _Walk:
                 last[same.get(v, v)] = 2 * k + (not takes_over(eqn))
         last |= {same.get(v, v): time for v, time in self._until(step).items()}
         returned = step.outvars[: self.residuals.results] if self.outside.results else ()
-        given = set(_variables(returned))
+        given = set(_jax.variables(returned))
         # A loop has the memory of its carry while it goes forward.
         since = 2 * len(self.ahead) if self.is_step else 0
         for v in step.invars[self.outside.operands :]:
@@ -246,13 +246,13 @@ class _Walk:
         terms = term_bytes(self.back)
         for k, v in enumerate(moving):
             time = lambda j: 2 * self._when_reversed(j) + 1
-            first, *more = readers.get(v, [None])
-            if k >= self.outside.moving and first is not None:
-                self._lives(_size(v), time([first, *more][-1]), end)
+            found = readers.get(v, [])
+            if found and k >= self.outside.moving:
+                self._lives(_size(v), time(found[-1]), end)
             # A compiler may sum the cotangents of an argument when it has all of them.
-            for j in more if k < self.outside.moving else ():
-                self._lives(added_bytes(v, self.back[j], terms), time(j), time(first))
-        outs = set(_variables(linear.outvars))
+            for j in found[1:] if k < self.outside.moving else ():
+                self._lives(added_bytes(v, self.back[j], terms), time(j), time(found[0]))
+        outs = set(_jax.variables(linear.outvars))
         for j, eqn in enumerate(self.back):
             death = 2 * self._when_reversed(j) + (not takes_over(eqn))
             for v in eqn.outvars:
@@ -286,7 +286,8 @@ class _Walk:
 
     def _saves(self, first: int, met: Met, last: int) -> None:
         """Count what a loop saves, from equation `first` to equation `last`."""
-        plan = reversal(met.loop, met.active).plan
+        with asked():
+            plan = reversal(met.loop, met.active).plan
         self._lives(-met.times * saved_bytes(plan), 2 * first + 1, 2 * last + 1)
         for k in range(first, last + 1):
             self._held.setdefault(k, []).append((met.key, met.times))
@@ -318,7 +319,7 @@ def _run_again(eqn: _jax.Equation, moving: set, device: Accelerator | None) -> t
         )
     )
     first, linear = make(halves[0], known, list(read)), [*read, *tangents]
-    outs = [v for v in inside.outvars if not isinstance(v, _jax.Literal) and v in moved]
+    outs = [v for v in _jax.variables(inside.outvars) if v in moved]
     n = len(known)
     residuals = Residuals(first, 0, 0, n, [True] * n, device=device)
     back = make(halves[1], linear, outs)
@@ -340,10 +341,6 @@ def takes_over(eqn: _jax.Equation) -> bool:
     """Return whether results can have the memory of operands that nothing else reads."""
     name = eqn.primitive.name
     return name in CHEAP or name in IN_PLACE or name == "optimization_barrier"
-
-
-def _variables(values: Sequence[_jax.Atom]) -> list:
-    return [v for v in values if not isinstance(v, _jax.Literal)]
 
 
 def _size(v: _jax.Var) -> int:

@@ -16,7 +16,8 @@ import jax
 from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._arguments.no_gradient import without_gradient
-from loopkit._engine.derivative.choices import NO_DERIVATIVE, choices_of, timeline_of, with_budget
+from loopkit._engine.derivative.choices import choices_of, timeline_of, with_budget
+from loopkit._engine.derivative.reversal import NotReversedError
 from loopkit._engine.derivative.straight_line import divided
 from loopkit._engine.derivative.timeline import Timeline, met_in
 from loopkit._engine.leaves import spread
@@ -142,7 +143,7 @@ class _Ways:
             return []
         try:
             found = divided(self._numbered)
-        except NO_DERIVATIVE:  # of a part that has one only with the rest
+        except NotReversedError:  # of a part that has one only with the rest
             return []
         more = dict(self.choices)
         for key, met in found.loops.items():

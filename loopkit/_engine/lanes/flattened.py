@@ -84,7 +84,7 @@ def _cut(loop: Loop) -> Nest | None:
     for number, piece in enumerate(pieces):
         later = (eqn for after in pieces[number + 1 :] for eqn in after)
         read = {v for eqn in (*cut[number:], *later) for v in equations.variables(eqn)}
-        read.update(v for v in step.outvars if not isinstance(v, _jax.Literal))
+        read.update(_jax.variables(step.outvars))
         last = number == len(cut)
         made.append([v for eqn in piece for v in eqn.outvars if v in read and not last])
     leaf_count = sum(map(len, made)) + sum(e.params["loop"].carry_count for e in cut)

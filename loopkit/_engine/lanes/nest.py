@@ -245,7 +245,7 @@ class Nest:
         """
         eqns, made = self.pieces[number], self.made[number]
         inside = {v for eqn in eqns for v in eqn.outvars}
-        wanted = [v for v in (*made, *ends) if not isinstance(v, _jax.Literal)]
+        wanted = _jax.variables((*made, *ends))
         read = [v for eqn in eqns for v in equations.variables(eqn)] + wanted
         names = list(dict.fromkeys(v for v in read if v not in inside))
         first = [here, *(env[v] for v in made), *old]

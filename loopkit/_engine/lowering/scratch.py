@@ -136,9 +136,7 @@ class _Level:
                 self.taken.add(i)
                 return last
         read = [] if self.inside else equations.variables(self.j.eqns[at])
-        after = [
-            v for v in (renamed(v, self.names) for v in read) if not isinstance(v, _jax.Literal)
-        ]
+        after = _jax.variables(renamed(v, self.names) for v in read)
         make = lambda *values: [_jax.blank(aval, _jax.moment(values))]
         made = _jax.open_jaxpr(_jax.trace_closed(make, [v.aval for v in after], "scratch"))
         new = made.outvars[0]

@@ -85,7 +85,7 @@ def to_run(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     if not any(eqn.primitive in PARTIAL_EVAL_RULES for eqn in equations.all_equations(jaxpr)):
         return jaxpr
     j = _jax.open_jaxpr(jaxpr)
-    eqns, live = [], {v for v in j.outvars if not isinstance(v, _jax.Literal)}
+    eqns, live = [], set(_jax.variables(j.outvars))
     for eqn in reversed(j.eqns):
         if eqn.primitive in PARTIAL_EVAL_RULES:
             eqn = _evaluated([v in live for v in eqn.outvars], eqn)
