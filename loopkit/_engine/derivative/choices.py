@@ -67,7 +67,8 @@ def timeline_of(jaxpr: _jax.Jaxpr, budget: Bytes) -> tuple[Timeline, Choices]:
     loops, choices = [], {}
     for met in (m for e in _jax.open_jaxpr(body).eqns for m in met_in(e, primal=True)):
         with suppress(NotReversedError):
-            each = met._replace(active=whole_activity(met.loop))
+            with asked():
+                each = met._replace(active=whole_activity(met.loop))
             choices[met.key] = choices_of(each.loop, each.active, budget)
             loops.append(each)
     return all_at_once(loops), choices
@@ -76,8 +77,8 @@ def timeline_of(jaxpr: _jax.Jaxpr, budget: Bytes) -> tuple[Timeline, Choices]:
 def _of_gradient(body: _jax.Jaxpr) -> Timeline:
     n, results = len(body.in_avals), len(body.out_avals)
     loop = Loop(None, body, 0, (Const(),) * n, (), (), (Output(),) * results, 1)
-    active = whole_activity(loop)
     with asked():
+        active = whole_activity(loop)
         whole = linearised(loop, active)
     free = Residuals(whole.residuals.jaxpr, results, 0, n, [True] * n, device=loop.device)
     stored = kept_by_compiler(free, whole.tangents)
