@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import loopkit
 from derivatives import assert_close, in_numpy
-from loopkit._engine.derivative import whole_program
+from loopkit._engine.derivative import ways
 from test_one_budget import PROGRAMS, W, X, bytes_for_all, compiled_bytes, twice, two, unrolled
 
 
@@ -32,13 +32,13 @@ def test_what_a_function_closes_over_is_a_constant_for_the_compiler(monkeypatch)
         step = lambda c, _: (jnp.tanh(c @ matrix) + jnp.sin(c), None)
         return jnp.sum(lax.scan(step, x, None, 20)[0])
 
-    figures, temporary_bytes = [], whole_program.temporary_bytes
+    figures, temporary_bytes = [], ways.temporary_bytes
 
     def reported(*given):
         figures.append(temporary_bytes(*given))
         return figures[-1]
 
-    monkeypatch.setattr(whole_program, "temporary_bytes", reported)
+    monkeypatch.setattr(ways, "temporary_bytes", reported)
     measured = loopkit.checkpointed(f, memory=30_000, measure=True)
     compiled = jax.jit(jax.grad(measured)).lower(x).compile().memory_analysis()
     assert compiled.temp_size_in_bytes in figures
@@ -109,8 +109,8 @@ def test_a_budget_that_is_hard_to_meet_is_used(monkeypatch):
         figures.append(int(0.8 * limit + 0.3 * temporary_bytes(jaxpr)))
         return figures[-1]
 
-    temporary_bytes = whole_program.temporary_bytes
-    monkeypatch.setattr(whole_program, "temporary_bytes", reported)
+    temporary_bytes = ways.temporary_bytes
+    monkeypatch.setattr(ways, "temporary_bytes", reported)
     measured = loopkit.checkpointed(f, memory=limit, measure=True)
     jax.eval_shape(jax.grad(measured), jnp.ones(100))
     assert len(figures) == 3

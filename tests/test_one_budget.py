@@ -10,6 +10,7 @@ from jax import lax
 
 import loopkit
 from derivatives import assert_close, in_numpy
+from loopkit._engine.derivative import choices
 
 X, W = jnp.asarray(np.sin(np.arange(12.0)).reshape(4, 3)), jnp.asarray(np.eye(3) * 0.9 + 0.05)
 
@@ -142,6 +143,29 @@ def nested_wide(x, w):
     return jnp.sum(x) + jnp.sum(ys**2)
 
 
+def predicted_bytes(f, memory):
+    return loopkit.explain(loopkit.checkpointed(f, memory=memory), *WIDE).gradient.peak
+
+
+@pytest.mark.parametrize("f", [two_wide, nested_wide])
+def test_a_tenth_is_left_to_the_compiler_if_a_plan_is_that_small(f):
+    least, whole = bytes_for_all(f, *WIDE)
+    for part in (0.1, 0.4):
+        memory = int(least + part * (whole - least))
+        assert 0.7 * memory < predicted_bytes(f, memory) <= memory / 1.1
+    for memory in (least, int(1.05 * least)):
+        assert predicted_bytes(f, memory) == least
+
+
+def test_a_mistake_in_a_prediction_is_not_taken_for_code_without_a_derivative(monkeypatch):
+    def mistaken(*args):
+        raise TypeError("a mistake")
+
+    monkeypatch.setattr(choices, "timeline", mistaken)
+    with pytest.raises(TypeError, match="a mistake"):
+        loopkit.checkpointed(lambda x: two(x, W), memory="1 MB")(X)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("f", [two_wide, nested_wide])
 def test_the_compiler_needs_no_more_than_the_budget(f):
@@ -183,10 +207,10 @@ def test_memory_is_taken_when_a_loop_begins(part):
     assert 0.7 * budget < compiled(within).temp_size_in_bytes < 1.05 * budget
 
 
-def runs(f, memory, *args):
-    """The runs of steps of all loops, forward and backward."""
+def predicted_time(f, memory, *args):
+    """The nanoseconds of all loops that are predicted."""
     loops = loopkit.explain(loopkit.checkpointed(f, memory=memory), *args).loops
-    return sum(sum(loop.plan.evaluations()) for loop in loops)
+    return sum(loop.plan.nanoseconds(loop.plan.bound) for loop in loops)
 
 
 def test_a_small_loop_leaves_its_part_to_a_large_one():
@@ -204,9 +228,9 @@ def test_a_small_loop_leaves_its_part_to_a_large_one():
     assert large > budget / 2
 
 
-def test_more_bytes_take_no_more_runs():
+def test_more_bytes_take_no_more_time():
     least, whole = bytes_for_all(two, X, W)
-    found = [runs(two, int(m), X, W) for m in np.linspace(least, whole, 6)]
+    found = [predicted_time(two, int(m), X, W) for m in np.linspace(least, whole, 6)]
     assert found == sorted(found, reverse=True)
     assert found[0] > found[-1]
 

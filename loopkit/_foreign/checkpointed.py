@@ -70,9 +70,10 @@ def checkpointed(
         "all", while loops need a bound: `max_steps`, or their own.
     - `memory`: a budget in bytes instead, for the gradient of `fn` in all its arguments, with loops
         or without. It limits the temporary memory of the whole gradient, as predicted: what the
-        loops save and need while they are reversed, and the values between them. The loops share it
-        with the code between them, parts of which run again in the gradient, so that it takes the
-        least predicted time. Loops with a budget of their own keep it, and loops that `fn` itself
+        loops save and need while they are reversed, and the values between them. A tenth of it is
+        left to the compiler, if a plan is that small. The loops share it with the code between
+        them, parts of which run again in the gradient, so that it takes the least predicted time.
+        Loops with a budget of their own keep it, and loops that `fn` itself
         differentiates keep their default. If the gradient needs more, taking it raises an error
         that names the least budget that will do, and what takes most of it. A budget that is
         predicted to be too small by less than eight times is compiled first, and refused only if

@@ -14,7 +14,7 @@ from loopkit._arguments.errors import size
 from loopkit._engine.derivative.choices import predicted
 from loopkit._engine.derivative.linearised import linearised
 from loopkit._engine.derivative.straight_line import is_stretch
-from loopkit._engine.derivative.whole_program import temporary_bytes
+from loopkit._engine.derivative.ways import temporary_bytes
 from loopkit._engine.loop import Active, Loop
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.min_cut import PICOSECONDS
@@ -137,7 +137,8 @@ class GradientBytes:
 def gradient_bytes(jaxpr: _jax.Jaxpr) -> GradientBytes:
     """Return the memory of a gradient."""
     alone = _jax.without_constants(jaxpr)
-    line, state = predicted(alone)
+    moves = [*map(_jax.is_tracer, jaxpr.consts)] + [True] * len(jaxpr.in_avals)
+    line, state = predicted(alone, moves)
     bytes_then = tuple((m.what, m.bytes(state.chosen)) for m in line.moments)
     holders = tuple(line.holders(state))
     return GradientBytes(bytes_then, holders, line.again, alone, list(jaxpr.consts))

@@ -6,7 +6,7 @@ steps again, and for each step otherwise. So a choice for the outer loop is one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ from loopkit._engine.derivative.timeline import (
     saved_bytes,
     timeline,
 )
-from loopkit._engine.facts.activity import whole_activity
+from loopkit._engine.facts.activity import moving_activity, whole_activity
 from loopkit._engine.loop import Active, Const, Loop, Output
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.compiled_memory import kept_by_compiler
@@ -54,15 +54,17 @@ def with_budget(eqn: _jax.Equation, budget: Bytes, made: Callable = lambda loop:
     return eqn.replace(params=eqn.params | {"loop": loop})
 
 
-def timeline_of(jaxpr: _jax.Jaxpr, budget: Bytes) -> tuple[Timeline, Choices]:
+def timeline_of(
+    jaxpr: _jax.Jaxpr, moves: Sequence[bool], budget: Bytes
+) -> tuple[Timeline, Choices]:
     """Return what lives while the gradient of a program is computed, and the choices of its loops.
 
-    If there is no derivative in all inputs, there may be one in some. Then all loops that have a
-    derivative live at the same time.
+    The gradient is that in the inputs that move. If there is none, there may be one in some of
+    them. Then all loops that have a derivative live at the same time.
     """
     body = equations.inlined(jaxpr)
     with suppress(NotReversedError):
-        line = _of_gradient(body)
+        line = _of_gradient(body, moves)
         return line, {k: choices_of(m.loop, m.active, budget) for k, m in line.loops.items()}
     loops, choices = [], {}
     for met in (m for e in _jax.open_jaxpr(body).eqns for m in met_in(e, primal=True)):
@@ -74,20 +76,22 @@ def timeline_of(jaxpr: _jax.Jaxpr, budget: Bytes) -> tuple[Timeline, Choices]:
     return all_at_once(loops), choices
 
 
-def _of_gradient(body: _jax.Jaxpr) -> Timeline:
+def _of_gradient(body: _jax.Jaxpr, moves: Sequence[bool]) -> Timeline:
     n, results = len(body.in_avals), len(body.out_avals)
     loop = Loop(None, body, 0, (Const(),) * n, (), (), (Output(),) * results, 1)
+    differ = map(_jax.is_differentiable, body.in_avals)
+    flags = [a and b for a, b in zip(moves, differ, strict=True)]
     with asked():
-        active = whole_activity(loop)
+        active = moving_activity(loop, loop.split(flags)[0])
         whole = linearised(loop, active)
     free = Residuals(whole.residuals.jaxpr, results, 0, n, [True] * n, device=loop.device)
     stored = kept_by_compiler(free, whole.tangents)
     return timeline(free, whole.tangents, Outside(n, sum(active.inputs), True, stored))
 
 
-def predicted(jaxpr: _jax.Jaxpr) -> tuple[Timeline, State]:
+def predicted(jaxpr: _jax.Jaxpr, moves: Sequence[bool]) -> tuple[Timeline, State]:
     """Return what lives while the gradient of a program is computed, whose loops have budgets."""
-    line, choices = timeline_of(jaxpr, Bytes(1))
+    line, choices = timeline_of(jaxpr, moves, Bytes(1))
     return line, state_of(line.moments, {key: some[0] for key, some in choices.items()})
 
 

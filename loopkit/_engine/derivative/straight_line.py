@@ -73,37 +73,33 @@ class Divided(NamedTuple):
             for stretch in division.stretches:
                 if stretch.again:
                     self._run_again(stretch, env)
-                else:  # the last one is reversed at once
-                    self._run(stretch, env, apart=stretch is not division.stretches[-1])
+                else:
+                    self._run(stretch, env)
+                reads, _ = self._ends(stretch)
+                # Cotangents are summed by stretch, of what is read in it and after it.
+                stop = self.cuts[stretch.stop]
+                env |= {v: _apart(env[v]) for v in reads if self.last[v] >= stop}
             return equations.run([], env, self.body.outvars)
 
         types = [v.aval for v in self.body.invars]
         return _jax.trace_closed(divided, types, "divided")
 
-    def _ends(self, start: int, stop: int) -> tuple[list, list]:
+    def _ends(self, stretch: Stretch) -> tuple[list, list]:
+        start, stop = self.cuts[stretch.start], self.cuts[stretch.stop]
         return _ends(self.body, self.last, start, stop)
 
-    def _run(
-        self, stretch: Stretch, env: dict, rule: Any = _jax.bind_equation, apart: bool = False
-    ) -> None:
-        """Run the blocks of a stretch; no fusion crosses their ends if it runs again or `apart`."""
+    def _run(self, stretch: Stretch, env: dict, rule: Any = _jax.bind_equation) -> None:
+        """Run the blocks of a stretch; no fusion crosses the ends of blocks."""
         cuts = self.cuts[stretch.start : stretch.stop + 1]
         for start, stop in pairwise(cuts):
             equations.run(self.body.eqns[start:stop], env, [], rule)
-            reads, makes = self._ends(start, stop)
-            if stretch.again or (apart and stop < cuts[-1]):
+            if stretch.again or stop < cuts[-1]:
+                _, makes = _ends(self.body, self.last, start, stop)
                 env |= {v: _apart(env[v]) for v in makes}
-            if not stretch.again:
-                self._part(env, reads, stop)
-
-    def _part(self, env: dict, reads: list, stop: int) -> None:
-        """Sum cotangents by part, of what is read before an equation and after it."""
-        env |= {v: _apart(env[v]) for v in reads if self.last[v] >= stop}
 
     def _run_again(self, stretch: Stretch, env: dict) -> None:
         """Run a stretch that runs again when it is reversed."""
-        start, stop = self.cuts[stretch.start], self.cuts[stretch.stop]
-        reads, makes = self._ends(start, stop)
+        reads, makes = self._ends(stretch)
 
         def named(eqn: _jax.Equation, ins: list) -> list:
             outs = zip(eqn.outvars, _jax.bind_equation(eqn, ins), strict=True)
@@ -116,7 +112,6 @@ class Divided(NamedTuple):
 
         made = jax.checkpoint(again, policy=POLICY)(*(env[v] for v in reads))
         env |= zip(makes, made, strict=True)
-        self._part(env, reads, stop)
 
 
 def _apart(value: jax.Array) -> jax.Array:
@@ -133,14 +128,14 @@ def is_stretch(eqn: _jax.Equation) -> bool:
     return _jax.params_of(eqn).get("policy") is POLICY
 
 
-def divided(jaxpr: _jax.Jaxpr) -> Divided:
-    """Return the ways to divide a program."""
+def divided(jaxpr: _jax.Jaxpr, moves: Sequence[bool]) -> Divided:
+    """Return the ways to divide a program, for the gradient in the inputs that move."""
     body = _jax.open_jaxpr(equations.inlined(jaxpr))
     last = {v: k for k, eqn in enumerate(body.eqns) for v in equations.variables(eqn)}
     cuts = [*_starts(body, last), len(body.eqns)]
     sizes = {v: _jax.byte_count(v.aval) for e in body.eqns for v in e.outvars}
     sizes |= dict.fromkeys(_jax.variables(body.outvars), 0)
-    moving, blocks, loops = set(filter(_moves, body.invars)), [], {}
+    moving, blocks, loops = set(filter(_moves, kept(body.invars, moves))), [], {}
     indices = index_bytes(body.eqns, planned_for())
     for start, stop in pairwise(cuts):
         reads, makes = _ends(body, last, start, stop)

@@ -186,8 +186,7 @@ class _Walk:
 
     def _going_forward(self) -> None:
         step, last = self.residuals.step, {}
-        same: dict[Any, Any] = {}
-        """The results of barriers, which have the memory of operands."""
+        same: dict[Any, Any] = {}  # the results of barriers, which have the memory of operands
         for k, eqn in enumerate(self.ahead):
             if eqn.primitive.name == "optimization_barrier":
                 pairs = zip(eqn.outvars, eqn.invars, strict=True)
@@ -234,23 +233,27 @@ class _Walk:
     def _going_back(self) -> None:
         linear, count = _jax.open_jaxpr(self.linear), len(self.residuals.jaxpr.out_avals)
         moving = linear.invars[count - self.residuals.results :]
-        self._moving.update(moving)
-        for eqn in self.back:
-            if not self._moving.isdisjoint(equations.variables(eqn)):
-                self._moving.update(eqn.outvars)
+        self._moving.update(_depending(self.back, moving))
         readers: dict[Any, list[int]] = {}
         for j, eqn in enumerate(self.back):
             for v in set(equations.variables(eqn)):
                 readers.setdefault(v, []).append(j)
         begin, end = 2 * len(self.ahead), 2 * (len(self.ahead) + len(self.back))
         terms = term_bytes(self.back)
-        for k, v in enumerate(moving):
-            time = lambda j: 2 * self._when_reversed(j) + 1
-            found = readers.get(v, [])
-            if found and k >= self.outside.moving:
+        arguments, handed = set(moving[: self.outside.moving]), set()
+        for j, eqn in enumerate(self.back):  # a barrier hands on the cotangent of an argument
+            if eqn.primitive.name == "optimization_barrier":
+                pairs = zip(eqn.outvars, eqn.invars, strict=True)
+                arguments.update(v for v, u in pairs if u in arguments)
+                handed.add(j)
+        time = lambda j: 2 * self._when_reversed(j) + 1
+        for v in moving[self.outside.moving :]:
+            if found := readers.get(v):
                 self._lives(_size(v), time(found[-1]), end)
+        for v in arguments:
+            found = [j for j in readers.get(v, ()) if j not in handed]
             # A compiler may sum the cotangents of an argument when it has all of them.
-            for j in found[1:] if k < self.outside.moving else ():
+            for j in found[1:]:
                 self._lives(added_bytes(v, self.back[j], terms), time(j), time(found[0]))
         outs = set(_jax.variables(linear.outvars))
         for j, eqn in enumerate(self.back):
@@ -258,7 +261,7 @@ class _Walk:
             for v in eqn.outvars:
                 if v in outs and not self.outside.results:
                     self._lives(_size(v), begin, max(begin, death))
-                elif v in readers and v not in outs:
+                elif v in readers and v not in outs and v not in arguments:
                     birth = 2 * self._when_reversed(readers[v][-1]) + 1
                     # A kernel that reads it may add up its terms.
                     added = terms[v] if eqn.primitive.name in ELEMENTWISE else _size(v)
@@ -304,29 +307,29 @@ def _run_again(eqn: _jax.Equation, moving: set, device: Accelerator | None) -> t
         return 0, sum(equation_nanoseconds(e, device) for e in inside.eqns)
     pairs = list(zip(inside.invars, eqn.invars, strict=True))
     tangents = [v for v, o in pairs if not isinstance(o, _jax.Literal) and o in moving]
-    moved, halves = set(tangents), ([], [])
-    for each in inside.eqns:
-        is_linear = not moved.isdisjoint(equations.variables(each))
-        halves[is_linear].append(each)
-        if is_linear:
-            moved.update(each.outvars)
+    moved, info = _depending(inside.eqns, tangents), inside.debug_info.with_unknown_names()
     known = [v for v in inside.invars if v not in moved]
-    made = {v for each in halves[0] for v in each.outvars}.union(known)
-    read = dict.fromkeys(v for e in halves[1] for v in equations.variables(e) if v in made)
+    ahead = [e for e in inside.eqns if moved.isdisjoint(e.outvars)]
+    after = [e for e in inside.eqns if not moved.isdisjoint(e.outvars)]
+    read = dict.fromkeys(v for e in after for v in equations.variables(e) if v not in moved)
     make = lambda eqns, ins, outs: _jax.close_jaxpr(
-        inside.replace(
-            eqns=eqns, invars=ins, outvars=outs, debug_info=inside.debug_info.with_unknown_names()
-        )
+        inside.replace(eqns=eqns, invars=ins, outvars=outs, debug_info=info)
     )
-    first, linear = make(halves[0], known, list(read)), [*read, *tangents]
-    outs = [v for v in _jax.variables(inside.outvars) if v in moved]
-    n = len(known)
-    residuals = Residuals(first, 0, 0, n, [True] * n, device=device)
-    back = make(halves[1], linear, outs)
+    n, outs = len(known), [v for v in _jax.variables(inside.outvars) if v in moved]
+    residuals = Residuals(make(ahead, known, [*read]), 0, 0, n, [True] * n, device=device)
+    back = make(after, [*read, *tangents], outs)
     outside = Outside(n, len(tangents), True, kept_by_compiler(residuals, back))
-    line = timeline(residuals, back, outside)
-    time = sum(equation_nanoseconds(e, device) for e in halves[0])
-    return max(moment.values for moment in line.moments), time
+    most = max(m.values for m in timeline(residuals, back, outside).moments)
+    return most, sum(equation_nanoseconds(e, device) for e in ahead)
+
+
+def _depending(eqns: Sequence[_jax.Equation], some: Sequence[_jax.Var]) -> set:
+    """Return some variables, and those that depend on one of them."""
+    found = set(some)
+    for eqn in eqns:
+        if not found.isdisjoint(equations.variables(eqn)):
+            found.update(eqn.outvars)
+    return found
 
 
 def described(eqn: _jax.Equation) -> str:

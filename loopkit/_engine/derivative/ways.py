@@ -1,0 +1,189 @@
+"""The ways to run a program within a budget: which of its code runs again, and what loops save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+
+from loopkit import _jax
+from loopkit._engine.derivative.choices import choices_of, timeline_of, with_budget
+from loopkit._engine.derivative.reversal import NotReversedError
+from loopkit._engine.derivative.straight_line import divided
+from loopkit._engine.derivative.timeline import Timeline, met_in
+from loopkit._engine.leaves import spread
+from loopkit._engine.loop import kept
+from loopkit._jaxprs import equations
+from loopkit._jaxprs.accelerators import planned_for
+from loopkit._plans.budget import Part
+from loopkit._plans.costs import price_beyond_caches
+from loopkit._plans.one_price import State, best_within, by_price, few
+from loopkit._programs import shared
+
+MARGIN = 1.1
+"""How many times the bytes that are predicted a compiler may need."""
+SPARED = 0.25
+"""The most that is left to the compiler of what a budget has beyond the least bytes."""
+DIVISIONS = 12
+"""For how many choices of the code that runs again the loops of a program are planned."""
+
+
+class Way(NamedTuple):
+    """A way to run a program: which of its code runs again. Its loops choose within it."""
+
+    line: Timeline
+    nanoseconds: float
+    """The time of the code that runs again."""
+    program: Callable[[], Any]
+
+
+class Best(NamedTuple):
+    """The way that is taken within a number of bytes, and the choices of the loops."""
+
+    way: Way
+    state: State
+    fits: bool
+
+    @property
+    def nanoseconds(self) -> float:
+        beyond = price_beyond_caches(self.state.bytes, planned_for()) * self.state.peak.values
+        return self.way.nanoseconds + self.state.nanoseconds + beyond
+
+
+class Ways:
+    """The ways to run a program, from the fastest to the smallest. Most are made if asked for."""
+
+    def __init__(self, numbered: _jax.Jaxpr, budget: Part, first: Sequence[Any]) -> None:
+        self.budget, self.choices = budget, {}
+        self._known = [None if _jax.is_tracer(v) else v for v in first]
+        self._moves = [v is None for v in self._known]
+        self._moves += [True] * (len(numbered.in_avals) - len(first))
+        self._numbered, self._divides = numbered, True
+        self.first: list[Way] = []
+        eqns = _jax.open_jaxpr(equations.inlined(numbered)).eqns
+        refers = _jax.has_references(numbered)
+        if refers or any(True for eqn in eqns for _ in met_in(eqn, primal=True)):
+            line, self.choices = timeline_of(numbered, self._moves, budget)
+            self.first.append(Way(line, 0.0, lambda: numbered))
+            self._divides = line.of_gradient and not refers
+
+    @cached_property
+    def others(self) -> list[Way]:
+        """The ways in which some code runs again."""
+        if not self._divides:
+            return []
+        try:
+            found = divided(self._numbered, self._moves)
+        except NotReversedError:  # of a part that has one only with the rest
+            return []
+        more = dict(self.choices)
+        for key, met in found.loops.items():
+            if key not in more:
+                more[key] = choices_of(met.loop, met.active, self.budget)
+        self.choices = more
+        some = few(found.divisions, DIVISIONS) if found.loops else found.divisions
+        make = lambda d: Timeline(d.moments, found.loops)
+        return [Way(make(d), d.nanoseconds, partial(found.program, d)) for d in some]
+
+    def compiled(self, best: Best) -> tuple[Any, int]:
+        """Return the program in a way, and the compiler's figure for its gradient."""
+        made = settled(best.way.program(), best.state)
+        try:
+            return made, temporary_bytes(made, self._known)
+        except Exception as error:
+            raise NotCompiledError(
+                "loopkit.checkpointed: `measure` can be True only if the gradient of `fn` in all "
+                "its arguments compiles here. Leave it out. "
+                f"Got: {type(error).__name__}: {error}"
+            ) from error
+
+    def within(self, count: int, host: int | None) -> Best:
+        """Return the fastest way within so many bytes; if there is none, the smallest."""
+        every = [self._in(way, count, host) for way in self.first]
+        if any(b.fits and self._is_fastest(b) for b in every):
+            return every[0]
+        every += [self._in(way, count, host) for way in self.others]
+        if fit := [b for b in every if b.fits]:
+            return min(fit, key=lambda b: b.nanoseconds)
+        size = lambda b: (0 if host is None else b.state.host, b.state.bytes)
+        return min(every, key=size)
+
+    def with_margin(self) -> Best:
+        """Return the fastest way with a margin for the compiler: less of one near the least bytes.
+
+        There, each byte saves much time.
+        """
+        count, host = self.budget.count, self.budget.host
+        best = self.within(count, host)
+        if host is not None or not best.fits:
+            return best
+        within = self.within(int(count / MARGIN), None)
+        if within.fits and self._is_fastest(within):
+            return within
+        spared = int(SPARED * (count - self.smallest()[0].state.bytes))
+        return self.within(max(int(count / MARGIN), count - spared), None)
+
+    def between(self, larger: Best, smaller: Best) -> list[Best]:
+        """Return the states between two, from the fastest to the smallest, in the way of one."""
+        way = smaller.way
+        found = [Best(way, s, True) for s in by_price(way.line.moments, self.choices)]
+        return [b for b in found if larger.nanoseconds < b.nanoseconds < smaller.nanoseconds]
+
+    def smallest(self) -> list[Best]:
+        """Return the smallest of each way, from the fewest bytes to the most."""
+        found = [self._in(way, 0, None) for way in (*self.first, *self.others)]
+        return sorted(found, key=lambda best: best.state.bytes)
+
+    def _is_fastest(self, best: Best) -> bool:
+        """Return whether no code runs again, and no loop can be faster."""
+        fastest = sum(min(c.nanoseconds for c in some) for some in self.choices.values())
+        return best.way in self.first and best.state.nanoseconds <= fastest
+
+    def _in(self, way: Way, count: int, host: int | None) -> Best:
+        found, least = best_within(count, host, way.line.moments, self.choices)
+        return Best(way, found or least, found is not None)
+
+
+class NotCompiledError(ValueError):
+    """The gradient in all inputs does not compile: there is none, or no device for it."""
+
+
+def temporary_bytes(jaxpr: _jax.Jaxpr, first: Sequence[Any] = ()) -> int:
+    """Return the compiler's figure for the temporary memory of the gradient in all inputs.
+
+    `first` has values for the first inputs, which are constants then, or None.
+    """
+    types = list(map(_jax.on_devices, jaxpr.in_avals))
+    known = [*first, *[None] * (len(types) - len(first))]
+    free = [v is None for v in known]
+    outs = list(map(_jax.is_differentiable, jaxpr.out_avals))
+    ins = list(map(_jax.is_differentiable, kept(jaxpr.in_avals, free)))
+
+    def gradient(*values: jax.Array) -> Any:
+        def of(*moving: jax.Array) -> list:
+            given = spread(spread(moving, ins, values), free, known)
+            return kept(_jax.call_jaxpr(jaxpr)(*given), outs)
+
+        results, pullback = jax.vjp(of, *kept(values, ins))
+        return pullback([jax.numpy.ones_like(v) for v in results])
+
+    figures: Any = jax.jit(gradient).lower(*kept(types, free)).compile().memory_analysis()
+    return figures.temp_size_in_bytes
+
+
+def settled(numbered: _jax.Jaxpr, state: State) -> Any:
+    """Return the program whose loops have the parts of a state."""
+    counts = {count.number: count for count in state.counts}
+
+    def with_its_part(eqn: _jax.Equation) -> Any:
+        part = getattr(eqn.params.get("loop"), "checkpoints", None)
+        if not isinstance(part, Part) or not part.number:
+            return eqn
+        _, device, host = counts.get(part.number, (part.number, part.count, part.host))
+        settled = replace(part, count=device, host=host, number=None)
+        return with_budget(eqn, settled, shared)
+
+    return equations.map_equations(numbered, with_its_part)
