@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loopkit._plans.one_price import Choice, Moment, best_within, by_price
+from loopkit._plans.one_price import Chain, Choice, Moment, by_price
 
 CHOICE = st.builds(Choice, st.integers(0, 50), st.integers(0, 50), st.integers(1, 99))
 CHOICES = st.lists(CHOICE, min_size=1, max_size=6)
@@ -57,10 +57,10 @@ MOMENTS = st.lists(
 @settings(max_examples=150, deadline=None)
 def test_more_bytes_are_never_slower_and_the_least_named_will_do(moments, some):
     choices, before = options(some), None
-    least = best_within(10**6, None, moments, choices)[1]
+    chain = Chain(moments, choices)
+    least = chain.least()
     for count in range(least.bytes - 2, least.bytes + 300, 7):
-        found, smallest = best_within(count, None, moments, choices)
-        assert smallest.bytes == least.bytes
+        found = chain.within(count)
         assert (found is None) == (count < least.bytes)
         if found is not None:
             assert max(m.bytes(found.chosen) for m in moments) == found.bytes <= count
@@ -72,14 +72,14 @@ def test_what_one_loop_does_not_need_another_gets():
     small = [Choice(10, 0, 100.0), Choice(1, 0, 200.0)]
     large = [Choice(k, 0, 10**4 / k) for k in range(100, 0, -1)]
     moments = [Moment("", 0, ((0, 1), (1, 1)))]
-    found, _ = best_within(90, None, moments, {0: small, 1: large})
+    found = Chain(moments, {0: small, 1: large}).within(90)
     assert [c.saved for c in found.chosen.values()] == [10, 80]
 
 
 def test_loops_that_do_not_live_at_the_same_time_do_not_share():
     some = [Choice(80, 0, 1.0), Choice(10, 0, 9.0)]
     moments = [Moment("", 0, ((0, 1),)), Moment("", 0, ((1, 1),))]
-    found, _ = best_within(80, None, moments, {0: some, 1: some})
+    found = Chain(moments, {0: some, 1: some}).within(80)
     assert [c.saved for c in found.chosen.values()] == [80, 80]
     assert found.bytes == 80
 
@@ -87,6 +87,7 @@ def test_loops_that_do_not_live_at_the_same_time_do_not_share():
 def test_the_host_has_a_budget_of_its_own():
     some = [Choice(0, 5, 1.0, 80), Choice(0, 5, 9.0, 10)]
     moments = at_once(2)
-    found, least = best_within(30, 100, moments, {0: some, 1: some})
-    assert (found.host, found.bytes, least.host) == (90, 12, 20)
-    assert best_within(30, 19, moments, {0: some, 1: some})[0] is None
+    chain = Chain(moments, {0: some, 1: some}, 30 / 100)
+    found = chain.within(30, 100)
+    assert (found.host, found.bytes, chain.least(by_host=True).host) == (90, 12, 20)
+    assert chain.within(30, 19) is None

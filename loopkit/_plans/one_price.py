@@ -108,30 +108,38 @@ def by_price(
         yield state_of(moments, chosen)
 
 
-def best_within(
-    count: int, host: int | None, moments: Sequence[Moment], choices: Choices
-) -> tuple[State | None, State]:
-    """Return the state of least time within a budget, and the one of fewest bytes.
+class Chain:
+    """The states of a program by price, from the fastest to the smallest."""
 
-    It is that of the smallest price at which the program fits. Between that price and the one
-    before lies a state that does not fit. So one of the loops may take a choice in between.
-    """
-    moments, price = without_dominated(moments), count / host if host else 0.0
-    fits = lambda s: s.bytes <= count and (host is None or s.host <= host)
-    states = list(by_price(moments, choices, price))
-    least = min(states, key=lambda s: (s.host, s.bytes) if host is not None else s.bytes)
-    number = next((i for i, s in enumerate(states) if fits(s)), None)
-    if number is None:
-        return None, least
-    found, fastest = states[number], states[max(0, number - 1)].nanoseconds
-    changed = (
-        state_of(moments, {**found.chosen, key: choice})
-        for key, some in choices.items()
-        for choice in some
-    )
-    # What is faster than the state before would make a little more memory slower.
-    fit = [s for s in changed if s.nanoseconds >= fastest and fits(s)]
-    return min([found, *fit], key=lambda s: s.nanoseconds), least
+    def __init__(
+        self, moments: Iterable[Moment], choices: Choices, host_price: float = 0.0
+    ) -> None:
+        self._moments, self._choices = without_dominated(moments), choices
+        self.states = list(by_price(self._moments, choices, host_price))
+
+    def within(self, count: int, host: int | None = None) -> State | None:
+        """Return the state of least time within a budget, or None.
+
+        It is that of the smallest price at which the program fits. Between that price and the one
+        before lies a state that does not fit. So one of the loops may take a choice in between.
+        """
+        fits = lambda s: s.bytes <= count and (host is None or s.host <= host)
+        number = next((i for i, s in enumerate(self.states) if fits(s)), None)
+        if number is None:
+            return None
+        found, fastest = self.states[number], self.states[max(0, number - 1)].nanoseconds
+        changed = (
+            state_of(self._moments, {**found.chosen, key: choice})
+            for key, some in self._choices.items()
+            for choice in some
+        )
+        # What is faster than the state before would make a little more memory slower.
+        fit = [s for s in changed if s.nanoseconds >= fastest and fits(s)]
+        return min([found, *fit], key=lambda s: s.nanoseconds)
+
+    def least(self, by_host: bool = False) -> State:
+        """Return the state of the fewest bytes: first of all of the host's, if `by_host`."""
+        return min(self.states, key=lambda s: (s.host if by_host else 0, s.bytes))
 
 
 def few(items: Iterable[T], most: int) -> list[T]:

@@ -120,7 +120,7 @@ def _choices(loop: Loop, active: Active, budget: Bytes) -> list[Choice]:
         for step in steps:
             plans = all_plans(budget, loop.length, loop.cond is None, step)
             found += [_choice(plan, state, key_of(loop)) for plan in plans]
-    price = budget.count / budget.host if budget.host else 0.0  # as `best_within` weighs them
+    price = budget.count / budget.host if budget.host else 0.0  # as `Ways` weighs them
     return fastest_first(found, lambda c: c.saved + c.working + price * c.host)
 
 

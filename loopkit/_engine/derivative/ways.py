@@ -20,7 +20,7 @@ from loopkit._jaxprs import equations
 from loopkit._jaxprs.accelerators import planned_for
 from loopkit._plans.budget import Part
 from loopkit._plans.costs import price_beyond_caches
-from loopkit._plans.one_price import State, best_within, by_price, few
+from loopkit._plans.one_price import Chain, State, few
 from loopkit._programs import shared
 
 MARGIN = 1.1
@@ -58,6 +58,7 @@ class Ways:
 
     def __init__(self, numbered: _jax.Jaxpr, budget: Part, first: Sequence[Any]) -> None:
         self.budget, self.choices = budget, {}
+        self._chains: dict[tuple, Chain] = {}
         self._known = [None if _jax.is_tracer(v) else v for v in first]
         self._moves = [v is None for v in self._known]
         self._moves += [True] * (len(numbered.in_avals) - len(first))
@@ -83,7 +84,9 @@ class Ways:
         for key, met in found.loops.items():
             if key not in more:
                 more[key] = choices_of(met.loop, met.active, self.budget)
-        self.choices = more
+        if more.keys() != self.choices.keys():
+            self.choices = more
+            self._chains.clear()
         some = few(found.divisions, DIVISIONS) if found.loops else found.divisions
         make = lambda d: Timeline(d.moments, found.loops)
         return [Way(make(d), d.nanoseconds, partial(found.program, d)) for d in some]
@@ -116,20 +119,19 @@ class Ways:
 
         There, each byte saves much time.
         """
-        count, host = self.budget.count, self.budget.host
-        best = self.within(count, host)
-        if host is not None or not best.fits:
+        count, fewer = self.budget.count, int(self.budget.count / MARGIN)
+        if self.budget.host is not None:
+            return self.within(count, self.budget.host)
+        best = self.within(fewer, None)
+        if best.fits and self._is_fastest(best):
             return best
-        within = self.within(int(count / MARGIN), None)
-        if within.fits and self._is_fastest(within):
-            return within
-        spared = int(SPARED * (count - self.smallest()[0].state.bytes))
-        return self.within(max(int(count / MARGIN), count - spared), None)
+        spared = SPARED * (count - self.smallest()[0].state.bytes)
+        return self.within(max(fewer, count - max(0, int(spared))), None)
 
     def between(self, larger: Best, smaller: Best) -> list[Best]:
         """Return the states between two, from the fastest to the smallest, in the way of one."""
         way = smaller.way
-        found = [Best(way, s, True) for s in by_price(way.line.moments, self.choices)]
+        found = [Best(way, s, True) for s in self._chain(way).states]
         return [b for b in found if larger.nanoseconds < b.nanoseconds < smaller.nanoseconds]
 
     def smallest(self) -> list[Best]:
@@ -143,8 +145,16 @@ class Ways:
         return best.way in self.first and best.state.nanoseconds <= fastest
 
     def _in(self, way: Way, count: int, host: int | None) -> Best:
-        found, least = best_within(count, host, way.line.moments, self.choices)
-        return Best(way, found or least, found is not None)
+        chain = self._chain(way, count / host if host else 0.0)
+        found = chain.within(count, host)
+        return Best(way, found or chain.least(host is not None), found is not None)
+
+    def _chain(self, way: Way, host_price: float = 0.0) -> Chain:
+        """Return the states of a way. `host_price` is that of a byte there, relative to here."""
+        key = id(way), host_price
+        if key not in self._chains:
+            self._chains[key] = Chain(way.line.moments, self.choices, host_price)
+        return self._chains[key]
 
 
 class NotCompiledError(ValueError):
