@@ -341,3 +341,18 @@ def test_a_loop_of_a_checkpoint_inside_shard_map_is_planned_outside():
         gradient(loopkit.checkpointed(f, memory=1))
     (least,) = re.findall(r"at least (\d+) bytes", str(refused.value))
     assert_close(gradient(loopkit.checkpointed(f, memory=int(least))), gradient(f))
+
+
+def test_complex_values_that_a_plan_would_store_run_again():
+    """JAX raises an error if a policy saves complex values by name."""
+    x = jnp.linspace(0.1, 1.0, 16 * 24).reshape(16, 24).astype(complex)
+    w = jnp.sin(jnp.arange(12.0 * 24 * 24)).reshape(12, 24, 24).astype(complex) / 5
+
+    def f(x):
+        for k in range(12):
+            x = x + jnp.tanh(x @ w[k]) * jnp.cos(x)
+        return jnp.sum(jnp.abs(x) ** 2)
+
+    for memory in (100_000, 120_000, 150_000, 200_000):
+        got = jax.jit(jax.grad(loopkit.checkpointed(f, memory=memory)))(x)
+        assert_close(got, jax.jit(jax.grad(f))(x))

@@ -45,6 +45,8 @@ BLOCKS = 48
 """About how many blocks a program has."""
 STORED = "loopkit: stored"
 """The name of a value that a stretch stores although it runs again."""
+COMPLEX = "complex64", "complex128"
+"""Types of values that JAX cannot save by name."""
 POLICY = jax.checkpoint_policies.save_only_these_names(STORED)
 """The policy of all stretches."""
 
@@ -103,7 +105,9 @@ class Divided(NamedTuple):
 
         def named(eqn: _jax.Equation, ins: list) -> list:
             outs = zip(eqn.outvars, _jax.bind_equation(eqn, ins), strict=True)
-            return [checkpoint_name(x, STORED) if v in stretch.stored else x for v, x in outs]
+            # JAX cannot save complex values by name: they run again.
+            stores = lambda v: v in stretch.stored and v.aval.dtype not in COMPLEX
+            return [checkpoint_name(x, STORED) if stores(v) else x for v, x in outs]
 
         def again(*values: jax.Array) -> list:
             inside: dict[Any, Any] = dict(zip(reads, values, strict=True))
