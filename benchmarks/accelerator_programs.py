@@ -186,21 +186,21 @@ def of_rows(shape: tuple[int, ...]) -> list[Case]:
 
 def of_decoding() -> list[Case]:
     """Return the gradient of the risk of a beam search, of words of unknown length."""
-    import beams  # needs what the examples need
+    import beam_searches as searches  # needs what the examples need
 
     count, longest = 8, 20
-    params, hiddens, _ = beams.words(longest)
+    params, hiddens, _ = searches.words(longest)
     lasts = jnp.full(count, longest, jnp.int32) - jnp.arange(count) % 4
     arguments = params, hiddens[:count], lasts
     loops = {
-        "lax.scan of the bound": beams.by_scan,
-        "equinox while_loop, max_steps": beams.by_equinox,
+        "lax.scan of the bound": searches.by_scan,
+        "equinox while_loop, max_steps": searches.by_equinox,
         "loopkit.while_loop, max_steps": loopkit.while_loop,
     }
     return [
         Case(
             name,
-            beams.slope_of(beams.with_loop(loop, beams.search_of(200))),
+            searches.slope_of(searches.with_loop(loop, searches.search_of(200))),
             arguments,
             longest,
         )

@@ -34,8 +34,8 @@ from jax.ad_checkpoint import checkpoint_name as named
 import harness
 import loopkit
 from findings import Record, show_bytes, spread
-from frontier import nested_scans
 from harness import describe_machine, measure, ratio, recorded, temp_bytes
+from peer_scans import nested_scans
 from report import Report
 
 LIMIT = 1.03

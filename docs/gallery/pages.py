@@ -79,7 +79,7 @@ Times are medians of interleaved calls. Memory is what the compiler reports.{of}
 
 """
 
-MEASURED = """ The figures are for the search in `benchmarks/beams.py`
+MEASURED = """ The figures are for the search in `benchmarks/beam_searches.py`
 ({program}), with another loop in each line:
 [benchmarks](../benchmarks.md#decoding-and-unknown-lengths)."""
 
