@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import loopkit
-from argument_calls import ALL_LOOPS, X, refused
+from argument_calls import ALL_LOOPS, X, empty, refused
 
 OPERATIONS = {
     "add": lambda b: b + 1,
@@ -107,3 +107,19 @@ def test_flags_of_buffers():
 
     loopkit.fori_loop(0, 2, body, (1.0, X), buffers=(np.False_, np.True_))
     assert set(seen) == {(False, True)}
+
+
+def test_a_tensor_array_is_not_made_by_its_class():
+    for given in ((), ([1], 2, 3), (X,)):
+        with pytest.raises(TypeError, match=r"TensorArray: an array must be made with `empty` or "):
+            loopkit.TensorArray(*given)
+    array = loopkit.TensorArray.from_array(X)
+    for index in (None, "0", 1.0, True, np.True_, np.arange(1), [0], jnp.arange(2), slice(2)):
+        for use in (array.read, lambda i: array.write(i, 1.0)):
+            with pytest.raises(TypeError, match=r"TensorArray\.\w+: `index` must be one integer"):
+                use(index)
+    for index in (0, np.int8(0), jnp.int32(0), np.array(0)):
+        assert float(array[index]) == 0
+    for element in ("x", None, {}, [object()]):
+        with pytest.raises((TypeError, ValueError), match=r"TensorArray\.empty: `element"):
+            empty(element=element)
