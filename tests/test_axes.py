@@ -10,7 +10,7 @@ from jax import lax
 
 import loopkit
 from derivatives import assert_close, derivative
-from problems import inexact_vector
+from program_of_loops import inexact_vector
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3))) * 0.4
 H = jnp.full((2, 3), 0.1)
