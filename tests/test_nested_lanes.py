@@ -17,7 +17,7 @@ from loopkit._engine.lanes.batched_loop import batch_loop, waiting
 from problems import Problem
 from test_lanes import STOPPING, WS, XS, grow, grow_in_python, one_by_one, rows
 from trials.in_numpy import eagerly
-from turns import in_turn, later
+from turns import in_turn
 
 NS = np.random.default_rng(0).integers(0, 9, (4, 6))
 WIDTHS = (8, 3)
@@ -156,87 +156,6 @@ def both(f, *args, around=lambda f: f):
 GRID = np.linspace(-1, 1, 24).reshape(4, 6)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("reverse", [False, True])
-def test_ys_and_keys(reverse):
-    own = jnp.sin(jnp.arange(240.0)).reshape(4, 6, 10)
-
-    def scanned(lanes, n, x, rows):
-        def step(c, x):
-            i, h, key = c
-            h, key = jnp.sin(h + x[0] * x[1]), jax.random.fold_in(key, i)
-            return (i + 1, h, key), (h * jnp.arange(2.0), i, jax.random.key_data(key))
-
-        loop = lambda h: loopkit.scan(
-            *(step, (0, h, jax.random.key(3)), (jnp.cos(jnp.arange(10.0)), rows)),
-            reverse=reverse,
-            until=lambda c, _: c[0] > n,
-            out_axes=(1, 0, 0),
-            lanes=lanes,
-            return_info=True,
-        )
-        (i, h, key), ys, info = loop(x)
-        return i, h, key, ys, info, jax.grad(lambda h: jnp.sum(jnp.sin(loop(h)[1][0])))(x)
-
-    info = both(scanned, NS, GRID, own)[4]
-    np.testing.assert_array_equal(info.steps, np.minimum(NS + 1, 10))
-    np.testing.assert_array_equal(info.stopped, True)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("bound", [None, later(12)])
-def test_buffers_and_lists(bound):
-    def rows_of(lanes, n, x):
-        def body(c):
-            i, h, rows, found = c
-            h = jnp.sin(h + rows[i % 5])
-            return i + 1, h, rows.at[(i + 1) % 5].set(h).at[0].add(h * 0.1), found.append(h)
-
-        def total(x):
-            init = (0, x, x * jnp.arange(1.0, 6.0), loopkit.TensorArray.empty(9, x))
-            how = {"buffers": lambda c: c[2], "lanes": lanes, "max_steps": bound}
-            _, h, rows, found = loopkit.while_loop(lambda c: c[0] < n, body, init, **how)
-            return h + jnp.sum(jnp.cos(rows)) + jnp.sum(found.stack() ** 2)
-
-        return jax.value_and_grad(total)(x), jax.grad(jax.grad(total))(x)
-
-    both(rows_of, NS, GRID)
-    value = lambda lanes, n, x: rows_of(lanes, n, x)[0][0]
-    both(value, NS, GRID, around=lambda f: lambda n, x: jax.grad(lambda x: jnp.sum(f(n, x)))(x))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "checkpoints",
-    [
-        None,
-        later(2),
-        later("all"),
-    ],
-)
-def test_bounds(checkpoints):
-    def bounded(lanes, n, x):
-        body = lambda c: (c[0] + 1, jnp.sin(c[1]) * 1.1)
-        how = {"max_steps": 4, "lanes": lanes, "return_info": True, "checkpoints": checkpoints}
-        loop = lambda x: loopkit.while_loop(lambda c: c[0] < n, body, (0, x), **how)
-        return loop(x), jax.grad(lambda x: loop(x)[0][1])(x)
-
-    (_, info), _ = both(bounded, NS, GRID)
-    np.testing.assert_array_equal(info.steps, np.minimum(NS, 4))
-    np.testing.assert_array_equal(info.stopped, NS <= 4)
-
-
-@pytest.mark.slow
-def test_a_bound_that_is_too_low_is_an_error():
-    loop = lambda n: loopkit.while_loop(
-        lambda c: c < n, lambda c: c + 1, 0, max_steps=4, lanes=WIDTHS, throw=True
-    )
-    few = np.minimum(NS, 4)
-    np.testing.assert_array_equal(table(loop)(few), few)
-    with pytest.raises(Exception, match="`max_steps` must be enough"):
-        jax.block_until_ready(table(loop)(NS))
-
-
 @pytest.mark.slow
 def test_loops_in_loops():
     """Inner loops whose lanes are of two axes, in a loop that has them, too."""
@@ -273,25 +192,6 @@ def test_a_step_with_lanes_of_its_own():
         return jax.vmap(f)(NS, GRID[:, 0]), jax.grad(total)(GRID[:, 0]), each
 
     assert_close(jax.jit(slopes, static_argnums=0)((4, 2)), slopes("wait"))
-
-
-@pytest.mark.slow
-def test_steps_report_once():
-    seen = []
-
-    def told(n, x):
-        def body(c):
-            jax.debug.callback(lambda i, n: seen.append((int(n), int(i))), c[0], n)
-            return c[0] + 1, jnp.sin(c[1])
-
-        return loopkit.while_loop(lambda c: c[0] < n, body, (0, x), lanes=WIDTHS)[1]
-
-    for f in (told, jax.grad(told, 1), lambda n, x: jax.jvp(ft.partial(told, n), (x,), (x,))):
-        seen.clear()
-        jax.block_until_ready(table(f)(NS, GRID))
-        jax.effects_barrier()
-        real = [(n, i) for n, i in seen if i < n]
-        assert sorted(real) == sorted((int(n), i) for n in NS.ravel() for i in range(n))
 
 
 @pytest.mark.exhaustive
