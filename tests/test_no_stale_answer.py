@@ -5,7 +5,6 @@ in every mode, and lax runs them too.
 """
 
 import functools
-import itertools
 import types
 
 import equinox as eqx
@@ -17,7 +16,6 @@ from jax import lax
 
 import loopkit
 from tolerances import assert_near
-from turns import later
 
 RATE = 2.0
 
@@ -301,53 +299,6 @@ def test_a_callback_is_the_one_that_was_passed():
         assert asked(loopkit, v) == asked(lax, v)
 
 
-def test_the_very_same_function_is_pure_as_in_lax():
-    """The documented rule: it is traced once, whatever it reads."""
-
-    def body(c, _):
-        return c * HELD["pure"], None
-
-    for loops in (lax, loopkit):
-        HELD["pure"] = 2.0
-        assert loops.scan(body, 1.0, None, 2)[0] == 4.0
-    HELD["pure"] = 3.0
-    assert lax.scan(body, 1.0, None, 2)[0] == loopkit.scan(body, 1.0, None, 2)[0] == 4.0
-
-
-@pytest.mark.slow
-def test_a_function_that_died_is_not_taken_for_another():
-    """Python gives a new function the place of one that is gone."""
-    places = set()
-    for v in range(30):
-        body = eval(f"lambda c, _: (c + {v}, None)")
-        places.add(id(body))
-        assert loopkit.scan(body, 0.0, None, 2)[0] == 2.0 * v
-        del body
-    assert len(places) < 30
-
-
-@pytest.mark.exhaustive
-def test_lanes_are_part_of_a_loop():
-    """Loops whose equations are the same, and whose constants have other axes."""
-
-    def f(w, x):
-        step = lambda c: c * w[0] + w[1]
-        return loopkit.while_loop(lambda c: c < x, step, 1.0, max_steps=20)
-
-    w, x = jnp.array([[2.0, 0.5], [3.0, 0.1]]), jnp.array([9.0, 30.0])
-    for axes in ((0, 0), (None, 0), (0, None), (0, 0)):
-        args = [v if a == 0 else v[1] for v, a in zip((w, x), axes, strict=True)]
-        for transform in (lambda f: f, lambda f: jax.grad(f, (0, 1))):
-            got = jax.vmap(transform(f), axes)(*args)
-            for lane in range(2):
-                one = [v[lane] if a == 0 else v for v, a in zip(args, axes, strict=True)]
-                jax.tree.map(
-                    lambda a, b, lane=lane: np.testing.assert_allclose(a[lane], b),
-                    got,
-                    transform(f)(*one),
-                )
-
-
 def test_checkpointed_sees_what_its_arguments_hold():
     grow = loopkit.checkpointed(lambda by, x: lax.fori_loop(0, 2, lambda _, y: by(y), x))
     for v in (2.0, 3.0):
@@ -369,60 +320,3 @@ def test_checkpointed_sees_what_its_arguments_hold():
     with jax.numpy_dtype_promotion("standard"):  # of a bool and an int
         assert [power(1, n).dtype for n in (True, 1, 1)] == [jnp.asarray(1).dtype] * 3
         assert plus(1, True) == 2
-
-
-def settled(c, x):
-    """The very same function for all settings."""
-    c = 0.8 * c + 0.1 * jnp.sin(c) + (0.3 if x is None else x.sum())
-    return c, c * jnp.arange(1.0, 3.0)
-
-
-def is_large(c, _):
-    return c > 1.6
-
-
-def by_hand(c, xs, length, truncate, reverse, until, axis, out):
-    ys = [jnp.zeros(2)] * length
-    for k, t in enumerate(range(length)[:: -1 if reverse else 1]):
-        c = lax.stop_gradient(c) if truncate and k and k % truncate == 0 else c
-        c, ys[t] = settled(c, None if xs is None else jnp.take(xs, t, axis))
-        last = ys[t]
-        if until and until(c, ys[t]):
-            break
-    return c, last if out is None else jnp.stack(ys, out)
-
-
-def by_scan(c, xs, length, truncate, reverse, until, axis, out):
-    how = {"truncate": truncate, "until": until, "in_axes": axis, "out_axes": out}
-    return loopkit.scan(settled, c, xs, length, reverse, **how)
-
-
-SETTINGS = {
-    "length": [12, 16],
-    "truncate": [None, 3, 4],
-    "reverse": [False, True],
-    "until": [None, is_large],
-    "axis": [0, 1],
-    "out": [0, 1, None],
-    "xs": [False, True],
-}
-EVERY_SETTING = [dict(zip(SETTINGS, v, strict=True)) for v in itertools.product(*SETTINGS.values())]
-
-
-FEW = {"reverse": False, "until": None, "axis": 0, "out": 0}
-SOME = [how for how in EVERY_SETTING if how.items() >= FEW.items()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [SOME, later(EVERY_SETTING[::5])])
-def test_the_very_same_function_under_other_settings(settings):
-    for how in settings:
-        length, has_xs = how["length"], how["xs"]
-        rows = jnp.cos(jnp.arange(2.0 * length)).reshape(length, 2)
-        xs = None if not has_xs else rows.T if how["axis"] else rows
-        found = []
-        for scan in (by_scan, by_hand):
-            run = lambda c, scan=scan, how=how, xs=xs: scan(c, **{**how, "xs": xs})
-            total = lambda c, run=run: sum(jnp.sum(v**2) for v in run(c))
-            found.append((*run(jnp.float64(0.2)), jax.grad(total)(0.2)))
-        assert_near(*found, what=str(how))
