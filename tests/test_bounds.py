@@ -40,10 +40,7 @@ TABLE = {
     "more than can be counted": (lambda i, x: (i < 2**40) & (x < 1e3), 1, 0, None),
     "a test of equality": (lambda i, x: (i != 10) & (x < 1e3), 1, 0, None),
     "through a narrower integer": (
-        lambda i, x: (i.astype(jnp.int8) < 10) & (x < 1e3),
-        1,
-        0,
-        None,
+        *(lambda i, x: (i.astype(jnp.int8) < 10) & (x < 1e3), 1, 0, None),
     ),
 }
 
@@ -197,15 +194,15 @@ def test_a_predicate_that_prints(loops, capfd):
     assert capfd.readouterr().out.count("asked") == 4
 
 
+def powers(loops, x, **how):
+    """Powers of `x` until one is above 100, and at most twenty of them."""
+    test = lambda c: (c[0] < 20) & (c[1] < 100.0)
+    return loops.while_loop(test, lambda c: (c[0] + 1, c[1] * x), (0, x), **how)[1]
+
+
 @pytest.mark.slow
 def test_everything_is_kept_without_max_steps():
-    def f(x):
-        test = lambda c: (c[0] < 20) & (c[1] < 100.0)
-        return loopkit.while_loop(test, lambda c: (c[0] + 1, c[1] * x), (0, x), checkpoints="all")[
-            1
-        ]
-
-    x = jnp.asarray(1.5)
+    f, x = lambda x: powers(loopkit, x, checkpoints="all"), jnp.asarray(1.5)
     assert loopkit.explain(f, x).plan.keeps_all
     assert_close(jax.grad(f)(x), 12 * x**11)
     assert_close(jax.jit(jax.vmap(jax.grad(f)))(x[None]), 12 * x[None] ** 11)
@@ -256,11 +253,7 @@ def test_limits():
 
 
 def test_all_is_kept_where_the_predicate_says_how_much():
-    def f(x):
-        test = lambda c: (c[0] < 20) & (c[1] < 100.0)
-        return lax.while_loop(test, lambda c: (c[0] + 1, c[1] * x), (0, x))[1]
-
-    x = jnp.asarray(1.5)
+    f, x = lambda x: powers(lax, x), jnp.asarray(1.5)
     assert_close(jax.grad(loopkit.checkpointed(f, checkpoints="all"))(x), 12 * x**11)
     endless = lambda x: lax.while_loop(lambda y: y < 100.0, lambda y: y * x, x)
     with pytest.raises(ValueError, match='can be "all" or a policy only if the number of'):
@@ -279,11 +272,8 @@ def test_a_bound_that_nobody_reaches_is_none_for_plans():
 
 
 def test_a_smaller_max_steps_counts():
-    def f(x):
-        test = lambda c: (c[0] < 20) & (c[1] < 100.0)
-        return lax.while_loop(test, lambda c: (c[0] + 1, c[1] * x), (0, x))[1]
-
-    assert_close(loopkit.checkpointed(f, max_steps=3)(jnp.asarray(1.5)), jnp.asarray(1.5**4))
+    f, x = lambda x: powers(lax, x), jnp.asarray(1.5)
+    assert_close(loopkit.checkpointed(f, max_steps=3)(x), x**4)
 
 
 def test_lanes_keep_their_own_tests():

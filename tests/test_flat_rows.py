@@ -97,10 +97,10 @@ def of_all(i, rows, xs, w):
 WHOLE = of_parts, of_all
 
 
-def reference(body, n=N):
+def reference(body):
     def f(w, xs, first):
         rows = first
-        for i in range(n):
+        for i in range(N):
             rows = body(i, rows, xs, w)
         return rows
 
@@ -133,9 +133,7 @@ MODES = {
         lambda w: jnp.sum(jax.vmap(f, (0, None, None))(w, XS, FIRST) ** 3)
     )(WIDE),
     "lanes of all": lambda f: jax.vmap(jax.grad(loss(f), (0, 1, 2)), (0, 2, -1))(
-        WIDE[:2],
-        jnp.stack([XS, XS * 2], 2),
-        jnp.stack([FIRST, -FIRST], -1),
+        *(WIDE[:2], jnp.stack([XS, XS * 2], 2), jnp.stack([FIRST, -FIRST], -1))
     ),
 }
 OTHER_WAYS = [
@@ -163,14 +161,18 @@ def expected(body, mode):
 @pytest.mark.parametrize(("body", "mode", "kind", "checkpoints"), list(cases()))
 def test_rows_are_those_of_a_python_loop(body, mode, kind, checkpoints):
     got = jax.jit(lambda: MODES[mode](looped(body, kind, checkpoints)))()
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected(body, mode)), strict=True):
-        assert_close(a, b)
+    assert_close(got, expected(body, mode))
+
+
+def loops_of(f, *args):
+    """The loops in a function, the outermost first."""
+    eqns = equations.all_equations(jax.make_jaxpr(f)(*args))
+    return [eqn.params["loop"] for eqn in eqns if "loop" in eqn.params]
 
 
 def carried(f, *args):
-    """The shapes that the outermost loops carry and read."""
-    eqns = equations.all_equations(jax.make_jaxpr(f)(*args))
-    loop = next(e.params["loop"] for e in eqns if e.primitive.name == "loopkit_while")
+    """The shapes that the outermost loop carries and reads."""
+    loop = loops_of(f, *args)[0]
     return [t.shape for t in loop.carry_types], [t.shape for t in loop.const_types]
 
 
@@ -195,30 +197,25 @@ def row_shapes(loop):
 def test_elementwise_steps_are_of_vectors():
     """Another row, and one that is carried, are vectors as well; the derivative is of vectors."""
 
-    def f(w, xs, row, first):
+    def f(w, xs, row, first, in_python=False):
         def body(i, carry):
             rows, row = carry
             row = jnp.where(row > w, xs[i] * FACTORS, jnp.tanh(rows[i]) + w * row)
             return rows.at[i + 1].set(row), row
 
-        rows, row = loopkit.fori_loop(0, N, body, (first, row), buffers=lambda c: c[0])
+        if in_python:
+            rows, row = ft.reduce(lambda carry, i: body(i, carry), range(N), (first, row))
+        else:
+            rows, row = loopkit.fori_loop(0, N, body, (first, row), buffers=lambda c: c[0])
         return jnp.sum(jnp.sin(rows)) + jnp.sum(row**2)
 
-    def unrolled(w, xs, row, first):
-        rows = first
-        for i in range(N):
-            row = jnp.where(row > w, xs[i] * FACTORS, jnp.tanh(rows[i]) + w * row)
-            rows = rows.at[i + 1].set(row)
-        return jnp.sum(jnp.sin(rows)) + jnp.sum(row**2)
+    unrolled = ft.partial(f, in_python=True)
 
     args = W, XS, FACTORS * 0.5, FIRST
-    eqns = equations.all_equations(jax.make_jaxpr(jax.grad(f, (0, 1, 2, 3)))(*args))
-    loops = [e.params["loop"] for e in eqns if "loop" in e.params]
+    loops = loops_of(jax.grad(f, (0, 1, 2, 3)), *args)
     assert loops
     assert not any(map(row_shapes, loops))
-    got, want = (jax.grad(g, (0, 1, 2, 3))(*args) for g in (f, unrolled))
-    for a, b in zip(got, want, strict=True):
-        assert_close(a, b)
+    assert_close(*(jax.grad(g, (0, 1, 2, 3))(*args) for g in (f, unrolled)))
 
 
 def test_rows_are_shown_as_they_are_written(capsys):
@@ -253,9 +250,7 @@ def test_other_rows_keep_their_axes(body):
     ],
 )
 def test_only_short_axes_are_made_one(shape, flat):
-    def f(xs):
-        return loopkit.fori_loop(0, N, lambda i, b: b.at[i].set(xs[i]), 0 * xs, buffers=True)
-
+    f = lambda xs: loopkit.fori_loop(0, N, lambda i, b: b.at[i].set(xs[i]), 0 * xs, buffers=True)
     carry, _ = carried(f, jnp.ones((N, *shape)))
     assert (N, *flat) in carry
 
@@ -285,8 +280,7 @@ def test_the_same_step_alone_and_in_a_loop():
         return loopkit.fori_loop(0, N, outer, rows, buffers=True)
 
     assert (N + 1, 6) in carried(alone, FIRST)[0]
-    eqns = equations.all_equations(jax.make_jaxpr(inside)(FIRST))
-    shapes = [t.shape for e in eqns if "loop" in e.params for t in e.params["loop"].carry_types]
+    shapes = [t.shape for loop in loops_of(inside, FIRST) for t in loop.carry_types]
     assert shapes.count((N + 1, 3, 2)) == 2
     assert (N + 1, 6) not in shapes
 
@@ -295,23 +289,18 @@ def test_the_same_step_alone_and_in_a_loop():
 def test_elements_of_a_tensor_array_are_vectors():
     def f(w, xs):
         ta = loopkit.TensorArray.empty(N, jax.ShapeDtypeStruct((3, 2), XS.dtype))
-
-        def body(i, ta):
-            return ta.append(jnp.sin(xs[i] * w))
-
+        body = lambda i, ta: ta.append(jnp.sin(xs[i] * w))
         return loopkit.fori_loop(0, N, body, ta).stack()
 
     assert (N, 6) in carried(f, W, XS)[0]
     got = jax.grad(lambda w, xs: jnp.sum(f(w, xs) ** 2), (0, 1))(W, XS)
     want = jax.grad(lambda w, xs: jnp.sum(jnp.sin(xs * w) ** 2), (0, 1))(W, XS)
-    for a, b in zip(got, want, strict=True):
-        assert_close(a, b)
+    assert_close(got, want)
 
 
 def test_rows_of_an_outer_loop_are_flat_in_the_loops_inside():
     """The inner loops carry what the outer one does: no reshape stands between them."""
-    jaxpr = jax.make_jaxpr(looped(in_a_loop, "fori", None))(W, XS, FIRST)
-    loops = [e.params["loop"] for e in equations.all_equations(jaxpr) if "loop" in e.params]
+    loops = loops_of(looped(in_a_loop, "fori", None), W, XS, FIRST)
     assert len(loops) == 2
     assert all((N + 1, 6) in [t.shape for t in loop.carry_types] for loop in loops)
 
